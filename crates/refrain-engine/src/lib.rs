@@ -1,0 +1,3 @@
+//! Sessions, KV blocks, sampling policy and the ledger.
+//!
+//! Invariant: this crate launches no kernel and speaks no HTTP.

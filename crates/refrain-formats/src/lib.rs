@@ -1,0 +1,3 @@
+//! GGUF, safetensors, tokenizers and chat templates.
+//!
+//! Invariant: this crate knows no device and no network.

@@ -1,0 +1,3 @@
+//! The graph IR: ops, shape rules, passes, memory plan, segments and the `Backend` trait.
+//!
+//! Invariant: no device, no input or output, no `unsafe`.

@@ -1,0 +1,3 @@
+//! The obvious version of every op.
+//!
+//! Invariant: nothing here is clever; everything fast is tested against it.

@@ -1,0 +1,3 @@
+//! Op cases, tolerances, golden files and gates for tests.
+//!
+//! Invariant: never shipped.
