@@ -1,3 +1,39 @@
-//! The graph IR: ops, shape rules, passes, memory plan, segments and the `Backend` trait.
+//! The graph IR: ops, shape rules, passes, memory plan, segments and the [`Backend`] trait.
+//!
+//! A model builds a [`Graph`]: SSA values, nodes with one or more outputs, and state (KV cache, counters) that is
+//! threaded through the nodes that change it, so that no edge is hidden. [`Plan::new`] orders it, cuts it into
+//! segments and fixes the address of every buffer. A backend turns the plan into something that runs.
 //!
 //! Invariant: no device, no input or output, no `unsafe`.
+//! Invariant: every `match` on [`Op`] is exhaustive, so that a new op fails to compile in each place that must decide.
+#![forbid(unsafe_code)]
+#![deny(clippy::wildcard_enum_match_arm)]
+
+mod op; // what a node computes
+mod infer; // which types come out
+mod graph; // values, nodes, state
+mod fuse; // neighbours that run better as one
+mod schedule; // in which order, cut where
+mod arena; // in which memory
+mod plan; // the three together
+mod control; // what changes from step to step
+mod backend; // who runs it
+mod report; // how a step ran, and why
+mod dot; // as a picture
+
+pub use arena::{Arena, Span};
+pub use backend::{Backend, CompileError, Io, Query, RunError, Support};
+pub use control::{ControlBlock, ControlError, ControlLayout, Slot};
+pub use fuse::fuse;
+pub use graph::{
+    Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Origin, Output, State, StateId, Value, ValueId,
+    Weight, WeightId,
+};
+pub use infer::InferError;
+pub use op::{
+    Attention, Binary, Capture, Gate, HostBuf, HostCall, HostCallError, HostFn, Op, Reduce, Rope, RopeStyle,
+    SAMPLE_PARAMS, SampleParam, TensorType, Unary, View,
+};
+pub use plan::{Buffer, BufferId, Operand, Place, Plan, PlanError, PlanOptions, Step, Traffic};
+pub use report::{Ran, Reason};
+pub use schedule::{Segment, SegmentKind};

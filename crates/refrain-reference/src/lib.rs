@@ -1,3 +1,60 @@
 //! The obvious version of every op.
 //!
-//! Invariant: nothing here is clever; everything fast is tested against it.
+//! Everything is decoded to f32, computed one element at a time with sums in f64, and rounded once into the output's
+//! dtype. It is slow and easy to check by eye; everything fast is tested against it, and the simulated device runs it.
+//!
+//! Invariant: nothing here is clever.
+#![forbid(unsafe_code)]
+#![deny(clippy::wildcard_enum_match_arm)]
+
+mod attention;
+mod dense;
+mod elementwise;
+mod philox;
+mod sample;
+
+pub use dense::{In, Out, ReferenceError};
+pub use philox::{philox4x32, uniform};
+pub use sample::{Sampling, sample_row};
+
+use refrain_graph::{HostBuf, Op};
+
+/// Runs an op.
+///
+/// `inputs` are the node's inputs, but for those that an output continues: the cache that `KvAppend` changes is
+/// `outputs[0]`, and what it held before the call is what the op starts from.
+pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), ReferenceError> {
+    match op {
+        Op::View(_) => Err(ReferenceError::Unsupported { op: op.name(), because: "a view is not run".into() }),
+        Op::Copy => dense::copy(&inputs[0], &mut outputs[0]),
+        Op::Cast(_) => outputs[0].store(&inputs[0].to_f32()?),
+        Op::Unary(f) => elementwise::unary(*f, &inputs[0], &mut outputs[0]),
+        Op::Binary(f) => elementwise::binary(*f, &inputs[0], &inputs[1], &mut outputs[0]),
+        Op::Reduce(kind) => elementwise::reduce(*kind, &inputs[0], &mut outputs[0]),
+        Op::Softmax => elementwise::softmax(&inputs[0], &mut outputs[0]),
+        Op::MatMul => dense::matmul(&inputs[0], &inputs[1], &mut outputs[0]),
+        Op::GatherRows(_) => dense::gather_rows(&inputs[0], &inputs[1], &mut outputs[0]),
+        Op::RmsNorm { eps } => {
+            let y = elementwise::rms_norm(&inputs[0].to_f32()?, &inputs[1].to_f32()?, *eps);
+            outputs[0].store(&y)
+        }
+        Op::AddRmsNorm { eps } => {
+            let (a, b) = (inputs[0].to_f32()?, inputs[1].to_f32()?);
+            let sum: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
+            outputs[0].store(&sum)?;
+            outputs[1].store(&elementwise::rms_norm(&sum, &inputs[2].to_f32()?, *eps))
+        }
+        Op::Gate(kind) => elementwise::gate(*kind, &inputs[0], &inputs[1], &mut outputs[0]),
+        Op::Rope(rope) => attention::rope(rope, inputs, &mut outputs[0]),
+        Op::KvAppend => attention::kv_append(inputs, &mut outputs[0]),
+        Op::Attention(attention) => attention::attention(attention, inputs, &mut outputs[0]),
+        Op::Sample => sample::sample(inputs, outputs),
+        Op::HostCall(call) => {
+            let dense: Vec<Vec<u8>> = inputs.iter().map(In::to_dense).collect();
+            let bufs: Vec<HostBuf<'_>> =
+                inputs.iter().zip(&dense).map(|(i, bytes)| HostBuf { ty: i.ty(), bytes }).collect();
+            let mut outs: Vec<&mut [u8]> = outputs.iter_mut().map(|o| &mut *o.bytes).collect();
+            call.function.call(&bufs, &mut outs).map_err(ReferenceError::Host)
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! What a backend must do.
+
+use crate::graph::{Graph, State, Weight};
+use crate::op::{HostCallError, Op, TensorType};
+use crate::plan::{Plan, PlanError};
+use crate::report::Ran;
+use refrain_tensor::HostTensor;
+
+/// A node as a backend is asked about it.
+#[derive(Clone, Copy, Debug)]
+pub struct Query<'a> {
+    /// The op.
+    pub op: &'a Op,
+    /// Types of its inputs.
+    pub inputs: &'a [TensorType],
+    /// Types of its outputs.
+    pub outputs: &'a [TensorType],
+}
+
+/// Whether a backend has a kernel for a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Support {
+    /// It has.
+    Yes,
+    /// It has none, and why.
+    No(String),
+}
+
+/// Why a graph does not compile for a backend.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum CompileError {
+    /// No kernel for an op, dtype or shape. There is no fallback.
+    #[error("{backend} has no kernel for {op} at {label}: {because}")]
+    Unsupported {
+        /// Name of the backend.
+        backend: &'static str,
+        /// Name of the op.
+        op: &'static str,
+        /// Label of the node.
+        label: String,
+        /// The backend's reason, with dtypes and shapes.
+        because: String,
+    },
+    /// The graph has no plan.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The plan needs more memory than allowed.
+    #[error("the plan needs an arena of {need_bytes} bytes, {limit_bytes} are allowed")]
+    TooLarge {
+        /// Bytes needed.
+        need_bytes: usize,
+        /// Bytes allowed.
+        limit_bytes: usize,
+    },
+    /// The backend failed while it prepared the plan.
+    #[error("{backend} could not prepare the plan")]
+    Backend {
+        /// Name of the backend.
+        backend: &'static str,
+        /// What failed.
+        #[source]
+        source: std::sync::Arc<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// Why a plan did not run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunError {
+    /// A host function failed.
+    #[error("{label}: {source}")]
+    Host {
+        /// Label of the step.
+        label: String,
+        /// Its author's words.
+        source: HostCallError,
+    },
+    /// A step input has values that point outside what they index.
+    #[error("{label}: {what} is {got}, must be below {limit}")]
+    OutOfRange {
+        /// Label of the step.
+        label: String,
+        /// Which number.
+        what: &'static str,
+        /// Its value.
+        got: i64,
+        /// Its bound.
+        limit: usize,
+    },
+    /// The weights, states or control block are not those of the plan.
+    #[error("{what} of the plan do not match: {because}")]
+    Mismatch {
+        /// Which argument.
+        what: &'static str,
+        /// How they differ.
+        because: String,
+    },
+    /// The backend failed.
+    #[error("{backend} failed at {label}")]
+    Backend {
+        /// Name of the backend.
+        backend: &'static str,
+        /// Label of the step.
+        label: String,
+        /// What failed.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// What a run reads and changes besides the plan's own arena.
+pub struct Io<'a, B: Backend + ?Sized> {
+    /// The model's weights.
+    pub weights: &'a B::Weights,
+    /// The model's states.
+    pub states: &'a mut B::States,
+    /// The step's inputs, laid out as [`Plan::control`] says.
+    pub control: &'a [u8],
+}
+
+/// Runs graphs on one kind of device.
+pub trait Backend {
+    /// Weights where the device wants them.
+    type Weights;
+    /// States where the device wants them.
+    type States;
+    /// A graph made ready to run.
+    type Compiled;
+
+    /// Name for messages.
+    fn name(&self) -> &'static str;
+
+    /// Whether there is a kernel for a node.
+    fn supports(&self, query: &Query<'_>) -> Support;
+
+    /// Brings weights to the device; `tensors` are in the order of `weights`.
+    fn load(&self, weights: &[Weight], tensors: Vec<HostTensor>) -> Result<Self::Weights, RunError>;
+
+    /// Makes states, filled with zeros.
+    fn allocate(&self, states: &[State]) -> Result<Self::States, RunError>;
+
+    /// Makes a graph ready to run; an op without a kernel is an error here.
+    fn compile(&self, graph: &Graph) -> Result<Self::Compiled, CompileError>;
+
+    /// The plan behind a compiled graph.
+    fn plan<'c>(&self, compiled: &'c Self::Compiled) -> &'c Plan;
+
+    /// Runs one step.
+    fn run(&mut self, compiled: &mut Self::Compiled, io: Io<'_, Self>) -> Result<Ran, RunError>;
+
+    /// Copies an output of the last run to the host.
+    fn read(&mut self, compiled: &Self::Compiled, output: usize, into: &mut [u8]) -> Result<(), RunError>;
+
+    /// Refuses a graph that has an op without a kernel.
+    fn check(&self, graph: &Graph) -> Result<(), CompileError> {
+        for node in graph.nodes() {
+            let (inputs, outputs) = (graph.input_types(node), graph.output_types(node));
+            if let Support::No(because) = self.supports(&Query { op: &node.op, inputs: &inputs, outputs: &outputs }) {
+                let (op, label) = (node.op.name(), node.label.clone());
+                return Err(CompileError::Unsupported { backend: self.name(), op, label, because });
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,482 @@
+//! Values, nodes and state, and the builder that makes them.
+
+use crate::infer::InferError;
+use crate::op::{Attention, Binary, Capture, Gate, HostCall, Op, Rope, TensorType, Unary, View};
+use refrain_tensor::{DType, Shape, TensorError};
+
+macro_rules! ids {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(pub(crate) u32);
+
+        impl $name {
+            /// Position in the graph's list of its kind.
+            pub fn idx(self) -> usize {
+                self.0 as usize
+            }
+
+            /// The id at a position of the graph's list of its kind.
+            pub fn from_idx(idx: usize) -> $name {
+                $name(idx as u32)
+            }
+        }
+    )*};
+}
+
+ids! {
+    /// A value.
+    ValueId,
+    /// A node.
+    NodeId,
+    /// A weight: constant, the same in every step.
+    WeightId,
+    /// A state: lives from step to step.
+    StateId,
+    /// An input: set by the host before a step.
+    InputId,
+}
+
+/// Where a value comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// Set before each step.
+    Input(InputId),
+    /// Loaded once.
+    Weight(WeightId),
+    /// What the state holds when the step begins.
+    State(StateId),
+    /// Computed by a node.
+    Node {
+        /// The node.
+        node: NodeId,
+        /// Which of its outputs.
+        output: usize,
+    },
+}
+
+/// One SSA value.
+#[derive(Clone, Copy, Debug)]
+pub struct Value {
+    /// Type.
+    pub ty: TensorType,
+    /// Source.
+    pub origin: Origin,
+}
+
+/// One computation.
+#[derive(Clone, Debug)]
+pub struct Node {
+    /// What it computes.
+    pub op: Op,
+    /// From which values.
+    pub inputs: Vec<ValueId>,
+    /// Into which values.
+    pub outputs: Vec<ValueId>,
+    /// A name for people, such as `blk.3.attn_q`.
+    pub label: String,
+}
+
+/// A step input: a place in the control block.
+#[derive(Clone, Debug)]
+pub struct Input {
+    /// Name.
+    pub name: String,
+    /// Type.
+    pub ty: TensorType,
+}
+
+/// A weight that graphs of one model share.
+#[derive(Clone, Debug)]
+pub struct Weight {
+    /// Name in the model's own terms.
+    pub name: String,
+    /// Type.
+    pub ty: TensorType,
+}
+
+/// A state that graphs of one model share.
+#[derive(Clone, Debug)]
+pub struct State {
+    /// Name.
+    pub name: String,
+    /// Type.
+    pub ty: TensorType,
+}
+
+/// A value that is read after the step.
+#[derive(Clone, Debug)]
+pub struct Output {
+    /// Name.
+    pub name: String,
+    /// The value.
+    pub value: ValueId,
+}
+
+/// What one step computes. Nodes stand in an order in which they could run.
+#[derive(Clone, Debug, Default)]
+pub struct Graph {
+    values: Vec<Value>,
+    nodes: Vec<Node>,
+    inputs: Vec<Input>,
+    weights: Vec<Weight>,
+    states: Vec<State>,
+    outputs: Vec<Output>,
+}
+
+impl Graph {
+    /// All nodes.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// All values.
+    pub fn values(&self) -> &[Value] {
+        &self.values
+    }
+
+    /// Step inputs.
+    pub fn inputs(&self) -> &[Input] {
+        &self.inputs
+    }
+
+    /// Weights; the same list in every graph of a model.
+    pub fn weights(&self) -> &[Weight] {
+        &self.weights
+    }
+
+    /// States; the same list in every graph of a model.
+    pub fn states(&self) -> &[State] {
+        &self.states
+    }
+
+    /// What is read after the step.
+    pub fn outputs(&self) -> &[Output] {
+        &self.outputs
+    }
+
+    /// The node of that id.
+    pub fn node(&self, id: NodeId) -> &Node {
+        &self.nodes[id.idx()]
+    }
+
+    /// The value of that id.
+    pub fn value(&self, id: ValueId) -> &Value {
+        &self.values[id.idx()]
+    }
+
+    /// The input of that name.
+    pub fn input(&self, name: &str) -> Option<InputId> {
+        self.inputs.iter().position(|i| i.name == name).map(InputId::from_idx)
+    }
+
+    /// The position of the output of that name.
+    pub fn output(&self, name: &str) -> Option<usize> {
+        self.outputs.iter().position(|o| o.name == name)
+    }
+
+    /// The state a value is a version of, seen through views.
+    pub fn state_of(&self, value: ValueId) -> Option<StateId> {
+        let mut value = value;
+        loop {
+            match self.value(value).origin {
+                Origin::State(id) => return Some(id),
+                Origin::Input(_) | Origin::Weight(_) => return None,
+                Origin::Node { node, output } => {
+                    let node = self.node(node);
+                    value = match (&node.op, node.op.state_update()) {
+                        (_, Some((out, input))) if out == output => node.inputs[input],
+                        (Op::View(_), _) => node.inputs[0],
+                        _ => return None,
+                    };
+                }
+            }
+        }
+    }
+
+    /// The type of each input of a node.
+    pub fn input_types(&self, node: &Node) -> Vec<TensorType> {
+        node.inputs.iter().map(|&v| self.value(v).ty).collect()
+    }
+
+    /// The type of each output of a node.
+    pub fn output_types(&self, node: &Node) -> Vec<TensorType> {
+        node.outputs.iter().map(|&v| self.value(v).ty).collect()
+    }
+}
+
+/// Why a graph cannot be built.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum GraphError {
+    /// An op refused its inputs.
+    #[error("{label}: {source}")]
+    Infer {
+        /// Label of the node.
+        label: String,
+        /// The rule that was broken.
+        source: InferError,
+    },
+    /// A shape that cannot be.
+    #[error("{label}: {source}")]
+    Shape {
+        /// Label of the node.
+        label: String,
+        /// The objection.
+        source: TensorError,
+    },
+    /// A state was changed twice from the same version, or changed through something that is not a state.
+    #[error("{label}: the state it changes is {because}")]
+    State {
+        /// Label of the node.
+        label: String,
+        /// What is wrong.
+        because: &'static str,
+    },
+    /// Two inputs or outputs share a name.
+    #[error("two values are named {name:?}")]
+    Duplicate {
+        /// The name.
+        name: String,
+    },
+}
+
+/// Builds a graph node by node, inferring types on the way.
+#[derive(Clone, Debug)]
+pub struct GraphBuilder {
+    graph: Graph,
+    scope: String,
+    weight_values: Vec<ValueId>,
+    // The newest version of each state; older ones may be read, never changed again.
+    state_values: Vec<ValueId>,
+}
+
+impl GraphBuilder {
+    /// A graph over these weights and states. Graphs of one model are given the same lists, so ids agree between them.
+    pub fn new(weights: Vec<Weight>, states: Vec<State>) -> GraphBuilder {
+        let mut graph = Graph { weights, states, ..Graph::default() };
+        let mut values = Vec::new();
+        for (i, w) in graph.weights.iter().enumerate() {
+            values.push(Value { ty: w.ty, origin: Origin::Weight(WeightId::from_idx(i)) });
+        }
+        for (i, s) in graph.states.iter().enumerate() {
+            values.push(Value { ty: s.ty, origin: Origin::State(StateId::from_idx(i)) });
+        }
+        let n_weights = graph.weights.len();
+        let ids: Vec<ValueId> = (0..values.len()).map(ValueId::from_idx).collect();
+        graph.values = values;
+        let (weight_values, state_values) = (ids[..n_weights].to_vec(), ids[n_weights..].to_vec());
+        GraphBuilder { graph, scope: String::new(), weight_values, state_values }
+    }
+
+    /// Sets the prefix of the labels that follow, such as `blk.3`.
+    pub fn scope(&mut self, scope: impl Into<String>) {
+        self.scope = scope.into();
+    }
+
+    /// A step input.
+    pub fn input(&mut self, name: &str, ty: TensorType) -> Result<ValueId, GraphError> {
+        if self.graph.input(name).is_some() {
+            return Err(GraphError::Duplicate { name: name.into() });
+        }
+        let id = InputId::from_idx(self.graph.inputs.len());
+        self.graph.inputs.push(Input { name: name.into(), ty });
+        Ok(self.push_value(ty, Origin::Input(id)))
+    }
+
+    /// The value of a weight.
+    pub fn weight(&self, id: WeightId) -> ValueId {
+        self.weight_values[id.idx()]
+    }
+
+    /// The newest version of a state.
+    pub fn state(&self, id: StateId) -> ValueId {
+        self.state_values[id.idx()]
+    }
+
+    /// The type of a value.
+    pub fn ty(&self, value: ValueId) -> TensorType {
+        self.graph.value(value).ty
+    }
+
+    /// Names a value that is read after the step.
+    pub fn output(&mut self, name: &str, value: ValueId) -> Result<(), GraphError> {
+        if self.graph.output(name).is_some() {
+            return Err(GraphError::Duplicate { name: name.into() });
+        }
+        self.graph.outputs.push(Output { name: name.into(), value });
+        Ok(())
+    }
+
+    /// The graph.
+    pub fn finish(self) -> Graph {
+        self.graph
+    }
+
+    /// A node with any number of outputs. The methods below are shorthands for the usual ones.
+    pub fn node(&mut self, op: Op, inputs: &[ValueId], label: &str) -> Result<Vec<ValueId>, GraphError> {
+        let label = match self.scope.as_str() {
+            "" => label.to_string(),
+            scope => format!("{scope}.{label}"),
+        };
+        let types: Vec<TensorType> = inputs.iter().map(|&v| self.ty(v)).collect();
+        let out_types =
+            op.infer(&types).map_err(|source| GraphError::Infer { label: label.clone(), source })?;
+        let changed = match op.state_update() {
+            Some((_, input)) => Some(self.changed_state(inputs[input], &label)?),
+            None => None,
+        };
+        let node = NodeId::from_idx(self.graph.nodes.len());
+        let outputs: Vec<ValueId> = out_types
+            .into_iter()
+            .enumerate()
+            .map(|(output, ty)| self.push_value(ty, Origin::Node { node, output }))
+            .collect();
+        if let (Some(state), Some((output, _))) = (changed, op.state_update()) {
+            self.state_values[state.idx()] = outputs[output];
+        }
+        self.graph.nodes.push(Node { op, inputs: inputs.to_vec(), outputs: outputs.clone(), label });
+        Ok(outputs)
+    }
+
+    fn changed_state(&self, value: ValueId, label: &str) -> Result<StateId, GraphError> {
+        let refuse = |because| GraphError::State { label: label.to_string(), because };
+        let state = self.graph.state_of(value).ok_or_else(|| refuse("not a state"))?;
+        if self.state_values[state.idx()] != value {
+            return Err(refuse("an older version: it was changed since"));
+        }
+        Ok(state)
+    }
+
+    fn push_value(&mut self, ty: TensorType, origin: Origin) -> ValueId {
+        let id = ValueId::from_idx(self.graph.values.len());
+        self.graph.values.push(Value { ty, origin });
+        id
+    }
+
+    fn single(&mut self, op: Op, inputs: &[ValueId], label: &str) -> Result<ValueId, GraphError> {
+        Ok(self.node(op, inputs, label)?[0])
+    }
+
+    /// The same elements under another shape.
+    pub fn reshape(&mut self, x: ValueId, dims: &[usize]) -> Result<ValueId, GraphError> {
+        let shape =
+            Shape::new(dims).map_err(|source| GraphError::Shape { label: self.scope.clone(), source })?;
+        self.single(Op::View(View::Reshape(shape)), &[x], "reshape")
+    }
+
+    /// The dimensions in another order.
+    pub fn permute(&mut self, x: ValueId, order: &[usize]) -> Result<ValueId, GraphError> {
+        self.single(Op::View(View::Permute(order.to_vec())), &[x], "permute")
+    }
+
+    /// Some entries of one dimension.
+    pub fn slice(&mut self, x: ValueId, axis: usize, start: usize, len: usize) -> Result<ValueId, GraphError> {
+        self.single(Op::View(View::Slice { axis, start, len }), &[x], "slice")
+    }
+
+    /// A dense copy.
+    pub fn copy(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
+        self.single(Op::Copy, &[x], "copy")
+    }
+
+    /// Another dtype.
+    pub fn cast(&mut self, x: ValueId, to: DType) -> Result<ValueId, GraphError> {
+        self.single(Op::Cast(to), &[x], "cast")
+    }
+
+    /// A function of each element.
+    pub fn unary(&mut self, op: Unary, x: ValueId) -> Result<ValueId, GraphError> {
+        self.single(Op::Unary(op), &[x], op.name())
+    }
+
+    /// A function of two elements.
+    pub fn binary(&mut self, op: Binary, a: ValueId, b: ValueId) -> Result<ValueId, GraphError> {
+        self.single(Op::Binary(op), &[a, b], op.name())
+    }
+
+    /// `a + b`
+    pub fn add(&mut self, a: ValueId, b: ValueId) -> Result<ValueId, GraphError> {
+        self.binary(Binary::Add, a, b)
+    }
+
+    /// `x[.., m, k] * w[n, k]^T`, and the bias `[n]` on top if there is one.
+    pub fn linear(
+        &mut self,
+        x: ValueId,
+        w: ValueId,
+        bias: Option<ValueId>,
+        label: &str,
+    ) -> Result<ValueId, GraphError> {
+        let wt = self.permute(w, &[1, 0])?;
+        let y = self.single(Op::MatMul, &[x, wt], label)?;
+        match bias {
+            Some(bias) => self.add(y, bias),
+            None => Ok(y),
+        }
+    }
+
+    /// RMS norm of the last dimension.
+    pub fn rms_norm(&mut self, x: ValueId, w: ValueId, eps: f32, label: &str) -> Result<ValueId, GraphError> {
+        self.single(Op::RmsNorm { eps }, &[x, w], label)
+    }
+
+    /// Rows of a table.
+    pub fn gather_rows(&mut self, table: ValueId, ids: ValueId, to: DType) -> Result<ValueId, GraphError> {
+        self.single(Op::GatherRows(to), &[table, ids], "gather_rows")
+    }
+
+    /// The gated feed-forward's activation.
+    pub fn gate(&mut self, kind: Gate, gate: ValueId, up: ValueId) -> Result<ValueId, GraphError> {
+        self.single(Op::Gate(kind), &[gate, up], "gate")
+    }
+
+    /// Rotary position embedding.
+    pub fn rope(
+        &mut self,
+        rope: Rope,
+        x: ValueId,
+        positions: ValueId,
+        inv_freq: ValueId,
+    ) -> Result<ValueId, GraphError> {
+        self.single(Op::Rope(rope), &[x, positions, inv_freq], "rope")
+    }
+
+    /// Writes rows into a paged cache; gives the cache's new version.
+    pub fn kv_append(
+        &mut self,
+        cache: ValueId,
+        x: ValueId,
+        [positions, seqs, tables]: [ValueId; 3],
+    ) -> Result<ValueId, GraphError> {
+        self.single(Op::KvAppend, &[cache, x, positions, seqs, tables], "kv_append")
+    }
+
+    /// Attention over a paged cache.
+    pub fn attention(
+        &mut self,
+        attention: Attention,
+        q: ValueId,
+        [k_cache, v_cache]: [ValueId; 2],
+        [positions, seqs, tables]: [ValueId; 3],
+    ) -> Result<ValueId, GraphError> {
+        let inputs = [q, k_cache, v_cache, positions, seqs, tables];
+        self.single(Op::Attention(attention), &inputs, "attention")
+    }
+
+    /// A function on the host.
+    pub fn host_call(&mut self, call: HostCall, inputs: &[ValueId]) -> Result<Vec<ValueId>, GraphError> {
+        let name = call.name;
+        self.node(Op::HostCall(call), inputs, name)
+    }
+}
+
+impl Node {
+    /// Why this node cannot be recorded, if it cannot.
+    pub fn not_capturable(&self) -> Option<&'static str> {
+        match self.op.capture() {
+            Capture::Safe => None,
+            Capture::Unsafe(because) => Some(because),
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! Shape and dtype rules, one arm per op.
+
+use crate::op::{Op, SAMPLE_PARAMS, TensorType, View};
+use refrain_tensor::{DType, Layout, Shape, TensorError};
+
+/// Why an op refuses its inputs.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum InferError {
+    /// Too few or too many inputs.
+    #[error("{op} takes {want} inputs, got {got}")]
+    Arity {
+        /// Name of the op.
+        op: &'static str,
+        /// Inputs it takes.
+        want: usize,
+        /// Inputs it got.
+        got: usize,
+    },
+    /// An input with the wrong rank, dimension or dtype.
+    #[error("{op}: input {index} is {got}, expected {want}")]
+    Input {
+        /// Name of the op.
+        op: &'static str,
+        /// Which input.
+        index: usize,
+        /// What came.
+        got: TensorType,
+        /// What the rule asks for.
+        want: String,
+    },
+    /// A view that does not exist.
+    #[error("{op}: {source}")]
+    View {
+        /// Name of the op.
+        op: &'static str,
+        /// The layout's objection.
+        source: TensorError,
+    },
+    /// A host function refused the types.
+    #[error("{op}: {because}")]
+    Host {
+        /// Name of the call.
+        op: &'static str,
+        /// Its author's words.
+        because: String,
+    },
+}
+
+struct Rule<'a> {
+    op: &'static str,
+    inputs: &'a [TensorType],
+}
+
+impl Rule<'_> {
+    fn arity(&self, want: usize) -> Result<(), InferError> {
+        if self.inputs.len() == want {
+            return Ok(());
+        }
+        Err(InferError::Arity { op: self.op, want, got: self.inputs.len() })
+    }
+
+    fn require(&self, index: usize, holds: bool, want: impl Into<String>) -> Result<(), InferError> {
+        if holds {
+            return Ok(());
+        }
+        Err(InferError::Input { op: self.op, index, got: self.inputs[index], want: want.into() })
+    }
+
+    fn float(&self, index: usize) -> Result<(), InferError> {
+        self.require(index, self.inputs[index].dtype.is_float(), "F32, F16 or BF16")
+    }
+
+    fn exact(&self, index: usize, dtype: DType, dims: &[usize]) -> Result<(), InferError> {
+        let t = self.inputs[index];
+        self.require(index, t.dtype == dtype && t.shape.dims() == dims, format!("{dtype}{dims:?}"))
+    }
+
+    fn rank(&self, index: usize, rank: usize) -> Result<&[usize], InferError> {
+        self.require(index, self.inputs[index].shape.rank() == rank, format!("{rank} dimensions"))?;
+        Ok(self.inputs[index].shape.dims())
+    }
+}
+
+impl Op {
+    /// The types of the outputs for those inputs, or why there are none.
+    pub fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, InferError> {
+        let rule = Rule { op: self.name(), inputs };
+        match self {
+            Op::View(view) => {
+                rule.arity(1)?;
+                let dense = Layout::contiguous(inputs[0].shape);
+                let layout = view.apply(&dense).map_err(|source| InferError::View { op: rule.op, source })?;
+                Ok(vec![TensorType { dtype: inputs[0].dtype, shape: layout.shape() }])
+            }
+            Op::Copy => {
+                rule.arity(1)?;
+                let whole = inputs[0].shape.dim_back(0).is_multiple_of(inputs[0].dtype.block_len());
+                rule.require(0, whole, "rows of whole blocks")?;
+                Ok(vec![inputs[0]])
+            }
+            Op::Cast(to) => {
+                rule.arity(1)?;
+                rule.require(0, !to.is_quantized(), "a plain dtype to cast to")?;
+                Ok(vec![TensorType { dtype: *to, shape: inputs[0].shape }])
+            }
+            Op::Unary(_) | Op::Softmax => {
+                rule.arity(1)?;
+                rule.float(0)?;
+                Ok(vec![inputs[0]])
+            }
+            Op::Binary(_) => infer_binary(&rule),
+            Op::Reduce(_) => {
+                rule.arity(1)?;
+                rule.float(0)?;
+                rule.require(0, inputs[0].shape.rank() >= 1, "at least one dimension")?;
+                Ok(vec![TensorType { dtype: inputs[0].dtype, shape: with_last(inputs[0].shape, 1) }])
+            }
+            Op::MatMul => infer_matmul(&rule),
+            Op::GatherRows(to) => {
+                rule.arity(2)?;
+                let d = rule.rank(0, 2)?[1];
+                let n = rule.rank(1, 1)?[0];
+                rule.require(1, inputs[1].dtype == DType::I32, "I32")?;
+                rule.require(0, to.is_float() && !is_integer(inputs[0].dtype), "a table of numbers")?;
+                Ok(vec![TensorType::new(*to, [n, d])])
+            }
+            Op::RmsNorm { .. } => {
+                rule.arity(2)?;
+                rule.float(0)?;
+                rule.float(1)?;
+                rule.require(1, inputs[1].shape.dims() == [inputs[0].shape.dim_back(0)], "one weight per column")?;
+                Ok(vec![inputs[0]])
+            }
+            Op::AddRmsNorm { .. } => {
+                rule.arity(3)?;
+                rule.float(0)?;
+                rule.require(1, inputs[1] == inputs[0], format!("{}", inputs[0]))?;
+                rule.float(2)?;
+                rule.require(2, inputs[2].shape.dims() == [inputs[0].shape.dim_back(0)], "one weight per column")?;
+                Ok(vec![inputs[0], inputs[0]])
+            }
+            Op::Gate(_) => {
+                rule.arity(2)?;
+                rule.float(0)?;
+                rule.require(1, inputs[1] == inputs[0], format!("{}", inputs[0]))?;
+                Ok(vec![inputs[0]])
+            }
+            Op::Rope(rope) => {
+                rule.arity(3)?;
+                rule.float(0)?;
+                let dims = rule.rank(0, 3)?;
+                let even = rope.n_dims.is_multiple_of(2) && rope.n_dims <= dims[2] && rope.n_dims > 0;
+                rule.require(0, even, format!("heads of at least {} elements", rope.n_dims))?;
+                rule.exact(1, DType::I32, &[dims[0]])?;
+                rule.exact(2, DType::F32, &[rope.n_dims / 2])?;
+                Ok(vec![inputs[0]])
+            }
+            Op::KvAppend => {
+                rule.arity(5)?;
+                let cache = rule.rank(0, 4)?;
+                let x = rule.rank(1, 3)?;
+                rule.float(0)?;
+                rule.float(1)?;
+                rule.require(1, x[1] == cache[1] && x[2] == cache[3], format!("[n, {}, {}]", cache[1], cache[3]))?;
+                rule.exact(2, DType::I32, &[x[0]])?;
+                rule.exact(3, DType::I32, &[x[0]])?;
+                rule.rank(4, 2)?;
+                rule.require(4, inputs[4].dtype == DType::I32, "I32")?;
+                Ok(vec![inputs[0]])
+            }
+            Op::Attention(_) => {
+                rule.arity(6)?;
+                rule.float(0)?;
+                let q = rule.rank(0, 3)?;
+                let cache = rule.rank(1, 4)?;
+                rule.float(1)?;
+                rule.require(2, inputs[2] == inputs[1], format!("{}", inputs[1]))?;
+                let fits = cache[1] > 0 && q[1].is_multiple_of(cache[1]) && q[2] == cache[3];
+                rule.require(0, fits, format!("heads in groups of {} of {} elements", cache[1], cache[3]))?;
+                rule.exact(3, DType::I32, &[q[0]])?;
+                rule.exact(4, DType::I32, &[q[0]])?;
+                rule.rank(5, 2)?;
+                rule.require(5, inputs[5].dtype == DType::I32, "I32")?;
+                Ok(vec![inputs[0]])
+            }
+            Op::Sample => infer_sample(&rule),
+            Op::HostCall(call) => {
+                let host = |e: crate::op::HostCallError| InferError::Host { op: rule.op, because: e.0 };
+                call.function.infer(inputs).map_err(host)
+            }
+        }
+    }
+}
+
+impl View {
+    /// The view of a layout.
+    pub fn apply(&self, layout: &Layout) -> Result<Layout, TensorError> {
+        match self {
+            View::Reshape(shape) => layout.reshape(*shape),
+            View::Permute(order) => layout.permute(order),
+            View::Slice { axis, start, len } => layout.slice(*axis, *start, *len),
+            View::Broadcast(shape) => layout.broadcast_to(*shape),
+        }
+    }
+}
+
+fn infer_binary(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+    rule.arity(2)?;
+    rule.float(0)?;
+    let [a, b] = [rule.inputs[0], rule.inputs[1]];
+    rule.require(1, a.dtype == b.dtype, format!("{}", a.dtype))?;
+    let shape = a.shape.broadcast(&b.shape);
+    rule.require(1, shape.is_some(), format!("a shape that broadcasts with {}", a.shape))?;
+    Ok(vec![TensorType { dtype: a.dtype, shape: shape.unwrap_or(a.shape) }])
+}
+
+fn infer_matmul(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+    rule.arity(2)?;
+    rule.float(0)?;
+    let [a, b] = [rule.inputs[0], rule.inputs[1]];
+    rule.require(0, a.shape.rank() >= 2, "at least two dimensions")?;
+    rule.require(1, b.shape.rank() >= 2 && !is_integer(b.dtype), "a matrix of numbers")?;
+    let k = a.shape.dim_back(0);
+    rule.require(1, b.shape.dim_back(1) == k, format!("{k} rows"))?;
+    let outer = |s: Shape| Shape::new(&s.dims()[..s.rank() - 2]);
+    let batch = outer(a.shape).ok().zip(outer(b.shape).ok()).and_then(|(x, y)| x.broadcast(&y));
+    rule.require(1, batch.is_some(), format!("outer dimensions that broadcast with {}", a.shape))?;
+    let mut dims = batch.map_or_else(Vec::new, |s| s.dims().to_vec());
+    dims.extend([a.shape.dim_back(1), b.shape.dim_back(0)]);
+    let shape = Shape::new(&dims).map_err(|source| InferError::View { op: rule.op, source })?;
+    Ok(vec![TensorType { dtype: a.dtype, shape }])
+}
+
+fn infer_sample(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+    rule.arity(6)?;
+    let n = rule.rank(0, 2)?[0];
+    rule.require(0, rule.inputs[0].dtype == DType::F32, "F32")?;
+    rule.exact(1, DType::F32, &[n, SAMPLE_PARAMS])?;
+    rule.exact(2, DType::U32, &[n, 4])?;
+    let width = rule.rank(3, 2)?[1];
+    rule.exact(3, DType::I32, &[n, width])?;
+    let n_bias = rule.rank(4, 2)?[1];
+    rule.exact(4, DType::I32, &[n, n_bias])?;
+    rule.exact(5, DType::F32, &[n, n_bias])?;
+    Ok(vec![TensorType::new(DType::I32, [n]), TensorType::new(DType::F32, [n])])
+}
+
+fn is_integer(dtype: DType) -> bool {
+    matches!(dtype, DType::I32 | DType::U32 | DType::I64 | DType::U8)
+}
+
+fn with_last(shape: Shape, last: usize) -> Shape {
+    let mut dims = shape.dims().to_vec();
+    if let Some(d) = dims.last_mut() {
+        *d = last;
+    }
+    // Shrinking one dimension cannot overflow the count nor raise the rank.
+    Shape::new(&dims).unwrap_or(shape)
+}

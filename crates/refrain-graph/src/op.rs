@@ -1,0 +1,397 @@
+//! Every op there is, and for each whether it can be recorded.
+
+use refrain_tensor::{DType, Shape};
+use std::fmt;
+use std::sync::Arc;
+
+/// The type of a value: what its elements are and how many lie in each dimension.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct TensorType {
+    /// Element type.
+    pub dtype: DType,
+    /// Logical shape.
+    pub shape: Shape,
+}
+
+impl TensorType {
+    /// A type written in code.
+    pub fn new(dtype: DType, shape: impl Into<Shape>) -> TensorType {
+        TensorType { dtype, shape: shape.into() }
+    }
+}
+
+impl fmt::Debug for TensorType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}", self.dtype, self.shape)
+    }
+}
+
+impl fmt::Display for TensorType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self, f)
+    }
+}
+
+/// Whether an op may run inside a recording.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Capture {
+    /// It only enqueues work on the device.
+    Safe,
+    /// It needs the host between its inputs and its outputs.
+    Unsafe(&'static str),
+}
+
+/// What a node computes. Shapes in the comments are of the inputs in order, then `->` the outputs.
+#[derive(Clone, Debug)]
+pub enum Op {
+    /// Another layout over the same bytes; costs nothing at run time on any backend, for any dtype.
+    View(View),
+    /// `x` -> a dense copy of `x`.
+    Copy,
+    /// `x` -> `x` in another dtype, rounded to nearest even.
+    Cast(DType),
+    /// `x` -> `f(x)`, element by element.
+    Unary(Unary),
+    /// `a`, `b` -> `f(a, b)`, element by element, with broadcasting.
+    Binary(Binary),
+    /// `x[.., n]` -> `[.., 1]`: the last dimension reduced.
+    Reduce(Reduce),
+    /// `x[.., n]` -> `[.., n]`: softmax over the last dimension.
+    Softmax,
+    /// `a[.., m, k]`, `b[.., k, n]` -> `[.., m, n]` in F32 or the dtype of `a`. A weight `[n, k]` enters as its
+    /// transposed view.
+    MatMul,
+    /// `table[v, d]`, `ids[n]` I32 -> `[n, d]` in the given dtype. A negative id gives a row of zeros.
+    GatherRows(DType),
+    /// `x[.., d]`, `w[d]` -> `x * rsqrt(mean(x^2) + eps) * w`.
+    RmsNorm {
+        /// Added to the mean square.
+        eps: f32,
+    },
+    /// `a[.., d]`, `b[.., d]`, `w[d]` -> `a + b`, and its RMS norm.
+    AddRmsNorm {
+        /// Added to the mean square.
+        eps: f32,
+    },
+    /// `gate`, `up` -> `f(gate) * up`.
+    Gate(Gate),
+    /// `x[n, n_heads, head_dim]`, `positions[n]` I32, `inv_freq[n_dims / 2]` F32 -> `x` rotated. Rows with a negative
+    /// position are padding and come out as they went in.
+    Rope(Rope),
+    /// `cache[n_blocks, n_kv_heads, kv_block, head_dim]` (state), `x[n, n_kv_heads, head_dim]`, `positions[n]`,
+    /// `seqs[n]`, `tables[n_seqs, max_blocks]` (all I32) -> `cache`. Rows with a negative position write nothing.
+    KvAppend,
+    /// `q[n, n_heads, head_dim]`, `k_cache`, `v_cache` (states), `positions[n]`, `seqs[n]`, `tables[n_seqs, max_blocks]`
+    /// -> `[n, n_heads, head_dim]`. Row `i` sees positions `0..=positions[i]` of its sequence (fewer with a window);
+    /// rows with a negative position give zeros.
+    Attention(Attention),
+    /// `logits[n, vocab]` F32, `params[n, SAMPLE_PARAMS]` F32, `rng[n, 4]` U32 (seed low, seed high, position, unused),
+    /// `history[n, w]` I32, `bias_ids[n, b]` I32, `bias[n, b]` F32 -> `token[n]` I32, `logprob[n]` F32. Negative ids in
+    /// `history` and `bias_ids` are empty places. [`SampleParam`] says what lies where in a row of `params`.
+    Sample,
+    /// A function on the host: a table too large for the device, or a caller's own code.
+    HostCall(HostCall),
+}
+
+impl Op {
+    /// Whether this op may run inside a recording, and if not, why.
+    pub fn capture(&self) -> Capture {
+        match self {
+            Op::View(_)
+            | Op::Copy
+            | Op::Cast(_)
+            | Op::Unary(_)
+            | Op::Binary(_)
+            | Op::Reduce(_)
+            | Op::Softmax
+            | Op::MatMul
+            | Op::GatherRows(_)
+            | Op::RmsNorm { .. }
+            | Op::AddRmsNorm { .. }
+            | Op::Gate(_)
+            | Op::Rope(_)
+            | Op::KvAppend
+            | Op::Attention(_)
+            | Op::Sample => Capture::Safe,
+            Op::HostCall(call) => Capture::Unsafe(call.because),
+        }
+    }
+
+    /// The op's name, for messages and tables.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Op::View(View::Reshape(_)) => "reshape",
+            Op::View(View::Permute(_)) => "permute",
+            Op::View(View::Slice { .. }) => "slice",
+            Op::View(View::Broadcast(_)) => "broadcast",
+            Op::Copy => "copy",
+            Op::Cast(_) => "cast",
+            Op::Unary(u) => u.name(),
+            Op::Binary(b) => b.name(),
+            Op::Reduce(Reduce::Sum) => "sum",
+            Op::Reduce(Reduce::Mean) => "mean",
+            Op::Reduce(Reduce::Max) => "max",
+            Op::Softmax => "softmax",
+            Op::MatMul => "matmul",
+            Op::GatherRows(_) => "gather_rows",
+            Op::RmsNorm { .. } => "rms_norm",
+            Op::AddRmsNorm { .. } => "add_rms_norm",
+            Op::Gate(Gate::Silu) => "silu_gate",
+            Op::Gate(Gate::GeluTanh) => "gelu_gate",
+            Op::Rope(_) => "rope",
+            Op::KvAppend => "kv_append",
+            Op::Attention(_) => "attention",
+            Op::Sample => "sample",
+            Op::HostCall(call) => call.name,
+        }
+    }
+
+    /// For each output, the input whose state it continues: same bytes, new version.
+    pub(crate) fn state_update(&self) -> Option<(usize, usize)> {
+        match self {
+            Op::KvAppend => Some((0, 0)),
+            Op::View(_)
+            | Op::Copy
+            | Op::Cast(_)
+            | Op::Unary(_)
+            | Op::Binary(_)
+            | Op::Reduce(_)
+            | Op::Softmax
+            | Op::MatMul
+            | Op::GatherRows(_)
+            | Op::RmsNorm { .. }
+            | Op::AddRmsNorm { .. }
+            | Op::Gate(_)
+            | Op::Rope(_)
+            | Op::Attention(_)
+            | Op::Sample
+            | Op::HostCall(_) => None,
+        }
+    }
+
+    /// Pairs (output, input) where the output may take the input's bytes when nobody else needs them. Kernels of these
+    /// ops read a row of that input to its end before they write the row; for `AddRmsNorm` the sum is written first.
+    pub(crate) fn may_overwrite(&self) -> &'static [(usize, usize)] {
+        match self {
+            Op::Unary(_) | Op::Rope(_) | Op::RmsNorm { .. } | Op::Softmax => &[(0, 0)],
+            Op::Binary(_) | Op::Gate(_) => &[(0, 0), (0, 1)],
+            Op::AddRmsNorm { .. } => &[(0, 0), (1, 1)],
+            Op::View(_)
+            | Op::Copy
+            | Op::Cast(_)
+            | Op::Reduce(_)
+            | Op::MatMul
+            | Op::GatherRows(_)
+            | Op::KvAppend
+            | Op::Attention(_)
+            | Op::Sample
+            | Op::HostCall(_) => &[],
+        }
+    }
+}
+
+/// A change of layout.
+#[derive(Clone, Debug, PartialEq)]
+pub enum View {
+    /// The same elements under another shape.
+    Reshape(Shape),
+    /// The dimensions in another order.
+    Permute(Vec<usize>),
+    /// Some entries of one dimension.
+    Slice {
+        /// Dimension sliced.
+        axis: usize,
+        /// First entry.
+        start: usize,
+        /// Entries.
+        len: usize,
+    },
+    /// Dimensions of size 1 repeated.
+    Broadcast(Shape),
+}
+
+/// Functions of one element.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Unary {
+    /// `-x`
+    Neg,
+    /// `e^x`
+    Exp,
+    /// `ln x`
+    Log,
+    /// `1 / sqrt(x)`
+    Rsqrt,
+    /// `tanh x`
+    Tanh,
+    /// `1 / (1 + e^-x)`
+    Sigmoid,
+    /// `x * sigmoid(x)`
+    Silu,
+    /// The tanh approximation of GELU.
+    GeluTanh,
+    /// `mul * x + add`
+    Affine {
+        /// Factor.
+        mul: f32,
+        /// Summand.
+        add: f32,
+    },
+    /// `cap * tanh(x / cap)`
+    SoftCap(f32),
+}
+
+impl Unary {
+    /// The function's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Unary::Neg => "neg",
+            Unary::Exp => "exp",
+            Unary::Log => "log",
+            Unary::Rsqrt => "rsqrt",
+            Unary::Tanh => "tanh",
+            Unary::Sigmoid => "sigmoid",
+            Unary::Silu => "silu",
+            Unary::GeluTanh => "gelu_tanh",
+            Unary::Affine { .. } => "affine",
+            Unary::SoftCap(_) => "softcap",
+        }
+    }
+}
+
+/// Functions of two elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // The names are the documentation.
+pub enum Binary {
+    Add,
+    Sub,
+    Mul,
+    Div,
+    Max,
+}
+
+impl Binary {
+    /// The function's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Binary::Add => "add",
+            Binary::Sub => "sub",
+            Binary::Mul => "mul",
+            Binary::Div => "div",
+            Binary::Max => "maximum",
+        }
+    }
+}
+
+/// Reductions of the last dimension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // The names are the documentation.
+pub enum Reduce {
+    Sum,
+    Mean,
+    Max,
+}
+
+/// The activation of a gated feed-forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gate {
+    /// SwiGLU.
+    Silu,
+    /// GeGLU, with the tanh approximation.
+    GeluTanh,
+}
+
+/// Which pairs of elements a rotary embedding turns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopeStyle {
+    /// Element `i` with `i + n_dims / 2`.
+    Neox,
+    /// Element `2 i` with `2 i + 1`, as llama files in GGUF store them.
+    Interleaved,
+}
+
+/// Rotary position embedding over the first `n_dims` elements of each head.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rope {
+    /// Which pairs turn.
+    pub style: RopeStyle,
+    /// How many elements of a head turn.
+    pub n_dims: usize,
+    /// Factor on sine and cosine (1 except under YaRN).
+    pub magnitude: f32,
+}
+
+/// Causal attention over a paged KV cache, with grouped query heads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Attention {
+    /// Factor on the scores.
+    pub scale: f32,
+    /// How many positions a row sees, itself included; all of them when `None`.
+    pub window: Option<usize>,
+    /// `cap * tanh(score / cap)` before the softmax.
+    pub softcap: Option<f32>,
+}
+
+/// How many numbers a row of sampling parameters has.
+pub const SAMPLE_PARAMS: usize = 8;
+
+/// What lies where in a row of sampling parameters. Each has a value that switches it off.
+///
+/// The order of application is: bias, penalties over `history`, then top-k, top-p and min-p on the probabilities at
+/// temperature 1, then the temperature.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum SampleParam {
+    /// 0: greedy.
+    Temperature = 0,
+    /// 0: off. A whole number held as a float.
+    TopK = 1,
+    /// 1: off.
+    TopP = 2,
+    /// 0: off.
+    MinP = 3,
+    /// 1: off. Divides positive and multiplies negative logits of tokens in `history`.
+    RepeatPenalty = 4,
+    /// 0: off. Subtracted once for each time a token stands in `history`.
+    FrequencyPenalty = 5,
+    /// 0: off. Subtracted once if a token stands in `history`.
+    PresencePenalty = 6,
+}
+
+/// A function that runs on the host in the middle of a plan.
+pub trait HostFn: Send + Sync {
+    /// The types that come out for those that go in.
+    fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, HostCallError>;
+    /// Fills `outputs` from `inputs`; all are dense.
+    fn call(&self, inputs: &[HostBuf<'_>], outputs: &mut [&mut [u8]]) -> Result<(), HostCallError>;
+}
+
+/// One dense input of a host function.
+#[derive(Clone, Copy, Debug)]
+pub struct HostBuf<'a> {
+    /// Type of the value.
+    pub ty: TensorType,
+    /// Its bytes.
+    pub bytes: &'a [u8],
+}
+
+/// Why a host function failed, in its author's words.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct HostCallError(pub String);
+
+/// A named host function, with the reason why it cannot be recorded.
+#[derive(Clone)]
+pub struct HostCall {
+    /// Shown in plans, timings and errors.
+    pub name: &'static str,
+    /// Why the host is needed.
+    pub because: &'static str,
+    /// What runs.
+    pub function: Arc<dyn HostFn>,
+}
+
+impl fmt::Debug for HostCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostCall({})", self.name)
+    }
+}

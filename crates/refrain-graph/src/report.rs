@@ -1,0 +1,154 @@
+//! How a step ran, and why if not as a graph. One enum serves logs, summaries, metrics and errors.
+
+use std::fmt;
+use std::time::Duration;
+
+/// How a step ran.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Ran {
+    /// As one launch of a recorded graph.
+    Replayed,
+    /// Step by step, for a reason.
+    Eager(Reason),
+}
+
+/// Why a step was not replayed.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Reason {
+    /// The backend has no graphs to replay: it calls its kernels directly.
+    NoGraphsHere {
+        /// Name of the backend.
+        backend: &'static str,
+    },
+    /// Graphs are switched off.
+    SwitchedOff,
+    /// Per-op timings need the eager path.
+    Profiling,
+    /// Something that a recording needs is not there yet.
+    NotReady {
+        /// What is missing.
+        what: &'static str,
+    },
+    /// A step of the plan needs the host.
+    NotCapturable {
+        /// Label of the step.
+        label: String,
+        /// The op's own reason.
+        because: &'static str,
+    },
+    /// No recording exists for a batch of that size.
+    NoBucket {
+        /// Sequences in the batch.
+        batch: usize,
+        /// The largest bucket.
+        largest: usize,
+    },
+    /// Recording failed.
+    CaptureFailed {
+        /// The driver's code.
+        code: u32,
+        /// The last launch before it.
+        last_launch: String,
+    },
+    /// Recording took longer than its deadline and was broken off.
+    CaptureTimedOut {
+        /// The deadline.
+        deadline: Duration,
+        /// The last launch before it.
+        last_launch: String,
+    },
+    /// The recording could not be made executable.
+    InstantiateFailed {
+        /// The driver's code.
+        code: u32,
+    },
+    /// The replay differed from the eager run.
+    VerifyMismatch {
+        /// The buffer that differed.
+        buffer: String,
+        /// Its first differing element.
+        element: usize,
+        /// The launch that wrote it.
+        launch: String,
+    },
+    /// A replay failed.
+    ReplayFailed {
+        /// The driver's code.
+        code: u32,
+    },
+    /// An earlier failure is being waited out.
+    BackingOff {
+        /// Steps until the next attempt.
+        steps_left: u32,
+        /// What had failed.
+        after: Box<Reason>,
+    },
+    /// The device has no memory left for a recording.
+    OutOfMemory {
+        /// Bytes asked for.
+        need_bytes: u64,
+        /// Bytes free.
+        free_bytes: u64,
+    },
+    /// The context is lost; nothing runs on this device in this process any more.
+    ContextLost {
+        /// The driver's code.
+        code: u32,
+        /// The step at which it was lost.
+        step: String,
+    },
+}
+
+impl Reason {
+    /// A short fixed word for metrics.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Reason::NoGraphsHere { .. } => "no_graphs_here",
+            Reason::SwitchedOff => "switched_off",
+            Reason::Profiling => "profiling",
+            Reason::NotReady { .. } => "not_ready",
+            Reason::NotCapturable { .. } => "not_capturable",
+            Reason::NoBucket { .. } => "no_bucket",
+            Reason::CaptureFailed { .. } => "capture_failed",
+            Reason::CaptureTimedOut { .. } => "capture_timed_out",
+            Reason::InstantiateFailed { .. } => "instantiate_failed",
+            Reason::VerifyMismatch { .. } => "verify_mismatch",
+            Reason::ReplayFailed { .. } => "replay_failed",
+            Reason::BackingOff { .. } => "backing_off",
+            Reason::OutOfMemory { .. } => "out_of_memory",
+            Reason::ContextLost { .. } => "context_lost",
+        }
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Reason::NoGraphsHere { backend } => write!(f, "{backend} calls its kernels directly"),
+            Reason::SwitchedOff => write!(f, "graphs are switched off"),
+            Reason::Profiling => write!(f, "profiling times each op, which one launch would hide"),
+            Reason::NotReady { what } => write!(f, "{what} is not ready"),
+            Reason::NotCapturable { label, because } => write!(f, "{label} cannot be recorded: {because}"),
+            Reason::NoBucket { batch, largest } => {
+                write!(f, "batch {batch} has no bucket; the largest is {largest}")
+            }
+            Reason::CaptureFailed { code, last_launch } => {
+                write!(f, "recording failed with error {code} after {last_launch}")
+            }
+            Reason::CaptureTimedOut { deadline, last_launch } => {
+                write!(f, "recording was broken off after {deadline:?}; the last launch was {last_launch}")
+            }
+            Reason::InstantiateFailed { code } => write!(f, "instantiating the graph failed with error {code}"),
+            Reason::VerifyMismatch { buffer, element, launch } => {
+                write!(f, "replay differs from eager in {buffer}, element {element}, written by {launch}")
+            }
+            Reason::ReplayFailed { code } => write!(f, "replay failed with error {code}"),
+            Reason::BackingOff { steps_left, after } => write!(f, "{steps_left} steps until the next try: {after}"),
+            Reason::OutOfMemory { need_bytes, free_bytes } => {
+                write!(f, "a recording needs {need_bytes} bytes, {free_bytes} are free")
+            }
+            Reason::ContextLost { code, step } => write!(f, "the context was lost at {step} with error {code}"),
+        }
+    }
+}

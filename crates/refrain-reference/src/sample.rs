@@ -1,0 +1,144 @@
+//! Choosing a token: bias, penalties, top-k, top-p, min-p, temperature, and one uniform number.
+
+use crate::dense::{In, Out, ReferenceError};
+use crate::philox::uniform;
+use refrain_graph::{SAMPLE_PARAMS, SampleParam};
+
+/// The parameters of one row, read from where [`SampleParam`] says they lie.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling<'a> {
+    /// A row of `params`.
+    pub params: &'a [f32],
+    /// Tokens that penalties look at; negative places are empty.
+    pub history: &'a [i32],
+    /// Tokens whose logits are shifted; negative places are empty.
+    pub bias_ids: &'a [i32],
+    /// By how much.
+    pub bias: &'a [f32],
+    /// Random seed.
+    pub seed: u64,
+    /// The position whose token is chosen.
+    pub position: u32,
+}
+
+impl Sampling<'_> {
+    fn param(&self, param: SampleParam) -> f32 {
+        self.params[param as usize]
+    }
+}
+
+pub(crate) fn sample(inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), ReferenceError> {
+    let vocab = inputs[0].dim(1);
+    let (logits, params) = (inputs[0].to_f32()?, inputs[1].to_f32()?);
+    let (rng, history) = (inputs[2].to_u32()?, inputs[3].to_i32()?);
+    let (bias_ids, bias) = (inputs[4].to_i32()?, inputs[5].to_f32()?);
+    let (width, n_bias) = (inputs[3].dim(1), inputs[4].dim(1));
+    let [tokens, logprobs] = outputs else { unreachable!("sample has two outputs") };
+    for row in 0..inputs[0].dim(0) {
+        let mut logits = logits[row * vocab..][..vocab].to_vec();
+        let sampling = Sampling {
+            params: &params[row * SAMPLE_PARAMS..][..SAMPLE_PARAMS],
+            history: &history[row * width..][..width],
+            bias_ids: &bias_ids[row * n_bias..][..n_bias],
+            bias: &bias[row * n_bias..][..n_bias],
+            seed: u64::from(rng[row * 4]) | u64::from(rng[row * 4 + 1]) << 32,
+            position: rng[row * 4 + 2],
+        };
+        let (token, logprob) = sample_row(&mut logits, &sampling);
+        tokens.bytes[row * 4..][..4].copy_from_slice(&(token as i32).to_le_bytes());
+        logprobs.bytes[row * 4..][..4].copy_from_slice(&logprob.to_le_bytes());
+    }
+    Ok(())
+}
+
+/// The chosen token and the logarithm of its probability under the model (after bias and penalties, at temperature 1).
+///
+/// `logits` is changed by bias and penalties. Ties are broken towards the smaller id everywhere. NaN counts as the
+/// smallest logit, so that it is never chosen while a number is there.
+pub fn sample_row(logits: &mut [f32], sampling: &Sampling<'_>) -> (usize, f32) {
+    apply_bias_and_penalties(logits, sampling);
+    for l in logits.iter_mut().filter(|l| l.is_nan()) {
+        *l = f32::NEG_INFINITY;
+    }
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let total: f64 = logits.iter().map(|&l| weight(l, max)).sum();
+    let logprob = |id: usize| (f64::from(logits[id]) - f64::from(max) - total.ln()) as f32;
+
+    let temperature = sampling.param(SampleParam::Temperature);
+    let best = logits.iter().position(|&l| l == max).unwrap_or(0);
+    if temperature <= 0.0 || !total.is_finite() || total <= 0.0 {
+        return (best, if total.is_finite() && total > 0.0 { logprob(best) } else { f32::NAN });
+    }
+
+    // Candidates from the most to the least probable.
+    let mut ids: Vec<usize> = (0..logits.len()).collect();
+    ids.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    let top_k = sampling.param(SampleParam::TopK) as usize;
+    if top_k > 0 {
+        ids.truncate(top_k);
+    }
+    keep_top_p(&mut ids, logits, max, sampling.param(SampleParam::TopP));
+    let min_p = sampling.param(SampleParam::MinP);
+    if min_p > 0.0 {
+        let keep = ids.partition_point(|&id| weight(logits[id], max) >= f64::from(min_p));
+        ids.truncate(keep.max(1));
+    }
+
+    let weights: Vec<f64> =
+        ids.iter().map(|&id| ((f64::from(logits[id]) - f64::from(max)) / f64::from(temperature)).exp()).collect();
+    let target = f64::from(uniform(sampling.seed, sampling.position)) * weights.iter().sum::<f64>();
+    let mut sum = 0.0;
+    for (&id, w) in ids.iter().zip(&weights) {
+        sum += w;
+        if sum > target {
+            return (id, logprob(id));
+        }
+    }
+    // Rounding can leave the target a hair above the last sum.
+    let last = ids[ids.len() - 1];
+    (last, logprob(last))
+}
+
+/// Probability relative to the most probable token.
+fn weight(logit: f32, max: f32) -> f64 {
+    (f64::from(logit) - f64::from(max)).exp()
+}
+
+/// The shortest run of candidates whose probabilities, among the candidates that are left, reach `top_p`.
+fn keep_top_p(ids: &mut Vec<usize>, logits: &[f32], max: f32, top_p: f32) {
+    if top_p >= 1.0 {
+        return;
+    }
+    let total: f64 = ids.iter().map(|&id| weight(logits[id], max)).sum();
+    let mut sum = 0.0;
+    let reached = ids.iter().position(|&id| {
+        sum += weight(logits[id], max);
+        sum >= f64::from(top_p) * total
+    });
+    ids.truncate(reached.map_or(ids.len(), |i| i + 1).max(1));
+}
+
+fn apply_bias_and_penalties(logits: &mut [f32], sampling: &Sampling<'_>) {
+    let index = |id: i32| usize::try_from(id).ok().filter(|&i| i < logits.len());
+    let history: Vec<usize> = sampling.history.iter().filter_map(|&id| index(id)).collect();
+    let biased: Vec<(usize, f32)> =
+        sampling.bias_ids.iter().zip(sampling.bias).filter_map(|(&id, &b)| Some((index(id)?, b))).collect();
+    for (id, bias) in biased {
+        logits[id] += bias;
+    }
+    let repeat = sampling.param(SampleParam::RepeatPenalty);
+    let frequency = sampling.param(SampleParam::FrequencyPenalty);
+    let presence = sampling.param(SampleParam::PresencePenalty);
+    if repeat == 1.0 && frequency == 0.0 && presence == 0.0 {
+        return;
+    }
+    for (i, &id) in history.iter().enumerate() {
+        if history[..i].contains(&id) {
+            continue;
+        }
+        let count = history.iter().filter(|&&h| h == id).count() as f32;
+        let l = &mut logits[id];
+        *l = if *l > 0.0 { *l / repeat } else { *l * repeat };
+        *l -= count * frequency + presence;
+    }
+}
