@@ -1,3 +1,118 @@
-//! The only crate that speaks to a CUDA driver, real or simulated.
+//! The only crate that speaks to a CUDA driver, real or simulated: it records a step once and replays it as one launch.
 //!
-//! Invariant: a stream that is being recorded can only be enqueued to.
+//! Invariant: a stream that is being recorded can only be enqueued to. Types refuse what they can see; what they cannot
+//! (another handle, another thread) is [`DriverError::CaptureIncompatible`], at once.
+//! Invariant: every address in a recording is in a [`Memory`] that the [`Graph`] keeps alive.
+//! Invariant: one thread makes the calls of a context; only the watchdog and the health check have threads of their own.
+//! Invariant: no wait is without an end, and no panic crosses the API.
+//! Invariant: all `unsafe` of the CUDA side is here; this crate does not know what a tensor is.
+//!
+//! # The life of a step
+//!
+//! ```
+//! use refrain_driver::{
+//!     Baked, Device, DeviceKind, Launch, Layout, Memory, Method, Module, RecordOptions, probe, sim::SimOptions,
+//! };
+//!
+//! # fn main() -> Result<(), refrain_driver::DriverError> {
+//! // The simulated device; `DeviceKind::Cuda(0)` is the first card.
+//! let device = Device::open(DeviceKind::Sim(SimOptions::default()))?;
+//! let ctx = device.context()?; // this thread owns the device now
+//! let mut stream = ctx.stream()?;
+//!
+//! // Plan: every address is fixed here. A `Buf` is a small handle, a `Slot` a value that kernels read from memory.
+//! let mut layout = Layout::new("example");
+//! let (x, y) = (layout.device("x", 4096), layout.device("y", 4096));
+//! let memory = Memory::plan(&ctx, &layout)?;
+//! let (x, y) = (memory.buf(x), memory.buf(y));
+//!
+//! // Warm: code is loaded before anything is recorded.
+//! let add = Module::load(&ctx, "probe", probe::PROBE_PTX)?.function("refrain_probe_add")?;
+//! let double = Launch::new(&add, 4, 256).step("double").write(y).read(x).read(x).baked(Baked(1024_u32));
+//!
+//! // Record: `q` can only enqueue. Nothing runs yet.
+//! let options = RecordOptions::named("double");
+//! let graph = stream.record(&memory, Method::Stream, &options, |q| q.launch(&double))?;
+//!
+//! // Replay, with data that changes. Outputs borrow the lease, so no replay overwrites what is being read.
+//! let mut lease = memory.lease()?;
+//! for value in [1_u32, 20, 300] {
+//!     stream.upload(&mut lease, x, &value.to_le_bytes().repeat(1024))?;
+//!     let out = graph.replay(&mut lease, &mut stream)?;
+//!     assert!(out.values::<u32>(&mut stream, y)?.iter().all(|&v| v == 2 * value));
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What is where
+//!
+//! | to | use |
+//! |---|---|
+//! | open a card or the simulation | [`Device`]; [`Context`] is the right to use it, on one thread |
+//! | own it from a thread and send that thread work, with deadlines | [`Device::spawn`], [`Worker`] |
+//! | lay out memory | [`Layout`], [`Memory`], [`Buf`], [`Slot`], [`Lease`] |
+//! | describe work | [`Module`], [`Function`], [`Launch`], [`Baked`], [`LibraryCall`] |
+//! | enqueue it | [`Queue`], handed out by [`Stream::run`] (at once) and [`Stream::record`] (as a graph) |
+//! | move bytes between replays | [`Stream::upload`], [`Staging`], [`Stream::set`]; results through a [`Ring`] |
+//! | replay | [`Graph::replay`], [`Outputs`] |
+//! | know what went wrong | [`DriverError`] and its [`hint`](DriverError::hint), [`Device::health`], [`doctor`] |
+//! | test without a GPU | [`sim`], which also injects faults |
+//!
+//! # The two ways to record
+//!
+//! [`Method::Stream`] lets the driver capture a stream: one call after the other. [`Method::Nodes`] builds the graph
+//! itself: each call is a node that waits for what its bytes depend on, so independent launches run side by side, and
+//! it works on drivers where stream capture fails. The closure is the same for both, and for an eager
+//! [`run`](Stream::run): that is how the three are compared.
+//!
+//! # When something fails
+//!
+//! A recording that fails, panics or takes too long ends itself and leaves nothing behind; the next one starts clean.
+//! What was dropped meanwhile is freed when it has ended. After a failure, [`Stream::health`] says whether the stream
+//! and the context are still good. A lost context is final in the process: from then on every call returns
+//! [`DriverError::ContextLost`], naming the step and kernel sent last, and nothing is sent to the driver any more.
+
+pub mod api;
+
+mod error; // what can go wrong
+mod device; // opening a device; who owns it
+mod worker; // the device thread
+mod memory; // planned memory and handles into it
+mod staging; // pinned slots to the device
+mod ring; // pinned ring from the device
+mod module; // loaded kernels
+mod launch; // one launch, described
+mod queue; // the choke point, and the sink over a stream
+mod depend; // who waits for whom
+mod nodes; // the sink of explicit nodes
+mod record; // from a closure to a graph
+mod graph; // replay
+mod stream;
+mod event;
+mod watchdog; // breaks a recording off
+mod health; // is the device still good
+mod shared; // what all handles of a device share
+
+pub mod doctor;
+pub mod probe;
+pub mod sim;
+
+mod real; // the real driver
+
+pub use api::{CaptureStatus, Code, DeviceInfo, EdgeKind, FunctionAttribute, NodeKind};
+pub use device::{Context, Device, DeviceKind, capture_status};
+pub use error::{DriverError, Lost, Origin};
+pub use event::Event;
+pub use graph::{Graph, GraphInfo, Outputs};
+pub use health::Health;
+pub use launch::{Access, Baked, Dim, Launch};
+pub use memory::{Buf, Layout, Lease, Memory, Region, Slot};
+pub use module::{Function, Module};
+pub use queue::{LibraryCall, LibraryStream, Queue};
+pub use real::raw_driver;
+pub use record::{Method, RecordOptions};
+pub use ring::{RING_HEADER_BYTES, Ring};
+pub use staging::Staging;
+pub use stream::Stream;
+pub use worker::Worker;

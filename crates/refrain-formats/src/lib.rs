@@ -1,3 +1,20 @@
 //! GGUF, safetensors, tokenizers and chat templates.
 //!
 //! Invariant: this crate knows no device and no network.
+#![deny(unsafe_code)] // but for the one function in `mmap` that maps a file
+
+mod aligned;
+mod error;
+pub mod gguf;
+pub mod hf;
+mod mmap;
+pub mod params;
+mod source;
+mod table;
+
+pub use error::FormatError;
+pub use source::ModelFiles;
+pub use table::TensorInfo;
+
+pub mod chat;
+pub mod tokenizer;

@@ -194,6 +194,17 @@ impl Graph {
         }
     }
 
+    /// The version of a state that a value is or is a view of.
+    fn state_version(&self, value: ValueId) -> Option<(StateId, ValueId)> {
+        let mut version = value;
+        while let Origin::Node { node, .. } = self.value(version).origin
+            && matches!(self.node(node).op, Op::View(_))
+        {
+            version = self.node(node).inputs[0];
+        }
+        self.state_of(version).map(|state| (state, version))
+    }
+
     /// The type of each input of a node.
     pub fn input_types(&self, node: &Node) -> Vec<TensorType> {
         node.inputs.iter().map(|&v| self.value(v).ty).collect()
@@ -225,8 +236,8 @@ pub enum GraphError {
         /// The objection.
         source: TensorError,
     },
-    /// A state was changed twice from the same version, or changed through something that is not a state.
-    #[error("{label}: the state it changes is {because}")]
+    /// A state was used in a version that is gone, or changed through something that is not a state.
+    #[error("{label}: the state it uses is {because}")]
     State {
         /// Label of the node.
         label: String,
@@ -247,7 +258,7 @@ pub struct GraphBuilder {
     graph: Graph,
     scope: String,
     weight_values: Vec<ValueId>,
-    // The newest version of each state; older ones may be read, never changed again.
+    // The newest version of each state. Older ones are gone: a change is made where the state lies.
     state_values: Vec<ValueId>,
 }
 
@@ -304,6 +315,7 @@ impl GraphBuilder {
         if self.graph.output(name).is_some() {
             return Err(GraphError::Duplicate { name: name.into() });
         }
+        self.refuse_older_version(value, name)?;
         self.graph.outputs.push(Output { name: name.into(), value });
         Ok(())
     }
@@ -322,6 +334,9 @@ impl GraphBuilder {
         let types: Vec<TensorType> = inputs.iter().map(|&v| self.ty(v)).collect();
         let out_types =
             op.infer(&types).map_err(|source| GraphError::Infer { label: label.clone(), source })?;
+        for &input in inputs {
+            self.refuse_older_version(input, &label)?;
+        }
         let changed = match op.state_update() {
             Some((_, input)) => Some(self.changed_state(inputs[input], &label)?),
             None => None,
@@ -343,9 +358,22 @@ impl GraphBuilder {
         let refuse = |because| GraphError::State { label: label.to_string(), because };
         let state = self.graph.state_of(value).ok_or_else(|| refuse("not a state"))?;
         if self.state_values[state.idx()] != value {
-            return Err(refuse("an older version: it was changed since"));
+            return Err(refuse("seen through a view; change the state itself"));
+        }
+        if self.graph.outputs.iter().any(|o| self.graph.state_version(o.value) == Some((state, value))) {
+            return Err(refuse("an output in this version; name the output after the change"));
         }
         Ok(state)
+    }
+
+    fn refuse_older_version(&self, value: ValueId, label: &str) -> Result<(), GraphError> {
+        match self.graph.state_version(value) {
+            Some((state, version)) if self.state_values[state.idx()] != version => {
+                let because = "an older version: it was changed since";
+                Err(GraphError::State { label: label.to_string(), because })
+            }
+            _ => Ok(()),
+        }
     }
 
     fn push_value(&mut self, ty: TensorType, origin: Origin) -> ValueId {

@@ -101,7 +101,8 @@ impl Op {
             }
             Op::Cast(to) => {
                 rule.arity(1)?;
-                rule.require(0, !to.is_quantized(), "a plain dtype to cast to")?;
+                rule.require(0, to.is_float(), format!("a cast to F32, F16 or BF16, not {to}"))?;
+                rule.require(0, !is_integer(inputs[0].dtype), "numbers: F32, F16, BF16 or a quantised dtype")?;
                 Ok(vec![TensorType { dtype: *to, shape: inputs[0].shape }])
             }
             Op::Unary(_) | Op::Softmax => {
@@ -162,6 +163,7 @@ impl Op {
                 let x = rule.rank(1, 3)?;
                 rule.float(0)?;
                 rule.float(1)?;
+                rule.require(0, cache[2] > 0, "blocks of at least one position")?;
                 rule.require(1, x[1] == cache[1] && x[2] == cache[3], format!("[n, {}, {}]", cache[1], cache[3]))?;
                 rule.exact(2, DType::I32, &[x[0]])?;
                 rule.exact(3, DType::I32, &[x[0]])?;
@@ -175,6 +177,7 @@ impl Op {
                 let q = rule.rank(0, 3)?;
                 let cache = rule.rank(1, 4)?;
                 rule.float(1)?;
+                rule.require(1, cache[2] > 0, "blocks of at least one position")?;
                 rule.require(2, inputs[2] == inputs[1], format!("{}", inputs[1]))?;
                 let fits = cache[1] > 0 && q[1].is_multiple_of(cache[1]) && q[2] == cache[3];
                 rule.require(0, fits, format!("heads in groups of {} of {} elements", cache[1], cache[3]))?;

@@ -228,14 +228,14 @@ impl Plan {
         for step in &self.steps {
             for (i, operand) in step.inputs.iter().enumerate() {
                 let buffer = self.buffer(operand.buffer);
-                let rows = operand.layout.shape();
                 match buffer.place {
                     Place::Weight(_) if matches!(step.op, Op::GatherRows(_)) && i == 0 => {
                         let n = step.outputs[0].layout.shape().n_elements();
                         traffic.weight_bytes += n / operand.dtype.block_len() * operand.dtype.block_bytes();
                     }
-                    Place::Weight(_) => traffic.weight_bytes += buffer.bytes,
+                    Place::Weight(_) => traffic.weight_bytes += distinct_bytes(operand),
                     Place::State(_) if matches!(step.op, Op::Attention(_)) => {
+                        let rows = operand.layout.shape();
                         let per_position = rows.dims()[1] * rows.dims()[3] * operand.dtype.block_bytes();
                         traffic.kv_bytes_per_position += per_position;
                     }
@@ -245,6 +245,13 @@ impl Plan {
         }
         traffic
     }
+}
+
+/// Bytes that a view shows; what it repeats counts once.
+fn distinct_bytes(operand: &Operand) -> usize {
+    let dims = operand.layout.shape();
+    let shown = dims.dims().iter().zip(operand.layout.strides()).filter(|(_, s)| **s != 0).map(|(d, _)| d);
+    shown.product::<usize>().div_ceil(operand.dtype.block_len()) * operand.dtype.block_bytes()
 }
 
 struct Placer<'g> {
@@ -347,8 +354,8 @@ impl<'g> Placer<'g> {
         Ok(())
     }
 
-    /// The buffer of an input that this output may overwrite: an arena buffer that dies in this step, seen whole, and
-    /// through no other input of the step.
+    /// The buffer of an input that this output may overwrite: an arena buffer that dies in this step, seen whole (not
+    /// a part of it that is broadcast to the output's size), and through no other input of the step.
     fn overwritable(
         &self,
         node_idx: usize,
@@ -362,7 +369,8 @@ impl<'g> Placer<'g> {
         candidates.map(|&(_, input)| input).find_map(|input| {
             let operand = self.operand(node.inputs[input]);
             let buffer = &self.buffers[operand.buffer.idx()];
-            let whole = operand.layout.is_contiguous() && operand.layout.offset() == 0 && buffer.bytes == bytes;
+            let seen = operand.dtype.bytes_for(operand.layout.shape().n_elements());
+            let whole = operand.layout.is_contiguous() && seen == Some(bytes) && buffer.bytes == bytes;
             let dies = matches!(buffer.place, Place::Arena { .. }) && buffer.last == step;
             let alone = node
                 .inputs

@@ -77,6 +77,11 @@ pub enum Reason {
         /// The driver's code.
         code: u32,
     },
+    /// The step failed for a reason that has nothing to do with graphs.
+    StepFailed {
+        /// What went wrong.
+        what: String,
+    },
     /// An earlier failure is being waited out.
     BackingOff {
         /// Steps until the next attempt.
@@ -115,6 +120,7 @@ impl Reason {
             Reason::InstantiateFailed { .. } => "instantiate_failed",
             Reason::VerifyMismatch { .. } => "verify_mismatch",
             Reason::ReplayFailed { .. } => "replay_failed",
+            Reason::StepFailed { .. } => "step_failed",
             Reason::BackingOff { .. } => "backing_off",
             Reason::OutOfMemory { .. } => "out_of_memory",
             Reason::ContextLost { .. } => "context_lost",
@@ -144,6 +150,7 @@ impl fmt::Display for Reason {
                 write!(f, "replay differs from eager in {buffer}, element {element}, written by {launch}")
             }
             Reason::ReplayFailed { code } => write!(f, "replay failed with error {code}"),
+            Reason::StepFailed { what } => write!(f, "the step failed: {what}"),
             Reason::BackingOff { steps_left, after } => write!(f, "{steps_left} steps until the next try: {after}"),
             Reason::OutOfMemory { need_bytes, free_bytes } => {
                 write!(f, "a recording needs {need_bytes} bytes, {free_bytes} are free")

@@ -1,3 +1,23 @@
 //! One file per architecture, as graph builders, and the maps from weight names.
 //!
+//! A [`Model`] knows its hyperparameters and its weights, and builds the graph of a step of any size from them.
+//! Weights are named as GGUF names them; for Hugging Face folders each architecture has a table of the other names.
+//!
 //! Invariant: no file here names a backend.
+#![forbid(unsafe_code)]
+
+mod model; // hyperparameters and weights, made into graphs
+mod step; // what every architecture's step has in common
+mod weights; // finding, checking and naming weights
+mod rope; // frequencies of rotary embeddings
+mod error;
+
+mod gemma3;
+mod llama;
+mod qwen2;
+mod qwen3;
+
+pub use error::ModelError;
+pub use model::{Head, KvSpec, Model, StepSpec};
+pub use rope::inverse_frequencies;
+pub use weights::TensorSource;

@@ -95,11 +95,18 @@ impl In<'_> {
         self.layout.indices().map(word).collect()
     }
 
-    /// The elements as they are, dense. Rows of quantised types are copied block by block.
-    pub fn to_dense(&self) -> Vec<u8> {
+    /// The elements as they are, dense. Quantised types are copied block by block, so the view must show whole blocks.
+    pub fn to_dense(&self) -> Result<Vec<u8>, TensorError> {
         let (len, size) = (self.dtype.block_len(), self.dtype.block_bytes());
+        let shape = self.layout.shape();
+        let whole = shape.dim_back(0).is_multiple_of(len)
+            && (len == 1 || self.layout.rows_are_contiguous())
+            && self.layout.indices().step_by(len).all(|i| i.is_multiple_of(len));
+        if !whole {
+            return Err(TensorError::PartialBlocks { dtype: self.dtype, shape });
+        }
         let firsts = self.layout.indices().step_by(len);
-        firsts.flat_map(|i| self.bytes[i / len * size..][..size].iter().copied()).collect()
+        Ok(firsts.flat_map(|i| self.bytes[i / len * size..][..size].iter().copied()).collect())
     }
 }
 
@@ -130,11 +137,7 @@ pub(crate) fn store_one(dtype: DType, bytes: &mut [u8], v: f32) -> Result<(), Te
 }
 
 pub(crate) fn copy(x: &In<'_>, out: &mut Out<'_>) -> Result<(), ReferenceError> {
-    if x.dtype.is_quantized() && !x.layout.rows_are_contiguous() {
-        let because = format!("{} rows are not whole blocks in this view", x.ty());
-        return Err(ReferenceError::Unsupported { op: "copy", because });
-    }
-    out.bytes.copy_from_slice(&x.to_dense());
+    out.bytes.copy_from_slice(&x.to_dense()?);
     Ok(())
 }
 
@@ -161,6 +164,9 @@ impl In<'_> {
     fn row_f32(&self) -> Result<Vec<f32>, TensorError> {
         let (len, size) = (self.dtype.block_len(), self.dtype.block_bytes());
         let (start, end) = (self.layout.offset(), self.layout.end());
+        if self.layout.shape().n_elements() == 0 {
+            return Ok(Vec::new());
+        }
         if !self.layout.rows_are_contiguous() || start % len != 0 || end % len != 0 {
             return self.to_f32();
         }

@@ -15,7 +15,7 @@ mod sample;
 
 pub use dense::{In, Out, ReferenceError};
 pub use philox::{philox4x32, uniform};
-pub use sample::{Sampling, sample_row};
+pub use sample::{Sampling, apply_bias_and_penalties, sample_row};
 
 use refrain_graph::{HostBuf, Op};
 
@@ -50,7 +50,7 @@ pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), Re
         Op::Attention(attention) => attention::attention(attention, inputs, &mut outputs[0]),
         Op::Sample => sample::sample(inputs, outputs),
         Op::HostCall(call) => {
-            let dense: Vec<Vec<u8>> = inputs.iter().map(In::to_dense).collect();
+            let dense: Vec<Vec<u8>> = inputs.iter().map(In::to_dense).collect::<Result<_, _>>()?;
             let bufs: Vec<HostBuf<'_>> =
                 inputs.iter().zip(&dense).map(|(i, bytes)| HostBuf { ty: i.ty(), bytes }).collect();
             let mut outs: Vec<&mut [u8]> = outputs.iter_mut().map(|o| &mut *o.bytes).collect();

@@ -66,7 +66,7 @@ pub fn sample_row(logits: &mut [f32], sampling: &Sampling<'_>) -> (usize, f32) {
 
     let temperature = sampling.param(SampleParam::Temperature);
     let best = logits.iter().position(|&l| l == max).unwrap_or(0);
-    if temperature <= 0.0 || !total.is_finite() || total <= 0.0 {
+    if temperature.is_nan() || temperature <= 0.0 || !total.is_finite() || total <= 0.0 {
         return (best, if total.is_finite() && total > 0.0 { logprob(best) } else { f32::NAN });
     }
 
@@ -74,10 +74,12 @@ pub fn sample_row(logits: &mut [f32], sampling: &Sampling<'_>) -> (usize, f32) {
     let mut ids: Vec<usize> = (0..logits.len()).collect();
     ids.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
     let top_k = sampling.param(SampleParam::TopK) as usize;
+    let mut candidates_total = total;
     if top_k > 0 {
         ids.truncate(top_k);
+        candidates_total = ids.iter().map(|&id| weight(logits[id], max)).sum();
     }
-    keep_top_p(&mut ids, logits, max, sampling.param(SampleParam::TopP));
+    keep_top_p(&mut ids, logits, max, candidates_total, sampling.param(SampleParam::TopP));
     let min_p = sampling.param(SampleParam::MinP);
     if min_p > 0.0 {
         let keep = ids.partition_point(|&id| weight(logits[id], max) >= f64::from(min_p));
@@ -104,12 +106,14 @@ fn weight(logit: f32, max: f32) -> f64 {
     (f64::from(logit) - f64::from(max)).exp()
 }
 
-/// The shortest run of candidates whose probabilities, among the candidates that are left, reach `top_p`.
-fn keep_top_p(ids: &mut Vec<usize>, logits: &[f32], max: f32, top_p: f32) {
+/// The shortest run of candidates whose weights reach `top_p` of the candidates' `total`.
+///
+/// The total is part of the definition down to its rounding: over the whole vocabulary it is summed by id, over what
+/// top-k left from the most to the least probable. Every backend sums in that order and so keeps the same candidates.
+fn keep_top_p(ids: &mut Vec<usize>, logits: &[f32], max: f32, total: f64, top_p: f32) {
     if top_p >= 1.0 {
         return;
     }
-    let total: f64 = ids.iter().map(|&id| weight(logits[id], max)).sum();
     let mut sum = 0.0;
     let reached = ids.iter().position(|&id| {
         sum += weight(logits[id], max);
@@ -118,7 +122,8 @@ fn keep_top_p(ids: &mut Vec<usize>, logits: &[f32], max: f32, top_p: f32) {
     ids.truncate(reached.map_or(ids.len(), |i| i + 1).max(1));
 }
 
-fn apply_bias_and_penalties(logits: &mut [f32], sampling: &Sampling<'_>) {
+/// Shifts logits by the biases, then lowers those of recent tokens.
+pub fn apply_bias_and_penalties(logits: &mut [f32], sampling: &Sampling<'_>) {
     let index = |id: i32| usize::try_from(id).ok().filter(|&i| i < logits.len());
     let history: Vec<usize> = sampling.history.iter().filter_map(|&id| index(id)).collect();
     let biased: Vec<(usize, f32)> =

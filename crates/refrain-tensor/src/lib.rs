@@ -1,3 +1,18 @@
 //! Dtypes, shapes, strided views, host tensors and quantised block codecs.
 //!
 //! Invariant: this crate knows no device and does no input or output.
+//! Invariant: every view (reshape, permute, slice, broadcast) is a change of [`Layout`] alone, for every dtype.
+#![forbid(unsafe_code)]
+
+mod dtype;
+mod error;
+mod host;
+mod layout;
+pub mod quant;
+mod shape;
+
+pub use dtype::DType;
+pub use error::TensorError;
+pub use host::{Bytes, HostTensor};
+pub use layout::Layout;
+pub use shape::{MAX_RANK, Shape};

@@ -1,0 +1,142 @@
+//! The paged KV cache: appending to it and attending over it.
+
+use crate::compile::Paging;
+use crate::pool::Pool;
+use crate::simd::{AttendState, KvBlock, KvRows, Level, Scores, attend_block, f32_to_f16};
+use half::f16;
+use refrain_graph::{Attention, RunError};
+use refrain_tensor::DType;
+use std::ops::Range;
+
+/// Where the rows of a step lie in the cache. Made once the control block was found to point inside it.
+pub(crate) struct Pages<'a> {
+    paging: &'a Paging,
+    positions: &'a [i32],
+    seqs: &'a [i32],
+    tables: &'a [i32],
+}
+
+impl<'a> Pages<'a> {
+    /// Refuses positions, sequences and blocks outside the cache.
+    pub(crate) fn new(paging: &'a Paging, control: &'a [i32], label: &str) -> Result<Pages<'a>, RunError> {
+        let (positions, seqs) = (&control[paging.positions.clone()], &control[paging.seqs.clone()]);
+        let pages = Pages { paging, positions, seqs, tables: &control[paging.tables.clone()] };
+        let refuse = |what, got: i32, limit| {
+            Err(RunError::OutOfRange { label: label.into(), what, got: got.into(), limit })
+        };
+        let n_seqs = pages.tables.len() / paging.max_blocks.max(1);
+        for (&position, &seq) in positions.iter().zip(seqs) {
+            let Ok(position_idx) = usize::try_from(position) else { continue };
+            if usize::try_from(seq).map_or(true, |s| s >= n_seqs) {
+                return refuse("sequence", seq, n_seqs);
+            }
+            let n_needed = position_idx / paging.kv_block + 1;
+            if n_needed > paging.max_blocks {
+                return refuse("position", position, paging.max_blocks * paging.kv_block);
+            }
+            let table = &pages.tables[seq as usize * paging.max_blocks..][..n_needed];
+            if let Some(&block) = table.iter().find(|&&b| usize::try_from(b).map_or(true, |b| b >= paging.n_blocks)) {
+                return refuse("KV block", block, paging.n_blocks);
+            }
+        }
+        Ok(pages)
+    }
+
+    fn block(&self, seq: i32, column: usize) -> usize {
+        self.tables[seq as usize * self.paging.max_blocks + column] as usize
+    }
+
+    /// The first element of a head's rows in a block.
+    fn start(&self, block: usize, kv_head: usize) -> usize {
+        (block * self.paging.n_kv_heads + kv_head) * self.paging.kv_block * self.paging.head_dim
+    }
+}
+
+/// Writes the rows of a step into the cache.
+pub(crate) fn kv_append(level: Level, pages: &Pages<'_>, dtype: DType, x: &[f32], cache: &mut [u8]) {
+    let Paging { n_kv_heads, kv_block, head_dim, .. } = *pages.paging;
+    for (row, (&position, &seq)) in pages.positions.iter().zip(pages.seqs).enumerate() {
+        let Ok(position) = usize::try_from(position) else { continue };
+        let block = pages.block(seq, position / kv_block);
+        for head in 0..n_kv_heads {
+            let src = &x[(row * n_kv_heads + head) * head_dim..][..head_dim];
+            let at = pages.start(block, head) + position % kv_block * head_dim;
+            if dtype == DType::F16 {
+                f32_to_f16(level, src, &mut bytemuck::cast_slice_mut::<u8, f16>(cache)[at..at + head_dim]);
+            } else {
+                bytemuck::cast_slice_mut::<u8, f32>(cache)[at..at + head_dim].copy_from_slice(src);
+            }
+        }
+    }
+}
+
+/// Queries that one task handles at most: those that share a KV head.
+const MAX_GROUP: usize = 32;
+
+/// Attention of every row over its own positions. A task is a row and some of its heads; what it computes does not
+/// depend on how many heads it has.
+pub(crate) fn attend(
+    pool: &Pool,
+    level: Level,
+    pages: &Pages<'_>,
+    attention: &Attention,
+    dtype: DType,
+    q: &[f32],
+    [keys, values]: [&[u8]; 2],
+    n_heads: usize,
+    out: &mut [f32],
+) {
+    let Paging { n_kv_heads, head_dim, .. } = *pages.paging;
+    let group = n_heads / n_kv_heads;
+    // A whole group reads each key once; single heads keep all threads busy when there are few of them.
+    let n_tasks = pages.positions.len() * n_kv_heads;
+    let heads = if n_tasks >= 2 * pool.n_threads() && group <= MAX_GROUP { group } else { 1 };
+    pool.chunks_mut(out, heads * head_dim, |task, out| {
+        let first_head = task * heads;
+        let (row, head) = (first_head / n_heads, first_head % n_heads);
+        let q = &q[first_head * head_dim..][..heads * head_dim];
+        attend_row(level, pages, attention, dtype, q, [keys, values], row, head / group, out);
+    });
+}
+
+#[allow(clippy::too_many_arguments)]
+fn attend_row(
+    level: Level,
+    pages: &Pages<'_>,
+    attention: &Attention,
+    dtype: DType,
+    q: &[f32],
+    [keys, values]: [&[u8]; 2],
+    row: usize,
+    kv_head: usize,
+    out: &mut [f32],
+) {
+    let Paging { kv_block, head_dim, .. } = *pages.paging;
+    let n_q = q.len() / head_dim;
+    let (mut max, mut sum) = ([0.0; MAX_GROUP], [0.0; MAX_GROUP]);
+    let mut state = AttendState { max: &mut max[..n_q], sum: &mut sum[..n_q], acc: out };
+    state.reset();
+    if let Ok(position) = usize::try_from(pages.positions[row]) {
+        let first = attention.window.map_or(0, |w| (position + 1).saturating_sub(w));
+        let scores = Scores { scale: attention.scale, softcap: attention.softcap };
+        for column in first / kv_block..=position / kv_block {
+            let start = column * kv_block;
+            let seen = first.saturating_sub(start)..(position + 1 - start).min(kv_block);
+            let at = pages.start(pages.block(pages.seqs[row], column), kv_head);
+            let rows = at..at + kv_block * head_dim;
+            let (keys, values) = (rows_of(dtype, keys, rows.clone()), rows_of(dtype, values, rows));
+            let kv = KvBlock { keys, values, stride: head_dim, n_keys: kv_block };
+            let visible: [Range<usize>; MAX_GROUP] = std::array::from_fn(|_| seen.clone());
+            attend_block(level, scores, q, head_dim, &kv, &visible[..n_q], &mut state);
+        }
+    }
+    state.finish(level);
+}
+
+fn rows_of(dtype: DType, cache: &[u8], rows: Range<usize>) -> KvRows<'_> {
+    if dtype == DType::F16 {
+        KvRows::F16(&bytemuck::cast_slice(cache)[rows])
+    } else {
+        KvRows::F32(&bytemuck::cast_slice(cache)[rows])
+    }
+}

@@ -1,0 +1,184 @@
+//! The CPU behind the [`Backend`] trait.
+
+use crate::compile::Program;
+use crate::pool::{Pool, PoolError};
+use crate::run::{Line, Machine, Scratch};
+use crate::simd::{ActError, Level};
+use crate::weights::{CpuStates, CpuWeights};
+use refrain_graph::{
+    Backend, CompileError, Graph, Io, Place, Plan, PlanOptions, Query, Ran, Reason, RunError, State, Support, Weight,
+};
+use refrain_reference::ReferenceError;
+use refrain_tensor::{HostTensor, TensorError};
+use std::sync::Arc;
+
+/// What can go wrong inside the backend.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CpuError {
+    /// Activations that do not fit a product.
+    #[error(transparent)]
+    Acts(#[from] ActError),
+    /// A weight that is not a matrix where one is needed.
+    #[error("the weight is not a matrix")]
+    NotAMatrix,
+    /// The reference version refused.
+    #[error(transparent)]
+    Reference(#[from] ReferenceError),
+    /// Bytes that do not fit their type.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+}
+
+/// Runs graphs on the CPU.
+pub struct CpuBackend {
+    pool: Arc<Pool>,
+    level: Level,
+    repack: bool,
+}
+
+impl CpuBackend {
+    /// A backend with `n_threads` threads, the caller included, and the best instructions this processor has.
+    pub fn new(n_threads: usize) -> Result<CpuBackend, PoolError> {
+        Ok(CpuBackend { pool: Arc::new(Pool::new(n_threads)?), level: Level::detect(), repack: true })
+    }
+
+    /// The same with the instructions of another level that this processor has.
+    pub fn with_level(mut self, level: Level) -> CpuBackend {
+        self.level = level;
+        self
+    }
+
+    /// Whether weights are repacked when they are loaded.
+    pub fn with_repacking(mut self, repack: bool) -> CpuBackend {
+        self.repack = repack;
+        self
+    }
+
+    /// Threads in use.
+    pub fn n_threads(&self) -> usize {
+        self.pool.n_threads()
+    }
+
+    /// Instructions in use.
+    pub fn level(&self) -> Level {
+        self.level
+    }
+}
+
+/// A graph made ready for the CPU.
+pub struct Compiled {
+    pub(crate) plan: Plan,
+    pub(crate) program: Program,
+    pub(crate) arena: Vec<Line>,
+    pub(crate) scratch: Scratch,
+}
+
+impl Compiled {
+    /// Each call with the label of its (first) step and the kernel that runs it.
+    pub fn kernels(&self) -> impl Iterator<Item = (&str, &'static str)> {
+        self.program.calls.iter().map(|c| (self.plan.steps()[c.step].label.as_str(), c.kernel.name()))
+    }
+}
+
+impl Backend for CpuBackend {
+    type Weights = CpuWeights;
+    type States = CpuStates;
+    type Compiled = Compiled;
+
+    fn name(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn supports(&self, query: &Query<'_>) -> Support {
+        // Values between ops are held in 32-bit elements; weights and states may be of any type.
+        match query.outputs.iter().find(|t| t.dtype.block_bytes() != 4) {
+            Some(t) if !matches!(query.op, refrain_graph::Op::KvAppend | refrain_graph::Op::View(_)) => {
+                Support::No(format!("its output is {t}, values between ops are F32 or I32"))
+            }
+            _ => Support::Yes,
+        }
+    }
+
+    fn load(&self, weights: &[Weight], tensors: Vec<HostTensor>) -> Result<CpuWeights, RunError> {
+        for (weight, tensor) in weights.iter().zip(&tensors) {
+            if weight.ty.dtype != tensor.dtype() || weight.ty.shape != tensor.shape() {
+                let because = format!("{} is {} {}", weight.name, tensor.dtype(), tensor.shape());
+                return Err(RunError::Mismatch { what: "weights", because });
+            }
+        }
+        CpuWeights::new(&self.pool, self.level, self.repack, tensors).map_err(|e| RunError::Backend {
+            backend: "cpu",
+            label: "loading weights".into(),
+            source: Box::new(CpuError::Tensor(e)),
+        })
+    }
+
+    fn allocate(&self, states: &[State]) -> Result<CpuStates, RunError> {
+        Ok(CpuStates::new(states))
+    }
+
+    fn compile(&self, graph: &Graph) -> Result<Compiled, CompileError> {
+        self.check(graph)?;
+        let plan = Plan::new(graph, PlanOptions::default())?;
+        let program = Program::new(&plan);
+        let lines = |bytes: usize| vec![Line::default(); bytes.div_ceil(64)];
+        let angles = program.tables.iter().map(|t| vec![0.0; t.positions.len() * t.n_dims]).collect();
+        let scratch = Scratch { acts: lines(program.acts_bytes), angles, ..Scratch::default() };
+        let arena = lines(plan.arena_bytes());
+        Ok(Compiled { plan, program, arena, scratch })
+    }
+
+    fn plan<'c>(&self, compiled: &'c Compiled) -> &'c Plan {
+        &compiled.plan
+    }
+
+    fn run(&mut self, compiled: &mut Compiled, io: Io<'_, CpuBackend>) -> Result<Ran, RunError> {
+        check_io(compiled, &io)?;
+        let pool = self.pool.clone();
+        let _step = pool.step();
+        let level = self.level;
+        let mut machine =
+            Machine { pool: &pool, level, weights: io.weights, states: io.states, control: io.control };
+        machine.run(compiled)?;
+        Ok(Ran::Eager(Reason::NoGraphsHere { backend: "cpu" }))
+    }
+
+    fn read(&mut self, compiled: &Compiled, output: usize, into: &mut [u8]) -> Result<(), RunError> {
+        let mismatch = |because| RunError::Mismatch { what: "outputs", because };
+        let Some(operand) = compiled.plan.outputs().get(output) else {
+            return Err(mismatch(format!("the plan has no output {output}")));
+        };
+        let buffer = compiled.plan.buffer(operand.buffer);
+        let Place::Arena { offset } = buffer.place else {
+            return Err(mismatch(format!("output {output} is not computed by the plan")));
+        };
+        let n = operand.layout.shape().n_elements() * 4;
+        if into.len() != n || !operand.layout.is_contiguous() {
+            return Err(mismatch(format!("output {output} has {n} bytes, {} were asked for", into.len())));
+        }
+        let start = offset + operand.layout.offset() * 4;
+        into.copy_from_slice(&bytemuck::cast_slice(&compiled.arena)[start..start + n]);
+        Ok(())
+    }
+}
+
+fn check_io(compiled: &Compiled, io: &Io<'_, CpuBackend>) -> Result<(), RunError> {
+    let mismatch = |what, because| Err(RunError::Mismatch { what, because });
+    let need = compiled.plan.control().bytes();
+    if io.control.len() != need {
+        return mismatch("inputs", format!("{need} bytes are needed, got {}", io.control.len()));
+    }
+    let in_plan = |f: fn(Place) -> Option<usize>| {
+        compiled.plan.buffers().iter().filter_map(|b| f(b.place)).max().map_or(0, |n| n + 1)
+    };
+    let n_weights = in_plan(|p| if let Place::Weight(id) = p { Some(id.idx()) } else { None });
+    if io.weights.len() < n_weights {
+        return mismatch("weights", format!("{n_weights} are needed, got {}", io.weights.len()));
+    }
+    let n_states = in_plan(|p| if let Place::State(id) = p { Some(id.idx()) } else { None });
+    if io.states.len() < n_states {
+        return mismatch("states", format!("{n_states} are needed, got {}", io.states.len()));
+    }
+    Ok(())
+}

@@ -1,0 +1,298 @@
+//! Steps of a plan into calls of kernels.
+
+use crate::memory::MAX_OUTS;
+use crate::simd::{ActKind, act_bytes, act_kind};
+use refrain_graph::{Attention, Binary, Gate, Op, Operand, Place, Plan, Rope, Unary, WeightId};
+use refrain_tensor::DType;
+use std::ops::Range;
+
+/// Where an operand lies. Ranges count 32-bit elements.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Loc {
+    Arena(Range<usize>),
+    Control(Range<usize>),
+    Weight(WeightId),
+}
+
+/// One of the products that share activations.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    pub weight: WeightId,
+    pub out: Range<usize>, // [m, n]
+}
+
+/// Which rows of the cache belong to which token.
+#[derive(Clone, Debug)]
+pub(crate) struct Paging {
+    pub positions: Range<usize>, // control: [n]
+    pub seqs: Range<usize>,      // control: [n]
+    pub tables: Range<usize>,    // control: [n_seqs, max_blocks]
+    pub max_blocks: usize,
+    pub n_blocks: usize,
+    pub n_kv_heads: usize,
+    pub kv_block: usize,
+    pub head_dim: usize,
+}
+
+/// A kernel with its operands.
+#[derive(Clone, Debug)]
+pub(crate) enum Kernel {
+    Products { x: Range<usize>, k: usize, kind: ActKind, prepared: bool, parts: Vec<Part> },
+    GatherWeight { table: WeightId, ids: Range<usize>, out: Range<usize>, d: usize },
+    GatherArena { table: Range<usize>, ids: Range<usize>, out: Range<usize>, d: usize },
+    RmsNorm { x: Range<usize>, w: WeightId, out: Range<usize>, eps: f32 },
+    AddRmsNorm { a: Range<usize>, b: Range<usize>, w: WeightId, sum: Range<usize>, out: Range<usize>, eps: f32 },
+    Unary { f: Unary, x: Range<usize>, out: Range<usize> },
+    /// `b` is as long as the output, or one row of it that is repeated.
+    Binary { f: Binary, a: Range<usize>, b: Loc, out: Range<usize>, row: usize },
+    Gate { f: Gate, gate: Range<usize>, up: Range<usize>, out: Range<usize> },
+    Rope { rope: Rope, table: usize, x: Range<usize>, out: Range<usize>, n_heads: usize, head_dim: usize },
+    KvAppend { state: usize, dtype: DType, x: Range<usize>, paging: Paging },
+    Attention {
+        attention: Attention,
+        q: Range<usize>,
+        out: Range<usize>,
+        states: [usize; 2],
+        dtype: DType,
+        n_heads: usize,
+        paging: Paging,
+    },
+    Sample { logits: Range<usize>, control: [Range<usize>; 5], token: Range<usize>, logprob: Range<usize>, vocab: usize },
+    /// The reference version of an op, or a host function.
+    Reference,
+}
+
+impl Kernel {
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Kernel::Products { .. } => "products",
+            Kernel::GatherWeight { .. } | Kernel::GatherArena { .. } => "gather",
+            Kernel::RmsNorm { .. } => "rms_norm",
+            Kernel::AddRmsNorm { .. } => "add_rms_norm",
+            Kernel::Unary { .. } => "unary",
+            Kernel::Binary { .. } => "binary",
+            Kernel::Gate { .. } => "gate",
+            Kernel::Rope { .. } => "rope",
+            Kernel::KvAppend { .. } => "kv_append",
+            Kernel::Attention { .. } => "attention",
+            Kernel::Sample { .. } => "sample",
+            Kernel::Reference => "reference",
+        }
+    }
+}
+
+/// A kernel and the (first) step it stands for.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub kernel: Kernel,
+    pub step: usize,
+}
+
+/// Sines and cosines for one set of frequencies, computed once per run.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct RopeTable {
+    pub inv_freq: WeightId,
+    pub positions: Range<usize>,
+    pub magnitude: f32,
+    pub n_dims: usize,
+}
+
+/// The calls of a plan, and what they need besides the arena.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Program {
+    pub calls: Vec<Call>,
+    pub tables: Vec<RopeTable>,
+    /// The largest set of prepared activations.
+    pub acts_bytes: usize,
+}
+
+impl Program {
+    pub(crate) fn new(plan: &Plan) -> Program {
+        let mut program = Program::default();
+        for step in 0..plan.steps().len() {
+            let kernel = kernel(plan, step, &mut program.tables).unwrap_or(Kernel::Reference);
+            program.push(Call { kernel, step });
+        }
+        program
+    }
+
+    /// Products with the same activations right after one another become one call.
+    fn push(&mut self, mut call: Call) {
+        let Kernel::Products { x, k, kind, prepared, parts } = &mut call.kernel else {
+            self.calls.push(call);
+            return;
+        };
+        let m = x.len() / (*k).max(1);
+        self.acts_bytes = self.acts_bytes.max(m * act_bytes(*kind, *k).unwrap_or(0));
+        if let Some(Call { kernel: Kernel::Products { x: x0, kind: kind0, parts: parts0, .. }, .. }) =
+            self.calls.last_mut()
+            && x0 == x
+            && parts0.iter().all(|p| disjoint(&p.out, x) && parts.iter().all(|q| disjoint(&p.out, &q.out)))
+        {
+            if kind0 == kind && parts0.len() < MAX_OUTS {
+                parts0.append(parts);
+                return;
+            }
+            *prepared = kind0 == kind;
+        }
+        self.calls.push(call);
+    }
+}
+
+fn disjoint(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.end <= b.start || b.end <= a.start
+}
+
+/// Where a dense operand lies; `None` for other layouts.
+fn dense(plan: &Plan, operand: &Operand) -> Option<Loc> {
+    if !operand.layout.is_contiguous() || operand.dtype.block_bytes() != 4 {
+        return None;
+    }
+    let (start, len) = (operand.layout.offset(), operand.layout.shape().n_elements());
+    match plan.buffer(operand.buffer).place {
+        Place::Arena { offset } => Some(Loc::Arena(offset / 4 + start..offset / 4 + start + len)),
+        Place::Control { offset, .. } => Some(Loc::Control(offset / 4 + start..offset / 4 + start + len)),
+        Place::Weight(_) | Place::State(_) => None,
+    }
+}
+
+fn arena(plan: &Plan, operand: &Operand) -> Option<Range<usize>> {
+    match dense(plan, operand)? {
+        Loc::Arena(range) => Some(range),
+        Loc::Control(_) | Loc::Weight(_) => None,
+    }
+}
+
+fn control(plan: &Plan, operand: &Operand) -> Option<Range<usize>> {
+    match dense(plan, operand)? {
+        Loc::Control(range) => Some(range),
+        Loc::Arena(_) | Loc::Weight(_) => None,
+    }
+}
+
+/// A weight seen whole and as it is.
+fn whole_weight(plan: &Plan, operand: &Operand) -> Option<WeightId> {
+    let Place::Weight(id) = plan.buffer(operand.buffer).place else { return None };
+    let whole = operand.layout.is_contiguous()
+        && operand.layout.offset() == 0
+        && operand.dtype.bytes_for(operand.layout.shape().n_elements()) == Some(plan.buffer(operand.buffer).bytes);
+    whole.then_some(id)
+}
+
+fn vector_weight(plan: &Plan, operand: &Operand) -> Option<WeightId> {
+    whole_weight(plan, operand).filter(|_| operand.layout.shape().rank() == 1)
+}
+
+fn state(plan: &Plan, operand: &Operand) -> Option<usize> {
+    let Place::State(id) = plan.buffer(operand.buffer).place else { return None };
+    (operand.layout.is_contiguous() && matches!(operand.dtype, DType::F16 | DType::F32)).then(|| id.idx())
+}
+
+/// The kernel for a step; `None` when its layout has none.
+fn kernel(plan: &Plan, step_idx: usize, tables: &mut Vec<RopeTable>) -> Option<Kernel> {
+    let step = &plan.steps()[step_idx];
+    let (ins, outs) = (&step.inputs, &step.outputs);
+    let out = |i: usize| arena(plan, &outs[i]);
+    match &step.op {
+        Op::MatMul => products(plan, ins, out(0)?),
+        Op::GatherRows(_) => {
+            let (ids, d) = (control(plan, &ins[1])?, ins[0].layout.shape().dims()[1]);
+            let out = out(0)?;
+            match whole_weight(plan, &ins[0]) {
+                Some(table) => Some(Kernel::GatherWeight { table, ids, out, d }),
+                None => Some(Kernel::GatherArena { table: arena(plan, &ins[0])?, ids, out, d }),
+            }
+        }
+        Op::RmsNorm { eps } => {
+            let (x, w) = (arena(plan, &ins[0])?, vector_weight(plan, &ins[1])?);
+            Some(Kernel::RmsNorm { x, w, out: out(0)?, eps: *eps })
+        }
+        Op::AddRmsNorm { eps } => {
+            let (a, b, w) = (arena(plan, &ins[0])?, arena(plan, &ins[1])?, vector_weight(plan, &ins[2])?);
+            Some(Kernel::AddRmsNorm { a, b, w, sum: out(0)?, out: out(1)?, eps: *eps })
+        }
+        Op::Unary(f) => Some(Kernel::Unary { f: *f, x: arena(plan, &ins[0])?, out: out(0)? }),
+        Op::Binary(f) => binary(plan, *f, ins, out(0)?),
+        Op::Gate(f) => {
+            let (gate, up) = (arena(plan, &ins[0])?, arena(plan, &ins[1])?);
+            Some(Kernel::Gate { f: *f, gate, up, out: out(0)? })
+        }
+        Op::Rope(rope) => {
+            let x = arena(plan, &ins[0])?;
+            let table = RopeTable {
+                inv_freq: vector_weight(plan, &ins[2])?,
+                positions: control(plan, &ins[1])?,
+                magnitude: rope.magnitude,
+                n_dims: rope.n_dims,
+            };
+            let dims = ins[0].layout.shape();
+            let (n_heads, head_dim) = (dims.dims()[1], dims.dims()[2]);
+            let known = tables.iter().position(|t| *t == table);
+            let table = known.unwrap_or_else(|| {
+                tables.push(table);
+                tables.len() - 1
+            });
+            Some(Kernel::Rope { rope: *rope, table, x, out: out(0)?, n_heads, head_dim })
+        }
+        Op::KvAppend => {
+            let (state, x) = (state(plan, &ins[0])?, arena(plan, &ins[1])?);
+            let paging = paging(plan, &ins[0], [&ins[2], &ins[3], &ins[4]])?;
+            Some(Kernel::KvAppend { state, dtype: ins[0].dtype, x, paging })
+        }
+        Op::Attention(attention) => {
+            let states = [state(plan, &ins[1])?, state(plan, &ins[2])?];
+            let paging = paging(plan, &ins[1], [&ins[3], &ins[4], &ins[5]])?;
+            let (q, out) = (arena(plan, &ins[0])?, out(0)?);
+            let n_heads = ins[0].layout.shape().dims()[1];
+            Some(Kernel::Attention { attention: *attention, q, out, states, dtype: ins[1].dtype, n_heads, paging })
+        }
+        Op::Sample => {
+            let inputs = [&ins[1], &ins[2], &ins[3], &ins[4], &ins[5]];
+            let mut control_at: [Range<usize>; 5] = std::array::from_fn(|_| 0..0);
+            for (at, operand) in control_at.iter_mut().zip(inputs) {
+                *at = control(plan, operand)?;
+            }
+            let vocab = ins[0].layout.shape().dims()[1];
+            let logits = arena(plan, &ins[0])?;
+            Some(Kernel::Sample { logits, control: control_at, token: out(0)?, logprob: out(1)?, vocab })
+        }
+        Op::View(_) | Op::Copy | Op::Cast(_) | Op::Reduce(_) | Op::Softmax | Op::HostCall(_) => None,
+    }
+}
+
+/// A product of dense rows with a whole weight matrix, transposed.
+fn products(plan: &Plan, ins: &[Operand], out: Range<usize>) -> Option<Kernel> {
+    let x = arena(plan, &ins[0])?;
+    let w = Operand { layout: ins[1].layout.transpose().ok()?, ..ins[1] };
+    let weight = whole_weight(plan, &w).filter(|_| w.layout.shape().rank() == 2)?;
+    let k = w.layout.shape().dims()[1];
+    let kind = act_kind(w.dtype)?;
+    act_bytes(kind, k)?;
+    Some(Kernel::Products { x, k, kind, prepared: false, parts: vec![Part { weight, out }] })
+}
+
+fn binary(plan: &Plan, f: Binary, ins: &[Operand], out: Range<usize>) -> Option<Kernel> {
+    let a = arena(plan, &ins[0]).filter(|a| a.len() == out.len())?;
+    let (b, row) = match vector_weight(plan, &ins[1]) {
+        Some(id) => (Loc::Weight(id), ins[1].layout.shape().n_elements()),
+        None => (Loc::Arena(arena(plan, &ins[1])?), ins[1].layout.shape().n_elements()),
+    };
+    // A row that is repeated must be the whole of the output's last dimension.
+    let fits = row == out.len() || row == ins[0].layout.shape().dim_back(0);
+    fits.then_some(Kernel::Binary { f, a, b, out, row })
+}
+
+fn paging(plan: &Plan, cache: &Operand, [positions, seqs, tables]: [&Operand; 3]) -> Option<Paging> {
+    let shape = cache.layout.shape();
+    let dims = shape.dims();
+    Some(Paging {
+        positions: control(plan, positions)?,
+        seqs: control(plan, seqs)?,
+        tables: control(plan, tables)?,
+        max_blocks: tables.layout.shape().dims()[1],
+        n_blocks: dims[0],
+        n_kv_heads: dims[1],
+        kv_block: dims[2],
+        head_dim: dims[3],
+    })
+}

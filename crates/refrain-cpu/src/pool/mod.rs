@@ -1,0 +1,207 @@
+//! One thread pool made for running the steps of a plan.
+//!
+//! A step is a few hundred short parallel regions in a row. Between the regions of a step workers spin, so that a
+//! region starts in well under a microsecond; between steps they park and cost nothing. The caller is thread 0.
+//!
+//! Invariant: a region allocates nothing, and returns only after every thread has left it, panics included.
+//! Invariant: the pool never has more threads at work than it was made with.
+
+mod split;
+mod worker;
+
+pub use split::{Chunks, chunk_range, static_range};
+
+use std::cell::UnsafeCell;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle, Thread};
+
+use worker::{Shared, Task};
+
+/// Why a pool could not be made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PoolError {
+    /// A pool needs the caller at least.
+    #[error("a pool needs at least 1 thread, 0 were asked for")]
+    NoThreads,
+    /// The system refused a thread.
+    #[error("worker thread {started} of {wanted} could not be started")]
+    Spawn {
+        /// Workers running so far.
+        started: usize,
+        /// Workers asked for.
+        wanted: usize,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl PoolError {
+    /// What to do about it.
+    pub fn hint(&self) -> Option<&'static str> {
+        match self {
+            PoolError::NoThreads => Some("pass --threads 1 or more, or leave it out"),
+            PoolError::Spawn { .. } => Some("pass a smaller --threads, or raise the process limit"),
+        }
+    }
+}
+
+/// Threads that suit this machine: what the scheduler and the cgroup allow, without a second thread per core.
+///
+/// A second hardware thread on a core adds no memory bandwidth and no multiplier, so it only slows a step down.
+pub fn default_threads() -> usize {
+    let allowed = thread::available_parallelism().map_or(1, |n| n.get());
+    worker::physical_cores().map_or(allowed, |cores| cores.clamp(1, allowed))
+}
+
+/// A fixed set of threads that run parallel regions together.
+///
+/// ```
+/// use std::sync::atomic::{AtomicUsize, Ordering};
+/// let pool = refrain_cpu::pool::Pool::new(2)?;
+/// let sum = AtomicUsize::new(0);
+/// let step = pool.step();
+/// pool.run(|thread_idx, n_threads| {
+///     for i in refrain_cpu::pool::static_range(10, 1, thread_idx, n_threads) {
+///         sum.fetch_add(i, Ordering::Relaxed);
+///     }
+/// });
+/// drop(step);
+/// assert_eq!(sum.into_inner(), 45);
+/// # Ok::<(), refrain_cpu::pool::PoolError>(())
+/// ```
+pub struct Pool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    /// The same threads as `workers`, for waking them without touching the handles.
+    wake: Vec<Thread>,
+    /// Set while a region runs; whoever sets it owns `shared.task`.
+    busy: AtomicBool,
+}
+
+impl Pool {
+    /// A pool of `n_threads`, the caller of [`Pool::run`] included.
+    pub fn new(n_threads: usize) -> Result<Pool, PoolError> {
+        if n_threads == 0 {
+            return Err(PoolError::NoThreads);
+        }
+        let shared = Arc::new(Shared {
+            epoch: AtomicU32::new(0),
+            remaining: AtomicUsize::new(0),
+            task: UnsafeCell::new(Task::NONE),
+            in_step: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            asleep: (0..n_threads - 1).map(|_| AtomicBool::new(false)).collect(),
+            caller_asleep: AtomicBool::new(false),
+            caller: std::sync::Mutex::new(None),
+            panic: std::sync::Mutex::new(None),
+            n_threads,
+        });
+        let mut pool = Pool {
+            shared,
+            workers: Vec::with_capacity(n_threads - 1),
+            wake: Vec::with_capacity(n_threads - 1),
+            busy: AtomicBool::new(false),
+        };
+        for worker_idx in 0..n_threads - 1 {
+            let shared = Arc::clone(&pool.shared);
+            // On failure `pool` is dropped, which stops and joins the workers that did start.
+            let handle = thread::Builder::new()
+                .name(format!("refrain-cpu-{}", worker_idx + 1))
+                .spawn(move || worker::work(&shared, worker_idx))
+                .map_err(|source| PoolError::Spawn { started: worker_idx, wanted: n_threads - 1, source })?;
+            pool.wake.push(handle.thread().clone());
+            pool.workers.push(handle);
+        }
+        Ok(pool)
+    }
+
+    /// Threads in the pool, the caller included.
+    pub fn n_threads(&self) -> usize {
+        self.shared.n_threads
+    }
+
+    /// Keeps the workers spinning, not parked, until the guard is dropped. Steps may nest.
+    pub fn step(&self) -> Step<'_> {
+        self.shared.in_step.fetch_add(1, Ordering::SeqCst);
+        self.wake_sleepers();
+        Step { pool: self }
+    }
+
+    /// Runs `f(thread_idx, n_threads)` on every thread and returns when all have finished.
+    ///
+    /// A region begun while another one is under way, from inside it or from another thread, runs on the calling
+    /// thread alone as `f(0, 1)`: so `f` must take its share from `n_threads`, as [`static_range`] does.
+    ///
+    /// # Panics
+    /// If `f` panics on any thread, the first panic is carried to the caller after all threads have finished.
+    pub fn run<F: Fn(usize, usize) + Sync>(&self, f: F) {
+        if self.workers.is_empty() || self.busy.swap(true, Ordering::Acquire) {
+            f(0, 1);
+            return;
+        }
+        let shared = &*self.shared;
+        // SAFETY: `busy` was false and is now ours, and the previous region ended with `remaining == 0`, so no
+        // worker reads the cell until the epoch moves. The task borrows `f`; `run` keeps `f` alive until
+        // `wait_for_workers` has seen every worker leave it, on the panic path too.
+        unsafe { *shared.task.get() = Task::new(&f) };
+        shared.remaining.store(self.workers.len(), Ordering::Relaxed);
+        shared.epoch.fetch_add(1, Ordering::SeqCst);
+        self.wake_sleepers();
+
+        let mine = panic::catch_unwind(AssertUnwindSafe(|| f(0, shared.n_threads)));
+        shared.wait_for_workers();
+        let theirs = worker::lock(&shared.panic).take();
+        self.busy.store(false, Ordering::Release);
+        if let Some(payload) = mine.err().or(theirs) {
+            panic::resume_unwind(payload);
+        }
+    }
+
+    /// Calls `f(chunk_idx, chunk)` for consecutive chunks of `data` of `chunk_len` elements (the last may be
+    /// shorter), spread over the threads. Who computes a chunk is not fixed; what `f` writes must not depend on it.
+    pub fn chunks_mut<T: Send, F: Fn(usize, &mut [T]) + Sync>(&self, data: &mut [T], chunk_len: usize, f: F) {
+        let chunks = Chunks::new(data, chunk_len);
+        self.run(|_, _| {
+            while let Some((chunk_idx, chunk)) = chunks.next() {
+                f(chunk_idx, chunk);
+            }
+        });
+    }
+
+    fn wake_sleepers(&self) {
+        for (asleep, thread) in self.shared.asleep.iter().zip(&self.wake) {
+            // Pairs with the store in `Shared::sleep`: either we see the flag, or the worker sees the new epoch.
+            if asleep.load(Ordering::SeqCst) {
+                thread.unpark();
+            }
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.epoch.fetch_add(1, Ordering::SeqCst);
+        self.wake_sleepers();
+        for worker in self.workers.drain(..) {
+            // A worker catches what its regions throw, so there is no panic to pass on.
+            let _ = worker.join();
+        }
+    }
+}
+
+/// While this lives, the pool's workers spin between regions. Made by [`Pool::step`].
+#[must_use = "the workers park again when the step is dropped"]
+pub struct Step<'a> {
+    pool: &'a Pool,
+}
+
+impl Drop for Step<'_> {
+    fn drop(&mut self) {
+        self.pool.shared.in_step.fetch_sub(1, Ordering::SeqCst);
+    }
+}

@@ -1,0 +1,103 @@
+//! Ops on elements and rows, in place where the plan lets an output take an input's bytes.
+//!
+//! An input that is `None` is what the output already holds.
+
+use crate::simd::{self, Level};
+use refrain_graph::{Binary, Gate, Rope, RopeStyle, Unary};
+
+pub(crate) fn unary(level: Level, f: Unary, x: &mut [f32]) {
+    let each = |x: &mut [f32], f: fn(f32) -> f32| x.iter_mut().for_each(|v| *v = f(*v));
+    match f {
+        Unary::Neg => each(x, |v| -v),
+        Unary::Exp => simd::exp_inplace(level, x),
+        Unary::Log => each(x, f32::ln),
+        Unary::Rsqrt => each(x, |v| 1.0 / v.sqrt()),
+        Unary::Tanh => each(x, f32::tanh),
+        Unary::Sigmoid => each(x, |v| 1.0 / (1.0 + (-v).exp())),
+        Unary::Silu => each(x, silu),
+        Unary::GeluTanh => each(x, gelu_tanh),
+        Unary::Affine { mul, add: 0.0 } => simd::scale_inplace(level, x, mul),
+        Unary::Affine { mul, add } => x.iter_mut().for_each(|v| *v = *v * mul + add),
+        Unary::SoftCap(cap) => x.iter_mut().for_each(|v| *v = cap * (*v / cap).tanh()),
+    }
+}
+
+fn silu(v: f32) -> f32 {
+    v / (1.0 + (-v).exp())
+}
+
+fn gelu_tanh(v: f32) -> f32 {
+    // The square root of 2 / pi.
+    const ROOT: f32 = 0.797_884_6;
+    0.5 * v * (1.0 + (ROOT * (v + 0.044_715 * v * v * v)).tanh())
+}
+
+/// `out = f(a, b)`; `b` is as long as the output, or a row of `row` elements that is repeated.
+pub(crate) fn binary(level: Level, f: Binary, a: Option<&[f32]>, b: Option<&[f32]>, row: usize, out: &mut [f32]) {
+    let of = move |a: f32, b: f32| match f {
+        Binary::Add => a + b,
+        Binary::Sub => a - b,
+        Binary::Mul => a * b,
+        Binary::Div => a / b,
+        Binary::Max => a.max(b),
+    };
+    match (a, b) {
+        (a, Some(b)) => {
+            if let Some(a) = a {
+                out.copy_from_slice(a);
+            }
+            for out in out.chunks_exact_mut(row.max(1)) {
+                match f {
+                    Binary::Add => simd::add_inplace(level, out, b),
+                    Binary::Mul => simd::mul_inplace(level, out, b),
+                    Binary::Sub | Binary::Div | Binary::Max => {
+                        out.iter_mut().zip(b).for_each(|(o, b)| *o = of(*o, *b));
+                    }
+                }
+            }
+        }
+        (Some(a), None) => out.iter_mut().zip(a).for_each(|(o, a)| *o = of(*a, *o)),
+        (None, None) => out.iter_mut().for_each(|o| *o = of(*o, *o)),
+    }
+}
+
+/// `out = f(gate) * up`.
+pub(crate) fn gate(level: Level, f: Gate, gate: Option<&[f32]>, up: Option<&[f32]>, out: &mut [f32]) {
+    match (f, gate, up) {
+        (Gate::Silu, Some(g), Some(u)) => simd::silu_mul(level, g, u, out),
+        (Gate::GeluTanh, Some(g), Some(u)) => simd::gelu_tanh_mul(level, g, u, out),
+        (Gate::Silu, None, Some(u)) => simd::silu_mul_inplace(level, out, u),
+        (Gate::GeluTanh, None, Some(u)) => simd::gelu_tanh_mul_inplace(level, out, u),
+        // The plan offers the gate's bytes before those of `up`, so these two are rare.
+        (f, Some(g), None) => out.iter_mut().zip(g).for_each(|(o, g)| *o *= activation(f)(*g)),
+        (f, None, None) => out.iter_mut().for_each(|o| *o *= activation(f)(*o)),
+    }
+}
+
+fn activation(f: Gate) -> fn(f32) -> f32 {
+    match f {
+        Gate::Silu => silu,
+        Gate::GeluTanh => gelu_tanh,
+    }
+}
+
+/// Rotates the heads of one token in place. `angles` holds `n_dims / 2` cosines, then as many sines.
+pub(crate) fn rope(level: Level, rope: &Rope, heads: &mut [f32], head_dim: usize, angles: &[f32]) {
+    let (cos, sin) = angles.split_at(angles.len() / 2);
+    for head in heads.chunks_exact_mut(head_dim) {
+        match rope.style {
+            RopeStyle::Neox => simd::rope_neox(level, head, cos, sin),
+            RopeStyle::Interleaved => simd::rope_interleaved(level, head, cos, sin),
+        }
+    }
+}
+
+/// Fills the angles of one token. In f64, so that large positions keep their angles.
+pub(crate) fn rope_angles(angles: &mut [f32], position: i32, inv_freq: &[f32], magnitude: f32) {
+    let (cosines, sines) = angles.split_at_mut(inv_freq.len());
+    for ((c, s), &freq) in cosines.iter_mut().zip(sines).zip(inv_freq) {
+        let (sin, cos) = (f64::from(position) * f64::from(freq)).sin_cos();
+        *c = (cos * f64::from(magnitude)) as f32;
+        *s = (sin * f64::from(magnitude)) as f32;
+    }
+}

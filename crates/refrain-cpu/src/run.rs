@@ -1,0 +1,366 @@
+//! Runs the calls of a compiled graph, one after another.
+
+use crate::attention::{Pages, attend, kv_append};
+use crate::backend::{Compiled, CpuError};
+use crate::compile::{Call, Kernel, Loc, RopeTable};
+use crate::memory::carve;
+use crate::pool::Pool;
+use crate::rows;
+use crate::sample::{Candidates, choose};
+use crate::simd::{self, Level, Product, matmul_parallel, prepare_parallel};
+use crate::weights::{CpuStates, CpuWeights, Entry};
+use refrain_graph::{Place, Plan, RunError, SAMPLE_PARAMS};
+use refrain_reference::{In, Out, Sampling};
+use std::ops::Range;
+
+/// Memory that calls share and that lives from run to run, so that no run allocates.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    /// Prepared activations, as cache lines so that they are aligned.
+    pub acts: Vec<Line>,
+    /// Cosines and sines, one table after another; `[n, n_dims]` each.
+    pub angles: Vec<Vec<f32>>,
+    pub candidates: Candidates,
+}
+
+#[derive(Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(64))]
+pub(crate) struct Line([u32; 16]);
+
+/// What a call may touch.
+pub(crate) struct Machine<'a> {
+    pub pool: &'a Pool,
+    pub level: Level,
+    pub weights: &'a CpuWeights,
+    pub states: &'a mut CpuStates,
+    pub control: &'a [u8],
+}
+
+// Rows shorter than this in all are not worth waking threads for.
+const PARALLEL_ELEMENTS: usize = 16 * 1024;
+
+impl Machine<'_> {
+    pub(crate) fn run(&mut self, compiled: &mut Compiled) -> Result<(), RunError> {
+        let Compiled { plan, program, arena, scratch } = compiled;
+        let arena: &mut [f32] = bytemuck::cast_slice_mut(arena);
+        for (table, angles) in program.tables.iter().zip(&mut scratch.angles) {
+            self.fill_angles(table, angles);
+        }
+        for call in &program.calls {
+            self.call(plan, call, arena, scratch)?;
+        }
+        Ok(())
+    }
+
+    fn words(&self) -> &[i32] {
+        bytemuck::cast_slice(self.control)
+    }
+
+    fn vector(&self, id: refrain_graph::WeightId) -> &[f32] {
+        match self.weights.entry(id) {
+            Entry::Vector(values) => values,
+            Entry::Matrix { .. } => unreachable!("only weights of one dimension are compiled as vectors"),
+        }
+    }
+
+    fn fill_angles(&self, table: &RopeTable, angles: &mut [f32]) {
+        let inv_freq = self.vector(table.inv_freq);
+        let positions = &self.words()[table.positions.clone()];
+        for (row, &position) in angles.chunks_exact_mut(table.n_dims).zip(positions) {
+            rows::rope_angles(row, position.max(0), inv_freq, table.magnitude);
+        }
+    }
+
+    fn call(
+        &mut self,
+        plan: &Plan,
+        call: &Call,
+        arena: &mut [f32],
+        scratch: &mut Scratch,
+    ) -> Result<(), RunError> {
+        let level = self.level;
+        let label = &plan.steps()[call.step].label;
+        match &call.kernel {
+            Kernel::Products { x, k, kind, prepared, parts } => {
+                let outs: [Range<usize>; 4] = std::array::from_fn(|i| parts.get(i).map_or(0..0, |p| p.out.clone()));
+                let carved = carve(arena, &outs[..parts.len()]);
+                let Some(x) = carved.read(x) else { unreachable!("a product never overwrites its input") };
+                let m = x.len() / k;
+                let bytes = simd::act_bytes(*kind, *k).unwrap_or(0) * m;
+                let acts = &mut bytemuck::cast_slice_mut(&mut scratch.acts)[..bytes];
+                let acts = match prepared {
+                    true => simd::Acts::new(*kind, m, *k, acts),
+                    false => prepare_parallel(self.pool, level, *kind, x, *k, acts),
+                };
+                let acts = acts.map_err(|e| broken(label, CpuError::Acts(e)))?;
+                let product = |i: usize, out| match self.weights.matrix(parts[i].weight) {
+                    Some(w) => Ok(Product { w, out }),
+                    None => Err(broken(label, CpuError::NotAMatrix)),
+                };
+                let run = |products: &mut [Product<'_>]| matmul_parallel(self.pool, level, &acts, products);
+                let [a, b, c, d] = carved.outs;
+                match parts.len() {
+                    1 => run(&mut [product(0, a)?]),
+                    2 => run(&mut [product(0, a)?, product(1, b)?]),
+                    3 => run(&mut [product(0, a)?, product(1, b)?, product(2, c)?]),
+                    _ => run(&mut [product(0, a)?, product(1, b)?, product(2, c)?, product(3, d)?]),
+                }
+            }
+            Kernel::GatherWeight { table, ids, out, d } => {
+                self.gather_weight(label, *table, ids, *d, &mut arena[out.clone()])?;
+            }
+            Kernel::GatherArena { table, ids, out, d } => {
+                let carved = carve(arena, std::slice::from_ref(out));
+                let Some(table) = carved.read(table) else { unreachable!("a gather never overwrites its input") };
+                let ids = &self.words()[ids.clone()];
+                for (out, &id) in carved.outs[0].chunks_exact_mut(*d).zip(ids) {
+                    match row_of(label, id, table.len() / d)? {
+                        Some(row) => out.copy_from_slice(&table[row * d..][..*d]),
+                        None => out.fill(0.0),
+                    }
+                }
+            }
+            Kernel::RmsNorm { x, w, out, eps } => {
+                let carved = carve(arena, std::slice::from_ref(out));
+                let (w, eps) = (self.vector(*w), *eps);
+                let x = carved.read(x);
+                self.rows(carved.outs[0], w.len(), |at, out| match x {
+                    Some(x) => simd::rms_norm(level, &x[at..at + out.len()], w, eps, out),
+                    None => simd::rms_norm_inplace(level, out, w, eps),
+                });
+            }
+            Kernel::AddRmsNorm { a, b, w, sum, out, eps } => {
+                self.add_rms_norm(arena, [a, b, sum, out], self.vector(*w), *eps);
+            }
+            Kernel::Unary { f, x, out } => {
+                let carved = carve(arena, std::slice::from_ref(out));
+                if let Some(x) = carved.read(x) {
+                    carved.outs[0].copy_from_slice(x);
+                }
+                self.rows(carved.outs[0], 1024, |_, out| rows::unary(level, *f, out));
+            }
+            Kernel::Binary { f, a, b, out, row } => {
+                let carved = carve(arena, std::slice::from_ref(out));
+                let a = carved.read(a);
+                let b = match b {
+                    Loc::Weight(id) => Some(self.vector(*id)),
+                    Loc::Arena(range) => carved.read(range),
+                    Loc::Control(_) => unreachable!("compiled for weights and the arena alone"),
+                };
+                rows::binary(level, *f, a, b, *row, carved.outs[0]);
+            }
+            Kernel::Gate { f, gate, up, out } => {
+                let carved = carve(arena, std::slice::from_ref(out));
+                let (gate, up) = (carved.read(gate), carved.read(up));
+                self.rows(carved.outs[0], 1024, |at, out| {
+                    let range = at..at + out.len();
+                    rows::gate(level, *f, gate.map(|g| &g[range.clone()]), up.map(|u| &u[range.clone()]), out);
+                });
+            }
+            Kernel::Rope { rope, table, x, out, n_heads, head_dim } => {
+                let carved = carve(arena, std::slice::from_ref(out));
+                if let Some(x) = carved.read(x) {
+                    carved.outs[0].copy_from_slice(x);
+                }
+                let angles = &scratch.angles[*table];
+                let positions = &self.words()[..];
+                let token = n_heads * head_dim;
+                // Padding rows have a negative position and are left as they are.
+                let first = self.position_slot(plan, call.step);
+                self.rows(carved.outs[0], token, |at, heads| {
+                    let row = at / token;
+                    if positions[first + row] >= 0 {
+                        rows::rope(level, rope, heads, *head_dim, &angles[row * rope.n_dims..][..rope.n_dims]);
+                    }
+                });
+            }
+            Kernel::KvAppend { state, dtype, x, paging } => {
+                let words: &[i32] = bytemuck::cast_slice(self.control);
+                let pages = Pages::new(paging, words, label)?;
+                kv_append(level, &pages, *dtype, &arena[x.clone()], self.states.get_mut(*state));
+            }
+            Kernel::Attention { attention, q, out, states, dtype, n_heads, paging } => {
+                let pages = Pages::new(paging, self.words(), label)?;
+                let carved = carve(arena, std::slice::from_ref(out));
+                let Some(q) = carved.read(q) else { unreachable!("attention never overwrites its input") };
+                let caches = states.map(|s| self.states.get(s));
+                attend(self.pool, level, &pages, attention, *dtype, q, caches, *n_heads, carved.outs[0]);
+            }
+            Kernel::Sample { logits, control, token, logprob, vocab } => {
+                self.sample(arena, logits, control, [token, logprob], *vocab, &mut scratch.candidates);
+            }
+            Kernel::Reference => self.reference(plan, call.step, arena)?,
+        }
+        Ok(())
+    }
+
+    /// Calls `f(first element, rows)` for whole rows of an output, on all threads if there is enough of it.
+    fn rows(&self, out: &mut [f32], row: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
+        if out.len() < PARALLEL_ELEMENTS {
+            for (i, out) in out.chunks_mut(row.max(1)).enumerate() {
+                f(i * row, out);
+            }
+            return;
+        }
+        self.pool.chunks_mut(out, row.max(1), |i, out| f(i * row, out));
+    }
+
+    fn position_slot(&self, plan: &Plan, step: usize) -> usize {
+        let operand = &plan.steps()[step].inputs[1];
+        match plan.buffer(operand.buffer).place {
+            Place::Control { offset, .. } => offset / 4 + operand.layout.offset(),
+            Place::Arena { .. } | Place::Weight(_) | Place::State(_) => {
+                unreachable!("compiled for positions in the control block")
+            }
+        }
+    }
+
+    /// The sum takes `a`'s bytes or its own; the norm takes `b`'s bytes or its own.
+    fn add_rms_norm(&self, arena: &mut [f32], [a, b, sum, out]: [&Range<usize>; 4], w: &[f32], eps: f32) {
+        let mut carved = carve(arena, &[sum.clone(), out.clone()]);
+        let (a, b) = (carved.read(a), carved.read(b));
+        let [sum, out, ..] = &mut carved.outs;
+        if let Some(a) = a {
+            sum.copy_from_slice(a);
+        }
+        match b {
+            Some(b) => {
+                let d = w.len().max(1);
+                let rows = sum.chunks_exact_mut(d).zip(b.chunks_exact(d)).zip(out.chunks_exact_mut(d));
+                rows.for_each(|((sum, b), out)| simd::add_rms_norm(self.level, sum, b, w, eps, out));
+            }
+            // `out` holds `b`.
+            None => {
+                simd::add_inplace(self.level, sum, out);
+                let d = w.len().max(1);
+                let rows = sum.chunks_exact(d).zip(out.chunks_exact_mut(d));
+                rows.for_each(|(sum, out)| simd::rms_norm(self.level, sum, w, eps, out));
+            }
+        }
+    }
+
+    fn gather_weight(
+        &self,
+        label: &str,
+        table: refrain_graph::WeightId,
+        ids: &Range<usize>,
+        d: usize,
+        out: &mut [f32],
+    ) -> Result<(), RunError> {
+        let Entry::Matrix { tensor, .. } = self.weights.entry(table) else {
+            return Err(broken(label, CpuError::NotAMatrix));
+        };
+        let row_bytes = tensor.dtype().bytes_for(d).unwrap_or(0);
+        let bytes = tensor.bytes().as_slice();
+        for (out, &id) in out.chunks_exact_mut(d).zip(&self.words()[ids.clone()]) {
+            match row_of(label, id, tensor.shape().dims()[0])? {
+                Some(row) => {
+                    let row = &bytes[row * row_bytes..][..row_bytes];
+                    let decoded = refrain_tensor::quant::dequantize(tensor.dtype(), row, out);
+                    decoded.map_err(|e| broken(label, CpuError::Tensor(e)))?;
+                }
+                None => out.fill(0.0),
+            }
+        }
+        Ok(())
+    }
+
+    fn sample(
+        &self,
+        arena: &mut [f32],
+        logits: &Range<usize>,
+        [params, rng, history, bias_ids, bias]: &[Range<usize>; 5],
+        [token, logprob]: [&Range<usize>; 2],
+        vocab: usize,
+        candidates: &mut Candidates,
+    ) {
+        let floats: &[f32] = bytemuck::cast_slice(self.control);
+        let words: &[u32] = bytemuck::cast_slice(self.control);
+        let n_rows = logits.len() / vocab.max(1);
+        let of = |range: &Range<usize>, row: usize| {
+            let width = range.len() / n_rows;
+            range.start + row * width..range.start + (row + 1) * width
+        };
+        for row in 0..n_rows {
+            let seed = &words[of(rng, row)];
+            let sampling = Sampling {
+                params: &floats[params.start + row * SAMPLE_PARAMS..][..SAMPLE_PARAMS],
+                history: &self.words()[of(history, row)],
+                bias_ids: &self.words()[of(bias_ids, row)],
+                bias: &floats[of(bias, row)],
+                seed: u64::from(seed[0]) | u64::from(seed[1]) << 32,
+                position: seed[2],
+            };
+            let at = logits.start + row * vocab;
+            let (id, p) = choose(&mut arena[at..at + vocab], &sampling, candidates);
+            arena[token.start + row] = f32::from_bits(id as u32);
+            arena[logprob.start + row] = p;
+        }
+    }
+
+    /// The reference version, over copies of the inputs.
+    fn reference(&mut self, plan: &Plan, step: usize, arena: &mut [f32]) -> Result<(), RunError> {
+        let step = &plan.steps()[step];
+        let state_update = matches!(step.op, refrain_graph::Op::KvAppend);
+        let arena_bytes: &[u8] = bytemuck::cast_slice(arena);
+        let mut inputs: Vec<(&refrain_graph::Operand, Vec<u8>)> = Vec::new();
+        for operand in step.inputs.iter().skip(usize::from(state_update)) {
+            let buffer = plan.buffer(operand.buffer);
+            let bytes = match buffer.place {
+                Place::Arena { offset } => arena_bytes[offset..offset + buffer.bytes].to_vec(),
+                Place::Control { offset, .. } => self.control[offset..offset + buffer.bytes].to_vec(),
+                Place::State(id) => self.states.get(id.idx()).to_vec(),
+                Place::Weight(id) => match self.weights.entry(id) {
+                    Entry::Matrix { tensor, .. } => tensor.bytes().as_slice().to_vec(),
+                    Entry::Vector(values) => bytemuck::cast_slice(values).to_vec(),
+                },
+            };
+            inputs.push((operand, bytes));
+        }
+        let dtype_of = |operand: &refrain_graph::Operand| match plan.buffer(operand.buffer).place {
+            // Vectors were decoded when they were loaded.
+            Place::Weight(id) if matches!(self.weights.entry(id), Entry::Vector(_)) => refrain_tensor::DType::F32,
+            Place::Weight(_) | Place::Arena { .. } | Place::Control { .. } | Place::State(_) => operand.dtype,
+        };
+        let ins: Vec<In<'_>> = inputs
+            .iter()
+            .map(|(operand, bytes)| In { dtype: dtype_of(operand), layout: operand.layout, bytes })
+            .collect();
+        let mut results: Vec<Vec<u8>> = Vec::new();
+        for operand in &step.outputs {
+            let buffer = plan.buffer(operand.buffer);
+            results.push(match buffer.place {
+                Place::State(id) => self.states.get(id.idx()).to_vec(),
+                Place::Arena { .. } | Place::Weight(_) | Place::Control { .. } => vec![0; buffer.bytes],
+            });
+        }
+        let mut outs: Vec<Out<'_>> =
+            step.outputs.iter().zip(&mut results).map(|(o, bytes)| Out { ty: o.ty(), bytes }).collect();
+        refrain_reference::run(&step.op, &ins, &mut outs)
+            .map_err(|e| broken(&step.label, CpuError::Reference(e)))?;
+        let arena_bytes: &mut [u8] = bytemuck::cast_slice_mut(arena);
+        for (operand, bytes) in step.outputs.iter().zip(&results) {
+            match plan.buffer(operand.buffer).place {
+                Place::Arena { offset } => arena_bytes[offset..offset + bytes.len()].copy_from_slice(bytes),
+                Place::State(id) => self.states.get_mut(id.idx()).copy_from_slice(bytes),
+                Place::Weight(_) | Place::Control { .. } => unreachable!("no step writes weights or inputs"),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The row that an id names; `None` for padding.
+fn row_of(label: &str, id: i32, n_rows: usize) -> Result<Option<usize>, RunError> {
+    match usize::try_from(id) {
+        Err(_) => Ok(None),
+        Ok(row) if row < n_rows => Ok(Some(row)),
+        Ok(_) => {
+            Err(RunError::OutOfRange { label: label.into(), what: "row", got: id.into(), limit: n_rows })
+        }
+    }
+}
+
+fn broken(label: &str, source: CpuError) -> RunError {
+    RunError::Backend { backend: "cpu", label: label.into(), source: Box::new(source) }
+}

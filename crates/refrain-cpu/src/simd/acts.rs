@@ -1,0 +1,270 @@
+//! Activation rows in the form that products with a weight type want them.
+//!
+//! Quantisation is symmetric: a block's scale is `d = max|x| / 127`, its quants are `x * (127 / max|x|)` rounded to
+//! the nearest integer, ties to even, so they lie in `-127..=127`. It is the same bits at every level. A block whose
+//! largest magnitude is below 1e-35 becomes zeros; one that holds an infinity or a NaN gets the scale NaN, so that the
+//! product is NaN too, as it would be in floating point.
+
+use refrain_tensor::DType;
+
+use super::Level;
+use super::lanes::{Kernel, Simd};
+
+/// How an activation row is stored for a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ActKind {
+    /// As it is; for float weights.
+    F32,
+    /// Blocks of 32 signed bytes with a float scale and their sum; for weights in blocks of 32.
+    Q8,
+    /// Blocks of 256 signed bytes with a float scale and sums of 16 and 32; for weights in blocks of 256.
+    Q8K,
+}
+
+impl ActKind {
+    /// Elements that share a scale; `k` must be whole blocks.
+    pub const fn block_len(self) -> usize {
+        match self {
+            ActKind::F32 => 1,
+            ActKind::Q8 => 32,
+            ActKind::Q8K => 256,
+        }
+    }
+}
+
+/// The form of the activations in a product with weights of `dtype`, or `None` where there is no such product.
+pub fn act_kind(dtype: DType) -> Option<ActKind> {
+    match dtype {
+        DType::F32 | DType::F16 | DType::BF16 => Some(ActKind::F32),
+        DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::IQ4_NL => Some(ActKind::Q8),
+        DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K | DType::IQ4_XS => Some(ActKind::Q8K),
+        _ => None,
+    }
+}
+
+/// Bytes of one activation row of `k` elements, a multiple of 64; `None` if `k` is not whole blocks or overflows.
+pub fn act_bytes(kind: ActKind, k: usize) -> Option<usize> {
+    if !k.is_multiple_of(kind.block_len()) || k > isize::MAX as usize / 16 {
+        return None;
+    }
+    let bytes = match kind {
+        ActKind::F32 => k.next_multiple_of(4) * 4,
+        ActKind::Q8 => Q8Layout::new(k).bytes,
+        ActKind::Q8K => Q8KLayout::new(k).bytes,
+    };
+    let lines = bytes.div_ceil(64);
+    // Rows that lie a multiple of 1 KiB apart would compete for few places in the first-level cache.
+    Some(64 * if lines.is_multiple_of(16) { lines + 1 } else { lines })
+}
+
+/// Where the parts of a [`ActKind::Q8`] row lie, in bytes from its start; the quants are at 0.
+#[derive(Clone, Copy)]
+pub(crate) struct Q8Layout {
+    /// `f32` scale per block.
+    pub(crate) d: usize,
+    /// `i32` per block: -128 times the sum of the quants.
+    pub(crate) bias: usize,
+    /// `f32` per block: the scale times the sum of the quants.
+    pub(crate) sum: usize,
+    bytes: usize,
+}
+
+impl Q8Layout {
+    pub(crate) const fn new(k: usize) -> Q8Layout {
+        let n = k / 32;
+        Q8Layout { d: k, bias: k + 4 * n, sum: k + 8 * n, bytes: k + 12 * n }
+    }
+}
+
+/// Where the parts of a [`ActKind::Q8K`] row lie, in bytes from its start; the quants are at 0.
+#[derive(Clone, Copy)]
+pub(crate) struct Q8KLayout {
+    /// `f32` scale per block.
+    pub(crate) d: usize,
+    /// 8 `i16` per block: sums of 32 quants, in the order 0 2 1 3 4 6 5 7 (see [`PAIR_ORDER`]).
+    pub(crate) sums32: usize,
+    /// 16 `i16` per block: sums of 16 quants, in the same order within each four.
+    pub(crate) sums16: usize,
+    /// 8 `i32` per block: -128 times the sum of 32 quants.
+    pub(crate) bias32: usize,
+    /// 16 `i32` per block: -32 times the sum of 16 quants.
+    pub(crate) bias16: usize,
+    bytes: usize,
+}
+
+impl Q8KLayout {
+    pub(crate) const fn new(k: usize) -> Q8KLayout {
+        let n = k / 256;
+        Q8KLayout {
+            d: k,
+            sums32: k + 4 * n,
+            sums16: k + 20 * n,
+            bias32: k + 52 * n,
+            bias16: k + 84 * n,
+            bytes: k + 148 * n,
+        }
+    }
+}
+
+/// Masking every other byte out of four leaves bytes 0 and 2, then 1 and 3, as 16-bit pairs; sums lie to match.
+const PAIR_ORDER: [usize; 4] = [0, 2, 1, 3];
+
+/// Why an activation row could not be prepared.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ActError {
+    /// The row does not divide into blocks.
+    #[error("an activation row of {k} elements is not whole blocks of {block_len}")]
+    NotWholeBlocks {
+        /// Elements in the row.
+        k: usize,
+        /// Elements in a block.
+        block_len: usize,
+    },
+    /// The destination has another size.
+    #[error("the prepared row takes {need} bytes, the buffer has {got}")]
+    BufferSize {
+        /// What [`act_bytes`] says.
+        need: usize,
+        /// What was passed.
+        got: usize,
+    },
+}
+
+/// Prepares one activation row for products: `dst` must be [`act_bytes`] long.
+pub fn quantize_row(level: Level, kind: ActKind, src: &[f32], dst: &mut [u8]) -> Result<(), ActError> {
+    let need = act_bytes(kind, src.len())
+        .ok_or(ActError::NotWholeBlocks { k: src.len(), block_len: kind.block_len() })?;
+    if dst.len() != need {
+        return Err(ActError::BufferSize { need, got: dst.len() });
+    }
+    match kind {
+        ActKind::F32 => {
+            let (row, padding) = dst.split_at_mut(4 * src.len());
+            for (bytes, x) in row.chunks_exact_mut(4).zip(src) {
+                bytes.copy_from_slice(&x.to_le_bytes());
+            }
+            padding.fill(0);
+        }
+        ActKind::Q8 => level.dispatch(QuantizeQ8 { src, dst }),
+        ActKind::Q8K => level.dispatch(QuantizeQ8K { src, dst }),
+    }
+    Ok(())
+}
+
+struct QuantizeQ8<'a> {
+    src: &'a [f32],
+    dst: &'a mut [u8],
+}
+
+impl Kernel for QuantizeQ8<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let at = Q8Layout::new(self.src.len());
+        for (block_idx, block) in self.src.chunks_exact(32).enumerate() {
+            let (d, inverse) = scales(amax(s, block));
+            let quants = &mut self.dst[32 * block_idx..][..32];
+            let sum = quantize(s, block, inverse, quants);
+            put(self.dst, at.d, block_idx, d.to_le_bytes());
+            put(self.dst, at.bias, block_idx, (-128 * sum).to_le_bytes());
+            put(self.dst, at.sum, block_idx, (d * sum as f32).to_le_bytes());
+        }
+    }
+}
+
+struct QuantizeQ8K<'a> {
+    src: &'a [f32],
+    dst: &'a mut [u8],
+}
+
+impl Kernel for QuantizeQ8K<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let at = Q8KLayout::new(self.src.len());
+        for (block_idx, block) in self.src.chunks_exact(256).enumerate() {
+            let (d, inverse) = scales(amax(s, block));
+            put(self.dst, at.d, block_idx, d.to_le_bytes());
+            let mut sums16 = [0i32; 16];
+            for (i, sum) in sums16.iter_mut().enumerate() {
+                let quants = &mut self.dst[256 * block_idx + 16 * i..][..16];
+                *sum = quantize(s, &block[16 * i..][..16], inverse, quants);
+            }
+            let mut sums32 = [0i32; 8];
+            for (i, sum) in sums32.iter_mut().enumerate() {
+                *sum = sums16[2 * i] + sums16[2 * i + 1];
+            }
+            for i in 0..16 {
+                let paired = sums16[i / 4 * 4 + PAIR_ORDER[i % 4]] as i16;
+                put(self.dst, at.sums16, 16 * block_idx + i, paired.to_le_bytes());
+                put(self.dst, at.bias16, 16 * block_idx + i, (-32 * sums16[i]).to_le_bytes());
+            }
+            for i in 0..8 {
+                let paired = sums32[i / 4 * 4 + PAIR_ORDER[i % 4]] as i16;
+                put(self.dst, at.sums32, 8 * block_idx + i, paired.to_le_bytes());
+                put(self.dst, at.bias32, 8 * block_idx + i, (-128 * sums32[i]).to_le_bytes());
+            }
+        }
+    }
+}
+
+/// Writes element `idx` of the array that begins at byte `base`.
+#[inline(always)]
+fn put<const N: usize>(dst: &mut [u8], base: usize, idx: usize, bytes: [u8; N]) {
+    dst[base + N * idx..][..N].copy_from_slice(&bytes);
+}
+
+/// The scale and its inverse for quants, from the bits of the largest magnitude.
+#[inline(always)]
+fn scales(amax: f32) -> (f32, f32) {
+    if !amax.is_finite() {
+        (f32::NAN, 0.0)
+    } else if amax < 1e-35 {
+        (0.0, 0.0)
+    } else {
+        (amax / 127.0, 127.0 / amax)
+    }
+}
+
+/// The largest magnitude of a block of whole sixteens; not finite if any element is not.
+#[inline(always)]
+fn amax<S: Simd>(s: S, block: &[f32]) -> f32 {
+    // Magnitudes order as integers, and every NaN comes out above infinity.
+    let magnitude = s.splat(0x7fff_ffff);
+    let mut max = s.splat(0);
+    for x in block.chunks_exact(S::LANES) {
+        // SAFETY: `chunks_exact` gives LANES floats.
+        let x = s.as_i(unsafe { s.fload(x.as_ptr()) });
+        max = s.max(max, s.and(x, magnitude));
+    }
+    f32::from_bits(lanes(s, max)[..S::LANES].iter().fold(0, |a, &b| a.max(b)) as u32)
+}
+
+/// Quantises whole sixteens and returns the sum of the quants.
+#[inline(always)]
+fn quantize<S: Simd>(s: S, src: &[f32], inverse: f32, dst: &mut [u8]) -> i32 {
+    let inverse_all = s.fsplat(inverse);
+    let mut sum = s.splat(0);
+    for (x, q) in src.chunks_exact(S::LANES).zip(dst.chunks_exact_mut(S::LANES)) {
+        // SAFETY: `chunks_exact` gives LANES floats to read and LANES bytes to write; a zero inverse stands for a
+        // block whose elements may not be finite, and is kept from them.
+        unsafe {
+            let x = if inverse == 0.0 { s.fsplat(0.0) } else { s.fload(x.as_ptr()) };
+            let quants = s.to_i(s.fmul(x, inverse_all));
+            sum = s.add(sum, quants);
+            s.store_i8(q.as_mut_ptr(), quants);
+        }
+    }
+    lanes(s, sum)[..S::LANES].iter().sum()
+}
+
+#[inline(always)]
+fn lanes<S: Simd>(s: S, a: S::I) -> [i32; 16] {
+    let mut out = [0i32; 16];
+    // SAFETY: a register is at most 64 bytes, and so is `out`.
+    unsafe { s.store(out.as_mut_ptr().cast(), a) };
+    out
+}

@@ -1,0 +1,370 @@
+//! Attention over a KV cache, block of keys by block of keys, with a running softmax.
+//!
+//! For each query the keys that it sees are taken in chunks of [`KEY_CHUNK`], cut at multiples of it from the first
+//! key of the block. A chunk rescales what was gathered so far by `e^(old max - new max)` and adds its own part. The
+//! result for a query depends on its own keys and on where the chunks are cut, not on the queries beside it: so long
+//! as blocks begin at multiples of [`KEY_CHUNK`], a token gets the same bits alone as in a batch.
+
+use std::ops::Range;
+
+use half::f16;
+
+use super::Level;
+use super::lanes::{GROUP, Kernel, Simd};
+use super::math;
+
+/// Keys that share one rescaling.
+pub const KEY_CHUNK: usize = 32;
+
+/// Cached rows of keys or of values.
+#[derive(Clone, Copy)]
+pub enum KvRows<'a> {
+    /// Half floats.
+    F16(&'a [f16]),
+    /// Floats.
+    F32(&'a [f32]),
+}
+
+impl KvRows<'_> {
+    fn len(&self) -> usize {
+        match self {
+            KvRows::F16(rows) => rows.len(),
+            KvRows::F32(rows) => rows.len(),
+        }
+    }
+}
+
+/// Keys and values of consecutive positions for one KV head.
+#[derive(Clone, Copy)]
+pub struct KvBlock<'a> {
+    /// Row `i` is `head_dim` elements from `i * stride` on.
+    pub keys: KvRows<'a>,
+    /// As `keys`.
+    pub values: KvRows<'a>,
+    /// Elements from row to row.
+    pub stride: usize,
+    /// Rows.
+    pub n_keys: usize,
+}
+
+/// How scores become weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scores {
+    /// Factor on `q · k`.
+    pub scale: f32,
+    /// `c`, where scores are squashed to `c tanh(score / c)`.
+    pub softcap: Option<f32>,
+}
+
+/// What has been gathered for `n_q` queries so far.
+pub struct AttendState<'a> {
+    /// `[n_q]`, the largest score.
+    pub max: &'a mut [f32],
+    /// `[n_q]`, the sum of the weights.
+    pub sum: &'a mut [f32],
+    /// `[n_q, head_dim]`, the weighted sum of the values.
+    pub acc: &'a mut [f32],
+}
+
+impl AttendState<'_> {
+    /// Nothing gathered.
+    pub fn reset(&mut self) {
+        self.max.fill(f32::NEG_INFINITY);
+        self.sum.fill(0.0);
+        self.acc.fill(0.0);
+    }
+
+    /// Turns the gathered sums into the result, in place; a query that saw no key gets zeros.
+    pub fn finish(&mut self, level: Level) {
+        let head_dim = self.acc.len() / self.sum.len().max(1);
+        for (acc, &sum) in self.acc.chunks_exact_mut(head_dim.max(1)).zip(self.sum.iter()) {
+            let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+            super::elementwise::scale_inplace(level, acc, factor);
+        }
+    }
+}
+
+/// Adds a block of keys to what has been gathered for `n_q` queries that share a KV head.
+///
+/// `q` is `[n_q, head_dim]`; query `i` sees keys `visible[i]` of the block. Only those are read.
+///
+/// # Panics
+/// If the sizes do not fit together or a visible range leaves the block.
+pub fn attend_block(
+    level: Level,
+    scores: Scores,
+    q: &[f32],
+    head_dim: usize,
+    kv: &KvBlock<'_>,
+    visible: &[Range<usize>],
+    state: &mut AttendState<'_>,
+) {
+    let n_q = visible.len();
+    assert!(head_dim > 0 && q.len() == n_q * head_dim, "{n_q} queries of {head_dim} in {} floats", q.len());
+    assert!(state.max.len() == n_q && state.sum.len() == n_q && state.acc.len() == q.len(), "state for {n_q} queries");
+    let need = if kv.n_keys == 0 { 0 } else { (kv.n_keys - 1) * kv.stride + head_dim };
+    assert!(kv.keys.len() >= need && kv.values.len() >= need, "{} keys of {head_dim} need {need} elements", kv.n_keys);
+    assert!(visible.iter().all(|v| v.end <= kv.n_keys), "a visible range leaves the block of {} keys", kv.n_keys);
+    let begin = visible.iter().filter(|v| !v.is_empty()).map(|v| v.start).min();
+    let end = visible.iter().map(|v| v.end).max();
+    let (Some(begin), Some(end)) = (begin, end) else { return };
+    for chunk_start in (begin / KEY_CHUNK * KEY_CHUNK..end).step_by(KEY_CHUNK) {
+        let chunk = chunk_start..end.min(chunk_start + KEY_CHUNK);
+        let mut first = 0;
+        while first < n_q {
+            let n = if n_q - first >= 4 { 4 } else { 1 };
+            let (q, seen) = (&q[first * head_dim..][..n * head_dim], &visible[first..first + n]);
+            let state = AttendState {
+                max: &mut state.max[first..first + n],
+                sum: &mut state.sum[first..first + n],
+                acc: &mut state.acc[first * head_dim..][..n * head_dim],
+            };
+            let chunk = chunk.clone();
+            if n == 4 {
+                level.dispatch(Chunk::<4> { scores, q, head_dim, kv, chunk, visible: seen, state });
+            } else {
+                level.dispatch(Chunk::<1> { scores, q, head_dim, kv, chunk, visible: seen, state });
+            }
+            first += n;
+        }
+    }
+}
+
+/// `Q` queries against at most [`KEY_CHUNK`] keys. `attend_block` has checked all sizes.
+struct Chunk<'a, const Q: usize> {
+    scores: Scores,
+    q: &'a [f32],
+    head_dim: usize,
+    kv: &'a KvBlock<'a>,
+    chunk: Range<usize>,
+    visible: &'a [Range<usize>],
+    state: AttendState<'a>,
+}
+
+impl<const Q: usize> Kernel for Chunk<'_, Q> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Chunk { scores, q, head_dim, kv, chunk, visible, state } = self;
+        let mut weights = [[f32::NEG_INFINITY; KEY_CHUNK]; Q];
+        // The keys that any of the queries sees; a query's own range is a part of it.
+        let seen = |r: usize| visible[r].start.max(chunk.start)..visible[r].end.min(chunk.end);
+        let mut keys = chunk.end..chunk.end;
+        for r in 0..Q {
+            let seen = seen(r);
+            if !seen.is_empty() {
+                let end = if keys.is_empty() { seen.end } else { keys.end.max(seen.end) };
+                keys = keys.start.min(seen.start)..end;
+            }
+        }
+        if keys.is_empty() {
+            return;
+        }
+        for key in keys.clone() {
+            let dots = match kv.keys {
+                KvRows::F16(rows) => key_dots::<S, HalfRow, Q>(s, q, head_dim, rows.as_ptr().cast(), key * kv.stride),
+                KvRows::F32(rows) => key_dots::<S, FloatRow, Q>(s, q, head_dim, rows.as_ptr().cast(), key * kv.stride),
+            };
+            for r in 0..Q {
+                if seen(r).contains(&key) {
+                    weights[r][key - chunk.start] = score(dots[r], scores);
+                }
+            }
+        }
+        let mut factors = [1f32; Q];
+        for r in 0..Q {
+            if !seen(r).is_empty() {
+                let (factor, sum) = soften(s, &mut weights[r], state.max[r]);
+                state.max[r] = factor.1;
+                state.sum[r] = state.sum[r].mul_add(factor.0, sum);
+                factors[r] = factor.0;
+            } else {
+                weights[r] = [0.0; KEY_CHUNK];
+            }
+        }
+        let all_seen = (0..Q).all(|r| seen(r) == keys);
+        if all_seen {
+            gather::<S, Q>(s, &weights, &factors, keys, chunk.start, kv, head_dim, state.acc);
+        } else {
+            for r in 0..Q {
+                let acc = &mut state.acc[r * head_dim..][..head_dim];
+                gather::<S, 1>(s, &[weights[r]], &[factors[r]], seen(r), chunk.start, kv, head_dim, acc);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn score(dot: f32, scores: Scores) -> f32 {
+    let score = dot * scores.scale;
+    match scores.softcap {
+        Some(cap) => cap * (score / cap).tanh(),
+        None => score,
+    }
+}
+
+/// Turns scores into weights; returns the factor for what was gathered before with the new maximum, and the sum.
+#[inline(always)]
+fn soften<S: Simd>(s: S, weights: &mut [f32; KEY_CHUNK], old_max: f32) -> ((f32, f32), f32) {
+    let max = weights.iter().fold(old_max, |a, &b| if b > a { b } else { a });
+    let mut sums = [s.fsplat(0.0); 4];
+    for at in (0..KEY_CHUNK).step_by(GROUP) {
+        for (g, sum) in sums.iter_mut().enumerate().take(GROUP / S::LANES) {
+            // SAFETY: KEY_CHUNK is a multiple of 16, and `g` runs over the registers of sixteen floats.
+            unsafe {
+                let p = weights.as_mut_ptr().add(at + g * S::LANES);
+                let w = math::exp(s, s.fsub(s.fload(p), s.fsplat(max)));
+                s.fstore(p, w);
+                *sum = s.fadd(*sum, w);
+            }
+        }
+    }
+    let mut factor = [0f32; GROUP];
+    // SAFETY: a register is at most 16 floats.
+    unsafe { s.fstore(factor.as_mut_ptr(), math::exp(s, s.fsplat(old_max - max))) };
+    ((factor[0], max), s.sum16(sums))
+}
+
+/// How a row of the cache is read.
+trait Row {
+    const BYTES: usize;
+    /// # Safety
+    /// `LANES` elements are readable at `p`.
+    unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F;
+}
+
+struct HalfRow;
+
+impl Row for HalfRow {
+    const BYTES: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F {
+        // SAFETY: readable by the contract of this function.
+        unsafe { s.load_f16(p) }
+    }
+}
+
+struct FloatRow;
+
+impl Row for FloatRow {
+    const BYTES: usize = 4;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F {
+        // SAFETY: readable by the contract of this function.
+        unsafe { s.fload(p.cast()) }
+    }
+}
+
+/// Register `g` of the elements `at ..` of a row of `head_dim`, zeros past its end.
+#[inline(always)]
+fn row16<S: Simd, R: Row>(s: S, row: *const u8, at: usize, g: usize, head_dim: usize) -> S::F {
+    let begin = at + g * S::LANES;
+    if begin + S::LANES <= head_dim {
+        // SAFETY: `row` is a row of `head_dim` elements, checked in `attend_block`.
+        return unsafe { R::load(s, row.add(R::BYTES * begin)) };
+    }
+    let mut padded = [0u8; 4 * GROUP];
+    if begin < head_dim {
+        // SAFETY: the elements from `begin` to the end of the row; fewer than LANES, so they fit.
+        unsafe {
+            let n_bytes = R::BYTES * (head_dim - begin);
+            std::ptr::copy_nonoverlapping(row.add(R::BYTES * begin), padded.as_mut_ptr(), n_bytes);
+        }
+    }
+    // SAFETY: a register is at most 64 bytes.
+    unsafe { R::load(s, padded.as_ptr()) }
+}
+
+/// The products of one key with `Q` queries.
+#[inline(always)]
+fn key_dots<S: Simd, R: Row, const Q: usize>(
+    s: S,
+    q: &[f32],
+    head_dim: usize,
+    rows: *const u8,
+    first: usize,
+) -> [f32; Q] {
+    let row = rows.wrapping_add(R::BYTES * first);
+    let mut sums = [[s.fsplat(0.0); 4]; Q];
+    for at in (0..head_dim).step_by(GROUP) {
+        for g in 0..GROUP / S::LANES {
+            let key = row16::<S, R>(s, row, at, g, head_dim);
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let q = &q[r * head_dim..][..head_dim];
+                sums[g] = s.fma(super::elementwise::load16::<S, 0>(s, q, at, g), key, sums[g]);
+            }
+        }
+    }
+    let mut dots = [0f32; Q];
+    for (dot, sums) in dots.iter_mut().zip(sums) {
+        *dot = s.sum16(sums);
+    }
+    dots
+}
+
+/// `acc = acc * factor + Σ weight · value` over `keys`, for `Q` queries.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "a kernel's inner part, called in two places")]
+fn gather<S: Simd, const Q: usize>(
+    s: S,
+    weights: &[[f32; KEY_CHUNK]; Q],
+    factors: &[f32; Q],
+    keys: Range<usize>,
+    chunk_start: usize,
+    kv: &KvBlock<'_>,
+    head_dim: usize,
+    acc: &mut [f32],
+) {
+    match kv.values {
+        KvRows::F16(rows) => {
+            let rows = rows.as_ptr().cast();
+            gather_rows::<S, HalfRow, Q>(s, weights, factors, keys, chunk_start, rows, kv.stride, head_dim, acc);
+        }
+        KvRows::F32(rows) => {
+            let rows = rows.as_ptr().cast();
+            gather_rows::<S, FloatRow, Q>(s, weights, factors, keys, chunk_start, rows, kv.stride, head_dim, acc);
+        }
+    }
+}
+
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "a kernel's inner part, called in two places")]
+fn gather_rows<S: Simd, R: Row, const Q: usize>(
+    s: S,
+    weights: &[[f32; KEY_CHUNK]; Q],
+    factors: &[f32; Q],
+    keys: Range<usize>,
+    chunk_start: usize,
+    rows: *const u8,
+    stride: usize,
+    head_dim: usize,
+    acc: &mut [f32],
+) {
+    for at in (0..head_dim).step_by(GROUP) {
+        for g in 0..GROUP / S::LANES {
+            let begin = at + g * S::LANES;
+            if begin >= head_dim {
+                break;
+            }
+            let mut sums = [s.fsplat(0.0); Q];
+            for r in 0..Q {
+                let acc = &acc[r * head_dim..][..head_dim];
+                sums[r] = s.fmul(super::elementwise::load16::<S, 0>(s, acc, at, g), s.fsplat(factors[r]));
+            }
+            for key in keys.clone() {
+                let value = row16::<S, R>(s, rows.wrapping_add(R::BYTES * key * stride), at, g, head_dim);
+                for r in 0..Q {
+                    sums[r] = s.fma(s.fsplat(weights[r][key - chunk_start]), value, sums[r]);
+                }
+            }
+            let n = S::LANES.min(head_dim - begin);
+            for r in 0..Q {
+                let mut lanes = [0f32; GROUP];
+                // SAFETY: a register is at most 16 floats.
+                unsafe { s.fstore(lanes.as_mut_ptr(), sums[r]) };
+                acc[r * head_dim + begin..][..n].copy_from_slice(&lanes[..n]);
+            }
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! The vector operations that kernels are written in, once, for every instruction set.
+//!
+//! A kernel is generic over [`Simd`]; [`Level::dispatch`](super::Level) runs it inside a function that enables the
+//! instructions of the level. Every operation here gives the same bits at every level (NaN payloads aside), so a
+//! kernel that uses nothing else does too.
+
+mod portable;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod neon;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod x86;
+
+pub(crate) use portable::Portable;
+
+/// A computation that is compiled once per level.
+pub(crate) trait Kernel {
+    type Out;
+    /// Must be `#[inline(always)]`, and so must every function between it and the operations of `S`: only then is
+    /// the code compiled with the instructions of the level. Closures (and so `from_fn` and `map` on arrays) cannot be
+    /// relied on for that: loops are written out.
+    fn run<S: Simd>(self, s: S) -> Self::Out;
+}
+
+/// Sixteen 32-bit values are `16 / LANES` registers.
+pub(crate) const GROUP: usize = 16;
+
+/// The instructions of one level. A value of the implementing type is the proof that the processor has them.
+///
+/// `I` is a register of `LANES` 32-bit integers, `F` of `LANES` floats.
+pub(crate) trait Simd: Copy {
+    /// 16, 8 or 4.
+    const LANES: usize;
+    type I: Copy;
+    type F: Copy;
+
+    fn splat(self, x: i32) -> Self::I;
+    fn and(self, a: Self::I, b: Self::I) -> Self::I;
+    fn or(self, a: Self::I, b: Self::I) -> Self::I;
+    fn xor(self, a: Self::I, b: Self::I) -> Self::I;
+    fn add(self, a: Self::I, b: Self::I) -> Self::I;
+    fn sub(self, a: Self::I, b: Self::I) -> Self::I;
+    /// The low 32 bits of the product.
+    fn mul(self, a: Self::I, b: Self::I) -> Self::I;
+    /// Signed maximum.
+    fn max(self, a: Self::I, b: Self::I) -> Self::I;
+    /// Shift left by `n < 32` bits.
+    fn shl(self, a: Self::I, n: u32) -> Self::I;
+    /// Shift right by `n < 32` bits, zeros in.
+    fn shr(self, a: Self::I, n: u32) -> Self::I;
+    /// Shift right by `n < 32` bits, signs in.
+    fn sar(self, a: Self::I, n: u32) -> Self::I;
+    /// `acc + Σ₄ u·x` per lane, for unsigned bytes `u <= 127` and signed bytes `x >= -127`.
+    fn dot7(self, acc: Self::I, u: Self::I, x: Self::I) -> Self::I;
+    /// `acc + Σ₄ u·x` per lane, for any unsigned bytes `u` and signed bytes `x`.
+    fn dot8(self, acc: Self::I, u: Self::I, x: Self::I) -> Self::I;
+    /// `acc + Σ₂ a·b` per lane, for signed 16-bit halves.
+    fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// `table[byte]` for each byte, all bytes being below 16.
+    fn lookup(self, table: &[u8; 16], idx: Self::I) -> Self::I;
+
+    /// Nearest float, ties to even.
+    fn to_f(self, a: Self::I) -> Self::F;
+    /// Nearest integer, ties to even, for magnitudes below 2^22.
+    fn to_i(self, a: Self::F) -> Self::I;
+    /// The same bits as a float.
+    fn as_f(self, a: Self::I) -> Self::F;
+    /// The same bits as an integer.
+    fn as_i(self, a: Self::F) -> Self::I;
+    /// The low 16 bits of each lane, read as a half float.
+    fn f16_lo(self, a: Self::I) -> Self::F;
+    fn fsplat(self, x: f32) -> Self::F;
+    fn fadd(self, a: Self::F, b: Self::F) -> Self::F;
+    fn fsub(self, a: Self::F, b: Self::F) -> Self::F;
+    fn fmul(self, a: Self::F, b: Self::F) -> Self::F;
+    fn fdiv(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a > b ? a : b`, so `b` where either is NaN.
+    fn fmax(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a < b ? a : b`, so `b` where either is NaN.
+    fn fmin(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`, rounded once.
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+
+    /// # Safety
+    /// `4 * LANES` bytes are readable at `p`.
+    unsafe fn load(self, p: *const u8) -> Self::I;
+    /// # Safety
+    /// `4 * LANES` bytes are writable at `p`.
+    unsafe fn store(self, p: *mut u8, a: Self::I);
+    /// # Safety
+    /// `LANES` floats are readable at `p`.
+    unsafe fn fload(self, p: *const f32) -> Self::F;
+    /// # Safety
+    /// `LANES` floats are writable at `p`.
+    unsafe fn fstore(self, p: *mut f32, a: Self::F);
+    /// # Safety
+    /// `LANES` half floats are readable at `p`.
+    unsafe fn load_f16(self, p: *const u8) -> Self::F;
+    /// Rounds to the nearest half float, ties to even.
+    /// # Safety
+    /// `LANES` half floats are writable at `p`.
+    unsafe fn store_f16(self, p: *mut u8, a: Self::F);
+    /// Stores the low byte of each lane; all lanes must lie in `-128..128`.
+    /// # Safety
+    /// `LANES` bytes are writable at `p`.
+    unsafe fn store_i8(self, p: *mut u8, a: Self::I);
+    /// The sum of the 16 lanes of `a`, of which the first `16 / LANES` registers count: lane i is added to lane i + 8,
+    /// those sums to the ones four further on, and so on.
+    #[inline(always)]
+    fn sum16(self, a: [Self::F; 4]) -> f32 {
+        let mut lanes = [0f32; 16];
+        for (g, &a) in a.iter().enumerate().take(GROUP / Self::LANES) {
+            // SAFETY: `16 / LANES` registers of LANES floats fill the array.
+            unsafe { self.fstore(lanes.as_mut_ptr().add(g * Self::LANES), a) };
+        }
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                lanes[i] += lanes[i + half];
+            }
+        }
+        lanes[0]
+    }
+    /// Asks for the cache line at `p`; any address will do.
+    fn prefetch(self, p: *const u8);
+
+    /// Writes 16 rows of `n_dwords` 32-bit words each column by column: word `j` of row `i` goes to word
+    /// `16 * j + i` of `dst`.
+    /// # Safety
+    /// `4 * n_dwords` bytes are readable at each of `rows`, and `64 * n_dwords` are writable at `dst`.
+    #[inline(always)]
+    unsafe fn transpose(self, rows: &[*const u8; 16], n_dwords: usize, dst: *mut u8) {
+        // SAFETY: in bounds by the contract of this function.
+        unsafe { transpose_words(rows, 0, n_dwords, dst) };
+    }
+}
+
+/// [`Simd::transpose`] for words `first .. n_dwords`, one by one.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+unsafe fn transpose_words(rows: &[*const u8; 16], first: usize, n_dwords: usize, dst: *mut u8) {
+    for j in first..n_dwords {
+        for (i, row) in rows.iter().enumerate() {
+            // SAFETY: in bounds by the contract of this function.
+            unsafe {
+                let word = row.add(4 * j).cast::<u32>().read_unaligned();
+                dst.add(64 * j + 4 * i).cast::<u32>().write_unaligned(word);
+            }
+        }
+    }
+}
+
+/// A 32-bit word at `p`, in all lanes.
+///
+/// # Safety
+/// 4 bytes are readable at `p`.
+#[inline(always)]
+pub(crate) unsafe fn splat_at<S: Simd>(s: S, p: *const u8) -> S::I {
+    // SAFETY: readable by the contract of this function.
+    s.splat(unsafe { p.cast::<i32>().read_unaligned() })
+}
+
+/// A float at `p`, in all lanes.
+///
+/// # Safety
+/// 4 bytes are readable at `p`.
+#[inline(always)]
+pub(crate) unsafe fn fsplat_at<S: Simd>(s: S, p: *const u8) -> S::F {
+    // SAFETY: readable by the contract of this function.
+    s.fsplat(unsafe { p.cast::<f32>().read_unaligned() })
+}

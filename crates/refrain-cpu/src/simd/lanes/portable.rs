@@ -1,0 +1,186 @@
+//! The operations in plain Rust, four lanes at a time: the definition that the other levels are tested against.
+
+use half::f16;
+
+use super::Simd;
+
+/// Needs nothing from the processor.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+#[inline(always)]
+fn map2<A: Copy, B: Copy, R>(a: [A; 4], b: [B; 4], f: impl Fn(A, B) -> R) -> [R; 4] {
+    [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
+}
+
+#[inline(always)]
+fn map3<A: Copy, B: Copy, R>(acc: [A; 4], a: [B; 4], b: [B; 4], f: impl Fn(A, B, B) -> R) -> [R; 4] {
+    [f(acc[0], a[0], b[0]), f(acc[1], a[1], b[1]), f(acc[2], a[2], b[2]), f(acc[3], a[3], b[3])]
+}
+
+impl Simd for Portable {
+    const LANES: usize = 4;
+    type I = [i32; 4];
+    type F = [f32; 4];
+
+    #[inline(always)]
+    fn splat(self, x: i32) -> [i32; 4] {
+        [x; 4]
+    }
+    #[inline(always)]
+    fn and(self, a: [i32; 4], b: [i32; 4]) -> [i32; 4] {
+        map2(a, b, |a, b| a & b)
+    }
+    #[inline(always)]
+    fn or(self, a: [i32; 4], b: [i32; 4]) -> [i32; 4] {
+        map2(a, b, |a, b| a | b)
+    }
+    #[inline(always)]
+    fn xor(self, a: [i32; 4], b: [i32; 4]) -> [i32; 4] {
+        map2(a, b, |a, b| a ^ b)
+    }
+    #[inline(always)]
+    fn add(self, a: [i32; 4], b: [i32; 4]) -> [i32; 4] {
+        map2(a, b, i32::wrapping_add)
+    }
+    #[inline(always)]
+    fn sub(self, a: [i32; 4], b: [i32; 4]) -> [i32; 4] {
+        map2(a, b, i32::wrapping_sub)
+    }
+    #[inline(always)]
+    fn mul(self, a: [i32; 4], b: [i32; 4]) -> [i32; 4] {
+        map2(a, b, i32::wrapping_mul)
+    }
+    #[inline(always)]
+    fn max(self, a: [i32; 4], b: [i32; 4]) -> [i32; 4] {
+        map2(a, b, i32::max)
+    }
+    #[inline(always)]
+    fn shl(self, a: [i32; 4], n: u32) -> [i32; 4] {
+        a.map(|a| a << n)
+    }
+    #[inline(always)]
+    fn shr(self, a: [i32; 4], n: u32) -> [i32; 4] {
+        a.map(|a| (a as u32 >> n) as i32)
+    }
+    #[inline(always)]
+    fn sar(self, a: [i32; 4], n: u32) -> [i32; 4] {
+        a.map(|a| a >> n)
+    }
+    #[inline(always)]
+    fn dot7(self, acc: [i32; 4], u: [i32; 4], x: [i32; 4]) -> [i32; 4] {
+        self.dot8(acc, u, x)
+    }
+    #[inline(always)]
+    fn dot8(self, acc: [i32; 4], u: [i32; 4], x: [i32; 4]) -> [i32; 4] {
+        map3(acc, u, x, |acc, u, x| {
+            let (u, x) = (u.to_le_bytes(), x.to_le_bytes());
+            let product = |i: usize| i32::from(u[i]) * i32::from(x[i] as i8);
+            acc.wrapping_add(product(0) + product(1) + product(2) + product(3))
+        })
+    }
+    #[inline(always)]
+    fn dot16(self, acc: [i32; 4], a: [i32; 4], b: [i32; 4]) -> [i32; 4] {
+        map3(acc, a, b, |acc, a, b| {
+            let low = i32::from(a as i16) * i32::from(b as i16);
+            acc.wrapping_add(low).wrapping_add((a >> 16) * (b >> 16))
+        })
+    }
+    #[inline(always)]
+    fn lookup(self, table: &[u8; 16], idx: [i32; 4]) -> [i32; 4] {
+        idx.map(|idx| i32::from_le_bytes(idx.to_le_bytes().map(|i| table[usize::from(i & 15)])))
+    }
+
+    #[inline(always)]
+    fn to_f(self, a: [i32; 4]) -> [f32; 4] {
+        a.map(|a| a as f32)
+    }
+    #[inline(always)]
+    fn to_i(self, a: [f32; 4]) -> [i32; 4] {
+        // Adding 1.5 * 2^23 leaves the integer, rounded to even, in the low bits of the sum.
+        const MAGIC: f32 = 12_582_912.0;
+        a.map(|a| ((a + MAGIC).to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32))
+    }
+    #[inline(always)]
+    fn as_f(self, a: [i32; 4]) -> [f32; 4] {
+        a.map(|a| f32::from_bits(a as u32))
+    }
+    #[inline(always)]
+    fn as_i(self, a: [f32; 4]) -> [i32; 4] {
+        a.map(|a| a.to_bits() as i32)
+    }
+    #[inline(always)]
+    fn f16_lo(self, a: [i32; 4]) -> [f32; 4] {
+        a.map(|a| f16::from_bits(a as u16).to_f32())
+    }
+    #[inline(always)]
+    fn fsplat(self, x: f32) -> [f32; 4] {
+        [x; 4]
+    }
+    #[inline(always)]
+    fn fadd(self, a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        map2(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn fsub(self, a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        map2(a, b, |a, b| a - b)
+    }
+    #[inline(always)]
+    fn fmul(self, a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        map2(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn fdiv(self, a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        map2(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn fmax(self, a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        map2(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn fmin(self, a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        map2(a, b, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    fn fma(self, a: [f32; 4], b: [f32; 4], c: [f32; 4]) -> [f32; 4] {
+        map3(c, a, b, |c, a, b| a.mul_add(b, c))
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, p: *const u8) -> [i32; 4] {
+        // SAFETY: 16 bytes are readable by the contract of `Simd::load`.
+        unsafe { p.cast::<[i32; 4]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut u8, a: [i32; 4]) {
+        // SAFETY: 16 bytes are writable by the contract of `Simd::store`.
+        unsafe { p.cast::<[i32; 4]>().write_unaligned(a) }
+    }
+    #[inline(always)]
+    unsafe fn fload(self, p: *const f32) -> [f32; 4] {
+        // SAFETY: 4 floats are readable by the contract of `Simd::fload`.
+        unsafe { p.cast::<[f32; 4]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn fstore(self, p: *mut f32, a: [f32; 4]) {
+        // SAFETY: 4 floats are writable by the contract of `Simd::fstore`.
+        unsafe { p.cast::<[f32; 4]>().write_unaligned(a) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const u8) -> [f32; 4] {
+        // SAFETY: 4 half floats are readable by the contract of `Simd::load_f16`.
+        unsafe { p.cast::<[u16; 4]>().read_unaligned() }.map(|h| f16::from_bits(h).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, p: *mut u8, a: [f32; 4]) {
+        // SAFETY: 4 half floats are writable by the contract of `Simd::store_f16`.
+        unsafe { p.cast::<[u16; 4]>().write_unaligned(a.map(|a| f16::from_f32(a).to_bits())) }
+    }
+    #[inline(always)]
+    unsafe fn store_i8(self, p: *mut u8, a: [i32; 4]) {
+        // SAFETY: 4 bytes are writable by the contract of `Simd::store_i8`.
+        unsafe { p.cast::<[u8; 4]>().write_unaligned(a.map(|a| a as u8)) }
+    }
+    #[inline(always)]
+    fn prefetch(self, _: *const u8) {}
+}

@@ -1,0 +1,240 @@
+//! Products `out[m, n] = Σ_k x[m, k] · w[n, k]` of prepared activations with weights in any layout.
+//!
+//! The value of an output is defined independently of how it is computed. With quantised weights, the products of a
+//! block are summed exactly in integers; the blocks of a row are then added in order, `sum = fma(integer, d_w · d_x,
+//! sum)`, followed for the types with a minimum by `sum = fma(minimum, sum of x, sum)`. With float weights, even and
+//! odd elements are added in order in one `fma` chain each, and the two chains are added at the end. So the bits do
+//! not depend on the number of threads, on how rows are divided, on `m`, on the layout or on the level.
+
+mod block32;
+mod float;
+mod parallel;
+mod superblock;
+
+pub use parallel::{Product, matmul_parallel, prepare_parallel};
+
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use refrain_tensor::DType;
+
+use super::Level;
+use super::acts::{ActError, ActKind, act_bytes};
+use super::tile::TILE_ROWS;
+use super::weights::WeightMatrix;
+
+/// Row ranges that begin at a multiple of this share no tile of packed weights; others compute some rows twice.
+pub const ROW_ALIGN: usize = TILE_ROWS;
+
+/// `m` activation rows of `k` elements, prepared by [`quantize_row`](super::quantize_row).
+#[derive(Clone, Copy)]
+pub struct Acts<'a> {
+    kind: ActKind,
+    m: usize,
+    k: usize,
+    row_bytes: usize,
+    /// Invariant, kept by `new`: `m * row_bytes` long.
+    bytes: &'a [u8],
+}
+
+impl<'a> Acts<'a> {
+    /// Rows of [`act_bytes`] bytes each, one after the other.
+    pub fn new(kind: ActKind, m: usize, k: usize, bytes: &'a [u8]) -> Result<Acts<'a>, ActError> {
+        let row_bytes = act_bytes(kind, k).ok_or(ActError::NotWholeBlocks { k, block_len: kind.block_len() })?;
+        let need = m.saturating_mul(row_bytes);
+        if bytes.len() != need {
+            return Err(ActError::BufferSize { need, got: bytes.len() });
+        }
+        Ok(Acts { kind, m, k, row_bytes, bytes })
+    }
+
+    /// Number of rows.
+    pub fn m(&self) -> usize {
+        self.m
+    }
+
+    fn row(&self, row: usize) -> *const u8 {
+        self.bytes[row * self.row_bytes..][..self.row_bytes].as_ptr()
+    }
+}
+
+/// Where a product goes: `m` rows of `n_cols` floats, `stride` apart.
+pub struct OutTile<'a> {
+    first: *mut f32,
+    stride: usize,
+    m: usize,
+    n_cols: usize,
+    borrow: PhantomData<&'a mut [f32]>,
+}
+
+impl<'a> OutTile<'a> {
+    /// All of `out`, as `m` rows of `n_cols`.
+    ///
+    /// # Panics
+    /// If `out` is not `m * n_cols` long.
+    pub fn new(out: &'a mut [f32], m: usize, n_cols: usize) -> OutTile<'a> {
+        assert_eq!(Some(out.len()), m.checked_mul(n_cols), "an output of {m} rows of {n_cols}");
+        OutTile { first: out.as_mut_ptr(), stride: n_cols, m, n_cols, borrow: PhantomData }
+    }
+
+    /// # Safety
+    /// `out` is row-major `[m, stride]`, writable for 'a, and nobody else touches columns `cols` of it meanwhile.
+    unsafe fn columns(out: *mut f32, m: usize, stride: usize, cols: Range<usize>) -> OutTile<'a> {
+        OutTile { first: out.wrapping_add(cols.start), stride, m, n_cols: cols.len(), borrow: PhantomData }
+    }
+
+    #[inline(always)]
+    fn store(&mut self, row: usize, first_col: usize, values: &[f32]) {
+        assert!(row < self.m && first_col + values.len() <= self.n_cols);
+        // SAFETY: inside row `row` of the rectangle that `new` or `columns` was given exclusively.
+        unsafe {
+            let dst = self.first.add(row * self.stride + first_col);
+            std::ptr::copy_nonoverlapping(values.as_ptr(), dst, values.len());
+        }
+    }
+}
+
+/// Activation rows that share one pass over a chunk of weights at most; more take another pass.
+const MAX_ROWS: usize = 128;
+/// Floats of running sums per activation row: two chains of 16 rows.
+const SUMS: usize = 2 * TILE_ROWS;
+/// Bytes of tiles per chunk: a part of the first-level cache, next to the activations.
+const CHUNK_BYTES: usize = 16 * 1024;
+
+/// What a tile kernel works on.
+#[derive(Clone, Copy)]
+struct TileArgs<const M: usize> {
+    /// `n_blocks` tiles.
+    tiles: *const u8,
+    n_blocks: usize,
+    /// Prepared activation rows of `k` elements.
+    x: [*const u8; M],
+    k: usize,
+    /// Which block of the rows the first tile is.
+    first_block: usize,
+    /// Running sums, `M * SUMS` floats.
+    sums: *mut f32,
+}
+
+#[repr(align(64))]
+struct Scratch {
+    tiles: [MaybeUninit<u8>; CHUNK_BYTES],
+    sums: [f32; MAX_ROWS * SUMS],
+}
+
+/// Computes weight rows `rows` for every activation row: `out[i, j] = x[i] · w[rows.start + j]`.
+///
+/// # Panics
+/// If activations, weights, rows and output do not fit together.
+pub fn matmul(level: Level, w: &WeightMatrix<'_>, x: &Acts<'_>, rows: Range<usize>, out: &mut OutTile<'_>) {
+    assert!(rows.start <= rows.end && rows.end <= w.n_rows(), "rows {rows:?} of {}", w.n_rows());
+    assert!(w.act_kind() == x.kind && w.k() == x.k, "activations of {} for weights of {}", x.k, w.k());
+    assert!(out.m == x.m && out.n_cols == rows.len(), "an output for {} rows", rows.len());
+    let mut scratch = Scratch { tiles: [MaybeUninit::uninit(); CHUNK_BYTES], sums: [0.0; MAX_ROWS * SUMS] };
+    // Packed rows come in whole tiles; the rows of a tile that were not asked for are dropped at the end.
+    let begin = if w.is_packed() { rows.start / TILE_ROWS * TILE_ROWS } else { rows.start };
+    for first_row in (begin..rows.end).step_by(TILE_ROWS) {
+        let wanted = first_row.max(rows.start)..rows.end.min(first_row + TILE_ROWS);
+        for first_x in (0..x.m).step_by(MAX_ROWS) {
+            let xs = first_x..x.m.min(first_x + MAX_ROWS);
+            row_group(level, w, x, first_row, xs.clone(), &mut scratch);
+            for row in xs {
+                let sums = &scratch.sums[(row - first_x) * SUMS..][..SUMS];
+                let values: [f32; TILE_ROWS] = if x.kind == ActKind::F32 {
+                    std::array::from_fn(|i| sums[i] + sums[TILE_ROWS + i])
+                } else {
+                    std::array::from_fn(|i| sums[i])
+                };
+                let values = &values[wanted.start - first_row..wanted.end - first_row];
+                out.store(row, wanted.start - rows.start, values);
+            }
+        }
+    }
+}
+
+/// Sums up 16 weight rows for activation rows `xs` into the scratch sums.
+fn row_group(
+    level: Level,
+    w: &WeightMatrix<'_>,
+    x: &Acts<'_>,
+    first_row: usize,
+    xs: Range<usize>,
+    scratch: &mut Scratch,
+) {
+    let n_sums = xs.len().next_multiple_of(8).min(MAX_ROWS) * SUMS;
+    scratch.sums[..n_sums].fill(0.0);
+    let tile_bytes = w.spec().tile_bytes();
+    let n_blocks = w.n_blocks();
+    // One row passes over the weights once, so there is nothing to keep in the cache for it.
+    let chunk = if w.is_packed() && xs.len() == 1 { n_blocks.max(1) } else { CHUNK_BYTES / tile_bytes };
+    for first_block in (0..n_blocks).step_by(chunk) {
+        let blocks = first_block..n_blocks.min(first_block + chunk);
+        let tiles = match w.tiles(first_row / TILE_ROWS, first_block) {
+            Some(tiles) => tiles,
+            None => {
+                // SAFETY: `make_tiles` writes every byte of the part that is passed, and bytes need no drop.
+                let dst = unsafe { &mut *(std::ptr::from_mut(&mut scratch.tiles) as *mut [u8; CHUNK_BYTES]) };
+                w.make_tiles(level, first_row, blocks.clone(), &mut dst[..blocks.len() * tile_bytes]);
+                dst.as_ptr()
+            }
+        };
+        let mut row = xs.start;
+        while row < xs.end {
+            let left = xs.end - row;
+            let sums = scratch.sums[(row - xs.start) * SUMS..].as_mut_ptr();
+            // Where fewer rows are left than a kernel serves, it works on the last one again, into spare sums.
+            let at = |i: usize| x.row((row + i).min(xs.end - 1));
+            let (first_block, n_blocks, k) = (blocks.start, blocks.len(), x.k);
+            if left == 1 {
+                let x = [at(0)];
+                tile_sums(level, w.dtype(), TileArgs { tiles, n_blocks, x, k, first_block, sums });
+                row += 1;
+            } else if left <= 4 {
+                let x = std::array::from_fn::<_, 4, _>(at);
+                tile_sums(level, w.dtype(), TileArgs { tiles, n_blocks, x, k, first_block, sums });
+                row += 4;
+            } else {
+                let x = std::array::from_fn::<_, 8, _>(at);
+                tile_sums(level, w.dtype(), TileArgs { tiles, n_blocks, x, k, first_block, sums });
+                row += 8;
+            }
+        }
+    }
+}
+
+/// Adds a chunk of tiles to the running sums.
+fn tile_sums<const M: usize>(level: Level, dtype: DType, args: TileArgs<M>) {
+    use block32::{Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, TileQ8};
+    use float::{Bf16, F16, F32, TileFloat};
+    use superblock::{Iq4Xs, Q2K, Q3K, Q4K, Q5K, Q6K, TileQ8K};
+    match dtype {
+        DType::F32 => level.dispatch(TileFloat::<F32, M>::new(args)),
+        DType::F16 => level.dispatch(TileFloat::<F16, M>::new(args)),
+        DType::BF16 => level.dispatch(TileFloat::<Bf16, M>::new(args)),
+        DType::Q4_0 => level.dispatch(TileQ8::<Q4_0, M>::new(args)),
+        DType::Q4_1 => level.dispatch(TileQ8::<Q4_1, M>::new(args)),
+        DType::Q5_0 => level.dispatch(TileQ8::<Q5_0, M>::new(args)),
+        DType::Q5_1 => level.dispatch(TileQ8::<Q5_1, M>::new(args)),
+        DType::Q8_0 => level.dispatch(TileQ8::<Q8_0, M>::new(args)),
+        DType::IQ4_NL => level.dispatch(TileQ8::<Iq4Nl, M>::new(args)),
+        DType::Q2_K => level.dispatch(TileQ8K::<Q2K, M>::new(args)),
+        DType::Q3_K => level.dispatch(TileQ8K::<Q3K, M>::new(args)),
+        DType::Q4_K => level.dispatch(TileQ8K::<Q4K, M>::new(args)),
+        DType::Q5_K => level.dispatch(TileQ8K::<Q5K, M>::new(args)),
+        DType::Q6_K => level.dispatch(TileQ8K::<Q6K, M>::new(args)),
+        DType::IQ4_XS => level.dispatch(TileQ8K::<Iq4Xs, M>::new(args)),
+        other => unreachable!("`WeightMatrix::new` refused {other}"),
+    }
+}
+
+/// Bytes by which a kernel that reads weights once asks for them ahead.
+const PREFETCH_BYTES: usize = 2048;
+
+/// Asks for the tile that will be read soon.
+#[inline(always)]
+fn prefetch_tile<S: super::lanes::Simd>(s: S, tile: *const u8, tile_bytes: usize) {
+    for line in (0..tile_bytes).step_by(64) {
+        s.prefetch(tile.wrapping_add(PREFETCH_BYTES + line));
+    }
+}

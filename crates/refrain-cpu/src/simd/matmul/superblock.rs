@@ -1,0 +1,457 @@
+//! Tile kernels for weights in blocks of 256 against [`ActKind::Q8K`](crate::simd::ActKind) rows.
+//!
+//! A block is divided into 8 or 16 parts, each with a small integer scale. Those scales are part of the exact integer
+//! sum: at most 16 parts of 16 products of 63 · 127, scaled by at most 128, stay below 2^28.
+
+use std::marker::PhantomData;
+
+use super::block32::IQ4_VALUES;
+use super::{SUMS, TileArgs, prefetch_tile};
+use crate::simd::acts::Q8KLayout;
+use crate::simd::lanes::{GROUP, Kernel, Simd, fsplat_at, splat_at};
+
+/// A weight type in blocks of 256.
+pub(super) trait SuperBlock {
+    const TILE_BYTES: usize;
+    /// Parts with a scale of their own: 8 or 16.
+    const PARTS: usize;
+    /// The quants are unsigned and this much too large: 0, or a power of two.
+    const OFFSET: i32;
+    /// Whether quants may exceed 127.
+    const WIDE: bool;
+    /// Whether each part has a minimum beside its scale.
+    const MIN: bool;
+
+    /// What the parts of the block have in common, for the lanes of register `g`.
+    /// # Safety
+    /// `tile` points at a tile of this type, `g < 16 / LANES`.
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S>;
+
+    /// Register `t < 64 / PARTS` holds elements `4 t .. 4 t + 4` of part `part` of each lane's block.
+    /// # Safety
+    /// As for `head`, `part < PARTS`.
+    unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8];
+
+    /// The scale of part `part`.
+    #[inline(always)]
+    fn scale<S: Simd>(s: S, head: &Head<S>, part: usize) -> S::I {
+        byte(s, head.scales[part / 4], part % 4)
+    }
+}
+
+/// The scales and minima of a block, one byte for each part.
+pub(super) struct Head<S: Simd> {
+    d: S::F,
+    d_min: S::F,
+    scales: [S::I; 4],
+    mins: [S::I; 4],
+}
+
+/// Adds a chunk of tiles to the sums of `M` rows.
+pub(super) struct TileQ8K<B, const M: usize> {
+    args: TileArgs<M>,
+    block: PhantomData<B>,
+}
+
+impl<B, const M: usize> TileQ8K<B, M> {
+    pub(super) fn new(args: TileArgs<M>) -> Self {
+        TileQ8K { args, block: PhantomData }
+    }
+}
+
+impl<B: SuperBlock, const M: usize> Kernel for TileQ8K<B, M> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let TileArgs { tiles, n_blocks, x, k, first_block, sums } = self.args;
+        let at = Q8KLayout::new(k);
+        for g in 0..GROUP / S::LANES {
+            // SAFETY: `row_group` passes `n_blocks` tiles, rows of the layout `at` for `k`, blocks `first_block ..
+            // first_block + n_blocks` of which exist, and `M * SUMS` floats of sums.
+            unsafe {
+                let sums = sums.add(g * S::LANES);
+                let mut f = [s.fsplat(0.0); M];
+                for (r, f) in f.iter_mut().enumerate() {
+                    *f = s.fload(sums.add(r * SUMS));
+                }
+                for b in 0..n_blocks {
+                    let tile = tiles.add(b * B::TILE_BYTES);
+                    let block_idx = first_block + b;
+                    if M == 1 && g == 0 {
+                        prefetch_tile(s, tile, B::TILE_BYTES);
+                    }
+                    let head = B::head(s, tile, g);
+                    let dots = block_dots::<S, B, M>(s, tile, g, &head, &x, &at, block_idx);
+                    for r in 0..M {
+                        let d_x = fsplat_at(s, x[r].add(at.d + 4 * block_idx));
+                        f[r] = s.fma(s.to_f(dots[r]), s.fmul(head.d, d_x), f[r]);
+                        if B::MIN {
+                            let mins = min_dots::<S, B>(s, &head, x[r], &at, block_idx);
+                            let scale = s.fsub(s.fsplat(0.0), s.fmul(head.d_min, d_x));
+                            f[r] = s.fma(s.to_f(mins), scale, f[r]);
+                        }
+                    }
+                }
+                for (r, &f) in f.iter().enumerate() {
+                    s.fstore(sums.add(r * SUMS), f);
+                }
+            }
+        }
+    }
+}
+
+/// The exact sums over the parts of one block, for each of `M` rows.
+///
+/// # Safety
+/// As in [`TileQ8K::run`]: `tile` is a tile of `B`, and block `block_idx` of each row exists.
+#[inline(always)]
+unsafe fn block_dots<S: Simd, B: SuperBlock, const M: usize>(
+    s: S,
+    tile: *const u8,
+    g: usize,
+    head: &Head<S>,
+    x: &[*const u8; M],
+    at: &Q8KLayout,
+    block_idx: usize,
+) -> [S::I; M] {
+    let mut totals = [s.splat(0); M];
+    let part_len = 256 / B::PARTS;
+    for part in 0..B::PARTS {
+        // SAFETY: in bounds by the contract of this function.
+        unsafe {
+            let w = B::quants(s, tile, g, part);
+            let scale = B::scale(s, head, part);
+            for r in 0..M {
+                let mut dot = if B::OFFSET == 0 {
+                    s.splat(0)
+                } else if B::PARTS == 16 {
+                    let bias = splat_at(s, x[r].add(at.bias16 + 4 * (16 * block_idx + part)));
+                    s.sar(bias, (32 / B::OFFSET.max(1)).trailing_zeros())
+                } else {
+                    let bias = splat_at(s, x[r].add(at.bias32 + 4 * (8 * block_idx + part)));
+                    s.sar(bias, (128 / B::OFFSET.max(1)).trailing_zeros())
+                };
+                for (t, &w) in w.iter().enumerate().take(part_len / 4) {
+                    let x = splat_at(s, x[r].add(256 * block_idx + part_len * part + 4 * t));
+                    dot = if B::WIDE { s.dot8(dot, w, x) } else { s.dot7(dot, w, x) };
+                }
+                totals[r] = s.add(totals[r], s.mul(dot, scale));
+            }
+        }
+    }
+    totals
+}
+
+/// `Σ minimum · sum of the quants` over the parts of one block.
+///
+/// # Safety
+/// Block `block_idx` of the row `x` exists.
+#[inline(always)]
+unsafe fn min_dots<S: Simd, B: SuperBlock>(
+    s: S,
+    head: &Head<S>,
+    x: *const u8,
+    at: &Q8KLayout,
+    block_idx: usize,
+) -> S::I {
+    let even_bytes = s.splat(0x00ff_00ff);
+    let sums = if B::PARTS == 16 { at.sums16 + 32 * block_idx } else { at.sums32 + 16 * block_idx };
+    let mut total = s.splat(0);
+    for (i, &mins) in head.mins.iter().enumerate().take(B::PARTS / 4) {
+        // SAFETY: `sums` is followed by two bytes for each part.
+        unsafe {
+            total = s.dot16(total, s.and(mins, even_bytes), splat_at(s, x.add(sums + 8 * i)));
+            total = s.dot16(total, s.and(s.shr(mins, 8), even_bytes), splat_at(s, x.add(sums + 8 * i + 4)));
+        }
+    }
+    total
+}
+
+/// Word `j` of the lanes of register `g`, where the words begin at `words`.
+/// # Safety
+/// The word is inside a tile.
+#[inline(always)]
+unsafe fn word<S: Simd>(s: S, words: *const u8, g: usize, j: usize) -> S::I {
+    // SAFETY: inside the tile by the contract of this function.
+    unsafe { s.load(words.add(64 * j + 4 * S::LANES * g)) }
+}
+
+/// Words `first .. first + N`.
+/// # Safety
+/// As [`word`].
+#[inline(always)]
+unsafe fn words<S: Simd, const N: usize>(s: S, words: *const u8, g: usize, first: usize) -> [S::I; N] {
+    let mut out = [s.splat(0); N];
+    for (j, out) in out.iter_mut().enumerate() {
+        // SAFETY: inside the tile by the contract of this function.
+        *out = unsafe { word(s, words, g, first + j) };
+    }
+    out
+}
+
+/// Byte `i` of each lane, unsigned.
+#[inline(always)]
+fn byte<S: Simd>(s: S, bytes: S::I, i: usize) -> S::I {
+    s.and(s.shr(bytes, 8 * i as u32), s.splat(255))
+}
+
+/// The half floats in front of the words.
+/// # Safety
+/// `tile` points at a tile that begins with 16 half floats.
+#[inline(always)]
+unsafe fn lone_half<S: Simd>(s: S, tile: *const u8, g: usize) -> S::F {
+    // SAFETY: inside the tile by the contract of this function.
+    unsafe { s.load_f16(tile.add(2 * S::LANES * g)) }
+}
+
+/// Scale and minimum factor in one word, and the 12 bytes that hold eight 6-bit scales and eight 6-bit minima after it.
+/// # Safety
+/// `tile` points at a tile of Q4_K or Q5_K.
+#[inline(always)]
+unsafe fn head_6_bits<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+    // SAFETY: inside the tile by the contract of this function.
+    let [pair, a, b, c] = unsafe { words(s, tile, g, 0) };
+    let (six, low4, high2) = (s.splat(0x3f3f_3f3f), s.splat(0x0f0f_0f0f), s.splat(0x3030_3030));
+    let last_scales = s.or(s.and(c, low4), s.and(s.shr(a, 2), high2));
+    let last_mins = s.or(s.and(s.shr(c, 4), low4), s.and(s.shr(b, 2), high2));
+    let zero = s.splat(0);
+    Head {
+        d: s.f16_lo(pair),
+        d_min: s.f16_lo(s.shr(pair, 16)),
+        scales: [s.and(a, six), last_scales, zero, zero],
+        mins: [s.and(b, six), last_mins, zero, zero],
+    }
+}
+
+pub(super) struct Q4K;
+
+impl SuperBlock for Q4K {
+    const TILE_BYTES: usize = 16 * 144;
+    const PARTS: usize = 8;
+    const OFFSET: i32 = 0;
+    const WIDE: bool = false;
+    const MIN: bool = true;
+
+    #[inline(always)]
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+        // SAFETY: the caller vouches for the tile.
+        unsafe { head_6_bits(s, tile, g) }
+    }
+
+    #[inline(always)]
+    unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
+        // Bytes 32 c .. 32 c + 32 hold part 2 c in their low nibbles and part 2 c + 1 in their high ones.
+        let low = s.splat(0x0f0f_0f0f);
+        let shift = 4 * (part % 2) as u32;
+        // SAFETY: the quants are words 4 .. 36.
+        let mut quants: [S::I; 8] = unsafe { words(s, tile, g, 4 + 8 * (part / 2)) };
+        for quants in &mut quants {
+            *quants = s.and(s.shr(*quants, shift), low);
+        }
+        quants
+    }
+}
+
+pub(super) struct Q5K;
+
+impl SuperBlock for Q5K {
+    const TILE_BYTES: usize = 16 * 176;
+    const PARTS: usize = 8;
+    const OFFSET: i32 = 0;
+    const WIDE: bool = false;
+    const MIN: bool = true;
+
+    #[inline(always)]
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+        // SAFETY: the caller vouches for the tile.
+        unsafe { head_6_bits(s, tile, g) }
+    }
+
+    #[inline(always)]
+    unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
+        // As Q4_K, with bit `part` of byte l of the 32 before as the fifth bit of element l.
+        let (low, one) = (s.splat(0x0f0f_0f0f), s.splat(0x0101_0101));
+        let shift = 4 * (part % 2) as u32;
+        // SAFETY: the fifth bits are words 4 .. 12, the rest words 12 .. 44.
+        let (mut quants, fifth): ([S::I; 8], [S::I; 8]) =
+            unsafe { (words(s, tile, g, 12 + 8 * (part / 2)), words(s, tile, g, 4)) };
+        for (quants, fifth) in quants.iter_mut().zip(fifth) {
+            let fifth = s.and(s.shr(fifth, part as u32), one);
+            *quants = s.or(s.and(s.shr(*quants, shift), low), s.shl(fifth, 4));
+        }
+        quants
+    }
+}
+
+pub(super) struct Q2K;
+
+impl SuperBlock for Q2K {
+    const TILE_BYTES: usize = 16 * 84;
+    const PARTS: usize = 16;
+    const OFFSET: i32 = 0;
+    const WIDE: bool = false;
+    const MIN: bool = true;
+
+    #[inline(always)]
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+        let low = s.splat(0x0f0f_0f0f);
+        // SAFETY: words 0 .. 4 are the scales and minima, word 20 is the pair of half floats.
+        let (mut scales, pair): ([S::I; 4], _) = unsafe { (words(s, tile, g, 0), word(s, tile, g, 20)) };
+        let mut mins = scales;
+        for (scales, mins) in scales.iter_mut().zip(&mut mins) {
+            *mins = s.and(s.shr(*mins, 4), low);
+            *scales = s.and(*scales, low);
+        }
+        Head { d: s.f16_lo(pair), d_min: s.f16_lo(s.shr(pair, 16)), scales, mins }
+    }
+
+    #[inline(always)]
+    unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
+        // 32 bytes hold 128 elements: bits 2 i of them are elements 32 i .. 32 i + 32.
+        let (low2, shift) = (s.splat(0x0303_0303), 2 * (part / 2 % 4) as u32);
+        // SAFETY: the quants are words 4 .. 20.
+        let bytes: [S::I; 4] = unsafe { words(s, tile, g, 4 + 8 * (part / 8) + 4 * (part % 2)) };
+        let mut quants = [low2; 8];
+        for (quants, bytes) in quants.iter_mut().zip(bytes) {
+            *quants = s.and(s.shr(bytes, shift), low2);
+        }
+        quants
+    }
+}
+
+pub(super) struct Q3K;
+
+impl SuperBlock for Q3K {
+    const TILE_BYTES: usize = 16 * 110;
+    const PARTS: usize = 16;
+    const OFFSET: i32 = 4;
+    const WIDE: bool = false;
+    const MIN: bool = false;
+
+    #[inline(always)]
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+        let (low4, low2) = (s.splat(0x0f0f_0f0f), s.splat(0x0303_0303));
+        // SAFETY: the scales are words 24 .. 27, 16 half floats come before the words.
+        let [a, b, c] = unsafe { words(s, tile.add(32), g, 24) };
+        let mut scales = [a, b, s.shr(a, 4), s.shr(b, 4)];
+        for (i, scales) in scales.iter_mut().enumerate() {
+            let high = s.and(s.shr(c, 2 * i as u32), low2);
+            *scales = s.or(s.and(*scales, low4), s.shl(high, 4));
+        }
+        // SAFETY: as above.
+        let d = unsafe { lone_half(s, tile, g) };
+        Head { d, d_min: s.fsplat(0.0), scales, mins: [s.splat(0); 4] }
+    }
+
+    #[inline(always)]
+    unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
+        // As Q2_K, with bit `part / 2` of byte l of the first 32 as the third bit.
+        let (low2, one) = (s.splat(0x0303_0303), s.splat(0x0101_0101));
+        let shift = 2 * (part / 2 % 4) as u32;
+        // SAFETY: the third bits are words 0 .. 8, the rest words 8 .. 24, 16 half floats come before the words.
+        let (bytes, third): ([S::I; 4], [S::I; 4]) = unsafe {
+            let tile = tile.add(32);
+            (words(s, tile, g, 8 + 8 * (part / 8) + 4 * (part % 2)), words(s, tile, g, 4 * (part % 2)))
+        };
+        let mut quants = [low2; 8];
+        for t in 0..4 {
+            let third = s.and(s.shr(third[t], (part / 2) as u32), one);
+            quants[t] = s.or(s.and(s.shr(bytes[t], shift), low2), s.shl(third, 2));
+        }
+        quants
+    }
+
+    #[inline(always)]
+    fn scale<S: Simd>(s: S, head: &Head<S>, part: usize) -> S::I {
+        s.sub(byte(s, head.scales[part / 4], part % 4), s.splat(32))
+    }
+}
+
+pub(super) struct Q6K;
+
+impl SuperBlock for Q6K {
+    const TILE_BYTES: usize = 16 * 210;
+    const PARTS: usize = 16;
+    const OFFSET: i32 = 32;
+    const WIDE: bool = false;
+    const MIN: bool = false;
+
+    #[inline(always)]
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+        Head {
+            // SAFETY: 16 half floats come before the words.
+            d: unsafe { lone_half(s, tile, g) },
+            d_min: s.fsplat(0.0),
+            // SAFETY: the scales are words 48 .. 52.
+            scales: unsafe { words(s, tile.add(32), g, 48) },
+            mins: [s.splat(0); 4],
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
+        // Of each 128 elements, the low nibbles of 64 bytes are the first 64 and the high ones the rest; 32 bytes
+        // hold the upper two bits, those of element 32 i + l in bits 2 i of byte l.
+        let (half, quarter, sixteen) = (part / 8, part / 2 % 4, part % 2);
+        let low_words = 16 * half + 8 * (quarter % 2) + 4 * sixteen;
+        let high_words = 32 + 8 * half + 4 * sixteen;
+        // SAFETY: low nibbles are words 0 .. 32, high bits words 32 .. 48, 16 half floats come before the words.
+        let (low, high): ([S::I; 4], [S::I; 4]) = unsafe {
+            let tile = tile.add(32);
+            (words(s, tile, g, low_words), words(s, tile, g, high_words))
+        };
+        let (low4, low2) = (s.splat(0x0f0f_0f0f), s.splat(0x0303_0303));
+        let mut quants = [low4; 8];
+        for t in 0..4 {
+            let low = s.and(s.shr(low[t], 4 * (quarter / 2) as u32), low4);
+            let high = s.and(s.shr(high[t], 2 * quarter as u32), low2);
+            quants[t] = s.or(low, s.shl(high, 4));
+        }
+        quants
+    }
+
+    #[inline(always)]
+    fn scale<S: Simd>(s: S, head: &Head<S>, part: usize) -> S::I {
+        s.sar(s.shl(head.scales[part / 4], 24 - 8 * (part % 4) as u32), 24)
+    }
+}
+
+pub(super) struct Iq4Xs;
+
+impl SuperBlock for Iq4Xs {
+    const TILE_BYTES: usize = 16 * 136;
+    const PARTS: usize = 8;
+    const OFFSET: i32 = 128;
+    const WIDE: bool = true;
+    const MIN: bool = false;
+
+    #[inline(always)]
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+        // SAFETY: word 0 is a half float and the high bits of the scales, word 1 their low nibbles.
+        let (first, low) = unsafe { (word(s, tile, g, 0), word(s, tile, g, 1)) };
+        let zero = s.splat(0);
+        let (d, high) = (s.f16_lo(first), s.shr(first, 16));
+        Head { d, d_min: s.fsplat(0.0), scales: [low, high, zero, zero], mins: [zero; 4] }
+    }
+
+    #[inline(always)]
+    unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
+        let low = s.splat(0x0f0f_0f0f);
+        // SAFETY: the quants are words 2 .. 34, four to a part.
+        let bytes: [S::I; 4] = unsafe { words(s, tile, g, 2 + 4 * part) };
+        let mut quants = [low; 8];
+        for t in 0..4 {
+            quants[t] = s.lookup(&IQ4_VALUES, s.and(bytes[t], low));
+            quants[t + 4] = s.lookup(&IQ4_VALUES, s.and(s.shr(bytes[t], 4), low));
+        }
+        quants
+    }
+
+    #[inline(always)]
+    fn scale<S: Simd>(s: S, head: &Head<S>, part: usize) -> S::I {
+        let low = s.and(s.shr(head.scales[0], 4 * part as u32), s.splat(15));
+        let high = s.and(s.shr(head.scales[1], 2 * part as u32), s.splat(3));
+        s.sub(s.or(low, s.shl(high, 4)), s.splat(32))
+    }
+}

@@ -1,0 +1,27 @@
+//! Kernels for the CPU, compiled for several instruction sets and chosen at run time by a [`Level`].
+//!
+//! Every function here gives the same bits at every level (NaN payloads aside); each says in which order it sums.
+
+#[cfg(target_endian = "big")]
+compile_error!("the kernels read little-endian model files as they are");
+
+mod acts;
+mod attention;
+mod elementwise;
+mod lanes;
+mod level;
+mod math;
+mod matmul;
+mod tile;
+mod weights;
+
+pub use acts::{ActError, ActKind, act_bytes, act_kind, quantize_row};
+pub use attention::{AttendState, KEY_CHUNK, KvBlock, KvRows, Scores, attend_block};
+pub use elementwise::{
+    add, add_inplace, add_rms_norm, argmax, axpy, bf16_to_f32, dot, exp_inplace, f16_to_f32, f32_to_f16,
+    gelu_tanh_mul, gelu_tanh_mul_inplace, max, mul, mul_inplace, rms_norm, rms_norm_inplace, rope_interleaved,
+    rope_neox, scale_inplace, silu_mul, silu_mul_inplace, softmax_inplace, sum,
+};
+pub use level::Level;
+pub use matmul::{Acts, OutTile, Product, ROW_ALIGN, matmul, matmul_parallel, prepare_parallel};
+pub use weights::{Packed, WeightError, WeightMatrix, pack};

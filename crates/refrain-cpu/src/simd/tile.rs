@@ -1,0 +1,186 @@
+//! The form in which kernels read weights: a tile is one block column of 16 rows, word by word.
+//!
+//! Word `j` (32 bits) of the block of row `i` is word `16 j + i` of the tile, so that a register holds the same word of
+//! neighbouring rows and each lane sums up one row: no sums across lanes, whatever the register width. A half-float
+//! scale that leaves a block unaligned comes first, as 16 half floats. The order of the bits is the file's, with two
+//! exceptions that make a kernel's work less: signed bytes (Q8_0) are stored plus 128, and the fifth bits of Q5_0 and
+//! Q5_1 lie so that bit `t` of byte `b` belongs to element `4 t + b`. A tile has as many bytes as the 16 blocks.
+
+use refrain_tensor::DType;
+
+use super::lanes::{Kernel, Simd};
+
+/// Rows in a tile.
+pub(crate) const TILE_ROWS: usize = 16;
+
+/// How a block of a dtype lies in the file and in a tile.
+#[derive(Clone, Copy)]
+pub(crate) struct TileSpec {
+    /// Elements per block.
+    pub(crate) block_len: usize,
+    /// Bytes per block in the file.
+    pub(crate) block_bytes: usize,
+    /// Where the lone half float lies in the block.
+    half_at: Option<usize>,
+    /// Where the words begin in the block, and how many there are.
+    words_at: usize,
+    n_words: usize,
+    fixup: Fixup,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Fixup {
+    None,
+    /// Adds 128 to every byte.
+    Unsigned,
+    /// Reorders the bits of this word.
+    FifthBits(usize),
+}
+
+impl TileSpec {
+    /// The tile form of `dtype`, or `None` for types that are not weights of a product.
+    pub(crate) fn new(dtype: DType) -> Option<TileSpec> {
+        let (half_at, words_at, n_words, fixup) = match dtype {
+            DType::F32 => (None, 0, 4, Fixup::None),
+            DType::F16 | DType::BF16 => (None, 0, 2, Fixup::None),
+            DType::Q4_0 | DType::IQ4_NL => (Some(0), 2, 4, Fixup::None),
+            DType::Q4_1 => (None, 0, 5, Fixup::None),
+            DType::Q5_0 => (Some(0), 2, 5, Fixup::FifthBits(0)),
+            DType::Q5_1 => (None, 0, 6, Fixup::FifthBits(1)),
+            DType::Q8_0 => (Some(0), 2, 8, Fixup::Unsigned),
+            DType::Q2_K => (None, 0, 21, Fixup::None),
+            DType::Q3_K => (Some(108), 0, 27, Fixup::None),
+            DType::Q4_K => (None, 0, 36, Fixup::None),
+            DType::Q5_K => (None, 0, 44, Fixup::None),
+            DType::Q6_K => (Some(208), 0, 52, Fixup::None),
+            DType::IQ4_XS => (None, 0, 34, Fixup::None),
+            _ => return None,
+        };
+        // Floats are taken four at a time: whole words for every float type, and few tails.
+        let (block_len, block_bytes) = match dtype {
+            DType::F32 | DType::F16 | DType::BF16 => (4, 4 * dtype.block_bytes()),
+            _ => (dtype.block_len(), dtype.block_bytes()),
+        };
+        Some(TileSpec { block_len, block_bytes, half_at, words_at, n_words, fixup })
+    }
+
+    /// Bytes of a tile.
+    pub(crate) const fn tile_bytes(&self) -> usize {
+        TILE_ROWS * self.block_bytes
+    }
+}
+
+/// Makes the tiles of `n_blocks` consecutive blocks of 16 rows.
+pub(crate) struct MakeTiles<'a> {
+    spec: TileSpec,
+    rows: &'a [*const u8; 16],
+    n_blocks: usize,
+    dst: *mut u8,
+}
+
+impl<'a> MakeTiles<'a> {
+    /// # Safety
+    /// `n_blocks` blocks are readable at each of `rows` and as many tiles are writable at `dst` until the kernel has
+    /// run.
+    pub(crate) unsafe fn new(spec: TileSpec, rows: &'a [*const u8; 16], n_blocks: usize, dst: *mut u8) -> Self {
+        MakeTiles { spec, rows, n_blocks, dst }
+    }
+}
+
+impl Kernel for MakeTiles<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let MakeTiles { spec, rows, n_blocks, dst } = self;
+        if spec.half_at.is_none() && spec.fixup == Fixup::None {
+            // SAFETY: without a lone half the blocks are words throughout, and tiles follow each other like blocks.
+            unsafe { s.transpose(rows, spec.n_words * n_blocks, dst) };
+            return;
+        }
+        for block_idx in 0..n_blocks {
+            let block = block_idx * spec.block_bytes;
+            // SAFETY: all reads are inside block `block_idx` of a row and all writes inside its tile, which the
+            // caller of `new` vouched for: a tile is 32 bytes of halves, if any, and 64 per word.
+            unsafe {
+                let mut words = dst.add(block_idx * spec.tile_bytes());
+                if let Some(half_at) = spec.half_at {
+                    for (i, row) in rows.iter().enumerate() {
+                        let half = row.add(block + half_at).cast::<[u8; 2]>().read();
+                        words.add(2 * i).cast::<[u8; 2]>().write(half);
+                    }
+                    words = words.add(32);
+                }
+                let mut at = *rows;
+                for at in &mut at {
+                    *at = at.add(block + spec.words_at);
+                }
+                s.transpose(&at, spec.n_words, words);
+                fix(s, spec, words);
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `words` points at the words of a tile of `spec`.
+#[inline(always)]
+unsafe fn fix<S: Simd>(s: S, spec: TileSpec, words: *mut u8) {
+    match spec.fixup {
+        Fixup::None => {}
+        Fixup::Unsigned => {
+            let high_bits = s.splat(i32::from_le_bytes([0x80; 4]));
+            for at in (0..64 * spec.n_words).step_by(4 * S::LANES) {
+                // SAFETY: `at` runs over the registers of the tile's words.
+                unsafe { s.store(words.add(at), s.xor(s.load(words.add(at)), high_bits)) };
+            }
+        }
+        Fixup::FifthBits(word) => {
+            for at in (64 * word..64 * (word + 1)).step_by(4 * S::LANES) {
+                // SAFETY: `at` runs over the registers of that word.
+                unsafe { s.store(words.add(at), spread_fifth_bits(s, s.load(words.add(at)))) };
+            }
+        }
+    }
+}
+
+/// Moves bit `4 t + b` to bit `8 b + t`.
+#[inline(always)]
+fn spread_fifth_bits<S: Simd>(s: S, bits: S::I) -> S::I {
+    let mut out = s.splat(0);
+    for t in 0..8 {
+        // The product puts bit b of the four at bits b, b + 7, b + 14 and b + 21, one of which is 8 b.
+        let four = s.and(s.shr(bits, 4 * t), s.splat(15));
+        let spread = s.and(s.mul(four, s.splat(0x0020_4081)), s.splat(0x0101_0101));
+        out = s.or(out, s.shl(spread, t));
+    }
+    out
+}
+
+impl TileSpec {
+    /// The block of row `row` of a tile, as the file has it; `block` may be short at the end of a float row.
+    pub(crate) fn unpack_block(&self, tile: &[u8], row: usize, block: &mut [u8]) {
+        let words = match self.half_at {
+            Some(half_at) => {
+                block[half_at..half_at + 2].copy_from_slice(&tile[2 * row..2 * row + 2]);
+                &tile[32..]
+            }
+            None => tile,
+        };
+        for j in 0..self.n_words {
+            let at = 64 * j + 4 * row;
+            let mut word = u32::from_le_bytes([words[at], words[at + 1], words[at + 2], words[at + 3]]);
+            match self.fixup {
+                Fixup::None => {}
+                Fixup::Unsigned => word ^= 0x8080_8080,
+                Fixup::FifthBits(fifth) if fifth == j => {
+                    word = (0..32).map(|i| (word >> (i % 4 * 8 + i / 4) & 1) << i).sum();
+                }
+                Fixup::FifthBits(_) => {}
+            }
+            let begin = (self.words_at + 4 * j).min(block.len());
+            let end = (begin + 4).min(block.len());
+            block[begin..end].copy_from_slice(&word.to_le_bytes()[..end - begin]);
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! Weight matrices: as they lie in the file, or repacked into tiles.
+
+use std::ops::Range;
+
+use refrain_tensor::DType;
+
+use super::Level;
+use super::acts::{ActKind, act_kind};
+use super::tile::{MakeTiles, TILE_ROWS, TileSpec};
+use crate::pool::Pool;
+
+/// Why bytes are not a weight matrix.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WeightError {
+    /// Not a type that products take.
+    #[error("{dtype} weights have no product")]
+    UnsupportedDType {
+        /// The type.
+        dtype: DType,
+    },
+    /// A row does not divide into blocks, or its size overflows.
+    #[error("a {dtype} row of {k} elements is not whole blocks of {}", dtype.block_len())]
+    NotWholeBlocks {
+        /// The type.
+        dtype: DType,
+        /// Elements in a row.
+        k: usize,
+    },
+    /// The rows overlap or run past the end of the bytes.
+    #[error("{n_rows} rows of {need} bytes at a stride of {row_bytes} do not fit in {got} bytes")]
+    Size {
+        /// Rows.
+        n_rows: usize,
+        /// Bytes that a row takes.
+        need: usize,
+        /// Bytes from row to row.
+        row_bytes: usize,
+        /// Bytes there are.
+        got: usize,
+    },
+}
+
+/// The weights `w[n_rows, k]` of a product, borrowed.
+#[derive(Clone, Copy)]
+pub struct WeightMatrix<'a> {
+    dtype: DType,
+    spec: TileSpec,
+    kind: ActKind,
+    n_rows: usize,
+    k: usize,
+    source: Source<'a>,
+}
+
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    /// Row `i` begins at byte `i * row_bytes`. Invariant, kept by `WeightMatrix::new`: every row is inside.
+    File { bytes: &'a [u8], row_bytes: usize },
+    /// Tiles of row group 0 by block, then of group 1, and so on. Invariant, kept by `Packed::new`: all are inside.
+    Tiles { bytes: &'a [u8] },
+}
+
+impl<'a> WeightMatrix<'a> {
+    /// Rows of `k` elements of `dtype` as a file holds them, `row_bytes` apart.
+    pub fn new(
+        dtype: DType,
+        bytes: &'a [u8],
+        n_rows: usize,
+        k: usize,
+        row_bytes: usize,
+    ) -> Result<WeightMatrix<'a>, WeightError> {
+        let (spec, kind) = spec_of(dtype)?;
+        let need = dtype.bytes_for(k).ok_or(WeightError::NotWholeBlocks { dtype, k })?;
+        let end = n_rows.saturating_sub(1).checked_mul(row_bytes).and_then(|last| last.checked_add(need));
+        if n_rows > 0 && (row_bytes < need || end.is_none_or(|end| end > bytes.len())) {
+            return Err(WeightError::Size { n_rows, need, row_bytes, got: bytes.len() });
+        }
+        Ok(WeightMatrix { dtype, spec, kind, n_rows, k, source: Source::File { bytes, row_bytes } })
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Rows, which are the product's outputs.
+    pub fn n_rows(&self) -> usize {
+        self.n_rows
+    }
+
+    /// Elements in a row.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// The form that a product takes its activations in.
+    pub fn act_kind(&self) -> ActKind {
+        self.kind
+    }
+
+    /// Bytes that a pass over the whole matrix reads.
+    pub fn bytes_read(&self) -> usize {
+        match self.source {
+            Source::File { .. } => self.n_rows * self.dtype.bytes_for(self.k).unwrap_or(0),
+            Source::Tiles { bytes } => bytes.len(),
+        }
+    }
+
+    /// The layout, for printing.
+    pub fn layout_name(&self) -> &'static str {
+        match self.source {
+            Source::File { .. } => "file",
+            Source::Tiles { .. } => "tiles of 16 rows",
+        }
+    }
+
+    pub(super) fn spec(&self) -> TileSpec {
+        self.spec
+    }
+
+    /// Blocks in a row, the last of which may be short for floats.
+    pub(super) fn n_blocks(&self) -> usize {
+        self.k.div_ceil(self.spec.block_len)
+    }
+
+    /// The packed tiles of the blocks from `block_idx` on of rows `16 * group_idx ..`, if it is packed.
+    pub(super) fn tiles(&self, group_idx: usize, block_idx: usize) -> Option<*const u8> {
+        match self.source {
+            Source::Tiles { bytes } => {
+                let tile_idx = group_idx * self.n_blocks() + block_idx;
+                Some(bytes[tile_idx * self.spec.tile_bytes()..].as_ptr())
+            }
+            Source::File { .. } => None,
+        }
+    }
+
+    /// Whether the weights are in tiles already.
+    pub fn is_packed(&self) -> bool {
+        matches!(self.source, Source::Tiles { .. })
+    }
+
+    /// Makes the tiles of `blocks` of the rows from `first_row` on (the last row again for those past the end), and
+    /// asks for what lies behind them.
+    ///
+    /// # Panics
+    /// If the matrix is packed, a row or block does not exist, or `dst` is too short.
+    pub(super) fn make_tiles(&self, level: Level, first_row: usize, blocks: Range<usize>, dst: &mut [u8]) {
+        let Source::File { bytes, row_bytes } = self.source else {
+            panic!("the weights are in tiles already");
+        };
+        let spec = self.spec;
+        assert!(blocks.end <= self.n_blocks() && dst.len() >= blocks.len() * spec.tile_bytes());
+        let used_bytes = self.dtype.bytes_for(self.k).unwrap_or(0);
+        let n_whole = used_bytes / spec.block_bytes;
+        let row = |i: usize| &bytes[(first_row + i).min(self.n_rows - 1) * row_bytes..][..used_bytes];
+        let whole = blocks.start..blocks.end.min(n_whole);
+        let begin = blocks.start * spec.block_bytes;
+        if !whole.is_empty() {
+            let rows: [*const u8; 16] = std::array::from_fn(|i| row(i)[begin..].as_ptr());
+            // SAFETY: `whole` ends at or before the last whole block of each row, and `dst` holds a tile for each.
+            level.dispatch(unsafe { MakeTiles::new(spec, &rows, whole.len(), dst.as_mut_ptr()) });
+        }
+        if blocks.end > n_whole {
+            // A short block of floats: the rest is zeros, against zeros in the activations.
+            let mut tail = [[0u8; 16]; 16];
+            for (i, tail) in tail.iter_mut().enumerate() {
+                let rest = &row(i)[n_whole * spec.block_bytes..];
+                tail[..rest.len()].copy_from_slice(rest);
+            }
+            let rows: [*const u8; 16] = std::array::from_fn(|i| tail[i].as_ptr());
+            let dst = &mut dst[(n_whole - blocks.start) * spec.tile_bytes()..][..spec.tile_bytes()];
+            // SAFETY: a float block is at most 16 bytes, and `dst` is one tile.
+            level.dispatch(unsafe { MakeTiles::new(spec, &rows, 1, dst.as_mut_ptr()) });
+        }
+    }
+}
+
+fn spec_of(dtype: DType) -> Result<(TileSpec, ActKind), WeightError> {
+    TileSpec::new(dtype).zip(act_kind(dtype)).ok_or(WeightError::UnsupportedDType { dtype })
+}
+
+/// Sixty-four bytes on a cache line.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line(#[expect(dead_code, reason = "read as bytes only")] [u8; 64]);
+
+/// A weight matrix repacked into tiles of 16 rows: the same information in the same number of bytes (rows rounded up
+/// to 16), in the order in which a product reads it.
+pub struct Packed {
+    dtype: DType,
+    n_rows: usize,
+    k: usize,
+    n_bytes: usize,
+    lines: Vec<Line>,
+}
+
+/// Repacks a matrix in the file's layout, on the threads of `pool`.
+///
+/// `None` where it would not pay: the matrix is packed already, or has so few rows that the padding counts.
+pub fn pack(pool: &Pool, level: Level, w: &WeightMatrix<'_>) -> Option<Packed> {
+    if w.is_packed() || w.k == 0 || (w.n_rows < TILE_ROWS) {
+        return None;
+    }
+    let group_bytes = w.n_blocks() * w.spec.tile_bytes();
+    let n_bytes = group_bytes.checked_mul(w.n_rows.div_ceil(TILE_ROWS))?;
+    let mut lines: Vec<Line> = vec![Line([0; 64]); n_bytes.div_ceil(64)];
+    let bytes = &mut as_bytes_mut(&mut lines)[..n_bytes];
+    pool.chunks_mut(bytes, group_bytes, |group_idx, group| {
+        w.make_tiles(level, group_idx * TILE_ROWS, 0..w.n_blocks(), group);
+    });
+    Some(Packed { dtype: w.dtype, n_rows: w.n_rows, k: w.k, n_bytes, lines })
+}
+
+fn as_bytes_mut(lines: &mut [Line]) -> &mut [u8] {
+    // SAFETY: a `Line` is 64 initialised bytes without padding, and the borrow carries over.
+    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), 64 * lines.len()) }
+}
+
+impl Packed {
+    /// The matrix, to multiply with.
+    pub fn matrix(&self) -> WeightMatrix<'_> {
+        // SAFETY: a `Line` is 64 initialised bytes without padding, and the borrow carries over.
+        let bytes: &[u8] = unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), 64 * self.lines.len()) };
+        let Ok((spec, kind)) = spec_of(self.dtype) else {
+            unreachable!("`pack` accepted {}", self.dtype);
+        };
+        let source = Source::Tiles { bytes: &bytes[..self.n_bytes] };
+        WeightMatrix { dtype: self.dtype, spec, kind, n_rows: self.n_rows, k: self.k, source }
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Bytes that the repacked weights take.
+    pub fn n_bytes(&self) -> usize {
+        self.n_bytes
+    }
+
+    /// The layout, for printing.
+    pub fn layout_name(&self) -> &'static str {
+        self.matrix().layout_name()
+    }
+
+    /// Copies row `row` back into the file's layout: `dst` takes `dtype.bytes_for(k)` bytes.
+    ///
+    /// # Panics
+    /// If the row does not exist or `dst` has another length.
+    pub fn unpack_row(&self, row: usize, dst: &mut [u8]) {
+        let w = self.matrix();
+        assert!(row < self.n_rows, "row {row} of {}", self.n_rows);
+        assert_eq!(Some(dst.len()), self.dtype.bytes_for(self.k), "a row of {} {} elements", self.k, self.dtype);
+        let Source::Tiles { bytes } = w.source else { unreachable!("a packed matrix is in tiles") };
+        let tile_bytes = w.spec.tile_bytes();
+        let group = &bytes[row / TILE_ROWS * w.n_blocks() * tile_bytes..];
+        for (tile, block) in group.chunks_exact(tile_bytes).zip(dst.chunks_mut(w.spec.block_bytes)) {
+            w.spec.unpack_block(tile, row % TILE_ROWS, block);
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! Where weights and states lie.
+
+use crate::pool::Pool;
+use crate::simd::{Level, Packed, WeightError, WeightMatrix, pack};
+use refrain_graph::{State, WeightId};
+use refrain_tensor::{DType, HostTensor, TensorError};
+
+/// The weights of a model, ready for products.
+pub struct CpuWeights {
+    entries: Vec<Entry>,
+}
+
+pub(crate) enum Entry {
+    /// Norms, biases and tables, as floats.
+    Vector(Vec<f32>),
+    /// A matrix over the file's bytes, with a repacked copy where products are faster from it.
+    Matrix { tensor: HostTensor, packed: Option<Packed> },
+}
+
+impl CpuWeights {
+    pub(crate) fn new(
+        pool: &Pool,
+        level: Level,
+        repack: bool,
+        tensors: Vec<HostTensor>,
+    ) -> Result<CpuWeights, TensorError> {
+        let entry = |tensor: HostTensor| {
+            if tensor.shape().rank() < 2 {
+                return tensor.to_f32().map(Entry::Vector);
+            }
+            let packed = match (repack, matrix_of(&tensor)) {
+                (true, Some(Ok(matrix))) => pack(pool, level, &matrix),
+                _ => None,
+            };
+            Ok(Entry::Matrix { tensor, packed })
+        };
+        Ok(CpuWeights { entries: tensors.into_iter().map(entry).collect::<Result<_, _>>()? })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    pub(crate) fn entry(&self, id: WeightId) -> &Entry {
+        &self.entries[id.idx()]
+    }
+
+    /// The matrix of a product.
+    pub(crate) fn matrix(&self, id: WeightId) -> Option<WeightMatrix<'_>> {
+        match self.entry(id) {
+            Entry::Matrix { packed: Some(packed), .. } => Some(packed.matrix()),
+            Entry::Matrix { tensor, packed: None } => matrix_of(tensor)?.ok(),
+            Entry::Vector(_) => None,
+        }
+    }
+
+    /// Bytes that repacked copies take beside the file.
+    pub fn packed_bytes(&self) -> usize {
+        self.entries
+            .iter()
+            .map(|e| match e {
+                Entry::Matrix { packed: Some(packed), .. } => packed.n_bytes(),
+                Entry::Matrix { packed: None, .. } | Entry::Vector(_) => 0,
+            })
+            .sum()
+    }
+
+    /// For each matrix, its layout in memory.
+    pub fn layouts(&self) -> impl Iterator<Item = (usize, DType, &'static str)> {
+        self.entries.iter().enumerate().filter_map(|(i, e)| match e {
+            Entry::Matrix { tensor, packed } => {
+                let name = packed.as_ref().map_or("as in the file", Packed::layout_name);
+                Some((i, tensor.dtype(), name))
+            }
+            Entry::Vector(_) => None,
+        })
+    }
+}
+
+fn matrix_of(tensor: &HostTensor) -> Option<Result<WeightMatrix<'_>, WeightError>> {
+    let shape = tensor.shape();
+    let &[n_rows, k] = shape.dims() else { return None };
+    let row_bytes = tensor.dtype().bytes_for(k)?;
+    Some(WeightMatrix::new(tensor.dtype(), tensor.bytes().as_slice(), n_rows, k, row_bytes))
+}
+
+/// The states of a model.
+pub struct CpuStates {
+    // Words, so that every element type is aligned. Fresh zeros take no memory until they are touched.
+    words: Vec<Vec<u64>>,
+    bytes: Vec<usize>,
+}
+
+impl CpuStates {
+    pub(crate) fn new(states: &[State]) -> CpuStates {
+        let size = |s: &State| s.ty.dtype.bytes_for(s.ty.shape.n_elements()).unwrap_or(0);
+        let bytes: Vec<usize> = states.iter().map(size).collect();
+        CpuStates { words: bytes.iter().map(|b| vec![0; b.div_ceil(8)]).collect(), bytes }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.words.len()
+    }
+
+    pub(crate) fn get(&self, idx: usize) -> &[u8] {
+        &bytemuck::cast_slice(&self.words[idx])[..self.bytes[idx]]
+    }
+
+    pub(crate) fn get_mut(&mut self, idx: usize) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.words[idx])[..self.bytes[idx]]
+    }
+}

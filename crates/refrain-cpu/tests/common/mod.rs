@@ -1,0 +1,132 @@
+//! What the kernel tests share: random weights of every type, and products in f64 to compare with.
+#![allow(dead_code, reason = "each test file uses a part")]
+
+use half::f16;
+use refrain_cpu::simd::{ActKind, Acts, Level, OutTile, WeightMatrix, act_bytes, act_kind, matmul, quantize_row};
+use refrain_tensor::DType;
+use refrain_tensor::quant::dequantize;
+
+pub(crate) const WEIGHT_TYPES: [DType; 15] = [
+    DType::F32,
+    DType::F16,
+    DType::BF16,
+    DType::Q4_0,
+    DType::Q4_1,
+    DType::Q5_0,
+    DType::Q5_1,
+    DType::Q8_0,
+    DType::IQ4_NL,
+    DType::Q2_K,
+    DType::Q3_K,
+    DType::Q4_K,
+    DType::Q5_K,
+    DType::Q6_K,
+    DType::IQ4_XS,
+];
+
+/// xorshift64*
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    /// In -1 .. 1.
+    pub(crate) fn float(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    pub(crate) fn floats(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.float()).collect()
+    }
+}
+
+/// Where a block of the type holds half floats.
+fn halves(dtype: DType) -> &'static [usize] {
+    match dtype {
+        DType::Q4_0 | DType::Q5_0 | DType::Q8_0 | DType::IQ4_NL | DType::IQ4_XS => &[0],
+        DType::Q4_1 | DType::Q5_1 | DType::Q4_K | DType::Q5_K => &[0, 2],
+        DType::Q2_K => &[80, 82],
+        DType::Q3_K => &[108],
+        DType::Q6_K => &[208],
+        _ => &[],
+    }
+}
+
+/// `n` elements whose bits are random where they may be, and whose scales come from `scale`.
+pub(crate) fn weights_with(dtype: DType, n: usize, random: &mut Random, mut scale: impl FnMut(&mut Random) -> f32) -> Vec<u8> {
+    let n_bytes = dtype.bytes_for(n).unwrap();
+    match dtype {
+        DType::F32 => (0..n).flat_map(|_| scale(random).to_le_bytes()).collect(),
+        DType::F16 => (0..n).flat_map(|_| f16::from_f32(scale(random)).to_le_bytes()).collect(),
+        DType::BF16 => (0..n).flat_map(|_| half::bf16::from_f32(scale(random)).to_le_bytes()).collect(),
+        _ => {
+            let mut bytes: Vec<u8> = (0..n_bytes).map(|_| (random.bits() >> 32) as u8).collect();
+            for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
+                for &at in halves(dtype) {
+                    block[at..at + 2].copy_from_slice(&f16::from_f32(scale(random)).to_le_bytes());
+                }
+            }
+            bytes
+        }
+    }
+}
+
+pub(crate) fn weights(dtype: DType, n: usize, random: &mut Random) -> Vec<u8> {
+    weights_with(dtype, n, random, |r| r.float() * 0.03)
+}
+
+pub(crate) fn prepare(level: Level, kind: ActKind, x: &[f32], k: usize) -> Vec<u8> {
+    let row_bytes = act_bytes(kind, k).unwrap();
+    let mut bytes = vec![0xaa; x.len() / k * row_bytes];
+    for (src, dst) in x.chunks_exact(k).zip(bytes.chunks_exact_mut(row_bytes)) {
+        quantize_row(level, kind, src, dst).unwrap();
+    }
+    bytes
+}
+
+/// The product of all rows, at one level.
+pub(crate) fn product(level: Level, w: &WeightMatrix<'_>, x: &[f32], m: usize) -> Vec<f32> {
+    let acts = prepare(level, w.act_kind(), x, w.k());
+    let acts = Acts::new(w.act_kind(), m, w.k(), &acts).unwrap();
+    let mut out = vec![f32::NAN; m * w.n_rows()];
+    matmul(level, w, &acts, 0..w.n_rows(), &mut OutTile::new(&mut out, m, w.n_rows()));
+    out
+}
+
+/// What the prepared row stands for.
+pub(crate) fn prepared_values(kind: ActKind, k: usize, row: &[u8]) -> Vec<f64> {
+    let float = |at: usize| f32::from_le_bytes(row[at..at + 4].try_into().unwrap());
+    match kind {
+        ActKind::F32 => (0..k).map(|i| f64::from(float(4 * i))).collect(),
+        ActKind::Q8 | ActKind::Q8K => {
+            let len = kind.block_len();
+            (0..k).map(|i| f64::from(row[i] as i8) * f64::from(float(k + i / len * 4))).collect()
+        }
+    }
+}
+
+/// The product in f64 of the decoded weights with the prepared activations.
+pub(crate) fn reference(dtype: DType, bytes: &[u8], n_rows: usize, k: usize, x: &[f32]) -> Vec<f64> {
+    let kind = act_kind(dtype).unwrap();
+    let prepared = prepare(Level::PORTABLE, kind, x, k);
+    let row_bytes = dtype.bytes_for(k).unwrap();
+    let mut out = Vec::new();
+    for row in prepared.chunks_exact(act_bytes(kind, k).unwrap()) {
+        let values = prepared_values(kind, k, row);
+        for w in bytes.chunks_exact(row_bytes).take(n_rows) {
+            let mut decoded = vec![0f32; k];
+            dequantize(dtype, w, &mut decoded).unwrap();
+            out.push(values.iter().zip(&decoded).map(|(x, &w)| x * f64::from(w)).sum());
+        }
+    }
+    out
+}
+
+pub(crate) fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}

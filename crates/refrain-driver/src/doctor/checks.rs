@@ -1,0 +1,384 @@
+//! The single checks.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{Row, Verdict};
+use crate::api::CaptureStatus;
+use crate::device::{Context, Device};
+use crate::error::DriverError;
+use crate::graph::Outputs;
+use crate::health::Health;
+use crate::launch::{Baked, Launch};
+use crate::memory::{Buf, Layout, Lease, Memory};
+use crate::module::{Function, Module};
+use crate::probe::PROBE_PTX;
+use crate::queue::Queue;
+use crate::record::{Method, RecordOptions};
+use crate::ring::Ring;
+use crate::stream::Stream;
+
+/// Words in each buffer of the small step.
+const N: u32 = 1024;
+/// Launches in the step whose cost is measured: what a decode step of a 28-layer model takes without fusion.
+const LAUNCHES: usize = 280;
+const RING_ENTRIES: u32 = 4;
+
+/// What the checks work with.
+pub(super) struct Bench {
+    ctx: Context,
+    stream: Stream,
+    memory: Arc<Memory>,
+    lease: Lease,
+    step: Step,
+    nothing: Function,
+    publish: Function,
+    read: Function,
+    ring: Ring,
+    count: Buf,
+}
+
+/// A small step: `b = a + a; c = b + a; d = c`, with `b` and `e = fill` independent of each other.
+#[derive(Clone)]
+struct Step {
+    fill: Function,
+    add: Function,
+    a: Buf,
+    b: Buf,
+    c: Buf,
+    d: Buf,
+    e: Buf,
+}
+
+impl Step {
+    fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
+        let add = |dst, x, y| {
+            Launch::new(&self.add, N / 256, 256).step("doctor").write(dst).read(x).read(y).baked(Baked(N))
+        };
+        q.launch(&add(self.b, self.a, self.a))?;
+        q.launch(
+            &Launch::new(&self.fill, N / 256, 256)
+                .step("doctor")
+                .write(self.e)
+                .baked(Baked(7_u32))
+                .baked(Baked(N)),
+        )?;
+        q.launch(&add(self.c, self.b, self.a))?;
+        q.copy(self.d, self.c)?;
+        q.launch(&add(self.c, self.d, self.e))
+    }
+
+    /// What `c` holds after the step, by hand.
+    fn expected(a: u32) -> u32 {
+        a.wrapping_mul(3).wrapping_add(7)
+    }
+}
+
+impl Bench {
+    pub(super) fn new(ctx: &Context) -> Result<Bench, DriverError> {
+        let module = Module::load(ctx, "probe", PROBE_PTX)?;
+        let function = |name: &str| module.function(&format!("refrain_probe_{name}"));
+        let mut layout = Layout::new("doctor");
+        let bytes = u64::from(N) * 4;
+        let regions = ["a", "b", "c", "d", "e"].map(|name| layout.device(name, bytes));
+        let count = layout.device("count", 8);
+        let ring = layout.pinned("ring", Ring::bytes(RING_ENTRIES, 4));
+        let memory = Memory::plan(ctx, &layout)?;
+        let [a, b, c, d, e] = regions.map(|r| memory.buf(r));
+        let step = Step { fill: function("fill")?, add: function("add")?, a, b, c, d, e };
+        Ok(Bench {
+            stream: ctx.stream()?,
+            lease: memory.lease()?,
+            ring: Ring::new(&memory, ring, RING_ENTRIES, 4)?,
+            count: memory.buf(count),
+            nothing: function("nothing")?,
+            publish: function("publish")?,
+            read: function("read")?,
+            step,
+            memory,
+            ctx: ctx.clone(),
+        })
+    }
+}
+
+pub(super) fn driver(device: &Device) -> Row {
+    let v = device.driver_version();
+    let from = device.library_path().map_or_else(String::new, |p| format!(", {}", p.display()));
+    let words = match device.backend() {
+        "sim" => "the simulated device: no GPU is used",
+        _ => "the driver is loaded",
+    };
+    Row::new("driver", Verdict::Good, format!("CUDA {}.{}{from}", v / 1000, v % 1000 / 10), words)
+}
+
+pub(super) fn card(device: &Device) -> Row {
+    let i = device.info();
+    let measured = format!(
+        "{}, compute {}.{}, {} SMs, {} MiB L2, {} KiB shared per block{}{}",
+        i.name,
+        i.compute.0,
+        i.compute.1,
+        i.n_sms,
+        i.l2_bytes >> 20,
+        i.shared_block_bytes >> 10,
+        if i.pci.is_empty() { "" } else { ", " },
+        i.pci
+    );
+    if device.backend() == "cuda" && i.compute < (7, 0) {
+        let mut row = Row::new("card", Verdict::Bad, measured, "the card is older than compute capability 7.0");
+        row.advice = Some("use the CPU backend on this machine".to_owned());
+        return row;
+    }
+    let words = if i.compute >= (9, 0) {
+        "kernels can overlap (programmatic dependent launch)"
+    } else {
+        "works; kernels do not overlap before compute capability 9.0"
+    };
+    Row::new("card", Verdict::Good, measured, words)
+}
+
+pub(super) fn memory(bench: &mut Bench) -> Result<Row, DriverError> {
+    let (free, total) = bench.ctx.mem_info()?;
+    let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
+    let measured = format!("{:.1} of {:.1} GiB free", gib(free), gib(total));
+    if free < total / 2 {
+        let mut row =
+            Row::new("memory", Verdict::Note, measured, "more than half of the card's memory is in use");
+        row.advice = Some("`nvidia-smi` shows which processes use it".to_owned());
+        return Ok(row);
+    }
+    Ok(Row::new("memory", Verdict::Good, measured, "most of the card's memory is free"))
+}
+
+pub(super) fn record_stream(bench: &mut Bench) -> Result<Row, DriverError> {
+    record(bench, Method::Stream, "record by stream capture")
+}
+
+pub(super) fn record_nodes(bench: &mut Bench) -> Result<Row, DriverError> {
+    record(bench, Method::Nodes, "record by explicit nodes")
+}
+
+/// Records the small step and compares replays with an eager run, for inputs it was not recorded with.
+fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<Row, DriverError> {
+    let step = bench.step.clone();
+    let options = RecordOptions::named(name);
+    let graph = bench.stream.record(&bench.memory, method, &options, |q| step.enqueue(q))?;
+    for input in [1_u32, 40, u32::MAX] {
+        let values = [input].repeat(N as usize);
+        bench.stream.upload(&mut bench.lease, step.a, bytemuck::cast_slice(&values))?;
+        let read = |out: Outputs<'_>, stream: &mut Stream| out.values::<u32>(stream, step.c);
+        let eager = read(bench.stream.run(&mut bench.lease, false, |q| step.enqueue(q))?, &mut bench.stream)?;
+        let poison = vec![0xA5; step.c.len() as usize];
+        bench.stream.upload(&mut bench.lease, step.c, &poison)?;
+        let replayed = read(graph.replay(&mut bench.lease, &mut bench.stream)?, &mut bench.stream)?;
+        let expected = Step::expected(input);
+        if let Some(i) = (0..N as usize).find(|&i| replayed[i] != eager[i] || replayed[i] != expected) {
+            let measured =
+                format!("word {i}: replay {}, eager {}, right {expected}", replayed[i], eager[i]);
+            let mut row = Row::new(name, Verdict::Bad, measured, "a replay gives other bytes than the eager run");
+            row.advice = Some("do not use graphs recorded this way on this machine".to_owned());
+            return Ok(row);
+        }
+    }
+    let info = graph.info();
+    let measured = format!(
+        "{} nodes, {} edges, recorded in {:.2} ms, 3 replays equal to eager",
+        info.nodes.len(),
+        info.edges.len(),
+        info.record_time.as_secs_f64() * 1e3
+    );
+    Ok(Row::new(name, Verdict::Good, measured, "works, and a replay is equal to an eager run bit for bit"))
+}
+
+pub(super) fn ring(bench: &mut Bench) -> Result<Row, DriverError> {
+    let name = "results without waiting";
+    bench.stream.upload(&mut bench.lease, bench.count, &[0; 8])?;
+    let launch = Launch::new(&bench.publish, 1, 1)
+        .step("ring")
+        .read_write(bench.ring.buf())
+        .read_write(bench.count)
+        .read(bench.step.a)
+        .baked(Baked(RING_ENTRIES))
+        .baked(Baked(Ring::stride(4) as u32));
+    let options = RecordOptions::named(name);
+    let graph = bench.stream.record(&bench.memory, Method::Nodes, &options, |q| q.launch(&launch))?;
+    let n_results = u64::from(RING_ENTRIES) * 8;
+    let (mut sent, mut taken) = (0_u64, 0_u64);
+    let mut payload = [0; 4];
+    while taken < n_results {
+        while sent < n_results && bench.ring.reserve() {
+            graph.replay(&mut bench.lease, &mut bench.stream)?;
+            sent += 1;
+        }
+        taken = bench.ring.take(&mut bench.stream, Duration::from_secs(5), &mut payload)?;
+    }
+    bench.stream.synchronize()?;
+    let measured = format!("{taken} results through {RING_ENTRIES} entries");
+    Ok(Row::new(name, Verdict::Good, measured, "kernels hand results to the host through pinned memory"))
+}
+
+pub(super) fn allocate_under_capture(bench: &mut Bench) -> Result<Row, DriverError> {
+    let name = "allocate while recording";
+    let (ctx, step) = (bench.ctx.clone(), bench.step.clone());
+    let mut refused = None;
+    let mut status = None;
+    let options = RecordOptions::named(name);
+    let graph = bench.stream.record(&bench.memory, Method::Stream, &options, |q| {
+        let mut layout = Layout::new("too late");
+        layout.device("region", 1 << 20);
+        refused = Some(Memory::plan(&ctx, &layout));
+        status = Some(ctx.device().capture_status()?);
+        step.enqueue(q)
+    });
+    Ok(match (refused, status, graph) {
+        (Some(Err(DriverError::CaptureIncompatible { bytes, .. })), Some(CaptureStatus::Active), Ok(_)) => Row::new(
+            name,
+            Verdict::Good,
+            format!("{bytes} bytes refused"),
+            "an allocation during a recording is refused at once, and the recording goes on",
+        ),
+        (_, _, Err(error)) => Row::failed(name, &error),
+        (refused, status, Ok(_)) => Row::new(
+            name,
+            Verdict::Bad,
+            format!("status {status:?}, refused {}", matches!(refused, Some(Err(_)))),
+            "an allocation during a recording was not refused",
+        ),
+    })
+}
+
+pub(super) fn watchdog(bench: &mut Bench) -> Result<Row, DriverError> {
+    let name = "break a recording off";
+    let step = bench.step.clone();
+    let limit = Duration::from_millis(40);
+    let options = RecordOptions { limit, ..RecordOptions::named(name) };
+    let start = Instant::now();
+    let broken = bench.stream.record(&bench.memory, Method::Stream, &options, |q| {
+        // What a recording that does not come to an end looks like; bounded, in case the watchdog does not come.
+        while start.elapsed() < Duration::from_secs(5) {
+            step.enqueue(q)?;
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    });
+    let after = start.elapsed();
+    let measured = format!("limit {limit:?}, ended after {:.1} ms", after.as_secs_f64() * 1e3);
+    match broken {
+        Err(DriverError::RecordingDeadline { last: Some(_), .. }) => {
+            let status = bench.stream.capture_status()?;
+            let again = bench.stream.record(&bench.memory, Method::Stream, &RecordOptions::named(name), |q| {
+                step.enqueue(q)
+            });
+            let good = status == CaptureStatus::None && again.is_ok();
+            let verdict = if good { Verdict::Good } else { Verdict::Bad };
+            let words = if good {
+                "a recording that does not end is broken off, and the next one works"
+            } else {
+                "a recording was broken off, but the stream cannot be recorded on any more"
+            };
+            Ok(Row::new(name, verdict, measured, words))
+        }
+        Err(error) => Ok(Row::failed(name, &error)),
+        Ok(_) => Ok(Row::new(name, Verdict::Bad, measured, "the watchdog did not break the recording off")),
+    }
+}
+
+pub(super) fn survived(bench: &mut Bench) -> Result<Row, DriverError> {
+    let name = "context survived";
+    let start = Instant::now();
+    let health = bench.stream.health(Duration::from_secs(5))?;
+    let measured = format!("{:.2} ms", start.elapsed().as_secs_f64() * 1e3);
+    Ok(match health {
+        Health::Healthy => {
+            Row::new(name, Verdict::Good, measured, "a launch, a copy and a wait work after the failures above")
+        }
+        Health::StreamLost { code } => {
+            Row::new(name, Verdict::Bad, code.to_string(), "the stream is lost, the context works")
+        }
+        Health::ContextLost(lost) => {
+            let mut row = Row::new(name, Verdict::Bad, measured, &lost.to_string());
+            row.advice = Some("use `--graph off` on this driver, and report its version".to_owned());
+            row
+        }
+    })
+}
+
+/// Host and device time of a step of many empty launches, sent one by one and as a graph.
+pub(super) fn launch_cost(bench: &mut Bench) -> Result<Row, DriverError> {
+    let launch = Launch::new(&bench.nothing, 1, 32).step("cost");
+    let many = |q: &mut dyn Queue| (0..LAUNCHES).try_for_each(|_| q.launch(&launch));
+    let options = RecordOptions::named("launch cost");
+    let graph = bench.stream.record(&bench.memory, Method::Stream, &options, many)?;
+    let (mut eager, mut replayed) = (f64::INFINITY, f64::INFINITY);
+    for _ in 0..10 {
+        let start = Instant::now();
+        bench.stream.run(&mut bench.lease, true, many)?;
+        bench.stream.synchronize()?;
+        eager = eager.min(start.elapsed().as_secs_f64());
+        let start = Instant::now();
+        graph.replay(&mut bench.lease, &mut bench.stream)?;
+        bench.stream.synchronize()?;
+        replayed = replayed.min(start.elapsed().as_secs_f64());
+    }
+    let measured = format!(
+        "{LAUNCHES} launches: {:.3} ms on a stream, {:.3} ms as a graph (recorded in {:.2} ms)",
+        eager * 1e3,
+        replayed * 1e3,
+        graph.info().record_time.as_secs_f64() * 1e3
+    );
+    let words = if replayed < eager {
+        "replaying a graph is cheaper than launching one by one"
+    } else {
+        "a graph saves nothing here"
+    };
+    let verdict = if replayed < eager || bench.ctx.device().backend() == "sim" { Verdict::Good } else { Verdict::Note };
+    Ok(Row::new("launch cost", verdict, measured, words))
+}
+
+pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
+    let device = bench.ctx.device();
+    let (free, _) = bench.ctx.mem_info()?;
+    // Many times the L2, so that it is the memory that is measured; small on the simulated device, which is slow.
+    let most = if device.backend() == "sim" { 4 << 20 } else { 4 << 30 };
+    let bytes = (free / 4).min(most) & !0xFFFF;
+    let mut layout = Layout::new("bandwidth");
+    let (src, sink) = (layout.device("src", bytes), layout.device("sink", 256));
+    let memory = Memory::plan(&bench.ctx, &layout)?;
+    let mut lease = memory.lease()?;
+    let (src, sink) = (memory.buf(src), memory.buf(sink));
+    let launch = Launch::new(&bench.read, 8 * device.info().n_sms.max(1), 512)
+        .step("bandwidth")
+        .read(src)
+        .baked(Baked(bytes / 16))
+        .write(sink);
+    bench.stream.run(&mut lease, true, |q| q.fill(src, 1))?;
+    let (start, end) = (bench.ctx.event()?, bench.ctx.event()?);
+    let mut best = f64::INFINITY;
+    for _ in 0..6 {
+        bench.stream.record_event(&start)?;
+        bench.stream.run(&mut lease, true, |q| q.launch(&launch))?;
+        bench.stream.record_event(&end)?;
+        bench.stream.synchronize()?;
+        best = best.min(f64::from(end.ms_since(&start)?) * 1e-3);
+    }
+    let rate = if best > 0.0 { bytes as f64 / best } else { 0.0 };
+    let info = device.info();
+    // Two transfers per clock.
+    let peak = f64::from(info.memory_khz) * 1e3 * 2.0 * f64::from(info.bus_bits) / 8.0;
+    let mut measured = format!("{:.0} GB/s over {} MiB", rate / 1e9, bytes >> 20);
+    if peak > 0.0 && rate > 0.0 {
+        measured += &format!(", {:.0} % of {:.0} GB/s", rate / peak * 100.0, peak / 1e9);
+    }
+    if device.backend() == "sim" {
+        return Ok(Row::new("read bandwidth", Verdict::Good, measured, "simulated: says nothing about a card"));
+    }
+    let slow = peak > 0.0 && rate < 0.6 * peak;
+    let mut row = Row::new(
+        "read bandwidth",
+        if slow { Verdict::Note } else { Verdict::Good },
+        measured,
+        "decoding reads every weight once per token, so this bounds tokens per second",
+    );
+    row.advice = slow.then(|| "check with `nvidia-smi` that the card is idle and its clocks are up".to_owned());
+    Ok(row)
+}

@@ -1,0 +1,133 @@
+//! What works on this machine: the checks behind `refrain doctor`.
+//!
+//! Each check is one [`Row`] with a verdict in plain words. All of them run on a device thread with a deadline, so a
+//! driver that hangs is a row too, and nothing a check makes is left behind.
+
+mod checks;
+
+use std::time::Duration;
+
+use crate::device::{Device, DeviceKind};
+use crate::error::DriverError;
+
+/// How long one check may take.
+const CHECK_LIMIT: Duration = Duration::from_secs(30);
+
+/// One line of the report.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// What was checked.
+    pub name: &'static str,
+    /// How it went.
+    pub verdict: Verdict,
+    /// The figures, short.
+    pub measured: String,
+    /// What that means.
+    pub words: String,
+    /// What to do about it.
+    pub advice: Option<String>,
+}
+
+/// How a check went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Verdict {
+    /// As it should be.
+    Good,
+    /// Works, with something to know.
+    Note,
+    /// Does not work.
+    Bad,
+    /// Not checked, since something before it failed.
+    Skipped,
+}
+
+impl Verdict {
+    /// In one word.
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Verdict::Good => "good",
+            Verdict::Note => "note",
+            Verdict::Bad => "bad",
+            Verdict::Skipped => "skipped",
+        }
+    }
+}
+
+impl Row {
+    fn new(name: &'static str, verdict: Verdict, measured: String, words: &str) -> Row {
+        Row { name, verdict, measured, words: words.to_owned(), advice: None }
+    }
+
+    fn failed(name: &'static str, error: &DriverError) -> Row {
+        Row {
+            name,
+            verdict: Verdict::Bad,
+            measured: error.code().map_or_else(|| "failed".to_owned(), |c| c.to_string()),
+            words: error.to_string(),
+            advice: error.hint().map(str::to_owned),
+        }
+    }
+}
+
+type Check = fn(&mut checks::Bench) -> Result<Row, DriverError>;
+
+const CHECKS: &[(&str, Check)] = &[
+    ("record by stream capture", checks::record_stream),
+    ("record by explicit nodes", checks::record_nodes),
+    ("results without waiting", checks::ring),
+    ("allocate while recording", checks::allocate_under_capture),
+    ("break a recording off", checks::watchdog),
+    ("context survived", checks::survived),
+    ("launch cost", checks::launch_cost),
+    ("read bandwidth", checks::bandwidth),
+];
+
+/// Examines a device. Never panics and never hangs: what cannot be opened is a row that says why.
+#[must_use]
+pub fn examine(kind: DeviceKind) -> Vec<Row> {
+    match Device::open(kind) {
+        Ok(device) => examine_device(&device),
+        Err(error) => {
+            let mut rows = vec![Row::failed("driver", &error)];
+            rows.extend(CHECKS.iter().map(|(name, _)| skipped(name)));
+            rows
+        }
+    }
+}
+
+/// Examines an open device that no other thread owns.
+#[must_use]
+pub fn examine_device(device: &Device) -> Vec<Row> {
+    let mut rows = vec![checks::driver(device), checks::card(device)];
+    let worker = match device.spawn(CHECK_LIMIT, checks::Bench::new) {
+        Ok(worker) => worker,
+        Err(error) => {
+            rows.push(Row::failed("memory", &error));
+            rows.extend(CHECKS.iter().map(|(name, _)| skipped(name)));
+            return rows;
+        }
+    };
+    let free = worker.call("memory", CHECK_LIMIT, checks::memory);
+    rows.push(free.unwrap_or_else(|error| Row::failed("memory", &error)));
+    for &(name, check) in CHECKS {
+        if device.lost().is_some() {
+            rows.push(skipped(name));
+            continue;
+        }
+        let row = worker.call(name, CHECK_LIMIT, check);
+        rows.push(row.unwrap_or_else(|error| Row::failed(name, &error)));
+    }
+    rows.extend(device.take_reports().into_iter().map(|report| Row {
+        name: "report of the simulated device",
+        verdict: Verdict::Bad,
+        measured: String::new(),
+        words: report,
+        advice: None,
+    }));
+    rows
+}
+
+fn skipped(name: &'static str) -> Row {
+    Row::new(name, Verdict::Skipped, String::new(), "not checked: something before it failed")
+}

@@ -1,0 +1,48 @@
+//! Events: points on a stream that can be waited for and timed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::api::EventHandle;
+use crate::error::DriverError;
+use crate::shared::{Garbage, Shared};
+
+/// A point on a stream, set by [`crate::Stream::record_event`].
+pub struct Event {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) handle: EventHandle,
+}
+
+impl Event {
+    pub(crate) fn new(shared: &Arc<Shared>, timing: bool) -> Result<Event, DriverError> {
+        shared.refuse_while_recording("creating an event", 0)?;
+        let handle = shared.call("cuEventCreate", |api| api.event_create(timing))?;
+        Ok(Event { shared: Arc::clone(shared), handle })
+    }
+
+    /// Waits until the work before the event is done, at most `limit`.
+    pub fn wait(&self, limit: Duration) -> Result<(), DriverError> {
+        self.shared.refuse_while_recording("waiting for an event", 0)?;
+        self.shared.poll("cuEventQuery", limit, |api| api.event_query(self.handle))
+    }
+
+    /// The device time from `start` to this event, in milliseconds; both must be done.
+    pub fn ms_since(&self, start: &Event) -> Result<f32, DriverError> {
+        if !Arc::ptr_eq(&self.shared, &start.shared) {
+            return Err(DriverError::ForeignDevice { what: "an event" });
+        }
+        self.shared.call("cuEventElapsedTime", |api| api.event_elapsed(start.handle, self.handle))
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        self.shared.discard(Garbage::Event(self.handle));
+    }
+}
+
+impl std::fmt::Debug for Event {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.handle.fmt(f)
+    }
+}

@@ -1,0 +1,314 @@
+//! Recorded graphs: what they hold, and how they are replayed.
+
+use std::fmt::{self, Write as _};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytemuck::Pod;
+
+use crate::api::{EdgeKind, ExecHandle, GraphHandle, NodeHandle, NodeKind, StreamHandle};
+use crate::error::{DriverError, Origin};
+use crate::memory::{Buf, Lease, Memory};
+use crate::nodes::Parts;
+use crate::queue::{Keep, call_origin};
+use crate::record::{Job, Method, OwnedGraph};
+use crate::shared::{Garbage, Shared};
+use crate::stream::Stream;
+
+/// A recorded step. It owns what it points at: the memory, the modules, library handles. So replaying it is safe.
+pub struct Graph {
+    inner: Arc<Inner>,
+    info: GraphInfo,
+}
+
+/// What must live as long as a replay may run. A stream keeps it until it has been waited for.
+struct Inner {
+    shared: Arc<Shared>,
+    exec: ExecHandle,
+    memory: Arc<Memory>,
+    _keep: Keep,
+    n_replays: AtomicU64,
+    name: Arc<str>,
+    last_kernel: Arc<str>,
+}
+
+/// What a graph holds.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct GraphInfo {
+    /// The recording's name.
+    pub name: String,
+    /// How it was recorded.
+    pub method: Method,
+    /// Kind and label of each node; where the recording is of explicit nodes, in the order of the calls.
+    pub nodes: Vec<(NodeKind, String)>,
+    /// Edges by node index: from, to, kind.
+    pub edges: Vec<(u32, u32, EdgeKind)>,
+    /// From the first call to a graph that can be replayed.
+    pub record_time: Duration,
+}
+
+impl GraphInfo {
+    /// Nodes of a kind.
+    #[must_use]
+    pub fn count(&self, kind: NodeKind) -> usize {
+        self.nodes.iter().filter(|n| n.0 == kind).count()
+    }
+
+    /// Number of nodes for each kind that occurs.
+    #[must_use]
+    pub fn counts(&self) -> Vec<(NodeKind, usize)> {
+        let mut kinds: Vec<NodeKind> = self.nodes.iter().map(|n| n.0).collect();
+        kinds.sort_unstable();
+        kinds.dedup();
+        kinds.into_iter().map(|k| (k, self.count(k))).collect()
+    }
+
+    /// The graph as a drawing for Graphviz; programmatic edges are dashed.
+    #[must_use]
+    pub fn dot(&self) -> String {
+        let quote = |s: &str| s.replace('\\', "\\\\").replace('"', "\\\"");
+        let mut out = format!("digraph \"{}\" {{\n  node [shape=box];\n", quote(&self.name));
+        for (i, (kind, label)) in self.nodes.iter().enumerate() {
+            let _ = writeln!(out, "  n{i} [label=\"{i}: {}\\n{kind:?}\"];", quote(label));
+        }
+        for (from, to, kind) in &self.edges {
+            let style = if *kind == EdgeKind::Programmatic { " [style=dashed]" } else { "" };
+            let _ = writeln!(out, "  n{from} -> n{to}{style};");
+        }
+        out.push_str("}\n");
+        out
+    }
+}
+
+impl Graph {
+    /// What it holds.
+    #[must_use]
+    pub fn info(&self) -> &GraphInfo {
+        &self.info
+    }
+
+    /// The memory it works on.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.inner.memory
+    }
+
+    /// How often it was replayed.
+    #[must_use]
+    pub fn n_replays(&self) -> u64 {
+        self.inner.n_replays.load(Ordering::Relaxed)
+    }
+
+    /// Runs the whole recording as one launch, without waiting for it.
+    ///
+    /// The outputs borrow the lease: the next replay over the same memory, of this graph or another, needs them gone.
+    ///
+    /// ```compile_fail
+    /// # use refrain_driver::*;
+    /// # fn f(graph: &Graph, lease: &mut Lease, stream: &mut Stream, logits: Buf) -> Result<(), DriverError> {
+    /// let out = graph.replay(lease, stream)?;
+    /// graph.replay(lease, stream)?; // overwrites what `out` is for
+    /// out.read(stream, logits, &mut [0; 4])?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// ```compile_fail
+    /// # use refrain_driver::*;
+    /// # fn f(one: &Graph, other: &Graph, lease: &mut Lease, stream: &mut Stream, logits: Buf)
+    /// # -> Result<(), DriverError> {
+    /// let out = one.replay(lease, stream)?;
+    /// other.replay(lease, stream)?; // another graph over the same memory does so too
+    /// out.read(stream, logits, &mut [0; 4])?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn replay<'l>(&self, lease: &'l mut Lease, stream: &mut Stream) -> Result<Outputs<'l>, DriverError> {
+        let inner = &self.inner;
+        if !Arc::ptr_eq(&inner.memory, lease.memory()) {
+            return Err(inner.memory.foreign("the lease", lease.memory().id()));
+        }
+        stream.begin_use(lease)?;
+        stream.keep.add(inner);
+        let n = inner.n_replays.fetch_add(1, Ordering::Relaxed) + 1;
+        inner.shared.set_last(Origin {
+            step: Arc::clone(&inner.name),
+            kernel: Arc::clone(&inner.last_kernel),
+            replay: Some(n),
+        });
+        let (exec, handle) = (inner.exec, stream.handle());
+        inner.shared.call("cuGraphLaunch", |api| api.exec_launch(exec, handle))?;
+        Ok(Outputs::new(lease))
+    }
+
+    /// Makes a graph of an ended stream capture.
+    pub(crate) fn finish_captured(
+        job: &Job<'_>,
+        graph: OwnedGraph,
+        keep: Keep,
+        log: Vec<(NodeKind, Origin)>,
+        stream: StreamHandle,
+    ) -> Result<Graph, DriverError> {
+        let shared = job.shared;
+        let name = &job.options.name;
+        check_memory_nodes(job, &graph)?;
+        let nodes = shared.call("cuGraphGetNodes", |api| api.graph_nodes(graph.handle))?;
+        if nodes.is_empty() {
+            return Err(DriverError::EmptyRecording { name: name.clone() });
+        }
+        let has_library = log.iter().any(|(kind, _)| *kind == NodeKind::Child);
+        if !has_library && nodes.len() != log.len() {
+            let (n_enqueued, n_captured) = (log.len(), nodes.len());
+            return Err(DriverError::CapturedOther { name: name.clone(), n_enqueued, n_captured });
+        }
+        let edges = shared.call("cuGraphGetEdges", |api| api.graph_edges(graph.handle))?;
+        let edges: Vec<(NodeHandle, NodeHandle, EdgeKind)> =
+            edges.into_iter().map(|e| (e.from, e.to, e.kind)).collect();
+        let order = chain(&nodes, &edges);
+        let labels: Vec<(NodeKind, String)> = order
+            .iter()
+            .enumerate()
+            .map(|(i, &(_, kind))| match log.get(i) {
+                Some((logged, origin)) if !has_library && *logged == kind => (kind, origin.to_string()),
+                _ => (kind, format!("{kind:?}")),
+            })
+            .collect();
+        let index = |node: NodeHandle| order.iter().position(|n| n.0 == node).unwrap_or(0) as u32;
+        let edges = edges.into_iter().map(|(from, to, kind)| (index(from), index(to), kind)).collect();
+        Graph::instantiate(job, Method::Stream, graph, keep, &log, labels, edges, stream)
+    }
+
+    /// Makes a graph of recorded nodes.
+    pub(crate) fn finish_nodes(
+        job: &Job<'_>,
+        graph: OwnedGraph,
+        parts: Parts,
+        stream: StreamHandle,
+    ) -> Result<Graph, DriverError> {
+        if parts.log.is_empty() {
+            return Err(DriverError::EmptyRecording { name: job.options.name.clone() });
+        }
+        let labels = parts.log.iter().map(|(kind, origin)| (*kind, origin.to_string())).collect();
+        Graph::instantiate(job, Method::Nodes, graph, parts.keep, &parts.log, labels, parts.edges, stream)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the last step of both methods, called from the two above only")]
+    fn instantiate(
+        job: &Job<'_>,
+        method: Method,
+        graph: OwnedGraph,
+        keep: Keep,
+        log: &[(NodeKind, Origin)],
+        nodes: Vec<(NodeKind, String)>,
+        edges: Vec<(u32, u32, EdgeKind)>,
+        stream: StreamHandle,
+    ) -> Result<Graph, DriverError> {
+        let shared = job.shared;
+        let exec = shared.call("cuGraphInstantiate", |api| api.graph_instantiate(graph.handle))?;
+        let last = log.last().map_or_else(|| call_origin("nothing"), |(_, origin)| origin.clone());
+        let inner = Inner {
+            shared: Arc::clone(shared),
+            exec,
+            memory: Arc::clone(job.memory),
+            _keep: keep,
+            n_replays: AtomicU64::new(0),
+            name: Arc::from(job.options.name.as_str()),
+            last_kernel: last.kernel,
+        };
+        // From here on dropping `inner` destroys the instance.
+        shared.call("cuGraphUpload", |api| api.exec_upload(exec, stream))?;
+        let info = GraphInfo {
+            name: job.options.name.clone(),
+            method,
+            nodes,
+            edges,
+            record_time: job.started.elapsed(),
+        };
+        Ok(Graph { inner: Arc::new(inner), info })
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.shared.discard(Garbage::Exec(self.exec));
+    }
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Graph {:?} ({}, {:?})", self.info.name, self.info.method, self.info.counts())
+    }
+}
+
+fn check_memory_nodes(job: &Job<'_>, graph: &OwnedGraph) -> Result<(), DriverError> {
+    match memory_nodes(job.shared, graph.handle)? {
+        0 => Ok(()),
+        n_nodes => Err(DriverError::MemoryNodes { name: job.options.name.clone(), n_nodes }),
+    }
+}
+
+/// Allocation and free nodes of a graph, child graphs included.
+pub(crate) fn memory_nodes(shared: &Shared, graph: GraphHandle) -> Result<usize, DriverError> {
+    let mut count = 0;
+    for (node, kind) in shared.call("cuGraphGetNodes", |api| api.graph_nodes(graph))? {
+        match kind {
+            NodeKind::MemAlloc | NodeKind::MemFree => count += 1,
+            NodeKind::Child => {
+                let child = shared.call("cuGraphChildGraphNodeGetGraph", |api| api.graph_child(node))?;
+                count += memory_nodes(shared, child)?;
+            }
+            _ => {}
+        }
+    }
+    Ok(count)
+}
+
+/// The nodes in the order of a capture without forks: each after what it waits for. Nodes that a fork leaves over
+/// follow in the driver's order.
+fn chain(
+    nodes: &[(NodeHandle, NodeKind)],
+    edges: &[(NodeHandle, NodeHandle, EdgeKind)],
+) -> Vec<(NodeHandle, NodeKind)> {
+    use std::collections::{HashMap, HashSet};
+    let kinds: HashMap<NodeHandle, NodeKind> = nodes.iter().copied().collect();
+    let next: HashMap<NodeHandle, NodeHandle> = edges.iter().map(|e| (e.0, e.1)).collect();
+    let waits: HashSet<NodeHandle> = edges.iter().map(|e| e.1).collect();
+    let mut seen = HashSet::new();
+    let mut order = Vec::with_capacity(nodes.len());
+    for &(root, _) in nodes.iter().filter(|n| !waits.contains(&n.0)).chain(nodes) {
+        let mut at = Some(root);
+        while let Some(node) = at.filter(|n| seen.insert(*n)) {
+            order.extend(kinds.get(&node).map(|&kind| (node, kind)));
+            at = next.get(&node).copied();
+        }
+    }
+    order
+}
+
+/// The results of a run or replay. While it lives, nothing can overwrite them: it borrows the lease.
+#[derive(Debug)]
+pub struct Outputs<'l> {
+    lease: &'l Lease,
+}
+
+impl<'l> Outputs<'l> {
+    pub(crate) fn new(lease: &'l mut Lease) -> Outputs<'l> {
+        Outputs { lease }
+    }
+
+    /// Waits for the stream and copies a buffer to the host.
+    pub fn read(&self, stream: &mut Stream, buf: Buf, bytes: &mut [u8]) -> Result<(), DriverError> {
+        stream.download(self.lease, buf, bytes)
+    }
+
+    /// Waits for the stream and reads a buffer as values.
+    pub fn values<T: Pod>(&self, stream: &mut Stream, buf: Buf) -> Result<Vec<T>, DriverError> {
+        // Resolved before anything is allocated by its length.
+        self.lease.memory().resolve(buf)?;
+        let mut values = vec![T::zeroed(); buf.len() as usize / size_of::<T>().max(1)];
+        self.read(stream, buf, bytemuck::cast_slice_mut(&mut values))?;
+        Ok(values)
+    }
+}

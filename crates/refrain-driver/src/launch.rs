@@ -1,0 +1,286 @@
+//! One kernel launch, described: shape, arguments, and which bytes it reads and writes.
+
+use std::sync::Arc;
+
+use bytemuck::Pod;
+
+use crate::api::LaunchConfig;
+use crate::error::{DriverError, Origin};
+use crate::memory::{Buf, Memory, Slot};
+use crate::module::Function;
+use crate::shared::Shared;
+
+/// A kernel argument that is frozen when the launch is recorded.
+///
+/// A plain number is no argument: writing `Baked` says that every replay may see the same value. What changes from
+/// replay to replay lives in a [`Slot`].
+#[derive(Clone, Copy, Debug)]
+pub struct Baked<T>(pub T);
+
+/// How a launch uses a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Only reads it.
+    Read,
+    /// Only writes it.
+    Write,
+    /// Reads and writes it.
+    ReadWrite,
+}
+
+/// A launch to be enqueued with [`crate::Queue::launch`]. Arguments are given in the order of the kernel's parameters;
+/// they are checked against the compiled kernel when the launch is enqueued.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    function: Function,
+    step: Arc<str>,
+    config: LaunchConfig,
+    args: Vec<Arg>,
+    /// Bytes touched that are no argument of their own.
+    also: Vec<(Buf, Access)>,
+}
+
+#[derive(Clone, Debug)]
+enum Arg {
+    Buf(Buf, Access),
+    Null,
+    Value(Vec<u8>),
+}
+
+impl Launch {
+    /// A launch of `grid` blocks of `block` threads.
+    #[must_use]
+    pub fn new(function: &Function, grid: impl Into<Dim>, block: impl Into<Dim>) -> Launch {
+        Launch {
+            function: function.clone(),
+            step: Arc::from(""),
+            config: LaunchConfig::new(grid.into().0, block.into().0),
+            args: Vec::with_capacity(function.params().len()),
+            also: Vec::new(),
+        }
+    }
+
+    /// Names the step it belongs to, for errors and drawings.
+    #[must_use]
+    pub fn step(mut self, step: impl Into<Arc<str>>) -> Launch {
+        self.step = step.into();
+        self
+    }
+
+    /// Dynamic shared memory per block; [`Function::allow_shared`] raises what is allowed.
+    #[must_use]
+    pub fn shared(mut self, bytes: u32) -> Launch {
+        self.config.shared_bytes = bytes;
+        self
+    }
+
+    /// Groups blocks into clusters.
+    #[must_use]
+    pub fn cluster(mut self, blocks: impl Into<Dim>) -> Launch {
+        self.config.cluster = Some(blocks.into().0);
+        self
+    }
+
+    /// All blocks are resident at once, so that the kernel may synchronise its whole grid.
+    #[must_use]
+    pub fn cooperative(mut self) -> Launch {
+        self.config.cooperative = true;
+        self
+    }
+
+    /// Programmatic dependent launch: the kernel may start before what it depends on has finished.
+    ///
+    /// The kernel promises that every block waits for its dependencies on every path, and that before it waits it reads
+    /// only what nothing in the recording writes.
+    #[must_use]
+    pub fn pdl(mut self) -> Launch {
+        self.config.programmatic = true;
+        self
+    }
+
+    /// A pointer argument that is only read.
+    #[must_use]
+    pub fn read(self, buf: Buf) -> Launch {
+        self.buf(buf, Access::Read)
+    }
+
+    /// A pointer argument that is only written.
+    #[must_use]
+    pub fn write(self, buf: Buf) -> Launch {
+        self.buf(buf, Access::Write)
+    }
+
+    /// A pointer argument that is read and written.
+    #[must_use]
+    pub fn read_write(self, buf: Buf) -> Launch {
+        self.buf(buf, Access::ReadWrite)
+    }
+
+    /// A pointer argument.
+    #[must_use]
+    pub fn buf(mut self, buf: Buf, access: Access) -> Launch {
+        self.args.push(Arg::Buf(buf, access));
+        self
+    }
+
+    /// A pointer argument that is null.
+    #[must_use]
+    pub fn null(mut self) -> Launch {
+        self.args.push(Arg::Null);
+        self
+    }
+
+    /// A pointer to a value that may differ at each replay.
+    #[must_use]
+    pub fn slot<T: Pod>(self, slot: Slot<T>) -> Launch {
+        self.buf(slot.buf(), Access::Read)
+    }
+
+    /// A pointer to such a value, which the kernel changes.
+    #[must_use]
+    pub fn slot_mut<T: Pod>(self, slot: Slot<T>) -> Launch {
+        self.buf(slot.buf(), Access::ReadWrite)
+    }
+
+    /// A value that is frozen here.
+    #[must_use]
+    pub fn baked<T: Pod>(mut self, value: Baked<T>) -> Launch {
+        self.args.push(Arg::Value(bytemuck::bytes_of(&value.0).to_vec()));
+        self
+    }
+
+    /// Declares bytes that the kernel reaches other than through an argument, so that dependencies see them.
+    #[must_use]
+    pub fn touches(mut self, buf: Buf, access: Access) -> Launch {
+        self.also.push((buf, access));
+        self
+    }
+
+    /// The kernel.
+    #[must_use]
+    pub fn function(&self) -> &Function {
+        &self.function
+    }
+
+    /// Step and kernel.
+    #[must_use]
+    pub fn origin(&self) -> Origin {
+        Origin { step: Arc::clone(&self.step), kernel: Arc::clone(self.function.name()), replay: None }
+    }
+
+    /// The buffers it names and how it uses them, arguments first.
+    pub fn accesses(&self) -> impl Iterator<Item = (Buf, Access)> + '_ {
+        let args = self.args.iter().filter_map(|a| match a {
+            Arg::Buf(buf, access) => Some((*buf, *access)),
+            Arg::Null | Arg::Value(_) => None,
+        });
+        args.chain(self.also.iter().copied())
+    }
+
+    /// The configuration, with overlap switched off where asked.
+    pub(crate) fn config(&self, overlap: bool) -> LaunchConfig {
+        LaunchConfig { programmatic: self.config.programmatic && overlap, ..self.config }
+    }
+
+    /// Checks everything and packs the parameters as the compiled kernel lays them out.
+    pub(crate) fn pack(&self, shared: &Arc<Shared>, memory: &Memory, out: &mut Vec<u8>) -> Result<(), DriverError> {
+        if !Arc::ptr_eq(self.function.module().shared(), shared) {
+            return Err(DriverError::ForeignDevice { what: "a kernel" });
+        }
+        self.check_shape(shared)?;
+        let params = self.function.params();
+        if params.len() != self.args.len() {
+            return Err(DriverError::ParamCount {
+                kernel: self.function.name().to_string(),
+                step: self.step.to_string(),
+                expected: params.len(),
+                given: self.args.len(),
+            });
+        }
+        out.clear();
+        for (index, (param, arg)) in params.iter().zip(&self.args).enumerate() {
+            let end = param.offset + param.size;
+            if out.len() < end {
+                out.resize(end, 0);
+            }
+            let address;
+            let bytes: &[u8] = match arg {
+                Arg::Buf(buf, _) => {
+                    address = memory.resolve(*buf)?.address().to_le_bytes();
+                    &address
+                }
+                Arg::Null => &[0; 8],
+                Arg::Value(bytes) => bytes,
+            };
+            if bytes.len() != param.size {
+                return Err(DriverError::ParamSize {
+                    kernel: self.function.name().to_string(),
+                    step: self.step.to_string(),
+                    index,
+                    expected: param.size,
+                    given: bytes.len(),
+                });
+            }
+            out[param.offset..end].copy_from_slice(bytes);
+        }
+        // Declared bytes are checked like arguments, so that a wrong declaration is not found by a wrong result.
+        self.also.iter().try_for_each(|(buf, _)| memory.resolve(*buf).map(|_| ()))
+    }
+
+    fn check_shape(&self, shared: &Shared) -> Result<(), DriverError> {
+        let c = &self.config;
+        let fail = |what, given, limit| {
+            let (kernel, step) = (self.function.name().to_string(), self.step.to_string());
+            Err(DriverError::LaunchShape { kernel, step, what, given, limit })
+        };
+        let product = |d: [u32; 3]| d.iter().fold(1_u64, |p, &n| p.saturating_mul(u64::from(n)));
+        let threads = product(c.block);
+        let limit = u64::from(self.function.max_threads().min(shared.info.max_block_threads));
+        if threads == 0 || threads > limit {
+            return fail("threads per block", threads, limit);
+        }
+        let blocks = product(c.grid);
+        if blocks == 0 || c.grid[0] > i32::MAX as u32 || c.grid[1] > 65_535 || c.grid[2] > 65_535 {
+            return fail("blocks", blocks, i32::MAX as u64);
+        }
+        if c.shared_bytes > self.function.max_shared_bytes() {
+            let limit = self.function.max_shared_bytes();
+            return fail("dynamic shared bytes", u64::from(c.shared_bytes), u64::from(limit));
+        }
+        if let Some(cluster) = c.cluster {
+            if product(cluster) == 0 || cluster.iter().zip(c.grid).any(|(&n, g)| g % n.max(1) != 0) {
+                return fail("a cluster that does not divide the grid: blocks per cluster", product(cluster), blocks);
+            }
+        }
+        if c.cooperative {
+            let per_sm = self.function.occupancy(threads as u32, c.shared_bytes)?;
+            let resident = u64::from(per_sm) * u64::from(shared.info.n_sms);
+            if blocks > resident {
+                return fail("cooperative blocks", blocks, resident);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One to three extents; the missing ones are 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dim(pub [u32; 3]);
+
+impl From<u32> for Dim {
+    fn from(x: u32) -> Dim {
+        Dim([x, 1, 1])
+    }
+}
+
+impl From<[u32; 2]> for Dim {
+    fn from([x, y]: [u32; 2]) -> Dim {
+        Dim([x, y, 1])
+    }
+}
+
+impl From<[u32; 3]> for Dim {
+    fn from(d: [u32; 3]) -> Dim {
+        Dim(d)
+    }
+}

@@ -1,0 +1,377 @@
+//! Planned memory: every address fixed before anything runs.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use bytemuck::Pod;
+
+use crate::api::{Code, DevicePtr, HostPtr};
+use crate::device::Context;
+use crate::error::DriverError;
+use crate::shared::{Garbage, Shared, lock};
+use crate::stream::Progress;
+
+/// Allocations are at least this large, so that an empty region has an address too.
+const MIN_REGION_BYTES: u64 = 256;
+
+static NEXT_MEMORY: AtomicU32 = AtomicU32::new(1);
+
+/// What a [`Memory`] shall hold: a few named regions, each one allocation.
+#[derive(Clone, Debug, Default)]
+pub struct Layout {
+    name: String,
+    regions: Vec<(String, u64, Kind)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Device,
+    Pinned,
+}
+
+/// A region of a [`Layout`], and of every memory planned from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Region(u32);
+
+impl Layout {
+    /// An empty layout.
+    #[must_use]
+    pub fn new(name: &str) -> Layout {
+        Layout { name: name.to_owned(), regions: Vec::new() }
+    }
+
+    /// Adds a region of device memory.
+    pub fn device(&mut self, name: &str, bytes: u64) -> Region {
+        self.add(name, bytes, Kind::Device)
+    }
+
+    /// Adds a region of pinned host memory, which kernels and copies in a graph can reach.
+    pub fn pinned(&mut self, name: &str, bytes: u64) -> Region {
+        self.add(name, bytes, Kind::Pinned)
+    }
+
+    fn add(&mut self, name: &str, bytes: u64, kind: Kind) -> Region {
+        self.regions.push((name.to_owned(), bytes, kind));
+        Region(self.regions.len() as u32 - 1)
+    }
+
+    /// Bytes of device memory it asks for.
+    #[must_use]
+    pub fn device_bytes(&self) -> u64 {
+        self.regions.iter().filter(|r| r.2 == Kind::Device).fold(0, |sum, r| sum.saturating_add(r.1))
+    }
+}
+
+/// A set of allocations with fixed addresses. Graphs hold on to it (`Arc`), so an address in a recording never dangles;
+/// growing it means planning a new one and recording again.
+pub struct Memory {
+    shared: Arc<Shared>,
+    id: u32,
+    name: String,
+    regions: Vec<Allocation>,
+    leased: AtomicBool,
+    /// What the last lease knew about who uses the memory.
+    last_user: Mutex<Option<(Arc<Progress>, u64)>>,
+}
+
+struct Allocation {
+    name: String,
+    bytes: u64,
+    place: Place,
+    /// Set while a [`crate::Ring`] reads the region.
+    taken: AtomicBool,
+}
+
+/// Where a buffer really is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    Device(DevicePtr),
+    Host(HostPtr),
+}
+
+impl Place {
+    /// The address as a kernel sees it.
+    pub(crate) fn address(self) -> u64 {
+        match self {
+            Place::Device(p) => p.0,
+            Place::Host(p) => p.0,
+        }
+    }
+
+    fn add(self, bytes: u64) -> Place {
+        match self {
+            Place::Device(p) => Place::Device(p.add(bytes)),
+            Place::Host(p) => Place::Host(HostPtr(p.0 + bytes)),
+        }
+    }
+}
+
+impl Memory {
+    /// Allocates everything the layout names, or nothing.
+    pub fn plan(ctx: &Context, layout: &Layout) -> Result<Arc<Memory>, DriverError> {
+        let shared = ctx.shared();
+        shared.refuse_while_recording("allocation", layout.device_bytes())?;
+        shared.empty_bin();
+        let mut memory = Memory {
+            shared: Arc::clone(shared),
+            id: NEXT_MEMORY.fetch_add(1, Ordering::Relaxed),
+            name: layout.name.clone(),
+            regions: Vec::with_capacity(layout.regions.len()),
+            leased: AtomicBool::new(false),
+            last_user: Mutex::new(None),
+        };
+        for (name, bytes, kind) in &layout.regions {
+            let size = (*bytes).max(MIN_REGION_BYTES);
+            let got = match kind {
+                Kind::Device => shared.raw(|api| api.alloc(size).map(Place::Device))?,
+                Kind::Pinned => shared.raw(|api| api.alloc_host(size).map(Place::Host))?,
+            };
+            // On an error the memory as far as it got is dropped, which frees it.
+            let place = got.map_err(|code| allocation_failed(shared, &layout.name, name, size, code))?;
+            if let Place::Host(p) = place {
+                // SAFETY: `p` is a fresh pinned allocation of `size` bytes that only this function knows.
+                unsafe { std::ptr::write_bytes(p.as_ptr(), 0, size as usize) };
+            }
+            memory.regions.push(Allocation {
+                name: name.clone(),
+                bytes: *bytes,
+                place,
+                taken: AtomicBool::new(false),
+            });
+        }
+        Ok(Arc::new(memory))
+    }
+
+    /// A handle to a whole region. A region of another layout gives one that every use refuses or that is out of range.
+    #[must_use]
+    pub fn buf(&self, region: Region) -> Buf {
+        let len = self.regions.get(region.0 as usize).map_or(0, |r| r.bytes);
+        Buf { memory: self.id, region: region.0, offset: 0, len }
+    }
+
+    /// The one lease. All graphs over this memory are replayed through it.
+    pub fn lease(self: &Arc<Self>) -> Result<Lease, DriverError> {
+        if self.leased.swap(true, Ordering::AcqRel) {
+            return Err(DriverError::LeaseTaken { name: self.name.clone() });
+        }
+        let user = lock(&self.last_user).take();
+        Ok(Lease { memory: Arc::clone(self), user })
+    }
+
+    /// The name from the layout.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Bytes of all regions.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.regions.iter().map(|r| r.bytes).sum()
+    }
+
+    /// Name, size and address of each region, for reports: the addresses a recording holds.
+    pub fn regions(&self) -> impl Iterator<Item = (&str, u64, u64)> {
+        self.regions.iter().map(|r| (r.name.as_str(), r.bytes, r.place.address()))
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Looks a handle up; refuses one of another memory or out of its region.
+    #[inline]
+    pub(crate) fn resolve(&self, buf: Buf) -> Result<Place, DriverError> {
+        if buf.memory != self.id {
+            return Err(self.foreign("a buffer", buf.memory));
+        }
+        let Some(region) = self.regions.get(buf.region as usize) else {
+            return Err(out_of_range(format!("memory {:?}", self.name), buf, 0));
+        };
+        match buf.offset.checked_add(buf.len) {
+            Some(end) if end <= region.bytes => Ok(region.place.add(buf.offset)),
+            _ => Err(out_of_range(format!("region {:?}", region.name), buf, region.bytes)),
+        }
+    }
+
+    #[cold]
+    pub(crate) fn foreign(&self, what: &'static str, given: u32) -> DriverError {
+        DriverError::ForeignMemory { what, given, expected: self.id, name: self.name.clone() }
+    }
+
+    /// Takes a pinned region for a ring; false when it is taken.
+    pub(crate) fn take_region(&self, buf: Buf) -> bool {
+        self.regions.get(buf.region as usize).is_some_and(|r| !r.taken.swap(true, Ordering::AcqRel))
+    }
+
+    pub(crate) fn give_region(&self, buf: Buf) {
+        if let Some(r) = self.regions.get(buf.region as usize) {
+            r.taken.store(false, Ordering::Release);
+        }
+    }
+}
+
+fn out_of_range(what: String, buf: Buf, bytes: u64) -> DriverError {
+    DriverError::OutOfRange { what, offset: buf.offset, len: buf.len, bytes }
+}
+
+fn allocation_failed(shared: &Shared, memory: &str, region: &str, size: u64, code: Code) -> DriverError {
+    if code != Code::OUT_OF_MEMORY {
+        return shared.fail("cuMemAlloc", code);
+    }
+    let (free_bytes, total_bytes) = shared.call("cuMemGetInfo", |api| api.mem_info()).unwrap_or((0, 0));
+    DriverError::OutOfMemory {
+        what: format!("region {region:?} of memory {memory:?}"),
+        need_bytes: size,
+        free_bytes,
+        total_bytes,
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        for region in &self.regions {
+            self.shared.discard(match region.place {
+                Place::Device(p) => Garbage::Device(p),
+                Place::Host(p) => Garbage::Host(p),
+            });
+        }
+    }
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Memory {} {:?} ({} bytes in {} regions)", self.id, self.name, self.bytes(), self.regions.len())
+    }
+}
+
+/// A range of a [`Memory`]: a small copyable handle with no borrow in it, looked up by whoever uses it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Buf {
+    memory: u32,
+    region: u32,
+    offset: u64,
+    len: u64,
+}
+
+impl Buf {
+    /// Bytes.
+    #[must_use]
+    pub const fn len(self) -> u64 {
+        self.len
+    }
+
+    /// True without bytes.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// Byte offset in its region.
+    #[must_use]
+    pub const fn offset(self) -> u64 {
+        self.offset
+    }
+
+    /// The memory's id, as error messages name it.
+    #[must_use]
+    pub const fn memory(self) -> u32 {
+        self.memory
+    }
+
+    /// A part of it.
+    pub fn slice(self, offset: u64, len: u64) -> Result<Buf, DriverError> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len => Ok(Buf { offset: self.offset + offset, len, ..self }),
+            _ => Err(DriverError::OutOfRange { what: "the buffer".to_owned(), offset, len, bytes: self.len }),
+        }
+    }
+
+    /// The value at a byte offset as a [`Slot`].
+    pub fn slot<T: Pod>(self, offset: u64) -> Result<Slot<T>, DriverError> {
+        Ok(Slot { buf: self.slice(offset, size_of::<T>() as u64)?, _type: PhantomData })
+    }
+}
+
+/// A typed value that lives in device memory and may differ at each replay: kernels read it there.
+///
+/// The counterpart is [`crate::Baked`]: a value that is frozen when a launch is recorded.
+pub struct Slot<T> {
+    buf: Buf,
+    _type: PhantomData<fn() -> T>,
+}
+
+impl<T: Pod> Slot<T> {
+    /// Where it lives.
+    #[must_use]
+    pub const fn buf(self) -> Buf {
+        self.buf
+    }
+}
+
+impl<T> Clone for Slot<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Slot<T> {}
+
+impl<T> fmt::Debug for Slot<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Slot<{}> at {:?}", std::any::type_name::<T>(), self.buf)
+    }
+}
+
+/// The right to change a memory's contents. There is one per memory, and the outputs of a replay borrow it, so no
+/// replay overwrites what is still being read.
+#[derive(Debug)]
+pub struct Lease {
+    memory: Arc<Memory>,
+    /// The stream that last got work on this memory, and its count then.
+    user: Option<(Arc<Progress>, u64)>,
+}
+
+impl Lease {
+    /// The memory.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// Notes a use by a stream; refused while another stream's use may still run, since nothing orders the two.
+    #[inline]
+    pub(crate) fn enter(&mut self, stream: &Arc<Progress>, n_sent: u64) -> Result<(), DriverError> {
+        if let Some((user, n)) = &mut self.user
+            && Arc::ptr_eq(user, stream)
+        {
+            *n = n_sent;
+            return Ok(());
+        }
+        self.check_stream(stream)?;
+        self.user = Some((Arc::clone(stream), n_sent));
+        Ok(())
+    }
+
+    pub(crate) fn check_stream(&self, stream: &Arc<Progress>) -> Result<(), DriverError> {
+        match &self.user {
+            Some((user, n)) if !Arc::ptr_eq(user, stream) && !user.reached(*n) => {
+                Err(DriverError::LeaseBusy { name: self.memory.name.clone() })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        *lock(&self.memory.last_user) = self.user.take();
+        self.memory.leased.store(false, Ordering::Release);
+    }
+}

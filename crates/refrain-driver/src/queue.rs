@@ -1,0 +1,277 @@
+//! The one choke point: everything that is enqueued goes through [`Queue`].
+
+use std::any::Any;
+use std::sync::Arc;
+
+use crate::api::{NodeKind, StreamHandle};
+use crate::error::{DriverError, Origin};
+use crate::launch::Launch;
+use crate::memory::{Buf, Memory, Place};
+use crate::shared::Shared;
+use crate::watchdog::{Bark, WatchGuard};
+
+/// Takes work in order. It can enqueue and nothing else: not allocate, not wait, not read back. So whatever is written
+/// against a `Queue` can be recorded.
+///
+/// Three sinks implement it (it is sealed): a live stream, a stream under capture, and the recorder of explicit nodes.
+///
+/// ```compile_fail
+/// # use refrain_driver::{Queue, Launch, DriverError};
+/// fn elsewhere(q: &mut dyn Queue, l: &Launch) {
+///     std::thread::scope(|s| { s.spawn(|| q.launch(l)); }); // a recorder stays on its thread
+/// }
+/// ```
+pub trait Queue: sealed::Sealed {
+    /// Launches a kernel.
+    fn launch(&mut self, launch: &Launch) -> Result<(), DriverError>;
+    /// Copies `src` to `dst`, which are equally long.
+    fn copy(&mut self, dst: Buf, src: Buf) -> Result<(), DriverError>;
+    /// Fills `dst` with a byte.
+    fn fill(&mut self, dst: Buf, byte: u8) -> Result<(), DriverError>;
+    /// Makes a library call that only a stream can take.
+    fn library(&mut self, call: &LibraryCall<'_>) -> Result<(), DriverError>;
+}
+
+pub(crate) mod sealed {
+    pub trait Sealed {}
+}
+
+/// A call into a library (cuBLASLt) that enqueues work on a stream by itself.
+///
+/// It must only enqueue, and only touch what is declared here: nothing checks that but verification.
+pub struct LibraryCall<'a> {
+    /// Step and name, for errors and drawings.
+    pub step: Arc<str>,
+    /// The library's routine.
+    pub name: Arc<str>,
+    /// What it reads.
+    pub reads: Vec<Buf>,
+    /// What it writes, its workspace included.
+    pub writes: Vec<Buf>,
+    /// What must outlive every replay: the library's handle.
+    pub keep: Option<Arc<dyn Any + Send + Sync>>,
+    /// Makes the call.
+    pub run: &'a dyn Fn(&mut LibraryStream<'_>) -> Result<(), DriverError>,
+}
+
+impl std::fmt::Debug for LibraryCall<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "LibraryCall {:?} of step {:?}", &*self.name, &*self.step)
+    }
+}
+
+/// What a library call is given: the stream to enqueue on, and addresses.
+pub struct LibraryStream<'a> {
+    pub(crate) shared: &'a Arc<Shared>,
+    pub(crate) memory: &'a Memory,
+    pub(crate) stream: StreamHandle,
+}
+
+impl LibraryStream<'_> {
+    /// The driver's stream, as a number. Using it takes the library's own `unsafe` interface; the call may only enqueue.
+    #[must_use]
+    pub fn raw(&self) -> u64 {
+        self.stream.0
+    }
+
+    /// The address of a buffer, as a number.
+    pub fn address(&self, buf: Buf) -> Result<u64, DriverError> {
+        Ok(self.memory.resolve(buf)?.address())
+    }
+
+    /// Launches a kernel of ours on that stream: what a library does, without one.
+    pub fn launch(&mut self, launch: &Launch) -> Result<(), DriverError> {
+        let mut params = Vec::new();
+        launch.pack(self.shared, self.memory, &mut params)?;
+        let (function, config) = (launch.function().handle(), launch.config(false));
+        self.shared.call("cuLaunchKernelEx", |api| api.launch(function, &config, self.stream, &params))
+    }
+}
+
+/// Things kept alive until the work that uses them is done. Each is kept once.
+#[derive(Default)]
+pub(crate) struct Keep(Vec<Arc<dyn Any + Send + Sync>>);
+
+impl Keep {
+    pub(crate) fn add<T: Any + Send + Sync>(&mut self, thing: &Arc<T>) {
+        let address = Arc::as_ptr(thing).cast::<()>();
+        if !self.0.iter().rev().any(|k| Arc::as_ptr(k).cast::<()>() == address) {
+            let thing: Arc<T> = Arc::clone(thing);
+            self.0.push(thing);
+        }
+    }
+
+    pub(crate) fn add_dyn(&mut self, thing: &Arc<dyn Any + Send + Sync>) {
+        let address = Arc::as_ptr(thing).cast::<()>();
+        if !self.0.iter().any(|k| Arc::as_ptr(k).cast::<()>() == address) {
+            self.0.push(Arc::clone(thing));
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    pub(crate) fn leak(&mut self) {
+        std::mem::take(&mut self.0).into_iter().for_each(std::mem::forget);
+    }
+}
+
+/// What a recording sink has besides its way to the driver.
+pub(crate) struct Recording<'a> {
+    pub(crate) watch: &'a WatchGuard,
+    pub(crate) bark: &'a Bark,
+    /// What was enqueued, in order.
+    pub(crate) log: Vec<(NodeKind, Origin)>,
+    /// The first error, which is the one to report: later ones are its victims.
+    pub(crate) failed: Option<DriverError>,
+}
+
+impl<'a> Recording<'a> {
+    pub(crate) fn new(watch: &'a WatchGuard, bark: &'a Bark) -> Recording<'a> {
+        Recording { watch, bark, log: Vec::new(), failed: None }
+    }
+
+    /// Runs one enqueue: not past the deadline, not after a failure, noted before it starts.
+    pub(crate) fn step(
+        &mut self,
+        kind: NodeKind,
+        origin: Origin,
+        f: impl FnOnce() -> Result<(), DriverError>,
+    ) -> Result<(), DriverError> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        if self.watch.expired() {
+            return Err(self.watch.deadline_error());
+        }
+        self.bark.note(origin.clone());
+        match f() {
+            Ok(()) => {
+                self.log.push((kind, origin));
+                Ok(())
+            }
+            Err(error) => {
+                self.failed = Some(error.clone());
+                Err(error)
+            }
+        }
+    }
+}
+
+/// The sink over a stream: live, or under capture when it has a `Recording`.
+pub(crate) struct StreamSink<'a> {
+    pub(crate) shared: &'a Arc<Shared>,
+    pub(crate) memory: &'a Arc<Memory>,
+    pub(crate) stream: StreamHandle,
+    pub(crate) keep: &'a mut Keep,
+    pub(crate) overlap: bool,
+    pub(crate) recording: Option<Recording<'a>>,
+    pub(crate) params: Vec<u8>,
+}
+
+impl StreamSink<'_> {
+    fn step(
+        &mut self,
+        kind: NodeKind,
+        origin: Origin,
+        f: impl FnOnce() -> Result<(), DriverError>,
+    ) -> Result<(), DriverError> {
+        match &mut self.recording {
+            Some(recording) => recording.step(kind, origin, f),
+            None => {
+                self.shared.set_last(origin);
+                f()
+            }
+        }
+    }
+}
+
+impl sealed::Sealed for StreamSink<'_> {}
+
+impl Queue for StreamSink<'_> {
+    fn launch(&mut self, launch: &Launch) -> Result<(), DriverError> {
+        let mut params = std::mem::take(&mut self.params);
+        let (shared, memory, stream) = (self.shared, self.memory, self.stream);
+        let config = launch.config(self.overlap);
+        let result = self.step(NodeKind::Kernel, launch.origin(), || {
+            launch.pack(shared, memory, &mut params)?;
+            let function = launch.function().handle();
+            shared.call("cuLaunchKernelEx", |api| api.launch(function, &config, stream, &params))
+        });
+        self.params = params;
+        self.keep.add(launch.function().module());
+        result
+    }
+
+    fn copy(&mut self, dst: Buf, src: Buf) -> Result<(), DriverError> {
+        let (to, from, bytes) = copy_ends(self.memory, dst, src)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (shared, stream) = (self.shared, self.stream);
+        self.step(NodeKind::Memcpy, call_origin("copy"), || {
+            shared.call("cuMemcpyAsync", |api| match (to, from) {
+                (Place::Device(to), Place::Device(from)) => api.memcpy_dtod_async(to, from, bytes, stream),
+                // SAFETY: `from` is pinned and inside `self.memory`, which the stream (live) or the graph
+                // (recorded) keeps alive until the last use; only kernels and copies write pinned regions.
+                (Place::Device(to), Place::Host(from)) => unsafe {
+                    api.memcpy_htod_async(to, from, bytes, stream)
+                },
+                // SAFETY: as above, for `to`; the host reads pinned regions only through `Ring`, atomically.
+                (Place::Host(to), Place::Device(from)) => unsafe {
+                    api.memcpy_dtoh_async(to, from, bytes, stream)
+                },
+                // Pinned memory has a device address too.
+                (Place::Host(to), Place::Host(from)) => {
+                    api.memcpy_dtod_async(to.device(), from.device(), bytes, stream)
+                }
+            })
+        })
+    }
+
+    fn fill(&mut self, dst: Buf, byte: u8) -> Result<(), DriverError> {
+        let place = self.memory.resolve(dst)?;
+        if dst.is_empty() {
+            return Ok(());
+        }
+        let (shared, stream) = (self.shared, self.stream);
+        let at = crate::api::DevicePtr(place.address());
+        self.step(NodeKind::Memset, call_origin("fill"), || {
+            shared.call("cuMemsetD8Async", |api| api.memset_async(at, byte, dst.len(), stream))
+        })
+    }
+
+    fn library(&mut self, call: &LibraryCall<'_>) -> Result<(), DriverError> {
+        for buf in call.reads.iter().chain(&call.writes) {
+            self.memory.resolve(*buf)?;
+        }
+        let (shared, memory, stream) = (self.shared, self.memory, self.stream);
+        if let Some(keep) = &call.keep {
+            self.keep.add_dyn(keep);
+        }
+        self.step(NodeKind::Child, library_origin(call), || (call.run)(&mut LibraryStream { shared, memory, stream }))
+    }
+}
+
+/// Resolves both ends of a copy and checks their lengths.
+pub(crate) fn copy_ends(memory: &Memory, dst: Buf, src: Buf) -> Result<(Place, Place, u64), DriverError> {
+    let (to, from) = (memory.resolve(dst)?, memory.resolve(src)?);
+    if dst.len() != src.len() {
+        let what = "a copy".to_owned();
+        return Err(DriverError::SizeMismatch { what, expected: dst.len(), given: src.len() });
+    }
+    Ok((to, from, dst.len()))
+}
+
+pub(crate) fn call_origin(what: &str) -> Origin {
+    Origin { step: Arc::from(""), kernel: Arc::from(what), replay: None }
+}
+
+pub(crate) fn library_origin(call: &LibraryCall<'_>) -> Origin {
+    Origin { step: Arc::clone(&call.step), kernel: Arc::clone(&call.name), replay: None }
+}

@@ -1,0 +1,163 @@
+//! The functions of the driver library, looked up once.
+//!
+//! The library is opened through cudarc, and handles and structures are its `sys` types or numbers of their size. The
+//! functions are looked up here instead of called through `sys`, for two reasons: `sys` panics on a missing library or
+//! symbol, and it declares results as a Rust enum, which a newer driver's code would make undefined behaviour.
+
+use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::path::PathBuf;
+
+use cudarc::driver::sys;
+
+use crate::api::HostFn;
+use crate::error::DriverError;
+
+/// A handle or device address: the size of a pointer on every platform CUDA supports.
+type H = u64;
+
+macro_rules! table {
+    ($($since:literal { $($name:ident($($arg:ty),* $(,)?);)* })*) => {
+        /// One pointer per driver function; all return a `CUresult` as a number.
+        #[expect(non_snake_case, reason = "named as the driver names them")]
+        pub(super) struct Table {
+            $($(pub(super) $name: unsafe extern "C" fn($($arg),*) -> u32,)*)*
+        }
+
+        impl Table {
+            /// Looks every function up in the library, which must be present, or names the first that is missing.
+            fn look_up() -> Result<Table, DriverError> {
+                // SAFETY: opening the driver library runs its initialisers, which is what loading a driver means;
+                // the caller has checked that it is there, so cudarc does not panic.
+                let library = unsafe { sys::culib() };
+                Ok(Table {
+                    $($($name: {
+                        let symbol = concat!(stringify!($name), "\0").as_bytes();
+                        // SAFETY: the type is the function's C signature from cuda.h, where every handle is a pointer
+                        // and `CUresult` an unsigned int; the library is never closed.
+                        let found = unsafe { library.get::<unsafe extern "C" fn($($arg),*) -> u32>(symbol) };
+                        *found.map_err(|_| DriverError::SymbolMissing {
+                            symbol: stringify!($name),
+                            since: $since,
+                        })?
+                    },)*)*
+                })
+            }
+        }
+    };
+}
+
+table! {
+    "11.4" {
+        cuInit(c_uint);
+        cuDriverGetVersion(*mut c_int);
+        cuDeviceGetCount(*mut c_int);
+        cuDeviceGet(*mut c_int, c_int);
+        cuDeviceGetName(*mut c_char, c_int, c_int);
+        cuDeviceGetAttribute(*mut c_int, c_int, c_int);
+        cuDeviceTotalMem_v2(*mut usize, c_int);
+        cuDeviceGetUuid_v2(*mut [u8; 16], c_int);
+        cuDeviceGetPCIBusId(*mut c_char, c_int, c_int);
+        cuDevicePrimaryCtxRetain(*mut H, c_int);
+        cuDevicePrimaryCtxRelease_v2(c_int);
+        cuCtxCreate_v2(*mut H, c_uint, c_int);
+        cuCtxDestroy_v2(H);
+        cuCtxSetCurrent(H);
+        cuCtxGetCurrent(*mut H);
+        cuCtxSynchronize();
+        cuMemGetInfo_v2(*mut usize, *mut usize);
+        cuMemAlloc_v2(*mut H, usize);
+        cuMemFree_v2(H);
+        cuMemAllocHost_v2(*mut H, usize);
+        cuMemFreeHost(H);
+        cuMemAllocManaged(*mut H, usize, c_uint);
+        cuMemAllocAsync(*mut H, usize, H);
+        cuMemFreeAsync(H, H);
+        cuMemcpyHtoD_v2(H, *const u8, usize);
+        cuMemcpyDtoH_v2(*mut u8, H, usize);
+        cuMemcpyHtoDAsync_v2(H, *const u8, usize, H);
+        cuMemcpyDtoHAsync_v2(*mut u8, H, usize, H);
+        cuMemcpyDtoDAsync_v2(H, H, usize, H);
+        cuMemsetD8Async(H, u8, usize, H);
+        cuStreamCreate(*mut H, c_uint);
+        cuStreamDestroy_v2(H);
+        cuStreamSynchronize(H);
+        cuStreamQuery(H);
+        cuStreamWaitEvent(H, H, c_uint);
+        cuStreamBeginCapture_v2(H, c_uint);
+        cuStreamEndCapture(H, *mut H);
+        cuStreamIsCapturing(H, *mut c_uint);
+        cuStreamGetCaptureInfo_v2(H, *mut c_uint, *mut u64, *mut H, *mut *const H, *mut usize);
+        cuLaunchHostFunc(H, HostFn, *mut c_void);
+        cuEventCreate(*mut H, c_uint);
+        cuEventDestroy_v2(H);
+        cuEventRecord(H, H);
+        cuEventQuery(H);
+        cuEventSynchronize(H);
+        cuEventElapsedTime(*mut f32, H, H);
+        cuModuleLoadData(*mut H, *const u8);
+        cuModuleUnload(H);
+        cuModuleGetFunction(*mut H, H, *const c_char);
+        cuFuncGetAttribute(*mut c_int, c_int, H);
+        cuFuncSetAttribute(H, c_int, c_int);
+        cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, H, c_int, usize);
+        cuGraphCreate(*mut H, c_uint);
+        cuGraphDestroy(H);
+        cuGraphDestroyNode(H);
+        cuGraphAddMemcpyNode(*mut H, H, *const H, usize, *const sys::CUDA_MEMCPY3D, H);
+        cuGraphAddMemsetNode(*mut H, H, *const H, usize, *const sys::CUDA_MEMSET_NODE_PARAMS, H);
+        cuGraphAddChildGraphNode(*mut H, H, *const H, usize, H);
+        cuGraphAddEmptyNode(*mut H, H, *const H, usize);
+        cuGraphAddHostNode(*mut H, H, *const H, usize, *const sys::CUDA_HOST_NODE_PARAMS);
+        cuGraphGetNodes(H, *mut H, *mut usize);
+        cuGraphNodeGetType(H, *mut c_uint);
+        cuGraphChildGraphNodeGetGraph(H, *mut H);
+        cuGraphInstantiateWithFlags(*mut H, H, c_ulonglong);
+        cuGraphExecDestroy(H);
+        cuGraphUpload(H, H);
+        cuGraphLaunch(H, H);
+        cuGraphKernelNodeSetAttribute(H, c_uint, *const sys::CUlaunchAttributeValue);
+    }
+    "12.0" {
+        cuLaunchKernelEx(*const sys::CUlaunchConfig, H, *mut *mut c_void, *mut *mut c_void);
+        cuGraphAddKernelNode_v2(*mut H, H, *const H, usize, *const sys::CUDA_KERNEL_NODE_PARAMS);
+    }
+    "12.3" {
+        cuGraphAddDependencies_v2(H, *const H, *const H, *const sys::CUgraphEdgeData, usize);
+        cuGraphGetEdges_v2(H, *mut H, *mut H, *mut sys::CUgraphEdgeData, *mut usize);
+    }
+    "12.4" {
+        cuFuncGetParamInfo(H, usize, *mut usize, *mut usize);
+        cuFuncLoad(H);
+    }
+}
+
+/// Opens the driver library.
+pub(super) fn open() -> Result<(Table, Option<PathBuf>), DriverError> {
+    // SAFETY: opens and closes the driver library, whose initialisers and finalisers may run at any time.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(DriverError::LibraryMissing { library: "libcuda.so.1" });
+    }
+    let table = Table::look_up()?;
+    let path = path_of(table.cuInit as *const c_void);
+    Ok((table, path))
+}
+
+/// The file a function was loaded from.
+#[cfg(unix)]
+fn path_of(function: *const c_void) -> Option<PathBuf> {
+    use std::os::unix::ffi::OsStrExt as _;
+    let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
+    // SAFETY: `dladdr` only looks the address up and fills `info`, which is valid when all zero.
+    let (found, info) = unsafe { (libc::dladdr(function, info.as_mut_ptr()), info.assume_init()) };
+    if found == 0 || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: `dladdr` succeeded, so the name is a C string owned by the loader, which keeps the library open.
+    let name = unsafe { std::ffi::CStr::from_ptr(info.dli_fname) };
+    Some(PathBuf::from(std::ffi::OsStr::from_bytes(name.to_bytes())))
+}
+
+#[cfg(not(unix))]
+fn path_of(_: *const c_void) -> Option<PathBuf> {
+    None
+}

@@ -1,0 +1,188 @@
+//! A ring in pinned memory through which kernels hand results to the host without a wait.
+//!
+//! # Layout
+//!
+//! ```text
+//! byte 0     consumed: u64, written by the host: how many entries it has taken
+//! byte 64    entry 0: seq: u64, payload, padded to a multiple of 16 bytes
+//!            entry 1: ..
+//! ```
+//!
+//! The `k`-th result (from 1) goes to entry `(k - 1) % n_entries`: the kernel writes the payload, then stores
+//! `seq = k` with system-scope release. The host loads `seq` with acquire and then reads the payload. Back-pressure:
+//! the host sends no step for which [`Ring::reserve`] has no room, so an entry is never written before it was taken.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::api::HostPtr;
+use crate::error::DriverError;
+use crate::memory::{Buf, Memory, Place, Region};
+use crate::stream::Stream;
+
+/// Where the first entry starts.
+pub const RING_HEADER_BYTES: u64 = 64;
+
+/// The host's end of a ring.
+#[derive(Debug)]
+pub struct Ring {
+    memory: Arc<Memory>,
+    buf: Buf,
+    base: HostPtr,
+    n_entries: u64,
+    payload_bytes: usize,
+    n_reserved: u64,
+    n_taken: u64,
+}
+
+impl Ring {
+    /// Bytes from one entry to the next.
+    #[must_use]
+    pub const fn stride(payload_bytes: usize) -> u64 {
+        (8 + payload_bytes as u64).next_multiple_of(16)
+    }
+
+    /// Bytes a ring needs, for the layout.
+    #[must_use]
+    pub const fn bytes(n_entries: u32, payload_bytes: usize) -> u64 {
+        RING_HEADER_BYTES + n_entries as u64 * Ring::stride(payload_bytes)
+    }
+
+    /// A ring over a pinned region that no other ring uses.
+    pub fn new(
+        memory: &Arc<Memory>,
+        region: Region,
+        n_entries: u32,
+        payload_bytes: usize,
+    ) -> Result<Ring, DriverError> {
+        let buf = memory.buf(region);
+        let need = Ring::bytes(n_entries, payload_bytes);
+        let base = match memory.resolve(buf)? {
+            Place::Host(base) if n_entries > 0 && need <= buf.len() => base,
+            Place::Host(_) | Place::Device(_) => {
+                return Err(DriverError::OutOfRange {
+                    what: "the pinned region of a ring".to_owned(),
+                    offset: 0,
+                    len: need,
+                    bytes: buf.len(),
+                });
+            }
+        };
+        if !memory.take_region(buf) {
+            return Err(DriverError::LeaseTaken { name: "ring".to_owned() });
+        }
+        let ring = Ring {
+            memory: Arc::clone(memory),
+            buf,
+            base,
+            n_entries: u64::from(n_entries),
+            payload_bytes,
+            n_reserved: 0,
+            n_taken: 0,
+        };
+        (0..ring.n_entries).for_each(|i| ring.word(ring.entry(i)).store(0, Ordering::Relaxed));
+        ring.word(0).store(0, Ordering::Release);
+        Ok(ring)
+    }
+
+    /// The whole ring, as a kernel argument.
+    #[must_use]
+    pub fn buf(&self) -> Buf {
+        self.buf
+    }
+
+    /// Counts one more result that will come; false when the ring has no room for it, and then nothing may be sent.
+    #[must_use]
+    pub fn reserve(&mut self) -> bool {
+        let room = self.n_reserved - self.n_taken < self.n_entries;
+        self.n_reserved += u64::from(room);
+        room
+    }
+
+    /// Results that are on their way.
+    #[must_use]
+    pub fn n_pending(&self) -> u64 {
+        self.n_reserved - self.n_taken
+    }
+
+    /// Takes the next result if it is there, and returns its number.
+    pub fn try_take(&mut self, payload: &mut [u8]) -> Result<Option<u64>, DriverError> {
+        if payload.len() != self.payload_bytes {
+            return Err(DriverError::SizeMismatch {
+                what: "a ring entry".to_owned(),
+                expected: self.payload_bytes as u64,
+                given: payload.len() as u64,
+            });
+        }
+        let expected = self.n_taken + 1;
+        let entry = self.entry(self.n_taken % self.n_entries);
+        let seq = self.word(entry).load(Ordering::Acquire);
+        if seq > expected {
+            return Err(DriverError::RingOverrun { expected, found: seq });
+        }
+        if seq < expected {
+            return Ok(None);
+        }
+        read_pinned(HostPtr(self.base.0 + entry + 8), payload);
+        self.n_taken = expected;
+        self.n_reserved = self.n_reserved.max(expected);
+        self.word(0).store(expected, Ordering::Release);
+        Ok(Some(expected))
+    }
+
+    /// Waits for the next result, at most `limit`, and looks for errors of the stream meanwhile.
+    pub fn take(
+        &mut self,
+        stream: &mut Stream,
+        limit: Duration,
+        payload: &mut [u8],
+    ) -> Result<u64, DriverError> {
+        let start = Instant::now();
+        let mut next_look = Duration::from_micros(100);
+        loop {
+            if let Some(seq) = self.try_take(payload)? {
+                return Ok(seq);
+            }
+            let waited = start.elapsed();
+            if waited >= next_look {
+                let done = stream.is_done()?;
+                if let Some(seq) = self.try_take(payload)? {
+                    return Ok(seq);
+                }
+                if done || waited >= limit {
+                    let origin = stream.shared().last();
+                    return Err(DriverError::Timeout { what: "a ring entry", waited, origin });
+                }
+                next_look = waited + Duration::from_micros(100);
+            }
+            std::hint::spin_loop();
+        }
+    }
+
+    fn entry(&self, index: u64) -> u64 {
+        RING_HEADER_BYTES + index * Ring::stride(self.payload_bytes)
+    }
+
+    fn word(&self, offset: u64) -> &AtomicU64 {
+        // SAFETY: `offset` is 0 or an entry's start, so `offset + 8` is inside the pinned region (`Ring::new` checked
+        // its size) and 8-byte aligned (the region is, and offsets are multiples of 16). `self.memory` keeps it
+        // allocated, and the host touches a ring's region only atomically.
+        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset as usize).cast()) }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        self.memory.give_region(self.buf);
+    }
+}
+
+/// Reads pinned bytes that a kernel may be writing: every byte atomically, so the worst is a torn value.
+pub(crate) fn read_pinned(from: HostPtr, to: &mut [u8]) {
+    for (i, byte) in to.iter_mut().enumerate() {
+        // SAFETY: callers pass a range inside a pinned region of a `Memory` they keep alive, and the host never
+        // writes there other than atomically.
+        *byte = unsafe { AtomicU8::from_ptr(from.as_ptr().add(i)) }.load(Ordering::Relaxed);
+    }
+}

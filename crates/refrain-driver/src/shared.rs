@@ -1,0 +1,309 @@
+//! What all handles of one open device share: the way to the driver, whether something is being recorded, what waits
+//! to be freed, and whether the context is lost.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::api::{
+    Api, CaptureStatus, Code, CtxHandle, DeviceInfo, DevicePtr, EventHandle, ExecHandle, HostPtr, ModuleHandle,
+    Raw, StreamHandle,
+};
+use crate::error::{DriverError, Lost, Origin};
+use crate::probe::Probe;
+use crate::watchdog::Watchdog;
+
+/// State of one open device. Everything that calls its driver goes through [`Shared::call`].
+pub(crate) struct Shared {
+    pub(crate) api: Arc<dyn Api>,
+    pub(crate) ctx: CtxHandle,
+    pub(crate) ordinal: u32,
+    pub(crate) info: DeviceInfo,
+    pub(crate) driver_version: u32,
+    id: u64,
+    lost: OnceLock<Arc<Lost>>,
+    last: Mutex<Option<Origin>>,
+    recording: AtomicBool,
+    recorded_stream: Mutex<Option<StreamHandle>>,
+    bin: Mutex<Vec<Garbage>>,
+    owner: AtomicU64,
+    pub(crate) watchdog: Watchdog,
+    /// Set once, right after opening.
+    pub(crate) probe: OnceLock<Probe>,
+}
+
+/// A driver object that is no longer needed.
+#[derive(Debug)]
+pub(crate) enum Garbage {
+    Device(DevicePtr),
+    Host(HostPtr),
+    Module(ModuleHandle),
+    Exec(ExecHandle),
+    Event(EventHandle),
+    Stream(StreamHandle),
+}
+
+static NEXT_TAG: AtomicU64 = AtomicU64::new(1);
+
+thread_local! {
+    static THREAD_TAG: u64 = NEXT_TAG.fetch_add(1, Ordering::Relaxed);
+    /// Which device's context is current on this thread, so that it is set only when it changes.
+    static CURRENT: Cell<u64> = const { Cell::new(0) };
+}
+
+pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing in this crate leaves a guarded value half changed when it panics.
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Shared {
+    pub(crate) fn new(
+        api: Arc<dyn Api>,
+        ctx: CtxHandle,
+        ordinal: u32,
+        info: DeviceInfo,
+        driver_version: u32,
+    ) -> Shared {
+        Shared {
+            api,
+            ctx,
+            ordinal,
+            info,
+            driver_version,
+            id: NEXT_TAG.fetch_add(1, Ordering::Relaxed),
+            lost: OnceLock::new(),
+            last: Mutex::new(None),
+            recording: AtomicBool::new(false),
+            recorded_stream: Mutex::new(None),
+            bin: Mutex::new(Vec::new()),
+            owner: AtomicU64::new(0),
+            watchdog: Watchdog::new(),
+            probe: OnceLock::new(),
+        }
+    }
+
+    /// Makes one driver call with the context current, unless the context is lost.
+    #[inline]
+    pub(crate) fn call<T>(
+        &self,
+        what: &'static str,
+        f: impl FnOnce(&dyn Api) -> Raw<T>,
+    ) -> Result<T, DriverError> {
+        self.raw(f)?.map_err(|code| self.fail(what, code))
+    }
+
+    /// Like [`Shared::call`], for a caller that decides itself what a code means.
+    #[inline]
+    pub(crate) fn raw<T>(&self, f: impl FnOnce(&dyn Api) -> Raw<T>) -> Result<Raw<T>, DriverError> {
+        self.check_lost()?;
+        if CURRENT.get() != self.id {
+            if let Err(code) = self.api.ctx_set_current(Some(self.ctx)) {
+                return Err(self.fail("cuCtxSetCurrent", code));
+            }
+            CURRENT.set(self.id);
+        }
+        Ok(f(&*self.api))
+    }
+
+    /// Waits until `ready` no longer says `NOT_READY`, at most `limit`. It asks instead of blocking in the driver, so
+    /// that the wait has an end; it spins first, since a step is shorter than a sleep.
+    pub(crate) fn poll(
+        &self,
+        what: &'static str,
+        limit: Duration,
+        mut ready: impl FnMut(&dyn Api) -> Raw<()>,
+    ) -> Result<(), DriverError> {
+        let start = Instant::now();
+        loop {
+            match self.raw(&mut ready)? {
+                Ok(()) => return Ok(()),
+                Err(Code::NOT_READY) => {}
+                Err(code) => return Err(self.fail(what, code)),
+            }
+            let waited = start.elapsed();
+            if waited >= limit {
+                return Err(DriverError::Timeout { what, waited, origin: self.last() });
+            }
+            match waited.as_micros() {
+                0..200 => std::hint::spin_loop(),
+                200..5_000 => std::thread::yield_now(),
+                _ => std::thread::sleep(Duration::from_micros(100)),
+            }
+        }
+    }
+
+    /// Turns a code into an error, and marks the context lost when it is that kind of code.
+    #[cold]
+    pub(crate) fn fail(&self, call: &'static str, code: Code) -> DriverError {
+        let origin = self.last();
+        if code.is_sticky() {
+            return self.lose(Lost { code: Some(code), call, origin });
+        }
+        DriverError::Driver { call, code, origin }
+    }
+
+    /// Marks the context lost; the first report stands.
+    #[cold]
+    pub(crate) fn lose(&self, lost: Lost) -> DriverError {
+        let mut first = false;
+        let lost = self.lost.get_or_init(|| {
+            first = true;
+            Arc::new(lost)
+        });
+        if first {
+            tracing::error!(device = self.ordinal, "{lost}");
+        }
+        DriverError::ContextLost(Arc::clone(lost))
+    }
+
+    #[inline]
+    pub(crate) fn check_lost(&self) -> Result<(), DriverError> {
+        match self.lost.get() {
+            None => Ok(()),
+            Some(lost) => Err(DriverError::ContextLost(Arc::clone(lost))),
+        }
+    }
+
+    /// The last work that was sent.
+    pub(crate) fn last(&self) -> Option<Origin> {
+        lock(&self.last).clone()
+    }
+
+    pub(crate) fn set_last(&self, origin: Origin) {
+        *lock(&self.last) = Some(origin);
+    }
+
+    /// Refuses a call that does not go with a recording, from any thread.
+    #[inline]
+    pub(crate) fn refuse_while_recording(&self, what: &'static str, bytes: u64) -> Result<(), DriverError> {
+        self.check_lost()?;
+        if self.recording.load(Ordering::Acquire) {
+            return Err(DriverError::CaptureIncompatible { what, bytes });
+        }
+        Ok(())
+    }
+
+    /// Begins a recording; there is one at a time on a device.
+    pub(crate) fn begin_recording(self: &Arc<Self>) -> Result<RecordingFlag, DriverError> {
+        self.refuse_while_recording("a second recording", 0)?;
+        self.empty_bin();
+        self.recording.store(true, Ordering::Release);
+        Ok(RecordingFlag { shared: Arc::clone(self) })
+    }
+
+    /// Names the stream that the driver is capturing, for [`Shared::capture_status`].
+    pub(crate) fn set_recorded_stream(&self, stream: Option<StreamHandle>) {
+        *lock(&self.recorded_stream) = stream;
+    }
+
+    /// The status of the stream that is being recorded, asked from any thread.
+    pub(crate) fn capture_status(&self) -> Result<CaptureStatus, DriverError> {
+        self.check_lost()?;
+        // Held over the call, so that the stream cannot be destroyed meanwhile: its recording ends under this lock.
+        let stream = lock(&self.recorded_stream);
+        match *stream {
+            None => Ok(CaptureStatus::None),
+            Some(s) => self.probe_status(s),
+        }
+    }
+
+    /// Asks the driver about one stream. A code of the capture family is itself an answer.
+    pub(crate) fn probe_status(&self, stream: StreamHandle) -> Result<CaptureStatus, DriverError> {
+        match self.raw(|api| api.stream_is_capturing(stream))? {
+            Ok(status) => Ok(status),
+            Err(Code::STREAM_CAPTURE_INVALIDATED | Code::STREAM_CAPTURE_ISOLATION) => {
+                Ok(CaptureStatus::Invalidated)
+            }
+            Err(code) => Err(self.fail("cuStreamIsCapturing", code)),
+        }
+    }
+
+    /// Makes the calling thread the owner; false when another thread is.
+    pub(crate) fn claim(&self) -> bool {
+        let tag = THREAD_TAG.with(|t| *t);
+        self.owner.compare_exchange(0, tag, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    pub(crate) fn is_owner(&self) -> bool {
+        self.owner.load(Ordering::Acquire) == THREAD_TAG.with(|t| *t)
+    }
+
+    /// Gives the ownership up.
+    pub(crate) fn unclaim(&self) {
+        self.empty_bin();
+        self.owner.store(0, Ordering::Release);
+    }
+
+    /// Frees an object now, or later when something records or when this is not the device's thread.
+    pub(crate) fn discard(&self, garbage: Garbage) {
+        if self.lost.get().is_some() {
+            return;
+        }
+        if self.recording.load(Ordering::Acquire) || !self.is_owner() {
+            lock(&self.bin).push(garbage);
+        } else {
+            self.destroy(garbage);
+        }
+    }
+
+    /// How many objects wait to be freed.
+    pub(crate) fn bin_len(&self) -> usize {
+        lock(&self.bin).len()
+    }
+
+    pub(crate) fn empty_bin(&self) {
+        if self.recording.load(Ordering::Acquire) {
+            return;
+        }
+        let garbage = std::mem::take(&mut *lock(&self.bin));
+        for g in garbage {
+            self.destroy(g);
+        }
+    }
+
+    fn destroy(&self, garbage: Garbage) {
+        let result = self.call("freeing a driver object", |api| match garbage {
+            Garbage::Device(p) => api.free(p),
+            Garbage::Host(p) => api.free_host(p),
+            Garbage::Module(m) => api.module_unload(m),
+            Garbage::Exec(e) => api.exec_destroy(e),
+            Garbage::Event(e) => api.event_destroy(e),
+            Garbage::Stream(s) => api.stream_destroy(s),
+        });
+        if let Err(error) = result {
+            tracing::warn!(?garbage, "{error}");
+        }
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.recording.store(false, Ordering::Release);
+        if let Some(probe) = self.probe.take() {
+            lock(&self.bin).extend(probe.into_garbage());
+        }
+        self.empty_bin();
+        if self.lost.get().is_none() {
+            if let Err(code) = self.api.primary_ctx_release(self.ordinal) {
+                tracing::warn!("releasing the context of device {}: {code}", self.ordinal);
+            }
+        }
+        if CURRENT.try_with(Cell::get) == Ok(self.id) {
+            CURRENT.set(0);
+        }
+    }
+}
+
+/// While it lives, the device is being recorded on; dropping it frees what was put off.
+pub(crate) struct RecordingFlag {
+    shared: Arc<Shared>,
+}
+
+impl Drop for RecordingFlag {
+    fn drop(&mut self) {
+        self.shared.set_recorded_stream(None);
+        self.shared.recording.store(false, Ordering::Release);
+        self.shared.empty_bin();
+    }
+}

@@ -1,0 +1,294 @@
+//! The capture state machine, as measured: which calls a capture takes in, which break it, and with which code.
+//!
+//! Three kinds of calls matter while a stream is being captured: work on a capturing stream becomes a node; calls the
+//! driver counts as unsafe (allocation, frees, waiting for an event) break captures by mode and thread; waiting for
+//! something that includes a capture breaks it in every mode. Work on the legacy stream breaks captures of blocking
+//! streams. The table in the conformance test is the specification; what it does not measure says so below.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::thread::ThreadId;
+
+use super::graphs::{GraphDef, GraphSlot, Node, NodeWork};
+use super::ops::Op;
+use super::state::{EventState, State};
+use super::streams::{Kind, Work};
+use crate::api::{
+    CaptureMode, CaptureStatus, Code, CtxHandle, Dependency, EdgeKind, EventHandle, GraphHandle, NodeHandle, NodeKind,
+    Raw, StreamHandle,
+};
+
+pub(super) struct Capture {
+    pub(super) ctx: CtxHandle,
+    pub(super) mode: CaptureMode,
+    pub(super) owner: ThreadId,
+    origin: StreamHandle,
+    broken: bool,
+    def: GraphDef,
+    /// For each stream taking part, what its next node waits for.
+    frontiers: BTreeMap<StreamHandle, Vec<Dependency>>,
+}
+
+impl Capture {
+    pub(super) fn invalidate(&mut self) {
+        self.broken = true;
+    }
+
+    pub(super) fn takes_part(&self, stream: StreamHandle) -> bool {
+        self.frontiers.contains_key(&stream)
+    }
+
+    fn status(&self) -> CaptureStatus {
+        if self.broken { CaptureStatus::Invalidated } else { CaptureStatus::Active }
+    }
+
+    /// Every forked stream's work is waited for by the origin.
+    fn is_joined(&self) -> bool {
+        let origin = self.frontiers.get(&self.origin).map_or(&[][..], Vec::as_slice);
+        let joined = self.def.ancestors(origin);
+        let tips = self.frontiers.iter().filter(|(s, _)| **s != self.origin).flat_map(|(_, tips)| tips);
+        tips.into_iter().all(|tip| self.def.position(tip.on).is_some_and(|i| joined[i]))
+    }
+}
+
+impl State {
+    fn capture_id(&self, stream: StreamHandle) -> Option<u64> {
+        self.captures.iter().find(|(_, c)| c.takes_part(stream)).map(|(&id, _)| id)
+    }
+
+    /// A stream's capture and its id while it is active. Asked of the legacy stream while a blocking one is being
+    /// captured it is an error that, as the driver documents, breaks nothing.
+    pub(super) fn capture_status(&self, stream: StreamHandle) -> Raw<(CaptureStatus, Option<u64>)> {
+        let (ctx, kind) = (self.streams[&stream].ctx, self.streams[&stream].kind);
+        if kind == Kind::Legacy && self.captures.values().any(|c| self.captures_blocking(c, ctx)) {
+            return Err(Code::STREAM_CAPTURE_IMPLICIT);
+        }
+        Ok(match self.capture_id(stream) {
+            None => (CaptureStatus::None, None),
+            Some(id) => {
+                let status = self.captures[&id].status();
+                (status, (status == CaptureStatus::Active).then_some(id))
+            }
+        })
+    }
+
+    fn captures_blocking(&self, capture: &Capture, ctx: CtxHandle) -> bool {
+        let kind = |s: &StreamHandle| self.streams.get(s).map(|s| s.kind);
+        capture.ctx == ctx && capture.frontiers.keys().any(|s| kind(s) == Some(Kind::Blocking))
+    }
+
+    fn break_captures(&mut self, which: impl Fn(&Capture) -> bool) -> bool {
+        let hit = self.captures.values_mut().filter(|c| which(c));
+        hit.map(Capture::invalidate).count() > 0
+    }
+
+    /// What a scripted fault does to the captures that are on.
+    pub(super) fn break_all_captures(&mut self) {
+        self.break_captures(|_| true);
+    }
+
+    /// Work for the legacy stream would wait for every blocking stream; one that is being captured cannot be.
+    pub(super) fn check_legacy(&mut self, ctx: CtxHandle) -> Raw<()> {
+        let hit: Vec<u64> =
+            self.captures.iter().filter(|(_, c)| self.captures_blocking(c, ctx)).map(|(&id, _)| id).collect();
+        for id in &hit {
+            self.captures.get_mut(id).into_iter().for_each(Capture::invalidate);
+        }
+        if hit.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_IMPLICIT) }
+    }
+
+    /// Waiting for, or asking after, a stream.
+    pub(super) fn check_stream_wait(&mut self, stream: StreamHandle) -> Raw<()> {
+        match self.capture_id(stream).and_then(|id| self.captures.get_mut(&id)) {
+            Some(c) if c.broken => Err(Code::STREAM_CAPTURE_INVALIDATED),
+            Some(c) => {
+                c.invalidate();
+                Err(Code::STREAM_CAPTURE_UNSUPPORTED)
+            }
+            // The legacy stream stands for all blocking ones. Waiting for a stream that is not captured is allowed:
+            // not in the table.
+            None if self.streams[&stream].kind == Kind::Legacy => self.check_legacy(self.streams[&stream].ctx),
+            None => Ok(()),
+        }
+    }
+
+    /// Waiting for the whole context, from any thread, in any mode.
+    pub(super) fn check_ctx_wait(&mut self, ctx: CtxHandle) -> Raw<()> {
+        if self.break_captures(|c| c.ctx == ctx) { Err(Code::STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
+    }
+
+    /// Waiting for, or asking after, an event.
+    pub(super) fn check_event_wait(&mut self, event: EventHandle) -> Raw<()> {
+        if let EventState::Captured { capture, .. } = self.events[&event].state {
+            if let Some(c) = self.captures.get_mut(&capture) {
+                c.invalidate();
+            }
+            return Err(Code::CAPTURED_EVENT);
+        }
+        self.check_unsafe_call()
+    }
+
+    pub(super) fn begin_capture(&mut self, stream: StreamHandle, mode: CaptureMode) -> Raw<()> {
+        let (ctx, kind) = (self.streams[&stream].ctx, self.streams[&stream].kind);
+        if kind == Kind::Legacy {
+            return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
+        }
+        if self.capture_id(stream).is_some() {
+            return Err(Code::ILLEGAL_STATE);
+        }
+        let id = self.handle();
+        self.captures.insert(
+            id,
+            Capture {
+                ctx,
+                mode,
+                owner: std::thread::current().id(),
+                origin: stream,
+                broken: false,
+                def: GraphDef::default(),
+                frontiers: BTreeMap::from([(stream, Vec::new())]),
+            },
+        );
+        Ok(())
+    }
+
+    /// Ends the capture; whatever the answer, the stream is not being captured afterwards, except when it is not the
+    /// stream on which the capture began.
+    pub(super) fn end_capture(&mut self, stream: StreamHandle) -> Raw<GraphHandle> {
+        let id = self.capture_id(stream).ok_or(Code::ILLEGAL_STATE)?;
+        if self.captures[&id].origin != stream {
+            self.break_captures(|c| c.takes_part(stream));
+            return Err(Code::STREAM_CAPTURE_UNMATCHED);
+        }
+        let Some(capture) = self.captures.remove(&id) else { return Err(Code::ILLEGAL_STATE) };
+        if capture.mode != CaptureMode::Relaxed && capture.owner != std::thread::current().id() {
+            return Err(Code::STREAM_CAPTURE_WRONG_THREAD);
+        }
+        if capture.broken {
+            return Err(Code::STREAM_CAPTURE_INVALIDATED);
+        }
+        if !capture.is_joined() {
+            return Err(Code::STREAM_CAPTURE_UNJOINED);
+        }
+        let handle = GraphHandle(self.handle());
+        self.graphs.insert(handle, GraphSlot { def: Arc::new(capture.def), parent: None });
+        Ok(handle)
+    }
+
+    /// Drops a stream's capture without a graph: an end-capture that a script makes fail.
+    pub(super) fn abandon_capture(&mut self, stream: StreamHandle) {
+        if let Some(id) = self.capture_id(stream) {
+            self.captures.remove(&id);
+        }
+    }
+
+    /// The capture a stream's work goes into, if it is being captured.
+    pub(super) fn capturing(&self, stream: StreamHandle) -> Raw<Option<u64>> {
+        match self.capture_id(stream) {
+            Some(id) if self.captures[&id].broken => Err(Code::STREAM_CAPTURE_INVALIDATED),
+            id => Ok(id),
+        }
+    }
+
+    /// Gives work to a stream: a node when it is being captured, else a place in its queue.
+    pub(super) fn submit(&mut self, stream: StreamHandle, op: Op) -> Raw<Option<u64>> {
+        if let Some(id) = self.capturing(stream)? {
+            let fault = self.armed.take();
+            self.add_captured(id, stream, NodeWork::Op(op, fault));
+            return Ok(None);
+        }
+        if self.streams[&stream].kind == Kind::Legacy {
+            self.check_legacy(self.streams[&stream].ctx)?;
+        }
+        Ok(Some(self.enqueue(stream, Work::Op(op), None, None)))
+    }
+
+    pub(super) fn add_captured(&mut self, id: u64, stream: StreamHandle, work: NodeWork) {
+        let handle = NodeHandle(self.handle());
+        let Some(capture) = self.captures.get_mut(&id) else { return };
+        let frontier = capture.frontiers.entry(stream).or_default();
+        let mut deps = std::mem::replace(frontier, vec![Dependency { on: handle, kind: EdgeKind::Full }]);
+        // A programmatic launch right behind one kernel becomes a programmatic edge; behind anything else it waits.
+        if let NodeWork::Op(Op::Kernel(k), _) = &work
+            && k.config.programmatic
+            && let [dep] = deps.as_mut_slice()
+            && capture.def.position(dep.on).is_some_and(|i| capture.def.nodes[i].kind() == NodeKind::Kernel)
+        {
+            dep.kind = EdgeKind::Programmatic;
+        }
+        capture.def.nodes.push(Node { handle, work, deps });
+    }
+
+    /// `cuEventRecord`.
+    pub(super) fn record_event(&mut self, event: EventHandle, stream: StreamHandle) -> Raw<()> {
+        let state = match self.capturing(stream)? {
+            Some(id) => {
+                let frontier = self.captures[&id].frontiers[&stream].clone();
+                EventState::Captured { capture: id, frontier }
+            }
+            None => {
+                if self.streams[&stream].kind == Kind::Legacy {
+                    self.check_legacy(self.streams[&stream].ctx)?;
+                }
+                let item = self.enqueue(stream, Work::Event(event), None, None);
+                EventState::Recorded { item, clock: self.streams[&stream].clock.clone(), done_at_ns: None }
+            }
+        };
+        if let Some(e) = self.events.get_mut(&event) {
+            e.state = state;
+        }
+        Ok(())
+    }
+
+    /// `cuStreamWaitEvent`: an ordering between streams, a fork or a join of a capture, or a breach of its isolation.
+    pub(super) fn wait_event(&mut self, stream: StreamHandle, event: EventHandle) -> Raw<()> {
+        let mine = self.capturing(stream)?;
+        match (mine, self.events[&event].state.clone()) {
+            (Some(id), EventState::Captured { capture, frontier }) if capture == id => {
+                self.join_frontier(id, stream, frontier);
+                Ok(())
+            }
+            (Some(id), EventState::Captured { capture, .. }) if self.captures.contains_key(&capture) => {
+                for id in [id, capture] {
+                    self.captures.get_mut(&id).into_iter().for_each(Capture::invalidate);
+                }
+                Err(Code::STREAM_CAPTURE_MERGE)
+            }
+            (Some(id), _) => {
+                self.captures.get_mut(&id).into_iter().for_each(Capture::invalidate);
+                Err(Code::STREAM_CAPTURE_ISOLATION)
+            }
+            (None, EventState::Never) => Ok(()),
+            (None, EventState::Recorded { item, clock, .. }) => {
+                if self.streams[&stream].kind == Kind::Legacy {
+                    self.check_legacy(self.streams[&stream].ctx)?;
+                }
+                self.enqueue(stream, Work::Op(Op::Empty), Some((item, &clock)), None);
+                Ok(())
+            }
+            (None, EventState::Captured { capture, frontier }) => match self.captures.get_mut(&capture) {
+                Some(c) if c.broken => Err(Code::STREAM_CAPTURE_INVALIDATED),
+                Some(c) if self.streams[&stream].kind == Kind::Legacy => {
+                    c.invalidate();
+                    Err(Code::STREAM_CAPTURE_IMPLICIT)
+                }
+                Some(_) => {
+                    self.join_frontier(capture, stream, frontier);
+                    Ok(())
+                }
+                None => Err(Code::CAPTURED_EVENT),
+            },
+        }
+    }
+
+    fn join_frontier(&mut self, id: u64, stream: StreamHandle, more: Vec<Dependency>) {
+        if let Some(capture) = self.captures.get_mut(&id) {
+            let frontier = capture.frontiers.entry(stream).or_default();
+            for dep in more {
+                if !frontier.contains(&dep) {
+                    frontier.push(dep);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! Scripted faults: what the simulated device is told to do wrong, and when.
+//!
+//! ```text
+//! on 3rd launch: illegal address          # the work fails when it runs, and every later call with 700
+//! on 1st begin_capture: fail 900          # the call returns that code and does nothing
+//! on 2nd alloc during capture: fail 900   # counts only calls made while a capture is on
+//! on every instantiate: out of memory
+//! on every 4th replay: wrong byte         # success, but one byte of what it wrote is wrong
+//! from 5th replay: fail LAUNCH_OUT_OF_RESOURCES
+//! on 1st end_capture: hang                # does not return until the test releases it
+//! on 7th wait: hang 250 ms                # returns after that time
+//! on 2nd launch: invalidate               # breaks every capture that is on, then proceeds
+//! ```
+//!
+//! Rules are separated by new lines or `;`; `#` starts a comment. Each rule counts its own calls.
+
+use std::time::Duration;
+
+use super::calls::{Call, CallSet};
+use crate::api::Code;
+
+/// What a call does instead of, or besides, its work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    Fail(Code),
+    Sticky(Code),
+    WrongByte,
+    Invalidate,
+    Hang(Option<Duration>),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum When {
+    Nth(u64),
+    EveryNth(u64),
+    From(u64),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Rule {
+    when: When,
+    calls: CallSet,
+    during_capture: bool,
+    action: Action,
+    n_seen: u64,
+}
+
+/// A parsed list of faults; empty by default.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FaultScript {
+    rules: Vec<Rule>,
+}
+
+/// Why a fault script cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FaultScriptError {
+    /// A rule has no `:` between its trigger and its action.
+    #[error("fault rule {rule} (`{text}`) has no `:` between the call and what happens")]
+    NoAction {
+        /// Which rule, from 1.
+        rule: usize,
+        /// Its text.
+        text: String,
+    },
+    /// The part before the colon is not a trigger.
+    #[error("fault rule {rule} (`{text}`): `{word}` is not a trigger")]
+    BadTrigger {
+        /// Which rule, from 1.
+        rule: usize,
+        /// Its text.
+        text: String,
+        /// What was found.
+        word: String,
+    },
+    /// No driver call has that name.
+    #[error("fault rule {rule} (`{text}`): there is no driver call `{word}`")]
+    UnknownCall {
+        /// Which rule, from 1.
+        rule: usize,
+        /// Its text.
+        text: String,
+        /// What was found.
+        word: String,
+    },
+    /// The part after the colon is not an action.
+    #[error("fault rule {rule} (`{text}`): `{word}` is not something that can happen")]
+    UnknownAction {
+        /// Which rule, from 1.
+        rule: usize,
+        /// Its text.
+        text: String,
+        /// What was found.
+        word: String,
+    },
+    /// The code is not a driver code.
+    #[error("fault rule {rule} (`{text}`): `{word}` is not a driver error code")]
+    UnknownCode {
+        /// Which rule, from 1.
+        rule: usize,
+        /// Its text.
+        text: String,
+        /// What was found.
+        word: String,
+    },
+    /// A wrong byte was asked of a call that writes none.
+    #[error("fault rule {rule} (`{text}`): this call writes no bytes, so none can be wrong")]
+    WritesNothing {
+        /// Which rule, from 1.
+        rule: usize,
+        /// Its text.
+        text: String,
+    },
+}
+
+impl FaultScriptError {
+    /// What to do about it.
+    #[must_use]
+    pub fn hint(&self) -> String {
+        match self {
+            Self::NoAction { .. } => "write it as `on 3rd launch: illegal address`".into(),
+            Self::BadTrigger { .. } => {
+                "start with `on 3rd CALL`, `on every CALL`, `on every 2nd CALL` or `from 3rd CALL`, \
+                 and end with `during capture` or nothing"
+                    .into()
+            }
+            Self::UnknownCall { .. } => format!("one of {}, or a driver interface method", CallSet::SHORT_WORDS),
+            Self::UnknownAction { .. } => {
+                "one of `fail CODE`, `out of memory`, `sticky CODE`, `illegal address`, `wrong byte`, `invalidate`, \
+                 `hang`, `hang 50 ms`"
+                    .into()
+            }
+            Self::UnknownCode { .. } => "a number such as 900 or a name such as STREAM_CAPTURE_UNSUPPORTED".into(),
+            Self::WritesNothing { .. } => "attach `wrong byte` to launch, replay, copy or fill".into(),
+        }
+    }
+}
+
+impl FaultScript {
+    /// Reads a script; see the module documentation for the language.
+    ///
+    /// # Errors
+    /// When a rule cannot be understood; the error names the rule and the word.
+    pub fn parse(script: &str) -> Result<FaultScript, FaultScriptError> {
+        let texts = script
+            .lines()
+            .flat_map(|line| line.split('#').next().unwrap_or_default().split(';'))
+            .map(str::trim)
+            .filter(|text| !text.is_empty());
+        let rules = texts.enumerate().map(|(i, text)| parse_rule(i + 1, text)).collect::<Result<_, _>>()?;
+        Ok(FaultScript { rules })
+    }
+
+    /// True when no fault is scripted.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.rules.is_empty()
+    }
+
+    pub(super) fn extend(&mut self, more: FaultScript) {
+        self.rules.extend(more.rules);
+    }
+
+    /// Counts one call and returns what happens on it.
+    pub(super) fn fire(&mut self, call: Call, capturing: bool) -> Vec<Action> {
+        let mut actions = Vec::new();
+        for rule in &mut self.rules {
+            if !rule.calls.contains(call) || (rule.during_capture && !capturing) {
+                continue;
+            }
+            rule.n_seen += 1;
+            let fires = match rule.when {
+                When::Nth(n) => rule.n_seen == n,
+                When::EveryNth(n) => rule.n_seen.is_multiple_of(n),
+                When::From(n) => rule.n_seen >= n,
+            };
+            if fires {
+                actions.push(rule.action);
+            }
+        }
+        actions
+    }
+}
+
+impl std::str::FromStr for FaultScript {
+    type Err = FaultScriptError;
+
+    fn from_str(script: &str) -> Result<FaultScript, FaultScriptError> {
+        FaultScript::parse(script)
+    }
+}
+
+fn parse_rule(rule: usize, text: &str) -> Result<Rule, FaultScriptError> {
+    let owned = || text.to_owned();
+    let lower = text.to_lowercase();
+    let Some((trigger, action)) = lower.split_once(':') else {
+        return Err(FaultScriptError::NoAction { rule, text: owned() });
+    };
+    let words: Vec<&str> = trigger.split_whitespace().collect();
+    let bad = |word: &str| FaultScriptError::BadTrigger { rule, text: owned(), word: word.to_owned() };
+    let (when, rest) = match words.as_slice() {
+        ["on", "every", n, rest @ ..] if ordinal(n).is_some() => (ordinal(n).map(When::EveryNth), rest),
+        ["on", "every", rest @ ..] => (Some(When::EveryNth(1)), rest),
+        ["on", n, rest @ ..] => (ordinal(n).map(When::Nth), rest),
+        ["from", n, rest @ ..] => (ordinal(n).map(When::From), rest),
+        _ => (None, [].as_slice()),
+    };
+    let when = when.ok_or_else(|| bad(trigger.trim()))?;
+    let (name, during_capture) = match rest {
+        [name @ .., "during", "capture"] => (name, true),
+        name => (name, false),
+    };
+    if name.is_empty() {
+        return Err(bad(trigger.trim()));
+    }
+    let word = name.join("_").replace('-', "_");
+    let calls = CallSet::from_word(&word)
+        .ok_or_else(|| FaultScriptError::UnknownCall { rule, text: owned(), word })?;
+    let action = parse_action(rule, text, action.trim())?;
+    if action == Action::WrongByte && !calls.all(Call::writes) {
+        return Err(FaultScriptError::WritesNothing { rule, text: owned() });
+    }
+    Ok(Rule { when, calls, during_capture, action, n_seen: 0 })
+}
+
+fn parse_action(rule: usize, text: &str, action: &str) -> Result<Action, FaultScriptError> {
+    let unknown =
+        || FaultScriptError::UnknownAction { rule, text: text.to_owned(), word: action.to_owned() };
+    let code = |word: &str| {
+        let by_number = word.parse::<u32>().ok().filter(|&n| n != 0).map(Code);
+        by_number
+            .or_else(|| Code::from_name(&word.trim_start_matches("cuda_error_").to_uppercase()))
+            .ok_or_else(|| FaultScriptError::UnknownCode { rule, text: text.to_owned(), word: word.to_owned() })
+    };
+    let words: Vec<&str> = action.split_whitespace().collect();
+    match words.as_slice() {
+        ["fail", word] => Ok(Action::Fail(code(word)?)),
+        ["sticky", word] => Ok(Action::Sticky(code(word)?)),
+        ["out", "of", "memory"] => Ok(Action::Fail(Code::OUT_OF_MEMORY)),
+        ["illegal", "address"] => Ok(Action::Sticky(Code::ILLEGAL_ADDRESS)),
+        ["wrong", "byte"] => Ok(Action::WrongByte),
+        ["invalidate"] => Ok(Action::Invalidate),
+        ["hang"] => Ok(Action::Hang(None)),
+        ["hang", time @ ..] => duration(&time.concat()).map(|t| Action::Hang(Some(t))).ok_or_else(unknown),
+        _ => Err(unknown()),
+    }
+}
+
+/// `3rd`, `3` or `third`.
+fn ordinal(word: &str) -> Option<u64> {
+    let named = ["first", "second", "third", "fourth", "fifth"];
+    if let Some(i) = named.iter().position(|&name| name == word) {
+        return Some(i as u64 + 1);
+    }
+    let digits = word.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    matches!(&word[digits.len()..], "" | "st" | "nd" | "rd" | "th")
+        .then(|| digits.parse().ok().filter(|&n| n > 0))
+        .flatten()
+}
+
+/// `50ms`, `2s`.
+fn duration(word: &str) -> Option<Duration> {
+    match word.strip_suffix("ms") {
+        Some(ms) => ms.parse().ok().map(Duration::from_millis),
+        None => word.strip_suffix('s').and_then(|s| s.parse().ok()).map(Duration::from_secs),
+    }
+}

@@ -1,0 +1,305 @@
+//! Graphs: nodes and edges as they were built, and the flat form that runs in a random legal order.
+
+use std::sync::Arc;
+
+use super::ops::{Op, WorkFault};
+use super::races::{Access, AccessLog, describe};
+use super::rng::Rng;
+use crate::api::{Dependency, EdgeKind, GraphHandle, NodeHandle, NodeKind};
+
+/// What a node does.
+#[derive(Clone)]
+pub(super) enum NodeWork {
+    Op(Op, Option<WorkFault>),
+    Child(Arc<GraphDef>),
+}
+
+#[derive(Clone)]
+pub(super) struct Node {
+    pub(super) handle: NodeHandle,
+    pub(super) work: NodeWork,
+    pub(super) deps: Vec<Dependency>, // on earlier nodes of the same graph only
+}
+
+impl Node {
+    pub(super) fn kind(&self) -> NodeKind {
+        match &self.work {
+            NodeWork::Op(op, _) => op.kind(),
+            NodeWork::Child(_) => NodeKind::Child,
+        }
+    }
+}
+
+/// A graph that can be edited and instantiated.
+#[derive(Clone, Default)]
+pub(super) struct GraphDef {
+    pub(super) nodes: Vec<Node>,
+}
+
+impl GraphDef {
+    pub(super) fn position(&self, node: NodeHandle) -> Option<usize> {
+        // Handles are given out in rising order, and nodes are only appended.
+        self.nodes.binary_search_by_key(&node, |n| n.handle).ok()
+    }
+
+    /// The nodes that `of` wait for, directly or not, themselves included.
+    pub(super) fn ancestors(&self, of: &[Dependency]) -> Vec<bool> {
+        let mut seen = vec![false; self.nodes.len()];
+        let mut todo: Vec<usize> = of.iter().filter_map(|d| self.position(d.on)).collect();
+        while let Some(i) = todo.pop() {
+            if !std::mem::replace(&mut seen[i], true) {
+                todo.extend(self.nodes[i].deps.iter().filter_map(|d| self.position(d.on)));
+            }
+        }
+        seen
+    }
+
+    /// The same graph with nodes of its own.
+    pub(super) fn renamed(&self, next_handle: &mut impl FnMut() -> u64) -> GraphDef {
+        let mut nodes: Vec<Node> = Vec::with_capacity(self.nodes.len());
+        for node in &self.nodes {
+            let deps = node.deps.iter().filter_map(|d| {
+                Some(Dependency { on: nodes[self.position(d.on)?].handle, kind: d.kind })
+            });
+            let deps = deps.collect();
+            let work = match &node.work {
+                NodeWork::Child(child) => NodeWork::Child(Arc::new(child.renamed(next_handle))),
+                NodeWork::Op(..) => node.work.clone(),
+            };
+            nodes.push(Node { handle: NodeHandle(next_handle()), work, deps });
+        }
+        GraphDef { nodes }
+    }
+}
+
+/// A graph the device knows by handle.
+pub(super) struct GraphSlot {
+    pub(super) def: Arc<GraphDef>,
+    /// Set for a child seen through its parent: borrowed, not to be destroyed.
+    pub(super) parent: Option<GraphHandle>,
+}
+
+struct FlatNode {
+    op: Op,
+    fault: Option<WorkFault>,
+    deps: Vec<(usize, EdgeKind)>,
+}
+
+/// A graph ready to run: children inlined, and the order between any two nodes known.
+pub(super) struct FlatGraph {
+    nodes: Vec<FlatNode>,
+    /// For each point (see [`point`]) the set of points that come before it; empty when all nodes form one chain.
+    before: Vec<Vec<u64>>,
+    chain: bool,
+    /// Addresses that memory nodes of the graph bring to life.
+    pub(super) allocs: Vec<u64>,
+    pub(super) source: Arc<GraphDef>,
+}
+
+/// A node has two points in time: the start of its early part (0) and the end of its main part (1). They differ only
+/// under programmatic edges.
+const fn point(node: usize, main: bool) -> usize {
+    2 * node + main as usize
+}
+
+/// The order between nodes is a bit table; past this size races are not looked for.
+const MAX_CHECKED_NODES: usize = 8192;
+
+impl FlatGraph {
+    pub(super) fn new(source: Arc<GraphDef>) -> FlatGraph {
+        let mut nodes = Vec::new();
+        flatten(&source, &[], &mut nodes);
+        let allocs = nodes
+            .iter()
+            .filter_map(|n: &FlatNode| if let Op::Alloc(start) = n.op { Some(start) } else { None })
+            .collect();
+        let chain = nodes.iter().enumerate().all(|(i, n)| {
+            i == 0 || n.deps.iter().any(|&(on, kind)| on + 1 == i && kind == EdgeKind::Full)
+        });
+        let mut flat = FlatGraph { nodes, before: Vec::new(), chain, allocs, source };
+        if !chain && flat.nodes.len() <= MAX_CHECKED_NODES {
+            flat.before = flat.order_table();
+        }
+        flat
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    pub(super) fn node(&self, i: usize) -> (&Op, Option<WorkFault>) {
+        (&self.nodes[i].op, self.nodes[i].fault)
+    }
+
+    fn waits(&self, i: usize) -> bool {
+        !matches!(&self.nodes[i].op, Op::Kernel(k) if !k.twin.waits)
+    }
+
+    /// The points directly before a point.
+    fn direct(&self, node: usize, main: bool) -> Vec<usize> {
+        let deps = self.nodes[node].deps.iter();
+        if !main {
+            return deps.map(|&(on, kind)| point(on, kind == EdgeKind::Full)).collect();
+        }
+        let waited = deps.filter(|(_, kind)| *kind == EdgeKind::Programmatic && self.waits(node));
+        waited.map(|&(on, _)| point(on, true)).chain([point(node, false)]).collect()
+    }
+
+    fn order_table(&self) -> Vec<Vec<u64>> {
+        let n_points = 2 * self.nodes.len();
+        let mut before: Vec<Vec<u64>> = Vec::with_capacity(n_points);
+        for node in 0..self.nodes.len() {
+            for main in [false, true] {
+                let mut row = vec![0u64; n_points.div_ceil(64)];
+                for p in self.direct(node, main) {
+                    row.iter_mut().zip(&before[p]).for_each(|(r, b)| *r |= b);
+                    row[p / 64] |= 1 << (p % 64);
+                }
+                before.push(row);
+            }
+        }
+        before
+    }
+
+    fn is_before(&self, a: usize, b: usize) -> bool {
+        self.before[b][a / 64] >> (a % 64) & 1 == 1
+    }
+
+    /// A random order in which the nodes may run.
+    pub(super) fn random_order(&self, rng: &mut Rng) -> Vec<u32> {
+        let n = self.nodes.len();
+        if self.chain {
+            return (0..n as u32).collect();
+        }
+        let mut after: Vec<Vec<usize>> = vec![Vec::new(); 2 * n];
+        let mut n_missing = vec![0usize; 2 * n];
+        for node in 0..n {
+            for main in [false, true] {
+                for p in self.direct(node, main) {
+                    after[p].push(point(node, main));
+                    n_missing[point(node, main)] += 1;
+                }
+            }
+        }
+        let mut ready: Vec<usize> = (0..2 * n).filter(|&p| n_missing[p] == 0).collect();
+        let mut order = Vec::with_capacity(n);
+        while !ready.is_empty() {
+            let p = ready.swap_remove(rng.below(ready.len()));
+            if p % 2 == 1 {
+                order.push((p / 2) as u32);
+            }
+            for &q in &after[p] {
+                n_missing[q] -= 1;
+                if n_missing[q] == 0 {
+                    ready.push(q);
+                }
+            }
+        }
+        order
+    }
+
+    /// Every pair of nodes that touched the same bytes while nothing orders them.
+    pub(super) fn races(&self, logs: &[AccessLog]) -> Vec<String> {
+        if self.before.is_empty() {
+            return Vec::new();
+        }
+        let mut all: Vec<(usize, Access)> = logs
+            .iter()
+            .enumerate()
+            .flat_map(|(node, log)| log.as_slice().iter().map(move |&a| (node, a)))
+            .collect();
+        all.sort_unstable_by_key(|(_, a)| a.start);
+        let mut reports = Vec::new();
+        let mut seen = std::collections::BTreeSet::new();
+        let mut open: Vec<(usize, Access)> = Vec::new();
+        for (node, a) in all {
+            open.retain(|(_, o)| o.end > a.start);
+            for (other, o) in &open {
+                let pair = (node.min(*other), node.max(*other));
+                if node == *other || !a.conflicts(o) || self.ordered(*other, o, node, &a) {
+                    continue;
+                }
+                if seen.insert(pair) {
+                    let what = |i: usize| format!("{} (node {i})", self.nodes[i].op.what());
+                    let ((x, ax), (y, ay)) =
+                        if *other < node { ((*other, o), (node, &a)) } else { ((node, &a), (*other, o)) };
+                    reports.push(describe(&what(x), ax, &what(y), ay, "graph nodes"));
+                }
+            }
+            open.push((node, a));
+        }
+        reports
+    }
+
+    /// An early access lies between the two points of its node, so it is after another node's main point only if the
+    /// node's start is.
+    fn ordered(&self, x: usize, ax: &Access, y: usize, ay: &Access) -> bool {
+        self.is_before(point(x, true), point(y, !ay.early)) || self.is_before(point(y, true), point(x, !ax.early))
+    }
+}
+
+/// Appends the nodes of `def`, roots waiting for `entry`; returns the nodes to wait for to be past the whole graph.
+fn flatten(def: &GraphDef, entry: &[(usize, EdgeKind)], out: &mut Vec<FlatNode>) -> Vec<usize> {
+    // Where each node ended up: its last point in the flat list.
+    let mut at: Vec<usize> = Vec::with_capacity(def.nodes.len());
+    let mut has_dependent = vec![false; def.nodes.len()];
+    for node in &def.nodes {
+        let mut deps: Vec<(usize, EdgeKind)> = Vec::new();
+        for d in &node.deps {
+            if let Some(i) = def.position(d.on) {
+                has_dependent[i] = true;
+                deps.push((at[i], d.kind));
+            }
+        }
+        if node.deps.is_empty() {
+            deps.extend_from_slice(entry);
+        }
+        match &node.work {
+            NodeWork::Op(op, fault) => out.push(FlatNode { op: op.clone(), fault: *fault, deps }),
+            NodeWork::Child(child) => {
+                let sinks = flatten(child, &deps, out);
+                let sinks = sinks.into_iter().map(|i| (i, EdgeKind::Full));
+                let deps = if child.nodes.is_empty() { deps } else { sinks.collect() };
+                out.push(FlatNode { op: Op::Empty, fault: None, deps });
+            }
+        }
+        at.push(out.len() - 1);
+    }
+    (0..at.len()).filter(|&i| !has_dependent[i]).map(|i| at[i]).collect()
+}
+
+/// One launch of a graph on its way.
+pub(super) struct GraphRun {
+    pub(super) graph: Arc<FlatGraph>,
+    order: Option<Vec<u32>>,
+    next: usize,
+    logs: Vec<AccessLog>,
+}
+
+impl GraphRun {
+    pub(super) fn new(graph: Arc<FlatGraph>) -> GraphRun {
+        let logs = vec![AccessLog::default(); graph.len()];
+        GraphRun { graph, order: None, next: 0, logs }
+    }
+
+    /// The next node to run, if any is left.
+    pub(super) fn advance(&mut self, rng: &mut Rng) -> Option<usize> {
+        let order = self.order.get_or_insert_with(|| self.graph.random_order(rng));
+        let node = order.get(self.next).map(|&i| i as usize);
+        self.next += 1;
+        node
+    }
+
+    pub(super) fn log(&mut self, node: usize, log: AccessLog) {
+        self.logs[node] = log;
+    }
+
+    /// What the whole run touched, and the races in it.
+    pub(super) fn finish(self) -> (AccessLog, Vec<String>) {
+        let races = self.graph.races(&self.logs);
+        let mut all = AccessLog::default();
+        self.logs.iter().for_each(|log| all.extend(log));
+        all.compact();
+        (all, races)
+    }
+}

@@ -1,0 +1,316 @@
+//! Kernels as reference functions: what a launch runs here instead of machine code.
+
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use bytemuck::Pod;
+
+use super::memory::{Fault, Memory, Place, read_host};
+use super::races::{Access, AccessLog};
+use crate::api::{Code, DevicePtr, LaunchConfig, ParamInfo};
+
+/// What a twin returns: the first fault ends the kernel, as on a card.
+pub type KernelResult<T = ()> = Result<T, Fault>;
+
+type Body = dyn Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync;
+
+/// The reference function that runs when a kernel of that name is launched.
+pub struct Twin {
+    pub(super) name: String,
+    pub(super) params: Vec<ParamInfo>,
+    pub(super) param_bytes: usize,
+    pub(super) waits: bool,
+    pub(super) static_shared_bytes: u32,
+    pub(super) body: Box<Body>,
+}
+
+impl Twin {
+    /// A twin whose parameters have these sizes, each aligned to its size's largest power of two, at most 8.
+    pub fn new(
+        name: &str,
+        param_sizes: &[usize],
+        body: impl Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync + 'static,
+    ) -> Twin {
+        let mut end = 0;
+        let params = param_sizes
+            .iter()
+            .map(|&size| {
+                let align = (1usize << size.trailing_zeros().min(3)).min(size.max(1));
+                let offset = usize::next_multiple_of(end, align);
+                end = offset + size;
+                ParamInfo { offset, size }
+            })
+            .collect();
+        Twin {
+            name: name.to_owned(),
+            params,
+            param_bytes: end,
+            waits: true,
+            static_shared_bytes: 0,
+            body: Box::new(body),
+        }
+    }
+
+    /// The kernel never waits for its predecessors when it is launched programmatically: all of it may run early.
+    #[must_use]
+    pub fn never_waits(mut self) -> Twin {
+        self.waits = false;
+        self
+    }
+
+    /// Static shared memory of the kernel in bytes, as its attribute reports it.
+    #[must_use]
+    pub fn static_shared_bytes(mut self, bytes: u32) -> Twin {
+        self.static_shared_bytes = bytes;
+        self
+    }
+}
+
+/// One launch as its twin sees it: parameters, shape, and checked access to memory.
+///
+/// Every access is checked against live allocations and written down, so that unordered launches over the same bytes
+/// are found. An access that misses returns a [`Fault`]; the context is lost whether or not the twin passes it on.
+pub struct SimKernel<'a> {
+    name: &'a str,
+    config: &'a LaunchConfig,
+    params: &'a [u8],
+    layout: &'a [ParamInfo],
+    memory: &'a mut Memory,
+    log: RefCell<AccessLog>,
+    fault: RefCell<Option<Fault>>,
+    early: bool,
+}
+
+impl<'a> SimKernel<'a> {
+    pub(super) fn new(
+        twin: &'a Twin,
+        config: &'a LaunchConfig,
+        params: &'a [u8],
+        memory: &'a mut Memory,
+    ) -> SimKernel<'a> {
+        SimKernel {
+            name: &twin.name,
+            config,
+            params,
+            layout: &twin.params,
+            memory,
+            log: RefCell::default(),
+            fault: RefCell::default(),
+            early: !twin.waits,
+        }
+    }
+
+    pub(super) fn finish(self) -> (AccessLog, Option<Fault>) {
+        (self.log.into_inner(), self.fault.into_inner())
+    }
+
+    /// The kernel's name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.name
+    }
+
+    /// Grid, block, shared memory and the rest of the launch.
+    #[must_use]
+    pub fn config(&self) -> &LaunchConfig {
+        self.config
+    }
+
+    /// The `i`-th parameter.
+    ///
+    /// # Errors
+    /// When there is no such parameter or it has another size: a mistake in the twin.
+    pub fn arg<T: Pod>(&self, i: usize) -> KernelResult<T> {
+        let info = self.layout.get(i).filter(|info| info.size == size_of::<T>());
+        let bytes = info.and_then(|info| self.params.get(info.offset..info.offset + info.size));
+        bytes.map(bytemuck::pod_read_unaligned).ok_or_else(|| {
+            self.record(Fault::new(
+                Code::LAUNCH_FAILED,
+                format!("the twin reads parameter {i} as {} bytes, it is {:?}", size_of::<T>(), self.layout.get(i)),
+            ))
+        })
+    }
+
+    /// The `i`-th parameter as an address.
+    ///
+    /// # Errors
+    /// When it is not an 8-byte parameter.
+    pub fn ptr(&self, i: usize) -> KernelResult<DevicePtr> {
+        self.arg(i).map(DevicePtr)
+    }
+
+    /// `n` elements at `ptr`, borrowed where they lie in device memory.
+    ///
+    /// # Errors
+    /// A fault when a byte of them is not in one live allocation, or `ptr` is not aligned for `T`.
+    pub fn view<T: Pod>(&self, ptr: DevicePtr, n: usize) -> KernelResult<Cow<'_, [T]>> {
+        if n == 0 {
+            return Ok(Cow::Borrowed(&[]));
+        }
+        match self.check::<T>(ptr, n, false)? {
+            Place::Device { start, offset } => {
+                let bytes = &self.memory.device(start)[offset..offset + n * size_of::<T>()];
+                Ok(match bytemuck::try_cast_slice(bytes) {
+                    Ok(slice) => Cow::Borrowed(slice),
+                    Err(_) => Cow::Owned(bytemuck::pod_collect_to_vec(bytes)),
+                })
+            }
+            Place::Pinned { addr } => {
+                let mut out = vec![T::zeroed(); n];
+                read_host(addr, bytemuck::cast_slice_mut(&mut out));
+                Ok(Cow::Owned(out))
+            }
+        }
+    }
+
+    /// `n` elements at `ptr`, copied.
+    ///
+    /// # Errors
+    /// As [`SimKernel::view`].
+    pub fn read<T: Pod>(&self, ptr: DevicePtr, n: usize) -> KernelResult<Vec<T>> {
+        self.view(ptr, n).map(Cow::into_owned)
+    }
+
+    /// The element at `ptr`.
+    ///
+    /// # Errors
+    /// As [`SimKernel::view`].
+    pub fn read_one<T: Pod>(&self, ptr: DevicePtr) -> KernelResult<T> {
+        self.view::<T>(ptr, 1).map(|v| v[0])
+    }
+
+    /// Writes elements at `ptr`.
+    ///
+    /// # Errors
+    /// As [`SimKernel::view`]; nothing is written then.
+    pub fn write<T: Pod>(&mut self, ptr: DevicePtr, values: &[T]) -> KernelResult {
+        if values.is_empty() {
+            return Ok(());
+        }
+        self.check::<T>(ptr, values.len(), true)?;
+        self.memory.write(ptr.0, bytemuck::cast_slice(values))
+    }
+
+    /// Writes one element at `ptr`.
+    ///
+    /// # Errors
+    /// As [`SimKernel::write`].
+    pub fn write_one<T: Pod>(&mut self, ptr: DevicePtr, value: T) -> KernelResult {
+        self.write(ptr, &[value])
+    }
+
+    /// Reads `n` elements, lets `change` work on them, and writes them back.
+    ///
+    /// # Errors
+    /// As [`SimKernel::view`].
+    pub fn update<T: Pod>(
+        &mut self,
+        ptr: DevicePtr,
+        n: usize,
+        change: impl FnOnce(&mut [T]),
+    ) -> KernelResult {
+        let mut values = self.read::<T>(ptr, n)?;
+        change(&mut values);
+        self.write(ptr, &values)
+    }
+
+    /// A 32-bit load that synchronises with a release store of the host or another kernel.
+    ///
+    /// # Errors
+    /// As [`SimKernel::view`].
+    pub fn load_acquire_u32(&self, ptr: DevicePtr) -> KernelResult<u32> {
+        match self.check::<u32>(ptr, 1, false)? {
+            Place::Device { .. } => self.read_one(ptr),
+            // SAFETY: the address was located in live pinned memory and is aligned; host and device touch such words
+            // only with atomics.
+            Place::Pinned { addr } => Ok(unsafe { AtomicU32::from_ptr(addr as *mut u32) }.load(Ordering::Acquire)),
+        }
+    }
+
+    /// A 64-bit load that synchronises with a release store of the host or another kernel.
+    ///
+    /// # Errors
+    /// As [`SimKernel::view`].
+    pub fn load_acquire_u64(&self, ptr: DevicePtr) -> KernelResult<u64> {
+        match self.check::<u64>(ptr, 1, false)? {
+            Place::Device { .. } => self.read_one(ptr),
+            // SAFETY: as in `load_acquire_u32`.
+            Place::Pinned { addr } => Ok(unsafe { AtomicU64::from_ptr(addr as *mut u64) }.load(Ordering::Acquire)),
+        }
+    }
+
+    /// A 32-bit store after which everything written before is visible to whoever acquires it: a ring's sequence
+    /// number in pinned memory.
+    ///
+    /// # Errors
+    /// As [`SimKernel::write`].
+    pub fn store_release_u32(&mut self, ptr: DevicePtr, value: u32) -> KernelResult {
+        match self.check::<u32>(ptr, 1, true)? {
+            Place::Device { .. } => return self.memory.write(ptr.0, &value.to_ne_bytes()),
+            // SAFETY: as in `load_acquire_u32`.
+            Place::Pinned { addr } => {
+                unsafe { AtomicU32::from_ptr(addr as *mut u32) }.store(value, Ordering::Release);
+            }
+        }
+        Ok(())
+    }
+
+    /// A 64-bit store after which everything written before is visible to whoever acquires it.
+    ///
+    /// # Errors
+    /// As [`SimKernel::write`].
+    pub fn store_release_u64(&mut self, ptr: DevicePtr, value: u64) -> KernelResult {
+        match self.check::<u64>(ptr, 1, true)? {
+            Place::Device { .. } => return self.memory.write(ptr.0, &value.to_ne_bytes()),
+            // SAFETY: as in `load_acquire_u32`.
+            Place::Pinned { addr } => {
+                unsafe { AtomicU64::from_ptr(addr as *mut u64) }.store(value, Ordering::Release);
+            }
+        }
+        Ok(())
+    }
+
+    /// What the kernel does before it waits for the launches it depends on programmatically.
+    ///
+    /// Without this a twin counts as waiting first thing. What `early` touches is checked against everything those
+    /// launches touch.
+    ///
+    /// # Errors
+    /// Those of `early`.
+    pub fn before_wait<T>(&mut self, early: impl FnOnce(&mut Self) -> KernelResult<T>) -> KernelResult<T> {
+        let was = std::mem::replace(&mut self.early, true);
+        let result = early(self);
+        self.early = was;
+        result
+    }
+
+    fn check<T>(&self, ptr: DevicePtr, n: usize, write: bool) -> KernelResult<Place> {
+        let doing = if write { "writes" } else { "reads" };
+        let bytes = (n as u64).checked_mul(size_of::<T>() as u64);
+        let place = match bytes {
+            Some(_) if !ptr.0.is_multiple_of(align_of::<T>() as u64) => Err(Fault::new(
+                Code::MISALIGNED_ADDRESS,
+                format!("address {:#x} is not aligned to {} bytes", ptr.0, align_of::<T>()),
+            )),
+            Some(bytes) => self.memory.locate(ptr.0, bytes),
+            None => Err(Fault::new(Code::ILLEGAL_ADDRESS, format!("{n} elements do not fit in memory"))),
+        };
+        match place {
+            Ok(place) => {
+                let end = ptr.0 + bytes.unwrap_or(0);
+                self.log.borrow_mut().push(Access { start: ptr.0, end, write, early: self.early });
+                Ok(place)
+            }
+            Err(fault) => Err(self.record(Fault::new(
+                fault.code,
+                format!("kernel {} {doing} out of bounds: {}", self.name, fault.what),
+            ))),
+        }
+    }
+
+    fn record(&self, fault: Fault) -> Fault {
+        self.fault.borrow_mut().get_or_insert_with(|| fault.clone());
+        fault
+    }
+}

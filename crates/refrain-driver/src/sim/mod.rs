@@ -1,0 +1,383 @@
+//! A simulated CUDA device behind the same interface as the real driver.
+//!
+//! It keeps contexts, streams, events, modules, memory, captures and graphs, answers with the driver's codes, and
+//! behaves during a capture as `capture-truth.tsv` measured on a real card. Kernels run as registered reference
+//! functions ([`SimDriver::register`]). What it adds over a card: every access is checked against live memory, work
+//! really is late (it runs when somebody waits or when the seed says so), graphs run in random legal orders, unordered
+//! work on the same bytes is reported, objects are counted, and faults happen where a [`FaultScript`] says.
+//!
+//! Invariant: a device address is never a pointer of this process; only pinned memory is real host memory.
+//! Invariant: after a sticky fault every call that needs a context returns it, in every context, for good.
+
+mod calls; // the driver's calls by name
+mod faults; // what goes wrong, and when
+mod memory; // device and pinned memory
+mod modules; // which kernels an image holds
+mod kernels; // reference functions in place of machine code
+mod ops; // one piece of device work
+mod streams; // queues of work
+mod capture; // the capture state machine
+mod graphs; // graphs and their orders
+mod races; // who touched which bytes
+mod state; // everything behind the lock
+mod driver; // the interface
+mod rng;
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+pub use calls::Call;
+pub use faults::{FaultScript, FaultScriptError};
+pub use kernels::{KernelResult, SimKernel, Twin};
+pub use memory::Fault;
+
+use crate::api::{Api, Census, Code, Raw, StreamHandle};
+use faults::Action;
+use ops::WorkFault;
+use races::Clock;
+use state::State;
+use streams::Step;
+
+/// When queued work runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Schedule {
+    /// When somebody waits for it or asks after it, and now and then by chance.
+    #[default]
+    Seeded,
+    /// Only when somebody waits for it or asks after it: a missing wait always shows.
+    Lazy,
+    /// Before the call that queued it returns: a missing wait never shows.
+    Eager,
+}
+
+/// How a simulated device is made.
+#[derive(Clone, Debug)]
+pub struct SimOptions {
+    /// Names the run: schedules, orders of graphs and falsified bytes follow from it.
+    pub seed: u64,
+    /// What goes wrong.
+    pub faults: FaultScript,
+    /// Whether unordered work on the same bytes loses the context (`LAUNCH_FAILED`) besides being reported.
+    pub strict: bool,
+    /// Device memory in bytes.
+    pub memory_bytes: u64,
+    /// Pinned host memory in bytes.
+    pub host_bytes: u64,
+    /// When queued work runs.
+    pub schedule: Schedule,
+    /// Number of devices.
+    pub n_devices: u32,
+}
+
+impl Default for SimOptions {
+    fn default() -> SimOptions {
+        SimOptions {
+            seed: 0,
+            faults: FaultScript::default(),
+            strict: true,
+            memory_bytes: 4 << 30,
+            host_bytes: 1 << 30,
+            schedule: Schedule::Seeded,
+            n_devices: 1,
+        }
+    }
+}
+
+/// What is alive on the device and what it was asked to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SimStats {
+    /// Live objects and bytes.
+    pub live: Census,
+    /// Calls sent, by kind; those that failed count too.
+    pub calls: Vec<(Call, u64)>,
+    /// Threads inside a call that a script keeps from returning.
+    pub n_hung: usize,
+}
+
+impl SimStats {
+    /// How often a call was sent.
+    #[must_use]
+    pub fn n_calls(&self, call: Call) -> u64 {
+        self.calls.iter().find(|(c, _)| *c == call).map_or(0, |(_, n)| *n)
+    }
+
+    /// Calls of all kinds.
+    #[must_use]
+    pub fn n_calls_total(&self) -> u64 {
+        self.calls.iter().map(|(_, n)| n).sum()
+    }
+}
+
+struct Shared {
+    state: Mutex<State>,
+    /// A hung call was released, a call began to hang, or a host function returned.
+    changed: Condvar,
+}
+
+/// A simulated driver. Clones are the same device.
+#[derive(Clone)]
+pub struct SimDriver {
+    shared: Arc<Shared>,
+}
+
+impl Default for SimDriver {
+    fn default() -> SimDriver {
+        SimDriver::new(SimOptions::default())
+    }
+}
+
+impl std::fmt::Debug for SimDriver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SimDriver").field("live", &self.stats().live).finish_non_exhaustive()
+    }
+}
+
+impl SimDriver {
+    /// A device with nothing on it and no kernels registered.
+    #[must_use]
+    pub fn new(options: SimOptions) -> SimDriver {
+        SimDriver { shared: Arc::new(Shared { state: Mutex::new(State::new(options)), changed: Condvar::new() }) }
+    }
+
+    /// The same device as the driver interface.
+    #[must_use]
+    pub fn api(&self) -> Arc<dyn Api> {
+        Arc::new(self.clone())
+    }
+
+    /// Registers the reference function of a kernel, with the sizes of its parameters. A later one of the same name
+    /// serves functions looked up from then on.
+    pub fn register(
+        &self,
+        name: &str,
+        param_sizes: &[usize],
+        body: impl Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync + 'static,
+    ) {
+        self.register_twin(Twin::new(name, param_sizes, body));
+    }
+
+    /// Registers a twin with properties of its own.
+    pub fn register_twin(&self, twin: Twin) {
+        self.lock().twins.insert(twin.name.clone(), Arc::new(twin));
+    }
+
+    /// Adds faults; their counts start now.
+    pub fn inject(&self, faults: FaultScript) {
+        self.lock().faults.extend(faults);
+    }
+
+    /// What is alive and what was asked.
+    #[must_use]
+    pub fn stats(&self) -> SimStats {
+        let state = self.lock();
+        let calls = Call::ALL.iter().map(|&call| (call, state.n_calls[call as usize])).filter(|(_, n)| *n > 0);
+        SimStats { live: state.census(), calls: calls.collect(), n_hung: state.n_hung }
+    }
+
+    /// Diagnostics so far, left in place; [`Api::take_reports`] takes them.
+    #[must_use]
+    pub fn reports(&self) -> Vec<String> {
+        self.lock().reports.clone()
+    }
+
+    /// Lets every call return that a script keeps from returning.
+    pub fn release_hung(&self) {
+        self.lock().n_releases += 1;
+        self.shared.changed.notify_all();
+    }
+
+    /// Waits until a call hangs; false when none did in time.
+    #[must_use]
+    pub fn wait_until_hung(&self, timeout: Duration) -> bool {
+        let state = self.lock();
+        let waited = self.shared.changed.wait_timeout_while(state, timeout, |s| s.n_hung == 0);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a call and lets scripted faults happen to it.
+    fn enter(&self, call: Call) -> Raw<MutexGuard<'_, State>> {
+        self.enter_or(call, |_| ())
+    }
+
+    /// As [`SimDriver::enter`]; `on_fail` runs when a script makes the call fail.
+    fn enter_or(&self, call: Call, on_fail: impl FnOnce(&mut State)) -> Raw<MutexGuard<'_, State>> {
+        let mut state = self.lock();
+        state.n_calls[call as usize] += 1;
+        state.armed = None;
+        let capturing = !state.captures.is_empty();
+        let actions = state.faults.fire(call, capturing);
+        for action in &actions {
+            if let Action::Hang(time) = action {
+                state = self.hang(state, *time);
+                state.armed = None;
+            }
+        }
+        if !call.survives_sticky() {
+            state.check_lost()?;
+        }
+        for action in actions {
+            match action {
+                Action::Hang(_) => {}
+                Action::Fail(code) => {
+                    // Codes that break a capture do so when scripted, too.
+                    if matches!(code.0, 900 | 902 | 905..=907) {
+                        state.break_all_captures();
+                    }
+                    on_fail(&mut state);
+                    return Err(code);
+                }
+                Action::Sticky(code) if call.runs_later() => state.armed = Some(WorkFault::Sticky(code)),
+                Action::Sticky(code) => {
+                    state.lose(code, format!("scripted fault: {code} in {}", call.name()));
+                    return Err(code);
+                }
+                Action::WrongByte => state.armed = Some(WorkFault::WrongByte),
+                Action::Invalidate => state.break_all_captures(),
+            }
+        }
+        Ok(state)
+    }
+
+    fn hang<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        time: Option<Duration>,
+    ) -> MutexGuard<'a, State> {
+        let until = time.map(|t| Instant::now() + t);
+        let n_releases = state.n_releases;
+        state.n_hung += 1;
+        self.shared.changed.notify_all();
+        while state.n_releases == n_releases {
+            let left = until.map_or(Duration::MAX, |u| u.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                break;
+            }
+            // A plain wait where there is no limit: the largest duration overflows some clocks.
+            state = match until {
+                Some(_) => {
+                    self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+        state.n_hung -= 1;
+        state
+    }
+
+    /// Runs steps of the streams that `pick` names until it names none or the context is lost. Host functions are
+    /// called without the lock.
+    fn drive<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        mut pick: impl FnMut(&mut State) -> Option<StreamHandle>,
+    ) -> MutexGuard<'a, State> {
+        while state.lost.is_none()
+            && let Some(stream) = pick(&mut state)
+        {
+            match state.step(stream) {
+                Step::Ran | Step::Idle | Step::Blocked => {}
+                Step::Busy => {
+                    state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+                Step::Call(call) => {
+                    drop(state);
+                    (call.f)(call.user);
+                    state = self.lock();
+                    state.host_call_done(stream);
+                    self.shared.changed.notify_all();
+                }
+            }
+        }
+        state
+    }
+
+    /// Waits for an item; `clock` is what the host then has seen.
+    fn wait_for<'a>(
+        &'a self,
+        state: MutexGuard<'a, State>,
+        item: u64,
+        clock: &Clock,
+    ) -> Raw<MutexGuard<'a, State>> {
+        let mut state = self.drive(state, |s| {
+            if !s.pending.contains_key(&item) {
+                return None;
+            }
+            // Now and then something else runs first, as it would on a card.
+            if s.rng.one_in(4)
+                && let Some(other) = s.any_runnable()
+            {
+                return Some(other);
+            }
+            s.toward(item)
+        });
+        state.check_lost()?;
+        state.host_saw(clock);
+        Ok(state)
+    }
+
+    /// Waits for everything of the current context.
+    fn drain<'a>(&'a self, state: MutexGuard<'a, State>) -> Raw<MutexGuard<'a, State>> {
+        let ctx = state.ctx()?;
+        let mut state = self.drive(state, |s| {
+            s.any_runnable().or_else(|| {
+                // What is left waits for a host function that another thread is calling.
+                let left = s.streams.values().find(|stream| stream.ctx == ctx && !stream.queue.is_empty());
+                left.and_then(|stream| s.toward(stream.last))
+            })
+        });
+        state.check_lost()?;
+        let clocks: Vec<Clock> =
+            state.streams.values().filter(|s| s.ctx == ctx).map(|s| s.clock.clone()).collect();
+        clocks.iter().for_each(|clock| state.host_saw(clock));
+        Ok(state)
+    }
+
+    /// Brings an item a few steps closer, for a query; whether it is done.
+    fn poll<'a>(
+        &'a self,
+        state: MutexGuard<'a, State>,
+        item: u64,
+        clock: &Clock,
+    ) -> Raw<MutexGuard<'a, State>> {
+        let mut n_left = 0;
+        let mut first = true;
+        let mut state = self.drive(state, |s| {
+            if std::mem::take(&mut first) {
+                n_left = 1 + s.rng.below(64);
+            }
+            if n_left == 0 || !s.pending.contains_key(&item) {
+                return None;
+            }
+            n_left -= 1;
+            // A host function that another thread is calling is not waited for by a query.
+            s.toward(item).filter(|h| s.streams.get(h).is_some_and(|stream| !stream.busy))
+        });
+        state.check_lost()?;
+        if state.pending.contains_key(&item) {
+            return Err(Code::NOT_READY);
+        }
+        state.host_saw(clock);
+        Ok(state)
+    }
+
+    /// Work was queued: perhaps some of it runs before the call returns.
+    fn queued(&self, mut state: MutexGuard<'_, State>) -> Raw<()> {
+        let schedule = state.schedule;
+        let mut n_left = match schedule {
+            Schedule::Lazy => 0,
+            Schedule::Eager => usize::MAX,
+            Schedule::Seeded if state.rng.one_in(3) => 1 + state.rng.below(8),
+            Schedule::Seeded => 0,
+        };
+        drop(self.drive(state, |s| {
+            n_left = n_left.checked_sub(1)?;
+            s.any_runnable()
+        }));
+        // What fails now is the next call's error, as on a card.
+        Ok(())
+    }
+}

@@ -1,0 +1,205 @@
+//! One piece of device work: what a stream queues and a graph's node holds.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use super::kernels::{SimKernel, Twin};
+use super::memory::{Fault, Memory, read_host, write_host};
+use super::races::AccessLog;
+use super::rng::Rng;
+use crate::api::{Code, CopyEnd, HostFn, HostPtr, LaunchConfig, ModuleHandle, NodeKind};
+
+/// What a script makes a piece of work do wrong when it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum WorkFault {
+    Sticky(Code),
+    WrongByte,
+}
+
+/// A function to call on the host.
+#[derive(Clone, Copy)]
+pub(super) struct HostCall {
+    pub(super) f: HostFn,
+    pub(super) user: *mut c_void,
+}
+
+// SAFETY: whoever handed the pair over (`launch_host_func`, `graph_add_host`, both `unsafe`) vouched that it may be
+// called from any thread.
+unsafe impl Send for HostCall {}
+// SAFETY: as above; the value itself is plain data.
+unsafe impl Sync for HostCall {}
+
+#[derive(Clone)]
+pub(super) struct KernelOp {
+    pub(super) twin: Arc<Twin>,
+    pub(super) module: ModuleHandle,
+    pub(super) config: LaunchConfig,
+    pub(super) params: Arc<[u8]>,
+}
+
+#[derive(Clone)]
+pub(super) enum Op {
+    Empty,
+    Kernel(KernelOp),
+    Copy { dst: CopyEnd, src: CopyEnd, bytes: u64 },
+    /// A copy whose source was taken when it was enqueued: pageable memory outside a capture.
+    Upload { dst: u64, data: Arc<[u8]> },
+    Memset { dst: u64, byte: u8, bytes: u64 },
+    Host(HostCall),
+    Alloc(u64),
+    Free(u64),
+}
+
+impl Op {
+    pub(super) fn kind(&self) -> NodeKind {
+        match self {
+            Op::Empty => NodeKind::Empty,
+            Op::Kernel(_) => NodeKind::Kernel,
+            Op::Copy { .. } | Op::Upload { .. } => NodeKind::Memcpy,
+            Op::Memset { .. } => NodeKind::Memset,
+            Op::Host(_) => NodeKind::Host,
+            Op::Alloc(_) => NodeKind::MemAlloc,
+            Op::Free(_) => NodeKind::MemFree,
+        }
+    }
+
+    /// For reports.
+    pub(super) fn what(&self) -> String {
+        match self {
+            Op::Empty => "an empty node".into(),
+            Op::Kernel(k) => format!("kernel {}", k.twin.name),
+            Op::Copy { bytes, .. } => format!("a copy of {bytes} bytes"),
+            Op::Upload { data, .. } => format!("a copy of {} bytes", data.len()),
+            Op::Memset { bytes, .. } => format!("a fill of {bytes} bytes"),
+            Op::Host(_) => "a host function".into(),
+            Op::Alloc(_) => "an allocation".into(),
+            Op::Free(_) => "a free".into(),
+        }
+    }
+
+    /// Simulated time it takes.
+    pub(super) fn cost_ns(&self) -> u64 {
+        match self {
+            Op::Empty => 0,
+            Op::Kernel(_) | Op::Host(_) | Op::Alloc(_) | Op::Free(_) => 2_000,
+            Op::Copy { bytes, .. } | Op::Memset { bytes, .. } => 1_000 + bytes / 50,
+            Op::Upload { data, .. } => 1_000 + data.len() as u64 / 50,
+        }
+    }
+
+    /// Runs it, except for a host function, which is the scheduler's.
+    pub(super) fn run(
+        &self,
+        memory: &mut Memory,
+        module_is_live: impl Fn(ModuleHandle) -> bool,
+    ) -> (AccessLog, Result<(), Fault>) {
+        let mut log = AccessLog::default();
+        let result = match self {
+            Op::Empty | Op::Host(_) => Ok(()),
+            Op::Copy { bytes: 0, .. } | Op::Memset { bytes: 0, .. } => Ok(()),
+            Op::Upload { data, .. } if data.is_empty() => Ok(()),
+            Op::Kernel(k) if !module_is_live(k.module) => Err(Fault::new(
+                Code::ILLEGAL_ADDRESS,
+                format!("kernel {} runs after its module was unloaded", k.twin.name),
+            )),
+            Op::Kernel(k) => return run_kernel(k, memory),
+            Op::Copy { dst, src, bytes } => run_copy(*dst, *src, *bytes, memory, &mut log),
+            Op::Upload { dst, data } => {
+                log.touch(*dst, data.len() as u64, true);
+                memory.write(*dst, data)
+            }
+            Op::Memset { dst, byte, bytes } => {
+                log.touch(*dst, *bytes, true);
+                memory.locate(*dst, *bytes).and_then(|_| memory.write(*dst, &vec![*byte; *bytes as usize]))
+            }
+            Op::Alloc(start) => memory
+                .bring_to_life(*start)
+                .map_err(|code| Fault::new(code, "stream-ordered allocation failed when its turn came")),
+            Op::Free(start) => memory
+                .free(*start)
+                .map_err(|_| Fault::new(Code::ILLEGAL_ADDRESS, format!("free of {start:#x}, which is not allocated"))),
+        };
+        let result = result.map_err(|fault| match self {
+            Op::Kernel(_) => fault,
+            _ => Fault::new(fault.code, format!("{}: {}", self.what(), fault.what)),
+        });
+        (log, result)
+    }
+}
+
+fn run_kernel(k: &KernelOp, memory: &mut Memory) -> (AccessLog, Result<(), Fault>) {
+    let mut kernel = SimKernel::new(&k.twin, &k.config, &k.params, memory);
+    // A twin that panics is a kernel that crashes: the report says so, and no panic crosses the driver interface.
+    let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| (k.twin.body)(&mut kernel)));
+    let (log, fault) = kernel.finish();
+    let result = match (fault, run) {
+        (Some(fault), _) | (None, Ok(Err(fault))) => Err(fault),
+        (None, Ok(Ok(()))) => Ok(()),
+        (None, Err(panic)) => {
+            let text = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or("no message");
+            Err(Fault::new(Code::LAUNCH_FAILED, format!("the twin of kernel {} panicked: {text}", k.twin.name)))
+        }
+    };
+    (log, result)
+}
+
+fn run_copy(
+    dst: CopyEnd,
+    src: CopyEnd,
+    bytes: u64,
+    memory: &mut Memory,
+    log: &mut AccessLog,
+) -> Result<(), Fault> {
+    let n = usize::try_from(bytes).map_err(|_| Fault::new(Code::ILLEGAL_ADDRESS, "a copy beyond memory"))?;
+    // Both ends are checked before a buffer of that size is made.
+    if let CopyEnd::Device(p) = src {
+        memory.locate(p.0, bytes)?;
+        log.touch(p.0, bytes, false);
+    }
+    if let CopyEnd::Device(p) = dst {
+        memory.locate(p.0, bytes)?;
+        log.touch(p.0, bytes, true);
+    }
+    let mut buffer = vec![0u8; n];
+    match src {
+        CopyEnd::Device(p) => memory.read(p.0, &mut buffer)?,
+        CopyEnd::Host(p) => read_host(p.0, &mut buffer),
+    }
+    match dst {
+        CopyEnd::Device(p) => memory.write(p.0, &buffer)?,
+        CopyEnd::Host(p) => write_host(p.0, &buffer),
+    }
+    Ok(())
+}
+
+/// Flips a bit in one of the bytes that `log` says were written.
+pub(super) fn falsify(memory: &mut Memory, log: &AccessLog, rng: &mut Rng) {
+    let written: Vec<_> = log.as_slice().iter().filter(|a| a.write).collect();
+    if written.is_empty() {
+        return;
+    }
+    let range = written[rng.below(written.len())];
+    let addr = range.start + rng.below((range.end - range.start) as usize) as u64;
+    let mut byte = [0u8];
+    if memory.read(addr, &mut byte).is_ok() {
+        byte[0] ^= 1 << rng.below(8);
+        // The same address was readable a moment ago under the same lock.
+        let _ = memory.write(addr, &byte);
+    }
+}
+
+/// The same for what a copy just wrote to pageable host memory.
+pub(super) fn falsify_host(dst: HostPtr, bytes: u64, rng: &mut Rng) {
+    if bytes == 0 {
+        return;
+    }
+    let addr = dst.0 + rng.below(bytes as usize) as u64;
+    let mut byte = [0u8];
+    read_host(addr, &mut byte);
+    byte[0] ^= 1 << rng.below(8);
+    write_host(addr, &byte);
+}

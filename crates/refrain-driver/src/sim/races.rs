@@ -1,0 +1,165 @@
+//! Which bytes each piece of work touched, and whether two pieces that nothing orders touched the same ones.
+
+use std::collections::VecDeque;
+
+/// One range of bytes touched by one piece of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Access {
+    pub(super) start: u64,
+    pub(super) end: u64,
+    pub(super) write: bool,
+    /// Before the work waited for what it depends on programmatically.
+    pub(super) early: bool,
+}
+
+impl Access {
+    pub(super) fn conflicts(&self, other: &Access) -> bool {
+        (self.write || other.write) && self.start < other.end && other.start < self.end
+    }
+}
+
+/// The accesses of one launch, neighbours merged.
+#[derive(Clone, Debug, Default)]
+pub(super) struct AccessLog {
+    accesses: Vec<Access>,
+}
+
+/// Past this many ranges a log is sorted and merged, so that element-wise twins stay affordable.
+const COMPACT_AT: usize = 4096;
+
+impl AccessLog {
+    pub(super) fn push(&mut self, a: Access) {
+        if a.start == a.end {
+            return;
+        }
+        if let Some(last) = self.accesses.last_mut()
+            && (last.write, last.early) == (a.write, a.early)
+            && a.start <= last.end
+            && last.start <= a.end
+        {
+            last.start = last.start.min(a.start);
+            last.end = last.end.max(a.end);
+            return;
+        }
+        self.accesses.push(a);
+        if self.accesses.len().is_multiple_of(COMPACT_AT) {
+            self.compact();
+        }
+    }
+
+    pub(super) fn touch(&mut self, start: u64, bytes: u64, write: bool) {
+        self.push(Access { start, end: start + bytes, write, early: false });
+    }
+
+    pub(super) fn extend(&mut self, other: &AccessLog) {
+        other.accesses.iter().for_each(|&a| self.push(a));
+    }
+
+    pub(super) fn as_slice(&self) -> &[Access] {
+        &self.accesses
+    }
+
+    pub(super) fn compact(&mut self) {
+        let mut all = std::mem::take(&mut self.accesses);
+        all.sort_unstable_by_key(|a| (a.write, a.early, a.start));
+        for a in all {
+            match self.accesses.last_mut() {
+                Some(last) if (last.write, last.early) == (a.write, a.early) && a.start <= last.end => {
+                    last.end = last.end.max(a.end);
+                }
+                _ => self.accesses.push(a),
+            }
+        }
+    }
+}
+
+/// How far each stream had come: one count per stream index.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Clock(Vec<u64>);
+
+impl Clock {
+    pub(super) fn get(&self, idx: usize) -> u64 {
+        self.0.get(idx).copied().unwrap_or(0)
+    }
+
+    pub(super) fn set(&mut self, idx: usize, count: u64) {
+        if self.0.len() <= idx {
+            self.0.resize(idx + 1, 0);
+        }
+        self.0[idx] = count;
+    }
+
+    pub(super) fn join(&mut self, other: &Clock) {
+        if self.0.len() < other.0.len() {
+            self.0.resize(other.0.len(), 0);
+        }
+        for (mine, theirs) in self.0.iter_mut().zip(&other.0) {
+            *mine = (*mine).max(*theirs);
+        }
+    }
+}
+
+/// What recently ran on each stream, to compare with what runs now on another.
+#[derive(Default)]
+pub(super) struct History {
+    streams: Vec<VecDeque<Past>>,
+}
+
+struct Past {
+    count: u64,
+    access: Access,
+    what: String,
+}
+
+/// Ranges remembered per stream; older ones are forgotten, which can only miss a race.
+const REMEMBERED: usize = 8192;
+
+impl History {
+    /// Compares what just ran on stream `idx` at `clock` with what ran before on other streams, and remembers it.
+    pub(super) fn add(&mut self, idx: usize, clock: &Clock, log: &AccessLog, what: &str) -> Option<String> {
+        let mut found = None;
+        for (other, pasts) in self.streams.iter().enumerate().filter(|(i, _)| *i != idx) {
+            for past in pasts.iter().rev().take_while(|p| p.count > clock.get(other)) {
+                let hit = log.as_slice().iter().find(|a| a.conflicts(&past.access));
+                if let Some(a) = hit.filter(|_| found.is_none()) {
+                    found = Some(describe(&past.what, &past.access, what, a, "streams"));
+                }
+            }
+        }
+        if self.streams.len() <= idx {
+            self.streams.resize_with(idx + 1, VecDeque::new);
+        }
+        let count = clock.get(idx);
+        let pasts = &mut self.streams[idx];
+        pasts.extend(log.as_slice().iter().map(|&access| Past { count, access, what: what.to_owned() }));
+        let excess = pasts.len().saturating_sub(REMEMBERED);
+        pasts.drain(..excess);
+        found
+    }
+
+    /// Forgets what everything from now on is ordered after. Only right while nothing is queued.
+    pub(super) fn forget_before(&mut self, host: &Clock) {
+        for (idx, pasts) in self.streams.iter_mut().enumerate() {
+            while pasts.front().is_some_and(|p| p.count <= host.get(idx)) {
+                pasts.pop_front();
+            }
+        }
+    }
+}
+
+/// The text of a race report.
+pub(super) fn describe(a_what: &str, a: &Access, b_what: &str, b: &Access, between: &str) -> String {
+    let (start, end) = (a.start.max(b.start), a.end.min(b.end));
+    let verb = |x: &Access| match (x.write, x.early) {
+        (true, false) => "writes",
+        (false, false) => "reads",
+        (true, true) => "writes (before its dependency wait)",
+        (false, true) => "reads (before its dependency wait)",
+    };
+    format!(
+        "race between {between}: {a_what} {} and {b_what} {} the same {} bytes at {start:#x}, and nothing orders them",
+        verb(a),
+        verb(b),
+        end - start
+    )
+}

@@ -1,0 +1,252 @@
+//! Everything the simulated device knows, behind one lock.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::thread::ThreadId;
+
+use super::calls::Call;
+use super::capture::Capture;
+use super::faults::FaultScript;
+use super::graphs::{FlatGraph, GraphSlot};
+use super::kernels::Twin;
+use super::memory::Memory;
+use super::modules::Entry;
+use super::ops::WorkFault;
+use super::races::{Clock, History};
+use super::rng::Rng;
+use super::streams::{Kind, Stream};
+use super::{Schedule, SimOptions};
+use crate::api::{
+    CaptureMode, Census, Code, CtxHandle, EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle,
+    ModuleHandle, NodeHandle, Raw, StreamHandle,
+};
+
+pub(super) struct Context {
+    pub(super) ordinal: u32,
+    /// How often it was retained, for a primary context.
+    pub(super) primary: Option<u32>,
+    pub(super) legacy: StreamHandle,
+}
+
+/// What an event stands for.
+#[derive(Clone)]
+pub(super) enum EventState {
+    Never,
+    /// Recorded on a stream: the queue item that records it.
+    Recorded { item: u64, clock: Clock, done_at_ns: Option<u64> },
+    /// Recorded on a capturing stream.
+    Captured { capture: u64, frontier: Vec<crate::api::Dependency> },
+}
+
+pub(super) struct Event {
+    pub(super) ctx: CtxHandle,
+    pub(super) timing: bool,
+    pub(super) state: EventState,
+}
+
+pub(super) struct Module {
+    pub(super) ctx: CtxHandle,
+    pub(super) entries: Vec<Entry>,
+    pub(super) functions: Vec<FunctionHandle>,
+}
+
+pub(super) struct Function {
+    pub(super) module: ModuleHandle,
+    pub(super) ctx: CtxHandle,
+    pub(super) twin: Arc<Twin>,
+    pub(super) attributes: HashMap<FunctionAttribute, i32>,
+}
+
+pub(super) struct Exec {
+    pub(super) ctx: CtxHandle,
+    pub(super) graph: Arc<FlatGraph>,
+    /// The queue item of its latest launch: launches of one executable never overlap.
+    pub(super) last: Option<u64>,
+}
+
+pub(super) struct State {
+    pub(super) rng: Rng,
+    pub(super) strict: bool,
+    pub(super) schedule: Schedule,
+    pub(super) n_devices: u32,
+    next_handle: u64,
+    /// The sticky fault: what every call returns from now on.
+    pub(super) lost: Option<Code>,
+    pub(super) contexts: BTreeMap<CtxHandle, Context>,
+    pub(super) current: HashMap<ThreadId, CtxHandle>,
+    pub(super) memory: Memory,
+    pub(super) streams: BTreeMap<StreamHandle, Stream>,
+    pub(super) free_indices: Vec<usize>,
+    pub(super) n_indices: usize,
+    pub(super) counts: Clock,
+    pub(super) pending: HashMap<u64, StreamHandle>,
+    pub(super) next_item: u64,
+    pub(super) events: BTreeMap<EventHandle, Event>,
+    pub(super) modules: BTreeMap<ModuleHandle, Module>,
+    pub(super) functions: BTreeMap<FunctionHandle, Function>,
+    pub(super) twins: HashMap<String, Arc<Twin>>,
+    pub(super) captures: BTreeMap<u64, Capture>,
+    pub(super) graphs: BTreeMap<GraphHandle, GraphSlot>,
+    pub(super) children: BTreeMap<NodeHandle, GraphHandle>,
+    pub(super) execs: BTreeMap<ExecHandle, Exec>,
+    pub(super) host_clock: Clock,
+    pub(super) history: History,
+    pub(super) reports: Vec<String>,
+    pub(super) faults: FaultScript,
+    /// What the script wants of the work that the call in progress hands over.
+    pub(super) armed: Option<WorkFault>,
+    pub(super) n_calls: Vec<u64>,
+    pub(super) n_hung: usize,
+    pub(super) n_releases: u64,
+    pub(super) now_ns: u64,
+}
+
+/// Reports beyond this many are dropped, so that a test in a loop does not fill memory.
+const MAX_REPORTS: usize = 1000;
+
+impl State {
+    pub(super) fn new(options: SimOptions) -> State {
+        State {
+            rng: Rng::new(options.seed),
+            strict: options.strict,
+            schedule: options.schedule,
+            n_devices: options.n_devices,
+            // Past the values that mean the legacy stream, and nothing like a pointer.
+            next_handle: 0x100,
+            lost: None,
+            contexts: BTreeMap::new(),
+            current: HashMap::new(),
+            memory: Memory::new(options.memory_bytes, options.host_bytes),
+            streams: BTreeMap::new(),
+            free_indices: Vec::new(),
+            n_indices: 0,
+            counts: Clock::default(),
+            pending: HashMap::new(),
+            next_item: 1,
+            events: BTreeMap::new(),
+            modules: BTreeMap::new(),
+            functions: BTreeMap::new(),
+            twins: HashMap::new(),
+            captures: BTreeMap::new(),
+            graphs: BTreeMap::new(),
+            children: BTreeMap::new(),
+            execs: BTreeMap::new(),
+            host_clock: Clock::default(),
+            history: History::default(),
+            reports: Vec::new(),
+            faults: options.faults,
+            armed: None,
+            n_calls: vec![0; Call::ALL.len()],
+            n_hung: 0,
+            n_releases: 0,
+            now_ns: 0,
+        }
+    }
+
+    pub(super) fn handle(&mut self) -> u64 {
+        self.next_handle += 0x10;
+        self.next_handle
+    }
+
+    pub(super) fn report(&mut self, text: String) {
+        tracing::debug!(report = %text, "simulated device");
+        if self.reports.len() < MAX_REPORTS {
+            self.reports.push(text);
+        }
+    }
+
+    /// Loses the context for good, as a sticky fault does.
+    pub(super) fn lose(&mut self, code: Code, why: String) {
+        self.report(why);
+        self.lost.get_or_insert(code);
+    }
+
+    pub(super) fn check_lost(&self) -> Raw<()> {
+        self.lost.map_or(Ok(()), Err)
+    }
+
+    /// The calling thread's context.
+    pub(super) fn ctx(&self) -> Raw<CtxHandle> {
+        self.current
+            .get(&std::thread::current().id())
+            .copied()
+            .filter(|ctx| self.contexts.contains_key(ctx))
+            .ok_or(Code::INVALID_CONTEXT)
+    }
+
+    /// The stream a handle means; the legacy one is the current context's.
+    pub(super) fn stream(&self, handle: StreamHandle) -> Raw<StreamHandle> {
+        let ctx = self.ctx()?;
+        if handle == StreamHandle::LEGACY || handle.0 == 0 {
+            return Ok(self.contexts[&ctx].legacy);
+        }
+        match self.streams.get(&handle) {
+            Some(s) if !s.destroyed && s.kind != Kind::Legacy => Ok(handle),
+            _ => Err(Code::INVALID_HANDLE),
+        }
+    }
+
+    pub(super) fn create_context(&mut self, ordinal: u32, primary: Option<u32>) -> Raw<CtxHandle> {
+        if ordinal >= self.n_devices {
+            return Err(Code::INVALID_DEVICE);
+        }
+        let ctx = CtxHandle(self.handle());
+        let legacy = self.create_stream(ctx, Kind::Legacy);
+        self.contexts.insert(ctx, Context { ordinal, primary, legacy });
+        self.current.insert(std::thread::current().id(), ctx);
+        Ok(ctx)
+    }
+
+    /// Drops a context and all that lives in it.
+    pub(super) fn drop_context(&mut self, ctx: CtxHandle) {
+        self.contexts.remove(&ctx);
+        self.current.retain(|_, c| *c != ctx);
+        self.captures.retain(|_, c| c.ctx != ctx);
+        let streams: Vec<StreamHandle> =
+            self.streams.iter().filter(|(_, s)| s.ctx == ctx).map(|(&h, _)| h).collect();
+        for handle in streams {
+            self.remove_stream(handle);
+        }
+        self.events.retain(|_, e| e.ctx != ctx);
+        self.modules.retain(|_, m| m.ctx != ctx);
+        self.functions.retain(|_, f| f.ctx != ctx);
+        self.execs.retain(|_, e| e.ctx != ctx);
+        self.memory.drop_context(ctx);
+    }
+
+    pub(super) fn census(&self) -> Census {
+        let (allocations, bytes) = self.memory.device_census();
+        let (host_allocations, host_bytes) = self.memory.host_census();
+        Census {
+            contexts: self.contexts.len(),
+            allocations,
+            bytes,
+            host_allocations,
+            host_bytes,
+            streams: self.streams.values().filter(|s| s.kind != Kind::Legacy && !s.destroyed).count(),
+            events: self.events.len(),
+            modules: self.modules.len(),
+            graphs: self.graphs.values().filter(|g| g.parent.is_none()).count(),
+            execs: self.execs.len(),
+        }
+    }
+
+    /// Whether the thread may make a call that the driver counts as unsafe while a capture is on; breaks the captures
+    /// that forbid it.
+    pub(super) fn check_unsafe_call(&mut self) -> Raw<()> {
+        let me = std::thread::current().id();
+        let mut broken = false;
+        for capture in self.captures.values_mut() {
+            let forbids = match capture.mode {
+                CaptureMode::Global => true,
+                CaptureMode::ThreadLocal => capture.owner == me,
+                CaptureMode::Relaxed => false,
+            };
+            if forbids {
+                capture.invalidate();
+                broken = true;
+            }
+        }
+        if broken { Err(Code::STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
+    }
+}

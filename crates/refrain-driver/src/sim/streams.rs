@@ -1,0 +1,336 @@
+//! Streams: queues of work that run when somebody waits, or when chance has it, and never before their dependencies.
+
+use std::collections::VecDeque;
+
+use super::graphs::GraphRun;
+use super::ops::{HostCall, Op, WorkFault, falsify, falsify_host};
+use super::races::{Access, AccessLog, Clock, describe};
+use super::state::{EventState, State};
+use crate::api::{Code, CopyEnd, CtxHandle, EventHandle, StreamHandle};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Legacy,
+    Blocking,
+    NonBlocking,
+}
+
+pub(super) enum Work {
+    Op(Op),
+    Event(EventHandle),
+    Graph(GraphRun),
+}
+
+pub(super) struct Item {
+    id: u64,
+    /// Items of other streams that come first.
+    waits: Vec<u64>,
+    work: Work,
+    fault: Option<WorkFault>,
+    clock: Clock,
+}
+
+pub(super) struct Stream {
+    pub(super) ctx: CtxHandle,
+    pub(super) kind: Kind,
+    pub(super) queue: VecDeque<Item>,
+    /// Its place in clocks.
+    pub(super) idx: usize,
+    pub(super) clock: Clock,
+    /// The latest item, done or not.
+    pub(super) last: u64,
+    /// A host function of it is being called, outside the lock.
+    pub(super) busy: bool,
+    /// Destroyed while work was left: it goes when the queue is empty.
+    pub(super) destroyed: bool,
+    /// What the running chain of programmatic launches touched: its next link may start before they end.
+    chain: Vec<(String, Access)>,
+}
+
+/// What one step of a stream came to.
+pub(super) enum Step {
+    Ran,
+    Idle,
+    /// Waits for another stream.
+    Blocked,
+    /// A host function of it is being called by another thread.
+    Busy,
+    /// The caller must call it without the lock, and then [`State::host_call_done`].
+    Call(HostCall),
+}
+
+impl State {
+    pub(super) fn create_stream(&mut self, ctx: CtxHandle, kind: Kind) -> StreamHandle {
+        let handle = StreamHandle(self.handle());
+        let idx = self.free_indices.pop().unwrap_or_else(|| {
+            self.n_indices += 1;
+            self.n_indices - 1
+        });
+        let mut clock = self.host_clock.clone();
+        clock.set(idx, self.counts.get(idx));
+        self.streams.insert(
+            handle,
+            Stream {
+                ctx,
+                kind,
+                queue: VecDeque::new(),
+                idx,
+                clock,
+                last: 0,
+                busy: false,
+                destroyed: false,
+                chain: Vec::new(),
+            },
+        );
+        handle
+    }
+
+    pub(super) fn remove_stream(&mut self, handle: StreamHandle) {
+        if let Some(stream) = self.streams.remove(&handle) {
+            stream.queue.iter().for_each(|item| {
+                self.pending.remove(&item.id);
+            });
+            self.free_indices.push(stream.idx);
+        }
+    }
+
+    /// Queues work behind everything the stream must wait for, and `after`.
+    pub(super) fn enqueue(
+        &mut self,
+        handle: StreamHandle,
+        work: Work,
+        after: Option<(u64, &Clock)>,
+        extra_wait: Option<u64>,
+    ) -> u64 {
+        let id = self.next_item;
+        self.next_item += 1;
+        let (ctx, kind, idx) = {
+            let s = &self.streams[&handle];
+            (s.ctx, s.kind, s.idx)
+        };
+        let mut clock = self.streams[&handle].clock.clone();
+        clock.join(&self.host_clock);
+        let mut waits: Vec<u64> = extra_wait.into_iter().collect();
+        if let Some((item, event_clock)) = after {
+            waits.push(item);
+            clock.join(event_clock);
+        }
+        // The legacy stream waits for every blocking one, and every blocking one for it.
+        for other in self.streams.values().filter(|s| s.ctx == ctx) {
+            if matches!((kind, other.kind), (Kind::Legacy, Kind::Blocking) | (Kind::Blocking, Kind::Legacy)) {
+                waits.push(other.last);
+                clock.join(&other.clock);
+            }
+        }
+        waits.retain(|w| self.pending.contains_key(w));
+        let count = self.counts.get(idx) + 1;
+        self.counts.set(idx, count);
+        clock.set(idx, count);
+        let fault = self.armed.take();
+        if let Some(stream) = self.streams.get_mut(&handle) {
+            stream.clock = clock.clone();
+            stream.last = id;
+            stream.queue.push_back(Item { id, waits, work, fault, clock });
+        }
+        self.pending.insert(id, handle);
+        id
+    }
+
+    /// Runs the next piece of a stream's work: an operation, or one node of a graph.
+    pub(super) fn step(&mut self, handle: StreamHandle) -> Step {
+        let Some(stream) = self.streams.get_mut(&handle) else { return Step::Idle };
+        if stream.busy {
+            return Step::Busy;
+        }
+        let Some(item) = stream.queue.front() else { return Step::Idle };
+        if item.waits.iter().any(|w| self.pending.contains_key(w)) {
+            return Step::Blocked;
+        }
+        let Some(mut item) = stream.queue.pop_front() else { return Step::Idle };
+        if let Some(WorkFault::Sticky(code)) = item.fault {
+            self.lose(code, format!("scripted fault: {code} while {} runs", item.what()));
+            return Step::Ran;
+        }
+        if let Work::Op(Op::Host(call)) = item.work {
+            item.work = Work::Op(Op::Empty);
+            return self.call_host(handle, item, call);
+        }
+        if let Work::Graph(run) = &mut item.work
+            && let Some(node) = run.advance(&mut self.rng)
+        {
+            return self.step_graph(handle, item, node);
+        }
+        self.complete(handle, item);
+        Step::Ran
+    }
+
+    fn call_host(&mut self, handle: StreamHandle, item: Item, call: HostCall) -> Step {
+        if let Some(stream) = self.streams.get_mut(&handle) {
+            stream.queue.push_front(item);
+            stream.busy = true;
+        }
+        self.now_ns += 2_000;
+        Step::Call(call)
+    }
+
+    pub(super) fn host_call_done(&mut self, handle: StreamHandle) {
+        if let Some(stream) = self.streams.get_mut(&handle) {
+            stream.busy = false;
+        }
+    }
+
+    fn step_graph(&mut self, handle: StreamHandle, mut item: Item, node: usize) -> Step {
+        let Work::Graph(run) = &mut item.work else { return Step::Ran };
+        let graph = run.graph.clone();
+        let (op, fault) = graph.node(node);
+        if let Op::Host(call) = op {
+            return self.call_host(handle, item, *call);
+        }
+        self.now_ns += op.cost_ns();
+        match self.run_op(op, fault) {
+            Some(log) => {
+                run.log(node, log);
+                if let Some(stream) = self.streams.get_mut(&handle) {
+                    stream.queue.push_front(item);
+                }
+            }
+            None => self.report(format!("the fault was in node {node} of a graph of {} nodes", graph.len())),
+        }
+        Step::Ran
+    }
+
+    /// Runs an operation; `None` when it lost the context.
+    fn run_op(&mut self, op: &Op, fault: Option<WorkFault>) -> Option<AccessLog> {
+        if let Some(WorkFault::Sticky(code)) = fault {
+            self.lose(code, format!("scripted fault: {code} while {} runs", op.what()));
+            return None;
+        }
+        let modules = &self.modules;
+        let (log, result) = op.run(&mut self.memory, |m| modules.contains_key(&m));
+        if let Err(fault) = result {
+            self.lose(fault.code, fault.what);
+            return None;
+        }
+        if fault == Some(WorkFault::WrongByte) {
+            match op {
+                Op::Copy { dst: CopyEnd::Host(dst), bytes, .. } => falsify_host(*dst, *bytes, &mut self.rng),
+                _ => falsify(&mut self.memory, &log, &mut self.rng),
+            }
+        }
+        Some(log)
+    }
+
+    /// Ends an item: runs what it still has to, looks for races, and lets others go on.
+    fn complete(&mut self, handle: StreamHandle, item: Item) {
+        let what = item.what();
+        let Item { id, work, fault, clock, .. } = item;
+        let mut races = Vec::new();
+        let log = match work {
+            Work::Event(event) => {
+                let now = self.now_ns;
+                if let Some(EventState::Recorded { item, done_at_ns, .. }) =
+                    self.events.get_mut(&event).map(|e| &mut e.state)
+                    && *item == id
+                {
+                    *done_at_ns = Some(now);
+                }
+                AccessLog::default()
+            }
+            Work::Op(op) => {
+                self.now_ns += op.cost_ns();
+                let Some(log) = self.run_op(&op, fault) else { return };
+                races.extend(self.check_chain(handle, &op, &log));
+                log
+            }
+            Work::Graph(run) => {
+                let (log, found) = run.finish();
+                races = found;
+                if fault == Some(WorkFault::WrongByte) {
+                    falsify(&mut self.memory, &log, &mut self.rng);
+                }
+                log
+            }
+        };
+        if let Some(idx) = self.streams.get(&handle).map(|s| s.idx) {
+            races.extend(self.history.add(idx, &clock, &log, &what));
+        }
+        self.pending.remove(&id);
+        for race in races {
+            if self.strict {
+                self.lose(Code::LAUNCH_FAILED, race);
+            } else {
+                self.report(race);
+            }
+        }
+        if self.streams.get(&handle).is_some_and(|s| s.destroyed && s.queue.is_empty()) {
+            self.remove_stream(handle);
+        }
+    }
+
+    /// A programmatic launch may start while the launches before it in its chain still run.
+    fn check_chain(&mut self, handle: StreamHandle, op: &Op, log: &AccessLog) -> Option<String> {
+        let stream = self.streams.get_mut(&handle)?;
+        let Op::Kernel(kernel) = op else {
+            stream.chain.clear();
+            return None;
+        };
+        let mut race = None;
+        if kernel.config.programmatic {
+            let early = log.as_slice().iter().filter(|a| a.early);
+            for a in early {
+                if let Some((what, past)) = stream.chain.iter().find(|(_, past)| past.conflicts(a)) {
+                    race = Some(describe(what, past, &op.what(), a, "a launch and the one before it"));
+                }
+            }
+        } else {
+            stream.chain.clear();
+        }
+        stream.chain.extend(log.as_slice().iter().map(|&a| (op.what(), a)));
+        race
+    }
+
+    /// A stream whose next step brings `item` closer to done.
+    pub(super) fn toward(&self, item: u64) -> Option<StreamHandle> {
+        let mut at = *self.pending.get(&item)?;
+        loop {
+            let stream = self.streams.get(&at)?;
+            let head = stream.queue.front();
+            match head.and_then(|i| i.waits.iter().find_map(|w| self.pending.get(w))) {
+                Some(&next) => at = next,
+                None => return Some(at),
+            }
+        }
+    }
+
+    /// A random stream that can run something now.
+    pub(super) fn any_runnable(&mut self) -> Option<StreamHandle> {
+        let ready: Vec<StreamHandle> = self
+            .streams
+            .iter()
+            .filter(|(_, s)| !s.busy)
+            .filter(|(_, s)| {
+                s.queue.front().is_some_and(|i| i.waits.iter().all(|w| !self.pending.contains_key(w)))
+            })
+            .map(|(&h, _)| h)
+            .collect();
+        (!ready.is_empty()).then(|| ready[self.rng.below(ready.len())])
+    }
+
+    /// The host has seen everything up to `clock`.
+    pub(super) fn host_saw(&mut self, clock: &Clock) {
+        self.host_clock.join(clock);
+        if self.pending.is_empty() {
+            self.history.forget_before(&self.host_clock);
+        }
+    }
+}
+
+impl Item {
+    fn what(&self) -> String {
+        match &self.work {
+            Work::Op(op) => op.what(),
+            Work::Event(_) => "an event".into(),
+            Work::Graph(run) => format!("a graph of {} nodes", run.graph.len()),
+        }
+    }
+}

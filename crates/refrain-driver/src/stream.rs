@@ -1,0 +1,325 @@
+//! Streams: where work is sent, waited for and read back.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytemuck::Pod;
+
+use crate::api::{CaptureStatus, Code, StreamHandle, StreamKind};
+use crate::device::Context;
+use crate::error::DriverError;
+use crate::event::Event;
+use crate::graph::Outputs;
+use crate::health::Health;
+use crate::memory::{Buf, Lease, Place, Slot};
+use crate::queue::{Keep, Queue, StreamSink};
+use crate::shared::{Garbage, Shared};
+use crate::staging::Staging;
+
+/// How long a wait may take unless [`Stream::set_limit`] says otherwise.
+const DEFAULT_LIMIT: Duration = Duration::from_secs(30);
+/// Size and number of the pinned slots that bulk transfers go through.
+const TRANSFER_SLOT_BYTES: usize = 4 << 20;
+const TRANSFER_SLOTS: usize = 2;
+
+/// A sequence of work on the device. It is owned, not shared: not `Clone`, not `Send`, and independent of the legacy
+/// stream, so nothing but its owner can put work on it.
+pub struct Stream {
+    ctx: Context,
+    handle: StreamHandle,
+    progress: Arc<Progress>,
+    n_sent: u64,
+    limit: Duration,
+    broken: Option<Code>,
+    pub(crate) keep: Keep,
+    transfers: Option<Staging>,
+}
+
+/// How far a stream is known to be, for those who must know that its work on a memory is done.
+#[derive(Debug, Default)]
+pub(crate) struct Progress {
+    n_done: AtomicU64,
+}
+
+impl Stream {
+    pub(crate) fn new(ctx: &Context) -> Result<Stream, DriverError> {
+        let shared = ctx.shared();
+        shared.refuse_while_recording("creating a stream", 0)?;
+        let handle = shared.call("cuStreamCreate", |api| api.stream_create(StreamKind::NonBlocking))?;
+        Ok(Stream {
+            ctx: ctx.clone(),
+            handle,
+            progress: Arc::default(),
+            n_sent: 0,
+            limit: DEFAULT_LIMIT,
+            broken: None,
+            keep: Keep::default(),
+            transfers: None,
+        })
+    }
+
+    /// The context it was made from.
+    #[must_use]
+    pub fn context(&self) -> &Context {
+        &self.ctx
+    }
+
+    /// Sets how long a wait on this stream may take.
+    pub fn set_limit(&mut self, limit: Duration) {
+        self.limit = limit;
+    }
+
+    /// Waits until everything sent so far is done.
+    pub fn synchronize(&mut self) -> Result<(), DriverError> {
+        self.wait(self.limit)
+    }
+
+    /// Waits, at most `limit`.
+    pub fn wait(&mut self, limit: Duration) -> Result<(), DriverError> {
+        self.usable("waiting for a stream", 0)?;
+        let handle = self.handle;
+        self.shared().poll("cuStreamQuery", limit, |api| api.stream_query(handle))?;
+        self.progress.n_done.store(self.n_sent, Ordering::Release);
+        self.keep.clear();
+        Ok(())
+    }
+
+    /// True when everything sent so far is done. An error of earlier work shows here too.
+    pub fn is_done(&mut self) -> Result<bool, DriverError> {
+        match self.wait(Duration::ZERO) {
+            Ok(()) => Ok(true),
+            Err(DriverError::Timeout { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether this stream is being captured. It is `None` whenever this can be called on a healthy stream, since
+    /// recording borrows the stream; see [`crate::Device::capture_status`] for a look from elsewhere.
+    pub fn capture_status(&self) -> Result<CaptureStatus, DriverError> {
+        self.shared().probe_status(self.handle)
+    }
+
+    /// Runs work at once, in order. The same closure can be recorded.
+    ///
+    /// `overlap` says whether [`crate::Launch::pdl`] is honoured; a run to compare with has it off.
+    pub fn run<'l>(
+        &mut self,
+        lease: &'l mut Lease,
+        overlap: bool,
+        f: impl FnOnce(&mut dyn Queue) -> Result<(), DriverError>,
+    ) -> Result<Outputs<'l>, DriverError> {
+        self.shared().check_lost()?;
+        self.begin_use(lease)?;
+        let shared = Arc::clone(self.shared());
+        let mut sink = StreamSink {
+            shared: &shared,
+            memory: lease.memory(),
+            stream: self.handle,
+            keep: &mut self.keep,
+            overlap,
+            recording: None,
+            params: Vec::new(),
+        };
+        f(&mut sink)?;
+        Ok(Outputs::new(lease))
+    }
+
+    /// Writes bytes to the memory and waits until they are there.
+    pub fn upload(&mut self, lease: &mut Lease, dst: Buf, bytes: &[u8]) -> Result<(), DriverError> {
+        self.usable("upload", bytes.len() as u64)?;
+        check_len("an upload", dst, bytes.len())?;
+        let mut transfers = self.take_transfers()?;
+        let result = self.upload_in_parts(lease, &mut transfers, dst, bytes);
+        self.transfers = Some(transfers);
+        result?;
+        self.synchronize()
+    }
+
+    fn upload_in_parts(
+        &mut self,
+        lease: &mut Lease,
+        transfers: &mut Staging,
+        dst: Buf,
+        bytes: &[u8],
+    ) -> Result<(), DriverError> {
+        let mut offset = 0;
+        for part in bytes.chunks(transfers.slot_bytes()) {
+            self.stage(lease, transfers, dst.slice(offset, part.len() as u64)?, part)?;
+            offset += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Writes bytes to the memory in stream order, from a pinned slot, without waiting for the copy. It waits only
+    /// when all slots of `staging` are still in use.
+    pub fn stage(
+        &mut self,
+        lease: &mut Lease,
+        staging: &mut Staging,
+        dst: Buf,
+        bytes: &[u8],
+    ) -> Result<(), DriverError> {
+        self.usable("upload", bytes.len() as u64)?;
+        check_len("a staged write", dst, bytes.len())?;
+        let to = lease.memory().resolve(dst)?.address();
+        self.begin_use(lease)?;
+        staging.send(self, crate::api::DevicePtr(to), bytes)
+    }
+
+    /// Writes one value in stream order.
+    pub fn set<T: Pod>(
+        &mut self,
+        lease: &mut Lease,
+        staging: &mut Staging,
+        slot: Slot<T>,
+        value: T,
+    ) -> Result<(), DriverError> {
+        self.stage(lease, staging, slot.buf(), bytemuck::bytes_of(&value))
+    }
+
+    /// Waits for the stream and copies bytes of the memory to the host.
+    pub fn download(&mut self, lease: &Lease, src: Buf, bytes: &mut [u8]) -> Result<(), DriverError> {
+        self.usable("readback", bytes.len() as u64)?;
+        check_len("a readback", src, bytes.len())?;
+        let from = lease.memory().resolve(src)?;
+        lease.check_stream(&self.progress)?;
+        self.keep.add(lease.memory());
+        match from {
+            Place::Device(from) => {
+                let mut transfers = self.take_transfers()?;
+                let result = transfers.receive(self, from, bytes);
+                self.transfers = Some(transfers);
+                result
+            }
+            Place::Host(from) => {
+                self.synchronize()?;
+                crate::ring::read_pinned(from, bytes);
+                Ok(())
+            }
+        }
+    }
+
+    /// Marks a point on the stream.
+    pub fn record_event(&mut self, event: &Event) -> Result<(), DriverError> {
+        self.usable("recording an event", 0)?;
+        self.same_device(&event.shared, "an event")?;
+        let handle = self.handle;
+        self.shared().call("cuEventRecord", |api| api.event_record(event.handle, handle))
+    }
+
+    /// Makes later work of this stream wait for a point on another one.
+    pub fn wait_event(&mut self, event: &Event) -> Result<(), DriverError> {
+        self.usable("waiting for an event", 0)?;
+        self.same_device(&event.shared, "an event")?;
+        let handle = self.handle;
+        self.shared().call("cuStreamWaitEvent", |api| api.stream_wait_event(handle, event.handle))
+    }
+
+    /// After a failure: is the device healthy, and this stream with it?
+    pub fn health(&mut self, limit: Duration) -> Result<Health, DriverError> {
+        match self.ctx.device().health(limit)? {
+            Health::Healthy => {}
+            other => return Ok(other),
+        }
+        if let Some(code) = self.broken {
+            return Ok(Health::StreamLost { code });
+        }
+        match self.wait(limit) {
+            Ok(()) => Ok(Health::Healthy),
+            Err(DriverError::Timeout { .. }) => Ok(Health::StreamLost { code: Code::NOT_READY }),
+            Err(DriverError::Driver { code, .. }) => Ok(Health::StreamLost { code }),
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        self.ctx.shared()
+    }
+
+    pub(crate) fn handle(&self) -> StreamHandle {
+        self.handle
+    }
+
+    pub(crate) fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// Gives the stream up: it could not be brought out of a capture.
+    pub(crate) fn set_broken(&mut self, code: Code) {
+        self.broken = Some(code);
+    }
+
+    pub(crate) fn check_broken(&self) -> Result<(), DriverError> {
+        self.broken.map_or(Ok(()), |code| Err(DriverError::StreamLost { code }))
+    }
+
+    /// Refuses a call that does not go with a recording, on any stream of the device.
+    fn usable(&self, what: &'static str, bytes: u64) -> Result<(), DriverError> {
+        self.shared().refuse_while_recording(what, bytes)?;
+        self.check_broken()
+    }
+
+    fn same_device(&self, other: &Arc<Shared>, what: &'static str) -> Result<(), DriverError> {
+        if Arc::ptr_eq(self.shared(), other) { Ok(()) } else { Err(DriverError::ForeignDevice { what }) }
+    }
+
+    /// Notes that work on the lease's memory is about to be sent.
+    #[inline]
+    pub(crate) fn begin_use(&mut self, lease: &mut Lease) -> Result<(), DriverError> {
+        self.check_broken()?;
+        self.same_device(lease.memory().shared(), "the memory")?;
+        self.n_sent += 1;
+        lease.enter(&self.progress, self.n_sent)?;
+        self.keep.add(lease.memory());
+        Ok(())
+    }
+
+    fn take_transfers(&mut self) -> Result<Staging, DriverError> {
+        match self.transfers.take() {
+            Some(t) => Ok(t),
+            None => Staging::new(&self.ctx, TRANSFER_SLOTS, TRANSFER_SLOT_BYTES),
+        }
+    }
+}
+
+impl Progress {
+    /// True when the stream was seen to have finished its first `n` pieces of work.
+    #[inline]
+    pub(crate) fn reached(&self, n: u64) -> bool {
+        self.n_done.load(Ordering::Acquire) >= n
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.shared().check_lost().is_err() {
+            return;
+        }
+        let handle = self.handle;
+        // What running work points at must outlive it; if the work does not end, that is never freed.
+        if !self.keep.is_empty() {
+            match self.shared().poll("cuStreamQuery", self.limit, |api| api.stream_query(handle)) {
+                Ok(()) => self.progress.n_done.store(self.n_sent, Ordering::Release),
+                Err(error) => {
+                    tracing::warn!("a stream was dropped with work that does not end: {error}");
+                    self.keep.leak();
+                }
+            }
+        }
+        self.shared().discard(Garbage::Stream(handle));
+    }
+}
+
+impl std::fmt::Debug for Stream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?} of {:?}", self.handle, self.ctx.device())
+    }
+}
+
+fn check_len(what: &str, buf: Buf, given: usize) -> Result<(), DriverError> {
+    if buf.len() == given as u64 {
+        return Ok(());
+    }
+    Err(DriverError::SizeMismatch { what: what.to_owned(), expected: buf.len(), given: given as u64 })
+}

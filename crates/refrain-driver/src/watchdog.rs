@@ -1,0 +1,212 @@
+//! Breaks off a recording that takes too long.
+//!
+//! The watchdog never ends a capture: ended from another thread, the capture would be gone and the owner's next launch
+//! would run for real. It queries the capturing stream from its own thread, which invalidates the capture, so that the
+//! owner's next launch fails instead; and it sets a flag that every enqueue looks at first.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use crate::api::StreamHandle;
+use crate::error::{DriverError, Lost, Origin};
+use crate::shared::{Shared, lock};
+
+/// How long the owner waits for the watchdog to finish a query it has begun.
+const QUERY_LIMIT: Duration = Duration::from_secs(5);
+
+/// One per device; its thread starts with the first recording.
+pub(crate) struct Watchdog {
+    state: Arc<State>,
+    started: AtomicBool,
+}
+
+struct State {
+    watch: Mutex<Watch>,
+    changed: Condvar,
+    fired: AtomicU64,
+}
+
+#[derive(Default)]
+struct Watch {
+    armed: Option<Armed>,
+    querying: bool,
+    quit: bool,
+}
+
+struct Armed {
+    deadline: Instant,
+    limit: Duration,
+    stream: Option<StreamHandle>,
+    shared: Weak<Shared>,
+    bark: Arc<Bark>,
+}
+
+/// What the recording and the watchdog tell each other.
+pub(crate) struct Bark {
+    expired: AtomicBool,
+    name: String,
+    last: Mutex<(usize, Option<Origin>)>,
+}
+
+impl Bark {
+    pub(crate) fn new(name: &str) -> Arc<Bark> {
+        Arc::new(Bark { expired: AtomicBool::new(false), name: name.to_owned(), last: Mutex::new((0, None)) })
+    }
+
+    /// True once the deadline has passed.
+    #[inline]
+    pub(crate) fn expired(&self) -> bool {
+        self.expired.load(Ordering::Acquire)
+    }
+
+    /// Notes what is about to be enqueued.
+    pub(crate) fn note(&self, origin: Origin) {
+        let mut last = lock(&self.last);
+        last.0 += 1;
+        last.1 = Some(origin);
+    }
+
+    /// How much was enqueued, and what last.
+    pub(crate) fn progress(&self) -> (usize, Option<Origin>) {
+        lock(&self.last).clone()
+    }
+}
+
+impl Watchdog {
+    pub(crate) fn new() -> Watchdog {
+        let state = State { watch: Mutex::new(Watch::default()), changed: Condvar::new(), fired: AtomicU64::new(0) };
+        Watchdog { state: Arc::new(state), started: AtomicBool::new(false) }
+    }
+
+    /// How many recordings were broken off.
+    pub(crate) fn fired(&self) -> u64 {
+        self.state.fired.load(Ordering::Relaxed)
+    }
+
+    /// Watches a recording until the returned guard is dropped.
+    pub(crate) fn arm(&self, shared: &Arc<Shared>, limit: Duration, bark: &Arc<Bark>) -> WatchGuard {
+        if !self.started.swap(true, Ordering::AcqRel) {
+            let state = Arc::clone(&self.state);
+            let thread = std::thread::Builder::new().name("refrain-watchdog".to_owned()).spawn(move || state.run());
+            if let Err(error) = thread {
+                // Enqueueing still checks the clock itself, so a recording stays bounded between two calls.
+                tracing::warn!("no watchdog thread: {error}");
+                self.started.store(false, Ordering::Release);
+            }
+        }
+        let now = Instant::now();
+        let deadline = now.checked_add(limit).unwrap_or(now + Duration::from_secs(86_400));
+        let armed =
+            Armed { deadline, limit, stream: None, shared: Arc::downgrade(shared), bark: Arc::clone(bark) };
+        lock(&self.state.watch).armed = Some(armed);
+        self.state.changed.notify_all();
+        WatchGuard { state: Arc::clone(&self.state), shared: Arc::clone(shared), deadline, limit, bark: Arc::clone(bark) }
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        lock(&self.state.watch).quit = true;
+        self.state.changed.notify_all();
+    }
+}
+
+/// A recording that is being watched.
+pub(crate) struct WatchGuard {
+    state: Arc<State>,
+    shared: Arc<Shared>,
+    deadline: Instant,
+    limit: Duration,
+    bark: Arc<Bark>,
+}
+
+impl WatchGuard {
+    /// The error of a recording that is past its deadline.
+    pub(crate) fn deadline_error(&self) -> DriverError {
+        let (n_enqueued, last) = self.bark.progress();
+        DriverError::RecordingDeadline { name: self.bark.name.clone(), limit: self.limit, n_enqueued, last }
+    }
+
+    /// The stream that is being captured from now on, or none.
+    pub(crate) fn set_stream(&self, stream: Option<StreamHandle>) {
+        let mut watch = self.settled();
+        if let Some(armed) = &mut watch.armed {
+            armed.stream = stream;
+        }
+        drop(watch);
+        self.shared.set_recorded_stream(stream);
+    }
+
+    /// True once the recording must not go on; looks at the clock too, in case the watchdog thread is late.
+    pub(crate) fn expired(&self) -> bool {
+        self.bark.expired() || Instant::now() >= self.deadline
+    }
+
+    /// Waits for a query that the watchdog has begun, so that the stream outlives it.
+    fn settled(&self) -> std::sync::MutexGuard<'_, Watch> {
+        let watch = lock(&self.state.watch);
+        let (watch, timeout) = self
+            .state
+            .changed
+            .wait_timeout_while(watch, QUERY_LIMIT, |w| w.querying)
+            .unwrap_or_else(PoisonError::into_inner);
+        if timeout.timed_out() && watch.querying {
+            let origin = self.bark.progress().1;
+            self.shared.lose(Lost { code: None, call: "cuStreamQuery by the watchdog", origin });
+        }
+        watch
+    }
+}
+
+impl Drop for WatchGuard {
+    fn drop(&mut self) {
+        self.set_stream(None);
+        lock(&self.state.watch).armed = None;
+    }
+}
+
+impl State {
+    fn run(&self) {
+        let mut watch = lock(&self.watch);
+        while !watch.quit {
+            let now = Instant::now();
+            let pending = watch.armed.as_ref().filter(|a| !a.bark.expired()).map(|a| a.deadline);
+            watch = match pending {
+                None => self.changed.wait(watch).unwrap_or_else(PoisonError::into_inner),
+                Some(deadline) if deadline > now => {
+                    self.changed.wait_timeout(watch, deadline - now).unwrap_or_else(PoisonError::into_inner).0
+                }
+                Some(_) => {
+                    let (stream, shared) = match &watch.armed {
+                        Some(armed) => {
+                            armed.bark.expired.store(true, Ordering::Release);
+                            self.fired.fetch_add(1, Ordering::Relaxed);
+                            let (n, last) = armed.bark.progress();
+                            let last = last.map_or_else(|| "nothing".to_owned(), |o| o.to_string());
+                            tracing::error!(
+                                "recording {:?} is over its limit of {:?}: {n} calls enqueued, last {last}",
+                                armed.bark.name,
+                                armed.limit
+                            );
+                            (armed.stream, armed.shared.upgrade())
+                        }
+                        None => (None, None),
+                    };
+                    watch.querying = true;
+                    drop(watch);
+                    if let (Some(stream), Some(shared)) = (stream, &shared) {
+                        // Its result is the point: 900 here, and the capture is invalidated.
+                        let _ = shared.raw(|api| api.stream_query(stream));
+                    }
+                    // Dropped before the lock is taken: it may be the last handle, whose drop takes it too.
+                    drop(shared);
+                    let mut watch = lock(&self.watch);
+                    watch.querying = false;
+                    self.changed.notify_all();
+                    watch
+                }
+            };
+        }
+    }
+}

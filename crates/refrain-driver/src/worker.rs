@@ -1,0 +1,182 @@
+//! The device thread: one thread owns a context, others send it work and wait with a deadline.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::device::{Context, Device};
+use crate::error::{DriverError, panic_message};
+use crate::shared::lock;
+
+/// How long dropping a worker waits for its thread.
+const DROP_LIMIT: Duration = Duration::from_secs(5);
+
+type Job<S> = Box<dyn FnOnce(&mut S) + Send>;
+
+/// A thread that owns a device and a state `S` (streams, memory, graphs), which never leaves it.
+///
+/// A call that is not answered by its deadline is reported to the caller ([`DriverError::NoAnswer`]) even though
+/// nothing can unblock it; calls after it fail at once for as long as the thread is stuck.
+pub struct Worker<S> {
+    device: Device,
+    jobs: Option<mpsc::Sender<(&'static str, Job<S>)>>,
+    thread: Option<JoinHandle<()>>,
+    status: Arc<Status>,
+}
+
+#[derive(Default)]
+struct Status {
+    /// The request that is being worked on.
+    busy: Mutex<Option<&'static str>>,
+    /// Set when a caller gave up on it; reset when it ends after all.
+    stuck: AtomicBool,
+    ended: AtomicBool,
+}
+
+impl Device {
+    /// Starts the device thread. `init` runs there and makes the state.
+    pub fn spawn<S: 'static>(
+        &self,
+        limit: Duration,
+        init: impl FnOnce(&Context) -> Result<S, DriverError> + Send + 'static,
+    ) -> Result<Worker<S>, DriverError> {
+        let (jobs, queue) = mpsc::channel::<(&'static str, Job<S>)>();
+        let (ready, started) = mpsc::channel();
+        let status = Arc::new(Status::default());
+        let (device, shown) = (self.clone(), Arc::clone(&status));
+        let body = move || {
+            *lock(&shown.busy) = Some("starting");
+            // Unwind safety: after a panic nothing of `init` is used.
+            let made = catch_unwind(AssertUnwindSafe(|| {
+                let ctx = device.context()?;
+                let state = init(&ctx)?;
+                Ok((ctx, state))
+            }))
+            .unwrap_or_else(|payload| Err(panicked("starting", &*payload)));
+            *lock(&shown.busy) = None;
+            shown.stuck.store(false, Ordering::Release);
+            match made {
+                Ok((ctx, mut state)) => {
+                    // The caller may have given up; then the queue is closed and the loop ends at once.
+                    let _ = ready.send(Ok(()));
+                    for (what, job) in queue {
+                        *lock(&shown.busy) = Some(what);
+                        job(&mut state);
+                        *lock(&shown.busy) = None;
+                        shown.stuck.store(false, Ordering::Release);
+                    }
+                    drop(state);
+                    drop(ctx);
+                }
+                Err(error) => {
+                    let _ = ready.send(Err(error));
+                }
+            }
+            drop(device);
+            shown.ended.store(true, Ordering::Release);
+        };
+        let thread = std::thread::Builder::new()
+            .name("refrain-device".to_owned())
+            .spawn(body)
+            .map_err(DriverError::caller)?;
+        let worker = Worker { device: self.clone(), jobs: Some(jobs), thread: Some(thread), status };
+        match started.recv_timeout(limit) {
+            Ok(result) => result.map(|()| worker),
+            Err(_) => Err(worker.no_answer("starting", limit)),
+        }
+    }
+}
+
+impl<S: 'static> Worker<S> {
+    /// Runs `f` on the device thread and waits for its result, at most `limit`. What is still waiting in line or
+    /// running then is not taken back: it is done when its turn comes, and its result is dropped.
+    pub fn call<R: Send + 'static>(
+        &self,
+        what: &'static str,
+        limit: Duration,
+        f: impl FnOnce(&mut S) -> Result<R, DriverError> + Send + 'static,
+    ) -> Result<R, DriverError> {
+        self.device.shared.check_lost()?;
+        if self.status.stuck.load(Ordering::Acquire) {
+            return Err(self.no_answer(what, Duration::ZERO));
+        }
+        let (answer, answered) = mpsc::channel();
+        let job: Job<S> = Box::new(move |state| {
+            // Unwind safety: the state belongs to the caller's closures; each keeps its own invariants.
+            let result = catch_unwind(AssertUnwindSafe(|| f(state)))
+                .unwrap_or_else(|payload| Err(panicked(what, &*payload)));
+            // The caller may have given up.
+            let _ = answer.send(result);
+        });
+        let gone = || DriverError::WorkerGone { what };
+        self.jobs.as_ref().ok_or_else(gone)?.send((what, job)).map_err(|_| gone())?;
+        match answered.recv_timeout(limit) {
+            Ok(result) => result,
+            Err(mpsc::RecvTimeoutError::Disconnected) => Err(gone()),
+            Err(mpsc::RecvTimeoutError::Timeout) => Err(self.no_answer(what, limit)),
+        }
+    }
+
+    /// Like [`Worker::call`], for work that does not go with a recording (an upload, an allocation, a wait): while the
+    /// device thread records, it is refused at once instead of waiting in line.
+    pub fn call_unless_recording<R: Send + 'static>(
+        &self,
+        what: &'static str,
+        bytes: u64,
+        limit: Duration,
+        f: impl FnOnce(&mut S) -> Result<R, DriverError> + Send + 'static,
+    ) -> Result<R, DriverError> {
+        self.device.shared.refuse_while_recording(what, bytes)?;
+        self.call(what, limit, f)
+    }
+
+    /// The device it owns.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+}
+
+impl<S> Worker<S> {
+    fn no_answer(&self, what: &'static str, waited: Duration) -> DriverError {
+        let busy = lock(&self.status.busy);
+        if busy.is_some() {
+            self.status.stuck.store(true, Ordering::Release);
+        }
+        let origin = self.device.shared.last();
+        let busy = busy.unwrap_or("nothing").to_owned();
+        tracing::error!("the device thread gave no answer to {what:?} in {waited:?}; busy with {busy:?}");
+        DriverError::NoAnswer { what, waited, busy, origin }
+    }
+}
+
+impl<S> Drop for Worker<S> {
+    fn drop(&mut self) {
+        self.jobs = None;
+        let Some(thread) = self.thread.take() else { return };
+        let limit = if self.status.stuck.load(Ordering::Acquire) { Duration::ZERO } else { DROP_LIMIT };
+        let start = Instant::now();
+        while !self.status.ended.load(Ordering::Acquire) && !thread.is_finished() {
+            if start.elapsed() >= limit {
+                // A thread inside a driver call cannot be ended; it is left to itself.
+                tracing::warn!("the device thread did not end and is left behind");
+                return;
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        // Finished or about to: joining does not wait for a driver call any more.
+        let _ = thread.join();
+    }
+}
+
+impl<S> std::fmt::Debug for Worker<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Worker of {:?}", self.device)
+    }
+}
+
+fn panicked(what: &str, payload: &(dyn std::any::Any + Send)) -> DriverError {
+    DriverError::Panicked { what: what.to_owned(), message: panic_message(payload) }
+}

@@ -1,0 +1,269 @@
+//! One step on one device.
+
+use crate::error::EngineError;
+use crate::sampling::{HISTORY, MAX_BIAS, SamplingRow};
+use refrain_graph::{Backend, ControlBlock, ControlLayout, InputId, Io, Plan, Ran, fuse};
+use refrain_models::{Head, KvSpec, Model, StepSpec};
+use refrain_tensor::DType;
+use std::sync::Arc;
+
+/// What to compute from a run of tokens besides filling the cache.
+#[derive(Clone, Copy, Debug)]
+pub enum Want<'a> {
+    /// Nothing: a piece of a prompt that goes on.
+    Nothing,
+    /// The logits after the last `n_rows` tokens.
+    Logits {
+        /// How many rows, from the end.
+        n_rows: usize,
+    },
+    /// The token after the last one.
+    Sample(&'a SamplingRow),
+}
+
+/// Tokens of one sequence to run through the model.
+#[derive(Clone, Copy, Debug)]
+pub struct StepRequest<'a> {
+    /// The tokens, in order.
+    pub tokens: &'a [u32],
+    /// The position of the first.
+    pub start: usize,
+    /// The sequence's KV blocks.
+    pub table: &'a [u32],
+    /// What to compute.
+    pub want: Want<'a>,
+}
+
+/// What came out of a step.
+#[derive(Clone, Debug, Default)]
+pub struct StepOut {
+    /// The chosen token and the logarithm of its probability, if one was asked for.
+    pub chosen: Option<(u32, f32)>,
+    /// Logits, row by row, if they were asked for. Kept between steps so that its memory is used again.
+    pub logits: Vec<f32>,
+}
+
+/// A model on a device.
+pub trait Runner: Send {
+    /// Name of the backend.
+    fn backend(&self) -> &'static str;
+    /// Runs one step.
+    fn step(&mut self, request: &StepRequest<'_>, out: &mut StepOut) -> Result<Ran, EngineError>;
+    /// The plan of a step over `n_tokens` tokens that ends in sampling.
+    fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError>;
+    /// The cache's measures.
+    fn kv(&self) -> &KvSpec;
+    /// The model.
+    fn model(&self) -> &Model;
+    /// The most tokens a step may have.
+    fn max_tokens(&self) -> usize;
+}
+
+/// How a runner is laid out.
+#[derive(Clone, Copy, Debug)]
+pub struct RunnerOptions {
+    /// Positions of the cache.
+    pub context: usize,
+    /// Positions in a KV block.
+    pub kv_block: usize,
+    /// Element type of the cache: F16 or F32 (BF16 where the backend has it).
+    pub kv_dtype: DType,
+    /// The most tokens in a step.
+    pub max_tokens: usize,
+}
+
+impl Default for RunnerOptions {
+    fn default() -> RunnerOptions {
+        RunnerOptions { context: 4096, kv_block: 32, kv_dtype: DType::F16, max_tokens: 256 }
+    }
+}
+
+/// A runner over any backend: a compiled graph for each size of step, made when it is first needed.
+pub struct BackendRunner<B: Backend> {
+    backend: B,
+    model: Arc<Model>,
+    weights: B::Weights,
+    states: B::States,
+    kv: KvSpec,
+    max_tokens: usize,
+    // Most recently used last. Prompts end in pieces of any size, so old sizes are dropped.
+    compiled: Vec<Sized<B>>,
+    scratch: Vec<i32>,
+}
+
+struct Sized<B: Backend> {
+    spec: StepSpec,
+    compiled: B::Compiled,
+    control: ControlBlock,
+    inputs: Inputs,
+}
+
+// Decode, full prompt pieces, and some of the sizes that prompts ended in.
+const MAX_COMPILED: usize = 8;
+
+impl<B: Backend> BackendRunner<B> {
+    /// Brings a model to a device. Its weights are used from where they were mapped, or uploaded, as the backend likes.
+    pub fn new(backend: B, model: Arc<Model>, options: RunnerOptions) -> Result<BackendRunner<B>, EngineError> {
+        let max_blocks = options.context.div_ceil(options.kv_block);
+        let kv = KvSpec {
+            n_blocks: max_blocks,
+            kv_block: options.kv_block,
+            max_blocks,
+            n_seqs: 1,
+            dtype: options.kv_dtype,
+        };
+        let weights = backend.load(model.weights(), model.tensors().to_vec())?;
+        let states = backend.allocate(&model.states(&kv))?;
+        let max_tokens = options.max_tokens.max(1);
+        Ok(BackendRunner { backend, model, weights, states, kv, max_tokens, compiled: Vec::new(), scratch: Vec::new() })
+    }
+
+    /// The backend.
+    pub fn inner(&self) -> &B {
+        &self.backend
+    }
+
+    /// Index into `compiled`, which is always the last.
+    fn prepare(&mut self, spec: StepSpec) -> Result<usize, EngineError> {
+        if let Some(i) = self.compiled.iter().position(|c| c.spec == spec) {
+            let last = self.compiled.len() - 1;
+            self.compiled[i..].rotate_left(1);
+            return Ok(last);
+        }
+        let graph = fuse(&self.model.graph(&spec, &self.kv)?)?;
+        let compiled = self.backend.compile(&graph)?;
+        let layout = self.backend.plan(&compiled).control().clone();
+        if self.compiled.len() == MAX_COMPILED {
+            self.compiled.remove(0);
+        }
+        let (control, inputs) = (ControlBlock::new(&layout), Inputs::find(&layout));
+        self.compiled.push(Sized { spec, compiled, control, inputs });
+        Ok(self.compiled.len() - 1)
+    }
+}
+
+impl<B: Backend + Send> Runner for BackendRunner<B>
+where
+    B::Weights: Send,
+    B::States: Send,
+    B::Compiled: Send,
+{
+    fn backend(&self) -> &'static str {
+        self.backend.name()
+    }
+
+    fn step(&mut self, request: &StepRequest<'_>, out: &mut StepOut) -> Result<Ran, EngineError> {
+        let head = match request.want {
+            Want::Nothing => Head::None,
+            Want::Logits { n_rows } => Head::Logits { n_rows },
+            Want::Sample(_) => Head::Sample { history: HISTORY, n_bias: MAX_BIAS },
+        };
+        let idx = self.prepare(StepSpec { n_tokens: request.tokens.len(), head, act: DType::F32 })?;
+        let Sized { compiled, control, inputs, .. } = &mut self.compiled[idx];
+        inputs.fill(control, request, &mut self.scratch)?;
+        let io = Io { weights: &self.weights, states: &mut self.states, control: control.bytes() };
+        let ran = self.backend.run(compiled, io)?;
+        out.chosen = None;
+        match request.want {
+            Want::Nothing => {}
+            Want::Logits { n_rows } => {
+                out.logits.resize(n_rows * self.model.config().n_vocab, 0.0);
+                self.backend.read(compiled, 0, bytemuck::cast_slice_mut(&mut out.logits))?;
+            }
+            Want::Sample(_) => {
+                let (mut token, mut logprob) = ([0i32], [0f32]);
+                self.backend.read(compiled, 0, bytemuck::cast_slice_mut(&mut token))?;
+                self.backend.read(compiled, 1, bytemuck::cast_slice_mut(&mut logprob))?;
+                out.chosen = Some((token[0] as u32, logprob[0]));
+            }
+        }
+        Ok(ran)
+    }
+
+    fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError> {
+        let head = Head::Sample { history: HISTORY, n_bias: MAX_BIAS };
+        let idx = self.prepare(StepSpec { n_tokens, head, act: DType::F32 })?;
+        Ok(self.backend.plan(&self.compiled[idx].compiled))
+    }
+
+    fn kv(&self) -> &KvSpec {
+        &self.kv
+    }
+
+    fn model(&self) -> &Model {
+        &self.model
+    }
+
+    fn max_tokens(&self) -> usize {
+        self.max_tokens
+    }
+}
+
+/// Where each step input lies; `None` for inputs that this graph does not have.
+struct Inputs {
+    tokens: Option<InputId>,
+    positions: Option<InputId>,
+    seqs: Option<InputId>,
+    tables: Option<InputId>,
+    rows: Option<InputId>,
+    params: Option<InputId>,
+    rng: Option<InputId>,
+    history: Option<InputId>,
+    bias_ids: Option<InputId>,
+    bias: Option<InputId>,
+}
+
+impl Inputs {
+    fn find(layout: &ControlLayout) -> Inputs {
+        Inputs {
+            tokens: layout.find("tokens"),
+            positions: layout.find("positions"),
+            seqs: layout.find("seqs"),
+            tables: layout.find("tables"),
+            rows: layout.find("rows"),
+            params: layout.find("params"),
+            rng: layout.find("rng"),
+            history: layout.find("history"),
+            bias_ids: layout.find("bias_ids"),
+            bias: layout.find("bias"),
+        }
+    }
+
+    fn fill(
+        &self,
+        control: &mut ControlBlock,
+        request: &StepRequest<'_>,
+        scratch: &mut Vec<i32>,
+    ) -> Result<(), EngineError> {
+        let n = request.tokens.len();
+        let mut set = |id: Option<InputId>, values: &mut dyn Iterator<Item = i32>| {
+            let Some(id) = id else { return Ok(()) };
+            scratch.clear();
+            scratch.extend(values.take(control.layout().slot(id).ty.shape.n_elements()));
+            control.set_i32(id, scratch)
+        };
+        set(self.tokens, &mut request.tokens.iter().map(|&t| t as i32))?;
+        set(self.positions, &mut (request.start..).map(|p| p as i32))?;
+        set(self.seqs, &mut std::iter::repeat(0))?;
+        // Places without a block hold -1, so that a read beyond the sequence is refused, not answered.
+        set(self.tables, &mut request.table.iter().map(|&b| b as i32).chain(std::iter::repeat(-1)))?;
+        let n_rows = match request.want {
+            Want::Logits { n_rows } => n_rows,
+            Want::Nothing | Want::Sample(_) => 1,
+        };
+        set(self.rows, &mut (n - n_rows.min(n)..n).map(|r| r as i32))?;
+        let Want::Sample(row) = request.want else { return Ok(()) };
+        set(self.history, &mut row.history.iter().copied())?;
+        set(self.bias_ids, &mut row.bias_ids.iter().copied())?;
+        if let Some(id) = self.params {
+            control.set_f32(id, &row.params)?;
+        }
+        if let Some(id) = self.rng {
+            control.set_u32(id, &row.rng)?;
+        }
+        if let Some(id) = self.bias {
+            control.set_f32(id, &row.bias)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,158 @@
+//! How tokens are chosen, as a user states it, and as a row of the control block.
+
+use refrain_graph::{SAMPLE_PARAMS, SampleParam};
+
+/// How many tokens penalties can look back on.
+pub const HISTORY: usize = 256;
+/// How many tokens can have a bias.
+pub const MAX_BIAS: usize = 256;
+
+/// How the next token is chosen. The filters apply in the order top-k, top-p, min-p; then the temperature.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Keep the `top_k` most probable tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Keep the shortest run of most probable tokens that reaches this probability; 1 keeps all.
+    pub top_p: f32,
+    /// Keep tokens at least this probable relative to the most probable one; 0 keeps all.
+    pub min_p: f32,
+    /// Divides the logits of recent tokens; 1 changes nothing.
+    pub repeat_penalty: f32,
+    /// Subtracted for each recent appearance of a token.
+    pub frequency_penalty: f32,
+    /// Subtracted if a token appeared recently.
+    pub presence_penalty: f32,
+    /// How many recent tokens the penalties look at, at most [`HISTORY`].
+    pub penalty_window: usize,
+    /// Added to logits of single tokens.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Same seed, same text.
+    pub seed: u64,
+}
+
+impl Default for SamplingParams {
+    fn default() -> SamplingParams {
+        SamplingParams {
+            temperature: 0.8,
+            top_k: 40,
+            top_p: 0.95,
+            min_p: 0.05,
+            repeat_penalty: 1.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            penalty_window: 64,
+            logit_bias: Vec::new(),
+            seed: 0,
+        }
+    }
+}
+
+/// A sampling parameter that makes no sense.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("{name} is {got}, must be {want}")]
+pub struct SamplingError {
+    /// The parameter.
+    pub name: &'static str,
+    /// Its value.
+    pub got: String,
+    /// What it may be.
+    pub want: String,
+}
+
+impl SamplingParams {
+    /// Always the most probable token.
+    pub fn greedy() -> SamplingParams {
+        SamplingParams { temperature: 0.0, ..SamplingParams::default() }
+    }
+
+    /// Refuses values that make no sense, for a vocabulary of `vocab` tokens.
+    pub fn check(&self, vocab: usize) -> Result<(), SamplingError> {
+        let refuse = |name, got: String, want: &str| Err(SamplingError { name, got, want: want.into() });
+        let finite = |v: f32| v.is_finite();
+        if !(finite(self.temperature) && self.temperature >= 0.0) {
+            return refuse("temperature", self.temperature.to_string(), "0 or more");
+        }
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            return refuse("top-p", self.top_p.to_string(), "above 0 and at most 1");
+        }
+        if !(0.0..=1.0).contains(&self.min_p) {
+            return refuse("min-p", self.min_p.to_string(), "between 0 and 1");
+        }
+        if !(finite(self.repeat_penalty) && self.repeat_penalty > 0.0) {
+            return refuse("repeat penalty", self.repeat_penalty.to_string(), "above 0");
+        }
+        if !finite(self.frequency_penalty) || !finite(self.presence_penalty) {
+            let got = format!("{} and {}", self.frequency_penalty, self.presence_penalty);
+            return refuse("frequency or presence penalty", got, "a number");
+        }
+        if self.penalty_window > HISTORY {
+            return refuse("penalty window", self.penalty_window.to_string(), &format!("at most {HISTORY}"));
+        }
+        if self.logit_bias.len() > MAX_BIAS {
+            let got = format!("{} entries", self.logit_bias.len());
+            return refuse("logit bias", got, &format!("at most {MAX_BIAS} entries"));
+        }
+        if let Some((id, _)) = self.logit_bias.iter().find(|(id, _)| *id as usize >= vocab) {
+            return refuse("logit bias", format!("for token {id}"), &format!("for tokens below {vocab}"));
+        }
+        if let Some((_, bias)) = self.logit_bias.iter().find(|(_, b)| b.is_nan()) {
+            return refuse("logit bias", bias.to_string(), "a number");
+        }
+        Ok(())
+    }
+}
+
+/// One row of the control block's sampling inputs. Made once, rewritten for every token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingRow {
+    /// As [`SampleParam`] lays them out.
+    pub params: [f32; SAMPLE_PARAMS],
+    /// Seed low, seed high, position, unused.
+    pub rng: [u32; 4],
+    /// Recent tokens; -1 where there is none.
+    pub history: [i32; HISTORY],
+    /// Tokens with a bias; -1 where there is none.
+    pub bias_ids: [i32; MAX_BIAS],
+    /// Their biases.
+    pub bias: [f32; MAX_BIAS],
+    window: usize,
+}
+
+impl SamplingRow {
+    /// The row for parameters that passed [`SamplingParams::check`].
+    pub fn new(params: &SamplingParams) -> SamplingRow {
+        let mut row = SamplingRow {
+            params: [0.0; SAMPLE_PARAMS],
+            rng: [params.seed as u32, (params.seed >> 32) as u32, 0, 0],
+            history: [-1; HISTORY],
+            bias_ids: [-1; MAX_BIAS],
+            bias: [0.0; MAX_BIAS],
+            window: params.penalty_window.min(HISTORY),
+        };
+        row.params[SampleParam::Temperature as usize] = params.temperature;
+        // Beyond 2^24 an f32 skips whole numbers; no vocabulary is that large.
+        row.params[SampleParam::TopK as usize] = params.top_k.min(1 << 24) as f32;
+        row.params[SampleParam::TopP as usize] = params.top_p;
+        row.params[SampleParam::MinP as usize] = params.min_p;
+        row.params[SampleParam::RepeatPenalty as usize] = params.repeat_penalty;
+        row.params[SampleParam::FrequencyPenalty as usize] = params.frequency_penalty;
+        row.params[SampleParam::PresencePenalty as usize] = params.presence_penalty;
+        for (i, &(id, bias)) in params.logit_bias.iter().take(MAX_BIAS).enumerate() {
+            row.bias_ids[i] = id as i32;
+            row.bias[i] = bias;
+        }
+        row
+    }
+
+    /// Sets what changes from token to token: the position that is chosen and the tokens before it.
+    pub fn advance(&mut self, position: usize, tokens: &[u32]) {
+        self.rng[2] = position as u32;
+        let recent = &tokens[tokens.len().saturating_sub(self.window)..];
+        let places = recent.iter().map(|&t| t as i32).chain(std::iter::repeat(-1));
+        for (place, token) in self.history.iter_mut().zip(places) {
+            *place = token;
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! Prompts, tokens and positions.
+
+use crate::blocks::BlockPool;
+use crate::error::EngineError;
+use crate::ledger::{Ledger, StepKind};
+use crate::runner::{Runner, StepOut, StepRequest, Want};
+use crate::sampling::SamplingRow;
+use refrain_graph::{Plan, Reason};
+use refrain_models::Model;
+use std::time::Instant;
+
+/// A token that was chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Chosen {
+    /// The token.
+    pub token: u32,
+    /// The logarithm of its probability under the model.
+    pub logprob: f32,
+}
+
+/// One sequence: what has been evaluated, and where its KV lies.
+///
+/// Give it back with [`Engine::close`]; a session that is dropped keeps its blocks from others.
+#[derive(Debug, Default)]
+pub struct Session {
+    tokens: Vec<u32>,
+    table: Vec<u32>,
+}
+
+impl Session {
+    /// Tokens whose KV is in the cache.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+}
+
+/// A model on a device, with the cache its sessions share.
+pub struct Engine {
+    runner: Box<dyn Runner>,
+    blocks: BlockPool,
+    ledger: Ledger,
+    context: usize,
+    out: StepOut,
+}
+
+impl Engine {
+    /// An engine whose sessions hold at most `context` positions.
+    pub fn new(runner: Box<dyn Runner>, context: usize) -> Engine {
+        let kv = *runner.kv();
+        let blocks = BlockPool::new(kv.n_blocks, kv.kv_block);
+        let context = context.min(kv.max_blocks * kv.kv_block);
+        Engine { runner, blocks, ledger: Ledger::new(), context, out: StepOut::default() }
+    }
+
+    /// Positions a session may have.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Model {
+        self.runner.model()
+    }
+
+    /// Name of the backend.
+    pub fn backend(&self) -> &'static str {
+        self.runner.backend()
+    }
+
+    /// How every step ran.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// Forgets the steps so far.
+    pub fn reset_ledger(&mut self) {
+        self.ledger = Ledger::new();
+    }
+
+    /// The plan of a step over `n_tokens` tokens.
+    pub fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError> {
+        self.runner.plan(n_tokens)
+    }
+
+    /// A new session.
+    pub fn open(&self) -> Session {
+        Session::default()
+    }
+
+    /// Takes a session's blocks back.
+    pub fn close(&mut self, mut session: Session) {
+        self.blocks.release(&mut session.table);
+    }
+
+    /// Brings a session to hold exactly `prompt` and chooses the token after it.
+    ///
+    /// What the session already holds of the prompt's beginning is not evaluated again. `progress` hears how many
+    /// tokens of the prompt are in the cache, after each piece.
+    pub fn prompt(
+        &mut self,
+        session: &mut Session,
+        prompt: &[u32],
+        row: &mut SamplingRow,
+        mut progress: impl FnMut(usize),
+    ) -> Result<Chosen, EngineError> {
+        self.check_prompt(prompt)?;
+        let shared = session.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        // The last token is always evaluated: the next one is chosen from what comes out of it.
+        session.tokens.truncate(shared.min(prompt.len() - 1));
+        self.blocks.grow(&mut session.table, prompt.len())?;
+        row.advance(prompt.len(), prompt);
+        loop {
+            let start = session.tokens.len();
+            let end = prompt.len().min(start + self.runner.max_tokens());
+            let is_last = end == prompt.len();
+            let want = if is_last { Want::Sample(row) } else { Want::Nothing };
+            let request = StepRequest { tokens: &prompt[start..end], start, table: &session.table, want };
+            Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Prefill, &request)?;
+            session.tokens.extend_from_slice(&prompt[start..end]);
+            progress(end);
+            if is_last {
+                return self.chosen();
+            }
+        }
+    }
+
+    /// Evaluates one token and chooses the next.
+    pub fn decode(
+        &mut self,
+        session: &mut Session,
+        token: u32,
+        row: &mut SamplingRow,
+    ) -> Result<Chosen, EngineError> {
+        let start = session.tokens.len();
+        if start >= self.context {
+            return Err(EngineError::ContextFull { context: self.context });
+        }
+        self.blocks.grow(&mut session.table, start + 1)?;
+        session.tokens.push(token);
+        row.advance(start + 1, &session.tokens);
+        let want = Want::Sample(row);
+        let request = StepRequest { tokens: &session.tokens[start..], start, table: &session.table, want };
+        let stepped = Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Decode, &request);
+        if stepped.is_err() {
+            session.tokens.truncate(start);
+        }
+        stepped?;
+        self.chosen()
+    }
+
+    /// Evaluates tokens behind what a session holds and gives the logits after the last `n_rows` of them.
+    pub fn logits(
+        &mut self,
+        session: &mut Session,
+        tokens: &[u32],
+        n_rows: usize,
+    ) -> Result<&[f32], EngineError> {
+        self.check_tokens(tokens)?;
+        let start = session.tokens.len();
+        if start + tokens.len() > self.context {
+            return Err(EngineError::PromptTooLong { n_tokens: start + tokens.len(), context: self.context });
+        }
+        self.blocks.grow(&mut session.table, start + tokens.len())?;
+        let request = StepRequest { tokens, start, table: &session.table, want: Want::Logits { n_rows } };
+        Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Prefill, &request)?;
+        session.tokens.extend_from_slice(tokens);
+        Ok(&self.out.logits)
+    }
+
+    /// The most tokens that one step takes.
+    pub fn max_tokens(&self) -> usize {
+        self.runner.max_tokens()
+    }
+
+    fn check_prompt(&self, prompt: &[u32]) -> Result<(), EngineError> {
+        if prompt.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if prompt.len() > self.context {
+            return Err(EngineError::PromptTooLong { n_tokens: prompt.len(), context: self.context });
+        }
+        self.check_tokens(prompt)
+    }
+
+    fn check_tokens(&self, tokens: &[u32]) -> Result<(), EngineError> {
+        let vocab = self.model().config().n_vocab;
+        match tokens.iter().find(|&&t| t as usize >= vocab) {
+            Some(&token) => Err(EngineError::UnknownToken { token, vocab }),
+            None => Ok(()),
+        }
+    }
+
+    fn chosen(&self) -> Result<Chosen, EngineError> {
+        let Some((token, logprob)) = self.out.chosen else { unreachable!("the step was asked to sample") };
+        Ok(Chosen { token, logprob })
+    }
+
+    fn step(
+        runner: &mut dyn Runner,
+        ledger: &mut Ledger,
+        out: &mut StepOut,
+        kind: StepKind,
+        request: &StepRequest<'_>,
+    ) -> Result<(), EngineError> {
+        let began = Instant::now();
+        match runner.step(request, out) {
+            Ok(ran) => {
+                ledger.ran(kind, request.tokens.len(), began.elapsed(), &ran);
+                Ok(())
+            }
+            Err(error) => {
+                ledger.failed(kind, began.elapsed(), &Reason::StepFailed { what: error.to_string() });
+                Err(error)
+            }
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! Bytes moved to where their elements may lie.
+
+use refrain_tensor::{Bytes, DType};
+
+/// The bytes themselves where they are aligned for the elements of a dtype, else a copy that is.
+///
+/// Mapped GGUF files always are; bytes built into a program and tensors of careless safetensors writers may not be.
+pub(crate) fn aligned(bytes: Bytes, dtype: DType) -> Bytes {
+    let align = if dtype.is_quantized() { 2 } else { dtype.block_bytes() };
+    if bytes.as_slice().as_ptr().addr().is_multiple_of(align) {
+        return bytes;
+    }
+    let from = bytes.as_slice();
+    let mut words = vec![0u64; from.len().div_ceil(8)];
+    bytemuck::cast_slice_mut(&mut words)[..from.len()].copy_from_slice(from);
+    let n_bytes = from.len();
+    let copy = Bytes::new(Words(words));
+    copy.slice(0..n_bytes).unwrap_or(bytes)
+}
+
+/// Memory aligned for the widest element.
+struct Words(Vec<u64>);
+
+impl AsRef<[u8]> for Words {
+    fn as_ref(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+}

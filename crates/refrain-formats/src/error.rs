@@ -1,0 +1,194 @@
+//! What can be wrong with model files. Every error names the file and the place, and most know a way out.
+
+use crate::gguf::{GgufFault, Place};
+use crate::hf::HfFault;
+use crate::params::ParamsFault;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What went wrong while reading or writing model files.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FormatError {
+    /// The operating system refused.
+    #[error("cannot {verb} {}", path.display())]
+    Io {
+        /// What was tried: "open", "read", "map", "write", "list".
+        verb: &'static str,
+        /// File or folder.
+        path: PathBuf,
+        /// Its answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A folder, a pipe or a device where a file is needed.
+    #[error("{} is not a regular file", path.display())]
+    NotAFile {
+        /// What was named.
+        path: PathBuf,
+    },
+    /// A file without content.
+    #[error("{} is empty (0 bytes)", path.display())]
+    Empty {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A GGUF file that cannot be used.
+    #[error("{}", gguf_message(file, place, fault))]
+    Gguf {
+        /// The file, or the name given to bytes in memory.
+        file: PathBuf,
+        /// Where in the file.
+        place: Place,
+        /// What is wrong there.
+        fault: Box<GgufFault>,
+    },
+    /// A file of a Hugging Face folder that cannot be used.
+    #[error("{}: {fault}", file.display())]
+    Hf {
+        /// The file or folder.
+        file: PathBuf,
+        /// What is wrong there.
+        fault: Box<HfFault>,
+    },
+    /// Hyperparameters that no model can have, or that are not supported.
+    #[error("{}: {fault}", file.display())]
+    Params {
+        /// The file they were read from.
+        file: PathBuf,
+        /// What is wrong with them.
+        fault: Box<ParamsFault>,
+    },
+    /// Neither a GGUF file nor a folder with a model.
+    #[error("{} is not a model file: it starts with {}", path.display(), first_bytes(magic))]
+    NotAModel {
+        /// The file.
+        path: PathBuf,
+        /// Its first bytes, at most four.
+        magic: Vec<u8>,
+    },
+    /// A folder in which no model was found.
+    #[error(
+        "{} holds no model: looked for config.json with model.safetensors, and for *.gguf; found {}",
+        path.display(), listing(found)
+    )]
+    NoModelInFolder {
+        /// The folder.
+        path: PathBuf,
+        /// Some of the names in it.
+        found: Vec<String>,
+    },
+    /// A folder with more than one model.
+    #[error("{} holds {} models: {}", path.display(), models.len(), listing(models))]
+    SeveralModels {
+        /// The folder.
+        path: PathBuf,
+        /// Their file names.
+        models: Vec<String>,
+    },
+}
+
+impl FormatError {
+    /// An error of the operating system on `path`.
+    pub(crate) fn io(verb: &'static str, path: &Path, source: io::Error) -> FormatError {
+        FormatError::Io { verb, path: path.to_owned(), source }
+    }
+
+    /// A fault in a GGUF file.
+    pub(crate) fn gguf(file: &Path, place: Place, fault: GgufFault) -> FormatError {
+        FormatError::Gguf { file: file.to_owned(), place, fault: Box::new(fault) }
+    }
+
+    /// A fault in a Hugging Face folder.
+    pub(crate) fn hf(file: &Path, fault: HfFault) -> FormatError {
+        FormatError::Hf { file: file.to_owned(), fault: Box::new(fault) }
+    }
+
+    /// A fault in hyperparameters.
+    pub(crate) fn params(file: &Path, fault: ParamsFault) -> FormatError {
+        FormatError::Params { file: file.to_owned(), fault: Box::new(fault) }
+    }
+
+    /// What the user can do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            FormatError::Io { path, source, .. } => match source.kind() {
+                io::ErrorKind::NotFound => {
+                    Some("check the path; a name without a file needs a pull first".into())
+                }
+                io::ErrorKind::PermissionDenied => {
+                    Some(format!("give yourself read permission: chmod u+r {}", path.display()))
+                }
+                io::ErrorKind::StorageFull => Some("free some disk space and try again".into()),
+                _ => None,
+            },
+            FormatError::NotAFile { .. } => {
+                Some("name a file on disk; models are mapped into memory, not read from pipes".into())
+            }
+            FormatError::Empty { .. } => {
+                Some("the download or copy did not finish; fetch the file again".into())
+            }
+            FormatError::Gguf { fault, .. } => fault.hint(),
+            FormatError::Hf { fault, .. } => fault.hint(),
+            FormatError::Params { fault, .. } => fault.hint(),
+            FormatError::NotAModel { magic, .. } => Some(not_a_model_hint(magic).into()),
+            FormatError::NoModelInFolder { .. } => {
+                Some("name a .gguf file, or a folder with config.json and *.safetensors".into())
+            }
+            FormatError::SeveralModels { path, models } => {
+                let first = models.first().map(String::as_str).unwrap_or_default();
+                Some(format!("name one of them, for example {}", path.join(first).display()))
+            }
+        }
+    }
+}
+
+fn gguf_message(file: &Path, place: &Place, fault: &GgufFault) -> String {
+    let file = file.display();
+    match (place, fault) {
+        (Place::File, _) => format!("{file}: {fault}"),
+        (_, GgufFault::Missing | GgufFault::Duplicate) => format!("{file}: {place} {fault}"),
+        _ => format!("{file}: {place}: {fault}"),
+    }
+}
+
+/// Names joined for a message, cut off where it would get long.
+pub(crate) fn listing(names: &[String]) -> String {
+    const SHOWN: usize = 8;
+    match names.len() {
+        0 => "nothing".into(),
+        n if n > SHOWN => format!("{} and {} more", names[..SHOWN].join(", "), n - SHOWN),
+        _ => names.join(", "),
+    }
+}
+
+/// Text from a file, made fit for one line of a message.
+pub(crate) fn quoted(text: &str) -> String {
+    const SHOWN: usize = 80;
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{:?}...", &text[..end]),
+        None => format!("{text:?}"),
+    }
+}
+
+pub(crate) fn first_bytes(magic: &[u8]) -> String {
+    if magic.is_ascii() { quoted(&String::from_utf8_lossy(magic)) } else { format!("bytes {magic:02x?}") }
+}
+
+fn not_a_model_hint(magic: &[u8]) -> &'static str {
+    match magic {
+        [b'P', b'K', 3, 4] => "this is a zip archive; unpack it, the model is inside",
+        [0x1f, 0x8b, ..] => "this is a gzip archive; unpack it first",
+        [b'v', b'e', b'r', b's'] => {
+            "this looks like a Git LFS pointer; fetch the file itself with: git lfs pull"
+        }
+        [b'g', b'g', b'm', b'l']
+        | [b'g', b'g', b'j', b't']
+        | [b't', b'j', b'g', b'g']
+        | [b'l', b'm', b'g', b'g'] => {
+            "this is a GGML file from before GGUF; convert the original model again"
+        }
+        [b'<', ..] => "this looks like a web page; the download did not fetch the file",
+        _ => "name a .gguf file, or a folder with config.json and *.safetensors",
+    }
+}

@@ -1,0 +1,216 @@
+//! Reading numbers and strings from bytes that may lie about their lengths.
+
+use super::fault::GgufFault;
+use super::types::MAX_ARRAY_DEPTH;
+use super::value::{Array, StrArray, Value};
+
+/// Tables whose entries are larger in memory than in the file start with room for so many and grow as entries are
+/// really read: in a file of many gigabytes a damaged count can be absurd and still fit.
+pub(crate) const FIRST_CAPACITY: usize = 1024;
+
+/// Far more than any model has of keys or tensors.
+const MAX_ENTRIES: usize = 1 << 24;
+
+/// A position in the bytes of a file. Every read is checked against what is left.
+pub(crate) struct Cursor<'a> {
+    bytes: &'a [u8],
+    pos: usize,
+}
+
+type Read<T> = Result<T, GgufFault>;
+
+impl<'a> Cursor<'a> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Cursor<'a> {
+        Cursor { bytes, pos: 0 }
+    }
+
+    pub(crate) fn pos(&self) -> usize {
+        self.pos
+    }
+
+    fn left(&self) -> usize {
+        self.bytes.len() - self.pos
+    }
+
+    fn take(&mut self, n: u64, what: &'static str) -> Read<&'a [u8]> {
+        let left = self.left();
+        match usize::try_from(n) {
+            Ok(n) if n <= left => {
+                let taken = &self.bytes[self.pos..self.pos + n];
+                self.pos += n;
+                Ok(taken)
+            }
+            _ => Err(GgufFault::Truncated { what, need_bytes: n, left_bytes: left as u64 }),
+        }
+    }
+
+    fn number<const N: usize>(&mut self, what: &'static str) -> Read<[u8; N]> {
+        let mut out = [0; N];
+        out.copy_from_slice(self.take(N as u64, what)?);
+        Ok(out)
+    }
+
+    pub(crate) fn magic(&mut self) -> Read<[u8; 4]> {
+        self.number("the magic number")
+    }
+
+    pub(crate) fn u32(&mut self, what: &'static str) -> Read<u32> {
+        self.number(what).map(u32::from_le_bytes)
+    }
+
+    pub(crate) fn u64(&mut self, what: &'static str) -> Read<u64> {
+        self.number(what).map(u64::from_le_bytes)
+    }
+
+    /// A count of things that take at least `each_bytes` each, refused when they cannot all be in the file.
+    pub(crate) fn count(&mut self, what: &'static str, each_bytes: u64) -> Read<usize> {
+        let count = self.u64(what)?;
+        let left_bytes = self.left() as u64;
+        match usize::try_from(count) {
+            Ok(n) if count <= left_bytes / each_bytes => Ok(n),
+            _ => Err(GgufFault::Count { what, count, each_bytes, left_bytes }),
+        }
+    }
+
+    /// A count of table entries, of which there are never very many.
+    pub(crate) fn entries(&mut self, what: &'static str, each_bytes: u64) -> Read<usize> {
+        match self.count(what, each_bytes)? {
+            n if n > MAX_ENTRIES => {
+                Err(GgufFault::TooMany { what, count: n as u64, most: MAX_ENTRIES as u64 })
+            }
+            n => Ok(n),
+        }
+    }
+
+    /// A string of at most `most` bytes.
+    pub(crate) fn name(&mut self, what: &'static str, most: u64) -> Read<Box<str>> {
+        let n_bytes = self.u64(what)?;
+        if n_bytes > most {
+            return Err(GgufFault::NameLength { what, n_bytes, most });
+        }
+        utf8(self.take(n_bytes, what)?, what).map(Box::from)
+    }
+
+    fn string(&mut self) -> Read<Box<str>> {
+        let n_bytes = self.u64("a string")?;
+        utf8(self.take(n_bytes, "a string")?, "string").map(Box::from)
+    }
+
+    /// A metadata value with its type in front.
+    pub(crate) fn value(&mut self) -> Read<Value> {
+        const WHAT: &str = "a metadata value";
+        Ok(match self.u32("the type of a metadata value")? {
+            0 => Value::U8(u8::from_le_bytes(self.number(WHAT)?)),
+            1 => Value::I8(i8::from_le_bytes(self.number(WHAT)?)),
+            2 => Value::U16(u16::from_le_bytes(self.number(WHAT)?)),
+            3 => Value::I16(i16::from_le_bytes(self.number(WHAT)?)),
+            4 => Value::U32(u32::from_le_bytes(self.number(WHAT)?)),
+            5 => Value::I32(i32::from_le_bytes(self.number(WHAT)?)),
+            6 => Value::F32(f32::from_le_bytes(self.number(WHAT)?)),
+            7 => Value::Bool(bool_of(self.number::<1>(WHAT)?[0])?),
+            8 => Value::String(self.string()?),
+            9 => Value::Array(self.array(1)?),
+            10 => Value::U64(u64::from_le_bytes(self.number(WHAT)?)),
+            11 => Value::I64(i64::from_le_bytes(self.number(WHAT)?)),
+            12 => Value::F64(f64::from_le_bytes(self.number(WHAT)?)),
+            found => return Err(GgufFault::ValueType { found }),
+        })
+    }
+
+    fn array(&mut self, depth: usize) -> Read<Array> {
+        if depth > MAX_ARRAY_DEPTH {
+            return Err(GgufFault::ArrayDepth { depth });
+        }
+        Ok(match self.u32("the element type of an array")? {
+            0 => Array::U8(self.numbers(u8::from_le_bytes)?),
+            1 => Array::I8(self.numbers(i8::from_le_bytes)?),
+            2 => Array::U16(self.numbers(u16::from_le_bytes)?),
+            3 => Array::I16(self.numbers(i16::from_le_bytes)?),
+            4 => Array::U32(self.numbers(u32::from_le_bytes)?),
+            5 => Array::I32(self.numbers(i32::from_le_bytes)?),
+            6 => Array::F32(self.numbers(f32::from_le_bytes)?),
+            7 => {
+                let n = self.count("array elements", 1)? as u64;
+                let bytes = self.take(n, "an array")?;
+                let mut bools = reserve(bytes.len())?;
+                for &byte in bytes {
+                    bools.push(bool_of(byte)?);
+                }
+                Array::Bool(bools.into())
+            }
+            8 => Array::String(self.strings()?),
+            9 => {
+                let n = self.count("nested arrays", 12)?;
+                let mut arrays = Vec::with_capacity(n.min(FIRST_CAPACITY));
+                for _ in 0..n {
+                    arrays.push(self.array(depth + 1)?);
+                }
+                Array::Array(arrays.into())
+            }
+            10 => Array::U64(self.numbers(u64::from_le_bytes)?),
+            11 => Array::I64(self.numbers(i64::from_le_bytes)?),
+            12 => Array::F64(self.numbers(f64::from_le_bytes)?),
+            found => return Err(GgufFault::ValueType { found }),
+        })
+    }
+
+    fn numbers<T, const N: usize>(&mut self, parse: fn([u8; N]) -> T) -> Read<Box<[T]>> {
+        let n = self.count("array elements", N as u64)? as u64;
+        let (chunks, _) = self.take(n * N as u64, "an array")?.as_chunks::<N>();
+        let mut numbers = reserve(chunks.len())?;
+        numbers.extend(chunks.iter().map(|&c| parse(c)));
+        Ok(numbers.into())
+    }
+
+    /// Two passes: the lengths are checked and summed first, so that the text is copied once into memory of its size.
+    fn strings(&mut self) -> Read<StrArray> {
+        let n = self.count("strings", 8)?;
+        let first = self.pos;
+        let mut n_bytes = 0;
+        for _ in 0..n {
+            let len = self.u64("a string")?;
+            n_bytes += self.take(len, "a string")?.len();
+        }
+        let end = self.pos;
+        self.pos = first;
+        let mut text = String::new();
+        text.try_reserve_exact(n_bytes).map_err(|_| GgufFault::NoMemory { need_bytes: n_bytes as u64 })?;
+        let mut ends = reserve(n)?;
+        for _ in 0..n {
+            // The second look is checked too: the file may have changed under the mapping.
+            let len = self.u64("a string")?;
+            let part = utf8(self.take(len, "a string")?, "string")?;
+            if text.len() + part.len() > n_bytes {
+                return Err(GgufFault::Truncated { what: "a string", need_bytes: len, left_bytes: 0 });
+            }
+            text.push_str(part);
+            ends.push(text.len());
+        }
+        self.pos = end;
+        Ok(StrArray::from_pushed(text, ends))
+    }
+}
+
+/// Room for `n` elements; a damaged length may ask for more than there is.
+fn reserve<T>(n: usize) -> Read<Vec<T>> {
+    let mut room = Vec::new();
+    let need_bytes = (n as u64).saturating_mul(size_of::<T>() as u64);
+    room.try_reserve_exact(n).map_err(|_| GgufFault::NoMemory { need_bytes })?;
+    Ok(room)
+}
+
+fn bool_of(byte: u8) -> Read<bool> {
+    match byte {
+        0 => Ok(false),
+        1 => Ok(true),
+        found => Err(GgufFault::Bool { found }),
+    }
+}
+
+fn utf8<'a>(bytes: &'a [u8], what: &'static str) -> Read<&'a str> {
+    std::str::from_utf8(bytes).map_err(|e| GgufFault::Utf8 {
+        what,
+        valid_up_to: e.valid_up_to(),
+        n_bytes: bytes.len(),
+    })
+}

@@ -1,0 +1,236 @@
+//! Writing GGUF version 3.
+
+use super::fault::{GgufFault, Place};
+use super::types;
+use super::value::{Array, Value};
+use crate::FormatError;
+use refrain_tensor::{Bytes, DType, Shape};
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+/// Collects metadata and tensors and writes them as one file.
+///
+/// ```
+/// use refrain_formats::gguf::{Gguf, GgufWriter};
+/// use refrain_tensor::{Bytes, DType, Shape};
+///
+/// let mut writer = GgufWriter::new();
+/// writer.set("general.architecture", "llama")?;
+/// writer.tensor("output_norm.weight", DType::F32, Shape::from([2]), Bytes::new(vec![0; 8]))?;
+/// let gguf = Gguf::from_bytes(Bytes::new(writer.to_vec()))?;
+/// assert_eq!(gguf.metadata().str("general.architecture")?, "llama");
+/// # Ok::<(), refrain_formats::FormatError>(())
+/// ```
+#[derive(Debug, Default)]
+pub struct GgufWriter {
+    entries: Vec<(String, Value)>,
+    tensors: Vec<Tensor>,
+    alignment: Option<u32>,
+}
+
+#[derive(Debug)]
+struct Tensor {
+    name: String,
+    number: u32,
+    shape: Shape,
+    bytes: Bytes,
+}
+
+const DEFAULT_ALIGNMENT: u32 = 32;
+
+impl GgufWriter {
+    /// A writer of a file without metadata and tensors.
+    pub fn new() -> GgufWriter {
+        GgufWriter::default()
+    }
+
+    /// Sets a key, which must be new. `general.alignment` also sets the alignment of the tensor data.
+    pub fn set(&mut self, key: &str, value: impl Into<Value>) -> Result<&mut GgufWriter, FormatError> {
+        let value = value.into();
+        let blame = |fault| refuse(Place::Key(key.into()), fault);
+        if self.entries.iter().any(|(k, _)| k == key) {
+            return Err(blame(GgufFault::Duplicate));
+        }
+        if let Value::Array(array) = &value {
+            check_depth(array, 1).map_err(blame)?;
+        }
+        if key == "general.alignment" {
+            let alignment = <u32 as super::FromValue>::from_value(&value).map_err(blame)?;
+            if alignment < 8 || !alignment.is_power_of_two() {
+                return Err(blame(GgufFault::Alignment { found: alignment.into() }));
+            }
+            self.alignment = Some(alignment);
+        }
+        self.entries.push((key.into(), value));
+        Ok(self)
+    }
+
+    /// Adds a tensor, whose name must be new. The shape is outermost first.
+    pub fn tensor(
+        &mut self,
+        name: &str,
+        dtype: DType,
+        shape: Shape,
+        bytes: Bytes,
+    ) -> Result<&mut GgufWriter, FormatError> {
+        let blame = |fault| refuse(Place::Tensor(name.into()), fault);
+        let number = types::number_of(dtype).ok_or_else(|| blame(GgufFault::NotAGgufType { dtype }))?;
+        if shape.rank() > types::MAX_DIMS as usize {
+            return Err(blame(GgufFault::Rank { rank: shape.rank() as u32 }));
+        }
+        if shape.dims().contains(&0) {
+            let dims = shape.dims().iter().rev().map(|&d| d as u64).collect();
+            return Err(blame(GgufFault::ZeroDim { dims }));
+        }
+        let row = shape.dim_back(0);
+        let need = dtype.bytes_for(shape.n_elements()).filter(|_| row.is_multiple_of(dtype.block_len()));
+        let Some(need) = need else {
+            return Err(blame(GgufFault::PartialBlocks {
+                row: row as u64,
+                block_len: dtype.block_len(),
+                dtype,
+            }));
+        };
+        let (need_bytes, got_bytes) = (need as u64, bytes.as_slice().len() as u64);
+        if need_bytes != got_bytes {
+            return Err(blame(GgufFault::ByteCount { dtype, shape, need_bytes, got_bytes }));
+        }
+        if self.tensors.iter().any(|t| t.name == name) {
+            return Err(blame(GgufFault::Duplicate));
+        }
+        self.tensors.push(Tensor { name: name.into(), number, shape, bytes });
+        Ok(self)
+    }
+
+    /// The file as bytes.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut head = self.head();
+        let align = self.alignment.unwrap_or(DEFAULT_ALIGNMENT) as usize;
+        for t in &self.tensors {
+            head.resize(head.len().next_multiple_of(align), 0);
+            head.extend_from_slice(t.bytes.as_slice());
+        }
+        head
+    }
+
+    /// Writes the file. One that is there is replaced when all is written; after a failure it is as before.
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<(), FormatError> {
+        let path = path.as_ref();
+        let mut part = path.as_os_str().to_owned();
+        part.push(".part");
+        let part = Path::new(&part);
+        let create = File::create(part).map_err(|e| FormatError::io("create", part, e))?;
+        let written = self.write_to(BufWriter::new(create)).map_err(|e| FormatError::io("write", part, e));
+        let moved =
+            written.and_then(|()| std::fs::rename(part, path).map_err(|e| FormatError::io("write", path, e)));
+        if moved.is_err()
+            && let Err(error) = std::fs::remove_file(part)
+        {
+            tracing::debug!(%error, path = %part.display(), "a half-written file stays behind");
+        }
+        moved
+    }
+
+    /// Writes the file to anything that takes bytes.
+    pub fn write_to(&self, mut out: impl Write) -> io::Result<()> {
+        let head = self.head();
+        let align = u64::from(self.alignment.unwrap_or(DEFAULT_ALIGNMENT));
+        let mut at = head.len() as u64;
+        out.write_all(&head)?;
+        for t in &self.tensors {
+            let start = at.next_multiple_of(align);
+            io::copy(&mut io::Read::take(io::repeat(0), start - at), &mut out)?;
+            out.write_all(t.bytes.as_slice())?;
+            at = start + t.bytes.as_slice().len() as u64;
+        }
+        out.flush()
+    }
+
+    /// Everything in front of the tensor data, without padding at its end.
+    fn head(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        out.extend_from_slice(b"GGUF");
+        out.extend_from_slice(&3u32.to_le_bytes());
+        out.extend_from_slice(&(self.tensors.len() as u64).to_le_bytes());
+        out.extend_from_slice(&(self.entries.len() as u64).to_le_bytes());
+        for (key, value) in &self.entries {
+            put_str(&mut out, key);
+            out.extend_from_slice(&value.type_number().to_le_bytes());
+            put_value(&mut out, value);
+        }
+        let align = u64::from(self.alignment.unwrap_or(DEFAULT_ALIGNMENT));
+        let mut offset = 0u64;
+        for t in &self.tensors {
+            put_str(&mut out, &t.name);
+            out.extend_from_slice(&(t.shape.rank() as u32).to_le_bytes());
+            for &dim in t.shape.dims().iter().rev() {
+                out.extend_from_slice(&(dim as u64).to_le_bytes());
+            }
+            out.extend_from_slice(&t.number.to_le_bytes());
+            out.extend_from_slice(&offset.to_le_bytes());
+            offset = (offset + t.bytes.as_slice().len() as u64).next_multiple_of(align);
+        }
+        out
+    }
+}
+
+fn refuse(place: Place, fault: GgufFault) -> FormatError {
+    FormatError::gguf(Path::new("file being written"), place, fault)
+}
+
+fn check_depth(array: &Array, depth: usize) -> Result<(), GgufFault> {
+    if depth > types::MAX_ARRAY_DEPTH {
+        return Err(GgufFault::ArrayDepth { depth });
+    }
+    match array {
+        Array::Array(inner) => inner.iter().try_for_each(|a| check_depth(a, depth + 1)),
+        _ => Ok(()),
+    }
+}
+
+fn put_str(out: &mut Vec<u8>, s: &str) {
+    out.extend_from_slice(&(s.len() as u64).to_le_bytes());
+    out.extend_from_slice(s.as_bytes());
+}
+
+fn put_value(out: &mut Vec<u8>, value: &Value) {
+    match value {
+        Value::U8(v) => out.extend_from_slice(&v.to_le_bytes()),
+        Value::I8(v) => out.extend_from_slice(&v.to_le_bytes()),
+        Value::U16(v) => out.extend_from_slice(&v.to_le_bytes()),
+        Value::I16(v) => out.extend_from_slice(&v.to_le_bytes()),
+        Value::U32(v) => out.extend_from_slice(&v.to_le_bytes()),
+        Value::I32(v) => out.extend_from_slice(&v.to_le_bytes()),
+        Value::F32(v) => out.extend_from_slice(&v.to_le_bytes()),
+        Value::Bool(v) => out.push((*v).into()),
+        Value::String(v) => put_str(out, v),
+        Value::Array(v) => put_array(out, v),
+        Value::U64(v) => out.extend_from_slice(&v.to_le_bytes()),
+        Value::I64(v) => out.extend_from_slice(&v.to_le_bytes()),
+        Value::F64(v) => out.extend_from_slice(&v.to_le_bytes()),
+    }
+}
+
+fn put_array(out: &mut Vec<u8>, array: &Array) {
+    fn numbers<T: Copy, const N: usize>(out: &mut Vec<u8>, values: &[T], bytes: fn(T) -> [u8; N]) {
+        values.iter().for_each(|&v| out.extend_from_slice(&bytes(v)));
+    }
+    out.extend_from_slice(&array.type_number().to_le_bytes());
+    out.extend_from_slice(&(array.len() as u64).to_le_bytes());
+    match array {
+        Array::U8(v) => out.extend_from_slice(v),
+        Array::I8(v) => numbers(out, v, i8::to_le_bytes),
+        Array::U16(v) => numbers(out, v, u16::to_le_bytes),
+        Array::I16(v) => numbers(out, v, i16::to_le_bytes),
+        Array::U32(v) => numbers(out, v, u32::to_le_bytes),
+        Array::I32(v) => numbers(out, v, i32::to_le_bytes),
+        Array::F32(v) => numbers(out, v, f32::to_le_bytes),
+        Array::Bool(v) => out.extend(v.iter().map(|&v| u8::from(v))),
+        Array::String(v) => v.iter().for_each(|s| put_str(out, s)),
+        Array::Array(v) => v.iter().for_each(|a| put_array(out, a)),
+        Array::U64(v) => numbers(out, v, u64::to_le_bytes),
+        Array::I64(v) => numbers(out, v, i64::to_le_bytes),
+        Array::F64(v) => numbers(out, v, f64::to_le_bytes),
+    }
+}

@@ -1,0 +1,86 @@
+//! What can be wrong in a Hugging Face folder.
+
+use crate::error::quoted;
+use refrain_tensor::MAX_RANK;
+
+/// What is wrong with a file of a Hugging Face folder.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs)] // The fields are the numbers of the messages right above them.
+pub enum HfFault {
+    #[error("invalid JSON: {message}")]
+    Json { message: String },
+    #[error("{n_bytes} bytes, at most {most} are expected of such a file")]
+    TooLarge { n_bytes: u64, most: u64 },
+    #[error("not a JSON object but {found}")]
+    NotAnObject { found: &'static str },
+    #[error("key {} is missing", quoted(key))]
+    MissingKey { key: String },
+    #[error("key {}: expected {expected}, found {found}", quoted(key))]
+    WrongType { key: String, expected: &'static str, found: String },
+    #[error("the safetensors header of {header_bytes} bytes does not fit in the file of {file_bytes} bytes")]
+    HeaderLength { header_bytes: u64, file_bytes: u64 },
+    #[error("{n_bytes} bytes cannot be a safetensors file, which starts with 8 bytes of header length")]
+    NoHeader { n_bytes: u64 },
+    #[error("a safetensors header of {header_bytes} bytes, at most {most} are allowed")]
+    HeaderTooLarge { header_bytes: u64, most: u64 },
+    #[error("invalid safetensors header: {message}")]
+    Header { message: String },
+    #[error("the header describes {expected_bytes} bytes of tensors, the file holds {found_bytes}")]
+    DataLength { expected_bytes: u64, found_bytes: u64 },
+    #[error(
+        "tensor {}: dtype {found} is not supported, F32, F16, BF16, I32, U32, I64 and U8 are",
+        quoted(name)
+    )]
+    Dtype { name: String, found: String },
+    #[error("tensor {}: {rank} dimensions, at most {MAX_RANK} are supported", quoted(name))]
+    Rank { name: String, rank: usize },
+    #[error("tensor {} is missing", quoted(name))]
+    MissingTensor { name: String },
+    #[error("tensor {} is in this file and in {}", quoted(name), quoted(other))]
+    Duplicate { name: String, other: String },
+    #[error("names the file {} for tensor {}, which is not there", quoted(shard), quoted(name))]
+    MissingShard { shard: String, name: String },
+    #[error("names {} for tensor {}, which that file does not hold", quoted(shard), quoted(name))]
+    NotInShard { shard: String, name: String },
+    #[error("names {} for tensor {}, which is not a plain file name", quoted(shard), quoted(name))]
+    ShardName { shard: String, name: String },
+    #[error("no config.json in this folder")]
+    NoConfig,
+    #[error(
+        "no weights: looked for model.safetensors, model.safetensors.index.json and a single *.safetensors"
+    )]
+    NoWeights,
+    #[error("no weights in safetensors, only {}", quoted(found))]
+    OtherWeights { found: String },
+    #[error("{n_files} *.safetensors files without model.safetensors.index.json")]
+    NoIndex { n_files: usize },
+}
+
+impl HfFault {
+    /// What the user can do about it.
+    pub fn hint(&self) -> Option<String> {
+        use HfFault as F;
+        let hint = match self {
+            F::Json { .. } | F::NotAnObject { .. } | F::WrongType { .. } | F::MissingKey { .. } => {
+                "fetch the file again, or correct it by hand"
+            }
+            F::TooLarge { .. } => "check that the right file has this name",
+            F::HeaderLength { .. }
+            | F::NoHeader { .. }
+            | F::HeaderTooLarge { .. }
+            | F::Header { .. }
+            | F::DataLength { .. } => "the file is damaged or was not fetched to its end; fetch it again",
+            F::Dtype { .. } | F::Rank { .. } => "get the model in bfloat16, or as a GGUF file",
+            F::MissingTensor { .. } | F::Duplicate { .. } | F::NotInShard { .. } | F::ShardName { .. } => {
+                "config.json, the index and the weights are not of one model; fetch the folder again"
+            }
+            F::MissingShard { .. } => "fetch the missing file; all parts belong in the folder of the index",
+            F::NoConfig => "fetch config.json of the model into the folder",
+            F::NoWeights => "fetch the *.safetensors files of the model into the folder",
+            F::OtherWeights { .. } => "convert the weights to safetensors, or get the model as a GGUF file",
+            F::NoIndex { .. } => "fetch model.safetensors.index.json into the folder",
+        };
+        Some(hint.into())
+    }
+}

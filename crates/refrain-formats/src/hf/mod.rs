@@ -1,0 +1,225 @@
+//! Hugging Face folders: `config.json`, safetensors with or without an index, and the files around them.
+
+mod fault; // what can be wrong
+mod json; // small files
+mod safetensors; // weights
+
+pub use fault::HfFault;
+pub use json::{FromJson, JsonObject};
+
+use crate::FormatError;
+use crate::mmap::Mapped;
+use crate::table::{FileIdx, TensorInfo, TensorTable};
+use refrain_tensor::{Bytes, HostTensor};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// An open folder: configuration read, weights mapped.
+#[derive(Debug)]
+pub struct HfFolder {
+    path: PathBuf,
+    config: JsonObject,
+    generation_config: Option<JsonObject>,
+    weights: Weights,
+}
+
+#[derive(Debug, Default)]
+struct Weights {
+    files: Vec<Shard>,
+    tensors: TensorTable,
+    unsupported: Vec<(String, String)>, // name and dtype
+}
+
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    bytes: Bytes,
+    mapped: Mapped,
+}
+
+impl HfFolder {
+    /// Opens a folder with `config.json` and weights in safetensors.
+    pub fn open(path: impl AsRef<Path>) -> Result<HfFolder, FormatError> {
+        let path = path.as_ref();
+        let config_path = path.join("config.json");
+        if !config_path.exists() {
+            return Err(FormatError::hf(path, HfFault::NoConfig));
+        }
+        let config = JsonObject::read(&config_path)?;
+        let generation_path = path.join("generation_config.json");
+        let generation_config =
+            generation_path.exists().then(|| JsonObject::read(&generation_path)).transpose()?;
+        let weights = Weights::open(path)?;
+        Ok(HfFolder { path: path.to_owned(), config, generation_config, weights })
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// `config.json`.
+    pub fn config(&self) -> &JsonObject {
+        &self.config
+    }
+
+    /// `generation_config.json`, where there is one.
+    pub fn generation_config(&self) -> Option<&JsonObject> {
+        self.generation_config.as_ref()
+    }
+
+    /// The path of a file of the folder, where it exists.
+    pub fn file(&self, name: &str) -> Option<PathBuf> {
+        Some(self.path.join(name)).filter(|p| p.is_file())
+    }
+
+    /// `tokenizer.json`, where there is one.
+    pub fn tokenizer(&self) -> Option<PathBuf> {
+        self.file("tokenizer.json")
+    }
+
+    /// `tokenizer_config.json`, where there is one.
+    pub fn tokenizer_config(&self) -> Option<PathBuf> {
+        self.file("tokenizer_config.json")
+    }
+
+    /// `chat_template.jinja`, where there is one.
+    pub fn chat_template(&self) -> Option<PathBuf> {
+        self.file("chat_template.jinja")
+    }
+
+    /// All weight files with their sizes in bytes.
+    pub fn files(&self) -> impl ExactSizeIterator<Item = (&Path, u64)> {
+        self.weights.files.iter().map(|f| (&*f.path, f.bytes.as_slice().len() as u64))
+    }
+
+    /// All tensors, in the order of the files.
+    pub fn tensors(&self) -> &[TensorInfo] {
+        self.weights.tensors.all()
+    }
+
+    /// The file a tensor lies in.
+    pub fn file_of(&self, info: &TensorInfo) -> &Path {
+        &self.weights.files[info.file_idx as usize].path
+    }
+
+    /// What is known of a tensor.
+    pub fn tensor_info(&self, name: &str) -> Option<&TensorInfo> {
+        self.weights.tensors.find(name)
+    }
+
+    /// Whether there is a tensor of that name.
+    pub fn has_tensor(&self, name: &str) -> bool {
+        self.tensor_info(name).is_some()
+    }
+
+    /// A tensor over the bytes of its file; copied only where the file does not align its elements.
+    pub fn tensor(&self, name: &str) -> Result<HostTensor, FormatError> {
+        let missing = || {
+            let unsupported = self.weights.unsupported.iter().find(|(n, _)| n == name);
+            let fault = match unsupported {
+                Some((name, found)) => HfFault::Dtype { name: name.clone(), found: found.clone() },
+                None => HfFault::MissingTensor { name: name.into() },
+            };
+            FormatError::hf(&self.path, fault)
+        };
+        let info = self.tensor_info(name).ok_or_else(missing)?;
+        let shard = &self.weights.files[info.file_idx as usize];
+        let file_bytes = shard.bytes.as_slice().len() as u64;
+        info.view(&shard.bytes).ok_or_else(|| {
+            let fault =
+                HfFault::DataLength { expected_bytes: info.offset + info.n_bytes, found_bytes: file_bytes };
+            FormatError::hf(&shard.path, fault)
+        })
+    }
+
+    /// Asks the system to read the weights ahead.
+    pub fn prefetch(&self) {
+        self.weights.files.iter().for_each(|f| f.mapped.prefetch());
+    }
+}
+
+impl Weights {
+    /// One file, or the index and its shards.
+    fn open(folder: &Path) -> Result<Weights, FormatError> {
+        let single = folder.join("model.safetensors");
+        let index = folder.join("model.safetensors.index.json");
+        if single.exists() {
+            return Weights::read(vec![single]);
+        }
+        if index.exists() {
+            return Weights::open_index(folder, &index);
+        }
+        let names = crate::source::names_in(folder)?;
+        let mut found = names.iter().filter(|n| n.ends_with(".safetensors"));
+        match (found.next(), found.count()) {
+            (Some(only), 0) => Weights::read(vec![folder.join(only)]),
+            (Some(_), others) => Err(FormatError::hf(folder, HfFault::NoIndex { n_files: others + 1 })),
+            (None, _) => {
+                let other = names.into_iter().find(|n| n.ends_with(".bin") || n.ends_with(".pth"));
+                let fault = other.map_or(HfFault::NoWeights, |found| HfFault::OtherWeights { found });
+                Err(FormatError::hf(folder, fault))
+            }
+        }
+    }
+
+    fn open_index(folder: &Path, path: &Path) -> Result<Weights, FormatError> {
+        #[derive(serde::Deserialize)]
+        struct Index {
+            weight_map: BTreeMap<String, String>,
+        }
+        const MOST: u64 = 64 << 20;
+        let index: Index = json::read_json(path, MOST)?;
+        let blame = |fault| FormatError::hf(path, fault);
+        let mut shards = BTreeSet::new();
+        for (name, shard) in &index.weight_map {
+            if !shards.insert(shard) {
+                continue;
+            }
+            let (shard, name) = (shard.clone(), name.clone());
+            if Path::new(&shard).components().count() != 1 || Path::new(&shard).file_name().is_none() {
+                return Err(blame(HfFault::ShardName { shard, name }));
+            }
+            if !folder.join(&shard).exists() {
+                return Err(blame(HfFault::MissingShard { shard, name }));
+            }
+        }
+        let weights = Weights::read(shards.iter().map(|s| folder.join(s)).collect())?;
+        for (name, shard) in &index.weight_map {
+            let there = weights.tensors.find(name);
+            let there = there.map(|info| weights.files[info.file_idx as usize].path == folder.join(shard));
+            if there != Some(true) && !weights.unsupported.iter().any(|(n, _)| n == name) {
+                return Err(blame(HfFault::NotInShard { shard: shard.clone(), name: name.clone() }));
+            }
+        }
+        Ok(weights)
+    }
+
+    fn read(paths: Vec<PathBuf>) -> Result<Weights, FormatError> {
+        let mut files = Vec::new();
+        let (mut tensors, mut unsupported) = (Vec::new(), Vec::new());
+        for path in paths {
+            let mapped = Mapped::open(&path)?;
+            let bytes = mapped.bytes();
+            if bytes.as_slice().is_empty() {
+                return Err(FormatError::Empty { path });
+            }
+            let parsed = safetensors::parse(bytes.as_slice(), files.len() as FileIdx);
+            let parsed = parsed.map_err(|fault| FormatError::hf(&path, fault))?;
+            tensors.extend(parsed.tensors);
+            unsupported.extend(parsed.unsupported.into_iter().map(|(n, d)| (n, format!("{d:?}"))));
+            files.push(Shard { path, bytes, mapped });
+        }
+        let tensors = TensorTable::new(tensors).map_err(|twice| {
+            let [first, second] = twice.map(|t| (t.name, &files[t.file_idx as usize].path));
+            let fault = HfFault::Duplicate { name: second.0.into(), other: first.1.display().to_string() };
+            FormatError::hf(second.1, fault)
+        })?;
+        Ok(Weights { files, tensors, unsupported })
+    }
+}
+
+/// Checks the bytes of one safetensors file as opening a folder would; for tools and tests.
+pub fn check_safetensors(bytes: &[u8]) -> Result<Vec<TensorInfo>, HfFault> {
+    safetensors::parse(bytes, 0).map(|parsed| parsed.tensors)
+}

@@ -1,0 +1,68 @@
+//! What can be wrong with hyperparameters.
+
+use super::Arch;
+use crate::error::quoted;
+
+/// What is wrong with the hyperparameters of a model.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs)] // The fields are the numbers of the messages right above them.
+pub enum ParamsFault {
+    #[error("unknown architecture {}, known are {}", quoted(found), Arch::known())]
+    UnknownArch { found: String },
+    #[error("neither \"architectures\" nor \"model_type\" says what model this is")]
+    NoArch,
+    #[error("{name} is {value}, it must be from {low} to {high}")]
+    Range { name: &'static str, value: usize, low: usize, high: usize },
+    #[error("{name} is {value}, it must be a finite number above {above} and at most {most}")]
+    Number { name: &'static str, value: f64, above: f64, most: f64 },
+    #[error(
+        "{n_heads} heads cannot share {n_kv_heads} key-value heads: the one must be a multiple of the other"
+    )]
+    Heads { n_heads: usize, n_kv_heads: usize },
+    #[error("a hidden size of {hidden} cannot be divided among {n_heads} heads, and no head size is given")]
+    HeadDim { hidden: usize, n_heads: usize },
+    #[error("keys of {key} and values of {value} elements per head; only equal sizes are supported")]
+    ValueDim { key: usize, value: usize },
+    #[error("rotary embedding over {dims} elements of heads of {head_dim}; it needs an even number of them")]
+    RopeDims { dims: usize, head_dim: usize },
+    #[error("rope scaling {} is not supported, {} are", quoted(found), super::RopeScaling::KNOWN)]
+    RopeScaling { found: String },
+    #[error("activation {} is not supported for {arch}, {expected} is", quoted(found))]
+    Activation { arch: Arch, found: String, expected: &'static str },
+    #[error("{what} is not supported")]
+    Unsupported { what: &'static str },
+    #[error("layer_types has {found} entries for {n_layers} layers")]
+    LayerTypes { found: usize, n_layers: usize },
+    #[error("layer type {} is not supported, full_attention and sliding_attention are", quoted(found))]
+    LayerType { found: String },
+    #[error("some layers slide, but no window size is given")]
+    NoWindow,
+    #[error("the vocabulary size is not given: neither a key nor a token list nor the embedding tells it")]
+    NoVocab,
+}
+
+impl ParamsFault {
+    /// What the user can do about it.
+    pub fn hint(&self) -> Option<String> {
+        use ParamsFault as F;
+        let hint = match self {
+            F::UnknownArch { .. } | F::RopeScaling { .. } | F::Activation { .. } | F::Unsupported { .. } => {
+                format!("use a model of one of these architectures: {}", Arch::known())
+            }
+            F::ValueDim { .. } | F::LayerType { .. } => {
+                "the model uses a variant of its architecture that is not supported".into()
+            }
+            F::NoArch => "fetch config.json of the model again; it must name its architecture".into(),
+            F::Range { .. }
+            | F::Number { .. }
+            | F::Heads { .. }
+            | F::HeadDim { .. }
+            | F::RopeDims { .. }
+            | F::LayerTypes { .. }
+            | F::NoWindow
+            | F::NoVocab => "the file is damaged or badly converted; fetch or convert it again".into(),
+        };
+        Some(hint)
+    }
+}

@@ -1,0 +1,226 @@
+//! What models need to know of themselves, in one form for every file format.
+
+mod fault; // what can be wrong
+mod generation; // how the authors want it sampled
+mod gguf; // from GGUF metadata
+mod hf; // from config.json
+mod rope; // rotary embeddings
+
+pub use fault::ParamsFault;
+pub use generation::GenerationDefaults;
+pub use rope::{Rope, RopeScaling, RopeStyle, Yarn};
+
+use std::fmt;
+
+/// An architecture that can be built.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Arch {
+    /// Llama 2 and 3, SmolLM2, TinyLlama, Mistral.
+    Llama,
+    /// Qwen 2 and 2.5.
+    Qwen2,
+    /// Qwen 3, dense.
+    Qwen3,
+    /// Gemma 3, text.
+    Gemma3,
+}
+
+impl Arch {
+    /// Every architecture.
+    pub const ALL: [Arch; 4] = [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Gemma3];
+
+    /// The name, as GGUF files spell it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Arch::Llama => "llama",
+            Arch::Qwen2 => "qwen2",
+            Arch::Qwen3 => "qwen3",
+            Arch::Gemma3 => "gemma3",
+        }
+    }
+
+    /// The architecture that GGUF files call so.
+    pub fn from_name(name: &str) -> Option<Arch> {
+        Arch::ALL.into_iter().find(|a| a.name() == name)
+    }
+
+    pub(crate) fn known() -> String {
+        Arch::ALL.map(Arch::name).join(", ")
+    }
+}
+
+impl fmt::Display for Arch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// The non-linearity of the feed-forward part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `x * sigmoid(x)`.
+    Silu,
+    /// GELU by the tanh formula.
+    GeluTanh,
+}
+
+/// What a layer attends to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerAttention {
+    /// All tokens before.
+    Full,
+    /// The tokens of a sliding window, the present one included.
+    Sliding,
+}
+
+/// The hyperparameters of a model. Ranges are checked: sizes are positive, heads divide, nothing overflows.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelConfig {
+    /// Architecture.
+    pub arch: Arch,
+    /// The name the files give the model, where they do.
+    pub name: Option<String>,
+    /// Tokens of the vocabulary: rows of the embedding.
+    pub n_vocab: usize,
+    /// Layers.
+    pub n_layers: usize,
+    /// Elements of the residual stream.
+    pub hidden: usize,
+    /// Elements of the feed-forward part.
+    pub ffn: usize,
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads; divides `n_heads`.
+    pub n_kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Added to the mean square in RMS norms.
+    pub norm_eps: f32,
+    /// Added to the weights of RMS norms: 1 where the file stores them less one (Gemma in safetensors), else 0.
+    pub norm_offset: f32,
+    /// Non-linearity.
+    pub activation: Activation,
+    /// Rotary position embedding.
+    pub rope: Rope,
+    /// Tokens a sliding layer sees; `None` when every layer sees all.
+    pub sliding_window: Option<usize>,
+    /// What each layer attends to; `n_layers` entries.
+    pub layers: Vec<LayerAttention>,
+    /// Tokens the model was trained for.
+    pub n_context: usize,
+    /// Whether the output matrix is the embedding.
+    pub tied_embeddings: bool,
+    /// Whether the query, key and value projections have biases.
+    pub qkv_bias: bool,
+    /// Whether the output projection of the attention has a bias.
+    pub attn_output_bias: bool,
+    /// Whether the feed-forward projections have biases.
+    pub ffn_bias: bool,
+    /// Whether queries and keys are normed per head.
+    pub qk_norm: bool,
+    /// Factor on the scores: one over the square root of the head size, mostly.
+    pub attn_scale: f32,
+    /// `cap * tanh(score / cap)` on the scores.
+    pub attn_softcap: Option<f32>,
+    /// The same on the logits.
+    pub final_softcap: Option<f32>,
+    /// Factor on the embedding.
+    pub embedding_scale: f32,
+    /// First token of a text, where the model wants one.
+    pub bos: Option<u32>,
+    /// Tokens that end a text or a turn.
+    pub eos: Vec<u32>,
+}
+
+impl ModelConfig {
+    /// What layer `layer_idx` attends to.
+    pub fn layer(&self, layer_idx: usize) -> LayerAttention {
+        self.layers.get(layer_idx).copied().unwrap_or(LayerAttention::Full)
+    }
+
+    /// The window of layer `layer_idx`, if it slides.
+    pub fn window(&self, layer_idx: usize) -> Option<usize> {
+        self.sliding_window.filter(|_| self.layer(layer_idx) == LayerAttention::Sliding)
+    }
+
+    /// The base of the rotary embedding in layer `layer_idx`.
+    pub fn rope_theta(&self, layer_idx: usize) -> f32 {
+        match (self.layer(layer_idx), self.rope.local_theta) {
+            (LayerAttention::Sliding, Some(local)) => local,
+            _ => self.rope.theta,
+        }
+    }
+
+    /// The scaling of the rotary embedding in layer `layer_idx`: none where sliding layers have a base of their own.
+    pub fn rope_scaling(&self, layer_idx: usize) -> RopeScaling {
+        match (self.layer(layer_idx), self.rope.local_theta) {
+            (LayerAttention::Sliding, Some(_)) => RopeScaling::None,
+            _ => self.rope.scaling,
+        }
+    }
+
+    /// Refuses sizes that no model has, before anything is allocated by them.
+    pub(crate) fn validate(self) -> Result<ModelConfig, ParamsFault> {
+        let sizes = [
+            ("the vocabulary size", self.n_vocab, 1 << 24),
+            ("the number of layers", self.n_layers, MAX_LAYERS),
+            ("the hidden size", self.hidden, 1 << 20),
+            ("the feed-forward size", self.ffn, 1 << 24),
+            ("the number of heads", self.n_heads, 1 << 16),
+            ("the number of key-value heads", self.n_kv_heads, 1 << 16),
+            ("the head size", self.head_dim, 1 << 16),
+            ("the context length", self.n_context, 1 << 31),
+            ("the sliding window", self.sliding_window.unwrap_or(1), 1 << 31),
+        ];
+        for (name, value, high) in sizes {
+            check_range(name, value, high)?;
+        }
+        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
+            return Err(ParamsFault::Heads { n_heads: self.n_heads, n_kv_heads: self.n_kv_heads });
+        }
+        check_number("the norm epsilon", self.norm_eps, 0.0, 1.0)?;
+        check_number("the attention scale", self.attn_scale, 0.0, 1e6)?;
+        check_number("the embedding scale", self.embedding_scale, 0.0, 1e6)?;
+        check_number("the attention softcap", self.attn_softcap.unwrap_or(1.0), 0.0, 1e9)?;
+        check_number("the final softcap", self.final_softcap.unwrap_or(1.0), 0.0, 1e9)?;
+        self.rope.validate(self.head_dim)?;
+        if self.layers.len() != self.n_layers {
+            return Err(ParamsFault::LayerTypes { found: self.layers.len(), n_layers: self.n_layers });
+        }
+        if self.sliding_window.is_none() && self.layers.contains(&LayerAttention::Sliding) {
+            return Err(ParamsFault::NoWindow);
+        }
+        Ok(self)
+    }
+}
+
+const MAX_LAYERS: usize = 4096;
+
+fn check_range(name: &'static str, value: usize, high: usize) -> Result<(), ParamsFault> {
+    if (1..=high).contains(&value) { Ok(()) } else { Err(ParamsFault::Range { name, value, low: 1, high }) }
+}
+
+fn check_number(name: &'static str, value: f32, above: f64, most: f64) -> Result<(), ParamsFault> {
+    let v = f64::from(value);
+    // A comparison with NaN is false, so that it is refused here too.
+    if v > above && v <= most { Ok(()) } else { Err(ParamsFault::Number { name, value: v, above, most }) }
+}
+
+/// The number of layers, checked before a list of that length is made.
+fn checked_layers(n_layers: usize) -> Result<usize, ParamsFault> {
+    check_range("the number of layers", n_layers, MAX_LAYERS).map(|()| n_layers)
+}
+
+/// Every `period`-th layer sees all, the others slide.
+fn every_nth_full(n_layers: usize, period: usize) -> Vec<LayerAttention> {
+    let is_full = |layer: usize| period != 0 && (layer + 1).is_multiple_of(period);
+    (0..n_layers).map(|l| if is_full(l) { LayerAttention::Full } else { LayerAttention::Sliding }).collect()
+}
+
+/// The head size where no key gives it.
+fn default_head_dim(hidden: usize, n_heads: usize) -> Result<usize, ParamsFault> {
+    if n_heads == 0 || !hidden.is_multiple_of(n_heads) {
+        return Err(ParamsFault::HeadDim { hidden, n_heads });
+    }
+    Ok(hidden / n_heads)
+}

@@ -1,0 +1,302 @@
+//! From a vocabulary to a tokenizer.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use tokenizers::models::bpe::{BPE, Merges, Vocab};
+use tokenizers::models::wordpiece::WordPiece;
+use tokenizers::normalizers::{BertNormalizer, Prepend, Replace, Sequence};
+use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
+use tokenizers::{AddedToken, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper};
+
+use super::Tokenizer;
+use super::error::{TokenizerError, excerpt};
+use super::pieces::{BLANK, Pieces, Spelling, byte_of};
+use super::pipeline::{Parts, Pipelines};
+use super::pre::Pre;
+use super::spec::{SpecialIds, TokenKind, VocabSpec, Vocabulary};
+
+const KNOWN_MODELS: &[&str] = &["gpt2", "llama", "bert"];
+
+/// Texts that end a turn in one family of models or another.
+const END_OF_TURN: &[&str] = &[
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|end|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|eot|>",
+    "<|return|>",
+    "<|call|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>",
+];
+/// Texts that end generation where they are control tokens; elsewhere they may be text about themselves.
+const END_IF_CONTROL: &[&str] = &["<|endoftext|>", "<eos>", "[EOS]"];
+
+pub(super) fn tokenizer(spec: &VocabSpec) -> Result<Tokenizer, TokenizerError> {
+    let vocabulary = spec.check()?;
+    match spec.model.as_str() {
+        "gpt2" => byte_level(spec, &vocabulary),
+        "llama" => sentence_piece(spec, vocabulary),
+        "bert" => word_piece(spec, &vocabulary),
+        other => Err(TokenizerError::UnknownModel { found: other.to_owned(), known: KNOWN_MODELS }),
+    }
+}
+
+fn byte_level(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, TokenizerError> {
+    if spec.pre.is_none() {
+        tracing::warn!(
+            "the vocabulary names no pre-tokenizer: taking the default one, texts may be split differently"
+        );
+    }
+    let pre = Pre::by_name(spec.pre.as_deref())?;
+    let merges = byte_level_merges(spec, vocabulary)?;
+    let vocab: Vocab = vocabulary.ids.iter().map(|(&text, &id)| (text.to_owned(), id)).collect();
+    let mut builder = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(pre.ignore_merges);
+    // Some files give the end of text as the unknown token, which must not appear inside a text.
+    if let Some(unk) = spec.specials.unk.filter(|&id| vocabulary.kinds[id as usize] == TokenKind::Unknown) {
+        builder = builder.unk_token(vocabulary.texts[unk as usize].to_owned());
+    }
+    let bpe = builder.build().map_err(TokenizerError::library("build the vocabulary"))?;
+    let mut pieces = Pieces::new(false);
+    for (text, &kind) in vocabulary.texts.iter().zip(&vocabulary.kinds) {
+        pieces.push(text, kind, Spelling::ByteLevel);
+    }
+    let pipelines = Pipelines::new(Parts {
+        model: ModelWrapper::BPE(bpe),
+        normalizer: None,
+        pre_tokenizer: Some(pre.build()?),
+        added: added_tokens(vocabulary, str::to_owned),
+        is_byte_level: true,
+    })?;
+    Ok(assemble(spec, pipelines, pieces, spec.specials, Defaults { add_bos: pre.add_bos, add_sep: false }))
+}
+
+fn byte_level_merges(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Merges, TokenizerError> {
+    let merges = spec.merges.as_ref().ok_or(TokenizerError::Missing { what: "tokenizer.ggml.merges" })?;
+    let mut parsed = Merges::with_capacity(merges.len());
+    let mut merged = String::new();
+    for (index, merge) in merges.iter().enumerate() {
+        // The first token is never empty, so a blank in front belongs to it.
+        let blank = merge.char_indices().skip(1).find(|&(_, c)| c == ' ').map(|(at, _)| at);
+        let Some((left, right)) =
+            blank.map(|at| (&merge[..at], &merge[at + 1..])).filter(|(_, r)| !r.is_empty())
+        else {
+            return Err(TokenizerError::BadMerge { index, found: excerpt(merge) });
+        };
+        check_merge(index, left, right, &mut merged, |token| vocabulary.ids.contains_key(token))?;
+        parsed.push((left.to_owned(), right.to_owned()));
+    }
+    Ok(parsed)
+}
+
+/// Checks that a merge joins two tokens to a third; `merged` is scratch space.
+pub(super) fn check_merge(
+    index: usize,
+    left: &str,
+    right: &str,
+    merged: &mut String,
+    is_token: impl Fn(&str) -> bool,
+) -> Result<(), TokenizerError> {
+    merged.clear();
+    merged.push_str(left);
+    merged.push_str(right);
+    match [left, right, merged.as_str()].into_iter().find(|token| !is_token(token)) {
+        Some(token) => Err(TokenizerError::MergeUnknownToken { index, token: excerpt(token) }),
+        None => Ok(()),
+    }
+}
+
+fn sentence_piece(spec: &VocabSpec, mut vocabulary: Vocabulary<'_>) -> Result<Tokenizer, TokenizerError> {
+    let scores = spec.scores.as_ref().ok_or(TokenizerError::Missing { what: "tokenizer.ggml.scores" })?;
+    if let Some(id) = scores.iter().position(|score| score.is_nan()) {
+        return Err(TokenizerError::BadScore { id, found: scores[id] });
+    }
+    if spec.token_types.is_none() {
+        for (text, kind) in vocabulary.texts.iter().zip(&mut vocabulary.kinds) {
+            if byte_of(text).is_some() {
+                *kind = TokenKind::Byte;
+            }
+        }
+    }
+    let specials = with_names(spec.specials, &vocabulary, &["<s>", "<bos>"], &["</s>", "<eos>"], "<unk>");
+    let add_space = spec.add_space_prefix.unwrap_or(true);
+    let mut pieces = Pieces::new(add_space);
+    let mut vocab = Vocab::default();
+    for (id, (text, &kind)) in vocabulary.texts.iter().zip(&vocabulary.kinds).enumerate() {
+        pieces.push(text, kind, Spelling::SentencePiece);
+        let text = if kind == TokenKind::UserDefined { plain_blanks(text) } else { (*text).to_owned() };
+        if !text.is_empty() {
+            vocab.entry(text).or_insert(id as u32);
+        }
+    }
+    let merges = sentence_piece_merges(&vocabulary, scores);
+    let mut builder = BPE::builder().vocab_and_merges(vocab, merges).byte_fallback(true).fuse_unk(true);
+    if let Some(unk) = specials.unk {
+        builder = builder.unk_token(vocabulary.texts[unk as usize].to_owned());
+    }
+    let bpe = builder.build().map_err(TokenizerError::library("build the vocabulary"))?;
+    let blanks =
+        Replace::new(" ", BLANK.to_string()).map_err(TokenizerError::library("build the normalizer"))?;
+    let mut normalizers = vec![NormalizerWrapper::Replace(blanks)];
+    if add_space {
+        normalizers.insert(0, NormalizerWrapper::Prepend(Prepend::new(BLANK.to_string())));
+    }
+    let pipelines = Pipelines::new(Parts {
+        model: ModelWrapper::BPE(bpe),
+        normalizer: Some(NormalizerWrapper::Sequence(Sequence::new(normalizers))),
+        pre_tokenizer: None,
+        added: added_tokens(&vocabulary, plain_blanks),
+        is_byte_level: false,
+    })?;
+    Ok(assemble(spec, pipelines, pieces, specials, Defaults { add_bos: true, add_sep: false }))
+}
+
+/// SentencePiece joins the neighbours whose joint token has the highest score. As a list of merges: every way to make
+/// every token from two others, best score first.
+///
+/// Control and byte tokens are not made from text, and user-defined ones are found before merging.
+fn sentence_piece_merges(vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Merges {
+    let is_text = |id: u32| vocabulary.kinds[id as usize] == TokenKind::Normal;
+    let text_ids: HashMap<&str, u32> =
+        vocabulary.ids.iter().filter(|&(_, &id)| is_text(id)).map(|(&text, &id)| (text, id)).collect();
+    let mut by_score: Vec<u32> = text_ids.values().copied().collect();
+    by_score.sort_unstable_by(|&a, &b| scores[b as usize].total_cmp(&scores[a as usize]).then(a.cmp(&b)));
+    let mut merges = Merges::new();
+    let mut ways = Vec::new();
+    for id in by_score {
+        let text = vocabulary.texts[id as usize];
+        ways.clear();
+        for (at, _) in text.char_indices().skip(1) {
+            let (left, right) = text.split_at(at);
+            if let (Some(&l), Some(&r)) = (text_ids.get(left), text_ids.get(right)) {
+                ways.push((l, r, left, right));
+            }
+        }
+        ways.sort_unstable();
+        merges.extend(ways.iter().map(|&(_, _, left, right)| (left.to_owned(), right.to_owned())));
+    }
+    merges
+}
+
+fn word_piece(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, TokenizerError> {
+    let mut specials = with_names(spec.specials, vocabulary, &["[CLS]"], &[], "[UNK]");
+    let by_name = |name: &str| vocabulary.ids.get(name).copied();
+    specials.bos = spec.specials.cls.or(specials.bos);
+    specials.cls = specials.bos;
+    specials.sep = specials.sep.or_else(|| by_name("[SEP]"));
+    let unk = specials.unk.ok_or(TokenizerError::Missing { what: "the unknown token" })?;
+    let mut pieces = Pieces::new(true);
+    let mut vocab = Vocab::default();
+    for (id, (text, &kind)) in vocabulary.texts.iter().zip(&vocabulary.kinds).enumerate() {
+        let text = word_piece_text(text, kind);
+        pieces.push(&text, kind, Spelling::WordPiece);
+        vocab.entry(text).or_insert(id as u32);
+    }
+    let model = WordPiece::builder()
+        .vocab(vocab)
+        .unk_token(word_piece_text(vocabulary.texts[unk as usize], vocabulary.kinds[unk as usize]))
+        .build()
+        .map_err(TokenizerError::library("build the vocabulary"))?;
+    let lowercase = spec.lowercase.unwrap_or(true);
+    let normalizer = BertNormalizer::new(true, true, spec.strip_accents.or(Some(lowercase)), lowercase);
+    let pipelines = Pipelines::new(Parts {
+        model: ModelWrapper::WordPiece(model),
+        normalizer: Some(NormalizerWrapper::BertNormalizer(normalizer)),
+        pre_tokenizer: Some(PreTokenizerWrapper::BertPreTokenizer(BertPreTokenizer)),
+        added: added_tokens(vocabulary, str::to_owned),
+        is_byte_level: false,
+    })?;
+    Ok(assemble(spec, pipelines, pieces, specials, Defaults { add_bos: true, add_sep: true }))
+}
+
+/// GGUF marks where words start, WordPiece where they continue; names in brackets are neither.
+fn word_piece_text(text: &str, kind: TokenKind) -> String {
+    let is_name =
+        kind != TokenKind::Normal || (text.starts_with('[') && text.ends_with(']') && text.len() > 2);
+    match text.strip_prefix(BLANK) {
+        _ if is_name => text.to_owned(),
+        Some(start) => start.to_owned(),
+        None => format!("##{text}"),
+    }
+}
+
+fn plain_blanks(text: &str) -> String {
+    text.replace(BLANK, " ")
+}
+
+/// The texts that are one token wherever they stand. They are matched against the text as it came, before
+/// normalisation and merging.
+fn added_tokens(vocabulary: &Vocabulary<'_>, text_of: impl Fn(&str) -> String) -> Vec<AddedToken> {
+    let tokens = vocabulary.texts.iter().zip(&vocabulary.kinds);
+    let added = tokens.filter_map(|(text, kind)| match kind {
+        TokenKind::Control | TokenKind::Unknown => Some(AddedToken::from(*text, true).normalized(false)),
+        TokenKind::UserDefined => Some(AddedToken::from(text_of(text), false).normalized(false)),
+        TokenKind::Normal | TokenKind::Unused | TokenKind::Byte => None,
+    });
+    added.filter(|token| !token.content.is_empty()).collect()
+}
+
+/// Fills in special tokens the file does not number, by their usual names.
+///
+/// User-defined tokens do not count: some vocabularies have `<s>` as a tag of HTML.
+fn with_names(
+    mut specials: SpecialIds,
+    vocabulary: &Vocabulary<'_>,
+    bos: &[&str],
+    eos: &[&str],
+    unk: &str,
+) -> SpecialIds {
+    let is_special = |id: &u32| vocabulary.kinds[*id as usize] != TokenKind::UserDefined;
+    let find =
+        |names: &[&str]| names.iter().find_map(|name| vocabulary.ids.get(name).copied().filter(is_special));
+    specials.bos = specials.bos.or_else(|| find(bos));
+    specials.eos = specials.eos.or_else(|| find(eos));
+    specials.unk = specials.unk.or_else(|| find(&[unk]));
+    specials
+}
+
+struct Defaults {
+    add_bos: bool,
+    add_sep: bool,
+}
+
+fn assemble(
+    spec: &VocabSpec,
+    pipelines: Pipelines,
+    pieces: Pieces,
+    specials: SpecialIds,
+    defaults: Defaults,
+) -> Tokenizer {
+    let add_bos = spec.add_bos.unwrap_or(defaults.add_bos);
+    let add_eos = spec.add_eos.unwrap_or(false);
+    let add_sep = spec.add_sep.unwrap_or(defaults.add_sep);
+    let suffix = [specials.sep.filter(|_| add_sep), specials.eos.filter(|_| add_eos)];
+    Tokenizer {
+        end_ids: end_ids(&pipelines, &pieces, &specials),
+        prefix: specials.bos.filter(|_| add_bos).into_iter().collect(),
+        suffix: suffix.into_iter().flatten().collect(),
+        chat_template: spec.chat_template.clone(),
+        pieces: Arc::new(pieces),
+        pipelines,
+        specials,
+    }
+}
+
+/// The ids after which generation ends, sorted.
+pub(super) fn end_ids(pipelines: &Pipelines, pieces: &Pieces, specials: &SpecialIds) -> Vec<u32> {
+    let named = END_OF_TURN.iter().filter_map(|name| pipelines.token_id(name));
+    let is_control = |id: &u32| pieces.kind(*id) == Some(TokenKind::Control);
+    let control = END_IF_CONTROL.iter().filter_map(|name| pipelines.token_id(name)).filter(is_control);
+    let roles = [specials.eos, specials.eot, specials.eom].into_iter().flatten();
+    let mut ids: Vec<u32> = named.chain(control).chain(roles).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    ids
+}

@@ -1,0 +1,121 @@
+//! Text to ids, by the `tokenizers` crate.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tokenizers::models::TrainerWrapper;
+use tokenizers::{
+    AddedToken, DecoderWrapper, Model, ModelWrapper, NormalizerWrapper, PostProcessorWrapper,
+    PreTokenizerWrapper, Token, TokenizerImpl,
+};
+
+use super::error::TokenizerError;
+use super::pieces::CHARS;
+
+/// One model under two pipelines: the set of texts that become control tokens cannot be changed per call, and a second
+/// copy of a large vocabulary would cost a hundred megabytes.
+#[derive(Debug, Clone)]
+struct SharedModel(Arc<ModelWrapper>);
+
+impl Model for SharedModel {
+    type Trainer = TrainerWrapper;
+
+    fn tokenize(&self, sequence: &str) -> tokenizers::Result<Vec<Token>> {
+        self.0.tokenize(sequence)
+    }
+
+    fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.0.token_to_id(token)
+    }
+
+    fn id_to_token(&self, id: u32) -> Option<String> {
+        self.0.id_to_token(id)
+    }
+
+    fn get_vocab(&self) -> HashMap<String, u32> {
+        self.0.get_vocab()
+    }
+
+    fn get_vocab_size(&self) -> usize {
+        self.0.get_vocab_size()
+    }
+
+    fn save(&self, folder: &Path, prefix: Option<&str>) -> tokenizers::Result<Vec<PathBuf>> {
+        self.0.save(folder, prefix)
+    }
+
+    fn get_trainer(&self) -> TrainerWrapper {
+        self.0.get_trainer()
+    }
+}
+
+type Pipeline =
+    TokenizerImpl<SharedModel, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+
+/// The parts of a pipeline.
+pub(super) struct Parts {
+    pub(super) model: ModelWrapper,
+    pub(super) normalizer: Option<NormalizerWrapper>,
+    pub(super) pre_tokenizer: Option<PreTokenizerWrapper>,
+    /// Texts that are one token wherever they stand; the special ones only where control texts are parsed.
+    pub(super) added: Vec<AddedToken>,
+    /// The model writes bytes as GPT-2 does and drops what it has no token for.
+    pub(super) is_byte_level: bool,
+}
+
+/// Text to ids, with control texts and without.
+#[derive(Debug)]
+pub(super) struct Pipelines {
+    with_control: Pipeline,
+    without_control: Pipeline,
+    missing_bytes: Option<Box<[bool; 256]>>, // bytes that have no token
+}
+
+impl Pipelines {
+    pub(super) fn new(parts: Parts) -> Result<Self, TokenizerError> {
+        let missing_bytes = if parts.is_byte_level { missing_bytes(&parts.model) } else { None };
+        let model = SharedModel(Arc::new(parts.model));
+        let build = |added: Vec<AddedToken>| -> Result<Pipeline, TokenizerError> {
+            let mut pipeline = Pipeline::new(model.clone());
+            pipeline
+                .with_normalizer(parts.normalizer.clone())
+                .map_err(TokenizerError::library("set the normalizer"))?
+                .with_pre_tokenizer(parts.pre_tokenizer.clone());
+            pipeline.add_tokens(added).map_err(TokenizerError::library("add tokens"))?;
+            Ok(pipeline)
+        };
+        let ordinary = parts.added.iter().filter(|token| !token.special).cloned().collect();
+        Ok(Self { with_control: build(parts.added)?, without_control: build(ordinary)?, missing_bytes })
+    }
+
+    pub(super) fn encode(&self, text: &str, parse_special: bool) -> Result<Vec<u32>, TokenizerError> {
+        if let Some(missing) = &self.missing_bytes
+            && let Some(at) = text.bytes().position(|byte| missing[byte as usize])
+        {
+            // Left out, as every implementation does it: a stray control character must not end a program.
+            tracing::warn!(
+                "the vocabulary has no token for byte 0x{:02x} (at {at}): left out",
+                text.as_bytes()[at]
+            );
+        }
+        let pipeline = if parse_special { &self.with_control } else { &self.without_control };
+        let encoding =
+            pipeline.encode_fast(text, false).map_err(TokenizerError::library("tokenize the text"))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    pub(super) fn token_id(&self, text: &str) -> Option<u32> {
+        self.with_control.token_to_id(text)
+    }
+}
+
+fn missing_bytes(model: &ModelWrapper) -> Option<Box<[bool; 256]>> {
+    if let ModelWrapper::BPE(bpe) = model
+        && bpe.get_unk_token().is_some()
+    {
+        return None;
+    }
+    let missing = Box::new(CHARS.map(|c| model.token_to_id(c.encode_utf8(&mut [0; 4])).is_none()));
+    missing.contains(&true).then_some(missing)
+}

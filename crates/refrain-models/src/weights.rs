@@ -1,0 +1,154 @@
+//! Finding, checking and naming weights.
+
+use crate::error::ModelError;
+use refrain_formats::params::ModelConfig;
+use refrain_formats::{FormatError, ModelFiles};
+use refrain_graph::{TensorType, Weight, WeightId};
+use refrain_tensor::{DType, HostTensor, Shape};
+
+/// Where a model's tensors come from.
+pub trait TensorSource {
+    /// A tensor by its GGUF name, or by the name it has in Hugging Face folders; `None` when there is none.
+    fn find(&self, gguf_name: &str, hf_name: &str) -> Result<Option<HostTensor>, FormatError>;
+}
+
+impl TensorSource for ModelFiles {
+    fn find(&self, gguf_name: &str, hf_name: &str) -> Result<Option<HostTensor>, FormatError> {
+        let name = match self {
+            ModelFiles::Gguf(_) => gguf_name,
+            ModelFiles::Hf(_) => hf_name,
+        };
+        match self.has_tensor(name) {
+            true => self.tensor(name).map(Some),
+            false => Ok(None),
+        }
+    }
+}
+
+/// The names of a layer's tensors: in GGUF behind `blk.N.`, in Hugging Face folders behind `model.layers.N.`.
+pub(crate) type HfNames = &'static [(&'static str, &'static str)];
+
+/// A linear map.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Linear {
+    pub weight: WeightId,       // [n_out, n_in]
+    pub bias: Option<WeightId>, // [n_out]
+}
+
+/// Collects a model's weights in a fixed order, which is the order of ids in every graph of the model.
+pub(crate) struct WeightTable<'a> {
+    pub config: &'a ModelConfig,
+    source: &'a dyn TensorSource,
+    layer_names: HfNames,
+    pub weights: Vec<Weight>,
+    pub tensors: Vec<HostTensor>,
+}
+
+impl<'a> WeightTable<'a> {
+    pub(crate) fn new(config: &'a ModelConfig, source: &'a dyn TensorSource, layer_names: HfNames) -> Self {
+        WeightTable { config, source, layer_names, weights: Vec::new(), tensors: Vec::new() }
+    }
+
+    /// A tensor outside the layers.
+    pub(crate) fn global(&mut self, gguf: &str, hf: &str, dims: &[usize]) -> Result<WeightId, ModelError> {
+        let tensor = self.find(gguf, hf, dims)?.ok_or_else(|| self.missing(gguf))?;
+        Ok(self.push(gguf, tensor))
+    }
+
+    /// A tensor outside the layers that some models do not have.
+    pub(crate) fn optional(
+        &mut self,
+        gguf: &str,
+        hf: &str,
+        dims: &[usize],
+    ) -> Result<Option<WeightId>, ModelError> {
+        Ok(self.find(gguf, hf, dims)?.map(|tensor| self.push(gguf, tensor)))
+    }
+
+    /// A norm's weights outside the layers.
+    pub(crate) fn global_norm(&mut self, gguf: &str, hf: &str, n: usize) -> Result<WeightId, ModelError> {
+        let tensor = self.find(gguf, hf, &[n])?.ok_or_else(|| self.missing(gguf))?;
+        let tensor = self.with_norm_offset(gguf, tensor)?;
+        Ok(self.push(gguf, tensor))
+    }
+
+    /// A norm's weights in a layer.
+    pub(crate) fn norm(&mut self, layer: usize, name: &str, n: usize) -> Result<WeightId, ModelError> {
+        let (gguf, hf) = self.layer_tensor(layer, name, "weight");
+        self.global_norm(&gguf, &hf, n)
+    }
+
+    /// A linear map in a layer.
+    pub(crate) fn linear(
+        &mut self,
+        layer: usize,
+        name: &str,
+        [n_out, n_in]: [usize; 2],
+        has_bias: bool,
+    ) -> Result<Linear, ModelError> {
+        let (gguf, hf) = self.layer_tensor(layer, name, "weight");
+        let weight = self.global(&gguf, &hf, &[n_out, n_in])?;
+        let bias = match has_bias {
+            true => {
+                let (gguf, hf) = self.layer_tensor(layer, name, "bias");
+                Some(self.global(&gguf, &hf, &[n_out])?)
+            }
+            false => None,
+        };
+        Ok(Linear { weight, bias })
+    }
+
+    /// A tensor that is computed, not read.
+    pub(crate) fn derived(&mut self, name: &str, values: &[f32]) -> Result<WeightId, ModelError> {
+        let tensor = HostTensor::from_f32(Shape::from([values.len()]), values)
+            .map_err(|source| ModelError::Tensor { name: name.into(), source })?;
+        Ok(self.push(name, tensor))
+    }
+
+    /// The values of a small table that not every file has.
+    pub(crate) fn table(&self, gguf: &str, n: usize) -> Result<Option<Vec<f32>>, ModelError> {
+        let Some(tensor) = self.find(gguf, gguf, &[n])? else { return Ok(None) };
+        let values = tensor.to_f32().map_err(|source| ModelError::Tensor { name: gguf.into(), source })?;
+        Ok(Some(values))
+    }
+
+    fn layer_tensor(&self, layer: usize, name: &str, part: &str) -> (String, String) {
+        let hf = self.layer_names.iter().find(|(gguf, _)| *gguf == name).map_or(name, |(_, hf)| hf);
+        (format!("blk.{layer}.{name}.{part}"), format!("model.layers.{layer}.{hf}.{part}"))
+    }
+
+    fn find(&self, gguf: &str, hf: &str, dims: &[usize]) -> Result<Option<HostTensor>, ModelError> {
+        let Some(tensor) = self.source.find(gguf, hf)? else { return Ok(None) };
+        let name = || gguf.to_string();
+        let want = Shape::new(dims).map_err(|source| ModelError::Tensor { name: name(), source })?;
+        if tensor.shape() != want {
+            return Err(ModelError::TensorShape { name: name(), got: tensor.shape(), want });
+        }
+        if !(tensor.dtype().is_float() || tensor.dtype().is_quantized()) {
+            return Err(ModelError::TensorType { name: name(), dtype: tensor.dtype() });
+        }
+        Ok(Some(tensor))
+    }
+
+    fn missing(&self, name: &str) -> ModelError {
+        let (arch, n_layers) = (self.config.arch.name(), self.config.n_layers);
+        ModelError::MissingTensor { name: name.into(), arch, n_layers }
+    }
+
+    fn with_norm_offset(&self, name: &str, tensor: HostTensor) -> Result<HostTensor, ModelError> {
+        if self.config.norm_offset == 0.0 && tensor.dtype() == DType::F32 {
+            return Ok(tensor);
+        }
+        let wrap = |source| ModelError::Tensor { name: name.into(), source };
+        let values: Vec<f32> =
+            tensor.to_f32().map_err(wrap)?.into_iter().map(|w| w + self.config.norm_offset).collect();
+        HostTensor::from_f32(tensor.shape(), &values).map_err(wrap)
+    }
+
+    fn push(&mut self, name: &str, tensor: HostTensor) -> WeightId {
+        let ty = TensorType { dtype: tensor.dtype(), shape: tensor.shape() };
+        self.weights.push(Weight { name: name.into(), ty });
+        self.tensors.push(tensor);
+        WeightId::from_idx(self.weights.len() - 1)
+    }
+}

@@ -1,0 +1,189 @@
+//! Block codecs: what the bytes of each quantised type mean, and honest encoders for them.
+//!
+//! This is the reference that everything fast is tested against. Decoding gives the bits that the `gguf` package
+//! gives; each type is one formula from an element's index to its value, with the block drawn beside it. The block
+//! structs are made of bytes alone, so they have alignment 1 and lie over any part of a file; kernels that unpack
+//! blocks in another way share their fields.
+
+mod block;
+mod iq4;
+mod plain;
+mod q2_k;
+mod q3_k;
+mod q4;
+mod q4_k;
+mod q5;
+mod q5_k;
+mod q6_k;
+mod q8;
+mod search;
+
+pub use block::{Block, F16Le};
+pub use iq4::{BlockIq4Nl, BlockIq4Xs, IQ4_NL_VALUES};
+pub use q2_k::BlockQ2K;
+pub use q3_k::BlockQ3K;
+pub use q4::{BlockQ4_0, BlockQ4_1};
+pub use q4_k::{BlockQ4K, unpack_scales_and_mins};
+pub use q5::{BlockQ5_0, BlockQ5_1};
+pub use q5_k::BlockQ5K;
+pub use q6_k::BlockQ6K;
+pub use q8::BlockQ8_0;
+
+use crate::{DType, HostTensor, Shape, TensorError};
+
+/// Decodes `bytes`, which hold exactly `out.len()` elements of `dtype`.
+///
+/// Integer types are not decoded: their values are indices, and f32 cannot hold all of them.
+pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), TensorError> {
+    check_lengths(dtype, out.len(), bytes.len())?;
+    match dtype {
+        DType::F32 => plain::decode_f32(bytes, out),
+        DType::F16 => plain::decode_f16(bytes, out),
+        DType::BF16 => plain::decode_bf16(bytes, out),
+        DType::Q4_0 => decode_blocks::<BlockQ4_0, 32>(bytes, out),
+        DType::Q4_1 => decode_blocks::<BlockQ4_1, 32>(bytes, out),
+        DType::Q5_0 => decode_blocks::<BlockQ5_0, 32>(bytes, out),
+        DType::Q5_1 => decode_blocks::<BlockQ5_1, 32>(bytes, out),
+        DType::Q8_0 => decode_blocks::<BlockQ8_0, 32>(bytes, out),
+        DType::Q2_K => decode_blocks::<BlockQ2K, 256>(bytes, out),
+        DType::Q3_K => decode_blocks::<BlockQ3K, 256>(bytes, out),
+        DType::Q4_K => decode_blocks::<BlockQ4K, 256>(bytes, out),
+        DType::Q5_K => decode_blocks::<BlockQ5K, 256>(bytes, out),
+        DType::Q6_K => decode_blocks::<BlockQ6K, 256>(bytes, out),
+        DType::IQ4_NL => decode_blocks::<BlockIq4Nl, 32>(bytes, out),
+        DType::IQ4_XS => decode_blocks::<BlockIq4Xs, 256>(bytes, out),
+        DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
+            return Err(TensorError::Unsupported {
+                dtype,
+                verb: "decoded to F32",
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Encodes `values` into `out`, which has exactly the bytes that they take as `dtype`.
+///
+/// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, F16 and BF16 give the bytes that the `gguf` package gives. The K types and the IQ4
+/// types search for scales with little squared error: from several starts they alternate between the nearest levels
+/// for the scales and the least-squares scales for the levels, then round the scales to what the block can store.
+///
+/// The same values give the same bytes, and blocks do not depend on each other, so a large tensor may be cut at
+/// block borders and encoded by several threads.
+///
+/// NaN, infinities and values beyond the range of the type are errors; `out` is then partly written.
+pub fn quantize(dtype: DType, values: &[f32], out: &mut [u8]) -> Result<(), TensorError> {
+    check_lengths(dtype, values.len(), out.len())?;
+    if let Some(index) = values.iter().position(|v| !v.is_finite()) {
+        return Err(TensorError::NotFinite {
+            dtype,
+            index,
+            value: values[index],
+        });
+    }
+    let encoded = match dtype {
+        DType::F32 => plain::encode_f32(values, out),
+        DType::F16 => plain::encode_f16(values, out),
+        DType::BF16 => plain::encode_bf16(values, out),
+        DType::Q4_0 => encode_blocks::<BlockQ4_0, 32>(values, out),
+        DType::Q4_1 => encode_blocks::<BlockQ4_1, 32>(values, out),
+        DType::Q5_0 => encode_blocks::<BlockQ5_0, 32>(values, out),
+        DType::Q5_1 => encode_blocks::<BlockQ5_1, 32>(values, out),
+        DType::Q8_0 => encode_blocks::<BlockQ8_0, 32>(values, out),
+        DType::Q2_K => encode_blocks::<BlockQ2K, 256>(values, out),
+        DType::Q3_K => encode_blocks::<BlockQ3K, 256>(values, out),
+        DType::Q4_K => encode_blocks::<BlockQ4K, 256>(values, out),
+        DType::Q5_K => encode_blocks::<BlockQ5K, 256>(values, out),
+        DType::Q6_K => encode_blocks::<BlockQ6K, 256>(values, out),
+        DType::IQ4_NL => encode_blocks::<BlockIq4Nl, 32>(values, out),
+        DType::IQ4_XS => encode_blocks::<BlockIq4Xs, 256>(values, out),
+        DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
+            return Err(TensorError::Unsupported {
+                dtype,
+                verb: "encoded from F32",
+            });
+        }
+    };
+    encoded.map_err(|OutOfRange { index }| TensorError::OutOfRange {
+        dtype,
+        index,
+        value: values[index],
+    })
+}
+
+impl HostTensor {
+    /// The elements in row-major order of the shape, decoded, whatever the layout.
+    ///
+    /// Takes memory for the stored elements from the first to the last that the layout shows, beside the result.
+    pub fn to_f32(&self) -> Result<Vec<f32>, TensorError> {
+        let (dtype, layout) = (self.dtype(), self.layout());
+        let blocks = layout.offset() / dtype.block_len()..layout.end().div_ceil(dtype.block_len());
+        // A layout without elements ends at 0, wherever its offset is.
+        let bytes = match blocks.is_empty() {
+            true => &[],
+            false => {
+                &self.bytes().as_slice()[blocks.start * dtype.block_bytes()..blocks.end * dtype.block_bytes()]
+            }
+        };
+        let mut stored = zeros(blocks.len() * dtype.block_len())?;
+        dequantize(dtype, bytes, &mut stored)?;
+        let first = blocks.start * dtype.block_len();
+        let n = layout.shape().n_elements();
+        if layout.is_contiguous() && n == stored.len() {
+            return Ok(stored);
+        }
+        let mut values = Vec::new();
+        values
+            .try_reserve_exact(n)
+            .map_err(|_| TensorError::NoMemory { n_elements: n })?;
+        values.extend(layout.indices().map(|i| stored[i - first]));
+        Ok(values)
+    }
+}
+
+/// The place of a value that the type cannot hold: of an element, or of the largest of a block whose scale overflows.
+struct OutOfRange {
+    index: usize,
+}
+
+fn check_lengths(dtype: DType, n_elements: usize, got_bytes: usize) -> Result<(), TensorError> {
+    let shape = Shape::new(&[n_elements])?;
+    let need_bytes = dtype
+        .bytes_for(n_elements)
+        .ok_or(TensorError::PartialBlocks { dtype, shape })?;
+    if need_bytes != got_bytes {
+        return Err(TensorError::ByteCount {
+            dtype,
+            shape,
+            need_bytes,
+            got_bytes,
+        });
+    }
+    Ok(())
+}
+
+fn decode_blocks<B: Block<N>, const N: usize>(bytes: &[u8], out: &mut [f32]) {
+    let blocks: &[B] = bytemuck::cast_slice(bytes);
+    for (block, out) in blocks.iter().zip(out.as_chunks_mut::<N>().0) {
+        *out = block.decode();
+    }
+}
+
+fn encode_blocks<B: Block<N>, const N: usize>(values: &[f32], out: &mut [u8]) -> Result<(), OutOfRange> {
+    let blocks: &mut [B] = bytemuck::cast_slice_mut(out);
+    for (i, (values, block)) in values.as_chunks::<N>().0.iter().zip(blocks).enumerate() {
+        *block = B::encode(values).ok_or_else(|| OutOfRange {
+            index: i * N + search::peak_idx(values),
+        })?;
+    }
+    Ok(())
+}
+
+fn zeros(n_elements: usize) -> Result<Vec<f32>, TensorError> {
+    let mut values = Vec::new();
+    values
+        .try_reserve_exact(n_elements)
+        .map_err(|_| TensorError::NoMemory { n_elements })?;
+    values.resize(n_elements, 0.0);
+    Ok(values)
+}

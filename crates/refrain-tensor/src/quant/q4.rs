@@ -1,0 +1,91 @@
+//! Q4_0 and Q4_1: 32 elements of four bits under one scale.
+
+use super::block::{Block, F16Le, nibble};
+use super::search::{inverse, peak_idx, range};
+use crate::DType;
+use bytemuck::{Pod, Zeroable};
+use std::array::from_fn;
+
+/// Q4_0: `x = d * (q - 8)`, q in 0..16.
+///
+/// ```text
+/// byte  0   2                 18
+///       | d | qs              |
+/// qs[j]: low nibble element j, high nibble element 16 + j
+/// ```
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct BlockQ4_0 {
+    /// Scale.
+    pub d: F16Le,
+    /// Levels, four bits each.
+    pub qs: [u8; 16],
+}
+
+/// Q4_1: `x = d * q + m`, q in 0..16.
+///
+/// ```text
+/// byte  0   2   4                 20
+///       | d | m | qs              |
+/// qs[j]: low nibble element j, high nibble element 16 + j
+/// ```
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct BlockQ4_1 {
+    /// Scale.
+    pub d: F16Le,
+    /// The value of level 0.
+    pub m: F16Le,
+    /// Levels, four bits each.
+    pub qs: [u8; 16],
+}
+
+const _: () = assert!(size_of::<BlockQ4_0>() == DType::Q4_0.block_bytes());
+const _: () = assert!(size_of::<BlockQ4_1>() == DType::Q4_1.block_bytes());
+
+impl Block<32> for BlockQ4_0 {
+    const DTYPE: DType = DType::Q4_0;
+
+    fn decode(&self) -> [f32; 32] {
+        let d = self.d.to_f32();
+        from_fn(|i| d * (f32::from(nibble(self.qs[i % 16], i / 16)) - 8.0))
+    }
+
+    /// The value of largest magnitude becomes level -8, whatever its sign: the side with one level more.
+    fn encode(values: &[f32; 32]) -> Option<Self> {
+        let d = values[peak_idx(values)] / -8.0;
+        let inv = inverse(d);
+        let q = values.map(|v| ((v * inv + 8.5) as u8).min(15));
+        Some(BlockQ4_0 {
+            d: F16Le::from_f32(d)?,
+            qs: pack_nibbles(&q),
+        })
+    }
+}
+
+impl Block<32> for BlockQ4_1 {
+    const DTYPE: DType = DType::Q4_1;
+
+    fn decode(&self) -> [f32; 32] {
+        let (d, m) = (self.d.to_f32(), self.m.to_f32());
+        from_fn(|i| d * f32::from(nibble(self.qs[i % 16], i / 16)) + m)
+    }
+
+    /// The smallest value becomes level 0, the largest level 15.
+    fn encode(values: &[f32; 32]) -> Option<Self> {
+        let (min, max) = range(values);
+        let d = (max - min) / 15.0;
+        let inv = inverse(d);
+        let q = values.map(|v| (((v - min) * inv + 0.5) as u8).min(15));
+        Some(BlockQ4_1 {
+            d: F16Le::from_f32(d)?,
+            m: F16Le::from_f32(min)?,
+            qs: pack_nibbles(&q),
+        })
+    }
+}
+
+/// The low four bits of element `j` beside those of element `16 + j`.
+pub(super) fn pack_nibbles(q: &[u8; 32]) -> [u8; 16] {
+    from_fn(|j| q[j] & 0x0f | q[16 + j] << 4)
+}

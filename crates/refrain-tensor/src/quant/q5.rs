@@ -1,0 +1,108 @@
+//! Q5_0 and Q5_1: 32 elements of five bits under one scale; the fifth bits lie apart.
+
+use super::block::{Block, F16Le, nibble};
+use super::q4::pack_nibbles;
+use super::search::{inverse, peak_idx, range};
+use crate::DType;
+use bytemuck::{Pod, Zeroable};
+use std::array::from_fn;
+
+/// Q5_0: `x = d * (q - 16)`, q in 0..32.
+///
+/// ```text
+/// byte  0   2      6                 22
+///       | d | qh   | qs              |
+/// qs[j]: low nibble element j, high nibble element 16 + j (bits 0 to 3 of q)
+/// qh: little-endian u32, bit i is bit 4 of element i
+/// ```
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct BlockQ5_0 {
+    /// Scale.
+    pub d: F16Le,
+    /// Fifth bits.
+    pub qh: [u8; 4],
+    /// Low four bits.
+    pub qs: [u8; 16],
+}
+
+/// Q5_1: `x = d * q + m`, q in 0..32.
+///
+/// ```text
+/// byte  0   2   4      8                 24
+///       | d | m | qh   | qs              |
+/// qs[j]: low nibble element j, high nibble element 16 + j (bits 0 to 3 of q)
+/// qh: little-endian u32, bit i is bit 4 of element i
+/// ```
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct BlockQ5_1 {
+    /// Scale.
+    pub d: F16Le,
+    /// The value of level 0.
+    pub m: F16Le,
+    /// Fifth bits.
+    pub qh: [u8; 4],
+    /// Low four bits.
+    pub qs: [u8; 16],
+}
+
+const _: () = assert!(size_of::<BlockQ5_0>() == DType::Q5_0.block_bytes());
+const _: () = assert!(size_of::<BlockQ5_1>() == DType::Q5_1.block_bytes());
+
+impl Block<32> for BlockQ5_0 {
+    const DTYPE: DType = DType::Q5_0;
+
+    fn decode(&self) -> [f32; 32] {
+        let d = self.d.to_f32();
+        from_fn(|i| d * (level(&self.qs, self.qh, i) - 16.0))
+    }
+
+    /// The value of largest magnitude becomes level -16, whatever its sign: the side with one level more.
+    fn encode(values: &[f32; 32]) -> Option<Self> {
+        let d = values[peak_idx(values)] / -16.0;
+        let inv = inverse(d);
+        let q = values.map(|v| ((v * inv + 16.5) as u8).min(31));
+        Some(BlockQ5_0 {
+            d: F16Le::from_f32(d)?,
+            qh: pack_fifth_bits(&q),
+            qs: pack_nibbles(&q),
+        })
+    }
+}
+
+impl Block<32> for BlockQ5_1 {
+    const DTYPE: DType = DType::Q5_1;
+
+    fn decode(&self) -> [f32; 32] {
+        let (d, m) = (self.d.to_f32(), self.m.to_f32());
+        from_fn(|i| d * level(&self.qs, self.qh, i) + m)
+    }
+
+    /// The smallest value becomes level 0, the largest level 31.
+    fn encode(values: &[f32; 32]) -> Option<Self> {
+        let (min, max) = range(values);
+        let d = (max - min) / 31.0;
+        let inv = inverse(d);
+        let q = values.map(|v| (((v - min) * inv + 0.5) as u8).min(31));
+        let (d, m) = (F16Le::from_f32(d)?, F16Le::from_f32(min)?);
+        Some(BlockQ5_1 {
+            d,
+            m,
+            qh: pack_fifth_bits(&q),
+            qs: pack_nibbles(&q),
+        })
+    }
+}
+
+fn level(qs: &[u8; 16], qh: [u8; 4], i: usize) -> f32 {
+    let fifth = (u32::from_le_bytes(qh) >> i & 1) as u8;
+    f32::from(nibble(qs[i % 16], i / 16) | fifth << 4)
+}
+
+fn pack_fifth_bits(q: &[u8; 32]) -> [u8; 4] {
+    q.iter()
+        .enumerate()
+        .fold(0u32, |bits, (i, &q)| bits | u32::from(q >> 4) << i)
+        .to_le_bytes()
+}

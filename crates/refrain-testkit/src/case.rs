@@ -1,0 +1,193 @@
+//! One op case: a small graph, what it runs on, and how exact the result must be.
+
+use crate::compare::{Tol, compare_tensors};
+use crate::eval::{Feed, evaluate};
+use crate::fill::{Fill, tensor};
+use refrain_graph::{Graph, GraphBuilder, GraphError, Op, State, StateId, TensorType, View, Weight, WeightId};
+use refrain_tensor::{DType, HostTensor, Shape};
+use std::fmt;
+
+/// A named case. Most graphs have one node that is not a view; attention has the appends that fill its caches.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// What is special about it, after the name of the op.
+    pub name: String,
+    /// The op it is about.
+    pub op: Op,
+    /// The graph; its outputs are what is compared.
+    pub graph: Graph,
+    /// Weights, inputs and states.
+    pub feed: Feed,
+    /// How exact floats must be.
+    pub tol: Tol,
+}
+
+/// One operand of a case's node.
+#[derive(Clone, Debug)]
+pub struct Arg {
+    pub(crate) ty: TensorType,
+    pub(crate) fill: Fill,
+    pub(crate) kind: ArgKind,
+    pub(crate) views: Vec<View>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum ArgKind {
+    Input,
+    Weight,
+    State,
+}
+
+impl Arg {
+    /// A float operand: a step input in F32, else a weight, since a control block holds no other floats.
+    pub fn float(dtype: DType, dims: impl Into<Shape>) -> Arg {
+        let kind = if dtype == DType::F32 { ArgKind::Input } else { ArgKind::Weight };
+        Arg { ty: TensorType::new(dtype, dims), fill: Fill::Normal, kind, views: vec![] }
+    }
+
+    /// A weight.
+    pub fn weight(dtype: DType, dims: impl Into<Shape>) -> Arg {
+        Arg { ty: TensorType::new(dtype, dims), fill: Fill::Normal, kind: ArgKind::Weight, views: vec![] }
+    }
+
+    /// Integers in the control block.
+    pub fn ints(dims: impl Into<Shape>, values: Vec<i32>) -> Arg {
+        let ty = TensorType::new(DType::I32, dims);
+        Arg { ty, fill: Fill::Ints(values), kind: ArgKind::Input, views: vec![] }
+    }
+
+    /// A state, zero before the step.
+    pub fn state(dtype: DType, dims: impl Into<Shape>) -> Arg {
+        Arg { ty: TensorType::new(dtype, dims), fill: Fill::Zero, kind: ArgKind::State, views: vec![] }
+    }
+
+    /// The same operand with other values.
+    pub fn fill(mut self, fill: Fill) -> Arg {
+        self.fill = fill;
+        self
+    }
+
+    /// The same operand in another dtype of the same size.
+    pub fn dtype(mut self, dtype: DType) -> Arg {
+        self.ty.dtype = dtype;
+        self
+    }
+
+    /// The same operand seen through one more view.
+    pub fn view(mut self, view: View) -> Arg {
+        self.views.push(view);
+        self
+    }
+}
+
+impl Case {
+    /// The case of one node, whose outputs are the graph's.
+    ///
+    /// # Panics
+    /// When the op refuses the operands: the table is wrong.
+    pub fn one_node(name: impl Into<String>, op: Op, tol: Tol, args: Vec<Arg>) -> Case {
+        let label = op.name();
+        let node = op.clone();
+        Case::build(name, op, tol, args, move |b, values| b.node(node, values, label))
+    }
+
+    /// A case whose graph is built by a function from the operands to the outputs.
+    ///
+    /// # Panics
+    /// When the graph cannot be built.
+    pub fn build<F>(name: impl Into<String>, op: Op, tol: Tol, args: Vec<Arg>, nodes: F) -> Case
+    where
+        F: FnOnce(&mut GraphBuilder, &[refrain_graph::ValueId]) -> Result<Vec<refrain_graph::ValueId>, GraphError>,
+    {
+        let name = format!("{}: {}", op.name(), name.into());
+        match try_build(&args, seed_of(&name), nodes) {
+            Ok((graph, feed)) => Case { name, op, graph, feed, tol },
+            Err(e) => panic!("{name}: {e}"),
+        }
+    }
+}
+
+// Cases keep their values when others are added or moved: the seed depends on the name alone.
+fn seed_of(name: &str) -> u64 {
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3))
+}
+
+fn try_build<F>(args: &[Arg], seed: u64, nodes: F) -> Result<(Graph, Feed), GraphError>
+where
+    F: FnOnce(&mut GraphBuilder, &[refrain_graph::ValueId]) -> Result<Vec<refrain_graph::ValueId>, GraphError>,
+{
+    let of = |kind| args.iter().enumerate().filter(move |(_, a)| a.kind == kind);
+    let name = |i: usize| format!("arg{i}");
+    let weights = of(ArgKind::Weight).map(|(i, a)| Weight { name: name(i), ty: a.ty }).collect();
+    let states = of(ArgKind::State).map(|(i, a)| State { name: name(i), ty: a.ty }).collect();
+    let mut builder = GraphBuilder::new(weights, states);
+    let mut feed = Feed::default();
+    let mut values = Vec::with_capacity(args.len());
+    for (i, arg) in args.iter().enumerate() {
+        let (list, mut value) = match arg.kind {
+            ArgKind::Input => (&mut feed.inputs, builder.input(&name(i), arg.ty)?),
+            ArgKind::Weight => {
+                let id = WeightId::from_idx(feed.weights.len());
+                (&mut feed.weights, builder.weight(id))
+            }
+            ArgKind::State => {
+                let id = StateId::from_idx(feed.states.len());
+                (&mut feed.states, builder.state(id))
+            }
+        };
+        list.push(tensor(arg.ty, &arg.fill, seed.wrapping_add(i as u64)));
+        for view in &arg.views {
+            value = builder.node(Op::View(view.clone()), &[value], "view")?[0];
+        }
+        values.push(value);
+    }
+    for (i, output) in nodes(&mut builder, &values)?.into_iter().enumerate() {
+        builder.output(&format!("out{i}"), output)?;
+    }
+    Ok((builder.finish(), feed))
+}
+
+/// A case that did not come out as the reference says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Name of the case.
+    pub case: String,
+    /// What went wrong.
+    pub because: String,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.case, self.because)
+    }
+}
+
+/// Runs a case on a backend and compares its outputs with the reference's.
+pub fn run_case<E: fmt::Display>(
+    case: &Case,
+    backend: impl FnOnce(&Graph, &Feed) -> Result<Vec<HostTensor>, E>,
+) -> Result<(), Failure> {
+    let fail = |because: String| Failure { case: case.name.clone(), because };
+    let want = evaluate(&case.graph, &case.feed).map_err(|e| fail(format!("the reference refuses: {e}")))?;
+    let got = backend(&case.graph, &case.feed).map_err(|e| fail(e.to_string()))?;
+    if got.len() != want.len() {
+        return Err(fail(format!("got {} outputs, expected {}", got.len(), want.len())));
+    }
+    for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+        compare_tensors(got, want, case.tol).map_err(|because| fail(format!("output {i}: {because}")))?;
+    }
+    Ok(())
+}
+
+/// Runs every case, then panics with all failures, one a line.
+#[track_caller]
+pub fn check_all<E: fmt::Display>(
+    cases: &[Case],
+    mut backend: impl FnMut(&Graph, &Feed) -> Result<Vec<HostTensor>, E>,
+) {
+    let failures: Vec<Failure> = cases.iter().filter_map(|c| run_case(c, &mut backend).err()).collect();
+    if !failures.is_empty() {
+        let lines: Vec<String> = failures.iter().map(Failure::to_string).collect();
+        panic!("{} of {} cases failed:\n{}", failures.len(), cases.len(), lines.join("\n"));
+    }
+}

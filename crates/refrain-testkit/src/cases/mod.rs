@@ -1,0 +1,33 @@
+//! The table: every op, with odd sizes, every dtype it takes, views in front, and values that break careless kernels.
+
+mod attention;
+mod elements;
+mod matrix;
+mod rows;
+mod sample;
+
+pub(crate) use elements::half_plus_one;
+
+use crate::case::Case;
+use refrain_tensor::DType;
+
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// Every case. Names are unique and stay, so that a backend can speak of one by name.
+pub fn cases() -> Vec<Case> {
+    let families = [
+        elements::moves(),
+        elements::functions(),
+        rows::cases(),
+        matrix::cases(),
+        attention::rope(),
+        attention::kv_append(),
+        attention::attention(),
+        sample::cases(),
+    ];
+    families.into_iter().flatten().collect()
+}
+
+fn quantised() -> impl Iterator<Item = DType> {
+    DType::ALL.into_iter().filter(|d| d.is_quantized())
+}

@@ -1,0 +1,123 @@
+//! What a graph means: every value evaluated by the reference, each in memory of its own.
+
+use refrain_graph::{ControlBlock, ControlLayout, Graph, InputId, Op, Origin, TensorType, View};
+use refrain_reference::{In, Out, ReferenceError};
+use refrain_tensor::{Bytes, DType, HostTensor, TensorError};
+
+/// What a graph runs on, each list in the order of the graph's.
+#[derive(Clone, Debug, Default)]
+pub struct Feed {
+    /// Weights.
+    pub weights: Vec<HostTensor>,
+    /// Step inputs; dense.
+    pub inputs: Vec<HostTensor>,
+    /// States before the step; dense. Zeros in every case of the table, as a backend makes them.
+    pub states: Vec<HostTensor>,
+}
+
+impl Feed {
+    /// The step inputs as a control block.
+    ///
+    /// # Panics
+    /// When they are not those of the layout.
+    pub fn control(&self, layout: &ControlLayout) -> ControlBlock {
+        let mut block = ControlBlock::new(layout);
+        for (i, tensor) in self.inputs.iter().enumerate() {
+            let id = InputId::from_idx(i);
+            let words = || tensor.bytes().as_slice().as_chunks::<4>().0.iter();
+            let set = match tensor.dtype() {
+                DType::F32 => block.set_f32(id, &words().map(|w| f32::from_le_bytes(*w)).collect::<Vec<_>>()),
+                DType::I32 => block.set_i32(id, &words().map(|w| i32::from_le_bytes(*w)).collect::<Vec<_>>()),
+                DType::U32 => block.set_u32(id, &words().map(|w| u32::from_le_bytes(*w)).collect::<Vec<_>>()),
+                DType::F16
+                | DType::BF16
+                | DType::I64
+                | DType::U8
+                | DType::Q4_0
+                | DType::Q4_1
+                | DType::Q5_0
+                | DType::Q5_1
+                | DType::Q8_0
+                | DType::Q2_K
+                | DType::Q3_K
+                | DType::Q4_K
+                | DType::Q5_K
+                | DType::Q6_K
+                | DType::IQ4_NL
+                | DType::IQ4_XS => panic!("a control block holds no {}", tensor.dtype()),
+            };
+            set.unwrap_or_else(|e| panic!("{e}"));
+        }
+        block
+    }
+}
+
+/// The graph's outputs, dense, in its order.
+pub fn evaluate(graph: &Graph, feed: &Feed) -> Result<Vec<HostTensor>, ReferenceError> {
+    let values = evaluate_values(graph, feed)?;
+    graph.outputs().iter().map(|o| dense(&values[o.value.idx()])).collect()
+}
+
+/// Every value of the graph, in its order; views have a layout of their own.
+pub fn evaluate_values(graph: &Graph, feed: &Feed) -> Result<Vec<HostTensor>, ReferenceError> {
+    let mut values: Vec<Option<HostTensor>> = vec![None; graph.values().len()];
+    for (slot, value) in values.iter_mut().zip(graph.values()) {
+        *slot = match value.origin {
+            Origin::Input(id) => Some(feed.inputs[id.idx()].clone()),
+            Origin::Weight(id) => Some(feed.weights[id.idx()].clone()),
+            Origin::State(id) => Some(feed.states[id.idx()].clone()),
+            Origin::Node { .. } => None,
+        };
+    }
+    for node in graph.nodes() {
+        let inputs: Vec<HostTensor> = node.inputs.iter().filter_map(|v| values[v.idx()].clone()).collect();
+        assert_eq!(inputs.len(), node.inputs.len(), "{} reads a value that no earlier node makes", node.label);
+        let outputs = if let Op::View(view) = &node.op {
+            vec![apply(view, &inputs[0])?]
+        } else {
+            run(&node.op, &inputs, &graph.output_types(node))?
+        };
+        for (id, output) in node.outputs.iter().zip(outputs) {
+            values[id.idx()] = Some(output);
+        }
+    }
+    Ok(values.into_iter().flatten().collect())
+}
+
+fn apply(view: &View, x: &HostTensor) -> Result<HostTensor, ReferenceError> {
+    match view.apply(x.layout()) {
+        Ok(layout) => Ok(x.with_layout(layout)?),
+        // The meaning of a view does not depend on whether it can be had without a copy.
+        Err(TensorError::NotAView { .. }) => {
+            let x = dense(x)?;
+            Ok(x.with_layout(view.apply(x.layout())?)?)
+        }
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn run(op: &Op, inputs: &[HostTensor], types: &[TensorType]) -> Result<Vec<HostTensor>, ReferenceError> {
+    let ins: Vec<In<'_>> = inputs.iter().map(In::from).collect();
+    let size = |ty: &TensorType| {
+        let partial = TensorError::PartialBlocks { dtype: ty.dtype, shape: ty.shape };
+        ty.dtype.bytes_for(ty.shape.n_elements()).ok_or(partial)
+    };
+    // NaN in every float: an element that the op forgets is seen.
+    let mut bytes: Vec<Vec<u8>> =
+        types.iter().map(|ty| Ok(vec![0xFF; size(ty)?])).collect::<Result<_, TensorError>>()?;
+    // The cache that an append changes is its output; it starts from what the input held.
+    let changes_a_state = matches!(op, Op::KvAppend);
+    if changes_a_state {
+        bytes[0] = ins[0].to_dense()?;
+    }
+    let mut outs: Vec<Out<'_>> = types.iter().zip(&mut bytes).map(|(&ty, bytes)| Out { ty, bytes }).collect();
+    refrain_reference::run(op, &ins[usize::from(changes_a_state)..], &mut outs)?;
+    let tensor = |(ty, bytes): (&TensorType, Vec<u8>)| {
+        Ok(HostTensor::new(ty.dtype, ty.shape, Bytes::new(bytes))?)
+    };
+    types.iter().zip(bytes).map(tensor).collect()
+}
+
+fn dense(x: &HostTensor) -> Result<HostTensor, ReferenceError> {
+    Ok(HostTensor::new(x.dtype(), x.shape(), Bytes::new(In::from(x).to_dense()?))?)
+}

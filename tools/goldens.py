@@ -1,0 +1,269 @@
+"""Reference logits for every architecture, from `transformers`, for the tests of refrain-models.
+
+    python3 tools/goldens.py [OUT]        (default: crates/refrain-models/tests/goldens)
+
+Needs torch, transformers and safetensors; the versions used are in each golden's metadata. Runs on the CPU in a few
+seconds. Each case is a folder:
+
+    config.json           as transformers 5 writes it (rope_parameters, layer_types)
+    config-v4.json        the same model as transformers 4 wrote it (rope_theta, rope_scaling, rope_local_base_freq):
+                          what most published folders hold
+    model.safetensors     f32 weights under their Hugging Face names
+    golden.safetensors    tokens int64 [n], logits f32 [n, vocab]
+
+Weights are drawn so that mistakes show: matrices large enough for sharp attention, norm weights away from 1 and biases
+away from 0. For each case the script also proves that the feature it is about matters (`shows`): with the feature
+changed the logits must move by far more than the tolerance of the tests. It refuses to write a case whose f32 logits
+differ from f64 ones by more than a tenth of that tolerance, since such a case would test luck.
+"""
+
+import copy
+import json
+import pathlib
+import sys
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+TOLERANCE = 1e-4
+COMMON = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.2,
+    # Large enough that a reader which ignores the key is wrong by more than the tolerance.
+    rms_norm_eps=1e-3,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=None,
+)
+
+
+def rope(theta, **more):
+    return dict(rope_parameters=dict(rope_type="default", rope_theta=theta) | more)
+
+
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    # Short, so that a sequence of 40 tokens meets all three bands: kept, blended and divided wavelengths.
+    original_max_position_embeddings=64,
+)
+GEMMA = dict(
+    COMMON,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=7,
+    num_key_value_heads=1,
+    head_dim=16,
+    query_pre_attn_scalar=24,
+    sliding_window=8,
+    layer_types=["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+    tie_word_embeddings=True,
+)
+
+
+def gemma_rope(**full):
+    return dict(
+        rope_parameters=dict(
+            full_attention=dict(rope_type="default", rope_theta=1_000_000.0) | full,
+            sliding_attention=dict(rope_type="default", rope_theta=10_000.0),
+        )
+    )
+
+
+# name: (config class, settings, number of tokens, {what is changed: changed settings})
+CASES = {
+    "llama": (
+        transformers.LlamaConfig,
+        COMMON | rope(10_000.0),
+        32,
+        {"rope base": rope(500_000.0), "norm epsilon": dict(rms_norm_eps=1e-5)},
+    ),
+    "llama-rope3": (
+        transformers.LlamaConfig,
+        COMMON | rope(500_000.0, **LLAMA3),
+        40,
+        {"rope scaling": rope(500_000.0)},
+    ),
+    "llama-tied": (
+        transformers.LlamaConfig,
+        COMMON | rope(10_000.0) | dict(tie_word_embeddings=True, num_key_value_heads=4),
+        24,
+        {},
+    ),
+    "mistral-window": (
+        transformers.MistralConfig,
+        COMMON | rope(10_000.0) | dict(sliding_window=8),
+        40,
+        {"no window": dict(sliding_window=None), "window off by one": dict(sliding_window=9)},
+    ),
+    "qwen2": (
+        transformers.Qwen2Config,
+        COMMON | rope(1_000_000.0) | dict(use_sliding_window=False, tie_word_embeddings=False),
+        32,
+        {},
+    ),
+    "qwen3": (
+        transformers.Qwen3Config,
+        COMMON | rope(1_000_000.0) | dict(head_dim=32, use_sliding_window=False, tie_word_embeddings=True),
+        32,
+        {},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        GEMMA | gemma_rope(),
+        40,
+        {
+            "no window": dict(sliding_window=256),
+            "window off by one": dict(sliding_window=9),
+            "query scale": dict(query_pre_attn_scalar=16),
+            "global layer elsewhere": dict(layer_types=["full_attention"] + ["sliding_attention"] * 6),
+        },
+    ),
+    "gemma3-linear": (
+        transformers.Gemma3TextConfig,
+        GEMMA | gemma_rope(rope_type="linear", factor=8.0),
+        40,
+        {"rope scaling": gemma_rope()},
+    ),
+}
+# Flattening any one parameter of these kinds to its mean must show in the logits.
+NOTICED = ("norm", "bias")
+
+
+def build(config_class, settings):
+    config = config_class(**settings)
+    config._attn_implementation = "eager"
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def randomise(model, gemma, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(shape, std):
+        return torch.randn(shape, generator=generator) * std
+
+    with torch.no_grad():
+        for name, p in sorted(model.named_parameters()):
+            if "norm" in name:
+                # Gemma's norms multiply by one plus the stored weight.
+                p.copy_(normal(p.shape, 0.3) + (0.0 if gemma else 1.0))
+            elif name.endswith("bias"):
+                p.copy_(normal(p.shape, 0.5))
+            else:
+                p.copy_(normal(p.shape, 0.2))
+
+
+@torch.no_grad()
+def logits_of(model, tokens):
+    return model(tokens[None], use_cache=False).logits[0]
+
+
+def difference(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def v4_config(config):
+    """The same configuration with the keys of transformers 4."""
+    old = copy.deepcopy(config)
+    old["transformers_version"] = "4.52.0"
+    old["torch_dtype"] = old.pop("dtype", "float32")
+    parameters = old.pop("rope_parameters")
+    layer_types = old.pop("layer_types", None)
+    old.pop("_sliding_window_pattern", None)
+    if "full_attention" in parameters:
+        old["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        parameters = parameters["full_attention"]
+        old["sliding_window_pattern"] = layer_types.index("full_attention") + 1
+    old["rope_theta"] = parameters.pop("rope_theta")
+    old["rope_scaling"] = None if parameters["rope_type"] == "default" else parameters
+    return old
+
+
+def noticed(model, tokens, logits):
+    """The least movement of the logits when one of the small parameters is flattened, and that parameter's name."""
+    least = (float("inf"), "")
+    for name, p in model.named_parameters():
+        if not any(kind in name for kind in NOTICED):
+            continue
+        kept = p.detach().clone()
+        with torch.no_grad():
+            p.fill_(kept.mean())
+            moved = difference(logits_of(model, tokens), logits)
+            p.copy_(kept)
+        least = min(least, (moved, name))
+    return least
+
+
+def write_case(out, name, seed):
+    config_class, settings, n_tokens, shows = CASES[name]
+    model = build(config_class, settings)
+    randomise(model, name.startswith("gemma"), seed)
+    tokens = torch.randint(3, settings["vocab_size"], (n_tokens,), generator=torch.Generator().manual_seed(seed + 1))
+    tokens[0] = settings["bos_token_id"]
+    logits = logits_of(model, tokens)
+    rounding = difference(logits_of(copy.deepcopy(model).double(), tokens), logits)
+    assert rounding < TOLERANCE / 10, f"{name}: f32 and f64 differ by {rounding:.1e}"
+
+    least, parameter = noticed(model, tokens, logits)
+    assert least > 10 * TOLERANCE, f"{name}: {parameter} moves the logits by {least:.1e} only"
+    for what, change in shows.items():
+        other = build(config_class, settings | change)
+        other.load_state_dict(model.state_dict())
+        moved = difference(logits_of(other, tokens), logits)
+        assert moved > 10 * TOLERANCE, f"{name}: {what} moves the logits by {moved:.1e} only"
+
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config-v4.json").write_text(json.dumps(v4_config(config), indent=2) + "\n")
+    save_file(
+        {"tokens": tokens.contiguous(), "logits": logits.contiguous()},
+        folder / "golden.safetensors",
+        metadata=dict(
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            seed=str(seed),
+            f32_against_f64=f"{rounding:.1e}",
+        ),
+    )
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    for file in ("config.json", "config-v4.json"):
+        check_reload(folder, file, tokens, logits)
+    n_bytes = sum(f.stat().st_size for f in folder.iterdir())
+    print(
+        f"{name:15} {n_tokens} tokens, {n_bytes / 1e3:4.0f} kB, logits {logits.std():.2f} std, "
+        f"f32 against f64 {rounding:.1e}, least change noticed {least:.1e} ({parameter})"
+    )
+
+
+def check_reload(folder, file, tokens, logits):
+    settings = json.loads((folder / file).read_text())
+    config = CASES[folder.name][0].from_dict(settings)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    moved = difference(logits_of(model, tokens), logits)
+    assert moved < 1e-6, f"{folder.name}: reloaded with {file} the logits differ by {moved:.1e}"
+
+
+def main():
+    torch.set_num_threads(1)
+    here = pathlib.Path(__file__).resolve().parent.parent
+    out = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else here / "crates/refrain-models/tests/goldens"
+    for seed, name in enumerate(CASES):
+        write_case(out, name, 100 * seed)
+
+
+if __name__ == "__main__":
+    main()
