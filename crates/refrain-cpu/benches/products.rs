@@ -11,9 +11,13 @@ use refrain_cpu::simd::{Acts, Level, Product, WeightMatrix, act_bytes, act_kind,
 use refrain_tensor::DType;
 
 /// Larger than any cache, so that weights come from memory as they do between two tokens.
-const WEIGHT_BYTES: usize = 192 << 20;
+const WEIGHT_BYTES: usize = SLICE_BYTES * N_SLICES;
+/// Measured one by one: short enough to run undisturbed on a busy machine now and then.
+const SLICE_BYTES: usize = 4 << 20;
+const N_SLICES: usize = 40;
 const K: usize = 2048;
 const PREFILL: usize = 128;
+const PREFILL_ROWS: usize = 256;
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
@@ -40,57 +44,52 @@ fn main() {
 
 fn measure(level: Level, dtype: DType, pools: &[Pool]) {
     let row_bytes = dtype.bytes_for(K).expect("whole blocks");
-    let n_rows = WEIGHT_BYTES / row_bytes / 64 * 64;
-    let bytes = random_bytes(n_rows * row_bytes);
-    let file = WeightMatrix::new(dtype, &bytes, n_rows, K, row_bytes).expect("a matrix");
-    let begin = Instant::now();
-    let packed = pack(&pools[pools.len() - 1], level, &file).expect("a packed matrix");
-    let pack_gb_s = bytes.len() as f64 / begin.elapsed().as_secs_f64() / 1e9;
-    for w in [file, packed.matrix()] {
+    let n_rows = SLICE_BYTES / row_bytes / 64 * 64;
+    let slice_bytes = n_rows * row_bytes;
+    let bytes = random_bytes(slice_bytes * N_SLICES);
+    let slices: Vec<WeightMatrix<'_>> = bytes
+        .chunks_exact(slice_bytes)
+        .map(|slice| WeightMatrix::new(dtype, slice, n_rows, K, row_bytes).expect("a matrix"))
+        .collect();
+    let mut packed = Vec::new();
+    let pool = &pools[pools.len() - 1];
+    let pack_time = low(slices.iter().map(|slice| time(|| packed.extend(pack(pool, level, slice)))).collect());
+    let packed: Vec<WeightMatrix<'_>> = packed.iter().map(|p| p.matrix()).collect();
+    let few = &bytes[..PREFILL_ROWS * row_bytes];
+    let few = WeightMatrix::new(dtype, few, PREFILL_ROWS, K, row_bytes).expect("a matrix");
+    let few_packed = pack(pool, level, &few).expect("a packed matrix");
+    for (slices, few) in [(&slices, few), (&packed, few_packed.matrix())] {
         for pool in pools {
-            let gb_s = {
-                let time = time_product(pool, level, &w, 1);
-                bytes.len() as f64 / time.as_secs_f64() / 1e9
-            };
-            // A part of the rows is enough for a long computation.
-            let n_part = 4096.min(n_rows);
-            let part = part_of(&w, &bytes, n_part, row_bytes, pool, level);
-            let part = part.as_ref().map_or_else(
-                || WeightMatrix::new(dtype, &bytes[..n_part * row_bytes], n_part, K, row_bytes).expect("a matrix"),
-                |p| p.matrix(),
-            );
-            let time = time_product(pool, level, &part, PREFILL);
-            let gflop_s = 2.0 * (n_part * K * PREFILL) as f64 / time.as_secs_f64() / 1e9;
+            let decode = time_products(pool, level, slices, 1, 5);
+            let prefill = time_products(pool, level, &[few], PREFILL, 200);
             println!(
                 "{:7} {:18} {:>8} {:>8.1} {:>12.1}",
                 dtype.name(),
-                w.layout_name(),
+                slices[0].layout_name(),
                 pool.n_threads(),
-                gb_s,
-                gflop_s
+                slice_bytes as f64 / decode.as_secs_f64() / 1e9,
+                2.0 * (PREFILL_ROWS * K * PREFILL) as f64 / prefill.as_secs_f64() / 1e9,
             );
         }
     }
-    println!("{:7} packed at {pack_gb_s:.1} GB/s", dtype.name());
+    println!("{:7} packed at {:.1} GB/s", dtype.name(), slice_bytes as f64 / pack_time.as_secs_f64() / 1e9);
 }
 
-fn part_of(
-    w: &WeightMatrix<'_>,
-    bytes: &[u8],
-    n_rows: usize,
-    row_bytes: usize,
-    pool: &Pool,
-    level: Level,
-) -> Option<refrain_cpu::simd::Packed> {
-    if !w.is_packed() {
-        return None;
-    }
-    pack(pool, level, &WeightMatrix::new(w.dtype(), &bytes[..n_rows * row_bytes], n_rows, K, row_bytes).ok()?)
+fn time(f: impl FnOnce()) -> Duration {
+    let begin = Instant::now();
+    f();
+    begin.elapsed()
 }
 
-/// The median time of a product of `m` rows.
-fn time_product(pool: &Pool, level: Level, w: &WeightMatrix<'_>, m: usize) -> Duration {
-    let kind = w.act_kind();
+/// A low percentile: other programs on the machine only ever add time.
+fn low(mut times: Vec<Duration>) -> Duration {
+    times.sort();
+    times[times.len() / 10]
+}
+
+/// The time that a product of `m` rows with one of the matrices takes.
+fn time_products(pool: &Pool, level: Level, slices: &[WeightMatrix<'_>], m: usize, n_rounds: usize) -> Duration {
+    let kind = slices[0].act_kind();
     let row_bytes = act_bytes(kind, K).expect("whole blocks");
     let mut prepared = vec![0; m * row_bytes];
     let x: Vec<f32> = (0..K).map(|i| (i as f32 * 0.37).sin()).collect();
@@ -98,28 +97,26 @@ fn time_product(pool: &Pool, level: Level, w: &WeightMatrix<'_>, m: usize) -> Du
         quantize_row(level, kind, &x, row).expect("a prepared row");
     }
     let acts = Acts::new(kind, m, K, &prepared).expect("activations");
-    let mut out = vec![0f32; m * w.n_rows()];
+    let mut out = vec![0f32; m * slices[0].n_rows()];
     let _step = pool.step();
-    let mut times: Vec<Duration> = (0..9)
-        .map(|_| {
-            let begin = Instant::now();
-            matmul_parallel(pool, level, &acts, &mut [Product { w: *w, out: &mut out }]);
-            begin.elapsed()
-        })
-        .collect();
+    let mut times = Vec::new();
+    for _ in 0..n_rounds {
+        for &w in slices {
+            times.push(time(|| matmul_parallel(pool, level, &acts, &mut [Product { w, out: &mut out }])));
+        }
+    }
     black_box(&out);
-    times.sort();
-    times[times.len() / 2]
+    low(times)
 }
 
-/// GB/s of a plain sum over memory, the best of several.
+/// GB/s of a plain sum over memory.
 fn read_bandwidth(pool: &Pool) -> f64 {
     let data = vec![1u64; WEIGHT_BYTES / 8];
-    let best = (0..7)
-        .map(|_| {
-            let begin = Instant::now();
+    let mut times = Vec::new();
+    for slice in data.chunks_exact(SLICE_BYTES / 8).cycle().take(5 * N_SLICES) {
+        times.push(time(|| {
             pool.run(|thread_idx, n_threads| {
-                let part = &data[static_range(data.len(), 512, thread_idx, n_threads)];
+                let part = &slice[static_range(slice.len(), 512, thread_idx, n_threads)];
                 let mut sums = [0u64; 32];
                 for chunk in part.chunks_exact(32) {
                     for (sum, x) in sums.iter_mut().zip(chunk) {
@@ -128,11 +125,9 @@ fn read_bandwidth(pool: &Pool) -> f64 {
                 }
                 black_box(sums);
             });
-            begin.elapsed()
-        })
-        .min()
-        .expect("seven runs");
-    (WEIGHT_BYTES as f64) / best.as_secs_f64() / 1e9
+        }));
+    }
+    SLICE_BYTES as f64 / low(times).as_secs_f64() / 1e9
 }
 
 /// Bytes that are valid blocks of any type, though their scales may be large: half floats that are not infinite.

@@ -138,7 +138,7 @@ fn static_ranges_cover_everything_once_at_aligned_cuts() {
                 for part in 0..n_parts {
                     let range = static_range(n, align, part, n_parts);
                     assert_eq!(range.start, next);
-                    assert!(range.end == n || range.end % align == 0);
+                    assert!(range.end == n || range.end.is_multiple_of(align));
                     next = range.end;
                 }
                 assert_eq!(next, n);

@@ -70,6 +70,9 @@ impl Hazards {
     }
 
     fn note_read(&mut self, work: usize, touch: Touch) {
+        // Again, since an earlier touch of the same work may have added a span that reaches over these ends.
+        self.cut(touch.start);
+        self.cut(touch.end);
         let mut at = touch.start;
         let mut gaps = Vec::new();
         for (&start, span) in self.spans.range_mut(touch.start..touch.end) {
@@ -90,6 +93,8 @@ impl Hazards {
     }
 
     fn note_write(&mut self, work: usize, touch: Touch) {
+        self.cut(touch.start);
+        self.cut(touch.end);
         let covered: Vec<u64> = self.spans.range(touch.start..touch.end).map(|(&start, _)| start).collect();
         for start in covered {
             self.spans.remove(&start);

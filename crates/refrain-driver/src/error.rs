@@ -61,7 +61,7 @@ pub enum DriverError {
         total_bytes: u64,
     },
     /// The call would break a recording that is under way, so it was not made.
-    #[error("{what} ({bytes} bytes) was refused: a recording is under way on this device")]
+    #[error("{what}{} was refused: a recording is under way on this device", Bytes(*.bytes))]
     CaptureIncompatible {
         /// The refused call.
         what: &'static str,
@@ -320,6 +320,14 @@ struct Suffix<'a>(&'a Option<Origin>);
 impl fmt::Display for Suffix<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.as_ref().map_or(Ok(()), |o| write!(f, "; sent last: {o}"))
+    }
+}
+
+struct Bytes(u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 == 0 { Ok(()) } else { write!(f, " ({} bytes)", self.0) }
     }
 }
 

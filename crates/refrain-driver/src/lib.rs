@@ -27,7 +27,9 @@
 //! let (x, y) = (memory.buf(x), memory.buf(y));
 //!
 //! // Warm: code is loaded before anything is recorded.
-//! let add = Module::load(&ctx, "probe", probe::PROBE_PTX)?.function("refrain_probe_add")?;
+//! // SAFETY: the one launch below touches 1024 words of each buffer it names, which is all they have.
+//! let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }?;
+//! let add = module.function("refrain_probe_add")?;
 //! let double = Launch::new(&add, 4, 256).step("double").write(y).read(x).read(x).baked(Baked(1024_u32));
 //!
 //! // Record: `q` can only enqueue. Nothing runs yet.

@@ -18,7 +18,13 @@ pub struct Module {
 
 impl Module {
     /// Loads a cubin, a fatbin or PTX text; refused while something records.
-    pub fn load(ctx: &Context, name: &str, image: &[u8]) -> Result<Arc<Module>, DriverError> {
+    ///
+    /// # Safety
+    /// Every launch that safe code can build from this module's functions touches only the bytes of the buffers that
+    /// the launch names, as it declares them. A launch checks number and size of arguments, not what the kernel does
+    /// with them: whoever loads kernels keeps their [`Function`]s behind launchers that do. (On the simulated device
+    /// every access is checked anyway.)
+    pub unsafe fn load(ctx: &Context, name: &str, image: &[u8]) -> Result<Arc<Module>, DriverError> {
         let shared = ctx.shared();
         shared.refuse_while_recording("module load", image.len() as u64)?;
         let handle = shared.raw(|api| api.module_load(image))?.map_err(|code| {

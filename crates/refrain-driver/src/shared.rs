@@ -65,6 +65,8 @@ impl Shared {
         info: DeviceInfo,
         driver_version: u32,
     ) -> Shared {
+        // Retaining the context has made it current behind the back of whichever device was.
+        CURRENT.set(0);
         Shared {
             api,
             ctx,

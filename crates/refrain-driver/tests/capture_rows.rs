@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Bed, N, Step, faults};
+use common::{Bed, faults};
+use refrain_driver::api::{Api, StreamHandle};
 use refrain_driver::sim::{Call, SimDriver, SimOptions};
 use refrain_driver::{
     CaptureStatus, Code, Device, DriverError, Health, LibraryCall, Layout, Memory, Method, Module, NodeKind,
@@ -26,7 +27,8 @@ both! {
         for method in METHODS {
             let options = RecordOptions::named("lazy");
             let graph = bed.stream.record(&bed.memory, method, &options, |q| {
-                assert!(incompatible(Module::load(&ctx, "late", probe::PROBE_PTX)));
+                // SAFETY: refused, and nothing of it is launched.
+                assert!(incompatible(unsafe { Module::load(&ctx, "late", probe::PROBE_PTX) }));
                 assert!(incompatible(module.function("refrain_probe_fill")));
                 assert!(incompatible(step.add.allow_shared(50_000)));
                 step.enqueue(q)
@@ -247,14 +249,17 @@ fn row_16_a_driver_call_that_does_not_return_is_reported_to_the_caller() {
 both! {
     /// Row 17.
     fn row_17_a_graph_that_holds_memory_nodes_is_rejected(bed) {
-        // What a library would do behind our back; the real driver's own interface is needed for it on a card.
-        let Some(sim) = bed.sim.clone() else { return };
-        use refrain_driver::api::{Api as _, StreamHandle};
+        let api: Arc<dyn Api> = match &bed.sim {
+            Some(sim) => sim.api(),
+            // SAFETY: it is only given the stream that is being captured, by the library call that was handed it.
+            None => unsafe { refrain_driver::raw_driver() }.unwrap(),
+        };
         let census = bed.device.census();
         for method in METHODS {
             let step = bed.step.clone();
             let allocates = |s: &mut refrain_driver::LibraryStream<'_>| {
-                sim.alloc_async(256, StreamHandle(s.raw())).unwrap();
+                // What a library would do behind our back.
+                api.alloc_async(256, StreamHandle(s.raw())).unwrap();
                 s.launch(&step.fill(step.b, 1))
             };
             let call = LibraryCall {
@@ -392,7 +397,8 @@ both! {
         layout.pinned("p", 1 << 12);
         for method in METHODS {
             let temporary = Memory::plan(&bed.ctx, &layout).unwrap();
-            let module = Module::load(&bed.ctx, "temporary", probe::PROBE_PTX).unwrap();
+            // SAFETY: nothing of it is launched.
+            let module = unsafe { Module::load(&bed.ctx, "temporary", probe::PROBE_PTX) }.unwrap();
             let event = bed.ctx.event().unwrap();
             let census = bed.device.census();
             let (step, device) = (bed.step.clone(), bed.device.clone());
@@ -424,10 +430,4 @@ both! {
         drop(graph);
         assert!(weak.0.upgrade().is_none() && weak.1.upgrade().is_none());
     }
-}
-
-#[test]
-fn n_is_what_the_step_covers() {
-    assert_eq!(Step::expected(1), 10);
-    assert_eq!(N % 64, 0);
 }

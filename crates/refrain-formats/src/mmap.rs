@@ -54,11 +54,10 @@ pub(crate) fn require_file(path: &Path, meta: &std::fs::Metadata) -> Result<(), 
 
 #[allow(unsafe_code)]
 fn map(file: &File) -> std::io::Result<Mmap> {
-    // SAFETY: a mapping is sound while nobody writes to or shortens the file underneath. The mapping is
-    // read-only, so nothing in this process writes through it; that other processes leave a model file alone while
-    // it is in use is asked of the user, as every program that maps weights must. To keep the damage of a breach
-    // small, no reader relies on a byte keeping its value: what is parsed is copied out and checked once, text is
-    // never viewed as `str` in the mapping, and tensor data have no invalid bit patterns. A file that is shortened
-    // ends the process with SIGBUS; it cannot corrupt memory.
+    // SAFETY: a mapping is sound while nobody writes to or shortens the file underneath. The mapping is read-only,
+    // so nothing in this process writes through it; that other processes leave a model file alone while it is in
+    // use is asked of the user, as every program that maps weights must. To keep the damage of a breach small, no
+    // reader relies on a byte keeping its value: text is copied out before it is checked, and tensor data have no
+    // invalid bit patterns. A file that is shortened ends the process with SIGBUS; it cannot corrupt memory.
     unsafe { Mmap::map(file) }
 }

@@ -1,3 +1,40 @@
 //! Language models with captured CUDA graphs and a fast CPU backend.
 //!
+//! ```no_run
+//! use refrain::{Generate, Model, Prompt, Session, SessionOptions};
+//!
+//! # fn main() -> Result<(), refrain::Error> {
+//! let model = Model::open("model.gguf")?;
+//! let mut session = Session::new(&model, &SessionOptions::default())?;
+//! for piece in session.generate(Prompt::Text("Once upon a time"), &Generate::default())? {
+//!     print!("{}", piece?.text);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! A [`Model`] is opened once and may serve several [`Session`]s. A session evaluates prompts and generates text; it
+//! remembers what it has evaluated, so a conversation that goes on is not evaluated again.
+//!
 //! Invariant: no clap, no TLS, no terminal.
+#![forbid(unsafe_code)]
+
+mod error;
+mod generate;
+mod model;
+mod session;
+
+pub use error::Error;
+pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
+pub use model::{BUILTIN_NAME, Model};
+pub use session::{Device, Session, SessionOptions};
+
+pub use refrain_engine::{
+    EngineError, Ledger, Perplexity, SamplingError, SamplingParams, StepKind, Tally,
+};
+pub use refrain_formats::chat::{ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags};
+pub use refrain_formats::params::{GenerationDefaults, ModelConfig};
+pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer};
+pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};
+pub use refrain_graph as graph;
+pub use refrain_tensor::DType;

@@ -200,7 +200,7 @@ impl State {
         if self.streams[&stream].kind == Kind::Legacy {
             self.check_legacy(self.streams[&stream].ctx)?;
         }
-        Ok(Some(self.enqueue(stream, Work::Op(op), None, None)))
+        Ok(Some(self.enqueue(stream, Work::Op(op), None)))
     }
 
     pub(super) fn add_captured(&mut self, id: u64, stream: StreamHandle, work: NodeWork) {
@@ -230,7 +230,7 @@ impl State {
                 if self.streams[&stream].kind == Kind::Legacy {
                     self.check_legacy(self.streams[&stream].ctx)?;
                 }
-                let item = self.enqueue(stream, Work::Event(event), None, None);
+                let item = self.enqueue(stream, Work::Event(event), None);
                 EventState::Recorded { item, clock: self.streams[&stream].clock.clone(), done_at_ns: None }
             }
         };
@@ -263,7 +263,7 @@ impl State {
                 if self.streams[&stream].kind == Kind::Legacy {
                     self.check_legacy(self.streams[&stream].ctx)?;
                 }
-                self.enqueue(stream, Work::Op(Op::Empty), Some((item, &clock)), None);
+                self.enqueue(stream, Work::Op(Op::Empty), Some((item, &clock)));
                 Ok(())
             }
             (None, EventState::Captured { capture, frontier }) => match self.captures.get_mut(&capture) {

@@ -818,7 +818,7 @@ impl Api for SimDriver {
         let mut state = self.enter(Call::ExecLaunch)?;
         let stream = state.stream(stream)?;
         let found = state.execs.get(&exec).ok_or(Code::INVALID_HANDLE)?;
-        let (graph, last, ctx) = (found.graph.clone(), found.last, found.ctx);
+        let (graph, last, ctx) = (found.graph.clone(), found.last.clone(), found.ctx);
         if ctx != state.streams[&stream].ctx {
             return Err(Code::INVALID_HANDLE);
         }
@@ -838,9 +838,11 @@ impl Api for SimDriver {
         if need > state.memory.info().0 {
             return Err(Code::OUT_OF_MEMORY);
         }
-        let item = state.enqueue(stream, Work::Graph(GraphRun::new(graph)), None, last);
+        let after = last.as_ref().map(|(item, clock)| (*item, clock));
+        let item = state.enqueue(stream, Work::Graph(GraphRun::new(graph)), after);
+        let clock = state.streams[&stream].clock.clone();
         if let Some(e) = state.execs.get_mut(&exec) {
-            e.last = Some(item);
+            e.last = Some((item, clock));
         }
         self.queued(state)
     }

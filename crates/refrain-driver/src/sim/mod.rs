@@ -44,7 +44,7 @@ pub enum Schedule {
     /// When somebody waits for it or asks after it, and now and then by chance.
     #[default]
     Seeded,
-    /// Only when somebody waits for it or asks after it: a missing wait always shows.
+    /// Only what somebody waits for or asks after, and what that needs: a missing wait always shows.
     Lazy,
     /// Before the call that queued it returns: a missing wait never shows.
     Eager,
@@ -307,7 +307,8 @@ impl SimDriver {
                 return None;
             }
             // Now and then something else runs first, as it would on a card.
-            if s.rng.one_in(4)
+            if s.schedule != Schedule::Lazy
+                && s.rng.one_in(4)
                 && let Some(other) = s.any_runnable()
             {
                 return Some(other);

@@ -61,7 +61,7 @@ pub(super) struct Exec {
     pub(super) ctx: CtxHandle,
     pub(super) graph: Arc<FlatGraph>,
     /// The queue item of its latest launch: launches of one executable never overlap.
-    pub(super) last: Option<u64>,
+    pub(super) last: Option<(u64, Clock)>,
 }
 
 pub(super) struct State {

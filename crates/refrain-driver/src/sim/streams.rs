@@ -100,7 +100,6 @@ impl State {
         handle: StreamHandle,
         work: Work,
         after: Option<(u64, &Clock)>,
-        extra_wait: Option<u64>,
     ) -> u64 {
         let id = self.next_item;
         self.next_item += 1;
@@ -110,10 +109,10 @@ impl State {
         };
         let mut clock = self.streams[&handle].clock.clone();
         clock.join(&self.host_clock);
-        let mut waits: Vec<u64> = extra_wait.into_iter().collect();
-        if let Some((item, event_clock)) = after {
+        let mut waits: Vec<u64> = Vec::new();
+        if let Some((item, seen)) = after {
             waits.push(item);
-            clock.join(event_clock);
+            clock.join(seen);
         }
         // The legacy stream waits for every blocking one, and every blocking one for it.
         for other in self.streams.values().filter(|s| s.ctx == ctx) {

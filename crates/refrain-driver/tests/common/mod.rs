@@ -1,5 +1,5 @@
 //! What the tests work with: a device, a stream, a small step over planned memory.
-#![allow(dead_code, reason = "each test file uses a part of it")]
+#![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -78,7 +78,8 @@ impl Bed {
 
     pub fn with_context(ctx: &Context) -> Result<Bed, DriverError> {
         let (ctx, device) = (ctx.clone(), ctx.device());
-        let module = Module::load(&ctx, "probe", probe::PROBE_PTX)?;
+        // SAFETY: launches in these tests cover at most the buffers they name, `N` words each.
+        let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }?;
         let mut layout = Layout::new("bed");
         let regions = ["a", "b", "c", "d", "e"].map(|name| layout.device(name, BYTES));
         let memory = Memory::plan(&ctx, &layout)?;

@@ -47,6 +47,12 @@ pub enum ChatError {
         /// The bound on them.
         limit: usize,
     },
+    /// The system has no room for the template engine.
+    #[error("cannot reserve {need_bytes} bytes of stack for the chat template")]
+    NoStack {
+        /// Address space needed.
+        need_bytes: usize,
+    },
 }
 
 impl ChatError {
@@ -56,9 +62,7 @@ impl ChatError {
             Self::Refused { .. } => {
                 Some("change the conversation (many templates want user and assistant to alternate)")
             }
-            Self::Syntax { .. } | Self::Render { .. } | Self::Runaway { .. } | Self::TooLong { .. } => {
-                Some("complete the raw prompt without the chat template (--raw)")
-            }
+            _ => Some("complete the raw prompt without the chat template (--raw)"),
         }
     }
 

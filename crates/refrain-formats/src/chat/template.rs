@@ -12,9 +12,14 @@ use super::error::{ChatError, Raised};
 use super::{clock, python};
 
 /// Steps a rendering may take. A long conversation takes some ten thousand.
-const MAX_STEPS: u64 = 5_000_000;
-/// The longest templates in use have about 20,000 bytes.
-const MAX_SOURCE_BYTES: usize = 1 << 20;
+const MAX_STEPS: u64 = 1_000_000;
+/// The longest templates in use have about 30,000 bytes.
+const MAX_SOURCE_BYTES: usize = 1 << 16;
+/// Stack for parsing, per byte of the source. The parser recurses along chains such as `a.b.c` without a bound of its
+/// own; a byte can add one level, and a level takes less than a kilobyte.
+const STACK_BYTES_PER_BYTE: usize = 2048;
+/// Stack for rendering: values nested in a loop are dropped level by level.
+const RENDER_STACK_BYTES: usize = 1 << 28;
 const NAME: &str = "chat_template";
 
 /// Texts of the special tokens a template may name; absent ones stay undefined in it.
@@ -75,20 +80,22 @@ impl ChatTemplate {
         if source.len() > MAX_SOURCE_BYTES {
             return Err(ChatError::TooLong { len: source.len(), limit: MAX_SOURCE_BYTES });
         }
-        let mut environment = environment().map_err(|e| ChatError::syntax(&e))?;
-        environment
-            .add_template_owned(NAME, without_generation_tags(source))
-            .map_err(|e| ChatError::syntax(&e))?;
+        let environment = on_large_stack((1 << 20) + source.len() * STACK_BYTES_PER_BYTE, || {
+            let mut environment = environment()?;
+            environment.add_template_owned(NAME, without_generation_tags(source))?;
+            Ok(environment)
+        })?
+        .map_err(|e| ChatError::syntax(&e))?;
         Ok(Self { environment, specials })
     }
 
     /// The prompt for a conversation.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String, ChatError> {
-        let context = self.context(messages, options);
-        self.environment
-            .get_template(NAME)
-            .and_then(|template| template.render(context))
-            .map_err(|e| ChatError::render(&e, MAX_STEPS))
+        on_large_stack(RENDER_STACK_BYTES, || {
+            let context = self.context(messages, options);
+            self.environment.get_template(NAME).and_then(|template| template.render(context))
+        })?
+        .map_err(|e| ChatError::render(&e, MAX_STEPS))
     }
 
     fn context(&self, messages: &[Message], options: &RenderOptions) -> Value {
@@ -118,6 +125,16 @@ impl ChatTemplate {
         pairs.extend(options.extra.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value)))));
         Value::from_pairs(pairs)
     }
+}
+
+/// Runs the template engine with room to recurse. The stack is address space; only what a template needs is ever
+/// touched.
+fn on_large_stack<T: Send>(need_bytes: usize, work: impl FnOnce() -> T + Send) -> Result<T, ChatError> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().stack_size(need_bytes).spawn_scoped(scope, work);
+        let thread = thread.map_err(|_| ChatError::NoStack { need_bytes })?;
+        thread.join().map_err(|panic| std::panic::resume_unwind(panic))
+    })
 }
 
 /// Jinja as `transformers` sets it up: blocks trimmed, loop controls, Python's methods, no escaping.

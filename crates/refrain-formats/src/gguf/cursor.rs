@@ -88,12 +88,12 @@ impl<'a> Cursor<'a> {
         if n_bytes > most {
             return Err(GgufFault::NameLength { what, n_bytes, most });
         }
-        utf8(self.take(n_bytes, what)?, what).map(Box::from)
+        text(self.take(n_bytes, what)?, what)
     }
 
     fn string(&mut self) -> Read<Box<str>> {
         let n_bytes = self.u64("a string")?;
-        utf8(self.take(n_bytes, "a string")?, "string").map(Box::from)
+        text(self.take(n_bytes, "a string")?, "string")
     }
 
     /// A metadata value with its type in front.
@@ -173,19 +173,20 @@ impl<'a> Cursor<'a> {
         }
         let end = self.pos;
         self.pos = first;
-        let mut text = String::new();
-        text.try_reserve_exact(n_bytes).map_err(|_| GgufFault::NoMemory { need_bytes: n_bytes as u64 })?;
-        let mut ends = reserve(n)?;
+        let (mut bytes, mut ends) = (reserve(n_bytes)?, reserve(n)?);
         for _ in 0..n {
             // The second look is checked too: the file may have changed under the mapping.
             let len = self.u64("a string")?;
-            let part = utf8(self.take(len, "a string")?, "string")?;
-            if text.len() + part.len() > n_bytes {
+            let part = self.take(len, "a string")?;
+            if part.len() > n_bytes - bytes.len() {
                 return Err(GgufFault::Truncated { what: "a string", need_bytes: len, left_bytes: 0 });
             }
-            text.push_str(part);
-            ends.push(text.len());
+            let start = bytes.len();
+            bytes.extend_from_slice(part);
+            check_utf8(&bytes[start..], "string")?;
+            ends.push(bytes.len());
         }
+        let text = String::from_utf8(bytes).map_err(|e| not_utf8(e.utf8_error(), e.as_bytes(), "string"))?;
         self.pos = end;
         Ok(StrArray::from_pushed(text, ends))
     }
@@ -207,10 +208,18 @@ fn bool_of(byte: u8) -> Read<bool> {
     }
 }
 
-fn utf8<'a>(bytes: &'a [u8], what: &'static str) -> Read<&'a str> {
-    std::str::from_utf8(bytes).map_err(|e| GgufFault::Utf8 {
-        what,
-        valid_up_to: e.valid_up_to(),
-        n_bytes: bytes.len(),
-    })
+/// A copy of the bytes as text. It is the copy that is checked: the file may change under the mapping.
+fn text(bytes: &[u8], what: &'static str) -> Read<Box<str>> {
+    let mut copy = reserve(bytes.len())?;
+    copy.extend_from_slice(bytes);
+    let text = String::from_utf8(copy).map_err(|e| not_utf8(e.utf8_error(), e.as_bytes(), what))?;
+    Ok(text.into())
+}
+
+fn check_utf8(bytes: &[u8], what: &'static str) -> Read<()> {
+    std::str::from_utf8(bytes).map(drop).map_err(|e| not_utf8(e, bytes, what))
+}
+
+fn not_utf8(error: std::str::Utf8Error, bytes: &[u8], what: &'static str) -> GgufFault {
+    GgufFault::Utf8 { what, valid_up_to: error.valid_up_to(), n_bytes: bytes.len() }
 }

@@ -32,8 +32,10 @@ pub(crate) fn parse(bytes: &[u8], file_idx: FileIdx) -> Result<Parsed, HfFault> 
     let (header, data) = rest.split_at(header_bytes as usize);
     // Deserialising checks that offsets ascend without gaps and that each span is what shape and dtype need. The
     // total is compared here: the crate's own comparison adds up to an absurd one before it looks at it.
+    // It is a copy that is parsed: the file may change under the mapping.
+    let header = header.to_vec();
     let metadata: Metadata =
-        serde_json::from_slice(header).map_err(|e| HfFault::Header { message: e.to_string() })?;
+        serde_json::from_slice(&header).map_err(|e| HfFault::Header { message: e.to_string() })?;
     let (expected_bytes, found_bytes) = (metadata.data_len() as u64, data.len() as u64);
     if expected_bytes != found_bytes {
         return Err(HfFault::DataLength { expected_bytes, found_bytes });

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use super::{SUMS, TileArgs, prefetch_tile};
+use super::{SUMS, TileArgs, prefetch};
 use crate::simd::acts::Q8Layout;
 use crate::simd::lanes::{GROUP, Kernel, Simd, fsplat_at, splat_at};
 
@@ -59,7 +59,7 @@ impl<B: Block32, const M: usize> Kernel for TileQ8<B, M> {
                     let tile = tiles.add(b * B::TILE_BYTES);
                     let block_idx = first_block + b;
                     if M == 1 && g == 0 {
-                        prefetch_tile(s, tile, B::TILE_BYTES);
+                        prefetch(s, tile, B::TILE_BYTES);
                     }
                     let (d, min) = B::scales(s, tile, g);
                     let w = B::quants(s, tile, g);

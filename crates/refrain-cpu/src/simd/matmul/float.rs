@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use super::{SUMS, TileArgs, prefetch_tile};
+use super::{SUMS, TileArgs, prefetch};
 use crate::simd::lanes::{GROUP, Kernel, Simd, fsplat_at};
 use crate::simd::tile::TILE_ROWS;
 
@@ -47,7 +47,7 @@ impl<B: Float, const M: usize> Kernel for TileFloat<B, M> {
                 for b in 0..n_blocks {
                     let tile = tiles.add(b * B::TILE_BYTES);
                     if M == 1 && g == 0 {
-                        prefetch_tile(s, tile, B::TILE_BYTES);
+                        prefetch(s, tile, B::TILE_BYTES);
                     }
                     let w = B::four(s, tile, g);
                     let at = 16 * (first_block + b);

@@ -229,12 +229,12 @@ fn tile_sums<const M: usize>(level: Level, dtype: DType, args: TileArgs<M>) {
 }
 
 /// Bytes by which a kernel that reads weights once asks for them ahead.
-const PREFETCH_BYTES: usize = 2048;
+const PREFETCH_BYTES: usize = 4096;
 
-/// Asks for the tile that will be read soon.
+/// Asks for what will be read soon in place of the `n_bytes` at `now`.
 #[inline(always)]
-fn prefetch_tile<S: super::lanes::Simd>(s: S, tile: *const u8, tile_bytes: usize) {
-    for line in (0..tile_bytes).step_by(64) {
-        s.prefetch(tile.wrapping_add(PREFETCH_BYTES + line));
+fn prefetch<S: super::lanes::Simd>(s: S, now: *const u8, n_bytes: usize) {
+    for line in (0..n_bytes).step_by(64) {
+        s.prefetch(now.wrapping_add(PREFETCH_BYTES + line));
     }
 }

@@ -6,7 +6,7 @@
 use std::marker::PhantomData;
 
 use super::block32::IQ4_VALUES;
-use super::{SUMS, TileArgs, prefetch_tile};
+use super::{SUMS, TileArgs, prefetch};
 use crate::simd::acts::Q8KLayout;
 use crate::simd::lanes::{GROUP, Kernel, Simd, fsplat_at, splat_at};
 
@@ -78,9 +78,6 @@ impl<B: SuperBlock, const M: usize> Kernel for TileQ8K<B, M> {
                 for b in 0..n_blocks {
                     let tile = tiles.add(b * B::TILE_BYTES);
                     let block_idx = first_block + b;
-                    if M == 1 && g == 0 {
-                        prefetch_tile(s, tile, B::TILE_BYTES);
-                    }
                     let head = B::head(s, tile, g);
                     let dots = block_dots::<S, B, M>(s, tile, g, &head, &x, &at, block_idx);
                     for r in 0..M {
@@ -116,31 +113,63 @@ unsafe fn block_dots<S: Simd, B: SuperBlock, const M: usize>(
     block_idx: usize,
 ) -> [S::I; M] {
     let mut totals = [s.splat(0); M];
-    let part_len = 256 / B::PARTS;
-    for part in 0..B::PARTS {
-        // SAFETY: in bounds by the contract of this function.
-        unsafe {
-            let w = B::quants(s, tile, g, part);
-            let scale = B::scale(s, head, part);
-            for r in 0..M {
-                let mut dot = if B::OFFSET == 0 {
-                    s.splat(0)
-                } else if B::PARTS == 16 {
-                    let bias = splat_at(s, x[r].add(at.bias16 + 4 * (16 * block_idx + part)));
-                    s.sar(bias, (32 / B::OFFSET.max(1)).trailing_zeros())
-                } else {
-                    let bias = splat_at(s, x[r].add(at.bias32 + 4 * (8 * block_idx + part)));
-                    s.sar(bias, (128 / B::OFFSET.max(1)).trailing_zeros())
-                };
-                for (t, &w) in w.iter().enumerate().take(part_len / 4) {
-                    let x = splat_at(s, x[r].add(256 * block_idx + part_len * part + 4 * t));
-                    dot = if B::WIDE { s.dot8(dot, w, x) } else { s.dot7(dot, w, x) };
-                }
-                totals[r] = s.add(totals[r], s.mul(dot, scale));
-            }
-        }
+    // Written out, so that every shift is by a constant and every scale is in a register.
+    macro_rules! parts {
+        ($($part:literal)*) => {
+            // SAFETY: in bounds by the contract of this function.
+            $(unsafe { part_dots::<S, B, M>(s, tile, g, head, x, at, block_idx, $part, &mut totals) };)*
+        };
+    }
+    parts!(0 1 2 3 4 5 6 7);
+    if B::PARTS == 16 {
+        parts!(8 9 10 11 12 13 14 15);
     }
     totals
+}
+
+/// Adds one part to the sums.
+///
+/// # Safety
+/// As [`block_dots`], `part < PARTS`.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "the body of a loop that is written out")]
+unsafe fn part_dots<S: Simd, B: SuperBlock, const M: usize>(
+    s: S,
+    tile: *const u8,
+    g: usize,
+    head: &Head<S>,
+    x: &[*const u8; M],
+    at: &Q8KLayout,
+    block_idx: usize,
+    part: usize,
+    totals: &mut [S::I; M],
+) {
+    if M == 1 && g == 0 {
+        let part_bytes = B::TILE_BYTES / B::PARTS;
+        prefetch(s, tile.wrapping_add(part * part_bytes), part_bytes);
+    }
+    let part_len = 256 / B::PARTS;
+    // SAFETY: in bounds by the contract of this function.
+    unsafe {
+        let w = B::quants(s, tile, g, part);
+        let scale = B::scale(s, head, part);
+        for r in 0..M {
+            let mut dot = if B::OFFSET == 0 {
+                s.splat(0)
+            } else if B::PARTS == 16 {
+                let bias = splat_at(s, x[r].add(at.bias16 + 4 * (16 * block_idx + part)));
+                s.sar(bias, (32 / B::OFFSET.max(1)).trailing_zeros())
+            } else {
+                let bias = splat_at(s, x[r].add(at.bias32 + 4 * (8 * block_idx + part)));
+                s.sar(bias, (128 / B::OFFSET.max(1)).trailing_zeros())
+            };
+            for (t, &w) in w.iter().enumerate().take(part_len / 4) {
+                let x = splat_at(s, x[r].add(256 * block_idx + part_len * part + 4 * t));
+                dot = if B::WIDE { s.dot8(dot, w, x) } else { s.dot7(dot, w, x) };
+            }
+            totals[r] = s.add(totals[r], s.mul(dot, scale));
+        }
+    }
 }
 
 /// `Σ minimum · sum of the quants` over the parts of one block.

@@ -1,0 +1,114 @@
+//! What can be typed.
+
+use crate::interrupt::Interrupt;
+use crate::{chat, completions, doctor, inspect, list, perplexity, plan, pull, reference, rm, run, tokenize};
+use clap::{Args, Parser, Subcommand};
+use refrain_hub::{Env, Store};
+
+/// Runs language models on this machine, from one binary.
+///
+/// Give it a GGUF file, a Hugging Face folder, or the name of a model. Without one, it uses a small model that is
+/// built in and continues simple stories.
+#[derive(Parser, Debug)]
+#[command(
+    name = "refrain",
+    version,
+    disable_help_subcommand = true,
+    subcommand_required = true,
+    arg_required_else_help = true,
+    after_help = "\
+Examples:
+  refrain run \"Once upon a time\"                 a story by the built-in model
+  refrain run smollm2 \"Why is the sky blue?\"     pulls the model the first time
+  refrain chat ./model.gguf                      a chat with a model of your own
+  refrain COMMAND --help                         more about a command, with examples"
+)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    global: Global,
+}
+
+/// Flags of every command.
+#[derive(Args, Debug)]
+struct Global {
+    /// Say more on standard error; twice for the log
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Talk")]
+    verbose: u8,
+    /// Say nothing but errors on standard error
+    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = "Talk")]
+    quiet: bool,
+    /// Use only models that are here; never touch the network
+    #[arg(long, global = true, help_heading = "Talk")]
+    offline: bool,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    Run(run::Args),
+    Chat(chat::Args),
+    Perplexity(perplexity::Args),
+    Inspect(inspect::Args),
+    Tokenize(tokenize::Args),
+    Plan(plan::Args),
+    Pull(pull::Args),
+    List(list::Args),
+    Rm(rm::Args),
+    Doctor(doctor::Args),
+    Completions(completions::Args),
+    #[command(name = "__reference", hide = true)]
+    Reference(reference::Args),
+}
+
+/// What every command works with.
+pub(crate) struct Context {
+    /// Models on this machine.
+    pub(crate) store: Store,
+    /// How much to say.
+    pub(crate) verbose: bool,
+    /// Say nothing.
+    pub(crate) quiet: bool,
+    /// Ctrl-C.
+    pub(crate) interrupt: Interrupt,
+}
+
+impl Cli {
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        let mut env = Env::read();
+        env.offline |= self.global.offline;
+        log_to_stderr(env.log.as_deref(), self.global.verbose);
+        let context = Context {
+            store: Store::open(env),
+            verbose: self.global.verbose > 0,
+            quiet: self.global.quiet,
+            interrupt: Interrupt::install(),
+        };
+        match self.command {
+            Command::Run(args) => run::run(args, &context),
+            Command::Chat(args) => chat::run(&args, &context),
+            Command::Perplexity(args) => perplexity::run(&args, &context),
+            Command::Inspect(args) => inspect::run(&args, &context),
+            Command::Tokenize(args) => tokenize::run(&args, &context),
+            Command::Plan(args) => plan::run(&args, &context),
+            Command::Pull(args) => pull::run(&args, &context),
+            Command::List(args) => list::run(&args, &context),
+            Command::Rm(args) => rm::run(&args, &context),
+            Command::Doctor(args) => doctor::run(&args),
+            Command::Completions(args) => completions::run(&args),
+            Command::Reference(args) => reference::run(&args),
+        }
+    }
+}
+
+fn log_to_stderr(filter: Option<&str>, verbose: u8) {
+    let usual = if verbose > 1 { "debug" } else { "warn" };
+    let filter = tracing_subscriber::EnvFilter::builder().parse_lossy(filter.unwrap_or(usual));
+    // An earlier subscriber can only be one of a test; it may stay.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(crate::out::stderr_has_colour())
+        .without_time()
+        .try_init();
+}

@@ -1,0 +1,89 @@
+//! `refrain doctor`: what works on this machine.
+
+use crate::fail::Hinted;
+use crate::out::{BOLD, Out};
+use anstyle::{AnsiColor, Style};
+use clap::ValueEnum;
+use refrain_driver::doctor::{Row, Verdict, examine};
+use refrain_driver::DeviceKind;
+use refrain_driver::sim::SimOptions;
+use serde_json::json;
+
+/// Find out what works on this machine
+///
+/// Probes the CUDA driver, records, replays and verifies a small step with both methods, and says in plain words what
+/// it found. On a machine without a GPU it says so; the CPU needs none. Ends with status 1 if something is bad.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  refrain doctor
+  refrain doctor --device sim        the simulated device
+  refrain doctor --json")]
+pub(crate) struct Args {
+    /// What to examine
+    #[arg(long, value_name = "DEVICE", default_value = "cuda")]
+    device: Examined,
+    /// Number of the CUDA device
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    index: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Examined {
+    /// A CUDA card
+    Cuda,
+    /// The simulated device
+    Sim,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let kind = match args.device {
+        Examined::Cuda => DeviceKind::Cuda(args.index),
+        Examined::Sim => DeviceKind::Sim(SimOptions::default()),
+    };
+    let rows = examine(kind);
+    let mut out = Out::new();
+    if args.json {
+        let row = |r: &Row| {
+            json!({
+                "name": r.name,
+                "verdict": r.verdict.word(),
+                "measured": r.measured,
+                "words": r.words,
+                "advice": r.advice,
+            })
+        };
+        out.json(&json!({ "rows": rows.iter().map(row).collect::<Vec<_>>() }))?;
+    } else {
+        rows.iter().try_for_each(|row| print(&mut out, row))?;
+    }
+    let n_bad = rows.iter().filter(|row| row.verdict == Verdict::Bad).count();
+    match n_bad {
+        0 => Ok(()),
+        _ => {
+            let message = format!("{n_bad} of {} checks went badly", rows.len());
+            Err(Hinted::new(message, "models still run on the CPU: refrain run --device cpu").into())
+        }
+    }
+}
+
+fn print(out: &mut Out, row: &Row) -> anyhow::Result<()> {
+    let style = match row.verdict {
+        Verdict::Good => AnsiColor::Green.on_default(),
+        Verdict::Note => AnsiColor::Yellow.on_default(),
+        Verdict::Bad => AnsiColor::Red.on_default(),
+        Verdict::Skipped => Style::new().dimmed(),
+    };
+    out.styled(style, &format!("{:<8}", row.verdict.word()))?;
+    out.styled(BOLD, row.name)?;
+    let measured = if row.measured.is_empty() { String::new() } else { format!("  {}", row.measured) };
+    out.line(measured)?;
+    out.line(format_args!("        {}", row.words))?;
+    match &row.advice {
+        Some(advice) => out.line(format_args!("        hint: {advice}")),
+        None => Ok(()),
+    }
+}

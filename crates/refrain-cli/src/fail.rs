@@ -1,0 +1,101 @@
+//! Errors as people see them: what failed, because of what, and the way out.
+
+use crate::out::{ClosedPipe, talk};
+use anstyle::{AnsiColor, Style};
+use refrain_hub::HubError;
+use std::borrow::Cow;
+use std::fmt;
+use std::process::ExitCode;
+
+const ERROR: Style = AnsiColor::Red.on_default().bold();
+const HINT: Style = AnsiColor::Cyan.on_default().bold();
+
+/// What a shell expects after Ctrl-C.
+pub(crate) const INTERRUPTED: u8 = 130;
+
+/// An error of the command line itself, with a way out.
+#[derive(Debug)]
+pub(crate) struct Hinted {
+    message: Cow<'static, str>,
+    hint: Cow<'static, str>,
+}
+
+impl Hinted {
+    pub(crate) fn new(message: impl Into<Cow<'static, str>>, hint: impl Into<Cow<'static, str>>) -> Hinted {
+        Hinted { message: message.into(), hint: hint.into() }
+    }
+}
+
+impl fmt::Display for Hinted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Hinted {}
+
+/// Prints an error that ends the program and says how it ends.
+pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
+    if error.is::<ClosedPipe>() {
+        return ExitCode::SUCCESS;
+    }
+    if let Some(error) = error.downcast_ref::<clap::Error>() {
+        return usage(error);
+    }
+    print(error);
+    match error.downcast_ref::<HubError>() {
+        Some(HubError::Cancelled) => ExitCode::from(INTERRUPTED),
+        _ => ExitCode::FAILURE,
+    }
+}
+
+/// Prints an error, its causes and a hint.
+pub(crate) fn print(error: &anyhow::Error) {
+    let mut said = error.to_string();
+    talk!("{ERROR}error:{ERROR:#} {said}");
+    for cause in error.chain().skip(1) {
+        let cause = cause.to_string();
+        // Some messages end in their cause.
+        if !said.contains(&cause) {
+            talk!("  because {cause}");
+            said = cause;
+        }
+    }
+    if let Some(hint) = error.chain().find_map(hint) {
+        talk!("{HINT}hint:{HINT:#} {hint}");
+    }
+}
+
+/// The one place that knows which errors have a way out.
+fn hint(error: &(dyn std::error::Error + 'static)) -> Option<String> {
+    if let Some(e) = error.downcast_ref::<refrain::Error>() {
+        return e.hint();
+    }
+    if let Some(e) = error.downcast_ref::<HubError>() {
+        return e.hint();
+    }
+    if let Some(e) = error.downcast_ref::<refrain::FormatError>() {
+        return e.hint();
+    }
+    if let Some(e) = error.downcast_ref::<refrain::EngineError>() {
+        return e.hint();
+    }
+    error.downcast_ref::<Hinted>().map(|e| e.hint.to_string())
+}
+
+/// Prints what clap has to say: help to standard output, mistakes to standard error.
+pub(crate) fn usage(error: &clap::Error) -> ExitCode {
+    // It fails when nobody reads any more, as in `refrain --help | head -1`.
+    let _ = error.print();
+    ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
+}
+
+/// A panic is a bug of Refrain. It asks for a report in place of a stack of internal names.
+pub(crate) fn install_panic_hook() {
+    std::panic::set_hook(Box::new(|panic| {
+        let what = panic.payload_as_str().unwrap_or("no message");
+        let place = panic.location().map_or_else(String::new, |l| format!(" ({}:{})", l.file(), l.line()));
+        talk!("{ERROR}error:{ERROR:#} refrain has a bug: {what}{place}");
+        talk!("{HINT}hint:{HINT:#} please report this, with the command and the version ({})", env!("CARGO_PKG_VERSION"));
+    }));
+}

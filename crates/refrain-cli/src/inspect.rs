@@ -1,0 +1,3 @@
+//! `refrain inspect`: what is in a model's files.
+pub(crate) use args::*;
+mod args {}

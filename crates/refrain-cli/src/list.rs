@@ -1,0 +1,101 @@
+//! `refrain list`: the models on this machine.
+
+use crate::cli::Context;
+use crate::out::{Out, talk};
+use refrain::{BUILTIN_NAME, Model};
+use refrain_hub::{Bytes, CATALOGUE, Format, LocalModel, Origin};
+use serde_json::{Value, json};
+
+/// List the models on this machine
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  refrain list
+  refrain list --known                        short names that can be pulled
+  refrain list --json | jq -r '.models[].path'")]
+pub(crate) struct Args {
+    /// List the short names that can be pulled, too
+    #[arg(long)]
+    known: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+    let inventory = context.store.list();
+    let builtin_bytes: u64 = Model::builtin()?.files().files().iter().map(|(_, bytes)| bytes).sum();
+    let mut out = Out::new();
+    if args.json {
+        let partial = inventory.partial.iter();
+        let partial: Vec<Value> =
+            partial.map(|p| json!({ "name": p.name, "path": p.path, "bytes": p.bytes })).collect();
+        let mut all = json!({
+            "builtin": { "name": BUILTIN_NAME, "bytes": builtin_bytes },
+            "models": inventory.models.iter().map(to_json).collect::<Vec<_>>(),
+            "partial": partial,
+        });
+        if args.known {
+            let entry = |e: &refrain_hub::Entry| {
+                json!({ "name": e.name, "aliases": e.aliases, "about": e.about, "repo": e.repo, "licence": e.licence })
+            };
+            all["known"] = CATALOGUE.iter().map(entry).collect();
+        }
+        return out.json(&all);
+    }
+    let mut rows = vec![[BUILTIN_NAME.to_owned(), Bytes(builtin_bytes).to_string(), "built in".to_owned(), String::new()]];
+    for model in &inventory.models {
+        let licence = model.licence.as_ref().map_or_else(|| "licence unknown".to_owned(), |l| l.name.clone());
+        rows.push([model.name.clone(), Bytes(model.bytes).to_string(), licence, origin(model)]);
+    }
+    for partial in &inventory.partial {
+        let what = "unfinished; pull it again to continue, rm removes it".to_owned();
+        rows.push([partial.name.clone(), Bytes(partial.bytes).to_string(), what, String::new()]);
+    }
+    print(&mut out, &rows)?;
+    if args.known {
+        out.line("")?;
+        let row = |e: &refrain_hub::Entry| {
+            [e.name.to_owned(), e.aliases.join(" "), e.licence.to_owned(), e.about.to_owned()]
+        };
+        print(&mut out, &CATALOGUE.iter().map(row).collect::<Vec<_>>())?;
+    } else if inventory.models.is_empty() && !context.quiet {
+        talk!("nothing is pulled yet; `refrain list --known` shows names for `refrain pull`");
+    }
+    Ok(())
+}
+
+fn print(out: &mut Out, rows: &[[String; 4]]) -> anyhow::Result<()> {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let (name, size, terms) = (width(0), width(1), width(2));
+    let lines: Vec<String> = rows
+        .iter()
+        .map(|[a, b, c, d]| format!("{a:<name$}  {b:>size$}  {c:<terms$}  {d}").trim_end().to_owned())
+        .collect();
+    out.line(lines.join("\n"))
+}
+
+fn origin(model: &LocalModel) -> String {
+    match &model.origin {
+        Origin::Path => model.path.display().to_string(),
+        Origin::Hub { repo } => repo.clone(),
+        Origin::Package => "package index".to_owned(),
+    }
+}
+
+fn to_json(model: &LocalModel) -> Value {
+    let format = match model.format {
+        Format::Gguf => "gguf",
+        Format::Safetensors => "safetensors",
+    };
+    let licence = model.licence.as_ref().map(|l| json!({ "name": l.name, "url": l.url }));
+    json!({
+        "name": model.name,
+        "path": model.path,
+        "bytes": model.bytes,
+        "format": format,
+        "files": model.files,
+        "licence": licence,
+        "origin": origin(model),
+    })
+}

@@ -1,0 +1,201 @@
+//! Flags that commands share.
+
+use crate::fail::Hinted;
+use clap::{Args, ValueEnum};
+use refrain::{DType, Device, Generate, Model, SamplingParams, SessionOptions};
+use std::hash::{BuildHasher, Hasher};
+use std::num::NonZeroUsize;
+
+/// Where and how a model runs.
+#[derive(Args, Debug, Clone)]
+#[command(next_help_heading = "Device")]
+pub(crate) struct DeviceOpts {
+    /// Where to run: auto, cpu, cuda, cuda:N or sim
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = parse_device)]
+    pub(crate) device: DeviceArg,
+    /// Whether steps must be replayed as recorded graphs
+    #[arg(long, value_name = "MODE", default_value = "auto")]
+    pub(crate) graph: GraphArg,
+    /// CPU threads; as many as suit the machine unless given
+    #[arg(short, long, value_name = "N", value_parser = parse_threads)]
+    pub(crate) threads: Option<NonZeroUsize>,
+    /// Element type of the KV cache
+    #[arg(long, value_name = "TYPE", default_value = "f16")]
+    pub(crate) kv_dtype: KvArg,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DeviceArg {
+    Auto,
+    Cpu,
+    Cuda(Option<u32>),
+    Sim,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum GraphArg {
+    /// Replay where the device can, and count what was not
+    Auto,
+    /// Fail rather than run a step in any other way
+    Require,
+    /// Never replay
+    Off,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KvArg {
+    F16,
+    F32,
+}
+
+impl DeviceOpts {
+    /// The one place that picks a backend.
+    pub(crate) fn session(&self, context: Option<usize>) -> anyhow::Result<SessionOptions> {
+        let name = match self.device {
+            DeviceArg::Auto | DeviceArg::Cpu => None,
+            DeviceArg::Cuda(None) => Some("cuda".to_owned()),
+            DeviceArg::Cuda(Some(n)) => Some(format!("cuda:{n}")),
+            DeviceArg::Sim => Some("sim".to_owned()),
+        };
+        if let Some(name) = name {
+            let message = format!("this build runs models on the CPU only, --device {name} was asked for");
+            return Err(Hinted::new(message, "use --device cpu, or leave --device out").into());
+        }
+        if self.graph == GraphArg::Require {
+            let message = "--graph require cannot be kept: the CPU calls its kernels directly and replays no graphs";
+            return Err(Hinted::new(message, "use --graph auto, or leave --graph out").into());
+        }
+        let kv_dtype = match self.kv_dtype {
+            KvArg::F16 => DType::F16,
+            KvArg::F32 => DType::F32,
+        };
+        let device = Device::Cpu { threads: self.threads.map(NonZeroUsize::get) };
+        Ok(SessionOptions { device, context, kv_dtype })
+    }
+}
+
+fn parse_device(text: &str) -> Result<DeviceArg, String> {
+    let number = |n: &str| n.parse().map_err(|_| format!("`{n}` is no device number, as in cuda:0"));
+    match text {
+        "auto" => Ok(DeviceArg::Auto),
+        "cpu" => Ok(DeviceArg::Cpu),
+        "cuda" => Ok(DeviceArg::Cuda(None)),
+        "sim" => Ok(DeviceArg::Sim),
+        _ => match text.strip_prefix("cuda:") {
+            Some(n) => number(n).map(|n| DeviceArg::Cuda(Some(n))),
+            None => Err("known are auto, cpu, cuda, cuda:N and sim".to_owned()),
+        },
+    }
+}
+
+fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
+    match text.parse::<usize>() {
+        Ok(0) => Err("at least 1 thread is needed; leave --threads out to use what suits the machine".to_owned()),
+        Ok(n) => NonZeroUsize::new(n).ok_or_else(String::new),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// How tokens are chosen and where a reply ends.
+#[derive(Args, Debug, Clone)]
+#[command(next_help_heading = "Generation")]
+pub(crate) struct SamplingOpts {
+    /// Stop after that many tokens; by default at the end of the turn, raw texts after 256
+    #[arg(short = 'n', long, value_name = "N")]
+    pub(crate) max_tokens: Option<usize>,
+    /// Temperature; 0 always takes the likeliest token [default: the model's, else 0.8]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    temp: Option<f32>,
+    /// Choose among the K likeliest tokens; 0 among all [default: the model's, else 40]
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Choose among the likeliest tokens that reach this probability [default: the model's, else 0.95]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    top_p: Option<f32>,
+    /// Drop tokens less likely than this part of the likeliest [default: the model's, else 0.05]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    min_p: Option<f32>,
+    /// Divide the logits of recent tokens [default: the model's, else 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    repeat_penalty: Option<f32>,
+    /// Subtract for each recent appearance of a token [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    frequency_penalty: Option<f32>,
+    /// Subtract once for each token that appeared recently [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    presence_penalty: Option<f32>,
+    /// Same seed, same text [default: drawn at random; --stats tells it]
+    #[arg(long, value_name = "N")]
+    pub(crate) seed: Option<u64>,
+    /// End the reply where this text appears; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+}
+
+impl SamplingOpts {
+    /// What was asked for, over what the model's authors recommend.
+    pub(crate) fn params(&self, model: &Model) -> SamplingParams {
+        let usual = model.sampling();
+        SamplingParams {
+            temperature: self.temp.unwrap_or(usual.temperature),
+            top_k: self.top_k.unwrap_or(usual.top_k),
+            top_p: self.top_p.unwrap_or(usual.top_p),
+            min_p: self.min_p.unwrap_or(usual.min_p),
+            repeat_penalty: self.repeat_penalty.unwrap_or(usual.repeat_penalty),
+            frequency_penalty: self.frequency_penalty.unwrap_or(usual.frequency_penalty),
+            presence_penalty: self.presence_penalty.unwrap_or(usual.presence_penalty),
+            seed: self.seed.unwrap_or_else(random_seed),
+            ..usual
+        }
+    }
+
+    /// How to generate, without a reason to stop from outside.
+    pub(crate) fn generate(&self, sampling: SamplingParams, usual_max_tokens: Option<usize>) -> Generate {
+        Generate {
+            sampling: Some(sampling),
+            max_tokens: self.max_tokens.or(usual_max_tokens),
+            stop: self.stop.clone(),
+            ignore_end: false,
+            cancel: None,
+        }
+    }
+}
+
+/// What to do with the part of a reply in which a model thinks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Think {
+    /// Show it, dimmed on a terminal
+    Show,
+    /// Let the model think, show only the answer
+    Hide,
+    /// Ask the model not to think
+    Off,
+}
+
+impl Think {
+    /// What the chat template is told.
+    pub(crate) fn asked(self) -> Option<bool> {
+        match self {
+            Think::Show | Think::Hide => None,
+            Think::Off => Some(false),
+        }
+    }
+}
+
+/// Short enough to be typed again.
+fn random_seed() -> u64 {
+    std::hash::RandomState::new().build_hasher().finish() >> 32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_read_with_their_number() {
+        assert_eq!(parse_device("cuda:3"), Ok(DeviceArg::Cuda(Some(3))));
+        assert_eq!(parse_device("sim"), Ok(DeviceArg::Sim));
+        assert!(parse_device("cuda:x").is_err());
+        assert!(parse_device("gpu").is_err());
+    }
+}

@@ -1,0 +1,85 @@
+//! `refrain perplexity`: how well a model predicts a text.
+
+use crate::bars::Delayed;
+use crate::cli::Context;
+use crate::opts::DeviceOpts;
+use crate::out::{Out, short_rate, short_time, talk, thousands};
+use crate::{prompt, resolve};
+use refrain::Session;
+use serde_json::json;
+use std::path::PathBuf;
+use std::time::Instant;
+
+const USUAL_WINDOW: usize = 512;
+
+/// Measure how well a model predicts a text
+///
+/// The text is cut into windows of -c tokens, with BOS in front of each where the model uses one. The first half of a
+/// window gives the model something to go on, the second half is scored. Lower is better.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  refrain perplexity smollm2 -f wiki.txt
+  refrain perplexity ./model.gguf -f wiki.txt -c 1024 --chunks 20
+  refrain perplexity stories -f - --json < story.txt | jq .perplexity")]
+pub(crate) struct Args {
+    /// A path, a short name such as smollm2, or owner/repo[:QUANT]
+    #[arg(value_name = "MODEL")]
+    model: String,
+    /// The text; - is standard input
+    #[arg(short, long, value_name = "FILE")]
+    file: PathBuf,
+    /// Tokens in a window [default: the smaller of the model's and 512]
+    #[arg(short, long, value_name = "N")]
+    context: Option<usize>,
+    /// Score at most that many windows
+    #[arg(long, value_name = "N")]
+    chunks: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    device: DeviceOpts,
+}
+
+pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+    args.device.session(args.context)?;
+    resolve::check(&args.model, context)?;
+    let text = prompt::read_file(&args.file)?;
+    let model = resolve::find(Some(&args.model), context)?.open()?;
+    let window = args.context.unwrap_or(model.config().n_context.min(USUAL_WINDOW));
+    let mut session = Session::new(&model, &args.device.session(Some(window))?)?;
+    if !context.quiet {
+        talk!("{} on {}, windows of {} tokens", model.name(), session.backend(), thousands(window));
+    }
+    let began = Instant::now();
+    let bar = Delayed::bar(0, "scoring");
+    let scored = session.perplexity(&text, window, args.chunks, |n_windows, so_far| {
+        bar.set_len(n_windows as u64);
+        bar.set(so_far.n_windows as u64);
+        bar.say(format!("perplexity {:.4}", so_far.perplexity));
+    });
+    drop(bar);
+    let scored = scored?;
+    let seconds = began.elapsed().as_secs_f64();
+    let rate = (scored.n_windows * window) as f64 / seconds.max(f64::MIN_POSITIVE);
+    let mut out = Out::new();
+    if args.json {
+        return out.json(&json!({
+            "model": model.name(),
+            "perplexity": scored.perplexity,
+            "n_windows": scored.n_windows,
+            "n_scored": scored.n_scored,
+            "window": window,
+            "seconds": seconds,
+            "tokens_per_second": rate,
+        }));
+    }
+    out.line(format_args!("perplexity {:.4}", scored.perplexity))?;
+    if !context.quiet {
+        let (n_windows, n_scored) = (thousands(scored.n_windows), thousands(scored.n_scored));
+        let took = short_time(seconds);
+        talk!("{n_windows} windows, {n_scored} tokens scored, {} tok/s, {took}", short_rate(rate));
+    }
+    Ok(())
+}

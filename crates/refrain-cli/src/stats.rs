@@ -1,0 +1,103 @@
+//! What a reply took, as a summary and as JSON.
+
+use crate::out::{short_rate, short_time, talk, thousands};
+use crate::reply::Reply;
+use refrain::{Finish, Session, StepKind, Tally};
+use refrain_hub::Bytes;
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// The word for why a reply ended.
+pub(crate) fn finish_word(finish: Option<&Finish>) -> &'static str {
+    match finish {
+        Some(Finish::EndOfTurn) => "end_of_turn",
+        Some(Finish::MaxTokens) => "max_tokens",
+        Some(Finish::StopText) => "stop_text",
+        Some(Finish::ContextFull) => "context_full",
+        Some(Finish::Cancelled) => "cancelled",
+        None => "unfinished",
+    }
+}
+
+/// Prints a summary on standard error.
+pub(crate) fn print(session: &mut Session, reply: &Reply, load: Duration, seed: u64) {
+    let summary = &reply.summary;
+    let read = bytes_per_token(session, reply);
+    let ledger = session.ledger();
+    let decode = ledger.tally(StepKind::Decode);
+    talk!("decode   {:>6} tokens   {}{decode}", thousands(summary.n_generated), speed(decode, read));
+    let prefill = summary.prefill.as_secs_f64();
+    let rate = if prefill > 0.0 { summary.n_evaluated as f64 / prefill } else { 0.0 };
+    let held = match summary.n_prompt - summary.n_evaluated {
+        0 => String::new(),
+        n => format!(", {} more from the cache", thousands(n)),
+    };
+    let n_evaluated = thousands(summary.n_evaluated);
+    talk!("prefill  {n_evaluated:>6} tokens   {} tok/s  ({}{held})", short_rate(rate), short_time(prefill));
+    let resident = peak_resident_bytes().map_or_else(String::new, |n| format!(", {} resident at most", Bytes(n)));
+    let weights = Bytes(session.model().weight_bytes() as u64);
+    talk!("memory   {weights} of weights{resident}");
+    let finish = finish_word(summary.finish.as_ref()).replace('_', " ");
+    talk!("run      ended by {finish}, seed {seed}, opened in {}", short_time(load.as_secs_f64()));
+}
+
+fn speed(decode: &Tally, bytes_per_token: usize) -> String {
+    let Some(rate) = decode.tokens_per_second() else { return String::new() };
+    let gigabytes = rate * bytes_per_token as f64 / 1e9;
+    format!("{} tok/s  ({} each, {gigabytes:.1} GB/s)   ", short_rate(rate), short_time(1.0 / rate))
+}
+
+/// Bytes that a step reads, half way through the reply.
+fn bytes_per_token(session: &mut Session, reply: &Reply) -> usize {
+    let position = reply.summary.n_prompt + reply.summary.n_generated / 2;
+    session.plan(1).map_or(0, |plan| {
+        let traffic = plan.traffic();
+        traffic.weight_bytes + traffic.kv_bytes_per_position * position
+    })
+}
+
+/// The reply and what it took, as one object.
+pub(crate) fn to_json(session: &Session, reply: &Reply, name: &str, load: Duration, seed: u64) -> Value {
+    let summary = &reply.summary;
+    let ledger = session.ledger();
+    let (prefill, decode) = (ledger.tally(StepKind::Prefill), ledger.tally(StepKind::Decode));
+    let ms = |d: Duration| d.as_secs_f64() * 1e3;
+    json!({
+        "model": name,
+        "text": reply.shown,
+        "tokens": reply.tokens,
+        "finish": finish_word(summary.finish.as_ref()),
+        "n_prompt": summary.n_prompt,
+        "n_evaluated": summary.n_evaluated,
+        "n_generated": summary.n_generated,
+        "seed": seed,
+        "device": session.backend(),
+        "context": session.context(),
+        "timings": {
+            "load_ms": ms(load),
+            "prefill_ms": ms(summary.prefill),
+            "decode_ms": ms(summary.decode),
+            "decode_tokens_per_second": decode.tokens_per_second(),
+        },
+        "ledger": { "prefill": tally_json(prefill), "decode": tally_json(decode) },
+    })
+}
+
+fn tally_json(tally: &Tally) -> Value {
+    let reasons: serde_json::Map<_, _> =
+        tally.reasons().map(|(label, n, _)| (label.to_owned(), json!(n))).collect();
+    json!({
+        "steps": tally.steps(),
+        "replayed": tally.replayed,
+        "eager": tally.eager,
+        "failed": tally.failed,
+        "reasons": reasons,
+    })
+}
+
+/// The most memory the process had at once, where the system tells it.
+fn peak_resident_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}

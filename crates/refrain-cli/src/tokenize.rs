@@ -1,0 +1,67 @@
+//! `refrain tokenize`: a text as a model reads it.
+
+use crate::cli::Context;
+use crate::out::Out;
+use crate::{prompt, resolve};
+use refrain::Model;
+
+/// Show how a model's tokenizer cuts a text
+///
+/// Works with files that hold nothing but a vocabulary, too. Without TEXT, standard input is read, every byte of it.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  refrain tokenize smollm2 \"Hello, world\"
+  refrain tokenize ./vocab.gguf --ids --no-bos < text.txt
+  refrain tokenize smollm2 --special \"<|im_start|>user\"")]
+pub(crate) struct Args {
+    /// A path, a short name such as smollm2, or owner/repo[:QUANT]
+    #[arg(value_name = "MODEL")]
+    model: String,
+    /// The text; standard input unless given
+    #[arg(value_name = "TEXT")]
+    text: Option<String>,
+    /// Print the ids only, separated by blanks
+    #[arg(long)]
+    ids: bool,
+    /// Leave out what the model wants around a text, such as BOS
+    #[arg(long)]
+    no_bos: bool,
+    /// Read texts such as <|im_end|> as control tokens
+    #[arg(long)]
+    special: bool,
+}
+
+pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+    let files = resolve::find(Some(&args.model), context)?.files()?;
+    let tokenizer = Model::open_tokenizer(&files)?;
+    let text = match &args.text {
+        Some(text) => text.clone(),
+        None => prompt::read_stdin(context.quiet)?,
+    };
+    let ids = tokenizer.encode(&text, !args.no_bos, args.special).map_err(refrain::Error::from)?;
+    let mut out = Out::new();
+    if args.ids {
+        let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
+        return out.line(ids.join(" "));
+    }
+    let mut lines = String::new();
+    for &id in &ids {
+        let piece = tokenizer.piece(id).unwrap_or_default();
+        // Control tokens stand for no text; their name in the vocabulary tells them.
+        let shown = match piece {
+            [] => tokenizer.decode_with_special(&[id]).map_err(refrain::Error::from)?,
+            bytes => quoted(bytes),
+        };
+        lines.push_str(&format!("{id:>7}  {shown}\n"));
+    }
+    out.text(&lines)
+}
+
+/// Bytes as a reader can tell them apart: text where it is text.
+fn quoted(bytes: &[u8]) -> String {
+    match std::str::from_utf8(bytes) {
+        Ok(text) => format!("{text:?}"),
+        Err(_) => format!("\"{}\"", bytes.escape_ascii()),
+    }
+}

@@ -1,0 +1,62 @@
+//! The checks behind `refrain doctor`.
+
+mod common;
+
+use common::faults;
+use refrain_driver::doctor::{Row, Verdict, examine, examine_device};
+use refrain_driver::sim::{SimDriver, SimOptions};
+use refrain_driver::{Device, DeviceKind};
+
+fn row<'a>(rows: &'a [Row], name: &str) -> &'a Row {
+    rows.iter().find(|r| r.name == name).unwrap_or_else(|| panic!("no row {name} in {rows:#?}"))
+}
+
+#[test]
+fn everything_is_good_on_the_simulated_device_and_nothing_is_left() {
+    let sim = SimDriver::new(SimOptions::default());
+    let device = Device::simulated(&sim).unwrap();
+    let live = sim.stats().live;
+    let rows = examine_device(&device);
+    assert!(rows.iter().all(|r| r.verdict == Verdict::Good && !r.words.is_empty()), "{rows:#?}");
+    assert_eq!(rows.len(), 11);
+    assert_eq!(sim.stats().live, live);
+}
+
+#[test]
+fn a_driver_on_which_capture_fails_gets_one_bad_row_for_it() {
+    let faults = faults("on every begin_capture: fail 901");
+    let rows = examine(DeviceKind::Sim(SimOptions { faults, ..SimOptions::default() }));
+    assert_eq!(row(&rows, "record by stream capture").verdict, Verdict::Bad);
+    assert!(row(&rows, "record by stream capture").measured.contains("901"));
+    assert_eq!(row(&rows, "record by explicit nodes").verdict, Verdict::Good);
+    assert_eq!(row(&rows, "context survived").verdict, Verdict::Good);
+}
+
+#[test]
+fn a_replay_with_one_wrong_byte_is_found() {
+    let faults = faults("on every replay: wrong byte");
+    let rows = examine(DeviceKind::Sim(SimOptions { faults, ..SimOptions::default() }));
+    for name in ["record by stream capture", "record by explicit nodes"] {
+        assert_eq!(row(&rows, name).verdict, Verdict::Bad);
+        assert!(row(&rows, name).measured.contains("replay"), "{:?}", row(&rows, name));
+    }
+}
+
+#[test]
+fn a_context_that_is_lost_on_the_way_leaves_rows_that_say_so() {
+    let faults = faults("on 2nd replay: illegal address");
+    let rows = examine(DeviceKind::Sim(SimOptions { faults, ..SimOptions::default() }));
+    let bad = row(&rows, "record by stream capture");
+    assert!(bad.verdict == Verdict::Bad && bad.words.contains("700") && bad.advice.is_some(), "{bad:?}");
+    assert_eq!(row(&rows, "read bandwidth").verdict, Verdict::Skipped);
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+fn everything_works_on_a_gpu() {
+    let rows = examine(DeviceKind::Cuda(0));
+    for r in &rows {
+        println!("{:28} {:7} {:60} {} {}", r.name, r.verdict.word(), r.measured, r.words, r.advice.as_deref().unwrap_or(""));
+    }
+    assert!(rows.iter().all(|r| matches!(r.verdict, Verdict::Good | Verdict::Note)), "{rows:#?}");
+}

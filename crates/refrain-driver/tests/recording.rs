@@ -1,0 +1,362 @@
+//! What recordings hold, and what launches, buffers and transfers check.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{BYTES, Bed, N};
+use refrain_driver::{
+    Access, Baked, Buf, Device, DriverError, EdgeKind, Launch, Layout, LibraryCall, Memory, Method, Module, NodeKind,
+    RecordOptions, Ring, Staging, probe,
+};
+
+const METHODS: [Method; 2] = [Method::Stream, Method::Nodes];
+
+both! {
+    fn independent_launches_become_branches_and_dependent_ones_wait(bed) {
+        let graph = bed.record(Method::Nodes).unwrap();
+        let info = graph.info();
+        let mut edges: Vec<(u32, u32)> = info.edges.iter().map(|e| (e.0, e.1)).collect();
+        edges.sort_unstable();
+        // b = a+a | e = 7 | c = b+a | d = c | c = d+e. The last waits for the copy (which waits for c) and for e.
+        assert_eq!(edges, [(0, 2), (1, 4), (2, 3), (3, 4)]);
+        assert_eq!(info.counts(), [(NodeKind::Kernel, 4), (NodeKind::Memcpy, 1)]);
+        bed.check_replay(&graph, 12).unwrap();
+    }
+}
+
+both! {
+    fn overlapping_handles_are_ordered_by_their_bytes(bed) {
+        let step = bed.step.clone();
+        let half = |b: Buf, i: u64| b.slice(i * BYTES / 2, BYTES / 2).unwrap();
+        let fill = |dst: Buf, value: u32| {
+            Launch::new(&step.fill, N / 128, 64).write(dst).baked(Baked(value)).baked(Baked(N / 2))
+        };
+        let options = RecordOptions::named("halves");
+        let graph = bed.stream.record(&bed.memory, Method::Nodes, &options, |q| {
+            q.fill(step.b, 0)?; // 0
+            q.launch(&fill(half(step.b, 0), 1))?; // 1, after 0
+            q.launch(&fill(half(step.b, 1), 2))?; // 2, after 0, beside 1
+            q.launch(&step.add(step.c, step.b, step.b)) // 3, after both
+        });
+        let graph = graph.unwrap();
+        let mut edges: Vec<(u32, u32)> = graph.info().edges.iter().map(|e| (e.0, e.1)).collect();
+        edges.sort_unstable();
+        assert_eq!(edges, [(0, 1), (0, 2), (1, 3), (2, 3)]);
+        graph.replay(&mut bed.lease, &mut bed.stream).unwrap();
+        let c = bed.read(step.c).unwrap();
+        assert_eq!((c[0], c[N as usize - 1]), (2, 4));
+        assert_eq!(bed.device.take_reports(), Vec::<String>::new());
+    }
+}
+
+both! {
+    fn programmatic_edges_are_made_where_asked_and_overlap_can_be_off(bed) {
+        if bed.device.backend() == "cuda" && bed.device.info().compute < (9, 0) {
+            panic!("this test needs a card of compute capability 9.0");
+        }
+        // SAFETY: the launches below cover the buffers they name, `N` words each.
+        let add = unsafe { Module::load(&bed.ctx, "overlap", probe::PROBE_OVERLAP_PTX) }.unwrap();
+        let add = add.function("refrain_probe_add_pdl").unwrap();
+        let step = bed.step.clone();
+        let pdl = |dst, x, y| Launch::new(&add, N / 64, 64).write(dst).read(x).read(y).baked(Baked(N)).pdl();
+        let work = |q: &mut dyn refrain_driver::Queue| {
+            q.launch(&pdl(step.b, step.a, step.a))?;
+            q.launch(&pdl(step.c, step.b, step.a))?;
+            q.launch(&pdl(step.d, step.c, step.b))
+        };
+        for method in METHODS {
+            for overlap in [true, false] {
+                let options = RecordOptions { overlap, ..RecordOptions::named("overlap") };
+                let graph = bed.stream.record(&bed.memory, method, &options, work).unwrap();
+                let early = graph.info().edges.iter().filter(|e| e.2 == EdgeKind::Programmatic).count();
+                assert_eq!(early, if overlap { graph.info().edges.len() } else { 0 }, "{method} {overlap}");
+                for input in [5, 6] {
+                    bed.set_input(input).unwrap();
+                    graph.replay(&mut bed.lease, &mut bed.stream).unwrap();
+                    assert!(bed.read(step.d).unwrap().iter().all(|&v| v == 5 * input));
+                }
+            }
+        }
+        assert_eq!(bed.device.take_reports(), Vec::<String>::new());
+    }
+}
+
+both! {
+    fn a_library_call_becomes_a_child_graph_that_waits_like_any_node(bed) {
+        let step = bed.step.clone();
+        let handle: Arc<dyn std::any::Any + Send + Sync> = Arc::new("the library's handle");
+        let weak = Arc::downgrade(&handle);
+        let call = LibraryCall {
+            step: Arc::from("gemm"),
+            name: Arc::from("library"),
+            reads: vec![step.b],
+            writes: vec![step.c],
+            keep: Some(handle),
+            run: &|s| {
+                assert!(s.raw() != 0 && s.address(step.c)? != 0);
+                s.launch(&step.add(step.c, step.b, step.b))?;
+                s.launch(&step.add(step.c, step.c, step.b))
+            },
+        };
+        let mut graphs = Vec::new();
+        for method in METHODS {
+            let graph = bed.stream.record(&bed.memory, method, &RecordOptions::named("library"), |q| {
+                q.launch(&step.add(step.b, step.a, step.a))?;
+                q.library(&call)?;
+                q.launch(&step.add(step.d, step.c, step.a))
+            });
+            let graph = graph.unwrap();
+            assert_eq!(graph.info().count(NodeKind::Child), usize::from(method == Method::Nodes));
+            for input in [2, 9] {
+                bed.set_input(input).unwrap();
+                graph.replay(&mut bed.lease, &mut bed.stream).unwrap();
+                assert!(bed.read(step.d).unwrap().iter().all(|&v| v == 7 * input), "{method}");
+            }
+            graphs.push(graph);
+        }
+        drop(call);
+        assert!(weak.upgrade().is_some(), "the graphs keep the library's handle");
+        drop(graphs);
+        bed.stream.synchronize().unwrap();
+        assert!(weak.upgrade().is_none());
+    }
+}
+
+both! {
+    fn the_drawing_names_steps_and_kernels(bed) {
+        for method in METHODS {
+            let graph = bed.record(method).unwrap();
+            let dot = graph.info().dot();
+            assert!(dot.starts_with("digraph \"step\" {") && dot.ends_with("}\n"));
+            assert!(dot.contains("kernel \\\"refrain_probe_fill\\\" of step \\\"step\\\""), "{dot}");
+            assert_eq!(dot.matches(" -> ").count(), graph.info().edges.len());
+        }
+    }
+}
+
+both! {
+    fn results_come_through_the_ring_in_order_without_a_wait(bed) {
+        let mut layout = Layout::new("ring");
+        let (ring, count, token) = (layout.pinned("ring", Ring::bytes(4, 4)), layout.device("count", 8), layout.device("token", 4));
+        let memory = Memory::plan(&bed.ctx, &layout).unwrap();
+        let mut lease = memory.lease().unwrap();
+        let region = ring;
+        let mut ring = Ring::new(&memory, region, 4, 4).unwrap();
+        assert!(Ring::new(&memory, region, 4, 4).is_err(), "one ring per region");
+        let (count, token) = (memory.buf(count), memory.buf(token));
+        bed.stream.run(&mut lease, true, |q| q.fill(count, 0)).unwrap();
+        let mut staging = Staging::new(&bed.ctx, 3, 64).unwrap();
+        let launch = Launch::new(&bed.function("publish"), 1, 1)
+            .read_write(ring.buf())
+            .read_write(count)
+            .slot(token.slot::<u32>(0).unwrap())
+            .baked(Baked(4_u32))
+            .baked(Baked(Ring::stride(4) as u32));
+        let options = RecordOptions::named("publish");
+        let graph = bed.stream.record(&memory, Method::Stream, &options, |q| q.launch(&launch)).unwrap();
+        let (mut sent, mut got) = (0_u32, Vec::new());
+        let mut payload = [0; 4];
+        while got.len() < 50 {
+            while sent < 50 && ring.reserve() {
+                bed.stream.set(&mut lease, &mut staging, token.slot(0).unwrap(), 1000 + sent).unwrap();
+                graph.replay(&mut lease, &mut bed.stream).unwrap();
+                sent += 1;
+            }
+            assert!(ring.n_pending() <= 4);
+            let seq = ring.take(&mut bed.stream, Duration::from_secs(5), &mut payload).unwrap();
+            assert_eq!(seq, got.len() as u64 + 1);
+            got.push(u32::from_le_bytes(payload));
+        }
+        assert_eq!(got, (1000..1050).collect::<Vec<u32>>());
+        let nothing = ring.take(&mut bed.stream, Duration::from_millis(5), &mut payload);
+        assert!(matches!(nothing, Err(DriverError::Timeout { .. })), "{nothing:?}");
+        // Too many steps: the host notices that it was overtaken.
+        for _ in 0..6 {
+            graph.replay(&mut lease, &mut bed.stream).unwrap();
+        }
+        bed.stream.synchronize().unwrap();
+        let overrun = ring.take(&mut bed.stream, Duration::from_secs(5), &mut payload);
+        assert!(matches!(overrun, Err(DriverError::RingOverrun { expected: 51, found: 55 })), "{overrun:?}");
+    }
+}
+
+both! {
+    fn copies_between_pinned_and_device_memory_are_recorded_with_memory_the_graph_owns(bed) {
+        let mut layout = Layout::new("pinned");
+        let (pinned, device, other) = (layout.pinned("p", 64), layout.device("d", 64), layout.pinned("o", 64));
+        let memory = Memory::plan(&bed.ctx, &layout).unwrap();
+        let mut lease = memory.lease().unwrap();
+        let [pinned, device, other] = [pinned, device, other].map(|r| memory.buf(r));
+        for method in METHODS {
+            let graph = bed.stream.record(&memory, method, &RecordOptions::named("copies"), |q| {
+                q.fill(pinned, 0x3C)?;
+                q.copy(device, pinned)?;
+                q.copy(other, device)
+            });
+            bed.stream.run(&mut lease, true, |q| q.fill(other, 0)).unwrap();
+            let out = graph.unwrap().replay(&mut lease, &mut bed.stream).unwrap();
+            assert_eq!(out.values::<u8>(&mut bed.stream, other).unwrap(), [0x3C; 64], "{method}");
+        }
+    }
+}
+
+both! {
+    fn a_buffer_of_another_memory_or_out_of_range_is_refused(bed) {
+        let mut layout = Layout::new("other");
+        let region = layout.device("x", BYTES);
+        let other = Memory::plan(&bed.ctx, &layout).unwrap();
+        let foreign = other.buf(region);
+        for method in METHODS {
+            let step = bed.step.clone();
+            let options = RecordOptions::named("foreign");
+            let result = bed.stream.record(&bed.memory, method, &options, |q| q.launch(&step.fill(foreign, 1)));
+            assert!(matches!(result, Err(DriverError::ForeignMemory { .. })), "{result:?}");
+            let result = bed.stream.record(&bed.memory, method, &options, |q| q.copy(step.a, foreign));
+            assert!(matches!(result, Err(DriverError::ForeignMemory { .. })), "{result:?}");
+        }
+        assert!(matches!(bed.step.a.slice(1, BYTES), Err(DriverError::OutOfRange { .. })));
+        assert!(matches!(bed.step.a.slice(u64::MAX, 2), Err(DriverError::OutOfRange { .. })));
+        assert!(matches!(bed.step.a.slot::<u64>(BYTES - 4), Err(DriverError::OutOfRange { .. })));
+        let graph = bed.record(Method::Stream).unwrap();
+        let mut wrong = other.lease().unwrap();
+        assert!(matches!(graph.replay(&mut wrong, &mut bed.stream), Err(DriverError::ForeignMemory { .. })));
+        assert!(matches!(other.lease(), Err(DriverError::LeaseTaken { .. })));
+        drop(wrong);
+        assert!(other.lease().is_ok());
+    }
+}
+
+both! {
+    fn a_launch_is_checked_against_the_compiled_kernel(bed) {
+        let step = bed.step.clone();
+        let run = |bed: &mut Bed, launch: Launch| {
+            bed.stream.run(&mut bed.lease, true, |q| q.launch(&launch)).map(|_| ()).unwrap_err()
+        };
+        let few = run(&mut bed, Launch::new(&step.fill, 1, 32).step("s").write(step.a).baked(Baked(1_u32)));
+        assert!(matches!(few, DriverError::ParamCount { expected: 3, given: 2, .. }), "{few}");
+        let wide = Launch::new(&step.fill, 1, 32).write(step.a).baked(Baked(1_u64)).baked(Baked(N));
+        let wide = run(&mut bed, wide);
+        assert!(matches!(wide, DriverError::ParamSize { index: 1, expected: 4, given: 8, .. }), "{wide}");
+        let good = || step.fill(step.a, 1);
+        let threads = Launch::new(&step.fill, 1, 4096).write(step.a).baked(Baked(1_u32)).baked(Baked(N));
+        assert!(matches!(run(&mut bed, threads), DriverError::LaunchShape { what: "threads per block", .. }));
+        let shared = run(&mut bed, good().shared(1 << 20));
+        assert!(matches!(shared, DriverError::LaunchShape { what: "dynamic shared bytes", .. }), "{shared}");
+        assert!(matches!(run(&mut bed, good().cluster(3)), DriverError::LaunchShape { .. }));
+        let grid = Launch::new(&step.fill, 0, 32).write(step.a).baked(Baked(1_u32)).baked(Baked(N));
+        assert!(matches!(run(&mut bed, grid), DriverError::LaunchShape { what: "blocks", .. }));
+        let many = Launch::new(&step.fill, 10_000_000, 1024).write(step.a).baked(Baked(1_u32)).baked(Baked(N));
+        assert!(matches!(run(&mut bed, many.cooperative()), DriverError::LaunchShape { what: "cooperative blocks", .. }));
+        bed.stream.run(&mut bed.lease, true, |q| q.launch(&good().cooperative())).unwrap();
+        let undeclared = run(&mut bed, good().touches(Memory::buf_of_nothing(), Access::Read));
+        assert!(matches!(undeclared, DriverError::ForeignMemory { .. }));
+        bed.check_good();
+    }
+}
+
+trait BufOfNothing {
+    fn buf_of_nothing() -> Buf;
+}
+
+impl BufOfNothing for Memory {
+    /// A handle whose memory is gone.
+    fn buf_of_nothing() -> Buf {
+        let device = Device::open(refrain_driver::DeviceKind::Sim(Default::default())).unwrap();
+        let ctx = device.context().unwrap();
+        let mut layout = Layout::new("gone");
+        let region = layout.device("x", 8);
+        let memory = Memory::plan(&ctx, &layout).unwrap();
+        memory.buf(region)
+    }
+}
+
+both! {
+    fn an_empty_recording_is_an_error(bed) {
+        for method in METHODS {
+            let result = bed.stream.record(&bed.memory, method, &RecordOptions::named("nothing"), |_| Ok(()));
+            assert!(matches!(result, Err(DriverError::EmptyRecording { .. })), "{result:?}");
+            let empty = bed.step.a.slice(0, 0).unwrap();
+            let result = bed.stream.record(&bed.memory, method, &RecordOptions::named("nothing"), |q| {
+                q.copy(empty, empty)?;
+                q.fill(empty, 1)
+            });
+            assert!(matches!(result, Err(DriverError::EmptyRecording { .. })), "{result:?}");
+        }
+        bed.check_good();
+    }
+}
+
+both! {
+    fn a_recording_inside_a_recording_is_refused(bed) {
+        let mut other = bed.ctx.stream().unwrap();
+        let (step, memory) = (bed.step.clone(), Arc::clone(&bed.memory));
+        let graph = bed.stream.record(&bed.memory, Method::Stream, &RecordOptions::named("outer"), |q| {
+            let inner = other.record(&memory, Method::Nodes, &RecordOptions::named("inner"), |q| step.enqueue(q));
+            assert!(matches!(inner, Err(DriverError::CaptureIncompatible { .. })), "{inner:?}");
+            step.enqueue(q)
+        });
+        graph.unwrap();
+        bed.check_good();
+    }
+}
+
+both! {
+    fn global_mode_records_too(bed) {
+        let step = bed.step.clone();
+        let options = RecordOptions { global: true, ..RecordOptions::named("global") };
+        let graph = bed.stream.record(&bed.memory, Method::Stream, &options, |q| step.enqueue(q)).unwrap();
+        bed.check_replay(&graph, 4).unwrap();
+    }
+}
+
+both! {
+    fn two_streams_may_share_a_memory_only_one_after_the_other(bed) {
+        let graph = bed.record(Method::Stream).unwrap();
+        let mut other = bed.ctx.stream().unwrap();
+        graph.replay(&mut bed.lease, &mut bed.stream).unwrap();
+        let busy = graph.replay(&mut bed.lease, &mut other);
+        assert!(matches!(busy, Err(DriverError::LeaseBusy { .. })), "{busy:?}");
+        bed.stream.synchronize().unwrap();
+        graph.replay(&mut bed.lease, &mut other).unwrap();
+        other.synchronize().unwrap();
+        bed.check_replay(&graph, 3).unwrap();
+    }
+}
+
+both! {
+    fn large_transfers_go_through_pinned_slots_in_parts(bed) {
+        let bytes = (9 << 20) + 12345;
+        let mut layout = Layout::new("large");
+        let region = layout.device("x", bytes);
+        let memory = Memory::plan(&bed.ctx, &layout).unwrap();
+        let mut lease = memory.lease().unwrap();
+        let data: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
+        let buf = memory.buf(region);
+        bed.stream.upload(&mut lease, buf, &data).unwrap();
+        let mut back = vec![0; bytes as usize];
+        bed.stream.download(&lease, buf, &mut back).unwrap();
+        assert!(back == data);
+        let short = bed.stream.upload(&mut lease, buf, &data[1..]);
+        assert!(matches!(short, Err(DriverError::SizeMismatch { .. })));
+    }
+}
+
+both! {
+    fn events_time_and_order_streams(bed) {
+        let (start, end) = (bed.ctx.event().unwrap(), bed.ctx.event().unwrap());
+        let mut other = bed.ctx.stream().unwrap();
+        bed.stream.record_event(&start).unwrap();
+        let spin = Launch::new(&bed.function("spin"), 1, 1).baked(Baked(2_000_000_u64));
+        bed.stream.run(&mut bed.lease, true, |q| q.launch(&spin)).unwrap();
+        bed.stream.record_event(&end).unwrap();
+        other.wait_event(&end).unwrap();
+        other.synchronize().unwrap();
+        end.wait(Duration::from_secs(1)).unwrap();
+        let ms = end.ms_since(&start).unwrap();
+        assert!((0.0..1000.0).contains(&ms), "{ms}");
+        bed.stream.synchronize().unwrap();
+    }
+}
+

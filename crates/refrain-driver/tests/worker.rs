@@ -1,0 +1,116 @@
+//! The device thread and who may use a device.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{Bed, faults};
+use refrain_driver::sim::{SimDriver, SimOptions};
+use refrain_driver::{Device, DriverError, Method, RecordOptions};
+
+const LONG: Duration = Duration::from_secs(10);
+
+fn device() -> (SimDriver, Device) {
+    let sim = SimDriver::new(SimOptions::default());
+    let device = Device::simulated(&sim).unwrap();
+    (sim, device)
+}
+
+#[test]
+fn one_thread_owns_a_device_at_a_time() {
+    let (_sim, device) = device();
+    let worker = device.spawn(LONG, Bed::with_context).unwrap();
+    assert!(matches!(device.context(), Err(DriverError::DeviceOwned)));
+    assert!(matches!(device.spawn(LONG, |_| Ok(())), Err(DriverError::DeviceOwned)));
+    drop(worker);
+    drop(device.context().unwrap());
+    device.spawn(LONG, |_| Ok(())).unwrap();
+}
+
+#[test]
+fn a_device_is_free_again_only_when_its_last_stream_is_gone() {
+    let (_sim, device) = device();
+    let ctx = device.context().unwrap();
+    let stream = ctx.stream().unwrap();
+    drop(ctx);
+    assert!(matches!(device.context(), Err(DriverError::DeviceOwned)));
+    drop(stream);
+    assert!(device.context().is_ok());
+}
+
+#[test]
+fn claiming_a_device_that_is_being_recorded_on_is_refused_as_such() {
+    let mut bed = Bed::sim();
+    let (step, device) = (bed.step.clone(), bed.device.clone());
+    bed.stream
+        .record(&bed.memory, Method::Stream, &RecordOptions::named("claim"), |q| {
+            let other = std::thread::scope(|s| s.spawn(|| device.context().map(|_| ())).join().unwrap());
+            assert!(matches!(other, Err(DriverError::CaptureIncompatible { .. })), "{other:?}");
+            step.enqueue(q)
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_panic_on_the_device_thread_is_an_error_and_the_thread_goes_on() {
+    let (_sim, device) = device();
+    let worker = device.spawn(LONG, Bed::with_context).unwrap();
+    let result: Result<(), _> = worker.call("a mistake", LONG, |_| panic!("of the caller"));
+    match result {
+        Err(DriverError::Panicked { what, message }) => {
+            assert_eq!((what.as_str(), message.as_str()), ("a mistake", "of the caller"));
+        }
+        other => panic!("{other:?}"),
+    }
+    worker.call("check", LONG, |bed| {
+        bed.check_good();
+        Ok(())
+    })
+    .unwrap();
+    let failed = device.spawn(LONG, |_| -> Result<(), _> { panic!("in the beginning") });
+    assert!(failed.is_err());
+}
+
+#[test]
+fn graphs_and_memory_dropped_on_another_thread_are_freed_by_the_owner() {
+    let (sim, device) = device();
+    let worker = device.spawn(LONG, Bed::with_context).unwrap();
+    let live = sim.stats().live;
+    let graph = worker.call("record", LONG, |bed| bed.record(Method::Nodes)).unwrap();
+    assert_eq!(sim.stats().live.execs, 1);
+    drop(graph);
+    assert_eq!((device.n_deferred(), sim.stats().live.execs), (1, 1));
+    worker.call("record again", LONG, |bed| bed.record(Method::Nodes).map(drop)).unwrap();
+    assert_eq!((device.n_deferred(), sim.stats().live), (0, live));
+    drop(worker);
+    drop(device);
+    assert_eq!(sim.stats().live, Default::default());
+}
+
+#[test]
+fn dropping_a_worker_that_hangs_does_not_hang() {
+    let (sim, device) = device();
+    let worker = device.spawn(LONG, Bed::with_context).unwrap();
+    sim.inject(faults("on 1st launch: hang"));
+    let stuck = worker.call("recording", Duration::from_millis(50), |bed| bed.record(Method::Stream).map(drop));
+    assert!(matches!(stuck, Err(DriverError::NoAnswer { .. })));
+    let start = Instant::now();
+    drop(worker);
+    assert!(start.elapsed() < Duration::from_secs(2));
+    sim.release_hung();
+}
+
+#[test]
+fn no_answer_names_what_the_thread_is_busy_with_and_the_last_launch() {
+    let (sim, device) = device();
+    let worker = device.spawn(LONG, Bed::with_context).unwrap();
+    let run = |bed: &mut Bed| {
+        let step = bed.step.clone();
+        bed.stream.run(&mut bed.lease, true, |q| step.enqueue(q)).map(|_| ())
+    };
+    worker.call("warm", LONG, run).unwrap();
+    sim.inject(faults("on 2nd launch: hang"));
+    let error = worker.call("decode", Duration::from_millis(50), run).unwrap_err().to_string();
+    assert!(error.contains("\"decode\"") && error.contains("refrain_probe_fill"), "{error}");
+    sim.release_hung();
+}

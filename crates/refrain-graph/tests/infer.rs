@@ -1,0 +1,196 @@
+//! Shape rules: what each op refuses, in words that name both sides.
+
+use proptest::prelude::*;
+use refrain_graph::{
+    Attention, Binary, Gate, HostBuf, HostCall, HostCallError, HostFn, InferError, Op, Reduce, Rope, RopeStyle,
+    SAMPLE_PARAMS, TensorType, Unary, View,
+};
+use refrain_tensor::{DType, Shape};
+use std::sync::Arc;
+
+fn t(dtype: DType, dims: &[usize]) -> TensorType {
+    TensorType { dtype, shape: Shape::new(dims).unwrap() }
+}
+
+fn f(dims: &[usize]) -> TensorType {
+    t(DType::F32, dims)
+}
+
+fn i(dims: &[usize]) -> TensorType {
+    t(DType::I32, dims)
+}
+
+struct Never;
+
+impl HostFn for Never {
+    fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, HostCallError> {
+        Err(HostCallError(format!("takes no inputs, got {}", inputs.len())))
+    }
+    fn call(&self, _: &[HostBuf<'_>], _: &mut [&mut [u8]]) -> Result<(), HostCallError> {
+        Ok(())
+    }
+}
+
+/// Every op with inputs that it takes and what comes out.
+fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
+    let rope = Rope { style: RopeStyle::Neox, n_dims: 6, magnitude: 1.0 };
+    let attention = Attention { scale: 1.0, window: None, softcap: None };
+    let cache = t(DType::F16, &[9, 2, 16, 8]);
+    let sample = [f(&[2, 50]), f(&[2, SAMPLE_PARAMS]), t(DType::U32, &[2, 4]), i(&[2, 7]), i(&[2, 3]), f(&[2, 3])];
+    vec![
+        (Op::View(View::Reshape(Shape::from([6]))), vec![i(&[2, 3])], vec![i(&[6])]),
+        (Op::View(View::Permute(vec![1, 0])), vec![t(DType::Q8_0, &[3, 32])], vec![t(DType::Q8_0, &[32, 3])]),
+        (Op::View(View::Slice { axis: 0, start: 1, len: 2 }), vec![f(&[3, 4])], vec![f(&[2, 4])]),
+        (Op::View(View::Broadcast(Shape::from([5, 4]))), vec![f(&[1, 4])], vec![f(&[5, 4])]),
+        (Op::Copy, vec![t(DType::Q4_K, &[2, 256])], vec![t(DType::Q4_K, &[2, 256])]),
+        (Op::Cast(DType::BF16), vec![t(DType::Q8_0, &[2, 32])], vec![t(DType::BF16, &[2, 32])]),
+        (Op::Unary(Unary::Tanh), vec![f(&[])], vec![f(&[])]),
+        (Op::Binary(Binary::Add), vec![f(&[3, 1]), f(&[4])], vec![f(&[3, 4])]),
+        (Op::Reduce(Reduce::Sum), vec![f(&[3, 4])], vec![f(&[3, 1])]),
+        (Op::Softmax, vec![f(&[3, 4])], vec![f(&[3, 4])]),
+        (Op::MatMul, vec![f(&[7, 2, 3]), t(DType::Q8_0, &[3, 32])], vec![f(&[7, 2, 32])]),
+        (Op::GatherRows(DType::F16), vec![t(DType::Q4_0, &[9, 32]), i(&[5])], vec![t(DType::F16, &[5, 32])]),
+        (Op::RmsNorm { eps: 1e-5 }, vec![f(&[2, 3, 4]), t(DType::F16, &[4])], vec![f(&[2, 3, 4])]),
+        (Op::AddRmsNorm { eps: 1e-5 }, vec![f(&[3, 4]), f(&[3, 4]), f(&[4])], vec![f(&[3, 4]), f(&[3, 4])]),
+        (Op::Gate(Gate::Silu), vec![f(&[3, 4]), f(&[3, 4])], vec![f(&[3, 4])]),
+        (Op::Rope(rope), vec![f(&[5, 2, 8]), i(&[5]), f(&[3])], vec![f(&[5, 2, 8])]),
+        (Op::KvAppend, vec![cache, f(&[5, 2, 8]), i(&[5]), i(&[5]), i(&[3, 4])], vec![cache]),
+        (Op::Attention(attention), vec![f(&[5, 6, 8]), cache, cache, i(&[5]), i(&[5]), i(&[3, 4])], vec![f(&[5, 6, 8])]),
+        (Op::Sample, sample.to_vec(), vec![i(&[2]), f(&[2])]),
+    ]
+}
+
+#[test]
+fn every_op_takes_what_it_says_and_nothing_with_fewer_or_more_inputs() {
+    for (op, inputs, outputs) in good() {
+        assert_eq!(op.infer(&inputs).as_ref(), Ok(&outputs), "{}", op.name());
+        for n in 0..inputs.len() + 3 {
+            if n == inputs.len() {
+                continue;
+            }
+            let given: Vec<TensorType> = inputs.iter().cycle().copied().take(n).collect();
+            let error = op.infer(&given).unwrap_err();
+            assert_eq!(error, InferError::Arity { op: op.name(), want: inputs.len(), got: n });
+            assert_eq!(error.to_string(), format!("{} takes {} inputs, got {n}", op.name(), inputs.len()));
+        }
+    }
+}
+
+#[test]
+fn every_op_refuses_each_input_in_a_dtype_or_rank_it_has_not() {
+    for (op, inputs, _) in good() {
+        if matches!(op, Op::View(_) | Op::Copy | Op::Cast(_)) {
+            continue;
+        }
+        for index in 0..inputs.len() {
+            for wrong in [t(DType::U8, inputs[index].shape.dims()), t(inputs[index].dtype, &[32; 6])] {
+                let is_elementwise = matches!(op, Op::Unary(_) | Op::Softmax | Op::Reduce(_));
+                if is_elementwise && wrong.shape.rank() == 6 {
+                    continue;
+                }
+                let mut given = inputs.clone();
+                given[index] = wrong;
+                let error = op.infer(&given).unwrap_err();
+                let text = error.to_string();
+                assert!(text.starts_with(op.name()), "{text}");
+                let names_a_side = text.contains(&wrong.to_string()) || text.contains(&inputs[index].to_string());
+                assert!(names_a_side || matches!(error, InferError::Input { .. }), "{text}");
+                assert!(text.contains(", expected "), "{text}");
+            }
+        }
+    }
+}
+
+fn refusal(op: Op, inputs: &[TensorType]) -> String {
+    op.infer(inputs).unwrap_err().to_string()
+}
+
+#[test]
+fn refusals_name_both_sides() {
+    let q = |dims: &[usize]| t(DType::Q8_0, dims);
+    let rope = Rope { style: RopeStyle::Neox, n_dims: 16, magnitude: 1.0 };
+    let attention = Attention { scale: 1.0, window: None, softcap: None };
+    let cache = f(&[9, 2, 16, 8]);
+    let cases = [
+        (refusal(Op::MatMul, &[f(&[5, 64]), f(&[63, 10])]), "matmul: input 1 is F32[63, 10], expected 64 rows"),
+        (refusal(Op::MatMul, &[f(&[64]), f(&[64, 10])]), "matmul: input 0 is F32[64], expected at least two dimensions"),
+        (refusal(Op::MatMul, &[q(&[2, 32]), f(&[32, 10])]), "matmul: input 0 is Q8_0[2, 32], expected F32, F16 or BF16"),
+        (
+            refusal(Op::MatMul, &[f(&[3, 2, 4]), f(&[2, 4, 5])]),
+            "matmul: input 1 is F32[2, 4, 5], expected outer dimensions that broadcast with [3, 2, 4]",
+        ),
+        (refusal(Op::Binary(Binary::Add), &[f(&[3]), t(DType::F16, &[3])]), "add: input 1 is F16[3], expected F32"),
+        (
+            refusal(Op::Binary(Binary::Mul), &[f(&[3]), f(&[4])]),
+            "mul: input 1 is F32[4], expected a shape that broadcasts with [3]",
+        ),
+        (refusal(Op::Unary(Unary::Exp), &[i(&[3])]), "exp: input 0 is I32[3], expected F32, F16 or BF16"),
+        (
+            refusal(Op::Cast(DType::Q8_0), &[f(&[32])]),
+            "cast: input 0 is F32[32], expected a cast to F32, F16 or BF16, not Q8_0",
+        ),
+        (
+            refusal(Op::Cast(DType::F32), &[i(&[32])]),
+            "cast: input 0 is I32[32], expected numbers: F32, F16, BF16 or a quantised dtype",
+        ),
+        (refusal(Op::Copy, &[q(&[32, 3])]), "copy: input 0 is Q8_0[32, 3], expected rows of whole blocks"),
+        (refusal(Op::RmsNorm { eps: 0.0 }, &[f(&[2, 8]), f(&[7])]), "rms_norm: input 1 is F32[7], expected one weight per column"),
+        (refusal(Op::Gate(Gate::Silu), &[f(&[2, 8]), f(&[8])]), "silu_gate: input 1 is F32[8], expected F32[2, 8]"),
+        (
+            refusal(Op::Rope(rope), &[f(&[5, 2, 8]), i(&[5]), f(&[8])]),
+            "rope: input 0 is F32[5, 2, 8], expected heads of at least 16 elements",
+        ),
+        (
+            refusal(Op::KvAppend, &[cache, f(&[5, 2, 4]), i(&[5]), i(&[5]), i(&[1, 9])]),
+            "kv_append: input 1 is F32[5, 2, 4], expected [n, 2, 8]",
+        ),
+        (
+            refusal(Op::KvAppend, &[f(&[9, 2, 0, 8]), f(&[5, 2, 8]), i(&[5]), i(&[5]), i(&[1, 9])]),
+            "kv_append: input 0 is F32[9, 2, 0, 8], expected blocks of at least one position",
+        ),
+        (
+            refusal(Op::Attention(attention), &[f(&[5, 3, 8]), cache, cache, i(&[5]), i(&[5]), i(&[1, 9])]),
+            "attention: input 0 is F32[5, 3, 8], expected heads in groups of 2 of 8 elements",
+        ),
+        (
+            refusal(Op::GatherRows(DType::F32), &[f(&[9, 4]), f(&[3])]),
+            "gather_rows: input 1 is F32[3], expected I32",
+        ),
+        (
+            refusal(Op::View(View::Reshape(Shape::from([7]))), &[f(&[2, 3])]),
+            "reshape: cannot reshape [2, 3] (6 elements) to [7] (7 elements)",
+        ),
+        (
+            refusal(Op::View(View::Slice { axis: 1, start: 2, len: 2 }), &[f(&[2, 3])]),
+            "slice: slice 2..2+2 of dimension 1 lies outside [2, 3]",
+        ),
+        (
+            refusal(Op::HostCall(HostCall { name: "never", because: "test", function: Arc::new(Never) }), &[f(&[1])]),
+            "never: takes no inputs, got 1",
+        ),
+    ];
+    for (got, want) in cases {
+        assert_eq!(got, want);
+    }
+}
+
+fn any_type() -> impl Strategy<Value = TensorType> {
+    let dims = prop::collection::vec(prop::sample::select(vec![0usize, 1, 2, 3, 32, usize::MAX]), 0..=6);
+    (prop::sample::select(DType::ALL.to_vec()), dims).prop_filter_map("too large", |(dtype, dims)| {
+        Some(TensorType { dtype, shape: Shape::new(&dims).ok()? })
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(5000))]
+
+    #[test]
+    fn no_types_make_a_rule_panic(which in 0usize..19, inputs in prop::collection::vec(any_type(), 0..8), fit in any::<bool>()) {
+        let (op, good, _) = good().swap_remove(which);
+        let inputs: Vec<TensorType> = match fit {
+            true => good.iter().enumerate().map(|(i, g)| if i % 2 == 0 { *g } else { *inputs.get(i).unwrap_or(g) }).collect(),
+            false => inputs,
+        };
+        let _ = op.infer(&inputs);
+    }
+}

@@ -1,0 +1,86 @@
+use refrain_cpu::pool::PoolError;
+use refrain_engine::{EngineError, SamplingError};
+use refrain_formats::FormatError;
+use refrain_formats::chat::ChatError;
+use refrain_formats::tokenizer::TokenizerError;
+use refrain_models::ModelError;
+
+/// Why something could not be done, with a hint where there is a way out.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The files could not be read.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+    /// The files do not make a model.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The tokenizer is missing, broken or of an unknown kind.
+    #[error("the tokenizer cannot be used: {0}")]
+    Tokenizer(#[from] TokenizerError),
+    /// The folder has no tokenizer.
+    #[error("{folder} has no tokenizer.json")]
+    NoTokenizer {
+        /// The folder.
+        folder: String,
+    },
+    /// The chat template is broken or refused the messages.
+    #[error("the chat template failed: {0}")]
+    Chat(#[from] ChatError),
+    /// A chat was asked for, the model has no template for one.
+    #[error("{model} has no chat template: it completes text")]
+    NoChatTemplate {
+        /// Name of the model.
+        model: String,
+    },
+    /// Threads could not be started.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// A step failed.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// A sampling parameter makes no sense.
+    #[error(transparent)]
+    Sampling(#[from] SamplingError),
+    /// The context asked for makes no sense.
+    #[error("a context of {got} tokens was asked for, {model} takes 1 to {most}")]
+    Context {
+        /// Tokens asked for.
+        got: usize,
+        /// Tokens the model was trained for.
+        most: usize,
+        /// Name of the model.
+        model: String,
+    },
+    /// The tokenizer's vocabulary is larger than the model's.
+    #[error("the tokenizer has {tokenizer} tokens, the model only {model}")]
+    Vocabulary {
+        /// Tokens of the tokenizer.
+        tokenizer: usize,
+        /// Rows of the embedding.
+        model: usize,
+    },
+}
+
+impl Error {
+    /// What to do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Error::Format(e) => e.hint(),
+            Error::Model(e) => e.hint(),
+            Error::Tokenizer(e) => e.hint(),
+            Error::NoTokenizer { .. } => {
+                Some("download tokenizer.json from the model's repository into the folder".into())
+            }
+            Error::Chat(e) => e.hint().map(Into::into),
+            Error::NoChatTemplate { .. } => {
+                Some("use `refrain run` to complete a text, or an instruction-tuned model to chat".into())
+            }
+            Error::Pool(e) => e.hint().map(Into::into),
+            Error::Engine(e) => e.hint(),
+            Error::Sampling(_) => None,
+            Error::Context { most, .. } => Some(format!("pass -c with at most {most}")),
+            Error::Vocabulary { .. } => Some("use the tokenizer that belongs to the model".into()),
+        }
+    }
+}

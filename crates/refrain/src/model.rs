@@ -1,0 +1,175 @@
+//! An open model: files, weights, tokenizer and chat template.
+
+use crate::error::Error;
+use refrain_engine::SamplingParams;
+use refrain_formats::{FormatError, ModelFiles};
+use refrain_formats::chat::{ChatTemplate, Message, RenderOptions};
+use refrain_formats::gguf::Gguf;
+use refrain_formats::params::{GenerationDefaults, ModelConfig};
+use refrain_formats::tokenizer::Tokenizer;
+use refrain_tensor::Bytes;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The name of the model inside the library.
+pub const BUILTIN_NAME: &str = "stories";
+
+static BUILTIN: &[u8] = include_bytes!("../assets/stories.gguf");
+
+/// A model, opened and checked. Cloning shares it.
+#[derive(Clone, Debug)]
+pub struct Model {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    name: String,
+    files: ModelFiles,
+    weights: Arc<refrain_models::Model>,
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    defaults: GenerationDefaults,
+}
+
+impl Model {
+    /// Opens a GGUF file or a Hugging Face folder.
+    pub fn open(path: impl AsRef<Path>) -> Result<Model, Error> {
+        Model::from_files(ModelFiles::open(path)?)
+    }
+
+    /// The small model inside the library: it continues simple stories.
+    pub fn builtin() -> Result<Model, Error> {
+        let gguf = Gguf::from_named_bytes("the built-in model", Bytes::new(BUILTIN))?;
+        Model::from_files(ModelFiles::Gguf(gguf))
+    }
+
+    /// A model from files that are open already.
+    pub fn from_files(files: ModelFiles) -> Result<Model, Error> {
+        // Building a large tokenizer takes as long as checking the weights: one beside the other.
+        let (weights, tokenizer) = std::thread::scope(|scope| {
+            let tokenizer = scope.spawn(|| open_tokenizer(&files));
+            let weights = refrain_models::Model::load(&files);
+            let tokenizer = tokenizer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            (weights, tokenizer)
+        });
+        let (weights, mut tokenizer) = (weights?, tokenizer?);
+        let defaults = files.generation_defaults()?;
+        tokenizer.add_end_of_generation(&defaults.eos);
+        tokenizer.add_end_of_generation(&weights.config().eos);
+        let n_vocab = weights.config().n_vocab;
+        if tokenizer.vocab_size() > n_vocab {
+            return Err(Error::Vocabulary { tokenizer: tokenizer.vocab_size(), model: n_vocab });
+        }
+        let source = template_source(&files, &tokenizer)?;
+        let template =
+            source.map(|source| ChatTemplate::new(&source, tokenizer.special_texts())).transpose()?;
+        let name = weights.config().name.clone().unwrap_or_else(|| stem(files.path()));
+        let weights = Arc::new(weights);
+        Ok(Model { inner: Arc::new(Inner { name, files, weights, tokenizer, template, defaults }) })
+    }
+
+    /// The tokenizer of open files, also of files that hold nothing else.
+    pub fn open_tokenizer(files: &ModelFiles) -> Result<Tokenizer, Error> {
+        open_tokenizer(files)
+    }
+
+    /// The name the files give the model, or the file's.
+    pub fn name(&self) -> &str {
+        &self.inner.name
+    }
+
+    /// The files.
+    pub fn files(&self) -> &ModelFiles {
+        &self.inner.files
+    }
+
+    /// Hyperparameters.
+    pub fn config(&self) -> &ModelConfig {
+        self.inner.weights.config()
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.inner.tokenizer
+    }
+
+    /// The chat template, if the model has one.
+    pub fn chat_template(&self) -> Option<&ChatTemplate> {
+        self.inner.template.as_ref()
+    }
+
+    /// How the authors want the model to be sampled.
+    pub fn defaults(&self) -> &GenerationDefaults {
+        &self.inner.defaults
+    }
+
+    /// The authors' sampling parameters, and the usual ones where they say nothing.
+    pub fn sampling(&self) -> SamplingParams {
+        let (d, usual) = (self.defaults(), SamplingParams::default());
+        let greedy = d.do_sample == Some(false);
+        SamplingParams {
+            temperature: if greedy { 0.0 } else { d.temperature.unwrap_or(usual.temperature) },
+            top_k: d.top_k.unwrap_or(usual.top_k),
+            top_p: d.top_p.unwrap_or(usual.top_p),
+            min_p: d.min_p.unwrap_or(usual.min_p),
+            repeat_penalty: d.repetition_penalty.unwrap_or(usual.repeat_penalty),
+            ..usual
+        }
+    }
+
+    /// The tokens of a text, with what the model wants in front of it.
+    pub fn text_tokens(&self, text: &str) -> Result<Vec<u32>, Error> {
+        Ok(self.tokenizer().encode(text, true, false)?)
+    }
+
+    /// A conversation as the chat template writes it.
+    pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String, Error> {
+        let no_template = || Error::NoChatTemplate { model: self.name().into() };
+        Ok(self.chat_template().ok_or_else(no_template)?.render(messages, options)?)
+    }
+
+    pub(crate) fn weights(&self) -> &Arc<refrain_models::Model> {
+        &self.inner.weights
+    }
+
+    /// Numbers in all weights.
+    pub fn n_parameters(&self) -> usize {
+        self.inner.weights.n_parameters()
+    }
+
+    /// Bytes of all weights.
+    pub fn weight_bytes(&self) -> usize {
+        self.inner.weights.weight_bytes()
+    }
+}
+
+fn open_tokenizer(files: &ModelFiles) -> Result<Tokenizer, Error> {
+    match files {
+        ModelFiles::Gguf(gguf) => Ok(Tokenizer::from_gguf(gguf.metadata())?),
+        ModelFiles::Hf(folder) => {
+            let read = |path: &Path| std::fs::read(path).map_err(|source| cannot_read(path, source));
+            let missing = || Error::NoTokenizer { folder: folder.path().display().to_string() };
+            let tokenizer = read(&folder.tokenizer().ok_or_else(missing)?)?;
+            let config = folder.tokenizer_config().map(|path| read(&path)).transpose()?;
+            Ok(Tokenizer::from_files(&tokenizer, config.as_deref())?)
+        }
+    }
+}
+
+fn cannot_read(path: &Path, source: std::io::Error) -> Error {
+    Error::Format(FormatError::Io { verb: "read", path: path.to_owned(), source })
+}
+
+fn template_source(files: &ModelFiles, tokenizer: &Tokenizer) -> Result<Option<String>, Error> {
+    if let ModelFiles::Hf(folder) = files
+        && let Some(path) = folder.chat_template()
+    {
+        return std::fs::read_to_string(&path).map(Some).map_err(|source| cannot_read(&path, source));
+    }
+    Ok(tokenizer.chat_template().map(Into::into))
+}
+
+fn stem(path: &Path) -> String {
+    path.file_stem().map_or_else(|| "model".into(), |s| s.to_string_lossy().into_owned())
+}

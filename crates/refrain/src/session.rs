@@ -1,0 +1,125 @@
+//! A model on a device, with a conversation in its cache.
+
+use crate::error::Error;
+use crate::generate::{Generate, Generation, Prompt};
+use crate::model::Model;
+use refrain_cpu::CpuBackend;
+use refrain_cpu::pool::default_threads;
+use refrain_engine::{BackendRunner, Engine, Ledger, Perplexity, PerplexityOptions, RunnerOptions};
+use refrain_graph::Plan;
+use refrain_tensor::DType;
+
+/// Where a session runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Device {
+    /// The CPU, with that many threads, or as many as suit the machine.
+    Cpu {
+        /// Threads.
+        threads: Option<usize>,
+    },
+}
+
+/// How a session is laid out.
+#[derive(Clone, Debug)]
+pub struct SessionOptions {
+    /// Where it runs.
+    pub device: Device,
+    /// Tokens it can hold; the smaller of the model's and 4,096 when `None`.
+    pub context: Option<usize>,
+    /// Element type of the KV cache: F16 or F32.
+    pub kv_dtype: DType,
+}
+
+impl Default for SessionOptions {
+    fn default() -> SessionOptions {
+        SessionOptions { device: Device::Cpu { threads: None }, context: None, kv_dtype: DType::F16 }
+    }
+}
+
+const USUAL_CONTEXT: usize = 4096;
+
+/// One sequence on one device.
+pub struct Session {
+    pub(crate) model: Model,
+    pub(crate) engine: Engine,
+    pub(crate) sequence: refrain_engine::Session,
+}
+
+impl Session {
+    /// Brings a model to a device.
+    pub fn new(model: &Model, options: &SessionOptions) -> Result<Session, Error> {
+        let most = model.config().n_context;
+        let context = options.context.unwrap_or(most.min(USUAL_CONTEXT));
+        if context == 0 || context > most {
+            return Err(Error::Context { got: context, most, model: model.name().into() });
+        }
+        let runner = RunnerOptions { context, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
+        let runner = match &options.device {
+            Device::Cpu { threads } => {
+                let backend = CpuBackend::new(threads.unwrap_or_else(default_threads))?;
+                Box::new(BackendRunner::new(backend, model.weights().clone(), runner)?)
+            }
+        };
+        let engine = Engine::new(runner, context);
+        let sequence = engine.open();
+        Ok(Session { model: model.clone(), engine, sequence })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// Tokens the session can hold.
+    pub fn context(&self) -> usize {
+        self.engine.context()
+    }
+
+    /// Name of the backend.
+    pub fn backend(&self) -> &'static str {
+        self.engine.backend()
+    }
+
+    /// How every step ran.
+    pub fn ledger(&self) -> &Ledger {
+        self.engine.ledger()
+    }
+
+    /// Forgets the steps so far.
+    pub fn reset_ledger(&mut self) {
+        self.engine.reset_ledger();
+    }
+
+    /// The plan of a step over `n_tokens` tokens.
+    pub fn plan(&mut self, n_tokens: usize) -> Result<&Plan, Error> {
+        Ok(self.engine.plan(n_tokens)?)
+    }
+
+    /// Generates text behind a prompt. What the cache already holds of the prompt is not evaluated again.
+    pub fn generate(&mut self, prompt: Prompt<'_>, options: &Generate) -> Result<Generation<'_>, Error> {
+        Generation::new(self, prompt, options)
+    }
+
+    /// Forgets the conversation.
+    pub fn reset(&mut self) {
+        let sequence = std::mem::replace(&mut self.sequence, self.engine.open());
+        self.engine.close(sequence);
+    }
+
+    /// How well the model predicts a text, in windows of `window` tokens of which the second half is scored.
+    pub fn perplexity(
+        &mut self,
+        text: &str,
+        window: usize,
+        max_windows: Option<usize>,
+        progress: impl FnMut(usize, Perplexity),
+    ) -> Result<Perplexity, Error> {
+        let tokenizer = self.model.tokenizer();
+        let tokens = tokenizer.encode(text, true, false)?;
+        let bos = tokenizer.bos().filter(|_| tokenizer.add_bos());
+        self.reset();
+        let options = PerplexityOptions { window, max_windows, bos };
+        Ok(refrain_engine::perplexity(&mut self.engine, &tokens, options, progress)?)
+    }
+}

@@ -1,0 +1,84 @@
+//! The whole test suite, in the order in which it fails fastest.
+
+use crate::shell;
+use crate::shell::root;
+use crate::{edges, models};
+use anyhow::Result;
+use std::time::{Duration, Instant};
+
+/// The first failure ends it.
+fn suite(steps: &mut Vec<(String, Duration)>, skipped: &mut Vec<String>) -> Result<()> {
+    let mut step = |name: &str, f: &mut dyn FnMut() -> Result<()>| -> Result<()> {
+        println!("== {name}");
+        let began = Instant::now();
+        f()?;
+        steps.push((name.into(), began.elapsed()));
+        Ok(())
+    };
+    step("formatting", &mut || shell::run("cargo", &["fmt", "--all", "--check"]))?;
+    step("crate edges", &mut edges::check)?;
+    let clippy = ["clippy", "--workspace", "--all-targets", "--profile", "ci", "--", "-D", "warnings"];
+    step("lints", &mut || shell::run("cargo", &clippy))?;
+
+    let mut features = Vec::new();
+    if root().join("../shared/data").is_dir() {
+        features.push("shared-data");
+    } else {
+        skipped.push("tests of the feature shared-data: ../shared/data is not there".into());
+    }
+    step("real models", &mut || {
+        match models::fetch()?.as_slice() {
+            [] => features.push("real-models"),
+            missing => skipped.push(format!("tests of the feature real-models: {} not fetched", missing.join(", "))),
+        }
+        Ok(())
+    })?;
+    skipped.push("tests of the feature gpu-tests: they run on a GPU machine, from `cargo xtask gpu-bundle`".into());
+
+    let flags = test_features(&features);
+    let mut test = vec!["test", "--workspace", "--profile", "ci"];
+    if !flags.is_empty() {
+        test.extend(["--features", &flags]);
+    }
+    step("tests", &mut || shell::run("cargo", &test))?;
+    step("docs", &mut || docs())?;
+    step("doctor on the simulated device", &mut || {
+        let refrain = ["run", "--quiet", "--profile", "ci", "--package", "refrain-cli", "--"];
+        shell::run("cargo", &[&refrain[..], &["doctor", "--device", "sim"]].concat())
+    })
+}
+
+/// Runs the suite and closes with a table of what it took and what it left out.
+pub(crate) fn run() -> Result<()> {
+    let (mut steps, mut skipped) = (Vec::new(), Vec::new());
+    let result = suite(&mut steps, &mut skipped);
+    println!();
+    for (name, took) in &steps {
+        println!("{name:<32} {:>6.1} s", took.as_secs_f64());
+    }
+    for reason in &skipped {
+        println!("skipped: {reason}");
+    }
+    result
+}
+
+/// Crates that have tests behind each feature.
+const GATED: [(&str, &[&str]); 2] = [
+    ("shared-data", &["refrain-formats", "refrain-cli"]),
+    ("real-models", &["refrain-hub", "refrain-cli"]),
+];
+
+fn test_features(on: &[&str]) -> String {
+    let of = |(feature, crates): &(&str, &[&str])| {
+        let feature = *feature;
+        crates.iter().map(move |c| format!("{c}/{feature}")).collect::<Vec<_>>()
+    };
+    GATED.iter().filter(|(f, _)| on.contains(f)).flat_map(of).collect::<Vec<_>>().join(",")
+}
+
+fn docs() -> Result<()> {
+    let mut command = crate::shell::command("cargo", &["doc", "--workspace", "--no-deps", "--profile", "ci"]);
+    let status = command.env("RUSTDOCFLAGS", "-D warnings").status()?;
+    anyhow::ensure!(status.success(), "cargo doc: {status}");
+    Ok(())
+}
