@@ -1,7 +1,7 @@
 //! Speed of the products beside the machine's read bandwidth: `cargo bench -p refrain-cpu --bench products`.
 //!
-//! Prints, for each weight type, GB/s of weights for one activation row (decode) and GFLOP/s for 128 (prefill), with
-//! one thread and with all. Arguments: names of types to measure (all if none), `level=NAME` to force a level.
+//! Prints, for each weight type, GB/s of weights for one activation row (decode), from memory and from the cache (which
+//! is what the instructions alone allow), and GFLOP/s for 128 rows (prefill), with one thread and with all. Arguments: names of types to measure (all if none), `level=NAME` to force a level.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -36,7 +36,7 @@ fn main() {
     for pool in &pools {
         println!("read bandwidth, {} threads: {:.1} GB/s", pool.n_threads(), read_bandwidth(pool));
     }
-    println!("{:7} {:18} {:>8} {:>8} {:>12}", "type", "layout", "threads", "GB/s", "GFLOP/s");
+    println!("{:7} {:18} {:>8} {:>8} {:>8} {:>12}", "type", "layout", "threads", "GB/s", "cached", "GFLOP/s");
     for dtype in dtypes {
         measure(level, dtype, &pools);
     }
@@ -61,13 +61,15 @@ fn measure(level: Level, dtype: DType, pools: &[Pool]) {
     for (slices, few) in [(&slices, few), (&packed, few_packed.matrix())] {
         for pool in pools {
             let decode = time_products(pool, level, slices, 1, 5);
+            let cached = time_products(pool, level, &[few], 1, 500);
             let prefill = time_products(pool, level, &[few], PREFILL, 200);
             println!(
-                "{:7} {:18} {:>8} {:>8.1} {:>12.1}",
+                "{:7} {:18} {:>8} {:>8.1} {:>8.1} {:>12.1}",
                 dtype.name(),
                 slices[0].layout_name(),
                 pool.n_threads(),
                 slice_bytes as f64 / decode.as_secs_f64() / 1e9,
+                (PREFILL_ROWS * row_bytes) as f64 / cached.as_secs_f64() / 1e9,
                 2.0 * (PREFILL_ROWS * K * PREFILL) as f64 / prefill.as_secs_f64() / 1e9,
             );
         }

@@ -693,10 +693,15 @@ mod tests {
 
     #[test]
     fn a_code_has_the_name_the_truth_table_uses_and_back() {
-        for name in ["STREAM_CAPTURE_UNSUPPORTED", "CAPTURED_EVENT", "ILLEGAL_STATE", "STREAM_CAPTURE_WRONG_THREAD"] {
+        for name in
+            ["STREAM_CAPTURE_UNSUPPORTED", "CAPTURED_EVENT", "ILLEGAL_STATE", "STREAM_CAPTURE_WRONG_THREAD"]
+        {
             assert_eq!(Code::from_name(name).map(Code::name), Some(name));
         }
-        assert_eq!(Code::STREAM_CAPTURE_INVALIDATED.to_string(), "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (901)");
+        assert_eq!(
+            Code::STREAM_CAPTURE_INVALIDATED.to_string(),
+            "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (901)"
+        );
         assert_eq!(Code(12345).to_string(), "driver error 12345");
     }
 

@@ -76,9 +76,8 @@ impl Device {
             self.shared.refuse_while_recording("claiming the device", 0)?;
             return Err(DriverError::DeviceOwned);
         }
-        let ctx = Context {
-            claim: Rc::new(Claim { shared: Arc::clone(&self.shared), _not_send: PhantomData }),
-        };
+        let ctx =
+            Context { claim: Rc::new(Claim { shared: Arc::clone(&self.shared), _not_send: PhantomData }) };
         self.shared.call("cuMemGetInfo", |api| api.mem_info())?;
         self.shared.empty_bin();
         Ok(ctx)
@@ -173,7 +172,7 @@ pub fn capture_status(device: Option<&Device>) -> Result<CaptureStatus, DriverEr
 
 /// The right to use a device, which one thread has at a time.
 ///
-/// ```compile_fail
+/// ```compile_fail,E0277
 /// # use refrain_driver::{Device, DeviceKind, sim::SimOptions};
 /// let device = Device::open(DeviceKind::Sim(SimOptions::default())).unwrap();
 /// let ctx = device.context().unwrap();

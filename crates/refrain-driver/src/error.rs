@@ -308,7 +308,9 @@ pub struct Origin {
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.replay {
-            Some(n) => write!(f, "replay {n} of graph {:?} (ends in kernel {:?})", &*self.step, &*self.kernel),
+            Some(n) => {
+                write!(f, "replay {n} of graph {:?} (ends in kernel {:?})", &*self.step, &*self.kernel)
+            }
             None if self.step.is_empty() => write!(f, "kernel {:?}", &*self.kernel),
             None => write!(f, "kernel {:?} of step {:?}", &*self.kernel, &*self.step),
         }

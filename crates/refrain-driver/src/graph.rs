@@ -105,7 +105,7 @@ impl Graph {
     ///
     /// The outputs borrow the lease: the next replay over the same memory, of this graph or another, needs them gone.
     ///
-    /// ```compile_fail
+    /// ```compile_fail,E0499
     /// # use refrain_driver::*;
     /// # fn f(graph: &Graph, lease: &mut Lease, stream: &mut Stream, logits: Buf) -> Result<(), DriverError> {
     /// let out = graph.replay(lease, stream)?;
@@ -115,7 +115,7 @@ impl Graph {
     /// # }
     /// ```
     ///
-    /// ```compile_fail
+    /// ```compile_fail,E0499
     /// # use refrain_driver::*;
     /// # fn f(one: &Graph, other: &Graph, lease: &mut Lease, stream: &mut Stream, logits: Buf)
     /// # -> Result<(), DriverError> {
@@ -194,7 +194,10 @@ impl Graph {
         Graph::instantiate(job, Method::Nodes, graph, parts.keep, &parts.log, labels, parts.edges, stream)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the last step of both methods, called from the two above only")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the last step of both methods, called from the two above only"
+    )]
     fn instantiate(
         job: &Job<'_>,
         method: Method,

@@ -183,7 +183,12 @@ impl Launch {
     }
 
     /// Checks everything and packs the parameters as the compiled kernel lays them out.
-    pub(crate) fn pack(&self, shared: &Arc<Shared>, memory: &Memory, out: &mut Vec<u8>) -> Result<(), DriverError> {
+    pub(crate) fn pack(
+        &self,
+        shared: &Arc<Shared>,
+        memory: &Memory,
+        out: &mut Vec<u8>,
+    ) -> Result<(), DriverError> {
         if !Arc::ptr_eq(self.function.module().shared(), shared) {
             return Err(DriverError::ForeignDevice { what: "a kernel" });
         }
@@ -249,7 +254,11 @@ impl Launch {
         }
         if let Some(cluster) = c.cluster {
             if product(cluster) == 0 || cluster.iter().zip(c.grid).any(|(&n, g)| g % n.max(1) != 0) {
-                return fail("a cluster that does not divide the grid: blocks per cluster", product(cluster), blocks);
+                return fail(
+                    "a cluster that does not divide the grid: blocks per cluster",
+                    product(cluster),
+                    blocks,
+                );
             }
         }
         if c.cooperative {

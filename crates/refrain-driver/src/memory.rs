@@ -2,8 +2,8 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 
 use bytemuck::Pod;
 
@@ -247,7 +247,14 @@ impl Drop for Memory {
 
 impl fmt::Debug for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Memory {} {:?} ({} bytes in {} regions)", self.id, self.name, self.bytes(), self.regions.len())
+        write!(
+            f,
+            "Memory {} {:?} ({} bytes in {} regions)",
+            self.id,
+            self.name,
+            self.bytes(),
+            self.regions.len()
+        )
     }
 }
 

@@ -41,12 +41,13 @@ impl Module {
     pub fn function(self: &Arc<Self>, name: &str) -> Result<Function, DriverError> {
         let shared = &self.shared;
         shared.refuse_while_recording("function lookup", 0)?;
-        let handle = shared.raw(|api| api.module_function(self.handle, name))?.map_err(|code| match code {
-            Code::NOT_FOUND => {
-                DriverError::KernelMissing { module: self.name.clone(), kernel: name.to_owned() }
-            }
-            code => shared.fail("cuModuleGetFunction", code),
-        })?;
+        let handle =
+            shared.raw(|api| api.module_function(self.handle, name))?.map_err(|code| match code {
+                Code::NOT_FOUND => {
+                    DriverError::KernelMissing { module: self.name.clone(), kernel: name.to_owned() }
+                }
+                code => shared.fail("cuModuleGetFunction", code),
+            })?;
         let params = shared.call("cuFuncGetParamInfo", |api| api.function_params(handle))?;
         let attribute = |a| shared.call("cuFuncGetAttribute", |api| api.function_attribute(handle, a));
         let max_threads = attribute(FunctionAttribute::MaxThreadsPerBlock)?;
@@ -178,7 +179,8 @@ impl Function {
 
     fn set(&self, attribute: FunctionAttribute, value: i32) -> Result<(), DriverError> {
         let shared = self.inner.module.shared();
-        shared.call("cuFuncSetAttribute", |api| api.function_set_attribute(self.inner.handle, attribute, value))
+        shared
+            .call("cuFuncSetAttribute", |api| api.function_set_attribute(self.inner.handle, attribute, value))
     }
 
     pub(crate) fn handle(&self) -> FunctionHandle {

@@ -103,7 +103,10 @@ impl State {
     }
 }
 
-fn touches(memory: &Memory, accesses: impl Iterator<Item = (Buf, Access)>) -> Result<Vec<Touch>, DriverError> {
+fn touches(
+    memory: &Memory,
+    accesses: impl Iterator<Item = (Buf, Access)>,
+) -> Result<Vec<Touch>, DriverError> {
     let mut out = Vec::new();
     for (buf, access) in accesses {
         let start = memory.resolve(buf)?.address();
@@ -193,15 +196,20 @@ impl Queue for NodeSink<'_> {
             };
             let child = capture_library(job, side, call)?;
             state.add(NodeKind::Child, &touched, false, |deps| {
-                job.shared
-                    .call("cuGraphAddChildGraphNode", |api| api.graph_add_child(graph.handle, deps, child.handle))
+                job.shared.call("cuGraphAddChildGraphNode", |api| {
+                    api.graph_add_child(graph.handle, deps, child.handle)
+                })
             })
         })
     }
 }
 
 /// Captures one library call on the side stream, as a graph of its own.
-fn capture_library(job: &Job<'_>, side: StreamHandle, call: &LibraryCall<'_>) -> Result<OwnedGraph, DriverError> {
+fn capture_library(
+    job: &Job<'_>,
+    side: StreamHandle,
+    call: &LibraryCall<'_>,
+) -> Result<OwnedGraph, DriverError> {
     let mode = if job.options.global { CaptureMode::Global } else { CaptureMode::ThreadLocal };
     let capture = Capture::begin(job.shared, side, mode)?;
     // Named before the call and unnamed after it, also when it panics: the watchdog must not ask for a stream that

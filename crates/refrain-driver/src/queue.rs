@@ -15,7 +15,7 @@ use crate::watchdog::{Bark, WatchGuard};
 ///
 /// Three sinks implement it (it is sealed): a live stream, a stream under capture, and the recorder of explicit nodes.
 ///
-/// ```compile_fail
+/// ```compile_fail,E0277
 /// # use refrain_driver::{Queue, Launch, DriverError};
 /// fn elsewhere(q: &mut dyn Queue, l: &Launch) {
 ///     std::thread::scope(|s| { s.spawn(|| q.launch(l)); }); // a recorder stays on its thread
@@ -254,7 +254,9 @@ impl Queue for StreamSink<'_> {
         if let Some(keep) = &call.keep {
             self.keep.add_dyn(keep);
         }
-        self.step(NodeKind::Child, library_origin(call), || (call.run)(&mut LibraryStream { shared, memory, stream }))
+        self.step(NodeKind::Child, library_origin(call), || {
+            (call.run)(&mut LibraryStream { shared, memory, stream })
+        })
     }
 }
 

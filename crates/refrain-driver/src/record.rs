@@ -63,7 +63,7 @@ impl Stream {
     /// ([`DriverError::CaptureIncompatible`]). The recording ends itself when `f` fails or panics, and then nothing is
     /// left of it.
     ///
-    /// ```compile_fail
+    /// ```compile_fail,E0500
     /// # use refrain_driver::*;
     /// # use std::sync::Arc;
     /// # fn f(stream: &mut Stream, memory: &Arc<Memory>, options: &RecordOptions) -> Result<(), DriverError> {
@@ -74,7 +74,7 @@ impl Stream {
     /// # }
     /// ```
     ///
-    /// ```compile_fail
+    /// ```compile_fail,E0500
     /// # use refrain_driver::*;
     /// # use std::sync::Arc;
     /// # fn f(stream: &mut Stream, lease: &Lease, memory: &Arc<Memory>, logits: Buf, options: &RecordOptions)
@@ -87,7 +87,7 @@ impl Stream {
     /// # }
     /// ```
     ///
-    /// ```compile_fail
+    /// ```compile_fail,E0277
     /// # use refrain_driver::*;
     /// # use std::sync::Arc;
     /// # fn f(stream: &mut Stream, memory: &Arc<Memory>, launch: &Launch, options: &RecordOptions)

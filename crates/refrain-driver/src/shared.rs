@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::api::{
-    Api, CaptureStatus, Code, CtxHandle, DeviceInfo, DevicePtr, EventHandle, ExecHandle, HostPtr, ModuleHandle,
-    Raw, StreamHandle,
+    Api, CaptureStatus, Code, CtxHandle, DeviceInfo, DevicePtr, EventHandle, ExecHandle, HostPtr,
+    ModuleHandle, Raw, StreamHandle,
 };
 use crate::error::{DriverError, Lost, Origin};
 use crate::probe::Probe;

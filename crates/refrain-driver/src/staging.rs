@@ -47,7 +47,8 @@ impl Staging {
         shared.refuse_while_recording("pinned allocation", bytes)?;
         let ptr = shared.call("cuMemAllocHost", |api| api.alloc_host(bytes))?;
         let pinned = Arc::new(Pinned { shared: Arc::clone(shared), ptr });
-        let events = (0..n_slots).map(|_| Event::new(shared, false).map(Arc::new)).collect::<Result<_, _>>()?;
+        let events =
+            (0..n_slots).map(|_| Event::new(shared, false).map(Arc::new)).collect::<Result<_, _>>()?;
         Ok(Staging { pinned, slot_bytes, events, used: vec![false; n_slots], next: 0 })
     }
 
@@ -58,7 +59,12 @@ impl Staging {
     }
 
     /// Copies `bytes` into the next slot and from there, in stream order, to `to`.
-    pub(crate) fn send(&mut self, stream: &mut Stream, to: DevicePtr, bytes: &[u8]) -> Result<(), DriverError> {
+    pub(crate) fn send(
+        &mut self,
+        stream: &mut Stream,
+        to: DevicePtr,
+        bytes: &[u8],
+    ) -> Result<(), DriverError> {
         if bytes.len() > self.slot_bytes {
             return Err(DriverError::OutOfRange {
                 what: "a staging slot".to_owned(),

@@ -75,7 +75,8 @@ impl Bark {
 
 impl Watchdog {
     pub(crate) fn new() -> Watchdog {
-        let state = State { watch: Mutex::new(Watch::default()), changed: Condvar::new(), fired: AtomicU64::new(0) };
+        let state =
+            State { watch: Mutex::new(Watch::default()), changed: Condvar::new(), fired: AtomicU64::new(0) };
         Watchdog { state: Arc::new(state), started: AtomicBool::new(false) }
     }
 
@@ -88,7 +89,8 @@ impl Watchdog {
     pub(crate) fn arm(&self, shared: &Arc<Shared>, limit: Duration, bark: &Arc<Bark>) -> WatchGuard {
         if !self.started.swap(true, Ordering::AcqRel) {
             let state = Arc::clone(&self.state);
-            let thread = std::thread::Builder::new().name("refrain-watchdog".to_owned()).spawn(move || state.run());
+            let thread =
+                std::thread::Builder::new().name("refrain-watchdog".to_owned()).spawn(move || state.run());
             if let Err(error) = thread {
                 // Enqueueing still checks the clock itself, so a recording stays bounded between two calls.
                 tracing::warn!("no watchdog thread: {error}");
@@ -101,7 +103,13 @@ impl Watchdog {
             Armed { deadline, limit, stream: None, shared: Arc::downgrade(shared), bark: Arc::clone(bark) };
         lock(&self.state.watch).armed = Some(armed);
         self.state.changed.notify_all();
-        WatchGuard { state: Arc::clone(&self.state), shared: Arc::clone(shared), deadline, limit, bark: Arc::clone(bark) }
+        WatchGuard {
+            state: Arc::clone(&self.state),
+            shared: Arc::clone(shared),
+            deadline,
+            limit,
+            bark: Arc::clone(bark),
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use common::{Bed, faults};
 use refrain_driver::api::{Api, StreamHandle};
 use refrain_driver::sim::{Call, SimDriver, SimOptions};
 use refrain_driver::{
-    CaptureStatus, Code, Device, DriverError, Health, LibraryCall, Layout, Memory, Method, Module, NodeKind,
+    CaptureStatus, Code, Device, DriverError, Health, Layout, LibraryCall, Memory, Method, Module, NodeKind,
     RecordOptions, Staging, capture_status, probe,
 };
 
@@ -62,7 +62,10 @@ both! {
 
 #[test]
 fn row_6_explicit_nodes_work_on_a_driver_that_cannot_capture() {
-    let sim = SimDriver::new(SimOptions { faults: faults("on every begin_capture: fail 901"), ..SimOptions::default() });
+    let sim = SimDriver::new(SimOptions {
+        faults: faults("on every begin_capture: fail 901"),
+        ..SimOptions::default()
+    });
     let mut bed = Bed::on(&sim);
     assert_eq!(bed.record(Method::Stream).unwrap_err().code(), Some(Code::STREAM_CAPTURE_INVALIDATED));
     let graph = bed.record(Method::Nodes).unwrap();
@@ -148,7 +151,8 @@ both! {
 
 #[test]
 fn row_14_probe_errors_are_passed_on_and_901_and_905_mean_invalidated() {
-    for (code, expected) in [(901, Some(CaptureStatus::Invalidated)), (905, Some(CaptureStatus::Invalidated)), (999, None)]
+    for (code, expected) in
+        [(901, Some(CaptureStatus::Invalidated)), (905, Some(CaptureStatus::Invalidated)), (999, None)]
     {
         let bed = Bed::sim();
         bed.sim.as_ref().unwrap().inject(faults(&format!("on 1st stream_is_capturing: fail {code}")));
@@ -338,9 +342,10 @@ fn uploads_while_recording(device: &Device) {
             let tensor = vec![42_u8; common::BYTES as usize];
             for _ in 0..3000 {
                 let bytes = tensor.clone();
-                let result = worker.call_unless_recording("upload", bytes.len() as u64, Duration::from_secs(10), {
-                    move |bed: &mut Bed| bed.stream.upload(&mut bed.lease, bed.step.e, &bytes)
-                });
+                let result =
+                    worker.call_unless_recording("upload", bytes.len() as u64, Duration::from_secs(10), {
+                        move |bed: &mut Bed| bed.stream.upload(&mut bed.lease, bed.step.e, &bytes)
+                    });
                 match result {
                     Ok(()) => uploaded.fetch_add(1, Ordering::Relaxed),
                     Err(DriverError::CaptureIncompatible { what: "upload", bytes: common::BYTES }) => {

@@ -42,8 +42,16 @@ struct Row {
 }
 
 /// The columns after the three that name the row.
-const COLUMNS: [&str; 8] =
-    ["result", "status_after", "next_launch", "end_capture", "instantiate", "replay", "context_after", "nodes"];
+const COLUMNS: [&str; 8] = [
+    "result",
+    "status_after",
+    "next_launch",
+    "end_capture",
+    "instantiate",
+    "replay",
+    "context_after",
+    "nodes",
+];
 
 impl Row {
     fn kind(&self) -> StreamKind {
@@ -82,7 +90,11 @@ fn check_table(api: &dyn Api, ctx: CtxHandle, table: &'static str) -> Vec<String
         for ((column, expected), got) in COLUMNS.iter().zip(&row.fields[3..]).zip(&got) {
             // A dash in the node column means that nobody counted.
             if expected != got && !(*column == "nodes" && *expected == "-") {
-                mismatches.push(format!("line {}: {}: {column} is {got}, measured {expected}", row.line, row.name()));
+                mismatches.push(format!(
+                    "line {}: {}: {column} is {got}, measured {expected}",
+                    row.line,
+                    row.name()
+                ));
             }
         }
         if mismatches.len() > n_before {
@@ -349,7 +361,9 @@ impl<'a> Bench<'a> {
             "cuStreamBeginCapture(legacy)" => {
                 api.stream_begin_capture(StreamHandle::LEGACY, CaptureMode::ThreadLocal)
             }
-            "cuStreamCreate blocking" => api.stream_create(StreamKind::Blocking).map(|s| self.streams.push(s)),
+            "cuStreamCreate blocking" => {
+                api.stream_create(StreamKind::Blocking).map(|s| self.streams.push(s))
+            }
             "cuEventRecord(ev,legacy)" => api.event_record(event, StreamHandle::LEGACY),
             "cuEventRecord(ev,o)" => api.event_record(event, o),
             "cuEventQuery never recorded" => api.event_query(event),
@@ -478,7 +492,9 @@ fn the_table_has_all_its_rows_and_every_code_has_a_name() {
 
 #[test]
 fn the_simulated_device_answers_every_row_as_measured() {
-    for (seed, schedule) in [(1, Schedule::Seeded), (2, Schedule::Lazy), (3, Schedule::Eager), (4, Schedule::Seeded)] {
+    for (seed, schedule) in
+        [(1, Schedule::Seeded), (2, Schedule::Lazy), (3, Schedule::Eager), (4, Schedule::Seeded)]
+    {
         let sim = simulated(seed, schedule);
         let ctx = sim.primary_ctx_retain(0).expect("context");
         let mismatches = [check_table(&sim, ctx, TABLE), check_table(&sim, ctx, MORE)].concat();
@@ -496,7 +512,8 @@ fn a_device_that_answers_differently_is_noticed_in_every_row_it_touches() {
     let ctx = sim.primary_ctx_retain(0).expect("context");
     let mismatches = check_table(&sim, ctx, TABLE);
     // Own and foreign allocation: three modes on a non-blocking stream, and foreign ones on a blocking stream.
-    let rows: std::collections::BTreeSet<&str> = mismatches.iter().filter_map(|m| m.split_once(": ").map(|(line, _)| line)).collect();
+    let rows: std::collections::BTreeSet<&str> =
+        mismatches.iter().filter_map(|m| m.split_once(": ").map(|(line, _)| line)).collect();
     assert_eq!(rows.len(), 9, "{}", mismatches.join("\n"));
 }
 

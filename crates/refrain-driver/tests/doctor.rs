@@ -56,7 +56,14 @@ fn a_context_that_is_lost_on_the_way_leaves_rows_that_say_so() {
 fn everything_works_on_a_gpu() {
     let rows = examine(DeviceKind::Cuda(0));
     for r in &rows {
-        println!("{:28} {:7} {:60} {} {}", r.name, r.verdict.word(), r.measured, r.words, r.advice.as_deref().unwrap_or(""));
+        println!(
+            "{:28} {:7} {:60} {} {}",
+            r.name,
+            r.verdict.word(),
+            r.measured,
+            r.words,
+            r.advice.as_deref().unwrap_or("")
+        );
     }
     assert!(rows.iter().all(|r| matches!(r.verdict, Verdict::Good | Verdict::Note)), "{rows:#?}");
 }

@@ -75,23 +75,23 @@ fn errors_that_a_person_can_act_on_have_a_hint() {
     let hint = |e: DriverError| e.hint().unwrap_or_default();
     assert!(hint(DriverError::LibraryMissing { library: "libcuda.so.1" }).contains("nvidia-smi"));
     assert!(hint(DriverError::NoDevice { code: Code::NO_DEVICE }).contains("CUDA_VISIBLE_DEVICES"));
-    assert!(hint(DriverError::CaptureIncompatible { what: "upload", bytes: 1 }).contains("before the recording"));
+    assert!(
+        hint(DriverError::CaptureIncompatible { what: "upload", bytes: 1 }).contains("before the recording")
+    );
 }
 
 #[test]
 #[cfg_attr(feature = "gpu-tests", ignore = "this machine has a CUDA device")]
 fn asking_for_a_gpu_where_there_is_none_says_what_is_missing_and_how_to_check() {
     let error = Device::open(DeviceKind::Cuda(0)).unwrap_err();
-    assert!(
-        matches!(error, DriverError::LibraryMissing { .. } | DriverError::NoDevice { .. }),
-        "{error}"
-    );
+    assert!(matches!(error, DriverError::LibraryMissing { .. } | DriverError::NoDevice { .. }), "{error}");
     assert!(error.hint().unwrap().contains("nvidia-smi"));
 }
 
 #[test]
 fn a_device_number_that_does_not_exist_names_how_many_there_are() {
-    let none = Device::open(DeviceKind::Sim(SimOptions { n_devices: 0, ..SimOptions::default() })).unwrap_err();
+    let none =
+        Device::open(DeviceKind::Sim(SimOptions { n_devices: 0, ..SimOptions::default() })).unwrap_err();
     assert!(matches!(none, DriverError::NoDevice { .. }), "{none}");
 }
 

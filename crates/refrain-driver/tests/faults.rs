@@ -92,7 +92,9 @@ fn a_call_that_fails_at_any_point_leaks_nothing_and_the_next_life_is_good() {
 #[test]
 fn a_sticky_fault_at_any_point_is_final_for_the_device_and_nothing_is_sent_any_more() {
     for method in [Method::Stream, Method::Nodes] {
-        for call in [Call::Launch, Call::ExecLaunch, Call::MemcpyHtodAsync, Call::Alloc, Call::GraphInstantiate] {
+        for call in
+            [Call::Launch, Call::ExecLaunch, Call::MemcpyHtodAsync, Call::Alloc, Call::GraphInstantiate]
+        {
             for nth in 1..=4 {
                 let sim = fresh();
                 let device = Device::simulated(&sim).unwrap();

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use common::{BYTES, Bed, N};
 use refrain_driver::{
-    Access, Baked, Buf, Device, DriverError, EdgeKind, Launch, Layout, LibraryCall, Memory, Method, Module, NodeKind,
-    RecordOptions, Ring, Staging, probe,
+    Access, Baked, Buf, Device, DriverError, EdgeKind, Launch, Layout, LibraryCall, Memory, Method, Module,
+    NodeKind, RecordOptions, Ring, Staging, probe,
 };
 
 const METHODS: [Method; 2] = [Method::Stream, Method::Nodes];
@@ -359,4 +359,3 @@ both! {
         bed.stream.synchronize().unwrap();
     }
 }
-

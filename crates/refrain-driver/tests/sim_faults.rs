@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use refrain_driver::api::{Api, CaptureMode, CaptureStatus, Code, ExecHandle};
 use refrain_driver::sim::{FaultScript, FaultScriptError};
-use sim_common::{Bench, fill_params, PLAIN};
+use sim_common::{Bench, PLAIN, fill_params};
 
 /// A graph of one launch that fills `n` words with 5.
 fn recorded(b: &Bench, dst: refrain_driver::api::DevicePtr, n: u32) -> ExecHandle {
@@ -60,7 +60,10 @@ fn begin_end_and_instantiate_can_fail_and_the_next_recording_succeeds() {
          on 2nd instantiate: out of memory",
     );
     let p = b.words(4);
-    assert_eq!(b.sim.stream_begin_capture(b.s, CaptureMode::ThreadLocal), Err(Code::STREAM_CAPTURE_UNSUPPORTED));
+    assert_eq!(
+        b.sim.stream_begin_capture(b.s, CaptureMode::ThreadLocal),
+        Err(Code::STREAM_CAPTURE_UNSUPPORTED)
+    );
     assert_eq!(b.sim.stream_is_capturing(b.s), Ok(CaptureStatus::None));
     b.sim.stream_begin_capture(b.s, CaptureMode::ThreadLocal).expect("begin");
     assert_eq!(b.sim.stream_end_capture(b.s), Err(Code::UNKNOWN));
@@ -131,7 +134,9 @@ fn a_replay_can_succeed_with_exactly_one_wrong_byte() {
 
 #[test]
 fn copies_and_launches_can_be_wrong_by_a_byte_too() {
-    let b = Bench::with_faults("on 1st launch: wrong byte; on 2nd download: wrong byte; on 2nd upload: wrong byte");
+    let b = Bench::with_faults(
+        "on 1st launch: wrong byte; on 2nd download: wrong byte; on 2nd upload: wrong byte",
+    );
     let p = b.words(8);
     b.fill(b.s, p, 0, 8).expect("launch");
     b.sim.stream_synchronize(b.s).expect("wait");

@@ -121,7 +121,10 @@ fn unordered_nodes_over_the_same_bytes_are_reported() {
         build(&b, g, p);
         let reports = replay(&b, g);
         assert_eq!(reports.len(), n, "{reports:?}");
-        assert!(reports.iter().all(|r| r.starts_with("race between graph nodes") && r.contains(words)), "{reports:?}");
+        assert!(
+            reports.iter().all(|r| r.starts_with("race between graph nodes") && r.contains(words)),
+            "{reports:?}"
+        );
     }
 }
 
@@ -202,8 +205,7 @@ fn a_kernel_that_never_waits_may_really_run_first() {
 #[test]
 fn programmatic_edges_join_kernels_only_and_dependencies_are_nodes_of_the_graph() {
     let b = Bench::lazy();
-    let (g, h, p) =
-        (b.sim.graph_create().expect("graph"), b.sim.graph_create().expect("graph"), b.words(4));
+    let (g, h, p) = (b.sim.graph_create().expect("graph"), b.sim.graph_create().expect("graph"), b.words(4));
     let fill = b.sim.graph_add_memset(g, &[], p, 1, 16).expect("node");
     let add = |graph, deps: &[Dependency]| {
         b.sim.graph_add_kernel(graph, deps, b.function("fill"), &PLAIN, &fill_params(p, 1, 4)).map(drop)
@@ -261,9 +263,13 @@ fn copy_nodes_move_bytes_between_pinned_and_device_memory() {
     // SAFETY: the pinned memory outlives the graph.
     unsafe {
         let up = b.sim.graph_add_memcpy(g, &[], CopyEnd::Device(p), CopyEnd::Host(host), 8).expect("node");
-        let across =
-            b.sim.graph_add_memcpy(g, &after(&[up]), CopyEnd::Device(q), CopyEnd::Device(p), 8).expect("node");
-        b.sim.graph_add_memcpy(g, &after(&[across]), CopyEnd::Host(out), CopyEnd::Device(q), 8).expect("node");
+        let across = b
+            .sim
+            .graph_add_memcpy(g, &after(&[up]), CopyEnd::Device(q), CopyEnd::Device(p), 8)
+            .expect("node");
+        b.sim
+            .graph_add_memcpy(g, &after(&[across]), CopyEnd::Host(out), CopyEnd::Device(q), 8)
+            .expect("node");
         host.as_ptr().cast::<u64>().write(0x0102_0304_0506_0708);
     }
     assert_eq!(replay(&b, g), Vec::<String>::new());

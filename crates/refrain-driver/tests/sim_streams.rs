@@ -146,7 +146,9 @@ fn a_host_function_runs_in_its_turn_and_does_not_hold_the_driver() {
     let (flag, p) = (Arc::new(AtomicU32::new(0)), b.words(1));
     // SAFETY: the counter outlives the waits below.
     unsafe {
-        b.sim.launch_host_func(b.s, wait_for_the_flag, Arc::as_ptr(&flag) as *mut c_void).expect("host function");
+        b.sim
+            .launch_host_func(b.s, wait_for_the_flag, Arc::as_ptr(&flag) as *mut c_void)
+            .expect("host function");
         b.sim.launch_host_func(b.s, raise, Arc::as_ptr(&flag) as *mut c_void).expect("host function");
     }
     b.fill(b.s, p, 1, 1).expect("launch");
@@ -175,7 +177,8 @@ fn a_captured_step_runs_only_when_replayed_and_each_time() {
     b.sim.memcpy_dtod_async(one, one, 16, b.s).expect("copy");
     let graph = b.sim.stream_end_capture(b.s).expect("end");
     let kinds: Vec<NodeKind> = {
-        let mut kinds: Vec<_> = b.sim.graph_nodes(graph).expect("nodes").into_iter().map(|(_, k)| k).collect();
+        let mut kinds: Vec<_> =
+            b.sim.graph_nodes(graph).expect("nodes").into_iter().map(|(_, k)| k).collect();
         kinds.sort();
         kinds
     };
@@ -280,7 +283,8 @@ fn a_module_has_the_kernels_that_its_image_and_the_twins_agree_on() {
         .visible .entry add(.param .u64 a) { ret; }\n.visible .entry untold() { ret; }\n";
     let module = b.sim.module_load(ptx.as_bytes()).expect("module");
     let fill = b.sim.module_function(module, "fill").expect("function");
-    let layout: Vec<_> = b.sim.function_params(fill).expect("params").iter().map(|p| (p.offset, p.size)).collect();
+    let layout: Vec<_> =
+        b.sim.function_params(fill).expect("params").iter().map(|p| (p.offset, p.size)).collect();
     assert_eq!(layout, [(0, 8), (8, 4), (12, 4)]);
     assert_eq!(b.sim.module_function(module, "early"), Err(Code::NOT_FOUND));
     assert_eq!(b.sim.module_function(module, "untold"), Err(Code::NOT_FOUND));

@@ -62,11 +62,12 @@ fn a_panic_on_the_device_thread_is_an_error_and_the_thread_goes_on() {
         }
         other => panic!("{other:?}"),
     }
-    worker.call("check", LONG, |bed| {
-        bed.check_good();
-        Ok(())
-    })
-    .unwrap();
+    worker
+        .call("check", LONG, |bed| {
+            bed.check_good();
+            Ok(())
+        })
+        .unwrap();
     let failed = device.spawn(LONG, |_| -> Result<(), _> { panic!("in the beginning") });
     assert!(failed.is_err());
 }
@@ -92,7 +93,8 @@ fn dropping_a_worker_that_hangs_does_not_hang() {
     let (sim, device) = device();
     let worker = device.spawn(LONG, Bed::with_context).unwrap();
     sim.inject(faults("on 1st launch: hang"));
-    let stuck = worker.call("recording", Duration::from_millis(50), |bed| bed.record(Method::Stream).map(drop));
+    let stuck =
+        worker.call("recording", Duration::from_millis(50), |bed| bed.record(Method::Stream).map(drop));
     assert!(matches!(stuck, Err(DriverError::NoAnswer { .. })));
     let start = Instant::now();
     drop(worker);

@@ -252,9 +252,11 @@ proptest! {
         let RandomGraph { graph, .. } = random;
         let plan = Plan::new(&graph, PlanOptions::default()).unwrap();
         let dot = plan.to_dot();
-        prop_assert_eq!(dot.matches('{').count(), dot.matches('}').count());
-        prop_assert!(dot.matches('"').count().is_multiple_of(2));
-        prop_assert!(dot.starts_with("digraph plan {") && dot.ends_with("}\n"));
+        let [opened, closed, quotes] = ['{', '}', '"'].map(|c| dot.matches(c).count());
+        prop_assert_eq!(opened, closed);
+        prop_assert!(quotes.is_multiple_of(2));
+        let framed = dot.starts_with("digraph plan {") && dot.ends_with("}\n");
+        prop_assert!(framed);
         for s in 0..plan.steps().len() {
             let line = format!("    s{s} [label=");
             prop_assert_eq!(dot.matches(&line).count(), 1, "step {}", s);

@@ -127,7 +127,8 @@ pub(super) fn card(device: &Device) -> Row {
         i.pci
     );
     if device.backend() == "cuda" && i.compute < (7, 0) {
-        let mut row = Row::new("card", Verdict::Bad, measured, "the card is older than compute capability 7.0");
+        let mut row =
+            Row::new("card", Verdict::Bad, measured, "the card is older than compute capability 7.0");
         row.advice = Some("use the CPU backend on this machine".to_owned());
         return row;
     }
@@ -174,7 +175,9 @@ fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<Row, 
         };
         let eager = read(bench.stream.run(&mut bench.lease, false, |q| step.enqueue(q))?, &mut bench.stream)?;
         // Poisoned, so that a replay that writes nothing is not taken for one that writes the same.
-        bench.stream.run(&mut bench.lease, false, |q| written.iter().try_for_each(|(_, buf)| q.fill(*buf, 0xA5)))?;
+        bench
+            .stream
+            .run(&mut bench.lease, false, |q| written.iter().try_for_each(|(_, buf)| q.fill(*buf, 0xA5)))?;
         let replayed = read(graph.replay(&mut bench.lease, &mut bench.stream)?, &mut bench.stream)?;
         let expected = Step::expected(input);
         let wrong = (0..written.len()).find_map(|i| {
@@ -186,7 +189,8 @@ fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<Row, 
             Some(format!("c[{at}]: {}, right is {expected}", replayed[1][at]))
         });
         if let Some(measured) = wrong {
-            let mut row = Row::new(name, Verdict::Bad, measured, "a replay gives other bytes than the eager run");
+            let mut row =
+                Row::new(name, Verdict::Bad, measured, "a replay gives other bytes than the eager run");
             row.advice = Some("do not use graphs recorded this way on this machine".to_owned());
             return Ok(row);
         }
@@ -242,12 +246,14 @@ pub(super) fn allocate_under_capture(bench: &mut Bench) -> Result<Row, DriverErr
         step.enqueue(q)
     });
     Ok(match (refused, status, graph) {
-        (Some(Err(DriverError::CaptureIncompatible { bytes, .. })), Some(CaptureStatus::Active), Ok(_)) => Row::new(
-            name,
-            Verdict::Good,
-            format!("{bytes} bytes refused"),
-            "an allocation during a recording is refused at once, and the recording goes on",
-        ),
+        (Some(Err(DriverError::CaptureIncompatible { bytes, .. })), Some(CaptureStatus::Active), Ok(_)) => {
+            Row::new(
+                name,
+                Verdict::Good,
+                format!("{bytes} bytes refused"),
+                "an allocation during a recording is refused at once, and the recording goes on",
+            )
+        }
         (_, _, Err(error)) => Row::failed(name, &error),
         (refused, status, Ok(_)) => Row::new(
             name,
@@ -277,9 +283,10 @@ pub(super) fn watchdog(bench: &mut Bench) -> Result<Row, DriverError> {
     match broken {
         Err(DriverError::RecordingDeadline { last: Some(_), .. }) => {
             let status = bench.stream.capture_status()?;
-            let again = bench.stream.record(&bench.memory, Method::Stream, &RecordOptions::named(name), |q| {
-                step.enqueue(q)
-            });
+            let again =
+                bench
+                    .stream
+                    .record(&bench.memory, Method::Stream, &RecordOptions::named(name), |q| step.enqueue(q));
             let good = status == CaptureStatus::None && again.is_ok();
             let verdict = if good { Verdict::Good } else { Verdict::Bad };
             let words = if good {
@@ -300,9 +307,12 @@ pub(super) fn survived(bench: &mut Bench) -> Result<Row, DriverError> {
     let health = bench.stream.health(Duration::from_secs(5))?;
     let measured = format!("{:.2} ms", start.elapsed().as_secs_f64() * 1e3);
     Ok(match health {
-        Health::Healthy => {
-            Row::new(name, Verdict::Good, measured, "a launch, a copy and a wait work after the failures above")
-        }
+        Health::Healthy => Row::new(
+            name,
+            Verdict::Good,
+            measured,
+            "a launch, a copy and a wait work after the failures above",
+        ),
         Health::StreamLost { code } => {
             Row::new(name, Verdict::Bad, code.to_string(), "the stream is lost, the context works")
         }
@@ -342,7 +352,8 @@ pub(super) fn launch_cost(bench: &mut Bench) -> Result<Row, DriverError> {
     } else {
         "a graph saves nothing here"
     };
-    let verdict = if replayed < eager || bench.ctx.device().backend() == "sim" { Verdict::Good } else { Verdict::Note };
+    let verdict =
+        if replayed < eager || bench.ctx.device().backend() == "sim" { Verdict::Good } else { Verdict::Note };
     Ok(Row::new("launch cost", verdict, measured, words))
 }
 
@@ -381,7 +392,12 @@ pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
         measured += &format!(", {:.0} % of {:.0} GB/s", rate / peak * 100.0, peak / 1e9);
     }
     if device.backend() == "sim" {
-        return Ok(Row::new("read bandwidth", Verdict::Good, measured, "simulated: says nothing about a card"));
+        return Ok(Row::new(
+            "read bandwidth",
+            Verdict::Good,
+            measured,
+            "simulated: says nothing about a card",
+        ));
     }
     let slow = peak > 0.0 && rate < 0.6 * peak;
     let mut row = Row::new(
@@ -390,6 +406,7 @@ pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
         measured,
         "decoding reads every weight once per token, so this bounds tokens per second",
     );
-    row.advice = slow.then(|| "check with `nvidia-smi` that the card is idle and its clocks are up".to_owned());
+    row.advice =
+        slow.then(|| "check with `nvidia-smi` that the card is idle and its clocks are up".to_owned());
     Ok(row)
 }

@@ -14,8 +14,6 @@ use crate::shared::{Garbage, Shared, lock};
 
 pub(crate) use twins::register_twins;
 
-
-
 /// The probe kernels for any card: `refrain_probe_{nothing, fill, add, read, publish, spin, poke}`.
 pub const PROBE_PTX: &[u8] = include_bytes!("kernels.ptx");
 

@@ -35,8 +35,7 @@ impl RealDriver {
         info.l2_bytes = u64::from(optional(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE));
         info.shared_block_bytes =
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
-        info.shared_sm_bytes =
-            optional(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR);
+        info.shared_sm_bytes = optional(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR);
         info.max_block_threads = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?;
         info.bus_bits = optional(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH);
         info.memory_khz = optional(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE);

@@ -4,8 +4,8 @@ use cudarc::driver::sys;
 
 use super::{Packed, RealDriver, attributes, call, check, out};
 use crate::api::{
-    Code, CopyEnd, Dependency, DevicePtr, Edge, EdgeKind, FunctionHandle, GraphHandle, LaunchConfig, NodeHandle,
-    NodeKind, Raw,
+    Code, CopyEnd, Dependency, DevicePtr, Edge, EdgeKind, FunctionHandle, GraphHandle, LaunchConfig,
+    NodeHandle, NodeKind, Raw,
 };
 
 /// The edge that lets a kernel start early.
@@ -200,7 +200,13 @@ impl RealDriver {
         let mut data = vec![sys::CUgraphEdgeData { from_port: 0, to_port: 0, type_: 0, reserved: [0; 5] }; n];
         // SAFETY: the three lists have room for `n`, which the driver is told.
         check(unsafe {
-            (self.table.cuGraphGetEdges_v2)(graph.0, from.as_mut_ptr(), to.as_mut_ptr(), data.as_mut_ptr(), &mut n)
+            (self.table.cuGraphGetEdges_v2)(
+                graph.0,
+                from.as_mut_ptr(),
+                to.as_mut_ptr(),
+                data.as_mut_ptr(),
+                &mut n,
+            )
         })?;
         if n > from.len() {
             return Err(Code::UNKNOWN);

@@ -11,9 +11,9 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use crate::api::{
-    Api, CaptureMode, CaptureStatus, Code, CopyEnd, CtxHandle, Dependency, DeviceInfo, DevicePtr, Edge, EventHandle,
-    ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostFn, HostPtr, LaunchConfig, ModuleHandle,
-    NodeHandle, NodeKind, ParamInfo, Raw, StreamHandle, StreamKind,
+    Api, CaptureMode, CaptureStatus, Code, CopyEnd, CtxHandle, Dependency, DeviceInfo, DevicePtr, Edge,
+    EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostFn, HostPtr, LaunchConfig,
+    ModuleHandle, NodeHandle, NodeKind, ParamInfo, Raw, StreamHandle, StreamKind,
 };
 use crate::error::DriverError;
 use table::Table;
@@ -247,12 +247,24 @@ impl Api for RealDriver {
         check(unsafe { (self.table.cuMemcpyDtoH_v2)(dst.as_mut_ptr(), src.0, dst.len()) })
     }
 
-    unsafe fn memcpy_htod_async(&self, dst: DevicePtr, src: HostPtr, bytes: u64, stream: StreamHandle) -> Raw<()> {
+    unsafe fn memcpy_htod_async(
+        &self,
+        dst: DevicePtr,
+        src: HostPtr,
+        bytes: u64,
+        stream: StreamHandle,
+    ) -> Raw<()> {
         // SAFETY: the caller keeps `src` readable until the copy has run.
         check(unsafe { (self.table.cuMemcpyHtoDAsync_v2)(dst.0, src.as_ptr(), bytes as usize, stream.0) })
     }
 
-    unsafe fn memcpy_dtoh_async(&self, dst: HostPtr, src: DevicePtr, bytes: u64, stream: StreamHandle) -> Raw<()> {
+    unsafe fn memcpy_dtoh_async(
+        &self,
+        dst: HostPtr,
+        src: DevicePtr,
+        bytes: u64,
+        stream: StreamHandle,
+    ) -> Raw<()> {
         // SAFETY: the caller keeps `dst` writable and unused until the copy has run.
         check(unsafe { (self.table.cuMemcpyDtoHAsync_v2)(dst.as_ptr(), src.0, bytes as usize, stream.0) })
     }
@@ -318,7 +330,14 @@ impl Api for RealDriver {
         let null = std::ptr::null_mut();
         // SAFETY: both results outlive the call, and the driver allows null for the others.
         check(unsafe {
-            (self.table.cuStreamGetCaptureInfo_v2)(stream.0, &mut value, &mut id, null, null.cast(), null.cast())
+            (self.table.cuStreamGetCaptureInfo_v2)(
+                stream.0,
+                &mut value,
+                &mut id,
+                null,
+                null.cast(),
+                null.cast(),
+            )
         })?;
         let status = status(value)?;
         Ok((status, (status == CaptureStatus::Active).then_some(id)))
@@ -409,8 +428,10 @@ impl Api for RealDriver {
 
     fn occupancy(&self, function: FunctionHandle, block_threads: u32, shared_bytes: u32) -> Raw<u32> {
         let threads = i32::try_from(block_threads).map_err(|_| Code::INVALID_VALUE)?;
-        let blocks: i32 =
-            out!(self, cuOccupancyMaxActiveBlocksPerMultiprocessor(function.0, threads, shared_bytes as usize))?;
+        let blocks: i32 = out!(
+            self,
+            cuOccupancyMaxActiveBlocksPerMultiprocessor(function.0, threads, shared_bytes as usize)
+        )?;
         Ok(blocks as u32)
     }
 
@@ -482,7 +503,12 @@ impl Api for RealDriver {
         self.add_memset(graph, deps, dst, byte, bytes)
     }
 
-    fn graph_add_child(&self, graph: GraphHandle, deps: &[Dependency], child: GraphHandle) -> Raw<NodeHandle> {
+    fn graph_add_child(
+        &self,
+        graph: GraphHandle,
+        deps: &[Dependency],
+        child: GraphHandle,
+    ) -> Raw<NodeHandle> {
         self.add_node(graph, deps, |node, on| {
             // SAFETY: `node` and `on` outlive the call; both graphs are live (see `raw_driver`).
             unsafe { (self.table.cuGraphAddChildGraphNode)(node, graph.0, on.as_ptr(), on.len(), child.0) }

@@ -139,13 +139,9 @@ impl CallSet {
         let set: &[Call] = match word {
             "call" => return Some(CallSet::ANY),
             "allocation" => &[C::Alloc, C::AllocHost, C::AllocManaged, C::AllocAsync],
-            "copy" => &[
-                C::MemcpyHtod,
-                C::MemcpyDtoh,
-                C::MemcpyHtodAsync,
-                C::MemcpyDtohAsync,
-                C::MemcpyDtodAsync,
-            ],
+            "copy" => {
+                &[C::MemcpyHtod, C::MemcpyDtoh, C::MemcpyHtodAsync, C::MemcpyDtohAsync, C::MemcpyDtodAsync]
+            }
             "upload" => &[C::MemcpyHtod, C::MemcpyHtodAsync],
             "download" => &[C::MemcpyDtoh, C::MemcpyDtohAsync],
             "fill" | "memset" => &[C::MemsetAsync],

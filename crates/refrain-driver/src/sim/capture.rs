@@ -14,8 +14,8 @@ use super::ops::Op;
 use super::state::{EventState, State};
 use super::streams::{Kind, Work};
 use crate::api::{
-    CaptureMode, CaptureStatus, Code, CtxHandle, Dependency, EdgeKind, EventHandle, GraphHandle, NodeHandle, NodeKind,
-    Raw, StreamHandle,
+    CaptureMode, CaptureStatus, Code, CtxHandle, Dependency, EdgeKind, EventHandle, GraphHandle, NodeHandle,
+    NodeKind, Raw, StreamHandle,
 };
 
 pub(super) struct Capture {
@@ -107,7 +107,9 @@ impl State {
             }
             // The legacy stream stands for all blocking ones. Waiting for a stream that is not captured is allowed:
             // not in the table.
-            None if self.streams[&stream].kind == Kind::Legacy => self.check_legacy(self.streams[&stream].ctx),
+            None if self.streams[&stream].kind == Kind::Legacy => {
+                self.check_legacy(self.streams[&stream].ctx)
+            }
             None => Ok(()),
         }
     }

@@ -4,47 +4,21 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::capture::Capture;
-use super::graphs::{FlatGraph, GraphDef, GraphRun, GraphSlot, Node, NodeWork};
+use super::functions::{MAX_BLOCK_THREADS, N_SMS, SHARED_BLOCK_BYTES, SHARED_SM_BYTES, blocks_per_sm};
+use super::graphs::{FlatGraph, GraphDef, GraphRun, GraphSlot, NodeWork};
 use super::memory::Owner;
 use super::modules::entries;
-use super::ops::{HostCall, KernelOp, Op};
-use super::state::{Event, EventState, Exec, Function, Module, State};
+use super::ops::{HostCall, Op};
+use super::state::{Event, EventState, Exec, Module, State};
 use super::streams::{Kind, Work};
 use super::{Call, SimDriver};
 use crate::api::{
-    Api, CaptureMode, CaptureStatus, Census, Code, CopyEnd, CtxHandle, Dependency, DeviceInfo, DevicePtr, Edge,
-    EdgeKind, EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostFn, HostPtr, LaunchConfig,
-    ModuleHandle, NodeHandle, NodeKind, ParamInfo, Raw, StreamHandle, StreamKind,
+    Api, CaptureMode, CaptureStatus, Census, Code, CopyEnd, CtxHandle, Dependency, DeviceInfo, DevicePtr,
+    Edge, EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostFn, HostPtr,
+    LaunchConfig, ModuleHandle, NodeHandle, NodeKind, ParamInfo, Raw, StreamHandle, StreamKind,
 };
 
-const SHARED_BLOCK_BYTES: u32 = 227 * 1024;
-const SHARED_SM_BYTES: u32 = 228 * 1024;
-const N_SMS: u32 = 132;
-const MAX_BLOCK_THREADS: u32 = 1024;
-const MAX_SM_THREADS: u32 = 2048;
-/// `CUDA_ERROR_INVALID_CLUSTER_SIZE`.
-const INVALID_CLUSTER_SIZE: Code = Code(912);
-
 impl State {
-    fn function(&self, handle: FunctionHandle) -> Raw<&Function> {
-        self.functions.get(&handle).ok_or(Code::INVALID_HANDLE)
-    }
-
-    fn kernel_op(
-        &self,
-        function: FunctionHandle,
-        config: &LaunchConfig,
-        params: &[u8],
-    ) -> Raw<(CtxHandle, KernelOp)> {
-        let f = self.function(function)?;
-        check_launch(f, config)?;
-        if params.len() != f.twin.param_bytes {
-            return Err(Code::INVALID_VALUE);
-        }
-        let op = KernelOp { twin: f.twin.clone(), module: f.module, config: *config, params: params.into() };
-        Ok((f.ctx, op))
-    }
-
     /// Checks a range that a copy or a fill names, when the call is made.
     fn check_range(&mut self, what: &str, ptr: DevicePtr, bytes: u64) -> Raw<()> {
         if bytes == 0 {
@@ -54,30 +28,6 @@ impl State {
             self.report(format!("{what}: {why}"));
             Code::INVALID_VALUE
         })
-    }
-
-    fn graph(&self, handle: GraphHandle) -> Raw<&GraphSlot> {
-        self.graphs.get(&handle).ok_or(Code::INVALID_HANDLE)
-    }
-
-    fn add_node(&mut self, graph: GraphHandle, deps: &[Dependency], work: NodeWork) -> Raw<NodeHandle> {
-        let slot = self.graph(graph)?;
-        if slot.parent.is_some() {
-            return Err(Code::NOT_SUPPORTED);
-        }
-        let node = Node { handle: NodeHandle(0), work, deps: deps.to_vec() };
-        for (i, dep) in deps.iter().enumerate() {
-            let on = slot.def.position(dep.on).ok_or(Code::INVALID_VALUE)?;
-            let kernels = [slot.def.nodes[on].kind(), node.kind()] == [NodeKind::Kernel; 2];
-            if (dep.kind == EdgeKind::Programmatic && !kernels) || deps[..i].iter().any(|d| d.on == dep.on) {
-                return Err(Code::INVALID_VALUE);
-            }
-        }
-        let handle = NodeHandle(self.handle());
-        if let Some(slot) = self.graphs.get_mut(&graph) {
-            Arc::make_mut(&mut slot.def).nodes.push(Node { handle, ..node });
-        }
-        Ok(handle)
     }
 
     /// A host end that is pinned is checked like device memory whenever the copy runs.
@@ -93,16 +43,6 @@ impl State {
         }
     }
 
-    fn destroy_graph(&mut self, graph: GraphHandle) {
-        self.graphs.remove(&graph);
-        let borrowed: Vec<GraphHandle> =
-            self.graphs.iter().filter(|(_, g)| g.parent == Some(graph)).map(|(&h, _)| h).collect();
-        for child in borrowed {
-            self.children.retain(|_, h| *h != child);
-            self.destroy_graph(child);
-        }
-    }
-
     /// Something to wait for: the item that records an event and what the host then has seen.
     fn event_item(&self, event: EventHandle) -> Option<(u64, super::races::Clock)> {
         match &self.events[&event].state {
@@ -115,40 +55,6 @@ impl State {
         self.ctx()?;
         if self.events.contains_key(&event) { Ok(()) } else { Err(Code::INVALID_HANDLE) }
     }
-}
-
-fn check_launch(f: &Function, config: &LaunchConfig) -> Raw<()> {
-    let product = |d: [u32; 3]| d.iter().map(|&n| u64::from(n)).product::<u64>();
-    let block_threads = product(config.block);
-    let limit = f.attributes.get(&FunctionAttribute::MaxDynamicSharedBytes).map_or(48 * 1024, |&v| v as u32);
-    let fits = (1..=u64::from(MAX_BLOCK_THREADS)).contains(&block_threads)
-        && config.block[2] <= 64
-        && product(config.grid) > 0
-        && config.grid[0] <= i32::MAX as u32
-        && config.grid[1].max(config.grid[2]) <= 65535
-        && config.shared_bytes <= limit;
-    if !fits {
-        return Err(Code::INVALID_VALUE);
-    }
-    if let Some(cluster) = config.cluster {
-        let wide = f.attributes.get(&FunctionAttribute::NonPortableClusterSize) == Some(&1);
-        let size = product(cluster);
-        let tiles = (0..3).all(|i| cluster[i] > 0 && config.grid[i].is_multiple_of(cluster[i]));
-        if !tiles || size > if wide { 16 } else { 8 } {
-            return Err(INVALID_CLUSTER_SIZE);
-        }
-    }
-    let resident = u64::from(blocks_per_sm(block_threads as u32, config.shared_bytes)) * u64::from(N_SMS);
-    if config.cooperative && product(config.grid) > resident {
-        return Err(Code::COOPERATIVE_LAUNCH_TOO_LARGE);
-    }
-    Ok(())
-}
-
-fn blocks_per_sm(block_threads: u32, shared_bytes: u32) -> u32 {
-    let by_threads = MAX_SM_THREADS / block_threads.max(1).next_multiple_of(32);
-    // Each block takes a kilobyte of shared memory for the system.
-    by_threads.min(SHARED_SM_BYTES / (shared_bytes + 1024)).min(32)
 }
 
 impl SimDriver {
@@ -577,24 +483,7 @@ impl Api for SimDriver {
     fn module_function(&self, module: ModuleHandle, name: &str) -> Raw<FunctionHandle> {
         let mut state = self.enter(Call::ModuleFunction)?;
         state.ctx()?;
-        let found = state.modules.get(&module).ok_or(Code::INVALID_HANDLE)?;
-        let ctx = found.ctx;
-        let entry = found.entries.iter().find(|e| e.name == name).ok_or(Code::NOT_FOUND)?.clone();
-        let Some(twin) = state.twins.get(name).cloned() else {
-            state.report(format!("kernel {name} has no registered twin"));
-            return Err(Code::NOT_FOUND);
-        };
-        let twin_sizes: Vec<usize> = twin.params.iter().map(|p| p.size).collect();
-        if let Some(sizes) = entry.param_sizes.filter(|sizes| *sizes != twin_sizes) {
-            state.report(format!("kernel {name} has parameters of {sizes:?} bytes, its twin of {twin_sizes:?}"));
-            return Err(Code::INVALID_IMAGE);
-        }
-        let handle = FunctionHandle(state.handle());
-        state.functions.insert(handle, Function { module, ctx, twin, attributes: Default::default() });
-        if let Some(m) = state.modules.get_mut(&module) {
-            m.functions.push(handle);
-        }
-        Ok(handle)
+        state.find_function(module, name)
     }
 
     fn function_params(&self, function: FunctionHandle) -> Raw<Vec<ParamInfo>> {
@@ -604,19 +493,7 @@ impl Api for SimDriver {
 
     fn function_attribute(&self, function: FunctionHandle, attribute: FunctionAttribute) -> Raw<i32> {
         let state = self.enter(Call::FunctionAttribute)?;
-        let f = state.function(function)?;
-        if let Some(&value) = f.attributes.get(&attribute) {
-            return Ok(value);
-        }
-        Ok(match attribute {
-            FunctionAttribute::MaxThreadsPerBlock => MAX_BLOCK_THREADS as i32,
-            FunctionAttribute::StaticSharedBytes => f.twin.static_shared_bytes as i32,
-            FunctionAttribute::LocalBytes | FunctionAttribute::NonPortableClusterSize => 0,
-            FunctionAttribute::Registers => 32,
-            FunctionAttribute::BinaryVersion => 90,
-            FunctionAttribute::MaxDynamicSharedBytes => 48 * 1024,
-            FunctionAttribute::PreferredSharedCarveout => -1,
-        })
+        state.function(function).map(|f| f.attribute(attribute))
     }
 
     fn function_set_attribute(
@@ -627,18 +504,7 @@ impl Api for SimDriver {
     ) -> Raw<()> {
         let mut state = self.enter(Call::FunctionSetAttribute)?;
         let f = state.functions.get_mut(&function).ok_or(Code::INVALID_HANDLE)?;
-        let most_shared = SHARED_BLOCK_BYTES.saturating_sub(f.twin.static_shared_bytes) as i32;
-        let legal = match attribute {
-            FunctionAttribute::MaxDynamicSharedBytes => (0..=most_shared).contains(&value),
-            FunctionAttribute::PreferredSharedCarveout => (-1..=100).contains(&value),
-            FunctionAttribute::NonPortableClusterSize => (0..=1).contains(&value),
-            _ => false,
-        };
-        if !legal {
-            return Err(Code::INVALID_VALUE);
-        }
-        f.attributes.insert(attribute, value);
-        Ok(())
+        f.set_attribute(attribute, value)
     }
 
     fn occupancy(&self, function: FunctionHandle, block_threads: u32, shared_bytes: u32) -> Raw<u32> {
@@ -762,29 +628,14 @@ impl Api for SimDriver {
     fn graph_edges(&self, graph: GraphHandle) -> Raw<Vec<Edge>> {
         let state = self.enter(Call::GraphEdges)?;
         let nodes = &state.graph(graph)?.def.nodes;
-        let edges = nodes.iter().flat_map(|n| {
-            n.deps.iter().map(|d| Edge { from: d.on, to: n.handle, kind: d.kind })
-        });
+        let edges =
+            nodes.iter().flat_map(|n| n.deps.iter().map(|d| Edge { from: d.on, to: n.handle, kind: d.kind }));
         Ok(edges.collect())
     }
 
     fn graph_child(&self, node: NodeHandle) -> Raw<GraphHandle> {
         let mut state = self.enter(Call::GraphChild)?;
-        if let Some(&handle) = state.children.get(&node) {
-            return Ok(handle);
-        }
-        let found = state.graphs.iter().find_map(|(&h, g)| {
-            let i = g.def.position(node)?;
-            match &g.def.nodes[i].work {
-                NodeWork::Child(def) => Some((h, def.clone())),
-                NodeWork::Op(..) => None,
-            }
-        });
-        let (parent, def) = found.ok_or(Code::INVALID_VALUE)?;
-        let handle = GraphHandle(state.handle());
-        state.graphs.insert(handle, GraphSlot { def, parent: Some(parent) });
-        state.children.insert(node, handle);
-        Ok(handle)
+        state.child_graph(node)
     }
 
     fn graph_instantiate(&self, graph: GraphHandle) -> Raw<ExecHandle> {

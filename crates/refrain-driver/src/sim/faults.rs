@@ -214,8 +214,11 @@ fn parse_rule(rule: usize, text: &str) -> Result<Rule, FaultScriptError> {
         return Err(bad(trigger.trim()));
     }
     let word = name.join("_").replace('-', "_");
-    let calls = CallSet::from_word(&word)
-        .ok_or_else(|| FaultScriptError::UnknownCall { rule, text: owned(), word })?;
+    let calls = CallSet::from_word(&word).ok_or_else(|| FaultScriptError::UnknownCall {
+        rule,
+        text: owned(),
+        word,
+    })?;
     let action = parse_action(rule, text, action.trim())?;
     if action == Action::WrongByte && !calls.all(Call::writes) {
         return Err(FaultScriptError::WritesNothing { rule, text: owned() });
@@ -224,13 +227,16 @@ fn parse_rule(rule: usize, text: &str) -> Result<Rule, FaultScriptError> {
 }
 
 fn parse_action(rule: usize, text: &str, action: &str) -> Result<Action, FaultScriptError> {
-    let unknown =
-        || FaultScriptError::UnknownAction { rule, text: text.to_owned(), word: action.to_owned() };
+    let unknown = || FaultScriptError::UnknownAction { rule, text: text.to_owned(), word: action.to_owned() };
     let code = |word: &str| {
         let by_number = word.parse::<u32>().ok().filter(|&n| n != 0).map(Code);
         by_number
             .or_else(|| Code::from_name(&word.trim_start_matches("cuda_error_").to_uppercase()))
-            .ok_or_else(|| FaultScriptError::UnknownCode { rule, text: text.to_owned(), word: word.to_owned() })
+            .ok_or_else(|| FaultScriptError::UnknownCode {
+                rule,
+                text: text.to_owned(),
+                word: word.to_owned(),
+            })
     };
     let words: Vec<&str> = action.split_whitespace().collect();
     match words.as_slice() {

@@ -58,9 +58,10 @@ impl GraphDef {
     pub(super) fn renamed(&self, next_handle: &mut impl FnMut() -> u64) -> GraphDef {
         let mut nodes: Vec<Node> = Vec::with_capacity(self.nodes.len());
         for node in &self.nodes {
-            let deps = node.deps.iter().filter_map(|d| {
-                Some(Dependency { on: nodes[self.position(d.on)?].handle, kind: d.kind })
-            });
+            let deps = node
+                .deps
+                .iter()
+                .filter_map(|d| Some(Dependency { on: nodes[self.position(d.on)?].handle, kind: d.kind }));
             let deps = deps.collect();
             let work = match &node.work {
                 NodeWork::Child(child) => NodeWork::Child(Arc::new(child.renamed(next_handle))),
@@ -113,9 +114,10 @@ impl FlatGraph {
             .iter()
             .filter_map(|n: &FlatNode| if let Op::Alloc(start) = n.op { Some(start) } else { None })
             .collect();
-        let chain = nodes.iter().enumerate().all(|(i, n)| {
-            i == 0 || n.deps.iter().any(|&(on, kind)| on + 1 == i && kind == EdgeKind::Full)
-        });
+        let chain = nodes
+            .iter()
+            .enumerate()
+            .all(|(i, n)| i == 0 || n.deps.iter().any(|&(on, kind)| on + 1 == i && kind == EdgeKind::Full));
         let mut flat = FlatGraph { nodes, before: Vec::new(), chain, allocs, source };
         if !chain && flat.nodes.len() <= MAX_CHECKED_NODES {
             flat.before = flat.order_table();
@@ -234,7 +236,8 @@ impl FlatGraph {
     /// An early access lies between the two points of its node, so it is after another node's main point only if the
     /// node's start is.
     fn ordered(&self, x: usize, ax: &Access, y: usize, ay: &Access) -> bool {
-        self.is_before(point(x, true), point(y, !ay.early)) || self.is_before(point(y, true), point(x, !ax.early))
+        self.is_before(point(x, true), point(y, !ay.early))
+            || self.is_before(point(y, true), point(x, !ax.early))
     }
 }
 

@@ -127,7 +127,11 @@ impl<'a> SimKernel<'a> {
         bytes.map(bytemuck::pod_read_unaligned).ok_or_else(|| {
             self.record(Fault::new(
                 Code::LAUNCH_FAILED,
-                format!("the twin reads parameter {i} as {} bytes, it is {:?}", size_of::<T>(), self.layout.get(i)),
+                format!(
+                    "the twin reads parameter {i} as {} bytes, it is {:?}",
+                    size_of::<T>(),
+                    self.layout.get(i)
+                ),
             ))
         })
     }
@@ -224,7 +228,9 @@ impl<'a> SimKernel<'a> {
             Place::Device { .. } => self.read_one(ptr),
             // SAFETY: the address was located in live pinned memory and is aligned; host and device touch such words
             // only with atomics.
-            Place::Pinned { addr } => Ok(unsafe { AtomicU32::from_ptr(addr as *mut u32) }.load(Ordering::Acquire)),
+            Place::Pinned { addr } => {
+                Ok(unsafe { AtomicU32::from_ptr(addr as *mut u32) }.load(Ordering::Acquire))
+            }
         }
     }
 
@@ -236,7 +242,9 @@ impl<'a> SimKernel<'a> {
         match self.check::<u64>(ptr, 1, false)? {
             Place::Device { .. } => self.read_one(ptr),
             // SAFETY: as in `load_acquire_u32`.
-            Place::Pinned { addr } => Ok(unsafe { AtomicU64::from_ptr(addr as *mut u64) }.load(Ordering::Acquire)),
+            Place::Pinned { addr } => {
+                Ok(unsafe { AtomicU64::from_ptr(addr as *mut u64) }.load(Ordering::Acquire))
+            }
         }
     }
 

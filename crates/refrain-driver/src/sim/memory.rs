@@ -267,9 +267,8 @@ impl Memory {
     pub(super) fn free_host(&mut self, addr: u64) -> Result<Option<String>, Code> {
         let pinned = self.pinned.remove(&addr).ok_or(Code::INVALID_VALUE)?;
         self.host_used -= pinned.bytes as u64;
-        let report = (!pinned.guards_intact()).then(|| {
-            format!("guard zone overwritten around {} pinned bytes at {addr:#x}", pinned.bytes)
-        });
+        let report = (!pinned.guards_intact())
+            .then(|| format!("guard zone overwritten around {} pinned bytes at {addr:#x}", pinned.bytes));
         self.freed.insert(addr, pinned.bytes as u64);
         self.quarantine.push_back(pinned);
         if self.quarantine.len() > QUARANTINE {
@@ -288,7 +287,8 @@ impl Memory {
                 self.freed.insert(start, a.bytes);
             }
         }
-        let gone: Vec<u64> = self.pinned.iter().filter(|(_, p)| p.ctx == ctx).map(|(&addr, _)| addr).collect();
+        let gone: Vec<u64> =
+            self.pinned.iter().filter(|(_, p)| p.ctx == ctx).map(|(&addr, _)| addr).collect();
         for addr in gone {
             let _ = self.free_host(addr);
         }

@@ -10,18 +10,20 @@
 //! Invariant: after a sticky fault every call that needs a context returns it, in every context, for good.
 
 mod calls; // the driver's calls by name
+mod capture; // the capture state machine
+mod driver; // the interface
+mod edits; // graphs by handle
 mod faults; // what goes wrong, and when
+mod functions; // attributes and limits of a launch
+mod graphs; // graphs and their orders
+mod kernels; // reference functions in place of machine code
 mod memory; // device and pinned memory
 mod modules; // which kernels an image holds
-mod kernels; // reference functions in place of machine code
 mod ops; // one piece of device work
-mod streams; // queues of work
-mod capture; // the capture state machine
-mod graphs; // graphs and their orders
 mod races; // who touched which bytes
-mod state; // everything behind the lock
-mod driver; // the interface
 mod rng;
+mod state; // everything behind the lock
+mod streams; // queues of work
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -136,7 +138,9 @@ impl SimDriver {
     /// A device with nothing on it and no kernels registered.
     #[must_use]
     pub fn new(options: SimOptions) -> SimDriver {
-        SimDriver { shared: Arc::new(Shared { state: Mutex::new(State::new(options)), changed: Condvar::new() }) }
+        SimDriver {
+            shared: Arc::new(Shared { state: Mutex::new(State::new(options)), changed: Condvar::new() }),
+        }
     }
 
     /// The same device as the driver interface.
@@ -170,7 +174,8 @@ impl SimDriver {
     #[must_use]
     pub fn stats(&self) -> SimStats {
         let state = self.lock();
-        let calls = Call::ALL.iter().map(|&call| (call, state.n_calls[call as usize])).filter(|(_, n)| *n > 0);
+        let calls =
+            Call::ALL.iter().map(|&call| (call, state.n_calls[call as usize])).filter(|(_, n)| *n > 0);
         SimStats { live: state.census(), calls: calls.collect(), n_hung: state.n_hung }
     }
 
@@ -242,11 +247,7 @@ impl SimDriver {
         Ok(state)
     }
 
-    fn hang<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, State>,
-        time: Option<Duration>,
-    ) -> MutexGuard<'a, State> {
+    fn hang<'a>(&'a self, mut state: MutexGuard<'a, State>, time: Option<Duration>) -> MutexGuard<'a, State> {
         let until = time.map(|t| Instant::now() + t);
         let n_releases = state.n_releases;
         state.n_hung += 1;

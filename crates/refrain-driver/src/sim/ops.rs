@@ -41,10 +41,21 @@ pub(super) struct KernelOp {
 pub(super) enum Op {
     Empty,
     Kernel(KernelOp),
-    Copy { dst: CopyEnd, src: CopyEnd, bytes: u64 },
+    Copy {
+        dst: CopyEnd,
+        src: CopyEnd,
+        bytes: u64,
+    },
     /// A copy whose source was taken when it was enqueued: pageable memory outside a capture.
-    Upload { dst: u64, data: Arc<[u8]> },
-    Memset { dst: u64, byte: u8, bytes: u64 },
+    Upload {
+        dst: u64,
+        data: Arc<[u8]>,
+    },
+    Memset {
+        dst: u64,
+        byte: u8,
+        bytes: u64,
+    },
     Host(HostCall),
     Alloc(u64),
     Free(u64),
@@ -115,9 +126,9 @@ impl Op {
             Op::Alloc(start) => memory
                 .bring_to_life(*start)
                 .map_err(|code| Fault::new(code, "stream-ordered allocation failed when its turn came")),
-            Op::Free(start) => memory
-                .free(*start)
-                .map_err(|_| Fault::new(Code::ILLEGAL_ADDRESS, format!("free of {start:#x}, which is not allocated"))),
+            Op::Free(start) => memory.free(*start).map_err(|_| {
+                Fault::new(Code::ILLEGAL_ADDRESS, format!("free of {start:#x}, which is not allocated"))
+            }),
         };
         let result = result.map_err(|fault| match self {
             Op::Kernel(_) => fault,
@@ -141,7 +152,10 @@ fn run_kernel(k: &KernelOp, memory: &mut Memory) -> (AccessLog, Result<(), Fault
                 .map(String::as_str)
                 .or_else(|| panic.downcast_ref::<&str>().copied())
                 .unwrap_or("no message");
-            Err(Fault::new(Code::LAUNCH_FAILED, format!("the twin of kernel {} panicked: {text}", k.twin.name)))
+            Err(Fault::new(
+                Code::LAUNCH_FAILED,
+                format!("the twin of kernel {} panicked: {text}", k.twin.name),
+            ))
         }
     };
     (log, result)

@@ -1,6 +1,7 @@
 //! Which bytes each piece of work touched, and whether two pieces that nothing orders touched the same ones.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 /// One range of bytes touched by one piece of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +109,7 @@ pub(super) struct History {
 struct Past {
     count: u64,
     access: Access,
-    what: String,
+    what: Arc<str>,
 }
 
 /// Ranges remembered per stream; older ones are forgotten, which can only miss a race.
@@ -129,9 +130,9 @@ impl History {
         if self.streams.len() <= idx {
             self.streams.resize_with(idx + 1, VecDeque::new);
         }
-        let count = clock.get(idx);
+        let (count, what) = (clock.get(idx), Arc::<str>::from(what));
         let pasts = &mut self.streams[idx];
-        pasts.extend(log.as_slice().iter().map(|&access| Past { count, access, what: what.to_owned() }));
+        pasts.extend(log.as_slice().iter().map(|&access| Past { count, access, what: what.clone() }));
         let excess = pasts.len().saturating_sub(REMEMBERED);
         pasts.drain(..excess);
         found

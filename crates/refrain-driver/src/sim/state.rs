@@ -7,6 +7,7 @@ use std::thread::ThreadId;
 use super::calls::Call;
 use super::capture::Capture;
 use super::faults::FaultScript;
+use super::functions::Function;
 use super::graphs::{FlatGraph, GraphSlot};
 use super::kernels::Twin;
 use super::memory::Memory;
@@ -17,8 +18,8 @@ use super::rng::Rng;
 use super::streams::{Kind, Stream};
 use super::{Schedule, SimOptions};
 use crate::api::{
-    CaptureMode, Census, Code, CtxHandle, EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle,
-    ModuleHandle, NodeHandle, Raw, StreamHandle,
+    CaptureMode, Census, Code, CtxHandle, EventHandle, ExecHandle, FunctionHandle, GraphHandle, ModuleHandle,
+    NodeHandle, Raw, StreamHandle,
 };
 
 pub(super) struct Context {
@@ -33,9 +34,16 @@ pub(super) struct Context {
 pub(super) enum EventState {
     Never,
     /// Recorded on a stream: the queue item that records it.
-    Recorded { item: u64, clock: Clock, done_at_ns: Option<u64> },
+    Recorded {
+        item: u64,
+        clock: Clock,
+        done_at_ns: Option<u64>,
+    },
     /// Recorded on a capturing stream.
-    Captured { capture: u64, frontier: Vec<crate::api::Dependency> },
+    Captured {
+        capture: u64,
+        frontier: Vec<crate::api::Dependency>,
+    },
 }
 
 pub(super) struct Event {
@@ -48,13 +56,6 @@ pub(super) struct Module {
     pub(super) ctx: CtxHandle,
     pub(super) entries: Vec<Entry>,
     pub(super) functions: Vec<FunctionHandle>,
-}
-
-pub(super) struct Function {
-    pub(super) module: ModuleHandle,
-    pub(super) ctx: CtxHandle,
-    pub(super) twin: Arc<Twin>,
-    pub(super) attributes: HashMap<FunctionAttribute, i32>,
 }
 
 pub(super) struct Exec {

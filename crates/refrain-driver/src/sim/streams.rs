@@ -1,6 +1,7 @@
 //! Streams: queues of work that run when somebody waits, or when chance has it, and never before their dependencies.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use super::graphs::GraphRun;
 use super::ops::{HostCall, Op, WorkFault, falsify, falsify_host};
@@ -44,8 +45,11 @@ pub(super) struct Stream {
     /// Destroyed while work was left: it goes when the queue is empty.
     pub(super) destroyed: bool,
     /// What the running chain of programmatic launches touched: its next link may start before they end.
-    chain: Vec<(String, Access)>,
+    chain: Vec<(Arc<str>, Access)>,
 }
+
+/// Ranges of a chain that are remembered; older links can be taken to have ended.
+const CHAIN: usize = 1024;
 
 /// What one step of a stream came to.
 pub(super) enum Step {
@@ -95,12 +99,7 @@ impl State {
     }
 
     /// Queues work behind everything the stream must wait for, and `after`.
-    pub(super) fn enqueue(
-        &mut self,
-        handle: StreamHandle,
-        work: Work,
-        after: Option<(u64, &Clock)>,
-    ) -> u64 {
+    pub(super) fn enqueue(&mut self, handle: StreamHandle, work: Work, after: Option<(u64, &Clock)>) -> u64 {
         let id = self.next_item;
         self.next_item += 1;
         let (ctx, kind, idx) = {
@@ -284,7 +283,10 @@ impl State {
         } else {
             stream.chain.clear();
         }
-        stream.chain.extend(log.as_slice().iter().map(|&a| (op.what(), a)));
+        let what: Arc<str> = op.what().into();
+        stream.chain.extend(log.as_slice().iter().map(|&a| (what.clone(), a)));
+        let excess = stream.chain.len().saturating_sub(CHAIN);
+        stream.chain.drain(..excess);
         race
     }
 

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{
-    Baked, Buf, Context, Device, DeviceKind, DriverError, Function, Graph, Launch, Layout, Lease, Memory, Method, Module,
-    Queue, RecordOptions, Stream, probe,
+    Baked, Buf, Context, Device, DeviceKind, DriverError, Function, Graph, Launch, Layout, Lease, Memory,
+    Method, Module, Queue, RecordOptions, Stream, probe,
 };
 
 pub const N: u32 = 256;

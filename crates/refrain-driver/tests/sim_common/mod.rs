@@ -3,8 +3,8 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use refrain_driver::api::{
-    Api, Code, CtxHandle, DevicePtr, EventHandle, FunctionHandle, LaunchConfig, ModuleHandle, Raw, StreamHandle,
-    StreamKind,
+    Api, Code, CtxHandle, DevicePtr, EventHandle, FunctionHandle, LaunchConfig, ModuleHandle, Raw,
+    StreamHandle, StreamKind,
 };
 use refrain_driver::sim::{FaultScript, Schedule, SimDriver, SimOptions, Twin};
 

@@ -1,0 +1,140 @@
+//! `refrain plan`: what a step does, in which memory.
+
+mod bandwidth;
+mod html;
+mod text;
+
+use crate::cli::Context;
+use crate::opts::DeviceOpts;
+use crate::out::{Out, short_rate, short_time, talk};
+use crate::resolve;
+use anyhow::Context as _;
+use bandwidth::Bandwidth;
+use refrain::graph::{Buffer, Place, Plan, Step};
+use refrain::Session;
+use refrain_hub::Bytes;
+use std::path::{Path, PathBuf};
+
+/// Show the plan of a step: segments, steps, memory, bytes per token
+///
+/// A model's step is planned once: every buffer has its address before anything runs. The arena map shows which step
+/// uses which bytes. The bytes that a token reads, divided by the memory's bandwidth, bound the speed.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  refrain plan smollm2
+  refrain plan smollm2 --tokens 64 --html plan.html
+  refrain plan ./model.gguf --dot plan.dot && dot -Tsvg plan.dot -o plan.svg
+  refrain plan smollm2 --bandwidth measure")]
+pub(crate) struct Args {
+    /// A path, a short name such as smollm2, or owner/repo[:QUANT]
+    #[arg(value_name = "MODEL")]
+    model: String,
+    /// Tokens in the step: 1 for decoding, more for reading a prompt
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    tokens: usize,
+    /// Write the plan for Graphviz
+    #[arg(long, value_name = "FILE")]
+    dot: Option<PathBuf>,
+    /// Write a page with the arena map as a picture and every step
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// The memory's bandwidth in GB/s, or `measure`, for the bound on speed
+    #[arg(long, value_name = "GB/S")]
+    bandwidth: Option<Bandwidth>,
+    /// Tokens that the cache holds [default: the smaller of the model's and 4096]
+    #[arg(short, long, value_name = "N")]
+    context: Option<usize>,
+    #[command(flatten)]
+    device: DeviceOpts,
+}
+
+pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+    let session_options = args.device.session(args.context)?;
+    let model = resolve::find(Some(&args.model), context)?.open()?;
+    let mut session = Session::new(&model, &session_options)?;
+    let n_tokens = args.tokens.clamp(1, session.context());
+    if n_tokens != args.tokens {
+        talk!("a step has 1 to {} tokens; this is the plan for {n_tokens}", session.context());
+    }
+    let title = format!("{}, {n_tokens} tokens on {}", model.name(), session.backend());
+    let holds = session.context();
+    let plan = session.plan(n_tokens)?;
+    if let Some(path) = &args.dot {
+        write(path, &plan.to_dot())?;
+    }
+    if let Some(path) = &args.html {
+        write(path, &html::page(&title, plan, &bounds(plan, holds, args.bandwidth)))?;
+    }
+    let mut out = Out::new();
+    out.line(&title)?;
+    out.text(&text::segments(plan))?;
+    out.line("")?;
+    out.text(&text::steps(plan))?;
+    out.line("")?;
+    out.text(&text::arena(plan))?;
+    out.line("")?;
+    for line in bounds(plan, holds, args.bandwidth) {
+        out.line(line)?;
+    }
+    Ok(())
+}
+
+fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    talk!("written: {}", path.display());
+    Ok(())
+}
+
+/// What a step reads, and how fast it can be at most.
+fn bounds(plan: &Plan, context: usize, bandwidth: Option<Bandwidth>) -> Vec<String> {
+    let traffic = plan.traffic();
+    let at_full = traffic.weight_bytes + traffic.kv_bytes_per_position * context;
+    let kv = Bytes(traffic.kv_bytes_per_position as u64);
+    let mut lines = vec![
+        format!("reads    {} of weights in a step", Bytes(traffic.weight_bytes as u64)),
+        format!("         {kv} of KV cache for each position looked back on"),
+        format!("         {} in a step at a full context of {context}", Bytes(at_full as u64)),
+    ];
+    if let Some(bandwidth) = bandwidth {
+        let per_second = bandwidth.bytes_per_second();
+        let step = traffic.weight_bytes as f64 / per_second;
+        let full = at_full as f64 / per_second;
+        lines.push(format!(
+            "bound    {} steps/s at {:.1} GB/s{}: {} each, {} at a full context",
+            short_rate(1.0 / step.max(f64::MIN_POSITIVE)),
+            per_second / 1e9,
+            if bandwidth == Bandwidth::Measure { " (measured)" } else { "" },
+            short_time(step),
+            short_time(full),
+        ));
+    }
+    lines
+}
+
+/// Buffers that lie in the arena, with their offsets.
+fn in_arena(plan: &Plan) -> impl Iterator<Item = (usize, usize, &Buffer)> {
+    plan.buffers().iter().enumerate().filter_map(|(idx, buffer)| match buffer.place {
+        Place::Arena { offset } => Some((idx, offset, buffer)),
+        Place::Control { .. } | Place::Weight(_) | Place::State(_) => None,
+    })
+}
+
+/// The step that first writes a buffer.
+fn writer(plan: &Plan, buffer_idx: usize) -> Option<(usize, &Step)> {
+    let writes = |step: &Step| step.outputs.iter().any(|o| o.buffer.idx() == buffer_idx);
+    plan.steps().iter().enumerate().find(|(_, step)| writes(step))
+}
+
+/// The types a step reads and writes, as its kernel is chosen by them.
+fn kernel(step: &Step) -> String {
+    let mut reads: Vec<String> = step.inputs.iter().map(|o| o.dtype.to_string()).collect();
+    reads.dedup();
+    let writes = step.outputs.first().map_or_else(String::new, |o| format!(" > {}", o.dtype));
+    format!("{}{writes}", reads.join(" "))
+}
+
+fn shapes(step: &Step) -> String {
+    let shapes: Vec<String> = step.outputs.iter().map(|o| o.layout.shape().to_string()).collect();
+    shapes.join(" ")
+}

@@ -1,0 +1,53 @@
+//! What the host pays for a replay, on top of the driver call.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::Bed;
+use refrain_driver::Method;
+use refrain_driver::api::{Api, StreamKind};
+use refrain_driver::sim::{Schedule, SimDriver, SimOptions};
+
+const PER_BATCH: u32 = 100;
+const BATCHES: usize = 60;
+
+/// The cheapest of many batches: what the code costs when nothing disturbs it.
+fn cheapest(mut batch: impl FnMut() -> Duration) -> Duration {
+    (0..BATCHES).map(|_| batch()).min().unwrap_or_default() / PER_BATCH
+}
+
+#[test]
+fn a_replay_costs_the_host_less_than_two_microseconds_of_its_own() {
+    let sim = SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() });
+    let mut bed = Bed::on(&sim);
+    let graph = bed.record(Method::Nodes).unwrap();
+    let ours = cheapest(|| {
+        let start = Instant::now();
+        for _ in 0..PER_BATCH {
+            graph.replay(&mut bed.lease, &mut bed.stream).unwrap();
+        }
+        let took = start.elapsed();
+        bed.stream.synchronize().unwrap();
+        took
+    });
+    // The driver call alone, for a graph of as many nodes.
+    let raw = sim.graph_create().unwrap();
+    for _ in 0..graph.info().nodes.len() {
+        sim.graph_add_empty(raw, &[]).unwrap();
+    }
+    let exec = sim.graph_instantiate(raw).unwrap();
+    let stream = sim.stream_create(StreamKind::NonBlocking).unwrap();
+    let driver = cheapest(|| {
+        let start = Instant::now();
+        for _ in 0..PER_BATCH {
+            sim.exec_launch(exec, stream).unwrap();
+        }
+        let took = start.elapsed();
+        sim.stream_synchronize(stream).unwrap();
+        took
+    });
+    let own = ours.saturating_sub(driver);
+    println!("replay {ours:?}, the driver call alone {driver:?}, own {own:?}");
+    assert!(own < Duration::from_micros(2), "replay {ours:?}, the driver call alone {driver:?}");
+}

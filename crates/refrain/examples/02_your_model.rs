@@ -1,0 +1,27 @@
+//! A model of your own, greedy, with the run's ledger at the end.
+//!
+//! `cargo run --release -p refrain --example 02_your_model -- model.gguf "The capital of France is"`
+
+use refrain::{Generate, Model, Prompt, SamplingParams, Session, SessionOptions, StepKind};
+
+fn main() -> Result<(), refrain::Error> {
+    let mut args = std::env::args().skip(1);
+    let (Some(path), Some(prompt)) = (args.next(), args.next()) else {
+        eprintln!("usage: 02_your_model MODEL PROMPT");
+        return Ok(());
+    };
+    let model = Model::open(path)?;
+    let mut session = Session::new(&model, &SessionOptions::default())?;
+    let options =
+        Generate { sampling: Some(SamplingParams::greedy()), max_tokens: Some(48), ..Generate::default() };
+    let mut text = String::new();
+    for piece in session.generate(Prompt::Text(&prompt), &options)? {
+        text += &piece?.text;
+    }
+    println!("{text}");
+    for kind in [StepKind::Prefill, StepKind::Decode] {
+        let tally = session.ledger().tally(kind);
+        println!("{kind:?}: {tally}, {:.1} tokens/s", tally.tokens_per_second().unwrap_or(0.0));
+    }
+    Ok(())
+}
