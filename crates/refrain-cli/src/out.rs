@@ -92,7 +92,7 @@ fn printable(text: &str) -> String {
 }
 
 /// Says a line on standard error. A closed standard error silences the talk, it does not end the program.
-pub(crate) fn talk(line: fmt::Arguments<'_>) {
+pub(crate) fn say_line(line: fmt::Arguments<'_>) {
     let _ = writeln!(anstream::stderr().lock(), "{line}");
 }
 
@@ -106,7 +106,7 @@ pub(crate) fn whisper(text: &str) {
 
 /// Says a line on standard error, with styles where the terminal has them.
 macro_rules! talk {
-    ($($arg:tt)*) => { $crate::out::talk(format_args!($($arg)*)) };
+    ($($arg:tt)*) => { $crate::out::say_line(format_args!($($arg)*)) };
 }
 pub(crate) use talk;
 

@@ -60,11 +60,12 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     let title = format!("{}, {n_tokens} tokens on {}", model.name(), session.backend());
     let holds = session.context();
     let plan = session.plan(n_tokens)?;
+    let bounds = bounds(plan, holds, args.bandwidth);
     if let Some(path) = &args.dot {
         write(path, &plan.to_dot())?;
     }
     if let Some(path) = &args.html {
-        write(path, &html::page(&title, plan, &bounds(plan, holds, args.bandwidth)))?;
+        write(path, &html::page(&title, plan, &bounds))?;
     }
     let mut out = Out::new();
     out.line(&title)?;
@@ -74,7 +75,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     out.line("")?;
     out.text(&text::arena(plan))?;
     out.line("")?;
-    for line in bounds(plan, holds, args.bandwidth) {
+    for line in bounds {
         out.line(line)?;
     }
     Ok(())

@@ -60,6 +60,10 @@ impl CpuBackend {
         self.pool.n_threads()
     }
 
+    pub(crate) fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
     /// Instructions in use.
     pub fn level(&self) -> Level {
         self.level

@@ -22,6 +22,7 @@ mod attention; // the KV cache
 mod rows; // ops on rows
 mod sample; // choosing a token
 mod backend; // all of it behind the trait
+mod bandwidth; // what memory can deliver
 
 pub use backend::{Compiled, CpuBackend, CpuError};
 pub use sample::sample_row;

@@ -252,14 +252,14 @@ impl Launch {
             let limit = self.function.max_shared_bytes();
             return fail("dynamic shared bytes", u64::from(c.shared_bytes), u64::from(limit));
         }
-        if let Some(cluster) = c.cluster {
-            if product(cluster) == 0 || cluster.iter().zip(c.grid).any(|(&n, g)| g % n.max(1) != 0) {
-                return fail(
-                    "a cluster that does not divide the grid: blocks per cluster",
-                    product(cluster),
-                    blocks,
-                );
-            }
+        if let Some(cluster) = c.cluster
+            && (product(cluster) == 0 || cluster.iter().zip(c.grid).any(|(&n, g)| g % n != 0))
+        {
+            return fail(
+                "a cluster that does not divide the grid: blocks per cluster",
+                product(cluster),
+                blocks,
+            );
         }
         if c.cooperative {
             let per_sm = self.function.occupancy(threads as u32, c.shared_bytes)?;

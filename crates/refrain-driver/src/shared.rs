@@ -286,10 +286,10 @@ impl Drop for Shared {
             lock(&self.bin).extend(probe.into_garbage());
         }
         self.empty_bin();
-        if self.lost.get().is_none() {
-            if let Err(code) = self.api.primary_ctx_release(self.ordinal) {
-                tracing::warn!("releasing the context of device {}: {code}", self.ordinal);
-            }
+        if self.lost.get().is_none()
+            && let Err(code) = self.api.primary_ctx_release(self.ordinal)
+        {
+            tracing::warn!("releasing the context of device {}: {code}", self.ordinal);
         }
         if CURRENT.try_with(Cell::get) == Ok(self.id) {
             CURRENT.set(0);

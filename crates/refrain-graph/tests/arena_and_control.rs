@@ -65,7 +65,8 @@ fn input(name: &str, dtype: DType, n: usize) -> Input {
 
 #[test]
 fn a_value_of_the_wrong_size_or_dtype_is_refused_and_changes_nothing() {
-    let inputs = [input("tokens", DType::I32, 3), input("params", DType::F32, 2), input("rng", DType::U32, 4)];
+    let inputs =
+        [input("tokens", DType::I32, 3), input("params", DType::F32, 2), input("rng", DType::U32, 4)];
     let layout = ControlLayout::new(&inputs, 64);
     let mut block = ControlBlock::new(&layout);
     let [tokens, params, rng] = ["tokens", "params", "rng"].map(|n| layout.find(n).unwrap());

@@ -15,11 +15,14 @@ fn count(graph: &Graph, op: impl Fn(&Op) -> bool) -> usize {
 
 /// Short floats turn the last bit of an f32 into a visible step, which a comparison could not tell from a bug.
 fn without_casts(choices: Vec<Choice>) -> Vec<Choice> {
-    choices.into_iter().map(|[kind, a, b, c]| [kind, a, if kind % 24 == 17 { b - b % 3 } else { b }, c]).collect()
+    choices
+        .into_iter()
+        .map(|[kind, a, b, c]| [kind, a, if kind % 24 == 17 { b - b % 3 } else { b }, c])
+        .collect()
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
     fn joined_graphs_compute_the_same(choices in choices(60)) {

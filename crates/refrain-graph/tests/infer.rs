@@ -2,8 +2,8 @@
 
 use proptest::prelude::*;
 use refrain_graph::{
-    Attention, Binary, Gate, HostBuf, HostCall, HostCallError, HostFn, InferError, Op, Reduce, Rope, RopeStyle,
-    SAMPLE_PARAMS, TensorType, Unary, View,
+    Attention, Binary, Gate, HostBuf, HostCall, HostCallError, HostFn, InferError, Op, Reduce, Rope,
+    RopeStyle, SAMPLE_PARAMS, TensorType, Unary, View,
 };
 use refrain_tensor::{DType, Shape};
 use std::sync::Arc;
@@ -36,7 +36,8 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
     let rope = Rope { style: RopeStyle::Neox, n_dims: 6, magnitude: 1.0 };
     let attention = Attention { scale: 1.0, window: None, softcap: None };
     let cache = t(DType::F16, &[9, 2, 16, 8]);
-    let sample = [f(&[2, 50]), f(&[2, SAMPLE_PARAMS]), t(DType::U32, &[2, 4]), i(&[2, 7]), i(&[2, 3]), f(&[2, 3])];
+    let sample =
+        [f(&[2, 50]), f(&[2, SAMPLE_PARAMS]), t(DType::U32, &[2, 4]), i(&[2, 7]), i(&[2, 3]), f(&[2, 3])];
     vec![
         (Op::View(View::Reshape(Shape::from([6]))), vec![i(&[2, 3])], vec![i(&[6])]),
         (Op::View(View::Permute(vec![1, 0])), vec![t(DType::Q8_0, &[3, 32])], vec![t(DType::Q8_0, &[32, 3])]),
@@ -55,7 +56,11 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
         (Op::Gate(Gate::Silu), vec![f(&[3, 4]), f(&[3, 4])], vec![f(&[3, 4])]),
         (Op::Rope(rope), vec![f(&[5, 2, 8]), i(&[5]), f(&[3])], vec![f(&[5, 2, 8])]),
         (Op::KvAppend, vec![cache, f(&[5, 2, 8]), i(&[5]), i(&[5]), i(&[3, 4])], vec![cache]),
-        (Op::Attention(attention), vec![f(&[5, 6, 8]), cache, cache, i(&[5]), i(&[5]), i(&[3, 4])], vec![f(&[5, 6, 8])]),
+        (
+            Op::Attention(attention),
+            vec![f(&[5, 6, 8]), cache, cache, i(&[5]), i(&[5]), i(&[3, 4])],
+            vec![f(&[5, 6, 8])],
+        ),
         (Op::Sample, sample.to_vec(), vec![i(&[2]), f(&[2])]),
     ]
 }
@@ -93,7 +98,8 @@ fn every_op_refuses_each_input_in_a_dtype_or_rank_it_has_not() {
                 let error = op.infer(&given).unwrap_err();
                 let text = error.to_string();
                 assert!(text.starts_with(op.name()), "{text}");
-                let names_a_side = text.contains(&wrong.to_string()) || text.contains(&inputs[index].to_string());
+                let names_a_side =
+                    text.contains(&wrong.to_string()) || text.contains(&inputs[index].to_string());
                 assert!(names_a_side || matches!(error, InferError::Input { .. }), "{text}");
                 assert!(text.contains(", expected "), "{text}");
             }
@@ -112,14 +118,26 @@ fn refusals_name_both_sides() {
     let attention = Attention { scale: 1.0, window: None, softcap: None };
     let cache = f(&[9, 2, 16, 8]);
     let cases = [
-        (refusal(Op::MatMul, &[f(&[5, 64]), f(&[63, 10])]), "matmul: input 1 is F32[63, 10], expected 64 rows"),
-        (refusal(Op::MatMul, &[f(&[64]), f(&[64, 10])]), "matmul: input 0 is F32[64], expected at least two dimensions"),
-        (refusal(Op::MatMul, &[q(&[2, 32]), f(&[32, 10])]), "matmul: input 0 is Q8_0[2, 32], expected F32, F16 or BF16"),
+        (
+            refusal(Op::MatMul, &[f(&[5, 64]), f(&[63, 10])]),
+            "matmul: input 1 is F32[63, 10], expected 64 rows",
+        ),
+        (
+            refusal(Op::MatMul, &[f(&[64]), f(&[64, 10])]),
+            "matmul: input 0 is F32[64], expected at least two dimensions",
+        ),
+        (
+            refusal(Op::MatMul, &[q(&[2, 32]), f(&[32, 10])]),
+            "matmul: input 0 is Q8_0[2, 32], expected F32, F16 or BF16",
+        ),
         (
             refusal(Op::MatMul, &[f(&[3, 2, 4]), f(&[2, 4, 5])]),
             "matmul: input 1 is F32[2, 4, 5], expected outer dimensions that broadcast with [3, 2, 4]",
         ),
-        (refusal(Op::Binary(Binary::Add), &[f(&[3]), t(DType::F16, &[3])]), "add: input 1 is F16[3], expected F32"),
+        (
+            refusal(Op::Binary(Binary::Add), &[f(&[3]), t(DType::F16, &[3])]),
+            "add: input 1 is F16[3], expected F32",
+        ),
         (
             refusal(Op::Binary(Binary::Mul), &[f(&[3]), f(&[4])]),
             "mul: input 1 is F32[4], expected a shape that broadcasts with [3]",
@@ -134,8 +152,14 @@ fn refusals_name_both_sides() {
             "cast: input 0 is I32[32], expected numbers: F32, F16, BF16 or a quantised dtype",
         ),
         (refusal(Op::Copy, &[q(&[32, 3])]), "copy: input 0 is Q8_0[32, 3], expected rows of whole blocks"),
-        (refusal(Op::RmsNorm { eps: 0.0 }, &[f(&[2, 8]), f(&[7])]), "rms_norm: input 1 is F32[7], expected one weight per column"),
-        (refusal(Op::Gate(Gate::Silu), &[f(&[2, 8]), f(&[8])]), "silu_gate: input 1 is F32[8], expected F32[2, 8]"),
+        (
+            refusal(Op::RmsNorm { eps: 0.0 }, &[f(&[2, 8]), f(&[7])]),
+            "rms_norm: input 1 is F32[7], expected one weight per column",
+        ),
+        (
+            refusal(Op::Gate(Gate::Silu), &[f(&[2, 8]), f(&[8])]),
+            "silu_gate: input 1 is F32[8], expected F32[2, 8]",
+        ),
         (
             refusal(Op::Rope(rope), &[f(&[5, 2, 8]), i(&[5]), f(&[8])]),
             "rope: input 0 is F32[5, 2, 8], expected heads of at least 16 elements",
@@ -165,7 +189,10 @@ fn refusals_name_both_sides() {
             "slice: slice 2..2+2 of dimension 1 lies outside [2, 3]",
         ),
         (
-            refusal(Op::HostCall(HostCall { name: "never", because: "test", function: Arc::new(Never) }), &[f(&[1])]),
+            refusal(
+                Op::HostCall(HostCall { name: "never", because: "test", function: Arc::new(Never) }),
+                &[f(&[1])],
+            ),
             "never: takes no inputs, got 1",
         ),
     ];

@@ -68,7 +68,7 @@ fn fewest_recordable(graph: &Graph) -> usize {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
     fn every_order_respects_the_graph_and_is_cut_as_seldom_as_possible(

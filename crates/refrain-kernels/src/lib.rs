@@ -1,3 +1,68 @@
 //! CUDA kernels, their compilation and their typed launchers.
 //!
-//! Invariant: nothing here allocates device memory or waits.
+//! Invariant: nothing here allocates device memory, launches or waits; a launcher only describes a launch.
+//! Invariant: a launcher refuses, with op, dtype and shape, what its kernel's header does not allow. What it returns
+//! touches only the bytes of the buffers it names, so the `unsafe` of loading code stays in this crate.
+//! Invariant: every kernel has a twin, and the simulated device runs it.
+//!
+//! # What is where
+//!
+//! | to | use |
+//! |---|---|
+//! | load the kernels for a device | [`Kernels::load`] |
+//! | open a simulated device that knows the twins | [`simulated`], [`register_twins`] |
+//! | describe an op's launches | the methods of [`Kernels`]: one `Args` structure each |
+//! | know how much scratch an op needs | [`attention_scratch_bytes`], [`sample_scratch_bytes`] |
+//! | compile ahead of time | [`compile_all`], [`Kernels::with_prebuilt`] |
+//!
+//! # Conventions
+//!
+//! Activations are F32. Inputs are [`View`]s, mirrors of a plan's operands, and may be strided as far as the launcher
+//! says; outputs are dense. One-dimensional weights are F32; matrices `[n, k]` are in their file's dtype, dense, and
+//! start at a multiple of 16 bytes. Positions, sequences, block tables and ids are I32 in device memory and are read by
+//! the kernel at each run; a negative position marks a row of padding, which writes nothing to a cache.
+//! Grid sizes follow from the shapes alone, so that one recording serves every state of the control block.
+
+mod error; // what a launcher or the compiler refuses
+mod view; // operands, and how far they may be strided
+mod registry; // every kernel, with its parameters and its twin
+mod twin; // what twins share
+mod load; // from sources to functions on a device
+mod nvrtc; // the compiler library
+mod cache; // compiled code on disk
+mod source; // the .cu files
+
+mod linear; // y = x . w^T
+mod gather; // rows of a table
+mod norm; // RMS norms
+mod elementwise; // functions of elements; gates
+mod copy; // copies and casts
+mod rope; // rotary embedding
+mod kv; // writing the KV cache
+mod attention; // reading it
+mod rows; // reductions and softmax over rows
+mod sample; // choosing a token
+mod commit; // making it the next step's input
+
+// launchers: complete
+
+pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
+pub use cache::KernelCache;
+pub use commit::{
+    COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState,
+};
+pub use copy::{CastArgs, CopyArgs};
+pub use elementwise::{BinaryArgs, GateArgs, UnaryArgs};
+pub use error::KernelError;
+pub use gather::GatherRowsArgs;
+pub use kv::KvAppendArgs;
+pub use linear::{LINEAR_DTYPES, LinearArgs};
+pub use load::{Arch, Kernels, LoadOptions, Origin, register_twins, simulated};
+pub use norm::{AddRmsNormArgs, RmsNormArgs};
+pub use nvrtc::{Image, Nvrtc, compile_all};
+pub use registry::{KernelInfo, kernels};
+pub use rope::RopeArgs;
+pub use rows::{ReduceArgs, SoftmaxArgs};
+pub use sample::{SampleArgs, sample_scratch_bytes};
+pub use source::Family;
+pub use view::View;

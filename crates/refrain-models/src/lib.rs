@@ -10,6 +10,7 @@ mod model; // hyperparameters and weights, made into graphs
 mod step; // what every architecture's step has in common
 mod weights; // finding, checking and naming weights
 mod rope; // frequencies of rotary embeddings
+mod shapes; // random weights of well-known sizes
 mod error;
 
 mod gemma3;
@@ -20,4 +21,5 @@ mod qwen3;
 pub use error::ModelError;
 pub use model::{Head, KvSpec, Model, StepSpec};
 pub use rope::inverse_frequencies;
+pub use shapes::{NamedShape, QuantMix, SHAPES};
 pub use weights::TensorSource;

@@ -33,9 +33,12 @@ fn rope_multiplies_pairs_by_a_turning_complex_number() {
     let positions = [0, 5, -1, 1023];
     let inv_freq: Vec<f32> = (0..n_dims / 2).map(|i| 500f32.powf(-(i as f32) / 4.0)).collect();
     let freq = HostTensor::from_f32(Shape::from([n_dims / 2]), &inv_freq).unwrap();
-    for (style, magnitude) in
-        [(RopeStyle::Neox, 1.0), (RopeStyle::Interleaved, 1.0), (RopeStyle::Neox, 1.3), (RopeStyle::Interleaved, 0.7)]
-    {
+    for (style, magnitude) in [
+        (RopeStyle::Neox, 1.0),
+        (RopeStyle::Interleaved, 1.0),
+        (RopeStyle::Neox, 1.3),
+        (RopeStyle::Interleaved, 0.7),
+    ] {
         let op = Op::Rope(Rope { style, n_dims, magnitude });
         let got = eval(&op, &[&x, &ints(&[n], &positions), &freq]).unwrap();
         let mut want = x.to_f32().unwrap();
@@ -105,8 +108,11 @@ impl World {
     /// A cache that was filled row by row in a shuffled order, with padding rows between.
     fn cache(&self, of: &[Vec<Vec<f32>>], dtype: DType) -> HostTensor {
         let ty = TensorType::new(dtype, [self.n_blocks, self.n_kv_heads, self.kv_block, self.head_dim]);
-        let mut rows: Vec<(i32, i32)> =
-            of.iter().enumerate().flat_map(|(s, l)| (0..l.len()).map(move |p| (s as i32, p as i32))).collect();
+        let mut rows: Vec<(i32, i32)> = of
+            .iter()
+            .enumerate()
+            .flat_map(|(s, l)| (0..l.len()).map(move |p| (s as i32, p as i32)))
+            .collect();
         rows.push((0, -1));
         let order = Rng::new(9).shuffled(rows.len());
         let rows: Vec<(i32, i32)> = order.into_iter().map(|i| rows[i]).collect();
@@ -120,7 +126,8 @@ impl World {
         let positions = ints(&n, &rows.iter().map(|r| r.1).collect::<Vec<_>>());
         let seqs = ints(&n, &rows.iter().map(|r| r.0).collect::<Vec<_>>());
         let mut bytes = encode(dtype, &vec![0.0; ty.shape.n_elements()]);
-        let inputs = [&x, &positions, &seqs, &self.tables()].map(In::from);
+        let tables = self.tables();
+        let inputs = [&x, &positions, &seqs, &tables].map(In::from);
         run(&Op::KvAppend, &inputs, &mut [Out { ty, bytes: &mut bytes }]).unwrap();
         HostTensor::new(dtype, ty.shape, refrain_tensor::Bytes::new(bytes)).unwrap()
     }

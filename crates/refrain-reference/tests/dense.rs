@@ -59,7 +59,8 @@ fn products_of_small_matrices_are_known() {
 /// `a[x, m, k] * b[y, k, n]` with batches broadcast, by the definition.
 fn naive(a: &HostTensor, b: &HostTensor, batch: &[usize]) -> Vec<f32> {
     let wide = |t: &HostTensor| {
-        let inner = &t.shape().dims()[t.shape().rank() - 2..];
+        let shape = t.shape();
+        let inner = &shape.dims()[shape.rank() - 2..];
         let layout = t.layout().broadcast_to(Shape::new(&[batch, inner].concat()).unwrap()).unwrap();
         (layout, t.with_layout(Layout::contiguous(Shape::from([stored(t)]))).unwrap().to_f32().unwrap())
     };
@@ -121,7 +122,10 @@ fn quantised_weights_multiply_as_their_decoded_numbers() {
 fn gathering_takes_rows_and_gives_zeros_for_negative_ids() {
     let table = f32s(&[3, 2], &[0.0, 1.0, 10.0, 11.0, 20.0, 21.0]);
     let op = Op::GatherRows(DType::F32);
-    assert_eq!(one(op.clone(), &[&table, &i32s(&[2, -1, 0, 2])]), [20.0, 21.0, 0.0, 0.0, 0.0, 1.0, 20.0, 21.0]);
+    assert_eq!(
+        one(op.clone(), &[&table, &i32s(&[2, -1, 0, 2])]),
+        [20.0, 21.0, 0.0, 0.0, 0.0, 1.0, 20.0, 21.0]
+    );
     let error = eval(&op, &[&table, &i32s(&[0, 3])]).unwrap_err();
     assert_eq!(error.to_string(), "row is 3, must be below 3");
     let turned = viewed(&table, View::Permute(vec![1, 0]));

@@ -142,12 +142,18 @@ fn shifted(logits: &[f32], sampling: Sampling<'_>) -> Vec<f32> {
 fn penalties_and_bias_shift_the_logits_they_name() {
     let logits = [1.0, -1.0, 2.0, 0.5];
     let history = [2, -1, 1, 2, 77, 2];
-    let with = |set: &[(SampleParam, f32)]| shifted(&logits, Sampling { params: &params(set), history: &history, ..PLAIN });
+    let with = |set: &[(SampleParam, f32)]| {
+        shifted(&logits, Sampling { params: &params(set), history: &history, ..PLAIN })
+    };
     assert_eq!(with(&[]), logits);
     assert_eq!(with(&[(SampleParam::RepeatPenalty, 2.0)]), [1.0, -2.0, 1.0, 0.5]);
     assert_eq!(with(&[(SampleParam::FrequencyPenalty, 0.25)]), [1.0, -1.25, 1.25, 0.5]);
     assert_eq!(with(&[(SampleParam::PresencePenalty, 0.5)]), [1.0, -1.5, 1.5, 0.5]);
-    let all = [(SampleParam::RepeatPenalty, 2.0), (SampleParam::FrequencyPenalty, 0.25), (SampleParam::PresencePenalty, 0.5)];
+    let all = [
+        (SampleParam::RepeatPenalty, 2.0),
+        (SampleParam::FrequencyPenalty, 0.25),
+        (SampleParam::PresencePenalty, 0.5),
+    ];
     assert_eq!(with(&all), [1.0, -2.75, -0.25, 0.5]);
     let biased = Sampling { bias_ids: &[3, -1, 0, 9, 3], bias: &[1.0, 9.0, -0.5, 9.0, 0.25], ..PLAIN };
     assert_eq!(shifted(&logits, biased), [0.5, -1.0, 2.0, 1.75]);
@@ -217,7 +223,8 @@ fn masked_tokens_never_come() {
     let mut logits = [f32::NEG_INFINITY; 40];
     logits[17] = -3.0;
     logits[30] = -4.0;
-    let set = params(&[(SampleParam::TopK, 20.0), (SampleParam::TopP, 0.999), (SampleParam::Temperature, 5.0)]);
+    let set =
+        params(&[(SampleParam::TopK, 20.0), (SampleParam::TopP, 0.999), (SampleParam::Temperature, 5.0)]);
     let counts = counts(&logits, Sampling { params: &set, ..PLAIN }, 1_000);
     assert_eq!(counts[17] + counts[30], 1_000);
     assert!(counts[17] > 0 && counts[30] > 0);
@@ -227,7 +234,9 @@ fn masked_tokens_never_come() {
 fn the_same_seed_and_position_give_the_same_token() {
     let mut rng = Rng::new(3);
     let logits: Vec<f32> = (0..500).map(|_| rng.normal()).collect();
-    let run = |seed| (0..50).map(|position| pick(&logits, Sampling { seed, position, ..PLAIN }).0).collect::<Vec<_>>();
+    let run = |seed| {
+        (0..50).map(|position| pick(&logits, Sampling { seed, position, ..PLAIN }).0).collect::<Vec<_>>()
+    };
     assert_eq!(run(5), run(5));
     assert_ne!(run(5), run(6));
     // Both halves of the seed count.

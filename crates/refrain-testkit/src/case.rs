@@ -3,7 +3,9 @@
 use crate::compare::{Tol, compare_tensors};
 use crate::eval::{Feed, evaluate};
 use crate::fill::{Fill, tensor};
-use refrain_graph::{Graph, GraphBuilder, GraphError, Op, State, StateId, TensorType, View, Weight, WeightId};
+use refrain_graph::{
+    Graph, GraphBuilder, GraphError, Op, State, StateId, TensorType, View, Weight, WeightId,
+};
 use refrain_tensor::{DType, HostTensor, Shape};
 use std::fmt;
 
@@ -97,7 +99,10 @@ impl Case {
     /// When the graph cannot be built.
     pub fn build<F>(name: impl Into<String>, op: Op, tol: Tol, args: Vec<Arg>, nodes: F) -> Case
     where
-        F: FnOnce(&mut GraphBuilder, &[refrain_graph::ValueId]) -> Result<Vec<refrain_graph::ValueId>, GraphError>,
+        F: FnOnce(
+            &mut GraphBuilder,
+            &[refrain_graph::ValueId],
+        ) -> Result<Vec<refrain_graph::ValueId>, GraphError>,
     {
         let name = format!("{}: {}", op.name(), name.into());
         match try_build(&args, seed_of(&name), nodes) {
@@ -114,7 +119,10 @@ fn seed_of(name: &str) -> u64 {
 
 fn try_build<F>(args: &[Arg], seed: u64, nodes: F) -> Result<(Graph, Feed), GraphError>
 where
-    F: FnOnce(&mut GraphBuilder, &[refrain_graph::ValueId]) -> Result<Vec<refrain_graph::ValueId>, GraphError>,
+    F: FnOnce(
+        &mut GraphBuilder,
+        &[refrain_graph::ValueId],
+    ) -> Result<Vec<refrain_graph::ValueId>, GraphError>,
 {
     let of = |kind| args.iter().enumerate().filter(move |(_, a)| a.kind == kind);
     let name = |i: usize| format!("arg{i}");

@@ -52,7 +52,10 @@ impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Mismatch { element, got, want, allowed, n_bad, n } = self;
         let off = (got - want).abs();
-        write!(f, "element {element} is {got:e}, expected {want:e} (off by {off:.3e}, allowed {allowed:.3e}); ")?;
+        write!(
+            f,
+            "element {element} is {got:e}, expected {want:e} (off by {off:.3e}, allowed {allowed:.3e}); "
+        )?;
         write!(f, "{n_bad} of {n} elements differ")
     }
 }
@@ -120,7 +123,8 @@ mod tests {
     fn a_mismatch_names_the_first_element_and_both_sides() {
         let e = compare(&[1.0, 2.5, 9.0], &[1.0, 2.0, 3.0], Tol::Each(0.125)).unwrap_err();
         assert_eq!((e.element, e.got, e.want, e.n_bad), (1, 2.5, 2.0, 2));
-        let text = "element 1 is 2.5e0, expected 2e0 (off by 5.000e-1, allowed 2.500e-1); 2 of 3 elements differ";
+        let text =
+            "element 1 is 2.5e0, expected 2e0 (off by 5.000e-1, allowed 2.500e-1); 2 of 3 elements differ";
         assert_eq!(e.to_string(), text);
     }
 

@@ -19,7 +19,9 @@ pub fn shared_data() -> Option<PathBuf> {
 /// When it is not there: a test that was asked for must not pass without its data.
 pub fn require_shared_data(path: &str) -> PathBuf {
     let root = shared_data().unwrap_or_else(|| {
-        panic!("the shared test data is not beside the repository\nhint: set REFRAIN_SHARED_DATA to its folder")
+        panic!(
+            "the shared test data is not beside the repository\nhint: set REFRAIN_SHARED_DATA to its folder"
+        )
     });
     let full = root.join(path);
     assert!(full.exists(), "{path} is not in the shared test data at {}", root.display());

@@ -71,7 +71,12 @@ pub fn evaluate_values(graph: &Graph, feed: &Feed) -> Result<Vec<HostTensor>, Re
     }
     for node in graph.nodes() {
         let inputs: Vec<HostTensor> = node.inputs.iter().filter_map(|v| values[v.idx()].clone()).collect();
-        assert_eq!(inputs.len(), node.inputs.len(), "{} reads a value that no earlier node makes", node.label);
+        assert_eq!(
+            inputs.len(),
+            node.inputs.len(),
+            "{} reads a value that no earlier node makes",
+            node.label
+        );
         let outputs = if let Op::View(view) = &node.op {
             vec![apply(view, &inputs[0])?]
         } else {
@@ -112,9 +117,8 @@ fn run(op: &Op, inputs: &[HostTensor], types: &[TensorType]) -> Result<Vec<HostT
     }
     let mut outs: Vec<Out<'_>> = types.iter().zip(&mut bytes).map(|(&ty, bytes)| Out { ty, bytes }).collect();
     refrain_reference::run(op, &ins[usize::from(changes_a_state)..], &mut outs)?;
-    let tensor = |(ty, bytes): (&TensorType, Vec<u8>)| {
-        Ok(HostTensor::new(ty.dtype, ty.shape, Bytes::new(bytes))?)
-    };
+    let tensor =
+        |(ty, bytes): (&TensorType, Vec<u8>)| Ok(HostTensor::new(ty.dtype, ty.shape, Bytes::new(bytes))?);
     types.iter().zip(bytes).map(tensor).collect()
 }
 

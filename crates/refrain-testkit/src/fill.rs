@@ -99,12 +99,9 @@ impl Fill {
             Fill::Ids { gaps: true, .. } if i % 5 == 3 => -1,
             Fill::Ids { below, .. } => rng.below(*below) as i32,
             Fill::Ints(values) => values[i],
-            Fill::Zero
-            | Fill::Normal
-            | Fill::Uniform(..)
-            | Fill::Wild
-            | Fill::Outliers
-            | Fill::Floats(_) => 0,
+            Fill::Zero | Fill::Normal | Fill::Uniform(..) | Fill::Wild | Fill::Outliers | Fill::Floats(_) => {
+                0
+            }
         }
     }
 }
@@ -147,7 +144,8 @@ pub fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     if dtype == DType::F32 {
         return values.iter().flat_map(|v| v.to_le_bytes()).collect();
     }
-    let n_bytes = dtype.bytes_for(values.len()).unwrap_or_else(|| panic!("{} elements of {dtype}", values.len()));
+    let n_bytes =
+        dtype.bytes_for(values.len()).unwrap_or_else(|| panic!("{} elements of {dtype}", values.len()));
     let mut bytes = vec![0; n_bytes];
     quant::quantize(dtype, values, &mut bytes).unwrap_or_else(|e| panic!("{e}"));
     bytes

@@ -72,15 +72,31 @@ impl Draft {
         ];
         let states: Vec<State> = ["k", "v"].map(|n| State { name: n.into(), ty: cache }).into();
         let feed = Feed {
-            weights: weights.iter().zip(1..).map(|(w, i)| tensor(w.ty, &Fill::Uniform(-1.0, 1.0), i)).collect(),
-            states: states.iter().zip(11..).map(|(s, i)| tensor(s.ty, &Fill::Uniform(-1.0, 1.0), i)).collect(),
+            weights: weights
+                .iter()
+                .zip(1..)
+                .map(|(w, i)| tensor(w.ty, &Fill::Uniform(-1.0, 1.0), i))
+                .collect(),
+            states: states
+                .iter()
+                .zip(11..)
+                .map(|(s, i)| tensor(s.ty, &Fill::Uniform(-1.0, 1.0), i))
+                .collect(),
             inputs: vec![],
         };
         let builder = GraphBuilder::new(weights, states);
         let unset = ValueId::from_idx(0);
         let (layouts, bounds) = (HashMap::new(), HashMap::new());
-        let mut draft =
-            Draft { builder, feed, pool: vec![], layouts, bounds, control: [unset; 3], ids: unset, n_outputs: 0 };
+        let mut draft = Draft {
+            builder,
+            feed,
+            pool: vec![],
+            layouts,
+            bounds,
+            control: [unset; 3],
+            ids: unset,
+            n_outputs: 0,
+        };
         let ints = |dims: &[usize], values: &[i32]| {
             (TensorType { dtype: DType::I32, shape: shape(dims) }, Fill::Ints(values.to_vec()))
         };
@@ -124,7 +140,8 @@ impl Draft {
         let fitting: Vec<ValueId> = self.pool.iter().copied().filter(|&v| fits(self, v)).collect();
         let n = n as usize;
         let recent = fitting.len().saturating_sub(4);
-        let (from, len) = if n.is_multiple_of(4) { (0, fitting.len()) } else { (recent, fitting.len() - recent) };
+        let (from, len) =
+            if n.is_multiple_of(4) { (0, fitting.len()) } else { (recent, fitting.len() - recent) };
         (len > 0).then(|| fitting[from + n / 4 % len])
     }
 
@@ -298,7 +315,9 @@ impl Draft {
         let Some(x) = self.pick(a, |d, v| d.dims(v).len() >= 2) else { return Ok(()) };
         let k = self.ty(x).shape.dim_back(0);
         let fits = |d: &Draft, v: ValueId| {
-            d.dims(v).len() == 2 && d.dims(v)[0] == k && d.ty(x).shape.n_elements() / k * d.dims(v)[1] <= MAX_ELEMENTS
+            d.dims(v).len() == 2
+                && d.dims(v)[0] == k
+                && d.ty(x).shape.n_elements() / k * d.dims(v)[1] <= MAX_ELEMENTS
         };
         if k == 32 && b.is_multiple_of(2) {
             let w = self.builder.weight(WeightId::from_idx(3));

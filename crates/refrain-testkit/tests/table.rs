@@ -43,7 +43,8 @@ fn every_op_has_cases_and_every_case_a_name_of_its_own() {
     cases.iter().for_each(|c| *names.entry(&c.name).or_default() += 1);
     let twice: Vec<_> = names.iter().filter(|(_, n)| **n > 1).collect();
     assert!(twice.is_empty(), "{twice:?}");
-    let states_are_zero = |c: &Case| c.feed.states.iter().all(|s| s.bytes().as_slice().iter().all(|&b| b == 0));
+    let states_are_zero =
+        |c: &Case| c.feed.states.iter().all(|s| s.bytes().as_slice().iter().all(|&b| b == 0));
     assert!(cases.iter().all(states_are_zero));
 }
 

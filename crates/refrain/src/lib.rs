@@ -19,11 +19,13 @@
 //! Invariant: no clap, no TLS, no terminal.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod error;
 mod generate;
 mod model;
 mod session;
 
+pub use bench::{BenchOptions, BenchReport, BenchTarget, Samples, bench};
 pub use error::Error;
 pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
 pub use model::{BUILTIN_NAME, Model};
@@ -37,4 +39,5 @@ pub use refrain_formats::params::{GenerationDefaults, ModelConfig};
 pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer};
 pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};
 pub use refrain_graph as graph;
+pub use refrain_models::{NamedShape, QuantMix, SHAPES};
 pub use refrain_tensor::DType;

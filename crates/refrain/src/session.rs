@@ -8,6 +8,7 @@ use refrain_cpu::pool::default_threads;
 use refrain_engine::{BackendRunner, Engine, Ledger, Perplexity, PerplexityOptions, RunnerOptions};
 use refrain_graph::Plan;
 use refrain_tensor::DType;
+use std::sync::Arc;
 
 /// Where a session runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,19 +50,7 @@ pub struct Session {
 impl Session {
     /// Brings a model to a device.
     pub fn new(model: &Model, options: &SessionOptions) -> Result<Session, Error> {
-        let most = model.config().n_context;
-        let context = options.context.unwrap_or(most.min(USUAL_CONTEXT));
-        if context == 0 || context > most {
-            return Err(Error::Context { got: context, most, model: model.name().into() });
-        }
-        let runner = RunnerOptions { context, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
-        let runner = match &options.device {
-            Device::Cpu { threads } => {
-                let backend = CpuBackend::new(threads.unwrap_or_else(default_threads))?;
-                Box::new(BackendRunner::new(backend, model.weights().clone(), runner)?)
-            }
-        };
-        let engine = Engine::new(runner, context);
+        let engine = engine_for(model.weights(), model.name(), options)?;
         let sequence = engine.open();
         Ok(Session { model: model.clone(), engine, sequence })
     }
@@ -122,4 +111,25 @@ impl Session {
         let options = PerplexityOptions { window, max_windows, bos };
         Ok(refrain_engine::perplexity(&mut self.engine, &tokens, options, progress)?)
     }
+}
+
+/// A model's weights on a device.
+pub(crate) fn engine_for(
+    weights: &Arc<refrain_models::Model>,
+    name: &str,
+    options: &SessionOptions,
+) -> Result<Engine, Error> {
+    let most = weights.config().n_context;
+    let context = options.context.unwrap_or(most.min(USUAL_CONTEXT));
+    if context == 0 || context > most {
+        return Err(Error::Context { got: context, most, model: name.into() });
+    }
+    let runner = RunnerOptions { context, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
+    let runner = match &options.device {
+        Device::Cpu { threads } => {
+            let backend = CpuBackend::new(threads.unwrap_or_else(default_threads))?;
+            Box::new(BackendRunner::new(backend, weights.clone(), runner)?)
+        }
+    };
+    Ok(Engine::new(runner, context))
 }

@@ -7,6 +7,7 @@ compile_error!("the kernels read little-endian model files as they are");
 
 mod acts;
 mod attention;
+mod buffer;
 mod elementwise;
 mod lanes;
 mod level;

@@ -6,6 +6,7 @@ use refrain_tensor::DType;
 
 use super::Level;
 use super::acts::{ActKind, act_kind};
+use super::buffer::Buffer;
 use super::tile::{MakeTiles, TILE_ROWS, TileSpec};
 use crate::pool::Pool;
 
@@ -179,52 +180,39 @@ fn spec_of(dtype: DType) -> Result<(TileSpec, ActKind), WeightError> {
     TileSpec::new(dtype).zip(act_kind(dtype)).ok_or(WeightError::UnsupportedDType { dtype })
 }
 
-/// Sixty-four bytes on a cache line.
-#[derive(Clone, Copy)]
-#[repr(align(64))]
-struct Line(#[expect(dead_code, reason = "read as bytes only")] [u8; 64]);
-
 /// A weight matrix repacked into tiles of 16 rows: the same information in the same number of bytes (rows rounded up
 /// to 16), in the order in which a product reads it.
 pub struct Packed {
     dtype: DType,
     n_rows: usize,
     k: usize,
-    n_bytes: usize,
-    lines: Vec<Line>,
+    buffer: Buffer,
 }
 
 /// Repacks a matrix in the file's layout, on the threads of `pool`.
 ///
-/// `None` where it would not pay: the matrix is packed already, or has so few rows that the padding counts.
+/// `None` where it would not pay (the matrix is packed already, or has so few rows that the padding counts), and where
+/// there is no memory for it: the matrix as it is serves then.
 pub fn pack(pool: &Pool, level: Level, w: &WeightMatrix<'_>) -> Option<Packed> {
     if w.is_packed() || w.k == 0 || (w.n_rows < TILE_ROWS) {
         return None;
     }
     let group_bytes = w.n_blocks() * w.spec.tile_bytes();
     let n_bytes = group_bytes.checked_mul(w.n_rows.div_ceil(TILE_ROWS))?;
-    let mut lines: Vec<Line> = vec![Line([0; 64]); n_bytes.div_ceil(64)];
-    let bytes = &mut as_bytes_mut(&mut lines)[..n_bytes];
-    pool.chunks_mut(bytes, group_bytes, |group_idx, group| {
+    let mut buffer = Buffer::zeroed(n_bytes)?;
+    pool.chunks_mut(buffer.bytes_mut(), group_bytes, |group_idx, group| {
         w.make_tiles(level, group_idx * TILE_ROWS, 0..w.n_blocks(), group);
     });
-    Some(Packed { dtype: w.dtype, n_rows: w.n_rows, k: w.k, n_bytes, lines })
-}
-
-fn as_bytes_mut(lines: &mut [Line]) -> &mut [u8] {
-    // SAFETY: a `Line` is 64 initialised bytes without padding, and the borrow carries over.
-    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), 64 * lines.len()) }
+    Some(Packed { dtype: w.dtype, n_rows: w.n_rows, k: w.k, buffer })
 }
 
 impl Packed {
     /// The matrix, to multiply with.
     pub fn matrix(&self) -> WeightMatrix<'_> {
-        // SAFETY: a `Line` is 64 initialised bytes without padding, and the borrow carries over.
-        let bytes: &[u8] = unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), 64 * self.lines.len()) };
         let Ok((spec, kind)) = spec_of(self.dtype) else {
             unreachable!("`pack` accepted {}", self.dtype);
         };
-        let source = Source::Tiles { bytes: &bytes[..self.n_bytes] };
+        let source = Source::Tiles { bytes: self.buffer.bytes() };
         WeightMatrix { dtype: self.dtype, spec, kind, n_rows: self.n_rows, k: self.k, source }
     }
 
@@ -235,7 +223,7 @@ impl Packed {
 
     /// Bytes that the repacked weights take.
     pub fn n_bytes(&self) -> usize {
-        self.n_bytes
+        self.buffer.bytes().len()
     }
 
     /// The layout, for printing.

@@ -1,9 +1,10 @@
 //! The capture state machine, as measured: which calls a capture takes in, which break it, and with which code.
 //!
 //! Three kinds of calls matter while a stream is being captured: work on a capturing stream becomes a node; calls the
-//! driver counts as unsafe (allocation, frees, waiting for an event) break captures by mode and thread; waiting for
-//! something that includes a capture breaks it in every mode. Work on the legacy stream breaks captures of blocking
-//! streams. The table in the conformance test is the specification; what it does not measure says so below.
+//! driver counts as unsafe (allocating, freeing, unloading, instantiating, waiting for anything outside) break captures
+//! by mode and thread; waiting for something that includes a capture breaks it in every mode. Work on the legacy stream
+//! breaks captures of blocking streams. The tables in the conformance test are the specification; what they do not
+//! measure says so where it is decided.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -99,19 +100,15 @@ impl State {
 
     /// Waiting for, or asking after, a stream.
     pub(super) fn check_stream_wait(&mut self, stream: StreamHandle) -> Raw<()> {
-        match self.capture_id(stream).and_then(|id| self.captures.get_mut(&id)) {
-            Some(c) if c.broken => Err(Code::STREAM_CAPTURE_INVALIDATED),
-            Some(c) => {
-                c.invalidate();
-                Err(Code::STREAM_CAPTURE_UNSUPPORTED)
-            }
-            // The legacy stream stands for all blocking ones. Waiting for a stream that is not captured is allowed:
-            // not in the table.
-            None if self.streams[&stream].kind == Kind::Legacy => {
-                self.check_legacy(self.streams[&stream].ctx)
-            }
-            None => Ok(()),
+        if let Some(capture) = self.capture_id(stream).and_then(|id| self.captures.get_mut(&id)) {
+            capture.invalidate();
+            return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
         }
+        // The legacy stream stands for all blocking ones.
+        if self.streams[&stream].kind == Kind::Legacy {
+            self.check_legacy(self.streams[&stream].ctx)?;
+        }
+        self.check_unsafe_call()
     }
 
     /// Waiting for the whole context, from any thread, in any mode.
@@ -163,11 +160,11 @@ impl State {
             return Err(Code::STREAM_CAPTURE_UNMATCHED);
         }
         let Some(capture) = self.captures.remove(&id) else { return Err(Code::ILLEGAL_STATE) };
-        if capture.mode != CaptureMode::Relaxed && capture.owner != std::thread::current().id() {
-            return Err(Code::STREAM_CAPTURE_WRONG_THREAD);
-        }
         if capture.broken {
             return Err(Code::STREAM_CAPTURE_INVALIDATED);
+        }
+        if capture.mode != CaptureMode::Relaxed && capture.owner != std::thread::current().id() {
+            return Err(Code::STREAM_CAPTURE_WRONG_THREAD);
         }
         if !capture.is_joined() {
             return Err(Code::STREAM_CAPTURE_UNJOINED);
@@ -256,11 +253,11 @@ impl State {
                 }
                 Err(Code::STREAM_CAPTURE_MERGE)
             }
+            (_, EventState::Never) => Ok(()),
             (Some(id), _) => {
                 self.captures.get_mut(&id).into_iter().for_each(Capture::invalidate);
                 Err(Code::STREAM_CAPTURE_ISOLATION)
             }
-            (None, EventState::Never) => Ok(()),
             (None, EventState::Recorded { item, clock, .. }) => {
                 if self.streams[&stream].kind == Kind::Legacy {
                     self.check_legacy(self.streams[&stream].ctx)?;

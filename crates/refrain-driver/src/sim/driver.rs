@@ -202,7 +202,6 @@ impl Api for SimDriver {
     fn free_host(&self, ptr: HostPtr) -> Raw<()> {
         let mut state = self.enter(Call::FreeHost)?;
         state.ctx()?;
-        // Not in the measured table; taken to be like `cuMemFree`.
         state.check_unsafe_call()?;
         let mut state = self.drain(state)?;
         let report = state.memory.free_host(ptr.0)?;
@@ -221,7 +220,12 @@ impl Api for SimDriver {
         let mut state = self.enter(Call::AllocAsync)?;
         let stream = state.stream(stream)?;
         let ctx = state.streams[&stream].ctx;
-        let owner = if state.capturing(stream)?.is_some() { Owner::Graph } else { Owner::Stream };
+        let owner = if state.capturing(stream)?.is_some() {
+            Owner::Graph
+        } else {
+            state.check_unsafe_call()?;
+            Owner::Stream
+        };
         let start = state.memory.reserve(ctx, bytes, owner)?;
         self.submit(state, stream, Op::Alloc(start))?;
         Ok(DevicePtr(start))
@@ -231,6 +235,9 @@ impl Api for SimDriver {
         let mut state = self.enter(Call::FreeAsync)?;
         let stream = state.stream(stream)?;
         let capturing = state.capturing(stream)?.is_some();
+        if !capturing {
+            state.check_unsafe_call()?;
+        }
         match state.memory.owner(ptr.0) {
             Some((Owner::Graph, _)) if capturing => {}
             Some((Owner::Graph, live)) if !live => return Err(Code::INVALID_VALUE),
@@ -443,15 +450,14 @@ impl Api for SimDriver {
     }
 
     fn event_elapsed(&self, start: EventHandle, end: EventHandle) -> Raw<f32> {
-        let mut state = self.enter(Call::EventElapsed)?;
+        let state = self.enter(Call::EventElapsed)?;
         let mut times = [0u64; 2];
         for (time, event) in times.iter_mut().zip([start, end]) {
             state.event(event)?;
-            // Not in the measured table; taken to be like `cuEventQuery`.
-            state.check_event_wait(event)?;
             let e = &state.events[&event];
             *time = match &e.state {
                 EventState::Recorded { done_at_ns, .. } if e.timing => done_at_ns.ok_or(Code::NOT_READY)?,
+                EventState::Captured { .. } => return Err(Code::CAPTURED_EVENT),
                 _ => return Err(Code::INVALID_HANDLE),
             };
         }
@@ -470,7 +476,6 @@ impl Api for SimDriver {
     fn module_unload(&self, module: ModuleHandle) -> Raw<()> {
         let mut state = self.enter(Call::ModuleUnload)?;
         state.ctx()?;
-        // Not in the measured table; unloading waits for the device, so it is taken to be like `cuMemFree`.
         state.check_unsafe_call()?;
         let mut state = self.drain(state)?;
         let gone = state.modules.remove(&module).ok_or(Code::INVALID_HANDLE)?;
@@ -641,7 +646,9 @@ impl Api for SimDriver {
     fn graph_instantiate(&self, graph: GraphHandle) -> Raw<ExecHandle> {
         let mut state = self.enter(Call::GraphInstantiate)?;
         let ctx = state.ctx()?;
-        let flat = Arc::new(FlatGraph::new(state.graph(graph)?.def.clone()));
+        state.graph(graph)?;
+        state.check_unsafe_call()?;
+        let flat = Arc::new(FlatGraph::new(&state.graph(graph)?.def));
         let handle = ExecHandle(state.handle());
         state.execs.insert(handle, Exec { ctx, graph: flat, last: None });
         Ok(handle)
@@ -649,7 +656,12 @@ impl Api for SimDriver {
 
     fn exec_destroy(&self, exec: ExecHandle) -> Raw<()> {
         let mut state = self.enter(Call::ExecDestroy)?;
-        state.execs.remove(&exec).map(drop).ok_or(Code::INVALID_HANDLE)
+        if !state.execs.contains_key(&exec) {
+            return Err(Code::INVALID_HANDLE);
+        }
+        state.check_unsafe_call()?;
+        state.execs.remove(&exec);
+        Ok(())
     }
 
     fn exec_upload(&self, exec: ExecHandle, stream: StreamHandle) -> Raw<()> {
@@ -659,7 +671,6 @@ impl Api for SimDriver {
             return Err(Code::INVALID_HANDLE);
         }
         if state.capturing(stream)?.is_some() {
-            // Not in the measured table: an upload is no node, so it cannot be taken into a capture.
             return state.check_stream_wait(stream);
         }
         self.submit(state, stream, Op::Empty)
@@ -673,10 +684,9 @@ impl Api for SimDriver {
         if ctx != state.streams[&stream].ctx {
             return Err(Code::INVALID_HANDLE);
         }
-        if let Some(capture) = state.capturing(stream)? {
-            let child = Arc::new(graph.source.renamed(&mut || state.handle()));
-            state.add_captured(capture, stream, NodeWork::Child(child));
-            return Ok(());
+        // The driver takes no graph launch into a capture; a child node is what does that.
+        if state.capturing(stream)?.is_some() {
+            return state.check_stream_wait(stream);
         }
         if state.streams[&stream].kind == Kind::Legacy {
             state.check_legacy(ctx)?;

@@ -94,7 +94,6 @@ pub(super) struct FlatGraph {
     chain: bool,
     /// Addresses that memory nodes of the graph bring to life.
     pub(super) allocs: Vec<u64>,
-    pub(super) source: Arc<GraphDef>,
 }
 
 /// A node has two points in time: the start of its early part (0) and the end of its main part (1). They differ only
@@ -107,9 +106,9 @@ const fn point(node: usize, main: bool) -> usize {
 const MAX_CHECKED_NODES: usize = 8192;
 
 impl FlatGraph {
-    pub(super) fn new(source: Arc<GraphDef>) -> FlatGraph {
+    pub(super) fn new(source: &GraphDef) -> FlatGraph {
         let mut nodes = Vec::new();
-        flatten(&source, &[], &mut nodes);
+        flatten(source, &[], &mut nodes);
         let allocs = nodes
             .iter()
             .filter_map(|n: &FlatNode| if let Op::Alloc(start) = n.op { Some(start) } else { None })
@@ -118,7 +117,7 @@ impl FlatGraph {
             .iter()
             .enumerate()
             .all(|(i, n)| i == 0 || n.deps.iter().any(|&(on, kind)| on + 1 == i && kind == EdgeKind::Full));
-        let mut flat = FlatGraph { nodes, before: Vec::new(), chain, allocs, source };
+        let mut flat = FlatGraph { nodes, before: Vec::new(), chain, allocs };
         if !chain && flat.nodes.len() <= MAX_CHECKED_NODES {
             flat.before = flat.order_table();
         }

@@ -226,9 +226,9 @@ impl<'a> SimKernel<'a> {
     pub fn load_acquire_u32(&self, ptr: DevicePtr) -> KernelResult<u32> {
         match self.check::<u32>(ptr, 1, false)? {
             Place::Device { .. } => self.read_one(ptr),
-            // SAFETY: the address was located in live pinned memory and is aligned; host and device touch such words
-            // only with atomics.
             Place::Pinned { addr } => {
+                // SAFETY: the address was located in live pinned memory and is aligned; host and device touch such
+                // words only with atomics.
                 Ok(unsafe { AtomicU32::from_ptr(addr as *mut u32) }.load(Ordering::Acquire))
             }
         }
@@ -241,8 +241,8 @@ impl<'a> SimKernel<'a> {
     pub fn load_acquire_u64(&self, ptr: DevicePtr) -> KernelResult<u64> {
         match self.check::<u64>(ptr, 1, false)? {
             Place::Device { .. } => self.read_one(ptr),
-            // SAFETY: as in `load_acquire_u32`.
             Place::Pinned { addr } => {
+                // SAFETY: as in `load_acquire_u32`.
                 Ok(unsafe { AtomicU64::from_ptr(addr as *mut u64) }.load(Ordering::Acquire))
             }
         }
@@ -256,8 +256,8 @@ impl<'a> SimKernel<'a> {
     pub fn store_release_u32(&mut self, ptr: DevicePtr, value: u32) -> KernelResult {
         match self.check::<u32>(ptr, 1, true)? {
             Place::Device { .. } => return self.memory.write(ptr.0, &value.to_ne_bytes()),
-            // SAFETY: as in `load_acquire_u32`.
             Place::Pinned { addr } => {
+                // SAFETY: as in `load_acquire_u32`.
                 unsafe { AtomicU32::from_ptr(addr as *mut u32) }.store(value, Ordering::Release);
             }
         }
@@ -271,8 +271,8 @@ impl<'a> SimKernel<'a> {
     pub fn store_release_u64(&mut self, ptr: DevicePtr, value: u64) -> KernelResult {
         match self.check::<u64>(ptr, 1, true)? {
             Place::Device { .. } => return self.memory.write(ptr.0, &value.to_ne_bytes()),
-            // SAFETY: as in `load_acquire_u32`.
             Place::Pinned { addr } => {
+                // SAFETY: as in `load_acquire_u32`.
                 unsafe { AtomicU64::from_ptr(addr as *mut u64) }.store(value, Ordering::Release);
             }
         }

@@ -78,7 +78,12 @@ impl<'a> Machine<'a> {
         let shares = |out: &Operand| step.inputs.iter().any(|i| i.buffer == out.buffer);
         if matches!(step.op, Op::KvAppend) || !step.outputs.iter().any(shares) {
             let whole = |o: &Operand| o.layout;
-            return self.run_part(step, &step.inputs.iter().map(whole).collect::<Vec<_>>(), &whole_of(step), 0);
+            return self.run_part(
+                step,
+                &step.inputs.iter().map(whole).collect::<Vec<_>>(),
+                &whole_of(step),
+                0,
+            );
         }
         // In place: row by row, each read to its end before it is written, in an order that nobody promised.
         let shape = step.outputs[0].layout.shape();
@@ -122,14 +127,19 @@ impl<'a> Machine<'a> {
         let part = |(o, &layout): (&Operand, &Layout)| In { dtype: o.dtype, layout, bytes: self.bytes(o) };
         let ins: Vec<In<'_>> = step.inputs.iter().zip(inputs).map(part).collect();
         let changes_a_state = matches!(step.op, Op::KvAppend);
-        let types: Vec<_> =
-            step.outputs.iter().zip(outputs).map(|(o, l)| refrain_graph::TensorType::new(o.dtype, l.shape())).collect();
+        let types: Vec<_> = step
+            .outputs
+            .iter()
+            .zip(outputs)
+            .map(|(o, l)| refrain_graph::TensorType::new(o.dtype, l.shape()))
+            .collect();
         let size = |ty: &refrain_graph::TensorType| ty.dtype.bytes_for(ty.shape.n_elements()).unwrap();
         let mut made: Vec<Vec<u8>> = types.iter().map(|ty| vec![0xEE; size(ty)]).collect();
         if changes_a_state {
             made[0] = ins[0].to_dense().unwrap();
         }
-        let mut outs: Vec<Out<'_>> = types.iter().zip(&mut made).map(|(&ty, bytes)| Out { ty, bytes }).collect();
+        let mut outs: Vec<Out<'_>> =
+            types.iter().zip(&mut made).map(|(&ty, bytes)| Out { ty, bytes }).collect();
         refrain_reference::run(&step.op, &ins[usize::from(changes_a_state)..], &mut outs)
             .map_err(|e| TestCaseError::fail(format!("{}: {e}", step.label)))?;
         for (operand, bytes) in step.outputs.iter().zip(&made) {

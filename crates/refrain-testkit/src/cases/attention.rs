@@ -84,8 +84,12 @@ fn all_rows(lengths: &[usize], seed: u64) -> (Vec<i32>, Vec<i32>) {
 
 pub(super) fn kv_append() -> Vec<Case> {
     let mut cases = Vec::new();
-    for (cache, x) in [(DType::F32, DType::F32), (DType::F16, DType::F32), (DType::BF16, DType::F32), (DType::F16, DType::F16)]
-    {
+    for (cache, x) in [
+        (DType::F32, DType::F32),
+        (DType::F16, DType::F32),
+        (DType::BF16, DType::F32),
+        (DType::F16, DType::F16),
+    ] {
         let pages = Pages::new(4, &[6, 1, 9], 3);
         let (mut positions, mut seqs) = all_rows(&[6, 1, 9], 4);
         // Padding rows: their sequence is anything.
@@ -99,7 +103,12 @@ pub(super) fn kv_append() -> Vec<Case> {
             Arg::ints([n], seqs),
             pages.tables(),
         ];
-        cases.push(Case::one_node(format!("{x} into {cache}, three sequences and padding"), Op::KvAppend, Tol::Bits, args));
+        cases.push(Case::one_node(
+            format!("{x} into {cache}, three sequences and padding"),
+            Op::KvAppend,
+            Tol::Bits,
+            args,
+        ));
     }
     cases
 }
@@ -137,7 +146,16 @@ pub(super) fn attention() -> Vec<Case> {
     const BATCH: &[(i32, i32)] = &[(2, 40), (0, 4), (-1, -1), (1, 16), (7, -1), (0, 2)];
     let shapes = [
         PLAIN,
-        Shape { name: "prefill", n_heads: 4, n_kv_heads: 2, head_dim: 6, kv_block: 4, lengths: &[7], rows: PREFILL, ..PLAIN },
+        Shape {
+            name: "prefill",
+            n_heads: 4,
+            n_kv_heads: 2,
+            head_dim: 6,
+            kv_block: 4,
+            lengths: &[7],
+            rows: PREFILL,
+            ..PLAIN
+        },
         Shape {
             name: "batch with padding",
             n_heads: 6,
@@ -148,15 +166,72 @@ pub(super) fn attention() -> Vec<Case> {
             rows: BATCH,
             ..PLAIN
         },
-        Shape { name: "one kv head", n_heads: 5, head_dim: 64, lengths: &[33], rows: &[(0, 32), (0, 31)], ..PLAIN },
-        Shape { name: "long", n_heads: 2, head_dim: 32, kv_block: 32, lengths: &[700], rows: &[(0, 699), (0, 600)], ..PLAIN },
-        Shape { name: "window of one", head_dim: 8, lengths: &[9], rows: &[(0, 8), (0, 0)], window: Some(1), ..PLAIN },
-        Shape { name: "window across blocks", head_dim: 8, kv_block: 4, lengths: &[19], rows: &[(0, 18), (0, 3), (0, 6)], window: Some(7), ..PLAIN },
-        Shape { name: "window wider than the past", lengths: &[5], rows: &[(0, 4)], window: Some(100), ..PLAIN },
-        Shape { name: "softcap", head_dim: 8, lengths: &[12], rows: &[(0, 11)], softcap: Some(2.0), sharpness: 10.0, ..PLAIN },
-        Shape { name: "one key wins", head_dim: 16, lengths: &[21], rows: &[(0, 20), (0, 7)], sharpness: 500.0, ..PLAIN },
+        Shape {
+            name: "one kv head",
+            n_heads: 5,
+            head_dim: 64,
+            lengths: &[33],
+            rows: &[(0, 32), (0, 31)],
+            ..PLAIN
+        },
+        Shape {
+            name: "long",
+            n_heads: 2,
+            head_dim: 32,
+            kv_block: 32,
+            lengths: &[700],
+            rows: &[(0, 699), (0, 600)],
+            ..PLAIN
+        },
+        Shape {
+            name: "window of one",
+            head_dim: 8,
+            lengths: &[9],
+            rows: &[(0, 8), (0, 0)],
+            window: Some(1),
+            ..PLAIN
+        },
+        Shape {
+            name: "window across blocks",
+            head_dim: 8,
+            kv_block: 4,
+            lengths: &[19],
+            rows: &[(0, 18), (0, 3), (0, 6)],
+            window: Some(7),
+            ..PLAIN
+        },
+        Shape {
+            name: "window wider than the past",
+            lengths: &[5],
+            rows: &[(0, 4)],
+            window: Some(100),
+            ..PLAIN
+        },
+        Shape {
+            name: "softcap",
+            head_dim: 8,
+            lengths: &[12],
+            rows: &[(0, 11)],
+            softcap: Some(2.0),
+            sharpness: 10.0,
+            ..PLAIN
+        },
+        Shape {
+            name: "one key wins",
+            head_dim: 16,
+            lengths: &[21],
+            rows: &[(0, 20), (0, 7)],
+            sharpness: 500.0,
+            ..PLAIN
+        },
     ];
-    let types = [(DType::F32, DType::F32), (DType::F32, DType::F16), (DType::F32, DType::BF16), (DType::F16, DType::F16), (DType::BF16, DType::BF16)];
+    let types = [
+        (DType::F32, DType::F32),
+        (DType::F32, DType::F16),
+        (DType::F32, DType::BF16),
+        (DType::F16, DType::F16),
+        (DType::BF16, DType::BF16),
+    ];
     shapes.iter().flat_map(|shape| types.map(|(q, kv)| attention_case(shape, q, kv))).collect()
 }
 

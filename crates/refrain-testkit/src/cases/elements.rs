@@ -13,7 +13,12 @@ pub(super) fn moves() -> Vec<Case> {
     for dtype in FLOATS {
         for dims in [[1, 1, 1], [3, 5, 7], [2, 1, 129]] {
             let transposed = Arg::float(dtype, dims).view(View::Permute(vec![2, 0, 1]));
-            cases.push(Case::one_node(format!("{dtype} permuted {dims:?}"), Op::Copy, Tol::Bits, vec![transposed]));
+            cases.push(Case::one_node(
+                format!("{dtype} permuted {dims:?}"),
+                Op::Copy,
+                Tol::Bits,
+                vec![transposed],
+            ));
         }
         for to in FLOATS {
             let name = format!("{dtype} to {to}, all magnitudes");
@@ -24,9 +29,19 @@ pub(super) fn moves() -> Vec<Case> {
     for dtype in quantised() {
         let d = dtype.block_len();
         let swapped = Arg::weight(dtype, [3, 2, d]).view(View::Permute(vec![1, 0, 2]));
-        cases.push(Case::one_node(format!("{dtype} outer dimensions swapped"), Op::Copy, Tol::Bits, vec![swapped]));
+        cases.push(Case::one_node(
+            format!("{dtype} outer dimensions swapped"),
+            Op::Copy,
+            Tol::Bits,
+            vec![swapped],
+        ));
         let sliced = Arg::weight(dtype, [3, 3 * d]).view(View::Slice { axis: 1, start: d, len: d });
-        cases.push(Case::one_node(format!("{dtype} middle block of each row"), Op::Copy, Tol::Bits, vec![sliced]));
+        cases.push(Case::one_node(
+            format!("{dtype} middle block of each row"),
+            Op::Copy,
+            Tol::Bits,
+            vec![sliced],
+        ));
         let transposed = Arg::weight(dtype, [3, d]).view(View::Permute(vec![1, 0]));
         let name = format!("{dtype} transposed, to F32");
         cases.push(Case::one_node(name, Op::Cast(DType::F32), Tol::Bits, vec![transposed]));
@@ -69,19 +84,24 @@ pub(super) fn functions() -> Vec<Case> {
         }
         for kind in [Gate::Silu, Gate::GeluTanh] {
             for dims in odd {
-                let args = vec![Arg::float(dtype, dims).fill(Fill::Uniform(-8.0, 8.0)), Arg::float(dtype, dims)];
+                let args =
+                    vec![Arg::float(dtype, dims).fill(Fill::Uniform(-8.0, 8.0)), Arg::float(dtype, dims)];
                 let tol = Tol::Whole(2e-6).rounded_to(dtype);
                 cases.push(Case::one_node(format!("{dtype} {dims:?}"), Op::Gate(kind), tol, args));
             }
             // The two halves of one projection, as fused gate and up weights leave them.
             let half = |start| Arg::float(dtype, [3, 66]).view(View::Slice { axis: 1, start, len: 33 });
             let tol = Tol::Whole(2e-6).rounded_to(dtype);
-            cases.push(Case::one_node(format!("{dtype} sliced"), Op::Gate(kind), tol, vec![half(0), half(33)]));
+            cases.push(Case::one_node(
+                format!("{dtype} sliced"),
+                Op::Gate(kind),
+                tol,
+                vec![half(0), half(33)],
+            ));
         }
     }
-    let far = Arg::float(DType::F32, [8]).fill(Fill::Floats(vec![
-        -1e30, -200.0, -89.0, -0.0, 0.0, 89.0, 200.0, 1e30,
-    ]));
+    let far = Arg::float(DType::F32, [8])
+        .fill(Fill::Floats(vec![-1e30, -200.0, -89.0, -0.0, 0.0, 89.0, 200.0, 1e30]));
     for f in [Unary::Sigmoid, Unary::Silu, Unary::GeluTanh, Unary::Tanh, Unary::Exp, Unary::SoftCap(30.0)] {
         cases.push(Case::one_node("far out", Op::Unary(f), Tol::Each(1e-5), vec![far.clone()]));
     }
@@ -120,7 +140,10 @@ fn binary(f: Binary, dtype: DType) -> Vec<Case> {
         case("both broadcast", vec![arg(&[3, 1, 4]), arg(&[1, 5, 1])]),
         case("scalar on the left", vec![arg(&[]), arg(&[3, 3])]),
         case("transposed on the right", vec![arg(&[4, 9]), arg(&[9, 4]).view(View::Permute(vec![1, 0]))]),
-        case("inner columns", vec![arg(&[4, 9]).view(View::Slice { axis: 1, start: 3, len: 5 }), arg(&[4, 5])]),
+        case(
+            "inner columns",
+            vec![arg(&[4, 9]).view(View::Slice { axis: 1, start: 3, len: 5 }), arg(&[4, 5])],
+        ),
     ]
 }
 

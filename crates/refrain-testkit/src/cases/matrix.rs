@@ -28,7 +28,12 @@ pub(super) fn cases() -> Vec<Case> {
         cases.push(Case::one_node(format!("{dtype} broadcast batches"), Op::MatMul, tol, batches));
         let heads = Arg::float(dtype, [6, 2, 8]).view(View::Permute(vec![1, 0, 2]));
         let repeated = Arg::float(dtype, [1, 8, 3]).view(View::Broadcast(Shape::from([2, 8, 3])));
-        cases.push(Case::one_node(format!("{dtype} heads by a repeated view"), Op::MatMul, tol, vec![heads, repeated]));
+        cases.push(Case::one_node(
+            format!("{dtype} heads by a repeated view"),
+            Op::MatMul,
+            tol,
+            vec![heads, repeated],
+        ));
         let rows = Arg::float(dtype, [7, 40]).view(View::Slice { axis: 0, start: 6, len: 1 });
         let name = format!("{dtype} last row alone");
         cases.push(Case::one_node(name, Op::MatMul, tol, vec![rows, transposed(dtype, 19, 40)]));
@@ -37,7 +42,12 @@ pub(super) fn cases() -> Vec<Case> {
         let d = dtype.block_len();
         for [m, k, n] in [[1, 2 * d, 5], [3, d, 1], [9, 3 * d, 33]] {
             let args = vec![Arg::float(DType::F32, [m, k]), transposed(dtype, n, k)];
-            cases.push(Case::one_node(format!("{dtype} weight, {m}x{k}x{n}"), Op::MatMul, Tol::Whole(4e-6), args));
+            cases.push(Case::one_node(
+                format!("{dtype} weight, {m}x{k}x{n}"),
+                Op::MatMul,
+                Tol::Whole(4e-6),
+                args,
+            ));
         }
         let outliers = Arg::float(DType::F32, [2, 2 * d]).fill(Fill::Outliers);
         let args = vec![outliers, transposed(dtype, 7, 2 * d)];

@@ -80,7 +80,12 @@ fn extremes() -> Vec<Case> {
         Case::one_node("masked", Op::Softmax, tol, vec![floats([1, 5], masked.clone())]),
         Case::one_node("large", Op::Softmax, tol, vec![floats([1, 5], large)]),
         Case::one_node("masked", Op::Reduce(Reduce::Max), Tol::Bits, vec![floats([1, 5], masked)]),
-        Case::one_node("all negative", Op::Reduce(Reduce::Max), Tol::Bits, vec![floats([1, 3], vec![-3.0, -1.5, -2.0])]),
+        Case::one_node(
+            "all negative",
+            Op::Reduce(Reduce::Max),
+            Tol::Bits,
+            vec![floats([1, 3], vec![-3.0, -1.5, -2.0])],
+        ),
         Case::one_node("zeros", norm.clone(), tol, vec![floats([2, 5], vec![0.0; 10]), w()]),
         Case::one_node("squares beyond half precision", norm, tol, vec![floats([1, 5], vec![1e5; 5]), w()]),
     ]

@@ -42,7 +42,9 @@ pub(super) fn cases() -> Vec<Case> {
         case("penalties", 31, &[params(&[(P::RepeatPenalty, 1.7), (P::PresencePenalty, 1.0)]); 8], &spread),
         case("everything", 4099, &[params(&all); 8], &spread),
         case("rows that differ", 515, &[OFF, greedy, params(&all), params(&[(P::TopK, 3.0)])], &spread),
-        case("ties", 64, &[greedy, params(&[(P::TopK, 9.0)]), params(&[(P::TopP, 0.5)])], &|i, _| (i % 4) as f32),
+        case("ties", 64, &[greedy, params(&[(P::TopK, 9.0)]), params(&[(P::TopP, 0.5)])], &|i, _| {
+            (i % 4) as f32
+        }),
         case("all equal", 100, &[OFF, greedy, params(&[(P::TopP, 0.3)])], &|_, _| 0.0),
         case("large logits", 100, &[OFF, greedy], &|_, rng| 5e4 * rng.normal()),
         case("mostly masked", 300, &[OFF, greedy, params(&all)], &|i, rng| match i % 37 {

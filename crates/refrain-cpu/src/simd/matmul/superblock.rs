@@ -113,16 +113,10 @@ unsafe fn block_dots<S: Simd, B: SuperBlock, const M: usize>(
     block_idx: usize,
 ) -> [S::I; M] {
     let mut totals = [s.splat(0); M];
-    // Written out, so that every shift is by a constant and every scale is in a register.
-    macro_rules! parts {
-        ($($part:literal)*) => {
-            // SAFETY: in bounds by the contract of this function.
-            $(unsafe { part_dots::<S, B, M>(s, tile, g, head, x, at, block_idx, $part, &mut totals) };)*
-        };
-    }
-    parts!(0 1 2 3 4 5 6 7);
-    if B::PARTS == 16 {
-        parts!(8 9 10 11 12 13 14 15);
+    // Not unrolled: the compiler would gather the prefetches at the end, where the processor drops most of them.
+    for part in 0..B::PARTS {
+        // SAFETY: in bounds by the contract of this function.
+        unsafe { part_dots::<S, B, M>(s, tile, g, head, x, at, block_idx, part, &mut totals) };
     }
     totals
 }
@@ -132,7 +126,7 @@ unsafe fn block_dots<S: Simd, B: SuperBlock, const M: usize>(
 /// # Safety
 /// As [`block_dots`], `part < PARTS`.
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "the body of a loop that is written out")]
+#[expect(clippy::too_many_arguments, reason = "the body of a loop")]
 unsafe fn part_dots<S: Simd, B: SuperBlock, const M: usize>(
     s: S,
     tile: *const u8,

@@ -1,0 +1,89 @@
+//! The CUDA sources, held in the binary.
+
+/// A file of kernels that are compiled together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Family {
+    /// `linear.cu`
+    Linear,
+    /// `gather.cu`
+    Gather,
+    /// `norm.cu`
+    Norm,
+    /// `elementwise.cu`
+    Elementwise,
+    /// `copy.cu`
+    Copy,
+    /// `rope.cu`
+    Rope,
+    /// `kv.cu`
+    Kv,
+    /// `attention.cu`
+    Attention,
+    /// `rows.cu`
+    Rows,
+    /// `sample.cu`
+    Sample,
+    /// `commit.cu`
+    Commit,
+}
+
+impl Family {
+    /// Every family.
+    pub const ALL: [Family; 11] = [
+        Family::Linear,
+        Family::Gather,
+        Family::Norm,
+        Family::Elementwise,
+        Family::Copy,
+        Family::Rope,
+        Family::Kv,
+        Family::Attention,
+        Family::Rows,
+        Family::Sample,
+        Family::Commit,
+    ];
+
+    /// The file's name without `.cu`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Family::Linear => "linear",
+            Family::Gather => "gather",
+            Family::Norm => "norm",
+            Family::Elementwise => "elementwise",
+            Family::Copy => "copy",
+            Family::Rope => "rope",
+            Family::Kv => "kv",
+            Family::Attention => "attention",
+            Family::Rows => "rows",
+            Family::Sample => "sample",
+            Family::Commit => "commit",
+        }
+    }
+
+    /// The file's text.
+    #[must_use]
+    pub const fn source(self) -> &'static str {
+        match self {
+            Family::Linear => include_str!("../cu/linear.cu"),
+            Family::Gather => include_str!("../cu/gather.cu"),
+            Family::Norm => include_str!("../cu/norm.cu"),
+            Family::Elementwise => include_str!("../cu/elementwise.cu"),
+            Family::Copy => include_str!("../cu/copy.cu"),
+            Family::Rope => include_str!("../cu/rope.cu"),
+            Family::Kv => include_str!("../cu/kv.cu"),
+            Family::Attention => include_str!("../cu/attention.cu"),
+            Family::Rows => include_str!("../cu/rows.cu"),
+            Family::Sample => include_str!("../cu/sample.cu"),
+            Family::Commit => include_str!("../cu/commit.cu"),
+        }
+    }
+}
+
+/// What the families include, by name: no header of a toolkit is needed.
+pub(crate) const HEADERS: [(&str, &str); 4] = [
+    ("dtype.cuh", include_str!("../cu/dtype.cuh")),
+    ("quant.cuh", include_str!("../cu/quant.cuh")),
+    ("reduce.cuh", include_str!("../cu/reduce.cuh")),
+    ("view.cuh", include_str!("../cu/view.cuh")),
+];

@@ -1,0 +1,153 @@
+//! Operands as launchers take them, and the two shapes of strides that kernels understand.
+
+use bytemuck::{Pod, Zeroable};
+use refrain_driver::Buf;
+use refrain_tensor::{DType, Layout, MAX_RANK, Shape};
+
+use crate::error::{Case, KernelError};
+
+/// A buffer seen through a layout: what a plan's operand becomes once its buffer has an address.
+#[derive(Clone, Copy, Debug)]
+pub struct View {
+    /// The whole buffer.
+    pub buf: Buf,
+    /// Element type.
+    pub dtype: DType,
+    /// Where each element lies in the buffer.
+    pub layout: Layout,
+}
+
+impl View {
+    /// A dense tensor at the start of a buffer.
+    #[must_use]
+    pub fn dense(buf: Buf, dtype: DType, shape: Shape) -> View {
+        View { buf, dtype, layout: Layout::contiguous(shape) }
+    }
+}
+
+/// Where rows of consecutive elements lie: row `r` starts at `r / n_inner * outer_stride + r % n_inner * inner_stride`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct Rows {
+    pub(crate) n_inner: u32,
+    pub(crate) inner_stride: u32,
+    pub(crate) outer_stride: u32,
+}
+
+impl Rows {
+    /// The first element of a row.
+    pub(crate) fn start(self, row: usize) -> usize {
+        let n_inner = self.n_inner as usize;
+        row / n_inner * self.outer_stride as usize + row % n_inner * self.inner_stride as usize
+    }
+}
+
+/// A walk over up to six dimensions of one or two operands; elements are numbered in row-major order.
+#[derive(Clone, Copy, Debug, Pod, Zeroable, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct Walk {
+    pub(crate) rank: u32,
+    pub(crate) dims: [u32; MAX_RANK],
+    pub(crate) a: [u32; MAX_RANK],
+    pub(crate) b: [u32; MAX_RANK],
+}
+
+impl Walk {
+    /// Flat indices of element `i` in both operands.
+    pub(crate) fn at(&self, mut i: usize) -> (usize, usize) {
+        let (mut a, mut b) = (0, 0);
+        for axis in (0..self.rank as usize).rev() {
+            let dim = self.dims[axis] as usize;
+            a += i % dim * self.a[axis] as usize;
+            b += i % dim * self.b[axis] as usize;
+            i /= dim;
+        }
+        (a, b)
+    }
+}
+
+impl Case<'_> {
+    /// The bytes of a view, from its first element to its last.
+    pub(crate) fn extent(&self, what: &'static str, view: &View) -> Result<Buf, KernelError> {
+        let size = view.dtype.block_bytes();
+        crate::require!(self, !view.dtype.is_quantized(), "{what} is {}, which has no strides", view.dtype);
+        let (start, end) = (view.layout.offset(), view.layout.end());
+        let bytes = end.checked_mul(size);
+        self.buf(what, view.buf, bytes, 1)?;
+        crate::require!(
+            self,
+            (view.buf.offset() + (start * size) as u64).is_multiple_of(size as u64),
+            "{what} is not aligned to its elements"
+        );
+        Ok(view.buf.slice((start * size) as u64, ((end - start) * size) as u64)?)
+    }
+
+    /// An F32 view as rows of `n_cols` consecutive elements.
+    pub(crate) fn rows(
+        &self,
+        what: &'static str,
+        view: &View,
+        n_rows: usize,
+        n_cols: usize,
+    ) -> Result<(Buf, Rows), KernelError> {
+        crate::require!(self, view.dtype == DType::F32, "{what} is {}, must be F32", view.dtype);
+        let shape = view.layout.shape();
+        let given = shape.n_elements();
+        crate::require!(
+            self,
+            shape.dim_back(0) == n_cols && n_rows.checked_mul(n_cols) == Some(given),
+            "{what} is {shape}, must be {n_rows} rows of {n_cols}"
+        );
+        crate::require!(self, view.layout.rows_are_contiguous(), "{what} has strided rows; copy it first");
+        let rank = shape.rank().max(1);
+        let dims = &shape.dims()[..rank - 1];
+        let runs = merge(dims, &[&view.layout.strides()[..rank - 1]]);
+        let (n_inner, inner, outer) = match runs.as_slice() {
+            [] => (1, n_cols, n_cols),
+            [(n, s)] => (*n, s[0], n * s[0]),
+            [(_, outer), (n, inner)] => (*n, inner[0], outer[0]),
+            _ => return Err(self.refuse(format!("{what} has rows in more than two strides; copy it first"))),
+        };
+        let rows = Rows {
+            n_inner: self.u32("a row count", n_inner)?,
+            inner_stride: self.u32("a row stride", inner)?,
+            outer_stride: u32::try_from(outer).unwrap_or(u32::MAX),
+        };
+        Ok((self.extent(what, view)?, rows))
+    }
+
+    /// A walk over `shape` with one or two operands broadcast to it.
+    pub(crate) fn walk(&self, shape: Shape, a: &Layout, b: Option<&Layout>) -> Result<Walk, KernelError> {
+        let fit = |l: &Layout| l.broadcast_to(shape).map_err(|e| self.refuse(e.to_string()));
+        let (a, b) = (fit(a)?, b.map(fit).transpose()?);
+        let zeros = [0; MAX_RANK];
+        let b_strides = b.as_ref().map_or(&zeros[..shape.rank()], |b| b.strides());
+        let runs = merge(shape.dims(), &[a.strides(), b_strides]);
+        let mut walk = Walk { rank: runs.len() as u32, dims: [1; 6], a: [0; 6], b: [0; 6] };
+        for (axis, (n, strides)) in runs.iter().enumerate() {
+            walk.dims[axis] = self.u32("a dimension", *n)?;
+            walk.a[axis] = self.u32("a stride", strides[0])?;
+            walk.b[axis] = self.u32("a stride", strides[1])?;
+        }
+        self.u32("the number of elements", shape.n_elements())?;
+        [Some(&a), b.as_ref()].into_iter().flatten().try_for_each(|l| self.u32("the extent", l.end()).map(|_| ()))?;
+        Ok(walk)
+    }
+}
+
+/// Dimensions merged where every operand's strides allow it, outermost first; dimensions of size 1 are left out.
+fn merge(dims: &[usize], strides: &[&[usize]]) -> Vec<(usize, [usize; 2])> {
+    let mut runs: Vec<(usize, [usize; 2])> = Vec::with_capacity(dims.len());
+    for (axis, &dim) in dims.iter().enumerate().filter(|(_, d)| **d != 1) {
+        let mut step = [0; 2];
+        strides.iter().zip(&mut step).for_each(|(s, to)| *to = s[axis]);
+        match runs.last_mut() {
+            Some((n, s)) if s.iter().zip(&step).all(|(outer, inner)| *outer == dim * inner) => {
+                *n *= dim;
+                *s = step;
+            }
+            _ => runs.push((dim, step)),
+        }
+    }
+    runs
+}

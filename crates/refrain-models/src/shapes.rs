@@ -1,0 +1,268 @@
+//! Well-known shapes with random weights: speed can be measured without a download.
+
+use crate::error::ModelError;
+use crate::model::Model;
+use crate::weights::TensorSource;
+use refrain_formats::FormatError;
+use refrain_formats::params::{
+    Activation, Arch, LayerAttention, ModelConfig, Rope, RopeScaling, RopeStyle,
+};
+use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+/// The sizes of a well-known model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NamedShape {
+    /// Name, as the command line takes it.
+    pub name: &'static str,
+    arch: Arch,
+    n_vocab: usize,
+    hidden: usize,
+    ffn: usize,
+    n_layers: usize,
+    n_heads: usize,
+    n_kv_heads: usize,
+    head_dim: usize,
+}
+
+const fn shape(name: &'static str, arch: Arch, [n_vocab, hidden, ffn, n_layers]: [usize; 4], heads: [usize; 3]) -> NamedShape {
+    let [n_heads, n_kv_heads, head_dim] = heads;
+    NamedShape { name, arch, n_vocab, hidden, ffn, n_layers, n_heads, n_kv_heads, head_dim }
+}
+
+/// All shapes, from the smallest to the largest.
+pub const SHAPES: [NamedShape; 8] = [
+    shape("smollm2-135m", Arch::Llama, [49_152, 576, 1_536, 30], [9, 3, 64]),
+    shape("gemma3-270m", Arch::Gemma3, [262_144, 640, 2_048, 18], [4, 1, 256]),
+    shape("qwen2.5-0.5b", Arch::Qwen2, [151_936, 896, 4_864, 24], [14, 2, 64]),
+    shape("qwen3-0.6b", Arch::Qwen3, [151_936, 1_024, 3_072, 28], [16, 8, 128]),
+    shape("gemma3-1b", Arch::Gemma3, [262_144, 1_152, 6_912, 26], [4, 1, 256]),
+    shape("llama-3.2-1b", Arch::Llama, [128_256, 2_048, 8_192, 16], [32, 8, 64]),
+    shape("llama-3.2-3b", Arch::Llama, [128_256, 3_072, 8_192, 28], [24, 8, 128]),
+    shape("llama-3.1-8b", Arch::Llama, [128_256, 4_096, 14_336, 32], [32, 8, 128]),
+];
+
+impl NamedShape {
+    /// The shape of that name.
+    pub fn find(name: &str) -> Option<&'static NamedShape> {
+        SHAPES.iter().find(|s| s.name.eq_ignore_ascii_case(name))
+    }
+
+    /// Hyperparameters of a model of this shape, its head tied to the embedding.
+    pub fn config(&self) -> ModelConfig {
+        let gemma = self.arch == Arch::Gemma3;
+        let every_sixth = |l: usize| if gemma && (l + 1) % 6 != 0 { LayerAttention::Sliding } else { LayerAttention::Full };
+        ModelConfig {
+            arch: self.arch,
+            name: Some(self.name.into()),
+            n_vocab: self.n_vocab,
+            n_layers: self.n_layers,
+            hidden: self.hidden,
+            ffn: self.ffn,
+            n_heads: self.n_heads,
+            n_kv_heads: self.n_kv_heads,
+            head_dim: self.head_dim,
+            norm_eps: 1e-5,
+            norm_offset: 0.0,
+            activation: if gemma { Activation::GeluTanh } else { Activation::Silu },
+            rope: Rope {
+                theta: 500_000.0,
+                local_theta: gemma.then_some(10_000.0),
+                scaling: RopeScaling::None,
+                has_freq_factors: false,
+                dims: self.head_dim,
+                style: if self.arch == Arch::Llama { RopeStyle::Norm } else { RopeStyle::Neox },
+            },
+            sliding_window: gemma.then_some(512),
+            layers: (0..self.n_layers).map(every_sixth).collect(),
+            n_context: 131_072,
+            tied_embeddings: true,
+            qkv_bias: self.arch == Arch::Qwen2,
+            attn_output_bias: false,
+            ffn_bias: false,
+            qk_norm: matches!(self.arch, Arch::Qwen3 | Arch::Gemma3),
+            attn_scale: (self.head_dim as f32).powf(-0.5),
+            attn_softcap: None,
+            final_softcap: None,
+            embedding_scale: if gemma { (self.hidden as f32).sqrt() } else { 1.0 },
+            bos: None,
+            eos: Vec::new(),
+        }
+    }
+}
+
+/// How the matrices of a random model are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuantMix {
+    /// All in one type.
+    All(DType),
+    /// Q4_K, with Q6_K for the embedding and for half of the value and down projections, as files called Q4_K_M have.
+    Q4KM,
+}
+
+impl QuantMix {
+    /// A mix by the name that files carry: `Q4_K_M`, or a dtype.
+    pub fn from_name(name: &str) -> Option<QuantMix> {
+        match name.to_ascii_uppercase().as_str() {
+            "Q4_K_M" => Some(QuantMix::Q4KM),
+            other => DType::from_name(other)
+                .filter(|d| d.is_float() || d.is_quantized())
+                .map(QuantMix::All),
+        }
+    }
+
+    fn dtype(self, name: &str, layer: Option<usize>, n_layers: usize, row: usize) -> DType {
+        let wanted = match self {
+            QuantMix::All(dtype) => dtype,
+            QuantMix::Q4KM => {
+                // llama.cpp gives more bits to the first and last eighth of the layers and to every third between.
+                let more = layer.is_some_and(|l| l < n_layers / 8 || l >= 7 * n_layers / 8 || (l - n_layers / 8) % 3 == 2);
+                let sensitive = name.contains("attn_v") || name.contains("ffn_down");
+                if layer.is_none() || (more && sensitive) { DType::Q6_K } else { DType::Q4_K }
+            }
+        };
+        // Rows that are not whole blocks take the next type with smaller ones, as converters do.
+        match wanted {
+            d if row.is_multiple_of(d.block_len()) => d,
+            DType::Q6_K if row.is_multiple_of(32) => DType::Q8_0,
+            _ if row.is_multiple_of(32) => DType::Q5_0,
+            _ => DType::F16,
+        }
+    }
+}
+
+/// Random tensors of any shape.
+struct RandomSource {
+    config: ModelConfig,
+    mix: QuantMix,
+    // One run of encoded blocks per type, repeated to the size that is needed.
+    patterns: RefCell<HashMap<DType, Vec<u8>>>,
+}
+
+impl Model {
+    /// A model of a well-known shape with random weights.
+    pub fn random(shape: &NamedShape, mix: QuantMix) -> Result<Model, ModelError> {
+        let config = shape.config();
+        let source = RandomSource { config: config.clone(), mix, patterns: RefCell::default() };
+        Model::from_source(config, &source)
+    }
+}
+
+impl RandomSource {
+    fn dims(&self, part: &str) -> Option<Vec<usize>> {
+        let c = &self.config;
+        let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
+        Some(match part {
+            "token_embd.weight" => vec![c.n_vocab, c.hidden],
+            "attn_q.weight" => vec![q, c.hidden],
+            "attn_k.weight" | "attn_v.weight" => vec![kv, c.hidden],
+            "attn_output.weight" => vec![c.hidden, q],
+            "ffn_gate.weight" | "ffn_up.weight" => vec![c.ffn, c.hidden],
+            "ffn_down.weight" => vec![c.hidden, c.ffn],
+            "attn_q.bias" => vec![q],
+            "attn_k.bias" | "attn_v.bias" => vec![kv],
+            "attn_q_norm.weight" | "attn_k_norm.weight" => vec![c.head_dim],
+            "output_norm.weight" | "attn_norm.weight" | "ffn_norm.weight" | "post_attention_norm.weight"
+            | "post_ffw_norm.weight" => vec![c.hidden],
+            _ => return None,
+        })
+    }
+
+    fn bytes(&self, dtype: DType, n: usize) -> Result<Vec<u8>, refrain_tensor::TensorError> {
+        const PATTERN: usize = 1 << 16;
+        let mut patterns = self.patterns.borrow_mut();
+        if let std::collections::hash_map::Entry::Vacant(entry) = patterns.entry(dtype) {
+            let values: Vec<f32> = (0..PATTERN as u32).map(|i| 0.02 * normal(i)).collect();
+            let mut encoded = vec![0; dtype.bytes_for(PATTERN).unwrap_or(0)];
+            quant::quantize(dtype, &values, &mut encoded)?;
+            entry.insert(encoded);
+        }
+        let (need, pattern) = (dtype.bytes_for(n).unwrap_or(0), &patterns[&dtype]);
+        let mut bytes = Vec::with_capacity(need);
+        while bytes.len() < need {
+            bytes.extend_from_slice(&pattern[..pattern.len().min(need - bytes.len())]);
+        }
+        Ok(bytes)
+    }
+}
+
+impl TensorSource for RandomSource {
+    fn find(&self, gguf_name: &str, _: &str) -> Result<Option<HostTensor>, FormatError> {
+        let (layer, part) = match gguf_name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
+            Some((layer, part)) => (layer.parse().ok(), part),
+            None => (None, gguf_name),
+        };
+        let Some(dims) = self.dims(part) else { return Ok(None) };
+        let n: usize = dims.iter().product();
+        let made = if dims.len() == 1 {
+            let one = if part.contains("norm") { 1.0 } else { 0.0 };
+            HostTensor::from_f32(Shape::from([n]), &vec![one; n])
+        } else {
+            let dtype = self.mix.dtype(part, layer, self.config.n_layers, dims[1]);
+            let bytes = self.bytes(dtype, n);
+            bytes.and_then(|bytes| HostTensor::new(dtype, Shape::from([dims[0], dims[1]]), Bytes::new(bytes)))
+        };
+        // Sizes come from the table above and types from the mix: both always fit.
+        Ok(Some(made.unwrap_or_else(|e| panic!("{gguf_name}: {e}"))))
+    }
+}
+
+/// Numbers with mean 0 and variance 1, roughly normal: sums of four uniform ones from a small hash.
+fn normal(i: u32) -> f32 {
+    let uniform = |salt: u32| {
+        let mut x = i.wrapping_mul(0x9E37_79B9) ^ salt.wrapping_mul(0x85EB_CA6B);
+        x ^= x >> 16;
+        x = x.wrapping_mul(0x7FEB_352D);
+        x ^= x >> 15;
+        x = x.wrapping_mul(0x846C_A68B);
+        x ^= x >> 16;
+        x as f32 / u32::MAX as f32 - 0.5
+    };
+    (uniform(1) + uniform(2) + uniform(3) + uniform(4)) * 3f32.sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Head, KvSpec, StepSpec};
+
+    #[test]
+    fn every_shape_makes_a_graph() {
+        // Thin layers of each architecture; the widths are the real ones.
+        for mut shape in SHAPES {
+            shape.n_vocab = 512;
+            shape.n_layers = 2;
+            shape.ffn = 256;
+            let model = Model::random(&shape, QuantMix::Q4KM).unwrap();
+            let kv = KvSpec { n_blocks: 2, kv_block: 32, max_blocks: 2, n_seqs: 1, dtype: DType::F16 };
+            let spec = StepSpec { n_tokens: 1, head: Head::Logits { n_rows: 1 }, act: DType::F32 };
+            model.graph(&spec, &kv).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_mix_called_q4_k_m_has_the_size_of_such_a_file() {
+        let mut shape = *NamedShape::find("llama-3.2-1b").unwrap();
+        shape.n_vocab = 1024;
+        shape.n_layers = 8;
+        let model = Model::random(&shape, QuantMix::Q4KM).unwrap();
+        let bits = model.weight_bytes() as f64 * 8.0 / model.n_parameters() as f64;
+        assert!((4.5..5.2).contains(&bits), "{bits} bits per weight");
+    }
+
+    #[test]
+    fn rows_that_are_no_whole_blocks_take_a_type_with_smaller_ones() {
+        let mix = QuantMix::All(DType::Q4_K);
+        assert_eq!(mix.dtype("ffn_up.weight", Some(0), 30, 576), DType::Q5_0);
+        assert_eq!(mix.dtype("ffn_down.weight", Some(0), 30, 1536), DType::Q4_K);
+    }
+
+    #[test]
+    fn random_numbers_are_centred_with_variance_one() {
+        let values: Vec<f64> = (0..100_000).map(|i| f64::from(normal(i))).collect();
+        let mean = values.iter().sum::<f64>() / 1e5;
+        let variance = values.iter().map(|v| v * v).sum::<f64>() / 1e5;
+        assert!(mean.abs() < 0.02 && (variance - 1.0).abs() < 0.03, "{mean} {variance}");
+    }
+}

@@ -1,0 +1,160 @@
+//! Prefill and decode speed of a model on a device, beside what the device's memory allows.
+
+use crate::error::Error;
+use crate::model::Model;
+use crate::session::{Device, SessionOptions, engine_for};
+use refrain_cpu::CpuBackend;
+use refrain_cpu::pool::default_threads;
+use refrain_engine::{SamplingParams, SamplingRow};
+use refrain_models::{NamedShape, QuantMix};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub enum BenchTarget<'a> {
+    /// An open model.
+    Model(&'a Model),
+    /// Random weights of a well-known shape.
+    Shape(&'a NamedShape, QuantMix),
+}
+
+/// How to measure.
+#[derive(Clone, Debug)]
+pub struct BenchOptions {
+    /// Where.
+    pub session: SessionOptions,
+    /// Tokens of the prompt.
+    pub n_prompt: usize,
+    /// Tokens to decode.
+    pub n_decode: usize,
+    /// Tokens already in the context when decoding begins.
+    pub depth: usize,
+    /// How often.
+    pub repeats: usize,
+}
+
+/// One quantity, measured several times.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Samples(pub Vec<f64>);
+
+impl Samples {
+    /// The middle one.
+    pub fn median(&self) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+    }
+
+    /// The smallest and the largest.
+    pub fn range(&self) -> (f64, f64) {
+        let fold = |f: fn(f64, f64) -> f64, from| self.0.iter().copied().fold(from, f);
+        (fold(f64::min, f64::INFINITY), fold(f64::max, f64::NEG_INFINITY))
+    }
+}
+
+/// What came out.
+#[derive(Clone, Debug)]
+pub struct BenchReport {
+    /// Name of the model or shape.
+    pub name: String,
+    /// Name of the backend.
+    pub backend: &'static str,
+    /// Numbers in the weights.
+    pub n_parameters: usize,
+    /// Bytes of the weights.
+    pub weight_bytes: usize,
+    /// Tokens per second while a prompt is evaluated.
+    pub prefill: Samples,
+    /// Tokens per second while tokens are generated.
+    pub decode: Samples,
+    /// Bytes that a decoded token reads, at the middle of the measured stretch.
+    pub bytes_per_token: usize,
+    /// Bytes per second that memory delivers at best; `None` where it was not measured.
+    pub read_bandwidth: Option<f64>,
+    /// Seconds from open files to a device that is ready.
+    pub load_seconds: f64,
+}
+
+impl BenchReport {
+    /// Bytes per second that decoding read.
+    pub fn decode_bandwidth(&self) -> f64 {
+        self.decode.median() * self.bytes_per_token as f64
+    }
+}
+
+/// Measures. `progress` hears what is going on.
+pub fn bench(
+    target: &BenchTarget<'_>,
+    options: &BenchOptions,
+    mut progress: impl FnMut(&str),
+) -> Result<BenchReport, Error> {
+    let (name, weights) = match target {
+        BenchTarget::Model(model) => (model.name().to_string(), model.weights().clone()),
+        BenchTarget::Shape(shape, mix) => {
+            progress("making random weights");
+            (shape.name.to_string(), Arc::new(refrain_models::Model::random(shape, *mix)?))
+        }
+    };
+    let context = (options.n_prompt).max(options.depth + options.n_decode + 1);
+    let session = SessionOptions { context: Some(context), ..options.session.clone() };
+    let began = Instant::now();
+    progress("loading");
+    let mut engine = engine_for(&weights, &name, &session)?;
+    let load_seconds = began.elapsed().as_secs_f64();
+
+    let vocab = weights.config().n_vocab as u32;
+    // Any tokens do; these avoid the first ones, which are often special.
+    let tokens: Vec<u32> = (0..context as u32).map(|i| (1000 + i * 7919) % vocab).collect();
+    let mut row = SamplingRow::new(&SamplingParams::greedy());
+    let (mut prefill, mut decode) = (Vec::new(), Vec::new());
+    // The first round warms caches and compiles the steps; it is not counted.
+    for round in 0..=options.repeats {
+        progress(&format!("round {round} of {}", options.repeats));
+        let mut sequence = engine.open();
+        if options.n_prompt > 0 {
+            let began = Instant::now();
+            engine.prompt(&mut sequence, &tokens[..options.n_prompt], &mut row, |_| {})?;
+            let took = began.elapsed().as_secs_f64();
+            if round > 0 {
+                prefill.push(options.n_prompt as f64 / took);
+            }
+            engine.close(sequence);
+            sequence = engine.open();
+        }
+        if options.n_decode > 0 {
+            let first = tokens[..options.depth.max(1)].to_vec();
+            let mut next = engine.prompt(&mut sequence, &first, &mut row, |_| {})?.token;
+            let began = Instant::now();
+            for _ in 0..options.n_decode {
+                next = engine.decode(&mut sequence, next, &mut row)?.token;
+            }
+            let took = began.elapsed().as_secs_f64();
+            if round > 0 {
+                decode.push(options.n_decode as f64 / took);
+            }
+        }
+        engine.close(sequence);
+    }
+    let traffic = engine.plan(1)?.traffic();
+    let middle = options.depth.max(1) + options.n_decode / 2;
+    let read_bandwidth = match &options.session.device {
+        Device::Cpu { threads } => {
+            progress("measuring read bandwidth");
+            Some(CpuBackend::new(threads.unwrap_or_else(default_threads))?.read_bandwidth())
+        }
+        #[allow(unreachable_patterns)]
+        _ => None,
+    };
+    Ok(BenchReport {
+        name,
+        backend: engine.backend(),
+        n_parameters: weights.n_parameters(),
+        weight_bytes: weights.weight_bytes(),
+        prefill: Samples(prefill),
+        decode: Samples(decode),
+        bytes_per_token: traffic.weight_bytes + middle * traffic.kv_bytes_per_position,
+        read_bandwidth,
+        load_seconds,
+    })
+}
