@@ -4,9 +4,10 @@ mod input;
 
 use crate::cli::Context;
 use crate::opts::{DeviceOpts, SamplingOpts, Think};
-use crate::out::{BOLD, DIM, Out, talk};
+use crate::out::{BOLD, DIM, Out, counted, talk};
 use crate::reply::{self, Show};
 use crate::run::say_context;
+use crate::fail::Hinted;
 use crate::{fail, resolve, stats};
 use input::{Command, Input, Line};
 use refrain::{Finish, Message, Model, RenderOptions, SamplingParams, Session};
@@ -65,7 +66,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     }
     let session = Session::new(&model, &session_options)?;
     let load = began.elapsed();
-    say_context(&session, context);
+    say_context(&session, &args.device, context);
     let sampling = args.sampling.params(&model);
     let mut chat =
         Chat { args, context, session, model, sampling, load, messages: Vec::new(), out: Out::new() };
@@ -143,9 +144,8 @@ impl Chat<'_> {
 
     fn save(&self, path: &Path) -> anyhow::Result<()> {
         let text = serde_json::to_string_pretty(&self.messages)? + "\n";
-        std::fs::write(path, text)
-            .map_err(|error| anyhow::Error::new(error).context(format!("cannot write {}", path.display())))?;
-        talk!("{} messages written to {}", self.messages.len(), path.display());
+        std::fs::write(path, text).map_err(|error| Hinted::io("write", path, error))?;
+        talk!("{} written to {}", counted(self.messages.len(), "message"), path.display());
         Ok(())
     }
 

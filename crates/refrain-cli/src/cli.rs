@@ -34,13 +34,13 @@ pub(crate) struct Cli {
 #[derive(Args, Debug)]
 struct Global {
     /// Say more on standard error; twice for the log
-    #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Talk")]
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Everywhere")]
     verbose: u8,
     /// Say nothing but errors on standard error
-    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = "Talk")]
+    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = "Everywhere")]
     quiet: bool,
     /// Use only models that are here; never touch the network
-    #[arg(long, global = true, help_heading = "Talk")]
+    #[arg(long, global = true, help_heading = "Everywhere")]
     offline: bool,
 }
 
@@ -77,7 +77,13 @@ impl Cli {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let mut env = Env::read();
         env.offline |= self.global.offline;
-        log_to_stderr(env.log.as_deref(), self.global.verbose);
+        let usual_log = match (&self.command, self.global.verbose) {
+            (_, 2..) => "debug",
+            // The doctor provokes failures to see how they are met; its report tells them.
+            (Command::Doctor(_), _) => "off",
+            _ => "warn",
+        };
+        log_to_stderr(env.log.as_deref().unwrap_or(usual_log));
         let context = Context {
             store: Store::open(env),
             verbose: self.global.verbose > 0,
@@ -101,9 +107,8 @@ impl Cli {
     }
 }
 
-fn log_to_stderr(filter: Option<&str>, verbose: u8) {
-    let usual = if verbose > 1 { "debug" } else { "warn" };
-    let filter = tracing_subscriber::EnvFilter::builder().parse_lossy(filter.unwrap_or(usual));
+fn log_to_stderr(filter: &str) {
+    let filter = tracing_subscriber::EnvFilter::builder().parse_lossy(filter);
     // An earlier subscriber can only be one of a test; it may stay.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)

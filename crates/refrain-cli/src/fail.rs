@@ -5,6 +5,8 @@ use anstyle::{AnsiColor, Style};
 use refrain_hub::HubError;
 use std::borrow::Cow;
 use std::fmt;
+use std::io::ErrorKind;
+use std::path::Path;
 use std::process::ExitCode;
 
 const ERROR: Style = AnsiColor::Red.on_default().bold();
@@ -18,11 +20,24 @@ pub(crate) const INTERRUPTED: u8 = 130;
 pub(crate) struct Hinted {
     message: Cow<'static, str>,
     hint: Cow<'static, str>,
+    source: Option<std::io::Error>,
 }
 
 impl Hinted {
     pub(crate) fn new(message: impl Into<Cow<'static, str>>, hint: impl Into<Cow<'static, str>>) -> Hinted {
-        Hinted { message: message.into(), hint: hint.into() }
+        Hinted { message: message.into(), hint: hint.into(), source: None }
+    }
+
+    /// What the system refused to do with a file of the person's own.
+    pub(crate) fn io(verb: &str, path: &Path, source: std::io::Error) -> Hinted {
+        let hint = match source.kind() {
+            ErrorKind::NotFound => "check the path",
+            ErrorKind::PermissionDenied => "check the permissions of the file and its folder",
+            ErrorKind::IsADirectory => "name a file, not a folder",
+            ErrorKind::StorageFull => "free some disk space",
+            _ => "try another file",
+        };
+        Hinted { message: format!("cannot {verb} {}", path.display()).into(), hint: hint.into(), source: Some(source) }
     }
 }
 
@@ -32,7 +47,11 @@ impl fmt::Display for Hinted {
     }
 }
 
-impl std::error::Error for Hinted {}
+impl std::error::Error for Hinted {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_ref().map(|e| e as _)
+    }
+}
 
 /// Prints an error that ends the program and says how it ends.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {

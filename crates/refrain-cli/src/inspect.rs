@@ -1,7 +1,7 @@
 //! `refrain inspect`: what is in a model's files.
 
 use crate::cli::Context;
-use crate::out::{Out, short_count, thousands};
+use crate::out::{Out, counted, short_count, thousands};
 use crate::resolve::{self, Found};
 use refrain::{Model, ModelConfig, ModelFiles, TensorInfo, Tokenizer};
 use refrain_hub::{Bytes, Licence};
@@ -126,7 +126,7 @@ impl Facts<'_> {
             Err(because) => lines.add("not runnable", because),
         }
         let n_tensors = self.files.tensors().len();
-        lines.add("parameters", format!("{} in {} tensors", short_count(self.n_parameters()), thousands(n_tensors)));
+        lines.add("parameters", format!("{} in {}", short_count(self.n_parameters()), counted(n_tensors, "tensor")));
         let n_files = match self.files.files().len() {
             1 => String::new(),
             n => format!(" in {n} files"),
@@ -134,7 +134,7 @@ impl Facts<'_> {
         lines.add("size", format!("{}{n_files}", Bytes(self.file_bytes())));
         for (i, (dtype, bytes, n)) in self.by_dtype().into_iter().enumerate() {
             let key = if i == 0 { "weights" } else { "" };
-            lines.add(key, format!("{dtype:<7}{:>11} in {n} tensors", Bytes(bytes).to_string()));
+            lines.add(key, format!("{dtype:<7}{:>11} in {}", Bytes(bytes).to_string(), counted(n, "tensor")));
         }
         let kind = self.tokenizer_kind.as_deref().unwrap_or("unknown kind");
         match &self.tokenizer {

@@ -1,6 +1,7 @@
 //! Flags that commands share.
 
 use crate::fail::Hinted;
+use crate::out::talk;
 use clap::{Args, ValueEnum};
 use refrain::{DType, Device, Generate, Model, SamplingParams, SessionOptions};
 use std::hash::{BuildHasher, Hasher};
@@ -71,6 +72,16 @@ impl DeviceOpts {
         };
         let device = Device::Cpu { threads: self.threads.map(NonZeroUsize::get) };
         Ok(SessionOptions { device, context, kv_dtype })
+    }
+}
+
+impl DeviceOpts {
+    /// Says why the device was picked.
+    pub(crate) fn explain(&self) {
+        match self.device {
+            DeviceArg::Auto => talk!("--device auto picked the CPU: this build has no other device for models"),
+            DeviceArg::Cpu | DeviceArg::Cuda(_) | DeviceArg::Sim => {}
+        }
     }
 }
 

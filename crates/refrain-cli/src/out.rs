@@ -127,6 +127,11 @@ pub(crate) fn thousands(n: impl TryInto<u64>) -> String {
     out
 }
 
+/// A number of things: `1 file`, `2 files`.
+pub(crate) fn counted(n: usize, thing: &str) -> String {
+    format!("{} {thing}{}", thousands(n), if n == 1 { "" } else { "s" })
+}
+
 /// A count as people say it: `134.5 M`.
 pub(crate) fn short_count(n: u64) -> String {
     match n {

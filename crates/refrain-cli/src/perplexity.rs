@@ -7,6 +7,7 @@ use crate::out::{Out, short_rate, short_time, talk, thousands};
 use crate::{prompt, resolve};
 use refrain::Session;
 use serde_json::json;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -34,7 +35,7 @@ pub(crate) struct Args {
     context: Option<usize>,
     /// Score at most that many windows
     #[arg(long, value_name = "N")]
-    chunks: Option<usize>,
+    chunks: Option<NonZeroUsize>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -43,6 +44,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+    // Refused before a long text is read.
     args.device.session(args.context)?;
     resolve::check(&args.model, context)?;
     let text = prompt::read_file(&args.file)?;
@@ -52,9 +54,12 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     if !context.quiet {
         talk!("{} on {}, windows of {} tokens", model.name(), session.backend(), thousands(window));
     }
+    if context.verbose {
+        args.device.explain();
+    }
     let began = Instant::now();
     let bar = Delayed::bar(0, "scoring");
-    let scored = session.perplexity(&text, window, args.chunks, |n_windows, so_far| {
+    let scored = session.perplexity(&text, window, args.chunks.map(NonZeroUsize::get), |n_windows, so_far| {
         bar.set_len(n_windows as u64);
         bar.set(so_far.n_windows as u64);
         bar.say(format!("perplexity {:.4}", so_far.perplexity));

@@ -5,10 +5,10 @@ mod html;
 mod text;
 
 use crate::cli::Context;
+use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
-use crate::out::{Out, short_rate, short_time, talk};
+use crate::out::{Out, counted, short_rate, short_time, talk};
 use crate::resolve;
-use anyhow::Context as _;
 use bandwidth::Bandwidth;
 use refrain::graph::{Buffer, Place, Plan, Step};
 use refrain::Session;
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     if n_tokens != args.tokens {
         talk!("a step has 1 to {} tokens; this is the plan for {n_tokens}", session.context());
     }
-    let title = format!("{}, {n_tokens} tokens on {}", model.name(), session.backend());
+    let title = format!("{}, a step of {} on {}", model.name(), counted(n_tokens, "token"), session.backend());
     let holds = session.context();
     let plan = session.plan(n_tokens)?;
     let bounds = bounds(plan, holds, args.bandwidth);
@@ -82,7 +82,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
 }
 
 fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    std::fs::write(path, text).map_err(|error| Hinted::io("write", path, error))?;
     talk!("written: {}", path.display());
     Ok(())
 }

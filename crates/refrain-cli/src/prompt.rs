@@ -47,7 +47,7 @@ pub(crate) fn read_file(path: &Path) -> anyhow::Result<String> {
     if path == Path::new("-") {
         return read_stdin(false);
     }
-    let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let bytes = std::fs::read(path).map_err(|error| Hinted::io("read", path, error))?;
     utf8(bytes, &path.display().to_string())
 }
 

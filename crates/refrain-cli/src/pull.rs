@@ -3,7 +3,7 @@
 use crate::bars;
 use crate::cli::Context;
 use crate::interrupt::Listening;
-use crate::out::{Out, talk};
+use crate::out::{Out, counted, talk};
 use crate::resolve;
 use indicatif::ProgressBar;
 use refrain_hub::{Bytes, Event, LocalModel, ModelName, Progress};
@@ -28,6 +28,10 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+    if resolve::is_builtin(&args.name) {
+        talk!("{} is built into the program", args.name);
+        return Ok(());
+    }
     let name = resolve::parse(&args.name, context)?;
     let model = with_bars(&name, context)?;
     if !context.quiet {
@@ -76,7 +80,7 @@ impl Progress for Watcher<'_> {
             Event::Plan { name, from, n_files, bytes, licence } => {
                 match n_files {
                     0 => self.say(format_args!("{name}: all of it is here already")),
-                    _ => self.say(format_args!("{name}: {n_files} files, {} from {from}", Bytes(bytes))),
+                    _ => self.say(format_args!("{name}: {}, {} from {from}", counted(n_files, "file"), Bytes(bytes))),
                 }
                 match licence {
                     Some(licence) => self.say(format_args!("{name} comes under the licence {licence}")),

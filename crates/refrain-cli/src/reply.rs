@@ -62,12 +62,10 @@ impl<'a> Show<'a> {
 
     fn part(&mut self, part: &Part, shown: &mut String) -> anyhow::Result<()> {
         let is_thinking = part.kind == PartKind::Thinking;
-        if is_thinking && self.think == Think::Hide {
+        if is_thinking && self.think != Think::Show {
             return Ok(());
         }
-        if !is_thinking || self.think == Think::Show {
-            shown.push_str(&part.text);
-        }
+        shown.push_str(&part.text);
         match &mut self.out {
             Some(out) if is_thinking => out.styled(DIM, &part.text),
             Some(out) => out.text(&part.text),

@@ -103,6 +103,7 @@ pub(crate) fn parse(text: &str, context: &Context) -> Result<ModelName, HubError
     ModelName::parse(text).map_err(|error| match error {
         HubError::UnknownName { name, nearest } => {
             let nearest = nearest.or_else(|| context.store.nearest(&name)).or_else(|| near_builtin(&name));
+            let nearest = nearest.filter(|nearest| *nearest != name);
             HubError::UnknownName { name, nearest }
         }
         other => other,
@@ -118,7 +119,7 @@ pub(crate) fn has_white_space(text: &str) -> bool {
     text.contains(char::is_whitespace)
 }
 
-fn is_builtin(text: &str) -> bool {
+pub(crate) fn is_builtin(text: &str) -> bool {
     // A file of that name is meant by those who have one.
     text.eq_ignore_ascii_case(BUILTIN_NAME) && !Path::new(text).exists()
 }

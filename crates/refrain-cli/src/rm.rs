@@ -2,7 +2,7 @@
 
 use crate::cli::Context;
 use crate::fail::Hinted;
-use crate::out::{Out, thousands};
+use crate::out::{Out, counted};
 use crate::resolve;
 use refrain_hub::Bytes;
 
@@ -24,14 +24,14 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     let mut out = Out::new();
     for name in &args.names {
-        if name == refrain::BUILTIN_NAME {
+        if resolve::is_builtin(name) {
             let message = format!("{name} is built into the program");
             return Err(Hinted::new(message, "it takes no room in the store").into());
         }
         let name = resolve::parse(name, context)?;
         let removed = context.store.remove(&name)?;
-        let (n_files, bytes) = (thousands(removed.n_files), Bytes(removed.bytes));
-        out.line(format_args!("{name}: {n_files} files removed, {bytes} freed"))?;
+        let (files, bytes) = (counted(removed.n_files, "file"), Bytes(removed.bytes));
+        out.line(format_args!("{name}: {files} removed, {bytes} freed"))?;
     }
     Ok(())
 }

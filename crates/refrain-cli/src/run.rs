@@ -90,7 +90,7 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     let model = found.open()?;
     let mut session = Session::new(&model, &session_options)?;
     let load = began.elapsed();
-    say_context(&session, context);
+    say_context(&session, &args.device, context);
     let sampling = args.sampling.params(&model);
     let seed = sampling.seed;
     let mut out = Out::new();
@@ -215,9 +215,12 @@ fn say_prompt(model: &Model, tokens: &[u32]) {
 }
 
 /// Says where the model runs and how much it can hold.
-pub(crate) fn say_context(session: &Session, context: &Context) {
+pub(crate) fn say_context(session: &Session, device: &DeviceOpts, context: &Context) {
     if context.quiet {
         return;
+    }
+    if context.verbose {
+        device.explain();
     }
     let (holds, most) = (session.context(), session.model().config().n_context);
     let of = if holds < most { format!(" of {} (-c raises it)", thousands(most)) } else { String::new() };

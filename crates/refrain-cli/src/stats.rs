@@ -37,8 +37,15 @@ pub(crate) fn print(session: &mut Session, reply: &Reply, load: Duration, seed: 
     let resident = peak_resident_bytes().map_or_else(String::new, |n| format!(", {} resident at most", Bytes(n)));
     let weights = Bytes(session.model().weight_bytes() as u64);
     talk!("memory   {weights} of weights{resident}");
-    let finish = finish_word(summary.finish.as_ref()).replace('_', " ");
-    talk!("run      ended by {finish}, seed {seed}, opened in {}", short_time(load.as_secs_f64()));
+    let why = match summary.finish {
+        Some(Finish::EndOfTurn) => "at the end of the turn",
+        Some(Finish::MaxTokens) => "after as many tokens as asked for (-n)",
+        Some(Finish::StopText) => "at a stop text",
+        Some(Finish::ContextFull) => "with a full context (-c raises it)",
+        Some(Finish::Cancelled) => "by Ctrl-C",
+        None => "early",
+    };
+    talk!("run      ended {why}; seed {seed}, opened in {}", short_time(load.as_secs_f64()));
 }
 
 fn speed(decode: &Tally, bytes_per_token: usize) -> String {

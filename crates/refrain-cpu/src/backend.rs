@@ -83,6 +83,11 @@ impl Compiled {
     pub fn kernels(&self) -> impl Iterator<Item = (&str, &'static str)> {
         self.program.calls.iter().map(|c| (self.plan.steps()[c.step].label.as_str(), c.kernel.name()))
     }
+
+    /// Fills the arena with a value. No step may depend on what the arena held before it, so nothing changes.
+    pub fn poison(&mut self, value: f32) {
+        bytemuck::cast_slice_mut(&mut self.arena).fill(value);
+    }
 }
 
 impl Backend for CpuBackend {
@@ -158,11 +163,19 @@ impl Backend for CpuBackend {
             return Err(mismatch(format!("output {output} is not computed by the plan")));
         };
         let n = operand.layout.shape().n_elements() * 4;
-        if into.len() != n || !operand.layout.is_contiguous() {
+        if into.len() != n {
             return Err(mismatch(format!("output {output} has {n} bytes, {} were asked for", into.len())));
         }
-        let start = offset + operand.layout.offset() * 4;
-        into.copy_from_slice(&bytemuck::cast_slice(&compiled.arena)[start..start + n]);
+        let bytes: &[u8] = &bytemuck::cast_slice(&compiled.arena)[offset..offset + buffer.bytes];
+        if operand.layout.is_contiguous() {
+            let start = operand.layout.offset() * 4;
+            into.copy_from_slice(&bytes[start..start + n]);
+        } else {
+            // The output is a view: its elements are gathered.
+            for (to, i) in into.chunks_exact_mut(4).zip(operand.layout.indices()) {
+                to.copy_from_slice(&bytes[4 * i..4 * i + 4]);
+            }
+        }
         Ok(())
     }
 }

@@ -23,7 +23,9 @@ pub(crate) fn unary(level: Level, f: Unary, x: &mut [f32]) {
 }
 
 fn silu(v: f32) -> f32 {
-    v / (1.0 + (-v).exp())
+    // Written so that the exponential never overflows: far to the left the result is tiny, not zero.
+    let e = (-v.abs()).exp();
+    if v < 0.0 { v * e / (1.0 + e) } else { v / (1.0 + e) }
 }
 
 fn gelu_tanh(v: f32) -> f32 {

@@ -2,7 +2,7 @@
 
 use crate::pool::Pool;
 use crate::simd::{Level, Packed, WeightError, WeightMatrix, pack};
-use refrain_graph::{State, WeightId};
+use refrain_graph::{State, StateId, WeightId};
 use refrain_tensor::{DType, HostTensor, TensorError};
 
 /// The weights of a model, ready for products.
@@ -100,6 +100,11 @@ impl CpuStates {
 
     pub(crate) fn len(&self) -> usize {
         self.words.len()
+    }
+
+    /// What a state holds.
+    pub fn bytes(&self, id: StateId) -> &[u8] {
+        self.get(id.idx())
     }
 
     pub(crate) fn get(&self, idx: usize) -> &[u8] {

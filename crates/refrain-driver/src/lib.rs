@@ -78,23 +78,30 @@
 pub mod api;
 
 mod error; // what can go wrong
+
 mod device; // opening a device; who owns it
 mod worker; // the device thread
+
 mod memory; // planned memory and handles into it
-mod staging; // pinned slots to the device
 mod ring; // pinned ring from the device
-mod module; // loaded kernels
+mod staging; // pinned slots to the device
+
 mod launch; // one launch, described
-mod queue; // the choke point, and the sink over a stream
+mod module; // loaded kernels
+
 mod depend; // who waits for whom
 mod nodes; // the sink of explicit nodes
+mod queue; // the choke point, and the sink over a stream
+
+mod graph; // what was recorded; replay
 mod record; // from a closure to a graph
-mod graph; // replay
-mod stream;
+
 mod event;
-mod watchdog; // breaks a recording off
+mod stream;
+
 mod health; // is the device still good
 mod shared; // what all handles of a device share
+mod watchdog; // breaks a recording off
 
 pub mod doctor;
 pub mod probe;

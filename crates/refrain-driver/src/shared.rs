@@ -258,6 +258,7 @@ impl Shared {
         if self.recording.load(Ordering::Acquire) {
             return;
         }
+        // Emptied in one go and destroyed outside the lock: a driver call may take its time.
         let garbage = std::mem::take(&mut *lock(&self.bin));
         for g in garbage {
             self.destroy(g);

@@ -1,5 +1,6 @@
 //! Streams: where work is sent, waited for and read back.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -8,7 +9,7 @@ use bytemuck::Pod;
 
 use crate::api::{CaptureStatus, Code, StreamHandle, StreamKind};
 use crate::device::Context;
-use crate::error::DriverError;
+use crate::error::{DriverError, panic_message};
 use crate::event::Event;
 use crate::graph::Outputs;
 use crate::health::Health;
@@ -82,6 +83,8 @@ impl Stream {
         self.shared().poll("cuStreamQuery", limit, |api| api.stream_query(handle))?;
         self.progress.n_done.store(self.n_sent, Ordering::Release);
         self.keep.clear();
+        // A good moment for what other threads have dropped: nothing of this stream waits behind it.
+        self.shared().empty_bin();
         Ok(())
     }
 
@@ -100,7 +103,8 @@ impl Stream {
         self.shared().probe_status(self.handle)
     }
 
-    /// Runs work at once, in order. The same closure can be recorded.
+    /// Runs work at once, in order. The same closure can be recorded. When it fails half way, what it enqueued before
+    /// still runs.
     ///
     /// `overlap` says whether [`crate::Launch::pdl`] is honoured; a run to compare with has it off.
     pub fn run<'l>(
@@ -121,7 +125,11 @@ impl Stream {
             recording: None,
             params: Vec::new(),
         };
-        f(&mut sink)?;
+        // Unwind safety: after a panic the sink is dropped; what it has sent runs like after any error.
+        catch_unwind(AssertUnwindSafe(|| f(&mut sink))).unwrap_or_else(|payload| {
+            let message = panic_message(&*payload);
+            Err(DriverError::Panicked { what: "enqueueing".to_owned(), message })
+        })?;
         Ok(Outputs::new(lease))
     }
 

@@ -436,3 +436,35 @@ both! {
         assert!(weak.0.upgrade().is_none() && weak.1.upgrade().is_none());
     }
 }
+
+both! {
+    fn a_deadline_at_any_moment_breaks_off_cleanly_or_not_at_all(bed) {
+        let census = bed.device.census();
+        let (mut broken, mut good) = (0, 0);
+        for round in 0..150_u64 {
+            let method = METHODS[round as usize % 2];
+            let step = bed.step.clone();
+            let limit = Duration::from_micros(round * 7 % 400);
+            let options = RecordOptions { limit, ..RecordOptions::named("tight") };
+            let result = bed.stream.record(&bed.memory, method, &options, |q| {
+                for _ in 0..8 {
+                    step.enqueue(q)?;
+                    std::thread::sleep(Duration::from_micros(5));
+                }
+                Ok(())
+            });
+            match result {
+                Ok(graph) => {
+                    good += 1;
+                    assert_eq!(graph.info().nodes.len(), 40);
+                }
+                Err(DriverError::RecordingDeadline { .. }) => broken += 1,
+                Err(error) => panic!("{limit:?}: {error}"),
+            }
+            assert_eq!(bed.stream.capture_status().unwrap(), CaptureStatus::None);
+        }
+        assert!(broken > 0, "{broken} broken off, {good} good");
+        assert_eq!(bed.device.census(), census);
+        bed.check_good();
+    }
+}

@@ -270,6 +270,7 @@ impl<'a> Bench<'a> {
             "cuMemcpyHtoDAsync pageable on s" => unsafe {
                 api.memcpy_htod_async(dst, HostPtr::of(self.host.as_ptr()), 256, s)
             },
+            // SAFETY: as above.
             "cuMemcpyHtoDAsync pinned on s" => unsafe { api.memcpy_htod_async(dst, self.pinned, 256, s) },
             "cuMemAllocHost" => api.alloc_host(1024).map(|p| self.pinned_too.push(p)),
             "cuMemAllocAsync on s" => api.alloc_async(1024, s).map(|p| self.node_memory = Some(p)),

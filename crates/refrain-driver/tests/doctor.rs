@@ -11,12 +11,20 @@ fn row<'a>(rows: &'a [Row], name: &str) -> &'a Row {
     rows.iter().find(|r| r.name == name).unwrap_or_else(|| panic!("no row {name} in {rows:#?}"))
 }
 
+fn print(rows: &[Row]) {
+    for r in rows {
+        let advice = r.advice.as_deref().unwrap_or_default();
+        println!("{:26} {:7} {}: {} {advice}", r.name, r.verdict.word(), r.measured, r.words);
+    }
+}
+
 #[test]
 fn everything_is_good_on_the_simulated_device_and_nothing_is_left() {
     let sim = SimDriver::new(SimOptions::default());
     let device = Device::simulated(&sim).unwrap();
     let live = sim.stats().live;
     let rows = examine_device(&device);
+    print(&rows);
     assert!(rows.iter().all(|r| r.verdict == Verdict::Good && !r.words.is_empty()), "{rows:#?}");
     assert_eq!(rows.len(), 11);
     assert_eq!(sim.stats().live, live);
@@ -52,18 +60,17 @@ fn a_context_that_is_lost_on_the_way_leaves_rows_that_say_so() {
 }
 
 #[test]
+#[cfg_attr(feature = "gpu-tests", ignore = "this machine has a CUDA device")]
+fn a_machine_without_a_gpu_gets_a_row_that_says_what_is_missing() {
+    let rows = examine(DeviceKind::Cuda(0));
+    assert!(rows[0].verdict == Verdict::Bad && rows[0].advice.is_some(), "{rows:#?}");
+    assert!(rows[1..].iter().all(|r| r.verdict == Verdict::Skipped));
+}
+
+#[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
 fn everything_works_on_a_gpu() {
     let rows = examine(DeviceKind::Cuda(0));
-    for r in &rows {
-        println!(
-            "{:28} {:7} {:60} {} {}",
-            r.name,
-            r.verdict.word(),
-            r.measured,
-            r.words,
-            r.advice.as_deref().unwrap_or("")
-        );
-    }
+    print(&rows);
     assert!(rows.iter().all(|r| matches!(r.verdict, Verdict::Good | Verdict::Note)), "{rows:#?}");
 }

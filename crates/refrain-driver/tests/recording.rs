@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{BYTES, Bed, N};
+use refrain_driver::sim::{Schedule, SimDriver, SimOptions};
 use refrain_driver::{
     Access, Baked, Buf, Device, DriverError, EdgeKind, Launch, Layout, LibraryCall, Memory, Method, Module,
     NodeKind, RecordOptions, Ring, Staging, probe,
@@ -357,5 +358,47 @@ both! {
         let ms = end.ms_since(&start).unwrap();
         assert!((0.0..1000.0).contains(&ms), "{ms}");
         bed.stream.synchronize().unwrap();
+    }
+}
+
+#[test]
+fn explicit_graphs_give_the_same_bytes_in_every_order_the_device_may_choose() {
+    for seed in 0..40 {
+        let options = SimOptions { seed, schedule: Schedule::Lazy, ..SimOptions::default() };
+        let mut bed = Bed::on(&SimDriver::new(options));
+        bed.check_good();
+    }
+}
+
+#[test]
+fn a_launch_that_declares_too_little_is_found_as_a_race_by_the_simulated_device() {
+    let mut found = 0;
+    for seed in 0..10 {
+        let options = SimOptions { seed, strict: false, ..SimOptions::default() };
+        let mut bed = Bed::on(&SimDriver::new(options));
+        let step = bed.step.clone();
+        // Reads all of `b`, and says that it reads a word of it.
+        let word = step.b.slice(0, 4).unwrap();
+        let half = step.b.slice(BYTES / 2, BYTES / 2).unwrap();
+        let graph = bed.stream.record(&bed.memory, Method::Nodes, &RecordOptions::named("liar"), |q| {
+            q.fill(half, 1)?;
+            q.launch(&step.add(step.c, word, word))
+        });
+        graph.unwrap().replay(&mut bed.lease, &mut bed.stream).unwrap();
+        bed.stream.synchronize().unwrap();
+        found += usize::from(!bed.device.take_reports().is_empty());
+    }
+    assert_eq!(found, 10);
+}
+
+both! {
+    fn a_panic_while_enqueueing_to_a_live_stream_is_an_error_and_the_stream_works_on(bed) {
+        let step = bed.step.clone();
+        let result = bed.stream.run(&mut bed.lease, true, |q| {
+            q.launch(&step.fill(step.b, 1))?;
+            panic!("half way")
+        });
+        assert!(matches!(result, Err(DriverError::Panicked { .. })), "{result:?}");
+        bed.check_good();
     }
 }

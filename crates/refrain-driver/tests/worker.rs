@@ -68,8 +68,10 @@ fn a_panic_on_the_device_thread_is_an_error_and_the_thread_goes_on() {
             Ok(())
         })
         .unwrap();
+    drop(worker);
     let failed = device.spawn(LONG, |_| -> Result<(), _> { panic!("in the beginning") });
-    assert!(failed.is_err());
+    assert!(matches!(failed, Err(DriverError::Panicked { .. })), "{failed:?}");
+    assert!(device.context().is_ok(), "the device is free again");
 }
 
 #[test]

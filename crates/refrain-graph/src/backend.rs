@@ -149,7 +149,7 @@ pub trait Backend {
     /// Runs one step.
     fn run(&mut self, compiled: &mut Self::Compiled, io: Io<'_, Self>) -> Result<Ran, RunError>;
 
-    /// Copies an output of the last run to the host.
+    /// Copies an output of the last run to the host, dense whatever its layout on the device.
     fn read(&mut self, compiled: &Self::Compiled, output: usize, into: &mut [u8]) -> Result<(), RunError>;
 
     /// Refuses a graph that has an op without a kernel.

@@ -171,8 +171,9 @@ impl Op {
                 rule.require(4, inputs[4].dtype == DType::I32, "I32")?;
                 Ok(vec![inputs[0]])
             }
-            Op::Attention(_) => {
+            Op::Attention(attention) => {
                 rule.arity(6)?;
+                rule.require(0, attention.window != Some(0), "a window of at least one position")?;
                 rule.float(0)?;
                 let q = rule.rank(0, 3)?;
                 let cache = rule.rank(1, 4)?;

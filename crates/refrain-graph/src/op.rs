@@ -146,8 +146,8 @@ impl Op {
         }
     }
 
-    /// For each output, the input whose state it continues: same bytes, new version.
-    pub(crate) fn state_update(&self) -> Option<(usize, usize)> {
+    /// The output that continues the state of an input (same bytes, new version), and that input.
+    pub fn state_update(&self) -> Option<(usize, usize)> {
         match self {
             Op::KvAppend => Some((0, 0)),
             Op::View(_)

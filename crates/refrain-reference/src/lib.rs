@@ -42,7 +42,10 @@ pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), Re
             let (a, b) = (inputs[0].to_f32()?, inputs[1].to_f32()?);
             let sum: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
             outputs[0].store(&sum)?;
-            outputs[1].store(&elementwise::rms_norm(&sum, &inputs[2].to_f32()?, *eps))
+            // The norm is of the sum as it was rounded, as if the two were separate nodes.
+            let layout = refrain_tensor::Layout::contiguous(outputs[0].ty.shape);
+            let rounded = In { dtype: outputs[0].ty.dtype, layout, bytes: outputs[0].bytes }.to_f32()?;
+            outputs[1].store(&elementwise::rms_norm(&rounded, &inputs[2].to_f32()?, *eps))
         }
         Op::Gate(kind) => elementwise::gate(*kind, &inputs[0], &inputs[1], &mut outputs[0]),
         Op::Rope(rope) => attention::rope(rope, inputs, &mut outputs[0]),

@@ -124,12 +124,12 @@ fn keep_top_p(ids: &mut Vec<usize>, logits: &[f32], max: f32, total: f64, top_p:
 
 /// Shifts logits by the biases, then lowers those of recent tokens.
 pub fn apply_bias_and_penalties(logits: &mut [f32], sampling: &Sampling<'_>) {
-    let index = |id: i32| usize::try_from(id).ok().filter(|&i| i < logits.len());
-    let history: Vec<usize> = sampling.history.iter().filter_map(|&id| index(id)).collect();
-    let biased: Vec<(usize, f32)> =
-        sampling.bias_ids.iter().zip(sampling.bias).filter_map(|(&id, &b)| Some((index(id)?, b))).collect();
-    for (id, bias) in biased {
-        logits[id] += bias;
+    let vocab = logits.len();
+    let index = |id: i32| usize::try_from(id).ok().filter(|&i| i < vocab);
+    for (&id, &bias) in sampling.bias_ids.iter().zip(sampling.bias) {
+        if let Some(id) = index(id) {
+            logits[id] += bias;
+        }
     }
     let repeat = sampling.param(SampleParam::RepeatPenalty);
     let frequency = sampling.param(SampleParam::FrequencyPenalty);
@@ -137,11 +137,12 @@ pub fn apply_bias_and_penalties(logits: &mut [f32], sampling: &Sampling<'_>) {
     if repeat == 1.0 && frequency == 0.0 && presence == 0.0 {
         return;
     }
-    for (i, &id) in history.iter().enumerate() {
-        if history[..i].contains(&id) {
+    for (i, &token) in sampling.history.iter().enumerate() {
+        let Some(id) = index(token) else { continue };
+        if sampling.history[..i].contains(&token) {
             continue;
         }
-        let count = history.iter().filter(|&&h| h == id).count() as f32;
+        let count = sampling.history.iter().filter(|&&t| t == token).count() as f32;
         let l = &mut logits[id];
         *l = if *l > 0.0 { *l / repeat } else { *l * repeat };
         *l -= count * frequency + presence;

@@ -108,8 +108,12 @@ impl Draft {
         draft.ids = draft.input("ids", ints(&[N_TOKENS], &[1, -1, 0]));
         let x = draft.input("x", (float(&[N_TOKENS, WIDTH]), Fill::Uniform(-1.0, 1.0)));
         let y = draft.input("y", (float(&[WIDTH]), Fill::Uniform(-1.0, 1.0)));
-        draft.keep(x, 1.0);
-        draft.keep(y, 1.0);
+        // Heads from the start, so that appends and attention are as frequent as the rest.
+        let shape = [N_TOKENS, N_KV_HEADS, HEAD_DIM];
+        let heads = draft.builder.reshape(x, &shape).unwrap_or_else(|e| panic!("{e}"));
+        for value in [x, y, heads] {
+            draft.keep(value, 1.0);
+        }
         for w in 0..2 {
             let value = draft.builder.weight(WeightId::from_idx(w));
             draft.keep(value, 1.0);

@@ -140,17 +140,19 @@ impl<'a> WeightMatrix<'a> {
         matches!(self.source, Source::Tiles { .. })
     }
 
-    /// Makes the tiles of `blocks` of the rows from `first_row` on (the last row again for those past the end), and
-    /// asks for what lies behind them.
+    /// Makes the tiles of `blocks` of the rows from `first_row` on (the last row again for those past the end).
+    ///
+    /// # Safety
+    /// `dst` takes the tiles of `blocks`; all of their bytes are written.
     ///
     /// # Panics
-    /// If the matrix is packed, a row or block does not exist, or `dst` is too short.
-    pub(super) fn make_tiles(&self, level: Level, first_row: usize, blocks: Range<usize>, dst: &mut [u8]) {
+    /// If the matrix is packed, or a row or block does not exist.
+    pub(super) unsafe fn make_tiles(&self, level: Level, first_row: usize, blocks: Range<usize>, dst: *mut u8) {
         let Source::File { bytes, row_bytes } = self.source else {
             panic!("the weights are in tiles already");
         };
         let spec = self.spec;
-        assert!(blocks.end <= self.n_blocks() && dst.len() >= blocks.len() * spec.tile_bytes());
+        assert!(blocks.end <= self.n_blocks() && first_row < self.n_rows);
         let used_bytes = self.dtype.bytes_for(self.k).unwrap_or(0);
         let n_whole = used_bytes / spec.block_bytes;
         let row = |i: usize| &bytes[(first_row + i).min(self.n_rows - 1) * row_bytes..][..used_bytes];
@@ -159,7 +161,7 @@ impl<'a> WeightMatrix<'a> {
         if !whole.is_empty() {
             let rows: [*const u8; 16] = std::array::from_fn(|i| row(i)[begin..].as_ptr());
             // SAFETY: `whole` ends at or before the last whole block of each row, and `dst` holds a tile for each.
-            level.dispatch(unsafe { MakeTiles::new(spec, &rows, whole.len(), dst.as_mut_ptr()) });
+            level.dispatch(unsafe { MakeTiles::new(spec, &rows, whole.len(), dst) });
         }
         if blocks.end > n_whole {
             // A short block of floats: the rest is zeros, against zeros in the activations.
@@ -169,9 +171,11 @@ impl<'a> WeightMatrix<'a> {
                 tail[..rest.len()].copy_from_slice(rest);
             }
             let rows: [*const u8; 16] = std::array::from_fn(|i| tail[i].as_ptr());
-            let dst = &mut dst[(n_whole - blocks.start) * spec.tile_bytes()..][..spec.tile_bytes()];
-            // SAFETY: a float block is at most 16 bytes, and `dst` is one tile.
-            level.dispatch(unsafe { MakeTiles::new(spec, &rows, 1, dst.as_mut_ptr()) });
+            // SAFETY: a float block is at most 16 bytes; the last of the tiles of `blocks` is in `dst`.
+            level.dispatch(unsafe {
+                let dst = dst.add((n_whole - blocks.start) * spec.tile_bytes());
+                MakeTiles::new(spec, &rows, 1, dst)
+            });
         }
     }
 }
@@ -201,7 +205,9 @@ pub fn pack(pool: &Pool, level: Level, w: &WeightMatrix<'_>) -> Option<Packed> {
     let n_bytes = group_bytes.checked_mul(w.n_rows.div_ceil(TILE_ROWS))?;
     let mut buffer = Buffer::zeroed(n_bytes)?;
     pool.chunks_mut(buffer.bytes_mut(), group_bytes, |group_idx, group| {
-        w.make_tiles(level, group_idx * TILE_ROWS, 0..w.n_blocks(), group);
+        assert_eq!(group.len(), group_bytes);
+        // SAFETY: `group_bytes` are the tiles of all blocks of a group of rows.
+        unsafe { w.make_tiles(level, group_idx * TILE_ROWS, 0..w.n_blocks(), group.as_mut_ptr()) };
     });
     Some(Packed { dtype: w.dtype, n_rows: w.n_rows, k: w.k, buffer })
 }

@@ -10,27 +10,27 @@ use refrain_driver::sim::{FaultScript, Schedule, SimDriver, SimOptions, Twin};
 
 /// `fill(dst, value, n)`, `add(dst, a, b, n)`, `early(dst, src, n)` which reads `src` before its dependency wait, and
 /// `rude(dst, value, n)` which never waits.
-pub const IMAGE: &[u8] = b"sim\nfill\nadd\nearly\nrude\nassert\npanic";
+pub(crate) const IMAGE: &[u8] = b"sim\nfill\nadd\nearly\nrude\nassert\npanic";
 
-pub const PLAIN: LaunchConfig = LaunchConfig::new([1, 1, 1], [32, 1, 1]);
-pub const PROGRAMMATIC: LaunchConfig = LaunchConfig { programmatic: true, ..PLAIN };
+pub(crate) const PLAIN: LaunchConfig = LaunchConfig::new([1, 1, 1], [32, 1, 1]);
+pub(crate) const PROGRAMMATIC: LaunchConfig = LaunchConfig { programmatic: true, ..PLAIN };
 
-pub struct Bench {
-    pub sim: SimDriver,
-    pub ctx: CtxHandle,
-    pub module: ModuleHandle,
-    pub s: StreamHandle,
+pub(crate) struct Bench {
+    pub(crate) sim: SimDriver,
+    pub(crate) ctx: CtxHandle,
+    pub(crate) module: ModuleHandle,
+    pub(crate) s: StreamHandle,
 }
 
-pub fn options(schedule: Schedule) -> SimOptions {
+pub(crate) fn options(schedule: Schedule) -> SimOptions {
     SimOptions { seed: 7, schedule, strict: false, memory_bytes: 16 << 20, ..SimOptions::default() }
 }
 
-pub fn script(text: &str) -> FaultScript {
+pub(crate) fn script(text: &str) -> FaultScript {
     FaultScript::parse(text).expect("a fault script")
 }
 
-pub fn register(sim: &SimDriver) {
+pub(crate) fn register(sim: &SimDriver) {
     let fill = |k: &mut refrain_driver::sim::SimKernel<'_>| {
         let (dst, value, n) = (k.ptr(0)?, k.arg::<u32>(1)?, k.arg::<u32>(2)?);
         k.write(dst, &vec![value; n as usize])
@@ -55,7 +55,7 @@ pub fn register(sim: &SimDriver) {
 }
 
 impl Bench {
-    pub fn new(options: SimOptions) -> Bench {
+    pub(crate) fn new(options: SimOptions) -> Bench {
         let sim = SimDriver::new(options);
         register(&sim);
         let ctx = sim.primary_ctx_retain(0).expect("context");
@@ -65,60 +65,60 @@ impl Bench {
     }
 
     /// Nothing runs before it is waited for, and races are only reported.
-    pub fn lazy() -> Bench {
+    pub(crate) fn lazy() -> Bench {
         Bench::new(options(Schedule::Lazy))
     }
 
-    pub fn with_faults(text: &str) -> Bench {
+    pub(crate) fn with_faults(text: &str) -> Bench {
         Bench::new(SimOptions { faults: script(text), ..options(Schedule::Seeded) })
     }
 
-    pub fn function(&self, name: &str) -> FunctionHandle {
+    pub(crate) fn function(&self, name: &str) -> FunctionHandle {
         self.sim.module_function(self.module, name).expect("function")
     }
 
-    pub fn stream(&self) -> StreamHandle {
+    pub(crate) fn stream(&self) -> StreamHandle {
         self.sim.stream_create(StreamKind::NonBlocking).expect("stream")
     }
 
-    pub fn event(&self) -> EventHandle {
+    pub(crate) fn event(&self) -> EventHandle {
         self.sim.event_create(true).expect("event")
     }
 
     /// `n` words of device memory, all zero, with nothing left to wait for.
-    pub fn words(&self, n: u64) -> DevicePtr {
+    pub(crate) fn words(&self, n: u64) -> DevicePtr {
         let ptr = self.sim.alloc(4 * n).expect("memory");
         self.sim.memcpy_htod(ptr, &vec![0; 4 * n as usize]).expect("upload");
         ptr
     }
 
-    pub fn fill(&self, s: StreamHandle, dst: DevicePtr, value: u32, n: u32) -> Raw<()> {
+    pub(crate) fn fill(&self, s: StreamHandle, dst: DevicePtr, value: u32, n: u32) -> Raw<()> {
         self.sim.launch(self.function("fill"), &PLAIN, s, &fill_params(dst, value, n))
     }
 
-    pub fn add(&self, s: StreamHandle, dst: DevicePtr, a: DevicePtr, b: DevicePtr, n: u32) -> Raw<()> {
+    pub(crate) fn add(&self, s: StreamHandle, dst: DevicePtr, a: DevicePtr, b: DevicePtr, n: u32) -> Raw<()> {
         self.sim.launch(self.function("add"), &PLAIN, s, &add_params(dst, a, b, n))
     }
 
-    pub fn read(&self, ptr: DevicePtr, n: usize) -> Vec<u32> {
+    pub(crate) fn read(&self, ptr: DevicePtr, n: usize) -> Vec<u32> {
         let mut bytes = vec![0; 4 * n];
         self.sim.memcpy_dtoh(&mut bytes, ptr).expect("read back");
         bytes.chunks_exact(4).map(|w| u32::from_ne_bytes([w[0], w[1], w[2], w[3]])).collect()
     }
 
-    pub fn reports(&self) -> Vec<String> {
+    pub(crate) fn reports(&self) -> Vec<String> {
         self.sim.take_reports()
     }
 }
 
-pub fn fill_params(dst: DevicePtr, value: u32, n: u32) -> Vec<u8> {
+pub(crate) fn fill_params(dst: DevicePtr, value: u32, n: u32) -> Vec<u8> {
     [&dst.0.to_ne_bytes()[..], &value.to_ne_bytes(), &n.to_ne_bytes()].concat()
 }
 
-pub fn add_params(dst: DevicePtr, a: DevicePtr, b: DevicePtr, n: u32) -> Vec<u8> {
+pub(crate) fn add_params(dst: DevicePtr, a: DevicePtr, b: DevicePtr, n: u32) -> Vec<u8> {
     [&dst.0.to_ne_bytes()[..], &a.0.to_ne_bytes(), &b.0.to_ne_bytes(), &n.to_ne_bytes()].concat()
 }
 
-pub fn early_params(dst: DevicePtr, src: DevicePtr, n: u32) -> Vec<u8> {
+pub(crate) fn early_params(dst: DevicePtr, src: DevicePtr, n: u32) -> Vec<u8> {
     [&dst.0.to_ne_bytes()[..], &src.0.to_ne_bytes(), &n.to_ne_bytes()].concat()
 }

@@ -117,10 +117,24 @@ struct TileArgs<const M: usize> {
     sums: *mut f32,
 }
 
+/// Left uninitialised: a product of one row with a small matrix is shorter than clearing this.
 #[repr(align(64))]
 struct Scratch {
-    tiles: [MaybeUninit<u8>; CHUNK_BYTES],
-    sums: [f32; MAX_ROWS * SUMS],
+    tiles: MaybeUninit<[u8; CHUNK_BYTES]>,
+    sums: MaybeUninit<[f32; MAX_ROWS * SUMS]>,
+}
+
+impl Scratch {
+    /// The first `n` sums, cleared.
+    fn clear_sums(&mut self, n: usize) -> &mut [f32] {
+        assert!(n <= MAX_ROWS * SUMS);
+        // SAFETY: `n` floats are inside the array, and all of them are written here before they are borrowed.
+        unsafe {
+            let first = self.sums.as_mut_ptr().cast::<f32>();
+            std::ptr::write_bytes(first, 0, n);
+            std::slice::from_raw_parts_mut(first, n)
+        }
+    }
 }
 
 /// Computes weight rows `rows` for every activation row: `out[i, j] = x[i] · w[rows.start + j]`.
@@ -131,16 +145,16 @@ pub fn matmul(level: Level, w: &WeightMatrix<'_>, x: &Acts<'_>, rows: Range<usiz
     assert!(rows.start <= rows.end && rows.end <= w.n_rows(), "rows {rows:?} of {}", w.n_rows());
     assert!(w.act_kind() == x.kind && w.k() == x.k, "activations of {} for weights of {}", x.k, w.k());
     assert!(out.m == x.m && out.n_cols == rows.len(), "an output for {} rows", rows.len());
-    let mut scratch = Scratch { tiles: [MaybeUninit::uninit(); CHUNK_BYTES], sums: [0.0; MAX_ROWS * SUMS] };
+    let mut scratch = Scratch { tiles: MaybeUninit::uninit(), sums: MaybeUninit::uninit() };
     // Packed rows come in whole tiles; the rows of a tile that were not asked for are dropped at the end.
     let begin = if w.is_packed() { rows.start / TILE_ROWS * TILE_ROWS } else { rows.start };
     for first_row in (begin..rows.end).step_by(TILE_ROWS) {
         let wanted = first_row.max(rows.start)..rows.end.min(first_row + TILE_ROWS);
         for first_x in (0..x.m).step_by(MAX_ROWS) {
             let xs = first_x..x.m.min(first_x + MAX_ROWS);
-            row_group(level, w, x, first_row, xs.clone(), &mut scratch);
+            let sums = row_group(level, w, x, first_row, xs.clone(), &mut scratch);
             for row in xs {
-                let sums = &scratch.sums[(row - first_x) * SUMS..][..SUMS];
+                let sums = &sums[(row - first_x) * SUMS..][..SUMS];
                 let values: [f32; TILE_ROWS] = if x.kind == ActKind::F32 {
                     std::array::from_fn(|i| sums[i] + sums[TILE_ROWS + i])
                 } else {
@@ -153,17 +167,18 @@ pub fn matmul(level: Level, w: &WeightMatrix<'_>, x: &Acts<'_>, rows: Range<usiz
     }
 }
 
-/// Sums up 16 weight rows for activation rows `xs` into the scratch sums.
-fn row_group(
+/// Sums up 16 weight rows for activation rows `xs`: `SUMS` floats for each of them.
+fn row_group<'a>(
     level: Level,
     w: &WeightMatrix<'_>,
     x: &Acts<'_>,
     first_row: usize,
     xs: Range<usize>,
-    scratch: &mut Scratch,
-) {
-    let n_sums = xs.len().next_multiple_of(8).min(MAX_ROWS) * SUMS;
-    scratch.sums[..n_sums].fill(0.0);
+    scratch: &'a mut Scratch,
+) -> &'a [f32] {
+    let n_sums = if xs.len() == 1 { 1 } else { xs.len().next_multiple_of(8) };
+    let tiles_dst = scratch.tiles.as_mut_ptr();
+    let sums = scratch.clear_sums(n_sums * SUMS);
     let tile_bytes = w.spec().tile_bytes();
     let n_blocks = w.n_blocks();
     // One row passes over the weights once, so there is nothing to keep in the cache for it.
@@ -173,16 +188,17 @@ fn row_group(
         let tiles = match w.tiles(first_row / TILE_ROWS, first_block) {
             Some(tiles) => tiles,
             None => {
-                // SAFETY: `make_tiles` writes every byte of the part that is passed, and bytes need no drop.
-                let dst = unsafe { &mut *(std::ptr::from_mut(&mut scratch.tiles) as *mut [u8; CHUNK_BYTES]) };
-                w.make_tiles(level, first_row, blocks.clone(), &mut dst[..blocks.len() * tile_bytes]);
-                dst.as_ptr()
+                assert!(blocks.len() * tile_bytes <= CHUNK_BYTES);
+                // SAFETY: `tiles_dst` is CHUNK_BYTES of scratch that nothing else borrows, and `make_tiles` writes the
+                // tiles of all `blocks` before a kernel reads them.
+                unsafe { w.make_tiles(level, first_row, blocks.clone(), tiles_dst.cast()) };
+                tiles_dst.cast_const().cast()
             }
         };
         let mut row = xs.start;
         while row < xs.end {
             let left = xs.end - row;
-            let sums = scratch.sums[(row - xs.start) * SUMS..].as_mut_ptr();
+            let sums = sums[(row - xs.start) * SUMS..].as_mut_ptr();
             // Where fewer rows are left than a kernel serves, it works on the last one again, into spare sums.
             let at = |i: usize| x.row((row + i).min(xs.end - 1));
             let (first_block, n_blocks, k) = (blocks.start, blocks.len(), x.k);
@@ -201,6 +217,7 @@ fn row_group(
             }
         }
     }
+    sums
 }
 
 /// Adds a chunk of tiles to the running sums.

@@ -1,7 +1,9 @@
 //! Products spread over the threads of a pool.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use super::{Acts, OutTile, ROW_ALIGN, matmul};
-use crate::pool::{Pool, static_range};
+use crate::pool::{Pool, chunk_range};
 use crate::simd::acts::{ActError, ActKind, act_bytes, quantize_row};
 use crate::simd::weights::WeightMatrix;
 use crate::simd::Level;
@@ -17,7 +19,7 @@ pub struct Product<'a> {
 /// The pointer to an output that threads write disjoint columns of.
 struct Shared(*mut f32);
 
-// SAFETY: only `matmul_parallel` uses it, and there each thread writes its own columns.
+// SAFETY: only `matmul_parallel` uses it, and there each thread writes the columns that it drew.
 unsafe impl Sync for Shared {}
 
 impl Shared {
@@ -26,33 +28,42 @@ impl Shared {
     }
 }
 
-/// Computes products that share their activations in one parallel region.
+/// Pieces of a product per thread: small enough that a thread that is held up loses little, large enough that the
+/// processor's prefetching gets going.
+const PIECES: usize = 8;
+/// Rows of a piece at least.
+const MIN_ROWS: usize = 4 * ROW_ALIGN;
+/// Products whose counters fit on the stack; a step rarely shares activations among more.
+const AT_ONCE: usize = 4;
+
+/// Computes products that share their activations in one parallel region (for every four of them).
+///
+/// The threads draw pieces of rows from a counter; the result does not depend on who computes which.
 ///
 /// # Panics
 /// If a product's output is not `[x.m(), w.n_rows()]`, or weights and activations do not fit together.
 pub fn matmul_parallel(pool: &Pool, level: Level, x: &Acts<'_>, products: &mut [Product<'_>]) {
-    for product in &mut *products {
+    for product in &*products {
         let n = product.w.n_rows();
         assert_eq!(Some(product.out.len()), x.m().checked_mul(n), "an output of {} rows of {n}", x.m());
     }
-    let share = |thread_idx: usize, n_threads: usize, w: &WeightMatrix<'_>, out: &Shared| {
-        let rows = static_range(w.n_rows(), ROW_ALIGN, thread_idx, n_threads);
-        // SAFETY: `out` is `[m, n_rows]` (asserted above) and borrowed for the whole region, and the ranges of the
-        // threads are disjoint.
-        let mut tile = unsafe { OutTile::columns(out.get(), x.m(), w.n_rows(), rows.clone()) };
-        matmul(level, w, x, rows, &mut tile);
-    };
-    /// Products whose pointers fit on the stack; a step never shares activations among more.
-    const AT_ONCE: usize = 4;
     for products in products.chunks_mut(AT_ONCE) {
         let mut outs = [const { Shared(std::ptr::null_mut()) }; AT_ONCE];
         for (out, product) in outs.iter_mut().zip(products.iter_mut()) {
             *out = Shared(product.out.as_mut_ptr());
         }
+        let next = [const { AtomicUsize::new(0) }; AT_ONCE];
         let products = &*products;
-        pool.run(|thread_idx, n_threads| {
-            for (product, out) in products.iter().zip(&outs) {
-                share(thread_idx, n_threads, &product.w, out);
+        pool.run(|_, n_threads| {
+            for ((product, out), next) in products.iter().zip(&outs).zip(&next) {
+                let w = &product.w;
+                let piece = (w.n_rows() / (n_threads * PIECES)).next_multiple_of(ROW_ALIGN).max(MIN_ROWS);
+                while let Some(rows) = chunk_range(w.n_rows(), piece, next.fetch_add(1, Ordering::Relaxed)) {
+                    // SAFETY: `out` is `[m, n_rows]` (asserted above) and borrowed for the whole region, and the
+                    // counter gives each range out once.
+                    let mut tile = unsafe { OutTile::columns(out.get(), x.m(), w.n_rows(), rows.clone()) };
+                    matmul(level, w, x, rows, &mut tile);
+                }
             }
         });
     }

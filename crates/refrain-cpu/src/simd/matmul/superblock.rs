@@ -139,8 +139,11 @@ unsafe fn part_dots<S: Simd, B: SuperBlock, const M: usize>(
     totals: &mut [S::I; M],
 ) {
     if M == 1 && g == 0 {
-        let part_bytes = B::TILE_BYTES / B::PARTS;
-        prefetch(s, tile.wrapping_add(part * part_bytes), part_bytes);
+        // Every line once, spread over the parts: the processor has few places for lines under way.
+        let part_bytes = 64 * B::TILE_BYTES.div_ceil(64).div_ceil(B::PARTS);
+        if part * part_bytes < B::TILE_BYTES {
+            prefetch(s, tile.wrapping_add(part * part_bytes), part_bytes);
+        }
     }
     let part_len = 256 / B::PARTS;
     // SAFETY: in bounds by the contract of this function.
@@ -319,8 +322,8 @@ impl SuperBlock for Q2K {
     #[inline(always)]
     unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
         let low = s.splat(0x0f0f_0f0f);
-        // SAFETY: words 0 .. 4 are the scales and minima, word 20 is the pair of half floats.
-        let (mut scales, pair): ([S::I; 4], _) = unsafe { (words(s, tile, g, 0), word(s, tile, g, 20)) };
+        // SAFETY: word 0 is the pair of half floats, words 1 .. 5 are the scales and minima.
+        let (pair, mut scales): (_, [S::I; 4]) = unsafe { (word(s, tile, g, 0), words(s, tile, g, 1)) };
         let mut mins = scales;
         for (scales, mins) in scales.iter_mut().zip(&mut mins) {
             *mins = s.and(s.shr(*mins, 4), low);
@@ -333,8 +336,8 @@ impl SuperBlock for Q2K {
     unsafe fn quants<S: Simd>(s: S, tile: *const u8, g: usize, part: usize) -> [S::I; 8] {
         // 32 bytes hold 128 elements: bits 2 i of them are elements 32 i .. 32 i + 32.
         let (low2, shift) = (s.splat(0x0303_0303), 2 * (part / 2 % 4) as u32);
-        // SAFETY: the quants are words 4 .. 20.
-        let bytes: [S::I; 4] = unsafe { words(s, tile, g, 4 + 8 * (part / 8) + 4 * (part % 2)) };
+        // SAFETY: the quants are words 5 .. 21.
+        let bytes: [S::I; 4] = unsafe { words(s, tile, g, 5 + 8 * (part / 8) + 4 * (part % 2)) };
         let mut quants = [low2; 8];
         for (quants, bytes) in quants.iter_mut().zip(bytes) {
             *quants = s.and(s.shr(bytes, shift), low2);
@@ -355,8 +358,8 @@ impl SuperBlock for Q3K {
     #[inline(always)]
     unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
         let (low4, low2) = (s.splat(0x0f0f_0f0f), s.splat(0x0303_0303));
-        // SAFETY: the scales are words 24 .. 27, 16 half floats come before the words.
-        let [a, b, c] = unsafe { words(s, tile.add(32), g, 24) };
+        // SAFETY: the scales are words 0 .. 3, 16 half floats come before the words.
+        let [a, b, c] = unsafe { words(s, tile.add(32), g, 0) };
         let mut scales = [a, b, s.shr(a, 4), s.shr(b, 4)];
         for (i, scales) in scales.iter_mut().enumerate() {
             let high = s.and(s.shr(c, 2 * i as u32), low2);
@@ -372,10 +375,10 @@ impl SuperBlock for Q3K {
         // As Q2_K, with bit `part / 2` of byte l of the first 32 as the third bit.
         let (low2, one) = (s.splat(0x0303_0303), s.splat(0x0101_0101));
         let shift = 2 * (part / 2 % 4) as u32;
-        // SAFETY: the third bits are words 0 .. 8, the rest words 8 .. 24, 16 half floats come before the words.
+        // SAFETY: the third bits are words 3 .. 11, the rest words 11 .. 27, 16 half floats come before the words.
         let (bytes, third): ([S::I; 4], [S::I; 4]) = unsafe {
             let tile = tile.add(32);
-            (words(s, tile, g, 8 + 8 * (part / 8) + 4 * (part % 2)), words(s, tile, g, 4 * (part % 2)))
+            (words(s, tile, g, 11 + 8 * (part / 8) + 4 * (part % 2)), words(s, tile, g, 3 + 4 * (part % 2)))
         };
         let mut quants = [low2; 8];
         for t in 0..4 {
@@ -406,8 +409,8 @@ impl SuperBlock for Q6K {
             // SAFETY: 16 half floats come before the words.
             d: unsafe { lone_half(s, tile, g) },
             d_min: s.fsplat(0.0),
-            // SAFETY: the scales are words 48 .. 52.
-            scales: unsafe { words(s, tile.add(32), g, 48) },
+            // SAFETY: the scales are words 0 .. 4.
+            scales: unsafe { words(s, tile.add(32), g, 0) },
             mins: [s.splat(0); 4],
         }
     }
@@ -417,9 +420,10 @@ impl SuperBlock for Q6K {
         // Of each 128 elements, the low nibbles of 64 bytes are the first 64 and the high ones the rest; 32 bytes
         // hold the upper two bits, those of element 32 i + l in bits 2 i of byte l.
         let (half, quarter, sixteen) = (part / 8, part / 2 % 4, part % 2);
-        let low_words = 16 * half + 8 * (quarter % 2) + 4 * sixteen;
-        let high_words = 32 + 8 * half + 4 * sixteen;
-        // SAFETY: low nibbles are words 0 .. 32, high bits words 32 .. 48, 16 half floats come before the words.
+        let low_words = 4 + 24 * half + 8 * (quarter % 2) + 4 * sixteen;
+        let high_words = 4 + 24 * half + 16 + 4 * sixteen;
+        // SAFETY: each half has 16 words of low nibbles and 8 of high bits from word 4 on, 16 half floats come before
+        // the words.
         let (low, high): ([S::I; 4], [S::I; 4]) = unsafe {
             let tile = tile.add(32);
             (words(s, tile, g, low_words), words(s, tile, g, high_words))

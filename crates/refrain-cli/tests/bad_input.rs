@@ -1,0 +1,229 @@
+//! Bad input: a clear error that names the file, the place and the way out.
+
+mod common;
+
+use common::{Cli, golden, stories};
+use std::process::Stdio;
+
+#[test]
+fn a_mistyped_model_name_gets_the_nearest() {
+    let cli = Cli::new();
+    for args in [&["run", "smolm2"][..], &["run", "smolm2", "Hello"], &["chat", "smolm2"], &["pull", "smolm2"]] {
+        let said = cli.run(args).refused();
+        assert!(said.contains("no model is called `smolm2`") && said.contains("did you mean `smollm2`?"), "{said}");
+    }
+    let said = cli.run(&["run", "storeis", "Hello"]).refused();
+    assert!(said.contains("did you mean `stories`?"), "{said}");
+    let said = cli.run(&["run", "Hello there", "a prompt"]).refused();
+    assert!(said.contains("no model is called `Hello there`"), "{said}");
+}
+
+#[test]
+fn a_mistyped_flag_or_command_gets_the_nearest() {
+    let cli = Cli::new();
+    assert!(cli.run(&["run", "--tmep", "0", "A cat"]).misused().contains("'--temp'"));
+    assert!(cli.run(&["perplexty", "stories"]).misused().contains("'perplexity'"));
+}
+
+#[test]
+fn a_known_name_is_not_pulled_offline() {
+    let cli = Cli::new();
+    let said = cli.run(&["--offline", "run", "smollm2", "Hello"]).refused();
+    assert!(said.contains("offline"), "{said}");
+    cli.run(&["pull", "Qwen/Qwen3-0.6B-GGUF:Q8_0"]).refused();
+    cli.run(&["rm", "smollm2"]).refused();
+    cli.run(&["rm", "stories"]).refused();
+}
+
+#[test]
+fn arguments_that_contradict_are_a_mistake_of_usage() {
+    let cli = Cli::new();
+    cli.run(&["run", "-m", "stories", "-p", "A cat", "another"]).misused();
+    cli.run(&["run", "-m", "stories", "one", "two"]).misused();
+    cli.run(&["run", "-p", "A cat", "one", "two"]).misused();
+    cli.run(&["run", "--raw", "--system", "Be brief", "A cat"]).misused();
+    cli.run(&["run", "A cat", "--device", "gpu"]).misused();
+    cli.run(&["plan", "stories", "--bandwidth", "-3"]).misused();
+    cli.run(&[]).misused();
+}
+
+#[test]
+fn no_threads_are_refused() {
+    let said = Cli::new().run(&["run", "A cat", "--threads", "0"]).misused();
+    assert!(said.contains("at least 1 thread"), "{said}");
+}
+
+#[test]
+fn devices_that_models_do_not_run_on_are_refused_with_the_way_out() {
+    let cli = Cli::new();
+    for device in ["cuda", "cuda:1", "sim"] {
+        let said = cli.run(&["run", "A cat", "--device", device]).refused();
+        assert!(said.contains("CPU only") && said.contains("--device cpu"), "{said}");
+    }
+    let said = cli.run(&["run", "A cat", "--graph", "require"]).refused();
+    assert!(said.contains("--graph auto"), "{said}");
+    cli.run(&["run", "A cat", "-n", "1", "--graph", "off", "--device", "cpu", "--kv-dtype", "f32"]).ok();
+}
+
+#[test]
+fn an_empty_prompt_is_refused() {
+    let cli = Cli::new();
+    for args in [&["run", "stories"][..], &["run", ""], &["run", "stories", ""], &["run"]] {
+        assert!(cli.run(args).refused().contains("the prompt is empty"), "{args:?}");
+    }
+    assert!(cli.pipe(&["run"], b"\n").refused().contains("the prompt is empty"));
+}
+
+#[test]
+fn text_that_is_not_utf_8_is_named_by_its_place() {
+    let cli = Cli::new();
+    let said = cli.pipe(&["run", "stories"], b"A cat \xc3\x28").refused();
+    assert!(said.contains("standard input is not UTF-8: byte 6"), "{said}");
+    cli.file("latin.txt", b"caf\xe9 au lait");
+    for args in [&["run", "stories", "-f", "latin.txt"][..], &["perplexity", "stories", "-f", "latin.txt"]] {
+        let said = cli.run(args).refused();
+        assert!(said.contains("latin.txt is not UTF-8: byte 3 is 0xe9"), "{said}");
+    }
+    cli.pipe(&["tokenize", "stories"], b"\xff").refused();
+}
+
+#[test]
+fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
+    let cli = Cli::new();
+    let said = cli.run(&["run", "stories", &"cat ".repeat(50), "-c", "16"]).refused();
+    assert!(said.contains("the context holds 16") && said.contains("with -c"), "{said}");
+    let said = cli.run(&["run", "A cat", "-c", "1000000"]).refused();
+    assert!(said.contains("1000000") && said.contains("-c"), "{said}");
+    cli.run(&["run", "A cat", "-c", "0"]).refused();
+}
+
+#[test]
+fn sampling_parameters_out_of_range_are_refused() {
+    let cli = Cli::new();
+    for (flag, value) in [("--temp", "-1"), ("--top-p", "1.5"), ("--min-p", "2"), ("--repeat-penalty", "0")] {
+        let ended = cli.run(&["run", "A cat", flag, value]);
+        assert_eq!(ended.code, Some(1), "{flag}: {}", ended.stderr);
+        assert!(ended.stderr.contains("must be"), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_missing_file_is_named_with_what_was_probably_meant() {
+    let cli = Cli::new();
+    let said = cli.run(&["run", "./nothing.gguf", "A cat"]).refused();
+    assert!(said.contains("./nothing.gguf"), "{said}");
+    cli.file("model.gguf", stories());
+    let said = cli.run(&["run", "./modle.gguf", "A cat"]).refused();
+    assert!(said.contains("did you mean ./model.gguf?"), "{said}");
+    assert!(cli.run(&["run", "stories", "-f", "none.txt"]).refused().contains("none.txt"));
+    assert!(cli.run(&["perplexity", "stories", "-f", "none.txt"]).refused().contains("none.txt"));
+}
+
+#[test]
+fn a_truncated_file_is_refused_at_any_length() {
+    let cli = Cli::new();
+    let whole = stories();
+    for len in [0, 3, 4, 8, 23, 100, 1000, 40_000, whole.len() / 2, whole.len() - 1] {
+        cli.file("cut.gguf", &whole[..len]);
+        for args in [&["run", "./cut.gguf", "A cat"][..], &["inspect", "./cut.gguf"]] {
+            let said = cli.run(args).refused();
+            assert!(said.contains("cut.gguf"), "{len}: {said}");
+        }
+    }
+}
+
+#[test]
+fn an_unknown_architecture_is_refused_with_the_known_ones() {
+    let cli = Cli::new();
+    let mut bytes = stories();
+    let key = b"general.architecture";
+    let at = bytes.windows(key.len()).position(|w| w == key).expect("the key");
+    // Behind the key: four bytes of type, eight of length, then the value.
+    let value = at + key.len() + 12;
+    assert_eq!(&bytes[value..value + 5], b"llama");
+    bytes[value..value + 5].copy_from_slice(b"zebra");
+    cli.file("zebra.gguf", bytes);
+    let said = cli.run(&["run", "./zebra.gguf", "A cat"]).refused();
+    assert!(said.contains("zebra") && said.contains("qwen3") && said.contains("gemma3"), "{said}");
+    assert!(cli.run(&["inspect", "./zebra.gguf"]).ok().contains("not runnable"));
+}
+
+#[test]
+fn folders_without_a_whole_model_are_refused() {
+    let cli = Cli::new();
+    cli.file("empty/readme.txt", "nothing here");
+    let said = cli.run(&["run", "./empty", "A cat"]).refused();
+    assert!(said.contains("holds no model") && said.contains("readme.txt"), "{said}");
+    let bare = golden("llama");
+    let said = cli.run(&["run", bare.to_str().expect("a path"), "A cat"]).refused();
+    assert!(said.contains("tokenizer.json"), "{said}");
+    cli.file("text.gguf", "this is no model");
+    cli.run(&["run", "./text.gguf", "A cat"]).refused();
+}
+
+#[test]
+fn a_broken_chat_template_or_configuration_is_refused() {
+    let cli = Cli::new();
+    let model = cli.tiny_chat_model();
+    cli.file("tiny/tokenizer_config.json", r#"{ "chat_template": "{% for %}" }"#);
+    let said = cli.run(&["run", model.to_str().expect("a path"), "Hi"]).refused();
+    assert!(said.contains("template") && said.contains("line 1"), "{said}");
+    cli.file("tiny/config.json", "{ not json");
+    let said = cli.run(&["run", model.to_str().expect("a path"), "Hi"]).refused();
+    assert!(said.contains("config.json"), "{said}");
+}
+
+#[test]
+fn a_text_too_short_to_be_scored_is_refused() {
+    let cli = Cli::new();
+    cli.file("short.txt", "A cat");
+    let said = cli.run(&["perplexity", "stories", "-f", "short.txt"]).refused();
+    assert!(said.contains("one window needs"), "{said}");
+}
+
+#[test]
+fn chat_refuses_a_model_without_a_chat_template() {
+    let said = Cli::new().run(&["chat", "stories"]).refused();
+    assert!(said.contains("no chat template") && said.contains("refrain run"), "{said}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn output_that_cannot_be_written_is_an_error() {
+    let cli = Cli::new();
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").expect("/dev/full");
+    let output = cli.command(&["run", "A cat", "-n", "4"]).stdout(Stdio::from(full)).output().expect("it runs");
+    let ended = common::ended(output);
+    assert_eq!(ended.code, Some(1));
+    assert!(ended.stderr.contains("cannot write to standard output"), "{}", ended.stderr);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_file_without_read_permission_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::process::CommandExt;
+
+    const NOBODY: u32 = 65_534;
+    let cli = Cli::new();
+    let open = |path: &std::path::Path, mode| {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("permissions");
+    };
+    let path = cli.file("secret.gguf", stories());
+    open(&path, 0o000);
+    open(cli.home.path(), 0o755);
+    let mut command = cli.command(&["run", "./secret.gguf", "A cat"]);
+    if std::fs::File::open(&path).is_ok() {
+        // The superuser reads everything, so somebody else asks, with a copy of the program they may run. Another
+        // process copies: a child that a test beside this one forks meanwhile would keep the copy open for writing.
+        let program = cli.home.path().join("refrain-copy");
+        let copied = std::process::Command::new("cp").arg(env!("CARGO_BIN_EXE_refrain")).arg(&program).status();
+        assert!(copied.expect("cp").success());
+        open(&program, 0o755);
+        command = std::process::Command::new(program);
+        command.args(["run", "./secret.gguf", "A cat"]).current_dir(cli.home.path()).stdin(Stdio::null());
+        command.env("HOME", cli.home.path()).uid(NOBODY).gid(NOBODY);
+    }
+    let said = common::ended(command.output().expect("it runs")).refused();
+    assert!(said.contains("secret.gguf") && said.contains("ermission"), "{said}");
+}

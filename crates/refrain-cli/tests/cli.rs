@@ -1,0 +1,316 @@
+//! The commands, as a person or a script uses them.
+
+mod common;
+
+use common::{Cli, golden};
+use std::io::Read;
+use std::path::Path;
+use std::process::Stdio;
+
+const GREEDY: [&str; 5] = ["--raw", "--temp", "0", "-n", "12"];
+
+fn with<'a>(head: &[&'a str], tail: &[&'a str]) -> Vec<&'a str> {
+    [head, tail].concat()
+}
+
+#[test]
+fn run_prints_exactly_the_completion_and_a_newline() {
+    let cli = Cli::new();
+    let args = with(&["run"], &GREEDY);
+    let printed = cli.run(&with(&args, &["stories", "Once upon a time"])).ok();
+    let json = cli.run(&with(&args, &["--json", "stories", "Once upon a time"])).json();
+    let text = json["text"].as_str().expect("text");
+    assert_eq!(printed, format!("{text}\n"));
+    assert_eq!(json["tokens"].as_array().map(Vec::len), Some(12));
+    assert_eq!(json["finish"], "max_tokens");
+    assert_eq!(json["ledger"]["decode"]["steps"], 11);
+    assert!(json["timings"]["decode_ms"].as_f64().is_some_and(|ms| ms > 0.0));
+}
+
+#[test]
+fn one_argument_with_blanks_is_a_prompt_for_the_built_in_model() {
+    let cli = Cli::new();
+    let named = cli.run(&["run", "stories", "Once upon a time", "--temp", "0", "-n", "5"]).ok();
+    for args in [
+        &["run", "Once upon a time"][..],
+        &["run", "-p", "Once upon a time"],
+        &["run", "-m", "stories", "Once upon a time"],
+        &["run", "stories", "-p", "Once upon a time"],
+        &["run", "-m", "stories", "-p", "Once upon a time"],
+    ] {
+        assert_eq!(cli.run(&with(args, &["--temp", "0", "-n", "5"])).ok(), named, "{args:?}");
+    }
+}
+
+#[test]
+fn arguments_file_and_standard_input_are_joined() {
+    let cli = Cli::new();
+    cli.file("prompt.txt", "little\n");
+    let whole = cli.run(&with(&["run", "stories", "Once\nlittle\nday"], &GREEDY)).ok();
+    let parts = cli.pipe(&with(&["run", "stories", "Once", "-f", "prompt.txt"], &GREEDY), b"day\n").ok();
+    assert_eq!(parts, whole);
+    let piped = cli.pipe(&with(&["run"], &GREEDY), b"Once\nlittle\nday\n").ok();
+    assert_eq!(piped, whole);
+}
+
+#[test]
+fn greedy_text_is_the_same_on_any_number_of_threads() {
+    let cli = Cli::new();
+    let text = |threads| cli.run(&with(&["run", "stories", "A cat", "--threads", threads], &GREEDY)).ok();
+    let one = text("1");
+    assert_eq!(one, text("2"));
+    assert_eq!(one, text("4"));
+}
+
+#[test]
+fn the_same_seed_gives_the_same_text_and_another_seed_another() {
+    let cli = Cli::new();
+    let args = |seed, threads| ["run", "stories", "A cat", "-n", "24", "--seed", seed, "--threads", threads];
+    let first = cli.run(&args("7", "1")).ok();
+    assert_eq!(first, cli.run(&args("7", "2")).ok());
+    assert_ne!(first, cli.run(&args("8", "1")).ok());
+}
+
+#[test]
+fn talk_goes_to_standard_error_without_colours() {
+    let cli = Cli::new();
+    let ended = cli.run(&["run", "A cat", "-n", "4", "--stats", "--seed", "5"]);
+    for expected in ["context 512", "decode", "prefill", "eager", "seed 5", "resident"] {
+        assert!(ended.stderr.contains(expected), "{expected} in {}", ended.stderr);
+    }
+    assert!(!ended.stderr.contains("chat template"), "{}", ended.stderr);
+    assert!(!ended.stderr.contains('\x1b') && !ended.stdout.contains('\x1b'));
+    let quiet = cli.run(&["run", "A cat", "-n", "4", "--quiet"]);
+    assert_eq!(quiet.stderr, "");
+    let verbose = cli.run(&["run", "A cat", "-n", "4", "-v"]);
+    assert!(verbose.stderr.contains("no chat template") && verbose.stderr.contains("auto picked the CPU"));
+}
+
+#[test]
+fn a_stop_text_ends_the_completion_before_itself() {
+    let cli = Cli::new();
+    let whole = cli.run(&with(&["run", "stories", "Once upon a time"], &GREEDY)).ok();
+    let stop: String = whole.trim_end().chars().skip(8).take(3).collect();
+    let json = cli.run(&with(&["run", "stories", "Once upon a time", "--json", "--stop", &stop], &GREEDY)).json();
+    assert_eq!(json["finish"], "stop_text");
+    assert_eq!(json["text"].as_str(), whole.split_once(&stop).map(|(before, _)| before));
+}
+
+#[test]
+fn a_closed_pipe_ends_quietly() {
+    let cli = Cli::new();
+    for args in [&["run", "A cat", "-n", "300"][..], &["plan", "stories"], &["completions", "zsh"]] {
+        let mut command = cli.command(args);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
+        child.stdout.take().expect("a pipe").read_exact(&mut [0]).expect("a byte");
+        let ended = common::ended(child.wait_with_output().expect("it ends"));
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        assert!(!ended.stderr.contains("error"), "{}", ended.stderr);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_stops_the_reply_and_keeps_what_was_said() {
+    let cli = Cli::new();
+    let mut command = cli.command(&["run", "A cat", "-n", "450", "--stats", "--threads", "1"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
+    let mut stdout = child.stdout.take().expect("a pipe");
+    let mut text = vec![0];
+    stdout.read_exact(&mut text).expect("a byte");
+    let pid = child.id().to_string();
+    assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
+    stdout.read_to_end(&mut text).expect("the rest");
+    let ended = common::ended(child.wait_with_output().expect("it ends"));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(ended.stderr.contains("ended by Ctrl-C"), "{}", ended.stderr);
+    assert!(text.ends_with(b"\n"));
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_ends_a_command_that_has_no_reply_to_stop() {
+    let cli = Cli::new();
+    let mut command = cli.command(&["run"]);
+    let mut child = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
+    // It says that it waits, so it is surely waiting.
+    let mut said = vec![0];
+    child.stderr.as_mut().expect("a pipe").read_exact(&mut said).expect("a byte");
+    let pid = child.id().to_string();
+    assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
+    assert_eq!(child.wait().expect("it ends").code(), Some(130));
+}
+
+#[test]
+fn chat_answers_line_by_line_and_obeys_commands() {
+    let cli = Cli::new();
+    let model = cli.tiny_chat_model();
+    let model = model.to_str().expect("a path");
+    let input = b"Hello\n/system Be brief\nHi \\\nthere\n/save talk.json\n/rest\n/exit\nnever read\n";
+    let args = ["chat", model, "-n", "4", "--temp", "0", "--stats"];
+    let ended = cli.pipe(&args, input);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(ended.stderr.contains("did you mean /reset?"), "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("prefill").count(), 2, "{}", ended.stderr);
+    let saved = std::fs::read_to_string(cli.home.path().join("talk.json")).expect("a saved conversation");
+    let saved: serde_json::Value = serde_json::from_str(&saved).expect("JSON");
+    assert_eq!(saved[0]["role"], "system");
+    assert_eq!(saved[1]["content"], "Hi \nthere");
+    assert_eq!(saved[2]["role"], "assistant");
+    assert!(ended.stdout.ends_with('\n'));
+}
+
+#[test]
+fn chat_reads_only_what_is_new() {
+    let cli = Cli::new();
+    let model = cli.tiny_chat_model();
+    let args = ["chat", model.to_str().expect("a path"), "-n", "4", "--temp", "0", "--stats"];
+    let ended = cli.pipe(&args, b"Hello\nAgain\n");
+    assert!(ended.stderr.contains("more from the cache"), "{}", ended.stderr);
+}
+
+#[test]
+fn run_uses_the_chat_template_unless_it_is_told_not_to() {
+    let cli = Cli::new();
+    let model = cli.tiny_chat_model();
+    let model = model.to_str().expect("a path");
+    let n_prompt = |extra: &[&str]| {
+        let json = cli.run(&with(&["run", model, "Hi", "--json", "-n", "2"], extra)).json();
+        json["n_prompt"].as_u64().expect("a number")
+    };
+    assert_eq!(n_prompt(&["--raw"]), 2);
+    let plain = n_prompt(&[]);
+    assert!(plain > 2);
+    assert!(n_prompt(&["--system", "Be brief"]) > plain);
+}
+
+#[test]
+fn perplexity_scores_the_second_half_of_each_window() {
+    let cli = Cli::new();
+    cli.file("story.txt", "Once upon a time there was a little cat who liked to play in the garden. ".repeat(12));
+    let json = cli.run(&["perplexity", "stories", "-f", "story.txt", "-c", "64", "--chunks", "2", "--json"]).json();
+    assert!(json["perplexity"].as_f64().is_some_and(|p| p > 1.0 && p < 4096.0), "{json}");
+    assert_eq!(json["n_windows"], 2);
+    assert_eq!(json["n_scored"], 2 * 31);
+    let text = cli.run(&["perplexity", "stories", "-f", "story.txt", "-c", "64", "--chunks", "2"]).ok();
+    assert!(text.starts_with("perplexity "), "{text}");
+}
+
+#[test]
+fn inspect_tells_what_is_in_the_files() {
+    let cli = Cli::new();
+    let json = cli.run(&["inspect", "stories", "--json", "--tensors"]).json();
+    assert_eq!(json["architecture"], "llama");
+    assert_eq!(json["chat_template"], false);
+    assert!(json["parameters"].as_u64().is_some_and(|n| n > 1000));
+    assert_eq!(json["tensors"].as_array().map(Vec::len), json["n_tensors"].as_u64().map(|n| n as usize));
+    let sum: u64 = json["dtypes"].as_object().expect("a map").values().filter_map(|d| d["bytes"].as_u64()).sum();
+    assert!(sum <= json["file_bytes"].as_u64().expect("a number"));
+    for name in ["gemma3", "qwen2", "qwen3"] {
+        let folder = golden(name);
+        let text = cli.run(&["inspect", folder.to_str().expect("a path")]).ok();
+        assert!(text.contains(name) && text.contains("tokenizer.json"), "{text}");
+    }
+}
+
+#[test]
+fn tokenize_shows_ids_and_pieces() {
+    let cli = Cli::new();
+    let ids = cli.run(&["tokenize", "stories", "--ids", "Once upon a time"]).ok();
+    assert!(ids.trim_end().split(' ').all(|id| id.parse::<u32>().is_ok()), "{ids}");
+    let piped = cli.pipe(&["tokenize", "stories", "--ids"], b"Once upon a time").ok();
+    assert_eq!(piped, ids);
+    let bare = cli.run(&["tokenize", "stories", "--ids", "--no-bos", "Once upon a time"]).ok();
+    assert!(ids.ends_with(&bare));
+    let table = cli.run(&["tokenize", "stories", "--no-bos", "Once upon a time"]).ok();
+    assert_eq!(table.lines().count(), bare.split_whitespace().count());
+    assert!(table.contains("\"Once\"") || table.contains("\"On"), "{table}");
+}
+
+#[test]
+#[cfg_attr(not(feature = "shared-data"), ignore = "needs ../shared/data: cargo xtask ci turns it on where it exists")]
+fn files_with_only_a_vocabulary_can_be_inspected_and_tokenized_with() {
+    let cli = Cli::new();
+    for name in ["bert-bge", "falcon", "gpt-2", "llama-spm"] {
+        let path = refrain_testkit::require_shared_data(&format!("vocab/ggml-vocab-{name}.gguf"));
+        let path = path.to_str().expect("a path");
+        let json = cli.run(&["inspect", path, "--json"]).json();
+        assert!(json["tokenizer"]["vocab"].as_u64().is_some_and(|n| n > 30_000), "{json}");
+        assert_eq!(json["n_tensors"], 0);
+        let ids = cli.run(&["tokenize", path, "--ids", "Hello world"]).ok();
+        assert!(ids.split_whitespace().count() >= 2, "{ids}");
+    }
+}
+
+#[test]
+fn plan_draws_steps_and_memory() {
+    let cli = Cli::new();
+    let args = ["plan", "stories", "--tokens", "4", "--dot", "p.dot", "--html", "p.html", "--bandwidth", "20"];
+    let text = cli.run(&args).ok();
+    for expected in ["segment 0", "matmul", "arena", "the largest:", "bound", "20.0 GB/s"] {
+        assert!(text.contains(expected), "{expected} in {text}");
+    }
+    let read = |name: &str| std::fs::read_to_string(cli.home.path().join(name)).expect("a file");
+    assert!(read("p.dot").starts_with("digraph"));
+    let page = read("p.html");
+    assert!(page.contains("<svg") && page.contains("</html>"));
+    assert!(!page.contains("http"), "the page needs nothing else");
+    assert_eq!(page.matches("<svg").count(), page.matches("</svg>").count());
+}
+
+#[test]
+fn an_empty_store_lists_the_built_in_model() {
+    let cli = Cli::new();
+    assert!(cli.run(&["list"]).ok().starts_with("stories"));
+    assert!(cli.run(&["list", "--known"]).ok().contains("smollm2:135m"));
+    let json = cli.run(&["list", "--json"]).json();
+    assert_eq!(json["builtin"]["name"], "stories");
+    assert_eq!(json["models"].as_array().map(Vec::len), Some(0));
+    cli.run(&["pull", "stories"]).ok();
+}
+
+#[test]
+fn the_doctor_finds_the_simulated_device_healthy() {
+    let cli = Cli::new();
+    let json = cli.run(&["doctor", "--device", "sim", "--json"]).json();
+    let rows = json["rows"].as_array().expect("rows");
+    assert!(rows.len() > 5 && rows.iter().all(|row| row["verdict"] != "bad"), "{json}");
+}
+
+#[test]
+fn every_shell_gets_completions() {
+    let cli = Cli::new();
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = cli.run(&["completions", shell]).ok();
+        assert!(script.contains("perplexity"), "{shell}");
+        assert!(!script.contains("undefined"), "{shell}");
+    }
+}
+
+#[test]
+fn every_command_has_examples_in_its_help() {
+    let cli = Cli::new();
+    let help = cli.run(&["--help"]).ok();
+    assert!(help.contains("Examples:"));
+    let commands = help.lines().skip_while(|l| *l != "Commands:").skip(1).take_while(|l| !l.is_empty());
+    let commands: Vec<&str> = commands.filter_map(|l| l.split_whitespace().next()).collect();
+    assert!(commands.len() >= 11, "{commands:?}");
+    for command in commands {
+        let help = cli.run(&[command, "--help"]).ok();
+        assert!(help.contains("Examples:") && help.contains(&format!("refrain {command}")), "{command}");
+    }
+}
+
+#[test]
+fn the_reference_pages_are_what_the_program_prints() {
+    let cli = Cli::new();
+    for page in ["cli", "environment"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/reference/{page}.md"));
+        let stored = std::fs::read_to_string(&path).unwrap_or_default();
+        let printed = cli.run(&["__reference", page]).ok();
+        assert!(
+            stored == printed,
+            "docs/reference/{page}.md is out of date\nhint: cargo run -- __reference {page} > docs/reference/{page}.md"
+        );
+    }
+}

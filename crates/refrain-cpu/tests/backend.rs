@@ -1,0 +1,147 @@
+//! The op-case table on the CPU, against the reference.
+
+use refrain_cpu::CpuBackend;
+use refrain_cpu::simd::Level;
+use refrain_graph::{
+    Backend, CompileError, Graph, GraphBuilder, Io, Op, Origin, Place, Reason, Ran, Unary, ValueId,
+};
+use refrain_tensor::{Bytes, DType, HostTensor};
+use refrain_testkit::{Case, Feed, Tol, cases, check_all};
+use std::collections::{BTreeSet, HashMap};
+
+/// Why a case did not run.
+enum Trouble {
+    Unsupported,
+    Other(String),
+}
+
+impl std::fmt::Display for Trouble {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Trouble::Unsupported => write!(f, "unsupported"),
+            Trouble::Other(what) => write!(f, "{what}"),
+        }
+    }
+}
+
+/// Runs a graph twice over a poisoned arena; the kernels that ran are added to `seen`.
+fn run(
+    backend: &mut CpuBackend,
+    graph: &Graph,
+    feed: &Feed,
+    seen: &mut BTreeSet<&'static str>,
+) -> Result<Vec<HostTensor>, Trouble> {
+    let other = |e: &dyn std::fmt::Debug| Trouble::Other(format!("{e:?}"));
+    let weights = backend.load(graph.weights(), feed.weights.clone()).map_err(|e| other(&e))?;
+    let mut states = backend.allocate(graph.states()).map_err(|e| other(&e))?;
+    let mut compiled = match backend.compile(graph) {
+        Ok(compiled) => compiled,
+        Err(CompileError::Unsupported { .. }) => return Err(Trouble::Unsupported),
+        Err(e) => return Err(other(&e)),
+    };
+    seen.extend(compiled.kernels().map(|(_, kernel)| kernel));
+    let control = feed.control(backend.plan(&compiled).control());
+    for _ in 0..2 {
+        compiled.poison(f32::NAN);
+        let io = Io { weights: &weights, states: &mut states, control: control.bytes() };
+        let ran = backend.run(&mut compiled, io).map_err(|e| other(&e))?;
+        assert_eq!(ran, Ran::Eager(Reason::NoGraphsHere { backend: "cpu" }));
+    }
+    let plan = backend.plan(&compiled).clone();
+    let mut outputs = Vec::new();
+    for (i, operand) in plan.outputs().iter().enumerate() {
+        let ty = operand.ty();
+        let mut bytes = vec![0; ty.dtype.bytes_for(ty.shape.n_elements()).unwrap()];
+        match plan.buffer(operand.buffer).place {
+            Place::State(id) => bytes.copy_from_slice(states.bytes(id)),
+            Place::Arena { .. } => backend.read(&compiled, i, &mut bytes).map_err(|e| other(&e))?,
+            // An output that is a bare input needs no backend.
+            Place::Weight(_) | Place::Control { .. } => return Err(Trouble::Unsupported),
+        }
+        outputs.push(HostTensor::new(ty.dtype, ty.shape, Bytes::new(bytes)).unwrap());
+    }
+    Ok(outputs)
+}
+
+/// The same case with its float inputs brought into the arena first, where a model's values are.
+fn through_arena(case: &Case) -> Case {
+    let graph = &case.graph;
+    let mut builder = GraphBuilder::new(graph.weights().to_vec(), graph.states().to_vec());
+    let mut map: HashMap<ValueId, ValueId> = HashMap::new();
+    for (idx, value) in graph.values().iter().enumerate() {
+        let id = ValueId::from_idx(idx);
+        let made = match value.origin {
+            Origin::Input(i) => {
+                let input = &graph.inputs()[i.idx()];
+                let made = builder.input(&input.name, input.ty).unwrap();
+                // A sampler's parameters stay in the control block; only its logits are computed.
+                let moved = input.ty.dtype == DType::F32 && (i.idx() == 0 || !matches!(case.op, Op::Sample));
+                if moved { builder.unary(Unary::Affine { mul: 1.0, add: 0.0 }, made).unwrap() } else { made }
+            }
+            Origin::Weight(w) => builder.weight(w),
+            Origin::State(s) => builder.state(s),
+            Origin::Node { .. } => continue,
+        };
+        map.insert(id, made);
+    }
+    for node in graph.nodes() {
+        let inputs: Vec<ValueId> = node.inputs.iter().map(|v| map[v]).collect();
+        let outputs = builder.node(node.op.clone(), &inputs, &node.label).unwrap();
+        map.extend(node.outputs.iter().copied().zip(outputs));
+    }
+    for output in graph.outputs() {
+        builder.output(&output.name, map[&output.value]).unwrap();
+    }
+    Case { graph: builder.finish(), ..case.clone() }
+}
+
+/// Products with quantised weights round their activations to 8 bits, which puts an error of about 0.7 % of a typical
+/// output on each. Cases have few outputs, all of which may be small. That the integer part is exact is tested beside
+/// the kernels.
+fn on_this_backend(case: &Case) -> Case {
+    let quantised = case.graph.weights().iter().any(|w| w.ty.dtype.is_quantized());
+    let tol = if matches!(case.op, Op::MatMul) && quantised { Tol::Whole(8e-2) } else { case.tol };
+    Case { tol, ..through_arena(case) }
+}
+
+#[test]
+fn every_case_agrees_with_the_reference_at_every_level() {
+    for level in Level::available() {
+        let mut backend = CpuBackend::new(2).unwrap().with_level(level);
+        let mut seen = BTreeSet::new();
+        let (mut supported, mut n_unsupported) = (Vec::new(), 0);
+        for case in cases() {
+            let case = on_this_backend(&case);
+            match run(&mut backend, &case.graph, &case.feed, &mut seen) {
+                Err(Trouble::Unsupported) => n_unsupported += 1,
+                _ => supported.push(case),
+            }
+        }
+        // The others are about values between ops in F16 or BF16, which this backend does not hold.
+        assert!(supported.len() >= 300, "{} ran, {n_unsupported} did not", supported.len());
+        check_all(&supported, |graph, feed| run(&mut backend, graph, feed, &mut seen));
+        let kernels = [
+            "products", "gather", "rms_norm", "add_rms_norm", "unary", "binary", "gate", "rope", "kv_append",
+            "attention", "sample", "reference",
+        ];
+        let missing: Vec<_> = kernels.iter().filter(|k| !seen.contains(*k)).collect();
+        assert!(missing.is_empty(), "no case ran {missing:?}");
+    }
+}
+
+#[test]
+fn thread_counts_and_levels_give_the_same_bits() {
+    let reference_level = Level::available()[0];
+    for case in cases() {
+        let case = on_this_backend(&case);
+        let mut results = Vec::new();
+        for (threads, level) in [(1, reference_level), (3, Level::detect())] {
+            let mut backend = CpuBackend::new(threads).unwrap().with_level(level);
+            results.push(run(&mut backend, &case.graph, &case.feed, &mut BTreeSet::new()));
+        }
+        let [Ok(a), Ok(b)] = &results[..] else { continue };
+        for (a, b) in a.iter().zip(b) {
+            assert_eq!(a.bytes().as_slice(), b.bytes().as_slice(), "{}", case.name);
+        }
+    }
+}

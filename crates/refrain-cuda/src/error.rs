@@ -1,0 +1,148 @@
+//! What can go wrong, in fields that a caller can match on.
+
+use refrain_driver::DriverError;
+use refrain_graph::Reason;
+
+/// Any failure of this crate.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// Graphs are required and a step could not be replayed.
+    #[error("graphs are required, but {step} cannot be replayed: {reason}")]
+    Required {
+        /// The step.
+        step: String,
+        /// Why not.
+        reason: Reason,
+    },
+    /// The driver failed.
+    #[error("{step}: {source}")]
+    Driver {
+        /// What was being done.
+        step: String,
+        /// What the driver said.
+        #[source]
+        source: DriverError,
+    },
+    /// A model, its cache and what a step needs do not fit on the device.
+    #[error(
+        "{need_bytes} bytes are needed (weights {weight_bytes}, KV cache {kv_bytes}, arena {arena_bytes}, \
+         workspace {workspace_bytes}), {free_bytes} of {total_bytes} are free on {device}"
+    )]
+    DoesNotFit {
+        /// All of it.
+        need_bytes: u64,
+        /// Bytes of weights.
+        weight_bytes: u64,
+        /// Bytes of the KV cache, scratch blocks included.
+        kv_bytes: u64,
+        /// Bytes of the arena.
+        arena_bytes: u64,
+        /// Bytes of control block and workspaces.
+        workspace_bytes: u64,
+        /// Bytes free on the device.
+        free_bytes: u64,
+        /// Bytes of the device.
+        total_bytes: u64,
+        /// The device.
+        device: String,
+    },
+    /// A plan needs a larger arena than allowed.
+    #[error("the plan needs an arena of {need_bytes} bytes, {limit_bytes} are allowed")]
+    ArenaTooLarge {
+        /// Bytes needed.
+        need_bytes: u64,
+        /// Bytes allowed.
+        limit_bytes: u64,
+    },
+    /// There is no kernel for an op as it stands in a plan.
+    #[error("there is no kernel for {op} at {label}: {because}")]
+    NoKernel {
+        /// Name of the op.
+        op: &'static str,
+        /// Label of the step.
+        label: String,
+        /// Dtypes, shapes and layouts.
+        because: String,
+    },
+    /// Things of different models were brought together.
+    #[error("{what} do not belong to this backend's model: {because}")]
+    Mismatch {
+        /// Which argument.
+        what: &'static str,
+        /// How they differ.
+        because: String,
+    },
+    /// A host step of the plan failed.
+    #[error("{label}: {because}")]
+    Host {
+        /// Label of the step.
+        label: String,
+        /// Its author's words.
+        because: String,
+    },
+    /// A control block points outside what it indexes.
+    #[error("{label}: {what} is {got}, must be below {limit}")]
+    OutOfRange {
+        /// The step input.
+        label: String,
+        /// Which number.
+        what: &'static str,
+        /// Its value.
+        got: i64,
+        /// Its bound.
+        limit: usize,
+    },
+    /// Fewer states to verify with than the rule asks for, or equal ones.
+    #[error("a graph is verified with {need} different control-block states, {got} were given")]
+    TooFewCases {
+        /// States asked for.
+        need: usize,
+        /// Different states given.
+        got: usize,
+    },
+}
+
+impl CudaError {
+    pub(crate) fn driver(step: impl Into<String>) -> impl FnOnce(DriverError) -> CudaError {
+        let step = step.into();
+        move |source| CudaError::Driver { step, source }
+    }
+
+    /// What to do about it, where there is something to do.
+    #[must_use]
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            CudaError::Required { reason: Reason::Profiling, .. } => {
+                Some("profile with --graph auto: timings per op need the eager path".into())
+            }
+            CudaError::Required { .. } => Some("pass --graph auto to go on without a graph, or --graph off".into()),
+            CudaError::Driver { source, .. } => source.hint().map(str::to_owned),
+            CudaError::DoesNotFit { .. } => {
+                Some("lower the context with -c, use a smaller or more quantised model, or free the card".into())
+            }
+            CudaError::ArenaTooLarge { .. } => Some("use smaller steps, or raise the arena's limit".into()),
+            CudaError::NoKernel { .. } => Some("run it on the CPU, or convert the weights to another type".into()),
+            CudaError::Mismatch { .. }
+            | CudaError::Host { .. }
+            | CudaError::OutOfRange { .. }
+            | CudaError::TooFewCases { .. } => None,
+        }
+    }
+
+    /// True when nothing runs on the device in this process any more.
+    #[must_use]
+    pub fn is_final(&self) -> bool {
+        match self {
+            CudaError::Driver { source, .. } => source.is_final(),
+            CudaError::Required { reason, .. } => matches!(reason, Reason::ContextLost { .. }),
+            CudaError::DoesNotFit { .. }
+            | CudaError::ArenaTooLarge { .. }
+            | CudaError::NoKernel { .. }
+            | CudaError::Mismatch { .. }
+            | CudaError::Host { .. }
+            | CudaError::OutOfRange { .. }
+            | CudaError::TooFewCases { .. } => false,
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! A new graph is compared with the eager run of the same plan before anything trusts it.
+//!
+//! For each of three control-block states the plan runs eagerly, with overlap between kernels off, and then as a
+//! replay, each time from the same poisoned memory. Everything it writes must come out equal, bit for bit unless a
+//! kernel declares a tolerance. What was there before is put back, whatever happens.
+
+use std::time::{Duration, Instant};
+
+use refrain_driver::{Buf, DriverError, Graph, GraphInfo, Lease, Stream};
+use refrain_graph::Reason;
+
+use crate::error::CudaError;
+use crate::reason::{Stage, reason_of};
+use crate::warm::{Range, WarmPlan, merged};
+
+/// How many control-block states a graph is verified with.
+pub const N_CASES: usize = 3;
+
+/// NaN in every float type and -1 in every integer type: a result that nobody wrote, or that was computed from one,
+/// shows.
+const POISON: u8 = 0xFF;
+
+/// One state to verify with: the bytes that are put in place before each run.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Case {
+    /// Buffers and their contents: the control block, and whatever the plan reads without having written it.
+    pub uploads: Vec<(Buf, Vec<u8>)>,
+}
+
+/// What a graph is verified with.
+#[derive(Clone, Debug)]
+pub struct Check {
+    cases: Vec<Case>,
+    narrowed: Vec<(Buf, Vec<Buf>)>,
+}
+
+impl Check {
+    /// Three states, all different.
+    pub fn new(cases: Vec<Case>) -> Result<Check, CudaError> {
+        let different = cases.iter().enumerate().filter(|(i, case)| !cases[..*i].contains(case)).count();
+        if different < N_CASES {
+            return Err(CudaError::TooFewCases { need: N_CASES, got: different });
+        }
+        Ok(Check { cases, narrowed: Vec::new() })
+    }
+
+    /// Of what is declared as written in `whole`, these parts are all that the states of this check can reach: the
+    /// scratch blocks of a cache. The rest is neither saved nor touched.
+    #[must_use]
+    pub fn narrow(mut self, whole: Buf, parts: Vec<Buf>) -> Check {
+        self.narrowed.push((whole, parts));
+        self
+    }
+
+    /// What the plan writes under this check.
+    fn written(&self, warm: &WarmPlan) -> Vec<Range> {
+        let space = warm.space();
+        let parts = |buf: Buf| {
+            let narrow = self.narrowed.iter().find(|(whole, _)| contains(warm, *whole, buf));
+            narrow.map_or_else(|| vec![buf], |(_, parts)| parts.clone())
+        };
+        let all = warm.work().iter().flat_map(|work| work.writes().flat_map(parts).collect::<Vec<_>>());
+        merged(all.filter_map(|buf| space.range(buf)).collect())
+    }
+
+    fn uploaded(&self, warm: &WarmPlan) -> Vec<Range> {
+        let all = self.cases.iter().flat_map(|case| case.uploads.iter().map(|(buf, _)| *buf));
+        all.filter_map(|buf| warm.space().range(buf)).collect()
+    }
+}
+
+fn contains(warm: &WarmPlan, whole: Buf, part: Buf) -> bool {
+    match (warm.space().range(whole), warm.space().range(part)) {
+        (Some(w), Some(p)) => w.region == p.region && w.start <= p.start && p.end <= w.end,
+        _ => false,
+    }
+}
+
+/// What a verification looked at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VerifyReport {
+    /// States compared.
+    pub n_cases: usize,
+    /// Bytes compared for each.
+    pub bytes: u64,
+    /// Bytes among them that were still poison after the last eager run: what kernels declare and do not write.
+    pub unwritten_bytes: u64,
+    /// Whether a kernel's declared tolerance was needed.
+    pub bit_exact: bool,
+    /// How long it took.
+    pub took: Duration,
+}
+
+/// A graph that came out equal to the eager run. Only [`verify`] makes one, and the cache replays nothing else.
+#[derive(Debug)]
+pub struct Verified<G> {
+    graph: G,
+    report: VerifyReport,
+}
+
+impl<G> Verified<G> {
+    /// What was compared.
+    #[must_use]
+    pub fn report(&self) -> &VerifyReport {
+        &self.report
+    }
+}
+
+impl Verified<Graph> {
+    /// What the graph holds.
+    #[must_use]
+    pub fn info(&self) -> &GraphInfo {
+        self.graph.info()
+    }
+
+    /// Runs the whole recording as one launch, without waiting for it.
+    pub fn replay(&self, lease: &mut Lease, stream: &mut Stream) -> Result<(), DriverError> {
+        self.graph.replay(lease, stream).map(|_| ())
+    }
+
+    /// How often it was replayed, verification included.
+    #[must_use]
+    pub fn n_replays(&self) -> u64 {
+        self.graph.n_replays()
+    }
+}
+
+/// Why a graph is not trusted.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum VerifyError {
+    /// A replay came out other than the eager run.
+    #[error(
+        "replay and eager run differ in {buffer}, element {element}, written by {launch} (control-block state {case})"
+    )]
+    Mismatch {
+        /// The buffer.
+        buffer: String,
+        /// Its first differing element.
+        element: usize,
+        /// The launch that wrote it last.
+        launch: String,
+        /// Which state, from 0.
+        case: usize,
+    },
+    /// The driver failed.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+}
+
+impl VerifyError {
+    /// The same for the ledger.
+    #[must_use]
+    pub fn reason(&self) -> Reason {
+        match self {
+            VerifyError::Mismatch { buffer, element, launch, .. } => Reason::VerifyMismatch {
+                buffer: buffer.clone(),
+                element: *element,
+                launch: launch.clone(),
+            },
+            VerifyError::Driver(error) => reason_of(error, Stage::Verify),
+        }
+    }
+}
+
+/// Compares a graph with the eager run of the plan it was recorded from.
+pub fn verify(
+    graph: Graph,
+    stream: &mut Stream,
+    lease: &mut Lease,
+    warm: &WarmPlan,
+    check: &Check,
+) -> Result<Verified<Graph>, VerifyError> {
+    let began = Instant::now();
+    let written = check.written(warm);
+    let touched = merged(written.iter().copied().chain(check.uploaded(warm)).collect());
+    let saved = download(stream, lease, warm, &touched)?;
+    let compared = compare_cases(&graph, stream, lease, warm, check, &written);
+    // Also after a mismatch or a failed replay: whoever runs next must not see what this left. An error of the
+    // comparison goes before one of this.
+    let restored = upload(stream, lease, warm, &touched, &saved);
+    let mut report = compared?;
+    restored?;
+    report.took = began.elapsed();
+    Ok(Verified { graph, report })
+}
+
+fn compare_cases(
+    graph: &Graph,
+    stream: &mut Stream,
+    lease: &mut Lease,
+    warm: &WarmPlan,
+    check: &Check,
+    written: &[Range],
+) -> Result<VerifyReport, VerifyError> {
+    let bytes = written.iter().map(|r| r.end - r.start).sum();
+    let mut report =
+        VerifyReport { n_cases: check.cases.len(), bytes, unwritten_bytes: 0, bit_exact: true, took: Duration::ZERO };
+    for (idx, case) in check.cases.iter().enumerate() {
+        prepare(stream, lease, warm, written, case)?;
+        stream.run(lease, false, |q| warm.enqueue(q))?;
+        let eager = download(stream, lease, warm, written)?;
+        prepare(stream, lease, warm, written, case)?;
+        graph.replay(lease, stream)?;
+        let replayed = download(stream, lease, warm, written)?;
+        for ((range, eager), replayed) in written.iter().zip(&eager).zip(&replayed) {
+            report.bit_exact &= compare(warm, *range, eager, replayed, idx)?;
+        }
+        report.unwritten_bytes = eager.iter().flatten().filter(|b| **b == POISON).count() as u64;
+    }
+    Ok(report)
+}
+
+/// Poisons what will be written, then puts the case's bytes in place.
+fn prepare(
+    stream: &mut Stream,
+    lease: &mut Lease,
+    warm: &WarmPlan,
+    written: &[Range],
+    case: &Case,
+) -> Result<(), DriverError> {
+    stream.run(lease, false, |q| {
+        written.iter().try_for_each(|range| q.fill(warm.space().buf(*range)?, POISON))
+    })?;
+    case.uploads.iter().try_for_each(|(buf, bytes)| stream.upload(lease, *buf, bytes))
+}
+
+/// `Ok(true)` for equal bits, `Ok(false)` where a tolerance was needed.
+fn compare(
+    warm: &WarmPlan,
+    range: Range,
+    eager: &[u8],
+    replayed: &[u8],
+    case: usize,
+) -> Result<bool, VerifyError> {
+    if eager == replayed {
+        return Ok(true);
+    }
+    let mut at = 0;
+    while let Some(offset) = first_difference(&eager[at..], &replayed[at..]) {
+        let byte = range.start + (at + offset) as u64;
+        let Some((work, buf)) = warm.last_writer(range.region, byte) else {
+            let (buffer, launch) = (warm.space().region_name(range.region).to_owned(), "nobody".to_owned());
+            return Err(VerifyError::Mismatch { buffer, element: (byte / 4) as usize, launch, case });
+        };
+        let (buffer, element_bytes) = warm.buffer_name(buf, range.region);
+        let element = (byte - buf.offset()) / element_bytes;
+        let start = (buf.offset() + element * element_bytes).saturating_sub(range.start) as usize;
+        if !work.tolerance().is_some_and(|tol| within(tol, eager, replayed, start)) {
+            let (element, launch) = (element as usize, work.name());
+            return Err(VerifyError::Mismatch { buffer, element, launch, case });
+        }
+        at = (start + element_bytes as usize).max(at + offset + 1).min(eager.len());
+    }
+    Ok(false)
+}
+
+fn first_difference(a: &[u8], b: &[u8]) -> Option<usize> {
+    a.iter().zip(b).position(|(a, b)| a != b)
+}
+
+fn within(tolerance: f32, eager: &[u8], replayed: &[u8], at: usize) -> bool {
+    let value = |bytes: &[u8]| bytes.get(at..at + 4).map(bytemuck::pod_read_unaligned::<f32>);
+    match (value(eager), value(replayed)) {
+        (Some(a), Some(b)) => (a - b).abs() <= tolerance * a.abs().max(b.abs()),
+        _ => false,
+    }
+}
+
+fn download(
+    stream: &mut Stream,
+    lease: &Lease,
+    warm: &WarmPlan,
+    ranges: &[Range],
+) -> Result<Vec<Vec<u8>>, DriverError> {
+    let read = |range: &Range| {
+        let buf = warm.space().buf(*range)?;
+        let mut bytes = vec![0; buf.len() as usize];
+        stream.download(lease, buf, &mut bytes)?;
+        Ok(bytes)
+    };
+    ranges.iter().map(read).collect()
+}
+
+fn upload(
+    stream: &mut Stream,
+    lease: &mut Lease,
+    warm: &WarmPlan,
+    ranges: &[Range],
+    contents: &[Vec<u8>],
+) -> Result<(), DriverError> {
+    ranges.iter().zip(contents).try_for_each(|(range, bytes)| {
+        let buf = warm.space().buf(*range)?;
+        stream.upload(lease, buf, bytes)
+    })
+}

@@ -1,0 +1,81 @@
+//! Rows of a table: the embedding.
+
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_tensor::{DType, quant};
+
+use crate::error::{Case, KernelError};
+use crate::linear::LINEAR_DTYPES;
+use crate::load::Kernels;
+use crate::registry::{Entry, P, W};
+use crate::source::Family;
+use crate::twin::{count, fault};
+
+/// `y[i] = table[ids[i]]`, decoded; a negative id gives zeros.
+#[derive(Clone, Copy, Debug)]
+pub struct GatherRowsArgs<'a> {
+    /// `[n_rows, d]`, dense.
+    pub table: Buf,
+    /// The table's dtype, one of [`LINEAR_DTYPES`].
+    pub dtype: DType,
+    /// `[n_ids]` I32, in device memory, read at each run.
+    pub ids: Buf,
+    /// `[n_ids, d]` F32.
+    pub y: Buf,
+    /// Rows of the table.
+    pub n_rows: usize,
+    /// Columns of the table.
+    pub d: usize,
+    /// How many rows are wanted.
+    pub n_ids: usize,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+impl Kernels {
+    /// The launch of [`GatherRowsArgs`]. An id past the table gives a row of NaN on a card; the simulated device faults.
+    pub fn gather_rows(&self, a: &GatherRowsArgs<'_>) -> Result<Launch, KernelError> {
+        let shape = [("n_ids", a.n_ids), ("n_rows", a.n_rows), ("d", a.d)];
+        let case = Case { op: "gather_rows", dtype: a.dtype, shape: &shape };
+        case.sizes()?;
+        crate::require!(case, LINEAR_DTYPES.contains(&a.dtype), "no kernel reads this dtype");
+        let block_len = a.dtype.block_len();
+        crate::require!(case, a.d.is_multiple_of(block_len), "d must be whole blocks of {block_len}");
+        let bytes = a.n_rows.checked_mul(a.d).and_then(|n| a.dtype.bytes_for(n));
+        let table = case.buf("table", a.table, bytes, 16)?;
+        let ids = case.words("ids", a.ids, &[a.n_ids])?;
+        let y = case.words("y", a.y, &[a.n_ids, a.d])?;
+        Ok(Launch::new(self.get(&name(a.dtype))?, a.n_ids as u32, 256)
+            .step(a.step)
+            .write(y)
+            .read(table)
+            .read(ids)
+            .baked(Baked(a.n_rows as u32))
+            .baked(Baked(a.d as u32)))
+    }
+}
+
+fn name(dtype: DType) -> String {
+    format!("gather_rows_{}", dtype.name().to_ascii_lowercase())
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    for dtype in LINEAR_DTYPES {
+        all.push(Entry::new(Family::Gather, name(dtype), &[P, P, P, W, W], move |k| twin(k, dtype)));
+    }
+}
+
+fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let (n_rows, d, n_ids) = (count(k, 3)?, count(k, 4)?, k.config().grid[0] as usize);
+    let row_bytes = dtype.bytes_for(d).ok_or_else(|| fault("rows of partial blocks"))?;
+    let mut y = vec![0.0_f32; n_ids * d];
+    for (id, row) in k.read::<i32>(k.ptr(2)?, n_ids)?.into_iter().zip(y.chunks_exact_mut(d)) {
+        let Ok(id) = usize::try_from(id) else { continue };
+        if id >= n_rows {
+            return Err(fault(format!("row {id} of a table of {n_rows}")));
+        }
+        let bytes = k.view::<u8>(k.ptr(1)?.add((id * row_bytes) as u64), row_bytes)?;
+        quant::dequantize(dtype, &bytes, row).map_err(fault)?;
+    }
+    k.write(k.ptr(0)?, &y)
+}

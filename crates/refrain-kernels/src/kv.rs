@@ -1,0 +1,155 @@
+//! Writing new keys or values into the paged cache.
+
+use half::{bf16, f16};
+use refrain_driver::api::DevicePtr;
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_tensor::DType;
+
+use crate::error::{Case, KernelError};
+use crate::load::Kernels;
+use crate::registry::{Entry, P, W};
+use crate::source::Family;
+use crate::twin::{count, fault, read_rows};
+use crate::view::{Rows, View};
+
+/// `cache[tables[seqs[i]][positions[i] / kv_block], h, positions[i] % kv_block] = x[i, h]`; nothing for a negative
+/// position.
+#[derive(Clone, Copy, Debug)]
+pub struct KvAppendArgs<'a> {
+    /// `[n_blocks, n_kv_heads, kv_block, head_dim]`, changed in place.
+    pub cache: Buf,
+    /// F16, BF16 or F32.
+    pub cache_dtype: DType,
+    /// `[n, n_kv_heads, head_dim]` F32, heads of consecutive elements.
+    pub x: View,
+    /// `[n]` I32, read at each run.
+    pub positions: Buf,
+    /// `[n]` I32, read at each run.
+    pub seqs: Buf,
+    /// `[n_seqs, max_blocks]` I32, read at each run.
+    pub tables: Buf,
+    /// Rows.
+    pub n: usize,
+    /// Blocks of the cache.
+    pub n_blocks: usize,
+    /// Heads of the cache.
+    pub n_kv_heads: usize,
+    /// Positions of a block.
+    pub kv_block: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Rows of the tables.
+    pub n_seqs: usize,
+    /// Columns of the tables.
+    pub max_blocks: usize,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+impl Kernels {
+    /// The launch of [`KvAppendArgs`]. A position, sequence or block out of range writes nothing on a card; the
+    /// simulated device faults.
+    pub fn kv_append(&self, a: &KvAppendArgs<'_>) -> Result<Launch, KernelError> {
+        let shape = [
+            ("n", a.n),
+            ("n_blocks", a.n_blocks),
+            ("n_kv_heads", a.n_kv_heads),
+            ("kv_block", a.kv_block),
+            ("head_dim", a.head_dim),
+            ("n_seqs", a.n_seqs),
+            ("max_blocks", a.max_blocks),
+        ];
+        let case = Case { op: "kv_append", dtype: a.cache_dtype, shape: &shape };
+        case.sizes()?;
+        crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
+        let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
+        let bytes = cells.iter().try_fold(a.cache_dtype.block_bytes(), |x, &y| x.checked_mul(y));
+        let (x, rows) = case.rows("x", &a.x, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
+        crate::require!(case, a.n_kv_heads <= 65_535, "at most 65535 heads");
+        Ok(Launch::new(self.get(&name(a.cache_dtype))?, [a.n as u32, a.n_kv_heads as u32], block(a.head_dim))
+            .step(a.step)
+            .read_write(case.buf("cache", a.cache, bytes, 16)?)
+            .read(x)
+            .read(case.words("positions", a.positions, &[a.n])?)
+            .read(case.words("seqs", a.seqs, &[a.n])?)
+            .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
+            .baked(Baked(rows))
+            .baked(Baked(a.n_blocks as u32))
+            .baked(Baked(a.kv_block as u32))
+            .baked(Baked(a.head_dim as u32))
+            .baked(Baked(a.n_seqs as u32))
+            .baked(Baked(a.max_blocks as u32)))
+    }
+}
+
+fn block(head_dim: usize) -> u32 {
+    head_dim.next_multiple_of(32).min(256) as u32
+}
+
+fn name(dtype: DType) -> String {
+    format!("kv_append_{}", dtype.name().to_ascii_lowercase())
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    for dtype in [DType::F16, DType::BF16, DType::F32] {
+        let params = [P, P, P, P, P, size_of::<Rows>(), W, W, W, W, W];
+        all.push(Entry::new(Family::Kv, name(dtype), &params, move |k| twin(k, dtype)));
+    }
+}
+
+/// Where a position of a sequence lies in a paged cache.
+pub(crate) struct Pages {
+    pub(crate) tables: Vec<i32>,
+    pub(crate) n_seqs: usize,
+    pub(crate) max_blocks: usize,
+    pub(crate) n_blocks: usize,
+    pub(crate) kv_block: usize,
+}
+
+impl Pages {
+    /// The block that holds a position, and the row in it.
+    pub(crate) fn find(&self, seq: i32, position: usize) -> KernelResult<(usize, usize)> {
+        let (seq_idx, column) = (usize::try_from(seq).unwrap_or(usize::MAX), position / self.kv_block);
+        if seq_idx >= self.n_seqs || column >= self.max_blocks {
+            return Err(fault(format!(
+                "position {position} of sequence {seq} is outside tables of {} x {} blocks",
+                self.n_seqs, self.max_blocks
+            )));
+        }
+        let block = self.tables[seq_idx * self.max_blocks + column];
+        match usize::try_from(block) {
+            Ok(b) if b < self.n_blocks => Ok((b, position % self.kv_block)),
+            _ => Err(fault(format!("KV block {block} of a cache of {}", self.n_blocks))),
+        }
+    }
+}
+
+fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let [n, n_heads] = [k.config().grid[0] as usize, k.config().grid[1] as usize];
+    let [n_blocks, kv_block, head_dim, n_seqs, max_blocks] =
+        [count(k, 6)?, count(k, 7)?, count(k, 8)?, count(k, 9)?, count(k, 10)?];
+    let tables = k.read(k.ptr(4)?, n_seqs * max_blocks)?;
+    let pages = Pages { tables, n_seqs, max_blocks, n_blocks, kv_block };
+    let (positions, seqs) = (k.read::<i32>(k.ptr(2)?, n)?, k.read::<i32>(k.ptr(3)?, n)?);
+    let x = read_rows(k, k.ptr(1)?, k.arg(5)?, n * n_heads, head_dim)?;
+    let cache = k.ptr(0)?;
+    for (row, &position) in positions.iter().enumerate() {
+        let Ok(position) = usize::try_from(position) else { continue };
+        let (block, at) = pages.find(seqs[row], position)?;
+        for head in 0..n_heads {
+            let start = ((block * n_heads + head) * kv_block + at) * head_dim;
+            let to = cache.add((start * dtype.block_bytes()) as u64);
+            store(k, dtype, to, &x[(row * n_heads + head) * head_dim..][..head_dim])?;
+        }
+    }
+    Ok(())
+}
+
+fn store(k: &mut SimKernel<'_>, dtype: DType, to: DevicePtr, x: &[f32]) -> KernelResult {
+    match dtype {
+        DType::F16 => k.write(to, &x.iter().copied().map(f16::from_f32).collect::<Vec<_>>()),
+        DType::BF16 => k.write(to, &x.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),
+        _ => k.write(to, x),
+    }
+}

@@ -1,0 +1,99 @@
+//! Rotary position embedding.
+
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_graph::{Op, Rope, RopeStyle};
+use refrain_tensor::DType;
+
+use crate::error::{Case, KernelError};
+use crate::load::Kernels;
+use crate::registry::{Entry, P, W};
+use crate::source::Family;
+use crate::twin::{Dense, count, fault, read_rows, run_f32};
+use crate::view::{Rows, View};
+
+/// `y` is `x` turned by each row's position; rows with a negative position come out as they went in.
+#[derive(Clone, Copy, Debug)]
+pub struct RopeArgs<'a> {
+    /// Which pairs turn, how many, and by what factor.
+    pub rope: Rope,
+    /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
+    pub x: View,
+    /// `[n]` I32, in device memory, read at each run.
+    pub positions: Buf,
+    /// `[n_dims / 2]` F32.
+    pub inv_freq: Buf,
+    /// `[n, n_heads, head_dim]` F32; may be `x` when that is dense.
+    pub y: Buf,
+    /// Rows.
+    pub n: usize,
+    /// Heads of a row.
+    pub n_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+const BLOCK: u32 = 128;
+
+impl Kernels {
+    /// The launch of [`RopeArgs`].
+    pub fn rope(&self, a: &RopeArgs<'_>) -> Result<Launch, KernelError> {
+        let shape = [("n", a.n), ("n_heads", a.n_heads), ("head_dim", a.head_dim)];
+        let case = Case { op: "rope", dtype: a.x.dtype, shape: &shape };
+        case.sizes()?;
+        let n_dims = a.rope.n_dims;
+        crate::require!(
+            case,
+            n_dims.is_multiple_of(2) && n_dims > 0 && n_dims <= a.head_dim,
+            "n_dims is {n_dims}, must be even and at most {}",
+            a.head_dim
+        );
+        let n_rows = a.n.saturating_mul(a.n_heads);
+        let (x, rows) = case.rows("x", &a.x, n_rows, a.head_dim)?;
+        // One thread for each pair that turns and each element behind them that is only copied.
+        let per_head = n_dims / 2 + (a.head_dim - n_dims);
+        let n_threads = case.u32("the number of pairs", n_rows.saturating_mul(per_head))?;
+        Ok(Launch::new(self.get(name(a.rope.style))?, n_threads.div_ceil(BLOCK), BLOCK)
+            .step(a.step)
+            .write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?)
+            .read(x)
+            .read(case.words("positions", a.positions, &[a.n])?)
+            .read(case.words("inv_freq", a.inv_freq, &[n_dims / 2])?)
+            .baked(Baked(rows))
+            .baked(Baked(a.n as u32))
+            .baked(Baked(a.n_heads as u32))
+            .baked(Baked(a.head_dim as u32))
+            .baked(Baked(n_dims as u32))
+            .baked(Baked(a.rope.magnitude)))
+    }
+}
+
+fn name(style: RopeStyle) -> &'static str {
+    match style {
+        RopeStyle::Neox => "rope_neox_f32",
+        RopeStyle::Interleaved => "rope_interleaved_f32",
+    }
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
+        let params = [P, P, P, P, size_of::<Rows>(), W, W, W, W, W];
+        all.push(Entry::new(Family::Rope, name(style), &params, move |k| twin(k, style)));
+    }
+}
+
+fn twin(k: &mut SimKernel<'_>, style: RopeStyle) -> KernelResult {
+    let [n, n_heads, head_dim, n_dims] = [count(k, 5)?, count(k, 6)?, count(k, 7)?, count(k, 8)?];
+    let dims = [n, n_heads, head_dim];
+    if n_dims > head_dim {
+        return Err(fault("more dimensions turn than a head has"));
+    }
+    let x = Dense::f32(&read_rows(k, k.ptr(1)?, k.arg(4)?, n * n_heads, head_dim)?, &dims)?;
+    let positions = Dense::read(k, k.ptr(2)?, DType::I32, &[n])?;
+    let inv_freq = Dense::read(k, k.ptr(3)?, DType::F32, &[n_dims / 2])?;
+    let rope = Rope { style, n_dims, magnitude: k.arg(9)? };
+    let y = run_f32(&Op::Rope(rope), &[&x, &positions, &inv_freq], &dims)?;
+    k.write(k.ptr(0)?, &y)
+}
