@@ -1,13 +1,21 @@
 //! Progress on standard error: nothing for what is quick, nothing where there is no terminal.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// What takes less is not worth a bar.
 const PATIENCE: Duration = Duration::from_secs(1);
 const TICK: Duration = Duration::from_millis(120);
+
+static IS_SILENT: AtomicBool = AtomicBool::new(false);
+
+/// No bar is shown from now on.
+pub(crate) fn silence() {
+    IS_SILENT.store(true, Ordering::Relaxed);
+}
 
 /// A bar that shows itself when the work takes longer than a second, and goes when it is dropped.
 pub(crate) struct Delayed {
@@ -70,15 +78,17 @@ impl Drop for Delayed {
 }
 
 fn show_later(bar: &ProgressBar, stopped: &Receiver<()>) {
-    if let Err(std::sync::mpsc::RecvTimeoutError::Timeout) = stopped.recv_timeout(PATIENCE) {
+    let is_slow = stopped.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout);
+    if is_slow && !IS_SILENT.load(Ordering::Relaxed) {
         bar.set_draw_target(ProgressDrawTarget::stderr());
         bar.enable_steady_tick(TICK);
     }
 }
 
-/// A bar over bytes, shown at once.
+/// A bar over bytes, shown at once; for those who are not quiet.
 pub(crate) fn bytes(total: u64, done: u64, what: &str) -> ProgressBar {
-    let style = style("{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left");
+    let style =
+        style("{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left");
     let bar = ProgressBar::new(total).with_style(style).with_message(what.to_owned());
     bar.set_position(done);
     // The rate is that of this download, not of what an earlier one left.

@@ -3,11 +3,11 @@
 mod input;
 
 use crate::cli::Context;
+use crate::fail::Hinted;
 use crate::opts::{DeviceOpts, SamplingOpts, Think};
 use crate::out::{BOLD, DIM, Out, counted, talk};
 use crate::reply::{self, Show};
 use crate::run::say_context;
-use crate::fail::Hinted;
 use crate::{fail, resolve, stats};
 use input::{Command, Input, Line};
 use refrain::{Finish, Message, Model, RenderOptions, SamplingParams, Session};
@@ -79,7 +79,11 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
 }
 
 /// The prompt of a conversation, as text and as tokens.
-pub(crate) fn render(model: &Model, messages: &[Message], think: Think) -> anyhow::Result<(String, Vec<u32>)> {
+pub(crate) fn render(
+    model: &Model,
+    messages: &[Message],
+    think: Think,
+) -> anyhow::Result<(String, Vec<u32>)> {
     let options =
         RenderOptions { add_generation_prompt: true, thinking: think.asked(), ..RenderOptions::default() };
     let rendered = model.render(messages, &options)?;
@@ -134,7 +138,7 @@ impl Chat<'_> {
             Command::Save(path) => self.save(Path::new(&path))?,
             Command::Help => talk!("{}", input::HELP),
             Command::Unknown { name, nearest } => {
-                let meant = nearest.map_or_else(String::new, |n| format!(", did you mean {n}?"));
+                let meant = nearest.map_or_else(String::new, |n| format!(" (did you mean {n}?)"));
                 talk!("there is no {name}{meant}; /help lists what there is");
             }
             Command::Exit => {}
@@ -176,7 +180,9 @@ impl Chat<'_> {
         match reply.summary.finish {
             Some(Finish::ContextFull) => {
                 let holds = self.session.context();
-                talk!("{BOLD}the context of {holds} tokens is full{BOLD:#}: /reset begins anew, -c raises it");
+                talk!(
+                    "{BOLD}the context of {holds} tokens is full{BOLD:#}: /reset begins anew, -c raises it"
+                );
             }
             Some(Finish::Cancelled) => talk!("{DIM}stopped; Ctrl-D or /exit leaves{DIM:#}"),
             _ => {}

@@ -84,6 +84,9 @@ impl Cli {
             _ => "warn",
         };
         log_to_stderr(env.log.as_deref().unwrap_or(usual_log));
+        if self.global.quiet {
+            crate::bars::silence();
+        }
         let context = Context {
             store: Store::open(env),
             verbose: self.global.verbose > 0,

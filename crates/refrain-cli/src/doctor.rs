@@ -4,8 +4,8 @@ use crate::fail::Hinted;
 use crate::out::{BOLD, Out};
 use anstyle::{AnsiColor, Style};
 use clap::ValueEnum;
-use refrain_driver::doctor::{Row, Verdict, examine};
 use refrain_driver::DeviceKind;
+use refrain_driver::doctor::{Row, Verdict, examine};
 use refrain_driver::sim::SimOptions;
 use serde_json::json;
 

@@ -37,7 +37,11 @@ impl Hinted {
             ErrorKind::StorageFull => "free some disk space",
             _ => "try another file",
         };
-        Hinted { message: format!("cannot {verb} {}", path.display()).into(), hint: hint.into(), source: Some(source) }
+        Hinted {
+            message: format!("cannot {verb} {}", path.display()).into(),
+            hint: hint.into(),
+            source: Some(source),
+        }
     }
 }
 
@@ -112,9 +116,15 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
 /// A panic is a bug of Refrain. It asks for a report in place of a stack of internal names.
 pub(crate) fn install_panic_hook() {
     std::panic::set_hook(Box::new(|panic| {
-        let what = panic.payload_as_str().unwrap_or("no message");
+        let payload = panic.payload();
+        let text = payload.downcast_ref::<&str>().copied();
+        let what =
+            text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
         let place = panic.location().map_or_else(String::new, |l| format!(" ({}:{})", l.file(), l.line()));
         talk!("{ERROR}error:{ERROR:#} refrain has a bug: {what}{place}");
-        talk!("{HINT}hint:{HINT:#} please report this, with the command and the version ({})", env!("CARGO_PKG_VERSION"));
+        talk!(
+            "{HINT}hint:{HINT:#} please report this, with the command and the version ({})",
+            env!("CARGO_PKG_VERSION")
+        );
     }));
 }

@@ -73,7 +73,8 @@ impl Facts<'_> {
             ModelFiles::Hf(folder) => folder.chat_template().is_some(),
         };
         let in_vocabulary = tokenizer.as_ref().is_ok_and(|t| t.chat_template().is_some());
-        let name = config.as_ref().ok().and_then(|c| c.name.clone()).or_else(|| text_of(files, "general.name"));
+        let name =
+            config.as_ref().ok().and_then(|c| c.name.clone()).or_else(|| text_of(files, "general.name"));
         Facts {
             files,
             name,
@@ -118,15 +119,22 @@ impl Facts<'_> {
                     true => format!("{} heads", c.n_heads),
                     false => format!("{} heads over {} for keys and values", c.n_heads, c.n_kv_heads),
                 };
-                lines.add("layers", format!("{} of {} wide, {heads} of {}", c.n_layers, c.hidden, c.head_dim));
+                lines
+                    .add("layers", format!("{} of {} wide, {heads} of {}", c.n_layers, c.hidden, c.head_dim));
                 lines.add("feed-forward", format!("{} wide", thousands(c.ffn)));
                 let window = c.sliding_window.map(|w| format!(", some layers see {} of them", thousands(w)));
-                lines.add("context", format!("{} tokens{}", thousands(c.n_context), window.unwrap_or_default()));
+                lines.add(
+                    "context",
+                    format!("{} tokens{}", thousands(c.n_context), window.unwrap_or_default()),
+                );
             }
             Err(because) => lines.add("not runnable", because),
         }
         let n_tensors = self.files.tensors().len();
-        lines.add("parameters", format!("{} in {}", short_count(self.n_parameters()), counted(n_tensors, "tensor")));
+        lines.add(
+            "parameters",
+            format!("{} in {}", short_count(self.n_parameters()), counted(n_tensors, "tensor")),
+        );
         let n_files = match self.files.files().len() {
             1 => String::new(),
             n => format!(" in {n} files"),
@@ -163,8 +171,11 @@ impl Facts<'_> {
                 "tied_embeddings": c.tied_embeddings,
             })
         });
-        let dtypes: Map<String, Value> =
-            self.by_dtype().into_iter().map(|(d, bytes, n)| (d, json!({ "bytes": bytes, "tensors": n }))).collect();
+        let dtypes: Map<String, Value> = self
+            .by_dtype()
+            .into_iter()
+            .map(|(d, bytes, n)| (d, json!({ "bytes": bytes, "tensors": n })))
+            .collect();
         json!({
             "name": self.name,
             "path": self.files.path(),
@@ -229,9 +240,10 @@ fn tokenizer_kind(files: &ModelFiles) -> Option<String> {
 /// The licence that the files name: GGUF metadata, or the head of a folder's model card.
 fn licence(files: &ModelFiles) -> Option<Licence> {
     match files {
-        ModelFiles::Gguf(_) => {
-            Some(Licence { name: text_of(files, "general.license")?, url: text_of(files, "general.license.link") })
-        }
+        ModelFiles::Gguf(_) => Some(Licence {
+            name: text_of(files, "general.license")?,
+            url: text_of(files, "general.license.link"),
+        }),
         ModelFiles::Hf(folder) => {
             let mut head = Vec::new();
             let card = std::fs::File::open(folder.file("README.md")?).ok()?;

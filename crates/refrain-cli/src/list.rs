@@ -36,14 +36,17 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
             "partial": partial,
         });
         if args.known {
-            let entry = |e: &refrain_hub::Entry| {
-                json!({ "name": e.name, "aliases": e.aliases, "about": e.about, "repo": e.repo, "licence": e.licence })
-            };
+            let entry = |e: &refrain_hub::Entry| json!({ "name": e.name, "aliases": e.aliases, "about": e.about, "repo": e.repo, "licence": e.licence });
             all["known"] = CATALOGUE.iter().map(entry).collect();
         }
         return out.json(&all);
     }
-    let mut rows = vec![[BUILTIN_NAME.to_owned(), Bytes(builtin_bytes).to_string(), "built in".to_owned(), String::new()]];
+    let mut rows = vec![[
+        BUILTIN_NAME.to_owned(),
+        Bytes(builtin_bytes).to_string(),
+        "built in".to_owned(),
+        String::new(),
+    ]];
     for model in &inventory.models {
         let licence = model.licence.as_ref().map_or_else(|| "licence unknown".to_owned(), |l| l.name.clone());
         rows.push([model.name.clone(), Bytes(model.bytes).to_string(), licence, origin(model)]);

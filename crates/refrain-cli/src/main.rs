@@ -7,27 +7,27 @@
 mod cli; // what can be typed
 mod opts; // flags that commands share
 mod prompt; // what to continue: arguments, files, standard input
-mod resolve; // from a name to a model
 mod reply; // a reply, streamed
+mod resolve; // from a name to a model
 mod stats; // what a reply took
 
-mod run;
 mod chat;
-mod perplexity;
+mod completions;
+mod doctor;
 mod inspect;
-mod tokenize;
+mod list;
+mod perplexity;
 mod plan;
 mod pull;
-mod list;
-mod rm;
-mod doctor;
-mod completions;
 mod reference;
+mod rm;
+mod run;
+mod tokenize;
 
-mod out; // terminal and pipes
 mod bars; // progress
-mod interrupt; // Ctrl-C
 mod fail; // errors and hints
+mod interrupt; // Ctrl-C
+mod out; // terminal and pipes
 
 use clap::Parser;
 use std::process::ExitCode;

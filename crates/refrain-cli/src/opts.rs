@@ -63,7 +63,8 @@ impl DeviceOpts {
             return Err(Hinted::new(message, "use --device cpu, or leave --device out").into());
         }
         if self.graph == GraphArg::Require {
-            let message = "--graph require cannot be kept: the CPU calls its kernels directly and replays no graphs";
+            let message =
+                "--graph require cannot be kept: the CPU calls its kernels directly and replays no graphs";
             return Err(Hinted::new(message, "use --graph auto, or leave --graph out").into());
         }
         let kv_dtype = match self.kv_dtype {
@@ -79,7 +80,9 @@ impl DeviceOpts {
     /// Says why the device was picked.
     pub(crate) fn explain(&self) {
         match self.device {
-            DeviceArg::Auto => talk!("--device auto picked the CPU: this build has no other device for models"),
+            DeviceArg::Auto => {
+                talk!("--device auto picked the CPU: this build has no other device for models")
+            }
             DeviceArg::Cpu | DeviceArg::Cuda(_) | DeviceArg::Sim => {}
         }
     }
@@ -101,7 +104,9 @@ fn parse_device(text: &str) -> Result<DeviceArg, String> {
 
 fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
     match text.parse::<usize>() {
-        Ok(0) => Err("at least 1 thread is needed; leave --threads out to use what suits the machine".to_owned()),
+        Ok(0) => {
+            Err("at least 1 thread is needed; leave --threads out to use what suits the machine".to_owned())
+        }
         Ok(n) => NonZeroUsize::new(n).ok_or_else(String::new),
         Err(error) => Err(error.to_string()),
     }

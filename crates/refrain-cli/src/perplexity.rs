@@ -58,12 +58,14 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         args.device.explain();
     }
     let began = Instant::now();
-    let bar = Delayed::bar(0, "scoring");
-    let scored = session.perplexity(&text, window, args.chunks.map(NonZeroUsize::get), |n_windows, so_far| {
-        bar.set_len(n_windows as u64);
-        bar.set(so_far.n_windows as u64);
-        bar.say(format!("perplexity {:.4}", so_far.perplexity));
-    });
+    // How many windows there are is known after the first.
+    let bar = Delayed::bar(args.chunks.map_or(1, |n| n.get() as u64), "scoring");
+    let scored =
+        session.perplexity(&text, window, args.chunks.map(NonZeroUsize::get), |n_windows, so_far| {
+            bar.set_len(n_windows as u64);
+            bar.set(so_far.n_windows as u64);
+            bar.say(format!("perplexity {:.4}", so_far.perplexity));
+        });
     drop(bar);
     let scored = scored?;
     let seconds = began.elapsed().as_secs_f64();

@@ -10,8 +10,8 @@ use crate::opts::DeviceOpts;
 use crate::out::{Out, counted, short_rate, short_time, talk};
 use crate::resolve;
 use bandwidth::Bandwidth;
-use refrain::graph::{Buffer, Place, Plan, Step};
 use refrain::Session;
+use refrain::graph::{Buffer, Place, Plan, Step};
 use refrain_hub::Bytes;
 use std::path::{Path, PathBuf};
 
@@ -57,7 +57,8 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     if n_tokens != args.tokens {
         talk!("a step has 1 to {} tokens; this is the plan for {n_tokens}", session.context());
     }
-    let title = format!("{}, a step of {} on {}", model.name(), counted(n_tokens, "token"), session.backend());
+    let title =
+        format!("{}, a step of {} on {}", model.name(), counted(n_tokens, "token"), session.backend());
     let holds = session.context();
     let plan = session.plan(n_tokens)?;
     let bounds = bounds(plan, holds, args.bandwidth);

@@ -43,8 +43,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
 
 /// Pulls a model and shows how far it is.
 pub(crate) fn with_bars(name: &ModelName, context: &Context) -> anyhow::Result<LocalModel> {
-    let mut watcher =
-        Watcher { bar: None, is_quiet: context.quiet, listening: context.interrupt.listen() };
+    let mut watcher = Watcher { bar: None, is_quiet: context.quiet, listening: context.interrupt.listen() };
     let pulled = context.store.pull(name, &mut watcher);
     watcher.end_bar();
     Ok(pulled?)
@@ -80,7 +79,11 @@ impl Progress for Watcher<'_> {
             Event::Plan { name, from, n_files, bytes, licence } => {
                 match n_files {
                     0 => self.say(format_args!("{name}: all of it is here already")),
-                    _ => self.say(format_args!("{name}: {}, {} from {from}", counted(n_files, "file"), Bytes(bytes))),
+                    _ => self.say(format_args!(
+                        "{name}: {}, {} from {from}",
+                        counted(n_files, "file"),
+                        Bytes(bytes)
+                    )),
                 }
                 match licence {
                     Some(licence) => self.say(format_args!("{name} comes under the licence {licence}")),
@@ -105,7 +108,9 @@ impl Progress for Watcher<'_> {
                 self.end_bar();
                 self.say(format_args!("{file}: complete, checksum right"));
             }
-            Event::Waiting { file } => self.say(format_args!("{file}: another process is pulling it; waiting")),
+            Event::Waiting { file } => {
+                self.say(format_args!("{file}: another process is pulling it; waiting"))
+            }
             Event::Retry { file, attempt, limit, after, because } => {
                 self.say(format_args!("{file}: {because}; attempt {attempt} of {limit} in {after:.0?}"));
             }

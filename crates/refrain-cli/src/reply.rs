@@ -92,8 +92,12 @@ pub(crate) fn generate(
             bar.set_position(done as u64);
         }
     });
-    let mut reply =
-        Reply { text: String::new(), shown: String::new(), tokens: Vec::new(), summary: generation.summary().clone() };
+    let mut reply = Reply {
+        text: String::new(),
+        shown: String::new(),
+        tokens: Vec::new(),
+        summary: generation.summary().clone(),
+    };
     let mut outcome = Ok(());
     for piece in generation.by_ref() {
         waiting = None;

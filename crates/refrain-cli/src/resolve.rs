@@ -63,7 +63,9 @@ impl Found {
             None => Ok(Files::Builtin(Box::new(Model::builtin()?))),
             Some(path) => {
                 let files = ModelFiles::open(path);
-                Ok(Files::Open(files.map_err(|error| with_nearest_file(path, refrain::Error::from(error).into()))?))
+                Ok(Files::Open(
+                    files.map_err(|error| with_nearest_file(path, refrain::Error::from(error).into()))?,
+                ))
             }
         }
     }
@@ -76,7 +78,8 @@ pub(crate) fn find(name: Option<&str>, context: &Context) -> anyhow::Result<Foun
         return Ok(Found::builtin());
     }
     let name = parse(text, context)?;
-    let found = |model: LocalModel| Found { name: model.name, path: Some(model.path), licence: model.licence };
+    let found =
+        |model: LocalModel| Found { name: model.name, path: Some(model.path), licence: model.licence };
     if let Some(model) = context.store.find(&name)? {
         return Ok(found(model));
     }
@@ -112,7 +115,9 @@ pub(crate) fn parse(text: &str, context: &Context) -> Result<ModelName, HubError
 
 /// Whether a lone argument of `run` means a model: a path that exists, or a name that is known.
 pub(crate) fn is_model(text: &str) -> bool {
-    is_builtin(text) || ModelName::is_known(text) || (!has_white_space(text) && ModelName::parse(text).is_ok())
+    is_builtin(text)
+        || ModelName::is_known(text)
+        || (!has_white_space(text) && ModelName::parse(text).is_ok())
 }
 
 pub(crate) fn has_white_space(text: &str) -> bool {

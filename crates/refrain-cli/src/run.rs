@@ -10,7 +10,7 @@ use crate::resolve::{self, Found};
 use crate::{chat, out, stats};
 use clap::CommandFactory;
 use clap::error::ErrorKind;
-use refrain::{Generate, Message, Model, Session};
+use refrain::{Finish, Generate, Message, Model, Session};
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -103,6 +103,12 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     } else {
         out.line("")?;
     }
+    if reply.summary.finish == Some(Finish::ContextFull) && !context.quiet {
+        talk!(
+            "the context of {} tokens is full, the reply ends here (-c raises it)",
+            thousands(session.context())
+        );
+    }
     if args.stats {
         stats::print(&mut session, &reply, load, seed);
     }
@@ -124,7 +130,9 @@ impl Args {
         let (model, prompt) = (self.model.clone(), self.prompt.clone());
         let (first, second) = (given.next(), given.next());
         let told = match (model, prompt, first, second) {
-            (Some(_), Some(_), Some(_), _) => return Err(conflict("--model and --prompt leave no room for it")),
+            (Some(_), Some(_), Some(_), _) => {
+                return Err(conflict("--model and --prompt leave no room for it"));
+            }
             (Some(_), None, Some(_), Some(_)) => {
                 return Err(conflict("with --model, one argument is left: the prompt"));
             }
@@ -163,7 +171,13 @@ impl Args {
         }
     }
 
-    fn request(&self, model: &Model, found: &Found, text: &str, context: &Context) -> anyhow::Result<Request> {
+    fn request(
+        &self,
+        model: &Model,
+        found: &Found,
+        text: &str,
+        context: &Context,
+    ) -> anyhow::Result<Request> {
         let is_raw = self.raw || model.chat_template().is_none();
         if !self.raw && is_raw {
             let is_news = context.verbose || !found.is_builtin();
@@ -230,5 +244,12 @@ pub(crate) fn say_context(session: &Session, device: &DeviceOpts, context: &Cont
 
 fn conflict(because: &str) -> anyhow::Error {
     let message = format!("there is one argument too many: {because}");
-    Cli::command().error(ErrorKind::ArgumentConflict, message).into()
+    let mut command = Cli::command();
+    // Built, so that the usage line names the whole command.
+    command.build();
+    let run = command.find_subcommand_mut("run");
+    match run {
+        Some(run) => run.error(ErrorKind::ArgumentConflict, message).into(),
+        None => command.error(ErrorKind::ArgumentConflict, message).into(),
+    }
 }

@@ -34,7 +34,8 @@ pub(crate) fn print(session: &mut Session, reply: &Reply, load: Duration, seed: 
     };
     let n_evaluated = thousands(summary.n_evaluated);
     talk!("prefill  {n_evaluated:>6} tokens   {} tok/s  ({}{held})", short_rate(rate), short_time(prefill));
-    let resident = peak_resident_bytes().map_or_else(String::new, |n| format!(", {} resident at most", Bytes(n)));
+    let resident =
+        peak_resident_bytes().map_or_else(String::new, |n| format!(", {} resident at most", Bytes(n)));
     let weights = Bytes(session.model().weight_bytes() as u64);
     talk!("memory   {weights} of weights{resident}");
     let why = match summary.finish {

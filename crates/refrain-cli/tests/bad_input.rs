@@ -8,9 +8,14 @@ use std::process::Stdio;
 #[test]
 fn a_mistyped_model_name_gets_the_nearest() {
     let cli = Cli::new();
-    for args in [&["run", "smolm2"][..], &["run", "smolm2", "Hello"], &["chat", "smolm2"], &["pull", "smolm2"]] {
+    for args in
+        [&["run", "smolm2"][..], &["run", "smolm2", "Hello"], &["chat", "smolm2"], &["pull", "smolm2"]]
+    {
         let said = cli.run(args).refused();
-        assert!(said.contains("no model is called `smolm2`") && said.contains("did you mean `smollm2`?"), "{said}");
+        assert!(
+            said.contains("no model is called `smolm2`") && said.contains("did you mean `smollm2`?"),
+            "{said}"
+        );
     }
     let said = cli.run(&["run", "storeis", "Hello"]).refused();
     assert!(said.contains("did you mean `stories`?"), "{said}");
@@ -192,7 +197,8 @@ fn chat_refuses_a_model_without_a_chat_template() {
 fn output_that_cannot_be_written_is_an_error() {
     let cli = Cli::new();
     let full = std::fs::OpenOptions::new().write(true).open("/dev/full").expect("/dev/full");
-    let output = cli.command(&["run", "A cat", "-n", "4"]).stdout(Stdio::from(full)).output().expect("it runs");
+    let output =
+        cli.command(&["run", "A cat", "-n", "4"]).stdout(Stdio::from(full)).output().expect("it runs");
     let ended = common::ended(output);
     assert_eq!(ended.code, Some(1));
     assert!(ended.stderr.contains("cannot write to standard output"), "{}", ended.stderr);
@@ -217,7 +223,8 @@ fn a_file_without_read_permission_is_refused() {
         // The superuser reads everything, so somebody else asks, with a copy of the program they may run. Another
         // process copies: a child that a test beside this one forks meanwhile would keep the copy open for writing.
         let program = cli.home.path().join("refrain-copy");
-        let copied = std::process::Command::new("cp").arg(env!("CARGO_BIN_EXE_refrain")).arg(&program).status();
+        let copied =
+            std::process::Command::new("cp").arg(env!("CARGO_BIN_EXE_refrain")).arg(&program).status();
         assert!(copied.expect("cp").success());
         open(&program, 0o755);
         command = std::process::Command::new(program);

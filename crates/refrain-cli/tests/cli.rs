@@ -91,7 +91,8 @@ fn a_stop_text_ends_the_completion_before_itself() {
     let cli = Cli::new();
     let whole = cli.run(&with(&["run", "stories", "Once upon a time"], &GREEDY)).ok();
     let stop: String = whole.trim_end().chars().skip(8).take(3).collect();
-    let json = cli.run(&with(&["run", "stories", "Once upon a time", "--json", "--stop", &stop], &GREEDY)).json();
+    let json =
+        cli.run(&with(&["run", "stories", "Once upon a time", "--json", "--stop", &stop], &GREEDY)).json();
     assert_eq!(json["finish"], "stop_text");
     assert_eq!(json["text"].as_str(), whole.split_once(&stop).map(|(before, _)| before));
 }
@@ -185,10 +186,29 @@ fn run_uses_the_chat_template_unless_it_is_told_not_to() {
 }
 
 #[test]
+fn thinking_is_shown_or_hidden() {
+    let cli = Cli::new();
+    let model = cli.tiny_chat_model();
+    // A template that opens the thinking part itself, with a model that never closes it.
+    let config = serde_json::json!({ "chat_template": "{{ messages[0].content }}<think>" });
+    cli.file("tiny/tokenizer_config.json", config.to_string());
+    let reply = |how| {
+        let args = ["run", model.to_str().expect("a path"), "Hi", "-n", "6", "--temp", "0", "--think", how];
+        cli.run(&args).ok()
+    };
+    assert!(reply("show").len() > 1);
+    assert_eq!(reply("hide"), "\n");
+}
+
+#[test]
 fn perplexity_scores_the_second_half_of_each_window() {
     let cli = Cli::new();
-    cli.file("story.txt", "Once upon a time there was a little cat who liked to play in the garden. ".repeat(12));
-    let json = cli.run(&["perplexity", "stories", "-f", "story.txt", "-c", "64", "--chunks", "2", "--json"]).json();
+    cli.file(
+        "story.txt",
+        "Once upon a time there was a little cat who liked to play in the garden. ".repeat(12),
+    );
+    let json =
+        cli.run(&["perplexity", "stories", "-f", "story.txt", "-c", "64", "--chunks", "2", "--json"]).json();
     assert!(json["perplexity"].as_f64().is_some_and(|p| p > 1.0 && p < 4096.0), "{json}");
     assert_eq!(json["n_windows"], 2);
     assert_eq!(json["n_scored"], 2 * 31);
@@ -204,7 +224,8 @@ fn inspect_tells_what_is_in_the_files() {
     assert_eq!(json["chat_template"], false);
     assert!(json["parameters"].as_u64().is_some_and(|n| n > 1000));
     assert_eq!(json["tensors"].as_array().map(Vec::len), json["n_tensors"].as_u64().map(|n| n as usize));
-    let sum: u64 = json["dtypes"].as_object().expect("a map").values().filter_map(|d| d["bytes"].as_u64()).sum();
+    let sum: u64 =
+        json["dtypes"].as_object().expect("a map").values().filter_map(|d| d["bytes"].as_u64()).sum();
     assert!(sum <= json["file_bytes"].as_u64().expect("a number"));
     for name in ["gemma3", "qwen2", "qwen3"] {
         let folder = golden(name);
@@ -228,7 +249,10 @@ fn tokenize_shows_ids_and_pieces() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "shared-data"), ignore = "needs ../shared/data: cargo xtask ci turns it on where it exists")]
+#[cfg_attr(
+    not(feature = "shared-data"),
+    ignore = "needs ../shared/data: cargo xtask ci turns it on where it exists"
+)]
 fn files_with_only_a_vocabulary_can_be_inspected_and_tokenized_with() {
     let cli = Cli::new();
     for name in ["bert-bge", "falcon", "gpt-2", "llama-spm"] {
@@ -245,7 +269,8 @@ fn files_with_only_a_vocabulary_can_be_inspected_and_tokenized_with() {
 #[test]
 fn plan_draws_steps_and_memory() {
     let cli = Cli::new();
-    let args = ["plan", "stories", "--tokens", "4", "--dot", "p.dot", "--html", "p.html", "--bandwidth", "20"];
+    let args =
+        ["plan", "stories", "--tokens", "4", "--dot", "p.dot", "--html", "p.html", "--bandwidth", "20"];
     let text = cli.run(&args).ok();
     for expected in ["segment 0", "matmul", "arena", "the largest:", "bound", "20.0 GB/s"] {
         assert!(text.contains(expected), "{expected} in {text}");

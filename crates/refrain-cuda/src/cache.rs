@@ -254,9 +254,9 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
             {
                 tracing::warn!("{}: {reason}; trying {}", warm.name(), Method::Nodes);
                 // The capture's failure is the one to report: it is what has to be repaired.
-                self.make_by(Method::Nodes, site, warm, check).map_err(|second| match second {
-                    Reason::ContextLost { .. } | Reason::VerifyMismatch { .. } => second,
-                    _ => reason,
+                self.make_by(Method::Nodes, site, warm, check).map_err(|second| {
+                    let graver = matches!(second, Reason::ContextLost { .. } | Reason::VerifyMismatch { .. });
+                    if graver { second } else { reason }
                 })
             }
             other => other,
@@ -331,16 +331,16 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         entry.failure = Some(reason.clone());
         tracing::warn!("{}: {reason}; eager for {} steps", warm.name(), entry.steps_left);
         let failed = |source| CudaError::Driver { step: warm.name().to_owned(), source };
-        match site.stream.health(options.health_limit).map_err(failed)? {
-            Health::Healthy => Ok(reason),
-            Health::ContextLost(lost) => Err(failed(refrain_driver::DriverError::ContextLost(lost))),
-            lost => {
-                tracing::warn!("{}: {lost:?}; a new stream takes its place", warm.name());
-                let ctx = site.stream.context().clone();
-                *site.stream = ctx.stream().map_err(failed)?;
-                Ok(reason)
-            }
+        let health = site.stream.health(options.health_limit).map_err(failed)?;
+        if let Health::ContextLost(lost) = health {
+            return Err(failed(refrain_driver::DriverError::ContextLost(lost)));
         }
+        if health != Health::Healthy {
+            tracing::warn!("{}: {health:?}; a new stream takes its place", warm.name());
+            let ctx = site.stream.context().clone();
+            *site.stream = ctx.stream().map_err(failed)?;
+        }
+        Ok(reason)
     }
 
     /// The entry of a key, most recently used from now on. A new one may push the oldest out.

@@ -23,6 +23,8 @@
 //! the kernel at each run; a negative position marks a row of padding, which writes nothing to a cache.
 //! Grid sizes follow from the shapes alone, so that one recording serves every state of the control block.
 
+#![deny(unsafe_code)] // but for opening the compiler library and loading the code it made
+
 mod error; // what a launcher or the compiler refuses
 mod view; // operands, and how far they may be strided
 mod registry; // every kernel, with its parameters and its twin

@@ -180,7 +180,8 @@ fn parse(text: &str) -> Line {
         "/exit" | "/quit" | "/bye" => Command::Exit,
         _ => {
             let near = |c: &&str| strsim::normalized_damerau_levenshtein(name, c);
-            let nearest = COMMANDS.iter().max_by(|a, b| near(a).total_cmp(&near(b))).filter(|c| near(c) >= 0.6);
+            let nearest =
+                COMMANDS.iter().max_by(|a, b| near(a).total_cmp(&near(b))).filter(|c| near(c) >= 0.6);
             Command::Unknown { name: name.to_owned(), nearest: nearest.copied() }
         }
     })

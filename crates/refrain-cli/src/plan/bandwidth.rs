@@ -26,7 +26,9 @@ impl FromStr for Bandwidth {
             return Ok(Bandwidth::Measure);
         }
         match text.parse::<f64>() {
-            Ok(gigabytes) if gigabytes.is_finite() && gigabytes > 0.0 => Ok(Bandwidth::Stated(gigabytes * 1e9)),
+            Ok(gigabytes) if gigabytes.is_finite() && gigabytes > 0.0 => {
+                Ok(Bandwidth::Stated(gigabytes * 1e9))
+            }
             _ => Err("a number of GB/s above 0, or `measure`".to_owned()),
         }
     }

@@ -67,7 +67,10 @@ pub(super) fn arena(plan: &Plan) -> String {
         let label = writer(plan, idx).map_or("", |(_, step)| step.label.as_str());
         let size = Bytes(buffer.bytes as u64).to_string();
         let (first, last) = (buffer.first, buffer.last.min(n_steps - 1));
-        let _ = writeln!(out, "  {letter}  {size:>10} at {offset:#x}, steps {first} to {last}, first written by {label}");
+        let _ = writeln!(
+            out,
+            "  {letter}  {size:>10} at {offset:#x}, steps {first} to {last}, first written by {label}"
+        );
     }
     out
 }

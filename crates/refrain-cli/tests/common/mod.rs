@@ -133,8 +133,12 @@ fn tiny_tokenizer() -> serde_json::Value {
     let special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"];
     // Byte-level vocabularies write a blank as U+0120 and a line end as U+010A.
     let characters = ('!'..='~').chain(['\u{120}', '\u{10a}']).map(String::from);
-    let vocab: serde_json::Map<String, serde_json::Value> =
-        special.iter().map(|s| s.to_string()).chain(characters).zip((0..).map(serde_json::Value::from)).collect();
+    let vocab: serde_json::Map<String, serde_json::Value> = special
+        .iter()
+        .map(|s| s.to_string())
+        .chain(characters)
+        .zip((0..).map(serde_json::Value::from))
+        .collect();
     let added: Vec<serde_json::Value> = special
         .iter()
         .enumerate()

@@ -358,12 +358,17 @@ fn gather_rows<S: Simd, R: Row, const Q: usize>(
                     sums[r] = s.fma(s.fsplat(weights[r][key - chunk_start]), value, sums[r]);
                 }
             }
-            let n = S::LANES.min(head_dim - begin);
             for r in 0..Q {
-                let mut lanes = [0f32; GROUP];
-                // SAFETY: a register is at most 16 floats.
-                unsafe { s.fstore(lanes.as_mut_ptr(), sums[r]) };
-                acc[r * head_dim + begin..][..n].copy_from_slice(&lanes[..n]);
+                let acc = &mut acc[r * head_dim + begin..(r + 1) * head_dim];
+                if acc.len() >= S::LANES {
+                    // SAFETY: LANES floats are left in the row.
+                    unsafe { s.fstore(acc.as_mut_ptr(), sums[r]) };
+                } else {
+                    let mut lanes = [0f32; GROUP];
+                    // SAFETY: a register is at most 16 floats.
+                    unsafe { s.fstore(lanes.as_mut_ptr(), sums[r]) };
+                    acc.copy_from_slice(&lanes[..acc.len()]);
+                }
             }
         }
     }

@@ -377,12 +377,16 @@ impl Kernel for ToF16<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for (src, dst) in self.0.chunks(S::LANES).zip(self.1.chunks_mut(S::LANES)) {
-            let mut halves = [f16::ZERO; GROUP];
-            // SAFETY: a register is at most 16 elements, as long as the array.
-            unsafe { s.store_f16(halves.as_mut_ptr().cast(), load16::<S, 0>(s, src, 0, 0)) };
-            dst.copy_from_slice(&halves[..dst.len()]);
+        let (mut src, mut dst) = (self.0.chunks_exact(S::LANES), self.1.chunks_exact_mut(S::LANES));
+        for (src, dst) in (&mut src).zip(&mut dst) {
+            // SAFETY: LANES elements on both sides.
+            unsafe { s.store_f16(dst.as_mut_ptr().cast(), s.fload(src.as_ptr())) };
         }
+        let (src, dst) = (src.remainder(), dst.into_remainder());
+        let mut halves = [f16::ZERO; GROUP];
+        // SAFETY: a register is at most 16 elements, as long as the array.
+        unsafe { s.store_f16(halves.as_mut_ptr().cast(), load16::<S, 0>(s, src, 0, 0)) };
+        dst.copy_from_slice(&halves[..dst.len()]);
     }
 }
 
@@ -402,14 +406,17 @@ impl Kernel for FromF16<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for (src, dst) in self.0.chunks(S::LANES).zip(self.1.chunks_mut(S::LANES)) {
-            let mut halves = [f16::ZERO; GROUP];
-            halves[..src.len()].copy_from_slice(src);
-            let mut floats = [0f32; GROUP];
-            // SAFETY: a register is at most 16 elements, as long as the arrays.
-            unsafe { s.fstore(floats.as_mut_ptr(), s.load_f16(halves.as_ptr().cast())) };
-            dst.copy_from_slice(&floats[..dst.len()]);
+        let (mut src, mut dst) = (self.0.chunks_exact(S::LANES), self.1.chunks_exact_mut(S::LANES));
+        for (src, dst) in (&mut src).zip(&mut dst) {
+            // SAFETY: LANES elements on both sides.
+            unsafe { s.fstore(dst.as_mut_ptr(), s.load_f16(src.as_ptr().cast())) };
         }
+        let (src, dst) = (src.remainder(), dst.into_remainder());
+        let (mut halves, mut floats) = ([f16::ZERO; GROUP], [0f32; GROUP]);
+        halves[..src.len()].copy_from_slice(src);
+        // SAFETY: a register is at most 16 elements, as long as the arrays.
+        unsafe { s.fstore(floats.as_mut_ptr(), s.load_f16(halves.as_ptr().cast())) };
+        dst.copy_from_slice(&floats[..dst.len()]);
     }
 }
 

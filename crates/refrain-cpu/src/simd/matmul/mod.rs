@@ -124,16 +124,14 @@ struct Scratch {
     sums: MaybeUninit<[f32; MAX_ROWS * SUMS]>,
 }
 
-impl Scratch {
-    /// The first `n` sums, cleared.
-    fn clear_sums(&mut self, n: usize) -> &mut [f32] {
-        assert!(n <= MAX_ROWS * SUMS);
-        // SAFETY: `n` floats are inside the array, and all of them are written here before they are borrowed.
-        unsafe {
-            let first = self.sums.as_mut_ptr().cast::<f32>();
-            std::ptr::write_bytes(first, 0, n);
-            std::slice::from_raw_parts_mut(first, n)
-        }
+/// The first `n` sums, cleared.
+fn clear(sums: &mut MaybeUninit<[f32; MAX_ROWS * SUMS]>, n: usize) -> &mut [f32] {
+    assert!(n <= MAX_ROWS * SUMS);
+    // SAFETY: `n` floats are inside the array, and all of them are written here before they are borrowed.
+    unsafe {
+        let first = sums.as_mut_ptr().cast::<f32>();
+        std::ptr::write_bytes(first, 0, n);
+        std::slice::from_raw_parts_mut(first, n)
     }
 }
 
@@ -178,7 +176,7 @@ fn row_group<'a>(
 ) -> &'a [f32] {
     let n_sums = if xs.len() == 1 { 1 } else { xs.len().next_multiple_of(8) };
     let tiles_dst = scratch.tiles.as_mut_ptr();
-    let sums = scratch.clear_sums(n_sums * SUMS);
+    let sums = clear(&mut scratch.sums, n_sums * SUMS);
     let tile_bytes = w.spec().tile_bytes();
     let n_blocks = w.n_blocks();
     // One row passes over the weights once, so there is nothing to keep in the cache for it.

@@ -1,0 +1,56 @@
+// dtype.cuh: the element types, and conversions that round to nearest even.
+//
+// Self-contained on purpose: no header of a toolkit has to be there when kernels are compiled.
+#pragma once
+
+typedef unsigned char u8;
+typedef signed char i8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef int i32;
+typedef unsigned long long u64;
+
+struct F16 { u16 bits; };
+struct BF16 { u16 bits; };
+
+inline float to_f32(float x) { return x; }
+
+inline float to_f32(F16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+inline float to_f32(BF16 x) { return __uint_as_float((u32)x.bits << 16); }
+
+template <typename T> inline T from_f32(float x);
+
+template <> inline float from_f32<float>(float x) { return x; }
+
+template <> inline F16 from_f32<F16>(float x) {
+    F16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+template <> inline BF16 from_f32<BF16>(float x) {
+    u32 bits = __float_as_uint(x);
+    // A NaN keeps its sign and stays a NaN; rounding up could carry it over to infinity or zero.
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return BF16{(u16)(bits >> 16 | 0x40u)};
+    return BF16{(u16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+}
+
+// An f16 at an even address.
+inline float load_f16(const u8* p) { return to_f32(F16{*(const u16*)p}); }
+
+// Four bytes at an even address, the first in the lowest bits.
+inline u32 load_u32_by_2(const u8* p) {
+    const u16* h = (const u16*)p;
+    return (u32)h[0] | (u32)h[1] << 16;
+}
+
+// Four bytes at a multiple of four.
+inline u32 load_u32(const u8* p) { return *(const u32*)p; }
+
+inline float nan_f32() { return __uint_as_float(0x7fc00000u); }
+inline float inf_f32() { return __uint_as_float(0x7f800000u); }

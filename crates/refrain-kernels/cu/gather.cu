@@ -1,0 +1,68 @@
+// gather.cu: y[i] = table[ids[i]], decoded to f32
+//
+//   y      [n_ids, d]    f32
+//   table  [n_rows, d]   plain or quantised, dense, as in the file
+//   ids    [n_ids]       i32; negative: a row of zeros; n_rows or more: a row of NaN
+//
+// Launch    grid (n_ids), block (256), shared 0
+// Requires  table at a multiple of 16 bytes; d whole blocks
+// Exact. Capture: safe; ids are read at each run.
+#include "quant.cuh"
+
+template <typename T> inline void gather_plain(float* y, const T* table, const i32* ids, u32 n_rows, u32 d) {
+    i32 id = ids[blockIdx.x];
+    float* out = y + (u64)blockIdx.x * d;
+    bool there = id >= 0 && (u32)id < n_rows;
+    float filler = id < 0 ? 0.0f : nan_f32();
+    const T* row = table + (there ? (u64)id * d : 0);
+    for (u32 i = threadIdx.x; i < d; i += blockDim.x) out[i] = there ? to_f32(row[i]) : filler;
+}
+
+template <typename Q> inline void gather_quant(float* y, const u8* table, const i32* ids, u32 n_rows, u32 d) {
+    const u32 parts = Q::LEN / 8;
+    i32 id = ids[blockIdx.x];
+    float* out = y + (u64)blockIdx.x * d;
+    bool there = id >= 0 && (u32)id < n_rows;
+    const u8* row = table + (there ? (u64)id * (d / Q::LEN) * Q::BYTES : 0);
+    for (u32 at = threadIdx.x; at < d / 8; at += blockDim.x) {
+        u32 block = at / parts, part = at % parts;
+        float v[8];
+        if (there) {
+            Q::decode(row + (u64)block * Q::BYTES, part, v);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[i] = id < 0 ? 0.0f : nan_f32();
+        }
+        float* first = out + block * Q::LEN + Q::first(part);
+        float* second = out + block * Q::LEN + Q::second(part);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            first[i] = v[i];
+            second[i] = v[4 + i];
+        }
+    }
+}
+
+#define GATHER(name, body, element)                                                                       \
+    extern "C" __global__ __launch_bounds__(256) void gather_rows_##name(                                 \
+        float* y, const element* table, const i32* ids, u32 n_rows, u32 d) {                              \
+        body(y, table, ids, n_rows, d);                                                                   \
+    }
+#define PLAIN(name, T) GATHER(name, gather_plain<T>, T)
+#define QUANT(name, Q) GATHER(name, gather_quant<Q>, u8)
+
+PLAIN(f32, float)
+PLAIN(f16, F16)
+PLAIN(bf16, BF16)
+QUANT(q4_0, Q4_0)
+QUANT(q4_1, Q4_1)
+QUANT(q5_0, Q5_0)
+QUANT(q5_1, Q5_1)
+QUANT(q8_0, Q8_0)
+QUANT(q2_k, Q2_K)
+QUANT(q3_k, Q3_K)
+QUANT(q4_k, Q4_K)
+QUANT(q5_k, Q5_K)
+QUANT(q6_k, Q6_K)
+QUANT(iq4_nl, IQ4_NL)
+QUANT(iq4_xs, IQ4_XS)

@@ -1,0 +1,317 @@
+//! Attention over the paged cache, split over its length.
+//!
+//! The grid is fixed when the plan is built; each block works out from the row's position, read on the device, which
+//! part of the context is its own. So one recording serves every length.
+
+use half::{bf16, f16};
+use refrain_driver::api::DevicePtr;
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_graph::Attention;
+use refrain_tensor::DType;
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::error::{Case, KernelError};
+use crate::kv::Pages;
+use crate::load::Kernels;
+use crate::registry::{Entry, P, W};
+use crate::source::Family;
+use crate::twin::{count, read_rows};
+use crate::view::{Rows, View};
+
+/// Query heads of one KV head that a block serves at once.
+const BLOCK_HEADS: usize = 8;
+/// Threads of a block.
+const BLOCK: u32 = 128;
+/// Head sizes there are kernels for, each for all up to it.
+const HEAD_DIMS: [usize; 2] = [128, 256];
+/// A split is not shorter than this many positions.
+const MIN_SPLIT: usize = 32;
+/// More splits than this cost more to merge than they gain.
+const MAX_SPLITS: usize = 64;
+
+/// `y[i, h] = softmax(scale * q[i, h] . k) v` over the positions that row `i` sees.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionArgs<'a> {
+    /// Scale, window and soft cap.
+    pub attention: Attention,
+    /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
+    pub q: View,
+    /// `[n_blocks, n_kv_heads, kv_block, head_dim]`.
+    pub k_cache: Buf,
+    /// As `k_cache`.
+    pub v_cache: Buf,
+    /// F16, BF16 or F32.
+    pub cache_dtype: DType,
+    /// `[n]` I32, read at each run.
+    pub positions: Buf,
+    /// `[n]` I32, read at each run.
+    pub seqs: Buf,
+    /// `[n_seqs, max_blocks]` I32, read at each run.
+    pub tables: Buf,
+    /// `[n, n_heads, head_dim]` F32.
+    pub y: Buf,
+    /// [`attention_scratch_bytes`]; unused when `n_splits` is 1.
+    pub scratch: Option<Buf>,
+    /// Rows.
+    pub n: usize,
+    /// Query heads, a multiple of `n_kv_heads`.
+    pub n_heads: usize,
+    /// Blocks of the cache.
+    pub n_blocks: usize,
+    /// Heads of the cache.
+    pub n_kv_heads: usize,
+    /// Positions of a block.
+    pub kv_block: usize,
+    /// Elements of a head: even, at most 256.
+    pub head_dim: usize,
+    /// Rows of the tables.
+    pub n_seqs: usize,
+    /// Columns of the tables.
+    pub max_blocks: usize,
+    /// Parts of the context that run side by side; [`attention_splits`] gives a good number.
+    pub n_splits: usize,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+/// How many splits fill a card of `n_sms` multiprocessors, for contexts of up to `max_len` positions.
+#[must_use]
+pub fn attention_splits(n: usize, n_kv_heads: usize, max_len: usize, n_sms: u32) -> usize {
+    let blocks = (n * n_kv_heads).max(1);
+    (2 * n_sms as usize).div_ceil(blocks).min(max_len.div_ceil(MIN_SPLIT)).clamp(1, MAX_SPLITS)
+}
+
+/// Scratch that [`Kernels::attention`] needs.
+#[must_use]
+pub fn attention_scratch_bytes(n: usize, n_heads: usize, head_dim: usize, n_splits: usize) -> u64 {
+    if n_splits <= 1 {
+        return 0;
+    }
+    [n, n_heads, n_splits, head_dim + 2].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64))
+}
+
+/// Sizes as the split kernel takes them.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Sizes {
+    n_heads: u32,
+    n_kv_heads: u32,
+    head_dim: u32,
+    n_blocks: u32,
+    kv_block: u32,
+    n_seqs: u32,
+    max_blocks: u32,
+    n_splits: u32,
+    /// Positions a row sees; 0 for all.
+    window: u32,
+    scale: f32,
+    /// 0 for none.
+    softcap: f32,
+}
+
+impl Kernels {
+    /// Pushes the launches of [`AttentionArgs`]: one, and a second that merges when there are several splits.
+    pub fn attention(&self, a: &AttentionArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        let shape = [
+            ("n", a.n),
+            ("n_heads", a.n_heads),
+            ("head_dim", a.head_dim),
+            ("n_blocks", a.n_blocks),
+            ("n_kv_heads", a.n_kv_heads),
+            ("kv_block", a.kv_block),
+            ("n_seqs", a.n_seqs),
+            ("max_blocks", a.max_blocks),
+            ("n_splits", a.n_splits),
+        ];
+        let case = Case { op: "attention", dtype: a.cache_dtype, shape: &shape };
+        case.sizes()?;
+        crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
+        crate::require!(case, a.n_heads.is_multiple_of(a.n_kv_heads), "heads must be in groups of {}", a.n_kv_heads);
+        crate::require!(case, a.n_splits <= 65_535, "at most 65535 splits");
+        let size = HEAD_DIMS.into_iter().find(|&d| a.head_dim <= d && a.head_dim.is_multiple_of(2));
+        let size = size.ok_or_else(|| case.refuse("head_dim must be even and at most 256".to_owned()))?;
+        let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
+        let bytes = cells.iter().try_fold(a.cache_dtype.block_bytes(), |x, &y| x.checked_mul(y));
+        let (q, rows) = case.rows("q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
+        let y = case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?;
+        let n_partials = a.n.saturating_mul(a.n_heads).saturating_mul(a.n_splits);
+        let scratch = match (a.n_splits, a.scratch) {
+            (1, _) => None,
+            (_, Some(scratch)) => Some(case.words("scratch", scratch, &[n_partials, a.head_dim + 2])?),
+            (_, None) => return Err(case.refuse("several splits need scratch".to_owned())),
+        };
+        let window = a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
+        let sizes = Sizes {
+            n_heads: a.n_heads as u32,
+            n_kv_heads: a.n_kv_heads as u32,
+            head_dim: a.head_dim as u32,
+            n_blocks: a.n_blocks as u32,
+            kv_block: a.kv_block as u32,
+            n_seqs: a.n_seqs as u32,
+            max_blocks: a.max_blocks as u32,
+            n_splits: a.n_splits as u32,
+            window,
+            scale: a.attention.scale,
+            softcap: a.attention.softcap.unwrap_or(0.0),
+        };
+        let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(BLOCK_HEADS);
+        crate::require!(case, n_groups <= 65_535, "at most 65535 groups of heads");
+        let grid = [a.n as u32, n_groups as u32, a.n_splits as u32];
+        let split = Launch::new(self.get(&split_name(size, a.cache_dtype))?, grid, BLOCK).step(a.step);
+        let split = match scratch {
+            None => split.write(y).null(),
+            Some(scratch) => split.null().write(scratch),
+        };
+        launches.push(
+            split
+                .read(q)
+                .read(case.buf("k_cache", a.k_cache, bytes, 16)?)
+                .read(case.buf("v_cache", a.v_cache, bytes, 16)?)
+                .read(case.words("positions", a.positions, &[a.n])?)
+                .read(case.words("seqs", a.seqs, &[a.n])?)
+                .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
+                .baked(Baked(rows))
+                .baked(Baked(sizes)),
+        );
+        if let Some(scratch) = scratch {
+            let n_rows = case.u32("n * n_heads", a.n * a.n_heads)?;
+            launches.push(
+                Launch::new(self.get("attention_combine_f32")?, n_rows, BLOCK)
+                    .step(a.step)
+                    .write(y)
+                    .read(scratch)
+                    .baked(Baked(sizes.head_dim))
+                    .baked(Baked(sizes.n_splits)),
+            );
+        }
+        Ok(())
+    }
+}
+
+fn split_name(head_dim: usize, dtype: DType) -> String {
+    format!("attention_split_d{head_dim}_{}", dtype.name().to_ascii_lowercase())
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    for dtype in [DType::F16, DType::BF16, DType::F32] {
+        for size in HEAD_DIMS {
+            let params = [P, P, P, P, P, P, P, P, size_of::<Rows>(), size_of::<Sizes>()];
+            all.push(Entry::new(Family::Attention, split_name(size, dtype), &params, move |k| split(k, dtype)));
+        }
+    }
+    all.push(Entry::new(Family::Attention, "attention_combine_f32", &[P, P, W, W], combine));
+}
+
+/// The whole of it in the first split; the others are neutral.
+fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let s: Sizes = k.arg(9)?;
+    let [n_heads, head_dim, n_splits] = [s.n_heads as usize, s.head_dim as usize, s.n_splits as usize];
+    let n = k.config().grid[0] as usize;
+    let pages = Pages {
+        tables: k.read(k.ptr(7)?, (s.n_seqs * s.max_blocks) as usize)?,
+        n_seqs: s.n_seqs as usize,
+        max_blocks: s.max_blocks as usize,
+        n_blocks: s.n_blocks as usize,
+        kv_block: s.kv_block as usize,
+    };
+    let q = read_rows(k, k.ptr(2)?, k.arg(8)?, n * n_heads, head_dim)?;
+    let (positions, seqs) = (k.read::<i32>(k.ptr(5)?, n)?, k.read::<i32>(k.ptr(6)?, n)?);
+    let mut y = vec![0.0_f32; n * n_heads * head_dim];
+    for (row, &position) in positions.iter().enumerate() {
+        let Ok(position) = usize::try_from(position) else { continue };
+        let kv = Rows1 { s: &s, pages: &pages, seq: seqs[row], position, dtype };
+        for kv_head in 0..s.n_kv_heads as usize {
+            let (keys, values) = (kv.read(k, k.ptr(3)?, kv_head)?, kv.read(k, k.ptr(4)?, kv_head)?);
+            let group = n_heads / s.n_kv_heads as usize;
+            for head in row * n_heads + kv_head * group..row * n_heads + (kv_head + 1) * group {
+                let at = head * head_dim..(head + 1) * head_dim;
+                attend(&s, &q[at.clone()], &keys, &values, &mut y[at]);
+            }
+        }
+    }
+    if n_splits == 1 {
+        return k.write(k.ptr(0)?, &y);
+    }
+    let mut partials = vec![0.0_f32; n * n_heads * n_splits * head_dim];
+    let mut scales = vec![[f32::NEG_INFINITY, 0.0]; n * n_heads * n_splits];
+    for head in 0..n * n_heads {
+        if positions[head / n_heads] >= 0 {
+            partials[head * n_splits * head_dim..][..head_dim].copy_from_slice(&y[head * head_dim..][..head_dim]);
+            scales[head * n_splits] = [0.0, 1.0];
+        }
+    }
+    let scratch = k.ptr(1)?;
+    k.write(scratch, &partials)?;
+    k.write(scratch.add(4 * partials.len() as u64), &scales)
+}
+
+/// The rows of one cache that one position sees.
+struct Rows1<'a> {
+    s: &'a Sizes,
+    pages: &'a Pages,
+    seq: i32,
+    position: usize,
+    dtype: DType,
+}
+
+impl Rows1<'_> {
+    fn read(&self, k: &SimKernel<'_>, cache: DevicePtr, kv_head: usize) -> KernelResult<Vec<f32>> {
+        let head_dim = self.s.head_dim as usize;
+        let first = match self.s.window as usize {
+            0 => 0,
+            window => (self.position + 1).saturating_sub(window),
+        };
+        let mut out = Vec::with_capacity((self.position + 1 - first) * head_dim);
+        for p in first..=self.position {
+            let (block, at) = self.pages.find(self.seq, p)?;
+            let row = (block * self.s.n_kv_heads as usize + kv_head) * self.pages.kv_block + at;
+            let from = cache.add((row * head_dim * self.dtype.block_bytes()) as u64);
+            match self.dtype {
+                DType::F16 => out.extend(k.view::<f16>(from, head_dim)?.iter().map(|v| v.to_f32())),
+                DType::BF16 => out.extend(k.view::<bf16>(from, head_dim)?.iter().map(|v| v.to_f32())),
+                _ => out.extend_from_slice(&k.view::<f32>(from, head_dim)?),
+            }
+        }
+        Ok(out)
+    }
+}
+
+fn attend(s: &Sizes, q: &[f32], keys: &[f32], values: &[f32], y: &mut [f32]) {
+    let score = |key: &[f32]| {
+        let dot: f64 = q.iter().zip(key).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
+        let score = dot * f64::from(s.scale);
+        if s.softcap > 0.0 { f64::from(s.softcap) * (score / f64::from(s.softcap)).tanh() } else { score }
+    };
+    let scores: Vec<f64> = keys.chunks_exact(q.len()).map(score).collect();
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    for (i, y) in y.iter_mut().enumerate() {
+        let sum: f64 = values.chunks_exact(q.len()).zip(&weights).map(|(v, w)| w * f64::from(v[i])).sum();
+        *y = (sum / total) as f32;
+    }
+}
+
+fn combine(k: &mut SimKernel<'_>) -> KernelResult {
+    let (n_rows, head_dim, n_splits) = (k.config().grid[0] as usize, count(k, 2)?, count(k, 3)?);
+    let scratch = k.ptr(1)?;
+    let partials: Vec<f32> = k.read(scratch, n_rows * n_splits * head_dim)?;
+    let scales: Vec<[f32; 2]> = k.read(scratch.add(4 * partials.len() as u64), n_rows * n_splits)?;
+    let mut y = vec![0.0_f32; n_rows * head_dim];
+    for row in 0..n_rows {
+        let scales = &scales[row * n_splits..][..n_splits];
+        let max = scales.iter().map(|s| s[0]).fold(f32::NEG_INFINITY, f32::max);
+        if max == f32::NEG_INFINITY {
+            continue;
+        }
+        let weights: Vec<f64> = scales.iter().map(|s| (f64::from(s[0]) - f64::from(max)).exp()).collect();
+        let total: f64 = scales.iter().zip(&weights).map(|(s, w)| w * f64::from(s[1])).sum();
+        for i in 0..head_dim {
+            let at = |split: usize| f64::from(partials[(row * n_splits + split) * head_dim + i]);
+            y[row * head_dim + i] = ((0..n_splits).map(|s| weights[s] * at(s)).sum::<f64>() / total) as f32;
+        }
+    }
+    k.write(k.ptr(0)?, &y)
+}

@@ -1,0 +1,147 @@
+//! Compiled code on disk, safe with several processes.
+//!
+//! A file's name is the digest of everything that went into the code; its content starts with a digest of the rest. It
+//! is written under another name and renamed, so a reader sees a whole file or none, and a damaged one is noticed. The
+//! cache is never needed: what it cannot do is a warning.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use sha2::{Digest, Sha256};
+
+const MAGIC: &[u8; 8] = b"refrainK";
+const DIGEST_BYTES: usize = 32;
+
+/// A folder of compiled kernels.
+#[derive(Debug)]
+pub struct KernelCache {
+    folder: PathBuf,
+}
+
+impl KernelCache {
+    /// A cache in a folder, which is made when something is first written.
+    #[must_use]
+    pub fn open(folder: &Path) -> KernelCache {
+        KernelCache { folder: folder.to_owned() }
+    }
+
+    /// The digest of all parts, in hex: a name for what they make.
+    #[must_use]
+    pub fn key(parts: &[&[u8]]) -> String {
+        let mut digest = Sha256::new();
+        for part in parts {
+            // The length first, so that no two lists of parts run together to the same bytes.
+            digest.update((part.len() as u64).to_le_bytes());
+            digest.update(part);
+        }
+        digest.finalize().iter().map(|b| format!("{b:02x}")).collect()
+    }
+
+    /// The code under a key, if it is there and whole.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<Vec<u8>> {
+        let path = self.path(key);
+        let bytes = match fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(e) => {
+                if e.kind() != std::io::ErrorKind::NotFound {
+                    tracing::warn!("cannot read kernel cache {}: {e}", path.display());
+                }
+                return None;
+            }
+        };
+        let body = bytes.get(MAGIC.len() + DIGEST_BYTES..).unwrap_or_default();
+        let whole = bytes.starts_with(MAGIC)
+            && !body.is_empty()
+            && Sha256::digest(body)[..] == bytes[MAGIC.len()..MAGIC.len() + DIGEST_BYTES];
+        if !whole {
+            tracing::warn!("kernel cache {} is damaged ({} bytes), compiling again", path.display(), bytes.len());
+            return None;
+        }
+        Some(body.to_vec())
+    }
+
+    /// Keeps code under a key. False, after a warning, when that did not work.
+    pub fn put(&self, key: &str, code: &[u8]) -> bool {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let turn = NEXT.fetch_add(1, Ordering::Relaxed);
+        let temporary = self.folder.join(format!("{key}.{}.{turn}.tmp", std::process::id()));
+        let bytes = [MAGIC.as_slice(), &Sha256::digest(code), code].concat();
+        let written = fs::create_dir_all(&self.folder)
+            .and_then(|()| fs::write(&temporary, bytes))
+            .and_then(|()| fs::rename(&temporary, self.path(key)));
+        if let Err(e) = &written {
+            // What is left of it is in nobody's way; the warning below is about the same folder.
+            let _ = fs::remove_file(&temporary);
+            tracing::warn!("cannot write kernel cache {}: {e}; the next start compiles again", self.folder.display());
+        }
+        written.is_ok()
+    }
+
+    fn path(&self, key: &str) -> PathBuf {
+        self.folder.join(format!("{key}.kernels"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_comes_back_whole_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = KernelCache::open(&folder.path().join("new"));
+        let key = KernelCache::key(&[b"source", b"options"]);
+        assert_eq!(cache.get(&key), None);
+        assert!(cache.put(&key, b"machine code"));
+        assert_eq!(cache.get(&key).as_deref(), Some(b"machine code".as_slice()));
+
+        let path = cache.path(&key);
+        let whole = fs::read(&path).unwrap();
+        for cut in [0, 1, MAGIC.len(), whole.len() - 1] {
+            fs::write(&path, &whole[..cut]).unwrap();
+            assert_eq!(cache.get(&key), None, "{cut} bytes");
+        }
+        let mut wrong = whole.clone();
+        *wrong.last_mut().unwrap() ^= 1;
+        fs::write(&path, &wrong).unwrap();
+        assert_eq!(cache.get(&key), None);
+        assert!(cache.put(&key, b"machine code"), "a damaged file is replaced");
+        assert!(cache.get(&key).is_some());
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_is_no_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, b"in the way").unwrap();
+        let cache = KernelCache::open(&file);
+        assert!(!cache.put("key", b"code"));
+        assert_eq!(cache.get("key"), None);
+    }
+
+    #[test]
+    fn writers_of_the_same_key_leave_one_whole_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let code = vec![7_u8; 100_000];
+        std::thread::scope(|s| {
+            for _ in 0..4 {
+                s.spawn(|| {
+                    let cache = KernelCache::open(folder.path());
+                    for _ in 0..10 {
+                        assert!(cache.put("key", &code));
+                        assert_eq!(cache.get("key").as_deref(), Some(code.as_slice()));
+                    }
+                });
+            }
+        });
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn keys_tell_parts_apart() {
+        assert_ne!(KernelCache::key(&[b"ab", b"c"]), KernelCache::key(&[b"a", b"bc"]));
+        assert_eq!(KernelCache::key(&[b"ab"]).len(), 64);
+    }
+}

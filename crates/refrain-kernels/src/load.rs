@@ -1,0 +1,229 @@
+//! From sources to functions on a device.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use refrain_driver::sim::{SimDriver, SimOptions, Twin};
+use refrain_driver::{Context, Device, DriverError, Function, Module};
+
+use crate::cache::KernelCache;
+use crate::error::KernelError;
+use crate::nvrtc::{Image, Nvrtc};
+use crate::registry::{KernelInfo, entries, kernels};
+use crate::source::Family;
+
+/// A compute capability.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Arch {
+    /// 9 of 9.0.
+    pub major: u32,
+    /// 0 of 9.0.
+    pub minor: u32,
+}
+
+impl Arch {
+    /// Whether machine code for `self` runs on a card of `card`.
+    #[must_use]
+    pub fn runs_on(self, card: Arch) -> bool {
+        self.major == card.major && self.minor <= card.minor
+    }
+}
+
+impl fmt::Display for Arch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sm_{}{}", self.major, self.minor)
+    }
+}
+
+/// Where kernels may come from.
+#[derive(Clone, Debug, Default)]
+pub struct LoadOptions {
+    /// Folder of compiled code, made when it is not there; without one every load compiles.
+    pub cache: Option<PathBuf>,
+    /// The NVRTC library; without a path the usual places are searched.
+    pub nvrtc: Option<PathBuf>,
+}
+
+/// Where loaded kernels came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// Reference functions on the simulated device.
+    Twins,
+    /// Code compiled ahead of time.
+    Prebuilt(Arch),
+    /// The compiler, or its results on disk.
+    Compiled {
+        /// Families that were in the cache.
+        n_cached: usize,
+        /// Families that were compiled now.
+        n_compiled: usize,
+    },
+}
+
+/// All kernels, loaded on a device. Its methods describe launches.
+pub struct Kernels {
+    functions: HashMap<String, Function>,
+    origin: Origin,
+}
+
+impl Kernels {
+    /// Loads every kernel: the twins on the simulated device, else from the cache or the compiler.
+    pub fn load(ctx: &Context, options: &LoadOptions) -> Result<Kernels, KernelError> {
+        Kernels::with_prebuilt(ctx, options, &[])
+    }
+
+    /// As [`Kernels::load`], with code compiled ahead of time ([`Image::to_bytes`]) where it fits the card.
+    pub fn with_prebuilt(
+        ctx: &Context,
+        options: &LoadOptions,
+        prebuilt: &[(Arch, &[u8])],
+    ) -> Result<Kernels, KernelError> {
+        let device = ctx.device();
+        if device.backend() == "sim" {
+            let names: Vec<String> = kernels().into_iter().map(|k| k.name).collect();
+            let image = Image { families: vec![(Family::Linear, format!("sim\n{}\n", names.join("\n")).into_bytes())] };
+            return Kernels::from_image(ctx, &image, Origin::Twins);
+        }
+        let (major, minor) = device.info().compute;
+        if major < 8 {
+            return Err(KernelError::TooOld { compute: (major, minor) });
+        }
+        let card = Arch { major, minor };
+        let fitting = prebuilt.iter().filter(|(arch, _)| arch.runs_on(card)).max_by_key(|(arch, _)| *arch);
+        if let Some((arch, bytes)) = fitting {
+            match Image::from_bytes(bytes) {
+                Some(image) => match Kernels::from_image(ctx, &image, Origin::Prebuilt(*arch)) {
+                    Ok(kernels) => return Ok(kernels),
+                    // A lost context stays lost; everything else the compiler may still put right.
+                    Err(e @ KernelError::Driver(DriverError::ContextLost { .. })) => return Err(e),
+                    Err(e) => tracing::warn!("prebuilt kernels for {arch} do not load, compiling instead: {e}"),
+                },
+                None => tracing::warn!("prebuilt kernels for {arch} are damaged, compiling instead"),
+            }
+        }
+        Kernels::compiled(ctx, options, card)
+    }
+
+    fn compiled(ctx: &Context, options: &LoadOptions, card: Arch) -> Result<Kernels, KernelError> {
+        let nvrtc = Nvrtc::open(options.nvrtc.as_deref())?;
+        let target = nvrtc.target(card)?;
+        let cache = options.cache.as_deref().map(KernelCache::open);
+        let keys = Family::ALL.map(|family| nvrtc.key(family, target));
+        let found = keys.each_ref().map(|key| cache.as_ref().and_then(|c| c.get(key)));
+        let missing: Vec<Family> =
+            Family::ALL.into_iter().zip(&found).filter(|(_, f)| f.is_none()).map(|(family, _)| family).collect();
+        let mut compiled = nvrtc.compile(&missing, target)?.into_iter();
+        let mut image = Image { families: Vec::with_capacity(Family::ALL.len()) };
+        for ((family, key), found) in Family::ALL.into_iter().zip(&keys).zip(found) {
+            let code = match found {
+                Some(code) => code,
+                None => {
+                    let code = compiled.next().unwrap_or_default();
+                    if let Some(cache) = &cache {
+                        cache.put(key, &code);
+                    }
+                    code
+                }
+            };
+            image.families.push((family, code));
+        }
+        let n_compiled = missing.len();
+        let origin = Origin::Compiled { n_cached: Family::ALL.len() - n_compiled, n_compiled };
+        let loaded = Kernels::from_image(ctx, &image, origin);
+        // Code that the cache says is whole but the driver refuses was made for another driver or is falsified.
+        if let (Err(error), Some(cache)) = (&loaded, &cache)
+            && n_compiled < Family::ALL.len()
+            && !matches!(error, KernelError::Driver(DriverError::ContextLost { .. }))
+        {
+            tracing::warn!("cached kernels do not load, compiling them again: {error}");
+            let code = nvrtc.compile(&Family::ALL, target)?;
+            let fresh = Image { families: Family::ALL.into_iter().zip(code).collect() };
+            for ((_, code), key) in fresh.families.iter().zip(&keys) {
+                cache.put(key, code);
+            }
+            let n_compiled = Family::ALL.len();
+            return Kernels::from_image(ctx, &fresh, Origin::Compiled { n_cached: 0, n_compiled });
+        }
+        loaded
+    }
+
+    #[allow(unsafe_code)]
+    fn from_image(ctx: &Context, image: &Image, origin: Origin) -> Result<Kernels, KernelError> {
+        let mut functions = HashMap::new();
+        let all = kernels();
+        for (family, code) in &image.families {
+            // SAFETY: functions are handed out only inside launches built by the launchers of this crate. Those check
+            // every buffer against what the kernel's header says it touches, and `check` below compares the code's
+            // parameters with the list that launchers are written against.
+            let module = unsafe { Module::load(ctx, family.name(), code) }?;
+            for info in all.iter().filter(|k| origin == Origin::Twins || k.family == *family) {
+                let function = module.function(&info.name)?;
+                check(info, &function)?;
+                functions.insert(info.name.clone(), function);
+            }
+        }
+        if let Some(missing) = all.iter().find(|k| !functions.contains_key(&k.name)) {
+            let module = missing.family.name().to_owned();
+            return Err(DriverError::KernelMissing { module, kernel: missing.name.clone() }.into());
+        }
+        Ok(Kernels { functions, origin })
+    }
+
+    /// Where the kernels came from.
+    #[must_use]
+    pub fn origin(&self) -> Origin {
+        self.origin
+    }
+
+    /// How many kernels there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.functions.len()
+    }
+
+    /// False: loading gives all kernels or an error.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.functions.is_empty()
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Result<&Function, KernelError> {
+        self.functions.get(name).ok_or_else(|| {
+            DriverError::KernelMissing { module: "kernels".to_owned(), kernel: name.to_owned() }.into()
+        })
+    }
+}
+
+impl fmt::Debug for Kernels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Kernels({} from {:?})", self.functions.len(), self.origin)
+    }
+}
+
+fn check(info: &KernelInfo, function: &Function) -> Result<(), KernelError> {
+    let got: Vec<usize> = function.params().iter().map(|p| p.size).collect();
+    for index in 0..got.len().max(info.params.len()) {
+        let (expected, got) = (info.params.get(index).copied().unwrap_or(0), got.get(index).copied().unwrap_or(0));
+        if expected != got {
+            return Err(KernelError::Parameter { kernel: info.name.clone(), index, expected, got });
+        }
+    }
+    Ok(())
+}
+
+/// Tells a simulated device about every kernel, before [`Kernels::load`] looks them up.
+pub fn register_twins(sim: &SimDriver) {
+    for entry in entries() {
+        let body = Arc::clone(&entry.twin);
+        sim.register_twin(Twin::new(&entry.info.name, &entry.info.params, move |k| body(k)));
+    }
+}
+
+/// Opens a simulated device that knows the twins.
+pub fn simulated(options: SimOptions) -> Result<Device, DriverError> {
+    let sim = SimDriver::new(options);
+    register_twins(&sim);
+    Device::simulated(&sim)
+}

@@ -1,0 +1,338 @@
+//! The compiler library, opened when it is needed: building this crate needs no CUDA toolkit.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::path::{Path, PathBuf};
+use std::ptr::{null, null_mut};
+use std::sync::Mutex;
+
+use crate::cache::KernelCache;
+use crate::error::KernelError;
+use crate::load::Arch;
+use crate::source::{Family, HEADERS};
+
+type Program = *mut std::ffi::c_void;
+
+/// What every family is compiled with, besides the architecture.
+const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
+
+macro_rules! functions {
+    ($($field:ident: $symbol:literal fn($($arg:ty),*);)*) => {
+        struct Functions { $($field: unsafe extern "C" fn($($arg),*) -> u32,)* }
+
+        impl Functions {
+            fn look_up(library: &libloading::Library, file: &str) -> Result<Functions, KernelError> {
+                Ok(Functions {
+                    $($field: {
+                        // SAFETY: the type is the function's signature in nvrtc.h, with its result as the number it
+                        // is; `Nvrtc` keeps the library open as long as the pointer.
+                        let found = unsafe { library.get::<unsafe extern "C" fn($($arg),*) -> u32>($symbol) };
+                        *found.map_err(|_| KernelError::NvrtcSymbol {
+                            library: file.to_owned(),
+                            symbol: stringify!($field),
+                        })?
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    version: b"nvrtcVersion\0" fn(*mut c_int, *mut c_int);
+    n_archs: b"nvrtcGetNumSupportedArchs\0" fn(*mut c_int);
+    archs: b"nvrtcGetSupportedArchs\0" fn(*mut c_int);
+    create: b"nvrtcCreateProgram\0" fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char);
+    destroy: b"nvrtcDestroyProgram\0" fn(*mut Program);
+    compile: b"nvrtcCompileProgram\0" fn(Program, c_int, *const *const c_char);
+    log_size: b"nvrtcGetProgramLogSize\0" fn(Program, *mut usize);
+    log: b"nvrtcGetProgramLog\0" fn(Program, *mut c_char);
+    cubin_size: b"nvrtcGetCUBINSize\0" fn(Program, *mut usize);
+    cubin: b"nvrtcGetCUBIN\0" fn(Program, *mut c_char);
+    ptx_size: b"nvrtcGetPTXSize\0" fn(Program, *mut usize);
+    ptx: b"nvrtcGetPTX\0" fn(Program, *mut c_char);
+}
+
+/// What code is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Target {
+    pub(crate) arch: Arch,
+    /// Text that the driver compiles further, for a card newer than the compiler.
+    pub(crate) ptx: bool,
+}
+
+/// The compiler library.
+pub struct Nvrtc {
+    functions: Functions,
+    version: (i32, i32),
+    archs: Vec<Arch>,
+    file: String,
+    _library: libloading::Library,
+}
+
+impl Nvrtc {
+    /// Opens the library at a path, or at the usual places.
+    pub fn open(path: Option<&Path>) -> Result<Nvrtc, KernelError> {
+        let candidates = match path {
+            Some(path) => vec![path.to_owned()],
+            None => usual_places(),
+        };
+        let mut tried = Vec::new();
+        for file in candidates {
+            // SAFETY: loading a library runs its initialisers; NVRTC's set up the compiler and nothing else.
+            match unsafe { libloading::Library::new(&file) } {
+                Ok(library) => return Nvrtc::from_library(library, file.display().to_string()),
+                Err(_) => tried.push(file.display().to_string()),
+            }
+        }
+        Err(KernelError::NvrtcMissing { tried: tried.join(", ") })
+    }
+
+    fn from_library(library: libloading::Library, file: String) -> Result<Nvrtc, KernelError> {
+        let functions = Functions::look_up(&library, &file)?;
+        let (mut major, mut minor, mut n) = (0, 0, 0);
+        // SAFETY: both functions write to the integers whose addresses they get.
+        unsafe {
+            ok("nvrtcVersion", (functions.version)(&mut major, &mut minor))?;
+            ok("nvrtcGetNumSupportedArchs", (functions.n_archs)(&mut n))?;
+        }
+        let mut archs = vec![0; usize::try_from(n).unwrap_or(0)];
+        // SAFETY: it writes as many integers as the call above said, which is the length of the vector.
+        unsafe { ok("nvrtcGetSupportedArchs", (functions.archs)(archs.as_mut_ptr()))? };
+        let arch = |a: c_int| Arch { major: a as u32 / 10, minor: a as u32 % 10 };
+        let archs = archs.into_iter().map(arch).collect();
+        Ok(Nvrtc { functions, version: (major, minor), archs, file, _library: library })
+    }
+
+    /// The library's version, `(13, 0)`.
+    #[must_use]
+    pub fn version(&self) -> (i32, i32) {
+        self.version
+    }
+
+    /// The file that was opened.
+    #[must_use]
+    pub fn file(&self) -> &str {
+        &self.file
+    }
+
+    /// What to compile for a card: machine code, or text when the library is older than the card.
+    pub(crate) fn target(&self, card: Arch) -> Result<Target, KernelError> {
+        if self.archs.contains(&card) {
+            return Ok(Target { arch: card, ptx: false });
+        }
+        let newest = self.archs.iter().copied().filter(|&a| a < card).max();
+        let arch = newest.ok_or(KernelError::TooOld { compute: (card.major, card.minor) })?;
+        Ok(Target { arch, ptx: !arch.runs_on(card) })
+    }
+
+    /// A name for a family's code: source, options, compiler and target.
+    pub(crate) fn key(&self, family: Family, target: Target) -> String {
+        let version = format!("{:?} {target:?}", self.version);
+        let mut parts: Vec<&[u8]> = vec![family.name().as_bytes(), family.source().as_bytes(), version.as_bytes()];
+        parts.extend(HEADERS.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]));
+        parts.extend(OPTIONS.iter().map(|o| o.to_bytes()));
+        KernelCache::key(&parts)
+    }
+
+    /// Compiles families side by side.
+    pub(crate) fn compile(&self, families: &[Family], target: Target) -> Result<Vec<Vec<u8>>, KernelError> {
+        let n_threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(families.len());
+        let next = Mutex::new(families.iter().enumerate());
+        let done = Mutex::new(Vec::with_capacity(families.len()));
+        std::thread::scope(|scope| {
+            for _ in 0..n_threads {
+                scope.spawn(|| {
+                    while let Some((i, &family)) = lock(&next).next() {
+                        let code = compile_family(self, family, target);
+                        lock(&done).push((i, code));
+                    }
+                });
+            }
+        });
+        let mut done = done.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        done.sort_by_key(|(i, _)| *i);
+        done.into_iter().map(|(_, code)| code).collect()
+    }
+
+    fn text(
+        &self,
+        program: Program,
+        size: unsafe extern "C" fn(Program, *mut usize) -> u32,
+        get: unsafe extern "C" fn(Program, *mut c_char) -> u32,
+        call: &'static str,
+    ) -> Result<Vec<u8>, KernelError> {
+        let mut n = 0;
+        // SAFETY: `program` is a live program of this library (callers pass one they have created and not destroyed).
+        unsafe { ok(call, size(program, &mut n))? };
+        let mut bytes = vec![0_u8; n];
+        // SAFETY: as above; the second function writes as many bytes as the first said.
+        unsafe { ok(call, get(program, bytes.as_mut_ptr().cast()))? };
+        Ok(bytes)
+    }
+}
+
+impl std::fmt::Debug for Nvrtc {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Nvrtc {}.{} from {}", self.version.0, self.version.1, self.file)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+fn ok(call: &'static str, code: u32) -> Result<(), KernelError> {
+    if code == 0 { Ok(()) } else { Err(KernelError::Nvrtc { call, code }) }
+}
+
+/// Destroys a program on every way out.
+struct Owned<'a>(&'a Nvrtc, Program);
+
+impl Drop for Owned<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the program was created by this library and this is the one place that destroys it. The code it
+        // returns would only say that it is no program.
+        unsafe { (self.0.functions.destroy)(&mut self.1) };
+    }
+}
+
+fn compile_family(nvrtc: &Nvrtc, family: Family, target: Target) -> Result<Vec<u8>, KernelError> {
+    let c = |text: &str| CString::new(text).map_err(|_| KernelError::Nvrtc { call: "a source with a zero", code: 0 });
+    let (source, name) = (c(family.source())?, c(&format!("{}.cu", family.name()))?);
+    let names = HEADERS.iter().map(|(name, _)| c(name)).collect::<Result<Vec<_>, _>>()?;
+    let texts = HEADERS.iter().map(|(_, text)| c(text)).collect::<Result<Vec<_>, _>>()?;
+    let name_ptrs: Vec<*const c_char> = names.iter().map(|n| n.as_ptr()).collect();
+    let text_ptrs: Vec<*const c_char> = texts.iter().map(|t| t.as_ptr()).collect();
+    let kind = if target.ptx { "compute" } else { "sm" };
+    let arch = c(&format!("--gpu-architecture={kind}_{}{}", target.arch.major, target.arch.minor))?;
+    let options: Vec<*const c_char> =
+        OPTIONS.iter().map(|o| o.as_ptr()).chain([arch.as_ptr()]).collect();
+    let mut program = null_mut();
+    // SAFETY: all strings end in a zero and live until the program is destroyed at the end of this function; the
+    // lists have as many entries as the call is told.
+    let created = unsafe {
+        (nvrtc.functions.create)(
+            &mut program,
+            source.as_ptr(),
+            name.as_ptr(),
+            HEADERS.len() as c_int,
+            if HEADERS.is_empty() { null() } else { text_ptrs.as_ptr() },
+            if HEADERS.is_empty() { null() } else { name_ptrs.as_ptr() },
+        )
+    };
+    ok("nvrtcCreateProgram", created)?;
+    let program = Owned(nvrtc, program);
+    // SAFETY: the program is live; the options are C strings that outlive the call.
+    let compiled = unsafe { (nvrtc.functions.compile)(program.1, options.len() as c_int, options.as_ptr()) };
+    if compiled != 0 {
+        let f = &nvrtc.functions;
+        let log = nvrtc.text(program.1, f.log_size, f.log, "nvrtcGetProgramLog").unwrap_or_default();
+        let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
+        let log = if log.is_empty() { format!("nvrtcCompileProgram failed with code {compiled}") } else { log };
+        return Err(KernelError::Compile { family: family.name(), arch: target.arch.to_string(), log });
+    }
+    let f = &nvrtc.functions;
+    match target.ptx {
+        true => nvrtc.text(program.1, f.ptx_size, f.ptx, "nvrtcGetPTX"),
+        false => nvrtc.text(program.1, f.cubin_size, f.cubin, "nvrtcGetCUBIN"),
+    }
+}
+
+/// Compiled code of every family, for a release to hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    pub(crate) families: Vec<(Family, Vec<u8>)>,
+}
+
+impl Image {
+    /// The code of a family.
+    #[must_use]
+    pub fn code(&self, family: Family) -> Option<&[u8]> {
+        self.families.iter().find(|(f, _)| *f == family).map(|(_, code)| code.as_slice())
+    }
+
+    /// One piece of bytes: for each family its number, its length and its code.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for (family, code) in &self.families {
+            bytes.extend((*family as u32).to_le_bytes());
+            bytes.extend((code.len() as u32).to_le_bytes());
+            bytes.extend(code);
+        }
+        bytes
+    }
+
+    /// The inverse of [`Image::to_bytes`]; `None` for bytes it did not make.
+    #[must_use]
+    pub fn from_bytes(mut bytes: &[u8]) -> Option<Image> {
+        let mut families = Vec::new();
+        while !bytes.is_empty() {
+            let (head, rest) = bytes.split_at_checked(8)?;
+            let word = |i: usize| u32::from_le_bytes(std::array::from_fn(|b| head[i + b])) as usize;
+            let (code, rest) = rest.split_at_checked(word(4))?;
+            families.push((*Family::ALL.get(word(0))?, code.to_vec()));
+            bytes = rest;
+        }
+        (!families.is_empty()).then_some(Image { families })
+    }
+}
+
+/// Compiles every family for an architecture: machine code, or PTX text.
+pub fn compile_all(nvrtc: &Nvrtc, arch: Arch, ptx: bool) -> Result<Image, KernelError> {
+    let code = nvrtc.compile(&Family::ALL, Target { arch, ptx })?;
+    Ok(Image { families: Family::ALL.into_iter().zip(code).collect() })
+}
+
+/// The loader's own search, then where toolkits and Python packages put the library.
+fn usual_places() -> Vec<PathBuf> {
+    let names = ["libnvrtc.so.13", "libnvrtc.so.12"];
+    let mut places: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
+    places.push("libnvrtc.so".into());
+    let mut folders = vec![PathBuf::from("/usr/local/cuda/lib64"), "/usr/lib/x86_64-linux-gnu".into()];
+    let home = std::env::home_dir().map(|h| h.join(".local/lib"));
+    let libs = [Some("/usr/local/lib".into()), Some("/usr/lib".into()), home];
+    for lib in libs.into_iter().flatten() {
+        for python in entries_starting_with(&lib, "python3") {
+            for packages in ["site-packages/nvidia", "dist-packages/nvidia"] {
+                folders.extend(["cu13", "cuda_nvrtc"].map(|p| python.join(packages).join(p).join("lib")));
+            }
+        }
+    }
+    places.extend(folders.iter().flat_map(|f| names.iter().map(move |n| f.join(n))).filter(|p| p.exists()));
+    places
+}
+
+fn entries_starting_with(folder: &Path, start: &str) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let mut found: Vec<PathBuf> = entries
+        .flatten()
+        .filter(|e| e.file_name().to_string_lossy().starts_with(start))
+        .map(|e| e.path())
+        .collect();
+    found.sort();
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_an_error_that_says_what_to_install() {
+        let error = Nvrtc::open(Some(Path::new("/nowhere/libnvrtc.so"))).unwrap_err();
+        assert!(error.to_string().contains("/nowhere/libnvrtc.so"), "{error}");
+        assert!(error.hint().unwrap().contains("pip install nvidia-cuda-nvrtc"));
+    }
+
+    #[test]
+    fn an_image_survives_being_bytes_and_damage_is_noticed() {
+        let image = Image { families: vec![(Family::Norm, vec![1, 2, 3]), (Family::Commit, vec![])] };
+        let bytes = image.to_bytes();
+        assert_eq!(Image::from_bytes(&bytes), Some(image));
+        assert_eq!(Image::from_bytes(&bytes[..bytes.len() - 9]), None);
+        assert_eq!(Image::from_bytes(&[0xff; 16]), None);
+        assert_eq!(Image::from_bytes(&[]), None);
+    }
+}

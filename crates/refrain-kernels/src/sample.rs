@@ -1,0 +1,162 @@
+//! Choosing the next token on the device, with the semantics of `refrain_reference::sample_row`.
+//!
+//! Two launches. The first cuts the vocabulary into chunks: each block adjusts its chunk's logits, sorts it and sums
+//! its weights. The second finds every cut (top-k, top-p, min-p, and the random number's place) by bisection over the
+//! keys (logit, id), asking each sorted chunk how much lies above; so nothing is merged, and ties fall to the smaller
+//! id.
+
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_graph::{SAMPLE_PARAMS, SampleParam};
+use refrain_reference::{Sampling, apply_bias_and_penalties, sample_row};
+
+use crate::error::{Case, KernelError};
+use crate::load::Kernels;
+use crate::registry::{Entry, P, W};
+use crate::source::Family;
+use crate::twin::{count, read_rows};
+use crate::view::{Rows, View};
+
+/// Tokens that one block sorts.
+const CHUNK: usize = 1024;
+/// Chunks that the second launch can look at: one thread each.
+const MAX_CHUNKS: usize = 1024;
+/// Key and two running sums for each token.
+const TOKEN_BYTES: u64 = 24;
+/// Maximum, its id, and the sum of each chunk.
+const CHUNK_BYTES: u64 = 16;
+
+/// `token[i]` and `logprob[i]` are chosen from `logits[i]`.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleArgs<'a> {
+    /// `[n, vocab]` F32, rows of consecutive elements.
+    pub logits: View,
+    /// `[n, SAMPLE_PARAMS]` F32, read at each run.
+    pub params: Buf,
+    /// `[n, 4]` U32 (seed low, seed high, position, unused), read at each run.
+    pub rng: Buf,
+    /// `[n, n_history]` I32, negative places are empty; read at each run.
+    pub history: Buf,
+    /// `[n, n_bias]` I32, negative places are empty; read at each run.
+    pub bias_ids: Buf,
+    /// `[n, n_bias]` F32, read at each run.
+    pub bias: Buf,
+    /// `[n]` I32.
+    pub token: Buf,
+    /// `[n]` F32.
+    pub logprob: Buf,
+    /// [`sample_scratch_bytes`], 16-byte aligned.
+    pub scratch: Buf,
+    /// Rows.
+    pub n: usize,
+    /// Tokens, at most 2^20.
+    pub vocab: usize,
+    /// Columns of `history`; 0 is none.
+    pub n_history: usize,
+    /// Columns of `bias`; 0 is none.
+    pub n_bias: usize,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+/// Scratch that [`Kernels::sample`] needs.
+#[must_use]
+pub fn sample_scratch_bytes(n: usize, vocab: usize) -> u64 {
+    (n as u64).saturating_mul(row_bytes(vocab))
+}
+
+fn row_bytes(vocab: usize) -> u64 {
+    (vocab.div_ceil(CHUNK) as u64).saturating_mul(CHUNK as u64 * TOKEN_BYTES + CHUNK_BYTES)
+}
+
+impl Kernels {
+    /// Pushes the launches of [`SampleArgs`].
+    pub fn sample(&self, a: &SampleArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        let shape = [("n", a.n), ("vocab", a.vocab)];
+        let case = Case { op: "sample", dtype: a.logits.dtype, shape: &shape };
+        case.sizes()?;
+        let n_chunks = a.vocab.div_ceil(CHUNK);
+        crate::require!(case, n_chunks <= MAX_CHUNKS, "at most {} tokens", CHUNK * MAX_CHUNKS);
+        crate::require!(case, a.n <= 65_535, "at most 65535 rows");
+        let (logits, rows) = case.rows("logits", &a.logits, a.n, a.vocab)?;
+        let params = case.words("params", a.params, &[a.n, SAMPLE_PARAMS])?;
+        let scratch = case.buf("scratch", a.scratch, usize::try_from(sample_scratch_bytes(a.n, a.vocab)).ok(), 16)?;
+        let (n_history, n_bias) = (case.u32("n_history", a.n_history)?, case.u32("n_bias", a.n_bias)?);
+        launches.push(
+            Launch::new(self.get("sample_chunks_f32")?, [n_chunks as u32, a.n as u32], 512)
+                .step(a.step)
+                .write(scratch)
+                .read(logits)
+                .read(params)
+                .read(case.words("history", a.history, &[a.n, a.n_history])?)
+                .read(case.words("bias_ids", a.bias_ids, &[a.n, a.n_bias])?)
+                .read(case.words("bias", a.bias, &[a.n, a.n_bias])?)
+                .baked(Baked(rows))
+                .baked(Baked(a.vocab as u32))
+                .baked(Baked(n_history))
+                .baked(Baked(n_bias)),
+        );
+        launches.push(
+            Launch::new(self.get("sample_select_f32")?, a.n as u32, n_chunks.next_multiple_of(32) as u32)
+                .step(a.step)
+                .write(case.words("token", a.token, &[a.n])?)
+                .write(case.words("logprob", a.logprob, &[a.n])?)
+                .read(scratch)
+                .read(params)
+                .read(case.words("rng", a.rng, &[a.n, 4])?)
+                .baked(Baked(a.vocab as u32)),
+        );
+        Ok(())
+    }
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    let params = [P, P, P, P, P, P, size_of::<Rows>(), W, W, W];
+    all.push(Entry::new(Family::Sample, "sample_chunks_f32", &params, chunks));
+    all.push(Entry::new(Family::Sample, "sample_select_f32", &[P, P, P, P, P, W], select));
+}
+
+/// Leaves the adjusted logits in scratch.
+fn chunks(k: &mut SimKernel<'_>) -> KernelResult {
+    let (n, vocab, width, n_bias) = (k.config().grid[1] as usize, count(k, 7)?, count(k, 8)?, count(k, 9)?);
+    let mut logits = read_rows(k, k.ptr(1)?, k.arg(6)?, n, vocab)?;
+    let params: Vec<f32> = k.read(k.ptr(2)?, n * SAMPLE_PARAMS)?;
+    let history: Vec<i32> = k.read(k.ptr(3)?, n * width)?;
+    let bias_ids: Vec<i32> = k.read(k.ptr(4)?, n * n_bias)?;
+    let bias: Vec<f32> = k.read(k.ptr(5)?, n * n_bias)?;
+    for (row, logits) in logits.chunks_exact_mut(vocab).enumerate() {
+        let sampling = Sampling {
+            params: &params[row * SAMPLE_PARAMS..][..SAMPLE_PARAMS],
+            history: &history[row * width..][..width],
+            bias_ids: &bias_ids[row * n_bias..][..n_bias],
+            bias: &bias[row * n_bias..][..n_bias],
+            seed: 0,
+            position: 0,
+        };
+        apply_bias_and_penalties(logits, &sampling);
+        k.write(k.ptr(0)?.add(row as u64 * row_bytes(vocab)), logits)?;
+    }
+    Ok(())
+}
+
+fn select(k: &mut SimKernel<'_>) -> KernelResult {
+    let (n, vocab) = (k.config().grid[0] as usize, count(k, 5)?);
+    let params: Vec<f32> = k.read(k.ptr(3)?, n * SAMPLE_PARAMS)?;
+    let rng: Vec<[u32; 4]> = k.read(k.ptr(4)?, n)?;
+    for row in 0..n {
+        let mut logits: Vec<f32> = k.read(k.ptr(2)?.add(row as u64 * row_bytes(vocab)), vocab)?;
+        let mut params = params[row * SAMPLE_PARAMS..][..SAMPLE_PARAMS].to_vec();
+        // Bias and penalties are in the logits already.
+        params[SampleParam::RepeatPenalty as usize] = 1.0;
+        params[SampleParam::FrequencyPenalty as usize] = 0.0;
+        params[SampleParam::PresencePenalty as usize] = 0.0;
+        let [low, high, position, _] = rng[row];
+        let seed = u64::from(low) | u64::from(high) << 32;
+        let sampling = Sampling { params: &params, history: &[], bias_ids: &[], bias: &[], seed, position };
+        let (token, logprob) = sample_row(&mut logits, &sampling);
+        k.write_one(k.ptr(0)?.add(4 * row as u64), token as i32)?;
+        k.write_one(k.ptr(1)?.add(4 * row as u64), logprob)?;
+    }
+    Ok(())
+}
+
