@@ -7,7 +7,7 @@ use std::fs;
 use std::path::PathBuf;
 
 /// Test binaries to take along: crates whose tests have the feature `gpu-tests`.
-const GPU_TESTED: [&str; 1] = ["refrain-driver"];
+const GPU_TESTED: [&str; 3] = ["refrain-driver", "refrain-kernels", "refrain-cuda"];
 
 const SCRIPT: &str = r#"#!/usr/bin/env bash
 # Runs the GPU tests and the doctor, and prints one table. Needs an NVIDIA driver, nothing else.

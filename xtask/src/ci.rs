@@ -35,7 +35,7 @@ fn suite(steps: &mut Vec<(String, Duration)>, skipped: &mut Vec<String>) -> Resu
     })?;
     skipped.push("tests of the feature gpu-tests: they run on a GPU machine, from `cargo xtask gpu-bundle`".into());
 
-    let flags = test_features(&features);
+    let flags = test_features(&features)?;
     let mut test = vec!["test", "--workspace", "--profile", "ci"];
     if !flags.is_empty() {
         test.extend(["--features", &flags]);
@@ -62,18 +62,18 @@ pub(crate) fn run() -> Result<()> {
     result
 }
 
-/// Crates that have tests behind each feature.
-const GATED: [(&str, &[&str]); 2] = [
-    ("shared-data", &["refrain-formats", "refrain-cli"]),
-    ("real-models", &["refrain-hub", "refrain-cli"]),
-];
-
-fn test_features(on: &[&str]) -> String {
-    let of = |(feature, crates): &(&str, &[&str])| {
-        let feature = *feature;
-        crates.iter().map(move |c| format!("{c}/{feature}")).collect::<Vec<_>>()
-    };
-    GATED.iter().filter(|(f, _)| on.contains(f)).flat_map(of).collect::<Vec<_>>().join(",")
+/// `crate/feature` for every crate of the workspace that has one of these features.
+fn test_features(on: &[&str]) -> Result<String> {
+    let metadata = shell::output("cargo", &["metadata", "--no-deps", "--format-version", "1"])?;
+    let metadata: serde_json::Value = serde_json::from_str(&metadata)?;
+    let packages = metadata["packages"].as_array().cloned().unwrap_or_default();
+    let mut flags = Vec::new();
+    for package in &packages {
+        let name = package["name"].as_str().unwrap_or_default();
+        let has = |feature: &str| package["features"].get(feature).is_some();
+        flags.extend(on.iter().filter(|f| has(f)).map(|f| format!("{name}/{f}")));
+    }
+    Ok(flags.join(","))
 }
 
 fn docs() -> Result<()> {

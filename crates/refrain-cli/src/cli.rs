@@ -1,7 +1,7 @@
 //! What can be typed.
 
 use crate::interrupt::Interrupt;
-use crate::{chat, completions, doctor, inspect, list, perplexity, plan, pull, reference, rm, run, tokenize};
+use crate::{bench, chat, completions, doctor, inspect, list, perplexity, plan, pull, reference, rm, run, tokenize};
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};
 
@@ -55,6 +55,7 @@ enum Command {
     Pull(pull::Args),
     List(list::Args),
     Rm(rm::Args),
+    Bench(bench::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
     #[command(name = "__reference", hide = true)]
@@ -103,6 +104,7 @@ impl Cli {
             Command::Pull(args) => pull::run(&args, &context),
             Command::List(args) => list::run(&args, &context),
             Command::Rm(args) => rm::run(&args, &context),
+            Command::Bench(args) => bench::run(&args, &context),
             Command::Doctor(args) => doctor::run(&args),
             Command::Completions(args) => completions::run(&args),
             Command::Reference(args) => reference::run(&args),

@@ -11,6 +11,7 @@ mod reply; // a reply, streamed
 mod resolve; // from a name to a model
 mod stats; // what a reply took
 
+mod bench;
 mod chat;
 mod completions;
 mod doctor;

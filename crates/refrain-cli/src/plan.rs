@@ -61,7 +61,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         format!("{}, a step of {} on {}", model.name(), counted(n_tokens, "token"), session.backend());
     let holds = session.context();
     let plan = session.plan(n_tokens)?;
-    let bounds = bounds(plan, holds, args.bandwidth);
+    let bounds = bounds(plan, n_tokens, holds, args.bandwidth);
     if let Some(path) = &args.dot {
         write(path, &plan.to_dot())?;
     }
@@ -89,12 +89,16 @@ fn write(path: &Path, text: &str) -> anyhow::Result<()> {
 }
 
 /// What a step reads, and how fast it can be at most.
-fn bounds(plan: &Plan, context: usize, bandwidth: Option<Bandwidth>) -> Vec<String> {
+fn bounds(plan: &Plan, n_tokens: usize, context: usize, bandwidth: Option<Bandwidth>) -> Vec<String> {
     let traffic = plan.traffic();
     let at_full = traffic.weight_bytes + traffic.kv_bytes_per_position * context;
     let kv = Bytes(traffic.kv_bytes_per_position as u64);
+    let per_token = match n_tokens {
+        1 => ", which is one token".to_owned(),
+        n => format!(", {} per token", Bytes((traffic.weight_bytes / n) as u64)),
+    };
     let mut lines = vec![
-        format!("reads    {} of weights in a step", Bytes(traffic.weight_bytes as u64)),
+        format!("reads    {} of weights in a step{per_token}", Bytes(traffic.weight_bytes as u64)),
         format!("         {kv} of KV cache for each position looked back on"),
         format!("         {} in a step at a full context of {context}", Bytes(at_full as u64)),
     ];
@@ -103,8 +107,8 @@ fn bounds(plan: &Plan, context: usize, bandwidth: Option<Bandwidth>) -> Vec<Stri
         let step = traffic.weight_bytes as f64 / per_second;
         let full = at_full as f64 / per_second;
         lines.push(format!(
-            "bound    {} steps/s at {:.1} GB/s{}: {} each, {} at a full context",
-            short_rate(1.0 / step.max(f64::MIN_POSITIVE)),
+            "bound    {} tok/s at {:.1} GB/s{}: {} a step, {} at a full context",
+            short_rate(n_tokens as f64 / step.max(f64::MIN_POSITIVE)),
             per_second / 1e9,
             if bandwidth == Bandwidth::Measure { " (measured)" } else { "" },
             short_time(step),

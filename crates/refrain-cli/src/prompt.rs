@@ -48,7 +48,7 @@ pub(crate) fn read_file(path: &Path) -> anyhow::Result<String> {
         return read_stdin(false);
     }
     let bytes = std::fs::read(path).map_err(|error| Hinted::io("read", path, error))?;
-    utf8(bytes, &path.display().to_string())
+    utf8(bytes, &path.display().to_string(), 0)
 }
 
 /// All of standard input. Says so when nothing comes for a while.
@@ -64,15 +64,15 @@ pub(crate) fn read_stdin(quiet: bool) -> anyhow::Result<String> {
     drop(done);
     let _ = reminder.join();
     read.context("cannot read standard input")?;
-    utf8(bytes, "standard input")
+    utf8(bytes, "standard input", 0)
 }
 
-/// Bytes as text; names the place of what is none.
-pub(crate) fn utf8(bytes: Vec<u8>, what: &str) -> anyhow::Result<String> {
+/// Bytes as text; names the place of what is none. The bytes begin at `offset` of what is read.
+pub(crate) fn utf8(bytes: Vec<u8>, what: &str, offset: usize) -> anyhow::Result<String> {
     String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
         let found = error.as_bytes().get(at).copied().unwrap_or_default();
-        let message = format!("{what} is not UTF-8: byte {at} is 0x{found:02x}");
+        let message = format!("{what} is not UTF-8: byte {} is 0x{found:02x}", offset + at);
         Hinted::new(message, "convert it first, for example with: iconv -f LATIN1 -t UTF-8").into()
     })
 }
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn bytes_that_are_no_text_are_named_by_their_place() {
-        let error = utf8(b"ab\xff".to_vec(), "standard input").unwrap_err();
-        assert_eq!(error.to_string(), "standard input is not UTF-8: byte 2 is 0xff");
+        let error = utf8(b"ab\xff".to_vec(), "standard input", 40).unwrap_err();
+        assert_eq!(error.to_string(), "standard input is not UTF-8: byte 42 is 0xff");
     }
 }

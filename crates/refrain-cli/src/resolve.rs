@@ -94,11 +94,8 @@ pub(crate) fn find(name: Option<&str>, context: &Context) -> anyhow::Result<Foun
 }
 
 /// Refuses a name that cannot be one, without looking for the model.
-pub(crate) fn check(text: &str, context: &Context) -> anyhow::Result<()> {
-    if !is_builtin(text) {
-        parse(text, context)?;
-    }
-    Ok(())
+pub(crate) fn check(text: &str, context: &Context) -> Result<(), HubError> {
+    if is_builtin(text) { Ok(()) } else { parse(text, context).map(drop) }
 }
 
 /// Reads a name; an unknown one is an error with the nearest.

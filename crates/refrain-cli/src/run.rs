@@ -11,6 +11,7 @@ use crate::{chat, out, stats};
 use clap::CommandFactory;
 use clap::error::ErrorKind;
 use refrain::{Finish, Generate, Message, Model, Session};
+use refrain_hub::HubError;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -79,7 +80,7 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     let (name, text) = args.who_and_what()?;
     if let Some(name) = &name {
         // A mistyped name is told before standard input is waited for.
-        resolve::check(name, context)?;
+        resolve::check(name, context).map_err(|error| args.or_a_prompt(error))?;
     }
     let sources = Sources { text: text.as_deref(), file: args.file.as_deref(), quiet: context.quiet };
     let Some(prompt) = sources.read()? else {
@@ -149,6 +150,19 @@ impl Args {
             (model, prompt, None, _) => (model, prompt),
         };
         Ok(told)
+    }
+
+    /// A lone word that is no model may have been meant as a prompt.
+    fn or_a_prompt(&self, error: HubError) -> anyhow::Error {
+        let is_lone = self.model.is_none() && self.prompt.is_none() && self.second.is_none();
+        match error {
+            HubError::UnknownName { name, nearest: None } if is_lone => {
+                let hint = "if it is the prompt, pass it with -p; a model is a path, owner/repo, or a name of \
+                            `refrain list --known`";
+                Hinted::new(format!("no model is called `{name}`"), hint).into()
+            }
+            other => other.into(),
+        }
     }
 
     /// On a terminal and without a prompt, a model that was named is chatted with.

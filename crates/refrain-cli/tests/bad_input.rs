@@ -19,6 +19,7 @@ fn a_mistyped_model_name_gets_the_nearest() {
     }
     let said = cli.run(&["run", "storeis", "Hello"]).refused();
     assert!(said.contains("did you mean `stories`?"), "{said}");
+    assert!(cli.run(&["run", "Hello"]).refused().contains("pass it with -p"));
     let said = cli.run(&["run", "Hello there", "a prompt"]).refused();
     assert!(said.contains("no model is called `Hello there`"), "{said}");
 }

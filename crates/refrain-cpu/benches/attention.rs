@@ -17,7 +17,7 @@ fn main() {
     let n = 8192;
     let (a, b) = (vec![0.7f32; n], vec![0.3f32; n]);
     let mut out = vec![0f32; n];
-    let mut report = |name: &str, time: Duration| println!("{name:24} {:.2} elements/ns", n as f64 / nanos(time));
+    let report = |name: &str, time: Duration| println!("{name:24} {:.2} elements/ns", n as f64 / nanos(time));
     report("rms_norm", low(|| simd::rms_norm(level, &a, &b, 1e-5, &mut out)));
     report("silu_mul", low(|| simd::silu_mul(level, &a, &b, &mut out)));
     report("gelu_tanh_mul", low(|| simd::gelu_tanh_mul(level, &a, &b, &mut out)));

@@ -7,7 +7,9 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use refrain_cpu::pool::{Pool, default_threads, static_range};
-use refrain_cpu::simd::{Acts, Level, Product, WeightMatrix, act_bytes, act_kind, matmul_parallel, pack, quantize_row};
+use refrain_cpu::simd::{
+    Acts, Level, Product, WeightMatrix, act_bytes, act_kind, matmul_parallel, pack, quantize_row,
+};
 use refrain_tensor::DType;
 
 /// Larger than any cache, so that weights come from memory as they do between two tokens.
@@ -27,7 +29,8 @@ fn main() {
         Some(name) => Level::by_name(name).expect("a level of this processor"),
     };
     let named: Vec<DType> = args.iter().filter_map(|a| DType::from_name(a)).collect();
-    let dtypes = DType::ALL.into_iter().filter(|&d| act_kind(d).is_some() && (named.is_empty() || named.contains(&d)));
+    let dtypes =
+        DType::ALL.into_iter().filter(|&d| act_kind(d).is_some() && (named.is_empty() || named.contains(&d)));
     let mut pools = vec![Pool::new(1).expect("a pool")];
     if default_threads() > 1 {
         pools.push(Pool::new(default_threads()).expect("a pool"));
@@ -53,7 +56,8 @@ fn measure(level: Level, dtype: DType, pools: &[Pool]) {
         .collect();
     let mut packed = Vec::new();
     let pool = &pools[pools.len() - 1];
-    let pack_time = low(slices.iter().map(|slice| time(|| packed.extend(pack(pool, level, slice)))).collect());
+    let pack_time =
+        low(slices.iter().map(|slice| time(|| packed.extend(pack(pool, level, slice)))).collect());
     let packed: Vec<WeightMatrix<'_>> = packed.iter().map(|p| p.matrix()).collect();
     let few = &bytes[..PREFILL_ROWS * row_bytes];
     let few = WeightMatrix::new(dtype, few, PREFILL_ROWS, K, row_bytes).expect("a matrix");
@@ -90,7 +94,13 @@ fn low(mut times: Vec<Duration>) -> Duration {
 }
 
 /// The time that a product of `m` rows with one of the matrices takes.
-fn time_products(pool: &Pool, level: Level, slices: &[WeightMatrix<'_>], m: usize, n_rounds: usize) -> Duration {
+fn time_products(
+    pool: &Pool,
+    level: Level,
+    slices: &[WeightMatrix<'_>],
+    m: usize,
+    n_rounds: usize,
+) -> Duration {
     let kind = slices[0].act_kind();
     let row_bytes = act_bytes(kind, K).expect("whole blocks");
     let mut prepared = vec![0; m * row_bytes];

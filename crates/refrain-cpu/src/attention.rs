@@ -70,19 +70,37 @@ pub(crate) fn kv_append(level: Level, pages: &Pages<'_>, dtype: DType, x: &[f32]
     }
 }
 
+/// Keys and values of a layer.
+#[derive(Clone, Copy)]
+pub(crate) struct Caches<'a> {
+    pub dtype: DType,
+    pub keys: &'a [u8],
+    pub values: &'a [u8],
+}
+
+impl<'a> Caches<'a> {
+    fn rows(&self, cache: &'a [u8], rows: Range<usize>) -> KvRows<'a> {
+        if self.dtype == DType::F16 {
+            KvRows::F16(&bytemuck::cast_slice(cache)[rows])
+        } else {
+            KvRows::F32(&bytemuck::cast_slice(cache)[rows])
+        }
+    }
+}
+
 /// Queries that one task handles at most: those that share a KV head.
 const MAX_GROUP: usize = 32;
 
 /// Attention of every row over its own positions. A task is a row and some of its heads; what it computes does not
 /// depend on how many heads it has.
+#[expect(clippy::too_many_arguments, reason = "one call, from the one place that runs calls")]
 pub(crate) fn attend(
     pool: &Pool,
     level: Level,
     pages: &Pages<'_>,
     attention: &Attention,
-    dtype: DType,
     q: &[f32],
-    [keys, values]: [&[u8]; 2],
+    caches: Caches<'_>,
     n_heads: usize,
     out: &mut [f32],
 ) {
@@ -95,20 +113,18 @@ pub(crate) fn attend(
         let first_head = task * heads;
         let (row, head) = (first_head / n_heads, first_head % n_heads);
         let q = &q[first_head * head_dim..][..heads * head_dim];
-        attend_row(level, pages, attention, dtype, q, [keys, values], row, head / group, out);
+        attend_row(level, pages, attention, q, caches, [row, head / group], out);
     });
 }
 
-#[allow(clippy::too_many_arguments)]
+/// Heads of one row that share a KV head.
 fn attend_row(
     level: Level,
     pages: &Pages<'_>,
     attention: &Attention,
-    dtype: DType,
     q: &[f32],
-    [keys, values]: [&[u8]; 2],
-    row: usize,
-    kv_head: usize,
+    caches: Caches<'_>,
+    [row, kv_head]: [usize; 2],
     out: &mut [f32],
 ) {
     let Paging { kv_block, head_dim, .. } = *pages.paging;
@@ -124,19 +140,11 @@ fn attend_row(
             let seen = first.saturating_sub(start)..(position + 1 - start).min(kv_block);
             let at = pages.start(pages.block(pages.seqs[row], column), kv_head);
             let rows = at..at + kv_block * head_dim;
-            let (keys, values) = (rows_of(dtype, keys, rows.clone()), rows_of(dtype, values, rows));
+            let (keys, values) = (caches.rows(caches.keys, rows.clone()), caches.rows(caches.values, rows));
             let kv = KvBlock { keys, values, stride: head_dim, n_keys: kv_block };
             let visible: [Range<usize>; MAX_GROUP] = std::array::from_fn(|_| seen.clone());
             attend_block(level, scores, q, head_dim, &kv, &visible[..n_q], &mut state);
         }
     }
     state.finish(level);
-}
-
-fn rows_of(dtype: DType, cache: &[u8], rows: Range<usize>) -> KvRows<'_> {
-    if dtype == DType::F16 {
-        KvRows::F16(&bytemuck::cast_slice(cache)[rows])
-    } else {
-        KvRows::F32(&bytemuck::cast_slice(cache)[rows])
-    }
 }

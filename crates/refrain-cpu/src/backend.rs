@@ -6,10 +6,10 @@ use crate::run::{Line, Machine, Scratch};
 use crate::simd::{ActError, Level};
 use crate::weights::{CpuStates, CpuWeights};
 use refrain_graph::{
-    Backend, CompileError, Graph, Io, Place, Plan, PlanOptions, Query, Ran, Reason, RunError, State, Support, Weight,
+    Backend, CompileError, Graph, Io, Op, Place, Plan, PlanOptions, Query, Ran, Reason, RunError, State, Support, Weight,
 };
 use refrain_reference::ReferenceError;
-use refrain_tensor::{HostTensor, TensorError};
+use refrain_tensor::{DType, HostTensor, TensorError};
 use std::sync::Arc;
 
 /// What can go wrong inside the backend.
@@ -28,6 +28,12 @@ pub enum CpuError {
     /// Bytes that do not fit their type.
     #[error(transparent)]
     Tensor(#[from] TensorError),
+    /// The system has no memory for a state.
+    #[error("{bytes} bytes for a state cannot be had")]
+    NoMemory {
+        /// Bytes asked for.
+        bytes: usize,
+    },
 }
 
 /// Runs graphs on the CPU.
@@ -102,7 +108,10 @@ impl Backend for CpuBackend {
     fn supports(&self, query: &Query<'_>) -> Support {
         // Values between ops are held in 32-bit elements; weights and states may be of any type.
         match query.outputs.iter().find(|t| t.dtype.block_bytes() != 4) {
-            Some(t) if !matches!(query.op, refrain_graph::Op::KvAppend | refrain_graph::Op::View(_)) => {
+            Some(t) if matches!(query.op, Op::KvAppend) && !matches!(t.dtype, DType::F16 | DType::F32) => {
+                Support::No(format!("the cache is {t}, F16 and F32 have kernels"))
+            }
+            Some(t) if !matches!(query.op, Op::KvAppend | Op::View(_)) => {
                 Support::No(format!("its output is {t}, values between ops are F32 or I32"))
             }
             _ => Support::Yes,
@@ -110,7 +119,15 @@ impl Backend for CpuBackend {
     }
 
     fn load(&self, weights: &[Weight], tensors: Vec<HostTensor>) -> Result<CpuWeights, RunError> {
+        if weights.len() != tensors.len() {
+            let because = format!("{} are named, {} are given", weights.len(), tensors.len());
+            return Err(RunError::Mismatch { what: "weights", because });
+        }
         for (weight, tensor) in weights.iter().zip(&tensors) {
+            if !tensor.layout().is_contiguous() || tensor.layout().offset() != 0 {
+                let because = format!("{} is a view, not a tensor of its own", weight.name);
+                return Err(RunError::Mismatch { what: "weights", because });
+            }
             if weight.ty.dtype != tensor.dtype() || weight.ty.shape != tensor.shape() {
                 let because = format!("{} is {} {}", weight.name, tensor.dtype(), tensor.shape());
                 return Err(RunError::Mismatch { what: "weights", because });
@@ -124,18 +141,38 @@ impl Backend for CpuBackend {
     }
 
     fn allocate(&self, states: &[State]) -> Result<CpuStates, RunError> {
-        Ok(CpuStates::new(states))
+        CpuStates::new(states).map_err(|bytes| RunError::Backend {
+            backend: "cpu",
+            label: "making states".into(),
+            source: Box::new(CpuError::NoMemory { bytes }),
+        })
     }
 
     fn compile(&self, graph: &Graph) -> Result<Compiled, CompileError> {
         self.check(graph)?;
         let plan = Plan::new(graph, PlanOptions::default())?;
-        let program = Program::new(&plan);
+        let program = Program::new(&plan, graph.weights());
         let lines = |bytes: usize| vec![Line::default(); bytes.div_ceil(64)];
         let angles = program.tables.iter().map(|t| vec![0.0; t.positions.len() * t.n_dims]).collect();
         let scratch = Scratch { acts: lines(program.acts_bytes), angles, ..Scratch::default() };
         let arena = lines(plan.arena_bytes());
         Ok(Compiled { plan, program, arena, scratch })
+    }
+
+    fn kernels(&self, compiled: &Compiled) -> Vec<(usize, &'static str)> {
+        compiled.program.calls.iter().map(|c| (c.step, c.kernel.name())).collect()
+    }
+
+    fn layouts(&self, weights: &CpuWeights) -> Vec<(String, usize)> {
+        let mut layouts: Vec<(String, usize)> = Vec::new();
+        for (dtype, layout, bytes) in weights.layouts() {
+            let name = format!("{dtype}, {layout}");
+            match layouts.iter_mut().find(|(n, _)| *n == name) {
+                Some((_, sum)) => *sum += bytes,
+                None => layouts.push((name, bytes)),
+            }
+        }
+        layouts
     }
 
     fn plan<'c>(&self, compiled: &'c Compiled) -> &'c Plan {
@@ -185,6 +222,9 @@ fn check_io(compiled: &Compiled, io: &Io<'_, CpuBackend>) -> Result<(), RunError
     let need = compiled.plan.control().bytes();
     if io.control.len() != need {
         return mismatch("inputs", format!("{need} bytes are needed, got {}", io.control.len()));
+    }
+    if bytemuck::try_cast_slice::<u8, u32>(io.control).is_err() {
+        return mismatch("inputs", "their bytes are not aligned to 4".into());
     }
     let in_plan = |f: fn(Place) -> Option<usize>| {
         compiled.plan.buffers().iter().filter_map(|b| f(b.place)).max().map_or(0, |n| n + 1)

@@ -2,9 +2,9 @@
 
 use crate::memory::MAX_OUTS;
 use crate::simd::{ActKind, act_bytes, act_kind};
-use refrain_graph::{Attention, Binary, Gate, Op, Operand, Place, Plan, Rope, Unary, WeightId};
+use refrain_graph::{Attention, Binary, Gate, Op, Operand, Place, Plan, Rope, Unary, Weight, WeightId};
 use refrain_tensor::DType;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
 /// Where an operand lies. Ranges count 32-bit elements.
 #[derive(Clone, Debug, PartialEq)]
@@ -107,8 +107,9 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    pub(crate) fn new(plan: &Plan) -> Program {
+    pub(crate) fn new(plan: &Plan, weights: &[Weight]) -> Program {
         let mut program = Program::default();
+        let plan = &Shaped { plan, weights };
         for step in 0..plan.steps().len() {
             let kernel = kernel(plan, step, &mut program.tables).unwrap_or(Kernel::Reference);
             program.push(Call { kernel, step });
@@ -143,8 +144,22 @@ fn disjoint(a: &Range<usize>, b: &Range<usize>) -> bool {
     a.end <= b.start || b.end <= a.start
 }
 
+/// A plan with the shapes of its weights.
+struct Shaped<'a> {
+    plan: &'a Plan,
+    weights: &'a [Weight],
+}
+
+impl Deref for Shaped<'_> {
+    type Target = Plan;
+
+    fn deref(&self) -> &Plan {
+        self.plan
+    }
+}
+
 /// Where a dense operand lies; `None` for other layouts.
-fn dense(plan: &Plan, operand: &Operand) -> Option<Loc> {
+fn dense(plan: &Shaped<'_>, operand: &Operand) -> Option<Loc> {
     if !operand.layout.is_contiguous() || operand.dtype.block_bytes() != 4 {
         return None;
     }
@@ -156,14 +171,14 @@ fn dense(plan: &Plan, operand: &Operand) -> Option<Loc> {
     }
 }
 
-fn arena(plan: &Plan, operand: &Operand) -> Option<Range<usize>> {
+fn arena(plan: &Shaped<'_>, operand: &Operand) -> Option<Range<usize>> {
     match dense(plan, operand)? {
         Loc::Arena(range) => Some(range),
         Loc::Control(_) | Loc::Weight(_) => None,
     }
 }
 
-fn control(plan: &Plan, operand: &Operand) -> Option<Range<usize>> {
+fn control(plan: &Shaped<'_>, operand: &Operand) -> Option<Range<usize>> {
     match dense(plan, operand)? {
         Loc::Control(range) => Some(range),
         Loc::Arena(_) | Loc::Weight(_) => None,
@@ -171,25 +186,23 @@ fn control(plan: &Plan, operand: &Operand) -> Option<Range<usize>> {
 }
 
 /// A weight seen whole and as it is.
-fn whole_weight(plan: &Plan, operand: &Operand) -> Option<WeightId> {
+fn whole_weight(plan: &Shaped<'_>, operand: &Operand) -> Option<WeightId> {
     let Place::Weight(id) = plan.buffer(operand.buffer).place else { return None };
-    let whole = operand.layout.is_contiguous()
-        && operand.layout.offset() == 0
-        && operand.dtype.bytes_for(operand.layout.shape().n_elements()) == Some(plan.buffer(operand.buffer).bytes);
-    whole.then_some(id)
+    let whole = operand.layout.is_contiguous() && operand.layout.offset() == 0;
+    (whole && operand.layout.shape() == plan.weights[id.idx()].ty.shape).then_some(id)
 }
 
-fn vector_weight(plan: &Plan, operand: &Operand) -> Option<WeightId> {
+fn vector_weight(plan: &Shaped<'_>, operand: &Operand) -> Option<WeightId> {
     whole_weight(plan, operand).filter(|_| operand.layout.shape().rank() == 1)
 }
 
-fn state(plan: &Plan, operand: &Operand) -> Option<usize> {
+fn state(plan: &Shaped<'_>, operand: &Operand) -> Option<usize> {
     let Place::State(id) = plan.buffer(operand.buffer).place else { return None };
     (operand.layout.is_contiguous() && matches!(operand.dtype, DType::F16 | DType::F32)).then(|| id.idx())
 }
 
 /// The kernel for a step; `None` when its layout has none.
-fn kernel(plan: &Plan, step_idx: usize, tables: &mut Vec<RopeTable>) -> Option<Kernel> {
+fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Option<Kernel> {
     let step = &plan.steps()[step_idx];
     let (ins, outs) = (&step.inputs, &step.outputs);
     let out = |i: usize| arena(plan, &outs[i]);
@@ -261,7 +274,7 @@ fn kernel(plan: &Plan, step_idx: usize, tables: &mut Vec<RopeTable>) -> Option<K
 }
 
 /// A product of dense rows with a whole weight matrix, transposed.
-fn products(plan: &Plan, ins: &[Operand], out: Range<usize>) -> Option<Kernel> {
+fn products(plan: &Shaped<'_>, ins: &[Operand], out: Range<usize>) -> Option<Kernel> {
     let x = arena(plan, &ins[0])?;
     let w = Operand { layout: ins[1].layout.transpose().ok()?, ..ins[1] };
     let weight = whole_weight(plan, &w).filter(|_| w.layout.shape().rank() == 2)?;
@@ -271,18 +284,19 @@ fn products(plan: &Plan, ins: &[Operand], out: Range<usize>) -> Option<Kernel> {
     Some(Kernel::Products { x, k, kind, prepared: false, parts: vec![Part { weight, out }] })
 }
 
-fn binary(plan: &Plan, f: Binary, ins: &[Operand], out: Range<usize>) -> Option<Kernel> {
+fn binary(plan: &Shaped<'_>, f: Binary, ins: &[Operand], out: Range<usize>) -> Option<Kernel> {
     let a = arena(plan, &ins[0]).filter(|a| a.len() == out.len())?;
     let (b, row) = match vector_weight(plan, &ins[1]) {
         Some(id) => (Loc::Weight(id), ins[1].layout.shape().n_elements()),
         None => (Loc::Arena(arena(plan, &ins[1])?), ins[1].layout.shape().n_elements()),
     };
-    // A row that is repeated must be the whole of the output's last dimension.
-    let fits = row == out.len() || row == ins[0].layout.shape().dim_back(0);
-    fits.then_some(Kernel::Binary { f, a, b, out, row })
+    // As large as the output, or its last dimension repeated: all outer dimensions are 1 then.
+    let (a_shape, b_shape) = (ins[0].layout.shape(), ins[1].layout.shape());
+    let is_row = b_shape.dim_back(0) == row && a_shape.dim_back(0) == row;
+    (row == out.len() || is_row).then_some(Kernel::Binary { f, a, b, out, row })
 }
 
-fn paging(plan: &Plan, cache: &Operand, [positions, seqs, tables]: [&Operand; 3]) -> Option<Paging> {
+fn paging(plan: &Shaped<'_>, cache: &Operand, [positions, seqs, tables]: [&Operand; 3]) -> Option<Paging> {
     let shape = cache.layout.shape();
     let dims = shape.dims();
     Some(Paging {

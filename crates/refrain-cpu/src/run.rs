@@ -1,6 +1,6 @@
 //! Runs the calls of a compiled graph, one after another.
 
-use crate::attention::{Pages, attend, kv_append};
+use crate::attention::{Caches, Pages, attend, kv_append};
 use crate::backend::{Compiled, CpuError};
 use crate::compile::{Call, Kernel, Loc, RopeTable};
 use crate::memory::carve;
@@ -163,7 +163,7 @@ impl Machine<'_> {
                     carved.outs[0].copy_from_slice(x);
                 }
                 let angles = &scratch.angles[*table];
-                let positions = &self.words()[..];
+                let positions = self.words();
                 let token = n_heads * head_dim;
                 // Padding rows have a negative position and are left as they are.
                 let first = self.position_slot(plan, call.step);
@@ -184,7 +184,8 @@ impl Machine<'_> {
                 let carved = carve(arena, std::slice::from_ref(out));
                 let Some(q) = carved.read(q) else { unreachable!("attention never overwrites its input") };
                 let caches = states.map(|s| self.states.get(s));
-                attend(self.pool, level, &pages, attention, *dtype, q, caches, *n_heads, carved.outs[0]);
+                let caches = Caches { dtype: *dtype, keys: caches[0], values: caches[1] };
+                attend(self.pool, level, &pages, attention, q, caches, *n_heads, carved.outs[0]);
             }
             Kernel::Sample { logits, control, token, logprob, vocab } => {
                 self.sample(arena, logits, control, [token, logprob], *vocab, &mut scratch.candidates);
@@ -292,7 +293,7 @@ impl Machine<'_> {
                 position: seed[2],
             };
             let at = logits.start + row * vocab;
-            let (id, p) = choose(&mut arena[at..at + vocab], &sampling, candidates);
+            let (id, p) = choose(&arena[at..at + vocab], &sampling, candidates);
             arena[token.start + row] = f32::from_bits(id as u32);
             arena[logprob.start + row] = p;
         }

@@ -3,27 +3,32 @@
 use refrain_graph::SampleParam;
 use refrain_reference::{Sampling, sample_row as reference_row, uniform};
 
-/// Room for the candidates of a row, kept between tokens.
+/// Room for the logits and candidates of a row, kept between tokens.
 #[derive(Default)]
 pub(crate) struct Candidates {
+    logits: Vec<f32>,
     ids: Vec<u32>,
     weights: Vec<f64>,
 }
 
 /// The token that [`refrain_reference::sample_row`] chooses, found without sorting the whole vocabulary.
-///
-/// `logits` is changed by bias and penalties.
-pub fn sample_row(logits: &mut [f32], sampling: &Sampling<'_>) -> (usize, f32) {
+pub fn sample_row(logits: &[f32], sampling: &Sampling<'_>) -> (usize, f32) {
     choose(logits, sampling, &mut Candidates::default())
 }
 
-pub(crate) fn choose(logits: &mut [f32], sampling: &Sampling<'_>, room: &mut Candidates) -> (usize, f32) {
+/// Logits may be an output of the graph too, so they are changed in a copy.
+pub(crate) fn choose(logits: &[f32], sampling: &Sampling<'_>, room: &mut Candidates) -> (usize, f32) {
+    let Candidates { logits: copy, ids, weights } = room;
+    copy.clear();
+    copy.extend_from_slice(logits);
+    let logits = &mut copy[..];
     let param = |p: SampleParam| sampling.params[p as usize];
     let (temperature, top_k) = (param(SampleParam::Temperature), param(SampleParam::TopK) as usize);
     let (top_p, min_p) = (param(SampleParam::TopP), param(SampleParam::MinP));
     let filtered = top_k > 0 || top_p < 1.0 || min_p > 0.0;
     // Without a filter every token is a candidate and the order of all of them counts; greedy needs none.
-    if temperature <= 0.0 || !filtered {
+    let greedy = temperature.is_nan() || temperature <= 0.0;
+    if greedy || !filtered {
         return reference_row(logits, sampling);
     }
     refrain_reference::apply_bias_and_penalties(logits, sampling);
@@ -34,12 +39,13 @@ pub(crate) fn choose(logits: &mut [f32], sampling: &Sampling<'_>, room: &mut Can
     let weight = |id: u32| (f64::from(logits[id as usize]) - f64::from(max)).exp();
     let total: f64 = logits.iter().map(|&l| (f64::from(l) - f64::from(max)).exp()).sum();
     if !total.is_finite() || total <= 0.0 {
-        return reference_row(logits, sampling);
+        // Nothing can be weighed: the first of the largest, as the reference does.
+        let best = logits.iter().position(|&l| l == max).unwrap_or(0);
+        return (best, f32::NAN);
     }
     let logprob = |id: u32| (f64::from(logits[id as usize]) - f64::from(max) - total.ln()) as f32;
 
     // Sorted prefixes of growing length, until one holds every token that the filters keep.
-    let Candidates { ids, weights } = room;
     let vocab = logits.len();
     let mut n_sorted = if top_k > 0 { top_k.min(vocab) } else { 64.min(vocab) };
     let by_rank = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));

@@ -65,12 +65,14 @@ impl CpuWeights {
             .sum()
     }
 
-    /// For each matrix, its layout in memory.
-    pub fn layouts(&self) -> impl Iterator<Item = (usize, DType, &'static str)> {
-        self.entries.iter().enumerate().filter_map(|(i, e)| match e {
-            Entry::Matrix { tensor, packed } => {
-                let name = packed.as_ref().map_or("as in the file", Packed::layout_name);
-                Some((i, tensor.dtype(), name))
+    /// For each matrix, its type, its layout in memory and its bytes.
+    pub(crate) fn layouts(&self) -> impl Iterator<Item = (DType, &'static str, usize)> {
+        self.entries.iter().filter_map(|e| match e {
+            Entry::Matrix { tensor, packed: Some(packed) } => {
+                Some((tensor.dtype(), packed.layout_name(), packed.n_bytes()))
+            }
+            Entry::Matrix { tensor, packed: None } => {
+                Some((tensor.dtype(), "as in the file", tensor.bytes().as_slice().len()))
             }
             Entry::Vector(_) => None,
         })
@@ -92,10 +94,17 @@ pub struct CpuStates {
 }
 
 impl CpuStates {
-    pub(crate) fn new(states: &[State]) -> CpuStates {
-        let size = |s: &State| s.ty.dtype.bytes_for(s.ty.shape.n_elements()).unwrap_or(0);
-        let bytes: Vec<usize> = states.iter().map(size).collect();
-        CpuStates { words: bytes.iter().map(|b| vec![0; b.div_ceil(8)]).collect(), bytes }
+    /// Fails with the bytes that could not be had.
+    pub(crate) fn new(states: &[State]) -> Result<CpuStates, usize> {
+        let (mut words, mut bytes) = (Vec::new(), Vec::new());
+        for state in states {
+            let n = state.ty.dtype.bytes_for(state.ty.shape.n_elements()).unwrap_or(0);
+            // Asked for before the zeros are, which would abort the program instead of failing.
+            Vec::<u64>::new().try_reserve_exact(n.div_ceil(8)).map_err(|_| n)?;
+            words.push(vec![0u64; n.div_ceil(8)]);
+            bytes.push(n);
+        }
+        Ok(CpuStates { words, bytes })
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -5,7 +5,8 @@ mod common;
 use common::*;
 use refrain_cpu::pool::Pool;
 use refrain_cpu::simd::{
-    Acts, Level, OutTile, Product, WeightError, WeightMatrix, act_kind, matmul, matmul_parallel, pack, prepare_parallel,
+    Acts, Level, OutTile, Product, WeightError, WeightMatrix, act_kind, matmul, matmul_parallel, pack,
+    prepare_parallel,
 };
 use refrain_tensor::DType;
 
@@ -48,7 +49,10 @@ fn every_level_agrees_with_decoded_weights_in_f64() {
             let bound = magnitude(dtype, 0.03) * (k as f64) * f64::from(f32::EPSILON);
             for (i, (&got, &want)) in got.iter().zip(&want).enumerate() {
                 let error = (f64::from(got) - want).abs();
-                assert!(error <= bound, "{dtype} k={k} output {i}: {got} for {want}, off by {error:e} > {bound:e}");
+                assert!(
+                    error <= bound,
+                    "{dtype} k={k} output {i}: {got} for {want}, off by {error:e} > {bound:e}"
+                );
             }
         }
     }
@@ -86,13 +90,19 @@ fn levels_layouts_and_batch_sizes_give_the_same_bits() {
             let w = matrix(dtype, &bytes, n_rows, k);
             let m = 17;
             let x = random.floats(m * k);
-            let want: Vec<u32> = x.chunks_exact(k).flat_map(|x| bits(&product(Level::PORTABLE, &w, x, 1))).collect();
+            let want: Vec<u32> =
+                x.chunks_exact(k).flat_map(|x| bits(&product(Level::PORTABLE, &w, x, 1))).collect();
             for level in Level::available() {
                 let packed = pack(&pool, level, &w);
                 for w in [Some(w), packed.as_ref().map(|p| p.matrix())].into_iter().flatten() {
                     for batch in [1, 2, 3, 5, 8, 9, 17] {
                         let got = product(level, &w, &x[..batch * k], batch);
-                        assert_eq!(bits(&got), want[..batch * n_rows], "{dtype} {level} {} m={batch}", w.layout_name());
+                        assert_eq!(
+                            bits(&got),
+                            want[..batch * n_rows],
+                            "{dtype} {level} {} m={batch}",
+                            w.layout_name()
+                        );
                     }
                 }
             }
@@ -194,10 +204,17 @@ fn extreme_blocks_stay_exact_in_integers() {
                     let exact = reference(dtype, &bytes, n_rows, k, &x);
                     for (&got, &exact) in want.iter().zip(&exact) {
                         let bound = magnitude(dtype, f64::from(scale.abs())) * k as f64 * 1e-6;
-                        assert!((f64::from(got) - exact).abs() <= bound, "{dtype} fill {fill:#x}: {got} for {exact}");
+                        assert!(
+                            (f64::from(got) - exact).abs() <= bound,
+                            "{dtype} fill {fill:#x}: {got} for {exact}"
+                        );
                     }
                     for level in Level::available() {
-                        assert_eq!(bits(&product(level, &w, &x, 1)), bits(&want), "{dtype} {level} fill {fill:#x}");
+                        assert_eq!(
+                            bits(&product(level, &w, &x, 1)),
+                            bits(&want),
+                            "{dtype} {level} fill {fill:#x}"
+                        );
                     }
                 }
             }

@@ -115,7 +115,8 @@ fn reductions_match_f64_and_pass_over_nan() {
     let mut random = Random(2);
     for n in LENGTHS {
         let (a, b) = (random.floats(n), random.floats(n));
-        let got = everywhere(|level| vec![simd::dot(level, &a, &b), simd::sum(level, &a), simd::max(level, &a)]);
+        let got =
+            everywhere(|level| vec![simd::dot(level, &a, &b), simd::sum(level, &a), simd::max(level, &a)]);
         let dot: f64 = a.iter().zip(&b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
         let sum: f64 = a.iter().map(|&a| f64::from(a)).sum();
         assert!((f64::from(got[0]) - dot).abs() < 1e-5 && (f64::from(got[1]) - sum).abs() < 1e-5, "{n}");
@@ -195,7 +196,10 @@ fn half_floats_convert_as_the_half_crate_does() {
     for level in Level::available() {
         let mut got = vec![f16::ZERO; x.len()];
         simd::f32_to_f16(level, &x, &mut got);
-        assert_eq!(got.iter().map(|h| h.to_bits()).collect::<Vec<_>>(), want.iter().map(|h| h.to_bits()).collect::<Vec<_>>());
+        assert_eq!(
+            got.iter().map(|h| h.to_bits()).collect::<Vec<_>>(),
+            want.iter().map(|h| h.to_bits()).collect::<Vec<_>>()
+        );
         let every: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).filter(|h| !h.is_nan()).collect();
         let mut back = vec![0.0; every.len()];
         simd::f16_to_f32(level, &every, &mut back);
@@ -253,7 +257,9 @@ fn attention_matches_a_plain_softmax_in_f64() {
             .collect();
         let scores = Scores { scale: 0.3, softcap };
         let kv = match half {
-            true => KvBlock { keys: KvRows::F16(&keys_half), values: KvRows::F16(&values_half), stride, n_keys },
+            true => {
+                KvBlock { keys: KvRows::F16(&keys_half), values: KvRows::F16(&values_half), stride, n_keys }
+            }
             false => KvBlock { keys: KvRows::F32(&keys), values: KvRows::F32(&values), stride, n_keys },
         };
         let run = |level, q: &[f32], visible: &[std::ops::Range<usize>]| {
@@ -273,14 +279,19 @@ fn attention_matches_a_plain_softmax_in_f64() {
             let weights: Vec<f64> = visible[i]
                 .clone()
                 .map(|key| {
-                    let dot: f64 = (0..head_dim).map(|d| f64::from(q[d]) * read(&keys, key * stride + d)).sum();
+                    let dot: f64 =
+                        (0..head_dim).map(|d| f64::from(q[d]) * read(&keys, key * stride + d)).sum();
                     let score = dot * 0.3f32 as f64;
                     softcap.map_or(score, |c| f64::from(c) * (score / f64::from(c)).tanh()).exp()
                 })
                 .collect();
             let total: f64 = weights.iter().sum();
             for d in 0..head_dim {
-                let want: f64 = visible[i].clone().zip(&weights).map(|(key, w)| w * read(&values, key * stride + d)).sum();
+                let want: f64 = visible[i]
+                    .clone()
+                    .zip(&weights)
+                    .map(|(key, w)| w * read(&values, key * stride + d))
+                    .sum();
                 let want = if total == 0.0 { 0.0 } else { want / total };
                 let got = f64::from(got[i * head_dim + d]);
                 assert!((got - want).abs() < 3e-6, "query {i} element {d}: {got} for {want}");

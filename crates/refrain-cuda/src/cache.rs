@@ -11,7 +11,7 @@ use refrain_graph::{Ran, Reason};
 use crate::error::CudaError;
 use crate::reason::{Stage, is_about_capture, reason_of};
 use crate::verify::{Check, Verified, VerifyError, verify};
-use crate::warm::WarmPlan;
+use crate::warm::{WarmPlan, Work};
 
 /// Whether steps run as graphs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -146,6 +146,13 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         self.entries.get(key)?.graph.as_ref()
     }
 
+    /// Whether the next step of a key will try to make a graph, and so needs something to verify it with.
+    #[must_use]
+    pub fn wants_check(&self, key: &K) -> bool {
+        let idle = |e: &Entry| e.graph.is_none() && e.steps_left == 0;
+        self.options.mode != GraphMode::Off && self.entries.get(key).is_none_or(idle)
+    }
+
     /// Drops what is known of a key, its graph included.
     pub fn forget(&mut self, key: &K) {
         self.entries.remove(key);
@@ -271,10 +278,23 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         check: &Check,
     ) -> Result<Verified<Graph>, Reason> {
         let options = RecordOptions { limit: self.options.record_limit, ..RecordOptions::named(warm.name()) };
-        let graph = site
-            .stream
-            .record(warm.space().memory(), method, &options, |q| warm.enqueue(q))
-            .map_err(|e| reason_of(&e, Stage::Record))?;
+        // While something records, the driver does not know what is sent last; this does.
+        let mut last = None;
+        let recorded = site.stream.record(warm.space().memory(), method, &options, |q| {
+            warm.work().iter().try_for_each(|work| {
+                last = Some(work);
+                work.enqueue(q)
+            })
+        });
+        let graph = recorded.map_err(|e| {
+            let mut reason = reason_of(&e, Stage::Record);
+            if let (Reason::CaptureFailed { code, last_launch }, Some(last)) = (&mut reason, last)
+                && *code != 0
+            {
+                *last_launch = last.name();
+            }
+            reason
+        })?;
         verify(graph, site.stream, site.lease, warm, check).map_err(|e: VerifyError| {
             tracing::warn!("{}: {e}", warm.name());
             e.reason()

@@ -93,6 +93,9 @@ pub enum CudaError {
         /// Its bound.
         limit: usize,
     },
+    /// The kernels could not be loaded.
+    #[error("the kernels cannot be loaded: {0}")]
+    Kernels(#[source] std::sync::Arc<refrain_kernels::KernelError>),
     /// Fewer states to verify with than the rule asks for, or equal ones.
     #[error("a graph is verified with {need} different control-block states, {got} were given")]
     TooFewCases {
@@ -122,6 +125,7 @@ impl CudaError {
                 Some("lower the context with -c, use a smaller or more quantised model, or free the card".into())
             }
             CudaError::ArenaTooLarge { .. } => Some("use smaller steps, or raise the arena's limit".into()),
+            CudaError::Kernels(source) => source.hint(),
             CudaError::NoKernel { .. } => Some("run it on the CPU, or convert the weights to another type".into()),
             CudaError::Mismatch { .. }
             | CudaError::Host { .. }
@@ -139,6 +143,7 @@ impl CudaError {
             CudaError::DoesNotFit { .. }
             | CudaError::ArenaTooLarge { .. }
             | CudaError::NoKernel { .. }
+            | CudaError::Kernels(_)
             | CudaError::Mismatch { .. }
             | CudaError::Host { .. }
             | CudaError::OutOfRange { .. }

@@ -12,9 +12,24 @@ mod reason; // the driver's errors as reasons
 mod warm; // what a step enqueues
 mod verify; // is a graph the same as the eager run
 mod cache; // graphs by key
+mod options; // how a backend works
+mod roles; // what a control block's numbers index
+mod resident; // what lies on the device
+mod lower; // steps into launches
+mod states; // what a graph is verified with
+mod host; // steps on the host
+mod profile; // where the time goes
+mod status; // for summaries
+mod machine; // what the device thread does
+mod backend; // the way in
 
+pub use backend::{CudaBackend, CudaCompiled, CudaStates, CudaWeights, Monitor};
 pub use cache::{CacheOptions, CacheStats, GraphCache, GraphMode, Site};
 pub use error::CudaError;
+pub use options::CudaOptions;
+pub use profile::ProfileRow;
 pub use reason::{Stage, reason_of};
+pub use resident::Accounting;
+pub use status::{GraphLine, Status};
 pub use verify::{Case, Check, N_CASES, Verified, VerifyError, VerifyReport, verify};
 pub use warm::{Space, WarmPlan, Work};

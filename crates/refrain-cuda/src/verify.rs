@@ -44,6 +44,11 @@ impl Check {
         Ok(Check { cases, narrowed: Vec::new() })
     }
 
+    /// For a plan that has one state only, whatever happens.
+    pub(crate) fn of_one_state(cases: Vec<Case>) -> Check {
+        Check { cases, narrowed: Vec::new() }
+    }
+
     /// Of what is declared as written in `whole`, these parts are all that the states of this check can reach: the
     /// scratch blocks of a cache. The rest is neither saved nor touched.
     #[must_use]

@@ -72,6 +72,17 @@ impl Work {
         }
     }
 
+    pub(crate) fn step_and_kernel(&self) -> (String, String) {
+        match self {
+            Work::Launch { launch, .. } => {
+                let origin = launch.origin();
+                (origin.step.to_string(), origin.kernel.to_string())
+            }
+            Work::Copy { step, .. } => (step.to_string(), "copy".into()),
+            Work::Fill { step, .. } => (step.to_string(), "fill".into()),
+        }
+    }
+
     pub(crate) fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
         match self {
             Work::Launch { launch, .. } => q.launch(launch),

@@ -31,6 +31,9 @@ pub enum EngineError {
         /// Positions of the context.
         context: usize,
     },
+    /// It was broken off.
+    #[error("the prompt was broken off")]
+    Cancelled,
     /// There is nothing to evaluate.
     #[error("the prompt is empty")]
     EmptyPrompt,
@@ -76,6 +79,7 @@ impl EngineError {
             | EngineError::Compile(_)
             | EngineError::Run(_)
             | EngineError::Control(_)
+            | EngineError::Cancelled
             | EngineError::Sampling(_) => None,
         }
     }

@@ -51,6 +51,10 @@ pub trait Runner: Send {
     fn step(&mut self, request: &StepRequest<'_>, out: &mut StepOut) -> Result<Ran, EngineError>;
     /// The plan of a step over `n_tokens` tokens that ends in sampling.
     fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError>;
+    /// The kernels of that plan, each with the (first) step it runs.
+    fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, EngineError>;
+    /// How weights lie on the device, with the bytes of each layout.
+    fn layouts(&self) -> Vec<(String, usize)>;
     /// The cache's measures.
     fn kv(&self) -> &KvSpec;
     /// The model.
@@ -114,13 +118,19 @@ impl<B: Backend> BackendRunner<B> {
         };
         let weights = backend.load(model.weights(), model.tensors().to_vec())?;
         let states = backend.allocate(&model.states(&kv))?;
-        let max_tokens = options.max_tokens.max(1);
+        let most = backend.buckets().last().copied().unwrap_or(usize::MAX);
+        let max_tokens = options.max_tokens.clamp(1, most.max(1));
         Ok(BackendRunner { backend, model, weights, states, kv, max_tokens, compiled: Vec::new(), scratch: Vec::new() })
     }
 
     /// The backend.
     pub fn inner(&self) -> &B {
         &self.backend
+    }
+
+    /// A step of at least `n_tokens`, of a size that the backend likes.
+    fn spec(&self, n_tokens: usize, head: Head) -> StepSpec {
+        StepSpec { n_tokens: bucket(self.backend.buckets(), n_tokens), head, act: DType::F32 }
     }
 
     /// Index into `compiled`, which is always the last.
@@ -158,7 +168,7 @@ where
             Want::Logits { n_rows } => Head::Logits { n_rows },
             Want::Sample(_) => Head::Sample { history: HISTORY, n_bias: MAX_BIAS },
         };
-        let idx = self.prepare(StepSpec { n_tokens: request.tokens.len(), head, act: DType::F32 })?;
+        let idx = self.prepare(self.spec(request.tokens.len(), head))?;
         let Sized { compiled, control, inputs, .. } = &mut self.compiled[idx];
         inputs.fill(control, request, &mut self.scratch)?;
         let io = Io { weights: &self.weights, states: &mut self.states, control: control.bytes() };
@@ -182,8 +192,18 @@ where
 
     fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError> {
         let head = Head::Sample { history: HISTORY, n_bias: MAX_BIAS };
-        let idx = self.prepare(StepSpec { n_tokens, head, act: DType::F32 })?;
+        let idx = self.prepare(self.spec(n_tokens, head))?;
         Ok(self.backend.plan(&self.compiled[idx].compiled))
+    }
+
+    fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, EngineError> {
+        let head = Head::Sample { history: HISTORY, n_bias: MAX_BIAS };
+        let idx = self.prepare(self.spec(n_tokens, head))?;
+        Ok(self.backend.kernels(&self.compiled[idx].compiled))
+    }
+
+    fn layouts(&self) -> Vec<(String, usize)> {
+        self.backend.layouts(&self.weights)
     }
 
     fn kv(&self) -> &KvSpec {
@@ -197,6 +217,11 @@ where
     fn max_tokens(&self) -> usize {
         self.max_tokens
     }
+}
+
+/// The smallest bucket that holds `n_tokens`; a step larger than all of them keeps its size.
+fn bucket(buckets: &[usize], n_tokens: usize) -> usize {
+    buckets.iter().copied().find(|&b| b >= n_tokens).unwrap_or(n_tokens)
 }
 
 /// Where each step input lies; `None` for inputs that this graph does not have.
@@ -242,8 +267,10 @@ impl Inputs {
             scratch.extend(values.take(control.layout().slot(id).ty.shape.n_elements()));
             control.set_i32(id, scratch)
         };
-        set(self.tokens, &mut request.tokens.iter().map(|&t| t as i32))?;
-        set(self.positions, &mut (request.start..).map(|p| p as i32))?;
+        // Rows beyond the request's are padding: no token, no position.
+        set(self.tokens, &mut request.tokens.iter().map(|&t| t as i32).chain(std::iter::repeat(-1)))?;
+        let positions = (request.start..request.start + n).map(|p| p as i32);
+        set(self.positions, &mut positions.chain(std::iter::repeat(-1)))?;
         set(self.seqs, &mut std::iter::repeat(0))?;
         // Places without a block hold -1, so that a read beyond the sequence is refused, not answered.
         set(self.tables, &mut request.table.iter().map(|&b| b as i32).chain(std::iter::repeat(-1)))?;
@@ -265,5 +292,33 @@ impl Inputs {
             control.set_f32(id, &row.bias)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use refrain_graph::{Input, TensorType};
+
+    #[test]
+    fn a_step_takes_the_smallest_bucket_that_holds_it_or_its_own_size() {
+        let buckets = [1, 8, 32];
+        let sizes = [1, 2, 8, 9, 32, 33].map(|n| bucket(&buckets, n));
+        assert_eq!(sizes, [1, 8, 8, 32, 32, 33]);
+        assert_eq!(bucket(&[], 7), 7);
+    }
+
+    #[test]
+    fn padding_has_neither_token_nor_position_and_the_wanted_rows_are_those_of_the_request() {
+        let input = |name: &str, n: usize| Input { name: name.into(), ty: TensorType::new(DType::I32, [n]) };
+        let layout = ControlLayout::new(&[input("tokens", 4), input("positions", 4), input("rows", 2)], 16);
+        let mut control = ControlBlock::new(&layout);
+        let want = Want::Logits { n_rows: 2 };
+        let request = StepRequest { tokens: &[7, 8, 9], start: 20, table: &[0], want };
+        Inputs::find(&layout).fill(&mut control, &request, &mut Vec::new()).unwrap();
+        let words: &[i32] = bytemuck::cast_slice(control.bytes());
+        assert_eq!(words[..4], [7, 8, 9, -1]);
+        assert_eq!(words[4..8], [20, 21, 22, -1]);
+        assert_eq!(words[8..10], [1, 2]);
     }
 }

@@ -82,6 +82,16 @@ impl Engine {
         self.runner.plan(n_tokens)
     }
 
+    /// The kernels of that plan, each with the (first) step it runs.
+    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, EngineError> {
+        self.runner.kernels(n_tokens)
+    }
+
+    /// How weights lie on the device, with the bytes of each layout.
+    pub fn layouts(&self) -> Vec<(String, usize)> {
+        self.runner.layouts()
+    }
+
     /// A new session.
     pub fn open(&self) -> Session {
         Session::default()
@@ -94,14 +104,15 @@ impl Engine {
 
     /// Brings a session to hold exactly `prompt` and chooses the token after it.
     ///
-    /// What the session already holds of the prompt's beginning is not evaluated again. `progress` hears how many
-    /// tokens of the prompt are in the cache, after each piece.
+    /// What the session already holds of the prompt's beginning is not evaluated again. `go_on` hears how many tokens
+    /// of the prompt are in the cache after each piece but the last; when it answers false the prompt is broken off
+    /// with [`EngineError::Cancelled`], and what was evaluated stays.
     pub fn prompt(
         &mut self,
         session: &mut Session,
         prompt: &[u32],
         row: &mut SamplingRow,
-        mut progress: impl FnMut(usize),
+        mut go_on: impl FnMut(usize) -> bool,
     ) -> Result<Chosen, EngineError> {
         self.check_prompt(prompt)?;
         let shared = session.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
@@ -117,9 +128,11 @@ impl Engine {
             let request = StepRequest { tokens: &prompt[start..end], start, table: &session.table, want };
             Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Prefill, &request)?;
             session.tokens.extend_from_slice(&prompt[start..end]);
-            progress(end);
             if is_last {
                 return self.chosen();
+            }
+            if !go_on(end) {
+                return Err(EngineError::Cancelled);
             }
         }
     }

@@ -131,6 +131,12 @@ pub trait Backend {
     /// Name for messages.
     fn name(&self) -> &'static str;
 
+    /// Sizes of step that it likes to run, in tokens, from the smallest: other steps are padded to the next one, so
+    /// that few plans serve all. Empty when any size is as good.
+    fn buckets(&self) -> &[usize] {
+        &[]
+    }
+
     /// Whether there is a kernel for a node.
     fn supports(&self, query: &Query<'_>) -> Support;
 
@@ -151,6 +157,17 @@ pub trait Backend {
 
     /// Copies an output of the last run to the host, dense whatever its layout on the device.
     fn read(&mut self, compiled: &Self::Compiled, output: usize, into: &mut [u8]) -> Result<(), RunError>;
+
+    /// The kernels of a compiled graph, each with the (first) step of the plan that it runs. A backend that has nothing
+    /// to tell gives none.
+    fn kernels(&self, _: &Self::Compiled) -> Vec<(usize, &'static str)> {
+        Vec::new()
+    }
+
+    /// How weights lie on the device, with the bytes of each layout.
+    fn layouts(&self, _: &Self::Weights) -> Vec<(String, usize)> {
+        Vec::new()
+    }
 
     /// Refuses a graph that has an op without a kernel.
     fn check(&self, graph: &Graph) -> Result<(), CompileError> {

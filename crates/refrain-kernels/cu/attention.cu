@@ -1,0 +1,226 @@
+// attention.cu: y[i, h] = softmax(scale q[i, h] . k) v over the positions row i sees, split over the length
+//
+//   y          [n, n_heads, head_dim]                      f32
+//   q          [n, n_heads, head_dim]                      f32, rows (heads) of consecutive elements
+//   k, v       [n_blocks, n_kv_heads, kv_block, head_dim]  T
+//   positions  [n]                                         i32; negative: zeros
+//   seqs       [n]                                         i32
+//   tables     [n_seqs, max_blocks]                        i32
+//   partials   [n, n_heads, n_splits, head_dim] f32, then [n, n_heads, n_splits, 2] f32 (maximum, sum)
+//
+// Row i sees positions first .. positions[i], where first is 0 or what the window leaves. Split s takes the s-th part of
+// them, at least MIN_SPLIT long; a split without positions writes a neutral partial (maximum -inf, sum 0). With one
+// split the result goes to y and there is no second launch.
+//
+// Launch    split: grid (n, n_kv_heads ceil(group / 8), n_splits), block (128), shared 0
+//           combine: grid (n n_heads), block (128), shared 0
+// Requires  head_dim even, at most 128 DIMS; caches at multiples of 16 bytes. A position whose block is out of range
+//           counts as not seen.
+// Scores, sums and partials in f32, in the order of positions in tiles of 32; splits are merged in order. Same bits
+// every run for the same n_splits. Capture: safe; the grid is fixed and all lengths are read on the device.
+#include "reduce.cuh"
+#include "view.cuh"
+
+struct Sizes {
+    u32 n_heads, n_kv_heads, head_dim, n_blocks, kv_block, n_seqs, max_blocks, n_splits;
+    u32 window;  // 0: all
+    float scale;
+    float softcap;  // 0: none
+};
+
+const u32 HEADS = 8;   // query heads of a block
+const u32 TILE = 32;   // positions of a tile
+const u32 WARPS = 4;
+const u32 MIN_SPLIT = 32;
+
+inline float2 load_pair(const float* p) { return *(const float2*)p; }
+
+template <typename T> inline float2 load_pair(const T* p) {
+    u32 w = *(const u32*)p;
+    T a, b;
+    a.bits = (u16)w;
+    b.bits = (u16)(w >> 16);
+    return make_float2(to_f32(a), to_f32(b));
+}
+
+// Elements of the row of a position, or null when its block is out of range.
+template <typename T>
+inline const T* kv_row(const T* cache, const i32* table, u32 position, u32 kv_head, const Sizes& s) {
+    u32 column = position / s.kv_block;
+    if (column >= s.max_blocks) return nullptr;
+    i32 block = table[column];
+    if (block < 0 || (u32)block >= s.n_blocks) return nullptr;
+    return cache + (((u64)block * s.n_kv_heads + kv_head) * s.kv_block + position % s.kv_block) * s.head_dim;
+}
+
+template <typename T, int DIMS>
+inline void attention_split(float* y, float* partials, const float* q, const T* k_cache, const T* v_cache,
+                            const i32* positions, const i32* seqs, const i32* tables, const Rows& q_rows,
+                            const Sizes& s) {
+    __shared__ float queries[HEADS][128 * DIMS];
+    __shared__ float weights[HEADS][TILE];
+    __shared__ float rescale[HEADS];
+    __shared__ const T* values[TILE];
+
+    u32 row = blockIdx.x, split = blockIdx.z;
+    u32 group = s.n_heads / s.n_kv_heads, chunks = (group + HEADS - 1) / HEADS;
+    u32 kv_head = blockIdx.y / chunks, first_head = kv_head * group + blockIdx.y % chunks * HEADS;
+    u32 n_heads = min(HEADS, (kv_head + 1) * group - first_head);
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    // The range of positions that is this split's.
+    i32 position = positions[row], seq = seqs[row];
+    u32 begin = 0, end = 0;
+    if (position >= 0 && seq >= 0 && (u32)seq < s.n_seqs) {
+        u32 seen = (u32)position + 1;
+        u32 first = s.window != 0 && seen > s.window ? seen - s.window : 0;
+        u32 part = max((seen - first + s.n_splits - 1) / s.n_splits, MIN_SPLIT);
+        begin = min(first + split * part, seen);
+        end = min(begin + part, seen);
+    }
+    const i32* table = tables + (u64)(end > begin ? seq : 0) * s.max_blocks;
+
+    for (u32 i = threadIdx.x; i < n_heads * s.head_dim; i += blockDim.x) {
+        u32 head = i / s.head_dim, d = i % s.head_dim;
+        queries[head][d] = q[q_rows.start(row * s.n_heads + first_head + head) + d] * s.scale;
+    }
+    // Thread h keeps the running maximum and sum of head h; every thread keeps its elements of all outputs.
+    float max_score = -inf_f32(), sum = 0.0f;
+    float acc[HEADS][DIMS] = {};
+    __syncthreads();
+
+    for (u32 tile = begin; tile < end; tile += TILE) {
+        u32 n = min(TILE, end - tile);
+        for (u32 p = warp; p < n; p += WARPS) {
+            const T* key = kv_row(k_cache, table, tile + p, kv_head, s);
+            if (lane == 0) values[p] = kv_row(v_cache, table, tile + p, kv_head, s);
+            float dots[HEADS] = {};
+            if (key != nullptr) {
+                for (u32 d = 2 * lane; d < s.head_dim; d += 64) {
+                    float2 pair = load_pair(key + d);
+#pragma unroll
+                    for (int h = 0; h < HEADS; h++) {
+                        if (h < n_heads) {
+                            dots[h] = __fmaf_rn(pair.x, queries[h][d], dots[h]);
+                            dots[h] = __fmaf_rn(pair.y, queries[h][d + 1], dots[h]);
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int h = 0; h < HEADS; h++) {
+                if (h < n_heads) {
+                    float score = warp_reduce(dots[h], Add());
+                    if (s.softcap > 0.0f) score = s.softcap * tanhf(score / s.softcap);
+                    if (lane == 0) weights[h][p] = key != nullptr ? score : -inf_f32();
+                }
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < n_heads) {
+            u32 h = threadIdx.x;
+            float tile_max = max_score;
+            for (u32 p = 0; p < n; p++) tile_max = fmaxf(tile_max, weights[h][p]);
+            // Nothing seen yet: any finite number will do as the maximum.
+            float base = tile_max == -inf_f32() ? 0.0f : tile_max;
+            float factor = expf(max_score - base);
+            sum *= factor;
+            for (u32 p = 0; p < n; p++) {
+                float w = expf(weights[h][p] - base);
+                weights[h][p] = w;
+                sum += w;
+            }
+            max_score = tile_max;
+            rescale[h] = factor;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) {
+            if (h < n_heads) {
+                float factor = rescale[h];
+#pragma unroll
+                for (int j = 0; j < DIMS; j++) acc[h][j] *= factor;
+            }
+        }
+        for (u32 p = 0; p < n; p++) {
+            const T* value = values[p];
+            if (value == nullptr) continue;
+#pragma unroll
+            for (int j = 0; j < DIMS; j++) {
+                u32 d = threadIdx.x + 128 * j;
+                if (d < s.head_dim) {
+                    float v = to_f32(value[d]);
+#pragma unroll
+                    for (int h = 0; h < HEADS; h++) {
+                        if (h < n_heads) acc[h][j] = __fmaf_rn(weights[h][p], v, acc[h][j]);
+                    }
+                }
+            }
+        }
+        __syncthreads();
+    }
+
+    // rescale carries the sums to the threads that write.
+    if (threadIdx.x < n_heads) rescale[threadIdx.x] = sum;
+    __syncthreads();
+    u64 head_row = (u64)row * s.n_heads + first_head;
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+        if (h < n_heads) {
+            float total = rescale[h];
+#pragma unroll
+            for (int j = 0; j < DIMS; j++) {
+                u32 d = threadIdx.x + 128 * j;
+                if (d < s.head_dim) {
+                    if (partials == nullptr) {
+                        y[(head_row + h) * s.head_dim + d] = total == 0.0f ? 0.0f : acc[h][j] / total;
+                    } else {
+                        partials[((head_row + h) * s.n_splits + split) * s.head_dim + d] = acc[h][j];
+                    }
+                }
+            }
+        }
+    }
+    if (partials != nullptr && threadIdx.x < n_heads) {
+        u64 n_partials = (u64)gridDim.x * s.n_heads * s.n_splits;
+        float* scales = partials + n_partials * s.head_dim + 2 * ((head_row + threadIdx.x) * s.n_splits + split);
+        scales[0] = max_score;
+        scales[1] = sum;
+    }
+}
+
+extern "C" __global__ __launch_bounds__(128) void attention_combine_f32(float* y, const float* partials, u32 head_dim,
+                                                                        u32 n_splits) {
+    u64 row = blockIdx.x;
+    const float* parts = partials + row * n_splits * head_dim;
+    const float* scales = partials + (u64)gridDim.x * n_splits * head_dim + 2 * row * n_splits;
+    float max_score = -inf_f32();
+    for (u32 s = 0; s < n_splits; s++) max_score = fmaxf(max_score, scales[2 * s]);
+    float total = 0.0f;
+    for (u32 s = 0; s < n_splits; s++) {
+        if (scales[2 * s + 1] != 0.0f) total += scales[2 * s + 1] * expf(scales[2 * s] - max_score);
+    }
+    for (u32 d = threadIdx.x; d < head_dim; d += blockDim.x) {
+        float sum = 0.0f;
+        for (u32 s = 0; s < n_splits; s++) {
+            if (scales[2 * s + 1] != 0.0f) {
+                sum = __fmaf_rn(parts[(u64)s * head_dim + d], expf(scales[2 * s] - max_score), sum);
+            }
+        }
+        y[row * head_dim + d] = total == 0.0f ? 0.0f : sum / total;
+    }
+}
+
+#define ATTENTION(size, dims, name, T)                                                                     \
+    extern "C" __global__ __launch_bounds__(128) void attention_split_d##size##_##name(                    \
+        float* y, float* partials, const float* q, const T* k_cache, const T* v_cache, const i32* positions, \
+        const i32* seqs, const i32* tables, Rows q_rows, Sizes s) {                                        \
+        attention_split<T, dims>(y, partials, q, k_cache, v_cache, positions, seqs, tables, q_rows, s);    \
+    }
+
+ATTENTION(128, 1, f16, F16)
+ATTENTION(128, 1, bf16, BF16)
+ATTENTION(128, 1, f32, float)
+ATTENTION(256, 2, f16, F16)
+ATTENTION(256, 2, bf16, BF16)
+ATTENTION(256, 2, f32, float)

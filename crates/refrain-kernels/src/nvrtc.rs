@@ -68,6 +68,8 @@ pub struct Nvrtc {
     archs: Vec<Arch>,
     file: String,
     _library: libloading::Library,
+    /// NVRTC opens this one itself, by name: it is found because it is already open.
+    _builtins: Vec<libloading::Library>,
 }
 
 impl Nvrtc {
@@ -81,14 +83,15 @@ impl Nvrtc {
         for file in candidates {
             // SAFETY: loading a library runs its initialisers; NVRTC's set up the compiler and nothing else.
             match unsafe { libloading::Library::new(&file) } {
-                Ok(library) => return Nvrtc::from_library(library, file.display().to_string()),
+                Ok(library) => return Nvrtc::from_library(library, &file),
                 Err(_) => tried.push(file.display().to_string()),
             }
         }
         Err(KernelError::NvrtcMissing { tried: tried.join(", ") })
     }
 
-    fn from_library(library: libloading::Library, file: String) -> Result<Nvrtc, KernelError> {
+    fn from_library(library: libloading::Library, path: &Path) -> Result<Nvrtc, KernelError> {
+        let file = path.display().to_string();
         let functions = Functions::look_up(&library, &file)?;
         let (mut major, mut minor, mut n) = (0, 0, 0);
         // SAFETY: both functions write to the integers whose addresses they get.
@@ -101,7 +104,7 @@ impl Nvrtc {
         unsafe { ok("nvrtcGetSupportedArchs", (functions.archs)(archs.as_mut_ptr()))? };
         let arch = |a: c_int| Arch { major: a as u32 / 10, minor: a as u32 % 10 };
         let archs = archs.into_iter().map(arch).collect();
-        Ok(Nvrtc { functions, version: (major, minor), archs, file, _library: library })
+        Ok(Nvrtc { functions, version: (major, minor), archs, file, _library: library, _builtins: builtins_beside(path) })
     }
 
     /// The library's version, `(13, 0)`.
@@ -170,6 +173,14 @@ impl Nvrtc {
         unsafe { ok(call, get(program, bytes.as_mut_ptr().cast()))? };
         Ok(bytes)
     }
+}
+
+/// The library of built-in code in the same folder: a Python package's folder is not one the loader searches.
+fn builtins_beside(path: &Path) -> Vec<libloading::Library> {
+    let folder = path.parent().filter(|f| !f.as_os_str().is_empty());
+    let found = folder.map(|f| entries_starting_with(f, "libnvrtc-builtins.so.")).unwrap_or_default();
+    // SAFETY: the library is NVRTC's own, from the same folder; its initialisers set nothing else up.
+    found.iter().filter_map(|file| unsafe { libloading::Library::new(file) }.ok()).collect()
 }
 
 impl std::fmt::Debug for Nvrtc {

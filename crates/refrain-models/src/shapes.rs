@@ -52,7 +52,7 @@ impl NamedShape {
     /// Hyperparameters of a model of this shape, its head tied to the embedding.
     pub fn config(&self) -> ModelConfig {
         let gemma = self.arch == Arch::Gemma3;
-        let every_sixth = |l: usize| if gemma && (l + 1) % 6 != 0 { LayerAttention::Sliding } else { LayerAttention::Full };
+        let every_sixth = |l: usize| if gemma && !(l + 1).is_multiple_of(6) { LayerAttention::Sliding } else { LayerAttention::Full };
         ModelConfig {
             arch: self.arch,
             name: Some(self.name.into()),

@@ -5,7 +5,7 @@ use crate::model::Model;
 use crate::session::{Device, SessionOptions, engine_for};
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
-use refrain_engine::{SamplingParams, SamplingRow};
+use refrain_engine::{SamplingParams, SamplingRow, StepKind};
 use refrain_models::{NamedShape, QuantMix};
 use std::sync::Arc;
 use std::time::Instant;
@@ -74,6 +74,10 @@ pub struct BenchReport {
     pub read_bandwidth: Option<f64>,
     /// Seconds from open files to a device that is ready.
     pub load_seconds: f64,
+    /// How the decoded steps ran, as the ledger tells it.
+    pub decode_steps: String,
+    /// How weights lie in memory, with the bytes of each layout.
+    pub layouts: Vec<(String, usize)>,
 }
 
 impl BenchReport {
@@ -114,7 +118,7 @@ pub fn bench(
         let mut sequence = engine.open();
         if options.n_prompt > 0 {
             let began = Instant::now();
-            engine.prompt(&mut sequence, &tokens[..options.n_prompt], &mut row, |_| {})?;
+            engine.prompt(&mut sequence, &tokens[..options.n_prompt], &mut row, |_| true)?;
             let took = began.elapsed().as_secs_f64();
             if round > 0 {
                 prefill.push(options.n_prompt as f64 / took);
@@ -124,7 +128,7 @@ pub fn bench(
         }
         if options.n_decode > 0 {
             let first = tokens[..options.depth.max(1)].to_vec();
-            let mut next = engine.prompt(&mut sequence, &first, &mut row, |_| {})?.token;
+            let mut next = engine.prompt(&mut sequence, &first, &mut row, |_| true)?.token;
             let began = Instant::now();
             for _ in 0..options.n_decode {
                 next = engine.decode(&mut sequence, next, &mut row)?.token;
@@ -146,7 +150,10 @@ pub fn bench(
         #[allow(unreachable_patterns)]
         _ => None,
     };
+    let decode_steps = engine.ledger().tally(StepKind::Decode).to_string();
     Ok(BenchReport {
+        layouts: engine.layouts(),
+        decode_steps,
         name,
         backend: engine.backend(),
         n_parameters: weights.n_parameters(),

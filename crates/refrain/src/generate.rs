@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::session::Session;
-use refrain_engine::{Chosen, SamplingParams, SamplingRow, StopFilter, Verdict};
+use refrain_engine::{Chosen, EngineError, SamplingParams, SamplingRow, StopFilter, Verdict};
 use refrain_formats::chat::{Message, RenderOptions};
 use refrain_formats::tokenizer::DecodeStream;
 use std::sync::Arc;
@@ -148,10 +148,12 @@ impl<'s> Generation<'s> {
             None => {
                 let n = self.prompt.len();
                 let mut report = self.on_prefill.take();
+                let cancel = self.cancel.clone();
                 let chosen = engine.prompt(sequence, &self.prompt, &mut self.row, |done| {
                     if let Some(report) = &mut report {
                         report(done, n);
                     }
+                    !cancel.as_ref().is_some_and(|c| c.load(Ordering::Relaxed))
                 })?;
                 self.summary.prefill = began.elapsed();
                 Ok(chosen)
@@ -203,6 +205,7 @@ impl Iterator for Generation<'_> {
         }
         let chosen = match self.step() {
             Ok(chosen) => chosen,
+            Err(Error::Engine(EngineError::Cancelled)) => return self.end(Finish::Cancelled).map(Ok),
             Err(error) => {
                 self.failed = true;
                 return Some(Err(error));

@@ -85,6 +85,11 @@ impl Session {
         Ok(self.engine.plan(n_tokens)?)
     }
 
+    /// The kernels of that plan, each with the (first) step it runs.
+    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, Error> {
+        Ok(self.engine.kernels(n_tokens)?)
+    }
+
     /// Generates text behind a prompt. What the cache already holds of the prompt is not evaluated again.
     pub fn generate(&mut self, prompt: Prompt<'_>, options: &Generate) -> Result<Generation<'_>, Error> {
         Generation::new(self, prompt, options)

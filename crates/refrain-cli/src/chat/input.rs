@@ -102,9 +102,9 @@ impl Input {
                 if read.context("cannot read standard input")? == 0 {
                     return Ok(Read::End);
                 }
-                let what = format!("standard input, from byte {n_bytes} on,");
+                let offset = *n_bytes;
                 *n_bytes += bytes.len();
-                let line = utf8(bytes, &what)?;
+                let line = utf8(bytes, "standard input", offset)?;
                 Ok(Read::Line(line.trim_end_matches(['\n', '\r']).to_owned()))
             }
         }

@@ -81,7 +81,8 @@ pub(super) fn work(shared: &Shared, worker_idx: usize) {
         if let Err(payload) = result {
             lock(&shared.panic).get_or_insert(payload);
         }
-        if shared.remaining.fetch_sub(1, Ordering::SeqCst) == 1 && shared.caller_asleep.load(Ordering::SeqCst) {
+        if shared.remaining.fetch_sub(1, Ordering::SeqCst) == 1 && shared.caller_asleep.load(Ordering::SeqCst)
+        {
             // Cloned out of the lock: the caller may be on its way to take it for the next region.
             let caller = lock(&shared.caller).clone();
             if let Some(caller) = caller {

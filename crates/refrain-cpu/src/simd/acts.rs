@@ -36,9 +36,13 @@ impl ActKind {
 pub fn act_kind(dtype: DType) -> Option<ActKind> {
     match dtype {
         DType::F32 | DType::F16 | DType::BF16 => Some(ActKind::F32),
-        DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::IQ4_NL => Some(ActKind::Q8),
-        DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K | DType::IQ4_XS => Some(ActKind::Q8K),
-        _ => None,
+        DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::IQ4_NL => {
+            Some(ActKind::Q8)
+        }
+        DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K | DType::IQ4_XS => {
+            Some(ActKind::Q8K)
+        }
+        DType::I32 | DType::U32 | DType::I64 | DType::U8 => None,
     }
 }
 

@@ -101,10 +101,21 @@ pub fn attend_block(
 ) {
     let n_q = visible.len();
     assert!(head_dim > 0 && q.len() == n_q * head_dim, "{n_q} queries of {head_dim} in {} floats", q.len());
-    assert!(state.max.len() == n_q && state.sum.len() == n_q && state.acc.len() == q.len(), "state for {n_q} queries");
+    assert!(
+        state.max.len() == n_q && state.sum.len() == n_q && state.acc.len() == q.len(),
+        "state for {n_q} queries"
+    );
     let need = if kv.n_keys == 0 { 0 } else { (kv.n_keys - 1) * kv.stride + head_dim };
-    assert!(kv.keys.len() >= need && kv.values.len() >= need, "{} keys of {head_dim} need {need} elements", kv.n_keys);
-    assert!(visible.iter().all(|v| v.end <= kv.n_keys), "a visible range leaves the block of {} keys", kv.n_keys);
+    assert!(
+        kv.keys.len() >= need && kv.values.len() >= need,
+        "{} keys of {head_dim} need {need} elements",
+        kv.n_keys
+    );
+    assert!(
+        visible.iter().all(|v| v.end <= kv.n_keys),
+        "a visible range leaves the block of {} keys",
+        kv.n_keys
+    );
     let begin = visible.iter().filter(|v| !v.is_empty()).map(|v| v.start).min();
     let end = visible.iter().map(|v| v.end).max();
     let (Some(begin), Some(end)) = (begin, end) else { return };
@@ -161,14 +172,31 @@ impl<const Q: usize> Kernel for Chunk<'_, Q> {
         if keys.is_empty() {
             return;
         }
-        for key in keys.clone() {
-            let dots = match kv.keys {
-                KvRows::F16(rows) => key_dots::<S, HalfRow, Q>(s, q, head_dim, rows.as_ptr().cast(), key * kv.stride),
-                KvRows::F32(rows) => key_dots::<S, FloatRow, Q>(s, q, head_dim, rows.as_ptr().cast(), key * kv.stride),
-            };
+        let mut partial = [[[0f32; GROUP]; GROUP]; Q];
+        for first in (chunk.start..keys.end).step_by(GROUP) {
+            let group = keys.start.max(first)..keys.end.min(first + GROUP);
+            for key in group {
+                let at = key * kv.stride;
+                match kv.keys {
+                    KvRows::F16(rows) => {
+                        let row = rows.as_ptr().wrapping_add(at).cast();
+                        key_products::<S, HalfRow, Q>(s, q, head_dim, row, key - first, &mut partial);
+                    }
+                    KvRows::F32(rows) => {
+                        let row = rows.as_ptr().wrapping_add(at).cast();
+                        key_products::<S, FloatRow, Q>(s, q, head_dim, row, key - first, &mut partial);
+                    }
+                }
+            }
             for r in 0..Q {
-                if seen(r).contains(&key) {
-                    weights[r][key - chunk.start] = score(dots[r], scores);
+                let dots = s.sum16x16(&partial[r]);
+                let weights = &mut weights[r][first - chunk.start..][..GROUP];
+                let seen = seen(r);
+                for (i, (weight, dot)) in weights.iter_mut().zip(dots).enumerate() {
+                    // What lies outside is left over from other keys, or nothing.
+                    if seen.start <= first + i && first + i < seen.end {
+                        *weight = score(dot, scores);
+                    }
                 }
             }
         }
@@ -232,6 +260,9 @@ trait Row {
     /// # Safety
     /// `LANES` elements are readable at `p`.
     unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F;
+    /// # Safety
+    /// One element is readable at `p`.
+    unsafe fn one(p: *const u8) -> f32;
 }
 
 struct HalfRow;
@@ -243,6 +274,11 @@ impl Row for HalfRow {
         // SAFETY: readable by the contract of this function.
         unsafe { s.load_f16(p) }
     }
+    #[inline(always)]
+    unsafe fn one(p: *const u8) -> f32 {
+        // SAFETY: readable by the contract of this function.
+        unsafe { p.cast::<f16>().read_unaligned() }.to_f32()
+    }
 }
 
 struct FloatRow;
@@ -253,6 +289,11 @@ impl Row for FloatRow {
     unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F {
         // SAFETY: readable by the contract of this function.
         unsafe { s.fload(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn one(p: *const u8) -> f32 {
+        // SAFETY: readable by the contract of this function.
+        unsafe { p.cast::<f32>().read_unaligned() }
     }
 }
 
@@ -276,31 +317,42 @@ fn row16<S: Simd, R: Row>(s: S, row: *const u8, at: usize, g: usize, head_dim: u
     unsafe { R::load(s, padded.as_ptr()) }
 }
 
-/// The products of one key with `Q` queries.
+/// The 16 chains of the products of one key with `Q` queries, into row `slot` of each query's part.
 #[inline(always)]
-fn key_dots<S: Simd, R: Row, const Q: usize>(
+fn key_products<S: Simd, R: Row, const Q: usize>(
     s: S,
     q: &[f32],
     head_dim: usize,
-    rows: *const u8,
-    first: usize,
-) -> [f32; Q] {
-    let row = rows.wrapping_add(R::BYTES * first);
-    let mut sums = [[s.fsplat(0.0); 4]; Q];
-    for at in (0..head_dim).step_by(GROUP) {
-        for g in 0..GROUP / S::LANES {
-            let key = row16::<S, R>(s, row, at, g, head_dim);
-            for (r, sums) in sums.iter_mut().enumerate() {
-                let q = &q[r * head_dim..][..head_dim];
-                sums[g] = s.fma(super::elementwise::load16::<S, 0>(s, q, at, g), key, sums[g]);
+    row: *const u8,
+    slot: usize,
+    partial: &mut [[[f32; GROUP]; GROUP]; Q],
+) {
+    for g in 0..GROUP / S::LANES {
+        let mut sums = [s.fsplat(0.0); Q];
+        let whole = head_dim / GROUP * GROUP;
+        for at in (0..whole).step_by(GROUP) {
+            let begin = at + g * S::LANES;
+            // SAFETY: `begin + LANES <= head_dim`, `row` is a row of that length and `q` holds `Q` of them, as
+            // `attend_block` has checked.
+            unsafe {
+                let key = R::load(s, row.add(R::BYTES * begin));
+                for (r, sum) in sums.iter_mut().enumerate() {
+                    *sum = s.fma(s.fload(q.as_ptr().add(r * head_dim + begin)), key, *sum);
+                }
             }
         }
+        if whole < head_dim {
+            let key = row16::<S, R>(s, row, whole, g, head_dim);
+            for (r, sum) in sums.iter_mut().enumerate() {
+                let q = &q[r * head_dim..][..head_dim];
+                *sum = s.fma(super::elementwise::load16::<S, 0>(s, q, whole, g), key, *sum);
+            }
+        }
+        for (partial, sum) in partial.iter_mut().zip(sums) {
+            // SAFETY: register `g` of sixteen floats.
+            unsafe { s.fstore(partial[slot].as_mut_ptr().add(g * S::LANES), sum) };
+        }
     }
-    let mut dots = [0f32; Q];
-    for (dot, sums) in dots.iter_mut().zip(sums) {
-        *dot = s.sum16(sums);
-    }
-    dots
 }
 
 /// `acc = acc * factor + Σ weight · value` over `keys`, for `Q` queries.
@@ -319,11 +371,31 @@ fn gather<S: Simd, const Q: usize>(
     match kv.values {
         KvRows::F16(rows) => {
             let rows = rows.as_ptr().cast();
-            gather_rows::<S, HalfRow, Q>(s, weights, factors, keys, chunk_start, rows, kv.stride, head_dim, acc);
+            gather_rows::<S, HalfRow, Q>(
+                s,
+                weights,
+                factors,
+                keys,
+                chunk_start,
+                rows,
+                kv.stride,
+                head_dim,
+                acc,
+            );
         }
         KvRows::F32(rows) => {
             let rows = rows.as_ptr().cast();
-            gather_rows::<S, FloatRow, Q>(s, weights, factors, keys, chunk_start, rows, kv.stride, head_dim, acc);
+            gather_rows::<S, FloatRow, Q>(
+                s,
+                weights,
+                factors,
+                keys,
+                chunk_start,
+                rows,
+                kv.stride,
+                head_dim,
+                acc,
+            );
         }
     }
 }
@@ -341,33 +413,46 @@ fn gather_rows<S: Simd, R: Row, const Q: usize>(
     head_dim: usize,
     acc: &mut [f32],
 ) {
-    for at in (0..head_dim).step_by(GROUP) {
-        for g in 0..GROUP / S::LANES {
-            let begin = at + g * S::LANES;
-            if begin >= head_dim {
-                break;
-            }
-            let mut sums = [s.fsplat(0.0); Q];
-            for r in 0..Q {
-                let acc = &acc[r * head_dim..][..head_dim];
-                sums[r] = s.fmul(super::elementwise::load16::<S, 0>(s, acc, at, g), s.fsplat(factors[r]));
-            }
-            for key in keys.clone() {
-                let value = row16::<S, R>(s, rows.wrapping_add(R::BYTES * key * stride), at, g, head_dim);
-                for r in 0..Q {
-                    sums[r] = s.fma(s.fsplat(weights[r][key - chunk_start]), value, sums[r]);
+    // Four registers of every query at a time: as many chains as there are registers for.
+    const WIDTH: usize = 4;
+    for begin in (0..head_dim).step_by(WIDTH * S::LANES) {
+        if begin + WIDTH * S::LANES <= head_dim {
+            let mut sums = [[s.fsplat(0.0); Q]; WIDTH];
+            // SAFETY: `begin + WIDTH * LANES` is within the rows of the cache and of `acc`, whose sizes `attend_block`
+            // has checked.
+            unsafe {
+                let acc = acc.as_mut_ptr().add(begin);
+                for (i, sums) in sums.iter_mut().enumerate() {
+                    for (r, sum) in sums.iter_mut().enumerate() {
+                        *sum = s.fmul(s.fload(acc.add(r * head_dim + i * S::LANES)), s.fsplat(factors[r]));
+                    }
+                }
+                for key in keys.clone() {
+                    let row = rows.add(R::BYTES * (key * stride + begin));
+                    for (i, sums) in sums.iter_mut().enumerate() {
+                        let value = R::load(s, row.add(R::BYTES * i * S::LANES));
+                        for (r, sum) in sums.iter_mut().enumerate() {
+                            *sum = s.fma(s.fsplat(weights[r][key - chunk_start]), value, *sum);
+                        }
+                    }
+                }
+                for (i, sums) in sums.iter().enumerate() {
+                    for (r, &sum) in sums.iter().enumerate() {
+                        s.fstore(acc.add(r * head_dim + i * S::LANES), sum);
+                    }
                 }
             }
-            for r in 0..Q {
-                let acc = &mut acc[r * head_dim + begin..(r + 1) * head_dim];
-                if acc.len() >= S::LANES {
-                    // SAFETY: LANES floats are left in the row.
-                    unsafe { s.fstore(acc.as_mut_ptr(), sums[r]) };
-                } else {
-                    let mut lanes = [0f32; GROUP];
-                    // SAFETY: a register is at most 16 floats.
-                    unsafe { s.fstore(lanes.as_mut_ptr(), sums[r]) };
-                    acc.copy_from_slice(&lanes[..acc.len()]);
+        } else {
+            // The end of an odd head, one element after the other; the same operations in the same order.
+            for d in begin..head_dim {
+                for r in 0..Q {
+                    let mut sum = acc[r * head_dim + d] * factors[r];
+                    for key in keys.clone() {
+                        // SAFETY: an element of a row of the cache, whose size `attend_block` has checked.
+                        let value = unsafe { R::one(rows.add(R::BYTES * (key * stride + d))) };
+                        sum = weights[r][key - chunk_start].mul_add(value, sum);
+                    }
+                    acc[r * head_dim + d] = sum;
                 }
             }
         }

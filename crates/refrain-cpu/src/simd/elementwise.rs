@@ -352,7 +352,12 @@ fn rotate(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
 /// If `cos` and `sin` differ in length or are longer than half of `x`.
 pub fn rope_neox(level: Level, x: &mut [f32], cos: &[f32], sin: &[f32]) {
     let n = cos.len();
-    assert!(sin.len() == n && 2 * n <= x.len(), "{n} cosines and {} sines for {} elements", sin.len(), x.len());
+    assert!(
+        sin.len() == n && 2 * n <= x.len(),
+        "{n} cosines and {} sines for {} elements",
+        sin.len(),
+        x.len()
+    );
     let (low, rest) = x.split_at_mut(n);
     level.dispatch(RopeHalves { low, high: &mut rest[..n], cos, sin });
 }
@@ -364,7 +369,12 @@ pub fn rope_neox(level: Level, x: &mut [f32], cos: &[f32], sin: &[f32]) {
 /// If `cos` and `sin` differ in length or are longer than half of `x`.
 pub fn rope_interleaved(_: Level, x: &mut [f32], cos: &[f32], sin: &[f32]) {
     let n = cos.len();
-    assert!(sin.len() == n && 2 * n <= x.len(), "{n} cosines and {} sines for {} elements", sin.len(), x.len());
+    assert!(
+        sin.len() == n && 2 * n <= x.len(),
+        "{n} cosines and {} sines for {} elements",
+        sin.len(),
+        x.len()
+    );
     for ((pair, &cos), &sin) in x.chunks_exact_mut(2).zip(cos).zip(sin) {
         (pair[0], pair[1]) = rotate(pair[0], pair[1], cos, sin);
     }

@@ -95,10 +95,10 @@ impl Level {
     /// Runs a kernel compiled for this level.
     #[inline]
     pub(crate) fn dispatch<K: Kernel>(self, kernel: K) -> K::Out {
-        #[cfg(target_arch = "x86_64")]
-        use super::lanes::x86;
         #[cfg(target_arch = "aarch64")]
         use super::lanes::neon;
+        #[cfg(target_arch = "x86_64")]
+        use super::lanes::x86;
         match self.0 {
             Kind::Portable => kernel.run(Portable),
             // SAFETY: this `Level` exists only because `available` saw every feature that the called

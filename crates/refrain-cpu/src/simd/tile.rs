@@ -59,13 +59,11 @@ impl TileSpec {
             // The scales of the parts, then for each half the low nibbles and the high bits.
             DType::Q6_K => (Some(208), 0, &[(48, 4), (0, 16), (32, 8), (16, 16), (40, 8)], Fixup::None),
             DType::IQ4_XS => (None, 0, &[(0, 34)], Fixup::None),
-            _ => return None,
+            DType::I32 | DType::U32 | DType::I64 | DType::U8 => return None,
         };
         // Floats are taken four at a time: whole words for every float type, and few tails.
-        let (block_len, block_bytes) = match dtype {
-            DType::F32 | DType::F16 | DType::BF16 => (4, 4 * dtype.block_bytes()),
-            _ => (dtype.block_len(), dtype.block_bytes()),
-        };
+        let n_together = if dtype.is_float() { 4 } else { 1 };
+        let (block_len, block_bytes) = (n_together * dtype.block_len(), n_together * dtype.block_bytes());
         Some(TileSpec { block_len, block_bytes, half_at, words_at, runs, fixup })
     }
 
@@ -91,7 +89,12 @@ impl<'a> MakeTiles<'a> {
     /// # Safety
     /// `n_blocks` blocks are readable at each of `rows` and as many tiles are writable at `dst` until the kernel has
     /// run.
-    pub(crate) unsafe fn new(spec: TileSpec, rows: &'a [*const u8; 16], n_blocks: usize, dst: *mut u8) -> Self {
+    pub(crate) unsafe fn new(
+        spec: TileSpec,
+        rows: &'a [*const u8; 16],
+        n_blocks: usize,
+        dst: *mut u8,
+    ) -> Self {
         MakeTiles { spec, rows, n_blocks, dst }
     }
 }

@@ -147,7 +147,13 @@ impl<'a> WeightMatrix<'a> {
     ///
     /// # Panics
     /// If the matrix is packed, or a row or block does not exist.
-    pub(super) unsafe fn make_tiles(&self, level: Level, first_row: usize, blocks: Range<usize>, dst: *mut u8) {
+    pub(super) unsafe fn make_tiles(
+        &self,
+        level: Level,
+        first_row: usize,
+        blocks: Range<usize>,
+        dst: *mut u8,
+    ) {
         let Source::File { bytes, row_bytes } = self.source else {
             panic!("the weights are in tiles already");
         };
@@ -244,7 +250,13 @@ impl Packed {
     pub fn unpack_row(&self, row: usize, dst: &mut [u8]) {
         let w = self.matrix();
         assert!(row < self.n_rows, "row {row} of {}", self.n_rows);
-        assert_eq!(Some(dst.len()), self.dtype.bytes_for(self.k), "a row of {} {} elements", self.k, self.dtype);
+        assert_eq!(
+            Some(dst.len()),
+            self.dtype.bytes_for(self.k),
+            "a row of {} {} elements",
+            self.k,
+            self.dtype
+        );
         let Source::Tiles { bytes } = w.source else { unreachable!("a packed matrix is in tiles") };
         let tile_bytes = w.spec.tile_bytes();
         let group = &bytes[row / TILE_ROWS * w.n_blocks() * tile_bytes..];

@@ -2,7 +2,9 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use half::f16;
-use refrain_cpu::simd::{ActKind, Acts, Level, OutTile, WeightMatrix, act_bytes, act_kind, matmul, quantize_row};
+use refrain_cpu::simd::{
+    ActKind, Acts, Level, OutTile, WeightMatrix, act_bytes, act_kind, matmul, quantize_row,
+};
 use refrain_tensor::DType;
 use refrain_tensor::quant::dequantize;
 
@@ -58,7 +60,12 @@ fn halves(dtype: DType) -> &'static [usize] {
 }
 
 /// `n` elements whose bits are random where they may be, and whose scales come from `scale`.
-pub(crate) fn weights_with(dtype: DType, n: usize, random: &mut Random, mut scale: impl FnMut(&mut Random) -> f32) -> Vec<u8> {
+pub(crate) fn weights_with(
+    dtype: DType,
+    n: usize,
+    random: &mut Random,
+    mut scale: impl FnMut(&mut Random) -> f32,
+) -> Vec<u8> {
     let n_bytes = dtype.bytes_for(n).unwrap();
     match dtype {
         DType::F32 => (0..n).flat_map(|_| scale(random).to_le_bytes()).collect(),

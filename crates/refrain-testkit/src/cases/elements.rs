@@ -137,6 +137,8 @@ fn binary(f: Binary, dtype: DType) -> Vec<Case> {
         case("odd", vec![arg(&[7, 129]), arg(&[7, 129])]),
         case("row on rows", vec![arg(&[5, 33]), arg(&[33])]),
         case("column on columns", vec![arg(&[5, 1]), arg(&[5, 33])]),
+        case("column on a square", vec![arg(&[4, 4]), arg(&[4, 1])]),
+        case("column on squares", vec![arg(&[2, 4, 4]), arg(&[4, 1])]),
         case("both broadcast", vec![arg(&[3, 1, 4]), arg(&[1, 5, 1])]),
         case("scalar on the left", vec![arg(&[]), arg(&[3, 3])]),
         case("transposed on the right", vec![arg(&[4, 9]), arg(&[9, 4]).view(View::Permute(vec![1, 0]))]),

@@ -119,6 +119,21 @@ pub(crate) trait Simd: Copy {
         }
         lanes[0]
     }
+    /// The sum of each of 16 rows, as [`Simd::sum16`] adds it.
+    #[inline(always)]
+    fn sum16x16(self, rows: &[[f32; 16]; 16]) -> [f32; 16] {
+        let mut sums = [0f32; 16];
+        for (sum, row) in sums.iter_mut().zip(rows) {
+            let mut lanes = *row;
+            for half in [8, 4, 2, 1] {
+                for i in 0..half {
+                    lanes[i] += lanes[i + half];
+                }
+            }
+            *sum = lanes[0];
+        }
+        sums
+    }
     /// Asks for the cache line at `p`; any address will do.
     fn prefetch(self, p: *const u8);
 

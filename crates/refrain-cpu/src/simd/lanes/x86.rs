@@ -113,6 +113,27 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         fn fmin(a: __m512, b: __m512) -> __m512 { _mm512_min_ps(a, b) }
         fn fma(a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
         fn prefetch(p: *const u8) -> () { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        fn sum16x16(rows: &[[f32; 16]; 16]) -> [f32; 16] {
+            // Each step adds the halves of what is left of two rows, side by side in one register; taking rows 0, 4, 8,
+            // 12 together and then 1, 5, 9, 13 and so on leaves the sums in order.
+            let mut fours = [_mm512_setzero_ps(); 4];
+            for (i, four) in fours.iter_mut().enumerate() {
+                let a = _mm512_loadu_ps(rows[i].as_ptr());
+                let b = _mm512_loadu_ps(rows[i + 4].as_ptr());
+                let c = _mm512_loadu_ps(rows[i + 8].as_ptr());
+                let d = _mm512_loadu_ps(rows[i + 12].as_ptr());
+                let ab = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
+                let cd = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(c, d), _mm512_shuffle_f32x4::<0xee>(c, d));
+                *four = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ab, cd), _mm512_shuffle_f32x4::<0xdd>(ab, cd));
+            }
+            let [a, b, c, d] = fours;
+            let ab = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(a, b), _mm512_shuffle_ps::<0xee>(a, b));
+            let cd = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(c, d), _mm512_shuffle_ps::<0xee>(c, d));
+            let sums = _mm512_add_ps(_mm512_shuffle_ps::<0x88>(ab, cd), _mm512_shuffle_ps::<0xdd>(ab, cd));
+            let mut out = [0f32; 16];
+            _mm512_storeu_ps(out.as_mut_ptr(), sums);
+            out
+        }
     }
 
     #[inline(always)]

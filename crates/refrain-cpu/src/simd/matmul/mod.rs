@@ -41,7 +41,8 @@ pub struct Acts<'a> {
 impl<'a> Acts<'a> {
     /// Rows of [`act_bytes`] bytes each, one after the other.
     pub fn new(kind: ActKind, m: usize, k: usize, bytes: &'a [u8]) -> Result<Acts<'a>, ActError> {
-        let row_bytes = act_bytes(kind, k).ok_or(ActError::NotWholeBlocks { k, block_len: kind.block_len() })?;
+        let row_bytes =
+            act_bytes(kind, k).ok_or(ActError::NotWholeBlocks { k, block_len: kind.block_len() })?;
         let need = m.saturating_mul(row_bytes);
         if bytes.len() != need {
             return Err(ActError::BufferSize { need, got: bytes.len() });
@@ -239,7 +240,9 @@ fn tile_sums<const M: usize>(level: Level, dtype: DType, args: TileArgs<M>) {
         DType::Q5_K => level.dispatch(TileQ8K::<Q5K, M>::new(args)),
         DType::Q6_K => level.dispatch(TileQ8K::<Q6K, M>::new(args)),
         DType::IQ4_XS => level.dispatch(TileQ8K::<Iq4Xs, M>::new(args)),
-        other => unreachable!("`WeightMatrix::new` refused {other}"),
+        DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
+            unreachable!("`WeightMatrix::new` refused {dtype}")
+        }
     }
 }
 

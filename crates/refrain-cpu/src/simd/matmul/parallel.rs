@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{Acts, OutTile, ROW_ALIGN, matmul};
 use crate::pool::{Pool, chunk_range};
+use crate::simd::Level;
 use crate::simd::acts::{ActError, ActKind, act_bytes, quantize_row};
 use crate::simd::weights::WeightMatrix;
-use crate::simd::Level;
 
 /// One product: `out[m, n_rows] = x · wᵀ`, row-major.
 pub struct Product<'a> {

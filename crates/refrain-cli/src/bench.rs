@@ -1,0 +1,143 @@
+//! `refrain bench`: prefill and decode speed, beside what memory allows.
+
+use crate::bars::Delayed;
+use crate::cli::Context;
+use crate::fail::Hinted;
+use crate::opts::DeviceOpts;
+use crate::out::{Out, short_count, short_rate, talk};
+use crate::resolve;
+use refrain::{BenchOptions, BenchReport, BenchTarget, NamedShape, QuantMix, SHAPES, Samples, bench};
+use serde_json::json;
+use std::num::NonZeroUsize;
+
+/// Measure how fast a model reads a prompt and writes
+///
+/// Takes a model, or the shape of a well-known one with random weights: no download. Decoding reads every weight once
+/// per token, so its speed is shown beside the read bandwidth measured on this machine in the same run.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  refrain bench smollm2
+  refrain bench --shape llama-3.2-1b --quant Q4_K_M -n 32
+  refrain bench ./model.gguf -p 128 -n 64 -r 3 --json
+  refrain bench smollm2 -p 0 --depth 2048              decoding with 2,048 tokens in the context")]
+pub(crate) struct Args {
+    /// A path, a short name such as smollm2, or owner/repo[:QUANT]
+    #[arg(value_name = "MODEL", required_unless_present = "shape", conflicts_with = "shape")]
+    model: Option<String>,
+    /// Random weights of a well-known shape, such as llama-3.2-1b
+    #[arg(long, value_name = "NAME")]
+    shape: Option<String>,
+    /// How the random weights are stored: BF16, Q8_0, Q4_K_M, ...
+    #[arg(long, value_name = "TYPE", default_value = "Q4_K_M", conflicts_with = "model")]
+    quant: String,
+    /// Tokens of the prompt; 0 leaves prefill out
+    #[arg(short = 'p', long, value_name = "N", default_value_t = 512)]
+    prompt_tokens: usize,
+    /// Tokens to decode; 0 leaves decoding out
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 128)]
+    max_tokens: usize,
+    /// Tokens in the context before decoding begins
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    depth: usize,
+    /// How often each is measured
+    #[arg(short, long, value_name = "N", default_value = "5")]
+    repeats: NonZeroUsize,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    device: DeviceOpts,
+}
+
+pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+    let options = BenchOptions {
+        session: args.device.session(None)?,
+        n_prompt: args.prompt_tokens,
+        n_decode: args.max_tokens,
+        depth: args.depth,
+        repeats: args.repeats.get(),
+    };
+    let spinner = Delayed::spinner("measuring");
+    let progress = |what: &str| spinner.say(what.to_owned());
+    let report = match &args.shape {
+        Some(name) => {
+            let (shape, mix) = (find_shape(name)?, find_mix(&args.quant)?);
+            bench(&BenchTarget::Shape(shape, mix), &options, progress)?
+        }
+        None => {
+            let model = resolve::find(args.model.as_deref(), context)?.open()?;
+            bench(&BenchTarget::Model(&model), &options, progress)?
+        }
+    };
+    drop(spinner);
+    let mut out = Out::new();
+    if args.json {
+        return out.json(&to_json(&report, args));
+    }
+    print(&mut out, &report, args)?;
+    if context.verbose {
+        for (layout, bytes) in &report.layouts {
+            talk!("{layout}: {:.1} MiB of weights", *bytes as f64 / (1 << 20) as f64);
+        }
+    }
+    Ok(())
+}
+
+fn find_shape(name: &str) -> anyhow::Result<&'static NamedShape> {
+    let known = || SHAPES.map(|s| s.name).join(", ");
+    NamedShape::find(name)
+        .ok_or_else(|| Hinted::new(format!("there is no shape {name:?}"), format!("known are {}", known())).into())
+}
+
+fn find_mix(name: &str) -> anyhow::Result<QuantMix> {
+    QuantMix::from_name(name).ok_or_else(|| {
+        let hint = "known are Q4_K_M and the types of GGUF files: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q6_K, ...";
+        Hinted::new(format!("there is no weight type {name:?}"), hint).into()
+    })
+}
+
+fn print(out: &mut Out, report: &BenchReport, args: &Args) -> anyhow::Result<()> {
+    let gib = report.weight_bytes as f64 / (1u64 << 30) as f64;
+    let parameters = short_count(report.n_parameters as u64);
+    out.line(format_args!("{}: {parameters} parameters, {gib:.2} GiB, on {}", report.name, report.backend))?;
+    out.line(format_args!("ready in {:.2} s", report.load_seconds))?;
+    if !report.prefill.0.is_empty() {
+        out.line(format_args!("prefill  {:>6} tokens  {}", args.prompt_tokens, spread(&report.prefill)))?;
+    }
+    if !report.decode.0.is_empty() {
+        out.line(format_args!("decode   {:>6} tokens  {}", args.max_tokens, spread(&report.decode)))?;
+        let (per_token, rate) = (report.bytes_per_token as f64 / 1e9, report.decode_bandwidth() / 1e9);
+        let share = report.read_bandwidth.map_or_else(String::new, |best| {
+            format!(", {:.0} % of the {:.1} GB/s that this machine reads", 100e9 * rate / best, best / 1e9)
+        });
+        out.line(format_args!("         {per_token:.3} GB a token, {rate:.1} GB/s{share}"))?;
+        out.line(format_args!("         {}", report.decode_steps))?;
+    }
+    Ok(())
+}
+
+fn spread(samples: &Samples) -> String {
+    let (low, high) = samples.range();
+    format!("{:>8} tok/s  ({} to {})", short_rate(samples.median()), short_rate(low), short_rate(high))
+}
+
+fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
+    let samples = |s: &Samples| json!({ "median": s.median(), "samples": s.0 });
+    json!({
+        "model": report.name,
+        "backend": report.backend,
+        "parameters": report.n_parameters,
+        "weight_bytes": report.weight_bytes,
+        "prompt_tokens": args.prompt_tokens,
+        "decode_tokens": args.max_tokens,
+        "depth": args.depth,
+        "prefill_tokens_per_second": samples(&report.prefill),
+        "decode_tokens_per_second": samples(&report.decode),
+        "bytes_per_token": report.bytes_per_token,
+        "decode_bytes_per_second": report.decode_bandwidth(),
+        "read_bytes_per_second": report.read_bandwidth,
+        "load_seconds": report.load_seconds,
+        "decode_steps": report.decode_steps,
+    })
+}

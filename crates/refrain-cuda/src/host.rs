@@ -1,0 +1,94 @@
+//! Host steps between segments, and operands as the host sees them.
+
+use refrain_driver::{Buf, Stream};
+use refrain_graph::{HostBuf, Op, Operand, Place, Plan, Step};
+
+use crate::error::CudaError;
+use crate::resident::{HostModel, Resident};
+
+/// Runs one host step: what it reads comes over, what it makes goes to the place where the next segment reads it.
+pub(crate) fn run(
+    step: &Step,
+    plan: &Plan,
+    resident: &mut Resident,
+    model: &HostModel,
+    stream: &mut Stream,
+    control: &[u8],
+) -> Result<(), CudaError> {
+    let Op::HostCall(call) = &step.op else { return Ok(()) };
+    let mut inputs = Vec::with_capacity(step.inputs.len());
+    for operand in &step.inputs {
+        inputs.push(dense_bytes(step, plan, resident, model, stream, control, operand)?);
+    }
+    let ins: Vec<HostBuf<'_>> =
+        step.inputs.iter().zip(&inputs).map(|(operand, bytes)| HostBuf { ty: operand.ty(), bytes }).collect();
+    let mut outputs: Vec<Vec<u8>> = step.outputs.iter().map(|o| vec![0; plan.buffer(o.buffer).bytes]).collect();
+    let mut outs: Vec<&mut [u8]> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
+    let failed = |because: String| CudaError::Host { label: step.label.clone(), because };
+    call.function.call(&ins, &mut outs).map_err(|e| failed(e.to_string()))?;
+    for (operand, bytes) in step.outputs.iter().zip(&outputs) {
+        let sent = resident
+            .buffer(plan, operand.buffer)
+            .and_then(|buf| stream.upload(&mut resident.lease, buf, bytes));
+        sent.map_err(CudaError::driver(&step.label))?;
+    }
+    Ok(())
+}
+
+/// The bytes of a dense operand on the device.
+pub(crate) fn dense_place(plan: &Plan, resident: &Resident, operand: &Operand) -> Result<Buf, CudaError> {
+    let unfit = || CudaError::Mismatch {
+        what: "outputs",
+        because: format!("{} is laid out in strides of {:?}", operand.ty(), operand.layout.strides()),
+    };
+    let dtype = resident.dtype(plan, operand);
+    let whole = resident.buffer(plan, operand.buffer).map_err(CudaError::driver("finding a buffer"))?;
+    let start = dtype.bytes_for(operand.layout.offset()).filter(|_| operand.layout.is_contiguous());
+    let len = dtype.bytes_for(operand.layout.shape().n_elements());
+    let (start, len) = start.zip(len).ok_or_else(unfit)?;
+    whole.slice(start as u64, len as u64).map_err(CudaError::driver("finding a buffer"))
+}
+
+/// An operand's elements in order, whatever its layout.
+fn dense_bytes(
+    step: &Step,
+    plan: &Plan,
+    resident: &Resident,
+    model: &HostModel,
+    stream: &mut Stream,
+    control: &[u8],
+    operand: &Operand,
+) -> Result<Vec<u8>, CudaError> {
+    let buffer = plan.buffer(operand.buffer);
+    let fetched;
+    let bytes: &[u8] = match buffer.place {
+        Place::Control { offset, .. } => control.get(offset..offset + buffer.bytes).unwrap_or_default(),
+        // As in the file: weights never change, and a table may be too large for the device.
+        Place::Weight(id) => model.tensors.get(id.idx()).map_or(&[], |t| t.bytes().as_slice()),
+        Place::Arena { .. } | Place::State(_) => {
+            let mut copy = vec![0; buffer.bytes];
+            let read = resident
+                .buffer(plan, operand.buffer)
+                .and_then(|buf| stream.download(&resident.lease, buf, &mut copy));
+            read.map_err(CudaError::driver(&step.label))?;
+            fetched = copy;
+            &fetched
+        }
+    };
+    let (layout, dtype) = (&operand.layout, operand.dtype);
+    let unfit = || CudaError::Host {
+        label: step.label.clone(),
+        because: format!("an input {} reaches over the end of its {} bytes", operand.ty(), bytes.len()),
+    };
+    if layout.is_contiguous() {
+        let (start, len) = (dtype.bytes_for(layout.offset()), dtype.bytes_for(layout.shape().n_elements()));
+        let (start, len) = start.zip(len).ok_or_else(unfit)?;
+        return bytes.get(start..start + len).map(<[u8]>::to_vec).ok_or_else(unfit);
+    }
+    let size = dtype.block_bytes();
+    let mut out = Vec::with_capacity(layout.shape().n_elements() * size);
+    for idx in layout.indices() {
+        out.extend_from_slice(bytes.get(idx * size..(idx + 1) * size).ok_or_else(unfit)?);
+    }
+    Ok(out)
+}

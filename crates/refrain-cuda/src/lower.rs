@@ -1,0 +1,368 @@
+//! Steps of a plan into launches.
+
+use refrain_driver::{Buf, Launch};
+use refrain_graph::{Op, Operand, Place, Plan, Query, Step, Support, TensorType};
+use refrain_kernels::{
+    AddRmsNormArgs, AttentionArgs, BinaryArgs, CastArgs, CopyArgs, GateArgs, GatherRowsArgs, KernelError, Kernels,
+    KvAppendArgs, LINEAR_DTYPES, LinearArgs, ReduceArgs, RmsNormArgs, RopeArgs, SampleArgs, SoftmaxArgs, UnaryArgs,
+    View, attention_scratch_bytes, attention_splits, sample_scratch_bytes,
+};
+use refrain_tensor::DType;
+
+use crate::error::CudaError;
+use crate::resident::Resident;
+use crate::warm::WarmPlan;
+
+/// Whether there is a kernel for an op with these dtypes. Layouts are looked at when the plan is lowered.
+pub(crate) fn supports(query: &Query<'_>) -> Support {
+    match unsupported(query) {
+        None => Support::Yes,
+        Some(because) => {
+            let list = |types: &[TensorType]| types.iter().map(TensorType::to_string).collect::<Vec<_>>().join(", ");
+            let [ins, outs] = [list(query.inputs), list(query.outputs)];
+            Support::No(format!("{} x {ins} -> {outs}: {because}", query.op.name()))
+        }
+    }
+}
+
+fn unsupported(query: &Query<'_>) -> Option<&'static str> {
+    let (ins, outs) = (query.inputs, query.outputs);
+    // Vectors among the weights become F32 when they are loaded, but a vector may be something else as well.
+    let is = |i: usize, dtype: DType| ins[i].dtype == dtype || (dtype == DType::F32 && is_float_vector(&ins[i]));
+    let no = |bad: bool, because| bad.then_some(because);
+    match query.op {
+        Op::View(_) | Op::HostCall(_) => None,
+        Op::Copy => no(!matches!(ins[0].dtype.block_bytes(), 1 | 2 | 4) || ins[0].dtype.is_quantized(), "copies are of elements of 1, 2 or 4 bytes"),
+        Op::Cast(to) => no(!ins[0].dtype.is_float() || !to.is_float(), "casts are between float types"),
+        Op::Unary(_) | Op::Reduce(_) | Op::Softmax => no(!is(0, DType::F32) || outs[0].dtype != DType::F32, "activations are F32"),
+        Op::Binary(_) | Op::Gate(_) => {
+            no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
+        }
+        Op::MatMul => no(ins[0].dtype != DType::F32 || outs[0].dtype != DType::F32, "activations are F32")
+            .or(no(!LINEAR_DTYPES.contains(&ins[1].dtype), "no kernel multiplies with this dtype"))
+            .or(no(ins[1].shape.rank() != 2, "the second factor is one matrix")),
+        Op::GatherRows(to) => no(*to != DType::F32, "rows come out in F32")
+            .or(no(!LINEAR_DTYPES.contains(&ins[0].dtype), "no kernel reads this dtype"))
+            .or(no(ins[1].dtype != DType::I32, "ids are I32")),
+        Op::RmsNorm { .. } => no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32"),
+        Op::AddRmsNorm { .. } => no(
+            !is(0, DType::F32) || !is(1, DType::F32) || !is(2, DType::F32) || outs[0].dtype != DType::F32,
+            "activations are F32",
+        ),
+        Op::Rope(_) => no(ins[0].dtype != DType::F32 || !is(2, DType::F32), "activations are F32")
+            .or(no(ins[1].dtype != DType::I32, "positions are I32")),
+        Op::KvAppend => no(!ins[0].dtype.is_float(), "the cache is F16, BF16 or F32")
+            .or(no(ins[1].dtype != DType::F32, "activations are F32")),
+        Op::Attention(_) => no(ins[0].dtype != DType::F32, "activations are F32")
+            .or(no(!ins[1].dtype.is_float() || ins[1].dtype != ins[2].dtype, "both caches are F16, BF16 or F32"))
+            .or(no(
+                !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 256,
+                "heads have an even number of elements, at most 256",
+            )),
+        Op::Sample => no(ins[0].dtype != DType::F32, "logits are F32")
+            .or(no(ins[0].shape.dim_back(0) > 1 << 20, "at most 2^20 tokens")),
+    }
+}
+
+fn is_float_vector(ty: &TensorType) -> bool {
+    ty.shape.rank() < 2 && ty.dtype.is_float()
+}
+
+/// Splits of an attention step: fixed when the plan is built, whatever the lengths will be.
+fn splits(step: &Step, n_sms: u32) -> usize {
+    let (q, cache, tables) = (step.inputs[0].layout.shape(), step.inputs[1].layout.shape(), step.inputs[5].layout.shape());
+    let context = tables.dims()[1] * cache.dims()[2];
+    attention_splits(q.dims()[0], cache.dims()[1], context, n_sms)
+}
+
+/// Scratch that the kernels of a plan need; steps use the same bytes one after the other.
+pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32) -> u64 {
+    let of = |step: &Step| {
+        let q = step.inputs.first().map(|i| i.layout.shape());
+        match (&step.op, q) {
+            (Op::Attention(_), Some(q)) => {
+                attention_scratch_bytes(q.dims()[0], q.dims()[1], q.dims()[2], splits(step, n_sms))
+            }
+            (Op::Sample, Some(logits)) => sample_scratch_bytes(logits.dims()[0], logits.dims()[1]),
+            _ => 0,
+        }
+    };
+    plan.steps().iter().map(of).max().unwrap_or(0)
+}
+
+/// Turns steps of one plan into launches over one memory.
+pub(crate) struct Lowering<'a> {
+    pub(crate) kernels: &'a Kernels,
+    pub(crate) plan: &'a Plan,
+    pub(crate) resident: &'a Resident,
+    pub(crate) n_sms: u32,
+}
+
+impl Lowering<'_> {
+    /// Adds a step's launches, and the names of what it writes.
+    pub(crate) fn push(&self, step: &Step, warm: &mut WarmPlan) -> Result<(), CudaError> {
+        if step.outputs.iter().all(|o| o.layout.shape().n_elements() == 0) {
+            return Ok(());
+        }
+        let mut launches = Vec::new();
+        self.step(step, &mut launches).map_err(|e| self.refuse(step, e))?;
+        launches.into_iter().for_each(|launch| warm.push(launch));
+        for operand in &step.outputs {
+            let buf = match self.plan.buffer(operand.buffer).place {
+                Place::State(s) => self.resident.state_buf(s.idx()),
+                Place::Arena { .. } | Place::Control { .. } | Place::Weight(_) => {
+                    self.resident.buffer(self.plan, operand.buffer)
+                }
+            };
+            let size = operand.dtype.block_bytes() as u64;
+            warm.name_buffer(buf.map_err(CudaError::driver(&step.label))?, &step.label, size);
+        }
+        Ok(())
+    }
+
+    fn refuse(&self, step: &Step, error: KernelError) -> CudaError {
+        if let KernelError::Driver(source) = error {
+            return CudaError::Driver { step: step.label.clone(), source };
+        }
+        CudaError::NoKernel { op: step.op.name(), label: step.label.clone(), because: error.to_string() }
+    }
+
+    fn view(&self, operand: &Operand) -> Result<View, KernelError> {
+        let buf = self.resident.buffer(self.plan, operand.buffer)?;
+        Ok(View { buf, dtype: self.resident.dtype(self.plan, operand), layout: operand.layout })
+    }
+
+    /// The bytes of a dense operand.
+    fn dense(&self, step: &Step, operand: &Operand) -> Result<Buf, KernelError> {
+        let view = self.view(operand)?;
+        let strided = || KernelError::Unsupported {
+            op: step.op.name(),
+            dtype: view.dtype,
+            shape: view.layout.shape().to_string(),
+            because: format!("it is laid out in strides of {:?}; copy it first", view.layout.strides()),
+        };
+        if !view.layout.is_contiguous() {
+            return Err(strided());
+        }
+        let start = view.dtype.bytes_for(view.layout.offset()).ok_or_else(strided)?;
+        let len = view.dtype.bytes_for(view.layout.shape().n_elements()).ok_or_else(strided)?;
+        Ok(view.buf.slice(start as u64, len as u64)?)
+    }
+
+    fn step(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        let (k, label) = (self.kernels, step.label.as_str());
+        let view = |i: usize| self.view(&step.inputs[i]);
+        let dense = |i: usize| self.dense(step, &step.inputs[i]);
+        let out = |i: usize| self.dense(step, &step.outputs[i]);
+        match &step.op {
+            Op::View(_) | Op::HostCall(_) => {}
+            Op::Copy => launches.push(k.copy(&CopyArgs { x: view(0)?, y: out(0)?, step: label })?),
+            Op::Cast(to) => launches.push(k.cast(&CastArgs { x: view(0)?, y: out(0)?, to: *to, step: label })?),
+            Op::Unary(f) => launches.push(k.unary(&UnaryArgs { f: *f, x: view(0)?, y: out(0)?, step: label })?),
+            Op::Binary(f) => launches.push(k.binary(&BinaryArgs {
+                f: *f,
+                a: view(0)?,
+                b: view(1)?,
+                y: out(0)?,
+                shape: step.outputs[0].layout.shape(),
+                step: label,
+            })?),
+            Op::Reduce(kind) => {
+                let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
+                launches.push(k.reduce(&ReduceArgs { kind: *kind, x, y: out(0)?, n_rows, n_cols, step: label })?);
+            }
+            Op::Softmax => {
+                let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
+                launches.push(k.softmax(&SoftmaxArgs { x, y: out(0)?, n_rows, n_cols, step: label })?);
+            }
+            Op::MatMul => launches.push(self.matmul(step)?),
+            Op::GatherRows(_) => {
+                let table = step.inputs[0].layout.shape();
+                launches.push(k.gather_rows(&GatherRowsArgs {
+                    table: dense(0)?,
+                    dtype: self.resident.dtype(self.plan, &step.inputs[0]),
+                    ids: dense(1)?,
+                    y: out(0)?,
+                    n_rows: table.dims()[0],
+                    d: table.dims()[1],
+                    n_ids: step.inputs[1].layout.shape().n_elements(),
+                    step: label,
+                })?);
+            }
+            Op::RmsNorm { eps } => {
+                let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
+                let (w, y, eps) = (self.vector(step, 1)?, out(0)?, *eps);
+                launches.push(k.rms_norm(&RmsNormArgs { x, w, y, n_rows, n_cols, eps, step: label })?);
+            }
+            Op::AddRmsNorm { eps } => {
+                let [n_rows, n_cols] = self.rows(&step.outputs[0]);
+                let (w, eps) = (self.vector(step, 2)?, *eps);
+                let (a, b, sum, y) = (view(0)?, view(1)?, out(0)?, out(1)?);
+                launches.push(k.add_rms_norm(&AddRmsNormArgs { a, b, w, sum, y, n_rows, n_cols, eps, step: label })?);
+            }
+            Op::Gate(kind) => {
+                let [n_rows, n_cols] = self.rows(&step.outputs[0]);
+                let (gate, up, y) = (view(0)?, view(1)?, out(0)?);
+                launches.push(k.gate(&GateArgs { kind: *kind, gate, up, y, n_rows, n_cols, step: label })?);
+            }
+            Op::Rope(rope) => {
+                let shape = step.inputs[0].layout.shape();
+                launches.push(k.rope(&RopeArgs {
+                    rope: *rope,
+                    x: view(0)?,
+                    positions: dense(1)?,
+                    inv_freq: self.vector(step, 2)?,
+                    y: out(0)?,
+                    n: shape.dims()[0],
+                    n_heads: shape.dims()[1],
+                    head_dim: shape.dims()[2],
+                    step: label,
+                })?);
+            }
+            Op::KvAppend => launches.push(self.kv_append(step)?),
+            Op::Attention(_) => self.attention(step, launches)?,
+            Op::Sample => self.sample(step, launches)?,
+        }
+        Ok(())
+    }
+
+    fn rows(&self, operand: &Operand) -> [usize; 2] {
+        let shape = operand.layout.shape();
+        let n_cols = shape.dim_back(0);
+        [shape.n_elements() / n_cols.max(1), n_cols]
+    }
+
+    /// A dense F32 operand: a norm's weights.
+    fn vector(&self, step: &Step, i: usize) -> Result<Buf, KernelError> {
+        let operand = &step.inputs[i];
+        let dtype = self.resident.dtype(self.plan, operand);
+        if dtype != DType::F32 {
+            let (op, shape) = (step.op.name(), operand.layout.shape().to_string());
+            let because = format!("input {i} must be F32 on the device");
+            return Err(KernelError::Unsupported { op, dtype, shape, because });
+        }
+        self.dense(step, operand)
+    }
+
+    /// The second factor must be a weight `[n, k]`, or a value like one, seen transposed.
+    fn matmul(&self, step: &Step) -> Result<Launch, KernelError> {
+        let (x, w) = (self.view(&step.inputs[0])?, self.view(&step.inputs[1])?);
+        let [m, _] = self.rows(&step.outputs[0]);
+        let refuse = || KernelError::Unsupported {
+            op: "matmul",
+            dtype: w.dtype,
+            shape: format!("{} by {}", x.layout.shape(), w.layout.shape()),
+            because: format!("the second factor lies in strides of {:?}, must be [n, k] seen transposed", w.layout.strides()),
+        };
+        let &[k, n] = w.layout.shape().dims() else { return Err(refuse()) };
+        let transposed = w.layout.transpose().ok().filter(refrain_tensor::Layout::is_contiguous).ok_or_else(refuse)?;
+        let start = w.dtype.bytes_for(transposed.offset()).ok_or_else(refuse)?;
+        let bytes = w.dtype.bytes_for(n * k).ok_or_else(refuse)?;
+        self.kernels.linear(&LinearArgs {
+            x,
+            w: w.buf.slice(start as u64, bytes as u64)?,
+            w_dtype: w.dtype,
+            y: self.dense(step, &step.outputs[0])?,
+            m,
+            n,
+            k,
+            step: &step.label,
+        })
+    }
+
+    /// A cache with its scratch blocks, and how many blocks that makes.
+    fn cache(&self, step: &Step, operand: &Operand) -> Result<(Buf, usize), KernelError> {
+        let refuse = |because: &str| KernelError::Unsupported {
+            op: step.op.name(),
+            dtype: operand.dtype,
+            shape: operand.layout.shape().to_string(),
+            because: because.to_owned(),
+        };
+        let Place::State(id) = self.plan.buffer(operand.buffer).place else {
+            return Err(refuse("the cache is not a state"));
+        };
+        if !operand.layout.is_contiguous() || operand.layout.offset() != 0 {
+            return Err(refuse("the cache is seen through a view"));
+        }
+        let state = self.resident.state(id.idx());
+        Ok((self.resident.state_buf(id.idx())?, state.n_blocks + state.n_scratch))
+    }
+
+    fn kv_append(&self, step: &Step) -> Result<Launch, KernelError> {
+        let ins = &step.inputs;
+        let (cache, n_blocks) = self.cache(step, &ins[0])?;
+        let (shape, tables) = (ins[0].layout.shape(), ins[4].layout.shape());
+        self.kernels.kv_append(&KvAppendArgs {
+            cache,
+            cache_dtype: ins[0].dtype,
+            x: self.view(&ins[1])?,
+            positions: self.dense(step, &ins[2])?,
+            seqs: self.dense(step, &ins[3])?,
+            tables: self.dense(step, &ins[4])?,
+            n: ins[1].layout.shape().dims()[0],
+            n_blocks,
+            n_kv_heads: shape.dims()[1],
+            kv_block: shape.dims()[2],
+            head_dim: shape.dims()[3],
+            n_seqs: tables.dims()[0],
+            max_blocks: tables.dims()[1],
+            step: &step.label,
+        })
+    }
+
+    fn attention(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        let Op::Attention(attention) = step.op else { unreachable!("called for attention") };
+        let ins = &step.inputs;
+        let ((k_cache, n_blocks), (v_cache, _)) = (self.cache(step, &ins[1])?, self.cache(step, &ins[2])?);
+        let (q, cache, tables) = (ins[0].layout.shape(), ins[1].layout.shape(), ins[5].layout.shape());
+        let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
+        let n_splits = splits(step, self.n_sms);
+        let scratch = attention_scratch_bytes(n, n_heads, head_dim, n_splits);
+        let args = AttentionArgs {
+            attention,
+            q: self.view(&ins[0])?,
+            k_cache,
+            v_cache,
+            cache_dtype: ins[1].dtype,
+            positions: self.dense(step, &ins[3])?,
+            seqs: self.dense(step, &ins[4])?,
+            tables: self.dense(step, &ins[5])?,
+            y: self.dense(step, &step.outputs[0])?,
+            scratch: Some(self.resident.scratch.slice(0, scratch)?),
+            n,
+            n_heads,
+            n_blocks,
+            n_kv_heads: cache.dims()[1],
+            kv_block: cache.dims()[2],
+            head_dim,
+            n_seqs: tables.dims()[0],
+            max_blocks: tables.dims()[1],
+            n_splits,
+            step: &step.label,
+        };
+        self.kernels.attention(&args, launches)
+    }
+
+    fn sample(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        let ins = &step.inputs;
+        let logits = ins[0].layout.shape();
+        let [n, vocab] = [logits.dims()[0], logits.dims()[1]];
+        let args = SampleArgs {
+            logits: self.view(&ins[0])?,
+            params: self.dense(step, &ins[1])?,
+            rng: self.dense(step, &ins[2])?,
+            history: self.dense(step, &ins[3])?,
+            bias_ids: self.dense(step, &ins[4])?,
+            bias: self.dense(step, &ins[5])?,
+            token: self.dense(step, &step.outputs[0])?,
+            logprob: self.dense(step, &step.outputs[1])?,
+            scratch: self.resident.scratch.slice(0, sample_scratch_bytes(n, vocab))?,
+            n,
+            vocab,
+            n_history: ins[3].layout.shape().dim_back(0),
+            n_bias: ins[4].layout.shape().dim_back(0),
+            step: &step.label,
+        };
+        self.kernels.sample(&args, launches)
+    }
+}

@@ -1,0 +1,359 @@
+//! What lives on the device thread: stream, kernels, memory, programs and graphs.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use refrain_driver::{Context, Stream};
+use refrain_graph::{Op, Place, Plan, Ran, Reason, Segment, SegmentKind, State, Weight};
+use refrain_kernels::{Kernels, Origin};
+use refrain_tensor::HostTensor;
+
+use crate::cache::{GraphCache, GraphMode, Site};
+use crate::error::CudaError;
+use crate::host;
+use crate::lower::{Lowering, scratch_bytes};
+use crate::options::CudaOptions;
+use crate::profile::{Profile, ProfileRow};
+use crate::resident::{HostModel, Resident, Room};
+use crate::roles::Roles;
+use crate::states;
+use crate::status::{GraphLine, Status};
+use crate::warm::WarmPlan;
+
+/// Rounds what is set aside for control blocks and scratch up, so that a slightly larger plan does not mean planning
+/// all memory anew.
+const GRAIN: u64 = 64 << 10;
+
+/// Names a program; never used twice.
+pub(crate) type ProgramId = u64;
+
+/// A plan made ready: launches for what can be recorded, host steps between.
+struct Program {
+    plan: Arc<Plan>,
+    roles: Roles,
+    parts: Vec<Part>,
+}
+
+enum Part {
+    Device { segment: Segment, warm: WarmPlan },
+    Host { step: usize },
+}
+
+/// Everything of one device.
+pub(crate) struct Machine {
+    // Before the stream and the context: graphs and memory go first.
+    cache: GraphCache<(ProgramId, usize)>,
+    programs: HashMap<ProgramId, Program>,
+    resident: Option<Resident>,
+    model: HostModel,
+    profile: Profile,
+    options: CudaOptions,
+    kernels: Kernels,
+    stream: Stream,
+    ctx: Context,
+}
+
+impl Machine {
+    pub(crate) fn new(ctx: &Context, options: CudaOptions) -> Result<Machine, CudaError> {
+        let kernels = Kernels::load(ctx, &options.kernels).map_err(|e| CudaError::Kernels(Arc::new(e)))?;
+        let mut stream = ctx.stream().map_err(CudaError::driver("making a stream"))?;
+        stream.set_limit(options.step_limit);
+        Ok(Machine {
+            cache: GraphCache::new(options.graphs),
+            programs: HashMap::new(),
+            resident: None,
+            model: HostModel::default(),
+            profile: Profile::default(),
+            options,
+            kernels,
+            stream,
+            ctx: ctx.clone(),
+        })
+    }
+
+    /// Takes a model's weights; they go to the device with the first plan, when all sizes are known.
+    pub(crate) fn load(&mut self, weights: Vec<Weight>, tensors: Vec<HostTensor>) -> Result<(), CudaError> {
+        self.release()?;
+        self.programs.clear();
+        (self.model.weights, self.model.tensors) = (weights, tensors);
+        Ok(())
+    }
+
+    /// Takes the measures of a model's states, which begin as zeros.
+    pub(crate) fn allocate(&mut self, states: Vec<State>) -> Result<(), CudaError> {
+        self.release()?;
+        self.programs.clear();
+        self.model.states = states;
+        Ok(())
+    }
+
+    /// Refuses a graph of other weights or states than those here.
+    pub(crate) fn check_model(&self, weights: &[Weight], states: &[State]) -> Result<(), CudaError> {
+        let mismatch = |what, because| Err(CudaError::Mismatch { what, because });
+        let [ours, theirs] = [self.model.weights.len(), weights.len()];
+        let same = self.model.weights.iter().zip(weights).all(|(a, b)| a.ty == b.ty);
+        if ours != theirs || !same {
+            return mismatch("weights", format!("the graph has {theirs}, {ours} are loaded, or of other types"));
+        }
+        let [ours, theirs] = [self.model.states.len(), states.len()];
+        let same = self.model.states.iter().zip(states).all(|(a, b)| a.ty == b.ty);
+        if ours != theirs || !same {
+            return mismatch("states", format!("the graph has {theirs}, {ours} are allocated, or of other types"));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn drop_program(&mut self, id: ProgramId) {
+        if let Some(program) = self.programs.remove(&id) {
+            (0..program.parts.len()).for_each(|part| self.cache.forget(&(id, part)));
+        }
+    }
+
+    /// Lowers a plan, records its graphs and verifies them, so that no step has to.
+    pub(crate) fn compile(&mut self, id: ProgramId, plan: Arc<Plan>) -> Result<(), CudaError> {
+        let roles = Roles::of(&plan);
+        self.ensure(&plan, &roles)?;
+        let Some(resident) = &self.resident else { unreachable!("ensured above") };
+        let parts = self.lower(resident, &plan, &roles)?;
+        self.programs.insert(id, Program { plan, roles, parts });
+        if let Err(error) = self.prepare(id) {
+            self.drop_program(id);
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    fn lower(&self, resident: &Resident, plan: &Plan, roles: &Roles) -> Result<Vec<Part>, CudaError> {
+        let n_sms = self.ctx.device().info().n_sms;
+        let lowering = Lowering { kernels: &self.kernels, plan, resident, n_sms };
+        let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;
+        let mut parts = Vec::with_capacity(plan.segments().len());
+        for (idx, segment) in plan.segments().iter().enumerate() {
+            if segment.kind != SegmentKind::Recordable {
+                segment.steps.clone().for_each(|step| parts.push(Part::Host { step }));
+                continue;
+            }
+            let n = roles.n_tokens();
+            let name = if one { format!("step of {n} tokens") } else { format!("step of {n} tokens, segment {idx}") };
+            let mut warm = WarmPlan::new(&name, &resident.space);
+            for step in &plan.steps()[segment.steps.clone()] {
+                lowering.push(step, &mut warm)?;
+            }
+            if !warm.work().is_empty() {
+                parts.push(Part::Device { segment: segment.clone(), warm });
+            }
+        }
+        Ok(parts)
+    }
+
+    fn prepare(&mut self, id: ProgramId) -> Result<(), CudaError> {
+        if self.options.profile {
+            return Ok(());
+        }
+        let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
+            return Ok(());
+        };
+        for (idx, part) in program.parts.iter().enumerate() {
+            let Part::Device { segment, warm } = part else { continue };
+            let check = || states::check(&program.plan, segment, &program.roles, resident);
+            // Made before the lease is borrowed; skipped when graphs are off.
+            let check = if self.options.graphs.mode == GraphMode::Off { None } else { Some(check()?) };
+            let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
+            let Some(check) = check else { continue };
+            // A failure here is told by the steps, which run eagerly then.
+            self.cache.prepare(&(id, idx), &mut site, warm, || Ok(check))?;
+        }
+        Ok(())
+    }
+
+    /// Makes sure that there is memory for a plan; plans all of it anew when there is too little.
+    fn ensure(&mut self, plan: &Plan, roles: &Roles) -> Result<(), CudaError> {
+        let needed = Room {
+            arena: plan.arena_bytes() as u64,
+            scratch: scratch_bytes(plan, self.ctx.device().info().n_sms).next_multiple_of(GRAIN),
+            control: (plan.control().bytes() as u64).next_multiple_of(GRAIN).max(GRAIN),
+        };
+        if let Some(limit) = self.options.arena_limit_bytes.filter(|limit| needed.arena > *limit) {
+            return Err(CudaError::ArenaTooLarge { need_bytes: needed.arena, limit_bytes: limit });
+        }
+        let host_only = host_only(plan);
+        let missing = |r: &Resident| device_weights(plan).any(|w| r.is_host_only(w));
+        match &self.resident {
+            Some(resident) if resident.room.holds(&needed) && !missing(resident) => return Ok(()),
+            Some(_) | None => {}
+        }
+        let wanted = self.wanted(needed, roles);
+        let saved = match &self.resident {
+            None => Vec::new(),
+            Some(resident) => {
+                tracing::warn!(
+                    "a step needs more room ({needed:?}, there is {:?}): planning memory anew, graphs are recorded again",
+                    resident.room
+                );
+                resident.save_states(&mut self.stream).map_err(CudaError::driver("saving the KV cache"))?
+            }
+        };
+        let kept = self.resident.as_ref().map_or(needed, |r| r.room.max(&needed));
+        self.release()?;
+        let rooms = [kept, wanted.max(&kept)];
+        let blocks = self.options.scratch_blocks;
+        let (ctx, stream, model) = (&self.ctx, &mut self.stream, &self.model);
+        let mut resident = Resident::plan(ctx, stream, model, &host_only, blocks, rooms)?;
+        let restored = resident.restore_states(&mut self.stream, &saved);
+        restored.map_err(CudaError::driver("restoring the KV cache"))?;
+        // Everything lowered before points at the memory that is gone.
+        let mut programs = std::mem::take(&mut self.programs);
+        let mut failed = None;
+        for program in programs.values_mut() {
+            match self.lower(&resident, &program.plan, &program.roles) {
+                Ok(parts) => program.parts = parts,
+                Err(error) => failed = Some(error),
+            }
+        }
+        self.resident = Some(resident);
+        self.programs = programs;
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// Room for the largest bucket, guessed from a plan of fewer tokens.
+    fn wanted(&self, needed: Room, roles: &Roles) -> Room {
+        let largest = self.options.buckets.iter().copied().max().unwrap_or(1);
+        let times = largest.div_ceil(roles.n_tokens()).max(1) as u64;
+        let reserve = self.options.arena_reserve_bytes.min(self.options.arena_limit_bytes.unwrap_or(u64::MAX));
+        let more = |bytes: u64| bytes.saturating_mul(times).min(reserve).max(bytes);
+        Room { arena: more(needed.arena), scratch: more(needed.scratch), control: needed.control.max(4 * GRAIN) }
+    }
+
+    /// Frees graphs and memory.
+    fn release(&mut self) -> Result<(), CudaError> {
+        self.cache.clear();
+        if self.resident.is_none() {
+            return Ok(());
+        }
+        // Parts hold on to the memory they were lowered for.
+        self.programs.values_mut().for_each(|program| program.parts.clear());
+        self.resident = None;
+        // The stream keeps what its work uses until it has been waited for.
+        self.stream.synchronize().map_err(CudaError::driver("waiting for the last step"))
+    }
+
+    /// Runs one step; its results are read with [`Machine::read`], which waits for them.
+    pub(crate) fn run(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
+        let gone = || CudaError::Mismatch { what: "plans", because: "this one was compiled for other weights".into() };
+        let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
+            return Err(gone());
+        };
+        program.roles.check(control)?;
+        if !control.is_empty() {
+            let staged = resident.control.slice(0, control.len() as u64).and_then(|to| {
+                self.stream.stage(&mut resident.lease, &mut resident.staging, to, control)
+            });
+            staged.map_err(CudaError::driver("sending the control block"))?;
+        }
+        let mut not_replayed = None;
+        for (idx, part) in program.parts.iter().enumerate() {
+            let reason = match part {
+                Part::Device { warm, .. } if self.options.profile => {
+                    if self.options.graphs.mode == GraphMode::Require {
+                        return Err(CudaError::Required { step: warm.name().into(), reason: Reason::Profiling });
+                    }
+                    let ran = self.profile.run(&mut self.stream, &mut resident.lease, warm);
+                    ran.map_err(CudaError::driver(warm.name()))?;
+                    Some(Reason::Profiling)
+                }
+                Part::Device { segment, warm } => {
+                    let key = (id, idx);
+                    // Only a graph that has to be made needs states to be verified with.
+                    let check = match self.cache.wants_check(&key) {
+                        true => Some(states::check(&program.plan, segment, &program.roles, resident)?),
+                        false => None,
+                    };
+                    let check = || check.ok_or_else(gone);
+                    let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
+                    match self.cache.step(&key, &mut site, warm, check)? {
+                        Ran::Replayed => None,
+                        Ran::Eager(reason) => Some(reason),
+                    }
+                }
+                Part::Host { step } => {
+                    let step = &program.plan.steps()[*step];
+                    host::run(step, &program.plan, resident, &self.model, &mut self.stream, control)?;
+                    None
+                }
+            };
+            not_replayed = not_replayed.or(reason);
+        }
+        Ok(not_replayed.map_or(Ran::Replayed, Ran::Eager))
+    }
+
+    /// An output, and with it every small one: a step's few numbers are fetched in one go.
+    pub(crate) fn read(&mut self, id: ProgramId, output: usize) -> Result<Vec<(usize, Vec<u8>)>, CudaError> {
+        const SMALL: u64 = 4096;
+        let mismatch = |because: String| CudaError::Mismatch { what: "outputs", because };
+        let (Some(program), Some(resident)) = (self.programs.get(&id), &self.resident) else {
+            return Err(mismatch("the plan was compiled for other weights".into()));
+        };
+        let outputs = program.plan.outputs();
+        if output >= outputs.len() {
+            return Err(mismatch(format!("the plan has no output {output}")));
+        }
+        let mut found = Vec::new();
+        for (idx, operand) in outputs.iter().enumerate() {
+            let place = host::dense_place(&program.plan, resident, operand);
+            let wanted = match &place {
+                Ok(buf) => idx == output || buf.len() <= SMALL,
+                Err(_) => idx == output,
+            };
+            if wanted {
+                let buf = place?;
+                let mut bytes = vec![0; buf.len() as usize];
+                let read = self.stream.download(&resident.lease, buf, &mut bytes);
+                read.map_err(CudaError::driver("reading results"))?;
+                found.push((idx, bytes));
+            }
+        }
+        Ok(found)
+    }
+
+    pub(crate) fn take_profile(&mut self) -> Vec<ProfileRow> {
+        self.profile.take()
+    }
+
+    pub(crate) fn kernels(&self) -> Origin {
+        self.kernels.origin()
+    }
+
+    pub(crate) fn status(&self) -> Status {
+        let mut graphs = Vec::new();
+        for (id, program) in &self.programs {
+            for idx in 0..program.parts.len() {
+                if let Some(graph) = self.cache.graph(&(*id, idx)) {
+                    graphs.push(GraphLine::new(graph, program.roles.n_tokens()));
+                }
+            }
+        }
+        graphs.sort_by_key(|g| g.n_tokens);
+        let memory = self.resident.as_ref().map(Resident::accounting).unwrap_or_default();
+        Status { memory, graphs, cache: self.cache.stats(), kernels: Some(self.kernels()) }
+    }
+}
+
+/// Weights that device steps of a plan read.
+fn device_weights(plan: &Plan) -> impl Iterator<Item = usize> + '_ {
+    let steps = plan.steps().iter().filter(|step| !matches!(step.op, Op::HostCall(_)));
+    steps.flat_map(|step| &step.inputs).filter_map(|operand| match plan.buffer(operand.buffer).place {
+        Place::Weight(id) => Some(id.idx()),
+        Place::Arena { .. } | Place::Control { .. } | Place::State(_) => None,
+    })
+}
+
+/// Weights that host steps of a plan read and device steps do not.
+fn host_only(plan: &Plan) -> Vec<usize> {
+    let on_device: Vec<usize> = device_weights(plan).collect();
+    let steps = plan.steps().iter().filter(|step| matches!(step.op, Op::HostCall(_)));
+    let read = steps.flat_map(|step| &step.inputs).filter_map(|operand| match plan.buffer(operand.buffer).place {
+        Place::Weight(id) => Some(id.idx()),
+        Place::Arena { .. } | Place::Control { .. } | Place::State(_) => None,
+    });
+    read.filter(|w| !on_device.contains(w)).collect()
+}

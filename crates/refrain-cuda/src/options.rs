@@ -1,0 +1,56 @@
+//! How a backend is set up.
+
+use std::time::Duration;
+
+use refrain_driver::Method;
+use refrain_kernels::LoadOptions;
+
+use crate::cache::{CacheOptions, GraphMode};
+
+/// How a [`crate::CudaBackend`] works.
+#[derive(Clone, Debug)]
+pub struct CudaOptions {
+    /// Whether steps run as graphs, and how graphs are recorded, kept and given up.
+    pub graphs: CacheOptions,
+    /// Times every launch with events; steps then run eagerly.
+    pub profile: bool,
+    /// Where kernels come from.
+    pub kernels: LoadOptions,
+    /// The most bytes of arena that are set aside for steps larger than the first one compiled.
+    pub arena_reserve_bytes: u64,
+    /// The most bytes of arena a plan may have; `None`: what fits.
+    pub arena_limit_bytes: Option<u64>,
+    /// KV blocks beside the pool, on which graphs are verified.
+    pub scratch_blocks: usize,
+    /// Sizes of step that graphs are made for; other steps are padded to the next one.
+    pub buckets: Vec<usize>,
+    /// How long one step may take until its caller is told that the device gives no answer.
+    pub step_limit: Duration,
+    /// The same for starting, loading and compiling.
+    pub load_limit: Duration,
+}
+
+impl Default for CudaOptions {
+    fn default() -> CudaOptions {
+        CudaOptions {
+            graphs: CacheOptions::default(),
+            profile: false,
+            kernels: LoadOptions::default(),
+            arena_reserve_bytes: 256 << 20,
+            arena_limit_bytes: None,
+            scratch_blocks: 4,
+            buckets: vec![1, 8, 32, 128],
+            step_limit: Duration::from_secs(60),
+            load_limit: Duration::from_secs(900),
+        }
+    }
+}
+
+impl CudaOptions {
+    /// The usual ones, with this mode and method.
+    #[must_use]
+    pub fn new(mode: GraphMode, method: Method) -> CudaOptions {
+        let graphs = CacheOptions { mode, method, ..CacheOptions::default() };
+        CudaOptions { graphs, ..CudaOptions::default() }
+    }
+}

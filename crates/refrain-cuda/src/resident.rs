@@ -1,0 +1,332 @@
+//! What lies on the device: weights, KV cache, arena, scratch and control block, in one planned memory.
+
+use std::sync::Arc;
+
+use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Staging, Stream};
+use refrain_graph::{BufferId, Operand, Place, Plan, State, Weight};
+use refrain_tensor::{DType, HostTensor};
+
+use crate::error::CudaError;
+use crate::warm::Space;
+
+/// Alignment of everything that kernels read whole.
+const ALIGN: u64 = 256;
+/// Pinned slots that control blocks travel through: as many steps may be under way.
+const CONTROL_SLOTS: usize = 4;
+
+/// A model as the host holds it.
+#[derive(Debug, Default)]
+pub(crate) struct HostModel {
+    pub(crate) weights: Vec<Weight>,
+    pub(crate) tensors: Vec<HostTensor>,
+    pub(crate) states: Vec<State>,
+}
+
+/// Bytes on the device, by what they are for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Accounting {
+    /// Weights.
+    pub weight_bytes: u64,
+    /// KV cache, scratch blocks included.
+    pub kv_bytes: u64,
+    /// Values between ops.
+    pub arena_bytes: u64,
+    /// Scratch of kernels, and the control block.
+    pub workspace_bytes: u64,
+}
+
+impl Accounting {
+    /// All of it.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        let parts = [self.weight_bytes, self.kv_bytes, self.arena_bytes, self.workspace_bytes];
+        parts.iter().fold(0, |sum, b| sum.saturating_add(*b))
+    }
+}
+
+/// How much room steps need besides weights and cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Room {
+    pub(crate) arena: u64,
+    pub(crate) scratch: u64,
+    pub(crate) control: u64,
+}
+
+impl Room {
+    pub(crate) fn holds(&self, other: &Room) -> bool {
+        self.arena >= other.arena && self.scratch >= other.scratch && self.control >= other.control
+    }
+
+    pub(crate) fn max(&self, other: &Room) -> Room {
+        Room {
+            arena: self.arena.max(other.arena),
+            scratch: self.scratch.max(other.scratch),
+            control: self.control.max(other.control),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Placed {
+    offset: u64,
+    bytes: u64,
+    dtype: DType,
+}
+
+/// A state on the device: the pool's blocks, then scratch blocks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlacedState {
+    offset: u64,
+    live_bytes: u64,
+    scratch_bytes: u64,
+    pub(crate) dtype: DType,
+    /// Blocks of the pool and scratch blocks; 0 for a state that is no cache.
+    pub(crate) n_blocks: usize,
+    pub(crate) n_scratch: usize,
+}
+
+/// Where everything will lie.
+#[derive(Debug)]
+struct Places {
+    weights: Vec<Option<Placed>>,
+    states: Vec<PlacedState>,
+    weight_bytes: u64,
+    kv_bytes: u64,
+}
+
+/// Everything on the device. Dropping it frees it, once the graphs over it are gone.
+pub(crate) struct Resident {
+    places: Places,
+    pub(crate) room: Room,
+    pub(crate) space: Arc<Space>,
+    pub(crate) lease: Lease,
+    pub(crate) staging: Staging,
+    weights: Buf,
+    kv: Buf,
+    arena: Buf,
+    pub(crate) scratch: Buf,
+    pub(crate) control: Buf,
+}
+
+impl Places {
+    /// `host_only` names weights that only host steps read; they stay on the host.
+    fn new(model: &HostModel, host_only: &[usize], scratch_blocks: usize) -> Result<Places, CudaError> {
+        let too_large = || CudaError::Mismatch { what: "sizes", because: "they overflow".into() };
+        let mut places = Places { weights: Vec::new(), states: Vec::new(), weight_bytes: 0, kv_bytes: 0 };
+        for (idx, weight) in model.weights.iter().enumerate() {
+            if host_only.contains(&idx) {
+                places.weights.push(None);
+                continue;
+            }
+            let dtype = if weight.ty.shape.rank() < 2 { DType::F32 } else { weight.ty.dtype };
+            let bytes = dtype.bytes_for(weight.ty.shape.n_elements()).ok_or_else(too_large)? as u64;
+            places.weights.push(Some(Placed { offset: places.weight_bytes, bytes, dtype }));
+            let end = places.weight_bytes.checked_add(bytes.next_multiple_of(ALIGN));
+            places.weight_bytes = end.ok_or_else(too_large)?;
+        }
+        for state in &model.states {
+            let (shape, dtype) = (state.ty.shape, state.ty.dtype);
+            let live_bytes = dtype.bytes_for(shape.n_elements()).ok_or_else(too_large)? as u64;
+            let is_cache = shape.rank() == 4 && shape.n_elements() > 0;
+            let (n_blocks, n_scratch) = if is_cache { (shape.dims()[0], scratch_blocks) } else { (0, 0) };
+            let scratch_bytes =
+                if is_cache { live_bytes / n_blocks as u64 * n_scratch as u64 } else { 0 };
+            let offset = places.kv_bytes;
+            places.states.push(PlacedState { offset, live_bytes, scratch_bytes, dtype, n_blocks, n_scratch });
+            let bytes = live_bytes.checked_add(scratch_bytes).map(|b| b.next_multiple_of(ALIGN));
+            let end = bytes.and_then(|b| places.kv_bytes.checked_add(b));
+            places.kv_bytes = end.ok_or_else(too_large)?;
+        }
+        Ok(places)
+    }
+
+    fn accounting(&self, room: &Room) -> Accounting {
+        Accounting {
+            weight_bytes: self.weight_bytes,
+            kv_bytes: self.kv_bytes,
+            arena_bytes: room.arena,
+            workspace_bytes: room.scratch + room.control,
+        }
+    }
+}
+
+impl Resident {
+    /// Allocates everything, or refuses with the numbers before it allocates anything. `wanted` is what it would be
+    /// good to have, `needed` what there must be.
+    pub(crate) fn plan(
+        ctx: &Context,
+        stream: &mut Stream,
+        model: &HostModel,
+        host_only: &[usize],
+        scratch_blocks: usize,
+        [needed, wanted]: [Room; 2],
+    ) -> Result<Resident, CudaError> {
+        let places = Places::new(model, host_only, scratch_blocks)?;
+        let failed = CudaError::driver("asking for free memory");
+        let (free_bytes, total_bytes) = ctx.mem_info().map_err(failed)?;
+        let fits = |room: &Room| places.accounting(room).total() <= free_bytes;
+        let room = if fits(&wanted) { wanted } else { needed };
+        let accounting = places.accounting(&room);
+        if !fits(&room) {
+            let device = ctx.device();
+            return Err(CudaError::DoesNotFit {
+                need_bytes: accounting.total(),
+                weight_bytes: accounting.weight_bytes,
+                kv_bytes: accounting.kv_bytes,
+                arena_bytes: accounting.arena_bytes,
+                workspace_bytes: accounting.workspace_bytes,
+                free_bytes,
+                total_bytes,
+                device: format!("{}:{}", device.backend(), device.ordinal()),
+            });
+        }
+        tracing::info!(
+            "device memory: weights {}, KV cache {}, arena {}, workspace {} bytes of {free_bytes} free",
+            accounting.weight_bytes,
+            accounting.kv_bytes,
+            accounting.arena_bytes,
+            accounting.workspace_bytes
+        );
+        let mut resident =
+            Resident::allocate(ctx, places, room).map_err(CudaError::driver("allocating device memory"))?;
+        resident.upload(stream, model)?;
+        Ok(resident)
+    }
+
+    fn allocate(ctx: &Context, places: Places, room: Room) -> Result<Resident, DriverError> {
+        let mut layout = Layout::new("model");
+        let sizes = [
+            ("weights", places.weight_bytes),
+            ("kv", places.kv_bytes),
+            ("arena", room.arena),
+            ("scratch", room.scratch),
+            ("control", room.control),
+        ];
+        let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
+        let memory = Memory::plan(ctx, &layout)?;
+        let bufs = regions.map(|r| memory.buf(r));
+        let names = sizes.iter().zip(bufs).map(|((name, _), buf)| ((*name).to_owned(), buf)).collect();
+        let [weights, kv, arena, scratch, control] = bufs;
+        Ok(Resident {
+            places,
+            room,
+            space: Arc::new(Space::new(&memory, names)),
+            lease: memory.lease()?,
+            staging: Staging::new(ctx, CONTROL_SLOTS, room.control as usize)?,
+            weights,
+            kv,
+            arena,
+            scratch,
+            control,
+        })
+    }
+
+    fn upload(&mut self, stream: &mut Stream, model: &HostModel) -> Result<(), CudaError> {
+        let zero = [self.kv, self.arena, self.scratch, self.control];
+        stream
+            .run(&mut self.lease, false, |q| zero.into_iter().try_for_each(|buf| q.fill(buf, 0)))
+            .map(|_| ())
+            .map_err(CudaError::driver("clearing device memory"))?;
+        for (idx, (weight, tensor)) in model.weights.iter().zip(&model.tensors).enumerate() {
+            let Some(place) = self.places.weights[idx] else { continue };
+            let failed = CudaError::driver(format!("uploading {}", weight.name));
+            let dst = self.weights.slice(place.offset, place.bytes);
+            let unfit = |because: String| CudaError::Mismatch { what: "weights", because };
+            let done = if weight.ty.shape.rank() < 2 {
+                let values = tensor.to_f32().map_err(|e| unfit(format!("{}: {e}", weight.name)))?;
+                dst.and_then(|dst| stream.upload(&mut self.lease, dst, bytemuck::cast_slice(&values)))
+            } else {
+                let bytes = tensor.bytes().as_slice();
+                let start = tensor.dtype().bytes_for(tensor.layout().offset()).unwrap_or(usize::MAX);
+                let bytes = start.checked_add(place.bytes as usize).and_then(|end| bytes.get(start..end));
+                let dense = bytes.filter(|_| tensor.layout().is_contiguous());
+                let bytes = dense.ok_or_else(|| unfit(format!("{} is not dense", weight.name)))?;
+                dst.and_then(|dst| stream.upload(&mut self.lease, dst, bytes))
+            };
+            done.map_err(failed)?;
+        }
+        stream.synchronize().map_err(CudaError::driver("uploading weights"))
+    }
+
+    pub(crate) fn accounting(&self) -> Accounting {
+        self.places.accounting(&self.room)
+    }
+
+    /// True when a weight was left on the host.
+    pub(crate) fn is_host_only(&self, weight: usize) -> bool {
+        matches!(self.places.weights.get(weight), Some(None))
+    }
+
+    /// Scratch blocks of each cache.
+    pub(crate) fn n_scratch(&self) -> usize {
+        self.places.states.iter().map(|s| s.n_scratch).max().unwrap_or(0)
+    }
+
+    pub(crate) fn state(&self, idx: usize) -> PlacedState {
+        self.places.states[idx]
+    }
+
+    /// The whole of a state, scratch blocks included.
+    pub(crate) fn state_buf(&self, idx: usize) -> Result<Buf, DriverError> {
+        let s = self.places.states[idx];
+        self.kv.slice(s.offset, s.live_bytes + s.scratch_bytes)
+    }
+
+    pub(crate) fn state_scratch(&self, idx: usize) -> Result<Buf, DriverError> {
+        let s = self.places.states[idx];
+        self.kv.slice(s.offset + s.live_bytes, s.scratch_bytes)
+    }
+
+    fn state_live(&self, idx: usize) -> Result<Buf, DriverError> {
+        let s = self.places.states[idx];
+        self.kv.slice(s.offset, s.live_bytes)
+    }
+
+    /// A plan's buffer on the device; a state without its scratch blocks.
+    pub(crate) fn buffer(&self, plan: &Plan, id: BufferId) -> Result<Buf, DriverError> {
+        let buffer = plan.buffer(id);
+        match buffer.place {
+            Place::Arena { offset } => self.arena.slice(offset as u64, buffer.bytes as u64),
+            Place::Control { offset, .. } => self.control.slice(offset as u64, buffer.bytes as u64),
+            Place::Weight(w) => match self.places.weights.get(w.idx()) {
+                Some(Some(place)) => self.weights.slice(place.offset, place.bytes),
+                Some(None) | None => Err(DriverError::OutOfRange {
+                    what: "the weights on the device".into(),
+                    offset: w.idx() as u64,
+                    len: 1,
+                    bytes: self.places.weights.len() as u64,
+                }),
+            },
+            Place::State(s) => self.state_live(s.idx()),
+        }
+    }
+
+    /// The element type of an operand as it lies on the device: vectors of weights are F32 there.
+    pub(crate) fn dtype(&self, plan: &Plan, operand: &Operand) -> DType {
+        match plan.buffer(operand.buffer).place {
+            Place::Weight(w) => match self.places.weights.get(w.idx()) {
+                Some(Some(place)) => place.dtype,
+                Some(None) | None => operand.dtype,
+            },
+            Place::Arena { .. } | Place::Control { .. } | Place::State(_) => operand.dtype,
+        }
+    }
+
+    /// The pools' contents, to survive a new plan.
+    pub(crate) fn save_states(&self, stream: &mut Stream) -> Result<Vec<Vec<u8>>, DriverError> {
+        let mut save = |idx: usize| {
+            let buf = self.state_live(idx)?;
+            let mut bytes = vec![0; buf.len() as usize];
+            stream.download(&self.lease, buf, &mut bytes)?;
+            Ok(bytes)
+        };
+        (0..self.places.states.len()).map(&mut save).collect()
+    }
+
+    pub(crate) fn restore_states(&mut self, stream: &mut Stream, saved: &[Vec<u8>]) -> Result<(), DriverError> {
+        saved.iter().enumerate().try_for_each(|(idx, bytes)| {
+            let buf = self.state_live(idx)?;
+            stream.upload(&mut self.lease, buf, bytes)
+        })
+    }
+}

@@ -1,0 +1,60 @@
+//! What a backend holds and has done, for summaries and metrics.
+
+use std::time::Duration;
+
+use refrain_driver::{Graph, Method, NodeKind};
+use refrain_kernels::Origin;
+
+use crate::cache::CacheStats;
+use crate::resident::Accounting;
+use crate::verify::Verified;
+
+/// One graph in service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GraphLine {
+    /// Tokens of its step.
+    pub n_tokens: usize,
+    /// Nodes.
+    pub n_nodes: usize,
+    /// Kernels among them.
+    pub n_kernels: usize,
+    /// How it was recorded.
+    pub method: Method,
+    /// How long that took.
+    pub record_time: Duration,
+    /// How long verification took.
+    pub verify_time: Duration,
+    /// Bytes compared for each control-block state.
+    pub verified_bytes: u64,
+    /// Whether it equals the eager run bit for bit.
+    pub bit_exact: bool,
+}
+
+impl GraphLine {
+    pub(crate) fn new(graph: &Verified<Graph>, n_tokens: usize) -> GraphLine {
+        let (info, report) = (graph.info(), graph.report());
+        GraphLine {
+            n_tokens,
+            n_nodes: info.nodes.len(),
+            n_kernels: info.count(NodeKind::Kernel),
+            method: info.method,
+            record_time: info.record_time,
+            verify_time: report.took,
+            verified_bytes: report.bytes,
+            bit_exact: report.bit_exact,
+        }
+    }
+}
+
+/// What a backend holds and has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Status {
+    /// Bytes on the device.
+    pub memory: Accounting,
+    /// Graphs in service, by size of step.
+    pub graphs: Vec<GraphLine>,
+    /// Recordings, replays, failures.
+    pub cache: CacheStats,
+    /// Where the kernels came from.
+    pub kernels: Option<Origin>,
+}

@@ -1,0 +1,213 @@
+//! Positions, the cache, and attention over it.
+
+use refrain_graph::{Attention, Op, Rope, RopeStyle, TensorType};
+use refrain_kernels::{AttentionArgs, KvAppendArgs, RopeArgs, View, attention_scratch_bytes};
+use refrain_tensor::{DType, Layout};
+use refrain_testkit::{Rng, Tol, encode};
+
+use crate::bed::{Case, Operand, Role, contiguous, dense, f32s, i32s, normals, reference, reference_f32, shape};
+
+/// Sine and cosine of an angle that was reduced in f64 and rounded to f32.
+const ROPE: Tol = Tol::Whole(1e-6);
+/// Two sums and an exponential in f32.
+const ATTENTION: Tol = Tol::Whole(5e-6);
+
+pub fn rope() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
+        for (n_dims, head_dim, magnitude) in [(64, 64, 1.0), (32, 80, 1.0), (2, 7, 0.5), (256, 256, 1.0)] {
+            let rope = Rope { style, n_dims, magnitude };
+            cases.push(rope_case(rope, contiguous(&[4, 3, head_dim]), false));
+            cases.push(rope_case(rope, contiguous(&[4, 3, head_dim]), true));
+            // The queries of a fused row.
+            cases.push(rope_case(rope, contiguous(&[4, 5, head_dim]).slice(1, 1, 3).unwrap(), false));
+        }
+    }
+    cases
+}
+
+fn rope_case(rope: Rope, layout: Layout, in_place: bool) -> Case {
+    let dims = [layout.shape().dims()[0], layout.shape().dims()[1], layout.shape().dims()[2]];
+    let [n, n_heads, head_dim] = dims;
+    let x = f32s(&normals(layout.end(), 1));
+    let positions = i32s(&[0, 100_003, -1, 77]);
+    let freqs: Vec<f32> =
+        (0..rope.n_dims / 2).map(|i| 10_000_f32.powf(-2.0 * i as f32 / rope.n_dims as f32)).collect();
+    let inv_freq = f32s(&freqs);
+    let inputs = [
+        Operand(DType::F32, layout, &x),
+        Operand(DType::I32, contiguous(&[n]), &positions),
+        Operand(DType::F32, contiguous(&[freqs.len()]), &inv_freq),
+    ];
+    let y = reference_f32(&Op::Rope(rope), &inputs, &dims);
+    let first = match in_place {
+        false => Role::Out(y, ROPE),
+        true => Role::InOut { before: x.clone(), after: f32s(&y), dtype: DType::F32, tol: ROPE },
+    };
+    Case::new(
+        format!("rope {rope:?} {} in_place={in_place}", layout.shape()),
+        vec![first, Role::In(x), Role::In(positions), Role::In(inv_freq)],
+        move |kernels, b, out| {
+            let x = View { buf: b[usize::from(!in_place)], dtype: DType::F32, layout };
+            let (positions, inv_freq) = (b[2], b[3]);
+            let args = RopeArgs { rope, x, positions, inv_freq, y: b[0], n, n_heads, head_dim, step: "case" };
+            out.push(kernels.rope(&args)?);
+            Ok(())
+        },
+    )
+}
+
+pub fn kv_append() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for dtype in [DType::F16, DType::BF16, DType::F32] {
+        for head_dim in [1, 16, 33, 300] {
+            cases.push(kv_case(dtype, head_dim));
+        }
+    }
+    cases
+}
+
+fn kv_case(dtype: DType, head_dim: usize) -> Case {
+    let (n, n_blocks, n_kv_heads, kv_block, n_seqs, max_blocks) = (5, 6, 2, 4, 2, 3);
+    let cells = [n_blocks, n_kv_heads, kv_block, head_dim];
+    let before = encode(dtype, &normals(cells.iter().product(), 2));
+    let x = f32s(&normals(n * n_kv_heads * head_dim, 3));
+    let (positions, seqs) = (i32s(&[0, 7, -1, 11, 4]), i32s(&[0, 1, 0, 0, 0]));
+    let tables = i32s(&[5, 0, 3, 4, 2, -1]);
+    let inputs = [
+        Operand(DType::F32, contiguous(&[n, n_kv_heads, head_dim]), &x),
+        Operand(DType::I32, contiguous(&[n]), &positions),
+        Operand(DType::I32, contiguous(&[n]), &seqs),
+        Operand(DType::I32, contiguous(&[n_seqs, max_blocks]), &tables),
+    ];
+    let mut outputs = [(TensorType::new(dtype, shape(&cells)), before.clone())];
+    reference(&Op::KvAppend, &inputs, &mut outputs);
+    let [(_, after)] = outputs;
+    Case::new(
+        format!("kv_append {dtype} head_dim={head_dim}"),
+        vec![
+            Role::InOut { before, after, dtype, tol: Tol::Bits },
+            Role::In(x),
+            Role::In(positions),
+            Role::In(seqs),
+            Role::In(tables),
+        ],
+        move |kernels, b, out| {
+            out.push(kernels.kv_append(&KvAppendArgs {
+                cache: b[0],
+                cache_dtype: dtype,
+                x: dense(b[1], &[n, n_kv_heads, head_dim]),
+                positions: b[2],
+                seqs: b[3],
+                tables: b[4],
+                n,
+                n_blocks,
+                n_kv_heads,
+                kv_block,
+                head_dim,
+                n_seqs,
+                max_blocks,
+                step: "case",
+            })?);
+            Ok(())
+        },
+    )
+}
+
+#[derive(Clone, Copy)]
+struct Shape {
+    dtype: DType,
+    n_heads: usize,
+    n_kv_heads: usize,
+    head_dim: usize,
+    n_splits: usize,
+}
+
+pub fn attention() -> Vec<Case> {
+    let plain = Attention { scale: 0.2, window: None, softcap: None };
+    let base = Shape { dtype: DType::F16, n_heads: 4, n_kv_heads: 2, head_dim: 64, n_splits: 3 };
+    let mut cases = Vec::new();
+    // Positions around the ends of tiles and splits, and padding.
+    let positions = [0, 31, -1, 32, 33, 63, 64, 95, 96, 97, 200, 299];
+    for dtype in [DType::F16, DType::BF16, DType::F32] {
+        for n_splits in [1, 3, 64] {
+            cases.push(attention_case(plain, Shape { dtype, n_splits, ..base }, &positions));
+        }
+        cases.push(attention_case(plain, Shape { dtype, head_dim: 256, ..base }, &positions));
+    }
+    for head_dim in [2, 80, 96, 128, 130] {
+        cases.push(attention_case(plain, Shape { head_dim, ..base }, &positions));
+    }
+    for (n_heads, n_kv_heads) in [(1, 1), (9, 3), (8, 1), (18, 2)] {
+        cases.push(attention_case(plain, Shape { n_heads, n_kv_heads, ..base }, &positions));
+    }
+    for window in [1, 31, 100, 1000] {
+        cases.push(attention_case(Attention { window: Some(window), ..plain }, base, &positions));
+    }
+    cases.push(attention_case(Attention { softcap: Some(2.0), ..plain }, base, &positions));
+    cases
+}
+
+fn attention_case(attention: Attention, s: Shape, positions: &[i32]) -> Case {
+    let Shape { dtype, n_heads, n_kv_heads, head_dim, n_splits } = s;
+    let (n, kv_block, n_seqs, max_blocks) = (positions.len(), 16, 2, 19);
+    let n_blocks = n_seqs * max_blocks;
+    let cells = [n_blocks, n_kv_heads, kv_block, head_dim];
+    let n_cells = cells.iter().product();
+    let (k, v) = (encode(dtype, &normals(n_cells, 4)), encode(dtype, &normals(n_cells, 5)));
+    let q = f32s(&normals(n * n_heads * head_dim, 6));
+    let order: Vec<i32> = Rng::new(7).shuffled(n_blocks).into_iter().map(|b| b as i32).collect();
+    let seqs: Vec<i32> = (0..n).map(|i| (i % n_seqs) as i32).collect();
+    let (tables, seqs, positions) = (i32s(&order), i32s(&seqs), i32s(positions));
+    let inputs = [
+        Operand(DType::F32, contiguous(&[n, n_heads, head_dim]), &q),
+        Operand(dtype, contiguous(&cells), &k),
+        Operand(dtype, contiguous(&cells), &v),
+        Operand(DType::I32, contiguous(&[n]), &positions),
+        Operand(DType::I32, contiguous(&[n]), &seqs),
+        Operand(DType::I32, contiguous(&[n_seqs, max_blocks]), &tables),
+    ];
+    let y = reference_f32(&Op::Attention(attention), &inputs, &[n, n_heads, head_dim]);
+    let scratch = attention_scratch_bytes(n, n_heads, head_dim, n_splits) as usize;
+    Case::new(
+        format!(
+            "attention {dtype} {n_heads}/{n_kv_heads} heads of {head_dim}, {n_splits} splits, window {:?}, cap {:?}",
+            attention.window, attention.softcap
+        ),
+        vec![
+            Role::Out(y, ATTENTION),
+            Role::In(q),
+            Role::In(k),
+            Role::In(v),
+            Role::In(positions),
+            Role::In(seqs),
+            Role::In(tables),
+            Role::Scratch(scratch),
+        ],
+        move |kernels, b, out| {
+            let args = AttentionArgs {
+                attention,
+                q: dense(b[1], &[n, n_heads, head_dim]),
+                k_cache: b[2],
+                v_cache: b[3],
+                cache_dtype: dtype,
+                positions: b[4],
+                seqs: b[5],
+                tables: b[6],
+                y: b[0],
+                scratch: (n_splits > 1).then_some(b[7]),
+                n,
+                n_heads,
+                n_blocks,
+                n_kv_heads,
+                kv_block,
+                head_dim,
+                n_seqs,
+                max_blocks,
+                n_splits,
+                step: "case",
+            };
+            kernels.attention(&args, out)
+        },
+    )
+}

@@ -1,0 +1,146 @@
+//! Choosing tokens.
+
+use refrain_graph::{Op, SAMPLE_PARAMS, TensorType};
+use refrain_kernels::{SampleArgs, sample_scratch_bytes};
+use refrain_tensor::DType;
+use refrain_testkit::{Rng, Tol};
+
+use crate::bed::{Case, Operand, Role, contiguous, decode, dense, f32s, i32s, normals, reference, shape};
+
+/// Temperature, top-k, top-p, min-p, repeat, frequency, presence.
+const OFF: [f32; 7] = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0];
+
+fn with(changes: &[(usize, f32)]) -> [f32; 7] {
+    let mut params = OFF;
+    changes.iter().for_each(|&(i, v)| params[i] = v);
+    params
+}
+
+pub fn sample() -> Vec<Case> {
+    let rows = [
+        ("greedy", with(&[(0, 0.0)])),
+        ("negative temperature", with(&[(0, -1.0)])),
+        ("NaN temperature", with(&[(0, f32::NAN)])),
+        ("greedy with penalties", with(&[(0, 0.0), (4, 1.3), (5, 0.2), (6, 0.1)])),
+        ("plain", OFF),
+        ("cold", with(&[(0, 0.3)])),
+        ("hot", with(&[(0, 5.0)])),
+        ("penalties", with(&[(4, 0.7), (5, -0.5), (6, 0.4)])),
+        ("top-k 1", with(&[(1, 1.0)])),
+        ("top-k 7", with(&[(1, 7.0)])),
+        ("top-k past the vocabulary", with(&[(1, 1e9)])),
+        ("top-p 0.9", with(&[(2, 0.9)])),
+        ("top-p 0", with(&[(2, 0.0)])),
+        ("top-p NaN", with(&[(2, f32::NAN)])),
+        ("min-p 0.05", with(&[(3, 0.05)])),
+        ("min-p 1", with(&[(3, 1.0)])),
+        ("min-p 2", with(&[(3, 2.0)])),
+        ("all of them", with(&[(0, 0.8), (1, 40.0), (2, 0.95), (3, 0.02), (4, 1.1), (5, 0.1), (6, 0.1)])),
+        ("top-k then top-p", with(&[(0, 2.0), (1, 5.0), (2, 0.5)])),
+    ];
+    let mut cases = Vec::new();
+    for vocab in [1, 2, 50, 1024, 1025, 5000] {
+        for (i, (name, params)) in rows.iter().enumerate() {
+            cases.push(sample_case(&format!("{name}, vocab {vocab}"), vocab, &[*params; 3], Logits::Normal, i as u64));
+        }
+        // Many ties, so that ids decide.
+        for params in [OFF, with(&[(0, 0.0)]), with(&[(1, 3.0)]), with(&[(2, 0.3)])] {
+            cases.push(sample_case(&format!("ties {params:?}, vocab {vocab}"), vocab, &[params; 4], Logits::Ties, 90));
+        }
+        for logits in [Logits::AllMinusInf, Logits::SomeNan, Logits::PlusInf, Logits::MostlyMinusInf] {
+            for params in [OFF, with(&[(0, 0.0)]), with(&[(1, 4.0), (2, 0.7)])] {
+                let name = format!("{logits:?} {params:?}, vocab {vocab}");
+                cases.push(sample_case(&name, vocab, &[params; 2], logits, 91));
+            }
+        }
+    }
+    cases.push(sample_case("a large vocabulary", 40_000, &[OFF, with(&[(2, 0.99)])], Logits::Normal, 92));
+    cases
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Logits {
+    Normal,
+    Ties,
+    AllMinusInf,
+    SomeNan,
+    PlusInf,
+    MostlyMinusInf,
+}
+
+fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
+    let mut values: Vec<f32> = normals(n * vocab, seed).into_iter().map(|v| 3.0 * v).collect();
+    for (i, v) in values.iter_mut().enumerate() {
+        let token = i % vocab;
+        match kind {
+            Logits::Normal => {}
+            Logits::Ties => *v = (*v as i32 as f32) * if token % 2 == 0 { 1.0 } else { -0.0 },
+            Logits::AllMinusInf => *v = f32::NEG_INFINITY,
+            Logits::SomeNan if token % 3 == 1 => *v = f32::NAN,
+            Logits::PlusInf if token == vocab / 2 => *v = f32::INFINITY,
+            Logits::MostlyMinusInf if token != vocab - 1 && token != vocab / 3 => *v = f32::NEG_INFINITY,
+            Logits::SomeNan | Logits::PlusInf | Logits::MostlyMinusInf => {}
+        }
+    }
+    values
+}
+
+fn sample_case(name: &str, vocab: usize, rows: &[[f32; 7]], kind: Logits, seed: u64) -> Case {
+    let (n, n_history, n_bias) = (rows.len(), 9, 4);
+    let mut rng = Rng::new(seed + 1000);
+    let logits = f32s(&logits(kind, n, vocab, seed));
+    let params: Vec<f32> = rows.iter().flat_map(|r| r.iter().copied().chain([0.0; SAMPLE_PARAMS - 7])).collect();
+    let params = f32s(&params);
+    let seeds: Vec<u8> =
+        (0..n).flat_map(|i| [rng.word(), rng.word(), 40 + i as u32, 0].map(u32::to_le_bytes)).flatten().collect();
+    let id = |rng: &mut Rng| rng.below(vocab.min(20) + 3) as i32 - 2;
+    let history: Vec<i32> = (0..n * n_history).map(|_| id(&mut rng)).collect();
+    // One token twice, so that the order of biases shows.
+    let bias_ids: Vec<i32> = (0..n).flat_map(|_| [id(&mut rng), 0, id(&mut rng), 0]).collect();
+    let (history, bias_ids, bias) = (i32s(&history), i32s(&bias_ids), f32s(&normals(n * n_bias, seed + 1)));
+    let inputs = [
+        Operand(DType::F32, contiguous(&[n, vocab]), &logits),
+        Operand(DType::F32, contiguous(&[n, SAMPLE_PARAMS]), &params),
+        Operand(DType::U32, contiguous(&[n, 4]), &seeds),
+        Operand(DType::I32, contiguous(&[n, n_history]), &history),
+        Operand(DType::I32, contiguous(&[n, n_bias]), &bias_ids),
+        Operand(DType::F32, contiguous(&[n, n_bias]), &bias),
+    ];
+    let ty = |dtype| TensorType::new(dtype, shape(&[n]));
+    let mut outputs = [(ty(DType::I32), vec![0; 4 * n]), (ty(DType::F32), vec![0; 4 * n])];
+    reference(&Op::Sample, &inputs, &mut outputs);
+    let [(_, token), (_, logprob)] = outputs;
+    Case::new(
+        format!("sample {name}"),
+        vec![
+            Role::Exact(token),
+            Role::Out(decode(DType::F32, &logprob), Tol::Whole(1e-6)),
+            Role::In(logits),
+            Role::In(params),
+            Role::In(seeds),
+            Role::In(history),
+            Role::In(bias_ids),
+            Role::In(bias),
+            Role::Scratch(sample_scratch_bytes(n, vocab) as usize),
+        ],
+        move |kernels, b, out| {
+            let args = SampleArgs {
+                logits: dense(b[2], &[n, vocab]),
+                params: b[3],
+                rng: b[4],
+                history: b[5],
+                bias_ids: b[6],
+                bias: b[7],
+                token: b[0],
+                logprob: b[1],
+                scratch: b[8],
+                n,
+                vocab,
+                n_history,
+                n_bias,
+                step: "case",
+            };
+            kernels.sample(&args, out)
+        },
+    )
+}

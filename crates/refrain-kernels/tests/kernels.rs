@@ -1,0 +1,269 @@
+//! Every launcher over a table of cases, against the reference: on the simulated device, and on a card.
+#![allow(unreachable_pub, reason = "the modules are this test's own")]
+
+mod bed;
+mod cases;
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use bed::{Bed, Role, dense, f32s, i32s, normals, run_all};
+use refrain_driver::{Layout, Memory, Method, RecordOptions, Ring};
+use refrain_kernels::{
+    COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState, KernelError,
+    LINEAR_DTYPES, LinearArgs, RmsNormArgs,
+};
+use refrain_tensor::DType;
+use refrain_testkit::{Tol, encode};
+
+/// One test of the real card at a time: they share its primary context.
+static TURN: Mutex<()> = Mutex::new(());
+
+macro_rules! both {
+    ($(fn $name:ident($bed:ident) $body:block)*) => {
+        $(mod $name {
+            use super::*;
+
+            fn body(mut $bed: Bed) $body
+
+            #[test]
+            fn on_the_simulated_device() {
+                body(Bed::sim());
+            }
+
+            #[test]
+            #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+            fn on_a_gpu() {
+                let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+                body(Bed::gpu());
+            }
+        })*
+    };
+}
+
+both! {
+    fn linear_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::dense::linear());
+    }
+
+    fn gather_rows_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::dense::gather());
+    }
+
+    fn norms_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::dense::norms());
+    }
+
+    fn unary_functions_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::elementwise::unary());
+    }
+
+    fn binary_functions_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::elementwise::binary());
+    }
+
+    fn gates_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::elementwise::gate());
+    }
+
+    fn copies_and_casts_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::elementwise::copies());
+    }
+
+    fn reductions_and_softmax_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::elementwise::rows());
+    }
+
+    fn rope_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::attention::rope());
+    }
+
+    fn kv_append_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::attention::kv_append());
+    }
+
+    fn attention_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::attention::attention());
+    }
+
+    fn sampling_chooses_what_the_reference_chooses(bed) {
+        run_all(&mut bed, cases::sample::sample());
+    }
+
+    fn a_row_of_a_product_has_the_same_bits_for_every_number_of_rows(bed) {
+        same_bits_for_every_m(&mut bed);
+    }
+
+    fn commit_feeds_the_token_back_and_stops_at_the_end(bed) {
+        commit_until_done(&mut bed);
+    }
+}
+
+fn same_bits_for_every_m(bed: &mut Bed) {
+    for dtype in LINEAR_DTYPES {
+        let (m, n, k) = (11, 9, if dtype.is_quantized() { 768 } else { 203 });
+        let x = normals(m * k, 1);
+        let w = encode(dtype, &normals(n * k, 2));
+        let mut layout = Layout::new("rows");
+        let [x_at, w_at] = [("x", 4 * m * k), ("w", w.len())].map(|(name, n)| layout.device(name, n as u64));
+        let [all_at, one_at] = [("all", 4 * m * n), ("one", 4 * n)].map(|(name, n)| layout.device(name, n as u64));
+        let memory = Memory::plan(&bed.ctx, &layout).unwrap();
+        let [x_buf, w_buf, all_buf, one_buf] = [x_at, w_at, all_at, one_at].map(|r| memory.buf(r));
+        let mut lease = memory.lease().unwrap();
+        bed.stream.upload(&mut lease, x_buf, &f32s(&x)).unwrap();
+        bed.stream.upload(&mut lease, w_buf, &w).unwrap();
+        let product = |x, y, m| LinearArgs { x, w: w_buf, w_dtype: dtype, y, m, n, k, step: "product" };
+        let whole = bed.kernels.linear(&product(dense(x_buf, &[m, k]), all_buf, m)).unwrap();
+        let out = bed.stream.run(&mut lease, false, |q| q.launch(&whole)).unwrap();
+        let all: Vec<u32> = out.values(&mut bed.stream, all_buf).unwrap();
+        for row in 0..m {
+            let x_row = x_buf.slice((4 * row * k) as u64, 4 * k as u64).unwrap();
+            let one = bed.kernels.linear(&product(dense(x_row, &[1, k]), one_buf, 1)).unwrap();
+            let out = bed.stream.run(&mut lease, false, |q| q.launch(&one)).unwrap();
+            let one: Vec<u32> = out.values(&mut bed.stream, one_buf).unwrap();
+            assert_eq!(one, all[row * n..][..n], "{dtype} row {row}");
+        }
+    }
+}
+
+/// Three rows: one ends by a token, one by its limit, one is padding. Replayed past the end of all.
+fn commit_until_done(bed: &mut Bed) {
+    const N: usize = 3;
+    let mut layout = Layout::new("commit");
+    let words = |n: usize| 4 * n as u64;
+    let names = [("token", N), ("logprob", N), ("tokens", N), ("positions", N), ("rng", 4 * N), ("history", 2 * N)];
+    let regions = names.map(|(name, n)| layout.device(name, words(n)));
+    let [state, eog, count] = [("state", 16 * N), ("eog", 8), ("count", 8)].map(|(n, b)| layout.device(n, b as u64));
+    let ring = layout.pinned("ring", Ring::bytes(4, N * size_of::<CommitEntry>()));
+    let memory = Memory::plan(&bed.ctx, &layout).unwrap();
+    let [token, logprob, tokens, positions, rng, history] = regions.map(|r| memory.buf(r));
+    let [state, eog, count] = [state, eog, count].map(|r| memory.buf(r));
+    let mut host = Ring::new(&memory, ring, 4, N * size_of::<CommitEntry>()).unwrap();
+    let mut lease = memory.lease().unwrap();
+    let states = [(100, 1000), (100, 13), (100, 1000)].map(|(n_left, limit)| CommitState {
+        done: 0,
+        n_left,
+        history_next: 1,
+        limit,
+    });
+    let rng_before: Vec<i32> = (0..N as i32).flat_map(|i| [5, 6, 30 + i, 9]).collect();
+    let mut set = |buf, bytes: &[u8]| bed.stream.upload(&mut lease, buf, bytes).unwrap();
+    set(tokens, &i32s(&[-7; N]));
+    set(positions, &i32s(&[10, 11, -1]));
+    set(rng, &i32s(&rng_before));
+    set(history, &i32s(&[-1; 2 * N]));
+    set(state, &states.iter().flat_map(|s| bytes_of(s).to_vec()).collect::<Vec<_>>());
+    set(eog, &i32s(&[-1, 42]));
+    set(count, &[0; 8]);
+    let launch = bed
+        .kernels
+        .commit(&CommitArgs {
+            token,
+            logprob,
+            tokens,
+            positions,
+            rng,
+            history,
+            state,
+            eog,
+            ring: Some(CommitRing { ring: host.buf(), count, n_entries: 4 }),
+            n: N,
+            n_history: 2,
+            n_eog: 2,
+            step: "commit",
+        })
+        .unwrap();
+    let options = RecordOptions::named("commit");
+    let graph = bed.stream.record(&memory, Method::Stream, &options, |q| q.launch(&launch)).unwrap();
+
+    let entry = |token, flags, position| (token, flags, position);
+    let past = entry(-1, COMMIT_PAST_END, -1);
+    let expected = [
+        [entry(7, 0, 11), entry(8, 0, 12), past],
+        [entry(-1, 0, 12), entry(8, COMMIT_LENGTH, 13), past],
+        [entry(42, COMMIT_ENDED, 13), past, past],
+        [past, past, past],
+        [past, past, past],
+    ];
+    for (step, (chosen, expected)) in [[7, 8, 9], [-1, 8, 9], [42, 5, 5], [6, 6, 6], [6, 6, 6]].iter().zip(expected).enumerate() {
+        bed.stream.upload(&mut lease, token, &i32s(chosen)).unwrap();
+        bed.stream.upload(&mut lease, logprob, &f32s(&[-0.5 * step as f32; N])).unwrap();
+        assert!(host.reserve());
+        graph.replay(&mut lease, &mut bed.stream).unwrap();
+        let mut payload = [0; N * size_of::<CommitEntry>()];
+        let seq = host.take(&mut bed.stream, Duration::from_secs(5), &mut payload).unwrap();
+        assert_eq!(seq, step as u64 + 1);
+        for (row, expected) in expected.iter().enumerate() {
+            let word = |i: usize| i32::from_le_bytes(payload[16 * row + 4 * i..][..4].try_into().unwrap());
+            assert_eq!((word(0), word(2) as u32, word(3)), *expected, "step {step} row {row}");
+            let logprob = if expected.1 == COMMIT_PAST_END { 0.0 } else { -0.5 * step as f32 };
+            assert_eq!(f32::from_bits(word(1) as u32), logprob);
+        }
+    }
+    let mut get = |buf: refrain_driver::Buf| -> Vec<i32> {
+        let mut bytes = vec![0; buf.len() as usize];
+        bed.stream.download(&lease, buf, &mut bytes).unwrap();
+        bytes.chunks_exact(4).map(|w| i32::from_le_bytes(w.try_into().unwrap())).collect()
+    };
+    assert_eq!(get(tokens), [42, 8, -7]);
+    assert_eq!(get(positions), [-1, -1, -1]);
+    assert_eq!(get(rng), [5, 6, 33, 9, 5, 6, 33, 9, 5, 6, 32, 9]);
+    assert_eq!(get(history), [-1, 42, 8, 8, -1, -1]);
+    assert_eq!(get(state), [1, 97, 0, 1000, 1, 98, 1, 13, 0, 100, 1, 1000]);
+}
+
+fn bytes_of(s: &CommitState) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    for (to, word) in bytes.chunks_exact_mut(4).zip([s.done, s.n_left, s.history_next, s.limit]) {
+        to.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
+}
+
+#[test]
+fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
+    let bed = Bed::sim();
+    let mut layout = Layout::new("refused");
+    let (small, large) = (layout.device("small", 64), layout.device("large", 1 << 20));
+    let memory = Memory::plan(&bed.ctx, &layout).unwrap();
+    let (small, large) = (memory.buf(small), memory.buf(large));
+    let linear = |w_dtype, m, n, k, w, y| {
+        let x = dense(large, &[m, k]);
+        bed.kernels.linear(&LinearArgs { x, w, w_dtype, y, m, n, k, step: "s" }).unwrap_err().to_string()
+    };
+    let odd = large.slice(2, 1000).unwrap();
+    let messages = [
+        linear(DType::I32, 1, 2, 32, large, large),
+        linear(DType::Q4_K, 1, 2, 32, large, large),
+        linear(DType::Q8_0, 1, 4, 64, small, large),
+        linear(DType::F16, 1, 2, 32, odd, large),
+        linear(DType::F16, 0, 2, 32, large, large),
+        linear(DType::F16, 1, 100, 32, large, small),
+    ];
+    assert_eq!(
+        messages,
+        [
+            "linear x I32 x [m=1, n=2, k=32]: no kernel multiplies with this dtype",
+            "linear x Q4_K x [m=1, n=2, k=32]: k must be whole blocks of 256",
+            "linear x Q8_0 x [m=1, n=4, k=64]: w has 64 bytes, needs 272",
+            "linear x F16 x [m=1, n=2, k=32]: w starts at byte 2, which is no multiple of 16",
+            "linear x F16 x [m=0, n=2, k=32]: m is 0, there is nothing to launch",
+            "linear x F16 x [m=1, n=100, k=32]: y has 64 bytes, needs 400",
+        ]
+    );
+    let strided = bed::contiguous(&[4, 8]).transpose().unwrap();
+    let x = refrain_kernels::View { buf: large, dtype: DType::F32, layout: strided };
+    let args = RmsNormArgs { x, w: large, y: large, n_rows: 8, n_cols: 4, eps: 0.0, step: "s" };
+    let error = bed.kernels.rms_norm(&args).unwrap_err();
+    assert!(matches!(error, KernelError::Unsupported { .. }));
+    assert_eq!(error.to_string(), "rms_norm x F32 x [n_rows=8, n_cols=4]: x has strided rows; copy it first");
+}
+
+#[test]
+fn a_case_that_is_wrong_is_noticed() {
+    let mut bed = Bed::sim();
+    let mut wrong = cases::dense::norms().remove(1);
+    wrong.roles[0] = Role::Out(vec![0.5; 7 * 33], Tol::Whole(1e-6));
+    let error = wrong.run(&mut bed).unwrap_err();
+    assert!(error.contains("buffer 0"), "{error}");
+}
