@@ -29,22 +29,22 @@
 //! fetched the other finds. Models of a Python package index lie in `REFRAIN_HOME/models`, one folder each.
 #![forbid(unsafe_code)]
 
-mod cache; // the hub's cache folder
-mod catalogue; // which short names there are
-mod disk;
-mod download; // one file of the hub
-mod env; // what the environment says
-mod error; // what can go wrong
-mod http; // asking the hub
-mod listing; // what a repository holds
 mod name; // what a person may type
-mod package; // a model in wheels
-mod pip; // getting wheels
-mod progress; // what a pull tells
+mod catalogue; // which short names there are
+mod store; // what is on this machine
 mod pull; // how the rest gets here
+mod listing; // what a repository holds
 mod select; // which files make a model
+mod http; // asking the hub
+mod download; // one file of the hub
+mod pip; // getting wheels
+mod package; // a model in wheels
+mod cache; // the hub's cache folder
+mod disk; // files, space, locks, checksums
+mod progress; // what a pull tells
+mod env; // what the environment says
 mod size; // bytes as people read them
-mod store; // what is on this machine // files, space, locks, checksums
+mod error; // what can go wrong
 
 pub use catalogue::{CATALOGUE, Entry, Licence, PackagePart, PackageSource, lookup, nearest};
 pub use disk::{Disk, DiskFile, RealDisk};

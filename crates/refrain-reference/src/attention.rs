@@ -19,7 +19,8 @@ pub(crate) fn rope(rope: &Rope, inputs: &[In<'_>], out: &mut Out<'_>) -> Result<
                 RopeStyle::Interleaved => (2 * i, 2 * i + 1),
             };
             let angle = f64::from(position) * f64::from(freq);
-            let (sin, cos) = (angle.sin() * f64::from(rope.magnitude), angle.cos() * f64::from(rope.magnitude));
+            let (sin, cos) =
+                (angle.sin() * f64::from(rope.magnitude), angle.cos() * f64::from(rope.magnitude));
             let (u, v) = (f64::from(values[a]), f64::from(values[b]));
             values[a] = (u * cos - v * sin) as f32;
             values[b] = (u * sin + v * cos) as f32;
@@ -57,7 +58,11 @@ impl Pages {
         let block = self.tables[seq_idx * self.max_blocks + column];
         let block_idx = usize::try_from(block).unwrap_or(usize::MAX);
         if block_idx >= self.n_blocks {
-            return Err(ReferenceError::OutOfRange { what: "KV block", got: block.into(), limit: self.n_blocks });
+            return Err(ReferenceError::OutOfRange {
+                what: "KV block",
+                got: block.into(),
+                limit: self.n_blocks,
+            });
         }
         Ok((block_idx, position % self.kv_block))
     }

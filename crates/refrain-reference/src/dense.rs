@@ -194,8 +194,11 @@ pub(crate) fn matmul(a: &In<'_>, b: &In<'_>, out: &mut Out<'_>) -> Result<(), Re
         for i in 0..m {
             for j in 0..n {
                 let row = &a[(batch * m + i) * k..][..k];
-                let sum: f64 =
-                    row.iter().enumerate().map(|(l, &x)| f64::from(x) * f64::from(b[(batch * k + l) * n + j])).sum();
+                let sum: f64 = row
+                    .iter()
+                    .enumerate()
+                    .map(|(l, &x)| f64::from(x) * f64::from(b[(batch * k + l) * n + j]))
+                    .sum();
                 y[(batch * m + i) * n + j] = sum as f32;
             }
         }

@@ -94,6 +94,7 @@ pub(crate) fn gate(kind: Gate, gate: &In<'_>, up: &In<'_>, out: &mut Out<'_>) ->
         Gate::GeluTanh => Unary::GeluTanh,
     };
     let (gate, up) = (gate.to_f32()?, up.to_f32()?);
-    let y: Vec<f32> = gate.iter().zip(&up).map(|(&g, &u)| (apply(f, f64::from(g)) * f64::from(u)) as f32).collect();
+    let y: Vec<f32> =
+        gate.iter().zip(&up).map(|(&g, &u)| (apply(f, f64::from(g)) * f64::from(u)) as f32).collect();
     out.store(&y)
 }

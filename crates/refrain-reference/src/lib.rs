@@ -25,7 +25,9 @@ use refrain_graph::{HostBuf, Op};
 /// `outputs[0]`, and what it held before the call is what the op starts from.
 pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), ReferenceError> {
     match op {
-        Op::View(_) => Err(ReferenceError::Unsupported { op: op.name(), because: "a view is not run".into() }),
+        Op::View(_) => {
+            Err(ReferenceError::Unsupported { op: op.name(), because: "a view is not run".into() })
+        }
         Op::Copy => dense::copy(&inputs[0], &mut outputs[0]),
         Op::Cast(_) => outputs[0].store(&inputs[0].to_f32()?),
         Op::Unary(f) => elementwise::unary(*f, &inputs[0], &mut outputs[0]),

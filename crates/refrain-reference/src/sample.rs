@@ -86,8 +86,10 @@ pub fn sample_row(logits: &mut [f32], sampling: &Sampling<'_>) -> (usize, f32) {
         ids.truncate(keep.max(1));
     }
 
-    let weights: Vec<f64> =
-        ids.iter().map(|&id| ((f64::from(logits[id]) - f64::from(max)) / f64::from(temperature)).exp()).collect();
+    let weights: Vec<f64> = ids
+        .iter()
+        .map(|&id| ((f64::from(logits[id]) - f64::from(max)) / f64::from(temperature)).exp())
+        .collect();
     let target = f64::from(uniform(sampling.seed, sampling.position)) * weights.iter().sum::<f64>();
     let mut sum = 0.0;
     for (&id, w) in ids.iter().zip(&weights) {

@@ -85,7 +85,12 @@ impl HostTensor {
         if layout.end() > have {
             let need_bytes = layout.end().div_ceil(self.dtype.block_len()) * self.dtype.block_bytes();
             let got_bytes = self.bytes.as_slice().len();
-            return Err(TensorError::ByteCount { dtype: self.dtype, shape: layout.shape(), need_bytes, got_bytes });
+            return Err(TensorError::ByteCount {
+                dtype: self.dtype,
+                shape: layout.shape(),
+                need_bytes,
+                got_bytes,
+            });
         }
         Ok(HostTensor { dtype: self.dtype, layout, bytes: self.bytes.clone() })
     }

@@ -79,7 +79,11 @@ impl Layout {
     /// In debug builds, when `index` does not lie in the shape.
     pub fn at(&self, index: &[usize]) -> usize {
         debug_assert_eq!(index.len(), self.shape.rank());
-        debug_assert!(index.iter().zip(self.shape.dims()).all(|(i, d)| i < d), "{index:?} outside {:?}", self.shape);
+        debug_assert!(
+            index.iter().zip(self.shape.dims()).all(|(i, d)| i < d),
+            "{index:?} outside {:?}",
+            self.shape
+        );
         self.offset + index.iter().zip(self.strides()).map(|(i, s)| i * s).sum::<usize>()
     }
 
@@ -143,7 +147,8 @@ impl Layout {
     pub fn permute(&self, order: &[usize]) -> Result<Layout, TensorError> {
         let rank = self.shape.rank();
         let mut seen = [false; MAX_RANK];
-        let valid = order.len() == rank && order.iter().all(|&a| a < rank && !std::mem::replace(&mut seen[a], true));
+        let valid =
+            order.len() == rank && order.iter().all(|&a| a < rank && !std::mem::replace(&mut seen[a], true));
         if !valid {
             return Err(TensorError::Permute { shape: self.shape, order: order.to_vec() });
         }

@@ -13,10 +13,7 @@ struct Model {
 
 impl Model {
     fn dense(dims: &[usize]) -> Model {
-        Model {
-            dims: dims.to_vec(),
-            flat: (0..dims.iter().product()).collect(),
-        }
+        Model { dims: dims.to_vec(), flat: (0..dims.iter().product()).collect() }
     }
 
     fn at(&self, index: &[usize]) -> usize {
@@ -25,18 +22,12 @@ impl Model {
 
     /// The view of shape `dims` whose element at `index` is this one's at `from(index)`.
     fn gather(&self, dims: Vec<usize>, from: impl Fn(&[usize]) -> Vec<usize>) -> Model {
-        let flat = all_indices(&dims)
-            .iter()
-            .map(|index| self.at(&from(index)))
-            .collect();
+        let flat = all_indices(&dims).iter().map(|index| self.at(&from(index))).collect();
         Model { dims, flat }
     }
 
     fn reshape(&self, dims: &[usize]) -> Model {
-        Model {
-            dims: dims.to_vec(),
-            flat: self.flat.clone(),
-        }
+        Model { dims: dims.to_vec(), flat: self.flat.clone() }
     }
 
     fn permute(&self, order: &[usize]) -> Model {
@@ -61,11 +52,7 @@ impl Model {
     fn broadcast(&self, dims: &[usize]) -> Model {
         let outer = dims.len() - self.dims.len();
         self.gather(dims.to_vec(), |index| {
-            index[outer..]
-                .iter()
-                .zip(&self.dims)
-                .map(|(&i, &d)| if d == 1 { 0 } else { i })
-                .collect()
+            index[outer..].iter().zip(&self.dims).map(|(&i, &d)| if d == 1 { 0 } else { i }).collect()
         })
     }
 
@@ -74,26 +61,15 @@ impl Model {
         let Some(&offset) = self.flat.first() else {
             return true;
         };
-        let unit = |axis| {
-            (0..self.dims.len())
-                .map(|a| usize::from(a == axis))
-                .collect::<Vec<_>>()
-        };
+        let unit = |axis| (0..self.dims.len()).map(|a| usize::from(a == axis)).collect::<Vec<_>>();
         let stride = |a: usize| {
-            if self.dims[a] > 1 {
-                self.at(&unit(a)).wrapping_sub(offset)
-            } else {
-                0
-            }
+            if self.dims[a] > 1 { self.at(&unit(a)).wrapping_sub(offset) } else { 0 }
         };
         let strides: Vec<usize> = (0..self.dims.len()).map(stride).collect();
-        all_indices(&self.dims)
-            .iter()
-            .zip(&self.flat)
-            .all(|(index, &flat)| {
-                let reached = index.iter().zip(&strides).map(|(&i, &s)| i.wrapping_mul(s));
-                reached.fold(offset, usize::wrapping_add) == flat
-            })
+        all_indices(&self.dims).iter().zip(&self.flat).all(|(index, &flat)| {
+            let reached = index.iter().zip(&strides).map(|(&i, &s)| i.wrapping_mul(s));
+            reached.fold(offset, usize::wrapping_add) == flat
+        })
     }
 
     fn is_dense(&self) -> bool {
@@ -103,10 +79,7 @@ impl Model {
 
 fn all_indices(dims: &[usize]) -> Vec<Vec<usize>> {
     dims.iter().fold(vec![vec![]], |outer, &dim| {
-        outer
-            .iter()
-            .flat_map(|index| (0..dim).map(move |i| [index.as_slice(), &[i]].concat()))
-            .collect()
+        outer.iter().flat_map(|index| (0..dim).map(move |i| [index.as_slice(), &[i]].concat())).collect()
     })
 }
 
@@ -133,10 +106,7 @@ struct Draw(u64);
 
 impl Draw {
     fn below(&mut self, n: usize) -> usize {
-        self.0 = self
-            .0
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (self.0 >> 33) as usize % n.max(1)
     }
 
@@ -194,30 +164,17 @@ fn apply(step: Step, layout: Layout, model: &Model) -> Result<(Layout, Model), T
             let start = draw.below(model.dims[axis] + 1);
             let room = model.dims[axis] - start;
             // Mostly not empty: an empty view ends the interest of a chain.
-            let len = if room > 0 && draw.below(8) > 0 {
-                1 + draw.below(room)
-            } else {
-                draw.below(room + 1)
-            };
-            Ok((
-                layout.slice(axis, start, len).unwrap(),
-                model.slice(axis, start, len),
-            ))
+            let len = if room > 0 && draw.below(8) > 0 { 1 + draw.below(room) } else { draw.below(room + 1) };
+            Ok((layout.slice(axis, start, len).unwrap(), model.slice(axis, start, len)))
         }
         Step::Broadcast(seed) if model.flat.len() <= 4096 => {
             let mut draw = Draw(seed);
-            let mut dims: Vec<usize> = model
-                .dims
-                .iter()
-                .map(|&d| if d == 1 { 1 + draw.below(3) } else { d })
-                .collect();
+            let mut dims: Vec<usize> =
+                model.dims.iter().map(|&d| if d == 1 { 1 + draw.below(3) } else { d }).collect();
             if dims.len() < MAX_RANK && draw.below(2) == 0 {
                 dims.insert(0, 1 + draw.below(3));
             }
-            Ok((
-                layout.broadcast_to(Shape::new(&dims).unwrap()).unwrap(),
-                model.broadcast(&dims),
-            ))
+            Ok((layout.broadcast_to(Shape::new(&dims).unwrap()).unwrap(), model.broadcast(&dims)))
         }
         Step::Slice(_) | Step::Broadcast(_) => Ok((layout, model.clone())),
     }
@@ -225,28 +182,15 @@ fn apply(step: Step, layout: Layout, model: &Model) -> Result<(Layout, Model), T
 
 fn check(layout: &Layout, model: &Model) -> Result<(), TestCaseError> {
     prop_assert_eq!(layout.shape().dims().to_vec(), &model.dims[..]);
-    prop_assert_eq!(
-        layout.indices().collect::<Vec<_>>(),
-        &model.flat[..],
-        "{:?}",
-        layout
-    );
+    prop_assert_eq!(layout.indices().collect::<Vec<_>>(), &model.flat[..], "{:?}", layout);
     for (index, &flat) in all_indices(&model.dims).iter().zip(&model.flat) {
         prop_assert_eq!(layout.at(index), flat);
     }
-    prop_assert_eq!(
-        layout.end(),
-        model.flat.iter().max().map_or(0, |m| m + 1),
-        "{:?}",
-        layout
-    );
+    prop_assert_eq!(layout.end(), model.flat.iter().max().map_or(0, |m| m + 1), "{:?}", layout);
     let row_len = model.dims.last().copied().unwrap_or(1);
     prop_assert_eq!(layout.is_contiguous(), model.is_dense(), "{:?}", layout);
     if !model.flat.is_empty() {
-        let dense_rows = model
-            .flat
-            .chunks(row_len)
-            .all(|row| row.windows(2).all(|w| w[1] == w[0] + 1));
+        let dense_rows = model.flat.chunks(row_len).all(|row| row.windows(2).all(|w| w[1] == w[0] + 1));
         prop_assert_eq!(layout.rows_are_contiguous(), dense_rows, "{:?}", layout);
     }
     Ok(())
@@ -254,24 +198,17 @@ fn check(layout: &Layout, model: &Model) -> Result<(), TestCaseError> {
 
 /// The types that are decoded and encoded.
 fn codecs() -> impl Iterator<Item = DType> {
-    DType::ALL
-        .into_iter()
-        .filter(|d| d.is_float() || d.is_quantized())
+    DType::ALL.into_iter().filter(|d| d.is_float() || d.is_quantized())
 }
 
 /// A tensor of random blocks, and its elements.
 fn random_tensor(dtype: DType, dims: &[usize], seed: u64) -> (HostTensor, Vec<f32>) {
     let n = dims.iter().product();
     let mut draw = Draw(seed);
-    let bytes: Vec<u8> = (0..dtype.bytes_for(n).unwrap())
-        .map(|_| draw.below(256) as u8)
-        .collect();
+    let bytes: Vec<u8> = (0..dtype.bytes_for(n).unwrap()).map(|_| draw.below(256) as u8).collect();
     let mut values = vec![0.0; n];
     dequantize(dtype, &bytes, &mut values).unwrap();
-    (
-        HostTensor::new(dtype, Shape::new(dims).unwrap(), Bytes::new(bytes)).unwrap(),
-        values,
-    )
+    (HostTensor::new(dtype, Shape::new(dims).unwrap(), Bytes::new(bytes)).unwrap(), values)
 }
 
 proptest! {
@@ -315,33 +252,15 @@ proptest! {
 #[test]
 fn views_outside_the_tensor_are_errors() {
     let layout = Layout::contiguous(Shape::from([2, 3]));
-    assert!(matches!(
-        layout.reshape(Shape::from([7])),
-        Err(TensorError::Reshape { .. })
-    ));
-    assert!(matches!(
-        layout.permute(&[0, 0]),
-        Err(TensorError::Permute { .. })
-    ));
+    assert!(matches!(layout.reshape(Shape::from([7])), Err(TensorError::Reshape { .. })));
+    assert!(matches!(layout.permute(&[0, 0]), Err(TensorError::Permute { .. })));
     assert!(matches!(layout.permute(&[0]), Err(TensorError::Permute { .. })));
-    assert!(matches!(
-        layout.permute(&[0, 2]),
-        Err(TensorError::Permute { .. })
-    ));
+    assert!(matches!(layout.permute(&[0, 2]), Err(TensorError::Permute { .. })));
     assert!(matches!(layout.slice(1, 2, 2), Err(TensorError::Slice { .. })));
     assert!(matches!(layout.slice(2, 0, 1), Err(TensorError::Slice { .. })));
-    assert!(matches!(
-        layout.slice(0, usize::MAX, 2),
-        Err(TensorError::Slice { .. })
-    ));
-    assert!(matches!(
-        layout.broadcast_to(Shape::from([3, 2, 1])),
-        Err(TensorError::Broadcast { .. })
-    ));
-    assert!(matches!(
-        layout.broadcast_to(Shape::from([3])),
-        Err(TensorError::Broadcast { .. })
-    ));
+    assert!(matches!(layout.slice(0, usize::MAX, 2), Err(TensorError::Slice { .. })));
+    assert!(matches!(layout.broadcast_to(Shape::from([3, 2, 1])), Err(TensorError::Broadcast { .. })));
+    assert!(matches!(layout.broadcast_to(Shape::from([3])), Err(TensorError::Broadcast { .. })));
 }
 
 #[test]
@@ -350,11 +269,7 @@ fn a_view_beyond_the_bytes_is_an_error() {
     let larger = Layout::contiguous(Shape::from([3, 32]));
     assert!(matches!(
         tensor.with_layout(larger),
-        Err(TensorError::ByteCount {
-            need_bytes: 54,
-            got_bytes: 36,
-            ..
-        })
+        Err(TensorError::ByteCount { need_bytes: 54, got_bytes: 36, .. })
     ));
 }
 
@@ -372,8 +287,5 @@ fn an_empty_slice_at_the_end_decodes_to_nothing() {
     let (tensor, _) = random_tensor(DType::Q4_0, &[2, 32], 1);
     let empty = tensor.layout().slice(0, 2, 0).unwrap();
     assert_eq!(empty.end(), 0);
-    assert_eq!(
-        tensor.with_layout(empty).unwrap().to_f32().unwrap(),
-        Vec::<f32>::new()
-    );
+    assert_eq!(tensor.with_layout(empty).unwrap().to_f32().unwrap(), Vec::<f32>::new());
 }

@@ -8,33 +8,18 @@ static DATA: &[u8] = include_bytes!("data/quant.safetensors");
 
 /// The types that are decoded and encoded.
 fn codecs() -> impl Iterator<Item = DType> {
-    DType::ALL
-        .into_iter()
-        .filter(|d| d.is_float() || d.is_quantized())
+    DType::ALL.into_iter().filter(|d| d.is_float() || d.is_quantized())
 }
 
-const ENCODED: [DType; 8] = [
-    DType::F32,
-    DType::F16,
-    DType::BF16,
-    DType::Q4_0,
-    DType::Q4_1,
-    DType::Q5_0,
-    DType::Q5_1,
-    DType::Q8_0,
-];
+const ENCODED: [DType; 8] =
+    [DType::F32, DType::F16, DType::BF16, DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0];
 
 fn golden_bytes<'a>(file: &SafeTensors<'a>, name: &str) -> &'a [u8] {
     file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}")).data()
 }
 
 fn golden_f32(file: &SafeTensors<'_>, name: &str) -> Vec<f32> {
-    golden_bytes(file, name)
-        .as_chunks()
-        .0
-        .iter()
-        .map(|b| f32::from_le_bytes(*b))
-        .collect()
+    golden_bytes(file, name).as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
 }
 
 #[test]
@@ -43,18 +28,11 @@ fn every_type_decodes_to_the_bits_of_the_gguf_package() {
     for dtype in codecs() {
         let blocks = golden_bytes(&file, &format!("{dtype}.blocks"));
         let expected = golden_f32(&file, &format!("{dtype}.values"));
-        assert!(
-            expected.len() >= 20 * dtype.block_len(),
-            "{dtype}: too few blocks"
-        );
+        assert!(expected.len() >= 20 * dtype.block_len(), "{dtype}: too few blocks");
         let mut got = vec![f32::NAN; expected.len()];
         dequantize(dtype, blocks, &mut got).unwrap();
         for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
-            assert_eq!(
-                got.to_bits(),
-                expected.to_bits(),
-                "{dtype} element {i}: {got} is not {expected}"
-            );
+            assert_eq!(got.to_bits(), expected.to_bits(), "{dtype} element {i}: {got} is not {expected}");
         }
     }
 }
@@ -68,17 +46,8 @@ fn simple_types_encode_to_the_bytes_of_the_gguf_package() {
         let mut got = vec![0xaa; expected.len()];
         quantize(dtype, &values, &mut got).unwrap();
         let bytes_of_32 = dtype.bytes_for(32).unwrap();
-        for (b, (got, expected)) in got
-            .chunks(bytes_of_32)
-            .zip(expected.chunks(bytes_of_32))
-            .enumerate()
-        {
-            assert_eq!(
-                got,
-                expected,
-                "{dtype} block {b} of {:?}",
-                &values[32 * b..32 * b + 32]
-            );
+        for (b, (got, expected)) in got.chunks(bytes_of_32).zip(expected.chunks(bytes_of_32)).enumerate() {
+            assert_eq!(got, expected, "{dtype} block {b} of {:?}", &values[32 * b..32 * b + 32]);
         }
     }
 }

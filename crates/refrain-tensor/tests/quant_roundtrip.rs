@@ -6,9 +6,7 @@ use refrain_tensor::{Bytes, DType, HostTensor, Layout, Shape, TensorError};
 
 /// The types that are decoded and encoded.
 fn codecs() -> impl Iterator<Item = DType> {
-    DType::ALL
-        .into_iter()
-        .filter(|d| d.is_float() || d.is_quantized())
+    DType::ALL.into_iter().filter(|d| d.is_float() || d.is_quantized())
 }
 
 const INTEGERS: [DType; 4] = [DType::I32, DType::U32, DType::I64, DType::U8];
@@ -32,24 +30,15 @@ fn round_trip(dtype: DType, values: &[f32]) -> Vec<f32> {
 /// Root of the mean squared error, and the root mean square of the values.
 fn rms(values: &[f32], decoded: &[f32]) -> (f64, f64) {
     let mean = |sum: f64| (sum / values.len() as f64).sqrt();
-    let error = values
-        .iter()
-        .zip(decoded)
-        .map(|(&a, &b)| (f64::from(a) - f64::from(b)).powi(2))
-        .sum();
-    (
-        mean(error),
-        mean(values.iter().map(|&v| f64::from(v).powi(2)).sum()),
-    )
+    let error = values.iter().zip(decoded).map(|(&a, &b)| (f64::from(a) - f64::from(b)).powi(2)).sum();
+    (mean(error), mean(values.iter().map(|&v| f64::from(v).powi(2)).sum()))
 }
 
 /// Normally distributed values from a fixed seed.
 fn normal(n: usize) -> Vec<f32> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut uniform = move || {
-        state = state
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         ((state >> 33) as f64 + 0.5) / (1u64 << 31) as f64
     };
     (0..n)
@@ -196,21 +185,14 @@ fn normal_values_keep_the_precision_that_their_bits_can_buy() {
     let values = normal(64 * 256);
     for (dtype, limit) in limits {
         let (error, size) = rms(&values, &round_trip(dtype, &values));
-        assert!(
-            error <= size * limit,
-            "{dtype}: {:.4}, limit {limit}",
-            error / size
-        );
+        assert!(error <= size * limit, "{dtype}: {:.4}, limit {limit}", error / size);
     }
 }
 
 #[test]
 fn zeros_and_constants_come_back() {
     for dtype in codecs() {
-        assert!(
-            round_trip(dtype, &[0.0; 256]).iter().all(|&v| v == 0.0),
-            "{dtype}"
-        );
+        assert!(round_trip(dtype, &[0.0; 256]).iter().all(|&v| v == 0.0), "{dtype}");
         for constant in [1.0, -1.0, 0.37, -250.0] {
             for v in round_trip(dtype, &[constant; 256]) {
                 assert!(
@@ -227,10 +209,7 @@ fn values_below_the_smallest_scale_become_zero() {
     for dtype in codecs().filter(|d| d.is_quantized()) {
         for tiny in [1e-12, f32::MIN_POSITIVE, f32::from_bits(1)] {
             let values: Vec<f32> = (0..256).map(|i| if i % 3 == 0 { -tiny } else { tiny }).collect();
-            assert!(
-                round_trip(dtype, &values).iter().all(|&v| v == 0.0),
-                "{dtype} {tiny}"
-            );
+            assert!(round_trip(dtype, &values).iter().all(|&v| v == 0.0), "{dtype} {tiny}");
         }
     }
 }
@@ -243,17 +222,11 @@ fn values_that_are_not_finite_are_refused_with_their_place() {
             values[300] = bad;
             let mut bytes = vec![0; dtype.bytes_for(512).unwrap()];
             let error = quantize(dtype, &values, &mut bytes).unwrap_err();
-            assert!(
-                matches!(error, TensorError::NotFinite { index: 300, .. }),
-                "{dtype}: {error}"
-            );
+            assert!(matches!(error, TensorError::NotFinite { index: 300, .. }), "{dtype}: {error}");
         }
     }
     let error = quantize(DType::Q4_0, &[f32::NAN; 32], &mut [0; 18]).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "element 0 is NaN; only finite values can be encoded as Q4_0"
-    );
+    assert_eq!(error.to_string(), "element 0 is NaN; only finite values can be encoded as Q4_0");
 }
 
 #[test]
@@ -263,10 +236,7 @@ fn values_too_large_for_the_scale_are_refused_with_their_place() {
         values[300] = -f32::MAX;
         let mut bytes = vec![0; dtype.bytes_for(512).unwrap()];
         let error = quantize(dtype, &values, &mut bytes).unwrap_err();
-        assert!(
-            matches!(error, TensorError::OutOfRange { index: 300, .. }),
-            "{dtype}: {error}"
-        );
+        assert!(matches!(error, TensorError::OutOfRange { index: 300, .. }), "{dtype}: {error}");
     }
     let error = quantize(DType::F16, &[65536.0], &mut [0; 2]).unwrap_err();
     assert_eq!(error.to_string(), "element 0 is 6.5536e4, too large for F16");
@@ -288,16 +258,9 @@ fn integers_are_neither_decoded_nor_encoded() {
 #[test]
 fn a_view_that_repeats_one_element_beyond_memory_is_an_error() {
     let tensor = HostTensor::from_f32(Shape::from([1]), &[1.0]).unwrap();
-    let huge = Layout::contiguous(tensor.shape())
-        .broadcast_to(Shape::from([usize::MAX / 2]))
-        .unwrap();
+    let huge = Layout::contiguous(tensor.shape()).broadcast_to(Shape::from([usize::MAX / 2])).unwrap();
     let error = tensor.with_layout(huge).unwrap().to_f32().unwrap_err();
-    assert_eq!(
-        error,
-        TensorError::NoMemory {
-            n_elements: usize::MAX / 2
-        }
-    );
+    assert_eq!(error, TensorError::NoMemory { n_elements: usize::MAX / 2 });
 }
 
 #[test]

@@ -8,9 +8,8 @@ use bytemuck::{Pod, Zeroable};
 use std::array::from_fn;
 
 /// The levels of IQ4_NL and IQ4_XS.
-pub const IQ4_NL_VALUES: [i8; 16] = [
-    -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
-];
+pub const IQ4_NL_VALUES: [i8; 16] =
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
 /// IQ4_NL: `x = d * IQ4_NL_VALUES[q]`, q in 0..16.
 ///
@@ -76,10 +75,7 @@ impl Block<32> for BlockIq4Nl {
         let d = F16Le::from_f32(fit_scale(values, &Table))?;
         let inv = inverse(d.to_f32());
         let q = values.map(|v| Table.nearest(v * inv));
-        Some(BlockIq4Nl {
-            d,
-            qs: pack_nibbles(&q),
-        })
+        Some(BlockIq4Nl { d, qs: pack_nibbles(&q) })
     }
 }
 
@@ -94,29 +90,15 @@ impl Block<256> for BlockIq4Xs {
 
     /// Searches scales with little squared error, under which each element takes the nearest level.
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        let fit = encode_symmetric(
-            values,
-            &Table,
-            SymmetricSpec {
-                sub_len: 32,
-                scale_min: -32,
-            },
-        )?;
+        let fit = encode_symmetric(values, &Table, SymmetricSpec { sub_len: 32, scale_min: -32 })?;
         let stored: [u8; 8] = from_fn(|s| (fit.scales[s] + 32) as u8);
         let scales_l = from_fn(|t| stored[2 * t] & 0x0f | stored[2 * t + 1] << 4);
-        let scales_h = (0..8)
-            .fold(0u16, |bits, s| bits | u16::from(stored[s] >> 4) << (2 * s))
-            .to_le_bytes();
+        let scales_h = (0..8).fold(0u16, |bits, s| bits | u16::from(stored[s] >> 4) << (2 * s)).to_le_bytes();
         let qs = from_fn(|j| {
             let first = 32 * (j / 16) + j % 16;
             fit.q[first] | fit.q[first + 16] << 4
         });
-        Some(BlockIq4Xs {
-            d: fit.d,
-            scales_h,
-            scales_l,
-            qs,
-        })
+        Some(BlockIq4Xs { d: fit.d, scales_h, scales_l, qs })
     }
 }
 
@@ -126,10 +108,7 @@ struct Table;
 impl Levels for Table {
     fn nearest(&self, v: f32) -> u8 {
         // The number of mid-points below v.
-        IQ4_NL_VALUES
-            .windows(2)
-            .map(|w| u8::from(v > (f32::from(w[0]) + f32::from(w[1])) / 2.0))
-            .sum()
+        IQ4_NL_VALUES.windows(2).map(|w| u8::from(v > (f32::from(w[0]) + f32::from(w[1])) / 2.0)).sum()
     }
 
     fn value(&self, q: u8) -> f32 {

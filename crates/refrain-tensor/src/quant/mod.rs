@@ -53,10 +53,7 @@ pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), Ten
         DType::IQ4_NL => decode_blocks::<BlockIq4Nl, 32>(bytes, out),
         DType::IQ4_XS => decode_blocks::<BlockIq4Xs, 256>(bytes, out),
         DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
-            return Err(TensorError::Unsupported {
-                dtype,
-                verb: "decoded to F32",
-            });
+            return Err(TensorError::Unsupported { dtype, verb: "decoded to F32" });
         }
     }
     Ok(())
@@ -75,11 +72,7 @@ pub fn dequantize(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), Ten
 pub fn quantize(dtype: DType, values: &[f32], out: &mut [u8]) -> Result<(), TensorError> {
     check_lengths(dtype, values.len(), out.len())?;
     if let Some(index) = values.iter().position(|v| !v.is_finite()) {
-        return Err(TensorError::NotFinite {
-            dtype,
-            index,
-            value: values[index],
-        });
+        return Err(TensorError::NotFinite { dtype, index, value: values[index] });
     }
     let encoded = match dtype {
         DType::F32 => plain::encode_f32(values, out),
@@ -98,17 +91,10 @@ pub fn quantize(dtype: DType, values: &[f32], out: &mut [u8]) -> Result<(), Tens
         DType::IQ4_NL => encode_blocks::<BlockIq4Nl, 32>(values, out),
         DType::IQ4_XS => encode_blocks::<BlockIq4Xs, 256>(values, out),
         DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
-            return Err(TensorError::Unsupported {
-                dtype,
-                verb: "encoded from F32",
-            });
+            return Err(TensorError::Unsupported { dtype, verb: "encoded from F32" });
         }
     };
-    encoded.map_err(|OutOfRange { index }| TensorError::OutOfRange {
-        dtype,
-        index,
-        value: values[index],
-    })
+    encoded.map_err(|OutOfRange { index }| TensorError::OutOfRange { dtype, index, value: values[index] })
 }
 
 impl HostTensor {
@@ -133,9 +119,7 @@ impl HostTensor {
             return Ok(stored);
         }
         let mut values = Vec::new();
-        values
-            .try_reserve_exact(n)
-            .map_err(|_| TensorError::NoMemory { n_elements: n })?;
+        values.try_reserve_exact(n).map_err(|_| TensorError::NoMemory { n_elements: n })?;
         values.extend(layout.indices().map(|i| stored[i - first]));
         Ok(values)
     }
@@ -148,16 +132,9 @@ struct OutOfRange {
 
 fn check_lengths(dtype: DType, n_elements: usize, got_bytes: usize) -> Result<(), TensorError> {
     let shape = Shape::new(&[n_elements])?;
-    let need_bytes = dtype
-        .bytes_for(n_elements)
-        .ok_or(TensorError::PartialBlocks { dtype, shape })?;
+    let need_bytes = dtype.bytes_for(n_elements).ok_or(TensorError::PartialBlocks { dtype, shape })?;
     if need_bytes != got_bytes {
-        return Err(TensorError::ByteCount {
-            dtype,
-            shape,
-            need_bytes,
-            got_bytes,
-        });
+        return Err(TensorError::ByteCount { dtype, shape, need_bytes, got_bytes });
     }
     Ok(())
 }
@@ -172,18 +149,14 @@ fn decode_blocks<B: Block<N>, const N: usize>(bytes: &[u8], out: &mut [f32]) {
 fn encode_blocks<B: Block<N>, const N: usize>(values: &[f32], out: &mut [u8]) -> Result<(), OutOfRange> {
     let blocks: &mut [B] = bytemuck::cast_slice_mut(out);
     for (i, (values, block)) in values.as_chunks::<N>().0.iter().zip(blocks).enumerate() {
-        *block = B::encode(values).ok_or_else(|| OutOfRange {
-            index: i * N + search::peak_idx(values),
-        })?;
+        *block = B::encode(values).ok_or_else(|| OutOfRange { index: i * N + search::peak_idx(values) })?;
     }
     Ok(())
 }
 
 fn zeros(n_elements: usize) -> Result<Vec<f32>, TensorError> {
     let mut values = Vec::new();
-    values
-        .try_reserve_exact(n_elements)
-        .map_err(|_| TensorError::NoMemory { n_elements })?;
+    values.try_reserve_exact(n_elements).map_err(|_| TensorError::NoMemory { n_elements })?;
     values.resize(n_elements, 0.0);
     Ok(values)
 }

@@ -33,10 +33,7 @@ pub(super) fn encode_f32(values: &[f32], out: &mut [u8]) -> Result<(), OutOfRang
 pub(super) fn encode_f16(values: &[f32], out: &mut [u8]) -> Result<(), OutOfRange> {
     for (index, (&value, out)) in values.iter().zip(out.as_chunks_mut().0).enumerate() {
         let value = f16::from_f32(value);
-        *out = value
-            .is_finite()
-            .then(|| value.to_le_bytes())
-            .ok_or(OutOfRange { index })?;
+        *out = value.is_finite().then(|| value.to_le_bytes()).ok_or(OutOfRange { index })?;
     }
     Ok(())
 }
@@ -45,10 +42,7 @@ pub(super) fn encode_f16(values: &[f32], out: &mut [u8]) -> Result<(), OutOfRang
 pub(super) fn encode_bf16(values: &[f32], out: &mut [u8]) -> Result<(), OutOfRange> {
     for (index, (&value, out)) in values.iter().zip(out.as_chunks_mut().0).enumerate() {
         let value = bf16::from_f32(value);
-        *out = value
-            .is_finite()
-            .then(|| value.to_le_bytes())
-            .ok_or(OutOfRange { index })?;
+        *out = value.is_finite().then(|| value.to_le_bytes()).ok_or(OutOfRange { index })?;
     }
     Ok(())
 }

@@ -44,24 +44,12 @@ impl Block<256> for BlockQ2K {
 
     /// Searches scales and minima with little squared error, under which each element takes the nearest level.
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        let fit = encode_affine(
-            values,
-            AffineSpec {
-                sub_len: 16,
-                q_max: 3,
-                scale_max: 15,
-            },
-        )?;
+        let fit = encode_affine(values, AffineSpec { sub_len: 16, q_max: 3, scale_max: 15 })?;
         let scales = from_fn(|s| fit.scales[s] | fit.mins[s] << 4);
         let qs = from_fn(|j| {
             let first = 128 * (j / 32) + j % 32;
             (0..4).fold(0, |byte, g| byte | fit.q[first + 32 * g] << (2 * g))
         });
-        Some(BlockQ2K {
-            scales,
-            qs,
-            d: fit.d,
-            dmin: fit.dmin,
-        })
+        Some(BlockQ2K { scales, qs, d: fit.d, dmin: fit.dmin })
     }
 }

@@ -60,10 +60,7 @@ impl Block<256> for BlockQ3K {
         let fit = encode_symmetric(
             values,
             &Steps { lo: -4, hi: 3 },
-            SymmetricSpec {
-                sub_len: 16,
-                scale_min: -32,
-            },
+            SymmetricSpec { sub_len: 16, scale_min: -32 },
         )?;
         let stored = fit.scales.map(|s| (s + 32) as u8);
         let scales = from_fn(|j| match j {
@@ -75,11 +72,6 @@ impl Block<256> for BlockQ3K {
             (0..4).fold(0, |byte, g| byte | (fit.q[first + 32 * g] & 3) << (2 * g))
         });
         let hmask = from_fn(|l| (0..8).fold(0, |byte, k| byte | fit.q[32 * k + l] >> 2 << k));
-        Some(BlockQ3K {
-            hmask,
-            qs,
-            scales,
-            d: fit.d,
-        })
+        Some(BlockQ3K { hmask, qs, scales, d: fit.d })
     }
 }

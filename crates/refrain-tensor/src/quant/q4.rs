@@ -56,10 +56,7 @@ impl Block<32> for BlockQ4_0 {
         let d = values[peak_idx(values)] / -8.0;
         let inv = inverse(d);
         let q = values.map(|v| ((v * inv + 8.5) as u8).min(15));
-        Some(BlockQ4_0 {
-            d: F16Le::from_f32(d)?,
-            qs: pack_nibbles(&q),
-        })
+        Some(BlockQ4_0 { d: F16Le::from_f32(d)?, qs: pack_nibbles(&q) })
     }
 }
 
@@ -77,11 +74,7 @@ impl Block<32> for BlockQ4_1 {
         let d = (max - min) / 15.0;
         let inv = inverse(d);
         let q = values.map(|v| (((v - min) * inv + 0.5) as u8).min(15));
-        Some(BlockQ4_1 {
-            d: F16Le::from_f32(d)?,
-            m: F16Le::from_f32(min)?,
-            qs: pack_nibbles(&q),
-        })
+        Some(BlockQ4_1 { d: F16Le::from_f32(d)?, m: F16Le::from_f32(min)?, qs: pack_nibbles(&q) })
     }
 }
 

@@ -80,20 +80,8 @@ impl Block<256> for BlockQ4K {
 
     /// Searches scales and minima with little squared error, under which each element takes the nearest level.
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        let fit = encode_affine(
-            values,
-            AffineSpec {
-                sub_len: 32,
-                q_max: 15,
-                scale_max: 63,
-            },
-        )?;
+        let fit = encode_affine(values, AffineSpec { sub_len: 32, q_max: 15, scale_max: 63 })?;
         let scales = pack_scales_and_mins(&fit.scales, &fit.mins);
-        Some(BlockQ4K {
-            d: fit.d,
-            dmin: fit.dmin,
-            scales,
-            qs: pack_nibbles_64(&fit.q),
-        })
+        Some(BlockQ4K { d: fit.d, dmin: fit.dmin, scales, qs: pack_nibbles_64(&fit.q) })
     }
 }

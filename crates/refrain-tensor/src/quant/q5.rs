@@ -63,11 +63,7 @@ impl Block<32> for BlockQ5_0 {
         let d = values[peak_idx(values)] / -16.0;
         let inv = inverse(d);
         let q = values.map(|v| ((v * inv + 16.5) as u8).min(31));
-        Some(BlockQ5_0 {
-            d: F16Le::from_f32(d)?,
-            qh: pack_fifth_bits(&q),
-            qs: pack_nibbles(&q),
-        })
+        Some(BlockQ5_0 { d: F16Le::from_f32(d)?, qh: pack_fifth_bits(&q), qs: pack_nibbles(&q) })
     }
 }
 
@@ -86,12 +82,7 @@ impl Block<32> for BlockQ5_1 {
         let inv = inverse(d);
         let q = values.map(|v| (((v - min) * inv + 0.5) as u8).min(31));
         let (d, m) = (F16Le::from_f32(d)?, F16Le::from_f32(min)?);
-        Some(BlockQ5_1 {
-            d,
-            m,
-            qh: pack_fifth_bits(&q),
-            qs: pack_nibbles(&q),
-        })
+        Some(BlockQ5_1 { d, m, qh: pack_fifth_bits(&q), qs: pack_nibbles(&q) })
     }
 }
 
@@ -101,8 +92,5 @@ fn level(qs: &[u8; 16], qh: [u8; 4], i: usize) -> f32 {
 }
 
 fn pack_fifth_bits(q: &[u8; 32]) -> [u8; 4] {
-    q.iter()
-        .enumerate()
-        .fold(0u32, |bits, (i, &q)| bits | u32::from(q >> 4) << i)
-        .to_le_bytes()
+    q.iter().enumerate().fold(0u32, |bits, (i, &q)| bits | u32::from(q >> 4) << i).to_le_bytes()
 }

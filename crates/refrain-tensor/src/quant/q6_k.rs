@@ -46,10 +46,7 @@ impl Block<256> for BlockQ6K {
 
     /// Searches scales with little squared error, under which each element takes the nearest level.
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        let spec = SymmetricSpec {
-            sub_len: 16,
-            scale_min: -128,
-        };
+        let spec = SymmetricSpec { sub_len: 16, scale_min: -128 };
         let fit = encode_symmetric(values, &Steps { lo: -32, hi: 31 }, spec)?;
         let ql = from_fn(|j| {
             let first = 128 * (j / 64) + j % 64;
@@ -59,11 +56,6 @@ impl Block<256> for BlockQ6K {
             let first = 128 * (j / 32) + j % 32;
             (0..4).fold(0, |byte, g| byte | fit.q[first + 32 * g] >> 4 << (2 * g))
         });
-        Some(BlockQ6K {
-            ql,
-            qh,
-            scales: fit.scales.map(|s| s as i8),
-            d: fit.d,
-        })
+        Some(BlockQ6K { ql, qh, scales: fit.scales.map(|s| s as i8), d: fit.d })
     }
 }

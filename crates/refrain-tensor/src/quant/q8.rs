@@ -35,9 +35,6 @@ impl Block<32> for BlockQ8_0 {
     fn encode(values: &[f32; 32]) -> Option<Self> {
         let d = values[peak_idx(values)].abs() / 127.0;
         let inv = inverse(d);
-        Some(BlockQ8_0 {
-            d: F16Le::from_f32(d)?,
-            qs: values.map(|v| (v * inv).round() as i8),
-        })
+        Some(BlockQ8_0 { d: F16Le::from_f32(d)?, qs: values.map(|v| (v * inv).round() as i8) })
     }
 }

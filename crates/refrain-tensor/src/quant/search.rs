@@ -91,11 +91,7 @@ pub(super) fn encode_symmetric(
     // The largest scale becomes the lowest multiple, whatever its sign: the side with one more.
     let d = F16Le::from_f32(fitted[peak_idx(&fitted)] / f32::from(spec.scale_min))?;
     let (step, inv) = (d.to_f32(), inverse(d.to_f32()));
-    let mut block = Symmetric {
-        d,
-        scales: [0; 16],
-        q: [0; 256],
-    };
+    let mut block = Symmetric { d, scales: [0; 16], q: [0; 256] };
     let q = block.q.chunks_exact_mut(spec.sub_len);
     for (s, (x, q)) in x.chunks_exact(spec.sub_len).zip(q).enumerate() {
         let centre = (fitted[s] * inv).round() as i16;
@@ -121,13 +117,7 @@ pub(super) fn encode_affine(x: &[f32; 256], spec: AffineSpec) -> Option<Affine> 
     let d = F16Le::from_f32(range(&scales).1 / f32::from(spec.scale_max))?;
     let dmin = F16Le::from_f32(range(&mins).1 / f32::from(spec.scale_max))?;
     let (step, min_step) = (d.to_f32(), dmin.to_f32());
-    let mut block = Affine {
-        d,
-        dmin,
-        scales: [0; 16],
-        mins: [0; 16],
-        q: [0; 256],
-    };
+    let mut block = Affine { d, dmin, scales: [0; 16], mins: [0; 16], q: [0; 256] };
     let q = block.q.chunks_exact_mut(spec.sub_len);
     for (s, (x, q)) in x.chunks_exact(spec.sub_len).zip(q).enumerate() {
         let near = |fitted: f32, inv: f32| {
@@ -137,13 +127,7 @@ pub(super) fn encode_affine(x: &[f32; 256], spec: AffineSpec) -> Option<Affine> 
         let near_mins = near(mins[s], inverse(min_step));
         let best = near(scales[s], inverse(step))
             .flat_map(|n| near_mins.clone().map(move |m| (n, m)))
-            .map(|(n, m)| {
-                (
-                    n,
-                    m,
-                    affine_error(x, step * f32::from(n), min_step * f32::from(m), spec.q_max),
-                )
-            })
+            .map(|(n, m)| (n, m, affine_error(x, step * f32::from(n), min_step * f32::from(m), spec.q_max)))
             .min_by(|a, b| a.2.total_cmp(&b.2));
         (block.scales[s], block.mins[s]) = best.map_or((0, 0), |(n, m, _)| (n, m));
         let inv = inverse(step * f32::from(block.scales[s]));
@@ -172,11 +156,7 @@ pub(super) fn fit_scale(x: &[f32], levels: &impl Levels) -> f32 {
                     sum_vv += v * v;
                 }
                 // By how much the best scale for these levels lowers the sum of x^2.
-                let gain = if sum_vv > 0.0 {
-                    sum_xv * sum_xv / sum_vv
-                } else {
-                    0.0
-                };
+                let gain = if sum_vv > 0.0 { sum_xv * sum_xv / sum_vv } else { 0.0 };
                 if gain <= last_gain {
                     break;
                 }
@@ -200,10 +180,8 @@ fn fit_scale_and_min(x: &[f32], q_max: u8) -> (f32, f32) {
     let (mut best, mut best_error) = ((0.0, -low), affine_error(x, 0.0, -low, q_max));
     for inset_low in INSETS {
         for inset_high in INSETS {
-            let start = (
-                extent * (1.0 - inset_low - inset_high) / f32::from(q_max),
-                -low - extent * inset_low,
-            );
+            let start =
+                (extent * (1.0 - inset_low - inset_high) / f32::from(q_max), -low - extent * inset_low);
             let (fit, error) = alternate(x, q_max, start);
             if error < best_error {
                 (best, best_error) = (fit, error);
@@ -249,11 +227,7 @@ fn least_squares(x: &[f32], scale: f32, min: f32, q_max: u8) -> Option<(f32, f32
     }
     let scale = (n * sum_xq - sum_q * sum_x) / det;
     let min = (scale * sum_q - sum_x) / n;
-    let (scale, min) = if min < 0.0 {
-        (sum_xq / sum_qq, 0.0)
-    } else {
-        (scale, min)
-    };
+    let (scale, min) = if min < 0.0 { (sum_xq / sum_qq, 0.0) } else { (scale, min) };
     (scale > 0.0).then_some((scale as f32, min as f32))
 }
 
@@ -268,10 +242,7 @@ fn symmetric_error(x: &[f32], scale: f32, levels: &impl Levels) -> f64 {
 fn affine_error(x: &[f32], scale: f32, min: f32, q_max: u8) -> f64 {
     let inv = inverse(scale);
     let decoded = |x: f32| scale * f32::from(nearest_step((x + min) * inv, q_max)) - min;
-    x.iter()
-        .map(|&x| f64::from(x) - f64::from(decoded(x)))
-        .map(|e| e * e)
-        .sum()
+    x.iter().map(|&x| f64::from(x) - f64::from(decoded(x))).map(|e| e * e).sum()
 }
 
 /// `v` rounded to an integer in `0..=max`.
@@ -299,8 +270,5 @@ pub(super) fn peak_idx(x: &[f32]) -> usize {
 
 /// The smallest and the largest value.
 pub(super) fn range(x: &[f32]) -> (f32, f32) {
-    x.iter()
-        .fold((f32::INFINITY, f32::NEG_INFINITY), |(min, max), &v| {
-            (min.min(v), max.max(v))
-        })
+    x.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(min, max), &v| (min.min(v), max.max(v)))
 }
