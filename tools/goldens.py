@@ -56,6 +56,12 @@ LLAMA3 = dict(
     # Short, so that a sequence of 40 tokens meets all three bands: kept, blended and divided wavelengths.
     original_max_position_embeddings=64,
 )
+YARN = dict(
+    rope_type="yarn",
+    factor=4.0,
+    # Short for the same reason.
+    original_max_position_embeddings=64,
+)
 GEMMA = dict(
     COMMON,
     hidden_size=32,
@@ -133,6 +139,16 @@ CASES = {
         GEMMA | gemma_rope(rope_type="linear", factor=8.0),
         40,
         {"rope scaling": gemma_rope()},
+    ),
+    "qwen3-yarn": (
+        transformers.Qwen3Config,
+        COMMON | rope(1_000_000.0, **YARN) | dict(head_dim=32, use_sliding_window=False, tie_word_embeddings=True),
+        40,
+        {
+            "rope scaling": rope(1_000_000.0),
+            "attention factor": rope(1_000_000.0, **YARN, attention_factor=1.0),
+            "beta": rope(1_000_000.0, **YARN, beta_fast=16.0, beta_slow=2.0),
+        },
     ),
 }
 # Flattening any one parameter of these kinds to its mean must show in the logits.

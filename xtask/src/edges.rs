@@ -21,7 +21,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "refrain-tensor",
         ],
     ),
-    ("refrain-engine", &["refrain-formats", "refrain-graph", "refrain-models", "refrain-tensor"]),
+    ("refrain-engine", &["refrain-graph", "refrain-models", "refrain-tensor"]),
     ("refrain-models", &["refrain-formats", "refrain-graph", "refrain-tensor"]),
     ("refrain-hub", &[]),
     ("refrain-formats", &["refrain-tensor"]),

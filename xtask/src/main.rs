@@ -1,5 +1,6 @@
 //! Tasks of the repository: `cargo xtask ci` is what CI runs, and what the README tells you to run.
 
+mod bench;
 mod bundle;
 mod ci;
 mod edges;
@@ -14,6 +15,7 @@ Usage: cargo xtask TASK
   ci            the whole test suite: formatting, lints, docs, crate edges, tests
   edges         check which crate depends on which
   models        fetch the real models that some tests and benches use
+  bench-cpu     Refrain beside llama.cpp on the same files
   gpu-bundle    one folder with the binary, the GPU tests and a script, for a machine with a GPU
 ";
 
@@ -24,6 +26,7 @@ fn main() -> Result<()> {
         ["edges"] => edges::check(),
         ["models"] => models::fetch().map(|missing| missing.iter().for_each(|m| eprintln!("not fetched: {m}"))),
         ["gpu-bundle"] => bundle::make(),
+        ["bench-cpu", ..] => bench::cpu(&args[1..]),
         [] | ["help" | "--help" | "-h"] => {
             print!("{HELP}");
             Ok(())

@@ -7,7 +7,7 @@ mod text;
 use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
-use crate::out::{Out, counted, short_rate, short_time, talk};
+use crate::out::{Out, counted, short_rate, short_time, talk, thousands};
 use crate::resolve;
 use bandwidth::Bandwidth;
 use refrain::Session;
@@ -91,17 +91,23 @@ fn write(path: &Path, text: &str) -> anyhow::Result<()> {
 /// What a step reads, and how fast it can be at most.
 fn bounds(plan: &Plan, n_tokens: usize, context: usize, bandwidth: Option<Bandwidth>) -> Vec<String> {
     let traffic = plan.traffic();
-    let at_full = traffic.weight_bytes + traffic.kv_bytes_per_position * context;
-    let kv = Bytes(traffic.kv_bytes_per_position as u64);
+    let at_full = traffic.weight_bytes + traffic.kv_bytes(context);
     let per_token = match n_tokens {
         1 => ", which is one token".to_owned(),
         n => format!(", {} per token", Bytes((traffic.weight_bytes / n) as u64)),
     };
     let mut lines = vec![
         format!("reads    {} of weights in a step{per_token}", Bytes(traffic.weight_bytes as u64)),
-        format!("         {kv} of KV cache for each position looked back on"),
-        format!("         {} in a step at a full context of {context}", Bytes(at_full as u64)),
     ];
+    for kv in &traffic.kv {
+        let bytes = Bytes(kv.bytes_per_position as u64);
+        let which = match kv.window {
+            Some(window) => format!("of the last {} looked back on", thousands(window)),
+            None => "position looked back on".into(),
+        };
+        lines.push(format!("         {bytes} of KV cache for each {which}"));
+    }
+    lines.push(format!("         {} in a step at a full context of {context}", Bytes(at_full as u64)));
     if let Some(bandwidth) = bandwidth {
         let per_second = bandwidth.bytes_per_second();
         let step = traffic.weight_bytes as f64 / per_second;

@@ -60,7 +60,7 @@ fn bytes_per_token(session: &mut Session, reply: &Reply) -> usize {
     let position = reply.summary.n_prompt + reply.summary.n_generated / 2;
     session.plan(1).map_or(0, |plan| {
         let traffic = plan.traffic();
-        traffic.weight_bytes + traffic.kv_bytes_per_position * position
+        traffic.weight_bytes + traffic.kv_bytes(position)
     })
 }
 

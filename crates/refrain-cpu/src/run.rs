@@ -10,7 +10,7 @@ use crate::sample::{Candidates, choose};
 use crate::simd::{self, Level, Product, matmul_parallel, prepare_parallel};
 use crate::weights::{CpuStates, CpuWeights, Entry};
 use refrain_graph::{Place, Plan, RunError, SAMPLE_PARAMS};
-use refrain_reference::{In, Out, Sampling};
+use refrain_reference::{In, Out, ReferenceError, Sampling};
 use std::ops::Range;
 
 /// Memory that calls share and that lives from run to run, so that no run allocates.
@@ -293,7 +293,7 @@ impl Machine<'_> {
                 position: seed[2],
             };
             let at = logits.start + row * vocab;
-            let (id, p) = choose(&arena[at..at + vocab], &sampling, candidates);
+            let (id, p) = choose(self.level, &arena[at..at + vocab], &sampling, candidates);
             arena[token.start + row] = f32::from_bits(id as u32);
             arena[logprob.start + row] = p;
         }
@@ -337,8 +337,7 @@ impl Machine<'_> {
         }
         let mut outs: Vec<Out<'_>> =
             step.outputs.iter().zip(&mut results).map(|(o, bytes)| Out { ty: o.ty(), bytes }).collect();
-        refrain_reference::run(&step.op, &ins, &mut outs)
-            .map_err(|e| broken(&step.label, CpuError::Reference(e)))?;
+        refrain_reference::run(&step.op, &ins, &mut outs).map_err(|e| refused(&step.label, e))?;
         let arena_bytes: &mut [u8] = bytemuck::cast_slice_mut(arena);
         for (operand, bytes) in step.outputs.iter().zip(&results) {
             match plan.buffer(operand.buffer).place {
@@ -360,6 +359,13 @@ fn row_of(label: &str, id: i32, n_rows: usize) -> Result<Option<usize>, RunError
             Err(RunError::OutOfRange { label: label.into(), what: "row", got: id.into(), limit: n_rows })
         }
     }
+}
+
+fn refused(label: &str, error: ReferenceError) -> RunError {
+    if let ReferenceError::Host(source) = error {
+        return RunError::Host { label: label.into(), source };
+    }
+    broken(label, CpuError::Reference(error))
 }
 
 fn broken(label: &str, source: CpuError) -> RunError {

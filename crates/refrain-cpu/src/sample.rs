@@ -1,84 +1,150 @@
-//! Choosing a token, with the reference's choice and without its full sort.
+//! Choosing a token: the reference's choice, without its sort of the whole vocabulary.
 
+use crate::simd::{self, Level};
 use refrain_graph::SampleParam;
-use refrain_reference::{Sampling, sample_row as reference_row, uniform};
+use refrain_reference::{Sampling, apply_bias_and_penalties, uniform};
 
-/// Room for the logits and candidates of a row, kept between tokens.
+/// Room for one row, kept between tokens so that none allocates.
 #[derive(Default)]
 pub(crate) struct Candidates {
     logits: Vec<f32>,
+    exps: Vec<f32>,
+    maxima: Vec<f32>,
+    sorted_maxima: Vec<f32>,
     ids: Vec<u32>,
     weights: Vec<f64>,
 }
 
-/// The token that [`refrain_reference::sample_row`] chooses, found without sorting the whole vocabulary.
-pub fn sample_row(logits: &[f32], sampling: &Sampling<'_>) -> (usize, f32) {
-    choose(logits, sampling, &mut Candidates::default())
+/// The token that [`refrain_reference::sample_row`] chooses, and the logarithm of its probability to about 1e-5.
+pub fn sample_row(level: Level, logits: &[f32], sampling: &Sampling<'_>) -> (usize, f32) {
+    choose(level, logits, sampling, &mut Candidates::default())
 }
 
 /// Logits may be an output of the graph too, so they are changed in a copy.
-pub(crate) fn choose(logits: &[f32], sampling: &Sampling<'_>, room: &mut Candidates) -> (usize, f32) {
-    let Candidates { logits: copy, ids, weights } = room;
-    copy.clear();
-    copy.extend_from_slice(logits);
-    let logits = &mut copy[..];
-    let param = |p: SampleParam| sampling.params[p as usize];
-    let (temperature, top_k) = (param(SampleParam::Temperature), param(SampleParam::TopK) as usize);
-    let (top_p, min_p) = (param(SampleParam::TopP), param(SampleParam::MinP));
-    let filtered = top_k > 0 || top_p < 1.0 || min_p > 0.0;
-    // Without a filter every token is a candidate and the order of all of them counts; greedy needs none.
-    let greedy = temperature.is_nan() || temperature <= 0.0;
-    if greedy || !filtered {
-        return reference_row(logits, sampling);
-    }
-    refrain_reference::apply_bias_and_penalties(logits, sampling);
-    for l in logits.iter_mut().filter(|l| l.is_nan()) {
+pub(crate) fn choose(
+    level: Level,
+    logits: &[f32],
+    sampling: &Sampling<'_>,
+    room: &mut Candidates,
+) -> (usize, f32) {
+    room.load(logits);
+    apply_bias_and_penalties(&mut room.logits, sampling);
+    for l in room.logits.iter_mut().filter(|l| l.is_nan()) {
         *l = f32::NEG_INFINITY;
     }
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let weight = |id: u32| (f64::from(logits[id as usize]) - f64::from(max)).exp();
-    let total: f64 = logits.iter().map(|&l| (f64::from(l) - f64::from(max)).exp()).sum();
-    if !total.is_finite() || total <= 0.0 {
-        // Nothing can be weighed: the first of the largest, as the reference does.
-        let best = logits.iter().position(|&l| l == max).unwrap_or(0);
+    let best = simd::argmax(level, &room.logits);
+    let max = room.logits.get(best).copied().unwrap_or(f32::NEG_INFINITY);
+    let param = |p: SampleParam| sampling.params[p as usize];
+    let temperature = param(SampleParam::Temperature);
+    let greedy = temperature.is_nan() || temperature <= 0.0;
+    // With nothing or something infinite on top, there is nothing to weigh.
+    if !max.is_finite() {
         return (best, f32::NAN);
     }
-    let logprob = |id: u32| (f64::from(logits[id as usize]) - f64::from(max) - total.ln()) as f32;
-
-    // Sorted prefixes of growing length, until one holds every token that the filters keep.
-    let vocab = logits.len();
-    let mut n_sorted = if top_k > 0 { top_k.min(vocab) } else { 64.min(vocab) };
-    let by_rank = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-    ids.clear();
-    ids.extend(0..vocab as u32);
-    let keep = loop {
-        if n_sorted < vocab {
-            ids.select_nth_unstable_by(n_sorted - 1, by_rank);
-        }
-        ids[..n_sorted].sort_unstable_by(by_rank);
-        let whole = top_k > 0 || n_sorted == vocab;
-        let candidates = &ids[..n_sorted];
-        let among = if top_k > 0 { candidates.iter().map(|&id| weight(id)).sum() } else { total };
-        if let Some(keep) = kept(candidates, weight, among, top_p, min_p, whole) {
-            break keep;
-        }
-        n_sorted = (n_sorted * 8).min(vocab);
-    };
+    let log_sum = room.log_sum_exp(level, max);
+    let logprob = |logit: f32| logit - max - log_sum;
+    if greedy {
+        return (best, logprob(max));
+    }
+    let keep = room.keep(level, max, sampling);
+    let Candidates { logits, ids, weights, .. } = room;
     let ids = &ids[..keep];
     weights.clear();
-    weights.extend(
-        ids.iter().map(|&id| ((f64::from(logits[id as usize]) - f64::from(max)) / f64::from(temperature)).exp()),
-    );
+    weights.extend(ids.iter().map(|&id| {
+        let below = f64::from(logits[id as usize]) - f64::from(max);
+        (below / f64::from(temperature)).exp()
+    }));
     let target = f64::from(uniform(sampling.seed, sampling.position)) * weights.iter().sum::<f64>();
     let mut sum = 0.0;
-    for (&id, w) in ids.iter().zip(&*weights) {
-        sum += w;
-        if sum > target {
-            return (id as usize, logprob(id));
+    let chosen = ids.iter().zip(&*weights).find(|(_, w)| {
+        sum += **w;
+        sum > target
+    });
+    // Rounding can leave the target a hair above the last sum.
+    let id = chosen.map_or(ids[ids.len() - 1], |(&id, _)| id) as usize;
+    (id, logprob(logits[id]))
+}
+
+/// Elements whose largest is looked at together.
+const CHUNK: usize = 256;
+
+impl Candidates {
+    fn load(&mut self, logits: &[f32]) {
+        self.logits.clear();
+        self.logits.extend_from_slice(logits);
+        // How many candidates there are differs from token to token; room for all is made once.
+        self.ids.clear();
+        self.ids.reserve(logits.len());
+        self.weights.clear();
+        self.weights.reserve(logits.len());
+    }
+
+    /// The logarithm of the sum of all `e^(logit - max)`.
+    fn log_sum_exp(&mut self, level: Level, max: f32) -> f32 {
+        self.exps.clear();
+        self.exps.extend(self.logits.iter().map(|l| l - max));
+        simd::exp_inplace(level, &mut self.exps);
+        simd::sum(level, &self.exps).ln()
+    }
+
+    /// Leaves the candidates in `ids`, from the most to the least probable, and tells how many the filters keep.
+    fn keep(&mut self, level: Level, max: f32, sampling: &Sampling<'_>) -> usize {
+        let param = |p: SampleParam| sampling.params[p as usize];
+        let (top_k, top_p) = (param(SampleParam::TopK) as usize, param(SampleParam::TopP));
+        let (min_p, vocab) = (param(SampleParam::MinP), self.logits.len());
+        let unfiltered = top_k == 0 && top_p >= 1.0 && min_p <= 0.0;
+        // Prefixes of growing length, until one holds every token that the filters keep.
+        let mut n_sorted = match top_k {
+            _ if unfiltered => vocab,
+            0 => 64.min(vocab),
+            k => k.min(vocab),
+        };
+        loop {
+            self.sort_top(level, n_sorted);
+            let weight = |id: u32| (f64::from(self.logits[id as usize]) - f64::from(max)).exp();
+            let among = match (top_k, top_p < 1.0) {
+                (_, false) => 1.0,
+                // In the order of ids, as the reference adds them.
+                (0, true) => self.logits.iter().map(|&l| (f64::from(l) - f64::from(max)).exp()).sum(),
+                (_, true) => self.ids.iter().map(|&id| weight(id)).sum(),
+            };
+            let whole = top_k > 0 || n_sorted == vocab;
+            if let Some(keep) = kept(&self.ids, weight, among, top_p, min_p, whole) {
+                return keep;
+            }
+            n_sorted = (n_sorted * 8).min(vocab);
         }
     }
-    let last = ids[ids.len() - 1];
-    (last as usize, logprob(last))
+
+    /// Puts the `n` largest logits' ids into `ids`, in order; ties go to the smaller id.
+    fn sort_top(&mut self, level: Level, n: usize) {
+        let Candidates { logits, maxima, sorted_maxima, ids, .. } = self;
+        let by_rank = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+        ids.clear();
+        maxima.clear();
+        maxima.extend(logits.chunks(CHUNK).map(|c| simd::max(level, c)));
+        if maxima.len() > n {
+            // Each chunk's largest is one of the logits, so the n-th largest of them is at most the n-th largest of
+            // all: nothing below it can be among the n largest.
+            sorted_maxima.clear();
+            sorted_maxima.extend_from_slice(maxima);
+            let (_, least, _) = sorted_maxima.select_nth_unstable_by(n - 1, |a, b| b.total_cmp(a));
+            let least = *least;
+            for (chunk, _) in maxima.iter().enumerate().filter(|(_, m)| **m >= least) {
+                let first = chunk * CHUNK;
+                let some = &logits[first..logits.len().min(first + CHUNK)];
+                let above = some.iter().enumerate().filter(|(_, l)| **l >= least);
+                ids.extend(above.map(|(i, _)| (first + i) as u32));
+            }
+        } else {
+            ids.extend(0..logits.len() as u32);
+        }
+        if ids.len() > n {
+            ids.select_nth_unstable_by(n - 1, by_rank);
+            ids.truncate(n);
+        }
+        ids.sort_unstable_by(by_rank);
+    }
 }
 
 /// How many of the sorted candidates top-p and min-p keep; `None` when candidates beyond these may be kept too.
@@ -91,17 +157,18 @@ fn kept(
     whole: bool,
 ) -> Option<usize> {
     let mut sum = 0.0;
-    let reached = sorted.iter().position(|&id| {
-        sum += weight(id);
-        sum >= f64::from(top_p) * total
-    });
-    let by_top_p = match (top_p < 1.0, reached) {
-        (true, Some(i)) => Some(i + 1),
-        _ => None,
+    let mut reached = || {
+        sorted.iter().position(|&id| {
+            sum += weight(id);
+            sum >= f64::from(top_p) * total
+        })
     };
-    let by_min_p = match min_p > 0.0 {
-        true => Some(sorted.partition_point(|&id| weight(id) >= f64::from(min_p)).max(1)).filter(|&n| n < sorted.len()),
-        false => None,
+    let by_top_p = if top_p < 1.0 { reached().map(|i| i + 1) } else { None };
+    let by_min_p = if min_p > 0.0 {
+        let n = sorted.partition_point(|&id| weight(id) >= f64::from(min_p)).max(1);
+        Some(n).filter(|&n| n < sorted.len())
+    } else {
+        None
     };
     match (by_top_p, by_min_p) {
         (Some(a), Some(b)) => Some(a.min(b)),

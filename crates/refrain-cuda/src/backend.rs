@@ -8,7 +8,7 @@ use refrain_driver::{Device, DeviceKind, DriverError, Worker};
 use refrain_graph::{
     Backend, CompileError, Graph, Io, Plan, PlanOptions, Query, Ran, RunError, State, Support, Weight,
 };
-use refrain_tensor::HostTensor;
+use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
 use crate::lower;
@@ -45,7 +45,11 @@ struct Holder(Result<Machine, CudaError>);
 
 /// A model's weights on a [`CudaBackend`].
 #[derive(Debug)]
-pub struct CudaWeights(u64);
+pub struct CudaWeights {
+    id: u64,
+    /// How they lie on the device, with the bytes of each layout.
+    layouts: Vec<(String, usize)>,
+}
 
 /// A model's states on a [`CudaBackend`].
 #[derive(Debug)]
@@ -141,9 +145,16 @@ impl CudaBackend {
             };
             retired.into_iter().for_each(|id| machine.drop_program(id));
             let result = f(machine);
-            if what != STEP && what != READ {
-                *lock(&status) = machine.status();
+            let mut shown = lock(&status);
+            let now = machine.stats();
+            // A step seldom changes what graphs there are.
+            let same = [now.recorded, now.demoted] == [shown.cache.recorded, shown.cache.demoted];
+            if same && (what == STEP || what == READ) {
+                shown.cache = now;
+            } else {
+                *shown = machine.status();
             }
+            drop(shown);
             Ok(result)
         });
         answer.unwrap_or_else(|source: DriverError| Err(CudaError::Driver { step: what.to_owned(), source }))
@@ -151,19 +162,29 @@ impl CudaBackend {
 
     fn run_error(&self, label: &str) -> impl FnOnce(CudaError) -> RunError {
         let (backend, label) = (self.name(), label.to_owned());
-        move |error| match error {
-            CudaError::OutOfRange { label, what, got, limit } => RunError::OutOfRange { label, what, got, limit },
-            CudaError::Host { label, because } => {
-                RunError::Host { label, source: refrain_graph::HostCallError(because) }
+        move |error| {
+            if error.is_final() {
+                let (code, label) = (error.code().unwrap_or(0), error.sent_last().unwrap_or(label));
+                return RunError::ContextLost { backend, label, code, source: Box::new(error) };
             }
-            CudaError::Mismatch { what, because } => RunError::Mismatch { what, because },
-            error @ (CudaError::Required { .. }
-            | CudaError::Driver { .. }
-            | CudaError::DoesNotFit { .. }
-            | CudaError::ArenaTooLarge { .. }
-            | CudaError::NoKernel { .. }
-            | CudaError::Kernels(_)
-            | CudaError::TooFewCases { .. }) => RunError::Backend { backend, label, source: Box::new(error) },
+            match error {
+                CudaError::OutOfRange { label, what, got, limit } => {
+                    RunError::OutOfRange { label, what, got, limit }
+                }
+                CudaError::Host { label, because } => {
+                    RunError::Host { label, source: refrain_graph::HostCallError(because) }
+                }
+                CudaError::Mismatch { what, because } => RunError::Mismatch { what, because },
+                error @ (CudaError::Required { .. }
+                | CudaError::Driver { .. }
+                | CudaError::DoesNotFit { .. }
+                | CudaError::ArenaTooLarge { .. }
+                | CudaError::NoKernel { .. }
+                | CudaError::Kernels(_)
+                | CudaError::TooFewCases { .. }) => {
+                    RunError::Backend { backend, label, source: Box::new(error) }
+                }
+            }
         }
     }
 }
@@ -199,12 +220,13 @@ impl Backend for CudaBackend {
                 return Err(mismatch(format!("{} is {given}, must be {}", weight.name, weight.ty)));
             }
         }
+        let layouts = layouts(weights);
         let (id, weights) = (self.id(), weights.to_vec());
         let loaded =
             self.call("loading weights", self.options.load_limit, move |m| m.load(weights, tensors));
         loaded.map_err(self.run_error("loading weights"))?;
         lock(&self.current).weights = id;
-        Ok(CudaWeights(id))
+        Ok(CudaWeights { id, layouts })
     }
 
     fn allocate(&self, states: &[State]) -> Result<CudaStates, RunError> {
@@ -253,7 +275,7 @@ impl Backend for CudaBackend {
         self.fetched.clear();
         let mismatch = |what, because: &str| Err(RunError::Mismatch { what, because: because.to_owned() });
         let current = *lock(&self.current);
-        if io.weights.0 != current.weights {
+        if io.weights.id != current.weights {
             return mismatch("weights", "others were loaded since");
         }
         if io.states.0 != current.states {
@@ -290,6 +312,26 @@ impl Backend for CudaBackend {
         into.copy_from_slice(bytes);
         Ok(())
     }
+
+    fn layouts(&self, weights: &CudaWeights) -> Vec<(String, usize)> {
+        weights.layouts.clone()
+    }
+}
+
+/// Matrices as in the file, vectors as F32.
+fn layouts(weights: &[Weight]) -> Vec<(String, usize)> {
+    let mut layouts: Vec<(String, usize)> = Vec::new();
+    for weight in weights {
+        let is_vector = weight.ty.shape.rank() < 2;
+        let dtype = if is_vector { DType::F32 } else { weight.ty.dtype };
+        let name = if is_vector { "vectors as F32".to_owned() } else { format!("{dtype} as in the file") };
+        let bytes = dtype.bytes_for(weight.ty.shape.n_elements()).unwrap_or(0);
+        match layouts.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, sum)) => *sum += bytes,
+            None => layouts.push((name, bytes)),
+        }
+    }
+    layouts
 }
 
 impl std::fmt::Debug for CudaBackend {

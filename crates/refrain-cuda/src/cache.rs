@@ -11,7 +11,7 @@ use refrain_graph::{Ran, Reason};
 use crate::error::CudaError;
 use crate::reason::{Stage, is_about_capture, reason_of};
 use crate::verify::{Check, Verified, VerifyError, verify};
-use crate::warm::{WarmPlan, Work};
+use crate::warm::WarmPlan;
 
 /// Whether steps run as graphs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -134,6 +134,31 @@ impl CudaError {
         }
     }
 
+    /// The driver's code, where there is one.
+    #[must_use]
+    pub(crate) fn code(&self) -> Option<u32> {
+        match self {
+            CudaError::Driver { source, .. } => source.code().map(|c| c.0),
+            CudaError::Required { .. }
+            | CudaError::DoesNotFit { .. }
+            | CudaError::ArenaTooLarge { .. }
+            | CudaError::NoKernel { .. }
+            | CudaError::Kernels(_)
+            | CudaError::Mismatch { .. }
+            | CudaError::Host { .. }
+            | CudaError::OutOfRange { .. }
+            | CudaError::TooFewCases { .. } => None,
+        }
+    }
+
+    /// What was sent last before the driver failed: step and kernel.
+    pub(crate) fn sent_last(&self) -> Option<String> {
+        let CudaError::Driver { source: refrain_driver::DriverError::ContextLost(lost), .. } = self else {
+            return None;
+        };
+        lost.origin.as_ref().map(ToString::to_string)
+    }
+
     /// True when nothing runs on the device in this process any more.
     #[must_use]
     pub fn is_final(&self) -> bool {

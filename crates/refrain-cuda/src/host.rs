@@ -1,6 +1,6 @@
 //! Host steps between segments, and operands as the host sees them.
 
-use refrain_driver::{Buf, Stream};
+use refrain_driver::Stream;
 use refrain_graph::{HostBuf, Op, Operand, Place, Plan, Step};
 
 use crate::error::CudaError;
@@ -35,18 +35,36 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// The bytes of a dense operand on the device.
-pub(crate) fn dense_place(plan: &Plan, resident: &Resident, operand: &Operand) -> Result<Buf, CudaError> {
+/// An output's elements in order, fetched from the device.
+pub(crate) fn output_bytes(
+    plan: &Plan,
+    resident: &Resident,
+    stream: &mut Stream,
+    operand: &Operand,
+) -> Result<Vec<u8>, CudaError> {
     let unfit = || CudaError::Mismatch {
         what: "outputs",
-        because: format!("{} is laid out in strides of {:?}", operand.ty(), operand.layout.strides()),
+        because: format!("{} reaches over the end of its buffer", operand.ty()),
     };
-    let dtype = resident.dtype(plan, operand);
-    let whole = resident.buffer(plan, operand.buffer).map_err(CudaError::driver("finding a buffer"))?;
-    let start = dtype.bytes_for(operand.layout.offset()).filter(|_| operand.layout.is_contiguous());
-    let len = dtype.bytes_for(operand.layout.shape().n_elements());
-    let (start, len) = start.zip(len).ok_or_else(unfit)?;
-    whole.slice(start as u64, len as u64).map_err(CudaError::driver("finding a buffer"))
+    let (layout, dtype) = (&operand.layout, resident.dtype(plan, operand));
+    let mut fetch = |start: usize, end: usize| {
+        let whole = resident.buffer(plan, operand.buffer)?;
+        let mut bytes = vec![0; end.saturating_sub(start)];
+        stream.download(&resident.lease, whole.slice(start as u64, bytes.len() as u64)?, &mut bytes)?;
+        Ok(bytes)
+    };
+    if layout.is_contiguous() {
+        let start = dtype.bytes_for(layout.offset()).ok_or_else(unfit)?;
+        let len = dtype.bytes_for(layout.shape().n_elements()).ok_or_else(unfit)?;
+        return fetch(start, start + len).map_err(CudaError::driver("reading results"));
+    }
+    let size = dtype.block_bytes();
+    let bytes = fetch(0, layout.end() * size).map_err(CudaError::driver("reading results"))?;
+    let mut out = Vec::with_capacity(layout.shape().n_elements() * size);
+    for idx in layout.indices() {
+        out.extend_from_slice(bytes.get(idx * size..(idx + 1) * size).ok_or_else(unfit)?);
+    }
+    Ok(out)
 }
 
 /// An operand's elements in order, whatever its layout.

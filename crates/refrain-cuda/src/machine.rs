@@ -8,7 +8,7 @@ use refrain_graph::{Op, Place, Plan, Ran, Reason, Segment, SegmentKind, State, W
 use refrain_kernels::{Kernels, Origin};
 use refrain_tensor::HostTensor;
 
-use crate::cache::{GraphCache, GraphMode, Site};
+use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
 use crate::error::CudaError;
 use crate::host;
 use crate::lower::{Lowering, scratch_bytes};
@@ -112,7 +112,12 @@ impl Machine {
     /// Lowers a plan, records its graphs and verifies them, so that no step has to.
     pub(crate) fn compile(&mut self, id: ProgramId, plan: Arc<Plan>) -> Result<(), CudaError> {
         let roles = Roles::of(&plan);
-        self.ensure(&plan, &roles)?;
+        let is_new = self.ensure(&plan, &roles)?;
+        if is_new {
+            // Graphs over the old memory are gone; none of them should cost a token later.
+            let ids: Vec<ProgramId> = self.programs.keys().copied().collect();
+            ids.into_iter().try_for_each(|id| self.prepare(id))?;
+        }
         let Some(resident) = &self.resident else { unreachable!("ensured above") };
         let parts = self.lower(resident, &plan, &roles)?;
         self.programs.insert(id, Program { plan, roles, parts });
@@ -166,8 +171,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Makes sure that there is memory for a plan; plans all of it anew when there is too little.
-    fn ensure(&mut self, plan: &Plan, roles: &Roles) -> Result<(), CudaError> {
+    /// Makes sure that there is memory for a plan; plans all of it anew when there is too little. True when it did.
+    fn ensure(&mut self, plan: &Plan, roles: &Roles) -> Result<bool, CudaError> {
         let needed = Room {
             arena: plan.arena_bytes() as u64,
             scratch: scratch_bytes(plan, self.ctx.device().info().n_sms).next_multiple_of(GRAIN),
@@ -179,7 +184,7 @@ impl Machine {
         let host_only = host_only(plan);
         let missing = |r: &Resident| device_weights(plan).any(|w| r.is_host_only(w));
         match &self.resident {
-            Some(resident) if resident.room.holds(&needed) && !missing(resident) => return Ok(()),
+            Some(resident) if resident.room.holds(&needed) && !missing(resident) => return Ok(false),
             Some(_) | None => {}
         }
         let wanted = self.wanted(needed, roles);
@@ -212,7 +217,7 @@ impl Machine {
         }
         self.resident = Some(resident);
         self.programs = programs;
-        failed.map_or(Ok(()), Err)
+        failed.map_or(Ok(true), Err)
     }
 
     /// Room for the largest bucket, guessed from a plan of fewer tokens.
@@ -288,7 +293,7 @@ impl Machine {
 
     /// An output, and with it every small one: a step's few numbers are fetched in one go.
     pub(crate) fn read(&mut self, id: ProgramId, output: usize) -> Result<Vec<(usize, Vec<u8>)>, CudaError> {
-        const SMALL: u64 = 4096;
+        const SMALL: usize = 4096;
         let mismatch = |because: String| CudaError::Mismatch { what: "outputs", because };
         let (Some(program), Some(resident)) = (self.programs.get(&id), &self.resident) else {
             return Err(mismatch("the plan was compiled for other weights".into()));
@@ -299,17 +304,8 @@ impl Machine {
         }
         let mut found = Vec::new();
         for (idx, operand) in outputs.iter().enumerate() {
-            let place = host::dense_place(&program.plan, resident, operand);
-            let wanted = match &place {
-                Ok(buf) => idx == output || buf.len() <= SMALL,
-                Err(_) => idx == output,
-            };
-            if wanted {
-                let buf = place?;
-                let mut bytes = vec![0; buf.len() as usize];
-                let read = self.stream.download(&resident.lease, buf, &mut bytes);
-                read.map_err(CudaError::driver("reading results"))?;
-                found.push((idx, bytes));
+            if idx == output || program.plan.buffer(operand.buffer).bytes <= SMALL {
+                found.push((idx, host::output_bytes(&program.plan, resident, &mut self.stream, operand)?));
             }
         }
         Ok(found)
@@ -321,6 +317,10 @@ impl Machine {
 
     pub(crate) fn kernels(&self) -> Origin {
         self.kernels.origin()
+    }
+
+    pub(crate) fn stats(&self) -> CacheStats {
+        self.cache.stats()
     }
 
     pub(crate) fn status(&self) -> Status {

@@ -32,8 +32,9 @@ impl Words {
 pub(crate) struct Ids {
     pub(crate) words: Words,
     pub(crate) limit: usize,
+    /// Whether an id beyond the limit is an error; where it is not, it is ignored.
+    strict: bool,
     label: String,
-    what: &'static str,
 }
 
 /// Rows of tokens in a paged cache.
@@ -85,7 +86,7 @@ impl Roles {
     fn add(&mut self, plan: &Plan, step: &Step) {
         let ins = &step.inputs;
         match &step.op {
-            Op::GatherRows(_) => self.add_ids(plan, &ins[1], ins[0].layout.shape().dims()[0], step, "row"),
+            Op::GatherRows(_) => self.add_ids(plan, &ins[1], ins[0].layout.shape().dims()[0], step, true),
             Op::KvAppend => self.add_paging(plan, &ins[0], [&ins[2], &ins[3], &ins[4]], 1, step),
             Op::Attention(attention) => {
                 let reach = attention.window.unwrap_or(usize::MAX).max(1);
@@ -93,8 +94,8 @@ impl Roles {
             }
             Op::Sample => {
                 let vocab = ins[0].layout.shape().dim_back(0);
-                self.add_ids(plan, &ins[3], vocab, step, "a token of the history");
-                self.add_ids(plan, &ins[4], vocab, step, "a token with a bias");
+                self.add_ids(plan, &ins[3], vocab, step, false);
+                self.add_ids(plan, &ins[4], vocab, step, false);
                 if let (Some(params), Some(rng)) = (words(plan, &ins[1]), words(plan, &ins[2])) {
                     self.choices.push(Choice { params, rng });
                 }
@@ -115,11 +116,14 @@ impl Roles {
         }
     }
 
-    fn add_ids(&mut self, plan: &Plan, ids: &Operand, limit: usize, step: &Step, what: &'static str) {
+    fn add_ids(&mut self, plan: &Plan, ids: &Operand, limit: usize, step: &Step, strict: bool) {
         let Some(words) = words(plan, ids) else { return };
         match self.ids.iter_mut().find(|i| i.words == words) {
-            Some(known) => known.limit = known.limit.min(limit),
-            None => self.ids.push(Ids { words, limit, label: step.label.clone(), what }),
+            Some(known) => {
+                known.limit = known.limit.min(limit);
+                known.strict |= strict;
+            }
+            None => self.ids.push(Ids { words, limit, strict, label: step.label.clone() }),
         }
     }
 
@@ -157,10 +161,10 @@ impl Roles {
         let out = |label: &str, what, got: i64, limit| {
             Err(CudaError::OutOfRange { label: label.to_owned(), what, got, limit })
         };
-        for ids in &self.ids {
+        for ids in self.ids.iter().filter(|ids| ids.strict) {
             let bad = ids.words.read(control).find(|&id| id >= 0 && id as usize >= ids.limit);
             if let Some(id) = bad {
-                return out(&ids.label, ids.what, id.into(), ids.limit);
+                return out(&ids.label, "row", id.into(), ids.limit);
             }
         }
         for p in &self.paging {

@@ -26,6 +26,8 @@ pub struct GraphLine {
     pub verify_time: Duration,
     /// Bytes compared for each control-block state.
     pub verified_bytes: u64,
+    /// Bytes among them that no kernel had written in the last state.
+    pub unwritten_bytes: u64,
     /// Whether it equals the eager run bit for bit.
     pub bit_exact: bool,
 }
@@ -41,6 +43,7 @@ impl GraphLine {
             record_time: info.record_time,
             verify_time: report.took,
             verified_bytes: report.bytes,
+            unwritten_bytes: report.unwritten_bytes,
             bit_exact: report.bit_exact,
         }
     }

@@ -1,5 +1,7 @@
 //! KV blocks: which sequence owns which part of the cache.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 /// A fixed pool of KV blocks, handed out one at a time.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
@@ -60,15 +62,66 @@ impl BlockPool {
         Ok(())
     }
 
-    /// Takes blocks back.
+    /// Takes back the blocks of a sequence's table that lie behind `n_positions`.
     ///
     /// # Panics
     /// When a block is not in use: two tables would end up sharing it.
-    pub fn release(&mut self, table: &mut Vec<u32>) {
-        for block in table.drain(..).rev() {
+    pub fn shrink(&mut self, table: &mut Vec<u32>, n_positions: usize) {
+        let keep = n_positions.div_ceil(self.kv_block).min(table.len());
+        for block in table.drain(keep..).rev() {
             let used = std::mem::replace(&mut self.in_use[block as usize], false);
             assert!(used, "KV block {block} is released twice");
             self.free.push(block);
         }
+    }
+}
+
+/// A pool that the sessions of one engine share.
+#[derive(Clone, Debug)]
+pub(crate) struct SharedPool(Arc<Mutex<BlockPool>>);
+
+impl SharedPool {
+    pub(crate) fn new(pool: BlockPool) -> SharedPool {
+        SharedPool(Arc::new(Mutex::new(pool)))
+    }
+
+    /// A table without blocks.
+    pub(crate) fn table(&self) -> Table {
+        Table { blocks: Vec::new(), pool: self.clone() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BlockPool> {
+        // A panic inside would be the pool's own check, which leaves its books as they were.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The blocks of one sequence, in the order of its positions. They go back to their pool with it.
+#[derive(Debug)]
+pub(crate) struct Table {
+    blocks: Vec<u32>,
+    pool: SharedPool,
+}
+
+impl Table {
+    pub(crate) fn blocks(&self) -> &[u32] {
+        &self.blocks
+    }
+
+    pub(crate) fn belongs_to(&self, pool: &SharedPool) -> bool {
+        Arc::ptr_eq(&self.pool.0, &pool.0)
+    }
+
+    /// Makes the table cover `n_positions` and no block more.
+    pub(crate) fn fit(&mut self, n_positions: usize) -> Result<(), OutOfBlocks> {
+        let mut pool = self.pool.lock();
+        pool.shrink(&mut self.blocks, n_positions);
+        pool.grow(&mut self.blocks, n_positions)
+    }
+}
+
+impl Drop for Table {
+    fn drop(&mut self) {
+        self.pool.lock().shrink(&mut self.blocks, 0);
     }
 }

@@ -1,5 +1,6 @@
+use crate::perplexity::MIN_WINDOW;
 use crate::{OutOfBlocks, SamplingError};
-use refrain_graph::{CompileError, ControlError, GraphError, RunError};
+use refrain_graph::{CompileError, ControlError, GraphError, Reason, RunError};
 
 /// Why an engine could not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -45,12 +46,45 @@ pub enum EngineError {
         /// Size of the vocabulary.
         vocab: usize,
     },
+    /// More tokens than one step takes.
+    #[error("the step has {n_tokens} tokens, it may have {max_tokens}")]
+    StepTooLarge {
+        /// Tokens of the step.
+        n_tokens: usize,
+        /// The most tokens of a step.
+        max_tokens: usize,
+    },
+    /// Logits of more tokens than are evaluated.
+    #[error("{n_rows} rows of logits were asked for, the step has {n_tokens} tokens")]
+    TooManyRows {
+        /// Rows asked for.
+        n_rows: usize,
+        /// Tokens of the step.
+        n_tokens: usize,
+    },
+    /// The session's blocks are another engine's.
+    #[error("the session belongs to another engine")]
+    ForeignSession,
+    /// A compiled step lacks something that the engine reads.
+    #[error("the compiled step has no output {name:?}")]
+    NoOutput {
+        /// Name of the output.
+        name: &'static str,
+    },
     /// All KV blocks are taken.
     #[error(transparent)]
     OutOfBlocks(#[from] OutOfBlocks),
     /// A sampling parameter makes no sense.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
+    /// A window that cannot be scored.
+    #[error("a window of {window} tokens was asked for, it may have {MIN_WINDOW} to {context}")]
+    Window {
+        /// Tokens of a window.
+        window: usize,
+        /// Positions of the context.
+        context: usize,
+    },
     /// The text is too short to be scored.
     #[error("the text has {n_tokens} tokens, one window needs {window}")]
     TextTooShort {
@@ -75,12 +109,27 @@ impl EngineError {
             }
             EngineError::OutOfBlocks(_) => Some("end another session, or raise the context".into()),
             EngineError::UnknownToken { .. } => Some("use the tokenizer that belongs to the model".into()),
+            EngineError::StepTooLarge { max_tokens, .. } => {
+                Some(format!("evaluate the tokens in pieces of at most {max_tokens}"))
+            }
+            EngineError::TooManyRows { n_tokens, .. } => Some(format!("ask for at most {n_tokens} rows")),
+            EngineError::ForeignSession => Some("use a session with the engine that opened it".into()),
+            EngineError::Window { context, .. } => Some(format!("pass -c with {MIN_WINDOW} to {context} tokens")),
+            EngineError::Compile(error) => error.hint(),
+            EngineError::Run(error) => error.hint(),
             EngineError::Graph(_)
-            | EngineError::Compile(_)
-            | EngineError::Run(_)
             | EngineError::Control(_)
             | EngineError::Cancelled
+            | EngineError::NoOutput { .. }
             | EngineError::Sampling(_) => None,
+        }
+    }
+
+    /// What the ledger says about a step that ended in this error: all of it, down to the first cause.
+    pub fn reason(&self) -> Reason {
+        match self {
+            EngineError::Run(error) => error.reason(),
+            other => Reason::step_failed(other),
         }
     }
 }

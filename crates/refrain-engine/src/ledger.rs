@@ -64,8 +64,9 @@ impl fmt::Display for Tally {
         reasons.sort_by_key(|(_, n, _)| std::cmp::Reverse(*n));
         for (i, (_, n, reason)) in reasons.iter().enumerate() {
             let open = if i == 0 { " (" } else { "; " };
-            match reasons.len() {
-                1 => write!(f, "{open}{reason}")?,
+            match (reasons.len(), n) {
+                (1, _) => write!(f, "{open}{reason}")?,
+                (_, 1) => write!(f, "{open}once: {reason}")?,
                 _ => write!(f, "{open}{n} times: {reason}")?,
             }
         }
@@ -174,7 +175,7 @@ mod tests {
         assert_eq!(
             ledger.tally(StepKind::Decode).to_string(),
             "5 steps, 0 replayed, 4 eager, 1 failed (3 times: graphs are switched off; \
-             1 times: profiling times each op, which one launch would hide; 1 times: replay failed with error 700)"
+             once: profiling times each op, which one launch would hide; once: replay failed with error 700)"
         );
     }
 

@@ -25,6 +25,9 @@ pub struct Perplexity {
     pub n_windows: usize,
 }
 
+/// With fewer tokens nothing is left to score behind the first half of a window.
+pub(crate) const MIN_WINDOW: usize = 3;
+
 /// Scores the second half of each window of a text.
 ///
 /// Each window is evaluated on its own; its first half gives the model something to go on. `progress` hears the
@@ -36,10 +39,16 @@ pub fn perplexity(
     mut progress: impl FnMut(usize, Perplexity),
 ) -> Result<Perplexity, EngineError> {
     let window = options.window;
-    if tokens.len() < window || window < 2 {
-        return Err(EngineError::TextTooShort { n_tokens: tokens.len(), window: window.max(2) });
+    if window < MIN_WINDOW || window > engine.context() {
+        return Err(EngineError::Window { window, context: engine.context() });
+    }
+    if tokens.len() < window {
+        return Err(EngineError::TextTooShort { n_tokens: tokens.len(), window });
     }
     let n_windows = (tokens.len() / window).min(options.max_windows.unwrap_or(usize::MAX));
+    // Also the last token of a window, which is scored but not evaluated.
+    engine.check_tokens(&tokens[..n_windows * window])?;
+    engine.check_tokens(options.bos.as_slice())?;
     let vocab = engine.model().config().n_vocab;
     let first = window / 2;
     let mut sum = 0.0;
@@ -55,15 +64,14 @@ pub fn perplexity(
         while at < window - 1 {
             let end = (at + engine.max_tokens()).min(window - 1);
             let n_rows = end.saturating_sub(first.max(at));
-            let rows = engine.logits(&mut session, &text[at..end], n_rows.max(1))?;
-            for (i, row) in rows.chunks_exact(vocab).take(n_rows).enumerate() {
+            let rows = engine.logits(&mut session, &text[at..end], n_rows)?;
+            for (i, row) in rows.chunks_exact(vocab).enumerate() {
                 let next = text[end - n_rows + i + 1];
                 sum -= log_probability(row, next as usize);
                 so_far.n_scored += 1;
             }
             at = end;
         }
-        engine.close(session);
         so_far.n_windows = idx + 1;
         so_far.perplexity = (sum / so_far.n_scored as f64).exp();
         progress(n_windows, so_far);

@@ -91,11 +91,11 @@ pub struct BackendRunner<B: Backend> {
     kv: KvSpec,
     max_tokens: usize,
     // Most recently used last. Prompts end in pieces of any size, so old sizes are dropped.
-    compiled: Vec<Sized<B>>,
+    compiled: Vec<Prepared<B>>,
     scratch: Vec<i32>,
 }
 
-struct Sized<B: Backend> {
+struct Prepared<B: Backend> {
     spec: StepSpec,
     compiled: B::Compiled,
     control: ControlBlock,
@@ -147,7 +147,7 @@ impl<B: Backend> BackendRunner<B> {
             self.compiled.remove(0);
         }
         let (control, inputs) = (ControlBlock::new(&layout), Inputs::find(&layout));
-        self.compiled.push(Sized { spec, compiled, control, inputs });
+        self.compiled.push(Prepared { spec, compiled, control, inputs });
         Ok(self.compiled.len() - 1)
     }
 }
@@ -169,7 +169,7 @@ where
             Want::Sample(_) => Head::Sample { history: HISTORY, n_bias: MAX_BIAS },
         };
         let idx = self.prepare(self.spec(request.tokens.len(), head))?;
-        let Sized { compiled, control, inputs, .. } = &mut self.compiled[idx];
+        let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
         inputs.fill(control, request, &mut self.scratch)?;
         let io = Io { weights: &self.weights, states: &mut self.states, control: control.bytes() };
         let ran = self.backend.run(compiled, io)?;
@@ -178,12 +178,14 @@ where
             Want::Nothing => {}
             Want::Logits { n_rows } => {
                 out.logits.resize(n_rows * self.model.config().n_vocab, 0.0);
-                self.backend.read(compiled, 0, bytemuck::cast_slice_mut(&mut out.logits))?;
+                let logits = output(&self.backend, compiled, "logits")?;
+                self.backend.read(compiled, logits, bytemuck::cast_slice_mut(&mut out.logits))?;
             }
             Want::Sample(_) => {
                 let (mut token, mut logprob) = ([0i32], [0f32]);
-                self.backend.read(compiled, 0, bytemuck::cast_slice_mut(&mut token))?;
-                self.backend.read(compiled, 1, bytemuck::cast_slice_mut(&mut logprob))?;
+                let places = [output(&self.backend, compiled, "token")?, output(&self.backend, compiled, "logprob")?];
+                self.backend.read(compiled, places[0], bytemuck::cast_slice_mut(&mut token))?;
+                self.backend.read(compiled, places[1], bytemuck::cast_slice_mut(&mut logprob))?;
                 out.chosen = Some((token[0] as u32, logprob[0]));
             }
         }
@@ -217,6 +219,10 @@ where
     fn max_tokens(&self) -> usize {
         self.max_tokens
     }
+}
+
+fn output<B: Backend>(backend: &B, compiled: &B::Compiled, name: &'static str) -> Result<usize, EngineError> {
+    backend.plan(compiled).output(name).ok_or(EngineError::NoOutput { name })
 }
 
 /// The smallest bucket that holds `n_tokens`; a step larger than all of them keeps its size.
@@ -311,7 +317,7 @@ mod tests {
     #[test]
     fn padding_has_neither_token_nor_position_and_the_wanted_rows_are_those_of_the_request() {
         let input = |name: &str, n: usize| Input { name: name.into(), ty: TensorType::new(DType::I32, [n]) };
-        let layout = ControlLayout::new(&[input("tokens", 4), input("positions", 4), input("rows", 2)], 16);
+        let layout = ControlLayout::new(&[input("tokens", 4), input("positions", 4), input("rows", 2)], 16).unwrap();
         let mut control = ControlBlock::new(&layout);
         let want = Want::Logits { n_rows: 2 };
         let request = StepRequest { tokens: &[7, 8, 9], start: 20, table: &[0], want };

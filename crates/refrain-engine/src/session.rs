@@ -1,11 +1,11 @@
 //! Prompts, tokens and positions.
 
-use crate::blocks::BlockPool;
+use crate::blocks::{BlockPool, SharedPool, Table};
 use crate::error::EngineError;
 use crate::ledger::{Ledger, StepKind};
 use crate::runner::{Runner, StepOut, StepRequest, Want};
 use crate::sampling::SamplingRow;
-use refrain_graph::{Plan, Reason};
+use refrain_graph::Plan;
 use refrain_models::Model;
 use std::time::Instant;
 
@@ -18,13 +18,11 @@ pub struct Chosen {
     pub logprob: f32,
 }
 
-/// One sequence: what has been evaluated, and where its KV lies.
-///
-/// Give it back with [`Engine::close`]; a session that is dropped keeps its blocks from others.
-#[derive(Debug, Default)]
+/// One sequence of one engine: what has been evaluated, and where its KV lies. Dropping it gives its blocks back.
+#[derive(Debug)]
 pub struct Session {
     tokens: Vec<u32>,
-    table: Vec<u32>,
+    table: Table,
 }
 
 impl Session {
@@ -37,7 +35,7 @@ impl Session {
 /// A model on a device, with the cache its sessions share.
 pub struct Engine {
     runner: Box<dyn Runner>,
-    blocks: BlockPool,
+    blocks: SharedPool,
     ledger: Ledger,
     context: usize,
     out: StepOut,
@@ -47,7 +45,7 @@ impl Engine {
     /// An engine whose sessions hold at most `context` positions.
     pub fn new(runner: Box<dyn Runner>, context: usize) -> Engine {
         let kv = *runner.kv();
-        let blocks = BlockPool::new(kv.n_blocks, kv.kv_block);
+        let blocks = SharedPool::new(BlockPool::new(kv.n_blocks, kv.kv_block));
         let context = context.min(kv.max_blocks * kv.kv_block);
         Engine { runner, blocks, ledger: Ledger::new(), context, out: StepOut::default() }
     }
@@ -94,12 +92,12 @@ impl Engine {
 
     /// A new session.
     pub fn open(&self) -> Session {
-        Session::default()
+        Session { tokens: Vec::new(), table: self.blocks.table() }
     }
 
-    /// Takes a session's blocks back.
-    pub fn close(&mut self, mut session: Session) {
-        self.blocks.release(&mut session.table);
+    /// Ends a session, as dropping it does.
+    pub fn close(&mut self, session: Session) {
+        drop(session);
     }
 
     /// Brings a session to hold exactly `prompt` and chooses the token after it.
@@ -114,18 +112,19 @@ impl Engine {
         row: &mut SamplingRow,
         mut go_on: impl FnMut(usize) -> bool,
     ) -> Result<Chosen, EngineError> {
+        self.check_session(session)?;
         self.check_prompt(prompt)?;
         let shared = session.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
         // The last token is always evaluated: the next one is chosen from what comes out of it.
         session.tokens.truncate(shared.min(prompt.len() - 1));
-        self.blocks.grow(&mut session.table, prompt.len())?;
+        session.table.fit(prompt.len())?;
         row.advance(prompt.len(), prompt);
         loop {
             let start = session.tokens.len();
             let end = prompt.len().min(start + self.runner.max_tokens());
             let is_last = end == prompt.len();
             let want = if is_last { Want::Sample(row) } else { Want::Nothing };
-            let request = StepRequest { tokens: &prompt[start..end], start, table: &session.table, want };
+            let request = StepRequest { tokens: &prompt[start..end], start, table: session.table.blocks(), want };
             Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Prefill, &request)?;
             session.tokens.extend_from_slice(&prompt[start..end]);
             if is_last {
@@ -144,15 +143,17 @@ impl Engine {
         token: u32,
         row: &mut SamplingRow,
     ) -> Result<Chosen, EngineError> {
+        self.check_session(session)?;
+        self.check_tokens(&[token])?;
         let start = session.tokens.len();
         if start >= self.context {
             return Err(EngineError::ContextFull { context: self.context });
         }
-        self.blocks.grow(&mut session.table, start + 1)?;
+        session.table.fit(start + 1)?;
         session.tokens.push(token);
         row.advance(start + 1, &session.tokens);
         let want = Want::Sample(row);
-        let request = StepRequest { tokens: &session.tokens[start..], start, table: &session.table, want };
+        let request = StepRequest { tokens: &session.tokens[start..], start, table: session.table.blocks(), want };
         let stepped = Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Decode, &request);
         if stepped.is_err() {
             session.tokens.truncate(start);
@@ -161,28 +162,52 @@ impl Engine {
         self.chosen()
     }
 
-    /// Evaluates tokens behind what a session holds and gives the logits after the last `n_rows` of them.
+    /// Evaluates tokens behind what a session holds, at most [`Engine::max_tokens`] of them, and gives the logits after
+    /// the last `n_rows`. With no rows it only fills the cache.
     pub fn logits(
         &mut self,
         session: &mut Session,
         tokens: &[u32],
         n_rows: usize,
     ) -> Result<&[f32], EngineError> {
-        self.check_tokens(tokens)?;
+        self.check_session(session)?;
+        self.check_logits(session.tokens.len(), tokens, n_rows)?;
         let start = session.tokens.len();
-        if start + tokens.len() > self.context {
-            return Err(EngineError::PromptTooLong { n_tokens: start + tokens.len(), context: self.context });
-        }
-        self.blocks.grow(&mut session.table, start + tokens.len())?;
-        let request = StepRequest { tokens, start, table: &session.table, want: Want::Logits { n_rows } };
+        session.table.fit(start + tokens.len())?;
+        let want = if n_rows == 0 { Want::Nothing } else { Want::Logits { n_rows } };
+        let request = StepRequest { tokens, start, table: session.table.blocks(), want };
         Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Prefill, &request)?;
         session.tokens.extend_from_slice(tokens);
-        Ok(&self.out.logits)
+        Ok(if n_rows == 0 { &[] } else { &self.out.logits })
     }
 
     /// The most tokens that one step takes.
     pub fn max_tokens(&self) -> usize {
         self.runner.max_tokens()
+    }
+
+    fn check_session(&self, session: &Session) -> Result<(), EngineError> {
+        match session.table.belongs_to(&self.blocks) {
+            true => Ok(()),
+            false => Err(EngineError::ForeignSession),
+        }
+    }
+
+    fn check_logits(&self, start: usize, tokens: &[u32], n_rows: usize) -> Result<(), EngineError> {
+        let (n_tokens, context, max_tokens) = (tokens.len(), self.context, self.max_tokens());
+        if n_tokens == 0 {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if n_tokens > max_tokens {
+            return Err(EngineError::StepTooLarge { n_tokens, max_tokens });
+        }
+        if n_rows > n_tokens {
+            return Err(EngineError::TooManyRows { n_rows, n_tokens });
+        }
+        if start + n_tokens > context {
+            return Err(EngineError::PromptTooLong { n_tokens: start + n_tokens, context });
+        }
+        self.check_tokens(tokens)
     }
 
     fn check_prompt(&self, prompt: &[u32]) -> Result<(), EngineError> {
@@ -195,7 +220,7 @@ impl Engine {
         self.check_tokens(prompt)
     }
 
-    fn check_tokens(&self, tokens: &[u32]) -> Result<(), EngineError> {
+    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<(), EngineError> {
         let vocab = self.model().config().n_vocab;
         match tokens.iter().find(|&&t| t as usize >= vocab) {
             Some(&token) => Err(EngineError::UnknownToken { token, vocab }),
@@ -222,7 +247,7 @@ impl Engine {
                 Ok(())
             }
             Err(error) => {
-                ledger.failed(kind, began.elapsed(), &Reason::StepFailed { what: error.to_string() });
+                ledger.failed(kind, began.elapsed(), &error.reason());
                 Err(error)
             }
         }

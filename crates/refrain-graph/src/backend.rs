@@ -3,7 +3,7 @@
 use crate::graph::{Graph, State, Weight};
 use crate::op::{HostCallError, Op, TensorType};
 use crate::plan::{Plan, PlanError};
-use crate::report::Ran;
+use crate::report::{Ran, Reason};
 use refrain_tensor::HostTensor;
 
 /// A node as a backend is asked about it.
@@ -64,6 +64,20 @@ pub enum CompileError {
     },
 }
 
+impl CompileError {
+    /// What to do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            CompileError::Unsupported { .. } => {
+                Some("run it on another device, or convert the weights to another type".into())
+            }
+            CompileError::Plan(error) => Some(error.hint().into()),
+            CompileError::TooLarge { .. } => Some("use smaller steps, or allow a larger arena".into()),
+            CompileError::Backend { .. } => None,
+        }
+    }
+}
+
 /// Why a plan did not run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -107,6 +121,44 @@ pub enum RunError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// The device's context is lost: nothing runs on it in this process any more.
+    #[error("{backend} lost its context at {label} with error {code}")]
+    ContextLost {
+        /// Name of the backend.
+        backend: &'static str,
+        /// Label of the step.
+        label: String,
+        /// The driver's code.
+        code: u32,
+        /// What failed.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+impl RunError {
+    /// What to do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            RunError::OutOfRange { .. } => Some("use the tokens and blocks that belong to the model and its cache".into()),
+            RunError::Mismatch { what, .. } => Some(format!("give the {what} that the plan was made for")),
+            RunError::ContextLost { .. } => Some("start the program again, or run on another device".into()),
+            RunError::Host { .. } | RunError::Backend { .. } => None,
+        }
+    }
+
+    /// What the ledger says about a step that ended in this error.
+    pub fn reason(&self) -> Reason {
+        match self {
+            RunError::ContextLost { code, label, .. } => {
+                Reason::ContextLost { code: *code, step: label.clone() }
+            }
+            RunError::Host { .. }
+            | RunError::OutOfRange { .. }
+            | RunError::Mismatch { .. }
+            | RunError::Backend { .. } => Reason::step_failed(self),
+        }
+    }
 }
 
 /// What a run reads and changes besides the plan's own arena.

@@ -2,6 +2,7 @@
 
 use crate::graph::{Input, InputId};
 use crate::op::TensorType;
+use crate::plan::{PlanError, whole_bytes};
 use refrain_tensor::DType;
 
 /// Where one step input lies in the control block.
@@ -24,18 +25,18 @@ pub struct ControlLayout {
 }
 
 impl ControlLayout {
-    /// Lays inputs out one after another.
-    pub fn new(inputs: &[Input], align: usize) -> ControlLayout {
+    /// Lays inputs out one after another; refuses one that is not whole blocks.
+    pub fn new(inputs: &[Input], align: usize) -> Result<ControlLayout, PlanError> {
         let mut layout = ControlLayout::default();
         for input in inputs {
-            let bytes = input.ty.dtype.bytes_for(input.ty.shape.n_elements()).unwrap_or(0);
+            let bytes = whole_bytes(&input.name, input.ty)?;
             let offset = layout.bytes.next_multiple_of(align);
             layout.slots.push(Slot { offset, bytes, ty: input.ty });
             layout.names.push(input.name.clone());
             layout.bytes = offset + bytes;
         }
         layout.bytes = layout.bytes.next_multiple_of(align);
-        layout
+        Ok(layout)
     }
 
     /// The place of an input.

@@ -34,6 +34,6 @@ pub use op::{
     Attention, Binary, Capture, Gate, HostBuf, HostCall, HostCallError, HostFn, Op, Reduce, Rope, RopeStyle,
     SAMPLE_PARAMS, SampleParam, TensorType, Unary, View,
 };
-pub use plan::{Buffer, BufferId, Operand, Place, Plan, PlanError, PlanOptions, Step, Traffic};
+pub use plan::{Buffer, BufferId, KvTraffic, Operand, Place, Plan, PlanError, PlanOptions, Step, Traffic};
 pub use report::{Ran, Reason};
 pub use schedule::{Segment, SegmentKind};

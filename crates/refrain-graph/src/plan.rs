@@ -102,12 +102,35 @@ impl Default for PlanOptions {
 }
 
 /// What a step reads from memory that does not fit any cache.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Bytes of weights, each counted as often as it is read.
     pub weight_bytes: usize,
-    /// Bytes of KV cache for each position that attention looks back on.
-    pub kv_bytes_per_position: usize,
+    /// What attention reads, one entry for each window that layers look back through.
+    pub kv: Vec<KvTraffic>,
+}
+
+/// What attention reads of the KV cache in all layers of one window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvTraffic {
+    /// Positions that are looked back on at most; all when `None`.
+    pub window: Option<usize>,
+    /// Bytes for each position that is looked back on.
+    pub bytes_per_position: usize,
+}
+
+impl Traffic {
+    /// Bytes of KV cache that a sequence of `n_positions` reads to evaluate its last one.
+    pub fn kv_bytes(&self, n_positions: usize) -> usize {
+        self.kv.iter().map(|kv| kv.bytes_per_position * kv.window.map_or(n_positions, |w| w.min(n_positions))).sum()
+    }
+
+    fn add_kv(&mut self, window: Option<usize>, bytes_per_position: usize) {
+        match self.kv.iter_mut().find(|kv| kv.window == window) {
+            Some(kv) => kv.bytes_per_position += bytes_per_position,
+            None => self.kv.push(KvTraffic { window, bytes_per_position }),
+        }
+    }
 }
 
 /// Why a graph has no plan.
@@ -159,8 +182,8 @@ impl Plan {
     /// Orders a graph, cuts it into segments and gives every buffer its place.
     pub fn new(graph: &Graph, options: PlanOptions) -> Result<Plan, PlanError> {
         let order = schedule::order(graph);
-        let control = ControlLayout::new(graph.inputs(), options.align);
-        let mut placer = Placer::new(graph, &control, order.len());
+        let control = ControlLayout::new(graph.inputs(), options.align)?;
+        let mut placer = Placer::new(graph, &control, order.len())?;
         placer.add_nodes(&order, options.in_place)?;
         let steps = placer.steps(&order);
         let outputs: Vec<Operand> = graph.outputs().iter().map(|o| placer.operand(o.value)).collect();
@@ -234,17 +257,25 @@ impl Plan {
                         traffic.weight_bytes += n / operand.dtype.block_len() * operand.dtype.block_bytes();
                     }
                     Place::Weight(_) => traffic.weight_bytes += distinct_bytes(operand),
-                    Place::State(_) if matches!(step.op, Op::Attention(_)) => {
-                        let rows = operand.layout.shape();
-                        let per_position = rows.dims()[1] * rows.dims()[3] * operand.dtype.block_bytes();
-                        traffic.kv_bytes_per_position += per_position;
+                    Place::State(_) => {
+                        if let Op::Attention(attention) = &step.op {
+                            let rows = operand.layout.shape();
+                            let per_position = rows.dims()[1] * rows.dims()[3] * operand.dtype.block_bytes();
+                            traffic.add_kv(attention.window, per_position);
+                        }
                     }
-                    Place::State(_) | Place::Arena { .. } | Place::Control { .. } => {}
+                    Place::Arena { .. } | Place::Control { .. } => {}
                 }
             }
         }
         traffic
     }
+}
+
+/// Bytes of a value that is whole blocks.
+pub(crate) fn whole_bytes(label: &str, ty: TensorType) -> Result<usize, PlanError> {
+    let partial = || PlanError::PartialBlocks { label: label.into(), ty };
+    ty.dtype.bytes_for(ty.shape.n_elements()).ok_or_else(partial)
 }
 
 /// Bytes that a view shows; what it repeats counts once.
@@ -265,21 +296,24 @@ struct Placer<'g> {
 }
 
 impl<'g> Placer<'g> {
-    fn new(graph: &'g Graph, control: &ControlLayout, n_steps: usize) -> Placer<'g> {
+    fn new(graph: &'g Graph, control: &ControlLayout, n_steps: usize) -> Result<Placer<'g>, PlanError> {
         let values = vec![None; graph.values().len()];
         let mut placer = Placer { graph, n_steps, buffers: Vec::new(), values, last_use: Vec::new() };
         for (idx, value) in graph.values().iter().enumerate() {
-            let place = match value.origin {
-                Origin::Input(input) => Place::Control { input, offset: control.slot(input).offset },
-                Origin::Weight(w) => Place::Weight(w),
-                Origin::State(s) => Place::State(s),
+            let (place, name) = match value.origin {
+                Origin::Input(input) => {
+                    let offset = control.slot(input).offset;
+                    (Place::Control { input, offset }, &graph.inputs()[input.idx()].name)
+                }
+                Origin::Weight(w) => (Place::Weight(w), &graph.weights()[w.idx()].name),
+                Origin::State(s) => (Place::State(s), &graph.states()[s.idx()].name),
                 Origin::Node { .. } => continue,
             };
-            let bytes = value.ty.dtype.bytes_for(value.ty.shape.n_elements()).unwrap_or(0);
+            let bytes = whole_bytes(name, value.ty)?;
             let id = placer.push(Buffer { place, bytes, first: 0, last: n_steps });
             placer.values[idx] = Some((id, Layout::contiguous(value.ty.shape)));
         }
-        placer
+        Ok(placer)
     }
 
     fn push(&mut self, buffer: Buffer) -> BufferId {
@@ -337,8 +371,7 @@ impl<'g> Placer<'g> {
             self.values[value.idx()] = Some(self.place_of(node.inputs[input]));
             return Ok(());
         }
-        let partial = || PlanError::PartialBlocks { label: node.label.clone(), ty };
-        let bytes = ty.dtype.bytes_for(ty.shape.n_elements()).ok_or_else(partial)?;
+        let bytes = whole_bytes(&node.label, ty)?;
         let last = self.last_use[value.idx()].max(step);
         let reused = if in_place { self.overwritable(node_idx, output, step, bytes, claimed) } else { None };
         let buffer = match reused {

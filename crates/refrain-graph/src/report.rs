@@ -106,6 +106,21 @@ pub enum Reason {
 }
 
 impl Reason {
+    /// A failure that has nothing to do with graphs, in the words of the error and of everything behind it.
+    pub fn step_failed(error: &(dyn std::error::Error + 'static)) -> Reason {
+        let mut what = error.to_string();
+        let mut next = error.source();
+        while let Some(cause) = next {
+            let text = cause.to_string();
+            // Some messages end in their cause.
+            if !what.contains(&text) {
+                what = format!("{what}: {text}");
+            }
+            next = cause.source();
+        }
+        Reason::StepFailed { what }
+    }
+
     /// A short fixed word for metrics.
     pub fn label(&self) -> &'static str {
         match self {
@@ -157,5 +172,20 @@ impl fmt::Display for Reason {
             }
             Reason::ContextLost { code, step } => write!(f, "the context was lost at {step} with error {code}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("{0}")]
+    struct Layer(&'static str, #[source] Option<Box<Layer>>);
+
+    #[test]
+    fn a_failed_step_tells_every_cause_once() {
+        let error = Layer("reading", Some(Box::new(Layer("the pipe: broken", Some(Box::new(Layer("broken", None)))))));
+        assert_eq!(Reason::step_failed(&error).to_string(), "the step failed: reading: the pipe: broken");
     }
 }

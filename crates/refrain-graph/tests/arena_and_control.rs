@@ -1,7 +1,7 @@
 //! Placing buffers, and the control block.
 
 use proptest::prelude::*;
-use refrain_graph::{Arena, ControlBlock, ControlLayout, Input, InputId, Span, TensorType};
+use refrain_graph::{Arena, ControlBlock, ControlLayout, Input, InputId, PlanError, Span, TensorType};
 use refrain_tensor::{DType, Shape};
 
 fn spans() -> impl Strategy<Value = Vec<Span>> {
@@ -40,7 +40,7 @@ proptest! {
     fn control_slots_are_aligned_and_apart(sizes in prop::collection::vec(0usize..50, 0..12), log_align in 0u32..9) {
         let align = 1usize << log_align;
         let inputs: Vec<Input> = sizes.iter().enumerate().map(|(i, &n)| input(&format!("i{i}"), DType::I32, n)).collect();
-        let layout = ControlLayout::new(&inputs, align);
+        let layout = ControlLayout::new(&inputs, align).unwrap();
         let mut at = 0;
         for (slot, &n) in layout.slots().iter().zip(&sizes) {
             prop_assert!(slot.offset.is_multiple_of(align) && slot.offset >= at);
@@ -67,7 +67,7 @@ fn input(name: &str, dtype: DType, n: usize) -> Input {
 fn a_value_of_the_wrong_size_or_dtype_is_refused_and_changes_nothing() {
     let inputs =
         [input("tokens", DType::I32, 3), input("params", DType::F32, 2), input("rng", DType::U32, 4)];
-    let layout = ControlLayout::new(&inputs, 64);
+    let layout = ControlLayout::new(&inputs, 64).unwrap();
     let mut block = ControlBlock::new(&layout);
     let [tokens, params, rng] = ["tokens", "params", "rng"].map(|n| layout.find(n).unwrap());
     assert_eq!(layout.find("other"), None);
@@ -83,4 +83,11 @@ fn a_value_of_the_wrong_size_or_dtype_is_refused_and_changes_nothing() {
     block.set_u32(rng, &[1, 2, 3, u32::MAX]).unwrap();
     let at = layout.slot(rng).offset;
     assert_eq!(block.bytes()[at + 12..at + 16], [0xFF; 4]);
+}
+
+#[test]
+fn a_step_input_of_partial_blocks_is_refused_by_name() {
+    let error = ControlLayout::new(&[input("scales", DType::Q8_0, 33)], 64).unwrap_err();
+    assert!(matches!(error, PlanError::PartialBlocks { .. }));
+    assert_eq!(error.to_string(), "scales: Q8_0[33] is not whole blocks");
 }

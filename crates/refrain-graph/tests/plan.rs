@@ -242,7 +242,7 @@ fn weight(name: &str, dtype: DType, dims: impl Into<Shape>) -> Weight {
 #[test]
 fn traffic_counts_the_rows_and_parts_of_weights_that_are_read() {
     let cache = float([10, 2, 16, 32]);
-    let states = ["k", "v"].map(|n| State { name: n.into(), ty: cache }).into();
+    let states = ["k", "v", "near_k", "near_v"].map(|n| State { name: n.into(), ty: cache }).into();
     let weights = vec![
         weight("table", DType::Q8_0, [100, 64]),
         weight("joined", DType::Q4_0, [96, 64]),
@@ -264,11 +264,30 @@ fn traffic_counts_the_rows_and_parts_of_weights_that_are_read() {
     let [k, v] = [0, 1].map(|i| b.state(StateId::from_idx(i)));
     let attention = Attention { scale: 1.0, window: None, softcap: None };
     let y = b.attention(attention, q, [k, v], [positions, seqs, tables]).unwrap();
+    let near = Attention { window: Some(5), ..attention };
+    let [k, v] = [2, 3].map(|i| b.state(StateId::from_idx(i)));
+    let z = b.attention(near, q, [k, v], [positions, seqs, tables]).unwrap();
     b.output("y", y).unwrap();
+    b.output("z", z).unwrap();
     let traffic = Plan::new(&b.finish(), PlanOptions::default()).unwrap().traffic();
     let (rows, norm, half) = (3 * 2 * 34, 64 * 4, 48 * 2 * 18);
     assert_eq!(traffic.weight_bytes, rows + norm + half);
-    assert_eq!(traffic.kv_bytes_per_position, 2 * 2 * 32 * 4);
+    // A sliding layer stops at its window, however long the sequence.
+    let position = 2 * 2 * 32 * 4;
+    assert_eq!([0, 5, 100].map(|n| traffic.kv_bytes(n)), [0, (5 + 5) * position, (100 + 5) * position]);
+    let windows: Vec<_> = traffic.kv.iter().map(|kv| (kv.window, kv.bytes_per_position)).collect();
+    assert_eq!(windows, [(None, position), (Some(5), position)]);
+}
+
+#[test]
+fn a_weight_or_state_of_partial_blocks_is_refused_by_name() {
+    let broken = TensorType::new(DType::Q4_0, [33]);
+    let weights = GraphBuilder::new(vec![Weight { name: "w".into(), ty: broken }], vec![]).finish();
+    let states = GraphBuilder::new(vec![], vec![State { name: "s".into(), ty: broken }]).finish();
+    for (graph, name) in [(weights, "w"), (states, "s")] {
+        let error = Plan::new(&graph, PlanOptions::default()).unwrap_err();
+        assert_eq!(error.to_string(), format!("{name}: Q4_0[33] is not whole blocks"));
+    }
 }
 
 #[test]

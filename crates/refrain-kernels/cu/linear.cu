@@ -13,9 +13,9 @@
 #include "reduce.cuh"
 #include "view.cuh"
 
-// Eight elements of a plain row. `whole` when they may be read at once.
-template <typename T> inline void load_plain(const T* p, u32 n_left, bool whole, float* out) {
-    if (whole) {
+// Eight elements of a plain row: at once, or one by one as far as there are any.
+template <typename T, bool WHOLE> inline void load_plain(const T* p, u32 n_left, float* out) {
+    if (WHOLE) {
         if (sizeof(T) == 4) {
             float4 a = *(const float4*)p, b = *((const float4*)p + 1);
             out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
@@ -36,17 +36,34 @@ template <typename T> inline void load_plain(const T* p, u32 n_left, bool whole,
     for (int i = 0; i < 8; i++) out[i] = i < n_left ? to_f32(p[i]) : 0.0f;
 }
 
-inline void store_sums(float* y, const float* acc, int n_acc, u32 row, u32 m, u32 n, u32 col) {
+template <int M> inline void store_sums(float* y, const float* acc, u32 row, u32 m, u32 n, u32 col) {
 #pragma unroll
-    for (int i = 0; i < n_acc; i++) {
+    for (int i = 0; i < M; i++) {
         float sum = warp_reduce(acc[i], Add());
         if (threadIdx.x % 32 == 0 && row + i < m) y[(u64)(row + i) * n + col] = sum;
     }
 }
 
+// The sums of a lane. With or without WHOLE the elements are added in the same order.
+template <typename T, int M, bool WHOLE>
+inline void plain_sums(const T* w_row, const float* const* x_row, u32 k, float* acc) {
+#pragma unroll(M == 1 ? 4 : 1)
+    for (u32 at = threadIdx.x % 32 * 8; at < k; at += 256) {
+        float v[8];
+        load_plain<T, WHOLE>(w_row + at, k - at, v);
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            float u[8];
+            load_plain<float, WHOLE>(x_row[i] + at, k - at, u);
+#pragma unroll
+            for (int e = 0; e < 8; e++) acc[i] = __fmaf_rn(v[e], u[e], acc[i]);
+        }
+    }
+}
+
 template <typename T, int M>
 inline void linear_plain(float* y, const float* x, const T* __restrict__ w, const Rows& x_rows, u32 m, u32 n, u32 k) {
-    u32 col = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y * M;
+    u32 col = blockIdx.x * 4 + threadIdx.x / 32, row = blockIdx.y * M;
     if (col >= n) return;
     const T* w_row = w + (u64)col * k;
     const float* x_row[M];
@@ -57,21 +74,13 @@ inline void linear_plain(float* y, const float* x, const T* __restrict__ w, cons
         x_row[i] = x + x_rows.start(min(row + i, m - 1));
         bits |= (u64)x_row[i];
     }
-    bool whole = k % 8 == 0 && bits % 16 == 0;
     float acc[M] = {};
-#pragma unroll 2
-    for (u32 at = lane * 8; at < k; at += 256) {
-        float v[8];
-        load_plain(w_row + at, k - at, whole, v);
-#pragma unroll
-        for (int i = 0; i < M; i++) {
-            float u[8];
-            load_plain(x_row[i] + at, k - at, whole, u);
-#pragma unroll
-            for (int e = 0; e < 8; e++) acc[i] = __fmaf_rn(v[e], u[e], acc[i]);
-        }
+    if (k % 8 == 0 && bits % 16 == 0) {
+        plain_sums<T, M, true>(w_row, x_row, k, acc);
+    } else {
+        plain_sums<T, M, false>(w_row, x_row, k, acc);
     }
-    store_sums(y, acc, M, row, m, n, col);
+    store_sums<M>(y, acc, row, m, n, col);
 }
 
 template <typename Q, int M>
@@ -84,7 +93,7 @@ inline void linear_quant(float* y, const float* x, const u8* __restrict__ w, con
 #pragma unroll
     for (int i = 0; i < M; i++) x_row[i] = x + x_rows.start(min(row + i, m - 1));
     float acc[M] = {};
-#pragma unroll 2
+#pragma unroll(M == 1 ? 4 : 1)
     for (u32 at = lane; at < k / 8; at += 32) {
         u32 block = at / parts, part = at % parts;
         float v[8];
@@ -103,7 +112,7 @@ inline void linear_quant(float* y, const float* x, const u8* __restrict__ w, con
             acc[i] = __fmaf_rn(v[7], b.w, acc[i]);
         }
     }
-    store_sums(y, acc, M, row, m, n, col);
+    store_sums<M>(y, acc, row, m, n, col);
 }
 
 #define LINEAR(name, body, element, M)                                                                            \

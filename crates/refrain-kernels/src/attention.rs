@@ -128,7 +128,12 @@ impl Kernels {
         let case = Case { op: "attention", dtype: a.cache_dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
-        crate::require!(case, a.n_heads.is_multiple_of(a.n_kv_heads), "heads must be in groups of {}", a.n_kv_heads);
+        crate::require!(
+            case,
+            a.n_heads.is_multiple_of(a.n_kv_heads),
+            "heads must be in groups of {}",
+            a.n_kv_heads
+        );
         crate::require!(case, a.n_splits <= 65_535, "at most 65535 splits");
         let size = HEAD_DIMS.into_iter().find(|&d| a.head_dim <= d && a.head_dim.is_multiple_of(2));
         let size = size.ok_or_else(|| case.refuse("head_dim must be even and at most 256".to_owned()))?;
@@ -142,7 +147,8 @@ impl Kernels {
             (_, Some(scratch)) => Some(case.words("scratch", scratch, &[n_partials, a.head_dim + 2])?),
             (_, None) => return Err(case.refuse("several splits need scratch".to_owned())),
         };
-        let window = a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
+        let window =
+            a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
         let sizes = Sizes {
             n_heads: a.n_heads as u32,
             n_kv_heads: a.n_kv_heads as u32,
@@ -198,7 +204,9 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in [DType::F16, DType::BF16, DType::F32] {
         for size in HEAD_DIMS {
             let params = [P, P, P, P, P, P, P, P, size_of::<Rows>(), size_of::<Sizes>()];
-            all.push(Entry::new(Family::Attention, split_name(size, dtype), &params, move |k| split(k, dtype)));
+            all.push(Entry::new(Family::Attention, split_name(size, dtype), &params, move |k| {
+                split(k, dtype)
+            }));
         }
     }
     all.push(Entry::new(Family::Attention, "attention_combine_f32", &[P, P, W, W], combine));
@@ -238,7 +246,8 @@ fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let mut scales = vec![[f32::NEG_INFINITY, 0.0]; n * n_heads * n_splits];
     for head in 0..n * n_heads {
         if positions[head / n_heads] >= 0 {
-            partials[head * n_splits * head_dim..][..head_dim].copy_from_slice(&y[head * head_dim..][..head_dim]);
+            partials[head * n_splits * head_dim..][..head_dim]
+                .copy_from_slice(&y[head * head_dim..][..head_dim]);
             scales[head * n_splits] = [0.0, 1.0];
         }
     }

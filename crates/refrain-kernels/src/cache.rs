@@ -56,7 +56,11 @@ impl KernelCache {
             && !body.is_empty()
             && Sha256::digest(body)[..] == bytes[MAGIC.len()..MAGIC.len() + DIGEST_BYTES];
         if !whole {
-            tracing::warn!("kernel cache {} is damaged ({} bytes), compiling again", path.display(), bytes.len());
+            tracing::warn!(
+                "kernel cache {} is damaged ({} bytes), compiling again",
+                path.display(),
+                bytes.len()
+            );
             return None;
         }
         Some(body.to_vec())
@@ -74,7 +78,10 @@ impl KernelCache {
         if let Err(e) = &written {
             // What is left of it is in nobody's way; the warning below is about the same folder.
             let _ = fs::remove_file(&temporary);
-            tracing::warn!("cannot write kernel cache {}: {e}; the next start compiles again", self.folder.display());
+            tracing::warn!(
+                "cannot write kernel cache {}: {e}; the next start compiles again",
+                self.folder.display()
+            );
         }
         written.is_ok()
     }

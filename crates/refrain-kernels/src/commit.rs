@@ -115,12 +115,9 @@ impl Kernels {
             Some(ring) => {
                 crate::require!(case, ring.n_entries > 0, "the ring has no entries");
                 let bytes = usize::try_from(Ring::bytes(ring.n_entries, payload)).ok();
-                launch.read_write(case.buf("count", ring.count, Some(8), 8)?).read_write(case.buf(
-                    "ring",
-                    ring.ring,
-                    bytes,
-                    16,
-                )?)
+                launch
+                    .read_write(case.buf("count", ring.count, Some(8), 8)?)
+                    .read_write(case.buf("ring", ring.ring, bytes, 16)?)
             }
         };
         Ok(launch

@@ -66,7 +66,14 @@ impl Kernels {
         self.walk(&case, &cast_name(a.x.dtype, a.to), a.x, y, a.step)
     }
 
-    fn walk(&self, case: &Case<'_>, kernel: &str, x: View, y: Buf, step: &str) -> Result<Launch, KernelError> {
+    fn walk(
+        &self,
+        case: &Case<'_>,
+        kernel: &str,
+        x: View,
+        y: Buf,
+        step: &str,
+    ) -> Result<Launch, KernelError> {
         let n = x.layout.shape().n_elements();
         let walk = case.walk(x.layout.shape(), &x.layout, None)?;
         Ok(Launch::new(self.get(kernel)?, n.div_ceil(BLOCK) as u32, BLOCK as u32)

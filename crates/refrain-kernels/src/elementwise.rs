@@ -165,7 +165,9 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     const WALK: usize = size_of::<Walk>();
     const R: usize = size_of::<Rows>();
     for f in UNARY {
-        all.push(Entry::new(Family::Elementwise, unary_name(f), &[P, P, WALK, W, W, W], move |k| unary(k, f)));
+        all.push(Entry::new(Family::Elementwise, unary_name(f), &[P, P, WALK, W, W, W], move |k| {
+            unary(k, f)
+        }));
     }
     for f in BINARY {
         all.push(Entry::new(Family::Elementwise, binary_name(f), &[P, P, P, WALK, W], move |k| binary(k, f)));

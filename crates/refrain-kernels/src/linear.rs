@@ -118,7 +118,8 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
         for (j, bytes) in w.chunks_exact(row_bytes).enumerate() {
             quant::dequantize(dtype, bytes, &mut row).map_err(fault)?;
             for (i, x) in x.chunks_exact(cols).enumerate() {
-                y[i * n + j] = x.iter().zip(&row).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>() as f32;
+                y[i * n + j] =
+                    x.iter().zip(&row).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>() as f32;
             }
         }
     }

@@ -44,6 +44,9 @@ pub struct LoadOptions {
     pub cache: Option<PathBuf>,
     /// The NVRTC library; without a path the usual places are searched.
     pub nvrtc: Option<PathBuf>,
+    /// Compiles for this architecture instead of the card's. The simulated device compiles only when it is given: it
+    /// then runs the twins of what the machine code names.
+    pub arch: Option<Arch>,
 }
 
 /// Where loaded kernels came from.
@@ -81,16 +84,18 @@ impl Kernels {
         prebuilt: &[(Arch, &[u8])],
     ) -> Result<Kernels, KernelError> {
         let device = ctx.device();
-        if device.backend() == "sim" {
+        if device.backend() == "sim" && options.arch.is_none() {
             let names: Vec<String> = kernels().into_iter().map(|k| k.name).collect();
-            let image = Image { families: vec![(Family::Linear, format!("sim\n{}\n", names.join("\n")).into_bytes())] };
+            let image = Image {
+                families: vec![(Family::Linear, format!("sim\n{}\n", names.join("\n")).into_bytes())],
+            };
             return Kernels::from_image(ctx, &image, Origin::Twins);
         }
         let (major, minor) = device.info().compute;
-        if major < 8 {
-            return Err(KernelError::TooOld { compute: (major, minor) });
+        let card = options.arch.unwrap_or(Arch { major, minor });
+        if card.major < 8 {
+            return Err(KernelError::TooOld { compute: (card.major, card.minor) });
         }
-        let card = Arch { major, minor };
         let fitting = prebuilt.iter().filter(|(arch, _)| arch.runs_on(card)).max_by_key(|(arch, _)| *arch);
         if let Some((arch, bytes)) = fitting {
             match Image::from_bytes(bytes) {
@@ -98,7 +103,9 @@ impl Kernels {
                     Ok(kernels) => return Ok(kernels),
                     // A lost context stays lost; everything else the compiler may still put right.
                     Err(e @ KernelError::Driver(DriverError::ContextLost { .. })) => return Err(e),
-                    Err(e) => tracing::warn!("prebuilt kernels for {arch} do not load, compiling instead: {e}"),
+                    Err(e) => {
+                        tracing::warn!("prebuilt kernels for {arch} do not load, compiling instead: {e}")
+                    }
                 },
                 None => tracing::warn!("prebuilt kernels for {arch} are damaged, compiling instead"),
             }
@@ -112,8 +119,12 @@ impl Kernels {
         let cache = options.cache.as_deref().map(KernelCache::open);
         let keys = Family::ALL.map(|family| nvrtc.key(family, target));
         let found = keys.each_ref().map(|key| cache.as_ref().and_then(|c| c.get(key)));
-        let missing: Vec<Family> =
-            Family::ALL.into_iter().zip(&found).filter(|(_, f)| f.is_none()).map(|(family, _)| family).collect();
+        let missing: Vec<Family> = Family::ALL
+            .into_iter()
+            .zip(&found)
+            .filter(|(_, f)| f.is_none())
+            .map(|(family, _)| family)
+            .collect();
         let mut compiled = nvrtc.compile(&missing, target)?.into_iter();
         let mut image = Image { families: Vec::with_capacity(Family::ALL.len()) };
         for ((family, key), found) in Family::ALL.into_iter().zip(&keys).zip(found) {
@@ -205,7 +216,8 @@ impl fmt::Debug for Kernels {
 fn check(info: &KernelInfo, function: &Function) -> Result<(), KernelError> {
     let got: Vec<usize> = function.params().iter().map(|p| p.size).collect();
     for index in 0..got.len().max(info.params.len()) {
-        let (expected, got) = (info.params.get(index).copied().unwrap_or(0), got.get(index).copied().unwrap_or(0));
+        let (expected, got) =
+            (info.params.get(index).copied().unwrap_or(0), got.get(index).copied().unwrap_or(0));
         if expected != got {
             return Err(KernelError::Parameter { kernel: info.name.clone(), index, expected, got });
         }

@@ -104,7 +104,14 @@ impl Nvrtc {
         unsafe { ok("nvrtcGetSupportedArchs", (functions.archs)(archs.as_mut_ptr()))? };
         let arch = |a: c_int| Arch { major: a as u32 / 10, minor: a as u32 % 10 };
         let archs = archs.into_iter().map(arch).collect();
-        Ok(Nvrtc { functions, version: (major, minor), archs, file, _library: library, _builtins: builtins_beside(path) })
+        Ok(Nvrtc {
+            functions,
+            version: (major, minor),
+            archs,
+            file,
+            _library: library,
+            _builtins: builtins_beside(path),
+        })
     }
 
     /// The library's version, `(13, 0)`.
@@ -132,7 +139,8 @@ impl Nvrtc {
     /// A name for a family's code: source, options, compiler and target.
     pub(crate) fn key(&self, family: Family, target: Target) -> String {
         let version = format!("{:?} {target:?}", self.version);
-        let mut parts: Vec<&[u8]> = vec![family.name().as_bytes(), family.source().as_bytes(), version.as_bytes()];
+        let mut parts: Vec<&[u8]> =
+            vec![family.name().as_bytes(), family.source().as_bytes(), version.as_bytes()];
         parts.extend(HEADERS.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]));
         parts.extend(OPTIONS.iter().map(|o| o.to_bytes()));
         KernelCache::key(&parts)
@@ -209,7 +217,9 @@ impl Drop for Owned<'_> {
 }
 
 fn compile_family(nvrtc: &Nvrtc, family: Family, target: Target) -> Result<Vec<u8>, KernelError> {
-    let c = |text: &str| CString::new(text).map_err(|_| KernelError::Nvrtc { call: "a source with a zero", code: 0 });
+    let c = |text: &str| {
+        CString::new(text).map_err(|_| KernelError::Nvrtc { call: "a source with a zero", code: 0 })
+    };
     let (source, name) = (c(family.source())?, c(&format!("{}.cu", family.name()))?);
     let names = HEADERS.iter().map(|(name, _)| c(name)).collect::<Result<Vec<_>, _>>()?;
     let texts = HEADERS.iter().map(|(_, text)| c(text)).collect::<Result<Vec<_>, _>>()?;
@@ -217,8 +227,7 @@ fn compile_family(nvrtc: &Nvrtc, family: Family, target: Target) -> Result<Vec<u
     let text_ptrs: Vec<*const c_char> = texts.iter().map(|t| t.as_ptr()).collect();
     let kind = if target.ptx { "compute" } else { "sm" };
     let arch = c(&format!("--gpu-architecture={kind}_{}{}", target.arch.major, target.arch.minor))?;
-    let options: Vec<*const c_char> =
-        OPTIONS.iter().map(|o| o.as_ptr()).chain([arch.as_ptr()]).collect();
+    let options: Vec<*const c_char> = OPTIONS.iter().map(|o| o.as_ptr()).chain([arch.as_ptr()]).collect();
     let mut program = null_mut();
     // SAFETY: all strings end in a zero and live until the program is destroyed at the end of this function; the
     // lists have as many entries as the call is told.
@@ -240,7 +249,8 @@ fn compile_family(nvrtc: &Nvrtc, family: Family, target: Target) -> Result<Vec<u
         let f = &nvrtc.functions;
         let log = nvrtc.text(program.1, f.log_size, f.log, "nvrtcGetProgramLog").unwrap_or_default();
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
-        let log = if log.is_empty() { format!("nvrtcCompileProgram failed with code {compiled}") } else { log };
+        let log =
+            if log.is_empty() { format!("nvrtcCompileProgram failed with code {compiled}") } else { log };
         return Err(KernelError::Compile { family: family.name(), arch: target.arch.to_string(), log });
     }
     let f = &nvrtc.functions;

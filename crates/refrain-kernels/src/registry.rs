@@ -36,7 +36,10 @@ impl Entry {
         params: &[usize],
         twin: impl Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync + 'static,
     ) -> Entry {
-        Entry { info: KernelInfo { name: name.into(), family, params: params.to_vec() }, twin: Arc::new(twin) }
+        Entry {
+            info: KernelInfo { name: name.into(), family, params: params.to_vec() },
+            twin: Arc::new(twin),
+        }
     }
 }
 
@@ -73,6 +76,10 @@ mod tests {
         names.sort();
         names.dedup();
         assert_eq!(names.len(), n);
-        assert!(names.iter().all(|n| n.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')));
+        assert!(
+            names
+                .iter()
+                .all(|n| n.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_'))
+        );
     }
 }

@@ -80,7 +80,8 @@ impl Kernels {
         crate::require!(case, a.n <= 65_535, "at most 65535 rows");
         let (logits, rows) = case.rows("logits", &a.logits, a.n, a.vocab)?;
         let params = case.words("params", a.params, &[a.n, SAMPLE_PARAMS])?;
-        let scratch = case.buf("scratch", a.scratch, usize::try_from(sample_scratch_bytes(a.n, a.vocab)).ok(), 16)?;
+        let scratch =
+            case.buf("scratch", a.scratch, usize::try_from(sample_scratch_bytes(a.n, a.vocab)).ok(), 16)?;
         let (n_history, n_bias) = (case.u32("n_history", a.n_history)?, case.u32("n_bias", a.n_bias)?);
         launches.push(
             Launch::new(self.get("sample_chunks_f32")?, [n_chunks as u32, a.n as u32], 512)
@@ -159,4 +160,3 @@ fn select(k: &mut SimKernel<'_>) -> KernelResult {
     }
     Ok(())
 }
-

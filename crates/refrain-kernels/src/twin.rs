@@ -27,7 +27,12 @@ pub(crate) struct Dense {
 
 impl Dense {
     /// Reads a dense tensor.
-    pub(crate) fn read(k: &SimKernel<'_>, ptr: DevicePtr, dtype: DType, dims: &[usize]) -> KernelResult<Dense> {
+    pub(crate) fn read(
+        k: &SimKernel<'_>,
+        ptr: DevicePtr,
+        dtype: DType,
+        dims: &[usize],
+    ) -> KernelResult<Dense> {
         let shape = Shape::new(dims).map_err(fault)?;
         let n = dtype.bytes_for(shape.n_elements()).ok_or_else(|| fault("a tensor of partial blocks"))?;
         Ok(Dense { dtype, shape, bytes: k.read(ptr, n)? })

@@ -103,15 +103,15 @@ impl Case<'_> {
         let dims = &shape.dims()[..rank - 1];
         let runs = merge(dims, &[&view.layout.strides()[..rank - 1]]);
         let (n_inner, inner, outer) = match runs.as_slice() {
-            [] => (1, n_cols, n_cols),
-            [(n, s)] => (*n, s[0], n * s[0]),
+            [] => (1, n_cols, 0),
+            [(n, s)] => (*n, s[0], 0),
             [(_, outer), (n, inner)] => (*n, inner[0], outer[0]),
             _ => return Err(self.refuse(format!("{what} has rows in more than two strides; copy it first"))),
         };
         let rows = Rows {
             n_inner: self.u32("a row count", n_inner)?,
             inner_stride: self.u32("a row stride", inner)?,
-            outer_stride: u32::try_from(outer).unwrap_or(u32::MAX),
+            outer_stride: self.u32("a row stride", outer)?,
         };
         Ok((self.extent(what, view)?, rows))
     }
@@ -130,7 +130,10 @@ impl Case<'_> {
             walk.b[axis] = self.u32("a stride", strides[1])?;
         }
         self.u32("the number of elements", shape.n_elements())?;
-        [Some(&a), b.as_ref()].into_iter().flatten().try_for_each(|l| self.u32("the extent", l.end()).map(|_| ()))?;
+        [Some(&a), b.as_ref()]
+            .into_iter()
+            .flatten()
+            .try_for_each(|l| self.u32("the extent", l.end()).map(|_| ()))?;
         Ok(walk)
     }
 }

@@ -1,14 +1,21 @@
 //! Every kernel family compiles, and the code is what the launchers expect.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use refrain_kernels::{Arch, Family, Image, KernelCache, Nvrtc, compile_all, kernels};
+use refrain_driver::sim::SimOptions;
+use refrain_kernels::{
+    Arch, Family, Image, KernelCache, Kernels, LoadOptions, Nvrtc, Origin, compile_all, kernels,
+};
 
 /// `REFRAIN_NVRTC` names the library; without it the usual places are searched.
 #[expect(clippy::disallowed_methods, reason = "a test says where its compiler is")]
+fn nvrtc_path() -> Option<PathBuf> {
+    std::env::var_os("REFRAIN_NVRTC").map(PathBuf::from)
+}
+
 fn nvrtc() -> Nvrtc {
-    let path = std::env::var_os("REFRAIN_NVRTC").map(PathBuf::from);
-    Nvrtc::open(path.as_deref()).unwrap_or_else(|e| panic!("{e}\nhint: {}", e.hint().unwrap_or_default()))
+    Nvrtc::open(nvrtc_path().as_deref())
+        .unwrap_or_else(|e| panic!("{e}\nhint: {}", e.hint().unwrap_or_default()))
 }
 
 /// Names and parameter sizes of the kernels in PTX text.
@@ -19,7 +26,10 @@ fn entries(ptx: &str) -> Vec<(String, Vec<usize>)> {
         .map(|entry| {
             let (name, rest) = entry.split_once('(').unwrap();
             let (params, _) = rest.split_once(')').unwrap();
-            (name.trim().to_owned(), params.split(',').filter(|p| !p.trim().is_empty()).map(param_size).collect())
+            (
+                name.trim().to_owned(),
+                params.split(',').filter(|p| !p.trim().is_empty()).map(param_size).collect(),
+            )
         })
         .collect();
     found.sort();
@@ -67,4 +77,54 @@ fn machine_code_holds_every_kernel_and_survives_the_cache() {
     let cache = KernelCache::open(folder.path());
     assert!(cache.put("all", &image.to_bytes()));
     assert_eq!(Image::from_bytes(&cache.get("all").unwrap()), Some(image));
+}
+
+#[test]
+#[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
+fn kernels_are_compiled_once_and_a_damaged_or_read_only_cache_costs_only_time() {
+    let device = refrain_kernels::simulated(SimOptions::default()).unwrap();
+    let ctx = device.context().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let cache = folder.path().join("kernels");
+    let arch = Some(Arch { major: 9, minor: 0 });
+    let load = |cache: &Path| {
+        let options = LoadOptions { cache: Some(cache.to_owned()), nvrtc: nvrtc_path(), arch };
+        let kernels = Kernels::load(&ctx, &options).unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(kernels.len(), refrain_kernels::kernels().len());
+        match kernels.origin() {
+            Origin::Compiled { n_cached, n_compiled } => (n_cached, n_compiled),
+            origin => panic!("{origin:?}"),
+        }
+    };
+    let n = Family::ALL.len();
+    assert_eq!(load(&cache), (0, n));
+    assert_eq!(load(&cache), (n, 0));
+
+    let files: Vec<PathBuf> = std::fs::read_dir(&cache).unwrap().map(|e| e.unwrap().path()).collect();
+    assert_eq!(files.len(), n, "{files:?}");
+    std::fs::write(&files[0], b"not machine code").unwrap();
+    assert_eq!(load(&cache), (n - 1, 1));
+    assert_eq!(load(&cache), (n, 0), "what was damaged is whole again");
+
+    let in_the_way = folder.path().join("file");
+    std::fs::write(&in_the_way, b"").unwrap();
+    assert_eq!(load(&in_the_way), (0, n), "a folder that cannot be made");
+}
+
+#[test]
+#[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
+fn prebuilt_kernels_are_used_where_they_fit_and_replaced_where_they_are_damaged() {
+    let device = refrain_kernels::simulated(SimOptions::default()).unwrap();
+    let ctx = device.context().unwrap();
+    let card = Arch { major: 9, minor: 0 };
+    let folder = tempfile::tempdir().unwrap();
+    let options =
+        LoadOptions { cache: Some(folder.path().to_owned()), nvrtc: nvrtc_path(), arch: Some(card) };
+    let image = compile_all(&nvrtc(), card, false).unwrap_or_else(|e| panic!("{e}")).to_bytes();
+    let older = Arch { major: 8, minor: 0 };
+    let load =
+        |prebuilt: &[(Arch, &[u8])]| Kernels::with_prebuilt(&ctx, &options, prebuilt).unwrap().origin();
+    assert_eq!(load(&[(older, &[]), (card, &image)]), Origin::Prebuilt(card));
+    assert!(matches!(load(&[(older, &image)]), Origin::Compiled { .. }), "8.0 code does not run on 9.0");
+    assert!(matches!(load(&[(card, &image[..image.len() / 2])]), Origin::Compiled { .. }));
 }

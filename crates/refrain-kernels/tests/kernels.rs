@@ -10,8 +10,8 @@ use std::time::Duration;
 use bed::{Bed, Role, dense, f32s, i32s, normals, run_all};
 use refrain_driver::{Layout, Memory, Method, RecordOptions, Ring};
 use refrain_kernels::{
-    COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState, KernelError,
-    LINEAR_DTYPES, LinearArgs, RmsNormArgs,
+    COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState,
+    KernelError, LINEAR_DTYPES, LinearArgs, RmsNormArgs,
 };
 use refrain_tensor::DType;
 use refrain_testkit::{Tol, encode};
@@ -106,7 +106,8 @@ fn same_bits_for_every_m(bed: &mut Bed) {
         let w = encode(dtype, &normals(n * k, 2));
         let mut layout = Layout::new("rows");
         let [x_at, w_at] = [("x", 4 * m * k), ("w", w.len())].map(|(name, n)| layout.device(name, n as u64));
-        let [all_at, one_at] = [("all", 4 * m * n), ("one", 4 * n)].map(|(name, n)| layout.device(name, n as u64));
+        let [all_at, one_at] =
+            [("all", 4 * m * n), ("one", 4 * n)].map(|(name, n)| layout.device(name, n as u64));
         let memory = Memory::plan(&bed.ctx, &layout).unwrap();
         let [x_buf, w_buf, all_buf, one_buf] = [x_at, w_at, all_at, one_at].map(|r| memory.buf(r));
         let mut lease = memory.lease().unwrap();
@@ -131,9 +132,11 @@ fn commit_until_done(bed: &mut Bed) {
     const N: usize = 3;
     let mut layout = Layout::new("commit");
     let words = |n: usize| 4 * n as u64;
-    let names = [("token", N), ("logprob", N), ("tokens", N), ("positions", N), ("rng", 4 * N), ("history", 2 * N)];
+    let names =
+        [("token", N), ("logprob", N), ("tokens", N), ("positions", N), ("rng", 4 * N), ("history", 2 * N)];
     let regions = names.map(|(name, n)| layout.device(name, words(n)));
-    let [state, eog, count] = [("state", 16 * N), ("eog", 8), ("count", 8)].map(|(n, b)| layout.device(n, b as u64));
+    let [state, eog, count] =
+        [("state", 16 * N), ("eog", 8), ("count", 8)].map(|(n, b)| layout.device(n, b as u64));
     let ring = layout.pinned("ring", Ring::bytes(4, N * size_of::<CommitEntry>()));
     let memory = Memory::plan(&bed.ctx, &layout).unwrap();
     let [token, logprob, tokens, positions, rng, history] = regions.map(|r| memory.buf(r));
@@ -185,7 +188,9 @@ fn commit_until_done(bed: &mut Bed) {
         [past, past, past],
         [past, past, past],
     ];
-    for (step, (chosen, expected)) in [[7, 8, 9], [-1, 8, 9], [42, 5, 5], [6, 6, 6], [6, 6, 6]].iter().zip(expected).enumerate() {
+    for (step, (chosen, expected)) in
+        [[7, 8, 9], [-1, 8, 9], [42, 5, 5], [6, 6, 6], [6, 6, 6]].iter().zip(expected).enumerate()
+    {
         bed.stream.upload(&mut lease, token, &i32s(chosen)).unwrap();
         bed.stream.upload(&mut lease, logprob, &f32s(&[-0.5 * step as f32; N])).unwrap();
         assert!(host.reserve());

@@ -206,6 +206,10 @@ impl TensorSource for RandomSource {
         // Sizes come from the table above and types from the mix: both always fit.
         Ok(Some(made.unwrap_or_else(|e| panic!("{gguf_name}: {e}"))))
     }
+
+    fn name<'n>(&self, gguf_name: &'n str, _: &'n str) -> &'n str {
+        gguf_name
+    }
 }
 
 /// Numbers with mean 0 and variance 1, roughly normal: sums of four uniform ones from a small hash.

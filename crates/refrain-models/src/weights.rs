@@ -10,17 +10,24 @@ use refrain_tensor::{DType, HostTensor, Shape};
 pub trait TensorSource {
     /// A tensor by its GGUF name, or by the name it has in Hugging Face folders; `None` when there is none.
     fn find(&self, gguf_name: &str, hf_name: &str) -> Result<Option<HostTensor>, FormatError>;
+
+    /// The one of the two names under which it would be found, for messages.
+    fn name<'n>(&self, gguf_name: &'n str, hf_name: &'n str) -> &'n str;
 }
 
 impl TensorSource for ModelFiles {
     fn find(&self, gguf_name: &str, hf_name: &str) -> Result<Option<HostTensor>, FormatError> {
-        let name = match self {
-            ModelFiles::Gguf(_) => gguf_name,
-            ModelFiles::Hf(_) => hf_name,
-        };
+        let name = self.name(gguf_name, hf_name);
         match self.has_tensor(name) {
             true => self.tensor(name).map(Some),
             false => Ok(None),
+        }
+    }
+
+    fn name<'n>(&self, gguf_name: &'n str, hf_name: &'n str) -> &'n str {
+        match self {
+            ModelFiles::Gguf(_) => gguf_name,
+            ModelFiles::Hf(_) => hf_name,
         }
     }
 }
@@ -51,7 +58,7 @@ impl<'a> WeightTable<'a> {
 
     /// A tensor outside the layers.
     pub(crate) fn global(&mut self, gguf: &str, hf: &str, dims: &[usize]) -> Result<WeightId, ModelError> {
-        let tensor = self.find(gguf, hf, dims)?.ok_or_else(|| self.missing(gguf))?;
+        let tensor = self.find(gguf, hf, dims)?.ok_or_else(|| self.missing(gguf, hf))?;
         Ok(self.push(gguf, tensor))
     }
 
@@ -67,8 +74,8 @@ impl<'a> WeightTable<'a> {
 
     /// A norm's weights outside the layers.
     pub(crate) fn global_norm(&mut self, gguf: &str, hf: &str, n: usize) -> Result<WeightId, ModelError> {
-        let tensor = self.find(gguf, hf, &[n])?.ok_or_else(|| self.missing(gguf))?;
-        let tensor = self.with_norm_offset(gguf, tensor)?;
+        let tensor = self.find(gguf, hf, &[n])?.ok_or_else(|| self.missing(gguf, hf))?;
+        let tensor = self.with_norm_offset(self.source.name(gguf, hf), tensor)?;
         Ok(self.push(gguf, tensor))
     }
 
@@ -119,7 +126,7 @@ impl<'a> WeightTable<'a> {
 
     fn find(&self, gguf: &str, hf: &str, dims: &[usize]) -> Result<Option<HostTensor>, ModelError> {
         let Some(tensor) = self.source.find(gguf, hf)? else { return Ok(None) };
-        let name = || gguf.to_string();
+        let name = || self.source.name(gguf, hf).to_string();
         let want = Shape::new(dims).map_err(|source| ModelError::Tensor { name: name(), source })?;
         if tensor.shape() != want {
             return Err(ModelError::TensorShape { name: name(), got: tensor.shape(), want });
@@ -130,9 +137,9 @@ impl<'a> WeightTable<'a> {
         Ok(Some(tensor))
     }
 
-    fn missing(&self, name: &str) -> ModelError {
+    fn missing(&self, gguf: &str, hf: &str) -> ModelError {
         let (arch, n_layers) = (self.config.arch.name(), self.config.n_layers);
-        ModelError::MissingTensor { name: name.into(), arch, n_layers }
+        ModelError::MissingTensor { name: self.source.name(gguf, hf).into(), arch, n_layers }
     }
 
     fn with_norm_offset(&self, name: &str, tensor: HostTensor) -> Result<HostTensor, ModelError> {

@@ -9,8 +9,17 @@ use safetensors::SafeTensors;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-const CASES: [&str; 8] =
-    ["llama", "llama-rope3", "llama-tied", "mistral-window", "qwen2", "qwen3", "gemma3", "gemma3-linear"];
+const CASES: [&str; 9] = [
+    "llama",
+    "llama-rope3",
+    "llama-tied",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "qwen3-yarn",
+    "gemma3",
+    "gemma3-linear",
+];
 
 struct Golden {
     tokens: Vec<u32>,
@@ -47,7 +56,6 @@ fn logits(engine: &mut Engine, tokens: &[u32]) -> Vec<f32> {
     for piece in tokens.chunks(engine.max_tokens()) {
         all.extend_from_slice(engine.logits(&mut session, piece, piece.len()).unwrap());
     }
-    engine.close(session);
     all
 }
 

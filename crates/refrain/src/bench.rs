@@ -123,7 +123,6 @@ pub fn bench(
             if round > 0 {
                 prefill.push(options.n_prompt as f64 / took);
             }
-            engine.close(sequence);
             sequence = engine.open();
         }
         if options.n_decode > 0 {
@@ -138,7 +137,6 @@ pub fn bench(
                 decode.push(options.n_decode as f64 / took);
             }
         }
-        engine.close(sequence);
     }
     let traffic = engine.plan(1)?.traffic();
     let middle = options.depth.max(1) + options.n_decode / 2;
@@ -160,7 +158,7 @@ pub fn bench(
         weight_bytes: weights.weight_bytes(),
         prefill: Samples(prefill),
         decode: Samples(decode),
-        bytes_per_token: traffic.weight_bytes + middle * traffic.kv_bytes_per_position,
+        bytes_per_token: traffic.weight_bytes + traffic.kv_bytes(middle),
         read_bandwidth,
         load_seconds,
     })

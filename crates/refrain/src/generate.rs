@@ -168,13 +168,10 @@ impl<'s> Generation<'s> {
 
     /// Ends the generation and gives what was held back.
     fn end(&mut self, finish: Finish) -> Option<Piece> {
-        let mut text = match self.stop.push(self.stream.finish()) {
-            Verdict::Pass(text) => text + &self.stop.finish(),
-            Verdict::Stop(text) => text,
+        let (text, finish) = match self.stop.push(self.stream.finish()) {
+            Verdict::Pass(text) => (text + &self.stop.finish(), finish),
+            Verdict::Stop(text) => (text, Finish::StopText),
         };
-        if finish == Finish::StopText {
-            text.clear();
-        }
         self.summary.finish = Some(finish);
         (!text.is_empty()).then_some(Piece { text, token: None, logprob: 0.0 })
     }

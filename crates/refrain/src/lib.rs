@@ -41,3 +41,8 @@ pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};
 pub use refrain_graph as graph;
 pub use refrain_models::{NamedShape, QuantMix, SHAPES};
 pub use refrain_tensor::DType;
+
+// The README's example compiles and runs.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

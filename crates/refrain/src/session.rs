@@ -97,8 +97,7 @@ impl Session {
 
     /// Forgets the conversation.
     pub fn reset(&mut self) {
-        let sequence = std::mem::replace(&mut self.sequence, self.engine.open());
-        self.engine.close(sequence);
+        self.sequence = self.engine.open();
     }
 
     /// How well the model predicts a text, in windows of `window` tokens of which the second half is scored.

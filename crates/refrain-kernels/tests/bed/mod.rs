@@ -37,7 +37,8 @@ impl Bed {
     fn new(device: Device) -> Bed {
         let ctx = device.context().unwrap();
         let nvrtc = std::env::var_os("REFRAIN_NVRTC").map(Into::into);
-        let options = LoadOptions { cache: Some(std::env::temp_dir().join("refrain-kernel-tests")), nvrtc };
+        let cache = Some(std::env::temp_dir().join("refrain-kernel-tests"));
+        let options = LoadOptions { cache, nvrtc, arch: None };
         let kernels = Kernels::load(&ctx, &options)
             .unwrap_or_else(|e| panic!("{e}\nhint: {}", e.hint().unwrap_or_default()));
         Bed { stream: ctx.stream().unwrap(), ctx, kernels, device }
@@ -180,10 +181,8 @@ impl Case {
 /// Runs all cases and reports every failure by name.
 pub fn run_all(bed: &mut Bed, cases: Vec<Case>) {
     let n = cases.len();
-    let failed: Vec<String> = cases
-        .iter()
-        .filter_map(|case| case.run(bed).err().map(|e| format!("{}: {e}", case.name)))
-        .collect();
+    let failed: Vec<String> =
+        cases.iter().filter_map(|case| case.run(bed).err().map(|e| format!("{}: {e}", case.name))).collect();
     assert!(failed.is_empty(), "{} of {n} cases failed:\n  {}", failed.len(), failed.join("\n  "));
 }
 
@@ -213,8 +212,10 @@ pub struct Operand<'a>(pub DType, pub Layout, pub &'a [u8]);
 
 /// The reference's outputs, as bytes.
 pub fn reference(op: &Op, inputs: &[Operand<'_>], outputs: &mut [(TensorType, Vec<u8>)]) {
-    let inputs: Vec<In<'_>> =
-        inputs.iter().map(|Operand(dtype, layout, bytes)| In { dtype: *dtype, layout: *layout, bytes }).collect();
+    let inputs: Vec<In<'_>> = inputs
+        .iter()
+        .map(|Operand(dtype, layout, bytes)| In { dtype: *dtype, layout: *layout, bytes })
+        .collect();
     let mut outs: Vec<Out<'_>> = outputs.iter_mut().map(|(ty, bytes)| Out { ty: *ty, bytes }).collect();
     refrain_reference::run(op, &inputs, &mut outs).unwrap();
 }

@@ -5,7 +5,9 @@ use refrain_kernels::{AttentionArgs, KvAppendArgs, RopeArgs, View, attention_scr
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Rng, Tol, encode};
 
-use crate::bed::{Case, Operand, Role, contiguous, dense, f32s, i32s, normals, reference, reference_f32, shape};
+use crate::bed::{
+    Case, Operand, Role, contiguous, dense, f32s, i32s, normals, reference, reference_f32, shape,
+};
 
 /// Sine and cosine of an angle that was reduced in f64 and rounded to f32.
 const ROPE: Tol = Tol::Whole(1e-6);

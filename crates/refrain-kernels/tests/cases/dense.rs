@@ -44,7 +44,16 @@ fn linear_case(dtype: DType, [m, n, k]: [usize; 3], gap: usize) -> Case {
         vec![Role::Out(y, LINEAR), Role::In(x_bytes.clone()), Role::In(w.clone())],
         move |kernels, b, out| {
             let x = View { buf: b[1], dtype: DType::F32, layout };
-            out.push(kernels.linear(&LinearArgs { x, w: b[2], w_dtype: dtype, y: b[0], m, n, k, step: "case" })?);
+            out.push(kernels.linear(&LinearArgs {
+                x,
+                w: b[2],
+                w_dtype: dtype,
+                y: b[0],
+                m,
+                n,
+                k,
+                step: "case",
+            })?);
             Ok(())
         },
     )
@@ -110,7 +119,15 @@ fn rms_case(layout: Layout, in_place: bool) -> Case {
     };
     Case::new(format!("rms_norm {} in_place={in_place}", layout.shape()), roles, move |kernels, b, out| {
         let x = View { buf: b[usize::from(!in_place)], dtype: DType::F32, layout };
-        out.push(kernels.rms_norm(&RmsNormArgs { x, w: b[2], y: b[0], n_rows, n_cols, eps: 1e-5, step: "case" })?);
+        out.push(kernels.rms_norm(&RmsNormArgs {
+            x,
+            w: b[2],
+            y: b[0],
+            n_rows,
+            n_cols,
+            eps: 1e-5,
+            step: "case",
+        })?);
         Ok(())
     })
 }

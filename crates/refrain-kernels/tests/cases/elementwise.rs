@@ -37,14 +37,17 @@ pub fn unary() -> Vec<Case> {
         Unary::Affine { mul: -1.5, add: 0.25 },
         Unary::SoftCap(3.0),
     ];
-    let mut cases: Vec<Case> = functions.iter().map(|&f| unary_case(f, "dense", contiguous(&[3, 333]))).collect();
+    let mut cases: Vec<Case> =
+        functions.iter().map(|&f| unary_case(f, "dense", contiguous(&[3, 333]))).collect();
     cases.extend(views().into_iter().map(|(name, layout)| unary_case(Unary::Silu, name, layout)));
     cases
 }
 
 fn unary_case(f: Unary, name: &str, layout: Layout) -> Case {
     let positive = matches!(f, Unary::Log | Unary::Rsqrt);
-    let x = normals(layout.end().max(240), 1).into_iter().map(|v| if positive { v.abs() + 0.01 } else { 3.0 * v });
+    let x = normals(layout.end().max(240), 1)
+        .into_iter()
+        .map(|v| if positive { v.abs() + 0.01 } else { 3.0 * v });
     let x = f32s(&x.collect::<Vec<_>>());
     let y = reference_f32(&Op::Unary(f), &[Operand(DType::F32, layout, &x)], layout.shape().dims());
     Case::new(
@@ -85,7 +88,8 @@ fn binary_case(f: Binary, name: &str, a: Layout, b: Layout) -> Case {
         vec![Role::Out(y, Tol::Bits), Role::In(left), Role::In(right)],
         move |kernels, bufs, out| {
             let view = |i: usize, layout| View { buf: bufs[i], dtype: DType::F32, layout };
-            let args = BinaryArgs { f, a: view(1, a), b: view(2, b), y: bufs[0], shape: result, step: "case" };
+            let args =
+                BinaryArgs { f, a: view(1, a), b: view(2, b), y: bufs[0], shape: result, step: "case" };
             out.push(kernels.binary(&args)?);
             Ok(())
         },
@@ -113,7 +117,15 @@ pub fn gate() -> Vec<Case> {
                 move |kernels, b, out| {
                     let view = |i: usize, layout| View { buf: b[i], dtype: DType::F32, layout };
                     let (gate, up) = (view(1, gate), view(if fused { 1 } else { 2 }, up));
-                    out.push(kernels.gate(&GateArgs { kind, gate, up, y: b[0], n_rows, n_cols, step: "case" })?);
+                    out.push(kernels.gate(&GateArgs {
+                        kind,
+                        gate,
+                        up,
+                        y: b[0],
+                        n_rows,
+                        n_cols,
+                        step: "case",
+                    })?);
                     Ok(())
                 },
             ));
@@ -185,7 +197,14 @@ pub fn rows() -> Vec<Case> {
                 vec![Role::Out(y, tol), Role::In(x.clone())],
                 move |kernels, b, out| {
                     let x = dense(b[1], &[n_rows, n_cols]);
-                    out.push(kernels.reduce(&ReduceArgs { kind, x, y: b[0], n_rows, n_cols, step: "case" })?);
+                    out.push(kernels.reduce(&ReduceArgs {
+                        kind,
+                        x,
+                        y: b[0],
+                        n_rows,
+                        n_cols,
+                        step: "case",
+                    })?);
                     Ok(())
                 },
             ));

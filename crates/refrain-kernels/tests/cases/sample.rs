@@ -41,11 +41,23 @@ pub fn sample() -> Vec<Case> {
     let mut cases = Vec::new();
     for vocab in [1, 2, 50, 1024, 1025, 5000] {
         for (i, (name, params)) in rows.iter().enumerate() {
-            cases.push(sample_case(&format!("{name}, vocab {vocab}"), vocab, &[*params; 3], Logits::Normal, i as u64));
+            cases.push(sample_case(
+                &format!("{name}, vocab {vocab}"),
+                vocab,
+                &[*params; 3],
+                Logits::Normal,
+                i as u64,
+            ));
         }
         // Many ties, so that ids decide.
         for params in [OFF, with(&[(0, 0.0)]), with(&[(1, 3.0)]), with(&[(2, 0.3)])] {
-            cases.push(sample_case(&format!("ties {params:?}, vocab {vocab}"), vocab, &[params; 4], Logits::Ties, 90));
+            cases.push(sample_case(
+                &format!("ties {params:?}, vocab {vocab}"),
+                vocab,
+                &[params; 4],
+                Logits::Ties,
+                90,
+            ));
         }
         for logits in [Logits::AllMinusInf, Logits::SomeNan, Logits::PlusInf, Logits::MostlyMinusInf] {
             for params in [OFF, with(&[(0, 0.0)]), with(&[(1, 4.0), (2, 0.7)])] {
@@ -74,7 +86,7 @@ fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
         let token = i % vocab;
         match kind {
             Logits::Normal => {}
-            Logits::Ties => *v = (*v as i32 as f32) * if token % 2 == 0 { 1.0 } else { -0.0 },
+            Logits::Ties => *v = (*v as i32 as f32) * if token.is_multiple_of(2) { 1.0 } else { -0.0 },
             Logits::AllMinusInf => *v = f32::NEG_INFINITY,
             Logits::SomeNan if token % 3 == 1 => *v = f32::NAN,
             Logits::PlusInf if token == vocab / 2 => *v = f32::INFINITY,
@@ -89,10 +101,13 @@ fn sample_case(name: &str, vocab: usize, rows: &[[f32; 7]], kind: Logits, seed: 
     let (n, n_history, n_bias) = (rows.len(), 9, 4);
     let mut rng = Rng::new(seed + 1000);
     let logits = f32s(&logits(kind, n, vocab, seed));
-    let params: Vec<f32> = rows.iter().flat_map(|r| r.iter().copied().chain([0.0; SAMPLE_PARAMS - 7])).collect();
+    let params: Vec<f32> =
+        rows.iter().flat_map(|r| r.iter().copied().chain([0.0; SAMPLE_PARAMS - 7])).collect();
     let params = f32s(&params);
-    let seeds: Vec<u8> =
-        (0..n).flat_map(|i| [rng.word(), rng.word(), 40 + i as u32, 0].map(u32::to_le_bytes)).flatten().collect();
+    let seeds: Vec<u8> = (0..n)
+        .flat_map(|i| [rng.word(), rng.word(), 40 + i as u32, 0].map(u32::to_le_bytes))
+        .flatten()
+        .collect();
     let id = |rng: &mut Rng| rng.below(vocab.min(20) + 3) as i32 - 2;
     let history: Vec<i32> = (0..n * n_history).map(|_| id(&mut rng)).collect();
     // One token twice, so that the order of biases shows.

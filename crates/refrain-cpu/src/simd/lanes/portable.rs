@@ -18,6 +18,25 @@ fn map3<A: Copy, B: Copy, R>(acc: [A; 4], a: [B; 4], b: [B; 4], f: impl Fn(A, B,
     [f(acc[0], a[0], b[0]), f(acc[1], a[1], b[1]), f(acc[2], a[2], b[2]), f(acc[3], a[3], b[3])]
 }
 
+/// `a * b + c`, rounded once.
+#[inline(always)]
+fn fma(a: f32, b: f32, c: f32) -> f32 {
+    if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
+        return a.mul_add(b, c);
+    }
+    // Without the instruction `mul_add` is a call for every element. In f64 the product is exact; the sum is rounded
+    // to odd (its last bit tells that something was lost), so that rounding it again to f32 is as if done once.
+    let (product, c) = (f64::from(a) * f64::from(b), f64::from(c));
+    let sum = product + c;
+    let c_part = sum - product;
+    let lost = (product - (sum - c_part)) + (c - c_part);
+    let bits = sum.to_bits();
+    let toward = if (lost > 0.0) == (sum > 0.0) { bits.wrapping_add(1) } else { bits.wrapping_sub(1) };
+    // False for NaN, which is what infinities leave in `lost`.
+    let is_even_and_inexact = bits & 1 == 0 && lost.abs() > 0.0;
+    f64::from_bits(if is_even_and_inexact { toward } else { bits }) as f32
+}
+
 impl Simd for Portable {
     const LANES: usize = 4;
     type I = [i32; 4];
@@ -143,7 +162,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn fma(self, a: [f32; 4], b: [f32; 4], c: [f32; 4]) -> [f32; 4] {
-        map3(c, a, b, |c, a, b| a.mul_add(b, c))
+        map3(c, a, b, |c, a, b| fma(a, b, c))
     }
 
     #[inline(always)]
@@ -183,4 +202,38 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn prefetch(self, _: *const u8) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fma;
+
+    #[test]
+    fn fma_without_the_instruction_rounds_once() {
+        let mut state = 1u64;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            f32::from_bits((state >> 32) as u32)
+        };
+        let check = |a: f32, b: f32, c: f32| {
+            let (got, want) = (fma(a, b, c), a.mul_add(b, c));
+            let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
+            assert!(same, "{a:e} * {b:e} + {c:e}: {got:e} for {want:e}");
+        };
+        for _ in 0..1_000_000 {
+            let (a, b, c) = (next(), next(), next());
+            check(a, b, c);
+            // Close to cancellation and to ties, where a second rounding shows.
+            check(a, b, -(a * b));
+            check(a, 1.0 + f32::EPSILON, c * 0.5);
+            check(1.0 + f32::EPSILON, 1.0 - f32::EPSILON, a * 1e-20);
+        }
+        for a in [0.0, -0.0, 1.0, -1.0, f32::MAX, f32::MIN_POSITIVE, 1e-45, f32::INFINITY, f32::NAN] {
+            for b in [0.0, -0.0, 1.0, -1.5, f32::MAX, 1e-45, f32::NEG_INFINITY] {
+                for c in [0.0, -0.0, 1.0, -1.0, f32::MAX, -f32::MAX, 1e-45, -1e-45, f32::INFINITY] {
+                    check(a, b, c);
+                }
+            }
+        }
+    }
 }

@@ -1,0 +1,183 @@
+//! The table of op cases, eager and replayed, and plans with steps on the host.
+
+use std::sync::Arc;
+
+use refrain_cuda::{CacheOptions, CudaBackend, CudaOptions, GraphMode};
+use refrain_driver::Method;
+use refrain_driver::sim::SimOptions;
+use refrain_graph::{
+    Backend, CompileError, Graph, GraphBuilder, HostBuf, HostCall, HostCallError, HostFn, Io, Ran, TensorType, Unary,
+    ValueId, Weight, WeightId,
+};
+use refrain_tensor::{Bytes, DType, HostTensor};
+use refrain_testkit::{Feed, Fill, cases, check_all, evaluate, tensor};
+
+fn backend(mode: GraphMode, method: Method) -> CudaBackend {
+    let device = refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
+    let graphs = CacheOptions { mode, method, ..CacheOptions::default() };
+    CudaBackend::on(&device, CudaOptions { graphs, ..CudaOptions::default() }).unwrap()
+}
+
+/// Runs a graph twice, so that a replay after a replay is seen too.
+fn run(backend: &mut CudaBackend, graph: &Graph, feed: &Feed) -> Result<Vec<HostTensor>, String> {
+    let weights = backend.load(graph.weights(), feed.weights.clone()).map_err(|e| e.to_string())?;
+    let mut states = backend.allocate(graph.states()).map_err(|e| e.to_string())?;
+    let mut compiled = backend.compile(graph).map_err(|e| format!("{e:?}"))?;
+    let plan = backend.plan(&compiled);
+    let control = feed.control(plan.control());
+    let types: Vec<TensorType> = plan.outputs().iter().map(|o| o.ty()).collect();
+    for _ in 0..2 {
+        let io = Io { weights: &weights, states: &mut states, control: control.bytes() };
+        backend.run(&mut compiled, io).map_err(|e| format!("{e:?}"))?;
+    }
+    let read = |(i, ty): (usize, &TensorType)| {
+        let mut bytes = vec![0; ty.dtype.bytes_for(ty.shape.n_elements()).unwrap()];
+        backend.read(&compiled, i, &mut bytes).map_err(|e| format!("{e:?}"))?;
+        HostTensor::new(ty.dtype, ty.shape, Bytes::new(bytes)).map_err(|e| e.to_string())
+    };
+    types.iter().enumerate().map(read).collect()
+}
+
+#[test]
+fn every_case_of_the_table_agrees_with_the_reference_or_is_refused_by_name() {
+    for (mode, method) in
+        [(GraphMode::Off, Method::Stream), (GraphMode::Require, Method::Stream), (GraphMode::Require, Method::Nodes)]
+    {
+        let mut backend = backend(mode, method);
+        let mut supported = Vec::new();
+        for case in cases() {
+            let loaded = backend.load(case.graph.weights(), case.feed.weights.clone());
+            loaded.unwrap_or_else(|e| panic!("{}: {e}", case.name));
+            backend.allocate(case.graph.states()).unwrap();
+            match backend.compile(&case.graph) {
+                Ok(_) => supported.push(case),
+                Err(CompileError::Unsupported { op, because, .. }) => {
+                    assert!(!op.is_empty() && because.contains(':'), "{}: {because}", case.name);
+                }
+                Err(other) => panic!("{}: {other:?}", case.name),
+            }
+        }
+        assert!(supported.len() > 150, "{} of {} cases", supported.len(), cases().len());
+        check_all(&supported, |graph, feed| run(&mut backend, graph, feed));
+        let stats = backend.monitor().status().cache;
+        assert_eq!(stats.recorded > 100, mode == GraphMode::Require, "{stats:?}");
+        assert_eq!(backend.device().take_reports(), Vec::<String>::new());
+    }
+}
+
+/// `x / 2 + 1`, element by element.
+struct Half;
+
+impl HostFn for Half {
+    fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, HostCallError> {
+        Ok(vec![inputs[0]])
+    }
+
+    fn call(&self, inputs: &[HostBuf<'_>], outputs: &mut [&mut [u8]]) -> Result<(), HostCallError> {
+        for (to, from) in outputs[0].as_chunks_mut::<4>().0.iter_mut().zip(inputs[0].bytes.as_chunks::<4>().0) {
+            *to = (f32::from_le_bytes(*from) / 2.0 + 1.0).to_le_bytes();
+        }
+        Ok(())
+    }
+}
+
+fn host_call() -> HostCall {
+    HostCall { name: "half", because: "it is here to be on the host", function: Arc::new(Half) }
+}
+
+const D: usize = 32;
+const N_LAYERS: usize = 3;
+
+/// Layers of norm, product and residual, with host steps before the layers `at` names (`N_LAYERS`: behind the last).
+fn layered(at: &[usize], dtype: DType) -> (Graph, Feed) {
+    let weight = |name: &str, dtype, dims: &[usize]| Weight {
+        name: name.into(),
+        ty: TensorType::new(dtype, refrain_tensor::Shape::new(dims).unwrap()),
+    };
+    let weights: Vec<Weight> = (0..N_LAYERS)
+        .flat_map(|_| [weight("norm", DType::F32, &[D]), weight("proj", dtype, &[D, D])])
+        .collect();
+    let tensors = weights.iter().enumerate().map(|(i, w)| tensor(w.ty, &Fill::Normal, i as u64)).collect();
+    let mut b = GraphBuilder::new(weights, Vec::new());
+    let ty = TensorType::new(DType::F32, [2, D]);
+    let mut x = b.input("x", ty).unwrap();
+    let on_host = |b: &mut GraphBuilder, x: ValueId| b.host_call(host_call(), &[x]).unwrap()[0];
+    for layer in 0..N_LAYERS {
+        b.scope(format!("blk.{layer}"));
+        if at.contains(&layer) {
+            x = on_host(&mut b, x);
+        }
+        let norm = b.weight(WeightId::from_idx(2 * layer));
+        let h = b.rms_norm(x, norm, 1e-5, "norm").unwrap();
+        let proj = b.weight(WeightId::from_idx(2 * layer + 1));
+        let h = b.linear(h, proj, None, "proj").unwrap();
+        let h = b.unary(Unary::Tanh, h).unwrap();
+        x = b.add(x, h).unwrap();
+    }
+    if at.contains(&N_LAYERS) {
+        x = on_host(&mut b, x);
+    }
+    b.output("x", x).unwrap();
+    let feed = Feed { weights: tensors, inputs: vec![tensor(ty, &Fill::Normal, 99)], states: Vec::new() };
+    (b.finish(), feed)
+}
+
+#[test]
+fn host_steps_first_in_the_middle_last_and_in_every_layer_replay_as_they_run() {
+    let places: [(&[usize], u64); 5] =
+        [(&[], 1), (&[0], 1), (&[1], 2), (&[N_LAYERS], 1), (&[0, 1, 2, N_LAYERS], 3)];
+    for (at, n_segments) in places {
+        let (graph, feed) = layered(at, DType::Q8_0);
+        let want = evaluate(&graph, &feed).unwrap();
+        let mut eager = backend(GraphMode::Off, Method::Stream);
+        let plain = run(&mut eager, &graph, &feed).unwrap();
+        refrain_testkit::assert_close(
+            &plain[0].to_f32().unwrap(),
+            &want[0].to_f32().unwrap(),
+            refrain_testkit::Tol::Whole(1e-5),
+        );
+        for method in [Method::Stream, Method::Nodes] {
+            let mut graphs = backend(GraphMode::Require, method);
+            let replayed = run(&mut graphs, &graph, &feed).unwrap();
+            assert_eq!(replayed[0].bytes().as_slice(), plain[0].bytes().as_slice(), "{at:?}, {method}");
+            let stats = graphs.monitor().status().cache;
+            assert_eq!(stats.recorded, n_segments, "{at:?}");
+        }
+    }
+}
+
+#[test]
+fn a_host_step_sees_what_changes_from_step_to_step() {
+    let (graph, mut feed) = layered(&[1, N_LAYERS], DType::F32);
+    let mut backend = backend(GraphMode::Require, Method::Stream);
+    let weights = backend.load(graph.weights(), feed.weights.clone()).unwrap();
+    let mut states = backend.allocate(graph.states()).unwrap();
+    let mut compiled = backend.compile(&graph).unwrap();
+    for seed in 0..4 {
+        feed.inputs = vec![tensor(TensorType::new(DType::F32, [2, D]), &Fill::Normal, seed)];
+        let control = feed.control(backend.plan(&compiled).control());
+        let io = Io { weights: &weights, states: &mut states, control: control.bytes() };
+        assert_eq!(backend.run(&mut compiled, io).unwrap(), Ran::Replayed);
+        let mut got = vec![0_f32; 2 * D];
+        backend.read(&compiled, 0, bytemuck::cast_slice_mut(&mut got)).unwrap();
+        let want = evaluate(&graph, &feed).unwrap();
+        refrain_testkit::assert_close(&got, &want[0].to_f32().unwrap(), refrain_testkit::Tol::Whole(1e-5));
+    }
+}
+
+#[test]
+fn weights_or_states_of_another_model_are_refused() {
+    let (graph, feed) = layered(&[], DType::F32);
+    let mut backend = backend(GraphMode::Auto, Method::Stream);
+    let old = backend.load(graph.weights(), feed.weights.clone()).unwrap();
+    let mut states = backend.allocate(graph.states()).unwrap();
+    let mut compiled = backend.compile(&graph).unwrap();
+    let control = feed.control(backend.plan(&compiled).control());
+    let weights = backend.load(graph.weights(), feed.weights.clone()).unwrap();
+    let mut step = |weights| {
+        let io = Io { weights, states: &mut states, control: control.bytes() };
+        backend.run(&mut compiled, io).unwrap_err().to_string()
+    };
+    assert_eq!(step(&old), "weights of the plan do not match: others were loaded since");
+    assert_eq!(step(&weights), "plans of the plan do not match: this one was compiled for other weights");
+}

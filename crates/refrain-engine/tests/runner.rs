@@ -1,0 +1,108 @@
+//! How a runner keeps compiled steps, with a backend that counts.
+
+mod common;
+
+use common::tiny_model;
+use refrain_engine::{BackendRunner, EngineError, Runner, RunnerOptions, SamplingParams, SamplingRow};
+use refrain_engine::{StepOut, StepRequest, Want};
+use refrain_graph::{Backend, CompileError, Graph, Io, Plan, PlanOptions, Query, Ran, Reason, RunError, State};
+use refrain_graph::{Support, Weight};
+use refrain_tensor::{DType, HostTensor};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+
+struct Counting {
+    n_compiled: Arc<AtomicUsize>,
+    supports: bool,
+}
+
+impl Backend for Counting {
+    type Weights = ();
+    type States = ();
+    type Compiled = Plan;
+
+    fn name(&self) -> &'static str {
+        "counting"
+    }
+
+    fn supports(&self, _: &Query<'_>) -> Support {
+        if self.supports { Support::Yes } else { Support::No("of a test".into()) }
+    }
+
+    fn load(&self, _: &[Weight], _: Vec<HostTensor>) -> Result<(), RunError> {
+        Ok(())
+    }
+
+    fn allocate(&self, _: &[State]) -> Result<(), RunError> {
+        Ok(())
+    }
+
+    fn compile(&self, graph: &Graph) -> Result<Plan, CompileError> {
+        self.check(graph)?;
+        self.n_compiled.fetch_add(1, Ordering::Relaxed);
+        Ok(Plan::new(graph, PlanOptions::default())?)
+    }
+
+    fn plan<'c>(&self, compiled: &'c Plan) -> &'c Plan {
+        compiled
+    }
+
+    fn run(&mut self, _: &mut Plan, _: Io<'_, Self>) -> Result<Ran, RunError> {
+        Ok(Ran::Eager(Reason::NoGraphsHere { backend: "counting" }))
+    }
+
+    /// The number of the output, in every place.
+    fn read(&mut self, compiled: &Plan, output: usize, into: &mut [u8]) -> Result<(), RunError> {
+        let is_float = compiled.outputs()[output].dtype == DType::F32;
+        let word = if is_float { (output as f32).to_le_bytes() } else { (output as i32).to_le_bytes() };
+        into.chunks_exact_mut(4).for_each(|place| place.copy_from_slice(&word));
+        Ok(())
+    }
+}
+
+fn runner(supports: bool) -> (BackendRunner<Counting>, Arc<AtomicUsize>) {
+    let n_compiled = Arc::new(AtomicUsize::new(0));
+    let backend = Counting { n_compiled: n_compiled.clone(), supports };
+    let options = RunnerOptions { context: 32, ..RunnerOptions::default() };
+    (BackendRunner::new(backend, tiny_model(), options).unwrap(), n_compiled)
+}
+
+#[test]
+fn the_size_that_was_not_used_for_longest_is_compiled_again() {
+    let (mut runner, n_compiled) = runner(true);
+    let mut compiled_after = |sizes: &[usize]| {
+        sizes.iter().for_each(|&n| drop(runner.plan(n).unwrap().clone()));
+        n_compiled.load(Ordering::Relaxed)
+    };
+    assert_eq!(compiled_after(&[1, 2, 3, 4, 5, 6, 7, 8]), 8);
+    assert_eq!(compiled_after(&[1, 8, 5, 1]), 8, "all eight are kept");
+    assert_eq!(compiled_after(&[9]), 9);
+    assert_eq!(compiled_after(&[1, 3, 4, 5, 6, 7, 8, 9]), 9, "only 2 had to go");
+    assert_eq!(compiled_after(&[2]), 10);
+    assert_eq!(compiled_after(&[3, 1]), 11, "2 came in the place of 1");
+}
+
+#[test]
+fn the_same_number_of_tokens_with_another_head_is_another_step() {
+    let (mut runner, n_compiled) = runner(true);
+    let row = SamplingRow::new(&SamplingParams::greedy());
+    let mut out = StepOut::default();
+    for want in [Want::Nothing, Want::Logits { n_rows: 1 }, Want::Logits { n_rows: 2 }, Want::Sample(&row)] {
+        for _ in 0..2 {
+            runner.step(&StepRequest { tokens: &[1, 2], start: 0, table: &[0], want }, &mut out).unwrap();
+        }
+    }
+    assert_eq!(n_compiled.load(Ordering::Relaxed), 4);
+    let plan = runner.plan(2).unwrap();
+    let [token, logprob] = ["token", "logprob"].map(|name| plan.output(name).unwrap());
+    assert_eq!(out.chosen, Some((token as u32, logprob as f32)), "each output is read under its name");
+}
+
+#[test]
+fn a_step_without_a_kernel_is_refused_with_a_hint() {
+    let (mut runner, _) = runner(false);
+    let error = runner.plan(1).unwrap_err();
+    let EngineError::Compile(cause) = &error else { panic!("{error}") };
+    assert!(cause.to_string().starts_with("counting has no kernel for "), "{cause}");
+    assert!(error.hint().is_some_and(|hint| hint.contains("another device")));
+}
