@@ -14,7 +14,6 @@ use crate::error::CudaError;
 use crate::lower;
 use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
-use crate::profile::ProfileRow;
 use crate::status::Status;
 
 /// Runs graphs of one model on one CUDA device, or on the simulated one.
@@ -121,11 +120,6 @@ impl CudaBackend {
         self.worker.device()
     }
 
-    /// Timings of all launches since the last call; empty unless [`CudaOptions::profile`] is on.
-    pub fn take_profile(&self) -> Result<Vec<ProfileRow>, CudaError> {
-        self.call("reading the profile", self.options.step_limit, |m| Ok(m.take_profile()))
-    }
-
     fn id(&self) -> u64 {
         self.ids.fetch_add(1, Ordering::Relaxed)
     }
@@ -151,6 +145,9 @@ impl CudaBackend {
             let same = [now.recorded, now.demoted] == [shown.cache.recorded, shown.cache.demoted];
             if same && (what == STEP || what == READ) {
                 shown.cache = now;
+                if !machine.profile().is_empty() {
+                    shown.profile = machine.profile().to_vec();
+                }
             } else {
                 *shown = machine.status();
             }
@@ -222,8 +219,7 @@ impl Backend for CudaBackend {
         }
         let layouts = layouts(weights);
         let (id, weights) = (self.id(), weights.to_vec());
-        let loaded =
-            self.call("loading weights", self.options.load_limit, move |m| m.load(weights, tensors));
+        let loaded = self.call("loading weights", self.options.load_limit, move |m| m.load(weights, tensors));
         loaded.map_err(self.run_error("loading weights"))?;
         lock(&self.current).weights = id;
         Ok(CudaWeights { id, layouts })
@@ -251,10 +247,9 @@ impl Backend for CudaBackend {
             CudaError::NoKernel { op, label, because } => {
                 CompileError::Unsupported { backend, op, label, because }
             }
-            CudaError::ArenaTooLarge { need_bytes, limit_bytes } => CompileError::TooLarge {
-                need_bytes: need_bytes as usize,
-                limit_bytes: limit_bytes as usize,
-            },
+            CudaError::ArenaTooLarge { need_bytes, limit_bytes } => {
+                CompileError::TooLarge { need_bytes: need_bytes as usize, limit_bytes: limit_bytes as usize }
+            }
             error @ (CudaError::Required { .. }
             | CudaError::Driver { .. }
             | CudaError::DoesNotFit { .. }

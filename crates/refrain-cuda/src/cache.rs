@@ -302,12 +302,7 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
     }
 
     /// `None` when it was sent.
-    fn replay(
-        &mut self,
-        key: &K,
-        site: &mut Site<'_>,
-        warm: &WarmPlan,
-    ) -> Result<Option<Reason>, CudaError> {
+    fn replay(&mut self, key: &K, site: &mut Site<'_>, warm: &WarmPlan) -> Result<Option<Reason>, CudaError> {
         let entry = self.entry(key);
         let Some(graph) = &entry.graph else {
             return Ok(Some(Reason::NotReady { what: "the graph" }));

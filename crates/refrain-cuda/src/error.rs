@@ -119,14 +119,18 @@ impl CudaError {
             CudaError::Required { reason: Reason::Profiling, .. } => {
                 Some("profile with --graph auto: timings per op need the eager path".into())
             }
-            CudaError::Required { .. } => Some("pass --graph auto to go on without a graph, or --graph off".into()),
-            CudaError::Driver { source, .. } => source.hint().map(str::to_owned),
-            CudaError::DoesNotFit { .. } => {
-                Some("lower the context with -c, use a smaller or more quantised model, or free the card".into())
+            CudaError::Required { .. } => {
+                Some("pass --graph auto to go on without a graph, or --graph off".into())
             }
+            CudaError::Driver { source, .. } => source.hint().map(str::to_owned),
+            CudaError::DoesNotFit { .. } => Some(
+                "lower the context with -c, use a smaller or more quantised model, or free the card".into(),
+            ),
             CudaError::ArenaTooLarge { .. } => Some("use smaller steps, or raise the arena's limit".into()),
             CudaError::Kernels(source) => source.hint(),
-            CudaError::NoKernel { .. } => Some("run it on the CPU, or convert the weights to another type".into()),
+            CudaError::NoKernel { .. } => {
+                Some("run it on the CPU, or convert the weights to another type".into())
+            }
             CudaError::Mismatch { .. }
             | CudaError::Host { .. }
             | CudaError::OutOfRange { .. }

@@ -1,6 +1,6 @@
 //! Host steps between segments, and operands as the host sees them.
 
-use refrain_driver::Stream;
+use refrain_driver::{Buf, Stream};
 use refrain_graph::{HostBuf, Op, Operand, Place, Plan, Step};
 
 use crate::error::CudaError;
@@ -22,7 +22,8 @@ pub(crate) fn run(
     }
     let ins: Vec<HostBuf<'_>> =
         step.inputs.iter().zip(&inputs).map(|(operand, bytes)| HostBuf { ty: operand.ty(), bytes }).collect();
-    let mut outputs: Vec<Vec<u8>> = step.outputs.iter().map(|o| vec![0; plan.buffer(o.buffer).bytes]).collect();
+    let mut outputs: Vec<Vec<u8>> =
+        step.outputs.iter().map(|o| vec![0; plan.buffer(o.buffer).bytes]).collect();
     let mut outs: Vec<&mut [u8]> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
     let failed = |because: String| CudaError::Host { label: step.label.clone(), because };
     call.function.call(&ins, &mut outs).map_err(|e| failed(e.to_string()))?;
@@ -35,12 +36,13 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// An output's elements in order, fetched from the device.
+/// An output's elements in order, once the step is done; `whole` is where its buffer lies.
 pub(crate) fn output_bytes(
     plan: &Plan,
     resident: &Resident,
     stream: &mut Stream,
     operand: &Operand,
+    whole: Buf,
 ) -> Result<Vec<u8>, CudaError> {
     let unfit = || CudaError::Mismatch {
         what: "outputs",
@@ -48,7 +50,6 @@ pub(crate) fn output_bytes(
     };
     let (layout, dtype) = (&operand.layout, resident.dtype(plan, operand));
     let mut fetch = |start: usize, end: usize| {
-        let whole = resident.buffer(plan, operand.buffer)?;
         let mut bytes = vec![0; end.saturating_sub(start)];
         stream.download(&resident.lease, whole.slice(start as u64, bytes.len() as u64)?, &mut bytes)?;
         Ok(bytes)

@@ -1,11 +1,13 @@
 //! Steps of a plan into launches.
 
-use refrain_driver::{Buf, Launch};
-use refrain_graph::{Op, Operand, Place, Plan, Query, Step, Support, TensorType};
+use std::collections::HashMap;
+
+use refrain_driver::{Buf, DriverError, Launch};
+use refrain_graph::{BufferId, Op, Operand, Place, Plan, Query, Step, Support, TensorType};
 use refrain_kernels::{
-    AddRmsNormArgs, AttentionArgs, BinaryArgs, CastArgs, CopyArgs, GateArgs, GatherRowsArgs, KernelError, Kernels,
-    KvAppendArgs, LINEAR_DTYPES, LinearArgs, ReduceArgs, RmsNormArgs, RopeArgs, SampleArgs, SoftmaxArgs, UnaryArgs,
-    View, attention_scratch_bytes, attention_splits, sample_scratch_bytes,
+    AddRmsNormArgs, AttentionArgs, BinaryArgs, CastArgs, CopyArgs, GateArgs, GatherRowsArgs, KernelError,
+    Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, ReduceArgs, RmsNormArgs, RopeArgs, SampleArgs,
+    SoftmaxArgs, UnaryArgs, View, attention_scratch_bytes, attention_splits, sample_scratch_bytes,
 };
 use refrain_tensor::DType;
 
@@ -18,7 +20,8 @@ pub(crate) fn supports(query: &Query<'_>) -> Support {
     match unsupported(query) {
         None => Support::Yes,
         Some(because) => {
-            let list = |types: &[TensorType]| types.iter().map(TensorType::to_string).collect::<Vec<_>>().join(", ");
+            let list =
+                |types: &[TensorType]| types.iter().map(TensorType::to_string).collect::<Vec<_>>().join(", ");
             let [ins, outs] = [list(query.inputs), list(query.outputs)];
             Support::No(format!("{} x {ins} -> {outs}: {because}", query.op.name()))
         }
@@ -28,13 +31,19 @@ pub(crate) fn supports(query: &Query<'_>) -> Support {
 fn unsupported(query: &Query<'_>) -> Option<&'static str> {
     let (ins, outs) = (query.inputs, query.outputs);
     // Vectors among the weights become F32 when they are loaded, but a vector may be something else as well.
-    let is = |i: usize, dtype: DType| ins[i].dtype == dtype || (dtype == DType::F32 && is_float_vector(&ins[i]));
+    let is =
+        |i: usize, dtype: DType| ins[i].dtype == dtype || (dtype == DType::F32 && is_float_vector(&ins[i]));
     let no = |bad: bool, because| bad.then_some(because);
     match query.op {
         Op::View(_) | Op::HostCall(_) => None,
-        Op::Copy => no(!matches!(ins[0].dtype.block_bytes(), 1 | 2 | 4) || ins[0].dtype.is_quantized(), "copies are of elements of 1, 2 or 4 bytes"),
+        Op::Copy => no(
+            !matches!(ins[0].dtype.block_bytes(), 1 | 2 | 4) || ins[0].dtype.is_quantized(),
+            "copies are of elements of 1, 2 or 4 bytes",
+        ),
         Op::Cast(to) => no(!ins[0].dtype.is_float() || !to.is_float(), "casts are between float types"),
-        Op::Unary(_) | Op::Reduce(_) | Op::Softmax => no(!is(0, DType::F32) || outs[0].dtype != DType::F32, "activations are F32"),
+        Op::Unary(_) | Op::Reduce(_) | Op::Softmax => {
+            no(!is(0, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
+        }
         Op::Binary(_) | Op::Gate(_) => {
             no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
         }
@@ -44,7 +53,9 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         Op::GatherRows(to) => no(*to != DType::F32, "rows come out in F32")
             .or(no(!LINEAR_DTYPES.contains(&ins[0].dtype), "no kernel reads this dtype"))
             .or(no(ins[1].dtype != DType::I32, "ids are I32")),
-        Op::RmsNorm { .. } => no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32"),
+        Op::RmsNorm { .. } => {
+            no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
+        }
         Op::AddRmsNorm { .. } => no(
             !is(0, DType::F32) || !is(1, DType::F32) || !is(2, DType::F32) || outs[0].dtype != DType::F32,
             "activations are F32",
@@ -54,7 +65,10 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         Op::KvAppend => no(!ins[0].dtype.is_float(), "the cache is F16, BF16 or F32")
             .or(no(ins[1].dtype != DType::F32, "activations are F32")),
         Op::Attention(_) => no(ins[0].dtype != DType::F32, "activations are F32")
-            .or(no(!ins[1].dtype.is_float() || ins[1].dtype != ins[2].dtype, "both caches are F16, BF16 or F32"))
+            .or(no(
+                !ins[1].dtype.is_float() || ins[1].dtype != ins[2].dtype,
+                "both caches are F16, BF16 or F32",
+            ))
             .or(no(
                 !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 256,
                 "heads have an even number of elements, at most 256",
@@ -70,7 +84,8 @@ fn is_float_vector(ty: &TensorType) -> bool {
 
 /// Splits of an attention step: fixed when the plan is built, whatever the lengths will be.
 fn splits(step: &Step, n_sms: u32) -> usize {
-    let (q, cache, tables) = (step.inputs[0].layout.shape(), step.inputs[1].layout.shape(), step.inputs[5].layout.shape());
+    let (q, cache, tables) =
+        (step.inputs[0].layout.shape(), step.inputs[1].layout.shape(), step.inputs[5].layout.shape());
     let context = tables.dims()[1] * cache.dims()[2];
     attention_splits(q.dims()[0], cache.dims()[1], context, n_sms)
 }
@@ -95,6 +110,8 @@ pub(crate) struct Lowering<'a> {
     pub(crate) kernels: &'a Kernels,
     pub(crate) plan: &'a Plan,
     pub(crate) resident: &'a Resident,
+    /// Outputs that do not lie in the arena.
+    pub(crate) results: &'a HashMap<BufferId, Buf>,
     pub(crate) n_sms: u32,
 }
 
@@ -110,9 +127,7 @@ impl Lowering<'_> {
         for operand in &step.outputs {
             let buf = match self.plan.buffer(operand.buffer).place {
                 Place::State(s) => self.resident.state_buf(s.idx()),
-                Place::Arena { .. } | Place::Control { .. } | Place::Weight(_) => {
-                    self.resident.buffer(self.plan, operand.buffer)
-                }
+                Place::Arena { .. } | Place::Control { .. } | Place::Weight(_) => self.buffer(operand.buffer),
             };
             let size = operand.dtype.block_bytes() as u64;
             warm.name_buffer(buf.map_err(CudaError::driver(&step.label))?, &step.label, size);
@@ -127,8 +142,12 @@ impl Lowering<'_> {
         CudaError::NoKernel { op: step.op.name(), label: step.label.clone(), because: error.to_string() }
     }
 
+    fn buffer(&self, id: BufferId) -> Result<Buf, DriverError> {
+        self.results.get(&id).map_or_else(|| self.resident.buffer(self.plan, id), |buf| Ok(*buf))
+    }
+
     fn view(&self, operand: &Operand) -> Result<View, KernelError> {
-        let buf = self.resident.buffer(self.plan, operand.buffer)?;
+        let buf = self.buffer(operand.buffer)?;
         Ok(View { buf, dtype: self.resident.dtype(self.plan, operand), layout: operand.layout })
     }
 
@@ -157,8 +176,12 @@ impl Lowering<'_> {
         match &step.op {
             Op::View(_) | Op::HostCall(_) => {}
             Op::Copy => launches.push(k.copy(&CopyArgs { x: view(0)?, y: out(0)?, step: label })?),
-            Op::Cast(to) => launches.push(k.cast(&CastArgs { x: view(0)?, y: out(0)?, to: *to, step: label })?),
-            Op::Unary(f) => launches.push(k.unary(&UnaryArgs { f: *f, x: view(0)?, y: out(0)?, step: label })?),
+            Op::Cast(to) => {
+                launches.push(k.cast(&CastArgs { x: view(0)?, y: out(0)?, to: *to, step: label })?)
+            }
+            Op::Unary(f) => {
+                launches.push(k.unary(&UnaryArgs { f: *f, x: view(0)?, y: out(0)?, step: label })?)
+            }
             Op::Binary(f) => launches.push(k.binary(&BinaryArgs {
                 f: *f,
                 a: view(0)?,
@@ -169,7 +192,14 @@ impl Lowering<'_> {
             })?),
             Op::Reduce(kind) => {
                 let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
-                launches.push(k.reduce(&ReduceArgs { kind: *kind, x, y: out(0)?, n_rows, n_cols, step: label })?);
+                launches.push(k.reduce(&ReduceArgs {
+                    kind: *kind,
+                    x,
+                    y: out(0)?,
+                    n_rows,
+                    n_cols,
+                    step: label,
+                })?);
             }
             Op::Softmax => {
                 let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
@@ -198,7 +228,17 @@ impl Lowering<'_> {
                 let [n_rows, n_cols] = self.rows(&step.outputs[0]);
                 let (w, eps) = (self.vector(step, 2)?, *eps);
                 let (a, b, sum, y) = (view(0)?, view(1)?, out(0)?, out(1)?);
-                launches.push(k.add_rms_norm(&AddRmsNormArgs { a, b, w, sum, y, n_rows, n_cols, eps, step: label })?);
+                launches.push(k.add_rms_norm(&AddRmsNormArgs {
+                    a,
+                    b,
+                    w,
+                    sum,
+                    y,
+                    n_rows,
+                    n_cols,
+                    eps,
+                    step: label,
+                })?);
             }
             Op::Gate(kind) => {
                 let [n_rows, n_cols] = self.rows(&step.outputs[0]);
@@ -252,10 +292,14 @@ impl Lowering<'_> {
             op: "matmul",
             dtype: w.dtype,
             shape: format!("{} by {}", x.layout.shape(), w.layout.shape()),
-            because: format!("the second factor lies in strides of {:?}, must be [n, k] seen transposed", w.layout.strides()),
+            because: format!(
+                "the second factor lies in strides of {:?}, must be [n, k] seen transposed",
+                w.layout.strides()
+            ),
         };
         let &[k, n] = w.layout.shape().dims() else { return Err(refuse()) };
-        let transposed = w.layout.transpose().ok().filter(refrain_tensor::Layout::is_contiguous).ok_or_else(refuse)?;
+        let transposed =
+            w.layout.transpose().ok().filter(refrain_tensor::Layout::is_contiguous).ok_or_else(refuse)?;
         let start = w.dtype.bytes_for(transposed.offset()).ok_or_else(refuse)?;
         let bytes = w.dtype.bytes_for(n * k).ok_or_else(refuse)?;
         self.kernels.linear(&LinearArgs {

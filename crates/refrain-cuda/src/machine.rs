@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use refrain_driver::{Context, Stream};
-use refrain_graph::{Op, Place, Plan, Ran, Reason, Segment, SegmentKind, State, Weight};
-use refrain_kernels::{Kernels, Origin};
+use refrain_driver::{Buf, Context, Stream};
+use refrain_graph::{BufferId, Op, Place, Plan, Ran, Reason, Segment, SegmentKind, State, Weight};
+use refrain_kernels::Kernels;
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
@@ -24,6 +24,9 @@ use crate::warm::WarmPlan;
 /// all memory anew.
 const GRAIN: u64 = 64 << 10;
 
+/// Scratch set aside for the attention of larger steps.
+const SCRATCH_RESERVE: u64 = 4 << 20;
+
 /// Names a program; never used twice.
 pub(crate) type ProgramId = u64;
 
@@ -32,7 +35,11 @@ struct Program {
     plan: Arc<Plan>,
     roles: Roles,
     parts: Vec<Part>,
+    /// Outputs that kernels write straight to pinned memory.
+    results: HashMap<BufferId, Buf>,
 }
+
+type Lowered = (Vec<Part>, HashMap<BufferId, Buf>);
 
 enum Part {
     Device { segment: Segment, warm: WarmPlan },
@@ -93,12 +100,18 @@ impl Machine {
         let [ours, theirs] = [self.model.weights.len(), weights.len()];
         let same = self.model.weights.iter().zip(weights).all(|(a, b)| a.ty == b.ty);
         if ours != theirs || !same {
-            return mismatch("weights", format!("the graph has {theirs}, {ours} are loaded, or of other types"));
+            return mismatch(
+                "weights",
+                format!("the graph has {theirs}, {ours} are loaded, or of other types"),
+            );
         }
         let [ours, theirs] = [self.model.states.len(), states.len()];
         let same = self.model.states.iter().zip(states).all(|(a, b)| a.ty == b.ty);
         if ours != theirs || !same {
-            return mismatch("states", format!("the graph has {theirs}, {ours} are allocated, or of other types"));
+            return mismatch(
+                "states",
+                format!("the graph has {theirs}, {ours} are allocated, or of other types"),
+            );
         }
         Ok(())
     }
@@ -119,8 +132,8 @@ impl Machine {
             ids.into_iter().try_for_each(|id| self.prepare(id))?;
         }
         let Some(resident) = &self.resident else { unreachable!("ensured above") };
-        let parts = self.lower(resident, &plan, &roles)?;
-        self.programs.insert(id, Program { plan, roles, parts });
+        let (parts, results) = self.lower(resident, &plan, &roles)?;
+        self.programs.insert(id, Program { plan, roles, parts, results });
         if let Err(error) = self.prepare(id) {
             self.drop_program(id);
             return Err(error);
@@ -128,9 +141,10 @@ impl Machine {
         Ok(())
     }
 
-    fn lower(&self, resident: &Resident, plan: &Plan, roles: &Roles) -> Result<Vec<Part>, CudaError> {
+    fn lower(&self, resident: &Resident, plan: &Plan, roles: &Roles) -> Result<Lowered, CudaError> {
         let n_sms = self.ctx.device().info().n_sms;
-        let lowering = Lowering { kernels: &self.kernels, plan, resident, n_sms };
+        let results = resident.results(plan).map_err(CudaError::driver("placing results"))?;
+        let lowering = Lowering { kernels: &self.kernels, plan, resident, results: &results, n_sms };
         let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;
         let mut parts = Vec::with_capacity(plan.segments().len());
         for (idx, segment) in plan.segments().iter().enumerate() {
@@ -139,7 +153,11 @@ impl Machine {
                 continue;
             }
             let n = roles.n_tokens();
-            let name = if one { format!("step of {n} tokens") } else { format!("step of {n} tokens, segment {idx}") };
+            let name = if one {
+                format!("step of {n} tokens")
+            } else {
+                format!("step of {n} tokens, segment {idx}")
+            };
             let mut warm = WarmPlan::new(&name, &resident.space);
             for step in &plan.steps()[segment.steps.clone()] {
                 lowering.push(step, &mut warm)?;
@@ -148,7 +166,7 @@ impl Machine {
                 parts.push(Part::Device { segment: segment.clone(), warm });
             }
         }
-        Ok(parts)
+        Ok((parts, results))
     }
 
     fn prepare(&mut self, id: ProgramId) -> Result<(), CudaError> {
@@ -211,7 +229,7 @@ impl Machine {
         let mut failed = None;
         for program in programs.values_mut() {
             match self.lower(&resident, &program.plan, &program.roles) {
-                Ok(parts) => program.parts = parts,
+                Ok((parts, results)) => (program.parts, program.results) = (parts, results),
                 Err(error) => failed = Some(error),
             }
         }
@@ -224,9 +242,12 @@ impl Machine {
     fn wanted(&self, needed: Room, roles: &Roles) -> Room {
         let largest = self.options.buckets.iter().copied().max().unwrap_or(1);
         let times = largest.div_ceil(roles.n_tokens()).max(1) as u64;
-        let reserve = self.options.arena_reserve_bytes.min(self.options.arena_limit_bytes.unwrap_or(u64::MAX));
-        let more = |bytes: u64| bytes.saturating_mul(times).min(reserve).max(bytes);
-        Room { arena: more(needed.arena), scratch: more(needed.scratch), control: needed.control.max(4 * GRAIN) }
+        let reserve =
+            self.options.arena_reserve_bytes.min(self.options.arena_limit_bytes.unwrap_or(u64::MAX));
+        let arena = needed.arena.saturating_mul(times).min(reserve).max(needed.arena);
+        // Of the kernels' scratch only attention's grows with the tokens, and its splits become fewer.
+        let scratch = needed.scratch.saturating_add(reserve.min(SCRATCH_RESERVE));
+        Room { arena, scratch, control: needed.control.max(4 * GRAIN) }
     }
 
     /// Frees graphs and memory.
@@ -244,15 +265,19 @@ impl Machine {
 
     /// Runs one step; its results are read with [`Machine::read`], which waits for them.
     pub(crate) fn run(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
-        let gone = || CudaError::Mismatch { what: "plans", because: "this one was compiled for other weights".into() };
+        let gone = || CudaError::Mismatch {
+            what: "plans",
+            because: "this one was compiled for other weights".into(),
+        };
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
             return Err(gone());
         };
         program.roles.check(control)?;
         if !control.is_empty() {
-            let staged = resident.control.slice(0, control.len() as u64).and_then(|to| {
-                self.stream.stage(&mut resident.lease, &mut resident.staging, to, control)
-            });
+            let staged = resident
+                .control
+                .slice(0, control.len() as u64)
+                .and_then(|to| self.stream.stage(&mut resident.lease, &mut resident.staging, to, control));
             staged.map_err(CudaError::driver("sending the control block"))?;
         }
         let mut not_replayed = None;
@@ -260,7 +285,10 @@ impl Machine {
             let reason = match part {
                 Part::Device { warm, .. } if self.options.profile => {
                     if self.options.graphs.mode == GraphMode::Require {
-                        return Err(CudaError::Required { step: warm.name().into(), reason: Reason::Profiling });
+                        return Err(CudaError::Required {
+                            step: warm.name().into(),
+                            reason: Reason::Profiling,
+                        });
                     }
                     let ran = self.profile.run(&mut self.stream, &mut resident.lease, warm);
                     ran.map_err(CudaError::driver(warm.name()))?;
@@ -291,9 +319,8 @@ impl Machine {
         Ok(not_replayed.map_or(Ran::Replayed, Ran::Eager))
     }
 
-    /// An output, and with it every small one: a step's few numbers are fetched in one go.
+    /// An output, and with it every one that lies in pinned memory: a step's few numbers cost one wait.
     pub(crate) fn read(&mut self, id: ProgramId, output: usize) -> Result<Vec<(usize, Vec<u8>)>, CudaError> {
-        const SMALL: usize = 4096;
         let mismatch = |because: String| CudaError::Mismatch { what: "outputs", because };
         let (Some(program), Some(resident)) = (self.programs.get(&id), &self.resident) else {
             return Err(mismatch("the plan was compiled for other weights".into()));
@@ -304,19 +331,19 @@ impl Machine {
         }
         let mut found = Vec::new();
         for (idx, operand) in outputs.iter().enumerate() {
-            if idx == output || program.plan.buffer(operand.buffer).bytes <= SMALL {
-                found.push((idx, host::output_bytes(&program.plan, resident, &mut self.stream, operand)?));
+            let pinned = program.results.get(&operand.buffer).copied();
+            if idx != output && pinned.is_none() {
+                continue;
             }
+            let place = pinned.map_or_else(|| resident.buffer(&program.plan, operand.buffer), Ok);
+            let whole = place.map_err(CudaError::driver("reading results"))?;
+            found.push((idx, host::output_bytes(&program.plan, resident, &mut self.stream, operand, whole)?));
         }
         Ok(found)
     }
 
-    pub(crate) fn take_profile(&mut self) -> Vec<ProfileRow> {
-        self.profile.take()
-    }
-
-    pub(crate) fn kernels(&self) -> Origin {
-        self.kernels.origin()
+    pub(crate) fn profile(&self) -> &[ProfileRow] {
+        self.profile.rows()
     }
 
     pub(crate) fn stats(&self) -> CacheStats {
@@ -334,7 +361,8 @@ impl Machine {
         }
         graphs.sort_by_key(|g| g.n_tokens);
         let memory = self.resident.as_ref().map(Resident::accounting).unwrap_or_default();
-        Status { memory, graphs, cache: self.cache.stats(), kernels: Some(self.kernels()) }
+        let profile = self.profile.rows().to_vec();
+        Status { memory, graphs, cache: self.cache.stats(), kernels: Some(self.kernels.origin()), profile }
     }
 }
 
@@ -351,9 +379,10 @@ fn device_weights(plan: &Plan) -> impl Iterator<Item = usize> + '_ {
 fn host_only(plan: &Plan) -> Vec<usize> {
     let on_device: Vec<usize> = device_weights(plan).collect();
     let steps = plan.steps().iter().filter(|step| matches!(step.op, Op::HostCall(_)));
-    let read = steps.flat_map(|step| &step.inputs).filter_map(|operand| match plan.buffer(operand.buffer).place {
-        Place::Weight(id) => Some(id.idx()),
-        Place::Arena { .. } | Place::Control { .. } | Place::State(_) => None,
-    });
+    let read =
+        steps.flat_map(|step| &step.inputs).filter_map(|operand| match plan.buffer(operand.buffer).place {
+            Place::Weight(id) => Some(id.idx()),
+            Place::Arena { .. } | Place::Control { .. } | Place::State(_) => None,
+        });
     read.filter(|w| !on_device.contains(w)).collect()
 }

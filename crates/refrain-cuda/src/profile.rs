@@ -30,9 +30,8 @@ pub(crate) struct Profile {
 }
 
 impl Profile {
-    pub(crate) fn take(&mut self) -> Vec<ProfileRow> {
-        self.index.clear();
-        std::mem::take(&mut self.rows)
+    pub(crate) fn rows(&self) -> &[ProfileRow] {
+        &self.rows
     }
 
     /// Runs a plan eagerly, one event after each launch, and waits for it.

@@ -18,7 +18,10 @@ pub enum Stage {
 
 /// Why a step was not replayed, from what the driver said.
 #[must_use]
-#[expect(clippy::wildcard_enum_match_arm, reason = "the driver's error is open; the rest differs only by stage")]
+#[expect(
+    clippy::wildcard_enum_match_arm,
+    reason = "the driver's error is open; the rest differs only by stage"
+)]
 pub fn reason_of(error: &DriverError, stage: Stage) -> Reason {
     match error {
         DriverError::ContextLost(lost) => Reason::ContextLost {

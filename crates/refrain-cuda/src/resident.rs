@@ -1,9 +1,10 @@
 //! What lies on the device: weights, KV cache, arena, scratch and control block, in one planned memory.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Staging, Stream};
-use refrain_graph::{BufferId, Operand, Place, Plan, State, Weight};
+use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, Step, Weight};
 use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
@@ -13,6 +14,10 @@ use crate::warm::Space;
 const ALIGN: u64 = 256;
 /// Pinned slots that control blocks travel through: as many steps may be under way.
 const CONTROL_SLOTS: usize = 4;
+/// Pinned bytes into which kernels write a step's few results, so that reading them takes no copy.
+const RESULT_BYTES: u64 = 4096;
+/// Each result has a cache line to itself.
+const RESULT_ALIGN: u64 = 64;
 
 /// A model as the host holds it.
 #[derive(Debug, Default)]
@@ -106,6 +111,7 @@ pub(crate) struct Resident {
     arena: Buf,
     pub(crate) scratch: Buf,
     pub(crate) control: Buf,
+    results: Buf,
 }
 
 impl Places {
@@ -129,8 +135,7 @@ impl Places {
             let live_bytes = dtype.bytes_for(shape.n_elements()).ok_or_else(too_large)? as u64;
             let is_cache = shape.rank() == 4 && shape.n_elements() > 0;
             let (n_blocks, n_scratch) = if is_cache { (shape.dims()[0], scratch_blocks) } else { (0, 0) };
-            let scratch_bytes =
-                if is_cache { live_bytes / n_blocks as u64 * n_scratch as u64 } else { 0 };
+            let scratch_bytes = if is_cache { live_bytes / n_blocks as u64 * n_scratch as u64 } else { 0 };
             let offset = places.kv_bytes;
             places.states.push(PlacedState { offset, live_bytes, scratch_bytes, dtype, n_blocks, n_scratch });
             let bytes = live_bytes.checked_add(scratch_bytes).map(|b| b.next_multiple_of(ALIGN));
@@ -203,9 +208,13 @@ impl Resident {
             ("control", room.control),
         ];
         let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
+        let results = layout.pinned("results", RESULT_BYTES);
         let memory = Memory::plan(ctx, &layout)?;
         let bufs = regions.map(|r| memory.buf(r));
-        let names = sizes.iter().zip(bufs).map(|((name, _), buf)| ((*name).to_owned(), buf)).collect();
+        let results = memory.buf(results);
+        let mut names: Vec<(String, Buf)> =
+            sizes.iter().zip(bufs).map(|((name, _), buf)| ((*name).to_owned(), buf)).collect();
+        names.push(("results".to_owned(), results));
         let [weights, kv, arena, scratch, control] = bufs;
         Ok(Resident {
             places,
@@ -218,6 +227,7 @@ impl Resident {
             arena,
             scratch,
             control,
+            results,
         })
     }
 
@@ -301,6 +311,25 @@ impl Resident {
         }
     }
 
+    /// Places in pinned memory for small outputs that device steps make and no step reads.
+    pub(crate) fn results(&self, plan: &Plan) -> Result<HashMap<BufferId, Buf>, DriverError> {
+        let on_host = |step: &Step| matches!(step.op, Op::HostCall(_));
+        let mut places = HashMap::new();
+        let mut end = 0;
+        for operand in plan.outputs() {
+            let (id, buffer) = (operand.buffer, plan.buffer(operand.buffer));
+            let read = plan.steps().iter().any(|step| step.inputs.iter().any(|i| i.buffer == id));
+            let mut makers = plan.steps().iter().filter(|step| step.outputs.iter().any(|o| o.buffer == id));
+            let bytes = buffer.bytes as u64;
+            let fits = end + bytes <= RESULT_BYTES && matches!(buffer.place, Place::Arena { .. });
+            if fits && bytes > 0 && !read && !makers.any(on_host) && !places.contains_key(&id) {
+                places.insert(id, self.results.slice(end, bytes)?);
+                end = (end + bytes).next_multiple_of(RESULT_ALIGN);
+            }
+        }
+        Ok(places)
+    }
+
     /// The element type of an operand as it lies on the device: vectors of weights are F32 there.
     pub(crate) fn dtype(&self, plan: &Plan, operand: &Operand) -> DType {
         match plan.buffer(operand.buffer).place {
@@ -323,7 +352,11 @@ impl Resident {
         (0..self.places.states.len()).map(&mut save).collect()
     }
 
-    pub(crate) fn restore_states(&mut self, stream: &mut Stream, saved: &[Vec<u8>]) -> Result<(), DriverError> {
+    pub(crate) fn restore_states(
+        &mut self,
+        stream: &mut Stream,
+        saved: &[Vec<u8>],
+    ) -> Result<(), DriverError> {
         saved.iter().enumerate().try_for_each(|(idx, bytes)| {
             let buf = self.state_live(idx)?;
             stream.upload(&mut self.lease, buf, bytes)

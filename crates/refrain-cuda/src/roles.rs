@@ -153,7 +153,17 @@ impl Roles {
         let (n_seqs, max_blocks) = (tables.dims()[0], tables.dims()[1]);
         let label = step.label.clone();
         let tables = table_words;
-        self.paging.push(Paging { positions, seqs, tables, n_seqs, max_blocks, n_blocks, kv_block, reach, label });
+        self.paging.push(Paging {
+            positions,
+            seqs,
+            tables,
+            n_seqs,
+            max_blocks,
+            n_blocks,
+            kv_block,
+            reach,
+            label,
+        });
     }
 
     /// Refuses a control block that points outside what it indexes.

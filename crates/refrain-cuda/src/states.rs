@@ -140,8 +140,7 @@ fn put_pages(block: &mut [u8], p: &Paging, resident: &Resident, case: usize) {
     let n_rows = n.min(n_scratch * p.kv_block).min(context);
     let last = (context - n_rows).min(MAX_PAIRS / n_rows.max(1));
     let start = [1.min(last), last / 2, last][case.min(2)];
-    let positions: Vec<i32> =
-        (0..n).map(|i| if i < n_rows { (start + i) as i32 } else { -1 }).collect();
+    let positions: Vec<i32> = (0..n).map(|i| if i < n_rows { (start + i) as i32 } else { -1 }).collect();
     let seqs: Vec<i32> = (0..n).map(|i| (i % p.n_seqs.max(1)) as i32).collect();
     let tables: Vec<i32> =
         (0..p.tables.len).map(|i| (p.n_blocks + (i % p.max_blocks) % n_scratch) as i32).collect();

@@ -6,6 +6,7 @@ use refrain_driver::{Graph, Method, NodeKind};
 use refrain_kernels::Origin;
 
 use crate::cache::CacheStats;
+use crate::profile::ProfileRow;
 use crate::resident::Accounting;
 use crate::verify::Verified;
 
@@ -50,7 +51,7 @@ impl GraphLine {
 }
 
 /// What a backend holds and has done.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Status {
     /// Bytes on the device.
     pub memory: Accounting,
@@ -60,4 +61,6 @@ pub struct Status {
     pub cache: CacheStats,
     /// Where the kernels came from.
     pub kernels: Option<Origin>,
+    /// Timings of every launch so far; empty unless [`crate::CudaOptions::profile`] is on.
+    pub profile: Vec<ProfileRow>,
 }

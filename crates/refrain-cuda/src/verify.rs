@@ -158,11 +158,9 @@ impl VerifyError {
     #[must_use]
     pub fn reason(&self) -> Reason {
         match self {
-            VerifyError::Mismatch { buffer, element, launch, .. } => Reason::VerifyMismatch {
-                buffer: buffer.clone(),
-                element: *element,
-                launch: launch.clone(),
-            },
+            VerifyError::Mismatch { buffer, element, launch, .. } => {
+                Reason::VerifyMismatch { buffer: buffer.clone(), element: *element, launch: launch.clone() }
+            }
             VerifyError::Driver(error) => reason_of(error, Stage::Verify),
         }
     }
@@ -199,8 +197,13 @@ fn compare_cases(
     written: &[Range],
 ) -> Result<VerifyReport, VerifyError> {
     let bytes = written.iter().map(|r| r.end - r.start).sum();
-    let mut report =
-        VerifyReport { n_cases: check.cases.len(), bytes, unwritten_bytes: 0, bit_exact: true, took: Duration::ZERO };
+    let mut report = VerifyReport {
+        n_cases: check.cases.len(),
+        bytes,
+        unwritten_bytes: 0,
+        bit_exact: true,
+        took: Duration::ZERO,
+    };
     for (idx, case) in check.cases.iter().enumerate() {
         prepare(stream, lease, warm, written, case)?;
         stream.run(lease, false, |q| warm.enqueue(q))?;

@@ -4,8 +4,10 @@ mod common;
 
 use std::time::Duration;
 
-use common::{Bed, BYTES, N, faults, words};
-use refrain_cuda::{CacheOptions, Case, Check, CudaError, GraphMode, Site, Verified, VerifyError, Work, verify};
+use common::{BYTES, Bed, N, faults, words};
+use refrain_cuda::{
+    CacheOptions, Case, Check, CudaError, GraphMode, Site, Verified, VerifyError, Work, verify,
+};
 use refrain_driver::sim::Call;
 use refrain_driver::{Baked, DriverError, Launch, Method, RecordOptions};
 use refrain_graph::{Ran, Reason};
@@ -65,16 +67,25 @@ fn preparing_changes_nothing_that_a_step_could_see() {
 
 #[test]
 fn each_failure_of_a_recording_becomes_its_reason_and_costs_no_result() {
-    let cases: [(Method, &str, fn(&Reason) -> bool); 8] = [
-        (Method::Stream, "on 1st begin_capture: fail 900", |r| matches!(r, Reason::CaptureFailed { code: 900, .. })),
-        (Method::Stream, "on 1st end_capture: fail 901", |r| matches!(r, Reason::CaptureFailed { code: 901, .. })),
-        (Method::Stream, "on 2nd launch during capture: fail 900", |r| {
-            matches!(r, Reason::CaptureFailed { code: 900, last_launch } if last_launch.contains("triple"))
+    type Expected = fn(&Reason) -> bool;
+    let cases: [(Method, &str, Expected); 8] = [
+        (Method::Stream, "on 1st begin_capture: fail 900", |r| {
+            matches!(r, Reason::CaptureFailed { code: 900, .. })
         }),
+        (Method::Stream, "on 1st end_capture: fail 901", |r| {
+            matches!(r, Reason::CaptureFailed { code: 901, .. })
+        }),
+        (
+            Method::Stream,
+            "on 2nd launch during capture: fail 900",
+            |r| matches!(r, Reason::CaptureFailed { code: 900, last_launch } if last_launch.contains("triple")),
+        ),
         (Method::Stream, "on 2nd launch during capture: invalidate", |r| {
             matches!(r, Reason::CaptureFailed { code: 901, .. })
         }),
-        (Method::Stream, "on 1st instantiate: fail 801", |r| matches!(r, Reason::InstantiateFailed { code: 801 })),
+        (Method::Stream, "on 1st instantiate: fail 801", |r| {
+            matches!(r, Reason::InstantiateFailed { code: 801 })
+        }),
         (Method::Nodes, "on 1st instantiate: out of memory", |r| {
             matches!(r, Reason::InstantiateFailed { code: 2 })
         }),
@@ -92,7 +103,9 @@ fn each_failure_of_a_recording_becomes_its_reason_and_costs_no_result() {
         // Two steps of back-off that name the cause, then it is back in service.
         for left in [1, 0] {
             match eager_reason(bed.step(0, 10)) {
-                Reason::BackingOff { steps_left, after } => assert_eq!((steps_left, *after), (left, reason.clone())),
+                Reason::BackingOff { steps_left, after } => {
+                    assert_eq!((steps_left, *after), (left, reason.clone()))
+                }
                 other => panic!("{script}: {other:?}"),
             }
         }
@@ -214,7 +227,11 @@ fn require_makes_every_other_outcome_an_error_with_its_reason() {
         Err(error @ CudaError::Required { .. }) => {
             let CudaError::Required { reason, .. } = &error else { unreachable!() };
             assert!(matches!(reason, Reason::CaptureFailed { code: 900, .. }), "{reason:?}");
-            assert!(error.to_string().starts_with("graphs are required, but step cannot be replayed: recording failed"));
+            assert!(
+                error
+                    .to_string()
+                    .starts_with("graphs are required, but step cannot be replayed: recording failed")
+            );
             assert!(error.hint().unwrap().contains("--graph auto"));
         }
         other => panic!("{other:?}"),
@@ -246,7 +263,10 @@ fn a_sticky_fault_is_final_and_names_the_step_and_the_kernel() {
         let error = (1..20).find_map(|input| bed.step(0, input).err()).unwrap();
         assert!(error.is_final(), "{error}");
         let text = error.to_string();
-        assert!(text.contains("700") && text.contains("step") && text.contains("refrain_probe_add"), "{text}");
+        assert!(
+            text.contains("700") && text.contains("step") && text.contains("refrain_probe_add"),
+            "{text}"
+        );
         assert!(error.hint().unwrap().contains("new process"));
         let sent = bed.sim.stats().n_calls_total();
         // Nothing is retried: the error comes back at once and nothing is sent.
@@ -286,10 +306,16 @@ fn equal_or_too_few_states_do_not_verify_anything() {
     let bed = Bed::new(plain(Method::Stream));
     let case = |v: u32| Case { uploads: vec![(bed.a, words(v))] };
     let refused = Check::new(vec![case(1), case(2), case(2)]).unwrap_err();
-    assert_eq!(refused.to_string(), "a graph is verified with 3 different control-block states, 2 were given");
+    assert_eq!(
+        refused.to_string(),
+        "a graph is verified with 3 different control-block states, 2 were given"
+    );
 }
 
-fn verified(bed: &mut Bed, recorded: &refrain_cuda::WarmPlan) -> Result<Verified<refrain_driver::Graph>, VerifyError> {
+fn verified(
+    bed: &mut Bed,
+    recorded: &refrain_cuda::WarmPlan,
+) -> Result<Verified<refrain_driver::Graph>, VerifyError> {
     let memory = bed.space.memory().clone();
     let options = RecordOptions::named("other");
     let graph = bed.stream.record(&memory, Method::Stream, &options, |q| recorded.enqueue(q)).unwrap();
@@ -302,7 +328,8 @@ fn a_value_frozen_at_recording_is_found_by_states_that_are_not_the_recorded_one(
     let mut bed = Bed::new(plain(Method::Stream));
     let mut frozen = refrain_cuda::WarmPlan::new("frozen", &bed.space);
     // The eager step computes b = a + a; the recording holds the value that b had.
-    frozen.push(Launch::new(&bed.fill, 1, 64).step("frozen").write(bed.b).baked(Baked(6_u32)).baked(Baked(N)));
+    frozen
+        .push(Launch::new(&bed.fill, 1, 64).step("frozen").write(bed.b).baked(Baked(6_u32)).baked(Baked(N)));
     bed.warm.work()[1..].iter().for_each(|w| frozen.push(w.clone()));
     match verified(&mut bed, &frozen) {
         Err(VerifyError::Mismatch { buffer, element: 0, case: 1, launch }) => {

@@ -1,80 +1,18 @@
-//! Whole models on the simulated device: golden logits, and replay against eager, token by token.
+//! Whole models: golden logits, and replay against eager, token by token; on the simulated device and on a card.
 
-use std::path::PathBuf;
-use std::sync::Arc;
+mod rig;
 
-use refrain_cuda::{
-    CacheOptions, CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode, Monitor,
-};
-use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
+use refrain_cuda::GraphMode;
 use refrain_driver::{Device, Method};
-use refrain_engine::{BackendRunner, Chosen, Engine, RunnerOptions, SamplingParams, SamplingRow, Session, StepKind};
-use refrain_formats::ModelFiles;
-use refrain_graph::{Backend, ControlBlock, Io, Ran, Reason, RunError, fuse};
-use refrain_models::{Head, KvSpec, Model, StepSpec};
+use refrain_engine::StepKind;
 use refrain_tensor::DType;
-use safetensors::SafeTensors;
+use rig::goldens::{CASES, golden, relative_error};
+use rig::{Rig, gpu, gpu_turn, n_decoded, options, sim, talk};
 
-const CASES: [&str; 8] =
-    ["llama", "llama-rope3", "llama-tied", "mistral-window", "qwen2", "qwen3", "gemma3", "gemma3-linear"];
-
-fn folder(case: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../refrain-models/tests/goldens").join(case)
-}
-
-fn model(case: &str) -> Arc<Model> {
-    Arc::new(Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap())
-}
-
-struct Rig {
-    engine: Engine,
-    monitor: Monitor,
-    sim: SimDriver,
-    device: Device,
-}
-
-fn options(mode: GraphMode, method: Method) -> CudaOptions {
-    let graphs = CacheOptions { mode, method, first_backoff: 2, ..CacheOptions::default() };
-    CudaOptions { graphs, buckets: vec![1, 8], ..CudaOptions::default() }
-}
-
-fn rig_with(case: &str, options: CudaOptions, context: usize, kv_dtype: DType, script: &str) -> Rig {
-    let faults = FaultScript::parse(script).unwrap();
-    let sim = SimDriver::new(SimOptions { seed: 5, faults, ..SimOptions::default() });
-    refrain_kernels::register_twins(&sim);
-    let device = Device::simulated(&sim).unwrap();
-    let backend = CudaBackend::on(&device, options).unwrap();
-    let monitor = backend.monitor();
-    let runner = RunnerOptions { context, kv_block: 16, kv_dtype, max_tokens: 64 };
-    let runner = BackendRunner::new(backend, model(case), runner).unwrap();
-    Rig { engine: Engine::new(Box::new(runner), context), monitor, sim, device }
-}
-
-fn rig(case: &str, mode: GraphMode, method: Method) -> Rig {
-    rig_with(case, options(mode, method), 128, DType::F16, "")
-}
-
-fn golden(case: &str) -> (Vec<u32>, Vec<f32>) {
-    let bytes = std::fs::read(folder(case).join("golden.safetensors")).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let (tokens, logits) = (file.tensor("tokens").unwrap(), file.tensor("logits").unwrap());
-    let tokens = tokens.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32);
-    let logits = logits.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
-    (tokens.collect(), logits.collect())
-}
-
-fn relative_error(got: &[f32], want: &[f32]) -> f64 {
-    assert_eq!(got.len(), want.len());
-    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
-    let difference = norm(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - f64::from(*b)));
-    difference / norm(&mut want.iter().map(|b| f64::from(*b)))
-}
-
-#[test]
-fn golden_logits_come_out_of_replays_token_by_token() {
+fn golden_logits_come_out_of_replays_token_by_token(device: impl Fn() -> Device) {
     for case in CASES {
         let (tokens, want) = golden(case);
-        let mut rig = rig_with(case, options(GraphMode::Require, Method::Stream), 64, DType::F32, "");
+        let mut rig = Rig::new(device(), case, options(GraphMode::Require, Method::Stream), 64, DType::F32);
         let mut session = rig.engine.open();
         let mut got = Vec::new();
         for token in &tokens {
@@ -88,95 +26,37 @@ fn golden_logits_come_out_of_replays_token_by_token() {
     }
 }
 
-#[test]
-fn golden_logits_come_out_of_padded_steps() {
+fn golden_logits_come_out_of_padded_steps(device: impl Fn() -> Device) {
     for case in CASES {
         let (tokens, want) = golden(case);
-        let n_vocab = want.len() / tokens.len();
-        let mut rig = rig_with(case, options(GraphMode::Require, Method::Nodes), 64, DType::F32, "");
+        let mut rig = Rig::new(device(), case, options(GraphMode::Require, Method::Nodes), 64, DType::F32);
         let mut session = rig.engine.open();
         let mut got = Vec::new();
         for piece in tokens.chunks(5) {
             got.extend_from_slice(rig.engine.logits(&mut session, piece, piece.len()).unwrap());
         }
-        assert_eq!(got.len(), tokens.len() * n_vocab);
         let error = relative_error(&got, &want);
         assert!(error < 1e-4, "{case}: relative error {error:.2e}");
     }
 }
 
-const PROMPTS: [&[u32]; 3] = [&[1, 17, 5, 90, 3], &[9], &[4, 8, 15, 16, 23, 42, 7, 11, 30, 2, 5]];
-const N_TOKENS: usize = 70;
-const CONTEXT: usize = 192;
-
-fn sampling(idx: usize) -> SamplingRow {
-    let greedy = SamplingParams::greedy();
-    SamplingRow::new(&match idx {
-        0 => greedy,
-        1 => SamplingParams { temperature: 0.9, top_k: 20, top_p: 0.95, seed: 7, ..greedy },
-        _ => SamplingParams { temperature: 1.1, repeat_penalty: 1.2, seed: 8, ..greedy },
-    })
-}
-
-struct Talk {
-    session: Session,
-    row: SamplingRow,
-    last: Chosen,
-    said: Vec<(u32, u32)>, // token, bits of its log-probability
-}
-
-impl Talk {
-    fn begin(rig: &mut Rig, idx: usize) -> Talk {
-        let (mut session, mut row) = (rig.engine.open(), sampling(idx));
-        let last = rig.engine.prompt(&mut session, PROMPTS[idx], &mut row, |_| true).unwrap();
-        Talk { session, row, last, said: vec![(last.token, last.logprob.to_bits())] }
-    }
-
-    fn go_on(&mut self, rig: &mut Rig) {
-        self.last = rig.engine.decode(&mut self.session, self.last.token, &mut self.row).unwrap();
-        self.said.push((self.last.token, self.last.logprob.to_bits()));
-    }
-}
-
-/// Two requests alternate token by token, then a third runs alone in the blocks they give back.
-fn talk(rig: &mut Rig) -> Vec<Vec<(u32, u32)>> {
-    let mut talks = [Talk::begin(rig, 0), Talk::begin(rig, 1)];
-    for _ in 1..N_TOKENS {
-        talks.iter_mut().for_each(|t| t.go_on(rig));
-    }
-    let mut said: Vec<_> = Vec::new();
-    for talk in talks {
-        said.push(talk.said);
-        drop(talk.session);
-    }
-    let mut third = Talk::begin(rig, 2);
-    for _ in 1..2 * N_TOKENS {
-        third.go_on(rig);
-    }
-    said.push(third.said);
-    drop(third.session);
-    assert_eq!(rig.device.take_reports(), Vec::<String>::new());
-    said
-}
-
-const N_DECODED: u64 = (2 * (N_TOKENS - 1) + 2 * N_TOKENS - 1) as u64;
-
-#[test]
-fn replayed_equals_eager_bit_for_bit_over_requests_sessions_and_lengths() {
-    for case in ["llama", "gemma3", "qwen3"] {
-        let rig = |mode, method| rig_with(case, options(mode, method), CONTEXT, DType::F16, "");
+/// The third request reaches twice as far as the others, past every boundary between splits of attention.
+fn replayed_equals_eager_bit_for_bit(device: impl Fn() -> Device, cases: &[&str], n_tokens: usize) {
+    let context = 2 * n_tokens + 64;
+    for case in cases {
+        let rig = |mode, method| Rig::new(device(), case, options(mode, method), context, DType::F16);
         let mut eager = rig(GraphMode::Off, Method::Stream);
-        let want = talk(&mut eager);
+        let want = talk(&mut eager, n_tokens);
         let tally = eager.engine.ledger().tally(StepKind::Decode);
-        assert_eq!((tally.replayed, tally.eager), (0, N_DECODED));
+        assert_eq!((tally.replayed, tally.eager), (0, n_decoded(n_tokens)));
         for method in [Method::Stream, Method::Nodes] {
             let mut replayed = rig(GraphMode::Require, method);
-            assert_eq!(talk(&mut replayed), want, "{case}, {method}");
+            assert_eq!(talk(&mut replayed, n_tokens), want, "{case}, {method}");
             for kind in [StepKind::Prefill, StepKind::Decode] {
                 let tally = replayed.engine.ledger().tally(kind);
                 assert_eq!((tally.eager, tally.failed), (0, 0), "{case}, {method}");
             }
-            assert_eq!(replayed.engine.ledger().tally(StepKind::Decode).replayed, N_DECODED);
+            assert_eq!(replayed.engine.ledger().tally(StepKind::Decode).replayed, n_decoded(n_tokens));
             let status = replayed.monitor.status();
             assert!(status.graphs.iter().all(|g| g.bit_exact && g.method == method), "{status:?}");
             // Prompts of 5, 1 and 11 tokens make steps of 8 and 1, with and without a choice at the end.
@@ -185,232 +65,50 @@ fn replayed_equals_eager_bit_for_bit_over_requests_sessions_and_lengths() {
     }
 }
 
-#[test]
-fn replayed_equals_eager_after_failed_recordings_and_replays() {
-    let want = talk(&mut rig_with("llama", options(GraphMode::Off, Method::Stream), CONTEXT, DType::F16, ""));
-    let scripts = [
-        "on 1st begin_capture: fail 900; on 2nd end_capture: fail 901; on 1st instantiate: fail 801",
-        "on 1st instantiate: out of memory; on 2nd instantiate: out of memory",
-        "on 2nd replay: wrong byte; on 40th replay: fail 701; on 41st replay: fail 701; on 90th replay: fail 1",
-    ];
-    for script in scripts {
-        let mut options = options(GraphMode::Auto, Method::Stream);
-        options.graphs.nodes_when_capture_fails = false;
-        let mut rig = rig_with("llama", options, CONTEXT, DType::F16, script);
-        assert_eq!(talk(&mut rig), want, "{script}");
-        let tally = rig.engine.ledger().tally(StepKind::Decode);
-        assert!(tally.eager > 0 || rig.engine.ledger().tally(StepKind::Prefill).eager > 0, "{script}: {tally}");
-        assert!(tally.replayed > N_DECODED / 2, "{script}: {tally}");
-        let stats = rig.monitor.status().cache;
-        assert!(stats.failed + stats.demoted > 0, "{script}: {stats:?}");
-        assert!(tally.reasons().all(|(label, ..)| label != "step_failed"), "{tally}");
+fn simulated() -> Device {
+    sim("").1
+}
+
+mod on_the_simulated_device {
+    use super::*;
+
+    #[test]
+    fn golden_logits_come_out_of_replays() {
+        golden_logits_come_out_of_replays_token_by_token(simulated);
+    }
+
+    #[test]
+    fn golden_logits_come_out_of_padding() {
+        golden_logits_come_out_of_padded_steps(simulated);
+    }
+
+    #[test]
+    fn replayed_equals_eager() {
+        replayed_equals_eager_bit_for_bit(simulated, &["llama", "gemma3", "qwen3"], 70);
     }
 }
 
-#[test]
-fn a_decode_step_is_one_launch_and_allocates_nothing() {
-    use refrain_driver::sim::Call;
-    let mut rig = rig("llama", GraphMode::Require, Method::Stream);
-    let mut talk = Talk::begin(&mut rig, 1);
-    talk.go_on(&mut rig);
-    let before = rig.sim.stats();
-    for _ in 0..30 {
-        talk.go_on(&mut rig);
-    }
-    let after = rig.sim.stats();
-    let sent = |call: Call| after.n_calls(call) - before.n_calls(call);
-    assert_eq!(sent(Call::ExecLaunch), 30);
-    for call in [Call::Launch, Call::Alloc, Call::AllocHost, Call::StreamBeginCapture, Call::GraphInstantiate] {
-        assert_eq!(sent(call), 0, "{call:?}");
-    }
-    assert_eq!(before.live, after.live);
-}
+mod on_a_gpu {
+    use super::*;
 
-#[test]
-fn a_fault_in_the_middle_of_a_text_is_final_and_says_where() {
-    let mut rig = rig("llama", GraphMode::Auto, Method::Stream);
-    let mut talk = Talk::begin(&mut rig, 0);
-    talk.go_on(&mut rig);
-    rig.sim.inject(FaultScript::parse("on 10th replay: illegal address").unwrap());
-    let mut n_more = 0;
-    let error = loop {
-        match rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row) {
-            Ok(chosen) => talk.last = chosen,
-            Err(error) => break error,
-        }
-        n_more += 1;
-    };
-    assert_eq!(n_more, 9);
-    let chain = |error: &dyn std::error::Error| {
-        let mut text = error.to_string();
-        let mut at = error.source();
-        while let Some(source) = at {
-            text = format!("{text}: {source}");
-            at = source.source();
-        }
-        text
-    };
-    let text = chain(&error);
-    assert!(text.contains("700") && text.contains("step of 1 tokens") && text.contains("sample"), "{text}");
-    let again = rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
-    assert!(chain(&again).contains("700"));
-    assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 2);
-}
-
-#[test]
-fn a_driver_that_does_not_return_is_reported_by_the_deadline() {
-    let mut options = options(GraphMode::Auto, Method::Stream);
-    options.step_limit = std::time::Duration::from_millis(300);
-    let mut rig = rig_with("llama", options, 128, DType::F16, "");
-    let mut talk = Talk::begin(&mut rig, 0);
-    talk.go_on(&mut rig);
-    rig.sim.inject(FaultScript::parse("on 2nd replay: hang").unwrap());
-    talk.go_on(&mut rig);
-    let began = std::time::Instant::now();
-    rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
-    assert!(began.elapsed() < std::time::Duration::from_secs(5));
-    rig.sim.release_hung();
-}
-
-#[test]
-fn a_plan_that_needs_more_room_keeps_the_cache_and_is_recorded_again() {
-    let want = {
-        let mut rig = rig("qwen2", GraphMode::Off, Method::Stream);
-        grown(&mut rig)
-    };
-    let mut tight = options(GraphMode::Require, Method::Stream);
-    tight.arena_reserve_bytes = 0;
-    let mut rig = rig_with("qwen2", tight, 128, DType::F16, "");
-    assert_eq!(grown(&mut rig), want);
-    // A step of one token, the same over new memory, and one of eight.
-    assert_eq!(rig.monitor.status().cache.recorded, 3);
-    let live = rig.sim.stats().live;
-    assert!(live.execs == 2, "{live:?}");
-}
-
-fn grown(rig: &mut Rig) -> Vec<u32> {
-    let mut session = rig.engine.open();
-    let mut out: Vec<u32> = Vec::new();
-    for piece in [&[3][..], &[5, 6, 7, 8, 9, 10], &[11], &[1, 2, 3, 4, 5, 6, 7]] {
-        let logits = rig.engine.logits(&mut session, piece, 1).unwrap();
-        out.extend(logits.iter().map(|l| l.to_bits()));
-    }
-    out
-}
-
-#[test]
-fn memory_that_does_not_fit_is_refused_with_the_numbers_before_anything_is_allocated() {
-    let sim = SimDriver::new(SimOptions { memory_bytes: 400 << 10, ..SimOptions::default() });
-    refrain_kernels::register_twins(&sim);
-    let device = Device::simulated(&sim).unwrap();
-    let backend = CudaBackend::on(&device, options(GraphMode::Auto, Method::Stream)).unwrap();
-    let before = sim.stats().live;
-    let runner = RunnerOptions { context: 128, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
-    let mut engine = Engine::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 128);
-    let mut session = engine.open();
-    let error = engine.logits(&mut session, &[1], 1).unwrap_err();
-    let text = format!("{:?}", error);
-    assert!(text.contains("DoesNotFit") && text.contains("weight_bytes") && text.contains("total_bytes: 409600"), "{text}");
-    assert_eq!(sim.stats().live.bytes, before.bytes);
-}
-
-#[test]
-fn out_of_memory_at_any_allocation_is_an_error_that_leaks_nothing() {
-    for nth in 1..=8 {
-        let sim = SimDriver::new(SimOptions::default());
-        refrain_kernels::register_twins(&sim);
-        {
-            let device = Device::simulated(&sim).unwrap();
-            let backend = CudaBackend::on(&device, options(GraphMode::Require, Method::Stream)).unwrap();
-            sim.inject(FaultScript::parse(&format!("on {nth}th allocation: out of memory")).unwrap());
-            let runner = RunnerOptions { context: 64, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
-            let mut engine = Engine::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 64);
-            let mut session = engine.open();
-            if engine.logits(&mut session, &[1], 1).is_err() {
-                engine.logits(&mut session, &[1], 1).unwrap();
-            }
-        }
-        assert_eq!(sim.stats().live, refrain_driver::api::Census::default(), "allocation {nth}");
-    }
-}
-
-/// A decode step of the small llama without an engine around it.
-struct Direct {
-    backend: CudaBackend,
-    weights: CudaWeights,
-    states: CudaStates,
-    compiled: CudaCompiled,
-    control: ControlBlock,
-}
-
-impl Direct {
-    fn new(options: CudaOptions) -> Direct {
-        let device = refrain_kernels::simulated(SimOptions::default()).unwrap();
-        let (backend, model) = (CudaBackend::on(&device, options).unwrap(), model("llama"));
-        let kv = KvSpec { n_blocks: 4, kv_block: 16, max_blocks: 4, n_seqs: 1, dtype: DType::F16 };
-        let spec = StepSpec { n_tokens: 1, head: Head::Logits { n_rows: 1 }, act: DType::F32 };
-        let weights = backend.load(model.weights(), model.tensors().to_vec()).unwrap();
-        let states = backend.allocate(&model.states(&kv)).unwrap();
-        let compiled = backend.compile(&fuse(&model.graph(&spec, &kv).unwrap()).unwrap()).unwrap();
-        let control = ControlBlock::new(backend.plan(&compiled).control());
-        Direct { backend, weights, states, compiled, control }
+    #[test]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    fn golden_logits_come_out_of_replays() {
+        let _turn = gpu_turn();
+        golden_logits_come_out_of_replays_token_by_token(gpu);
     }
 
-    fn set(&mut self, name: &str, values: &[i32]) {
-        let id = self.control.layout().find(name).unwrap();
-        self.control.set_i32(id, values).unwrap();
+    #[test]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    fn golden_logits_come_out_of_padding() {
+        let _turn = gpu_turn();
+        golden_logits_come_out_of_padded_steps(gpu);
     }
 
-    fn run(&mut self) -> Result<Ran, RunError> {
-        let io = Io { weights: &self.weights, states: &mut self.states, control: self.control.bytes() };
-        self.backend.run(&mut self.compiled, io)
+    #[test]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    fn replayed_equals_eager() {
+        let _turn = gpu_turn();
+        replayed_equals_eager_bit_for_bit(gpu, CASES, 512);
     }
-}
-
-#[test]
-fn profiling_times_every_launch_and_says_why_steps_are_eager() {
-    let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
-    for _ in 0..2 {
-        assert_eq!(direct.run().unwrap(), Ran::Eager(Reason::Profiling));
-    }
-    let rows = direct.backend.take_profile().unwrap();
-    assert!(rows.iter().all(|r| r.n % 2 == 0 && r.bytes > 0), "{rows:?}");
-    assert!(rows.iter().any(|r| r.kernel.starts_with("linear_") && r.step.contains("ffn_down")), "{rows:?}");
-    assert!(direct.backend.take_profile().unwrap().is_empty());
-    let mut strict = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Require, Method::Stream) });
-    assert!(format!("{:?}", strict.run()).contains("Profiling"));
-}
-
-#[test]
-fn a_control_block_that_points_outside_is_refused_before_it_is_sent() {
-    let mut direct = Direct::new(options(GraphMode::Require, Method::Stream));
-    direct.set("tables", &[2, 0, -1, -1]);
-    direct.set("tokens", &[3]);
-    direct.set("positions", &[20]);
-    assert_eq!(direct.run().unwrap(), Ran::Replayed);
-    let cases: [(&str, &[i32], &[i32], &str); 5] = [
-        ("tokens", &[1 << 20], &[3], "row is 1048576"),
-        ("positions", &[64], &[20], "a position is 64, must be below 64"),
-        ("positions", &[33], &[20], "a KV block is -1, must be below 4"),
-        ("seqs", &[1], &[0], "a sequence is 1, must be below 1"),
-        // One past the pool: the scratch blocks are there, but they are nobody's.
-        ("tables", &[4, 0, 0, 0], &[2, 0, -1, -1], "a KV block is 4, must be below 4"),
-    ];
-    for (name, bad, good, text) in cases {
-        direct.set(name, bad);
-        let error = direct.run().unwrap_err().to_string();
-        assert!(error.contains(text), "{error}");
-        direct.set(name, good);
-        assert_eq!(direct.run().unwrap(), Ran::Replayed);
-    }
-}
-
-#[test]
-fn verification_compares_numbers_and_not_the_poison() {
-    let direct = Direct::new(options(GraphMode::Require, Method::Stream));
-    let status = direct.backend.monitor().status();
-    let graph = &status.graphs[0];
-    assert!(graph.verified_bytes > 10_000, "{graph:?}");
-    // Parts of the attention's scratch belong to splits that a short sequence does not have.
-    assert!(graph.unwritten_bytes * 10 < graph.verified_bytes, "{graph:?}");
 }

@@ -6,8 +6,8 @@ use refrain_cuda::{CacheOptions, CudaBackend, CudaOptions, GraphMode};
 use refrain_driver::Method;
 use refrain_driver::sim::SimOptions;
 use refrain_graph::{
-    Backend, CompileError, Graph, GraphBuilder, HostBuf, HostCall, HostCallError, HostFn, Io, Ran, TensorType, Unary,
-    ValueId, Weight, WeightId,
+    Backend, CompileError, Graph, GraphBuilder, HostBuf, HostCall, HostCallError, HostFn, Io, Ran,
+    TensorType, Unary, ValueId, Weight, WeightId,
 };
 use refrain_tensor::{Bytes, DType, HostTensor};
 use refrain_testkit::{Feed, Fill, cases, check_all, evaluate, tensor};
@@ -40,9 +40,11 @@ fn run(backend: &mut CudaBackend, graph: &Graph, feed: &Feed) -> Result<Vec<Host
 
 #[test]
 fn every_case_of_the_table_agrees_with_the_reference_or_is_refused_by_name() {
-    for (mode, method) in
-        [(GraphMode::Off, Method::Stream), (GraphMode::Require, Method::Stream), (GraphMode::Require, Method::Nodes)]
-    {
+    for (mode, method) in [
+        (GraphMode::Off, Method::Stream),
+        (GraphMode::Require, Method::Stream),
+        (GraphMode::Require, Method::Nodes),
+    ] {
         let mut backend = backend(mode, method);
         let mut supported = Vec::new();
         for case in cases() {
@@ -74,7 +76,8 @@ impl HostFn for Half {
     }
 
     fn call(&self, inputs: &[HostBuf<'_>], outputs: &mut [&mut [u8]]) -> Result<(), HostCallError> {
-        for (to, from) in outputs[0].as_chunks_mut::<4>().0.iter_mut().zip(inputs[0].bytes.as_chunks::<4>().0) {
+        for (to, from) in outputs[0].as_chunks_mut::<4>().0.iter_mut().zip(inputs[0].bytes.as_chunks::<4>().0)
+        {
             *to = (f32::from_le_bytes(*from) / 2.0 + 1.0).to_le_bytes();
         }
         Ok(())

@@ -56,7 +56,8 @@ impl Tally {
 impl fmt::Display for Tally {
     /// `412 steps, 380 replayed, 32 eager (batch 72 has no bucket; the largest is 64)`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} steps, {} replayed, {} eager", self.steps(), self.replayed, self.eager)?;
+        let (steps, s) = (self.steps(), if self.steps() == 1 { "" } else { "s" });
+        write!(f, "{steps} step{s}, {} replayed, {} eager", self.replayed, self.eager)?;
         if self.failed > 0 {
             write!(f, ", {} failed", self.failed)?;
         }

@@ -170,7 +170,7 @@ fn the_ledger_tells_why_a_step_failed_down_to_the_first_cause() {
     script.fail_after(0, broken());
     engine.decode(&mut session, 1, &mut row()).unwrap_err();
     let tally = engine.ledger().tally(StepKind::Decode).to_string();
-    let want = "1 steps, 0 replayed, 0 eager, 1 failed (the step failed: fake failed at blk.0.attn_q: the cable is cut)";
+    let want = "1 step, 0 replayed, 0 eager, 1 failed (the step failed: fake failed at blk.0.attn_q: the cable is cut)";
     assert_eq!(tally, want);
 }
 

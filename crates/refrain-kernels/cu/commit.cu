@@ -69,6 +69,6 @@ extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* 
     __syncthreads();
     if (row == 0) {
         *count = seq + 1;
-        asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(slot), "l"(seq + 1) : "memory");
+        store_release_system((u64*)slot, seq + 1);
     }
 }

@@ -13,13 +13,28 @@ typedef unsigned long long u64;
 struct F16 { u16 bits; };
 struct BF16 { u16 bits; };
 
-inline float to_f32(float x) { return x; }
-
-inline float to_f32(F16 x) {
+#ifndef REFRAIN_ON_HOST  // the tests that run kernels on the host bring these along
+inline float f16_to_f32(u16 bits) {
     float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
     return y;
 }
+
+inline u16 f32_to_f16(float x) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+// A store after which everything written before is visible to whoever acquires it, on the host too.
+inline void store_release_system(u64* p, u64 x) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
+}
+#endif
+
+inline float to_f32(float x) { return x; }
+
+inline float to_f32(F16 x) { return f16_to_f32(x.bits); }
 
 inline float to_f32(BF16 x) { return __uint_as_float((u32)x.bits << 16); }
 
@@ -27,11 +42,7 @@ template <typename T> inline T from_f32(float x);
 
 template <> inline float from_f32<float>(float x) { return x; }
 
-template <> inline F16 from_f32<F16>(float x) {
-    F16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-    return y;
-}
+template <> inline F16 from_f32<F16>(float x) { return F16{f32_to_f16(x)}; }
 
 template <> inline BF16 from_f32<BF16>(float x) {
     u32 bits = __float_as_uint(x);

@@ -35,6 +35,7 @@ mod cache; // compiled code on disk
 mod source; // the .cu files
 
 mod linear; // y = x . w^T
+mod matmul; // y = a b, in any layout
 mod gather; // rows of a table
 mod norm; // RMS norms
 mod elementwise; // functions of elements; gates
@@ -60,6 +61,7 @@ pub use gather::GatherRowsArgs;
 pub use kv::KvAppendArgs;
 pub use linear::{LINEAR_DTYPES, LinearArgs};
 pub use load::{Arch, Kernels, LoadOptions, Origin, register_twins, simulated};
+pub use matmul::MatMulArgs;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
 pub use registry::{KernelInfo, kernels};

@@ -5,6 +5,8 @@
 pub enum Family {
     /// `linear.cu`
     Linear,
+    /// `matmul.cu`
+    Matmul,
     /// `gather.cu`
     Gather,
     /// `norm.cu`
@@ -29,8 +31,9 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 11] = [
+    pub const ALL: [Family; 12] = [
         Family::Linear,
+        Family::Matmul,
         Family::Gather,
         Family::Norm,
         Family::Elementwise,
@@ -48,6 +51,7 @@ impl Family {
     pub const fn name(self) -> &'static str {
         match self {
             Family::Linear => "linear",
+            Family::Matmul => "matmul",
             Family::Gather => "gather",
             Family::Norm => "norm",
             Family::Elementwise => "elementwise",
@@ -66,6 +70,7 @@ impl Family {
     pub const fn source(self) -> &'static str {
         match self {
             Family::Linear => include_str!("../cu/linear.cu"),
+            Family::Matmul => include_str!("../cu/matmul.cu"),
             Family::Gather => include_str!("../cu/gather.cu"),
             Family::Norm => include_str!("../cu/norm.cu"),
             Family::Elementwise => include_str!("../cu/elementwise.cu"),

@@ -1,14 +1,16 @@
-//! Every launcher over a table of cases, against the reference: on the simulated device, and on a card.
+//! Every launcher over a table of cases, against the reference: on the simulated device, with the kernels' source compiled
+//! for the host, and on a card.
 #![allow(unreachable_pub, reason = "the modules are this test's own")]
 
 mod bed;
 mod cases;
+mod host;
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use bed::{Bed, Role, dense, f32s, i32s, normals, run_all};
-use refrain_driver::{Layout, Memory, Method, RecordOptions, Ring};
+use refrain_driver::{Layout, Method, RecordOptions, Ring};
 use refrain_kernels::{
     COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState,
     KernelError, LINEAR_DTYPES, LinearArgs, RmsNormArgs,
@@ -32,6 +34,12 @@ macro_rules! both {
             }
 
             #[test]
+            #[cfg_attr(not(feature = "host-tests"), ignore = "needs a C++ compiler: cargo xtask ci turns it on")]
+            fn as_compiled_for_the_host() {
+                body(host::bed());
+            }
+
+            #[test]
             #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
             fn on_a_gpu() {
                 let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -44,6 +52,10 @@ macro_rules! both {
 both! {
     fn linear_agrees_with_the_reference(bed) {
         run_all(&mut bed, cases::dense::linear());
+    }
+
+    fn matmul_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::dense::matmul());
     }
 
     fn gather_rows_agrees_with_the_reference(bed) {
@@ -108,7 +120,7 @@ fn same_bits_for_every_m(bed: &mut Bed) {
         let [x_at, w_at] = [("x", 4 * m * k), ("w", w.len())].map(|(name, n)| layout.device(name, n as u64));
         let [all_at, one_at] =
             [("all", 4 * m * n), ("one", 4 * n)].map(|(name, n)| layout.device(name, n as u64));
-        let memory = Memory::plan(&bed.ctx, &layout).unwrap();
+        let memory = bed.plan(&layout);
         let [x_buf, w_buf, all_buf, one_buf] = [x_at, w_at, all_at, one_at].map(|r| memory.buf(r));
         let mut lease = memory.lease().unwrap();
         bed.stream.upload(&mut lease, x_buf, &f32s(&x)).unwrap();
@@ -137,8 +149,8 @@ fn commit_until_done(bed: &mut Bed) {
     let regions = names.map(|(name, n)| layout.device(name, words(n)));
     let [state, eog, count] =
         [("state", 16 * N), ("eog", 8), ("count", 8)].map(|(n, b)| layout.device(n, b as u64));
-    let ring = layout.pinned("ring", Ring::bytes(4, N * size_of::<CommitEntry>()));
-    let memory = Memory::plan(&bed.ctx, &layout).unwrap();
+    let ring = layout.pinned(bed::PINNED, Ring::bytes(4, N * size_of::<CommitEntry>()));
+    let memory = bed.plan(&layout);
     let [token, logprob, tokens, positions, rng, history] = regions.map(|r| memory.buf(r));
     let [state, eog, count] = [state, eog, count].map(|r| memory.buf(r));
     let mut host = Ring::new(&memory, ring, 4, N * size_of::<CommitEntry>()).unwrap();
@@ -230,7 +242,7 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
     let bed = Bed::sim();
     let mut layout = Layout::new("refused");
     let (small, large) = (layout.device("small", 64), layout.device("large", 1 << 20));
-    let memory = Memory::plan(&bed.ctx, &layout).unwrap();
+    let memory = bed.plan(&layout);
     let (small, large) = (memory.buf(small), memory.buf(large));
     let linear = |w_dtype, m, n, k, w, y| {
         let x = dense(large, &[m, k]);

@@ -77,4 +77,27 @@ mod tests {
         let f = inverse_frequencies(10_000.0, 4, RopeScaling::None, Some(&[1.0, 4.0]));
         assert_eq!(f, [1.0, 0.0025]);
     }
+
+    #[test]
+    fn yarn_keeps_fast_pairs_divides_slow_ones_and_blends_between_as_transformers_does() {
+        // Qwen's recipe for 131,072 positions; `transformers` 5.17 gives these for pairs 0, 23, 24, 30, 39, 40 and 63.
+        let pairs = [0, 23, 24, 30, 39, 40, 63];
+        let whole = [1.0, 6.978_306e-3, 5.375_321_5e-3, 1.064_361e-3, 6.490_394e-5, 4.445_698_5e-5, 3.102_344_4e-7];
+        let exact = [1.0, 6.978_306e-3, 5.517_270_4e-3, 1.079_237_7e-3, 6.187_807_6e-5, 4.445_698_5e-5, 3.102_344_4e-7];
+        for (truncate, want) in [(true, whole), (false, exact)] {
+            let yarn = Yarn {
+                factor: 4.0,
+                n_original_context: 32_768,
+                beta_fast: 32.0,
+                beta_slow: 1.0,
+                attention_factor: 1.0,
+                truncate,
+            };
+            let f = inverse_frequencies(1e6, 128, RopeScaling::Yarn(yarn), None);
+            for (pair, want) in pairs.into_iter().zip(want) {
+                let got = f[pair];
+                assert!((got / want - 1.0f32).abs() < 1e-5, "pair {pair}: {got}, transformers has {want}");
+            }
+        }
+    }
 }

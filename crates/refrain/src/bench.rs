@@ -145,8 +145,7 @@ pub fn bench(
             progress("measuring read bandwidth");
             Some(CpuBackend::new(threads.unwrap_or_else(default_threads))?.read_bandwidth())
         }
-        #[allow(unreachable_patterns)]
-        _ => None,
+        Device::Cuda { .. } | Device::Sim { .. } => None,
     };
     let decode_steps = engine.ledger().tally(StepKind::Decode).to_string();
     Ok(BenchReport {

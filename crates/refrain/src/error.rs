@@ -1,4 +1,5 @@
 use refrain_cpu::pool::PoolError;
+use refrain_cuda::CudaError;
 use refrain_engine::{EngineError, SamplingError};
 use refrain_formats::FormatError;
 use refrain_formats::chat::ChatError;
@@ -36,6 +37,9 @@ pub enum Error {
     /// Threads could not be started.
     #[error(transparent)]
     Pool(#[from] PoolError),
+    /// The CUDA device cannot be used.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// A step failed.
     #[error(transparent)]
     Engine(#[from] EngineError),
@@ -77,10 +81,25 @@ impl Error {
                 Some("use `refrain run` to complete a text, or an instruction-tuned model to chat".into())
             }
             Error::Pool(e) => e.hint().map(Into::into),
-            Error::Engine(e) => e.hint(),
+            Error::Cuda(e) => e.hint(),
+            Error::Engine(e) => cuda_cause(e).and_then(CudaError::hint).or_else(|| e.hint()),
             Error::Sampling(_) => None,
             Error::Context { most, .. } => Some(format!("pass -c with at most {most}")),
             Error::Vocabulary { .. } => Some("use the tokenizer that belongs to the model".into()),
         }
     }
+}
+
+/// What a CUDA device said, if it is behind an engine's error: it knows better what to do.
+fn cuda_cause(error: &EngineError) -> Option<&CudaError> {
+    type Shared = std::sync::Arc<dyn std::error::Error + Send + Sync>;
+    let mut next = std::error::Error::source(error);
+    while let Some(cause) = next {
+        let shared = cause.downcast_ref::<Shared>().and_then(|shared| shared.downcast_ref::<CudaError>());
+        if let Some(cuda) = cause.downcast_ref::<CudaError>().or(shared) {
+            return Some(cuda);
+        }
+        next = cause.source();
+    }
+    None
 }

@@ -5,9 +5,13 @@ use crate::generate::{Generate, Generation, Prompt};
 use crate::model::Model;
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
+use refrain_cuda::{CudaBackend, CudaOptions, GraphMode, Monitor, Status};
+use refrain_driver::sim::{FaultScript, SimOptions};
+use refrain_driver::{DeviceKind, Method};
 use refrain_engine::{BackendRunner, Engine, Ledger, Perplexity, PerplexityOptions, RunnerOptions};
 use refrain_graph::Plan;
 use refrain_tensor::DType;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Where a session runs.
@@ -18,6 +22,32 @@ pub enum Device {
     Cpu {
         /// Threads.
         threads: Option<usize>,
+    },
+    /// A CUDA card.
+    Cuda {
+        /// Its number.
+        ordinal: u32,
+        /// Whether steps run as graphs.
+        graph: GraphMode,
+        /// How graphs are recorded.
+        method: Method,
+        /// Times every launch; steps then run eagerly.
+        profile: bool,
+        /// Folder of compiled kernels; without one they are compiled at each start.
+        kernel_cache: Option<PathBuf>,
+    },
+    /// The simulated CUDA device: slow, and the same machinery.
+    Sim {
+        /// Names the run.
+        seed: u64,
+        /// What goes wrong.
+        faults: FaultScript,
+        /// Whether steps run as graphs.
+        graph: GraphMode,
+        /// How graphs are recorded.
+        method: Method,
+        /// Times every launch; steps then run eagerly.
+        profile: bool,
     },
 }
 
@@ -45,14 +75,20 @@ pub struct Session {
     pub(crate) model: Model,
     pub(crate) engine: Engine,
     pub(crate) sequence: refrain_engine::Session,
+    monitor: Option<Monitor>,
 }
 
 impl Session {
     /// Brings a model to a device.
     pub fn new(model: &Model, options: &SessionOptions) -> Result<Session, Error> {
-        let engine = engine_for(model.weights(), model.name(), options)?;
+        let (engine, monitor) = monitored_engine(model.weights(), model.name(), options)?;
         let sequence = engine.open();
-        Ok(Session { model: model.clone(), engine, sequence })
+        Ok(Session { model: model.clone(), engine, sequence, monitor })
+    }
+
+    /// Memory, graphs and timings of a CUDA device, real or simulated; `None` on the CPU.
+    pub fn device_status(&self) -> Option<Status> {
+        self.monitor.as_ref().map(Monitor::status)
     }
 
     /// The model.
@@ -123,17 +159,41 @@ pub(crate) fn engine_for(
     name: &str,
     options: &SessionOptions,
 ) -> Result<Engine, Error> {
+    monitored_engine(weights, name, options).map(|(engine, _)| engine)
+}
+
+fn monitored_engine(
+    weights: &Arc<refrain_models::Model>,
+    name: &str,
+    options: &SessionOptions,
+) -> Result<(Engine, Option<Monitor>), Error> {
     let most = weights.config().n_context;
     let context = options.context.unwrap_or(most.min(USUAL_CONTEXT));
     if context == 0 || context > most {
         return Err(Error::Context { got: context, most, model: name.into() });
     }
     let runner = RunnerOptions { context, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
-    let runner = match &options.device {
+    let (kind, cuda) = match &options.device {
         Device::Cpu { threads } => {
             let backend = CpuBackend::new(threads.unwrap_or_else(default_threads))?;
-            Box::new(BackendRunner::new(backend, weights.clone(), runner)?)
+            let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
+            return Ok((Engine::new(runner, context), None));
+        }
+        Device::Cuda { ordinal, graph, method, profile, kernel_cache } => {
+            let mut cuda = CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) };
+            cuda.kernels.cache.clone_from(kernel_cache);
+            (DeviceKind::Cuda(*ordinal), cuda)
+        }
+        Device::Sim { seed, faults, graph, method, profile } => {
+            let sim = SimOptions { seed: *seed, faults: faults.clone(), ..SimOptions::default() };
+            (DeviceKind::Sim(sim), CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) })
         }
     };
-    Ok(Engine::new(runner, context))
+    let backend = CudaBackend::open(kind, cuda)?;
+    let monitor = backend.monitor();
+    let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
+    let mut engine = Engine::new(runner, context);
+    // The graph of a decode step is recorded and verified here, so that no token waits for it.
+    engine.plan(1)?;
+    Ok((engine, Some(monitor)))
 }

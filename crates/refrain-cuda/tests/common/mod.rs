@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use refrain_cuda::{CacheOptions, Case, Check, CudaError, GraphCache, Site, Space, WarmPlan};
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
-use refrain_driver::{Baked, Buf, Device, DriverError, Function, Launch, Layout, Lease, Memory, Module, Stream, probe};
+use refrain_driver::{
+    Baked, Buf, Device, DriverError, Function, Launch, Layout, Lease, Memory, Module, Stream, probe,
+};
 use refrain_graph::Ran;
 
 pub const N: u32 = 64;

@@ -1,6 +1,8 @@
 //! Runs a case on a device: poisoned outputs, guard zones, the reference beside it, and recordings that must agree with
 //! the eager run to the bit.
 
+use std::sync::{Arc, Mutex};
+
 use refrain_driver::sim::SimOptions;
 use refrain_driver::{
     Buf, Context, Device, DeviceKind, Launch, Layout as MemoryLayout, Memory, Method, RecordOptions, Stream,
@@ -22,7 +24,11 @@ pub struct Bed {
     pub stream: Stream,
     pub kernels: Kernels,
     pub device: Device,
+    /// Start and size of every region of device memory that was planned last.
+    pub regions: Regions,
 }
+
+pub type Regions = Arc<Mutex<Vec<(u64, u64)>>>;
 
 impl Bed {
     pub fn sim() -> Bed {
@@ -34,16 +40,26 @@ impl Bed {
     }
 
     #[expect(clippy::disallowed_methods, reason = "a test says where its compiler is")]
-    fn new(device: Device) -> Bed {
+    pub fn new(device: Device) -> Bed {
         let ctx = device.context().unwrap();
         let nvrtc = std::env::var_os("REFRAIN_NVRTC").map(Into::into);
         let cache = Some(std::env::temp_dir().join("refrain-kernel-tests"));
         let options = LoadOptions { cache, nvrtc, arch: None };
         let kernels = Kernels::load(&ctx, &options)
             .unwrap_or_else(|e| panic!("{e}\nhint: {}", e.hint().unwrap_or_default()));
-        Bed { stream: ctx.stream().unwrap(), ctx, kernels, device }
+        Bed { stream: ctx.stream().unwrap(), ctx, kernels, device, regions: Regions::default() }
+    }
+
+    pub fn plan(&self, layout: &MemoryLayout) -> Arc<Memory> {
+        let memory = Memory::plan(&self.ctx, layout).unwrap();
+        let device = memory.regions().filter(|(name, ..)| *name != PINNED).map(|(_, bytes, at)| (at, bytes));
+        *self.regions.lock().unwrap() = device.collect();
+        memory
     }
 }
+
+/// The name of a region of pinned memory.
+pub const PINNED: &str = "ring";
 
 /// What a buffer holds before and after.
 pub enum Role {
@@ -127,7 +143,7 @@ impl Case {
         let text = |e: refrain_driver::DriverError| e.to_string();
         let mut layout = MemoryLayout::new("case");
         let pool = layout.device("pool", image.len() as u64);
-        let memory = Memory::plan(&bed.ctx, &layout).map_err(text)?;
+        let memory = bed.plan(&layout);
         let pool = memory.buf(pool);
         let bufs: Vec<Buf> = places.iter().map(|&(at, n)| pool.slice(at as u64, n as u64).unwrap()).collect();
         let mut launches = Vec::new();

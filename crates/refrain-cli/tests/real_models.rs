@@ -1,0 +1,84 @@
+//! The binary with real models from the local store: `cargo xtask models` fetches them.
+
+use std::process::{Command, Stdio};
+
+const SMOLLM2: &str = "smollm2";
+const GEMMA: &str = "gemma3:270m-base";
+const GREEDY: [&str; 5] = ["run", "--temp", "0", "-n", "8"];
+
+/// Runs the binary with the store of the person who runs the test, and without a network.
+#[track_caller]
+fn refrain(args: &[&str]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_refrain"));
+    command.args(args).args(["--offline", "--quiet"]).stdin(Stdio::null());
+    let output = command.output().expect("the binary runs");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let hint = "`cargo xtask models` fetches the models of the tests";
+    assert!(output.status.success(), "refrain {}: {stderr}{hint}", args.join(" "));
+    String::from_utf8(output.stdout).expect("output is UTF-8")
+}
+
+fn greedy(more: &[&str]) -> String {
+    refrain(&[&GREEDY, more].concat())
+}
+
+#[test]
+#[cfg_attr(not(feature = "real-models"), ignore = "needs real models: cargo xtask models, then cargo xtask ci")]
+fn smollm2_knows_the_capital_of_france() {
+    let text = greedy(&["--raw", SMOLLM2, "The capital of France is"]);
+    assert!(text.contains("Paris"), "{text}");
+}
+
+#[test]
+#[cfg_attr(not(feature = "real-models"), ignore = "needs real models: cargo xtask models, then cargo xtask ci")]
+fn smollm2_answers_through_its_chat_template() {
+    let text = greedy(&[SMOLLM2, "What is 2 + 2?"]);
+    assert_eq!(text, "The answer is 4.\n");
+}
+
+#[test]
+#[cfg_attr(not(feature = "real-models"), ignore = "needs real models: cargo xtask models, then cargo xtask ci")]
+fn gemma_counts_on() {
+    let text = greedy(&["--raw", GEMMA, "one, two, three, four,"]);
+    assert!(text.starts_with(" five, six, seven"), "{text}");
+}
+
+#[test]
+#[cfg_attr(not(feature = "real-models"), ignore = "needs real models: cargo xtask models, then cargo xtask ci")]
+fn real_models_write_the_same_text_on_any_number_of_threads() {
+    for model in [SMOLLM2, GEMMA] {
+        let text = |threads| greedy(&["--raw", "--threads", threads, model, "The sea is"]);
+        let one = text("1");
+        assert!(one.trim().len() > 8, "{one}");
+        assert_eq!(text("2"), one, "{model}");
+    }
+}
+
+/// `llama_cpp` is what `tools/perplexity_llama.py` gives for the same file and the same text.
+fn assert_perplexity(model: &str, llama_cpp: f64) {
+    let text = refrain_testkit::require_shared_data("tinyshakespeare.txt");
+    let text = text.to_str().expect("a path in UTF-8");
+    let json = refrain(&["perplexity", model, "-f", text, "-c", "512", "--chunks", "2", "--json"]);
+    let json: serde_json::Value = serde_json::from_str(&json).expect("one JSON object");
+    assert_eq!((&json["n_windows"], &json["n_scored"]), (&2.into(), &510.into()));
+    let got = json["perplexity"].as_f64().expect("a number");
+    assert!((got / llama_cpp - 1.0).abs() < 0.01, "{model}: {got}, llama.cpp has {llama_cpp}");
+}
+
+#[test]
+#[cfg_attr(
+    not(all(feature = "real-models", feature = "shared-data")),
+    ignore = "needs real models and ../shared/data: cargo xtask models, then cargo xtask ci"
+)]
+fn smollm2_has_the_perplexity_of_llama_cpp() {
+    assert_perplexity(SMOLLM2, 42.8082); // Q4_1, llama-cpp-python 0.3.36
+}
+
+#[test]
+#[cfg_attr(
+    not(all(feature = "real-models", feature = "shared-data")),
+    ignore = "needs real models and ../shared/data: cargo xtask models, then cargo xtask ci"
+)]
+fn gemma_has_the_perplexity_of_llama_cpp() {
+    assert_perplexity(GEMMA, 45.3328); // Q4_K_M, llama-cpp-python 0.3.36
+}

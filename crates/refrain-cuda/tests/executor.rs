@@ -1,0 +1,259 @@
+//! The executor on the simulated device: failures, memory, deadlines, profiling, and what a step costs.
+
+mod rig;
+
+use refrain_cuda::{CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode};
+use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
+use refrain_driver::{Device, Method};
+use refrain_engine::{BackendRunner, Engine, RunnerOptions, StepKind};
+use refrain_graph::{Backend, ControlBlock, Io, Ran, Reason, RunError, fuse};
+use refrain_models::{Head, KvSpec, StepSpec};
+use refrain_tensor::DType;
+use rig::{Rig, Talk, model, n_decoded, options, sim, talk};
+
+const N_TOKENS: usize = 70;
+const CONTEXT: usize = 192;
+
+fn small(case: &str, options: CudaOptions) -> (SimDriver, Rig) {
+    let (sim, device) = sim("");
+    (sim, Rig::new(device, case, options, 128, DType::F16))
+}
+
+#[test]
+fn replayed_equals_eager_after_failed_recordings_and_replays() {
+    let rig = |options, script: &str| Rig::new(sim(script).1, "llama", options, CONTEXT, DType::F16);
+    let want = talk(&mut rig(options(GraphMode::Off, Method::Stream), ""), N_TOKENS);
+    let scripts = [
+        "on 1st begin_capture: fail 900; on 2nd end_capture: fail 901; on 1st instantiate: fail 801",
+        "on 1st instantiate: out of memory; on 2nd instantiate: out of memory",
+        "on 2nd replay: wrong byte; on 40th replay: fail 701; on 41st replay: fail 701; on 90th replay: fail 1",
+    ];
+    for script in scripts {
+        let mut options = options(GraphMode::Auto, Method::Stream);
+        options.graphs.nodes_when_capture_fails = false;
+        let mut rig = rig(options, script);
+        assert_eq!(talk(&mut rig, N_TOKENS), want, "{script}");
+        let tally = rig.engine.ledger().tally(StepKind::Decode);
+        assert!(
+            tally.eager > 0 || rig.engine.ledger().tally(StepKind::Prefill).eager > 0,
+            "{script}: {tally}"
+        );
+        assert!(tally.replayed > n_decoded(N_TOKENS) / 2, "{script}: {tally}");
+        let stats = rig.monitor.status().cache;
+        assert!(stats.failed + stats.demoted > 0, "{script}: {stats:?}");
+        assert!(tally.reasons().all(|(label, ..)| label != "step_failed"), "{tally}");
+    }
+}
+
+#[test]
+fn a_decode_step_is_one_launch_and_allocates_nothing() {
+    use refrain_driver::sim::Call;
+    let (sim, mut rig) = small("llama", options(GraphMode::Require, Method::Stream));
+    let mut talk = Talk::begin(&mut rig, 1);
+    talk.go_on(&mut rig);
+    let before = sim.stats();
+    for _ in 0..30 {
+        talk.go_on(&mut rig);
+    }
+    let after = sim.stats();
+    let sent = |call: Call| after.n_calls(call) - before.n_calls(call);
+    assert_eq!(sent(Call::ExecLaunch), 30);
+    for call in [Call::Launch, Call::Alloc, Call::AllocHost, Call::StreamBeginCapture, Call::GraphInstantiate]
+    {
+        assert_eq!(sent(call), 0, "{call:?}");
+    }
+    assert_eq!(before.live, after.live);
+}
+
+#[test]
+fn a_fault_in_the_middle_of_a_text_is_final_and_says_where() {
+    let (sim, mut rig) = small("llama", options(GraphMode::Auto, Method::Stream));
+    let mut talk = Talk::begin(&mut rig, 0);
+    talk.go_on(&mut rig);
+    sim.inject(FaultScript::parse("on 10th replay: illegal address").unwrap());
+    let mut n_more = 0;
+    let error = loop {
+        match rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row) {
+            Ok(chosen) => talk.last = chosen,
+            Err(error) => break error,
+        }
+        n_more += 1;
+    };
+    assert_eq!(n_more, 9);
+    let chain = |error: &dyn std::error::Error| {
+        let mut text = error.to_string();
+        let mut at = error.source();
+        while let Some(source) = at {
+            text = format!("{text}: {source}");
+            at = source.source();
+        }
+        text
+    };
+    let text = chain(&error);
+    assert!(text.contains("700") && text.contains("step of 1 tokens") && text.contains("sample"), "{text}");
+    let again = rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
+    assert!(chain(&again).contains("700"));
+    assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 2);
+}
+
+#[test]
+fn a_driver_that_does_not_return_is_reported_by_the_deadline() {
+    let mut options = options(GraphMode::Auto, Method::Stream);
+    options.step_limit = std::time::Duration::from_millis(300);
+    let (sim, mut rig) = small("llama", options);
+    let mut talk = Talk::begin(&mut rig, 0);
+    talk.go_on(&mut rig);
+    sim.inject(FaultScript::parse("on 2nd replay: hang").unwrap());
+    talk.go_on(&mut rig);
+    let began = std::time::Instant::now();
+    rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
+    assert!(began.elapsed() < std::time::Duration::from_secs(5));
+    sim.release_hung();
+}
+
+#[test]
+fn a_plan_that_needs_more_room_keeps_the_cache_and_is_recorded_again() {
+    let want = {
+        let (_, mut rig) = small("qwen2", options(GraphMode::Off, Method::Stream));
+        grown(&mut rig)
+    };
+    let mut tight = options(GraphMode::Require, Method::Stream);
+    tight.arena_reserve_bytes = 0;
+    let (sim, mut rig) = small("qwen2", tight);
+    assert_eq!(grown(&mut rig), want);
+    // A step of one token, the same over new memory, and one of eight.
+    assert_eq!(rig.monitor.status().cache.recorded, 3);
+    let live = sim.stats().live;
+    assert!(live.execs == 2, "{live:?}");
+}
+
+fn grown(rig: &mut Rig) -> Vec<u32> {
+    let mut session = rig.engine.open();
+    let mut out: Vec<u32> = Vec::new();
+    for piece in [&[3][..], &[5, 6, 7, 8, 9, 10], &[11], &[1, 2, 3, 4, 5, 6, 7]] {
+        let logits = rig.engine.logits(&mut session, piece, 1).unwrap();
+        out.extend(logits.iter().map(|l| l.to_bits()));
+    }
+    out
+}
+
+#[test]
+fn memory_that_does_not_fit_is_refused_with_the_numbers_before_anything_is_allocated() {
+    let sim = SimDriver::new(SimOptions { memory_bytes: 400 << 10, ..SimOptions::default() });
+    refrain_kernels::register_twins(&sim);
+    let device = Device::simulated(&sim).unwrap();
+    let backend = CudaBackend::on(&device, options(GraphMode::Auto, Method::Stream)).unwrap();
+    let before = sim.stats().live;
+    let runner = RunnerOptions { context: 128, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
+    let mut engine = Engine::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 128);
+    let mut session = engine.open();
+    let error = engine.logits(&mut session, &[1], 1).unwrap_err();
+    let text = format!("{:?}", error);
+    assert!(
+        text.contains("DoesNotFit") && text.contains("weight_bytes") && text.contains("total_bytes: 409600"),
+        "{text}"
+    );
+    assert_eq!(sim.stats().live.bytes, before.bytes);
+}
+
+#[test]
+fn out_of_memory_at_any_allocation_is_an_error_that_leaks_nothing() {
+    for nth in 1..=8 {
+        let sim = SimDriver::new(SimOptions::default());
+        refrain_kernels::register_twins(&sim);
+        {
+            let device = Device::simulated(&sim).unwrap();
+            let backend = CudaBackend::on(&device, options(GraphMode::Require, Method::Stream)).unwrap();
+            sim.inject(FaultScript::parse(&format!("on {nth}th allocation: out of memory")).unwrap());
+            let runner = RunnerOptions { context: 64, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
+            let mut engine =
+                Engine::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 64);
+            let mut session = engine.open();
+            if engine.logits(&mut session, &[1], 1).is_err() {
+                engine.logits(&mut session, &[1], 1).unwrap();
+            }
+        }
+        assert_eq!(sim.stats().live, refrain_driver::api::Census::default(), "allocation {nth}");
+    }
+}
+
+/// A decode step of the small llama without an engine around it.
+struct Direct {
+    backend: CudaBackend,
+    weights: CudaWeights,
+    states: CudaStates,
+    compiled: CudaCompiled,
+    control: ControlBlock,
+}
+
+impl Direct {
+    fn new(options: CudaOptions) -> Direct {
+        let device = refrain_kernels::simulated(SimOptions::default()).unwrap();
+        let (backend, model) = (CudaBackend::on(&device, options).unwrap(), model("llama"));
+        let kv = KvSpec { n_blocks: 4, kv_block: 16, max_blocks: 4, n_seqs: 1, dtype: DType::F16 };
+        let spec = StepSpec { n_tokens: 1, head: Head::Logits { n_rows: 1 }, act: DType::F32 };
+        let weights = backend.load(model.weights(), model.tensors().to_vec()).unwrap();
+        let states = backend.allocate(&model.states(&kv)).unwrap();
+        let compiled = backend.compile(&fuse(&model.graph(&spec, &kv).unwrap()).unwrap()).unwrap();
+        let control = ControlBlock::new(backend.plan(&compiled).control());
+        Direct { backend, weights, states, compiled, control }
+    }
+
+    fn set(&mut self, name: &str, values: &[i32]) {
+        let id = self.control.layout().find(name).unwrap();
+        self.control.set_i32(id, values).unwrap();
+    }
+
+    fn run(&mut self) -> Result<Ran, RunError> {
+        let io = Io { weights: &self.weights, states: &mut self.states, control: self.control.bytes() };
+        self.backend.run(&mut self.compiled, io)
+    }
+}
+
+#[test]
+fn profiling_times_every_launch_and_says_why_steps_are_eager() {
+    let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
+    for _ in 0..2 {
+        assert_eq!(direct.run().unwrap(), Ran::Eager(Reason::Profiling));
+    }
+    let rows = direct.backend.monitor().status().profile;
+    assert!(rows.iter().all(|r| r.n % 2 == 0 && r.bytes > 0), "{rows:?}");
+    assert!(rows.iter().any(|r| r.kernel.starts_with("linear_") && r.step.contains("ffn_down")), "{rows:?}");
+    let mut strict =
+        Direct::new(CudaOptions { profile: true, ..options(GraphMode::Require, Method::Stream) });
+    assert!(format!("{:?}", strict.run()).contains("Profiling"));
+}
+
+#[test]
+fn a_control_block_that_points_outside_is_refused_before_it_is_sent() {
+    let mut direct = Direct::new(options(GraphMode::Require, Method::Stream));
+    direct.set("tables", &[2, 0, -1, -1]);
+    direct.set("tokens", &[3]);
+    direct.set("positions", &[20]);
+    assert_eq!(direct.run().unwrap(), Ran::Replayed);
+    let cases: [(&str, &[i32], &[i32], &str); 5] = [
+        ("tokens", &[1 << 20], &[3], "row is 1048576"),
+        ("positions", &[64], &[20], "a position is 64, must be below 64"),
+        ("positions", &[33], &[20], "a KV block is -1, must be below 4"),
+        ("seqs", &[1], &[0], "a sequence is 1, must be below 1"),
+        // One past the pool: the scratch blocks are there, but they are nobody's.
+        ("tables", &[4, 0, 0, 0], &[2, 0, -1, -1], "a KV block is 4, must be below 4"),
+    ];
+    for (name, bad, good, text) in cases {
+        direct.set(name, bad);
+        let error = direct.run().unwrap_err().to_string();
+        assert!(error.contains(text), "{error}");
+        direct.set(name, good);
+        assert_eq!(direct.run().unwrap(), Ran::Replayed);
+    }
+}
+
+#[test]
+fn verification_compares_numbers_and_not_the_poison() {
+    let direct = Direct::new(options(GraphMode::Require, Method::Stream));
+    let status = direct.backend.monitor().status();
+    let graph = &status.graphs[0];
+    assert!(graph.verified_bytes > 10_000, "{graph:?}");
+    // Parts of the attention's scratch belong to splits that a short sequence does not have.
+    assert!(graph.unwritten_bytes * 10 < graph.verified_bytes, "{graph:?}");
+}

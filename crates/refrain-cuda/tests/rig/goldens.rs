@@ -1,0 +1,54 @@
+//! The small models with recorded logits, inside the test binary: it also runs where the repository is not.
+
+use std::sync::Arc;
+
+use refrain_formats::ModelFiles;
+use refrain_models::Model;
+use safetensors::SafeTensors;
+
+macro_rules! goldens {
+    ($($name:literal),* $(,)?) => {
+        pub const CASES: &[&str] = &[$($name),*];
+
+        fn files(case: &str) -> [(&'static str, &'static [u8]); 3] {
+            match case {
+                $($name => [
+                    ("config.json", include_bytes!(
+                        concat!("../../../refrain-models/tests/goldens/", $name, "/config.json"))),
+                    ("model.safetensors", include_bytes!(
+                        concat!("../../../refrain-models/tests/goldens/", $name, "/model.safetensors"))),
+                    ("golden.safetensors", include_bytes!(
+                        concat!("../../../refrain-models/tests/goldens/", $name, "/golden.safetensors"))),
+                ],)*
+                other => panic!("there is no golden model {other}"),
+            }
+        }
+    };
+}
+
+goldens!("llama", "llama-rope3", "llama-tied", "mistral-window", "qwen2", "qwen3", "gemma3", "gemma3-linear");
+
+pub fn model(case: &str) -> Arc<Model> {
+    // The files are mapped; nobody looks for them by name afterwards.
+    let folder = tempfile::tempdir().unwrap();
+    for (name, bytes) in &files(case)[..2] {
+        std::fs::write(folder.path().join(name), bytes).unwrap();
+    }
+    Arc::new(Model::load(&ModelFiles::open(folder.path()).unwrap()).unwrap())
+}
+
+/// Tokens, and the logits after each of them.
+pub fn golden(case: &str) -> (Vec<u32>, Vec<f32>) {
+    let file = SafeTensors::deserialize(files(case)[2].1).unwrap();
+    let (tokens, logits) = (file.tensor("tokens").unwrap(), file.tensor("logits").unwrap());
+    let tokens = tokens.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32);
+    let logits = logits.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
+    (tokens.collect(), logits.collect())
+}
+
+pub fn relative_error(got: &[f32], want: &[f32]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    difference / norm(&mut want.iter().map(|b| f64::from(*b)))
+}

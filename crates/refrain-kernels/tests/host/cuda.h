@@ -1,0 +1,92 @@
+// cuda.h: the words of CUDA that the kernels use, for a C++ compiler. A thread of a block is a fiber (fibers.cpp).
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#define REFRAIN_ON_HOST
+#define __global__
+#define __shared__ static  // blocks run one after another
+#define __launch_bounds__(...)
+
+struct Index { unsigned x, y, z; };
+extern Index threadIdx, blockIdx, blockDim, gridDim;
+
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+template <typename To, typename From> To same_bits(From x) {
+    To y;
+    memcpy(&y, &x, sizeof(y));
+    return y;
+}
+inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
+inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+
+inline float f16_to_f32(unsigned short bits) { return (float)same_bits<_Float16>(bits); }
+inline unsigned short f32_to_f16(float x) { return same_bits<unsigned short>((_Float16)x); }
+inline void store_release_system(unsigned long long* p, unsigned long long x) {
+    __atomic_store_n(p, x, __ATOMIC_RELEASE);
+}
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+// Waits for all threads of the block that have not returned; whether any of them passed true.
+bool block_wait(bool vote);
+// Waits for all threads of the warp that have not returned; the value that lane `from` brought.
+uint64_t warp_wait(uint64_t mine, unsigned from);
+
+inline void __syncthreads() { block_wait(false); }
+inline int __syncthreads_or(int vote) { return block_wait(vote != 0); }
+
+template <typename T> T shuffle(T x, unsigned from) {
+    uint64_t word = 0;
+    memcpy(&word, &x, sizeof(x));
+    word = warp_wait(word, from);
+    memcpy(&x, &word, sizeof(x));
+    return x;
+}
+template <typename T> T __shfl_xor_sync(unsigned, T x, unsigned mask) { return shuffle(x, threadIdx.x % 32 ^ mask); }
+template <typename T> T __shfl_up_sync(unsigned, T x, unsigned step) {
+    unsigned lane = threadIdx.x % 32;
+    return shuffle(x, lane >= step ? lane - step : lane);
+}
+
+// Kernels by name: parameters at offsets become a call.
+using Bind = std::function<std::function<void()>(const uint8_t*, const size_t*)>;
+std::map<std::string, Bind>& kernels();
+
+template <typename T> T take(const uint8_t* p) {
+    T x;
+    memcpy((void*)&x, p, sizeof(x));
+    return x;
+}
+
+struct Register {
+    template <typename... A> Register(const char* name, void (*kernel)(A...)) {
+        kernels()[name] = [=](const uint8_t* params, const size_t* offsets) {
+            return bind(kernel, params, offsets, std::index_sequence_for<A...>());
+        };
+    }
+    template <typename... A, size_t... I>
+    static std::function<void()> bind(void (*kernel)(A...), const uint8_t* params, const size_t* offsets,
+                                      std::index_sequence<I...>) {
+        auto args = std::make_tuple(take<A>(params + offsets[I])...);
+        return [=] { std::apply(kernel, args); };
+    }
+};

@@ -1,0 +1,128 @@
+//! The kernels' own source on the host: compiled by a C++ compiler and run in place of the twins.
+//!
+//! It shows wrong arithmetic, wrong indices and missing barriers where there is no card. What only a card has (its
+//! functions' rounding, its memory model, its speed) stays for the card's tests.
+
+use std::ffi::{CString, c_char};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
+
+use refrain_driver::Device;
+use refrain_driver::api::DevicePtr;
+use refrain_driver::sim::{KernelResult, SimDriver, SimKernel, SimOptions};
+use refrain_kernels::{Family, kernels};
+
+use crate::bed::{Bed, Regions};
+
+type RunKernel = unsafe extern "C" fn(*const c_char, *const u32, *const u32, *const u8, *const usize) -> i32;
+
+/// The library keeps its state in globals: one launch at a time.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// A simulated device on which kernels run as compiled for the host.
+pub fn bed() -> Bed {
+    let run = build();
+    let sim = SimDriver::new(SimOptions { seed: 3, ..SimOptions::default() });
+    let regions = Regions::default();
+    for info in kernels() {
+        let (regions, name) = (Regions::clone(&regions), CString::new(info.name.as_str()).unwrap());
+        let params = info.params.clone();
+        sim.register(&info.name, &info.params, move |k| launch(k, run, &name, &params, &regions));
+    }
+    Bed { regions, ..Bed::new(Device::simulated(&sim).unwrap()) }
+}
+
+fn build() -> RunKernel {
+    static LIBRARY: Mutex<Option<&'static libloading::Library>> = Mutex::new(None);
+    let mut library = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
+    let library = library.get_or_insert_with(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let file = compile(folder.path());
+        // SAFETY: the library is the one just built from this folder's sources; it has no initialisers but the
+        // registration of kernels.
+        Box::leak(Box::new(unsafe { libloading::Library::new(file) }.unwrap()))
+    });
+    // SAFETY: the function has that signature in fibers.cpp, and the library is never closed.
+    *unsafe { library.get::<RunKernel>(b"run_kernel\0") }.unwrap()
+}
+
+fn compile(folder: &Path) -> std::path::PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut sources = vec![here.join("tests/host/fibers.cpp")];
+    for family in Family::ALL {
+        let names = kernels().into_iter().filter(|k| k.family == family).map(|k| k.name);
+        let lines: Vec<String> =
+            names.map(|n| format!("static Register register_{n}(\"{n}\", &{n});")).collect();
+        let file = folder.join(format!("{}.cpp", family.name()));
+        let text = format!("#include \"cuda.h\"\n#include \"{}.cu\"\n{}\n", family.name(), lines.join("\n"));
+        fs::write(&file, text).unwrap();
+        sources.push(file);
+    }
+    let library = folder.join("kernels.so");
+    let output = Command::new("c++")
+        // No contraction into fused operations but those that are written.
+        .args(["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-w"])
+        .arg("-I")
+        .arg(here.join("tests/host"))
+        .arg("-I")
+        .arg(here.join("cu"))
+        .args(&sources)
+        .arg("-o")
+        .arg(&library)
+        .output()
+        .expect("a C++ compiler called c++");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    library
+}
+
+/// Copies device memory to the host, runs the kernel there, and copies it back.
+fn launch(
+    k: &mut SimKernel<'_>,
+    run: RunKernel,
+    name: &CString,
+    sizes: &[usize],
+    regions: &Regions,
+) -> KernelResult {
+    let regions = regions.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    // As 16-byte words, so that addresses are as aligned as on a device.
+    let mut copies: Vec<Vec<u128>> = Vec::new();
+    for &(at, n) in &regions {
+        let mut copy = vec![0_u128; (n as usize).div_ceil(16)];
+        bytemuck::cast_slice_mut(&mut copy)[..n as usize]
+            .copy_from_slice(&k.view::<u8>(DevicePtr(at), n as usize)?);
+        copies.push(copy);
+    }
+    let (mut params, mut offsets) = (Vec::new(), Vec::new());
+    for (i, &size) in sizes.iter().enumerate() {
+        params.resize(params.len().next_multiple_of(8), 0);
+        offsets.push(params.len());
+        match size {
+            4 => params.extend(k.arg::<[u8; 4]>(i)?),
+            8 => params.extend(translate(k.arg(i)?, &regions, &copies).to_le_bytes()),
+            12 => params.extend(k.arg::<[u8; 12]>(i)?),
+            44 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 11]>(i)?)),
+            76 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 19]>(i)?)),
+            n => panic!("{name:?} has a parameter of {n} bytes"),
+        }
+    }
+    let (grid, block) = (k.config().grid, k.config().block);
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    // SAFETY: parameters lie where the offsets say, in the sizes that the launchers' list gives and the compiler
+    // checked; pointers among them lead into `copies`, which outlive the call. A kernel that strays from its buffers
+    // strays here as well: the pools have guard zones around each buffer, and this is a test.
+    let result =
+        unsafe { run(name.as_ptr(), grid.as_ptr(), block.as_ptr(), params.as_ptr(), offsets.as_ptr()) };
+    assert_eq!(result, 0, "no kernel {name:?}");
+    for (&(at, n), copy) in regions.iter().zip(&copies) {
+        k.write(DevicePtr(at), &bytemuck::cast_slice::<u128, u8>(copy)[..n as usize])?;
+    }
+    Ok(())
+}
+
+/// An address on the simulated device as one in the copies; others (null, pinned memory) as they are.
+fn translate(address: u64, regions: &[(u64, u64)], copies: &[Vec<u128>]) -> u64 {
+    let inside = regions.iter().zip(copies).find(|((at, n), _)| (*at..at + n.max(&1)).contains(&address));
+    inside.map_or(address, |((at, _), copy)| copy.as_ptr() as u64 + (address - at))
+}

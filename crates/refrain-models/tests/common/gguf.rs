@@ -1,0 +1,162 @@
+//! Golden folders rewritten as GGUF files, with the names, keys and changes to weights of llama.cpp's converter.
+
+use super::folder;
+use refrain_formats::ModelFiles;
+use refrain_formats::gguf::{Gguf, GgufWriter};
+use refrain_tensor::{Bytes, DType, Shape};
+use serde_json::Value;
+
+/// A tensor on its way into the file.
+#[derive(Clone, Debug)]
+pub(crate) struct Tensor {
+    pub(crate) name: String,
+    pub(crate) dtype: DType,
+    pub(crate) dims: Vec<usize>,
+    pub(crate) bytes: Vec<u8>,
+}
+
+/// A golden as GGUF; `change` may alter the tensors.
+pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> ModelFiles {
+    let config: Value = serde_json::from_slice(&std::fs::read(folder(case).join("config.json")).unwrap()).unwrap();
+    let arch = if case.starts_with("gemma3") { "gemma3" } else { case_arch(case) };
+    let mut writer = GgufWriter::new();
+    metadata(&mut writer, arch, &config);
+    let mut tensors = tensors(case, arch, &config);
+    change(&mut tensors);
+    for t in tensors {
+        writer.tensor(&t.name, t.dtype, Shape::new(&t.dims).unwrap(), Bytes::new(t.bytes)).unwrap();
+    }
+    ModelFiles::Gguf(Gguf::from_bytes(Bytes::new(writer.to_vec())).unwrap())
+}
+
+fn case_arch(case: &str) -> &str {
+    match case.split('-').next() {
+        // Files of Mistral say llama.
+        Some("mistral") => "llama",
+        Some(arch) => arch,
+        None => case,
+    }
+}
+
+fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
+    let number = |key: &str| config[key].as_u64().unwrap() as u32;
+    writer.set("general.architecture", arch).unwrap();
+    let mut set = |key: &str, value: refrain_formats::gguf::Value| {
+        writer.set(&format!("{arch}.{key}"), value).unwrap();
+    };
+    set("block_count", number("num_hidden_layers").into());
+    set("context_length", number("max_position_embeddings").into());
+    set("embedding_length", number("hidden_size").into());
+    set("feed_forward_length", number("intermediate_size").into());
+    set("attention.head_count", number("num_attention_heads").into());
+    set("attention.head_count_kv", number("num_key_value_heads").into());
+    set("attention.layer_norm_rms_epsilon", (config["rms_norm_eps"].as_f64().unwrap() as f32).into());
+    if let Some(dim) = config["head_dim"].as_u64() {
+        set("attention.key_length", (dim as u32).into());
+        set("attention.value_length", (dim as u32).into());
+    }
+    if let Some(window) = config["sliding_window"].as_u64() {
+        set("attention.sliding_window", (window as u32).into());
+    }
+    if let Some(scalar) = config["query_pre_attn_scalar"].as_f64() {
+        set("attention.scale", (scalar.powf(-0.5) as f32).into());
+    }
+    let rope = &config["rope_parameters"];
+    let rope = rope.get("full_attention").unwrap_or(rope);
+    set("rope.freq_base", (rope["rope_theta"].as_f64().unwrap() as f32).into());
+    // The scaling of Llama 3 is in a tensor.
+    if let kind @ ("linear" | "yarn") = rope["rope_type"].as_str().unwrap() {
+        set("rope.scaling.type", kind.into());
+        set("rope.scaling.factor", (rope["factor"].as_f64().unwrap() as f32).into());
+    }
+    if rope["rope_type"] == "yarn" {
+        let original = rope["original_max_position_embeddings"].as_u64().unwrap() as u32;
+        set("rope.scaling.original_context_length", original.into());
+    }
+}
+
+fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
+    let files = ModelFiles::open(folder(case)).unwrap();
+    let n_heads = |key: &str| config[key].as_u64().unwrap() as usize;
+    let mut tensors = Vec::new();
+    for info in files.tensors() {
+        let tensor = files.tensor(info.name()).unwrap();
+        let dims = tensor.shape().dims().to_vec();
+        let mut values = tensor.to_f32().unwrap();
+        let name = gguf_name(info.name(), arch);
+        if arch == "gemma3" && name.ends_with("norm.weight") {
+            values.iter_mut().for_each(|v| *v += 1.0);
+        }
+        if arch == "llama" && name.ends_with("attn_q.weight") {
+            values = neighbours(&values, n_heads("num_attention_heads"), dims[0], dims[1]);
+        }
+        if arch == "llama" && name.ends_with("attn_k.weight") {
+            values = neighbours(&values, n_heads("num_key_value_heads"), dims[0], dims[1]);
+        }
+        tensors.push(float(&name, dims, &values));
+    }
+    if config["rope_parameters"]["rope_type"] == "llama3" {
+        let factors = llama3_factors(&config["rope_parameters"], n_heads("head_dim"));
+        tensors.push(float("rope_freqs.weight", vec![factors.len()], &factors));
+    }
+    tensors
+}
+
+fn float(name: &str, dims: Vec<usize>, values: &[f32]) -> Tensor {
+    let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    Tensor { name: name.into(), dtype: DType::F32, dims, bytes }
+}
+
+/// The rows of each head in the order 0, h/2, 1, h/2 + 1, ...: elements that are rotated together become neighbours.
+fn neighbours(values: &[f32], n_heads: usize, n_rows: usize, n_cols: usize) -> Vec<f32> {
+    let head = n_rows / n_heads;
+    let from = |row: usize| row / head * head + (row % head) % 2 * (head / 2) + (row % head) / 2;
+    (0..n_rows).flat_map(|row| values[from(row) * n_cols..][..n_cols].iter().copied()).collect()
+}
+
+fn llama3_factors(rope: &Value, head_dim: usize) -> Vec<f32> {
+    let get = |key: &str| rope[key].as_f64().unwrap();
+    let (factor, low, high) = (get("factor"), get("low_freq_factor"), get("high_freq_factor"));
+    let original = get("original_max_position_embeddings");
+    let factor_of = |i: usize| {
+        let wave = std::f64::consts::TAU * get("rope_theta").powf(2.0 * i as f64 / head_dim as f64);
+        if wave < original / high {
+            1.0
+        } else if wave > original / low {
+            factor
+        } else {
+            let smooth = (original / wave - low) / (high - low);
+            1.0 / ((1.0 - smooth) / factor + smooth)
+        }
+    };
+    (0..head_dim / 2).map(|i| factor_of(i) as f32).collect()
+}
+
+fn gguf_name(hf: &str, arch: &str) -> String {
+    match hf {
+        "model.embed_tokens.weight" => return "token_embd.weight".into(),
+        "model.norm.weight" => return "output_norm.weight".into(),
+        "lm_head.weight" => return "output.weight".into(),
+        _ => {}
+    }
+    let rest = hf.strip_prefix("model.layers.").unwrap_or_else(|| panic!("{hf}"));
+    let (layer, rest) = rest.split_once('.').unwrap();
+    let (part, kind) = rest.rsplit_once('.').unwrap();
+    let name = match part {
+        "input_layernorm" => "attn_norm",
+        "self_attn.q_proj" => "attn_q",
+        "self_attn.k_proj" => "attn_k",
+        "self_attn.v_proj" => "attn_v",
+        "self_attn.o_proj" => "attn_output",
+        "self_attn.q_norm" => "attn_q_norm",
+        "self_attn.k_norm" => "attn_k_norm",
+        "post_attention_layernorm" if arch == "gemma3" => "post_attention_norm",
+        "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
+        "post_feedforward_layernorm" => "post_ffw_norm",
+        "mlp.gate_proj" => "ffn_gate",
+        "mlp.up_proj" => "ffn_up",
+        "mlp.down_proj" => "ffn_down",
+        other => panic!("{other} has no name in GGUF files"),
+    };
+    format!("blk.{layer}.{name}.{kind}")
+}

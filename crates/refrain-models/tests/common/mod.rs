@@ -1,0 +1,69 @@
+//! The golden models, as folders and as GGUF files, and the logits that are expected of them.
+#![allow(dead_code)] // Each test file uses its part.
+
+pub(crate) mod gguf;
+
+use refrain_cpu::CpuBackend;
+use refrain_engine::{BackendRunner, Engine, RunnerOptions};
+use refrain_formats::ModelFiles;
+use refrain_models::Model;
+use refrain_tensor::DType;
+use safetensors::SafeTensors;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+pub(crate) const CASES: [&str; 9] = [
+    "llama",
+    "llama-rope3",
+    "llama-tied",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "qwen3-yarn",
+    "gemma3",
+    "gemma3-linear",
+];
+
+pub(crate) struct Golden {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) logits: Vec<f32>, // [n_tokens, vocab]
+}
+
+pub(crate) fn folder(case: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(case)
+}
+
+pub(crate) fn golden(case: &str) -> Golden {
+    let bytes = std::fs::read(folder(case).join("golden.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let tokens = file.tensor("tokens").unwrap();
+    let logits = file.tensor("logits").unwrap();
+    Golden {
+        tokens: tokens.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect(),
+        logits: logits.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
+    }
+}
+
+pub(crate) fn engine(files: &ModelFiles, max_tokens: usize, kv_dtype: DType, n_threads: usize) -> Engine {
+    let model = Arc::new(Model::load(files).unwrap());
+    let options = RunnerOptions { context: 64, kv_block: 32, kv_dtype, max_tokens };
+    let runner = BackendRunner::new(CpuBackend::new(n_threads).unwrap(), model, options).unwrap();
+    Engine::new(Box::new(runner), 64)
+}
+
+/// All logits, in pieces of at most `max_tokens`.
+pub(crate) fn logits(engine: &mut Engine, tokens: &[u32]) -> Vec<f32> {
+    let mut session = engine.open();
+    let mut all = Vec::new();
+    for piece in tokens.chunks(engine.max_tokens()) {
+        all.extend_from_slice(engine.logits(&mut session, piece, piece.len()).unwrap());
+    }
+    all
+}
+
+pub(crate) fn relative_error(got: &[f32], want: &[f32]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    difference / norm(&mut want.iter().map(|b| f64::from(*b)))
+}
