@@ -52,7 +52,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     let options = BenchOptions {
-        session: args.device.session(None)?,
+        session: args.device.session(None, context)?,
         n_prompt: args.prompt_tokens,
         n_decode: args.max_tokens,
         depth: args.depth,

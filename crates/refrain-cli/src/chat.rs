@@ -57,14 +57,14 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
-    let session_options = args.device.session(args.context)?;
+    args.device.session(args.context, context)?;
     let began = Instant::now();
     let found = resolve::find(args.model.as_deref(), context)?;
     let model = found.open()?;
     if model.chat_template().is_none() {
         return Err(refrain::Error::NoChatTemplate { model: model.name().into() }.into());
     }
-    let session = Session::new(&model, &session_options)?;
+    let session = args.device.start(&model, args.context, context)?;
     let load = began.elapsed();
     say_context(&session, &args.device, context);
     let sampling = args.sampling.params(&model);

@@ -1,9 +1,11 @@
 //! Flags that commands share.
 
+use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::out::talk;
 use clap::{Args, ValueEnum};
-use refrain::{DType, Device, Generate, Model, SamplingParams, SessionOptions};
+use refrain::{DType, Device, FaultScript, Generate, GraphMode, Method, Model, SamplingParams, Session, SessionOptions};
+use refrain_driver::DeviceKind;
 use std::hash::{BuildHasher, Hasher};
 use std::num::NonZeroUsize;
 
@@ -11,12 +13,21 @@ use std::num::NonZeroUsize;
 #[derive(Args, Debug, Clone)]
 #[command(next_help_heading = "Device")]
 pub(crate) struct DeviceOpts {
-    /// Where to run: auto, cpu, cuda, cuda:N or sim
+    /// Where to run: auto, cpu, cuda, cuda:N or sim (a simulated CUDA device: slow, for trying graphs out)
     #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = parse_device)]
     pub(crate) device: DeviceArg,
     /// Whether steps must be replayed as recorded graphs
     #[arg(long, value_name = "MODE", default_value = "auto")]
     pub(crate) graph: GraphArg,
+    /// How graphs are recorded
+    #[arg(long, value_name = "METHOD", default_value = "stream")]
+    pub(crate) graph_method: MethodArg,
+    /// Time every kernel and print a table on standard error; steps then run one kernel at a time
+    #[arg(long)]
+    pub(crate) profile: bool,
+    /// What shall go wrong on the simulated device, such as "on 3rd launch: illegal address"
+    #[arg(long, value_name = "SCRIPT")]
+    pub(crate) faults: Option<String>,
     /// CPU threads; as many as suit the machine unless given
     #[arg(short, long, value_name = "N", value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
@@ -49,41 +60,92 @@ pub(crate) enum KvArg {
     F32,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum MethodArg {
+    /// The driver captures a stream
+    Stream,
+    /// Each call becomes a node of its own
+    Nodes,
+}
+
 impl DeviceOpts {
     /// The one place that picks a backend.
-    pub(crate) fn session(&self, context: Option<usize>) -> anyhow::Result<SessionOptions> {
-        let name = match self.device {
-            DeviceArg::Auto | DeviceArg::Cpu => None,
-            DeviceArg::Cuda(None) => Some("cuda".to_owned()),
-            DeviceArg::Cuda(Some(n)) => Some(format!("cuda:{n}")),
-            DeviceArg::Sim => Some("sim".to_owned()),
-        };
-        if let Some(name) = name {
-            let message = format!("this build runs models on the CPU only, --device {name} was asked for");
-            return Err(Hinted::new(message, "use --device cpu, or leave --device out").into());
-        }
-        if self.graph == GraphArg::Require {
-            let message =
-                "--graph require cannot be kept: the CPU calls its kernels directly and replays no graphs";
-            return Err(Hinted::new(message, "use --graph auto, or leave --graph out").into());
-        }
+    pub(crate) fn session(&self, n_context: Option<usize>, context: &Context) -> anyhow::Result<SessionOptions> {
         let kv_dtype = match self.kv_dtype {
             KvArg::F16 => DType::F16,
             KvArg::F32 => DType::F32,
         };
-        let device = Device::Cpu { threads: self.threads.map(NonZeroUsize::get) };
-        Ok(SessionOptions { device, context, kv_dtype })
+        Ok(SessionOptions { device: self.pick(context)?, context: n_context, kv_dtype })
     }
-}
 
-impl DeviceOpts {
-    /// Says why the device was picked.
-    pub(crate) fn explain(&self) {
-        match self.device {
-            DeviceArg::Auto => {
-                talk!("--device auto picked the CPU: this build has no other device for models")
+    /// Brings a model to the device. Where auto found a card that cannot be used, it says why and takes the CPU.
+    pub(crate) fn start(
+        &self,
+        model: &Model,
+        n_context: Option<usize>,
+        context: &Context,
+    ) -> anyhow::Result<Session> {
+        let options = self.session(n_context, context)?;
+        let may_fall_back = self.device == DeviceArg::Auto && self.graph != GraphArg::Require;
+        match Session::new(model, &options) {
+            Err(error) if may_fall_back && matches!(options.device, Device::Cuda { .. }) => {
+                talk!("cuda:0 cannot be used, running on the CPU: {:#}", anyhow::Error::from(error));
+                Ok(Session::new(model, &SessionOptions { device: self.cpu(), ..options })?)
             }
-            DeviceArg::Cpu | DeviceArg::Cuda(_) | DeviceArg::Sim => {}
+            started => Ok(started?),
+        }
+    }
+
+    fn pick(&self, context: &Context) -> anyhow::Result<Device> {
+        if self.faults.is_some() && self.device != DeviceArg::Sim {
+            return Err(Hinted::new("--faults is for the simulated device", "add --device sim").into());
+        }
+        let graph = match self.graph {
+            GraphArg::Auto => GraphMode::Auto,
+            GraphArg::Require => GraphMode::Require,
+            GraphArg::Off => GraphMode::Off,
+        };
+        let method = match self.graph_method {
+            MethodArg::Stream => Method::Stream,
+            MethodArg::Nodes => Method::Nodes,
+        };
+        let profile = self.profile;
+        let cuda = |ordinal| {
+            let kernel_cache = Some(context.store.env().refrain_home.join("kernels"));
+            Device::Cuda { ordinal, graph, method, profile, kernel_cache }
+        };
+        match self.device {
+            DeviceArg::Cuda(ordinal) => Ok(cuda(ordinal.unwrap_or(0))),
+            DeviceArg::Sim => {
+                let faults = FaultScript::parse(self.faults.as_deref().unwrap_or(""))?;
+                Ok(Device::Sim { seed: 0, faults, graph, method, profile })
+            }
+            DeviceArg::Auto if refrain_driver::Device::open(DeviceKind::Cuda(0)).is_ok() => Ok(cuda(0)),
+            DeviceArg::Auto | DeviceArg::Cpu => self.only_cpu(),
+        }
+    }
+
+    fn only_cpu(&self) -> anyhow::Result<Device> {
+        let no_graphs = "the CPU calls its kernels directly and replays no graphs";
+        if self.graph == GraphArg::Require {
+            let message = format!("--graph require cannot be kept: {no_graphs}");
+            return Err(Hinted::new(message, "use --graph auto, or --device cuda or sim").into());
+        }
+        if self.profile {
+            let message = "--profile times the kernels of a CUDA device, this runs on the CPU";
+            return Err(Hinted::new(message, "use --device cuda or sim, or `refrain bench` on the CPU").into());
+        }
+        Ok(self.cpu())
+    }
+
+    fn cpu(&self) -> Device {
+        Device::Cpu { threads: self.threads.map(NonZeroUsize::get) }
+    }
+
+    /// Says why the device was picked.
+    pub(crate) fn explain(&self, session: &Session) {
+        if self.device == DeviceArg::Auto {
+            talk!("--device auto picked {}; `refrain doctor` tells what it looked at", session.backend());
         }
     }
 }

@@ -5,7 +5,6 @@ use crate::cli::Context;
 use crate::opts::DeviceOpts;
 use crate::out::{Out, short_rate, short_time, talk, thousands};
 use crate::{prompt, resolve};
-use refrain::Session;
 use serde_json::json;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -45,17 +44,17 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     // Refused before a long text is read.
-    args.device.session(args.context)?;
+    args.device.session(args.context, context)?;
     resolve::check(&args.model, context)?;
     let text = prompt::read_file(&args.file)?;
     let model = resolve::find(Some(&args.model), context)?.open()?;
     let window = args.context.unwrap_or(model.config().n_context.min(USUAL_WINDOW));
-    let mut session = Session::new(&model, &args.device.session(Some(window))?)?;
+    let mut session = args.device.start(&model, Some(window), context)?;
     if !context.quiet {
         talk!("{} on {}, windows of {} tokens", model.name(), session.backend(), thousands(window));
     }
     if context.verbose {
-        args.device.explain();
+        args.device.explain(&session);
     }
     let began = Instant::now();
     // How many windows there are is known after the first.

@@ -10,7 +10,6 @@ use crate::opts::DeviceOpts;
 use crate::out::{Out, counted, short_rate, short_time, talk, thousands};
 use crate::resolve;
 use bandwidth::Bandwidth;
-use refrain::Session;
 use refrain::graph::{Buffer, Place, Plan, Step};
 use refrain_hub::Bytes;
 use std::path::{Path, PathBuf};
@@ -50,9 +49,9 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
-    let session_options = args.device.session(args.context)?;
+    args.device.session(args.context, context)?;
     let model = resolve::find(Some(&args.model), context)?.open()?;
-    let mut session = Session::new(&model, &session_options)?;
+    let mut session = args.device.start(&model, args.context, context)?;
     let n_tokens = args.tokens.clamp(1, session.context());
     if n_tokens != args.tokens {
         talk!("a step has 1 to {} tokens; this is the plan for {n_tokens}", session.context());
@@ -96,9 +95,8 @@ fn bounds(plan: &Plan, n_tokens: usize, context: usize, bandwidth: Option<Bandwi
         1 => ", which is one token".to_owned(),
         n => format!(", {} per token", Bytes((traffic.weight_bytes / n) as u64)),
     };
-    let mut lines = vec![
-        format!("reads    {} of weights in a step{per_token}", Bytes(traffic.weight_bytes as u64)),
-    ];
+    let mut lines =
+        vec![format!("reads    {} of weights in a step{per_token}", Bytes(traffic.weight_bytes as u64))];
     for kv in &traffic.kv {
         let bytes = Bytes(kv.bytes_per_position as u64);
         let which = match kv.window {

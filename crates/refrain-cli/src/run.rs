@@ -76,7 +76,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
-    let session_options = args.device.session(args.context)?;
+    args.device.session(args.context, context)?;
     let (name, text) = args.who_and_what()?;
     if let Some(name) = &name {
         // A mistyped name is told before standard input is waited for.
@@ -89,7 +89,7 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     let began = Instant::now();
     let found = resolve::find(name.as_deref(), context)?;
     let model = found.open()?;
-    let mut session = Session::new(&model, &session_options)?;
+    let mut session = args.device.start(&model, args.context, context)?;
     let load = began.elapsed();
     say_context(&session, &args.device, context);
     let sampling = args.sampling.params(&model);
@@ -109,6 +109,9 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
             "the context of {} tokens is full, the reply ends here (-c raises it)",
             thousands(session.context())
         );
+    }
+    if args.device.profile {
+        stats::print_profile(&session);
     }
     if args.stats {
         stats::print(&mut session, &reply, load, seed);
@@ -248,7 +251,7 @@ pub(crate) fn say_context(session: &Session, device: &DeviceOpts, context: &Cont
         return;
     }
     if context.verbose {
-        device.explain();
+        device.explain(session);
     }
     let (holds, most) = (session.context(), session.model().config().n_context);
     let of = if holds < most { format!(" of {} (-c raises it)", thousands(most)) } else { String::new() };

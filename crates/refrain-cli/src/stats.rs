@@ -2,7 +2,7 @@
 
 use crate::out::{short_rate, short_time, talk, thousands};
 use crate::reply::Reply;
-use refrain::{Finish, Session, StepKind, Tally};
+use refrain::{Finish, Session, Status, StepKind, Tally};
 use refrain_hub::Bytes;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -34,6 +34,9 @@ pub(crate) fn print(session: &mut Session, reply: &Reply, load: Duration, seed: 
     };
     let n_evaluated = thousands(summary.n_evaluated);
     talk!("prefill  {n_evaluated:>6} tokens   {} tok/s  ({}{held})", short_rate(rate), short_time(prefill));
+    if let Some(status) = session.device_status() {
+        print_device(&status);
+    }
     let resident =
         peak_resident_bytes().map_or_else(String::new, |n| format!(", {} resident at most", Bytes(n)));
     let weights = Bytes(session.model().weight_bytes() as u64);
@@ -47,6 +50,45 @@ pub(crate) fn print(session: &mut Session, reply: &Reply, load: Duration, seed: 
         None => "early",
     };
     talk!("run      ended {why}; seed {seed}, opened in {}", short_time(load.as_secs_f64()));
+}
+
+/// Graphs and memory of a CUDA device.
+fn print_device(status: &Status) {
+    for graph in &status.graphs {
+        let same = if graph.bit_exact { "bit-exact" } else { "within the kernels' tolerance" };
+        let (recorded, verified) = (graph.record_time.as_secs_f64(), graph.verify_time.as_secs_f64());
+        talk!(
+            "graph    step of {}: verified against eager ({same}), {} nodes by {}, recorded in {}, verified in {}",
+            crate::out::counted(graph.n_tokens, "token"),
+            graph.n_nodes,
+            graph.method,
+            short_time(recorded),
+            short_time(verified)
+        );
+    }
+    let m = &status.memory;
+    let [weights, kv, arena, work] = [m.weight_bytes, m.kv_bytes, m.arena_bytes, m.workspace_bytes].map(Bytes);
+    talk!("device   {weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace");
+}
+
+/// Where the time on the device went, by kernel, from the most to the least.
+pub(crate) fn print_profile(session: &Session) {
+    let Some(status) = session.device_status() else { return };
+    let mut rows: Vec<(&str, u64, f64, u64)> = Vec::new();
+    for row in &status.profile {
+        match rows.iter_mut().find(|r| r.0 == row.kernel) {
+            Some(r) => *r = (r.0, r.1 + row.n, r.2 + row.total_ms, r.3 + row.bytes),
+            None => rows.push((&row.kernel, row.n, row.total_ms, row.bytes)),
+        }
+    }
+    rows.sort_by(|a, b| b.2.total_cmp(&a.2));
+    let total: f64 = rows.iter().map(|r| r.2).sum();
+    talk!("{:<28} {:>9} {:>11} {:>10} {:>9} {:>6}", "kernel", "launches", "ms", "us each", "GB/s", "%");
+    for (kernel, n, ms, bytes) in rows {
+        let (each, rate) = (ms * 1e3 / n.max(1) as f64, bytes as f64 / (ms * 1e6).max(f64::MIN_POSITIVE));
+        let share = 100.0 * ms / total.max(f64::MIN_POSITIVE);
+        talk!("{kernel:<28} {n:>9} {ms:>11.3} {each:>10.2} {rate:>9.1} {share:>6.1}");
+    }
 }
 
 fn speed(decode: &Tally, bytes_per_token: usize) -> String {

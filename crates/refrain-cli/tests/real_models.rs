@@ -23,28 +23,40 @@ fn greedy(more: &[&str]) -> String {
 }
 
 #[test]
-#[cfg_attr(not(feature = "real-models"), ignore = "needs real models: cargo xtask models, then cargo xtask ci")]
+#[cfg_attr(
+    not(feature = "real-models"),
+    ignore = "needs real models: cargo xtask models, then cargo xtask ci"
+)]
 fn smollm2_knows_the_capital_of_france() {
     let text = greedy(&["--raw", SMOLLM2, "The capital of France is"]);
     assert!(text.contains("Paris"), "{text}");
 }
 
 #[test]
-#[cfg_attr(not(feature = "real-models"), ignore = "needs real models: cargo xtask models, then cargo xtask ci")]
+#[cfg_attr(
+    not(feature = "real-models"),
+    ignore = "needs real models: cargo xtask models, then cargo xtask ci"
+)]
 fn smollm2_answers_through_its_chat_template() {
     let text = greedy(&[SMOLLM2, "What is 2 + 2?"]);
     assert_eq!(text, "The answer is 4.\n");
 }
 
 #[test]
-#[cfg_attr(not(feature = "real-models"), ignore = "needs real models: cargo xtask models, then cargo xtask ci")]
+#[cfg_attr(
+    not(feature = "real-models"),
+    ignore = "needs real models: cargo xtask models, then cargo xtask ci"
+)]
 fn gemma_counts_on() {
     let text = greedy(&["--raw", GEMMA, "one, two, three, four,"]);
     assert!(text.starts_with(" five, six, seven"), "{text}");
 }
 
 #[test]
-#[cfg_attr(not(feature = "real-models"), ignore = "needs real models: cargo xtask models, then cargo xtask ci")]
+#[cfg_attr(
+    not(feature = "real-models"),
+    ignore = "needs real models: cargo xtask models, then cargo xtask ci"
+)]
 fn real_models_write_the_same_text_on_any_number_of_threads() {
     for model in [SMOLLM2, GEMMA] {
         let text = |threads| greedy(&["--raw", "--threads", threads, model, "The sea is"]);

@@ -1,7 +1,9 @@
 //! Functions on the host in the middle of a plan.
 
 use refrain_cpu::CpuBackend;
-use refrain_graph::{Backend, ControlBlock, GraphBuilder, HostBuf, HostCall, HostCallError, HostFn, Io, Op, RunError};
+use refrain_graph::{
+    Backend, ControlBlock, GraphBuilder, HostBuf, HostCall, HostCallError, HostFn, Io, Op, RunError,
+};
 use refrain_graph::{TensorType, Unary};
 use refrain_tensor::DType;
 use std::sync::Arc;

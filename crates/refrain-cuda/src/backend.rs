@@ -282,7 +282,9 @@ impl Backend for CudaBackend {
         }
         let (id, control) = (compiled.id, io.control.to_vec());
         let ran = self.call(STEP, self.options.step_limit, move |m| m.run(id, &control));
-        ran.map_err(self.run_error("a step"))
+        let (ran, found) = ran.map_err(self.run_error("a step"))?;
+        self.fetched.extend(found.into_iter().map(|(idx, bytes)| (id, idx, bytes)));
+        Ok(ran)
     }
 
     fn read(&mut self, compiled: &CudaCompiled, output: usize, into: &mut [u8]) -> Result<(), RunError> {

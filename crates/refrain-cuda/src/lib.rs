@@ -1,5 +1,23 @@
 //! Runs compiled plans on one CUDA device, real or simulated.
 //!
+//! [`CudaBackend`] implements [`refrain_graph::Backend`]. A plan's recordable segments become [`WarmPlan`]s: launches
+//! over one planned memory. [`GraphCache`] records each once, [`verify`] compares the recording with the eager run, and
+//! from then on a step is one replay; when something fails, that graph alone is given up, for a while, with a
+//! [`refrain_graph::Reason`]. Host steps run between segments. Everything happens on one device thread.
+//!
+//! ```
+//! use refrain_cuda::{CudaBackend, CudaOptions, GraphMode};
+//! use refrain_driver::{DeviceKind, Method, sim::SimOptions};
+//! use refrain_graph::Backend;
+//!
+//! # fn main() -> Result<(), refrain_cuda::CudaError> {
+//! let options = CudaOptions::new(GraphMode::Require, Method::Stream);
+//! let backend = CudaBackend::open(DeviceKind::Sim(SimOptions::default()), options)?;
+//! assert_eq!(backend.name(), "sim");
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! Invariant: nothing in this crate is `unsafe`; device pointers live in `refrain-driver`.
 //! Invariant: a segment is recorded whole or refused with a reason; nothing is skipped silently.
 //! Invariant: only a graph that was verified against the eager run is replayed.

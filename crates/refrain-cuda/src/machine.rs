@@ -39,6 +39,9 @@ struct Program {
     results: HashMap<BufferId, Buf>,
 }
 
+/// Outputs by their position in the plan.
+pub(crate) type Found = Vec<(usize, Vec<u8>)>;
+
 type Lowered = (Vec<Part>, HashMap<BufferId, Buf>);
 
 enum Part {
@@ -263,8 +266,20 @@ impl Machine {
         self.stream.synchronize().map_err(CudaError::driver("waiting for the last step"))
     }
 
-    /// Runs one step; its results are read with [`Machine::read`], which waits for them.
-    pub(crate) fn run(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
+    /// Runs one step. Small results come back with it, once it is done, so that a token costs its caller one visit to
+    /// this thread; others are read with [`Machine::read`], and nothing waits for a step that has none.
+    pub(crate) fn run(&mut self, id: ProgramId, control: &[u8]) -> Result<(Ran, Found), CudaError> {
+        // A stream that took another's place has the usual limit.
+        self.stream.set_limit(self.options.step_limit);
+        let ran = self.send(id, control)?;
+        let first = self.programs.get(&id).and_then(|program| {
+            program.plan.outputs().iter().position(|output| program.results.contains_key(&output.buffer))
+        });
+        Ok((ran, first.map_or_else(|| Ok(Vec::new()), |output| self.read(id, output))?))
+    }
+
+    /// Sends one step: replayed if every segment that can be recorded was.
+    fn send(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
         let gone = || CudaError::Mismatch {
             what: "plans",
             because: "this one was compiled for other weights".into(),
@@ -320,7 +335,7 @@ impl Machine {
     }
 
     /// An output, and with it every one that lies in pinned memory: a step's few numbers cost one wait.
-    pub(crate) fn read(&mut self, id: ProgramId, output: usize) -> Result<Vec<(usize, Vec<u8>)>, CudaError> {
+    pub(crate) fn read(&mut self, id: ProgramId, output: usize) -> Result<Found, CudaError> {
         let mismatch = |because: String| CudaError::Mismatch { what: "outputs", because };
         let (Some(program), Some(resident)) = (self.programs.get(&id), &self.resident) else {
             return Err(mismatch("the plan was compiled for other weights".into()));

@@ -212,14 +212,12 @@ impl Resident {
         let memory = Memory::plan(ctx, &layout)?;
         let bufs = regions.map(|r| memory.buf(r));
         let results = memory.buf(results);
-        let mut names: Vec<(String, Buf)> =
-            sizes.iter().zip(bufs).map(|((name, _), buf)| ((*name).to_owned(), buf)).collect();
-        names.push(("results".to_owned(), results));
+        let names = sizes.iter().zip(bufs).map(|((name, _), buf)| ((*name).to_owned(), buf)).collect();
         let [weights, kv, arena, scratch, control] = bufs;
         Ok(Resident {
             places,
             room,
-            space: Arc::new(Space::new(&memory, names)),
+            space: Arc::new(Space::new(&memory, names).with_results("results", results)),
             lease: memory.lease()?,
             staging: Staging::new(ctx, CONTROL_SLOTS, room.control as usize)?,
             weights,

@@ -176,7 +176,9 @@ pub fn verify(
 ) -> Result<Verified<Graph>, VerifyError> {
     let began = Instant::now();
     let written = check.written(warm);
-    let touched = merged(written.iter().copied().chain(check.uploaded(warm)).collect());
+    // Results are read before the next step is sent, so there is nothing of them to keep.
+    let kept = written.iter().filter(|range| !warm.space().is_result(range)).copied();
+    let touched = merged(kept.chain(check.uploaded(warm)).collect());
     let saved = download(stream, lease, warm, &touched)?;
     let compared = compare_cases(&graph, stream, lease, warm, check, &written);
     // Also after a mismatch or a failed replay: whoever runs next must not see what this left. An error of the
@@ -227,8 +229,24 @@ fn prepare(
     written: &[Range],
     case: &Case,
 ) -> Result<(), DriverError> {
+    let space = warm.space();
+    let (results, others): (Vec<Range>, Vec<Range>) =
+        written.iter().partition(|range| space.is_result(range));
     stream.run(lease, false, |q| {
-        written.iter().try_for_each(|range| q.fill(warm.space().buf(*range)?, POISON))
+        others.iter().try_for_each(|range| q.fill(space.buf(*range)?, POISON))?;
+        // Drivers promise copies to pinned memory, not fills: the poison comes from what was filled above.
+        let Some(source) = others.iter().max_by_key(|range| range.end - range.start) else { return Ok(()) };
+        let source = space.buf(*source)?;
+        for range in &results {
+            let mut at = range.start;
+            while at < range.end {
+                let end = range.end.min(at + source.len());
+                let part = space.buf(Range { start: at, end, ..*range })?;
+                q.copy(part, source.slice(0, part.len())?)?;
+                at = end;
+            }
+        }
+        Ok(())
     })?;
     case.uploads.iter().try_for_each(|(buf, bytes)| stream.upload(lease, *buf, bytes))
 }

@@ -97,6 +97,8 @@ impl Work {
 pub struct Space {
     memory: Arc<Memory>,
     regions: Vec<(String, Buf)>,
+    /// Which region is pinned host memory that holds a step's results and nothing else.
+    results: Option<usize>,
 }
 
 /// A range of one region of a [`Space`].
@@ -111,7 +113,19 @@ impl Space {
     /// A memory and its whole regions by name.
     #[must_use]
     pub fn new(memory: &Arc<Memory>, regions: Vec<(String, Buf)>) -> Space {
-        Space { memory: Arc::clone(memory), regions }
+        Space { memory: Arc::clone(memory), regions, results: None }
+    }
+
+    /// With one more region, of pinned host memory: what each step writes there is read before the next one.
+    #[must_use]
+    pub fn with_results(mut self, name: &str, region: Buf) -> Space {
+        self.results = Some(self.regions.len());
+        self.regions.push((name.to_owned(), region));
+        self
+    }
+
+    pub(crate) fn is_result(&self, range: &Range) -> bool {
+        self.results == Some(range.region)
     }
 
     /// The memory.

@@ -2,12 +2,16 @@
 
 mod rig;
 
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
 use refrain_cuda::{CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode};
-use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
+use refrain_driver::api::Census;
+use refrain_driver::sim::{Call, FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
-use refrain_engine::{BackendRunner, Engine, RunnerOptions, StepKind};
+use refrain_engine::{BackendRunner, Engine, RunnerOptions, SamplingParams, SamplingRow, StepKind};
 use refrain_graph::{Backend, ControlBlock, Io, Ran, Reason, RunError, fuse};
-use refrain_models::{Head, KvSpec, StepSpec};
+use refrain_models::{Head, KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
 use rig::{Rig, Talk, model, n_decoded, options, sim, talk};
 
@@ -47,7 +51,6 @@ fn replayed_equals_eager_after_failed_recordings_and_replays() {
 
 #[test]
 fn a_decode_step_is_one_launch_and_allocates_nothing() {
-    use refrain_driver::sim::Call;
     let (sim, mut rig) = small("llama", options(GraphMode::Require, Method::Stream));
     let mut talk = Talk::begin(&mut rig, 1);
     talk.go_on(&mut rig);
@@ -99,15 +102,15 @@ fn a_fault_in_the_middle_of_a_text_is_final_and_says_where() {
 #[test]
 fn a_driver_that_does_not_return_is_reported_by_the_deadline() {
     let mut options = options(GraphMode::Auto, Method::Stream);
-    options.step_limit = std::time::Duration::from_millis(300);
+    options.step_limit = Duration::from_millis(300);
     let (sim, mut rig) = small("llama", options);
     let mut talk = Talk::begin(&mut rig, 0);
     talk.go_on(&mut rig);
     sim.inject(FaultScript::parse("on 2nd replay: hang").unwrap());
     talk.go_on(&mut rig);
-    let began = std::time::Instant::now();
+    let began = Instant::now();
     rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
-    assert!(began.elapsed() < std::time::Duration::from_secs(5));
+    assert!(began.elapsed() < Duration::from_secs(5));
     sim.release_hung();
 }
 
@@ -173,7 +176,7 @@ fn out_of_memory_at_any_allocation_is_an_error_that_leaks_nothing() {
                 engine.logits(&mut session, &[1], 1).unwrap();
             }
         }
-        assert_eq!(sim.stats().live, refrain_driver::api::Census::default(), "allocation {nth}");
+        assert_eq!(sim.stats().live, Census::default(), "allocation {nth}");
     }
 }
 
@@ -256,4 +259,77 @@ fn verification_compares_numbers_and_not_the_poison() {
     assert!(graph.verified_bytes > 10_000, "{graph:?}");
     // Parts of the attention's scratch belong to splits that a short sequence does not have.
     assert!(graph.unwritten_bytes * 10 < graph.verified_bytes, "{graph:?}");
+}
+
+/// Opens a device, loads a model, evaluates a prompt and goes on for a few tokens.
+fn life(sim: &SimDriver, model: &Arc<Model>) -> Result<Vec<(u32, u32)>, Box<dyn std::error::Error>> {
+    let device = Device::simulated(sim)?;
+    let mut quick = options(GraphMode::Auto, Method::Stream);
+    quick.graphs.health_limit = Duration::from_millis(500);
+    let backend = CudaBackend::on(&device, quick)?;
+    let runner = RunnerOptions { context: 64, kv_block: 16, kv_dtype: DType::F16, max_tokens: 8 };
+    let mut engine = Engine::new(Box::new(BackendRunner::new(backend, model.clone(), runner)?), 64);
+    let (mut session, mut row) = (engine.open(), SamplingRow::new(&SamplingParams::greedy()));
+    let mut chosen = engine.prompt(&mut session, &[1, 17, 5], &mut row, |_| true)?;
+    let mut said = vec![(chosen.token, chosen.logprob.to_bits())];
+    for _ in 0..4 {
+        chosen = engine.decode(&mut session, chosen.token, &mut row)?;
+        said.push((chosen.token, chosen.logprob.to_bits()));
+    }
+    Ok(said)
+}
+
+fn fresh() -> SimDriver {
+    let sim = SimDriver::new(SimOptions { seed: 9, ..SimOptions::default() });
+    refrain_kernels::register_twins(&sim);
+    sim
+}
+
+/// Taking things down has nobody to tell; what a failed call of these leaves is the driver's.
+fn is_teardown(call: Call) -> bool {
+    matches!(
+        call,
+        Call::Free
+            | Call::FreeHost
+            | Call::ModuleUnload
+            | Call::ExecDestroy
+            | Call::EventDestroy
+            | Call::StreamDestroy
+            | Call::GraphDestroy
+            | Call::PrimaryCtxRelease
+            | Call::CtxSetCurrent
+    )
+}
+
+#[test]
+fn a_call_that_fails_at_any_point_gives_the_same_text_or_an_error_and_the_next_life_is_good() {
+    let model = model("llama");
+    let calm = fresh();
+    let want = life(&calm, &model).unwrap();
+    assert_eq!(calm.stats().live, Census::default(), "a life without faults leaves nothing");
+    let (mut n_text, mut n_error) = (0, 0);
+    for (call, count) in calm.stats().calls {
+        for nth in [1, count / 2, count].into_iter().filter(|n| *n > 0) {
+            for code in [1, 900] {
+                let sim = fresh();
+                sim.inject(FaultScript::parse(&format!("on {nth}th {}: fail {code}", call.name())).unwrap());
+                let began = Instant::now();
+                let result = life(&sim, &model);
+                let what = format!("{call:?} number {nth} of {count} fails with {code}: {result:?}");
+                assert!(began.elapsed() < Duration::from_secs(10), "{what}");
+                match &result {
+                    Ok(said) => assert_eq!(*said, want, "{what}"),
+                    Err(_) => n_error += 1,
+                }
+                n_text += usize::from(result.is_ok());
+                let lost = matches!(&result, Err(e) if format!("{e:?}").contains("ContextLost"));
+                if !is_teardown(call) && !lost {
+                    assert_eq!(sim.stats().live, Census::default(), "{what}");
+                }
+                let next = life(&sim, &model);
+                assert!(next.is_ok_and(|said| said == want), "{what}");
+            }
+        }
+    }
+    assert!(n_text > 50 && n_error > 50, "{n_text} lives gave the text, {n_error} an error");
 }

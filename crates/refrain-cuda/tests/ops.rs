@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use refrain_cuda::{CacheOptions, CudaBackend, CudaOptions, GraphMode};
-use refrain_driver::Method;
 use refrain_driver::sim::SimOptions;
+use refrain_driver::{Device, DeviceKind, Method};
 use refrain_graph::{
     Backend, CompileError, Graph, GraphBuilder, HostBuf, HostCall, HostCallError, HostFn, Io, Ran,
     TensorType, Unary, ValueId, Weight, WeightId,
@@ -14,8 +14,14 @@ use refrain_testkit::{Feed, Fill, cases, check_all, evaluate, tensor};
 
 fn backend(mode: GraphMode, method: Method) -> CudaBackend {
     let device = refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
+    backend_on(&device, mode, method)
+}
+
+fn backend_on(device: &Device, mode: GraphMode, method: Method) -> CudaBackend {
     let graphs = CacheOptions { mode, method, ..CacheOptions::default() };
-    CudaBackend::on(&device, CudaOptions { graphs, ..CudaOptions::default() }).unwrap()
+    let mut options = CudaOptions { graphs, ..CudaOptions::default() };
+    options.kernels.cache = Some(std::env::temp_dir().join("refrain-test-kernels"));
+    CudaBackend::on(device, options).unwrap()
 }
 
 /// Runs a graph twice, so that a replay after a replay is seen too.
@@ -38,14 +44,13 @@ fn run(backend: &mut CudaBackend, graph: &Graph, feed: &Feed) -> Result<Vec<Host
     types.iter().enumerate().map(read).collect()
 }
 
-#[test]
-fn every_case_of_the_table_agrees_with_the_reference_or_is_refused_by_name() {
+fn every_case_agrees_with_the_reference_or_is_refused_by_name(device: impl Fn() -> Device) {
     for (mode, method) in [
         (GraphMode::Off, Method::Stream),
         (GraphMode::Require, Method::Stream),
         (GraphMode::Require, Method::Nodes),
     ] {
-        let mut backend = backend(mode, method);
+        let mut backend = backend_on(&device(), mode, method);
         let mut supported = Vec::new();
         for case in cases() {
             let loaded = backend.load(case.graph.weights(), case.feed.weights.clone());
@@ -65,6 +70,19 @@ fn every_case_of_the_table_agrees_with_the_reference_or_is_refused_by_name() {
         assert_eq!(stats.recorded > 100, mode == GraphMode::Require, "{stats:?}");
         assert_eq!(backend.device().take_reports(), Vec::<String>::new());
     }
+}
+
+#[test]
+fn every_case_of_the_table_agrees_with_the_reference_on_the_simulated_device() {
+    every_case_agrees_with_the_reference_or_is_refused_by_name(|| {
+        refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap()
+    });
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+fn every_case_of_the_table_agrees_with_the_reference_on_a_gpu() {
+    every_case_agrees_with_the_reference_or_is_refused_by_name(|| Device::open(DeviceKind::Cuda(0)).unwrap());
 }
 
 /// `x / 2 + 1`, element by element.

@@ -102,7 +102,9 @@ impl EngineError {
             EngineError::PromptTooLong { n_tokens, .. } => {
                 Some(format!("shorten the prompt, or raise the context to at least {} with -c", n_tokens + 1))
             }
-            EngineError::ContextFull { .. } => Some("raise the context with -c, or start a new session".into()),
+            EngineError::ContextFull { .. } => {
+                Some("raise the context with -c, or start a new session".into())
+            }
             EngineError::EmptyPrompt => Some("give a prompt of at least one token".into()),
             EngineError::TextTooShort { n_tokens, .. } => {
                 Some(format!("give a longer text, or a window of at most {n_tokens} tokens with -c"))
@@ -114,7 +116,9 @@ impl EngineError {
             }
             EngineError::TooManyRows { n_tokens, .. } => Some(format!("ask for at most {n_tokens} rows")),
             EngineError::ForeignSession => Some("use a session with the engine that opened it".into()),
-            EngineError::Window { context, .. } => Some(format!("pass -c with {MIN_WINDOW} to {context} tokens")),
+            EngineError::Window { context, .. } => {
+                Some(format!("pass -c with {MIN_WINDOW} to {context} tokens"))
+            }
             EngineError::Compile(error) => error.hint(),
             EngineError::Run(error) => error.hint(),
             EngineError::Graph(_)

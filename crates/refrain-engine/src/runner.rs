@@ -107,7 +107,11 @@ const MAX_COMPILED: usize = 8;
 
 impl<B: Backend> BackendRunner<B> {
     /// Brings a model to a device. Its weights are used from where they were mapped, or uploaded, as the backend likes.
-    pub fn new(backend: B, model: Arc<Model>, options: RunnerOptions) -> Result<BackendRunner<B>, EngineError> {
+    pub fn new(
+        backend: B,
+        model: Arc<Model>,
+        options: RunnerOptions,
+    ) -> Result<BackendRunner<B>, EngineError> {
         let max_blocks = options.context.div_ceil(options.kv_block);
         let kv = KvSpec {
             n_blocks: max_blocks,
@@ -120,7 +124,16 @@ impl<B: Backend> BackendRunner<B> {
         let states = backend.allocate(&model.states(&kv))?;
         let most = backend.buckets().last().copied().unwrap_or(usize::MAX);
         let max_tokens = options.max_tokens.clamp(1, most.max(1));
-        Ok(BackendRunner { backend, model, weights, states, kv, max_tokens, compiled: Vec::new(), scratch: Vec::new() })
+        Ok(BackendRunner {
+            backend,
+            model,
+            weights,
+            states,
+            kv,
+            max_tokens,
+            compiled: Vec::new(),
+            scratch: Vec::new(),
+        })
     }
 
     /// The backend.
@@ -183,7 +196,8 @@ where
             }
             Want::Sample(_) => {
                 let (mut token, mut logprob) = ([0i32], [0f32]);
-                let places = [output(&self.backend, compiled, "token")?, output(&self.backend, compiled, "logprob")?];
+                let places =
+                    [output(&self.backend, compiled, "token")?, output(&self.backend, compiled, "logprob")?];
                 self.backend.read(compiled, places[0], bytemuck::cast_slice_mut(&mut token))?;
                 self.backend.read(compiled, places[1], bytemuck::cast_slice_mut(&mut logprob))?;
                 out.chosen = Some((token[0] as u32, logprob[0]));
@@ -317,7 +331,8 @@ mod tests {
     #[test]
     fn padding_has_neither_token_nor_position_and_the_wanted_rows_are_those_of_the_request() {
         let input = |name: &str, n: usize| Input { name: name.into(), ty: TensorType::new(DType::I32, [n]) };
-        let layout = ControlLayout::new(&[input("tokens", 4), input("positions", 4), input("rows", 2)], 16).unwrap();
+        let layout =
+            ControlLayout::new(&[input("tokens", 4), input("positions", 4), input("rows", 2)], 16).unwrap();
         let mut control = ControlBlock::new(&layout);
         let want = Want::Logits { n_rows: 2 };
         let request = StepRequest { tokens: &[7, 8, 9], start: 20, table: &[0], want };

@@ -124,7 +124,8 @@ impl Engine {
             let end = prompt.len().min(start + self.runner.max_tokens());
             let is_last = end == prompt.len();
             let want = if is_last { Want::Sample(row) } else { Want::Nothing };
-            let request = StepRequest { tokens: &prompt[start..end], start, table: session.table.blocks(), want };
+            let request =
+                StepRequest { tokens: &prompt[start..end], start, table: session.table.blocks(), want };
             Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Prefill, &request)?;
             session.tokens.extend_from_slice(&prompt[start..end]);
             if is_last {
@@ -153,8 +154,10 @@ impl Engine {
         session.tokens.push(token);
         row.advance(start + 1, &session.tokens);
         let want = Want::Sample(row);
-        let request = StepRequest { tokens: &session.tokens[start..], start, table: session.table.blocks(), want };
-        let stepped = Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Decode, &request);
+        let request =
+            StepRequest { tokens: &session.tokens[start..], start, table: session.table.blocks(), want };
+        let stepped =
+            Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Decode, &request);
         if stepped.is_err() {
             session.tokens.truncate(start);
         }

@@ -16,7 +16,8 @@ fn equal_probabilities_have_the_perplexity_of_the_vocabulary_whatever_the_pieces
     for (window, max_tokens) in [(3, 1), (16, 16), (16, 5), (15, 7), (16, 100)] {
         let (mut engine, script) = engine(16, max_tokens);
         let mut heard = Vec::new();
-        let result = perplexity(&mut engine, &text, options(window), |n, so_far| heard.push((n, so_far.n_windows)));
+        let result =
+            perplexity(&mut engine, &text, options(window), |n, so_far| heard.push((n, so_far.n_windows)));
         let result = result.unwrap();
         let n_windows = 50 / window;
         assert!((result.perplexity - VOCAB as f64).abs() < 1e-6, "{result:?}");
@@ -56,7 +57,10 @@ fn windows_that_score_nothing_or_do_not_fit_are_refused_as_such() {
     let text: Vec<u32> = (0..64).collect();
     for window in [0, 1, 2, 17] {
         let error = perplexity(&mut engine, &text, options(window), |_, _| {}).unwrap_err();
-        assert_eq!(error.to_string(), format!("a window of {window} tokens was asked for, it may have 3 to 16"));
+        assert_eq!(
+            error.to_string(),
+            format!("a window of {window} tokens was asked for, it may have 3 to 16")
+        );
     }
     let error = perplexity(&mut engine, &text[..15], options(16), |_, _| {}).unwrap_err();
     assert_eq!(error.to_string(), "the text has 15 tokens, one window needs 16");

@@ -5,11 +5,13 @@ mod common;
 use common::tiny_model;
 use refrain_engine::{BackendRunner, EngineError, Runner, RunnerOptions, SamplingParams, SamplingRow};
 use refrain_engine::{StepOut, StepRequest, Want};
-use refrain_graph::{Backend, CompileError, Graph, Io, Plan, PlanOptions, Query, Ran, Reason, RunError, State};
+use refrain_graph::{
+    Backend, CompileError, Graph, Io, Plan, PlanOptions, Query, Ran, Reason, RunError, State,
+};
 use refrain_graph::{Support, Weight};
 use refrain_tensor::{DType, HostTensor};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 struct Counting {
     n_compiled: Arc<AtomicUsize>,

@@ -18,10 +18,19 @@ fn parameters_that_make_no_sense_are_refused_with_their_bounds() {
         (SamplingParams { min_p: nan, ..p() }, "min-p is NaN, must be between 0 and 1"),
         (SamplingParams { repeat_penalty: 0.0, ..p() }, "repeat penalty is 0, must be above 0"),
         (SamplingParams { repeat_penalty: nan, ..p() }, "repeat penalty is NaN, must be above 0"),
-        (SamplingParams { frequency_penalty: nan, ..p() }, "frequency or presence penalty is NaN and 0, must be a number"),
+        (
+            SamplingParams { frequency_penalty: nan, ..p() },
+            "frequency or presence penalty is NaN and 0, must be a number",
+        ),
         (SamplingParams { penalty_window: 257, ..p() }, "penalty window is 257, must be at most 256"),
-        (SamplingParams { logit_bias: vec![(0, 1.0); 257], ..p() }, "logit bias is 257 entries, must be at most 256 entries"),
-        (SamplingParams { logit_bias: vec![(100, 1.0)], ..p() }, "logit bias is for token 100, must be for tokens below 100"),
+        (
+            SamplingParams { logit_bias: vec![(0, 1.0); 257], ..p() },
+            "logit bias is 257 entries, must be at most 256 entries",
+        ),
+        (
+            SamplingParams { logit_bias: vec![(100, 1.0)], ..p() },
+            "logit bias is for token 100, must be for tokens below 100",
+        ),
         (SamplingParams { logit_bias: vec![(1, nan)], ..p() }, "logit bias is NaN, must be a number"),
     ];
     for (params, want) in cases {

@@ -155,7 +155,10 @@ fn a_full_context_is_refused_before_anything_runs() {
     let mut session = engine.open();
     let error = engine.prompt(&mut session, &upto(9), &mut row(), |_| true).unwrap_err();
     assert_eq!(error.to_string(), "the prompt has 9 tokens, the context holds 8");
-    assert_eq!(error.hint().as_deref(), Some("shorten the prompt, or raise the context to at least 10 with -c"));
+    assert_eq!(
+        error.hint().as_deref(),
+        Some("shorten the prompt, or raise the context to at least 10 with -c")
+    );
     assert!(matches!(engine.prompt(&mut session, &[], &mut row(), |_| true), Err(EngineError::EmptyPrompt)));
     engine.prompt(&mut session, &upto(8), &mut row(), |_| true).unwrap();
     let full = engine.decode(&mut session, 8, &mut row()).unwrap_err();
@@ -184,5 +187,8 @@ fn a_lost_context_is_its_own_reason_in_the_ledger() {
     let error = engine.decode(&mut session, 1, &mut row()).unwrap_err();
     assert!(error.hint().is_some_and(|hint| hint.contains("start the program again")));
     let reasons: Vec<_> = engine.ledger().tally(StepKind::Decode).reasons().collect();
-    assert_eq!(reasons, [("context_lost", 1, &Reason::ContextLost { code: 719, step: "blk.3.ffn_up".into() })]);
+    assert_eq!(
+        reasons,
+        [("context_lost", 1, &Reason::ContextLost { code: 719, step: "blk.3.ffn_up".into() })]
+    );
 }

@@ -140,7 +140,9 @@ impl RunError {
     /// What to do about it.
     pub fn hint(&self) -> Option<String> {
         match self {
-            RunError::OutOfRange { .. } => Some("use the tokens and blocks that belong to the model and its cache".into()),
+            RunError::OutOfRange { .. } => {
+                Some("use the tokens and blocks that belong to the model and its cache".into())
+            }
             RunError::Mismatch { what, .. } => Some(format!("give the {what} that the plan was made for")),
             RunError::ContextLost { .. } => Some("start the program again, or run on another device".into()),
             RunError::Host { .. } | RunError::Backend { .. } => None,
@@ -225,7 +227,9 @@ pub trait Backend {
     fn check(&self, graph: &Graph) -> Result<(), CompileError> {
         for node in graph.nodes() {
             let (inputs, outputs) = (graph.input_types(node), graph.output_types(node));
-            if let Support::No(because) = self.supports(&Query { op: &node.op, inputs: &inputs, outputs: &outputs }) {
+            if let Support::No(because) =
+                self.supports(&Query { op: &node.op, inputs: &inputs, outputs: &outputs })
+            {
                 let (op, label) = (node.op.name(), node.label.clone());
                 return Err(CompileError::Unsupported { backend: self.name(), op, label, because });
             }

@@ -122,7 +122,10 @@ pub struct KvTraffic {
 impl Traffic {
     /// Bytes of KV cache that a sequence of `n_positions` reads to evaluate its last one.
     pub fn kv_bytes(&self, n_positions: usize) -> usize {
-        self.kv.iter().map(|kv| kv.bytes_per_position * kv.window.map_or(n_positions, |w| w.min(n_positions))).sum()
+        self.kv
+            .iter()
+            .map(|kv| kv.bytes_per_position * kv.window.map_or(n_positions, |w| w.min(n_positions)))
+            .sum()
     }
 
     fn add_kv(&mut self, window: Option<usize>, bytes_per_position: usize) {

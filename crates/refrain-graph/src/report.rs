@@ -160,17 +160,23 @@ impl fmt::Display for Reason {
             Reason::CaptureTimedOut { deadline, last_launch } => {
                 write!(f, "recording was broken off after {deadline:?}; the last launch was {last_launch}")
             }
-            Reason::InstantiateFailed { code } => write!(f, "instantiating the graph failed with error {code}"),
+            Reason::InstantiateFailed { code } => {
+                write!(f, "instantiating the graph failed with error {code}")
+            }
             Reason::VerifyMismatch { buffer, element, launch } => {
                 write!(f, "replay differs from eager in {buffer}, element {element}, written by {launch}")
             }
             Reason::ReplayFailed { code } => write!(f, "replay failed with error {code}"),
             Reason::StepFailed { what } => write!(f, "the step failed: {what}"),
-            Reason::BackingOff { steps_left, after } => write!(f, "{steps_left} steps until the next try: {after}"),
+            Reason::BackingOff { steps_left, after } => {
+                write!(f, "{steps_left} steps until the next try: {after}")
+            }
             Reason::OutOfMemory { need_bytes, free_bytes } => {
                 write!(f, "a recording needs {need_bytes} bytes, {free_bytes} are free")
             }
-            Reason::ContextLost { code, step } => write!(f, "the context was lost at {step} with error {code}"),
+            Reason::ContextLost { code, step } => {
+                write!(f, "the context was lost at {step} with error {code}")
+            }
         }
     }
 }
@@ -185,7 +191,10 @@ mod tests {
 
     #[test]
     fn a_failed_step_tells_every_cause_once() {
-        let error = Layer("reading", Some(Box::new(Layer("the pipe: broken", Some(Box::new(Layer("broken", None)))))));
+        let error = Layer(
+            "reading",
+            Some(Box::new(Layer("the pipe: broken", Some(Box::new(Layer("broken", None)))))),
+        );
         assert_eq!(Reason::step_failed(&error).to_string(), "the step failed: reading: the pipe: broken");
     }
 }

@@ -6,7 +6,12 @@ use std::f64::consts::TAU;
 /// The angle per position of each pair of elements, `dims / 2` of them.
 ///
 /// `factors` divide the frequencies one by one, where the file brings such a table.
-pub fn inverse_frequencies(theta: f32, dims: usize, scaling: RopeScaling, factors: Option<&[f32]>) -> Vec<f32> {
+pub fn inverse_frequencies(
+    theta: f32,
+    dims: usize,
+    scaling: RopeScaling,
+    factors: Option<&[f32]>,
+) -> Vec<f32> {
     let base = |i: usize| f64::from(theta).powf(-2.0 * i as f64 / dims as f64);
     let scaled = |i: usize| match scaling {
         RopeScaling::Linear { factor } => base(i) / f64::from(factor),
@@ -82,8 +87,17 @@ mod tests {
     fn yarn_keeps_fast_pairs_divides_slow_ones_and_blends_between_as_transformers_does() {
         // Qwen's recipe for 131,072 positions; `transformers` 5.17 gives these for pairs 0, 23, 24, 30, 39, 40 and 63.
         let pairs = [0, 23, 24, 30, 39, 40, 63];
-        let whole = [1.0, 6.978_306e-3, 5.375_321_5e-3, 1.064_361e-3, 6.490_394e-5, 4.445_698_5e-5, 3.102_344_4e-7];
-        let exact = [1.0, 6.978_306e-3, 5.517_270_4e-3, 1.079_237_7e-3, 6.187_807_6e-5, 4.445_698_5e-5, 3.102_344_4e-7];
+        let whole =
+            [1.0, 6.978_306e-3, 5.375_321_5e-3, 1.064_361e-3, 6.490_394e-5, 4.445_698_5e-5, 3.102_344_4e-7];
+        let exact = [
+            1.0,
+            6.978_306e-3,
+            5.517_270_4e-3,
+            1.079_237_7e-3,
+            6.187_807_6e-5,
+            4.445_698_5e-5,
+            3.102_344_4e-7,
+        ];
         for (truncate, want) in [(true, whole), (false, exact)] {
             let yarn = Yarn {
                 factor: 4.0,

@@ -4,9 +4,7 @@ use crate::error::ModelError;
 use crate::model::Model;
 use crate::weights::TensorSource;
 use refrain_formats::FormatError;
-use refrain_formats::params::{
-    Activation, Arch, LayerAttention, ModelConfig, Rope, RopeScaling, RopeStyle,
-};
+use refrain_formats::params::{Activation, Arch, LayerAttention, ModelConfig, Rope, RopeScaling, RopeStyle};
 use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -26,7 +24,12 @@ pub struct NamedShape {
     head_dim: usize,
 }
 
-const fn shape(name: &'static str, arch: Arch, [n_vocab, hidden, ffn, n_layers]: [usize; 4], heads: [usize; 3]) -> NamedShape {
+const fn shape(
+    name: &'static str,
+    arch: Arch,
+    [n_vocab, hidden, ffn, n_layers]: [usize; 4],
+    heads: [usize; 3],
+) -> NamedShape {
     let [n_heads, n_kv_heads, head_dim] = heads;
     NamedShape { name, arch, n_vocab, hidden, ffn, n_layers, n_heads, n_kv_heads, head_dim }
 }
@@ -52,7 +55,9 @@ impl NamedShape {
     /// Hyperparameters of a model of this shape, its head tied to the embedding.
     pub fn config(&self) -> ModelConfig {
         let gemma = self.arch == Arch::Gemma3;
-        let every_sixth = |l: usize| if gemma && !(l + 1).is_multiple_of(6) { LayerAttention::Sliding } else { LayerAttention::Full };
+        let every_sixth = |l: usize| {
+            if gemma && !(l + 1).is_multiple_of(6) { LayerAttention::Sliding } else { LayerAttention::Full }
+        };
         ModelConfig {
             arch: self.arch,
             name: Some(self.name.into()),
@@ -106,9 +111,7 @@ impl QuantMix {
     pub fn from_name(name: &str) -> Option<QuantMix> {
         match name.to_ascii_uppercase().as_str() {
             "Q4_K_M" => Some(QuantMix::Q4KM),
-            other => DType::from_name(other)
-                .filter(|d| d.is_float() || d.is_quantized())
-                .map(QuantMix::All),
+            other => DType::from_name(other).filter(|d| d.is_float() || d.is_quantized()).map(QuantMix::All),
         }
     }
 
@@ -117,7 +120,9 @@ impl QuantMix {
             QuantMix::All(dtype) => dtype,
             QuantMix::Q4KM => {
                 // llama.cpp gives more bits to the first and last eighth of the layers and to every third between.
-                let more = layer.is_some_and(|l| l < n_layers / 8 || l >= 7 * n_layers / 8 || (l - n_layers / 8) % 3 == 2);
+                let more = layer.is_some_and(|l| {
+                    l < n_layers / 8 || l >= 7 * n_layers / 8 || (l - n_layers / 8) % 3 == 2
+                });
                 let sensitive = name.contains("attn_v") || name.contains("ffn_down");
                 if layer.is_none() || (more && sensitive) { DType::Q6_K } else { DType::Q4_K }
             }
@@ -163,7 +168,10 @@ impl RandomSource {
             "attn_q.bias" => vec![q],
             "attn_k.bias" | "attn_v.bias" => vec![kv],
             "attn_q_norm.weight" | "attn_k_norm.weight" => vec![c.head_dim],
-            "output_norm.weight" | "attn_norm.weight" | "ffn_norm.weight" | "post_attention_norm.weight"
+            "output_norm.weight"
+            | "attn_norm.weight"
+            | "ffn_norm.weight"
+            | "post_attention_norm.weight"
             | "post_ffw_norm.weight" => vec![c.hidden],
             _ => return None,
         })

@@ -22,7 +22,8 @@ fn folder_with(
 ) -> Result<Model, ModelError> {
     let bytes = std::fs::read(folder("llama").join("model.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
-    let tensors = file.tensors().into_iter().filter_map(|(name, view)| change(&name, view).map(|view| (name, view)));
+    let tensors =
+        file.tensors().into_iter().filter_map(|(name, view)| change(&name, view).map(|view| (name, view)));
     std::fs::write(at.join("model.safetensors"), serialize(tensors, None).unwrap()).unwrap();
     std::fs::copy(folder("llama").join("config.json"), at.join("config.json")).unwrap();
     Model::load(&ModelFiles::open(at).unwrap())
@@ -81,5 +82,8 @@ fn a_weight_of_whole_numbers_is_refused() {
         "lm_head.weight" => Some(TensorView::new(Dtype::I32, vec![128, 64], view.data()).unwrap()),
         _ => Some(view),
     });
-    assert_eq!(error.unwrap_err().to_string(), "tensor \"lm_head.weight\" is of type I32, which no weight can be");
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "tensor \"lm_head.weight\" is of type I32, which no weight can be"
+    );
 }

@@ -95,11 +95,17 @@ pub struct Generation<'s> {
 }
 
 impl<'s> Generation<'s> {
-    pub(crate) fn new(session: &'s mut Session, prompt: Prompt<'_>, options: &Generate) -> Result<Self, Error> {
+    pub(crate) fn new(
+        session: &'s mut Session,
+        prompt: Prompt<'_>,
+        options: &Generate,
+    ) -> Result<Self, Error> {
         let tokenizer = session.model.tokenizer();
         let prompt = match prompt {
             Prompt::Text(text) => tokenizer.encode(text, true, false)?,
-            Prompt::Chat(messages, render) => tokenizer.encode_chat(&session.model.render(messages, render)?)?,
+            Prompt::Chat(messages, render) => {
+                tokenizer.encode_chat(&session.model.render(messages, render)?)?
+            }
             Prompt::Tokens(tokens) => tokens.to_vec(),
         };
         let sampling = options.sampling.clone().unwrap_or_else(|| session.model.sampling());

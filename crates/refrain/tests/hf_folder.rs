@@ -1,6 +1,8 @@
 //! A Hugging Face folder: a tiny golden with a tokenizer, a chat template and defaults of its own.
 
-use refrain::{Error, Finish, Generate, Message, Model, Prompt, RenderOptions, SamplingParams, Session, SessionOptions};
+use refrain::{
+    Error, Finish, Generate, Message, Model, Prompt, RenderOptions, SamplingParams, Session, SessionOptions,
+};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -35,7 +37,8 @@ fn tokenizer(special: &[&str], n_more: usize) -> Value {
             })
         })
         .collect();
-    let bytes = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
+    let bytes =
+        json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
     json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
         "pre_tokenizer": bytes, "post_processor": null, "decoder": bytes,
@@ -59,7 +62,11 @@ fn a_folder_with_a_tokenizer_generates_and_chats() {
     write(&at, "tokenizer.json", &tokenizer(&SPECIAL, 0));
     let template = "{% for m in messages %}<|a|>{{ m.content }}<|z|>{% endfor %}";
     write(&at, "tokenizer_config.json", &json!({ "chat_template": template, "eos_token": "</s>" }));
-    write(&at, "generation_config.json", &json!({ "do_sample": true, "temperature": 0.6, "top_k": 5, "top_p": 0.9 }));
+    write(
+        &at,
+        "generation_config.json",
+        &json!({ "do_sample": true, "temperature": 0.6, "top_k": 5, "top_p": 0.9 }),
+    );
     let model = Model::open(at.path()).unwrap();
     let sampling = model.sampling();
     assert_eq!((sampling.temperature, sampling.top_k, sampling.top_p), (0.6, 5, 0.9));

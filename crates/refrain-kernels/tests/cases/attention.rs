@@ -10,9 +10,9 @@ use crate::bed::{
 };
 
 /// Sine and cosine of an angle that was reduced in f64 and rounded to f32.
-const ROPE: Tol = Tol::Whole(1e-6);
+const ROPE: Tol = Tol::Whole(2e-6);
 /// Two sums and an exponential in f32.
-const ATTENTION: Tol = Tol::Whole(5e-6);
+const ATTENTION: Tol = Tol::Whole(1e-5);
 
 pub fn rope() -> Vec<Case> {
     let mut cases = Vec::new();

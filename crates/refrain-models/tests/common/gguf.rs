@@ -17,7 +17,8 @@ pub(crate) struct Tensor {
 
 /// A golden as GGUF; `change` may alter the tensors.
 pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> ModelFiles {
-    let config: Value = serde_json::from_slice(&std::fs::read(folder(case).join("config.json")).unwrap()).unwrap();
+    let config: Value =
+        serde_json::from_slice(&std::fs::read(folder(case).join("config.json")).unwrap()).unwrap();
     let arch = if case.starts_with("gemma3") { "gemma3" } else { case_arch(case) };
     let mut writer = GgufWriter::new();
     metadata(&mut writer, arch, &config);

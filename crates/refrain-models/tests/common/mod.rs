@@ -39,7 +39,11 @@ pub(crate) fn golden(case: &str) -> Golden {
     let tokens = file.tensor("tokens").unwrap();
     let logits = file.tensor("logits").unwrap();
     Golden {
-        tokens: tokens.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect(),
+        tokens: tokens
+            .data()
+            .chunks_exact(8)
+            .map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32)
+            .collect(),
         logits: logits.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
     }
 }
