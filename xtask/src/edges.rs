@@ -32,10 +32,10 @@ const EDGES: &[(&str, &[&str])] = &[
     ("refrain-kernels", &["refrain-driver", "refrain-graph", "refrain-reference", "refrain-tensor"]),
     ("refrain-driver", &[]),
     ("refrain-cpu", &["refrain-graph", "refrain-reference", "refrain-tensor"]),
+    ("refrain-testkit", &["refrain-graph", "refrain-reference", "refrain-tensor"]),
     ("refrain-reference", &["refrain-graph", "refrain-tensor"]),
     ("refrain-graph", &["refrain-tensor"]),
     ("refrain-tensor", &[]),
-    ("refrain-testkit", &["refrain-graph", "refrain-reference", "refrain-tensor"]),
     ("xtask", &[]),
 ];
 

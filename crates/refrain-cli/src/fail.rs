@@ -103,6 +103,9 @@ fn hint(error: &(dyn std::error::Error + 'static)) -> Option<String> {
     if let Some(e) = error.downcast_ref::<refrain::EngineError>() {
         return e.hint();
     }
+    if let Some(e) = error.downcast_ref::<refrain::FaultScriptError>() {
+        return Some(e.hint());
+    }
     error.downcast_ref::<Hinted>().map(|e| e.hint.to_string())
 }
 

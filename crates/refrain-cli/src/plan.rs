@@ -59,6 +59,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     let title =
         format!("{}, a step of {} on {}", model.name(), counted(n_tokens, "token"), session.backend());
     let holds = session.context();
+    let kernels = session.kernels(n_tokens)?;
     let plan = session.plan(n_tokens)?;
     let bounds = bounds(plan, n_tokens, holds, args.bandwidth);
     if let Some(path) = &args.dot {
@@ -71,7 +72,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     out.line(&title)?;
     out.text(&text::segments(plan))?;
     out.line("")?;
-    out.text(&text::steps(plan))?;
+    out.text(&text::steps(plan, &kernels))?;
     out.line("")?;
     out.text(&text::arena(plan))?;
     out.line("")?;

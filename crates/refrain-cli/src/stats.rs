@@ -37,8 +37,10 @@ pub(crate) fn print(session: &mut Session, reply: &Reply, load: Duration, seed: 
     if let Some(status) = session.device_status() {
         print_device(&status);
     }
-    let resident =
-        peak_resident_bytes().map_or_else(String::new, |n| format!(", {} resident at most", Bytes(n)));
+    let resident = match (resident_bytes("VmRSS:"), resident_bytes("VmHWM:")) {
+        (Some(now), Some(most)) => format!(", {} resident now, {} at most", Bytes(now), Bytes(most)),
+        _ => String::new(),
+    };
     let weights = Bytes(session.model().weight_bytes() as u64);
     talk!("memory   {weights} of weights{resident}");
     let why = match summary.finish {
@@ -145,9 +147,9 @@ fn tally_json(tally: &Tally) -> Value {
     })
 }
 
-/// The most memory the process had at once, where the system tells it.
-fn peak_resident_bytes() -> Option<u64> {
+/// Memory of the process, where the system tells it.
+fn resident_bytes(field: &str) -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(field))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
 }

@@ -91,7 +91,7 @@ impl SharedPool {
     }
 
     fn lock(&self) -> MutexGuard<'_, BlockPool> {
-        // A panic inside would be the pool's own check, which leaves its books as they were.
+        // A panic inside is the pool's own check: it may lose a block, never hand one out twice.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! Files mapped into memory: the one `unsafe` block of this crate.
+//! Files mapped into memory: the one place of this crate with `unsafe`.
 
 use crate::FormatError;
 use memmap2::Mmap;
@@ -42,6 +42,28 @@ impl Mapped {
             tracing::debug!(%error, "the system does not read ahead");
         }
     }
+}
+
+impl Mapped {
+    /// Tells the system that the file's pages will hardly be read any more, so that they need not stay resident. They
+    /// are read again from the file when they are.
+    pub(crate) fn release(&self) {
+        #[cfg(unix)]
+        if let Some(map) = &self.0
+            && let Err(error) = dont_need(map)
+        {
+            tracing::debug!(%error, "the system keeps the pages of a file");
+        }
+    }
+}
+
+#[cfg(unix)]
+#[allow(unsafe_code)]
+fn dont_need(map: &Mmap) -> std::io::Result<()> {
+    // SAFETY: the advice may change what memory holds only where it is private or was written to. `map` below maps
+    // files shared and for reading only, so a dropped page comes back from the file with the bytes it had, and
+    // slices into it stay valid.
+    unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) }
 }
 
 /// Refuses folders, pipes and devices.

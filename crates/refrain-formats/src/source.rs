@@ -95,6 +95,15 @@ impl ModelFiles {
         }
     }
 
+    /// Lets the system drop the pages of the weight files, once weights are elsewhere; what is still needed is read
+    /// again.
+    pub fn release(&self) {
+        match self {
+            ModelFiles::Gguf(gguf) => gguf.release(),
+            ModelFiles::Hf(folder) => folder.release(),
+        }
+    }
+
     /// Asks the system to read the weights ahead.
     pub fn prefetch(&self) {
         match self {

@@ -5,8 +5,8 @@ mod machine;
 use machine::Machine;
 use proptest::prelude::*;
 use refrain_graph::{
-    Attention, Binary, BufferId, Graph, GraphBuilder, Op, Place, Plan, PlanError, PlanOptions, SegmentKind,
-    State, StateId, TensorType, Unary, ValueId, View, Weight, WeightId,
+    Attention, Binary, BufferId, CompileError, Graph, GraphBuilder, Op, Place, Plan, PlanError, PlanOptions,
+    SegmentKind, State, StateId, TensorType, Unary, ValueId, View, Weight, WeightId,
 };
 use refrain_tensor::{DType, Shape};
 use refrain_testkit::{Choice, Feed, Fill, RandomGraph, Rng, random_graph, tensor};
@@ -233,6 +233,8 @@ fn a_reshape_that_needs_a_copy_is_an_error_with_a_hint() {
     let text = "blk.3.reshape: [32] is not a view of [8, 4] with strides [1, 8]; copy it first";
     assert_eq!(error.to_string(), text);
     assert_eq!(error.hint(), "insert a copy before the view");
+    // The way out is not lost on the way up.
+    assert_eq!(CompileError::from(error).hint().as_deref(), Some("insert a copy before the view"));
 }
 
 fn weight(name: &str, dtype: DType, dims: impl Into<Shape>) -> Weight {

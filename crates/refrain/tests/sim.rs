@@ -1,7 +1,8 @@
 //! The built-in model on the simulated CUDA device: the CPU's text, every decode step replayed.
 
 use refrain::{
-    Device, FaultScript, Generate, GraphMode, Method, Model, Prompt, SamplingParams, Session, SessionOptions, StepKind,
+    Device, FaultScript, Generate, GraphMode, Method, Model, Prompt, SamplingParams, Session, SessionOptions,
+    StepKind,
 };
 
 const PROMPT: &str = "Once upon a time";
@@ -14,8 +15,11 @@ fn sim(graph: GraphMode, method: Method, faults: &str, profile: bool) -> Device 
 fn text(model: &Model, device: Device) -> (String, Session) {
     let options = SessionOptions { device, context: Some(64), ..SessionOptions::default() };
     let mut session = Session::new(model, &options).unwrap();
-    let generate =
-        Generate { max_tokens: Some(N_TOKENS), sampling: Some(SamplingParams::greedy()), ..Generate::default() };
+    let generate = Generate {
+        max_tokens: Some(N_TOKENS),
+        sampling: Some(SamplingParams::greedy()),
+        ..Generate::default()
+    };
     let pieces = session.generate(Prompt::Text(PROMPT), &generate).unwrap();
     let text = pieces.map(|p| p.unwrap().text).collect();
     (text, session)

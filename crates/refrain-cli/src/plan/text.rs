@@ -23,16 +23,22 @@ pub(super) fn segments(plan: &Plan) -> String {
     out
 }
 
-pub(super) fn steps(plan: &Plan) -> String {
+/// A row per step. A step without a kernel of its own runs with the one above it.
+pub(super) fn steps(plan: &Plan, kernels: &[(usize, &'static str)]) -> String {
+    let kernel_of = |i: usize| match kernels {
+        [] => String::new(),
+        _ => kernels.iter().find(|(step, _)| *step == i).map_or("(as above)", |(_, name)| name).to_owned(),
+    };
     let rows = plan.steps().iter().enumerate().map(|(i, step)| {
-        [i.to_string(), step.label.clone(), step.op.name().to_owned(), shapes(step), kernel(step)]
+        let (label, op) = (step.label.clone(), step.op.name().to_owned());
+        [i.to_string(), label, op, shapes(step), kernel(step), kernel_of(i)]
     });
-    let head = ["step", "label", "op", "outputs", "types"].map(str::to_owned);
-    let rows: Vec<[String; 5]> = std::iter::once(head).chain(rows).collect();
+    let head = ["step", "label", "op", "outputs", "types", if kernels.is_empty() { "" } else { "kernel" }];
+    let rows: Vec<[String; 6]> = std::iter::once(head.map(str::to_owned)).chain(rows).collect();
     let width = |c: usize| rows.iter().map(|r| r[c].chars().count()).max().unwrap_or(0);
-    let (a, b, c, d) = (width(0), width(1), width(2), width(3));
-    let line = |[i, label, op, shape, kernel]: &[String; 5]| {
-        format!("{i:>a$}  {label:<b$}  {op:<c$}  {shape:<d$}  {kernel}").trim_end().to_owned() + "\n"
+    let (a, b, c, d, e) = (width(0), width(1), width(2), width(3), width(4));
+    let line = |[i, label, op, shape, types, kernel]: &[String; 6]| {
+        format!("{i:>a$}  {label:<b$}  {op:<c$}  {shape:<d$}  {types:<e$}  {kernel}").trim_end().to_owned() + "\n"
     };
     rows.iter().map(line).collect()
 }

@@ -176,6 +176,11 @@ impl Gguf {
     pub fn prefetch(&self) {
         self.files.iter().filter_map(|f| f.mapped.as_ref()).for_each(Mapped::prefetch);
     }
+
+    /// Lets the system drop the pages of the files; they are read again when they are needed.
+    pub fn release(&self) {
+        self.files.iter().filter_map(|f| f.mapped.as_ref()).for_each(Mapped::release);
+    }
 }
 
 fn open_part(path: &Path, file_idx: FileIdx) -> Result<(Part, Parsed), FormatError> {

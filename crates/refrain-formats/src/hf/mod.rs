@@ -137,6 +137,11 @@ impl HfFolder {
     pub fn prefetch(&self) {
         self.weights.files.iter().for_each(|f| f.mapped.prefetch());
     }
+
+    /// Lets the system drop the pages of the weight files; they are read again when they are needed.
+    pub fn release(&self) {
+        self.weights.files.iter().for_each(|f| f.mapped.release());
+    }
 }
 
 impl Weights {
