@@ -32,7 +32,10 @@ pub(crate) fn cpu(args: &[String]) -> Result<()> {
     shell::run("cargo", &["build", "--release", "--quiet", "--package", "refrain-cli"])?;
     println!("tokens per second, {} threads, medians of {} rounds in turn", options.threads, options.rounds);
     println!("{:<28} {:>26} {:>26}", "", "prefill 128", "decode 32");
-    println!("{:<28} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6}", "model", "refrain", "llama.cpp", "x", "refrain", "llama.cpp", "x");
+    println!(
+        "{:<28} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6}",
+        "model", "refrain", "llama.cpp", "x", "refrain", "llama.cpp", "x"
+    );
     for model in &options.models {
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for _ in 0..options.rounds {

@@ -2,7 +2,7 @@
 
 use crate::shell;
 use crate::shell::root;
-use crate::{edges, models};
+use crate::{edges, models, nvrtc};
 use anyhow::Result;
 use std::time::{Duration, Instant};
 
@@ -29,18 +29,46 @@ fn suite(steps: &mut Vec<(String, Duration)>, skipped: &mut Vec<String>) -> Resu
     step("real models", &mut || {
         match models::fetch()?.as_slice() {
             [] => features.push("real-models"),
-            missing => skipped.push(format!("tests of the feature real-models: {} not fetched", missing.join(", "))),
+            missing => {
+                skipped.push(format!("tests of the feature real-models: {} not fetched", missing.join(", ")))
+            }
         }
         Ok(())
     })?;
-    skipped.push("tests of the feature gpu-tests: they run on a GPU machine, from `cargo xtask gpu-bundle`".into());
+    let mut nvrtc = None;
+    step("NVRTC", &mut || {
+        match nvrtc::library() {
+            Ok(library) => nvrtc = Some(library),
+            Err(because) => skipped.push(format!("tests of the feature nvrtc-tests: {because}")),
+        }
+        Ok(())
+    })?;
+    if nvrtc.is_some() {
+        features.push("nvrtc-tests");
+    }
+    if shell::output("c++", &["--version"]).is_ok() {
+        features.push("host-tests");
+    } else {
+        skipped.push("tests of the feature host-tests: there is no C++ compiler called c++".into());
+    }
+    skipped.push(
+        "tests of the feature gpu-tests: they run on a GPU machine, from `cargo xtask gpu-bundle`".into(),
+    );
 
     let flags = test_features(&features)?;
     let mut test = vec!["test", "--workspace", "--profile", "ci"];
     if !flags.is_empty() {
         test.extend(["--features", &flags]);
     }
-    step("tests", &mut || shell::run("cargo", &test))?;
+    step("tests", &mut || {
+        let mut command = shell::command("cargo", &test);
+        if let Some(library) = &nvrtc {
+            command.env("REFRAIN_NVRTC", library);
+        }
+        let status = command.status()?;
+        anyhow::ensure!(status.success(), "cargo {}: {status}", test.join(" "));
+        Ok(())
+    })?;
     step("docs", &mut || docs())?;
     step("doctor on the simulated device", &mut || {
         let refrain = ["run", "--quiet", "--profile", "ci", "--package", "refrain-cli", "--"];

@@ -25,10 +25,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("refrain-models", &["refrain-formats", "refrain-graph", "refrain-tensor"]),
     ("refrain-hub", &[]),
     ("refrain-formats", &["refrain-tensor"]),
-    (
-        "refrain-cuda",
-        &["refrain-driver", "refrain-graph", "refrain-kernels", "refrain-tensor"],
-    ),
+    ("refrain-cuda", &["refrain-driver", "refrain-graph", "refrain-kernels", "refrain-tensor"]),
     ("refrain-kernels", &["refrain-driver", "refrain-graph", "refrain-reference", "refrain-tensor"]),
     ("refrain-driver", &[]),
     ("refrain-cpu", &["refrain-graph", "refrain-reference", "refrain-tensor"]),
@@ -94,7 +91,8 @@ mod tests {
 
     #[test]
     fn an_edge_that_points_up_is_named() {
-        let tensor = json!({ "name": "refrain-tensor", "dependencies": [{ "name": "refrain-graph", "kind": null }] });
+        let tensor =
+            json!({ "name": "refrain-tensor", "dependencies": [{ "name": "refrain-graph", "kind": null }] });
         let graph = json!({ "name": "refrain-graph", "dependencies": [] });
         let wrong = wrong_edges(&json!({ "packages": [tensor, graph] }));
         assert_eq!(wrong, ["refrain-tensor depends on refrain-graph"]);

@@ -5,6 +5,7 @@ mod bundle;
 mod ci;
 mod edges;
 mod models;
+mod nvrtc;
 mod shell;
 
 use anyhow::{Result, bail};
@@ -24,7 +25,9 @@ fn main() -> Result<()> {
     match args.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["ci"] => ci::run(),
         ["edges"] => edges::check(),
-        ["models"] => models::fetch().map(|missing| missing.iter().for_each(|m| eprintln!("not fetched: {m}"))),
+        ["models"] => {
+            models::fetch().map(|missing| missing.iter().for_each(|m| eprintln!("not fetched: {m}")))
+        }
         ["gpu-bundle"] => bundle::make(),
         ["bench-cpu", ..] => bench::cpu(&args[1..]),
         [] | ["help" | "--help" | "-h"] => {

@@ -66,8 +66,8 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
             bench(&BenchTarget::Shape(shape, mix), &options, progress)?
         }
         None => {
-            let model = resolve::find(args.model.as_deref(), context)?.open()?;
-            bench(&BenchTarget::Model(&model), &options, progress)?
+            let files = resolve::find(args.model.as_deref(), context)?.files()?;
+            bench(&BenchTarget::Files(&files), &options, progress)?
         }
     };
     drop(spinner);
@@ -86,13 +86,15 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
 
 fn find_shape(name: &str) -> anyhow::Result<&'static NamedShape> {
     let known = || SHAPES.map(|s| s.name).join(", ");
-    NamedShape::find(name)
-        .ok_or_else(|| Hinted::new(format!("there is no shape {name:?}"), format!("known are {}", known())).into())
+    NamedShape::find(name).ok_or_else(|| {
+        Hinted::new(format!("there is no shape {name:?}"), format!("known are {}", known())).into()
+    })
 }
 
 fn find_mix(name: &str) -> anyhow::Result<QuantMix> {
     QuantMix::from_name(name).ok_or_else(|| {
-        let hint = "known are Q4_K_M and the types of GGUF files: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q6_K, ...";
+        let hint =
+            "known are Q4_K_M and the types of GGUF files: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q6_K, ...";
         Hinted::new(format!("there is no weight type {name:?}"), hint).into()
     })
 }

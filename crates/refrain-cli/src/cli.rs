@@ -1,7 +1,9 @@
 //! What can be typed.
 
 use crate::interrupt::Interrupt;
-use crate::{bench, chat, completions, doctor, inspect, list, perplexity, plan, pull, reference, rm, run, tokenize};
+use crate::{
+    bench, chat, completions, doctor, inspect, list, perplexity, plan, pull, reference, rm, run, tokenize,
+};
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};
 

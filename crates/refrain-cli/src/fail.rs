@@ -2,6 +2,7 @@
 
 use crate::out::{ClosedPipe, talk};
 use anstyle::{AnsiColor, Style};
+use refrain::graph::RunError;
 use refrain_hub::HubError;
 use std::borrow::Cow;
 use std::fmt;
@@ -12,6 +13,8 @@ use std::process::ExitCode;
 const ERROR: Style = AnsiColor::Red.on_default().bold();
 const HINT: Style = AnsiColor::Cyan.on_default().bold();
 
+/// The device was lost: nothing runs on it in this process any more, a new one may do.
+const DEVICE_LOST: u8 = 3;
 /// What a shell expects after Ctrl-C.
 pub(crate) const INTERRUPTED: u8 = 130;
 
@@ -66,10 +69,17 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
         return usage(error);
     }
     print(error);
+    if error.chain().any(is_lost_device) {
+        return ExitCode::from(DEVICE_LOST);
+    }
     match error.downcast_ref::<HubError>() {
         Some(HubError::Cancelled) => ExitCode::from(INTERRUPTED),
         _ => ExitCode::FAILURE,
     }
+}
+
+fn is_lost_device(error: &(dyn std::error::Error + 'static)) -> bool {
+    matches!(error.downcast_ref::<RunError>(), Some(RunError::ContextLost { .. }))
 }
 
 /// Prints an error, its causes and a hint.

@@ -4,7 +4,9 @@ use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::out::talk;
 use clap::{Args, ValueEnum};
-use refrain::{DType, Device, FaultScript, Generate, GraphMode, Method, Model, SamplingParams, Session, SessionOptions};
+use refrain::{
+    DType, Device, FaultScript, Generate, GraphMode, Method, Model, SamplingParams, Session, SessionOptions,
+};
 use refrain_driver::DeviceKind;
 use std::hash::{BuildHasher, Hasher};
 use std::num::NonZeroUsize;
@@ -70,7 +72,11 @@ pub(crate) enum MethodArg {
 
 impl DeviceOpts {
     /// The one place that picks a backend.
-    pub(crate) fn session(&self, n_context: Option<usize>, context: &Context) -> anyhow::Result<SessionOptions> {
+    pub(crate) fn session(
+        &self,
+        n_context: Option<usize>,
+        context: &Context,
+    ) -> anyhow::Result<SessionOptions> {
         let kv_dtype = match self.kv_dtype {
             KvArg::F16 => DType::F16,
             KvArg::F32 => DType::F32,
@@ -133,7 +139,9 @@ impl DeviceOpts {
         }
         if self.profile {
             let message = "--profile times the kernels of a CUDA device, this runs on the CPU";
-            return Err(Hinted::new(message, "use --device cuda or sim, or `refrain bench` on the CPU").into());
+            return Err(
+                Hinted::new(message, "use --device cuda or sim, or `refrain bench` on the CPU").into()
+            );
         }
         Ok(self.cpu())
     }

@@ -69,7 +69,8 @@ fn print_device(status: &Status) {
         );
     }
     let m = &status.memory;
-    let [weights, kv, arena, work] = [m.weight_bytes, m.kv_bytes, m.arena_bytes, m.workspace_bytes].map(Bytes);
+    let [weights, kv, arena, work] =
+        [m.weight_bytes, m.kv_bytes, m.arena_bytes, m.workspace_bytes].map(Bytes);
     talk!("device   {weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace");
 }
 

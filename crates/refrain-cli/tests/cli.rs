@@ -83,7 +83,7 @@ fn talk_goes_to_standard_error_without_colours() {
     let quiet = cli.run(&["run", "A cat", "-n", "4", "--quiet"]);
     assert_eq!(quiet.stderr, "");
     let verbose = cli.run(&["run", "A cat", "-n", "4", "-v"]);
-    assert!(verbose.stderr.contains("no chat template") && verbose.stderr.contains("auto picked the CPU"));
+    assert!(verbose.stderr.contains("no chat template") && verbose.stderr.contains("auto picked"));
 }
 
 #[test]
@@ -338,4 +338,56 @@ fn the_reference_pages_are_what_the_program_prints() {
             "docs/reference/{page}.md is out of date\nhint: cargo run -- __reference {page} > docs/reference/{page}.md"
         );
     }
+}
+
+const SIM: [&str; 2] = ["--device", "sim"];
+
+#[test]
+fn the_simulated_device_replays_every_step_and_writes_what_the_cpu_writes() {
+    let cli = Cli::new();
+    let prompt = ["run", "stories", "Once upon a time"];
+    let cpu = cli.run(&with(&with(&prompt, &GREEDY), &["--device", "cpu"])).ok();
+    for method in ["stream", "nodes"] {
+        let graph = ["--graph", "require", "--graph-method", method, "--json"];
+        let json = cli.run(&with(&with(&with(&prompt, &GREEDY), &SIM), &graph)).json();
+        assert_eq!(json["text"].as_str().map(str::trim_end), Some(cpu.trim_end()), "{method}");
+        let decode = &json["ledger"]["decode"];
+        assert_eq!(decode["replayed"], decode["steps"], "{method}: {decode}");
+        assert!(decode["replayed"].as_u64() > Some(4), "{method}: {decode}");
+    }
+}
+
+#[test]
+fn a_recording_that_fails_is_told_or_refused_as_asked() {
+    let cli = Cli::new();
+    let prompt = with(&["run", "stories", "Once upon a time"], &GREEDY);
+    let whole = cli.run(&with(&prompt, &["--device", "cpu"])).ok();
+    let broken = with(&SIM, &["--faults", "on every begin_capture: fail 900; on every instantiate: fail 2"]);
+    let json = cli.run(&with(&with(&prompt, &broken), &["--json"])).json();
+    assert_eq!(json["text"].as_str().map(str::trim_end), Some(whole.trim_end()));
+    assert_eq!(json["ledger"]["decode"]["replayed"], 0);
+    assert!(json["ledger"]["decode"]["reasons"].as_object().is_some_and(|r| !r.is_empty()), "{json}");
+    let said = cli.run(&with(&with(&prompt, &broken), &["--graph", "require"])).refused();
+    assert!(said.contains("900") || said.contains("error 2"), "{said}");
+}
+
+#[test]
+fn a_device_that_is_lost_mid_text_keeps_what_was_written_and_has_its_own_exit_code() {
+    let cli = Cli::new();
+    let prompt = with(&["run", "stories", "Once upon a time"], &GREEDY);
+    let whole = cli.run(&with(&prompt, &["--device", "cpu"])).ok();
+    let ended = cli.run(&with(&with(&prompt, &SIM), &["--faults", "on 16th replay: sticky 700"]));
+    assert_eq!(ended.code, Some(3), "{}", ended.stderr);
+    let written = ended.stdout.trim_end();
+    assert!(!written.is_empty() && whole.starts_with(written), "{written:?} of {whole:?}");
+    assert!(ended.stderr.contains("700") && ended.stderr.contains("hint: "), "{}", ended.stderr);
+}
+
+#[test]
+fn a_profile_runs_one_kernel_at_a_time_and_says_so() {
+    let cli = Cli::new();
+    let prompt = with(&["run", "stories", "Once upon a time"], &GREEDY);
+    let ended = cli.run(&with(&with(&prompt, &SIM), &["--profile", "--stats"]));
+    assert!(ended.stderr.contains("linear_m1_q8_0"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("profiling times each op"), "{}", ended.stderr);
 }

@@ -6,12 +6,14 @@ use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{BufferId, Op, Operand, Place, Plan, Query, Step, Support, TensorType};
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, CastArgs, CopyArgs, GateArgs, GatherRowsArgs, KernelError,
-    Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, ReduceArgs, RmsNormArgs, RopeArgs, SampleArgs,
-    SoftmaxArgs, UnaryArgs, View, attention_scratch_bytes, attention_splits, sample_scratch_bytes,
+    Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, ReduceArgs, RmsNormArgs, RopeArgs,
+    SampleArgs, SoftmaxArgs, UnaryArgs, View, attention_scratch_bytes, attention_splits,
+    sample_scratch_bytes,
 };
 use refrain_tensor::DType;
 
 use crate::error::CudaError;
+use crate::group::{Group, groups};
 use crate::resident::Resident;
 use crate::warm::WarmPlan;
 
@@ -116,14 +118,29 @@ pub(crate) struct Lowering<'a> {
 }
 
 impl Lowering<'_> {
-    /// Adds a step's launches, and the names of what it writes.
-    pub(crate) fn push(&self, step: &Step, warm: &mut WarmPlan) -> Result<(), CudaError> {
-        if step.outputs.iter().all(|o| o.layout.shape().n_elements() == 0) {
-            return Ok(());
+    /// Adds the launches of steps, and the names of what they write.
+    pub(crate) fn push(&self, steps: &[Step], warm: &mut WarmPlan) -> Result<(), CudaError> {
+        for group in groups(self.plan, steps) {
+            let mut launches = Vec::new();
+            match &group {
+                Group::One(step) => {
+                    if step.outputs.iter().all(|o| o.layout.shape().n_elements() == 0) {
+                        continue;
+                    }
+                    self.step(step, &mut launches).map_err(|e| self.refuse(step, e))?;
+                    self.name_outputs(step, warm)?;
+                }
+                Group::Products(steps) => {
+                    launches.push(self.products(steps).map_err(|e| self.refuse(steps[0], e))?);
+                    steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
+                }
+            }
+            launches.into_iter().for_each(|launch| warm.push(launch));
         }
-        let mut launches = Vec::new();
-        self.step(step, &mut launches).map_err(|e| self.refuse(step, e))?;
-        launches.into_iter().for_each(|launch| warm.push(launch));
+        Ok(())
+    }
+
+    fn name_outputs(&self, step: &Step, warm: &mut WarmPlan) -> Result<(), CudaError> {
         for operand in &step.outputs {
             let buf = match self.plan.buffer(operand.buffer).place {
                 Place::State(s) => self.resident.state_buf(s.idx()),
@@ -205,7 +222,7 @@ impl Lowering<'_> {
                 let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
                 launches.push(k.softmax(&SoftmaxArgs { x, y: out(0)?, n_rows, n_cols, step: label })?);
             }
-            Op::MatMul => launches.push(self.matmul(step)?),
+            Op::MatMul => launches.push(self.products(&[step])?),
             Op::GatherRows(_) => {
                 let table = step.inputs[0].layout.shape();
                 launches.push(k.gather_rows(&GatherRowsArgs {
@@ -284,10 +301,26 @@ impl Lowering<'_> {
         self.dense(step, operand)
     }
 
+    /// Products of the same rows with weights of one dtype, as one launch.
+    fn products(&self, steps: &[&Step]) -> Result<Launch, KernelError> {
+        let parts = steps.iter().map(|step| self.product(step)).collect::<Result<Vec<_>, _>>()?;
+        let labels: Vec<&str> = steps.iter().map(|step| step.label.as_str()).collect();
+        let (step, [m, _]) = (steps[0], self.rows(&steps[0].outputs[0]));
+        let is_weight = |s: &&Step| matches!(self.plan.buffer(s.inputs[1].buffer).place, Place::Weight(_));
+        self.kernels.linear(&LinearArgs {
+            x: self.view(&step.inputs[0])?,
+            w_dtype: self.resident.dtype(self.plan, &step.inputs[1]),
+            parts: &parts,
+            m,
+            k: step.inputs[1].layout.shape().dims()[0],
+            w_is_fixed: steps.iter().all(is_weight),
+            step: &labels.join(" + "),
+        })
+    }
+
     /// The second factor must be a weight `[n, k]`, or a value like one, seen transposed.
-    fn matmul(&self, step: &Step) -> Result<Launch, KernelError> {
+    fn product(&self, step: &Step) -> Result<LinearPart, KernelError> {
         let (x, w) = (self.view(&step.inputs[0])?, self.view(&step.inputs[1])?);
-        let [m, _] = self.rows(&step.outputs[0]);
         let refuse = || KernelError::Unsupported {
             op: "matmul",
             dtype: w.dtype,
@@ -302,16 +335,8 @@ impl Lowering<'_> {
             w.layout.transpose().ok().filter(refrain_tensor::Layout::is_contiguous).ok_or_else(refuse)?;
         let start = w.dtype.bytes_for(transposed.offset()).ok_or_else(refuse)?;
         let bytes = w.dtype.bytes_for(n * k).ok_or_else(refuse)?;
-        self.kernels.linear(&LinearArgs {
-            x,
-            w: w.buf.slice(start as u64, bytes as u64)?,
-            w_dtype: w.dtype,
-            y: self.dense(step, &step.outputs[0])?,
-            m,
-            n,
-            k,
-            step: &step.label,
-        })
+        let y = self.dense(step, &step.outputs[0])?;
+        Ok(LinearPart { w: w.buf.slice(start as u64, bytes as u64)?, y, n })
     }
 
     /// A cache with its scratch blocks, and how many blocks that makes.

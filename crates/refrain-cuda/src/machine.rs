@@ -162,9 +162,7 @@ impl Machine {
                 format!("step of {n} tokens, segment {idx}")
             };
             let mut warm = WarmPlan::new(&name, &resident.space);
-            for step in &plan.steps()[segment.steps.clone()] {
-                lowering.push(step, &mut warm)?;
-            }
+            lowering.push(&plan.steps()[segment.steps.clone()], &mut warm)?;
             if !warm.work().is_empty() {
                 parts.push(Part::Device { segment: segment.clone(), warm });
             }

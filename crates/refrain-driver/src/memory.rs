@@ -10,7 +10,8 @@ use bytemuck::Pod;
 use crate::api::{Code, DevicePtr, HostPtr};
 use crate::device::Context;
 use crate::error::DriverError;
-use crate::shared::{Garbage, Shared, lock};
+use crate::protocol::sync::lock;
+use crate::shared::{Garbage, Shared};
 use crate::stream::Progress;
 
 /// Allocations are at least this large, so that an empty region has an address too.

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use crate::api::HostPtr;
 use crate::error::DriverError;
 use crate::memory::{Buf, Memory, Place, Region};
+use crate::protocol::entries::{Entries, Next};
 use crate::stream::Stream;
 
 /// Where the first entry starts.
@@ -27,13 +28,17 @@ pub const RING_HEADER_BYTES: u64 = 64;
 /// The host's end of a ring.
 #[derive(Debug)]
 pub struct Ring {
-    memory: Arc<Memory>,
+    words: Words,
     buf: Buf,
-    base: HostPtr,
-    n_entries: u64,
     payload_bytes: usize,
-    n_reserved: u64,
-    n_taken: u64,
+    entries: Entries,
+}
+
+/// The pinned region, as the words in it that the host and the device both touch.
+#[derive(Debug)]
+struct Words {
+    memory: Arc<Memory>,
+    base: HostPtr,
 }
 
 impl Ring {
@@ -73,16 +78,13 @@ impl Ring {
             return Err(DriverError::LeaseTaken { name: "ring".to_owned() });
         }
         let ring = Ring {
-            memory: Arc::clone(memory),
+            words: Words { memory: Arc::clone(memory), base },
             buf,
-            base,
-            n_entries: u64::from(n_entries),
             payload_bytes,
-            n_reserved: 0,
-            n_taken: 0,
+            entries: Entries::new(u64::from(n_entries)),
         };
-        (0..ring.n_entries).for_each(|i| ring.word(ring.entry(i)).store(0, Ordering::Relaxed));
-        ring.word(0).store(0, Ordering::Release);
+        (0..u64::from(n_entries)).for_each(|i| ring.words.at(ring.entry(i)).store(0, Ordering::Relaxed));
+        ring.words.at(0).store(0, Ordering::Release);
         Ok(ring)
     }
 
@@ -95,15 +97,13 @@ impl Ring {
     /// Counts one more result that will come; false when the ring has no room for it, and then nothing may be sent.
     #[must_use]
     pub fn reserve(&mut self) -> bool {
-        let room = self.n_reserved - self.n_taken < self.n_entries;
-        self.n_reserved += u64::from(room);
-        room
+        self.entries.reserve()
     }
 
     /// Results that are on their way.
     #[must_use]
     pub fn n_pending(&self) -> u64 {
-        self.n_reserved - self.n_taken
+        self.entries.n_pending()
     }
 
     /// Takes the next result if it is there, and returns its number.
@@ -115,20 +115,14 @@ impl Ring {
                 given: payload.len() as u64,
             });
         }
-        let expected = self.n_taken + 1;
-        let entry = self.entry(self.n_taken % self.n_entries);
-        let seq = self.word(entry).load(Ordering::Acquire);
-        if seq > expected {
-            return Err(DriverError::RingOverrun { expected, found: seq });
+        let entry = self.entry(self.entries.next_idx());
+        let from = HostPtr(self.words.base.0 + entry + 8);
+        let (seq, consumed) = (self.words.at(entry), self.words.at(0));
+        match self.entries.take(seq, consumed, || read_pinned(from, payload)) {
+            Next::Taken(seq) => Ok(Some(seq)),
+            Next::Pending => Ok(None),
+            Next::Overrun { expected, found } => Err(DriverError::RingOverrun { expected, found }),
         }
-        if seq < expected {
-            return Ok(None);
-        }
-        read_pinned(HostPtr(self.base.0 + entry + 8), payload);
-        self.n_taken = expected;
-        self.n_reserved = self.n_reserved.max(expected);
-        self.word(0).store(expected, Ordering::Release);
-        Ok(Some(expected))
     }
 
     /// Waits for the next result, at most `limit`, and looks for errors of the stream meanwhile.
@@ -163,8 +157,10 @@ impl Ring {
     fn entry(&self, index: u64) -> u64 {
         RING_HEADER_BYTES + index * Ring::stride(self.payload_bytes)
     }
+}
 
-    fn word(&self, offset: u64) -> &AtomicU64 {
+impl Words {
+    fn at(&self, offset: u64) -> &AtomicU64 {
         // SAFETY: `offset` is 0 or an entry's start, so `offset + 8` is inside the pinned region (`Ring::new` checked
         // its size) and 8-byte aligned (the region is, and offsets are multiples of 16). `self.memory` keeps it
         // allocated, and the host touches a ring's region only atomically.
@@ -174,7 +170,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        self.memory.give_region(self.buf);
+        self.words.memory.give_region(self.buf);
     }
 }
 

@@ -2,8 +2,8 @@
 //! to be freed, and whether the context is lost.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::api::{
@@ -12,6 +12,8 @@ use crate::api::{
 };
 use crate::error::{DriverError, Lost, Origin};
 use crate::probe::Probe;
+use crate::protocol::gate::Gate;
+use crate::protocol::sync::lock;
 use crate::watchdog::Watchdog;
 
 /// State of one open device. Everything that calls its driver goes through [`Shared::call`].
@@ -24,10 +26,8 @@ pub(crate) struct Shared {
     id: u64,
     lost: OnceLock<Arc<Lost>>,
     last: Mutex<Option<Origin>>,
-    recording: AtomicBool,
+    gate: Gate<Garbage>,
     recorded_stream: Mutex<Option<StreamHandle>>,
-    bin: Mutex<Vec<Garbage>>,
-    owner: AtomicU64,
     pub(crate) watchdog: Watchdog,
     /// Set once, right after opening.
     pub(crate) probe: OnceLock<Probe>,
@@ -52,11 +52,6 @@ thread_local! {
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
-pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing in this crate leaves a guarded value half changed when it panics.
-    m.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Shared {
     pub(crate) fn new(
         api: Arc<dyn Api>,
@@ -76,10 +71,8 @@ impl Shared {
             id: NEXT_TAG.fetch_add(1, Ordering::Relaxed),
             lost: OnceLock::new(),
             last: Mutex::new(None),
-            recording: AtomicBool::new(false),
+            gate: Gate::new(),
             recorded_stream: Mutex::new(None),
-            bin: Mutex::new(Vec::new()),
-            owner: AtomicU64::new(0),
             watchdog: Watchdog::new(),
             probe: OnceLock::new(),
         }
@@ -180,7 +173,7 @@ impl Shared {
     #[inline]
     pub(crate) fn refuse_while_recording(&self, what: &'static str, bytes: u64) -> Result<(), DriverError> {
         self.check_lost()?;
-        if self.recording.load(Ordering::Acquire) {
+        if self.gate.is_recording() {
             return Err(DriverError::CaptureIncompatible { what, bytes });
         }
         Ok(())
@@ -190,7 +183,7 @@ impl Shared {
     pub(crate) fn begin_recording(self: &Arc<Self>) -> Result<RecordingFlag, DriverError> {
         self.refuse_while_recording("a second recording", 0)?;
         self.empty_bin();
-        self.recording.store(true, Ordering::Release);
+        self.gate.set_recording(true);
         Ok(RecordingFlag { shared: Arc::clone(self) })
     }
 
@@ -223,18 +216,13 @@ impl Shared {
 
     /// Makes the calling thread the owner; false when another thread is.
     pub(crate) fn claim(&self) -> bool {
-        let tag = THREAD_TAG.with(|t| *t);
-        self.owner.compare_exchange(0, tag, Ordering::AcqRel, Ordering::Acquire).is_ok()
-    }
-
-    pub(crate) fn is_owner(&self) -> bool {
-        self.owner.load(Ordering::Acquire) == THREAD_TAG.with(|t| *t)
+        self.gate.claim(THREAD_TAG.with(|t| *t))
     }
 
     /// Gives the ownership up.
     pub(crate) fn unclaim(&self) {
         self.empty_bin();
-        self.owner.store(0, Ordering::Release);
+        self.gate.unclaim();
     }
 
     /// Frees an object now, or later when something records or when this is not the device's thread.
@@ -242,26 +230,19 @@ impl Shared {
         if self.lost.get().is_some() {
             return;
         }
-        if self.recording.load(Ordering::Acquire) || !self.is_owner() {
-            lock(&self.bin).push(garbage);
-        } else {
+        if let Some(garbage) = self.gate.throw(garbage, THREAD_TAG.with(|t| *t)) {
             self.destroy(garbage);
         }
     }
 
     /// How many objects wait to be freed.
     pub(crate) fn bin_len(&self) -> usize {
-        lock(&self.bin).len()
+        self.gate.n_kept()
     }
 
     pub(crate) fn empty_bin(&self) {
-        if self.recording.load(Ordering::Acquire) {
-            return;
-        }
-        // Emptied in one go and destroyed outside the lock: a driver call may take its time.
-        let garbage = std::mem::take(&mut *lock(&self.bin));
-        for g in garbage {
-            self.destroy(g);
+        for garbage in self.gate.empty() {
+            self.destroy(garbage);
         }
     }
 
@@ -282,9 +263,9 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        self.recording.store(false, Ordering::Release);
+        self.gate.set_recording(false);
         if let Some(probe) = self.probe.take() {
-            lock(&self.bin).extend(probe.into_garbage());
+            self.gate.keep(probe.into_garbage());
         }
         self.empty_bin();
         if self.lost.get().is_none()
@@ -306,7 +287,7 @@ pub(crate) struct RecordingFlag {
 impl Drop for RecordingFlag {
     fn drop(&mut self) {
         self.shared.set_recorded_stream(None);
-        self.shared.recording.store(false, Ordering::Release);
+        self.shared.gate.set_recording(false);
         self.shared.empty_bin();
     }
 }

@@ -5,12 +5,14 @@
 //! owner's next launch fails instead; and it sets a flag that every enqueue looks at first.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use crate::api::StreamHandle;
 use crate::error::{DriverError, Lost, Origin};
-use crate::shared::{Shared, lock};
+use crate::protocol::sync::lock;
+use crate::protocol::watch::{Look, Watch};
+use crate::shared::Shared;
 
 /// How long the owner waits for the watchdog to finish a query it has begun.
 const QUERY_LIMIT: Duration = Duration::from_secs(5);
@@ -22,16 +24,8 @@ pub(crate) struct Watchdog {
 }
 
 struct State {
-    watch: Mutex<Watch>,
-    changed: Condvar,
+    watch: Watch<Armed>,
     fired: AtomicU64,
-}
-
-#[derive(Default)]
-struct Watch {
-    armed: Option<Armed>,
-    querying: bool,
-    quit: bool,
 }
 
 struct Armed {
@@ -75,8 +69,7 @@ impl Bark {
 
 impl Watchdog {
     pub(crate) fn new() -> Watchdog {
-        let state =
-            State { watch: Mutex::new(Watch::default()), changed: Condvar::new(), fired: AtomicU64::new(0) };
+        let state = State { watch: Watch::new(), fired: AtomicU64::new(0) };
         Watchdog { state: Arc::new(state), started: AtomicBool::new(false) }
     }
 
@@ -101,8 +94,7 @@ impl Watchdog {
         let deadline = now.checked_add(limit).unwrap_or(now + Duration::from_secs(86_400));
         let armed =
             Armed { deadline, limit, stream: None, shared: Arc::downgrade(shared), bark: Arc::clone(bark) };
-        lock(&self.state.watch).armed = Some(armed);
-        self.state.changed.notify_all();
+        self.state.watch.arm(armed);
         WatchGuard {
             state: Arc::clone(&self.state),
             shared: Arc::clone(shared),
@@ -115,8 +107,7 @@ impl Watchdog {
 
 impl Drop for Watchdog {
     fn drop(&mut self) {
-        lock(&self.state.watch).quit = true;
-        self.state.changed.notify_all();
+        self.state.watch.quit();
     }
 }
 
@@ -136,13 +127,13 @@ impl WatchGuard {
         DriverError::RecordingDeadline { name: self.bark.name.clone(), limit: self.limit, n_enqueued, last }
     }
 
-    /// The stream that is being captured from now on, or none.
+    /// The stream that is being captured from now on, or none. Waits for a query that the watchdog has begun, so that
+    /// the stream outlives it.
     pub(crate) fn set_stream(&self, stream: Option<StreamHandle>) {
-        let mut watch = self.settled();
-        if let Some(armed) = &mut watch.armed {
-            armed.stream = stream;
+        if !self.state.watch.edit(QUERY_LIMIT, |armed| armed.stream = stream) {
+            let origin = self.bark.progress().1;
+            self.shared.lose(Lost { code: None, call: "cuStreamQuery by the watchdog", origin });
         }
-        drop(watch);
         self.shared.set_recorded_stream(stream);
     }
 
@@ -150,71 +141,46 @@ impl WatchGuard {
     pub(crate) fn expired(&self) -> bool {
         self.bark.expired() || Instant::now() >= self.deadline
     }
-
-    /// Waits for a query that the watchdog has begun, so that the stream outlives it.
-    fn settled(&self) -> std::sync::MutexGuard<'_, Watch> {
-        let watch = lock(&self.state.watch);
-        let (watch, timeout) = self
-            .state
-            .changed
-            .wait_timeout_while(watch, QUERY_LIMIT, |w| w.querying)
-            .unwrap_or_else(PoisonError::into_inner);
-        if timeout.timed_out() && watch.querying {
-            let origin = self.bark.progress().1;
-            self.shared.lose(Lost { code: None, call: "cuStreamQuery by the watchdog", origin });
-        }
-        watch
-    }
 }
 
 impl Drop for WatchGuard {
     fn drop(&mut self) {
         self.set_stream(None);
-        lock(&self.state.watch).armed = None;
+        self.state.watch.disarm();
     }
 }
 
 impl State {
     fn run(&self) {
-        let mut watch = lock(&self.watch);
-        while !watch.quit {
-            let now = Instant::now();
-            let pending = watch.armed.as_ref().filter(|a| !a.bark.expired()).map(|a| a.deadline);
-            watch = match pending {
-                None => self.changed.wait(watch).unwrap_or_else(PoisonError::into_inner),
-                Some(deadline) if deadline > now => {
-                    self.changed.wait_timeout(watch, deadline - now).unwrap_or_else(PoisonError::into_inner).0
+        self.watch.run(
+            |armed| self.look(armed),
+            |(stream, shared)| {
+                if let (Some(stream), Some(shared)) = (stream, shared) {
+                    // Its result is the point: 900 here, and the capture is invalidated. The handle is dropped before
+                    // the lock is taken again: it may be the last, whose drop takes it too.
+                    let _ = shared.raw(|api| api.stream_query(stream));
                 }
-                Some(_) => {
-                    let (stream, shared) = match &watch.armed {
-                        Some(armed) => {
-                            armed.bark.expired.store(true, Ordering::Release);
-                            self.fired.fetch_add(1, Ordering::Relaxed);
-                            let (n, last) = armed.bark.progress();
-                            let last = last.map_or_else(|| "nothing".to_owned(), |o| o.to_string());
-                            tracing::error!(
-                                "recording {:?} is over its limit of {:?}: {n} calls enqueued, last {last}",
-                                armed.bark.name,
-                                armed.limit
-                            );
-                            (armed.stream, armed.shared.upgrade())
-                        }
-                        None => (None, None),
-                    };
-                    watch.querying = true;
-                    drop(watch);
-                    if let (Some(stream), Some(shared)) = (stream, &shared) {
-                        // Its result is the point: 900 here, and the capture is invalidated.
-                        let _ = shared.raw(|api| api.stream_query(stream));
-                    }
-                    // Dropped before the lock is taken: it may be the last handle, whose drop takes it too.
-                    drop(shared);
-                    let mut watch = lock(&self.watch);
-                    watch.querying = false;
-                    self.changed.notify_all();
-                    watch
-                }
-            };
+            },
+        );
+    }
+
+    fn look(&self, armed: &Armed) -> Look<(Option<StreamHandle>, Option<Arc<Shared>>)> {
+        let now = Instant::now();
+        if armed.bark.expired() {
+            return Look::Rest;
         }
+        if armed.deadline > now {
+            return Look::Wait(armed.deadline - now);
+        }
+        armed.bark.expired.store(true, Ordering::Release);
+        self.fired.fetch_add(1, Ordering::Relaxed);
+        let (n, last) = armed.bark.progress();
+        let last = last.map_or_else(|| "nothing".to_owned(), |o| o.to_string());
+        tracing::error!(
+            "recording {:?} is over its limit of {:?}: {n} calls enqueued, last {last}",
+            armed.bark.name,
+            armed.limit
+        );
+        Look::Act((armed.stream, armed.shared.upgrade()))
     }
 }

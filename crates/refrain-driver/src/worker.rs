@@ -1,14 +1,13 @@
 //! The device thread: one thread owns a context, others send it work and wait with a deadline.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::device::{Context, Device};
 use crate::error::{DriverError, panic_message};
-use crate::shared::lock;
+use crate::protocol::turn::Turn;
 
 /// How long dropping a worker waits for its thread.
 const DROP_LIMIT: Duration = Duration::from_secs(5);
@@ -23,16 +22,7 @@ pub struct Worker<S> {
     device: Device,
     jobs: Option<mpsc::Sender<(&'static str, Job<S>)>>,
     thread: Option<JoinHandle<()>>,
-    status: Arc<Status>,
-}
-
-#[derive(Default)]
-struct Status {
-    /// The request that is being worked on.
-    busy: Mutex<Option<&'static str>>,
-    /// Set when a caller gave up on it; reset when it ends after all.
-    stuck: AtomicBool,
-    ended: AtomicBool,
+    turn: Arc<Turn>,
 }
 
 impl Device {
@@ -44,10 +34,10 @@ impl Device {
     ) -> Result<Worker<S>, DriverError> {
         let (jobs, queue) = mpsc::channel::<(&'static str, Job<S>)>();
         let (ready, started) = mpsc::channel();
-        let status = Arc::new(Status::default());
-        let (device, shown) = (self.clone(), Arc::clone(&status));
+        let turn = Arc::new(Turn::new());
+        let (device, shown) = (self.clone(), Arc::clone(&turn));
         let body = move || {
-            *lock(&shown.busy) = Some("starting");
+            shown.begin("starting");
             // Unwind safety: after a panic nothing of `init` is used.
             let made = catch_unwind(AssertUnwindSafe(|| {
                 let ctx = device.context()?;
@@ -55,17 +45,15 @@ impl Device {
                 Ok((ctx, state))
             }))
             .unwrap_or_else(|payload| Err(panicked("starting", &*payload)));
-            *lock(&shown.busy) = None;
-            shown.stuck.store(false, Ordering::Release);
+            shown.finish();
             match made {
                 Ok((ctx, mut state)) => {
                     // The caller may have given up; then the queue is closed and the loop ends at once.
                     let _ = ready.send(Ok(()));
                     for (what, job) in queue {
-                        *lock(&shown.busy) = Some(what);
+                        shown.begin(what);
                         job(&mut state);
-                        *lock(&shown.busy) = None;
-                        shown.stuck.store(false, Ordering::Release);
+                        shown.finish();
                     }
                     drop(state);
                     drop(ctx);
@@ -75,13 +63,13 @@ impl Device {
                 }
             }
             drop(device);
-            shown.ended.store(true, Ordering::Release);
+            shown.end();
         };
         let thread = std::thread::Builder::new()
             .name("refrain-device".to_owned())
             .spawn(body)
             .map_err(DriverError::caller)?;
-        let worker = Worker { device: self.clone(), jobs: Some(jobs), thread: Some(thread), status };
+        let worker = Worker { device: self.clone(), jobs: Some(jobs), thread: Some(thread), turn };
         match started.recv_timeout(limit) {
             Ok(result) => result.map(|()| worker),
             Err(_) => Err(worker.no_answer("starting", limit)),
@@ -99,7 +87,7 @@ impl<S: 'static> Worker<S> {
         f: impl FnOnce(&mut S) -> Result<R, DriverError> + Send + 'static,
     ) -> Result<R, DriverError> {
         self.device.shared.check_lost()?;
-        if self.status.stuck.load(Ordering::Acquire) {
+        if self.turn.is_stuck() {
             return Err(self.no_answer(what, Duration::ZERO));
         }
         let (answer, answered) = mpsc::channel();
@@ -141,12 +129,8 @@ impl<S: 'static> Worker<S> {
 
 impl<S> Worker<S> {
     fn no_answer(&self, what: &'static str, waited: Duration) -> DriverError {
-        let busy = lock(&self.status.busy);
-        if busy.is_some() {
-            self.status.stuck.store(true, Ordering::Release);
-        }
+        let busy = self.turn.give_up().unwrap_or("nothing").to_owned();
         let origin = self.device.shared.last();
-        let busy = busy.unwrap_or("nothing").to_owned();
         tracing::error!("the device thread gave no answer to {what:?} in {waited:?}; busy with {busy:?}");
         DriverError::NoAnswer { what, waited, busy, origin }
     }
@@ -156,9 +140,9 @@ impl<S> Drop for Worker<S> {
     fn drop(&mut self) {
         self.jobs = None;
         let Some(thread) = self.thread.take() else { return };
-        let limit = if self.status.stuck.load(Ordering::Acquire) { Duration::ZERO } else { DROP_LIMIT };
+        let limit = if self.turn.is_stuck() { Duration::ZERO } else { DROP_LIMIT };
         let start = Instant::now();
-        while !self.status.ended.load(Ordering::Acquire) && !thread.is_finished() {
+        while !self.turn.has_ended() && !thread.is_finished() {
             if start.elapsed() >= limit {
                 // A thread inside a driver call cannot be ended; it is left to itself.
                 tracing::warn!("the device thread did not end and is left behind");

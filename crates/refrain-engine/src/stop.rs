@@ -42,7 +42,11 @@ impl StopFilter {
 
 /// Length of the longest end of `text` that is a beginning of `stop`.
 fn overlap(text: &str, stop: &str) -> usize {
-    stop.char_indices().map(|(i, _)| i).filter(|&i| i <= text.len() && text.ends_with(&stop[..i])).max().unwrap_or(0)
+    stop.char_indices()
+        .map(|(i, _)| i)
+        .filter(|&i| i <= text.len() && text.ends_with(&stop[..i]))
+        .max()
+        .unwrap_or(0)
 }
 
 #[cfg(test)]

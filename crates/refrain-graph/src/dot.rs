@@ -7,7 +7,8 @@ use std::fmt::Write;
 impl Plan {
     /// The plan in Graphviz's language: a box per step, a frame per segment, an edge per buffer that is passed on.
     pub fn to_dot(&self) -> String {
-        let mut out = String::from("digraph plan {\n  rankdir=TB; node [shape=box, fontname=\"monospace\"];\n");
+        let mut out =
+            String::from("digraph plan {\n  rankdir=TB; node [shape=box, fontname=\"monospace\"];\n");
         for (i, segment) in self.segments().iter().enumerate() {
             let title = match segment.kind {
                 SegmentKind::Recordable => format!("segment {i}: one launch"),
@@ -24,7 +25,8 @@ impl Plan {
         let mut writer = vec![None; self.buffers().len()];
         for (s, step) in self.steps().iter().enumerate() {
             for input in &step.inputs {
-                let transient = !matches!(self.buffer(input.buffer).place, Place::Weight(_) | Place::Control { .. });
+                let transient =
+                    !matches!(self.buffer(input.buffer).place, Place::Weight(_) | Place::Control { .. });
                 if let (true, Some(from)) = (transient, writer[input.buffer.idx()]) {
                     let _ = writeln!(out, "  s{from} -> s{s} [label=\"{}\"];", input.ty());
                 }

@@ -399,7 +399,13 @@ impl GraphBuilder {
     }
 
     /// Some entries of one dimension.
-    pub fn slice(&mut self, x: ValueId, axis: usize, start: usize, len: usize) -> Result<ValueId, GraphError> {
+    pub fn slice(
+        &mut self,
+        x: ValueId,
+        axis: usize,
+        start: usize,
+        len: usize,
+    ) -> Result<ValueId, GraphError> {
         self.single(Op::View(View::Slice { axis, start, len }), &[x], "slice")
     }
 

@@ -102,7 +102,11 @@ impl Op {
             Op::Cast(to) => {
                 rule.arity(1)?;
                 rule.require(0, to.is_float(), format!("a cast to F32, F16 or BF16, not {to}"))?;
-                rule.require(0, !is_integer(inputs[0].dtype), "numbers: F32, F16, BF16 or a quantised dtype")?;
+                rule.require(
+                    0,
+                    !is_integer(inputs[0].dtype),
+                    "numbers: F32, F16, BF16 or a quantised dtype",
+                )?;
                 Ok(vec![TensorType { dtype: *to, shape: inputs[0].shape }])
             }
             Op::Unary(_) | Op::Softmax => {
@@ -130,7 +134,11 @@ impl Op {
                 rule.arity(2)?;
                 rule.float(0)?;
                 rule.float(1)?;
-                rule.require(1, inputs[1].shape.dims() == [inputs[0].shape.dim_back(0)], "one weight per column")?;
+                rule.require(
+                    1,
+                    inputs[1].shape.dims() == [inputs[0].shape.dim_back(0)],
+                    "one weight per column",
+                )?;
                 Ok(vec![inputs[0]])
             }
             Op::AddRmsNorm { .. } => {
@@ -138,7 +146,11 @@ impl Op {
                 rule.float(0)?;
                 rule.require(1, inputs[1] == inputs[0], format!("{}", inputs[0]))?;
                 rule.float(2)?;
-                rule.require(2, inputs[2].shape.dims() == [inputs[0].shape.dim_back(0)], "one weight per column")?;
+                rule.require(
+                    2,
+                    inputs[2].shape.dims() == [inputs[0].shape.dim_back(0)],
+                    "one weight per column",
+                )?;
                 Ok(vec![inputs[0], inputs[0]])
             }
             Op::Gate(_) => {
@@ -164,7 +176,11 @@ impl Op {
                 rule.float(0)?;
                 rule.float(1)?;
                 rule.require(0, cache[2] > 0, "blocks of at least one position")?;
-                rule.require(1, x[1] == cache[1] && x[2] == cache[3], format!("[n, {}, {}]", cache[1], cache[3]))?;
+                rule.require(
+                    1,
+                    x[1] == cache[1] && x[2] == cache[3],
+                    format!("[n, {}, {}]", cache[1], cache[3]),
+                )?;
                 rule.exact(2, DType::I32, &[x[0]])?;
                 rule.exact(3, DType::I32, &[x[0]])?;
                 rule.rank(4, 2)?;

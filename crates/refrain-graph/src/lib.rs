@@ -26,8 +26,8 @@ pub use backend::{Backend, CompileError, Io, Query, RunError, Support};
 pub use control::{ControlBlock, ControlError, ControlLayout, Slot};
 pub use fuse::fuse;
 pub use graph::{
-    Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Origin, Output, State, StateId, Value, ValueId,
-    Weight, WeightId,
+    Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Origin, Output, State, StateId, Value,
+    ValueId, Weight, WeightId,
 };
 pub use infer::InferError;
 pub use op::{

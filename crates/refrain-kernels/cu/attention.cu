@@ -62,6 +62,7 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
     __shared__ float rescale[HEADS];
     __shared__ const T* values[TILE];
 
+    start();
     u32 row = blockIdx.x, split = blockIdx.z;
     u32 group = s.n_heads / s.n_kv_heads, chunks = (group + HEADS - 1) / HEADS;
     u32 kv_head = blockIdx.y / chunks, first_head = kv_head * group + blockIdx.y % chunks * HEADS;
@@ -191,6 +192,7 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
 
 extern "C" __global__ __launch_bounds__(128) void attention_combine_f32(float* y, const float* partials, u32 head_dim,
                                                                         u32 n_splits) {
+    start();
     u64 row = blockIdx.x;
     const float* parts = partials + row * n_splits * head_dim;
     const float* scales = partials + (u64)gridDim.x * n_splits * head_dim + 2 * row * n_splits;

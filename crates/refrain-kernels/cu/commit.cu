@@ -18,6 +18,7 @@
 // Requires  n at most 1024
 // Exact. Capture: safe.
 #include "dtype.cuh"
+#include "overlap.cuh"
 
 struct CommitState {
     u32 done, n_left, history_next, limit;
@@ -37,6 +38,7 @@ extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* 
                                                               const i32* token, const float* logprob, const i32* eog,
                                                               u32 n, u32 n_history, u32 n_eog, u32 n_entries,
                                                               u32 stride) {
+    start();
     u32 row = threadIdx.x;
     u64 seq = ring == nullptr ? 0 : *count;
     u8* slot = ring + 64 + seq % n_entries * stride;

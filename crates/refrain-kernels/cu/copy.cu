@@ -10,6 +10,7 @@
 
 #define COPY(name, T)                                                                                      \
     extern "C" __global__ __launch_bounds__(256) void copy_##name(T* y, const T* x, Walk walk, u32 n) {    \
+        start();                                                                                           \
         u32 i = blockIdx.x * 256 + threadIdx.x;                                                            \
         if (i >= n) return;                                                                                \
         u32 at, unused;                                                                                    \
@@ -19,6 +20,7 @@
 
 #define CAST(from, From, to, To)                                                                           \
     extern "C" __global__ __launch_bounds__(256) void cast_##from##_##to(To* y, const From* x, Walk walk, u32 n) { \
+        start();                                                                                           \
         u32 i = blockIdx.x * 256 + threadIdx.x;                                                            \
         if (i >= n) return;                                                                                \
         u32 at, unused;                                                                                    \

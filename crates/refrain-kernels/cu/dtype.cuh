@@ -51,17 +51,15 @@ template <> inline BF16 from_f32<BF16>(float x) {
     return BF16{(u16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 
-// An f16 at an even address.
-inline float load_f16(const u8* p) { return to_f32(F16{*(const u16*)p}); }
+// Four bytes at a multiple of four.
+inline u32 load_u32(const u8* p) { return *(const u32*)p; }
 
-// Four bytes at an even address, the first in the lowest bits.
+// Four bytes at an even address, the first in the lowest bits: one load where that is allowed.
 inline u32 load_u32_by_2(const u8* p) {
+    if ((u64)p % 4 == 0) return load_u32(p);
     const u16* h = (const u16*)p;
     return (u32)h[0] | (u32)h[1] << 16;
 }
-
-// Four bytes at a multiple of four.
-inline u32 load_u32(const u8* p) { return *(const u32*)p; }
 
 inline float nan_f32() { return __uint_as_float(0x7fc00000u); }
 inline float inf_f32() { return __uint_as_float(0x7f800000u); }

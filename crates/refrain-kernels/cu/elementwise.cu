@@ -11,16 +11,23 @@
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-inline float gelu_tanh(float x) {
-    float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return 0.5f * x * (1.0f + tanhf(inner));
+// x sigmoid(s). The exponential never overflows, so that far on the left the result is tiny and not yet zero.
+inline float times_sigmoid(float x, float s) {
+    float e = expf(-fabsf(s));
+    return s < 0.0f ? x * e / (1.0f + e) : x / (1.0f + e);
 }
 
-inline float silu(float x) { return x / (1.0f + expf(-x)); }
+inline float silu(float x) { return times_sigmoid(x, x); }
+
+// 0.5 x (1 + tanh(u)) is x sigmoid(2 u), without the difference that cancels.
+inline float gelu_tanh(float x) {
+    return times_sigmoid(x, 2.0f * (0.7978845608028654f * (x + 0.044715f * x * x * x)));
+}
 
 #define UNARY(name, expression)                                                                            \
     extern "C" __global__ __launch_bounds__(256) void unary_##name##_f32(float* y, const float* v, Walk walk, u32 n, \
                                                                          float p0, float p1) {             \
+        start();                                                                                           \
         u32 i = blockIdx.x * 256 + threadIdx.x;                                                            \
         if (i >= n) return;                                                                                \
         u32 at, unused;                                                                                    \
@@ -32,6 +39,7 @@ inline float silu(float x) { return x / (1.0f + expf(-x)); }
 #define BINARY(name, expression)                                                                           \
     extern "C" __global__ __launch_bounds__(256) void binary_##name##_f32(float* y, const float* u, const float* v, \
                                                                           Walk walk, u32 n) {              \
+        start();                                                                                           \
         u32 i = blockIdx.x * 256 + threadIdx.x;                                                            \
         if (i >= n) return;                                                                                \
         u32 a_at, b_at;                                                                                    \
@@ -43,6 +51,7 @@ inline float silu(float x) { return x / (1.0f + expf(-x)); }
 #define GATE(name, f)                                                                                      \
     extern "C" __global__ __launch_bounds__(256) void gate_##name##_f32(                                   \
         float* y, const float* gate, const float* up, Rows gate_rows, Rows up_rows, u32 n_rows, u32 n_cols) { \
+        start();                                                                                           \
         u32 i = blockIdx.x * 256 + threadIdx.x, row = i / n_cols, col = i % n_cols;                        \
         if (row >= n_rows) return;                                                                         \
         y[i] = f(gate[gate_rows.start(row) + col]) * up[up_rows.start(row) + col];                         \

@@ -7,9 +7,11 @@
 // Launch    grid (n_ids), block (256), shared 0
 // Requires  table at a multiple of 16 bytes; d whole blocks
 // Exact. Capture: safe; ids are read at each run.
+#include "overlap.cuh"
 #include "quant.cuh"
 
 template <typename T> inline void gather_plain(float* y, const T* table, const i32* ids, u32 n_rows, u32 d) {
+    start();
     i32 id = ids[blockIdx.x];
     float* out = y + (u64)blockIdx.x * d;
     bool there = id >= 0 && (u32)id < n_rows;
@@ -20,6 +22,7 @@ template <typename T> inline void gather_plain(float* y, const T* table, const i
 
 template <typename Q> inline void gather_quant(float* y, const u8* table, const i32* ids, u32 n_rows, u32 d) {
     const u32 parts = Q::LEN / 8;
+    start();
     i32 id = ids[blockIdx.x];
     float* out = y + (u64)blockIdx.x * d;
     bool there = id >= 0 && (u32)id < n_rows;
@@ -28,7 +31,7 @@ template <typename Q> inline void gather_quant(float* y, const u8* table, const 
         u32 block = at / parts, part = at % parts;
         float v[8];
         if (there) {
-            Q::decode(row + (u64)block * Q::BYTES, part, v);
+            Q::decode(Q::load(row + (u64)block * Q::BYTES, part), part, v);
         } else {
 #pragma unroll
             for (int i = 0; i < 8; i++) v[i] = id < 0 ? 0.0f : nan_f32();

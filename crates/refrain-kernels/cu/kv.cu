@@ -14,6 +14,7 @@
 template <typename T>
 inline void kv_append(T* cache, const float* x, const i32* positions, const i32* seqs, const i32* tables,
                       const Rows& rows, u32 n_blocks, u32 kv_block, u32 head_dim, u32 n_seqs, u32 max_blocks) {
+    start();
     u32 row = blockIdx.x, head = blockIdx.y, n_kv_heads = gridDim.y;
     i32 position = positions[row], seq = seqs[row];
     if (position < 0 || seq < 0 || (u32)seq >= n_seqs) return;

@@ -1,131 +1,216 @@
-// linear.cu: y = x w^T
+// linear.cu: y = x w^T for up to four w
 //
-//   y  [m, n]   f32
-//   x  [m, k]   f32, rows of consecutive elements at x_rows.start(i)
-//   w  [n, k]   plain or quantised, dense, as in the file
+//   y0 .. y3  [m, n]   f32; null behind the last
+//   x         [m, k]   f32, rows of consecutive elements at x_rows.start(i)
+//   w0 .. w3  [n, k]   plain or quantised, dense, as in the file; null behind the last
+//   ends      where the columns of each y end, counted over all of them
 //
-// Launch    grid (ceil(n / 4), ceil(m / M)), block (128), shared 0: one warp per column of y, M rows of x at once
-// Requires  w at a multiple of 16 bytes; k whole blocks; quantised w: rows of x at multiples of 16 bytes
+// Launch    grid (ceil(ends[3] / (4 C)), ceil(m / M)), block (128), shared 0: one warp for C columns and M rows
+// Requires  every w at a multiple of 16 bytes; k whole blocks; quantised w: rows of x at multiples of 16 bytes
 // Aliasing  none
 // Sums in f32. Lane l takes parts l, l + 32, .. of eight elements, then the warp's sums are added as a tree: the order
-// depends on k alone, so a row has the same bits every run and for every m. Capture: safe.
+// depends on k alone, so a row has the same bits every run, for every m and beside any other columns. The first parts of
+// w are asked for before the kernel waits for x: w must be a weight, or the launch must not overlap. Capture: safe.
+#include "overlap.cuh"
 #include "quant.cuh"
 #include "reduce.cuh"
 #include "view.cuh"
 
-// Eight elements of a plain row: at once, or one by one as far as there are any.
-template <typename T, bool WHOLE> inline void load_plain(const T* p, u32 n_left, float* out) {
-    if (WHOLE) {
-        if (sizeof(T) == 4) {
-            float4 a = *(const float4*)p, b = *((const float4*)p + 1);
-            out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
-            out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
-        } else {
-            uint4 v = *(const uint4*)p;
-            u32 words[4] = {v.x, v.y, v.z, v.w};
+const u32 WARPS = 4;
+
+struct Ends {
+    u32 at[4];
+};
+
+// Plain elements in the shape of a quantised type: blocks of eight.
+template <typename T> struct Plain {
+    static const int LEN = 8, BYTES = 8 * sizeof(T);
+    inline static int first(int) { return 0; }
+    inline static int second(int) { return 4; }
+    struct Raw { uint4 v[sizeof(T) / 2]; };
+    inline static Raw load(const u8* b, int) {
+        Raw raw;
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                T x;
-                *(u16*)&x = (u16)(words[i / 2] >> (16 * (i % 2)));
-                out[i] = to_f32(x);
+        for (int i = 0; i < sizeof(T) / 2; i++) raw.v[i] = ((const uint4*)b)[i];
+        return raw;
+    }
+    inline static void decode(const Raw& raw, int, float* out) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const uint4& v = raw.v[i * sizeof(T) / 16];
+            int at = i * sizeof(T) % 16;
+            u32 word = at < 8 ? (at < 4 ? v.x : v.y) : (at < 12 ? v.z : v.w);
+            out[i] = element(word, at % 4 != 0, T());
+        }
+    }
+    inline static float element(u32 word, bool, float) { return __uint_as_float(word); }
+    template <typename H> inline static float element(u32 word, bool high, H) {
+        H x;
+        x.bits = (u16)(high ? word >> 16 : word);
+        return to_f32(x);
+    }
+};
+
+// A column of one of the y, and its row of w.
+struct Column {
+    const u8* w;
+    float* y;
+    u32 n;  // columns of that y; 0: there is none
+};
+
+// Rows of x that a warp multiplies with its columns.
+template <int M> struct Inputs {
+    const float* row[M];
+    u64 bits;  // of all addresses
+
+    inline Inputs(const float* x, const Rows& rows, u32 first, u32 m) {
+        bits = 0;
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            // Rows past the end are computed like the last one and not stored.
+            row[i] = x + rows.start(min(first + i, m - 1));
+            bits |= (u64)row[i];
+        }
+    }
+};
+
+// Eight elements of each column times those of each row.
+template <typename Q, int M, int C>
+inline void add_products(const typename Q::Raw* raw, const Inputs<M>& x, u32 at, u32 part, float (*acc)[M]) {
+    u32 start = at / (Q::LEN / 8) * Q::LEN;
+    float v[C][8];
+#pragma unroll
+    for (int c = 0; c < C; c++) Q::decode(raw[c], part, v[c]);
+#pragma unroll
+    for (int i = 0; i < M; i++) {
+        float4 a = *(const float4*)(x.row[i] + start + Q::first(part));
+        float4 b = *(const float4*)(x.row[i] + start + Q::second(part));
+        float u[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+#pragma unroll
+            for (int e = 0; e < 8; e++) acc[c][i] = __fmaf_rn(v[c][e], u[e], acc[c][i]);
+        }
+    }
+}
+
+// Whole parts, with DEPTH of each column under way at any time.
+template <typename Q, int M, int C, int DEPTH>
+inline void whole_sums(const Column* columns, const Inputs<M>& x, u32 k, float (*acc)[M]) {
+    const u32 parts = Q::LEN / 8;
+    u32 lane = threadIdx.x % 32, n = k / 8;
+    // 32 is a multiple of the parts of a block: a lane always has the same one.
+    u32 part = lane % parts;
+    typename Q::Raw raw[DEPTH][C];
+    auto load = [&](int d, u32 at) {
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            if (at < n) raw[d][c] = Q::load(columns[c].w + (u64)(at / parts) * Q::BYTES, part);
+        }
+    };
+    auto add = [&](int d, u32 at) {
+        typename Q::Raw now[C];
+#pragma unroll
+        for (int c = 0; c < C; c++) now[c] = raw[d][c];
+        load(d, at + 32 * DEPTH);
+        add_products<Q, M, C>(now, x, at, part, acc);
+    };
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) load(d, lane + 32 * d);
+    wait_for_previous();
+    u32 base = 0;
+    for (; base + 32 * DEPTH <= n; base += 32 * DEPTH) {
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) add(d, base + lane + 32 * d);
+    }
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) {
+        if (base + lane + 32 * d < n) add(d, base + lane + 32 * d);
+    }
+}
+
+// The same sums in the same order, element by element: of rows that do not start or end where whole parts do.
+template <typename T, int M, int C>
+inline void ragged_sums(const Column* columns, const Inputs<M>& x, u32 k, float (*acc)[M]) {
+    wait_for_previous();
+    for (u32 at = threadIdx.x % 32 * 8; at < k; at += 256) {
+        for (u32 e = at; e < min(at + 8, k); e++) {
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                float v = to_f32(((const T*)columns[c].w)[e]);
+#pragma unroll
+                for (int i = 0; i < M; i++) acc[c][i] = __fmaf_rn(v, x.row[i][e], acc[c][i]);
             }
         }
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) out[i] = i < n_left ? to_f32(p[i]) : 0.0f;
-}
-
-template <int M> inline void store_sums(float* y, const float* acc, u32 row, u32 m, u32 n, u32 col) {
-#pragma unroll
-    for (int i = 0; i < M; i++) {
-        float sum = warp_reduce(acc[i], Add());
-        if (threadIdx.x % 32 == 0 && row + i < m) y[(u64)(row + i) * n + col] = sum;
     }
 }
 
-// The sums of a lane. With or without WHOLE the elements are added in the same order.
-template <typename T, int M, bool WHOLE>
-inline void plain_sums(const T* w_row, const float* const* x_row, u32 k, float* acc) {
-#pragma unroll(M == 1 ? 4 : 1)
-    for (u32 at = threadIdx.x % 32 * 8; at < k; at += 256) {
-        float v[8];
-        load_plain<T, WHOLE>(w_row + at, k - at, v);
+template <typename Q> struct Ragged {
+    static const bool ALLOWED = false;
+    typedef u8 Element;
+};
+template <typename T> struct Ragged<Plain<T>> {
+    static const bool ALLOWED = true;
+    typedef T Element;
+};
+
+template <typename Q, int M, int C, int DEPTH>
+inline void linear_sums(float* const* y, const float* x, const u8* const* w, const Rows& x_rows, const Ends& ends, u32 m,
+                   u32 k) {
+    let_next_start();
+    u64 row_bytes = (u64)k * Q::BYTES / Q::LEN;
+    Column columns[C];
 #pragma unroll
-        for (int i = 0; i < M; i++) {
-            float u[8];
-            load_plain<float, WHOLE>(x_row[i] + at, k - at, u);
+    for (int c = 0; c < C; c++) {
+        u32 col = (blockIdx.x * WARPS + threadIdx.x / 32) * C + c, begin = 0, end = ends.at[0];
+        columns[c] = Column{w[0], y[0], ends.at[0]};
 #pragma unroll
-            for (int e = 0; e < 8; e++) acc[i] = __fmaf_rn(v[e], u[e], acc[i]);
+        for (int i = 1; i < 4; i++) {
+            if (col >= ends.at[i - 1] && col < ends.at[i]) {
+                begin = ends.at[i - 1];
+                end = ends.at[i];
+                columns[c] = Column{w[i], y[i], end - begin};
+            }
         }
+        // Columns past the end are computed like the first and not stored.
+        bool there = col < end;
+        columns[c].w += (there ? col - begin : 0) * row_bytes;
+        columns[c].y += there ? col - begin : 0;
+        if (!there) columns[c].n = 0;
     }
-}
-
-template <typename T, int M>
-inline void linear_plain(float* y, const float* x, const T* __restrict__ w, const Rows& x_rows, u32 m, u32 n, u32 k) {
-    u32 col = blockIdx.x * 4 + threadIdx.x / 32, row = blockIdx.y * M;
-    if (col >= n) return;
-    const T* w_row = w + (u64)col * k;
-    const float* x_row[M];
-    u64 bits = 0;
-#pragma unroll
-    for (int i = 0; i < M; i++) {
-        // Rows past the end are computed like the last one and not stored.
-        x_row[i] = x + x_rows.start(min(row + i, m - 1));
-        bits |= (u64)x_row[i];
-    }
-    float acc[M] = {};
-    if (k % 8 == 0 && bits % 16 == 0) {
-        plain_sums<T, M, true>(w_row, x_row, k, acc);
+    u32 row = blockIdx.y * M;
+    Inputs<M> inputs(x, x_rows, row, m);
+    float acc[C][M] = {};
+    if (!Ragged<Q>::ALLOWED || k % 8 == 0 && inputs.bits % 16 == 0) {
+        whole_sums<Q, M, C, DEPTH>(columns, inputs, k, acc);
     } else {
-        plain_sums<T, M, false>(w_row, x_row, k, acc);
+        ragged_sums<typename Ragged<Q>::Element, M, C>(columns, inputs, k, acc);
     }
-    store_sums<M>(y, acc, row, m, n, col);
-}
-
-template <typename Q, int M>
-inline void linear_quant(float* y, const float* x, const u8* __restrict__ w, const Rows& x_rows, u32 m, u32 n, u32 k) {
-    const u32 parts = Q::LEN / 8;
-    u32 col = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y * M;
-    if (col >= n) return;
-    const u8* w_row = w + (u64)col * (k / Q::LEN) * Q::BYTES;
-    const float* x_row[M];
 #pragma unroll
-    for (int i = 0; i < M; i++) x_row[i] = x + x_rows.start(min(row + i, m - 1));
-    float acc[M] = {};
-#pragma unroll(M == 1 ? 4 : 1)
-    for (u32 at = lane; at < k / 8; at += 32) {
-        u32 block = at / parts, part = at % parts;
-        float v[8];
-        Q::decode(w_row + (u64)block * Q::BYTES, part, v);
-        u32 first = block * Q::LEN + Q::first(part), second = block * Q::LEN + Q::second(part);
+    for (int c = 0; c < C; c++) {
 #pragma unroll
         for (int i = 0; i < M; i++) {
-            float4 a = *(const float4*)(x_row[i] + first), b = *(const float4*)(x_row[i] + second);
-            acc[i] = __fmaf_rn(v[0], a.x, acc[i]);
-            acc[i] = __fmaf_rn(v[1], a.y, acc[i]);
-            acc[i] = __fmaf_rn(v[2], a.z, acc[i]);
-            acc[i] = __fmaf_rn(v[3], a.w, acc[i]);
-            acc[i] = __fmaf_rn(v[4], b.x, acc[i]);
-            acc[i] = __fmaf_rn(v[5], b.y, acc[i]);
-            acc[i] = __fmaf_rn(v[6], b.z, acc[i]);
-            acc[i] = __fmaf_rn(v[7], b.w, acc[i]);
+            float sum = warp_reduce(acc[c][i], Add());
+            bool stored = threadIdx.x % 32 == 0 && columns[c].n != 0 && row + i < m;
+            if (stored) columns[c].y[(u64)(row + i) * columns[c].n] = sum;
         }
     }
-    store_sums<M>(y, acc, row, m, n, col);
 }
 
-#define LINEAR(name, body, element, M)                                                                            \
-    extern "C" __global__ __launch_bounds__(128) void linear_m##M##_##name(                                       \
-        float* y, const float* x, const element* w, Rows x_rows, u32 m, u32 n, u32 k) {                           \
-        body(y, x, w, x_rows, m, n, k);                                                                           \
+#define LINEAR(name, Q, variant, M, C, DEPTH)                                                                    \
+    extern "C" __global__ __launch_bounds__(128, 5) void linear_##variant##_##name(                                 \
+        float* y0, float* y1, float* y2, float* y3, const float* x, const u8* __restrict__ w0,                   \
+        const u8* __restrict__ w1, const u8* __restrict__ w2, const u8* __restrict__ w3, Rows x_rows, Ends ends, \
+        u32 m, u32 k) {                                                                                          \
+        float* const y[4] = {y0, y1, y2, y3};                                                                    \
+        const u8* const w[4] = {w0, w1, w2, w3};                                                                 \
+        linear_sums<Q, M, C, DEPTH>(y, x, w, x_rows, ends, m, k);                                                     \
     }
-#define PLAIN(name, T)                             \
-    LINEAR(name, (linear_plain<T, 1>), T, 1)       \
-    LINEAR(name, (linear_plain<T, 8>), T, 8)
-#define QUANT(name, Q)                             \
-    LINEAR(name, (linear_quant<Q, 1>), u8, 1)      \
-    LINEAR(name, (linear_quant<Q, 8>), u8, 8)
+#define QUANT(name, Q)             \
+    LINEAR(name, Q, m1, 1, 1, 8)   \
+    LINEAR(name, Q, m1c2, 1, 2, 4) \
+    LINEAR(name, Q, m8, 8, 1, 2)
+#define PLAIN(name, T) QUANT(name, Plain<T>)
 
 PLAIN(f32, float)
 PLAIN(f16, F16)

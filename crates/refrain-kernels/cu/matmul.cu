@@ -12,6 +12,7 @@
 
 extern "C" __global__ __launch_bounds__(256) void matmul_f32(float* y, const float* a, const float* b, Walk walk,
                                                              u32 n_out, u32 k, u32 a_step, u32 b_step) {
+    start();
     u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= n_out) return;
     u32 a_at, b_at;

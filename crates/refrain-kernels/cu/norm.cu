@@ -19,6 +19,7 @@ inline float norm_scale(float sum, u32 n_cols, float eps) {
 
 extern "C" __global__ __launch_bounds__(512) void rms_norm_f32(float* y, const float* x, const float* w, Rows rows,
                                                               u32 n_cols, float eps) {
+    start();
     const float* in = x + rows.start(blockIdx.x);
     float* out = y + (u64)blockIdx.x * n_cols;
     float sum = 0.0f;
@@ -30,6 +31,7 @@ extern "C" __global__ __launch_bounds__(512) void rms_norm_f32(float* y, const f
 extern "C" __global__ __launch_bounds__(512) void rms_norm_add_f32(float* sum_out, float* y, const float* a,
                                                                   const float* b, const float* w, Rows a_rows,
                                                                   Rows b_rows, u32 n_cols, float eps) {
+    start();
     const float* left = a + a_rows.start(blockIdx.x);
     const float* right = b + b_rows.start(blockIdx.x);
     float* out_sum = sum_out + (u64)blockIdx.x * n_cols;

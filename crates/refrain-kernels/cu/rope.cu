@@ -15,6 +15,7 @@
 template <bool INTERLEAVED>
 inline void rope(float* y, const float* x, const i32* positions, const float* inv_freq, const Rows& rows, u32 n,
                  u32 n_heads, u32 head_dim, u32 n_dims, float magnitude) {
+    start();
     u32 half = n_dims / 2, per_head = head_dim - half;
     u32 index = blockIdx.x * 128 + threadIdx.x;
     u32 head = index / per_head, i = index % per_head;

@@ -18,6 +18,7 @@ template <typename F> inline float row_reduce(const float* x, u32 n_cols, F f, f
 #define REDUCE(name, expression)                                                                           \
     extern "C" __global__ __launch_bounds__(256) void reduce_##name##_f32(float* y, const float* v, Rows rows, \
                                                                           u32 n_cols) {                    \
+        start();                                                                                           \
         const float* x = v + rows.start(blockIdx.x);                                                       \
         float result = expression;                                                                         \
         if (threadIdx.x == 0) y[blockIdx.x] = result;                                                      \
@@ -28,6 +29,7 @@ REDUCE(mean, row_reduce(x, n_cols, Add(), 0.0f) / (float)n_cols)
 REDUCE(max, row_reduce(x, n_cols, Max(), -inf_f32()))
 
 extern "C" __global__ __launch_bounds__(256) void softmax_f32(float* y, const float* v, Rows rows, u32 n_cols) {
+    start();
     const float* x = v + rows.start(blockIdx.x);
     float* out = y + (u64)blockIdx.x * n_cols;
     float max = row_reduce(x, n_cols, Max(), -inf_f32());

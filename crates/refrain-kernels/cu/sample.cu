@@ -147,6 +147,7 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
                                                                     u32 vocab, u32 n_history, u32 n_bias) {
     __shared__ float adjusted[CHUNK];
     __shared__ u64 keys[CHUNK];
+    start();
     u32 chunk = blockIdx.x, row = blockIdx.y, n_chunks = gridDim.x;
     u32 base = chunk * CHUNK, count = min(CHUNK, vocab - base);
     const float* in = logits + rows.start(row) + base;
@@ -253,6 +254,7 @@ template <typename F> inline u64 find_key(const Part& part, F enough) {
 
 extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token, float* logprob, const u8* scratch,
                                                                      const float* params, const u32* rng, u32 vocab) {
+    start();
     u32 row = blockIdx.x, n_chunks = (vocab + CHUNK - 1) / CHUNK, c = threadIdx.x;
     bool there = c < n_chunks;
     const u8* in = scratch + row * row_bytes(n_chunks);

@@ -1,6 +1,7 @@
 // view.cuh: the strides that launchers pass by value (src/view.rs holds the same structures).
 #pragma once
 #include "dtype.cuh"
+#include "overlap.cuh"
 
 // Rows of consecutive elements; row r starts at start(r).
 struct Rows {

@@ -165,7 +165,7 @@ impl Kernels {
         let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(BLOCK_HEADS);
         crate::require!(case, n_groups <= 65_535, "at most 65535 groups of heads");
         let grid = [a.n as u32, n_groups as u32, a.n_splits as u32];
-        let split = Launch::new(self.get(&split_name(size, a.cache_dtype))?, grid, BLOCK).step(a.step);
+        let split = self.launch(&split_name(size, a.cache_dtype), grid, BLOCK)?.step(a.step);
         let split = match scratch {
             None => split.write(y).null(),
             Some(scratch) => split.null().write(scratch),
@@ -184,7 +184,7 @@ impl Kernels {
         if let Some(scratch) = scratch {
             let n_rows = case.u32("n * n_heads", a.n * a.n_heads)?;
             launches.push(
-                Launch::new(self.get("attention_combine_f32")?, n_rows, BLOCK)
+                self.launch("attention_combine_f32", n_rows, BLOCK)?
                     .step(a.step)
                     .write(y)
                     .read(scratch)

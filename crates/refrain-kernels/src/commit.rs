@@ -102,7 +102,8 @@ impl Kernels {
         case.sizes()?;
         crate::require!(case, a.n <= 1024, "at most 1024 rows");
         let (n_history, n_eog) = (case.u32("n_history", a.n_history)?, case.u32("n_eog", a.n_eog)?);
-        let launch = Launch::new(self.get("commit_i32")?, 1, a.n.next_multiple_of(32) as u32)
+        let launch = self
+            .launch("commit_i32", 1, a.n.next_multiple_of(32) as u32)?
             .step(a.step)
             .read_write(case.words("tokens", a.tokens, &[a.n])?)
             .read_write(case.words("positions", a.positions, &[a.n])?)

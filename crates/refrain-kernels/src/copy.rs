@@ -76,7 +76,8 @@ impl Kernels {
     ) -> Result<Launch, KernelError> {
         let n = x.layout.shape().n_elements();
         let walk = case.walk(x.layout.shape(), &x.layout, None)?;
-        Ok(Launch::new(self.get(kernel)?, n.div_ceil(BLOCK) as u32, BLOCK as u32)
+        Ok(self
+            .launch(kernel, n.div_ceil(BLOCK) as u32, BLOCK as u32)?
             .step(step)
             .write(y)
             .read(case.extent("x", &x)?)

@@ -85,7 +85,8 @@ impl Kernels {
             | Unary::Silu
             | Unary::GeluTanh => [0.0; 2],
         };
-        Ok(Launch::new(self.get(&unary_name(a.f))?, n.div_ceil(BLOCK) as u32, BLOCK as u32)
+        Ok(self
+            .launch(&unary_name(a.f), n.div_ceil(BLOCK) as u32, BLOCK as u32)?
             .step(a.step)
             .write(case.words("y", a.y, &[n])?)
             .read(case.extent("x", &a.x)?)
@@ -103,7 +104,8 @@ impl Kernels {
         case.sizes()?;
         crate::require!(case, a.a.dtype == DType::F32 && a.b.dtype == DType::F32, "a and b must be F32");
         let walk = case.walk(a.shape, &a.a.layout, Some(&a.b.layout))?;
-        Ok(Launch::new(self.get(&binary_name(a.f))?, n.div_ceil(BLOCK) as u32, BLOCK as u32)
+        Ok(self
+            .launch(&binary_name(a.f), n.div_ceil(BLOCK) as u32, BLOCK as u32)?
             .step(a.step)
             .write(case.words("y", a.y, &[n])?)
             .read(case.extent("a", &a.a)?)
@@ -120,7 +122,8 @@ impl Kernels {
         let (gate, gate_rows) = case.rows("gate", &a.gate, a.n_rows, a.n_cols)?;
         let (up, up_rows) = case.rows("up", &a.up, a.n_rows, a.n_cols)?;
         let n = case.u32("the number of elements", a.n_rows.saturating_mul(a.n_cols))?;
-        Ok(Launch::new(self.get(gate_name(a.kind))?, n.div_ceil(BLOCK as u32), BLOCK as u32)
+        Ok(self
+            .launch(gate_name(a.kind), n.div_ceil(BLOCK as u32), BLOCK as u32)?
             .step(a.step)
             .write(case.words("y", a.y, &[a.n_rows, a.n_cols])?)
             .read(gate)

@@ -45,7 +45,8 @@ impl Kernels {
         let table = case.buf("table", a.table, bytes, 16)?;
         let ids = case.words("ids", a.ids, &[a.n_ids])?;
         let y = case.words("y", a.y, &[a.n_ids, a.d])?;
-        Ok(Launch::new(self.get(&name(a.dtype))?, a.n_ids as u32, 256)
+        Ok(self
+            .launch(&name(a.dtype), a.n_ids as u32, 256)?
             .step(a.step)
             .write(y)
             .read(table)

@@ -67,7 +67,8 @@ impl Kernels {
         let bytes = cells.iter().try_fold(a.cache_dtype.block_bytes(), |x, &y| x.checked_mul(y));
         let (x, rows) = case.rows("x", &a.x, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
         crate::require!(case, a.n_kv_heads <= 65_535, "at most 65535 heads");
-        Ok(Launch::new(self.get(&name(a.cache_dtype))?, [a.n as u32, a.n_kv_heads as u32], block(a.head_dim))
+        Ok(self
+            .launch(&name(a.cache_dtype), [a.n as u32, a.n_kv_heads as u32], block(a.head_dim))?
             .step(a.step)
             .read_write(case.buf("cache", a.cache, bytes, 16)?)
             .read(x)

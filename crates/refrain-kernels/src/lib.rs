@@ -59,7 +59,7 @@ pub use elementwise::{BinaryArgs, GateArgs, UnaryArgs};
 pub use error::KernelError;
 pub use gather::GatherRowsArgs;
 pub use kv::KvAppendArgs;
-pub use linear::{LINEAR_DTYPES, LinearArgs};
+pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
 pub use load::{Arch, Kernels, LoadOptions, Origin, register_twins, simulated};
 pub use matmul::MatMulArgs;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use refrain_driver::sim::{SimDriver, SimOptions, Twin};
-use refrain_driver::{Context, Device, DriverError, Function, Module};
+use refrain_driver::{Context, Device, Dim, DriverError, Function, Launch, Module};
 
 use crate::cache::KernelCache;
 use crate::error::KernelError;
@@ -69,7 +69,12 @@ pub enum Origin {
 pub struct Kernels {
     functions: HashMap<String, Function>,
     origin: Origin,
+    /// The code waits for what it depends on, so it may start before that has ended.
+    overlaps: bool,
 }
+
+/// The first architecture whose kernels can start early; `overlap.cuh` is compiled to nothing before it.
+const OVERLAPS: Arch = Arch { major: 9, minor: 0 };
 
 impl Kernels {
     /// Loads every kernel: the twins on the simulated device, else from the cache or the compiler.
@@ -89,7 +94,8 @@ impl Kernels {
             let image = Image {
                 families: vec![(Family::Linear, format!("sim\n{}\n", names.join("\n")).into_bytes())],
             };
-            return Kernels::from_image(ctx, &image, Origin::Twins);
+            let (major, minor) = device.info().compute;
+            return Kernels::from_image(ctx, &image, Origin::Twins, Arch { major, minor });
         }
         let (major, minor) = device.info().compute;
         let card = options.arch.unwrap_or(Arch { major, minor });
@@ -99,7 +105,7 @@ impl Kernels {
         let fitting = prebuilt.iter().filter(|(arch, _)| arch.runs_on(card)).max_by_key(|(arch, _)| *arch);
         if let Some((arch, bytes)) = fitting {
             match Image::from_bytes(bytes) {
-                Some(image) => match Kernels::from_image(ctx, &image, Origin::Prebuilt(*arch)) {
+                Some(image) => match Kernels::from_image(ctx, &image, Origin::Prebuilt(*arch), *arch) {
                     Ok(kernels) => return Ok(kernels),
                     // A lost context stays lost; everything else the compiler may still put right.
                     Err(e @ KernelError::Driver(DriverError::ContextLost { .. })) => return Err(e),
@@ -142,7 +148,7 @@ impl Kernels {
         }
         let n_compiled = missing.len();
         let origin = Origin::Compiled { n_cached: Family::ALL.len() - n_compiled, n_compiled };
-        let loaded = Kernels::from_image(ctx, &image, origin);
+        let loaded = Kernels::from_image(ctx, &image, origin, target.arch);
         // Code that the cache says is whole but the driver refuses was made for another driver or is falsified.
         if let (Err(error), Some(cache)) = (&loaded, &cache)
             && n_compiled < Family::ALL.len()
@@ -155,13 +161,14 @@ impl Kernels {
                 cache.put(key, code);
             }
             let n_compiled = Family::ALL.len();
-            return Kernels::from_image(ctx, &fresh, Origin::Compiled { n_cached: 0, n_compiled });
+            let origin = Origin::Compiled { n_cached: 0, n_compiled };
+            return Kernels::from_image(ctx, &fresh, origin, target.arch);
         }
         loaded
     }
 
     #[allow(unsafe_code)]
-    fn from_image(ctx: &Context, image: &Image, origin: Origin) -> Result<Kernels, KernelError> {
+    fn from_image(ctx: &Context, image: &Image, origin: Origin, arch: Arch) -> Result<Kernels, KernelError> {
         let mut functions = HashMap::new();
         let all = kernels();
         for (family, code) in &image.families {
@@ -179,7 +186,7 @@ impl Kernels {
             let module = missing.family.name().to_owned();
             return Err(DriverError::KernelMissing { module, kernel: missing.name.clone() }.into());
         }
-        Ok(Kernels { functions, origin })
+        Ok(Kernels { functions, origin, overlaps: arch >= OVERLAPS })
     }
 
     /// Where the kernels came from.
@@ -198,6 +205,18 @@ impl Kernels {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.functions.is_empty()
+    }
+
+    /// A launch that may start before what it depends on has ended, where the code can: every kernel waits itself
+    /// (`overlap.cuh`).
+    pub(crate) fn launch(
+        &self,
+        name: &str,
+        grid: impl Into<Dim>,
+        block: impl Into<Dim>,
+    ) -> Result<Launch, KernelError> {
+        let launch = Launch::new(self.get(name)?, grid, block);
+        Ok(if self.overlaps { launch.pdl() } else { launch })
     }
 
     pub(crate) fn get(&self, name: &str) -> Result<&Function, KernelError> {

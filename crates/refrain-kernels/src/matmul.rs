@@ -62,7 +62,8 @@ impl Kernels {
         for layout in [left, right] {
             case.u32("the extent", layout.end())?;
         }
-        Ok(Launch::new(self.get("matmul_f32")?, n_out.div_ceil(BLOCK) as u32, BLOCK as u32)
+        Ok(self
+            .launch("matmul_f32", n_out.div_ceil(BLOCK) as u32, BLOCK as u32)?
             .step(a.step)
             .write(case.words("y", a.y, &[n_out])?)
             .read(case.extent("a", &a.a)?)

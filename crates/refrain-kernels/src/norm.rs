@@ -61,7 +61,8 @@ impl Kernels {
         let case = Case { op: "rms_norm", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let (x, rows) = case.rows("x", &a.x, a.n_rows, a.n_cols)?;
-        Ok(Launch::new(self.get("rms_norm_f32")?, a.n_rows as u32, block(a.n_cols))
+        Ok(self
+            .launch("rms_norm_f32", a.n_rows as u32, block(a.n_cols))?
             .step(a.step)
             .write(case.words("y", a.y, &[a.n_rows, a.n_cols])?)
             .read(x)
@@ -78,7 +79,8 @@ impl Kernels {
         case.sizes()?;
         let (left, a_rows) = case.rows("a", &a.a, a.n_rows, a.n_cols)?;
         let (right, b_rows) = case.rows("b", &a.b, a.n_rows, a.n_cols)?;
-        Ok(Launch::new(self.get("rms_norm_add_f32")?, a.n_rows as u32, block(a.n_cols))
+        Ok(self
+            .launch("rms_norm_add_f32", a.n_rows as u32, block(a.n_cols))?
             .step(a.step)
             .write(case.words("sum", a.sum, &[a.n_rows, a.n_cols])?)
             .write(case.words("y", a.y, &[a.n_rows, a.n_cols])?)

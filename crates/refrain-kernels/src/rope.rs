@@ -55,7 +55,8 @@ impl Kernels {
         // One thread for each pair that turns and each element behind them that is only copied.
         let per_head = n_dims / 2 + (a.head_dim - n_dims);
         let n_threads = case.u32("the number of pairs", n_rows.saturating_mul(per_head))?;
-        Ok(Launch::new(self.get(name(a.rope.style))?, n_threads.div_ceil(BLOCK), BLOCK)
+        Ok(self
+            .launch(name(a.rope.style), n_threads.div_ceil(BLOCK), BLOCK)?
             .step(a.step)
             .write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?)
             .read(x)

@@ -52,7 +52,8 @@ impl Kernels {
         let case = Case { op: "reduce", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let (x, rows) = case.rows("x", &a.x, a.n_rows, a.n_cols)?;
-        Ok(Launch::new(self.get(name(a.kind))?, a.n_rows as u32, BLOCK)
+        Ok(self
+            .launch(name(a.kind), a.n_rows as u32, BLOCK)?
             .step(a.step)
             .write(case.words("y", a.y, &[a.n_rows])?)
             .read(x)
@@ -66,7 +67,8 @@ impl Kernels {
         let case = Case { op: "softmax", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let (x, rows) = case.rows("x", &a.x, a.n_rows, a.n_cols)?;
-        Ok(Launch::new(self.get("softmax_f32")?, a.n_rows as u32, BLOCK)
+        Ok(self
+            .launch("softmax_f32", a.n_rows as u32, BLOCK)?
             .step(a.step)
             .write(case.words("y", a.y, &[a.n_rows, a.n_cols])?)
             .read(x)

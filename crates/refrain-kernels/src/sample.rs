@@ -84,7 +84,7 @@ impl Kernels {
             case.buf("scratch", a.scratch, usize::try_from(sample_scratch_bytes(a.n, a.vocab)).ok(), 16)?;
         let (n_history, n_bias) = (case.u32("n_history", a.n_history)?, case.u32("n_bias", a.n_bias)?);
         launches.push(
-            Launch::new(self.get("sample_chunks_f32")?, [n_chunks as u32, a.n as u32], 512)
+            self.launch("sample_chunks_f32", [n_chunks as u32, a.n as u32], 512)?
                 .step(a.step)
                 .write(scratch)
                 .read(logits)
@@ -98,7 +98,7 @@ impl Kernels {
                 .baked(Baked(n_bias)),
         );
         launches.push(
-            Launch::new(self.get("sample_select_f32")?, a.n as u32, n_chunks.next_multiple_of(32) as u32)
+            self.launch("sample_select_f32", a.n as u32, n_chunks.next_multiple_of(32) as u32)?
                 .step(a.step)
                 .write(case.words("token", a.token, &[a.n])?)
                 .write(case.words("logprob", a.logprob, &[a.n])?)

@@ -1,6 +1,7 @@
 //! Every kernel family compiles, and the code is what the launchers expect.
 
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use refrain_driver::sim::SimOptions;
 use refrain_kernels::{
@@ -16,6 +17,15 @@ fn nvrtc_path() -> Option<PathBuf> {
 fn nvrtc() -> Nvrtc {
     Nvrtc::open(nvrtc_path().as_deref())
         .unwrap_or_else(|e| panic!("{e}\nhint: {}", e.hint().unwrap_or_default()))
+}
+
+/// Every family as text, for the oldest cards and for the first whose kernels overlap. Compiled once.
+fn ptx() -> &'static [(Arch, Image); 2] {
+    static PTX: OnceLock<[(Arch, Image); 2]> = OnceLock::new();
+    PTX.get_or_init(|| {
+        [Arch { major: 8, minor: 0 }, Arch { major: 9, minor: 0 }]
+            .map(|arch| (arch, compile_all(&nvrtc(), arch, true).unwrap_or_else(|e| panic!("{e}"))))
+    })
 }
 
 /// Names and parameter sizes of the kernels in PTX text.
@@ -50,15 +60,44 @@ fn param_size(param: &str) -> usize {
 #[test]
 #[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
 fn every_kernel_compiles_with_the_symbols_and_parameters_its_launcher_expects() {
-    let nvrtc = nvrtc();
-    for arch in [Arch { major: 8, minor: 0 }, Arch { major: 9, minor: 0 }] {
-        let image = compile_all(&nvrtc, arch, true).unwrap_or_else(|e| panic!("{e}"));
+    for (arch, image) in ptx() {
         for family in Family::ALL {
             let ptx = std::str::from_utf8(image.code(family).unwrap()).unwrap();
             let mut expected: Vec<(String, Vec<usize>)> =
                 kernels().into_iter().filter(|k| k.family == family).map(|k| (k.name, k.params)).collect();
             expected.sort();
             assert_eq!(entries(ptx), expected, "{} for {arch}", family.name());
+        }
+    }
+}
+
+/// The name and the instructions of each kernel in PTX text.
+fn bodies(ptx: &str) -> impl Iterator<Item = (&str, &str)> {
+    ptx.split(".visible .entry ").skip(1).map(|entry| {
+        let (name, body) = entry.split_once('(').unwrap();
+        (name.trim(), body)
+    })
+}
+
+#[test]
+#[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
+fn every_kernel_lets_the_next_one_start_and_waits_before_it_stores_or_leaves() {
+    let images = ptx();
+    for family in Family::ALL {
+        let [old, new] =
+            images.each_ref().map(|(_, i)| std::str::from_utf8(i.code(family).unwrap()).unwrap());
+        assert!(!old.contains("griddepcontrol"), "{} for 8.0", family.name());
+        for (name, body) in bodies(new) {
+            assert!(body.contains("griddepcontrol.launch_dependents"), "{name}");
+            // In the order of the text: whatever stands before the first wait neither stores nor leaves.
+            let (before, _) =
+                body.split_once("griddepcontrol.wait").unwrap_or_else(|| panic!("{name} never waits"));
+            for word in ["st.global", "ret;", "exit;", "red.", "atom."] {
+                assert!(!before.contains(word), "{name}: {word} before the wait");
+            }
+            if family != Family::Linear {
+                assert!(!before.contains("ld.global"), "{name} loads before the wait");
+            }
         }
     }
 }

@@ -13,7 +13,7 @@ use bed::{Bed, Role, dense, f32s, i32s, normals, run_all};
 use refrain_driver::{Layout, Method, RecordOptions, Ring};
 use refrain_kernels::{
     COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState,
-    KernelError, LINEAR_DTYPES, LinearArgs, RmsNormArgs,
+    KernelError, LINEAR_DTYPES, LinearArgs, LinearPart, RmsNormArgs,
 };
 use refrain_tensor::DType;
 use refrain_testkit::{Tol, encode};
@@ -52,6 +52,14 @@ macro_rules! both {
 both! {
     fn linear_agrees_with_the_reference(bed) {
         run_all(&mut bed, cases::dense::linear());
+    }
+
+    fn products_in_one_launch_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::dense::products());
+    }
+
+    fn products_have_the_same_bits_alone_and_beside_others(bed) {
+        same_bits_beside_others(&mut bed);
     }
 
     fn matmul_agrees_with_the_reference(bed) {
@@ -125,17 +133,69 @@ fn same_bits_for_every_m(bed: &mut Bed) {
         let mut lease = memory.lease().unwrap();
         bed.stream.upload(&mut lease, x_buf, &f32s(&x)).unwrap();
         bed.stream.upload(&mut lease, w_buf, &w).unwrap();
-        let product = |x, y, m| LinearArgs { x, w: w_buf, w_dtype: dtype, y, m, n, k, step: "product" };
-        let whole = bed.kernels.linear(&product(dense(x_buf, &[m, k]), all_buf, m)).unwrap();
+        let product = |x, y, m| {
+            let parts = &[LinearPart { w: w_buf, y, n }];
+            let args = LinearArgs { x, w_dtype: dtype, parts, m, k, w_is_fixed: true, step: "product" };
+            bed.kernels.linear(&args).unwrap()
+        };
+        let whole = product(dense(x_buf, &[m, k]), all_buf, m);
         let out = bed.stream.run(&mut lease, false, |q| q.launch(&whole)).unwrap();
         let all: Vec<u32> = out.values(&mut bed.stream, all_buf).unwrap();
         for row in 0..m {
             let x_row = x_buf.slice((4 * row * k) as u64, 4 * k as u64).unwrap();
-            let one = bed.kernels.linear(&product(dense(x_row, &[1, k]), one_buf, 1)).unwrap();
+            let one = product(dense(x_row, &[1, k]), one_buf, 1);
             let out = bed.stream.run(&mut lease, false, |q| q.launch(&one)).unwrap();
             let one: Vec<u32> = out.values(&mut bed.stream, one_buf).unwrap();
             assert_eq!(one, all[row * n..][..n], "{dtype} row {row}");
         }
+    }
+}
+
+/// Enough columns for two to a warp, in three products, against each of them alone.
+fn same_bits_beside_others(bed: &mut Bed) {
+    for dtype in [DType::F32, DType::BF16, DType::Q8_0, DType::Q4_K, DType::Q6_K] {
+        let (k, ns) = (512, [2051, 7, 1030]);
+        let n: usize = ns.iter().sum();
+        let w = encode(dtype, &normals(n * k, 2));
+        let row_bytes = w.len() / n;
+        let mut layout = Layout::new("products");
+        let regions = [("x", 4 * k), ("w", w.len() + 64), ("together", 4 * n), ("alone", 4 * n)]
+            .map(|(name, n)| layout.device(name, n as u64));
+        let memory = bed.plan(&layout);
+        let [x_buf, w_buf, together, alone] = regions.map(|r| memory.buf(r));
+        let mut lease = memory.lease().unwrap();
+        bed.stream.upload(&mut lease, x_buf, &f32s(&normals(k, 1))).unwrap();
+        let part = |y: refrain_driver::Buf, i: usize| {
+            let before: usize = ns[..i].iter().sum();
+            let w_at = (before * row_bytes).next_multiple_of(16) as u64;
+            LinearPart {
+                w: w_buf.slice(w_at, (ns[i] * row_bytes) as u64).unwrap(),
+                y: y.slice(4 * before as u64, 4 * ns[i] as u64).unwrap(),
+                n: ns[i],
+            }
+        };
+        for i in 0..ns.len() {
+            let before: usize = ns[..i].iter().sum();
+            let bytes = &w[before * row_bytes..][..ns[i] * row_bytes];
+            bed.stream.upload(&mut lease, part(alone, i).w, bytes).unwrap();
+        }
+        let product = |parts: &[LinearPart]| {
+            let x = dense(x_buf, &[1, k]);
+            let args = LinearArgs { x, w_dtype: dtype, parts, m: 1, k, w_is_fixed: true, step: "product" };
+            bed.kernels.linear(&args).unwrap()
+        };
+        let launches = [
+            product(&[0, 1, 2].map(|i| part(together, i))),
+            product(&[part(alone, 0)]),
+            product(&[part(alone, 1)]),
+            product(&[part(alone, 2)]),
+        ];
+        let out =
+            bed.stream.run(&mut lease, true, |q| launches.iter().try_for_each(|l| q.launch(l))).unwrap();
+        let all: Vec<u32> = out.values(&mut bed.stream, together).unwrap();
+        let out = bed.stream.run(&mut lease, false, |_| Ok(())).unwrap();
+        let one: Vec<u32> = out.values(&mut bed.stream, alone).unwrap();
+        assert_eq!(all, one, "{dtype}");
     }
 }
 
@@ -246,7 +306,9 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
     let (small, large) = (memory.buf(small), memory.buf(large));
     let linear = |w_dtype, m, n, k, w, y| {
         let x = dense(large, &[m, k]);
-        bed.kernels.linear(&LinearArgs { x, w, w_dtype, y, m, n, k, step: "s" }).unwrap_err().to_string()
+        let parts = &[LinearPart { w, y, n }];
+        let args = LinearArgs { x, w_dtype, parts, m, k, w_is_fixed: true, step: "s" };
+        bed.kernels.linear(&args).unwrap_err().to_string()
     };
     let odd = large.slice(2, 1000).unwrap();
     let messages = [

@@ -139,7 +139,8 @@ impl Model {
     /// Inputs: `tokens`, `positions`, `seqs` (`[n_tokens]`), `tables` (`[n_seqs, max_blocks]`); `rows` where fewer rows
     /// come out than go in; `params`, `rng`, `history`, `bias_ids`, `bias` for sampling.
     pub fn graph(&self, spec: &StepSpec, kv: &KvSpec) -> Result<Graph, GraphError> {
-        let mut step = Step::new(&self.config, &self.shared, self.weights.clone(), self.states(kv), spec, kv)?;
+        let mut step =
+            Step::new(&self.config, &self.shared, self.weights.clone(), self.states(kv), spec, kv)?;
         let mut x = step.embed()?;
         for layer in 0..self.config.n_layers {
             step.scope(format!("blk.{layer}"));

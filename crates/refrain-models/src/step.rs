@@ -20,11 +20,11 @@ pub(crate) trait Architecture: fmt::Debug + Send + Sync {
 /// Weights outside the layers.
 #[derive(Clone, Debug)]
 pub(crate) struct Shared {
-    embedding: WeightId,      // [vocab, hidden]
-    output_norm: WeightId,    // [hidden]
-    output: WeightId,         // [vocab, hidden]; the embedding when they are tied
-    inv_freq: Vec<WeightId>,  // for each layer: [rope.dims / 2]
-    magnitude: Vec<f32>,      // for each layer: factor on sine and cosine
+    embedding: WeightId,     // [vocab, hidden]
+    output_norm: WeightId,   // [hidden]
+    output: WeightId,        // [vocab, hidden]; the embedding when they are tied
+    inv_freq: Vec<WeightId>, // for each layer: [rope.dims / 2]
+    magnitude: Vec<f32>,     // for each layer: factor on sine and cosine
 }
 
 impl Shared {
@@ -79,7 +79,7 @@ pub(crate) struct Step<'m> {
     shared: &'m Shared,
     builder: GraphBuilder,
     spec: StepSpec,
-    tokens: ValueId,     // [n_tokens]
+    tokens: ValueId,      // [n_tokens]
     where_: [ValueId; 3], // positions[n_tokens], seqs[n_tokens], tables[n_seqs, max_blocks]
 }
 

@@ -2,10 +2,10 @@
 //!
 //! `cargo run --release -p refrain --example 04_own_graph`
 
+use refrain::DType;
 use refrain::graph::{
     GraphBuilder, HostBuf, HostCall, HostCallError, HostFn, Plan, PlanOptions, TensorType, Unary,
 };
-use refrain::DType;
 use std::sync::Arc;
 
 /// Doubles its input on the host.

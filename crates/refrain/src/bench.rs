@@ -6,6 +6,7 @@ use crate::session::{Device, SessionOptions, engine_for};
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
 use refrain_engine::{SamplingParams, SamplingRow, StepKind};
+use refrain_formats::ModelFiles;
 use refrain_models::{NamedShape, QuantMix};
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,6 +16,8 @@ use std::time::Instant;
 pub enum BenchTarget<'a> {
     /// An open model.
     Model(&'a Model),
+    /// Open files; they need no tokenizer.
+    Files(&'a ModelFiles),
     /// Random weights of a well-known shape.
     Shape(&'a NamedShape, QuantMix),
 }
@@ -95,6 +98,11 @@ pub fn bench(
 ) -> Result<BenchReport, Error> {
     let (name, weights) = match target {
         BenchTarget::Model(model) => (model.name().to_string(), model.weights().clone()),
+        BenchTarget::Files(files) => {
+            let weights = refrain_models::Model::load(files)?;
+            let name = weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
+            (name, Arc::new(weights))
+        }
         BenchTarget::Shape(shape, mix) => {
             progress("making random weights");
             (shape.name.to_string(), Arc::new(refrain_models::Model::random(shape, *mix)?))
@@ -106,6 +114,11 @@ pub fn bench(
     progress("loading");
     let mut engine = engine_for(&weights, &name, &session)?;
     let load_seconds = began.elapsed().as_secs_f64();
+    match target {
+        BenchTarget::Model(model) => model.files().release(),
+        BenchTarget::Files(files) => files.release(),
+        BenchTarget::Shape(..) => {}
+    }
 
     let vocab = weights.config().n_vocab as u32;
     // Any tokens do; these avoid the first ones, which are often special.

@@ -34,10 +34,10 @@ pub use session::{Device, Session, SessionOptions};
 pub use refrain_cuda::{Accounting, CacheStats, CudaError, GraphLine, GraphMode, ProfileRow, Status};
 pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
-pub use refrain_engine::{
-    EngineError, Ledger, Perplexity, SamplingError, SamplingParams, StepKind, Tally,
+pub use refrain_engine::{EngineError, Ledger, Perplexity, SamplingError, SamplingParams, StepKind, Tally};
+pub use refrain_formats::chat::{
+    ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
 };
-pub use refrain_formats::chat::{ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags};
 pub use refrain_formats::params::{GenerationDefaults, ModelConfig};
 pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer};
 pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};

@@ -2,11 +2,11 @@
 
 use crate::error::Error;
 use refrain_engine::SamplingParams;
-use refrain_formats::{FormatError, ModelFiles};
 use refrain_formats::chat::{ChatTemplate, Message, RenderOptions};
 use refrain_formats::gguf::Gguf;
 use refrain_formats::params::{GenerationDefaults, ModelConfig};
 use refrain_formats::tokenizer::Tokenizer;
+use refrain_formats::{FormatError, ModelFiles};
 use refrain_tensor::Bytes;
 use std::path::Path;
 use std::sync::Arc;

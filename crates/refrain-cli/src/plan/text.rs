@@ -38,7 +38,8 @@ pub(super) fn steps(plan: &Plan, kernels: &[(usize, &'static str)]) -> String {
     let width = |c: usize| rows.iter().map(|r| r[c].chars().count()).max().unwrap_or(0);
     let (a, b, c, d, e) = (width(0), width(1), width(2), width(3), width(4));
     let line = |[i, label, op, shape, types, kernel]: &[String; 6]| {
-        format!("{i:>a$}  {label:<b$}  {op:<c$}  {shape:<d$}  {types:<e$}  {kernel}").trim_end().to_owned() + "\n"
+        format!("{i:>a$}  {label:<b$}  {op:<c$}  {shape:<d$}  {types:<e$}  {kernel}").trim_end().to_owned()
+            + "\n"
     };
     rows.iter().map(line).collect()
 }

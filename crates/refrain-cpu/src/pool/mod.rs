@@ -6,18 +6,17 @@
 //! Invariant: a region allocates nothing, and returns only after every thread has left it, panics included.
 //! Invariant: the pool never has more threads at work than it was made with.
 
-mod split;
-mod worker;
+mod cores; // how many threads suit the machine
+mod region; // how a region starts and ends
+mod split; // ways to divide work
+mod sync; // what a region is made of
 
 pub use split::{Chunks, chunk_range, static_range};
 
-use std::cell::UnsafeCell;
-use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle, Thread};
 
-use worker::{Shared, Task};
+use region::Shared;
 
 /// Why a pool could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -54,7 +53,7 @@ impl PoolError {
 /// A second hardware thread on a core adds no memory bandwidth and no multiplier, so it only slows a step down.
 pub fn default_threads() -> usize {
     let allowed = thread::available_parallelism().map_or(1, |n| n.get());
-    worker::physical_cores().map_or(allowed, |cores| cores.clamp(1, allowed))
+    cores::physical_cores().map_or(allowed, |cores| cores.clamp(1, allowed))
 }
 
 /// A fixed set of threads that run parallel regions together.
@@ -78,8 +77,6 @@ pub struct Pool {
     workers: Vec<JoinHandle<()>>,
     /// The same threads as `workers`, for waking them without touching the handles.
     wake: Vec<Thread>,
-    /// Set while a region runs; whoever sets it owns `shared.task`.
-    busy: AtomicBool,
 }
 
 impl Pool {
@@ -88,30 +85,17 @@ impl Pool {
         if n_threads == 0 {
             return Err(PoolError::NoThreads);
         }
-        let shared = Arc::new(Shared {
-            epoch: AtomicU32::new(0),
-            remaining: AtomicUsize::new(0),
-            task: UnsafeCell::new(Task::NONE),
-            in_step: AtomicUsize::new(0),
-            stop: AtomicBool::new(false),
-            asleep: (0..n_threads - 1).map(|_| AtomicBool::new(false)).collect(),
-            caller_asleep: AtomicBool::new(false),
-            caller: std::sync::Mutex::new(None),
-            panic: std::sync::Mutex::new(None),
-            n_threads,
-        });
         let mut pool = Pool {
-            shared,
+            shared: Arc::new(Shared::new(n_threads)),
             workers: Vec::with_capacity(n_threads - 1),
             wake: Vec::with_capacity(n_threads - 1),
-            busy: AtomicBool::new(false),
         };
         for worker_idx in 0..n_threads - 1 {
             let shared = Arc::clone(&pool.shared);
             // On failure `pool` is dropped, which stops and joins the workers that did start.
             let handle = thread::Builder::new()
                 .name(format!("refrain-cpu-{}", worker_idx + 1))
-                .spawn(move || worker::work(&shared, worker_idx))
+                .spawn(move || region::work(&shared, worker_idx))
                 .map_err(|source| PoolError::Spawn { started: worker_idx, wanted: n_threads - 1, source })?;
             pool.wake.push(handle.thread().clone());
             pool.workers.push(handle);
@@ -121,13 +105,12 @@ impl Pool {
 
     /// Threads in the pool, the caller included.
     pub fn n_threads(&self) -> usize {
-        self.shared.n_threads
+        self.shared.n_threads()
     }
 
     /// Keeps the workers spinning, not parked, until the guard is dropped. Steps may nest.
     pub fn step(&self) -> Step<'_> {
-        self.shared.in_step.fetch_add(1, Ordering::SeqCst);
-        self.wake_sleepers();
+        self.shared.begin_step(&self.wake);
         Step { pool: self }
     }
 
@@ -139,26 +122,7 @@ impl Pool {
     /// # Panics
     /// If `f` panics on any thread, the first panic is carried to the caller after all threads have finished.
     pub fn run<F: Fn(usize, usize) + Sync>(&self, f: F) {
-        if self.workers.is_empty() || self.busy.swap(true, Ordering::Acquire) {
-            f(0, 1);
-            return;
-        }
-        let shared = &*self.shared;
-        // SAFETY: `busy` was false and is now ours, and the previous region ended with `remaining == 0`, so no
-        // worker reads the cell until the epoch moves. The task borrows `f`; `run` keeps `f` alive until
-        // `wait_for_workers` has seen every worker leave it, on the panic path too.
-        unsafe { *shared.task.get() = Task::new(&f) };
-        shared.remaining.store(self.workers.len(), Ordering::Relaxed);
-        shared.epoch.fetch_add(1, Ordering::SeqCst);
-        self.wake_sleepers();
-
-        let mine = panic::catch_unwind(AssertUnwindSafe(|| f(0, shared.n_threads)));
-        shared.wait_for_workers();
-        let theirs = worker::lock(&shared.panic).take();
-        self.busy.store(false, Ordering::Release);
-        if let Some(payload) = mine.err().or(theirs) {
-            panic::resume_unwind(payload);
-        }
+        self.shared.run(&self.wake, f);
     }
 
     /// Calls `f(chunk_idx, chunk)` for consecutive chunks of `data` of `chunk_len` elements (the last may be
@@ -171,22 +135,11 @@ impl Pool {
             }
         });
     }
-
-    fn wake_sleepers(&self) {
-        for (asleep, thread) in self.shared.asleep.iter().zip(&self.wake) {
-            // Pairs with the store in `Shared::sleep`: either we see the flag, or the worker sees the new epoch.
-            if asleep.load(Ordering::SeqCst) {
-                thread.unpark();
-            }
-        }
-    }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.epoch.fetch_add(1, Ordering::SeqCst);
-        self.wake_sleepers();
+        self.shared.stop(&self.wake);
         for worker in self.workers.drain(..) {
             // A worker catches what its regions throw, so there is no panic to pass on.
             let _ = worker.join();
@@ -202,6 +155,6 @@ pub struct Step<'a> {
 
 impl Drop for Step<'_> {
     fn drop(&mut self) {
-        self.pool.shared.in_step.fetch_sub(1, Ordering::SeqCst);
+        self.pool.shared.end_step();
     }
 }

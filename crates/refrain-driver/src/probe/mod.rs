@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use crate::api::{DevicePtr, FunctionHandle, HostPtr, LaunchConfig, ModuleHandle, StreamKind};
 use crate::error::DriverError;
-use crate::shared::{Garbage, Shared, lock};
+use crate::protocol::sync::lock;
+use crate::shared::{Garbage, Shared};
 
 pub(crate) use twins::register_twins;
 

@@ -2,7 +2,7 @@
 
 use refrain_graph::Op;
 use refrain_kernels::{
-    AddRmsNormArgs, GatherRowsArgs, LINEAR_DTYPES, LinearArgs, MatMulArgs, RmsNormArgs, View,
+    AddRmsNormArgs, GatherRowsArgs, LINEAR_DTYPES, LinearArgs, LinearPart, MatMulArgs, RmsNormArgs, View,
 };
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Tol, encode};
@@ -46,19 +46,62 @@ fn linear_case(dtype: DType, [m, n, k]: [usize; 3], gap: usize) -> Case {
         vec![Role::Out(y, LINEAR), Role::In(x_bytes.clone()), Role::In(w.clone())],
         move |kernels, b, out| {
             let x = View { buf: b[1], dtype: DType::F32, layout };
+            let parts = &[LinearPart { w: b[2], y: b[0], n }];
             out.push(kernels.linear(&LinearArgs {
                 x,
-                w: b[2],
                 w_dtype: dtype,
-                y: b[0],
+                parts,
                 m,
-                n,
                 k,
+                w_is_fixed: true,
                 step: "case",
             })?);
             Ok(())
         },
     )
+}
+
+/// Several products with the same x: narrow, wide enough for two columns to a warp, and with several rows.
+pub fn products() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for dtype in LINEAR_DTYPES {
+        cases.push(products_case(dtype, 1, &[9, 3, 4], 256));
+        cases.push(products_case(dtype, 9, &[5, 1, 2, 6], 256));
+    }
+    for dtype in [DType::F32, DType::BF16, DType::Q8_0, DType::Q4_K, DType::Q6_K] {
+        // Ends of products fall between the two columns of a warp, and the last warps have none.
+        cases.push(products_case(dtype, 1, &[1533, 1540], 256));
+    }
+    cases.push(products_case(DType::F16, 1, &[2000, 1075], 35));
+    cases
+}
+
+fn products_case(dtype: DType, m: usize, ns: &[usize], k: usize) -> Case {
+    let x = f32s(&normals(m * k, 1));
+    let mut roles = vec![Role::In(x.clone())];
+    for (i, &n) in ns.iter().enumerate() {
+        let w = encode(dtype, &normals(n * k, 2 + i as u64));
+        let w_layout = contiguous(&[n, k]).transpose().unwrap();
+        let inputs = [Operand(DType::F32, contiguous(&[m, k]), &x), Operand(dtype, w_layout, &w)];
+        let y = reference_f32(&Op::MatMul, &inputs, &[m, n]);
+        roles.extend([Role::Out(y, LINEAR), Role::In(w)]);
+    }
+    let ns = ns.to_vec();
+    Case::new(format!("products {dtype} m={m} n={ns:?} k={k}"), roles, move |kernels, b, out| {
+        let part = |(i, &n): (usize, &usize)| LinearPart { w: b[2 + 2 * i], y: b[1 + 2 * i], n };
+        let parts: Vec<LinearPart> = ns.iter().enumerate().map(part).collect();
+        let x = dense(b[0], &[m, k]);
+        out.push(kernels.linear(&LinearArgs {
+            x,
+            w_dtype: dtype,
+            parts: &parts,
+            m,
+            k,
+            w_is_fixed: true,
+            step: "case",
+        })?);
+        Ok(())
+    })
 }
 
 pub fn matmul() -> Vec<Case> {

@@ -40,7 +40,26 @@ pub fn unary() -> Vec<Case> {
     let mut cases: Vec<Case> =
         functions.iter().map(|&f| unary_case(f, "dense", contiguous(&[3, 333]))).collect();
     cases.extend(views().into_iter().map(|(name, layout)| unary_case(Unary::Silu, name, layout)));
+    cases.push(far_left(Unary::Silu, &[-5.0, -20.0, -50.0, -80.0, 0.0, 40.0, 200.0]));
+    cases.push(far_left(Unary::GeluTanh, &[-1.0, -3.0, -5.0, -5.6, 0.0, 6.0, 30.0]));
     cases
+}
+
+/// Where a sigmoid is all but zero: tiny, with the right digits, and not zero before a float must be.
+fn far_left(f: Unary, x: &[f32]) -> Case {
+    let n = x.len();
+    let x = f32s(x);
+    let y = reference_f32(&Op::Unary(f), &[Operand(DType::F32, contiguous(&[n]), &x)], &[n]);
+    // A relative error of the exponent times the exponent.
+    let tol = Tol::Each(3e-5);
+    Case::new(
+        format!("{} far left", f.name()),
+        vec![Role::Out(y, tol), Role::In(x)],
+        move |kernels, b, out| {
+            out.push(kernels.unary(&UnaryArgs { f, x: dense(b[1], &[n]), y: b[0], step: "case" })?);
+            Ok(())
+        },
+    )
 }
 
 fn unary_case(f: Unary, name: &str, layout: Layout) -> Case {

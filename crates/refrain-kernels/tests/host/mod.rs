@@ -102,6 +102,7 @@ fn launch(
             4 => params.extend(k.arg::<[u8; 4]>(i)?),
             8 => params.extend(translate(k.arg(i)?, &regions, &copies).to_le_bytes()),
             12 => params.extend(k.arg::<[u8; 12]>(i)?),
+            16 => params.extend(k.arg::<[u8; 16]>(i)?),
             44 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 11]>(i)?)),
             76 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 19]>(i)?)),
             n => panic!("{name:?} has a parameter of {n} bytes"),

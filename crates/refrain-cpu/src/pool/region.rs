@@ -1,0 +1,221 @@
+//! A parallel region, from both sides: the caller starts it and waits for its end; the workers wait for one, run it
+//! and report back.
+//!
+//! Invariant: atomics, locks, cells and threads come from `sync` alone. `tests/loom_pool.rs` compiles this file over
+//! loom's versions of those and runs it through the interleavings that there are.
+
+use std::any::Any;
+use std::panic::{self, AssertUnwindSafe};
+
+use super::sync::{
+    AtomicBool, AtomicU32, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, SPINS_IDLE, SPINS_IN_STEP,
+    Thread, UnsafeCell, YIELDS_IN_STEP, spin_loop, thread,
+};
+
+/// A region's closure, type-erased without allocation.
+#[derive(Clone, Copy)]
+struct Task {
+    data: *const (),
+    call: unsafe fn(*const (), usize, usize),
+}
+
+impl Task {
+    const NONE: Task = Task { data: std::ptr::null(), call: |_, _, _| {} };
+
+    fn new<F: Fn(usize, usize) + Sync>(f: &F) -> Task {
+        unsafe fn call<F: Fn(usize, usize) + Sync>(data: *const (), thread_idx: usize, n_threads: usize) {
+            // SAFETY: `data` came from `&F` in `Task::new`, and `Shared::run` keeps that borrow alive for as long as
+            // any worker may call it.
+            let f = unsafe { &*data.cast::<F>() };
+            f(thread_idx, n_threads);
+        }
+        Task { data: std::ptr::from_ref(f).cast(), call: call::<F> }
+    }
+}
+
+/// What the caller and the workers of one pool share.
+pub(super) struct Shared {
+    /// Set while a region runs; whoever sets it owns `task`.
+    busy: AtomicBool,
+    /// Moves on by one for each region; a worker runs the task when it sees a number it has not run.
+    epoch: AtomicU32,
+    /// Workers that have not finished the current region.
+    remaining: AtomicUsize,
+    task: UnsafeCell<Task>,
+    /// Number of living `Step` guards.
+    in_step: AtomicUsize,
+    stop: AtomicBool,
+    asleep: Box<[AtomicBool]>,
+    caller_asleep: AtomicBool,
+    caller: Mutex<Option<Thread>>,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+    n_threads: usize,
+}
+
+// SAFETY: `task` is written by the thread that holds `busy`, only while `remaining == 0`, and read by workers
+// only between an epoch change (which the writer publishes after the write) and their decrement of `remaining`.
+// The pointer in it is to a `Sync` closure. Every other field is `Sync` by itself.
+unsafe impl Sync for Shared {}
+// SAFETY: as above; nothing in it belongs to a particular thread.
+unsafe impl Send for Shared {}
+
+/// A lock that a panic elsewhere cannot take away: what these mutexes hold is valid at every point.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The life of worker `worker_idx`.
+pub(super) fn work(shared: &Shared, worker_idx: usize) {
+    let mut seen = 0;
+    loop {
+        seen = shared.wait_for_epoch(seen, worker_idx);
+        if shared.stop.load(Ordering::SeqCst) {
+            return;
+        }
+        // SAFETY: the epoch moved and we have not decremented `remaining` yet, so the writer does not touch the
+        // cell (see `unsafe impl Sync`).
+        let task = shared.task.with(|task| unsafe { *task });
+        let result = panic::catch_unwind(AssertUnwindSafe(|| {
+            // SAFETY: `Shared::run` keeps the closure alive until `remaining` is zero, which needs our decrement below.
+            unsafe { (task.call)(task.data, worker_idx + 1, shared.n_threads) }
+        }));
+        if let Err(payload) = result {
+            lock(&shared.panic).get_or_insert(payload);
+        }
+        if shared.remaining.fetch_sub(1, Ordering::SeqCst) == 1 && shared.caller_asleep.load(Ordering::SeqCst)
+        {
+            // Cloned out of the lock: the caller may be on its way to take it for the next region.
+            let caller = lock(&shared.caller).clone();
+            if let Some(caller) = caller {
+                caller.unpark();
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// For the caller and `n_threads - 1` workers.
+    pub(super) fn new(n_threads: usize) -> Shared {
+        Shared {
+            busy: AtomicBool::new(false),
+            epoch: AtomicU32::new(0),
+            remaining: AtomicUsize::new(0),
+            task: UnsafeCell::new(Task::NONE),
+            in_step: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            asleep: (1..n_threads).map(|_| AtomicBool::new(false)).collect(),
+            caller_asleep: AtomicBool::new(false),
+            caller: Mutex::new(None),
+            panic: Mutex::new(None),
+            n_threads,
+        }
+    }
+
+    pub(super) fn n_threads(&self) -> usize {
+        self.n_threads
+    }
+
+    /// Begins a step: `workers` are woken, and spin between regions.
+    pub(super) fn begin_step(&self, workers: &[Thread]) {
+        self.in_step.fetch_add(1, Ordering::SeqCst);
+        self.wake_sleepers(workers);
+    }
+
+    pub(super) fn end_step(&self) {
+        self.in_step.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Runs `f` as a region on this thread and all `workers`; as `f(0, 1)` when another region is under way.
+    pub(super) fn run<F: Fn(usize, usize) + Sync>(&self, workers: &[Thread], f: F) {
+        if workers.is_empty() || self.busy.swap(true, Ordering::Acquire) {
+            f(0, 1);
+            return;
+        }
+        // SAFETY: `busy` was false and is now ours, and the previous region ended with `remaining == 0`, so no
+        // worker reads the cell until the epoch moves. The task borrows `f`; `run` keeps `f` alive until
+        // `wait_for_workers` has seen every worker leave it, on the panic path too.
+        self.task.with_mut(|task| unsafe { *task = Task::new(&f) });
+        self.remaining.store(workers.len(), Ordering::Relaxed);
+        self.epoch.fetch_add(1, Ordering::SeqCst);
+        self.wake_sleepers(workers);
+
+        let mine = panic::catch_unwind(AssertUnwindSafe(|| f(0, self.n_threads)));
+        self.wait_for_workers();
+        let theirs = lock(&self.panic).take();
+        self.busy.store(false, Ordering::Release);
+        if let Some(payload) = mine.err().or(theirs) {
+            panic::resume_unwind(payload);
+        }
+    }
+
+    /// Ends the lives of `workers`; they may be joined then.
+    pub(super) fn stop(&self, workers: &[Thread]) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.epoch.fetch_add(1, Ordering::SeqCst);
+        self.wake_sleepers(workers);
+    }
+
+    fn wake_sleepers(&self, workers: &[Thread]) {
+        for (asleep, worker) in self.asleep.iter().zip(workers) {
+            // Pairs with the store in `Shared::sleep`: either we see the flag, or the worker sees the new epoch.
+            if asleep.load(Ordering::SeqCst) {
+                worker.unpark();
+            }
+        }
+    }
+
+    fn wait_for_epoch(&self, seen: u32, worker_idx: usize) -> u32 {
+        let (mut spins, mut yields) = (0, 0);
+        loop {
+            let epoch = self.epoch.load(Ordering::Acquire);
+            if epoch != seen {
+                return epoch;
+            }
+            let in_step = self.in_step.load(Ordering::Relaxed) > 0;
+            if spins < if in_step { SPINS_IN_STEP } else { SPINS_IDLE } {
+                spins += 1;
+                spin_loop();
+            } else if in_step && yields < YIELDS_IN_STEP {
+                yields += 1;
+                thread::yield_now();
+            } else {
+                self.sleep(seen, worker_idx);
+                (spins, yields) = (0, 0);
+            }
+        }
+    }
+
+    /// Parks until woken; returns at once if a region began meanwhile. May return early, like `park`.
+    fn sleep(&self, seen: u32, worker_idx: usize) {
+        let asleep = &self.asleep[worker_idx];
+        asleep.store(true, Ordering::SeqCst);
+        // Pairs with `wake_sleepers`: a caller that moved the epoch before our store is seen here, one that moves it
+        // after sees the flag and unparks.
+        if self.epoch.load(Ordering::SeqCst) == seen {
+            thread::park();
+        }
+        asleep.store(false, Ordering::SeqCst);
+    }
+
+    /// Returns when every worker has left the current region.
+    fn wait_for_workers(&self) {
+        for _ in 0..SPINS_IN_STEP {
+            if self.remaining.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            spin_loop();
+        }
+        for _ in 0..YIELDS_IN_STEP {
+            if self.remaining.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            thread::yield_now();
+        }
+        *lock(&self.caller) = Some(thread::current());
+        self.caller_asleep.store(true, Ordering::SeqCst);
+        while self.remaining.load(Ordering::SeqCst) != 0 {
+            thread::park();
+        }
+        self.caller_asleep.store(false, Ordering::SeqCst);
+    }
+}

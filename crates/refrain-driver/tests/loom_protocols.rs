@@ -1,0 +1,346 @@
+//! The protocols of `src/protocol`, run through every interleaving and every value that the memory model lets a load see. loom also reports two unordered touches of an `UnsafeCell`, and a thread that
+//! waits for ever.
+//!
+//! A model that must fail stands next to those that must not: it shows that the property can be lost.
+
+#[path = "loom_common/mod.rs"]
+mod sync;
+
+#[path = "../src/protocol/entries.rs"]
+mod entries;
+#[expect(dead_code, reason = "filling the bin at the end of a device is not concurrent with anything")]
+#[path = "../src/protocol/gate.rs"]
+mod gate;
+#[path = "../src/protocol/turn.rs"]
+mod turn;
+#[expect(dead_code, reason = "a model has no clock to wait by")]
+#[path = "../src/protocol/watch.rs"]
+mod watch;
+
+use std::time::Duration;
+
+use loom::cell::UnsafeCell;
+use loom::model;
+use loom::sync::Arc;
+use loom::thread;
+
+use entries::{Entries, Next};
+use gate::Gate;
+use sync::{AtomicBool, AtomicU64, Ordering};
+use turn::Turn;
+use watch::{Look, Watch};
+
+/// A ring as both sides see it. `sent` stands for the launches, which the device runs after the host has made them.
+struct Ring {
+    sent: AtomicU64,
+    consumed: AtomicU64,
+    seqs: Vec<AtomicU64>,
+    payloads: Vec<UnsafeCell<u64>>,
+}
+
+impl Ring {
+    fn new(n_entries: u64) -> Arc<Ring> {
+        Arc::new(Ring {
+            sent: AtomicU64::new(0),
+            consumed: AtomicU64::new(0),
+            seqs: (0..n_entries).map(|_| AtomicU64::new(0)).collect(),
+            payloads: (0..n_entries).map(|_| UnsafeCell::new(0)).collect(),
+        })
+    }
+
+    /// What a kernel does for result `k`.
+    fn produce(&self, k: u64, order: Ordering) {
+        let idx = ((k - 1) % self.seqs.len() as u64) as usize;
+        // SAFETY: that the host does not touch the payload meanwhile is what loom checks.
+        self.payloads[idx].with_mut(|p| unsafe { *p = 100 + k });
+        self.seqs[idx].store(k, order);
+    }
+
+    fn take(&self, entries: &mut Entries) -> (Next, u64) {
+        let idx = entries.next_idx() as usize;
+        let mut payload = 0;
+        // SAFETY: as in `produce`, for the device.
+        let read = || payload = self.payloads[idx].with(|p| unsafe { *p });
+        (entries.take(&self.seqs[idx], &self.consumed, read), payload)
+    }
+}
+
+/// The host sends `n_results` steps, as many ahead as it may, to a device that stores its numbers with `order`.
+fn ring_with_back_pressure(n_entries: u64, n_results: u64, order: Ordering) {
+    let ring = Ring::new(n_entries);
+    let shared = Arc::clone(&ring);
+    let device = thread::spawn(move || {
+        for k in 1..=n_results {
+            while shared.sent.load(Ordering::Acquire) < k {
+                thread::yield_now();
+            }
+            shared.produce(k, order);
+        }
+    });
+    let (mut entries, mut n_sent, mut n_got) = (Entries::new(n_entries), 0, 0);
+    while n_got < n_results {
+        while n_sent < n_results && entries.reserve() {
+            n_sent += 1;
+            ring.sent.store(n_sent, Ordering::Release);
+        }
+        assert!(entries.n_pending() <= n_entries);
+        match ring.take(&mut entries) {
+            (Next::Taken(k), payload) => {
+                n_got += 1;
+                assert_eq!((k, payload), (n_got, 100 + n_got));
+            }
+            (Next::Pending, _) => thread::yield_now(),
+            (Next::Overrun { expected, found }, _) => panic!("expected {expected}, found {found}"),
+        }
+    }
+    assert_eq!((entries.n_pending(), ring.consumed.load(Ordering::Relaxed)), (0, n_results));
+    device.join().unwrap();
+}
+
+#[test]
+fn every_result_of_a_ring_is_read_whole_and_in_order() {
+    model(|| ring_with_back_pressure(1, 2, Ordering::Release));
+    model(|| ring_with_back_pressure(2, 3, Ordering::Release));
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn a_device_that_does_not_release_its_number_is_found() {
+    model(|| ring_with_back_pressure(1, 1, Ordering::Relaxed));
+}
+
+#[test]
+fn a_device_that_waits_for_the_consumed_count_never_overwrites_a_result() {
+    model(|| {
+        let ring = Ring::new(1);
+        let shared = Arc::clone(&ring);
+        let device = thread::spawn(move || {
+            for k in 1..=2 {
+                while shared.consumed.load(Ordering::Acquire) + 1 < k {
+                    thread::yield_now();
+                }
+                shared.produce(k, Ordering::Release);
+            }
+        });
+        let mut entries = Entries::new(1);
+        for k in 1..=2 {
+            let payload = loop {
+                match ring.take(&mut entries) {
+                    (Next::Pending, _) => thread::yield_now(),
+                    (next, payload) => {
+                        assert_eq!(next, Next::Taken(k));
+                        break payload;
+                    }
+                }
+            };
+            assert_eq!(payload, 100 + k);
+        }
+        device.join().unwrap();
+    });
+}
+
+#[test]
+fn a_result_without_room_is_reported_as_an_overrun() {
+    model(|| {
+        let ring = Ring::new(1);
+        let shared = Arc::clone(&ring);
+        // Both before the host looks: nothing is torn, so that the report is all there is to see.
+        let device = thread::spawn(move || (1..=2).for_each(|k| shared.produce(k, Ordering::Release)));
+        device.join().unwrap();
+        let mut entries = Entries::new(1);
+        assert_eq!(ring.take(&mut entries).0, Next::Overrun { expected: 1, found: 2 });
+    });
+}
+
+#[test]
+fn one_of_two_threads_owns_the_device_and_hands_it_on_whole() {
+    model(|| {
+        let gate = Arc::new(Gate::<u32>::new());
+        let device = Arc::new(UnsafeCell::new(0));
+        let use_it = |tag: u64| {
+            let (gate, device) = (Arc::clone(&gate), Arc::clone(&device));
+            move || {
+                let mine = gate.claim(tag);
+                if mine {
+                    // SAFETY: that an owner is alone is what loom checks.
+                    device.with_mut(|d| unsafe { *d += 1 });
+                    gate.unclaim();
+                }
+                mine
+            }
+        };
+        let other = thread::spawn(use_it(1));
+        let here = use_it(2)();
+        let there = other.join().unwrap();
+        assert!(here || there);
+        // SAFETY: the other thread has been joined.
+        assert_eq!(device.with(|d| unsafe { *d }), u32::from(here) + u32::from(there));
+    });
+}
+
+#[test]
+fn what_another_thread_throws_away_is_freed_once_by_the_owner_and_never_while_it_records() {
+    const OWNER: u64 = 1;
+    model(|| {
+        let gate = Arc::new(Gate::new());
+        assert!(gate.claim(OWNER));
+        let thrower = Arc::clone(&gate);
+        let other = thread::spawn(move || {
+            for garbage in [10, 11] {
+                assert_eq!(thrower.throw(garbage, 2), None, "only the owner frees at once");
+            }
+        });
+        let mut freed = gate.empty();
+        gate.set_recording(true);
+        assert_eq!(gate.throw(20, OWNER), None, "nothing is freed while something records");
+        assert_eq!(gate.empty(), []);
+        gate.set_recording(false);
+        freed.extend(gate.empty());
+        freed.extend(gate.throw(21, OWNER));
+        other.join().unwrap();
+        freed.extend(gate.empty());
+        freed.sort_unstable();
+        assert_eq!((freed, gate.n_kept()), (vec![10, 11, 20, 21], 0));
+    });
+}
+
+#[test]
+fn what_is_thrown_away_while_the_owner_leaves_is_left_for_the_next_one() {
+    model(|| {
+        let gate = Arc::new(Gate::new());
+        assert!(gate.claim(1));
+        let thrower = Arc::clone(&gate);
+        let other = thread::spawn(move || assert_eq!(thrower.throw(10, 2), None));
+        let mut freed = gate.empty();
+        gate.unclaim();
+        assert!(gate.claim(3));
+        other.join().unwrap();
+        freed.extend(gate.empty());
+        assert_eq!(freed, [10]);
+    });
+}
+
+#[test]
+fn a_thread_that_sees_a_recording_end_sees_all_of_it() {
+    model(|| {
+        let gate = Arc::new(Gate::<u32>::new());
+        let recorded = Arc::new(UnsafeCell::new(0));
+        gate.set_recording(true);
+        let (asker, result) = (Arc::clone(&gate), Arc::clone(&recorded));
+        let other = thread::spawn(move || {
+            // Refused while it is true: the call is not made.
+            if !asker.is_recording() {
+                // SAFETY: that the owner is through with it is what loom checks.
+                assert_eq!(result.with(|r| unsafe { *r }), 7);
+            }
+        });
+        // SAFETY: the other thread looks only when the recording has ended.
+        recorded.with_mut(|r| unsafe { *r = 7 });
+        gate.set_recording(false);
+        other.join().unwrap();
+    });
+}
+
+/// What a watchdog is told of a recording.
+struct Armed {
+    capturing: bool,
+    barked: Arc<AtomicBool>,
+}
+
+/// Recordings whose deadline passes at a moment that loom chooses. `settle` is whether the owner tells the watchdog
+/// before it ends the capture.
+fn watched_recordings(n: usize, settle: bool) {
+    let watch = Arc::new(Watch::<Armed>::new());
+    let capture = Arc::new(UnsafeCell::new(false));
+    let (watching, queried) = (Arc::clone(&watch), Arc::clone(&capture));
+    let watchdog = thread::spawn(move || {
+        watching.run(
+            |armed| {
+                if armed.barked.swap(true, Ordering::AcqRel) {
+                    Look::Rest
+                } else {
+                    Look::Act(armed.capturing)
+                }
+            },
+            |capturing| {
+                if capturing {
+                    // SAFETY: that the owner neither begins nor ends the capture meanwhile is what loom checks.
+                    assert!(queried.with(|c| unsafe { *c }), "a capture was touched that has ended");
+                }
+            },
+        );
+    });
+    for _ in 0..n {
+        let barked = Arc::new(AtomicBool::new(false));
+        watch.arm(Armed { capturing: false, barked });
+        // SAFETY: the watchdog touches the capture only between the two edits.
+        capture.with_mut(|c| unsafe { *c = true });
+        assert!(watch.edit(Duration::MAX, |armed| armed.capturing = true));
+        if settle {
+            assert!(watch.edit(Duration::MAX, |armed| armed.capturing = false));
+        }
+        // SAFETY: as above.
+        capture.with_mut(|c| unsafe { *c = false });
+        watch.disarm();
+    }
+    watch.quit();
+    watchdog.join().unwrap();
+}
+
+#[test]
+fn a_watchdog_never_touches_a_capture_that_has_ended() {
+    model(|| watched_recordings(1, true));
+}
+
+#[test]
+fn a_late_bark_at_one_recording_does_not_reach_the_next() {
+    model(|| watched_recordings(2, true));
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn an_owner_that_does_not_wait_for_the_watchdog_is_found() {
+    model(|| watched_recordings(1, false));
+}
+
+#[test]
+fn a_thread_that_answers_late_is_not_stuck_for_ever() {
+    model(|| {
+        let turn = Arc::new(Turn::new());
+        let working = Arc::clone(&turn);
+        let device = thread::spawn(move || {
+            for what in ["first", "second"] {
+                working.begin(what);
+                working.finish();
+            }
+            working.end();
+        });
+        // A caller whose deadline passes at any moment: before, in, between and after the requests.
+        let busy = turn.give_up();
+        assert!(matches!(busy, None | Some("first" | "second")), "{busy:?}");
+        device.join().unwrap();
+        assert!(turn.has_ended());
+        assert!(!turn.is_stuck(), "given up in {busy:?}");
+        assert_eq!(turn.give_up(), None);
+        assert!(!turn.is_stuck(), "an idle thread is not stuck");
+    });
+}
+
+#[test]
+fn a_thread_is_stuck_exactly_while_the_request_given_up_on_lasts() {
+    model(|| {
+        let turn = Arc::new(Turn::new());
+        turn.begin("long");
+        let caller = Arc::clone(&turn);
+        let other = thread::spawn(move || caller.give_up().is_some());
+        let stuck_inside = turn.is_stuck();
+        turn.finish();
+        let gave_up = other.join().unwrap();
+        assert!(gave_up || !stuck_inside);
+        assert!(!turn.is_stuck());
+        turn.begin("next");
+        assert!(!turn.is_stuck(), "a new request starts afresh");
+        assert_eq!(turn.give_up(), Some("next"));
+        assert!(turn.is_stuck());
+    });
+}

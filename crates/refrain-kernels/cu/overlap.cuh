@@ -1,0 +1,21 @@
+// overlap.cuh: kernels that start before what they depend on has ended.
+//
+// Every kernel calls both, in every thread: the first as early as it can, the second before it touches anything that
+// another kernel of a step writes. A kernel ends only after it waited, so waiting for one means waiting for all before
+// it. Weights are never written in a step: they alone may be read in between. Before compute capability 9.0 nothing
+// overlaps and both are nothing.
+#pragma once
+
+#if !defined(REFRAIN_ON_HOST) && __CUDA_ARCH__ >= 900
+inline void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+inline void let_next_start() {}
+inline void wait_for_previous() {}
+#endif
+
+// For kernels that have nothing to do before they wait.
+inline void start() {
+    let_next_start();
+    wait_for_previous();
+}
