@@ -118,14 +118,13 @@ inline void whole_sums(const Column* columns, const Inputs<M>& x, u32 k, float (
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) load(d, lane + 32 * d);
     wait_for_previous();
-    u32 base = 0;
-    for (; base + 32 * DEPTH <= n; base += 32 * DEPTH) {
+    // One body for whole and partial turns: a kernel that runs for microseconds must not wait for its own code.
+#pragma unroll 1
+    for (u32 base = lane; base < n; base += 32 * DEPTH) {
 #pragma unroll
-        for (int d = 0; d < DEPTH; d++) add(d, base + lane + 32 * d);
-    }
-#pragma unroll
-    for (int d = 0; d < DEPTH; d++) {
-        if (base + lane + 32 * d < n) add(d, base + lane + 32 * d);
+        for (int d = 0; d < DEPTH; d++) {
+            if (base + 32 * d < n) add(d, base + 32 * d);
+        }
     }
 }
 
@@ -198,7 +197,7 @@ inline void linear_sums(float* const* y, const float* x, const u8* const* w, con
 }
 
 #define LINEAR(name, Q, variant, M, C, DEPTH)                                                                    \
-    extern "C" __global__ __launch_bounds__(128, 5) void linear_##variant##_##name(                                 \
+    extern "C" __global__ __launch_bounds__(128, 6) void linear_##variant##_##name(                                 \
         float* y0, float* y1, float* y2, float* y3, const float* x, const u8* __restrict__ w0,                   \
         const u8* __restrict__ w1, const u8* __restrict__ w2, const u8* __restrict__ w3, Rows x_rows, Ends ends, \
         u32 m, u32 k) {                                                                                          \
@@ -206,13 +205,17 @@ inline void linear_sums(float* const* y, const float* x, const u8* const* w, con
         const u8* const w[4] = {w0, w1, w2, w3};                                                                 \
         linear_sums<Q, M, C, DEPTH>(y, x, w, x_rows, ends, m, k);                                                     \
     }
+// How many parts are under way is what registers and code size allow.
 #define QUANT(name, Q)             \
-    LINEAR(name, Q, m1, 1, 1, 8)   \
-    LINEAR(name, Q, m1c2, 1, 2, 4) \
+    LINEAR(name, Q, m1, 1, 1, 4)   \
+    LINEAR(name, Q, m1c2, 1, 2, 2) \
     LINEAR(name, Q, m8, 8, 1, 2)
-#define PLAIN(name, T) QUANT(name, Plain<T>)
+#define PLAIN(name, T)                    \
+    LINEAR(name, Plain<T>, m1, 1, 1, 8)   \
+    LINEAR(name, Plain<T>, m1c2, 1, 2, 4) \
+    LINEAR(name, Plain<T>, m8, 8, 1, 2)
 
-PLAIN(f32, float)
+QUANT(f32, Plain<float>)
 PLAIN(f16, F16)
 PLAIN(bf16, BF16)
 QUANT(q4_0, Q4_0)

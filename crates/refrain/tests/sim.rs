@@ -48,3 +48,22 @@ fn graphs_that_are_required_and_cannot_be_had_are_an_error_with_a_hint() {
     let Err(error) = Session::new(&model, &options) else { panic!("a session without graphs") };
     assert!(error.hint().unwrap().contains("--graph auto"), "{error:?}");
 }
+
+// The simulated device multiplies decoded weights with activations as they are; the CPU rounds activations to 8 bits.
+#[test]
+fn rounding_activations_moves_perplexity_by_less_than_half_a_percent() {
+    let model = Model::builtin().unwrap();
+    let text = "Once upon a time, there was a little girl named Lily. She loved to play in the garden with her dog. \
+                One day, she found a small bird that could not fly. She took the bird home and gave it some water. \
+                Her mother was happy that she was so kind. The next day the bird could fly again, and it sang a \
+                song for Lily. She smiled and waved as it flew away over the trees. From that day on, the bird came \
+                back every morning to sing for her. Lily told all her friends about it, and they came to listen.";
+    let perplexity = |device: Device| {
+        let options = SessionOptions { device, context: Some(64), ..SessionOptions::default() };
+        let mut session = Session::new(&model, &options).unwrap();
+        session.perplexity(text, 64, Some(2), |_, _| {}).unwrap().perplexity
+    };
+    let cpu = perplexity(Device::Cpu { threads: Some(2) });
+    let exact = perplexity(sim(GraphMode::Auto, Method::Stream, "", false));
+    assert!((cpu / exact - 1.0).abs() < 5e-3, "{cpu} on the CPU, {exact} exactly");
+}
