@@ -35,7 +35,9 @@ impl<'a> Pages<'a> {
                 return refuse("position", position, paging.max_blocks * paging.kv_block);
             }
             let table = &pages.tables[seq as usize * paging.max_blocks..][..n_needed];
-            if let Some(&block) = table.iter().find(|&&b| usize::try_from(b).map_or(true, |b| b >= paging.n_blocks)) {
+            if let Some(&block) =
+                table.iter().find(|&&b| usize::try_from(b).map_or(true, |b| b >= paging.n_blocks))
+            {
                 return refuse("KV block", block, paging.n_blocks);
             }
         }

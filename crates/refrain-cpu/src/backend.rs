@@ -6,7 +6,8 @@ use crate::run::{Line, Machine, Scratch};
 use crate::simd::{ActError, Level};
 use crate::weights::{CpuStates, CpuWeights};
 use refrain_graph::{
-    Backend, CompileError, Graph, Io, Op, Place, Plan, PlanOptions, Query, Ran, Reason, RunError, State, Support, Weight,
+    Backend, CompileError, Graph, Io, Op, Place, Plan, PlanOptions, Query, Ran, Reason, RunError, State,
+    Support, Weight,
 };
 use refrain_reference::ReferenceError;
 use refrain_tensor::{DType, HostTensor, TensorError};

@@ -37,17 +37,72 @@ pub(crate) struct Paging {
 /// A kernel with its operands.
 #[derive(Clone, Debug)]
 pub(crate) enum Kernel {
-    Products { x: Range<usize>, k: usize, kind: ActKind, prepared: bool, parts: Vec<Part> },
-    GatherWeight { table: WeightId, ids: Range<usize>, out: Range<usize>, d: usize },
-    GatherArena { table: Range<usize>, ids: Range<usize>, out: Range<usize>, d: usize },
-    RmsNorm { x: Range<usize>, w: WeightId, out: Range<usize>, eps: f32 },
-    AddRmsNorm { a: Range<usize>, b: Range<usize>, w: WeightId, sum: Range<usize>, out: Range<usize>, eps: f32 },
-    Unary { f: Unary, x: Range<usize>, out: Range<usize> },
+    Products {
+        x: Range<usize>,
+        k: usize,
+        kind: ActKind,
+        prepared: bool,
+        parts: Vec<Part>,
+    },
+    GatherWeight {
+        table: WeightId,
+        ids: Range<usize>,
+        out: Range<usize>,
+        d: usize,
+    },
+    GatherArena {
+        table: Range<usize>,
+        ids: Range<usize>,
+        out: Range<usize>,
+        d: usize,
+    },
+    RmsNorm {
+        x: Range<usize>,
+        w: WeightId,
+        out: Range<usize>,
+        eps: f32,
+    },
+    AddRmsNorm {
+        a: Range<usize>,
+        b: Range<usize>,
+        w: WeightId,
+        sum: Range<usize>,
+        out: Range<usize>,
+        eps: f32,
+    },
+    Unary {
+        f: Unary,
+        x: Range<usize>,
+        out: Range<usize>,
+    },
     /// `b` is as long as the output, or one row of it that is repeated.
-    Binary { f: Binary, a: Range<usize>, b: Loc, out: Range<usize>, row: usize },
-    Gate { f: Gate, gate: Range<usize>, up: Range<usize>, out: Range<usize> },
-    Rope { rope: Rope, table: usize, x: Range<usize>, out: Range<usize>, n_heads: usize, head_dim: usize },
-    KvAppend { state: usize, dtype: DType, x: Range<usize>, paging: Paging },
+    Binary {
+        f: Binary,
+        a: Range<usize>,
+        b: Loc,
+        out: Range<usize>,
+        row: usize,
+    },
+    Gate {
+        f: Gate,
+        gate: Range<usize>,
+        up: Range<usize>,
+        out: Range<usize>,
+    },
+    Rope {
+        rope: Rope,
+        table: usize,
+        x: Range<usize>,
+        out: Range<usize>,
+        n_heads: usize,
+        head_dim: usize,
+    },
+    KvAppend {
+        state: usize,
+        dtype: DType,
+        x: Range<usize>,
+        paging: Paging,
+    },
     Attention {
         attention: Attention,
         q: Range<usize>,
@@ -57,7 +112,13 @@ pub(crate) enum Kernel {
         n_heads: usize,
         paging: Paging,
     },
-    Sample { logits: Range<usize>, control: [Range<usize>; 5], token: Range<usize>, logprob: Range<usize>, vocab: usize },
+    Sample {
+        logits: Range<usize>,
+        control: [Range<usize>; 5],
+        token: Range<usize>,
+        logprob: Range<usize>,
+        vocab: usize,
+    },
     /// The reference version of an op, or a host function.
     Reference,
 }
@@ -257,7 +318,15 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Op
             let paging = paging(plan, &ins[1], [&ins[3], &ins[4], &ins[5]])?;
             let (q, out) = (arena(plan, &ins[0])?, out(0)?);
             let n_heads = ins[0].layout.shape().dims()[1];
-            Some(Kernel::Attention { attention: *attention, q, out, states, dtype: ins[1].dtype, n_heads, paging })
+            Some(Kernel::Attention {
+                attention: *attention,
+                q,
+                out,
+                states,
+                dtype: ins[1].dtype,
+                n_heads,
+                paging,
+            })
         }
         Op::Sample => {
             let inputs = [&ins[1], &ins[2], &ins[3], &ins[4], &ins[5]];

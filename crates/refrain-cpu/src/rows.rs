@@ -35,7 +35,14 @@ fn gelu_tanh(v: f32) -> f32 {
 }
 
 /// `out = f(a, b)`; `b` is as long as the output, or a row of `row` elements that is repeated.
-pub(crate) fn binary(level: Level, f: Binary, a: Option<&[f32]>, b: Option<&[f32]>, row: usize, out: &mut [f32]) {
+pub(crate) fn binary(
+    level: Level,
+    f: Binary,
+    a: Option<&[f32]>,
+    b: Option<&[f32]>,
+    row: usize,
+    out: &mut [f32],
+) {
     let of = move |a: f32, b: f32| match f {
         Binary::Add => a + b,
         Binary::Sub => a - b,

@@ -82,7 +82,8 @@ impl Machine<'_> {
         let label = &plan.steps()[call.step].label;
         match &call.kernel {
             Kernel::Products { x, k, kind, prepared, parts } => {
-                let outs: [Range<usize>; 4] = std::array::from_fn(|i| parts.get(i).map_or(0..0, |p| p.out.clone()));
+                let outs: [Range<usize>; 4] =
+                    std::array::from_fn(|i| parts.get(i).map_or(0..0, |p| p.out.clone()));
                 let carved = carve(arena, &outs[..parts.len()]);
                 let Some(x) = carved.read(x) else { unreachable!("a product never overwrites its input") };
                 let m = x.len() / k;
@@ -111,7 +112,9 @@ impl Machine<'_> {
             }
             Kernel::GatherArena { table, ids, out, d } => {
                 let carved = carve(arena, std::slice::from_ref(out));
-                let Some(table) = carved.read(table) else { unreachable!("a gather never overwrites its input") };
+                let Some(table) = carved.read(table) else {
+                    unreachable!("a gather never overwrites its input")
+                };
                 let ids = &self.words()[ids.clone()];
                 for (out, &id) in carved.outs[0].chunks_exact_mut(*d).zip(ids) {
                     match row_of(label, id, table.len() / d)? {
@@ -154,7 +157,13 @@ impl Machine<'_> {
                 let (gate, up) = (carved.read(gate), carved.read(up));
                 self.rows(carved.outs[0], 1024, |at, out| {
                     let range = at..at + out.len();
-                    rows::gate(level, *f, gate.map(|g| &g[range.clone()]), up.map(|u| &u[range.clone()]), out);
+                    rows::gate(
+                        level,
+                        *f,
+                        gate.map(|g| &g[range.clone()]),
+                        up.map(|u| &u[range.clone()]),
+                        out,
+                    );
                 });
             }
             Kernel::Rope { rope, table, x, out, n_heads, head_dim } => {
@@ -170,7 +179,13 @@ impl Machine<'_> {
                 self.rows(carved.outs[0], token, |at, heads| {
                     let row = at / token;
                     if positions[first + row] >= 0 {
-                        rows::rope(level, rope, heads, *head_dim, &angles[row * rope.n_dims..][..rope.n_dims]);
+                        rows::rope(
+                            level,
+                            rope,
+                            heads,
+                            *head_dim,
+                            &angles[row * rope.n_dims..][..rope.n_dims],
+                        );
                     }
                 });
             }
@@ -320,7 +335,9 @@ impl Machine<'_> {
         }
         let dtype_of = |operand: &refrain_graph::Operand| match plan.buffer(operand.buffer).place {
             // Vectors were decoded when they were loaded.
-            Place::Weight(id) if matches!(self.weights.entry(id), Entry::Vector(_)) => refrain_tensor::DType::F32,
+            Place::Weight(id) if matches!(self.weights.entry(id), Entry::Vector(_)) => {
+                refrain_tensor::DType::F32
+            }
             Place::Weight(_) | Place::Arena { .. } | Place::Control { .. } | Place::State(_) => operand.dtype,
         };
         let ins: Vec<In<'_>> = inputs

@@ -3,7 +3,7 @@
 use refrain_cpu::CpuBackend;
 use refrain_cpu::simd::Level;
 use refrain_graph::{
-    Backend, CompileError, Graph, GraphBuilder, Io, Op, Origin, Place, Reason, Ran, Unary, ValueId,
+    Backend, CompileError, Graph, GraphBuilder, Io, Op, Origin, Place, Ran, Reason, Unary, ValueId,
 };
 use refrain_tensor::{Bytes, DType, HostTensor};
 use refrain_testkit::{Case, Feed, Tol, cases, check_all};
@@ -121,8 +121,18 @@ fn every_case_agrees_with_the_reference_at_every_level() {
         assert!(supported.len() >= 300, "{} ran, {n_unsupported} did not", supported.len());
         check_all(&supported, |graph, feed| run(&mut backend, graph, feed, &mut seen));
         let kernels = [
-            "products", "gather", "rms_norm", "add_rms_norm", "unary", "binary", "gate", "rope", "kv_append",
-            "attention", "sample", "reference",
+            "products",
+            "gather",
+            "rms_norm",
+            "add_rms_norm",
+            "unary",
+            "binary",
+            "gate",
+            "rope",
+            "kv_append",
+            "attention",
+            "sample",
+            "reference",
         ];
         let missing: Vec<_> = kernels.iter().filter(|k| !seen.contains(*k)).collect();
         assert!(missing.is_empty(), "no case ran {missing:?}");

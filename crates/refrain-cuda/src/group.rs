@@ -9,6 +9,8 @@ pub(crate) enum Group<'a> {
     One(&'a Step),
     /// Products of the same rows with weights of one dtype.
     Products(Vec<&'a Step>),
+    /// Queries and keys turned, then keys and values put into the cache.
+    RopeKv(&'a [Step; 4]),
 }
 
 /// Cuts steps into groups. Steps of a group neither read nor overwrite what another one of it writes, so that their order
@@ -17,16 +19,50 @@ pub(crate) fn groups<'a>(plan: &Plan, steps: &'a [Step]) -> Vec<Group<'a>> {
     let mut out = Vec::with_capacity(steps.len());
     let mut rest = steps;
     while let Some(first) = rest.first() {
-        let n = products(plan, rest);
-        if n < 2 {
-            out.push(Group::One(first));
-            rest = &rest[1..];
+        if let Some(steps) = rest.first_chunk().filter(|steps| is_rope_kv(plan, steps)) {
+            out.push(Group::RopeKv(steps));
+            rest = &rest[steps.len()..];
             continue;
         }
-        by_dtype(&rest[..n], &mut out);
-        rest = &rest[n..];
+        match products(plan, rest) {
+            0 | 1 => {
+                out.push(Group::One(first));
+                rest = &rest[1..];
+            }
+            n => {
+                by_dtype(&rest[..n], &mut out);
+                rest = &rest[n..];
+            }
+        }
     }
     out
+}
+
+/// Rope of queries, rope of keys, append of those keys, append of values: at the same positions, and nothing is read
+/// from where another of them writes. Turning in place is allowed: whoever reads an element writes it.
+fn is_rope_kv(plan: &Plan, [q, k, keys, values]: &[Step; 4]) -> bool {
+    let (Op::Rope(left), Op::Rope(right)) = (&q.op, &k.op) else { return false };
+    if !matches!((&keys.op, &values.op), (Op::KvAppend, Op::KvAppend)) {
+        return false;
+    }
+    let shape = |operand: &Operand| operand.layout.shape();
+    let (q_in, q_out, k_in, k_out) = (&q.inputs[0], &q.outputs[0], &k.inputs[0], &k.outputs[0]);
+    let v_in = &values.inputs[1];
+    let same = left == right
+        && q.inputs[1..] == k.inputs[1..]
+        && keys.inputs[2..] == values.inputs[2..]
+        && keys.inputs[2] == k.inputs[1]
+        && keys.inputs[1] == *k_out
+        && shape(v_in) == shape(k_out)
+        && keys.inputs[0].ty() == values.inputs[0].ty()
+        && keys.inputs[0].buffer != values.inputs[0].buffer;
+    let in_place_or_apart = |to: &Operand, from: &Operand| to == from || apart(plan, to, from);
+    same && shape(q_out).n_elements() > 0
+        && shape(k_out).n_elements() > 0
+        && in_place_or_apart(q_out, q_in)
+        && in_place_or_apart(k_out, k_in)
+        && [k_in, k_out, v_in].iter().all(|other| apart(plan, q_out, other))
+        && [q_in, v_in].iter().all(|other| apart(plan, k_out, other))
 }
 
 /// How many of the first steps are products of the same rows with weights.

@@ -7,7 +7,7 @@ use refrain_graph::{BufferId, Op, Operand, Place, Plan, Query, Step, Support, Te
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, CastArgs, CopyArgs, GateArgs, GatherRowsArgs, KernelError,
     Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, ReduceArgs, RmsNormArgs, RopeArgs,
-    SampleArgs, SoftmaxArgs, UnaryArgs, View, attention_scratch_bytes, attention_splits,
+    RopeKvArgs, SampleArgs, SoftmaxArgs, UnaryArgs, View, attention_scratch_bytes, attention_splits,
     sample_scratch_bytes,
 };
 use refrain_tensor::DType;
@@ -132,6 +132,10 @@ impl Lowering<'_> {
                 }
                 Group::Products(steps) => {
                     launches.push(self.products(steps).map_err(|e| self.refuse(steps[0], e))?);
+                    steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
+                }
+                Group::RopeKv(steps) => {
+                    launches.push(self.rope_kv(steps).map_err(|e| self.refuse(&steps[0], e))?);
                     steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
                 }
             }
@@ -376,6 +380,39 @@ impl Lowering<'_> {
             n_seqs: tables.dims()[0],
             max_blocks: tables.dims()[1],
             step: &step.label,
+        })
+    }
+
+    fn rope_kv(&self, [q, k, keys, values]: &[Step; 4]) -> Result<Launch, KernelError> {
+        let Op::Rope(rope) = q.op else { unreachable!("called for rope") };
+        let ((k_cache, n_blocks), (v_cache, _)) =
+            (self.cache(keys, &keys.inputs[0])?, self.cache(values, &values.inputs[0])?);
+        let (heads, cache) = (q.inputs[0].layout.shape(), keys.inputs[0].layout.shape());
+        let tables = keys.inputs[4].layout.shape();
+        let labels = [q, k, keys, values].map(|step| step.label.as_str());
+        self.kernels.rope_kv(&RopeKvArgs {
+            rope,
+            q: self.view(&q.inputs[0])?,
+            k: self.view(&k.inputs[0])?,
+            v: self.view(&values.inputs[1])?,
+            q_out: self.dense(q, &q.outputs[0])?,
+            k_out: self.dense(k, &k.outputs[0])?,
+            k_cache,
+            v_cache,
+            cache_dtype: keys.inputs[0].dtype,
+            positions: self.dense(q, &q.inputs[1])?,
+            seqs: self.dense(keys, &keys.inputs[3])?,
+            tables: self.dense(keys, &keys.inputs[4])?,
+            inv_freq: self.vector(q, 2)?,
+            n: heads.dims()[0],
+            n_heads: heads.dims()[1],
+            n_blocks,
+            n_kv_heads: cache.dims()[1],
+            kv_block: cache.dims()[2],
+            head_dim: heads.dims()[2],
+            n_seqs: tables.dims()[0],
+            max_blocks: tables.dims()[1],
+            step: &labels.join(" + "),
         })
     }
 

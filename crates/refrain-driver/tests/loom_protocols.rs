@@ -3,7 +3,10 @@
 //!
 //! A model that must fail stands next to those that must not: it shows that the property can be lost.
 
-#![expect(clippy::arc_with_non_send_sync, reason = "loom checks what `Sync` would promise, and its threads do not ask")]
+#![expect(
+    clippy::arc_with_non_send_sync,
+    reason = "loom checks what `Sync` would promise, and its threads do not ask"
+)]
 
 #[path = "loom_common/mod.rs"]
 mod sync;

@@ -9,29 +9,24 @@
 // Launch    grid (n, n_kv_heads), block (multiple of 32, at most 256), shared 0
 // Requires  two rows have different (sequence, position). A sequence, position or block out of range writes nothing.
 // Rounds to nearest even. Capture: safe; positions, sequences and tables are read at each run.
+#include "paged.cuh"
 #include "view.cuh"
 
 template <typename T>
 inline void kv_append(T* cache, const float* x, const i32* positions, const i32* seqs, const i32* tables,
-                      const Rows& rows, u32 n_blocks, u32 kv_block, u32 head_dim, u32 n_seqs, u32 max_blocks) {
+                      const Rows& rows, const Pages& pages) {
     start();
-    u32 row = blockIdx.x, head = blockIdx.y, n_kv_heads = gridDim.y;
-    i32 position = positions[row], seq = seqs[row];
-    if (position < 0 || seq < 0 || (u32)seq >= n_seqs) return;
-    u32 column = (u32)position / kv_block;
-    if (column >= max_blocks) return;
-    i32 block = tables[(u64)seq * max_blocks + column];
-    if (block < 0 || (u32)block >= n_blocks) return;
-    const float* in = x + rows.start(row * n_kv_heads + head);
-    T* out = cache + (((u64)block * n_kv_heads + head) * kv_block + (u32)position % kv_block) * head_dim;
-    for (u32 i = threadIdx.x; i < head_dim; i += blockDim.x) out[i] = from_f32<T>(in[i]);
+    u32 row = blockIdx.x, head = blockIdx.y;
+    T* out = kv_cell(cache, tables, positions[row], seqs[row], head, pages);
+    if (out == nullptr) return;
+    const float* in = x + rows.start(row * pages.n_kv_heads + head);
+    for (u32 i = threadIdx.x; i < pages.head_dim; i += blockDim.x) out[i] = from_f32<T>(in[i]);
 }
 
 #define KV_APPEND(name, T)                                                                                 \
     extern "C" __global__ __launch_bounds__(256) void kv_append_##name(                                    \
-        T* cache, const float* x, const i32* positions, const i32* seqs, const i32* tables, Rows rows,     \
-        u32 n_blocks, u32 kv_block, u32 head_dim, u32 n_seqs, u32 max_blocks) {                            \
-        kv_append<T>(cache, x, positions, seqs, tables, rows, n_blocks, kv_block, head_dim, n_seqs, max_blocks); \
+        T* cache, const float* x, const i32* positions, const i32* seqs, const i32* tables, Rows rows, Pages pages) { \
+        kv_append<T>(cache, x, positions, seqs, tables, rows, pages);                                      \
     }
 
 KV_APPEND(f16, F16)

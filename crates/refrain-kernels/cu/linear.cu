@@ -197,7 +197,7 @@ inline void linear_sums(float* const* y, const float* x, const u8* const* w, con
 }
 
 #define LINEAR(name, Q, variant, M, C, DEPTH)                                                                    \
-    extern "C" __global__ __launch_bounds__(128, 6) void linear_##variant##_##name(                                 \
+    extern "C" __global__ __launch_bounds__(128, M == 1 ? 6 : 4) void linear_##variant##_##name(                 \
         float* y0, float* y1, float* y2, float* y3, const float* x, const u8* __restrict__ w0,                   \
         const u8* __restrict__ w1, const u8* __restrict__ w2, const u8* __restrict__ w3, Rows x_rows, Ends ends, \
         u32 m, u32 k) {                                                                                          \

@@ -1,5 +1,6 @@
 //! Writing new keys or values into the paged cache.
 
+use bytemuck::{Pod, Zeroable};
 use half::{bf16, f16};
 use refrain_driver::api::DevicePtr;
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -8,9 +9,9 @@ use refrain_tensor::DType;
 
 use crate::error::{Case, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
+use crate::registry::{Entry, P};
 use crate::source::Family;
-use crate::twin::{count, fault, read_rows};
+use crate::twin::{fault, read_rows};
 use crate::view::{Rows, View};
 
 /// `cache[tables[seqs[i]][positions[i] / kv_block], h, positions[i] % kv_block] = x[i, h]`; nothing for a negative
@@ -76,11 +77,14 @@ impl Kernels {
             .read(case.words("seqs", a.seqs, &[a.n])?)
             .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
             .baked(Baked(rows))
-            .baked(Baked(a.n_blocks as u32))
-            .baked(Baked(a.kv_block as u32))
-            .baked(Baked(a.head_dim as u32))
-            .baked(Baked(a.n_seqs as u32))
-            .baked(Baked(a.max_blocks as u32)))
+            .baked(Baked(PageSizes {
+                n_blocks: a.n_blocks as u32,
+                n_kv_heads: a.n_kv_heads as u32,
+                kv_block: a.kv_block as u32,
+                head_dim: a.head_dim as u32,
+                n_seqs: a.n_seqs as u32,
+                max_blocks: a.max_blocks as u32,
+            })))
     }
 }
 
@@ -94,9 +98,21 @@ fn name(dtype: DType) -> String {
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in [DType::F16, DType::BF16, DType::F32] {
-        let params = [P, P, P, P, P, size_of::<Rows>(), W, W, W, W, W];
+        let params = [P, P, P, P, P, size_of::<Rows>(), size_of::<PageSizes>()];
         all.push(Entry::new(Family::Kv, name(dtype), &params, move |k| twin(k, dtype)));
     }
+}
+
+/// The sizes of a cache and its tables, as kernels take them.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(crate) struct PageSizes {
+    pub(crate) n_blocks: u32,
+    pub(crate) n_kv_heads: u32,
+    pub(crate) kv_block: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) n_seqs: u32,
+    pub(crate) max_blocks: u32,
 }
 
 /// Where a position of a sequence lies in a paged cache.
@@ -127,21 +143,38 @@ impl Pages {
 }
 
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let [n, n_heads] = [k.config().grid[0] as usize, k.config().grid[1] as usize];
-    let [n_blocks, kv_block, head_dim, n_seqs, max_blocks] =
-        [count(k, 6)?, count(k, 7)?, count(k, 8)?, count(k, 9)?, count(k, 10)?];
-    let tables = k.read(k.ptr(4)?, n_seqs * max_blocks)?;
+    let (n, sizes) = (k.config().grid[0] as usize, k.arg::<PageSizes>(6)?);
+    let n_rows = n * sizes.n_kv_heads as usize;
+    let x = read_rows(k, k.ptr(1)?, k.arg(5)?, n_rows, sizes.head_dim as usize)?;
+    let (cache, pointers) = (k.ptr(0)?, [k.ptr(2)?, k.ptr(3)?, k.ptr(4)?]);
+    append(k, dtype, &[(cache, &x)], pointers, n, &sizes)
+}
+
+/// Puts rows into caches; `pointers` are those of positions, sequences and tables.
+pub(crate) fn append(
+    k: &mut SimKernel<'_>,
+    dtype: DType,
+    caches: &[(DevicePtr, &[f32])],
+    pointers: [DevicePtr; 3],
+    n: usize,
+    sizes: &PageSizes,
+) -> KernelResult {
+    let size = |n: u32| n as usize;
+    let [n_heads, head_dim, kv_block] = [sizes.n_kv_heads, sizes.head_dim, sizes.kv_block].map(size);
+    let [n_seqs, max_blocks, n_blocks] = [sizes.n_seqs, sizes.max_blocks, sizes.n_blocks].map(size);
+    let [positions, seqs, tables] = pointers;
+    let tables = k.read(tables, n_seqs * max_blocks)?;
     let pages = Pages { tables, n_seqs, max_blocks, n_blocks, kv_block };
-    let (positions, seqs) = (k.read::<i32>(k.ptr(2)?, n)?, k.read::<i32>(k.ptr(3)?, n)?);
-    let x = read_rows(k, k.ptr(1)?, k.arg(5)?, n * n_heads, head_dim)?;
-    let cache = k.ptr(0)?;
+    let (positions, seqs) = (k.read::<i32>(positions, n)?, k.read::<i32>(seqs, n)?);
     for (row, &position) in positions.iter().enumerate() {
         let Ok(position) = usize::try_from(position) else { continue };
         let (block, at) = pages.find(seqs[row], position)?;
         for head in 0..n_heads {
             let start = ((block * n_heads + head) * kv_block + at) * head_dim;
-            let to = cache.add((start * dtype.block_bytes()) as u64);
-            store(k, dtype, to, &x[(row * n_heads + head) * head_dim..][..head_dim])?;
+            for (cache, x) in caches {
+                let to = cache.add((start * dtype.block_bytes()) as u64);
+                store(k, dtype, to, &x[(row * n_heads + head) * head_dim..][..head_dim])?;
+            }
         }
     }
     Ok(())

@@ -42,6 +42,7 @@ mod elementwise; // functions of elements; gates
 mod copy; // copies and casts
 mod rope; // rotary embedding
 mod kv; // writing the KV cache
+mod rope_kv; // both at once
 mod attention; // reading it
 mod rows; // reductions and softmax over rows
 mod sample; // choosing a token
@@ -66,6 +67,7 @@ pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
 pub use registry::{KernelInfo, kernels};
 pub use rope::RopeArgs;
+pub use rope_kv::RopeKvArgs;
 pub use rows::{ReduceArgs, SoftmaxArgs};
 pub use sample::{SampleArgs, sample_scratch_bytes};
 pub use source::Family;

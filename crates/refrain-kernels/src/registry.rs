@@ -58,6 +58,7 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::elementwise::entries(&mut all);
     crate::copy::entries(&mut all);
     crate::rope::entries(&mut all);
+    crate::rope_kv::entries(&mut all);
     crate::kv::entries(&mut all);
     crate::attention::entries(&mut all);
     crate::rows::entries(&mut all);

@@ -86,9 +86,10 @@ impl Family {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 5] = [
+pub(crate) const HEADERS: [(&str, &str); 6] = [
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
+    ("paged.cuh", include_str!("../cu/paged.cuh")),
     ("quant.cuh", include_str!("../cu/quant.cuh")),
     ("reduce.cuh", include_str!("../cu/reduce.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),

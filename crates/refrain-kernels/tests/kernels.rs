@@ -102,6 +102,10 @@ both! {
         run_all(&mut bed, cases::attention::kv_append());
     }
 
+    fn rope_with_kv_append_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::attention::rope_kv());
+    }
+
     fn attention_agrees_with_the_reference(bed) {
         run_all(&mut bed, cases::attention::attention());
     }

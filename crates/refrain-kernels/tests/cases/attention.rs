@@ -1,7 +1,7 @@
 //! Positions, the cache, and attention over it.
 
 use refrain_graph::{Attention, Op, Rope, RopeStyle, TensorType};
-use refrain_kernels::{AttentionArgs, KvAppendArgs, RopeArgs, View, attention_scratch_bytes};
+use refrain_kernels::{AttentionArgs, KvAppendArgs, RopeArgs, RopeKvArgs, View, attention_scratch_bytes};
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Rng, Tol, encode};
 
@@ -114,6 +114,107 @@ fn kv_case(dtype: DType, head_dim: usize) -> Case {
             Ok(())
         },
     )
+}
+
+pub fn rope_kv() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
+        for dtype in [DType::F16, DType::BF16, DType::F32] {
+            for (n_dims, head_dim, in_place) in [(64, 64, true), (32, 80, false), (2, 7, true)] {
+                let rope = Rope { style, n_dims, magnitude: 1.0 };
+                cases.push(rope_kv_case(rope, dtype, head_dim, in_place));
+            }
+        }
+    }
+    cases
+}
+
+/// Queries and keys are turned, in place or not; padding, and positions in blocks out of order.
+fn rope_kv_case(rope: Rope, dtype: DType, head_dim: usize, in_place: bool) -> Case {
+    let (n, n_heads, n_blocks, n_kv_heads, kv_block, n_seqs, max_blocks) = (5, 6, 6, 2, 4, 2, 3);
+    let (positions, seqs) = (i32s(&[0, 7, -1, 11, 4]), i32s(&[0, 1, 0, 0, 0]));
+    let tables = i32s(&[5, 0, 3, 4, 2, -1]);
+    let freqs: Vec<f32> = (0..rope.n_dims / 2).map(|i| 1.0 / (1.0 + i as f32)).collect();
+    let inv_freq = f32s(&freqs);
+    let x = |heads: usize, seed: u64| f32s(&normals(n * heads * head_dim, seed));
+    let (q, k, v) = (x(n_heads, 1), x(n_kv_heads, 2), x(n_kv_heads, 3));
+    let turned = |x: &[u8], heads: usize| {
+        let inputs = [
+            Operand(DType::F32, contiguous(&[n, heads, head_dim]), x),
+            Operand(DType::I32, contiguous(&[n]), &positions),
+            Operand(DType::F32, contiguous(&[freqs.len()]), &inv_freq),
+        ];
+        reference_f32(&Op::Rope(rope), &inputs, &[n, heads, head_dim])
+    };
+    let (q_out, k_out) = (turned(&q, n_heads), turned(&k, n_kv_heads));
+    let cells = [n_blocks, n_kv_heads, kv_block, head_dim];
+    let appended = |x: &[u8], seed: u64, tol: Tol| {
+        let before = encode(dtype, &normals(cells.iter().product(), seed));
+        let inputs = [
+            Operand(DType::F32, contiguous(&[n, n_kv_heads, head_dim]), x),
+            Operand(DType::I32, contiguous(&[n]), &positions),
+            Operand(DType::I32, contiguous(&[n]), &seqs),
+            Operand(DType::I32, contiguous(&[n_seqs, max_blocks]), &tables),
+        ];
+        let mut outputs = [(TensorType::new(dtype, shape(&cells)), before.clone())];
+        reference(&Op::KvAppend, &inputs, &mut outputs);
+        let [(_, after)] = outputs;
+        Role::InOut { before, after, dtype, tol }
+    };
+    // A key that the reference rounds the other way is one unit of the cache's type off.
+    let cache_tol = match dtype {
+        DType::BF16 => Tol::Whole(8e-3),
+        DType::F16 => Tol::Whole(1e-3),
+        _ => ROPE,
+    };
+    let k_cache = appended(&f32s(&k_out), 4, cache_tol);
+    let v_cache = appended(&v, 5, Tol::Bits);
+    let out = |x: &[u8], y: Vec<f32>| match in_place {
+        false => Role::Out(y, ROPE),
+        true => Role::InOut { before: x.to_vec(), after: f32s(&y), dtype: DType::F32, tol: ROPE },
+    };
+    let roles = vec![
+        out(&q, q_out),
+        out(&k, k_out),
+        k_cache,
+        v_cache,
+        Role::In(q),
+        Role::In(k),
+        Role::In(v),
+        Role::In(positions),
+        Role::In(seqs),
+        Role::In(tables),
+        Role::In(inv_freq),
+    ];
+    let name = format!("rope_kv {rope:?} {dtype} head_dim={head_dim} in_place={in_place}");
+    Case::new(name, roles, move |kernels, b, out| {
+        let [q, k] = if in_place { [b[0], b[1]] } else { [b[4], b[5]] };
+        out.push(kernels.rope_kv(&RopeKvArgs {
+            rope,
+            q: dense(q, &[n, n_heads, head_dim]),
+            k: dense(k, &[n, n_kv_heads, head_dim]),
+            v: dense(b[6], &[n, n_kv_heads, head_dim]),
+            q_out: b[0],
+            k_out: b[1],
+            k_cache: b[2],
+            v_cache: b[3],
+            cache_dtype: dtype,
+            positions: b[7],
+            seqs: b[8],
+            tables: b[9],
+            inv_freq: b[10],
+            n,
+            n_heads,
+            n_blocks,
+            n_kv_heads,
+            kv_block,
+            head_dim,
+            n_seqs,
+            max_blocks,
+            step: "case",
+        })?);
+        Ok(())
+    })
 }
 
 #[derive(Clone, Copy)]
