@@ -177,9 +177,18 @@ fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
         Ok(0) => {
             Err("at least 1 thread is needed; leave --threads out to use what suits the machine".to_owned())
         }
+        Ok(n) if n > most_threads() => Err(format!(
+            "{n} threads would only get in each other's way; at most {} make sense on this machine",
+            most_threads()
+        )),
         Ok(n) => NonZeroUsize::new(n).ok_or_else(String::new),
         Err(error) => Err(error.to_string()),
     }
+}
+
+/// Threads beyond the cores only wait for each other; some are allowed, to try things out.
+fn most_threads() -> usize {
+    4 * std::thread::available_parallelism().map_or(1, NonZeroUsize::get).max(4)
 }
 
 /// How tokens are chosen and where a reply ends.

@@ -57,6 +57,8 @@ fn arguments_that_contradict_are_a_mistake_of_usage() {
 fn no_threads_are_refused() {
     let said = Cli::new().run(&["run", "A cat", "--threads", "0"]).misused();
     assert!(said.contains("at least 1 thread"), "{said}");
+    let said = Cli::new().run(&["run", "A cat", "--threads", "100000"]).misused();
+    assert!(said.contains("100000 threads"), "{said}");
 }
 
 #[test]

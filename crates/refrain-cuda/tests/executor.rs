@@ -228,6 +228,20 @@ fn profiling_times_every_launch_and_says_why_steps_are_eager() {
 }
 
 #[test]
+fn products_of_the_same_rows_are_one_launch_and_rope_is_one_with_its_appends() {
+    let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
+    direct.run().unwrap();
+    let rows = direct.backend.monitor().status().profile;
+    let holds = |kernel: &str, labels: &[&str]| {
+        rows.iter().any(|r| r.kernel.starts_with(kernel) && labels.iter().all(|l| r.step.contains(l)))
+    };
+    assert!(holds("linear_", &["attn_q", "attn_k", "attn_v"]), "{rows:?}");
+    assert!(holds("linear_", &["ffn_up", "ffn_gate"]), "{rows:?}");
+    assert!(holds("rope_kv_", &["rope", "kv_append"]), "{rows:?}");
+    assert!(!holds("kv_append_", &[]) && !holds("rope_neox", &[]) && !holds("rope_inter", &[]), "{rows:?}");
+}
+
+#[test]
 fn a_control_block_that_points_outside_is_refused_before_it_is_sent() {
     let mut direct = Direct::new(options(GraphMode::Require, Method::Stream));
     direct.set("tables", &[2, 0, -1, -1]);

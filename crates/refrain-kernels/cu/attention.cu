@@ -16,7 +16,7 @@
 //           combine: grid (n n_heads), block (128), shared 0
 // Requires  head_dim even, at most 128 DIMS; caches at multiples of 16 bytes. A position whose block is out of range
 //           counts as not seen.
-// Scores, sums and partials in f32, in the order of positions in tiles of 32; splits are merged in order. Same bits
+// Scores, sums and partials in f32, in tiles of 32 positions, each summed as a tree; splits are merged in order. Same bits
 // every run for the same n_splits. Capture: safe; the grid is fixed and all lengths are read on the device.
 #include "reduce.cuh"
 #include "view.cuh"
@@ -31,6 +31,7 @@ struct Sizes {
 const u32 HEADS = 8;   // query heads of a block
 const u32 TILE = 32;   // positions of a tile
 const u32 WARPS = 4;
+const u32 AHEAD = 4;   // keys that a warp, and pairs of values that a thread, has under way
 const u32 MIN_SPLIT = 32;
 
 inline float2 load_pair(const float* p) { return *(const float2*)p; }
@@ -43,21 +44,22 @@ template <typename T> inline float2 load_pair(const T* p) {
     return make_float2(to_f32(a), to_f32(b));
 }
 
-// Elements of the row of a position, or null when its block is out of range.
-template <typename T>
-inline const T* kv_row(const T* cache, const i32* table, u32 position, u32 kv_head, const Sizes& s) {
+const u64 NOWHERE = ~(u64)0;
+
+// Where the row of a position lies in either cache, or NOWHERE when its block is out of range.
+inline u64 kv_row(const i32* table, u32 position, u32 kv_head, const Sizes& s) {
     u32 column = position / s.kv_block;
-    if (column >= s.max_blocks) return nullptr;
+    if (column >= s.max_blocks) return NOWHERE;
     i32 block = table[column];
-    if (block < 0 || (u32)block >= s.n_blocks) return nullptr;
-    return cache + (((u64)block * s.n_kv_heads + kv_head) * s.kv_block + position % s.kv_block) * s.head_dim;
+    if (block < 0 || (u32)block >= s.n_blocks) return NOWHERE;
+    return (((u64)block * s.n_kv_heads + kv_head) * s.kv_block + (position - column * s.kv_block)) * s.head_dim;
 }
 
 template <typename T, int DIMS>
 inline void attention_split(float* y, float* partials, const float* q, const T* k_cache, const T* v_cache,
                             const i32* positions, const i32* seqs, const i32* tables, const Rows& q_rows,
                             const Sizes& s) {
-    __shared__ float queries[HEADS][128 * DIMS];
+    alignas(16) __shared__ float queries[HEADS][128 * DIMS];
     __shared__ float weights[HEADS][TILE];
     __shared__ float rescale[HEADS];
     __shared__ const T* values[TILE];
@@ -85,54 +87,75 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
         u32 head = i / s.head_dim, d = i % s.head_dim;
         queries[head][d] = q[q_rows.start(row * s.n_heads + first_head + head) + d] * s.scale;
     }
-    // Thread h keeps the running maximum and sum of head h; every thread keeps its elements of all outputs.
-    float max_score = -inf_f32(), sum = 0.0f;
+    // Warp w keeps the running maxima and sums of heads w and w + WARPS; every thread its elements of all outputs.
+    float max_score[HEADS / WARPS], sum[HEADS / WARPS];
+#pragma unroll
+    for (int j = 0; j < HEADS / WARPS; j++) {
+        max_score[j] = -inf_f32();
+        sum[j] = 0.0f;
+    }
     float acc[HEADS][DIMS] = {};
     __syncthreads();
 
+#pragma unroll 1
     for (u32 tile = begin; tile < end; tile += TILE) {
         u32 n = min(TILE, end - tile);
-        for (u32 p = warp; p < n; p += WARPS) {
-            const T* key = kv_row(k_cache, table, tile + p, kv_head, s);
-            if (lane == 0) values[p] = kv_row(v_cache, table, tile + p, kv_head, s);
-            float dots[HEADS] = {};
-            if (key != nullptr) {
-                for (u32 d = 2 * lane; d < s.head_dim; d += 64) {
-                    float2 pair = load_pair(key + d);
+#pragma unroll 1
+        for (u32 first = warp; first < TILE; first += WARPS * AHEAD) {
+            const T* keys[AHEAD];
+            float2 pairs[AHEAD][2 * DIMS];
 #pragma unroll
-                    for (int h = 0; h < HEADS; h++) {
-                        if (h < n_heads) {
-                            dots[h] = __fmaf_rn(pair.x, queries[h][d], dots[h]);
-                            dots[h] = __fmaf_rn(pair.y, queries[h][d + 1], dots[h]);
+            for (int i = 0; i < AHEAD; i++) {
+                u32 p = first + WARPS * i;
+                u64 at = p < n ? kv_row(table, tile + p, kv_head, s) : NOWHERE;
+                keys[i] = at != NOWHERE ? k_cache + at : nullptr;
+                if (lane == 0) values[p] = at != NOWHERE ? v_cache + at : nullptr;
+#pragma unroll
+                for (int j = 0; j < 2 * DIMS; j++) {
+                    u32 d = 2 * lane + 64 * j;
+                    bool there = keys[i] != nullptr && d < s.head_dim;
+                    pairs[i][j] = there ? load_pair(keys[i] + d) : make_float2(0.0f, 0.0f);
+                }
+            }
+#pragma unroll 1
+            for (u32 h = 0; h < n_heads; h++) {
+                float dots[AHEAD] = {};
+#pragma unroll
+                for (int j = 0; j < 2 * DIMS; j++) {
+                    u32 d = 2 * lane + 64 * j;
+                    if (d < s.head_dim) {
+                        float2 query = *(const float2*)&queries[h][d];
+#pragma unroll
+                        for (int i = 0; i < AHEAD; i++) {
+                            dots[i] = __fmaf_rn(pairs[i][j].x, query.x, dots[i]);
+                            dots[i] = __fmaf_rn(pairs[i][j].y, query.y, dots[i]);
                         }
                     }
                 }
-            }
 #pragma unroll
-            for (int h = 0; h < HEADS; h++) {
-                if (h < n_heads) {
-                    float score = warp_reduce(dots[h], Add());
-                    if (s.softcap > 0.0f) score = s.softcap * tanhf(score / s.softcap);
-                    if (lane == 0) weights[h][p] = key != nullptr ? score : -inf_f32();
+                for (int i = 0; i < AHEAD; i++) {
+                    float score = warp_reduce(dots[i], Add());
+                    // What is not there weighs nothing.
+                    if (lane == 0) weights[h][first + WARPS * i] = keys[i] != nullptr ? score : -inf_f32();
                 }
             }
         }
         __syncthreads();
-        if (threadIdx.x < n_heads) {
-            u32 h = threadIdx.x;
-            float tile_max = max_score;
-            for (u32 p = 0; p < n; p++) tile_max = fmaxf(tile_max, weights[h][p]);
-            // Nothing seen yet: any finite number will do as the maximum.
-            float base = tile_max == -inf_f32() ? 0.0f : tile_max;
-            float factor = expf(max_score - base);
-            sum *= factor;
-            for (u32 p = 0; p < n; p++) {
-                float w = expf(weights[h][p] - base);
-                weights[h][p] = w;
-                sum += w;
+#pragma unroll
+        for (int j = 0; j < HEADS / WARPS; j++) {
+            u32 h = warp + WARPS * j;
+            if (h < n_heads) {
+                float score = weights[h][lane];
+                if (s.softcap > 0.0f && score != -inf_f32()) score = s.softcap * tanhf(score / s.softcap);
+                float tile_max = fmaxf(max_score[j], warp_reduce(score, Max()));
+                // Nothing seen yet: any finite number will do as the maximum.
+                float base = tile_max == -inf_f32() ? 0.0f : tile_max;
+                float factor = expf(max_score[j] - base), w = expf(score - base);
+                weights[h][lane] = w;
+                sum[j] = __fmaf_rn(sum[j], factor, warp_reduce(w, Add()));
+                max_score[j] = tile_max;
+                if (lane == 0) rescale[h] = factor;
             }
-            max_score = tile_max;
-            rescale[h] = factor;
         }
         __syncthreads();
 #pragma unroll
@@ -143,17 +166,27 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
                 for (int j = 0; j < DIMS; j++) acc[h][j] *= factor;
             }
         }
-        for (u32 p = 0; p < n; p++) {
-            const T* value = values[p];
-            if (value == nullptr) continue;
+#pragma unroll 1
+        for (u32 first = 0; first < n; first += 2 * AHEAD) {
+            float v[2 * AHEAD][DIMS];
 #pragma unroll
-            for (int j = 0; j < DIMS; j++) {
-                u32 d = threadIdx.x + 128 * j;
-                if (d < s.head_dim) {
-                    float v = to_f32(value[d]);
+            for (int i = 0; i < 2 * AHEAD; i++) {
+                const T* value = values[first + i];
 #pragma unroll
-                    for (int h = 0; h < HEADS; h++) {
-                        if (h < n_heads) acc[h][j] = __fmaf_rn(weights[h][p], v, acc[h][j]);
+                for (int j = 0; j < DIMS; j++) {
+                    u32 d = threadIdx.x + 128 * j;
+                    v[i][j] = value != nullptr && d < s.head_dim ? to_f32(value[d]) : 0.0f;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2 * AHEAD; i++) {
+#pragma unroll
+                for (int h = 0; h < HEADS; h++) {
+                    if (h < n_heads) {
+#pragma unroll
+                        for (int j = 0; j < DIMS; j++) {
+                            acc[h][j] = __fmaf_rn(weights[h][first + i], v[i][j], acc[h][j]);
+                        }
                     }
                 }
             }
@@ -162,7 +195,10 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
     }
 
     // rescale carries the sums to the threads that write.
-    if (threadIdx.x < n_heads) rescale[threadIdx.x] = sum;
+#pragma unroll
+    for (int j = 0; j < HEADS / WARPS; j++) {
+        if (lane == 0) rescale[warp + WARPS * j] = sum[j];
+    }
     __syncthreads();
     u64 head_row = (u64)row * s.n_heads + first_head;
 #pragma unroll
@@ -182,13 +218,23 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
             }
         }
     }
-    if (partials != nullptr && threadIdx.x < n_heads) {
+    if (partials != nullptr) {
         u64 n_partials = (u64)gridDim.x * s.n_heads * s.n_splits;
-        float* scales = partials + n_partials * s.head_dim + 2 * ((head_row + threadIdx.x) * s.n_splits + split);
-        scales[0] = max_score;
-        scales[1] = sum;
+#pragma unroll
+        for (int j = 0; j < HEADS / WARPS; j++) {
+            u32 h = warp + WARPS * j;
+            if (lane == 0 && h < n_heads) {
+                float* scales = partials + n_partials * s.head_dim + 2 * ((head_row + h) * s.n_splits + split);
+                scales[0] = max_score[j];
+                scales[1] = sum[j];
+            }
+        }
     }
 }
+
+struct Later {
+    inline u32 operator()(u32 a, u32 b) const { return max(a, b); }
+};
 
 extern "C" __global__ __launch_bounds__(128) void attention_combine_f32(float* y, const float* partials, u32 head_dim,
                                                                         u32 n_splits) {
@@ -196,8 +242,15 @@ extern "C" __global__ __launch_bounds__(128) void attention_combine_f32(float* y
     u64 row = blockIdx.x;
     const float* parts = partials + row * n_splits * head_dim;
     const float* scales = partials + (u64)gridDim.x * n_splits * head_dim + 2 * row * n_splits;
+    // Splits are made for the longest context: behind the last that saw anything there is nothing to merge.
     float max_score = -inf_f32();
-    for (u32 s = 0; s < n_splits; s++) max_score = fmaxf(max_score, scales[2 * s]);
+    u32 last = 0;
+    for (u32 s = threadIdx.x; s < n_splits; s += blockDim.x) {
+        max_score = fmaxf(max_score, scales[2 * s]);
+        if (scales[2 * s + 1] != 0.0f) last = s + 1;
+    }
+    max_score = block_reduce(max_score, Max(), -inf_f32());
+    n_splits = block_reduce(last, Later(), 0u);
     float total = 0.0f;
     for (u32 s = 0; s < n_splits; s++) {
         if (scales[2 * s + 1] != 0.0f) total += scales[2 * s + 1] * expf(scales[2 * s] - max_score);

@@ -19,7 +19,8 @@ fn apply(f: Unary, x: f64) -> f64 {
         Unary::Silu => x / (1.0 + (-x).exp()),
         Unary::GeluTanh => {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
-            0.5 * x * (1.0 + inner.tanh())
+            // 0.5 * x * (1 + tanh(inner)), written so that nothing cancels far to the left.
+            x / (1.0 + (-2.0 * inner).exp())
         }
         Unary::Affine { mul, add } => f64::from(mul) * x + f64::from(add),
         Unary::SoftCap(cap) => f64::from(cap) * (x / f64::from(cap)).tanh(),
