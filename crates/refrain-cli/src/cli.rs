@@ -82,6 +82,7 @@ impl Cli {
         env.offline |= self.global.offline;
         let usual_log = match (&self.command, self.global.verbose) {
             (_, 2..) => "debug",
+            _ if self.global.quiet => "error",
             // The doctor provokes failures to see how they are met; its report tells them.
             (Command::Doctor(_), _) => "off",
             _ => "warn",

@@ -12,7 +12,8 @@ use serde_json::json;
 /// Find out what works on this machine
 ///
 /// Probes the CUDA driver, records, replays and verifies a small step with both methods, and says in plain words what
-/// it found. On a machine without a GPU it says so; the CPU needs none. Ends with status 1 if something is bad.
+/// it found. On a machine without a GPU it says so, and that is not bad: the CPU needs none. Ends with status 1 if
+/// something is bad.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -20,8 +21,8 @@ Examples:
   refrain doctor --device sim        the simulated device
   refrain doctor --json")]
 pub(crate) struct Args {
-    /// What to examine
-    #[arg(long, value_name = "DEVICE", default_value = "cuda")]
+    /// What to examine; auto is a CUDA card if there is one, and the CPU
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
     device: Examined,
     /// Number of the CUDA device
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -33,6 +34,8 @@ pub(crate) struct Args {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Examined {
+    /// A CUDA card if there is one, and the CPU
+    Auto,
     /// A CUDA card
     Cuda,
     /// The simulated device
@@ -40,11 +43,11 @@ enum Examined {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let kind = match args.device {
-        Examined::Cuda => DeviceKind::Cuda(args.index),
-        Examined::Sim => DeviceKind::Sim(SimOptions::default()),
+    let rows = match args.device {
+        Examined::Auto => auto(args.index)?,
+        Examined::Cuda => examine(DeviceKind::Cuda(args.index)),
+        Examined::Sim => examine(DeviceKind::Sim(SimOptions::default())),
     };
-    let rows = examine(kind);
     let mut out = Out::new();
     if args.json {
         let row = |r: &Row| {
@@ -68,6 +71,41 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Err(Hinted::new(message, "models still run on the CPU: refrain run --device cpu").into())
         }
     }
+}
+
+/// The CPU, and the card or why there is none.
+fn auto(index: u32) -> anyhow::Result<Vec<Row>> {
+    let mut rows = vec![cpu()?];
+    match refrain_driver::Device::open(DeviceKind::Cuda(index)) {
+        Ok(_) => rows.extend(examine(DeviceKind::Cuda(index))),
+        Err(error) => rows.push(Row {
+            name: "cuda",
+            verdict: Verdict::Note,
+            measured: "none".into(),
+            words: format!("no CUDA device can be used: {error}"),
+            advice: Some(
+                "refrain doctor --device cuda tells more, --device sim shows what it would do".into(),
+            ),
+        }),
+    }
+    Ok(rows)
+}
+
+fn cpu() -> anyhow::Result<Row> {
+    let machine = refrain::CpuInfo::measure()?;
+    Ok(Row {
+        name: "cpu",
+        verdict: Verdict::Good,
+        measured: format!(
+            "{}, {} threads, {:.1} GB/s read",
+            machine.level,
+            machine.threads,
+            machine.read_bandwidth / 1e9
+        ),
+        words: "models run here; decoding reads every weight once per token, so the bandwidth bounds it"
+            .into(),
+        advice: None,
+    })
 }
 
 fn print(out: &mut Out, row: &Row) -> anyhow::Result<()> {

@@ -3,6 +3,7 @@
 use crate::out::{ClosedPipe, talk};
 use anstyle::{AnsiColor, Style};
 use refrain::graph::RunError;
+use refrain_driver::DriverError;
 use refrain_hub::HubError;
 use std::borrow::Cow;
 use std::fmt;
@@ -80,6 +81,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
 
 fn is_lost_device(error: &(dyn std::error::Error + 'static)) -> bool {
     matches!(error.downcast_ref::<RunError>(), Some(RunError::ContextLost { .. }))
+        || matches!(error.downcast_ref::<DriverError>(), Some(DriverError::ContextLost(_)))
 }
 
 /// Prints an error, its causes and a hint.

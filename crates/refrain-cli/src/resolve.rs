@@ -44,10 +44,6 @@ impl Found {
         Found { name: BUILTIN_NAME.to_owned(), path: None, licence: None }
     }
 
-    pub(crate) fn is_builtin(&self) -> bool {
-        self.path.is_none()
-    }
-
     /// Opens and checks the model.
     pub(crate) fn open(&self) -> anyhow::Result<Model> {
         let _waiting = Delayed::spinner(&format!("opening {}", self.name));

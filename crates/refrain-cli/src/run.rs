@@ -6,7 +6,7 @@ use crate::opts::{DeviceOpts, SamplingOpts, Think};
 use crate::out::{DIM, Out, talk, thousands};
 use crate::prompt::Sources;
 use crate::reply::{self, Reply, Show};
-use crate::resolve::{self, Found};
+use crate::resolve;
 use crate::{chat, out, stats};
 use clap::CommandFactory;
 use clap::error::ErrorKind;
@@ -95,7 +95,7 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     let sampling = args.sampling.params(&model);
     let seed = sampling.seed;
     let mut out = Out::new();
-    let request = args.request(&model, &found, &prompt, context)?;
+    let request = args.request(&model, &prompt, context)?;
     let options = args.sampling.generate(sampling, request.usual_max_tokens);
     let streams = (!args.json).then_some(&mut out);
     let reply = args.reply(&mut session, &request, &options, streams, context)?;
@@ -188,17 +188,10 @@ impl Args {
         }
     }
 
-    fn request(
-        &self,
-        model: &Model,
-        found: &Found,
-        text: &str,
-        context: &Context,
-    ) -> anyhow::Result<Request> {
+    fn request(&self, model: &Model, text: &str, context: &Context) -> anyhow::Result<Request> {
         let is_raw = self.raw || model.chat_template().is_none();
         if !self.raw && is_raw {
-            let is_news = context.verbose || !found.is_builtin();
-            if is_news && !context.quiet {
+            if !context.quiet {
                 talk!("{} has no chat template: it continues the text as it is", model.name());
             }
             if self.system.is_some() {

@@ -238,7 +238,7 @@ impl Backend for CudaBackend {
         let plan = Arc::new(Plan::new(graph, PlanOptions::default())?);
         let (id, sent) = (self.id(), Arc::clone(&plan));
         let (weights, states) = (graph.weights().to_vec(), graph.states().to_vec());
-        let compiled = self.call("compiling a plan", self.options.load_limit, move |m| {
+        let compiled = self.call("compiling a plan", self.options.compile_limit, move |m| {
             m.check_model(&weights, &states)?;
             m.compile(id, sent)
         });

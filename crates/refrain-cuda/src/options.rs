@@ -26,7 +26,9 @@ pub struct CudaOptions {
     pub buckets: Vec<usize>,
     /// How long one step may take until its caller is told that the device gives no answer.
     pub step_limit: Duration,
-    /// The same for starting, loading and compiling.
+    /// The same for making a plan ready: weights sent, graphs recorded and verified.
+    pub compile_limit: Duration,
+    /// The same for starting and for taking weights over.
     pub load_limit: Duration,
 }
 
@@ -41,6 +43,7 @@ impl Default for CudaOptions {
             scratch_blocks: 4,
             buckets: vec![1, 8, 32, 128],
             step_limit: Duration::from_secs(60),
+            compile_limit: Duration::from_secs(120),
             load_limit: Duration::from_secs(900),
         }
     }

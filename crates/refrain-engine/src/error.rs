@@ -100,7 +100,10 @@ impl EngineError {
     pub fn hint(&self) -> Option<String> {
         match self {
             EngineError::PromptTooLong { n_tokens, .. } => {
-                Some(format!("shorten the prompt, or raise the context to at least {} with -c", n_tokens + 1))
+                let need = n_tokens + 1;
+                Some(format!(
+                    "shorten the prompt, or raise the context to {need} with -c where the model takes it"
+                ))
             }
             EngineError::ContextFull { .. } => {
                 Some("raise the context with -c, or start a new session".into())

@@ -175,3 +175,23 @@ pub fn bench(
         load_seconds,
     })
 }
+
+/// What the CPU backend finds on this machine.
+#[derive(Clone, Debug)]
+pub struct CpuInfo {
+    /// Instructions in use.
+    pub level: String,
+    /// Threads in use.
+    pub threads: usize,
+    /// Bytes per second that these threads read from memory, at best.
+    pub read_bandwidth: f64,
+}
+
+impl CpuInfo {
+    /// Looks, and measures.
+    pub fn measure() -> Result<CpuInfo, Error> {
+        let backend = CpuBackend::new(default_threads())?;
+        let level = backend.level().to_string();
+        Ok(CpuInfo { level, threads: backend.n_threads(), read_bandwidth: backend.read_bandwidth() })
+    }
+}

@@ -84,7 +84,7 @@ impl Error {
             Error::Cuda(e) => e.hint(),
             Error::Engine(e) => cuda_cause(e).and_then(CudaError::hint).or_else(|| e.hint()),
             Error::Sampling(_) => None,
-            Error::Context { most, .. } => Some(format!("pass -c with at most {most}")),
+            Error::Context { most, .. } => Some(format!("ask for 1 to {most} tokens (-c)")),
             Error::Vocabulary { .. } => Some("use the tokenizer that belongs to the model".into()),
         }
     }
