@@ -87,7 +87,7 @@ impl Cli {
             (Command::Doctor(_), _) => "off",
             _ => "warn",
         };
-        log_to_stderr(env.log.as_deref().unwrap_or(usual_log));
+        log_to_stderr(env.log.as_deref().unwrap_or(usual_log), self.global.verbose > 1);
         if self.global.quiet {
             crate::bars::silence();
         }
@@ -115,7 +115,8 @@ impl Cli {
     }
 }
 
-fn log_to_stderr(filter: &str) {
+/// Module names are for those who look for a cause, not for every warning.
+fn log_to_stderr(filter: &str, with_modules: bool) {
     let filter = tracing_subscriber::EnvFilter::builder().parse_lossy(filter);
     // An earlier subscriber can only be one of a test; it may stay.
     let _ = tracing_subscriber::fmt()
@@ -123,5 +124,6 @@ fn log_to_stderr(filter: &str) {
         .with_writer(std::io::stderr)
         .with_ansi(crate::out::stderr_has_colour())
         .without_time()
+        .with_target(with_modules)
         .try_init();
 }
