@@ -157,7 +157,7 @@ fn a_full_context_is_refused_before_anything_runs() {
     assert_eq!(error.to_string(), "the prompt has 9 tokens, the context holds 8");
     assert_eq!(
         error.hint().as_deref(),
-        Some("shorten the prompt, or raise the context to at least 10 with -c")
+        Some("shorten the prompt, or raise the context to 10 with -c where the model takes it")
     );
     assert!(matches!(engine.prompt(&mut session, &[], &mut row(), |_| true), Err(EngineError::EmptyPrompt)));
     engine.prompt(&mut session, &upto(8), &mut row(), |_| true).unwrap();
