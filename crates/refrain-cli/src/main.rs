@@ -2,6 +2,8 @@
 //!
 //! Invariant: the result goes to standard output, all talk to standard error.
 //! Invariant: a command holds no business logic; it parses, calls the library and prints.
+// Doc comments of arguments are help texts for a terminal, where brackets are no links.
+#![allow(rustdoc::broken_intra_doc_links)]
 #![forbid(unsafe_code)]
 
 mod cli; // what can be typed
