@@ -26,7 +26,17 @@ macro_rules! goldens {
     };
 }
 
-goldens!("llama", "llama-rope3", "llama-tied", "mistral-window", "qwen2", "qwen3", "gemma3", "gemma3-linear");
+goldens!(
+    "llama",
+    "llama-rope3",
+    "llama-tied",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "qwen3-yarn",
+    "gemma3",
+    "gemma3-linear"
+);
 
 pub fn model(case: &str) -> Arc<Model> {
     // The files are mapped; nobody looks for them by name afterwards.
