@@ -8,12 +8,15 @@ use refrain_driver::{Device, DeviceKind, DriverError, Worker};
 use refrain_graph::{
     Backend, CompileError, Graph, Io, Plan, PlanOptions, Query, Ran, RunError, State, Support, Weight,
 };
+use refrain_kernels::packed_bytes;
 use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
+use crate::fused::MAX_RUN;
 use crate::lower;
 use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
+use crate::resident::packs;
 use crate::status::Status;
 
 /// Runs graphs of one model on one CUDA device, or on the simulated one.
@@ -235,7 +238,7 @@ impl Backend for CudaBackend {
 
     fn compile(&self, graph: &Graph) -> Result<CudaCompiled, CompileError> {
         self.check(graph)?;
-        let plan = Arc::new(Plan::new(graph, PlanOptions::default())?);
+        let plan = Arc::new(Plan::new(graph, plan_options(graph))?);
         let (id, sent) = (self.id(), Arc::clone(&plan));
         let (weights, states) = (graph.weights().to_vec(), graph.states().to_vec());
         let compiled = self.call("compiling a plan", self.options.compile_limit, move |m| {
@@ -315,14 +318,37 @@ impl Backend for CudaBackend {
     }
 }
 
-/// Matrices as in the file, vectors as F32.
+/// Runs of steps around the products of one row become one launch, whose blocks do not wait for each other: what it reads
+/// must not lie where it writes. Larger steps have a launch for each op and need the memory more.
+fn plan_options(graph: &Graph) -> PlanOptions {
+    let one_row = |node: &refrain_graph::Node| {
+        let shape = graph.value(node.outputs[0]).ty.shape;
+        shape.n_elements() == shape.dim_back(0)
+    };
+    let mut products = graph.nodes().iter().filter(|node| matches!(node.op, refrain_graph::Op::MatMul));
+    match products.all(one_row) {
+        true => PlanOptions { in_place: false, linger: MAX_RUN, ..PlanOptions::default() },
+        false => PlanOptions::default(),
+    }
+}
+
+/// Matrices as in the file or packed, vectors as F32.
 fn layouts(weights: &[Weight]) -> Vec<(String, usize)> {
     let mut layouts: Vec<(String, usize)> = Vec::new();
     for weight in weights {
         let is_vector = weight.ty.shape.rank() < 2;
         let dtype = if is_vector { DType::F32 } else { weight.ty.dtype };
-        let name = if is_vector { "vectors as F32".to_owned() } else { format!("{dtype} as in the file") };
-        let bytes = dtype.bytes_for(weight.ty.shape.n_elements()).unwrap_or(0);
+        let (name, bytes) = match packs(weight) {
+            true => {
+                let [n, k] = [weight.ty.shape.dims()[0], weight.ty.shape.dims()[1]];
+                (format!("{dtype} in tiles of 8 rows"), packed_bytes(dtype, n, k))
+            }
+            false if is_vector => {
+                ("vectors as F32".to_owned(), dtype.bytes_for(weight.ty.shape.n_elements()))
+            }
+            false => (format!("{dtype} as in the file"), dtype.bytes_for(weight.ty.shape.n_elements())),
+        };
+        let bytes = bytes.unwrap_or(0);
         match layouts.iter_mut().find(|(known, _)| *known == name) {
             Some((_, sum)) => *sum += bytes,
             None => layouts.push((name, bytes)),

@@ -33,6 +33,7 @@ mod cache; // graphs by key
 mod options; // how a backend works
 mod roles; // what a control block's numbers index
 mod resident; // what lies on the device
+mod fused; // runs of steps around the products of one row
 mod group; // which steps one launch does
 mod lower; // steps into launches
 mod states; // what a graph is verified with

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Staging, Stream};
 use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, Step, Weight};
+use refrain_kernels::{KernelError, Kernels, PACKED_DTYPES, PackArgs, packed_bytes};
 use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
@@ -18,6 +19,10 @@ const CONTROL_SLOTS: usize = 4;
 const RESULT_BYTES: u64 = 4096;
 /// Each result has a cache line to itself.
 const RESULT_ALIGN: u64 = 64;
+/// What is packed at once, if it is whole tiles.
+const PACK_BYTES: u64 = 32 << 20;
+/// Rows of a tile.
+const PACK_ROWS: usize = 8;
 
 /// A model as the host holds it.
 #[derive(Debug, Default)]
@@ -76,6 +81,23 @@ struct Placed {
     offset: u64,
     bytes: u64,
     dtype: DType,
+    /// In the layout that products read, not the file's.
+    packed: bool,
+}
+
+/// Whether a weight is kept in its packed layout: a quantised matrix that has one.
+pub(crate) fn packs(weight: &Weight) -> bool {
+    weight.ty.shape.rank() == 2 && PACKED_DTYPES.contains(&weight.ty.dtype)
+}
+
+/// Bytes of scratch through which weights go to be packed: rows of a file are uploaded there, piece by piece.
+fn staging_bytes(model: &HostModel) -> u64 {
+    let bytes = |w: &Weight| {
+        let row = w.ty.dtype.bytes_for(w.ty.shape.dim_back(0)).unwrap_or(0) as u64;
+        let all = row.saturating_mul(w.ty.shape.dims()[0] as u64);
+        all.min(PACK_BYTES).max(row.saturating_mul(PACK_ROWS as u64))
+    };
+    model.weights.iter().filter(|w| packs(w)).map(bytes).max().unwrap_or(0)
 }
 
 /// A state on the device: the pool's blocks, then scratch blocks.
@@ -125,8 +147,13 @@ impl Places {
                 continue;
             }
             let dtype = if weight.ty.shape.rank() < 2 { DType::F32 } else { weight.ty.dtype };
-            let bytes = dtype.bytes_for(weight.ty.shape.n_elements()).ok_or_else(too_large)? as u64;
-            places.weights.push(Some(Placed { offset: places.weight_bytes, bytes, dtype }));
+            let (shape, packed) = (weight.ty.shape, packs(weight));
+            let bytes = match packed {
+                true => packed_bytes(dtype, shape.dims()[0], shape.dims()[1]),
+                false => dtype.bytes_for(shape.n_elements()),
+            };
+            let bytes = bytes.ok_or_else(too_large)? as u64;
+            places.weights.push(Some(Placed { offset: places.weight_bytes, bytes, dtype, packed }));
             let end = places.weight_bytes.checked_add(bytes.next_multiple_of(ALIGN));
             places.weight_bytes = end.ok_or_else(too_large)?;
         }
@@ -164,9 +191,12 @@ impl Resident {
         model: &HostModel,
         host_only: &[usize],
         scratch_blocks: usize,
-        [needed, wanted]: [Room; 2],
+        mut rooms: [Room; 2],
+        kernels: &Kernels,
     ) -> Result<Resident, CudaError> {
         let places = Places::new(model, host_only, scratch_blocks)?;
+        rooms.iter_mut().for_each(|room| room.scratch = room.scratch.max(staging_bytes(model)));
+        let [needed, wanted] = rooms;
         let failed = CudaError::driver("asking for free memory");
         let (free_bytes, total_bytes) = ctx.mem_info().map_err(failed)?;
         let fits = |room: &Room| places.accounting(room).total() <= free_bytes;
@@ -194,7 +224,7 @@ impl Resident {
         );
         let mut resident =
             Resident::allocate(ctx, places, room).map_err(CudaError::driver("allocating device memory"))?;
-        resident.upload(stream, model)?;
+        resident.upload(stream, model, kernels)?;
         Ok(resident)
     }
 
@@ -229,7 +259,7 @@ impl Resident {
         })
     }
 
-    fn upload(&mut self, stream: &mut Stream, model: &HostModel) -> Result<(), CudaError> {
+    fn upload(&mut self, stream: &mut Stream, model: &HostModel, kernels: &Kernels) -> Result<(), CudaError> {
         let zero = [self.kv, self.arena, self.scratch, self.control];
         stream
             .run(&mut self.lease, false, |q| zero.into_iter().try_for_each(|buf| q.fill(buf, 0)))
@@ -237,23 +267,58 @@ impl Resident {
             .map_err(CudaError::driver("clearing device memory"))?;
         for (idx, (weight, tensor)) in model.weights.iter().zip(&model.tensors).enumerate() {
             let Some(place) = self.places.weights[idx] else { continue };
-            let failed = CudaError::driver(format!("uploading {}", weight.name));
-            let dst = self.weights.slice(place.offset, place.bytes);
+            let failed = |error| match error {
+                KernelError::Driver(source) => {
+                    CudaError::Driver { step: format!("uploading {}", weight.name), source }
+                }
+                error => CudaError::Kernels(Arc::new(error)),
+            };
+            let dst = self.weights.slice(place.offset, place.bytes).map_err(|e| failed(e.into()))?;
             let unfit = |because: String| CudaError::Mismatch { what: "weights", because };
             let done = if weight.ty.shape.rank() < 2 {
                 let values = tensor.to_f32().map_err(|e| unfit(format!("{}: {e}", weight.name)))?;
-                dst.and_then(|dst| stream.upload(&mut self.lease, dst, bytemuck::cast_slice(&values)))
+                stream.upload(&mut self.lease, dst, bytemuck::cast_slice(&values)).map_err(KernelError::from)
             } else {
                 let bytes = tensor.bytes().as_slice();
                 let start = tensor.dtype().bytes_for(tensor.layout().offset()).unwrap_or(usize::MAX);
-                let bytes = start.checked_add(place.bytes as usize).and_then(|end| bytes.get(start..end));
+                let len = tensor.dtype().bytes_for(tensor.shape().n_elements()).unwrap_or(usize::MAX);
+                let bytes = start.checked_add(len).and_then(|end| bytes.get(start..end));
                 let dense = bytes.filter(|_| tensor.layout().is_contiguous());
                 let bytes = dense.ok_or_else(|| unfit(format!("{} is not dense", weight.name)))?;
-                dst.and_then(|dst| stream.upload(&mut self.lease, dst, bytes))
+                match place.packed {
+                    true => self.pack(stream, kernels, weight, dst, bytes),
+                    false => stream.upload(&mut self.lease, dst, bytes).map_err(KernelError::from),
+                }
             };
             done.map_err(failed)?;
         }
         stream.synchronize().map_err(CudaError::driver("uploading weights"))
+    }
+
+    /// Uploads rows of a weight, as many as the scratch holds, and packs them into their place.
+    fn pack(
+        &mut self,
+        stream: &mut Stream,
+        kernels: &Kernels,
+        weight: &Weight,
+        dst: Buf,
+        file: &[u8],
+    ) -> Result<(), KernelError> {
+        let (dtype, n, k) = (weight.ty.dtype, weight.ty.shape.dims()[0], weight.ty.shape.dims()[1]);
+        let row_bytes = (file.len() / n.max(1)).max(1);
+        let most = (self.scratch.len() as usize / row_bytes / PACK_ROWS * PACK_ROWS).max(PACK_ROWS);
+        let mut offset = 0;
+        for rows in file.chunks(most * row_bytes) {
+            let n = rows.len() / row_bytes;
+            let staged = self.scratch.slice(0, rows.len() as u64)?;
+            stream.upload(&mut self.lease, staged, rows)?;
+            let bytes = packed_bytes(dtype, n, k).unwrap_or(0) as u64;
+            let packed = dst.slice(offset, bytes)?;
+            let launch = kernels.pack(&PackArgs { file: staged, dtype, packed, n, k, step: &weight.name })?;
+            stream.run(&mut self.lease, false, |q| q.launch(&launch))?;
+            offset += bytes;
+        }
+        Ok(())
     }
 
     pub(crate) fn accounting(&self) -> Accounting {
@@ -326,6 +391,12 @@ impl Resident {
             }
         }
         Ok(places)
+    }
+
+    /// Whether an operand is a weight in its packed layout.
+    pub(crate) fn is_packed(&self, plan: &Plan, operand: &Operand) -> bool {
+        let Place::Weight(w) = plan.buffer(operand.buffer).place else { return false };
+        matches!(self.places.weights.get(w.idx()), Some(Some(Placed { packed: true, .. })))
     }
 
     /// The element type of an operand as it lies on the device: vectors of weights are F32 there.

@@ -34,6 +34,8 @@ mod nvrtc; // the compiler library
 mod cache; // compiled code on disk
 mod source; // the .cu files
 
+mod packed; // quantised weights as the card reads them
+mod product; // one row times weights, with norm and gate
 mod linear; // y = x . w^T
 mod matmul; // y = a b, in any layout
 mod gather; // rows of a table
@@ -65,6 +67,8 @@ pub use load::{Arch, Kernels, LoadOptions, Origin, register_twins, simulated};
 pub use matmul::MatMulArgs;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
+pub use packed::{PACKED_DTYPES, PackArgs, pack, packed_bytes};
+pub use product::{MAX_PARTS, ProductArgs, ProductPart, has_product, products_join};
 pub use registry::{KernelInfo, kernels};
 pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;

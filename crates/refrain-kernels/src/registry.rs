@@ -64,6 +64,8 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::rows::entries(&mut all);
     crate::sample::entries(&mut all);
     crate::commit::entries(&mut all);
+    crate::product::entries(&mut all);
+    crate::packed::entries(&mut all);
     all
 }
 

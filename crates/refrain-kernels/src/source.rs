@@ -27,11 +27,15 @@ pub enum Family {
     Sample,
     /// `commit.cu`
     Commit,
+    /// `product.cu`
+    Product,
+    /// `pack.cu`
+    Pack,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 12] = [
+    pub const ALL: [Family; 14] = [
         Family::Linear,
         Family::Matmul,
         Family::Gather,
@@ -44,6 +48,8 @@ impl Family {
         Family::Rows,
         Family::Sample,
         Family::Commit,
+        Family::Product,
+        Family::Pack,
     ];
 
     /// The file's name without `.cu`.
@@ -62,6 +68,8 @@ impl Family {
             Family::Rows => "rows",
             Family::Sample => "sample",
             Family::Commit => "commit",
+            Family::Product => "product",
+            Family::Pack => "pack",
         }
     }
 
@@ -81,14 +89,17 @@ impl Family {
             Family::Rows => include_str!("../cu/rows.cu"),
             Family::Sample => include_str!("../cu/sample.cu"),
             Family::Commit => include_str!("../cu/commit.cu"),
+            Family::Product => include_str!("../cu/product.cu"),
+            Family::Pack => include_str!("../cu/pack.cu"),
         }
     }
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 6] = [
+pub(crate) const HEADERS: [(&str, &str); 7] = [
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
+    ("packed.cuh", include_str!("../cu/packed.cuh")),
     ("paged.cuh", include_str!("../cu/paged.cuh")),
     ("quant.cuh", include_str!("../cu/quant.cuh")),
     ("reduce.cuh", include_str!("../cu/reduce.cuh")),

@@ -62,6 +62,14 @@ both! {
         same_bits_beside_others(&mut bed);
     }
 
+    fn one_row_times_weights_with_norms_and_gates_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::product::product());
+    }
+
+    fn packing_gives_the_layout_that_products_read(bed) {
+        run_all(&mut bed, cases::product::packing());
+    }
+
     fn matmul_agrees_with_the_reference(bed) {
         run_all(&mut bed, cases::dense::matmul());
     }
