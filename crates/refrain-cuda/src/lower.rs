@@ -6,9 +6,9 @@ use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{BufferId, Op, Operand, Place, Plan, Query, Step, Support, TensorType};
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, CastArgs, CopyArgs, GateArgs, GatherRowsArgs, KernelError,
-    Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, ProductArgs, ProductPart, ReduceArgs,
-    RmsNormArgs, RopeArgs, RopeKvArgs, SampleArgs, SoftmaxArgs, UnaryArgs, View, attention_scratch_bytes,
-    attention_splits, sample_scratch_bytes,
+    Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, ProductArgs, ProductPart,
+    ReduceArgs, RmsNormArgs, RopeArgs, RopeKvArgs, SampleArgs, SoftmaxArgs, UnaryArgs, View,
+    attention_scratch_bytes, attention_splits, sample_scratch_bytes,
 };
 use refrain_tensor::DType;
 
@@ -51,10 +51,10 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
             no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
         }
         Op::MatMul => no(ins[0].dtype != DType::F32 || outs[0].dtype != DType::F32, "activations are F32")
-            .or(no(!LINEAR_DTYPES.contains(&ins[1].dtype), "no kernel multiplies with this dtype"))
+            .or(no(!is_weight_dtype(ins[1].dtype), "no kernel multiplies with this dtype"))
             .or(no(ins[1].shape.rank() != 2, "the second factor is one matrix")),
         Op::GatherRows(to) => no(*to != DType::F32, "rows come out in F32")
-            .or(no(!LINEAR_DTYPES.contains(&ins[0].dtype), "no kernel reads this dtype"))
+            .or(no(!is_weight_dtype(ins[0].dtype), "no kernel reads this dtype"))
             .or(no(ins[1].dtype != DType::I32, "ids are I32")),
         Op::RmsNorm { .. } => {
             no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
@@ -79,6 +79,11 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         Op::Sample => no(ins[0].dtype != DType::F32, "logits are F32")
             .or(no(ins[0].shape.dim_back(0) > 1 << 20, "at most 2^20 tokens")),
     }
+}
+
+/// Whether kernels read matrices of this dtype: as in the file, or packed.
+fn is_weight_dtype(dtype: DType) -> bool {
+    LINEAR_DTYPES.contains(&dtype) || PACKED_DTYPES.contains(&dtype)
 }
 
 fn is_float_vector(ty: &TensorType) -> bool {

@@ -17,7 +17,7 @@ use crate::twin::{count, fault};
 pub struct GatherRowsArgs<'a> {
     /// `[n_rows, d]`, dense or packed.
     pub table: Buf,
-    /// The table's dtype, one of [`LINEAR_DTYPES`].
+    /// The table's dtype, one of [`LINEAR_DTYPES`], or of [`PACKED_DTYPES`] if it is packed.
     pub dtype: DType,
     /// The table is in its packed layout ([`crate::pack`]).
     pub packed: bool,
@@ -41,13 +41,12 @@ impl Kernels {
         let shape = [("n_ids", a.n_ids), ("n_rows", a.n_rows), ("d", a.d)];
         let case = Case { op: "gather_rows", dtype: a.dtype, shape: &shape };
         case.sizes()?;
-        crate::require!(case, LINEAR_DTYPES.contains(&a.dtype), "no kernel reads this dtype");
         let block_len = a.dtype.block_len();
         crate::require!(case, a.d.is_multiple_of(block_len), "d must be whole blocks of {block_len}");
         crate::require!(
             case,
-            !a.packed || PACKED_DTYPES.contains(&a.dtype),
-            "this dtype has no packed layout"
+            if a.packed { PACKED_DTYPES.contains(&a.dtype) } else { LINEAR_DTYPES.contains(&a.dtype) },
+            "no kernel reads this dtype in this layout"
         );
         let bytes = match a.packed {
             true => packed_bytes(a.dtype, a.n_rows, a.d),

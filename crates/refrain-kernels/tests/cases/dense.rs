@@ -69,7 +69,7 @@ pub fn products() -> Vec<Case> {
         cases.push(products_case(dtype, 1, &[9, 3, 4], 256));
         cases.push(products_case(dtype, 9, &[5, 1, 2, 6], 256));
     }
-    for dtype in [DType::F32, DType::BF16, DType::Q8_0, DType::Q4_K, DType::Q6_K] {
+    for dtype in [DType::F32, DType::BF16, DType::Q3_K, DType::IQ4_XS] {
         // Ends of products fall between the two columns of a warp, and the last warps have none.
         cases.push(products_case(dtype, 1, &[1533, 1540], 256));
     }
@@ -171,7 +171,7 @@ pub fn gather() -> Vec<Case> {
         )
     };
     let mut cases: Vec<Case> = LINEAR_DTYPES.iter().map(|&dtype| case(dtype, 768, false)).collect();
-    cases.extend([case(DType::F32, 7, false), case(DType::F16, 33, false), case(DType::Q8_0, 32, false)]);
+    cases.extend([case(DType::F32, 7, false), case(DType::F16, 33, false), case(DType::IQ4_NL, 32, false)]);
     cases.extend(PACKED_DTYPES.iter().map(|&dtype| case(dtype, 1280, true)));
     cases.extend([case(DType::Q8_0, 32, true), case(DType::Q5_1, 576, true)]);
     cases
