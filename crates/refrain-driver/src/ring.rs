@@ -119,6 +119,12 @@ impl Ring {
         self.entries.n_pending()
     }
 
+    /// Whether the next result is there.
+    #[must_use]
+    pub fn has_next(&self) -> bool {
+        self.words.at(self.entry(self.entries.next_idx())).load(Ordering::Acquire) > self.entries.n_taken()
+    }
+
     /// Takes the next result if it is there, and returns its number.
     pub fn try_take(&mut self, payload: &mut [u8]) -> Result<Option<u64>, DriverError> {
         if payload.len() != self.payload_bytes {

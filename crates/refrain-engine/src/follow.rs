@@ -104,7 +104,11 @@ impl Engine {
             }
             Err(error) => {
                 self.ledger.failed(StepKind::Decode, took, &error.reason());
-                self.settle();
+                self.following = None;
+                // A second error of the same run says nothing new; what it left under way is not in the ledger.
+                if let Ok(n) = self.runner.finish() {
+                    self.ledger.unused(StepKind::Decode, n as u64);
+                }
                 Err(error)
             }
         }

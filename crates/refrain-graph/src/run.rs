@@ -231,8 +231,7 @@ impl Run {
 
     /// The bytes of the block table if it has changed since this was last asked.
     pub fn changed_table(&mut self) -> Option<&[u8]> {
-        std::mem::take(&mut self.tables_changed)
-            .then(|| &self.control.bytes()[self.feedback.tables.range()])
+        std::mem::take(&mut self.tables_changed).then(|| &self.control.bytes()[self.feedback.tables.range()])
     }
 
     /// Makes a choice the next step's input, as a device does that feeds itself.

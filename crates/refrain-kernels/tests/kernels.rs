@@ -294,7 +294,8 @@ fn commit_until_done(bed: &mut Bed) {
     assert_eq!(get(rng), [5, 6, 33, 9, 5, 6, 33, 9, 5, 6, 32, 9]);
     assert_eq!(get(history), [-1, 42, -1, 8, 8, -1, -1, -1, -1]);
     let [ended, full, padding] = [[1, 97, 1000, 2, 0], [1, 98, 13, 2, 1], [0, 100, 1000, 2, 1]];
-    let rows: Vec<i32> = [ended, full, padding].iter().flat_map(|s| s.iter().copied().chain([0; 3])).collect();
+    let rows: Vec<i32> =
+        [ended, full, padding].iter().flat_map(|s| s.iter().copied().chain([0; 3])).collect();
     assert_eq!(get(state), rows);
 }
 
