@@ -110,6 +110,9 @@ impl Machine {
     /// Sends `n` steps, or fewer: while a graph has to be made, only when all those before were taken, since verifying
     /// it writes to the ring. Whoever takes the last of them asks for the rest.
     fn send_steps(&mut self, n: usize, table: Option<&[u8]>) {
+        if self.pump.has_failed() {
+            return;
+        }
         if let Err(error) = self.extend(n, table) {
             return self.pump.fail(error, true);
         }
@@ -187,8 +190,12 @@ impl CudaBackend {
         taking.n_asked += n as u64;
         run.sent(n);
         let table = run.changed_table().map(<[u8]>::to_vec);
-        // What is still owed comes first, and is sent when this is.
-        self.post(SEND, move |machine| machine.send_steps(n, table.as_deref()))
+        let posted = self.post(SEND, move |machine| machine.send_steps(n, table.as_deref()));
+        // Results of steps sent before may be there: they are taken first.
+        if let Err(error) = posted {
+            self.pump.fail(error, true);
+        }
+        Ok(())
     }
 
     /// Waits for the oldest step that was not taken, looking at the ring itself.
@@ -198,15 +205,16 @@ impl CudaBackend {
         let (mut next_look, mut interval) = (FIRST_LOOK, FIRST_LOOK);
         loop {
             let Some(taking) = &mut self.taking else { return Err(ended("none has begun")) };
-            if let Some((entry, ran)) = self.pump.next(taking.n_taken)? {
+            let (n_asked, n_taken) = (taking.n_asked, taking.n_taken);
+            // In this order: what is idle has counted all that it sent, and a failure comes behind results.
+            let idle = self.pump.is_idle();
+            let under_way = self.pump.n_sent() > n_taken;
+            let is_over = self.pump.is_over(under_way);
+            if let Some((entry, ran)) = self.pump.next(n_taken)? {
                 taking.n_taken += 1;
                 return committed(entry, ran).ok_or_else(|| ended("it had ended before this step"));
             }
-            let (n_asked, n_taken) = (taking.n_asked, taking.n_taken);
-            // In this order: what is idle has counted all that it sent.
-            let idle = self.pump.is_idle();
-            let under_way = self.pump.n_sent() > n_taken;
-            if let Some(error) = self.pump.take_failure(under_way) {
+            if is_over && let Some(error) = self.pump.take_failure() {
                 return Err(error);
             }
             if idle && !under_way {
@@ -238,7 +246,7 @@ impl CudaBackend {
             self.pump.stop();
             self.call(SETTLE, self.options.step_limit, Machine::settle)?;
         }
-        match self.pump.take_failure(false) {
+        match self.pump.take_failure() {
             Some(error) => Err(error),
             None => Ok((self.pump.n_sent() - taking.n_taken) as usize),
         }

@@ -89,11 +89,19 @@ impl Pump {
         lock(&self.told).failed.get_or_insert(Failure { error, others_go_on });
     }
 
-    /// The failure, unless steps that were sent before it are still to come.
-    pub(crate) fn take_failure(&self, under_way: bool) -> Option<CudaError> {
-        let failed = &mut lock(&self.told).failed;
-        let is_due = failed.as_ref().is_some_and(|f| !(f.others_go_on && under_way && !f.error.is_final()));
-        if is_due { failed.take().map(|f| f.error) } else { None }
+    /// Whether the run does not go on: no more of it may be sent.
+    pub(crate) fn has_failed(&self) -> bool {
+        lock(&self.told).failed.is_some()
+    }
+
+    /// Whether a failure is all that is left of the run: not while steps that were sent before it are still to come.
+    pub(crate) fn is_over(&self, under_way: bool) -> bool {
+        let told = lock(&self.told);
+        told.failed.as_ref().is_some_and(|f| !(f.others_go_on && under_way && !f.error.is_final()))
+    }
+
+    pub(crate) fn take_failure(&self) -> Option<CudaError> {
+        lock(&self.told).failed.take().map(|failure| failure.error)
     }
 
     /// Notes that the first `n` steps are done.
@@ -171,7 +179,7 @@ impl Pump {
     }
 }
 
-/// A job under way.
+/// A job posted to the device thread.
 pub(crate) struct Job(Arc<Pump>);
 
 impl Drop for Job {

@@ -93,7 +93,7 @@ fn a_fault_in_the_middle_of_a_text_is_final_and_says_where() {
         text
     };
     let text = chain(&error);
-    assert!(text.contains("700") && text.contains("step of 1 tokens") && text.contains("sample"), "{text}");
+    assert!(text.contains("700") && text.contains("step of 1 tokens") && text.contains("commit"), "{text}");
     let again = rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
     assert!(chain(&again).contains("700"));
     assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 2);
