@@ -284,6 +284,16 @@ fn commit_until_done(bed: &mut Bed) {
             assert_eq!(f32::from_bits(word(1) as u32), logprob);
         }
     }
+    // From the start again: with the device's count at 0, numbers begin at 1.
+    assert!(!host.has_next() && host.reserve() && host.n_pending() == 1);
+    host.restart();
+    assert_eq!(host.n_pending(), 0);
+    bed.stream.upload(&mut lease, count, &[0; 8]).unwrap();
+    assert!(host.reserve());
+    graph.replay(&mut lease, &mut bed.stream).unwrap();
+    bed.stream.synchronize().unwrap();
+    assert!(host.has_next());
+    assert_eq!(host.try_take(&mut [0; N * size_of::<CommitEntry>()]).unwrap(), Some(1));
     let mut get = |buf: refrain_driver::Buf| -> Vec<i32> {
         let mut bytes = vec![0; buf.len() as usize];
         bed.stream.download(&lease, buf, &mut bytes).unwrap();
