@@ -144,7 +144,7 @@ impl Machine {
     }
 
     /// Waits for every step that was sent.
-    fn settle(&mut self) -> Result<(), CudaError> {
+    pub(crate) fn settle(&mut self) -> Result<(), CudaError> {
         self.followed = None;
         self.stream.synchronize().map_err(CudaError::driver(SETTLE))?;
         self.pump.restart();
@@ -241,7 +241,8 @@ impl CudaBackend {
     /// Waits until nothing of a run is under way; how many steps nobody took.
     pub(crate) fn finish_ahead(&mut self) -> Result<usize, CudaError> {
         let Some(taking) = self.taking.take() else { return Ok(0) };
-        let quiet = self.pump.is_idle() && self.pump.n_sent() == taking.n_taken;
+        // A step that failed may have left a place in the ring that nothing will come to.
+        let quiet = self.pump.is_idle() && self.pump.n_pending() == 0 && self.pump.n_sent() == taking.n_taken;
         if !quiet {
             self.pump.stop();
             self.call(SETTLE, self.options.step_limit, Machine::settle)?;

@@ -145,8 +145,12 @@ impl Machine {
     /// Lowers a plan, records its graphs and verifies them, so that no step has to.
     pub(crate) fn compile(&mut self, id: ProgramId, plan: Arc<Plan>) -> Result<(), CudaError> {
         if self.pump.n_pending() > 0 {
-            let because = "steps of one are under way; it must be finished first".to_owned();
-            return Err(CudaError::Mismatch { what: "runs", because });
+            // Verification writes to the ring.
+            if self.followed.is_some() && !self.pump.has_failed() {
+                let because = "steps of one are under way; it must be finished first".to_owned();
+                return Err(CudaError::Mismatch { what: "runs", because });
+            }
+            self.settle()?;
         }
         let (roles, feedback) = (Roles::of(&plan), feed::feedback(&plan));
         let is_new = self.ensure(&plan, &roles)?;
@@ -340,7 +344,10 @@ impl Machine {
     ) -> Result<(Ran, Found), CudaError> {
         let limits = RunLimits { n_positions: usize::MAX, ..RunLimits::default() };
         self.begin(id, control, &limits, Length::One)?;
-        let ran = self.send_next()?;
+        let sent = self.send_next();
+        // Over, however it ends: nothing follows this step.
+        self.followed = None;
+        let ran = sent?;
         let entry = self.pump.take(&mut self.stream, self.options.step_limit);
         let entry = entry.map_err(CudaError::driver("a step"))?;
         if entry.flags & COMMIT_PAST_END != 0 {

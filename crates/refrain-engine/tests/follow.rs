@@ -219,7 +219,8 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
             }
             // The same tokens; their order does not matter.
             let [mut fed, mut alone] = [fed, &alone].map(|block| words(&layout, block, "history"));
-            (fed.sort_unstable(), alone.sort_unstable());
+            fed.sort_unstable();
+            alone.sort_unstable();
             assert_eq!(fed, alone, "history of step {i}, window {window}");
         }
     }
