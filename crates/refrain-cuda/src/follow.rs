@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use refrain_graph::{Committed, Ran, Run, RunLimits};
+use refrain_graph::{Committed, Feedback, Ran, Run, RunLimits};
 use refrain_kernels::{COMMIT_PAST_END, CommitEntry, CommitState};
 
 use crate::backend::{CudaBackend, CudaCompiled};
 use crate::error::CudaError;
 use crate::feed::header;
-use crate::machine::{Machine, ProgramId};
+use crate::machine::{Found, Machine, ProgramId};
 
 /// How long a result is waited for before the device thread is asked to look for errors; then twice that, and so on.
 const FIRST_LOOK: Duration = Duration::from_micros(250);
@@ -33,14 +33,14 @@ pub(crate) struct Followed {
 
 /// How many tokens a run may commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Length {
+enum Length {
     One,
     Open,
 }
 
 impl Machine {
     /// Brings the first step's inputs to the device.
-    pub(crate) fn begin(
+    fn begin(
         &mut self,
         id: ProgramId,
         control: &[u8],
@@ -77,7 +77,7 @@ impl Machine {
     }
 
     /// Sends the next step, whose inputs are on the device already.
-    pub(crate) fn send_next(&mut self) -> Result<Ran, CudaError> {
+    fn send_next(&mut self) -> Result<Ran, CudaError> {
         let Some(followed) = &mut self.followed else { return Err(Machine::gone()) };
         let id = followed.id;
         followed.n_sent += 1;
@@ -85,6 +85,29 @@ impl Machine {
             return Err(CudaError::Mismatch { what: "runs", because: "the ring has no room".into() });
         }
         self.enqueue(id, &[])
+    }
+
+    /// A run of one step.
+    pub(crate) fn run_fed(
+        &mut self,
+        id: ProgramId,
+        control: &[u8],
+        feedback: &Feedback,
+    ) -> Result<(Ran, Found), CudaError> {
+        let limits = RunLimits { n_positions: usize::MAX, ..RunLimits::default() };
+        self.begin(id, control, &limits, Length::One)?;
+        let sent = self.send_next();
+        // Over, however it ends: nothing follows this step.
+        self.followed = None;
+        let ran = sent?;
+        let entry = self.pump.take(&mut self.stream, self.options.step_limit);
+        let entry = entry.map_err(CudaError::driver("a step"))?;
+        if entry.flags & COMMIT_PAST_END != 0 {
+            // Padding: what came out of it is still where the plan put it.
+            return Ok((ran, Vec::new()));
+        }
+        let (token, logprob) = (entry.token.to_le_bytes(), entry.logprob.to_le_bytes());
+        Ok((ran, vec![(feedback.token, token.to_vec()), (feedback.logprob, logprob.to_vec())]))
     }
 
     /// Makes sure that the next `n` steps stay inside of their blocks, with a new table if there is one.

@@ -4,15 +4,15 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use refrain_driver::{Buf, Context, Stream};
-use refrain_graph::{BufferId, Feedback, Op, Place, Plan, Ran, Reason, RunLimits, Segment, SegmentKind};
+use refrain_graph::{BufferId, Feedback, Op, Place, Plan, Ran, Reason, Segment, SegmentKind};
 use refrain_graph::{State, Weight};
-use refrain_kernels::{COMMIT_PAST_END, Kernels};
+use refrain_kernels::Kernels;
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
 use crate::error::CudaError;
 use crate::feed;
-use crate::follow::{Followed, Length};
+use crate::follow::Followed;
 use crate::host;
 use crate::lower::{Lowering, scratch_bytes};
 use crate::options::CudaOptions;
@@ -333,29 +333,6 @@ impl Machine {
             program.plan.outputs().iter().position(|output| program.results.contains_key(&output.buffer))
         });
         Ok((ran, first.map_or_else(|| Ok(Vec::new()), |output| self.read(id, output))?))
-    }
-
-    /// A run of one step.
-    fn run_fed(
-        &mut self,
-        id: ProgramId,
-        control: &[u8],
-        feedback: &Feedback,
-    ) -> Result<(Ran, Found), CudaError> {
-        let limits = RunLimits { n_positions: usize::MAX, ..RunLimits::default() };
-        self.begin(id, control, &limits, Length::One)?;
-        let sent = self.send_next();
-        // Over, however it ends: nothing follows this step.
-        self.followed = None;
-        let ran = sent?;
-        let entry = self.pump.take(&mut self.stream, self.options.step_limit);
-        let entry = entry.map_err(CudaError::driver("a step"))?;
-        if entry.flags & COMMIT_PAST_END != 0 {
-            // Padding: what came out of it is still where the plan put it.
-            return Ok((ran, Vec::new()));
-        }
-        let (token, logprob) = (entry.token.to_le_bytes(), entry.logprob.to_le_bytes());
-        Ok((ran, vec![(feedback.token, token.to_vec()), (feedback.logprob, logprob.to_vec())]))
     }
 
     /// Sends one step with its inputs.
