@@ -24,6 +24,9 @@ pub(crate) struct DeviceOpts {
     /// How graphs are recorded
     #[arg(long, value_name = "METHOD", default_value = "stream")]
     pub(crate) graph_method: MethodArg,
+    /// Decode steps that a CUDA device may have under way at once, at most 32; 4 unless given, 1 sends none ahead
+    #[arg(long, value_name = "N")]
+    pub(crate) ahead: Option<NonZeroUsize>,
     /// Time every kernel and print a table on standard error; steps then run one kernel at a time
     #[arg(long)]
     pub(crate) profile: bool,
@@ -81,7 +84,8 @@ impl DeviceOpts {
             KvArg::F16 => DType::F16,
             KvArg::F32 => DType::F32,
         };
-        Ok(SessionOptions { device: self.pick(context)?, context: n_context, kv_dtype })
+        let ahead = self.ahead.map(NonZeroUsize::get);
+        Ok(SessionOptions { device: self.pick(context)?, context: n_context, kv_dtype, ahead })
     }
 
     /// Brings a model to the device. Where auto found a card that cannot be used, it says why and takes the CPU.

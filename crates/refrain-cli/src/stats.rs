@@ -144,6 +144,7 @@ fn tally_json(tally: &Tally) -> Value {
         "replayed": tally.replayed,
         "eager": tally.eager,
         "failed": tally.failed,
+        "unused": tally.unused,
         "reasons": reasons,
     })
 }

@@ -31,6 +31,8 @@ mod warm; // what a step enqueues
 mod verify; // is a graph the same as the eager run
 mod cache; // graphs by key
 mod options; // how a backend works
+mod pump; // between who takes tokens and who sends steps
+mod feed; // what a step that feeds itself has on the device
 mod roles; // what a control block's numbers index
 mod resident; // what lies on the device
 mod fused; // runs of steps around the products of one row
@@ -41,6 +43,7 @@ mod host; // steps on the host
 mod profile; // where the time goes
 mod status; // for summaries
 mod machine; // what the device thread does
+mod follow; // decode steps one after the other
 mod backend; // the way in
 
 pub use backend::{CudaBackend, CudaCompiled, CudaStates, CudaWeights, Monitor};

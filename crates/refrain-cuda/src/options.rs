@@ -24,6 +24,8 @@ pub struct CudaOptions {
     pub scratch_blocks: usize,
     /// Sizes of step that graphs are made for; other steps are padded to the next one.
     pub buckets: Vec<usize>,
+    /// Decode steps that may be under way at once, at most 32: the next ones are sent before their tokens are asked for.
+    pub ahead: usize,
     /// How long one step may take until its caller is told that the device gives no answer.
     pub step_limit: Duration,
     /// The same for making a plan ready: weights sent, graphs recorded and verified.
@@ -42,6 +44,7 @@ impl Default for CudaOptions {
             arena_limit_bytes: None,
             scratch_blocks: 4,
             buckets: vec![1, 8, 32, 128],
+            ahead: 4,
             step_limit: Duration::from_secs(60),
             compile_limit: Duration::from_secs(120),
             load_limit: Duration::from_secs(900),

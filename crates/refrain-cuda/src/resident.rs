@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Staging, Stream};
+use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Ring, Staging, Stream};
 use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, Step, Weight};
-use refrain_kernels::{KernelError, Kernels, PACKED_DTYPES, PackArgs, packed_bytes};
+use refrain_kernels::{CommitEntry, KernelError, Kernels, PACKED_DTYPES, PackArgs, packed_bytes};
 use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
+use crate::feed::{FEED_BYTES, RING_BYTES, RING_ENTRIES};
 use crate::warm::Space;
 
 /// Alignment of everything that kernels read whole.
@@ -132,8 +133,17 @@ pub(crate) struct Resident {
     kv: Buf,
     arena: Buf,
     pub(crate) scratch: Buf,
+    /// What lies in front of the control block: see the module `feed`.
+    pub(crate) feed: Buf,
     pub(crate) control: Buf,
+    /// Both of them.
+    message: Buf,
+    pub(crate) ring: Buf,
     results: Buf,
+    /// The host's end of the ring, until somebody takes it.
+    ring_end: Option<Ring>,
+    /// A message before it is sent, kept so that its memory is used again.
+    assembled: Vec<u8>,
 }
 
 impl Places {
@@ -177,7 +187,7 @@ impl Places {
             weight_bytes: self.weight_bytes,
             kv_bytes: self.kv_bytes,
             arena_bytes: room.arena,
-            workspace_bytes: room.scratch + room.control,
+            workspace_bytes: room.scratch + room.control + FEED_BYTES,
         }
     }
 }
@@ -235,32 +245,40 @@ impl Resident {
             ("kv", places.kv_bytes),
             ("arena", room.arena),
             ("scratch", room.scratch),
-            ("control", room.control),
+            ("control", FEED_BYTES + room.control),
         ];
         let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
         let results = layout.pinned("results", RESULT_BYTES);
+        let ring_region = layout.pinned("ring", RING_BYTES);
         let memory = Memory::plan(ctx, &layout)?;
         let bufs = regions.map(|r| memory.buf(r));
         let results = memory.buf(results);
         let names = sizes.iter().zip(bufs).map(|((name, _), buf)| ((*name).to_owned(), buf)).collect();
-        let [weights, kv, arena, scratch, control] = bufs;
+        let [weights, kv, arena, scratch, message] = bufs;
+        let ring_end = Ring::new(&memory, ring_region, RING_ENTRIES, size_of::<CommitEntry>())?;
+        let (ring, space) = (ring_end.buf(), Space::new(&memory, names));
         Ok(Resident {
             places,
             room,
-            space: Arc::new(Space::new(&memory, names).with_results("results", results)),
+            space: Arc::new(space.with_results("results", results).with_ring("ring", ring)),
             lease: memory.lease()?,
-            staging: Staging::new(ctx, CONTROL_SLOTS, room.control as usize)?,
+            staging: Staging::new(ctx, CONTROL_SLOTS, (FEED_BYTES + room.control) as usize)?,
             weights,
             kv,
             arena,
             scratch,
-            control,
+            feed: message.slice(0, FEED_BYTES)?,
+            control: message.slice(FEED_BYTES, room.control)?,
+            message,
+            ring,
             results,
+            ring_end: Some(ring_end),
+            assembled: Vec::new(),
         })
     }
 
     fn upload(&mut self, stream: &mut Stream, model: &HostModel, kernels: &Kernels) -> Result<(), CudaError> {
-        let zero = [self.kv, self.arena, self.scratch, self.control];
+        let zero = [self.kv, self.arena, self.scratch, self.message];
         stream
             .run(&mut self.lease, false, |q| zero.into_iter().try_for_each(|buf| q.fill(buf, 0)))
             .map(|_| ())
@@ -321,6 +339,40 @@ impl Resident {
         Ok(())
     }
 
+    /// The host's end of the ring; once.
+    pub(crate) fn ring_end(&mut self) -> Option<Ring> {
+        self.ring_end.take()
+    }
+
+    /// Sends a control block, with what lies in front of it if that is given, in stream order.
+    pub(crate) fn send_control(
+        &mut self,
+        stream: &mut Stream,
+        header: Option<[u8; FEED_BYTES as usize]>,
+        control: &[u8],
+    ) -> Result<(), DriverError> {
+        let Some(header) = header else {
+            let to = self.control.slice(0, control.len() as u64)?;
+            return stream.stage(&mut self.lease, &mut self.staging, to, control);
+        };
+        self.assembled.clear();
+        self.assembled.extend_from_slice(&header);
+        self.assembled.extend_from_slice(control);
+        let to = self.message.slice(0, self.assembled.len() as u64)?;
+        stream.stage(&mut self.lease, &mut self.staging, to, &self.assembled)
+    }
+
+    /// Sends a part of the control block.
+    pub(crate) fn send_field(
+        &mut self,
+        stream: &mut Stream,
+        offset: usize,
+        bytes: &[u8],
+    ) -> Result<(), DriverError> {
+        let to = self.control.slice(offset as u64, bytes.len() as u64)?;
+        stream.stage(&mut self.lease, &mut self.staging, to, bytes)
+    }
+
     pub(crate) fn accounting(&self) -> Accounting {
         self.places.accounting(&self.room)
     }
@@ -374,7 +426,7 @@ impl Resident {
         }
     }
 
-    /// Places in pinned memory for small outputs that device steps make and no step reads.
+    /// Places in pinned memory for small outputs that device steps make and nobody else on the device reads.
     pub(crate) fn results(&self, plan: &Plan) -> Result<HashMap<BufferId, Buf>, DriverError> {
         let on_host = |step: &Step| matches!(step.op, Op::HostCall(_));
         let mut places = HashMap::new();

@@ -4,10 +4,12 @@
 //! middle, and at the end of the context, past every boundary between splits of attention. Block tables point at
 //! scratch blocks only, so nothing that a session owns is read or written.
 
-use refrain_graph::{Place, Plan, SampleParam, Segment};
+use refrain_graph::{Feedback, Place, Plan, SampleParam, Segment};
+use refrain_kernels::CommitState;
 use refrain_tensor::DType;
 
 use crate::error::CudaError;
+use crate::feed::{FEED_BYTES, RING_ENTRIES, header};
 use crate::resident::Resident;
 use crate::roles::{Paging, Roles, Words};
 use crate::verify::{Case, Check, N_CASES};
@@ -21,6 +23,7 @@ pub(crate) fn check(
     plan: &Plan,
     segment: &Segment,
     roles: &Roles,
+    feedback: Option<&Feedback>,
     resident: &Resident,
 ) -> Result<Check, CudaError> {
     let failed = |e| CudaError::Driver { step: "preparing verification".into(), source: e };
@@ -33,6 +36,9 @@ pub(crate) fn check(
         let control = control_block(plan, roles, resident, idx, &mut rng);
         if !control.is_empty() {
             uploads.push((resident.control.slice(0, control.len() as u64).map_err(failed)?, control));
+        }
+        if let Some(feedback) = feedback {
+            uploads.push((resident.feed, run_state(feedback, idx).to_vec()));
         }
         for &(buffer, dtype) in &live_in {
             let buf = resident.buffer(plan, buffer).map_err(failed)?;
@@ -112,6 +118,15 @@ fn control_block(plan: &Plan, roles: &Roles, resident: &Resident, case: usize, r
         put_pages(&mut block, paging, resident, case);
     }
     block
+}
+
+/// In the middle of a run, at its last token with a ring that starts over, and with a history that does.
+fn run_state(feedback: &Feedback, case: usize) -> [u8; FEED_BYTES as usize] {
+    let window = (feedback.history.len >> (case / 2)) as u32;
+    let (count, n_left, history_next) =
+        [(3, 100, 1), (u64::from(RING_ENTRIES), 1, 2), (250, 7, window.saturating_sub(1))][case.min(2)];
+    let state = CommitState { done: 0, n_left, limit: u32::MAX, window, history_next, unused: [0; 3] };
+    header(count, &state, &[1, 2])
 }
 
 /// Greedy, then all filters, then all penalties.

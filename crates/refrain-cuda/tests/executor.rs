@@ -9,7 +9,7 @@ use refrain_cuda::{CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeigh
 use refrain_driver::api::Census;
 use refrain_driver::sim::{Call, FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
-use refrain_engine::{BackendRunner, Engine, RunnerOptions, SamplingParams, SamplingRow, StepKind};
+use refrain_engine::{Ahead, BackendRunner, Engine, RunnerOptions, SamplingParams, SamplingRow, StepKind};
 use refrain_graph::{Backend, ControlBlock, Io, Ran, Reason, RunError, fuse};
 use refrain_models::{Head, KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
@@ -93,7 +93,7 @@ fn a_fault_in_the_middle_of_a_text_is_final_and_says_where() {
         text
     };
     let text = chain(&error);
-    assert!(text.contains("700") && text.contains("step of 1 tokens") && text.contains("sample"), "{text}");
+    assert!(text.contains("700") && text.contains("step of 1 tokens") && text.contains("commit"), "{text}");
     let again = rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
     assert!(chain(&again).contains("700"));
     assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 2);
@@ -286,8 +286,9 @@ fn life(sim: &SimDriver, model: &Arc<Model>) -> Result<Vec<(u32, u32)>, Box<dyn 
     let (mut session, mut row) = (engine.open(), SamplingRow::new(&SamplingParams::greedy()));
     let mut chosen = engine.prompt(&mut session, &[1, 17, 5], &mut row, |_| true)?;
     let mut said = vec![(chosen.token, chosen.logprob.to_bits())];
-    for _ in 0..4 {
-        chosen = engine.decode(&mut session, chosen.token, &mut row)?;
+    for n_tokens in (1..=6).rev() {
+        let ahead = Ahead { n_tokens, end: &[] };
+        chosen = engine.follow(&mut session, chosen.token, &mut row, &ahead)?;
         said.push((chosen.token, chosen.logprob.to_bits()));
     }
     Ok(said)

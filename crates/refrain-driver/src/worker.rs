@@ -107,6 +107,37 @@ impl<S: 'static> Worker<S> {
         }
     }
 
+    /// Sends `f` to the device thread without waiting for it: its sender hears of it through what the two share, and
+    /// asks [`Worker::overdue`] when that takes too long. A panic in it is logged and ends nothing but `f`.
+    pub fn post(
+        &self,
+        what: &'static str,
+        f: impl FnOnce(&mut S) + Send + 'static,
+    ) -> Result<(), DriverError> {
+        self.device.shared.check_lost()?;
+        if self.turn.is_stuck() {
+            return Err(self.no_answer(what, Duration::ZERO));
+        }
+        let job: Job<S> = Box::new(move |state| {
+            // Unwind safety: as in `call`.
+            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| f(state))) {
+                tracing::error!("{}", panicked(what, &*payload));
+            }
+        });
+        let gone = || DriverError::WorkerGone { what };
+        self.jobs.as_ref().ok_or_else(gone)?.send((what, job)).map_err(|_| gone())
+    }
+
+    /// The error of work that was posted and whose end did not show in time: the thread is stuck in it, or the device
+    /// does not come to an end.
+    #[must_use]
+    pub fn overdue(&self, what: &'static str, waited: Duration) -> DriverError {
+        if let Err(lost) = self.device.shared.check_lost() {
+            return lost;
+        }
+        self.no_answer(what, waited)
+    }
+
     /// Like [`Worker::call`], for work that does not go with a recording (an upload, an allocation, a wait): while the
     /// device thread records, it is refused at once instead of waiting in line.
     pub fn call_unless_recording<R: Send + 'static>(

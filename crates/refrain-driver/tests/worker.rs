@@ -118,3 +118,30 @@ fn no_answer_names_what_the_thread_is_busy_with_and_the_last_launch() {
     assert!(error.contains("\"decode\"") && error.contains("refrain_probe_fill"), "{error}");
     sim.release_hung();
 }
+
+#[test]
+fn posted_work_runs_in_order_and_a_panic_in_it_ends_nothing_else() {
+    let (_sim, device) = device();
+    let worker = device.spawn(LONG, |_| Ok(Vec::new())).unwrap();
+    for i in 0..5 {
+        worker.post("counting", move |seen: &mut Vec<i32>| seen.push(i)).unwrap();
+    }
+    worker.post("a mistake", |_| panic!("of the poster")).unwrap();
+    worker.post("counting", |seen| seen.push(5)).unwrap();
+    assert_eq!(worker.call("asking", LONG, |seen| Ok(seen.clone())).unwrap(), [0, 1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn posted_work_that_hangs_is_overdue_and_then_nothing_more_is_taken() {
+    let (sim, device) = device();
+    let worker = device.spawn(LONG, Bed::with_context).unwrap();
+    sim.inject(faults("on 1st launch: hang"));
+    worker.post("recording", |bed| drop(bed.record(Method::Stream))).unwrap();
+    while sim.stats().n_hung == 0 {
+        std::thread::yield_now();
+    }
+    let error = worker.overdue("a step", Duration::from_millis(50)).to_string();
+    assert!(error.contains("a step") && error.contains("\"recording\""), "{error}");
+    assert!(matches!(worker.post("more", |_| ()), Err(DriverError::NoAnswer { .. })));
+    sim.release_hung();
+}

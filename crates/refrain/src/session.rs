@@ -60,11 +60,14 @@ pub struct SessionOptions {
     pub context: Option<usize>,
     /// Element type of the KV cache: F16 or F32.
     pub kv_dtype: DType,
+    /// Decode steps that a CUDA device may have under way at once; the usual number when `None`, 1 for none ahead.
+    pub ahead: Option<usize>,
 }
 
 impl Default for SessionOptions {
     fn default() -> SessionOptions {
-        SessionOptions { device: Device::Cpu { threads: None }, context: None, kv_dtype: DType::F16 }
+        let device = Device::Cpu { threads: None };
+        SessionOptions { device, context: None, kv_dtype: DType::F16, ahead: None }
     }
 }
 
@@ -175,7 +178,7 @@ fn monitored_engine(
         return Err(Error::Context { got: context, most, model: name.into() });
     }
     let runner = RunnerOptions { context, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
-    let (kind, cuda) = match &options.device {
+    let (kind, mut cuda) = match &options.device {
         Device::Cpu { threads } => {
             let backend = CpuBackend::new(threads.unwrap_or_else(default_threads))?;
             let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
@@ -191,6 +194,7 @@ fn monitored_engine(
             (DeviceKind::Sim(sim), CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) })
         }
     };
+    cuda.ahead = options.ahead.unwrap_or(cuda.ahead);
     let backend = CudaBackend::open(kind, cuda)?;
     let monitor = backend.monitor();
     let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
