@@ -58,6 +58,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
+    args.sampling.check()?;
     let began = Instant::now();
     let found = resolve::find(args.model.as_deref(), context)?;
     let model = found.open()?;

@@ -186,6 +186,22 @@ fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
     }
 }
 
+/// Some programs take -1 for "no limit".
+fn parse_max_tokens(text: &str) -> Result<usize, String> {
+    text.parse().map_err(|_| match text.parse::<i64>() {
+        Ok(..0) => "must be 0 or more; leave -n out to go on to the end of the turn".to_owned(),
+        _ => "must be a number of tokens".to_owned(),
+    })
+}
+
+/// Some programs take -1 for "all".
+fn parse_top_k(text: &str) -> Result<usize, String> {
+    text.parse().map_err(|_| match text.parse::<i64>() {
+        Ok(..0) => "must be 0 or more; 0 chooses among all tokens".to_owned(),
+        _ => "must be a number of tokens".to_owned(),
+    })
+}
+
 /// Threads beyond the cores only wait for each other; some are allowed, to try things out.
 fn most_threads() -> usize {
     4 * std::thread::available_parallelism().map_or(1, NonZeroUsize::get).max(4)
@@ -196,13 +212,13 @@ fn most_threads() -> usize {
 #[command(next_help_heading = "Generation")]
 pub(crate) struct SamplingOpts {
     /// Stop after that many tokens; by default at the end of the turn, raw texts after 256
-    #[arg(short = 'n', long, value_name = "N")]
+    #[arg(short = 'n', long, value_name = "N", allow_negative_numbers = true, value_parser = parse_max_tokens)]
     pub(crate) max_tokens: Option<usize>,
     /// Temperature; 0 always takes the likeliest token [default: the model's, else 0.8]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temp: Option<f32>,
     /// Choose among the K likeliest tokens; 0 among all [default: the model's, else 40]
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", allow_negative_numbers = true, value_parser = parse_top_k)]
     top_k: Option<usize>,
     /// Choose among the likeliest tokens that reach this probability [default: the model's, else 0.95]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
@@ -228,9 +244,18 @@ pub(crate) struct SamplingOpts {
 }
 
 impl SamplingOpts {
+    /// Refuses numbers that make no sense for any model, before one is opened.
+    pub(crate) fn check(&self) -> Result<(), refrain::Error> {
+        // What a model's authors recommend is checked with the model.
+        Ok(self.over(SamplingParams::default()).check(usize::MAX)?)
+    }
+
     /// What was asked for, over what the model's authors recommend.
     pub(crate) fn params(&self, model: &Model) -> SamplingParams {
-        let usual = model.sampling();
+        self.over(model.sampling())
+    }
+
+    fn over(&self, usual: SamplingParams) -> SamplingParams {
         SamplingParams {
             temperature: self.temp.unwrap_or(usual.temperature),
             top_k: self.top_k.unwrap_or(usual.top_k),

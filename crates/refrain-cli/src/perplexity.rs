@@ -2,6 +2,7 @@
 
 use crate::bars::Delayed;
 use crate::cli::Context;
+use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
 use crate::out::{Out, short_rate, short_time, talk, thousands};
 use crate::{prompt, resolve};
@@ -47,6 +48,10 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
     resolve::check(&args.model, context)?;
     let text = prompt::read_file(&args.file)?;
+    if text.trim().is_empty() {
+        let message = format!("{} holds no text to score", args.file.display());
+        return Err(Hinted::new(message, "give a text of some hundred words or more").into());
+    }
     let model = resolve::find(Some(&args.model), context)?.open()?;
     let window = args.context.unwrap_or(model.config().n_context.min(USUAL_WINDOW));
     let mut session = args.device.start(&model, Some(window), context)?;

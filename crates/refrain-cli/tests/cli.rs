@@ -123,8 +123,9 @@ fn ctrl_c_stops_the_reply_and_keeps_what_was_said() {
     assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
     stdout.read_to_end(&mut text).expect("the rest");
     let ended = common::ended(child.wait_with_output().expect("it ends"));
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(130), "{}", ended.stderr);
     assert!(ended.stderr.contains("ended by Ctrl-C"), "{}", ended.stderr);
+    assert!(!ended.stderr.contains("error"), "{}", ended.stderr);
     assert!(text.ends_with(b"\n"));
 }
 
@@ -327,6 +328,14 @@ fn every_command_has_examples_in_its_help() {
 }
 
 #[test]
+fn help_can_be_asked_for_by_name() {
+    let cli = Cli::new();
+    assert_eq!(cli.run(&["help"]).ok(), cli.run(&["--help"]).ok());
+    assert_eq!(cli.run(&["help", "bench"]).ok(), cli.run(&["bench", "--help"]).ok());
+    assert!(cli.run(&["help", "bnech"]).misused().contains("'bench'"));
+}
+
+#[test]
 fn the_reference_pages_are_what_the_program_prints() {
     let cli = Cli::new();
     for page in ["cli", "environment"] {
@@ -367,6 +376,14 @@ fn a_recording_that_fails_is_told_or_refused_as_asked() {
     assert_eq!(json["text"].as_str().map(str::trim_end), Some(whole.trim_end()));
     assert_eq!(json["ledger"]["decode"]["replayed"], 0);
     assert!(json["ledger"]["decode"]["reasons"].as_object().is_some_and(|r| !r.is_empty()), "{json}");
+    let ended = cli.run(&with(&with(&prompt, &broken), &["--stats"]));
+    for step in ["step of 1 token:", "step of 8 tokens:"] {
+        let said = ended.stderr.lines().filter(|l| l.contains("WARN") && l.contains(step));
+        // The first failure and each further one, after 4 and 8 eager steps: one line each.
+        let told: Vec<&str> = said.collect();
+        assert!(!told.is_empty() && told.iter().all(|l| l.contains("eager for")), "{}", ended.stderr);
+    }
+    assert!(!ended.stderr.contains("0 steps until"), "{}", ended.stderr);
     let said = cli.run(&with(&with(&prompt, &broken), &["--graph", "require"])).refused();
     assert!(said.contains("900") || said.contains("error 2"), "{said}");
 }
