@@ -8,7 +8,7 @@ use crate::opts::{DeviceOpts, SamplingOpts, Think};
 use crate::out::{BOLD, DIM, Out, counted, talk};
 use crate::reply::{self, Show};
 use crate::run::say_context;
-use crate::{fail, resolve, stats};
+use crate::{fail, profile, resolve, stats};
 use input::{Command, Input, Line};
 use refrain::{Finish, Message, Model, RenderOptions, SamplingParams, Session};
 use std::path::Path;
@@ -76,7 +76,9 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     if input.is_terminal() && !context.quiet {
         talk!("{DIM}/help lists what can be done besides talking{DIM:#}");
     }
-    chat.converse(&mut input)
+    let ended = chat.converse(&mut input);
+    profile::finish(&chat.session, &args.device)?;
+    ended
 }
 
 /// The prompt of a conversation, as text and as tokens.

@@ -76,7 +76,8 @@ struct HelpArgs {
 
 impl HelpArgs {
     fn print(&self) -> anyhow::Result<()> {
-        let args = ["refrain".to_owned()].into_iter().chain(self.command.clone()).chain(["--help".to_owned()]);
+        let args =
+            ["refrain".to_owned()].into_iter().chain(self.command.clone()).chain(["--help".to_owned()]);
         // A command's own help, or what is said about one that does not exist.
         match Cli::try_parse_from(args) {
             Err(said) => Err(said.into()),

@@ -10,6 +10,7 @@ use refrain::{
 use refrain_driver::DeviceKind;
 use std::hash::{BuildHasher, Hasher};
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 
 /// Where and how a model runs.
 #[derive(Args, Debug, Clone)]
@@ -24,9 +25,10 @@ pub(crate) struct DeviceOpts {
     /// How graphs are recorded
     #[arg(long, value_name = "METHOD", default_value = "stream")]
     pub(crate) graph_method: MethodArg,
-    /// Time every kernel and print a table on standard error; steps then run one kernel at a time
-    #[arg(long)]
-    pub(crate) profile: bool,
+    /// Time every kernel: a table on standard error, and a timeline as a page [default: refrain-profile.html]; steps then
+    /// run one kernel at a time
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
+    pub(crate) profile: Option<Option<PathBuf>>,
     /// What shall go wrong on the simulated device, such as "on 3rd launch: illegal address"
     #[arg(long, value_name = "SCRIPT")]
     pub(crate) faults: Option<String>,
@@ -115,7 +117,7 @@ impl DeviceOpts {
             MethodArg::Stream => Method::Stream,
             MethodArg::Nodes => Method::Nodes,
         };
-        let profile = self.profile;
+        let profile = self.profile.is_some();
         let cuda = |ordinal| {
             let kernel_cache = Some(context.store.env().refrain_home.join("kernels"));
             Device::Cuda { ordinal, graph, method, profile, kernel_cache }
@@ -137,7 +139,7 @@ impl DeviceOpts {
             let message = format!("--graph require cannot be kept: {no_graphs}");
             return Err(Hinted::new(message, "use --graph auto, or --device cuda or sim").into());
         }
-        if self.profile {
+        if self.profile.is_some() {
             let message = "--profile times the kernels of a CUDA device, this runs on the CPU";
             return Err(
                 Hinted::new(message, "use --device cuda or sim, or `refrain bench` on the CPU").into()

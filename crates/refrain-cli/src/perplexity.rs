@@ -5,7 +5,7 @@ use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
 use crate::out::{Out, short_rate, short_time, talk, thousands};
-use crate::{prompt, resolve};
+use crate::{profile, prompt, resolve};
 use serde_json::json;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -72,6 +72,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         });
     drop(bar);
     let scored = scored?;
+    profile::finish(&session, &args.device)?;
     let seconds = began.elapsed().as_secs_f64();
     let rate = (scored.n_windows * window) as f64 / seconds.max(f64::MIN_POSITIVE);
     let mut out = Out::new();

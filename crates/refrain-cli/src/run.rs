@@ -7,7 +7,7 @@ use crate::out::{DIM, Out, talk, thousands};
 use crate::prompt::Sources;
 use crate::reply::{self, Reply, Show};
 use crate::resolve;
-use crate::{chat, out, stats};
+use crate::{chat, out, profile, stats};
 use clap::CommandFactory;
 use clap::error::ErrorKind;
 use refrain::{Finish, Generate, Message, Model, Session};
@@ -111,9 +111,7 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
             thousands(session.context())
         );
     }
-    if args.device.profile {
-        stats::print_profile(&session);
-    }
+    profile::finish(&session, &args.device)?;
     if args.stats {
         stats::print(&mut session, &reply, load, seed);
     }

@@ -74,26 +74,6 @@ fn print_device(status: &Status) {
     talk!("device   {weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace");
 }
 
-/// Where the time on the device went, by kernel, from the most to the least.
-pub(crate) fn print_profile(session: &Session) {
-    let Some(status) = session.device_status() else { return };
-    let mut rows: Vec<(&str, u64, f64, u64)> = Vec::new();
-    for row in &status.profile {
-        match rows.iter_mut().find(|r| r.0 == row.kernel) {
-            Some(r) => *r = (r.0, r.1 + row.n, r.2 + row.total_ms, r.3 + row.bytes),
-            None => rows.push((&row.kernel, row.n, row.total_ms, row.bytes)),
-        }
-    }
-    rows.sort_by(|a, b| b.2.total_cmp(&a.2));
-    let total: f64 = rows.iter().map(|r| r.2).sum();
-    talk!("{:<28} {:>9} {:>11} {:>10} {:>9} {:>6}", "kernel", "launches", "ms", "us each", "GB/s", "%");
-    for (kernel, n, ms, bytes) in rows {
-        let (each, rate) = (ms * 1e3 / n.max(1) as f64, bytes as f64 / (ms * 1e6).max(f64::MIN_POSITIVE));
-        let share = 100.0 * ms / total.max(f64::MIN_POSITIVE);
-        talk!("{kernel:<28} {n:>9} {ms:>11.3} {each:>10.2} {rate:>9.1} {share:>6.1}");
-    }
-}
-
 fn speed(decode: &Tally, bytes_per_token: usize) -> String {
     let Some(rate) = decode.tokens_per_second() else { return String::new() };
     let gigabytes = rate * bytes_per_token as f64 / 1e9;

@@ -410,4 +410,18 @@ fn a_profile_runs_one_kernel_at_a_time_and_says_so() {
     let ended = cli.run(&with(&with(&prompt, &SIM), &["--profile", "--stats"]));
     assert!(ended.stderr.contains("linear_m1_q8_0"), "{}", ended.stderr);
     assert!(ended.stderr.contains("profiling times each op"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("written: refrain-profile.html"), "{}", ended.stderr);
+    let page = std::fs::read_to_string(cli.home.path().join("refrain-profile.html")).expect("a page");
+    assert!(page.contains("linear_m1_q8_0") && page.ends_with("</html>\n"));
+    assert!(!page.contains("http") && !page.contains("src="), "the page needs nothing else");
+    let data = page.split_once("id=\"data\">").and_then(|(_, rest)| rest.split_once("</script>"));
+    let data: serde_json::Value = serde_json::from_str(data.expect("data").0).expect("JSON");
+    // One step for the prompt and eleven decoded tokens.
+    assert_eq!(data["steps"].as_array().map(Vec::len), Some(12));
+    assert!(data["spans"].as_array().is_some_and(|s| s.len() > 12 * 20));
+    let json = cli.run(&with(&with(&prompt, &SIM), &["--profile=other.html", "--json"])).json();
+    assert_eq!(json["ledger"]["decode"]["reasons"]["profiling"], 11);
+    assert!(cli.home.path().join("other.html").exists());
+    let said = cli.run(&with(&with(&prompt, &SIM), &["--profile=no/such/folder.html"]));
+    assert!(said.code == Some(1) && said.stderr.contains("hint: check the path"), "{}", said.stderr);
 }

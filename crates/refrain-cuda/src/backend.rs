@@ -14,6 +14,7 @@ use crate::error::CudaError;
 use crate::lower;
 use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
+use crate::profile::{SharedTimeline, Timeline};
 use crate::status::Status;
 
 /// Runs graphs of one model on one CUDA device, or on the simulated one.
@@ -29,6 +30,7 @@ pub struct CudaBackend {
     /// Programs whose owner is gone.
     retired: Arc<Mutex<Vec<ProgramId>>>,
     status: Arc<Mutex<Status>>,
+    timeline: SharedTimeline,
     /// Outputs of the last step that were fetched along with another.
     fetched: Vec<(ProgramId, usize, Vec<u8>)>,
 }
@@ -69,13 +71,22 @@ impl Drop for CudaCompiled {
 
 /// A view of a backend's [`Status`] that stays valid when the backend has gone elsewhere.
 #[derive(Clone)]
-pub struct Monitor(Arc<Mutex<Status>>);
+pub struct Monitor {
+    status: Arc<Mutex<Status>>,
+    timeline: SharedTimeline,
+}
 
 impl Monitor {
     /// The status as of the last plan compiled or step run.
     #[must_use]
     pub fn status(&self) -> Status {
-        lock(&self.0).clone()
+        lock(&self.status).clone()
+    }
+
+    /// When each profiled launch ran; empty unless [`CudaOptions::profile`] is on.
+    #[must_use]
+    pub fn timeline(&self) -> Timeline {
+        lock(&self.timeline).clone()
     }
 }
 
@@ -91,9 +102,10 @@ impl CudaBackend {
 
     /// On a device that is open. A simulated one must know the kernels' twins.
     pub fn on(device: &Device, options: CudaOptions) -> Result<CudaBackend, CudaError> {
-        let sent = options.clone();
+        let (sent, timeline) = (options.clone(), SharedTimeline::default());
+        let shared = Arc::clone(&timeline);
         let worker = device
-            .spawn(options.load_limit, move |ctx| Ok(Holder(Machine::new(ctx, sent))))
+            .spawn(options.load_limit, move |ctx| Ok(Holder(Machine::new(ctx, sent, shared))))
             .map_err(CudaError::driver("starting the device thread"))?;
         let backend = CudaBackend {
             worker,
@@ -102,6 +114,7 @@ impl CudaBackend {
             current: Mutex::default(),
             retired: Arc::default(),
             status: Arc::default(),
+            timeline,
             fetched: Vec::new(),
         };
         backend.call("starting", backend.options.load_limit, |_| Ok(()))?;
@@ -111,7 +124,7 @@ impl CudaBackend {
     /// What it holds and has done, from anywhere.
     #[must_use]
     pub fn monitor(&self) -> Monitor {
-        Monitor(Arc::clone(&self.status))
+        Monitor { status: Arc::clone(&self.status), timeline: Arc::clone(&self.timeline) }
     }
 
     /// The device.

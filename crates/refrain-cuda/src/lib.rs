@@ -37,6 +37,7 @@ mod group; // which steps one launch does
 mod lower; // steps into launches
 mod states; // what a graph is verified with
 mod host; // steps on the host
+mod traffic; // how many bytes it takes
 mod profile; // where the time goes
 mod status; // for summaries
 mod machine; // what the device thread does
@@ -46,7 +47,7 @@ pub use backend::{CudaBackend, CudaCompiled, CudaStates, CudaWeights, Monitor};
 pub use cache::{CacheOptions, CacheStats, GraphCache, GraphMode, Site};
 pub use error::CudaError;
 pub use options::CudaOptions;
-pub use profile::ProfileRow;
+pub use profile::{ProfileRow, ProfileSpan, ProfileStep, Timeline};
 pub use reason::{Stage, reason_of};
 pub use resident::Accounting;
 pub use status::{GraphLine, Status};

@@ -13,11 +13,12 @@ use crate::error::CudaError;
 use crate::host;
 use crate::lower::{Lowering, scratch_bytes};
 use crate::options::CudaOptions;
-use crate::profile::{Profile, ProfileRow};
+use crate::profile::{Profile, ProfileRow, SharedTimeline};
 use crate::resident::{HostModel, Resident, Room};
 use crate::roles::Roles;
 use crate::states;
 use crate::status::{GraphLine, Status};
+use crate::traffic::Moved;
 use crate::warm::WarmPlan;
 
 /// Rounds what is set aside for control blocks and scratch up, so that a slightly larger plan does not mean planning
@@ -64,7 +65,11 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    pub(crate) fn new(ctx: &Context, options: CudaOptions) -> Result<Machine, CudaError> {
+    pub(crate) fn new(
+        ctx: &Context,
+        options: CudaOptions,
+        timeline: SharedTimeline,
+    ) -> Result<Machine, CudaError> {
         let kernels = Kernels::load(ctx, &options.kernels).map_err(|e| CudaError::Kernels(Arc::new(e)))?;
         let mut stream = ctx.stream().map_err(CudaError::driver("making a stream"))?;
         stream.set_limit(options.step_limit);
@@ -73,7 +78,7 @@ impl Machine {
             programs: HashMap::new(),
             resident: None,
             model: HostModel::default(),
-            profile: Profile::default(),
+            profile: Profile::new(timeline),
             options,
             kernels,
             stream,
@@ -156,10 +161,11 @@ impl Machine {
                 continue;
             }
             let n = roles.n_tokens();
+            let s = if n == 1 { "" } else { "s" };
             let name = if one {
-                format!("step of {n} tokens")
+                format!("step of {n} token{s}")
             } else {
-                format!("step of {n} tokens, segment {idx}")
+                format!("step of {n} token{s}, segment {idx}")
             };
             let mut warm = WarmPlan::new(&name, &resident.space);
             lowering.push(&plan.steps()[segment.steps.clone()], &mut warm)?;
@@ -293,6 +299,18 @@ impl Machine {
                 .and_then(|to| self.stream.stage(&mut resident.lease, &mut resident.staging, to, control));
             staged.map_err(CudaError::driver("sending the control block"))?;
         }
+        let moved = match self.options.profile {
+            true => {
+                let launches = |part: &Part| match part {
+                    Part::Device { warm, .. } => warm.work().len(),
+                    Part::Host { .. } => 0,
+                };
+                let n_launches = program.parts.iter().map(launches).sum();
+                self.profile.begin_step(program.roles.n_tokens(), n_launches);
+                Moved::of(&program.plan, resident, control).map_err(CudaError::driver("counting bytes"))?
+            }
+            false => Moved::default(),
+        };
         let mut not_replayed = None;
         for (idx, part) in program.parts.iter().enumerate() {
             let reason = match part {
@@ -303,7 +321,7 @@ impl Machine {
                             reason: Reason::Profiling,
                         });
                     }
-                    let ran = self.profile.run(&mut self.stream, &mut resident.lease, warm);
+                    let ran = self.profile.run(&mut self.stream, &mut resident.lease, warm, &moved);
                     ran.map_err(CudaError::driver(warm.name()))?;
                     Some(Reason::Profiling)
                 }
@@ -375,7 +393,9 @@ impl Machine {
         graphs.sort_by_key(|g| g.n_tokens);
         let memory = self.resident.as_ref().map(Resident::accounting).unwrap_or_default();
         let profile = self.profile.rows().to_vec();
-        Status { memory, graphs, cache: self.cache.stats(), kernels: Some(self.kernels.origin()), profile }
+        let kernels = Some(self.kernels.origin());
+        let peak_bytes_per_second = self.ctx.device().info().peak_bytes_per_second();
+        Status { memory, graphs, cache: self.cache.stats(), kernels, profile, peak_bytes_per_second }
     }
 }
 

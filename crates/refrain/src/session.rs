@@ -5,7 +5,7 @@ use crate::generate::{Generate, Generation, Prompt};
 use crate::model::Model;
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
-use refrain_cuda::{CudaBackend, CudaOptions, GraphMode, Monitor, Status};
+use refrain_cuda::{CudaBackend, CudaOptions, GraphMode, Monitor, Status, Timeline};
 use refrain_driver::sim::{FaultScript, SimOptions};
 use refrain_driver::{DeviceKind, Method};
 use refrain_engine::{BackendRunner, Engine, Ledger, Perplexity, PerplexityOptions, RunnerOptions};
@@ -91,6 +91,11 @@ impl Session {
     /// Memory, graphs and timings of a CUDA device, real or simulated; `None` on the CPU.
     pub fn device_status(&self) -> Option<Status> {
         self.monitor.as_ref().map(Monitor::status)
+    }
+
+    /// When each profiled launch ran; `None` on the CPU.
+    pub fn timeline(&self) -> Option<Timeline> {
+        self.monitor.as_ref().map(Monitor::timeline)
     }
 
     /// The model.

@@ -391,8 +391,7 @@ pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
     }
     let rate = if best > 0.0 { bytes as f64 / best } else { 0.0 };
     let info = device.info();
-    // Two transfers per clock.
-    let peak = f64::from(info.memory_khz) * 1e3 * 2.0 * f64::from(info.bus_bits) / 8.0;
+    let peak = info.peak_bytes_per_second().unwrap_or(0.0);
     let mut measured = format!("{:.0} GB/s over {} MiB", rate / 1e9, bytes >> 20);
     if peak > 0.0 && rate > 0.0 {
         measured += &format!(", {:.0} % of {:.0} GB/s", rate / peak * 100.0, peak / 1e9);
