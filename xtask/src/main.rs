@@ -3,6 +3,7 @@
 mod bench;
 mod bundle;
 mod ci;
+mod dist;
 mod edges;
 mod models;
 mod nvrtc;
@@ -17,6 +18,7 @@ Usage: cargo xtask TASK
   edges         check which crate depends on which
   models        fetch the real models that some tests and benches use
   bench-cpu     Refrain beside llama.cpp on the same files
+  dist          a release: one binary with compiled kernels inside, licences and checksums, in dist/
   gpu-bundle    one folder with the binary, the GPU tests and a script, for a machine with a GPU
 ";
 
@@ -28,6 +30,7 @@ fn main() -> Result<()> {
         ["models"] => {
             models::fetch().map(|missing| missing.iter().for_each(|m| eprintln!("not fetched: {m}")))
         }
+        ["dist"] => dist::make(),
         ["gpu-bundle"] => bundle::make(),
         ["bench-cpu", ..] => bench::cpu(&args[1..]),
         [] | ["help" | "--help" | "-h"] => {

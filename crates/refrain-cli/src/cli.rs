@@ -130,7 +130,7 @@ impl Cli {
             Command::List(args) => list::run(&args, &context),
             Command::Rm(args) => rm::run(&args, &context),
             Command::Bench(args) => bench::run(&args, &context),
-            Command::Doctor(args) => doctor::run(&args),
+            Command::Doctor(args) => doctor::run(&args, &context),
             Command::Completions(args) => completions::run(&args),
             Command::Help(args) => args.print(),
             Command::Reference(args) => reference::run(&args),

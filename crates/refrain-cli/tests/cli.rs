@@ -301,6 +301,9 @@ fn the_doctor_finds_the_simulated_device_healthy() {
     let json = cli.run(&["doctor", "--device", "sim", "--json"]).json();
     let rows = json["rows"].as_array().expect("rows");
     assert!(rows.len() > 5 && rows.iter().all(|row| row["verdict"] != "bad"), "{json}");
+    let kernels = rows.iter().find(|row| row["name"] == "kernels").expect("a row on kernels");
+    let measured = kernels["measured"].as_str().expect("text");
+    assert!(measured.contains("reference functions") && measured.contains("this binary holds"), "{measured}");
 }
 
 #[test]
@@ -363,6 +366,22 @@ fn the_simulated_device_replays_every_step_and_writes_what_the_cpu_writes() {
         let decode = &json["ledger"]["decode"];
         assert_eq!(decode["replayed"], decode["steps"], "{method}: {decode}");
         assert!(decode["replayed"].as_u64() > Some(4), "{method}: {decode}");
+    }
+}
+
+#[test]
+fn what_a_model_takes_on_a_device_is_told_with_verbose_and_in_the_summary() {
+    let cli = Cli::new();
+    let prompt = with(&with(&["run", "stories", "A cat"], &GREEDY), &SIM);
+    let told = |extra: &[&str], row: &str| {
+        let ended = cli.run(&with(&prompt, extra));
+        let line = ended.stderr.lines().find(|l| l.starts_with(row)).map(str::to_owned);
+        line.unwrap_or_else(|| panic!("{row}: {}", ended.stderr))
+    };
+    for line in [told(&["-v"], "memory "), told(&["--stats"], "device ")] {
+        for word in ["of weights", "of KV", "of arena", "of workspace", "free", "in all"] {
+            assert!(line.contains(word), "{word} in {line}");
+        }
     }
 }
 

@@ -363,7 +363,8 @@ pub(super) fn launch_cost(bench: &mut Bench) -> Result<Row, DriverError> {
     Ok(Row::new("launch cost", verdict, measured, words))
 }
 
-pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
+/// Bytes per second that the device reads at best, and over how many bytes.
+pub(super) fn read_rate(bench: &mut Bench) -> Result<(f64, u64), DriverError> {
     let device = bench.ctx.device();
     let (free, _) = bench.ctx.mem_info()?;
     // Many times the L2, so that it is the memory that is measured; small on the simulated device, which is slow.
@@ -389,7 +390,12 @@ pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
         bench.stream.synchronize()?;
         best = best.min(f64::from(end.ms_since(&start)?) * 1e-3);
     }
-    let rate = if best > 0.0 { bytes as f64 / best } else { 0.0 };
+    Ok((if best > 0.0 { bytes as f64 / best } else { 0.0 }, bytes))
+}
+
+pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
+    let (rate, bytes) = read_rate(bench)?;
+    let device = bench.ctx.device();
     let info = device.info();
     let peak = info.peak_bytes_per_second().unwrap_or(0.0);
     let mut measured = format!("{:.0} GB/s over {} MiB", rate / 1e9, bytes >> 20);
