@@ -1,11 +1,14 @@
 //! Flags that commands share.
 
+use crate::bars::Delayed;
 use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::out::talk;
+use crate::stats;
 use clap::{Args, ValueEnum};
 use refrain::{
-    DType, Device, FaultScript, Generate, GraphMode, Method, Model, SamplingParams, Session, SessionOptions,
+    DType, Device, FaultScript, Generate, GraphMode, LoadEvent, LoadListener, Method, Model, SamplingParams,
+    Session, SessionOptions,
 };
 use refrain_driver::DeviceKind;
 use std::hash::{BuildHasher, Hasher};
@@ -83,7 +86,12 @@ impl DeviceOpts {
             KvArg::F16 => DType::F16,
             KvArg::F32 => DType::F32,
         };
-        Ok(SessionOptions { device: self.pick(context)?, context: n_context, kv_dtype })
+        Ok(SessionOptions {
+            device: self.pick(context)?,
+            context: n_context,
+            kv_dtype,
+            ..SessionOptions::default()
+        })
     }
 
     /// Brings a model to the device. Where auto found a card that cannot be used, it says why and takes the CPU.
@@ -93,14 +101,25 @@ impl DeviceOpts {
         n_context: Option<usize>,
         context: &Context,
     ) -> anyhow::Result<Session> {
-        let options = self.session(n_context, context)?;
+        self.start_with(n_context, context, |options| Session::new(model, options))
+    }
+
+    /// As [`DeviceOpts::start`], with what a command makes of the device.
+    pub(crate) fn start_with<T>(
+        &self,
+        n_context: Option<usize>,
+        context: &Context,
+        make: impl Fn(&SessionOptions) -> Result<T, refrain::Error>,
+    ) -> anyhow::Result<T> {
+        let (_bar, on_load) = load_listener(context);
+        let options = SessionOptions { on_load, ..self.session(n_context, context)? };
         let may_fall_back = self.device == DeviceArg::Auto && self.graph != GraphArg::Require;
-        match Session::new(model, &options) {
+        match make(&options) {
             Err(error) if may_fall_back && matches!(options.device, Device::Cuda { .. }) => {
                 talk!("cuda:0 cannot be used, running on the CPU: {:#}", anyhow::Error::from(error));
-                Ok(Session::new(model, &SessionOptions { device: self.cpu(), ..options })?)
+                Ok(make(&SessionOptions { device: self.cpu(), ..options })?)
             }
-            started => Ok(started?),
+            made => Ok(made?),
         }
     }
 
@@ -119,8 +138,9 @@ impl DeviceOpts {
         };
         let profile = self.profile.is_some();
         let cuda = |ordinal| {
-            let kernel_cache = Some(context.store.env().refrain_home.join("kernels"));
-            Device::Cuda { ordinal, graph, method, profile, kernel_cache }
+            let env = context.store.env();
+            let kernel_cache = Some(env.refrain_home.join("kernels"));
+            Device::Cuda { ordinal, graph, method, profile, kernel_cache, nvrtc: env.nvrtc.clone() }
         };
         match self.device {
             DeviceArg::Cuda(ordinal) => Ok(cuda(ordinal.unwrap_or(0))),
@@ -158,6 +178,21 @@ impl DeviceOpts {
             talk!("--device auto picked {}; `refrain doctor` tells what it looked at", session.backend());
         }
     }
+}
+
+/// A bar while weights go to a device, and with -v what they take there, before any of it is allocated.
+pub(crate) fn load_listener(context: &Context) -> (Delayed, LoadListener) {
+    let bar = Delayed::bytes("sending weights to the device");
+    let (handle, verbose) = (bar.handle(), context.verbose);
+    let listener = LoadListener::new(move |event| match event {
+        LoadEvent::Planned(memory) if verbose => talk!("memory   {}", stats::memory_line(&memory)),
+        LoadEvent::Sent { done_bytes, total_bytes } => {
+            handle.set_length(total_bytes);
+            handle.set_position(done_bytes);
+        }
+        _ => {}
+    });
+    (bar, listener)
 }
 
 fn parse_device(text: &str) -> Result<DeviceArg, String> {

@@ -2,7 +2,7 @@
 
 use crate::out::{short_rate, short_time, talk, thousands};
 use crate::reply::Reply;
-use refrain::{Finish, Session, Status, StepKind, Tally};
+use refrain::{Accounting, Finish, Session, Status, StepKind, Tally};
 use refrain_hub::Bytes;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -68,10 +68,18 @@ fn print_device(status: &Status) {
             short_time(verified)
         );
     }
-    let m = &status.memory;
+    talk!("device   {}", memory_line(&status.memory));
+}
+
+/// What a model takes on a device, and how much of it there was.
+pub(crate) fn memory_line(memory: &Accounting) -> String {
+    let m = memory;
     let [weights, kv, arena, work] =
         [m.weight_bytes, m.kv_bytes, m.arena_bytes, m.workspace_bytes].map(Bytes);
-    talk!("device   {weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace");
+    let [all, free, device] = [m.total(), m.free_bytes, m.device_bytes].map(Bytes);
+    format!(
+        "{weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace: {all} of {free} free, {device} in all"
+    )
 }
 
 fn speed(decode: &Tally, bytes_per_token: usize) -> String {

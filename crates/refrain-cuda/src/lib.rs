@@ -30,6 +30,7 @@ mod reason; // the driver's errors as reasons
 mod warm; // what a step enqueues
 mod verify; // is a graph the same as the eager run
 mod cache; // graphs by key
+mod progress; // what is heard while a model is loaded
 mod options; // how a backend works
 mod roles; // what a control block's numbers index
 mod resident; // what lies on the device
@@ -48,8 +49,11 @@ pub use cache::{CacheOptions, CacheStats, GraphCache, GraphMode, Site};
 pub use error::CudaError;
 pub use options::CudaOptions;
 pub use profile::{ProfileRow, ProfileSpan, ProfileStep, Timeline};
+pub use progress::{LoadEvent, LoadListener};
 pub use reason::{Stage, reason_of};
 pub use resident::Accounting;
 pub use status::{GraphLine, Status};
 pub use verify::{Case, Check, N_CASES, Verified, VerifyError, VerifyReport, verify};
 pub use warm::{Space, WarmPlan, Work};
+
+pub use refrain_kernels::{Arch, Origin, prebuilt_archs};

@@ -228,7 +228,8 @@ impl Machine {
         let rooms = [kept, wanted.max(&kept)];
         let blocks = self.options.scratch_blocks;
         let (ctx, stream, model) = (&self.ctx, &mut self.stream, &self.model);
-        let mut resident = Resident::plan(ctx, stream, model, &host_only, blocks, rooms)?;
+        let mut resident =
+            Resident::plan(ctx, stream, model, &host_only, blocks, rooms, &self.options.on_load)?;
         let restored = resident.restore_states(&mut self.stream, &saved);
         restored.map_err(CudaError::driver("restoring the KV cache"))?;
         // Everything lowered before points at the memory that is gone.

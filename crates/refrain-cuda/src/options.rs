@@ -6,6 +6,7 @@ use refrain_driver::Method;
 use refrain_kernels::LoadOptions;
 
 use crate::cache::{CacheOptions, GraphMode};
+use crate::progress::LoadListener;
 
 /// How a [`crate::CudaBackend`] works.
 #[derive(Clone, Debug)]
@@ -24,6 +25,8 @@ pub struct CudaOptions {
     pub scratch_blocks: usize,
     /// Sizes of step that graphs are made for; other steps are padded to the next one.
     pub buckets: Vec<usize>,
+    /// Hears how much memory a model takes, before any is allocated, and how far its weights are.
+    pub on_load: LoadListener,
     /// How long one step may take until its caller is told that the device gives no answer.
     pub step_limit: Duration,
     /// The same for making a plan ready: weights sent, graphs recorded and verified.
@@ -42,6 +45,7 @@ impl Default for CudaOptions {
             arena_limit_bytes: None,
             scratch_blocks: 4,
             buckets: vec![1, 8, 32, 128],
+            on_load: LoadListener::default(),
             step_limit: Duration::from_secs(60),
             compile_limit: Duration::from_secs(120),
             load_limit: Duration::from_secs(900),

@@ -8,6 +8,7 @@ use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, Step, Weight};
 use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
+use crate::progress::{LoadEvent, LoadListener};
 use crate::warm::Space;
 
 /// Alignment of everything that kernels read whole.
@@ -18,6 +19,9 @@ const CONTROL_SLOTS: usize = 4;
 const RESULT_BYTES: u64 = 4096;
 /// Each result has a cache line to itself.
 const RESULT_ALIGN: u64 = 64;
+
+/// Bytes of weights that are sent between two reports of how far they are.
+const PIECE_BYTES: usize = 64 << 20;
 
 /// A model as the host holds it.
 #[derive(Debug, Default)]
@@ -38,6 +42,10 @@ pub struct Accounting {
     pub arena_bytes: u64,
     /// Scratch of kernels, and the control block.
     pub workspace_bytes: u64,
+    /// Bytes that were free on the device when this was planned.
+    pub free_bytes: u64,
+    /// Bytes of the device.
+    pub device_bytes: u64,
 }
 
 impl Accounting {
@@ -97,6 +105,8 @@ struct Places {
     states: Vec<PlacedState>,
     weight_bytes: u64,
     kv_bytes: u64,
+    /// Free bytes of the device and all of them, before anything is allocated.
+    device: (u64, u64),
 }
 
 /// Everything on the device. Dropping it frees it, once the graphs over it are gone.
@@ -118,7 +128,8 @@ impl Places {
     /// `host_only` names weights that only host steps read; they stay on the host.
     fn new(model: &HostModel, host_only: &[usize], scratch_blocks: usize) -> Result<Places, CudaError> {
         let too_large = || CudaError::Mismatch { what: "sizes", because: "they overflow".into() };
-        let mut places = Places { weights: Vec::new(), states: Vec::new(), weight_bytes: 0, kv_bytes: 0 };
+        let mut places =
+            Places { weights: Vec::new(), states: Vec::new(), weight_bytes: 0, kv_bytes: 0, device: (0, 0) };
         for (idx, weight) in model.weights.iter().enumerate() {
             if host_only.contains(&idx) {
                 places.weights.push(None);
@@ -151,6 +162,8 @@ impl Places {
             kv_bytes: self.kv_bytes,
             arena_bytes: room.arena,
             workspace_bytes: room.scratch + room.control,
+            free_bytes: self.device.0,
+            device_bytes: self.device.1,
         }
     }
 }
@@ -165,13 +178,16 @@ impl Resident {
         host_only: &[usize],
         scratch_blocks: usize,
         [needed, wanted]: [Room; 2],
+        listener: &LoadListener,
     ) -> Result<Resident, CudaError> {
-        let places = Places::new(model, host_only, scratch_blocks)?;
+        let mut places = Places::new(model, host_only, scratch_blocks)?;
         let failed = CudaError::driver("asking for free memory");
         let (free_bytes, total_bytes) = ctx.mem_info().map_err(failed)?;
+        places.device = (free_bytes, total_bytes);
         let fits = |room: &Room| places.accounting(room).total() <= free_bytes;
         let room = if fits(&wanted) { wanted } else { needed };
         let accounting = places.accounting(&room);
+        listener.hear(LoadEvent::Planned(accounting));
         if !fits(&room) {
             let device = ctx.device();
             return Err(CudaError::DoesNotFit {
@@ -194,7 +210,7 @@ impl Resident {
         );
         let mut resident =
             Resident::allocate(ctx, places, room).map_err(CudaError::driver("allocating device memory"))?;
-        resident.upload(stream, model)?;
+        resident.upload(stream, model, listener)?;
         Ok(resident)
     }
 
@@ -229,7 +245,14 @@ impl Resident {
         })
     }
 
-    fn upload(&mut self, stream: &mut Stream, model: &HostModel) -> Result<(), CudaError> {
+    fn upload(
+        &mut self,
+        stream: &mut Stream,
+        model: &HostModel,
+        listener: &LoadListener,
+    ) -> Result<(), CudaError> {
+        let total_bytes = self.places.weights.iter().flatten().map(|place| place.bytes).sum();
+        let mut done_bytes = 0;
         let zero = [self.kv, self.arena, self.scratch, self.control];
         stream
             .run(&mut self.lease, false, |q| zero.into_iter().try_for_each(|buf| q.fill(buf, 0)))
@@ -242,16 +265,28 @@ impl Resident {
             let unfit = |because: String| CudaError::Mismatch { what: "weights", because };
             let done = if weight.ty.shape.rank() < 2 {
                 let values = tensor.to_f32().map_err(|e| unfit(format!("{}: {e}", weight.name)))?;
-                dst.and_then(|dst| stream.upload(&mut self.lease, dst, bytemuck::cast_slice(&values)))
+                dst.and_then(|dst| stream.upload_ahead(&mut self.lease, dst, bytemuck::cast_slice(&values)))
             } else {
                 let bytes = tensor.bytes().as_slice();
                 let start = tensor.dtype().bytes_for(tensor.layout().offset()).unwrap_or(usize::MAX);
                 let bytes = start.checked_add(place.bytes as usize).and_then(|end| bytes.get(start..end));
                 let dense = bytes.filter(|_| tensor.layout().is_contiguous());
                 let bytes = dense.ok_or_else(|| unfit(format!("{} is not dense", weight.name)))?;
-                dst.and_then(|dst| stream.upload(&mut self.lease, dst, bytes))
+                // In pieces, so that a large table shows how far it is.
+                let mut offset = 0;
+                dst.and_then(|dst| {
+                    bytes.chunks(PIECE_BYTES).try_for_each(|piece| {
+                        let len = piece.len() as u64;
+                        stream.upload_ahead(&mut self.lease, dst.slice(offset, len)?, piece)?;
+                        offset += len;
+                        listener.hear(LoadEvent::Sent { done_bytes: done_bytes + offset, total_bytes });
+                        Ok(())
+                    })
+                })
             };
             done.map_err(failed)?;
+            done_bytes += place.bytes;
+            listener.hear(LoadEvent::Sent { done_bytes, total_bytes });
         }
         stream.synchronize().map_err(CudaError::driver("uploading weights"))
     }

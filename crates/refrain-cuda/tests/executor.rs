@@ -2,10 +2,12 @@
 
 mod rig;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use refrain_cuda::{CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode};
+use refrain_cuda::{
+    CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode, LoadEvent, LoadListener,
+};
 use refrain_driver::api::Census;
 use refrain_driver::sim::{Call, FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
@@ -381,4 +383,38 @@ fn a_call_that_fails_at_any_point_gives_the_same_text_or_an_error_and_the_next_l
         }
     }
     assert!(n_text > 50 && n_error > 50, "{n_text} lives gave the text, {n_error} an error");
+}
+
+#[test]
+fn memory_is_told_before_it_is_allocated_and_weights_while_they_are_sent() {
+    let (sim, device) = sim("");
+    let events: Arc<Mutex<Vec<(LoadEvent, u64)>>> = Arc::default();
+    let (heard, probe) = (Arc::clone(&events), sim.clone());
+    let on_load =
+        LoadListener::new(move |event| heard.lock().unwrap().push((event, probe.stats().live.bytes)));
+    let options = CudaOptions { on_load, ..options(GraphMode::Require, Method::Stream) };
+    let before = {
+        let backend = CudaBackend::on(&device, options).unwrap();
+        let before = sim.stats();
+        let runner = RunnerOptions { context: 64, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
+        let mut engine =
+            Engine::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 64);
+        engine.plan(1).unwrap();
+        before
+    };
+    let events = events.lock().unwrap();
+    let (LoadEvent::Planned(memory), live_bytes) = events[0] else { panic!("{events:?}") };
+    assert_eq!(live_bytes, before.live.bytes, "nothing was allocated yet");
+    assert!(memory.weight_bytes > 0 && memory.kv_bytes > 0 && memory.total() < memory.free_bytes);
+    assert!(memory.free_bytes <= memory.device_bytes);
+    let sent: Vec<(u64, u64)> = events[1..]
+        .iter()
+        .map(|(event, _)| match event {
+            LoadEvent::Sent { done_bytes, total_bytes } => (*done_bytes, *total_bytes),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert!(sent.windows(2).all(|w| w[0].0 <= w[1].0), "{sent:?}");
+    let (done, total) = sent[sent.len() - 1];
+    assert!(done == total && total <= memory.weight_bytes, "{sent:?}");
 }

@@ -5,7 +5,7 @@ use crate::generate::{Generate, Generation, Prompt};
 use crate::model::Model;
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
-use refrain_cuda::{CudaBackend, CudaOptions, GraphMode, Monitor, Status, Timeline};
+use refrain_cuda::{CudaBackend, CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
 use refrain_driver::sim::{FaultScript, SimOptions};
 use refrain_driver::{DeviceKind, Method};
 use refrain_engine::{BackendRunner, Engine, Ledger, Perplexity, PerplexityOptions, RunnerOptions};
@@ -35,6 +35,8 @@ pub enum Device {
         profile: bool,
         /// Folder of compiled kernels; without one they are compiled at each start.
         kernel_cache: Option<PathBuf>,
+        /// The compiler library; without a path the usual places are searched.
+        nvrtc: Option<PathBuf>,
     },
     /// The simulated CUDA device: slow, and the same machinery.
     Sim {
@@ -51,6 +53,26 @@ pub enum Device {
     },
 }
 
+impl Device {
+    /// What a CUDA device, real or simulated, is opened with; for the CPU its threads.
+    pub(crate) fn cuda(&self) -> Result<(DeviceKind, CudaOptions), usize> {
+        match self {
+            Device::Cpu { threads } => Err(threads.unwrap_or_else(default_threads)),
+            Device::Cuda { ordinal, graph, method, profile, kernel_cache, nvrtc } => {
+                let mut cuda = CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) };
+                cuda.kernels.cache.clone_from(kernel_cache);
+                cuda.kernels.nvrtc.clone_from(nvrtc);
+                Ok((DeviceKind::Cuda(*ordinal), cuda))
+            }
+            Device::Sim { seed, faults, graph, method, profile } => {
+                let sim = SimOptions { seed: *seed, faults: faults.clone(), ..SimOptions::default() };
+                let cuda = CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) };
+                Ok((DeviceKind::Sim(sim), cuda))
+            }
+        }
+    }
+}
+
 /// How a session is laid out.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
@@ -60,11 +82,18 @@ pub struct SessionOptions {
     pub context: Option<usize>,
     /// Element type of the KV cache: F16 or F32.
     pub kv_dtype: DType,
+    /// Hears how much memory a CUDA device needs, before any is allocated, and how far the weights are.
+    pub on_load: LoadListener,
 }
 
 impl Default for SessionOptions {
     fn default() -> SessionOptions {
-        SessionOptions { device: Device::Cpu { threads: None }, context: None, kv_dtype: DType::F16 }
+        SessionOptions {
+            device: Device::Cpu { threads: None },
+            context: None,
+            kv_dtype: DType::F16,
+            on_load: LoadListener::default(),
+        }
     }
 }
 
@@ -180,22 +209,15 @@ fn monitored_engine(
         return Err(Error::Context { got: context, most, model: name.into() });
     }
     let runner = RunnerOptions { context, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
-    let (kind, cuda) = match &options.device {
-        Device::Cpu { threads } => {
-            let backend = CpuBackend::new(threads.unwrap_or_else(default_threads))?;
+    let (kind, cuda) = match options.device.cuda() {
+        Ok(cuda) => cuda,
+        Err(threads) => {
+            let backend = CpuBackend::new(threads)?;
             let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
             return Ok((Engine::new(runner, context), None));
         }
-        Device::Cuda { ordinal, graph, method, profile, kernel_cache } => {
-            let mut cuda = CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) };
-            cuda.kernels.cache.clone_from(kernel_cache);
-            (DeviceKind::Cuda(*ordinal), cuda)
-        }
-        Device::Sim { seed, faults, graph, method, profile } => {
-            let sim = SimOptions { seed: *seed, faults: faults.clone(), ..SimOptions::default() };
-            (DeviceKind::Sim(sim), CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) })
-        }
     };
+    let cuda = CudaOptions { on_load: options.on_load.clone(), ..cuda };
     let backend = CudaBackend::open(kind, cuda)?;
     let monitor = backend.monitor();
     let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
