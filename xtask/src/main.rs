@@ -5,6 +5,7 @@ mod bundle;
 mod ci;
 mod dist;
 mod edges;
+mod history;
 mod models;
 mod nvrtc;
 mod shell;
@@ -18,6 +19,7 @@ Usage: cargo xtask TASK
   edges         check which crate depends on which
   models        fetch the real models that some tests and benches use
   bench-cpu     Refrain beside llama.cpp on the same files
+  plot-history  docs/history.tsv as a picture, docs/history.svg
   dist          a release: one binary with compiled kernels inside, licences and checksums, in dist/
   gpu-bundle    one folder with the binary, the GPU tests and a script, for a machine with a GPU
 ";
@@ -32,6 +34,7 @@ fn main() -> Result<()> {
         }
         ["dist"] => dist::make(),
         ["gpu-bundle"] => bundle::make(),
+        ["plot-history"] => history::plot(),
         ["bench-cpu", ..] => bench::cpu(&args[1..]),
         [] | ["help" | "--help" | "-h"] => {
             print!("{HELP}");

@@ -124,7 +124,7 @@ pub(crate) fn to_json(session: &Session, reply: &Reply, name: &str, load: Durati
     })
 }
 
-fn tally_json(tally: &Tally) -> Value {
+pub(crate) fn tally_json(tally: &Tally) -> Value {
     let reasons: serde_json::Map<_, _> =
         tally.reasons().map(|(label, n, _)| (label.to_owned(), json!(n))).collect();
     json!({

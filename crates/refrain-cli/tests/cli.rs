@@ -285,6 +285,50 @@ fn plan_draws_steps_and_memory() {
 }
 
 #[test]
+fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
+    let cli = Cli::new();
+    let text = cli.run(&with(&["plan", "stories", "--bandwidth", "4000"], &SIM)).ok();
+    for expected in ["linear_m1_q8_0", "of workspace", "4000.0 GB/s", "(as above)"] {
+        assert!(text.contains(expected), "{expected} in {text}");
+    }
+    let launches = text.lines().find_map(|l| l.strip_prefix("launches 1 launch, ")).expect("launches");
+    let n: usize = launches.strip_suffix(" kernels a step").and_then(|n| n.parse().ok()).expect("a number");
+    let counts = text.lines().skip_while(|l| !l.starts_with("launches")).skip(1);
+    let counts = counts.map_while(|l| l.strip_prefix("         ")?.split_whitespace().next()?.parse().ok());
+    assert_eq!(counts.sum::<usize>(), n, "{text}");
+    let off = cli.run(&with(&["plan", "stories", "--graph", "off"], &SIM)).ok();
+    assert!(off.contains(&format!("launches {n} launches, {n} kernels a step")), "{off}");
+    let bare = golden("llama");
+    let cpu = cli.run(&["plan", bare.to_str().expect("a path")]).ok();
+    assert!(cpu.contains("segment 0") && !cpu.contains("launches"), "{cpu}");
+}
+
+#[test]
+fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
+    let cli = Cli::new();
+    let args = with(&["bench", "stories", "-p", "8", "-n", "4", "-r", "1"], &SIM);
+    let ended = cli.run(&with(&args, &["-v"]));
+    assert!(ended.stderr.contains("of workspace"), "{}", ended.stderr);
+    let text = ended.ok();
+    assert!(text.contains("1 launch and ") && text.contains(" kernels a token"), "{text}");
+    let json = cli.run(&with(&args, &["--json"])).json();
+    assert_eq!(json["launches_per_token"], 1);
+    assert!(json["kernels_per_token"].as_u64() > Some(10), "{json}");
+    assert_eq!((&json["decode_steps"]["replayed"], &json["decode_steps"]["eager"]), (&8.into(), &0.into()));
+    assert!(
+        json["memory"]["kv_bytes"].as_u64() > Some(0) && json["decode_ms_per_token"].as_f64() > Some(0.0)
+    );
+    let json = cli.run(&with(&args, &["--json", "--profile=b.html"])).json();
+    assert_eq!(json["launches_per_token"], json["kernels_per_token"]);
+    assert_eq!(json["decode_steps"]["reasons"]["profiling"], 8);
+    assert!(cli.home.path().join("b.html").exists());
+    let cpu = ["bench", "stories", "-p", "0", "-n", "4", "-r", "1", "--device", "cpu", "--json"];
+    let json = cli.run(&cpu).json();
+    assert!(json["launches_per_token"].is_null(), "{json}");
+    assert!(json["read_bandwidth_share"].as_f64() > Some(0.0), "{json}");
+}
+
+#[test]
 fn an_empty_store_lists_the_built_in_model() {
     let cli = Cli::new();
     assert!(cli.run(&["list"]).ok().starts_with("stories"));

@@ -1,5 +1,6 @@
 //! The device behind the [`Backend`] trait.
 
+use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -321,6 +322,13 @@ impl Backend for CudaBackend {
         }
         into.copy_from_slice(bytes);
         Ok(())
+    }
+
+    fn kernels(&self, compiled: &CudaCompiled) -> Vec<(usize, Cow<'static, str>)> {
+        let id = compiled.id;
+        let named = self.call(READ, self.options.step_limit, move |m| Ok(m.kernels(id)));
+        // A device that does not answer any more says so to whoever runs a step.
+        named.unwrap_or_default().into_iter().map(|(step, kernel)| (step, kernel.into())).collect()
     }
 
     fn layouts(&self, weights: &CudaWeights) -> Vec<(String, usize)> {

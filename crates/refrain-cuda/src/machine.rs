@@ -374,6 +374,24 @@ impl Machine {
         Ok(found)
     }
 
+    /// Everything that a program enqueues, with the first step of the plan that it is for.
+    pub(crate) fn kernels(&self, id: ProgramId) -> Vec<(usize, String)> {
+        let Some(program) = self.programs.get(&id) else { return Vec::new() };
+        let steps = program.plan.steps();
+        let mut out = Vec::new();
+        for part in &program.parts {
+            let Part::Device { segment, warm } = part else { continue };
+            for work in warm.work() {
+                let (label, kernel) = work.step_and_kernel();
+                // A launch for several steps carries all their labels, joined.
+                let first = label.split(" + ").next().unwrap_or_default();
+                let step = segment.steps.clone().find(|&s| steps[s].label == first);
+                out.push((step.unwrap_or(segment.steps.start), kernel));
+            }
+        }
+        out
+    }
+
     pub(crate) fn profile(&self) -> &[ProfileRow] {
         self.profile.rows()
     }

@@ -24,13 +24,15 @@ mod error;
 mod examine;
 mod generate;
 mod model;
+mod planner;
 mod session;
 
-pub use bench::{BenchOptions, BenchReport, BenchTarget, CpuInfo, Samples, bench};
+pub use bench::{BenchOptions, BenchReport, BenchTarget, CpuInfo, Launches, Samples, bench};
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
 pub use model::{BUILTIN_NAME, Model};
+pub use planner::Planner;
 pub use session::{Device, Session, SessionOptions};
 
 pub use refrain_cuda::{

@@ -11,6 +11,7 @@ use refrain_driver::{DeviceKind, Method};
 use refrain_engine::{BackendRunner, Engine, Ledger, Perplexity, PerplexityOptions, RunnerOptions};
 use refrain_graph::Plan;
 use refrain_tensor::DType;
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -158,7 +159,7 @@ impl Session {
     }
 
     /// The kernels of that plan, each with the (first) step it runs.
-    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, Error> {
+    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, Error> {
         Ok(self.engine.kernels(n_tokens)?)
     }
 
@@ -189,16 +190,8 @@ impl Session {
     }
 }
 
-/// A model's weights on a device.
-pub(crate) fn engine_for(
-    weights: &Arc<refrain_models::Model>,
-    name: &str,
-    options: &SessionOptions,
-) -> Result<Engine, Error> {
-    monitored_engine(weights, name, options).map(|(engine, _)| engine)
-}
-
-fn monitored_engine(
+/// A model's weights on a device, and for a CUDA device a view of what it does.
+pub(crate) fn monitored_engine(
     weights: &Arc<refrain_models::Model>,
     name: &str,
     options: &SessionOptions,
