@@ -294,7 +294,8 @@ fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
     let launches = text.lines().find_map(|l| l.strip_prefix("launches 1 launch, ")).expect("launches");
     let n: usize = launches.strip_suffix(" kernels a step").and_then(|n| n.parse().ok()).expect("a number");
     let counts = text.lines().skip_while(|l| !l.starts_with("launches")).skip(1);
-    let counts = counts.map_while(|l| l.strip_prefix("         ")?.split_whitespace().next()?.parse().ok());
+    let counts =
+        counts.map_while(|l| l.strip_prefix("         ")?.split_whitespace().next()?.parse::<usize>().ok());
     assert_eq!(counts.sum::<usize>(), n, "{text}");
     let off = cli.run(&with(&["plan", "stories", "--graph", "off"], &SIM)).ok();
     assert!(off.contains(&format!("launches {n} launches, {n} kernels a step")), "{off}");
