@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Staging, Stream};
 use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, Step, Weight};
@@ -252,7 +253,7 @@ impl Resident {
         listener: &LoadListener,
     ) -> Result<(), CudaError> {
         let total_bytes = self.places.weights.iter().flatten().map(|place| place.bytes).sum();
-        let mut done_bytes = 0;
+        let (mut done_bytes, began) = (0, Instant::now());
         let zero = [self.kv, self.arena, self.scratch, self.control];
         stream
             .run(&mut self.lease, false, |q| zero.into_iter().try_for_each(|buf| q.fill(buf, 0)))
@@ -288,7 +289,11 @@ impl Resident {
             done_bytes += place.bytes;
             listener.hear(LoadEvent::Sent { done_bytes, total_bytes });
         }
-        stream.synchronize().map_err(CudaError::driver("uploading weights"))
+        stream.synchronize().map_err(CudaError::driver("uploading weights"))?;
+        let seconds = began.elapsed().as_secs_f64();
+        let rate = done_bytes as f64 / 1e9 / seconds.max(f64::MIN_POSITIVE);
+        tracing::info!("{done_bytes} bytes of weights sent in {seconds:.3} s, {rate:.1} GB/s");
+        Ok(())
     }
 
     pub(crate) fn accounting(&self) -> Accounting {
