@@ -36,6 +36,15 @@ struct Curve {
     points: Vec<(usize, f64)>, // version, tokens per second
 }
 
+/// What is drawn, and on which scale.
+struct Picture<'a> {
+    title: String,
+    versions: Vec<(&'a str, &'a str)>, // date and commit
+    curves: Vec<Curve>,
+    low: f64,
+    high: f64,
+}
+
 pub(crate) fn plot() -> Result<()> {
     let path = picture();
     fs::write(&path, draw(&read()?)?)?;
@@ -71,96 +80,118 @@ fn parse(text: &str) -> Result<Vec<Row>> {
 
 fn draw(rows: &[Row]) -> Result<String> {
     ensure!(!rows.is_empty(), "there is nothing to draw");
-    let mut versions: Vec<(&str, &str)> = Vec::new();
-    let mut curves: Vec<Curve> = Vec::new();
-    let machines = rows.iter().any(|row| row.machine != rows[0].machine);
-    for row in rows {
-        let version = (row.date.as_str(), row.commit.as_str());
-        let at = versions.iter().position(|v| *v == version).unwrap_or_else(|| {
-            versions.push(version);
-            versions.len() - 1
-        });
-        let on = if machines { format!(", {}", row.machine) } else { String::new() };
-        let name = format!("{} {}{on}", row.shape, row.weights);
-        match curves.iter_mut().find(|c| c.name == name) {
-            Some(curve) => curve.points.push((at, row.rate)),
-            None => curves.push(Curve { name, points: vec![(at, row.rate)] }),
-        }
-    }
-    let (low, high) = span(rows);
-    let x =
-        |version: usize| LEFT + (WIDTH - LEFT - RIGHT) * version as f64 / (versions.len().max(2) - 1) as f64;
-    // A factor is the same height anywhere.
-    let y = |rate: f64| HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (rate / low).ln() / (high / low).ln();
-    let title = match machines {
-        true => "Decoding, batch 1, tokens per second".to_owned(),
-        false => format!("Decoding, batch 1, tokens per second on one {}", rows[0].machine),
-    };
+    let picture = Picture::new(rows);
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" font-family=\"sans-serif\" \
          font-size=\"12\">\n<rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"#fff\"/>\n\
          <text x=\"{LEFT}\" y=\"22\" font-size=\"15\">{}</text>\n",
-        escape(&title)
+        escape(&picture.title)
     );
-    for rate in ticks(low, high) {
-        let (y, right) = (y(rate), WIDTH - RIGHT);
-        let _ = writeln!(
-            svg,
-            "<path d=\"M{LEFT} {y:.1}H{right}\" stroke=\"#ddd\"/><text x=\"{}\" y=\"{:.1}\" \
-             text-anchor=\"end\" fill=\"#555\">{rate}</text>",
-            LEFT - 8.0,
-            y + 4.0
-        );
-    }
-    for (i, (date, commit)) in versions.iter().enumerate() {
-        let (x, y) = (x(i), HEIGHT - BOTTOM + 20.0);
-        let _ = writeln!(
-            svg,
-            "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\" fill=\"#555\">{}<tspan x=\"{x:.1}\" \
-             dy=\"15\">{}</tspan></text>",
-            escape(commit),
-            escape(date)
-        );
-    }
-    let mut names: Vec<(f64, usize)> = Vec::new();
-    for (i, curve) in curves.iter().enumerate() {
-        let colour = colour(i);
-        let points: Vec<String> =
-            curve.points.iter().map(|(v, rate)| format!("{:.1},{:.1}", x(*v), y(*rate))).collect();
-        let _ = writeln!(
-            svg,
-            "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>",
-            points.join(" ")
-        );
-        for (v, rate) in &curve.points {
-            let _ = writeln!(
-                svg,
-                "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.5\" fill=\"{colour}\"><title>{}: {rate}</title></circle>",
-                x(*v),
-                y(*rate),
-                escape(&curve.name)
-            );
-        }
-        names.extend(curve.points.last().map(|(_, rate)| (y(*rate), i)));
-    }
-    // From the top down; a name that would cover another moves below it.
-    names.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let mut free = f64::NEG_INFINITY;
-    for (at, i) in names {
-        let y = at.max(free);
-        free = y + NAME_HEIGHT;
-        let last = curves[i].points.last().map_or(0.0, |(_, rate)| *rate);
-        let _ = writeln!(
-            svg,
-            "<text x=\"{:.1}\" y=\"{:.1}\" fill=\"{}\">{}: {last}</text>",
-            WIDTH - RIGHT + 12.0,
-            y + 4.0,
-            colour(i),
-            escape(&curves[i].name)
-        );
-    }
+    picture.axes(&mut svg);
+    picture.curves(&mut svg);
+    picture.names(&mut svg);
     svg.push_str("</svg>\n");
     Ok(svg)
+}
+
+impl<'a> Picture<'a> {
+    fn new(rows: &'a [Row]) -> Picture<'a> {
+        let mut versions: Vec<(&str, &str)> = Vec::new();
+        let mut curves: Vec<Curve> = Vec::new();
+        let machine = rows.first().map_or("", |row| &row.machine);
+        let is_one = rows.iter().all(|row| row.machine == machine);
+        for row in rows {
+            let version = (row.date.as_str(), row.commit.as_str());
+            let at = versions.iter().position(|v| *v == version).unwrap_or_else(|| {
+                versions.push(version);
+                versions.len() - 1
+            });
+            let on = if is_one { String::new() } else { format!(", {}", row.machine) };
+            let name = format!("{} {}{on}", row.shape, row.weights);
+            match curves.iter_mut().find(|c| c.name == name) {
+                Some(curve) => curve.points.push((at, row.rate)),
+                None => curves.push(Curve { name, points: vec![(at, row.rate)] }),
+            }
+        }
+        let on = if is_one { format!(" on one {machine}") } else { String::new() };
+        let (low, high) = span(rows);
+        let title = format!("Decoding, batch 1, tokens per second{on}");
+        Picture { title, versions, curves, low, high }
+    }
+
+    fn x(&self, version: usize) -> f64 {
+        LEFT + (WIDTH - LEFT - RIGHT) * version as f64 / (self.versions.len().max(2) - 1) as f64
+    }
+
+    /// A factor is the same height anywhere.
+    fn y(&self, rate: f64) -> f64 {
+        HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (rate / self.low).ln() / (self.high / self.low).ln()
+    }
+
+    fn axes(&self, svg: &mut String) {
+        for rate in ticks(self.low, self.high) {
+            let (y, right) = (self.y(rate), WIDTH - RIGHT);
+            let _ = writeln!(
+                svg,
+                "<path d=\"M{LEFT} {y:.1}H{right}\" stroke=\"#ddd\"/><text x=\"{}\" y=\"{:.1}\" \
+                 text-anchor=\"end\" fill=\"#555\">{rate}</text>",
+                LEFT - 8.0,
+                y + 4.0
+            );
+        }
+        for (i, (date, commit)) in self.versions.iter().enumerate() {
+            let (x, y) = (self.x(i), HEIGHT - BOTTOM + 20.0);
+            let _ = writeln!(
+                svg,
+                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\" fill=\"#555\">{}<tspan x=\"{x:.1}\" \
+                 dy=\"15\">{}</tspan></text>",
+                escape(commit),
+                escape(date)
+            );
+        }
+    }
+
+    fn curves(&self, svg: &mut String) {
+        for (i, curve) in self.curves.iter().enumerate() {
+            let colour = colour(i);
+            let place = |(v, rate): &(usize, f64)| (self.x(*v), self.y(*rate));
+            let points: Vec<String> =
+                curve.points.iter().map(place).map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
+            let _ = writeln!(
+                svg,
+                "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>",
+                points.join(" ")
+            );
+            for point in &curve.points {
+                let ((x, y), name, rate) = (place(point), escape(&curve.name), point.1);
+                let _ = writeln!(
+                    svg,
+                    "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3.5\" fill=\"{colour}\"><title>{name}: {rate}</title>\
+                     </circle>"
+                );
+            }
+        }
+    }
+
+    /// Beside the last point of each curve, from the top down; a name that would cover another moves below it.
+    fn names(&self, svg: &mut String) {
+        let last = |curve: &Curve| curve.points.last().map_or(self.low, |(_, rate)| *rate);
+        let mut names: Vec<(usize, f64)> = self.curves.iter().map(last).enumerate().collect();
+        names.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let mut free = f64::NEG_INFINITY;
+        for (i, rate) in names {
+            let y = self.y(rate).max(free);
+            free = y + NAME_HEIGHT;
+            let _ = writeln!(
+                svg,
+                "<text x=\"{:.1}\" y=\"{:.1}\" fill=\"{}\">{}: {rate}</text>",
+                WIDTH - RIGHT + 12.0,
+                y + 4.0,
+                colour(i),
+                escape(&self.curves[i].name)
+            );
+        }
+    }
 }
 
 /// Rates that the picture reaches from and to, a little beyond those there are.
