@@ -77,8 +77,8 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         talk!("{DIM}/help lists what can be done besides talking{DIM:#}");
     }
     let ended = chat.converse(&mut input);
-    profile::finish(&chat.session, &args.device)?;
-    ended
+    // What ended the chat is graver than a page that cannot be written.
+    ended.and(profile::finish(&chat.session, &args.device))
 }
 
 /// The prompt of a conversation, as text and as tokens.

@@ -14,6 +14,7 @@ use bandwidth::Bandwidth;
 use refrain::graph::{Buffer, Place, Plan, Step};
 use refrain::{Planner, read_bandwidth};
 use refrain_hub::Bytes;
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 /// Show the plan of a step: segments, steps, memory, bytes per token
@@ -69,19 +70,9 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     }
     let title =
         format!("{}, a step of {} on {}", planner.name(), counted(n_tokens, "token"), planner.backend());
-    let holds = planner.context();
     let kernels = planner.kernels(n_tokens)?;
-    planner.plan(n_tokens)?;
-    let status = planner.device_status();
-    let peak = status.as_ref().and_then(|s| s.peak_bytes_per_second);
-    let bandwidth = bandwidth.or(peak.map(|peak| (peak, " (the memory's clock and width)")));
+    let facts = facts(args, &mut planner, n_tokens, &kernels, bandwidth)?;
     let plan = planner.plan(n_tokens)?;
-    let mut facts = bounds(plan, n_tokens, holds, bandwidth);
-    if let Some(status) = &status {
-        facts.extend(cost::kernels(plan, &kernels, args.device.graph != GraphArg::Off));
-        facts.extend(cost::crossings(plan));
-        facts.push(format!("memory   {}", stats::memory_line(&status.memory)));
-    }
     if let Some(path) = &args.dot {
         write(path, &plan.to_dot())?;
     }
@@ -100,6 +91,27 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         out.line(line)?;
     }
     Ok(())
+}
+
+/// What a step reads and how fast it can be; on a CUDA device also its launches, what crosses the bus, and memory.
+fn facts(
+    args: &Args,
+    planner: &mut Planner,
+    n_tokens: usize,
+    kernels: &[(usize, Cow<'static, str>)],
+    bandwidth: Option<(f64, &str)>,
+) -> anyhow::Result<Vec<String>> {
+    let (holds, status) = (planner.context(), planner.device_status());
+    let peak = status.as_ref().and_then(|s| s.peak_bytes_per_second);
+    let bandwidth = bandwidth.or(peak.map(|peak| (peak, " (the memory's clock and width)")));
+    let plan = planner.plan(n_tokens)?;
+    let mut facts = bounds(plan, n_tokens, holds, bandwidth);
+    if let Some(status) = &status {
+        facts.extend(cost::kernels(plan, kernels, args.device.graph != GraphArg::Off));
+        facts.extend(cost::crossings(plan));
+        facts.push(format!("memory   {}", stats::memory_line(&status.memory)));
+    }
+    Ok(facts)
 }
 
 fn write(path: &Path, text: &str) -> anyhow::Result<()> {

@@ -89,6 +89,9 @@ impl Kernels {
         options: &LoadOptions,
         archive: &[u8],
     ) -> Result<Kernels, KernelError> {
+        if runs_twins(ctx, options) {
+            return Kernels::with_prebuilt(ctx, options, &[]);
+        }
         let (major, minor) = ctx.device().info().compute;
         let card = options.arch.unwrap_or(Arch { major, minor });
         let archive = Archive::parse(archive).unwrap_or_else(|why| {
@@ -129,7 +132,7 @@ impl Kernels {
         prebuilt: &[(Arch, &[u8])],
     ) -> Result<Kernels, KernelError> {
         let device = ctx.device();
-        if device.backend() == "sim" && options.arch.is_none() {
+        if runs_twins(ctx, options) {
             let names: Vec<String> = kernels().into_iter().map(|k| k.name).collect();
             let image = Image {
                 families: vec![(Family::Linear, format!("sim\n{}\n", names.join("\n")).into_bytes())],
@@ -270,6 +273,11 @@ impl fmt::Debug for Kernels {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Kernels({} from {:?})", self.functions.len(), self.origin)
     }
+}
+
+/// The simulated device runs machine code only where it is asked to.
+fn runs_twins(ctx: &Context, options: &LoadOptions) -> bool {
+    ctx.device().backend() == "sim" && options.arch.is_none()
 }
 
 fn check(info: &KernelInfo, function: &Function) -> Result<(), KernelError> {
