@@ -1,5 +1,6 @@
 //! The device behind the [`Backend`] trait.
 
+use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -19,6 +20,7 @@ use crate::fused::MAX_RUN;
 use crate::lower;
 use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
+use crate::profile::{SharedTimeline, Timeline};
 use crate::pump::Pump;
 use crate::resident::packs;
 use crate::status::Status;
@@ -36,6 +38,7 @@ pub struct CudaBackend {
     /// Programs whose owner is gone.
     retired: Arc<Mutex<Vec<ProgramId>>>,
     status: Arc<Mutex<Status>>,
+    timeline: SharedTimeline,
     /// Outputs of the last step that were fetched along with another.
     fetched: Vec<(ProgramId, usize, Vec<u8>)>,
     pub(crate) pump: Arc<Pump>,
@@ -81,13 +84,22 @@ impl Drop for CudaCompiled {
 
 /// A view of a backend's [`Status`] that stays valid when the backend has gone elsewhere.
 #[derive(Clone)]
-pub struct Monitor(Arc<Mutex<Status>>);
+pub struct Monitor {
+    status: Arc<Mutex<Status>>,
+    timeline: SharedTimeline,
+}
 
 impl Monitor {
     /// The status as of the last plan compiled or step run.
     #[must_use]
     pub fn status(&self) -> Status {
-        lock(&self.0).clone()
+        lock(&self.status).clone()
+    }
+
+    /// When each profiled launch ran; empty unless [`CudaOptions::profile`] is on.
+    #[must_use]
+    pub fn timeline(&self) -> Timeline {
+        lock(&self.timeline).clone()
     }
 }
 
@@ -103,10 +115,10 @@ impl CudaBackend {
 
     /// On a device that is open. A simulated one must know the kernels' twins.
     pub fn on(device: &Device, options: CudaOptions) -> Result<CudaBackend, CudaError> {
-        let pump = Arc::<Pump>::default();
-        let (sent, shared) = (options.clone(), Arc::clone(&pump));
+        let (pump, timeline) = (Arc::<Pump>::default(), SharedTimeline::default());
+        let (sent, to_pump, to_timeline) = (options.clone(), Arc::clone(&pump), Arc::clone(&timeline));
         let worker = device
-            .spawn(options.load_limit, move |ctx| Ok(Holder(Machine::new(ctx, sent, shared))))
+            .spawn(options.load_limit, move |ctx| Ok(Holder(Machine::new(ctx, sent, to_pump, to_timeline))))
             .map_err(CudaError::driver("starting the device thread"))?;
         let backend = CudaBackend {
             worker,
@@ -115,6 +127,7 @@ impl CudaBackend {
             current: Mutex::default(),
             retired: Arc::default(),
             status: Arc::default(),
+            timeline,
             fetched: Vec::new(),
             pump,
             taking: None,
@@ -126,7 +139,7 @@ impl CudaBackend {
     /// What it holds and has done, from anywhere.
     #[must_use]
     pub fn monitor(&self) -> Monitor {
-        Monitor(Arc::clone(&self.status))
+        Monitor { status: Arc::clone(&self.status), timeline: Arc::clone(&self.timeline) }
     }
 
     /// The device.
@@ -393,6 +406,13 @@ impl Backend for CudaBackend {
             true => self.finish_ahead().map_err(self.run_error("a step sent ahead")),
             false => Ok(finish_stepwise(run)),
         }
+    }
+
+    fn kernels(&self, compiled: &CudaCompiled) -> Vec<(usize, Cow<'static, str>)> {
+        let id = compiled.id;
+        let named = self.call(READ, self.options.step_limit, move |m| Ok(m.kernels(id)));
+        // A device that does not answer any more says so to whoever runs a step.
+        named.unwrap_or_default().into_iter().map(|(step, kernel)| (step, kernel.into())).collect()
     }
 
     fn layouts(&self, weights: &CudaWeights) -> Vec<(String, usize)> {

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Ring, Staging, Stream};
 use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, Step, Weight};
@@ -10,6 +11,7 @@ use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
 use crate::feed::{FEED_BYTES, RING_BYTES, RING_ENTRIES};
+use crate::progress::{LoadEvent, LoadListener};
 use crate::warm::Space;
 
 /// Alignment of everything that kernels read whole.
@@ -24,6 +26,9 @@ const RESULT_ALIGN: u64 = 64;
 const PACK_BYTES: u64 = 32 << 20;
 /// Rows of a tile.
 const PACK_ROWS: usize = 8;
+
+/// Bytes of weights that are sent between two reports of how far they are.
+const PIECE_BYTES: usize = 64 << 20;
 
 /// A model as the host holds it.
 #[derive(Debug, Default)]
@@ -44,6 +49,10 @@ pub struct Accounting {
     pub arena_bytes: u64,
     /// Scratch of kernels, and the control block.
     pub workspace_bytes: u64,
+    /// Bytes that were free on the device when this was planned.
+    pub free_bytes: u64,
+    /// Bytes of the device.
+    pub device_bytes: u64,
 }
 
 impl Accounting {
@@ -120,6 +129,8 @@ struct Places {
     states: Vec<PlacedState>,
     weight_bytes: u64,
     kv_bytes: u64,
+    /// Free bytes of the device and all of them, before anything is allocated.
+    device: (u64, u64),
 }
 
 /// Everything on the device. Dropping it frees it, once the graphs over it are gone.
@@ -150,7 +161,8 @@ impl Places {
     /// `host_only` names weights that only host steps read; they stay on the host.
     fn new(model: &HostModel, host_only: &[usize], scratch_blocks: usize) -> Result<Places, CudaError> {
         let too_large = || CudaError::Mismatch { what: "sizes", because: "they overflow".into() };
-        let mut places = Places { weights: Vec::new(), states: Vec::new(), weight_bytes: 0, kv_bytes: 0 };
+        let mut places =
+            Places { weights: Vec::new(), states: Vec::new(), weight_bytes: 0, kv_bytes: 0, device: (0, 0) };
         for (idx, weight) in model.weights.iter().enumerate() {
             if host_only.contains(&idx) {
                 places.weights.push(None);
@@ -188,6 +200,8 @@ impl Places {
             kv_bytes: self.kv_bytes,
             arena_bytes: room.arena,
             workspace_bytes: room.scratch + room.control + FEED_BYTES,
+            free_bytes: self.device.0,
+            device_bytes: self.device.1,
         }
     }
 }
@@ -202,16 +216,18 @@ impl Resident {
         host_only: &[usize],
         scratch_blocks: usize,
         mut rooms: [Room; 2],
-        kernels: &Kernels,
+        (kernels, listener): (&Kernels, &LoadListener),
     ) -> Result<Resident, CudaError> {
-        let places = Places::new(model, host_only, scratch_blocks)?;
+        let mut places = Places::new(model, host_only, scratch_blocks)?;
         rooms.iter_mut().for_each(|room| room.scratch = room.scratch.max(staging_bytes(model)));
         let [needed, wanted] = rooms;
         let failed = CudaError::driver("asking for free memory");
         let (free_bytes, total_bytes) = ctx.mem_info().map_err(failed)?;
+        places.device = (free_bytes, total_bytes);
         let fits = |room: &Room| places.accounting(room).total() <= free_bytes;
         let room = if fits(&wanted) { wanted } else { needed };
         let accounting = places.accounting(&room);
+        listener.hear(LoadEvent::Planned(accounting));
         if !fits(&room) {
             let device = ctx.device();
             return Err(CudaError::DoesNotFit {
@@ -234,7 +250,7 @@ impl Resident {
         );
         let mut resident =
             Resident::allocate(ctx, places, room).map_err(CudaError::driver("allocating device memory"))?;
-        resident.upload(stream, model, kernels)?;
+        resident.upload(stream, model, kernels, listener)?;
         Ok(resident)
     }
 
@@ -277,7 +293,15 @@ impl Resident {
         })
     }
 
-    fn upload(&mut self, stream: &mut Stream, model: &HostModel, kernels: &Kernels) -> Result<(), CudaError> {
+    fn upload(
+        &mut self,
+        stream: &mut Stream,
+        model: &HostModel,
+        kernels: &Kernels,
+        listener: &LoadListener,
+    ) -> Result<(), CudaError> {
+        let total_bytes = self.places.weights.iter().flatten().map(|place| place.bytes).sum();
+        let (mut done_bytes, began) = (0, Instant::now());
         let zero = [self.kv, self.arena, self.scratch, self.message];
         stream
             .run(&mut self.lease, false, |q| zero.into_iter().try_for_each(|buf| q.fill(buf, 0)))
@@ -295,7 +319,7 @@ impl Resident {
             let unfit = |because: String| CudaError::Mismatch { what: "weights", because };
             let done = if weight.ty.shape.rank() < 2 {
                 let values = tensor.to_f32().map_err(|e| unfit(format!("{}: {e}", weight.name)))?;
-                stream.upload(&mut self.lease, dst, bytemuck::cast_slice(&values)).map_err(KernelError::from)
+                stream.upload_ahead(&mut self.lease, dst, bytemuck::cast_slice(&values)).map_err(KernelError::from)
             } else {
                 let bytes = tensor.bytes().as_slice();
                 let start = tensor.dtype().bytes_for(tensor.layout().offset()).unwrap_or(usize::MAX);
@@ -303,14 +327,42 @@ impl Resident {
                 let bytes = start.checked_add(len).and_then(|end| bytes.get(start..end));
                 let dense = bytes.filter(|_| tensor.layout().is_contiguous());
                 let bytes = dense.ok_or_else(|| unfit(format!("{} is not dense", weight.name)))?;
+                // In pieces, so that a large table shows how far it is.
+                let mut hear = |bytes| {
+                    listener.hear(LoadEvent::Sent { done_bytes: done_bytes + bytes, total_bytes });
+                };
                 match place.packed {
-                    true => self.pack(stream, kernels, weight, dst, bytes),
-                    false => stream.upload(&mut self.lease, dst, bytes).map_err(KernelError::from),
+                    true => self.pack(stream, kernels, weight, (dst, bytes), &mut hear),
+                    false => self.send(stream, dst, bytes, &mut hear).map_err(KernelError::from),
                 }
             };
             done.map_err(failed)?;
+            done_bytes += place.bytes;
+            listener.hear(LoadEvent::Sent { done_bytes, total_bytes });
         }
-        stream.synchronize().map_err(CudaError::driver("uploading weights"))
+        stream.synchronize().map_err(CudaError::driver("uploading weights"))?;
+        let seconds = began.elapsed().as_secs_f64();
+        let rate = done_bytes as f64 / 1e9 / seconds.max(f64::MIN_POSITIVE);
+        tracing::info!("{done_bytes} bytes of weights sent in {seconds:.3} s, {rate:.1} GB/s");
+        Ok(())
+    }
+
+    /// Uploads a weight as it is.
+    fn send(
+        &mut self,
+        stream: &mut Stream,
+        dst: Buf,
+        file: &[u8],
+        hear: &mut dyn FnMut(u64),
+    ) -> Result<(), DriverError> {
+        let mut offset = 0;
+        for piece in file.chunks(PIECE_BYTES) {
+            let len = piece.len() as u64;
+            stream.upload_ahead(&mut self.lease, dst.slice(offset, len)?, piece)?;
+            offset += len;
+            hear(offset);
+        }
+        Ok(())
     }
 
     /// Uploads rows of a weight, as many as the scratch holds, and packs them into their place.
@@ -319,8 +371,8 @@ impl Resident {
         stream: &mut Stream,
         kernels: &Kernels,
         weight: &Weight,
-        dst: Buf,
-        file: &[u8],
+        (dst, file): (Buf, &[u8]),
+        hear: &mut dyn FnMut(u64),
     ) -> Result<(), KernelError> {
         let (dtype, n, k) = (weight.ty.dtype, weight.ty.shape.dims()[0], weight.ty.shape.dims()[1]);
         let row_bytes = (file.len() / n.max(1)).max(1);
@@ -329,12 +381,13 @@ impl Resident {
         for rows in file.chunks(most * row_bytes) {
             let n = rows.len() / row_bytes;
             let staged = self.scratch.slice(0, rows.len() as u64)?;
-            stream.upload(&mut self.lease, staged, rows)?;
+            stream.upload_ahead(&mut self.lease, staged, rows)?;
             let bytes = packed_bytes(dtype, n, k).unwrap_or(0) as u64;
             let packed = dst.slice(offset, bytes)?;
             let launch = kernels.pack(&PackArgs { file: staged, dtype, packed, n, k, step: &weight.name })?;
             stream.run(&mut self.lease, false, |q| q.launch(&launch))?;
             offset += bytes;
+            hear(offset);
         }
         Ok(())
     }

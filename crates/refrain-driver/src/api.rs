@@ -265,6 +265,14 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
+    /// Bytes per second that its memory could deliver by clock and width; `None` where they are unknown.
+    #[must_use]
+    pub fn peak_bytes_per_second(&self) -> Option<f64> {
+        // Two transfers per clock.
+        let peak = f64::from(self.memory_khz) * 1e3 * 2.0 * f64::from(self.bus_bits) / 8.0;
+        (peak > 0.0).then_some(peak)
+    }
+
     /// A description with everything unknown, to be filled in by an implementation.
     #[must_use]
     pub fn named(name: &str) -> DeviceInfo {

@@ -13,7 +13,7 @@
 //! | open a simulated device that knows the twins | [`simulated`], [`register_twins`] |
 //! | describe an op's launches | the methods of [`Kernels`]: one `Args` structure each |
 //! | know how much scratch an op needs | [`attention_scratch_bytes`], [`sample_scratch_bytes`] |
-//! | compile ahead of time | [`compile_all`], [`Kernels::with_prebuilt`] |
+//! | compile ahead of time | [`prebuild`], [`prebuilt_archs`]; [`compile_all`], [`Kernels::with_prebuilt`] |
 //!
 //! # Conventions
 //!
@@ -32,6 +32,7 @@ mod twin; // what twins share
 mod load; // from sources to functions on a device
 mod nvrtc; // the compiler library
 mod cache; // compiled code on disk
+mod prebuilt; // compiled code in the binary
 mod source; // the .cu files
 
 mod packed; // quantised weights as the card reads them
@@ -68,6 +69,7 @@ pub use matmul::MatMulArgs;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
 pub use packed::{PACKED_DTYPES, PackArgs, pack, packed_bytes};
+pub use prebuilt::{prebuild, prebuilt_archs};
 pub use product::{MAX_PARTS, ProductArgs, ProductPart, has_product, products_join};
 pub use registry::{KernelInfo, kernels};
 pub use rope::RopeArgs;

@@ -11,6 +11,7 @@ use refrain_driver::{Context, Device, Dim, DriverError, Function, Launch, Module
 use crate::cache::KernelCache;
 use crate::error::KernelError;
 use crate::nvrtc::{Image, Nvrtc};
+use crate::prebuilt::{self, Archive, Unusable};
 use crate::registry::{KernelInfo, entries, kernels};
 use crate::source::Family;
 
@@ -80,9 +81,51 @@ pub struct Kernels {
 const OVERLAPS: Arch = Arch { major: 9, minor: 0 };
 
 impl Kernels {
-    /// Loads every kernel: the twins on the simulated device, else from the cache or the compiler.
+    /// Loads every kernel: the twins on the simulated device, else what the binary holds for the card, else from the
+    /// cache or the compiler.
     pub fn load(ctx: &Context, options: &LoadOptions) -> Result<Kernels, KernelError> {
-        Kernels::with_prebuilt(ctx, options, &[])
+        Kernels::from_archive(ctx, options, prebuilt::embedded())
+    }
+
+    pub(crate) fn from_archive(
+        ctx: &Context,
+        options: &LoadOptions,
+        archive: &[u8],
+    ) -> Result<Kernels, KernelError> {
+        if runs_twins(ctx, options) {
+            return Kernels::with_prebuilt(ctx, options, &[]);
+        }
+        let (major, minor) = ctx.device().info().compute;
+        let card = options.arch.unwrap_or(Arch { major, minor });
+        let archive = Archive::parse(archive).unwrap_or_else(|why| {
+            match why {
+                Unusable::Stale => {
+                    tracing::warn!("the prebuilt kernels are of other sources, not using them")
+                }
+                Unusable::Damaged => tracing::warn!("the prebuilt kernels are damaged, not using them"),
+            }
+            Archive::default()
+        });
+        let image = match archive.image_for(card) {
+            Some(Ok(image)) => Some(image),
+            Some(Err(_)) => {
+                tracing::warn!("the prebuilt kernels for {card} are damaged, compiling instead");
+                None
+            }
+            None => None,
+        };
+        let prebuilt = image.as_ref().map(|(arch, bytes)| (*arch, bytes.as_slice()));
+        Kernels::with_prebuilt(ctx, options, prebuilt.as_slice()).map_err(|error| match error {
+            KernelError::NvrtcMissing { tried } => {
+                let archs: Vec<String> = archive.archs().iter().map(ToString::to_string).collect();
+                let held = match archs.as_slice() {
+                    [] => "no prebuilt kernels".to_owned(),
+                    archs => format!("prebuilt kernels for {}", archs.join(", ")),
+                };
+                KernelError::NoKernels { card: card.to_string(), held, tried }
+            }
+            error => error,
+        })
     }
 
     /// As [`Kernels::load`], with code compiled ahead of time ([`Image::to_bytes`]) where it fits the card.
@@ -92,7 +135,7 @@ impl Kernels {
         prebuilt: &[(Arch, &[u8])],
     ) -> Result<Kernels, KernelError> {
         let device = ctx.device();
-        if device.backend() == "sim" && options.arch.is_none() {
+        if runs_twins(ctx, options) {
             let names: Vec<String> = kernels().into_iter().map(|k| k.name).collect();
             let image = Image {
                 families: vec![(Family::Linear, format!("sim\n{}\n", names.join("\n")).into_bytes())],
@@ -247,6 +290,11 @@ impl fmt::Debug for Kernels {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Kernels({} from {:?})", self.functions.len(), self.origin)
     }
+}
+
+/// The simulated device runs machine code only where it is asked to.
+fn runs_twins(ctx: &Context, options: &LoadOptions) -> bool {
+    ctx.device().backend() == "sim" && options.arch.is_none()
 }
 
 fn check(info: &KernelInfo, function: &Function) -> Result<(), KernelError> {

@@ -14,7 +14,7 @@ use crate::source::{Family, HEADERS};
 type Program = *mut std::ffi::c_void;
 
 /// What every family is compiled with, besides the architecture.
-const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
+pub(crate) const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
 
 macro_rules! functions {
     ($($field:ident: $symbol:literal fn($($arg:ty),*);)*) => {
@@ -124,6 +124,12 @@ impl Nvrtc {
     #[must_use]
     pub fn file(&self) -> &str {
         &self.file
+    }
+
+    /// Whether it compiles machine code for an architecture.
+    #[must_use]
+    pub fn knows(&self, arch: Arch) -> bool {
+        self.archs.contains(&arch)
     }
 
     /// What to compile for a card: machine code, or text when the library is older than the card.

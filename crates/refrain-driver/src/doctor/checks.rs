@@ -363,7 +363,8 @@ pub(super) fn launch_cost(bench: &mut Bench) -> Result<Row, DriverError> {
     Ok(Row::new("launch cost", verdict, measured, words))
 }
 
-pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
+/// Bytes per second that the device reads at best, and over how many bytes.
+pub(super) fn read_rate(bench: &mut Bench) -> Result<(f64, u64), DriverError> {
     let device = bench.ctx.device();
     let (free, _) = bench.ctx.mem_info()?;
     // Many times the L2, so that it is the memory that is measured; small on the simulated device, which is slow.
@@ -389,10 +390,14 @@ pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
         bench.stream.synchronize()?;
         best = best.min(f64::from(end.ms_since(&start)?) * 1e-3);
     }
-    let rate = if best > 0.0 { bytes as f64 / best } else { 0.0 };
+    Ok((if best > 0.0 { bytes as f64 / best } else { 0.0 }, bytes))
+}
+
+pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
+    let (rate, bytes) = read_rate(bench)?;
+    let device = bench.ctx.device();
     let info = device.info();
-    // Two transfers per clock.
-    let peak = f64::from(info.memory_khz) * 1e3 * 2.0 * f64::from(info.bus_bits) / 8.0;
+    let peak = info.peak_bytes_per_second().unwrap_or(0.0);
     let mut measured = format!("{:.0} GB/s over {} MiB", rate / 1e9, bytes >> 20);
     if peak > 0.0 && rate > 0.0 {
         measured += &format!(", {:.0} % of {:.0} GB/s", rate / peak * 100.0, peak / 1e9);
