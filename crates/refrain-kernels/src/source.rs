@@ -21,6 +21,8 @@ pub enum Family {
     Kv,
     /// `attention.cu`
     Attention,
+    /// `attend.cu`
+    Attend,
     /// `rows.cu`
     Rows,
     /// `sample.cu`
@@ -31,7 +33,7 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 12] = [
+    pub const ALL: [Family; 13] = [
         Family::Linear,
         Family::Matmul,
         Family::Gather,
@@ -41,6 +43,7 @@ impl Family {
         Family::Rope,
         Family::Kv,
         Family::Attention,
+        Family::Attend,
         Family::Rows,
         Family::Sample,
         Family::Commit,
@@ -59,6 +62,7 @@ impl Family {
             Family::Rope => "rope",
             Family::Kv => "kv",
             Family::Attention => "attention",
+            Family::Attend => "attend",
             Family::Rows => "rows",
             Family::Sample => "sample",
             Family::Commit => "commit",
@@ -78,6 +82,7 @@ impl Family {
             Family::Rope => include_str!("../cu/rope.cu"),
             Family::Kv => include_str!("../cu/kv.cu"),
             Family::Attention => include_str!("../cu/attention.cu"),
+            Family::Attend => include_str!("../cu/attend.cu"),
             Family::Rows => include_str!("../cu/rows.cu"),
             Family::Sample => include_str!("../cu/sample.cu"),
             Family::Commit => include_str!("../cu/commit.cu"),
@@ -86,11 +91,12 @@ impl Family {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 6] = [
+pub(crate) const HEADERS: [(&str, &str); 7] = [
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
     ("paged.cuh", include_str!("../cu/paged.cuh")),
     ("quant.cuh", include_str!("../cu/quant.cuh")),
     ("reduce.cuh", include_str!("../cu/reduce.cuh")),
+    ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];

@@ -110,6 +110,10 @@ both! {
         run_all(&mut bed, cases::attention::attention());
     }
 
+    fn attend_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::attend::attend());
+    }
+
     fn sampling_chooses_what_the_reference_chooses(bed) {
         run_all(&mut bed, cases::sample::sample());
     }
