@@ -1,12 +1,13 @@
 //! A token's norm, rope, append and attention in one launch.
 
+use refrain_driver::{Buf, Layout};
 use refrain_graph::{Attention, Op, Rope, RopeStyle, TensorType};
-use refrain_kernels::{AttendArgs, AttendNorm, View, attend_scratch_bytes};
+use refrain_kernels::{AttendArgs, AttendNorm, RopeKvArgs, View, attend_scratch_bytes};
 use refrain_tensor::DType;
 use refrain_testkit::{Rng, Tol, encode};
 
 use crate::bed::{
-    Case, Operand, Role, contiguous, f32s, i32s, normals, reference, reference_f32, shape,
+    Bed, Case, Operand, Role, contiguous, f32s, i32s, normals, reference, reference_f32, shape,
 };
 
 /// What a case is about; the rest follows.
@@ -222,24 +223,29 @@ fn poisoned(
     cache
 }
 
+/// Queries, keys and values of fused rows.
+fn parts(buf: Buf, n: usize, [n_heads, n_kv_heads, head_dim]: [usize; 3]) -> [View; 3] {
+    let fused = contiguous(&[n, n_heads + 2 * n_kv_heads, head_dim]);
+    [(0, n_heads), (n_heads, n_kv_heads), (n_heads + n_kv_heads, n_kv_heads)].map(|(first, heads)| View {
+        buf,
+        dtype: DType::F32,
+        layout: fused.slice(1, first, heads).unwrap(),
+    })
+}
+
 fn case(s: Setup) -> Case {
     let Made { roles, n_blocks, max_blocks } = make(&s);
     let name = format!("{s:?}");
     Case::new(name, roles, move |kernels, b, out| {
         let Setup { n_heads, n_kv_heads, head_dim, .. } = s;
         let n = s.positions.len();
-        let fused = contiguous(&[n, n_heads + 2 * n_kv_heads, head_dim]);
-        let view = |first: usize, heads: usize| View {
-            buf: b[5],
-            dtype: DType::F32,
-            layout: fused.slice(1, first, heads).unwrap(),
-        };
+        let [q, k, v] = parts(b[5], n, [n_heads, n_kv_heads, head_dim]);
         out.push(kernels.attend(&AttendArgs {
             rope: s.rope,
             attention: s.attention,
-            q: view(0, n_heads),
-            k: view(n_heads, n_kv_heads),
-            v: view(n_heads + n_kv_heads, n_kv_heads),
+            q,
+            k,
+            v,
             norm: s.eps.map(|eps| AttendNorm { q: b[10], k: b[11], eps }),
             y: b[0],
             k_cache: b[3],
@@ -264,4 +270,110 @@ fn case(s: Setup) -> Case {
         })?);
         Ok(())
     })
+}
+
+/// Both write into caches of their own at positions near and far.
+pub fn same_bits_as_rope_kv(bed: &mut Bed) {
+    let (n_heads, n_kv_heads, head_dim, kv_block, n_blocks) = (4, 2, 96, 16, 8);
+    let dims = [n_heads, n_kv_heads, head_dim];
+    for dtype in [DType::F16, DType::F32] {
+        for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
+            let rope = Rope { style, n_dims: 64, magnitude: 1.25 };
+            let cells = n_blocks * n_kv_heads * kv_block * head_dim * dtype.block_bytes();
+            let max_blocks = 6_000;
+            let mut layout = Layout::new("bits");
+            let regions = [
+                ("fused", 4 * 8 * head_dim),
+                ("q", 4 * n_heads * head_dim),
+                ("k", 4 * n_kv_heads * head_dim),
+                ("y", 4 * n_heads * head_dim),
+                ("k apart", cells),
+                ("v apart", cells),
+                ("k at once", cells),
+                ("v at once", cells),
+                ("position", 4),
+                ("seq", 4),
+                ("table", 4 * max_blocks),
+                ("inv_freq", 4 * 32),
+            ]
+            .map(|(name, bytes)| layout.device(name, bytes as u64));
+            let memory = bed.plan(&layout);
+            let b = regions.map(|r| memory.buf(r));
+            let mut lease = memory.lease().unwrap();
+            let freqs: Vec<f32> = (0..32).map(|i| 10_000_f32.powf(-(i as f32) / 32.0)).collect();
+            let mut set = |buf: Buf, bytes: &[u8]| bed.stream.upload(&mut lease, buf, bytes).unwrap();
+            set(b[0], &f32s(&normals(8 * head_dim, 1)));
+            set(b[9], &i32s(&[0]));
+            set(b[10], &i32s(&(0..max_blocks as i32).map(|i| i % n_blocks as i32).collect::<Vec<_>>()));
+            set(b[11], &f32s(&freqs));
+            b[4..8].iter().for_each(|&cache| set(cache, &vec![0; cells]));
+            let [q, k, v] = parts(b[0], 1, dims);
+            let apart = bed.kernels.rope_kv(&RopeKvArgs {
+                rope,
+                q,
+                k,
+                v,
+                q_out: b[1],
+                k_out: b[2],
+                k_cache: b[4],
+                v_cache: b[5],
+                cache_dtype: dtype,
+                positions: b[8],
+                seqs: b[9],
+                tables: b[10],
+                inv_freq: b[11],
+                n: 1,
+                n_heads,
+                n_blocks,
+                n_kv_heads,
+                kv_block,
+                head_dim,
+                n_seqs: 1,
+                max_blocks,
+                step: "apart",
+            });
+            let at_once = bed.kernels.attend(&AttendArgs {
+                rope,
+                attention: Attention { scale: 0.1, window: Some(3), softcap: None },
+                q,
+                k,
+                v,
+                norm: None,
+                y: b[3],
+                k_cache: b[6],
+                v_cache: b[7],
+                cache_dtype: dtype,
+                positions: b[8],
+                seqs: b[9],
+                tables: b[10],
+                inv_freq: b[11],
+                scratch: None,
+                counters: None,
+                n: 1,
+                n_heads,
+                n_blocks,
+                n_kv_heads,
+                kv_block,
+                head_dim,
+                n_seqs: 1,
+                max_blocks,
+                n_splits: 1,
+                step: "at once",
+            });
+            let launches = [apart.unwrap(), at_once.unwrap()];
+            for position in [0, 1, 77, 4_095, 95_999] {
+                bed.stream.upload(&mut lease, b[8], &i32s(&[position])).unwrap();
+                bed.stream.run(&mut lease, true, |q| launches.iter().try_for_each(|l| q.launch(l))).unwrap();
+                let mut get = |buf: Buf| {
+                    let mut bytes = vec![0; cells];
+                    bed.stream.download(&lease, buf, &mut bytes).unwrap();
+                    bytes
+                };
+                let [keys, values] = [[b[4], b[6]], [b[5], b[7]]].map(|pair| pair.map(&mut get));
+                assert!(keys[0] == keys[1], "keys, {dtype} {style:?} at {position}");
+                assert!(values[0] == values[1], "values, {dtype} {style:?} at {position}");
+                assert!(keys[0].iter().any(|&b| b != 0), "nothing was written");
+            }
+        }
+    }
 }
