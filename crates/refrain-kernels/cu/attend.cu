@@ -1,8 +1,8 @@
 // attend.cu: all that a decoded token does between its q, k, v products and the output product
 //
 //   y           [n, n_heads, head_dim]                      f32
-//   partials    [n, n_heads, n_splits, head_dim] f32, then [n, n_heads, n_splits, 2] f32 (maximum, sum); scratch
-//   counters    [n, n_kv_heads, ceil(group / per_block)]    u32; zero before the first launch, zero after every one
+//   partials    [n, n_heads, n_splits, head_dim] f32, then [n, n_heads, n_splits, head_dim / 4, 2] f32; scratch
+//   counters    [n, gridDim.y, team]                        u32; zero before the first launch, zero after every one
 //   k_cache, v_cache  [n_blocks, n_kv_heads, kv_block, head_dim]  T
 //   q           [n, n_heads, head_dim]                      f32, rows (heads) of consecutive elements
 //   k, v        [n, n_kv_heads, head_dim]                   f32, likewise
@@ -15,17 +15,20 @@
 // row's position, rounded to T. Then y[i, h] = softmax(scale q . k) v over the positions that the row sees, its own
 // included, from what the caches hold after that: the same as append, then attention.
 //
-// The positions a row sees are cut into parts of at least MIN_SPLIT; a block has one part, one head of the caches and up
-// to per_block of its query heads. The part that ends with the row's position makes and stores its key and value. It
-// takes them from shared memory: no block reads what another one of the launch writes. With several parts each leaves
-// a partial and counts itself; the last to come merges them, in their order, and sets the count back to zero.
+// A block has one head of the caches, up to per_block of its query heads, and every so-many-th tile of the positions. Short
+// contexts are for one block, those up to ONE_TEAM for one team of blocks, longer ones for all: one block, which the
+// length says, makes and stores the new key and value and takes them from shared memory, so that no block reads what
+// another one of the launch writes. The blocks of a team (a cluster) exchange what they found through each other's
+// shared memory, each putting a slice of the heads together. Several teams leave partials and count themselves; the
+// last to come merges them, in their order, and sets the count back to zero. Before compute capability 9.0 a team is
+// one block.
 //
-// Launch    grid (n, n_kv_heads ceil(group / per_block), n_splits), block (256), shared 0
+// Launch    grid (n, n_kv_heads ceil(group / per_block), n_splits), block (256), cluster (1, 1, team), shared 0
 // Requires  head_dim a multiple of 8, at most DIMS; kv_block a power of two, at least 16; per_block at most HEADS;
-//           n_splits at most MAX_SPLITS; caches and partials at multiples of 16 bytes; rows are of different sequences.
-//           inv_freq and norms are weights: they are read before the wait. A position whose block is out of range counts as
-//           not seen, and is not written.
-// Scores, sums and partials in f32, in an order that follows from the length and n_splits alone: same bits every run.
+//           n_splits and team powers of two, team at most 8 and n_splits; caches and partials at multiples of 16 bytes;
+//           rows are of different sequences. inv_freq and norms are weights: they are read before the wait. A position
+//           whose block is out of range counts as not seen, and is not written.
+// Scores, sums and partials in f32, in an order that follows from the length and the grid alone: same bits every run.
 // Capture: safe; the grid is fixed and all lengths are read on the device.
 #include "paged.cuh"
 #include "reduce.cuh"
@@ -34,15 +37,24 @@
 
 const u32 WARPS = 8;
 const u32 THREADS = 32 * WARPS;
-const u32 MIN_SPLIT = 256;
-const u32 MAX_SPLITS = 128;
+const u32 MAX_TEAM = 8;
 const u32 MAX_TILE = 16;
+#if !defined(REFRAIN_ON_HOST) && __CUDA_ARCH__ >= 900
+#define TEAMS 1
+const u32 ALONE = 64;
+const u32 ONE_TEAM = 4096;
+#else
+#define TEAMS 0
+const u32 ALONE = 256;
+const u32 ONE_TEAM = 256;
+#endif
 const float LOG2_E = 1.44269504088896340736f;
 // Lower than any score that counts, and finite: differences with it are numbers.
 const float NONE = -3.0e38f;
 
 struct Attend {
-    u32 n_heads, per_block, n_splits;
+    u32 n_heads, per_block;
+    u32 splits_shift, team_shift;  // n_splits = 1 << splits_shift, blocks of a team likewise
     u32 window;  // 0: all
     float scale;
     float softcap;  // 0: none
@@ -83,6 +95,66 @@ inline float capped(float x, float cap) {
     return cap - 2.0f * cap * reciprocal(power_of_2(2.0f * LOG2_E * x) + 1.0f);
 }
 
+#if TEAMS
+// Everything before it, in every thread of the team, is visible behind team_wait.
+inline void team_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+inline void team_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Where a place of this block's shared memory is in that of another block of the team.
+inline u32 place_in(const void* here, u32 rank) {
+    u32 there;
+    asm("{ .reg .u64 p; .reg .u32 q; cvta.to.shared.u64 p, %1; cvt.u32.u64 q, p; mapa.shared::cluster.u32 %0, q, %2; }"
+        : "=r"(there)
+        : "l"(here), "r"(rank));
+    return there;
+}
+
+inline void store_in(float4* here, u32 rank, float4 x) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place_in(here, rank)), "f"(x.x), "f"(x.y),
+                 "f"(x.z), "f"(x.w)
+                 : "memory");
+}
+
+inline void store_in(float2* here, u32 rank, float2 x) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(place_in(here, rank)), "f"(x.x), "f"(x.y)
+                 : "memory");
+}
+#else
+inline void team_arrive() { __syncthreads(); }
+inline void team_wait() {}
+template <typename V> inline void store_in(V* here, u32, V x) { *here = x; }
+#endif
+
+// A sum of vectors with weights 2^top: the vectors, their total weight, and the largest power among them.
+struct Sum {
+    float top, total;
+    float4 sum;
+
+    inline void clear() {
+        top = NONE;
+        total = 0.0f;
+        sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+
+    // `all` is at least both tops.
+    inline void add(float other_top, float other_total, float4 other, float all) {
+        float factor = power_of_2(other_top - all);
+        total = __fmaf_rn(other_total, factor, total);
+        sum.x = __fmaf_rn(other.x, factor, sum.x);
+        sum.y = __fmaf_rn(other.y, factor, sum.y);
+        sum.z = __fmaf_rn(other.z, factor, sum.z);
+        sum.w = __fmaf_rn(other.w, factor, sum.w);
+    }
+
+    inline void store(float* y) const {
+        float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+        y[0] = sum.x * inverse;
+        y[1] = sum.y * inverse;
+        y[2] = sum.z * inverse;
+        y[3] = sum.w * inverse;
+    }
+};
+
 // Eight elements of a row, as they lie there.
 template <typename T> struct Eight {
     uint4 words;
@@ -119,10 +191,12 @@ template <> struct Eight<float> {
     }
 };
 
+inline constexpr u32 log2_of(u32 n) { return n <= 1 ? 0 : 1 + log2_of(n / 2); }
+
 template <typename T, int HEADS> struct Ahead { static const int N = HEADS > 4 ? 2 : 4; };
 template <int HEADS> struct Ahead<float, HEADS> { static const int N = 2; };
 
-// One part of a row's positions, seen from one lane. LANES lanes share a row of the caches, eight elements each, so that a
+// The positions that a row sees, from one lane. LANES lanes share a row of the caches, eight elements each, so that a
 // warp takes 32 / LANES rows with a load; a tile is what it takes with all loads that it has under way.
 template <typename T, int LANES, int HEADS> struct Part {
     static const int AHEAD = Ahead<T, HEADS>::N;
@@ -132,7 +206,7 @@ template <typename T, int LANES, int HEADS> struct Part {
     u32 max_blocks, n_blocks, n_kv_heads, head_dim, kv_shift;
     u32 kv_head, at;  // the lane's elements start at `at`
     u32 row;          // of the ROWS that the warp takes at once
-    u32 begin, end;
+    u32 begin, end;   // positions that are in the cache and seen
 
     inline i32 block_of(u32 position) const {
         u32 column = position >> kv_shift;
@@ -231,11 +305,17 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     const int AHEAD = P::AHEAD;
     const u32 TILE = P::TILE;
 
+    const u32 FOURS = DIMS / 4, ALL_FOURS = HEADS * FOURS;
+
     alignas(16) __shared__ float turned[HEADS + 2][DIMS];  // queries, key, value, of which those behind head_dim are zero
     __shared__ Found<LANES, HEADS> found[WARPS];
+    // From each block of the team: sums of this block's slice, and for every head top and total.
+    __shared__ float4 slices[ALL_FOURS];
+    __shared__ float2 scales[MAX_TEAM][HEADS];
     __shared__ bool last;
 
     let_next_start();
+    team_arrive();
     const Pages& pages = s.pages;
     u32 row = blockIdx.x, split = blockIdx.z, head_dim = pages.head_dim;
     u32 group = s.n_heads / pages.n_kv_heads, chunks = (group + s.per_block - 1) / s.per_block;
@@ -279,14 +359,17 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
             weights[t][j][1] = there ? norm[right[j]] : 1.0f;
         }
     }
-    // Mostly row i is of sequence i, and the part starts where it does for short contexts: then the block of the first
-    // tile is known together with the position.
+    // Mostly row i is of sequence i, and the first tile follows from the block alone, but for whether one is enough: then
+    // the tile's block is known together with the position.
+    u32 team_shift = TEAMS ? s.team_shift : 0, rank = split & ((1u << team_shift) - 1);
     u32 guess_row = min(row, pages.n_seqs - 1);
-    u32 guess_column = min((split * MIN_SPLIT + warp * TILE) >> s.kv_shift, pages.max_blocks - 1);
+    u32 guess_alone = (warp * TILE) >> s.kv_shift, guess_team = (((warp << team_shift) + rank) * TILE) >> s.kv_shift;
+    const i32* guess_table = tables + (u64)guess_row * pages.max_blocks;
 
     wait_for_previous();
     i32 position = positions[row], seq = seqs[row];
-    i32 guess = tables[(u64)guess_row * pages.max_blocks + guess_column];
+    i32 guess = guess_table[min(guess_team, pages.max_blocks - 1)];
+    i32 other_guess = guess_table[min(guess_alone, pages.max_blocks - 1)];
     float pairs[ITEMS][PAIRS][2];
 #pragma unroll
     for (int t = 0; t < ITEMS; t++) {
@@ -306,17 +389,11 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         return;
     }
     u32 first = s.window != 0 && (u32)position >= s.window ? (u32)position + 1 - s.window : 0;
-    // Parts start at whole tiles.
+    // Tiles start at multiples of their size.
     u32 start = first / MAX_TILE * MAX_TILE, length = (u32)position + 1 - start;
-    u32 part = MIN_SPLIT, n_parts = 1;
-    if (length > MIN_SPLIT) {
-        if (length > MIN_SPLIT * s.n_splits) {
-            part = ((length + s.n_splits - 1) / s.n_splits + MAX_TILE - 1) / MAX_TILE * MAX_TILE;
-        }
-        n_parts = (length + part - 1) / part;
-    }
-    if (split >= n_parts) return;
-    bool holds_new = split == n_parts - 1;
+    u32 blocks_shift = length <= ALONE ? 0 : length <= ONE_TEAM ? team_shift : s.splits_shift;
+    if (split >> blocks_shift != 0) return;
+    bool holds_new = split == (1u << blocks_shift) - 1;
 
     P p;
     p.table = tables + (u64)seq * pages.max_blocks;
@@ -328,18 +405,22 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     p.kv_head = kv_head;
     p.at = lane % LANES * 8;
     p.row = lane / LANES;
-    p.begin = max(first, start + split * part);
-    p.end = min(start + (split + 1) * part, (u32)position);
+    p.begin = first;
+    p.end = (u32)position;
 
     // The first tile's keys and values, and the block of the next tile.
-    u32 tile = start + split * part + warp * TILE;
-    bool guessed = (u32)seq == guess_row && tile >> s.kv_shift == guess_column;
-    i32 block = guessed ? guess : tile < p.end ? p.block_of(tile) : -1;
+    u32 step = (WARPS << blocks_shift) * TILE, tile = start + ((warp << blocks_shift) + split) * TILE;
+    u32 column = tile >> s.kv_shift;
+    i32 block = -1;
+    if (tile < p.end) {
+        bool is_row = (u32)seq == guess_row;
+        block = is_row && column == guess_team ? guess : is_row && column == guess_alone ? other_guess : p.block_of(tile);
+    }
     u32 bits = p.seen(block, tile);
     Eight<T> keys[AHEAD], values[AHEAD];
     p.load(keys, k_cache, block, tile, bits);
     p.load(values, v_cache, block, tile, bits);
-    u32 next = tile + WARPS * TILE;
+    u32 next = tile + step;
     i32 next_block = next < p.end ? p.block_of(next) : -1;
     i32 new_block = holds_new ? p.block_of((u32)position) : -1;
 
@@ -440,7 +521,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         }
         u32 next_bits = p.seen(next_block, next);
         p.load(keys, k_cache, next_block, next, next_bits);
-        u32 after = next + WARPS * TILE;
+        u32 after = next + step;
         i32 after_block = after < p.end ? p.block_of(after) : -1;
 
 #pragma unroll
@@ -521,87 +602,79 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     }
     __syncthreads();
 
+    // Each thread puts four elements of a head together: those of the block's warps, then those of the team's blocks,
+    // then those of the teams.
     u64 head_row = (u64)row * s.n_heads + first_head;
-    float* scales = partials + (u64)gridDim.x * s.n_heads * s.n_splits * head_dim;
-    for (u32 i = threadIdx.x; i < n_heads * (DIMS / 4); i += THREADS) {
-        u32 h = i / (DIMS / 4), d = i % (DIMS / 4) * 4;
-        if (d >= head_dim) continue;
-        float top = found[0].max[h];
+    u32 slice_shift = log2_of(ALL_FOURS) - team_shift;
+    team_wait();
+    for (u32 i = threadIdx.x; i < ALL_FOURS; i += THREADS) {
+        u32 h = i / FOURS, d = i % FOURS;
+        Sum all;
+        all.clear();
 #pragma unroll
-        for (int w = 1; w < WARPS; w++) top = fmaxf(top, found[w].max[h]);
-        float total = 0.0f;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int w = 0; w < WARPS; w++) all.top = fmaxf(all.top, found[w].max[h]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             if (found[w].sum[h] != 0.0f) {
-                float factor = power_of_2(found[w].max[h] - top);
-                float4 part_sum = *(const float4*)&found[w].acc[h][d];
-                total = __fmaf_rn(found[w].sum[h], factor, total);
-                sum.x = __fmaf_rn(part_sum.x, factor, sum.x);
-                sum.y = __fmaf_rn(part_sum.y, factor, sum.y);
-                sum.z = __fmaf_rn(part_sum.z, factor, sum.z);
-                sum.w = __fmaf_rn(part_sum.w, factor, sum.w);
+                all.add(found[w].max[h], found[w].sum[h], *(const float4*)&found[w].acc[h][4 * d], all.top);
             }
         }
-        if (n_parts == 1) {
-            float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-            float* out = y + (head_row + h) * head_dim + d;
-            out[0] = sum.x * inverse;
-            out[1] = sum.y * inverse;
-            out[2] = sum.z * inverse;
-            out[3] = sum.w * inverse;
+        if (blocks_shift == 0) {
+            if (h < n_heads && 4 * d < head_dim) all.store(y + (head_row + h) * head_dim + 4 * d);
         } else {
-            u64 at = (head_row + h) * s.n_splits + split;
-            *(float4*)(partials + at * head_dim + d) = sum;
-            if (d == 0) *(float2*)(scales + 2 * at) = make_float2(top, total);
+            u32 to = i >> slice_shift, at = (rank << slice_shift) + (i & ((1u << slice_shift) - 1));
+            store_in(&slices[at], to, all.sum);
+            if (d >> team_shift == 0) store_in(&scales[rank][h], d, make_float2(all.top, all.total));
         }
     }
-    if (n_parts == 1) return;
+    if (blocks_shift == 0) return;
+    team_arrive();
+    team_wait();
+
+    u32 n_teams = 1u << (blocks_shift - team_shift), team = split >> team_shift;
+    u32 i = (rank << slice_shift) + threadIdx.x, h = i / FOURS, d = i % FOURS;
+    bool mine_is_there = threadIdx.x >> slice_shift == 0 && h < n_heads && 4 * d < head_dim;
+    // Partials and their scales are of the same head, team by team.
+    u64 at = (head_row + h) * n_teams;
+    float4* sums = (float4*)partials + at * (head_dim / 4) + d;
+    float2* tops = (float2*)(partials + (u64)gridDim.x * s.n_heads * n_teams * head_dim) + at * (head_dim / 4) + d;
+    if (mine_is_there) {
+        Sum all;
+        all.clear();
+        for (u32 r = 0; r >> team_shift == 0; r++) all.top = fmaxf(all.top, scales[r][h].x);
+        for (u32 r = 0; r >> team_shift == 0; r++) {
+            if (scales[r][h].y != 0.0f) {
+                all.add(scales[r][h].x, scales[r][h].y, slices[(r << slice_shift) + threadIdx.x], all.top);
+            }
+        }
+        if (n_teams == 1) {
+            all.store(y + (head_row + h) * head_dim + 4 * d);
+        } else {
+            sums[(u64)team * (head_dim / 4)] = all.sum;
+            tops[(u64)team * (head_dim / 4)] = make_float2(all.top, all.total);
+        }
+    }
+    if (n_teams == 1) return;
 
     __syncthreads();
-    if (threadIdx.x == 0) last = is_last(counters + (u64)row * gridDim.y + blockIdx.y, n_parts);
+    u64 counter = (((u64)row * gridDim.y + blockIdx.y) << team_shift) + rank;
+    if (threadIdx.x == 0) last = is_last(counters + counter, n_teams);
     __syncthreads();
-    if (!last) return;
-    // A warp to a head: the weight of each part in the whole.
-    __shared__ float shares[HEADS][MAX_SPLITS];
-    for (u32 h = warp; h < n_heads; h += WARPS) {
-        const float2* from = (const float2*)scales + (head_row + h) * s.n_splits;
-        float2 scale[MAX_SPLITS / 32];
-        float top = NONE, total = 0.0f;
-#pragma unroll
-        for (int j = 0; j < MAX_SPLITS / 32; j++) {
-            u32 i = lane + 32 * j;
-            scale[j] = i < n_parts ? from[i] : make_float2(NONE, 0.0f);
-            top = fmaxf(top, scale[j].x);
-        }
-        top = warp_reduce(top, Max());
-#pragma unroll
-        for (int j = 0; j < MAX_SPLITS / 32; j++) {
-            scale[j].x = power_of_2(scale[j].x - top);
-            total = __fmaf_rn(scale[j].x, scale[j].y, total);
-        }
-        total = warp_reduce(total, Add());
-#pragma unroll
-        for (int j = 0; j < MAX_SPLITS / 32; j++) {
-            shares[h][lane + 32 * j] = total == 0.0f ? 0.0f : scale[j].x / total;
-        }
+    if (!last || !mine_is_there) return;
+    Sum all;
+    all.clear();
+    // Sums of earlier teams are brought down as the top rises: all loads can be under way at once.
+#pragma unroll 4
+    for (u32 t = 0; t < n_teams; t++) {
+        float2 scale = tops[(u64)t * (head_dim / 4)];
+        float4 sum = sums[(u64)t * (head_dim / 4)];
+        Sum before = all;
+        all.clear();
+        all.top = fmaxf(before.top, scale.x);
+        all.add(before.top, before.total, before.sum, all.top);
+        all.add(scale.x, scale.y, sum, all.top);
     }
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < n_heads * (DIMS / 2); i += THREADS) {
-        u32 h = i / (DIMS / 2), d = i % (DIMS / 2) * 2;
-        if (d >= head_dim) continue;
-        const float* from = partials + (head_row + h) * s.n_splits * head_dim + d;
-        float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll 16
-        for (u32 j = 0; j < n_parts; j++) {
-            float2 one = *(const float2*)(from + (u64)j * head_dim);
-            sum.x = __fmaf_rn(one.x, shares[h][j], sum.x);
-            sum.y = __fmaf_rn(one.y, shares[h][j], sum.y);
-        }
-        float* out = y + (head_row + h) * head_dim + d;
-        out[0] = sum.x;
-        out[1] = sum.y;
-    }
+    all.store(y + (head_row + h) * head_dim + 4 * d);
 }
 
 // Two blocks to a multiprocessor, but for the many sums of eight heads.

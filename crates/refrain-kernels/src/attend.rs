@@ -21,9 +21,12 @@ const BLOCK: u32 = 256;
 const SIZES: [(usize, usize); 3] = [(64, 8), (128, 8), (256, 4)];
 /// Numbers of query heads there are kernels for, each for all up to it.
 const HEADS: [usize; 3] = [2, 4, 8];
-/// A part of the context is not shorter than this many positions.
-const MIN_SPLIT: usize = 256;
-/// The merge keeps the weights of this many parts.
+/// Blocks that exchange what they found through their shared memory, where the card can do that.
+const TEAM: usize = 8;
+/// Up to this length one block does a head, and up to this length one team.
+const ALONE: usize = 64;
+const ONE_TEAM: usize = 4096;
+/// More blocks for a head cost more to merge than they gain.
 const MAX_SPLITS: usize = 128;
 /// The most rows that [`Kernels::attend`] takes.
 pub const MAX_ATTEND_ROWS: usize = 8;
@@ -81,7 +84,7 @@ pub struct AttendArgs<'a> {
     pub n_seqs: usize,
     /// Columns of the tables.
     pub max_blocks: usize,
-    /// Parts of the context that run side by side, at most 128; [`attend_splits`] gives a good number.
+    /// Blocks to a head, a power of two, at most 128; [`attend_splits`] gives a good number.
     pub n_splits: usize,
     /// Names the step.
     pub step: &'a str,
@@ -98,11 +101,17 @@ pub struct AttendNorm {
     pub eps: f32,
 }
 
-/// How many parts fill a card of `n_sms` multiprocessors, for contexts of up to `max_len` positions.
+/// How many blocks to a head fill a card of `n_sms` multiprocessors, for contexts of up to `max_len` positions.
 #[must_use]
 pub fn attend_splits(n: usize, n_kv_heads: usize, max_len: usize, n_sms: u32) -> usize {
-    let blocks = (n * n_kv_heads).max(1);
-    (2 * n_sms as usize).div_ceil(blocks).min(max_len.div_ceil(MIN_SPLIT)).clamp(1, MAX_SPLITS)
+    let filling = (2 * n_sms as usize / (n * n_kv_heads).max(1)).clamp(1, MAX_SPLITS);
+    let most = match max_len {
+        0..=ALONE => 1,
+        ..=ONE_TEAM => TEAM,
+        _ => MAX_SPLITS,
+    };
+    // The largest power of two that is not above it.
+    1 << filling.min(most).ilog2()
 }
 
 /// Scratch that [`Kernels::attend`] needs.
@@ -111,14 +120,15 @@ pub fn attend_scratch_bytes(n: usize, n_heads: usize, head_dim: usize, n_splits:
     if n_splits <= 1 {
         return 0;
     }
-    [n, n_heads, n_splits, head_dim + 2].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64))
+    // Each four elements have a maximum and a sum beside them.
+    [n, n_heads, n_splits, head_dim / 4 * 6].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64))
 }
 
 /// Counters that [`Kernels::attend`] needs, zero before the first launch.
 #[must_use]
 pub fn attend_counter_bytes(n: usize, n_heads: usize) -> u64 {
-    // One for each row and block of heads, of which there are at most as many as heads.
-    4 * (n as u64).saturating_mul(n_heads as u64)
+    // One for each row, block of heads and member of a team; there are at most as many blocks as heads.
+    4 * (TEAM as u64).saturating_mul(n as u64).saturating_mul(n_heads as u64)
 }
 
 /// As the kernel takes them.
@@ -128,7 +138,9 @@ struct Sizes {
     n_heads: u32,
     /// Query heads of one KV head that a block serves.
     per_block: u32,
-    n_splits: u32,
+    /// `n_splits` is two to this power, and so is the number of blocks of a team.
+    splits_shift: u32,
+    team_shift: u32,
     /// Positions a row sees; 0 for all.
     window: u32,
     scale: f32,
@@ -170,18 +182,19 @@ impl Kernels {
         let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(per_block);
         crate::require!(case, n_groups <= 65_535, "at most 65535 groups of heads");
         let grid = [a.n as u32, n_groups as u32, a.n_splits as u32];
-        let launch = self
-            .launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?
+        let launch = self.launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?;
+        let team = 1 << sizes.team_shift;
+        let launch = if team > 1 && self.has_clusters() { launch.cluster([1, 1, team]) } else { launch };
+        let launch = launch
             .step(a.step)
             .write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?);
         let launch = match (a.n_splits, a.scratch, a.counters) {
             (1, ..) => launch.null().null(),
             (_, Some(scratch), Some(counters)) => {
-                let n_partials = a.n.saturating_mul(a.n_heads).saturating_mul(a.n_splits);
-                let bytes = n_partials.checked_mul(4 * (a.head_dim + 2));
+                let bytes = attend_scratch_bytes(a.n, a.n_heads, a.head_dim, a.n_splits);
                 launch
-                    .read_write(case.buf("scratch", scratch, bytes, 16)?)
-                    .read_write(case.words("counters", counters, &[a.n, n_groups])?)
+                    .read_write(case.buf("scratch", scratch, usize::try_from(bytes).ok(), 16)?)
+                    .read_write(case.words("counters", counters, &[a.n, n_groups, TEAM])?)
             }
             _ => return Err(case.refuse("several splits need scratch and counters".to_owned())),
         };
@@ -215,7 +228,11 @@ fn check(case: &Case<'_>, a: &AttendArgs<'_>) -> Result<(usize, usize), KernelEr
         "heads must be in groups of {}",
         a.n_kv_heads
     );
-    crate::require!(case, a.n_splits <= MAX_SPLITS, "at most {MAX_SPLITS} splits");
+    crate::require!(
+        case,
+        a.n_splits.is_power_of_two() && a.n_splits <= MAX_SPLITS,
+        "n_splits must be a power of two, at most {MAX_SPLITS}"
+    );
     crate::require!(
         case,
         a.kv_block.is_power_of_two() && a.kv_block >= 16,
@@ -240,7 +257,8 @@ fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize) -> Result<Sizes,
     Ok(Sizes {
         n_heads: a.n_heads as u32,
         per_block: per_block as u32,
-        n_splits: a.n_splits as u32,
+        splits_shift: a.n_splits.trailing_zeros(),
+        team_shift: a.n_splits.min(TEAM).trailing_zeros(),
         window,
         scale: a.attention.scale,
         softcap: a.attention.softcap.unwrap_or(0.0),
@@ -329,7 +347,7 @@ fn check_state(k: &SimKernel<'_>, n: usize) -> KernelResult {
         return Err(fault(format!("two rows are of sequence {}", seqs[rows[i]])));
     }
     if k.arg::<u64>(2)? != 0 {
-        let counters: Vec<u32> = k.read(k.ptr(2)?, n * k.config().grid[1] as usize)?;
+        let counters: Vec<u32> = k.read(k.ptr(2)?, n * k.config().grid[1] as usize * TEAM)?;
         if let Some(i) = counters.iter().position(|&c| c != 0) {
             return Err(fault(format!("counter {i} is {} before the launch, must be 0", counters[i])));
         }
