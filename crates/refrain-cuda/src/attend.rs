@@ -8,6 +8,7 @@ use refrain_kernels::{
 
 use crate::group::apart;
 use crate::lower::Lowering;
+use crate::resident::COUNTER_BYTES;
 
 /// Steps that follow each other: norms of queries and keys, or none; their ropes; the appends; the attention.
 #[derive(Clone, Copy, Debug)]
@@ -20,7 +21,11 @@ pub(crate) struct AttendRun<'a> {
     ropes: [&'a Step; 2],
     /// Of keys and of values.
     appends: [&'a Step; 2],
-    attention: &'a Step,
+    pub(crate) attention: &'a Step,
+}
+
+fn eps_of(step: &Step) -> Option<f32> {
+    if let Op::RmsNorm { eps } = step.op { Some(eps) } else { None }
 }
 
 /// The sizes of a run, as kernels name them.
@@ -75,10 +80,9 @@ impl<'a> AttendRun<'a> {
             return false;
         }
         let ([q, k], [keys, values], attention) = (self.ropes, self.appends, self.attention);
-        let is_weight =
-            |operand: &Operand| matches!(plan.buffer(operand.buffer).place, Place::Weight(_));
+        let is_weight = |operand: &Operand| matches!(plan.buffer(operand.buffer).place, Place::Weight(_));
         let norms = self.norms.is_none_or(|[q_norm, k_norm]| {
-            q_norm.op == k_norm.op
+            eps_of(q_norm) == eps_of(k_norm)
                 && q_norm.outputs[0] == q.inputs[0]
                 && k_norm.outputs[0] == k.inputs[0]
                 && is_weight(&q_norm.inputs[1])
@@ -98,26 +102,15 @@ impl<'a> AttendRun<'a> {
             && attention.inputs[2] == values.outputs[0]
     }
 
-    fn sizes(&self) -> Option<Sizes> {
-        let dims = |operand: &'a Operand| operand.layout.shape();
-        let (q, cache) = (dims(&self.attention.inputs[0]), dims(&self.attention.inputs[1]));
-        let tables = dims(&self.attention.inputs[5]);
-        let (&[_, n_heads, head_dim], &[_, n_kv_heads, kv_block, _], &[n_seqs, max_blocks]) =
-            (q.dims(), cache.dims(), tables.dims())
-        else {
-            return None;
-        };
-        Some(Sizes { n_heads, n_kv_heads, kv_block, head_dim, n_seqs, max_blocks })
-    }
-
     /// One row, and sizes that there is a kernel for.
     fn fits(&self) -> bool {
         let one_row = self.inputs().iter().all(|x| x.layout.shape().dims().first() == Some(&1));
-        let sizes = self.sizes().is_some_and(|s| {
+        let sizes = Sizes::of(self.attention).is_some_and(|s| {
             s.kv_block.is_power_of_two()
                 && s.kv_block >= 16
                 && s.head_dim.is_multiple_of(8)
                 && (8..=256).contains(&s.head_dim)
+                && attend_counter_bytes(1, s.n_heads) <= COUNTER_BYTES
         });
         one_row && sizes && self.attention.outputs[0].layout.shape().n_elements() > 0
     }
@@ -139,24 +132,44 @@ impl<'a> AttendRun<'a> {
             && apart(plan, y, v)
     }
 
-    /// Parts of the context that run side by side.
-    fn splits(&self, n_sms: u32) -> usize {
-        self.sizes().map_or(1, |s| attend_splits(1, s.n_kv_heads, s.max_blocks * s.kv_block, n_sms))
+    /// The steps whose outputs the launch writes.
+    pub(crate) fn written(&self) -> impl Iterator<Item = &'a Step> {
+        self.appends.into_iter().chain([self.attention])
+    }
+}
+
+impl Sizes {
+    /// Those of an attention step, when its operands have the shapes that these ops give them.
+    fn of(attention: &Step) -> Option<Sizes> {
+        let [q, cache, tables] = [0, 1, 5].map(|i| attention.inputs[i].layout.shape());
+        let (&[_, n_heads, head_dim], &[_, n_kv_heads, kv_block, _], &[n_seqs, max_blocks]) =
+            (q.dims(), cache.dims(), tables.dims())
+        else {
+            return None;
+        };
+        Some(Sizes { n_heads, n_kv_heads, kv_block, head_dim, n_seqs, max_blocks })
     }
 
-    /// Bytes of scratch, and bytes of counters that are zero before the first launch.
-    pub(crate) fn scratch(&self, n_sms: u32) -> (u64, u64) {
-        self.sizes().map_or((0, 0), |s| {
-            let scratch = attend_scratch_bytes(1, s.n_heads, s.head_dim, self.splits(n_sms));
-            (scratch, attend_counter_bytes(1, s.n_heads))
-        })
+    fn splits(&self, n_sms: u32) -> usize {
+        attend_splits(1, self.n_kv_heads, self.head_dim, self.max_blocks * self.kv_block, n_sms)
     }
+
+    fn scratch_bytes(&self, n_sms: u32) -> u64 {
+        attend_scratch_bytes(1, self.n_heads, self.head_dim, self.splits(n_sms))
+    }
+}
+
+/// Scratch that the run of an attention step needs; nothing when it has more rows than one.
+pub(crate) fn scratch_bytes(attention: &Step, n_sms: u32) -> u64 {
+    let one_row = attention.inputs[0].layout.shape().dims().first() == Some(&1);
+    Sizes::of(attention).filter(|_| one_row).map_or(0, |sizes| sizes.scratch_bytes(n_sms))
 }
 
 impl Lowering<'_> {
     /// The launch of a run. Counters are zero before the first launch and used by nothing else.
     pub(crate) fn attend(&self, run: &AttendRun<'_>, counters: Buf) -> Result<Launch, KernelError> {
-        let (Some(rope), Some(attention), Some(s)) = (run.rope(), run.attention(), run.sizes()) else {
+        let (Some(rope), Some(attention), Some(s)) = (run.rope(), run.attention(), Sizes::of(run.attention))
+        else {
             unreachable!("a run has these ops");
         };
         let ([q, _], [keys, values]) = (run.ropes, run.appends);
@@ -165,12 +178,12 @@ impl Lowering<'_> {
         let norm = match run.norms {
             None => None,
             Some([q, k]) => {
-                let Op::RmsNorm { eps } = q.op else { unreachable!("a run has these ops") };
+                let eps = eps_of(q).unwrap_or_default();
                 Some(AttendNorm { q: self.vector(q, 1)?, k: self.vector(k, 1)?, eps })
             }
         };
         let [q_in, k_in, v_in] = run.inputs();
-        let (scratch, _) = run.scratch(self.n_sms);
+        let scratch = s.scratch_bytes(self.n_sms);
         let labels: Vec<&str> = run.steps.iter().map(|step| step.label.as_str()).collect();
         self.kernels.attend(&AttendArgs {
             rope,
@@ -197,7 +210,7 @@ impl Lowering<'_> {
             head_dim: s.head_dim,
             n_seqs: s.n_seqs,
             max_blocks: s.max_blocks,
-            n_splits: run.splits(self.n_sms),
+            n_splits: s.splits(self.n_sms),
             step: &labels.join(" + "),
         })
     }

@@ -99,6 +99,7 @@ pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32) -> u64 {
         match (&step.op, q) {
             (Op::Attention(_), Some(q)) => {
                 attention_scratch_bytes(q.dims()[0], q.dims()[1], q.dims()[2], splits(step, n_sms))
+                    .max(crate::attend::scratch_bytes(step, n_sms))
             }
             (Op::Sample, Some(logits)) => sample_scratch_bytes(logits.dims()[0], logits.dims()[1]),
             _ => 0,
@@ -134,6 +135,11 @@ impl Lowering<'_> {
                     launches.push(self.products(steps).map_err(|e| self.refuse(steps[0], e))?);
                     steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
                 }
+                Group::Attend(run) => {
+                    let launch = self.attend(run, self.resident.counters);
+                    launches.push(launch.map_err(|e| self.refuse(run.attention, e))?);
+                    run.written().try_for_each(|step| self.name_outputs(step, warm))?;
+                }
                 Group::RopeKv(steps) => {
                     launches.push(self.rope_kv(steps).map_err(|e| self.refuse(&steps[0], e))?);
                     steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
@@ -167,13 +173,13 @@ impl Lowering<'_> {
         self.results.get(&id).map_or_else(|| self.resident.buffer(self.plan, id), |buf| Ok(*buf))
     }
 
-    fn view(&self, operand: &Operand) -> Result<View, KernelError> {
+    pub(crate) fn view(&self, operand: &Operand) -> Result<View, KernelError> {
         let buf = self.buffer(operand.buffer)?;
         Ok(View { buf, dtype: self.resident.dtype(self.plan, operand), layout: operand.layout })
     }
 
     /// The bytes of a dense operand.
-    fn dense(&self, step: &Step, operand: &Operand) -> Result<Buf, KernelError> {
+    pub(crate) fn dense(&self, step: &Step, operand: &Operand) -> Result<Buf, KernelError> {
         let view = self.view(operand)?;
         let strided = || KernelError::Unsupported {
             op: step.op.name(),
@@ -294,7 +300,7 @@ impl Lowering<'_> {
     }
 
     /// A dense F32 operand: a norm's weights.
-    fn vector(&self, step: &Step, i: usize) -> Result<Buf, KernelError> {
+    pub(crate) fn vector(&self, step: &Step, i: usize) -> Result<Buf, KernelError> {
         let operand = &step.inputs[i];
         let dtype = self.resident.dtype(self.plan, operand);
         if dtype != DType::F32 {
@@ -344,7 +350,7 @@ impl Lowering<'_> {
     }
 
     /// A cache with its scratch blocks, and how many blocks that makes.
-    fn cache(&self, step: &Step, operand: &Operand) -> Result<(Buf, usize), KernelError> {
+    pub(crate) fn cache(&self, step: &Step, operand: &Operand) -> Result<(Buf, usize), KernelError> {
         let refuse = |because: &str| KernelError::Unsupported {
             op: step.op.name(),
             dtype: operand.dtype,

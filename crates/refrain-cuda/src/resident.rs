@@ -18,6 +18,8 @@ const CONTROL_SLOTS: usize = 4;
 const RESULT_BYTES: u64 = 4096;
 /// Each result has a cache line to itself.
 const RESULT_ALIGN: u64 = 64;
+/// Counters of the kernels that have some.
+pub(crate) const COUNTER_BYTES: u64 = 16 << 10;
 
 /// A model as the host holds it.
 #[derive(Debug, Default)]
@@ -111,6 +113,8 @@ pub(crate) struct Resident {
     arena: Buf,
     pub(crate) scratch: Buf,
     pub(crate) control: Buf,
+    /// Zero between launches: kernels that count their blocks leave it so.
+    pub(crate) counters: Buf,
     results: Buf,
 }
 
@@ -150,7 +154,7 @@ impl Places {
             weight_bytes: self.weight_bytes,
             kv_bytes: self.kv_bytes,
             arena_bytes: room.arena,
-            workspace_bytes: room.scratch + room.control,
+            workspace_bytes: room.scratch + room.control + COUNTER_BYTES,
         }
     }
 }
@@ -206,6 +210,7 @@ impl Resident {
             ("arena", room.arena),
             ("scratch", room.scratch),
             ("control", room.control),
+            ("counters", COUNTER_BYTES),
         ];
         let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
         let results = layout.pinned("results", RESULT_BYTES);
@@ -213,7 +218,7 @@ impl Resident {
         let bufs = regions.map(|r| memory.buf(r));
         let results = memory.buf(results);
         let names = sizes.iter().zip(bufs).map(|((name, _), buf)| ((*name).to_owned(), buf)).collect();
-        let [weights, kv, arena, scratch, control] = bufs;
+        let [weights, kv, arena, scratch, control, counters] = bufs;
         Ok(Resident {
             places,
             room,
@@ -225,12 +230,13 @@ impl Resident {
             arena,
             scratch,
             control,
+            counters,
             results,
         })
     }
 
     fn upload(&mut self, stream: &mut Stream, model: &HostModel) -> Result<(), CudaError> {
-        let zero = [self.kv, self.arena, self.scratch, self.control];
+        let zero = [self.kv, self.arena, self.scratch, self.control, self.counters];
         stream
             .run(&mut self.lease, false, |q| zero.into_iter().try_for_each(|buf| q.fill(buf, 0)))
             .map(|_| ())

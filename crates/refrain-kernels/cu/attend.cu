@@ -16,16 +16,15 @@
 // included, from what the caches hold after that: the same as append, then attention.
 //
 // A block has one head of the caches, up to per_block of its query heads, and every so-many-th tile of the positions. Short
-// contexts are for one block, those up to ONE_TEAM for one team of blocks, longer ones for all: one block, which the
-// length says, makes and stores the new key and value and takes them from shared memory, so that no block reads what
+// contexts are for one block, longer ones for one team of blocks, the longest for all. One block, which the length says, makes and stores the new key and value and takes them from shared memory, so that no block reads what
 // another one of the launch writes. The blocks of a team (a cluster) exchange what they found through each other's
 // shared memory, each putting a slice of the heads together. Several teams leave partials and count themselves; the
 // last to come merges them, in their order, and sets the count back to zero. Before compute capability 9.0 a team is
 // one block.
 //
-// Launch    grid (n, n_kv_heads ceil(group / per_block), n_splits), block (256), cluster (1, 1, team), shared 0
+// Launch    grid (n_splits, n_kv_heads ceil(group / per_block), n), block (256), cluster (team, 1, 1), shared 0
 // Requires  head_dim a multiple of 8, at most DIMS; kv_block a power of two, at least 16; per_block at most HEADS;
-//           n_splits and team powers of two, team at most 8 and n_splits; caches and partials at multiples of 16 bytes;
+//           n_splits and team powers of two, team at most 4 and n_splits; caches and partials at multiples of 16 bytes;
 //           rows are of different sequences. inv_freq and norms are weights: they are read before the wait. A position
 //           whose block is out of range counts as not seen, and is not written.
 // Scores, sums and partials in f32, in an order that follows from the length and the grid alone: same bits every run.
@@ -37,16 +36,17 @@
 
 const u32 WARPS = 8;
 const u32 THREADS = 32 * WARPS;
-const u32 MAX_TEAM = 8;
+const u32 MAX_TEAM = 4;
 const u32 MAX_TILE = 16;
+// A block works alone while it has at most so many tiles for each warp, and a team alone likewise.
 #if !defined(REFRAIN_ON_HOST) && __CUDA_ARCH__ >= 900
 #define TEAMS 1
-const u32 ALONE = 64;
-const u32 ONE_TEAM = 4096;
+const u32 ALONE_TILES = 1;
+const u32 TEAM_TILES = 2;
 #else
 #define TEAMS 0
-const u32 ALONE = 256;
-const u32 ONE_TEAM = 256;
+const u32 ALONE_TILES = 2;
+const u32 TEAM_TILES = 2;
 #endif
 const float LOG2_E = 1.44269504088896340736f;
 // Lower than any score that counts, and finite: differences with it are numbers.
@@ -317,7 +317,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     let_next_start();
     team_arrive();
     const Pages& pages = s.pages;
-    u32 row = blockIdx.x, split = blockIdx.z, head_dim = pages.head_dim;
+    u32 row = blockIdx.z, split = blockIdx.x, head_dim = pages.head_dim;
     u32 group = s.n_heads / pages.n_kv_heads, chunks = (group + s.per_block - 1) / s.per_block;
     u32 kv_head = blockIdx.y / chunks, chunk = blockIdx.y % chunks;
     u32 first_head = kv_head * group + chunk * s.per_block;
@@ -391,7 +391,9 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     u32 first = s.window != 0 && (u32)position >= s.window ? (u32)position + 1 - s.window : 0;
     // Tiles start at multiples of their size.
     u32 start = first / MAX_TILE * MAX_TILE, length = (u32)position + 1 - start;
-    u32 blocks_shift = length <= ALONE ? 0 : length <= ONE_TEAM ? team_shift : s.splits_shift;
+    u32 blocks_shift = length <= ALONE_TILES * WARPS * TILE                  ? 0
+                       : length <= TEAM_TILES * WARPS * TILE << team_shift ? team_shift
+                                                                           : s.splits_shift;
     if (split >> blocks_shift != 0) return;
     bool holds_new = split == (1u << blocks_shift) - 1;
 
@@ -637,13 +639,17 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     // Partials and their scales are of the same head, team by team.
     u64 at = (head_row + h) * n_teams;
     float4* sums = (float4*)partials + at * (head_dim / 4) + d;
-    float2* tops = (float2*)(partials + (u64)gridDim.x * s.n_heads * n_teams * head_dim) + at * (head_dim / 4) + d;
+    float2* tops = (float2*)(partials + (u64)gridDim.z * s.n_heads * n_teams * head_dim) + at * (head_dim / 4) + d;
     if (mine_is_there) {
         Sum all;
         all.clear();
-        for (u32 r = 0; r >> team_shift == 0; r++) all.top = fmaxf(all.top, scales[r][h].x);
-        for (u32 r = 0; r >> team_shift == 0; r++) {
-            if (scales[r][h].y != 0.0f) {
+#pragma unroll
+        for (u32 r = 0; r < MAX_TEAM; r++) {
+            if (r >> team_shift == 0) all.top = fmaxf(all.top, scales[r][h].x);
+        }
+#pragma unroll
+        for (u32 r = 0; r < MAX_TEAM; r++) {
+            if (r >> team_shift == 0 && scales[r][h].y != 0.0f) {
                 all.add(scales[r][h].x, scales[r][h].y, slices[(r << slice_shift) + threadIdx.x], all.top);
             }
         }
@@ -663,16 +669,28 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     if (!last || !mine_is_there) return;
     Sum all;
     all.clear();
-    // Sums of earlier teams are brought down as the top rises: all loads can be under way at once.
-#pragma unroll 4
-    for (u32 t = 0; t < n_teams; t++) {
-        float2 scale = tops[(u64)t * (head_dim / 4)];
-        float4 sum = sums[(u64)t * (head_dim / 4)];
+    // So many are loaded at once; those before are brought down as the top rises.
+    const int BATCH = 8;
+#pragma unroll 1
+    for (u32 t = 0; t < n_teams; t += BATCH) {
+        float2 scale[BATCH];
+        float4 sum[BATCH];
         Sum before = all;
         all.clear();
-        all.top = fmaxf(before.top, scale.x);
+        all.top = before.top;
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            u32 from = min(t + j, n_teams - 1);
+            scale[j] = tops[(u64)from * (head_dim / 4)];
+            sum[j] = sums[(u64)from * (head_dim / 4)];
+        }
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) all.top = fmaxf(all.top, scale[j].x);
         all.add(before.top, before.total, before.sum, all.top);
-        all.add(scale.x, scale.y, sum, all.top);
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            if (t + j < n_teams) all.add(scale[j].x, scale[j].y, sum[j], all.top);
+        }
     }
     all.store(y + (head_row + h) * head_dim + 4 * d);
 }

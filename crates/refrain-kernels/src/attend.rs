@@ -22,10 +22,10 @@ const SIZES: [(usize, usize); 3] = [(64, 8), (128, 8), (256, 4)];
 /// Numbers of query heads there are kernels for, each for all up to it.
 const HEADS: [usize; 3] = [2, 4, 8];
 /// Blocks that exchange what they found through their shared memory, where the card can do that.
-const TEAM: usize = 8;
-/// Up to this length one block does a head, and up to this length one team.
-const ALONE: usize = 64;
-const ONE_TEAM: usize = 4096;
+const TEAM: usize = 4;
+/// Bytes of keys in F16 up to which one block does a head, and up to which one team does.
+const ALONE_BYTES: usize = 16 << 10;
+const TEAM_BYTES: usize = 2 * TEAM * ALONE_BYTES;
 /// More blocks for a head cost more to merge than they gain.
 const MAX_SPLITS: usize = 128;
 /// The most rows that [`Kernels::attend`] takes.
@@ -101,13 +101,14 @@ pub struct AttendNorm {
     pub eps: f32,
 }
 
-/// How many blocks to a head fill a card of `n_sms` multiprocessors, for contexts of up to `max_len` positions.
+/// How many blocks to a head of a cache fill a card of `n_sms` multiprocessors, for contexts of up to `max_len` positions.
 #[must_use]
-pub fn attend_splits(n: usize, n_kv_heads: usize, max_len: usize, n_sms: u32) -> usize {
-    let filling = (2 * n_sms as usize / (n * n_kv_heads).max(1)).clamp(1, MAX_SPLITS);
-    let most = match max_len {
-        0..=ALONE => 1,
-        ..=ONE_TEAM => TEAM,
+pub fn attend_splits(n: usize, n_kv_heads: usize, head_dim: usize, max_len: usize, n_sms: u32) -> usize {
+    // One block to a multiprocessor: with two, teams no longer all find room at once.
+    let filling = (n_sms as usize / (n * n_kv_heads).max(1)).clamp(1, MAX_SPLITS);
+    let most = match max_len.saturating_mul(2 * head_dim) {
+        0..=ALONE_BYTES => 1,
+        ..=TEAM_BYTES => TEAM,
         _ => MAX_SPLITS,
     };
     // The largest power of two that is not above it.
@@ -181,13 +182,11 @@ impl Kernels {
         let (v, v_rows) = case.rows("v", &a.v, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
         let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(per_block);
         crate::require!(case, n_groups <= 65_535, "at most 65535 groups of heads");
-        let grid = [a.n as u32, n_groups as u32, a.n_splits as u32];
+        let grid = [a.n_splits as u32, n_groups as u32, a.n as u32];
         let launch = self.launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?;
         let team = 1 << sizes.team_shift;
-        let launch = if team > 1 && self.has_clusters() { launch.cluster([1, 1, team]) } else { launch };
-        let launch = launch
-            .step(a.step)
-            .write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?);
+        let launch = if team > 1 && self.has_clusters() { launch.cluster(team) } else { launch };
+        let launch = launch.step(a.step).write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?);
         let launch = match (a.n_splits, a.scratch, a.counters) {
             (1, ..) => launch.null().null(),
             (_, Some(scratch), Some(counters)) => {
@@ -299,7 +298,7 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
 /// The four ops one after the other.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let s = k.arg::<Sizes>(17)?;
-    let n = k.config().grid[0] as usize;
+    let n = k.config().grid[2] as usize;
     let [n_heads, n_kv_heads, head_dim] =
         [s.n_heads, s.pages.n_kv_heads, s.pages.head_dim].map(|n| n as usize);
     check_state(k, n)?;

@@ -51,7 +51,9 @@ mod commit; // making it the next step's input
 
 // launchers: complete
 
-pub use attend::{AttendArgs, AttendNorm, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes, attend_splits};
+pub use attend::{
+    AttendArgs, AttendNorm, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes, attend_splits,
+};
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
 pub use cache::KernelCache;
 pub use commit::{
