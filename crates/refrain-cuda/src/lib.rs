@@ -38,6 +38,7 @@ mod roles; // what a control block's numbers index
 mod resident; // what lies on the device
 mod fused; // runs of steps around the products of one row
 mod group; // which steps one launch does
+mod attend; // among them those of attention
 mod lower; // steps into launches
 mod states; // what a graph is verified with
 mod host; // steps on the host

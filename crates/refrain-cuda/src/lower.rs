@@ -105,6 +105,7 @@ pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32) -> u64 {
         match (&step.op, q) {
             (Op::Attention(_), Some(q)) => {
                 attention_scratch_bytes(q.dims()[0], q.dims()[1], q.dims()[2], splits(step, n_sms))
+                    .max(crate::attend::scratch_bytes(step, n_sms))
             }
             (Op::Sample, Some(logits)) => sample_scratch_bytes(logits.dims()[0], logits.dims()[1]),
             _ => 0,
@@ -154,6 +155,11 @@ impl Lowering<'_> {
                         self.name_output(step, operand, warm)?;
                     }
                 }
+                Group::Attend(run) => {
+                    let launch = self.attend(run, self.resident.counters);
+                    launches.push(launch.map_err(|e| self.refuse(run.attention, e))?);
+                    run.written().try_for_each(|step| self.name_outputs(step, warm))?;
+                }
                 Group::RopeKv(steps) => {
                     launches.push(self.rope_kv(steps).map_err(|e| self.refuse(&steps[0], e))?);
                     steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
@@ -191,7 +197,7 @@ impl Lowering<'_> {
         self.results.get(&id).map_or_else(|| self.resident.buffer(self.plan, id), |buf| Ok(*buf))
     }
 
-    fn view(&self, operand: &Operand) -> Result<View, KernelError> {
+    pub(crate) fn view(&self, operand: &Operand) -> Result<View, KernelError> {
         if self.resident.is_packed(self.plan, operand) {
             return Err(KernelError::Unsupported {
                 op: "view",
@@ -205,7 +211,7 @@ impl Lowering<'_> {
     }
 
     /// The bytes of a dense operand.
-    fn dense(&self, step: &Step, operand: &Operand) -> Result<Buf, KernelError> {
+    pub(crate) fn dense(&self, step: &Step, operand: &Operand) -> Result<Buf, KernelError> {
         let view = self.view(operand)?;
         let strided = || KernelError::Unsupported {
             op: step.op.name(),
@@ -332,7 +338,7 @@ impl Lowering<'_> {
     }
 
     /// A dense F32 operand: a norm's weights.
-    fn vector(&self, step: &Step, i: usize) -> Result<Buf, KernelError> {
+    pub(crate) fn vector(&self, step: &Step, i: usize) -> Result<Buf, KernelError> {
         let operand = &step.inputs[i];
         let dtype = self.resident.dtype(self.plan, operand);
         if dtype != DType::F32 {
@@ -477,7 +483,7 @@ impl Lowering<'_> {
     }
 
     /// A cache with its scratch blocks, and how many blocks that makes.
-    fn cache(&self, step: &Step, operand: &Operand) -> Result<(Buf, usize), KernelError> {
+    pub(crate) fn cache(&self, step: &Step, operand: &Operand) -> Result<(Buf, usize), KernelError> {
         let refuse = |because: &str| KernelError::Unsupported {
             op: step.op.name(),
             dtype: operand.dtype,

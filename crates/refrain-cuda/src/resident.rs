@@ -29,6 +29,8 @@ const PACK_ROWS: usize = 8;
 
 /// Bytes of weights that are sent between two reports of how far they are.
 const PIECE_BYTES: usize = 64 << 20;
+/// Counters of the kernels that have some.
+pub(crate) const COUNTER_BYTES: u64 = 16 << 10;
 
 /// A model as the host holds it.
 #[derive(Debug, Default)]
@@ -150,6 +152,8 @@ pub(crate) struct Resident {
     /// Both of them.
     message: Buf,
     pub(crate) ring: Buf,
+    /// Zero between launches: kernels that count their blocks leave it so.
+    pub(crate) counters: Buf,
     results: Buf,
     /// The host's end of the ring, until somebody takes it.
     ring_end: Option<Ring>,
@@ -199,7 +203,7 @@ impl Places {
             weight_bytes: self.weight_bytes,
             kv_bytes: self.kv_bytes,
             arena_bytes: room.arena,
-            workspace_bytes: room.scratch + room.control + FEED_BYTES,
+            workspace_bytes: room.scratch + room.control + FEED_BYTES + COUNTER_BYTES,
             free_bytes: self.device.0,
             device_bytes: self.device.1,
         }
@@ -262,6 +266,7 @@ impl Resident {
             ("arena", room.arena),
             ("scratch", room.scratch),
             ("control", FEED_BYTES + room.control),
+            ("counters", COUNTER_BYTES),
         ];
         let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
         let results = layout.pinned("results", RESULT_BYTES);
@@ -270,7 +275,7 @@ impl Resident {
         let bufs = regions.map(|r| memory.buf(r));
         let results = memory.buf(results);
         let names = sizes.iter().zip(bufs).map(|((name, _), buf)| ((*name).to_owned(), buf)).collect();
-        let [weights, kv, arena, scratch, message] = bufs;
+        let [weights, kv, arena, scratch, message, counters] = bufs;
         let ring_end = Ring::new(&memory, ring_region, RING_ENTRIES, size_of::<CommitEntry>())?;
         let (ring, space) = (ring_end.buf(), Space::new(&memory, names));
         Ok(Resident {
@@ -287,6 +292,7 @@ impl Resident {
             control: message.slice(FEED_BYTES, room.control)?,
             message,
             ring,
+            counters,
             results,
             ring_end: Some(ring_end),
             assembled: Vec::new(),
@@ -302,7 +308,7 @@ impl Resident {
     ) -> Result<(), CudaError> {
         let total_bytes = self.places.weights.iter().flatten().map(|place| place.bytes).sum();
         let (mut done_bytes, began) = (0, Instant::now());
-        let zero = [self.kv, self.arena, self.scratch, self.message];
+        let zero = [self.kv, self.arena, self.scratch, self.message, self.counters];
         stream
             .run(&mut self.lease, false, |q| zero.into_iter().try_for_each(|buf| q.fill(buf, 0)))
             .map(|_| ())

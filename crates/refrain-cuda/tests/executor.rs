@@ -265,7 +265,7 @@ fn a_profile_counts_what_a_step_reads_of_cache_and_table_not_all_of_them() {
 }
 
 #[test]
-fn products_of_the_same_rows_are_one_launch_and_rope_is_one_with_its_appends() {
+fn products_of_the_same_rows_are_one_launch_and_so_is_all_from_rope_to_attention() {
     let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
     direct.run().unwrap();
     let rows = direct.backend.monitor().status().profile;
@@ -274,8 +274,8 @@ fn products_of_the_same_rows_are_one_launch_and_rope_is_one_with_its_appends() {
     };
     assert!(holds("linear_", &["attn_q", "attn_k", "attn_v"]), "{rows:?}");
     assert!(holds("linear_", &["ffn_up", "ffn_gate"]), "{rows:?}");
-    assert!(holds("rope_kv_", &["rope", "kv_append"]), "{rows:?}");
-    assert!(!holds("kv_append_", &[]) && !holds("rope_neox", &[]) && !holds("rope_inter", &[]), "{rows:?}");
+    assert!(holds("attend_", &["rope", "kv_append", "attention"]), "{rows:?}");
+    assert!(!holds("rope_", &[]) && !holds("kv_append_", &[]) && !holds("attention_", &[]), "{rows:?}");
 }
 
 #[test]

@@ -47,12 +47,16 @@ mod rope; // rotary embedding
 mod kv; // writing the KV cache
 mod rope_kv; // both at once
 mod attention; // reading it
+mod attend; // all of it for tokens decoded one at a time
 mod rows; // reductions and softmax over rows
 mod sample; // choosing a token
 mod commit; // making it the next step's input
 
 // launchers: complete
 
+pub use attend::{
+    AttendArgs, AttendNorm, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes, attend_splits,
+};
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
 pub use cache::KernelCache;
 pub use commit::{

@@ -279,6 +279,12 @@ impl Kernels {
         self.shared_limit
     }
 
+    /// Whether blocks can work in clusters; code for older cards does without.
+    pub(crate) fn has_clusters(&self) -> bool {
+        // The first cards whose kernels overlap are the first that have clusters.
+        self.overlaps
+    }
+
     pub(crate) fn get(&self, name: &str) -> Result<&Function, KernelError> {
         self.functions.get(name).ok_or_else(|| {
             DriverError::KernelMissing { module: "kernels".to_owned(), kernel: name.to_owned() }.into()

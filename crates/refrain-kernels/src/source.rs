@@ -21,6 +21,8 @@ pub enum Family {
     Kv,
     /// `attention.cu`
     Attention,
+    /// `attend.cu`
+    Attend,
     /// `rows.cu`
     Rows,
     /// `sample.cu`
@@ -35,7 +37,7 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 14] = [
+    pub const ALL: [Family; 15] = [
         Family::Linear,
         Family::Matmul,
         Family::Gather,
@@ -45,6 +47,7 @@ impl Family {
         Family::Rope,
         Family::Kv,
         Family::Attention,
+        Family::Attend,
         Family::Rows,
         Family::Sample,
         Family::Commit,
@@ -65,6 +68,7 @@ impl Family {
             Family::Rope => "rope",
             Family::Kv => "kv",
             Family::Attention => "attention",
+            Family::Attend => "attend",
             Family::Rows => "rows",
             Family::Sample => "sample",
             Family::Commit => "commit",
@@ -86,6 +90,7 @@ impl Family {
             Family::Rope => include_str!("../cu/rope.cu"),
             Family::Kv => include_str!("../cu/kv.cu"),
             Family::Attention => include_str!("../cu/attention.cu"),
+            Family::Attend => include_str!("../cu/attend.cu"),
             Family::Rows => include_str!("../cu/rows.cu"),
             Family::Sample => include_str!("../cu/sample.cu"),
             Family::Commit => include_str!("../cu/commit.cu"),
@@ -96,12 +101,13 @@ impl Family {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 7] = [
+pub(crate) const HEADERS: [(&str, &str); 8] = [
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
     ("packed.cuh", include_str!("../cu/packed.cuh")),
     ("paged.cuh", include_str!("../cu/paged.cuh")),
     ("quant.cuh", include_str!("../cu/quant.cuh")),
     ("reduce.cuh", include_str!("../cu/reduce.cuh")),
+    ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];

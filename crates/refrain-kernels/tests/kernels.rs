@@ -118,6 +118,14 @@ both! {
         run_all(&mut bed, cases::attention::attention());
     }
 
+    fn attend_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::attend::attend());
+    }
+
+    fn attend_appends_the_bits_of_rope_with_kv_append(bed) {
+        cases::attend::same_bits_as_rope_kv(&mut bed);
+    }
+
     fn sampling_chooses_what_the_reference_chooses(bed) {
         run_all(&mut bed, cases::sample::sample());
     }

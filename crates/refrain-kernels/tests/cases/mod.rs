@@ -1,5 +1,6 @@
 //! The case table, one file per group of families.
 
+pub mod attend;
 pub mod attention;
 pub mod dense;
 pub mod elementwise;

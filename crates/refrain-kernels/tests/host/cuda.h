@@ -23,6 +23,8 @@ struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 template <typename To, typename From> To same_bits(From x) {
     To y;
@@ -44,6 +46,13 @@ inline unsigned short f32_to_f16(float x) { return same_bits<unsigned short>((_F
 inline void store_release_system(unsigned long long* p, unsigned long long x) {
     __atomic_store_n(p, x, __ATOMIC_RELEASE);
 }
+inline float power_of_2(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
+inline bool is_last(unsigned* counter, unsigned n) {
+    unsigned before = *counter;
+    *counter = before >= n - 1 ? 0 : before + 1;
+    return before == n - 1;
+}
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 // Waits for all threads of the block that have not returned; whether any of them passed true.
@@ -62,6 +71,7 @@ template <typename T> T shuffle(T x, unsigned from) {
     return x;
 }
 template <typename T> T __shfl_xor_sync(unsigned, T x, unsigned mask) { return shuffle(x, threadIdx.x % 32 ^ mask); }
+template <typename T> T __shfl_sync(unsigned, T x, unsigned from) { return shuffle(x, from); }
 template <typename T> T __shfl_up_sync(unsigned, T x, unsigned step) {
     unsigned lane = threadIdx.x % 32;
     return shuffle(x, lane >= step ? lane - step : lane);
