@@ -92,9 +92,10 @@ impl CudaBackend {
     /// On a device that is open. A simulated one must know the kernels' twins.
     pub fn on(device: &Device, options: CudaOptions) -> Result<CudaBackend, CudaError> {
         let sent = options.clone();
-        let worker = device
+        let mut worker = device
             .spawn(options.load_limit, move |ctx| Ok(Holder(Machine::new(ctx, sent))))
             .map_err(CudaError::driver("starting the device thread"))?;
+        worker.set_call_limit(options.call_limit);
         let backend = CudaBackend {
             worker,
             options,

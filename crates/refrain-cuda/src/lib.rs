@@ -52,3 +52,5 @@ pub use resident::Accounting;
 pub use status::{GraphLine, Status};
 pub use verify::{Case, Check, N_CASES, Verified, VerifyError, VerifyReport, verify};
 pub use warm::{Space, WarmPlan, Work};
+
+pub use refrain_kernels::{KernelError, Nvrtc};
