@@ -45,8 +45,8 @@ enum Examined {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let rows = match args.device {
         Examined::Auto => auto(args.index)?,
-        Examined::Cuda => examine(DeviceKind::Cuda(args.index)),
-        Examined::Sim => examine(DeviceKind::Sim(SimOptions::default())),
+        Examined::Cuda => with_compiler(examine(DeviceKind::Cuda(args.index))),
+        Examined::Sim => with_compiler(examine(DeviceKind::Sim(SimOptions::default()))),
     };
     let mut out = Out::new();
     if args.json {
@@ -77,7 +77,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn auto(index: u32) -> anyhow::Result<Vec<Row>> {
     let mut rows = vec![cpu()?];
     match refrain_driver::Device::open(DeviceKind::Cuda(index)) {
-        Ok(_) => rows.extend(examine(DeviceKind::Cuda(index))),
+        Ok(_) => rows.extend(with_compiler(examine(DeviceKind::Cuda(index)))),
         Err(error) => rows.push(Row {
             name: "cuda",
             verdict: Verdict::Note,
@@ -89,6 +89,31 @@ fn auto(index: u32) -> anyhow::Result<Vec<Row>> {
         }),
     }
     Ok(rows)
+}
+
+/// Puts the kernels' compiler behind the driver: which library was found, and where.
+fn with_compiler(mut rows: Vec<Row>) -> Vec<Row> {
+    let row = match refrain::Nvrtc::open(None) {
+        Ok(nvrtc) => {
+            let (major, minor) = nvrtc.version();
+            Row {
+                name: "kernel compiler",
+                verdict: Verdict::Good,
+                measured: format!("NVRTC {major}.{minor}, {}", nvrtc.file()),
+                words: "kernels can be compiled for any card; the simulated device needs none".into(),
+                advice: None,
+            }
+        }
+        Err(error) => Row {
+            name: "kernel compiler",
+            verdict: Verdict::Note,
+            measured: "none".into(),
+            words: format!("only kernels that are compiled already can be used: {error}"),
+            advice: error.hint(),
+        },
+    };
+    rows.insert(1.min(rows.len()), row);
+    rows
 }
 
 fn cpu() -> anyhow::Result<Row> {

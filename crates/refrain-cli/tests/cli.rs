@@ -300,6 +300,7 @@ fn the_doctor_finds_the_simulated_device_healthy() {
     let json = cli.run(&["doctor", "--device", "sim", "--json"]).json();
     let rows = json["rows"].as_array().expect("rows");
     assert!(rows.len() > 5 && rows.iter().all(|row| row["verdict"] != "bad"), "{json}");
+    assert!(rows.iter().any(|row| row["name"] == "kernel compiler"), "{json}");
 }
 
 #[test]

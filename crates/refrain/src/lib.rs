@@ -31,7 +31,7 @@ pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
 pub use model::{BUILTIN_NAME, Model};
 pub use session::{Device, Session, SessionOptions};
 
-pub use refrain_cuda::{Accounting, CacheStats, CudaError, GraphLine, GraphMode, ProfileRow, Status};
+pub use refrain_cuda::{Accounting, CacheStats, CudaError, GraphLine, GraphMode, Nvrtc, ProfileRow, Status};
 pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_engine::{EngineError, Ledger, Perplexity, SamplingError, SamplingParams, StepKind, Tally};
