@@ -117,9 +117,10 @@ impl CudaBackend {
     pub fn on(device: &Device, options: CudaOptions) -> Result<CudaBackend, CudaError> {
         let (pump, timeline) = (Arc::<Pump>::default(), SharedTimeline::default());
         let (sent, to_pump, to_timeline) = (options.clone(), Arc::clone(&pump), Arc::clone(&timeline));
-        let worker = device
+        let mut worker = device
             .spawn(options.load_limit, move |ctx| Ok(Holder(Machine::new(ctx, sent, to_pump, to_timeline))))
             .map_err(CudaError::driver("starting the device thread"))?;
+        worker.set_call_limit(options.call_limit);
         let backend = CudaBackend {
             worker,
             options,

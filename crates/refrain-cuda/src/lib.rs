@@ -61,4 +61,4 @@ pub use status::{GraphLine, Status};
 pub use verify::{Case, Check, N_CASES, Verified, VerifyError, VerifyReport, verify};
 pub use warm::{Space, WarmPlan, Work};
 
-pub use refrain_kernels::{Arch, Origin, prebuilt_archs};
+pub use refrain_kernels::{Arch, KernelError, Nvrtc, Origin, prebuilt_archs};

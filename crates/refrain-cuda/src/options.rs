@@ -33,6 +33,8 @@ pub struct CudaOptions {
     pub step_limit: Duration,
     /// The same for making a plan ready: weights sent, graphs recorded and verified.
     pub compile_limit: Duration,
+    /// How long a single driver call may take, whatever it belongs to; allocations and modules being loaded aside.
+    pub call_limit: Duration,
     /// The same for starting and for taking weights over.
     pub load_limit: Duration,
 }
@@ -51,6 +53,7 @@ impl Default for CudaOptions {
             on_load: LoadListener::default(),
             step_limit: Duration::from_secs(60),
             compile_limit: Duration::from_secs(120),
+            call_limit: Duration::from_secs(5),
             load_limit: Duration::from_secs(900),
         }
     }

@@ -325,7 +325,9 @@ impl Resident {
             let unfit = |because: String| CudaError::Mismatch { what: "weights", because };
             let done = if weight.ty.shape.rank() < 2 {
                 let values = tensor.to_f32().map_err(|e| unfit(format!("{}: {e}", weight.name)))?;
-                stream.upload_ahead(&mut self.lease, dst, bytemuck::cast_slice(&values)).map_err(KernelError::from)
+                stream
+                    .upload_ahead(&mut self.lease, dst, bytemuck::cast_slice(&values))
+                    .map_err(KernelError::from)
             } else {
                 let bytes = tensor.bytes().as_slice();
                 let start = tensor.dtype().bytes_for(tensor.layout().offset()).unwrap_or(usize::MAX);

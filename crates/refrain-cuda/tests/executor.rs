@@ -117,6 +117,28 @@ fn a_driver_that_does_not_return_is_reported_by_the_deadline() {
 }
 
 #[test]
+fn a_driver_call_that_does_not_return_while_a_plan_is_made_ready_is_reported_long_before_the_plan_is_late() {
+    for hang in ["end_capture", "instantiate", "replay"] {
+        let mut options = options(GraphMode::Auto, Method::Stream);
+        options.call_limit = Duration::from_millis(200);
+        let (sim, mut rig) = small("llama", options);
+        sim.inject(FaultScript::parse(&format!("on 1st {hang}: hang")).unwrap());
+        let began = Instant::now();
+        let error = rig.engine.plan(1).unwrap_err();
+        assert!(began.elapsed() < Duration::from_secs(10), "{hang}: {:?}", began.elapsed());
+        let mut text = error.to_string();
+        let mut at = std::error::Error::source(&error);
+        while let Some(source) = at {
+            text = format!("{text}: {source}");
+            at = source.source();
+        }
+        assert!(text.contains("compiling a plan, in cu"), "{hang}: {text}");
+        assert_eq!(sim.unused_faults(), [""; 0]);
+        sim.release_hung();
+    }
+}
+
+#[test]
 fn a_plan_that_needs_more_room_keeps_the_cache_and_is_recorded_again() {
     let want = {
         let (_, mut rig) = small("qwen2", options(GraphMode::Off, Method::Stream));

@@ -101,13 +101,16 @@ impl Family {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 8] = [
+pub(crate) const HEADERS: [(&str, &str); 11] = [
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
     ("packed.cuh", include_str!("../cu/packed.cuh")),
     ("paged.cuh", include_str!("../cu/paged.cuh")),
     ("quant.cuh", include_str!("../cu/quant.cuh")),
     ("reduce.cuh", include_str!("../cu/reduce.cuh")),
+    ("sample_cut.cuh", include_str!("../cu/sample_cut.cuh")),
+    ("sample_keys.cuh", include_str!("../cu/sample_keys.cuh")),
+    ("sample_list.cuh", include_str!("../cu/sample_list.cuh")),
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];

@@ -139,6 +139,19 @@ both! {
     }
 }
 
+#[test]
+fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_the_simulated_device() {
+    // Twins are the reference: one vocabulary is enough to see that the launcher takes it.
+    run_all(&mut Bed::sim(), cases::sample::large().into_iter().take(2).collect());
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_a_gpu() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    run_all(&mut Bed::gpu(), cases::sample::large());
+}
+
 fn same_bits_for_every_m(bed: &mut Bed) {
     for dtype in LINEAR_DTYPES {
         let (m, n, k) = (11, 9, if dtype.is_quantized() { 768 } else { 203 });
