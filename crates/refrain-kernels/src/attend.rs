@@ -106,10 +106,13 @@ pub struct AttendNorm {
 pub fn attend_splits(n: usize, n_kv_heads: usize, head_dim: usize, max_len: usize, n_sms: u32) -> usize {
     // One block to a multiprocessor: with two, teams no longer all find room at once.
     let filling = (n_sms as usize / (n * n_kv_heads).max(1)).clamp(1, MAX_SPLITS);
-    let most = match max_len.saturating_mul(2 * head_dim) {
-        0..=ALONE_BYTES => 1,
-        ..=TEAM_BYTES => TEAM,
-        _ => MAX_SPLITS,
+    let bytes = max_len.saturating_mul(2 * head_dim);
+    let most = if bytes <= ALONE_BYTES {
+        1
+    } else if bytes <= TEAM_BYTES {
+        TEAM
+    } else {
+        MAX_SPLITS
     };
     // The largest power of two that is not above it.
     1 << filling.min(most).ilog2()
