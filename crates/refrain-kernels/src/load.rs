@@ -186,7 +186,10 @@ impl Kernels {
             let module = missing.family.name().to_owned();
             return Err(DriverError::KernelMissing { module, kernel: missing.name.clone() }.into());
         }
-        Ok(Kernels { functions, origin, overlaps: arch >= OVERLAPS })
+        let kernels = Kernels { functions, origin, overlaps: arch >= OVERLAPS };
+        kernels.allow_gemm()?;
+        kernels.allow_flash()?;
+        Ok(kernels)
     }
 
     /// Where the kernels came from.

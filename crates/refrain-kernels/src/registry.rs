@@ -64,6 +64,10 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::rows::entries(&mut all);
     crate::sample::entries(&mut all);
     crate::commit::entries(&mut all);
+    crate::gemm::entries(&mut all);
+    crate::dequant::entries(&mut all);
+    crate::narrow::entries(&mut all);
+    crate::flash::entries(&mut all);
     all
 }
 

@@ -27,11 +27,19 @@ pub enum Family {
     Sample,
     /// `commit.cu`
     Commit,
+    /// `gemm.cu`
+    Gemm,
+    /// `dequant.cu`
+    Dequant,
+    /// `narrow.cu`
+    Narrow,
+    /// `flash.cu`
+    Flash,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 12] = [
+    pub const ALL: [Family; 16] = [
         Family::Linear,
         Family::Matmul,
         Family::Gather,
@@ -44,6 +52,10 @@ impl Family {
         Family::Rows,
         Family::Sample,
         Family::Commit,
+        Family::Gemm,
+        Family::Dequant,
+        Family::Narrow,
+        Family::Flash,
     ];
 
     /// The file's name without `.cu`.
@@ -62,6 +74,10 @@ impl Family {
             Family::Rows => "rows",
             Family::Sample => "sample",
             Family::Commit => "commit",
+            Family::Gemm => "gemm",
+            Family::Dequant => "dequant",
+            Family::Narrow => "narrow",
+            Family::Flash => "flash",
         }
     }
 
@@ -81,13 +97,18 @@ impl Family {
             Family::Rows => include_str!("../cu/rows.cu"),
             Family::Sample => include_str!("../cu/sample.cu"),
             Family::Commit => include_str!("../cu/commit.cu"),
+            Family::Gemm => include_str!("../cu/gemm.cu"),
+            Family::Dequant => include_str!("../cu/dequant.cu"),
+            Family::Narrow => include_str!("../cu/narrow.cu"),
+            Family::Flash => include_str!("../cu/flash.cu"),
         }
     }
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 6] = [
+pub(crate) const HEADERS: [(&str, &str); 7] = [
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
+    ("mma.cuh", include_str!("../cu/mma.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
     ("paged.cuh", include_str!("../cu/paged.cuh")),
     ("quant.cuh", include_str!("../cu/quant.cuh")),

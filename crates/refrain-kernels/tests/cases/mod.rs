@@ -3,4 +3,5 @@
 pub mod attention;
 pub mod dense;
 pub mod elementwise;
+pub mod prompt;
 pub mod sample;
