@@ -35,6 +35,7 @@ mod roles; // what a control block's numbers index
 mod resident; // what lies on the device
 mod group; // which steps one launch does
 mod lower; // steps into launches
+mod prefill; // steps of many rows
 mod states; // what a graph is verified with
 mod host; // steps on the host
 mod profile; // where the time goes
@@ -45,7 +46,8 @@ mod backend; // the way in
 pub use backend::{CudaBackend, CudaCompiled, CudaStates, CudaWeights, Monitor};
 pub use cache::{CacheOptions, CacheStats, GraphCache, GraphMode, Site};
 pub use error::CudaError;
-pub use options::CudaOptions;
+pub use options::{CublasLt, CudaOptions};
+pub use prefill::PromptProducts;
 pub use profile::ProfileRow;
 pub use reason::{Stage, reason_of};
 pub use resident::Accounting;

@@ -14,6 +14,7 @@ use refrain_tensor::DType;
 
 use crate::error::CudaError;
 use crate::group::{Group, groups};
+use crate::prefill::{Areas, Prefill, Products};
 use crate::resident::Resident;
 use crate::warm::WarmPlan;
 
@@ -93,7 +94,7 @@ fn splits(step: &Step, n_sms: u32) -> usize {
 }
 
 /// Scratch that the kernels of a plan need; steps use the same bytes one after the other.
-pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32) -> u64 {
+pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32, blas: bool) -> u64 {
     let of = |step: &Step| {
         let q = step.inputs.first().map(|i| i.layout.shape());
         match (&step.op, q) {
@@ -104,7 +105,7 @@ pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32) -> u64 {
             _ => 0,
         }
     };
-    plan.steps().iter().map(of).max().unwrap_or(0)
+    plan.steps().iter().map(of).max().unwrap_or(0).max(Areas::of(plan, None, n_sms, blas).bytes())
 }
 
 /// Turns steps of one plan into launches over one memory.
@@ -115,14 +116,21 @@ pub(crate) struct Lowering<'a> {
     /// Outputs that do not lie in the arena.
     pub(crate) results: &'a HashMap<BufferId, Buf>,
     pub(crate) n_sms: u32,
+    /// What multiplies many rows.
+    pub(crate) products: &'a Products,
 }
 
 impl Lowering<'_> {
     /// Adds the launches of steps, and the names of what they write.
     pub(crate) fn push(&self, steps: &[Step], warm: &mut WarmPlan) -> Result<(), CudaError> {
-        for group in groups(self.plan, steps) {
+        let groups = groups(self.plan, steps);
+        let mut prefill = Prefill::new(self)?;
+        for (i, group) in groups.iter().enumerate() {
+            if prefill.lower(&groups[i..], warm)? {
+                continue;
+            }
             let mut launches = Vec::new();
-            match &group {
+            match group {
                 Group::One(step) => {
                     if step.outputs.iter().all(|o| o.layout.shape().n_elements() == 0) {
                         continue;
@@ -144,7 +152,7 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn name_outputs(&self, step: &Step, warm: &mut WarmPlan) -> Result<(), CudaError> {
+    pub(crate) fn name_outputs(&self, step: &Step, warm: &mut WarmPlan) -> Result<(), CudaError> {
         for operand in &step.outputs {
             let buf = match self.plan.buffer(operand.buffer).place {
                 Place::State(s) => self.resident.state_buf(s.idx()),
@@ -156,7 +164,7 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn refuse(&self, step: &Step, error: KernelError) -> CudaError {
+    pub(crate) fn refuse(&self, step: &Step, error: KernelError) -> CudaError {
         if let KernelError::Driver(source) = error {
             return CudaError::Driver { step: step.label.clone(), source };
         }
@@ -167,13 +175,13 @@ impl Lowering<'_> {
         self.results.get(&id).map_or_else(|| self.resident.buffer(self.plan, id), |buf| Ok(*buf))
     }
 
-    fn view(&self, operand: &Operand) -> Result<View, KernelError> {
+    pub(crate) fn view(&self, operand: &Operand) -> Result<View, KernelError> {
         let buf = self.buffer(operand.buffer)?;
         Ok(View { buf, dtype: self.resident.dtype(self.plan, operand), layout: operand.layout })
     }
 
     /// The bytes of a dense operand.
-    fn dense(&self, step: &Step, operand: &Operand) -> Result<Buf, KernelError> {
+    pub(crate) fn dense(&self, step: &Step, operand: &Operand) -> Result<Buf, KernelError> {
         let view = self.view(operand)?;
         let strided = || KernelError::Unsupported {
             op: step.op.name(),
@@ -287,14 +295,14 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn rows(&self, operand: &Operand) -> [usize; 2] {
+    pub(crate) fn rows(&self, operand: &Operand) -> [usize; 2] {
         let shape = operand.layout.shape();
         let n_cols = shape.dim_back(0);
         [shape.n_elements() / n_cols.max(1), n_cols]
     }
 
     /// A dense F32 operand: a norm's weights.
-    fn vector(&self, step: &Step, i: usize) -> Result<Buf, KernelError> {
+    pub(crate) fn vector(&self, step: &Step, i: usize) -> Result<Buf, KernelError> {
         let operand = &step.inputs[i];
         let dtype = self.resident.dtype(self.plan, operand);
         if dtype != DType::F32 {
@@ -323,7 +331,7 @@ impl Lowering<'_> {
     }
 
     /// The second factor must be a weight `[n, k]`, or a value like one, seen transposed.
-    fn product(&self, step: &Step) -> Result<LinearPart, KernelError> {
+    pub(crate) fn product(&self, step: &Step) -> Result<LinearPart, KernelError> {
         let (x, w) = (self.view(&step.inputs[0])?, self.view(&step.inputs[1])?);
         let refuse = || KernelError::Unsupported {
             op: "matmul",
@@ -417,6 +425,10 @@ impl Lowering<'_> {
     }
 
     fn attention(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        self.kernels.attention(&self.attention_args(step)?, launches)
+    }
+
+    pub(crate) fn attention_args<'s>(&self, step: &'s Step) -> Result<AttentionArgs<'s>, KernelError> {
         let Op::Attention(attention) = step.op else { unreachable!("called for attention") };
         let ins = &step.inputs;
         let ((k_cache, n_blocks), (v_cache, _)) = (self.cache(step, &ins[1])?, self.cache(step, &ins[2])?);
@@ -424,7 +436,7 @@ impl Lowering<'_> {
         let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
         let n_splits = splits(step, self.n_sms);
         let scratch = attention_scratch_bytes(n, n_heads, head_dim, n_splits);
-        let args = AttentionArgs {
+        Ok(AttentionArgs {
             attention,
             q: self.view(&ins[0])?,
             k_cache,
@@ -445,8 +457,7 @@ impl Lowering<'_> {
             max_blocks: tables.dims()[1],
             n_splits,
             step: &step.label,
-        };
-        self.kernels.attention(&args, launches)
+        })
     }
 
     fn sample(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {

@@ -1,11 +1,11 @@
 //! What lives on the device thread: stream, kernels, memory, programs and graphs.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use refrain_driver::{Buf, Context, Stream};
 use refrain_graph::{BufferId, Op, Place, Plan, Ran, Reason, Segment, SegmentKind, State, Weight};
-use refrain_kernels::Kernels;
+use refrain_kernels::{BlasLtShape, Kernels};
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
@@ -13,6 +13,7 @@ use crate::error::CudaError;
 use crate::host;
 use crate::lower::{Lowering, scratch_bytes};
 use crate::options::CudaOptions;
+use crate::prefill::{self, Areas, Products};
 use crate::profile::{Profile, ProfileRow};
 use crate::resident::{HostModel, Resident, Room};
 use crate::roles::Roles;
@@ -58,6 +59,9 @@ pub(crate) struct Machine {
     model: HostModel,
     profile: Profile,
     options: CudaOptions,
+    /// Shapes that the library has multiplied.
+    warmed: HashSet<BlasLtShape>,
+    products: Products,
     kernels: Kernels,
     stream: Stream,
     ctx: Context,
@@ -66,6 +70,7 @@ pub(crate) struct Machine {
 impl Machine {
     pub(crate) fn new(ctx: &Context, options: CudaOptions) -> Result<Machine, CudaError> {
         let kernels = Kernels::load(ctx, &options.kernels).map_err(|e| CudaError::Kernels(Arc::new(e)))?;
+        let products = Products::open(ctx, &options.cublaslt);
         let mut stream = ctx.stream().map_err(CudaError::driver("making a stream"))?;
         stream.set_limit(options.step_limit);
         Ok(Machine {
@@ -75,6 +80,8 @@ impl Machine {
             model: HostModel::default(),
             profile: Profile::default(),
             options,
+            warmed: HashSet::new(),
+            products,
             kernels,
             stream,
             ctx: ctx.clone(),
@@ -136,6 +143,7 @@ impl Machine {
         }
         let Some(resident) = &self.resident else { unreachable!("ensured above") };
         let (parts, results) = self.lower(resident, &plan, &roles)?;
+        self.warm_up(&parts)?;
         self.programs.insert(id, Program { plan, roles, parts, results });
         if let Err(error) = self.prepare(id) {
             self.drop_program(id);
@@ -147,7 +155,14 @@ impl Machine {
     fn lower(&self, resident: &Resident, plan: &Plan, roles: &Roles) -> Result<Lowered, CudaError> {
         let n_sms = self.ctx.device().info().n_sms;
         let results = resident.results(plan).map_err(CudaError::driver("placing results"))?;
-        let lowering = Lowering { kernels: &self.kernels, plan, resident, results: &results, n_sms };
+        let lowering = Lowering {
+            kernels: &self.kernels,
+            plan,
+            resident,
+            results: &results,
+            n_sms,
+            products: &self.products,
+        };
         let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;
         let mut parts = Vec::with_capacity(plan.segments().len());
         for (idx, segment) in plan.segments().iter().enumerate() {
@@ -168,6 +183,19 @@ impl Machine {
             }
         }
         Ok((parts, results))
+    }
+
+    fn warm_up(&mut self, parts: &[Part]) -> Result<(), CudaError> {
+        let Some(resident) = self.resident.as_mut().filter(|_| self.products.blas.is_some()) else {
+            return Ok(());
+        };
+        let scratch = resident.scratch;
+        parts.iter().try_for_each(|part| match part {
+            Part::Device { warm, .. } => {
+                prefill::warm_up(warm, &mut self.stream, &mut resident.lease, &mut self.warmed, scratch)
+            }
+            Part::Host { .. } => Ok(()),
+        })
     }
 
     fn prepare(&mut self, id: ProgramId) -> Result<(), CudaError> {
@@ -194,7 +222,8 @@ impl Machine {
     fn ensure(&mut self, plan: &Plan, roles: &Roles) -> Result<bool, CudaError> {
         let needed = Room {
             arena: plan.arena_bytes() as u64,
-            scratch: scratch_bytes(plan, self.ctx.device().info().n_sms).next_multiple_of(GRAIN),
+            scratch: scratch_bytes(plan, self.ctx.device().info().n_sms, self.products.blas.is_some())
+                .next_multiple_of(GRAIN),
             control: (plan.control().bytes() as u64).next_multiple_of(GRAIN).max(GRAIN),
         };
         if let Some(limit) = self.options.arena_limit_bytes.filter(|limit| needed.arena > *limit) {
@@ -206,7 +235,7 @@ impl Machine {
             Some(resident) if resident.room.holds(&needed) && !missing(resident) => return Ok(false),
             Some(_) | None => {}
         }
-        let wanted = self.wanted(needed, roles);
+        let wanted = self.wanted(needed, plan, roles);
         let saved = match &self.resident {
             None => Vec::new(),
             Some(resident) => {
@@ -240,7 +269,7 @@ impl Machine {
     }
 
     /// Room for the largest bucket, guessed from a plan of fewer tokens.
-    fn wanted(&self, needed: Room, roles: &Roles) -> Room {
+    fn wanted(&self, needed: Room, plan: &Plan, roles: &Roles) -> Room {
         let largest = self.options.buckets.iter().copied().max().unwrap_or(1);
         let times = largest.div_ceil(roles.n_tokens()).max(1) as u64;
         let reserve =
@@ -248,6 +277,10 @@ impl Machine {
         let arena = needed.arena.saturating_mul(times).min(reserve).max(needed.arena);
         // Of the kernels' scratch only attention's grows with the tokens, and its splits become fewer.
         let scratch = needed.scratch.saturating_add(reserve.min(SCRATCH_RESERVE));
+        // Sending the weights again would cost more than the workspace of prompts, which no small step shows.
+        let n_sms = self.ctx.device().info().n_sms;
+        let prompts = Areas::of(plan, Some(largest), n_sms, self.products.blas.is_some()).bytes();
+        let scratch = scratch.max(prompts.next_multiple_of(GRAIN));
         Room { arena, scratch, control: needed.control.max(4 * GRAIN) }
     }
 
@@ -375,7 +408,14 @@ impl Machine {
         graphs.sort_by_key(|g| g.n_tokens);
         let memory = self.resident.as_ref().map(Resident::accounting).unwrap_or_default();
         let profile = self.profile.rows().to_vec();
-        Status { memory, graphs, cache: self.cache.stats(), kernels: Some(self.kernels.origin()), profile }
+        Status {
+            memory,
+            graphs,
+            cache: self.cache.stats(),
+            kernels: Some(self.kernels.origin()),
+            prompt_products: Some(self.products.choice.clone()),
+            profile,
+        }
     }
 }
 

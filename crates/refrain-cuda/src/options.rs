@@ -1,11 +1,24 @@
 //! How a backend is set up.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use refrain_driver::Method;
 use refrain_kernels::LoadOptions;
 
 use crate::cache::{CacheOptions, GraphMode};
+
+/// Whether NVIDIA's library multiplies the rows of prompts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum CublasLt {
+    /// Where it is found in the usual places.
+    #[default]
+    IfFound,
+    /// This file; the kernels of this engine if it does not open.
+    At(PathBuf),
+    /// The kernels of this engine, always.
+    Never,
+}
 
 /// How a [`crate::CudaBackend`] works.
 #[derive(Clone, Debug)]
@@ -16,6 +29,8 @@ pub struct CudaOptions {
     pub profile: bool,
     /// Where kernels come from.
     pub kernels: LoadOptions,
+    /// What multiplies the rows of prompts.
+    pub cublaslt: CublasLt,
     /// The most bytes of arena that are set aside for steps larger than the first one compiled.
     pub arena_reserve_bytes: u64,
     /// The most bytes of arena a plan may have; `None`: what fits.
@@ -38,10 +53,11 @@ impl Default for CudaOptions {
             graphs: CacheOptions::default(),
             profile: false,
             kernels: LoadOptions::default(),
+            cublaslt: CublasLt::default(),
             arena_reserve_bytes: 256 << 20,
             arena_limit_bytes: None,
             scratch_blocks: 4,
-            buckets: vec![1, 8, 32, 128],
+            buckets: vec![1, 8, 32, 128, 512],
             step_limit: Duration::from_secs(60),
             compile_limit: Duration::from_secs(120),
             load_limit: Duration::from_secs(900),

@@ -49,6 +49,7 @@ pub(crate) fn check(
     // A plan that reads nothing but weights, or nothing but integers of unknown meaning, has one state only.
     let only_one = cases.iter().all(|case| *case == cases[0]);
     let mut check = if only_one { Check::of_one_state(cases) } else { Check::new(cases)? };
+    check = check.workspace(resident.scratch);
     for &state in states.iter().filter(|s| !roles.elsewhere.contains(s)) {
         let scratch = resident.state_scratch(state).map_err(failed)?;
         check = check.narrow(resident.state_buf(state).map_err(failed)?, vec![scratch]);

@@ -11,7 +11,7 @@ use refrain_graph::Reason;
 
 use crate::error::CudaError;
 use crate::reason::{Stage, reason_of};
-use crate::warm::{Range, WarmPlan, merged};
+use crate::warm::{Range, WarmPlan, Work, merged};
 
 /// How many control-block states a graph is verified with.
 pub const N_CASES: usize = 3;
@@ -32,6 +32,8 @@ pub struct Case {
 pub struct Check {
     cases: Vec<Case>,
     narrowed: Vec<(Buf, Vec<Buf>)>,
+    /// Poisoned before each run, and of no interest after it.
+    workspace: Option<Buf>,
 }
 
 impl Check {
@@ -41,12 +43,12 @@ impl Check {
         if different < N_CASES {
             return Err(CudaError::TooFewCases { need: N_CASES, got: different });
         }
-        Ok(Check { cases, narrowed: Vec::new() })
+        Ok(Check { cases, narrowed: Vec::new(), workspace: None })
     }
 
     /// For a plan that has one state only, whatever happens.
     pub(crate) fn of_one_state(cases: Vec<Case>) -> Check {
-        Check { cases, narrowed: Vec::new() }
+        Check { cases, narrowed: Vec::new(), workspace: None }
     }
 
     /// Of what is declared as written in `whole`, these parts are all that the states of this check can reach: the
@@ -57,6 +59,13 @@ impl Check {
         self
     }
 
+    /// What kernels write there only they read, in the same step: what is wrong with it shows in their results.
+    #[must_use]
+    pub fn workspace(mut self, buf: Buf) -> Check {
+        self.workspace = Some(buf);
+        self
+    }
+
     /// What the plan writes under this check.
     fn written(&self, warm: &WarmPlan) -> Vec<Range> {
         let space = warm.space();
@@ -64,7 +73,9 @@ impl Check {
             let narrow = self.narrowed.iter().find(|(whole, _)| contains(warm, *whole, buf));
             narrow.map_or_else(|| vec![buf], |(_, parts)| parts.clone())
         };
-        let all = warm.work().iter().flat_map(|work| work.writes().flat_map(parts).collect::<Vec<_>>());
+        let is_result = |buf: &Buf| !self.workspace.is_some_and(|whole| contains(warm, whole, *buf));
+        let writes = |work: &Work| work.writes().filter(is_result).flat_map(parts).collect::<Vec<_>>();
+        let all = warm.work().iter().flat_map(writes);
         merged(all.filter_map(|buf| space.range(buf)).collect())
     }
 
@@ -207,10 +218,10 @@ fn compare_cases(
         took: Duration::ZERO,
     };
     for (idx, case) in check.cases.iter().enumerate() {
-        prepare(stream, lease, warm, written, case)?;
+        prepare(stream, lease, warm, written, check, case)?;
         stream.run(lease, false, |q| warm.enqueue(q))?;
         let eager = download(stream, lease, warm, written)?;
-        prepare(stream, lease, warm, written, case)?;
+        prepare(stream, lease, warm, written, check, case)?;
         graph.replay(lease, stream)?;
         let replayed = download(stream, lease, warm, written)?;
         for ((range, eager), replayed) in written.iter().zip(&eager).zip(&replayed) {
@@ -227,6 +238,7 @@ fn prepare(
     lease: &mut Lease,
     warm: &WarmPlan,
     written: &[Range],
+    check: &Check,
     case: &Case,
 ) -> Result<(), DriverError> {
     let space = warm.space();
@@ -234,6 +246,7 @@ fn prepare(
         written.iter().partition(|range| space.is_result(range));
     stream.run(lease, false, |q| {
         others.iter().try_for_each(|range| q.fill(space.buf(*range)?, POISON))?;
+        check.workspace.iter().filter(|buf| !buf.is_empty()).try_for_each(|buf| q.fill(*buf, POISON))?;
         // Drivers promise copies to pinned memory, not fills: the poison comes from what was filled above.
         let Some(source) = others.iter().max_by_key(|range| range.end - range.start) else { return Ok(()) };
         let source = space.buf(*source)?;

@@ -191,6 +191,8 @@ fn monitored_engine(
             (DeviceKind::Sim(sim), CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) })
         }
     };
+    // A prompt goes in pieces as large as the largest graph.
+    let runner = RunnerOptions { max_tokens: cuda.buckets.iter().copied().max().unwrap_or(1), ..runner };
     let backend = CudaBackend::open(kind, cuda)?;
     let monitor = backend.monitor();
     let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
