@@ -3,9 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use refrain_driver::{Buf, Context, Stream};
+use refrain_driver::{Buf, Context, DriverError, Stream};
 use refrain_graph::{BufferId, Op, Place, Plan, Ran, Reason, Segment, SegmentKind, State, Weight};
-use refrain_kernels::{BlasLtShape, Kernels};
+use refrain_kernels::{BlasLtShape, Digester, Kernels};
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
@@ -62,6 +62,7 @@ pub(crate) struct Machine {
     /// Shapes that the library has multiplied.
     warmed: HashSet<BlasLtShape>,
     products: Products,
+    digester: Digester,
     kernels: Kernels,
     stream: Stream,
     ctx: Context,
@@ -70,6 +71,7 @@ pub(crate) struct Machine {
 impl Machine {
     pub(crate) fn new(ctx: &Context, options: CudaOptions) -> Result<Machine, CudaError> {
         let kernels = Kernels::load(ctx, &options.kernels).map_err(|e| CudaError::Kernels(Arc::new(e)))?;
+        let digester = kernels.digester().map_err(|e| CudaError::Kernels(Arc::new(e)))?;
         let products = Products::open(ctx, &options.cublaslt);
         let mut stream = ctx.stream().map_err(CudaError::driver("making a stream"))?;
         stream.set_limit(options.step_limit);
@@ -82,6 +84,7 @@ impl Machine {
             options,
             warmed: HashSet::new(),
             products,
+            digester,
             kernels,
             stream,
             ctx: ctx.clone(),
@@ -205,9 +208,15 @@ impl Machine {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
             return Ok(());
         };
+        // No step is under way: of the arena only what steps left to be read means anything.
+        let live =
+            live_outputs(self.programs.values(), resident).map_err(CudaError::driver("finding results"))?;
         for (idx, part) in program.parts.iter().enumerate() {
             let Part::Device { segment, warm } = part else { continue };
-            let check = || states::check(&program.plan, segment, &program.roles, resident);
+            let check = || {
+                let check = states::check(&program.plan, segment, &program.roles, resident, &self.digester)?;
+                Ok(check.transient(resident.arena(), live.clone()))
+            };
             // Made before the lease is borrowed; skipped when graphs are off.
             let check = if self.options.graphs.mode == GraphMode::Off { None } else { Some(check()?) };
             let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
@@ -344,7 +353,13 @@ impl Machine {
                     let key = (id, idx);
                     // Only a graph that has to be made needs states to be verified with.
                     let check = match self.cache.wants_check(&key) {
-                        true => Some(states::check(&program.plan, segment, &program.roles, resident)?),
+                        true => Some(states::check(
+                            &program.plan,
+                            segment,
+                            &program.roles,
+                            resident,
+                            &self.digester,
+                        )?),
                         false => None,
                     };
                     let check = || check.ok_or_else(gone);
@@ -417,6 +432,21 @@ impl Machine {
             profile,
         }
     }
+}
+
+/// Outputs that lie in the arena.
+fn live_outputs<'a>(
+    programs: impl Iterator<Item = &'a Program>,
+    resident: &Resident,
+) -> Result<Vec<Buf>, DriverError> {
+    let mut live = Vec::new();
+    for program in programs {
+        let in_arena = |id: BufferId| matches!(program.plan.buffer(id).place, Place::Arena { .. });
+        for output in program.plan.outputs().iter().filter(|o| in_arena(o.buffer)) {
+            live.push(resident.buffer(&program.plan, output.buffer)?);
+        }
+    }
+    Ok(live)
 }
 
 /// Weights that device steps of a plan read.

@@ -52,6 +52,7 @@ mod blaslt; // the same by cuBLASLt
 mod dequant; // quantised weights for them
 mod narrow; // rows for them
 mod flash; // attention of many rows
+mod digest; // comparing memory where it lies
 
 // launchers: complete
 
@@ -63,6 +64,7 @@ pub use commit::{
 };
 pub use copy::{CastArgs, CopyArgs};
 pub use dequant::DequantArgs;
+pub use digest::Digester;
 pub use elementwise::{BinaryArgs, GateArgs, UnaryArgs};
 pub use error::KernelError;
 pub use gather::GatherRowsArgs;

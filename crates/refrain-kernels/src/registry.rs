@@ -68,6 +68,7 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::dequant::entries(&mut all);
     crate::narrow::entries(&mut all);
     crate::flash::entries(&mut all);
+    crate::digest::entries(&mut all);
     all
 }
 

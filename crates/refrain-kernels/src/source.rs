@@ -35,11 +35,13 @@ pub enum Family {
     Narrow,
     /// `flash.cu`
     Flash,
+    /// `digest.cu`
+    Digest,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 16] = [
+    pub const ALL: [Family; 17] = [
         Family::Linear,
         Family::Matmul,
         Family::Gather,
@@ -56,6 +58,7 @@ impl Family {
         Family::Dequant,
         Family::Narrow,
         Family::Flash,
+        Family::Digest,
     ];
 
     /// The file's name without `.cu`.
@@ -78,6 +81,7 @@ impl Family {
             Family::Dequant => "dequant",
             Family::Narrow => "narrow",
             Family::Flash => "flash",
+            Family::Digest => "digest",
         }
     }
 
@@ -101,6 +105,7 @@ impl Family {
             Family::Dequant => include_str!("../cu/dequant.cu"),
             Family::Narrow => include_str!("../cu/narrow.cu"),
             Family::Flash => include_str!("../cu/flash.cu"),
+            Family::Digest => include_str!("../cu/digest.cu"),
         }
     }
 }

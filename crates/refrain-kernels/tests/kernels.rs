@@ -130,6 +130,10 @@ both! {
         run_all(&mut bed, cases::prompt::flash());
     }
 
+    fn digests_are_those_of_the_bytes(bed) {
+        run_all(&mut bed, cases::prompt::digest());
+    }
+
     fn a_row_of_a_product_has_the_same_bits_for_every_number_of_rows(bed) {
         same_bits_for_every_m(&mut bed);
     }

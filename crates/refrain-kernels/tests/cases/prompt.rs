@@ -205,6 +205,35 @@ fn gate_case(dtype: DType, kind: Gate, also_wide: bool) -> Case {
     )
 }
 
+/// Numbers that were worked out by hand-written code of another shape: one word after the other.
+pub fn digest() -> Vec<Case> {
+    let mixed = |word: u64, at: u64| {
+        let mut h = word.wrapping_add(0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(at + 1));
+        for factor in [0xff51_afd7_ed55_8ccd_u64, 0xc4ce_b9fe_1a85_ec53] {
+            h = (h ^ h >> 33).wrapping_mul(factor);
+        }
+        h ^ h >> 33
+    };
+    let case = |n: usize| {
+        let x: Vec<u8> = (0..n).map(|i| (i * 7 + i / 255) as u8).collect();
+        let mut y = vec![[0_u64; 2]; n.div_ceil(65_536)];
+        for at in (0..n).step_by(8) {
+            let mut word = [0; 8];
+            let bytes = &x[at..n.min(at + 8)];
+            word[..bytes.len()].copy_from_slice(bytes);
+            let chunk = &mut y[at / 65_536];
+            chunk[0] = chunk[0].wrapping_add(mixed(u64::from_le_bytes(word), at as u64));
+            chunk[1] += bytes.iter().filter(|b| **b == 0xff).count() as u64;
+        }
+        let y = y.into_iter().flatten().flat_map(u64::to_le_bytes).collect();
+        Case::new(format!("digest of {n}"), vec![Role::Exact(y), Role::In(x)], |kernels, b, out| {
+            out.push(kernels.digester()?.launch(b[1], b[0])?);
+            Ok(())
+        })
+    };
+    [1, 8, 4096, 65_536, 131_085].into_iter().map(case).collect()
+}
+
 #[derive(Clone, Copy)]
 struct Shape {
     dtype: DType,
