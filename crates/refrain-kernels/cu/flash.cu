@@ -13,7 +13,7 @@
 // many sequences are right, and slow.
 //
 // Launch    grid (n_heads, ceil(n / 64)), block (128), shared as shared_bytes below says; a warp has 16 rows
-// Requires  head_dim a multiple of 8, at most D; caches at multiples of 16 bytes. A position whose block is out of range
+// Requires  head_dim a multiple of 8, at most D; caches and rows of q at multiples of 16 bytes. A position whose block is out of range
 //           counts as not seen.
 // Queries and weights are rounded to T; scores, maxima and sums are f32, in tiles of 64 positions in order. Same bits
 // every run. Capture: safe; the grid is fixed and all lengths are read on the device.
@@ -46,15 +46,6 @@ struct Seen {
     i32 first, highest, lowest, last;
     bool alone;  // no row of another sequence is in the block
 };
-
-// Where the row of a position lies in either cache, or NOWHERE when its block is out of range.
-inline u64 kv_row(const i32* table, u32 position, u32 kv_head, const Sizes& s) {
-    u32 column = position / s.kv_block;
-    if (column >= s.max_blocks) return NOWHERE;
-    i32 block = table[column];
-    if (block < 0 || (u32)block >= s.n_blocks) return NOWHERE;
-    return (((u64)block * s.n_kv_heads + kv_head) * s.kv_block + (position - column * s.kv_block)) * s.head_dim;
-}
 
 struct Shared {
     i32 last[ROWS], first[ROWS], seq[ROWS];  // last is negative for a row without a position
@@ -122,11 +113,16 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
         sh.seq[threadIdx.x] = seq;
         sh.first[threadIdx.x] = s.window != 0 && position >= 0 && seen > s.window ? (i32)(seen - s.window) : 0;
     }
-    for (u32 i = threadIdx.x; i < ROWS * (D / 2); i += THREADS) {
-        u32 r = i / (D / 2), d = i % (D / 2) * 2, row = first_row + r;
-        bool there = row < s.n && d < s.head_dim;
-        const float* p = q + (there ? q_rows.start(row * s.n_heads + head) + d : 0);
-        *(u32*)(queries + r * STRIDE + 2 * d) = there ? pack(p[0], p[1], T()) : 0u;
+    struct alignas(8) Four { u32 a, b; };
+#pragma unroll 8
+    for (int j = 0; j < ROWS * (D / 4) / THREADS; j++) {
+        u32 i = threadIdx.x + THREADS * j, r = i / (D / 4), d = i % (D / 4) * 4, row = first_row + r;
+        Four four = {0, 0};
+        if (row < s.n && d < s.head_dim) {
+            float4 v = *(const float4*)(q + q_rows.start(row * s.n_heads + head) + d);
+            four = Four{pack(v.x, v.y, T()), pack(v.z, v.w, T())};
+        }
+        *(Four*)(queries + r * STRIDE + 2 * d) = four;
     }
     __syncthreads();
 
@@ -145,13 +141,22 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
     float acc[DT][4] = {};
 
     // Positions that no row sees are not read: whatever lies there, zero times it must be zero.
-    auto find = [&](const i32* table, i32 seq, const Seen& seen, u32 tile, u32 buffer) {
+    auto find = [&](const i32* table, i32 seq, const Seen& seen, u32 tile) {
+        i32 block = -1;
         if (threadIdx.x < TILE) {
             i32 position = (i32)(tile + threadIdx.x);
             bool is_seen = position >= seen.first && position <= seen.last;
             // Windows may leave gaps between rows.
             if (is_seen && seen.highest > seen.lowest) is_seen = any_row_sees(sh, seq, position);
-            u64 at = is_seen ? kv_row(table, (u32)position, kv_head, s) : NOWHERE;
+            u32 column = (u32)position / s.kv_block;
+            if (is_seen && column < s.max_blocks) block = table[column];
+        }
+        return block;
+    };
+    auto tell = [&](i32 block, u32 tile, u32 buffer) {
+        if (threadIdx.x < TILE) {
+            u64 row = ((u64)(u32)block * s.n_kv_heads + kv_head) * s.kv_block + (tile + threadIdx.x) % s.kv_block;
+            u64 at = block >= 0 && (u32)block < s.n_blocks ? row * s.head_dim : NOWHERE;
             sh.at[buffer][threadIdx.x] = at;
             u32 bits = warp_reduce(at != NOWHERE ? 1u << lane : 0u, Or());
             if (lane == 0) sh.there[buffer][warp] = bits;
@@ -179,13 +184,14 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
         const i32* table = tables + (u64)seq * s.max_blocks;
         u32 begin = (u32)seen.first / TILE * TILE, end = (u32)seen.last + 1, buffer = 0;
         __syncthreads();
-        find(table, seq, seen, begin, 0);
+        tell(find(table, seq, seen, begin), begin, 0);
         __syncthreads();
         load(keys, k_cache, 0);
 #pragma unroll 1
         for (u32 tile = begin; tile < end; tile += TILE, buffer ^= 1) {
             load(values, v_cache, buffer);
-            find(table, seq, seen, tile + TILE, buffer ^ 1);
+            // The next tile's blocks are asked for here and needed after the products.
+            i32 next = find(table, seq, seen, tile + TILE);
             copies_wait<1>();
             __syncthreads();
 
@@ -204,6 +210,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
                 }
             }
             u32 there[2] = {sh.there[buffer][0], sh.there[buffer][1]};
+            tell(next, tile + TILE, buffer ^ 1);
             __syncthreads();
             if (tile + TILE < end) load(keys, k_cache, buffer ^ 1);
             else copies_end_group();
@@ -286,6 +293,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
             __syncthreads();
         }
         copies_wait<0>();
+        if (seen.alone) break;
     }
 
 #pragma unroll

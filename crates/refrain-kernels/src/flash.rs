@@ -12,7 +12,7 @@ use crate::attention::AttentionArgs;
 use crate::error::{Case, KernelError};
 use crate::gemm::GEMM_DTYPES;
 use crate::load::Kernels;
-use crate::narrow::Narrow;
+use crate::narrow::{Narrow, aligned};
 use crate::registry::{Entry, P};
 use crate::source::Family;
 use crate::twin::{Dense, read_rows, run_f32};
@@ -96,7 +96,7 @@ impl Kernels {
         case.u32("the context", context)?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
         let bytes = cells.iter().try_fold(a.cache_dtype.block_bytes(), |x, &y| x.checked_mul(y));
-        let (q, rows) = case.rows("q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
+        let (q, rows) = aligned(&case, "q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
         let window =
             a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
         let sizes = Sizes {

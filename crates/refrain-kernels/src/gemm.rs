@@ -25,6 +25,8 @@ const BLOCK: u32 = 128;
 const REDUCE: usize = 1024;
 /// More splits than this cost more to add than they gain.
 const MAX_SPLITS: usize = 16;
+/// From here on a product is deep enough to be split in tall blocks (measured on an H200).
+const LONG: usize = 8192;
 
 /// A kernel: rows of a block, and stages under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,9 +64,11 @@ impl GemmPlan {
     pub fn new(m: usize, ns: &[usize], k: usize, n_sms: u32) -> GemmPlan {
         let columns: usize = ns.iter().map(|n| n.div_ceil(COLS)).sum();
         let blocks = |tile: Tile| columns.saturating_mul(m.div_ceil(tile.rows)).max(1);
-        // Two blocks fit a multiprocessor; tall ones are better where there are enough for all.
+        // Two blocks fit a multiprocessor; tall ones are better where there are enough for all, or where splits that are
+        // still long make enough of them.
         let n_sms = n_sms as usize;
-        let tile = if m > LOW.rows && 2 * blocks(HIGH) > 3 * n_sms { HIGH } else { LOW };
+        let enough = 2 * blocks(HIGH) > 3 * n_sms || k >= LONG;
+        let tile = if m > LOW.rows && enough { HIGH } else { LOW };
         let steps = k.div_ceil(DEPTH).max(1);
         // Each split has at least four stages to run through.
         let wanted = (2 * n_sms / blocks(tile)).clamp(1, MAX_SPLITS).min((steps / 4).max(1));
@@ -293,6 +297,7 @@ mod tests {
             assert!((plan.n_splits - 1) * plan.k_split < k && plan.n_splits * plan.k_split >= k, "{plan:?}");
         }
         assert_eq!(GemmPlan::new(512, &[8192], 2048, 132).shape(), (128, 1));
+        assert_eq!(GemmPlan::new(512, &[2048], 8192, 132).shape(), (128, 4));
         assert_eq!(GemmPlan::new(16, &[64], 8, 132).shape(), (64, 1));
         assert!(GemmPlan::new(32, &[2048], 2048, 132).n_splits > 4);
     }

@@ -46,7 +46,7 @@ impl Narrow {
 }
 
 /// Rows whose every start is a multiple of 16 bytes.
-fn aligned(
+pub(crate) fn aligned(
     case: &Case<'_>,
     what: &'static str,
     view: &View,

@@ -248,7 +248,7 @@ struct Shape {
 pub fn flash() -> Vec<Case> {
     let plain = Attention { scale: 0.2, window: None, softcap: None };
     let base =
-        Shape { dtype: DType::F16, n_heads: 4, n_kv_heads: 2, head_dim: 64, kv_block: 16, narrow: None };
+        Shape { dtype: DType::F16, n_heads: 2, n_kv_heads: 1, head_dim: 64, kv_block: 16, narrow: None };
     let mut cases = Vec::new();
     // A prompt from its beginning, one that goes on where another ended, and padding behind.
     let prompt: Vec<i32> = (0..70).collect();
@@ -265,10 +265,10 @@ pub fn flash() -> Vec<Case> {
             cases.push(flash_case(plain, Shape { dtype, narrow: Some(narrow), ..base }, &later, 1));
         }
     }
-    for (n_heads, n_kv_heads) in [(1, 1), (9, 3), (8, 1)] {
+    for (n_heads, n_kv_heads) in [(1, 1), (4, 2), (6, 2)] {
         cases.push(flash_case(plain, Shape { n_heads, n_kv_heads, kv_block: 32, ..base }, &prompt, 1));
     }
-    for window in [1, 31, 64, 100, 1000] {
+    for window in [1, 64, 100, 1000] {
         let windowed = Attention { window: Some(window), ..plain };
         cases.push(flash_case(windowed, base, &later, 1));
         cases.push(flash_case(windowed, base, &mixed, 2));
