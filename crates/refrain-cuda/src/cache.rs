@@ -236,7 +236,11 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
                 entry.good = 0;
                 let info = graph.info();
                 let (nodes, took, method) = (info.nodes.len(), info.record_time, info.method);
-                tracing::debug!("{}: {nodes} nodes by {method} in {took:?}, verified", warm.name());
+                tracing::debug!(
+                    "{}: {nodes} nodes by {method} in {took:?}, verified in {:?}",
+                    warm.name(),
+                    graph.report().took
+                );
                 entry.graph = Some(graph);
                 self.stats.recorded += 1;
                 self.stats.promoted += u64::from(again);

@@ -40,6 +40,7 @@ mod fused; // runs of steps around the products of one row
 mod group; // which steps one launch does
 mod attend; // among them those of attention
 mod lower; // steps into launches
+mod prefill; // steps of many rows
 mod states; // what a graph is verified with
 mod host; // steps on the host
 mod traffic; // how many bytes it takes
@@ -52,7 +53,8 @@ mod backend; // the way in
 pub use backend::{CudaBackend, CudaCompiled, CudaStates, CudaWeights, Monitor};
 pub use cache::{CacheOptions, CacheStats, GraphCache, GraphMode, Site};
 pub use error::CudaError;
-pub use options::CudaOptions;
+pub use options::{CublasLt, CudaOptions};
+pub use prefill::PromptProducts;
 pub use profile::{ProfileRow, ProfileSpan, ProfileStep, Timeline};
 pub use progress::{LoadEvent, LoadListener};
 pub use reason::{Stage, reason_of};

@@ -15,6 +15,7 @@ use refrain_tensor::DType;
 use crate::error::CudaError;
 use crate::fused::{Row, Run};
 use crate::group::{Group, groups};
+use crate::prefill::{Areas, Prefill, Products};
 use crate::resident::Resident;
 use crate::warm::WarmPlan;
 
@@ -99,7 +100,7 @@ fn splits(step: &Step, n_sms: u32) -> usize {
 }
 
 /// Scratch that the kernels of a plan need; steps use the same bytes one after the other.
-pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32) -> u64 {
+pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32, blas: bool) -> u64 {
     let of = |step: &Step| {
         let q = step.inputs.first().map(|i| i.layout.shape());
         match (&step.op, q) {
@@ -111,7 +112,7 @@ pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32) -> u64 {
             _ => 0,
         }
     };
-    plan.steps().iter().map(of).max().unwrap_or(0)
+    plan.steps().iter().map(of).max().unwrap_or(0).max(Areas::of(plan, None, n_sms, blas).bytes())
 }
 
 /// Turns steps of one plan into launches over one memory.
@@ -122,14 +123,21 @@ pub(crate) struct Lowering<'a> {
     /// Outputs that do not lie in the arena.
     pub(crate) results: &'a HashMap<BufferId, Buf>,
     pub(crate) n_sms: u32,
+    /// What multiplies many rows.
+    pub(crate) products: &'a Products,
 }
 
 impl Lowering<'_> {
     /// Adds the launches of steps, and the names of what they write.
     pub(crate) fn push(&self, steps: &[Step], warm: &mut WarmPlan) -> Result<(), CudaError> {
-        for group in groups(self.plan, steps) {
+        let groups = groups(self.plan, steps);
+        let mut prefill = Prefill::new(self)?;
+        for (i, group) in groups.iter().enumerate() {
+            if prefill.lower(&groups[i..], warm)? {
+                continue;
+            }
             let mut launches = Vec::new();
-            match &group {
+            match group {
                 Group::One(step) => {
                     if step.outputs.iter().all(|o| o.layout.shape().n_elements() == 0) {
                         continue;
@@ -170,11 +178,16 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn name_outputs(&self, step: &Step, warm: &mut WarmPlan) -> Result<(), CudaError> {
+    pub(crate) fn name_outputs(&self, step: &Step, warm: &mut WarmPlan) -> Result<(), CudaError> {
         step.outputs.iter().try_for_each(|operand| self.name_output(step, operand, warm))
     }
 
-    fn name_output(&self, step: &Step, operand: &Operand, warm: &mut WarmPlan) -> Result<(), CudaError> {
+    pub(crate) fn name_output(
+        &self,
+        step: &Step,
+        operand: &Operand,
+        warm: &mut WarmPlan,
+    ) -> Result<(), CudaError> {
         {
             let buf = match self.plan.buffer(operand.buffer).place {
                 Place::State(s) => self.resident.state_buf(s.idx()),
@@ -186,7 +199,7 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn refuse(&self, step: &Step, error: KernelError) -> CudaError {
+    pub(crate) fn refuse(&self, step: &Step, error: KernelError) -> CudaError {
         if let KernelError::Driver(source) = error {
             return CudaError::Driver { step: step.label.clone(), source };
         }
@@ -331,7 +344,7 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn rows(&self, operand: &Operand) -> [usize; 2] {
+    pub(crate) fn rows(&self, operand: &Operand) -> [usize; 2] {
         let shape = operand.layout.shape();
         let n_cols = shape.dim_back(0);
         [shape.n_elements() / n_cols.max(1), n_cols]
@@ -462,7 +475,11 @@ impl Lowering<'_> {
     }
 
     /// The second factor must be a weight `[n, k]`, or a value like one, seen transposed.
-    fn product(&self, step: &Step) -> Result<LinearPart, KernelError> {
+    pub(crate) fn product(&self, step: &Step) -> Result<LinearPart, KernelError> {
+        if self.resident.is_packed(self.plan, &step.inputs[1]) {
+            let n = step.inputs[1].layout.shape().dims()[1];
+            return Ok(LinearPart { w: self.weight(step)?, y: self.dense(step, &step.outputs[0])?, n });
+        }
         let (x, w) = (self.view(&step.inputs[0])?, self.view(&step.inputs[1])?);
         let refuse = || KernelError::Unsupported {
             op: "matmul",
@@ -556,6 +573,10 @@ impl Lowering<'_> {
     }
 
     fn attention(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        self.kernels.attention(&self.attention_args(step)?, launches)
+    }
+
+    pub(crate) fn attention_args<'s>(&self, step: &'s Step) -> Result<AttentionArgs<'s>, KernelError> {
         let Op::Attention(attention) = step.op else { unreachable!("called for attention") };
         let ins = &step.inputs;
         let ((k_cache, n_blocks), (v_cache, _)) = (self.cache(step, &ins[1])?, self.cache(step, &ins[2])?);
@@ -563,7 +584,7 @@ impl Lowering<'_> {
         let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
         let n_splits = splits(step, self.n_sms);
         let scratch = attention_scratch_bytes(n, n_heads, head_dim, n_splits);
-        let args = AttentionArgs {
+        Ok(AttentionArgs {
             attention,
             q: self.view(&ins[0])?,
             k_cache,
@@ -584,8 +605,7 @@ impl Lowering<'_> {
             max_blocks: tables.dims()[1],
             n_splits,
             step: &step.label,
-        };
-        self.kernels.attention(&args, launches)
+        })
     }
 
     fn sample(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {

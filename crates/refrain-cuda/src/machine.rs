@@ -1,12 +1,12 @@
 //! What lives on the device thread: stream, kernels, memory, programs and graphs.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use refrain_driver::{Buf, Context, Stream};
+use refrain_driver::{Buf, Context, DriverError, Stream};
 use refrain_graph::{BufferId, Feedback, Op, Place, Plan, Ran, Reason, Segment, SegmentKind};
 use refrain_graph::{State, Weight};
-use refrain_kernels::Kernels;
+use refrain_kernels::{BlasLtShape, Digester, Kernels};
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
@@ -16,6 +16,7 @@ use crate::follow::Followed;
 use crate::host;
 use crate::lower::{Lowering, scratch_bytes};
 use crate::options::CudaOptions;
+use crate::prefill::{self, Areas, Products};
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
 use crate::pump::Pump;
 use crate::resident::{HostModel, Resident, Room};
@@ -65,6 +66,10 @@ pub(crate) struct Machine {
     model: HostModel,
     profile: Profile,
     pub(crate) options: CudaOptions,
+    /// Shapes that the library has multiplied.
+    warmed: HashSet<BlasLtShape>,
+    products: Products,
+    digester: Digester,
     kernels: Kernels,
     pub(crate) followed: Option<Followed>,
     pub(crate) pump: Arc<Pump>,
@@ -87,6 +92,8 @@ impl Machine {
         timeline: SharedTimeline,
     ) -> Result<Machine, CudaError> {
         let kernels = Kernels::load(ctx, &options.kernels).map_err(|e| CudaError::Kernels(Arc::new(e)))?;
+        let digester = kernels.digester().map_err(|e| CudaError::Kernels(Arc::new(e)))?;
+        let products = Products::open(ctx, &options.cublaslt);
         let mut stream = ctx.stream().map_err(CudaError::driver("making a stream"))?;
         stream.set_limit(options.step_limit);
         Ok(Machine {
@@ -96,6 +103,9 @@ impl Machine {
             model: HostModel::default(),
             profile: Profile::new(timeline),
             options,
+            warmed: HashSet::new(),
+            products,
+            digester,
             kernels,
             followed: None,
             pump,
@@ -167,6 +177,7 @@ impl Machine {
         }
         let Some(resident) = &self.resident else { unreachable!("ensured above") };
         let (parts, results) = self.lower(resident, &plan, &roles, feedback.as_ref())?;
+        self.warm_up(&parts)?;
         self.programs.insert(id, Program { plan, roles, feedback, parts, results });
         if let Err(error) = self.prepare(id) {
             self.drop_program(id);
@@ -188,7 +199,14 @@ impl Machine {
             Some(_) => HashMap::new(),
             None => resident.results(plan).map_err(CudaError::driver("placing results"))?,
         };
-        let lowering = Lowering { kernels: &self.kernels, plan, resident, results: &results, n_sms };
+        let lowering = Lowering {
+            kernels: &self.kernels,
+            plan,
+            resident,
+            results: &results,
+            n_sms,
+            products: &self.products,
+        };
         let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;
         let mut parts = Vec::with_capacity(plan.segments().len());
         for (idx, segment) in plan.segments().iter().enumerate() {
@@ -215,6 +233,19 @@ impl Machine {
         Ok((parts, results))
     }
 
+    fn warm_up(&mut self, parts: &[Part]) -> Result<(), CudaError> {
+        let Some(resident) = self.resident.as_mut().filter(|_| self.products.blas.is_some()) else {
+            return Ok(());
+        };
+        let scratch = resident.scratch;
+        parts.iter().try_for_each(|part| match part {
+            Part::Device { warm, .. } => {
+                prefill::warm_up(warm, &mut self.stream, &mut resident.lease, &mut self.warmed, scratch)
+            }
+            Part::Host { .. } => Ok(()),
+        })
+    }
+
     fn prepare(&mut self, id: ProgramId) -> Result<(), CudaError> {
         if self.options.profile {
             return Ok(());
@@ -222,10 +253,17 @@ impl Machine {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
             return Ok(());
         };
+        // No step is under way: of the arena only what steps left to be read means anything.
+        let live =
+            live_outputs(self.programs.values(), resident).map_err(CudaError::driver("finding results"))?;
         for (idx, part) in program.parts.iter().enumerate() {
             let Part::Device { segment, warm } = part else { continue };
             let feedback = program.feedback.as_ref();
-            let check = || states::check(&program.plan, segment, &program.roles, feedback, resident);
+            let check = || {
+                let (plan, roles) = (&program.plan, &program.roles);
+                let check = states::check(plan, segment, roles, feedback, resident, &self.digester)?;
+                Ok(check.transient(resident.arena(), live.clone()))
+            };
             // Made before the lease is borrowed; skipped when graphs are off.
             let check = if self.options.graphs.mode == GraphMode::Off { None } else { Some(check()?) };
             let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
@@ -240,7 +278,8 @@ impl Machine {
     fn ensure(&mut self, plan: &Plan, roles: &Roles) -> Result<bool, CudaError> {
         let needed = Room {
             arena: plan.arena_bytes() as u64,
-            scratch: scratch_bytes(plan, self.ctx.device().info().n_sms).next_multiple_of(GRAIN),
+            scratch: scratch_bytes(plan, self.ctx.device().info().n_sms, self.products.blas.is_some())
+                .next_multiple_of(GRAIN),
             control: (plan.control().bytes() as u64).next_multiple_of(GRAIN).max(GRAIN),
         };
         if let Some(limit) = self.options.arena_limit_bytes.filter(|limit| needed.arena > *limit) {
@@ -252,7 +291,7 @@ impl Machine {
             Some(resident) if resident.room.holds(&needed) && !missing(resident) => return Ok(false),
             Some(_) | None => {}
         }
-        let wanted = self.wanted(needed, roles);
+        let wanted = self.wanted(needed, plan, roles);
         let saved = match &self.resident {
             None => Vec::new(),
             Some(resident) => {
@@ -290,7 +329,7 @@ impl Machine {
     }
 
     /// Room for the largest bucket, guessed from a plan of fewer tokens.
-    fn wanted(&self, needed: Room, roles: &Roles) -> Room {
+    fn wanted(&self, needed: Room, plan: &Plan, roles: &Roles) -> Room {
         let largest = self.options.buckets.iter().copied().max().unwrap_or(1);
         let times = largest.div_ceil(roles.n_tokens()).max(1) as u64;
         let reserve =
@@ -298,6 +337,10 @@ impl Machine {
         let arena = needed.arena.saturating_mul(times).min(reserve).max(needed.arena);
         // Of the kernels' scratch only attention's grows with the tokens, and its splits become fewer.
         let scratch = needed.scratch.saturating_add(reserve.min(SCRATCH_RESERVE));
+        // Sending the weights again would cost more than the workspace of prompts, which no small step shows.
+        let n_sms = self.ctx.device().info().n_sms;
+        let prompts = Areas::of(plan, Some(largest), n_sms, self.products.blas.is_some()).bytes();
+        let scratch = scratch.max(prompts.next_multiple_of(GRAIN));
         Room { arena, scratch, control: needed.control.max(4 * GRAIN) }
     }
 
@@ -393,7 +436,8 @@ impl Machine {
                     let check = match self.cache.wants_check(&key) {
                         true => {
                             let feedback = program.feedback.as_ref();
-                            Some(states::check(&program.plan, segment, &program.roles, feedback, resident)?)
+                            let (plan, roles) = (&program.plan, &program.roles);
+                            Some(states::check(plan, segment, roles, feedback, resident, &self.digester)?)
                         }
                         false => None,
                     };
@@ -476,10 +520,31 @@ impl Machine {
         graphs.sort_by_key(|g| g.n_tokens);
         let memory = self.resident.as_ref().map(Resident::accounting).unwrap_or_default();
         let profile = self.profile.rows().to_vec();
-        let kernels = Some(self.kernels.origin());
-        let peak_bytes_per_second = self.ctx.device().info().peak_bytes_per_second();
-        Status { memory, graphs, cache: self.cache.stats(), kernels, profile, peak_bytes_per_second }
+        Status {
+            memory,
+            graphs,
+            cache: self.cache.stats(),
+            kernels: Some(self.kernels.origin()),
+            prompt_products: Some(self.products.choice.clone()),
+            profile,
+            peak_bytes_per_second: self.ctx.device().info().peak_bytes_per_second(),
+        }
     }
+}
+
+/// Outputs that lie in the arena.
+fn live_outputs<'a>(
+    programs: impl Iterator<Item = &'a Program>,
+    resident: &Resident,
+) -> Result<Vec<Buf>, DriverError> {
+    let mut live = Vec::new();
+    for program in programs {
+        let in_arena = |id: BufferId| matches!(program.plan.buffer(id).place, Place::Arena { .. });
+        for output in program.plan.outputs().iter().filter(|o| in_arena(o.buffer)) {
+            live.push(resident.buffer(&program.plan, output.buffer)?);
+        }
+    }
+    Ok(live)
 }
 
 /// Weights that device steps of a plan read.

@@ -1,5 +1,6 @@
 //! How a backend is set up.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use refrain_driver::Method;
@@ -7,6 +8,18 @@ use refrain_kernels::LoadOptions;
 
 use crate::cache::{CacheOptions, GraphMode};
 use crate::progress::LoadListener;
+
+/// Whether NVIDIA's library multiplies the rows of prompts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum CublasLt {
+    /// Where it is found in the usual places.
+    #[default]
+    IfFound,
+    /// This file; the kernels of this engine if it does not open.
+    At(PathBuf),
+    /// The kernels of this engine, always.
+    Never,
+}
 
 /// How a [`crate::CudaBackend`] works.
 #[derive(Clone, Debug)]
@@ -17,6 +30,8 @@ pub struct CudaOptions {
     pub profile: bool,
     /// Where kernels come from.
     pub kernels: LoadOptions,
+    /// What multiplies the rows of prompts.
+    pub cublaslt: CublasLt,
     /// The most bytes of arena that are set aside for steps larger than the first one compiled.
     pub arena_reserve_bytes: u64,
     /// The most bytes of arena a plan may have; `None`: what fits.
@@ -45,10 +60,11 @@ impl Default for CudaOptions {
             graphs: CacheOptions::default(),
             profile: false,
             kernels: LoadOptions::default(),
+            cublaslt: CublasLt::default(),
             arena_reserve_bytes: 256 << 20,
             arena_limit_bytes: None,
             scratch_blocks: 4,
-            buckets: vec![1, 8, 32, 128],
+            buckets: vec![1, 8, 32, 128, 512],
             ahead: 4,
             on_load: LoadListener::default(),
             step_limit: Duration::from_secs(60),

@@ -438,6 +438,11 @@ impl Resident {
         self.places.accounting(&self.room)
     }
 
+    /// Where values between ops lie.
+    pub(crate) fn arena(&self) -> Buf {
+        self.arena
+    }
+
     /// True when a weight was left on the host.
     pub(crate) fn is_host_only(&self, weight: usize) -> bool {
         matches!(self.places.weights.get(weight), Some(None))

@@ -5,7 +5,7 @@
 //! scratch blocks only, so nothing that a session owns is read or written.
 
 use refrain_graph::{Feedback, Place, Plan, SampleParam, Segment};
-use refrain_kernels::CommitState;
+use refrain_kernels::{CommitState, Digester};
 use refrain_tensor::DType;
 
 use crate::error::CudaError;
@@ -25,6 +25,7 @@ pub(crate) fn check(
     roles: &Roles,
     feedback: Option<&Feedback>,
     resident: &Resident,
+    digester: &Digester,
 ) -> Result<Check, CudaError> {
     let failed = |e| CudaError::Driver { step: "preparing verification".into(), source: e };
     let live_in = live_in(plan, segment);
@@ -56,6 +57,7 @@ pub(crate) fn check(
     // A plan that reads nothing but weights, or nothing but integers of unknown meaning, has one state only.
     let only_one = cases.iter().all(|case| *case == cases[0]);
     let mut check = if only_one { Check::of_one_state(cases) } else { Check::new(cases)? };
+    check = check.workspace(resident.scratch).digests(digester.clone());
     for &state in states.iter().filter(|s| !roles.elsewhere.contains(s)) {
         let scratch = resident.state_scratch(state).map_err(failed)?;
         check = check.narrow(resident.state_buf(state).map_err(failed)?, vec![scratch]);

@@ -6,6 +6,7 @@ use refrain_driver::{Graph, Method, NodeKind};
 use refrain_kernels::Origin;
 
 use crate::cache::CacheStats;
+use crate::prefill::PromptProducts;
 use crate::profile::ProfileRow;
 use crate::resident::Accounting;
 use crate::verify::Verified;
@@ -64,6 +65,8 @@ pub struct Status {
     pub cache: CacheStats,
     /// Where the kernels came from.
     pub kernels: Option<Origin>,
+    /// What multiplies the rows of prompts.
+    pub prompt_products: Option<PromptProducts>,
     /// Timings of every launch so far; empty unless [`crate::CudaOptions::profile`] is on.
     pub profile: Vec<ProfileRow>,
     /// Bytes per second that the card's memory could deliver by its clock and width; `None` where they are unknown.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use refrain_driver::{Access, Buf, DriverError, Launch, Memory, Queue};
+use refrain_kernels::BlasLtProduct;
 
 /// One thing a step enqueues.
 #[derive(Clone, Debug)]
@@ -14,6 +15,8 @@ pub enum Work {
         /// How far its F32 results may differ from run to run, relative to each; `None`: not by a bit.
         tolerance: Option<f32>,
     },
+    /// A product by a library.
+    Library(BlasLtProduct),
     /// A copy between buffers of equal length.
     Copy {
         /// The step it belongs to.
@@ -45,6 +48,7 @@ impl Work {
     pub(crate) fn accesses(&self) -> Vec<(Buf, Access)> {
         match self {
             Work::Launch { launch, .. } => launch.accesses().collect(),
+            Work::Library(product) => product.accesses().to_vec(),
             Work::Copy { dst, src, .. } => vec![(*dst, Access::Write), (*src, Access::Read)],
             Work::Fill { dst, .. } => vec![(*dst, Access::Write)],
         }
@@ -58,7 +62,7 @@ impl Work {
     pub(crate) fn tolerance(&self) -> Option<f32> {
         match self {
             Work::Launch { tolerance, .. } => *tolerance,
-            Work::Copy { .. } | Work::Fill { .. } => None,
+            Work::Library(_) | Work::Copy { .. } | Work::Fill { .. } => None,
         }
     }
 
@@ -67,6 +71,7 @@ impl Work {
     pub fn name(&self) -> String {
         match self {
             Work::Launch { launch, .. } => launch.origin().to_string(),
+            Work::Library(product) => format!("cublasLtMatmul of step {:?}", &**product.step()),
             Work::Copy { step, .. } => format!("the copy of step {step:?}"),
             Work::Fill { step, .. } => format!("the fill of step {step:?}"),
         }
@@ -78,6 +83,7 @@ impl Work {
                 let origin = launch.origin();
                 (origin.step.to_string(), origin.kernel.to_string())
             }
+            Work::Library(product) => (product.step().to_string(), "cublasLtMatmul".into()),
             Work::Copy { step, .. } => (step.to_string(), "copy".into()),
             Work::Fill { step, .. } => (step.to_string(), "fill".into()),
         }
@@ -86,6 +92,7 @@ impl Work {
     pub(crate) fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
         match self {
             Work::Launch { launch, .. } => q.launch(launch),
+            Work::Library(product) => product.enqueue(q),
             Work::Copy { dst, src, .. } => q.copy(*dst, *src),
             Work::Fill { dst, byte, .. } => q.fill(*dst, *byte),
         }

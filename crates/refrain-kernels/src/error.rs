@@ -70,6 +70,28 @@ pub enum KernelError {
         /// The library's code.
         code: u32,
     },
+    /// cuBLASLt is not on this machine.
+    #[error("libcublasLt was not found (tried {tried})")]
+    BlasLtMissing {
+        /// Names and paths tried.
+        tried: String,
+    },
+    /// cuBLASLt lacks a function.
+    #[error("{library} has no function {symbol}")]
+    BlasLtSymbol {
+        /// File it was loaded from.
+        library: String,
+        /// The function.
+        symbol: &'static str,
+    },
+    /// A call of cuBLASLt failed.
+    #[error("{call} failed with code {code}")]
+    BlasLt {
+        /// The function.
+        call: &'static str,
+        /// The library's code.
+        code: u32,
+    },
     /// A kernel family does not compile.
     #[error("kernels/{family} do not compile for {arch}: {log}")]
     Compile {
@@ -114,6 +136,11 @@ impl KernelError {
                  which holds compiled kernels"
                     .to_owned(),
             ),
+            KernelError::BlasLtMissing { .. } => Some(
+                "install libcublasLt.so.13 or .12: `pip install nvidia-cublas`, or the CUDA toolkit's packages"
+                    .to_owned(),
+            ),
+            KernelError::BlasLtSymbol { .. } => Some("install cuBLAS 12 or newer".to_owned()),
             KernelError::NvrtcSymbol { .. } => Some("install NVRTC 12 or newer".to_owned()),
             KernelError::TooOld { .. } => Some("use --device cpu".to_owned()),
             KernelError::Parameter { .. } => Some("delete the kernel cache folder".to_owned()),
@@ -124,6 +151,7 @@ impl KernelError {
             KernelError::Unsupported { .. }
             | KernelError::Buffer { .. }
             | KernelError::Nvrtc { .. }
+            | KernelError::BlasLt { .. }
             | KernelError::Compile { .. } => None,
         }
     }

@@ -51,6 +51,12 @@ mod attend; // all of it for tokens decoded one at a time
 mod rows; // reductions and softmax over rows
 mod sample; // choosing a token
 mod commit; // making it the next step's input
+mod gemm; // y = x . w^T of many rows, on tensor cores
+mod blaslt; // the same by cuBLASLt
+mod dequant; // quantised weights for them
+mod narrow; // rows for them
+mod flash; // attention of many rows
+mod digest; // comparing memory where it lies
 
 // launchers: complete
 
@@ -58,18 +64,23 @@ pub use attend::{
     AttendArgs, AttendNorm, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes, attend_splits,
 };
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
+pub use blaslt::{BlasLt, BlasLtProduct, BlasLtShape};
 pub use cache::KernelCache;
 pub use commit::{
     COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState,
 };
 pub use copy::{CastArgs, CopyArgs};
+pub use dequant::DequantArgs;
+pub use digest::Digester;
 pub use elementwise::{BinaryArgs, GateArgs, UnaryArgs};
 pub use error::KernelError;
 pub use gather::GatherRowsArgs;
+pub use gemm::{GEMM_DTYPES, GemmArgs, GemmPlan};
 pub use kv::KvAppendArgs;
 pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
 pub use load::{Arch, Kernels, LoadOptions, Origin, register_twins, simulated};
 pub use matmul::MatMulArgs;
+pub use narrow::Narrow;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
 pub use packed::{PACKED_DTYPES, PackArgs, pack, packed_bytes};

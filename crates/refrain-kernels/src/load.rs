@@ -236,7 +236,10 @@ impl Kernels {
         let device = ctx.device();
         let info = device.info();
         let (n_sms, shared_limit) = (info.n_sms.max(1) as usize, info.shared_block_bytes as usize);
-        Ok(Kernels { functions, origin, overlaps: arch >= OVERLAPS, n_sms, shared_limit })
+        let kernels = Kernels { functions, origin, overlaps: arch >= OVERLAPS, n_sms, shared_limit };
+        kernels.allow_gemm()?;
+        kernels.allow_flash()?;
+        Ok(kernels)
     }
 
     /// Where the kernels came from.

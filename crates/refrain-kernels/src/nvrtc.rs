@@ -331,17 +331,24 @@ fn usual_places() -> Vec<PathBuf> {
     let mut places: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
     places.push("libnvrtc.so".into());
     let mut folders = vec![PathBuf::from("/usr/local/cuda/lib64"), "/usr/lib/x86_64-linux-gnu".into()];
+    folders.extend(python_folders(&["cu13", "cuda_nvrtc"]));
+    places.extend(folders.iter().flat_map(|f| names.iter().map(move |n| f.join(n))).filter(|p| p.exists()));
+    places
+}
+
+/// Where Python packages of these names put their libraries.
+pub(crate) fn python_folders(packages: &[&str]) -> Vec<PathBuf> {
     let home = std::env::home_dir().map(|h| h.join(".local/lib"));
     let libs = [Some("/usr/local/lib".into()), Some("/usr/lib".into()), home];
+    let mut folders = Vec::new();
     for lib in libs.into_iter().flatten() {
         for python in entries_starting_with(&lib, "python3") {
-            for packages in ["site-packages/nvidia", "dist-packages/nvidia"] {
-                folders.extend(["cu13", "cuda_nvrtc"].map(|p| python.join(packages).join(p).join("lib")));
+            for site in ["site-packages/nvidia", "dist-packages/nvidia"] {
+                folders.extend(packages.iter().map(|p| python.join(site).join(p).join("lib")));
             }
         }
     }
-    places.extend(folders.iter().flat_map(|f| names.iter().map(move |n| f.join(n))).filter(|p| p.exists()));
-    places
+    folders
 }
 
 fn entries_starting_with(folder: &Path, start: &str) -> Vec<PathBuf> {

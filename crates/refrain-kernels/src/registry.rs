@@ -67,6 +67,11 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::commit::entries(&mut all);
     crate::product::entries(&mut all);
     crate::packed::entries(&mut all);
+    crate::gemm::entries(&mut all);
+    crate::dequant::entries(&mut all);
+    crate::narrow::entries(&mut all);
+    crate::flash::entries(&mut all);
+    crate::digest::entries(&mut all);
     all
 }
 

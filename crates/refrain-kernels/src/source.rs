@@ -33,11 +33,21 @@ pub enum Family {
     Product,
     /// `pack.cu`
     Pack,
+    /// `gemm.cu`
+    Gemm,
+    /// `dequant.cu`
+    Dequant,
+    /// `narrow.cu`
+    Narrow,
+    /// `flash.cu`
+    Flash,
+    /// `digest.cu`
+    Digest,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 15] = [
+    pub const ALL: [Family; 20] = [
         Family::Linear,
         Family::Matmul,
         Family::Gather,
@@ -53,6 +63,11 @@ impl Family {
         Family::Commit,
         Family::Product,
         Family::Pack,
+        Family::Gemm,
+        Family::Dequant,
+        Family::Narrow,
+        Family::Flash,
+        Family::Digest,
     ];
 
     /// The file's name without `.cu`.
@@ -74,6 +89,11 @@ impl Family {
             Family::Commit => "commit",
             Family::Product => "product",
             Family::Pack => "pack",
+            Family::Gemm => "gemm",
+            Family::Dequant => "dequant",
+            Family::Narrow => "narrow",
+            Family::Flash => "flash",
+            Family::Digest => "digest",
         }
     }
 
@@ -96,13 +116,19 @@ impl Family {
             Family::Commit => include_str!("../cu/commit.cu"),
             Family::Product => include_str!("../cu/product.cu"),
             Family::Pack => include_str!("../cu/pack.cu"),
+            Family::Gemm => include_str!("../cu/gemm.cu"),
+            Family::Dequant => include_str!("../cu/dequant.cu"),
+            Family::Narrow => include_str!("../cu/narrow.cu"),
+            Family::Flash => include_str!("../cu/flash.cu"),
+            Family::Digest => include_str!("../cu/digest.cu"),
         }
     }
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 11] = [
+pub(crate) const HEADERS: [(&str, &str); 12] = [
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
+    ("mma.cuh", include_str!("../cu/mma.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
     ("packed.cuh", include_str!("../cu/packed.cuh")),
     ("paged.cuh", include_str!("../cu/paged.cuh")),

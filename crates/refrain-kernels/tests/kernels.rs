@@ -130,6 +130,26 @@ both! {
         run_all(&mut bed, cases::sample::sample());
     }
 
+    fn products_on_tensor_cores_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::prompt::gemm());
+    }
+
+    fn quantised_matrices_are_decoded_as_the_reference_does(bed) {
+        run_all(&mut bed, cases::prompt::dequant());
+    }
+
+    fn rows_in_16_bits_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::prompt::narrow());
+    }
+
+    fn attention_of_many_rows_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::prompt::flash());
+    }
+
+    fn digests_are_those_of_the_bytes(bed) {
+        run_all(&mut bed, cases::prompt::digest());
+    }
+
     fn a_row_of_a_product_has_the_same_bits_for_every_number_of_rows(bed) {
         same_bits_for_every_m(&mut bed);
     }

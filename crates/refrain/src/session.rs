@@ -215,6 +215,8 @@ pub(crate) fn monitored_engine(
     };
     let ahead = options.ahead.unwrap_or(cuda.ahead);
     let cuda = CudaOptions { ahead, on_load: options.on_load.clone(), ..cuda };
+    // A prompt goes in pieces as large as the largest graph.
+    let runner = RunnerOptions { max_tokens: cuda.buckets.iter().copied().max().unwrap_or(1), ..runner };
     let backend = CudaBackend::open(kind, cuda)?;
     let monitor = backend.monitor();
     let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);

@@ -5,4 +5,5 @@ pub mod attention;
 pub mod dense;
 pub mod elementwise;
 pub mod product;
+pub mod prompt;
 pub mod sample;
