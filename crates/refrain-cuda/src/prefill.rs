@@ -103,7 +103,7 @@ impl Areas {
     pub(crate) fn of(plan: &Plan, rows: Option<usize>, n_sms: u32, blas: bool) -> Areas {
         let mut areas = Areas::default();
         let is_product = |step: &&Step| matches!(step.op, Op::MatMul);
-        let last = plan.steps().iter().filter(is_product).next_back();
+        let last = plan.steps().iter().rfind(is_product);
         let is_head = |step: &Step| rows.is_some() && last.is_some_and(|last| std::ptr::eq(last, step));
         for segment in plan.segments() {
             for group in groups(plan, &plan.steps()[segment.steps.clone()]) {
@@ -251,19 +251,14 @@ impl<'a> Prefill<'a> {
             | Op::GatherRows(_)
             | Op::Rope(_)
             | Op::KvAppend
-            | Op::Sample => {
-                // A view launches nothing, so what the workspace holds stays true.
-                if !matches!(steps[0].op, Op::View(_)) {
-                    self.holds = None;
-                }
-                Ok(false)
-            }
+            | Op::Sample => Ok(false),
         };
         let done = done.map_err(|e| self.lowering.refuse(steps[0], e))?;
         if done {
             steps.iter().try_for_each(|step| self.lowering.name_outputs(step, warm))?;
             works.into_iter().for_each(|work| warm.push(work));
         } else if !matches!(steps[0].op, Op::View(_)) {
+            // A view launches nothing; anything else may use the workspace, or change what was read.
             self.holds = None;
         }
         Ok(done)

@@ -272,6 +272,9 @@ fn compare_cases(
     Ok(report)
 }
 
+/// Small ranges as they are, and for each chunk of large ones its digest and how much of it is poison.
+type Taken = (Vec<Vec<u8>>, Vec<[u64; 2]>);
+
 /// How much memory is compared without moving it.
 struct Digests<'a> {
     written: &'a [Range],
@@ -353,12 +356,7 @@ impl<'a> Digests<'a> {
         VerifyError::Mismatch { buffer, element: (byte / 4) as usize, launch, case }
     }
 
-    fn take(
-        &self,
-        stream: &mut Stream,
-        lease: &mut Lease,
-        warm: &WarmPlan,
-    ) -> Result<(Vec<Vec<u8>>, Vec<[u64; 2]>), DriverError> {
+    fn take(&self, stream: &mut Stream, lease: &mut Lease, warm: &WarmPlan) -> Result<Taken, DriverError> {
         let small = download(stream, lease, warm, &self.small)?;
         let (mut launches, mut end) = (Vec::with_capacity(self.large.len()), 0);
         for range in &self.large {

@@ -177,7 +177,7 @@ fn products_of_prompts_are_timed() {
                 let args = DequantArgs { w: from, dtype: quantised, y: to, n: n / 4, k, step: "decode" };
                 let launch = bed.kernels.dequant(&args).unwrap();
                 let us = time(&mut bed, &room, |q| q.launch(&launch));
-                line += &format!(" {quantised} {us:.1} us for {} M", n * k / 4 >> 20);
+                line += &format!(" {quantised} {us:.1} us for {} M", (n * k / 4) >> 20);
             }
         }
         println!("{line}");

@@ -12,8 +12,8 @@ use std::time::Duration;
 use bed::{Bed, Role, dense, f32s, i32s, normals, run_all};
 use refrain_driver::{Layout, Method, RecordOptions, Ring};
 use refrain_kernels::{
-    COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState,
-    KernelError, LINEAR_DTYPES, LinearArgs, LinearPart, RmsNormArgs,
+    COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState, GemmArgs,
+    GemmPlan, KernelError, LINEAR_DTYPES, LinearArgs, LinearPart, RmsNormArgs,
 };
 use refrain_tensor::DType;
 use refrain_testkit::{Tol, encode};
@@ -389,6 +389,18 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
             "linear x F16 x [m=1, n=2, k=32]: w starts at byte 2, which is no multiple of 16",
             "linear x F16 x [m=0, n=2, k=32]: m is 0, there is nothing to launch",
             "linear x F16 x [m=1, n=100, k=32]: y has 64 bytes, needs 400",
+        ]
+    );
+    let gemm = |dtype, k| {
+        let (plan, parts) = (GemmPlan::new(16, &[2], k, 132), &[LinearPart { w: large, y: large, n: 2 }]);
+        let args = GemmArgs { x: large, dtype, parts, m: 16, k, plan, scratch: None, step: "s" };
+        bed.kernels.gemm(&args, &mut Vec::new()).unwrap_err().to_string()
+    };
+    assert_eq!(
+        [gemm(DType::F32, 64), gemm(DType::BF16, 60)],
+        [
+            "gemm x F32 x [m=16, n=2, k=64]: tensor cores multiply F16 and BF16",
+            "gemm x BF16 x [m=16, n=2, k=60]: k must be a multiple of 8",
         ]
     );
     let strided = bed::contiguous(&[4, 8]).transpose().unwrap();
