@@ -4,9 +4,13 @@ use crate::bars::Delayed;
 use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
-use crate::out::{Out, short_count, short_rate, talk};
-use crate::resolve;
-use refrain::{BenchOptions, BenchReport, BenchTarget, NamedShape, QuantMix, SHAPES, Samples, bench};
+use crate::out::{Out, counted, short_count, short_rate, short_time, talk};
+use crate::{profile, resolve, stats};
+use refrain::{
+    BenchOptions, BenchReport, BenchTarget, LoadEvent, LoadListener, NamedShape, QuantMix, SHAPES, Samples,
+    SessionOptions, bench,
+};
+use refrain_hub::Bytes;
 use serde_json::json;
 use std::num::NonZeroUsize;
 
@@ -51,14 +55,22 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+    let spinner = Delayed::spinner("measuring");
+    let (bar, verbose) = (spinner.handle(), context.verbose);
+    let on_load = LoadListener::new(move |event| match event {
+        LoadEvent::Planned(memory) if verbose => talk!("memory   {}", stats::memory_line(&memory)),
+        LoadEvent::Sent { done_bytes, total_bytes } => {
+            bar.set_message(format!("sending weights, {} of {}", Bytes(done_bytes), Bytes(total_bytes)));
+        }
+        _ => {}
+    });
     let options = BenchOptions {
-        session: args.device.session(None, context)?,
+        session: SessionOptions { on_load, ..args.device.session(None, context)? },
         n_prompt: args.prompt_tokens,
         n_decode: args.max_tokens,
         depth: args.depth,
         repeats: args.repeats.get(),
     };
-    let spinner = Delayed::spinner("measuring");
     let progress = |what: &str| spinner.say(what.to_owned());
     let report = match &args.shape {
         Some(name) => {
@@ -71,6 +83,9 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         }
     };
     drop(spinner);
+    if let Some((status, timeline)) = &report.device {
+        profile::tell(&format!("{} on {}", report.name, report.backend), status, timeline, &args.device)?;
+    }
     let mut out = Out::new();
     if args.json {
         return out.json(&to_json(&report, args));
@@ -110,10 +125,18 @@ fn print(out: &mut Out, report: &BenchReport, args: &Args) -> anyhow::Result<()>
     if !report.decode.0.is_empty() {
         out.line(format_args!("decode   {:>6} tokens  {}", args.max_tokens, spread(&report.decode)))?;
         let (per_token, rate) = (report.bytes_per_token as f64 / 1e9, report.decode_bandwidth() / 1e9);
-        let share = report.read_bandwidth.map_or_else(String::new, |best| {
-            format!(", {:.0} % of the {:.1} GB/s that this machine reads", 100e9 * rate / best, best / 1e9)
+        let who = if report.backend == "cpu" { "this machine" } else { "this card" };
+        let best = report.read_bandwidth.zip(report.bandwidth_share());
+        let share = best.map_or_else(String::new, |(best, share)| {
+            format!(", {:.0} % of the {:.1} GB/s that {who} reads", 100.0 * share, best / 1e9)
         });
-        out.line(format_args!("         {per_token:.3} GB a token, {rate:.1} GB/s{share}"))?;
+        let each = short_time(report.decode_ms() * 1e-3);
+        out.line(format_args!("         {each} and {per_token:.3} GB a token, {rate:.1} GB/s{share}"))?;
+        if let Some(launches) = report.launches {
+            let s = if launches.by_host == 1 { "" } else { "es" };
+            let kernels = counted(launches.kernels, "kernel");
+            out.line(format_args!("         {} launch{s} and {kernels} a token", launches.by_host))?;
+        }
         out.line(format_args!("         {}", report.decode_steps))?;
     }
     Ok(())
@@ -126,20 +149,38 @@ fn spread(samples: &Samples) -> String {
 
 fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
     let samples = |s: &Samples| json!({ "median": s.median(), "samples": s.0 });
+    let has_decoded = !report.decode.0.is_empty();
+    let memory = report.device.as_ref().map(|(status, _)| {
+        let m = &status.memory;
+        json!({
+            "weight_bytes": m.weight_bytes,
+            "kv_bytes": m.kv_bytes,
+            "arena_bytes": m.arena_bytes,
+            "workspace_bytes": m.workspace_bytes,
+            "free_bytes": m.free_bytes,
+            "device_bytes": m.device_bytes,
+        })
+    });
     json!({
         "model": report.name,
         "backend": report.backend,
         "parameters": report.n_parameters,
         "weight_bytes": report.weight_bytes,
+        "quant": args.shape.as_ref().map(|_| &args.quant),
         "prompt_tokens": args.prompt_tokens,
         "decode_tokens": args.max_tokens,
         "depth": args.depth,
         "prefill_tokens_per_second": samples(&report.prefill),
         "decode_tokens_per_second": samples(&report.decode),
+        "decode_ms_per_token": has_decoded.then(|| report.decode_ms()),
         "bytes_per_token": report.bytes_per_token,
-        "decode_bytes_per_second": report.decode_bandwidth(),
+        "decode_bytes_per_second": has_decoded.then(|| report.decode_bandwidth()),
         "read_bytes_per_second": report.read_bandwidth,
+        "read_bandwidth_share": report.bandwidth_share().filter(|_| has_decoded),
+        "launches_per_token": report.launches.map(|l| l.by_host),
+        "kernels_per_token": report.launches.map(|l| l.kernels),
         "load_seconds": report.load_seconds,
-        "decode_steps": report.decode_steps,
+        "decode_steps": stats::tally_json(&report.decode_steps),
+        "memory": memory,
     })
 }

@@ -1,5 +1,6 @@
 //! The device behind the [`Backend`] trait.
 
+use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,15 +10,19 @@ use refrain_graph::{
     Backend, Committed, CompileError, Graph, Io, Plan, PlanOptions, Query, Ran, Run, RunError, State,
     Support, Weight, finish_stepwise, send_stepwise, take_stepwise,
 };
+use refrain_kernels::packed_bytes;
 use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
 use crate::feed;
 use crate::follow::Taking;
+use crate::fused::MAX_RUN;
 use crate::lower;
 use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
+use crate::profile::{SharedTimeline, Timeline};
 use crate::pump::Pump;
+use crate::resident::packs;
 use crate::status::Status;
 
 /// Runs graphs of one model on one CUDA device, or on the simulated one.
@@ -33,6 +38,7 @@ pub struct CudaBackend {
     /// Programs whose owner is gone.
     retired: Arc<Mutex<Vec<ProgramId>>>,
     status: Arc<Mutex<Status>>,
+    timeline: SharedTimeline,
     /// Outputs of the last step that were fetched along with another.
     fetched: Vec<(ProgramId, usize, Vec<u8>)>,
     pub(crate) pump: Arc<Pump>,
@@ -78,13 +84,22 @@ impl Drop for CudaCompiled {
 
 /// A view of a backend's [`Status`] that stays valid when the backend has gone elsewhere.
 #[derive(Clone)]
-pub struct Monitor(Arc<Mutex<Status>>);
+pub struct Monitor {
+    status: Arc<Mutex<Status>>,
+    timeline: SharedTimeline,
+}
 
 impl Monitor {
     /// The status as of the last plan compiled or step run.
     #[must_use]
     pub fn status(&self) -> Status {
-        lock(&self.0).clone()
+        lock(&self.status).clone()
+    }
+
+    /// When each profiled launch ran; empty unless [`CudaOptions::profile`] is on.
+    #[must_use]
+    pub fn timeline(&self) -> Timeline {
+        lock(&self.timeline).clone()
     }
 }
 
@@ -100,11 +115,12 @@ impl CudaBackend {
 
     /// On a device that is open. A simulated one must know the kernels' twins.
     pub fn on(device: &Device, options: CudaOptions) -> Result<CudaBackend, CudaError> {
-        let pump = Arc::<Pump>::default();
-        let (sent, shared) = (options.clone(), Arc::clone(&pump));
-        let worker = device
-            .spawn(options.load_limit, move |ctx| Ok(Holder(Machine::new(ctx, sent, shared))))
+        let (pump, timeline) = (Arc::<Pump>::default(), SharedTimeline::default());
+        let (sent, to_pump, to_timeline) = (options.clone(), Arc::clone(&pump), Arc::clone(&timeline));
+        let mut worker = device
+            .spawn(options.load_limit, move |ctx| Ok(Holder(Machine::new(ctx, sent, to_pump, to_timeline))))
             .map_err(CudaError::driver("starting the device thread"))?;
+        worker.set_call_limit(options.call_limit);
         let backend = CudaBackend {
             worker,
             options,
@@ -112,6 +128,7 @@ impl CudaBackend {
             current: Mutex::default(),
             retired: Arc::default(),
             status: Arc::default(),
+            timeline,
             fetched: Vec::new(),
             pump,
             taking: None,
@@ -123,7 +140,7 @@ impl CudaBackend {
     /// What it holds and has done, from anywhere.
     #[must_use]
     pub fn monitor(&self) -> Monitor {
-        Monitor(Arc::clone(&self.status))
+        Monitor { status: Arc::clone(&self.status), timeline: Arc::clone(&self.timeline) }
     }
 
     /// The device.
@@ -291,7 +308,7 @@ impl Backend for CudaBackend {
 
     fn compile(&self, graph: &Graph) -> Result<CudaCompiled, CompileError> {
         self.check(graph)?;
-        let plan = Arc::new(Plan::new(graph, PlanOptions::default())?);
+        let plan = Arc::new(Plan::new(graph, plan_options(graph))?);
         let (id, sent) = (self.id(), Arc::clone(&plan));
         let (weights, states) = (graph.weights().to_vec(), graph.states().to_vec());
         let compiled = self.call("compiling a plan", self.options.compile_limit, move |m| {
@@ -392,19 +409,49 @@ impl Backend for CudaBackend {
         }
     }
 
+    fn kernels(&self, compiled: &CudaCompiled) -> Vec<(usize, Cow<'static, str>)> {
+        let id = compiled.id;
+        let named = self.call(READ, self.options.step_limit, move |m| Ok(m.kernels(id)));
+        // A device that does not answer any more says so to whoever runs a step.
+        named.unwrap_or_default().into_iter().map(|(step, kernel)| (step, kernel.into())).collect()
+    }
+
     fn layouts(&self, weights: &CudaWeights) -> Vec<(String, usize)> {
         weights.layouts.clone()
     }
 }
 
-/// Matrices as in the file, vectors as F32.
+/// Runs of steps around the products of one row become one launch, whose blocks do not wait for each other: what it reads
+/// must not lie where it writes. Larger steps have a launch for each op and need the memory more.
+fn plan_options(graph: &Graph) -> PlanOptions {
+    let one_row = |node: &refrain_graph::Node| {
+        let shape = graph.value(node.outputs[0]).ty.shape;
+        shape.n_elements() == shape.dim_back(0)
+    };
+    let mut products = graph.nodes().iter().filter(|node| matches!(node.op, refrain_graph::Op::MatMul));
+    match products.all(one_row) {
+        true => PlanOptions { in_place: false, linger: MAX_RUN, ..PlanOptions::default() },
+        false => PlanOptions::default(),
+    }
+}
+
+/// Matrices as in the file or packed, vectors as F32.
 fn layouts(weights: &[Weight]) -> Vec<(String, usize)> {
     let mut layouts: Vec<(String, usize)> = Vec::new();
     for weight in weights {
         let is_vector = weight.ty.shape.rank() < 2;
         let dtype = if is_vector { DType::F32 } else { weight.ty.dtype };
-        let name = if is_vector { "vectors as F32".to_owned() } else { format!("{dtype} as in the file") };
-        let bytes = dtype.bytes_for(weight.ty.shape.n_elements()).unwrap_or(0);
+        let (name, bytes) = match packs(weight) {
+            true => {
+                let [n, k] = [weight.ty.shape.dims()[0], weight.ty.shape.dims()[1]];
+                (format!("{dtype} in tiles of 8 rows"), packed_bytes(dtype, n, k))
+            }
+            false if is_vector => {
+                ("vectors as F32".to_owned(), dtype.bytes_for(weight.ty.shape.n_elements()))
+            }
+            false => (format!("{dtype} as in the file"), dtype.bytes_for(weight.ty.shape.n_elements())),
+        };
+        let bytes = bytes.unwrap_or(0);
         match layouts.iter_mut().find(|(known, _)| *known == name) {
             Some((_, sum)) => *sum += bytes,
             None => layouts.push((name, bytes)),

@@ -16,12 +16,13 @@ use crate::follow::Followed;
 use crate::host;
 use crate::lower::{Lowering, scratch_bytes};
 use crate::options::CudaOptions;
-use crate::profile::{Profile, ProfileRow};
+use crate::profile::{Profile, ProfileRow, SharedTimeline};
 use crate::pump::Pump;
 use crate::resident::{HostModel, Resident, Room};
 use crate::roles::Roles;
 use crate::states;
 use crate::status::{GraphLine, Status};
+use crate::traffic::Moved;
 use crate::warm::WarmPlan;
 
 /// Rounds what is set aside for control blocks and scratch up, so that a slightly larger plan does not mean planning
@@ -79,7 +80,12 @@ impl Drop for Machine {
 }
 
 impl Machine {
-    pub(crate) fn new(ctx: &Context, options: CudaOptions, pump: Arc<Pump>) -> Result<Machine, CudaError> {
+    pub(crate) fn new(
+        ctx: &Context,
+        options: CudaOptions,
+        pump: Arc<Pump>,
+        timeline: SharedTimeline,
+    ) -> Result<Machine, CudaError> {
         let kernels = Kernels::load(ctx, &options.kernels).map_err(|e| CudaError::Kernels(Arc::new(e)))?;
         let mut stream = ctx.stream().map_err(CudaError::driver("making a stream"))?;
         stream.set_limit(options.step_limit);
@@ -88,7 +94,7 @@ impl Machine {
             programs: HashMap::new(),
             resident: None,
             model: HostModel::default(),
-            profile: Profile::default(),
+            profile: Profile::new(timeline),
             options,
             kernels,
             followed: None,
@@ -191,10 +197,11 @@ impl Machine {
                 continue;
             }
             let n = roles.n_tokens();
+            let s = if n == 1 { "" } else { "s" };
             let name = if one {
-                format!("step of {n} tokens")
+                format!("step of {n} token{s}")
             } else {
-                format!("step of {n} tokens, segment {idx}")
+                format!("step of {n} token{s}, segment {idx}")
             };
             let mut warm = WarmPlan::new(&name, &resident.space);
             lowering.push(&plan.steps()[segment.steps.clone()], &mut warm)?;
@@ -261,7 +268,8 @@ impl Machine {
         let rooms = [kept, wanted.max(&kept)];
         let blocks = self.options.scratch_blocks;
         let (ctx, stream, model) = (&self.ctx, &mut self.stream, &self.model);
-        let mut resident = Resident::plan(ctx, stream, model, &host_only, blocks, rooms)?;
+        let loading = (&self.kernels, &self.options.on_load);
+        let mut resident = Resident::plan(ctx, stream, model, &host_only, blocks, rooms, loading)?;
         let restored = resident.restore_states(&mut self.stream, &saved);
         restored.map_err(CudaError::driver("restoring the KV cache"))?;
         // Everything lowered before points at the memory that is gone.
@@ -353,6 +361,18 @@ impl Machine {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
             return Err(Machine::gone());
         };
+        let moved = match self.options.profile {
+            true => {
+                let launches = |part: &Part| match part {
+                    Part::Device { warm, .. } => warm.work().len(),
+                    Part::Host { .. } => 0,
+                };
+                let n_launches = program.parts.iter().map(launches).sum();
+                self.profile.begin_step(program.roles.n_tokens(), n_launches);
+                Moved::of(&program.plan, resident, control).map_err(CudaError::driver("counting bytes"))?
+            }
+            false => Moved::default(),
+        };
         let mut not_replayed = None;
         for (idx, part) in program.parts.iter().enumerate() {
             let reason = match part {
@@ -363,7 +383,7 @@ impl Machine {
                             reason: Reason::Profiling,
                         });
                     }
-                    let ran = self.profile.run(&mut self.stream, &mut resident.lease, warm);
+                    let ran = self.profile.run(&mut self.stream, &mut resident.lease, warm, &moved);
                     ran.map_err(CudaError::driver(warm.name()))?;
                     Some(Reason::Profiling)
                 }
@@ -418,6 +438,24 @@ impl Machine {
         Ok(found)
     }
 
+    /// Everything that a program enqueues, with the first step of the plan that it is for.
+    pub(crate) fn kernels(&self, id: ProgramId) -> Vec<(usize, String)> {
+        let Some(program) = self.programs.get(&id) else { return Vec::new() };
+        let steps = program.plan.steps();
+        let mut out = Vec::new();
+        for part in &program.parts {
+            let Part::Device { segment, warm } = part else { continue };
+            for work in warm.work() {
+                let (label, kernel) = work.step_and_kernel();
+                // A launch for several steps carries all their labels, joined.
+                let first = label.split(" + ").next().unwrap_or_default();
+                let step = segment.steps.clone().find(|&s| steps[s].label == first);
+                out.push((step.unwrap_or(segment.steps.start), kernel));
+            }
+        }
+        out
+    }
+
     pub(crate) fn profile(&self) -> &[ProfileRow] {
         self.profile.rows()
     }
@@ -438,7 +476,9 @@ impl Machine {
         graphs.sort_by_key(|g| g.n_tokens);
         let memory = self.resident.as_ref().map(Resident::accounting).unwrap_or_default();
         let profile = self.profile.rows().to_vec();
-        Status { memory, graphs, cache: self.cache.stats(), kernels: Some(self.kernels.origin()), profile }
+        let kernels = Some(self.kernels.origin());
+        let peak_bytes_per_second = self.ctx.device().info().peak_bytes_per_second();
+        Status { memory, graphs, cache: self.cache.stats(), kernels, profile, peak_bytes_per_second }
     }
 }
 

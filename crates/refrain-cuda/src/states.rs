@@ -50,6 +50,7 @@ pub(crate) fn check(
                 uploads.push((buf, values(resident.state(state).dtype, buf.len() as usize, &mut rng)));
             }
         }
+        uploads.push((resident.counters, vec![0; resident.counters.len() as usize]));
         cases.push(Case { uploads });
     }
     // A plan that reads nothing but weights, or nothing but integers of unknown meaning, has one state only.
@@ -148,7 +149,8 @@ fn sample_param(param: usize, case: usize) -> f32 {
 }
 
 /// Consecutive positions, and tables that walk through the scratch blocks again and again: rows of a step never share
-/// a place, earlier positions do.
+/// a place, earlier positions do. A single row has the block it writes to for itself where there are two: the launch
+/// that appends its key may also be the one that reads the others.
 fn put_pages(block: &mut [u8], p: &Paging, resident: &Resident, case: usize) {
     let n_scratch = resident.n_scratch().max(1);
     let (n, context) = (p.positions.len, p.max_blocks * p.kv_block);
@@ -157,8 +159,14 @@ fn put_pages(block: &mut [u8], p: &Paging, resident: &Resident, case: usize) {
     let start = [1.min(last), last / 2, last][case.min(2)];
     let positions: Vec<i32> = (0..n).map(|i| if i < n_rows { (start + i) as i32 } else { -1 }).collect();
     let seqs: Vec<i32> = (0..n).map(|i| (i % p.n_seqs.max(1)) as i32).collect();
+    let own = (n_rows == 1 && n_scratch > 1).then_some(start / p.kv_block);
+    let block_of = |column: usize| match own {
+        Some(own) if column == own => 0,
+        Some(_) => 1 + column % (n_scratch - 1),
+        None => column % n_scratch,
+    };
     let tables: Vec<i32> =
-        (0..p.tables.len).map(|i| (p.n_blocks + (i % p.max_blocks) % n_scratch) as i32).collect();
+        (0..p.tables.len).map(|i| (p.n_blocks + block_of(i % p.max_blocks)) as i32).collect();
     put(block, p.positions, &positions);
     put(block, p.seqs, &seqs);
     put(block, p.tables, &tables);

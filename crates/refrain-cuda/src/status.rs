@@ -66,4 +66,6 @@ pub struct Status {
     pub kernels: Option<Origin>,
     /// Timings of every launch so far; empty unless [`crate::CudaOptions::profile`] is on.
     pub profile: Vec<ProfileRow>,
+    /// Bytes per second that the card's memory could deliver by its clock and width; `None` where they are unknown.
+    pub peak_bytes_per_second: Option<f64>,
 }

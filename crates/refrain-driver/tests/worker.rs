@@ -105,6 +105,34 @@ fn dropping_a_worker_that_hangs_does_not_hang() {
 }
 
 #[test]
+fn a_driver_call_that_does_not_return_is_reported_by_its_own_limit() {
+    let (sim, device) = device();
+    let mut worker = device.spawn(LONG, Bed::with_context).unwrap();
+    worker.set_call_limit(Duration::from_millis(50));
+    sim.inject(faults("on 1st instantiate: hang"));
+    let start = Instant::now();
+    let long = Duration::from_secs(600);
+    let error = worker.call("preparing", long, |bed| bed.record(Method::Nodes).map(drop)).unwrap_err();
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(error.to_string().contains("\"preparing, in cuGraphInstantiate\""), "{error}");
+    assert!(matches!(worker.call("next", long, |_| Ok(())), Err(DriverError::NoAnswer { .. })));
+    sim.release_hung();
+}
+
+#[test]
+fn work_that_takes_its_time_outside_of_driver_calls_is_not_taken_for_one_that_hangs() {
+    let (_sim, device) = device();
+    let mut worker = device.spawn(LONG, Bed::with_context).unwrap();
+    worker.set_call_limit(Duration::from_millis(300));
+    let slow = worker.call("thinking", LONG, |bed| {
+        std::thread::sleep(Duration::from_millis(700));
+        bed.check_good();
+        Ok(7)
+    });
+    assert_eq!(slow.unwrap(), 7);
+}
+
+#[test]
 fn no_answer_names_what_the_thread_is_busy_with_and_the_last_launch() {
     let (sim, device) = device();
     let worker = device.spawn(LONG, Bed::with_context).unwrap();

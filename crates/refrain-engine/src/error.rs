@@ -115,6 +115,9 @@ impl EngineError {
                 Some("raise the context with -c, or start a new session".into())
             }
             EngineError::EmptyPrompt => Some("give a prompt of at least one token".into()),
+            EngineError::TextTooShort { n_tokens, .. } if *n_tokens < MIN_WINDOW => {
+                Some("give a longer text".into())
+            }
             EngineError::TextTooShort { n_tokens, .. } => {
                 Some(format!("give a longer text, or a window of at most {n_tokens} tokens with -c"))
             }

@@ -6,6 +6,7 @@ use refrain_graph::{Backend, Committed, ControlBlock, ControlLayout, Feedback, I
 use refrain_graph::{Run, RunLimits, fuse};
 use refrain_models::{Head, KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// What to compute from a run of tokens besides filling the cache.
@@ -71,7 +72,7 @@ pub trait Runner: Send {
     /// The plan of a step over `n_tokens` tokens that ends in sampling.
     fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError>;
     /// The kernels of that plan, each with the (first) step it runs.
-    fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, EngineError>;
+    fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError>;
     /// How weights lie on the device, with the bytes of each layout.
     fn layouts(&self) -> Vec<(String, usize)>;
     /// The cache's measures.
@@ -280,7 +281,7 @@ where
         Ok(self.backend.plan(&self.compiled[idx].compiled))
     }
 
-    fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, EngineError> {
+    fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError> {
         let head = Head::Sample { history: HISTORY, n_bias: MAX_BIAS };
         let idx = self.prepare(self.spec(n_tokens, head))?;
         Ok(self.backend.kernels(&self.compiled[idx].compiled))

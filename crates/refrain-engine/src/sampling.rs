@@ -61,6 +61,20 @@ pub struct SamplingError {
     pub want: String,
 }
 
+impl SamplingError {
+    /// What to do about it.
+    pub fn hint(&self) -> String {
+        let usual = match self.name {
+            "temperature" => "0 always takes the likeliest token, 0.6 to 1 is usual",
+            "top-p" => "1 keeps all tokens, 0.9 to 0.95 is usual",
+            "min-p" => "0 keeps all tokens, 0.05 is usual",
+            "repeat penalty" => "1 changes nothing, 1.05 to 1.2 is usual",
+            _ => return format!("give a {} that is {}", self.name, self.want),
+        };
+        format!("for the {}, {usual}", self.name)
+    }
+}
+
 impl SamplingParams {
     /// Always the most probable token.
     pub fn greedy() -> SamplingParams {

@@ -8,6 +8,7 @@ use crate::runner::{Runner, StepOut, StepRequest, Want};
 use crate::sampling::SamplingRow;
 use refrain_graph::Plan;
 use refrain_models::Model;
+use std::borrow::Cow;
 use std::time::Instant;
 
 /// A token that was chosen.
@@ -89,7 +90,7 @@ impl Engine {
     }
 
     /// The kernels of that plan, each with the (first) step it runs.
-    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, EngineError> {
+    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError> {
         self.settle();
         self.runner.kernels(n_tokens)
     }

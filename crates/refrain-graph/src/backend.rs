@@ -6,6 +6,7 @@ use crate::plan::{Plan, PlanError};
 use crate::report::{Ran, Reason};
 use crate::run::{Committed, Run};
 use refrain_tensor::HostTensor;
+use std::borrow::Cow;
 
 /// A node as a backend is asked about it.
 #[derive(Clone, Copy, Debug)]
@@ -247,7 +248,7 @@ pub trait Backend {
 
     /// The kernels of a compiled graph, each with the (first) step of the plan that it runs. A backend that has nothing
     /// to tell gives none.
-    fn kernels(&self, _: &Self::Compiled) -> Vec<(usize, &'static str)> {
+    fn kernels(&self, _: &Self::Compiled) -> Vec<(usize, Cow<'static, str>)> {
         Vec::new()
     }
 

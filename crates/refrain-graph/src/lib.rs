@@ -16,6 +16,7 @@ mod fuse; // neighbours that run better as one
 mod schedule; // in which order, cut where
 mod arena; // in which memory
 mod plan; // the three together
+mod crossing; // what host steps cost
 mod control; // what changes from step to step
 mod run; // steps that feed themselves
 mod backend; // who runs it
@@ -27,6 +28,7 @@ pub use backend::{
     Backend, CompileError, Io, Query, RunError, Support, finish_stepwise, send_stepwise, take_stepwise,
 };
 pub use control::{ControlBlock, ControlError, ControlLayout, Slot};
+pub use crossing::Crossing;
 pub use fuse::fuse;
 pub use graph::{
     Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Origin, Output, State, StateId, Value,

@@ -41,6 +41,19 @@ pub enum KernelError {
         /// Names and paths tried.
         tried: String,
     },
+    /// There is neither compiled code for the card nor a compiler.
+    #[error(
+        "there are no kernels for {card}: this binary holds {held}, and the CUDA compiler library NVRTC was not found \
+         (tried {tried})"
+    )]
+    NoKernels {
+        /// The card's architecture.
+        card: String,
+        /// What the binary holds, in words.
+        held: String,
+        /// Names and paths tried.
+        tried: String,
+    },
     /// The compiler library lacks a function.
     #[error("{library} has no function {symbol}")]
     NvrtcSymbol {
@@ -95,9 +108,10 @@ impl KernelError {
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
-            KernelError::NvrtcMissing { .. } => Some(
+            KernelError::NvrtcMissing { .. } | KernelError::NoKernels { .. } => Some(
                 "install libnvrtc.so.13 or .12: `pip install nvidia-cuda-nvrtc`, or the CUDA toolkit's runtime \
-                 packages; or use a release binary, which holds compiled kernels"
+                 packages (REFRAIN_NVRTC names it where it is elsewhere); or use a binary of `cargo xtask dist`, \
+                 which holds compiled kernels"
                     .to_owned(),
             ),
             KernelError::NvrtcSymbol { .. } => Some("install NVRTC 12 or newer".to_owned()),

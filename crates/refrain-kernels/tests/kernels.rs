@@ -62,6 +62,14 @@ both! {
         same_bits_beside_others(&mut bed);
     }
 
+    fn one_row_times_weights_with_norms_and_gates_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::product::product());
+    }
+
+    fn packing_gives_the_layout_that_products_read(bed) {
+        run_all(&mut bed, cases::product::packing());
+    }
+
     fn matmul_agrees_with_the_reference(bed) {
         run_all(&mut bed, cases::dense::matmul());
     }
@@ -110,6 +118,14 @@ both! {
         run_all(&mut bed, cases::attention::attention());
     }
 
+    fn attend_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::attend::attend());
+    }
+
+    fn attend_appends_the_bits_of_rope_with_kv_append(bed) {
+        cases::attend::same_bits_as_rope_kv(&mut bed);
+    }
+
     fn sampling_chooses_what_the_reference_chooses(bed) {
         run_all(&mut bed, cases::sample::sample());
     }
@@ -121,6 +137,19 @@ both! {
     fn commit_feeds_the_token_back_and_stops_at_the_end(bed) {
         commit_until_done(&mut bed);
     }
+}
+
+#[test]
+fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_the_simulated_device() {
+    // Twins are the reference: one vocabulary is enough to see that the launcher takes it.
+    run_all(&mut Bed::sim(), cases::sample::large().into_iter().take(2).collect());
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_a_gpu() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    run_all(&mut Bed::gpu(), cases::sample::large());
 }
 
 fn same_bits_for_every_m(bed: &mut Bed) {

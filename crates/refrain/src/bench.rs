@@ -1,12 +1,15 @@
 //! Prefill and decode speed of a model on a device, beside what the device's memory allows.
 
 use crate::error::Error;
+use crate::examine::read_bandwidth;
 use crate::model::Model;
-use crate::session::{Device, SessionOptions, engine_for};
+use crate::session::{Device, SessionOptions, monitored_engine};
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
-use refrain_engine::{Ahead, SamplingParams, SamplingRow, StepKind};
+use refrain_cuda::{Status, Timeline};
+use refrain_engine::{Ahead, Engine, SamplingParams, SamplingRow, StepKind, Tally};
 use refrain_formats::ModelFiles;
+use refrain_graph::SegmentKind;
 use refrain_models::{NamedShape, QuantMix};
 use std::sync::Arc;
 use std::time::Instant;
@@ -77,13 +80,36 @@ pub struct BenchReport {
     pub read_bandwidth: Option<f64>,
     /// Seconds from open files to a device that is ready.
     pub load_seconds: f64,
-    /// How the decoded steps ran, as the ledger tells it.
-    pub decode_steps: String,
+    /// How the decoded steps ran, as the ledger tells it; those of the first round, which is not counted, too.
+    pub decode_steps: Tally,
+    /// Kernels of a decoded token, and launches by the host for them; `None` on the CPU, which calls its kernels.
+    pub launches: Option<Launches>,
+    /// Memory, graphs and timings of a CUDA device, with the timeline where it was profiled; `None` on the CPU.
+    pub device: Option<(Status, Timeline)>,
     /// How weights lie in memory, with the bytes of each layout.
     pub layouts: Vec<(String, usize)>,
 }
 
+/// What a decoded token takes on a CUDA device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launches {
+    /// Calls of the host: one for each recorded segment, or one for each kernel where a step ran eagerly.
+    pub by_host: usize,
+    /// Kernels and copies.
+    pub kernels: usize,
+}
+
 impl BenchReport {
+    /// Milliseconds of a decoded token.
+    pub fn decode_ms(&self) -> f64 {
+        1e3 / self.decode.median()
+    }
+
+    /// What decoding read as a part of what memory delivers at best; `None` where that was not measured.
+    pub fn bandwidth_share(&self) -> Option<f64> {
+        self.read_bandwidth.filter(|best| *best > 0.0).map(|best| self.decode_bandwidth() / best)
+    }
+
     /// Bytes per second that decoding read.
     pub fn decode_bandwidth(&self) -> f64 {
         self.decode.median() * self.bytes_per_token as f64
@@ -112,7 +138,7 @@ pub fn bench(
     let session = SessionOptions { context: Some(context), ..options.session.clone() };
     let began = Instant::now();
     progress("loading");
-    let mut engine = engine_for(&weights, &name, &session)?;
+    let (mut engine, monitor) = monitored_engine(&weights, &name, &session)?;
     let load_seconds = began.elapsed().as_secs_f64();
     match target {
         BenchTarget::Model(model) => model.files().release(),
@@ -154,19 +180,29 @@ pub fn bench(
     }
     let traffic = engine.plan(1)?.traffic();
     let middle = options.depth.max(1) + options.n_decode / 2;
-    let read_bandwidth = match &options.session.device {
-        Device::Cpu { threads } => {
-            progress("measuring read bandwidth");
-            Some(CpuBackend::new(threads.unwrap_or_else(default_threads))?.read_bandwidth())
-        }
-        Device::Cuda { .. } | Device::Sim { .. } => None,
+    let decode_steps = engine.ledger().tally(StepKind::Decode).clone();
+    let is_eager = decode_steps.eager > 0;
+    let launches = match monitor {
+        Some(_) => Some(count_launches(&mut engine, is_eager)?),
+        None => None,
     };
-    let decode_steps = engine.ledger().tally(StepKind::Decode).to_string();
+    let device = monitor.map(|monitor| (monitor.status(), monitor.timeline()));
+    let (layouts, backend) = (engine.layouts(), engine.backend());
+    // The device is free again, and its clocks are up.
+    drop(engine);
+    progress("measuring read bandwidth");
+    let read_bandwidth = match &options.session.device {
+        // What a simulated device reads says nothing.
+        Device::Sim { .. } => None,
+        device @ (Device::Cpu { .. } | Device::Cuda { .. }) => Some(read_bandwidth(device)?),
+    };
     Ok(BenchReport {
-        layouts: engine.layouts(),
+        layouts,
         decode_steps,
+        launches,
+        device,
         name,
-        backend: engine.backend(),
+        backend,
         n_parameters: weights.n_parameters(),
         weight_bytes: weights.weight_bytes(),
         prefill: Samples(prefill),
@@ -175,6 +211,13 @@ pub fn bench(
         read_bandwidth,
         load_seconds,
     })
+}
+
+fn count_launches(engine: &mut Engine, is_eager: bool) -> Result<Launches, Error> {
+    let kernels = engine.kernels(1)?.len();
+    let segments = engine.plan(1)?.segments();
+    let recorded = segments.iter().filter(|s| s.kind == SegmentKind::Recordable).count();
+    Ok(Launches { by_host: if is_eager { kernels } else { recorded }, kernels })
 }
 
 /// What the CPU backend finds on this machine.

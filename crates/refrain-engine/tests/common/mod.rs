@@ -142,7 +142,7 @@ impl Runner for FakeRunner {
         Err(EngineError::EmptyPrompt)
     }
 
-    fn kernels(&mut self, _: usize) -> Result<Vec<(usize, &'static str)>, EngineError> {
+    fn kernels(&mut self, _: usize) -> Result<Vec<(usize, std::borrow::Cow<'static, str>)>, EngineError> {
         Ok(Vec::new())
     }
 
