@@ -110,7 +110,11 @@ impl Moved {
         let label = work.step_and_kernel().0;
         let of = |(buf, access): (Buf, Access)| {
             if let Some(cache) = self.caches.iter().find(|c| c.buf == buf) {
-                return if access == Access::Read { cache.read_bytes } else { cache.written_bytes };
+                return match access {
+                    Access::Read => cache.read_bytes,
+                    Access::Write => cache.written_bytes,
+                    Access::ReadWrite => cache.read_bytes + cache.written_bytes,
+                };
             }
             let table = self.tables.iter().find(|t| t.buf == buf && label.split(" + ").any(|l| l == t.label));
             table.map_or(buf.len(), |t| t.bytes)
