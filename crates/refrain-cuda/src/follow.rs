@@ -133,7 +133,7 @@ impl Machine {
     /// Sends `n` steps, or fewer: while a graph has to be made, only when all those before were taken, since verifying
     /// it writes to the ring. Whoever takes the last of them asks for the rest.
     fn send_steps(&mut self, n: usize, table: Option<&[u8]>) {
-        if self.pump.has_failed() {
+        if self.pump.is_stopped() {
             return;
         }
         if let Err(error) = self.extend(n, table) {

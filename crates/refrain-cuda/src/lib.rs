@@ -5,6 +5,9 @@
 //! from then on a step is one replay; when something fails, that graph alone is given up, for a while, with a
 //! [`refrain_graph::Reason`]. Host steps run between segments. Everything happens on one device thread.
 //!
+//! A decode step feeds itself: its last kernel makes the chosen token the next step's input, and tells the host through a
+//! ring in pinned memory. So steps are sent before their tokens are asked for, and nothing waits for the host between.
+//!
 //! ```
 //! use refrain_cuda::{CudaBackend, CudaOptions, GraphMode};
 //! use refrain_driver::{DeviceKind, Method, sim::SimOptions};

@@ -162,7 +162,7 @@ impl Machine {
     pub(crate) fn compile(&mut self, id: ProgramId, plan: Arc<Plan>) -> Result<(), CudaError> {
         if self.pump.n_pending() > 0 {
             // Verification writes to the ring.
-            if self.followed.is_some() && !self.pump.has_failed() {
+            if self.followed.is_some() && !self.pump.is_stopped() {
                 let because = "steps of one are under way; it must be finished first".to_owned();
                 return Err(CudaError::Mismatch { what: "runs", because });
             }

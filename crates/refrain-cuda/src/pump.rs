@@ -8,8 +8,9 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use refrain_driver::{DriverError, Ring};
+use refrain_driver::{DriverError, Ring, Stream};
 use refrain_graph::Ran;
 use refrain_kernels::CommitEntry;
 
@@ -70,10 +71,6 @@ impl Pump {
         self.stop.store(true, Ordering::Relaxed);
     }
 
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.stop.load(Ordering::Relaxed)
-    }
-
     pub(crate) fn n_sent(&self) -> u64 {
         self.n_sent.load(Ordering::Acquire)
     }
@@ -90,8 +87,10 @@ impl Pump {
     }
 
     /// Whether the run does not go on: no more of it may be sent.
-    pub(crate) fn has_failed(&self) -> bool {
-        lock(&self.told).failed.is_some()
+    pub(crate) fn is_stopped(&self) -> bool {
+        // Under the lock, so that a failure is always seen here: as one, or as taken.
+        let told = lock(&self.told);
+        told.failed.is_some() || self.stop.load(Ordering::Relaxed)
     }
 
     /// Whether a failure is all that is left of the run: not while steps that were sent before it are still to come.
@@ -100,8 +99,13 @@ impl Pump {
         told.failed.as_ref().is_some_and(|f| !(f.others_go_on && under_way && !f.error.is_final()))
     }
 
+    /// Takes the failure. What was asked for before is not sent any more.
     pub(crate) fn take_failure(&self) -> Option<CudaError> {
-        lock(&self.told).failed.take().map(|failure| failure.error)
+        let mut told = lock(&self.told);
+        if told.failed.is_some() {
+            self.stop();
+        }
+        told.failed.take().map(|failure| failure.error)
     }
 
     /// Notes that the first `n` steps are done.
@@ -165,19 +169,33 @@ impl Pump {
         }
     }
 
-    /// Waits for the next result on the device thread.
-    pub(crate) fn take(
-        &self,
-        stream: &mut refrain_driver::Stream,
-        limit: std::time::Duration,
-    ) -> Result<CommitEntry, DriverError> {
-        let mut entry = [CommitEntry { token: -1, logprob: 0.0, flags: 0, position: -1 }];
-        match &mut *lock(&self.ring) {
-            Some(ring) => ring.take(stream, limit, bytemuck::cast_slice_mut(&mut entry)).map(|_| entry[0]),
-            None => Ok(entry[0]),
+    /// Waits for the next result on the device thread, and looks for errors of the stream meanwhile. The ring is free
+    /// for the other thread all the while: a driver call that does not return must not hold it.
+    pub(crate) fn take(&self, stream: &mut Stream, limit: Duration) -> Result<CommitEntry, DriverError> {
+        let began = Instant::now();
+        let mut next_look = LOOK;
+        loop {
+            if let Some(entry) = self.try_take()? {
+                return Ok(entry);
+            }
+            let waited = began.elapsed();
+            if waited >= next_look {
+                let done = stream.is_done()?;
+                if let Some(entry) = self.try_take()? {
+                    return Ok(entry);
+                }
+                if done || waited >= limit {
+                    return Err(DriverError::Timeout { what: "a step's result", waited, origin: None });
+                }
+                next_look = waited + LOOK;
+            }
+            std::hint::spin_loop();
         }
     }
 }
+
+/// How often the device thread looks for errors while it waits.
+const LOOK: Duration = Duration::from_micros(100);
 
 /// A job posted to the device thread.
 pub(crate) struct Job(Arc<Pump>);

@@ -1,12 +1,13 @@
 //! Runs at the backend itself, of a small decode step with and without a part on the host.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use refrain_cuda::{
     CacheOptions, CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode,
 };
-use refrain_driver::Method;
-use refrain_driver::sim::SimOptions;
+use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
+use refrain_driver::{Device, Method};
 use refrain_graph::{
     Attention, Backend, ControlBlock, Feedback, Graph, GraphBuilder, HostBuf, HostCall, HostCallError,
     HostFn, Io, Op, Plan, PlanOptions, Ran, Run, RunLimits, SAMPLE_PARAMS, State, StateId, TensorType,
@@ -86,9 +87,13 @@ struct Bed {
 impl Bed {
     fn new(graph: &Graph, mode: GraphMode) -> Bed {
         let device = refrain_kernels::simulated(SimOptions { seed: 8, ..SimOptions::default() }).unwrap();
+        Bed::on(&device, graph, mode, Duration::from_secs(60))
+    }
+
+    fn on(device: &Device, graph: &Graph, mode: GraphMode, step_limit: Duration) -> Bed {
         let graphs = CacheOptions { mode, method: Method::Stream, ..CacheOptions::default() };
-        let options = CudaOptions { graphs, ahead: 5, ..CudaOptions::default() };
-        let backend = CudaBackend::on(&device, options).unwrap();
+        let options = CudaOptions { graphs, ahead: 5, step_limit, ..CudaOptions::default() };
+        let backend = CudaBackend::on(device, options).unwrap();
         let tensors = vec![tensor(graph.weights()[0].ty, &Fill::Normal, 4)];
         let weights = backend.load(graph.weights(), tensors).unwrap();
         let states = backend.allocate(graph.states()).unwrap();
@@ -219,4 +224,26 @@ fn a_table_without_a_block_for_a_step_ahead_is_refused_before_it_is_sent() {
     let error = bed.backend.take(&mut bed.compiled, &mut run).unwrap_err().to_string();
     assert!(error.contains("a KV block is -1"), "{error}");
     assert_eq!(bed.backend.finish(&mut bed.compiled, &mut run).unwrap(), 0);
+}
+
+#[test]
+fn a_driver_call_that_does_not_return_holds_up_nobody_for_longer_than_a_step_may_take() {
+    for call in ["replay", "stream_query"] {
+        let sim = SimDriver::new(SimOptions::default());
+        refrain_kernels::register_twins(&sim);
+        let device = Device::simulated(&sim).unwrap();
+        let mut bed = Bed::on(&device, &step(1, false), GraphMode::Auto, Duration::from_millis(200));
+        let (mut run, control) = (bed.run(), bed.control());
+        sim.inject(FaultScript::parse(&format!("on 1st {call}: hang")).unwrap());
+        let began = Instant::now();
+        let io = Io { weights: &bed.weights, states: &mut bed.states, control: control.bytes() };
+        bed.backend.run(&mut bed.compiled, io).unwrap_err();
+        // The device thread is stuck; everything else says so at once.
+        let (compiled, weights, states) = (&mut bed.compiled, &bed.weights, &mut bed.states);
+        let sent = bed.backend.send(compiled, weights, states, &mut run, 3);
+        assert!(sent.is_err() || bed.backend.take(compiled, &mut run).is_err(), "{call}");
+        let _ = bed.backend.finish(compiled, &mut run);
+        assert!(began.elapsed() < Duration::from_secs(2), "{call}: {:?}", began.elapsed());
+        sim.release_hung();
+    }
 }

@@ -173,7 +173,10 @@ impl<S: 'static> Worker<S> {
         if let Err(lost) = self.device.shared.check_lost() {
             return lost;
         }
-        self.no_answer(what, waited)
+        match self.turn.give_up() {
+            Some(_) => self.no_answer(what, waited),
+            None => DriverError::Timeout { what, waited, origin: self.device.shared.last() },
+        }
     }
 
     /// Like [`Worker::call`], for work that does not go with a recording (an upload, an allocation, a wait): while the
