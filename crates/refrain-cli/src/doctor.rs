@@ -49,7 +49,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         Examined::Auto => auto(args.index, context)?,
         Examined::Cuda => cuda(args.index, context),
         Examined::Sim => {
-            let mut rows = examine(DeviceKind::Sim(SimOptions::default()));
+            let mut rows = with_compiler(examine(DeviceKind::Sim(SimOptions::default())));
             let (graph, method) = (GraphMode::Off, Method::Stream);
             rows.push(kernels(&Device::Sim {
                 seed: 0,
@@ -105,7 +105,7 @@ fn auto(index: u32, context: &Context) -> anyhow::Result<Vec<Row>> {
 }
 
 fn cuda(index: u32, context: &Context) -> Vec<Row> {
-    let mut rows = examine(DeviceKind::Cuda(index));
+    let mut rows = with_compiler(examine(DeviceKind::Cuda(index)));
     // Nothing loads where there is no card, or a card that is lost; a row above says so.
     if rows.iter().all(|row| row.verdict != Verdict::Skipped) {
         let env = context.store.env();
@@ -152,6 +152,31 @@ fn kernels(device: &Device) -> Row {
     };
     let measured = format!("{from}, in {}; this binary holds {held}", short_time(report.took.as_secs_f64()));
     Row { name, verdict: Verdict::Good, measured, words: words.into(), advice: None }
+}
+
+/// Puts the kernels' compiler behind the driver: which library was found, and where.
+fn with_compiler(mut rows: Vec<Row>) -> Vec<Row> {
+    let row = match refrain::Nvrtc::open(None) {
+        Ok(nvrtc) => {
+            let (major, minor) = nvrtc.version();
+            Row {
+                name: "kernel compiler",
+                verdict: Verdict::Good,
+                measured: format!("NVRTC {major}.{minor}, {}", nvrtc.file()),
+                words: "kernels can be compiled for any card; the simulated device needs none".into(),
+                advice: None,
+            }
+        }
+        Err(error) => Row {
+            name: "kernel compiler",
+            verdict: Verdict::Note,
+            measured: "none".into(),
+            words: format!("only kernels that are compiled already can be used: {error}"),
+            advice: error.hint(),
+        },
+    };
+    rows.insert(1.min(rows.len()), row);
+    rows
 }
 
 fn cpu() -> anyhow::Result<Row> {

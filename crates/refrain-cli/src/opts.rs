@@ -28,6 +28,9 @@ pub(crate) struct DeviceOpts {
     /// How graphs are recorded
     #[arg(long, value_name = "METHOD", default_value = "stream")]
     pub(crate) graph_method: MethodArg,
+    /// Decode steps that a CUDA device may have under way at once, at most 32; 4 unless given, 1 sends none ahead
+    #[arg(long, value_name = "N")]
+    pub(crate) ahead: Option<NonZeroUsize>,
     /// Time every kernel: a table on standard error, and a timeline as a page [default: refrain-profile.html]; steps then
     /// run one kernel at a time
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
@@ -86,10 +89,12 @@ impl DeviceOpts {
             KvArg::F16 => DType::F16,
             KvArg::F32 => DType::F32,
         };
+        let ahead = self.ahead.map(NonZeroUsize::get);
         Ok(SessionOptions {
             device: self.pick(context)?,
             context: n_context,
             kv_dtype,
+            ahead,
             ..SessionOptions::default()
         })
     }

@@ -132,6 +132,7 @@ pub(crate) fn tally_json(tally: &Tally) -> Value {
         "replayed": tally.replayed,
         "eager": tally.eager,
         "failed": tally.failed,
+        "unused": tally.unused,
         "reasons": reasons,
     })
 }

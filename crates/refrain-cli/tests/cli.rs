@@ -349,6 +349,7 @@ fn the_doctor_finds_the_simulated_device_healthy() {
     let kernels = rows.iter().find(|row| row["name"] == "kernels").expect("a row on kernels");
     let measured = kernels["measured"].as_str().expect("text");
     assert!(measured.contains("reference functions") && measured.contains("this binary holds"), "{measured}");
+    assert!(rows.iter().any(|row| row["name"] == "kernel compiler"), "{json}");
 }
 
 #[test]

@@ -32,9 +32,13 @@ mod verify; // is a graph the same as the eager run
 mod cache; // graphs by key
 mod progress; // what is heard while a model is loaded
 mod options; // how a backend works
+mod pump; // between who takes tokens and who sends steps
+mod feed; // what a step that feeds itself has on the device
 mod roles; // what a control block's numbers index
 mod resident; // what lies on the device
+mod fused; // runs of steps around the products of one row
 mod group; // which steps one launch does
+mod attend; // among them those of attention
 mod lower; // steps into launches
 mod states; // what a graph is verified with
 mod host; // steps on the host
@@ -42,6 +46,7 @@ mod traffic; // how many bytes it takes
 mod profile; // where the time goes
 mod status; // for summaries
 mod machine; // what the device thread does
+mod follow; // decode steps one after the other
 mod backend; // the way in
 
 pub use backend::{CudaBackend, CudaCompiled, CudaStates, CudaWeights, Monitor};
@@ -56,4 +61,4 @@ pub use status::{GraphLine, Status};
 pub use verify::{Case, Check, N_CASES, Verified, VerifyError, VerifyReport, verify};
 pub use warm::{Space, WarmPlan, Work};
 
-pub use refrain_kernels::{Arch, Origin, prebuilt_archs};
+pub use refrain_kernels::{Arch, KernelError, Nvrtc, Origin, prebuilt_archs};

@@ -4,16 +4,20 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use refrain_driver::{Buf, Context, Stream};
-use refrain_graph::{BufferId, Op, Place, Plan, Ran, Reason, Segment, SegmentKind, State, Weight};
+use refrain_graph::{BufferId, Feedback, Op, Place, Plan, Ran, Reason, Segment, SegmentKind};
+use refrain_graph::{State, Weight};
 use refrain_kernels::Kernels;
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
 use crate::error::CudaError;
+use crate::feed;
+use crate::follow::Followed;
 use crate::host;
 use crate::lower::{Lowering, scratch_bytes};
 use crate::options::CudaOptions;
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
+use crate::pump::Pump;
 use crate::resident::{HostModel, Resident, Room};
 use crate::roles::Roles;
 use crate::states;
@@ -32,9 +36,11 @@ const SCRATCH_RESERVE: u64 = 4 << 20;
 pub(crate) type ProgramId = u64;
 
 /// A plan made ready: launches for what can be recorded, host steps between.
-struct Program {
+pub(crate) struct Program {
     plan: Arc<Plan>,
-    roles: Roles,
+    pub(crate) roles: Roles,
+    /// How its choice becomes its next input, where that happens on the device.
+    pub(crate) feedback: Option<Feedback>,
     parts: Vec<Part>,
     /// Outputs that kernels write straight to pinned memory.
     results: HashMap<BufferId, Buf>,
@@ -54,20 +60,30 @@ enum Part {
 pub(crate) struct Machine {
     // Before the stream and the context: graphs and memory go first.
     cache: GraphCache<(ProgramId, usize)>,
-    programs: HashMap<ProgramId, Program>,
-    resident: Option<Resident>,
+    pub(crate) programs: HashMap<ProgramId, Program>,
+    pub(crate) resident: Option<Resident>,
     model: HostModel,
     profile: Profile,
-    options: CudaOptions,
+    pub(crate) options: CudaOptions,
     kernels: Kernels,
-    stream: Stream,
+    pub(crate) followed: Option<Followed>,
+    pub(crate) pump: Arc<Pump>,
+    pub(crate) stream: Stream,
     ctx: Context,
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // The other thread's end of the ring must not keep the memory.
+        self.pump.uninstall();
+    }
 }
 
 impl Machine {
     pub(crate) fn new(
         ctx: &Context,
         options: CudaOptions,
+        pump: Arc<Pump>,
         timeline: SharedTimeline,
     ) -> Result<Machine, CudaError> {
         let kernels = Kernels::load(ctx, &options.kernels).map_err(|e| CudaError::Kernels(Arc::new(e)))?;
@@ -81,6 +97,8 @@ impl Machine {
             profile: Profile::new(timeline),
             options,
             kernels,
+            followed: None,
+            pump,
             stream,
             ctx: ctx.clone(),
         })
@@ -132,7 +150,15 @@ impl Machine {
 
     /// Lowers a plan, records its graphs and verifies them, so that no step has to.
     pub(crate) fn compile(&mut self, id: ProgramId, plan: Arc<Plan>) -> Result<(), CudaError> {
-        let roles = Roles::of(&plan);
+        if self.pump.n_pending() > 0 {
+            // Verification writes to the ring.
+            if self.followed.is_some() && !self.pump.has_failed() {
+                let because = "steps of one are under way; it must be finished first".to_owned();
+                return Err(CudaError::Mismatch { what: "runs", because });
+            }
+            self.settle()?;
+        }
+        let (roles, feedback) = (Roles::of(&plan), feed::feedback(&plan));
         let is_new = self.ensure(&plan, &roles)?;
         if is_new {
             // Graphs over the old memory are gone; none of them should cost a token later.
@@ -140,8 +166,8 @@ impl Machine {
             ids.into_iter().try_for_each(|id| self.prepare(id))?;
         }
         let Some(resident) = &self.resident else { unreachable!("ensured above") };
-        let (parts, results) = self.lower(resident, &plan, &roles)?;
-        self.programs.insert(id, Program { plan, roles, parts, results });
+        let (parts, results) = self.lower(resident, &plan, &roles, feedback.as_ref())?;
+        self.programs.insert(id, Program { plan, roles, feedback, parts, results });
         if let Err(error) = self.prepare(id) {
             self.drop_program(id);
             return Err(error);
@@ -149,9 +175,19 @@ impl Machine {
         Ok(())
     }
 
-    fn lower(&self, resident: &Resident, plan: &Plan, roles: &Roles) -> Result<Lowered, CudaError> {
+    fn lower(
+        &self,
+        resident: &Resident,
+        plan: &Plan,
+        roles: &Roles,
+        feedback: Option<&Feedback>,
+    ) -> Result<Lowered, CudaError> {
         let n_sms = self.ctx.device().info().n_sms;
-        let results = resident.results(plan).map_err(CudaError::driver("placing results"))?;
+        // The choice of a step that feeds itself is read on the device, and reaches the host through the ring.
+        let results = match feedback {
+            Some(_) => HashMap::new(),
+            None => resident.results(plan).map_err(CudaError::driver("placing results"))?,
+        };
         let lowering = Lowering { kernels: &self.kernels, plan, resident, results: &results, n_sms };
         let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;
         let mut parts = Vec::with_capacity(plan.segments().len());
@@ -169,6 +205,9 @@ impl Machine {
             };
             let mut warm = WarmPlan::new(&name, &resident.space);
             lowering.push(&plan.steps()[segment.steps.clone()], &mut warm)?;
+            if let Some(feedback) = feedback {
+                feed::push_commit(&self.kernels, plan, resident, feedback, &mut warm)?;
+            }
             if !warm.work().is_empty() {
                 parts.push(Part::Device { segment: segment.clone(), warm });
             }
@@ -185,7 +224,8 @@ impl Machine {
         };
         for (idx, part) in program.parts.iter().enumerate() {
             let Part::Device { segment, warm } = part else { continue };
-            let check = || states::check(&program.plan, segment, &program.roles, resident);
+            let feedback = program.feedback.as_ref();
+            let check = || states::check(&program.plan, segment, &program.roles, feedback, resident);
             // Made before the lease is borrowed; skipped when graphs are off.
             let check = if self.options.graphs.mode == GraphMode::Off { None } else { Some(check()?) };
             let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
@@ -228,18 +268,21 @@ impl Machine {
         let rooms = [kept, wanted.max(&kept)];
         let blocks = self.options.scratch_blocks;
         let (ctx, stream, model) = (&self.ctx, &mut self.stream, &self.model);
-        let mut resident =
-            Resident::plan(ctx, stream, model, &host_only, blocks, rooms, &self.options.on_load)?;
+        let loading = (&self.kernels, &self.options.on_load);
+        let mut resident = Resident::plan(ctx, stream, model, &host_only, blocks, rooms, loading)?;
         let restored = resident.restore_states(&mut self.stream, &saved);
         restored.map_err(CudaError::driver("restoring the KV cache"))?;
         // Everything lowered before points at the memory that is gone.
         let mut programs = std::mem::take(&mut self.programs);
         let mut failed = None;
         for program in programs.values_mut() {
-            match self.lower(&resident, &program.plan, &program.roles) {
+            match self.lower(&resident, &program.plan, &program.roles, program.feedback.as_ref()) {
                 Ok((parts, results)) => (program.parts, program.results) = (parts, results),
                 Err(error) => failed = Some(error),
             }
+        }
+        if let Some(ring) = resident.ring_end() {
+            self.pump.install(ring);
         }
         self.resident = Some(resident);
         self.programs = programs;
@@ -266,9 +309,23 @@ impl Machine {
         }
         // Parts hold on to the memory they were lowered for.
         self.programs.values_mut().for_each(|program| program.parts.clear());
+        self.followed = None;
+        self.pump.uninstall();
         self.resident = None;
         // The stream keeps what its work uses until it has been waited for.
         self.stream.synchronize().map_err(CudaError::driver("waiting for the last step"))
+    }
+
+    /// The error for a program whose memory or weights are gone.
+    pub(crate) fn gone() -> CudaError {
+        let because = "this one was compiled for other weights".into();
+        CudaError::Mismatch { what: "plans", because }
+    }
+
+    /// Whether the next step of a program will record a graph.
+    pub(crate) fn wants_graph(&self, id: ProgramId) -> bool {
+        let parts = self.programs.get(&id).map_or(0, |program| program.parts.len());
+        !self.options.profile && (0..parts).any(|part| self.cache.wants_check(&(id, part)))
     }
 
     /// Runs one step. Small results come back with it, once it is done, so that a token costs its caller one visit to
@@ -276,6 +333,9 @@ impl Machine {
     pub(crate) fn run(&mut self, id: ProgramId, control: &[u8]) -> Result<(Ran, Found), CudaError> {
         // A stream that took another's place has the usual limit.
         self.stream.set_limit(self.options.step_limit);
+        if let Some(feedback) = self.programs.get(&id).and_then(|program| program.feedback) {
+            return self.run_fed(id, control, &feedback);
+        }
         let ran = self.send(id, control)?;
         let first = self.programs.get(&id).and_then(|program| {
             program.plan.outputs().iter().position(|output| program.results.contains_key(&output.buffer))
@@ -283,23 +343,24 @@ impl Machine {
         Ok((ran, first.map_or_else(|| Ok(Vec::new()), |output| self.read(id, output))?))
     }
 
-    /// Sends one step: replayed if every segment that can be recorded was.
+    /// Sends one step with its inputs.
     fn send(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
-        let gone = || CudaError::Mismatch {
-            what: "plans",
-            because: "this one was compiled for other weights".into(),
-        };
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
-            return Err(gone());
+            return Err(Machine::gone());
         };
         program.roles.check(control)?;
         if !control.is_empty() {
-            let staged = resident
-                .control
-                .slice(0, control.len() as u64)
-                .and_then(|to| self.stream.stage(&mut resident.lease, &mut resident.staging, to, control));
+            let staged = resident.send_control(&mut self.stream, None, control);
             staged.map_err(CudaError::driver("sending the control block"))?;
         }
+        self.enqueue(id, control)
+    }
+
+    /// Enqueues one step: replayed if every segment that can be recorded was. Host steps read `control`.
+    pub(crate) fn enqueue(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
+        let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
+            return Err(Machine::gone());
+        };
         let moved = match self.options.profile {
             true => {
                 let launches = |part: &Part| match part {
@@ -330,10 +391,13 @@ impl Machine {
                     let key = (id, idx);
                     // Only a graph that has to be made needs states to be verified with.
                     let check = match self.cache.wants_check(&key) {
-                        true => Some(states::check(&program.plan, segment, &program.roles, resident)?),
+                        true => {
+                            let feedback = program.feedback.as_ref();
+                            Some(states::check(&program.plan, segment, &program.roles, feedback, resident)?)
+                        }
                         false => None,
                     };
-                    let check = || check.ok_or_else(gone);
+                    let check = || check.ok_or_else(Machine::gone);
                     let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
                     match self.cache.step(&key, &mut site, warm, check)? {
                         Ran::Replayed => None,
@@ -405,7 +469,7 @@ impl Machine {
         for (id, program) in &self.programs {
             for idx in 0..program.parts.len() {
                 if let Some(graph) = self.cache.graph(&(*id, idx)) {
-                    graphs.push(GraphLine::new(graph, program.roles.n_tokens()));
+                    graphs.push(GraphLine::new(graph, program.roles.n_tokens(), program.feedback.is_some()));
                 }
             }
         }

@@ -25,12 +25,16 @@ pub struct CudaOptions {
     pub scratch_blocks: usize,
     /// Sizes of step that graphs are made for; other steps are padded to the next one.
     pub buckets: Vec<usize>,
+    /// Decode steps that may be under way at once, at most 32: the next ones are sent before their tokens are asked for.
+    pub ahead: usize,
     /// Hears how much memory a model takes, before any is allocated, and how far its weights are.
     pub on_load: LoadListener,
     /// How long one step may take until its caller is told that the device gives no answer.
     pub step_limit: Duration,
     /// The same for making a plan ready: weights sent, graphs recorded and verified.
     pub compile_limit: Duration,
+    /// How long a single driver call may take, whatever it belongs to; allocations and modules being loaded aside.
+    pub call_limit: Duration,
     /// The same for starting and for taking weights over.
     pub load_limit: Duration,
 }
@@ -45,9 +49,11 @@ impl Default for CudaOptions {
             arena_limit_bytes: None,
             scratch_blocks: 4,
             buckets: vec![1, 8, 32, 128],
+            ahead: 4,
             on_load: LoadListener::default(),
             step_limit: Duration::from_secs(60),
             compile_limit: Duration::from_secs(120),
+            call_limit: Duration::from_secs(5),
             load_limit: Duration::from_secs(900),
         }
     }

@@ -31,10 +31,12 @@ pub struct GraphLine {
     pub unwritten_bytes: u64,
     /// Whether it equals the eager run bit for bit.
     pub bit_exact: bool,
+    /// Whether what it chooses is its next input, so that steps can be sent ahead.
+    pub feeds_itself: bool,
 }
 
 impl GraphLine {
-    pub(crate) fn new(graph: &Verified<Graph>, n_tokens: usize) -> GraphLine {
+    pub(crate) fn new(graph: &Verified<Graph>, n_tokens: usize, feeds_itself: bool) -> GraphLine {
         let (info, report) = (graph.info(), graph.report());
         GraphLine {
             n_tokens,
@@ -46,6 +48,7 @@ impl GraphLine {
             verified_bytes: report.bytes,
             unwritten_bytes: report.unwritten_bytes,
             bit_exact: report.bit_exact,
+            feeds_itself,
         }
     }
 }

@@ -177,13 +177,13 @@ pub fn verify(
     let began = Instant::now();
     let written = check.written(warm);
     // Results are read before the next step is sent, so there is nothing of them to keep.
-    let kept = written.iter().filter(|range| !warm.space().is_result(range)).copied();
+    let kept = written.iter().filter(|range| warm.space().is_kept(range)).copied();
     let touched = merged(kept.chain(check.uploaded(warm)).collect());
     let saved = download(stream, lease, warm, &touched)?;
     let compared = compare_cases(&graph, stream, lease, warm, check, &written);
     // Also after a mismatch or a failed replay: whoever runs next must not see what this left. An error of the
     // comparison goes before one of this.
-    let restored = upload(stream, lease, warm, &touched, &saved);
+    let restored = restore(stream, lease, warm, &touched, &saved);
     let mut report = compared?;
     restored?;
     report.took = began.elapsed();
@@ -230,21 +230,15 @@ fn prepare(
     case: &Case,
 ) -> Result<(), DriverError> {
     let space = warm.space();
-    let (results, others): (Vec<Range>, Vec<Range>) =
-        written.iter().partition(|range| space.is_result(range));
+    let (pinned, others): (Vec<Range>, Vec<Range>) = written.iter().partition(|range| space.is_pinned(range));
     stream.run(lease, false, |q| {
         others.iter().try_for_each(|range| q.fill(space.buf(*range)?, POISON))?;
         // Drivers promise copies to pinned memory, not fills: the poison comes from what was filled above.
-        let Some(source) = others.iter().max_by_key(|range| range.end - range.start) else { return Ok(()) };
-        let source = space.buf(*source)?;
-        for range in &results {
-            let mut at = range.start;
-            while at < range.end {
-                let end = range.end.min(at + source.len());
-                let part = space.buf(Range { start: at, end, ..*range })?;
-                q.copy(part, source.slice(0, part.len())?)?;
-                at = end;
-            }
+        let Some(source) = largest(&others) else { return Ok(()) };
+        let source = space.buf(source)?;
+        for range in pinned.iter().flat_map(|range| parts(*range, source.len())) {
+            let part = space.buf(range)?;
+            q.copy(part, source.slice(0, part.len())?)?;
         }
         Ok(())
     })?;
@@ -308,15 +302,38 @@ fn download(
     ranges.iter().map(read).collect()
 }
 
-fn upload(
+/// Puts back what was there. Pinned memory comes first, by way of device memory that is put back after it.
+fn restore(
     stream: &mut Stream,
     lease: &mut Lease,
     warm: &WarmPlan,
     ranges: &[Range],
     contents: &[Vec<u8>],
 ) -> Result<(), DriverError> {
-    ranges.iter().zip(contents).try_for_each(|(range, bytes)| {
-        let buf = warm.space().buf(*range)?;
-        stream.upload(lease, buf, bytes)
-    })
+    let space = warm.space();
+    let device: Vec<Range> = ranges.iter().filter(|range| !space.is_pinned(range)).copied().collect();
+    for (range, bytes) in ranges.iter().zip(contents).filter(|(range, _)| space.is_pinned(range)) {
+        let Some(way) = largest(&device) else { continue };
+        let way = space.buf(way)?;
+        for part in parts(*range, way.len()) {
+            let (from, to) = ((part.start - range.start) as usize, (part.end - range.start) as usize);
+            let (way, part) = (way.slice(0, part.end - part.start)?, space.buf(part)?);
+            stream.upload(lease, way, &bytes[from..to])?;
+            stream.run(lease, false, |q| q.copy(part, way))?;
+        }
+    }
+    for (range, bytes) in ranges.iter().zip(contents).filter(|(range, _)| !space.is_pinned(range)) {
+        stream.upload(lease, space.buf(*range)?, bytes)?;
+    }
+    stream.synchronize()
+}
+
+fn largest(ranges: &[Range]) -> Option<Range> {
+    ranges.iter().max_by_key(|range| range.end - range.start).copied()
+}
+
+/// A range in pieces of at most `len` bytes.
+fn parts(range: Range, len: u64) -> impl Iterator<Item = Range> {
+    let starts = (range.start..range.end).step_by(len.max(1) as usize);
+    starts.map(move |start| Range { start, end: range.end.min(start + len), ..range })
 }

@@ -97,8 +97,8 @@ impl Work {
 pub struct Space {
     memory: Arc<Memory>,
     regions: Vec<(String, Buf)>,
-    /// Which region is pinned host memory that holds a step's results and nothing else.
-    results: Option<usize>,
+    /// Regions of pinned host memory, and whether what is in them is kept by whoever works on the memory meanwhile.
+    pinned: Vec<(usize, bool)>,
 }
 
 /// A range of one region of a [`Space`].
@@ -113,19 +113,31 @@ impl Space {
     /// A memory and its whole regions by name.
     #[must_use]
     pub fn new(memory: &Arc<Memory>, regions: Vec<(String, Buf)>) -> Space {
-        Space { memory: Arc::clone(memory), regions, results: None }
+        Space { memory: Arc::clone(memory), regions, pinned: Vec::new() }
     }
 
     /// With one more region, of pinned host memory: what each step writes there is read before the next one.
     #[must_use]
     pub fn with_results(mut self, name: &str, region: Buf) -> Space {
-        self.results = Some(self.regions.len());
+        self.pinned.push((self.regions.len(), false));
         self.regions.push((name.to_owned(), region));
         self
     }
 
-    pub(crate) fn is_result(&self, range: &Range) -> bool {
-        self.results == Some(range.region)
+    /// With one more region, of pinned host memory: a ring, which holds results of several steps.
+    #[must_use]
+    pub fn with_ring(mut self, name: &str, region: Buf) -> Space {
+        self.pinned.push((self.regions.len(), true));
+        self.regions.push((name.to_owned(), region));
+        self
+    }
+
+    pub(crate) fn is_pinned(&self, range: &Range) -> bool {
+        self.pinned.iter().any(|(region, _)| *region == range.region)
+    }
+
+    pub(crate) fn is_kept(&self, range: &Range) -> bool {
+        self.pinned.iter().all(|(region, kept)| *region != range.region || *kept)
     }
 
     /// The memory.

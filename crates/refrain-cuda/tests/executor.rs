@@ -11,7 +11,7 @@ use refrain_cuda::{
 use refrain_driver::api::Census;
 use refrain_driver::sim::{Call, FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
-use refrain_engine::{BackendRunner, Engine, RunnerOptions, SamplingParams, SamplingRow, StepKind};
+use refrain_engine::{Ahead, BackendRunner, Engine, RunnerOptions, SamplingParams, SamplingRow, StepKind};
 use refrain_graph::{Backend, ControlBlock, Io, Op, Ran, Reason, RunError, fuse};
 use refrain_models::{Head, KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
@@ -95,7 +95,7 @@ fn a_fault_in_the_middle_of_a_text_is_final_and_says_where() {
         text
     };
     let text = chain(&error);
-    assert!(text.contains("700") && text.contains("step of 1 token") && text.contains("sample"), "{text}");
+    assert!(text.contains("700") && text.contains("step of 1 token") && text.contains("commit"), "{text}");
     let again = rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
     assert!(chain(&again).contains("700"));
     assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 2);
@@ -114,6 +114,28 @@ fn a_driver_that_does_not_return_is_reported_by_the_deadline() {
     rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
     assert!(began.elapsed() < Duration::from_secs(5));
     sim.release_hung();
+}
+
+#[test]
+fn a_driver_call_that_does_not_return_while_a_plan_is_made_ready_is_reported_long_before_the_plan_is_late() {
+    for hang in ["end_capture", "instantiate", "replay"] {
+        let mut options = options(GraphMode::Auto, Method::Stream);
+        options.call_limit = Duration::from_millis(200);
+        let (sim, mut rig) = small("llama", options);
+        sim.inject(FaultScript::parse(&format!("on 1st {hang}: hang")).unwrap());
+        let began = Instant::now();
+        let error = rig.engine.plan(1).unwrap_err();
+        assert!(began.elapsed() < Duration::from_secs(10), "{hang}: {:?}", began.elapsed());
+        let mut text = error.to_string();
+        let mut at = std::error::Error::source(&error);
+        while let Some(source) = at {
+            text = format!("{text}: {source}");
+            at = source.source();
+        }
+        assert!(text.contains("compiling a plan, in cu"), "{hang}: {text}");
+        assert_eq!(sim.unused_faults(), [""; 0]);
+        sim.release_hung();
+    }
 }
 
 #[test]
@@ -265,7 +287,7 @@ fn a_profile_counts_what_a_step_reads_of_cache_and_table_not_all_of_them() {
 }
 
 #[test]
-fn products_of_the_same_rows_are_one_launch_and_rope_is_one_with_its_appends() {
+fn products_of_the_same_rows_are_one_launch_and_so_is_all_from_rope_to_attention() {
     let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
     direct.run().unwrap();
     let rows = direct.backend.monitor().status().profile;
@@ -274,8 +296,8 @@ fn products_of_the_same_rows_are_one_launch_and_rope_is_one_with_its_appends() {
     };
     assert!(holds("linear_", &["attn_q", "attn_k", "attn_v"]), "{rows:?}");
     assert!(holds("linear_", &["ffn_up", "ffn_gate"]), "{rows:?}");
-    assert!(holds("rope_kv_", &["rope", "kv_append"]), "{rows:?}");
-    assert!(!holds("kv_append_", &[]) && !holds("rope_neox", &[]) && !holds("rope_inter", &[]), "{rows:?}");
+    assert!(holds("attend_", &["rope", "kv_append", "attention"]), "{rows:?}");
+    assert!(!holds("rope_", &[]) && !holds("kv_append_", &[]) && !holds("attention_", &[]), "{rows:?}");
 }
 
 #[test]
@@ -323,8 +345,9 @@ fn life(sim: &SimDriver, model: &Arc<Model>) -> Result<Vec<(u32, u32)>, Box<dyn 
     let (mut session, mut row) = (engine.open(), SamplingRow::new(&SamplingParams::greedy()));
     let mut chosen = engine.prompt(&mut session, &[1, 17, 5], &mut row, |_| true)?;
     let mut said = vec![(chosen.token, chosen.logprob.to_bits())];
-    for _ in 0..4 {
-        chosen = engine.decode(&mut session, chosen.token, &mut row)?;
+    for n_tokens in (1..=6).rev() {
+        let ahead = Ahead { n_tokens, end: &[] };
+        chosen = engine.follow(&mut session, chosen.token, &mut row, &ahead)?;
         said.push((chosen.token, chosen.logprob.to_bits()));
     }
     Ok(said)

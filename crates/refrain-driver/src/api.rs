@@ -492,6 +492,11 @@ pub trait Api: Send + Sync {
     fn take_reports(&self) -> Vec<String> {
         Vec::new()
     }
+    /// A number that changes while device work is being done inside a call, as on the simulated device. 0 on a real one,
+    /// whose calls do not work.
+    fn n_done(&self) -> u64 {
+        0
+    }
 
     /// `cuDriverGetVersion`: 13000 for CUDA 13.0.
     fn driver_version(&self) -> Raw<u32>;

@@ -160,6 +160,18 @@ impl SamplingRow {
         row
     }
 
+    /// How many places of the history are in use, and which of them is written next.
+    pub(crate) fn window(&self) -> (usize, usize) {
+        let n = self.history[..self.window].iter().take_while(|t| **t >= 0).count();
+        (self.window, if n == self.window { 0 } else { n })
+    }
+
+    /// Whether another row chooses by the same rules, whatever its position and its recent tokens.
+    pub(crate) fn has_rules_of(&self, other: &SamplingRow) -> bool {
+        let rules = |row: &SamplingRow| (row.params.map(f32::to_bits), row.window, row.rng[0], row.rng[1]);
+        rules(self) == rules(other) && self.bias_ids == other.bias_ids && self.bias == other.bias
+    }
+
     /// Sets what changes from token to token: the position that is chosen and the tokens before it.
     pub fn advance(&mut self, position: usize, tokens: &[u32]) {
         self.rng[2] = position as u32;

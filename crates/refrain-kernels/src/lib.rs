@@ -35,6 +35,8 @@ mod cache; // compiled code on disk
 mod prebuilt; // compiled code in the binary
 mod source; // the .cu files
 
+mod packed; // quantised weights as the card reads them
+mod product; // one row times weights, with norm and gate
 mod linear; // y = x . w^T
 mod matmul; // y = a b, in any layout
 mod gather; // rows of a table
@@ -45,12 +47,16 @@ mod rope; // rotary embedding
 mod kv; // writing the KV cache
 mod rope_kv; // both at once
 mod attention; // reading it
+mod attend; // all of it for tokens decoded one at a time
 mod rows; // reductions and softmax over rows
 mod sample; // choosing a token
 mod commit; // making it the next step's input
 
 // launchers: complete
 
+pub use attend::{
+    AttendArgs, AttendNorm, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes, attend_splits,
+};
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
 pub use cache::KernelCache;
 pub use commit::{
@@ -66,7 +72,9 @@ pub use load::{Arch, Kernels, LoadOptions, Origin, register_twins, simulated};
 pub use matmul::MatMulArgs;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
+pub use packed::{PACKED_DTYPES, PackArgs, pack, packed_bytes};
 pub use prebuilt::{prebuild, prebuilt_archs};
+pub use product::{MAX_PARTS, ProductArgs, ProductPart, has_product, products_join};
 pub use registry::{KernelInfo, kernels};
 pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;

@@ -72,6 +72,9 @@ pub struct Kernels {
     origin: Origin,
     /// The code waits for what it depends on, so it may start before that has ended.
     overlaps: bool,
+    n_sms: usize,
+    /// Most shared memory of a block, in bytes.
+    shared_limit: usize,
 }
 
 /// The first architecture whose kernels can start early; `overlap.cuh` is compiled to nothing before it.
@@ -222,6 +225,7 @@ impl Kernels {
             for info in all.iter().filter(|k| origin == Origin::Twins || k.family == *family) {
                 let function = module.function(&info.name)?;
                 check(info, &function)?;
+                function.prefer_shared()?;
                 functions.insert(info.name.clone(), function);
             }
         }
@@ -229,7 +233,10 @@ impl Kernels {
             let module = missing.family.name().to_owned();
             return Err(DriverError::KernelMissing { module, kernel: missing.name.clone() }.into());
         }
-        Ok(Kernels { functions, origin, overlaps: arch >= OVERLAPS })
+        let device = ctx.device();
+        let info = device.info();
+        let (n_sms, shared_limit) = (info.n_sms.max(1) as usize, info.shared_block_bytes as usize);
+        Ok(Kernels { functions, origin, overlaps: arch >= OVERLAPS, n_sms, shared_limit })
     }
 
     /// Where the kernels came from.
@@ -260,6 +267,22 @@ impl Kernels {
     ) -> Result<Launch, KernelError> {
         let launch = Launch::new(self.get(name)?, grid, block);
         Ok(if self.overlaps { launch.pdl() } else { launch })
+    }
+
+    /// Multiprocessors of the card.
+    pub(crate) fn n_sms(&self) -> usize {
+        self.n_sms
+    }
+
+    /// Most shared memory of a block, in bytes.
+    pub(crate) fn shared_limit(&self) -> usize {
+        self.shared_limit
+    }
+
+    /// Whether blocks can work in clusters; code for older cards does without.
+    pub(crate) fn has_clusters(&self) -> bool {
+        // The first cards whose kernels overlap are the first that have clusters.
+        self.overlaps
     }
 
     pub(crate) fn get(&self, name: &str) -> Result<&Function, KernelError> {

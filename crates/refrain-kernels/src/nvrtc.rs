@@ -91,7 +91,7 @@ impl Nvrtc {
     }
 
     fn from_library(library: libloading::Library, path: &Path) -> Result<Nvrtc, KernelError> {
-        let file = path.display().to_string();
+        let file = loaded_from(path).display().to_string();
         let functions = Functions::look_up(&library, &file)?;
         let (mut major, mut minor, mut n) = (0, 0, 0);
         // SAFETY: both functions write to the integers whose addresses they get.
@@ -313,6 +313,19 @@ pub fn compile_all(nvrtc: &Nvrtc, arch: Arch, ptx: bool) -> Result<Image, Kernel
 }
 
 /// The loader's own search, then where toolkits and Python packages put the library.
+/// Where a library that was opened by its name alone was found, as far as the system tells.
+fn loaded_from(path: &Path) -> PathBuf {
+    if path.parent().is_some_and(|p| !p.as_os_str().is_empty()) {
+        return path.to_owned();
+    }
+    let (maps, name) =
+        (std::fs::read_to_string("/proc/self/maps").unwrap_or_default(), path.to_string_lossy());
+    let found = maps.lines().filter_map(|line| line.find('/').map(|at| &line[at..]));
+    // The file behind a link may have a longer name: libnvrtc.so.13 is libnvrtc.so.13.0.88.
+    let is_it = |file: &&str| file.rsplit('/').next().is_some_and(|last| last.starts_with(&*name));
+    found.into_iter().find(is_it).map_or_else(|| path.to_owned(), PathBuf::from)
+}
+
 fn usual_places() -> Vec<PathBuf> {
     let names = ["libnvrtc.so.13", "libnvrtc.so.12"];
     let mut places: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();

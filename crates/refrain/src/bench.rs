@@ -7,7 +7,7 @@ use crate::session::{Device, SessionOptions, monitored_engine};
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{Status, Timeline};
-use refrain_engine::{Engine, SamplingParams, SamplingRow, StepKind, Tally};
+use refrain_engine::{Ahead, Engine, SamplingParams, SamplingRow, StepKind, Tally};
 use refrain_formats::ModelFiles;
 use refrain_graph::SegmentKind;
 use refrain_models::{NamedShape, QuantMix};
@@ -168,8 +168,9 @@ pub fn bench(
             let first = tokens[..options.depth.max(1)].to_vec();
             let mut next = engine.prompt(&mut sequence, &first, &mut row, |_| true)?.token;
             let began = Instant::now();
-            for _ in 0..options.n_decode {
-                next = engine.decode(&mut sequence, next, &mut row)?.token;
+            for n_tokens in (1..=options.n_decode).rev() {
+                let ahead = Ahead { n_tokens, end: &[] };
+                next = engine.follow(&mut sequence, next, &mut row, &ahead)?.token;
             }
             let took = began.elapsed().as_secs_f64();
             if round > 0 {

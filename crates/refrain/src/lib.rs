@@ -36,7 +36,7 @@ pub use planner::Planner;
 pub use session::{Device, Session, SessionOptions};
 
 pub use refrain_cuda::{
-    Accounting, Arch, CacheStats, CudaError, GraphLine, GraphMode, LoadEvent, LoadListener, Origin,
+    Accounting, Arch, CacheStats, CudaError, GraphLine, GraphMode, LoadEvent, LoadListener, Nvrtc, Origin,
     ProfileRow, ProfileSpan, ProfileStep, Status, Timeline,
 };
 pub use refrain_driver::Method;

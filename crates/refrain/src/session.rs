@@ -83,6 +83,8 @@ pub struct SessionOptions {
     pub context: Option<usize>,
     /// Element type of the KV cache: F16 or F32.
     pub kv_dtype: DType,
+    /// Decode steps that a CUDA device may have under way at once; the usual number when `None`, 1 for none ahead.
+    pub ahead: Option<usize>,
     /// Hears how much memory a CUDA device needs, before any is allocated, and how far the weights are.
     pub on_load: LoadListener,
 }
@@ -93,6 +95,7 @@ impl Default for SessionOptions {
             device: Device::Cpu { threads: None },
             context: None,
             kv_dtype: DType::F16,
+            ahead: None,
             on_load: LoadListener::default(),
         }
     }
@@ -210,7 +213,8 @@ pub(crate) fn monitored_engine(
             return Ok((Engine::new(runner, context), None));
         }
     };
-    let cuda = CudaOptions { on_load: options.on_load.clone(), ..cuda };
+    let ahead = options.ahead.unwrap_or(cuda.ahead);
+    let cuda = CudaOptions { ahead, on_load: options.on_load.clone(), ..cuda };
     let backend = CudaBackend::open(kind, cuda)?;
     let monitor = backend.monitor();
     let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
