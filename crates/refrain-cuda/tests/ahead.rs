@@ -318,7 +318,7 @@ fn a_lost_context_with_steps_under_way_is_final_and_keeps_the_tokens_before_it()
     };
     assert_eq!(text.said, want[..21]);
     let reason = error.reason().to_string();
-    assert!(reason.contains("700") && reason.contains("step of 1 tokens"), "{reason}");
+    assert!(reason.contains("700") && reason.contains("step of 1 token"), "{reason}");
     assert!(error.hint().is_some_and(|hint| hint.contains("start the program again")));
     let began = Instant::now();
     text.next(&mut rig, &MANY).unwrap_err();

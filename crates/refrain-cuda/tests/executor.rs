@@ -271,19 +271,15 @@ fn a_profile_counts_what_a_step_reads_of_cache_and_table_not_all_of_them() {
             let spans = last.iter().filter(|s| rows[s.row].kernel.starts_with(kernel));
             spans.map(|s| s.bytes).collect::<Vec<u64>>()
         };
-        (of("attention")[0], of("rope_kv")[0], of("gather_rows")[0])
+        (of("attend")[0], of("gather_rows")[0])
     };
     let (at_9, at_19) = (attention_bytes(9), attention_bytes(19));
     let plan = direct.backend.plan(&direct.compiled);
     let n_layers = plan.steps().iter().filter(|s| matches!(s.op, Op::Attention(_))).count();
     let cache = (plan.traffic().kv_bytes(1) / n_layers) as u64;
     assert_eq!(at_19.0 - at_9.0, 10 * cache, "ten positions more of keys and values");
-    assert_eq!(
-        (at_9.1, at_9.2),
-        (at_19.1, at_19.2),
-        "appending a row and looking one up cost the same anywhere"
-    );
-    assert!(at_9.2 < 4096, "one row of the table, not all of it: {}", at_9.2);
+    assert_eq!(at_9.1, at_19.1, "looking a row up costs the same anywhere");
+    assert!(at_9.1 < 4096, "one row of the table, not all of it: {}", at_9.1);
 }
 
 #[test]
