@@ -24,6 +24,8 @@ struct Cache {
     buf: Buf,
     read_bytes: u64,
     written_bytes: u64,
+    /// The attention that reads it.
+    reader: String,
 }
 
 #[derive(Debug)]
@@ -46,7 +48,8 @@ impl Moved {
                     };
                     let n = looked_back_on(positions, seqs, attention.window, control);
                     for cache in &ins[1..3] {
-                        moved.cache(plan, resident, cache)?.read_bytes = n * position_bytes(cache);
+                        let seen = moved.cache(plan, resident, cache)?;
+                        (seen.read_bytes, seen.reader) = (n * position_bytes(cache), step.label.clone());
                     }
                 }
                 Op::KvAppend => {
@@ -99,7 +102,7 @@ impl Moved {
 
     fn cache_at(&mut self, buf: Buf) -> &mut Cache {
         let idx = self.caches.iter().position(|c| c.buf == buf).unwrap_or_else(|| {
-            self.caches.push(Cache { buf, read_bytes: 0, written_bytes: 0 });
+            self.caches.push(Cache { buf, read_bytes: 0, written_bytes: 0, reader: String::new() });
             self.caches.len() - 1
         });
         &mut self.caches[idx]
@@ -108,15 +111,14 @@ impl Moved {
     /// Bytes that one launch, copy or fill moves.
     pub(crate) fn bytes(&self, work: &Work) -> u64 {
         let label = work.step_and_kernel().0;
+        // A launch for several steps carries all their labels, joined.
+        let is_for = |step: &str| label.split(" + ").any(|l| l == step);
         let of = |(buf, access): (Buf, Access)| {
             if let Some(cache) = self.caches.iter().find(|c| c.buf == buf) {
-                return match access {
-                    Access::Read => cache.read_bytes,
-                    Access::Write => cache.written_bytes,
-                    Access::ReadWrite => cache.read_bytes + cache.written_bytes,
-                };
+                let (reads, writes) = (is_for(&cache.reader), access != Access::Read);
+                return u64::from(reads) * cache.read_bytes + u64::from(writes) * cache.written_bytes;
             }
-            let table = self.tables.iter().find(|t| t.buf == buf && label.split(" + ").any(|l| l == t.label));
+            let table = self.tables.iter().find(|t| t.buf == buf && is_for(&t.label));
             table.map_or(buf.len(), |t| t.bytes)
         };
         work.accesses().into_iter().map(of).sum()
