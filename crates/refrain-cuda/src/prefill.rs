@@ -140,8 +140,11 @@ impl Areas {
         };
         for ns in together {
             let n: usize = ns.iter().sum();
-            let sums = GemmPlan::new(m, ns, k, n_sms).scratch_bytes(m, n).next_multiple_of(ALIGN);
-            self.sums = self.sums.max(sums).max(if blas { bytes(m, n, 4) } else { 0 });
+            // The library may refuse any of them, and fewer columns are split further.
+            let any: Vec<Vec<usize>> = if blas { subsets(ns) } else { vec![ns.to_vec()] };
+            let sums = any.iter().map(|ns| GemmPlan::new(m, ns, k, n_sms).scratch_bytes(m, ns.iter().sum()));
+            self.sums = self.sums.max(sums.max().unwrap_or(0).next_multiple_of(ALIGN));
+            self.sums = self.sums.max(if blas { bytes(m, n, 4) } else { 0 });
             if dtype.is_quantized() {
                 self.weight = self.weight.max(bytes(n, k, 2));
             }
@@ -162,6 +165,12 @@ impl Areas {
             library: scratch.slice(sums + self.sums, self.library)?,
         })
     }
+}
+
+/// Every choice of some of at most four sizes, in their order.
+fn subsets(ns: &[usize]) -> Vec<Vec<usize>> {
+    let chosen = |mask: usize| (0..ns.len()).filter(|i| mask >> i & 1 == 1).map(|i| ns[i]).collect();
+    (1..1_usize << ns.len()).map(chosen).collect()
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -322,22 +331,29 @@ impl<'a> Prefill<'a> {
         step: &str,
         works: &mut Vec<Work>,
     ) -> Result<(), KernelError> {
+        let mut left = parts.to_vec();
         if let Some(blas) = self.blas {
+            left.clear();
             for part in parts {
                 let shape = BlasLtShape { dtype, m, n: part.n, k };
-                works.push(Work::Library(blas.product(
-                    shape,
-                    [x, part.w, part.y, self.placed.library],
-                    step,
-                )?));
+                match blas.product(shape, [x, part.w, part.y, self.placed.library], step) {
+                    Ok(product) => works.push(Work::Library(product)),
+                    Err(error @ KernelError::Unsupported { .. }) => {
+                        tracing::debug!("{step}: {error}; our own kernel does it");
+                        left.push(*part);
+                    }
+                    Err(error) => return Err(error),
+                }
             }
+        }
+        if left.is_empty() {
             return Ok(());
         }
-        let ns: Vec<usize> = parts.iter().map(|part| part.n).collect();
+        let ns: Vec<usize> = left.iter().map(|part| part.n).collect();
         let plan = GemmPlan::new(m, &ns, k, self.lowering.n_sms);
         let scratch = self.placed.sums.slice(0, plan.scratch_bytes(m, ns.iter().sum()))?;
         let mut launches = Vec::new();
-        let args = GemmArgs { x, dtype, parts, m, k, plan, scratch: Some(scratch), step };
+        let args = GemmArgs { x, dtype, parts: &left, m, k, plan, scratch: Some(scratch), step };
         self.lowering.kernels.gemm(&args, &mut launches)?;
         works.extend(launches.into_iter().map(Work::from));
         Ok(())

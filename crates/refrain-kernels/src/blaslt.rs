@@ -31,6 +31,7 @@ const R_16BF: u32 = 14;
 const DESC_TRANSA: u32 = 3;
 const OP_T: i32 = 1;
 const PREF_MAX_WORKSPACE: u32 = 1;
+const NOT_SUPPORTED: u32 = 15;
 const PREF_REDUCTION_MASK: u32 = 3;
 /// Reductions out of place, in the type that sums are formed in.
 const REDUCTION_COMPUTE_TYPE: u32 = 2;
@@ -310,6 +311,7 @@ impl BlasLt {
                 &mut found,
                 &mut n_found,
             );
+            crate::require!(case, asked != NOT_SUPPORTED, "cuBLASLt has no algorithm for it");
             ok("cublasLtMatmulAlgoGetHeuristic", asked)?;
         }
         crate::require!(case, n_found > 0 && found.status == 0, "cuBLASLt has no algorithm for it");
