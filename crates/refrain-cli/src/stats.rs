@@ -68,6 +68,9 @@ fn print_device(status: &Status) {
             short_time(verified)
         );
     }
+    if let Some(products) = &status.prompt_products {
+        talk!("prompts  multiplied by {products}");
+    }
     talk!("device   {}", memory_line(&status.memory));
 }
 

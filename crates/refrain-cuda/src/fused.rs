@@ -41,8 +41,8 @@ pub(crate) struct Run<'a> {
     pub(crate) parts: Vec<Part<'a>>,
     /// The gate behind two products: first the one that goes through the function.
     pub(crate) gate: Option<(Gate, &'a Step)>,
-    /// Steps that the run takes.
-    pub(crate) len: usize,
+    /// The steps that it takes.
+    pub(crate) steps: &'a [Step],
 }
 
 /// Who reads each buffer.
@@ -66,13 +66,20 @@ fn n_rows(operand: &Operand) -> usize {
     shape.n_elements() / shape.dim_back(0).max(1)
 }
 
+/// Whether a row lies in one piece that can be read sixteen bytes at a time.
+fn is_aligned_row(x: &Operand) -> bool {
+    x.layout.is_contiguous()
+        && x.layout.offset().is_multiple_of(4)
+        && x.layout.shape().dim_back(0).is_multiple_of(4)
+}
+
 fn is_vector_weight(plan: &Plan, operand: &Operand) -> bool {
     matches!(plan.buffer(operand.buffer).place, Place::Weight(_)) && operand.layout.shape().rank() == 1
 }
 
 /// The run that begins with the first of some steps, if there is one.
 pub(crate) fn run<'a>(plan: &Plan, readers: &Readers, steps: &'a [Step]) -> Option<Run<'a>> {
-    let (row, x, mut len) = row(readers, steps)?;
+    let (row, x, mut len) = row(plan, readers, steps)?;
     let mut parts: Vec<Part<'a>> = Vec::new();
     while let Some(step) = steps.get(len) {
         if !is_product(plan, step, x) || parts.len() == MAX_PARTS {
@@ -94,28 +101,38 @@ pub(crate) fn run<'a>(plan: &Plan, readers: &Readers, steps: &'a [Step]) -> Opti
         return None;
     }
     let gate = steps.get(len).and_then(|step| gate(readers, &mut parts, step));
-    let run = Run { row, parts, len: len + usize::from(gate.is_some()), gate };
-    let worth_it = normed || run.parts.len() > 1 || run.len > 1;
-    (worth_it && run.len <= MAX_RUN && run.is_apart(plan)).then_some(run)
+    let steps = &steps[..len + usize::from(gate.is_some())];
+    let run = Run { row, parts, gate, steps };
+    let worth_it = normed || run.parts.len() > 1 || steps.len() > 1;
+    (worth_it && steps.len() <= MAX_RUN && run.is_apart(plan)).then_some(run)
 }
 
 /// A product alone: no longer than one step.
 pub(crate) fn single<'a>(plan: &Plan, step: &'a Step) -> Option<Run<'a>> {
     let x = step.inputs.first()?;
     let part = Part { step, bias: None, out: step.outputs.first()? };
-    let run = Run { row: Row::Plain(x), parts: vec![part], gate: None, len: 1 };
+    let run = Run { row: Row::Plain(x), parts: vec![part], gate: None, steps: std::slice::from_ref(step) };
     (is_product(plan, step, x) && run.is_apart(plan)).then_some(run)
 }
 
 /// What makes the row, the row itself, and how many steps that takes.
-fn row<'a>(readers: &Readers, steps: &'a [Step]) -> Option<(Row<'a>, &'a Operand, usize)> {
+fn row<'a>(plan: &Plan, readers: &Readers, steps: &'a [Step]) -> Option<(Row<'a>, &'a Operand, usize)> {
     let first = steps.first()?;
-    let add_norm = |step: &'a Step| matches!(step.op, Op::AddRmsNorm { .. }) && n_rows(&step.outputs[1]) == 1;
+    // A norm's weights are asked for before the launch waits: nothing may write them. What it sums is read in one piece.
+    let add_norm = |step: &'a Step| {
+        matches!(step.op, Op::AddRmsNorm { .. })
+            && n_rows(&step.outputs[1]) == 1
+            && is_vector_weight(plan, &step.inputs[2])
+            && step.inputs[..2].iter().all(is_aligned_row)
+    };
     let found = if matches!(first.op, Op::MatMul) {
         (Row::Plain(&first.inputs[0]), &first.inputs[0], 0)
     } else if add_norm(first) {
         (Row::AddNorm { inner: None, add: first }, &first.outputs[1], 1)
-    } else if let Op::RmsNorm { eps } = &first.op {
+    } else if let Op::RmsNorm { eps } = &first.op
+        && is_vector_weight(plan, &first.inputs[1])
+        && is_aligned_row(&first.inputs[0])
+    {
         let second = steps.get(1).filter(|step| {
             let same_eps = matches!(&step.op, Op::AddRmsNorm { eps: other } if other == eps);
             same_eps && add_norm(step) && step.inputs[1] == first.outputs[0]
@@ -131,7 +148,6 @@ fn row<'a>(readers: &Readers, steps: &'a [Step]) -> Option<(Row<'a>, &'a Operand
 }
 
 fn is_product(plan: &Plan, step: &Step, x: &Operand) -> bool {
-    let aligned = |x: &Operand| x.layout.is_contiguous() && x.layout.offset().is_multiple_of(4);
     // The whole weight, seen transposed, in rows that a kernel can read sixteen bytes at a time.
     let whole = |w: &Operand| {
         w.layout.shape().rank() == 2
@@ -141,7 +157,7 @@ fn is_product(plan: &Plan, step: &Step, x: &Operand) -> bool {
     matches!(step.op, Op::MatMul)
         && step.inputs[0] == *x
         && n_rows(x) == 1
-        && aligned(x)
+        && is_aligned_row(x)
         && whole(&step.inputs[1])
         && has_product(step.inputs[1].dtype)
         && matches!(plan.buffer(step.inputs[1].buffer).place, Place::Weight(_))
@@ -159,6 +175,7 @@ fn bias<'a>(
     let fits = adds
         && readers.count(made) == 1
         && is_vector_weight(plan, &step.inputs[1])
+        && step.outputs[0].layout.shape() == made.layout.shape()
         && step.inputs[1].layout.shape().n_elements() == step.outputs[0].layout.shape().n_elements();
     fits.then(|| (&step.inputs[1], &step.outputs[0]))
 }

@@ -34,7 +34,7 @@ pub(crate) fn groups<'a>(plan: &Plan, steps: &'a [Step]) -> Vec<Group<'a>> {
         }
         let run = fused::run(plan, &readers, rest).or_else(|| fused::single(plan, first));
         if let Some(run) = run {
-            rest = &rest[run.len..];
+            rest = &rest[run.steps.len()..];
             out.push(Group::Fused(run));
             continue;
         }

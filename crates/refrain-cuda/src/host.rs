@@ -48,6 +48,10 @@ pub(crate) fn output_bytes(
         what: "outputs",
         because: format!("{} reaches over the end of its buffer", operand.ty()),
     };
+    if resident.is_packed(plan, operand) {
+        let because = format!("{} is a weight that is packed on the device", operand.ty());
+        return Err(CudaError::Mismatch { what: "outputs", because });
+    }
     let (layout, dtype) = (&operand.layout, resident.dtype(plan, operand));
     let mut fetch = |start: usize, end: usize| {
         let mut bytes = vec![0; end.saturating_sub(start)];

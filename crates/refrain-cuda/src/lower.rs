@@ -145,7 +145,9 @@ impl Lowering<'_> {
                     self.step(step, &mut launches).map_err(|e| self.refuse(step, e))?;
                     self.name_outputs(step, warm)?;
                 }
-                Group::Products(steps) if self.resident.is_packed(self.plan, &steps[0].inputs[1]) => {
+                Group::Products(steps)
+                    if steps.iter().any(|s| self.resident.is_packed(self.plan, &s.inputs[1])) =>
+                {
                     for step in steps {
                         self.row_by_row(step, &mut launches).map_err(|e| self.refuse(step, e))?;
                         self.name_outputs(step, warm)?;
@@ -155,14 +157,24 @@ impl Lowering<'_> {
                     launches.push(self.products(steps).map_err(|e| self.refuse(steps[0], e))?);
                     steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
                 }
-                Group::Fused(run) => {
-                    self.fused(run, &mut launches).map_err(|e| self.refuse(run.parts[0].step, e))?;
-                    let written = run.writes();
-                    let named = steps.iter().flat_map(|s| s.outputs.iter().map(move |o| (s, o)));
-                    for (step, operand) in named.filter(|(_, o)| written.contains(o)) {
-                        self.name_output(step, operand, warm)?;
+                Group::Fused(run) => match self.fused(run, &mut launches) {
+                    Ok(()) => {
+                        let written = run.writes();
+                        let named = run.steps.iter().flat_map(|s| s.outputs.iter().map(move |o| (s, o)));
+                        for (step, operand) in named.filter(|(_, o)| written.contains(o)) {
+                            self.name_output(step, operand, warm)?;
+                        }
                     }
-                }
+                    // Rows too long for the shared memory of this card: as steps of their own.
+                    Err(KernelError::Unsupported { .. }) if !self.has_packed(run) => {
+                        launches.clear();
+                        for step in run.steps {
+                            self.step(step, &mut launches).map_err(|e| self.refuse(step, e))?;
+                            self.name_outputs(step, warm)?;
+                        }
+                    }
+                    Err(error) => return Err(self.refuse(run.parts[0].step, error)),
+                },
                 Group::Attend(run) => {
                     let launch = self.attend(run, self.resident.counters);
                     launches.push(launch.map_err(|e| self.refuse(run.attention, e))?);
@@ -216,7 +228,7 @@ impl Lowering<'_> {
                 op: "view",
                 dtype: operand.dtype,
                 shape: operand.layout.shape().to_string(),
-                because: "this weight is packed for products; no other op reads it".to_owned(),
+                because: "this weight is packed for products and lookups; no other op reads it".to_owned(),
             });
         }
         let buf = self.buffer(operand.buffer)?;
@@ -284,7 +296,7 @@ impl Lowering<'_> {
             Op::GatherRows(_) => {
                 let table = step.inputs[0].layout.shape();
                 let packed = self.resident.is_packed(self.plan, &step.inputs[0]);
-                let whole = || Ok(self.buffer(step.inputs[0].buffer)?);
+                let whole = || self.packed(step, &step.inputs[0], step.inputs[0].layout);
                 launches.push(k.gather_rows(&GatherRowsArgs {
                     packed,
                     table: if packed { whole() } else { dense(0) }?,
@@ -417,19 +429,47 @@ impl Lowering<'_> {
         }
     }
 
-    /// The bytes of a product's weight: all of it, `[n, k]` seen transposed.
+    fn has_packed(&self, run: &Run<'_>) -> bool {
+        run.parts.iter().any(|part| self.resident.is_packed(self.plan, &part.step.inputs[1]))
+    }
+
+    /// The bytes of a product's weight, `[n, k]` seen transposed: all of it.
     fn weight(&self, step: &Step) -> Result<Buf, KernelError> {
         let operand = &step.inputs[1];
-        let whole = operand.layout.transpose().is_ok_and(|l| l.is_contiguous() && l.offset() == 0);
+        let Ok(rows) = operand.layout.transpose() else {
+            return Err(self.seen_in_part(step, operand));
+        };
+        match self.resident.is_packed(self.plan, operand) {
+            true => self.packed(step, operand, rows),
+            // A quantised weight that is not packed lies as in the file, which the kernels of its dtype do not read.
+            false if PACKED_DTYPES.contains(&operand.dtype) => Err(self.seen_in_part(step, operand)),
+            false if rows.is_contiguous() && rows.offset() == 0 => Ok(self.buffer(operand.buffer)?),
+            false => Err(self.seen_in_part(step, operand)),
+        }
+    }
+
+    /// The bytes of a packed weight that is seen as it was declared: its tiles have no other view.
+    fn packed(
+        &self,
+        step: &Step,
+        operand: &Operand,
+        rows: refrain_tensor::Layout,
+    ) -> Result<Buf, KernelError> {
+        let declared = self.resident.packed_shape(self.plan, operand);
+        let whole = rows.is_contiguous() && rows.offset() == 0 && Some(rows.shape()) == declared;
         if !whole {
-            return Err(KernelError::Unsupported {
-                op: "matmul",
-                dtype: operand.dtype,
-                shape: operand.layout.shape().to_string(),
-                because: "the weight is seen in part, or not transposed".to_owned(),
-            });
+            return Err(self.seen_in_part(step, operand));
         }
         Ok(self.buffer(operand.buffer)?)
+    }
+
+    fn seen_in_part(&self, step: &Step, operand: &Operand) -> KernelError {
+        KernelError::Unsupported {
+            op: step.op.name(),
+            dtype: operand.dtype,
+            shape: operand.layout.shape().to_string(),
+            because: "the weight is seen in part or in another shape than its own".to_owned(),
+        }
     }
 
     /// A few rows times a packed weight: each row in a launch of its own.
@@ -479,6 +519,9 @@ impl Lowering<'_> {
         if self.resident.is_packed(self.plan, &step.inputs[1]) {
             let n = step.inputs[1].layout.shape().dims()[1];
             return Ok(LinearPart { w: self.weight(step)?, y: self.dense(step, &step.outputs[0])?, n });
+        }
+        if PACKED_DTYPES.contains(&step.inputs[1].dtype) {
+            return Err(self.seen_in_part(step, &step.inputs[1]));
         }
         let (x, w) = (self.view(&step.inputs[0])?, self.view(&step.inputs[1])?);
         let refuse = || KernelError::Unsupported {

@@ -24,7 +24,7 @@ use crate::warm::{WarmPlan, Work};
 
 /// From this many rows on. Fewer read the weights once or twice either way, and need no second launch for their rows.
 const MIN_ROWS: usize = 16;
-/// The largest matrix that is decoded as a whole; larger ones (a vocabulary's) keep the kernels that decode on the way.
+/// The largest matrix that is decoded as a whole; larger ones (a vocabulary's) are multiplied row by row.
 const MAX_DECODED: u64 = 512 << 20;
 const ALIGN: u64 = 256;
 

@@ -95,6 +95,7 @@ struct Placed {
     dtype: DType,
     /// In the layout that products read, not the file's.
     packed: bool,
+    shape: refrain_tensor::Shape,
 }
 
 /// Whether a weight is kept in its packed layout: a quantised matrix that has one.
@@ -179,7 +180,7 @@ impl Places {
                 false => dtype.bytes_for(shape.n_elements()),
             };
             let bytes = bytes.ok_or_else(too_large)? as u64;
-            places.weights.push(Some(Placed { offset: places.weight_bytes, bytes, dtype, packed }));
+            places.weights.push(Some(Placed { offset: places.weight_bytes, bytes, dtype, packed, shape }));
             let end = places.weight_bytes.checked_add(bytes.next_multiple_of(ALIGN));
             places.weight_bytes = end.ok_or_else(too_large)?;
         }
@@ -515,6 +516,12 @@ impl Resident {
     pub(crate) fn is_packed(&self, plan: &Plan, operand: &Operand) -> bool {
         let Place::Weight(w) = plan.buffer(operand.buffer).place else { return false };
         matches!(self.places.weights.get(w.idx()), Some(Some(Placed { packed: true, .. })))
+    }
+
+    /// The shape that a packed weight was declared with.
+    pub(crate) fn packed_shape(&self, plan: &Plan, operand: &Operand) -> Option<refrain_tensor::Shape> {
+        let Place::Weight(w) = plan.buffer(operand.buffer).place else { return None };
+        self.places.weights.get(w.idx()).copied().flatten().filter(|p| p.packed).map(|p| p.shape)
     }
 
     /// The element type of an operand as it lies on the device: vectors of weights are F32 there.

@@ -220,3 +220,56 @@ fn weights_or_states_of_another_model_are_refused() {
     assert_eq!(step(&old), "weights of the plan do not match: others were loaded since");
     assert_eq!(step(&weights), "plans of the plan do not match: this one was compiled for other weights");
 }
+
+fn weight(name: &str, dtype: DType, dims: &[usize]) -> Weight {
+    Weight { name: name.into(), ty: TensorType::new(dtype, refrain_tensor::Shape::new(dims).unwrap()) }
+}
+
+/// A graph of one row, against the reference, replayed.
+fn agrees(weights: Vec<Weight>, k: usize, tol: Tol, build: impl Fn(&mut GraphBuilder, ValueId) -> ValueId) {
+    let tensors = weights.iter().enumerate().map(|(i, w)| tensor(w.ty, &Fill::Normal, i as u64)).collect();
+    let mut b = GraphBuilder::new(weights, Vec::new());
+    let ty = TensorType::new(DType::F32, [1, k]);
+    let x = b.input("x", ty).unwrap();
+    let y = build(&mut b, x);
+    b.output("y", y).unwrap();
+    let (graph, feed) = (
+        b.finish(),
+        Feed { weights: tensors, inputs: vec![tensor(ty, &Fill::Normal, 99)], states: Vec::new() },
+    );
+    let want = evaluate(&graph, &feed).unwrap();
+    let got = run(&mut backend(GraphMode::Require, Method::Stream), &graph, &feed).unwrap();
+    refrain_testkit::assert_close(&got[0].to_f32().unwrap(), &want[0].to_f32().unwrap(), tol);
+}
+
+#[test]
+fn rows_too_long_for_shared_memory_are_multiplied_by_other_kernels() {
+    let k = 60_000;
+    let weights = vec![weight("norm", DType::F32, &[k]), weight("w", DType::BF16, &[3, k])];
+    agrees(weights, k, Tol::Whole(1e-4), |b, x| {
+        let (norm, w) = (b.weight(WeightId::from_idx(0)), b.weight(WeightId::from_idx(1)));
+        let h = b.rms_norm(x, norm, 1e-5, "norm").unwrap();
+        b.linear(h, w, None, "w").unwrap()
+    });
+}
+
+#[test]
+fn a_norm_by_weights_that_a_step_makes_is_a_step_of_its_own() {
+    let weights = vec![weight("norm", DType::F32, &[64]), weight("w", DType::BF16, &[9, 64])];
+    agrees(weights, 64, Tol::Whole(1e-4), |b, x| {
+        let (norm, w) = (b.weight(WeightId::from_idx(0)), b.weight(WeightId::from_idx(1)));
+        let norm = b.unary(Unary::Tanh, norm).unwrap();
+        let h = b.rms_norm(x, norm, 1e-5, "norm").unwrap();
+        b.linear(h, w, None, "w").unwrap()
+    });
+}
+
+#[test]
+fn a_sum_that_is_larger_than_the_product_is_a_step_of_its_own() {
+    let weights = vec![weight("w", DType::BF16, &[1, 64]), weight("bias", DType::F32, &[5])];
+    agrees(weights, 64, Tol::Whole(1e-4), |b, x| {
+        let (w, bias) = (b.weight(WeightId::from_idx(0)), b.weight(WeightId::from_idx(1)));
+        let y = b.linear(x, w, None, "w").unwrap();
+        b.add(y, bias).unwrap()
+    });
+}

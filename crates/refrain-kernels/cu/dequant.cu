@@ -20,7 +20,7 @@ template <typename Q> struct Staged {
 };
 
 template <typename Q> inline void dequant_packed(BF16* y, const u8* w, u32 n, u32 k) {
-    __shared__ alignas(16) Staged<Q> all[8];
+    alignas(16) __shared__ Staged<Q> all[8];
     start();
     u32 lane = threadIdx.x % 32, tile = blockIdx.x, n_units = (k + Q::COLS - 1) / Q::COLS;
     Staged<Q>& staged = all[threadIdx.x / 32];

@@ -10,6 +10,13 @@ typedef unsigned int u32;
 typedef int i32;
 typedef unsigned long long u64;
 
+// The shared memory that a launch asks for, in bytes.
+#ifdef REFRAIN_ON_HOST
+#define DYNAMIC_SHARED(name) alignas(16) static u8 name[227 * 1024]
+#else
+#define DYNAMIC_SHARED(name) extern __shared__ uint4 name##_words[]; u8* const name = (u8*)name##_words
+#endif
+
 struct F16 { u16 bits; };
 struct BF16 { u16 bits; };
 

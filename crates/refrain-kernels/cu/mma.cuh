@@ -8,12 +8,6 @@
 #pragma once
 #include "dtype.cuh"
 
-#ifdef REFRAIN_ON_HOST
-#define DYNAMIC_SHARED(name) alignas(16) static u8 name[227 * 1024]
-#else
-#define DYNAMIC_SHARED(name) extern __shared__ uint4 name##_words[]; u8* const name = (u8*)name##_words
-#endif
-
 #ifndef REFRAIN_ON_HOST
 
 inline u32 shared_address(const void* p) {

@@ -34,6 +34,18 @@ struct Sub {
     float min;
 };
 
+#ifndef REFRAIN_ON_HOST
+// Four products of bytes, those of x signed.
+inline i32 dot_bytes(u32 q, u32 x, i32 sum, bool is_signed) {
+    if (is_signed) {
+        asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(q), "r"(x));
+    } else {
+        asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(q), "r"(x));
+    }
+    return sum;
+}
+#endif
+
 inline uint4 plane16(const u8* unit, u32 at, u32 lane) { return *(const uint4*)(unit + at + 16 * lane); }
 inline uint2 plane8(const u8* unit, u32 at, u32 lane) { return *(const uint2*)(unit + at + 8 * lane); }
 inline u32 plane4(const u8* unit, u32 at, u32 lane) { return *(const u32*)(unit + at + 4 * lane); }
@@ -73,6 +85,8 @@ template <int BITS, bool HAS_MIN> struct Packed32 {
     static const bool SIGNED = false;
     static const int HIGH = BITS == 5 ? 128 : 0;
     static const int BYTES = 512 + HIGH + (HAS_MIN ? 128 : 64);
+    // Where quants count from, for types that have no minimum.
+    static const int CENTRE = HAS_MIN ? 0 : BITS == 5 ? 16 : 8;
     inline static Sub load(const u8* unit, u32, u32 lane) {
         Sub sub;
         nibbles(plane16(unit, 0, lane), sub.q);
@@ -99,7 +113,7 @@ typedef Packed32<5, false> PackedQ5_0;
 typedef Packed32<5, true> PackedQ5_1;
 
 struct PackedQ8_0 {
-    static const int COLS = 128, SUBS = 1, BYTES = 1088;
+    static const int COLS = 128, SUBS = 1, BYTES = 1088, CENTRE = 0, HIGH = 0;
     static const bool SIGNED = true;
     inline static Sub load(const u8* unit, u32, u32 lane) {
         uint4 a = plane16(unit, 0, lane), b = plane16(unit, 512, lane);
@@ -112,7 +126,7 @@ template <int BITS> struct PackedK {
     static const int COLS = 256, SUBS = 2;
     static const bool SIGNED = false;
     static const int HIGH = BITS == 5 ? 256 : 0;
-    static const int BYTES = 1024 + HIGH + 128 + 32;
+    static const int BYTES = 1024 + HIGH + 128 + 32, CENTRE = 0;
     inline static Sub load(const u8* unit, u32 c, u32 lane) {
         Sub sub;
         nibbles(plane16(unit, 512 * c, lane), sub.q);
@@ -131,7 +145,7 @@ typedef PackedK<4> PackedQ4_K;
 typedef PackedK<5> PackedQ5_K;
 
 struct PackedQ6_K {
-    static const int COLS = 256, SUBS = 2, BYTES = 1680;
+    static const int COLS = 256, SUBS = 2, BYTES = 1680, CENTRE = 0, HIGH = 0;
     static const bool SIGNED = true;
     inline static Sub load(const u8* unit, u32 c, u32 lane) {
         uint4 low = plane16(unit, 512 * c, lane);
@@ -155,9 +169,15 @@ struct PackedQ6_K {
 };
 
 // Element e. Scales by powers of two are exact, so it is as if the quant were multiplied as it is in the file; a type
-// whose quants count from below zero has them moved first, as its codec has.
+// whose quants count from a centre has them moved first, as its codec has.
 template <typename Q> inline float sub_value(const Sub& sub, int e) {
     u32 byte = sub.q[e / 4] >> (8 * (e % 4)) & 0xffu;
-    float q = Q::SIGNED ? (float)(i8)byte : (float)byte;
-    return __fsub_rn(__fmul_rn(sub.scale[e / 16], q), sub.min);
+    float q = Q::SIGNED ? (float)(i8)byte : (float)byte, scale = sub.scale[e / 16];
+    if (Q::CENTRE != 0) {
+        // The minimum is the centre times d, and the scale d over a power of two.
+        float d = sub.min / (float)(Q::CENTRE != 0 ? Q::CENTRE : 1);
+        float step = Q::HIGH != 0 ? 0.125f : e < 16 ? 1.0f : 0.0625f;
+        return __fmul_rn(d, q * step - (float)Q::CENTRE);
+    }
+    return __fsub_rn(__fmul_rn(scale, q), sub.min);
 }

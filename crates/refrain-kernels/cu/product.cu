@@ -19,7 +19,7 @@
 // Requires  k a multiple of 8 (plain), 32 or 256 (packed); all pointers at multiples of 16 bytes; weights are not
 //           written by any launch
 // Aliasing  none: every block reads a and b while the first writes sum, and y is written while others read
-// A tile's columns are dealt to `split` warps unit by unit; their sums are added in that order. Integer products are exact
+// A tile's columns are dealt to `split` warps unit by unit; their sums are added in a fixed order. Integer products are exact
 // within a sub-block of 32; sums over sub-blocks in f32. The order depends on k and split alone: same bits every run.
 // Capture: safe.
 #include "overlap.cuh"
@@ -111,6 +111,18 @@ struct Ring {
         __syncwarp();
     }
 };
+#else
+struct Ring {
+    u8* data;
+
+    inline void init(u8* ring, u64*, u32) { data = ring; }
+    inline void issue(u32, u32 offset, const u8* from, u32 n, u32 bytes, u64 stride, u32 pitch) {
+        u32 lane = threadIdx.x % 32;
+        if (lane < n) memcpy(data + offset + lane * pitch, from + lane * stride, bytes);
+    }
+    inline void nothing() {}
+    inline void wait(u32, u32, u32) { __syncwarp(); }
+};
 #endif
 
 // Activations in shared memory.
@@ -162,14 +174,16 @@ inline void keep_quantised(const X& x, u32 at, u32 padded, const Eight& e) {
     most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
     float largest = __uint_as_float(most);
     bool none = largest < 1e-35f;
-    float inverse = none ? 0.0f : __fdividef(127.0f, largest), d = none ? 0.0f : largest * (1.0f / 127.0f);
+    // What is too large to be divided by, infinite or no number makes the product no number.
+    float d = none ? 0.0f : largest < 8e37f ? largest * (1.0f / 127.0f) : nan_f32();
+    float inverse = none ? 0.0f : __fdividef(127.0f, largest);
     // Added to 1.5 * 2^23 a number is rounded to an integer, ties to even, whose low byte is in the low bits.
     u32 bits[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) bits[i] = __float_as_uint(__fmaf_rn(e.v[i], inverse, 12582912.0f));
     u32 low = __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
     u32 high = __byte_perm(__byte_perm(bits[4], bits[5], 0x0040), __byte_perm(bits[6], bits[7], 0x0040), 0x5410);
-    i32 sum = __dp4a((i32)low, 0x01010101, __dp4a((i32)high, 0x01010101, 0));
+    i32 sum = dot_bytes(0x01010101u, low, dot_bytes(0x01010101u, high, 0, false), false);
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     if (at >= padded) return;
@@ -246,15 +260,6 @@ inline void make_x(const X& x, u32 k, u32 padded, const float* a, const float* b
     if (lane == 0) partial[warp] = squares;
 }
 
-inline i32 dot4(u32 q, u32 x, i32 sum, bool is_signed) {
-    if (is_signed) {
-        asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(q), "r"(x));
-    } else {
-        asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(q), "r"(x));
-    }
-    return sum;
-}
-
 // Quantised weights: tiles of eight rows, lane 4 r + s.
 template <typename Q> struct Packed {
     static const bool QUANTISED = true;
@@ -277,10 +282,10 @@ template <typename Q> struct Packed {
             const uint4* q = (const uint4*)(first + 32 * TILE_SUBS * c);
             uint4 a = q[0], b = q[1];
             float2 scale = scales[TILE_SUBS * c];
-            i32 low = dot4(sub.q[0], a.x, 0, Q::SIGNED), high = dot4(sub.q[4], b.x, 0, Q::SIGNED);
-            low = dot4(sub.q[1], a.y, low, Q::SIGNED), high = dot4(sub.q[5], b.y, high, Q::SIGNED);
-            low = dot4(sub.q[2], a.z, low, Q::SIGNED), high = dot4(sub.q[6], b.z, high, Q::SIGNED);
-            low = dot4(sub.q[3], a.w, low, Q::SIGNED), high = dot4(sub.q[7], b.w, high, Q::SIGNED);
+            i32 low = dot_bytes(sub.q[0], a.x, 0, Q::SIGNED), high = dot_bytes(sub.q[4], b.x, 0, Q::SIGNED);
+            low = dot_bytes(sub.q[1], a.y, low, Q::SIGNED), high = dot_bytes(sub.q[5], b.y, high, Q::SIGNED);
+            low = dot_bytes(sub.q[2], a.z, low, Q::SIGNED), high = dot_bytes(sub.q[6], b.z, high, Q::SIGNED);
+            low = dot_bytes(sub.q[3], a.w, low, Q::SIGNED), high = dot_bytes(sub.q[7], b.w, high, Q::SIGNED);
             float s = __fmaf_rn(sub.scale[0], (float)low, sub.scale[1] * (float)high);
             acc[0] = __fmaf_rn(s, scale.x, acc[0]);
             acc[0] = __fmaf_rn(-sub.min, scale.y, acc[0]);
@@ -344,8 +349,13 @@ inline float activation(float x, u32 gate) {
     return 0.5f * x * (1.0f + tanhf(inner));
 }
 
+// Barrier 0 is the whole block's.
 inline void group_barrier(u32 group, u32 threads) {
+#ifdef REFRAIN_ON_HOST
+    group_wait(group + 1, threads);
+#else
     asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
+#endif
 }
 
 struct Outputs {
@@ -413,7 +423,7 @@ template <typename A, typename B>
 inline void product(const Outputs& out, float* sum, const float* a, const float* b, const float* inner, const float* norm,
                     const Params& p) {
     const u32 ROWS = A::ROWS, STAGE = A::BYTES > B::BYTES ? A::BYTES : B::BYTES;
-    extern __shared__ __align__(128) u8 shared[];
+    DYNAMIC_SHARED(shared);
     __shared__ float partial[WARPS];
     // Sums of a tile's warps; two sets, so that a warp may begin the next tile while the last one is added up.
     __shared__ float parts[2][2][WARPS][TILE_ROWS];

@@ -77,9 +77,9 @@ pub struct ProductArgs<'a> {
     pub a: Buf,
     /// `[k]` F32, added to `a`.
     pub b: Option<Buf>,
-    /// `[k]` F32 weights: `b` is replaced by its RMS norm first.
+    /// `[k]` F32 weights, which no launch writes: `b` is replaced by its RMS norm first.
     pub inner: Option<Buf>,
-    /// `[k]` F32 weights of the norm that makes x.
+    /// `[k]` F32 weights of the norm that makes x; no launch writes them, since they are read before the kernel waits.
     pub norm: Option<Buf>,
     /// Added to mean squares.
     pub eps: f32,
@@ -319,7 +319,7 @@ fn round_to_bytes(x: &mut [f32]) {
         }
         let (inverse, d) = (127.0 / most, most * (1.0 / 127.0));
         for v in block {
-            *v = if d.is_finite() { (*v * inverse).round_ties_even() * d } else { f32::NAN };
+            *v = if most < 8e37 { (*v * inverse).round_ties_even() * d } else { f32::NAN };
         }
     }
 }
@@ -365,7 +365,13 @@ fn twin(k: &mut SimKernel<'_>, first: DType, second: DType) -> KernelResult {
         let bytes = weight_bytes(dtype, n, cols).ok_or_else(partial)?;
         parts.push((i, dtype, n, k.ptr(8 + i)?, bytes));
     }
-    k.before_wait(|k| parts.iter().try_for_each(|&(_, _, _, w, bytes)| k.view::<u8>(w, bytes).map(|_| ())))?;
+    k.before_wait(|k| {
+        let norm = k.ptr(7)?;
+        if norm.0 != 0 {
+            k.view::<f32>(norm, cols)?;
+        }
+        parts.iter().try_for_each(|&(_, _, _, w, bytes)| k.view::<u8>(w, bytes).map(|_| ()))
+    })?;
     let (x, scale, sum) = make_x(k, &p, first.is_quantized())?;
     if k.ptr(3)?.0 != 0 {
         k.write(k.ptr(3)?, &sum)?;

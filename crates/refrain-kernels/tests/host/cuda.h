@@ -21,9 +21,11 @@ extern Index threadIdx, blockIdx, blockDim, gridDim;
 
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 template <typename To, typename From> To same_bits(From x) {
@@ -41,6 +43,22 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
+    uint64_t both = (uint64_t)b << 32 | a;
+    unsigned y = 0;
+    for (int i = 0; i < 4; i++) y |= (unsigned)(both >> (8 * (select >> (4 * i) & 7)) & 0xff) << (8 * i);
+    return y;
+}
+// Four products of bytes, those of x signed.
+inline int dot_bytes(unsigned q, unsigned x, int sum, bool is_signed) {
+    for (int i = 0; i < 4; i++) {
+        int left = is_signed ? (int)(int8_t)(q >> (8 * i)) : (int)(q >> (8 * i) & 0xff);
+        sum += left * (int)(int8_t)(x >> (8 * i));
+    }
+    return sum;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 // Threads take turns, so nothing comes between.
@@ -66,11 +84,14 @@ inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 // Waits for all threads of the block that have not returned; whether any of them passed true.
 bool block_wait(bool vote);
+// Waits until n threads have come to a barrier.
+void group_wait(unsigned barrier, unsigned n);
 // Waits for all threads of the warp that have not returned; the value that lane `from` brought.
 uint64_t warp_wait(uint64_t mine, unsigned from);
 // As that; the lanes that brought true.
 unsigned warp_vote(bool vote);
 
+inline void __syncwarp() { warp_vote(false); }
 inline void __syncthreads() { block_wait(false); }
 inline int __syncthreads_or(int vote) { return block_wait(vote != 0); }
 
@@ -84,7 +105,6 @@ template <typename T> T shuffle(T x, unsigned from) {
 inline unsigned __ballot_sync(unsigned, bool vote) { return warp_vote(vote); }
 template <typename T> T __shfl_sync(unsigned, T x, unsigned lane) { return shuffle(x, lane); }
 template <typename T> T __shfl_xor_sync(unsigned, T x, unsigned mask) { return shuffle(x, threadIdx.x % 32 ^ mask); }
-template <typename T> T __shfl_sync(unsigned, T x, unsigned from) { return shuffle(x, from); }
 template <typename T> T __shfl_up_sync(unsigned, T x, unsigned step) {
     unsigned lane = threadIdx.x % 32;
     return shuffle(x, lane >= step ? lane - step : lane);

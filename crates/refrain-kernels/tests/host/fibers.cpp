@@ -17,7 +17,7 @@ std::map<std::string, Bind>& kernels() {
 
 namespace {
 
-enum State { READY, AT_BLOCK, AT_WARP, RETURNED };
+enum State { READY, AT_BLOCK, AT_WARP, AT_GROUP, RETURNED };
 
 struct Fiber {
     std::vector<char> stack;
@@ -26,6 +26,7 @@ struct Fiber {
     bool started;
     bool vote;
     uint64_t value;
+    unsigned barrier, members;
 };
 
 std::vector<Fiber> fibers;
@@ -88,6 +89,19 @@ bool release(unsigned first, unsigned n, State state) {
     return true;
 }
 
+// Lets the fibers at a barrier go when as many have come as it is for.
+bool release_groups(unsigned n) {
+    unsigned come[16] = {};
+    for (unsigned i = 0; i < n; i++) come[fibers[i].barrier] += fibers[i].state == AT_GROUP;
+    bool any = false;
+    for (unsigned i = 0; i < n; i++) {
+        if (fibers[i].state != AT_GROUP || come[fibers[i].barrier] < fibers[i].members) continue;
+        fibers[i].state = READY;
+        any = true;
+    }
+    return any;
+}
+
 void run_block(unsigned n, bool backwards) {
     for (unsigned i = 0; i < n; i++) {
         fibers[i].state = READY;
@@ -103,6 +117,7 @@ void run_block(unsigned n, bool backwards) {
         }
         for (unsigned first = 0; first < n; first += 32) moved = release(first, min(32, n - first), AT_WARP) || moved;
         moved = release(0, n, AT_BLOCK) || moved;
+        moved = release_groups(n) || moved;
         for (unsigned i = 0; i < n; i++) done = done && fibers[i].state == RETURNED;
         if (done) return;
         if (!moved) {
@@ -118,6 +133,12 @@ bool block_wait(bool vote) {
     fibers[current].vote = vote;
     pause(AT_BLOCK);
     return voted;
+}
+
+void group_wait(unsigned barrier, unsigned n) {
+    fibers[current].barrier = barrier;
+    fibers[current].members = n;
+    pause(AT_GROUP);
 }
 
 uint64_t warp_wait(uint64_t mine, unsigned from) {
@@ -150,7 +171,7 @@ extern "C" int run_kernel(const char* name, const uint32_t* grid, const uint32_t
     kernel = found->second(params, offsets);
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
-    while (fibers.size() < block[0]) fibers.push_back({std::vector<char>(64 * 1024), {}, READY, false, false, 0});
+    while (fibers.size() < block[0]) fibers.push_back({std::vector<char>(64 * 1024), {}, READY, false, false, 0, 0, 0});
     unsigned n_blocks = grid[0] * grid[1] * grid[2];
     for (unsigned k = 0; k < n_blocks; k++) {
         unsigned b = backwards ? n_blocks - 1 - k : k;

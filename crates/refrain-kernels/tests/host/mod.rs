@@ -104,6 +104,7 @@ fn launch(
             12 => params.extend(k.arg::<[u8; 12]>(i)?),
             16 => params.extend(k.arg::<[u8; 16]>(i)?),
             24 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 6]>(i)?)),
+            36 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 9]>(i)?)),
             40 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 10]>(i)?)),
             44 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 11]>(i)?)),
             48 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 12]>(i)?)),
