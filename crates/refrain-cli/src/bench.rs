@@ -4,9 +4,12 @@ use crate::bars::Delayed;
 use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
-use crate::out::{Out, short_count, short_rate, talk};
+use crate::out::{Out, short_count, short_rate, talk, thousands};
 use crate::resolve;
-use refrain::{BenchOptions, BenchReport, BenchTarget, NamedShape, QuantMix, SHAPES, Samples, bench};
+use refrain::{
+    BenchOptions, BenchReport, BenchTarget, DecodeReport, NamedShape, QuantMix, SHAPES, Samples, bench,
+};
+use refrain_hub::Bytes;
 use serde_json::json;
 use std::num::NonZeroUsize;
 
@@ -20,7 +23,7 @@ Examples:
   refrain bench smollm2
   refrain bench --shape llama-3.2-1b --quant Q4_K_M -n 32
   refrain bench ./model.gguf -p 128 -n 64 -r 3 --json
-  refrain bench smollm2 -p 0 --depth 2048              decoding with 2,048 tokens in the context")]
+  refrain bench smollm2 -p 0 --depth 16,512,2048       what a longer context costs")]
 pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
     #[arg(value_name = "MODEL", required_unless_present = "shape", conflicts_with = "shape")]
@@ -37,9 +40,9 @@ pub(crate) struct Args {
     /// Tokens to decode; 0 leaves decoding out
     #[arg(short = 'n', long, value_name = "N", default_value_t = 128)]
     max_tokens: usize,
-    /// Tokens in the context before decoding begins
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    depth: usize,
+    /// Tokens in the context before decoding begins; several, with commas between, are measured one by one
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1")]
+    depth: Vec<usize>,
     /// How often each is measured
     #[arg(short, long, value_name = "N", default_value = "5")]
     repeats: NonZeroUsize,
@@ -55,7 +58,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         session: args.device.session(None, context)?,
         n_prompt: args.prompt_tokens,
         n_decode: args.max_tokens,
-        depth: args.depth,
+        depths: args.depth.clone(),
         repeats: args.repeats.get(),
     };
     let spinner = Delayed::spinner("measuring");
@@ -103,17 +106,26 @@ fn print(out: &mut Out, report: &BenchReport, args: &Args) -> anyhow::Result<()>
     let gib = report.weight_bytes as f64 / (1u64 << 30) as f64;
     let parameters = short_count(report.n_parameters as u64);
     out.line(format_args!("{}: {parameters} parameters, {gib:.2} GiB, on {}", report.name, report.backend))?;
-    out.line(format_args!("ready in {:.2} s", report.load_seconds))?;
+    let resident = report
+        .resident
+        .map_or_else(String::new, |r| format!(", {} resident now, {} at most", Bytes(r.now), Bytes(r.most)));
+    out.line(format_args!("ready in {:.2} s{resident}", report.load_seconds))?;
     if !report.prefill.0.is_empty() {
         out.line(format_args!("prefill  {:>6} tokens  {}", args.prompt_tokens, spread(&report.prefill)))?;
     }
-    if !report.decode.0.is_empty() {
-        out.line(format_args!("decode   {:>6} tokens  {}", args.max_tokens, spread(&report.decode)))?;
-        let (per_token, rate) = (report.bytes_per_token as f64 / 1e9, report.decode_bandwidth() / 1e9);
+    for decode in &report.decode {
+        let depth = match report.decode.len() {
+            1 => String::new(),
+            _ => format!("  after {}", thousands(decode.depth)),
+        };
+        out.line(format_args!("decode   {:>6} tokens  {}{depth}", args.max_tokens, spread(&decode.speed)))?;
+        let (per_token, rate) = (decode.bytes_per_token as f64 / 1e9, decode.bandwidth() / 1e9);
         let share = report.read_bandwidth.map_or_else(String::new, |best| {
             format!(", {:.0} % of the {:.1} GB/s that this machine reads", 100e9 * rate / best, best / 1e9)
         });
         out.line(format_args!("         {per_token:.3} GB a token, {rate:.1} GB/s{share}"))?;
+    }
+    if !report.decode.is_empty() {
         out.line(format_args!("         {}", report.decode_steps))?;
     }
     Ok(())
@@ -126,6 +138,14 @@ fn spread(samples: &Samples) -> String {
 
 fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
     let samples = |s: &Samples| json!({ "median": s.median(), "samples": s.0 });
+    let decode = |d: &DecodeReport| {
+        json!({
+            "depth": d.depth,
+            "tokens_per_second": samples(&d.speed),
+            "bytes_per_token": d.bytes_per_token,
+            "bytes_per_second": d.bandwidth(),
+        })
+    };
     json!({
         "model": report.name,
         "backend": report.backend,
@@ -133,13 +153,12 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
         "weight_bytes": report.weight_bytes,
         "prompt_tokens": args.prompt_tokens,
         "decode_tokens": args.max_tokens,
-        "depth": args.depth,
         "prefill_tokens_per_second": samples(&report.prefill),
-        "decode_tokens_per_second": samples(&report.decode),
-        "bytes_per_token": report.bytes_per_token,
-        "decode_bytes_per_second": report.decode_bandwidth(),
+        "decode": report.decode.iter().map(decode).collect::<Vec<_>>(),
         "read_bytes_per_second": report.read_bandwidth,
         "load_seconds": report.load_seconds,
+        "resident_bytes": report.resident.map(|r| r.now),
+        "resident_bytes_at_most": report.resident.map(|r| r.most),
         "decode_steps": report.decode_steps,
     })
 }

@@ -31,8 +31,8 @@ pub struct BenchOptions {
     pub n_prompt: usize,
     /// Tokens to decode.
     pub n_decode: usize,
-    /// Tokens already in the context when decoding begins.
-    pub depth: usize,
+    /// Tokens already in the context when decoding begins; decoding is measured at each of these depths.
+    pub depths: Vec<usize>,
     /// How often.
     pub repeats: usize,
 }
@@ -56,6 +56,45 @@ impl Samples {
     }
 }
 
+/// Decoding with so much in the context.
+#[derive(Clone, Debug)]
+pub struct DecodeReport {
+    /// Tokens in the context when decoding began.
+    pub depth: usize,
+    /// Tokens per second.
+    pub speed: Samples,
+    /// Bytes that a token reads, at the middle of the measured stretch.
+    pub bytes_per_token: usize,
+}
+
+impl DecodeReport {
+    /// Bytes per second that decoding read.
+    pub fn bandwidth(&self) -> f64 {
+        self.speed.median() * self.bytes_per_token as f64
+    }
+}
+
+/// Memory that the process holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resident {
+    /// Bytes now.
+    pub now: u64,
+    /// Bytes at most so far.
+    pub most: u64,
+}
+
+impl Resident {
+    /// Of this process, where the system tells it.
+    pub fn of_this_process() -> Option<Resident> {
+        let status = std::fs::read_to_string("/proc/self/status").ok()?;
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+            Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+        };
+        Some(Resident { now: field("VmRSS:")?, most: field("VmHWM:")? })
+    }
+}
+
 /// What came out.
 #[derive(Clone, Debug)]
 pub struct BenchReport {
@@ -69,25 +108,18 @@ pub struct BenchReport {
     pub weight_bytes: usize,
     /// Tokens per second while a prompt is evaluated.
     pub prefill: Samples,
-    /// Tokens per second while tokens are generated.
-    pub decode: Samples,
-    /// Bytes that a decoded token reads, at the middle of the measured stretch.
-    pub bytes_per_token: usize,
+    /// Generating tokens, at each depth; empty if none were to be decoded.
+    pub decode: Vec<DecodeReport>,
     /// Bytes per second that memory delivers at best; `None` where it was not measured.
     pub read_bandwidth: Option<f64>,
     /// Seconds from open files to a device that is ready.
     pub load_seconds: f64,
+    /// Memory of the process when all was measured, where the system tells it.
+    pub resident: Option<Resident>,
     /// How the decoded steps ran, as the ledger tells it.
     pub decode_steps: String,
     /// How weights lie in memory, with the bytes of each layout.
     pub layouts: Vec<(String, usize)>,
-}
-
-impl BenchReport {
-    /// Bytes per second that decoding read.
-    pub fn decode_bandwidth(&self) -> f64 {
-        self.decode.median() * self.bytes_per_token as f64
-    }
 }
 
 /// Measures. `progress` hears what is going on.
@@ -108,7 +140,9 @@ pub fn bench(
             (shape.name.to_string(), Arc::new(refrain_models::Model::random(shape, *mix)?))
         }
     };
-    let context = (options.n_prompt).max(options.depth + options.n_decode + 1);
+    let depths: &[usize] = if options.n_decode > 0 { &options.depths } else { &[] };
+    let deepest = depths.iter().copied().max().unwrap_or(0);
+    let context = options.n_prompt.max(deepest + options.n_decode + 1);
     let session = SessionOptions { context: Some(context), ..options.session.clone() };
     let began = Instant::now();
     progress("loading");
@@ -124,7 +158,7 @@ pub fn bench(
     // Any tokens do; these avoid the first ones, which are often special.
     let tokens: Vec<u32> = (0..context as u32).map(|i| (1000 + i * 7919) % vocab).collect();
     let mut row = SamplingRow::new(&SamplingParams::greedy());
-    let (mut prefill, mut decode) = (Vec::new(), Vec::new());
+    let (mut prefill, mut decode) = (Vec::new(), vec![Vec::new(); depths.len()]);
     // The first round warms caches and compiles the steps; it is not counted.
     for round in 0..=options.repeats {
         progress(&format!("round {round} of {}", options.repeats));
@@ -136,10 +170,10 @@ pub fn bench(
             if round > 0 {
                 prefill.push(options.n_prompt as f64 / took);
             }
-            sequence = engine.open();
         }
-        if options.n_decode > 0 {
-            let first = tokens[..options.depth.max(1)].to_vec();
+        for (&depth, decode) in depths.iter().zip(&mut decode) {
+            sequence = engine.open();
+            let first = tokens[..depth.max(1)].to_vec();
             let mut next = engine.prompt(&mut sequence, &first, &mut row, |_| true)?.token;
             let began = Instant::now();
             for _ in 0..options.n_decode {
@@ -152,7 +186,12 @@ pub fn bench(
         }
     }
     let traffic = engine.plan(1)?.traffic();
-    let middle = options.depth.max(1) + options.n_decode / 2;
+    let decode_report = |(&depth, samples): (&usize, Vec<f64>)| {
+        let middle = depth.max(1) + options.n_decode / 2;
+        let bytes_per_token = traffic.weight_bytes + traffic.kv_bytes(middle);
+        DecodeReport { depth, speed: Samples(samples), bytes_per_token }
+    };
+    let resident = Resident::of_this_process();
     let read_bandwidth = match &options.session.device {
         Device::Cpu { threads } => {
             progress("measuring read bandwidth");
@@ -169,10 +208,10 @@ pub fn bench(
         n_parameters: weights.n_parameters(),
         weight_bytes: weights.weight_bytes(),
         prefill: Samples(prefill),
-        decode: Samples(decode),
-        bytes_per_token: traffic.weight_bytes + traffic.kv_bytes(middle),
+        decode: depths.iter().zip(decode).map(decode_report).collect(),
         read_bandwidth,
         load_seconds,
+        resident,
     })
 }
 

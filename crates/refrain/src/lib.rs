@@ -25,7 +25,7 @@ mod generate;
 mod model;
 mod session;
 
-pub use bench::{BenchOptions, BenchReport, BenchTarget, CpuInfo, Samples, bench};
+pub use bench::{BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Resident, Samples, bench};
 pub use error::Error;
 pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
 pub use model::{BUILTIN_NAME, Model};

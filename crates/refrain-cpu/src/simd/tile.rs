@@ -37,6 +37,24 @@ enum Fixup {
     FifthBits(usize),
 }
 
+/// The scales of the parts, then for every other part of each half the two words of low bits and the word of high bits
+/// (four of each) that it shares with three more parts.
+const Q6_K_RUNS: &[(usize, usize)] = &[
+    (48, 4),
+    (0, 4),
+    (8, 4),
+    (32, 4),
+    (4, 4),
+    (12, 4),
+    (36, 4),
+    (16, 4),
+    (24, 4),
+    (40, 4),
+    (20, 4),
+    (28, 4),
+    (44, 4),
+];
+
 impl TileSpec {
     /// The tile form of `dtype`, or `None` for types that have none.
     pub(crate) fn new(dtype: DType) -> Option<TileSpec> {
@@ -52,8 +70,7 @@ impl TileSpec {
             DType::Q3_K => (Some(108), 0, &[(24, 3), (0, 24)], Fixup::None),
             DType::Q4_K => (None, 0, &[(0, 36)], Fixup::None),
             DType::Q5_K => (None, 0, &[(0, 44)], Fixup::None),
-            // The scales of the parts, then for each half the low nibbles and the high bits.
-            DType::Q6_K => (Some(208), 0, &[(48, 4), (0, 16), (32, 8), (16, 16), (40, 8)], Fixup::None),
+            DType::Q6_K => (Some(208), 0, Q6_K_RUNS, Fixup::None),
             DType::IQ4_XS => (None, 0, &[(0, 34)], Fixup::None),
             DType::F32 | DType::F16 | DType::BF16 => return None,
             DType::I32 | DType::U32 | DType::I64 | DType::U8 => return None,

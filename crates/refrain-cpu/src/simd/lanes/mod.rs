@@ -32,6 +32,8 @@ pub(crate) trait Simd: Copy {
     const LANES: usize;
     /// Whether [`Simd::dot_bf16`] is one instruction.
     const BF16: bool = false;
+    /// Whether [`Simd::dot8`] is one instruction.
+    const DOT8: bool = false;
     type I: Copy;
     type F: Copy;
 

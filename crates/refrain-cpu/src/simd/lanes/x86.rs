@@ -62,6 +62,7 @@ macro_rules! ops {
 impl<const VNNI: bool, const BF16: bool> Simd for Avx512<VNNI, BF16> {
     const LANES: usize = 16;
     const BF16: bool = BF16;
+    const DOT8: bool = VNNI;
     type I = __m512i;
     type F = __m512;
 
@@ -260,6 +261,7 @@ unsafe fn transpose_4_words_256(rows: &[*const u8; 16], half: usize, at: usize, 
 
 impl<const VNNI: bool> Simd for Avx2<VNNI> {
     const LANES: usize = 8;
+    const DOT8: bool = VNNI;
     type I = __m256i;
     type F = __m256;
 
