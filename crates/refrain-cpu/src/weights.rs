@@ -32,6 +32,10 @@ impl CpuWeights {
                 (true, Some(Ok(matrix))) => pack(pool, level, &matrix),
                 _ => None,
             };
+            if packed.is_some() {
+                // One tensor at a time, so that file and copy are never both in memory as a whole.
+                tensor.bytes().release();
+            }
             Ok(Entry::Matrix { tensor, packed })
         };
         Ok(CpuWeights { entries: tensors.into_iter().map(entry).collect::<Result<_, _>>()? })
