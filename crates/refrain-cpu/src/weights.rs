@@ -14,7 +14,7 @@ pub(crate) enum Entry {
     /// Norms, biases and tables, as floats.
     Vector(Vec<f32>),
     /// A matrix over the file's bytes, with a repacked copy where products are faster from it.
-    Matrix { tensor: HostTensor, packed: Option<Packed> },
+    Matrix { tensor: HostTensor, packed: Option<Box<Packed>> },
 }
 
 impl CpuWeights {
@@ -29,7 +29,7 @@ impl CpuWeights {
                 return tensor.to_f32().map(Entry::Vector);
             }
             let packed = match (repack, matrix_of(&tensor)) {
-                (true, Some(Ok(matrix))) => pack(pool, level, &matrix),
+                (true, Some(Ok(matrix))) => pack(pool, level, &matrix).map(Box::new),
                 _ => None,
             };
             if packed.is_some() {

@@ -69,7 +69,11 @@ pub(super) fn products(
                 DType::F32 => level.dispatch(RowProducts::<F32>::new(group, &mut scratch)),
                 DType::F16 => level.dispatch(RowProducts::<F16>::new(group, &mut scratch)),
                 DType::BF16 => level.dispatch(RowProducts::<Bf16>::new(group, &mut scratch)),
-                dtype => unreachable!("{dtype} weights are multiplied in tiles"),
+                DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::IQ4_NL => {
+                    tiled(w)
+                }
+                DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K => tiled(w),
+                DType::IQ4_XS | DType::I32 | DType::U32 | DType::I64 | DType::U8 => tiled(w),
             }
             // A copy of known length is an instruction, any other is a call.
             let (values, first_col) = (scratch.values.as_chunks::<ROWS>().0, first_row - rows.start);
@@ -80,6 +84,10 @@ pub(super) fn products(
             }
         }
     }
+}
+
+fn tiled(w: &WeightMatrix<'_>) -> ! {
+    unreachable!("{} weights are not multiplied row by row", w.dtype())
 }
 
 /// Weight rows and activation rows, all of which are multiplied with each other.
@@ -239,25 +247,25 @@ unsafe fn tile<S: Simd, B: Float, const M: usize>(s: S, chunk: &Chunk, x: [*cons
     for part in 0..LANES / S::LANES {
         // SAFETY: by the contract of this function; the parts of a sum lie one after the other.
         unsafe {
-            let mut acc = [[s.fsplat(0.0); ROWS]; M];
+            let mut acc = [[s.fsplat(0.0); M]; ROWS];
             if chunk.first > 0 {
-                for (m, acc) in acc.iter_mut().enumerate() {
-                    for (r, acc) in acc.iter_mut().enumerate() {
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    for (m, acc) in acc.iter_mut().enumerate() {
                         *acc = s.fload(lanes.add((m * ROWS + r) * LANES + part * S::LANES));
                     }
                 }
             }
             for step in 0..chunk.n {
-                for r in 0..ROWS {
+                for (r, acc) in acc.iter_mut().enumerate() {
                     let w = s.load(chunk.weights_at::<S>(part, step, r));
-                    for m in 0..M {
-                        let x = s.load(x[m].add(step * X_STEP + 4 * S::LANES * part));
-                        acc[m][r] = B::dot(s, acc[m][r], w, x);
+                    for (acc, x) in acc.iter_mut().zip(x) {
+                        let x = s.load(x.add(step * X_STEP + 4 * S::LANES * part));
+                        *acc = B::dot(s, *acc, w, x);
                     }
                 }
             }
-            for (m, acc) in acc.iter().enumerate() {
-                for (r, &acc) in acc.iter().enumerate() {
+            for (r, acc) in acc.iter().enumerate() {
+                for (m, &acc) in acc.iter().enumerate() {
                     s.fstore(lanes.add((m * ROWS + r) * LANES + part * S::LANES), acc);
                 }
             }
