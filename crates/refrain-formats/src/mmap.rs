@@ -113,7 +113,7 @@ mod tests {
     fn released_bytes_read_as_before() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("weights");
-        let content: Vec<u8> = (0..100_000u32).map(|i| (i * 31 >> 3) as u8).collect();
+        let content: Vec<u8> = (0..100_000u32).map(|i| ((i * 31) >> 3) as u8).collect();
         std::fs::write(&path, &content).unwrap();
         let mapped = Mapped::open(&path).unwrap();
         let part = mapped.bytes().slice(5_001..70_003).unwrap();
