@@ -48,7 +48,7 @@ pub(crate) fn make() -> Result<()> {
     Ok(())
 }
 
-fn copy(from: PathBuf, to: PathBuf) -> Result<()> {
+pub(crate) fn copy(from: PathBuf, to: PathBuf) -> Result<()> {
     fs::copy(&from, &to).with_context(|| format!("copying {} to {}", from.display(), to.display()))?;
     // Debug tables are most of the size and of no use there.
     if let Err(error) = shell::run("strip", &[&to.to_string_lossy()]) {

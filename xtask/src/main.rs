@@ -3,7 +3,9 @@
 mod bench;
 mod bundle;
 mod ci;
+mod dist;
 mod edges;
+mod history;
 mod models;
 mod nvrtc;
 mod shell;
@@ -17,6 +19,8 @@ Usage: cargo xtask TASK
   edges         check which crate depends on which
   models        fetch the real models that some tests and benches use
   bench-cpu     Refrain beside llama.cpp on the same files
+  plot-history  docs/history.tsv as a picture, docs/history.svg
+  dist          a release: one binary with compiled kernels inside, licences and checksums, in dist/
   gpu-bundle    one folder with the binary, the GPU tests and a script, for a machine with a GPU
 ";
 
@@ -28,7 +32,9 @@ fn main() -> Result<()> {
         ["models"] => {
             models::fetch().map(|missing| missing.iter().for_each(|m| eprintln!("not fetched: {m}")))
         }
+        ["dist"] => dist::make(),
         ["gpu-bundle"] => bundle::make(),
+        ["plot-history"] => history::plot(),
         ["bench-cpu", ..] => bench::cpu(&args[1..]),
         [] | ["help" | "--help" | "-h"] => {
             print!("{HELP}");

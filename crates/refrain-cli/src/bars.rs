@@ -10,6 +10,8 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(1);
 const TICK: Duration = Duration::from_millis(120);
 
+const BYTES: &str = "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
+
 static IS_SILENT: AtomicBool = AtomicBool::new(false);
 
 /// No bar is shown from now on.
@@ -36,6 +38,11 @@ impl Delayed {
         let bar = ProgressBar::hidden().with_style(style);
         bar.set_length(n);
         Delayed::new(bar, what)
+    }
+
+    /// For bytes of which the number is told later.
+    pub(crate) fn bytes(what: &str) -> Delayed {
+        Delayed::new(ProgressBar::hidden().with_style(style(BYTES)), what)
     }
 
     fn new(bar: ProgressBar, what: &str) -> Delayed {
@@ -87,9 +94,7 @@ fn show_later(bar: &ProgressBar, stopped: &Receiver<()>) {
 
 /// A bar over bytes, shown at once; for those who are not quiet.
 pub(crate) fn bytes(total: u64, done: u64, what: &str) -> ProgressBar {
-    let style =
-        style("{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left");
-    let bar = ProgressBar::new(total).with_style(style).with_message(what.to_owned());
+    let bar = ProgressBar::new(total).with_style(style(BYTES)).with_message(what.to_owned());
     bar.set_position(done);
     // The rate is that of this download, not of what an earlier one left.
     bar.reset_eta();

@@ -4,10 +4,11 @@ use crate::bars::Delayed;
 use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
-use crate::out::{Out, short_count, short_rate, talk, thousands};
-use crate::resolve;
+use crate::out::{Out, counted, short_count, short_rate, short_time, talk, thousands};
+use crate::{profile, resolve, stats};
 use refrain::{
-    BenchOptions, BenchReport, BenchTarget, DecodeReport, NamedShape, QuantMix, SHAPES, Samples, bench,
+    BenchOptions, BenchReport, BenchTarget, DecodeReport, LoadEvent, LoadListener, NamedShape, QuantMix,
+    SHAPES, Samples, SessionOptions, bench,
 };
 use refrain_hub::Bytes;
 use serde_json::json;
@@ -54,14 +55,22 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+    let spinner = Delayed::spinner("measuring");
+    let (bar, verbose) = (spinner.handle(), context.verbose);
+    let on_load = LoadListener::new(move |event| match event {
+        LoadEvent::Planned(memory) if verbose => talk!("memory   {}", stats::memory_line(&memory)),
+        LoadEvent::Sent { done_bytes, total_bytes } => {
+            bar.set_message(format!("sending weights, {} of {}", Bytes(done_bytes), Bytes(total_bytes)));
+        }
+        _ => {}
+    });
     let options = BenchOptions {
-        session: args.device.session(None, context)?,
+        session: SessionOptions { on_load, ..args.device.session(None, context)? },
         n_prompt: args.prompt_tokens,
         n_decode: args.max_tokens,
         depths: args.depth.clone(),
         repeats: args.repeats.get(),
     };
-    let spinner = Delayed::spinner("measuring");
     let progress = |what: &str| spinner.say(what.to_owned());
     let report = match &args.shape {
         Some(name) => {
@@ -74,6 +83,9 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         }
     };
     drop(spinner);
+    if let Some((status, timeline)) = &report.device {
+        profile::tell(&format!("{} on {}", report.name, report.backend), status, timeline, &args.device)?;
+    }
     let mut out = Out::new();
     if args.json {
         return out.json(&to_json(&report, args));
@@ -114,21 +126,39 @@ fn print(out: &mut Out, report: &BenchReport, args: &Args) -> anyhow::Result<()>
         out.line(format_args!("prefill  {:>6} tokens  {}", args.prompt_tokens, spread(&report.prefill)))?;
     }
     for decode in &report.decode {
-        let depth = match report.decode.len() {
-            1 => String::new(),
-            _ => format!("  after {}", thousands(decode.depth)),
-        };
-        out.line(format_args!("decode   {:>6} tokens  {}{depth}", args.max_tokens, spread(&decode.speed)))?;
-        let (per_token, rate) = (decode.bytes_per_token as f64 / 1e9, decode.bandwidth() / 1e9);
-        let share = report.read_bandwidth.map_or_else(String::new, |best| {
-            format!(", {:.0} % of the {:.1} GB/s that this machine reads", 100e9 * rate / best, best / 1e9)
-        });
-        out.line(format_args!("         {per_token:.3} GB a token, {rate:.1} GB/s{share}"))?;
+        print_decode(out, report, decode, args)?;
     }
     if !report.decode.is_empty() {
+        if let Some(launches) = report.launches {
+            let s = if launches.by_host == 1 { "" } else { "es" };
+            let kernels = counted(launches.kernels, "kernel");
+            out.line(format_args!("         {} launch{s} and {kernels} a token", launches.by_host))?;
+        }
         out.line(format_args!("         {}", report.decode_steps))?;
     }
     Ok(())
+}
+
+/// What decoding did at one depth, in two lines; the depth is told where there are several.
+fn print_decode(
+    out: &mut Out,
+    report: &BenchReport,
+    decode: &DecodeReport,
+    args: &Args,
+) -> anyhow::Result<()> {
+    let depth = match report.decode.len() {
+        1 => String::new(),
+        _ => format!("  after {}", thousands(decode.depth)),
+    };
+    out.line(format_args!("decode   {:>6} tokens  {}{depth}", args.max_tokens, spread(&decode.speed)))?;
+    let (per_token, rate) = (decode.bytes_per_token as f64 / 1e9, decode.bandwidth() / 1e9);
+    let who = if report.backend == "cpu" { "this machine" } else { "this card" };
+    let best = report.read_bandwidth.zip(report.bandwidth_share(decode));
+    let share = best.map_or_else(String::new, |(best, share)| {
+        format!(", {:.0} % of the {:.1} GB/s that {who} reads", 100.0 * share, best / 1e9)
+    });
+    let each = short_time(decode.ms() * 1e-3);
+    out.line(format_args!("         {each} and {per_token:.3} GB a token, {rate:.1} GB/s{share}"))
 }
 
 fn spread(samples: &Samples) -> String {
@@ -142,23 +172,40 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
         json!({
             "depth": d.depth,
             "tokens_per_second": samples(&d.speed),
+            "ms_per_token": d.ms(),
             "bytes_per_token": d.bytes_per_token,
             "bytes_per_second": d.bandwidth(),
+            "read_bandwidth_share": report.bandwidth_share(d),
         })
     };
+    let memory = report.device.as_ref().map(|(status, _)| {
+        let m = &status.memory;
+        json!({
+            "weight_bytes": m.weight_bytes,
+            "kv_bytes": m.kv_bytes,
+            "arena_bytes": m.arena_bytes,
+            "workspace_bytes": m.workspace_bytes,
+            "free_bytes": m.free_bytes,
+            "device_bytes": m.device_bytes,
+        })
+    });
     json!({
         "model": report.name,
         "backend": report.backend,
         "parameters": report.n_parameters,
         "weight_bytes": report.weight_bytes,
+        "quant": args.shape.as_ref().map(|_| &args.quant),
         "prompt_tokens": args.prompt_tokens,
         "decode_tokens": args.max_tokens,
         "prefill_tokens_per_second": samples(&report.prefill),
         "decode": report.decode.iter().map(decode).collect::<Vec<_>>(),
         "read_bytes_per_second": report.read_bandwidth,
+        "launches_per_token": report.launches.map(|l| l.by_host),
+        "kernels_per_token": report.launches.map(|l| l.kernels),
         "load_seconds": report.load_seconds,
         "resident_bytes": report.resident.map(|r| r.now),
         "resident_bytes_at_most": report.resident.map(|r| r.most),
-        "decode_steps": report.decode_steps,
+        "decode_steps": stats::tally_json(&report.decode_steps),
+        "memory": memory,
     })
 }

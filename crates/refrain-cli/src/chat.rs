@@ -8,7 +8,7 @@ use crate::opts::{DeviceOpts, SamplingOpts, Think};
 use crate::out::{BOLD, DIM, Out, counted, talk};
 use crate::reply::{self, Show};
 use crate::run::say_context;
-use crate::{fail, resolve, stats};
+use crate::{fail, profile, resolve, stats};
 use input::{Command, Input, Line};
 use refrain::{Finish, Message, Model, RenderOptions, SamplingParams, Session};
 use std::path::Path;
@@ -58,6 +58,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
+    args.sampling.check()?;
     let began = Instant::now();
     let found = resolve::find(args.model.as_deref(), context)?;
     let model = found.open()?;
@@ -75,7 +76,9 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     if input.is_terminal() && !context.quiet {
         talk!("{DIM}/help lists what can be done besides talking{DIM:#}");
     }
-    chat.converse(&mut input)
+    let ended = chat.converse(&mut input);
+    // What ended the chat is graver than a page that cannot be written.
+    ended.and(profile::finish(&chat.session, &args.device))
 }
 
 /// The prompt of a conversation, as text and as tokens.

@@ -60,8 +60,30 @@ enum Command {
     Bench(bench::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
+    /// Show what a command does
+    #[command(hide = true)]
+    Help(HelpArgs),
     #[command(name = "__reference", hide = true)]
     Reference(reference::Args),
+}
+
+/// `refrain help`, for those who type it; the list of commands says `--help`.
+#[derive(Args, Debug)]
+struct HelpArgs {
+    /// The command
+    command: Option<String>,
+}
+
+impl HelpArgs {
+    fn print(&self) -> anyhow::Result<()> {
+        let args =
+            ["refrain".to_owned()].into_iter().chain(self.command.clone()).chain(["--help".to_owned()]);
+        // A command's own help, or what is said about one that does not exist.
+        match Cli::try_parse_from(args) {
+            Err(said) => Err(said.into()),
+            Ok(_) => Ok(()),
+        }
+    }
 }
 
 /// What every command works with.
@@ -108,8 +130,9 @@ impl Cli {
             Command::List(args) => list::run(&args, &context),
             Command::Rm(args) => rm::run(&args, &context),
             Command::Bench(args) => bench::run(&args, &context),
-            Command::Doctor(args) => doctor::run(&args),
+            Command::Doctor(args) => doctor::run(&args, &context),
             Command::Completions(args) => completions::run(&args),
+            Command::Help(args) => args.print(),
             Command::Reference(args) => reference::run(&args),
         }
     }

@@ -1,9 +1,11 @@
 //! `refrain doctor`: what works on this machine.
 
+use crate::cli::Context;
 use crate::fail::Hinted;
-use crate::out::{BOLD, Out};
+use crate::out::{BOLD, Out, short_time};
 use anstyle::{AnsiColor, Style};
 use clap::ValueEnum;
+use refrain::{Device, FaultScript, GraphMode, Method, Origin, examine_kernels};
 use refrain_driver::DeviceKind;
 use refrain_driver::doctor::{Row, Verdict, examine};
 use refrain_driver::sim::SimOptions;
@@ -42,11 +44,22 @@ enum Examined {
     Sim,
 }
 
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     let rows = match args.device {
-        Examined::Auto => auto(args.index)?,
-        Examined::Cuda => examine(DeviceKind::Cuda(args.index)),
-        Examined::Sim => examine(DeviceKind::Sim(SimOptions::default())),
+        Examined::Auto => auto(args.index, context)?,
+        Examined::Cuda => cuda(args.index, context),
+        Examined::Sim => {
+            let mut rows = with_compiler(examine(DeviceKind::Sim(SimOptions::default())));
+            let (graph, method) = (GraphMode::Off, Method::Stream);
+            rows.push(kernels(&Device::Sim {
+                seed: 0,
+                faults: FaultScript::default(),
+                graph,
+                method,
+                profile: false,
+            }));
+            rows
+        }
     };
     let mut out = Out::new();
     if args.json {
@@ -74,10 +87,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// The CPU, and the card or why there is none.
-fn auto(index: u32) -> anyhow::Result<Vec<Row>> {
+fn auto(index: u32, context: &Context) -> anyhow::Result<Vec<Row>> {
     let mut rows = vec![cpu()?];
     match refrain_driver::Device::open(DeviceKind::Cuda(index)) {
-        Ok(_) => rows.extend(examine(DeviceKind::Cuda(index))),
+        Ok(_) => rows.extend(cuda(index, context)),
         Err(error) => rows.push(Row {
             name: "cuda",
             verdict: Verdict::Note,
@@ -89,6 +102,81 @@ fn auto(index: u32) -> anyhow::Result<Vec<Row>> {
         }),
     }
     Ok(rows)
+}
+
+fn cuda(index: u32, context: &Context) -> Vec<Row> {
+    let mut rows = with_compiler(examine(DeviceKind::Cuda(index)));
+    // Nothing loads where there is no card, or a card that is lost; a row above says so.
+    if rows.iter().all(|row| row.verdict != Verdict::Skipped) {
+        let env = context.store.env();
+        rows.push(kernels(&Device::Cuda {
+            ordinal: index,
+            graph: GraphMode::Off,
+            method: Method::Stream,
+            profile: false,
+            kernel_cache: Some(env.refrain_home.join("kernels")),
+            nvrtc: env.nvrtc.clone(),
+        }));
+    }
+    rows
+}
+
+/// Where the kernels come from: the binary, the cache or the compiler.
+fn kernels(device: &Device) -> Row {
+    let name = "kernels";
+    let report = match examine_kernels(device) {
+        Ok(Some(report)) => report,
+        Ok(None) => unreachable!("a CUDA device has kernels to load"),
+        Err(error) => {
+            let (words, advice) = (error.to_string(), error.hint());
+            return Row { name, verdict: Verdict::Bad, measured: "not loaded".into(), words, advice };
+        }
+    };
+    let archs: Vec<String> = report.prebuilt.iter().map(ToString::to_string).collect();
+    let held = match archs.as_slice() {
+        [] => "no prebuilt kernels".to_owned(),
+        archs => format!("kernels for {}", archs.join(", ")),
+    };
+    let (from, words) = match report.origin {
+        Origin::Twins => ("reference functions".to_owned(), "the simulated device runs no machine code"),
+        Origin::Prebuilt(arch) => {
+            (format!("prebuilt for {arch}"), "compiled ahead of time: only the driver is needed")
+        }
+        Origin::Compiled { n_cached, n_compiled: 0 } => {
+            (format!("{n_cached} files from the cache"), "compiled on this machine before, by NVRTC")
+        }
+        Origin::Compiled { n_cached, n_compiled } => (
+            format!("{n_compiled} files compiled, {n_cached} from the cache"),
+            "compiled on this machine by NVRTC; the next start finds them in the cache",
+        ),
+    };
+    let measured = format!("{from}, in {}; this binary holds {held}", short_time(report.took.as_secs_f64()));
+    Row { name, verdict: Verdict::Good, measured, words: words.into(), advice: None }
+}
+
+/// Puts the kernels' compiler behind the driver: which library was found, and where.
+fn with_compiler(mut rows: Vec<Row>) -> Vec<Row> {
+    let row = match refrain::Nvrtc::open(None) {
+        Ok(nvrtc) => {
+            let (major, minor) = nvrtc.version();
+            Row {
+                name: "kernel compiler",
+                verdict: Verdict::Good,
+                measured: format!("NVRTC {major}.{minor}, {}", nvrtc.file()),
+                words: "kernels can be compiled for any card; the simulated device needs none".into(),
+                advice: None,
+            }
+        }
+        Err(error) => Row {
+            name: "kernel compiler",
+            verdict: Verdict::Note,
+            measured: "none".into(),
+            words: format!("only kernels that are compiled already can be used: {error}"),
+            advice: error.hint(),
+        },
+    };
+    rows.insert(1.min(rows.len()), row);
+    rows
 }
 
 fn cpu() -> anyhow::Result<Row> {

@@ -61,10 +61,25 @@ impl std::error::Error for Hinted {
     }
 }
 
+/// Ctrl-C ended what was being done, after it was told. There is nothing left to say but the status.
+#[derive(Debug)]
+pub(crate) struct Interrupted;
+
+impl fmt::Display for Interrupted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("broken off by Ctrl-C")
+    }
+}
+
+impl std::error::Error for Interrupted {}
+
 /// Prints an error that ends the program and says how it ends.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     if error.is::<ClosedPipe>() {
         return ExitCode::SUCCESS;
+    }
+    if error.is::<Interrupted>() {
+        return ExitCode::from(INTERRUPTED);
     }
     if let Some(error) = error.downcast_ref::<clap::Error>() {
         return usage(error);

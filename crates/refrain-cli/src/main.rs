@@ -11,6 +11,7 @@ mod opts; // flags that commands share
 mod prompt; // what to continue: arguments, files, standard input
 mod reply; // a reply, streamed
 mod resolve; // from a name to a model
+mod profile; // where the time on a device went
 mod stats; // what a reply took
 
 mod bench;

@@ -1,15 +1,19 @@
 //! Flags that commands share.
 
+use crate::bars::Delayed;
 use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::out::talk;
+use crate::stats;
 use clap::{Args, ValueEnum};
 use refrain::{
-    DType, Device, FaultScript, Generate, GraphMode, Method, Model, SamplingParams, Session, SessionOptions,
+    DType, Device, FaultScript, Generate, GraphMode, LoadEvent, LoadListener, Method, Model, SamplingParams,
+    Session, SessionOptions,
 };
 use refrain_driver::DeviceKind;
 use std::hash::{BuildHasher, Hasher};
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 
 /// Where and how a model runs.
 #[derive(Args, Debug, Clone)]
@@ -24,9 +28,13 @@ pub(crate) struct DeviceOpts {
     /// How graphs are recorded
     #[arg(long, value_name = "METHOD", default_value = "stream")]
     pub(crate) graph_method: MethodArg,
-    /// Time every kernel and print a table on standard error; steps then run one kernel at a time
-    #[arg(long)]
-    pub(crate) profile: bool,
+    /// Decode steps that a CUDA device may have under way at once, at most 32; 4 unless given, 1 sends none ahead
+    #[arg(long, value_name = "N")]
+    pub(crate) ahead: Option<NonZeroUsize>,
+    /// Time every kernel: a table on standard error, and a timeline as a page [default: refrain-profile.html]; steps then
+    /// run one kernel at a time
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
+    pub(crate) profile: Option<Option<PathBuf>>,
     /// What shall go wrong on the simulated device, such as "on 3rd launch: illegal address"
     #[arg(long, value_name = "SCRIPT")]
     pub(crate) faults: Option<String>,
@@ -81,7 +89,14 @@ impl DeviceOpts {
             KvArg::F16 => DType::F16,
             KvArg::F32 => DType::F32,
         };
-        Ok(SessionOptions { device: self.pick(context)?, context: n_context, kv_dtype })
+        let ahead = self.ahead.map(NonZeroUsize::get);
+        Ok(SessionOptions {
+            device: self.pick(context)?,
+            context: n_context,
+            kv_dtype,
+            ahead,
+            ..SessionOptions::default()
+        })
     }
 
     /// Brings a model to the device. Where auto found a card that cannot be used, it says why and takes the CPU.
@@ -91,14 +106,25 @@ impl DeviceOpts {
         n_context: Option<usize>,
         context: &Context,
     ) -> anyhow::Result<Session> {
-        let options = self.session(n_context, context)?;
+        self.start_with(n_context, context, |options| Session::new(model, options))
+    }
+
+    /// As [`DeviceOpts::start`], with what a command makes of the device.
+    pub(crate) fn start_with<T>(
+        &self,
+        n_context: Option<usize>,
+        context: &Context,
+        make: impl Fn(&SessionOptions) -> Result<T, refrain::Error>,
+    ) -> anyhow::Result<T> {
+        let (_bar, on_load) = load_listener(context);
+        let options = SessionOptions { on_load, ..self.session(n_context, context)? };
         let may_fall_back = self.device == DeviceArg::Auto && self.graph != GraphArg::Require;
-        match Session::new(model, &options) {
+        match make(&options) {
             Err(error) if may_fall_back && matches!(options.device, Device::Cuda { .. }) => {
                 talk!("cuda:0 cannot be used, running on the CPU: {:#}", anyhow::Error::from(error));
-                Ok(Session::new(model, &SessionOptions { device: self.cpu(), ..options })?)
+                Ok(make(&SessionOptions { device: self.cpu(), ..options })?)
             }
-            started => Ok(started?),
+            made => Ok(made?),
         }
     }
 
@@ -115,10 +141,11 @@ impl DeviceOpts {
             MethodArg::Stream => Method::Stream,
             MethodArg::Nodes => Method::Nodes,
         };
-        let profile = self.profile;
+        let profile = self.profile.is_some();
         let cuda = |ordinal| {
-            let kernel_cache = Some(context.store.env().refrain_home.join("kernels"));
-            Device::Cuda { ordinal, graph, method, profile, kernel_cache }
+            let env = context.store.env();
+            let kernel_cache = Some(env.refrain_home.join("kernels"));
+            Device::Cuda { ordinal, graph, method, profile, kernel_cache, nvrtc: env.nvrtc.clone() }
         };
         match self.device {
             DeviceArg::Cuda(ordinal) => Ok(cuda(ordinal.unwrap_or(0))),
@@ -137,7 +164,7 @@ impl DeviceOpts {
             let message = format!("--graph require cannot be kept: {no_graphs}");
             return Err(Hinted::new(message, "use --graph auto, or --device cuda or sim").into());
         }
-        if self.profile {
+        if self.profile.is_some() {
             let message = "--profile times the kernels of a CUDA device, this runs on the CPU";
             return Err(
                 Hinted::new(message, "use --device cuda or sim, or `refrain bench` on the CPU").into()
@@ -156,6 +183,21 @@ impl DeviceOpts {
             talk!("--device auto picked {}; `refrain doctor` tells what it looked at", session.backend());
         }
     }
+}
+
+/// A bar while weights go to a device, and with -v what they take there, before any of it is allocated.
+pub(crate) fn load_listener(context: &Context) -> (Delayed, LoadListener) {
+    let bar = Delayed::bytes("sending weights to the device");
+    let (handle, verbose) = (bar.handle(), context.verbose);
+    let listener = LoadListener::new(move |event| match event {
+        LoadEvent::Planned(memory) if verbose => talk!("memory   {}", stats::memory_line(&memory)),
+        LoadEvent::Sent { done_bytes, total_bytes } => {
+            handle.set_length(total_bytes);
+            handle.set_position(done_bytes);
+        }
+        _ => {}
+    });
+    (bar, listener)
 }
 
 fn parse_device(text: &str) -> Result<DeviceArg, String> {
@@ -186,6 +228,22 @@ fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
     }
 }
 
+/// Some programs take -1 for "no limit".
+fn parse_max_tokens(text: &str) -> Result<usize, String> {
+    text.parse().map_err(|_| match text.parse::<i64>() {
+        Ok(..0) => "must be 0 or more; leave -n out to go on to the end of the turn".to_owned(),
+        _ => "must be a number of tokens".to_owned(),
+    })
+}
+
+/// Some programs take -1 for "all".
+fn parse_top_k(text: &str) -> Result<usize, String> {
+    text.parse().map_err(|_| match text.parse::<i64>() {
+        Ok(..0) => "must be 0 or more; 0 chooses among all tokens".to_owned(),
+        _ => "must be a number of tokens".to_owned(),
+    })
+}
+
 /// Threads beyond the cores only wait for each other; some are allowed, to try things out.
 fn most_threads() -> usize {
     4 * std::thread::available_parallelism().map_or(1, NonZeroUsize::get).max(4)
@@ -196,13 +254,13 @@ fn most_threads() -> usize {
 #[command(next_help_heading = "Generation")]
 pub(crate) struct SamplingOpts {
     /// Stop after that many tokens; by default at the end of the turn, raw texts after 256
-    #[arg(short = 'n', long, value_name = "N")]
+    #[arg(short = 'n', long, value_name = "N", allow_negative_numbers = true, value_parser = parse_max_tokens)]
     pub(crate) max_tokens: Option<usize>,
     /// Temperature; 0 always takes the likeliest token [default: the model's, else 0.8]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temp: Option<f32>,
     /// Choose among the K likeliest tokens; 0 among all [default: the model's, else 40]
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", allow_negative_numbers = true, value_parser = parse_top_k)]
     top_k: Option<usize>,
     /// Choose among the likeliest tokens that reach this probability [default: the model's, else 0.95]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
@@ -228,9 +286,18 @@ pub(crate) struct SamplingOpts {
 }
 
 impl SamplingOpts {
+    /// Refuses numbers that make no sense for any model, before one is opened.
+    pub(crate) fn check(&self) -> Result<(), refrain::Error> {
+        // What a model's authors recommend is checked with the model.
+        Ok(self.over(SamplingParams::default()).check(usize::MAX)?)
+    }
+
     /// What was asked for, over what the model's authors recommend.
     pub(crate) fn params(&self, model: &Model) -> SamplingParams {
-        let usual = model.sampling();
+        self.over(model.sampling())
+    }
+
+    fn over(&self, usual: SamplingParams) -> SamplingParams {
         SamplingParams {
             temperature: self.temp.unwrap_or(usual.temperature),
             top_k: self.top_k.unwrap_or(usual.top_k),

@@ -2,9 +2,10 @@
 
 use crate::bars::Delayed;
 use crate::cli::Context;
+use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
 use crate::out::{Out, short_rate, short_time, talk, thousands};
-use crate::{prompt, resolve};
+use crate::{profile, prompt, resolve};
 use serde_json::json;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -47,6 +48,10 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
     resolve::check(&args.model, context)?;
     let text = prompt::read_file(&args.file)?;
+    if text.trim().is_empty() {
+        let message = format!("{} holds no text to score", args.file.display());
+        return Err(Hinted::new(message, "give a text of some hundred words or more").into());
+    }
     let model = resolve::find(Some(&args.model), context)?.open()?;
     let window = args.context.unwrap_or(model.config().n_context.min(USUAL_WINDOW));
     let mut session = args.device.start(&model, Some(window), context)?;
@@ -67,6 +72,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         });
     drop(bar);
     let scored = scored?;
+    profile::finish(&session, &args.device)?;
     let seconds = began.elapsed().as_secs_f64();
     let rate = (scored.n_windows * window) as f64 / seconds.max(f64::MIN_POSITIVE);
     let mut out = Out::new();

@@ -1,30 +1,35 @@
 //! `refrain plan`: what a step does, in which memory.
 
 mod bandwidth;
+mod cost;
 mod html;
 mod text;
 
 use crate::cli::Context;
 use crate::fail::Hinted;
-use crate::opts::DeviceOpts;
+use crate::opts::{DeviceOpts, GraphArg};
 use crate::out::{Out, counted, short_rate, short_time, talk, thousands};
-use crate::resolve;
+use crate::{resolve, stats};
 use bandwidth::Bandwidth;
 use refrain::graph::{Buffer, Place, Plan, Step};
+use refrain::{Planner, read_bandwidth};
 use refrain_hub::Bytes;
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 /// Show the plan of a step: segments, steps, memory, bytes per token
 ///
 /// A model's step is planned once: every buffer has its address before anything runs. The arena map shows which step
-/// uses which bytes. The bytes that a token reads, divided by the memory's bandwidth, bound the speed.
+/// uses which bytes. The bytes that a token reads, divided by the memory's bandwidth, bound the speed. On a CUDA device it
+/// also shows launches and kernels of a step, what host segments take over the bus, and the memory of the whole model.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
   refrain plan smollm2
   refrain plan smollm2 --tokens 64 --html plan.html
   refrain plan ./model.gguf --dot plan.dot && dot -Tsvg plan.dot -o plan.svg
-  refrain plan smollm2 --bandwidth measure")]
+  refrain plan smollm2 --bandwidth measure
+  refrain plan smollm2 --device cuda             launches, kernels and memory on a card")]
 pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
     #[arg(value_name = "MODEL")]
@@ -49,24 +54,30 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
-    args.device.session(args.context, context)?;
-    let model = resolve::find(Some(&args.model), context)?.open()?;
-    let mut session = args.device.start(&model, args.context, context)?;
-    let n_tokens = args.tokens.clamp(1, session.context());
+    let options = args.device.session(args.context, context)?;
+    let files = resolve::find(Some(&args.model), context)?.files()?;
+    // Before the model takes its place there.
+    let bandwidth = match args.bandwidth {
+        Some(Bandwidth::Measure) => Some((read_bandwidth(&options.device)?, " (measured)")),
+        Some(Bandwidth::Stated(rate)) => Some((rate, "")),
+        None => None,
+    };
+    let mut planner =
+        args.device.start_with(args.context, context, |options| Planner::new(&files, options))?;
+    let n_tokens = args.tokens.clamp(1, planner.context());
     if n_tokens != args.tokens {
-        talk!("a step has 1 to {} tokens; this is the plan for {n_tokens}", session.context());
+        talk!("a step has 1 to {} tokens; this is the plan for {n_tokens}", planner.context());
     }
     let title =
-        format!("{}, a step of {} on {}", model.name(), counted(n_tokens, "token"), session.backend());
-    let holds = session.context();
-    let kernels = session.kernels(n_tokens)?;
-    let plan = session.plan(n_tokens)?;
-    let bounds = bounds(plan, n_tokens, holds, args.bandwidth);
+        format!("{}, a step of {} on {}", planner.name(), counted(n_tokens, "token"), planner.backend());
+    let kernels = planner.kernels(n_tokens)?;
+    let facts = facts(args, &mut planner, n_tokens, &kernels, bandwidth)?;
+    let plan = planner.plan(n_tokens)?;
     if let Some(path) = &args.dot {
         write(path, &plan.to_dot())?;
     }
     if let Some(path) = &args.html {
-        write(path, &html::page(&title, plan, &bounds))?;
+        write(path, &html::page(&title, plan, &facts))?;
     }
     let mut out = Out::new();
     out.line(&title)?;
@@ -76,10 +87,31 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     out.line("")?;
     out.text(&text::arena(plan))?;
     out.line("")?;
-    for line in bounds {
+    for line in facts {
         out.line(line)?;
     }
     Ok(())
+}
+
+/// What a step reads and how fast it can be; on a CUDA device also its launches, what crosses the bus, and memory.
+fn facts(
+    args: &Args,
+    planner: &mut Planner,
+    n_tokens: usize,
+    kernels: &[(usize, Cow<'static, str>)],
+    bandwidth: Option<(f64, &str)>,
+) -> anyhow::Result<Vec<String>> {
+    let (holds, status) = (planner.context(), planner.device_status());
+    let peak = status.as_ref().and_then(|s| s.peak_bytes_per_second);
+    let bandwidth = bandwidth.or(peak.map(|peak| (peak, " (the memory's clock and width)")));
+    let plan = planner.plan(n_tokens)?;
+    let mut facts = bounds(plan, n_tokens, holds, bandwidth);
+    if let Some(status) = &status {
+        facts.extend(cost::kernels(plan, kernels, args.device.graph != GraphArg::Off));
+        facts.extend(cost::crossings(plan));
+        facts.push(format!("memory   {}", stats::memory_line(&status.memory)));
+    }
+    Ok(facts)
 }
 
 fn write(path: &Path, text: &str) -> anyhow::Result<()> {
@@ -89,7 +121,7 @@ fn write(path: &Path, text: &str) -> anyhow::Result<()> {
 }
 
 /// What a step reads, and how fast it can be at most.
-fn bounds(plan: &Plan, n_tokens: usize, context: usize, bandwidth: Option<Bandwidth>) -> Vec<String> {
+fn bounds(plan: &Plan, n_tokens: usize, context: usize, bandwidth: Option<(f64, &str)>) -> Vec<String> {
     let traffic = plan.traffic();
     let at_full = traffic.weight_bytes + traffic.kv_bytes(context);
     let per_token = match n_tokens {
@@ -107,15 +139,13 @@ fn bounds(plan: &Plan, n_tokens: usize, context: usize, bandwidth: Option<Bandwi
         lines.push(format!("         {bytes} of KV cache for each {which}"));
     }
     lines.push(format!("         {} in a step at a full context of {context}", Bytes(at_full as u64)));
-    if let Some(bandwidth) = bandwidth {
-        let per_second = bandwidth.bytes_per_second();
+    if let Some((per_second, source)) = bandwidth {
         let step = traffic.weight_bytes as f64 / per_second;
         let full = at_full as f64 / per_second;
         lines.push(format!(
-            "bound    {} tok/s at {:.1} GB/s{}: {} a step, {} at a full context",
+            "bound    {} tok/s at {:.1} GB/s{source}: {} a step, {} at a full context",
             short_rate(n_tokens as f64 / step.max(f64::MIN_POSITIVE)),
             per_second / 1e9,
-            if bandwidth == Bandwidth::Measure { " (measured)" } else { "" },
             short_time(step),
             short_time(full),
         ));

@@ -1,13 +1,13 @@
 //! `refrain run`: one prompt, one reply.
 
 use crate::cli::{Cli, Context};
-use crate::fail::Hinted;
+use crate::fail::{Hinted, Interrupted};
 use crate::opts::{DeviceOpts, SamplingOpts, Think};
 use crate::out::{DIM, Out, talk, thousands};
 use crate::prompt::Sources;
 use crate::reply::{self, Reply, Show};
 use crate::resolve;
-use crate::{chat, out, stats};
+use crate::{chat, out, profile, stats};
 use clap::CommandFactory;
 use clap::error::ErrorKind;
 use refrain::{Finish, Generate, Message, Model, Session};
@@ -77,6 +77,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
+    args.sampling.check()?;
     let (name, text) = args.who_and_what()?;
     if let Some(name) = &name {
         // A mistyped name is told before standard input is waited for.
@@ -110,13 +111,14 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
             thousands(session.context())
         );
     }
-    if args.device.profile {
-        stats::print_profile(&session);
-    }
+    profile::finish(&session, &args.device)?;
     if args.stats {
         stats::print(&mut session, &reply, load, seed);
     }
-    Ok(())
+    match reply.summary.finish {
+        Some(Finish::Cancelled) => Err(Interrupted.into()),
+        _ => Ok(()),
+    }
 }
 
 /// A prompt, ready for the model.

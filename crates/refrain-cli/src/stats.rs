@@ -2,7 +2,7 @@
 
 use crate::out::{short_rate, short_time, talk, thousands};
 use crate::reply::Reply;
-use refrain::{Finish, Resident, Session, Status, StepKind, Tally};
+use refrain::{Accounting, Finish, Resident, Session, Status, StepKind, Tally};
 use refrain_hub::Bytes;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -66,30 +66,18 @@ fn print_device(status: &Status) {
             short_time(verified)
         );
     }
-    let m = &status.memory;
-    let [weights, kv, arena, work] =
-        [m.weight_bytes, m.kv_bytes, m.arena_bytes, m.workspace_bytes].map(Bytes);
-    talk!("device   {weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace");
+    talk!("device   {}", memory_line(&status.memory));
 }
 
-/// Where the time on the device went, by kernel, from the most to the least.
-pub(crate) fn print_profile(session: &Session) {
-    let Some(status) = session.device_status() else { return };
-    let mut rows: Vec<(&str, u64, f64, u64)> = Vec::new();
-    for row in &status.profile {
-        match rows.iter_mut().find(|r| r.0 == row.kernel) {
-            Some(r) => *r = (r.0, r.1 + row.n, r.2 + row.total_ms, r.3 + row.bytes),
-            None => rows.push((&row.kernel, row.n, row.total_ms, row.bytes)),
-        }
-    }
-    rows.sort_by(|a, b| b.2.total_cmp(&a.2));
-    let total: f64 = rows.iter().map(|r| r.2).sum();
-    talk!("{:<28} {:>9} {:>11} {:>10} {:>9} {:>6}", "kernel", "launches", "ms", "us each", "GB/s", "%");
-    for (kernel, n, ms, bytes) in rows {
-        let (each, rate) = (ms * 1e3 / n.max(1) as f64, bytes as f64 / (ms * 1e6).max(f64::MIN_POSITIVE));
-        let share = 100.0 * ms / total.max(f64::MIN_POSITIVE);
-        talk!("{kernel:<28} {n:>9} {ms:>11.3} {each:>10.2} {rate:>9.1} {share:>6.1}");
-    }
+/// What a model takes on a device, and how much of it there was.
+pub(crate) fn memory_line(memory: &Accounting) -> String {
+    let m = memory;
+    let [weights, kv, arena, work] =
+        [m.weight_bytes, m.kv_bytes, m.arena_bytes, m.workspace_bytes].map(Bytes);
+    let [all, free, device] = [m.total(), m.free_bytes, m.device_bytes].map(Bytes);
+    format!(
+        "{weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace: {all} of {free} free, {device} in all"
+    )
 }
 
 fn speed(decode: &Tally, bytes_per_token: usize) -> String {
@@ -134,7 +122,7 @@ pub(crate) fn to_json(session: &Session, reply: &Reply, name: &str, load: Durati
     })
 }
 
-fn tally_json(tally: &Tally) -> Value {
+pub(crate) fn tally_json(tally: &Tally) -> Value {
     let reasons: serde_json::Map<_, _> =
         tally.reasons().map(|(label, n, _)| (label.to_owned(), json!(n))).collect();
     json!({
@@ -142,6 +130,7 @@ fn tally_json(tally: &Tally) -> Value {
         "replayed": tally.replayed,
         "eager": tally.eager,
         "failed": tally.failed,
+        "unused": tally.unused,
         "reasons": reasons,
     })
 }

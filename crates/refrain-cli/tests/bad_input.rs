@@ -114,10 +114,16 @@ fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
 fn sampling_parameters_out_of_range_are_refused() {
     let cli = Cli::new();
     for (flag, value) in [("--temp", "-1"), ("--top-p", "1.5"), ("--min-p", "2"), ("--repeat-penalty", "0")] {
-        let ended = cli.run(&["run", "A cat", flag, value]);
-        assert_eq!(ended.code, Some(1), "{flag}: {}", ended.stderr);
-        assert!(ended.stderr.contains("must be"), "{}", ended.stderr);
+        // Told before the model is looked for: there is none of that name.
+        for command in [&["run", "./none.gguf", "A cat"][..], &["chat", "./none.gguf"]] {
+            let said = cli.run(&[command, &[flag, value]].concat()).refused();
+            assert!(said.contains("must be") && !said.contains("none.gguf"), "{flag}: {said}");
+        }
     }
+    let said = cli.run(&["run", "A cat", "-n", "-1"]).misused();
+    assert!(said.contains("leave -n out"), "{said}");
+    let said = cli.run(&["run", "A cat", "--top-k", "-1"]).misused();
+    assert!(said.contains("0 chooses among all"), "{said}");
 }
 
 #[test]
@@ -170,6 +176,9 @@ fn folders_without_a_whole_model_are_refused() {
     let bare = golden("llama");
     let said = cli.run(&["run", bare.to_str().expect("a path"), "A cat"]).refused();
     assert!(said.contains("tokenizer.json"), "{said}");
+    cli.file("unweighted/config.json", std::fs::read(bare.join("config.json")).expect("a golden"));
+    let said = cli.run(&["run", "./unweighted", "A cat"]).refused();
+    assert!(said.contains("no weights") && said.contains("*.safetensors"), "{said}");
     cli.file("text.gguf", "this is no model");
     cli.run(&["run", "./text.gguf", "A cat"]).refused();
 }
@@ -192,6 +201,9 @@ fn a_text_too_short_to_be_scored_is_refused() {
     cli.file("short.txt", "A cat");
     let said = cli.run(&["perplexity", "stories", "-f", "short.txt"]).refused();
     assert!(said.contains("one window needs"), "{said}");
+    cli.file("empty.txt", " \n");
+    let said = cli.run(&["perplexity", "stories", "-f", "empty.txt"]).refused();
+    assert!(said.contains("empty.txt holds no text"), "{said}");
 }
 
 #[test]

@@ -123,8 +123,9 @@ fn ctrl_c_stops_the_reply_and_keeps_what_was_said() {
     assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
     stdout.read_to_end(&mut text).expect("the rest");
     let ended = common::ended(child.wait_with_output().expect("it ends"));
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(130), "{}", ended.stderr);
     assert!(ended.stderr.contains("ended by Ctrl-C"), "{}", ended.stderr);
+    assert!(!ended.stderr.contains("error"), "{}", ended.stderr);
     assert!(text.ends_with(b"\n"));
 }
 
@@ -284,6 +285,67 @@ fn plan_draws_steps_and_memory() {
 }
 
 #[test]
+fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
+    let cli = Cli::new();
+    let text = cli.run(&with(&["plan", "stories", "--bandwidth", "4000"], &SIM)).ok();
+    for expected in ["product_q8_0", "of workspace", "4000.0 GB/s", "(as above)"] {
+        assert!(text.contains(expected), "{expected} in {text}");
+    }
+    let launches = text.lines().find_map(|l| l.strip_prefix("launches 1 launch, ")).expect("launches");
+    let n: usize = launches.strip_suffix(" kernels a step").and_then(|n| n.parse().ok()).expect("a number");
+    let counts = text.lines().skip_while(|l| !l.starts_with("launches")).skip(1);
+    let counts =
+        counts.map_while(|l| l.strip_prefix("         ")?.split_whitespace().next()?.parse::<usize>().ok());
+    assert_eq!(counts.sum::<usize>(), n, "{text}");
+    let off = cli.run(&with(&["plan", "stories", "--graph", "off"], &SIM)).ok();
+    assert!(off.contains(&format!("launches {n} launches, {n} kernels a step")), "{off}");
+    let bare = golden("llama");
+    let cpu = cli.run(&["plan", bare.to_str().expect("a path")]).ok();
+    assert!(cpu.contains("segment 0") && !cpu.contains("launches"), "{cpu}");
+}
+
+#[test]
+fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
+    let cli = Cli::new();
+    let args = with(&["bench", "stories", "-p", "8", "-n", "4", "-r", "1"], &SIM);
+    let ended = cli.run(&with(&args, &["-v"]));
+    assert!(ended.stderr.contains("of workspace"), "{}", ended.stderr);
+    let text = ended.ok();
+    assert!(text.contains("1 launch and ") && text.contains(" kernels a token"), "{text}");
+    let json = cli.run(&with(&args, &["--json"])).json();
+    assert_eq!(json["launches_per_token"], 1);
+    assert!(json["kernels_per_token"].as_u64() > Some(10), "{json}");
+    assert_eq!((&json["decode_steps"]["replayed"], &json["decode_steps"]["eager"]), (&8.into(), &0.into()));
+    assert!(json["memory"]["kv_bytes"].as_u64() > Some(0), "{json}");
+    assert!(json["decode"][0]["ms_per_token"].as_f64() > Some(0.0), "{json}");
+    let json = cli.run(&with(&args, &["--json", "--profile=b.html"])).json();
+    assert_eq!(json["launches_per_token"], json["kernels_per_token"]);
+    assert_eq!(json["decode_steps"]["reasons"]["profiling"], 8);
+    assert!(cli.home.path().join("b.html").exists());
+    let cpu = ["bench", "stories", "-p", "0", "-n", "4", "-r", "1", "--device", "cpu", "--json"];
+    let json = cli.run(&cpu).json();
+    assert!(json["launches_per_token"].is_null(), "{json}");
+    assert!(json["decode"][0]["read_bandwidth_share"].as_f64() > Some(0.0), "{json}");
+}
+
+#[test]
+fn bench_at_several_depths_has_a_decode_line_for_each_and_tells_launches_and_steps_once() {
+    let cli = Cli::new();
+    let args = with(&["bench", "stories", "-p", "0", "-n", "4", "-r", "1", "--depth", "16,3"], &SIM);
+    let text = cli.run(&args).ok();
+    let count = |what: &str| text.matches(what).count();
+    assert_eq!((count("\ndecode "), count(" GB a token, ")), (2, 2), "{text}");
+    assert_eq!((count("  after 16\n"), count("  after 3\n")), (1, 1), "{text}");
+    assert_eq!((count("1 launch and "), count(" replayed")), (1, 1), "{text}");
+    let json = cli.run(&with(&args, &["--json"])).json();
+    let depths: Vec<_> = json["decode"].as_array().expect("a list").iter().map(|d| &d["depth"]).collect();
+    assert_eq!(depths, [16, 3]);
+    assert_eq!(json["decode_steps"]["replayed"], 16, "two rounds of four at two depths");
+    let none = with(&["bench", "stories", "-p", "4", "-n", "0", "-r", "1", "--json"], &SIM);
+    assert_eq!(cli.run(&none).json()["decode"], serde_json::json!([]));
+}
+
+#[test]
 fn an_empty_store_lists_the_built_in_model() {
     let cli = Cli::new();
     assert!(cli.run(&["list"]).ok().starts_with("stories"));
@@ -300,6 +362,10 @@ fn the_doctor_finds_the_simulated_device_healthy() {
     let json = cli.run(&["doctor", "--device", "sim", "--json"]).json();
     let rows = json["rows"].as_array().expect("rows");
     assert!(rows.len() > 5 && rows.iter().all(|row| row["verdict"] != "bad"), "{json}");
+    let kernels = rows.iter().find(|row| row["name"] == "kernels").expect("a row on kernels");
+    let measured = kernels["measured"].as_str().expect("text");
+    assert!(measured.contains("reference functions") && measured.contains("this binary holds"), "{measured}");
+    assert!(rows.iter().any(|row| row["name"] == "kernel compiler"), "{json}");
 }
 
 #[test]
@@ -324,6 +390,14 @@ fn every_command_has_examples_in_its_help() {
         let help = cli.run(&[command, "--help"]).ok();
         assert!(help.contains("Examples:") && help.contains(&format!("refrain {command}")), "{command}");
     }
+}
+
+#[test]
+fn help_can_be_asked_for_by_name() {
+    let cli = Cli::new();
+    assert_eq!(cli.run(&["help"]).ok(), cli.run(&["--help"]).ok());
+    assert_eq!(cli.run(&["help", "bench"]).ok(), cli.run(&["bench", "--help"]).ok());
+    assert!(cli.run(&["help", "bnech"]).misused().contains("'bench'"));
 }
 
 #[test]
@@ -358,6 +432,22 @@ fn the_simulated_device_replays_every_step_and_writes_what_the_cpu_writes() {
 }
 
 #[test]
+fn what_a_model_takes_on_a_device_is_told_with_verbose_and_in_the_summary() {
+    let cli = Cli::new();
+    let prompt = with(&with(&["run", "stories", "A cat"], &GREEDY), &SIM);
+    let told = |extra: &[&str], row: &str| {
+        let ended = cli.run(&with(&prompt, extra));
+        let line = ended.stderr.lines().find(|l| l.starts_with(row)).map(str::to_owned);
+        line.unwrap_or_else(|| panic!("{row}: {}", ended.stderr))
+    };
+    for line in [told(&["-v"], "memory "), told(&["--stats"], "device ")] {
+        for word in ["of weights", "of KV", "of arena", "of workspace", "free", "in all"] {
+            assert!(line.contains(word), "{word} in {line}");
+        }
+    }
+}
+
+#[test]
 fn a_recording_that_fails_is_told_or_refused_as_asked() {
     let cli = Cli::new();
     let prompt = with(&["run", "stories", "Once upon a time"], &GREEDY);
@@ -367,6 +457,14 @@ fn a_recording_that_fails_is_told_or_refused_as_asked() {
     assert_eq!(json["text"].as_str().map(str::trim_end), Some(whole.trim_end()));
     assert_eq!(json["ledger"]["decode"]["replayed"], 0);
     assert!(json["ledger"]["decode"]["reasons"].as_object().is_some_and(|r| !r.is_empty()), "{json}");
+    let ended = cli.run(&with(&with(&prompt, &broken), &["--stats"]));
+    for step in ["step of 1 token:", "step of 8 tokens:"] {
+        let said = ended.stderr.lines().filter(|l| l.contains("WARN") && l.contains(step));
+        // The first failure and each further one, after 4 and 8 eager steps: one line each.
+        let told: Vec<&str> = said.collect();
+        assert!(!told.is_empty() && told.iter().all(|l| l.contains("eager for")), "{}", ended.stderr);
+    }
+    assert!(!ended.stderr.contains("0 steps until"), "{}", ended.stderr);
     let said = cli.run(&with(&with(&prompt, &broken), &["--graph", "require"])).refused();
     assert!(said.contains("900") || said.contains("error 2"), "{said}");
 }
@@ -391,6 +489,20 @@ fn a_profile_runs_one_kernel_at_a_time_and_says_so() {
     let cli = Cli::new();
     let prompt = with(&["run", "stories", "Once upon a time"], &GREEDY);
     let ended = cli.run(&with(&with(&prompt, &SIM), &["--profile", "--stats"]));
-    assert!(ended.stderr.contains("linear_m1_q8_0"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("product_q8_0"), "{}", ended.stderr);
     assert!(ended.stderr.contains("profiling times each op"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("written: refrain-profile.html"), "{}", ended.stderr);
+    let page = std::fs::read_to_string(cli.home.path().join("refrain-profile.html")).expect("a page");
+    assert!(page.contains("product_q8_0") && page.ends_with("</html>\n"));
+    assert!(!page.contains("http") && !page.contains("src="), "the page needs nothing else");
+    let data = page.split_once("id=\"data\">").and_then(|(_, rest)| rest.split_once("</script>"));
+    let data: serde_json::Value = serde_json::from_str(data.expect("data").0).expect("JSON");
+    // One step for the prompt and eleven decoded tokens.
+    assert_eq!(data["steps"].as_array().map(Vec::len), Some(12));
+    assert!(data["spans"].as_array().is_some_and(|s| s.len() > 12 * 20));
+    let json = cli.run(&with(&with(&prompt, &SIM), &["--profile=other.html", "--json"])).json();
+    assert_eq!(json["ledger"]["decode"]["reasons"]["profiling"], 11);
+    assert!(cli.home.path().join("other.html").exists());
+    let said = cli.run(&with(&with(&prompt, &SIM), &["--profile=no/such/folder.html"]));
+    assert!(said.code == Some(1) && said.stderr.contains("hint: check the path"), "{}", said.stderr);
 }

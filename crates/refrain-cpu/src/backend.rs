@@ -11,6 +11,7 @@ use refrain_graph::{
 };
 use refrain_reference::ReferenceError;
 use refrain_tensor::{DType, HostTensor, TensorError};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// What can go wrong inside the backend.
@@ -160,8 +161,8 @@ impl Backend for CpuBackend {
         Ok(Compiled { plan, program, arena, scratch })
     }
 
-    fn kernels(&self, compiled: &Compiled) -> Vec<(usize, &'static str)> {
-        compiled.program.calls.iter().map(|c| (c.step, c.kernel.name())).collect()
+    fn kernels(&self, compiled: &Compiled) -> Vec<(usize, Cow<'static, str>)> {
+        compiled.program.calls.iter().map(|c| (c.step, c.kernel.name().into())).collect()
     }
 
     fn layouts(&self, weights: &CpuWeights) -> Vec<(String, usize)> {

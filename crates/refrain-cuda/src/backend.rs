@@ -1,19 +1,28 @@
 //! The device behind the [`Backend`] trait.
 
+use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use refrain_driver::{Device, DeviceKind, DriverError, Worker};
 use refrain_graph::{
-    Backend, CompileError, Graph, Io, Plan, PlanOptions, Query, Ran, RunError, State, Support, Weight,
+    Backend, Committed, CompileError, Graph, Io, Plan, PlanOptions, Query, Ran, Run, RunError, State,
+    Support, Weight, finish_stepwise, send_stepwise, take_stepwise,
 };
+use refrain_kernels::packed_bytes;
 use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
+use crate::feed;
+use crate::follow::Taking;
+use crate::fused::MAX_RUN;
 use crate::lower;
 use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
+use crate::profile::{SharedTimeline, Timeline};
+use crate::pump::Pump;
+use crate::resident::packs;
 use crate::status::Status;
 
 /// Runs graphs of one model on one CUDA device, or on the simulated one.
@@ -21,16 +30,20 @@ use crate::status::Status;
 /// The device belongs to a thread of its own; every call is sent there and has a deadline. A backend serves one model:
 /// loading weights or allocating states again replaces those before, and what was compiled for them is refused.
 pub struct CudaBackend {
-    worker: Worker<Holder>,
-    options: CudaOptions,
+    pub(crate) worker: Worker<Holder>,
+    pub(crate) options: CudaOptions,
     ids: AtomicU64,
     /// Weights and states that calls must come with.
     current: Mutex<Current>,
     /// Programs whose owner is gone.
     retired: Arc<Mutex<Vec<ProgramId>>>,
     status: Arc<Mutex<Status>>,
+    timeline: SharedTimeline,
     /// Outputs of the last step that were fetched along with another.
     fetched: Vec<(ProgramId, usize, Vec<u8>)>,
+    pub(crate) pump: Arc<Pump>,
+    /// The run that has begun and not finished.
+    pub(crate) taking: Option<Taking>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -40,7 +53,7 @@ struct Current {
 }
 
 /// The machine, or why there is none.
-struct Holder(Result<Machine, CudaError>);
+pub(crate) struct Holder(Result<Machine, CudaError>);
 
 /// A model's weights on a [`CudaBackend`].
 #[derive(Debug)]
@@ -56,8 +69,10 @@ pub struct CudaStates(u64);
 
 /// A graph made ready for a [`CudaBackend`]. Dropping it frees its recordings.
 pub struct CudaCompiled {
-    id: ProgramId,
+    pub(crate) id: ProgramId,
     plan: Arc<Plan>,
+    /// Whether its choice becomes its next input on the device.
+    feeds_itself: bool,
     retired: Arc<Mutex<Vec<ProgramId>>>,
 }
 
@@ -69,13 +84,22 @@ impl Drop for CudaCompiled {
 
 /// A view of a backend's [`Status`] that stays valid when the backend has gone elsewhere.
 #[derive(Clone)]
-pub struct Monitor(Arc<Mutex<Status>>);
+pub struct Monitor {
+    status: Arc<Mutex<Status>>,
+    timeline: SharedTimeline,
+}
 
 impl Monitor {
     /// The status as of the last plan compiled or step run.
     #[must_use]
     pub fn status(&self) -> Status {
-        lock(&self.0).clone()
+        lock(&self.status).clone()
+    }
+
+    /// When each profiled launch ran; empty unless [`CudaOptions::profile`] is on.
+    #[must_use]
+    pub fn timeline(&self) -> Timeline {
+        lock(&self.timeline).clone()
     }
 }
 
@@ -91,10 +115,12 @@ impl CudaBackend {
 
     /// On a device that is open. A simulated one must know the kernels' twins.
     pub fn on(device: &Device, options: CudaOptions) -> Result<CudaBackend, CudaError> {
-        let sent = options.clone();
-        let worker = device
-            .spawn(options.load_limit, move |ctx| Ok(Holder(Machine::new(ctx, sent))))
+        let (pump, timeline) = (Arc::<Pump>::default(), SharedTimeline::default());
+        let (sent, to_pump, to_timeline) = (options.clone(), Arc::clone(&pump), Arc::clone(&timeline));
+        let mut worker = device
+            .spawn(options.load_limit, move |ctx| Ok(Holder(Machine::new(ctx, sent, to_pump, to_timeline))))
             .map_err(CudaError::driver("starting the device thread"))?;
+        worker.set_call_limit(options.call_limit);
         let backend = CudaBackend {
             worker,
             options,
@@ -102,7 +128,10 @@ impl CudaBackend {
             current: Mutex::default(),
             retired: Arc::default(),
             status: Arc::default(),
+            timeline,
             fetched: Vec::new(),
+            pump,
+            taking: None,
         };
         backend.call("starting", backend.options.load_limit, |_| Ok(()))?;
         Ok(backend)
@@ -111,7 +140,7 @@ impl CudaBackend {
     /// What it holds and has done, from anywhere.
     #[must_use]
     pub fn monitor(&self) -> Monitor {
-        Monitor(Arc::clone(&self.status))
+        Monitor { status: Arc::clone(&self.status), timeline: Arc::clone(&self.timeline) }
     }
 
     /// The device.
@@ -124,7 +153,25 @@ impl CudaBackend {
         self.ids.fetch_add(1, Ordering::Relaxed)
     }
 
-    fn call<R: Send + 'static>(
+    /// Has something done on the device thread without waiting for it; it tells through the pump.
+    pub(crate) fn post(
+        &self,
+        what: &'static str,
+        f: impl FnOnce(&mut Machine) + Send + 'static,
+    ) -> Result<(), CudaError> {
+        let (status, job) = (Arc::clone(&self.status), self.pump.job());
+        let posted = self.worker.post(what, move |holder| {
+            // Ends last, when all of this can be seen.
+            let _job = job;
+            if let Ok(machine) = &mut holder.0 {
+                f(machine);
+                show(&status, machine, true);
+            }
+        });
+        posted.map_err(CudaError::driver(what))
+    }
+
+    pub(crate) fn call<R: Send + 'static>(
         &self,
         what: &'static str,
         limit: Duration,
@@ -139,25 +186,36 @@ impl CudaBackend {
             };
             retired.into_iter().for_each(|id| machine.drop_program(id));
             let result = f(machine);
-            let mut shown = lock(&status);
-            let now = machine.stats();
-            // A step seldom changes what graphs there are.
-            let same = [now.recorded, now.demoted] == [shown.cache.recorded, shown.cache.demoted];
-            if same && (what == STEP || what == READ) {
-                shown.cache = now;
-                if !machine.profile().is_empty() {
-                    shown.profile = machine.profile().to_vec();
-                }
-            } else {
-                *shown = machine.status();
-            }
-            drop(shown);
+            show(&status, machine, what == STEP || what == READ);
             Ok(result)
         });
         answer.unwrap_or_else(|source: DriverError| Err(CudaError::Driver { step: what.to_owned(), source }))
     }
 
-    fn run_error(&self, label: &str) -> impl FnOnce(CudaError) -> RunError {
+    /// Refuses things of another model.
+    fn check_io(
+        &self,
+        compiled: &CudaCompiled,
+        weights: &CudaWeights,
+        states: &CudaStates,
+        control: &[u8],
+    ) -> Result<(), RunError> {
+        let mismatch = |what, because: &str| Err(RunError::Mismatch { what, because: because.to_owned() });
+        let current = *lock(&self.current);
+        if weights.id != current.weights {
+            return mismatch("weights", "others were loaded since");
+        }
+        if states.0 != current.states {
+            return mismatch("states", "others were allocated since");
+        }
+        let need = compiled.plan.control().bytes();
+        if control.len() != need {
+            return mismatch("inputs", &format!("{need} bytes are needed, got {}", control.len()));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn run_error(&self, label: &str) -> impl FnOnce(CudaError) -> RunError {
         let (backend, label) = (self.name(), label.to_owned());
         move |error| {
             if error.is_final() {
@@ -183,6 +241,21 @@ impl CudaBackend {
                 }
             }
         }
+    }
+}
+
+/// Brings the status up to date. A step seldom changes what graphs there are.
+fn show(status: &Mutex<Status>, machine: &Machine, is_step: bool) {
+    let mut shown = lock(status);
+    let now = machine.stats();
+    let same = [now.recorded, now.demoted] == [shown.cache.recorded, shown.cache.demoted];
+    if same && is_step {
+        shown.cache = now;
+        if !machine.profile().is_empty() {
+            shown.profile = machine.profile().to_vec();
+        }
+    } else {
+        *shown = machine.status();
     }
 }
 
@@ -235,7 +308,7 @@ impl Backend for CudaBackend {
 
     fn compile(&self, graph: &Graph) -> Result<CudaCompiled, CompileError> {
         self.check(graph)?;
-        let plan = Arc::new(Plan::new(graph, PlanOptions::default())?);
+        let plan = Arc::new(Plan::new(graph, plan_options(graph))?);
         let (id, sent) = (self.id(), Arc::clone(&plan));
         let (weights, states) = (graph.weights().to_vec(), graph.states().to_vec());
         let compiled = self.call("compiling a plan", self.options.compile_limit, move |m| {
@@ -259,7 +332,8 @@ impl Backend for CudaBackend {
             | CudaError::Kernels(_)
             | CudaError::TooFewCases { .. }) => CompileError::Backend { backend, source: Arc::new(error) },
         })?;
-        Ok(CudaCompiled { id, plan, retired: Arc::clone(&self.retired) })
+        let feeds_itself = feed::feedback(&plan).is_some();
+        Ok(CudaCompiled { id, plan, feeds_itself, retired: Arc::clone(&self.retired) })
     }
 
     fn plan<'c>(&self, compiled: &'c CudaCompiled) -> &'c Plan {
@@ -268,18 +342,8 @@ impl Backend for CudaBackend {
 
     fn run(&mut self, compiled: &mut CudaCompiled, io: Io<'_, CudaBackend>) -> Result<Ran, RunError> {
         self.fetched.clear();
-        let mismatch = |what, because: &str| Err(RunError::Mismatch { what, because: because.to_owned() });
-        let current = *lock(&self.current);
-        if io.weights.id != current.weights {
-            return mismatch("weights", "others were loaded since");
-        }
-        if io.states.0 != current.states {
-            return mismatch("states", "others were allocated since");
-        }
-        let need = compiled.plan.control().bytes();
-        if io.control.len() != need {
-            return mismatch("inputs", &format!("{need} bytes are needed, got {}", io.control.len()));
-        }
+        self.check_io(compiled, io.weights, io.states, io.control)?;
+        self.finish_ahead().map_err(self.run_error("a step sent ahead"))?;
         let (id, control) = (compiled.id, io.control.to_vec());
         let ran = self.call(STEP, self.options.step_limit, move |m| m.run(id, &control));
         let (ran, found) = ran.map_err(self.run_error("a step"))?;
@@ -310,19 +374,84 @@ impl Backend for CudaBackend {
         Ok(())
     }
 
+    fn ahead(&self, compiled: &CudaCompiled) -> usize {
+        let feeds_itself = compiled.feeds_itself && !self.options.profile;
+        if feeds_itself { self.options.ahead.clamp(1, feed::MAX_AHEAD) } else { 1 }
+    }
+
+    fn send(
+        &mut self,
+        compiled: &mut CudaCompiled,
+        weights: &CudaWeights,
+        states: &mut CudaStates,
+        run: &mut Run,
+        n: usize,
+    ) -> Result<(), RunError> {
+        if !compiled.feeds_itself {
+            return send_stepwise(self, compiled, weights, states, run, n);
+        }
+        self.fetched.clear();
+        self.check_io(compiled, weights, states, run.control())?;
+        self.send_ahead(compiled, run, n).map_err(self.run_error("a step sent ahead"))
+    }
+
+    fn take(&mut self, compiled: &mut CudaCompiled, run: &mut Run) -> Result<Committed, RunError> {
+        match compiled.feeds_itself {
+            true => self.take_ahead().map_err(self.run_error("a step sent ahead")),
+            false => take_stepwise(run),
+        }
+    }
+
+    fn finish(&mut self, compiled: &mut CudaCompiled, run: &mut Run) -> Result<usize, RunError> {
+        match compiled.feeds_itself {
+            true => self.finish_ahead().map_err(self.run_error("a step sent ahead")),
+            false => Ok(finish_stepwise(run)),
+        }
+    }
+
+    fn kernels(&self, compiled: &CudaCompiled) -> Vec<(usize, Cow<'static, str>)> {
+        let id = compiled.id;
+        let named = self.call(READ, self.options.step_limit, move |m| Ok(m.kernels(id)));
+        // A device that does not answer any more says so to whoever runs a step.
+        named.unwrap_or_default().into_iter().map(|(step, kernel)| (step, kernel.into())).collect()
+    }
+
     fn layouts(&self, weights: &CudaWeights) -> Vec<(String, usize)> {
         weights.layouts.clone()
     }
 }
 
-/// Matrices as in the file, vectors as F32.
+/// Runs of steps around the products of one row become one launch, whose blocks do not wait for each other: what it reads
+/// must not lie where it writes. Larger steps have a launch for each op and need the memory more.
+fn plan_options(graph: &Graph) -> PlanOptions {
+    let one_row = |node: &refrain_graph::Node| {
+        let shape = graph.value(node.outputs[0]).ty.shape;
+        shape.n_elements() == shape.dim_back(0)
+    };
+    let mut products = graph.nodes().iter().filter(|node| matches!(node.op, refrain_graph::Op::MatMul));
+    match products.all(one_row) {
+        true => PlanOptions { in_place: false, linger: MAX_RUN, ..PlanOptions::default() },
+        false => PlanOptions::default(),
+    }
+}
+
+/// Matrices as in the file or packed, vectors as F32.
 fn layouts(weights: &[Weight]) -> Vec<(String, usize)> {
     let mut layouts: Vec<(String, usize)> = Vec::new();
     for weight in weights {
         let is_vector = weight.ty.shape.rank() < 2;
         let dtype = if is_vector { DType::F32 } else { weight.ty.dtype };
-        let name = if is_vector { "vectors as F32".to_owned() } else { format!("{dtype} as in the file") };
-        let bytes = dtype.bytes_for(weight.ty.shape.n_elements()).unwrap_or(0);
+        let (name, bytes) = match packs(weight) {
+            true => {
+                let [n, k] = [weight.ty.shape.dims()[0], weight.ty.shape.dims()[1]];
+                (format!("{dtype} in tiles of 8 rows"), packed_bytes(dtype, n, k))
+            }
+            false if is_vector => {
+                ("vectors as F32".to_owned(), dtype.bytes_for(weight.ty.shape.n_elements()))
+            }
+            false => (format!("{dtype} as in the file"), dtype.bytes_for(weight.ty.shape.n_elements())),
+        };
+        let bytes = bytes.unwrap_or(0);
         match layouts.iter_mut().find(|(known, _)| *known == name) {
             Some((_, sum)) => *sum += bytes,
             None => layouts.push((name, bytes)),

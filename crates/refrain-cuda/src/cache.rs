@@ -236,7 +236,11 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
                 entry.good = 0;
                 let info = graph.info();
                 let (nodes, took, method) = (info.nodes.len(), info.record_time, info.method);
-                tracing::debug!("{}: {nodes} nodes by {method} in {took:?}, verified", warm.name());
+                tracing::debug!(
+                    "{}: {nodes} nodes by {method} in {took:?}, verified in {:?}",
+                    warm.name(),
+                    graph.report().took
+                );
                 entry.graph = Some(graph);
                 self.stats.recorded += 1;
                 self.stats.promoted += u64::from(again);
@@ -259,12 +263,19 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
                     && self.options.nodes_when_capture_fails
                     && is_about_capture(&reason) =>
             {
-                tracing::warn!("{}: {reason}; trying {}", warm.name(), Method::Nodes);
-                // The capture's failure is the one to report: it is what has to be repaired.
-                self.make_by(Method::Nodes, site, warm, check).map_err(|second| {
-                    let graver = matches!(second, Reason::ContextLost { .. } | Reason::VerifyMismatch { .. });
-                    if graver { second } else { reason }
-                })
+                // One warning for each failure: here when the other method helps, else when the key is given up.
+                match self.make_by(Method::Nodes, site, warm, check) {
+                    Ok(graph) => {
+                        tracing::warn!("{}: {reason}; recorded by {} instead", warm.name(), Method::Nodes);
+                        Ok(graph)
+                    }
+                    // The capture's failure is the one to report: it is what has to be repaired.
+                    Err(second) => {
+                        let graver =
+                            matches!(second, Reason::ContextLost { .. } | Reason::VerifyMismatch { .. });
+                        Err(if graver { second } else { reason })
+                    }
+                }
             }
             other => other,
         }
@@ -296,7 +307,7 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
             reason
         })?;
         verify(graph, site.stream, site.lease, warm, check).map_err(|e: VerifyError| {
-            tracing::warn!("{}: {e}", warm.name());
+            tracing::debug!("{}: {e}", warm.name());
             e.reason()
         })
     }
@@ -344,7 +355,8 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         };
         entry.steps_left = entry.backoff;
         entry.failure = Some(reason.clone());
-        tracing::warn!("{}: {reason}; eager for {} steps", warm.name(), entry.steps_left);
+        let (n, s) = (entry.steps_left, if entry.steps_left == 1 { "" } else { "s" });
+        tracing::warn!("{}: {reason}; eager for {n} step{s}", warm.name());
         let failed = |source| CudaError::Driver { step: warm.name().to_owned(), source };
         let health = site.stream.health(options.health_limit).map_err(failed)?;
         if let Health::ContextLost(lost) = health {

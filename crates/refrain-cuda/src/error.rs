@@ -26,8 +26,9 @@ pub enum CudaError {
     },
     /// A model, its cache and what a step needs do not fit on the device.
     #[error(
-        "{need_bytes} bytes are needed (weights {weight_bytes}, KV cache {kv_bytes}, arena {arena_bytes}, \
-         workspace {workspace_bytes}), {free_bytes} of {total_bytes} are free on {device}"
+        "{} are needed (weights {}, KV cache {}, arena {}, workspace {}), {} of {} are free on {device}",
+        Size(*.need_bytes), Size(*.weight_bytes), Size(*.kv_bytes), Size(*.arena_bytes), Size(*.workspace_bytes),
+        Size(*.free_bytes), Size(*.total_bytes)
     )]
     DoesNotFit {
         /// All of it.
@@ -178,5 +179,45 @@ impl CudaError {
             | CudaError::OutOfRange { .. }
             | CudaError::TooFewCases { .. } => false,
         }
+    }
+}
+
+/// Bytes as people read them, with the exact number where it is short.
+struct Size(u64);
+
+impl std::fmt::Display for Size {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let scaled = |shift: u32| self.0 as f64 / (1_u64 << shift) as f64;
+        match self.0 {
+            0..10_240 => write!(f, "{} bytes", self.0),
+            10_240..10_485_760 => write!(f, "{:.1} KiB", scaled(10)),
+            10_485_760..10_737_418_240 => write!(f, "{:.1} MiB", scaled(20)),
+            10_737_418_240.. => write!(f, "{:.2} GiB", scaled(30)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_told_in_numbers_with_a_way_out() {
+        let error = CudaError::DoesNotFit {
+            need_bytes: 17 << 30,
+            weight_bytes: 16 << 30,
+            kv_bytes: 1 << 30,
+            arena_bytes: 20 << 20,
+            workspace_bytes: 64 << 10,
+            free_bytes: 12 << 30,
+            total_bytes: 24 << 30,
+            device: "cuda:0".into(),
+        };
+        assert_eq!(
+            error.to_string(),
+            "17.00 GiB are needed (weights 16.00 GiB, KV cache 1024.0 MiB, arena 20.0 MiB, workspace 64.0 KiB), \
+             12.00 GiB of 24.00 GiB are free on cuda:0"
+        );
+        assert!(error.hint().unwrap().contains("-c"));
     }
 }

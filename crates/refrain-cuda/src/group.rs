@@ -3,22 +3,41 @@
 use refrain_graph::{Op, Operand, Place, Plan, Step};
 use refrain_kernels::MAX_PRODUCTS;
 
+use crate::attend::AttendRun;
+use crate::fused::{self, Readers, Run};
+
 /// Steps that follow each other in a plan and become one launch, or one step with launches of its own.
 #[derive(Debug)]
 pub(crate) enum Group<'a> {
     One(&'a Step),
     /// Products of the same rows with weights of one dtype.
     Products(Vec<&'a Step>),
+    /// What is around the products of one row.
+    Fused(Run<'a>),
     /// Queries and keys turned, then keys and values put into the cache.
     RopeKv(&'a [Step; 4]),
+    /// All between the products of queries, keys and values and the output's, for one token.
+    Attend(AttendRun<'a>),
 }
 
 /// Cuts steps into groups. Steps of a group neither read nor overwrite what another one of it writes, so that their order
-/// does not matter.
+/// does not matter; but for [`AttendRun`], which is one kernel for a chain of them.
 pub(crate) fn groups<'a>(plan: &Plan, steps: &'a [Step]) -> Vec<Group<'a>> {
     let mut out = Vec::with_capacity(steps.len());
     let mut rest = steps;
+    let readers = Readers::of(plan);
     while let Some(first) = rest.first() {
+        if let Some(run) = AttendRun::find(plan, rest) {
+            rest = &rest[run.steps.len()..];
+            out.push(Group::Attend(run));
+            continue;
+        }
+        let run = fused::run(plan, &readers, rest).or_else(|| fused::single(plan, first));
+        if let Some(run) = run {
+            rest = &rest[run.len..];
+            out.push(Group::Fused(run));
+            continue;
+        }
         if let Some(steps) = rest.first_chunk().filter(|steps| is_rope_kv(plan, steps)) {
             out.push(Group::RopeKv(steps));
             rest = &rest[steps.len()..];
@@ -100,7 +119,7 @@ fn by_dtype<'a>(steps: &'a [Step], out: &mut Vec<Group<'a>>) {
 }
 
 /// Whether two operands have no byte in common.
-fn apart(plan: &Plan, a: &Operand, b: &Operand) -> bool {
+pub(crate) fn apart(plan: &Plan, a: &Operand, b: &Operand) -> bool {
     let (left, right) = (plan.buffer(a.buffer), plan.buffer(b.buffer));
     match (left.place, right.place) {
         (Place::Arena { offset: l }, Place::Arena { offset: r }) => {

@@ -5,6 +5,9 @@
 //! from then on a step is one replay; when something fails, that graph alone is given up, for a while, with a
 //! [`refrain_graph::Reason`]. Host steps run between segments. Everything happens on one device thread.
 //!
+//! A decode step feeds itself: its last kernel makes the chosen token the next step's input, and tells the host through a
+//! ring in pinned memory. So steps are sent before their tokens are asked for, and nothing waits for the host between.
+//!
 //! ```
 //! use refrain_cuda::{CudaBackend, CudaOptions, GraphMode};
 //! use refrain_driver::{DeviceKind, Method, sim::SimOptions};
@@ -30,25 +33,37 @@ mod reason; // the driver's errors as reasons
 mod warm; // what a step enqueues
 mod verify; // is a graph the same as the eager run
 mod cache; // graphs by key
+mod progress; // what is heard while a model is loaded
 mod options; // how a backend works
+mod pump; // between who takes tokens and who sends steps
+mod feed; // what a step that feeds itself has on the device
 mod roles; // what a control block's numbers index
 mod resident; // what lies on the device
+mod fused; // runs of steps around the products of one row
 mod group; // which steps one launch does
+mod attend; // among them those of attention
 mod lower; // steps into launches
+mod prefill; // steps of many rows
 mod states; // what a graph is verified with
 mod host; // steps on the host
+mod traffic; // how many bytes it takes
 mod profile; // where the time goes
 mod status; // for summaries
 mod machine; // what the device thread does
+mod follow; // decode steps one after the other
 mod backend; // the way in
 
 pub use backend::{CudaBackend, CudaCompiled, CudaStates, CudaWeights, Monitor};
 pub use cache::{CacheOptions, CacheStats, GraphCache, GraphMode, Site};
 pub use error::CudaError;
-pub use options::CudaOptions;
-pub use profile::ProfileRow;
+pub use options::{CublasLt, CudaOptions};
+pub use prefill::PromptProducts;
+pub use profile::{ProfileRow, ProfileSpan, ProfileStep, Timeline};
+pub use progress::{LoadEvent, LoadListener};
 pub use reason::{Stage, reason_of};
 pub use resident::Accounting;
 pub use status::{GraphLine, Status};
 pub use verify::{Case, Check, N_CASES, Verified, VerifyError, VerifyReport, verify};
 pub use warm::{Space, WarmPlan, Work};
+
+pub use refrain_kernels::{Arch, KernelError, Nvrtc, Origin, prebuilt_archs};

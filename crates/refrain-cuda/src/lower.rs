@@ -6,14 +6,16 @@ use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{BufferId, Op, Operand, Place, Plan, Query, Step, Support, TensorType};
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, CastArgs, CopyArgs, GateArgs, GatherRowsArgs, KernelError,
-    Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, ReduceArgs, RmsNormArgs, RopeArgs,
-    RopeKvArgs, SampleArgs, SoftmaxArgs, UnaryArgs, View, attention_scratch_bytes, attention_splits,
-    sample_scratch_bytes,
+    Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, ProductArgs, ProductPart,
+    ReduceArgs, RmsNormArgs, RopeArgs, RopeKvArgs, SampleArgs, SoftmaxArgs, UnaryArgs, View,
+    attention_scratch_bytes, attention_splits, sample_scratch_bytes,
 };
 use refrain_tensor::DType;
 
 use crate::error::CudaError;
+use crate::fused::{Row, Run};
 use crate::group::{Group, groups};
+use crate::prefill::{Areas, Prefill, Products};
 use crate::resident::Resident;
 use crate::warm::WarmPlan;
 
@@ -50,10 +52,10 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
             no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
         }
         Op::MatMul => no(ins[0].dtype != DType::F32 || outs[0].dtype != DType::F32, "activations are F32")
-            .or(no(!LINEAR_DTYPES.contains(&ins[1].dtype), "no kernel multiplies with this dtype"))
+            .or(no(!is_weight_dtype(ins[1].dtype), "no kernel multiplies with this dtype"))
             .or(no(ins[1].shape.rank() != 2, "the second factor is one matrix")),
         Op::GatherRows(to) => no(*to != DType::F32, "rows come out in F32")
-            .or(no(!LINEAR_DTYPES.contains(&ins[0].dtype), "no kernel reads this dtype"))
+            .or(no(!is_weight_dtype(ins[0].dtype), "no kernel reads this dtype"))
             .or(no(ins[1].dtype != DType::I32, "ids are I32")),
         Op::RmsNorm { .. } => {
             no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
@@ -80,6 +82,11 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
     }
 }
 
+/// Whether kernels read matrices of this dtype: as in the file, or packed.
+fn is_weight_dtype(dtype: DType) -> bool {
+    LINEAR_DTYPES.contains(&dtype) || PACKED_DTYPES.contains(&dtype)
+}
+
 fn is_float_vector(ty: &TensorType) -> bool {
     ty.shape.rank() < 2 && ty.dtype.is_float()
 }
@@ -93,18 +100,19 @@ fn splits(step: &Step, n_sms: u32) -> usize {
 }
 
 /// Scratch that the kernels of a plan need; steps use the same bytes one after the other.
-pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32) -> u64 {
+pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32, blas: bool) -> u64 {
     let of = |step: &Step| {
         let q = step.inputs.first().map(|i| i.layout.shape());
         match (&step.op, q) {
             (Op::Attention(_), Some(q)) => {
                 attention_scratch_bytes(q.dims()[0], q.dims()[1], q.dims()[2], splits(step, n_sms))
+                    .max(crate::attend::scratch_bytes(step, n_sms))
             }
             (Op::Sample, Some(logits)) => sample_scratch_bytes(logits.dims()[0], logits.dims()[1]),
             _ => 0,
         }
     };
-    plan.steps().iter().map(of).max().unwrap_or(0)
+    plan.steps().iter().map(of).max().unwrap_or(0).max(Areas::of(plan, None, n_sms, blas).bytes())
 }
 
 /// Turns steps of one plan into launches over one memory.
@@ -115,14 +123,21 @@ pub(crate) struct Lowering<'a> {
     /// Outputs that do not lie in the arena.
     pub(crate) results: &'a HashMap<BufferId, Buf>,
     pub(crate) n_sms: u32,
+    /// What multiplies many rows.
+    pub(crate) products: &'a Products,
 }
 
 impl Lowering<'_> {
     /// Adds the launches of steps, and the names of what they write.
     pub(crate) fn push(&self, steps: &[Step], warm: &mut WarmPlan) -> Result<(), CudaError> {
-        for group in groups(self.plan, steps) {
+        let groups = groups(self.plan, steps);
+        let mut prefill = Prefill::new(self)?;
+        for (i, group) in groups.iter().enumerate() {
+            if prefill.lower(&groups[i..], warm)? {
+                continue;
+            }
             let mut launches = Vec::new();
-            match &group {
+            match group {
                 Group::One(step) => {
                     if step.outputs.iter().all(|o| o.layout.shape().n_elements() == 0) {
                         continue;
@@ -130,9 +145,28 @@ impl Lowering<'_> {
                     self.step(step, &mut launches).map_err(|e| self.refuse(step, e))?;
                     self.name_outputs(step, warm)?;
                 }
+                Group::Products(steps) if self.resident.is_packed(self.plan, &steps[0].inputs[1]) => {
+                    for step in steps {
+                        self.row_by_row(step, &mut launches).map_err(|e| self.refuse(step, e))?;
+                        self.name_outputs(step, warm)?;
+                    }
+                }
                 Group::Products(steps) => {
                     launches.push(self.products(steps).map_err(|e| self.refuse(steps[0], e))?);
                     steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
+                }
+                Group::Fused(run) => {
+                    self.fused(run, &mut launches).map_err(|e| self.refuse(run.parts[0].step, e))?;
+                    let written = run.writes();
+                    let named = steps.iter().flat_map(|s| s.outputs.iter().map(move |o| (s, o)));
+                    for (step, operand) in named.filter(|(_, o)| written.contains(o)) {
+                        self.name_output(step, operand, warm)?;
+                    }
+                }
+                Group::Attend(run) => {
+                    let launch = self.attend(run, self.resident.counters);
+                    launches.push(launch.map_err(|e| self.refuse(run.attention, e))?);
+                    run.written().try_for_each(|step| self.name_outputs(step, warm))?;
                 }
                 Group::RopeKv(steps) => {
                     launches.push(self.rope_kv(steps).map_err(|e| self.refuse(&steps[0], e))?);
@@ -144,8 +178,17 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn name_outputs(&self, step: &Step, warm: &mut WarmPlan) -> Result<(), CudaError> {
-        for operand in &step.outputs {
+    pub(crate) fn name_outputs(&self, step: &Step, warm: &mut WarmPlan) -> Result<(), CudaError> {
+        step.outputs.iter().try_for_each(|operand| self.name_output(step, operand, warm))
+    }
+
+    pub(crate) fn name_output(
+        &self,
+        step: &Step,
+        operand: &Operand,
+        warm: &mut WarmPlan,
+    ) -> Result<(), CudaError> {
+        {
             let buf = match self.plan.buffer(operand.buffer).place {
                 Place::State(s) => self.resident.state_buf(s.idx()),
                 Place::Arena { .. } | Place::Control { .. } | Place::Weight(_) => self.buffer(operand.buffer),
@@ -156,7 +199,7 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn refuse(&self, step: &Step, error: KernelError) -> CudaError {
+    pub(crate) fn refuse(&self, step: &Step, error: KernelError) -> CudaError {
         if let KernelError::Driver(source) = error {
             return CudaError::Driver { step: step.label.clone(), source };
         }
@@ -167,13 +210,21 @@ impl Lowering<'_> {
         self.results.get(&id).map_or_else(|| self.resident.buffer(self.plan, id), |buf| Ok(*buf))
     }
 
-    fn view(&self, operand: &Operand) -> Result<View, KernelError> {
+    pub(crate) fn view(&self, operand: &Operand) -> Result<View, KernelError> {
+        if self.resident.is_packed(self.plan, operand) {
+            return Err(KernelError::Unsupported {
+                op: "view",
+                dtype: operand.dtype,
+                shape: operand.layout.shape().to_string(),
+                because: "this weight is packed for products; no other op reads it".to_owned(),
+            });
+        }
         let buf = self.buffer(operand.buffer)?;
         Ok(View { buf, dtype: self.resident.dtype(self.plan, operand), layout: operand.layout })
     }
 
     /// The bytes of a dense operand.
-    fn dense(&self, step: &Step, operand: &Operand) -> Result<Buf, KernelError> {
+    pub(crate) fn dense(&self, step: &Step, operand: &Operand) -> Result<Buf, KernelError> {
         let view = self.view(operand)?;
         let strided = || KernelError::Unsupported {
             op: step.op.name(),
@@ -226,11 +277,17 @@ impl Lowering<'_> {
                 let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
                 launches.push(k.softmax(&SoftmaxArgs { x, y: out(0)?, n_rows, n_cols, step: label })?);
             }
+            Op::MatMul if self.resident.is_packed(self.plan, &step.inputs[1]) => {
+                self.row_by_row(step, launches)?
+            }
             Op::MatMul => launches.push(self.products(&[step])?),
             Op::GatherRows(_) => {
                 let table = step.inputs[0].layout.shape();
+                let packed = self.resident.is_packed(self.plan, &step.inputs[0]);
+                let whole = || Ok(self.buffer(step.inputs[0].buffer)?);
                 launches.push(k.gather_rows(&GatherRowsArgs {
-                    table: dense(0)?,
+                    packed,
+                    table: if packed { whole() } else { dense(0) }?,
                     dtype: self.resident.dtype(self.plan, &step.inputs[0]),
                     ids: dense(1)?,
                     y: out(0)?,
@@ -287,14 +344,14 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    fn rows(&self, operand: &Operand) -> [usize; 2] {
+    pub(crate) fn rows(&self, operand: &Operand) -> [usize; 2] {
         let shape = operand.layout.shape();
         let n_cols = shape.dim_back(0);
         [shape.n_elements() / n_cols.max(1), n_cols]
     }
 
     /// A dense F32 operand: a norm's weights.
-    fn vector(&self, step: &Step, i: usize) -> Result<Buf, KernelError> {
+    pub(crate) fn vector(&self, step: &Step, i: usize) -> Result<Buf, KernelError> {
         let operand = &step.inputs[i];
         let dtype = self.resident.dtype(self.plan, operand);
         if dtype != DType::F32 {
@@ -303,6 +360,101 @@ impl Lowering<'_> {
             return Err(KernelError::Unsupported { op, dtype, shape, because });
         }
         self.dense(step, operand)
+    }
+
+    /// The launches of a [`Run`]: one for each set of dtypes that go together.
+    fn fused(&self, run: &Run<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        let label = run.label();
+        let row = |step: &Step, operand: &Operand| self.dense(step, operand);
+        let dtype = |step: &Step| self.resident.dtype(self.plan, &step.inputs[1]);
+        for (i, set) in run.sets(dtype).into_iter().enumerate() {
+            let step = set[0].step;
+            let mut args = ProductArgs {
+                a: self.row_of(run)?,
+                b: None,
+                inner: None,
+                norm: None,
+                eps: 0.0,
+                sum: None,
+                parts: &[],
+                gate: run.gate.map(|(gate, _)| gate),
+                k: step.inputs[1].layout.shape().dims()[0],
+                step: &label,
+            };
+            match run.row {
+                Row::Plain(_) => {}
+                Row::Norm(norm) => (args.norm, args.eps) = (Some(self.vector(norm, 1)?), eps(norm)),
+                Row::AddNorm { inner, add } => {
+                    (args.norm, args.eps) = (Some(self.vector(add, 2)?), eps(add));
+                    args.inner = inner.map(|inner| self.vector(inner, 1)).transpose()?;
+                    let (from, b) = inner.map_or((add, &add.inputs[1]), |inner| (inner, &inner.inputs[0]));
+                    args.b = Some(row(from, b)?);
+                    // The sum is the same in every launch; one writes it.
+                    args.sum = (i == 0).then(|| row(add, &add.outputs[0])).transpose()?;
+                }
+            }
+            let mut parts = Vec::with_capacity(set.len());
+            for part in &set {
+                let out = run.gate.map_or(part.out, |(_, gate)| &gate.outputs[0]);
+                parts.push(ProductPart {
+                    w: self.weight(part.step)?,
+                    dtype: dtype(part.step),
+                    bias: part.bias.map(|bias| row(part.step, bias)).transpose()?,
+                    y: row(part.step, out)?,
+                    n: part.step.inputs[1].layout.shape().dims()[1],
+                });
+            }
+            args.parts = &parts;
+            launches.push(self.kernels.product(&args)?);
+        }
+        Ok(())
+    }
+
+    fn row_of(&self, run: &Run<'_>) -> Result<Buf, KernelError> {
+        match run.row {
+            Row::Plain(x) => self.dense(run.parts[0].step, x),
+            Row::Norm(step) | Row::AddNorm { add: step, .. } => self.dense(step, &step.inputs[0]),
+        }
+    }
+
+    /// The bytes of a product's weight: all of it, `[n, k]` seen transposed.
+    fn weight(&self, step: &Step) -> Result<Buf, KernelError> {
+        let operand = &step.inputs[1];
+        let whole = operand.layout.transpose().is_ok_and(|l| l.is_contiguous() && l.offset() == 0);
+        if !whole {
+            return Err(KernelError::Unsupported {
+                op: "matmul",
+                dtype: operand.dtype,
+                shape: operand.layout.shape().to_string(),
+                because: "the weight is seen in part, or not transposed".to_owned(),
+            });
+        }
+        Ok(self.buffer(operand.buffer)?)
+    }
+
+    /// A few rows times a packed weight: each row in a launch of its own.
+    fn row_by_row(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        let (x, y) = (self.dense(step, &step.inputs[0])?, self.dense(step, &step.outputs[0])?);
+        let (w, dtype) = (self.weight(step)?, self.resident.dtype(self.plan, &step.inputs[1]));
+        let &[k, n] = step.inputs[1].layout.shape().dims() else { unreachable!("a matrix") };
+        let [m, _] = self.rows(&step.outputs[0]);
+        for i in 0..m as u64 {
+            let (k_bytes, n_bytes) = (4 * k as u64, 4 * n as u64);
+            let y = y.slice(i * n_bytes, n_bytes)?;
+            launches.push(self.kernels.product(&ProductArgs {
+                a: x.slice(i * k_bytes, k_bytes)?,
+                b: None,
+                inner: None,
+                norm: None,
+                eps: 0.0,
+                sum: None,
+                parts: &[ProductPart { w, dtype, bias: None, y, n }],
+                gate: None,
+                k,
+                step: &step.label,
+            })?);
+        }
+        Ok(())
     }
 
     /// Products of the same rows with weights of one dtype, as one launch.
@@ -323,7 +475,11 @@ impl Lowering<'_> {
     }
 
     /// The second factor must be a weight `[n, k]`, or a value like one, seen transposed.
-    fn product(&self, step: &Step) -> Result<LinearPart, KernelError> {
+    pub(crate) fn product(&self, step: &Step) -> Result<LinearPart, KernelError> {
+        if self.resident.is_packed(self.plan, &step.inputs[1]) {
+            let n = step.inputs[1].layout.shape().dims()[1];
+            return Ok(LinearPart { w: self.weight(step)?, y: self.dense(step, &step.outputs[0])?, n });
+        }
         let (x, w) = (self.view(&step.inputs[0])?, self.view(&step.inputs[1])?);
         let refuse = || KernelError::Unsupported {
             op: "matmul",
@@ -344,7 +500,7 @@ impl Lowering<'_> {
     }
 
     /// A cache with its scratch blocks, and how many blocks that makes.
-    fn cache(&self, step: &Step, operand: &Operand) -> Result<(Buf, usize), KernelError> {
+    pub(crate) fn cache(&self, step: &Step, operand: &Operand) -> Result<(Buf, usize), KernelError> {
         let refuse = |because: &str| KernelError::Unsupported {
             op: step.op.name(),
             dtype: operand.dtype,
@@ -417,6 +573,10 @@ impl Lowering<'_> {
     }
 
     fn attention(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        self.kernels.attention(&self.attention_args(step)?, launches)
+    }
+
+    pub(crate) fn attention_args<'s>(&self, step: &'s Step) -> Result<AttentionArgs<'s>, KernelError> {
         let Op::Attention(attention) = step.op else { unreachable!("called for attention") };
         let ins = &step.inputs;
         let ((k_cache, n_blocks), (v_cache, _)) = (self.cache(step, &ins[1])?, self.cache(step, &ins[2])?);
@@ -424,7 +584,7 @@ impl Lowering<'_> {
         let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
         let n_splits = splits(step, self.n_sms);
         let scratch = attention_scratch_bytes(n, n_heads, head_dim, n_splits);
-        let args = AttentionArgs {
+        Ok(AttentionArgs {
             attention,
             q: self.view(&ins[0])?,
             k_cache,
@@ -445,8 +605,7 @@ impl Lowering<'_> {
             max_blocks: tables.dims()[1],
             n_splits,
             step: &step.label,
-        };
-        self.kernels.attention(&args, launches)
+        })
     }
 
     fn sample(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
@@ -470,5 +629,12 @@ impl Lowering<'_> {
             step: &step.label,
         };
         self.kernels.sample(&args, launches)
+    }
+}
+
+fn eps(step: &Step) -> f32 {
+    match step.op {
+        Op::RmsNorm { eps } | Op::AddRmsNorm { eps } => eps,
+        _ => 0.0,
     }
 }

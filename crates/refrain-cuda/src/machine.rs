@@ -1,23 +1,29 @@
 //! What lives on the device thread: stream, kernels, memory, programs and graphs.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use refrain_driver::{Buf, Context, Stream};
-use refrain_graph::{BufferId, Op, Place, Plan, Ran, Reason, Segment, SegmentKind, State, Weight};
-use refrain_kernels::Kernels;
+use refrain_driver::{Buf, Context, DriverError, Stream};
+use refrain_graph::{BufferId, Feedback, Op, Place, Plan, Ran, Reason, Segment, SegmentKind};
+use refrain_graph::{State, Weight};
+use refrain_kernels::{BlasLtShape, Digester, Kernels};
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
 use crate::error::CudaError;
+use crate::feed;
+use crate::follow::Followed;
 use crate::host;
 use crate::lower::{Lowering, scratch_bytes};
 use crate::options::CudaOptions;
-use crate::profile::{Profile, ProfileRow};
+use crate::prefill::{self, Areas, Products};
+use crate::profile::{Profile, ProfileRow, SharedTimeline};
+use crate::pump::Pump;
 use crate::resident::{HostModel, Resident, Room};
 use crate::roles::Roles;
 use crate::states;
 use crate::status::{GraphLine, Status};
+use crate::traffic::Moved;
 use crate::warm::WarmPlan;
 
 /// Rounds what is set aside for control blocks and scratch up, so that a slightly larger plan does not mean planning
@@ -31,9 +37,11 @@ const SCRATCH_RESERVE: u64 = 4 << 20;
 pub(crate) type ProgramId = u64;
 
 /// A plan made ready: launches for what can be recorded, host steps between.
-struct Program {
+pub(crate) struct Program {
     plan: Arc<Plan>,
-    roles: Roles,
+    pub(crate) roles: Roles,
+    /// How its choice becomes its next input, where that happens on the device.
+    pub(crate) feedback: Option<Feedback>,
     parts: Vec<Part>,
     /// Outputs that kernels write straight to pinned memory.
     results: HashMap<BufferId, Buf>,
@@ -53,19 +61,39 @@ enum Part {
 pub(crate) struct Machine {
     // Before the stream and the context: graphs and memory go first.
     cache: GraphCache<(ProgramId, usize)>,
-    programs: HashMap<ProgramId, Program>,
-    resident: Option<Resident>,
+    pub(crate) programs: HashMap<ProgramId, Program>,
+    pub(crate) resident: Option<Resident>,
     model: HostModel,
     profile: Profile,
-    options: CudaOptions,
+    pub(crate) options: CudaOptions,
+    /// Shapes that the library has multiplied.
+    warmed: HashSet<BlasLtShape>,
+    products: Products,
+    digester: Digester,
     kernels: Kernels,
-    stream: Stream,
+    pub(crate) followed: Option<Followed>,
+    pub(crate) pump: Arc<Pump>,
+    pub(crate) stream: Stream,
     ctx: Context,
 }
 
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // The other thread's end of the ring must not keep the memory.
+        self.pump.uninstall();
+    }
+}
+
 impl Machine {
-    pub(crate) fn new(ctx: &Context, options: CudaOptions) -> Result<Machine, CudaError> {
+    pub(crate) fn new(
+        ctx: &Context,
+        options: CudaOptions,
+        pump: Arc<Pump>,
+        timeline: SharedTimeline,
+    ) -> Result<Machine, CudaError> {
         let kernels = Kernels::load(ctx, &options.kernels).map_err(|e| CudaError::Kernels(Arc::new(e)))?;
+        let digester = kernels.digester().map_err(|e| CudaError::Kernels(Arc::new(e)))?;
+        let products = Products::open(ctx, &options.cublaslt);
         let mut stream = ctx.stream().map_err(CudaError::driver("making a stream"))?;
         stream.set_limit(options.step_limit);
         Ok(Machine {
@@ -73,9 +101,14 @@ impl Machine {
             programs: HashMap::new(),
             resident: None,
             model: HostModel::default(),
-            profile: Profile::default(),
+            profile: Profile::new(timeline),
             options,
+            warmed: HashSet::new(),
+            products,
+            digester,
             kernels,
+            followed: None,
+            pump,
             stream,
             ctx: ctx.clone(),
         })
@@ -127,7 +160,15 @@ impl Machine {
 
     /// Lowers a plan, records its graphs and verifies them, so that no step has to.
     pub(crate) fn compile(&mut self, id: ProgramId, plan: Arc<Plan>) -> Result<(), CudaError> {
-        let roles = Roles::of(&plan);
+        if self.pump.n_pending() > 0 {
+            // Verification writes to the ring.
+            if self.followed.is_some() && !self.pump.is_stopped() {
+                let because = "steps of one are under way; it must be finished first".to_owned();
+                return Err(CudaError::Mismatch { what: "runs", because });
+            }
+            self.settle()?;
+        }
+        let (roles, feedback) = (Roles::of(&plan), feed::feedback(&plan));
         let is_new = self.ensure(&plan, &roles)?;
         if is_new {
             // Graphs over the old memory are gone; none of them should cost a token later.
@@ -135,8 +176,9 @@ impl Machine {
             ids.into_iter().try_for_each(|id| self.prepare(id))?;
         }
         let Some(resident) = &self.resident else { unreachable!("ensured above") };
-        let (parts, results) = self.lower(resident, &plan, &roles)?;
-        self.programs.insert(id, Program { plan, roles, parts, results });
+        let (parts, results) = self.lower(resident, &plan, &roles, feedback.as_ref())?;
+        self.warm_up(&parts)?;
+        self.programs.insert(id, Program { plan, roles, feedback, parts, results });
         if let Err(error) = self.prepare(id) {
             self.drop_program(id);
             return Err(error);
@@ -144,10 +186,27 @@ impl Machine {
         Ok(())
     }
 
-    fn lower(&self, resident: &Resident, plan: &Plan, roles: &Roles) -> Result<Lowered, CudaError> {
+    fn lower(
+        &self,
+        resident: &Resident,
+        plan: &Plan,
+        roles: &Roles,
+        feedback: Option<&Feedback>,
+    ) -> Result<Lowered, CudaError> {
         let n_sms = self.ctx.device().info().n_sms;
-        let results = resident.results(plan).map_err(CudaError::driver("placing results"))?;
-        let lowering = Lowering { kernels: &self.kernels, plan, resident, results: &results, n_sms };
+        // The choice of a step that feeds itself is read on the device, and reaches the host through the ring.
+        let results = match feedback {
+            Some(_) => HashMap::new(),
+            None => resident.results(plan).map_err(CudaError::driver("placing results"))?,
+        };
+        let lowering = Lowering {
+            kernels: &self.kernels,
+            plan,
+            resident,
+            results: &results,
+            n_sms,
+            products: &self.products,
+        };
         let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;
         let mut parts = Vec::with_capacity(plan.segments().len());
         for (idx, segment) in plan.segments().iter().enumerate() {
@@ -156,18 +215,35 @@ impl Machine {
                 continue;
             }
             let n = roles.n_tokens();
+            let s = if n == 1 { "" } else { "s" };
             let name = if one {
-                format!("step of {n} tokens")
+                format!("step of {n} token{s}")
             } else {
-                format!("step of {n} tokens, segment {idx}")
+                format!("step of {n} token{s}, segment {idx}")
             };
             let mut warm = WarmPlan::new(&name, &resident.space);
             lowering.push(&plan.steps()[segment.steps.clone()], &mut warm)?;
+            if let Some(feedback) = feedback {
+                feed::push_commit(&self.kernels, plan, resident, feedback, &mut warm)?;
+            }
             if !warm.work().is_empty() {
                 parts.push(Part::Device { segment: segment.clone(), warm });
             }
         }
         Ok((parts, results))
+    }
+
+    fn warm_up(&mut self, parts: &[Part]) -> Result<(), CudaError> {
+        let Some(resident) = self.resident.as_mut().filter(|_| self.products.blas.is_some()) else {
+            return Ok(());
+        };
+        let scratch = resident.scratch;
+        parts.iter().try_for_each(|part| match part {
+            Part::Device { warm, .. } => {
+                prefill::warm_up(warm, &mut self.stream, &mut resident.lease, &mut self.warmed, scratch)
+            }
+            Part::Host { .. } => Ok(()),
+        })
     }
 
     fn prepare(&mut self, id: ProgramId) -> Result<(), CudaError> {
@@ -177,9 +253,17 @@ impl Machine {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
             return Ok(());
         };
+        // No step is under way: of the arena only what steps left to be read means anything.
+        let live =
+            live_outputs(self.programs.values(), resident).map_err(CudaError::driver("finding results"))?;
         for (idx, part) in program.parts.iter().enumerate() {
             let Part::Device { segment, warm } = part else { continue };
-            let check = || states::check(&program.plan, segment, &program.roles, resident);
+            let feedback = program.feedback.as_ref();
+            let check = || {
+                let (plan, roles) = (&program.plan, &program.roles);
+                let check = states::check(plan, segment, roles, feedback, resident, &self.digester)?;
+                Ok(check.transient(resident.arena(), live.clone()))
+            };
             // Made before the lease is borrowed; skipped when graphs are off.
             let check = if self.options.graphs.mode == GraphMode::Off { None } else { Some(check()?) };
             let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
@@ -194,7 +278,8 @@ impl Machine {
     fn ensure(&mut self, plan: &Plan, roles: &Roles) -> Result<bool, CudaError> {
         let needed = Room {
             arena: plan.arena_bytes() as u64,
-            scratch: scratch_bytes(plan, self.ctx.device().info().n_sms).next_multiple_of(GRAIN),
+            scratch: scratch_bytes(plan, self.ctx.device().info().n_sms, self.products.blas.is_some())
+                .next_multiple_of(GRAIN),
             control: (plan.control().bytes() as u64).next_multiple_of(GRAIN).max(GRAIN),
         };
         if let Some(limit) = self.options.arena_limit_bytes.filter(|limit| needed.arena > *limit) {
@@ -206,7 +291,7 @@ impl Machine {
             Some(resident) if resident.room.holds(&needed) && !missing(resident) => return Ok(false),
             Some(_) | None => {}
         }
-        let wanted = self.wanted(needed, roles);
+        let wanted = self.wanted(needed, plan, roles);
         let saved = match &self.resident {
             None => Vec::new(),
             Some(resident) => {
@@ -222,17 +307,21 @@ impl Machine {
         let rooms = [kept, wanted.max(&kept)];
         let blocks = self.options.scratch_blocks;
         let (ctx, stream, model) = (&self.ctx, &mut self.stream, &self.model);
-        let mut resident = Resident::plan(ctx, stream, model, &host_only, blocks, rooms)?;
+        let loading = (&self.kernels, &self.options.on_load);
+        let mut resident = Resident::plan(ctx, stream, model, &host_only, blocks, rooms, loading)?;
         let restored = resident.restore_states(&mut self.stream, &saved);
         restored.map_err(CudaError::driver("restoring the KV cache"))?;
         // Everything lowered before points at the memory that is gone.
         let mut programs = std::mem::take(&mut self.programs);
         let mut failed = None;
         for program in programs.values_mut() {
-            match self.lower(&resident, &program.plan, &program.roles) {
+            match self.lower(&resident, &program.plan, &program.roles, program.feedback.as_ref()) {
                 Ok((parts, results)) => (program.parts, program.results) = (parts, results),
                 Err(error) => failed = Some(error),
             }
+        }
+        if let Some(ring) = resident.ring_end() {
+            self.pump.install(ring);
         }
         self.resident = Some(resident);
         self.programs = programs;
@@ -240,7 +329,7 @@ impl Machine {
     }
 
     /// Room for the largest bucket, guessed from a plan of fewer tokens.
-    fn wanted(&self, needed: Room, roles: &Roles) -> Room {
+    fn wanted(&self, needed: Room, plan: &Plan, roles: &Roles) -> Room {
         let largest = self.options.buckets.iter().copied().max().unwrap_or(1);
         let times = largest.div_ceil(roles.n_tokens()).max(1) as u64;
         let reserve =
@@ -248,6 +337,10 @@ impl Machine {
         let arena = needed.arena.saturating_mul(times).min(reserve).max(needed.arena);
         // Of the kernels' scratch only attention's grows with the tokens, and its splits become fewer.
         let scratch = needed.scratch.saturating_add(reserve.min(SCRATCH_RESERVE));
+        // Sending the weights again would cost more than the workspace of prompts, which no small step shows.
+        let n_sms = self.ctx.device().info().n_sms;
+        let prompts = Areas::of(plan, Some(largest), n_sms, self.products.blas.is_some()).bytes();
+        let scratch = scratch.max(prompts.next_multiple_of(GRAIN));
         Room { arena, scratch, control: needed.control.max(4 * GRAIN) }
     }
 
@@ -259,9 +352,23 @@ impl Machine {
         }
         // Parts hold on to the memory they were lowered for.
         self.programs.values_mut().for_each(|program| program.parts.clear());
+        self.followed = None;
+        self.pump.uninstall();
         self.resident = None;
         // The stream keeps what its work uses until it has been waited for.
         self.stream.synchronize().map_err(CudaError::driver("waiting for the last step"))
+    }
+
+    /// The error for a program whose memory or weights are gone.
+    pub(crate) fn gone() -> CudaError {
+        let because = "this one was compiled for other weights".into();
+        CudaError::Mismatch { what: "plans", because }
+    }
+
+    /// Whether the next step of a program will record a graph.
+    pub(crate) fn wants_graph(&self, id: ProgramId) -> bool {
+        let parts = self.programs.get(&id).map_or(0, |program| program.parts.len());
+        !self.options.profile && (0..parts).any(|part| self.cache.wants_check(&(id, part)))
     }
 
     /// Runs one step. Small results come back with it, once it is done, so that a token costs its caller one visit to
@@ -269,6 +376,9 @@ impl Machine {
     pub(crate) fn run(&mut self, id: ProgramId, control: &[u8]) -> Result<(Ran, Found), CudaError> {
         // A stream that took another's place has the usual limit.
         self.stream.set_limit(self.options.step_limit);
+        if let Some(feedback) = self.programs.get(&id).and_then(|program| program.feedback) {
+            return self.run_fed(id, control, &feedback);
+        }
         let ran = self.send(id, control)?;
         let first = self.programs.get(&id).and_then(|program| {
             program.plan.outputs().iter().position(|output| program.results.contains_key(&output.buffer))
@@ -276,23 +386,36 @@ impl Machine {
         Ok((ran, first.map_or_else(|| Ok(Vec::new()), |output| self.read(id, output))?))
     }
 
-    /// Sends one step: replayed if every segment that can be recorded was.
+    /// Sends one step with its inputs.
     fn send(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
-        let gone = || CudaError::Mismatch {
-            what: "plans",
-            because: "this one was compiled for other weights".into(),
-        };
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
-            return Err(gone());
+            return Err(Machine::gone());
         };
         program.roles.check(control)?;
         if !control.is_empty() {
-            let staged = resident
-                .control
-                .slice(0, control.len() as u64)
-                .and_then(|to| self.stream.stage(&mut resident.lease, &mut resident.staging, to, control));
+            let staged = resident.send_control(&mut self.stream, None, control);
             staged.map_err(CudaError::driver("sending the control block"))?;
         }
+        self.enqueue(id, control)
+    }
+
+    /// Enqueues one step: replayed if every segment that can be recorded was. Host steps read `control`.
+    pub(crate) fn enqueue(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
+        let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
+            return Err(Machine::gone());
+        };
+        let moved = match self.options.profile {
+            true => {
+                let launches = |part: &Part| match part {
+                    Part::Device { warm, .. } => warm.work().len(),
+                    Part::Host { .. } => 0,
+                };
+                let n_launches = program.parts.iter().map(launches).sum();
+                self.profile.begin_step(program.roles.n_tokens(), n_launches);
+                Moved::of(&program.plan, resident, control).map_err(CudaError::driver("counting bytes"))?
+            }
+            false => Moved::default(),
+        };
         let mut not_replayed = None;
         for (idx, part) in program.parts.iter().enumerate() {
             let reason = match part {
@@ -303,7 +426,7 @@ impl Machine {
                             reason: Reason::Profiling,
                         });
                     }
-                    let ran = self.profile.run(&mut self.stream, &mut resident.lease, warm);
+                    let ran = self.profile.run(&mut self.stream, &mut resident.lease, warm, &moved);
                     ran.map_err(CudaError::driver(warm.name()))?;
                     Some(Reason::Profiling)
                 }
@@ -311,10 +434,14 @@ impl Machine {
                     let key = (id, idx);
                     // Only a graph that has to be made needs states to be verified with.
                     let check = match self.cache.wants_check(&key) {
-                        true => Some(states::check(&program.plan, segment, &program.roles, resident)?),
+                        true => {
+                            let feedback = program.feedback.as_ref();
+                            let (plan, roles) = (&program.plan, &program.roles);
+                            Some(states::check(plan, segment, roles, feedback, resident, &self.digester)?)
+                        }
                         false => None,
                     };
-                    let check = || check.ok_or_else(gone);
+                    let check = || check.ok_or_else(Machine::gone);
                     let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
                     match self.cache.step(&key, &mut site, warm, check)? {
                         Ran::Replayed => None,
@@ -355,6 +482,24 @@ impl Machine {
         Ok(found)
     }
 
+    /// Everything that a program enqueues, with the first step of the plan that it is for.
+    pub(crate) fn kernels(&self, id: ProgramId) -> Vec<(usize, String)> {
+        let Some(program) = self.programs.get(&id) else { return Vec::new() };
+        let steps = program.plan.steps();
+        let mut out = Vec::new();
+        for part in &program.parts {
+            let Part::Device { segment, warm } = part else { continue };
+            for work in warm.work() {
+                let (label, kernel) = work.step_and_kernel();
+                // A launch for several steps carries all their labels, joined.
+                let first = label.split(" + ").next().unwrap_or_default();
+                let step = segment.steps.clone().find(|&s| steps[s].label == first);
+                out.push((step.unwrap_or(segment.steps.start), kernel));
+            }
+        }
+        out
+    }
+
     pub(crate) fn profile(&self) -> &[ProfileRow] {
         self.profile.rows()
     }
@@ -368,15 +513,38 @@ impl Machine {
         for (id, program) in &self.programs {
             for idx in 0..program.parts.len() {
                 if let Some(graph) = self.cache.graph(&(*id, idx)) {
-                    graphs.push(GraphLine::new(graph, program.roles.n_tokens()));
+                    graphs.push(GraphLine::new(graph, program.roles.n_tokens(), program.feedback.is_some()));
                 }
             }
         }
         graphs.sort_by_key(|g| g.n_tokens);
         let memory = self.resident.as_ref().map(Resident::accounting).unwrap_or_default();
         let profile = self.profile.rows().to_vec();
-        Status { memory, graphs, cache: self.cache.stats(), kernels: Some(self.kernels.origin()), profile }
+        Status {
+            memory,
+            graphs,
+            cache: self.cache.stats(),
+            kernels: Some(self.kernels.origin()),
+            prompt_products: Some(self.products.choice.clone()),
+            profile,
+            peak_bytes_per_second: self.ctx.device().info().peak_bytes_per_second(),
+        }
     }
+}
+
+/// Outputs that lie in the arena.
+fn live_outputs<'a>(
+    programs: impl Iterator<Item = &'a Program>,
+    resident: &Resident,
+) -> Result<Vec<Buf>, DriverError> {
+    let mut live = Vec::new();
+    for program in programs {
+        let in_arena = |id: BufferId| matches!(program.plan.buffer(id).place, Place::Arena { .. });
+        for output in program.plan.outputs().iter().filter(|o| in_arena(o.buffer)) {
+            live.push(resident.buffer(&program.plan, output.buffer)?);
+        }
+    }
+    Ok(live)
 }
 
 /// Weights that device steps of a plan read.

@@ -1,11 +1,25 @@
 //! How a backend is set up.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use refrain_driver::Method;
 use refrain_kernels::LoadOptions;
 
 use crate::cache::{CacheOptions, GraphMode};
+use crate::progress::LoadListener;
+
+/// Whether NVIDIA's library multiplies the rows of prompts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum CublasLt {
+    /// Where it is found in the usual places.
+    #[default]
+    IfFound,
+    /// This file; the kernels of this engine if it does not open.
+    At(PathBuf),
+    /// The kernels of this engine, always.
+    Never,
+}
 
 /// How a [`crate::CudaBackend`] works.
 #[derive(Clone, Debug)]
@@ -16,6 +30,8 @@ pub struct CudaOptions {
     pub profile: bool,
     /// Where kernels come from.
     pub kernels: LoadOptions,
+    /// What multiplies the rows of prompts.
+    pub cublaslt: CublasLt,
     /// The most bytes of arena that are set aside for steps larger than the first one compiled.
     pub arena_reserve_bytes: u64,
     /// The most bytes of arena a plan may have; `None`: what fits.
@@ -24,10 +40,16 @@ pub struct CudaOptions {
     pub scratch_blocks: usize,
     /// Sizes of step that graphs are made for; other steps are padded to the next one.
     pub buckets: Vec<usize>,
+    /// Decode steps that may be under way at once, at most 32: the next ones are sent before their tokens are asked for.
+    pub ahead: usize,
+    /// Hears how much memory a model takes, before any is allocated, and how far its weights are.
+    pub on_load: LoadListener,
     /// How long one step may take until its caller is told that the device gives no answer.
     pub step_limit: Duration,
     /// The same for making a plan ready: weights sent, graphs recorded and verified.
     pub compile_limit: Duration,
+    /// How long a single driver call may take, whatever it belongs to; allocations and modules being loaded aside.
+    pub call_limit: Duration,
     /// The same for starting and for taking weights over.
     pub load_limit: Duration,
 }
@@ -38,12 +60,16 @@ impl Default for CudaOptions {
             graphs: CacheOptions::default(),
             profile: false,
             kernels: LoadOptions::default(),
+            cublaslt: CublasLt::default(),
             arena_reserve_bytes: 256 << 20,
             arena_limit_bytes: None,
             scratch_blocks: 4,
-            buckets: vec![1, 8, 32, 128],
+            buckets: vec![1, 8, 32, 128, 512],
+            ahead: 4,
+            on_load: LoadListener::default(),
             step_limit: Duration::from_secs(60),
             compile_limit: Duration::from_secs(120),
+            call_limit: Duration::from_secs(5),
             load_limit: Duration::from_secs(900),
         }
     }

@@ -2,12 +2,16 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Instant;
 
-use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Staging, Stream};
+use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Ring, Staging, Stream};
 use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, Step, Weight};
+use refrain_kernels::{CommitEntry, KernelError, Kernels, PACKED_DTYPES, PackArgs, packed_bytes};
 use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
+use crate::feed::{FEED_BYTES, RING_BYTES, RING_ENTRIES};
+use crate::progress::{LoadEvent, LoadListener};
 use crate::warm::Space;
 
 /// Alignment of everything that kernels read whole.
@@ -18,6 +22,15 @@ const CONTROL_SLOTS: usize = 4;
 const RESULT_BYTES: u64 = 4096;
 /// Each result has a cache line to itself.
 const RESULT_ALIGN: u64 = 64;
+/// What is packed at once, if it is whole tiles.
+const PACK_BYTES: u64 = 32 << 20;
+/// Rows of a tile.
+const PACK_ROWS: usize = 8;
+
+/// Bytes of weights that are sent between two reports of how far they are.
+const PIECE_BYTES: usize = 64 << 20;
+/// Counters of the kernels that have some.
+pub(crate) const COUNTER_BYTES: u64 = 16 << 10;
 
 /// A model as the host holds it.
 #[derive(Debug, Default)]
@@ -38,6 +51,10 @@ pub struct Accounting {
     pub arena_bytes: u64,
     /// Scratch of kernels, and the control block.
     pub workspace_bytes: u64,
+    /// Bytes that were free on the device when this was planned.
+    pub free_bytes: u64,
+    /// Bytes of the device.
+    pub device_bytes: u64,
 }
 
 impl Accounting {
@@ -76,6 +93,23 @@ struct Placed {
     offset: u64,
     bytes: u64,
     dtype: DType,
+    /// In the layout that products read, not the file's.
+    packed: bool,
+}
+
+/// Whether a weight is kept in its packed layout: a quantised matrix that has one.
+pub(crate) fn packs(weight: &Weight) -> bool {
+    weight.ty.shape.rank() == 2 && PACKED_DTYPES.contains(&weight.ty.dtype)
+}
+
+/// Bytes of scratch through which weights go to be packed: rows of a file are uploaded there, piece by piece.
+fn staging_bytes(model: &HostModel) -> u64 {
+    let bytes = |w: &Weight| {
+        let row = w.ty.dtype.bytes_for(w.ty.shape.dim_back(0)).unwrap_or(0) as u64;
+        let all = row.saturating_mul(w.ty.shape.dims()[0] as u64);
+        all.min(PACK_BYTES).max(row.saturating_mul(PACK_ROWS as u64))
+    };
+    model.weights.iter().filter(|w| packs(w)).map(bytes).max().unwrap_or(0)
 }
 
 /// A state on the device: the pool's blocks, then scratch blocks.
@@ -97,6 +131,8 @@ struct Places {
     states: Vec<PlacedState>,
     weight_bytes: u64,
     kv_bytes: u64,
+    /// Free bytes of the device and all of them, before anything is allocated.
+    device: (u64, u64),
 }
 
 /// Everything on the device. Dropping it frees it, once the graphs over it are gone.
@@ -110,23 +146,40 @@ pub(crate) struct Resident {
     kv: Buf,
     arena: Buf,
     pub(crate) scratch: Buf,
+    /// What lies in front of the control block: see the module `feed`.
+    pub(crate) feed: Buf,
     pub(crate) control: Buf,
+    /// Both of them.
+    message: Buf,
+    pub(crate) ring: Buf,
+    /// Zero between launches: kernels that count their blocks leave it so.
+    pub(crate) counters: Buf,
     results: Buf,
+    /// The host's end of the ring, until somebody takes it.
+    ring_end: Option<Ring>,
+    /// A message before it is sent, kept so that its memory is used again.
+    assembled: Vec<u8>,
 }
 
 impl Places {
     /// `host_only` names weights that only host steps read; they stay on the host.
     fn new(model: &HostModel, host_only: &[usize], scratch_blocks: usize) -> Result<Places, CudaError> {
         let too_large = || CudaError::Mismatch { what: "sizes", because: "they overflow".into() };
-        let mut places = Places { weights: Vec::new(), states: Vec::new(), weight_bytes: 0, kv_bytes: 0 };
+        let mut places =
+            Places { weights: Vec::new(), states: Vec::new(), weight_bytes: 0, kv_bytes: 0, device: (0, 0) };
         for (idx, weight) in model.weights.iter().enumerate() {
             if host_only.contains(&idx) {
                 places.weights.push(None);
                 continue;
             }
             let dtype = if weight.ty.shape.rank() < 2 { DType::F32 } else { weight.ty.dtype };
-            let bytes = dtype.bytes_for(weight.ty.shape.n_elements()).ok_or_else(too_large)? as u64;
-            places.weights.push(Some(Placed { offset: places.weight_bytes, bytes, dtype }));
+            let (shape, packed) = (weight.ty.shape, packs(weight));
+            let bytes = match packed {
+                true => packed_bytes(dtype, shape.dims()[0], shape.dims()[1]),
+                false => dtype.bytes_for(shape.n_elements()),
+            };
+            let bytes = bytes.ok_or_else(too_large)? as u64;
+            places.weights.push(Some(Placed { offset: places.weight_bytes, bytes, dtype, packed }));
             let end = places.weight_bytes.checked_add(bytes.next_multiple_of(ALIGN));
             places.weight_bytes = end.ok_or_else(too_large)?;
         }
@@ -150,7 +203,9 @@ impl Places {
             weight_bytes: self.weight_bytes,
             kv_bytes: self.kv_bytes,
             arena_bytes: room.arena,
-            workspace_bytes: room.scratch + room.control,
+            workspace_bytes: room.scratch + room.control + FEED_BYTES + COUNTER_BYTES,
+            free_bytes: self.device.0,
+            device_bytes: self.device.1,
         }
     }
 }
@@ -164,14 +219,19 @@ impl Resident {
         model: &HostModel,
         host_only: &[usize],
         scratch_blocks: usize,
-        [needed, wanted]: [Room; 2],
+        mut rooms: [Room; 2],
+        (kernels, listener): (&Kernels, &LoadListener),
     ) -> Result<Resident, CudaError> {
-        let places = Places::new(model, host_only, scratch_blocks)?;
+        let mut places = Places::new(model, host_only, scratch_blocks)?;
+        rooms.iter_mut().for_each(|room| room.scratch = room.scratch.max(staging_bytes(model)));
+        let [needed, wanted] = rooms;
         let failed = CudaError::driver("asking for free memory");
         let (free_bytes, total_bytes) = ctx.mem_info().map_err(failed)?;
+        places.device = (free_bytes, total_bytes);
         let fits = |room: &Room| places.accounting(room).total() <= free_bytes;
         let room = if fits(&wanted) { wanted } else { needed };
         let accounting = places.accounting(&room);
+        listener.hear(LoadEvent::Planned(accounting));
         if !fits(&room) {
             let device = ctx.device();
             return Err(CudaError::DoesNotFit {
@@ -194,7 +254,7 @@ impl Resident {
         );
         let mut resident =
             Resident::allocate(ctx, places, room).map_err(CudaError::driver("allocating device memory"))?;
-        resident.upload(stream, model)?;
+        resident.upload(stream, model, kernels, listener)?;
         Ok(resident)
     }
 
@@ -205,59 +265,182 @@ impl Resident {
             ("kv", places.kv_bytes),
             ("arena", room.arena),
             ("scratch", room.scratch),
-            ("control", room.control),
+            ("control", FEED_BYTES + room.control),
+            ("counters", COUNTER_BYTES),
         ];
         let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
         let results = layout.pinned("results", RESULT_BYTES);
+        let ring_region = layout.pinned("ring", RING_BYTES);
         let memory = Memory::plan(ctx, &layout)?;
         let bufs = regions.map(|r| memory.buf(r));
         let results = memory.buf(results);
         let names = sizes.iter().zip(bufs).map(|((name, _), buf)| ((*name).to_owned(), buf)).collect();
-        let [weights, kv, arena, scratch, control] = bufs;
+        let [weights, kv, arena, scratch, message, counters] = bufs;
+        let ring_end = Ring::new(&memory, ring_region, RING_ENTRIES, size_of::<CommitEntry>())?;
+        let (ring, space) = (ring_end.buf(), Space::new(&memory, names));
         Ok(Resident {
             places,
             room,
-            space: Arc::new(Space::new(&memory, names).with_results("results", results)),
+            space: Arc::new(space.with_results("results", results).with_ring("ring", ring)),
             lease: memory.lease()?,
-            staging: Staging::new(ctx, CONTROL_SLOTS, room.control as usize)?,
+            staging: Staging::new(ctx, CONTROL_SLOTS, (FEED_BYTES + room.control) as usize)?,
             weights,
             kv,
             arena,
             scratch,
-            control,
+            feed: message.slice(0, FEED_BYTES)?,
+            control: message.slice(FEED_BYTES, room.control)?,
+            message,
+            ring,
+            counters,
             results,
+            ring_end: Some(ring_end),
+            assembled: Vec::new(),
         })
     }
 
-    fn upload(&mut self, stream: &mut Stream, model: &HostModel) -> Result<(), CudaError> {
-        let zero = [self.kv, self.arena, self.scratch, self.control];
+    fn upload(
+        &mut self,
+        stream: &mut Stream,
+        model: &HostModel,
+        kernels: &Kernels,
+        listener: &LoadListener,
+    ) -> Result<(), CudaError> {
+        let total_bytes = self.places.weights.iter().flatten().map(|place| place.bytes).sum();
+        let (mut done_bytes, began) = (0, Instant::now());
+        let zero = [self.kv, self.arena, self.scratch, self.message, self.counters];
         stream
             .run(&mut self.lease, false, |q| zero.into_iter().try_for_each(|buf| q.fill(buf, 0)))
             .map(|_| ())
             .map_err(CudaError::driver("clearing device memory"))?;
         for (idx, (weight, tensor)) in model.weights.iter().zip(&model.tensors).enumerate() {
             let Some(place) = self.places.weights[idx] else { continue };
-            let failed = CudaError::driver(format!("uploading {}", weight.name));
-            let dst = self.weights.slice(place.offset, place.bytes);
+            let failed = |error| match error {
+                KernelError::Driver(source) => {
+                    CudaError::Driver { step: format!("uploading {}", weight.name), source }
+                }
+                error => CudaError::Kernels(Arc::new(error)),
+            };
+            let dst = self.weights.slice(place.offset, place.bytes).map_err(|e| failed(e.into()))?;
             let unfit = |because: String| CudaError::Mismatch { what: "weights", because };
             let done = if weight.ty.shape.rank() < 2 {
                 let values = tensor.to_f32().map_err(|e| unfit(format!("{}: {e}", weight.name)))?;
-                dst.and_then(|dst| stream.upload(&mut self.lease, dst, bytemuck::cast_slice(&values)))
+                stream
+                    .upload_ahead(&mut self.lease, dst, bytemuck::cast_slice(&values))
+                    .map_err(KernelError::from)
             } else {
                 let bytes = tensor.bytes().as_slice();
                 let start = tensor.dtype().bytes_for(tensor.layout().offset()).unwrap_or(usize::MAX);
-                let bytes = start.checked_add(place.bytes as usize).and_then(|end| bytes.get(start..end));
+                let len = tensor.dtype().bytes_for(tensor.shape().n_elements()).unwrap_or(usize::MAX);
+                let bytes = start.checked_add(len).and_then(|end| bytes.get(start..end));
                 let dense = bytes.filter(|_| tensor.layout().is_contiguous());
                 let bytes = dense.ok_or_else(|| unfit(format!("{} is not dense", weight.name)))?;
-                dst.and_then(|dst| stream.upload(&mut self.lease, dst, bytes))
+                // In pieces, so that a large table shows how far it is.
+                let mut hear = |bytes| {
+                    listener.hear(LoadEvent::Sent { done_bytes: done_bytes + bytes, total_bytes });
+                };
+                match place.packed {
+                    true => self.pack(stream, kernels, weight, (dst, bytes), &mut hear),
+                    false => self.send(stream, dst, bytes, &mut hear).map_err(KernelError::from),
+                }
             };
             done.map_err(failed)?;
+            done_bytes += place.bytes;
+            listener.hear(LoadEvent::Sent { done_bytes, total_bytes });
         }
-        stream.synchronize().map_err(CudaError::driver("uploading weights"))
+        stream.synchronize().map_err(CudaError::driver("uploading weights"))?;
+        let seconds = began.elapsed().as_secs_f64();
+        let rate = done_bytes as f64 / 1e9 / seconds.max(f64::MIN_POSITIVE);
+        tracing::info!("{done_bytes} bytes of weights sent in {seconds:.3} s, {rate:.1} GB/s");
+        Ok(())
+    }
+
+    /// Uploads a weight as it is.
+    fn send(
+        &mut self,
+        stream: &mut Stream,
+        dst: Buf,
+        file: &[u8],
+        hear: &mut dyn FnMut(u64),
+    ) -> Result<(), DriverError> {
+        let mut offset = 0;
+        for piece in file.chunks(PIECE_BYTES) {
+            let len = piece.len() as u64;
+            stream.upload_ahead(&mut self.lease, dst.slice(offset, len)?, piece)?;
+            offset += len;
+            hear(offset);
+        }
+        Ok(())
+    }
+
+    /// Uploads rows of a weight, as many as the scratch holds, and packs them into their place.
+    fn pack(
+        &mut self,
+        stream: &mut Stream,
+        kernels: &Kernels,
+        weight: &Weight,
+        (dst, file): (Buf, &[u8]),
+        hear: &mut dyn FnMut(u64),
+    ) -> Result<(), KernelError> {
+        let (dtype, n, k) = (weight.ty.dtype, weight.ty.shape.dims()[0], weight.ty.shape.dims()[1]);
+        let row_bytes = (file.len() / n.max(1)).max(1);
+        let most = (self.scratch.len() as usize / row_bytes / PACK_ROWS * PACK_ROWS).max(PACK_ROWS);
+        let mut offset = 0;
+        for rows in file.chunks(most * row_bytes) {
+            let n = rows.len() / row_bytes;
+            let staged = self.scratch.slice(0, rows.len() as u64)?;
+            stream.upload_ahead(&mut self.lease, staged, rows)?;
+            let bytes = packed_bytes(dtype, n, k).unwrap_or(0) as u64;
+            let packed = dst.slice(offset, bytes)?;
+            let launch = kernels.pack(&PackArgs { file: staged, dtype, packed, n, k, step: &weight.name })?;
+            stream.run(&mut self.lease, false, |q| q.launch(&launch))?;
+            offset += bytes;
+            hear(offset);
+        }
+        Ok(())
+    }
+
+    /// The host's end of the ring; once.
+    pub(crate) fn ring_end(&mut self) -> Option<Ring> {
+        self.ring_end.take()
+    }
+
+    /// Sends a control block, with what lies in front of it if that is given, in stream order.
+    pub(crate) fn send_control(
+        &mut self,
+        stream: &mut Stream,
+        header: Option<[u8; FEED_BYTES as usize]>,
+        control: &[u8],
+    ) -> Result<(), DriverError> {
+        let Some(header) = header else {
+            let to = self.control.slice(0, control.len() as u64)?;
+            return stream.stage(&mut self.lease, &mut self.staging, to, control);
+        };
+        self.assembled.clear();
+        self.assembled.extend_from_slice(&header);
+        self.assembled.extend_from_slice(control);
+        let to = self.message.slice(0, self.assembled.len() as u64)?;
+        stream.stage(&mut self.lease, &mut self.staging, to, &self.assembled)
+    }
+
+    /// Sends a part of the control block.
+    pub(crate) fn send_field(
+        &mut self,
+        stream: &mut Stream,
+        offset: usize,
+        bytes: &[u8],
+    ) -> Result<(), DriverError> {
+        let to = self.control.slice(offset as u64, bytes.len() as u64)?;
+        stream.stage(&mut self.lease, &mut self.staging, to, bytes)
     }
 
     pub(crate) fn accounting(&self) -> Accounting {
         self.places.accounting(&self.room)
+    }
+
+    /// Where values between ops lie.
+    pub(crate) fn arena(&self) -> Buf {
+        self.arena
     }
 
     /// True when a weight was left on the host.
@@ -309,7 +492,7 @@ impl Resident {
         }
     }
 
-    /// Places in pinned memory for small outputs that device steps make and no step reads.
+    /// Places in pinned memory for small outputs that device steps make and nobody else on the device reads.
     pub(crate) fn results(&self, plan: &Plan) -> Result<HashMap<BufferId, Buf>, DriverError> {
         let on_host = |step: &Step| matches!(step.op, Op::HostCall(_));
         let mut places = HashMap::new();
@@ -326,6 +509,12 @@ impl Resident {
             }
         }
         Ok(places)
+    }
+
+    /// Whether an operand is a weight in its packed layout.
+    pub(crate) fn is_packed(&self, plan: &Plan, operand: &Operand) -> bool {
+        let Place::Weight(w) = plan.buffer(operand.buffer).place else { return false };
+        matches!(self.places.weights.get(w.idx()), Some(Some(Placed { packed: true, .. })))
     }
 
     /// The element type of an operand as it lies on the device: vectors of weights are F32 there.

@@ -199,7 +199,7 @@ impl Roles {
 }
 
 /// Where a dense operand of 32-bit elements lies in the control block, if it does.
-fn words(plan: &Plan, operand: &Operand) -> Option<Words> {
+pub(crate) fn words(plan: &Plan, operand: &Operand) -> Option<Words> {
     let Place::Control { offset, .. } = plan.buffer(operand.buffer).place else { return None };
     let dense = operand.layout.is_contiguous() && operand.dtype.block_bytes() == 4;
     let len = operand.layout.shape().n_elements();

@@ -4,10 +4,12 @@
 //! middle, and at the end of the context, past every boundary between splits of attention. Block tables point at
 //! scratch blocks only, so nothing that a session owns is read or written.
 
-use refrain_graph::{Place, Plan, SampleParam, Segment};
+use refrain_graph::{Feedback, Place, Plan, SampleParam, Segment};
+use refrain_kernels::{CommitState, Digester};
 use refrain_tensor::DType;
 
 use crate::error::CudaError;
+use crate::feed::{FEED_BYTES, RING_ENTRIES, header};
 use crate::resident::Resident;
 use crate::roles::{Paging, Roles, Words};
 use crate::verify::{Case, Check, N_CASES};
@@ -21,7 +23,9 @@ pub(crate) fn check(
     plan: &Plan,
     segment: &Segment,
     roles: &Roles,
+    feedback: Option<&Feedback>,
     resident: &Resident,
+    digester: &Digester,
 ) -> Result<Check, CudaError> {
     let failed = |e| CudaError::Driver { step: "preparing verification".into(), source: e };
     let live_in = live_in(plan, segment);
@@ -34,6 +38,9 @@ pub(crate) fn check(
         if !control.is_empty() {
             uploads.push((resident.control.slice(0, control.len() as u64).map_err(failed)?, control));
         }
+        if let Some(feedback) = feedback {
+            uploads.push((resident.feed, run_state(feedback, idx).to_vec()));
+        }
         for &(buffer, dtype) in &live_in {
             let buf = resident.buffer(plan, buffer).map_err(failed)?;
             uploads.push((buf, values(dtype, buf.len() as usize, &mut rng)));
@@ -44,11 +51,13 @@ pub(crate) fn check(
                 uploads.push((buf, values(resident.state(state).dtype, buf.len() as usize, &mut rng)));
             }
         }
+        uploads.push((resident.counters, vec![0; resident.counters.len() as usize]));
         cases.push(Case { uploads });
     }
     // A plan that reads nothing but weights, or nothing but integers of unknown meaning, has one state only.
     let only_one = cases.iter().all(|case| *case == cases[0]);
     let mut check = if only_one { Check::of_one_state(cases) } else { Check::new(cases)? };
+    check = check.workspace(resident.scratch).digests(digester.clone());
     for &state in states.iter().filter(|s| !roles.elsewhere.contains(s)) {
         let scratch = resident.state_scratch(state).map_err(failed)?;
         check = check.narrow(resident.state_buf(state).map_err(failed)?, vec![scratch]);
@@ -114,6 +123,15 @@ fn control_block(plan: &Plan, roles: &Roles, resident: &Resident, case: usize, r
     block
 }
 
+/// In the middle of a run, at its last token with a ring that starts over, and with a history that does.
+fn run_state(feedback: &Feedback, case: usize) -> [u8; FEED_BYTES as usize] {
+    let window = (feedback.history.len >> (case / 2)) as u32;
+    let (count, n_left, history_next) =
+        [(3, 100, 1), (u64::from(RING_ENTRIES), 1, 2), (250, 7, window.saturating_sub(1))][case.min(2)];
+    let state = CommitState { done: 0, n_left, limit: u32::MAX, window, history_next, unused: [0; 3] };
+    header(count, &state, &[1, 2])
+}
+
 /// Greedy, then all filters, then all penalties.
 fn sample_param(param: usize, case: usize) -> f32 {
     let set = |p: SampleParam| param == p as usize;
@@ -133,7 +151,8 @@ fn sample_param(param: usize, case: usize) -> f32 {
 }
 
 /// Consecutive positions, and tables that walk through the scratch blocks again and again: rows of a step never share
-/// a place, earlier positions do.
+/// a place, earlier positions do. A single row has the block it writes to for itself where there are two: the launch
+/// that appends its key may also be the one that reads the others.
 fn put_pages(block: &mut [u8], p: &Paging, resident: &Resident, case: usize) {
     let n_scratch = resident.n_scratch().max(1);
     let (n, context) = (p.positions.len, p.max_blocks * p.kv_block);
@@ -142,8 +161,14 @@ fn put_pages(block: &mut [u8], p: &Paging, resident: &Resident, case: usize) {
     let start = [1.min(last), last / 2, last][case.min(2)];
     let positions: Vec<i32> = (0..n).map(|i| if i < n_rows { (start + i) as i32 } else { -1 }).collect();
     let seqs: Vec<i32> = (0..n).map(|i| (i % p.n_seqs.max(1)) as i32).collect();
+    let own = (n_rows == 1 && n_scratch > 1).then_some(start / p.kv_block);
+    let block_of = |column: usize| match own {
+        Some(own) if column == own => 0,
+        Some(_) => 1 + column % (n_scratch - 1),
+        None => column % n_scratch,
+    };
     let tables: Vec<i32> =
-        (0..p.tables.len).map(|i| (p.n_blocks + (i % p.max_blocks) % n_scratch) as i32).collect();
+        (0..p.tables.len).map(|i| (p.n_blocks + block_of(i % p.max_blocks)) as i32).collect();
     put(block, p.positions, &positions);
     put(block, p.seqs, &seqs);
     put(block, p.tables, &tables);

@@ -6,6 +6,7 @@ use refrain_driver::{Graph, Method, NodeKind};
 use refrain_kernels::Origin;
 
 use crate::cache::CacheStats;
+use crate::prefill::PromptProducts;
 use crate::profile::ProfileRow;
 use crate::resident::Accounting;
 use crate::verify::Verified;
@@ -31,10 +32,12 @@ pub struct GraphLine {
     pub unwritten_bytes: u64,
     /// Whether it equals the eager run bit for bit.
     pub bit_exact: bool,
+    /// Whether what it chooses is its next input, so that steps can be sent ahead.
+    pub feeds_itself: bool,
 }
 
 impl GraphLine {
-    pub(crate) fn new(graph: &Verified<Graph>, n_tokens: usize) -> GraphLine {
+    pub(crate) fn new(graph: &Verified<Graph>, n_tokens: usize, feeds_itself: bool) -> GraphLine {
         let (info, report) = (graph.info(), graph.report());
         GraphLine {
             n_tokens,
@@ -46,6 +49,7 @@ impl GraphLine {
             verified_bytes: report.bytes,
             unwritten_bytes: report.unwritten_bytes,
             bit_exact: report.bit_exact,
+            feeds_itself,
         }
     }
 }
@@ -61,6 +65,10 @@ pub struct Status {
     pub cache: CacheStats,
     /// Where the kernels came from.
     pub kernels: Option<Origin>,
+    /// What multiplies the rows of prompts.
+    pub prompt_products: Option<PromptProducts>,
     /// Timings of every launch so far; empty unless [`crate::CudaOptions::profile`] is on.
     pub profile: Vec<ProfileRow>,
+    /// Bytes per second that the card's memory could deliver by its clock and width; `None` where they are unknown.
+    pub peak_bytes_per_second: Option<f64>,
 }

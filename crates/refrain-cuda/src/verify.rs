@@ -3,15 +3,19 @@
 //! For each of three control-block states the plan runs eagerly, with overlap between kernels off, and then as a
 //! replay, each time from the same poisoned memory. Everything it writes must come out equal, bit for bit unless a
 //! kernel declares a tolerance. What was there before is put back, whatever happens.
+//!
+//! Much memory is compared where it lies, by digests; only when those differ is it brought to the host, to find where.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use refrain_driver::{Buf, DriverError, Graph, GraphInfo, Lease, Stream};
 use refrain_graph::Reason;
+use refrain_kernels::Digester;
 
 use crate::error::CudaError;
 use crate::reason::{Stage, reason_of};
-use crate::warm::{Range, WarmPlan, merged};
+use crate::warm::{Range, WarmPlan, Work, merged};
 
 /// How many control-block states a graph is verified with.
 pub const N_CASES: usize = 3;
@@ -19,6 +23,9 @@ pub const N_CASES: usize = 3;
 /// NaN in every float type and -1 in every integer type: a result that nobody wrote, or that was computed from one,
 /// shows.
 const POISON: u8 = 0xFF;
+
+/// Less than this is brought to the host at once: a digest costs a launch for each range.
+const DIGEST_FROM: u64 = 1 << 20;
 
 /// One state to verify with: the bytes that are put in place before each run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -32,6 +39,11 @@ pub struct Case {
 pub struct Check {
     cases: Vec<Case>,
     narrowed: Vec<(Buf, Vec<Buf>)>,
+    /// Poisoned before each run, and of no interest after it.
+    workspace: Option<Buf>,
+    digester: Option<Digester>,
+    /// Memory of which only these parts mean anything between steps.
+    transient: Option<(Buf, Vec<Buf>)>,
 }
 
 impl Check {
@@ -41,12 +53,12 @@ impl Check {
         if different < N_CASES {
             return Err(CudaError::TooFewCases { need: N_CASES, got: different });
         }
-        Ok(Check { cases, narrowed: Vec::new() })
+        Ok(Check::of_one_state(cases))
     }
 
     /// For a plan that has one state only, whatever happens.
     pub(crate) fn of_one_state(cases: Vec<Case>) -> Check {
-        Check { cases, narrowed: Vec::new() }
+        Check { cases, narrowed: Vec::new(), workspace: None, digester: None, transient: None }
     }
 
     /// Of what is declared as written in `whole`, these parts are all that the states of this check can reach: the
@@ -57,6 +69,27 @@ impl Check {
         self
     }
 
+    /// What kernels write there only they read, in the same step: what is wrong with it shows in their results.
+    #[must_use]
+    pub fn workspace(mut self, buf: Buf) -> Check {
+        self.workspace = Some(buf);
+        self
+    }
+
+    /// Compares much memory by digests, which go to the workspace.
+    #[must_use]
+    pub fn digests(mut self, digester: Digester) -> Check {
+        self.digester = Some(digester);
+        self
+    }
+
+    /// Of `whole`, only `live` has to be put back: no step is under way, so nothing else of it will be read.
+    #[must_use]
+    pub fn transient(mut self, whole: Buf, live: Vec<Buf>) -> Check {
+        self.transient = Some((whole, live));
+        self
+    }
+
     /// What the plan writes under this check.
     fn written(&self, warm: &WarmPlan) -> Vec<Range> {
         let space = warm.space();
@@ -64,8 +97,20 @@ impl Check {
             let narrow = self.narrowed.iter().find(|(whole, _)| contains(warm, *whole, buf));
             narrow.map_or_else(|| vec![buf], |(_, parts)| parts.clone())
         };
-        let all = warm.work().iter().flat_map(|work| work.writes().flat_map(parts).collect::<Vec<_>>());
+        let is_result = |buf: &Buf| !self.workspace.is_some_and(|whole| contains(warm, whole, *buf));
+        let writes = |work: &Work| work.writes().filter(is_result).flat_map(parts).collect::<Vec<_>>();
+        let all = warm.work().iter().flat_map(writes);
         merged(all.filter_map(|buf| space.range(buf)).collect())
+    }
+
+    /// Ranges to put back: of what is transient only what lives.
+    fn without_transient(&self, warm: &WarmPlan, ranges: Vec<Range>) -> Vec<Range> {
+        let Some((whole, live)) = &self.transient else { return ranges };
+        let Some(whole) = warm.space().range(*whole) else { return ranges };
+        let inside = |r: &Range| r.region == whole.region && whole.start <= r.start && r.end <= whole.end;
+        let live = live.iter().filter_map(|buf| warm.space().range(*buf)).filter(|r| inside(r));
+        let kept = ranges.iter().copied().filter(|r| !inside(r));
+        merged(kept.chain(live).collect())
     }
 
     fn uploaded(&self, warm: &WarmPlan) -> Vec<Range> {
@@ -177,13 +222,13 @@ pub fn verify(
     let began = Instant::now();
     let written = check.written(warm);
     // Results are read before the next step is sent, so there is nothing of them to keep.
-    let kept = written.iter().filter(|range| !warm.space().is_result(range)).copied();
-    let touched = merged(kept.chain(check.uploaded(warm)).collect());
+    let kept = written.iter().filter(|range| warm.space().is_kept(range)).copied();
+    let touched = check.without_transient(warm, merged(kept.chain(check.uploaded(warm)).collect()));
     let saved = download(stream, lease, warm, &touched)?;
     let compared = compare_cases(&graph, stream, lease, warm, check, &written);
     // Also after a mismatch or a failed replay: whoever runs next must not see what this left. An error of the
     // comparison goes before one of this.
-    let restored = upload(stream, lease, warm, &touched, &saved);
+    let restored = restore(stream, lease, warm, &touched, &saved);
     let mut report = compared?;
     restored?;
     report.took = began.elapsed();
@@ -206,11 +251,17 @@ fn compare_cases(
         bit_exact: true,
         took: Duration::ZERO,
     };
+    if let Some(digests) = Digests::new(warm, check, written) {
+        for (idx, case) in check.cases.iter().enumerate() {
+            report.unwritten_bytes = digests.compare(graph, stream, lease, warm, check, case, idx)?;
+        }
+        return Ok(report);
+    }
     for (idx, case) in check.cases.iter().enumerate() {
-        prepare(stream, lease, warm, written, case)?;
+        prepare(stream, lease, warm, written, check, case)?;
         stream.run(lease, false, |q| warm.enqueue(q))?;
         let eager = download(stream, lease, warm, written)?;
-        prepare(stream, lease, warm, written, case)?;
+        prepare(stream, lease, warm, written, check, case)?;
         graph.replay(lease, stream)?;
         let replayed = download(stream, lease, warm, written)?;
         for ((range, eager), replayed) in written.iter().zip(&eager).zip(&replayed) {
@@ -221,30 +272,126 @@ fn compare_cases(
     Ok(report)
 }
 
+/// Small ranges as they are, and for each chunk of large ones its digest and how much of it is poison.
+type Taken = (Vec<Vec<u8>>, Vec<[u64; 2]>);
+
+/// How much memory is compared without moving it.
+struct Digests<'a> {
+    written: &'a [Range],
+    /// What is digested; the others are few bytes.
+    large: Vec<Range>,
+    small: Vec<Range>,
+    digester: &'a Digester,
+    into: Buf,
+}
+
+impl<'a> Digests<'a> {
+    /// `None` when everything has to be brought to the host: there is little of it, or a tolerance to apply.
+    fn new(warm: &WarmPlan, check: &'a Check, written: &'a [Range]) -> Option<Digests<'a>> {
+        let (digester, into) = (check.digester.as_ref()?, check.workspace?);
+        let is_large = |r: &Range| !warm.space().is_pinned(r) && r.start.is_multiple_of(8);
+        let (large, small): (Vec<Range>, Vec<Range>) = written.iter().partition(|r| is_large(r));
+        let bytes = |f: fn(u64) -> u64| large.iter().map(|r| f(r.end - r.start)).sum::<u64>();
+        let exact = warm.work().iter().all(|work| work.tolerance().is_none());
+        let fits = bytes(Digester::bytes) <= into.len() && into.offset().is_multiple_of(8);
+        (exact && fits && bytes(|n| n) >= DIGEST_FROM).then_some(Digests {
+            written,
+            large,
+            small,
+            digester,
+            into,
+        })
+    }
+
+    /// Runs one case both ways; how many bytes were still poison.
+    #[expect(clippy::too_many_arguments, reason = "what verification is about")]
+    fn compare(
+        &self,
+        graph: &Graph,
+        stream: &mut Stream,
+        lease: &mut Lease,
+        warm: &WarmPlan,
+        check: &Check,
+        case: &Case,
+        idx: usize,
+    ) -> Result<u64, VerifyError> {
+        prepare(stream, lease, warm, self.written, check, case)?;
+        stream.run(lease, false, |q| warm.enqueue(q))?;
+        let eager = self.take(stream, lease, warm)?;
+        prepare(stream, lease, warm, self.written, check, case)?;
+        graph.replay(lease, stream)?;
+        let (small, digest) = self.take(stream, lease, warm)?;
+        for ((range, eager), replayed) in self.small.iter().zip(&eager.0).zip(&small) {
+            compare(warm, *range, eager, replayed, idx)?;
+        }
+        if let Some(chunk) = eager.1.iter().zip(&digest).position(|(a, b)| a[0] != b[0]) {
+            let replayed = download(stream, lease, warm, &self.large)?;
+            prepare(stream, lease, warm, self.written, check, case)?;
+            stream.run(lease, false, |q| warm.enqueue(q))?;
+            let eager = download(stream, lease, warm, &self.large)?;
+            for ((range, eager), replayed) in self.large.iter().zip(&eager).zip(&replayed) {
+                compare(warm, *range, eager, replayed, idx)?;
+            }
+            return Err(self.unsteady(warm, chunk, idx));
+        }
+        let few = eager.0.iter().flatten().filter(|b| **b == POISON).count() as u64;
+        Ok(few + eager.1.iter().map(|chunk| chunk[1]).sum::<u64>())
+    }
+
+    /// The second eager run was as the replay: then it is the eager run that is not the same every time.
+    fn unsteady(&self, warm: &WarmPlan, mut chunk: usize, case: usize) -> VerifyError {
+        let mut at = self.large[0];
+        for range in &self.large {
+            let n = (range.end - range.start).div_ceil(Digester::CHUNK) as usize;
+            at = *range;
+            if chunk < n {
+                break;
+            }
+            chunk -= n;
+        }
+        let byte = at.start + chunk as u64 * Digester::CHUNK;
+        let writer = warm.last_writer(at.region, byte);
+        let launch = writer.map_or_else(|| "nobody".to_owned(), |(work, _)| work.name());
+        let buffer = warm.space().region_name(at.region).to_owned();
+        VerifyError::Mismatch { buffer, element: (byte / 4) as usize, launch, case }
+    }
+
+    fn take(&self, stream: &mut Stream, lease: &mut Lease, warm: &WarmPlan) -> Result<Taken, DriverError> {
+        let small = download(stream, lease, warm, &self.small)?;
+        let (mut launches, mut end) = (Vec::with_capacity(self.large.len()), 0);
+        for range in &self.large {
+            let bytes = Digester::bytes(range.end - range.start);
+            let launch = self.digester.launch(warm.space().buf(*range)?, self.into.slice(end, bytes)?);
+            launches.push(launch.map_err(|e| DriverError::Caller(Arc::new(e)))?);
+            end += bytes;
+        }
+        stream.run(lease, false, |q| launches.iter().try_for_each(|launch| q.launch(launch)))?;
+        let mut bytes = vec![0; end as usize];
+        stream.download(lease, self.into.slice(0, end)?, &mut bytes)?;
+        Ok((small, bytemuck::pod_collect_to_vec(&bytes)))
+    }
+}
+
 /// Poisons what will be written, then puts the case's bytes in place.
 fn prepare(
     stream: &mut Stream,
     lease: &mut Lease,
     warm: &WarmPlan,
     written: &[Range],
+    check: &Check,
     case: &Case,
 ) -> Result<(), DriverError> {
     let space = warm.space();
-    let (results, others): (Vec<Range>, Vec<Range>) =
-        written.iter().partition(|range| space.is_result(range));
+    let (pinned, others): (Vec<Range>, Vec<Range>) = written.iter().partition(|range| space.is_pinned(range));
     stream.run(lease, false, |q| {
         others.iter().try_for_each(|range| q.fill(space.buf(*range)?, POISON))?;
+        check.workspace.iter().filter(|buf| !buf.is_empty()).try_for_each(|buf| q.fill(*buf, POISON))?;
         // Drivers promise copies to pinned memory, not fills: the poison comes from what was filled above.
-        let Some(source) = others.iter().max_by_key(|range| range.end - range.start) else { return Ok(()) };
-        let source = space.buf(*source)?;
-        for range in &results {
-            let mut at = range.start;
-            while at < range.end {
-                let end = range.end.min(at + source.len());
-                let part = space.buf(Range { start: at, end, ..*range })?;
-                q.copy(part, source.slice(0, part.len())?)?;
-                at = end;
-            }
+        let Some(source) = largest(&others) else { return Ok(()) };
+        let source = space.buf(source)?;
+        for range in pinned.iter().flat_map(|range| parts(*range, source.len())) {
+            let part = space.buf(range)?;
+            q.copy(part, source.slice(0, part.len())?)?;
         }
         Ok(())
     })?;
@@ -308,15 +455,38 @@ fn download(
     ranges.iter().map(read).collect()
 }
 
-fn upload(
+/// Puts back what was there. Pinned memory comes first, by way of device memory that is put back after it.
+fn restore(
     stream: &mut Stream,
     lease: &mut Lease,
     warm: &WarmPlan,
     ranges: &[Range],
     contents: &[Vec<u8>],
 ) -> Result<(), DriverError> {
-    ranges.iter().zip(contents).try_for_each(|(range, bytes)| {
-        let buf = warm.space().buf(*range)?;
-        stream.upload(lease, buf, bytes)
-    })
+    let space = warm.space();
+    let device: Vec<Range> = ranges.iter().filter(|range| !space.is_pinned(range)).copied().collect();
+    for (range, bytes) in ranges.iter().zip(contents).filter(|(range, _)| space.is_pinned(range)) {
+        let Some(way) = largest(&device) else { continue };
+        let way = space.buf(way)?;
+        for part in parts(*range, way.len()) {
+            let (from, to) = ((part.start - range.start) as usize, (part.end - range.start) as usize);
+            let (way, part) = (way.slice(0, part.end - part.start)?, space.buf(part)?);
+            stream.upload(lease, way, &bytes[from..to])?;
+            stream.run(lease, false, |q| q.copy(part, way))?;
+        }
+    }
+    for (range, bytes) in ranges.iter().zip(contents).filter(|(range, _)| !space.is_pinned(range)) {
+        stream.upload(lease, space.buf(*range)?, bytes)?;
+    }
+    stream.synchronize()
+}
+
+fn largest(ranges: &[Range]) -> Option<Range> {
+    ranges.iter().max_by_key(|range| range.end - range.start).copied()
+}
+
+/// A range in pieces of at most `len` bytes.
+fn parts(range: Range, len: u64) -> impl Iterator<Item = Range> {
+    let starts = (range.start..range.end).step_by(len.max(1) as usize);
+    starts.map(move |start| Range { start, end: range.end.min(start + len), ..range })
 }

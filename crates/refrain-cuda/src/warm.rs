@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use refrain_driver::{Access, Buf, DriverError, Launch, Memory, Queue};
+use refrain_kernels::BlasLtProduct;
 
 /// One thing a step enqueues.
 #[derive(Clone, Debug)]
@@ -14,6 +15,8 @@ pub enum Work {
         /// How far its F32 results may differ from run to run, relative to each; `None`: not by a bit.
         tolerance: Option<f32>,
     },
+    /// A product by a library.
+    Library(BlasLtProduct),
     /// A copy between buffers of equal length.
     Copy {
         /// The step it belongs to.
@@ -45,6 +48,7 @@ impl Work {
     pub(crate) fn accesses(&self) -> Vec<(Buf, Access)> {
         match self {
             Work::Launch { launch, .. } => launch.accesses().collect(),
+            Work::Library(product) => product.accesses().to_vec(),
             Work::Copy { dst, src, .. } => vec![(*dst, Access::Write), (*src, Access::Read)],
             Work::Fill { dst, .. } => vec![(*dst, Access::Write)],
         }
@@ -58,7 +62,7 @@ impl Work {
     pub(crate) fn tolerance(&self) -> Option<f32> {
         match self {
             Work::Launch { tolerance, .. } => *tolerance,
-            Work::Copy { .. } | Work::Fill { .. } => None,
+            Work::Library(_) | Work::Copy { .. } | Work::Fill { .. } => None,
         }
     }
 
@@ -67,6 +71,7 @@ impl Work {
     pub fn name(&self) -> String {
         match self {
             Work::Launch { launch, .. } => launch.origin().to_string(),
+            Work::Library(product) => format!("cublasLtMatmul of step {:?}", &**product.step()),
             Work::Copy { step, .. } => format!("the copy of step {step:?}"),
             Work::Fill { step, .. } => format!("the fill of step {step:?}"),
         }
@@ -78,6 +83,7 @@ impl Work {
                 let origin = launch.origin();
                 (origin.step.to_string(), origin.kernel.to_string())
             }
+            Work::Library(product) => (product.step().to_string(), "cublasLtMatmul".into()),
             Work::Copy { step, .. } => (step.to_string(), "copy".into()),
             Work::Fill { step, .. } => (step.to_string(), "fill".into()),
         }
@@ -86,6 +92,7 @@ impl Work {
     pub(crate) fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
         match self {
             Work::Launch { launch, .. } => q.launch(launch),
+            Work::Library(product) => product.enqueue(q),
             Work::Copy { dst, src, .. } => q.copy(*dst, *src),
             Work::Fill { dst, byte, .. } => q.fill(*dst, *byte),
         }
@@ -97,8 +104,8 @@ impl Work {
 pub struct Space {
     memory: Arc<Memory>,
     regions: Vec<(String, Buf)>,
-    /// Which region is pinned host memory that holds a step's results and nothing else.
-    results: Option<usize>,
+    /// Regions of pinned host memory, and whether what is in them is kept by whoever works on the memory meanwhile.
+    pinned: Vec<(usize, bool)>,
 }
 
 /// A range of one region of a [`Space`].
@@ -113,19 +120,31 @@ impl Space {
     /// A memory and its whole regions by name.
     #[must_use]
     pub fn new(memory: &Arc<Memory>, regions: Vec<(String, Buf)>) -> Space {
-        Space { memory: Arc::clone(memory), regions, results: None }
+        Space { memory: Arc::clone(memory), regions, pinned: Vec::new() }
     }
 
     /// With one more region, of pinned host memory: what each step writes there is read before the next one.
     #[must_use]
     pub fn with_results(mut self, name: &str, region: Buf) -> Space {
-        self.results = Some(self.regions.len());
+        self.pinned.push((self.regions.len(), false));
         self.regions.push((name.to_owned(), region));
         self
     }
 
-    pub(crate) fn is_result(&self, range: &Range) -> bool {
-        self.results == Some(range.region)
+    /// With one more region, of pinned host memory: a ring, which holds results of several steps.
+    #[must_use]
+    pub fn with_ring(mut self, name: &str, region: Buf) -> Space {
+        self.pinned.push((self.regions.len(), true));
+        self.regions.push((name.to_owned(), region));
+        self
+    }
+
+    pub(crate) fn is_pinned(&self, range: &Range) -> bool {
+        self.pinned.iter().any(|(region, _)| *region == range.region)
+    }
+
+    pub(crate) fn is_kept(&self, range: &Range) -> bool {
+        self.pinned.iter().all(|(region, kept)| *region != range.region || *kept)
     }
 
     /// The memory.

@@ -2,15 +2,17 @@
 
 mod rig;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use refrain_cuda::{CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode};
+use refrain_cuda::{
+    CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode, LoadEvent, LoadListener,
+};
 use refrain_driver::api::Census;
 use refrain_driver::sim::{Call, FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
-use refrain_engine::{BackendRunner, Engine, RunnerOptions, SamplingParams, SamplingRow, StepKind};
-use refrain_graph::{Backend, ControlBlock, Io, Ran, Reason, RunError, fuse};
+use refrain_engine::{Ahead, BackendRunner, Engine, RunnerOptions, SamplingParams, SamplingRow, StepKind};
+use refrain_graph::{Backend, ControlBlock, Io, Op, Ran, Reason, RunError, fuse};
 use refrain_models::{Head, KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
 use rig::{Rig, Talk, model, n_decoded, options, sim, talk};
@@ -93,7 +95,7 @@ fn a_fault_in_the_middle_of_a_text_is_final_and_says_where() {
         text
     };
     let text = chain(&error);
-    assert!(text.contains("700") && text.contains("step of 1 tokens") && text.contains("sample"), "{text}");
+    assert!(text.contains("700") && text.contains("step of 1 token") && text.contains("commit"), "{text}");
     let again = rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
     assert!(chain(&again).contains("700"));
     assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 2);
@@ -112,6 +114,28 @@ fn a_driver_that_does_not_return_is_reported_by_the_deadline() {
     rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
     assert!(began.elapsed() < Duration::from_secs(5));
     sim.release_hung();
+}
+
+#[test]
+fn a_driver_call_that_does_not_return_while_a_plan_is_made_ready_is_reported_long_before_the_plan_is_late() {
+    for hang in ["end_capture", "instantiate", "replay"] {
+        let mut options = options(GraphMode::Auto, Method::Stream);
+        options.call_limit = Duration::from_millis(200);
+        let (sim, mut rig) = small("llama", options);
+        sim.inject(FaultScript::parse(&format!("on 1st {hang}: hang")).unwrap());
+        let began = Instant::now();
+        let error = rig.engine.plan(1).unwrap_err();
+        assert!(began.elapsed() < Duration::from_secs(10), "{hang}: {:?}", began.elapsed());
+        let mut text = error.to_string();
+        let mut at = std::error::Error::source(&error);
+        while let Some(source) = at {
+            text = format!("{text}: {source}");
+            at = source.source();
+        }
+        assert!(text.contains("compiling a plan, in cu"), "{hang}: {text}");
+        assert_eq!(sim.unused_faults(), [""; 0]);
+        sim.release_hung();
+    }
 }
 
 #[test]
@@ -222,13 +246,44 @@ fn profiling_times_every_launch_and_says_why_steps_are_eager() {
     let rows = direct.backend.monitor().status().profile;
     assert!(rows.iter().all(|r| r.n % 2 == 0 && r.bytes > 0), "{rows:?}");
     assert!(rows.iter().any(|r| r.kernel.starts_with("linear_") && r.step.contains("ffn_down")), "{rows:?}");
+    let timeline = direct.backend.monitor().timeline();
+    let (steps, spans) = (&timeline.steps, &timeline.spans);
+    assert_eq!((steps.len(), steps[0].n_tokens, timeline.n_steps_left_out), (2, 1, 0));
+    assert_eq!(spans.len(), 2 * steps[1].first_span, "both steps have the same launches");
+    assert_eq!(spans.iter().map(|s| s.bytes).sum::<u64>(), rows.iter().map(|r| r.bytes).sum::<u64>());
+    assert!(spans.windows(2).all(|w| w[0].start_ms + w[0].ms <= w[1].start_ms + 1e-6), "{spans:?}");
     let mut strict =
         Direct::new(CudaOptions { profile: true, ..options(GraphMode::Require, Method::Stream) });
     assert!(format!("{:?}", strict.run()).contains("Profiling"));
 }
 
 #[test]
-fn products_of_the_same_rows_are_one_launch_and_rope_is_one_with_its_appends() {
+fn a_profile_counts_what_a_step_reads_of_cache_and_table_not_all_of_them() {
+    let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
+    direct.set("tables", &[2, 0, 1, 3]);
+    let mut attention_bytes = |position: i32| {
+        direct.set("positions", &[position]);
+        direct.run().unwrap();
+        let (rows, timeline) =
+            (direct.backend.monitor().status().profile, direct.backend.monitor().timeline());
+        let last = &timeline.spans[timeline.steps.last().unwrap().first_span..];
+        let of = |kernel: &str| {
+            let spans = last.iter().filter(|s| rows[s.row].kernel.starts_with(kernel));
+            spans.map(|s| s.bytes).collect::<Vec<u64>>()
+        };
+        (of("attend")[0], of("gather_rows")[0])
+    };
+    let (at_9, at_19) = (attention_bytes(9), attention_bytes(19));
+    let plan = direct.backend.plan(&direct.compiled);
+    let n_layers = plan.steps().iter().filter(|s| matches!(s.op, Op::Attention(_))).count();
+    let cache = (plan.traffic().kv_bytes(1) / n_layers) as u64;
+    assert_eq!(at_19.0 - at_9.0, 10 * cache, "ten positions more of keys and values");
+    assert_eq!(at_9.1, at_19.1, "looking a row up costs the same anywhere");
+    assert!(at_9.1 < 4096, "one row of the table, not all of it: {}", at_9.1);
+}
+
+#[test]
+fn products_of_the_same_rows_are_one_launch_and_so_is_all_from_rope_to_attention() {
     let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
     direct.run().unwrap();
     let rows = direct.backend.monitor().status().profile;
@@ -237,8 +292,8 @@ fn products_of_the_same_rows_are_one_launch_and_rope_is_one_with_its_appends() {
     };
     assert!(holds("linear_", &["attn_q", "attn_k", "attn_v"]), "{rows:?}");
     assert!(holds("linear_", &["ffn_up", "ffn_gate"]), "{rows:?}");
-    assert!(holds("rope_kv_", &["rope", "kv_append"]), "{rows:?}");
-    assert!(!holds("kv_append_", &[]) && !holds("rope_neox", &[]) && !holds("rope_inter", &[]), "{rows:?}");
+    assert!(holds("attend_", &["rope", "kv_append", "attention"]), "{rows:?}");
+    assert!(!holds("rope_", &[]) && !holds("kv_append_", &[]) && !holds("attention_", &[]), "{rows:?}");
 }
 
 #[test]
@@ -286,8 +341,9 @@ fn life(sim: &SimDriver, model: &Arc<Model>) -> Result<Vec<(u32, u32)>, Box<dyn 
     let (mut session, mut row) = (engine.open(), SamplingRow::new(&SamplingParams::greedy()));
     let mut chosen = engine.prompt(&mut session, &[1, 17, 5], &mut row, |_| true)?;
     let mut said = vec![(chosen.token, chosen.logprob.to_bits())];
-    for _ in 0..4 {
-        chosen = engine.decode(&mut session, chosen.token, &mut row)?;
+    for n_tokens in (1..=6).rev() {
+        let ahead = Ahead { n_tokens, end: &[] };
+        chosen = engine.follow(&mut session, chosen.token, &mut row, &ahead)?;
         said.push((chosen.token, chosen.logprob.to_bits()));
     }
     Ok(said)
@@ -346,4 +402,38 @@ fn a_call_that_fails_at_any_point_gives_the_same_text_or_an_error_and_the_next_l
         }
     }
     assert!(n_text > 50 && n_error > 50, "{n_text} lives gave the text, {n_error} an error");
+}
+
+#[test]
+fn memory_is_told_before_it_is_allocated_and_weights_while_they_are_sent() {
+    let (sim, device) = sim("");
+    let events: Arc<Mutex<Vec<(LoadEvent, u64)>>> = Arc::default();
+    let (heard, probe) = (Arc::clone(&events), sim.clone());
+    let on_load =
+        LoadListener::new(move |event| heard.lock().unwrap().push((event, probe.stats().live.bytes)));
+    let options = CudaOptions { on_load, ..options(GraphMode::Require, Method::Stream) };
+    let before = {
+        let backend = CudaBackend::on(&device, options).unwrap();
+        let before = sim.stats();
+        let runner = RunnerOptions { context: 64, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
+        let mut engine =
+            Engine::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 64);
+        engine.plan(1).unwrap();
+        before
+    };
+    let events = events.lock().unwrap();
+    let (LoadEvent::Planned(memory), live_bytes) = events[0] else { panic!("{events:?}") };
+    assert_eq!(live_bytes, before.live.bytes, "nothing was allocated yet");
+    assert!(memory.weight_bytes > 0 && memory.kv_bytes > 0 && memory.total() < memory.free_bytes);
+    assert!(memory.free_bytes <= memory.device_bytes);
+    let sent: Vec<(u64, u64)> = events[1..]
+        .iter()
+        .map(|(event, _)| match event {
+            LoadEvent::Sent { done_bytes, total_bytes } => (*done_bytes, *total_bytes),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert!(sent.windows(2).all(|w| w[0].0 <= w[1].0), "{sent:?}");
+    let (done, total) = sent[sent.len() - 1];
+    assert!(done == total && total <= memory.weight_bytes, "{sent:?}");
 }

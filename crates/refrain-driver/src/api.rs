@@ -265,6 +265,14 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
+    /// Bytes per second that its memory could deliver by clock and width; `None` where they are unknown.
+    #[must_use]
+    pub fn peak_bytes_per_second(&self) -> Option<f64> {
+        // Two transfers per clock.
+        let peak = f64::from(self.memory_khz) * 1e3 * 2.0 * f64::from(self.bus_bits) / 8.0;
+        (peak > 0.0).then_some(peak)
+    }
+
     /// A description with everything unknown, to be filled in by an implementation.
     #[must_use]
     pub fn named(name: &str) -> DeviceInfo {
@@ -483,6 +491,11 @@ pub trait Api: Send + Sync {
     /// use after free, guard zones overwritten. Empty on a real one.
     fn take_reports(&self) -> Vec<String> {
         Vec::new()
+    }
+    /// A number that changes while device work is being done inside a call, as on the simulated device. 0 on a real one,
+    /// whose calls do not work.
+    fn n_done(&self) -> u64 {
+        0
     }
 
     /// `cuDriverGetVersion`: 13000 for CUDA 13.0.

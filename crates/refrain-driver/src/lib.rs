@@ -100,6 +100,7 @@ mod event;
 mod stream;
 
 mod health; // is the device still good
+mod inside; // which driver call the device thread is in
 mod protocol; // what threads agree on, checked under every interleaving
 mod shared; // what all handles of a device share
 mod watchdog; // breaks a recording off

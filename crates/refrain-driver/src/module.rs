@@ -157,6 +157,14 @@ impl Function {
         Ok(())
     }
 
+    /// Asks for as much of a multiprocessor's memory as shared memory as there can be. Kernels that want different
+    /// divisions cannot be on a multiprocessor together: the next one waits until the last has left, whatever was said
+    /// about starting early.
+    pub fn prefer_shared(&self) -> Result<(), DriverError> {
+        self.inner.module.shared().refuse_while_recording("setting a function attribute", 0)?;
+        self.set(FunctionAttribute::PreferredSharedCarveout, 100)
+    }
+
     /// Allows clusters of more than eight blocks.
     pub fn allow_large_clusters(&self) -> Result<(), DriverError> {
         self.inner.module.shared().refuse_while_recording("setting a function attribute", 0)?;

@@ -236,7 +236,10 @@ impl<'a> Capture<'a> {
 
     fn end_now(&self) -> Result<OwnedGraph, (DriverError, Option<Code>)> {
         let shared = self.shared;
-        let end = || shared.raw(|api| api.stream_end_capture(self.stream));
+        let end = || {
+            let _inside = shared.inside.enter("cuStreamEndCapture");
+            shared.raw(|api| api.stream_end_capture(self.stream))
+        };
         let code = match end() {
             Ok(Ok(handle)) => return Ok(OwnedGraph { shared: Arc::clone(shared), handle }),
             Ok(Err(code)) => code,

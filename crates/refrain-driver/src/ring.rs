@@ -31,6 +31,7 @@ pub struct Ring {
     words: Words,
     buf: Buf,
     payload_bytes: usize,
+    n_entries: u64,
     entries: Entries,
 }
 
@@ -81,11 +82,23 @@ impl Ring {
             words: Words { memory: Arc::clone(memory), base },
             buf,
             payload_bytes,
+            n_entries: u64::from(n_entries),
             entries: Entries::new(u64::from(n_entries)),
         };
-        (0..u64::from(n_entries)).for_each(|i| ring.words.at(ring.entry(i)).store(0, Ordering::Relaxed));
-        ring.words.at(0).store(0, Ordering::Release);
+        ring.clear();
         Ok(ring)
+    }
+
+    /// Begins anew, as if it had just been made: what was on its way is forgotten, and the next result has number 1.
+    /// No step may be under way that writes to it, and its count of results must become 0 before the next one.
+    pub fn restart(&mut self) {
+        self.entries = Entries::new(self.n_entries);
+        self.clear();
+    }
+
+    fn clear(&self) {
+        (0..self.n_entries).for_each(|i| self.words.at(self.entry(i)).store(0, Ordering::Relaxed));
+        self.words.at(0).store(0, Ordering::Release);
     }
 
     /// The whole ring, as a kernel argument.
@@ -104,6 +117,12 @@ impl Ring {
     #[must_use]
     pub fn n_pending(&self) -> u64 {
         self.entries.n_pending()
+    }
+
+    /// Whether the next result is there.
+    #[must_use]
+    pub fn has_next(&self) -> bool {
+        self.words.at(self.entry(self.entries.next_idx())).load(Ordering::Acquire) > self.entries.n_taken()
     }
 
     /// Takes the next result if it is there, and returns its number.

@@ -11,6 +11,7 @@ use crate::api::{
     ModuleHandle, Raw, StreamHandle,
 };
 use crate::error::{DriverError, Lost, Origin};
+use crate::inside::Inside;
 use crate::probe::Probe;
 use crate::protocol::gate::Gate;
 use crate::protocol::sync::lock;
@@ -29,6 +30,8 @@ pub(crate) struct Shared {
     gate: Gate<Garbage>,
     recorded_stream: Mutex<Option<StreamHandle>>,
     pub(crate) watchdog: Watchdog,
+    /// The driver call that the device thread is in.
+    pub(crate) inside: Inside,
     /// Set once, right after opening.
     pub(crate) probe: OnceLock<Probe>,
 }
@@ -74,6 +77,7 @@ impl Shared {
             gate: Gate::new(),
             recorded_stream: Mutex::new(None),
             watchdog: Watchdog::new(),
+            inside: Inside::new(),
             probe: OnceLock::new(),
         }
     }
@@ -85,10 +89,12 @@ impl Shared {
         what: &'static str,
         f: impl FnOnce(&dyn Api) -> Raw<T>,
     ) -> Result<T, DriverError> {
+        let _inside = self.inside.enter(what);
         self.raw(f)?.map_err(|code| self.fail(what, code))
     }
 
-    /// Like [`Shared::call`], for a caller that decides itself what a code means.
+    /// Like [`Shared::call`], for a caller that decides itself what a code means. What takes its time by nature (an
+    /// allocation, a module's compilation) comes this way too: it is not watched for not returning.
     #[inline]
     pub(crate) fn raw<T>(&self, f: impl FnOnce(&dyn Api) -> Raw<T>) -> Result<Raw<T>, DriverError> {
         self.check_lost()?;
@@ -111,7 +117,10 @@ impl Shared {
     ) -> Result<(), DriverError> {
         let start = Instant::now();
         loop {
-            match self.raw(&mut ready)? {
+            let inside = self.inside.enter(what);
+            let answer = self.raw(&mut ready)?;
+            drop(inside);
+            match answer {
                 Ok(()) => return Ok(()),
                 Err(Code::NOT_READY) => {}
                 Err(code) => return Err(self.fail(what, code)),
@@ -205,7 +214,10 @@ impl Shared {
 
     /// Asks the driver about one stream. A code of the capture family is itself an answer.
     pub(crate) fn probe_status(&self, stream: StreamHandle) -> Result<CaptureStatus, DriverError> {
-        match self.raw(|api| api.stream_is_capturing(stream))? {
+        let inside = self.inside.enter("cuStreamIsCapturing");
+        let answer = self.raw(|api| api.stream_is_capturing(stream))?;
+        drop(inside);
+        match answer {
             Ok(status) => Ok(status),
             Err(Code::STREAM_CAPTURE_INVALIDATED | Code::STREAM_CAPTURE_ISOLATION) => {
                 Ok(CaptureStatus::Invalidated)
@@ -241,8 +253,14 @@ impl Shared {
     }
 
     pub(crate) fn empty_bin(&self) {
-        for garbage in self.gate.empty() {
+        let mut garbage = self.gate.empty().into_iter();
+        while self.lost.get().is_none() {
+            let Some(garbage) = garbage.next() else { return };
             self.destroy(garbage);
+        }
+        // What ended the context was told; its objects went with it, each of them is no news.
+        if garbage.len() > 0 {
+            tracing::debug!("{} driver objects went with the lost context", garbage.len());
         }
     }
 
@@ -255,8 +273,10 @@ impl Shared {
             Garbage::Event(e) => api.event_destroy(e),
             Garbage::Stream(s) => api.stream_destroy(s),
         });
-        if let Err(error) = result {
-            tracing::warn!(?garbage, "{error}");
+        match result {
+            // The loss itself is told where it is noticed.
+            Ok(()) | Err(DriverError::ContextLost(_)) => {}
+            Err(error) => tracing::warn!(?garbage, "{error}"),
         }
     }
 }

@@ -135,13 +135,19 @@ impl Stream {
 
     /// Writes bytes to the memory and waits until they are there.
     pub fn upload(&mut self, lease: &mut Lease, dst: Buf, bytes: &[u8]) -> Result<(), DriverError> {
+        self.upload_ahead(lease, dst, bytes)?;
+        self.synchronize()
+    }
+
+    /// As [`Stream::upload`], but returns when all bytes have left `bytes`: the last of them are still on their way. While
+    /// the device copies one pinned slot, the host fills the next; what follows goes on where this ends.
+    pub fn upload_ahead(&mut self, lease: &mut Lease, dst: Buf, bytes: &[u8]) -> Result<(), DriverError> {
         self.usable("upload", bytes.len() as u64)?;
         check_len("an upload", dst, bytes.len())?;
         let mut transfers = self.take_transfers()?;
         let result = self.upload_in_parts(lease, &mut transfers, dst, bytes);
         self.transfers = Some(transfers);
-        result?;
-        self.synchronize()
+        result
     }
 
     fn upload_in_parts(

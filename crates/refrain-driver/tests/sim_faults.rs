@@ -219,6 +219,16 @@ fn a_script_takes_many_rules_comments_and_spellings() {
 }
 
 #[test]
+fn rules_that_never_happened_are_told() {
+    let b =
+        Bench::with_faults("on 99th wait: fail 1; on every 3rd launch during capture : hang # twice unused");
+    assert_eq!(b.sim.unused_faults(), ["on 99th wait: fail 1", "on every 3rd launch during capture : hang"]);
+    b.sim.inject(FaultScript::parse("on 1st wait: fail 1").expect("a script"));
+    assert_eq!(b.sim.stream_synchronize(b.s), Err(Code(1)));
+    assert_eq!(b.sim.unused_faults().len(), 2, "the new one happened");
+}
+
+#[test]
 fn what_cannot_be_understood_is_named_with_a_hint() {
     let cases = [
         ("launch", "has no `:`", "on 3rd launch: illegal address"),

@@ -105,6 +105,34 @@ fn dropping_a_worker_that_hangs_does_not_hang() {
 }
 
 #[test]
+fn a_driver_call_that_does_not_return_is_reported_by_its_own_limit() {
+    let (sim, device) = device();
+    let mut worker = device.spawn(LONG, Bed::with_context).unwrap();
+    worker.set_call_limit(Duration::from_millis(50));
+    sim.inject(faults("on 1st instantiate: hang"));
+    let start = Instant::now();
+    let long = Duration::from_secs(600);
+    let error = worker.call("preparing", long, |bed| bed.record(Method::Nodes).map(drop)).unwrap_err();
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(error.to_string().contains("\"preparing, in cuGraphInstantiate\""), "{error}");
+    assert!(matches!(worker.call("next", long, |_| Ok(())), Err(DriverError::NoAnswer { .. })));
+    sim.release_hung();
+}
+
+#[test]
+fn work_that_takes_its_time_outside_of_driver_calls_is_not_taken_for_one_that_hangs() {
+    let (_sim, device) = device();
+    let mut worker = device.spawn(LONG, Bed::with_context).unwrap();
+    worker.set_call_limit(Duration::from_millis(300));
+    let slow = worker.call("thinking", LONG, |bed| {
+        std::thread::sleep(Duration::from_millis(700));
+        bed.check_good();
+        Ok(7)
+    });
+    assert_eq!(slow.unwrap(), 7);
+}
+
+#[test]
 fn no_answer_names_what_the_thread_is_busy_with_and_the_last_launch() {
     let (sim, device) = device();
     let worker = device.spawn(LONG, Bed::with_context).unwrap();
@@ -116,5 +144,32 @@ fn no_answer_names_what_the_thread_is_busy_with_and_the_last_launch() {
     sim.inject(faults("on 2nd launch: hang"));
     let error = worker.call("decode", Duration::from_millis(50), run).unwrap_err().to_string();
     assert!(error.contains("\"decode\"") && error.contains("refrain_probe_fill"), "{error}");
+    sim.release_hung();
+}
+
+#[test]
+fn posted_work_runs_in_order_and_a_panic_in_it_ends_nothing_else() {
+    let (_sim, device) = device();
+    let worker = device.spawn(LONG, |_| Ok(Vec::new())).unwrap();
+    for i in 0..5 {
+        worker.post("counting", move |seen: &mut Vec<i32>| seen.push(i)).unwrap();
+    }
+    worker.post("a mistake", |_| panic!("of the poster")).unwrap();
+    worker.post("counting", |seen| seen.push(5)).unwrap();
+    assert_eq!(worker.call("asking", LONG, |seen| Ok(seen.clone())).unwrap(), [0, 1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn posted_work_that_hangs_is_overdue_and_then_nothing_more_is_taken() {
+    let (sim, device) = device();
+    let worker = device.spawn(LONG, Bed::with_context).unwrap();
+    sim.inject(faults("on 1st launch: hang"));
+    worker.post("recording", |bed| drop(bed.record(Method::Stream))).unwrap();
+    while sim.stats().n_hung == 0 {
+        std::thread::yield_now();
+    }
+    let error = worker.overdue("a step", Duration::from_millis(50)).to_string();
+    assert!(error.contains("a step") && error.contains("\"recording\""), "{error}");
+    assert!(matches!(worker.post("more", |_| ()), Err(DriverError::NoAnswer { .. })));
     sim.release_hung();
 }

@@ -71,6 +71,12 @@ pub enum EngineError {
         /// Name of the output.
         name: &'static str,
     },
+    /// A step of a run was asked for, and none was begun.
+    #[error("no run of decode steps has begun")]
+    NoRun,
+    /// The decode step's choice cannot become its next input.
+    #[error("the decode step cannot feed itself: its token or position is not a step input")]
+    NoFeedback,
     /// All KV blocks are taken.
     #[error(transparent)]
     OutOfBlocks(#[from] OutOfBlocks),
@@ -142,6 +148,8 @@ impl EngineError {
             | EngineError::Control(_)
             | EngineError::Cancelled
             | EngineError::NoOutput { .. }
+            | EngineError::NoRun
+            | EngineError::NoFeedback
             | EngineError::Sampling(_) => None,
         }
     }

@@ -23,9 +23,11 @@ pub struct Tally {
     pub eager: u64,
     /// Steps that failed.
     pub failed: u64,
+    /// Steps that were sent ahead and that nobody needed: the text had ended. They are in none of the other counts.
+    pub unused: u64,
     /// Tokens that went through.
     pub tokens: u64,
-    /// Wall time of all steps.
+    /// Wall time of all steps. Where steps are sent ahead, a step's time is from the result before it to its own.
     pub total: Duration,
     /// The fastest step.
     pub fastest: Option<Duration>,
@@ -36,7 +38,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Steps of any outcome.
+    /// Steps of any outcome that somebody needed.
     pub fn steps(&self) -> u64 {
         self.replayed + self.eager + self.failed
     }
@@ -60,6 +62,9 @@ impl fmt::Display for Tally {
         write!(f, "{steps} step{s}, {} replayed, {} eager", self.replayed, self.eager)?;
         if self.failed > 0 {
             write!(f, ", {} failed", self.failed)?;
+        }
+        if self.unused > 0 {
+            write!(f, ", {} ahead in vain", self.unused)?;
         }
         let mut reasons: Vec<_> = self.reasons().collect();
         reasons.sort_by_key(|(_, n, _)| std::cmp::Reverse(*n));
@@ -110,6 +115,11 @@ impl Ledger {
         tally.failed += 1;
         tally.total += took;
         note(tally, reason);
+    }
+
+    /// Enters steps that were sent ahead and not needed.
+    pub fn unused(&mut self, kind: StepKind, n: u64) {
+        self.tally_mut(kind).unused += n;
     }
 
     /// Counts and times of one kind of step.

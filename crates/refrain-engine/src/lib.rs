@@ -10,6 +10,7 @@ mod blocks; // who owns which part of the cache
 mod sampling; // how a token is chosen
 mod runner; // one step on one device
 mod session; // prompts, tokens, positions
+mod follow; // one token after the other
 mod stop; // where a text ends
 mod perplexity; // how well a model predicts a text
 mod ledger; // how each step ran
@@ -17,9 +18,10 @@ mod error;
 
 pub use blocks::{BlockPool, OutOfBlocks};
 pub use error::EngineError;
+pub use follow::Ahead;
 pub use ledger::{Ledger, StepKind, Tally};
 pub use perplexity::{Perplexity, PerplexityOptions, perplexity};
-pub use runner::{BackendRunner, Runner, RunnerOptions, StepOut, StepRequest, Want};
+pub use runner::{BackendRunner, RunEnd, Runner, RunnerOptions, StepOut, StepRequest, Want};
 pub use sampling::{HISTORY, MAX_BIAS, SamplingError, SamplingParams, SamplingRow};
 pub use session::{Chosen, Engine, Session};
 pub use stop::{StopFilter, Verdict};

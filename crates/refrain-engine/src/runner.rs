@@ -2,9 +2,11 @@
 
 use crate::error::EngineError;
 use crate::sampling::{HISTORY, MAX_BIAS, SamplingRow};
-use refrain_graph::{Backend, ControlBlock, ControlLayout, InputId, Io, Plan, Ran, fuse};
+use refrain_graph::{Backend, Committed, ControlBlock, ControlLayout, Feedback, InputId, Io, Plan, Ran};
+use refrain_graph::{Run, RunLimits, fuse};
 use refrain_models::{Head, KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// What to compute from a run of tokens besides filling the cache.
@@ -43,16 +45,34 @@ pub struct StepOut {
     pub logits: Vec<f32>,
 }
 
+/// Where a run of decode steps ends by itself.
+#[derive(Clone, Copy, Debug)]
+pub struct RunEnd<'a> {
+    /// Positions that the sequence may have.
+    pub n_positions: usize,
+    /// Tokens that end it.
+    pub tokens: &'a [u32],
+}
+
 /// A model on a device.
 pub trait Runner: Send {
     /// Name of the backend.
     fn backend(&self) -> &'static str;
     /// Runs one step.
     fn step(&mut self, request: &StepRequest<'_>, out: &mut StepOut) -> Result<Ran, EngineError>;
+    /// Begins a run of decode steps that feed themselves, at a request for one token and a choice, and sends none of
+    /// them yet. Gives how many may be under way at once. A run before it must be finished.
+    fn begin(&mut self, request: &StepRequest<'_>, end: RunEnd<'_>) -> Result<usize, EngineError>;
+    /// Sends `n` more steps of the run; `table` covers their positions.
+    fn send(&mut self, table: &[u32], n: usize) -> Result<(), EngineError>;
+    /// Waits for the oldest step of the run that was not taken yet. After an error the run must be finished.
+    fn take(&mut self) -> Result<Committed, EngineError>;
+    /// Ends the run, if there is one: waits until no step of it is under way, and says how many nobody took.
+    fn finish(&mut self) -> Result<usize, EngineError>;
     /// The plan of a step over `n_tokens` tokens that ends in sampling.
     fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError>;
     /// The kernels of that plan, each with the (first) step it runs.
-    fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, EngineError>;
+    fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError>;
     /// How weights lie on the device, with the bytes of each layout.
     fn layouts(&self) -> Vec<(String, usize)>;
     /// The cache's measures.
@@ -92,6 +112,7 @@ pub struct BackendRunner<B: Backend> {
     max_tokens: usize,
     // Most recently used last. Prompts end in pieces of any size, so old sizes are dropped.
     compiled: Vec<Prepared<B>>,
+    run: Option<(StepSpec, Run)>,
     scratch: Vec<i32>,
 }
 
@@ -132,6 +153,7 @@ impl<B: Backend> BackendRunner<B> {
             kv,
             max_tokens,
             compiled: Vec::new(),
+            run: None,
             scratch: Vec::new(),
         })
     }
@@ -162,6 +184,18 @@ impl<B: Backend> BackendRunner<B> {
         let (control, inputs) = (ControlBlock::new(&layout), Inputs::find(&layout));
         self.compiled.push(Prepared { spec, compiled, control, inputs });
         Ok(self.compiled.len() - 1)
+    }
+
+    /// The run, with the compiled step that it is of.
+    #[expect(clippy::type_complexity, reason = "the parts of one struct, borrowed apart")]
+    fn running(
+        &mut self,
+    ) -> Result<(&mut B, &B::Weights, &mut B::States, &mut B::Compiled, &mut Run), EngineError> {
+        let (Some((spec, run)), compiled) = (&mut self.run, &mut self.compiled) else {
+            return Err(EngineError::NoRun);
+        };
+        let prepared = compiled.iter_mut().find(|c| c.spec == *spec).ok_or(EngineError::NoRun)?;
+        Ok((&mut self.backend, &self.weights, &mut self.states, &mut prepared.compiled, run))
     }
 }
 
@@ -206,13 +240,48 @@ where
         Ok(ran)
     }
 
+    fn begin(&mut self, request: &StepRequest<'_>, end: RunEnd<'_>) -> Result<usize, EngineError> {
+        let Want::Sample(row) = request.want else { return Err(EngineError::NoRun) };
+        let spec = self.spec(request.tokens.len(), Head::Sample { history: HISTORY, n_bias: MAX_BIAS });
+        let idx = self.prepare(spec)?;
+        let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
+        inputs.fill(control, request, &mut self.scratch)?;
+        let feedback = Feedback::of(self.backend.plan(compiled)).ok_or(EngineError::NoFeedback)?;
+        let (window, history_next) = row.window();
+        let limits =
+            RunLimits { n_positions: end.n_positions, end: end.tokens.to_vec(), window, history_next };
+        self.run = Some((spec, Run::new(feedback, control.clone(), limits)));
+        Ok(self.backend.ahead(compiled).max(1))
+    }
+
+    fn send(&mut self, table: &[u32], n: usize) -> Result<(), EngineError> {
+        let (backend, weights, states, compiled, run) = self.running()?;
+        run.set_table(table);
+        Ok(backend.send(compiled, weights, states, run, n)?)
+    }
+
+    fn take(&mut self) -> Result<Committed, EngineError> {
+        let (backend, _, _, compiled, run) = self.running()?;
+        Ok(backend.take(compiled, run)?)
+    }
+
+    fn finish(&mut self) -> Result<usize, EngineError> {
+        if self.run.is_none() {
+            return Ok(0);
+        }
+        let (backend, _, _, compiled, run) = self.running()?;
+        let finished = backend.finish(compiled, run);
+        self.run = None;
+        Ok(finished?)
+    }
+
     fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError> {
         let head = Head::Sample { history: HISTORY, n_bias: MAX_BIAS };
         let idx = self.prepare(self.spec(n_tokens, head))?;
         Ok(self.backend.plan(&self.compiled[idx].compiled))
     }
 
-    fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, EngineError> {
+    fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError> {
         let head = Head::Sample { history: HISTORY, n_bias: MAX_BIAS };
         let idx = self.prepare(self.spec(n_tokens, head))?;
         Ok(self.backend.kernels(&self.compiled[idx].compiled))

@@ -61,6 +61,20 @@ pub struct SamplingError {
     pub want: String,
 }
 
+impl SamplingError {
+    /// What to do about it.
+    pub fn hint(&self) -> String {
+        let usual = match self.name {
+            "temperature" => "0 always takes the likeliest token, 0.6 to 1 is usual",
+            "top-p" => "1 keeps all tokens, 0.9 to 0.95 is usual",
+            "min-p" => "0 keeps all tokens, 0.05 is usual",
+            "repeat penalty" => "1 changes nothing, 1.05 to 1.2 is usual",
+            _ => return format!("give a {} that is {}", self.name, self.want),
+        };
+        format!("for the {}, {usual}", self.name)
+    }
+}
+
 impl SamplingParams {
     /// Always the most probable token.
     pub fn greedy() -> SamplingParams {
@@ -144,6 +158,18 @@ impl SamplingRow {
             row.bias[i] = bias;
         }
         row
+    }
+
+    /// How many places of the history are in use, and which of them is written next.
+    pub(crate) fn window(&self) -> (usize, usize) {
+        let n = self.history[..self.window].iter().take_while(|t| **t >= 0).count();
+        (self.window, if n == self.window { 0 } else { n })
+    }
+
+    /// Whether another row chooses by the same rules, whatever its position and its recent tokens.
+    pub(crate) fn has_rules_of(&self, other: &SamplingRow) -> bool {
+        let rules = |row: &SamplingRow| (row.params.map(f32::to_bits), row.window, row.rng[0], row.rng[1]);
+        rules(self) == rules(other) && self.bias_ids == other.bias_ids && self.bias == other.bias
     }
 
     /// Sets what changes from token to token: the position that is chosen and the tokens before it.

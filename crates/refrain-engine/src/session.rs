@@ -2,11 +2,13 @@
 
 use crate::blocks::{BlockPool, SharedPool, Table};
 use crate::error::EngineError;
+use crate::follow::Following;
 use crate::ledger::{Ledger, StepKind};
 use crate::runner::{Runner, StepOut, StepRequest, Want};
 use crate::sampling::SamplingRow;
 use refrain_graph::Plan;
 use refrain_models::Model;
+use std::borrow::Cow;
 use std::time::Instant;
 
 /// A token that was chosen.
@@ -21,8 +23,10 @@ pub struct Chosen {
 /// One sequence of one engine: what has been evaluated, and where its KV lies. Dropping it gives its blocks back.
 #[derive(Debug)]
 pub struct Session {
-    tokens: Vec<u32>,
-    table: Table,
+    /// Never used twice by an engine.
+    pub(crate) id: u64,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) table: Table,
 }
 
 impl Session {
@@ -34,11 +38,14 @@ impl Session {
 
 /// A model on a device, with the cache its sessions share.
 pub struct Engine {
-    runner: Box<dyn Runner>,
+    pub(crate) runner: Box<dyn Runner>,
     blocks: SharedPool,
-    ledger: Ledger,
-    context: usize,
+    pub(crate) ledger: Ledger,
+    pub(crate) context: usize,
     out: StepOut,
+    /// The steps that feed themselves, if some are under way or could go on.
+    pub(crate) following: Option<Following>,
+    n_opened: std::cell::Cell<u64>,
 }
 
 impl Engine {
@@ -47,7 +54,8 @@ impl Engine {
         let kv = *runner.kv();
         let blocks = SharedPool::new(BlockPool::new(kv.n_blocks, kv.kv_block));
         let context = context.min(kv.max_blocks * kv.kv_block);
-        Engine { runner, blocks, ledger: Ledger::new(), context, out: StepOut::default() }
+        let out = StepOut::default();
+        Engine { runner, blocks, ledger: Ledger::new(), context, out, following: None, n_opened: 0.into() }
     }
 
     /// Positions a session may have.
@@ -77,11 +85,13 @@ impl Engine {
 
     /// The plan of a step over `n_tokens` tokens.
     pub fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError> {
+        self.settle();
         self.runner.plan(n_tokens)
     }
 
     /// The kernels of that plan, each with the (first) step it runs.
-    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, EngineError> {
+    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError> {
+        self.settle();
         self.runner.kernels(n_tokens)
     }
 
@@ -92,7 +102,8 @@ impl Engine {
 
     /// A new session.
     pub fn open(&self) -> Session {
-        Session { tokens: Vec::new(), table: self.blocks.table() }
+        self.n_opened.set(self.n_opened.get() + 1);
+        Session { id: self.n_opened.get(), tokens: Vec::new(), table: self.blocks.table() }
     }
 
     /// Ends a session, as dropping it does.
@@ -114,6 +125,7 @@ impl Engine {
     ) -> Result<Chosen, EngineError> {
         self.check_session(session)?;
         self.check_prompt(prompt)?;
+        self.settle();
         let shared = session.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
         // The last token is always evaluated: the next one is chosen from what comes out of it.
         session.tokens.truncate(shared.min(prompt.len() - 1));
@@ -137,34 +149,6 @@ impl Engine {
         }
     }
 
-    /// Evaluates one token and chooses the next.
-    pub fn decode(
-        &mut self,
-        session: &mut Session,
-        token: u32,
-        row: &mut SamplingRow,
-    ) -> Result<Chosen, EngineError> {
-        self.check_session(session)?;
-        self.check_tokens(&[token])?;
-        let start = session.tokens.len();
-        if start >= self.context {
-            return Err(EngineError::ContextFull { context: self.context });
-        }
-        session.table.fit(start + 1)?;
-        session.tokens.push(token);
-        row.advance(start + 1, &session.tokens);
-        let want = Want::Sample(row);
-        let request =
-            StepRequest { tokens: &session.tokens[start..], start, table: session.table.blocks(), want };
-        let stepped =
-            Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Decode, &request);
-        if stepped.is_err() {
-            session.tokens.truncate(start);
-        }
-        stepped?;
-        self.chosen()
-    }
-
     /// Evaluates tokens behind what a session holds, at most [`Engine::max_tokens`] of them, and gives the logits after
     /// the last `n_rows`. With no rows it only fills the cache.
     pub fn logits(
@@ -175,6 +159,7 @@ impl Engine {
     ) -> Result<&[f32], EngineError> {
         self.check_session(session)?;
         self.check_logits(session.tokens.len(), tokens, n_rows)?;
+        self.settle();
         let start = session.tokens.len();
         session.table.fit(start + tokens.len())?;
         let want = if n_rows == 0 { Want::Nothing } else { Want::Logits { n_rows } };
@@ -189,7 +174,7 @@ impl Engine {
         self.runner.max_tokens()
     }
 
-    fn check_session(&self, session: &Session) -> Result<(), EngineError> {
+    pub(crate) fn check_session(&self, session: &Session) -> Result<(), EngineError> {
         match session.table.belongs_to(&self.blocks) {
             true => Ok(()),
             false => Err(EngineError::ForeignSession),

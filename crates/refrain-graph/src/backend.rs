@@ -4,7 +4,9 @@ use crate::graph::{Graph, State, Weight};
 use crate::op::{HostCallError, Op, TensorType};
 use crate::plan::{Plan, PlanError};
 use crate::report::{Ran, Reason};
+use crate::run::{Committed, Run};
 use refrain_tensor::HostTensor;
+use std::borrow::Cow;
 
 /// A node as a backend is asked about it.
 #[derive(Clone, Copy, Debug)]
@@ -212,9 +214,41 @@ pub trait Backend {
     /// Copies an output of the last run to the host, dense whatever its layout on the device.
     fn read(&mut self, compiled: &Self::Compiled, output: usize, into: &mut [u8]) -> Result<(), RunError>;
 
+    /// How many steps of a run may be under way at once; 1 where the host has a part in every step.
+    fn ahead(&self, _: &Self::Compiled) -> usize {
+        1
+    }
+
+    /// Sends `n` more steps of a run, in order and without waiting for them where the backend can. The block table must
+    /// cover their positions. Between the first step of a run and [`Backend::finish`] nothing else is compiled or run.
+    ///
+    /// An error may also show when a later step is taken.
+    fn send(
+        &mut self,
+        compiled: &mut Self::Compiled,
+        weights: &Self::Weights,
+        states: &mut Self::States,
+        run: &mut Run,
+        n: usize,
+    ) -> Result<(), RunError> {
+        send_stepwise(self, compiled, weights, states, run, n)
+    }
+
+    /// Waits for the oldest step of a run that was not taken yet. After an error the run is over: what was taken is
+    /// good, and what was not must be run again.
+    fn take(&mut self, _: &mut Self::Compiled, run: &mut Run) -> Result<Committed, RunError> {
+        take_stepwise(run)
+    }
+
+    /// Ends a run: waits until no step of it is under way, and says how many nobody took. Those have left nothing but
+    /// KV behind what was taken. The run is over after an error too, which then is that of a step nobody took.
+    fn finish(&mut self, _: &mut Self::Compiled, run: &mut Run) -> Result<usize, RunError> {
+        Ok(finish_stepwise(run))
+    }
+
     /// The kernels of a compiled graph, each with the (first) step of the plan that it runs. A backend that has nothing
     /// to tell gives none.
-    fn kernels(&self, _: &Self::Compiled) -> Vec<(usize, &'static str)> {
+    fn kernels(&self, _: &Self::Compiled) -> Vec<(usize, Cow<'static, str>)> {
         Vec::new()
     }
 
@@ -236,4 +270,40 @@ pub trait Backend {
         }
         Ok(())
     }
+}
+
+/// [`Backend::send`] for a backend, or a plan, whose steps cannot feed themselves: each one is run and read, and its
+/// choice put in place here.
+pub fn send_stepwise<B: Backend + ?Sized>(
+    backend: &mut B,
+    compiled: &mut B::Compiled,
+    weights: &B::Weights,
+    states: &mut B::States,
+    run: &mut Run,
+    n: usize,
+) -> Result<(), RunError> {
+    for _ in 0..n {
+        if run.has_ended() {
+            break;
+        }
+        let ran = backend.run(compiled, Io { weights, states: &mut *states, control: run.control() })?;
+        let (mut token, mut logprob) = ([0u32], [0f32]);
+        let (at, of) = (run.feedback().token, run.feedback().logprob);
+        backend.read(compiled, at, bytemuck::cast_slice_mut(&mut token))?;
+        backend.read(compiled, of, bytemuck::cast_slice_mut(&mut logprob))?;
+        run.sent(1);
+        run.commit(token[0], logprob[0], ran);
+    }
+    Ok(())
+}
+
+/// [`Backend::take`] to [`send_stepwise`].
+pub fn take_stepwise(run: &mut Run) -> Result<Committed, RunError> {
+    let because = || "no step of the run is under way".to_owned();
+    run.take().ok_or_else(|| RunError::Mismatch { what: "runs", because: because() })
+}
+
+/// [`Backend::finish`] to [`send_stepwise`].
+pub fn finish_stepwise(run: &mut Run) -> usize {
+    run.forget()
 }

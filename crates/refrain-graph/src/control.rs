@@ -97,6 +97,11 @@ impl ControlBlock {
         &bytemuck::cast_slice(&self.words)[..self.layout.bytes()]
     }
 
+    /// The whole block as words, which every step input of a run is made of.
+    pub(crate) fn words_mut(&mut self) -> &mut [u32] {
+        bytemuck::cast_slice_mut(&mut self.words)
+    }
+
     /// Sets an input of I32.
     pub fn set_i32(&mut self, id: InputId, values: &[i32]) -> Result<(), ControlError> {
         self.set(id, DType::I32, values)

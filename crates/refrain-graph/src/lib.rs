@@ -16,14 +16,19 @@ mod fuse; // neighbours that run better as one
 mod schedule; // in which order, cut where
 mod arena; // in which memory
 mod plan; // the three together
+mod crossing; // what host steps cost
 mod control; // what changes from step to step
+mod run; // steps that feed themselves
 mod backend; // who runs it
 mod report; // how a step ran, and why
 mod dot; // as a picture
 
 pub use arena::{Arena, Span};
-pub use backend::{Backend, CompileError, Io, Query, RunError, Support};
+pub use backend::{
+    Backend, CompileError, Io, Query, RunError, Support, finish_stepwise, send_stepwise, take_stepwise,
+};
 pub use control::{ControlBlock, ControlError, ControlLayout, Slot};
+pub use crossing::Crossing;
 pub use fuse::fuse;
 pub use graph::{
     Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Origin, Output, State, StateId, Value,
@@ -36,4 +41,5 @@ pub use op::{
 };
 pub use plan::{Buffer, BufferId, KvTraffic, Operand, Place, Plan, PlanError, PlanOptions, Step, Traffic};
 pub use report::{Ran, Reason};
+pub use run::{Committed, Feedback, Field, Run, RunLimits};
 pub use schedule::{Segment, SegmentKind};

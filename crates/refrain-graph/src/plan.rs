@@ -92,12 +92,15 @@ pub struct PlanOptions {
     pub align: usize,
     /// Let ops overwrite inputs that nobody reads afterwards.
     pub in_place: bool,
+    /// How many steps after its last reader a value's memory stays as it is. A backend that runs neighbouring steps as
+    /// one launch needs what the first of them reads until the last has written.
+    pub linger: usize,
 }
 
 impl Default for PlanOptions {
     fn default() -> PlanOptions {
         // 256 bytes: what cudaMalloc promises, and whole cache lines everywhere.
-        PlanOptions { align: 256, in_place: true }
+        PlanOptions { align: 256, in_place: true, linger: 0 }
     }
 }
 
@@ -197,7 +200,7 @@ impl Plan {
             let buffer = &mut buffers[id.idx()];
             (buffer.first, buffer.last) = (0, steps.len());
         }
-        let arena_bytes = place_arena(&mut buffers, options.align);
+        let arena_bytes = place_arena(&mut buffers, options);
         let output_names = graph.outputs().iter().map(|o| o.name.clone()).collect();
         Ok(Plan { steps, segments, buffers, outputs, output_names, boundaries, control, arena_bytes })
     }
@@ -457,14 +460,17 @@ impl<'g> Placer<'g> {
     }
 }
 
-fn place_arena(buffers: &mut [Buffer], align: usize) -> usize {
+fn place_arena(buffers: &mut [Buffer], options: PlanOptions) -> usize {
     let in_arena: Vec<usize> =
         (0..buffers.len()).filter(|&i| matches!(buffers[i].place, Place::Arena { .. })).collect();
     let spans: Vec<Span> = in_arena
         .iter()
-        .map(|&i| Span { bytes: buffers[i].bytes, first: buffers[i].first, last: buffers[i].last })
+        .map(|&i| {
+            let Buffer { bytes, first, last, .. } = buffers[i];
+            Span { bytes, first, last: last.saturating_add(options.linger) }
+        })
         .collect();
-    let arena = Arena::place(&spans, align);
+    let arena = Arena::place(&spans, options.align);
     for (&i, &offset) in in_arena.iter().zip(&arena.offsets) {
         buffers[i].place = Place::Arena { offset };
     }

@@ -168,8 +168,10 @@ impl fmt::Display for Reason {
             }
             Reason::ReplayFailed { code } => write!(f, "replay failed with error {code}"),
             Reason::StepFailed { what } => write!(f, "the step failed: {what}"),
+            Reason::BackingOff { steps_left: 0, after } => write!(f, "the next step tries again: {after}"),
             Reason::BackingOff { steps_left, after } => {
-                write!(f, "{steps_left} steps until the next try: {after}")
+                let s = if *steps_left == 1 { "" } else { "s" };
+                write!(f, "{steps_left} step{s} until the next try: {after}")
             }
             Reason::OutOfMemory { need_bytes, free_bytes } => {
                 write!(f, "a recording needs {need_bytes} bytes, {free_bytes} are free")

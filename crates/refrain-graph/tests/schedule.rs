@@ -2,8 +2,8 @@
 
 use proptest::prelude::*;
 use refrain_graph::{
-    Graph, GraphBuilder, GraphError, HostBuf, HostCall, HostCallError, HostFn, NodeId, Op, Origin, Plan,
-    PlanOptions, SegmentKind, State, StateId, TensorType, Unary, ValueId,
+    Crossing, Graph, GraphBuilder, GraphError, HostBuf, HostCall, HostCallError, HostFn, NodeId, Op, Origin,
+    Plan, PlanOptions, SegmentKind, State, StateId, TensorType, Unary, ValueId,
 };
 use refrain_tensor::DType;
 use refrain_testkit::{Choice, random_graph};
@@ -256,4 +256,20 @@ fn names_of_inputs_and_outputs_are_unique() {
     assert_eq!(b.input("x", ty).unwrap_err().to_string(), "two values are named \"x\"");
     b.output("y", x).unwrap();
     assert_eq!(b.output("y", x).unwrap_err(), GraphError::Duplicate { name: "y".into() });
+}
+
+#[test]
+fn a_host_step_costs_what_it_takes_from_the_device_and_gives_back() {
+    let mut b = GraphBuilder::new(vec![], vec![]);
+    let x = b.input("x", TensorType::new(DType::F32, [8])).unwrap();
+    // From a step input: nothing has to come over. Then from a value that the device made.
+    let first = on_host(&mut b, x);
+    let made = b.unary(Unary::Exp, first).unwrap();
+    let second = on_host(&mut b, made);
+    let last = b.unary(Unary::Exp, second).unwrap();
+    b.output("y", last).unwrap();
+    let plan = Plan::new(&b.finish(), PlanOptions::default()).unwrap();
+    let crossings: Vec<_> = plan.segments().iter().map(|s| plan.crossing(s)).collect();
+    let crossing = |to_host_bytes, n_copies| Crossing { to_host_bytes, to_device_bytes: 32, n_copies };
+    assert_eq!(crossings, [crossing(0, 1), Crossing::default(), crossing(32, 2), Crossing::default()]);
 }

@@ -41,6 +41,11 @@ pub const ENV_VARS: &[EnvVar] = &[
         "pip program for models that come from a Python package index",
         "`python3 -m pip`, then `pip3`",
     ),
+    var(
+        "REFRAIN_NVRTC",
+        "CUDA compiler library, for cards that the binary holds no kernels for",
+        "libnvrtc.so.13 or .12 in the usual places",
+    ),
     var("REFRAIN_LOG", "log filter, such as `debug` or `refrain_hub=trace`", "`warn`"),
     var("XDG_CACHE_HOME", "folder of caches", "`.cache` in the home folder"),
     var("NO_COLOR", "any value but the empty one turns colours off", "colours on a terminal"),
@@ -86,6 +91,8 @@ pub struct Env {
     pub offline: bool,
     /// The pip program to use instead of looking for one.
     pub pip: Option<PathBuf>,
+    /// The CUDA compiler library to use instead of looking for one.
+    pub nvrtc: Option<PathBuf>,
     /// The log filter.
     pub log: Option<String>,
     /// Colours are unwanted.
@@ -113,6 +120,7 @@ impl Env {
             refrain_home: dir.join("refrain"),
             offline: false,
             pip: None,
+            nvrtc: None,
             log: None,
             no_color: false,
             use_proxy: false,
@@ -138,6 +146,7 @@ impl Env {
             refrain_home: path("REFRAIN_HOME").unwrap_or_else(|| caches.join("refrain")),
             offline: offline.iter().flatten().any(|value| is_true(value)),
             pip: path("REFRAIN_PIP"),
+            nvrtc: path("REFRAIN_NVRTC"),
             log: text("REFRAIN_LOG"),
             no_color: get("NO_COLOR").is_some(),
             use_proxy: false,

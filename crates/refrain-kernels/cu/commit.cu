@@ -3,7 +3,7 @@
 //   tokens     [n]             i32, written
 //   positions  [n]             i32, plus one; -1 when the row ends
 //   rng        [n, 4]          u32, the position in it plus one
-//   history    [n, n_history]  i32, the token at state.history_next
+//   history    [n, n_history]  i32, the token at state.history_next of the first state.window places
 //   state      [n]             CommitState
 //   count      u64 in device memory: ring entries so far; null without a ring
 //   ring       pinned: header of 64 bytes, then entries { u64 seq; CommitEntry rows[n]; } of `stride` bytes; or null
@@ -21,7 +21,7 @@
 #include "overlap.cuh"
 
 struct CommitState {
-    u32 done, n_left, history_next, limit;
+    u32 done, n_left, limit, window, history_next, unused[3];
 };
 
 struct CommitEntry {
@@ -56,10 +56,11 @@ extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* 
             tokens[row] = entry.token;
             positions[row] = entry.flags == 0 ? entry.position : -1;
             rng[4 * row + 2] += 1;
-            if (n_history > 0) {
-                u32 at = s.history_next % n_history;
+            u32 window = s.window < n_history ? s.window : n_history;
+            if (window > 0) {
+                u32 at = s.history_next % window;
                 history[(u64)row * n_history + at] = entry.token;
-                s.history_next = (at + 1) % n_history;
+                s.history_next = (at + 1) % window;
             }
             s.done = entry.flags != 0;
             state[row] = s;

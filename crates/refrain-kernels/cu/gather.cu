@@ -1,13 +1,14 @@
 // gather.cu: y[i] = table[ids[i]], decoded to f32
 //
 //   y      [n_ids, d]    f32
-//   table  [n_rows, d]   plain or quantised, dense, as in the file
+//   table  [n_rows, d]   plain or quantised, dense, as in the file; gather_packed: packed (packed.cuh)
 //   ids    [n_ids]       i32; negative: a row of zeros; n_rows or more: a row of NaN
 //
 // Launch    grid (n_ids), block (256), shared 0
 // Requires  table at a multiple of 16 bytes; d whole blocks
 // Exact. Capture: safe; ids are read at each run.
 #include "overlap.cuh"
+#include "packed.cuh"
 #include "quant.cuh"
 
 template <typename T> inline void gather_plain(float* y, const T* table, const i32* ids, u32 n_rows, u32 d) {
@@ -46,6 +47,24 @@ template <typename Q> inline void gather_quant(float* y, const u8* table, const 
     }
 }
 
+template <typename Q> inline void gather_packed(float* y, const u8* table, const i32* ids, u32 n_rows, u32 d) {
+    start();
+    i32 id = ids[blockIdx.x];
+    float* out = y + (u64)blockIdx.x * d;
+    bool there = id >= 0 && (u32)id < n_rows;
+    u32 row = there ? (u32)id : 0, n_units = (d + Q::COLS - 1) / Q::COLS, per_unit = Q::COLS / 32;
+    const u8* tile = table + (u64)(row / TILE_ROWS) * n_units * Q::BYTES;
+    for (u32 sub = threadIdx.x; sub < d / 32; sub += blockDim.x) {
+        u32 within = sub % per_unit, lane = TILE_SUBS * (row % TILE_ROWS) + within % TILE_SUBS;
+        Sub v = Q::load(tile + (u64)(sub / per_unit) * Q::BYTES, within / TILE_SUBS, lane);
+#pragma unroll
+        for (int e = 0; e < 32; e++) {
+            float x = sub_value<Q>(v, e);
+            out[32 * sub + e] = there ? x : id < 0 ? 0.0f : nan_f32();
+        }
+    }
+}
+
 #define GATHER(name, body, element)                                                                       \
     extern "C" __global__ __launch_bounds__(256) void gather_rows_##name(                                 \
         float* y, const element* table, const i32* ids, u32 n_rows, u32 d) {                              \
@@ -53,19 +72,20 @@ template <typename Q> inline void gather_quant(float* y, const u8* table, const 
     }
 #define PLAIN(name, T) GATHER(name, gather_plain<T>, T)
 #define QUANT(name, Q) GATHER(name, gather_quant<Q>, u8)
+#define PACKED(name, Q) GATHER(packed_##name, gather_packed<Packed##Q>, u8)
 
 PLAIN(f32, float)
 PLAIN(f16, F16)
 PLAIN(bf16, BF16)
-QUANT(q4_0, Q4_0)
-QUANT(q4_1, Q4_1)
-QUANT(q5_0, Q5_0)
-QUANT(q5_1, Q5_1)
-QUANT(q8_0, Q8_0)
 QUANT(q2_k, Q2_K)
 QUANT(q3_k, Q3_K)
-QUANT(q4_k, Q4_K)
-QUANT(q5_k, Q5_K)
-QUANT(q6_k, Q6_K)
 QUANT(iq4_nl, IQ4_NL)
 QUANT(iq4_xs, IQ4_XS)
+PACKED(q4_0, Q4_0)
+PACKED(q4_1, Q4_1)
+PACKED(q5_0, Q5_0)
+PACKED(q5_1, Q5_1)
+PACKED(q8_0, Q8_0)
+PACKED(q4_k, Q4_K)
+PACKED(q5_k, Q5_K)
+PACKED(q6_k, Q6_K)

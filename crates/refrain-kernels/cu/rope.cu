@@ -17,10 +17,10 @@
 //           rope_kv: grid (ceil(n ((n_heads + n_kv_heads) P + n_kv_heads head_dim) / 128)), block (128), shared 0
 // Requires  n_dims even, at most head_dim. rope_kv: two rows have different (sequence, position)
 // Aliasing  y may be x, q_out q and k_out k when those are dense: a thread reads its pair before it writes it
-// The angle is formed and reduced to one turn in f64, so that it is as good at position 100,000 as at 1; sine and cosine
-// in f32. Same bits every run, and rope_kv the same as rope and kv_append. Capture: safe; positions, sequences and
-// tables are read at each run.
+// Angles are as turn.cuh makes them. Same bits every run, and rope_kv the same as rope and kv_append. Capture: safe;
+// positions, sequences and tables are read at each run.
 #include "paged.cuh"
+#include "turn.cuh"
 #include "view.cuh"
 
 // What the threads of a head's row do: turn a pair, or copy an element behind the pairs.
@@ -30,16 +30,9 @@ struct Turn {
 
     inline void turn(float& u, float& v, i32 position, float inv_freq) const {
         if (position < 0) return;
-        double angle = (double)position * (double)inv_freq;
-        const double turn = 6.283185307179586476925286766559;
-        double rest = angle - turn * rint(angle / turn);
-        float s, c;
-        sincosf((float)rest, &s, &c);
-        s *= magnitude;
-        c *= magnitude;
-        float turned = u * c - v * s;
-        v = u * s + v * c;
-        u = turned;
+        float sine, cosine;
+        turn_of(position, inv_freq, magnitude, sine, cosine);
+        turn_pair(u, v, sine, cosine);
     }
 
     // Calls store(element, value) for what thread i of a head has.

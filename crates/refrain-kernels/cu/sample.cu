@@ -8,136 +8,148 @@
 //   rng       [n, 4]          u32: seed low, seed high, position
 //   token     [n]             i32
 //   logprob   [n]             f32: under the adjusted logits, at temperature 1
-//   scratch   for each row, C = ceil(vocab / 1024): keys [1024 C] u64, weights [1024 C] f64, weights at the temperature
-//             [1024 C] f64, chunks [C] { best u64, sum f64 }
+//   scratch   for each row, C = ceil(vocab / 1024): keys [1024 C] u64, weights [1024 C] f64 (or the best of each 64
+//             keys [16 C] u64), weights at the temperature [1024 C] f64, chunks [C] { best u64, sum f64 }
 //
 // Bias and penalties change the logits; NaN counts as -inf. Candidates are ordered by logit, then by the smaller id.
 // Top-k, top-p and min-p cut that order; Philox at (seed, position) chooses among the rest at the temperature. A
 // temperature of 0 or less takes the best.
 //
 // A candidate's key is its logit's bits, made to compare as numbers do, over its id's complement, so that keys are
-// unique and larger is better. The first kernel sorts the keys of 1024 tokens and sums their weights relative to the
-// chunk's best; the second finds each cut as a key, bit by bit: how much lies above a key is one search in each chunk.
+// unique and larger is better. The first kernel deals the tokens to C chunks, four at a time; the second looks at a
+// short list first: every key from the k-th best of the chunks' heads upward. With a top-k up to 64 the list holds all
+// candidates, and nothing has to be sorted but the list. Otherwise the first kernel sorts each chunk, the list has
+// about 200, and the filters may cut behind it; then the second finds each cut by narrowing: 32 keys at a time are
+// asked how much lies above them, one search in each chunk, until what lies between two of them is a short list again.
 //
 // Launch    sample_chunks: grid (C, n), block (512), shared 0
-//           sample_select: grid (n), block (C rounded up to 32), shared 0
+//           sample_select: grid (n), block (1024), shared 0
 // Requires  vocab at most 2^20
 // Adjusted logits are rounded as on the CPU, so the best is the same to the bit. Weights and sums in f64, fixed order:
 // same choice every run. Capture: safe; all parameters are read at each run.
-#include "reduce.cuh"
+#include "sample_cut.cuh"
 #include "view.cuh"
 
-const u32 CHUNK = 1024;
-const u32 ID_BITS = 20;
-const u32 ID_MASK = (1u << ID_BITS) - 1;
-
-struct Chunk {
-    u64 best;
-    double sum;
-};
-
-struct Larger {
-    inline u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
-};
-
-struct Smaller {
-    inline u64 operator()(u64 a, u64 b) const { return a < b ? a : b; }
-};
-
-// Bits that compare as the numbers do; -0 below +0.
-inline u32 ordered(float x) {
-    u32 bits = __float_as_uint(x);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+// Whether any of the ids is a token of this chunk. All threads call it.
+inline bool any_here(Deal deal, u32 vocab, const i32* ids, u32 n) {
+    bool any = false;
+    for (u32 j = threadIdx.x; j < n; j += blockDim.x) any = any || (deal.has(ids[j]) && (u32)ids[j] < vocab);
+    return __syncthreads_or(any);
 }
-
-inline float from_ordered(u32 x) { return __uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x); }
-
-inline u64 key_of(float logit, u32 id) { return (u64)ordered(logit) << ID_BITS | (ID_MASK - id); }
-inline float key_logit(u64 key) { return from_ordered((u32)(key >> ID_BITS)); }
-inline u32 key_id(u64 key) { return ID_MASK - ((u32)key & ID_MASK); }
-
-// Weight relative to `best`, at a temperature. Nothing weighs anything beside a best of -inf.
-inline double weight(float logit, float best, double temperature) {
-    if (best == -inf_f32()) return 0.0;
-    return exp(((double)logit - (double)best) / temperature);
-}
-
-inline bool is_greedy(float temperature) { return !(temperature > 0.0f); }
-
-inline u64 row_bytes(u32 n_chunks) { return (u64)n_chunks * (CHUNK * 24 + sizeof(Chunk)); }
 
 // Adds the biases of this chunk, each token's in their order.
-inline void add_bias(float* logits, u32 base, u32 count, const i32* ids, const float* bias, u32 n_bias) {
+inline void add_bias(float* l, Deal deal, u32 vocab, const i32* ids, const float* bias, u32 n_bias) {
+    __shared__ float logits[CHUNK];
+    __shared__ u32 times[CHUNK];
+    if (!any_here(deal, vocab, ids, n_bias)) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        logits[2 * threadIdx.x + r] = l[r];
+        times[2 * threadIdx.x + r] = 0;
+    }
+    __syncthreads();
+    for (u32 j = threadIdx.x; j < n_bias; j += blockDim.x) {
+        if (deal.has(ids[j]) && (u32)ids[j] < vocab) atomicAdd(&times[deal.place(ids[j])], 1u);
+    }
+    __syncthreads();
     for (u32 j = threadIdx.x; j < n_bias; j += blockDim.x) {
         i32 id = ids[j];
-        if (id < 0 || (u32)id < base || (u32)id >= base + count) continue;
+        if (!deal.has(id) || (u32)id >= vocab) continue;
+        u32 place = deal.place(id);
+        // A token's first entry adds all of them.
         bool first = true;
-        for (u32 i = 0; i < j; i++) first = first && ids[i] != id;
-        if (!first) continue;
-        float l = logits[id - base];
-        for (u32 i = j; i < n_bias; i++) {
-            if (ids[i] == id) l = __fadd_rn(l, bias[i]);
+        if (times[place] > 1) {
+            for (u32 i = 0; i < j; i++) first = first && ids[i] != id;
         }
-        logits[id - base] = l;
-    }
-}
-
-inline void penalise(float* logits, u32 base, u32 count, const i32* history, u32 n_history, float repeat,
-                     float frequency, float presence) {
-    for (u32 j = threadIdx.x; j < n_history; j += blockDim.x) {
-        i32 id = history[j];
-        if (id < 0 || (u32)id < base || (u32)id >= base + count) continue;
-        bool first = true;
-        for (u32 i = 0; i < j; i++) first = first && history[i] != id;
         if (!first) continue;
-        u32 times = 0;
-        for (u32 i = j; i < n_history; i++) times += history[i] == id;
-        float l = logits[id - base];
-        l = l > 0.0f ? __fdiv_rn(l, repeat) : __fmul_rn(l, repeat);
-        logits[id - base] = __fsub_rn(l, __fadd_rn(__fmul_rn((float)times, frequency), presence));
-    }
-}
-
-// 1024 keys, largest first.
-inline void sort_keys(u64* keys) {
-    for (u32 size = 2; size <= CHUNK; size *= 2) {
-        for (u32 step = size / 2; step > 0; step /= 2) {
-            __syncthreads();
-            u32 i = 2 * threadIdx.x - (threadIdx.x & (step - 1));
-            u64 a = keys[i], b = keys[i + step];
-            bool descending = (i & size) == 0;
-            if ((a < b) == descending) {
-                keys[i] = b;
-                keys[i + step] = a;
-            }
+        float sum = logits[place];
+        for (u32 i = j, left = times[place]; left > 0; i++) {
+            if (ids[i] != id) continue;
+            sum = __fadd_rn(sum, bias[i]);
+            left--;
         }
+        logits[place] = sum;
     }
     __syncthreads();
+#pragma unroll
+    for (int r = 0; r < 2; r++) l[r] = logits[2 * threadIdx.x + r];
 }
 
-// Running sums of 1024 weights, two to a thread, into `out`; returns the whole sum in every thread.
-inline double scan(double a, double b, double* out) {
-    __shared__ double warps[16];
+inline void penalise(float* l, Deal deal, u32 vocab, const i32* history, u32 n_history, float repeat, float frequency,
+                     float presence) {
+    __shared__ u32 times[CHUNK];
+    if (!any_here(deal, vocab, history, n_history)) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) times[2 * threadIdx.x + r] = 0;
+    __syncthreads();
+    for (u32 j = threadIdx.x; j < n_history; j += blockDim.x) {
+        if (deal.has(history[j]) && (u32)history[j] < vocab) atomicAdd(&times[deal.place(history[j])], 1u);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        u32 n = times[2 * threadIdx.x + r];
+        if (n == 0) continue;
+        l[r] = l[r] > 0.0f ? __fdiv_rn(l[r], repeat) : __fmul_rn(l[r], repeat);
+        l[r] = __fsub_rn(l[r], __fadd_rn(__fmul_rn((float)n, frequency), presence));
+    }
+}
+
+// 1024 keys, two to a thread, largest first. A thread's meet in registers, a warp's by shuffles, the rest in memory.
+inline void sort_keys(u64* k) {
+    __shared__ u64 room[2][CHUNK];
+    u32 t = threadIdx.x, turn = 0;
+    for (u32 size = 2; size <= CHUNK; size *= 2) {
+        bool descending = (2 * t & size) == 0;
+        u32 step = size / 2;
+        for (; step >= 64; step /= 2) {
+            u64* mine = room[turn];
+            // Two rooms: the next writes go to where nobody still reads.
+            turn ^= 1;
+            mine[t] = k[0];
+            mine[512 + t] = k[1];
+            __syncthreads();
+            bool larger = ((t & step / 2) == 0) == descending;
+            u64 a = mine[t ^ step / 2], b = mine[512 + (t ^ step / 2)];
+            if ((k[0] < a) == larger) k[0] = a;
+            if ((k[1] < b) == larger) k[1] = b;
+        }
+        for (; step >= 2; step /= 2) {
+            bool larger = ((t & step / 2) == 0) == descending;
+            u64 a = __shfl_xor_sync(ALL_LANES, k[0], step / 2), b = __shfl_xor_sync(ALL_LANES, k[1], step / 2);
+            if ((k[0] < a) == larger) k[0] = a;
+            if ((k[1] < b) == larger) k[1] = b;
+        }
+        u64 a = k[0], b = k[1];
+        bool swap = (a < b) == descending;
+        k[0] = swap ? b : a;
+        k[1] = swap ? a : b;
+    }
+}
+
+// Running sums of the block's values, two to a thread, of two kinds at once; returns the first kind's whole sum.
+inline double scan(double* v, double* w) {
+    __shared__ double warps[2][16];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    double sum = a + b;
+    v[1] += v[0];
+    w[1] += w[0];
+    double a = v[1], b = w[1];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        double before = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += before;
+        double before_a = __shfl_up_sync(ALL_LANES, a, step), before_b = __shfl_up_sync(ALL_LANES, b, step);
+        if (lane >= step) a += before_a, b += before_b;
     }
+    if (lane == 31) warps[0][warp] = a, warps[1][warp] = b;
     __syncthreads();
-    if (lane == 31) warps[warp] = sum;
-    __syncthreads();
-    double offset = 0.0, total = 0.0;
+    double from_a = 0.0, from_b = 0.0, total = 0.0;
+    for (u32 i = 0; i < 16; i++) {
+        if (i < warp) from_a += warps[0][i], from_b += warps[1][i];
+        total += warps[0][i];
+    }
+    double before_a = __shfl_up_sync(ALL_LANES, a, 1), before_b = __shfl_up_sync(ALL_LANES, b, 1);
+    if (lane > 0) from_a += before_a, from_b += before_b;
 #pragma unroll
-    for (int w = 0; w < 16; w++) {
-        if (w == warp) offset = total;
-        total += warps[w];
-    }
-    double before = __shfl_up_sync(0xffffffffu, sum, 1);
-    double start = offset + (lane == 0 ? 0.0 : before);
-    out[2 * threadIdx.x] = start + a;
-    out[2 * threadIdx.x + 1] = offset + sum;
+    for (int r = 0; r < 2; r++) v[r] += from_a, w[r] += from_b;
     return total;
 }
 
@@ -145,193 +157,175 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
                                                                     const float* params, const i32* history,
                                                                     const i32* bias_ids, const float* bias, Rows rows,
                                                                     u32 vocab, u32 n_history, u32 n_bias) {
-    __shared__ float adjusted[CHUNK];
-    __shared__ u64 keys[CHUNK];
     start();
-    u32 chunk = blockIdx.x, row = blockIdx.y, n_chunks = gridDim.x;
-    u32 base = chunk * CHUNK, count = min(CHUNK, vocab - base);
-    const float* in = logits + rows.start(row) + base;
+    u32 row = blockIdx.y, n_chunks = gridDim.x;
+    Deal deal = {blockIdx.x, n_chunks};
+    const float* in = logits + rows.start(row);
     const float* p = params + row * 8;
-    for (u32 i = threadIdx.x; i < count; i += blockDim.x) adjusted[i] = in[i];
-    __syncthreads();
-    add_bias(adjusted, base, count, bias_ids + (u64)row * n_bias, bias + (u64)row * n_bias, n_bias);
-    __syncthreads();
-    float repeat = p[4], frequency = p[5], presence = p[6];
-    if (repeat != 1.0f || frequency != 0.0f || presence != 0.0f) {
-        penalise(adjusted, base, count, history + (u64)row * n_history, n_history, repeat, frequency, presence);
+    float temperature = p[0], repeat = p[4], frequency = p[5], presence = p[6];
+    u32 top_k = top_k_of(p[1]), first = deal.first_id(threadIdx.x);
+    float l[2];
+    if (first + 2 <= vocab && (u64)in % 8 == 0) {
+        float2 two = *(const float2*)(in + first);
+        l[0] = two.x, l[1] = two.y;
+    } else {
+#pragma unroll
+        for (int r = 0; r < 2; r++) l[r] = first + r < vocab ? in[first + r] : 0.0f;
     }
-    __syncthreads();
+    if (n_bias > 0) add_bias(l, deal, vocab, bias_ids + (u64)row * n_bias, bias + (u64)row * n_bias, n_bias);
+    if (n_history > 0 && (repeat != 1.0f || frequency != 0.0f || presence != 0.0f)) {
+        penalise(l, deal, vocab, history + (u64)row * n_history, n_history, repeat, frequency, presence);
+    }
 
-    u64 best = 0;
-    for (u32 i = threadIdx.x; i < CHUNK; i += blockDim.x) {
-        float l = i < count ? adjusted[i] : 0.0f;
-        if (l != l) l = -inf_f32();
-        keys[i] = i < count ? key_of(l, base + i) : 0;
+    u64 k[2], best = 0;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (l[r] != l[r]) l[r] = -inf_f32();
+        bool there = first + r < vocab;
+        k[r] = there ? key_of(l[r], first + r) : 0;
         // As numbers -0 and +0 are equal, and the smaller id wins.
-        u64 key = i < count ? key_of(l + 0.0f, base + i) : 0;
-        best = Larger()(best, key);
+        best = Larger()(best, there ? key_of(l[r] + 0.0f, first + r) : 0);
     }
     best = block_reduce(best, Larger(), (u64)0);
     float top = key_logit(best);
 
     u8* out = scratch + row * row_bytes(n_chunks);
-    u64 n_keys = (u64)n_chunks * CHUNK;
+    u64 n_keys = (u64)n_chunks * CHUNK, at = (u64)deal.chunk * CHUNK;
     Chunk* chunks = (Chunk*)(out + n_keys * 24);
+    bool greedy = is_greedy(temperature), small = is_small(top_k);
     double sum = 0.0;
-    if (is_greedy(p[0])) {
-        for (u32 i = threadIdx.x; i < count; i += blockDim.x) sum += weight(key_logit(keys[i]), top, 1.0);
+    if (greedy || small) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) sum += k[r] == 0 ? 0.0 : weight(l[r], top, 1.0);
+        if (!greedy) {
+            u64 head = warp_reduce(Larger()(k[0], k[1]), Larger());
+            u64* heads = (u64*)(out + n_keys * 8) + deal.chunk * GROUPS;
+            if (threadIdx.x % 32 == 0) heads[threadIdx.x / 32] = head;
+        }
         sum = block_reduce(sum, Add(), 0.0);
     } else {
-        sort_keys(keys);
-        u64* sorted = (u64*)out + (u64)chunk * CHUNK;
-        double* weights = (double*)(out + n_keys * 8) + (u64)chunk * CHUNK;
-        double* tempered = (double*)(out + n_keys * 16) + (u64)chunk * CHUNK;
-        double w[2], t[2];
+        sort_keys(k);
+        double w[2], hot[2];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            u64 key = keys[2 * threadIdx.x + i];
-            sorted[2 * threadIdx.x + i] = key;
-            w[i] = key == 0 ? 0.0 : weight(key_logit(key), top, 1.0);
-            t[i] = key == 0 ? 0.0 : weight(key_logit(key), top, (double)p[0]);
+        for (int r = 0; r < 2; r++) {
+            w[r] = k[r] == 0 ? 0.0 : weight(key_logit(k[r]), top, 1.0);
+            hot[r] = k[r] == 0 ? 0.0 : weight(key_logit(k[r]), top, (double)temperature);
         }
-        sum = scan(w[0], w[1], weights);
-        scan(t[0], t[1], tempered);
+        sum = scan(w, hot);
+        ((TwoSums*)(out + n_keys * 8))[at / 2 + threadIdx.x] = TwoSums{w[0], w[1]};
+        ((TwoSums*)(out + n_keys * 16))[at / 2 + threadIdx.x] = TwoSums{hot[0], hot[1]};
     }
-    if (threadIdx.x == 0) chunks[chunk] = Chunk{best, sum};
+    if (threadIdx.x == 0) chunks[deal.chunk] = Chunk{best, sum};
+    if (!greedy) ((Two*)out)[at / 2 + threadIdx.x] = Two{k[0], k[1]};
 }
 
-inline u32 philox(u32 position, u32 key0, u32 key1) {
-    u32 c0 = position, c1 = 0, c2 = 0, c3 = 0;
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        u64 a = (u64)0xd2511f53u * c0, b = (u64)0xcd9e8d57u * c2;
-        c0 = (u32)(b >> 32) ^ c1 ^ key0;
-        c1 = (u32)b;
-        c2 = (u32)(a >> 32) ^ c3 ^ key1;
-        c3 = (u32)a;
-        key0 += 0x9e3779b9u;
-        key1 += 0xbb67ae85u;
+// The choice without a small top-k, over sorted chunks.
+inline u64 choose_large(const Row& row, Desk& desk) {
+    u32 c = threadIdx.x;
+    desk.heads[c] = c < row.n_chunks ? row.keys[(u64)c * CHUNK] : 0;
+    __syncthreads();
+    u32 n = list_best(row, desk);
+    if (c < 32) {
+        u32 place = n > 0 ? choose_listed<8>(row, desk, n, row.uniform()) : 0;
+        if (c == 0) {
+            desk.found = place < n;
+            desk.key = place < n ? desk.sorted[place] : 0;
+        }
     }
-    return c0;
+    __syncthreads();
+    bool found = desk.found;
+    u64 chosen = desk.key;
+    __syncthreads();
+    return found ? chosen : choose_among_all(row, desk, n);
 }
 
-// A thread's view of its chunk: sorted keys, of which the first `kept` are candidates.
-struct Part {
-    const u64* keys;
-    u32 kept;
+inline bool is_proper(double total) { return total > 0.0 && total <= 1.7976931348623157e308; }
 
-    // How many of the candidates low .. high are at or above a key, given that the first `low` are.
-    inline u32 rank(u64 key, u32 low, u32 high) const {
-        while (low < high) {
-            u32 middle = (low + high) / 2;
-            if (keys[middle] >= key) {
-                low = middle + 1;
-            } else {
-                high = middle;
-            }
-        }
-        return low;
+// What the chunks say together: the best, and the sum of all weights relative to it.
+inline Chunk together(const Chunk* chunks, u32 first, u32 step, u32 n_chunks) {
+    Chunk all = {0, 0.0};
+    for (u32 c = first; c < n_chunks; c += step) all.best = Larger()(all.best, chunks[c].best);
+    all.best = step == 32 ? warp_reduce(all.best, Larger()) : block_reduce(all.best, Larger(), (u64)0);
+    float top = key_logit(all.best);
+    for (u32 c = first; c < n_chunks; c += step) {
+        float chunk_top = key_logit(chunks[c].best);
+        if (chunk_top != -inf_f32()) all.sum += weight(chunk_top, top, 1.0) * chunks[c].sum;
     }
-};
+    all.sum = step == 32 ? warp_reduce(all.sum, Add()) : block_reduce(all.sum, Add(), 0.0);
+    return all;
+}
 
-// The largest key at which `enough(how many candidates of each chunk are at or above it)` holds, 0 when there is none.
-// All threads call it; `enough` agrees in all of them.
-template <typename F> inline u64 find_key(const Part& part, F enough) {
-    u64 key = 0;
-    u32 low = 0, high = part.kept;
-    for (int bit = 32 + ID_BITS - 1; bit >= 0; bit--) {
-        u64 next = key | (u64)1 << bit;
-        u32 rank = part.rank(next, low, high);
-        if (enough(rank)) {
-            key = next;
-            high = rank;
-        } else {
-            low = rank;
-        }
+// A top-k up to 64 over unsorted chunks: the list holds all candidates. The choice, or 0 when there is nothing to
+// weigh.
+inline u64 choose_small(Row& row, Desk& desk, const Chunk* chunks) {
+    u32 c = threadIdx.x, n_heads = row.n_chunks;
+    Groups groups(row);
+    double uniform = c < 32 ? row.uniform() : 0.0;
+    desk.heads[c] = c < n_heads ? chunks[c].best : 0;
+    if (n_heads < SMALL_K) {
+        // Too few chunks: the best of neighbouring groups, of as many as leave enough of them.
+        u32 join = GROUPS;
+        while (join > 1 && row.n_chunks * (GROUPS / join) < SMALL_K) join /= 2;
+        n_heads = row.n_chunks * (GROUPS / join);
+        u64 head = 0;
+        for (u32 i = 0; i < join && c < n_heads; i++) head = Larger()(head, ((const u64*)row.weights)[c * join + i]);
+        desk.heads[c] = head;
     }
-    return key;
+    u64 least = nth_head(desk, desk.heads, n_heads, row.top_k);
+    row.top = key_logit(desk.top_key);
+    // Nothing or something infinite on top.
+    if (row.top == -inf_f32() || row.top == inf_f32()) return 0;
+    // A chunk's best counts -0 as +0, so its key may stand above the token's own.
+    if (key_logit(least) == 0.0f) least = (u64)ordered(-0.0f) << ID_BITS;
+    if (!list_groups(row, desk, groups, least)) {
+        least = nth_key(row, desk, min(row.top_k, row.vocab));
+        list_groups(row, desk, groups, least);
+    }
+    u32 n = desk.n_list;
+    sort_list(row, desk, n);
+    if (c < 32) {
+        // What is behind the best k does not count, and those are two to a lane.
+        u32 chosen = choose_listed<SMALL_K / 32>(row, desk, min(n, SMALL_K), uniform);
+        if (c == 0) desk.key = desk.sorted[chosen];
+    } else if (c < 64) {
+        // Meanwhile the next warp weighs everything, for the log-probability.
+        double total = together(chunks, c - 32, 32, row.n_chunks).sum;
+        if (c == 32) desk.total = total;
+    }
+    __syncthreads();
+    row.total = desk.total;
+    return desk.key;
 }
 
 extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token, float* logprob, const u8* scratch,
                                                                      const float* params, const u32* rng, u32 vocab) {
+    __shared__ Desk desk;
     start();
-    u32 row = blockIdx.x, n_chunks = (vocab + CHUNK - 1) / CHUNK, c = threadIdx.x;
-    bool there = c < n_chunks;
-    const u8* in = scratch + row * row_bytes(n_chunks);
+    u32 index = blockIdx.x, n_chunks = (vocab + CHUNK - 1) / CHUNK, c = threadIdx.x;
+    const u8* in = scratch + index * row_bytes(n_chunks);
     u64 n_keys = (u64)n_chunks * CHUNK;
     const Chunk* chunks = (const Chunk*)(in + n_keys * 24);
-    const float* p = params + row * 8;
-
-    u64 chunk_best = there ? chunks[c].best : 0;
-    float chunk_top = there ? key_logit(chunk_best) : -inf_f32();
-    u64 best = block_reduce(chunk_best, Larger(), (u64)0);
-    float top = key_logit(best);
-    double factor = there ? weight(chunk_top, top, 1.0) : 0.0;
-    if (chunk_top == -inf_f32()) factor = 0.0;
-    double total = block_reduce(there ? factor * chunks[c].sum : 0.0, Add(), 0.0);
-    bool proper = total > 0.0 && total <= 1.7976931348623157e308;
-    double log_total = proper ? log(total) : 0.0;
-    if (is_greedy(p[0]) || !proper) {
-        if (c == 0) {
-            token[row] = (i32)key_id(best);
-            logprob[row] = proper ? (float)((double)top - (double)top - log_total) : nan_f32();
-        }
-        return;
+    const float* p = params + index * 8;
+    Row row = {(const u64*)in, (const double*)(in + n_keys * 8), (const double*)(in + n_keys * 16), rng + index * 4,
+               n_chunks, vocab, 0.0f, 0.0, (double)p[0], top_k_of(p[1]), p[2], p[3]};
+    bool greedy = is_greedy(p[0]), small = !greedy && is_small(row.top_k);
+    // The best needs no more than one warp, and no barrier.
+    if (greedy && c >= 32) return;
+    u64 best = 0, chosen = 0;
+    if (small) {
+        chosen = choose_small(row, desk, chunks);
+        best = desk.top_key;
+    } else {
+        Chunk all = together(chunks, c, greedy ? 32 : blockDim.x, n_chunks);
+        best = all.best;
+        row.top = key_logit(best);
+        row.total = all.sum;
+        if (!greedy && is_proper(row.total)) chosen = choose_large(row, desk);
     }
-
-    u64 first = (u64)(there ? c : 0) * CHUNK;
-    Part part = {(const u64*)in + first, there ? min(CHUNK, vocab - c * CHUNK) : 0};
-    const double* weights = (const double*)(in + n_keys * 8) + first;
-    const double* tempered = (const double*)(in + n_keys * 16) + first;
-    // The best in the order of keys, in which -0 is below +0.
-    u64 best_key = block_reduce(there ? part.keys[0] : 0, Larger(), (u64)0);
-    auto weight_of = [&](u32 n) { return n == 0 ? 0.0 : factor * weights[n - 1]; };
-    auto keep_one = [&]() {
-        if (!__syncthreads_or(part.kept > 0)) part.kept = there && part.keys[0] == best_key ? 1 : 0;
-    };
-
-    // A float as Rust's `as usize` takes it: NaN and what is below 1 are 0.
-    u32 top_k = p[1] >= 1.0f ? (p[1] >= 2147483648.0f ? 0x80000000u : (u32)p[1]) : 0;
-    double candidates = total;
-    if (top_k > 0) {
-        if (top_k < vocab) {
-            u64 key = find_key(part, [&](u32 n) { return block_reduce(n, Add(), 0u) >= top_k; });
-            part.kept = part.rank(key, 0, part.kept);
-        }
-        candidates = block_reduce(weight_of(part.kept), Add(), 0.0);
-    }
-    float top_p = p[2];
-    if (!(top_p >= 1.0f)) {
-        double wanted = (double)top_p * candidates;
-        u64 key = find_key(part, [&](u32 n) { return block_reduce(weight_of(n), Add(), 0.0) >= wanted; });
-        part.kept = part.rank(key, 0, part.kept);
-        keep_one();
-    }
-    float min_p = p[3];
-    if (min_p > 0.0f) {
-        u32 low = 0, high = part.kept;
-        while (low < high) {
-            u32 middle = (low + high) / 2;
-            if (weight(key_logit(part.keys[middle]), top, 1.0) >= (double)min_p) {
-                low = middle + 1;
-            } else {
-                high = middle;
-            }
-        }
-        part.kept = low;
-        keep_one();
-    }
-
-    double hot = there && chunk_top != -inf_f32() ? weight(chunk_top, top, (double)p[0]) : 0.0;
-    auto tempered_of = [&](u32 n) { return n == 0 ? 0.0 : hot * tempered[n - 1]; };
-    double uniform = (double)((float)(philox(rng[row * 4 + 2], rng[row * 4], rng[row * 4 + 1]) >> 8) / 16777216.0f);
-    double target = uniform * block_reduce(tempered_of(part.kept), Add(), 0.0);
-    u64 chosen = find_key(part, [&](u32 n) { return block_reduce(tempered_of(n), Add(), 0.0) > target; });
-    // Rounding can leave the target a hair above the last sum: then the last candidate is it.
-    u64 last = block_reduce(part.kept > 0 ? part.keys[part.kept - 1] : ~(u64)0, Smaller(), ~(u64)0);
-    if (chosen < last) chosen = last;
-    if (c == 0) {
-        token[row] = (i32)key_id(chosen);
-        logprob[row] = (float)((double)key_logit(chosen) - (double)top - log_total);
-    }
+    if (c > 0) return;
+    // Greedily, or with nothing to weigh, the best.
+    if (chosen == 0) chosen = best;
+    bool proper = row.top != inf_f32() && row.top != -inf_f32() && is_proper(row.total);
+    token[index] = (i32)key_id(chosen);
+    logprob[index] = proper ? (float)((double)key_logit(chosen) - (double)row.top - log(row.total)) : nan_f32();
 }

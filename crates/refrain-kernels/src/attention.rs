@@ -95,20 +95,20 @@ pub fn attention_scratch_bytes(n: usize, n_heads: usize, head_dim: usize, n_spli
 /// Sizes as the split kernel takes them.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Sizes {
-    n_heads: u32,
-    n_kv_heads: u32,
-    head_dim: u32,
-    n_blocks: u32,
-    kv_block: u32,
-    n_seqs: u32,
-    max_blocks: u32,
-    n_splits: u32,
+pub(crate) struct Sizes {
+    pub(crate) n_heads: u32,
+    pub(crate) n_kv_heads: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) n_blocks: u32,
+    pub(crate) kv_block: u32,
+    pub(crate) n_seqs: u32,
+    pub(crate) max_blocks: u32,
+    pub(crate) n_splits: u32,
     /// Positions a row sees; 0 for all.
-    window: u32,
-    scale: f32,
+    pub(crate) window: u32,
+    pub(crate) scale: f32,
     /// 0 for none.
-    softcap: f32,
+    pub(crate) softcap: f32,
 }
 
 impl Kernels {
@@ -217,28 +217,10 @@ fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let s: Sizes = k.arg(9)?;
     let [n_heads, head_dim, n_splits] = [s.n_heads as usize, s.head_dim as usize, s.n_splits as usize];
     let n = k.config().grid[0] as usize;
-    let pages = Pages {
-        tables: k.read(k.ptr(7)?, (s.n_seqs * s.max_blocks) as usize)?,
-        n_seqs: s.n_seqs as usize,
-        max_blocks: s.max_blocks as usize,
-        n_blocks: s.n_blocks as usize,
-        kv_block: s.kv_block as usize,
-    };
     let q = read_rows(k, k.ptr(2)?, k.arg(8)?, n * n_heads, head_dim)?;
-    let (positions, seqs) = (k.read::<i32>(k.ptr(5)?, n)?, k.read::<i32>(k.ptr(6)?, n)?);
-    let mut y = vec![0.0_f32; n * n_heads * head_dim];
-    for (row, &position) in positions.iter().enumerate() {
-        let Ok(position) = usize::try_from(position) else { continue };
-        let kv = Rows1 { s: &s, pages: &pages, seq: seqs[row], position, dtype };
-        for kv_head in 0..s.n_kv_heads as usize {
-            let (keys, values) = (kv.read(k, k.ptr(3)?, kv_head)?, kv.read(k, k.ptr(4)?, kv_head)?);
-            let group = n_heads / s.n_kv_heads as usize;
-            for head in row * n_heads + kv_head * group..row * n_heads + (kv_head + 1) * group {
-                let at = head * head_dim..(head + 1) * head_dim;
-                attend(&s, &q[at.clone()], &keys, &values, &mut y[at]);
-            }
-        }
-    }
+    let pointers = [k.ptr(3)?, k.ptr(4)?, k.ptr(5)?, k.ptr(6)?, k.ptr(7)?];
+    let positions = k.read::<i32>(k.ptr(5)?, n)?;
+    let y = whole(k, &s, dtype, &q, pointers)?;
     if n_splits == 1 {
         return k.write(k.ptr(0)?, &y);
     }
@@ -254,6 +236,41 @@ fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let scratch = k.ptr(1)?;
     k.write(scratch, &partials)?;
     k.write(scratch.add(4 * partials.len() as u64), &scales)
+}
+
+/// Attention of rows of queries; `pointers` are those of keys, values, positions, sequences and tables.
+pub(crate) fn whole(
+    k: &SimKernel<'_>,
+    s: &Sizes,
+    dtype: DType,
+    q: &[f32],
+    pointers: [DevicePtr; 5],
+) -> KernelResult<Vec<f32>> {
+    let [n_heads, head_dim] = [s.n_heads as usize, s.head_dim as usize];
+    let n = q.len() / (n_heads * head_dim);
+    let [k_cache, v_cache, positions, seqs, tables] = pointers;
+    let pages = Pages {
+        tables: k.read(tables, (s.n_seqs * s.max_blocks) as usize)?,
+        n_seqs: s.n_seqs as usize,
+        max_blocks: s.max_blocks as usize,
+        n_blocks: s.n_blocks as usize,
+        kv_block: s.kv_block as usize,
+    };
+    let (positions, seqs) = (k.read::<i32>(positions, n)?, k.read::<i32>(seqs, n)?);
+    let mut y = vec![0.0_f32; q.len()];
+    for (row, &position) in positions.iter().enumerate() {
+        let Ok(position) = usize::try_from(position) else { continue };
+        let kv = Rows1 { s, pages: &pages, seq: seqs[row], position, dtype };
+        for kv_head in 0..s.n_kv_heads as usize {
+            let (keys, values) = (kv.read(k, k_cache, kv_head)?, kv.read(k, v_cache, kv_head)?);
+            let group = n_heads / s.n_kv_heads as usize;
+            for head in row * n_heads + kv_head * group..row * n_heads + (kv_head + 1) * group {
+                let at = head * head_dim..(head + 1) * head_dim;
+                attend(s, &q[at.clone()], &keys, &values, &mut y[at]);
+            }
+        }
+    }
+    Ok(y)
 }
 
 /// The rows of one cache that one position sees.

@@ -28,10 +28,14 @@ pub struct CommitState {
     pub done: u32,
     /// Tokens that may still be committed; at 0 the row ends.
     pub n_left: u32,
-    /// Where in its history the next token goes.
-    pub history_next: u32,
     /// Positions the row may have: it ends when the next position would reach this.
     pub limit: u32,
+    /// How many places of its history the row uses, from the first; 0 is none.
+    pub window: u32,
+    /// Which of them the next token goes to.
+    pub history_next: u32,
+    /// Nothing.
+    pub unused: [u32; 3],
 }
 
 /// One row of a ring entry, which has one for each row.
@@ -62,7 +66,7 @@ pub struct CommitRing {
 /// Commits `token` and `logprob`, row by row.
 ///
 /// A row that is not done gets `tokens[i] = token[i]`, `positions[i] += 1` (-1 when it ends, so that steps launched
-/// ahead are padding), its random position plus one, and its token in the history. Every launch writes one ring entry,
+/// ahead are padding), its random position plus one, and its token in the window of its history. Every launch writes one ring entry,
 /// past the end too: the host counts one entry for each step it sends.
 #[derive(Clone, Copy, Debug)]
 pub struct CommitArgs<'a> {
@@ -160,7 +164,7 @@ fn twin(k: &mut SimKernel<'_>) -> KernelResult {
 fn commit_row(k: &mut SimKernel<'_>, row: usize, width: usize, eog: &[i32]) -> KernelResult<CommitEntry> {
     let at = |i: usize, bytes: u64| -> KernelResult<_> { Ok(k.ptr(i)?.add(row as u64 * bytes)) };
     let (tokens, positions, rng) = (at(0, 4)?, at(1, 4)?, at(2, 16)?.add(8));
-    let (history, state_at) = (at(3, 4 * width as u64)?, at(4, 16)?);
+    let (history, state_at) = (at(3, 4 * width as u64)?, at(4, size_of::<CommitState>() as u64)?);
     let (token, logprob) = (k.read_one::<i32>(at(7, 4)?)?, k.read_one::<f32>(at(8, 4)?)?);
     let mut state: CommitState = k.read_one(state_at)?;
     let position: i32 = k.read_one(positions)?;
@@ -179,10 +183,11 @@ fn commit_row(k: &mut SimKernel<'_>, row: usize, width: usize, eog: &[i32]) -> K
     k.write_one(tokens, token)?;
     k.write_one(positions, if flags == 0 { next } else { -1 })?;
     k.update::<u32>(rng, 1, |p| p[0] = p[0].wrapping_add(1))?;
-    if width > 0 {
-        let slot = state.history_next as usize % width;
+    let window = width.min(state.window as usize);
+    if window > 0 {
+        let slot = state.history_next as usize % window;
         k.write_one(history.add(4 * slot as u64), token)?;
-        state.history_next = ((slot + 1) % width) as u32;
+        state.history_next = ((slot + 1) % window) as u32;
     }
     state.done = u32::from(flags != 0);
     k.write_one(state_at, state)?;

@@ -41,6 +41,19 @@ pub enum KernelError {
         /// Names and paths tried.
         tried: String,
     },
+    /// There is neither compiled code for the card nor a compiler.
+    #[error(
+        "there are no kernels for {card}: this binary holds {held}, and the CUDA compiler library NVRTC was not found \
+         (tried {tried})"
+    )]
+    NoKernels {
+        /// The card's architecture.
+        card: String,
+        /// What the binary holds, in words.
+        held: String,
+        /// Names and paths tried.
+        tried: String,
+    },
     /// The compiler library lacks a function.
     #[error("{library} has no function {symbol}")]
     NvrtcSymbol {
@@ -52,6 +65,28 @@ pub enum KernelError {
     /// A call of the compiler library failed.
     #[error("{call} failed with code {code}")]
     Nvrtc {
+        /// The function.
+        call: &'static str,
+        /// The library's code.
+        code: u32,
+    },
+    /// cuBLASLt is not on this machine.
+    #[error("libcublasLt was not found (tried {tried})")]
+    BlasLtMissing {
+        /// Names and paths tried.
+        tried: String,
+    },
+    /// cuBLASLt lacks a function.
+    #[error("{library} has no function {symbol}")]
+    BlasLtSymbol {
+        /// File it was loaded from.
+        library: String,
+        /// The function.
+        symbol: &'static str,
+    },
+    /// A call of cuBLASLt failed.
+    #[error("{call} failed with code {code}")]
+    BlasLt {
         /// The function.
         call: &'static str,
         /// The library's code.
@@ -95,11 +130,17 @@ impl KernelError {
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
-            KernelError::NvrtcMissing { .. } => Some(
+            KernelError::NvrtcMissing { .. } | KernelError::NoKernels { .. } => Some(
                 "install libnvrtc.so.13 or .12: `pip install nvidia-cuda-nvrtc`, or the CUDA toolkit's runtime \
-                 packages; or use a release binary, which holds compiled kernels"
+                 packages (REFRAIN_NVRTC names it where it is elsewhere); or use a binary of `cargo xtask dist`, \
+                 which holds compiled kernels"
                     .to_owned(),
             ),
+            KernelError::BlasLtMissing { .. } => Some(
+                "install libcublasLt.so.13 or .12: `pip install nvidia-cublas`, or the CUDA toolkit's packages"
+                    .to_owned(),
+            ),
+            KernelError::BlasLtSymbol { .. } => Some("install cuBLAS 12 or newer".to_owned()),
             KernelError::NvrtcSymbol { .. } => Some("install NVRTC 12 or newer".to_owned()),
             KernelError::TooOld { .. } => Some("use --device cpu".to_owned()),
             KernelError::Parameter { .. } => Some("delete the kernel cache folder".to_owned()),
@@ -110,6 +151,7 @@ impl KernelError {
             KernelError::Unsupported { .. }
             | KernelError::Buffer { .. }
             | KernelError::Nvrtc { .. }
+            | KernelError::BlasLt { .. }
             | KernelError::Compile { .. } => None,
         }
     }

@@ -7,6 +7,7 @@ use refrain_tensor::{DType, quant};
 use crate::error::{Case, KernelError};
 use crate::linear::LINEAR_DTYPES;
 use crate::load::Kernels;
+use crate::packed::{PACKED_DTYPES, packed_bytes, unpack_row};
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{count, fault};
@@ -14,10 +15,12 @@ use crate::twin::{count, fault};
 /// `y[i] = table[ids[i]]`, decoded; a negative id gives zeros.
 #[derive(Clone, Copy, Debug)]
 pub struct GatherRowsArgs<'a> {
-    /// `[n_rows, d]`, dense.
+    /// `[n_rows, d]`, dense or packed.
     pub table: Buf,
-    /// The table's dtype, one of [`LINEAR_DTYPES`].
+    /// The table's dtype, one of [`LINEAR_DTYPES`], or of [`PACKED_DTYPES`] if it is packed.
     pub dtype: DType,
+    /// The table is in its packed layout ([`crate::pack`]).
+    pub packed: bool,
     /// `[n_ids]` I32, in device memory, read at each run.
     pub ids: Buf,
     /// `[n_ids, d]` F32.
@@ -38,15 +41,22 @@ impl Kernels {
         let shape = [("n_ids", a.n_ids), ("n_rows", a.n_rows), ("d", a.d)];
         let case = Case { op: "gather_rows", dtype: a.dtype, shape: &shape };
         case.sizes()?;
-        crate::require!(case, LINEAR_DTYPES.contains(&a.dtype), "no kernel reads this dtype");
         let block_len = a.dtype.block_len();
         crate::require!(case, a.d.is_multiple_of(block_len), "d must be whole blocks of {block_len}");
-        let bytes = a.n_rows.checked_mul(a.d).and_then(|n| a.dtype.bytes_for(n));
+        crate::require!(
+            case,
+            if a.packed { PACKED_DTYPES.contains(&a.dtype) } else { LINEAR_DTYPES.contains(&a.dtype) },
+            "no kernel reads this dtype in this layout"
+        );
+        let bytes = match a.packed {
+            true => packed_bytes(a.dtype, a.n_rows, a.d),
+            false => a.n_rows.checked_mul(a.d).and_then(|n| a.dtype.bytes_for(n)),
+        };
         let table = case.buf("table", a.table, bytes, 16)?;
         let ids = case.words("ids", a.ids, &[a.n_ids])?;
         let y = case.words("y", a.y, &[a.n_ids, a.d])?;
         Ok(self
-            .launch(&name(a.dtype), a.n_ids as u32, 256)?
+            .launch(&name(a.dtype, a.packed), a.n_ids as u32, 256)?
             .step(a.step)
             .write(y)
             .read(table)
@@ -56,13 +66,17 @@ impl Kernels {
     }
 }
 
-fn name(dtype: DType) -> String {
-    format!("gather_rows_{}", dtype.name().to_ascii_lowercase())
+fn name(dtype: DType, packed: bool) -> String {
+    format!("gather_rows_{}{}", if packed { "packed_" } else { "" }, dtype.name().to_ascii_lowercase())
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in LINEAR_DTYPES {
-        all.push(Entry::new(Family::Gather, name(dtype), &[P, P, P, W, W], move |k| twin(k, dtype)));
+        all.push(Entry::new(Family::Gather, name(dtype, false), &[P, P, P, W, W], move |k| twin(k, dtype)));
+    }
+    for dtype in PACKED_DTYPES {
+        let kernel = name(dtype, true);
+        all.push(Entry::new(Family::Gather, kernel, &[P, P, P, W, W], move |k| packed_twin(k, dtype)));
     }
 }
 
@@ -77,6 +91,21 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
         }
         let bytes = k.view::<u8>(k.ptr(1)?.add((id * row_bytes) as u64), row_bytes)?;
         quant::dequantize(dtype, &bytes, row).map_err(fault)?;
+    }
+    k.write(k.ptr(0)?, &y)
+}
+
+fn packed_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let (n_rows, d, n_ids) = (count(k, 3)?, count(k, 4)?, k.config().grid[0] as usize);
+    let bytes = packed_bytes(dtype, n_rows, d).ok_or_else(|| fault("rows of partial blocks"))?;
+    let mut y = vec![0.0_f32; n_ids * d];
+    for (id, row) in k.read::<i32>(k.ptr(2)?, n_ids)?.into_iter().zip(y.chunks_exact_mut(d)) {
+        let Ok(id) = usize::try_from(id) else { continue };
+        if id >= n_rows {
+            return Err(fault(format!("row {id} of a table of {n_rows}")));
+        }
+        let table = k.view::<u8>(k.ptr(1)?, bytes)?;
+        unpack_row(dtype, &table, id, d, row).ok_or_else(|| fault("a row past the table"))?;
     }
     k.write(k.ptr(0)?, &y)
 }

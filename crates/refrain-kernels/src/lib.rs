@@ -13,7 +13,7 @@
 //! | open a simulated device that knows the twins | [`simulated`], [`register_twins`] |
 //! | describe an op's launches | the methods of [`Kernels`]: one `Args` structure each |
 //! | know how much scratch an op needs | [`attention_scratch_bytes`], [`sample_scratch_bytes`] |
-//! | compile ahead of time | [`compile_all`], [`Kernels::with_prebuilt`] |
+//! | compile ahead of time | [`prebuild`], [`prebuilt_archs`]; [`compile_all`], [`Kernels::with_prebuilt`] |
 //!
 //! # Conventions
 //!
@@ -32,8 +32,11 @@ mod twin; // what twins share
 mod load; // from sources to functions on a device
 mod nvrtc; // the compiler library
 mod cache; // compiled code on disk
+mod prebuilt; // compiled code in the binary
 mod source; // the .cu files
 
+mod packed; // quantised weights as the card reads them
+mod product; // one row times weights, with norm and gate
 mod linear; // y = x . w^T
 mod matmul; // y = a b, in any layout
 mod gather; // rows of a table
@@ -44,27 +47,45 @@ mod rope; // rotary embedding
 mod kv; // writing the KV cache
 mod rope_kv; // both at once
 mod attention; // reading it
+mod attend; // all of it for tokens decoded one at a time
 mod rows; // reductions and softmax over rows
 mod sample; // choosing a token
 mod commit; // making it the next step's input
+mod gemm; // y = x . w^T of many rows, on tensor cores
+mod blaslt; // the same by cuBLASLt
+mod dequant; // quantised weights for them
+mod narrow; // rows for them
+mod flash; // attention of many rows
+mod digest; // comparing memory where it lies
 
 // launchers: complete
 
+pub use attend::{
+    AttendArgs, AttendNorm, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes, attend_splits,
+};
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
+pub use blaslt::{BlasLt, BlasLtProduct, BlasLtShape};
 pub use cache::KernelCache;
 pub use commit::{
     COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState,
 };
 pub use copy::{CastArgs, CopyArgs};
+pub use dequant::DequantArgs;
+pub use digest::Digester;
 pub use elementwise::{BinaryArgs, GateArgs, UnaryArgs};
 pub use error::KernelError;
 pub use gather::GatherRowsArgs;
+pub use gemm::{GEMM_DTYPES, GemmArgs, GemmPlan};
 pub use kv::KvAppendArgs;
 pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
 pub use load::{Arch, Kernels, LoadOptions, Origin, register_twins, simulated};
 pub use matmul::MatMulArgs;
+pub use narrow::Narrow;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
+pub use packed::{PACKED_DTYPES, PackArgs, pack, packed_bytes};
+pub use prebuilt::{prebuild, prebuilt_archs};
+pub use product::{MAX_PARTS, ProductArgs, ProductPart, has_product, products_join};
 pub use registry::{KernelInfo, kernels};
 pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;

@@ -12,24 +12,10 @@ use crate::source::Family;
 use crate::twin::{count, fault, read_rows};
 use crate::view::{Rows, View};
 
-/// The dtypes a weight may have.
-pub const LINEAR_DTYPES: [DType; 15] = [
-    DType::F32,
-    DType::F16,
-    DType::BF16,
-    DType::Q4_0,
-    DType::Q4_1,
-    DType::Q5_0,
-    DType::Q5_1,
-    DType::Q8_0,
-    DType::Q2_K,
-    DType::Q3_K,
-    DType::Q4_K,
-    DType::Q5_K,
-    DType::Q6_K,
-    DType::IQ4_NL,
-    DType::IQ4_XS,
-];
+/// The dtypes of weights that are used as they are in the file; the other quantised ones are packed
+/// ([`crate::PACKED_DTYPES`]).
+pub const LINEAR_DTYPES: [DType; 7] =
+    [DType::F32, DType::F16, DType::BF16, DType::Q2_K, DType::Q3_K, DType::IQ4_NL, DType::IQ4_XS];
 
 /// How many weights one launch multiplies with.
 pub const MAX_PRODUCTS: usize = 4;

@@ -11,6 +11,7 @@ use refrain_driver::{Context, Device, Dim, DriverError, Function, Launch, Module
 use crate::cache::KernelCache;
 use crate::error::KernelError;
 use crate::nvrtc::{Image, Nvrtc};
+use crate::prebuilt::{self, Archive, Unusable};
 use crate::registry::{KernelInfo, entries, kernels};
 use crate::source::Family;
 
@@ -71,15 +72,60 @@ pub struct Kernels {
     origin: Origin,
     /// The code waits for what it depends on, so it may start before that has ended.
     overlaps: bool,
+    n_sms: usize,
+    /// Most shared memory of a block, in bytes.
+    shared_limit: usize,
 }
 
 /// The first architecture whose kernels can start early; `overlap.cuh` is compiled to nothing before it.
 const OVERLAPS: Arch = Arch { major: 9, minor: 0 };
 
 impl Kernels {
-    /// Loads every kernel: the twins on the simulated device, else from the cache or the compiler.
+    /// Loads every kernel: the twins on the simulated device, else what the binary holds for the card, else from the
+    /// cache or the compiler.
     pub fn load(ctx: &Context, options: &LoadOptions) -> Result<Kernels, KernelError> {
-        Kernels::with_prebuilt(ctx, options, &[])
+        Kernels::from_archive(ctx, options, prebuilt::embedded())
+    }
+
+    pub(crate) fn from_archive(
+        ctx: &Context,
+        options: &LoadOptions,
+        archive: &[u8],
+    ) -> Result<Kernels, KernelError> {
+        if runs_twins(ctx, options) {
+            return Kernels::with_prebuilt(ctx, options, &[]);
+        }
+        let (major, minor) = ctx.device().info().compute;
+        let card = options.arch.unwrap_or(Arch { major, minor });
+        let archive = Archive::parse(archive).unwrap_or_else(|why| {
+            match why {
+                Unusable::Stale => {
+                    tracing::warn!("the prebuilt kernels are of other sources, not using them")
+                }
+                Unusable::Damaged => tracing::warn!("the prebuilt kernels are damaged, not using them"),
+            }
+            Archive::default()
+        });
+        let image = match archive.image_for(card) {
+            Some(Ok(image)) => Some(image),
+            Some(Err(_)) => {
+                tracing::warn!("the prebuilt kernels for {card} are damaged, compiling instead");
+                None
+            }
+            None => None,
+        };
+        let prebuilt = image.as_ref().map(|(arch, bytes)| (*arch, bytes.as_slice()));
+        Kernels::with_prebuilt(ctx, options, prebuilt.as_slice()).map_err(|error| match error {
+            KernelError::NvrtcMissing { tried } => {
+                let archs: Vec<String> = archive.archs().iter().map(ToString::to_string).collect();
+                let held = match archs.as_slice() {
+                    [] => "no prebuilt kernels".to_owned(),
+                    archs => format!("prebuilt kernels for {}", archs.join(", ")),
+                };
+                KernelError::NoKernels { card: card.to_string(), held, tried }
+            }
+            error => error,
+        })
     }
 
     /// As [`Kernels::load`], with code compiled ahead of time ([`Image::to_bytes`]) where it fits the card.
@@ -89,7 +135,7 @@ impl Kernels {
         prebuilt: &[(Arch, &[u8])],
     ) -> Result<Kernels, KernelError> {
         let device = ctx.device();
-        if device.backend() == "sim" && options.arch.is_none() {
+        if runs_twins(ctx, options) {
             let names: Vec<String> = kernels().into_iter().map(|k| k.name).collect();
             let image = Image {
                 families: vec![(Family::Linear, format!("sim\n{}\n", names.join("\n")).into_bytes())],
@@ -179,6 +225,7 @@ impl Kernels {
             for info in all.iter().filter(|k| origin == Origin::Twins || k.family == *family) {
                 let function = module.function(&info.name)?;
                 check(info, &function)?;
+                function.prefer_shared()?;
                 functions.insert(info.name.clone(), function);
             }
         }
@@ -186,7 +233,13 @@ impl Kernels {
             let module = missing.family.name().to_owned();
             return Err(DriverError::KernelMissing { module, kernel: missing.name.clone() }.into());
         }
-        Ok(Kernels { functions, origin, overlaps: arch >= OVERLAPS })
+        let device = ctx.device();
+        let info = device.info();
+        let (n_sms, shared_limit) = (info.n_sms.max(1) as usize, info.shared_block_bytes as usize);
+        let kernels = Kernels { functions, origin, overlaps: arch >= OVERLAPS, n_sms, shared_limit };
+        kernels.allow_gemm()?;
+        kernels.allow_flash()?;
+        Ok(kernels)
     }
 
     /// Where the kernels came from.
@@ -219,6 +272,22 @@ impl Kernels {
         Ok(if self.overlaps { launch.pdl() } else { launch })
     }
 
+    /// Multiprocessors of the card.
+    pub(crate) fn n_sms(&self) -> usize {
+        self.n_sms
+    }
+
+    /// Most shared memory of a block, in bytes.
+    pub(crate) fn shared_limit(&self) -> usize {
+        self.shared_limit
+    }
+
+    /// Whether blocks can work in clusters; code for older cards does without.
+    pub(crate) fn has_clusters(&self) -> bool {
+        // The first cards whose kernels overlap are the first that have clusters.
+        self.overlaps
+    }
+
     pub(crate) fn get(&self, name: &str) -> Result<&Function, KernelError> {
         self.functions.get(name).ok_or_else(|| {
             DriverError::KernelMissing { module: "kernels".to_owned(), kernel: name.to_owned() }.into()
@@ -230,6 +299,11 @@ impl fmt::Debug for Kernels {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Kernels({} from {:?})", self.functions.len(), self.origin)
     }
+}
+
+/// The simulated device runs machine code only where it is asked to.
+fn runs_twins(ctx: &Context, options: &LoadOptions) -> bool {
+    ctx.device().backend() == "sim" && options.arch.is_none()
 }
 
 fn check(info: &KernelInfo, function: &Function) -> Result<(), KernelError> {

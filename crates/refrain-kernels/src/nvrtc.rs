@@ -14,7 +14,7 @@ use crate::source::{Family, HEADERS};
 type Program = *mut std::ffi::c_void;
 
 /// What every family is compiled with, besides the architecture.
-const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
+pub(crate) const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
 
 macro_rules! functions {
     ($($field:ident: $symbol:literal fn($($arg:ty),*);)*) => {
@@ -91,7 +91,7 @@ impl Nvrtc {
     }
 
     fn from_library(library: libloading::Library, path: &Path) -> Result<Nvrtc, KernelError> {
-        let file = path.display().to_string();
+        let file = loaded_from(path).display().to_string();
         let functions = Functions::look_up(&library, &file)?;
         let (mut major, mut minor, mut n) = (0, 0, 0);
         // SAFETY: both functions write to the integers whose addresses they get.
@@ -124,6 +124,12 @@ impl Nvrtc {
     #[must_use]
     pub fn file(&self) -> &str {
         &self.file
+    }
+
+    /// Whether it compiles machine code for an architecture.
+    #[must_use]
+    pub fn knows(&self, arch: Arch) -> bool {
+        self.archs.contains(&arch)
     }
 
     /// What to compile for a card: machine code, or text when the library is older than the card.
@@ -307,22 +313,42 @@ pub fn compile_all(nvrtc: &Nvrtc, arch: Arch, ptx: bool) -> Result<Image, Kernel
 }
 
 /// The loader's own search, then where toolkits and Python packages put the library.
+/// Where a library that was opened by its name alone was found, as far as the system tells.
+fn loaded_from(path: &Path) -> PathBuf {
+    if path.parent().is_some_and(|p| !p.as_os_str().is_empty()) {
+        return path.to_owned();
+    }
+    let (maps, name) =
+        (std::fs::read_to_string("/proc/self/maps").unwrap_or_default(), path.to_string_lossy());
+    let found = maps.lines().filter_map(|line| line.find('/').map(|at| &line[at..]));
+    // The file behind a link may have a longer name: libnvrtc.so.13 is libnvrtc.so.13.0.88.
+    let is_it = |file: &&str| file.rsplit('/').next().is_some_and(|last| last.starts_with(&*name));
+    found.into_iter().find(is_it).map_or_else(|| path.to_owned(), PathBuf::from)
+}
+
 fn usual_places() -> Vec<PathBuf> {
     let names = ["libnvrtc.so.13", "libnvrtc.so.12"];
     let mut places: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
     places.push("libnvrtc.so".into());
     let mut folders = vec![PathBuf::from("/usr/local/cuda/lib64"), "/usr/lib/x86_64-linux-gnu".into()];
+    folders.extend(python_folders(&["cu13", "cuda_nvrtc"]));
+    places.extend(folders.iter().flat_map(|f| names.iter().map(move |n| f.join(n))).filter(|p| p.exists()));
+    places
+}
+
+/// Where Python packages of these names put their libraries.
+pub(crate) fn python_folders(packages: &[&str]) -> Vec<PathBuf> {
     let home = std::env::home_dir().map(|h| h.join(".local/lib"));
     let libs = [Some("/usr/local/lib".into()), Some("/usr/lib".into()), home];
+    let mut folders = Vec::new();
     for lib in libs.into_iter().flatten() {
         for python in entries_starting_with(&lib, "python3") {
-            for packages in ["site-packages/nvidia", "dist-packages/nvidia"] {
-                folders.extend(["cu13", "cuda_nvrtc"].map(|p| python.join(packages).join(p).join("lib")));
+            for site in ["site-packages/nvidia", "dist-packages/nvidia"] {
+                folders.extend(packages.iter().map(|p| python.join(site).join(p).join("lib")));
             }
         }
     }
-    places.extend(folders.iter().flat_map(|f| names.iter().map(move |n| f.join(n))).filter(|p| p.exists()));
-    places
+    folders
 }
 
 fn entries_starting_with(folder: &Path, start: &str) -> Vec<PathBuf> {

@@ -61,9 +61,17 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::rope_kv::entries(&mut all);
     crate::kv::entries(&mut all);
     crate::attention::entries(&mut all);
+    crate::attend::entries(&mut all);
     crate::rows::entries(&mut all);
     crate::sample::entries(&mut all);
     crate::commit::entries(&mut all);
+    crate::product::entries(&mut all);
+    crate::packed::entries(&mut all);
+    crate::gemm::entries(&mut all);
+    crate::dequant::entries(&mut all);
+    crate::narrow::entries(&mut all);
+    crate::flash::entries(&mut all);
+    crate::digest::entries(&mut all);
     all
 }
 

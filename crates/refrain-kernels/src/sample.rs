@@ -1,9 +1,9 @@
 //! Choosing the next token on the device, with the semantics of `refrain_reference::sample_row`.
 //!
-//! Two launches. The first cuts the vocabulary into chunks: each block adjusts its chunk's logits, sorts it and sums
-//! its weights. The second finds every cut (top-k, top-p, min-p, and the random number's place) by bisection over the
-//! keys (logit, id), asking each sorted chunk how much lies above; so nothing is merged, and ties fall to the smaller
-//! id.
+//! Two launches. The first deals the vocabulary to chunks: each block adjusts its chunk's logits and sums its weights.
+//! The second lists the best keys (logit, id) of all chunks and applies the filters to that list. Without a small top-k
+//! a filter may reach beyond it; then the chunks are sorted too, and the cut is found by narrowing, asking each chunk how
+//! much lies above 32 keys at a time. So nothing is merged, and ties fall to the smaller id.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
@@ -19,7 +19,9 @@ use crate::view::{Rows, View};
 
 /// Tokens that one block sorts.
 const CHUNK: usize = 1024;
-/// Chunks that the second launch can look at: one thread each.
+/// Threads of that block: two tokens each.
+const CHUNK_THREADS: u32 = 512;
+/// Chunks that the second launch can look at, and its threads: one for each.
 const MAX_CHUNKS: usize = 1024;
 /// Key and two running sums for each token.
 const TOKEN_BYTES: u64 = 24;
@@ -84,7 +86,7 @@ impl Kernels {
             case.buf("scratch", a.scratch, usize::try_from(sample_scratch_bytes(a.n, a.vocab)).ok(), 16)?;
         let (n_history, n_bias) = (case.u32("n_history", a.n_history)?, case.u32("n_bias", a.n_bias)?);
         launches.push(
-            self.launch("sample_chunks_f32", [n_chunks as u32, a.n as u32], 512)?
+            self.launch("sample_chunks_f32", [n_chunks as u32, a.n as u32], CHUNK_THREADS)?
                 .step(a.step)
                 .write(scratch)
                 .read(logits)
@@ -98,7 +100,7 @@ impl Kernels {
                 .baked(Baked(n_bias)),
         );
         launches.push(
-            self.launch("sample_select_f32", a.n as u32, n_chunks.next_multiple_of(32) as u32)?
+            self.launch("sample_select_f32", a.n as u32, MAX_CHUNKS as u32)?
                 .step(a.step)
                 .write(case.words("token", a.token, &[a.n])?)
                 .write(case.words("logprob", a.logprob, &[a.n])?)

@@ -21,17 +21,33 @@ pub enum Family {
     Kv,
     /// `attention.cu`
     Attention,
+    /// `attend.cu`
+    Attend,
     /// `rows.cu`
     Rows,
     /// `sample.cu`
     Sample,
     /// `commit.cu`
     Commit,
+    /// `product.cu`
+    Product,
+    /// `pack.cu`
+    Pack,
+    /// `gemm.cu`
+    Gemm,
+    /// `dequant.cu`
+    Dequant,
+    /// `narrow.cu`
+    Narrow,
+    /// `flash.cu`
+    Flash,
+    /// `digest.cu`
+    Digest,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 12] = [
+    pub const ALL: [Family; 20] = [
         Family::Linear,
         Family::Matmul,
         Family::Gather,
@@ -41,9 +57,17 @@ impl Family {
         Family::Rope,
         Family::Kv,
         Family::Attention,
+        Family::Attend,
         Family::Rows,
         Family::Sample,
         Family::Commit,
+        Family::Product,
+        Family::Pack,
+        Family::Gemm,
+        Family::Dequant,
+        Family::Narrow,
+        Family::Flash,
+        Family::Digest,
     ];
 
     /// The file's name without `.cu`.
@@ -59,9 +83,17 @@ impl Family {
             Family::Rope => "rope",
             Family::Kv => "kv",
             Family::Attention => "attention",
+            Family::Attend => "attend",
             Family::Rows => "rows",
             Family::Sample => "sample",
             Family::Commit => "commit",
+            Family::Product => "product",
+            Family::Pack => "pack",
+            Family::Gemm => "gemm",
+            Family::Dequant => "dequant",
+            Family::Narrow => "narrow",
+            Family::Flash => "flash",
+            Family::Digest => "digest",
         }
     }
 
@@ -78,19 +110,33 @@ impl Family {
             Family::Rope => include_str!("../cu/rope.cu"),
             Family::Kv => include_str!("../cu/kv.cu"),
             Family::Attention => include_str!("../cu/attention.cu"),
+            Family::Attend => include_str!("../cu/attend.cu"),
             Family::Rows => include_str!("../cu/rows.cu"),
             Family::Sample => include_str!("../cu/sample.cu"),
             Family::Commit => include_str!("../cu/commit.cu"),
+            Family::Product => include_str!("../cu/product.cu"),
+            Family::Pack => include_str!("../cu/pack.cu"),
+            Family::Gemm => include_str!("../cu/gemm.cu"),
+            Family::Dequant => include_str!("../cu/dequant.cu"),
+            Family::Narrow => include_str!("../cu/narrow.cu"),
+            Family::Flash => include_str!("../cu/flash.cu"),
+            Family::Digest => include_str!("../cu/digest.cu"),
         }
     }
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 6] = [
+pub(crate) const HEADERS: [(&str, &str); 12] = [
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
+    ("mma.cuh", include_str!("../cu/mma.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
+    ("packed.cuh", include_str!("../cu/packed.cuh")),
     ("paged.cuh", include_str!("../cu/paged.cuh")),
     ("quant.cuh", include_str!("../cu/quant.cuh")),
     ("reduce.cuh", include_str!("../cu/reduce.cuh")),
+    ("sample_cut.cuh", include_str!("../cu/sample_cut.cuh")),
+    ("sample_keys.cuh", include_str!("../cu/sample_keys.cuh")),
+    ("sample_list.cuh", include_str!("../cu/sample_list.cuh")),
+    ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];

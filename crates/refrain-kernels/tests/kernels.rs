@@ -12,8 +12,8 @@ use std::time::Duration;
 use bed::{Bed, Role, dense, f32s, i32s, normals, run_all};
 use refrain_driver::{Layout, Method, RecordOptions, Ring};
 use refrain_kernels::{
-    COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState,
-    KernelError, LINEAR_DTYPES, LinearArgs, LinearPart, RmsNormArgs,
+    COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState, GemmArgs,
+    GemmPlan, KernelError, LINEAR_DTYPES, LinearArgs, LinearPart, RmsNormArgs,
 };
 use refrain_tensor::DType;
 use refrain_testkit::{Tol, encode};
@@ -60,6 +60,14 @@ both! {
 
     fn products_have_the_same_bits_alone_and_beside_others(bed) {
         same_bits_beside_others(&mut bed);
+    }
+
+    fn one_row_times_weights_with_norms_and_gates_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::product::product());
+    }
+
+    fn packing_gives_the_layout_that_products_read(bed) {
+        run_all(&mut bed, cases::product::packing());
     }
 
     fn matmul_agrees_with_the_reference(bed) {
@@ -110,8 +118,36 @@ both! {
         run_all(&mut bed, cases::attention::attention());
     }
 
+    fn attend_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::attend::attend());
+    }
+
+    fn attend_appends_the_bits_of_rope_with_kv_append(bed) {
+        cases::attend::same_bits_as_rope_kv(&mut bed);
+    }
+
     fn sampling_chooses_what_the_reference_chooses(bed) {
         run_all(&mut bed, cases::sample::sample());
+    }
+
+    fn products_on_tensor_cores_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::prompt::gemm());
+    }
+
+    fn quantised_matrices_are_decoded_as_the_reference_does(bed) {
+        run_all(&mut bed, cases::prompt::dequant());
+    }
+
+    fn rows_in_16_bits_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::prompt::narrow());
+    }
+
+    fn attention_of_many_rows_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::prompt::flash());
+    }
+
+    fn digests_are_those_of_the_bytes(bed) {
+        run_all(&mut bed, cases::prompt::digest());
     }
 
     fn a_row_of_a_product_has_the_same_bits_for_every_number_of_rows(bed) {
@@ -121,6 +157,19 @@ both! {
     fn commit_feeds_the_token_back_and_stops_at_the_end(bed) {
         commit_until_done(&mut bed);
     }
+}
+
+#[test]
+fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_the_simulated_device() {
+    // Twins are the reference: one vocabulary is enough to see that the launcher takes it.
+    run_all(&mut Bed::sim(), cases::sample::large().into_iter().take(2).collect());
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_a_gpu() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    run_all(&mut Bed::gpu(), cases::sample::large());
 }
 
 fn same_bits_for_every_m(bed: &mut Bed) {
@@ -209,10 +258,10 @@ fn commit_until_done(bed: &mut Bed) {
     let mut layout = Layout::new("commit");
     let words = |n: usize| 4 * n as u64;
     let names =
-        [("token", N), ("logprob", N), ("tokens", N), ("positions", N), ("rng", 4 * N), ("history", 2 * N)];
+        [("token", N), ("logprob", N), ("tokens", N), ("positions", N), ("rng", 4 * N), ("history", 3 * N)];
     let regions = names.map(|(name, n)| layout.device(name, words(n)));
     let [state, eog, count] =
-        [("state", 16 * N), ("eog", 8), ("count", 8)].map(|(n, b)| layout.device(n, b as u64));
+        [("state", 32 * N), ("eog", 8), ("count", 8)].map(|(n, b)| layout.device(n, b as u64));
     let ring = layout.pinned(bed::PINNED, Ring::bytes(4, N * size_of::<CommitEntry>()));
     let memory = bed.plan(&layout);
     let [token, logprob, tokens, positions, rng, history] = regions.map(|r| memory.buf(r));
@@ -222,16 +271,19 @@ fn commit_until_done(bed: &mut Bed) {
     let states = [(100, 1000), (100, 13), (100, 1000)].map(|(n_left, limit)| CommitState {
         done: 0,
         n_left,
-        history_next: 1,
         limit,
+        window: 2,
+        history_next: 1,
+        unused: [0; 3],
     });
     let rng_before: Vec<i32> = (0..N as i32).flat_map(|i| [5, 6, 30 + i, 9]).collect();
     let mut set = |buf, bytes: &[u8]| bed.stream.upload(&mut lease, buf, bytes).unwrap();
     set(tokens, &i32s(&[-7; N]));
     set(positions, &i32s(&[10, 11, -1]));
     set(rng, &i32s(&rng_before));
-    set(history, &i32s(&[-1; 2 * N]));
-    set(state, &states.iter().flat_map(|s| bytes_of(s).to_vec()).collect::<Vec<_>>());
+    // The last place of each row is outside of the window.
+    set(history, &i32s(&[-1; 3 * N]));
+    set(state, bytemuck::bytes_of(&states));
     set(eog, &i32s(&[-1, 42]));
     set(count, &[0; 8]);
     let launch = bed
@@ -247,7 +299,7 @@ fn commit_until_done(bed: &mut Bed) {
             eog,
             ring: Some(CommitRing { ring: host.buf(), count, n_entries: 4 }),
             n: N,
-            n_history: 2,
+            n_history: 3,
             n_eog: 2,
             step: "commit",
         })
@@ -281,6 +333,16 @@ fn commit_until_done(bed: &mut Bed) {
             assert_eq!(f32::from_bits(word(1) as u32), logprob);
         }
     }
+    // From the start again: with the device's count at 0, numbers begin at 1.
+    assert!(!host.has_next() && host.reserve() && host.n_pending() == 1);
+    host.restart();
+    assert_eq!(host.n_pending(), 0);
+    bed.stream.upload(&mut lease, count, &[0; 8]).unwrap();
+    assert!(host.reserve());
+    graph.replay(&mut lease, &mut bed.stream).unwrap();
+    bed.stream.synchronize().unwrap();
+    assert!(host.has_next());
+    assert_eq!(host.try_take(&mut [0; N * size_of::<CommitEntry>()]).unwrap(), Some(1));
     let mut get = |buf: refrain_driver::Buf| -> Vec<i32> {
         let mut bytes = vec![0; buf.len() as usize];
         bed.stream.download(&lease, buf, &mut bytes).unwrap();
@@ -289,16 +351,11 @@ fn commit_until_done(bed: &mut Bed) {
     assert_eq!(get(tokens), [42, 8, -7]);
     assert_eq!(get(positions), [-1, -1, -1]);
     assert_eq!(get(rng), [5, 6, 33, 9, 5, 6, 33, 9, 5, 6, 32, 9]);
-    assert_eq!(get(history), [-1, 42, 8, 8, -1, -1]);
-    assert_eq!(get(state), [1, 97, 0, 1000, 1, 98, 1, 13, 0, 100, 1, 1000]);
-}
-
-fn bytes_of(s: &CommitState) -> [u8; 16] {
-    let mut bytes = [0; 16];
-    for (to, word) in bytes.chunks_exact_mut(4).zip([s.done, s.n_left, s.history_next, s.limit]) {
-        to.copy_from_slice(&word.to_le_bytes());
-    }
-    bytes
+    assert_eq!(get(history), [-1, 42, -1, 8, 8, -1, -1, -1, -1]);
+    let [ended, full, padding] = [[1, 97, 1000, 2, 0], [1, 98, 13, 2, 1], [0, 100, 1000, 2, 1]];
+    let rows: Vec<i32> =
+        [ended, full, padding].iter().flat_map(|s| s.iter().copied().chain([0; 3])).collect();
+    assert_eq!(get(state), rows);
 }
 
 #[test]
@@ -332,6 +389,18 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
             "linear x F16 x [m=1, n=2, k=32]: w starts at byte 2, which is no multiple of 16",
             "linear x F16 x [m=0, n=2, k=32]: m is 0, there is nothing to launch",
             "linear x F16 x [m=1, n=100, k=32]: y has 64 bytes, needs 400",
+        ]
+    );
+    let gemm = |dtype, k| {
+        let (plan, parts) = (GemmPlan::new(16, &[2], k, 132), &[LinearPart { w: large, y: large, n: 2 }]);
+        let args = GemmArgs { x: large, dtype, parts, m: 16, k, plan, scratch: None, step: "s" };
+        bed.kernels.gemm(&args, &mut Vec::new()).unwrap_err().to_string()
+    };
+    assert_eq!(
+        [gemm(DType::F32, 64), gemm(DType::BF16, 60)],
+        [
+            "gemm x F32 x [m=16, n=2, k=64]: tensor cores multiply F16 and BF16",
+            "gemm x BF16 x [m=16, n=2, k=60]: k must be a multiple of 8",
         ]
     );
     let strided = bed::contiguous(&[4, 8]).transpose().unwrap();

@@ -1,12 +1,15 @@
 //! Prefill and decode speed of a model on a device, beside what the device's memory allows.
 
 use crate::error::Error;
+use crate::examine::read_bandwidth;
 use crate::model::Model;
-use crate::session::{Device, SessionOptions, engine_for};
+use crate::session::{Device, SessionOptions, monitored_engine};
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
-use refrain_engine::{SamplingParams, SamplingRow, StepKind};
+use refrain_cuda::{Status, Timeline};
+use refrain_engine::{Ahead, Engine, SamplingParams, SamplingRow, StepKind, Tally};
 use refrain_formats::ModelFiles;
+use refrain_graph::SegmentKind;
 use refrain_models::{NamedShape, QuantMix};
 use std::sync::Arc;
 use std::time::Instant;
@@ -68,6 +71,11 @@ pub struct DecodeReport {
 }
 
 impl DecodeReport {
+    /// Milliseconds of a token.
+    pub fn ms(&self) -> f64 {
+        1e3 / self.speed.median()
+    }
+
     /// Bytes per second that decoding read.
     pub fn bandwidth(&self) -> f64 {
         self.speed.median() * self.bytes_per_token as f64
@@ -116,10 +124,31 @@ pub struct BenchReport {
     pub load_seconds: f64,
     /// Memory of the process when all was measured, where the system tells it.
     pub resident: Option<Resident>,
-    /// How the decoded steps ran, as the ledger tells it.
-    pub decode_steps: String,
+    /// How the decoded steps ran, as the ledger tells it, at all depths; those of the first round, which is not
+    /// counted, too.
+    pub decode_steps: Tally,
+    /// Kernels of a decoded token, and launches by the host for them; `None` on the CPU, which calls its kernels.
+    pub launches: Option<Launches>,
+    /// Memory, graphs and timings of a CUDA device, with the timeline where it was profiled; `None` on the CPU.
+    pub device: Option<(Status, Timeline)>,
     /// How weights lie in memory, with the bytes of each layout.
     pub layouts: Vec<(String, usize)>,
+}
+
+/// What a decoded token takes on a CUDA device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launches {
+    /// Calls of the host: one for each recorded segment, or one for each kernel where a step ran eagerly.
+    pub by_host: usize,
+    /// Kernels and copies.
+    pub kernels: usize,
+}
+
+impl BenchReport {
+    /// What decoding read as a part of what memory delivers at best; `None` where that was not measured.
+    pub fn bandwidth_share(&self, decode: &DecodeReport) -> Option<f64> {
+        self.read_bandwidth.filter(|best| *best > 0.0).map(|best| decode.bandwidth() / best)
+    }
 }
 
 /// Measures. `progress` hears what is going on.
@@ -146,7 +175,7 @@ pub fn bench(
     let session = SessionOptions { context: Some(context), ..options.session.clone() };
     let began = Instant::now();
     progress("loading");
-    let mut engine = engine_for(&weights, &name, &session)?;
+    let (mut engine, monitor) = monitored_engine(&weights, &name, &session)?;
     let load_seconds = began.elapsed().as_secs_f64();
     match target {
         BenchTarget::Model(model) => model.files().release(),
@@ -157,8 +186,57 @@ pub fn bench(
     let vocab = weights.config().n_vocab as u32;
     // Any tokens do; these avoid the first ones, which are often special.
     let tokens: Vec<u32> = (0..context as u32).map(|i| (1000 + i * 7919) % vocab).collect();
+    let (prefill, decode) = measure(&mut engine, options, depths, &tokens, &mut progress)?;
+    let traffic = engine.plan(1)?.traffic();
+    let decode = depths.iter().zip(decode).map(|(&depth, speed)| {
+        let middle = depth.max(1) + options.n_decode / 2;
+        let bytes_per_token = traffic.weight_bytes + traffic.kv_bytes(middle);
+        DecodeReport { depth, speed, bytes_per_token }
+    });
+    let decode_steps = engine.ledger().tally(StepKind::Decode).clone();
+    let is_eager = decode_steps.eager > 0;
+    let launches = match monitor {
+        Some(_) => Some(count_launches(&mut engine, is_eager)?),
+        None => None,
+    };
+    let device = monitor.map(|monitor| (monitor.status(), monitor.timeline()));
+    let (layouts, backend) = (engine.layouts(), engine.backend());
+    let resident = Resident::of_this_process();
+    // The device is free again, and its clocks are up.
+    drop(engine);
+    progress("measuring read bandwidth");
+    let read_bandwidth = match &options.session.device {
+        // What a simulated device reads says nothing.
+        Device::Sim { .. } => None,
+        device @ (Device::Cpu { .. } | Device::Cuda { .. }) => Some(read_bandwidth(device)?),
+    };
+    Ok(BenchReport {
+        layouts,
+        decode_steps,
+        launches,
+        device,
+        name,
+        backend,
+        n_parameters: weights.n_parameters(),
+        weight_bytes: weights.weight_bytes(),
+        prefill,
+        decode: decode.collect(),
+        read_bandwidth,
+        load_seconds,
+        resident,
+    })
+}
+
+/// Runs the rounds: how fast the prompt was read, and how fast tokens came at each depth.
+fn measure(
+    engine: &mut Engine,
+    options: &BenchOptions,
+    depths: &[usize],
+    tokens: &[u32],
+    progress: &mut impl FnMut(&str),
+) -> Result<(Samples, Vec<Samples>), Error> {
     let mut row = SamplingRow::new(&SamplingParams::greedy());
-    let (mut prefill, mut decode) = (Vec::new(), vec![Vec::new(); depths.len()]);
+    let (mut prefill, mut decode) = (Samples(Vec::new()), vec![Samples(Vec::new()); depths.len()]);
     // The first round warms caches and compiles the steps; it is not counted.
     for round in 0..=options.repeats {
         progress(&format!("round {round} of {}", options.repeats));
@@ -168,7 +246,7 @@ pub fn bench(
             engine.prompt(&mut sequence, &tokens[..options.n_prompt], &mut row, |_| true)?;
             let took = began.elapsed().as_secs_f64();
             if round > 0 {
-                prefill.push(options.n_prompt as f64 / took);
+                prefill.0.push(options.n_prompt as f64 / took);
             }
         }
         for (&depth, decode) in depths.iter().zip(&mut decode) {
@@ -176,43 +254,24 @@ pub fn bench(
             let first = tokens[..depth.max(1)].to_vec();
             let mut next = engine.prompt(&mut sequence, &first, &mut row, |_| true)?.token;
             let began = Instant::now();
-            for _ in 0..options.n_decode {
-                next = engine.decode(&mut sequence, next, &mut row)?.token;
+            for n_tokens in (1..=options.n_decode).rev() {
+                let ahead = Ahead { n_tokens, end: &[] };
+                next = engine.follow(&mut sequence, next, &mut row, &ahead)?.token;
             }
             let took = began.elapsed().as_secs_f64();
             if round > 0 {
-                decode.push(options.n_decode as f64 / took);
+                decode.0.push(options.n_decode as f64 / took);
             }
         }
     }
-    let traffic = engine.plan(1)?.traffic();
-    let decode_report = |(&depth, samples): (&usize, Vec<f64>)| {
-        let middle = depth.max(1) + options.n_decode / 2;
-        let bytes_per_token = traffic.weight_bytes + traffic.kv_bytes(middle);
-        DecodeReport { depth, speed: Samples(samples), bytes_per_token }
-    };
-    let resident = Resident::of_this_process();
-    let read_bandwidth = match &options.session.device {
-        Device::Cpu { threads } => {
-            progress("measuring read bandwidth");
-            Some(CpuBackend::new(threads.unwrap_or_else(default_threads))?.read_bandwidth())
-        }
-        Device::Cuda { .. } | Device::Sim { .. } => None,
-    };
-    let decode_steps = engine.ledger().tally(StepKind::Decode).to_string();
-    Ok(BenchReport {
-        layouts: engine.layouts(),
-        decode_steps,
-        name,
-        backend: engine.backend(),
-        n_parameters: weights.n_parameters(),
-        weight_bytes: weights.weight_bytes(),
-        prefill: Samples(prefill),
-        decode: depths.iter().zip(decode).map(decode_report).collect(),
-        read_bandwidth,
-        load_seconds,
-        resident,
-    })
+    Ok((prefill, decode))
+}
+
+fn count_launches(engine: &mut Engine, is_eager: bool) -> Result<Launches, Error> {
+    let kernels = engine.kernels(1)?.len();
+    let segments = engine.plan(1)?.segments();
+    let recorded = segments.iter().filter(|s| s.kind == SegmentKind::Recordable).count();
+    Ok(Launches { by_host: if is_eager { kernels } else { recorded }, kernels })
 }
 
 /// What the CPU backend finds on this machine.

@@ -83,7 +83,7 @@ impl Error {
             Error::Pool(e) => e.hint().map(Into::into),
             Error::Cuda(e) => e.hint(),
             Error::Engine(e) => cuda_cause(e).and_then(CudaError::hint).or_else(|| e.hint()),
-            Error::Sampling(_) => None,
+            Error::Sampling(e) => Some(e.hint()),
             Error::Context { most, .. } => Some(format!("ask for 1 to {most} tokens (-c)")),
             Error::Vocabulary { .. } => Some("use the tokenizer that belongs to the model".into()),
         }

@@ -2,7 +2,9 @@
 
 use crate::error::Error;
 use crate::session::Session;
-use refrain_engine::{Chosen, EngineError, SamplingParams, SamplingRow, StopFilter, Verdict};
+use refrain_engine::{
+    Ahead, Chosen, Engine, EngineError, SamplingParams, SamplingRow, StepKind, StopFilter, Verdict,
+};
 use refrain_formats::chat::{Message, RenderOptions};
 use refrain_formats::tokenizer::DecodeStream;
 use std::sync::Arc;
@@ -149,7 +151,7 @@ impl<'s> Generation<'s> {
 
     fn step(&mut self) -> Result<Chosen, Error> {
         let began = Instant::now();
-        let Session { engine, sequence, .. } = &mut *self.session;
+        let Session { engine, sequence, model, .. } = &mut *self.session;
         match self.last {
             None => {
                 let n = self.prompt.len();
@@ -165,8 +167,12 @@ impl<'s> Generation<'s> {
                 Ok(chosen)
             }
             Some(token) => {
-                let chosen = engine.decode(sequence, token, &mut self.row)?;
-                self.summary.decode += began.elapsed();
+                let spent = |engine: &Engine| engine.ledger().tally(StepKind::Decode).total;
+                let (before, n_generated) = (spent(engine), self.summary.n_generated);
+                let end = if self.ignore_end { &[] } else { model.tokenizer().end_of_generation() };
+                let ahead = Ahead { n_tokens: self.max_tokens - n_generated, end };
+                let chosen = engine.follow(sequence, token, &mut self.row, &ahead)?;
+                self.summary.decode += spent(engine).saturating_sub(before);
                 Ok(chosen)
             }
         }
@@ -174,6 +180,7 @@ impl<'s> Generation<'s> {
 
     /// Ends the generation and gives what was held back.
     fn end(&mut self, finish: Finish) -> Option<Piece> {
+        self.session.engine.settle();
         let (text, finish) = match self.stop.push(self.stream.finish()) {
             Verdict::Pass(text) => (text + &self.stop.finish(), finish),
             Verdict::Stop(text) => (text, Finish::StopText),
@@ -193,6 +200,13 @@ impl<'s> Generation<'s> {
         // The token in hand needs a position before the next can be chosen.
         let full = self.last.is_some() && self.session.sequence.tokens().len() >= self.session.context();
         full.then_some(Finish::ContextFull)
+    }
+}
+
+impl Drop for Generation<'_> {
+    /// One that is dropped half way leaves no step under way, and a ledger that is complete.
+    fn drop(&mut self) {
+        self.session.engine.settle();
     }
 }
 
@@ -223,6 +237,7 @@ impl Iterator for Generation<'_> {
         match self.stop.push(self.stream.push(chosen.token)) {
             Verdict::Pass(text) => Some(Ok(piece(text))),
             Verdict::Stop(text) => {
+                self.session.engine.settle();
                 self.summary.finish = Some(Finish::StopText);
                 Some(Ok(piece(text)))
             }

@@ -21,17 +21,26 @@
 
 mod bench;
 mod error;
+mod examine;
 mod generate;
 mod model;
+mod planner;
 mod session;
 
-pub use bench::{BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Resident, Samples, bench};
+pub use bench::{
+    BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, Resident, Samples, bench,
+};
 pub use error::Error;
+pub use examine::{KernelReport, examine_kernels, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
 pub use model::{BUILTIN_NAME, Model};
+pub use planner::Planner;
 pub use session::{Device, Session, SessionOptions};
 
-pub use refrain_cuda::{Accounting, CacheStats, CudaError, GraphLine, GraphMode, ProfileRow, Status};
+pub use refrain_cuda::{
+    Accounting, Arch, CacheStats, CudaError, GraphLine, GraphMode, LoadEvent, LoadListener, Nvrtc, Origin,
+    ProfileRow, ProfileSpan, ProfileStep, Status, Timeline,
+};
 pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_engine::{EngineError, Ledger, Perplexity, SamplingError, SamplingParams, StepKind, Tally};

@@ -5,12 +5,13 @@ use crate::generate::{Generate, Generation, Prompt};
 use crate::model::Model;
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
-use refrain_cuda::{CudaBackend, CudaOptions, GraphMode, Monitor, Status};
+use refrain_cuda::{CudaBackend, CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
 use refrain_driver::sim::{FaultScript, SimOptions};
 use refrain_driver::{DeviceKind, Method};
 use refrain_engine::{BackendRunner, Engine, Ledger, Perplexity, PerplexityOptions, RunnerOptions};
 use refrain_graph::Plan;
 use refrain_tensor::DType;
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -35,6 +36,8 @@ pub enum Device {
         profile: bool,
         /// Folder of compiled kernels; without one they are compiled at each start.
         kernel_cache: Option<PathBuf>,
+        /// The compiler library; without a path the usual places are searched.
+        nvrtc: Option<PathBuf>,
     },
     /// The simulated CUDA device: slow, and the same machinery.
     Sim {
@@ -51,6 +54,26 @@ pub enum Device {
     },
 }
 
+impl Device {
+    /// What a CUDA device, real or simulated, is opened with; for the CPU its threads.
+    pub(crate) fn cuda(&self) -> Result<(DeviceKind, CudaOptions), usize> {
+        match self {
+            Device::Cpu { threads } => Err(threads.unwrap_or_else(default_threads)),
+            Device::Cuda { ordinal, graph, method, profile, kernel_cache, nvrtc } => {
+                let mut cuda = CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) };
+                cuda.kernels.cache.clone_from(kernel_cache);
+                cuda.kernels.nvrtc.clone_from(nvrtc);
+                Ok((DeviceKind::Cuda(*ordinal), cuda))
+            }
+            Device::Sim { seed, faults, graph, method, profile } => {
+                let sim = SimOptions { seed: *seed, faults: faults.clone(), ..SimOptions::default() };
+                let cuda = CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) };
+                Ok((DeviceKind::Sim(sim), cuda))
+            }
+        }
+    }
+}
+
 /// How a session is laid out.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
@@ -60,11 +83,21 @@ pub struct SessionOptions {
     pub context: Option<usize>,
     /// Element type of the KV cache: F16 or F32.
     pub kv_dtype: DType,
+    /// Decode steps that a CUDA device may have under way at once; the usual number when `None`, 1 for none ahead.
+    pub ahead: Option<usize>,
+    /// Hears how much memory a CUDA device needs, before any is allocated, and how far the weights are.
+    pub on_load: LoadListener,
 }
 
 impl Default for SessionOptions {
     fn default() -> SessionOptions {
-        SessionOptions { device: Device::Cpu { threads: None }, context: None, kv_dtype: DType::F16 }
+        SessionOptions {
+            device: Device::Cpu { threads: None },
+            context: None,
+            kv_dtype: DType::F16,
+            ahead: None,
+            on_load: LoadListener::default(),
+        }
     }
 }
 
@@ -92,6 +125,11 @@ impl Session {
     /// Memory, graphs and timings of a CUDA device, real or simulated; `None` on the CPU.
     pub fn device_status(&self) -> Option<Status> {
         self.monitor.as_ref().map(Monitor::status)
+    }
+
+    /// When each profiled launch ran; `None` on the CPU.
+    pub fn timeline(&self) -> Option<Timeline> {
+        self.monitor.as_ref().map(Monitor::timeline)
     }
 
     /// The model.
@@ -125,7 +163,7 @@ impl Session {
     }
 
     /// The kernels of that plan, each with the (first) step it runs.
-    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, &'static str)>, Error> {
+    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, Error> {
         Ok(self.engine.kernels(n_tokens)?)
     }
 
@@ -156,16 +194,8 @@ impl Session {
     }
 }
 
-/// A model's weights on a device.
-pub(crate) fn engine_for(
-    weights: &Arc<refrain_models::Model>,
-    name: &str,
-    options: &SessionOptions,
-) -> Result<Engine, Error> {
-    monitored_engine(weights, name, options).map(|(engine, _)| engine)
-}
-
-fn monitored_engine(
+/// A model's weights on a device, and for a CUDA device a view of what it does.
+pub(crate) fn monitored_engine(
     weights: &Arc<refrain_models::Model>,
     name: &str,
     options: &SessionOptions,
@@ -176,22 +206,18 @@ fn monitored_engine(
         return Err(Error::Context { got: context, most, model: name.into() });
     }
     let runner = RunnerOptions { context, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
-    let (kind, cuda) = match &options.device {
-        Device::Cpu { threads } => {
-            let backend = CpuBackend::new(threads.unwrap_or_else(default_threads))?;
+    let (kind, cuda) = match options.device.cuda() {
+        Ok(cuda) => cuda,
+        Err(threads) => {
+            let backend = CpuBackend::new(threads)?;
             let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
             return Ok((Engine::new(runner, context), None));
         }
-        Device::Cuda { ordinal, graph, method, profile, kernel_cache } => {
-            let mut cuda = CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) };
-            cuda.kernels.cache.clone_from(kernel_cache);
-            (DeviceKind::Cuda(*ordinal), cuda)
-        }
-        Device::Sim { seed, faults, graph, method, profile } => {
-            let sim = SimOptions { seed: *seed, faults: faults.clone(), ..SimOptions::default() };
-            (DeviceKind::Sim(sim), CudaOptions { profile: *profile, ..CudaOptions::new(*graph, *method) })
-        }
     };
+    let ahead = options.ahead.unwrap_or(cuda.ahead);
+    let cuda = CudaOptions { ahead, on_load: options.on_load.clone(), ..cuda };
+    // A prompt goes in pieces as large as the largest graph.
+    let runner = RunnerOptions { max_tokens: cuda.buckets.iter().copied().max().unwrap_or(1), ..runner };
     let backend = CudaBackend::open(kind, cuda)?;
     let monitor = backend.monitor();
     let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);

@@ -16,13 +16,17 @@ fn a_bench_measures_as_often_as_asked_and_counts_the_bytes_that_a_token_reads() 
         assert!(report.prefill.median() > 0.0 && decode.speed.median() > 0.0);
         let (low, high) = decode.speed.range();
         assert!(low <= decode.speed.median() && decode.speed.median() <= high);
+        assert!((decode.ms() * decode.speed.median() - 1e3).abs() < 1e-6);
+        assert!(report.bandwidth_share(decode).is_some_and(|share| share > 0.0));
     }
     if cfg!(target_os = "linux") {
         assert!(report.resident.is_some_and(|r| r.now > 1 << 20 && r.most >= r.now));
     }
     assert_eq!((report.backend, report.n_parameters), ("cpu", model.n_parameters()));
-    assert_eq!(report.decode_steps.split(' ').next(), Some("48"), "three rounds of eight at two depths");
+    let steps = &report.decode_steps;
+    assert_eq!(steps.replayed + steps.eager, 48, "three rounds of eight at two depths");
     assert!(report.read_bandwidth.is_some_and(|bytes| bytes > 1e8));
+    assert!(report.launches.is_none() && report.device.is_none());
 
     let traffic = Session::new(&model, &session).unwrap().plan(1).unwrap().traffic();
     let read: Vec<_> = report.decode.iter().map(|d| (d.depth, d.bytes_per_token)).collect();

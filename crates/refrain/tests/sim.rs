@@ -4,6 +4,8 @@ use refrain::{
     Device, FaultScript, Generate, GraphMode, Method, Model, Prompt, SamplingParams, Session, SessionOptions,
     StepKind,
 };
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 const PROMPT: &str = "Once upon a time";
 const N_TOKENS: usize = 12;
@@ -38,6 +40,58 @@ fn replayed_steps_give_the_text_of_the_cpu() {
         assert!(status.graphs.iter().all(|g| g.bit_exact && g.method == method), "{status:?}");
         assert!(status.memory.weight_bytes > 1 << 20);
     }
+}
+
+fn session(model: &Model, ahead: usize) -> Session {
+    let device = sim(GraphMode::Require, Method::Stream, "", false);
+    let options =
+        SessionOptions { device, context: Some(64), ahead: Some(ahead), ..SessionOptions::default() };
+    Session::new(model, &options).unwrap()
+}
+
+/// A text that is broken off, by a stop text or by the caller, and the turn behind it.
+fn turns(model: &Model, ahead: usize, stop: &str) -> (Vec<String>, u64) {
+    let mut session = session(model, ahead);
+    let cancel = Arc::new(AtomicBool::new(false));
+    let sampling =
+        SamplingParams { repeat_penalty: 1.1, penalty_window: 8, seed: 4, ..SamplingParams::default() };
+    let generate = Generate {
+        max_tokens: Some(30),
+        sampling: Some(sampling),
+        stop: vec![stop.to_owned()],
+        cancel: Some(cancel.clone()),
+        ..Generate::default()
+    };
+    let mut texts = Vec::new();
+    for (prompt, n_pieces) in [(PROMPT, usize::MAX), ("The cat", 5), ("The cat and the dog", 4), (PROMPT, 6)]
+    {
+        let mut generation = session.generate(Prompt::Text(prompt), &generate).unwrap();
+        let mut text = String::new();
+        for piece in generation.by_ref().take(n_pieces) {
+            text += &piece.unwrap().text;
+        }
+        // As Ctrl-C does.
+        cancel.store(n_pieces == 5, Ordering::Relaxed);
+        if n_pieces == 5 {
+            text += &generation.map(|piece| piece.unwrap().text).collect::<String>();
+        }
+        cancel.store(false, Ordering::Relaxed);
+        texts.push(text);
+    }
+    (texts, session.ledger().tally(StepKind::Decode).unused)
+}
+
+#[test]
+fn texts_that_are_broken_off_with_steps_under_way_leave_the_next_ones_as_they_are() {
+    let model = Model::builtin().unwrap();
+    let (whole, _) = turns(&model, 1, "nothing like this");
+    let first = &whole[0];
+    let stop: String = first.chars().skip(12).take(4).collect();
+    let (want, unused) = turns(&model, 1, &stop);
+    assert!(want[0].len() < first.len() && unused == 0, "{want:?}");
+    let (got, unused) = turns(&model, 8, &stop);
+    assert_eq!(got, want);
+    assert!(unused > 0);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use super::{in_arena, kernel, shapes, writer};
 use refrain::graph::{Plan, SegmentKind};
 use refrain_hub::Bytes;
+use std::borrow::Cow;
 use std::fmt::Write;
 
 const MAP_COLUMNS: usize = 72;
@@ -24,10 +25,16 @@ pub(super) fn segments(plan: &Plan) -> String {
 }
 
 /// A row per step. A step without a kernel of its own runs with the one above it.
-pub(super) fn steps(plan: &Plan, kernels: &[(usize, &'static str)]) -> String {
+pub(super) fn steps(plan: &Plan, kernels: &[(usize, Cow<'static, str>)]) -> String {
+    let on_host =
+        |i: usize| plan.segments().iter().any(|s| s.kind != SegmentKind::Recordable && s.steps.contains(&i));
     let kernel_of = |i: usize| match kernels {
         [] => String::new(),
-        _ => kernels.iter().find(|(step, _)| *step == i).map_or("(as above)", |(_, name)| name).to_owned(),
+        _ if on_host(i) => "(host)".to_owned(),
+        _ => {
+            let of: Vec<&str> = kernels.iter().filter(|(step, _)| *step == i).map(|(_, k)| &**k).collect();
+            if of.is_empty() { "(as above)".to_owned() } else { of.join(", ") }
+        }
     };
     let rows = plan.steps().iter().enumerate().map(|(i, step)| {
         let (label, op) = (step.label.clone(), step.op.name().to_owned());

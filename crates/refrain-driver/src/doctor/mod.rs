@@ -96,6 +96,13 @@ pub fn examine(kind: DeviceKind) -> Vec<Row> {
     }
 }
 
+/// Bytes per second that a device reads from its memory at best. It takes 4 GiB of memory for that, or a quarter of what
+/// is free; no other thread may own the device.
+pub fn read_bandwidth(kind: DeviceKind) -> Result<f64, DriverError> {
+    let worker = Device::open(kind)?.spawn(CHECK_LIMIT, checks::Bench::new)?;
+    worker.call("read bandwidth", CHECK_LIMIT, checks::read_rate).map(|(rate, _)| rate)
+}
+
 /// Examines an open device that no other thread owns.
 #[must_use]
 pub fn examine_device(device: &Device) -> Vec<Row> {

@@ -41,6 +41,10 @@ impl Entries {
         self.n_reserved - self.n_taken
     }
 
+    pub(crate) fn n_taken(&self) -> u64 {
+        self.n_taken
+    }
+
     /// The entry that the next result comes in.
     pub(crate) fn next_idx(&self) -> u64 {
         self.n_taken % self.n_entries

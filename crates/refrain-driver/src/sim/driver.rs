@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::capture::Capture;
 use super::functions::{MAX_BLOCK_THREADS, N_SMS, SHARED_BLOCK_BYTES, SHARED_SM_BYTES, blocks_per_sm};
@@ -85,6 +86,10 @@ impl Api for SimDriver {
 
     fn take_reports(&self) -> Vec<String> {
         std::mem::take(&mut self.lock().reports)
+    }
+
+    fn n_done(&self) -> u64 {
+        self.shared.n_steps.load(Ordering::Relaxed)
     }
 
     fn driver_version(&self) -> Raw<u32> {

@@ -12,7 +12,8 @@
 //! on 2nd launch: invalidate               # breaks every capture that is on, then proceeds
 //! ```
 //!
-//! Rules are separated by new lines or `;`; `#` starts a comment. Each rule counts its own calls.
+//! Rules are separated by new lines or `;`; `#` starts a comment. Each rule counts its own calls. One that never came to
+//! happen is a mistake in the script or in what was expected, so the device says so when it goes away.
 
 use std::time::Duration;
 
@@ -38,11 +39,13 @@ enum When {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Rule {
+    text: String,
     when: When,
     calls: CallSet,
     during_capture: bool,
     action: Action,
     n_seen: u64,
+    n_fired: u64,
 }
 
 /// A parsed list of faults; empty by default.
@@ -161,6 +164,11 @@ impl FaultScript {
         self.rules.extend(more.rules);
     }
 
+    /// The rules that never came to happen, as they were written, with how often their call was made.
+    pub(super) fn unused(&self) -> impl Iterator<Item = (&str, u64)> {
+        self.rules.iter().filter(|rule| rule.n_fired == 0).map(|rule| (rule.text.as_str(), rule.n_seen))
+    }
+
     /// Counts one call and returns what happens on it.
     pub(super) fn fire(&mut self, call: Call, capturing: bool) -> Vec<Action> {
         let mut actions = Vec::new();
@@ -175,6 +183,7 @@ impl FaultScript {
                 When::From(n) => rule.n_seen >= n,
             };
             if fires {
+                rule.n_fired += 1;
                 actions.push(rule.action);
             }
         }
@@ -223,7 +232,7 @@ fn parse_rule(rule: usize, text: &str) -> Result<Rule, FaultScriptError> {
     if action == Action::WrongByte && !calls.all(Call::writes) {
         return Err(FaultScriptError::WritesNothing { rule, text: owned() });
     }
-    Ok(Rule { when, calls, during_capture, action, n_seen: 0 })
+    Ok(Rule { text: owned(), when, calls, during_capture, action, n_seen: 0, n_fired: 0 })
 }
 
 fn parse_action(rule: usize, text: &str, action: &str) -> Result<Action, FaultScriptError> {

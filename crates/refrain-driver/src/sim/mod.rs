@@ -25,6 +25,7 @@ mod rng;
 mod state; // everything behind the lock
 mod streams; // queues of work
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -114,6 +115,17 @@ struct Shared {
     state: Mutex<State>,
     /// A hung call was released, a call began to hang, or a host function returned.
     changed: Condvar,
+    /// Pieces of work done, readable while a call holds the state.
+    n_steps: AtomicU64,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for (rule, n_seen) in state.faults.unused() {
+            tracing::warn!("the fault rule `{rule}` never happened: its call was made {n_seen} times");
+        }
+    }
 }
 
 /// A simulated driver. Clones are the same device.
@@ -139,7 +151,11 @@ impl SimDriver {
     #[must_use]
     pub fn new(options: SimOptions) -> SimDriver {
         SimDriver {
-            shared: Arc::new(Shared { state: Mutex::new(State::new(options)), changed: Condvar::new() }),
+            shared: Arc::new(Shared {
+                state: Mutex::new(State::new(options)),
+                changed: Condvar::new(),
+                n_steps: AtomicU64::new(0),
+            }),
         }
     }
 
@@ -168,6 +184,12 @@ impl SimDriver {
     /// Adds faults; their counts start now.
     pub fn inject(&self, faults: FaultScript) {
         self.lock().faults.extend(faults);
+    }
+
+    /// The rules of the fault scripts that have not come to happen so far, as they were written.
+    #[must_use]
+    pub fn unused_faults(&self) -> Vec<String> {
+        self.lock().faults.unused().map(|(rule, _)| rule.to_owned()).collect()
     }
 
     /// What is alive and what was asked.
@@ -279,6 +301,7 @@ impl SimDriver {
         while state.lost.is_none()
             && let Some(stream) = pick(&mut state)
         {
+            self.shared.n_steps.fetch_add(1, Ordering::Relaxed);
             match state.step(stream) {
                 Step::Ran | Step::Idle | Step::Blocked => {}
                 Step::Busy => {

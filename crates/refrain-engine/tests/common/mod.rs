@@ -1,12 +1,13 @@
 //! A runner that keeps a log instead of computing.
 #![allow(dead_code)] // Each test file uses its part.
 
-use refrain_engine::{Engine, EngineError, Runner, StepOut, StepRequest, Want};
+use refrain_engine::{Engine, EngineError, RunEnd, Runner, SamplingRow, StepOut, StepRequest, Want};
 use refrain_formats::ModelFiles;
-use refrain_graph::{Plan, Ran, Reason};
+use refrain_graph::{Committed, Plan, Ran, Reason};
 use refrain_models::{KvSpec, Model};
 use refrain_tensor::DType;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 pub(crate) const VOCAB: usize = 128;
@@ -25,12 +26,18 @@ pub(crate) struct Seen {
 pub(crate) struct Script {
     log: Arc<Mutex<Vec<Seen>>>,
     failures: Arc<Mutex<Vec<(usize, EngineError)>>>,
+    ahead: Arc<AtomicUsize>,
 }
 
 impl Script {
     /// Every step so far.
     pub(crate) fn seen(&self) -> Vec<Seen> {
         self.log.lock().unwrap().clone()
+    }
+
+    /// How many steps may be under way at once.
+    pub(crate) fn allow(&self, ahead: usize) {
+        self.ahead.store(ahead, Ordering::Relaxed);
     }
 
     /// Makes a step fail: 0 is the next one.
@@ -45,6 +52,17 @@ struct FakeRunner {
     kv: KvSpec,
     max_tokens: usize,
     script: Script,
+    run: Option<FakeRun>,
+}
+
+/// A run as the fake keeps it: steps happen when they are sent.
+struct FakeRun {
+    next: u32,
+    position: usize,
+    row: SamplingRow,
+    end: Vec<u32>,
+    most: usize,
+    ready: std::collections::VecDeque<Result<Committed, EngineError>>,
 }
 
 pub(crate) fn tiny_model() -> Arc<Model> {
@@ -57,7 +75,7 @@ pub(crate) fn engine(context: usize, max_tokens: usize) -> (Engine, Script) {
     let script = Script::default();
     let max_blocks = context.div_ceil(KV_BLOCK);
     let kv = KvSpec { n_blocks: max_blocks, kv_block: KV_BLOCK, max_blocks, n_seqs: 1, dtype: DType::F16 };
-    let runner = FakeRunner { model: tiny_model(), kv, max_tokens, script: script.clone() };
+    let runner = FakeRunner { model: tiny_model(), kv, max_tokens, script: script.clone(), run: None };
     (Engine::new(Box::new(runner), context), script)
 }
 
@@ -83,11 +101,48 @@ impl Runner for FakeRunner {
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "fake" }))
     }
 
+    fn begin(&mut self, request: &StepRequest<'_>, end: RunEnd<'_>) -> Result<usize, EngineError> {
+        let Want::Sample(row) = request.want else { return Err(EngineError::NoRun) };
+        assert!(self.run.is_none(), "a run before it must be finished");
+        let most = self.script.ahead.load(Ordering::Relaxed).max(1);
+        let (next, position) = (request.tokens[0], request.start);
+        let (row, end, ready) = (row.clone(), end.tokens.to_vec(), Default::default());
+        self.run = Some(FakeRun { next, position, row, end, most, ready });
+        Ok(most)
+    }
+
+    fn send(&mut self, table: &[u32], n: usize) -> Result<(), EngineError> {
+        let mut run = self.run.take().ok_or(EngineError::NoRun)?;
+        for _ in 0..n {
+            let want = Want::Sample(&run.row);
+            let mut out = StepOut::default();
+            let request = StepRequest { tokens: &[run.next], start: run.position, table, want };
+            let ran = self.step(&request, &mut out);
+            run.ready.push_back(ran.map(|ran| {
+                let (token, logprob) = out.chosen.unwrap();
+                (run.next, run.position) = (token, run.position + 1);
+                Committed { token, logprob, ended: run.end.contains(&token), ran }
+            }));
+        }
+        assert!(run.ready.len() <= run.most);
+        self.run = Some(run);
+        Ok(())
+    }
+
+    fn take(&mut self) -> Result<Committed, EngineError> {
+        let run = self.run.as_mut().ok_or(EngineError::NoRun)?;
+        run.ready.pop_front().ok_or(EngineError::NoRun)?
+    }
+
+    fn finish(&mut self) -> Result<usize, EngineError> {
+        Ok(self.run.take().map_or(0, |run| run.ready.len()))
+    }
+
     fn plan(&mut self, _: usize) -> Result<&Plan, EngineError> {
         Err(EngineError::EmptyPrompt)
     }
 
-    fn kernels(&mut self, _: usize) -> Result<Vec<(usize, &'static str)>, EngineError> {
+    fn kernels(&mut self, _: usize) -> Result<Vec<(usize, std::borrow::Cow<'static, str>)>, EngineError> {
         Ok(Vec::new())
     }
 

@@ -2,7 +2,8 @@
 
 use refrain_graph::Op;
 use refrain_kernels::{
-    AddRmsNormArgs, GatherRowsArgs, LINEAR_DTYPES, LinearArgs, LinearPart, MatMulArgs, RmsNormArgs, View,
+    AddRmsNormArgs, GatherRowsArgs, LINEAR_DTYPES, LinearArgs, LinearPart, MatMulArgs, PACKED_DTYPES,
+    RmsNormArgs, View, pack,
 };
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Tol, encode};
@@ -68,7 +69,7 @@ pub fn products() -> Vec<Case> {
         cases.push(products_case(dtype, 1, &[9, 3, 4], 256));
         cases.push(products_case(dtype, 9, &[5, 1, 2, 6], 256));
     }
-    for dtype in [DType::F32, DType::BF16, DType::Q8_0, DType::Q4_K, DType::Q6_K] {
+    for dtype in [DType::F32, DType::BF16, DType::Q3_K, DType::IQ4_XS] {
         // Ends of products fall between the two columns of a warp, and the last warps have none.
         cases.push(products_case(dtype, 1, &[1533, 1540], 256));
     }
@@ -142,19 +143,21 @@ fn matmul_case(name: &str, a: Layout, b: Layout) -> Case {
 }
 
 pub fn gather() -> Vec<Case> {
-    let case = |dtype: DType, d: usize| {
+    let case = |dtype: DType, d: usize, packed: bool| {
         let table = encode(dtype, &normals(11 * d, 3));
         let ids = i32s(&[3, 0, -1, 10, 3]);
         let inputs =
             [Operand(dtype, contiguous(&[11, d]), &table), Operand(DType::I32, contiguous(&[5]), &ids)];
         let y = reference_f32(&Op::GatherRows(DType::F32), &inputs, &[5, d]);
+        let table = if packed { pack(dtype, &table, 11, d).unwrap() } else { table };
         Case::new(
-            format!("gather_rows {dtype} d={d}"),
+            format!("gather_rows {dtype} d={d} packed={packed}"),
             vec![Role::Out(y, Tol::Bits), Role::In(table), Role::In(ids)],
             move |kernels, b, out| {
                 let args = GatherRowsArgs {
                     table: b[1],
                     dtype,
+                    packed,
                     ids: b[2],
                     y: b[0],
                     n_rows: 11,
@@ -167,8 +170,10 @@ pub fn gather() -> Vec<Case> {
             },
         )
     };
-    let mut cases: Vec<Case> = LINEAR_DTYPES.iter().map(|&dtype| case(dtype, 768)).collect();
-    cases.extend([case(DType::F32, 7), case(DType::F16, 33), case(DType::Q8_0, 32)]);
+    let mut cases: Vec<Case> = LINEAR_DTYPES.iter().map(|&dtype| case(dtype, 768, false)).collect();
+    cases.extend([case(DType::F32, 7, false), case(DType::F16, 33, false), case(DType::IQ4_NL, 32, false)]);
+    cases.extend(PACKED_DTYPES.iter().map(|&dtype| case(dtype, 1280, true)));
+    cases.extend([case(DType::Q8_0, 32, true), case(DType::Q5_1, 576, true)]);
     cases
 }
 

@@ -1,6 +1,9 @@
 //! The case table, one file per group of families.
 
+pub mod attend;
 pub mod attention;
 pub mod dense;
 pub mod elementwise;
+pub mod product;
+pub mod prompt;
 pub mod sample;

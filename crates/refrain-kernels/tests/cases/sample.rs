@@ -44,7 +44,7 @@ pub fn sample() -> Vec<Case> {
             cases.push(sample_case(
                 &format!("{name}, vocab {vocab}"),
                 vocab,
-                &[*params; 3],
+                &[*params; 2],
                 Logits::Normal,
                 i as u64,
             ));
@@ -66,8 +66,51 @@ pub fn sample() -> Vec<Case> {
             }
         }
     }
-    cases.push(sample_case("a large vocabulary", 40_000, &[OFF, with(&[(2, 0.99)])], Logits::Normal, 92));
+    let [plain, large, top_k] = [OFF, with(&[(2, 0.99)]), with(&[(0, 1.3), (1, 40.0), (2, 0.95)])];
+    cases.push(sample_case("a large vocabulary", 40_000, &[plain, large, top_k], Logits::Normal, 92));
+    for vocab in [7, 4099] {
+        cases.extend(KINDS.map(|kind| {
+            sample_case(&format!("hard {kind:?}, vocab {vocab}"), vocab, &hard(), kind, 200 + vocab as u64)
+        }));
+    }
     cases
+}
+
+const KINDS: [Logits; 5] = [Logits::Normal, Logits::AllEqual, Logits::Spike, Logits::Ramp, Logits::OneChunk];
+
+/// The vocabularies of real models, and all that makes a choice hard to find in them.
+pub fn large() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for vocab in [49_152, 128_256, 262_144] {
+        for (i, kind) in KINDS.into_iter().enumerate() {
+            // The reference sorts each row, so the kinds share the filters.
+            let some: Vec<_> = hard().into_iter().skip(i % 3).step_by(3).collect();
+            cases.push(sample_case(&format!("large {kind:?}, vocab {vocab}"), vocab, &some, kind, 300));
+        }
+    }
+    cases
+}
+
+/// Filters that cut everywhere: inside the best few, far behind them, and nowhere.
+fn hard() -> [[f32; 7]; 16] {
+    [
+        OFF,
+        with(&[(0, 0.0)]),
+        with(&[(0, 1e-6)]),
+        with(&[(0, 1e6)]),
+        with(&[(0, 1e30)]),
+        with(&[(0, 0.7), (1, 1.0)]),
+        with(&[(0, 1.3), (1, 40.0), (2, 0.95)]),
+        with(&[(1, 64.0)]),
+        with(&[(1, 65.9)]),
+        with(&[(1, 700.0), (2, 0.9)]),
+        with(&[(0, 0.8), (2, 0.95)]),
+        with(&[(2, 0.999_999)]),
+        with(&[(2, -1.0)]),
+        with(&[(2, 0.5), (3, 0.2)]),
+        with(&[(0, 2.0), (3, 1e-4)]),
+        with(&[(0, 0.9), (2, 0.99), (4, 1.2), (5, 0.3), (6, -0.2)]),
+    ]
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -78,6 +121,13 @@ enum Logits {
     SomeNan,
     PlusInf,
     MostlyMinusInf,
+    AllEqual,
+    /// One that leaves nothing to the others.
+    Spike,
+    /// The better the smaller the id, with little between neighbours.
+    Ramp,
+    /// All that is likely in one of the kernel's chunks.
+    OneChunk,
 }
 
 fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
@@ -91,14 +141,20 @@ fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
             Logits::SomeNan if token % 3 == 1 => *v = f32::NAN,
             Logits::PlusInf if token == vocab / 2 => *v = f32::INFINITY,
             Logits::MostlyMinusInf if token != vocab - 1 && token != vocab / 3 => *v = f32::NEG_INFINITY,
+            Logits::AllEqual => *v = 1.5,
+            Logits::Spike if token == vocab * 2 / 3 => *v = 90.0,
+            Logits::Ramp => *v = -1e-3 * token as f32,
+            Logits::OneChunk if (token / 4).is_multiple_of(vocab.div_ceil(1024)) => *v = 20.0 + 0.1 * *v,
             Logits::SomeNan | Logits::PlusInf | Logits::MostlyMinusInf => {}
+            Logits::Spike | Logits::OneChunk => {}
         }
     }
     values
 }
 
 fn sample_case(name: &str, vocab: usize, rows: &[[f32; 7]], kind: Logits, seed: u64) -> Case {
-    let (n, n_history, n_bias) = (rows.len(), 9, 4);
+    // In the larger ones more history than a block has threads.
+    let (n, n_history, n_bias) = (rows.len(), if vocab < 1000 { 9 } else { 300 }, 4);
     let mut rng = Rng::new(seed + 1000);
     let logits = f32s(&logits(kind, n, vocab, seed));
     let params: Vec<f32> =

@@ -23,6 +23,8 @@ struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 template <typename To, typename From> To same_bits(From x) {
     To y;
@@ -39,10 +41,26 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
+// Threads take turns, so nothing comes between.
+inline unsigned atomicAdd(unsigned* p, unsigned x) {
+    unsigned before = *p;
+    *p += x;
+    return before;
+}
+
 inline float f16_to_f32(unsigned short bits) { return (float)same_bits<_Float16>(bits); }
 inline unsigned short f32_to_f16(float x) { return same_bits<unsigned short>((_Float16)x); }
 inline void store_release_system(unsigned long long* p, unsigned long long x) {
     __atomic_store_n(p, x, __ATOMIC_RELEASE);
+}
+inline float power_of_2(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
+inline bool is_last(unsigned* counter, unsigned n) {
+    unsigned before = *counter;
+    *counter = before >= n - 1 ? 0 : before + 1;
+    return before == n - 1;
 }
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
@@ -50,6 +68,8 @@ inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 bool block_wait(bool vote);
 // Waits for all threads of the warp that have not returned; the value that lane `from` brought.
 uint64_t warp_wait(uint64_t mine, unsigned from);
+// As that; the lanes that brought true.
+unsigned warp_vote(bool vote);
 
 inline void __syncthreads() { block_wait(false); }
 inline int __syncthreads_or(int vote) { return block_wait(vote != 0); }
@@ -61,7 +81,10 @@ template <typename T> T shuffle(T x, unsigned from) {
     memcpy(&x, &word, sizeof(x));
     return x;
 }
+inline unsigned __ballot_sync(unsigned, bool vote) { return warp_vote(vote); }
+template <typename T> T __shfl_sync(unsigned, T x, unsigned lane) { return shuffle(x, lane); }
 template <typename T> T __shfl_xor_sync(unsigned, T x, unsigned mask) { return shuffle(x, threadIdx.x % 32 ^ mask); }
+template <typename T> T __shfl_sync(unsigned, T x, unsigned from) { return shuffle(x, from); }
 template <typename T> T __shfl_up_sync(unsigned, T x, unsigned step) {
     unsigned lane = threadIdx.x % 32;
     return shuffle(x, lane >= step ? lane - step : lane);

@@ -131,6 +131,16 @@ uint64_t warp_wait(uint64_t mine, unsigned from) {
     return brought[warp][from];
 }
 
+unsigned warp_vote(bool vote) {
+    fibers[current].value = vote;
+    pause(AT_WARP);
+    unsigned warp = threadIdx.x / 32, votes = 0;
+    for (unsigned lane = 0; lane < 32; lane++) {
+        if (present[warp] >> lane & 1 && brought[warp][lane] != 0) votes |= 1u << lane;
+    }
+    return votes;
+}
+
 extern "C" int run_kernel(const char* name, const uint32_t* grid, const uint32_t* block, const uint8_t* params,
                           const size_t* offsets) {
     static unsigned n_launches;

@@ -106,6 +106,8 @@ fn launch(
             24 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 6]>(i)?)),
             40 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 10]>(i)?)),
             44 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 11]>(i)?)),
+            48 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 12]>(i)?)),
+            72 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 18]>(i)?)),
             76 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 19]>(i)?)),
             n => panic!("{name:?} has a parameter of {n} bytes"),
         }

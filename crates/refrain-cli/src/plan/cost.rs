@@ -1,0 +1,90 @@
+//! What a step costs on a CUDA device: launches, kernels, and bytes that cross the bus.
+
+use crate::out::{counted, short_time};
+use refrain::graph::{Crossing, Plan, SegmentKind};
+use refrain_hub::Bytes;
+use std::borrow::Cow;
+
+/// What a copy over PCIe 4.0 with sixteen lanes reaches, for an estimate.
+const BUS_BYTES_PER_SECOND: f64 = 25e9;
+/// What a small copy and its wait take beside their bytes, for an estimate.
+const COPY_SECONDS: f64 = 10e-6;
+
+/// Launches by the host and kernels, then each kernel with its count, from the most to the least.
+pub(super) fn kernels(plan: &Plan, kernels: &[(usize, Cow<'static, str>)], is_replayed: bool) -> Vec<String> {
+    let recordable = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count();
+    let n_launches = if is_replayed { recordable } else { kernels.len() };
+    let mut counts: Vec<(&str, usize)> = Vec::new();
+    for (_, name) in kernels {
+        match counts.iter_mut().find(|(known, _)| known == name) {
+            Some((_, n)) => *n += 1,
+            None => counts.push((name, 1)),
+        }
+    }
+    counts.sort_by_key(|(_, n)| std::cmp::Reverse(*n));
+    let s = if n_launches == 1 { "" } else { "es" };
+    let mut lines =
+        vec![format!("launches {n_launches} launch{s}, {} a step", counted(kernels.len(), "kernel"))];
+    lines.extend(counts.iter().map(|(name, n)| format!("         {n:>5} {name}")));
+    lines
+}
+
+/// What each host segment takes over the bus, and about how long.
+pub(super) fn crossings(plan: &Plan) -> Vec<String> {
+    let host = plan.segments().iter().enumerate().filter(|(_, s)| s.kind != SegmentKind::Recordable);
+    host.map(|(i, segment)| {
+        let crossing = plan.crossing(segment);
+        let (down, up) = (Bytes(crossing.to_host_bytes as u64), Bytes(crossing.to_device_bytes as u64));
+        let took = short_time(seconds(&crossing));
+        format!(
+            "host     segment {i}: {down} to the host, {up} back, about {took} a step besides its own work"
+        )
+    })
+    .collect()
+}
+
+fn seconds(crossing: &Crossing) -> f64 {
+    let bytes = crossing.to_host_bytes + crossing.to_device_bytes;
+    bytes as f64 / BUS_BYTES_PER_SECOND + crossing.n_copies as f64 * COPY_SECONDS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use refrain::DType;
+    use refrain::graph::{
+        GraphBuilder, HostBuf, HostCall, HostCallError, HostFn, PlanOptions, TensorType, Unary,
+    };
+    use std::sync::Arc;
+
+    struct Pass;
+
+    impl HostFn for Pass {
+        fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, HostCallError> {
+            Ok(inputs.to_vec())
+        }
+        fn call(&self, _: &[HostBuf<'_>], _: &mut [&mut [u8]]) -> Result<(), HostCallError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_plan_with_a_host_step_tells_two_launches_and_what_crosses_the_bus() {
+        let mut b = GraphBuilder::new(vec![], vec![]);
+        let x = b.input("x", TensorType::new(DType::F32, [1 << 20])).unwrap();
+        let x = b.unary(Unary::Exp, x).unwrap();
+        let call = HostCall { name: "pass", because: "a test", function: Arc::new(Pass) };
+        let x = b.host_call(call, &[x]).unwrap()[0];
+        let x = b.unary(Unary::Exp, x).unwrap();
+        b.output("x", x).unwrap();
+        let plan = Plan::new(&b.finish(), PlanOptions::default()).unwrap();
+        let names = [(0, Cow::Borrowed("unary_exp_f32")), (2, Cow::Borrowed("unary_exp_f32"))];
+        let said = kernels(&plan, &names, true);
+        assert_eq!(said, ["launches 2 launches, 2 kernels a step", "             2 unary_exp_f32"]);
+        assert_eq!(kernels(&plan, &names[..1], false)[0], "launches 1 launch, 1 kernel a step");
+        let said = crossings(&plan);
+        assert_eq!(said.len(), 1, "{said:?}");
+        // 8 MiB at 25 GB/s take 336 us, and two copies 20 us.
+        assert!(said[0].contains("segment 1: 4.0 MiB to the host, 4.0 MiB back, about 355.5 us"), "{said:?}");
+    }
+}

@@ -1,0 +1,217 @@
+//! Which steps of a one-token plan one launch does between the products of queries, keys and values and the output's.
+
+use refrain_driver::{Buf, Launch};
+use refrain_graph::{Attention, BufferId, Op, Operand, Place, Plan, Rope, Step};
+use refrain_kernels::{
+    AttendArgs, AttendNorm, KernelError, attend_counter_bytes, attend_scratch_bytes, attend_splits,
+};
+
+use crate::group::apart;
+use crate::lower::Lowering;
+use crate::resident::COUNTER_BYTES;
+
+/// Steps that follow each other: norms of queries and keys, or none; their ropes; the appends; the attention.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AttendRun<'a> {
+    /// All of them, in the plan's order.
+    pub(crate) steps: &'a [Step],
+    /// Of queries and of keys.
+    norms: Option<[&'a Step; 2]>,
+    /// Of queries and of keys.
+    ropes: [&'a Step; 2],
+    /// Of keys and of values.
+    appends: [&'a Step; 2],
+    pub(crate) attention: &'a Step,
+}
+
+fn eps_of(step: &Step) -> Option<f32> {
+    if let Op::RmsNorm { eps } = step.op { Some(eps) } else { None }
+}
+
+/// The sizes of a run, as kernels name them.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    n_heads: usize,
+    n_kv_heads: usize,
+    kv_block: usize,
+    head_dim: usize,
+    n_seqs: usize,
+    max_blocks: usize,
+}
+
+impl<'a> AttendRun<'a> {
+    /// The run that `rest` begins with, when one launch can do it: a single row, so that no row sees what another one
+    /// appends; nobody else reads the values in between, for the launch does not write them; and its result lies
+    /// apart from what its blocks still read.
+    pub(crate) fn find(plan: &Plan, rest: &'a [Step]) -> Option<AttendRun<'a>> {
+        let is_norm = |i: usize| rest.get(i).is_some_and(|s| matches!(s.op, Op::RmsNorm { .. }));
+        let n_norms = if is_norm(0) && is_norm(1) { 2 } else { 0 };
+        let steps = rest.get(..n_norms + 5)?;
+        let (norms, rest) = steps.split_at(n_norms);
+        let [q, k, keys, values, attention] = rest.first_chunk()?.each_ref();
+        let norms = norms.first_chunk().map(|norms: &[Step; 2]| norms.each_ref());
+        let run = AttendRun { steps, norms, ropes: [q, k], appends: [keys, values], attention };
+        (run.is_chain(plan) && run.fits() && run.is_alone(plan)).then_some(run)
+    }
+
+    fn rope(&self) -> Option<Rope> {
+        match self.ropes.map(|step| &step.op) {
+            [Op::Rope(q), Op::Rope(k)] if q == k => Some(*q),
+            _ => None,
+        }
+    }
+
+    fn attention(&self) -> Option<Attention> {
+        if let Op::Attention(attention) = self.attention.op { Some(attention) } else { None }
+    }
+
+    /// What the first step of queries, the first step of keys and the append of values read.
+    fn inputs(&self) -> [&'a Operand; 3] {
+        let [q, k] = self.norms.unwrap_or(self.ropes);
+        [&q.inputs[0], &k.inputs[0], &self.appends[1].inputs[1]]
+    }
+
+    /// Each step reads what the one before it made, all of them at the same positions of the same sequences.
+    fn is_chain(&self, plan: &Plan) -> bool {
+        if self.rope().is_none()
+            || self.attention().is_none()
+            || !self.appends.iter().all(|step| matches!(step.op, Op::KvAppend))
+        {
+            return false;
+        }
+        let ([q, k], [keys, values], attention) = (self.ropes, self.appends, self.attention);
+        let is_weight = |operand: &Operand| matches!(plan.buffer(operand.buffer).place, Place::Weight(_));
+        let norms = self.norms.is_none_or(|[q_norm, k_norm]| {
+            eps_of(q_norm) == eps_of(k_norm)
+                && q_norm.outputs[0] == q.inputs[0]
+                && k_norm.outputs[0] == k.inputs[0]
+                && is_weight(&q_norm.inputs[1])
+                && is_weight(&k_norm.inputs[1])
+        });
+        norms
+            && q.inputs[1..] == k.inputs[1..]
+            && is_weight(&q.inputs[2])
+            && keys.inputs[1] == k.outputs[0]
+            && attention.inputs[0] == q.outputs[0]
+            && keys.inputs[2] == q.inputs[1]
+            && keys.inputs[2..] == values.inputs[2..]
+            && keys.inputs[2..] == attention.inputs[3..]
+            && keys.inputs[0].ty() == values.inputs[0].ty()
+            && keys.inputs[0].buffer != values.inputs[0].buffer
+            && attention.inputs[1] == keys.outputs[0]
+            && attention.inputs[2] == values.outputs[0]
+    }
+
+    /// One row, and sizes that there is a kernel for.
+    fn fits(&self) -> bool {
+        let one_row = self.inputs().iter().all(|x| x.layout.shape().dims().first() == Some(&1));
+        let sizes = Sizes::of(self.attention).is_some_and(|s| {
+            s.kv_block.is_power_of_two()
+                && s.kv_block >= 16
+                && s.head_dim.is_multiple_of(8)
+                && (8..=256).contains(&s.head_dim)
+                && attend_counter_bytes(1, s.n_heads) <= COUNTER_BYTES
+        });
+        one_row && sizes && self.attention.outputs[0].layout.shape().n_elements() > 0
+    }
+
+    /// Nobody but these steps reads the values between them, and the result overwrites no input, unless queries at their
+    /// own places: a block has read them when it writes.
+    fn is_alone(&self, plan: &Plan) -> bool {
+        let Some(last) = plan.steps().iter().position(|step| step.node == self.attention.node) else {
+            return false;
+        };
+        let between = self.norms.iter().flatten().chain(&self.ropes).map(|step| step.outputs[0].buffer);
+        let is_read_later = |id: BufferId| plan.buffer(id).last > last;
+        let y = &self.attention.outputs[0];
+        let [q, k, v] = self.inputs();
+        let in_place = y.buffer == q.buffer && y.layout == q.layout;
+        between.into_iter().all(|id| !is_read_later(id))
+            && (in_place || apart(plan, y, q))
+            && apart(plan, y, k)
+            && apart(plan, y, v)
+    }
+
+    /// The steps whose outputs the launch writes.
+    pub(crate) fn written(&self) -> impl Iterator<Item = &'a Step> {
+        self.appends.into_iter().chain([self.attention])
+    }
+}
+
+impl Sizes {
+    /// Those of an attention step, when its operands have the shapes that these ops give them.
+    fn of(attention: &Step) -> Option<Sizes> {
+        let [q, cache, tables] = [0, 1, 5].map(|i| attention.inputs[i].layout.shape());
+        let (&[_, n_heads, head_dim], &[_, n_kv_heads, kv_block, _], &[n_seqs, max_blocks]) =
+            (q.dims(), cache.dims(), tables.dims())
+        else {
+            return None;
+        };
+        Some(Sizes { n_heads, n_kv_heads, kv_block, head_dim, n_seqs, max_blocks })
+    }
+
+    fn splits(&self, n_sms: u32) -> usize {
+        attend_splits(1, self.n_kv_heads, self.head_dim, self.max_blocks * self.kv_block, n_sms)
+    }
+
+    fn scratch_bytes(&self, n_sms: u32) -> u64 {
+        attend_scratch_bytes(1, self.n_heads, self.head_dim, self.splits(n_sms))
+    }
+}
+
+/// Scratch that the run of an attention step needs; nothing when it has more rows than one.
+pub(crate) fn scratch_bytes(attention: &Step, n_sms: u32) -> u64 {
+    let one_row = attention.inputs[0].layout.shape().dims().first() == Some(&1);
+    Sizes::of(attention).filter(|_| one_row).map_or(0, |sizes| sizes.scratch_bytes(n_sms))
+}
+
+impl Lowering<'_> {
+    /// The launch of a run. Counters are zero before the first launch and used by nothing else.
+    pub(crate) fn attend(&self, run: &AttendRun<'_>, counters: Buf) -> Result<Launch, KernelError> {
+        let (Some(rope), Some(attention), Some(s)) = (run.rope(), run.attention(), Sizes::of(run.attention))
+        else {
+            unreachable!("a run has these ops");
+        };
+        let ([q, _], [keys, values]) = (run.ropes, run.appends);
+        let ((k_cache, n_blocks), (v_cache, _)) =
+            (self.cache(keys, &keys.inputs[0])?, self.cache(values, &values.inputs[0])?);
+        let norm = match run.norms {
+            None => None,
+            Some([q, k]) => {
+                let eps = eps_of(q).unwrap_or_default();
+                Some(AttendNorm { q: self.vector(q, 1)?, k: self.vector(k, 1)?, eps })
+            }
+        };
+        let [q_in, k_in, v_in] = run.inputs();
+        let scratch = s.scratch_bytes(self.n_sms);
+        let labels: Vec<&str> = run.steps.iter().map(|step| step.label.as_str()).collect();
+        self.kernels.attend(&AttendArgs {
+            rope,
+            attention,
+            q: self.view(q_in)?,
+            k: self.view(k_in)?,
+            v: self.view(v_in)?,
+            norm,
+            y: self.dense(run.attention, &run.attention.outputs[0])?,
+            k_cache,
+            v_cache,
+            cache_dtype: keys.inputs[0].dtype,
+            positions: self.dense(keys, &keys.inputs[2])?,
+            seqs: self.dense(keys, &keys.inputs[3])?,
+            tables: self.dense(keys, &keys.inputs[4])?,
+            inv_freq: self.vector(q, 2)?,
+            scratch: Some(self.resident.scratch.slice(0, scratch)?),
+            counters: Some(counters),
+            n: 1,
+            n_heads: s.n_heads,
+            n_blocks,
+            n_kv_heads: s.n_kv_heads,
+            kv_block: s.kv_block,
+            head_dim: s.head_dim,
+            n_seqs: s.n_seqs,
+            max_blocks: s.max_blocks,
+            n_splits: s.splits(self.n_sms),
+            step: &labels.join(" + "),
+        })
+    }
+}

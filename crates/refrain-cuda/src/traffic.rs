@@ -1,0 +1,161 @@
+//! Bytes that a step's launches move, as far as its control block tells.
+//!
+//! A launch names whole buffers, since a recording must serve every step. Of a cache it reads what a sequence holds, and
+//! of a table the rows that are asked for.
+
+use std::collections::HashMap;
+
+use refrain_driver::{Access, Buf, DriverError};
+use refrain_graph::{Op, Operand, Plan};
+
+use crate::resident::Resident;
+use crate::roles::{Words, words};
+use crate::warm::Work;
+
+/// What one step moves of the buffers that no launch touches whole.
+#[derive(Debug, Default)]
+pub(crate) struct Moved {
+    caches: Vec<Cache>,
+    tables: Vec<Table>,
+}
+
+#[derive(Debug)]
+struct Cache {
+    buf: Buf,
+    read_bytes: u64,
+    written_bytes: u64,
+    /// The attention that reads it.
+    reader: String,
+}
+
+#[derive(Debug)]
+struct Table {
+    label: String,
+    buf: Buf,
+    bytes: u64,
+}
+
+impl Moved {
+    /// What a plan's step with this control block moves.
+    pub(crate) fn of(plan: &Plan, resident: &Resident, control: &[u8]) -> Result<Moved, DriverError> {
+        let mut moved = Moved::default();
+        for step in plan.steps() {
+            let ins = &step.inputs;
+            match &step.op {
+                Op::Attention(attention) => {
+                    let (Some(positions), Some(seqs)) = (words(plan, &ins[3]), words(plan, &ins[4])) else {
+                        continue;
+                    };
+                    let n = looked_back_on(positions, seqs, attention.window, control);
+                    for cache in &ins[1..3] {
+                        let seen = moved.cache(plan, resident, cache)?;
+                        (seen.read_bytes, seen.reader) = (n * position_bytes(cache), step.label.clone());
+                    }
+                }
+                Op::KvAppend => {
+                    let Some(positions) = words(plan, &ins[2]) else { continue };
+                    let n = positions.read(control).filter(|p| *p >= 0).count() as u64;
+                    moved.cache(plan, resident, &ins[0])?.written_bytes = n * position_bytes(&ins[0]);
+                }
+                Op::GatherRows(_) => {
+                    let n = match words(plan, &ins[1]) {
+                        Some(ids) => ids.read(control).filter(|id| *id >= 0).count(),
+                        None => ins[1].layout.shape().n_elements(),
+                    };
+                    let (buf, row) =
+                        (resident.buffer(plan, ins[0].buffer)?, ins[0].layout.shape().dim_back(0));
+                    let bytes = ins[0].dtype.bytes_for(n * row).unwrap_or(0) as u64;
+                    moved.tables.push(Table { label: step.label.clone(), buf, bytes });
+                }
+                Op::View(_)
+                | Op::Copy
+                | Op::Cast(_)
+                | Op::Unary(_)
+                | Op::Binary(_)
+                | Op::Reduce(_)
+                | Op::Softmax
+                | Op::MatMul
+                | Op::RmsNorm { .. }
+                | Op::AddRmsNorm { .. }
+                | Op::Gate(_)
+                | Op::Rope(_)
+                | Op::Sample
+                | Op::HostCall(_) => {}
+            }
+        }
+        Ok(moved)
+    }
+
+    fn cache(
+        &mut self,
+        plan: &Plan,
+        resident: &Resident,
+        operand: &Operand,
+    ) -> Result<&mut Cache, DriverError> {
+        let refrain_graph::Place::State(id) = plan.buffer(operand.buffer).place else {
+            // A cache that is no state has no scratch blocks beside it.
+            let buf = resident.buffer(plan, operand.buffer)?;
+            return Ok(self.cache_at(buf));
+        };
+        Ok(self.cache_at(resident.state_buf(id.idx())?))
+    }
+
+    fn cache_at(&mut self, buf: Buf) -> &mut Cache {
+        let idx = self.caches.iter().position(|c| c.buf == buf).unwrap_or_else(|| {
+            self.caches.push(Cache { buf, read_bytes: 0, written_bytes: 0, reader: String::new() });
+            self.caches.len() - 1
+        });
+        &mut self.caches[idx]
+    }
+
+    /// Bytes that one launch, copy or fill moves.
+    pub(crate) fn bytes(&self, work: &Work) -> u64 {
+        let label = work.step_and_kernel().0;
+        // A launch for several steps carries all their labels, joined.
+        let is_for = |step: &str| label.split(" + ").any(|l| l == step);
+        let of = |(buf, access): (Buf, Access)| {
+            if let Some(cache) = self.caches.iter().find(|c| c.buf == buf) {
+                let (reads, writes) = (is_for(&cache.reader), access != Access::Read);
+                return u64::from(reads) * cache.read_bytes + u64::from(writes) * cache.written_bytes;
+            }
+            let table = self.tables.iter().find(|t| t.buf == buf && is_for(&t.label));
+            table.map_or(buf.len(), |t| t.bytes)
+        };
+        work.accesses().into_iter().map(of).sum()
+    }
+}
+
+/// Bytes of one position in a cache `[n_blocks, n_kv_heads, kv_block, head_dim]`.
+fn position_bytes(cache: &Operand) -> u64 {
+    match cache.layout.shape().dims() {
+        [_, n_kv_heads, _, head_dim] => (n_kv_heads * head_dim * cache.dtype.block_bytes()) as u64,
+        _ => 0,
+    }
+}
+
+/// Positions that the rows of a step look back on; what several rows of a sequence share counts once.
+fn looked_back_on(positions: Words, seqs: Words, window: Option<usize>, control: &[u8]) -> u64 {
+    let mut ranges: HashMap<i32, (u64, u64)> = HashMap::new();
+    for (row, position) in positions.read(control).enumerate().filter(|(_, p)| *p >= 0) {
+        let end = position as u64 + 1;
+        let start = end.saturating_sub(window.map_or(end, |w| w as u64));
+        let range = ranges.entry(seqs.at(control, row)).or_insert((start, end));
+        *range = (range.0.min(start), range.1.max(end));
+    }
+    ranges.values().map(|(start, end)| end - start).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_look_back_to_the_start_or_to_the_window_and_padding_looks_at_nothing() {
+        let words = |values: &[i32]| bytemuck::cast_slice::<i32, u8>(values).to_vec();
+        // Positions of three rows and a padding row, then their sequences.
+        let control = [words(&[7, 8, 3, -1]), words(&[0, 0, 1, 0])].concat();
+        let (positions, seqs) = (Words { offset: 0, len: 4 }, Words { offset: 16, len: 4 });
+        assert_eq!(looked_back_on(positions, seqs, None, &control), 9 + 4);
+        assert_eq!(looked_back_on(positions, seqs, Some(3), &control), 4 + 3);
+    }
+}

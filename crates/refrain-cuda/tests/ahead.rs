@@ -1,0 +1,382 @@
+//! Steps sent ahead of the caller: the same text, whatever is under way when something else happens.
+
+mod rig;
+
+use std::time::{Duration, Instant};
+
+use refrain_cuda::{CudaOptions, GraphMode};
+use refrain_driver::sim::{Call, FaultScript, SimDriver};
+use refrain_driver::{Device, Method};
+use refrain_engine::{Ahead, EngineError, SamplingParams, SamplingRow, Session, StepKind};
+use refrain_tensor::DType;
+use rig::{PROMPTS, Rig, gpu, gpu_turn, options, sim};
+
+const CONTEXT: usize = 320;
+const MANY: Ahead<'static> = Ahead { n_tokens: usize::MAX, end: &[] };
+
+fn with_ahead(ahead: usize, mode: GraphMode, method: Method) -> CudaOptions {
+    CudaOptions { ahead, ..options(mode, method) }
+}
+
+fn rig_on(device: Device, ahead: usize) -> Rig {
+    Rig::new(device, "llama", with_ahead(ahead, GraphMode::Require, Method::Stream), CONTEXT, DType::F16)
+}
+
+fn simulated(ahead: usize) -> (SimDriver, Rig) {
+    let (sim, device) = sim("");
+    (sim, rig_on(device, ahead))
+}
+
+fn rows() -> [SamplingRow; 2] {
+    let all = SamplingParams {
+        temperature: 1.1,
+        top_k: 30,
+        top_p: 0.95,
+        min_p: 0.01,
+        repeat_penalty: 1.2,
+        frequency_penalty: 0.1,
+        presence_penalty: 0.1,
+        penalty_window: 20,
+        seed: 11,
+        ..SamplingParams::default()
+    };
+    [SamplingParams::greedy(), all].map(|params| SamplingRow::new(&params))
+}
+
+type Said = Vec<(u32, u32)>;
+
+/// A session in the middle of its text.
+struct Text {
+    session: Session,
+    row: SamplingRow,
+    last: u32,
+    said: Said,
+}
+
+impl Text {
+    fn begin(rig: &mut Rig, prompt: &[u32], row: &SamplingRow) -> Text {
+        let (mut session, mut row) = (rig.engine.open(), row.clone());
+        let first = rig.engine.prompt(&mut session, prompt, &mut row, |_| true).unwrap();
+        Text { session, row, last: first.token, said: vec![(first.token, first.logprob.to_bits())] }
+    }
+
+    fn next(&mut self, rig: &mut Rig, ahead: &Ahead<'_>) -> Result<u32, EngineError> {
+        let chosen = rig.engine.follow(&mut self.session, self.last, &mut self.row, ahead)?;
+        self.last = chosen.token;
+        self.said.push((chosen.token, chosen.logprob.to_bits()));
+        Ok(chosen.token)
+    }
+
+    /// The same prompt and what was said, and a question behind it: the next turn.
+    fn next_turn(mut self, rig: &mut Rig, n_tokens: usize) -> Said {
+        let mut prompt = self.session.tokens().to_vec();
+        prompt.extend([self.last, 77, 3]);
+        let first = rig.engine.prompt(&mut self.session, &prompt, &mut self.row, |_| true).unwrap();
+        self.last = first.token;
+        self.said = vec![(first.token, first.logprob.to_bits())];
+        for n in (1..=n_tokens).rev() {
+            self.next(rig, &Ahead { n_tokens: n, end: &[] }).unwrap();
+        }
+        self.said
+    }
+}
+
+/// `n_tokens` behind the prompt.
+fn text(rig: &mut Rig, row: &SamplingRow, n_tokens: usize) -> Text {
+    let mut text = Text::begin(rig, PROMPTS[0], row);
+    for n in (1..=n_tokens).rev() {
+        text.next(rig, &Ahead { n_tokens: n, end: &[] }).unwrap();
+    }
+    text
+}
+
+fn the_text_does_not_depend_on_how_many_steps_are_under_way(device: impl Fn() -> Device, n_tokens: usize) {
+    for row in rows() {
+        let mut alone = rig_on(device(), 1);
+        let want = text(&mut alone, &row, n_tokens).said;
+        let modes = [
+            (GraphMode::Require, Method::Stream),
+            (GraphMode::Require, Method::Nodes),
+            (GraphMode::Off, Method::Stream),
+        ];
+        for (mode, method) in modes {
+            let options = with_ahead(8, mode, method);
+            let mut rig = Rig::new(device(), "llama", options, CONTEXT, DType::F16);
+            assert_eq!(text(&mut rig, &row, n_tokens).said, want, "{mode} {method}");
+            rig.engine.settle();
+            let tally = rig.engine.ledger().tally(StepKind::Decode);
+            let n = n_tokens as u64;
+            assert_eq!((tally.steps(), tally.failed, tally.unused), (n, 0, 0), "{tally}");
+            assert_eq!(tally.replayed, if mode == GraphMode::Off { 0 } else { n }, "{tally}");
+            assert!(rig.monitor.status().graphs.iter().all(|g| g.bit_exact));
+            assert_eq!(rig.device.take_reports(), Vec::<String>::new());
+        }
+        // Choosing tokens oneself is the same text once more.
+        let mut text = Text::begin(&mut alone, PROMPTS[0], &row);
+        for _ in 0..40 {
+            text.next(&mut alone, &Ahead::NONE).unwrap();
+        }
+        assert_eq!(text.said, want[..41]);
+    }
+}
+
+/// The session after a turn that ended with steps under way is the one of a turn without any.
+fn an_end_of_turn_leaves_nothing_behind(device: impl Fn() -> Device) {
+    for row in rows() {
+        let want = text(&mut rig_on(device(), 1), &row, 60).said;
+        // A token that is said for the first time well behind the start.
+        let said: Vec<u32> = want.iter().map(|(token, _)| *token).collect();
+        let fresh = (10..50).find(|&i| !said[..i].contains(&said[i]));
+        let Some(at) = fresh else { continue };
+        let end = [u32::MAX, said[at]];
+        let turn = |ahead: usize| {
+            let mut rig = rig_on(device(), ahead);
+            let mut text = Text::begin(&mut rig, PROMPTS[0], &row);
+            while text.next(&mut rig, &Ahead { n_tokens: 1000, end: &end }).unwrap() != said[at] {}
+            rig.engine.settle();
+            let tally = rig.engine.ledger().tally(StepKind::Decode).clone();
+            assert_eq!((tally.steps(), text.said.len()), (at as u64, at + 1));
+            assert!(if ahead == 1 { tally.unused == 0 } else { tally.unused > 0 }, "{tally}");
+            assert_eq!(text.said, want[..=at]);
+            let tokens = text.session.tokens().to_vec();
+            (tokens, text.next_turn(&mut rig, 30))
+        };
+        assert_eq!(turn(8), turn(1));
+    }
+}
+
+mod on_the_simulated_device {
+    use super::*;
+
+    #[test]
+    fn the_text_does_not_depend_on_run_ahead() {
+        the_text_does_not_depend_on_how_many_steps_are_under_way(|| sim("").1, 200);
+    }
+
+    #[test]
+    fn an_end_of_turn_with_steps_under_way_leaves_nothing_behind() {
+        an_end_of_turn_leaves_nothing_behind(|| sim("").1);
+    }
+}
+
+mod on_a_gpu {
+    use super::*;
+
+    #[test]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    fn the_text_does_not_depend_on_run_ahead() {
+        let _turn = gpu_turn();
+        the_text_does_not_depend_on_how_many_steps_are_under_way(gpu, 300);
+    }
+
+    #[test]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    fn an_end_of_turn_with_steps_under_way_leaves_nothing_behind() {
+        let _turn = gpu_turn();
+        an_end_of_turn_leaves_nothing_behind(gpu);
+    }
+}
+
+#[test]
+fn a_caller_that_stops_or_changes_its_mind_gets_what_it_would_have_got() {
+    let [greedy, random] = rows();
+    let turn = |ahead: usize| {
+        let (_, mut rig) = simulated(ahead);
+        let mut text = Text::begin(&mut rig, PROMPTS[2], &random);
+        for _ in 0..20 {
+            text.next(&mut rig, &MANY).unwrap();
+        }
+        // Another token than the one that was chosen, then other rules, with steps under way both times.
+        text.last = 5;
+        text.next(&mut rig, &MANY).unwrap();
+        text.row = greedy.clone();
+        for _ in 0..20 {
+            text.next(&mut rig, &MANY).unwrap();
+        }
+        let (said, tokens) = (text.said.clone(), text.session.tokens().to_vec());
+        let next = text.next_turn(&mut rig, 40);
+        assert_eq!(rig.device.take_reports(), Vec::<String>::new());
+        (said, tokens, next)
+    };
+    assert_eq!(turn(8), turn(1));
+}
+
+#[test]
+fn sessions_that_alternate_do_not_see_each_others_steps() {
+    let turn = |ahead: usize| {
+        let (_, mut rig) = simulated(ahead);
+        let mut texts: Vec<Text> =
+            rows().iter().zip(PROMPTS).map(|(row, prompt)| Text::begin(&mut rig, prompt, row)).collect();
+        for round in 0..30 {
+            for text in &mut texts {
+                for _ in 0..=round % 3 {
+                    text.next(&mut rig, &MANY).unwrap();
+                }
+            }
+        }
+        texts.into_iter().map(|text| text.said).collect::<Vec<_>>()
+    };
+    assert_eq!(turn(8), turn(1));
+}
+
+#[test]
+fn a_full_context_and_a_full_cache_are_reached_as_without_steps_ahead() {
+    let turn = |ahead: usize, context: usize| {
+        let options = with_ahead(ahead, GraphMode::Require, Method::Stream);
+        let mut rig = Rig::new(sim("").1, "llama", options, context, DType::F16);
+        let mut text = Text::begin(&mut rig, PROMPTS[0], &rows()[1]);
+        let error = loop {
+            if let Err(error) = text.next(&mut rig, &MANY) {
+                break error.to_string();
+            }
+        };
+        rig.engine.settle();
+        assert_eq!(rig.engine.ledger().tally(StepKind::Decode).unused, 0);
+        (text.said.clone(), text.session.tokens().len(), error)
+    };
+    for context in [24, 43, 64] {
+        let (said, n_tokens, error) = turn(8, context);
+        assert_eq!((n_tokens, said.len()), (context, context - PROMPTS[0].len() + 1));
+        assert_eq!(error, format!("the context of {context} tokens is full"));
+        assert_eq!((said, n_tokens, error), turn(1, context));
+    }
+
+    // Another session holds blocks: the last ones are used one position at a time, then there are none.
+    let turn = |ahead: usize| {
+        let options = with_ahead(ahead, GraphMode::Require, Method::Stream);
+        let mut rig = Rig::new(sim("").1, "llama", options, 64, DType::F16);
+        let _other = Text::begin(&mut rig, &[1; 30], &rows()[0]);
+        let mut text = Text::begin(&mut rig, PROMPTS[0], &rows()[0]);
+        while text.next(&mut rig, &MANY).is_ok() {}
+        (text.said.clone(), text.session.tokens().len())
+    };
+    let (said, n_tokens) = turn(8);
+    assert_eq!(n_tokens, 32);
+    assert_eq!((said, n_tokens), turn(1));
+}
+
+#[test]
+fn a_failed_replay_with_steps_under_way_costs_no_token_and_the_graph_comes_back() {
+    for row in rows() {
+        let want = text(&mut simulated(1).1, &row, 150).said;
+        for script in
+            ["on 20th replay: fail 701", "on every 30th replay: fail 1", "on every 9th replay: fail 701"]
+        {
+            let (sim, device) = sim("");
+            let options = with_ahead(8, GraphMode::Auto, Method::Stream);
+            let mut rig = Rig::new(device, "llama", options, CONTEXT, DType::F16);
+            rig.engine.plan(1).unwrap();
+            sim.inject(FaultScript::parse(script).unwrap());
+            assert_eq!(text(&mut rig, &row, 150).said, want, "{script}");
+            let tally = rig.engine.ledger().tally(StepKind::Decode);
+            assert_eq!((tally.steps(), tally.failed, tally.unused), (150, 0, 0), "{script}: {tally}");
+            assert!(tally.eager > 0 && tally.replayed > tally.eager, "{script}: {tally}");
+            assert!(rig.monitor.status().cache.promoted > 0, "{script}");
+            assert_eq!(rig.device.take_reports(), Vec::<String>::new());
+        }
+    }
+}
+
+#[test]
+fn a_failed_replay_where_graphs_are_required_comes_behind_the_tokens_before_it() {
+    let row = &rows()[1];
+    let want = text(&mut simulated(1).1, row, 60).said;
+    let (sim, mut rig) = simulated(8);
+    let mut text = Text::begin(&mut rig, PROMPTS[0], row);
+    text.next(&mut rig, &Ahead::NONE).unwrap();
+    sim.inject(FaultScript::parse("on 20th replay: fail 701").unwrap());
+    let error = loop {
+        if let Err(error) = text.next(&mut rig, &MANY) {
+            break error;
+        }
+    };
+    assert!(error.reason().to_string().contains("replay failed with error 701"), "{:?}", error.reason());
+    assert_eq!(text.said, want[..21]);
+    // The graph is out of service for two steps.
+    for _ in 0..2 {
+        text.next(&mut rig, &MANY).unwrap_err();
+    }
+    for n in (1..=39).rev() {
+        text.next(&mut rig, &Ahead { n_tokens: n, end: &[] }).unwrap();
+    }
+    assert_eq!(text.said, want[..60]);
+    assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 3);
+}
+
+#[test]
+fn a_lost_context_with_steps_under_way_is_final_and_keeps_the_tokens_before_it() {
+    let row = &rows()[0];
+    let want = text(&mut simulated(1).1, row, 60).said;
+    let (sim, mut rig) = simulated(8);
+    let mut text = Text::begin(&mut rig, PROMPTS[0], row);
+    text.next(&mut rig, &Ahead::NONE).unwrap();
+    sim.inject(FaultScript::parse("on 20th replay: illegal address").unwrap());
+    let error = loop {
+        if let Err(error) = text.next(&mut rig, &MANY) {
+            break error;
+        }
+    };
+    assert_eq!(text.said, want[..21]);
+    let reason = error.reason().to_string();
+    assert!(reason.contains("700") && reason.contains("step of 1 token"), "{reason}");
+    assert!(error.hint().is_some_and(|hint| hint.contains("start the program again")));
+    let began = Instant::now();
+    text.next(&mut rig, &MANY).unwrap_err();
+    rig.engine.settle();
+    assert!(began.elapsed() < Duration::from_secs(1));
+    assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 2);
+}
+
+#[test]
+fn a_device_that_hangs_with_steps_under_way_is_reported_by_the_deadline() {
+    let row = &rows()[0];
+    let (sim, device) = sim("");
+    let mut options = with_ahead(8, GraphMode::Auto, Method::Stream);
+    options.step_limit = Duration::from_millis(300);
+    let mut rig = Rig::new(device, "llama", options, CONTEXT, DType::F16);
+    let mut text = Text::begin(&mut rig, PROMPTS[0], row);
+    text.next(&mut rig, &Ahead::NONE).unwrap();
+    sim.inject(FaultScript::parse("on 10th replay: hang").unwrap());
+    let began = Instant::now();
+    while text.next(&mut rig, &MANY).is_ok() {}
+    let n_said = text.said.len();
+    assert!((3..=11).contains(&n_said), "{n_said}");
+    // Nothing that comes after it waits once more.
+    text.next(&mut rig, &MANY).unwrap_err();
+    rig.engine.settle();
+    assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
+    sim.release_hung();
+}
+
+#[test]
+fn steps_ahead_are_one_launch_each_and_allocate_nothing() {
+    let (sim, mut rig) = simulated(8);
+    let mut text = Text::begin(&mut rig, PROMPTS[1], &rows()[1]);
+    text.next(&mut rig, &MANY).unwrap();
+    rig.engine.settle();
+    let before = sim.stats();
+    for n in (1..=100).rev() {
+        text.next(&mut rig, &Ahead { n_tokens: n, end: &[] }).unwrap();
+    }
+    let after = sim.stats();
+    let sent = |call: Call| after.n_calls(call) - before.n_calls(call);
+    assert_eq!(sent(Call::ExecLaunch), 100);
+    // The control block once, then the table for each block of 16 positions.
+    assert!(sent(Call::MemcpyHtodAsync) <= 8, "{}", sent(Call::MemcpyHtodAsync));
+    for call in [Call::Launch, Call::Alloc, Call::AllocHost, Call::StreamBeginCapture, Call::MemcpyDtohAsync]
+    {
+        assert_eq!(sent(call), 0, "{call:?}");
+    }
+    assert_eq!(before.live, after.live);
+}
+
+#[test]
+fn dropping_everything_with_steps_under_way_ends_and_frees_all() {
+    let (sim, device) = sim("");
+    let mut rig = rig_on(device, 8);
+    let mut text = Text::begin(&mut rig, PROMPTS[0], &rows()[0]);
+    text.next(&mut rig, &MANY).unwrap();
+    drop(text);
+    drop(rig);
+    assert_eq!(sim.stats().live, refrain_driver::api::Census::default());
+}

@@ -1,0 +1,249 @@
+//! Runs at the backend itself, of a small decode step with and without a part on the host.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use refrain_cuda::{
+    CacheOptions, CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode,
+};
+use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
+use refrain_driver::{Device, Method};
+use refrain_graph::{
+    Attention, Backend, ControlBlock, Feedback, Graph, GraphBuilder, HostBuf, HostCall, HostCallError,
+    HostFn, Io, Op, Plan, PlanOptions, Ran, Run, RunLimits, SAMPLE_PARAMS, State, StateId, TensorType,
+    Weight, WeightId,
+};
+use refrain_tensor::DType;
+use refrain_testkit::{Fill, tensor};
+
+const VOCAB: usize = 24;
+const D: usize = 16;
+const N_HISTORY: usize = 8;
+const KV_BLOCK: usize = 8;
+const N_BLOCKS: usize = 8;
+
+/// What goes in comes out.
+struct Same;
+
+impl HostFn for Same {
+    fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, HostCallError> {
+        Ok(vec![inputs[0]])
+    }
+
+    fn call(&self, inputs: &[HostBuf<'_>], outputs: &mut [&mut [u8]]) -> Result<(), HostCallError> {
+        outputs[0].copy_from_slice(inputs[0].bytes);
+        Ok(())
+    }
+}
+
+/// Embedding, attention of one head over the rows so far, logits, and a choice for each token.
+fn step(n_tokens: usize, on_host: bool) -> Graph {
+    let weight = Weight { name: "embedding".into(), ty: TensorType::new(DType::F32, [VOCAB, D]) };
+    let cache = TensorType::new(DType::F32, [N_BLOCKS, 1, KV_BLOCK, D]);
+    let states = ["k", "v"].map(|name| State { name: name.into(), ty: cache });
+    let mut b = GraphBuilder::new(vec![weight], states.to_vec());
+    let table = b.weight(WeightId::from_idx(0));
+    let mut input = |name: &str, dtype, dims: &[usize]| {
+        let shape = refrain_tensor::Shape::new(dims).unwrap();
+        b.input(name, TensorType::new(dtype, shape)).unwrap()
+    };
+    let [tokens, positions, seqs] =
+        ["tokens", "positions", "seqs"].map(|name| input(name, DType::I32, &[n_tokens]));
+    let tables = input("tables", DType::I32, &[1, N_BLOCKS]);
+    let params = input("params", DType::F32, &[n_tokens, SAMPLE_PARAMS]);
+    let rng = input("rng", DType::U32, &[n_tokens, 4]);
+    let [history, bias_ids] =
+        ["history", "bias_ids"].map(|name| input(name, DType::I32, &[n_tokens, N_HISTORY]));
+    let bias = input("bias", DType::F32, &[n_tokens, N_HISTORY]);
+    let places = [positions, seqs, tables];
+    let mut x = b.gather_rows(table, tokens, DType::F32).unwrap();
+    if on_host {
+        let call =
+            HostCall { name: "same", because: "it is here to be on the host", function: Arc::new(Same) };
+        x = b.host_call(call, &[x]).unwrap()[0];
+    }
+    let heads = b.reshape(x, &[n_tokens, 1, D]).unwrap();
+    let caches = [0, 1].map(|i| {
+        let cache = b.state(StateId::from_idx(i));
+        b.kv_append(cache, heads, places).unwrap()
+    });
+    let attention = Attention { scale: 0.25, window: None, softcap: None };
+    let y = b.attention(attention, heads, caches, places).unwrap();
+    let y = b.reshape(y, &[n_tokens, D]).unwrap();
+    let logits = b.linear(y, table, None, "output").unwrap();
+    let chosen = b.node(Op::Sample, &[logits, params, rng, history, bias_ids, bias], "sample").unwrap();
+    b.output("token", chosen[0]).unwrap();
+    b.output("logprob", chosen[1]).unwrap();
+    b.finish()
+}
+
+struct Bed {
+    backend: CudaBackend,
+    weights: CudaWeights,
+    states: CudaStates,
+    compiled: CudaCompiled,
+}
+
+impl Bed {
+    fn new(graph: &Graph, mode: GraphMode) -> Bed {
+        let device = refrain_kernels::simulated(SimOptions { seed: 8, ..SimOptions::default() }).unwrap();
+        Bed::on(&device, graph, mode, Duration::from_secs(60))
+    }
+
+    fn on(device: &Device, graph: &Graph, mode: GraphMode, step_limit: Duration) -> Bed {
+        let graphs = CacheOptions { mode, method: Method::Stream, ..CacheOptions::default() };
+        let options = CudaOptions { graphs, ahead: 5, step_limit, ..CudaOptions::default() };
+        let backend = CudaBackend::on(device, options).unwrap();
+        let tensors = vec![tensor(graph.weights()[0].ty, &Fill::Normal, 4)];
+        let weights = backend.load(graph.weights(), tensors).unwrap();
+        let states = backend.allocate(graph.states()).unwrap();
+        let compiled = backend.compile(graph).unwrap();
+        Bed { backend, weights, states, compiled }
+    }
+
+    /// The inputs of a first step.
+    fn control(&self) -> ControlBlock {
+        let layout = self.backend.plan(&self.compiled).control();
+        let mut control = ControlBlock::new(layout);
+        let mut set = |name: &str, values: &[i32]| {
+            control.set_i32(layout.find(name).unwrap(), values).unwrap();
+        };
+        set("tokens", &[3]);
+        set("positions", &[0]);
+        set("tables", &[5, 2, 7, 0, 1, 3, 4, 6]);
+        set("history", &[-1; N_HISTORY]);
+        set("bias_ids", &[-1; N_HISTORY]);
+        let params = layout.find("params").unwrap();
+        control.set_f32(params, &[1.0, 0.0, 1.0, 0.0, 1.3, 0.2, 0.1, 0.0]).unwrap();
+        control.set_u32(layout.find("rng").unwrap(), &[9, 9, 1, 0]).unwrap();
+        control
+    }
+
+    fn run(&self) -> Run {
+        let feedback = Feedback::of(self.backend.plan(&self.compiled)).unwrap();
+        let n_positions = N_BLOCKS * KV_BLOCK;
+        let limits = RunLimits { n_positions, end: Vec::new(), window: 5, history_next: 0 };
+        Run::new(feedback, self.control(), limits)
+    }
+
+    fn send(&mut self, run: &mut Run, n: usize) {
+        self.backend.send(&mut self.compiled, &self.weights, &mut self.states, run, n).unwrap();
+    }
+
+    fn said(&mut self, n: usize) -> Vec<(u32, u32, Ran)> {
+        let (mut run, mut said) = (self.run(), Vec::new());
+        let ahead = self.backend.ahead(&self.compiled);
+        let mut left = n;
+        while said.len() < n {
+            let batch = ahead.min(left);
+            self.send(&mut run, batch);
+            left -= batch;
+            for _ in 0..batch {
+                let c = self.backend.take(&mut self.compiled, &mut run).unwrap();
+                said.push((c.token, c.logprob.to_bits(), c.ran));
+            }
+        }
+        assert_eq!(self.backend.finish(&mut self.compiled, &mut run).unwrap(), 0);
+        said
+    }
+}
+
+#[test]
+fn a_plan_with_a_host_step_goes_one_by_one_and_says_the_same() {
+    let (mut device, mut host) =
+        (Bed::new(&step(1, false), GraphMode::Require), Bed::new(&step(1, true), GraphMode::Require));
+    assert_eq!(device.backend.ahead(&device.compiled), 5);
+    assert_eq!(host.backend.ahead(&host.compiled), 1);
+    assert_eq!(device.said(60), host.said(60));
+    // Whoever asks can tell them apart.
+    let feeds = |bed: &Bed| bed.backend.monitor().status().graphs.iter().all(|g| g.feeds_itself);
+    assert!(feeds(&device) && !feeds(&host));
+}
+
+#[test]
+fn only_a_step_of_one_token_whose_inputs_are_in_the_control_block_feeds_itself() {
+    let plan = |graph: &Graph| Plan::new(graph, PlanOptions::default()).unwrap();
+    assert!(Feedback::of(&plan(&step(1, false))).is_some());
+    assert!(Feedback::of(&plan(&step(1, true))).is_some());
+    assert_eq!(Feedback::of(&plan(&step(2, false))), None);
+}
+
+#[test]
+fn other_work_waits_for_the_steps_under_way_or_is_refused() {
+    let graph = step(1, false);
+    let mut bed = Bed::new(&graph, GraphMode::Require);
+    let want = bed.said(20);
+    let mut run = bed.run();
+    bed.send(&mut run, 5);
+    bed.backend.take(&mut bed.compiled, &mut run).unwrap();
+    // A graph that is verified now would write to the ring.
+    let error = format!("{:?}", bed.backend.compile(&graph).err().unwrap());
+    assert!(error.contains("it must be finished first"), "{error}");
+    // A step by itself ends the run.
+    let control = bed.control();
+    let io = Io { weights: &bed.weights, states: &mut bed.states, control: control.bytes() };
+    assert_eq!(bed.backend.run(&mut bed.compiled, io).unwrap(), Ran::Replayed);
+    let mut token = [0; 4];
+    let output = bed.backend.plan(&bed.compiled).output("token").unwrap();
+    bed.backend.read(&bed.compiled, output, &mut token).unwrap();
+    assert_eq!(u32::from_le_bytes(token), want[0].0);
+    let error = bed.backend.take(&mut bed.compiled, &mut run).unwrap_err().to_string();
+    assert!(error.contains("none has begun"), "{error}");
+    assert!(bed.backend.compile(&graph).is_ok());
+    assert_eq!(bed.said(20), want);
+}
+
+#[test]
+fn a_run_that_reaches_its_end_says_so_and_takes_no_more() {
+    let mut bed = Bed::new(&step(1, false), GraphMode::Require);
+    let want = bed.said(20);
+    let feedback = Feedback::of(bed.backend.plan(&bed.compiled)).unwrap();
+    let limits = RunLimits { n_positions: 3, end: vec![], window: 5, history_next: 0 };
+    let mut run = Run::new(feedback, bed.control(), limits);
+    bed.send(&mut run, 5);
+    for (i, want) in want.iter().take(3).enumerate() {
+        let c = bed.backend.take(&mut bed.compiled, &mut run).unwrap();
+        assert_eq!((c.token, c.logprob.to_bits(), c.ended), (want.0, want.1, i == 2));
+    }
+    let error = bed.backend.take(&mut bed.compiled, &mut run).unwrap_err().to_string();
+    assert!(error.contains("it had ended"), "{error}");
+    assert_eq!(bed.backend.finish(&mut bed.compiled, &mut run).unwrap(), 1);
+    assert_eq!(bed.said(20), want);
+}
+
+#[test]
+fn a_table_without_a_block_for_a_step_ahead_is_refused_before_it_is_sent() {
+    let mut bed = Bed::new(&step(1, false), GraphMode::Require);
+    let mut run = bed.run();
+    run.set_table(&[5]);
+    bed.send(&mut run, 5);
+    for _ in 0..5 {
+        bed.backend.take(&mut bed.compiled, &mut run).unwrap();
+    }
+    bed.send(&mut run, 4);
+    let error = bed.backend.take(&mut bed.compiled, &mut run).unwrap_err().to_string();
+    assert!(error.contains("a KV block is -1"), "{error}");
+    assert_eq!(bed.backend.finish(&mut bed.compiled, &mut run).unwrap(), 0);
+}
+
+#[test]
+fn a_driver_call_that_does_not_return_holds_up_nobody_for_longer_than_a_step_may_take() {
+    for call in ["replay", "stream_query"] {
+        let sim = SimDriver::new(SimOptions::default());
+        refrain_kernels::register_twins(&sim);
+        let device = Device::simulated(&sim).unwrap();
+        let mut bed = Bed::on(&device, &step(1, false), GraphMode::Auto, Duration::from_millis(200));
+        let (mut run, control) = (bed.run(), bed.control());
+        sim.inject(FaultScript::parse(&format!("on 1st {call}: hang")).unwrap());
+        let began = Instant::now();
+        let io = Io { weights: &bed.weights, states: &mut bed.states, control: control.bytes() };
+        bed.backend.run(&mut bed.compiled, io).unwrap_err();
+        // The device thread is stuck; everything else says so at once.
+        let (compiled, weights, states) = (&mut bed.compiled, &bed.weights, &mut bed.states);
+        let sent = bed.backend.send(compiled, weights, states, &mut run, 3);
+        assert!(sent.is_err() || bed.backend.take(compiled, &mut run).is_err(), "{call}");
+        let _ = bed.backend.finish(compiled, &mut run);
+        assert!(began.elapsed() < Duration::from_secs(2), "{call}: {:?}", began.elapsed());
+        sim.release_hung();
+    }
+}

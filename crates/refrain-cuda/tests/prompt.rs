@@ -1,0 +1,193 @@
+//! Steps of many rows: which kernels do them, and that the results are those of the reference.
+
+use refrain_cuda::{CacheOptions, CublasLt, CudaBackend, CudaOptions, GraphMode, PromptProducts};
+use refrain_driver::sim::SimOptions;
+use refrain_driver::{Device, DeviceKind, Method};
+use refrain_graph::{
+    Attention, Backend, Gate, Graph, GraphBuilder, Io, State, StateId, TensorType, Weight, WeightId, fuse,
+};
+use refrain_tensor::{Bytes, DType, HostTensor, Shape};
+use refrain_testkit::{Feed, Fill, Tol, assert_close, evaluate, tensor};
+
+const D: usize = 256;
+const HIDDEN: usize = 512;
+const N_HEADS: usize = 4;
+const N_KV_HEADS: usize = 2;
+const HEAD_DIM: usize = 64;
+const KV_BLOCK: usize = 16;
+const N_BLOCKS: usize = 8;
+
+fn ty(dtype: DType, dims: &[usize]) -> TensorType {
+    TensorType::new(dtype, Shape::new(dims).unwrap())
+}
+
+/// One layer as models have it, without positions: attention over the cache, then gate, up and down.
+fn layer(n: usize, dtype: DType, kv: DType) -> (Graph, Feed) {
+    let kv_dim = N_KV_HEADS * HEAD_DIM;
+    let dims: [(&str, DType, &[usize]); 9] = [
+        ("norm", DType::F32, &[D]),
+        ("q", dtype, &[D, D]),
+        ("k", dtype, &[kv_dim, D]),
+        ("v", dtype, &[kv_dim, D]),
+        ("o", dtype, &[D, D]),
+        ("ffn_norm", DType::F32, &[D]),
+        ("gate", dtype, &[HIDDEN, D]),
+        ("up", dtype, &[HIDDEN, D]),
+        ("down", dtype, &[D, HIDDEN]),
+    ];
+    let weights: Vec<Weight> = dims
+        .iter()
+        .map(|(name, dtype, dims)| Weight { name: (*name).into(), ty: ty(*dtype, dims) })
+        .collect();
+    let small = Fill::Uniform(-0.1, 0.1);
+    let tensors = weights.iter().enumerate().map(|(i, w)| tensor(w.ty, &small, i as u64)).collect();
+    let cache = ty(kv, &[N_BLOCKS, N_KV_HEADS, KV_BLOCK, HEAD_DIM]);
+    let states = ["k", "v"].map(|name| State { name: name.into(), ty: cache });
+    let mut b = GraphBuilder::new(weights, states.to_vec());
+    let ints =
+        |b: &mut GraphBuilder, name: &str, dims: &[usize]| b.input(name, ty(DType::I32, dims)).unwrap();
+    let x = b.input("x", ty(DType::F32, &[n, D])).unwrap();
+    let (positions, seqs) = (ints(&mut b, "positions", &[n]), ints(&mut b, "seqs", &[n]));
+    let tables = ints(&mut b, "tables", &[1, N_BLOCKS]);
+    let w: Vec<_> = (0..9).map(|i| b.weight(WeightId::from_idx(i))).collect();
+    let h = b.rms_norm(x, w[0], 1e-5, "norm").unwrap();
+    let heads = |b: &mut GraphBuilder, h, w, n_heads: usize, name: &str| {
+        let y = b.linear(h, w, None, name).unwrap();
+        b.reshape(y, &[n, n_heads, HEAD_DIM]).unwrap()
+    };
+    let q = heads(&mut b, h, w[1], N_HEADS, "q");
+    let k = heads(&mut b, h, w[2], N_KV_HEADS, "k");
+    let v = heads(&mut b, h, w[3], N_KV_HEADS, "v");
+    let [keys, values] = [0, 1].map(|i| b.state(StateId::from_idx(i)));
+    let keys = b.kv_append(keys, k, [positions, seqs, tables]).unwrap();
+    let values = b.kv_append(values, v, [positions, seqs, tables]).unwrap();
+    let attention = Attention { scale: 0.125, window: None, softcap: None };
+    let a = b.attention(attention, q, [keys, values], [positions, seqs, tables]).unwrap();
+    let a = b.reshape(a, &[n, D]).unwrap();
+    let o = b.linear(a, w[4], None, "o").unwrap();
+    let x = b.add(x, o).unwrap();
+    let h = b.rms_norm(x, w[5], 1e-5, "ffn_norm").unwrap();
+    let gate = b.linear(h, w[6], None, "gate").unwrap();
+    let up = b.linear(h, w[7], None, "up").unwrap();
+    let act = b.gate(Gate::Silu, gate, up).unwrap();
+    let down = b.linear(act, w[8], None, "down").unwrap();
+    let x = b.add(x, down).unwrap();
+    b.output("x", x).unwrap();
+    let ints = |values: Vec<i32>, dims: &[usize]| {
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        HostTensor::new(DType::I32, Shape::new(dims).unwrap(), Bytes::new(bytes)).unwrap()
+    };
+    let inputs = vec![
+        tensor(ty(DType::F32, &[n, D]), &Fill::Normal, 99),
+        ints((0..n as i32).collect(), &[n]),
+        ints(vec![0; n], &[n]),
+        ints((0..N_BLOCKS as i32).rev().collect(), &[1, N_BLOCKS]),
+    ];
+    let states = vec![tensor(cache, &Fill::Zero, 0); 2];
+    (fuse(&b.finish()).unwrap(), Feed { weights: tensors, inputs, states })
+}
+
+fn backend(
+    device: &Device,
+    mode: GraphMode,
+    method: Method,
+    profile: bool,
+    cublaslt: CublasLt,
+) -> CudaBackend {
+    let graphs = CacheOptions { mode, method, ..CacheOptions::default() };
+    let mut options = CudaOptions { graphs, profile, cublaslt, ..CudaOptions::default() };
+    options.kernels.cache = Some(std::env::temp_dir().join("refrain-test-kernels"));
+    CudaBackend::on(device, options).unwrap()
+}
+
+fn run(backend: &mut CudaBackend, graph: &Graph, feed: &Feed) -> Vec<f32> {
+    let weights = backend.load(graph.weights(), feed.weights.clone()).unwrap();
+    let mut states = backend.allocate(graph.states()).unwrap();
+    let mut compiled = backend.compile(graph).unwrap();
+    let control = feed.control(backend.plan(&compiled).control());
+    for _ in 0..2 {
+        let io = Io { weights: &weights, states: &mut states, control: control.bytes() };
+        backend.run(&mut compiled, io).unwrap();
+    }
+    let mut got = vec![0_f32; backend.plan(&compiled).outputs()[0].layout.shape().n_elements()];
+    backend.read(&compiled, 0, bytemuck::cast_slice_mut(&mut got)).unwrap();
+    got
+}
+
+/// Eager and replayed, by both methods: near the reference, and equal to each other bit for bit.
+fn agrees_and_replays(device: impl Fn() -> Device, cublaslt: &CublasLt) {
+    let kinds = [
+        (DType::BF16, DType::BF16),
+        (DType::F16, DType::F16),
+        (DType::Q8_0, DType::F16),
+        (DType::Q4_K, DType::F16),
+    ];
+    for (dtype, kv) in kinds.into_iter().chain([(DType::F32, DType::F32), (DType::BF16, DType::F32)]) {
+        for n in [16, 70] {
+            let (graph, feed) = layer(n, dtype, kv);
+            let want = evaluate(&graph, &feed).unwrap()[0].to_f32().unwrap();
+            let mut eager = backend(&device(), GraphMode::Off, Method::Stream, false, cublaslt.clone());
+            let plain = run(&mut eager, &graph, &feed);
+            let exact = dtype == DType::F32;
+            assert_close(&plain, &want, Tol::Whole(if exact { 1e-5 } else { 1e-2 }));
+            drop(eager);
+            for method in [Method::Stream, Method::Nodes] {
+                let mut graphs = backend(&device(), GraphMode::Require, method, false, cublaslt.clone());
+                let replayed = run(&mut graphs, &graph, &feed);
+                let same = plain.iter().zip(&replayed).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{dtype} {kv} {n} rows, {method}");
+                assert_eq!(graphs.device().take_reports(), Vec::<String>::new());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_layer_of_many_rows_agrees_with_the_reference_on_the_simulated_device() {
+    let device = || refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
+    agrees_and_replays(device, &CublasLt::IfFound);
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+fn a_layer_of_many_rows_agrees_with_the_reference_on_a_gpu() {
+    for cublaslt in [CublasLt::IfFound, CublasLt::Never] {
+        agrees_and_replays(|| Device::open(DeviceKind::Cuda(0)).unwrap(), &cublaslt);
+    }
+}
+
+#[test]
+fn many_rows_go_to_tensor_cores_and_few_rows_and_f32_weights_do_not() {
+    let kernels = |n: usize, dtype: DType, kv: DType| {
+        let device = refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
+        let (graph, feed) = layer(n, dtype, kv);
+        let mut backend = backend(&device, GraphMode::Off, Method::Stream, true, CublasLt::IfFound);
+        run(&mut backend, &graph, &feed);
+        let status = backend.monitor().status();
+        let own = matches!(status.prompt_products, Some(PromptProducts::Own { .. }));
+        assert!(own, "{:?}", status.prompt_products);
+        let names: Vec<String> = status.profile.into_iter().map(|row| row.kernel).collect();
+        names.iter().filter(|n| !n.contains("reduce") && !n.starts_with("kv_")).cloned().collect::<Vec<_>>()
+    };
+    assert_eq!(
+        kernels(32, DType::BF16, DType::F16),
+        [
+            "narrow_rms_norm_bf16",
+            "gemm_m64_bf16",
+            "flash_d64_f16",
+            "gemm_m64_bf16",
+            "narrow_add_rms_norm_bf16",
+            "gemm_m64_bf16",
+            "narrow_gate_silu_bf16",
+            "gemm_m64_bf16",
+            "binary_add_f32"
+        ]
+    );
+    let quantised = kernels(32, DType::Q4_K, DType::F16);
+    assert_eq!(quantised[..3], ["narrow_rms_norm_bf16", "dequant_q4_k_bf16", "gemm_m64_bf16"]);
+    for names in [kernels(32, DType::F32, DType::F32), kernels(8, DType::BF16, DType::F16)] {
+        let wide =
+            names.iter().any(|n| n.starts_with("gemm") || n.starts_with("narrow") || n.starts_with("flash"));
+        assert!(!wide, "{names:?}");
+    }
+}

@@ -1,0 +1,227 @@
+//! Steps sent ahead: which ones, with which blocks, and what is left when the caller goes elsewhere.
+
+mod common;
+
+use common::{KV_BLOCK, engine, tiny_model};
+use refrain_engine::{
+    Ahead, BackendRunner, EngineError, HISTORY, RunEnd, Runner, RunnerOptions, SamplingParams, SamplingRow,
+    StepKind, StepOut, StepRequest, Want,
+};
+use refrain_graph::{
+    Backend, CompileError, ControlLayout, Graph, Io, Plan, PlanOptions, Query, Ran, Reason, RunError, State,
+    Support, Weight,
+};
+use refrain_tensor::HostTensor;
+use std::sync::{Arc, Mutex};
+
+fn row() -> SamplingRow {
+    SamplingRow::new(&SamplingParams::greedy())
+}
+
+fn upto(n: u32) -> Vec<u32> {
+    (0..n).collect()
+}
+
+fn broken() -> RunError {
+    let source = Box::new(std::io::Error::other("the cable is cut"));
+    RunError::Backend { backend: "fake", label: "blk.0.attn_q".into(), source }
+}
+
+#[test]
+fn steps_are_sent_in_batches_with_the_blocks_that_they_need() {
+    let (mut engine, script) = engine(64, 8);
+    script.allow(4);
+    let mut session = engine.open();
+    let mut next = engine.prompt(&mut session, &upto(5), &mut row(), |_| true).unwrap().token;
+    let mut n_seen = Vec::new();
+    for n_tokens in (1..=10).rev() {
+        let ahead = Ahead { n_tokens, end: &[] };
+        let chosen = engine.follow(&mut session, next, &mut row(), &ahead).unwrap();
+        assert_eq!(chosen.token, next + 1);
+        next = chosen.token;
+        n_seen.push(script.seen().len() - 1);
+    }
+    // Four at once, two more whenever two are left, and none beyond the tenth.
+    assert_eq!(n_seen, [4, 4, 6, 6, 8, 8, 10, 10, 10, 10]);
+    assert_eq!(session.tokens(), upto(15));
+    for (i, seen) in script.seen()[1..].iter().enumerate() {
+        assert_eq!((seen.start, &seen.tokens[..]), (5 + i, &[5 + i as u32][..]));
+        assert!(seen.table.len() * KV_BLOCK > seen.start, "{seen:?}");
+    }
+    engine.settle();
+    let tally = engine.ledger().tally(StepKind::Decode);
+    assert_eq!((tally.steps(), tally.unused), (10, 0));
+}
+
+#[test]
+fn what_is_under_way_is_dropped_when_the_caller_goes_elsewhere() {
+    let (mut engine, script) = engine(64, 8);
+    script.allow(4);
+    let many = Ahead { n_tokens: 100, end: &[] };
+    let mut session = engine.open();
+    engine.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap();
+    assert_eq!(engine.follow(&mut session, 3, &mut row(), &many).unwrap().token, 4);
+    // Another token than was chosen.
+    assert_eq!(engine.follow(&mut session, 40, &mut row(), &many).unwrap().token, 41);
+    assert_eq!(engine.ledger().tally(StepKind::Decode).unused, 3);
+    // Other rules.
+    let mut random = SamplingRow::new(&SamplingParams::default());
+    assert_eq!(engine.follow(&mut session, 41, &mut random, &many).unwrap().token, 42);
+    assert_eq!(engine.ledger().tally(StepKind::Decode).unused, 6);
+    // Another end.
+    let end = Ahead { end: &[43], ..many };
+    assert_eq!(engine.follow(&mut session, 42, &mut random, &end).unwrap().token, 43);
+    assert_eq!(engine.ledger().tally(StepKind::Decode).unused, 9);
+    // The run has ended; whoever goes on all the same is served.
+    assert_eq!(engine.follow(&mut session, 43, &mut random, &end).unwrap().token, 44);
+    // Another session, and then a prompt.
+    let mut other = engine.open();
+    assert_eq!(engine.follow(&mut other, 9, &mut row(), &many).unwrap().token, 10);
+    assert_eq!((session.tokens(), other.tokens()), (&[0, 1, 2, 3, 40, 41, 42, 43][..], &[9][..]));
+    engine.prompt(&mut session, &[0, 1, 2, 3, 40, 41, 50], &mut row(), |_| true).unwrap();
+    assert_eq!(script.seen().last().unwrap().start, 6);
+    let tally = engine.ledger().tally(StepKind::Decode);
+    assert_eq!((tally.steps(), tally.unused, tally.failed), (6, 18, 0));
+    assert_eq!(tally.to_string().split(" (").next(), Some("6 steps, 0 replayed, 6 eager, 18 ahead in vain"));
+}
+
+#[test]
+fn a_step_that_fails_ahead_is_heard_of_when_its_turn_comes() {
+    let (mut engine, script) = engine(64, 8);
+    script.allow(4);
+    let many = Ahead { n_tokens: 100, end: &[] };
+    let mut session = engine.open();
+    engine.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap();
+    script.fail_after(2, broken());
+    assert_eq!(engine.follow(&mut session, 3, &mut row(), &many).unwrap().token, 4);
+    assert_eq!(engine.follow(&mut session, 4, &mut row(), &many).unwrap().token, 5);
+    assert!(matches!(engine.follow(&mut session, 5, &mut row(), &many), Err(EngineError::Run(_))));
+    assert_eq!(session.tokens(), upto(5));
+    // The session is as it was, and goes on.
+    assert_eq!(engine.follow(&mut session, 5, &mut row(), &many).unwrap().token, 6);
+    assert_eq!(engine.ledger().tally(StepKind::Decode).failed, 1);
+}
+
+#[test]
+fn blocks_that_other_sessions_hold_are_not_waited_for() {
+    let (mut engine, script) = engine(32, 32);
+    script.allow(8);
+    let many = Ahead { n_tokens: 100, end: &[] };
+    let (mut other, mut session) = (engine.open(), engine.open());
+    engine.prompt(&mut other, &upto(24), &mut row(), |_| true).unwrap();
+    let mut next = engine.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap().token;
+    for _ in 0..5 {
+        next = engine.follow(&mut session, next, &mut row(), &many).unwrap().token;
+    }
+    assert_eq!(session.tokens(), upto(8));
+    let full = engine.follow(&mut session, next, &mut row(), &many).unwrap_err();
+    assert!(matches!(full, EngineError::OutOfBlocks(_)), "{full}");
+    engine.close(other);
+    assert_eq!(engine.follow(&mut session, next, &mut row(), &many).unwrap().token, 9);
+}
+
+/// A backend that keeps every control block and chooses by a fixed rule.
+struct Keeping {
+    blocks: Arc<Mutex<Vec<Vec<u8>>>>,
+}
+
+impl Backend for Keeping {
+    type Weights = ();
+    type States = ();
+    type Compiled = Plan;
+
+    fn name(&self) -> &'static str {
+        "keeping"
+    }
+
+    fn buckets(&self) -> &[usize] {
+        &[1, 8]
+    }
+
+    fn supports(&self, _: &Query<'_>) -> Support {
+        Support::Yes
+    }
+
+    fn load(&self, _: &[Weight], _: Vec<HostTensor>) -> Result<(), RunError> {
+        Ok(())
+    }
+
+    fn allocate(&self, _: &[State]) -> Result<(), RunError> {
+        Ok(())
+    }
+
+    fn compile(&self, graph: &Graph) -> Result<Plan, CompileError> {
+        Ok(Plan::new(graph, PlanOptions::default())?)
+    }
+
+    fn plan<'c>(&self, compiled: &'c Plan) -> &'c Plan {
+        compiled
+    }
+
+    fn run(&mut self, _: &mut Plan, io: Io<'_, Self>) -> Result<Ran, RunError> {
+        self.blocks.lock().unwrap().push(io.control.to_vec());
+        Ok(Ran::Eager(Reason::NoGraphsHere { backend: "keeping" }))
+    }
+
+    fn read(&mut self, compiled: &Plan, output: usize, into: &mut [u8]) -> Result<(), RunError> {
+        let n = self.blocks.lock().unwrap().len() as u32;
+        let is_token = Some(output) == compiled.output("token");
+        into.copy_from_slice(&if is_token { (n * 37 % 23).to_le_bytes() } else { (-1f32).to_le_bytes() });
+        Ok(())
+    }
+}
+
+fn words(layout: &ControlLayout, block: &[u8], name: &str) -> Vec<i32> {
+    let slot = layout.slot(layout.find(name).unwrap());
+    let bytes = &block[slot.offset..slot.offset + slot.bytes];
+    bytes.chunks_exact(4).map(|w| i32::from_le_bytes(w.try_into().unwrap())).collect()
+}
+
+#[test]
+fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
+    const START: usize = 3;
+    for window in [0, 1, 5, 40, HISTORY] {
+        let params =
+            SamplingParams { penalty_window: window, seed: 0x1234_5678_9ABC, ..SamplingParams::default() };
+        let blocks = Arc::new(Mutex::new(Vec::new()));
+        let options = RunnerOptions { context: 512, ..RunnerOptions::default() };
+        let backend = Keeping { blocks: blocks.clone() };
+        let mut runner = BackendRunner::new(backend, tiny_model(), options).unwrap();
+        let table: Vec<u32> = (0..16).rev().collect();
+        let (mut tokens, mut row, mut n_table) = (vec![7, 8, 9, 1], SamplingRow::new(&params), 1);
+        row.advance(START + 1, &tokens);
+        let want = Want::Sample(&row);
+        let request = StepRequest { tokens: &tokens[START..], start: START, table: &table[..1], want };
+        let end = RunEnd { n_positions: START + 300, tokens: &[u32::MAX] };
+        assert_eq!(runner.begin(&request, end).unwrap(), 1);
+        let mut ended = false;
+        while !ended {
+            n_table = tokens.len().div_ceil(32).max(n_table);
+            runner.send(&table[..n_table], 1).unwrap();
+            let committed = runner.take().unwrap();
+            tokens.push(committed.token);
+            ended = committed.ended;
+        }
+        assert_eq!(tokens.len(), START + 1 + 300, "it ends when no position is left");
+        assert_eq!(runner.finish().unwrap(), 0);
+
+        let fed: Vec<Vec<u8>> = std::mem::take(&mut *blocks.lock().unwrap());
+        let layout = runner.plan(1).unwrap().control().clone();
+        for (i, fed) in fed.iter().enumerate() {
+            let n = START + i;
+            row.advance(n + 1, &tokens[..=n]);
+            let table = &table[..(n + 1).div_ceil(32)];
+            let request = StepRequest { tokens: &tokens[n..=n], start: n, table, want: Want::Sample(&row) };
+            runner.step(&request, &mut StepOut::default()).unwrap();
+            let alone = blocks.lock().unwrap().pop().unwrap();
+            for name in ["tokens", "positions", "seqs", "tables", "params", "rng", "bias_ids", "bias"] {
+                assert_eq!(words(&layout, fed, name), words(&layout, &alone, name), "{name} of step {i}");
+            }
+            // The same tokens; their order does not matter.
+            let [mut fed, mut alone] = [fed, &alone].map(|block| words(&layout, block, "history"));
+            fed.sort_unstable();
+            alone.sort_unstable();
+            assert_eq!(fed, alone, "history of step {i}, window {window}");
+        }
+    }
+}

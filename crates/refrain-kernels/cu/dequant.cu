@@ -1,0 +1,74 @@
+// dequant.cu: y = w, a quantised matrix in BF16
+//
+//   w  [n, k]  dequant_packed: packed (packed.cuh); dequant: blocks as in the file, dense
+//   y  [n, k]  BF16, dense
+//
+// Launch    dequant_packed: grid (ceil(n / 8)), block (256), shared 0: a block has a tile, a warp every eighth unit of it
+//           dequant: grid (ceil(n k / 2048)), block (256), shared 0: a thread has one part of eight elements
+// Requires  w, y at multiples of 16 bytes; k whole blocks
+// Aliasing  none
+// Values are formed in f32 as packed.cuh and quant.cuh say, then rounded to nearest even. Capture: safe.
+#include "mma.cuh"
+#include "overlap.cuh"
+#include "packed.cuh"
+#include "quant.cuh"
+
+template <typename Q> inline void dequant_packed(BF16* y, const u8* w, u32 n, u32 k) {
+    start();
+    u32 lane = threadIdx.x % 32, tile = blockIdx.x, row = tile * TILE_ROWS + lane / TILE_SUBS;
+    u32 n_units = (k + Q::COLS - 1) / Q::COLS;
+    if (row >= n) return;
+    for (u32 u = threadIdx.x / 32; u < n_units; u += 8) {
+        const u8* unit = w + ((u64)tile * n_units + u) * Q::BYTES;
+#pragma unroll
+        for (int c = 0; c < Q::SUBS; c++) {
+            u32 sub = u * (Q::COLS / 32) + TILE_SUBS * c + lane % TILE_SUBS;
+            if (sub >= k / 32) continue;
+            Sub v = Q::load(unit, c, lane);
+            uint4* to = (uint4*)(y + (u64)row * k + 32 * sub);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 words[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    int e = 8 * i + 2 * j;
+                    words[j] = pack(sub_value<Q>(v, e), sub_value<Q>(v, e + 1), BF16());
+                }
+                to[i] = make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+}
+
+template <typename Q> inline void dequant(BF16* y, const u8* w, u32 n, u32 k) {
+    const int parts = Q::LEN / 8;
+    start();
+    u64 i = (u64)blockIdx.x * 256 + threadIdx.x;
+    if (i >= (u64)n * k / 8) return;
+    u64 block = i / parts;
+    int part = (int)(i % parts);
+    float v[8];
+    Q::decode(Q::load(w + block * Q::BYTES, part), part, v);
+    struct alignas(8) Four { u32 a, b; };
+    *(Four*)(y + block * Q::LEN + Q::first(part)) = Four{pack(v[0], v[1], BF16()), pack(v[2], v[3], BF16())};
+    *(Four*)(y + block * Q::LEN + Q::second(part)) = Four{pack(v[4], v[5], BF16()), pack(v[6], v[7], BF16())};
+}
+
+#define DEQUANT(name, body, Q)                                                                                 \
+    extern "C" __global__ __launch_bounds__(256) void dequant_##name##_bf16(BF16* y, const u8* __restrict__ w, \
+                                                                            u32 n, u32 k) {                    \
+        body<Q>(y, w, n, k);                                                                                   \
+    }
+
+DEQUANT(q4_0, dequant_packed, PackedQ4_0)
+DEQUANT(q4_1, dequant_packed, PackedQ4_1)
+DEQUANT(q5_0, dequant_packed, PackedQ5_0)
+DEQUANT(q5_1, dequant_packed, PackedQ5_1)
+DEQUANT(q8_0, dequant_packed, PackedQ8_0)
+DEQUANT(q4_k, dequant_packed, PackedQ4_K)
+DEQUANT(q5_k, dequant_packed, PackedQ5_K)
+DEQUANT(q6_k, dequant_packed, PackedQ6_K)
+DEQUANT(q2_k, dequant, Q2_K)
+DEQUANT(q3_k, dequant, Q3_K)
+DEQUANT(iq4_nl, dequant, IQ4_NL)
+DEQUANT(iq4_xs, dequant, IQ4_XS)

@@ -1,0 +1,154 @@
+// mma.cuh: tensor cores of compute capability 8.0, and copies to shared memory that run beside the arithmetic.
+//
+// A warp multiplies 16 rows by 8 columns over 16 elements. With g = lane / 4 and t = lane % 4, a lane holds
+//   a[0] row g, elements 2t 2t+1    a[1] row g + 8, the same    a[2], a[3]  the same rows, elements 2t+8 2t+9
+//   b[0] column g, elements 2t 2t+1    b[1] column g, elements 2t+8 2t+9
+//   c[0], c[1] row g, columns 2t 2t+1    c[2], c[3] row g + 8, the same columns
+// On the host the same is done by shuffles and plain copies, so that indices are tested without a card.
+#pragma once
+#include "dtype.cuh"
+
+#ifdef REFRAIN_ON_HOST
+#define DYNAMIC_SHARED(name) alignas(16) static u8 name[227 * 1024]
+#else
+#define DYNAMIC_SHARED(name) extern __shared__ uint4 name##_words[]; u8* const name = (u8*)name##_words
+#endif
+
+#ifndef REFRAIN_ON_HOST
+
+inline u32 shared_address(const void* p) {
+    u32 at;
+    asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(at) : "l"(p));
+    return at;
+}
+
+// Sixteen bytes, or zeros; both addresses at multiples of 16.
+inline void copy_async(void* to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+inline void copies_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for this thread's copies but for those of the newest N groups.
+template <int N> inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+// Four matrices of 8 by 8; lane 8 i + r names row r of matrix i. Lane l gets elements 2t, 2t + 1 of row g of each.
+inline void load_matrices(u32* r, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// The same transposed: elements g of rows 2t and 2t + 1.
+inline void load_matrices_transposed(u32* r, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+#define MULTIPLY(T, name)                                                                                     \
+    inline void multiply(float* c, const u32* a, const u32* b, T) {                                           \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
+            "{%8, %9}, {%0, %1, %2, %3};"                                                                     \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                  \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                              \
+    }
+MULTIPLY(F16, "f16")
+MULTIPLY(BF16, "bf16")
+
+// Two numbers rounded to nearest even, the first in the lower bits.
+inline u32 pack(float low, float high, F16) {
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+inline u32 pack(float low, float high, BF16) {
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#else
+
+inline void copy_async(void* to, const void* from, bool there) {
+    if (there) memcpy(to, from, 16);
+    else memset(to, 0, 16);
+}
+inline void copies_end_group() {}
+template <int N> inline void copies_wait() {}
+
+// What the lanes of a warp show each other; a shuffle is a barrier.
+struct Shown {
+    const u8* row[32];
+    u32 a[32][4], b[32][2];
+};
+inline Shown& shown() {
+    static Shown all[32];
+    return all[threadIdx.x / 32];
+}
+inline void warp_barrier() { shuffle(0u, threadIdx.x % 32); }
+
+inline void load_matrices(u32* r, const void* row) {
+    u32 lane = threadIdx.x % 32;
+    shown().row[lane] = (const u8*)row;
+    warp_barrier();
+    for (u32 i = 0; i < 4; i++) r[i] = *(const u32*)(shown().row[8 * i + lane / 4] + 4 * (lane % 4));
+    warp_barrier();
+}
+
+inline void load_matrices_transposed(u32* r, const void* row) {
+    u32 lane = threadIdx.x % 32;
+    shown().row[lane] = (const u8*)row;
+    warp_barrier();
+    for (u32 i = 0; i < 4; i++) {
+        const u8* const* rows = shown().row + 8 * i + 2 * (lane % 4);
+        r[i] = *(const u16*)(rows[0] + 2 * (lane / 4)) | (u32)*(const u16*)(rows[1] + 2 * (lane / 4)) << 16;
+    }
+    warp_barrier();
+}
+
+template <typename T> inline float half_of(u32 word, bool high) {
+    T x;
+    x.bits = (u16)(high ? word >> 16 : word);
+    return to_f32(x);
+}
+
+template <typename T> inline void multiply(float* c, const u32* a, const u32* b, T) {
+    u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    Shown& all = shown();
+    memcpy(all.a[lane], a, 16);
+    memcpy(all.b[lane], b, 8);
+    warp_barrier();
+    for (u32 i = 0; i < 4; i++) {
+        for (u32 column = 0; column < 2; column++) {
+            const u32* right = all.b[4 * (2 * t + column) + i];
+            for (u32 half = 0; half < 2; half++) {
+                const u32* left = all.a[4 * g + i] + half;
+                float& sum = c[2 * half + column];
+                for (u32 e = 0; e < 2; e++) {
+                    sum += half_of<T>(left[0], e) * half_of<T>(right[0], e);
+                    sum += half_of<T>(left[2], e) * half_of<T>(right[1], e);
+                }
+            }
+        }
+    }
+    warp_barrier();
+}
+
+template <typename T> inline u32 pack(float low, float high, T) {
+    return from_f32<T>(low).bits | (u32)from_f32<T>(high).bits << 16;
+}
+
+inline float exp2_fast(float x) { return exp2f(x); }
+
+#endif

@@ -1,0 +1,141 @@
+// narrow.cu: rows for tensor cores: y = T(x), and T of a norm, of the norm of a sum, and of a gate
+//
+//   x, a, b, gate, up  [n_rows, n_cols]  f32, rows of consecutive elements at rows.start(r)
+//   w                  [n_cols]          f32
+//   sum, wide          [n_rows, n_cols]  f32, dense; wide is the same as y in f32, or null
+//   y                  [n_rows, n_cols]  T, dense
+//
+// Launch    norms: grid (n_rows), block (256), shared 0; others: grid (ceil(n_cols / 1024), n_rows), block (256), shared 0
+// Requires  n_cols a multiple of 4; rows of inputs, y and sum at multiples of 16 bytes
+// Aliasing  sum may be a; wide may be x, b, gate or up: a thread reads an element before it writes there, and no other
+//           thread touches it
+// Sums in f32, fixed order: same bits every run. Rounds to nearest even. Capture: safe.
+#include "mma.cuh"
+#include "reduce.cuh"
+#include "view.cuh"
+
+inline float4 load4(const float* p) { return *(const float4*)p; }
+
+inline float4 times(float4 v, float s, float4 w) {
+    float4 y;
+    y.x = v.x * s * w.x;
+    y.y = v.y * s * w.y;
+    y.z = v.z * s * w.z;
+    y.w = v.w * s * w.w;
+    return y;
+}
+
+inline float squares(float4 v, float sum) {
+    sum = __fmaf_rn(v.x, v.x, sum);
+    sum = __fmaf_rn(v.y, v.y, sum);
+    sum = __fmaf_rn(v.z, v.z, sum);
+    return __fmaf_rn(v.w, v.w, sum);
+}
+
+template <typename T> inline void store(T* y, float* wide, u64 at, float4 v) {
+    struct alignas(8) Four { u32 a, b; };
+    *(Four*)(y + at) = Four{pack(v.x, v.y, T()), pack(v.z, v.w, T())};
+    if (wide != nullptr) *(float4*)(wide + at) = v;
+}
+
+inline float norm_scale(float sum, u32 n_cols, float eps) {
+    sum = block_reduce(sum, Add(), 0.0f);
+    return 1.0f / sqrtf(sum / (float)n_cols + eps);
+}
+
+template <typename T> inline void narrow_rows(T* y, const float* x, const Rows& rows, u32 n_cols) {
+    start();
+    u32 i = (blockIdx.x * 256 + threadIdx.x) * 4;
+    if (i < n_cols) {
+        store(y, (float*)nullptr, (u64)blockIdx.y * n_cols + i, load4(x + rows.start(blockIdx.y) + i));
+    }
+}
+
+template <typename T>
+inline void narrow_norm(T* y, float* wide, const float* x, const float* w, const Rows& rows, u32 n_cols, float eps) {
+    start();
+    const float* in = x + rows.start(blockIdx.x);
+    float sum = 0.0f;
+    for (u32 i = threadIdx.x * 4; i < n_cols; i += 1024) sum = squares(load4(in + i), sum);
+    float scale = norm_scale(sum, n_cols, eps);
+    for (u32 i = threadIdx.x * 4; i < n_cols; i += 1024) {
+        store(y, wide, (u64)blockIdx.x * n_cols + i, times(load4(in + i), scale, load4(w + i)));
+    }
+}
+
+template <typename T>
+inline void narrow_add_norm(float* sum_out, T* y, float* wide, const float* a, const float* b, const float* w,
+                            const Rows& a_rows, const Rows& b_rows, u32 n_cols, float eps) {
+    start();
+    const float* left = a + a_rows.start(blockIdx.x);
+    const float* right = b + b_rows.start(blockIdx.x);
+    u64 row = (u64)blockIdx.x * n_cols;
+    float sum = 0.0f;
+    for (u32 i = threadIdx.x * 4; i < n_cols; i += 1024) {
+        float4 v = load4(left + i), u = load4(right + i);
+        v.x += u.x;
+        v.y += u.y;
+        v.z += u.z;
+        v.w += u.w;
+        *(float4*)(sum_out + row + i) = v;
+        sum = squares(v, sum);
+    }
+    float scale = norm_scale(sum, n_cols, eps);
+    // Its own writes are what a thread reads here.
+    for (u32 i = threadIdx.x * 4; i < n_cols; i += 1024) {
+        store(y, wide, row + i, times(load4(sum_out + row + i), scale, load4(w + i)));
+    }
+}
+
+// x sigmoid(s). The exponential never overflows, so that far on the left the result is tiny and not yet zero.
+inline float times_sigmoid(float x, float s) {
+    float e = expf(-fabsf(s));
+    return s < 0.0f ? x * e / (1.0f + e) : x / (1.0f + e);
+}
+
+inline float silu(float x) { return times_sigmoid(x, x); }
+
+// 0.5 x (1 + tanh(u)) is x sigmoid(2 u), without the difference that cancels.
+inline float gelu_tanh(float x) {
+    return times_sigmoid(x, 2.0f * (0.7978845608028654f * (x + 0.044715f * x * x * x)));
+}
+
+template <typename T, float (*F)(float)>
+inline void narrow_gate(T* y, float* wide, const float* gate, const float* up, const Rows& gate_rows,
+                        const Rows& up_rows, u32 n_cols) {
+    start();
+    u32 i = (blockIdx.x * 256 + threadIdx.x) * 4;
+    if (i >= n_cols) return;
+    float4 g = load4(gate + gate_rows.start(blockIdx.y) + i), u = load4(up + up_rows.start(blockIdx.y) + i), v;
+    v.x = F(g.x) * u.x;
+    v.y = F(g.y) * u.y;
+    v.z = F(g.z) * u.z;
+    v.w = F(g.w) * u.w;
+    store(y, wide, (u64)blockIdx.y * n_cols + i, v);
+}
+
+#define NARROW(name, T)                                                                                            \
+    extern "C" __global__ __launch_bounds__(256) void narrow_rows_##name(T* y, const float* x, Rows rows,          \
+                                                                         u32 n_cols) {                             \
+        narrow_rows(y, x, rows, n_cols);                                                                           \
+    }                                                                                                              \
+    extern "C" __global__ __launch_bounds__(256) void narrow_rms_norm_##name(                                     \
+        T* y, float* wide, const float* x, const float* w, Rows rows, u32 n_cols, float eps) {                     \
+        narrow_norm(y, wide, x, w, rows, n_cols, eps);                                                             \
+    }                                                                                                              \
+    extern "C" __global__ __launch_bounds__(256) void narrow_add_rms_norm_##name(                                 \
+        float* sum, T* y, float* wide, const float* a, const float* b, const float* w, Rows a_rows, Rows b_rows,   \
+        u32 n_cols, float eps) {                                                                                   \
+        narrow_add_norm(sum, y, wide, a, b, w, a_rows, b_rows, n_cols, eps);                                       \
+    }                                                                                                              \
+    extern "C" __global__ __launch_bounds__(256) void narrow_gate_silu_##name(                                    \
+        T* y, float* wide, const float* gate, const float* up, Rows gate_rows, Rows up_rows, u32 n_cols) {         \
+        narrow_gate<T, silu>(y, wide, gate, up, gate_rows, up_rows, n_cols);                                       \
+    }                                                                                                              \
+    extern "C" __global__ __launch_bounds__(256) void narrow_gate_gelu_tanh_##name(                               \
+        T* y, float* wide, const float* gate, const float* up, Rows gate_rows, Rows up_rows, u32 n_cols) {         \
+        narrow_gate<T, gelu_tanh>(y, wide, gate, up, gate_rows, up_rows, n_cols);                                  \
+    }
+
+NARROW(f16, F16)
+NARROW(bf16, BF16)

@@ -1,0 +1,163 @@
+// packed.cuh: quantised weights in the layout that products read, and its decoding (src/packed.rs makes the same bytes).
+//
+// Eight rows make a tile. A tile is cut along its columns into units of COLS: 128 for types with blocks of 32, 256 for
+// those with blocks of 256; a last unit of 32-element blocks is filled up with zeros. A unit holds all bytes of its
+// columns one after the other: one bulk copy fetches it. The units of a tile follow each other, then come the next tile's;
+// a last tile is filled up with rows of zeros.
+//
+// In a unit lane 4 r + s has sub-blocks s, s + 4, .. of 32 elements of row r. What a lane has of one sub-block lies
+// together in a plane of 32 such pieces:
+//
+//   Q8_0  quants 0 .. 15 of each lane (16 bytes), quants 16 .. 31, then d (2 bytes)
+//   Q4_0  nibbles (16 bytes: byte j is element j below, element 16 + j above), then d
+//   Q4_1  nibbles, then d and m (4 bytes)
+//   Q5_0  nibbles, fifth bits (4 bytes: bit e is element e), then d
+//   Q5_1  nibbles, fifth bits, then d and m
+//   Q4_K  nibbles of sub-block s, of s + 4; scale and minimum of both as bytes (4 bytes); then d and dmin of each row
+//   Q5_K  nibbles twice, fifth bits of both (8 bytes), scales and minima, then d and dmin of each row
+//   Q6_K  nibbles twice, upper bits of both (8 bytes each: bits 2 w of byte i are element 4 w + i, then 16 more), four
+//         scales (4 bytes), then d of each row
+//
+// Values are formed as the codecs of refrain-tensor form them, so they agree to the bit with the file's.
+#pragma once
+#include "dtype.cuh"
+
+const u32 TILE_ROWS = 8;
+const u32 TILE_SUBS = 4;  // sub-blocks side by side in a plane
+
+// 32 elements as bytes, four to a word, with what they are multiplied with: element e is scale[e / 16] q[e] - min.
+//
+// Quants are signed bytes, or unsigned ones: `Q::SIGNED` says which.
+struct Sub {
+    u32 q[8];
+    float scale[2];
+    float min;
+};
+
+inline uint4 plane16(const u8* unit, u32 at, u32 lane) { return *(const uint4*)(unit + at + 16 * lane); }
+inline uint2 plane8(const u8* unit, u32 at, u32 lane) { return *(const uint2*)(unit + at + 8 * lane); }
+inline u32 plane4(const u8* unit, u32 at, u32 lane) { return *(const u32*)(unit + at + 4 * lane); }
+inline u32 plane2(const u8* unit, u32 at, u32 lane) { return *(const u16*)(unit + at + 2 * lane); }
+
+inline float low_f16(u32 word) { return f16_to_f32((u16)word); }
+inline float high_f16(u32 word) { return f16_to_f32((u16)(word >> 16)); }
+
+// Nibbles as bytes: elements 0 .. 15 as they are, the others times 16, which their scale takes back.
+inline void nibbles(const uint4& v, u32* q) {
+    const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        q[i] = w[i] & 0x0f0f0f0fu;
+        q[4 + i] = w[i] & 0xf0f0f0f0u;
+    }
+}
+
+// Bits 4 i .. 4 i + 3 of a word as bit 0 of four bytes.
+inline u32 spread_bits(u32 bits, int i) {
+    u32 b = bits >> (4 * i) & 0xfu;
+    return (b * 0x00204081u) & 0x01010101u;
+}
+
+// As many bits more, for types with a fifth one; all elements times 8.
+inline void add_fifth_bits(u32* q, u32 bits) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        q[i] = q[i] << 3 | spread_bits(bits, i) << 7;
+        q[4 + i] = q[4 + i] >> 1 | spread_bits(bits, 4 + i) << 7;
+    }
+}
+
+// d, m and the fifth bits of types with blocks of 32 lie behind the nibbles.
+template <int BITS, bool HAS_MIN> struct Packed32 {
+    static const int COLS = 128, SUBS = 1;
+    static const bool SIGNED = false;
+    static const int HIGH = BITS == 5 ? 128 : 0;
+    static const int BYTES = 512 + HIGH + (HAS_MIN ? 128 : 64);
+    inline static Sub load(const u8* unit, u32, u32 lane) {
+        Sub sub;
+        nibbles(plane16(unit, 0, lane), sub.q);
+        if (BITS == 5) add_fifth_bits(sub.q, plane4(unit, 512, lane));
+        float d;
+        if (HAS_MIN) {
+            u32 dm = plane4(unit, 512 + HIGH, lane);
+            d = low_f16(dm);
+            sub.min = -high_f16(dm);
+        } else {
+            d = f16_to_f32((u16)plane2(unit, 512 + HIGH, lane));
+            // q - 8 or q - 16: both products are exact.
+            sub.min = d * (BITS == 5 ? 16.0f : 8.0f);
+        }
+        sub.scale[0] = BITS == 5 ? d * 0.125f : d;
+        sub.scale[1] = BITS == 5 ? d * 0.125f : d * 0.0625f;
+        return sub;
+    }
+};
+
+typedef Packed32<4, false> PackedQ4_0;
+typedef Packed32<4, true> PackedQ4_1;
+typedef Packed32<5, false> PackedQ5_0;
+typedef Packed32<5, true> PackedQ5_1;
+
+struct PackedQ8_0 {
+    static const int COLS = 128, SUBS = 1, BYTES = 1088;
+    static const bool SIGNED = true;
+    inline static Sub load(const u8* unit, u32, u32 lane) {
+        uint4 a = plane16(unit, 0, lane), b = plane16(unit, 512, lane);
+        float d = f16_to_f32((u16)plane2(unit, 1024, lane));
+        return Sub{{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}, {d, d}, 0.0f};
+    }
+};
+
+template <int BITS> struct PackedK {
+    static const int COLS = 256, SUBS = 2;
+    static const bool SIGNED = false;
+    static const int HIGH = BITS == 5 ? 256 : 0;
+    static const int BYTES = 1024 + HIGH + 128 + 32;
+    inline static Sub load(const u8* unit, u32 c, u32 lane) {
+        Sub sub;
+        nibbles(plane16(unit, 512 * c, lane), sub.q);
+        if (BITS == 5) add_fifth_bits(sub.q, *(const u32*)(unit + 1024 + 8 * lane + 4 * c));
+        u32 scales = plane4(unit, 1024 + HIGH, lane) >> (16 * c);
+        u32 d = plane4(unit, 1024 + HIGH + 128, lane / TILE_SUBS);
+        float scale = __fmul_rn(low_f16(d), (float)(scales & 0xffu));
+        sub.scale[0] = BITS == 5 ? scale * 0.125f : scale;
+        sub.scale[1] = BITS == 5 ? scale * 0.125f : scale * 0.0625f;
+        sub.min = __fmul_rn(high_f16(d), (float)(scales >> 8 & 0xffu));
+        return sub;
+    }
+};
+
+typedef PackedK<4> PackedQ4_K;
+typedef PackedK<5> PackedQ5_K;
+
+struct PackedQ6_K {
+    static const int COLS = 256, SUBS = 2, BYTES = 1680;
+    static const bool SIGNED = true;
+    inline static Sub load(const u8* unit, u32 c, u32 lane) {
+        uint4 low = plane16(unit, 512 * c, lane);
+        uint2 high = plane8(unit, 1024 + 256 * c, lane);
+        u32 scales = plane4(unit, 1536, lane) >> (16 * c);
+        float d = f16_to_f32((u16)plane2(unit, 1664, lane / TILE_SUBS)) * 0.25f;
+        const u32 w[4] = {low.x, low.y, low.z, low.w};
+        Sub sub;
+        // Four times q - 32: the six bits moved to the top of the byte, the sign bit turned round.
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 a = w[i] << 2 & 0x3c3c3c3cu, b = w[i] >> 2 & 0x3c3c3c3cu;
+            sub.q[i] = (a | (high.x >> (2 * i) & 0x03030303u) << 6) ^ 0x80808080u;
+            sub.q[4 + i] = (b | (high.y >> (2 * i) & 0x03030303u) << 6) ^ 0x80808080u;
+        }
+        sub.scale[0] = __fmul_rn(d, (float)(i8)(scales & 0xffu));
+        sub.scale[1] = __fmul_rn(d, (float)(i8)(scales >> 8 & 0xffu));
+        sub.min = 0.0f;
+        return sub;
+    }
+};
+
+// Element e. Scales by powers of two are exact, so it is as if the quant were multiplied as it is in the file; a type
+// whose quants count from below zero has them moved first, as its codec has.
+template <typename Q> inline float sub_value(const Sub& sub, int e) {
+    u32 byte = sub.q[e / 4] >> (8 * (e % 4)) & 0xffu;
+    float q = Q::SIGNED ? (float)(i8)byte : (float)byte;
+    return __fsub_rn(__fmul_rn(sub.scale[e / 16], q), sub.min);
+}

@@ -1,0 +1,77 @@
+// sample_keys.cuh: how sample.cu orders and weighs tokens, and deals them to chunks.
+#pragma once
+#include "reduce.cuh"
+
+const u32 CHUNK = 1024;
+const u32 ID_BITS = 20;
+const u32 ID_MASK = (1u << ID_BITS) - 1;
+const u32 ALL_LANES = 0xffffffffu;
+// A top-k up to this is chosen from keys that are not sorted.
+const u32 SMALL_K = 64;
+// Keys of a warp of the first kernel, two to a lane, and warps to a chunk.
+const u32 GROUP = 64;
+const u32 GROUPS = CHUNK / GROUP;
+// Longest short list: one warp, eight keys to a lane.
+const u32 LIST = 256;
+
+struct Chunk {
+    u64 best;
+    double sum;
+};
+
+struct alignas(16) Two {
+    u64 a, b;
+};
+
+struct alignas(16) TwoSums {
+    double a, b;
+};
+
+struct Larger {
+    inline u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
+};
+
+struct Smaller {
+    inline u64 operator()(u64 a, u64 b) const { return a < b ? a : b; }
+};
+
+// Bits that compare as the numbers do; -0 below +0.
+inline u32 ordered(float x) {
+    u32 bits = __float_as_uint(x);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+inline float from_ordered(u32 x) { return __uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x); }
+
+// Never 0, which marks places without a token.
+inline u64 key_of(float logit, u32 id) { return (u64)ordered(logit) << ID_BITS | (ID_MASK - id); }
+inline float key_logit(u64 key) { return from_ordered((u32)(key >> ID_BITS)); }
+inline u32 key_id(u64 key) { return ID_MASK - ((u32)key & ID_MASK); }
+
+// Weight relative to `best`, at a temperature. Nothing weighs anything beside a best of -inf.
+inline double weight(float logit, float best, double temperature) {
+    if (best == -inf_f32()) return 0.0;
+    return exp(((double)logit - (double)best) / temperature);
+}
+
+inline bool is_greedy(float temperature) { return !(temperature > 0.0f); }
+
+// A float as Rust's `as usize` takes it: NaN and what is below 1 are 0.
+inline u32 top_k_of(float k) { return k >= 1.0f ? (k >= 2147483648.0f ? 0x80000000u : (u32)k) : 0; }
+
+inline bool is_small(u32 top_k) { return top_k >= 1 && top_k <= SMALL_K; }
+
+inline u64 row_bytes(u32 n_chunks) { return (u64)n_chunks * (CHUNK * 24 + sizeof(Chunk)); }
+
+// Tokens are dealt in fours: neighbours in the vocabulary, which are often likely together, go to different chunks.
+struct Deal {
+    u32 chunk, n_chunks;
+
+    inline bool has(i32 id) const { return id >= 0 && (u32)id / 4 % n_chunks == chunk; }
+    inline u32 place(i32 id) const { return (u32)id / 4 / n_chunks * 4 + (u32)id % 4; }
+    inline u32 first_id(u32 thread) const { return 4 * (thread / 2 * n_chunks + chunk) + thread % 2 * 2; }
+    inline u32 n_tokens(u32 vocab) const {
+        u32 fours = vocab / 4, n = 4 * (fours / n_chunks + (chunk < fours % n_chunks));
+        return fours % n_chunks == chunk ? n + vocab % 4 : n;
+    }
+};

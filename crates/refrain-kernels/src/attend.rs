@@ -1,0 +1,358 @@
+//! All that a decoded token does between its q, k, v products and the output product, in one launch.
+
+use bytemuck::{Pod, Zeroable};
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_graph::{Attention, Op, Rope, RopeStyle};
+use refrain_tensor::DType;
+
+use crate::attention;
+use crate::error::{Case, KernelError};
+use crate::kv::{PageSizes, append};
+use crate::load::Kernels;
+use crate::registry::{Entry, P};
+use crate::source::Family;
+use crate::twin::{Dense, fault, read_rows, run_f32};
+use crate::view::{Rows, View};
+
+/// Threads of a block.
+const BLOCK: u32 = 256;
+/// Head sizes there are kernels for, each for all up to it, and the most query heads that a block of it serves.
+const SIZES: [(usize, usize); 3] = [(64, 8), (128, 8), (256, 4)];
+/// Numbers of query heads there are kernels for, each for all up to it.
+const HEADS: [usize; 3] = [2, 4, 8];
+/// Blocks that exchange what they found through their shared memory, where the card can do that.
+const TEAM: usize = 4;
+/// Bytes of keys in F16 up to which one block does a head, and up to which one team does.
+const ALONE_BYTES: usize = 16 << 10;
+const TEAM_BYTES: usize = 2 * TEAM * ALONE_BYTES;
+/// More blocks for a head cost more to merge than they gain.
+const MAX_SPLITS: usize = 128;
+/// The most rows that [`Kernels::attend`] takes.
+pub const MAX_ATTEND_ROWS: usize = 8;
+
+/// Norm, rope, append and attention of rows that are each the newest of a sequence of their own:
+/// [`crate::RmsNormArgs`] of queries and keys, [`crate::RopeKvArgs`] and [`crate::AttentionArgs`] at once.
+#[derive(Clone, Copy, Debug)]
+pub struct AttendArgs<'a> {
+    /// Which pairs turn, how many, and by what factor.
+    pub rope: Rope,
+    /// Scale, window and soft cap.
+    pub attention: Attention,
+    /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
+    pub q: View,
+    /// `[n, n_kv_heads, head_dim]` F32, heads of consecutive elements.
+    pub k: View,
+    /// As `k`.
+    pub v: View,
+    /// RMS norm of each head of queries and keys before they turn.
+    pub norm: Option<AttendNorm>,
+    /// `[n, n_heads, head_dim]` F32.
+    pub y: Buf,
+    /// `[n_blocks, n_kv_heads, kv_block, head_dim]`, changed in place.
+    pub k_cache: Buf,
+    /// As `k_cache`.
+    pub v_cache: Buf,
+    /// F16, BF16 or F32.
+    pub cache_dtype: DType,
+    /// `[n]` I32, read at each run.
+    pub positions: Buf,
+    /// `[n]` I32, read at each run; no two rows that are not padding have the same.
+    pub seqs: Buf,
+    /// `[n_seqs, max_blocks]` I32, read at each run.
+    pub tables: Buf,
+    /// `[n_dims / 2]` F32; written by nothing in a step.
+    pub inv_freq: Buf,
+    /// [`attend_scratch_bytes`]; holds nothing before or after. Unused when `n_splits` is 1.
+    pub scratch: Option<Buf>,
+    /// [`attend_counter_bytes`]; zero before the first launch, and zero again after every one. Launches that may run at
+    /// the same time need counters of their own; others share them. Unused when `n_splits` is 1.
+    pub counters: Option<Buf>,
+    /// Rows, at most [`MAX_ATTEND_ROWS`].
+    pub n: usize,
+    /// Query heads, a multiple of `n_kv_heads`.
+    pub n_heads: usize,
+    /// Blocks of a cache.
+    pub n_blocks: usize,
+    /// Heads of a cache.
+    pub n_kv_heads: usize,
+    /// Positions of a block: a power of two, at least 16.
+    pub kv_block: usize,
+    /// Elements of a head: a multiple of 8, at most 256.
+    pub head_dim: usize,
+    /// Rows of the tables.
+    pub n_seqs: usize,
+    /// Columns of the tables.
+    pub max_blocks: usize,
+    /// Blocks to a head, a power of two, at most 128; [`attend_splits`] gives a good number.
+    pub n_splits: usize,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+/// The norms of [`AttendArgs`].
+#[derive(Clone, Copy, Debug)]
+pub struct AttendNorm {
+    /// `[head_dim]` F32; written by nothing in a step.
+    pub q: Buf,
+    /// As `q`.
+    pub k: Buf,
+    /// Added to the mean of squares.
+    pub eps: f32,
+}
+
+/// How many blocks to a head of a cache fill a card of `n_sms` multiprocessors, for contexts of up to `max_len` positions.
+#[must_use]
+pub fn attend_splits(n: usize, n_kv_heads: usize, head_dim: usize, max_len: usize, n_sms: u32) -> usize {
+    // One block to a multiprocessor: with two, teams no longer all find room at once.
+    let filling = (n_sms as usize / (n * n_kv_heads).max(1)).clamp(1, MAX_SPLITS);
+    let bytes = max_len.saturating_mul(2 * head_dim);
+    let most = if bytes <= ALONE_BYTES {
+        1
+    } else if bytes <= TEAM_BYTES {
+        TEAM
+    } else {
+        MAX_SPLITS
+    };
+    // The largest power of two that is not above it.
+    1 << filling.min(most).ilog2()
+}
+
+/// Scratch that [`Kernels::attend`] needs.
+#[must_use]
+pub fn attend_scratch_bytes(n: usize, n_heads: usize, head_dim: usize, n_splits: usize) -> u64 {
+    if n_splits <= 1 {
+        return 0;
+    }
+    // Each four elements have a maximum and a sum beside them.
+    [n, n_heads, n_splits, head_dim / 4 * 6].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64))
+}
+
+/// Counters that [`Kernels::attend`] needs, zero before the first launch.
+#[must_use]
+pub fn attend_counter_bytes(n: usize, n_heads: usize) -> u64 {
+    // One for each row, block of heads and member of a team; there are at most as many blocks as heads.
+    4 * (TEAM as u64).saturating_mul(n as u64).saturating_mul(n_heads as u64)
+}
+
+/// As the kernel takes them.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Sizes {
+    n_heads: u32,
+    /// Query heads of one KV head that a block serves.
+    per_block: u32,
+    /// `n_splits` is two to this power, and so is the number of blocks of a team.
+    splits_shift: u32,
+    team_shift: u32,
+    /// Positions a row sees; 0 for all.
+    window: u32,
+    scale: f32,
+    /// 0 for none.
+    softcap: f32,
+    n_dims: u32,
+    interleaved: u32,
+    magnitude: f32,
+    eps: f32,
+    kv_shift: u32,
+    pages: PageSizes,
+}
+
+impl Kernels {
+    /// The launch of [`AttendArgs`]: what goes into the caches has the bits of [`Kernels::rope_kv`] when there is no
+    /// norm. On a card a sequence or block out of range writes nothing and counts as not seen; the simulated device
+    /// faults, as it does when counters are not zero or two rows are of one sequence.
+    pub fn attend(&self, a: &AttendArgs<'_>) -> Result<Launch, KernelError> {
+        let shape = [
+            ("n", a.n),
+            ("n_heads", a.n_heads),
+            ("head_dim", a.head_dim),
+            ("n_blocks", a.n_blocks),
+            ("n_kv_heads", a.n_kv_heads),
+            ("kv_block", a.kv_block),
+            ("n_seqs", a.n_seqs),
+            ("max_blocks", a.max_blocks),
+            ("n_splits", a.n_splits),
+        ];
+        let case = Case { op: "attend", dtype: a.cache_dtype, shape: &shape };
+        case.sizes()?;
+        let (size, per_block) = check(&case, a)?;
+        let sizes = sizes(&case, a, per_block)?;
+        let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
+        let bytes = cells.iter().try_fold(a.cache_dtype.block_bytes(), |x, &y| x.checked_mul(y));
+        let (q, q_rows) = case.rows("q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
+        let (k, k_rows) = case.rows("k", &a.k, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
+        let (v, v_rows) = case.rows("v", &a.v, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
+        let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(per_block);
+        crate::require!(case, n_groups <= 65_535, "at most 65535 groups of heads");
+        let grid = [a.n_splits as u32, n_groups as u32, a.n as u32];
+        let launch = self.launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?;
+        let team = 1 << sizes.team_shift;
+        let launch = if team > 1 && self.has_clusters() { launch.cluster(team) } else { launch };
+        let launch = launch.step(a.step).write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?);
+        let launch = match (a.n_splits, a.scratch, a.counters) {
+            (1, ..) => launch.null().null(),
+            (_, Some(scratch), Some(counters)) => {
+                let bytes = attend_scratch_bytes(a.n, a.n_heads, a.head_dim, a.n_splits);
+                launch
+                    .read_write(case.buf("scratch", scratch, usize::try_from(bytes).ok(), 16)?)
+                    .read_write(case.words("counters", counters, &[a.n, n_groups, TEAM])?)
+            }
+            _ => return Err(case.refuse("several splits need scratch and counters".to_owned())),
+        };
+        let launch = launch
+            .read_write(case.buf("k_cache", a.k_cache, bytes, 16)?)
+            .read_write(case.buf("v_cache", a.v_cache, bytes, 16)?)
+            .read(q)
+            .read(k)
+            .read(v)
+            .read(case.words("positions", a.positions, &[a.n])?)
+            .read(case.words("seqs", a.seqs, &[a.n])?)
+            .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
+            .read(case.words("inv_freq", a.inv_freq, &[a.rope.n_dims / 2])?);
+        let launch = match a.norm {
+            None => launch.null().null(),
+            Some(norm) => launch
+                .read(case.words("the norm of queries", norm.q, &[a.head_dim])?)
+                .read(case.words("the norm of keys", norm.k, &[a.head_dim])?),
+        };
+        Ok(launch.baked(Baked(q_rows)).baked(Baked(k_rows)).baked(Baked(v_rows)).baked(Baked(sizes)))
+    }
+}
+
+/// The size of the kernel that serves these heads, and how many of them a block of it has.
+fn check(case: &Case<'_>, a: &AttendArgs<'_>) -> Result<(usize, usize), KernelError> {
+    crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
+    crate::require!(case, a.n <= MAX_ATTEND_ROWS, "at most {MAX_ATTEND_ROWS} rows");
+    crate::require!(
+        case,
+        a.n_heads.is_multiple_of(a.n_kv_heads),
+        "heads must be in groups of {}",
+        a.n_kv_heads
+    );
+    crate::require!(
+        case,
+        a.n_splits.is_power_of_two() && a.n_splits <= MAX_SPLITS,
+        "n_splits must be a power of two, at most {MAX_SPLITS}"
+    );
+    crate::require!(
+        case,
+        a.kv_block.is_power_of_two() && a.kv_block >= 16,
+        "kv_block must be a power of two, at least 16"
+    );
+    let n_dims = a.rope.n_dims;
+    crate::require!(
+        case,
+        n_dims.is_multiple_of(2) && n_dims > 0 && n_dims <= a.head_dim,
+        "n_dims is {n_dims}, must be even and at most {}",
+        a.head_dim
+    );
+    let found = SIZES.into_iter().find(|&(d, _)| a.head_dim <= d && a.head_dim.is_multiple_of(8));
+    let (size, most) =
+        found.ok_or_else(|| case.refuse("head_dim must be a multiple of 8, at most 256".to_owned()))?;
+    let group = a.n_heads / a.n_kv_heads;
+    Ok((size, group.div_ceil(group.div_ceil(most))))
+}
+
+fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize) -> Result<Sizes, KernelError> {
+    let window = a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
+    Ok(Sizes {
+        n_heads: a.n_heads as u32,
+        per_block: per_block as u32,
+        splits_shift: a.n_splits.trailing_zeros(),
+        team_shift: a.n_splits.min(TEAM).trailing_zeros(),
+        window,
+        scale: a.attention.scale,
+        softcap: a.attention.softcap.unwrap_or(0.0),
+        n_dims: a.rope.n_dims as u32,
+        interleaved: u32::from(a.rope.style == RopeStyle::Interleaved),
+        magnitude: a.rope.magnitude,
+        eps: a.norm.map_or(0.0, |norm| norm.eps),
+        kv_shift: a.kv_block.trailing_zeros(),
+        pages: PageSizes {
+            n_blocks: a.n_blocks as u32,
+            n_kv_heads: a.n_kv_heads as u32,
+            kv_block: a.kv_block as u32,
+            head_dim: a.head_dim as u32,
+            n_seqs: a.n_seqs as u32,
+            max_blocks: a.max_blocks as u32,
+        },
+    })
+}
+
+fn name(size: usize, per_block: usize, dtype: DType) -> String {
+    let heads = HEADS.into_iter().find(|&h| per_block <= h).unwrap_or(per_block);
+    format!("attend_d{size}_h{heads}_{}", dtype.name().to_ascii_lowercase())
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    const R: usize = size_of::<Rows>();
+    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<Sizes>()];
+    for dtype in [DType::F16, DType::BF16, DType::F32] {
+        for (size, most) in SIZES {
+            for heads in HEADS.into_iter().filter(|&h| h <= most) {
+                let name = name(size, heads, dtype);
+                all.push(Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype)));
+            }
+        }
+    }
+}
+
+/// The four ops one after the other.
+fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let s = k.arg::<Sizes>(17)?;
+    let n = k.config().grid[2] as usize;
+    let [n_heads, n_kv_heads, head_dim] =
+        [s.n_heads, s.pages.n_kv_heads, s.pages.head_dim].map(|n| n as usize);
+    check_state(k, n)?;
+    let positions = Dense::read(k, k.ptr(8)?, DType::I32, &[n])?;
+    let inv_freq = Dense::read(k, k.ptr(11)?, DType::F32, &[s.n_dims as usize / 2])?;
+    let style = if s.interleaved == 0 { RopeStyle::Neox } else { RopeStyle::Interleaved };
+    let rope = Op::Rope(Rope { style, n_dims: s.n_dims as usize, magnitude: s.magnitude });
+    let turned = |k: &SimKernel<'_>, [x, norm, rows]: [usize; 3], heads: usize| {
+        let dims = [n, heads, head_dim];
+        let mut x = Dense::f32(&read_rows(k, k.ptr(x)?, k.arg(rows)?, n * heads, head_dim)?, &dims)?;
+        if k.arg::<u64>(norm)? != 0 {
+            let w = Dense::read(k, k.ptr(norm)?, DType::F32, &[head_dim])?;
+            x = Dense::f32(&run_f32(&Op::RmsNorm { eps: s.eps }, &[&x, &w], &dims)?, &dims)?;
+        }
+        run_f32(&rope, &[&x, &positions, &inv_freq], &dims)
+    };
+    let (q, keys) = (turned(k, [5, 12, 14], n_heads)?, turned(k, [6, 13, 15], n_kv_heads)?);
+    let values = read_rows(k, k.ptr(7)?, k.arg(16)?, n * n_kv_heads, head_dim)?;
+    let caches = [(k.ptr(3)?, keys.as_slice()), (k.ptr(4)?, values.as_slice())];
+    let pointers = [k.ptr(8)?, k.ptr(9)?, k.ptr(10)?];
+    append(k, dtype, &caches, pointers, n, &s.pages)?;
+    let sizes = attention::Sizes {
+        n_heads: s.n_heads,
+        n_kv_heads: s.pages.n_kv_heads,
+        head_dim: s.pages.head_dim,
+        n_blocks: s.pages.n_blocks,
+        kv_block: s.pages.kv_block,
+        n_seqs: s.pages.n_seqs,
+        max_blocks: s.pages.max_blocks,
+        n_splits: 1,
+        window: s.window,
+        scale: s.scale,
+        softcap: s.softcap,
+    };
+    let [positions, seqs, tables] = pointers;
+    let y = attention::whole(k, &sizes, dtype, &q, [k.ptr(3)?, k.ptr(4)?, positions, seqs, tables])?;
+    k.write(k.ptr(0)?, &y)
+}
+
+/// What the kernel relies on and cannot check.
+fn check_state(k: &SimKernel<'_>, n: usize) -> KernelResult {
+    let (positions, seqs) = (k.read::<i32>(k.ptr(8)?, n)?, k.read::<i32>(k.ptr(9)?, n)?);
+    let rows: Vec<usize> = (0..n).filter(|&i| positions[i] >= 0).collect();
+    if let Some(i) = (1..rows.len()).find(|&i| rows[..i].iter().any(|&j| seqs[j] == seqs[rows[i]])) {
+        return Err(fault(format!("two rows are of sequence {}", seqs[rows[i]])));
+    }
+    if k.arg::<u64>(2)? != 0 {
+        let counters: Vec<u32> = k.read(k.ptr(2)?, n * k.config().grid[1] as usize * TEAM)?;
+        if let Some(i) = counters.iter().position(|&c| c != 0) {
+            return Err(fault(format!("counter {i} is {} before the launch, must be 0", counters[i])));
+        }
+    }
+    Ok(())
+}

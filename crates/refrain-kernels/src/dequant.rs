@@ -1,0 +1,95 @@
+//! Quantised matrices in BF16, for products on tensor cores.
+
+use half::bf16;
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_tensor::{DType, quant};
+
+use crate::error::{Case, KernelError};
+use crate::linear::LINEAR_DTYPES;
+use crate::load::Kernels;
+use crate::packed::{PACKED_DTYPES, TILE_ROWS, packed_bytes, unpack_row};
+use crate::registry::{Entry, P, W};
+use crate::source::Family;
+use crate::twin::{count, fault};
+
+const BLOCK: u32 = 256;
+
+/// `y = w` in BF16.
+#[derive(Clone, Copy, Debug)]
+pub struct DequantArgs<'a> {
+    /// `[n, k]`: packed if its dtype is, else dense as in the file.
+    pub w: Buf,
+    /// The dtype of `w`, quantised.
+    pub dtype: DType,
+    /// `[n, k]` BF16.
+    pub y: Buf,
+    /// Rows.
+    pub n: usize,
+    /// Columns: whole blocks.
+    pub k: usize,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+impl Kernels {
+    /// The launch of [`DequantArgs`].
+    pub fn dequant(&self, a: &DequantArgs<'_>) -> Result<Launch, KernelError> {
+        let shape = [("n", a.n), ("k", a.k)];
+        let case = Case { op: "dequant", dtype: a.dtype, shape: &shape };
+        case.sizes()?;
+        let packed = PACKED_DTYPES.contains(&a.dtype);
+        let known = packed || (a.dtype.is_quantized() && LINEAR_DTYPES.contains(&a.dtype));
+        crate::require!(case, known, "no kernel decodes this dtype");
+        let block_len = a.dtype.block_len();
+        crate::require!(case, a.k.is_multiple_of(block_len), "k must be whole blocks of {block_len}");
+        let n_elements = a.n.checked_mul(a.k);
+        let (bytes, grid) = match packed {
+            true => (packed_bytes(a.dtype, a.n, a.k), a.n.div_ceil(TILE_ROWS)),
+            false => {
+                let parts = n_elements.unwrap_or(usize::MAX) / 8;
+                (n_elements.and_then(|n| a.dtype.bytes_for(n)), parts.div_ceil(BLOCK as usize))
+            }
+        };
+        Ok(self
+            .launch(&name(a.dtype), case.u32("the grid", grid)?, BLOCK)?
+            .step(a.step)
+            .write(case.buf("y", a.y, n_elements.and_then(|n| n.checked_mul(2)), 16)?)
+            .read(case.buf("w", a.w, bytes, 16)?)
+            .baked(Baked(case.u32("n", a.n)?))
+            .baked(Baked(case.u32("k", a.k)?)))
+    }
+}
+
+fn name(dtype: DType) -> String {
+    format!("dequant_{}_bf16", dtype.name().to_ascii_lowercase())
+}
+
+/// The dtypes of [`DequantArgs`].
+fn dtypes() -> impl Iterator<Item = DType> {
+    PACKED_DTYPES.into_iter().chain(LINEAR_DTYPES.into_iter().filter(|d| d.is_quantized()))
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    for dtype in dtypes() {
+        all.push(Entry::new(Family::Dequant, name(dtype), &[P, P, W, W], move |k| twin(k, dtype)));
+    }
+}
+
+fn twin(kernel: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let (n, k) = (count(kernel, 2)?, count(kernel, 3)?);
+    let partial = || fault("a matrix of partial blocks");
+    let mut values = vec![0.0; n * k];
+    if PACKED_DTYPES.contains(&dtype) {
+        let bytes = packed_bytes(dtype, n, k).ok_or_else(partial)?;
+        let w = kernel.view::<u8>(kernel.ptr(1)?, bytes)?;
+        for (row, out) in values.chunks_exact_mut(k).enumerate() {
+            unpack_row(dtype, &w, row, k, out).ok_or_else(partial)?;
+        }
+    } else {
+        let bytes = dtype.bytes_for(n * k).ok_or_else(partial)?;
+        let w = kernel.view::<u8>(kernel.ptr(1)?, bytes)?;
+        quant::dequantize(dtype, &w, &mut values).map_err(fault)?;
+    }
+    kernel.write(kernel.ptr(0)?, &values.into_iter().map(bf16::from_f32).collect::<Vec<_>>())
+}

@@ -1,0 +1,79 @@
+//! Numbers by which two states of memory are compared without moving them.
+
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Function, Launch};
+use refrain_tensor::DType;
+
+use crate::error::{Case, KernelError};
+use crate::load::Kernels;
+use crate::registry::{Entry, P};
+use crate::source::Family;
+
+const BLOCK: u32 = 256;
+
+/// Makes launches that reduce memory to a few numbers. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Digester {
+    function: Function,
+}
+
+impl Digester {
+    /// Bytes of memory that two numbers stand for.
+    pub const CHUNK: u64 = 65_536;
+
+    /// Bytes of the digest of `n_bytes`: for each chunk a sum of its words and how many of its bytes are `0xff`, both U64.
+    #[must_use]
+    pub fn bytes(n_bytes: u64) -> u64 {
+        16 * n_bytes.div_ceil(Digester::CHUNK)
+    }
+
+    /// The launch that writes the digest of `x` to `y`.
+    pub fn launch(&self, x: Buf, y: Buf) -> Result<Launch, KernelError> {
+        let shape = [("n_bytes", usize::try_from(x.len()).unwrap_or(usize::MAX))];
+        let case = Case { op: "digest", dtype: DType::U8, shape: &shape };
+        crate::require!(case, !x.is_empty(), "there is nothing to launch");
+        crate::require!(case, x.offset().is_multiple_of(8), "x must start at a multiple of 8 bytes");
+        let blocks = case.u32("the number of chunks", x.len().div_ceil(Digester::CHUNK) as usize)?;
+        Ok(Launch::new(&self.function, blocks, BLOCK)
+            .step("digest")
+            .write(case.buf("y", y, Some(Digester::bytes(x.len()) as usize), 8)?)
+            .read(x)
+            .baked(Baked(x.len())))
+    }
+}
+
+impl Kernels {
+    /// What makes digests.
+    pub fn digester(&self) -> Result<Digester, KernelError> {
+        Ok(Digester { function: self.get(NAME)?.clone() })
+    }
+}
+
+const NAME: &str = "digest_chunks";
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    all.push(Entry::new(Family::Digest, NAME, &[P, P, 8], twin));
+}
+
+fn mixed(word: u64, at: u64) -> u64 {
+    let mut h = word.wrapping_add(0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(at + 1));
+    h = (h ^ h >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    h = (h ^ h >> 33).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    h ^ h >> 33
+}
+
+fn twin(k: &mut SimKernel<'_>) -> KernelResult {
+    let n_bytes: u64 = k.arg(2)?;
+    let mut out = Vec::new();
+    {
+        let bytes = k.view::<u8>(k.ptr(1)?, n_bytes as usize)?;
+        for (i, chunk) in bytes.chunks(Digester::CHUNK as usize).enumerate() {
+            let word = |w: &[u8]| w.iter().rev().fold(0, |x, &b| x << 8 | u64::from(b));
+            let at = |j: usize| i as u64 * Digester::CHUNK + 8 * j as u64;
+            let words = chunk.chunks(8).enumerate().map(|(j, w)| mixed(word(w), at(j)));
+            out.push(words.fold(0, u64::wrapping_add));
+            out.push(chunk.iter().filter(|b| **b == 0xff).count() as u64);
+        }
+    }
+    k.write(k.ptr(0)?, &out)
+}

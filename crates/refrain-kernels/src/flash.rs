@@ -1,0 +1,203 @@
+//! Attention of many rows over the paged cache, on tensor cores.
+
+use bytemuck::{Pod, Zeroable};
+use half::{bf16, f16};
+use refrain_driver::api::DevicePtr;
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Launch};
+use refrain_graph::{Attention, Op};
+use refrain_tensor::DType;
+
+use crate::attention::AttentionArgs;
+use crate::error::{Case, KernelError};
+use crate::gemm::GEMM_DTYPES;
+use crate::load::Kernels;
+use crate::narrow::{Narrow, aligned};
+use crate::registry::{Entry, P};
+use crate::source::Family;
+use crate::twin::{Dense, read_rows, run_f32};
+use crate::view::Rows;
+
+/// Rows and threads of a block, as in `flash.cu`.
+const ROWS: usize = 64;
+const BLOCK: u32 = 128;
+/// Head sizes there are kernels for, each for all up to it.
+const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+/// Bytes of the structure behind the tiles.
+const SHARED: usize = 1808;
+
+/// Sizes as the kernel takes them.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Sizes {
+    n_heads: u32,
+    n_kv_heads: u32,
+    head_dim: u32,
+    n_blocks: u32,
+    kv_block: u32,
+    n_seqs: u32,
+    max_blocks: u32,
+    n: u32,
+    /// Positions a row sees; 0 for all.
+    window: u32,
+    scale: f32,
+    /// 0 for none.
+    softcap: f32,
+    /// 1 for F16, 2 for BF16, 0 for nothing in 16 bits.
+    narrow: u32,
+}
+
+fn shared_bytes(size: usize) -> u32 {
+    (3 * ROWS * (2 * size + 16) + SHARED) as u32
+}
+
+fn size_for(head_dim: usize) -> Option<usize> {
+    HEAD_DIMS.into_iter().find(|&d| head_dim <= d && head_dim.is_multiple_of(16))
+}
+
+impl Kernels {
+    /// Whether [`Kernels::flash`] takes heads of that size over such a cache on this card.
+    #[must_use]
+    pub fn has_flash(&self, cache_dtype: DType, head_dim: usize) -> bool {
+        let Some(size) = size_for(head_dim).filter(|_| GEMM_DTYPES.contains(&cache_dtype)) else {
+            return false;
+        };
+        self.get(&name(size, cache_dtype)).is_ok_and(|f| f.max_shared_bytes() >= shared_bytes(size))
+    }
+
+    /// The launch of [`AttentionArgs`] for many rows; splits and scratch are not used. Queries and weights are rounded to
+    /// the cache's dtype. With `narrow` the result is written in 16 bits, in F32 only if that says so.
+    pub fn flash(&self, a: &AttentionArgs<'_>, narrow: Option<&Narrow>) -> Result<Launch, KernelError> {
+        let shape = [
+            ("n", a.n),
+            ("n_heads", a.n_heads),
+            ("head_dim", a.head_dim),
+            ("n_blocks", a.n_blocks),
+            ("n_kv_heads", a.n_kv_heads),
+            ("kv_block", a.kv_block),
+            ("n_seqs", a.n_seqs),
+            ("max_blocks", a.max_blocks),
+        ];
+        let case = Case { op: "flash", dtype: a.cache_dtype, shape: &shape };
+        case.sizes()?;
+        crate::require!(case, GEMM_DTYPES.contains(&a.cache_dtype), "the cache must be F16 or BF16");
+        let size = size_for(a.head_dim);
+        let size =
+            size.ok_or_else(|| case.refuse("head_dim must be a multiple of 16, at most 256".to_owned()))?;
+        crate::require!(
+            case,
+            a.n_heads.is_multiple_of(a.n_kv_heads),
+            "heads must be in groups of {}",
+            a.n_kv_heads
+        );
+        let n_tiles = a.n.div_ceil(ROWS);
+        crate::require!(case, n_tiles <= 65_535, "at most {} rows go in one launch", 65_535 * ROWS);
+        let context = a.max_blocks.saturating_mul(a.kv_block);
+        case.u32("the context", context)?;
+        let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
+        let bytes = cells.iter().try_fold(a.cache_dtype.block_bytes(), |x, &y| x.checked_mul(y));
+        let (q, rows) = aligned(&case, "q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
+        let window =
+            a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
+        let sizes = Sizes {
+            n_heads: a.n_heads as u32,
+            n_kv_heads: a.n_kv_heads as u32,
+            head_dim: a.head_dim as u32,
+            n_blocks: a.n_blocks as u32,
+            kv_block: a.kv_block as u32,
+            n_seqs: a.n_seqs as u32,
+            max_blocks: a.max_blocks as u32,
+            n: a.n as u32,
+            window,
+            scale: a.attention.scale,
+            softcap: a.attention.softcap.unwrap_or(0.0),
+            narrow: narrow.map_or(0, |n| if n.dtype == DType::F16 { 1 } else { 2 }),
+        };
+        let n_values = [a.n, a.n_heads, a.head_dim].iter().try_fold(1_usize, |x, &y| x.checked_mul(y));
+        let bytes_of = |size: usize| n_values.and_then(|n| n.checked_mul(size));
+        let mut launch = self
+            .launch(&name(size, a.cache_dtype), [a.n_heads as u32, n_tiles as u32], BLOCK)?
+            .step(a.step)
+            .shared(shared_bytes(size));
+        launch = match narrow {
+            Some(narrow) if !narrow.also_wide => launch.null(),
+            Some(_) | None => launch.write(case.buf("y", a.y, bytes_of(4), 8)?),
+        };
+        launch = match narrow {
+            Some(narrow) => {
+                crate::require!(case, GEMM_DTYPES.contains(&narrow.dtype), "rows become F16 or BF16");
+                launch.write(case.buf("narrow y", narrow.y, bytes_of(2), 16)?)
+            }
+            None => launch.null(),
+        };
+        Ok(launch
+            .read(q)
+            .read(case.buf("k_cache", a.k_cache, bytes, 16)?)
+            .read(case.buf("v_cache", a.v_cache, bytes, 16)?)
+            .read(case.words("positions", a.positions, &[a.n])?)
+            .read(case.words("seqs", a.seqs, &[a.n])?)
+            .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
+            .baked(Baked(rows))
+            .baked(Baked(sizes)))
+    }
+
+    /// Raises what the kernels may ask for; a card with too little shared memory has none of the largest.
+    pub(crate) fn allow_flash(&self) -> Result<(), KernelError> {
+        for dtype in GEMM_DTYPES {
+            for size in HEAD_DIMS {
+                match self.get(&name(size, dtype))?.allow_shared(shared_bytes(size)) {
+                    Ok(()) | Err(refrain_driver::DriverError::LaunchShape { .. }) => {}
+                    Err(error) => return Err(error.into()),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn name(size: usize, dtype: DType) -> String {
+    format!("flash_d{size}_{}", dtype.name().to_ascii_lowercase())
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    for dtype in GEMM_DTYPES {
+        for size in HEAD_DIMS {
+            let params = [P, P, P, P, P, P, P, P, size_of::<Rows>(), size_of::<Sizes>()];
+            all.push(Entry::new(Family::Flash, name(size, dtype), &params, move |k| twin(k, dtype)));
+        }
+    }
+}
+
+/// The reference, over the whole of both caches.
+fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let s: Sizes = k.arg(9)?;
+    let [n, n_heads, head_dim] = [s.n, s.n_heads, s.head_dim].map(|n| n as usize);
+    let cells = [s.n_blocks, s.n_kv_heads, s.kv_block, s.head_dim].map(|n| n as usize);
+    let [n_seqs, max_blocks] = [s.n_seqs, s.max_blocks].map(|n| n as usize);
+    let dims = [n, n_heads, head_dim];
+    let q = Dense::f32(&read_rows(k, k.ptr(2)?, k.arg(8)?, n * n_heads, head_dim)?, &dims)?;
+    let inputs = [
+        q,
+        Dense::read(k, k.ptr(3)?, dtype, &cells)?,
+        Dense::read(k, k.ptr(4)?, dtype, &cells)?,
+        Dense::read(k, k.ptr(5)?, DType::I32, &[n])?,
+        Dense::read(k, k.ptr(6)?, DType::I32, &[n])?,
+        Dense::read(k, k.ptr(7)?, DType::I32, &[n_seqs, max_blocks])?,
+    ];
+    let some = |on: bool| on.then_some(());
+    let attention = Attention {
+        scale: s.scale,
+        window: some(s.window > 0).map(|()| s.window as usize),
+        softcap: some(s.softcap > 0.0).map(|()| s.softcap),
+    };
+    let y = run_f32(&Op::Attention(attention), &inputs.each_ref(), &dims)?;
+    let (wide, narrow) = (k.ptr(0)?, k.ptr(1)?);
+    if wide != DevicePtr(0) {
+        k.write(wide, &y)?;
+    }
+    match s.narrow {
+        1 => k.write(narrow, &y.into_iter().map(f16::from_f32).collect::<Vec<_>>()),
+        2 => k.write(narrow, &y.into_iter().map(bf16::from_f32).collect::<Vec<_>>()),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,304 @@
+//! Products with many rows, on tensor cores: `y[m, n] = x[m, k] . w[n, k]^T`.
+
+use bytemuck::{Pod, Zeroable};
+use half::{bf16, f16};
+use refrain_driver::api::DevicePtr;
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_tensor::DType;
+
+use crate::error::{Case, KernelError};
+use crate::linear::{LinearPart, MAX_PRODUCTS};
+use crate::load::Kernels;
+use crate::registry::{Entry, P, W};
+use crate::source::Family;
+use crate::twin::count;
+
+/// The dtypes that tensor cores multiply.
+pub const GEMM_DTYPES: [DType; 2] = [DType::F16, DType::BF16];
+
+/// Columns of a block, elements of a stage, threads, as in `gemm.cu`.
+const COLS: usize = 128;
+const DEPTH: usize = 64;
+const BLOCK: u32 = 128;
+/// Elements of the second launch's block.
+const REDUCE: usize = 1024;
+/// More splits than this cost more to add than they gain.
+const MAX_SPLITS: usize = 16;
+/// From here on a product is deep enough to be split in tall blocks (measured on an H200).
+const LONG: usize = 8192;
+
+/// A kernel: rows of a block, and stages under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tile {
+    rows: usize,
+    stages: usize,
+}
+
+const LOW: Tile = Tile { rows: 64, stages: 4 };
+const HIGH: Tile = Tile { rows: 128, stages: 3 };
+
+impl Tile {
+    fn shared_bytes(self) -> u32 {
+        (self.stages * (self.rows + COLS) * 2 * DEPTH) as u32
+    }
+
+    fn name(self, dtype: DType) -> String {
+        format!("gemm_m{}_{}", self.rows, dtype.name().to_ascii_lowercase())
+    }
+}
+
+/// How a product is divided among blocks: fixed by its sizes and the card, so that its bits are too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GemmPlan {
+    tile: Tile,
+    /// Parts of `k` that run side by side and are added afterwards.
+    n_splits: usize,
+    /// Elements of a split.
+    k_split: usize,
+}
+
+impl GemmPlan {
+    /// For products of `m` rows with matrices of `ns` rows, on a card of `n_sms` multiprocessors.
+    #[must_use]
+    pub fn new(m: usize, ns: &[usize], k: usize, n_sms: u32) -> GemmPlan {
+        let columns: usize = ns.iter().map(|n| n.div_ceil(COLS)).sum();
+        let blocks = |tile: Tile| columns.saturating_mul(m.div_ceil(tile.rows)).max(1);
+        // Two blocks fit a multiprocessor; tall ones are better where there are enough for all, or where splits that are
+        // still long make enough of them.
+        let n_sms = n_sms as usize;
+        let enough = 2 * blocks(HIGH) > 3 * n_sms || k >= LONG;
+        let tile = if m > LOW.rows && enough { HIGH } else { LOW };
+        let steps = k.div_ceil(DEPTH).max(1);
+        // Each split has at least four stages to run through.
+        let wanted = (2 * n_sms / blocks(tile)).clamp(1, MAX_SPLITS).min((steps / 4).max(1));
+        let k_split = steps.div_ceil(wanted) * DEPTH;
+        GemmPlan { tile, n_splits: k.div_ceil(k_split).max(1), k_split }
+    }
+
+    /// Scratch that [`Kernels::gemm`] needs for `n` columns in all.
+    #[must_use]
+    pub fn scratch_bytes(&self, m: usize, n: usize) -> u64 {
+        match self.n_splits {
+            1 => 0,
+            splits => [m, n, splits].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64)),
+        }
+    }
+
+    /// Rows of a block, and splits.
+    #[must_use]
+    pub fn shape(&self) -> (usize, usize) {
+        (self.tile.rows, self.n_splits)
+    }
+
+    /// With blocks of 64 or 128 rows and as many splits, to compare.
+    #[must_use]
+    pub fn fixed(tall: bool, n_splits: usize, k: usize) -> GemmPlan {
+        let k_split = k.div_ceil(DEPTH).div_ceil(n_splits.max(1)).max(1) * DEPTH;
+        GemmPlan { tile: if tall { HIGH } else { LOW }, n_splits: k.div_ceil(k_split).max(1), k_split }
+    }
+}
+
+/// `y = x . w^T` for one or more `w`, in 16 bits with sums in F32.
+#[derive(Clone, Copy, Debug)]
+pub struct GemmArgs<'a> {
+    /// `[m, k]`, dense.
+    pub x: Buf,
+    /// Of `x` and every `w`, one of [`GEMM_DTYPES`].
+    pub dtype: DType,
+    /// At most [`MAX_PRODUCTS`].
+    pub parts: &'a [LinearPart],
+    /// Rows of `x`.
+    pub m: usize,
+    /// Columns of `x` and of every `w`, a multiple of 8.
+    pub k: usize,
+    /// How it is divided.
+    pub plan: GemmPlan,
+    /// [`GemmPlan::scratch_bytes`]; unused with one split.
+    pub scratch: Option<Buf>,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+/// Where the columns of each product end, counted over all of them.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Ends([u32; MAX_PRODUCTS]);
+
+impl Kernels {
+    /// Pushes the launches of [`GemmArgs`]: one, and a second that adds when there are several splits.
+    pub fn gemm(&self, a: &GemmArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
+        let shape = [("m", a.m), ("n", n), ("k", a.k)];
+        let case = Case { op: "gemm", dtype: a.dtype, shape: &shape };
+        case.sizes()?;
+        crate::require!(case, GEMM_DTYPES.contains(&a.dtype), "tensor cores multiply F16 and BF16");
+        crate::require!(case, a.k.is_multiple_of(8), "k must be a multiple of 8");
+        let n_parts = a.parts.len();
+        crate::require!(
+            case,
+            n_parts <= MAX_PRODUCTS,
+            "{n_parts} products, at most {MAX_PRODUCTS} go in one launch"
+        );
+        crate::require!(case, a.parts.iter().all(|part| part.n > 0), "one of the products is empty");
+        let columns: usize = a.parts.iter().map(|part| part.n.div_ceil(COLS)).sum();
+        crate::require!(case, columns <= 65_535, "at most {} columns go in one launch", 65_535 * COLS);
+        let GemmPlan { tile, n_splits, k_split } = a.plan;
+        crate::require!(
+            case,
+            n_splits <= 65_535 && (n_splits - 1).saturating_mul(k_split) < a.k && n_splits * k_split >= a.k,
+            "it was planned for another k"
+        );
+        let partials = match (n_splits, a.scratch) {
+            (1, _) => None,
+            (_, Some(scratch)) => Some(case.words("scratch", scratch, &[n_splits, a.m, n])?),
+            (_, None) => return Err(case.refuse("several splits need scratch".to_owned())),
+        };
+        let mut ends = Ends([0; MAX_PRODUCTS]);
+        let mut end = 0;
+        for i in 0..MAX_PRODUCTS {
+            end += a.parts.get(i).map_or(0, |part| part.n);
+            ends.0[i] = end as u32;
+        }
+        let elements = |rows: usize| rows.checked_mul(a.k).and_then(|n| n.checked_mul(2));
+        let grid = [a.m.div_ceil(tile.rows) as u32, columns as u32, n_splits as u32];
+        let mut launch =
+            self.launch(&tile.name(a.dtype), grid, BLOCK)?.step(a.step).shared(tile.shared_bytes());
+        launch = self.outputs(&case, a, launch, partials.is_some())?;
+        launch = match partials {
+            Some(partials) => launch.write(partials),
+            None => launch.null(),
+        };
+        launch = launch.read(case.buf("x", a.x, elements(a.m), 16)?);
+        for i in 0..MAX_PRODUCTS {
+            launch = match a.parts.get(i) {
+                Some(part) => launch.read(case.buf("w", part.w, elements(part.n), 16)?),
+                None => launch.null(),
+            };
+        }
+        let words = [a.m, a.k, k_split].map(|n| n as u32);
+        launches.push(
+            launch.baked(Baked(ends)).baked(Baked(words[0])).baked(Baked(words[1])).baked(Baked(words[2])),
+        );
+        if let Some(partials) = partials {
+            let blocks = case.u32("m * n", a.m * n)?.div_ceil(REDUCE as u32);
+            let launch = self.launch("gemm_reduce_f32", blocks, (REDUCE / 4) as u32)?.step(a.step);
+            launches.push(
+                self.outputs(&case, a, launch, false)?
+                    .read(partials)
+                    .baked(Baked(ends))
+                    .baked(Baked(words[0]))
+                    .baked(Baked(n_splits as u32)),
+            );
+        }
+        Ok(())
+    }
+
+    fn outputs(
+        &self,
+        case: &Case<'_>,
+        a: &GemmArgs<'_>,
+        mut launch: Launch,
+        unused: bool,
+    ) -> Result<Launch, KernelError> {
+        for i in 0..MAX_PRODUCTS {
+            launch = match a.parts.get(i) {
+                Some(part) if !unused => launch.write(case.words("y", part.y, &[a.m, part.n])?),
+                Some(_) | None => launch.null(),
+            };
+        }
+        Ok(launch)
+    }
+
+    /// Raises what kernels that ask for much shared memory may ask for.
+    pub(crate) fn allow_gemm(&self) -> Result<(), KernelError> {
+        for dtype in GEMM_DTYPES {
+            for tile in [LOW, HIGH] {
+                self.get(&tile.name(dtype))?.allow_shared(tile.shared_bytes())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    const ENDS: usize = size_of::<Ends>();
+    for dtype in GEMM_DTYPES {
+        for tile in [LOW, HIGH] {
+            let params = [P, P, P, P, P, P, P, P, P, P, ENDS, W, W, W];
+            all.push(Entry::new(Family::Gemm, tile.name(dtype), &params, move |k| twin(k, dtype)));
+        }
+    }
+    all.push(Entry::new(Family::Gemm, "gemm_reduce_f32", &[P, P, P, P, P, ENDS, W, W], reduce));
+}
+
+/// Where each product's columns begin and how many it has.
+fn parts(ends: Ends) -> Vec<(usize, usize)> {
+    let begins = std::iter::once(0).chain(ends.0);
+    begins.zip(ends.0).map(|(begin, end)| (begin as usize, (end - begin) as usize)).collect()
+}
+
+fn read(k: &SimKernel<'_>, at: DevicePtr, n: usize, dtype: DType) -> KernelResult<Vec<f32>> {
+    Ok(match dtype {
+        DType::F16 => k.view::<f16>(at, n)?.iter().map(|v| v.to_f32()).collect(),
+        _ => k.view::<bf16>(at, n)?.iter().map(|v| v.to_f32()).collect(),
+    })
+}
+
+/// The whole sums in the first split; the others are zeros.
+fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let (ends, m, cols) = (k.arg::<Ends>(10)?, count(k, 11)?, count(k, 12)?);
+    let (n, n_splits) = (ends.0[MAX_PRODUCTS - 1] as usize, k.config().grid[2] as usize);
+    let x = read(k, k.ptr(5)?, m * cols, dtype)?;
+    let mut partials = vec![0.0_f32; if n_splits > 1 { n_splits * m * n } else { 0 }];
+    for (i, (begin, n_part)) in parts(ends).into_iter().enumerate().filter(|(_, (_, n))| *n > 0) {
+        let w = read(k, k.ptr(6 + i)?, n_part * cols, dtype)?;
+        let mut y = vec![0.0_f32; m * n_part];
+        for (row, x) in x.chunks_exact(cols).enumerate() {
+            for (col, w) in w.chunks_exact(cols).enumerate() {
+                let sum: f64 = x.iter().zip(w).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
+                y[row * n_part + col] = sum as f32;
+            }
+        }
+        match n_splits {
+            1 => k.write(k.ptr(i)?, &y)?,
+            _ => y.chunks_exact(n_part).enumerate().for_each(|(row, y)| {
+                partials[row * n + begin..][..n_part].copy_from_slice(y);
+            }),
+        }
+    }
+    if n_splits > 1 { k.write(k.ptr(4)?, &partials) } else { Ok(()) }
+}
+
+fn reduce(k: &mut SimKernel<'_>) -> KernelResult {
+    let (ends, m, n_splits) = (k.arg::<Ends>(5)?, count(k, 6)?, count(k, 7)?);
+    let n = ends.0[MAX_PRODUCTS - 1] as usize;
+    let partials: Vec<f32> = k.read(k.ptr(4)?, n_splits * m * n)?;
+    let sum = |at: usize| partials.iter().skip(at).step_by(m * n).sum::<f32>();
+    for (i, (begin, n_part)) in parts(ends).into_iter().enumerate().filter(|(_, (_, n))| *n > 0) {
+        let at = |j: usize| j / n_part * n + begin + j % n_part;
+        let y: Vec<f32> = (0..m * n_part).map(|j| sum(at(j))).collect();
+        k.write(k.ptr(i)?, &y)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_covers_k_and_fills_the_card_without_more_splits_than_stages() {
+        for (m, n, k) in
+            [(16, 64, 8), (512, 2048, 2048), (512, 8192, 2048), (32, 512, 14336), (512, 14336, 4096)]
+        {
+            let plan = GemmPlan::new(m, &[n], k, 132);
+            assert!(plan.k_split.is_multiple_of(DEPTH));
+            assert!((plan.n_splits - 1) * plan.k_split < k && plan.n_splits * plan.k_split >= k, "{plan:?}");
+        }
+        assert_eq!(GemmPlan::new(512, &[8192], 2048, 132).shape(), (128, 1));
+        assert_eq!(GemmPlan::new(512, &[2048], 8192, 132).shape(), (128, 4));
+        assert_eq!(GemmPlan::new(16, &[64], 8, 132).shape(), (64, 1));
+        assert!(GemmPlan::new(32, &[2048], 2048, 132).n_splits > 4);
+    }
+}

@@ -1,0 +1,237 @@
+//! Rows in 16 bits for tensor cores, made where they come from: casts, norms and gates.
+
+use half::{bf16, f16};
+use refrain_driver::api::DevicePtr;
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_graph::{Gate, Op};
+use refrain_tensor::DType;
+
+use crate::elementwise::GateArgs;
+use crate::error::{Case, KernelError};
+use crate::gemm::GEMM_DTYPES;
+use crate::load::Kernels;
+use crate::norm::{AddRmsNormArgs, RmsNormArgs};
+use crate::registry::{Entry, P, W};
+use crate::source::Family;
+use crate::twin::{Dense, count, read_rows, run_f32};
+use crate::view::{Rows, View};
+
+const BLOCK: u32 = 256;
+/// Columns that a block of the kernels over two dimensions has.
+const BLOCK_COLS: u32 = 4 * BLOCK;
+
+/// Where rows in 16 bits go.
+#[derive(Clone, Copy, Debug)]
+pub struct Narrow {
+    /// `[n_rows, n_cols]`, dense.
+    pub y: Buf,
+    /// F16 or BF16.
+    pub dtype: DType,
+    /// Whether the F32 result is written as well.
+    pub also_wide: bool,
+}
+
+impl Narrow {
+    fn check(&self, case: &Case<'_>, n_rows: usize, n_cols: usize) -> Result<Buf, KernelError> {
+        crate::require!(case, GEMM_DTYPES.contains(&self.dtype), "rows become F16 or BF16");
+        crate::require!(case, n_cols.is_multiple_of(4), "n_cols must be a multiple of 4");
+        crate::require!(case, n_rows <= 65_535, "at most 65535 rows go in one launch");
+        case.buf("narrow y", self.y, n_rows.checked_mul(n_cols).and_then(|n| n.checked_mul(2)), 16)
+    }
+
+    fn name(&self, what: &str) -> String {
+        name(what, self.dtype)
+    }
+}
+
+/// Rows whose every start is a multiple of 16 bytes.
+pub(crate) fn aligned(
+    case: &Case<'_>,
+    what: &'static str,
+    view: &View,
+    n_rows: usize,
+    n_cols: usize,
+) -> Result<(Buf, Rows), KernelError> {
+    let (buf, rows) = case.rows(what, view, n_rows, n_cols)?;
+    let strides = [rows.inner_stride, rows.outer_stride];
+    crate::require!(
+        case,
+        buf.offset().is_multiple_of(16) && (n_rows == 1 || strides.iter().all(|s| s.is_multiple_of(4))),
+        "rows of {what} start at byte {} in strides of {strides:?} elements, must be at multiples of 16 bytes",
+        buf.offset()
+    );
+    Ok((buf, rows))
+}
+
+fn wide(
+    case: &Case<'_>,
+    launch: Launch,
+    narrow: &Narrow,
+    y: Buf,
+    dims: [usize; 2],
+) -> Result<Launch, KernelError> {
+    if !narrow.also_wide {
+        return Ok(launch.null());
+    }
+    let bytes = dims[0].checked_mul(dims[1]).and_then(|n| n.checked_mul(4));
+    Ok(launch.write(case.buf("y", y, bytes, 16)?))
+}
+
+impl Kernels {
+    /// `y = x` in 16 bits, rounded to nearest even.
+    pub fn narrow_rows(
+        &self,
+        x: &View,
+        n_rows: usize,
+        n_cols: usize,
+        to: &Narrow,
+        step: &str,
+    ) -> Result<Launch, KernelError> {
+        let shape = [("n_rows", n_rows), ("n_cols", n_cols)];
+        let case = Case { op: "narrow_rows", dtype: x.dtype, shape: &shape };
+        case.sizes()?;
+        let y = to.check(&case, n_rows, n_cols)?;
+        let (x, rows) = aligned(&case, "x", x, n_rows, n_cols)?;
+        let grid = [(n_cols as u32).div_ceil(BLOCK_COLS), n_rows as u32];
+        Ok(self
+            .launch(&to.name("rows"), grid, BLOCK)?
+            .step(step)
+            .write(y)
+            .read(x)
+            .baked(Baked(rows))
+            .baked(Baked(n_cols as u32)))
+    }
+
+    /// [`Kernels::rms_norm`] in 16 bits.
+    pub fn narrow_rms_norm(&self, a: &RmsNormArgs<'_>, to: &Narrow) -> Result<Launch, KernelError> {
+        let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
+        let case = Case { op: "narrow_rms_norm", dtype: a.x.dtype, shape: &shape };
+        case.sizes()?;
+        let y = to.check(&case, a.n_rows, a.n_cols)?;
+        let (x, rows) = aligned(&case, "x", &a.x, a.n_rows, a.n_cols)?;
+        let launch = self.launch(&to.name("rms_norm"), a.n_rows as u32, BLOCK)?.step(a.step).write(y);
+        Ok(wide(&case, launch, to, a.y, [a.n_rows, a.n_cols])?
+            .read(x)
+            .read(case.buf("w", a.w, a.n_cols.checked_mul(4), 16)?)
+            .baked(Baked(rows))
+            .baked(Baked(a.n_cols as u32))
+            .baked(Baked(a.eps)))
+    }
+
+    /// [`Kernels::add_rms_norm`] with the norm in 16 bits.
+    pub fn narrow_add_rms_norm(&self, a: &AddRmsNormArgs<'_>, to: &Narrow) -> Result<Launch, KernelError> {
+        let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
+        let case = Case { op: "narrow_add_rms_norm", dtype: a.a.dtype, shape: &shape };
+        case.sizes()?;
+        let y = to.check(&case, a.n_rows, a.n_cols)?;
+        let (left, a_rows) = aligned(&case, "a", &a.a, a.n_rows, a.n_cols)?;
+        let (right, b_rows) = aligned(&case, "b", &a.b, a.n_rows, a.n_cols)?;
+        let words = a.n_rows.checked_mul(a.n_cols).and_then(|n| n.checked_mul(4));
+        let launch = self
+            .launch(&to.name("add_rms_norm"), a.n_rows as u32, BLOCK)?
+            .step(a.step)
+            .write(case.buf("sum", a.sum, words, 16)?)
+            .write(y);
+        Ok(wide(&case, launch, to, a.y, [a.n_rows, a.n_cols])?
+            .read(left)
+            .read(right)
+            .read(case.buf("w", a.w, a.n_cols.checked_mul(4), 16)?)
+            .baked(Baked(a_rows))
+            .baked(Baked(b_rows))
+            .baked(Baked(a.n_cols as u32))
+            .baked(Baked(a.eps)))
+    }
+
+    /// [`Kernels::gate`] in 16 bits.
+    pub fn narrow_gate(&self, a: &GateArgs<'_>, to: &Narrow) -> Result<Launch, KernelError> {
+        let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
+        let case = Case { op: "narrow_gate", dtype: a.gate.dtype, shape: &shape };
+        case.sizes()?;
+        let y = to.check(&case, a.n_rows, a.n_cols)?;
+        let (gate, gate_rows) = aligned(&case, "gate", &a.gate, a.n_rows, a.n_cols)?;
+        let (up, up_rows) = aligned(&case, "up", &a.up, a.n_rows, a.n_cols)?;
+        let grid = [(a.n_cols as u32).div_ceil(BLOCK_COLS), a.n_rows as u32];
+        let launch = self.launch(&to.name(gate_name(a.kind)), grid, BLOCK)?.step(a.step).write(y);
+        Ok(wide(&case, launch, to, a.y, [a.n_rows, a.n_cols])?
+            .read(gate)
+            .read(up)
+            .baked(Baked(gate_rows))
+            .baked(Baked(up_rows))
+            .baked(Baked(a.n_cols as u32)))
+    }
+}
+
+fn name(what: &str, dtype: DType) -> String {
+    format!("narrow_{what}_{}", dtype.name().to_ascii_lowercase())
+}
+
+fn gate_name(kind: Gate) -> &'static str {
+    match kind {
+        Gate::Silu => "gate_silu",
+        Gate::GeluTanh => "gate_gelu_tanh",
+    }
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    const R: usize = size_of::<Rows>();
+    for dtype in GEMM_DTYPES {
+        let mut add = |what: &str, params: &[usize], twin: fn(&mut SimKernel<'_>, DType) -> KernelResult| {
+            all.push(Entry::new(Family::Narrow, name(what, dtype), params, move |k| twin(k, dtype)));
+        };
+        add("rows", &[P, P, R, W], rows);
+        add("rms_norm", &[P, P, P, P, R, W, W], rms_norm);
+        add("add_rms_norm", &[P, P, P, P, P, P, R, R, W, W], add_rms_norm);
+        add("gate_silu", &[P, P, P, P, R, R, W], |k, dtype| gate(k, Gate::Silu, dtype));
+        add("gate_gelu_tanh", &[P, P, P, P, R, R, W], |k, dtype| gate(k, Gate::GeluTanh, dtype));
+    }
+}
+
+fn write(k: &mut SimKernel<'_>, values: &[f32], y: usize, wide: Option<usize>, dtype: DType) -> KernelResult {
+    let y = k.ptr(y)?;
+    match dtype {
+        DType::F16 => k.write(y, &values.iter().map(|&v| f16::from_f32(v)).collect::<Vec<_>>())?,
+        _ => k.write(y, &values.iter().map(|&v| bf16::from_f32(v)).collect::<Vec<_>>())?,
+    }
+    let wide = wide.map(|wide| k.ptr(wide)).transpose()?;
+    match wide.filter(|wide| *wide != DevicePtr(0)) {
+        Some(wide) => k.write(wide, values),
+        None => Ok(()),
+    }
+}
+
+fn rows(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let (n_rows, n_cols) = (k.config().grid[1] as usize, count(k, 3)?);
+    let x = read_rows(k, k.ptr(1)?, k.arg(2)?, n_rows, n_cols)?;
+    write(k, &x, 0, None, dtype)
+}
+
+fn rms_norm(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let (n_rows, n_cols, eps) = (k.config().grid[0] as usize, count(k, 5)?, k.arg(6)?);
+    let dims = [n_rows, n_cols];
+    let x = Dense::f32(&read_rows(k, k.ptr(2)?, k.arg(4)?, n_rows, n_cols)?, &dims)?;
+    let w = Dense::read(k, k.ptr(3)?, DType::F32, &[n_cols])?;
+    let y = run_f32(&Op::RmsNorm { eps }, &[&x, &w], &dims)?;
+    write(k, &y, 0, Some(1), dtype)
+}
+
+fn add_rms_norm(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let (n_rows, n_cols, eps) = (k.config().grid[0] as usize, count(k, 8)?, k.arg(9)?);
+    let dims = [n_rows, n_cols];
+    let a = read_rows(k, k.ptr(3)?, k.arg(6)?, n_rows, n_cols)?;
+    let b = read_rows(k, k.ptr(4)?, k.arg(7)?, n_rows, n_cols)?;
+    let w = Dense::read(k, k.ptr(5)?, DType::F32, &[n_cols])?;
+    let sum: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
+    let y = run_f32(&Op::RmsNorm { eps }, &[&Dense::f32(&sum, &dims)?, &w], &dims)?;
+    k.write(k.ptr(0)?, &sum)?;
+    write(k, &y, 1, Some(2), dtype)
+}
+
+fn gate(k: &mut SimKernel<'_>, kind: Gate, dtype: DType) -> KernelResult {
+    let (n_rows, n_cols) = (k.config().grid[1] as usize, count(k, 6)?);
+    let dims = [n_rows, n_cols];
+    let gate = Dense::f32(&read_rows(k, k.ptr(2)?, k.arg(4)?, n_rows, n_cols)?, &dims)?;
+    let up = Dense::f32(&read_rows(k, k.ptr(3)?, k.arg(5)?, n_rows, n_cols)?, &dims)?;
+    let y = run_f32(&Op::Gate(kind), &[&gate, &up], &dims)?;
+    write(k, &y, 0, Some(1), dtype)
+}

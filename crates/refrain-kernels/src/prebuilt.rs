@@ -1,0 +1,235 @@
+//! Kernels compiled ahead of time, held in the binary.
+//!
+//! An archive begins with a digest of the sources it was compiled from. Code of other sources is never used: launchers
+//! and kernels agree on parameters and meanings only within one version.
+
+use std::io::{Read, Write};
+
+use flate2::Compression;
+use flate2::read::DeflateDecoder;
+use flate2::write::DeflateEncoder;
+use sha2::{Digest, Sha256};
+
+use crate::error::KernelError;
+use crate::load::Arch;
+use crate::nvrtc::{Image, Nvrtc, OPTIONS, compile_all};
+use crate::source::{Family, HEADERS};
+
+const MAGIC: &[u8; 8] = b"refrainP";
+const DIGEST_BYTES: usize = 32;
+/// Words of an entry's head: major, minor, bytes of the image, bytes of the entry.
+const HEAD_WORDS: usize = 4;
+/// More than any image has; a damaged length asks for no more.
+const MAX_IMAGE_BYTES: usize = 256 << 20;
+
+/// What this binary holds; empty unless `cargo xtask dist` built it.
+static EMBEDDED: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/prebuilt.bin"));
+
+/// Why an archive cannot be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unusable {
+    /// It was compiled from other sources.
+    Stale,
+    /// It is not what was written.
+    Damaged,
+}
+
+/// Code for several architectures, as [`prebuild`] packs it.
+#[derive(Debug, Default)]
+pub(crate) struct Archive<'a> {
+    entries: Vec<Entry<'a>>,
+}
+
+#[derive(Debug)]
+struct Entry<'a> {
+    arch: Arch,
+    image_bytes: usize,
+    digest: &'a [u8],
+    packed: &'a [u8],
+}
+
+impl<'a> Archive<'a> {
+    /// Reads an archive; no bytes are an archive of nothing.
+    pub(crate) fn parse(bytes: &'a [u8]) -> Result<Archive<'a>, Unusable> {
+        if bytes.is_empty() {
+            return Ok(Archive::default());
+        }
+        let rest = bytes.strip_prefix(MAGIC).ok_or(Unusable::Damaged)?;
+        let (digest, mut rest) = rest.split_at_checked(DIGEST_BYTES).ok_or(Unusable::Damaged)?;
+        if digest != source_digest() {
+            return Err(Unusable::Stale);
+        }
+        let mut entries = Vec::new();
+        while !rest.is_empty() {
+            let (head, after) = rest.split_at_checked(4 * HEAD_WORDS).ok_or(Unusable::Damaged)?;
+            let word = |i: usize| u32::from_le_bytes(std::array::from_fn(|b| head[4 * i + b]));
+            let (digest, after) = after.split_at_checked(DIGEST_BYTES).ok_or(Unusable::Damaged)?;
+            let (packed, after) = after.split_at_checked(word(3) as usize).ok_or(Unusable::Damaged)?;
+            let arch = Arch { major: word(0), minor: word(1) };
+            entries.push(Entry { arch, image_bytes: word(2) as usize, digest, packed });
+            rest = after;
+        }
+        Ok(Archive { entries })
+    }
+
+    /// What it holds code for.
+    pub(crate) fn archs(&self) -> Vec<Arch> {
+        self.entries.iter().map(|e| e.arch).collect()
+    }
+
+    /// The image that suits a card best, unpacked; `None` where none fits.
+    pub(crate) fn image_for(&self, card: Arch) -> Option<Result<(Arch, Vec<u8>), Unusable>> {
+        let fitting = self.entries.iter().filter(|e| e.arch.runs_on(card)).max_by_key(|e| e.arch)?;
+        Some(fitting.unpack().map(|bytes| (fitting.arch, bytes)))
+    }
+}
+
+impl Entry<'_> {
+    fn unpack(&self) -> Result<Vec<u8>, Unusable> {
+        if Sha256::digest(self.packed)[..] != *self.digest || self.image_bytes > MAX_IMAGE_BYTES {
+            return Err(Unusable::Damaged);
+        }
+        let mut bytes = Vec::with_capacity(self.image_bytes);
+        let read = DeflateDecoder::new(self.packed).take(self.image_bytes as u64 + 1).read_to_end(&mut bytes);
+        match read {
+            Ok(n) if n == self.image_bytes => Ok(bytes),
+            Ok(_) | Err(_) => Err(Unusable::Damaged),
+        }
+    }
+}
+
+/// Compiles every kernel for some architectures, packed for a binary to hold.
+pub fn prebuild(nvrtc: &Nvrtc, archs: &[Arch]) -> Result<Vec<u8>, KernelError> {
+    let images = archs.iter().map(|&arch| Ok((arch, compile_all(nvrtc, arch, false)?)));
+    Ok(pack(&images.collect::<Result<Vec<_>, KernelError>>()?))
+}
+
+/// Images in an archive.
+pub(crate) fn pack(images: &[(Arch, Image)]) -> Vec<u8> {
+    let mut out = [MAGIC.as_slice(), &source_digest()].concat();
+    for (arch, image) in images {
+        let bytes = image.to_bytes();
+        let mut encoder = DeflateEncoder::new(Vec::new(), Compression::best());
+        // Writing to a vector does not fail; were it to, the archive would be found damaged.
+        let packed = encoder.write_all(&bytes).and_then(|()| encoder.finish()).unwrap_or_default();
+        for word in [arch.major, arch.minor, bytes.len() as u32, packed.len() as u32] {
+            out.extend(word.to_le_bytes());
+        }
+        out.extend(Sha256::digest(&packed));
+        out.extend(packed);
+    }
+    out
+}
+
+/// The archive in this binary.
+pub(crate) fn embedded() -> &'static [u8] {
+    EMBEDDED
+}
+
+/// Architectures that this binary holds compiled kernels for.
+#[must_use]
+pub fn prebuilt_archs() -> Vec<Arch> {
+    Archive::parse(EMBEDDED).map(|archive| archive.archs()).unwrap_or_default()
+}
+
+/// A digest of everything that kernels are compiled from, but for the compiler.
+fn source_digest() -> [u8; DIGEST_BYTES] {
+    let mut digest = Sha256::new();
+    let mut add = |part: &[u8]| {
+        // The length first, so that no two lists of parts run together to the same bytes.
+        digest.update((part.len() as u64).to_le_bytes());
+        digest.update(part);
+    };
+    for family in Family::ALL {
+        add(family.name().as_bytes());
+        add(family.source().as_bytes());
+    }
+    HEADERS.iter().for_each(|(name, text)| [name, text].iter().for_each(|part| add(part.as_bytes())));
+    OPTIONS.iter().for_each(|option| add(option.to_bytes()));
+    digest.finalize().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::{Kernels, LoadOptions, Origin, simulated};
+    use crate::registry::kernels;
+    use refrain_driver::sim::SimOptions;
+
+    const SM_80: Arch = Arch { major: 8, minor: 0 };
+    const SM_86: Arch = Arch { major: 8, minor: 6 };
+    const SM_90: Arch = Arch { major: 9, minor: 0 };
+
+    /// What the simulated device takes for machine code: the names of the kernels.
+    fn image() -> Image {
+        let of = |family: Family| {
+            let names: Vec<String> =
+                kernels().into_iter().filter(|k| k.family == family).map(|k| k.name).collect();
+            (family, format!("sim\n{}\n", names.join("\n")).into_bytes())
+        };
+        Image { families: Family::ALL.map(of).to_vec() }
+    }
+
+    fn archive() -> Vec<u8> {
+        pack(&[(SM_80, image()), (SM_90, image())])
+    }
+
+    /// Loads on a machine without NVRTC.
+    fn load(archive: &[u8], card: Arch) -> Result<Origin, KernelError> {
+        let device = simulated(SimOptions::default()).unwrap();
+        let nvrtc = Some("/nowhere/libnvrtc.so".into());
+        let options = LoadOptions { arch: Some(card), nvrtc, ..LoadOptions::default() };
+        Kernels::from_archive(&device.context().unwrap(), &options, archive).map(|k| k.origin())
+    }
+
+    #[test]
+    fn prebuilt_kernels_need_no_compiler_on_a_card_that_they_fit() {
+        let archive = archive();
+        assert_eq!(load(&archive, SM_90).unwrap(), Origin::Prebuilt(SM_90));
+        assert_eq!(load(&archive, SM_86).unwrap(), Origin::Prebuilt(SM_80));
+        assert_eq!(Archive::parse(&archive).unwrap().archs(), [SM_80, SM_90]);
+    }
+
+    #[test]
+    fn a_card_that_none_fits_is_an_error_that_says_what_there_is_and_what_to_install() {
+        let error = load(&archive(), Arch { major: 12, minor: 0 }).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("sm_120") && text.contains("sm_80, sm_90"), "{text}");
+        assert!(text.contains("/nowhere/libnvrtc.so"), "{text}");
+        assert!(error.hint().unwrap().contains("pip install nvidia-cuda-nvrtc"));
+        let text = load(&[], SM_90).unwrap_err().to_string();
+        assert!(text.contains("no prebuilt kernels"), "{text}");
+    }
+
+    #[test]
+    fn code_of_other_sources_is_never_used() {
+        let mut stale = archive();
+        stale[MAGIC.len()] ^= 1;
+        assert_eq!(Archive::parse(&stale).unwrap_err(), Unusable::Stale);
+        assert!(matches!(load(&stale, SM_90), Err(KernelError::NoKernels { .. })));
+    }
+
+    #[test]
+    fn a_damaged_archive_is_noticed_wherever_it_is_cut_or_changed() {
+        let whole = archive();
+        for cut in 1..whole.len() {
+            // A cut between two entries leaves a smaller archive, which is whole.
+            let image = Archive::parse(&whole[..cut]).map(|archive| archive.image_for(SM_90));
+            assert!(!matches!(image, Ok(Some(Ok((SM_90, _))))), "{cut}");
+        }
+        for at in (0..whole.len()).step_by(7) {
+            let mut wrong = whole.clone();
+            wrong[at] ^= 0x10;
+            if let Ok(archive) = Archive::parse(&wrong)
+                && let Some(Ok((_, bytes))) = archive.image_for(SM_90)
+            {
+                assert_eq!(Image::from_bytes(&bytes), Some(image()), "{at}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_this_binary_holds_can_be_read() {
+        assert!(Archive::parse(EMBEDDED).is_ok(), "REFRAIN_PREBUILT_KERNELS named code of other sources");
+    }
+}

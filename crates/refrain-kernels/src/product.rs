@@ -1,0 +1,415 @@
+//! One row of activations times weights, with the norm before it and the gate behind it in the same launch.
+
+use bytemuck::{Pod, Zeroable};
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_graph::Gate;
+use refrain_tensor::{DType, quant};
+
+use crate::error::{Case, KernelError};
+use crate::load::Kernels;
+use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
+use crate::registry::{Entry, P};
+use crate::source::Family;
+use crate::twin::fault;
+
+/// How many weights one launch multiplies with.
+pub const MAX_PARTS: usize = 3;
+
+const WARPS: usize = 16;
+/// Bytes of all warps' rings: enough to keep the memory busy while x is made, and no more, since two launches share a
+/// multiprocessor.
+const RING_BYTES: usize = 72 << 10;
+/// Shared memory that the compiled code itself declares, rounded up.
+const STATIC_BYTES: usize = 4096;
+/// What adding up the sums of a tile's warps costs, in units.
+const MEETING: f64 = 0.5;
+
+/// Columns, rows and bytes of what is fetched at once.
+#[derive(Clone, Copy, Debug)]
+struct Tile {
+    rows: usize,
+    cols: usize,
+    bytes: usize,
+}
+
+impl Tile {
+    const fn of(dtype: DType) -> Option<Tile> {
+        match (dtype, Unit::of(dtype)) {
+            (DType::BF16 | DType::F16, _) => Some(Tile { rows: 4, cols: 256, bytes: 2048 }),
+            (_, Some(unit)) => Some(Tile { rows: TILE_ROWS, cols: unit.cols, bytes: unit.bytes }),
+            (_, None) => None,
+        }
+    }
+}
+
+/// Pairs of dtypes that one launch takes beside launches of one dtype.
+const PAIRS: [[DType; 2]; 2] = [[DType::Q4_K, DType::Q6_K], [DType::Q5_K, DType::Q6_K]];
+
+/// Whether [`Kernels::product`] multiplies with this dtype: packed if quantised, else as in the file.
+#[must_use]
+pub fn has_product(dtype: DType) -> bool {
+    Tile::of(dtype).is_some()
+}
+
+/// One of the products of a [`ProductArgs`].
+#[derive(Clone, Copy, Debug)]
+pub struct ProductPart {
+    /// `[n, k]`: packed if quantised, else dense.
+    pub w: Buf,
+    /// Its dtype; see [`has_product`].
+    pub dtype: DType,
+    /// `[n]` F32 that is added, if any.
+    pub bias: Option<Buf>,
+    /// `[n]` F32. With a gate only the first is written.
+    pub y: Buf,
+    /// Rows of `w`.
+    pub n: usize,
+}
+
+/// `y = x . w^T (+ bias)` for one or more `w` and one row x, or `y = act(x . w0^T) * (x . w1^T)`.
+///
+/// x is `a`, or `a + b`, or the norm of that. Quantised weights multiply x rounded to 8 bits in blocks of 32.
+#[derive(Clone, Copy, Debug)]
+pub struct ProductArgs<'a> {
+    /// `[k]` F32.
+    pub a: Buf,
+    /// `[k]` F32, added to `a`.
+    pub b: Option<Buf>,
+    /// `[k]` F32 weights: `b` is replaced by its RMS norm first.
+    pub inner: Option<Buf>,
+    /// `[k]` F32 weights of the norm that makes x.
+    pub norm: Option<Buf>,
+    /// Added to mean squares.
+    pub eps: f32,
+    /// `[k]` F32: gets `a + b`.
+    pub sum: Option<Buf>,
+    /// At most [`MAX_PARTS`]; exactly two with a gate. One dtype, or one of a few pairs.
+    pub parts: &'a [ProductPart],
+    /// What joins two products.
+    pub gate: Option<Gate>,
+    /// Columns of every `w`.
+    pub k: usize,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Params {
+    k: u32,
+    n: [u32; MAX_PARTS],
+    split: u32,
+    stages: u32,
+    second: u32,
+    gate: u32,
+    eps: f32,
+}
+
+/// The dtypes of a launch: the first, and another if there are two.
+fn dtypes(case: &Case<'_>, parts: &[ProductPart]) -> Result<(DType, DType), KernelError> {
+    let first = parts[0].dtype;
+    let second = parts.iter().map(|p| p.dtype).find(|d| *d != first);
+    let Some(second) = second else { return Ok((first, first)) };
+    let known = PAIRS.into_iter().find(|pair| parts.iter().all(|p| pair.contains(&p.dtype)));
+    match known {
+        Some([a, b]) => Ok((a, b)),
+        None => Err(case.refuse(format!("no kernel multiplies with {first} and {second} at once"))),
+    }
+}
+
+/// Whether weights of these dtypes can go in one launch.
+#[must_use]
+pub fn products_join(dtypes: &[DType]) -> bool {
+    let all_in = |set: &[DType]| dtypes.iter().all(|d| set.contains(d));
+    dtypes.first().is_some_and(|first| has_product(*first) && all_in(&[*first]))
+        || PAIRS.iter().any(|p| all_in(p))
+}
+
+/// Warps that share a tile: as few as keep all busy, since what they do for each tile is added up at a meeting.
+fn split(n_tiles: usize, units: usize, passes: usize, grid: usize) -> usize {
+    let cost = |split: usize| {
+        let rounds = n_tiles.div_ceil(WARPS / split * grid);
+        let meeting = if split > 1 { MEETING } else { 0.0 };
+        rounds as f64 * ((passes * units.div_ceil(split)) as f64 + meeting)
+    };
+    let mut best = 1;
+    for candidate in [2, 4, 8, 16].into_iter().filter(|s| *s <= units.min(WARPS)) {
+        if cost(candidate) < cost(best) {
+            best = candidate;
+        }
+    }
+    best
+}
+
+impl Kernels {
+    /// The launch of [`ProductArgs`].
+    pub fn product(&self, a: &ProductArgs<'_>) -> Result<Launch, KernelError> {
+        let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
+        let shape = [("m", 1), ("n", n), ("k", a.k)];
+        let dtype = a.parts.first().map_or(DType::F32, |p| p.dtype);
+        let case = Case { op: "product", dtype, shape: &shape };
+        case.sizes()?;
+        let n_parts = a.parts.len();
+        crate::require!(
+            case,
+            n_parts <= MAX_PARTS,
+            "{n_parts} products, at most {MAX_PARTS} go in one launch"
+        );
+        crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the products is empty");
+        let (first, second) = dtypes(&case, a.parts)?;
+        let (Some(tile), Some(other)) = (Tile::of(first), Tile::of(second)) else {
+            return Err(case.refuse("no kernel multiplies a row with this dtype".to_owned()));
+        };
+        let gated = a.gate.is_some();
+        let same = a.parts.iter().all(|p| p.n == a.parts[0].n && p.dtype == first);
+        crate::require!(
+            case,
+            !gated || (n_parts == 2 && same),
+            "a gate joins two products of one shape and dtype"
+        );
+        let whole = if first.is_quantized() { first.block_len().max(second.block_len()) } else { 8 };
+        crate::require!(case, a.k.is_multiple_of(whole), "k must be a multiple of {whole}");
+        crate::require!(case, a.inner.is_none() || a.b.is_some(), "there is nothing to be normed inside");
+        crate::require!(case, a.sum.is_none() || a.b.is_some(), "there is no sum to keep");
+
+        let units = a.k.div_ceil(tile.cols);
+        let tiles = |p: &ProductPart| p.n.div_ceil(tile.rows);
+        let n_tiles = if gated { tiles(&a.parts[0]) } else { a.parts.iter().map(tiles).sum() };
+        let grid = n_tiles.min(self.n_sms());
+        let split = split(n_tiles, units, if gated { 2 } else { 1 }, grid);
+        let kernel = name(first, second);
+        let (stages, shared) = self.product_shared(&case, &kernel, a.k, tile, other)?;
+        let mut launch =
+            self.launch(&kernel, case.u32("n", grid)?, 32 * WARPS as u32)?.shared(shared).step(a.step);
+        let row = |what, buf: Buf, n| case.buf(what, buf, usize::checked_mul(n, 4), 16);
+        for i in 0..MAX_PARTS {
+            launch = match a.parts.get(i).filter(|_| i == 0 || !gated) {
+                Some(part) => launch.write(case.words("y", part.y, &[part.n])?),
+                None => launch.null(),
+            };
+        }
+        launch = match a.sum {
+            Some(sum) => launch.write(row("sum", sum, a.k)?),
+            None => launch.null(),
+        };
+        launch = launch.read(row("a", a.a, a.k)?);
+        for (what, buf) in [("b", a.b), ("inner", a.inner), ("norm", a.norm)] {
+            launch = match buf {
+                Some(buf) => launch.read(row(what, buf, a.k)?),
+                None => launch.null(),
+            };
+        }
+        for i in 0..MAX_PARTS {
+            launch = match a.parts.get(i) {
+                Some(part) => {
+                    launch.read(case.buf("w", part.w, weight_bytes(part.dtype, part.n, a.k), 16)?)
+                }
+                None => launch.null(),
+            };
+        }
+        for i in 0..MAX_PARTS {
+            launch = match a.parts.get(i).and_then(|p| p.bias.map(|bias| (bias, p.n))) {
+                Some((bias, n)) => launch.read(case.words("bias", bias, &[n])?),
+                None => launch.null(),
+            };
+        }
+        let mut params = Params {
+            k: case.u32("k", a.k)?,
+            n: [0; MAX_PARTS],
+            split: split as u32,
+            stages,
+            second: 0,
+            gate: a.gate.map_or(0, gate_code),
+            eps: a.eps,
+        };
+        for (i, part) in a.parts.iter().enumerate() {
+            params.n[i] = case.u32("n", part.n)?;
+            params.second |= u32::from(part.dtype != first) << i;
+        }
+        Ok(launch.baked(Baked(params)))
+    }
+
+    /// Units in a warp's ring, and the shared memory of a block.
+    fn product_shared(
+        &self,
+        case: &Case<'_>,
+        kernel: &str,
+        k: usize,
+        tile: Tile,
+        other: Tile,
+    ) -> Result<(u32, u32), KernelError> {
+        let unit = tile.bytes.max(other.bytes);
+        let x = if tile.rows == TILE_ROWS { k.next_multiple_of(tile.cols) / 4 * 5 } else { 4 * k };
+        let bytes = |stages: usize| {
+            WARPS * stages * unit + (8 * WARPS * stages).next_multiple_of(128) + x.next_multiple_of(16)
+        };
+        let function = self.get(kernel)?;
+        let limit = self.shared_limit().saturating_sub(STATIC_BYTES);
+        let wanted = (RING_BYTES / (WARPS * unit)).clamp(1, 4);
+        let Some(stages) = (1..=wanted).rev().find(|stages| bytes(*stages) <= limit) else {
+            let need = bytes(1);
+            return Err(
+                case.refuse(format!("a block needs {need} bytes of shared memory, {limit} are there"))
+            );
+        };
+        let shared = bytes(stages) as u32;
+        function.allow_shared(shared)?;
+        Ok((stages as u32, shared))
+    }
+}
+
+fn weight_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
+    match dtype.is_quantized() {
+        true => packed_bytes(dtype, n, k),
+        false => n.checked_mul(k).and_then(|n| dtype.bytes_for(n)),
+    }
+}
+
+const fn gate_code(gate: Gate) -> u32 {
+    match gate {
+        Gate::Silu => 1,
+        Gate::GeluTanh => 2,
+    }
+}
+
+fn name(first: DType, second: DType) -> String {
+    let lower = |d: DType| d.name().to_ascii_lowercase();
+    match first == second {
+        true => format!("product_{}", lower(first)),
+        false => format!("product_{}_{}", lower(first), lower(second)),
+    }
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, size_of::<Params>()];
+    let singles = [DType::BF16, DType::F16].into_iter().chain(PACKED_DTYPES).map(|d| [d, d]);
+    for [first, second] in singles.chain(PAIRS) {
+        let kernel = name(first, second);
+        all.push(Entry::new(Family::Product, kernel, &params, move |k| twin(k, first, second)));
+    }
+}
+
+/// Rounds a row to blocks of 32 signed bytes as the kernel does, and back.
+fn round_to_bytes(x: &mut [f32]) {
+    for block in x.chunks_mut(32) {
+        let most = block.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
+        let most = f32::from_bits(most);
+        if most < 1e-35 {
+            block.fill(0.0);
+            continue;
+        }
+        let (inverse, d) = (127.0 / most, most * (1.0 / 127.0));
+        for v in block {
+            *v = if d.is_finite() { (*v * inverse).round_ties_even() * d } else { f32::NAN };
+        }
+    }
+}
+
+fn rms(values: &[f32], eps: f32) -> f32 {
+    let squares: f64 = values.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
+    (1.0 / (squares / values.len() as f64 + f64::from(eps)).sqrt()) as f32
+}
+
+/// The row that is multiplied, but for the factor that a norm puts behind the product; and `a + b`.
+fn make_x(k: &SimKernel<'_>, p: &Params, quantised: bool) -> KernelResult<(Vec<f32>, f32, Vec<f32>)> {
+    let n = p.k as usize;
+    let row = |i: usize| -> KernelResult<Option<Vec<f32>>> {
+        let at = k.ptr(i)?;
+        if at.0 == 0 { Ok(None) } else { k.read(at, n).map(Some) }
+    };
+    let mut sum = row(4)?.ok_or_else(|| fault("there is no a"))?;
+    if let Some(mut b) = row(5)? {
+        if let Some(inner) = row(6)? {
+            let scale = rms(&b, p.eps);
+            b.iter_mut().zip(&inner).for_each(|(b, w)| *b = *b * scale * w);
+        }
+        sum.iter_mut().zip(&b).for_each(|(a, b)| *a += b);
+    }
+    let (mut x, mut scale) = (sum.clone(), 1.0);
+    if let Some(norm) = row(7)? {
+        scale = rms(&sum, p.eps);
+        x.iter_mut().zip(&norm).for_each(|(x, w)| *x *= w);
+    }
+    if quantised {
+        round_to_bytes(&mut x);
+    }
+    Ok((x, scale, sum))
+}
+
+fn twin(k: &mut SimKernel<'_>, first: DType, second: DType) -> KernelResult {
+    let p: Params = k.arg(14)?;
+    let cols = p.k as usize;
+    let partial = || fault("rows of partial blocks");
+    let mut parts = Vec::with_capacity(MAX_PARTS);
+    for (i, n) in p.n.into_iter().map(|n| n as usize).enumerate().filter(|(_, n)| *n > 0) {
+        let dtype = if p.second >> i & 1 == 1 { second } else { first };
+        let bytes = weight_bytes(dtype, n, cols).ok_or_else(partial)?;
+        parts.push((i, dtype, n, k.ptr(8 + i)?, bytes));
+    }
+    k.before_wait(|k| parts.iter().try_for_each(|&(_, _, _, w, bytes)| k.view::<u8>(w, bytes).map(|_| ())))?;
+    let (x, scale, sum) = make_x(k, &p, first.is_quantized())?;
+    if k.ptr(3)?.0 != 0 {
+        k.write(k.ptr(3)?, &sum)?;
+    }
+    let mut results = Vec::with_capacity(MAX_PARTS);
+    for &(i, dtype, n, w, bytes) in &parts {
+        let mut y = vec![0.0_f32; n];
+        {
+            let w = k.view::<u8>(w, bytes)?;
+            let mut row = vec![0.0; cols];
+            for (j, y) in y.iter_mut().enumerate() {
+                match dtype.is_quantized() {
+                    true => unpack_row(dtype, &w, j, cols, &mut row).ok_or_else(partial)?,
+                    false => {
+                        let from = &w[2 * j * cols..2 * (j + 1) * cols];
+                        quant::dequantize(dtype, from, &mut row).map_err(fault)?;
+                    }
+                }
+                let dot: f64 = x.iter().zip(&row).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
+                *y = (dot * f64::from(scale)) as f32;
+            }
+        }
+        if k.ptr(11 + i)?.0 != 0 {
+            let bias: Vec<f32> = k.read(k.ptr(11 + i)?, n)?;
+            y.iter_mut().zip(&bias).for_each(|(y, b)| *y += b);
+        }
+        results.push((i, y));
+    }
+    if let (1 | 2, [(_, gate), (_, up)]) = (p.gate, results.as_slice()) {
+        let y: Vec<f32> = gate.iter().zip(up).map(|(g, u)| activation(*g, p.gate) * u).collect();
+        return k.write(k.ptr(0)?, &y);
+    }
+    results.iter().try_for_each(|(i, y)| k.write(k.ptr(*i)?, y))
+}
+
+fn activation(x: f32, gate: u32) -> f32 {
+    let x = f64::from(x);
+    let y = match gate {
+        1 => x / (1.0 + (-x).exp()),
+        _ => 0.5 * x * (1.0 + (0.797_884_560_802_865_4 * (x + 0.044_715 * x * x * x)).tanh()),
+    };
+    y as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_warps_share_a_tile_when_there_are_many_tiles() {
+        assert_eq!(split(16_032, 8, 1, 132), 1);
+        assert_eq!(split(1024, 8, 2, 132), 2);
+        assert_eq!(split(256, 8, 1, 132), 8);
+        assert_eq!(split(72, 5, 1, 72), 4);
+        assert_eq!(split(1, 1, 1, 1), 1);
+    }
+
+    #[test]
+    fn only_known_pairs_of_dtypes_share_a_launch() {
+        assert!(products_join(&[DType::BF16, DType::BF16]));
+        assert!(products_join(&[DType::Q6_K, DType::Q4_K]));
+        assert!(!products_join(&[DType::Q8_0, DType::Q4_K]));
+        assert!(!products_join(&[DType::F32, DType::F32]));
+    }
+}

@@ -1,0 +1,185 @@
+//! Products by cuBLASLt beside those of our own kernels, on a card: the same numbers, the same bits every time, and how
+//! long each takes.
+#![allow(unreachable_pub, reason = "the modules are this test's own")]
+#![allow(dead_code, reason = "the bed has more than this test needs")]
+
+mod bed;
+
+use bed::{Bed, normals};
+use refrain_driver::{Buf, Layout, Method, Queue, RecordOptions};
+use refrain_kernels::{
+    BlasLt, BlasLtShape, DequantArgs, GemmArgs, GemmPlan, LinearPart, Narrow, packed_bytes,
+};
+use refrain_tensor::DType;
+use refrain_testkit::encode;
+
+struct Room {
+    memory: std::sync::Arc<refrain_driver::Memory>,
+    bufs: [Buf; 6],
+}
+
+/// x, w, y, scratch, workspace, wide.
+fn room(bed: &Bed, m: usize, n: usize, k: usize, scratch: u64) -> Room {
+    let mut layout = Layout::new("products");
+    let sizes = [
+        ("x", 2 * (m * k) as u64),
+        ("w", 2 * (n * k) as u64),
+        ("y", 4 * (m * n) as u64),
+        ("scratch", scratch.max(256)),
+        ("workspace", BlasLt::WORKSPACE_BYTES),
+        ("wide", 4 * (m * k) as u64),
+    ];
+    let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
+    let memory = bed.plan(&layout);
+    let bufs = regions.map(|r| memory.buf(r));
+    Room { memory, bufs }
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+fn a_product_by_the_library_agrees_with_ours_and_has_the_same_bits_recorded_and_eager() {
+    let mut bed = Bed::gpu();
+    let blas = BlasLt::open(&bed.ctx, None).unwrap();
+    for dtype in [DType::F16, DType::BF16] {
+        for (m, n, k) in [(16, 64, 64), (17, 40, 72), (128, 512, 2048), (512, 2048, 2048)] {
+            let plan = GemmPlan::new(m, &[n], k, 132);
+            let room = room(&bed, m, n, k, plan.scratch_bytes(m, n));
+            let [x, w, y, scratch, workspace, _] = room.bufs;
+            let mut lease = room.memory.lease().unwrap();
+            bed.stream.upload(&mut lease, x, &encode(dtype, &normals(m * k, 1))).unwrap();
+            bed.stream.upload(&mut lease, w, &encode(dtype, &normals(n * k, 2))).unwrap();
+            let mut launches = Vec::new();
+            let parts = &[LinearPart { w, y, n }];
+            let args = GemmArgs { x, dtype, parts, m, k, plan, scratch: Some(scratch), step: "own" };
+            bed.kernels.gemm(&args, &mut launches).unwrap();
+            let out =
+                bed.stream.run(&mut lease, true, |q| launches.iter().try_for_each(|l| q.launch(l))).unwrap();
+            let own: Vec<f32> = out.values(&mut bed.stream, y).unwrap();
+
+            let product =
+                blas.product(BlasLtShape { dtype, m, n, k }, [x, w, y, workspace], "library").unwrap();
+            let out = bed.stream.run(&mut lease, false, |q| product.enqueue(q)).unwrap();
+            let library: Vec<f32> = out.values(&mut bed.stream, y).unwrap();
+            let most = own.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
+            let off = own.iter().zip(&library).fold(0.0_f32, |a, (b, c)| a.max((b - c).abs()));
+            assert!(off <= 1e-4 * most, "{dtype} {m} x {n} x {k}: off by {off} of {most}");
+            for method in [Method::Stream, Method::Nodes] {
+                let options = RecordOptions::named("product");
+                let graph =
+                    bed.stream.record(&room.memory, method, &options, |q| product.enqueue(q)).unwrap();
+                for _ in 0..3 {
+                    let fill = bed.stream.run(&mut lease, false, |q| q.fill(y, 0xff));
+                    fill.unwrap();
+                    let out = graph.replay(&mut lease, &mut bed.stream).unwrap();
+                    let again: Vec<f32> = out.values(&mut bed.stream, y).unwrap();
+                    let same = library.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert!(same, "{method} {dtype} {m} x {n} x {k}");
+                }
+            }
+        }
+    }
+}
+
+const TURNS: usize = 20;
+
+/// Microseconds for one of what a closure enqueues, as a graph of many.
+fn time(
+    bed: &mut Bed,
+    room: &Room,
+    f: impl Fn(&mut dyn Queue) -> Result<(), refrain_driver::DriverError>,
+) -> f64 {
+    let mut lease = room.memory.lease().unwrap();
+    bed.stream.run(&mut lease, false, |q| f(q)).unwrap();
+    let options = RecordOptions::named("timing");
+    let graph = bed
+        .stream
+        .record(&room.memory, Method::Stream, &options, |q| (0..TURNS).try_for_each(|_| f(q)))
+        .unwrap();
+    graph.replay(&mut lease, &mut bed.stream).unwrap();
+    let (start, end) = (bed.ctx.event().unwrap(), bed.ctx.event().unwrap());
+    bed.stream.record_event(&start).unwrap();
+    graph.replay(&mut lease, &mut bed.stream).unwrap();
+    bed.stream.record_event(&end).unwrap();
+    bed.stream.synchronize().unwrap();
+    f64::from(end.ms_since(&start).unwrap()) * 1000.0 / TURNS as f64
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+fn products_of_prompts_are_timed() {
+    let mut bed = Bed::gpu();
+    let blas = BlasLt::open(&bed.ctx, None).unwrap();
+    println!("{blas:?}");
+    let dtype = DType::BF16;
+    let shapes = [
+        (512, 2048, 2048),
+        (512, 512, 2048),
+        (512, 3072, 2048),
+        (512, 8192, 2048),
+        (512, 2048, 8192),
+        (512, 4096, 4096),
+        (512, 14336, 4096),
+        (512, 4096, 14336),
+        (128, 4096, 4096),
+        (128, 14336, 4096),
+        (32, 2048, 2048),
+        (32, 14336, 4096),
+    ];
+    for (m, n, k) in shapes {
+        let flops = 2.0 * (m * n * k) as f64;
+        let mut line = format!("{m:>4} x {n:>6} x {k:>6}:");
+        let chosen = GemmPlan::new(m, &[n], k, 132);
+        let most = GemmPlan::fixed(false, 8, k).scratch_bytes(m, n).max(chosen.scratch_bytes(m, n));
+        let room = room(&bed, m, n, k, most);
+        let [x, w, y, scratch, workspace, wide] = room.bufs;
+        {
+            let mut lease = room.memory.lease().unwrap();
+            let some = encode(dtype, &normals(1 << 16, 1));
+            for buf in [x, w] {
+                let mut bytes = some.repeat(buf.len() as usize / some.len() + 1);
+                bytes.truncate(buf.len() as usize);
+                bed.stream.upload(&mut lease, buf, &bytes).unwrap();
+            }
+        }
+        let product = blas.product(BlasLtShape { dtype, m, n, k }, [x, w, y, workspace], "library").unwrap();
+        let us = time(&mut bed, &room, |q| product.enqueue(q));
+        line += &format!(" cuBLASLt {us:.1} us ({:.0} TFLOP/s);", flops / us / 1e6);
+        let fixed = |tall, splits| {
+            (format!("m{} s{splits}", if tall { 128 } else { 64 }), GemmPlan::fixed(tall, splits, k))
+        };
+        let plans = [
+            (format!("chosen {:?}", chosen.shape()), chosen),
+            fixed(true, 1),
+            fixed(true, 2),
+            fixed(true, 4),
+            fixed(false, 1),
+            fixed(false, 2),
+            fixed(false, 4),
+            fixed(false, 8),
+        ];
+        for (name, plan) in plans {
+            let mut launches = Vec::new();
+            let parts = &[LinearPart { w, y, n }];
+            let args = GemmArgs { x, dtype, parts, m, k, plan, scratch: Some(scratch), step: "own" };
+            bed.kernels.gemm(&args, &mut launches).unwrap();
+            let us = time(&mut bed, &room, |q| launches.iter().try_for_each(|l| q.launch(l)));
+            line += &format!(" {name} {us:.1} ({:.0});", flops / us / 1e6);
+        }
+        let to = Narrow { y: x, dtype, also_wide: false };
+        let cast = bed.kernels.narrow_rows(&bed::dense(wide, &[m, k]), m, k, &to, "cast").unwrap();
+        let us = time(&mut bed, &room, |q| q.launch(&cast));
+        line += &format!(" cast {us:.1} us");
+        for quantised in [DType::Q4_K, DType::Q6_K, DType::Q8_0] {
+            // The bytes do not matter, only how many there are.
+            if m == 512 && n * k >= 1 << 24 {
+                let from = w.slice(0, packed_bytes(quantised, n / 4, k).unwrap() as u64).unwrap();
+                let to = w.slice((n * k) as u64, (n * k / 2) as u64).unwrap();
+                let args = DequantArgs { w: from, dtype: quantised, y: to, n: n / 4, k, step: "decode" };
+                let launch = bed.kernels.dequant(&args).unwrap();
+                let us = time(&mut bed, &room, |q| q.launch(&launch));
+                line += &format!(" {quantised} {us:.1} us for {} M", (n * k / 4) >> 20);
+            }
+        }
+        println!("{line}");
+    }
+}

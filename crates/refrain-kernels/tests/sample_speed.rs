@@ -1,0 +1,133 @@
+//! What choosing a token costs inside a recorded chain. Prints, and bounds, the time on a card.
+#![allow(unreachable_pub, dead_code, reason = "the test bed is shared with the other tests")]
+
+mod bed;
+
+use bed::{Bed, dense, f32s, i32s, normals};
+use refrain_driver::{Launch, Layout, Method, RecordOptions};
+use refrain_graph::SAMPLE_PARAMS;
+use refrain_kernels::{SampleArgs, sample_scratch_bytes};
+use refrain_testkit::Rng;
+
+/// Choices in a recording, and replays that are timed together.
+const CHAIN: usize = 32;
+const REPLAYS: usize = 10;
+const N_HISTORY: usize = 64;
+const N_BIAS: usize = 8;
+
+/// Temperature, top-k, top-p, min-p, repeat, frequency, presence; and the most microseconds that a vocabulary of
+/// 128,256 may take on an H200 without being a step back.
+const MODES: [(&str, [f32; 7], f64); 5] = [
+    ("greedy", [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0], 7.0),
+    ("top-k 40, top-p 0.95", [0.8, 40.0, 0.95, 0.0, 1.0, 0.0, 0.0], 12.0),
+    ("top-k 64, top-p 0.95, penalties", [0.8, 64.0, 0.95, 0.0, 1.1, 0.1, 0.1], 14.0),
+    ("top-p 0.95", [0.8, 0.0, 0.95, 0.0, 1.0, 0.0, 0.0], 55.0),
+    ("temperature", [0.8, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0], 25.0),
+];
+
+/// As a model's: a few likely tokens, and many that are not. Or a bell, whose likely tokens are thousands.
+fn logits(vocab: usize, peaked: bool) -> Vec<f32> {
+    let mut values: Vec<f32> =
+        normals(vocab, 5).into_iter().map(|v| if peaked { 2.0 } else { 3.0 } * v).collect();
+    let mut rng = Rng::new(6);
+    for rank in 0..if peaked { 2000 } else { 0 } {
+        values[rng.below(vocab)] = 20.0 - 1.5 * (1.0 + rank as f32).ln();
+    }
+    values
+}
+
+/// Microseconds for one choice in the middle of a chain, for each mode.
+fn measure(bed: &mut Bed, vocab: usize, peaked: bool) -> Vec<f64> {
+    let mut layout = Layout::new("speed");
+    let scratch = sample_scratch_bytes(1, vocab);
+    let regions = [
+        ("logits", 4 * vocab as u64),
+        ("params", 4 * SAMPLE_PARAMS as u64),
+        ("rng", 16),
+        ("history", 4 * N_HISTORY as u64),
+        ("bias_ids", 4 * N_BIAS as u64),
+        ("bias", 4 * N_BIAS as u64),
+        ("token", 4),
+        ("logprob", 4),
+        ("scratch", scratch),
+    ]
+    .map(|(name, bytes)| layout.device(name, bytes));
+    let memory = bed.plan(&layout);
+    let [logits_at, params, rng, history, bias_ids, bias, token, logprob, scratch] =
+        regions.map(|r| memory.buf(r));
+    let args = SampleArgs {
+        logits: dense(logits_at, &[1, vocab]),
+        params,
+        rng,
+        history,
+        bias_ids,
+        bias,
+        token,
+        logprob,
+        scratch,
+        n: 1,
+        vocab,
+        n_history: N_HISTORY,
+        n_bias: N_BIAS,
+        step: "sample",
+    };
+    let mut launches: Vec<Launch> = Vec::new();
+    (0..CHAIN).for_each(|_| bed.kernels.sample(&args, &mut launches).unwrap());
+    let mut lease = memory.lease().unwrap();
+    let mut set = |buf, bytes: &[u8]| bed.stream.upload(&mut lease, buf, bytes).unwrap();
+    set(logits_at, &f32s(&logits(vocab, peaked)));
+    set(rng, &i32s(&[1, 2, 3, 0]));
+    set(history, &i32s(&(0..N_HISTORY as i32).map(|i| 7 * i % 50).collect::<Vec<_>>()));
+    set(bias_ids, &i32s(&[-1; N_BIAS]));
+    set(bias, &f32s(&[0.0; N_BIAS]));
+    let options = RecordOptions::named("speed");
+    let graph = bed
+        .stream
+        .record(&memory, Method::Stream, &options, |q| launches.iter().try_for_each(|l| q.launch(l)))
+        .unwrap();
+    let (start, end) = (bed.ctx.event().unwrap(), bed.ctx.event().unwrap());
+    let mut times = Vec::new();
+    for (_, mode, _) in MODES {
+        let mode: Vec<f32> = mode.iter().copied().chain([0.0; SAMPLE_PARAMS - 7]).collect();
+        bed.stream.upload(&mut lease, params, &f32s(&mode)).unwrap();
+        let mut best = f64::INFINITY;
+        for _ in 0..5 {
+            bed.stream.record_event(&start).unwrap();
+            for _ in 0..REPLAYS {
+                graph.replay(&mut lease, &mut bed.stream).unwrap();
+            }
+            bed.stream.record_event(&end).unwrap();
+            bed.stream.synchronize().unwrap();
+            best = best.min(f64::from(end.ms_since(&start).unwrap()) * 1e3 / (REPLAYS * CHAIN) as f64);
+        }
+        times.push(best);
+    }
+    times
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+fn choosing_a_token_costs_microseconds_in_a_recorded_chain() {
+    let mut bed = Bed::gpu();
+    let mut slow = Vec::new();
+    for vocab in [128_256, 262_144] {
+        for peaked in [true, false] {
+            let shape = if peaked { "peaked" } else { "bell" };
+            for ((name, _, limit), us) in MODES.into_iter().zip(measure(&mut bed, vocab, peaked)) {
+                println!("sample {vocab} {shape:6} {name:32} {us:7.2} us");
+                if vocab == 128_256 && us > limit {
+                    slow.push(format!("{name} over {shape} logits: {us:.1} us, at most {limit}"));
+                }
+            }
+        }
+    }
+    // The bounds are for one kind of card; another may take its time.
+    let name = bed.device.info().name.clone();
+    assert!(slow.is_empty() || !name.contains("H200"), "{}", slow.join("; "));
+}
+
+#[test]
+fn the_chain_that_is_timed_runs() {
+    let times = measure(&mut Bed::sim(), 1500, true);
+    assert_eq!(times.len(), MODES.len());
+}

@@ -1,0 +1,57 @@
+//! A model's steps on a device, to be looked at.
+
+use crate::error::Error;
+use crate::session::{SessionOptions, monitored_engine};
+use refrain_cuda::{Monitor, Status};
+use refrain_engine::Engine;
+use refrain_formats::ModelFiles;
+use refrain_graph::Plan;
+use std::borrow::Cow;
+use std::sync::Arc;
+
+/// A model on a device without a tokenizer: its steps can be planned and compiled, not talked to.
+pub struct Planner {
+    name: String,
+    engine: Engine,
+    monitor: Option<Monitor>,
+}
+
+impl Planner {
+    /// Brings a model to a device.
+    pub fn new(files: &ModelFiles, options: &SessionOptions) -> Result<Planner, Error> {
+        let weights = refrain_models::Model::load(files)?;
+        let name = weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
+        let (engine, monitor) = monitored_engine(&Arc::new(weights), &name, options)?;
+        Ok(Planner { name, engine, monitor })
+    }
+
+    /// The name the files give the model, or the file's.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Name of the backend.
+    pub fn backend(&self) -> &'static str {
+        self.engine.backend()
+    }
+
+    /// Tokens a sequence can have.
+    pub fn context(&self) -> usize {
+        self.engine.context()
+    }
+
+    /// The plan of a step over `n_tokens` tokens.
+    pub fn plan(&mut self, n_tokens: usize) -> Result<&Plan, Error> {
+        Ok(self.engine.plan(n_tokens)?)
+    }
+
+    /// The kernels of that plan, each with the (first) step it runs.
+    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, Error> {
+        Ok(self.engine.kernels(n_tokens)?)
+    }
+
+    /// Memory and graphs of a CUDA device, real or simulated; `None` on the CPU.
+    pub fn device_status(&self) -> Option<Status> {
+        self.monitor.as_ref().map(Monitor::status)
+    }
+}
