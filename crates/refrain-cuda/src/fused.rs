@@ -111,24 +111,23 @@ pub(crate) fn single<'a>(plan: &Plan, step: &'a Step) -> Option<Run<'a>> {
 fn row<'a>(readers: &Readers, steps: &'a [Step]) -> Option<(Row<'a>, &'a Operand, usize)> {
     let first = steps.first()?;
     let add_norm = |step: &'a Step| matches!(step.op, Op::AddRmsNorm { .. }) && n_rows(&step.outputs[1]) == 1;
-    match &first.op {
-        Op::MatMul => Some((Row::Plain(&first.inputs[0]), &first.inputs[0], 0)),
-        Op::AddRmsNorm { .. } if add_norm(first) => {
-            Some((Row::AddNorm { inner: None, add: first }, &first.outputs[1], 1))
+    let found = if matches!(first.op, Op::MatMul) {
+        (Row::Plain(&first.inputs[0]), &first.inputs[0], 0)
+    } else if add_norm(first) {
+        (Row::AddNorm { inner: None, add: first }, &first.outputs[1], 1)
+    } else if let Op::RmsNorm { eps } = &first.op {
+        let second = steps.get(1).filter(|step| {
+            let same_eps = matches!(&step.op, Op::AddRmsNorm { eps: other } if other == eps);
+            same_eps && add_norm(step) && step.inputs[1] == first.outputs[0]
+        });
+        match second.filter(|_| readers.count(&first.outputs[0]) == 1) {
+            Some(add) => (Row::AddNorm { inner: Some(first), add }, &add.outputs[1], 2),
+            None => (Row::Norm(first), &first.outputs[0], 1),
         }
-        Op::RmsNorm { eps } if n_rows(&first.outputs[0]) == 1 => {
-            let second = steps.get(1).filter(|step| {
-                let same_eps = matches!(&step.op, Op::AddRmsNorm { eps: other } if other == eps);
-                same_eps && add_norm(step) && step.inputs[1] == first.outputs[0]
-            });
-            match second.filter(|_| readers.count(&first.outputs[0]) == 1) {
-                Some(add) => Some((Row::AddNorm { inner: Some(first), add }, &add.outputs[1], 2)),
-                None => Some((Row::Norm(first), &first.outputs[0], 1)),
-            }
-        }
-        _ => None,
-    }
-    .filter(|(_, x, _)| n_rows(x) == 1)
+    } else {
+        return None;
+    };
+    Some(found).filter(|(_, x, _)| n_rows(x) == 1)
 }
 
 fn is_product(plan: &Plan, step: &Step, x: &Operand) -> bool {

@@ -633,8 +633,5 @@ impl Lowering<'_> {
 }
 
 fn eps(step: &Step) -> f32 {
-    match step.op {
-        Op::RmsNorm { eps } | Op::AddRmsNorm { eps } => eps,
-        _ => 0.0,
-    }
+    if let Op::RmsNorm { eps } | Op::AddRmsNorm { eps } = step.op { eps } else { 0.0 }
 }

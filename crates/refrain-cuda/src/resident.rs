@@ -315,11 +315,11 @@ impl Resident {
             .map_err(CudaError::driver("clearing device memory"))?;
         for (idx, (weight, tensor)) in model.weights.iter().zip(&model.tensors).enumerate() {
             let Some(place) = self.places.weights[idx] else { continue };
-            let failed = |error| match error {
-                KernelError::Driver(source) => {
-                    CudaError::Driver { step: format!("uploading {}", weight.name), source }
+            let failed = |error| {
+                if let KernelError::Driver(source) = error {
+                    return CudaError::Driver { step: format!("uploading {}", weight.name), source };
                 }
-                error => CudaError::Kernels(Arc::new(error)),
+                CudaError::Kernels(Arc::new(error))
             };
             let dst = self.weights.slice(place.offset, place.bytes).map_err(|e| failed(e.into()))?;
             let unfit = |because: String| CudaError::Mismatch { what: "weights", because };

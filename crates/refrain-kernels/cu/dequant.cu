@@ -13,19 +13,23 @@
 #include "packed.cuh"
 #include "quant.cuh"
 
+// A unit's rows in shared memory, so that whole rows go out at once; 16 bytes apart from where banks repeat.
+template <typename Q> struct Staged {
+    static const u32 ROW = 2 * Q::COLS, PITCH = ROW + 16;
+    u8 rows[TILE_ROWS][PITCH];
+};
+
 template <typename Q> inline void dequant_packed(BF16* y, const u8* w, u32 n, u32 k) {
+    __shared__ alignas(16) Staged<Q> all[8];
     start();
-    u32 lane = threadIdx.x % 32, tile = blockIdx.x, row = tile * TILE_ROWS + lane / TILE_SUBS;
-    u32 n_units = (k + Q::COLS - 1) / Q::COLS;
-    if (row >= n) return;
+    u32 lane = threadIdx.x % 32, tile = blockIdx.x, n_units = (k + Q::COLS - 1) / Q::COLS;
+    Staged<Q>& staged = all[threadIdx.x / 32];
     for (u32 u = threadIdx.x / 32; u < n_units; u += 8) {
         const u8* unit = w + ((u64)tile * n_units + u) * Q::BYTES;
 #pragma unroll
         for (int c = 0; c < Q::SUBS; c++) {
-            u32 sub = u * (Q::COLS / 32) + TILE_SUBS * c + lane % TILE_SUBS;
-            if (sub >= k / 32) continue;
             Sub v = Q::load(unit, c, lane);
-            uint4* to = (uint4*)(y + (u64)row * k + 32 * sub);
+            uint4* to = (uint4*)(staged.rows[lane / TILE_SUBS] + 64 * (TILE_SUBS * c + lane % TILE_SUBS));
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 u32 words[4];
@@ -37,6 +41,15 @@ template <typename Q> inline void dequant_packed(BF16* y, const u8* w, u32 n, u3
                 to[i] = make_uint4(words[0], words[1], words[2], words[3]);
             }
         }
+        __syncwarp();
+        const u32 pieces = Staged<Q>::ROW / 16;
+        for (u32 i = lane; i < TILE_ROWS * pieces; i += 32) {
+            u32 row = i / pieces, piece = i % pieces, col = u * Q::COLS + 8 * piece;
+            if (tile * TILE_ROWS + row < n && col < k) {
+                *(uint4*)(y + (u64)(tile * TILE_ROWS + row) * k + col) = *(const uint4*)(staged.rows[row] + 16 * piece);
+            }
+        }
+        __syncwarp();
     }
 }
 

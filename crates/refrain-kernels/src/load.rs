@@ -75,6 +75,8 @@ pub struct Kernels {
     n_sms: usize,
     /// Most shared memory of a block, in bytes.
     shared_limit: usize,
+    /// Shared memory of a multiprocessor, in bytes.
+    shared_sm: usize,
 }
 
 /// The first architecture whose kernels can start early; `overlap.cuh` is compiled to nothing before it.
@@ -225,7 +227,6 @@ impl Kernels {
             for info in all.iter().filter(|k| origin == Origin::Twins || k.family == *family) {
                 let function = module.function(&info.name)?;
                 check(info, &function)?;
-                function.prefer_shared()?;
                 functions.insert(info.name.clone(), function);
             }
         }
@@ -235,10 +236,15 @@ impl Kernels {
         }
         let device = ctx.device();
         let info = device.info();
-        let (n_sms, shared_limit) = (info.n_sms.max(1) as usize, info.shared_block_bytes as usize);
-        let kernels = Kernels { functions, origin, overlaps: arch >= OVERLAPS, n_sms, shared_limit };
+        let n_sms = info.n_sms.max(1) as usize;
+        let (shared_limit, shared_sm) = (info.shared_block_bytes as usize, info.shared_sm_bytes as usize);
+        let overlaps = arch >= OVERLAPS;
+        let kernels = Kernels { functions, origin, overlaps, n_sms, shared_limit, shared_sm };
         kernels.allow_gemm()?;
         kernels.allow_flash()?;
+        kernels.allow_product()?;
+        // Behind the limits: raising one may set the wish back.
+        kernels.functions.values().try_for_each(Function::prefer_shared)?;
         Ok(kernels)
     }
 
@@ -286,6 +292,11 @@ impl Kernels {
     pub(crate) fn has_clusters(&self) -> bool {
         // The first cards whose kernels overlap are the first that have clusters.
         self.overlaps
+    }
+
+    /// Shared memory of a multiprocessor, in bytes.
+    pub(crate) fn shared_sm(&self) -> usize {
+        self.shared_sm
     }
 
     pub(crate) fn get(&self, name: &str) -> Result<&Function, KernelError> {

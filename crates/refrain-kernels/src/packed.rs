@@ -138,8 +138,8 @@ impl Sub {
                 let (half, j) = (s / 4, s % 4);
                 let (ql, qh) = (&block[64 * half..][..64], &block[128 + 32 * half..][..32]);
                 sub.low = pair_nibbles(|i| ql[32 * (j % 2) + i] >> (4 * (j / 2)));
-                for i in 0..SUB {
-                    let bits = qh[i] >> (2 * j) & 3;
+                for (i, byte) in qh.iter().enumerate() {
+                    let bits = byte >> (2 * j) & 3;
                     sub.high[i / 16 * 4 + i % 4] |= bits << (2 * (i % 16 / 4));
                 }
                 sub.scales[..2].copy_from_slice(&block[192 + 2 * s..][..2]);

@@ -19,7 +19,8 @@ pub const MAX_PARTS: usize = 3;
 const WARPS: usize = 16;
 /// Bytes of all warps' rings: enough to keep the memory busy while x is made, and no more, since two launches share a
 /// multiprocessor.
-const RING_BYTES: usize = 72 << 10;
+const PACKED_RING_BYTES: usize = 72 << 10;
+const PLAIN_RING_BYTES: usize = 96 << 10;
 /// Shared memory that the compiled code itself declares, rounded up.
 const STATIC_BYTES: usize = 4096;
 /// What adding up the sums of a tile's warps costs, in units.
@@ -178,10 +179,11 @@ impl Kernels {
         let n_tiles = if gated { tiles(&a.parts[0]) } else { a.parts.iter().map(tiles).sum() };
         let grid = n_tiles.min(self.n_sms());
         let split = split(n_tiles, units, if gated { 2 } else { 1 }, grid);
-        let kernel = name(first, second);
-        let (stages, shared) = self.product_shared(&case, &kernel, a.k, tile, other)?;
-        let mut launch =
-            self.launch(&kernel, case.u32("n", grid)?, 32 * WARPS as u32)?.shared(shared).step(a.step);
+        let (stages, shared) = self.product_shared(&case, a.k, tile, other)?;
+        let mut launch = self
+            .launch(&name(first, second), case.u32("n", grid)?, 32 * WARPS as u32)?
+            .shared(shared)
+            .step(a.step);
         let row = |what, buf: Buf, n| case.buf(what, buf, usize::checked_mul(n, 4), 16);
         for i in 0..MAX_PARTS {
             launch = match a.parts.get(i).filter(|_| i == 0 || !gated) {
@@ -230,11 +232,20 @@ impl Kernels {
         Ok(launch.baked(Baked(params)))
     }
 
+    /// Lets products ask for all the shared memory a block can have.
+    pub(crate) fn allow_product(&self) -> Result<(), KernelError> {
+        let limit = self.product_limit() as u32;
+        launches().try_for_each(|[first, second]| Ok(self.get(&name(first, second))?.allow_shared(limit)?))
+    }
+
+    fn product_limit(&self) -> usize {
+        self.shared_limit().saturating_sub(STATIC_BYTES)
+    }
+
     /// Units in a warp's ring, and the shared memory of a block.
     fn product_shared(
         &self,
         case: &Case<'_>,
-        kernel: &str,
         k: usize,
         tile: Tile,
         other: Tile,
@@ -244,18 +255,21 @@ impl Kernels {
         let bytes = |stages: usize| {
             WARPS * stages * unit + (8 * WARPS * stages).next_multiple_of(128) + x.next_multiple_of(16)
         };
-        let function = self.get(kernel)?;
-        let limit = self.shared_limit().saturating_sub(STATIC_BYTES);
-        let wanted = (RING_BYTES / (WARPS * unit)).clamp(1, 4);
-        let Some(stages) = (1..=wanted).rev().find(|stages| bytes(*stages) <= limit) else {
+        let limit = self.product_limit();
+        let ring = if tile.rows == TILE_ROWS { PACKED_RING_BYTES } else { PLAIN_RING_BYTES };
+        let wanted = (ring / (WARPS * unit)).clamp(1, 4);
+        // Two launches share a multiprocessor, unless a long x leaves less than two units for each warp then.
+        let half = (self.shared_sm() / 2).saturating_sub(STATIC_BYTES);
+        let fits = |most: usize, stages: usize| bytes(stages) <= most.min(limit);
+        let beside = (2..=wanted).rev().find(|&stages| fits(half, stages));
+        let Some(stages) = beside.or_else(|| (1..=wanted.min(2)).rev().find(|&stages| fits(limit, stages)))
+        else {
             let need = bytes(1);
             return Err(
                 case.refuse(format!("a block needs {need} bytes of shared memory, {limit} are there"))
             );
         };
-        let shared = bytes(stages) as u32;
-        function.allow_shared(shared)?;
-        Ok((stages as u32, shared))
+        Ok((stages as u32, bytes(stages) as u32))
     }
 }
 
@@ -273,6 +287,11 @@ const fn gate_code(gate: Gate) -> u32 {
     }
 }
 
+/// What a kernel multiplies with: one dtype, or two.
+fn launches() -> impl Iterator<Item = [DType; 2]> {
+    [DType::BF16, DType::F16].into_iter().chain(PACKED_DTYPES).map(|d| [d, d]).chain(PAIRS)
+}
+
 fn name(first: DType, second: DType) -> String {
     let lower = |d: DType| d.name().to_ascii_lowercase();
     match first == second {
@@ -283,8 +302,7 @@ fn name(first: DType, second: DType) -> String {
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, size_of::<Params>()];
-    let singles = [DType::BF16, DType::F16].into_iter().chain(PACKED_DTYPES).map(|d| [d, d]);
-    for [first, second] in singles.chain(PAIRS) {
+    for [first, second] in launches() {
         let kernel = name(first, second);
         all.push(Entry::new(Family::Product, kernel, &params, move |k| twin(k, first, second)));
     }

@@ -206,7 +206,7 @@ fn same_bits_for_every_m(bed: &mut Bed) {
 
 /// Enough columns for two to a warp, in three products, against each of them alone.
 fn same_bits_beside_others(bed: &mut Bed) {
-    for dtype in [DType::F32, DType::BF16, DType::Q8_0, DType::Q4_K, DType::Q6_K] {
+    for dtype in [DType::F32, DType::BF16, DType::Q3_K, DType::IQ4_XS] {
         let (k, ns) = (512, [2051, 7, 1030]);
         let n: usize = ns.iter().sum();
         let w = encode(dtype, &normals(n * k, 2));
@@ -374,8 +374,8 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
     let odd = large.slice(2, 1000).unwrap();
     let messages = [
         linear(DType::I32, 1, 2, 32, large, large),
-        linear(DType::Q4_K, 1, 2, 32, large, large),
-        linear(DType::Q8_0, 1, 4, 64, small, large),
+        linear(DType::Q3_K, 1, 2, 32, large, large),
+        linear(DType::IQ4_NL, 1, 4, 64, small, large),
         linear(DType::F16, 1, 2, 32, odd, large),
         linear(DType::F16, 0, 2, 32, large, large),
         linear(DType::F16, 1, 100, 32, large, small),
@@ -384,8 +384,8 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
         messages,
         [
             "linear x I32 x [m=1, n=2, k=32]: no kernel multiplies with this dtype",
-            "linear x Q4_K x [m=1, n=2, k=32]: k must be whole blocks of 256",
-            "linear x Q8_0 x [m=1, n=4, k=64]: w has 64 bytes, needs 272",
+            "linear x Q3_K x [m=1, n=2, k=32]: k must be whole blocks of 256",
+            "linear x IQ4_NL x [m=1, n=4, k=64]: w has 64 bytes, needs 144",
             "linear x F16 x [m=1, n=2, k=32]: w starts at byte 2, which is no multiple of 16",
             "linear x F16 x [m=0, n=2, k=32]: m is 0, there is nothing to launch",
             "linear x F16 x [m=1, n=100, k=32]: y has 64 bytes, needs 400",
