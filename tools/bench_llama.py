@@ -2,7 +2,7 @@
 
 Needs `pip install llama-cpp-python`. `cargo xtask bench-cpu` runs it beside `refrain bench`.
 
-    python tools/bench_llama.py model.gguf PROMPT_TOKENS DECODE_TOKENS THREADS [DEPTH]
+    python tools/bench_llama.py model.gguf PROMPT_TOKENS DECODE_TOKENS THREADS [DEPTH[,DEPTH...]]
 """
 
 import json
@@ -15,8 +15,8 @@ import llama_cpp
 def main() -> None:
     path = sys.argv[1]
     n_prompt, n_decode, n_threads = (int(a) for a in sys.argv[2:5])
-    depth = int(sys.argv[5]) if len(sys.argv) > 5 else 1
-    context = max(n_prompt, depth + n_decode) + 8
+    depths = [int(d) for d in sys.argv[5].split(",")] if len(sys.argv) > 5 else [1]
+    context = max(n_prompt, max(depths) + n_decode) + 8
     llama = llama_cpp.Llama(
         path, n_ctx=context, n_batch=512, n_threads=n_threads, n_threads_batch=n_threads, verbose=False
     )
@@ -29,7 +29,7 @@ def main() -> None:
         llama.eval(tokens[:n])
         return time.perf_counter() - began
 
-    def decode() -> float:
+    def decode(depth: int) -> float:
         prefill(depth)
         began = time.perf_counter()
         for i in range(n_decode):
@@ -37,7 +37,7 @@ def main() -> None:
         return time.perf_counter() - began
 
     prefill(8)  # warms the caches
-    result = {"prefill": n_prompt / prefill(n_prompt), "decode": n_decode / decode()}
+    result = {"prefill": n_prompt / prefill(n_prompt), "decode": [n_decode / decode(d) for d in depths]}
     print(json.dumps(result))
 
 

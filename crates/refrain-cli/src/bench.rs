@@ -4,11 +4,11 @@ use crate::bars::Delayed;
 use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
-use crate::out::{Out, counted, short_count, short_rate, short_time, talk};
+use crate::out::{Out, counted, short_count, short_rate, short_time, talk, thousands};
 use crate::{profile, resolve, stats};
 use refrain::{
-    BenchOptions, BenchReport, BenchTarget, LoadEvent, LoadListener, NamedShape, QuantMix, SHAPES, Samples,
-    SessionOptions, bench,
+    BenchOptions, BenchReport, BenchTarget, DecodeReport, LoadEvent, LoadListener, NamedShape, QuantMix,
+    SHAPES, Samples, SessionOptions, bench,
 };
 use refrain_hub::Bytes;
 use serde_json::json;
@@ -24,7 +24,7 @@ Examples:
   refrain bench smollm2
   refrain bench --shape llama-3.2-1b --quant Q4_K_M -n 32
   refrain bench ./model.gguf -p 128 -n 64 -r 3 --json
-  refrain bench smollm2 -p 0 --depth 2048              decoding with 2,048 tokens in the context")]
+  refrain bench smollm2 -p 0 --depth 16,512,2048       what a longer context costs")]
 pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
     #[arg(value_name = "MODEL", required_unless_present = "shape", conflicts_with = "shape")]
@@ -41,9 +41,9 @@ pub(crate) struct Args {
     /// Tokens to decode; 0 leaves decoding out
     #[arg(short = 'n', long, value_name = "N", default_value_t = 128)]
     max_tokens: usize,
-    /// Tokens in the context before decoding begins
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    depth: usize,
+    /// Tokens in the context before decoding begins; several, with commas between, are measured one by one
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1")]
+    depth: Vec<usize>,
     /// How often each is measured
     #[arg(short, long, value_name = "N", default_value = "5")]
     repeats: NonZeroUsize,
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         session: SessionOptions { on_load, ..args.device.session(None, context)? },
         n_prompt: args.prompt_tokens,
         n_decode: args.max_tokens,
-        depth: args.depth,
+        depths: args.depth.clone(),
         repeats: args.repeats.get(),
     };
     let progress = |what: &str| spinner.say(what.to_owned());
@@ -118,20 +118,17 @@ fn print(out: &mut Out, report: &BenchReport, args: &Args) -> anyhow::Result<()>
     let gib = report.weight_bytes as f64 / (1u64 << 30) as f64;
     let parameters = short_count(report.n_parameters as u64);
     out.line(format_args!("{}: {parameters} parameters, {gib:.2} GiB, on {}", report.name, report.backend))?;
-    out.line(format_args!("ready in {:.2} s", report.load_seconds))?;
+    let resident = report
+        .resident
+        .map_or_else(String::new, |r| format!(", {} resident now, {} at most", Bytes(r.now), Bytes(r.most)));
+    out.line(format_args!("ready in {:.2} s{resident}", report.load_seconds))?;
     if !report.prefill.0.is_empty() {
         out.line(format_args!("prefill  {:>6} tokens  {}", args.prompt_tokens, spread(&report.prefill)))?;
     }
-    if !report.decode.0.is_empty() {
-        out.line(format_args!("decode   {:>6} tokens  {}", args.max_tokens, spread(&report.decode)))?;
-        let (per_token, rate) = (report.bytes_per_token as f64 / 1e9, report.decode_bandwidth() / 1e9);
-        let who = if report.backend == "cpu" { "this machine" } else { "this card" };
-        let best = report.read_bandwidth.zip(report.bandwidth_share());
-        let share = best.map_or_else(String::new, |(best, share)| {
-            format!(", {:.0} % of the {:.1} GB/s that {who} reads", 100.0 * share, best / 1e9)
-        });
-        let each = short_time(report.decode_ms() * 1e-3);
-        out.line(format_args!("         {each} and {per_token:.3} GB a token, {rate:.1} GB/s{share}"))?;
+    for decode in &report.decode {
+        print_decode(out, report, decode, args)?;
+    }
+    if !report.decode.is_empty() {
         if let Some(launches) = report.launches {
             let s = if launches.by_host == 1 { "" } else { "es" };
             let kernels = counted(launches.kernels, "kernel");
@@ -142,6 +139,28 @@ fn print(out: &mut Out, report: &BenchReport, args: &Args) -> anyhow::Result<()>
     Ok(())
 }
 
+/// What decoding did at one depth, in two lines; the depth is told where there are several.
+fn print_decode(
+    out: &mut Out,
+    report: &BenchReport,
+    decode: &DecodeReport,
+    args: &Args,
+) -> anyhow::Result<()> {
+    let depth = match report.decode.len() {
+        1 => String::new(),
+        _ => format!("  after {}", thousands(decode.depth)),
+    };
+    out.line(format_args!("decode   {:>6} tokens  {}{depth}", args.max_tokens, spread(&decode.speed)))?;
+    let (per_token, rate) = (decode.bytes_per_token as f64 / 1e9, decode.bandwidth() / 1e9);
+    let who = if report.backend == "cpu" { "this machine" } else { "this card" };
+    let best = report.read_bandwidth.zip(report.bandwidth_share(decode));
+    let share = best.map_or_else(String::new, |(best, share)| {
+        format!(", {:.0} % of the {:.1} GB/s that {who} reads", 100.0 * share, best / 1e9)
+    });
+    let each = short_time(decode.ms() * 1e-3);
+    out.line(format_args!("         {each} and {per_token:.3} GB a token, {rate:.1} GB/s{share}"))
+}
+
 fn spread(samples: &Samples) -> String {
     let (low, high) = samples.range();
     format!("{:>8} tok/s  ({} to {})", short_rate(samples.median()), short_rate(low), short_rate(high))
@@ -149,7 +168,16 @@ fn spread(samples: &Samples) -> String {
 
 fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
     let samples = |s: &Samples| json!({ "median": s.median(), "samples": s.0 });
-    let has_decoded = !report.decode.0.is_empty();
+    let decode = |d: &DecodeReport| {
+        json!({
+            "depth": d.depth,
+            "tokens_per_second": samples(&d.speed),
+            "ms_per_token": d.ms(),
+            "bytes_per_token": d.bytes_per_token,
+            "bytes_per_second": d.bandwidth(),
+            "read_bandwidth_share": report.bandwidth_share(d),
+        })
+    };
     let memory = report.device.as_ref().map(|(status, _)| {
         let m = &status.memory;
         json!({
@@ -169,17 +197,14 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
         "quant": args.shape.as_ref().map(|_| &args.quant),
         "prompt_tokens": args.prompt_tokens,
         "decode_tokens": args.max_tokens,
-        "depth": args.depth,
         "prefill_tokens_per_second": samples(&report.prefill),
-        "decode_tokens_per_second": samples(&report.decode),
-        "decode_ms_per_token": has_decoded.then(|| report.decode_ms()),
-        "bytes_per_token": report.bytes_per_token,
-        "decode_bytes_per_second": has_decoded.then(|| report.decode_bandwidth()),
+        "decode": report.decode.iter().map(decode).collect::<Vec<_>>(),
         "read_bytes_per_second": report.read_bandwidth,
-        "read_bandwidth_share": report.bandwidth_share().filter(|_| has_decoded),
         "launches_per_token": report.launches.map(|l| l.by_host),
         "kernels_per_token": report.launches.map(|l| l.kernels),
         "load_seconds": report.load_seconds,
+        "resident_bytes": report.resident.map(|r| r.now),
+        "resident_bytes_at_most": report.resident.map(|r| r.most),
         "decode_steps": stats::tally_json(&report.decode_steps),
         "memory": memory,
     })

@@ -2,7 +2,7 @@
 
 use crate::out::{short_rate, short_time, talk, thousands};
 use crate::reply::Reply;
-use refrain::{Accounting, Finish, Session, Status, StepKind, Tally};
+use refrain::{Accounting, Finish, Resident, Session, Status, StepKind, Tally};
 use refrain_hub::Bytes;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -37,10 +37,8 @@ pub(crate) fn print(session: &mut Session, reply: &Reply, load: Duration, seed: 
     if let Some(status) = session.device_status() {
         print_device(&status);
     }
-    let resident = match (resident_bytes("VmRSS:"), resident_bytes("VmHWM:")) {
-        (Some(now), Some(most)) => format!(", {} resident now, {} at most", Bytes(now), Bytes(most)),
-        _ => String::new(),
-    };
+    let resident = Resident::of_this_process()
+        .map_or_else(String::new, |r| format!(", {} resident now, {} at most", Bytes(r.now), Bytes(r.most)));
     let weights = Bytes(session.model().weight_bytes() as u64);
     talk!("memory   {weights} of weights{resident}");
     let why = match summary.finish {
@@ -138,11 +136,4 @@ pub(crate) fn tally_json(tally: &Tally) -> Value {
         "unused": tally.unused,
         "reasons": reasons,
     })
-}
-
-/// Memory of the process, where the system tells it.
-fn resident_bytes(field: &str) -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix(field))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
 }

@@ -288,7 +288,7 @@ fn plan_draws_steps_and_memory() {
 fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
     let cli = Cli::new();
     let text = cli.run(&with(&["plan", "stories", "--bandwidth", "4000"], &SIM)).ok();
-    for expected in ["linear_m1_q8_0", "of workspace", "4000.0 GB/s", "(as above)"] {
+    for expected in ["product_q8_0", "of workspace", "4000.0 GB/s", "(as above)"] {
         assert!(text.contains(expected), "{expected} in {text}");
     }
     let launches = text.lines().find_map(|l| l.strip_prefix("launches 1 launch, ")).expect("launches");
@@ -316,9 +316,8 @@ fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
     assert_eq!(json["launches_per_token"], 1);
     assert!(json["kernels_per_token"].as_u64() > Some(10), "{json}");
     assert_eq!((&json["decode_steps"]["replayed"], &json["decode_steps"]["eager"]), (&8.into(), &0.into()));
-    assert!(
-        json["memory"]["kv_bytes"].as_u64() > Some(0) && json["decode_ms_per_token"].as_f64() > Some(0.0)
-    );
+    assert!(json["memory"]["kv_bytes"].as_u64() > Some(0), "{json}");
+    assert!(json["decode"][0]["ms_per_token"].as_f64() > Some(0.0), "{json}");
     let json = cli.run(&with(&args, &["--json", "--profile=b.html"])).json();
     assert_eq!(json["launches_per_token"], json["kernels_per_token"]);
     assert_eq!(json["decode_steps"]["reasons"]["profiling"], 8);
@@ -326,7 +325,24 @@ fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
     let cpu = ["bench", "stories", "-p", "0", "-n", "4", "-r", "1", "--device", "cpu", "--json"];
     let json = cli.run(&cpu).json();
     assert!(json["launches_per_token"].is_null(), "{json}");
-    assert!(json["read_bandwidth_share"].as_f64() > Some(0.0), "{json}");
+    assert!(json["decode"][0]["read_bandwidth_share"].as_f64() > Some(0.0), "{json}");
+}
+
+#[test]
+fn bench_at_several_depths_has_a_decode_line_for_each_and_tells_launches_and_steps_once() {
+    let cli = Cli::new();
+    let args = with(&["bench", "stories", "-p", "0", "-n", "4", "-r", "1", "--depth", "16,3"], &SIM);
+    let text = cli.run(&args).ok();
+    let count = |what: &str| text.matches(what).count();
+    assert_eq!((count("\ndecode "), count(" GB a token, ")), (2, 2), "{text}");
+    assert_eq!((count("  after 16\n"), count("  after 3\n")), (1, 1), "{text}");
+    assert_eq!((count("1 launch and "), count(" replayed")), (1, 1), "{text}");
+    let json = cli.run(&with(&args, &["--json"])).json();
+    let depths: Vec<_> = json["decode"].as_array().expect("a list").iter().map(|d| &d["depth"]).collect();
+    assert_eq!(depths, [16, 3]);
+    assert_eq!(json["decode_steps"]["replayed"], 16, "two rounds of four at two depths");
+    let none = with(&["bench", "stories", "-p", "4", "-n", "0", "-r", "1", "--json"], &SIM);
+    assert_eq!(cli.run(&none).json()["decode"], serde_json::json!([]));
 }
 
 #[test]
@@ -473,11 +489,11 @@ fn a_profile_runs_one_kernel_at_a_time_and_says_so() {
     let cli = Cli::new();
     let prompt = with(&["run", "stories", "Once upon a time"], &GREEDY);
     let ended = cli.run(&with(&with(&prompt, &SIM), &["--profile", "--stats"]));
-    assert!(ended.stderr.contains("linear_m1_q8_0"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("product_q8_0"), "{}", ended.stderr);
     assert!(ended.stderr.contains("profiling times each op"), "{}", ended.stderr);
     assert!(ended.stderr.contains("written: refrain-profile.html"), "{}", ended.stderr);
     let page = std::fs::read_to_string(cli.home.path().join("refrain-profile.html")).expect("a page");
-    assert!(page.contains("linear_m1_q8_0") && page.ends_with("</html>\n"));
+    assert!(page.contains("product_q8_0") && page.ends_with("</html>\n"));
     assert!(!page.contains("http") && !page.contains("src="), "the page needs nothing else");
     let data = page.split_once("id=\"data\">").and_then(|(_, rest)| rest.split_once("</script>"));
     let data: serde_json::Value = serde_json::from_str(data.expect("data").0).expect("JSON");

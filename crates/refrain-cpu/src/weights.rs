@@ -14,7 +14,7 @@ pub(crate) enum Entry {
     /// Norms, biases and tables, as floats.
     Vector(Vec<f32>),
     /// A matrix over the file's bytes, with a repacked copy where products are faster from it.
-    Matrix { tensor: HostTensor, packed: Option<Packed> },
+    Matrix { tensor: HostTensor, packed: Option<Box<Packed>> },
 }
 
 impl CpuWeights {
@@ -29,9 +29,13 @@ impl CpuWeights {
                 return tensor.to_f32().map(Entry::Vector);
             }
             let packed = match (repack, matrix_of(&tensor)) {
-                (true, Some(Ok(matrix))) => pack(pool, level, &matrix),
+                (true, Some(Ok(matrix))) => pack(pool, level, &matrix).map(Box::new),
                 _ => None,
             };
+            if packed.is_some() {
+                // One tensor at a time, so that file and copy are never both in memory as a whole.
+                tensor.bytes().release();
+            }
             Ok(Entry::Matrix { tensor, packed })
         };
         Ok(CpuWeights { entries: tensors.into_iter().map(entry).collect::<Result<_, _>>()? })

@@ -84,7 +84,7 @@ pub enum EngineError {
     #[error(transparent)]
     Sampling(#[from] SamplingError),
     /// A window that cannot be scored.
-    #[error("a window of {window} tokens was asked for, it may have {MIN_WINDOW} to {context}")]
+    #[error("a window of {window} tokens was asked for, it {}", limits(*context))]
     Window {
         /// Tokens of a window.
         window: usize,
@@ -99,6 +99,14 @@ pub enum EngineError {
         /// Tokens of a window.
         window: usize,
     },
+}
+
+/// What a window may have. The context may have been made for a window that is too small.
+fn limits(context: usize) -> String {
+    if context <= MIN_WINDOW {
+        return format!("needs at least {MIN_WINDOW}");
+    }
+    format!("may have {MIN_WINDOW} to {context}")
 }
 
 impl EngineError {
@@ -116,7 +124,7 @@ impl EngineError {
             }
             EngineError::EmptyPrompt => Some("give a prompt of at least one token".into()),
             EngineError::TextTooShort { n_tokens, .. } if *n_tokens < MIN_WINDOW => {
-                Some("give a longer text".into())
+                Some(format!("give a text of at least {MIN_WINDOW} tokens"))
             }
             EngineError::TextTooShort { n_tokens, .. } => {
                 Some(format!("give a longer text, or a window of at most {n_tokens} tokens with -c"))
@@ -128,6 +136,9 @@ impl EngineError {
             }
             EngineError::TooManyRows { n_tokens, .. } => Some(format!("ask for at most {n_tokens} rows")),
             EngineError::ForeignSession => Some("use a session with the engine that opened it".into()),
+            EngineError::Window { context, .. } if *context <= MIN_WINDOW => {
+                Some(format!("pass -c with at least {MIN_WINDOW} tokens"))
+            }
             EngineError::Window { context, .. } => {
                 Some(format!("pass -c with {MIN_WINDOW} to {context} tokens"))
             }

@@ -2,14 +2,15 @@
 
 use crate::FormatError;
 use memmap2::Mmap;
-use refrain_tensor::Bytes;
+use refrain_tensor::{Bytes, Owner};
 use std::fs::File;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 /// A mapped file. Cloning shares the mapping.
 #[derive(Clone, Debug)]
-pub(crate) struct Mapped(Option<Arc<Mmap>>); // `None` for an empty file, which cannot be mapped everywhere
+pub(crate) struct Mapped(Option<Arc<Mapping>>); // `None` for an empty file, which cannot be mapped everywhere
 
 impl Mapped {
     /// Maps a regular file for reading.
@@ -22,7 +23,8 @@ impl Mapped {
         if meta.len() == 0 {
             return Ok(Mapped(None));
         }
-        Ok(Mapped(Some(Arc::new(map(&file).map_err(|e| FormatError::io("map", path, e))?))))
+        let map = map(&file).map_err(|e| FormatError::io("map", path, e))?;
+        Ok(Mapped(Some(Arc::new(Mapping(map)))))
     }
 
     /// The bytes of the file.
@@ -37,7 +39,7 @@ impl Mapped {
     pub(crate) fn prefetch(&self) {
         #[cfg(unix)]
         if let Some(map) = &self.0
-            && let Err(error) = map.advise(memmap2::Advice::WillNeed)
+            && let Err(error) = map.0.advise(memmap2::Advice::WillNeed)
         {
             tracing::debug!(%error, "the system does not read ahead");
         }
@@ -48,22 +50,41 @@ impl Mapped {
     /// Tells the system that the file's pages will hardly be read any more, so that they need not stay resident. They
     /// are read again from the file when they are.
     pub(crate) fn release(&self) {
+        if let Some(map) = &self.0 {
+            map.release(0..map.0.len());
+        }
+    }
+}
+
+/// A file's mapping, as tensors share it.
+#[derive(Debug)]
+struct Mapping(Mmap);
+
+impl AsRef<[u8]> for Mapping {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Owner for Mapping {
+    fn release(&self, range: Range<usize>) {
         #[cfg(unix)]
-        if let Some(map) = &self.0
-            && let Err(error) = dont_need(map)
-        {
+        if let Err(error) = dont_need(&self.0, range) {
             tracing::debug!(%error, "the system keeps the pages of a file");
         }
+        #[cfg(not(unix))]
+        let _ = range;
     }
 }
 
 #[cfg(unix)]
 #[allow(unsafe_code)]
-fn dont_need(map: &Mmap) -> std::io::Result<()> {
+fn dont_need(map: &Mmap, range: Range<usize>) -> std::io::Result<()> {
+    let range = range.start.min(map.len())..range.end.min(map.len());
     // SAFETY: the advice may change what memory holds only where it is private or was written to. `map` below maps
     // files shared and for reading only, so a dropped page comes back from the file with the bytes it had, and
     // slices into it stay valid.
-    unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) }
+    unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, range.len()) }
 }
 
 /// Refuses folders, pipes and devices.
@@ -82,4 +103,25 @@ fn map(file: &File) -> std::io::Result<Mmap> {
     // reader relies on a byte keeping its value: text is copied out before it is checked, and tensor data have no
     // invalid bit patterns. A file that is shortened ends the process with SIGBUS; it cannot corrupt memory.
     unsafe { Mmap::map(file) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn released_bytes_read_as_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("weights");
+        let content: Vec<u8> = (0..100_000u32).map(|i| ((i * 31) >> 3) as u8).collect();
+        std::fs::write(&path, &content).unwrap();
+        let mapped = Mapped::open(&path).unwrap();
+        let part = mapped.bytes().slice(5_001..70_003).unwrap();
+        assert_eq!(part.as_slice(), &content[5_001..70_003]);
+        part.release();
+        assert_eq!(part.as_slice(), &content[5_001..70_003]);
+        part.slice(0..0).unwrap().release();
+        mapped.release();
+        assert_eq!(mapped.bytes().as_slice(), content);
+    }
 }

@@ -10,18 +10,37 @@ use std::sync::Arc;
 /// Cloning shares the bytes. Mapped weights are used where they lie in the file.
 #[derive(Clone)]
 pub struct Bytes {
-    owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
+    owner: Arc<dyn Owner>,
     range: Range<usize>,
 }
+
+/// Who holds bytes that others share.
+pub trait Owner: AsRef<[u8]> + Send + Sync {
+    /// Hears that the bytes in `range` will hardly be read again. They must stay what they are.
+    fn release(&self, range: Range<usize>) {
+        let _ = range;
+    }
+}
+
+/// An owner that keeps its bytes where they are.
+struct Kept<T>(T);
+
+impl<T: AsRef<[u8]>> AsRef<[u8]> for Kept<T> {
+    fn as_ref(&self) -> &[u8] {
+        self.0.as_ref()
+    }
+}
+
+impl<T: AsRef<[u8]> + Send + Sync> Owner for Kept<T> {}
 
 impl Bytes {
     /// All bytes of an owner, such as a `Vec<u8>` or a memory map.
     pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Bytes {
-        Bytes::shared(Arc::new(owner))
+        Bytes::shared(Arc::new(Kept(owner)))
     }
 
     /// All bytes of an owner that others share.
-    pub fn shared(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Bytes {
+    pub fn shared(owner: Arc<dyn Owner>) -> Bytes {
         let range = 0..(*owner).as_ref().len();
         Bytes { owner, range }
     }
@@ -33,6 +52,12 @@ impl Bytes {
         }
         let start = self.range.start + range.start;
         Some(Bytes { owner: self.owner.clone(), range: start..start + range.len() })
+    }
+
+    /// Tells the owner that these bytes will hardly be read again: those of a mapped file need not stay in memory, and
+    /// come back from the file when they are.
+    pub fn release(&self) {
+        self.owner.release(self.range.clone());
     }
 
     /// The bytes.

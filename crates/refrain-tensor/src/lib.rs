@@ -13,6 +13,6 @@ mod shape;
 
 pub use dtype::DType;
 pub use error::TensorError;
-pub use host::{Bytes, HostTensor};
+pub use host::{Bytes, HostTensor, Owner};
 pub use layout::Layout;
 pub use shape::{MAX_RANK, Shape};

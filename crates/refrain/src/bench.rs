@@ -34,8 +34,8 @@ pub struct BenchOptions {
     pub n_prompt: usize,
     /// Tokens to decode.
     pub n_decode: usize,
-    /// Tokens already in the context when decoding begins.
-    pub depth: usize,
+    /// Tokens already in the context when decoding begins; decoding is measured at each of these depths.
+    pub depths: Vec<usize>,
     /// How often.
     pub repeats: usize,
 }
@@ -59,6 +59,50 @@ impl Samples {
     }
 }
 
+/// Decoding with so much in the context.
+#[derive(Clone, Debug)]
+pub struct DecodeReport {
+    /// Tokens in the context when decoding began.
+    pub depth: usize,
+    /// Tokens per second.
+    pub speed: Samples,
+    /// Bytes that a token reads, at the middle of the measured stretch.
+    pub bytes_per_token: usize,
+}
+
+impl DecodeReport {
+    /// Milliseconds of a token.
+    pub fn ms(&self) -> f64 {
+        1e3 / self.speed.median()
+    }
+
+    /// Bytes per second that decoding read.
+    pub fn bandwidth(&self) -> f64 {
+        self.speed.median() * self.bytes_per_token as f64
+    }
+}
+
+/// Memory that the process holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resident {
+    /// Bytes now.
+    pub now: u64,
+    /// Bytes at most so far.
+    pub most: u64,
+}
+
+impl Resident {
+    /// Of this process, where the system tells it.
+    pub fn of_this_process() -> Option<Resident> {
+        let status = std::fs::read_to_string("/proc/self/status").ok()?;
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+            Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+        };
+        Some(Resident { now: field("VmRSS:")?, most: field("VmHWM:")? })
+    }
+}
+
 /// What came out.
 #[derive(Clone, Debug)]
 pub struct BenchReport {
@@ -72,15 +116,16 @@ pub struct BenchReport {
     pub weight_bytes: usize,
     /// Tokens per second while a prompt is evaluated.
     pub prefill: Samples,
-    /// Tokens per second while tokens are generated.
-    pub decode: Samples,
-    /// Bytes that a decoded token reads, at the middle of the measured stretch.
-    pub bytes_per_token: usize,
+    /// Generating tokens, at each depth; empty if none were to be decoded.
+    pub decode: Vec<DecodeReport>,
     /// Bytes per second that memory delivers at best; `None` where it was not measured.
     pub read_bandwidth: Option<f64>,
     /// Seconds from open files to a device that is ready.
     pub load_seconds: f64,
-    /// How the decoded steps ran, as the ledger tells it; those of the first round, which is not counted, too.
+    /// Memory of the process when all was measured, where the system tells it.
+    pub resident: Option<Resident>,
+    /// How the decoded steps ran, as the ledger tells it, at all depths; those of the first round, which is not
+    /// counted, too.
     pub decode_steps: Tally,
     /// Kernels of a decoded token, and launches by the host for them; `None` on the CPU, which calls its kernels.
     pub launches: Option<Launches>,
@@ -100,19 +145,9 @@ pub struct Launches {
 }
 
 impl BenchReport {
-    /// Milliseconds of a decoded token.
-    pub fn decode_ms(&self) -> f64 {
-        1e3 / self.decode.median()
-    }
-
     /// What decoding read as a part of what memory delivers at best; `None` where that was not measured.
-    pub fn bandwidth_share(&self) -> Option<f64> {
-        self.read_bandwidth.filter(|best| *best > 0.0).map(|best| self.decode_bandwidth() / best)
-    }
-
-    /// Bytes per second that decoding read.
-    pub fn decode_bandwidth(&self) -> f64 {
-        self.decode.median() * self.bytes_per_token as f64
+    pub fn bandwidth_share(&self, decode: &DecodeReport) -> Option<f64> {
+        self.read_bandwidth.filter(|best| *best > 0.0).map(|best| decode.bandwidth() / best)
     }
 }
 
@@ -134,7 +169,9 @@ pub fn bench(
             (shape.name.to_string(), Arc::new(refrain_models::Model::random(shape, *mix)?))
         }
     };
-    let context = (options.n_prompt).max(options.depth + options.n_decode + 1);
+    let depths: &[usize] = if options.n_decode > 0 { &options.depths } else { &[] };
+    let deepest = depths.iter().copied().max().unwrap_or(0);
+    let context = options.n_prompt.max(deepest + options.n_decode + 1);
     let session = SessionOptions { context: Some(context), ..options.session.clone() };
     let began = Instant::now();
     progress("loading");
@@ -149,37 +186,13 @@ pub fn bench(
     let vocab = weights.config().n_vocab as u32;
     // Any tokens do; these avoid the first ones, which are often special.
     let tokens: Vec<u32> = (0..context as u32).map(|i| (1000 + i * 7919) % vocab).collect();
-    let mut row = SamplingRow::new(&SamplingParams::greedy());
-    let (mut prefill, mut decode) = (Vec::new(), Vec::new());
-    // The first round warms caches and compiles the steps; it is not counted.
-    for round in 0..=options.repeats {
-        progress(&format!("round {round} of {}", options.repeats));
-        let mut sequence = engine.open();
-        if options.n_prompt > 0 {
-            let began = Instant::now();
-            engine.prompt(&mut sequence, &tokens[..options.n_prompt], &mut row, |_| true)?;
-            let took = began.elapsed().as_secs_f64();
-            if round > 0 {
-                prefill.push(options.n_prompt as f64 / took);
-            }
-            sequence = engine.open();
-        }
-        if options.n_decode > 0 {
-            let first = tokens[..options.depth.max(1)].to_vec();
-            let mut next = engine.prompt(&mut sequence, &first, &mut row, |_| true)?.token;
-            let began = Instant::now();
-            for n_tokens in (1..=options.n_decode).rev() {
-                let ahead = Ahead { n_tokens, end: &[] };
-                next = engine.follow(&mut sequence, next, &mut row, &ahead)?.token;
-            }
-            let took = began.elapsed().as_secs_f64();
-            if round > 0 {
-                decode.push(options.n_decode as f64 / took);
-            }
-        }
-    }
+    let (prefill, decode) = measure(&mut engine, options, depths, &tokens, &mut progress)?;
     let traffic = engine.plan(1)?.traffic();
-    let middle = options.depth.max(1) + options.n_decode / 2;
+    let decode = depths.iter().zip(decode).map(|(&depth, speed)| {
+        let middle = depth.max(1) + options.n_decode / 2;
+        let bytes_per_token = traffic.weight_bytes + traffic.kv_bytes(middle);
+        DecodeReport { depth, speed, bytes_per_token }
+    });
     let decode_steps = engine.ledger().tally(StepKind::Decode).clone();
     let is_eager = decode_steps.eager > 0;
     let launches = match monitor {
@@ -188,6 +201,7 @@ pub fn bench(
     };
     let device = monitor.map(|monitor| (monitor.status(), monitor.timeline()));
     let (layouts, backend) = (engine.layouts(), engine.backend());
+    let resident = Resident::of_this_process();
     // The device is free again, and its clocks are up.
     drop(engine);
     progress("measuring read bandwidth");
@@ -205,12 +219,52 @@ pub fn bench(
         backend,
         n_parameters: weights.n_parameters(),
         weight_bytes: weights.weight_bytes(),
-        prefill: Samples(prefill),
-        decode: Samples(decode),
-        bytes_per_token: traffic.weight_bytes + traffic.kv_bytes(middle),
+        prefill,
+        decode: decode.collect(),
         read_bandwidth,
         load_seconds,
+        resident,
     })
+}
+
+/// Runs the rounds: how fast the prompt was read, and how fast tokens came at each depth.
+fn measure(
+    engine: &mut Engine,
+    options: &BenchOptions,
+    depths: &[usize],
+    tokens: &[u32],
+    progress: &mut impl FnMut(&str),
+) -> Result<(Samples, Vec<Samples>), Error> {
+    let mut row = SamplingRow::new(&SamplingParams::greedy());
+    let (mut prefill, mut decode) = (Samples(Vec::new()), vec![Samples(Vec::new()); depths.len()]);
+    // The first round warms caches and compiles the steps; it is not counted.
+    for round in 0..=options.repeats {
+        progress(&format!("round {round} of {}", options.repeats));
+        let mut sequence = engine.open();
+        if options.n_prompt > 0 {
+            let began = Instant::now();
+            engine.prompt(&mut sequence, &tokens[..options.n_prompt], &mut row, |_| true)?;
+            let took = began.elapsed().as_secs_f64();
+            if round > 0 {
+                prefill.0.push(options.n_prompt as f64 / took);
+            }
+        }
+        for (&depth, decode) in depths.iter().zip(&mut decode) {
+            sequence = engine.open();
+            let first = tokens[..depth.max(1)].to_vec();
+            let mut next = engine.prompt(&mut sequence, &first, &mut row, |_| true)?.token;
+            let began = Instant::now();
+            for n_tokens in (1..=options.n_decode).rev() {
+                let ahead = Ahead { n_tokens, end: &[] };
+                next = engine.follow(&mut sequence, next, &mut row, &ahead)?.token;
+            }
+            let took = began.elapsed().as_secs_f64();
+            if round > 0 {
+                decode.0.push(options.n_decode as f64 / took);
+            }
+        }
+    }
+    Ok((prefill, decode))
 }
 
 fn count_launches(engine: &mut Engine, is_eager: bool) -> Result<Launches, Error> {

@@ -27,7 +27,9 @@ mod model;
 mod planner;
 mod session;
 
-pub use bench::{BenchOptions, BenchReport, BenchTarget, CpuInfo, Launches, Samples, bench};
+pub use bench::{
+    BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, Resident, Samples, bench,
+};
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};

@@ -115,7 +115,8 @@ impl Session {
     /// Brings a model to a device.
     pub fn new(model: &Model, options: &SessionOptions) -> Result<Session, Error> {
         let (engine, monitor) = monitored_engine(model.weights(), model.name(), options)?;
-        // Both kinds of device have copies of their own now: repacked, or on the card.
+        // What was repacked or is on the card is not read from the file again; what still is, as float weights are on
+        // the CPU, comes back with the pages that are touched.
         model.files().release();
         let sequence = engine.open();
         Ok(Session { model: model.clone(), engine, sequence, monitor })

@@ -7,17 +7,29 @@ fn a_bench_measures_as_often_as_asked_and_counts_the_bytes_that_a_token_reads() 
     let model = Model::builtin().unwrap();
     let device = Device::Cpu { threads: Some(2) };
     let session = SessionOptions { device, ..SessionOptions::default() };
-    let options = BenchOptions { session: session.clone(), n_prompt: 16, n_decode: 8, depth: 32, repeats: 2 };
+    let options =
+        BenchOptions { session: session.clone(), n_prompt: 16, n_decode: 8, depths: vec![32, 5], repeats: 2 };
     let report = bench(&BenchTarget::Model(&model), &options, |_| {}).unwrap();
-    assert_eq!((report.prefill.0.len(), report.decode.0.len()), (2, 2));
-    assert!(report.prefill.median() > 0.0 && report.decode.median() > 0.0);
-    let (low, high) = report.decode.range();
-    assert!(low <= report.decode.median() && report.decode.median() <= high);
+    assert_eq!((report.prefill.0.len(), report.decode.len()), (2, 2));
+    for decode in &report.decode {
+        assert_eq!(decode.speed.0.len(), 2);
+        assert!(report.prefill.median() > 0.0 && decode.speed.median() > 0.0);
+        let (low, high) = decode.speed.range();
+        assert!(low <= decode.speed.median() && decode.speed.median() <= high);
+        assert!((decode.ms() * decode.speed.median() - 1e3).abs() < 1e-6);
+        assert!(report.bandwidth_share(decode).is_some_and(|share| share > 0.0));
+    }
+    if cfg!(target_os = "linux") {
+        assert!(report.resident.is_some_and(|r| r.now > 1 << 20 && r.most >= r.now));
+    }
     assert_eq!((report.backend, report.n_parameters), ("cpu", model.n_parameters()));
     let steps = &report.decode_steps;
-    assert_eq!(steps.replayed + steps.eager, 24, "three rounds of eight");
+    assert_eq!(steps.replayed + steps.eager, 48, "three rounds of eight at two depths");
     assert!(report.read_bandwidth.is_some_and(|bytes| bytes > 1e8));
+    assert!(report.launches.is_none() && report.device.is_none());
 
     let traffic = Session::new(&model, &session).unwrap().plan(1).unwrap().traffic();
-    assert_eq!(report.bytes_per_token, traffic.weight_bytes + traffic.kv_bytes(36));
+    let read: Vec<_> = report.decode.iter().map(|d| (d.depth, d.bytes_per_token)).collect();
+    let at = |middle| traffic.weight_bytes + traffic.kv_bytes(middle);
+    assert_eq!(read, [(32, at(36)), (5, at(9))]);
 }

@@ -13,8 +13,10 @@ use super::lanes::{Kernel, Simd};
 /// How an activation row is stored for a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ActKind {
-    /// As it is; for float weights.
+    /// As it is; for F32 and F16 weights.
     F32,
+    /// Rounded to bfloat16, subnormal numbers to zero; for BF16 weights.
+    Bf16,
     /// Blocks of 32 signed bytes with a float scale and their sum; for weights in blocks of 32.
     Q8,
     /// Blocks of 256 signed bytes with a float scale and sums of 16 and 32; for weights in blocks of 256.
@@ -25,7 +27,7 @@ impl ActKind {
     /// Elements that share a scale; `k` must be whole blocks.
     pub const fn block_len(self) -> usize {
         match self {
-            ActKind::F32 => 1,
+            ActKind::F32 | ActKind::Bf16 => 1,
             ActKind::Q8 => 32,
             ActKind::Q8K => 256,
         }
@@ -35,7 +37,8 @@ impl ActKind {
 /// The form of the activations in a product with weights of `dtype`, or `None` where there is no such product.
 pub fn act_kind(dtype: DType) -> Option<ActKind> {
     match dtype {
-        DType::F32 | DType::F16 | DType::BF16 => Some(ActKind::F32),
+        DType::F32 | DType::F16 => Some(ActKind::F32),
+        DType::BF16 => Some(ActKind::Bf16),
         DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::IQ4_NL => {
             Some(ActKind::Q8)
         }
@@ -52,7 +55,9 @@ pub fn act_bytes(kind: ActKind, k: usize) -> Option<usize> {
         return None;
     }
     let bytes = match kind {
-        ActKind::F32 => k.next_multiple_of(4) * 4,
+        // Whole steps of the product (see `float`), the rest of the last one being zeros.
+        ActKind::F32 => k.next_multiple_of(32) * 4,
+        ActKind::Bf16 => k.next_multiple_of(64) * 2,
         ActKind::Q8 => Q8Layout::new(k).bytes,
         ActKind::Q8K => Q8KLayout::new(k).bytes,
     };
@@ -150,10 +155,43 @@ pub fn quantize_row(level: Level, kind: ActKind, src: &[f32], dst: &mut [u8]) ->
             }
             padding.fill(0);
         }
+        ActKind::Bf16 => level.dispatch(RoundBf16 { src, dst }),
         ActKind::Q8 => level.dispatch(QuantizeQ8 { src, dst }),
         ActKind::Q8K => level.dispatch(QuantizeQ8K { src, dst }),
     }
     Ok(())
+}
+
+struct RoundBf16<'a> {
+    src: &'a [f32],
+    dst: &'a mut [u8],
+}
+
+impl Kernel for RoundBf16<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        // Plain Rust: the compiler makes the level's vectors of it.
+        let (row, padding) = self.dst.split_at_mut(2 * self.src.len());
+        for (bytes, x) in row.chunks_exact_mut(2).zip(self.src) {
+            bytes.copy_from_slice(&round_bf16(*x).to_le_bytes());
+        }
+        padding.fill(0);
+    }
+}
+
+/// The nearest bfloat16, ties to even; zero for a subnormal number, quiet for a NaN.
+#[inline(always)]
+fn round_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+    let magnitude = bits & 0x7fff_ffff;
+    let is_nan = magnitude > 0x7f80_0000;
+    let kept = if is_nan { bits | 0x0040_0000 } else { rounded };
+    // What the dot product instruction does with subnormal numbers.
+    let is_normal = magnitude >= 0x0080_0000;
+    ((if is_normal { kept } else { bits & 0x8000_0000 }) >> 16) as u16
 }
 
 struct QuantizeQ8<'a> {

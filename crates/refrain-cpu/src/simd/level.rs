@@ -22,6 +22,8 @@ enum Kind {
     Avx512,
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni,
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
     #[cfg(target_arch = "aarch64")]
     Neon,
     #[cfg(target_arch = "aarch64")]
@@ -49,11 +51,13 @@ impl Level {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl")
                 && is_x86_feature_detected!("avx512dq");
+            let vnni = avx512 && is_x86_feature_detected!("avx512vnni");
             [
                 (Kind::Avx2, avx2),
                 (Kind::Avx2Vnni, avx2 && is_x86_feature_detected!("avxvnni")),
                 (Kind::Avx512, avx512),
-                (Kind::Avx512Vnni, avx512 && is_x86_feature_detected!("avx512vnni")),
+                (Kind::Avx512Vnni, vnni),
+                (Kind::Avx512Bf16, vnni && is_x86_feature_detected!("avx512bf16")),
             ]
         };
         #[cfg(target_arch = "aarch64")]
@@ -85,6 +89,8 @@ impl Level {
             Kind::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Vnni => "avx512-vnni",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16 => "avx512-bf16",
             #[cfg(target_arch = "aarch64")]
             Kind::Neon => "neon",
             #[cfg(target_arch = "aarch64")]
@@ -114,6 +120,9 @@ impl Level {
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Vnni => unsafe { x86::call_avx512_vnni(kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16 => unsafe { x86::call_avx512_bf16(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "aarch64")]
             Kind::Neon => unsafe { neon::call_neon(kernel) },

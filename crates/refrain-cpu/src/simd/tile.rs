@@ -17,8 +17,6 @@ pub(crate) const TILE_ROWS: usize = 16;
 /// How a block of a dtype lies in the file and in a tile.
 #[derive(Clone, Copy)]
 pub(crate) struct TileSpec {
-    /// Elements per block.
-    pub(crate) block_len: usize,
     /// Bytes per block in the file.
     pub(crate) block_bytes: usize,
     /// Where the lone half float lies in the block.
@@ -39,12 +37,28 @@ enum Fixup {
     FifthBits(usize),
 }
 
+/// The scales of the parts, then for every other part of each half the two words of low bits and the word of high bits
+/// (four of each) that it shares with three more parts.
+const Q6_K_RUNS: &[(usize, usize)] = &[
+    (48, 4),
+    (0, 4),
+    (8, 4),
+    (32, 4),
+    (4, 4),
+    (12, 4),
+    (36, 4),
+    (16, 4),
+    (24, 4),
+    (40, 4),
+    (20, 4),
+    (28, 4),
+    (44, 4),
+];
+
 impl TileSpec {
-    /// The tile form of `dtype`, or `None` for types that are not weights of a product.
+    /// The tile form of `dtype`, or `None` for types that have none.
     pub(crate) fn new(dtype: DType) -> Option<TileSpec> {
         let (half_at, words_at, runs, fixup): (_, _, &[(usize, usize)], _) = match dtype {
-            DType::F32 => (None, 0, &[(0, 4)], Fixup::None),
-            DType::F16 | DType::BF16 => (None, 0, &[(0, 2)], Fixup::None),
             DType::Q4_0 | DType::IQ4_NL => (Some(0), 2, &[(0, 4)], Fixup::None),
             DType::Q4_1 => (None, 0, &[(0, 5)], Fixup::None),
             DType::Q5_0 => (Some(0), 2, &[(0, 5)], Fixup::FifthBits(0)),
@@ -56,15 +70,12 @@ impl TileSpec {
             DType::Q3_K => (Some(108), 0, &[(24, 3), (0, 24)], Fixup::None),
             DType::Q4_K => (None, 0, &[(0, 36)], Fixup::None),
             DType::Q5_K => (None, 0, &[(0, 44)], Fixup::None),
-            // The scales of the parts, then for each half the low nibbles and the high bits.
-            DType::Q6_K => (Some(208), 0, &[(48, 4), (0, 16), (32, 8), (16, 16), (40, 8)], Fixup::None),
+            DType::Q6_K => (Some(208), 0, Q6_K_RUNS, Fixup::None),
             DType::IQ4_XS => (None, 0, &[(0, 34)], Fixup::None),
+            DType::F32 | DType::F16 | DType::BF16 => return None,
             DType::I32 | DType::U32 | DType::I64 | DType::U8 => return None,
         };
-        // Floats are taken four at a time: whole words for every float type, and few tails.
-        let n_together = if dtype.is_float() { 4 } else { 1 };
-        let (block_len, block_bytes) = (n_together * dtype.block_len(), n_together * dtype.block_bytes());
-        Some(TileSpec { block_len, block_bytes, half_at, words_at, runs, fixup })
+        Some(TileSpec { block_bytes: dtype.block_bytes(), half_at, words_at, runs, fixup })
     }
 
     fn n_words(&self) -> usize {
@@ -174,7 +185,7 @@ fn spread_fifth_bits<S: Simd>(s: S, bits: S::I) -> S::I {
 }
 
 impl TileSpec {
-    /// The block of row `row` of a tile, as the file has it; `block` may be short at the end of a float row.
+    /// The block of row `row` of a tile, as the file has it.
     pub(crate) fn unpack_block(&self, tile: &[u8], row: usize, block: &mut [u8]) {
         let words = match self.half_at {
             Some(half_at) => {
@@ -195,9 +206,7 @@ impl TileSpec {
                 }
                 Fixup::FifthBits(_) => {}
             }
-            let begin = (self.words_at + 4 * in_block).min(block.len());
-            let end = (begin + 4).min(block.len());
-            block[begin..end].copy_from_slice(&word.to_le_bytes()[..end - begin]);
+            block[self.words_at + 4 * in_block..][..4].copy_from_slice(&word.to_le_bytes());
         }
     }
 }

@@ -46,7 +46,8 @@ pub enum WeightError {
 #[derive(Clone, Copy)]
 pub struct WeightMatrix<'a> {
     dtype: DType,
-    spec: TileSpec,
+    /// How it is made into tiles; floats are multiplied row by row instead.
+    spec: Option<TileSpec>,
     kind: ActKind,
     n_rows: usize,
     k: usize,
@@ -70,7 +71,8 @@ impl<'a> WeightMatrix<'a> {
         k: usize,
         row_bytes: usize,
     ) -> Result<WeightMatrix<'a>, WeightError> {
-        let (spec, kind) = spec_of(dtype)?;
+        let kind = act_kind(dtype).ok_or(WeightError::UnsupportedDType { dtype })?;
+        let spec = TileSpec::new(dtype);
         let need = dtype.bytes_for(k).ok_or(WeightError::NotWholeBlocks { dtype, k })?;
         let end = n_rows.saturating_sub(1).checked_mul(row_bytes).and_then(|last| last.checked_add(need));
         if n_rows > 0 && (row_bytes < need || end.is_none_or(|end| end > bytes.len())) {
@@ -115,13 +117,24 @@ impl<'a> WeightMatrix<'a> {
         }
     }
 
-    pub(super) fn spec(&self) -> TileSpec {
+    pub(super) fn spec(&self) -> Option<TileSpec> {
         self.spec
     }
 
-    /// Blocks in a row, the last of which may be short for floats.
+    /// Blocks in a row.
     pub(super) fn n_blocks(&self) -> usize {
-        self.k.div_ceil(self.spec.block_len)
+        self.k / self.dtype.block_len()
+    }
+
+    /// The bytes of row `row` in the file's layout, if that is where the weights are.
+    pub(super) fn file_row(&self, row: usize) -> Option<&'a [u8]> {
+        match self.source {
+            Source::File { bytes, row_bytes } => {
+                let used = self.dtype.bytes_for(self.k)?;
+                bytes.get(row * row_bytes..)?.get(..used)
+            }
+            Source::Tiles { .. } => None,
+        }
     }
 
     /// The packed tiles of the blocks from `block_idx` on of rows `16 * group_idx ..`, if it is packed.
@@ -129,7 +142,7 @@ impl<'a> WeightMatrix<'a> {
         match self.source {
             Source::Tiles { bytes } => {
                 let tile_idx = group_idx * self.n_blocks() + block_idx;
-                Some(bytes[tile_idx * self.spec.tile_bytes()..].as_ptr())
+                Some(bytes[tile_idx * self.spec?.tile_bytes()..].as_ptr())
             }
             Source::File { .. } => None,
         }
@@ -154,46 +167,24 @@ impl<'a> WeightMatrix<'a> {
         blocks: Range<usize>,
         dst: *mut u8,
     ) {
-        let Source::File { bytes, row_bytes } = self.source else {
-            panic!("the weights are in tiles already");
+        let (Source::File { bytes, row_bytes }, Some(spec)) = (self.source, self.spec) else {
+            panic!("the weights are in tiles already, or never are");
         };
-        let spec = self.spec;
-        assert!(blocks.end <= self.n_blocks() && first_row < self.n_rows);
-        let used_bytes = self.dtype.bytes_for(self.k).unwrap_or(0);
-        let n_whole = used_bytes / spec.block_bytes;
-        let row = |i: usize| &bytes[(first_row + i).min(self.n_rows - 1) * row_bytes..][..used_bytes];
-        let whole = blocks.start..blocks.end.min(n_whole);
-        let begin = blocks.start * spec.block_bytes;
-        if !whole.is_empty() {
-            let rows: [*const u8; 16] = std::array::from_fn(|i| row(i)[begin..].as_ptr());
-            // SAFETY: `whole` ends at or before the last whole block of each row, and `dst` holds a tile for each.
-            level.dispatch(unsafe { MakeTiles::new(spec, &rows, whole.len(), dst) });
-        }
-        if blocks.end > n_whole {
-            // A short block of floats: the rest is zeros, against zeros in the activations.
-            let mut tail = [[0u8; 16]; 16];
-            for (i, tail) in tail.iter_mut().enumerate() {
-                let rest = &row(i)[n_whole * spec.block_bytes..];
-                tail[..rest.len()].copy_from_slice(rest);
-            }
-            let rows: [*const u8; 16] = std::array::from_fn(|i| tail[i].as_ptr());
-            // SAFETY: a float block is at most 16 bytes; the last of the tiles of `blocks` is in `dst`.
-            level.dispatch(unsafe {
-                let dst = dst.add((n_whole - blocks.start) * spec.tile_bytes());
-                MakeTiles::new(spec, &rows, 1, dst)
-            });
-        }
+        assert!(blocks.end <= self.n_blocks() && first_row < self.n_rows && !blocks.is_empty());
+        let row = |i: usize| &bytes[(first_row + i).min(self.n_rows - 1) * row_bytes..];
+        let range = blocks.start * spec.block_bytes..blocks.end * spec.block_bytes;
+        let rows: [*const u8; 16] = std::array::from_fn(|i| row(i)[range.clone()].as_ptr());
+        // SAFETY: `range` is inside each row, and `dst` holds a tile for each block.
+        level.dispatch(unsafe { MakeTiles::new(spec, &rows, blocks.len(), dst) });
     }
-}
-
-fn spec_of(dtype: DType) -> Result<(TileSpec, ActKind), WeightError> {
-    TileSpec::new(dtype).zip(act_kind(dtype)).ok_or(WeightError::UnsupportedDType { dtype })
 }
 
 /// A weight matrix repacked into tiles of 16 rows: the same information in the same number of bytes (rows rounded up
 /// to 16), in the order in which a product reads it.
 pub struct Packed {
     dtype: DType,
+    kind: ActKind,
+    spec: TileSpec,
     n_rows: usize,
     k: usize,
     buffer: Buffer,
@@ -201,13 +192,14 @@ pub struct Packed {
 
 /// Repacks a matrix in the file's layout, on the threads of `pool`.
 ///
-/// `None` where it would not pay (the matrix is packed already, or has so few rows that the padding counts), and where
-/// there is no memory for it: the matrix as it is serves then.
+/// `None` where it would not pay (floats, whose rows are read as they are; a matrix that is packed already, or has so
+/// few rows that the padding counts), and where there is no memory for it: the matrix as it is serves then.
 pub fn pack(pool: &Pool, level: Level, w: &WeightMatrix<'_>) -> Option<Packed> {
     if w.is_packed() || w.k == 0 || (w.n_rows < TILE_ROWS) {
         return None;
     }
-    let group_bytes = w.n_blocks() * w.spec.tile_bytes();
+    let spec = w.spec?;
+    let group_bytes = w.n_blocks() * spec.tile_bytes();
     let n_bytes = group_bytes.checked_mul(w.n_rows.div_ceil(TILE_ROWS))?;
     let mut buffer = Buffer::zeroed(n_bytes)?;
     pool.chunks_mut(buffer.bytes_mut(), group_bytes, |group_idx, group| {
@@ -215,17 +207,15 @@ pub fn pack(pool: &Pool, level: Level, w: &WeightMatrix<'_>) -> Option<Packed> {
         // SAFETY: `group_bytes` are the tiles of all blocks of a group of rows.
         unsafe { w.make_tiles(level, group_idx * TILE_ROWS, 0..w.n_blocks(), group.as_mut_ptr()) };
     });
-    Some(Packed { dtype: w.dtype, n_rows: w.n_rows, k: w.k, buffer })
+    Some(Packed { dtype: w.dtype, kind: w.kind, spec, n_rows: w.n_rows, k: w.k, buffer })
 }
 
 impl Packed {
     /// The matrix, to multiply with.
     pub fn matrix(&self) -> WeightMatrix<'_> {
-        let Ok((spec, kind)) = spec_of(self.dtype) else {
-            unreachable!("`pack` accepted {}", self.dtype);
-        };
+        let Packed { dtype, kind, n_rows, k, .. } = *self;
         let source = Source::Tiles { bytes: self.buffer.bytes() };
-        WeightMatrix { dtype: self.dtype, spec, kind, n_rows: self.n_rows, k: self.k, source }
+        WeightMatrix { dtype, spec: Some(self.spec), kind, n_rows, k, source }
     }
 
     /// The element type.
@@ -258,10 +248,10 @@ impl Packed {
             self.dtype
         );
         let Source::Tiles { bytes } = w.source else { unreachable!("a packed matrix is in tiles") };
-        let tile_bytes = w.spec.tile_bytes();
+        let tile_bytes = self.spec.tile_bytes();
         let group = &bytes[row / TILE_ROWS * w.n_blocks() * tile_bytes..];
-        for (tile, block) in group.chunks_exact(tile_bytes).zip(dst.chunks_mut(w.spec.block_bytes)) {
-            w.spec.unpack_block(tile, row % TILE_ROWS, block);
+        for (tile, block) in group.chunks_exact(tile_bytes).zip(dst.chunks_exact_mut(self.spec.block_bytes)) {
+            self.spec.unpack_block(tile, row % TILE_ROWS, block);
         }
     }
 }

@@ -110,6 +110,10 @@ pub(crate) fn prepared_values(kind: ActKind, k: usize, row: &[u8]) -> Vec<f64> {
     let float = |at: usize| f32::from_le_bytes(row[at..at + 4].try_into().unwrap());
     match kind {
         ActKind::F32 => (0..k).map(|i| f64::from(float(4 * i))).collect(),
+        ActKind::Bf16 => {
+            let bits = |i: usize| u16::from_le_bytes([row[2 * i], row[2 * i + 1]]);
+            (0..k).map(|i| half::bf16::from_bits(bits(i)).to_f64()).collect()
+        }
         ActKind::Q8 | ActKind::Q8K => {
             let len = kind.block_len();
             (0..k).map(|i| f64::from(row[i] as i8) * f64::from(float(k + i / len * 4))).collect()

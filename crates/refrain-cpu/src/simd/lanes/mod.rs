@@ -30,6 +30,10 @@ pub(crate) const GROUP: usize = 16;
 pub(crate) trait Simd: Copy {
     /// 16, 8 or 4.
     const LANES: usize;
+    /// Whether [`Simd::dot_bf16`] is one instruction.
+    const BF16: bool = false;
+    /// Whether [`Simd::dot8`] is one instruction.
+    const DOT8: bool = false;
     type I: Copy;
     type F: Copy;
 
@@ -79,6 +83,15 @@ pub(crate) trait Simd: Copy {
     fn fmin(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `acc + Σ₂ a·b` per lane, for halves that are bfloat16s: the product of the upper halves is added first, then that
+    /// of the lower ones, and each addition is rounded once. Subnormal numbers may count as zero, in and out.
+    #[inline(always)]
+    fn dot_bf16(self, acc: Self::F, a: Self::I, b: Self::I) -> Self::F {
+        // A bfloat16 is the upper half of the float with the same value.
+        let high = self.splat(0xffff_0000_u32 as i32);
+        let acc = self.fma(self.as_f(self.and(a, high)), self.as_f(self.and(b, high)), acc);
+        self.fma(self.as_f(self.shl(a, 16)), self.as_f(self.shl(b, 16)), acc)
+    }
 
     /// # Safety
     /// `4 * LANES` bytes are readable at `p`.

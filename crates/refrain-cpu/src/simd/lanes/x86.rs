@@ -1,6 +1,7 @@
-//! The operations on x86-64: AVX2 with FMA and F16C, AVX-512, each with and without VNNI.
+//! The operations on x86-64: AVX2 with FMA and F16C, AVX-512, each with and without VNNI; AVX-512 with BF16 too.
 
 use std::arch::x86_64::*;
+use std::mem::transmute;
 
 use super::{Kernel, Simd};
 
@@ -19,22 +20,29 @@ pub(crate) fn call_avx2_vnni<K: Kernel>(kernel: K) -> K::Out {
 /// Runs `kernel` with AVX-512.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
 pub(crate) fn call_avx512<K: Kernel>(kernel: K) -> K::Out {
-    kernel.run(Avx512::<false>(()))
+    kernel.run(Avx512::<false, false>(()))
 }
 
 /// Runs `kernel` with AVX-512 and its VNNI.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(crate) fn call_avx512_vnni<K: Kernel>(kernel: K) -> K::Out {
-    kernel.run(Avx512::<true>(()))
+    kernel.run(Avx512::<true, false>(()))
+}
+
+/// Runs `kernel` with AVX-512, its VNNI and its BF16 dot products.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")]
+pub(crate) fn call_avx512_bf16<K: Kernel>(kernel: K) -> K::Out {
+    kernel.run(Avx512::<true, true>(()))
 }
 
 /// AVX2, FMA and F16C; with AVX-VNNI when `VNNI`. Made only by the functions above, which enable them.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2<const VNNI: bool>(());
 
-/// AVX-512 F, BW, VL and DQ; with VNNI when `VNNI`. Made only by the functions above, which enable them.
+/// AVX-512 F, BW, VL and DQ; with VNNI when `VNNI`, with BF16 when `BF16`. Made only by the functions above, which
+/// enable them.
 #[derive(Clone, Copy)]
-pub(crate) struct Avx512<const VNNI: bool>(());
+pub(crate) struct Avx512<const VNNI: bool, const BF16: bool>(());
 
 /// Methods that are one expression over intrinsics without memory operands.
 macro_rules! ops {
@@ -51,8 +59,10 @@ macro_rules! ops {
     };
 }
 
-impl<const VNNI: bool> Simd for Avx512<VNNI> {
+impl<const VNNI: bool, const BF16: bool> Simd for Avx512<VNNI, BF16> {
     const LANES: usize = 16;
+    const BF16: bool = BF16;
+    const DOT8: bool = VNNI;
     type I = __m512i;
     type F = __m512;
 
@@ -112,6 +122,19 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         fn fmax(a: __m512, b: __m512) -> __m512 { _mm512_max_ps(a, b) }
         fn fmin(a: __m512, b: __m512) -> __m512 { _mm512_min_ps(a, b) }
         fn fma(a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
+        fn dot_bf16(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
+            if BF16 {
+                // The same bits in a type that only tells the compiler what they are.
+                let (a, b) = (transmute::<__m512i, __m512bh>(a), transmute::<__m512i, __m512bh>(b));
+                _mm512_dpbf16_ps(acc, a, b)
+            } else {
+                let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+                let (a_high, b_high) = (_mm512_and_si512(a, high), _mm512_and_si512(b, high));
+                let (a_low, b_low) = (_mm512_slli_epi32::<16>(a), _mm512_slli_epi32::<16>(b));
+                let acc = _mm512_fmadd_ps(_mm512_castsi512_ps(a_high), _mm512_castsi512_ps(b_high), acc);
+                _mm512_fmadd_ps(_mm512_castsi512_ps(a_low), _mm512_castsi512_ps(b_low), acc)
+            }
+        }
         fn prefetch(p: *const u8) -> () { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
         fn sum16x16(rows: &[[f32; 16]; 16]) -> [f32; 16] {
             // Each step adds the halves of what is left of two rows, side by side in one register; taking rows 0, 4, 8,
@@ -238,6 +261,7 @@ unsafe fn transpose_4_words_256(rows: &[*const u8; 16], half: usize, at: usize, 
 
 impl<const VNNI: bool> Simd for Avx2<VNNI> {
     const LANES: usize = 8;
+    const DOT8: bool = VNNI;
     type I = __m256i;
     type F = __m256;
 

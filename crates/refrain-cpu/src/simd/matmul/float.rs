@@ -1,124 +1,375 @@
-//! Tile kernels for float weights, widened exactly and summed in `f32`.
+//! Products with float weights, straight from the rows of the file.
+//!
+//! Weights and activations are both read forward, in steps of 32 lanes. Of F32 and F16 weights, element `i` is widened
+//! and added to lane `i % 32`, rounded once; of BF16 weights, elements `2 i` and `2 i + 1` are added to lane `i % 32` as
+//! [`Simd::dot_bf16`] does. At the end lane `i` is added to lane `i + 16` and those are summed as [`Simd::sum16`] does.
+//! So no copy of the weights is needed, and the bits depend on nothing but the two rows.
 
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ops::Range;
 
-use super::{SUMS, TileArgs, prefetch};
-use crate::simd::lanes::{GROUP, Kernel, Simd, fsplat_at};
-use crate::simd::tile::TILE_ROWS;
+use super::{Acts, OutTile};
+use crate::simd::Level;
+use crate::simd::lanes::{GROUP, Kernel, Simd};
+use crate::simd::weights::WeightMatrix;
+use refrain_tensor::DType;
+
+/// Lanes that a row is summed in.
+const LANES: usize = 2 * GROUP;
+/// Weight rows that are multiplied together with several activation rows.
+const ROWS: usize = 4;
+/// Activation rows that are multiplied with the same weight rows before the next ones are taken.
+const MAX_X: usize = 128;
+/// Bytes of such activation rows: a good part of a second-level cache.
+const X_BYTES: usize = 640 * 1024;
+/// Steps of the weight rows that are laid side by side in the first-level cache.
+const CHUNK: usize = 32;
+/// Bytes of activations in a step, whatever their type.
+const X_STEP: usize = 4 * LANES;
 
 /// A float weight type.
-pub(super) trait Float {
-    const TILE_BYTES: usize;
+trait Float {
+    /// Bytes of weights in a step.
+    const STEP: usize;
 
-    /// Four consecutive elements of the rows of register `g`.
+    /// The weights of lanes `part * S::LANES ..` of a step, as `dot` wants them.
     /// # Safety
-    /// `tile` points at a tile of this type, `g < 16 / LANES`.
-    unsafe fn four<S: Simd>(s: S, tile: *const u8, g: usize) -> [S::F; 4];
+    /// `STEP` bytes are readable at `p`, `part < 32 / S::LANES`.
+    unsafe fn load<S: Simd>(s: S, p: *const u8, part: usize) -> S::I;
+
+    /// Adds the products of weights and activations to their lanes.
+    fn dot<S: Simd>(s: S, acc: S::F, w: S::I, x: S::I) -> S::F;
 }
 
-/// Adds a chunk of tiles to the sums of `M` rows.
-pub(super) struct TileFloat<B, const M: usize> {
-    args: TileArgs<M>,
-    block: PhantomData<B>,
-}
-
-impl<B, const M: usize> TileFloat<B, M> {
-    pub(super) fn new(args: TileArgs<M>) -> Self {
-        TileFloat { args, block: PhantomData }
+/// Computes weight rows `rows` for every activation row.
+///
+/// # Panics
+/// If the weights are not floats in the file's layout.
+pub(super) fn products(
+    level: Level,
+    w: &WeightMatrix<'_>,
+    x: &Acts<'_>,
+    rows: Range<usize>,
+    out: &mut OutTile<'_>,
+) {
+    let x_block = (X_BYTES / x.row_bytes.max(1) / 12 * 12).clamp(12, MAX_X);
+    let mut scratch =
+        Scratch { weights: MaybeUninit::uninit(), lanes: MaybeUninit::uninit(), values: [0.0; MAX_X * ROWS] };
+    for first_x in (0..x.m).step_by(x_block) {
+        let xs = first_x..x.m.min(first_x + x_block);
+        for first_row in rows.clone().step_by(ROWS) {
+            let n_rows = ROWS.min(rows.end - first_row);
+            let row = |i: usize| match w.file_row(first_row + i.min(n_rows - 1)) {
+                Some(bytes) => bytes,
+                None => panic!("float weights lie as in the file"),
+            };
+            let group = Group { rows: std::array::from_fn(row), n_rows, x, xs: xs.clone() };
+            match w.dtype() {
+                DType::F32 => level.dispatch(RowProducts::<F32>::new(group, &mut scratch)),
+                DType::F16 => level.dispatch(RowProducts::<F16>::new(group, &mut scratch)),
+                DType::BF16 => level.dispatch(RowProducts::<Bf16>::new(group, &mut scratch)),
+                DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::IQ4_NL => {
+                    tiled(w)
+                }
+                DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K => tiled(w),
+                DType::IQ4_XS | DType::I32 | DType::U32 | DType::I64 | DType::U8 => tiled(w),
+            }
+            // A copy of known length is an instruction, any other is a call.
+            let (values, first_col) = (scratch.values.as_chunks::<ROWS>().0, first_row - rows.start);
+            if n_rows == ROWS {
+                xs.clone().zip(values).for_each(|(row, values)| out.store(row, first_col, values));
+            } else {
+                xs.clone().zip(values).for_each(|(row, values)| out.store(row, first_col, &values[..n_rows]));
+            }
+        }
     }
 }
 
-impl<B: Float, const M: usize> Kernel for TileFloat<B, M> {
+fn tiled(w: &WeightMatrix<'_>) -> ! {
+    unreachable!("{} weights are not multiplied row by row", w.dtype())
+}
+
+/// Weight rows and activation rows, all of which are multiplied with each other.
+struct Group<'a> {
+    /// All of one length; those past `n_rows` are there to fill up.
+    rows: [&'a [u8]; ROWS],
+    n_rows: usize,
+    x: &'a Acts<'a>,
+    /// At most [`MAX_X`].
+    xs: Range<usize>,
+}
+
+#[repr(align(64))]
+struct Scratch {
+    /// A chunk of the weight rows. As they lie in the file, the rows are often a multiple of 4 KiB apart and drive each
+    /// other out of the cache.
+    weights: MaybeUninit<[u8; CHUNK * ROWS * X_STEP]>,
+    /// The lanes of each sum, activation row by activation row, when there are several.
+    lanes: MaybeUninit<[[f32; LANES]; MAX_X * ROWS]>,
+    /// The products, likewise.
+    values: [f32; MAX_X * ROWS],
+}
+
+struct RowProducts<'a, B> {
+    group: Group<'a>,
+    scratch: &'a mut Scratch,
+    weights: PhantomData<B>,
+}
+
+impl<'a, B: Float> RowProducts<'a, B> {
+    fn new(group: Group<'a>, scratch: &'a mut Scratch) -> Self {
+        assert!(group.xs.len() <= MAX_X && group.rows.iter().all(|r| r.len() == group.rows[0].len()));
+        let n_steps = group.rows[0].len().div_ceil(B::STEP);
+        assert!(n_steps * X_STEP <= group.x.row_bytes, "the activations are padded to whole steps");
+        RowProducts { group, scratch, weights: PhantomData }
+    }
+}
+
+impl<B: Float> Kernel for RowProducts<'_, B> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let TileArgs { tiles, n_blocks, x, first_block, sums, .. } = self.args;
-        for g in 0..GROUP / S::LANES {
-            // SAFETY: `row_group` passes `n_blocks` tiles, rows of floats padded to whole fours, fours `first_block ..
-            // first_block + n_blocks` of which exist, and `M * SUMS` floats of sums.
+        let Group { rows, n_rows, x, xs } = self.group;
+        let (n_whole, rest) = (rows[0].len() / B::STEP, rows[0].len() % B::STEP);
+        // What is left of a row, with zeros up to a whole step.
+        let mut tails = [[0u8; X_STEP]; ROWS];
+        if rest > 0 {
+            for (tail, row) in tails.iter_mut().zip(rows) {
+                tail[..rest].copy_from_slice(&row[n_whole * B::STEP..]);
+            }
+        }
+        if xs.len() == 1 {
+            let x = x.row(xs.start);
+            for i in 0..n_rows {
+                // SAFETY: `n_whole` steps are in each row, one in each tail, and all of them in the activations, which
+                // `new` has checked.
+                unsafe {
+                    let mut acc = [s.fsplat(0.0); 8];
+                    dot_steps::<S, B>(s, &mut acc, rows[i].as_ptr(), x, n_whole);
+                    if rest > 0 {
+                        dot_steps::<S, B>(s, &mut acc, tails[i].as_ptr(), x.add(n_whole * X_STEP), 1);
+                    }
+                    self.scratch.values[i] = fold(s, &acc);
+                }
+            }
+            return;
+        }
+        let weights = self.scratch.weights.as_mut_ptr().cast::<u8>();
+        let lanes = self.scratch.lanes.as_mut_ptr().cast::<f32>();
+        let n_steps = n_whole + usize::from(rest > 0);
+        for first in (0..n_steps).step_by(CHUNK) {
+            let chunk = Chunk { weights, n: CHUNK.min(n_steps - first), first, lanes };
+            // SAFETY: a chunk has room for its steps, and the lanes for all `xs`; steps before `n_whole` are in the rows,
+            // the one after is in the tails, and all are in the activations. The lanes were written by the first chunk.
             unsafe {
-                let sums = sums.add(g * S::LANES);
-                let (mut even, mut odd) = ([s.fsplat(0.0); M], [s.fsplat(0.0); M]);
-                for r in 0..M {
-                    even[r] = s.fload(sums.add(r * SUMS));
-                    odd[r] = s.fload(sums.add(r * SUMS + TILE_ROWS));
-                }
-                for b in 0..n_blocks {
-                    let tile = tiles.add(b * B::TILE_BYTES);
-                    if M == 1 && g == 0 {
-                        prefetch(s, tile, B::TILE_BYTES);
-                    }
-                    let w = B::four(s, tile, g);
-                    let at = 16 * (first_block + b);
-                    for r in 0..M {
-                        even[r] = s.fma(w[0], fsplat_at(s, x[r].add(at)), even[r]);
-                        odd[r] = s.fma(w[1], fsplat_at(s, x[r].add(at + 4)), odd[r]);
-                        even[r] = s.fma(w[2], fsplat_at(s, x[r].add(at + 8)), even[r]);
-                        odd[r] = s.fma(w[3], fsplat_at(s, x[r].add(at + 12)), odd[r]);
+                for step in 0..chunk.n {
+                    for r in 0..ROWS {
+                        let at = (first + step) * B::STEP;
+                        let w =
+                            if first + step < n_whole { rows[r].as_ptr().add(at) } else { tails[r].as_ptr() };
+                        for part in 0..LANES / S::LANES {
+                            s.store(chunk.weights_at::<S>(part, step, r), B::load(s, w, part));
+                        }
                     }
                 }
-                for r in 0..M {
-                    s.fstore(sums.add(r * SUMS), even[r]);
-                    s.fstore(sums.add(r * SUMS + TILE_ROWS), odd[r]);
+                add_chunk::<S, B>(s, x, &xs, &chunk);
+            }
+        }
+        if n_steps > 0 {
+            // SAFETY: the lanes of `xs` were written.
+            unsafe { fold_all(s, lanes, &mut self.scratch.values[..xs.len() * ROWS]) };
+        }
+    }
+}
+
+/// Some steps of [`ROWS`] weight rows.
+struct Chunk {
+    /// Register by register, see `weights_at`.
+    weights: *mut u8,
+    /// Steps, at most [`CHUNK`].
+    n: usize,
+    /// Which step of the rows is the first of them.
+    first: usize,
+    /// The lanes of activation row `i` and weight row `j` begin at `(i * ROWS + j) * LANES`.
+    lanes: *mut f32,
+}
+
+impl Chunk {
+    /// Where the register of a part of a step of a row lies: in the order in which `tile` reads.
+    #[inline(always)]
+    fn weights_at<S: Simd>(&self, part: usize, step: usize, row: usize) -> *mut u8 {
+        self.weights.wrapping_add(4 * S::LANES * ((part * CHUNK + step) * ROWS + row))
+    }
+}
+
+/// Adds a chunk to the lanes of activation rows `xs`.
+///
+/// # Safety
+/// The chunk's weights are there, its steps are readable in the activation rows, and the lanes are writable, and written
+/// before unless these are the first steps.
+#[inline(always)]
+unsafe fn add_chunk<S: Simd, B: Float>(s: S, x: &Acts<'_>, xs: &Range<usize>, chunk: &Chunk) {
+    let row = |i: usize| x.row(i).wrapping_add(chunk.first * X_STEP);
+    let mut i = xs.start;
+    while i < xs.end {
+        // SAFETY: passed on from the caller; `lanes` are those of rows `i ..`.
+        unsafe {
+            let lanes = chunk.lanes.add((i - xs.start) * ROWS * LANES);
+            let left = xs.end - i;
+            if left == 1 {
+                tile::<S, B, 1>(s, chunk, [row(i)], lanes);
+                i += 1;
+            } else if left == 2 || S::LANES < GROUP {
+                // Eight sums and what they are made of fit into 16 registers.
+                tile::<S, B, 2>(s, chunk, [row(i), row(i + 1)], lanes);
+                i += 2;
+            } else if left < 6 || !S::BF16 {
+                // Widened weights and activations take registers too.
+                tile::<S, B, 3>(s, chunk, [row(i), row(i + 1), row(i + 2)], lanes);
+                i += 3;
+            } else {
+                let x = [row(i), row(i + 1), row(i + 2), row(i + 3), row(i + 4), row(i + 5)];
+                tile::<S, B, 6>(s, chunk, x, lanes);
+                i += 6;
+            }
+        }
+    }
+}
+
+/// Adds a chunk to the lanes of `M` activation rows, one register of each sum at a time.
+///
+/// # Safety
+/// As [`add_chunk`].
+#[inline(always)]
+unsafe fn tile<S: Simd, B: Float, const M: usize>(s: S, chunk: &Chunk, x: [*const u8; M], lanes: *mut f32) {
+    for part in 0..LANES / S::LANES {
+        // SAFETY: by the contract of this function; the parts of a sum lie one after the other.
+        unsafe {
+            let mut acc = [[s.fsplat(0.0); M]; ROWS];
+            if chunk.first > 0 {
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    for (m, acc) in acc.iter_mut().enumerate() {
+                        *acc = s.fload(lanes.add((m * ROWS + r) * LANES + part * S::LANES));
+                    }
+                }
+            }
+            for step in 0..chunk.n {
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    let w = s.load(chunk.weights_at::<S>(part, step, r));
+                    for (acc, x) in acc.iter_mut().zip(x) {
+                        let x = s.load(x.add(step * X_STEP + 4 * S::LANES * part));
+                        *acc = B::dot(s, *acc, w, x);
+                    }
+                }
+            }
+            for (r, acc) in acc.iter().enumerate() {
+                for (m, &acc) in acc.iter().enumerate() {
+                    s.fstore(lanes.add((m * ROWS + r) * LANES + part * S::LANES), acc);
                 }
             }
         }
     }
 }
 
-/// Word `j` of the lanes of register `g`.
+/// Adds `n` steps of one weight row and one activation row to the lanes, of which the first `32 / LANES` registers count.
+///
 /// # Safety
-/// The word is inside a tile.
+/// `n` steps are readable at `w` and at `x`.
 #[inline(always)]
-unsafe fn word<S: Simd>(s: S, tile: *const u8, g: usize, j: usize) -> S::I {
-    // SAFETY: inside the tile by the contract of this function.
-    unsafe { s.load(tile.add(64 * j + 4 * S::LANES * g)) }
-}
-
-pub(super) struct F32;
-
-impl Float for F32 {
-    const TILE_BYTES: usize = 256;
-
-    #[inline(always)]
-    unsafe fn four<S: Simd>(s: S, tile: *const u8, g: usize) -> [S::F; 4] {
-        // SAFETY: four words, one for each element.
-        unsafe {
-            [
-                s.as_f(word(s, tile, g, 0)),
-                s.as_f(word(s, tile, g, 1)),
-                s.as_f(word(s, tile, g, 2)),
-                s.as_f(word(s, tile, g, 3)),
-            ]
+unsafe fn dot_steps<S: Simd, B: Float>(s: S, acc: &mut [S::F; 8], w: *const u8, x: *const u8, n: usize) {
+    for step in 0..n {
+        for (part, acc) in acc.iter_mut().enumerate().take(LANES / S::LANES) {
+            // SAFETY: inside the steps.
+            unsafe {
+                let w = B::load(s, w.add(step * B::STEP), part);
+                let x = s.load(x.add(step * X_STEP + 4 * S::LANES * part));
+                *acc = B::dot(s, *acc, w, x);
+            }
         }
     }
 }
 
-pub(super) struct F16;
+/// The sum of all lanes.
+#[inline(always)]
+fn fold<S: Simd>(s: S, acc: &[S::F; 8]) -> f32 {
+    let mut halves = [s.fsplat(0.0); 4];
+    for (g, half) in halves.iter_mut().enumerate().take(GROUP / S::LANES) {
+        *half = s.fadd(acc[g], acc[g + GROUP / S::LANES]);
+    }
+    s.sum16(halves)
+}
 
-impl Float for F16 {
-    const TILE_BYTES: usize = 128;
-
-    #[inline(always)]
-    unsafe fn four<S: Simd>(s: S, tile: *const u8, g: usize) -> [S::F; 4] {
-        // SAFETY: two words, each with two elements.
-        let (a, b) = unsafe { (word(s, tile, g, 0), word(s, tile, g, 1)) };
-        [s.f16_lo(a), s.f16_lo(s.shr(a, 16)), s.f16_lo(b), s.f16_lo(s.shr(b, 16))]
+/// The same for sums whose lanes lie one after the other, many at a time.
+///
+/// # Safety
+/// `32 * values.len()` floats are readable at `lanes`.
+#[inline(always)]
+unsafe fn fold_all<S: Simd>(s: S, lanes: *const f32, values: &mut [f32]) {
+    for (i, values) in values.chunks_mut(GROUP).enumerate() {
+        let mut halves = [[0f32; GROUP]; GROUP];
+        for (j, halves) in halves.iter_mut().enumerate().take(values.len()) {
+            for g in (0..GROUP).step_by(S::LANES) {
+                // SAFETY: the lanes of sum `16 i + j`.
+                unsafe {
+                    let low = lanes.add((GROUP * i + j) * LANES + g);
+                    s.fstore(halves.as_mut_ptr().add(g), s.fadd(s.fload(low), s.fload(low.add(GROUP))));
+                }
+            }
+        }
+        let sums = s.sum16x16(&halves);
+        match values.as_chunks_mut() {
+            ([all], []) => *all = sums,
+            _ => values.copy_from_slice(&sums[..values.len()]),
+        }
     }
 }
 
-pub(super) struct Bf16;
+struct F32;
 
-impl Float for Bf16 {
-    const TILE_BYTES: usize = 128;
+impl Float for F32 {
+    const STEP: usize = 4 * LANES;
 
     #[inline(always)]
-    unsafe fn four<S: Simd>(s: S, tile: *const u8, g: usize) -> [S::F; 4] {
-        // A bfloat16 is the upper half of the float with the same value.
-        let high = s.splat(0xffff_0000_u32 as i32);
-        // SAFETY: two words, each with two elements.
-        let (a, b) = unsafe { (word(s, tile, g, 0), word(s, tile, g, 1)) };
-        [s.as_f(s.shl(a, 16)), s.as_f(s.and(a, high)), s.as_f(s.shl(b, 16)), s.as_f(s.and(b, high))]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, part: usize) -> S::I {
+        // SAFETY: inside the step.
+        unsafe { s.load(p.add(4 * S::LANES * part)) }
+    }
+    #[inline(always)]
+    fn dot<S: Simd>(s: S, acc: S::F, w: S::I, x: S::I) -> S::F {
+        s.fma(s.as_f(w), s.as_f(x), acc)
+    }
+}
+
+struct F16;
+
+impl Float for F16 {
+    const STEP: usize = 2 * LANES;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, part: usize) -> S::I {
+        // SAFETY: inside the step.
+        unsafe { s.as_i(s.load_f16(p.add(2 * S::LANES * part))) }
+    }
+    #[inline(always)]
+    fn dot<S: Simd>(s: S, acc: S::F, w: S::I, x: S::I) -> S::F {
+        s.fma(s.as_f(w), s.as_f(x), acc)
+    }
+}
+
+struct Bf16;
+
+impl Float for Bf16 {
+    const STEP: usize = 4 * LANES;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, part: usize) -> S::I {
+        // SAFETY: inside the step.
+        unsafe { s.load(p.add(4 * S::LANES * part)) }
+    }
+    #[inline(always)]
+    fn dot<S: Simd>(s: S, acc: S::F, w: S::I, x: S::I) -> S::F {
+        s.dot_bf16(acc, w, x)
     }
 }

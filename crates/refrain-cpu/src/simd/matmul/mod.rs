@@ -2,9 +2,10 @@
 //!
 //! The value of an output is defined independently of how it is computed. With quantised weights, the products of a
 //! block are summed exactly in integers; the blocks of a row are then added in order, `sum = fma(integer, d_w · d_x,
-//! sum)`, followed for the types with a minimum by `sum = fma(minimum, sum of x, sum)`. With float weights, even and
-//! odd elements are added in order in one `fma` chain each, and the two chains are added at the end. So the bits do
-//! not depend on the number of threads, on how rows are divided, on `m`, on the layout or on the level.
+//! sum)`, followed for the types with a minimum by `sum = fma(minimum, sum of x, sum)`. With float weights, 32 lanes are
+//! added up in order and summed at the end (see `float`). So the bits do not depend on the number of threads, on how
+//! rows are divided, on `m`, on the layout or on the level; subnormal BF16 weights and sums are the one exception, which
+//! the processor's own BF16 dot products take as zero.
 
 mod block32;
 mod float;
@@ -21,7 +22,7 @@ use refrain_tensor::DType;
 
 use super::Level;
 use super::acts::{ActError, ActKind, act_bytes};
-use super::tile::TILE_ROWS;
+use super::tile::{TILE_ROWS, TileSpec};
 use super::weights::WeightMatrix;
 
 /// Row ranges that begin at a multiple of this share no tile of packed weights; others compute some rows twice.
@@ -98,8 +99,8 @@ impl<'a> OutTile<'a> {
 
 /// Activation rows that share one pass over a chunk of weights at most; more take another pass.
 const MAX_ROWS: usize = 128;
-/// Floats of running sums per activation row: two chains of 16 rows.
-const SUMS: usize = 2 * TILE_ROWS;
+/// Floats of running sums per activation row.
+const SUMS: usize = TILE_ROWS;
 /// Bytes of tiles per chunk: a part of the first-level cache, next to the activations.
 const CHUNK_BYTES: usize = 16 * 1024;
 
@@ -144,6 +145,7 @@ pub fn matmul(level: Level, w: &WeightMatrix<'_>, x: &Acts<'_>, rows: Range<usiz
     assert!(rows.start <= rows.end && rows.end <= w.n_rows(), "rows {rows:?} of {}", w.n_rows());
     assert!(w.act_kind() == x.kind && w.k() == x.k, "activations of {} for weights of {}", x.k, w.k());
     assert!(out.m == x.m && out.n_cols == rows.len(), "an output for {} rows", rows.len());
+    let Some(spec) = w.spec() else { return float::products(level, w, x, rows, out) };
     let mut scratch = Scratch { tiles: MaybeUninit::uninit(), sums: MaybeUninit::uninit() };
     // Packed rows come in whole tiles; the rows of a tile that were not asked for are dropped at the end.
     let begin = if w.is_packed() { rows.start / TILE_ROWS * TILE_ROWS } else { rows.start };
@@ -151,14 +153,9 @@ pub fn matmul(level: Level, w: &WeightMatrix<'_>, x: &Acts<'_>, rows: Range<usiz
         let wanted = first_row.max(rows.start)..rows.end.min(first_row + TILE_ROWS);
         for first_x in (0..x.m).step_by(MAX_ROWS) {
             let xs = first_x..x.m.min(first_x + MAX_ROWS);
-            let sums = row_group(level, w, x, first_row, xs.clone(), &mut scratch);
+            let sums = row_group(level, w, spec, x, first_row, xs.clone(), &mut scratch);
             for row in xs {
-                let sums = &sums[(row - first_x) * SUMS..][..SUMS];
-                let values: [f32; TILE_ROWS] = if x.kind == ActKind::F32 {
-                    std::array::from_fn(|i| sums[i] + sums[TILE_ROWS + i])
-                } else {
-                    std::array::from_fn(|i| sums[i])
-                };
+                let values = &sums[(row - first_x) * SUMS..][..SUMS];
                 let values = &values[wanted.start - first_row..wanted.end - first_row];
                 out.store(row, wanted.start - rows.start, values);
             }
@@ -170,6 +167,7 @@ pub fn matmul(level: Level, w: &WeightMatrix<'_>, x: &Acts<'_>, rows: Range<usiz
 fn row_group<'a>(
     level: Level,
     w: &WeightMatrix<'_>,
+    spec: TileSpec,
     x: &Acts<'_>,
     first_row: usize,
     xs: Range<usize>,
@@ -178,7 +176,7 @@ fn row_group<'a>(
     let n_sums = if xs.len() == 1 { 1 } else { xs.len().next_multiple_of(8) };
     let tiles_dst = scratch.tiles.as_mut_ptr();
     let sums = clear(&mut scratch.sums, n_sums * SUMS);
-    let tile_bytes = w.spec().tile_bytes();
+    let tile_bytes = spec.tile_bytes();
     let n_blocks = w.n_blocks();
     // One row passes over the weights once, so there is nothing to keep in the cache for it.
     let chunk = if w.is_packed() && xs.len() == 1 { n_blocks.max(1) } else { CHUNK_BYTES / tile_bytes };
@@ -222,12 +220,8 @@ fn row_group<'a>(
 /// Adds a chunk of tiles to the running sums.
 fn tile_sums<const M: usize>(level: Level, dtype: DType, args: TileArgs<M>) {
     use block32::{Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, TileQ8};
-    use float::{Bf16, F16, F32, TileFloat};
     use superblock::{Iq4Xs, Q2K, Q3K, Q4K, Q5K, Q6K, TileQ8K};
     match dtype {
-        DType::F32 => level.dispatch(TileFloat::<F32, M>::new(args)),
-        DType::F16 => level.dispatch(TileFloat::<F16, M>::new(args)),
-        DType::BF16 => level.dispatch(TileFloat::<Bf16, M>::new(args)),
         DType::Q4_0 => level.dispatch(TileQ8::<Q4_0, M>::new(args)),
         DType::Q4_1 => level.dispatch(TileQ8::<Q4_1, M>::new(args)),
         DType::Q5_0 => level.dispatch(TileQ8::<Q5_0, M>::new(args)),
@@ -240,6 +234,7 @@ fn tile_sums<const M: usize>(level: Level, dtype: DType, args: TileArgs<M>) {
         DType::Q5_K => level.dispatch(TileQ8K::<Q5K, M>::new(args)),
         DType::Q6_K => level.dispatch(TileQ8K::<Q6K, M>::new(args)),
         DType::IQ4_XS => level.dispatch(TileQ8K::<Iq4Xs, M>::new(args)),
+        DType::F32 | DType::F16 | DType::BF16 => unreachable!("{dtype} has no tiles"),
         DType::I32 | DType::U32 | DType::I64 | DType::U8 => {
             unreachable!("`WeightMatrix::new` refused {dtype}")
         }

@@ -37,6 +37,49 @@ pub(super) trait SuperBlock {
     fn scale<S: Simd>(s: S, head: &Head<S>, part: usize) -> S::I {
         byte(s, head.scales[part / 4], part % 4)
     }
+
+    /// The exact sum over the parts of one block, for a single row: what [`block_dots`] gives, in a form that spends
+    /// less on taking quants apart where they are used only once.
+    /// # Safety
+    /// As for [`block_dots`].
+    #[inline(always)]
+    unsafe fn one_dot<S: Simd>(s: S, one: &One<S>) -> S::I
+    where
+        Self: Sized,
+    {
+        // SAFETY: the contract is the same.
+        unsafe { block_dots::<S, Self, 1>(s, one.tile, one.g, one.head, &[one.x], one.at, one.block_idx)[0] }
+    }
+}
+
+/// What [`block_dots`] takes, for a single row.
+pub(super) struct One<'a, S: Simd> {
+    tile: *const u8,
+    g: usize,
+    head: &'a Head<S>,
+    x: *const u8,
+    at: &'a Q8KLayout,
+    block_idx: usize,
+}
+
+impl<S: Simd> One<'_, S> {
+    /// Asks for a quarter of what will be read soon.
+    #[inline(always)]
+    fn prefetch<B: SuperBlock>(&self, s: S, quarter: usize) {
+        if self.g == 0 {
+            let bytes = 64 * B::TILE_BYTES.div_ceil(64).div_ceil(4);
+            prefetch(s, self.tile.wrapping_add(quarter * bytes), bytes.min(B::TILE_BYTES - quarter * bytes));
+        }
+    }
+
+    /// Four activations of the row, in all lanes.
+    /// # Safety
+    /// `element + 4 <= 256`.
+    #[inline(always)]
+    unsafe fn x(&self, s: S, element: usize) -> S::I {
+        // SAFETY: inside block `block_idx`, which exists.
+        unsafe { splat_at(s, self.x.add(256 * self.block_idx + element)) }
+    }
 }
 
 /// The scales and minima of a block, one byte for each part.
@@ -79,7 +122,12 @@ impl<B: SuperBlock, const M: usize> Kernel for TileQ8K<B, M> {
                     let tile = tiles.add(b * B::TILE_BYTES);
                     let block_idx = first_block + b;
                     let head = B::head(s, tile, g);
-                    let dots = block_dots::<S, B, M>(s, tile, g, &head, &x, &at, block_idx);
+                    let dots = if M == 1 {
+                        let one = One { tile, g, head: &head, x: x[0], at: &at, block_idx };
+                        [B::one_dot(s, &one); M]
+                    } else {
+                        block_dots::<S, B, M>(s, tile, g, &head, &x, &at, block_idx)
+                    };
                     for r in 0..M {
                         let d_x = fsplat_at(s, x[r].add(at.d + 4 * block_idx));
                         f[r] = s.fma(s.to_f(dots[r]), s.fmul(head.d, d_x), f[r]);
@@ -277,6 +325,36 @@ impl SuperBlock for Q4K {
         }
         quants
     }
+
+    #[inline(always)]
+    unsafe fn one_dot<S: Simd>(s: S, one: &One<S>) -> S::I {
+        let (low, high) = (s.splat(0x0f0f_0f0f), s.splat(0xf0f0_f0f0_u32 as i32));
+        let mut total = s.splat(0);
+        for c in 0..4 {
+            one.prefetch::<Q4K>(s, c);
+            // SAFETY: the quants are words 4 .. 36; part `2 c + 1` ends at element `64 c + 64`.
+            unsafe {
+                let quants: [S::I; 8] = words(s, one.tile, one.g, 4 + 8 * c);
+                let (mut even, mut odd) = (s.splat(0), s.splat(0));
+                for (t, &quants) in quants.iter().enumerate() {
+                    let x = one.x(s, 64 * c + 32 + 4 * t);
+                    even = s.dot7(even, s.and(quants, low), one.x(s, 64 * c + 4 * t));
+                    odd = if S::DOT8 {
+                        // Sixteen times too large: one shift at the end does for all.
+                        s.dot8(odd, s.and(quants, high), x)
+                    } else {
+                        s.dot7(odd, s.and(s.shr(quants, 4), low), x)
+                    };
+                }
+                if S::DOT8 {
+                    odd = s.sar(odd, 4);
+                }
+                total = s.add(total, s.mul(even, Q4K::scale(s, one.head, 2 * c)));
+                total = s.add(total, s.mul(odd, Q4K::scale(s, one.head, 2 * c + 1)));
+            }
+        }
+        total
+    }
 }
 
 pub(super) struct Q5K;
@@ -420,13 +498,12 @@ impl SuperBlock for Q6K {
         // Of each 128 elements, the low nibbles of 64 bytes are the first 64 and the high ones the rest; 32 bytes
         // hold the upper two bits, those of element 32 i + l in bits 2 i of byte l.
         let (half, quarter, sixteen) = (part / 8, part / 2 % 4, part % 2);
-        let low_words = 4 + 24 * half + 8 * (quarter % 2) + 4 * sixteen;
-        let high_words = 4 + 24 * half + 16 + 4 * sixteen;
-        // SAFETY: each half has 16 words of low nibbles and 8 of high bits from word 4 on, 16 half floats come before
-        // the words.
+        let first = 4 + 12 * (2 * half + sixteen);
+        // SAFETY: from word 4 on, every four parts have eight words of low nibbles and four of high bits; 16 half floats
+        // come before the words.
         let (low, high): ([S::I; 4], [S::I; 4]) = unsafe {
             let tile = tile.add(32);
-            (words(s, tile, g, low_words), words(s, tile, g, high_words))
+            (words(s, tile, g, first + 4 * (quarter % 2)), words(s, tile, g, first + 8))
         };
         let (low4, low2) = (s.splat(0x0f0f_0f0f), s.splat(0x0303_0303));
         let mut quants = [low4; 8];
@@ -441,6 +518,44 @@ impl SuperBlock for Q6K {
     #[inline(always)]
     fn scale<S: Simd>(s: S, head: &Head<S>, part: usize) -> S::I {
         s.sar(s.shl(head.scales[part / 4], 24 - 8 * (part % 4) as u32), 24)
+    }
+
+    #[inline(always)]
+    unsafe fn one_dot<S: Simd>(s: S, one: &One<S>) -> S::I {
+        let (low4, high2) = (s.splat(0x0f0f_0f0f), s.splat(0x3030_3030));
+        let mut total = s.splat(0);
+        for four in 0..4 {
+            one.prefetch::<Q6K>(s, four);
+            // The parts of one half of the block that share these words: 0, 2, 4 and 6, or 1, 3, 5 and 7.
+            let first_part = 8 * (four / 2) + four % 2;
+            // SAFETY: words and activations as in `quants`; the row has a sum for each part.
+            unsafe {
+                let word: [S::I; 12] = words(s, one.tile.add(32), one.g, 4 + 12 * four);
+                let mut dots = [s.splat(0); 4];
+                for (quarter, dot) in dots.iter_mut().enumerate() {
+                    let part = first_part + 2 * quarter;
+                    *dot = splat_at(s, one.x.add(one.at.bias16 + 4 * (16 * one.block_idx + part)));
+                }
+                for t in 0..4 {
+                    let (a, b, high) = (word[t], word[4 + t], word[8 + t]);
+                    let quants = [
+                        s.or(s.and(a, low4), s.and(s.shl(high, 4), high2)),
+                        s.or(s.and(b, low4), s.and(s.shl(high, 2), high2)),
+                        s.or(s.and(s.shr(a, 4), low4), s.and(high, high2)),
+                        s.or(s.and(s.shr(b, 4), low4), s.and(s.shr(high, 2), high2)),
+                    ];
+                    for quarter in 0..4 {
+                        let x = one.x(s, 16 * (first_part + 2 * quarter) + 4 * t);
+                        dots[quarter] = s.dot7(dots[quarter], quants[quarter], x);
+                    }
+                }
+                for (quarter, &dot) in dots.iter().enumerate() {
+                    let part = first_part + 2 * quarter;
+                    total = s.add(total, s.mul(dot, Q6K::scale(s, one.head, part)));
+                }
+            }
+        }
+        total
     }
 }
 
