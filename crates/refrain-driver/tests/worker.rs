@@ -169,7 +169,7 @@ fn posted_work_that_hangs_is_overdue_and_then_nothing_more_is_taken() {
         std::thread::yield_now();
     }
     let error = worker.overdue("a step", Duration::from_millis(50)).to_string();
-    assert!(error.contains("a step") && error.contains("\"recording\""), "{error}");
+    assert!(error.contains("a step") && error.contains("\"recording, in cuLaunchKernelEx\""), "{error}");
     assert!(matches!(worker.post("more", |_| ()), Err(DriverError::NoAnswer { .. })));
     sim.release_hung();
 }
