@@ -29,8 +29,8 @@ pub(crate) struct DeviceOpts {
     #[arg(long, value_name = "METHOD", default_value = "stream")]
     pub(crate) graph_method: MethodArg,
     /// Decode steps that a CUDA device may have under way at once, at most 32; 4 unless given, 1 sends none ahead
-    #[arg(long, value_name = "N")]
-    pub(crate) ahead: Option<NonZeroUsize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
+    pub(crate) ahead: Option<u8>,
     /// Time every kernel: a table on standard error, and a timeline as a page [default: refrain-profile.html]; steps then
     /// run one kernel at a time
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
@@ -89,7 +89,7 @@ impl DeviceOpts {
             KvArg::F16 => DType::F16,
             KvArg::F32 => DType::F32,
         };
-        let ahead = self.ahead.map(NonZeroUsize::get);
+        let ahead = self.ahead.map(usize::from);
         Ok(SessionOptions {
             device: self.pick(context)?,
             context: n_context,

@@ -54,6 +54,14 @@ fn arguments_that_contradict_are_a_mistake_of_usage() {
 }
 
 #[test]
+fn no_steps_ahead_and_more_than_there_can_be_are_refused() {
+    for n in ["0", "33"] {
+        let said = Cli::new().run(&["run", "A cat", "--device", "sim", "--ahead", n]).misused();
+        assert!(said.contains("1..=32"), "{said}");
+    }
+}
+
+#[test]
 fn no_threads_are_refused() {
     let said = Cli::new().run(&["run", "A cat", "--threads", "0"]).misused();
     assert!(said.contains("at least 1 thread"), "{said}");

@@ -166,7 +166,8 @@ impl Lowering<'_> {
                         }
                     }
                     // Rows too long for the shared memory of this card: as steps of their own.
-                    Err(KernelError::Unsupported { .. }) if !self.has_packed(run) => {
+                    Err(KernelError::Unsupported { because, .. }) if !self.has_packed(run) => {
+                        tracing::info!("{} runs as steps of its own: {because}", run.label());
                         launches.clear();
                         for step in run.steps {
                             self.step(step, &mut launches).map_err(|e| self.refuse(step, e))?;

@@ -179,7 +179,6 @@ impl Kernels {
         let (size, per_block) = check(&case, a)?;
         let sizes = sizes(&case, a, per_block)?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
-        let bytes = cells.iter().try_fold(a.cache_dtype.block_bytes(), |x, &y| x.checked_mul(y));
         let (q, q_rows) = case.rows("q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
         let (k, k_rows) = case.rows("k", &a.k, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
         let (v, v_rows) = case.rows("v", &a.v, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
@@ -201,8 +200,8 @@ impl Kernels {
             _ => return Err(case.refuse("several splits need scratch and counters".to_owned())),
         };
         let launch = launch
-            .read_write(case.buf("k_cache", a.k_cache, bytes, 16)?)
-            .read_write(case.buf("v_cache", a.v_cache, bytes, 16)?)
+            .read_write(case.cache("k_cache", a.k_cache, cells)?)
+            .read_write(case.cache("v_cache", a.v_cache, cells)?)
             .read(q)
             .read(k)
             .read(v)

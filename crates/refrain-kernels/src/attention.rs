@@ -138,7 +138,6 @@ impl Kernels {
         let size = HEAD_DIMS.into_iter().find(|&d| a.head_dim <= d && a.head_dim.is_multiple_of(2));
         let size = size.ok_or_else(|| case.refuse("head_dim must be even and at most 256".to_owned()))?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
-        let bytes = cells.iter().try_fold(a.cache_dtype.block_bytes(), |x, &y| x.checked_mul(y));
         let (q, rows) = case.rows("q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
         let y = case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?;
         let n_partials = a.n.saturating_mul(a.n_heads).saturating_mul(a.n_splits);
@@ -173,8 +172,8 @@ impl Kernels {
         launches.push(
             split
                 .read(q)
-                .read(case.buf("k_cache", a.k_cache, bytes, 16)?)
-                .read(case.buf("v_cache", a.v_cache, bytes, 16)?)
+                .read(case.cache("k_cache", a.k_cache, cells)?)
+                .read(case.cache("v_cache", a.v_cache, cells)?)
                 .read(case.words("positions", a.positions, &[a.n])?)
                 .read(case.words("seqs", a.seqs, &[a.n])?)
                 .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)

@@ -95,7 +95,6 @@ impl Kernels {
         let context = a.max_blocks.saturating_mul(a.kv_block);
         case.u32("the context", context)?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
-        let bytes = cells.iter().try_fold(a.cache_dtype.block_bytes(), |x, &y| x.checked_mul(y));
         let (q, rows) = aligned(&case, "q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
         let window =
             a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
@@ -132,8 +131,8 @@ impl Kernels {
         };
         Ok(launch
             .read(q)
-            .read(case.buf("k_cache", a.k_cache, bytes, 16)?)
-            .read(case.buf("v_cache", a.v_cache, bytes, 16)?)
+            .read(case.cache("k_cache", a.k_cache, cells)?)
+            .read(case.cache("v_cache", a.v_cache, cells)?)
             .read(case.words("positions", a.positions, &[a.n])?)
             .read(case.words("seqs", a.seqs, &[a.n])?)
             .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)

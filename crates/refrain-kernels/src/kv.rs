@@ -48,6 +48,19 @@ pub struct KvAppendArgs<'a> {
     pub step: &'a str,
 }
 
+impl Case<'_> {
+    /// A cache `[n_blocks, n_kv_heads, kv_block, head_dim]`, whole.
+    pub(crate) fn cache(
+        &self,
+        what: &'static str,
+        cache: Buf,
+        cells: [usize; 4],
+    ) -> Result<Buf, KernelError> {
+        let bytes = cells.iter().try_fold(self.dtype.block_bytes(), |x, &y| x.checked_mul(y));
+        self.buf(what, cache, bytes, 16)
+    }
+}
+
 impl Kernels {
     /// The launch of [`KvAppendArgs`]. A position, sequence or block out of range writes nothing on a card; the
     /// simulated device faults.
@@ -65,13 +78,12 @@ impl Kernels {
         case.sizes()?;
         crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
-        let bytes = cells.iter().try_fold(a.cache_dtype.block_bytes(), |x, &y| x.checked_mul(y));
         let (x, rows) = case.rows("x", &a.x, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
         crate::require!(case, a.n_kv_heads <= 65_535, "at most 65535 heads");
         Ok(self
             .launch(&name(a.cache_dtype), [a.n as u32, a.n_kv_heads as u32], block(a.head_dim))?
             .step(a.step)
-            .read_write(case.buf("cache", a.cache, bytes, 16)?)
+            .read_write(case.cache("cache", a.cache, cells)?)
             .read(x)
             .read(case.words("positions", a.positions, &[a.n])?)
             .read(case.words("seqs", a.seqs, &[a.n])?)

@@ -104,7 +104,6 @@ impl Kernels {
         let (k, k_rows) = case.rows("k", &a.k, n_kv, a.head_dim)?;
         let (v, v_rows) = case.rows("v", &a.v, n_kv, a.head_dim)?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
-        let bytes = cells.iter().try_fold(a.cache_dtype.block_bytes(), |x, &y| x.checked_mul(y));
         // One thread for each pair that turns, each element behind them, and each element of a value.
         let per_head = a.head_dim - n_dims / 2;
         let turned = n_q.saturating_add(n_kv).saturating_mul(per_head);
@@ -129,8 +128,8 @@ impl Kernels {
             .step(a.step)
             .write(case.words("q_out", a.q_out, &[a.n, a.n_heads, a.head_dim])?)
             .write(case.words("k_out", a.k_out, &[a.n, a.n_kv_heads, a.head_dim])?)
-            .read_write(case.buf("k_cache", a.k_cache, bytes, 16)?)
-            .read_write(case.buf("v_cache", a.v_cache, bytes, 16)?)
+            .read_write(case.cache("k_cache", a.k_cache, cells)?)
+            .read_write(case.cache("v_cache", a.v_cache, cells)?)
             .read(q)
             .read(k)
             .read(v)
