@@ -61,6 +61,7 @@ struct Attend {
     u32 n_dims, interleaved;
     float magnitude, eps;
     u32 kv_shift;  // kv_block = 1 << kv_shift
+    u32 alone;     // the next kernel starts only when this one has ended
     Pages pages;
 };
 
@@ -314,7 +315,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     __shared__ float2 scales[MAX_TEAM][HEADS];
     __shared__ bool last;
 
-    let_next_start();
+    if (s.alone == 0) let_next_start();
     team_arrive();
     const Pages& pages = s.pages;
     u32 row = blockIdx.z, split = blockIdx.x, head_dim = pages.head_dim;

@@ -86,6 +86,10 @@ pub struct AttendArgs<'a> {
     pub max_blocks: usize,
     /// Blocks to a head, a power of two, at most 128; [`attend_splits`] gives a good number.
     pub n_splits: usize,
+    /// The next launch starts only when this one has ended. Blocks of a product are meant to be one to a
+    /// multiprocessor; started beside a kernel that has blocks on some of them only, they come to lie two to one and none
+    /// to another, and so do those of every product after it.
+    pub alone: bool,
     /// Names the step.
     pub step: &'a str,
 }
@@ -155,6 +159,7 @@ struct Sizes {
     magnitude: f32,
     eps: f32,
     kv_shift: u32,
+    alone: u32,
     pages: PageSizes,
 }
 
@@ -268,6 +273,7 @@ fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize) -> Result<Sizes,
         magnitude: a.rope.magnitude,
         eps: a.norm.map_or(0.0, |norm| norm.eps),
         kv_shift: a.kv_block.trailing_zeros(),
+        alone: u32::from(a.alone),
         pages: PageSizes {
             n_blocks: a.n_blocks as u32,
             n_kv_heads: a.n_kv_heads as u32,

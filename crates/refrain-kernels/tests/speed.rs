@@ -81,6 +81,7 @@ fn attend_us(bed: &mut Bed, head_dim: usize, context: usize) -> f64 {
             n_seqs: 1,
             max_blocks,
             n_splits,
+            alone: false,
             step: "attend",
         })
     };
