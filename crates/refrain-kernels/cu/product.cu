@@ -66,9 +66,14 @@ struct Ring {
         __syncwarp();
     }
     inline static void copy(u32 to, const u8* from, u32 bytes, u32 bar) {
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                     "l"(from), "r"(bytes), "r"(bar)
-                     : "memory");
+        // Weights are read once in a step: what else is in the cache should stay there.
+        u64 policy;
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+                "r"(to),
+            "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+            : "memory");
     }
     inline static void expect(u32 bar, u32 bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");

@@ -16,11 +16,13 @@ use crate::twin::fault;
 /// How many weights one launch multiplies with.
 pub const MAX_PARTS: usize = 3;
 
-/// Bytes of all warps' rings: enough to keep the memory busy while x is made, and no more, since two launches share a
-/// multiprocessor.
-const RING_BYTES: usize = 98 << 10;
 /// Shared memory that the compiled code itself declares, rounded up.
 const STATIC_BYTES: usize = 4096;
+/// What is left to a block of attention beside one of products with plain weights.
+const ATTENTION_BYTES: usize = 28 << 10;
+/// Products of fewer bytes take no more of a ring than they fill: their time is that of their start, which others should
+/// be able to make beside them.
+const SMALL_BYTES: usize = 4 << 20;
 
 /// What a warp fetches at once, and how many warps a block has.
 #[derive(Clone, Copy, Debug)]
@@ -29,25 +31,35 @@ struct Chunk {
     cols: usize,
     bytes: usize,
     warps: usize,
-    /// Chunks in a warp's ring at most.
-    stages: usize,
+    /// Bytes of all warps' rings.
+    ring: usize,
+    /// Whether a block leaves half of a multiprocessor to the next launch's.
+    shares: bool,
 }
 
 impl Chunk {
     const fn of(dtype: DType) -> Option<Chunk> {
         match (dtype, Unit::of(dtype)) {
+            // Few warps with much under way; what a multiprocessor has left is enough for attention.
             (DType::BF16 | DType::F16, _) => {
-                Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, stages: 3 })
+                Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, ring: 192 << 10, shares: false })
             }
             (_, Some(Unit { cols, bytes, .. })) => {
                 // Units of less than a kilobyte go two by two.
                 let units = if bytes < 1024 { 2 } else { 1 };
-                let stages = if units == 1 && cols == 256 { 3 } else { 4 };
-                Some(Chunk { rows: TILE_ROWS, cols: units * cols, bytes: units * bytes, warps: 16, stages })
+                let (cols, bytes) = (units * cols, units * bytes);
+                Some(Chunk { rows: TILE_ROWS, cols, bytes, warps: 16, ring: 72 << 10, shares: true })
             }
             (_, None) => None,
         }
     }
+}
+
+/// Whether blocks of products with this dtype can lie two to a multiprocessor, so that one started beside a kernel that is
+/// on some multiprocessors only comes to lie unevenly.
+#[must_use]
+pub fn products_lie_unevenly(dtype: DType) -> bool {
+    matches!(Chunk::of(dtype), Some(Chunk { shares: true, .. }))
 }
 
 /// Pairs of dtypes that one launch takes beside launches of one dtype.
@@ -184,7 +196,11 @@ impl Kernels {
         let Some(tile_inverse) = inverse(of_tile, (n_tiles / grid + 1).saturating_mul(of_tile)) else {
             return Err(case.refuse("a block would have more than 2^32 pieces of weights".to_owned()));
         };
-        let (stages, shared) = self.product_shared(&case, a.k, chunk, other)?;
+        let weights = a.parts.iter().try_fold(0, |sum, p| Some(weight_bytes(p.dtype, p.n, a.k)? + sum));
+        let share = (n_tiles / grid + 1) * of_tile;
+        let most =
+            if weights.is_some_and(|w| w < SMALL_BYTES) { share.div_ceil(chunk.warps) } else { usize::MAX };
+        let (stages, shared) = self.product_shared(&case, a.k, [chunk, other], most)?;
         let mut launch = self
             .launch(&name(first, second), case.u32("n", grid)?, 32 * chunk.warps as u32)?
             .shared(shared)
@@ -251,13 +267,13 @@ impl Kernels {
         self.shared_limit().saturating_sub(STATIC_BYTES)
     }
 
-    /// Chunks in a warp's ring, and the shared memory of a block.
+    /// Chunks in a warp's ring, at most `most`, and the shared memory of a block.
     fn product_shared(
         &self,
         case: &Case<'_>,
         k: usize,
-        chunk: Chunk,
-        other: Chunk,
+        [chunk, other]: [Chunk; 2],
+        most: usize,
     ) -> Result<(u8, u32), KernelError> {
         let slot = chunk.bytes.max(other.bytes);
         // Quantised: a byte to an element and two floats to 32, up to whole units.
@@ -267,11 +283,12 @@ impl Kernels {
             chunk.warps * stages * slot + barriers + x.next_multiple_of(16)
         };
         let limit = self.product_limit();
-        let wanted = (RING_BYTES / (chunk.warps * slot)).clamp(1, chunk.stages);
-        // Two launches share a multiprocessor, unless a long x leaves less than two chunks for each warp then.
+        let wanted = (chunk.ring / (chunk.warps * slot)).min(most).clamp(1, 64);
+        // A long x may leave less than two chunks for each warp in a half: then there is no sharing.
         let half = (self.shared_sm() / 2).saturating_sub(STATIC_BYTES);
-        let fits = |most: usize, stages: usize| bytes(stages) <= most.min(limit);
-        let beside = (2..=wanted).rev().find(|&stages| fits(half, stages));
+        let room = if chunk.shares { half } else { self.shared_sm().saturating_sub(ATTENTION_BYTES) };
+        let fits = |room: usize, stages: usize| bytes(stages) <= room.min(limit);
+        let beside = (wanted.min(2)..=wanted).rev().find(|&stages| fits(room, stages));
         let Some(stages) = beside.or_else(|| (1..=wanted.min(2)).rev().find(|&stages| fits(limit, stages)))
         else {
             let need = bytes(1);
