@@ -292,14 +292,16 @@ inline void make_x(const X& x, u32 padded, const Source& from, float* partial, c
             keep<W::QUANTISED>(x, at, padded, v);
         }
     }
+    if (from.norm == nullptr) return;
     squares = warp_reduce(squares, Add());
     if (lane == 0) partial[warp] = squares;
 }
 
-// Quantised weights: tiles of eight rows, lane 4 r + s. A chunk is UNITS units.
-template <typename Q, int UNITS> struct Packed {
+// Quantised weights: tiles of eight rows, lane 4 r + s. A chunk is UNITS units. Few warps with large chunks read faster, many
+// compute faster: what is better depends on how much there is to do for each byte.
+template <typename Q, int UNITS, u32 N_WARPS> struct Packed {
     static const bool QUANTISED = true;
-    static const u32 WARPS = 16, X_AHEAD = 2;
+    static const u32 WARPS = N_WARPS, X_AHEAD = 32 / WARPS;
     static const u32 ROWS = TILE_ROWS, COLS = UNITS * Q::COLS, SLOT = UNITS * Q::BYTES, SUMS = 1;
 
     inline static u32 units(u32 k) { return (k + Q::COLS - 1) / Q::COLS; }
@@ -613,18 +615,19 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
         product<A, B>(out, Source{a, b, inner, norm, sum}, p);                                                     \
     }
 #define COMMA ,
-#define PACKED(name, Q, UNITS) PRODUCT(name, Packed<Packed##Q COMMA UNITS>, Packed<Packed##Q COMMA UNITS>)
-#define PAIR(name, Q, R) PRODUCT(name, Packed<Packed##Q COMMA 1>, Packed<Packed##R COMMA 1>)
+#define PACKED_PAIR(name, Q, R, UNITS, WARPS)                                                                      \
+    PRODUCT(name, Packed<Packed##Q COMMA UNITS COMMA WARPS>, Packed<Packed##R COMMA UNITS COMMA WARPS>)
+#define PACKED(name, Q, UNITS, WARPS) PACKED_PAIR(name, Q, Q, UNITS, WARPS)
 
 PRODUCT(bf16, Plain<BF16>, Plain<BF16>)
 PRODUCT(f16, Plain<F16>, Plain<F16>)
-PACKED(q4_0, Q4_0, 2)
-PACKED(q4_1, Q4_1, 2)
-PACKED(q5_0, Q5_0, 2)
-PACKED(q5_1, Q5_1, 2)
-PACKED(q8_0, Q8_0, 1)
-PACKED(q4_k, Q4_K, 1)
-PACKED(q5_k, Q5_K, 1)
-PACKED(q6_k, Q6_K, 1)
-PAIR(q4_k_q6_k, Q4_K, Q6_K)
-PAIR(q5_k_q6_k, Q5_K, Q6_K)
+PACKED(q4_0, Q4_0, 2, 16)
+PACKED(q4_1, Q4_1, 2, 16)
+PACKED(q5_0, Q5_0, 2, 16)
+PACKED(q5_1, Q5_1, 2, 16)
+PACKED(q8_0, Q8_0, 2, 8)
+PACKED(q4_k, Q4_K, 1, 16)
+PACKED(q5_k, Q5_K, 1, 16)
+PACKED(q6_k, Q6_K, 1, 16)
+PACKED_PAIR(q4_k_q6_k, Q4_K, Q6_K, 1, 16)
+PACKED_PAIR(q5_k_q6_k, Q5_K, Q6_K, 1, 16)

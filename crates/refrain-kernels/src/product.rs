@@ -45,10 +45,12 @@ impl Chunk {
                 Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, ring: 192 << 10, shares: false })
             }
             (_, Some(Unit { cols, bytes, .. })) => {
-                // Units of less than a kilobyte go two by two.
-                let units = if bytes < 1024 { 2 } else { 1 };
+                let (units, warps, ring) = match dtype {
+                    DType::Q8_0 => (2, 8, 88 << 10),
+                    _ => (if cols == 128 { 2 } else { 1 }, 16, 60 << 10),
+                };
                 let (cols, bytes) = (units * cols, units * bytes);
-                Some(Chunk { rows: TILE_ROWS, cols, bytes, warps: 16, ring: 72 << 10, shares: true })
+                Some(Chunk { rows: TILE_ROWS, cols, bytes, warps, ring, shares: true })
             }
             (_, None) => None,
         }
