@@ -307,19 +307,20 @@ template <typename Q, int UNITS, u32 N_WARPS> struct Packed {
     inline static u32 units(u32 k) { return (k + Q::COLS - 1) / Q::COLS; }
     inline static u32 padded(u32 k) { return units(k) * Q::COLS; }
     inline static u64 start(u32 tile, u32 chunk, u32 k) { return ((u64)tile * units(k) + chunk * UNITS) * Q::BYTES; }
+    inline static u32 units_in(u32 chunk, u32 k) { return UNITS == 1 ? 1 : min((u32)UNITS, units(k) - chunk * UNITS); }
     inline static void issue(Ring& ring, u32 slot, u32 offset, const u8* from, u32, u32 chunk, u32, u32 k) {
-        ring.issue_one(slot, offset, from, min((u32)UNITS, units(k) - chunk * UNITS) * Q::BYTES);
+        ring.issue_one(slot, offset, from, units_in(chunk, k) * Q::BYTES);
     }
 
     inline static void dot(const u8* data, u32 chunk, u32 k, const X& x, float* acc) {
-        u32 left = units(k) - chunk * UNITS;
-        if (left >= UNITS) {
+        u32 n = units_in(chunk, k);
+        if (n == UNITS) {
 #pragma unroll
             for (int i = 0; i < UNITS; i++) dot_unit(data + i * Q::BYTES, chunk * UNITS + i, x, acc);
             return;
         }
 #pragma unroll 1
-        for (u32 i = 0; i < left; i++) dot_unit(data + i * Q::BYTES, chunk * UNITS + i, x, acc);
+        for (u32 i = 0; i < n; i++) dot_unit(data + i * Q::BYTES, chunk * UNITS + i, x, acc);
     }
 
     inline static void dot_unit(const u8* unit, u32 at, const X& x, float* acc) {
@@ -423,10 +424,10 @@ template <typename T> inline T pick(T const (&of)[3], u32 i) { return i == 0 ? o
 struct Place {
     u32 local, which;
 
-    inline void find(u32 tile, u32 pass, const u32 (&tiles)[3], const Params& p) {
+    inline void find(u32 tile, u32 pass, const u32 (&tiles)[3], bool gated) {
         local = tile;
         which = pass;
-        if (p.gate != 0 || local < tiles[0]) return;
+        if (gated || local < tiles[0]) return;
         local -= tiles[0];
         which = 1;
         if (local < tiles[1]) return;
@@ -511,7 +512,7 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
         }
         ahead_left--;
         if (ahead_from == nullptr) {
-            place.find(ahead.tile, ahead.pass, tiles, p);
+            place.find(ahead.tile, ahead.pass, tiles, passes == 2);
             bool second = !Same<A, B>::YES && (p.second >> place.which & 1);
             ahead_from = pick(out.w, place.which)
                          + (second ? B::start(place.local, ahead.chunk, p.k) : A::start(place.local, ahead.chunk, p.k));
@@ -548,7 +549,7 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
 #pragma unroll 1
     for (u32 item = begin; item < end; item++) {
         Place here;
-        here.find(at.tile, at.pass, tiles, p);
+        if (!Same<A, B>::YES) here.find(at.tile, at.pass, tiles, passes == 2);
         const u8* data = shared + (warp * stages + slot) * SLOT;
         ring.wait(slot, turn, stages);
         if (!Same<A, B>::YES && (p.second >> here.which & 1)) {
@@ -566,6 +567,7 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
         bool pass_ends = at.next(chunks);
         if (!pass_ends && item + 1 < end) continue;
 
+        if (Same<A, B>::YES) here.find(at.tile, at.pass, tiles, passes == 2);
         float sum = A::reduce(acc);
 #pragma unroll
         for (int i = 0; i < A::SUMS; i++) acc[i] = 0.0f;
