@@ -305,6 +305,22 @@ fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
 }
 
 #[test]
+fn caches_of_every_type_are_run_and_told_in_plans() {
+    let cli = Cli::new();
+    let cpu = ["--device", "cpu"];
+    for device in [&cpu[..], &SIM] {
+        for (kv, told) in [("f16", "in F16"), ("bf16", "in BF16"), ("f32", "in F32")] {
+            let args = [device, &["--kv", kv]].concat();
+            let text = cli.run(&with(&with(&["run", "Once upon a time"], &GREEDY), &args)).ok();
+            assert!(text.split_whitespace().count() > 5, "{args:?}: {text}");
+            let plan = cli.run(&with(&["plan", "stories", "-c", "64"], &args)).ok();
+            assert!(plan.contains(&format!("of KV cache {told} for each position")), "{args:?}: {plan}");
+        }
+    }
+    cli.run(&["run", "A cat", "-n", "1", "--kv-dtype", "f32", "--device", "cpu"]).ok();
+}
+
+#[test]
 fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
     let cli = Cli::new();
     let args = with(&["bench", "stories", "-p", "8", "-n", "4", "-r", "1"], &SIM);

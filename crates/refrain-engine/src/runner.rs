@@ -90,7 +90,7 @@ pub struct RunnerOptions {
     pub context: usize,
     /// Positions in a KV block.
     pub kv_block: usize,
-    /// Element type of the cache: F16 or F32 (BF16 where the backend has it).
+    /// Element type of the cache: F16, BF16 or F32.
     pub kv_dtype: DType,
     /// The most tokens in a step.
     pub max_tokens: usize,
