@@ -1,8 +1,11 @@
 //! Steps of many rows: which kernels do them, and that the results are those of the reference.
 
+mod rig;
+
 use refrain_cuda::{CacheOptions, CublasLt, CudaBackend, CudaOptions, GraphMode, PromptProducts};
 use refrain_driver::sim::SimOptions;
 use refrain_driver::{Device, DeviceKind, Method};
+use refrain_engine::{BackendRunner, Chosen, Engine, Runner, RunnerOptions, SamplingParams, SamplingRow};
 use refrain_graph::{
     Attention, Backend, Gate, Graph, GraphBuilder, Io, State, StateId, TensorType, Weight, WeightId, fuse,
 };
@@ -112,6 +115,34 @@ fn run(backend: &mut CudaBackend, graph: &Graph, feed: &Feed) -> Vec<f32> {
     let mut got = vec![0_f32; backend.plan(&compiled).outputs()[0].layout.shape().n_elements()];
     backend.read(&compiled, 0, bytemuck::cast_slice_mut(&mut got)).unwrap();
     got
+}
+
+/// A prompt through an engine: the choice behind it, and the steps that were recorded for it, from the smallest.
+fn prompt(n_tokens: usize, buckets: Vec<usize>) -> (Chosen, Vec<usize>) {
+    let options = CudaOptions { buckets, ..rig::options(GraphMode::Require, Method::Stream) };
+    let backend = CudaBackend::on(&rig::sim("").1, options).unwrap();
+    let monitor = backend.monitor();
+    let runner = RunnerOptions { context: 520, kv_block: 16, kv_dtype: DType::F16, max_tokens: 512 };
+    let runner = BackendRunner::new(backend, rig::model("llama"), runner).unwrap();
+    let vocab = runner.model().config().n_vocab as u32;
+    let mut engine = Engine::new(Box::new(runner), 520);
+    let tokens: Vec<u32> = (0..n_tokens as u32).map(|i| i * 31 % vocab).collect();
+    let (mut session, mut row) = (engine.open(), SamplingRow::new(&SamplingParams::greedy()));
+    let chosen = engine.prompt(&mut session, &tokens, &mut row, |_| true).unwrap();
+    (chosen, monitor.status().graphs.iter().map(|graph| graph.n_tokens).collect())
+}
+
+#[test]
+fn prompts_are_cut_into_as_few_steps_as_can_be_and_say_what_small_steps_say() {
+    let usual = CudaOptions::default().buckets;
+    assert_eq!(usual, [1, 8, 32, 128, 256, 512]);
+    for (n_tokens, steps) in [(200, &[256][..]), (256, &[256]), (260, &[512]), (514, &[8, 512])] {
+        let (chosen, recorded) = prompt(n_tokens, usual.clone());
+        assert_eq!(recorded, steps, "{n_tokens} tokens");
+        let (want, _) = prompt(n_tokens, vec![1, 8]);
+        assert_eq!(chosen.token, want.token, "{n_tokens} tokens");
+        assert!((chosen.logprob - want.logprob).abs() < 2e-2, "{chosen:?}, {want:?}");
+    }
 }
 
 /// Eager and replayed, by both methods: near the reference, and equal to each other bit for bit.
