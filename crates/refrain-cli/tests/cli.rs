@@ -139,6 +139,8 @@ fn ctrl_c_ends_a_command_that_has_no_reply_to_stop() {
     let mut said = vec![0];
     child.stderr.as_mut().expect("a pipe").read_exact(&mut said).expect("a byte");
     let pid = child.id().to_string();
+    // Waiting would close it, and an empty prompt is an error of its own.
+    let _stdin = child.stdin.take();
     assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
     assert_eq!(child.wait().expect("it ends").code(), Some(130));
 }
@@ -326,13 +328,17 @@ fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
     let args = with(&["bench", "stories", "-p", "8", "-n", "4", "-r", "1"], &SIM);
     let ended = cli.run(&with(&args, &["-v"]));
     assert!(ended.stderr.contains("of workspace"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("step of 8 tokens: verified against eager"), "{}", ended.stderr);
     let text = ended.ok();
     assert!(text.contains("1 launch and ") && text.contains(" kernels a token"), "{text}");
+    assert!(text.lines().any(|l| l.starts_with("weights  ") && l.ends_with(" GB/s")), "{text}");
     let json = cli.run(&with(&args, &["--json"])).json();
     assert_eq!(json["launches_per_token"], 1);
     assert!(json["kernels_per_token"].as_u64() > Some(10), "{json}");
     assert_eq!((&json["decode_steps"]["replayed"], &json["decode_steps"]["eager"]), (&8.into(), &0.into()));
     assert!(json["memory"]["kv_bytes"].as_u64() > Some(0), "{json}");
+    assert!(json["upload_bytes"].as_u64() > Some(1 << 20), "{json}");
+    assert!(json["upload_seconds"].as_f64() > Some(0.0), "{json}");
     assert!(json["decode"][0]["ms_per_token"].as_f64() > Some(0.0), "{json}");
     let json = cli.run(&with(&args, &["--json", "--profile=b.html"])).json();
     assert_eq!(json["launches_per_token"], json["kernels_per_token"]);

@@ -522,6 +522,7 @@ impl Machine {
         let profile = self.profile.rows().to_vec();
         Status {
             memory,
+            upload: self.resident.as_ref().map(Resident::uploaded).unwrap_or_default(),
             graphs,
             cache: self.cache.stats(),
             kernels: Some(self.kernels.origin()),

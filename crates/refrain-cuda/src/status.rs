@@ -8,7 +8,7 @@ use refrain_kernels::Origin;
 use crate::cache::CacheStats;
 use crate::prefill::PromptProducts;
 use crate::profile::ProfileRow;
-use crate::resident::Accounting;
+use crate::resident::{Accounting, Upload};
 use crate::verify::Verified;
 
 /// One graph in service.
@@ -59,6 +59,8 @@ impl GraphLine {
 pub struct Status {
     /// Bytes on the device.
     pub memory: Accounting,
+    /// How the weights came to the device.
+    pub upload: Upload,
     /// Graphs in service, by size of step.
     pub graphs: Vec<GraphLine>,
     /// Recordings, replays, failures.
