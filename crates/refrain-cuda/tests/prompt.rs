@@ -154,7 +154,7 @@ fn agrees_and_replays(device: impl Fn() -> Device, cublaslt: &CublasLt) {
         (DType::Q4_K, DType::F16),
     ];
     for (dtype, kv) in kinds.into_iter().chain([(DType::F32, DType::F32), (DType::BF16, DType::F32)]) {
-        for n in [16, 70] {
+        for n in [2, 8, 11, 16, 70] {
             let (graph, feed) = layer(n, dtype, kv);
             let want = evaluate(&graph, &feed).unwrap()[0].to_f32().unwrap();
             let mut eager = backend(&device(), GraphMode::Off, Method::Stream, false, cublaslt.clone());
@@ -188,7 +188,7 @@ fn a_layer_of_many_rows_agrees_with_the_reference_on_a_gpu() {
 }
 
 #[test]
-fn many_rows_go_to_tensor_cores_and_few_rows_and_f32_weights_do_not() {
+fn many_rows_go_to_tensor_cores_a_few_read_packed_weights_once_and_f32_weights_have_their_own() {
     let kernels = |n: usize, dtype: DType, kv: DType| {
         let device = refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
         let (graph, feed) = layer(n, dtype, kv);
@@ -216,9 +216,20 @@ fn many_rows_go_to_tensor_cores_and_few_rows_and_f32_weights_do_not() {
     );
     let quantised = kernels(32, DType::Q4_K, DType::F16);
     assert_eq!(quantised[..3], ["narrow_rms_norm_bf16", "dequant_q4_k_bf16", "gemm_m64_bf16"]);
-    for names in [kernels(32, DType::F32, DType::F32), kernels(8, DType::BF16, DType::F16)] {
-        let wide =
-            names.iter().any(|n| n.starts_with("gemm") || n.starts_with("narrow") || n.starts_with("flash"));
-        assert!(!wide, "{names:?}");
+    let wide = |names: &[String]| {
+        names.iter().any(|n| n.starts_with("gemm") || n.starts_with("narrow") || n.starts_with("flash"))
+    };
+    let names = kernels(32, DType::F32, DType::F32);
+    assert!(!wide(&names), "{names:?}");
+    // A few rows of weights that need no decoding go there too.
+    let names = kernels(8, DType::BF16, DType::F16);
+    assert_eq!(names[..2], ["narrow_rms_norm_bf16", "gemm_m64_bf16"]);
+    assert!(names[2].starts_with("attention"), "{names:?}");
+    for (n, few) in [(2, "few_m8_q4_k"), (8, "few_m8_q4_k"), (15, "few_m16_q4_k")] {
+        let names = kernels(n, DType::Q4_K, DType::F16);
+        assert!(!wide(&names), "{names:?}");
+        // Queries, keys and values; the output; gate and up; down: each reads its weights once.
+        assert_eq!(names.iter().filter(|name| *name == few).count(), 4, "{names:?}");
+        assert_eq!(names.iter().filter(|name| name.starts_with("few_rows")).count(), 4, "{names:?}");
     }
 }
