@@ -109,6 +109,7 @@ fn facts(
     if let Some(status) = &status {
         facts.extend(cost::kernels(plan, kernels, args.device.graph != GraphArg::Off));
         facts.extend(cost::crossings(plan));
+        facts.extend(status.apart.iter().map(|told| format!("apart    {told}")));
         facts.push(format!("memory   {}", stats::memory_line(&status.memory)));
     }
     Ok(facts)

@@ -76,6 +76,9 @@ pub(crate) fn print_graphs(status: &Status) {
             short_time(verified)
         );
     }
+    for told in &status.apart {
+        talk!("apart    {told}");
+    }
 }
 
 /// How fast weights came to a device.

@@ -307,6 +307,29 @@ fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
 }
 
 #[test]
+fn attention_that_takes_several_launches_is_told_with_the_reason() {
+    let cli = Cli::new();
+    // The same weights as sixteen heads of four elements: there is no kernel that joins those.
+    let config = std::fs::read_to_string(golden("llama").join("config.json")).expect("a golden");
+    let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+    for (key, value) in [("head_dim", 4), ("num_attention_heads", 16), ("num_key_value_heads", 8)] {
+        config[key] = value.into();
+    }
+    cli.file("small-heads/config.json", config.to_string());
+    let weights = std::fs::read(golden("llama").join("model.safetensors")).expect("a golden");
+    cli.file("small-heads/model.safetensors", weights);
+    let plan = cli.run(&with(&["plan", "./small-heads"], &SIM)).ok();
+    let told: Vec<&str> = plan.lines().filter(|line| line.starts_with("apart ")).collect();
+    assert_eq!(told.len(), 1, "{plan}");
+    assert!(told[0].contains("more run as steps of their own"), "{told:?}");
+    assert!(told[0].ends_with("heads have 4 elements, not a multiple of 8 up to 256"), "{told:?}");
+    let log = cli.run(&with(&["bench", "./small-heads", "-p", "0", "-n", "2", "-r", "1", "-v"], &SIM)).stderr;
+    assert!(log.contains(told[0]), "{log}");
+    let plain = cli.run(&with(&["plan", "stories"], &SIM)).ok();
+    assert!(!plain.contains("apart "), "{plain}");
+}
+
+#[test]
 fn caches_of_every_type_are_run_and_told_in_plans() {
     let cli = Cli::new();
     let cpu = ["--device", "cpu"];

@@ -12,6 +12,7 @@ use refrain_kernels::{
 };
 use refrain_tensor::DType;
 
+use crate::attend::AttendRun;
 use crate::error::CudaError;
 use crate::fused::{Row, Run};
 use crate::group::{Group, groups};
@@ -116,6 +117,22 @@ pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32, blas: bool) -> u64 {
     plan.steps().iter().map(of).max().unwrap_or(0).max(Areas::of(plan, None, n_sms, blas).bytes())
 }
 
+/// Says of which attentions one launch cannot do all, and why; once for each reason.
+fn tell_apart(plan: &Plan, steps: &[Step], warm: &mut WarmPlan) {
+    let mut reasons: Vec<(String, &str, usize)> = Vec::new();
+    for (idx, step) in steps.iter().enumerate() {
+        let Some(because) = AttendRun::why_not(plan, steps, idx) else { continue };
+        match reasons.iter_mut().find(|(known, ..)| *known == because) {
+            Some((_, _, n)) => *n += 1,
+            None => reasons.push((because, &step.label, 1)),
+        }
+    }
+    for (because, label, n) in reasons {
+        let others = if n > 1 { format!(" and {} more run", n - 1) } else { " runs".to_owned() };
+        warm.tell(format!("{label}{others} as steps of their own, not as one launch: {because}"));
+    }
+}
+
 /// Turns steps of one plan into launches over one memory.
 pub(crate) struct Lowering<'a> {
     pub(crate) kernels: &'a Kernels,
@@ -132,6 +149,7 @@ impl Lowering<'_> {
     /// Adds the launches of steps, and the names of what they write.
     pub(crate) fn push(&self, steps: &[Step], warm: &mut WarmPlan) -> Result<(), CudaError> {
         let groups = groups(self.plan, steps);
+        tell_apart(self.plan, steps, warm);
         let mut prefill = Prefill::new(self)?;
         for (i, group) in groups.iter().enumerate() {
             if prefill.lower(&groups[i..], warm)? {
@@ -166,7 +184,7 @@ impl Lowering<'_> {
                     }
                     // Rows too long for the shared memory of this card: as steps of their own.
                     Err(KernelError::Unsupported { because, .. }) if !self.has_packed(run) => {
-                        tracing::info!("{} runs as steps of its own: {because}", run.label());
+                        warm.tell(format!("{} runs as steps of its own: {because}", run.label()));
                         launches.clear();
                         for step in run.steps {
                             self.step(step, &mut launches).map_err(|e| self.refuse(step, e))?;

@@ -69,6 +69,8 @@ pub struct Status {
     pub kernels: Option<Origin>,
     /// What multiplies the rows of prompts.
     pub prompt_products: Option<PromptProducts>,
+    /// What runs as several launches where one was wished for, each with the name of its step and the reason.
+    pub apart: Vec<String>,
     /// Timings of every launch so far; empty unless [`crate::CudaOptions::profile`] is on.
     pub profile: Vec<ProfileRow>,
     /// Bytes per second that the card's memory could deliver by its clock and width; `None` where they are unknown.
