@@ -83,6 +83,7 @@ impl Resident {
         let (weights, scratch, places) = (self.weights, self.scratch, &self.places.weights);
         let each = model.weights.iter().zip(&model.tensors).zip(&vectors).zip(places);
         let options = BulkOptions::for_bytes(total_bytes);
+        // The weight that was named last; what fails may be of one shortly before it.
         let mut name = String::new();
         let sent = stream.bulk(&mut self.lease, options, |bulk| {
             for (((weight, tensor), vector), place) in each {
