@@ -1,9 +1,12 @@
 //! Which steps of a one-token plan one launch does between the products of queries, keys and values and the output's.
 
+use std::collections::HashSet;
+
 use refrain_driver::{Buf, Launch};
-use refrain_graph::{Attention, Buffer, BufferId, Op, Operand, Place, Plan, Rope, Step};
+use refrain_graph::{Attention, BufferId, Op, Operand, Place, Plan, Rope, Step};
 use refrain_kernels::{
     AttendArgs, AttendNorm, KernelError, attend_counter_bytes, attend_scratch_bytes, attend_splits,
+    products_lie_unevenly,
 };
 
 use crate::group::apart;
@@ -204,14 +207,19 @@ pub(crate) fn scratch_bytes(attention: &Step, n_sms: u32) -> u64 {
     Sizes::of(attention).filter(|_| one_row).map_or(0, |sizes| sizes.scratch_bytes(n_sms))
 }
 
-/// Weights to an attention above which products should have the card's multiprocessors evenly: about 4 us of reading. Smaller
-/// models gain more from starting early.
+/// Weights to an attention above which their products should have the card's multiprocessors evenly: about 4 us of
+/// reading. Smaller models gain more from starting early.
 const OVERLAP_BYTES: usize = 16 << 20;
 
 impl Lowering<'_> {
-    fn weight_bytes_per_attention(&self) -> usize {
-        let is_weight = |b: &&Buffer| matches!(b.place, Place::Weight(_));
-        let bytes: usize = self.plan.buffers().iter().filter(is_weight).map(|b| b.bytes).sum();
+    /// Bytes of weights whose products may come to lie unevenly, for each attention.
+    fn uneven_bytes_per_attention(&self) -> usize {
+        let operands = self.plan.steps().iter().flat_map(|step| &step.inputs);
+        let is_one = |o: &&Operand| {
+            products_lie_unevenly(o.dtype) && matches!(self.plan.buffer(o.buffer).place, Place::Weight(_))
+        };
+        let buffers: HashSet<BufferId> = operands.filter(is_one).map(|o| o.buffer).collect();
+        let bytes: usize = buffers.into_iter().map(|id| self.plan.buffer(id).bytes).sum();
         let n = self.plan.steps().iter().filter(|step| matches!(step.op, Op::Attention(_))).count();
         bytes / n.max(1)
     }
@@ -261,7 +269,7 @@ impl Lowering<'_> {
             n_seqs: s.n_seqs,
             max_blocks: s.max_blocks,
             n_splits: s.splits(self.n_sms),
-            alone: self.weight_bytes_per_attention() > OVERLAP_BYTES,
+            alone: self.uneven_bytes_per_attention() > OVERLAP_BYTES,
             step: &labels.join(" + "),
         })
     }

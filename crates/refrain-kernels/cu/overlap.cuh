@@ -14,6 +14,13 @@ inline void let_next_start() {}
 inline void wait_for_previous() {}
 #endif
 
+// Fetches a parameter and what lies around it, which the first use would wait for.
+template <typename T> inline void touch(T* p) {
+#ifndef REFRAIN_ON_HOST
+    asm volatile("" ::"l"(p));
+#endif
+}
+
 // For kernels that have nothing to do before they wait.
 inline void start() {
     let_next_start();

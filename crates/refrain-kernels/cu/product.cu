@@ -1,41 +1,49 @@
 // product.cu: one row of activations times up to three weights, with what comes before and after in the same launch
 //
-//   y0 .. y2   [n]          f32; null behind the last. With a gate: y0 alone, act(x w0^T) * (x w1^T)
-//   sum        [k]          f32: a + b, or null
+//   w0 .. w2   [n, k]       BF16 or F16 as in the file, or quantised and packed (packed.cuh)
+//   p          sizes; see Params
 //   a          [k]          f32
 //   b          [k]          f32, or null: x is made of a alone
 //   inner      [k]          f32, or null: b is replaced by its RMS norm with these weights
 //   norm       [k]          f32, or null: x is the RMS norm of a (+ b) with these weights, else a (+ b) itself
-//   w0 .. w2   [n, k]       BF16 or F16 as in the file, or quantised and packed (packed.cuh)
+//   sum        [k]          f32: a + b, or null
+//   y0 .. y2   [n]          f32; null behind the last. With a gate: y0 alone, act(x w0^T) * (x w1^T)
 //   bias0 .. bias2  [n]     f32, added to the products; or null
-//   p          sizes; see Params
+//
+// A launch of a step lasts a few microseconds, and what it waits for is its time: parameters are fetched from memory when
+// they are first touched, so those that the first copies need come first and all are touched before the wait; code is
+// fetched too, so what runs once is kept short.
 //
 // Every block makes x for itself, from a row that is in the L2 cache, and keeps it in shared memory: as f32 for plain
 // weights, rounded to blocks of 32 signed bytes with a scale (the largest magnitude becomes 127, ties to even) for
-// quantised ones. Weights come in units by bulk copies into a ring of each warp, the first ones before the kernel waits
-// for x.
+// quantised ones. Weights come in chunks by bulk copies into a ring of each warp, the first ones before the kernel waits
+// for x. A copy costs a multiprocessor about 25 cycles however small it is, and a warp some hundred cycles for each chunk:
+// chunks are as large as shared memory allows.
 //
-// Launch    grid (at most one block for each multiprocessor), block (512), shared for the rings and x (src/product.rs)
+// Launch    grid (at most one block for each multiprocessor), block (32 WARPS of the type), shared for the rings and x
+//           (src/product.rs)
 // Requires  k a multiple of 8 (plain), 32 or 256 (packed); all pointers at multiples of 16 bytes; weights are not
 //           written by any launch
 // Aliasing  none: every block reads a and b while the first writes sum, and y is written while others read
-// A tile's columns are dealt to `split` warps unit by unit; their sums are added in a fixed order. Integer products are exact
-// within a sub-block of 32; sums over sub-blocks in f32. The order depends on k and split alone: same bits every run.
+// A block has consecutive tiles, a warp an equal share of their chunks, one after the other; sums of tiles that several
+// warps share are added in a fixed order. Integer products are exact within a sub-block of 32; sums over sub-blocks in
+// f32. The order depends on the sizes and the grid alone: same bits every run.
 // Capture: safe.
 #include "overlap.cuh"
 #include "packed.cuh"
 #include "reduce.cuh"
 
-const u32 WARPS = 16;
-const u32 THREADS = 32 * WARPS;
-
 struct Params {
     u32 k;
-    u32 n[3];      // columns of each y
-    u32 split;     // warps that share a tile: 1, 2, 4, 8 or 16
-    u32 stages;    // units in a warp's ring
-    u32 second;    // bit i: weight i is of the second type
-    u32 gate;      // 0: none, 1: SiLU, 2: GELU (tanh)
+    u32 n[3];           // columns of each y
+    u32 tiles;          // of a block; the first `extra` blocks have one more
+    u32 extra;
+    u32 tile_inverse;   // 2^32 over the chunks of a tile, rounded up; 0: one chunk
+    u8 stages;          // chunks in a warp's ring
+    u8 second;          // bit i: weight i is of the second type
+    u8 gate;            // 0: none, 1: SiLU, 2: GELU (tanh)
+    u8 unused;
+    float inverse_k;
     float eps;
 };
 
@@ -49,6 +57,7 @@ struct Ring {
         data = address(ring);
         barriers = address(bars);
         if (threadIdx.x % 32 == 0) {
+#pragma unroll 1
             for (u32 i = 0; i < stages; i++) {
                 asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
             }
@@ -56,23 +65,33 @@ struct Ring {
         }
         __syncwarp();
     }
-    // Copies `n` pieces of `bytes`, `stride` apart, to places `pitch` apart. Lane i has piece i.
-    inline void issue(u32 slot, u32 offset, const u8* from, u32 n, u32 bytes, u64 stride, u32 pitch) {
-        u32 lane = threadIdx.x % 32, bar = barriers + 8 * slot;
-        if (lane == 0) {
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(n * bytes) : "memory");
-        }
-        if (n > 1) __syncwarp();
-        if (lane < n) {
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                    data + offset + lane * pitch),
-                "l"(from + lane * stride), "r"(bytes), "r"(bar)
-                : "memory");
-        }
+    inline static void copy(u32 to, const u8* from, u32 bytes, u32 bar) {
+        // Weights are read once in a step: what else is in the cache should stay there.
+        u64 policy;
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+                "r"(to),
+            "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+            : "memory");
+    }
+    inline static void expect(u32 bar, u32 bytes) {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+    }
+    inline void issue_one(u32 slot, u32 offset, const u8* from, u32 bytes) {
+        if (threadIdx.x % 32 != 0) return;
+        expect(barriers + 8 * slot, bytes);
+        copy(data + offset, from, bytes, barriers + 8 * slot);
+    }
+    // One or two pieces of `bytes`, `stride` apart, to places `pitch` apart.
+    inline void issue_rows(u32 slot, u32 offset, const u8* from, u32 n, u32 bytes, u64 stride, u32 pitch) {
+        if (threadIdx.x % 32 != 0) return;
+        expect(barriers + 8 * slot, n * bytes);
+        copy(data + offset, from, bytes, barriers + 8 * slot);
+        if (n > 1) copy(data + offset + pitch, from + stride, bytes, barriers + 8 * slot);
     }
     inline void nothing() {}
-    // The unit of a slot, used for the `turn`-th time.
+    // The chunk of a slot, used for the `turn`-th time.
     inline void wait(u32 slot, u32 turn, u32) {
         asm volatile(
             "{ .reg .pred p; \n"
@@ -89,7 +108,10 @@ struct Ring {
     u32 data;
 
     inline void init(u8* ring, u64*, u32) { data = (u32)__cvta_generic_to_shared(ring); }
-    inline void issue(u32, u32 offset, const u8* from, u32 n, u32 bytes, u64 stride, u32 pitch) {
+    inline void issue_one(u32 slot, u32 offset, const u8* from, u32 bytes) {
+        issue_rows(slot, offset, from, 1, bytes, 0, 0);
+    }
+    inline void issue_rows(u32, u32 offset, const u8* from, u32 n, u32 bytes, u64 stride, u32 pitch) {
         for (u32 piece = 0; piece < n; piece++) {
             for (u32 i = 16 * (threadIdx.x % 32); i < bytes; i += 512) {
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(data + offset + piece * pitch + i),
@@ -116,7 +138,10 @@ struct Ring {
     u8* data;
 
     inline void init(u8* ring, u64*, u32) { data = ring; }
-    inline void issue(u32, u32 offset, const u8* from, u32 n, u32 bytes, u64 stride, u32 pitch) {
+    inline void issue_one(u32 slot, u32 offset, const u8* from, u32 bytes) {
+        issue_rows(slot, offset, from, 1, bytes, 0, 0);
+    }
+    inline void issue_rows(u32, u32 offset, const u8* from, u32 n, u32 bytes, u64 stride, u32 pitch) {
         u32 lane = threadIdx.x % 32;
         if (lane < n) memcpy(data + offset + lane * pitch, from + lane * stride, bytes);
     }
@@ -135,7 +160,7 @@ struct X {
 };
 
 // Sum of the partial sums of all warps.
-inline float total(const float* partial) {
+template <u32 WARPS> inline float total(const float* partial) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) sum += partial[i];
@@ -205,77 +230,102 @@ template <bool QUANTISED> inline void keep(const X& x, u32 at, u32 padded, const
     }
 }
 
-// x is a as it is. Two loads are under way at once: each takes as long as all else.
-template <bool QUANTISED> inline void copy_x(const X& x, u32 k, u32 padded, const float* a) {
-    u32 lane = threadIdx.x % 32;
-    // Whole warps stay together.
-    for (u32 start = 8 * (threadIdx.x - lane); start < padded; start += 16 * THREADS) {
-        u32 at = start + 8 * lane;
-        Eight first(a, at, k), second(a, at + 8 * THREADS, k);
-        keep<QUANTISED>(x, at, padded, first);
-        if (start + 8 * THREADS < padded) keep<QUANTISED>(x, at + 8 * THREADS, padded, second);
-    }
+// The factor of an RMS norm, from the warps' sums of squares.
+template <u32 WARPS> inline float norm_factor(const float* partial, const Params& p) {
+    return rsqrtf(__fmaf_rn(total<WARPS>(partial), p.inverse_k, p.eps));
 }
 
-// x is a (+ b), with a norm. `partial` gets each warp's sum of squares, to be read after the caller's barrier. `early` is
-// what this thread needs first of the norm's weights.
-template <bool QUANTISED>
-inline void make_x(const X& x, u32 k, u32 padded, const float* a, const float* b, const float* inner, const float* norm,
-                   float* sum, float eps, float* partial, const Eight& early) {
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+// Where x comes from.
+struct Source {
+    const float *a, *b, *inner, *norm;
+    float* sum;
+};
+
+// x is a (+ b), times the norm's weights. `partial` gets each warp's sum of squares, to be read after the caller's barrier.
+// `early` is what this thread needs first of the norm's weights.
+template <typename W>
+inline void make_x(const X& x, u32 padded, const Source& from, float* partial, const Eight& early, const Params& p) {
+    const u32 STEP = 8 * 32 * W::WARPS;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = p.k;
     float scale_b = 1.0f;
-    if (inner != nullptr) {
+    if (from.inner != nullptr) {
         float squares = 0.0f;
-        for (u32 at = 8 * threadIdx.x; at < k; at += 8 * THREADS) squares += Eight(b, at, k).squares();
+#pragma unroll 1
+        for (u32 at = 8 * threadIdx.x; at < k; at += STEP) squares += Eight(from.b, at, k).squares();
         squares = warp_reduce(squares, Add());
         if (lane == 0) partial[warp] = squares;
         __syncthreads();
-        scale_b = rsqrtf(total(partial) / (float)k + eps);
+        scale_b = norm_factor<W::WARPS>(partial, p);
         __syncthreads();
     }
     float squares = 0.0f;
-    for (u32 start = 8 * (threadIdx.x - lane); start < padded; start += 8 * THREADS) {
-        u32 at = start + 8 * lane;
-        Eight v(a, at, k);
-        if (b != nullptr) {
-            Eight u(b, at, k);
-            if (inner != nullptr) {
-                Eight w(inner, at, k);
+    // Whole warps stay together. Elements of several rounds are asked for before the first are used: a load takes as long as
+    // all else.
+#pragma unroll 1
+    for (u32 start = 8 * (threadIdx.x - lane); start < padded; start += W::X_AHEAD * STEP) {
+        Eight ahead[W::X_AHEAD];
 #pragma unroll
-                for (int i = 0; i < 8; i++) u.v[i] = u.v[i] * scale_b * w.v[i];
+        for (int i = 0; i < W::X_AHEAD; i++) ahead[i] = Eight(from.a, start + 8 * lane + i * STEP, k);
+#pragma unroll
+        for (int i = 0; i < W::X_AHEAD; i++) {
+            u32 at = start + 8 * lane + i * STEP;
+            if (i > 0 && start + i * STEP >= padded) break;
+            Eight v = ahead[i];
+            if (from.b != nullptr) {
+                Eight u(from.b, at, k);
+                if (from.inner != nullptr) {
+                    Eight w(from.inner, at, k);
+#pragma unroll
+                    for (int j = 0; j < 8; j++) u.v[j] = u.v[j] * scale_b * w.v[j];
+                }
+#pragma unroll
+                for (int j = 0; j < 8; j++) v.v[j] += u.v[j];
+                if (from.sum != nullptr && blockIdx.x == 0 && at < k) v.store(from.sum + at);
             }
+            if (from.norm != nullptr) {
+                squares += v.squares();
+                Eight w = early;
+                if (start + i * STEP >= STEP) w = Eight(from.norm, at, k);
 #pragma unroll
-            for (int i = 0; i < 8; i++) v.v[i] += u.v[i];
-            if (sum != nullptr && blockIdx.x == 0 && at < k) v.store(sum + at);
+                for (int j = 0; j < 8; j++) v.v[j] *= w.v[j];
+            }
+            keep<W::QUANTISED>(x, at, padded, v);
         }
-        squares += v.squares();
-        if (norm != nullptr) {
-            Eight w = start < 8 * THREADS ? early : Eight(norm, at, k);
-#pragma unroll
-            for (int i = 0; i < 8; i++) v.v[i] *= w.v[i];
-        }
-        keep<QUANTISED>(x, at, padded, v);
     }
+    if (from.norm == nullptr) return;
     squares = warp_reduce(squares, Add());
     if (lane == 0) partial[warp] = squares;
 }
 
-// Quantised weights: tiles of eight rows, lane 4 r + s.
-template <typename Q> struct Packed {
+// Quantised weights: tiles of eight rows, lane 4 r + s. A chunk is UNITS units. Few warps with large chunks read faster, many
+// compute faster: what is better depends on how much there is to do for each byte.
+template <typename Q, int UNITS, u32 N_WARPS> struct Packed {
     static const bool QUANTISED = true;
-    static const u32 ROWS = TILE_ROWS, COLS = Q::COLS, BYTES = Q::BYTES, SUMS = 1;
+    static const u32 WARPS = N_WARPS, X_AHEAD = 32 / WARPS;
+    static const u32 ROWS = TILE_ROWS, COLS = UNITS * Q::COLS, SLOT = UNITS * Q::BYTES, SUMS = 1;
 
-    inline static u32 units(u32 k) { return (k + COLS - 1) / COLS; }
-    inline static u64 start(u32 tile, u32 unit, u32 k) { return ((u64)tile * units(k) + unit) * BYTES; }
-    inline static u64 step(u32 units) { return units * BYTES; }
-    inline static void issue(Ring& ring, u32 slot, u32 offset, const u8* from, u32, u32, u32, u32) {
-        ring.issue(slot, offset, from, 1, BYTES, 0, 0);
+    inline static u32 units(u32 k) { return (k + Q::COLS - 1) / Q::COLS; }
+    inline static u32 padded(u32 k) { return units(k) * Q::COLS; }
+    inline static u64 start(u32 tile, u32 chunk, u32 k) { return ((u64)tile * units(k) + chunk * UNITS) * Q::BYTES; }
+    inline static void issue(Ring& ring, u32 slot, u32 offset, const u8* from, u32, u32 chunk, u32, u32 k) {
+        ring.issue_one(slot, offset, from, min((u32)UNITS, units(k) - chunk * UNITS) * Q::BYTES);
     }
 
-    inline static void dot(const u8* unit, u32 at, u32, const X& x, float* acc) {
+    inline static void dot(const u8* data, u32 chunk, u32 k, const X& x, float* acc) {
+        u32 left = units(k) - chunk * UNITS;
+        if (left >= UNITS) {
+#pragma unroll
+            for (int i = 0; i < UNITS; i++) dot_unit(data + i * Q::BYTES, chunk * UNITS + i, x, acc);
+            return;
+        }
+#pragma unroll 1
+        for (u32 i = 0; i < left; i++) dot_unit(data + i * Q::BYTES, chunk * UNITS + i, x, acc);
+    }
+
+    inline static void dot_unit(const u8* unit, u32 at, const X& x, float* acc) {
         u32 lane = threadIdx.x % 32;
-        const u8* first = x.q + 32 * (at * (COLS / 32) + lane % TILE_SUBS);
-        const float2* scales = x.scale + at * (COLS / 32) + lane % TILE_SUBS;
+        const u8* first = x.q + 32 * (at * (Q::COLS / 32) + lane % TILE_SUBS);
+        const float2* scales = x.scale + at * (Q::COLS / 32) + lane % TILE_SUBS;
 #pragma unroll
         for (int c = 0; c < Q::SUBS; c++) {
             Sub sub = Q::load(unit, c, lane);
@@ -298,17 +348,18 @@ template <typename Q> struct Packed {
     }
 };
 
-// Plain weights, as in the file: tiles of four rows, so that x is read once for all of them.
+// Plain weights, as in the file: tiles of two rows, so that x is read once for both.
 template <typename T> struct Plain {
     static const bool QUANTISED = false;
-    static const u32 ROWS = 4, COLS = 256, PITCH = 2 * COLS, BYTES = ROWS * PITCH, SUMS = ROWS;
+    static const u32 WARPS = 8, X_AHEAD = 4;
+    static const u32 ROWS = 2, COLS = 1024, PITCH = 2 * COLS, SLOT = ROWS * PITCH, SUMS = ROWS;
 
     inline static u32 units(u32 k) { return (k + COLS - 1) / COLS; }
-    inline static u64 start(u32 tile, u32 unit, u32 k) { return 2 * ((u64)tile * ROWS * k + unit * COLS); }
-    inline static u64 step(u32 units) { return units * PITCH; }
+    inline static u32 padded(u32 k) { return k; }
+    inline static u64 start(u32 tile, u32 chunk, u32 k) { return 2 * ((u64)tile * ROWS * k + chunk * COLS); }
     // Rows past the end are not fetched; what is computed for them is not stored.
-    inline static void issue(Ring& ring, u32 slot, u32 offset, const u8* from, u32 tile, u32 unit, u32 n, u32 k) {
-        ring.issue(slot, offset, from, min(ROWS, n - tile * ROWS), 2 * min(COLS, k - unit * COLS), 2 * (u64)k, PITCH);
+    inline static void issue(Ring& ring, u32 slot, u32 offset, const u8* from, u32 tile, u32 chunk, u32 n, u32 k) {
+        ring.issue_rows(slot, offset, from, min(ROWS, n - tile * ROWS), 2 * min(COLS, k - chunk * COLS), 2 * (u64)k, PITCH);
     }
 
     inline static float2 pair(u32 word, BF16) {
@@ -316,13 +367,22 @@ template <typename T> struct Plain {
     }
     inline static float2 pair(u32 word, F16) { return make_float2(low_f16(word), high_f16(word)); }
 
-    inline static void dot(const u8* unit, u32 at, u32 k, const X& x, float* acc) {
-        u32 lane = threadIdx.x % 32, piece = at * (COLS / 8) + lane;
-        if (8 * piece >= k) return;
+    inline static void dot(const u8* data, u32 chunk, u32 k, const X& x, float* acc) {
+        u32 lane = threadIdx.x % 32, first = chunk * (COLS / 8) + lane;
+        if ((chunk + 1) * COLS <= k) {
+#pragma unroll
+            for (int i = 0; i < COLS / 256; i++) dot_eight(data + 512 * i, first + 32 * i, x, acc);
+            return;
+        }
+#pragma unroll 1
+        for (u32 i = 0; 8 * (first + 32 * i) < k; i++) dot_eight(data + 512 * i, first + 32 * i, x, acc);
+    }
+
+    inline static void dot_eight(const u8* data, u32 piece, const X& x, float* acc) {
         float4 a = ((const float4*)x.plane[0])[piece], b = ((const float4*)x.plane[1])[piece];
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            uint4 w = *(const uint4*)(unit + PITCH * i + 16 * lane);
+            uint4 w = *(const uint4*)(data + i * PITCH + 16 * (threadIdx.x % 32));
             float2 p = pair(w.x, T()), q = pair(w.y, T()), r = pair(w.z, T()), s = pair(w.w, T());
             float even = __fmaf_rn(p.x, a.x, acc[i]), odd = p.y * a.y;
             even = __fmaf_rn(q.x, a.z, even), odd = __fmaf_rn(q.y, a.w, odd);
@@ -331,32 +391,24 @@ template <typename T> struct Plain {
             acc[i] = even + odd;
         }
     }
-    // The sum of row r, in lanes 8 r to 8 r + 7: halves are exchanged until each lane has one row left.
+    // The sum of row r, in lanes 16 r to 16 r + 15: halves are exchanged so that each lane has one row left.
     inline static float reduce(const float* acc) {
-        bool upper = threadIdx.x & 16, right = threadIdx.x & 8;
-        float a = (upper ? acc[2] : acc[0]) + __shfl_xor_sync(0xffffffffu, upper ? acc[0] : acc[2], 16);
-        float b = (upper ? acc[3] : acc[1]) + __shfl_xor_sync(0xffffffffu, upper ? acc[1] : acc[3], 16);
-        float sum = (right ? b : a) + __shfl_xor_sync(0xffffffffu, right ? a : b, 8);
+        bool upper = threadIdx.x & 16;
+        float sum = (upper ? acc[1] : acc[0]) + __shfl_xor_sync(0xffffffffu, upper ? acc[0] : acc[1], 16);
 #pragma unroll
-        for (int i = 4; i > 0; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+        for (int i = 8; i > 0; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
         return sum;
     }
 };
 
 inline float activation(float x, u32 gate) {
-    if (gate == 1) return x / (1.0f + expf(-x));
-    float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return 0.5f * x * (1.0f + tanhf(inner));
+    // x / (1 + e^-x); and 0.5 x (1 + tanh u) is x / (1 + e^-2u).
+    float u = gate == 1 ? x : 1.5957691216057308f * __fmaf_rn(0.044715f * x * x, x, x);
+    return __fdividef(x, 1.0f + __expf(-u));
 }
 
-// Barrier 0 is the whole block's.
-inline void group_barrier(u32 group, u32 threads) {
-#ifdef REFRAIN_ON_HOST
-    group_wait(group + 1, threads);
-#else
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
-#endif
-}
+template <typename A, typename B> struct Same { static const bool YES = false; };
+template <typename A> struct Same<A, A> { static const bool YES = true; };
 
 struct Outputs {
     float* y[3];
@@ -364,186 +416,218 @@ struct Outputs {
     const float* bias[3];
 };
 
-// Adds the sums of a tile's warps and stores its rows; called by one warp.
-inline void finish(const Outputs& out, const Params& p, u32 tile, u32 which, float scale,
-                   const float (*first)[TILE_ROWS], const float (*second)[TILE_ROWS], u32 rows) {
-    // Lanes r, r + 8, .. take every fourth warp's sum of row r.
-    u32 lane = threadIdx.x % 32;
-    float sums[2] = {0.0f, 0.0f};
-    for (u32 i = lane / 8; i < p.split; i += 4) {
-        sums[0] += first[i][lane % 8];
-        if (p.gate != 0) sums[1] += second[i][lane % 8];
-    }
-    for (u32 step = 8; step < 8 * min(p.split, 4u); step <<= 1) {
-        sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], step);
-        sums[1] += __shfl_xor_sync(0xffffffffu, sums[1], step);
-    }
-    u32 row = tile * rows + lane;
-    if (p.gate != 0) {
-        if (lane >= rows || row >= p.n[0]) return;
-        float left = sums[0] * scale, right = sums[1] * scale;
-        if (out.bias[0] != nullptr) left += out.bias[0][row];
-        if (out.bias[1] != nullptr) right += out.bias[1][row];
-        out.y[0][row] = activation(left, p.gate) * right;
-        return;
-    }
-    u32 n = which == 0 ? p.n[0] : which == 1 ? p.n[1] : p.n[2];
-    if (lane >= rows || row >= n) return;
-    const float* bias = which == 0 ? out.bias[0] : which == 1 ? out.bias[1] : out.bias[2];
-    float* y = which == 0 ? out.y[0] : which == 1 ? out.y[1] : out.y[2];
-    y[row] = sums[0] * scale + (bias != nullptr ? bias[row] : 0.0f);
-}
+// Constant indices keep the parameters where they are.
+template <typename T> inline T pick(T const (&of)[3], u32 i) { return i == 0 ? of[0] : i == 1 ? of[1] : of[2]; }
 
-// What one warp fetches, in order: of each of its tiles the weights one after the other, of each weight every
-// `split`-th unit.
-template <typename A, typename B> struct Walk {
-    u32 tile, pass, unit;  // tile: of all weights together; n_tiles or more at the end
-    u32 local, which;      // the tile in its weight
-    const u8* from;
+// A tile of all weights together, and which tile of which weight that is.
+struct Place {
+    u32 local, which;
 
-    inline void begin(const Outputs& out, const Params& p, const u32* tiles, u32 rank) {
-        unit = rank;
+    inline void find(u32 tile, u32 pass, const u32 (&tiles)[3], const Params& p) {
         local = tile;
-        which = p.gate != 0 ? pass : 0;
-        if (p.gate == 0 && local >= tiles[0]) {
-            local -= tiles[0];
-            which = 1;
-            if (local >= tiles[1]) {
-                local -= tiles[1];
-                which = 2;
-            }
-        }
-        // Constant indices keep the parameters where they are.
-        const u8* w = which == 0 ? out.w[0] : which == 1 ? out.w[1] : out.w[2];
-        from = w + (p.second >> which & 1 ? B::start(local, unit, p.k) : A::start(local, unit, p.k));
+        which = pass;
+        if (p.gate != 0 || local < tiles[0]) return;
+        local -= tiles[0];
+        which = 1;
+        if (local < tiles[1]) return;
+        local -= tiles[1];
+        which = 2;
     }
 };
 
+// Where a warp is in its share: a chunk of a pass of a tile. A tile has two passes when a gate joins two weights.
+struct Walk {
+    u32 tile, pass, chunk;
+
+    // Whether that was the last of a pass.
+    inline bool next(u32 chunks) {
+        chunk++;
+        return chunk == chunks;
+    }
+    // Whether that was the last of a tile.
+    inline bool next_pass(u32 passes) {
+        chunk = 0;
+        pass++;
+        if (pass < passes) return false;
+        pass = 0;
+        tile++;
+        return true;
+    }
+};
+
+// Stores a row: `left` is its sum, or the one that goes through the gate and `right` the other.
+inline void finish(const Outputs& out, const Params& p, const Place& place, u32 row, float scale, float left, float right) {
+    u32 which = p.gate != 0 ? 0 : place.which;
+    if (row >= pick(p.n, which)) return;
+    const float* bias = pick(out.bias, which);
+    left *= scale;
+    if (bias != nullptr) left += bias[row];
+    if (p.gate != 0) {
+        right *= scale;
+        if (out.bias[1] != nullptr) right += out.bias[1][row];
+        left = activation(left, p.gate) * right;
+    }
+    pick(out.y, which)[row] = left;
+}
+
 template <typename A, typename B>
-inline void product(const Outputs& out, float* sum, const float* a, const float* b, const float* inner, const float* norm,
-                    const Params& p) {
-    const u32 ROWS = A::ROWS, STAGE = A::BYTES > B::BYTES ? A::BYTES : B::BYTES;
+inline void product(const Outputs& out, const Source& from, const Params& p) {
+    const u32 WARPS = A::WARPS, ROWS = A::ROWS, LANES = 32 / ROWS, SLOT = A::SLOT > B::SLOT ? A::SLOT : B::SLOT;
     DYNAMIC_SHARED(shared);
     __shared__ float partial[WARPS];
-    // Sums of a tile's warps; two sets, so that a warp may begin the next tile while the last one is added up.
-    __shared__ float parts[2][2][WARPS][TILE_ROWS];
+    // What a warp found of tiles that others share: the one that it ends, and the one that it leaves to the next; of both
+    // passes.
+    __shared__ float parts[WARPS][2][2][ROWS];
     let_next_start();
 
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u32 ring_bytes = WARPS * p.stages * STAGE;
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, stages = p.stages;
+    u32 ring_bytes = WARPS * stages * SLOT;
     u64* barriers = (u64*)(shared + ring_bytes);
-    u8* space = shared + ring_bytes + (8 * WARPS * p.stages + 127) / 128 * 128;
-    u32 units = A::units(p.k), padded = A::QUANTISED ? units * A::COLS : p.k;
+    u8* space = shared + ring_bytes + (8 * WARPS * stages + 127) / 128 * 128;
+    u32 chunks = (p.k + A::COLS - 1) / A::COLS, padded = A::padded(p.k);
     X x = {{(float*)space, (float*)space + padded / 2}, space, (float2*)(space + padded)};
 
-    u32 group = warp / p.split, rank = warp % p.split, groups = WARPS / p.split;
     u32 tiles[3];
 #pragma unroll
     for (int i = 0; i < 3; i++) tiles[i] = (p.n[i] + ROWS - 1) / ROWS;
-    u32 n_tiles = p.gate != 0 ? tiles[0] : tiles[0] + tiles[1] + tiles[2];
-    u32 passes = p.gate != 0 ? 2 : 1, stride = groups * gridDim.x;
+    // The block's chunks, and the warp's share of them.
+    u32 passes = p.gate != 0 ? 2 : 1, of_tile = passes * chunks;
+    u32 first_tile = blockIdx.x * p.tiles + min(blockIdx.x, p.extra);
+    u32 all = (p.tiles + (blockIdx.x < p.extra ? 1 : 0)) * of_tile;
+    u32 begin = warp * all / WARPS, end = (warp + 1) * all / WARPS;
+    u32 tiles_before = p.tile_inverse == 0 ? begin : (u32)((u64)begin * p.tile_inverse >> 32), in_tile = begin - tiles_before * of_tile;
+    Walk at = {first_tile + tiles_before, in_tile >= chunks ? 1u : 0u, in_tile >= chunks ? in_tile - chunks : in_tile};
 
     Ring ring;
-    ring.init(shared + warp * p.stages * STAGE, barriers + warp * p.stages, p.stages);
-    Walk<A, B> ahead;
-    ahead.tile = rank < units ? group * gridDim.x + blockIdx.x : n_tiles;
-    ahead.pass = 0;
-    if (ahead.tile < n_tiles) ahead.begin(out, p, tiles, rank);
-    u32 ahead_slot = 0;
+    ring.init(shared + warp * stages * SLOT, barriers + warp * stages, stages);
+    Walk ahead = at;
+    Place place = {0, 0};
+    const u8* ahead_from = nullptr;
+    u32 ahead_left = end - begin, ahead_slot = 0;
     auto issue = [&]() {
-        if (ahead.tile >= n_tiles) {
+        if (ahead_left == 0) {
             ring.nothing();
             return;
         }
-        bool second = p.second >> ahead.which & 1;
-        u32 n = ahead.which == 0 ? p.n[0] : ahead.which == 1 ? p.n[1] : p.n[2];
-        if (second) {
-            B::issue(ring, ahead_slot, ahead_slot * STAGE, ahead.from, ahead.local, ahead.unit, n, p.k);
+        ahead_left--;
+        if (ahead_from == nullptr) {
+            place.find(ahead.tile, ahead.pass, tiles, p);
+            bool second = !Same<A, B>::YES && (p.second >> place.which & 1);
+            ahead_from = pick(out.w, place.which)
+                         + (second ? B::start(place.local, ahead.chunk, p.k) : A::start(place.local, ahead.chunk, p.k));
+        }
+        u32 n = pick(p.n, place.which);
+        if (!Same<A, B>::YES && (p.second >> place.which & 1)) {
+            B::issue(ring, ahead_slot, ahead_slot * SLOT, ahead_from, place.local, ahead.chunk, n, p.k);
+            ahead_from += B::start(0, 1, p.k);
         } else {
-            A::issue(ring, ahead_slot, ahead_slot * STAGE, ahead.from, ahead.local, ahead.unit, n, p.k);
+            A::issue(ring, ahead_slot, ahead_slot * SLOT, ahead_from, place.local, ahead.chunk, n, p.k);
+            ahead_from += A::start(0, 1, p.k);
         }
-        ahead_slot = ahead_slot + 1 == p.stages ? 0 : ahead_slot + 1;
-        ahead.unit += p.split;
-        if (ahead.unit < units) {
-            ahead.from += second ? B::step(p.split) : A::step(p.split);
-            return;
-        }
-        ahead.pass++;
-        if (ahead.pass == passes) {
-            ahead.pass = 0;
-            ahead.tile += stride;
-        }
-        if (ahead.tile < n_tiles) ahead.begin(out, p, tiles, rank);
+        ahead_slot = ahead_slot + 1 == stages ? 0 : ahead_slot + 1;
+        if (!ahead.next(chunks)) return;
+        ahead_from = nullptr;
+        ahead.next_pass(passes);
     };
-    for (u32 i = 0; i < p.stages; i++) issue();
+#pragma unroll 1
+    for (u32 i = 0; i < stages; i++) issue();
 
+    touch(from.a);
+    touch(out.bias[2]);
     Eight early;
-    if (norm != nullptr) early = Eight(norm, 8 * threadIdx.x, p.k);
+    if (from.norm != nullptr) early = Eight(from.norm, 8 * threadIdx.x, p.k);
+
     wait_for_previous();
-    if (norm == nullptr && b == nullptr) {
-        copy_x<A::QUANTISED>(x, p.k, padded, a);
-    } else {
-        make_x<A::QUANTISED>(x, p.k, padded, a, b, inner, norm, sum, p.eps, partial, early);
+    make_x<A>(x, padded, from, partial, early, p);
+    __syncthreads();
+
+    u32 slot = 0, turn = 0, row = lane / LANES;
+    bool is_whole = in_tile == 0, ends_shared = false;
+    float acc[A::SUMS] = {}, left = 0.0f, right = 0.0f;
+    Place ended = {0, 0};
+#pragma unroll 1
+    for (u32 item = begin; item < end; item++) {
+        Place here;
+        here.find(at.tile, at.pass, tiles, p);
+        const u8* data = shared + (warp * stages + slot) * SLOT;
+        ring.wait(slot, turn, stages);
+        if (!Same<A, B>::YES && (p.second >> here.which & 1)) {
+            B::dot(data, at.chunk, p.k, x, acc);
+        } else {
+            A::dot(data, at.chunk, p.k, x, acc);
+        }
+        // The slot is filled again only after every lane has read it.
+        __syncwarp();
+        issue();
+        if (++slot == stages) {
+            slot = 0;
+            turn++;
+        }
+        bool pass_ends = at.next(chunks);
+        if (!pass_ends && item + 1 < end) continue;
+
+        float sum = A::reduce(acc);
+#pragma unroll
+        for (int i = 0; i < A::SUMS; i++) acc[i] = 0.0f;
+        (at.pass == 0 ? left : right) = sum;
+        bool tile_ends = pass_ends && at.next_pass(passes);
+        if (!tile_ends && item + 1 < end) continue;
+        if (tile_ends && is_whole) {
+            float scale = from.norm != nullptr ? norm_factor<WARPS>(partial, p) : 1.0f;
+            if (lane % LANES == 0) finish(out, p, here, here.local * ROWS + row, scale, left, right);
+        } else if (lane % LANES == 0) {
+            parts[warp][tile_ends ? 0 : 1][0][row] = left;
+            parts[warp][tile_ends ? 0 : 1][1][row] = right;
+        }
+        if (tile_ends && !is_whole) {
+            ends_shared = true;
+            ended = here;
+        }
+        is_whole = true;
+        left = right = 0.0f;
     }
     __syncthreads();
-    float scale = norm != nullptr ? rsqrtf(total(partial) / (float)p.k + p.eps) : 1.0f;
+    if (!ends_shared) return;
 
-    u32 slot = 0, turn = 0, set = 0;
-    Walk<A, B> at;
-    for (at.tile = group * gridDim.x + blockIdx.x; at.tile < n_tiles; at.tile += stride) {
-        for (at.pass = 0; at.pass < passes; at.pass++) {
-            at.begin(out, p, tiles, rank);
-            bool second = p.second >> at.which & 1;
-            float acc[A::SUMS] = {};
-            for (u32 unit = rank; unit < units; unit += p.split) {
-                ring.wait(slot, turn, p.stages);
-                const u8* data = shared + (warp * p.stages + slot) * STAGE;
-                if (second) {
-                    B::dot(data, unit, p.k, x, acc);
-                } else {
-                    A::dot(data, unit, p.k, x, acc);
-                }
-                // The slot is filled again only after every lane has read it.
-                __syncwarp();
-                issue();
-                if (++slot == p.stages) {
-                    slot = 0;
-                    turn++;
-                }
-            }
-            float total_of_row = A::reduce(acc);
-            if (lane % (32 / ROWS) == 0) parts[set][at.pass][warp][lane / (32 / ROWS)] = total_of_row;
-        }
-        if (p.split == 1) {
-            __syncwarp();
-        } else {
-            group_barrier(group, 32 * p.split);
-        }
-        if (rank == 0) finish(out, p, at.local, at.which, scale, &parts[set][0][warp], &parts[set][1][warp], ROWS);
-        if (p.split == 1) __syncwarp();
-        set ^= 1;
+    // The tile that this warp ended began `in_tile` chunks before its share: in the warps before it.
+    left = parts[warp][0][0][row];
+    right = parts[warp][0][1][row];
+    u32 tile_begin = begin - in_tile;
+#pragma unroll 1
+    for (u32 other = warp; other > 0 && begin > tile_begin;) {
+        other--;
+        u32 other_begin = other * all / WARPS;
+        if (other_begin == begin) continue;
+        left += parts[other][1][0][row];
+        right += parts[other][1][1][row];
+        begin = other_begin;
     }
+    float scale = from.norm != nullptr ? norm_factor<WARPS>(partial, p) : 1.0f;
+    if (lane % LANES == 0) finish(out, p, ended, ended.local * ROWS + row, scale, left, right);
 }
 
 #define PRODUCT(name, A, B)                                                                                        \
-    extern "C" __global__ __launch_bounds__(THREADS, 2) void product_##name(                                       \
-        float* y0, float* y1, float* y2, float* sum, const float* a, const float* b, const float* inner,           \
-        const float* norm, const u8* w0, const u8* w1, const u8* w2, const float* bias0, const float* bias1,       \
-        const float* bias2, Params p) {                                                                            \
+    extern "C" __global__ __launch_bounds__(32 * A::WARPS, 2) void product_##name(                                 \
+        const u8* w0, const u8* w1, const u8* w2, Params p, const float* a, const float* b, const float* inner,    \
+        const float* norm, float* sum, float* y0, float* y1, float* y2, const float* bias0, const float* bias1,    \
+        const float* bias2) {                                                                                      \
         Outputs out = {{y0, y1, y2}, {w0, w1, w2}, {bias0, bias1, bias2}};                                         \
-        product<A, B>(out, sum, a, b, inner, norm, p);                                                             \
+        product<A, B>(out, Source{a, b, inner, norm, sum}, p);                                                     \
     }
-#define PACKED(name, Q) PRODUCT(name, Packed<Packed##Q>, Packed<Packed##Q>)
+#define COMMA ,
+#define PACKED_PAIR(name, Q, R, UNITS, WARPS)                                                                      \
+    PRODUCT(name, Packed<Packed##Q COMMA UNITS COMMA WARPS>, Packed<Packed##R COMMA UNITS COMMA WARPS>)
+#define PACKED(name, Q, UNITS, WARPS) PACKED_PAIR(name, Q, Q, UNITS, WARPS)
 
 PRODUCT(bf16, Plain<BF16>, Plain<BF16>)
 PRODUCT(f16, Plain<F16>, Plain<F16>)
-PACKED(q4_0, Q4_0)
-PACKED(q4_1, Q4_1)
-PACKED(q5_0, Q5_0)
-PACKED(q5_1, Q5_1)
-PACKED(q8_0, Q8_0)
-PACKED(q4_k, Q4_K)
-PACKED(q5_k, Q5_K)
-PACKED(q6_k, Q6_K)
-PRODUCT(q4_k_q6_k, Packed<PackedQ4_K>, Packed<PackedQ6_K>)
-PRODUCT(q5_k_q6_k, Packed<PackedQ5_K>, Packed<PackedQ6_K>)
+PACKED(q4_0, Q4_0, 2, 16)
+PACKED(q4_1, Q4_1, 2, 16)
+PACKED(q5_0, Q5_0, 2, 16)
+PACKED(q5_1, Q5_1, 2, 16)
+PACKED(q8_0, Q8_0, 2, 8)
+PACKED(q4_k, Q4_K, 1, 16)
+PACKED(q5_k, Q5_K, 1, 16)
+PACKED(q6_k, Q6_K, 1, 16)
+PACKED_PAIR(q4_k_q6_k, Q4_K, Q6_K, 1, 16)
+PACKED_PAIR(q5_k_q6_k, Q5_K, Q6_K, 1, 16)

@@ -16,32 +16,52 @@ use crate::twin::fault;
 /// How many weights one launch multiplies with.
 pub const MAX_PARTS: usize = 3;
 
-const WARPS: usize = 16;
-/// Bytes of all warps' rings: enough to keep the memory busy while x is made, and no more, since two launches share a
-/// multiprocessor.
-const PACKED_RING_BYTES: usize = 72 << 10;
-const PLAIN_RING_BYTES: usize = 96 << 10;
 /// Shared memory that the compiled code itself declares, rounded up.
 const STATIC_BYTES: usize = 4096;
-/// What adding up the sums of a tile's warps costs, in units.
-const MEETING: f64 = 0.5;
+/// What is left to a block of attention beside one of products with plain weights.
+const ATTENTION_BYTES: usize = 28 << 10;
+/// Products of fewer bytes take no more of a ring than they fill: their time is that of their start, which others should
+/// be able to make beside them.
+const SMALL_BYTES: usize = 4 << 20;
 
-/// Columns, rows and bytes of what is fetched at once.
+/// What a warp fetches at once, and how many warps a block has.
 #[derive(Clone, Copy, Debug)]
-struct Tile {
+struct Chunk {
     rows: usize,
     cols: usize,
     bytes: usize,
+    warps: usize,
+    /// Bytes of all warps' rings.
+    ring: usize,
+    /// Whether a block leaves half of a multiprocessor to the next launch's.
+    shares: bool,
 }
 
-impl Tile {
-    const fn of(dtype: DType) -> Option<Tile> {
+impl Chunk {
+    const fn of(dtype: DType) -> Option<Chunk> {
         match (dtype, Unit::of(dtype)) {
-            (DType::BF16 | DType::F16, _) => Some(Tile { rows: 4, cols: 256, bytes: 2048 }),
-            (_, Some(unit)) => Some(Tile { rows: TILE_ROWS, cols: unit.cols, bytes: unit.bytes }),
+            // Few warps with much under way; what a multiprocessor has left is enough for attention.
+            (DType::BF16 | DType::F16, _) => {
+                Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, ring: 192 << 10, shares: false })
+            }
+            (_, Some(Unit { cols, bytes, .. })) => {
+                let (units, warps, ring) = match dtype {
+                    DType::Q8_0 => (2, 8, 88 << 10),
+                    _ => (if cols == 128 { 2 } else { 1 }, 16, 60 << 10),
+                };
+                let (cols, bytes) = (units * cols, units * bytes);
+                Some(Chunk { rows: TILE_ROWS, cols, bytes, warps, ring, shares: true })
+            }
             (_, None) => None,
         }
     }
+}
+
+/// Whether blocks of products with this dtype can lie two to a multiprocessor, so that one started beside a kernel that is
+/// on some multiprocessors only comes to lie unevenly.
+#[must_use]
+pub fn products_lie_unevenly(dtype: DType) -> bool {
+    matches!(Chunk::of(dtype), Some(Chunk { shares: true, .. }))
 }
 
 /// Pairs of dtypes that one launch takes beside launches of one dtype.
@@ -50,7 +70,7 @@ const PAIRS: [[DType; 2]; 2] = [[DType::Q4_K, DType::Q6_K], [DType::Q5_K, DType:
 /// Whether [`Kernels::product`] multiplies with this dtype: packed if quantised, else as in the file.
 #[must_use]
 pub fn has_product(dtype: DType) -> bool {
-    Tile::of(dtype).is_some()
+    Chunk::of(dtype).is_some()
 }
 
 /// One of the products of a [`ProductArgs`].
@@ -100,10 +120,16 @@ pub struct ProductArgs<'a> {
 struct Params {
     k: u32,
     n: [u32; MAX_PARTS],
-    split: u32,
-    stages: u32,
-    second: u32,
-    gate: u32,
+    /// Tiles of a block; the first `extra` blocks have one more.
+    tiles: u32,
+    extra: u32,
+    /// [`inverse`] of the chunks of a tile.
+    tile_inverse: u32,
+    stages: u8,
+    second: u8,
+    gate: u8,
+    unused: u8,
+    inverse_k: f32,
     eps: f32,
 }
 
@@ -127,20 +153,11 @@ pub fn products_join(dtypes: &[DType]) -> bool {
         || PAIRS.iter().any(|p| all_in(p))
 }
 
-/// Warps that share a tile: as few as keep all busy, since what they do for each tile is added up at a meeting.
-fn split(n_tiles: usize, units: usize, passes: usize, grid: usize) -> usize {
-    let cost = |split: usize| {
-        let rounds = n_tiles.div_ceil(WARPS / split * grid);
-        let meeting = if split > 1 { MEETING } else { 0.0 };
-        rounds as f64 * ((passes * units.div_ceil(split)) as f64 + meeting)
-    };
-    let mut best = 1;
-    for candidate in [2, 4, 8, 16].into_iter().filter(|s| *s <= units.min(WARPS)) {
-        if cost(candidate) < cost(best) {
-            best = candidate;
-        }
-    }
-    best
+/// 2^32 / `n` rounded up, so that the upper half of its product with m is m / n rounded down, and zero for 1; or nothing if m
+/// may be too large for that.
+fn inverse(n: usize, m: usize) -> Option<u32> {
+    let fits = (n as u64).checked_mul(m as u64).is_some_and(|product| product < 1 << 32);
+    fits.then(|| u32::try_from((1_u64 << 32).div_ceil(n as u64)).unwrap_or(0))
 }
 
 impl Kernels {
@@ -159,7 +176,7 @@ impl Kernels {
         );
         crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the products is empty");
         let (first, second) = dtypes(&case, a.parts)?;
-        let (Some(tile), Some(other)) = (Tile::of(first), Tile::of(second)) else {
+        let (Some(chunk), Some(other)) = (Chunk::of(first), Chunk::of(second)) else {
             return Err(case.refuse("no kernel multiplies a row with this dtype".to_owned()));
         };
         let gated = a.gate.is_some();
@@ -174,20 +191,52 @@ impl Kernels {
         crate::require!(case, a.inner.is_none() || a.b.is_some(), "there is nothing to be normed inside");
         crate::require!(case, a.sum.is_none() || a.b.is_some(), "there is no sum to keep");
 
-        let units = a.k.div_ceil(tile.cols);
-        let tiles = |p: &ProductPart| p.n.div_ceil(tile.rows);
-        let n_tiles = if gated { tiles(&a.parts[0]) } else { a.parts.iter().map(tiles).sum() };
+        let tiles = |p: &ProductPart| p.n.div_ceil(chunk.rows);
+        let n_tiles: usize = if gated { tiles(&a.parts[0]) } else { a.parts.iter().map(tiles).sum() };
         let grid = n_tiles.min(self.n_sms());
-        let split = split(n_tiles, units, if gated { 2 } else { 1 }, grid);
-        let (stages, shared) = self.product_shared(&case, a.k, tile, other)?;
+        let of_tile = a.k.div_ceil(chunk.cols) * if gated { 2 } else { 1 };
+        let Some(tile_inverse) = inverse(of_tile, (n_tiles / grid + 1).saturating_mul(of_tile)) else {
+            return Err(case.refuse("a block would have more than 2^32 pieces of weights".to_owned()));
+        };
+        let weights = a.parts.iter().try_fold(0, |sum, p| Some(weight_bytes(p.dtype, p.n, a.k)? + sum));
+        let share = (n_tiles / grid + 1) * of_tile;
+        let most =
+            if weights.is_some_and(|w| w < SMALL_BYTES) { share.div_ceil(chunk.warps) } else { usize::MAX };
+        let (stages, shared) = self.product_shared(&case, a.k, [chunk, other], most)?;
         let mut launch = self
-            .launch(&name(first, second), case.u32("n", grid)?, 32 * WARPS as u32)?
+            .launch(&name(first, second), case.u32("n", grid)?, 32 * chunk.warps as u32)?
             .shared(shared)
             .step(a.step);
         let row = |what, buf: Buf, n| case.buf(what, buf, usize::checked_mul(n, 4), 16);
         for i in 0..MAX_PARTS {
-            launch = match a.parts.get(i).filter(|_| i == 0 || !gated) {
-                Some(part) => launch.write(case.words("y", part.y, &[part.n])?),
+            launch = match a.parts.get(i) {
+                Some(part) => {
+                    launch.read(case.buf("w", part.w, weight_bytes(part.dtype, part.n, a.k), 16)?)
+                }
+                None => launch.null(),
+            };
+        }
+        let mut params = Params {
+            k: case.u32("k", a.k)?,
+            n: [0; MAX_PARTS],
+            tiles: (n_tiles / grid) as u32,
+            extra: (n_tiles % grid) as u32,
+            tile_inverse,
+            stages,
+            second: 0,
+            gate: a.gate.map_or(0, gate_code),
+            unused: 0,
+            inverse_k: 1.0 / a.k as f32,
+            eps: a.eps,
+        };
+        for (i, part) in a.parts.iter().enumerate() {
+            params.n[i] = case.u32("n", part.n)?;
+            params.second |= u8::from(part.dtype != first) << i;
+        }
+        launch = launch.baked(Baked(params)).read(row("a", a.a, a.k)?);
+        for (what, buf) in [("b", a.b), ("inner", a.inner), ("norm", a.norm)] {
+            launch = match buf {
+                Some(buf) => launch.read(row(what, buf, a.k)?),
                 None => launch.null(),
             };
         }
@@ -195,18 +244,9 @@ impl Kernels {
             Some(sum) => launch.write(row("sum", sum, a.k)?),
             None => launch.null(),
         };
-        launch = launch.read(row("a", a.a, a.k)?);
-        for (what, buf) in [("b", a.b), ("inner", a.inner), ("norm", a.norm)] {
-            launch = match buf {
-                Some(buf) => launch.read(row(what, buf, a.k)?),
-                None => launch.null(),
-            };
-        }
         for i in 0..MAX_PARTS {
-            launch = match a.parts.get(i) {
-                Some(part) => {
-                    launch.read(case.buf("w", part.w, weight_bytes(part.dtype, part.n, a.k), 16)?)
-                }
+            launch = match a.parts.get(i).filter(|_| i == 0 || !gated) {
+                Some(part) => launch.write(case.words("y", part.y, &[part.n])?),
                 None => launch.null(),
             };
         }
@@ -216,20 +256,7 @@ impl Kernels {
                 None => launch.null(),
             };
         }
-        let mut params = Params {
-            k: case.u32("k", a.k)?,
-            n: [0; MAX_PARTS],
-            split: split as u32,
-            stages,
-            second: 0,
-            gate: a.gate.map_or(0, gate_code),
-            eps: a.eps,
-        };
-        for (i, part) in a.parts.iter().enumerate() {
-            params.n[i] = case.u32("n", part.n)?;
-            params.second |= u32::from(part.dtype != first) << i;
-        }
-        Ok(launch.baked(Baked(params)))
+        Ok(launch)
     }
 
     /// Lets products ask for all the shared memory a block can have.
@@ -242,26 +269,28 @@ impl Kernels {
         self.shared_limit().saturating_sub(STATIC_BYTES)
     }
 
-    /// Units in a warp's ring, and the shared memory of a block.
+    /// Chunks in a warp's ring, at most `most`, and the shared memory of a block.
     fn product_shared(
         &self,
         case: &Case<'_>,
         k: usize,
-        tile: Tile,
-        other: Tile,
-    ) -> Result<(u32, u32), KernelError> {
-        let unit = tile.bytes.max(other.bytes);
-        let x = if tile.rows == TILE_ROWS { k.next_multiple_of(tile.cols) / 4 * 5 } else { 4 * k };
+        [chunk, other]: [Chunk; 2],
+        most: usize,
+    ) -> Result<(u8, u32), KernelError> {
+        let slot = chunk.bytes.max(other.bytes);
+        // Quantised: a byte to an element and two floats to 32, up to whole units.
+        let x = if chunk.rows == TILE_ROWS { k.next_multiple_of(256) / 4 * 5 } else { 4 * k };
         let bytes = |stages: usize| {
-            WARPS * stages * unit + (8 * WARPS * stages).next_multiple_of(128) + x.next_multiple_of(16)
+            let barriers = (8 * chunk.warps * stages).next_multiple_of(128);
+            chunk.warps * stages * slot + barriers + x.next_multiple_of(16)
         };
         let limit = self.product_limit();
-        let ring = if tile.rows == TILE_ROWS { PACKED_RING_BYTES } else { PLAIN_RING_BYTES };
-        let wanted = (ring / (WARPS * unit)).clamp(1, 4);
-        // Two launches share a multiprocessor, unless a long x leaves less than two units for each warp then.
+        let wanted = (chunk.ring / (chunk.warps * slot)).min(most).clamp(1, 64);
+        // A long x may leave less than two chunks for each warp in a half: then there is no sharing.
         let half = (self.shared_sm() / 2).saturating_sub(STATIC_BYTES);
-        let fits = |most: usize, stages: usize| bytes(stages) <= most.min(limit);
-        let beside = (2..=wanted).rev().find(|&stages| fits(half, stages));
+        let room = if chunk.shares { half } else { self.shared_sm().saturating_sub(ATTENTION_BYTES) };
+        let fits = |room: usize, stages: usize| bytes(stages) <= room.min(limit);
+        let beside = (wanted.min(2)..=wanted).rev().find(|&stages| fits(room, stages));
         let Some(stages) = beside.or_else(|| (1..=wanted.min(2)).rev().find(|&stages| fits(limit, stages)))
         else {
             let need = bytes(1);
@@ -269,7 +298,7 @@ impl Kernels {
                 case.refuse(format!("a block needs {need} bytes of shared memory, {limit} are there"))
             );
         };
-        Ok((stages as u32, bytes(stages) as u32))
+        Ok((stages as u8, bytes(stages) as u32))
     }
 }
 
@@ -280,7 +309,7 @@ fn weight_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
     }
 }
 
-const fn gate_code(gate: Gate) -> u32 {
+const fn gate_code(gate: Gate) -> u8 {
     match gate {
         Gate::Silu => 1,
         Gate::GeluTanh => 2,
@@ -301,7 +330,7 @@ fn name(first: DType, second: DType) -> String {
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
-    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, size_of::<Params>()];
+    let params = [P, P, P, size_of::<Params>(), P, P, P, P, P, P, P, P, P, P, P];
     for [first, second] in launches() {
         let kernel = name(first, second);
         all.push(Entry::new(Family::Product, kernel, &params, move |k| twin(k, first, second)));
@@ -356,14 +385,14 @@ fn make_x(k: &SimKernel<'_>, p: &Params, quantised: bool) -> KernelResult<(Vec<f
 }
 
 fn twin(k: &mut SimKernel<'_>, first: DType, second: DType) -> KernelResult {
-    let p: Params = k.arg(14)?;
+    let p: Params = k.arg(3)?;
     let cols = p.k as usize;
     let partial = || fault("rows of partial blocks");
     let mut parts = Vec::with_capacity(MAX_PARTS);
     for (i, n) in p.n.into_iter().map(|n| n as usize).enumerate().filter(|(_, n)| *n > 0) {
         let dtype = if p.second >> i & 1 == 1 { second } else { first };
         let bytes = weight_bytes(dtype, n, cols).ok_or_else(partial)?;
-        parts.push((i, dtype, n, k.ptr(8 + i)?, bytes));
+        parts.push((i, dtype, n, k.ptr(i)?, bytes));
     }
     k.before_wait(|k| {
         let norm = k.ptr(7)?;
@@ -373,8 +402,8 @@ fn twin(k: &mut SimKernel<'_>, first: DType, second: DType) -> KernelResult {
         parts.iter().try_for_each(|&(_, _, _, w, bytes)| k.view::<u8>(w, bytes).map(|_| ()))
     })?;
     let (x, scale, sum) = make_x(k, &p, first.is_quantized())?;
-    if k.ptr(3)?.0 != 0 {
-        k.write(k.ptr(3)?, &sum)?;
+    if k.ptr(8)?.0 != 0 {
+        k.write(k.ptr(8)?, &sum)?;
     }
     let mut results = Vec::with_capacity(MAX_PARTS);
     for &(i, dtype, n, w, bytes) in &parts {
@@ -394,20 +423,20 @@ fn twin(k: &mut SimKernel<'_>, first: DType, second: DType) -> KernelResult {
                 *y = (dot * f64::from(scale)) as f32;
             }
         }
-        if k.ptr(11 + i)?.0 != 0 {
-            let bias: Vec<f32> = k.read(k.ptr(11 + i)?, n)?;
+        if k.ptr(12 + i)?.0 != 0 {
+            let bias: Vec<f32> = k.read(k.ptr(12 + i)?, n)?;
             y.iter_mut().zip(&bias).for_each(|(y, b)| *y += b);
         }
         results.push((i, y));
     }
     if let (1 | 2, [(_, gate), (_, up)]) = (p.gate, results.as_slice()) {
         let y: Vec<f32> = gate.iter().zip(up).map(|(g, u)| activation(*g, p.gate) * u).collect();
-        return k.write(k.ptr(0)?, &y);
+        return k.write(k.ptr(9)?, &y);
     }
-    results.iter().try_for_each(|(i, y)| k.write(k.ptr(*i)?, y))
+    results.iter().try_for_each(|(i, y)| k.write(k.ptr(9 + *i)?, y))
 }
 
-fn activation(x: f32, gate: u32) -> f32 {
+fn activation(x: f32, gate: u8) -> f32 {
     let x = f64::from(x);
     let y = match gate {
         1 => x / (1.0 + (-x).exp()),
@@ -421,12 +450,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_warps_share_a_tile_when_there_are_many_tiles() {
-        assert_eq!(split(16_032, 8, 1, 132), 1);
-        assert_eq!(split(1024, 8, 2, 132), 2);
-        assert_eq!(split(256, 8, 1, 132), 8);
-        assert_eq!(split(72, 5, 1, 72), 4);
-        assert_eq!(split(1, 1, 1, 1), 1);
+    fn multiplying_with_the_inverse_divides() {
+        for n in [2, 3, 5, 7, 16, 28, 112, 1000] {
+            let most = 1 << 20;
+            let inverse = u64::from(inverse(n, most).unwrap());
+            for m in (0..most).step_by(17).chain([most - 1, n, n - 1, 2 * n - 1]) {
+                assert_eq!(((m as u64 * inverse) >> 32) as usize, m / n, "{m} / {n}");
+            }
+        }
+        assert_eq!(inverse(1, 1 << 20), Some(0));
+        assert_eq!(inverse(1 << 16, 1 << 16), None);
     }
 
     #[test]

@@ -45,6 +45,7 @@ inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float x) { return expf(x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
     uint64_t both = (uint64_t)b << 32 | a;
     unsigned y = 0;
