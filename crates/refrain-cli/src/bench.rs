@@ -92,6 +92,9 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     }
     print(&mut out, &report, args)?;
     if context.verbose {
+        if let Some((status, _)) = &report.device {
+            stats::print_graphs(status);
+        }
         for (layout, bytes) in &report.layouts {
             talk!("{layout}: {:.1} MiB of weights", *bytes as f64 / (1 << 20) as f64);
         }
@@ -122,6 +125,9 @@ fn print(out: &mut Out, report: &BenchReport, args: &Args) -> anyhow::Result<()>
         .resident
         .map_or_else(String::new, |r| format!(", {} resident now, {} at most", Bytes(r.now), Bytes(r.most)));
     out.line(format_args!("ready in {:.2} s{resident}", report.load_seconds))?;
+    if let Some((status, _)) = &report.device {
+        out.line(format_args!("weights  {}", stats::upload_line(&status.upload)))?;
+    }
     if !report.prefill.0.is_empty() {
         out.line(format_args!("prefill  {:>6} tokens  {}", args.prompt_tokens, spread(&report.prefill)))?;
     }
@@ -203,6 +209,8 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
         "launches_per_token": report.launches.map(|l| l.by_host),
         "kernels_per_token": report.launches.map(|l| l.kernels),
         "load_seconds": report.load_seconds,
+        "upload_seconds": report.device.as_ref().map(|(s, _)| s.upload.took.as_secs_f64()),
+        "upload_bytes": report.device.as_ref().map(|(s, _)| s.upload.bytes),
         "resident_bytes": report.resident.map(|r| r.now),
         "resident_bytes_at_most": report.resident.map(|r| r.most),
         "decode_steps": stats::tally_json(&report.decode_steps),

@@ -42,8 +42,8 @@ pub(crate) struct DeviceOpts {
     #[arg(short, long, value_name = "N", value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
     /// Element type of the KV cache
-    #[arg(long, value_name = "TYPE", default_value = "f16")]
-    pub(crate) kv_dtype: KvArg,
+    #[arg(long, alias = "kv-dtype", value_name = "TYPE", default_value = "f16")]
+    pub(crate) kv: KvArg,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,7 +66,11 @@ pub(crate) enum GraphArg {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum KvArg {
+    /// Half the bytes of f32, with 11 bits of precision; numbers up to 65,504
     F16,
+    /// As many bytes as f16, with 8 bits of precision and the range of f32
+    Bf16,
+    /// Exact, and twice the bytes
     F32,
 }
 
@@ -85,8 +89,9 @@ impl DeviceOpts {
         n_context: Option<usize>,
         context: &Context,
     ) -> anyhow::Result<SessionOptions> {
-        let kv_dtype = match self.kv_dtype {
+        let kv_dtype = match self.kv {
             KvArg::F16 => DType::F16,
+            KvArg::Bf16 => DType::BF16,
             KvArg::F32 => DType::F32,
         };
         let ahead = self.ahead.map(usize::from);

@@ -11,8 +11,8 @@ use crate::opts::{DeviceOpts, GraphArg};
 use crate::out::{Out, counted, short_rate, short_time, talk, thousands};
 use crate::{resolve, stats};
 use bandwidth::Bandwidth;
-use refrain::graph::{Buffer, Place, Plan, Step};
-use refrain::{Planner, read_bandwidth};
+use refrain::graph::{Buffer, Op, Place, Plan, Step};
+use refrain::{DType, Planner, read_bandwidth};
 use refrain_hub::Bytes;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -109,6 +109,7 @@ fn facts(
     if let Some(status) = &status {
         facts.extend(cost::kernels(plan, kernels, args.device.graph != GraphArg::Off));
         facts.extend(cost::crossings(plan));
+        facts.extend(status.apart.iter().map(|told| format!("apart    {told}")));
         facts.push(format!("memory   {}", stats::memory_line(&status.memory)));
     }
     Ok(facts)
@@ -136,7 +137,8 @@ fn bounds(plan: &Plan, n_tokens: usize, context: usize, bandwidth: Option<(f64, 
             Some(window) => format!("of the last {} looked back on", thousands(window)),
             None => "position looked back on".into(),
         };
-        lines.push(format!("         {bytes} of KV cache for each {which}"));
+        let dtype = cache_dtype(plan).map_or_else(String::new, |dtype| format!(" in {dtype}"));
+        lines.push(format!("         {bytes} of KV cache{dtype} for each {which}"));
     }
     lines.push(format!("         {} in a step at a full context of {context}", Bytes(at_full as u64)));
     if let Some((per_second, source)) = bandwidth {
@@ -151,6 +153,11 @@ fn bounds(plan: &Plan, n_tokens: usize, context: usize, bandwidth: Option<(f64, 
         ));
     }
     lines
+}
+
+/// The element type of the caches; all layers have the same.
+fn cache_dtype(plan: &Plan) -> Option<DType> {
+    plan.steps().iter().find(|s| matches!(s.op, Op::Attention(_))).map(|step| step.inputs[1].dtype)
 }
 
 /// Buffers that lie in the arena, with their offsets.

@@ -2,7 +2,7 @@
 
 use crate::out::{short_rate, short_time, talk, thousands};
 use crate::reply::Reply;
-use refrain::{Accounting, Finish, Resident, Session, Status, StepKind, Tally};
+use refrain::{Accounting, Finish, Resident, Session, Status, StepKind, Tally, Upload};
 use refrain_hub::Bytes;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -54,6 +54,16 @@ pub(crate) fn print(session: &mut Session, reply: &Reply, load: Duration, seed: 
 
 /// Graphs and memory of a CUDA device.
 fn print_device(status: &Status) {
+    print_graphs(status);
+    if let Some(products) = &status.prompt_products {
+        talk!("prompts  multiplied by {products}");
+    }
+    talk!("device   {}", memory_line(&status.memory));
+    talk!("weights  {}", upload_line(&status.upload));
+}
+
+/// The graphs in service, and what they took to be made.
+pub(crate) fn print_graphs(status: &Status) {
     for graph in &status.graphs {
         let same = if graph.bit_exact { "bit-exact" } else { "within the kernels' tolerance" };
         let (recorded, verified) = (graph.record_time.as_secs_f64(), graph.verify_time.as_secs_f64());
@@ -66,10 +76,15 @@ fn print_device(status: &Status) {
             short_time(verified)
         );
     }
-    if let Some(products) = &status.prompt_products {
-        talk!("prompts  multiplied by {products}");
+    for told in &status.apart {
+        talk!("apart    {told}");
     }
-    talk!("device   {}", memory_line(&status.memory));
+}
+
+/// How fast weights came to a device.
+pub(crate) fn upload_line(upload: &Upload) -> String {
+    let rate = upload.bytes_per_second() / 1e9;
+    format!("{} sent in {}, {rate:.1} GB/s", Bytes(upload.bytes), short_time(upload.took.as_secs_f64()))
 }
 
 /// What a model takes on a device, and how much of it there was.

@@ -83,7 +83,15 @@ fn what_a_device_cannot_do_is_refused_with_the_way_out() {
     // No machine has that many cards; many have none, and then the message says what is missing.
     let said = cli.run(&["run", "A cat", "--device", "cuda:4000"]).refused();
     assert!(said.contains("hint: "), "{said}");
-    cli.run(&["run", "A cat", "-n", "1", "--graph", "off", "--device", "cpu", "--kv-dtype", "f32"]).ok();
+    cli.run(&["run", "A cat", "-n", "1", "--graph", "off", "--device", "cpu"]).ok();
+}
+
+#[test]
+fn a_cache_of_another_type_is_refused_and_the_known_ones_are_told() {
+    for command in [&["run", "A cat"][..], &["chat"], &["bench", "stories"], &["plan", "stories"]] {
+        let said = Cli::new().run(&[command, &["--kv", "q8_0"]].concat()).misused();
+        assert!(said.contains("--kv") && said.contains("f16, bf16, f32"), "{said}");
+    }
 }
 
 #[test]

@@ -139,6 +139,8 @@ fn ctrl_c_ends_a_command_that_has_no_reply_to_stop() {
     let mut said = vec![0];
     child.stderr.as_mut().expect("a pipe").read_exact(&mut said).expect("a byte");
     let pid = child.id().to_string();
+    // Waiting would close it, and an empty prompt is an error of its own.
+    let _stdin = child.stdin.take();
     assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().expect("kill").success());
     assert_eq!(child.wait().expect("it ends").code(), Some(130));
 }
@@ -305,18 +307,61 @@ fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
 }
 
 #[test]
+fn attention_that_takes_several_launches_is_told_with_the_reason() {
+    let cli = Cli::new();
+    // The same weights as sixteen heads of four elements: there is no kernel that joins those.
+    let config = std::fs::read_to_string(golden("llama").join("config.json")).expect("a golden");
+    let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+    for (key, value) in [("head_dim", 4), ("num_attention_heads", 16), ("num_key_value_heads", 8)] {
+        config[key] = value.into();
+    }
+    cli.file("small-heads/config.json", config.to_string());
+    let weights = std::fs::read(golden("llama").join("model.safetensors")).expect("a golden");
+    cli.file("small-heads/model.safetensors", weights);
+    let plan = cli.run(&with(&["plan", "./small-heads"], &SIM)).ok();
+    let told: Vec<&str> = plan.lines().filter(|line| line.starts_with("apart ")).collect();
+    assert_eq!(told.len(), 1, "{plan}");
+    assert!(told[0].contains("more run as steps of their own"), "{told:?}");
+    assert!(told[0].ends_with("heads have 4 elements, not a multiple of 8 up to 256"), "{told:?}");
+    let log = cli.run(&with(&["bench", "./small-heads", "-p", "0", "-n", "2", "-r", "1", "-v"], &SIM)).stderr;
+    assert!(log.contains(told[0]), "{log}");
+    let plain = cli.run(&with(&["plan", "stories"], &SIM)).ok();
+    assert!(!plain.contains("apart "), "{plain}");
+}
+
+#[test]
+fn caches_of_every_type_are_run_and_told_in_plans() {
+    let cli = Cli::new();
+    let cpu = ["--device", "cpu"];
+    for device in [&cpu[..], &SIM] {
+        for (kv, told) in [("f16", "in F16"), ("bf16", "in BF16"), ("f32", "in F32")] {
+            let args = [device, &["--kv", kv]].concat();
+            let text = cli.run(&with(&with(&["run", "Once upon a time"], &GREEDY), &args)).ok();
+            assert!(text.split_whitespace().count() > 5, "{args:?}: {text}");
+            let plan = cli.run(&with(&["plan", "stories", "-c", "64"], &args)).ok();
+            assert!(plan.contains(&format!("of KV cache {told} for each position")), "{args:?}: {plan}");
+        }
+    }
+    cli.run(&["run", "A cat", "-n", "1", "--kv-dtype", "f32", "--device", "cpu"]).ok();
+}
+
+#[test]
 fn bench_on_a_device_counts_launches_and_kernels_and_its_json_is_data() {
     let cli = Cli::new();
     let args = with(&["bench", "stories", "-p", "8", "-n", "4", "-r", "1"], &SIM);
     let ended = cli.run(&with(&args, &["-v"]));
     assert!(ended.stderr.contains("of workspace"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("step of 8 tokens: verified against eager"), "{}", ended.stderr);
     let text = ended.ok();
     assert!(text.contains("1 launch and ") && text.contains(" kernels a token"), "{text}");
+    assert!(text.lines().any(|l| l.starts_with("weights  ") && l.ends_with(" GB/s")), "{text}");
     let json = cli.run(&with(&args, &["--json"])).json();
     assert_eq!(json["launches_per_token"], 1);
     assert!(json["kernels_per_token"].as_u64() > Some(10), "{json}");
     assert_eq!((&json["decode_steps"]["replayed"], &json["decode_steps"]["eager"]), (&8.into(), &0.into()));
     assert!(json["memory"]["kv_bytes"].as_u64() > Some(0), "{json}");
+    assert!(json["upload_bytes"].as_u64() > Some(1 << 20), "{json}");
+    assert!(json["upload_seconds"].as_f64() > Some(0.0), "{json}");
     assert!(json["decode"][0]["ms_per_token"].as_f64() > Some(0.0), "{json}");
     let json = cli.run(&with(&args, &["--json", "--profile=b.html"])).json();
     assert_eq!(json["launches_per_token"], json["kernels_per_token"]);

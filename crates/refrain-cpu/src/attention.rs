@@ -2,8 +2,8 @@
 
 use crate::compile::Paging;
 use crate::pool::Pool;
-use crate::simd::{AttendState, KvBlock, KvRows, Level, Scores, attend_block, f32_to_f16};
-use half::f16;
+use crate::simd::{AttendState, KvBlock, KvRows, Level, Scores, attend_block, f32_to_bf16, f32_to_f16};
+use half::{bf16, f16};
 use refrain_graph::{Attention, RunError};
 use refrain_tensor::DType;
 use std::ops::Range;
@@ -63,10 +63,13 @@ pub(crate) fn kv_append(level: Level, pages: &Pages<'_>, dtype: DType, x: &[f32]
         for head in 0..n_kv_heads {
             let src = &x[(row * n_kv_heads + head) * head_dim..][..head_dim];
             let at = pages.start(block, head) + position % kv_block * head_dim;
+            let to = at..at + head_dim;
             if dtype == DType::F16 {
-                f32_to_f16(level, src, &mut bytemuck::cast_slice_mut::<u8, f16>(cache)[at..at + head_dim]);
+                f32_to_f16(level, src, &mut bytemuck::cast_slice_mut::<u8, f16>(cache)[to]);
+            } else if dtype == DType::BF16 {
+                f32_to_bf16(src, &mut bytemuck::cast_slice_mut::<u8, bf16>(cache)[to]);
             } else {
-                bytemuck::cast_slice_mut::<u8, f32>(cache)[at..at + head_dim].copy_from_slice(src);
+                bytemuck::cast_slice_mut::<u8, f32>(cache)[to].copy_from_slice(src);
             }
         }
     }
@@ -84,6 +87,8 @@ impl<'a> Caches<'a> {
     fn rows(&self, cache: &'a [u8], rows: Range<usize>) -> KvRows<'a> {
         if self.dtype == DType::F16 {
             KvRows::F16(&bytemuck::cast_slice(cache)[rows])
+        } else if self.dtype == DType::BF16 {
+            KvRows::Bf16(&bytemuck::cast_slice(cache)[rows])
         } else {
             KvRows::F32(&bytemuck::cast_slice(cache)[rows])
         }

@@ -1,6 +1,6 @@
 //! The CPU behind the [`Backend`] trait.
 
-use crate::compile::Program;
+use crate::compile::{Program, is_cache_dtype};
 use crate::pool::{Pool, PoolError};
 use crate::run::{Line, Machine, Scratch};
 use crate::simd::{ActError, Level};
@@ -10,7 +10,7 @@ use refrain_graph::{
     Support, Weight,
 };
 use refrain_reference::ReferenceError;
-use refrain_tensor::{DType, HostTensor, TensorError};
+use refrain_tensor::{HostTensor, TensorError};
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -110,8 +110,8 @@ impl Backend for CpuBackend {
     fn supports(&self, query: &Query<'_>) -> Support {
         // Values between ops are held in 32-bit elements; weights and states may be of any type.
         match query.outputs.iter().find(|t| t.dtype.block_bytes() != 4) {
-            Some(t) if matches!(query.op, Op::KvAppend) && !matches!(t.dtype, DType::F16 | DType::F32) => {
-                Support::No(format!("the cache is {t}, F16 and F32 have kernels"))
+            Some(t) if matches!(query.op, Op::KvAppend) && !is_cache_dtype(t.dtype) => {
+                Support::No(format!("the cache is {t}, F16, BF16 and F32 have kernels"))
             }
             Some(t) if !matches!(query.op, Op::KvAppend | Op::View(_)) => {
                 Support::No(format!("its output is {t}, values between ops are F32 or I32"))

@@ -259,7 +259,12 @@ fn vector_weight(plan: &Shaped<'_>, operand: &Operand) -> Option<WeightId> {
 
 fn state(plan: &Shaped<'_>, operand: &Operand) -> Option<usize> {
     let Place::State(id) = plan.buffer(operand.buffer).place else { return None };
-    (operand.layout.is_contiguous() && matches!(operand.dtype, DType::F16 | DType::F32)).then(|| id.idx())
+    (operand.layout.is_contiguous() && is_cache_dtype(operand.dtype)).then(|| id.idx())
+}
+
+/// Whether a KV cache may have elements of this type.
+pub(crate) fn is_cache_dtype(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
 }
 
 /// The kernel for a step; `None` when its layout has none.

@@ -3,8 +3,9 @@
 mod common;
 
 use common::*;
-use half::f16;
+use half::{bf16, f16};
 use refrain_cpu::simd::{self, AttendState, KEY_CHUNK, KvBlock, KvRows, Level, Scores, attend_block};
+use refrain_tensor::DType;
 
 const LENGTHS: [usize; 9] = [0, 1, 7, 15, 16, 17, 64, 100, 577];
 
@@ -226,7 +227,7 @@ struct Case {
     /// Elements from key to key.
     stride: usize,
     n_q: usize,
-    half: bool,
+    dtype: DType,
     softcap: Option<f32>,
 }
 
@@ -234,19 +235,29 @@ struct Case {
 fn attention_matches_a_plain_softmax_in_f64() {
     let mut random = Random(7);
     let cases = [
-        Case { head_dim: 64, n_keys: 1, stride: 64, n_q: 1, half: true, softcap: None },
-        Case { head_dim: 64, n_keys: 200, stride: 192, n_q: 9, half: true, softcap: None },
-        Case { head_dim: 128, n_keys: 77, stride: 128, n_q: 4, half: false, softcap: None },
-        Case { head_dim: 20, n_keys: 70, stride: 40, n_q: 6, half: true, softcap: Some(50.0) },
-        Case { head_dim: 7, n_keys: 33, stride: 7, n_q: 5, half: false, softcap: None },
+        Case { head_dim: 64, n_keys: 1, stride: 64, n_q: 1, dtype: DType::F16, softcap: None },
+        Case { head_dim: 64, n_keys: 200, stride: 192, n_q: 9, dtype: DType::F16, softcap: None },
+        Case { head_dim: 128, n_keys: 77, stride: 128, n_q: 4, dtype: DType::F32, softcap: None },
+        Case { head_dim: 20, n_keys: 70, stride: 40, n_q: 6, dtype: DType::F16, softcap: Some(50.0) },
+        Case { head_dim: 64, n_keys: 200, stride: 192, n_q: 9, dtype: DType::BF16, softcap: None },
+        Case { head_dim: 20, n_keys: 70, stride: 40, n_q: 6, dtype: DType::BF16, softcap: Some(50.0) },
+        Case { head_dim: 7, n_keys: 33, stride: 7, n_q: 5, dtype: DType::F32, softcap: None },
     ];
     for case in cases {
-        let Case { head_dim, n_keys, stride, n_q, half, softcap } = case;
+        let Case { head_dim, n_keys, stride, n_q, dtype, softcap } = case;
         let n = (n_keys - 1) * stride + head_dim;
         let (keys, values) = (random.floats(n), random.floats(n));
-        let narrow = |x: &[f32]| x.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>();
-        let (keys_half, values_half) = (narrow(&keys), narrow(&values));
-        let read = |x: &[f32], i: usize| f64::from(if half { f16::from_f32(x[i]).to_f32() } else { x[i] });
+        let half = |x: &[f32]| x.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>();
+        let brain = |x: &[f32]| x.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
+        let halves = (half(&keys), half(&values));
+        let brains = (brain(&keys), brain(&values));
+        let read = |x: &[f32], i: usize| {
+            f64::from(match dtype {
+                DType::F16 => f16::from_f32(x[i]).to_f32(),
+                DType::BF16 => bf16::from_f32(x[i]).to_f32(),
+                _ => x[i],
+            })
+        };
         let q: Vec<f32> = random.floats(n_q * head_dim).iter().map(|x| x * 4.0).collect();
         // Query i sees the keys up to its own place, the last sees all; some begin late.
         let visible: Vec<_> = (0..n_q)
@@ -256,12 +267,12 @@ fn attention_matches_a_plain_softmax_in_f64() {
             })
             .collect();
         let scores = Scores { scale: 0.3, softcap };
-        let kv = match half {
-            true => {
-                KvBlock { keys: KvRows::F16(&keys_half), values: KvRows::F16(&values_half), stride, n_keys }
-            }
-            false => KvBlock { keys: KvRows::F32(&keys), values: KvRows::F32(&values), stride, n_keys },
+        let (key_rows, value_rows) = match dtype {
+            DType::F16 => (KvRows::F16(&halves.0), KvRows::F16(&halves.1)),
+            DType::BF16 => (KvRows::Bf16(&brains.0), KvRows::Bf16(&brains.1)),
+            _ => (KvRows::F32(&keys), KvRows::F32(&values)),
         };
+        let kv = KvBlock { keys: key_rows, values: value_rows, stride, n_keys };
         let run = |level, q: &[f32], visible: &[std::ops::Range<usize>]| {
             let n_q = visible.len();
             let (mut max, mut sum, mut acc) = (vec![9.0; n_q], vec![9.0; n_q], vec![9.0; n_q * head_dim]);

@@ -27,6 +27,9 @@ pub(crate) struct AttendRun<'a> {
     pub(crate) attention: &'a Step,
 }
 
+const NO_CHAIN: &str = "rope, append and attention do not follow each other over the same positions";
+const NOT_ALONE: &str = "something else reads what lies between its steps, or its result overwrites an input";
+
 fn eps_of(step: &Step) -> Option<f32> {
     if let Op::RmsNorm { eps } = step.op { Some(eps) } else { None }
 }
@@ -47,14 +50,43 @@ impl<'a> AttendRun<'a> {
     /// appends; nobody else reads the values in between, for the launch does not write them; and its result lies
     /// apart from what its blocks still read.
     pub(crate) fn find(plan: &Plan, rest: &'a [Step]) -> Option<AttendRun<'a>> {
+        AttendRun::candidate(rest).filter(|run| run.obstacle(plan).is_none())
+    }
+
+    /// Why the attention of one row at `steps[idx]` is no part of a run; `None` when it is, or has more rows.
+    pub(crate) fn why_not(plan: &Plan, steps: &[Step], idx: usize) -> Option<String> {
+        let attention = &steps[idx];
+        let is_one = attention.inputs.first().is_some_and(|q| q.layout.shape().dims().first() == Some(&1));
+        if !matches!(attention.op, Op::Attention(_)) || !is_one {
+            return None;
+        }
+        // Of a chain with norms the one without them is a part, and does not begin where the other does.
+        let ends_here = |run: &AttendRun<'_>| std::ptr::eq(run.attention, attention);
+        let run =
+            [7, 5].into_iter().filter_map(|n| AttendRun::candidate(&steps[(idx + 1).checked_sub(n)?..]));
+        match run.into_iter().find(ends_here) {
+            Some(run) => run.obstacle(plan),
+            None => Some(NO_CHAIN.to_owned()),
+        }
+    }
+
+    /// The steps that would be a run.
+    fn candidate(rest: &'a [Step]) -> Option<AttendRun<'a>> {
         let is_norm = |i: usize| rest.get(i).is_some_and(|s| matches!(s.op, Op::RmsNorm { .. }));
         let n_norms = if is_norm(0) && is_norm(1) { 2 } else { 0 };
         let steps = rest.get(..n_norms + 5)?;
         let (norms, rest) = steps.split_at(n_norms);
         let [q, k, keys, values, attention] = rest.first_chunk()?.each_ref();
         let norms = norms.first_chunk().map(|norms: &[Step; 2]| norms.each_ref());
-        let run = AttendRun { steps, norms, ropes: [q, k], appends: [keys, values], attention };
-        (run.is_chain(plan) && run.fits() && run.is_alone(plan)).then_some(run)
+        Some(AttendRun { steps, norms, ropes: [q, k], appends: [keys, values], attention })
+    }
+
+    /// Why one launch cannot do these steps.
+    fn obstacle(&self, plan: &Plan) -> Option<String> {
+        if !self.is_chain(plan) {
+            return Some(NO_CHAIN.to_owned());
+        }
+        self.misfit().or_else(|| (!self.is_alone(plan)).then(|| NOT_ALONE.to_owned()))
     }
 
     fn rope(&self) -> Option<Rope> {
@@ -105,17 +137,24 @@ impl<'a> AttendRun<'a> {
             && attention.inputs[2] == values.outputs[0]
     }
 
-    /// One row, and sizes that there is a kernel for.
-    fn fits(&self) -> bool {
+    /// What there is no kernel for: more rows than one, and some sizes.
+    fn misfit(&self) -> Option<String> {
         let one_row = self.inputs().iter().all(|x| x.layout.shape().dims().first() == Some(&1));
-        let sizes = Sizes::of(self.attention).is_some_and(|s| {
-            s.kv_block.is_power_of_two()
-                && s.kv_block >= 16
-                && s.head_dim.is_multiple_of(8)
-                && (8..=256).contains(&s.head_dim)
-                && attend_counter_bytes(1, s.n_heads) <= COUNTER_BYTES
-        });
-        one_row && sizes && self.attention.outputs[0].layout.shape().n_elements() > 0
+        let s = Sizes::of(self.attention).filter(|_| one_row);
+        let Some(Sizes { n_heads, kv_block, head_dim, .. }) = s else {
+            return Some("there is more than one row".to_owned());
+        };
+        if !kv_block.is_power_of_two() || kv_block < 16 {
+            return Some(format!("KV blocks have {kv_block} positions, not 16, 32 or another power of two"));
+        }
+        if !head_dim.is_multiple_of(8) || !(8..=256).contains(&head_dim) {
+            return Some(format!("heads have {head_dim} elements, not a multiple of 8 up to 256"));
+        }
+        if attend_counter_bytes(1, n_heads) > COUNTER_BYTES {
+            return Some(format!("{n_heads} heads have more counters than there is room for"));
+        }
+        let is_empty = self.attention.outputs[0].layout.shape().n_elements() == 0;
+        is_empty.then(|| "it computes nothing".to_owned())
     }
 
     /// Nobody but these steps reads the values between them, and the result overwrites no input, unless queries at their

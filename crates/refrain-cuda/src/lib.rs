@@ -37,6 +37,7 @@ mod progress; // what is heard while a model is loaded
 mod options; // how a backend works
 mod pump; // between who takes tokens and who sends steps
 mod feed; // what a step that feeds itself has on the device
+mod few; // a few rows of packed weights
 mod roles; // what a control block's numbers index
 mod resident; // what lies on the device
 mod fused; // runs of steps around the products of one row
@@ -61,7 +62,7 @@ pub use prefill::PromptProducts;
 pub use profile::{ProfileRow, ProfileSpan, ProfileStep, Timeline};
 pub use progress::{LoadEvent, LoadListener};
 pub use reason::{Stage, reason_of};
-pub use resident::Accounting;
+pub use resident::{Accounting, Upload};
 pub use status::{GraphLine, Status};
 pub use verify::{Case, Check, N_CASES, Verified, VerifyError, VerifyReport, verify};
 pub use warm::{Space, WarmPlan, Work};

@@ -12,6 +12,7 @@ use refrain_kernels::{
 };
 use refrain_tensor::DType;
 
+use crate::attend::AttendRun;
 use crate::error::CudaError;
 use crate::fused::{Row, Run};
 use crate::group::{Group, groups};
@@ -109,10 +110,27 @@ pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32, blas: bool) -> u64 {
                     .max(crate::attend::scratch_bytes(step, n_sms))
             }
             (Op::Sample, Some(logits)) => sample_scratch_bytes(logits.dims()[0], logits.dims()[1]),
+            (Op::MatMul, _) => crate::few::scratch_bytes(step),
             _ => 0,
         }
     };
     plan.steps().iter().map(of).max().unwrap_or(0).max(Areas::of(plan, None, n_sms, blas).bytes())
+}
+
+/// Says of which attentions one launch cannot do all, and why; once for each reason.
+fn tell_apart(plan: &Plan, steps: &[Step], warm: &mut WarmPlan) {
+    let mut reasons: Vec<(String, &str, usize)> = Vec::new();
+    for (idx, step) in steps.iter().enumerate() {
+        let Some(because) = AttendRun::why_not(plan, steps, idx) else { continue };
+        match reasons.iter_mut().find(|(known, ..)| *known == because) {
+            Some((_, _, n)) => *n += 1,
+            None => reasons.push((because, &step.label, 1)),
+        }
+    }
+    for (because, label, n) in reasons {
+        let others = if n > 1 { format!(" and {} more run", n - 1) } else { " runs".to_owned() };
+        warm.tell(format!("{label}{others} as steps of their own, not as one launch: {because}"));
+    }
 }
 
 /// Turns steps of one plan into launches over one memory.
@@ -131,6 +149,7 @@ impl Lowering<'_> {
     /// Adds the launches of steps, and the names of what they write.
     pub(crate) fn push(&self, steps: &[Step], warm: &mut WarmPlan) -> Result<(), CudaError> {
         let groups = groups(self.plan, steps);
+        tell_apart(self.plan, steps, warm);
         let mut prefill = Prefill::new(self)?;
         for (i, group) in groups.iter().enumerate() {
             if prefill.lower(&groups[i..], warm)? {
@@ -148,10 +167,8 @@ impl Lowering<'_> {
                 Group::Products(steps)
                     if steps.iter().any(|s| self.resident.is_packed(self.plan, &s.inputs[1])) =>
                 {
-                    for step in steps {
-                        self.row_by_row(step, &mut launches).map_err(|e| self.refuse(step, e))?;
-                        self.name_outputs(step, warm)?;
-                    }
+                    self.few(steps, &mut launches).map_err(|e| self.refuse(steps[0], e))?;
+                    steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
                 }
                 Group::Products(steps) => {
                     launches.push(self.products(steps).map_err(|e| self.refuse(steps[0], e))?);
@@ -167,7 +184,7 @@ impl Lowering<'_> {
                     }
                     // Rows too long for the shared memory of this card: as steps of their own.
                     Err(KernelError::Unsupported { because, .. }) if !self.has_packed(run) => {
-                        tracing::info!("{} runs as steps of its own: {because}", run.label());
+                        warm.tell(format!("{} runs as steps of its own: {because}", run.label()));
                         launches.clear();
                         for step in run.steps {
                             self.step(step, &mut launches).map_err(|e| self.refuse(step, e))?;
@@ -291,7 +308,7 @@ impl Lowering<'_> {
                 launches.push(k.softmax(&SoftmaxArgs { x, y: out(0)?, n_rows, n_cols, step: label })?);
             }
             Op::MatMul if self.resident.is_packed(self.plan, &step.inputs[1]) => {
-                self.row_by_row(step, launches)?
+                self.few(&[step], launches)?
             }
             Op::MatMul => launches.push(self.products(&[step])?),
             Op::GatherRows(_) => {
@@ -435,7 +452,7 @@ impl Lowering<'_> {
     }
 
     /// The bytes of a product's weight, `[n, k]` seen transposed: all of it.
-    fn weight(&self, step: &Step) -> Result<Buf, KernelError> {
+    pub(crate) fn weight(&self, step: &Step) -> Result<Buf, KernelError> {
         let operand = &step.inputs[1];
         let Ok(rows) = operand.layout.transpose() else {
             return Err(self.seen_in_part(step, operand));
@@ -471,31 +488,6 @@ impl Lowering<'_> {
             shape: operand.layout.shape().to_string(),
             because: "the weight is seen in part or in another shape than its own".to_owned(),
         }
-    }
-
-    /// A few rows times a packed weight: each row in a launch of its own.
-    fn row_by_row(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
-        let (x, y) = (self.dense(step, &step.inputs[0])?, self.dense(step, &step.outputs[0])?);
-        let (w, dtype) = (self.weight(step)?, self.resident.dtype(self.plan, &step.inputs[1]));
-        let &[k, n] = step.inputs[1].layout.shape().dims() else { unreachable!("a matrix") };
-        let [m, _] = self.rows(&step.outputs[0]);
-        for i in 0..m as u64 {
-            let (k_bytes, n_bytes) = (4 * k as u64, 4 * n as u64);
-            let y = y.slice(i * n_bytes, n_bytes)?;
-            launches.push(self.kernels.product(&ProductArgs {
-                a: x.slice(i * k_bytes, k_bytes)?,
-                b: None,
-                inner: None,
-                norm: None,
-                eps: 0.0,
-                sum: None,
-                parts: &[ProductPart { w, dtype, bias: None, y, n }],
-                gate: None,
-                k,
-                step: &step.label,
-            })?);
-        }
-        Ok(())
     }
 
     /// Products of the same rows with weights of one dtype, as one launch.

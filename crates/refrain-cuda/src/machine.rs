@@ -57,6 +57,16 @@ enum Part {
     Host { step: usize },
 }
 
+impl Part {
+    /// What could not be done as one launch.
+    fn told(&self) -> Vec<String> {
+        match self {
+            Part::Device { warm, .. } => warm.told().to_vec(),
+            Part::Host { .. } => Vec::new(),
+        }
+    }
+}
+
 /// Everything of one device.
 pub(crate) struct Machine {
     // Before the stream and the context: graphs and memory go first.
@@ -518,14 +528,20 @@ impl Machine {
             }
         }
         graphs.sort_by_key(|g| g.n_tokens);
+        let parts = self.programs.values().flat_map(|program| &program.parts);
+        let mut apart: Vec<String> = parts.flat_map(Part::told).collect();
+        apart.sort_unstable();
+        apart.dedup();
         let memory = self.resident.as_ref().map(Resident::accounting).unwrap_or_default();
         let profile = self.profile.rows().to_vec();
         Status {
             memory,
+            upload: self.resident.as_ref().map(Resident::uploaded).unwrap_or_default(),
             graphs,
             cache: self.cache.stats(),
             kernels: Some(self.kernels.origin()),
             prompt_products: Some(self.products.choice.clone()),
+            apart,
             profile,
             peak_bytes_per_second: self.ctx.device().info().peak_bytes_per_second(),
         }

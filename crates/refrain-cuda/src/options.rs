@@ -38,7 +38,8 @@ pub struct CudaOptions {
     pub arena_limit_bytes: Option<u64>,
     /// KV blocks beside the pool, on which graphs are verified.
     pub scratch_blocks: usize,
-    /// Sizes of step that graphs are made for; other steps are padded to the next one.
+    /// Sizes of step that graphs are made for; other steps are padded to the next one. A prompt has as many steps of the
+    /// largest as it fills, and what is left is one more: another step costs as much as some hundred rows of padding.
     pub buckets: Vec<usize>,
     /// Decode steps that may be under way at once, at most 32: the next ones are sent before their tokens are asked for.
     pub ahead: usize,
@@ -64,7 +65,7 @@ impl Default for CudaOptions {
             arena_reserve_bytes: 256 << 20,
             arena_limit_bytes: None,
             scratch_blocks: 4,
-            buckets: vec![1, 8, 32, 128, 512],
+            buckets: vec![1, 8, 32, 128, 256, 512],
             ahead: 4,
             on_load: LoadListener::default(),
             step_limit: Duration::from_secs(60),

@@ -22,9 +22,10 @@ use crate::lower::Lowering;
 use crate::options::CublasLt;
 use crate::warm::{WarmPlan, Work};
 
-/// From this many rows on. Fewer read the weights once or twice either way, and need no second launch for their rows.
+/// From this many rows on, but for weights of 16 bits, which need no decoding. Fewer rows of quantised weights, and F32
+/// ones, have kernels that read the weights once for some of them.
 const MIN_ROWS: usize = 16;
-/// The largest matrix that is decoded as a whole; larger ones (a vocabulary's) are multiplied row by row.
+/// The largest matrix that is decoded as a whole; larger ones (a vocabulary's) are multiplied a few rows at a time.
 const MAX_DECODED: u64 = 512 << 20;
 const ALIGN: u64 = 256;
 
@@ -130,7 +131,7 @@ impl Areas {
 
     /// Products of the same rows.
     fn add(&mut self, shapes: &[Shape], n_sms: u32, blas: bool) {
-        let Some(&Shape { dtype, m, k, .. }) = shapes.first().filter(|s| s.m >= MIN_ROWS) else { return };
+        let Some(&Shape { dtype, m, k, .. }) = shapes.first().filter(|s| s.m >= s.min_rows()) else { return };
         let bytes = |a: usize, b: usize, size: u64| (a as u64 * b as u64 * size).next_multiple_of(ALIGN);
         self.rows = self.rows.max(bytes(m, k, 2));
         let ns: Vec<usize> = shapes.iter().map(|s| s.n).collect();
@@ -200,6 +201,10 @@ impl Shape {
         let fits = 2 * (n as u64).saturating_mul(k as u64) <= MAX_DECODED;
         let known = GEMM_DTYPES.contains(&dtype) || (decodable && fits);
         (known && k.is_multiple_of(8) && n > 0 && k > 0).then_some(Shape { dtype, m, n, k })
+    }
+
+    fn min_rows(&self) -> usize {
+        if GEMM_DTYPES.contains(&self.dtype) { 2 } else { MIN_ROWS }
     }
 
     /// What the rows become.
@@ -278,7 +283,7 @@ impl<'a> Prefill<'a> {
             return None;
         }
         let dtype = self.lowering.resident.dtype(self.lowering.plan, &step.inputs[1]);
-        Shape::of(step, dtype).filter(|shape| shape.m >= MIN_ROWS)
+        Shape::of(step, dtype).filter(|shape| shape.m >= shape.min_rows())
     }
 
     fn products(&mut self, steps: &[&Step], works: &mut Vec<Work>) -> Result<bool, KernelError> {

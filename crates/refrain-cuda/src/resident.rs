@@ -2,17 +2,20 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
 
 use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Ring, Staging, Stream};
 use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, Step, Weight};
-use refrain_kernels::{CommitEntry, KernelError, Kernels, PACKED_DTYPES, PackArgs, packed_bytes};
+use refrain_kernels::{CommitEntry, Kernels, PACKED_DTYPES, packed_bytes};
 use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
 use crate::feed::{FEED_BYTES, RING_BYTES, RING_ENTRIES};
 use crate::progress::{LoadEvent, LoadListener};
 use crate::warm::Space;
+
+mod upload; // weights to the device
+
+pub use upload::Upload;
 
 /// Alignment of everything that kernels read whole.
 const ALIGN: u64 = 256;
@@ -27,8 +30,6 @@ const PACK_BYTES: u64 = 32 << 20;
 /// Rows of a tile.
 const PACK_ROWS: usize = 8;
 
-/// Bytes of weights that are sent between two reports of how far they are.
-const PIECE_BYTES: usize = 64 << 20;
 /// Counters of the kernels that have some.
 pub(crate) const COUNTER_BYTES: u64 = 16 << 10;
 
@@ -160,6 +161,7 @@ pub(crate) struct Resident {
     ring_end: Option<Ring>,
     /// A message before it is sent, kept so that its memory is used again.
     assembled: Vec<u8>,
+    uploaded: Upload,
 }
 
 impl Places {
@@ -297,108 +299,8 @@ impl Resident {
             results,
             ring_end: Some(ring_end),
             assembled: Vec::new(),
+            uploaded: Upload::default(),
         })
-    }
-
-    fn upload(
-        &mut self,
-        stream: &mut Stream,
-        model: &HostModel,
-        kernels: &Kernels,
-        listener: &LoadListener,
-    ) -> Result<(), CudaError> {
-        let total_bytes = self.places.weights.iter().flatten().map(|place| place.bytes).sum();
-        let (mut done_bytes, began) = (0, Instant::now());
-        let zero = [self.kv, self.arena, self.scratch, self.message, self.counters];
-        stream
-            .run(&mut self.lease, false, |q| zero.into_iter().try_for_each(|buf| q.fill(buf, 0)))
-            .map(|_| ())
-            .map_err(CudaError::driver("clearing device memory"))?;
-        for (idx, (weight, tensor)) in model.weights.iter().zip(&model.tensors).enumerate() {
-            let Some(place) = self.places.weights[idx] else { continue };
-            let failed = |error| {
-                if let KernelError::Driver(source) = error {
-                    return CudaError::Driver { step: format!("uploading {}", weight.name), source };
-                }
-                CudaError::Kernels(Arc::new(error))
-            };
-            let dst = self.weights.slice(place.offset, place.bytes).map_err(|e| failed(e.into()))?;
-            let unfit = |because: String| CudaError::Mismatch { what: "weights", because };
-            let done = if weight.ty.shape.rank() < 2 {
-                let values = tensor.to_f32().map_err(|e| unfit(format!("{}: {e}", weight.name)))?;
-                stream
-                    .upload_ahead(&mut self.lease, dst, bytemuck::cast_slice(&values))
-                    .map_err(KernelError::from)
-            } else {
-                let bytes = tensor.bytes().as_slice();
-                let start = tensor.dtype().bytes_for(tensor.layout().offset()).unwrap_or(usize::MAX);
-                let len = tensor.dtype().bytes_for(tensor.shape().n_elements()).unwrap_or(usize::MAX);
-                let bytes = start.checked_add(len).and_then(|end| bytes.get(start..end));
-                let dense = bytes.filter(|_| tensor.layout().is_contiguous());
-                let bytes = dense.ok_or_else(|| unfit(format!("{} is not dense", weight.name)))?;
-                // In pieces, so that a large table shows how far it is.
-                let mut hear = |bytes| {
-                    listener.hear(LoadEvent::Sent { done_bytes: done_bytes + bytes, total_bytes });
-                };
-                match place.packed {
-                    true => self.pack(stream, kernels, weight, (dst, bytes), &mut hear),
-                    false => self.send(stream, dst, bytes, &mut hear).map_err(KernelError::from),
-                }
-            };
-            done.map_err(failed)?;
-            done_bytes += place.bytes;
-            listener.hear(LoadEvent::Sent { done_bytes, total_bytes });
-        }
-        stream.synchronize().map_err(CudaError::driver("uploading weights"))?;
-        let seconds = began.elapsed().as_secs_f64();
-        let rate = done_bytes as f64 / 1e9 / seconds.max(f64::MIN_POSITIVE);
-        tracing::info!("{done_bytes} bytes of weights sent in {seconds:.3} s, {rate:.1} GB/s");
-        Ok(())
-    }
-
-    /// Uploads a weight as it is.
-    fn send(
-        &mut self,
-        stream: &mut Stream,
-        dst: Buf,
-        file: &[u8],
-        hear: &mut dyn FnMut(u64),
-    ) -> Result<(), DriverError> {
-        let mut offset = 0;
-        for piece in file.chunks(PIECE_BYTES) {
-            let len = piece.len() as u64;
-            stream.upload_ahead(&mut self.lease, dst.slice(offset, len)?, piece)?;
-            offset += len;
-            hear(offset);
-        }
-        Ok(())
-    }
-
-    /// Uploads rows of a weight, as many as the scratch holds, and packs them into their place.
-    fn pack(
-        &mut self,
-        stream: &mut Stream,
-        kernels: &Kernels,
-        weight: &Weight,
-        (dst, file): (Buf, &[u8]),
-        hear: &mut dyn FnMut(u64),
-    ) -> Result<(), KernelError> {
-        let (dtype, n, k) = (weight.ty.dtype, weight.ty.shape.dims()[0], weight.ty.shape.dims()[1]);
-        let row_bytes = (file.len() / n.max(1)).max(1);
-        let most = (self.scratch.len() as usize / row_bytes / PACK_ROWS * PACK_ROWS).max(PACK_ROWS);
-        let mut offset = 0;
-        for rows in file.chunks(most * row_bytes) {
-            let n = rows.len() / row_bytes;
-            let staged = self.scratch.slice(0, rows.len() as u64)?;
-            stream.upload_ahead(&mut self.lease, staged, rows)?;
-            let bytes = packed_bytes(dtype, n, k).unwrap_or(0) as u64;
-            let packed = dst.slice(offset, bytes)?;
-            let launch = kernels.pack(&PackArgs { file: staged, dtype, packed, n, k, step: &weight.name })?;
-            stream.run(&mut self.lease, false, |q| q.launch(&launch))?;
-            offset += bytes;
-            hear(offset);
-        }
-        Ok(())
     }
 
     /// The host's end of the ring; once.
@@ -437,6 +339,11 @@ impl Resident {
 
     pub(crate) fn accounting(&self) -> Accounting {
         self.places.accounting(&self.room)
+    }
+
+    /// How its weights came here.
+    pub(crate) fn uploaded(&self) -> Upload {
+        self.uploaded
     }
 
     /// Where values between ops lie.

@@ -8,7 +8,7 @@ use refrain_kernels::Origin;
 use crate::cache::CacheStats;
 use crate::prefill::PromptProducts;
 use crate::profile::ProfileRow;
-use crate::resident::Accounting;
+use crate::resident::{Accounting, Upload};
 use crate::verify::Verified;
 
 /// One graph in service.
@@ -59,6 +59,8 @@ impl GraphLine {
 pub struct Status {
     /// Bytes on the device.
     pub memory: Accounting,
+    /// How the weights came to the device.
+    pub upload: Upload,
     /// Graphs in service, by size of step.
     pub graphs: Vec<GraphLine>,
     /// Recordings, replays, failures.
@@ -67,6 +69,8 @@ pub struct Status {
     pub kernels: Option<Origin>,
     /// What multiplies the rows of prompts.
     pub prompt_products: Option<PromptProducts>,
+    /// What runs as several launches where one was wished for, each with the name of its step and the reason.
+    pub apart: Vec<String>,
     /// Timings of every launch so far; empty unless [`crate::CudaOptions::profile`] is on.
     pub profile: Vec<ProfileRow>,
     /// Bytes per second that the card's memory could deliver by its clock and width; `None` where they are unknown.

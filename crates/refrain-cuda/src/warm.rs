@@ -191,18 +191,33 @@ pub struct WarmPlan {
     work: Vec<Work>,
     /// What written buffers are called, and the size of their elements.
     names: Vec<(Buf, String, u64)>,
+    /// What could not be done as one would like.
+    told: Vec<String>,
 }
 
 impl WarmPlan {
     /// A plan without work.
     #[must_use]
     pub fn new(name: &str, space: &Arc<Space>) -> WarmPlan {
-        WarmPlan { name: Arc::from(name), space: Arc::clone(space), work: Vec::new(), names: Vec::new() }
+        let (work, names, told) = (Vec::new(), Vec::new(), Vec::new());
+        WarmPlan { name: Arc::from(name), space: Arc::clone(space), work, names, told }
     }
 
     /// Adds work behind what is there.
     pub fn push(&mut self, work: impl Into<Work>) {
         self.work.push(work.into());
+    }
+
+    /// Says that something could not be done as one would like, in the log and to whoever asks.
+    pub fn tell(&mut self, what: String) {
+        tracing::info!("{}: {what}", self.name);
+        self.told.push(what);
+    }
+
+    /// What was told.
+    #[must_use]
+    pub fn told(&self) -> &[String] {
+        &self.told
     }
 
     /// Names a buffer that the plan writes, with the size of its elements, for reports.

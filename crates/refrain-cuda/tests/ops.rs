@@ -128,13 +128,13 @@ const D: usize = 32;
 const N_LAYERS: usize = 3;
 
 /// Layers of norm, product and residual, with host steps before the layers `at` names (`N_LAYERS`: behind the last).
-fn layered(at: &[usize], dtype: DType) -> (Graph, Feed) {
+fn layered(at: &[usize]) -> (Graph, Feed) {
     let weight = |name: &str, dtype, dims: &[usize]| Weight {
         name: name.into(),
         ty: TensorType::new(dtype, refrain_tensor::Shape::new(dims).unwrap()),
     };
     let weights: Vec<Weight> = (0..N_LAYERS)
-        .flat_map(|_| [weight("norm", DType::F32, &[D]), weight("proj", dtype, &[D, D])])
+        .flat_map(|_| [weight("norm", DType::F32, &[D]), weight("proj", DType::F32, &[D, D])])
         .collect();
     let tensors = weights.iter().enumerate().map(|(i, w)| tensor(w.ty, &Fill::Normal, i as u64)).collect();
     let mut b = GraphBuilder::new(weights, Vec::new());
@@ -166,7 +166,7 @@ fn host_steps_first_in_the_middle_last_and_in_every_layer_replay_as_they_run() {
     let places: [(&[usize], u64); 5] =
         [(&[], 1), (&[0], 1), (&[1], 2), (&[N_LAYERS], 1), (&[0, 1, 2, N_LAYERS], 3)];
     for (at, n_segments) in places {
-        let (graph, feed) = layered(at, DType::BF16);
+        let (graph, feed) = layered(at);
         let want = evaluate(&graph, &feed).unwrap();
         let mut eager = backend(GraphMode::Off, Method::Stream);
         let plain = run(&mut eager, &graph, &feed).unwrap();
@@ -187,7 +187,7 @@ fn host_steps_first_in_the_middle_last_and_in_every_layer_replay_as_they_run() {
 
 #[test]
 fn a_host_step_sees_what_changes_from_step_to_step() {
-    let (graph, mut feed) = layered(&[1, N_LAYERS], DType::F32);
+    let (graph, mut feed) = layered(&[1, N_LAYERS]);
     let mut backend = backend(GraphMode::Require, Method::Stream);
     let weights = backend.load(graph.weights(), feed.weights.clone()).unwrap();
     let mut states = backend.allocate(graph.states()).unwrap();
@@ -206,7 +206,7 @@ fn a_host_step_sees_what_changes_from_step_to_step() {
 
 #[test]
 fn weights_or_states_of_another_model_are_refused() {
-    let (graph, feed) = layered(&[], DType::F32);
+    let (graph, feed) = layered(&[]);
     let mut backend = backend(GraphMode::Auto, Method::Stream);
     let old = backend.load(graph.weights(), feed.weights.clone()).unwrap();
     let mut states = backend.allocate(graph.states()).unwrap();

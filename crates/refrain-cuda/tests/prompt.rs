@@ -1,8 +1,11 @@
 //! Steps of many rows: which kernels do them, and that the results are those of the reference.
 
+mod rig;
+
 use refrain_cuda::{CacheOptions, CublasLt, CudaBackend, CudaOptions, GraphMode, PromptProducts};
 use refrain_driver::sim::SimOptions;
 use refrain_driver::{Device, DeviceKind, Method};
+use refrain_engine::{BackendRunner, Chosen, Engine, Runner, RunnerOptions, SamplingParams, SamplingRow};
 use refrain_graph::{
     Attention, Backend, Gate, Graph, GraphBuilder, Io, State, StateId, TensorType, Weight, WeightId, fuse,
 };
@@ -114,6 +117,34 @@ fn run(backend: &mut CudaBackend, graph: &Graph, feed: &Feed) -> Vec<f32> {
     got
 }
 
+/// A prompt through an engine: the choice behind it, and the steps that were recorded for it, from the smallest.
+fn prompt(n_tokens: usize, buckets: Vec<usize>) -> (Chosen, Vec<usize>) {
+    let options = CudaOptions { buckets, ..rig::options(GraphMode::Require, Method::Stream) };
+    let backend = CudaBackend::on(&rig::sim("").1, options).unwrap();
+    let monitor = backend.monitor();
+    let runner = RunnerOptions { context: 520, kv_block: 16, kv_dtype: DType::F16, max_tokens: 512 };
+    let runner = BackendRunner::new(backend, rig::model("llama"), runner).unwrap();
+    let vocab = runner.model().config().n_vocab as u32;
+    let mut engine = Engine::new(Box::new(runner), 520);
+    let tokens: Vec<u32> = (0..n_tokens as u32).map(|i| i * 31 % vocab).collect();
+    let (mut session, mut row) = (engine.open(), SamplingRow::new(&SamplingParams::greedy()));
+    let chosen = engine.prompt(&mut session, &tokens, &mut row, |_| true).unwrap();
+    (chosen, monitor.status().graphs.iter().map(|graph| graph.n_tokens).collect())
+}
+
+#[test]
+fn prompts_are_cut_into_as_few_steps_as_can_be_and_say_what_small_steps_say() {
+    let usual = CudaOptions::default().buckets;
+    assert_eq!(usual, [1, 8, 32, 128, 256, 512]);
+    for (n_tokens, steps) in [(200, &[256][..]), (256, &[256]), (260, &[512]), (514, &[8, 512])] {
+        let (chosen, recorded) = prompt(n_tokens, usual.clone());
+        assert_eq!(recorded, steps, "{n_tokens} tokens");
+        let (want, _) = prompt(n_tokens, vec![1, 8]);
+        assert_eq!(chosen.token, want.token, "{n_tokens} tokens");
+        assert!((chosen.logprob - want.logprob).abs() < 2e-2, "{chosen:?}, {want:?}");
+    }
+}
+
 /// Eager and replayed, by both methods: near the reference, and equal to each other bit for bit.
 fn agrees_and_replays(device: impl Fn() -> Device, cublaslt: &CublasLt) {
     let kinds = [
@@ -123,7 +154,8 @@ fn agrees_and_replays(device: impl Fn() -> Device, cublaslt: &CublasLt) {
         (DType::Q4_K, DType::F16),
     ];
     for (dtype, kv) in kinds.into_iter().chain([(DType::F32, DType::F32), (DType::BF16, DType::F32)]) {
-        for n in [16, 70] {
+        let sizes: &[usize] = if dtype.is_quantized() { &[2, 11, 70] } else { &[8, 70] };
+        for &n in sizes {
             let (graph, feed) = layer(n, dtype, kv);
             let want = evaluate(&graph, &feed).unwrap()[0].to_f32().unwrap();
             let mut eager = backend(&device(), GraphMode::Off, Method::Stream, false, cublaslt.clone());
@@ -157,7 +189,7 @@ fn a_layer_of_many_rows_agrees_with_the_reference_on_a_gpu() {
 }
 
 #[test]
-fn many_rows_go_to_tensor_cores_and_few_rows_and_f32_weights_do_not() {
+fn many_rows_go_to_tensor_cores_a_few_read_packed_weights_once_and_f32_weights_have_their_own() {
     let kernels = |n: usize, dtype: DType, kv: DType| {
         let device = refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
         let (graph, feed) = layer(n, dtype, kv);
@@ -185,9 +217,20 @@ fn many_rows_go_to_tensor_cores_and_few_rows_and_f32_weights_do_not() {
     );
     let quantised = kernels(32, DType::Q4_K, DType::F16);
     assert_eq!(quantised[..3], ["narrow_rms_norm_bf16", "dequant_q4_k_bf16", "gemm_m64_bf16"]);
-    for names in [kernels(32, DType::F32, DType::F32), kernels(8, DType::BF16, DType::F16)] {
-        let wide =
-            names.iter().any(|n| n.starts_with("gemm") || n.starts_with("narrow") || n.starts_with("flash"));
-        assert!(!wide, "{names:?}");
+    let wide = |names: &[String]| {
+        names.iter().any(|n| n.starts_with("gemm") || n.starts_with("narrow") || n.starts_with("flash"))
+    };
+    let names = kernels(32, DType::F32, DType::F32);
+    assert!(!wide(&names), "{names:?}");
+    // A few rows of weights that need no decoding go there too.
+    let names = kernels(8, DType::BF16, DType::F16);
+    assert_eq!(names[..2], ["narrow_rms_norm_bf16", "gemm_m64_bf16"]);
+    assert!(names[2].starts_with("attention"), "{names:?}");
+    for (n, few) in [(2, "few_m8_q4_k"), (8, "few_m8_q4_k"), (15, "few_m16_q4_k")] {
+        let names = kernels(n, DType::Q4_K, DType::F16);
+        assert!(!wide(&names), "{names:?}");
+        // Queries, keys and values; the output; gate and up; down: each reads its weights once.
+        assert_eq!(names.iter().filter(|name| *name == few).count(), 4, "{names:?}");
+        assert_eq!(names.iter().filter(|name| name.starts_with("few_rows")).count(), 4, "{names:?}");
     }
 }

@@ -4,6 +4,7 @@
 //! (another handle, another thread) is [`DriverError::CaptureIncompatible`], at once.
 //! Invariant: every address in a recording is in a [`Memory`] that the [`Graph`] keeps alive.
 //! Invariant: one thread makes the calls of a context; only the watchdog and the health check have threads of their own.
+//! Threads that fill pinned memory make no calls.
 //! Invariant: no wait is without an end, and no panic crosses the API.
 //! Invariant: all `unsafe` of the CUDA side is here; this crate does not know what a tensor is.
 //!
@@ -56,7 +57,7 @@
 //! | lay out memory | [`Layout`], [`Memory`], [`Buf`], [`Slot`], [`Lease`] |
 //! | describe work | [`Module`], [`Function`], [`Launch`], [`Baked`], [`LibraryCall`] |
 //! | enqueue it | [`Queue`], handed out by [`Stream::run`] (at once) and [`Stream::record`] (as a graph) |
-//! | move bytes between replays | [`Stream::upload`], [`Staging`], [`Stream::set`]; results through a [`Ring`] |
+//! | move bytes between replays | [`Stream::upload`], [`Stream::bulk`], [`Staging`], [`Stream::set`]; results through a [`Ring`] |
 //! | replay | [`Graph::replay`], [`Outputs`] |
 //! | know what went wrong | [`DriverError`] and its [`hint`](DriverError::hint), [`Device::health`], [`doctor`] |
 //! | test without a GPU | [`sim`], which also injects faults |
@@ -98,6 +99,7 @@ mod record; // from a closure to a graph
 
 mod event;
 mod stream;
+mod bulk; // many bytes to the device
 
 mod health; // is the device still good
 mod inside; // which driver call the device thread is in
@@ -112,6 +114,7 @@ pub mod sim;
 mod real; // the real driver
 
 pub use api::{CaptureStatus, Code, DeviceInfo, EdgeKind, FunctionAttribute, NodeKind};
+pub use bulk::{Bulk, BulkOptions};
 pub use device::{Context, Device, DeviceKind, capture_status};
 pub use error::{DriverError, Lost, Origin};
 pub use event::Event;

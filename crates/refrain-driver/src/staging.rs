@@ -80,11 +80,23 @@ impl Staging {
         // SAFETY: `from` is a slot of `slot_bytes >= bytes.len()` bytes of our pinned allocation, and `acquire` has
         // seen the event after its last copy, so neither the device nor anyone else uses it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), from.as_ptr(), bytes.len()) };
+        self.send_slot(stream, slot, from, to, bytes.len() as u64)
+    }
+
+    /// Copies the first `bytes` of an acquired slot, which is full, to `to`.
+    pub(crate) fn send_slot(
+        &self,
+        stream: &mut Stream,
+        slot: usize,
+        from: HostPtr,
+        to: DevicePtr,
+        bytes: u64,
+    ) -> Result<(), DriverError> {
         let handle = stream.handle();
-        // SAFETY: the slot is not written before its event, recorded behind this copy, has passed (`acquire`), and
-        // the stream keeps the allocation until it has waited for its work.
-        stream.shared().call("cuMemcpyHtoDAsync", |api| unsafe {
-            api.memcpy_htod_async(to, from, bytes.len() as u64, handle)
+        stream.shared().call("cuMemcpyHtoDAsync", |api| {
+            // SAFETY: the slot is not written before its event, recorded behind this copy, has passed (`acquire`), and
+            // the stream keeps the allocation until it has waited for its work.
+            unsafe { api.memcpy_htod_async(to, from, bytes, handle) }
         })?;
         self.release(stream, slot)
     }
@@ -114,8 +126,13 @@ impl Staging {
         stream.synchronize()
     }
 
-    /// The next slot, once it is free.
-    fn acquire(&mut self, stream: &mut Stream) -> Result<(usize, HostPtr), DriverError> {
+    /// Slots there are.
+    pub(crate) fn n_slots(&self) -> usize {
+        self.events.len()
+    }
+
+    /// The next slot, once it is free: whoever acquired it before must have sent it.
+    pub(crate) fn acquire(&mut self, stream: &mut Stream) -> Result<(usize, HostPtr), DriverError> {
         if !Arc::ptr_eq(&self.pinned.shared, stream.shared()) {
             return Err(DriverError::ForeignDevice { what: "the staging memory" });
         }

@@ -269,7 +269,7 @@ impl Stream {
     }
 
     /// Refuses a call that does not go with a recording, on any stream of the device.
-    fn usable(&self, what: &'static str, bytes: u64) -> Result<(), DriverError> {
+    pub(crate) fn usable(&self, what: &'static str, bytes: u64) -> Result<(), DriverError> {
         self.shared().refuse_while_recording(what, bytes)?;
         self.check_broken()
     }
@@ -331,7 +331,7 @@ impl std::fmt::Debug for Stream {
     }
 }
 
-fn check_len(what: &str, buf: Buf, given: usize) -> Result<(), DriverError> {
+pub(crate) fn check_len(what: &str, buf: Buf, given: usize) -> Result<(), DriverError> {
     if buf.len() == given as u64 {
         return Ok(());
     }

@@ -1,7 +1,9 @@
-//! Bulk uploads through the pinned slots: one is filled while the other is on its way.
+//! Uploads through pinned slots: some are filled, by one thread or several, while others are on their way.
 
 use refrain_driver::sim::{Call, Schedule, SimDriver, SimOptions};
-use refrain_driver::{Device, Layout, Memory};
+use refrain_driver::{
+    Baked, BulkOptions, Device, DeviceKind, DriverError, Launch, Layout, Memory, Module, probe,
+};
 
 /// The size of a slot.
 const SLOT: usize = 4 << 20;
@@ -34,4 +36,109 @@ fn the_host_fills_one_slot_while_the_device_copies_the_other_and_waits_only_for_
     stream.synchronize().unwrap();
     stream.download(&lease, buf, &mut back).unwrap();
     assert!(back == bytes, "every byte is where it belongs");
+}
+
+/// Pieces of these sizes, one behind the other, through slots of 1,000 bytes; what is on the device then.
+fn in_bulk(n_threads: usize, sizes: &[usize]) -> (Vec<u8>, Vec<u8>) {
+    let sim = SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() });
+    let ctx = Device::simulated(&sim).unwrap().context().unwrap();
+    let mut stream = ctx.stream().unwrap();
+    let total: usize = sizes.iter().sum();
+    let mut layout = Layout::new("uploads");
+    let region = layout.device("weights", total as u64);
+    let memory = Memory::plan(&ctx, &layout).unwrap();
+    let (mut lease, buf) = (memory.lease().unwrap(), memory.buf(region));
+    let bytes: Vec<u8> = (0..total).map(|i| (i * 7 % 251) as u8).collect();
+    let options = BulkOptions { n_threads, slot_bytes: 1000 };
+    let sent = stream.bulk(&mut lease, options, |bulk| {
+        let mut at = 0;
+        for &size in sizes {
+            bulk.push(buf.slice(at as u64, size as u64)?, &bytes[at..at + size])?;
+            at += size;
+        }
+        Ok::<_, DriverError>(at)
+    });
+    assert_eq!(sent.unwrap(), total);
+    let stats = sim.stats();
+    let waits = [Call::StreamQuery, Call::StreamSynchronize].map(|c| stats.n_calls(c));
+    assert_eq!(waits, [0; 2], "nothing waits for the whole stream");
+    let n_parts: usize = sizes.iter().map(|size| size.div_ceil(1000)).sum();
+    assert_eq!(stats.n_calls(Call::MemcpyHtodAsync) as usize, n_parts);
+    let mut back = vec![0; total];
+    stream.synchronize().unwrap();
+    stream.download(&lease, buf, &mut back).unwrap();
+    (back, bytes)
+}
+
+#[test]
+fn bytes_in_bulk_arrive_whole_with_any_number_of_threads() {
+    for n_threads in [0, 1, 2, 5] {
+        for sizes in [&[1][..], &[0, 1000, 0], &[2500, 1, 999, 40_000, 7], &[64, 64, 64, 64, 64, 64, 64]] {
+            let (back, bytes) = in_bulk(n_threads, sizes);
+            assert!(back == bytes, "{n_threads} threads, {sizes:?}");
+        }
+    }
+}
+
+#[test]
+fn a_launch_in_bulk_sees_what_was_named_before_it_and_nothing_later() {
+    for n_threads in [0, 3] {
+        let device = Device::open(DeviceKind::Sim(SimOptions::default())).unwrap();
+        let ctx = device.context().unwrap();
+        let mut stream = ctx.stream().unwrap();
+        let mut layout = Layout::new("uploads");
+        let [staged, sums] = [("staged", 4096), ("sums", 4 * 4096)].map(|(n, b)| layout.device(n, b));
+        let memory = Memory::plan(&ctx, &layout).unwrap();
+        let [staged, sums] = [staged, sums].map(|r| memory.buf(r));
+        // SAFETY: every launch below touches 1024 words of each buffer it names, which is all they have.
+        let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }.unwrap();
+        let add = module.function("refrain_probe_add").unwrap();
+        let rounds: Vec<Vec<u8>> = (1..=4_u32).map(|v| v.to_le_bytes().repeat(1024)).collect();
+        let mut lease = memory.lease().unwrap();
+        let options = BulkOptions { n_threads, slot_bytes: 1000 };
+        let sent: Result<(), DriverError> = stream.bulk(&mut lease, options, |bulk| {
+            for (i, bytes) in rounds.iter().enumerate() {
+                let to = sums.slice(4096 * i as u64, 4096)?;
+                bulk.push(staged, bytes)?;
+                let double = Launch::new(&add, 4, 256).step("double").write(to).read(staged).read(staged);
+                bulk.launch(double.baked(Baked(1024_u32)))?;
+            }
+            Ok(())
+        });
+        sent.unwrap();
+        let mut back = vec![0; 4 * 4096];
+        stream.synchronize().unwrap();
+        stream.download(&lease, sums, &mut back).unwrap();
+        let want: Vec<u8> = (1..=4_u32).flat_map(|v| (2 * v).to_le_bytes().repeat(1024)).collect();
+        assert!(back == want, "{n_threads} threads");
+    }
+}
+
+#[test]
+fn a_transfer_that_fails_or_panics_half_way_ends_its_threads_and_the_next_one_works() {
+    let sim = SimDriver::new(SimOptions::default());
+    let ctx = Device::simulated(&sim).unwrap().context().unwrap();
+    let mut stream = ctx.stream().unwrap();
+    let mut layout = Layout::new("uploads");
+    let region = layout.device("weights", 10_000);
+    let memory = Memory::plan(&ctx, &layout).unwrap();
+    let (mut lease, buf) = (memory.lease().unwrap(), memory.buf(region));
+    let bytes = vec![3; 10_000];
+    let options = BulkOptions { n_threads: 3, slot_bytes: 1000 };
+    let short: Result<(), DriverError> = stream.bulk(&mut lease, options, |bulk| {
+        bulk.push(buf, &bytes)?;
+        bulk.push(buf, &bytes[1..])
+    });
+    assert!(matches!(short, Err(DriverError::SizeMismatch { .. })), "{short:?}");
+    let panicked: Result<(), DriverError> = stream.bulk(&mut lease, options, |bulk| {
+        bulk.push(buf, &bytes)?;
+        panic!("on purpose")
+    });
+    assert!(matches!(panicked, Err(DriverError::Panicked { .. })), "{panicked:?}");
+    let whole: Result<(), DriverError> = stream.bulk(&mut lease, options, |bulk| bulk.push(buf, &bytes));
+    whole.unwrap();
+    let mut back = vec![0; bytes.len()];
+    stream.synchronize().unwrap();
+    stream.download(&lease, buf, &mut back).unwrap();
+    assert!(back == bytes);
 }

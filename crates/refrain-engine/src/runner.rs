@@ -90,7 +90,7 @@ pub struct RunnerOptions {
     pub context: usize,
     /// Positions in a KV block.
     pub kv_block: usize,
-    /// Element type of the cache: F16 or F32 (BF16 where the backend has it).
+    /// Element type of the cache: F16, BF16 or F32.
     pub kv_dtype: DType,
     /// The most tokens in a step.
     pub max_tokens: usize,
@@ -123,8 +123,9 @@ struct Prepared<B: Backend> {
     inputs: Inputs,
 }
 
-// Decode, full prompt pieces, and some of the sizes that prompts ended in.
-const MAX_COMPILED: usize = 8;
+// Decode, full prompt pieces, and some of the sizes that prompts ended in; where there are buckets all of them, with and
+// without a choice behind the last row.
+const MIN_COMPILED: usize = 8;
 
 impl<B: Backend> BackendRunner<B> {
     /// Brings a model to a device. Its weights are used from where they were mapped, or uploaded, as the backend likes.
@@ -178,7 +179,7 @@ impl<B: Backend> BackendRunner<B> {
         let graph = fuse(&self.model.graph(&spec, &self.kv)?)?;
         let compiled = self.backend.compile(&graph)?;
         let layout = self.backend.plan(&compiled).control().clone();
-        if self.compiled.len() == MAX_COMPILED {
+        if self.compiled.len() >= MIN_COMPILED.max(2 * self.backend.buckets().len() + 1) {
             self.compiled.remove(0);
         }
         let (control, inputs) = (ControlBlock::new(&layout), Inputs::find(&layout));

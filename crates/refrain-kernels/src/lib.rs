@@ -37,6 +37,7 @@ mod source; // the .cu files
 
 mod packed; // quantised weights as the card reads them
 mod product; // one row times weights, with norm and gate
+mod few; // a few rows times packed weights
 mod linear; // y = x . w^T
 mod matmul; // y = a b, in any layout
 mod gather; // rows of a table
@@ -74,6 +75,7 @@ pub use dequant::DequantArgs;
 pub use digest::Digester;
 pub use elementwise::{BinaryArgs, GateArgs, UnaryArgs};
 pub use error::KernelError;
+pub use few::{FewArgs, FewPart, FewRowsArgs, MAX_FEW_PARTS, MAX_FEW_ROWS, few_bytes};
 pub use gather::GatherRowsArgs;
 pub use gemm::{GEMM_DTYPES, GemmArgs, GemmPlan};
 pub use kv::KvAppendArgs;

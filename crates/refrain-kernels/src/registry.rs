@@ -66,6 +66,7 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::sample::entries(&mut all);
     crate::commit::entries(&mut all);
     crate::product::entries(&mut all);
+    crate::few::entries(&mut all);
     crate::packed::entries(&mut all);
     crate::gemm::entries(&mut all);
     crate::dequant::entries(&mut all);

@@ -31,6 +31,8 @@ pub enum Family {
     Commit,
     /// `product.cu`
     Product,
+    /// `few.cu`
+    Few,
     /// `pack.cu`
     Pack,
     /// `gemm.cu`
@@ -47,7 +49,7 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 20] = [
+    pub const ALL: [Family; 21] = [
         Family::Linear,
         Family::Matmul,
         Family::Gather,
@@ -62,6 +64,7 @@ impl Family {
         Family::Sample,
         Family::Commit,
         Family::Product,
+        Family::Few,
         Family::Pack,
         Family::Gemm,
         Family::Dequant,
@@ -88,6 +91,7 @@ impl Family {
             Family::Sample => "sample",
             Family::Commit => "commit",
             Family::Product => "product",
+            Family::Few => "few",
             Family::Pack => "pack",
             Family::Gemm => "gemm",
             Family::Dequant => "dequant",
@@ -115,6 +119,7 @@ impl Family {
             Family::Sample => include_str!("../cu/sample.cu"),
             Family::Commit => include_str!("../cu/commit.cu"),
             Family::Product => include_str!("../cu/product.cu"),
+            Family::Few => include_str!("../cu/few.cu"),
             Family::Pack => include_str!("../cu/pack.cu"),
             Family::Gemm => include_str!("../cu/gemm.cu"),
             Family::Dequant => include_str!("../cu/dequant.cu"),

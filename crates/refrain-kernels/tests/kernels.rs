@@ -66,6 +66,10 @@ both! {
         run_all(&mut bed, cases::product::product());
     }
 
+    fn a_few_rows_times_packed_weights_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::few::few());
+    }
+
     fn packing_gives_the_layout_that_products_read(bed) {
         run_all(&mut bed, cases::product::packing());
     }

@@ -5,6 +5,7 @@ use refrain_formats::FormatError;
 use refrain_formats::chat::ChatError;
 use refrain_formats::tokenizer::TokenizerError;
 use refrain_models::ModelError;
+use refrain_tensor::DType;
 
 /// Why something could not be done, with a hint where there is a way out.
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +57,12 @@ pub enum Error {
         /// Name of the model.
         model: String,
     },
+    /// The KV cache was asked for in a type that no kernel reads.
+    #[error("a KV cache cannot have elements of {got}")]
+    KvDtype {
+        /// The type asked for.
+        got: DType,
+    },
     /// The tokenizer's vocabulary is larger than the model's.
     #[error("the tokenizer has {tokenizer} tokens, the model only {model}")]
     Vocabulary {
@@ -85,6 +92,7 @@ impl Error {
             Error::Engine(e) => cuda_cause(e).and_then(CudaError::hint).or_else(|| e.hint()),
             Error::Sampling(e) => Some(e.hint()),
             Error::Context { most, .. } => Some(format!("ask for 1 to {most} tokens (-c)")),
+            Error::KvDtype { .. } => Some("F16, BF16 and F32 are known (--kv)".into()),
             Error::Vocabulary { .. } => Some("use the tokenizer that belongs to the model".into()),
         }
     }

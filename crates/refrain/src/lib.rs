@@ -39,7 +39,7 @@ pub use session::{Device, Session, SessionOptions};
 
 pub use refrain_cuda::{
     Accounting, Arch, CacheStats, CudaError, GraphLine, GraphMode, LoadEvent, LoadListener, Nvrtc, Origin,
-    ProfileRow, ProfileSpan, ProfileStep, Status, Timeline,
+    ProfileRow, ProfileSpan, ProfileStep, Status, Timeline, Upload,
 };
 pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};

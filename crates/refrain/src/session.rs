@@ -81,7 +81,7 @@ pub struct SessionOptions {
     pub device: Device,
     /// Tokens it can hold; the smaller of the model's and 4,096 when `None`.
     pub context: Option<usize>,
-    /// Element type of the KV cache: F16 or F32.
+    /// Element type of the KV cache: F16, BF16 or F32.
     pub kv_dtype: DType,
     /// Decode steps that a CUDA device may have under way at once; the usual number when `None`, 1 for none ahead.
     pub ahead: Option<usize>,
@@ -204,6 +204,9 @@ pub(crate) fn monitored_engine(
     let context = options.context.unwrap_or(most.min(USUAL_CONTEXT));
     if context == 0 || context > most {
         return Err(Error::Context { got: context, most, model: name.into() });
+    }
+    if !options.kv_dtype.is_float() {
+        return Err(Error::KvDtype { got: options.kv_dtype });
     }
     let runner = RunnerOptions { context, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
     let (kind, cuda) = match options.device.cuda() {

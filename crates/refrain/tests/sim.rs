@@ -1,8 +1,8 @@
 //! The built-in model on the simulated CUDA device: the CPU's text, every decode step replayed.
 
 use refrain::{
-    Device, FaultScript, Generate, GraphMode, Method, Model, Prompt, SamplingParams, Session, SessionOptions,
-    StepKind,
+    DType, Device, FaultScript, Generate, GraphMode, Method, Model, Prompt, SamplingParams, Session,
+    SessionOptions, StepKind,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,6 +39,49 @@ fn replayed_steps_give_the_text_of_the_cpu() {
         let status = session.device_status().unwrap();
         assert!(status.graphs.iter().all(|g| g.bit_exact && g.method == method), "{status:?}");
         assert!(status.memory.weight_bytes > 1 << 20);
+    }
+}
+
+/// A greedy text with a cache of this type, and the bytes of the cache: what a position takes in the plan, and on a CUDA
+/// device those of all positions.
+fn with_cache(model: &Model, device: Device, kv_dtype: DType) -> (String, usize, Option<u64>) {
+    let options = SessionOptions { device, context: Some(32), kv_dtype, ..SessionOptions::default() };
+    let mut session = Session::new(model, &options).unwrap();
+    let generate = Generate {
+        max_tokens: Some(N_TOKENS),
+        sampling: Some(SamplingParams::greedy()),
+        ..Generate::default()
+    };
+    let text = session.generate(Prompt::Text(PROMPT), &generate).unwrap().map(|p| p.unwrap().text).collect();
+    let per_position = session.plan(1).unwrap().traffic().kv_bytes(1);
+    (text, per_position, session.device_status().map(|s| s.memory.kv_bytes))
+}
+
+#[test]
+fn caches_of_every_type_give_the_same_text_on_cpu_and_device_and_take_their_bytes() {
+    let model = Model::builtin().unwrap();
+    let (_, exact, _) = with_cache(&model, Device::Cpu { threads: Some(2) }, DType::F32);
+    let on_device = || sim(GraphMode::Require, Method::Stream, "", false);
+    let (_, _, all) = with_cache(&model, on_device(), DType::F32);
+    for (dtype, part) in [(DType::F16, 2), (DType::BF16, 2), (DType::F32, 1)] {
+        let cpu = with_cache(&model, Device::Cpu { threads: Some(2) }, dtype);
+        let device = with_cache(&model, on_device(), dtype);
+        assert_eq!(cpu.0, device.0, "{dtype}");
+        assert!(cpu.0.split_whitespace().count() > 5, "{dtype}: {}", cpu.0);
+        assert_eq!([cpu.1, device.1], [exact / part; 2], "{dtype}");
+        assert_eq!((cpu.2, device.2), (None, all.map(|bytes| bytes / part as u64)), "{dtype}");
+    }
+}
+
+#[test]
+fn a_cache_of_blocks_is_refused_and_named() {
+    let model = Model::builtin().unwrap();
+    for device in [Device::Cpu { threads: Some(2) }, sim(GraphMode::Auto, Method::Stream, "", false)] {
+        let options =
+            SessionOptions { device, context: Some(64), kv_dtype: DType::Q8_0, ..SessionOptions::default() };
+        let Err(error) = Session::new(&model, &options) else { panic!("a session with such a cache") };
+        assert_eq!(error.to_string(), "a KV cache cannot have elements of Q8_0");
+        assert!(error.hint().unwrap().contains("BF16"), "{error:?}");
     }
 }
 

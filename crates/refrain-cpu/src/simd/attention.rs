@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use half::f16;
+use half::{bf16, f16};
 
 use super::Level;
 use super::lanes::{GROUP, Kernel, Simd};
@@ -21,6 +21,8 @@ pub const KEY_CHUNK: usize = 32;
 pub enum KvRows<'a> {
     /// Half floats.
     F16(&'a [f16]),
+    /// Floats with an exponent of eight bits and seven of mantissa.
+    Bf16(&'a [bf16]),
     /// Floats.
     F32(&'a [f32]),
 }
@@ -29,6 +31,7 @@ impl KvRows<'_> {
     fn len(&self) -> usize {
         match self {
             KvRows::F16(rows) => rows.len(),
+            KvRows::Bf16(rows) => rows.len(),
             KvRows::F32(rows) => rows.len(),
         }
     }
@@ -182,6 +185,10 @@ impl<const Q: usize> Kernel for Chunk<'_, Q> {
                         let row = rows.as_ptr().wrapping_add(at).cast();
                         key_products::<S, HalfRow, Q>(s, q, head_dim, row, key - first, &mut partial);
                     }
+                    KvRows::Bf16(rows) => {
+                        let row = rows.as_ptr().wrapping_add(at).cast();
+                        key_products::<S, Bf16Row, Q>(s, q, head_dim, row, key - first, &mut partial);
+                    }
                     KvRows::F32(rows) => {
                         let row = rows.as_ptr().wrapping_add(at).cast();
                         key_products::<S, FloatRow, Q>(s, q, head_dim, row, key - first, &mut partial);
@@ -281,6 +288,22 @@ impl Row for HalfRow {
     }
 }
 
+struct Bf16Row;
+
+impl Row for Bf16Row {
+    const BYTES: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F {
+        // SAFETY: readable by the contract of this function.
+        unsafe { s.load_bf16(p) }
+    }
+    #[inline(always)]
+    unsafe fn one(p: *const u8) -> f32 {
+        // SAFETY: readable by the contract of this function.
+        unsafe { p.cast::<bf16>().read_unaligned() }.to_f32()
+    }
+}
+
 struct FloatRow;
 
 impl Row for FloatRow {
@@ -372,6 +395,20 @@ fn gather<S: Simd, const Q: usize>(
         KvRows::F16(rows) => {
             let rows = rows.as_ptr().cast();
             gather_rows::<S, HalfRow, Q>(
+                s,
+                weights,
+                factors,
+                keys,
+                chunk_start,
+                rows,
+                kv.stride,
+                head_dim,
+                acc,
+            );
+        }
+        KvRows::Bf16(rows) => {
+            let rows = rows.as_ptr().cast();
+            gather_rows::<S, Bf16Row, Q>(
                 s,
                 weights,
                 factors,

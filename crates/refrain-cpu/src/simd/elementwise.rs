@@ -449,3 +449,14 @@ pub fn bf16_to_f32(_: Level, src: &[bf16], dst: &mut [f32]) {
         *dst = f32::from_bits(u32::from(src.to_bits()) << 16);
     }
 }
+
+/// Rounds a row to bfloat16, ties to even.
+///
+/// # Panics
+/// If the rows differ in length.
+pub fn f32_to_bf16(src: &[f32], dst: &mut [bf16]) {
+    assert!(src.len() == dst.len(), "rows of {} and {} elements", src.len(), dst.len());
+    for (dst, &src) in dst.iter_mut().zip(src) {
+        *dst = bf16::from_f32(src);
+    }
+}

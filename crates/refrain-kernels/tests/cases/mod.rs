@@ -4,6 +4,7 @@ pub mod attend;
 pub mod attention;
 pub mod dense;
 pub mod elementwise;
+pub mod few;
 pub mod product;
 pub mod prompt;
 pub mod sample;

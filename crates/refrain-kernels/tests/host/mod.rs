@@ -103,6 +103,7 @@ fn launch(
             8 => params.extend(translate(k.arg(i)?, &regions, &copies).to_le_bytes()),
             12 => params.extend(k.arg::<[u8; 12]>(i)?),
             16 => params.extend(k.arg::<[u8; 16]>(i)?),
+            20 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 5]>(i)?)),
             24 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 6]>(i)?)),
             36 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 9]>(i)?)),
             40 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 10]>(i)?)),

@@ -108,6 +108,18 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `LANES` half floats are readable at `p`.
     unsafe fn load_f16(self, p: *const u8) -> Self::F;
+    /// # Safety
+    /// `LANES` bfloat16s are readable at `p`.
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u8) -> Self::F {
+        let mut floats = [0u32; GROUP];
+        for (i, float) in floats.iter_mut().enumerate().take(Self::LANES) {
+            // SAFETY: readable by the contract of this function.
+            *float = u32::from(unsafe { p.add(2 * i).cast::<u16>().read_unaligned() }) << 16;
+        }
+        // SAFETY: LANES is at most 16, and a float is as large as its bits.
+        unsafe { self.fload(floats.as_ptr().cast()) }
+    }
     /// Rounds to the nearest half float, ties to even.
     /// # Safety
     /// `LANES` half floats are writable at `p`.

@@ -1,0 +1,300 @@
+//! Two to sixteen rows of activations times packed weights, each weight read once.
+
+use bytemuck::{Pod, Zeroable};
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_tensor::DType;
+
+use crate::error::{Case, KernelError};
+use crate::load::Kernels;
+use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
+use crate::registry::{Entry, P, W};
+use crate::source::Family;
+use crate::twin::{count, fault};
+
+/// The most rows of [`FewArgs`].
+pub const MAX_FEW_ROWS: usize = 16;
+/// How many weights one launch multiplies with.
+pub const MAX_FEW_PARTS: usize = 3;
+
+const WARPS: usize = 8;
+const STAGES: usize = 3;
+const SUB: usize = 32;
+/// Rows are laid out for the widest units.
+const PAD: usize = 256;
+/// Sub-blocks that a block of threads rounds.
+const BLOCK_SUBS: usize = 32;
+
+/// Rows that a kernel multiplies at once: those past `m` are zeros.
+const fn padded(m: usize) -> usize {
+    if m <= 8 { 8 } else { 16 }
+}
+
+/// Sub-blocks of a row.
+const fn subs(k: usize) -> usize {
+    k.next_multiple_of(PAD) / SUB
+}
+
+/// Bytes of `m` rounded rows of `k` columns; `None` on overflow.
+#[must_use]
+pub fn few_bytes(m: usize, k: usize) -> Option<usize> {
+    let k = k.checked_next_multiple_of(PAD)?;
+    (k / SUB).checked_mul((SUB + 8) * padded(m))
+}
+
+/// Rows rounded to 8 bits in blocks of 32, for any number of [`FewArgs`].
+#[derive(Clone, Copy, Debug)]
+pub struct FewRowsArgs<'a> {
+    /// `[m, k]` F32, dense.
+    pub x: Buf,
+    /// [`few_bytes`] bytes.
+    pub rows: Buf,
+    /// Rows: at most [`MAX_FEW_ROWS`].
+    pub m: usize,
+    /// Columns: a multiple of 32.
+    pub k: usize,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+/// One of the products of a [`FewArgs`].
+#[derive(Clone, Copy, Debug)]
+pub struct FewPart {
+    /// `[n, k]`, packed.
+    pub w: Buf,
+    /// `[m, n]` F32.
+    pub y: Buf,
+    /// Rows of `w`.
+    pub n: usize,
+}
+
+/// `y = x . w^T` for one or more packed `w` of one dtype.
+#[derive(Clone, Copy, Debug)]
+pub struct FewArgs<'a> {
+    /// What [`FewRowsArgs`] made of x.
+    pub rows: Buf,
+    /// The dtype of all weights, one of [`PACKED_DTYPES`].
+    pub dtype: DType,
+    /// At most [`MAX_FEW_PARTS`].
+    pub parts: &'a [FewPart],
+    /// Rows of x: at most [`MAX_FEW_ROWS`].
+    pub m: usize,
+    /// Columns of x and of every `w`: whole blocks.
+    pub k: usize,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Params {
+    m: u32,
+    k: u32,
+    n: [u32; MAX_FEW_PARTS],
+}
+
+impl Kernels {
+    /// The launch of [`FewRowsArgs`].
+    pub fn few_rows(&self, a: &FewRowsArgs<'_>) -> Result<Launch, KernelError> {
+        let shape = [("m", a.m), ("k", a.k)];
+        let case = Case { op: "few_rows", dtype: DType::F32, shape: &shape };
+        case.sizes()?;
+        crate::require!(case, a.m <= MAX_FEW_ROWS, "at most {MAX_FEW_ROWS} rows go together");
+        crate::require!(case, a.k.is_multiple_of(SUB), "k must be a multiple of {SUB}");
+        let x_bytes = a.m.checked_mul(a.k).and_then(|n| n.checked_mul(4));
+        let grid = [case.u32("k", subs(a.k).div_ceil(BLOCK_SUBS))?, padded(a.m) as u32];
+        Ok(self
+            .launch(&rows_name(padded(a.m)), grid, 4 * BLOCK_SUBS as u32)?
+            .step(a.step)
+            .write(case.buf("rows", a.rows, few_bytes(a.m, a.k), 16)?)
+            .read(case.buf("x", a.x, x_bytes, 16)?)
+            .baked(Baked(case.u32("m", a.m)?))
+            .baked(Baked(case.u32("k", a.k)?))
+            .baked(Baked(case.u32("k", subs(a.k))?)))
+    }
+
+    /// The launch of [`FewArgs`].
+    pub fn few(&self, a: &FewArgs<'_>) -> Result<Launch, KernelError> {
+        let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
+        let shape = [("m", a.m), ("n", n), ("k", a.k)];
+        let case = Case { op: "few", dtype: a.dtype, shape: &shape };
+        case.sizes()?;
+        let Some(unit) = Unit::of(a.dtype) else {
+            return Err(case.refuse("no kernel multiplies a few rows with this dtype".to_owned()));
+        };
+        crate::require!(case, a.m <= MAX_FEW_ROWS, "at most {MAX_FEW_ROWS} rows go together");
+        let n_parts = a.parts.len();
+        crate::require!(
+            case,
+            n_parts <= MAX_FEW_PARTS,
+            "{n_parts} products, at most {MAX_FEW_PARTS} go in one launch"
+        );
+        crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the products is empty");
+        let block_len = a.dtype.block_len();
+        crate::require!(case, a.k.is_multiple_of(block_len), "k must be whole blocks of {block_len}");
+        // A block has two tiles at a time.
+        let pairs: usize = a.parts.iter().map(|p| p.n.div_ceil(2 * TILE_ROWS)).sum();
+        let grid = case.u32("n", pairs.min(2 * self.n_sms()))?;
+        let mut launch = self
+            .launch(&name(padded(a.m), a.dtype), grid, 32 * WARPS as u32)?
+            .shared(ring_bytes(unit))
+            .step(a.step);
+        for i in 0..MAX_FEW_PARTS {
+            launch = match a.parts.get(i) {
+                Some(part) => launch.write(case.words("y", part.y, &[a.m, part.n])?),
+                None => launch.null(),
+            };
+        }
+        launch = launch.read(case.buf("rows", a.rows, few_bytes(a.m, a.k), 16)?);
+        let mut params = Params { m: case.u32("m", a.m)?, k: case.u32("k", a.k)?, n: [0; MAX_FEW_PARTS] };
+        for i in 0..MAX_FEW_PARTS {
+            launch = match a.parts.get(i) {
+                Some(part) => {
+                    params.n[i] = case.u32("n", part.n)?;
+                    launch.read(case.buf("w", part.w, packed_bytes(a.dtype, part.n, a.k), 16)?)
+                }
+                None => launch.null(),
+            };
+        }
+        Ok(launch.baked(Baked(params)))
+    }
+
+    /// Lets these products ask for as much shared memory as their rings need.
+    pub(crate) fn allow_few(&self) -> Result<(), KernelError> {
+        for (m, dtype) in variants() {
+            if let Some(unit) = Unit::of(dtype) {
+                self.get(&name(m, dtype))?.allow_shared(ring_bytes(unit))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Shared memory of a block: the rings of its warps, of two tiles' units each.
+const fn ring_bytes(unit: Unit) -> u32 {
+    (WARPS * STAGES * 2 * unit.bytes) as u32
+}
+
+fn rows_name(m: usize) -> String {
+    format!("few_rows_m{m}_f32")
+}
+
+fn name(m: usize, dtype: DType) -> String {
+    format!("few_m{m}_{}", dtype.name().to_ascii_lowercase())
+}
+
+fn variants() -> impl Iterator<Item = (usize, DType)> {
+    [8, 16].into_iter().flat_map(|m| PACKED_DTYPES.map(|dtype| (m, dtype)))
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    for m in [8, 16] {
+        all.push(Entry::new(Family::Few, rows_name(m), &[P, P, W, W, W], move |k| rows_twin(k, m)));
+    }
+    for (m, dtype) in variants() {
+        let params = [P, P, P, P, P, P, P, size_of::<Params>()];
+        all.push(Entry::new(Family::Few, name(m, dtype), &params, move |k| twin(k, m, dtype)));
+    }
+}
+
+/// Where word `w` of a row's sub-block lies among its eight.
+const fn word_place(w: usize) -> usize {
+    if w < 4 { 2 * w } else { 2 * (w - 4) + 1 }
+}
+
+fn rows_twin(kernel: &mut SimKernel<'_>, padded: usize) -> KernelResult {
+    let (m, k, subs) = (count(kernel, 2)?, count(kernel, 3)?, count(kernel, 4)?);
+    let x: Vec<f32> = kernel.read(kernel.ptr(1)?, m * k)?;
+    let mut out = vec![0_u8; subs * (SUB + 8) * padded];
+    for (row, x) in x.chunks_exact(k).enumerate() {
+        for (sub, block) in x.chunks_exact(SUB).enumerate() {
+            let to = &mut out[sub * (SUB + 8) * padded..][..(SUB + 8) * padded];
+            let (q, d) = round(block);
+            for (w, word) in q.chunks_exact(4).enumerate() {
+                let at = SUB * row + 4 * word_place(w);
+                to[at..at + 4].copy_from_slice(bytemuck::cast_slice(word));
+            }
+            let sum: i32 = q.iter().map(|q| i32::from(*q)).sum();
+            let scale = [d, d * sum as f32];
+            to[SUB * padded + 8 * row..][..8].copy_from_slice(bytemuck::cast_slice(&scale));
+        }
+    }
+    kernel.write(kernel.ptr(0)?, &out)
+}
+
+/// 32 numbers as signed bytes with a scale.
+fn round(block: &[f32]) -> ([i8; SUB], f32) {
+    let most = block.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
+    let most = f32::from_bits(most);
+    if most < 1e-35 {
+        return ([0; SUB], 0.0);
+    }
+    let mut q = [0; SUB];
+    q.iter_mut().zip(block).for_each(|(q, v)| *q = (v * (127.0 / most)).round_ties_even() as i8);
+    (q, if most < 8e37 { most * (1.0 / 127.0) } else { f32::NAN })
+}
+
+/// Row `row` of rounded rows, as numbers again.
+fn unround(rows: &[u8], padded: usize, row: usize, k: usize) -> Vec<f32> {
+    let value = |i: usize| {
+        let at = &rows[i / SUB * (SUB + 8) * padded..];
+        let (word, byte) = (i % SUB / 4, i % 4);
+        let q = at[SUB * row + 4 * word_place(word) + byte] as i8;
+        let d: f32 = bytemuck::pod_read_unaligned(&at[SUB * padded + 8 * row..][..4]);
+        f32::from(q) * d
+    };
+    (0..k).map(value).collect()
+}
+
+fn twin(kernel: &mut SimKernel<'_>, padded: usize, dtype: DType) -> KernelResult {
+    let p: Params = kernel.arg(7)?;
+    let (m, k) = (p.m as usize, p.k as usize);
+    let partial = || fault("rows of partial blocks");
+    let mut parts = Vec::with_capacity(MAX_FEW_PARTS);
+    for (i, n) in p.n.into_iter().map(|n| n as usize).enumerate().filter(|(_, n)| *n > 0) {
+        let bytes = packed_bytes(dtype, n, k).ok_or_else(partial)?;
+        parts.push((kernel.ptr(i)?, kernel.ptr(4 + i)?, n, bytes));
+    }
+    kernel
+        .before_wait(|k| parts.iter().try_for_each(|&(_, w, _, bytes)| k.view::<u8>(w, bytes).map(|_| ())))?;
+    let rows: Vec<u8> = kernel.read(kernel.ptr(3)?, subs(k) * (SUB + 8) * padded)?;
+    let x: Vec<Vec<f32>> = (0..m).map(|row| unround(&rows, padded, row, k)).collect();
+    for (y_at, w_at, n, bytes) in parts {
+        let mut y = vec![0.0_f32; m * n];
+        {
+            let w = kernel.view::<u8>(w_at, bytes)?;
+            let mut row = vec![0.0; k];
+            for j in 0..n {
+                unpack_row(dtype, &w, j, k, &mut row).ok_or_else(partial)?;
+                for (i, x) in x.iter().enumerate() {
+                    let dot: f64 = x.iter().zip(&row).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
+                    y[i * n + j] = dot as f32;
+                }
+            }
+        }
+        kernel.write(y_at, &y)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_a_sub_block_have_a_place_each_with_those_of_one_lane_side_by_side() {
+        let mut places: Vec<usize> = (0..8).map(word_place).collect();
+        assert!((0..4).all(|w| places[w].is_multiple_of(2) && places[w + 4] == places[w] + 1));
+        places.sort_unstable();
+        assert_eq!(places, [0, 1, 2, 3, 4, 5, 6, 7]);
+    }
+
+    #[test]
+    fn rings_fit_the_smallest_cards_that_are_supported() {
+        // 99 KiB on compute capability 8.6, less what sums of a pair take.
+        for dtype in PACKED_DTYPES {
+            let unit = Unit::of(dtype).unwrap();
+            assert!(ring_bytes(unit) <= (99 << 10) - (16 << 10), "{dtype}");
+        }
+    }
+}
