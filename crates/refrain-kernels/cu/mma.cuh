@@ -23,26 +23,36 @@ inline void copy_async(void* to, const void* from, bool there) {
                  : "memory");
 }
 
+// An address in shared memory, for those who reckon with it.
+typedef u32 Place;
+inline Place place_of(const void* p) { return shared_address(p); }
+
+inline void copy_async(Place to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
 inline void copies_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits for this thread's copies but for those of the newest N groups.
 template <int N> inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 // Four matrices of 8 by 8; lane 8 i + r names row r of matrix i. Lane l gets elements 2t, 2t + 1 of row g of each.
-inline void load_matrices(u32* r, const void* row) {
+inline void load_matrices(u32* r, Place row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
+inline void load_matrices(u32* r, const void* row) { load_matrices(r, place_of(row)); }
 
 // The same transposed: elements g of rows 2t and 2t + 1.
-inline void load_matrices_transposed(u32* r, const void* row) {
+inline void load_matrices_transposed(u32* r, Place row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
+inline void load_matrices_transposed(u32* r, const void* row) { load_matrices_transposed(r, place_of(row)); }
 
 #define MULTIPLY(T, name)                                                                                     \
     inline void multiply(float* c, const u32* a, const u32* b, T) {                                           \
@@ -78,6 +88,8 @@ inline void copy_async(void* to, const void* from, bool there) {
     if (there) memcpy(to, from, 16);
     else memset(to, 0, 16);
 }
+typedef u8* Place;
+inline Place place_of(const void* p) { return (u8*)p; }
 inline void copies_end_group() {}
 template <int N> inline void copies_wait() {}
 

@@ -22,7 +22,9 @@ const SIZES: [(usize, usize); 3] = [(64, 8), (128, 8), (256, 4)];
 /// Numbers of query heads there are kernels for, each for all up to it.
 const HEADS: [usize; 3] = [2, 4, 8];
 /// Blocks that exchange what they found through their shared memory, where the card can do that.
-const TEAM: usize = 4;
+const TEAM: usize = 16;
+/// Shared memory of each of a block's warps for keys and values of 16 bits.
+const RING_BYTES: usize = 12 << 10;
 /// Bytes of keys in F16 up to which one block does a head, and up to which one team does.
 const ALONE_BYTES: usize = 16 << 10;
 const TEAM_BYTES: usize = 2 * TEAM * ALONE_BYTES;
@@ -164,6 +166,18 @@ struct Sizes {
 }
 
 impl Kernels {
+    /// Lets the kernels have their rings, and teams of more than eight blocks.
+    pub(crate) fn allow_attend(&self) -> Result<(), KernelError> {
+        for (dtype, size, heads) in all_kernels() {
+            let function = self.get(&name(size, heads, dtype))?;
+            function.allow_shared(shared_bytes(size, heads, dtype))?;
+            if self.has_clusters() {
+                function.allow_large_clusters()?;
+            }
+        }
+        Ok(())
+    }
+
     /// The launch of [`AttendArgs`]: what goes into the caches has the bits of [`Kernels::rope_kv`] when there is no
     /// norm. On a card a sequence or block out of range writes nothing and counts as not seen; the simulated device
     /// faults, as it does when counters are not zero or two rows are of one sequence.
@@ -191,6 +205,7 @@ impl Kernels {
         crate::require!(case, n_groups <= 65_535, "at most 65535 groups of heads");
         let grid = [a.n_splits as u32, n_groups as u32, a.n as u32];
         let launch = self.launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?;
+        let launch = launch.shared(shared_bytes(size, heads_of(per_block), a.cache_dtype));
         let team = 1 << sizes.team_shift;
         let launch = if team > 1 && self.has_clusters() { launch.cluster(team) } else { launch };
         let launch = launch.step(a.step).write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?);
@@ -285,21 +300,37 @@ fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize) -> Result<Sizes,
     })
 }
 
+/// The number of heads of the kernel that serves so many.
+fn heads_of(per_block: usize) -> usize {
+    HEADS.into_iter().find(|&h| per_block <= h).unwrap_or(per_block)
+}
+
 fn name(size: usize, per_block: usize, dtype: DType) -> String {
-    let heads = HEADS.into_iter().find(|&h| per_block <= h).unwrap_or(per_block);
-    format!("attend_d{size}_h{heads}_{}", dtype.name().to_ascii_lowercase())
+    format!("attend_d{size}_h{}_{}", heads_of(per_block), dtype.name().to_ascii_lowercase())
+}
+
+/// What the kernel's warps have of shared memory: rings, which what they found takes the place of, or that alone.
+fn shared_bytes(size: usize, heads: usize, dtype: DType) -> u32 {
+    let n_warps = BLOCK as usize / 32;
+    let bytes = if dtype != DType::F32 && size <= 128 { RING_BYTES } else { 4 * heads * size };
+    (n_warps * bytes) as u32
+}
+
+/// Every kernel: cache type, head size and heads of a block.
+fn all_kernels() -> impl Iterator<Item = (DType, usize, usize)> {
+    [DType::F16, DType::BF16, DType::F32].into_iter().flat_map(|dtype| {
+        SIZES.into_iter().flat_map(move |(size, most)| {
+            HEADS.into_iter().filter(move |&h| h <= most).map(move |heads| (dtype, size, heads))
+        })
+    })
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     const R: usize = size_of::<Rows>();
     let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<Sizes>()];
-    for dtype in [DType::F16, DType::BF16, DType::F32] {
-        for (size, most) in SIZES {
-            for heads in HEADS.into_iter().filter(|&h| h <= most) {
-                let name = name(size, heads, dtype);
-                all.push(Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype)));
-            }
-        }
+    for (dtype, size, heads) in all_kernels() {
+        let name = name(size, heads, dtype);
+        all.push(Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype)));
     }
 }
 

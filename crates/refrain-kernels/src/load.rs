@@ -240,6 +240,7 @@ impl Kernels {
         let (shared_limit, shared_sm) = (info.shared_block_bytes as usize, info.shared_sm_bytes as usize);
         let overlaps = arch >= OVERLAPS;
         let kernels = Kernels { functions, origin, overlaps, n_sms, shared_limit, shared_sm };
+        kernels.allow_attend()?;
         kernels.allow_gemm()?;
         kernels.allow_flash()?;
         kernels.allow_product()?;

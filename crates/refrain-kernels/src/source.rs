@@ -126,7 +126,10 @@ impl Family {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 12] = [
+pub(crate) const HEADERS: [(&str, &str); 16] = [
+    ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
+    ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
+    ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("mma.cuh", include_str!("../cu/mma.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
@@ -137,6 +140,7 @@ pub(crate) const HEADERS: [(&str, &str); 12] = [
     ("sample_cut.cuh", include_str!("../cu/sample_cut.cuh")),
     ("sample_keys.cuh", include_str!("../cu/sample_keys.cuh")),
     ("sample_list.cuh", include_str!("../cu/sample_list.cuh")),
+    ("team.cuh", include_str!("../cu/team.cuh")),
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];

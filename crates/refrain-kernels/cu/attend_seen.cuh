@@ -1,0 +1,109 @@
+// attend_seen.cuh: what attend.cu and its two ways through the caches share: the positions that a row sees, the blocks
+// they lie in, and sums of weighted vectors.
+#pragma once
+#include "paged.cuh"
+
+const u32 WARPS = 8;
+const u32 THREADS = 32 * WARPS;
+const u32 ALL_LANES = 0xffffffffu;
+const float LOG2_E = 1.44269504088896340736f;
+// Lower than any score that counts, and finite: differences with it are numbers.
+const float NONE = -3.0e38f;
+
+#ifndef REFRAIN_ON_HOST
+// To two units in the last place; what is below the normal numbers becomes zero.
+inline float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+inline float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#endif
+
+// cap tanh(x), in powers of two.
+inline float capped(float x, float cap) {
+    return cap - 2.0f * cap * reciprocal(power_of_2(2.0f * LOG2_E * x) + 1.0f);
+}
+
+// The positions in the caches that a row sees of one head, and where they lie.
+struct Seen {
+    const i32* table;
+    u32 max_blocks, n_blocks, n_kv_heads, head_dim, kv_shift;
+    u32 kv_head;
+    u32 begin, end;  // positions
+
+    inline bool has(u32 position) const { return position - begin < end - begin; }
+
+    inline i32 block_of(u32 position) const {
+        u32 column = position >> kv_shift;
+        return position < end && column < max_blocks ? table[column] : -1;
+    }
+
+    // The first element of a position, which the block holds.
+    inline u64 offset(i32 block, u32 position) const {
+        u32 in_block = position & ((1u << kv_shift) - 1);
+        u64 first = (u64)((u32)block * n_kv_heads + kv_head) << kv_shift;
+        return (first + in_block) * head_dim;
+    }
+};
+
+// The tiles of a warp, `step` positions apart. Lane i holds the block of tile i, so that one load finds 32 of them.
+struct Tiles {
+    u32 first, step;
+    i32 held, ahead;
+
+    inline i32 block(const Seen& seen, u32 i) const { return seen.block_of(first + i * step); }
+
+    // `held` is what lane i of the first 32 has.
+    inline void begin(const Seen& seen, u32 lane) { ahead = block(seen, 32 + lane); }
+
+    // The block of tile i; called for one tile after the other, by all lanes.
+    inline i32 next(const Seen& seen, u32 i, u32 lane) {
+        if (i % 32 == 0 && i != 0) {
+            held = ahead;
+            ahead = block(seen, i + 32 + lane);
+        }
+        return __shfl_sync(ALL_LANES, held, i % 32);
+    }
+};
+
+// A sum of vectors with weights 2^top: the vectors, their total weight, and the largest power among them.
+struct Sum {
+    float top, total;
+    float4 sum;
+
+    inline void clear() {
+        top = NONE;
+        total = 0.0f;
+        sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+
+    // `top` is at least the other's; what weighs nothing may hold anything.
+    inline void add(float2 scale, float4 other) {
+        if (scale.y == 0.0f) return;
+        float factor = power_of_2(scale.x - top);
+        total = __fmaf_rn(scale.y, factor, total);
+        sum.x = __fmaf_rn(other.x, factor, sum.x);
+        sum.y = __fmaf_rn(other.y, factor, sum.y);
+        sum.z = __fmaf_rn(other.z, factor, sum.z);
+        sum.w = __fmaf_rn(other.w, factor, sum.w);
+    }
+
+    inline void store(float* y) const {
+        float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+        y[0] = sum.x * inverse;
+        y[1] = sum.y * inverse;
+        y[2] = sum.z * inverse;
+        y[3] = sum.w * inverse;
+    }
+};
+
+// What a warp, or the new position alone, leaves for each head: the largest score and the total weight (zero: nothing).
+struct Shares {
+    float2 of[WARPS + 1][8];
+};
