@@ -32,27 +32,19 @@
 #include "attend_lanes.cuh"
 #include "attend_tiles.cuh"
 #include "reduce.cuh"
-#include "team.cuh"
 #include "turn.cuh"
 #include "view.cuh"
 
-const u32 MAX_TEAM = 16;
 const u32 MAX_TILE = 16;
-// A block works alone while it has at most so many tiles for each warp, and a team alone likewise.
-#if TEAMS
+// A block works alone while it has at most so many tiles for each warp.
 #ifndef ALONE
 #define ALONE 1
 #endif
 const u32 ALONE_TILES = ALONE;
-const u32 TEAM_TILES = 2;
-#else
-const u32 ALONE_TILES = 2;
-const u32 TEAM_TILES = 2;
-#endif
 
 struct Attend {
     u32 n_heads, per_block;
-    u32 splits_shift, team_shift;  // n_splits = 1 << splits_shift, blocks of a team likewise
+    u32 splits_shift;  // n_splits = 1 << splits_shift
     u32 window;  // 0: all
     float scale;
     float softcap;  // 0: none
@@ -91,8 +83,6 @@ inline u32 warp_most(u32 x) { return warp_reduce(x, Most()); }
 inline void touch(const void*) {}
 #endif
 
-inline constexpr u32 log2_of(u32 n) { return n <= 1 ? 0 : 1 + log2_of(n / 2); }
-
 template <typename T, int DIMS, int HEADS, typename Core>
 inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_cache, const float* q, const float* k,
                    const float* v, const i32* positions, const i32* seqs, const i32* tables, const float* inv_freq,
@@ -107,13 +97,8 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     alignas(16) __shared__ float turned[HEADS + 2][DIMS];  // queries, key, value, of which those behind head_dim are zero
     __shared__ typename Core::Queries queries;
     __shared__ Shares shares;
-    // From each block of the team: sums of this block's slice, and for every head top and total.
-    __shared__ float4 slices[ALL_FOURS];
-    __shared__ float2 scales[MAX_TEAM][HEADS];
-    __shared__ bool last;
 
     if (s.alone == 0) let_next_start();
-    team_arrive();
     const Pages& pages = s.pages;
     u32 row = blockIdx.z, split = blockIdx.x, head_dim = pages.head_dim;
     u32 group = s.n_heads / pages.n_kv_heads, chunks = (group + s.per_block - 1) / s.per_block;
@@ -157,113 +142,89 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
             weights[t][j][1] = there ? norm[right[j]] : 1.0f;
         }
     }
-    // Mostly row i is of sequence i, and a warp's tiles follow from the block alone, but for whether one is enough: then
-    // the tiles' blocks are known together with the position.
-    u32 team_shift = TEAMS ? s.team_shift : 0, rank = split & ((1u << team_shift) - 1);
-    u32 guess_row = min(row, pages.n_seqs - 1), last_column = pages.max_blocks - 1;
-    u32 team_column = ((((lane * WARPS + warp) << team_shift) + rank) * TILE) >> s.kv_shift;
-    u32 alone_column = ((lane * WARPS + warp) * TILE) >> s.kv_shift;
-    const i32* guess_table = tables + (u64)guess_row * pages.max_blocks;
     touch(y);
     touch(partials);
     touch(counters);
-    touch(k_cache);
-    touch(v_cache);
-    touch(positions);
-    touch(seqs);
+    // Scores come out in powers of two, or as what the cap is applied to.
+    float q_scale = s.softcap > 0.0f ? s.scale / s.softcap : s.scale * LOG2_E, cap = s.softcap * LOG2_E;
 
-#ifdef PREFETCH
-    {
-        i32 hint;
-        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(hint) : "l"(positions + row));
-        u32 hint_first = s.window != 0 && (u32)hint >= s.window ? (u32)hint + 1 - s.window : 0;
-        u32 hint_start = hint_first / MAX_TILE * MAX_TILE, hint_length = (u32)hint + 1 - hint_start;
-        u32 hint_shift = hint_length <= ALONE_TILES * WARPS * TILE                ? 0
-                         : hint_length <= TEAM_TILES * WARPS * TILE << team_shift ? team_shift
-                                                                                  : s.splits_shift;
-        u32 at = hint_start + (((lane * WARPS + warp) << hint_shift) + split) * TILE;
-        if (hint >= 0 && split >> hint_shift == 0 && lane < PREFETCH && at < (u32)hint && at >> s.kv_shift <= last_column) {
-            i32 block;
-            asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(block) : "l"(guess_table + (at >> s.kv_shift)));
-            if ((u32)block < pages.n_blocks) {
-                u64 first = ((u64)((u32)block * pages.n_kv_heads + kv_head) << s.kv_shift) + (at & ((1u << s.kv_shift) - 1));
-                first *= head_dim;
-                asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(k_cache + first), "r"(TILE * head_dim * (u32)sizeof(T)));
-                asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(v_cache + first), "r"(TILE * head_dim * (u32)sizeof(T)));
-            }
-        }
-    }
-#endif
-    wait_for_previous();
-    i32 position = positions[row], seq = seqs[row];
-    i32 team_guess = guess_table[min(team_column, last_column)], alone_guess = -1;
-    if (lane < ALONE_TILES) alone_guess = guess_table[min(alone_column, last_column)];
-    float pairs[ITEMS][PAIRS][2];
-#pragma unroll
-    for (int t = 0; t < ITEMS; t++) {
-#pragma unroll
-        for (int j = 0; j < PAIRS; j++) {
-            bool there = heads[t] != nullptr && lane + 32 * j < head_dim / 2;
-            pairs[t][j][0] = there ? heads[t][left[j]] : 0.0f;
-            pairs[t][j][1] = there ? heads[t][right[j]] : 0.0f;
-        }
-    }
-
-    if (position < 0 || seq < 0 || (u32)seq >= pages.n_seqs) {
-        float* out = y + ((u64)row * s.n_heads + first_head) * head_dim;
-        if (split == 0) {
-            for (u32 i = threadIdx.x; i < n_heads * head_dim; i += THREADS) out[i] = 0.0f;
-        }
-        return;
-    }
-    u32 first = s.window != 0 && (u32)position >= s.window ? (u32)position + 1 - s.window : 0;
-    // Tiles start at multiples of their size.
-    u32 start = first / MAX_TILE * MAX_TILE, length = (u32)position + 1 - start;
-    u32 blocks_shift = length <= ALONE_TILES * WARPS * TILE                  ? 0
-                       : length <= TEAM_TILES * WARPS * TILE << team_shift ? team_shift
-                                                                           : s.splits_shift;
-    if (split >> blocks_shift != 0) return;
-
+    // Position, sequence and table are mostly there long before what this launch waits for. All that follows from them is
+    // made from what they seem to be, and made again where they turn out to be something else behind the wait.
+    i32 position = peek(positions + row), seq = peek(seqs + row);
     Seen seen;
-    seen.table = tables + (u64)seq * pages.max_blocks;
     seen.max_blocks = pages.max_blocks;
     seen.n_blocks = pages.n_blocks;
     seen.n_kv_heads = pages.n_kv_heads;
     seen.head_dim = head_dim;
     seen.kv_shift = s.kv_shift;
     seen.kv_head = kv_head;
-    seen.begin = first;
-    seen.end = (u32)position;
-
-    Tiles tiles;
-    tiles.first = start + ((warp << blocks_shift) + split) * TILE;
-    tiles.step = (WARPS << blocks_shift) * TILE;
-    bool is_guessed = (u32)seq == guess_row && start == 0;
-    if (is_guessed && blocks_shift == team_shift) {
-        tiles.held = team_column <= last_column ? team_guess : -1;
-    } else if (is_guessed && blocks_shift == 0) {
-        tiles.held = alone_column <= last_column ? alone_guess : -1;
-    } else {
-        tiles.held = tiles.block(seen, lane);
-    }
-    tiles.begin(seen, lane);
     u8* own = space + warp * Core::WARP_BYTES;
     Core core;
-    core.begin(seen, tiles, k_cache, v_cache, own, lane);
-
-    // The block of the new position; where there is none, it is neither stored nor seen.
-    bool holds_new = split == (1u << blocks_shift) - 1;
-    u32 new_column = (u32)position >> s.kv_shift;
-    i32 new_block = holds_new && new_column <= last_column ? seen.table[new_column] : -1;
-    bool has_new = (u32)new_block < pages.n_blocks;
-
-    // Scores come out in powers of two, or as what the cap is applied to.
-    float q_scale = s.softcap > 0.0f ? s.scale / s.softcap : s.scale * LOG2_E, cap = s.softcap * LOG2_E;
-    float sines[PAIRS], cosines[PAIRS];
+    Tiles tiles;
+    bool is_row, holds_new, has_new;
+    u32 blocks_shift;
+    i32 new_block;
+    float sines[PAIRS], cosines[PAIRS], pairs[ITEMS][PAIRS][2];
+#pragma unroll 1
+    for (;;) {
+        is_row = position >= 0 && seq >= 0 && (u32)seq < pages.n_seqs;
+        seen.table = tables + (is_row ? (u64)seq * pages.max_blocks : 0);
+        seen.end = is_row ? (u32)position : 0;
+        seen.begin = s.window != 0 && seen.end >= s.window ? seen.end + 1 - s.window : 0;
+        // Tiles start at multiples of their size.
+        u32 start = seen.begin / MAX_TILE * MAX_TILE;
+        blocks_shift = seen.end + 1 - start <= ALONE_TILES * WARPS * TILE ? 0 : s.splits_shift;
+        // Those who have nothing to do have no tiles.
+        bool works = is_row && split >> blocks_shift == 0;
+        tiles.first = works ? start + ((warp << blocks_shift) + split) * TILE : seen.end;
+        tiles.step = (WARPS << blocks_shift) * TILE;
+        tiles.held = seen.peek_block_of(tiles.position(lane));
+        holds_new = works && split == (1u << blocks_shift) - 1;
 #pragma unroll
-    for (int j = 0; j < PAIRS; j++) {
-        if (lane + 32 * j < half) turn_of(position, freqs[j], s.magnitude, sines[j], cosines[j]);
+        for (int j = 0; j < PAIRS; j++) {
+            if (lane + 32 * j < half) turn_of(position, freqs[j], s.magnitude, sines[j], cosines[j]);
+        }
+        core.plan(seen, tiles, k_cache, v_cache, own, lane);
+#ifdef PREFETCH
+        if (lane < PREFETCH && (u32)tiles.held < pages.n_blocks) {
+            u64 first = seen.offset(tiles.held, tiles.position(lane));
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(k_cache + first), "r"(TILE * head_dim * (u32)sizeof(T)) : "memory");
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(v_cache + first), "r"(TILE * head_dim * (u32)sizeof(T)) : "memory");
+        }
+#endif
+
+        wait_for_previous();
+#pragma unroll
+        for (int t = 0; t < ITEMS; t++) {
+#pragma unroll
+            for (int j = 0; j < PAIRS; j++) {
+                bool there = heads[t] != nullptr && lane + 32 * j < head_dim / 2;
+                pairs[t][j][0] = there ? heads[t][left[j]] : 0.0f;
+                pairs[t][j][1] = there ? heads[t][right[j]] : 0.0f;
+            }
+        }
+        core.begin(seen, tiles);
+        i32 position_now = positions[row], seq_now = seqs[row];
+        i32 held_now = seen.block_of(tiles.position(lane));
+        tiles.ahead = seen.block_of(tiles.position(32 + lane));
+        new_block = holds_new && seen.is_listed(seen.end) ? seen.table[seen.end >> s.kv_shift] : -1;
+        bool same = position == position_now && seq == seq_now && tiles.held == held_now;
+        if (__ballot_sync(ALL_LANES, !same) == 0) break;
+        core.drop();
+        position = position_now;
+        seq = seq_now;
     }
+    if (!is_row) {
+        float* out = y + ((u64)row * s.n_heads + first_head) * head_dim;
+        if (split == 0) {
+            for (u32 i = threadIdx.x; i < n_heads * head_dim; i += THREADS) out[i] = 0.0f;
+        }
+        return;
+    }
+    if (split >> blocks_shift != 0) return;
+    // Where the new position has no block, it is neither stored nor seen.
+    has_new = (u32)new_block < pages.n_blocks;
+
 #pragma unroll
     for (int t = 0; t < ITEMS; t++) {
         u32 item = warp + WARPS * t;
@@ -331,68 +292,46 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     core.leave((float*)own, shares.of[warp]);
     __syncthreads();
 
-    // Each thread puts four elements of a head together: those of the block's warps, then those of the team's blocks,
-    // then those of the teams.
-    u64 head_row = (u64)row * s.n_heads + first_head;
-    u32 slice_shift = log2_of(ALL_FOURS) - team_shift;
-    team_wait();
-    for (u32 i = threadIdx.x; i < ALL_FOURS; i += THREADS) {
-        u32 h = i / FOURS, d = i % FOURS;
-        Sum all;
-        all.clear();
-#pragma unroll
-        for (int w = 0; w <= WARPS; w++) all.top = fmaxf(all.top, shares.of[w][h].x);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            all.add(shares.of[w][h], *(const float4*)(space + w * Core::WARP_BYTES + 4 * (h * Core::PITCH + 4 * d)));
-        }
-        all.add(shares.of[WARPS][h], *(const float4*)&turned[VALUE][4 * d]);
-        if (blocks_shift == 0) {
-            if (h < n_heads && 4 * d < head_dim) all.store(y + (head_row + h) * head_dim + 4 * d);
-        } else {
-            u32 to = i >> slice_shift, at = (rank << slice_shift) + (i & ((1u << slice_shift) - 1));
-            store_in(&slices[at], to, all.sum);
-            if (d >> team_shift == 0) store_in(&scales[rank][h], d, make_float2(all.top, all.total));
-        }
-    }
-    if (blocks_shift == 0) return;
-    team_arrive();
-    team_wait();
-
-    u32 n_teams = 1u << (blocks_shift - team_shift), team = split >> team_shift;
-    u32 i = (rank << slice_shift) + threadIdx.x, h = i / FOURS, d = i % FOURS;
-    bool mine_is_there = threadIdx.x >> slice_shift == 0 && h < n_heads && 4 * d < head_dim;
-    // Partials and their scales are of the same head, team by team.
-    u64 at = (head_row + h) * n_teams;
-    float4* sums = (float4*)partials + at * (head_dim / 4) + d;
-    float2* tops = (float2*)(partials + (u64)gridDim.z * s.n_heads * n_teams * head_dim) + at * (head_dim / 4) + d;
-    if (mine_is_there) {
-        Sum all;
-        all.clear();
-#pragma unroll 4
-        for (u32 r = 0; r < 1u << team_shift; r++) all.top = fmaxf(all.top, scales[r][h].x);
-#pragma unroll 4
-        for (u32 r = 0; r < 1u << team_shift; r++) all.add(scales[r][h], slices[(r << slice_shift) + threadIdx.x]);
-        if (n_teams == 1) {
-            all.store(y + (head_row + h) * head_dim + 4 * d);
-        } else {
-            sums[(u64)team * (head_dim / 4)] = all.sum;
-            tops[(u64)team * (head_dim / 4)] = make_float2(all.top, all.total);
-        }
-    }
-    if (n_teams == 1) return;
-
-    __syncthreads();
-    u64 counter = (((u64)row * gridDim.y + blockIdx.y) << team_shift) + rank;
-    if (threadIdx.x == 0) last = is_last(counters + counter, n_teams);
-    __syncthreads();
-    if (!last || !mine_is_there) return;
+    // Each thread puts four elements of a head together: those of the block's warps, then those of the blocks.
+    static_assert(ALL_FOURS <= THREADS && ALL_FOURS % 32 == 0, "whole warps, once");
+    if (threadIdx.x >= ALL_FOURS) return;
+    u32 h = threadIdx.x / FOURS, d = threadIdx.x % FOURS, n_blocks = 1u << blocks_shift;
+    u64 head_row = (u64)row * s.n_heads + first_head + h;
+    bool is_there = h < n_heads && 4 * d < head_dim;
     Sum all;
     all.clear();
+#pragma unroll
+    for (int w = 0; w <= WARPS; w++) all.top = fmaxf(all.top, shares.of[w][h].x);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        all.add(shares.of[w][h], *(const float4*)(space + w * Core::WARP_BYTES + 4 * (h * Core::PITCH + 4 * d)));
+    }
+    all.add(shares.of[WARPS][h], *(const float4*)&turned[VALUE][4 * d]);
+    float* out = y + head_row * head_dim + 4 * d;
+    if (blocks_shift == 0) {
+        if (is_there) all.store(out);
+        return;
+    }
+
+    // Each warp of the last block to come merges its part, block by block.
+    u32 stride = head_dim / 4;
+    float4* sums = (float4*)partials + head_row * n_blocks * stride + d;
+    float2* scales = (float2*)(partials + (u64)gridDim.z * s.n_heads * n_blocks * head_dim) + head_row * n_blocks * stride + d;
+    if (is_there) {
+        sums[split * stride] = all.sum;
+        scales[split * stride] = make_float2(all.top, all.total);
+    }
+    __syncwarp();
+    bool last = false;
+    if (lane == 0) last = is_last(counters + ((u64)row * gridDim.y + blockIdx.y) * WARPS + warp, n_blocks);
+    last = __shfl_sync(ALL_LANES, last, 0);
+    __syncwarp();
+    if (!last || !is_there) return;
+    all.clear();
     // So many are loaded at once; those before are brought down as the top rises.
-    const int BATCH = 8;
+    const int BATCH = 16;
 #pragma unroll 1
-    for (u32 t = 0; t < n_teams; t += BATCH) {
+    for (u32 b = 0; b < n_blocks; b += BATCH) {
         float2 scale[BATCH];
         float4 sum[BATCH];
         Sum before = all;
@@ -400,19 +339,20 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         all.top = before.top;
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
-            u32 from = min(t + j, n_teams - 1);
-            scale[j] = tops[(u64)from * (head_dim / 4)];
-            sum[j] = sums[(u64)from * (head_dim / 4)];
+            u32 from = min(b + j, n_blocks - 1) * stride;
+            scale[j] = scales[from];
+            sum[j] = sums[from];
         }
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) all.top = fmaxf(all.top, scale[j].x);
-        all.add(make_float2(before.top, before.total), before.sum);
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
-            if (t + j < n_teams) all.add(scale[j], sum[j]);
+            if (b + j >= n_blocks) scale[j] = make_float2(NONE, 0.0f);
+            all.top = fmaxf(all.top, scale[j].x);
         }
+        all.add(make_float2(before.top, before.total), before.sum);
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) all.add(scale[j], sum[j]);
     }
-    all.store(y + (head_row + h) * head_dim + 4 * d);
+    all.store(out);
 }
 
 #define ATTEND(dims, heads, name, T, Core)                                                                 \

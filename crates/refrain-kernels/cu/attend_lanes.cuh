@@ -82,19 +82,25 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
         }
     }
 
-    // Asks for the first tile.
-    inline void begin(const Seen& seen, Tiles& tiles, const T* keys_of, const T* values_of, u8*, u32 of_warp) {
+    i32 first_block;
+
+    inline void plan(const Seen& seen, Tiles& tiles, const T* keys_of, const T* values_of, u8*, u32 of_warp) {
         k_cache = keys_of;
         v_cache = values_of;
         lane = of_warp;
         row = lane / LANES;
         at = lane % LANES * 8;
         tile = tiles.first;
-        i32 block = tiles.next(seen, 0, lane);
-        bits = there(seen, block);
-        load(keys, k_cache, seen, block);
-        load(values, v_cache, seen, block);
+        first_block = tiles.next(seen, 0, lane);
+        bits = there(seen, first_block);
     }
+
+    inline void begin(const Seen& seen, Tiles&) {
+        load(keys, k_cache, seen, first_block);
+        load(values, v_cache, seen, first_block);
+    }
+
+    inline static void drop() {}
 
     inline void run(const Seen& seen, Tiles& tiles, const float (*turned)[DIMS], const Queries&, float cap) {
 #pragma unroll

@@ -23,6 +23,15 @@ inline float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// What another kernel may be writing, past this multiprocessor's own cache.
+inline i32 peek(const i32* p) {
+    i32 x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+#else
+inline i32 peek(const i32* p) { return *p; }
 #endif
 
 // cap tanh(x), in powers of two.
@@ -39,9 +48,15 @@ struct Seen {
 
     inline bool has(u32 position) const { return position - begin < end - begin; }
 
+    inline bool is_listed(u32 position) const { return position >> kv_shift < max_blocks; }
+
     inline i32 block_of(u32 position) const {
-        u32 column = position >> kv_shift;
-        return position < end && column < max_blocks ? table[column] : -1;
+        return position < end && is_listed(position) ? table[position >> kv_shift] : -1;
+    }
+
+    // The same while the table may be changing.
+    inline i32 peek_block_of(u32 position) const {
+        return position < end && is_listed(position) ? peek(table + (position >> kv_shift)) : -1;
     }
 
     // The first element of a position, which the block holds.
@@ -57,16 +72,13 @@ struct Tiles {
     u32 first, step;
     i32 held, ahead;
 
-    inline i32 block(const Seen& seen, u32 i) const { return seen.block_of(first + i * step); }
-
-    // `held` is what lane i of the first 32 has.
-    inline void begin(const Seen& seen, u32 lane) { ahead = block(seen, 32 + lane); }
+    inline u32 position(u32 i) const { return first + i * step; }
 
     // The block of tile i; called for one tile after the other, by all lanes.
     inline i32 next(const Seen& seen, u32 i, u32 lane) {
         if (i % 32 == 0 && i != 0) {
             held = ahead;
-            ahead = block(seen, i + 32 + lane);
+            ahead = seen.block_of(position(i + 32 + lane));
         }
         return __shfl_sync(ALL_LANES, held, i % 32);
     }

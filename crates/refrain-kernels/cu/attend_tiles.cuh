@@ -63,29 +63,43 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         *(T*)(bytes + swizzled(head + 8, i / 8) + i % 8 * 2) = low;
     }
 
-    inline void begin(const Seen& seen, Tiles& tiles, const T* keys, const T* values, u8* space, u32 of_warp) {
+    inline void plan(const Seen& seen, Tiles& tiles, const T* keys, const T* values, u8* space, u32 of_warp) {
         k_cache = keys;
         v_cache = values;
         ring = place_of(space);
         lane = of_warp;
         issued = slot_ahead = missing = 0;
         ahead = tiles.first;
+        prepare(seen, tiles);
+    }
+
+    inline void begin(const Seen& seen, Tiles& tiles) {
 #pragma unroll 1
         for (u32 i = 0; i < SLOTS; i++) issue(seen, tiles);
+    }
+
+    // Waits until nothing is under way.
+    inline static void drop() {
+        copies_wait<0>();
+        __syncwarp();
+    }
+
+    // Where the next tile is.
+    inline void prepare(const Seen& seen, Tiles& tiles) {
+        if (ahead >= seen.end) return;
+        u32 tile = issued / 2, bit = 1u << tile % 32;
+        i32 block = tiles.next(seen, tile, lane);
+        bool there = (u32)block < seen.n_blocks;
+        missing = there ? missing & ~bit : missing | bit;
+        from = seen.offset(there ? block : 0, ahead) + lane / CHUNKS * seen.head_dim + 8 * (lane % CHUNKS);
     }
 
     // Asks for the next slot: the keys of a tile, then its values.
     inline void issue(const Seen& seen, Tiles& tiles) {
         if (ahead < seen.end) {
             bool is_value = issued % 2 != 0;
-            u32 tile = issued / 2, row = lane / CHUNKS, chunk = lane % CHUNKS;
-            if (!is_value) {
-                i32 block = tiles.next(seen, tile, lane);
-                bool there = (u32)block < seen.n_blocks;
-                missing = there ? missing & ~(1u << tile % 32) : missing | 1u << tile % 32;
-                from = seen.offset(there ? block : 0, ahead) + row * seen.head_dim + 8 * chunk;
-            }
-            bool there = (missing >> tile % 32 & 1) == 0 && 8 * chunk < seen.head_dim;
+            u32 row = lane / CHUNKS, chunk = lane % CHUNKS;
+            bool there = (missing >> issued / 2 % 32 & 1) == 0 && 8 * chunk < seen.head_dim;
             const T* source = (is_value ? v_cache : k_cache) + from;
             Place to = ring + slot_ahead * SLOT;
             const u32 ROWS = 32 / CHUNKS;
@@ -95,10 +109,13 @@ template <typename T, int DIMS, int HEADS> struct Ring {
                 copy_async(to + swizzled(row + i, chunk), source, is_seen);
                 source += ROWS * seen.head_dim;
             }
-            if (is_value) ahead += tiles.step;
+            issued++;
+            if (is_value) {
+                ahead += tiles.step;
+                prepare(seen, tiles);
+            }
         }
         copies_end_group();
-        issued++;
         slot_ahead = slot_ahead + 1 == SLOTS ? 0 : slot_ahead + 1;
     }
 

@@ -289,12 +289,6 @@ impl Kernels {
         self.shared_limit
     }
 
-    /// Whether blocks can work in clusters; code for older cards does without.
-    pub(crate) fn has_clusters(&self) -> bool {
-        // The first cards whose kernels overlap are the first that have clusters.
-        self.overlaps
-    }
-
     /// Shared memory of a multiprocessor, in bytes.
     pub(crate) fn shared_sm(&self) -> usize {
         self.shared_sm

@@ -34,8 +34,7 @@ fn attend_from_short_to_long_contexts() {
 /// 32 heads over 8, a cache of 32,768 positions, one row.
 fn attend_us(bed: &mut Bed, dtype: DType, head_dim: usize, context: usize) -> f64 {
     let (n_heads, n_kv_heads, kv_block, max_blocks) = (32, 8, 32, 1024);
-    let n_splits =
-        attend_splits(1, n_kv_heads, head_dim, kv_block * max_blocks, bed.ctx.device().info().n_sms);
+    let n_splits = attend_splits(1, n_kv_heads, kv_block * max_blocks, bed.ctx.device().info().n_sms);
     let cache_bytes = 2 * max_blocks * n_kv_heads * kv_block * head_dim;
     let mut layout = Layout::new("speed");
     let mut region = |name: &str, bytes: usize| layout.device(name, bytes as u64);
