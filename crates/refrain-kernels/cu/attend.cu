@@ -1,8 +1,8 @@
 // attend.cu: all that a decoded token does between its q, k, v products and the output product
 //
 //   y           [n, n_heads, head_dim]                      f32
-//   partials    [n, n_heads, n_splits, head_dim] f32, then [n, n_heads, n_splits, head_dim / 4, 2] f32; scratch
-//   counters    [n, gridDim.y, team]                        u32; zero before the first launch, zero after every one
+//   partials    [n, n_heads, n_splits, head_dim / 4]        Partial; scratch
+//   counters    [n, gridDim.y, WARPS]                       u32; zero before the first launch, zero after every one
 //   k_cache, v_cache  [n_blocks, n_kv_heads, kv_block, head_dim]  T
 //   q           [n, n_heads, head_dim]                      f32, rows (heads) of consecutive elements
 //   k, v        [n, n_kv_heads, head_dim]                   f32, likewise
@@ -15,19 +15,19 @@
 // row's position, rounded to T. Then y[i, h] = softmax(scale q . k) v over the positions that the row sees, its own
 // included, from what the caches hold after that: the same as append, then attention.
 //
-// A block has one head of the caches, up to per_block of its query heads, and every so-many-th tile of the positions. Short
-// contexts are for one block, longer ones for one team of blocks, the longest for all. One block, which the length says, makes and stores the new key and value and takes them from shared memory, so that no block reads what
-// another one of the launch writes. The blocks of a team (a cluster) exchange what they found through each other's
-// shared memory, each putting a slice of the heads together. Several teams leave partials and count themselves; the
-// last to come merges them, in their order, and sets the count back to zero. Before compute capability 9.0 a team is
-// one block.
+// A block has one head of the caches, up to per_block of its query heads, and every so-many-th tile of the positions: all
+// of them in short contexts, else every n_splits-th. One block, which the length says, makes and stores the new key and
+// value and takes them from shared memory, so that no block reads what another one of the launch writes. Several blocks
+// leave partials and count themselves; the last to come merges them, in their order, and sets the count back to zero.
+// Caches of 16 bits go through tensor cores (attend_tiles.cuh), all else through lanes (attend_lanes.cuh).
 //
-// Launch    grid (n_splits, n_kv_heads ceil(group / per_block), n), block (256), cluster (team, 1, 1), shared 0
+// Launch    grid (n_splits, n_kv_heads ceil(group / per_block), n), block (256), shared WARPS * Core::WARP_BYTES
 // Requires  head_dim a multiple of 8, at most DIMS; kv_block a power of two, at least 16; per_block at most HEADS;
-//           n_splits and team powers of two, team at most 4 and n_splits; caches and partials at multiples of 16 bytes;
-//           rows are of different sequences. inv_freq and norms are weights: they are read before the wait. A position
-//           whose block is out of range counts as not seen, and is not written.
+//           n_splits a power of two; caches and partials at multiples of 16 bytes; rows are of different sequences.
+//           inv_freq and norms are weights: they are read before the wait; so are positions, seqs and tables, as a guess
+//           that is checked behind it. A position whose block is out of range counts as not seen, and is not written.
 // Scores, sums and partials in f32, in an order that follows from the length and the grid alone: same bits every run.
+// Queries and weights that meet 16 bits on tensor cores are sums of two numbers of 16 bits.
 // Capture: safe; the grid is fixed and all lengths are read on the device.
 #include "attend_lanes.cuh"
 #include "attend_tiles.cuh"
@@ -36,12 +36,6 @@
 #include "view.cuh"
 
 const u32 MAX_TILE = 16;
-// A block works alone while it has at most so many tiles for each warp.
-#ifndef ALONE
-#define ALONE 1
-#endif
-const u32 ALONE_TILES = ALONE;
-
 struct Attend {
     u32 n_heads, per_block;
     u32 splits_shift;  // n_splits = 1 << splits_shift
@@ -83,6 +77,11 @@ inline u32 warp_most(u32 x) { return warp_reduce(x, Most()); }
 inline void touch(const void*) {}
 #endif
 
+// What a block leaves of four elements of a head.
+struct Partial {
+    float4 sum, scale;  // scale: top and total
+};
+
 template <typename T, int DIMS, int HEADS, typename Core>
 inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_cache, const float* q, const float* k,
                    const float* v, const i32* positions, const i32* seqs, const i32* tables, const float* inv_freq,
@@ -108,6 +107,9 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     // From lane 0, so that the compiler knows it to be the same in all lanes.
     u32 warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32, half = s.n_dims / 2;
 
+    // The last warps have the fewest tiles: they are the first to get other work.
+    u32 from_last = WARPS - 1 - warp;
+
     // Which elements the lane has of each head, where the heads are, and the weights.
     u32 left[PAIRS], right[PAIRS];
     float freqs[PAIRS];
@@ -123,7 +125,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     float weights[ITEMS][PAIRS][2];
 #pragma unroll
     for (int t = 0; t < ITEMS; t++) {
-        u32 item = warp + WARPS * t;
+        u32 item = from_last + WARPS * t;
         heads[t] = nullptr;
         const float* norm = nullptr;
         if (item < n_heads) {
@@ -150,7 +152,8 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
 
     // Position, sequence and table are mostly there long before what this launch waits for. All that follows from them is
     // made from what they seem to be, and made again where they turn out to be something else behind the wait.
-    i32 position = peek(positions + row), seq = peek(seqs + row);
+    i32 position = __shfl_sync(ALL_LANES, peek(positions + row), 0);
+    i32 seq = __shfl_sync(ALL_LANES, peek(seqs + row), 0);
     Seen seen;
     seen.max_blocks = pages.max_blocks;
     seen.n_blocks = pages.n_blocks;
@@ -173,7 +176,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         seen.begin = s.window != 0 && seen.end >= s.window ? seen.end + 1 - s.window : 0;
         // Tiles start at multiples of their size.
         u32 start = seen.begin / MAX_TILE * MAX_TILE;
-        blocks_shift = seen.end + 1 - start <= ALONE_TILES * WARPS * TILE ? 0 : s.splits_shift;
+        blocks_shift = seen.end + 1 - start <= Core::ALONE_TILES * WARPS * TILE ? 0 : s.splits_shift;
         // Those who have nothing to do have no tiles.
         bool works = is_row && split >> blocks_shift == 0;
         tiles.first = works ? start + ((warp << blocks_shift) + split) * TILE : seen.end;
@@ -185,13 +188,6 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
             if (lane + 32 * j < half) turn_of(position, freqs[j], s.magnitude, sines[j], cosines[j]);
         }
         core.plan(seen, tiles, k_cache, v_cache, own, lane);
-#ifdef PREFETCH
-        if (lane < PREFETCH && (u32)tiles.held < pages.n_blocks) {
-            u64 first = seen.offset(tiles.held, tiles.position(lane));
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(k_cache + first), "r"(TILE * head_dim * (u32)sizeof(T)) : "memory");
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(v_cache + first), "r"(TILE * head_dim * (u32)sizeof(T)) : "memory");
-        }
-#endif
 
         wait_for_previous();
 #pragma unroll
@@ -203,11 +199,11 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
                 pairs[t][j][1] = there ? heads[t][right[j]] : 0.0f;
             }
         }
-        core.begin(seen, tiles);
         i32 position_now = positions[row], seq_now = seqs[row];
         i32 held_now = seen.block_of(tiles.position(lane));
         tiles.ahead = seen.block_of(tiles.position(32 + lane));
         new_block = holds_new && seen.is_listed(seen.end) ? seen.table[seen.end >> s.kv_shift] : -1;
+        core.begin(seen, tiles);
         bool same = position == position_now && seq == seq_now && tiles.held == held_now;
         if (__ballot_sync(ALL_LANES, !same) == 0) break;
         core.drop();
@@ -227,7 +223,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
 
 #pragma unroll
     for (int t = 0; t < ITEMS; t++) {
-        u32 item = warp + WARPS * t;
+        u32 item = from_last + WARPS * t;
         if (item < HEADS || (item <= VALUE && has_new)) {
             float factor = 1.0f;
             if ((item < HEADS && q_norm != nullptr) || (item == KEY && k_norm != nullptr)) {
@@ -278,15 +274,18 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     __syncthreads();
 
     // The new position, taken from here and not from the caches: one warp for each head.
-    if (warp < HEADS) {
-        float score = 0.0f;
+    if (from_last < HEADS) {
+        float2 share = make_float2(NONE, 0.0f);
         if (has_new) {
+            float score = 0.0f;
 #pragma unroll
-            for (u32 i = 0; i < DIMS; i += 32) score = __fmaf_rn(turned[warp][i + lane], turned[KEY][i + lane], score);
+            for (u32 i = 0; i < DIMS; i += 32) {
+                score = __fmaf_rn(turned[from_last][i + lane], turned[KEY][i + lane], score);
+            }
             score = warp_reduce(score, Add());
-            if (cap > 0.0f) score = capped(score, cap);
+            share = make_float2(cap > 0.0f ? capped(score, cap) : score, 1.0f);
         }
-        if (lane == 0) shares.of[WARPS][warp] = has_new ? make_float2(score, 1.0f) : make_float2(NONE, 0.0f);
+        if (lane == 0) shares.of[WARPS][from_last] = share;
     }
     core.run(seen, tiles, turned, queries, cap);
     core.leave((float*)own, shares.of[warp]);
@@ -315,11 +314,10 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
 
     // Each warp of the last block to come merges its part, block by block.
     u32 stride = head_dim / 4;
-    float4* sums = (float4*)partials + head_row * n_blocks * stride + d;
-    float2* scales = (float2*)(partials + (u64)gridDim.z * s.n_heads * n_blocks * head_dim) + head_row * n_blocks * stride + d;
+    Partial* left_by = (Partial*)partials + head_row * n_blocks * stride + d;
     if (is_there) {
-        sums[split * stride] = all.sum;
-        scales[split * stride] = make_float2(all.top, all.total);
+        left_by[split * stride].sum = all.sum;
+        left_by[split * stride].scale = make_float4(all.top, all.total, 0.0f, 0.0f);
     }
     __syncwarp();
     bool last = false;
@@ -332,25 +330,24 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     const int BATCH = 16;
 #pragma unroll 1
     for (u32 b = 0; b < n_blocks; b += BATCH) {
-        float2 scale[BATCH];
-        float4 sum[BATCH];
+        float4 scale[BATCH], sum[BATCH];
         Sum before = all;
         all.clear();
         all.top = before.top;
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
-            u32 from = min(b + j, n_blocks - 1) * stride;
-            scale[j] = scales[from];
-            sum[j] = sums[from];
+            const Partial* from = left_by + min(b + j, n_blocks - 1) * stride;
+            scale[j] = from->scale;
+            sum[j] = from->sum;
         }
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
-            if (b + j >= n_blocks) scale[j] = make_float2(NONE, 0.0f);
+            if (b + j >= n_blocks) scale[j].y = 0.0f;
             all.top = fmaxf(all.top, scale[j].x);
         }
         all.add(make_float2(before.top, before.total), before.sum);
 #pragma unroll
-        for (int j = 0; j < BATCH; j++) all.add(scale[j], sum[j]);
+        for (int j = 0; j < BATCH; j++) all.add(make_float2(scale[j].x, scale[j].y), sum[j]);
     }
     all.store(out);
 }

@@ -47,6 +47,7 @@ template <int HEADS> struct Ahead<float, HEADS> { static const int N = 2; };
 template <typename T, int DIMS, int HEADS> struct Lanes {
     static const int LANES = DIMS / 8, AHEAD = Ahead<T, HEADS>::N;
     static const u32 ROWS = 32 / LANES, TILE = ROWS * AHEAD;
+    static const u32 ALONE_TILES = 2;  // of each warp, up to which a block works alone
     static const u32 PITCH = DIMS;  // of what a warp leaves
     static const u32 WARP_BYTES = 4 * HEADS * DIMS;
     // Two blocks to a multiprocessor, but for the many sums of eight heads.

@@ -21,6 +21,7 @@ const float SLACK = 8.0f;
 template <typename T, int DIMS, int HEADS> struct Ring {
     static const u32 TILE = 16, CHUNKS = DIMS / 8, ROW_BYTES = 2 * DIMS, SLOT = TILE * ROW_BYTES;
     static const u32 WARP_BYTES = RING_BYTES, SLOTS = WARP_BYTES / SLOT;
+    static const u32 ALONE_TILES = 128 / DIMS;  // of each warp, up to which a block works alone: 64 KiB
     static const u32 PITCH = DIMS + 8;  // of what a warp leaves, for heads that share no bank
     static const int BLOCKS = 2;
     static const bool HOLDS_QUERIES = DIMS <= 64;

@@ -121,8 +121,8 @@ pub fn attend_scratch_bytes(n: usize, n_heads: usize, head_dim: usize, n_splits:
     if n_splits <= 1 {
         return 0;
     }
-    // Each four elements have a maximum and a sum beside them.
-    [n, n_heads, n_splits, head_dim / 4 * 6].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64))
+    // Each four elements have a maximum and a sum beside them, and room for two more.
+    [n, n_heads, n_splits, head_dim / 4 * 8].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64))
 }
 
 /// Counters that [`Kernels::attend`] needs, zero before the first launch.
