@@ -95,7 +95,8 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     DYNAMIC_SHARED(space);  // Core::WARP_BYTES of each warp: its own, then what it leaves
     alignas(16) __shared__ float turned[HEADS + 2][DIMS];  // queries, key, value, of which those behind head_dim are zero
     __shared__ typename Core::Queries queries;
-    __shared__ Shares shares;
+    __shared__ float2 shares[WARPS][8];  // of each warp's heads: the largest score and the total weight
+    __shared__ float new_scores[8];
 
     if (s.alone == 0) let_next_start();
     const Pages& pages = s.pages;
@@ -274,46 +275,51 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     __syncthreads();
 
     // The new position, taken from here and not from the caches: one warp for each head.
-    if (from_last < HEADS) {
-        float2 share = make_float2(NONE, 0.0f);
-        if (has_new) {
-            float score = 0.0f;
+    if (has_new && from_last < HEADS) {
+        float score = 0.0f;
 #pragma unroll
-            for (u32 i = 0; i < DIMS; i += 32) {
-                score = __fmaf_rn(turned[from_last][i + lane], turned[KEY][i + lane], score);
-            }
-            score = warp_reduce(score, Add());
-            share = make_float2(cap > 0.0f ? capped(score, cap) : score, 1.0f);
+        for (u32 i = 0; i < DIMS; i += 32) {
+            score = __fmaf_rn(turned[from_last][i + lane], turned[KEY][i + lane], score);
         }
-        if (lane == 0) shares.of[WARPS][from_last] = share;
+        score = warp_reduce(score, Add());
+        if (lane == 0) new_scores[from_last] = cap > 0.0f ? capped(score, cap) : score;
     }
     core.run(seen, tiles, turned, queries, cap);
-    core.leave((float*)own, shares.of[warp]);
+    core.leave((float*)own, shares[warp]);
     __syncthreads();
 
-    // Each thread puts four elements of a head together: those of the block's warps, then those of the blocks.
-    static_assert(ALL_FOURS <= THREADS && ALL_FOURS % 32 == 0, "whole warps, once");
-    if (threadIdx.x >= ALL_FOURS) return;
-    u32 h = threadIdx.x / FOURS, d = threadIdx.x % FOURS, n_blocks = 1u << blocks_shift;
+    // Each warp puts its part of the heads together, four elements to a lane: first what the block's warps found, which
+    // GROUPS lanes share, then what the blocks did.
+    const u32 PART = ALL_FOURS / WARPS, GROUPS = 32 / PART;
+    static_assert(PART * WARPS == ALL_FOURS && PART * GROUPS == 32, "parts are powers of two, at most a warp");
+    u32 four = warp * PART + lane % PART, member = lane / PART, h = four / FOURS, d = four % FOURS;
     u64 head_row = (u64)row * s.n_heads + first_head + h;
     bool is_there = h < n_heads && 4 * d < head_dim;
     Sum all;
     all.clear();
-#pragma unroll
-    for (int w = 0; w <= WARPS; w++) all.top = fmaxf(all.top, shares.of[w][h].x);
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        all.add(shares.of[w][h], *(const float4*)(space + w * Core::WARP_BYTES + 4 * (h * Core::PITCH + 4 * d)));
+    if (has_new && member == 0) {
+        all.top = new_scores[h];
+        all.total = 1.0f;
+        all.sum = *(const float4*)&turned[VALUE][4 * d];
     }
-    all.add(shares.of[WARPS][h], *(const float4*)&turned[VALUE][4 * d]);
+    float top = all.top;
+#pragma unroll
+    for (u32 i = 0; i < WARPS / GROUPS; i++) top = fmaxf(top, shares[member + i * GROUPS][h].x);
+    all.scale_to(top);
+#pragma unroll
+    for (u32 i = 0; i < WARPS / GROUPS; i++) {
+        u32 w = member + i * GROUPS;
+        all.add(shares[w][h], *(const float4*)(space + w * Core::WARP_BYTES + 4 * (h * Core::PITCH + 4 * d)));
+    }
+    all.add_lanes(PART);
     float* out = y + head_row * head_dim + 4 * d;
+    is_there = is_there && member == 0;
     if (blocks_shift == 0) {
         if (is_there) all.store(out);
         return;
     }
 
-    // Each warp of the last block to come merges its part, block by block.
-    u32 stride = head_dim / 4;
+    u32 n_blocks = 1u << blocks_shift, stride = head_dim / 4;
     Partial* left_by = (Partial*)partials + head_row * n_blocks * stride + d;
     if (is_there) {
         left_by[split * stride].sum = all.sum;
@@ -324,32 +330,30 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     if (lane == 0) last = is_last(counters + ((u64)row * gridDim.y + blockIdx.y) * WARPS + warp, n_blocks);
     last = __shfl_sync(ALL_LANES, last, 0);
     __syncwarp();
-    if (!last || !is_there) return;
+    if (!last) return;
+    // Heads and elements that are not there have no partials.
+    bool has_partials = h < n_heads && 4 * d < head_dim;
     all.clear();
-    // So many are loaded at once; those before are brought down as the top rises.
-    const int BATCH = 16;
+    // So many are loaded at once.
+    const u32 BATCH = GROUPS == 1 ? 8 : 16 / GROUPS;
 #pragma unroll 1
-    for (u32 b = 0; b < n_blocks; b += BATCH) {
-        float4 scale[BATCH], sum[BATCH];
-        Sum before = all;
-        all.clear();
-        all.top = before.top;
+    for (u32 b = member; has_partials && b < n_blocks; b += GROUPS * BATCH) {
+        Partial found[BATCH];
 #pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-            const Partial* from = left_by + min(b + j, n_blocks - 1) * stride;
-            scale[j] = from->scale;
-            sum[j] = from->sum;
+        for (u32 j = 0; j < BATCH; j++) {
+            u32 from = b + j * GROUPS;
+            found[j] = left_by[min(from, n_blocks - 1) * stride];
+            if (from >= n_blocks) found[j].scale = make_float4(NONE, 0.0f, 0.0f, 0.0f);
         }
+        float most = all.top;
 #pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-            if (b + j >= n_blocks) scale[j].y = 0.0f;
-            all.top = fmaxf(all.top, scale[j].x);
-        }
-        all.add(make_float2(before.top, before.total), before.sum);
+        for (u32 j = 0; j < BATCH; j++) most = fmaxf(most, found[j].scale.x);
+        all.scale_to(most);
 #pragma unroll
-        for (int j = 0; j < BATCH; j++) all.add(make_float2(scale[j].x, scale[j].y), sum[j]);
+        for (u32 j = 0; j < BATCH; j++) all.add(make_float2(found[j].scale.x, found[j].scale.y), found[j].sum);
     }
-    all.store(out);
+    all.add_lanes(PART);
+    if (is_there) all.store(out);
 }
 
 #define ATTEND(dims, heads, name, T, Core)                                                                 \

@@ -93,15 +93,34 @@ struct Sum {
         sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 
-    // `top` is at least the other's; what weighs nothing may hold anything.
+    inline void scale_to(float new_top) {
+        float factor = power_of_2(top - new_top);
+        top = new_top;
+        total *= factor;
+        sum = make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
+    }
+
+    // `top` is at least the other's (scale: top and total).
     inline void add(float2 scale, float4 other) {
-        if (scale.y == 0.0f) return;
         float factor = power_of_2(scale.x - top);
         total = __fmaf_rn(scale.y, factor, total);
         sum.x = __fmaf_rn(other.x, factor, sum.x);
         sum.y = __fmaf_rn(other.y, factor, sum.y);
         sum.z = __fmaf_rn(other.z, factor, sum.z);
         sum.w = __fmaf_rn(other.w, factor, sum.w);
+    }
+
+    // All of the lanes that are a multiple of `first` apart.
+    inline void add_lanes(u32 first) {
+#pragma unroll
+        for (u32 step = first; step < 32; step <<= 1) {
+            scale_to(fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step)));
+            total += __shfl_xor_sync(ALL_LANES, total, step);
+            sum.x += __shfl_xor_sync(ALL_LANES, sum.x, step);
+            sum.y += __shfl_xor_sync(ALL_LANES, sum.y, step);
+            sum.z += __shfl_xor_sync(ALL_LANES, sum.z, step);
+            sum.w += __shfl_xor_sync(ALL_LANES, sum.w, step);
+        }
     }
 
     inline void store(float* y) const {
@@ -111,9 +130,4 @@ struct Sum {
         y[2] = sum.z * inverse;
         y[3] = sum.w * inverse;
     }
-};
-
-// What a warp, or the new position alone, leaves for each head: the largest score and the total weight (zero: nothing).
-struct Shares {
-    float2 of[WARPS + 1][8];
 };

@@ -14,9 +14,7 @@
 // Scores may rise by so much (as powers of two) before sums are brought down to a new largest one.
 const float SLACK = 8.0f;
 
-#ifndef RING_BYTES
-#define RING_BYTES (12 * 1024)
-#endif
+const u32 RING_BYTES = 8 * 1024;  // of each warp
 
 template <typename T, int DIMS, int HEADS> struct Ring {
     static const u32 TILE = 16, CHUNKS = DIMS / 8, ROW_BYTES = 2 * DIMS, SLOT = TILE * ROW_BYTES;
@@ -92,7 +90,8 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         i32 block = tiles.next(seen, tile, lane);
         bool there = (u32)block < seen.n_blocks;
         missing = there ? missing & ~bit : missing | bit;
-        from = seen.offset(there ? block : 0, ahead) + lane / CHUNKS * seen.head_dim + 8 * (lane % CHUNKS);
+        u32 at = 8 * (lane % CHUNKS);
+        from = seen.offset(there ? block : 0, ahead) + lane / CHUNKS * seen.head_dim + (at < seen.head_dim ? at : 0);
     }
 
     // Asks for the next slot: the keys of a tile, then its values.
@@ -172,7 +171,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
                 }
             }
             float most = fmaxf(fmaxf(p[0][0], p[0][1]), fmaxf(p[1][0], p[1][1]));
-            if (__ballot_sync(ALL_LANES, g < HEADS && most > top + SLACK) != 0) raise(most);
+            if (__ballot_sync(ALL_LANES, g < HEADS && most > top + SLACK) != 0) raise(most, n == 1);
             u32 weights[4];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -204,13 +203,14 @@ template <typename T, int DIMS, int HEADS> struct Ring {
     inline static float lower(u32 word, BF16) { return __uint_as_float(word << 16); }
     inline static float higher(u32 word, BF16) { return __uint_as_float(word & 0xffff0000u); }
 
-    // Brings sums down to a new largest score.
-    inline void raise(float most) {
+    // Brings sums down to a new largest score; there are none at first.
+    inline void raise(float most, bool is_first) {
         most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
         most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
         most = fmaxf(most, top);
         float down = power_of_2(top - most);
         top = most;
+        if (is_first) return;
         total *= down;
 #pragma unroll
         for (u32 j = 0; j < DIMS / 8; j++) {

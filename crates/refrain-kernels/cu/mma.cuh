@@ -27,8 +27,10 @@ inline void copy_async(void* to, const void* from, bool there) {
 typedef u32 Place;
 inline Place place_of(const void* p) { return shared_address(p); }
 
+// For rows that are read on: the L2 cache fetches 256 bytes.
 inline void copy_async(Place to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
 }
 
 inline void copies_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -96,7 +98,7 @@ template <int N> inline void copies_wait() {}
 // What the lanes of a warp show each other; a shuffle is a barrier.
 struct Shown {
     const u8* row[32];
-    u32 a[32][4], b[32][2];
+    float a[32][8], b[32][4];
 };
 inline Shown& shown() {
     static Shown all[32];
@@ -132,18 +134,18 @@ template <typename T> inline float half_of(u32 word, bool high) {
 template <typename T> inline void multiply(float* c, const u32* a, const u32* b, T) {
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     Shown& all = shown();
-    memcpy(all.a[lane], a, 16);
-    memcpy(all.b[lane], b, 8);
+    for (u32 i = 0; i < 8; i++) all.a[lane][i] = half_of<T>(a[i / 2], i % 2);
+    for (u32 i = 0; i < 4; i++) all.b[lane][i] = half_of<T>(b[i / 2], i % 2);
     warp_barrier();
     for (u32 i = 0; i < 4; i++) {
         for (u32 column = 0; column < 2; column++) {
-            const u32* right = all.b[4 * (2 * t + column) + i];
+            const float* right = all.b[4 * (2 * t + column) + i];
             for (u32 half = 0; half < 2; half++) {
-                const u32* left = all.a[4 * g + i] + half;
+                const float* left = all.a[4 * g + i] + 2 * half;
                 float& sum = c[2 * half + column];
                 for (u32 e = 0; e < 2; e++) {
-                    sum += half_of<T>(left[0], e) * half_of<T>(right[0], e);
-                    sum += half_of<T>(left[2], e) * half_of<T>(right[1], e);
+                    sum += left[e] * right[e];
+                    sum += left[4 + e] * right[2 + e];
                 }
             }
         }

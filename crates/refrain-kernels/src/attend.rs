@@ -22,7 +22,7 @@ const SIZES: [(usize, usize); 3] = [(64, 8), (128, 8), (256, 4)];
 /// Numbers of query heads there are kernels for, each for all up to it.
 const HEADS: [usize; 3] = [2, 4, 8];
 /// Shared memory of each of a block's warps for keys and values of 16 bits.
-const RING_BYTES: usize = 12 << 10;
+const RING_BYTES: usize = 8 << 10;
 /// Positions up to which one block does a head.
 const ALONE: usize = 128;
 /// Counters of a row and block of heads, one for each warp that merges.
