@@ -36,6 +36,7 @@
 #include "view.cuh"
 
 const u32 MAX_TILE = 16;
+
 struct Attend {
     u32 n_heads, per_block;
     u32 splits_shift;  // n_splits = 1 << splits_shift
@@ -61,6 +62,7 @@ inline bool is_last(u32* counter, u32 n) {
     return before == n - 1;
 }
 
+// The greatest of all lanes.
 inline u32 warp_most(u32 x) {
     u32 most;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(x));
@@ -81,6 +83,27 @@ inline void touch(const void*) {}
 struct Partial {
     float4 sum, scale;  // scale: top and total
 };
+
+// Adds every GROUPS-th of n partials, which are `stride` apart.
+template <u32 GROUPS> inline void add_partials(Sum& all, const Partial* partials, u32 first, u32 n, u32 stride) {
+    const u32 BATCH = GROUPS == 1 ? 8 : 16 / GROUPS;  // so many are loaded at once
+#pragma unroll 1
+    for (u32 b = first; b < n; b += GROUPS * BATCH) {
+        Partial found[BATCH];
+#pragma unroll
+        for (u32 j = 0; j < BATCH; j++) {
+            u32 from = b + j * GROUPS;
+            found[j] = partials[min(from, n - 1) * stride];
+            if (from >= n) found[j].scale = make_float4(NONE, 0.0f, 0.0f, 0.0f);
+        }
+        float top = all.top;
+#pragma unroll
+        for (u32 j = 0; j < BATCH; j++) top = fmaxf(top, found[j].scale.x);
+        all.scale_to(top);
+#pragma unroll
+        for (u32 j = 0; j < BATCH; j++) all.add(make_float2(found[j].scale.x, found[j].scale.y), found[j].sum);
+    }
+}
 
 template <typename T, int DIMS, int HEADS, typename Core>
 inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_cache, const float* q, const float* k,
@@ -294,7 +317,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     static_assert(PART * WARPS == ALL_FOURS && PART * GROUPS == 32, "parts are powers of two, at most a warp");
     u32 four = warp * PART + lane % PART, member = lane / PART, h = four / FOURS, d = four % FOURS;
     u64 head_row = (u64)row * s.n_heads + first_head + h;
-    bool is_there = h < n_heads && 4 * d < head_dim;
+    bool is_there = h < n_heads && 4 * d < head_dim, stores = is_there && member == 0;
     Sum all;
     all.clear();
     if (has_new && member == 0) {
@@ -313,15 +336,14 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     }
     all.add_lanes(PART);
     float* out = y + head_row * head_dim + 4 * d;
-    is_there = is_there && member == 0;
     if (blocks_shift == 0) {
-        if (is_there) all.store(out);
+        if (stores) all.store(out);
         return;
     }
 
     u32 n_blocks = 1u << blocks_shift, stride = head_dim / 4;
     Partial* left_by = (Partial*)partials + head_row * n_blocks * stride + d;
-    if (is_there) {
+    if (stores) {
         left_by[split * stride].sum = all.sum;
         left_by[split * stride].scale = make_float4(all.top, all.total, 0.0f, 0.0f);
     }
@@ -331,29 +353,11 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     last = __shfl_sync(ALL_LANES, last, 0);
     __syncwarp();
     if (!last) return;
-    // Heads and elements that are not there have no partials.
-    bool has_partials = h < n_heads && 4 * d < head_dim;
     all.clear();
-    // So many are loaded at once.
-    const u32 BATCH = GROUPS == 1 ? 8 : 16 / GROUPS;
-#pragma unroll 1
-    for (u32 b = member; has_partials && b < n_blocks; b += GROUPS * BATCH) {
-        Partial found[BATCH];
-#pragma unroll
-        for (u32 j = 0; j < BATCH; j++) {
-            u32 from = b + j * GROUPS;
-            found[j] = left_by[min(from, n_blocks - 1) * stride];
-            if (from >= n_blocks) found[j].scale = make_float4(NONE, 0.0f, 0.0f, 0.0f);
-        }
-        float most = all.top;
-#pragma unroll
-        for (u32 j = 0; j < BATCH; j++) most = fmaxf(most, found[j].scale.x);
-        all.scale_to(most);
-#pragma unroll
-        for (u32 j = 0; j < BATCH; j++) all.add(make_float2(found[j].scale.x, found[j].scale.y), found[j].sum);
-    }
+    // Heads and elements that are not there have left nothing.
+    if (is_there) add_partials<GROUPS>(all, left_by, member, n_blocks, stride);
     all.add_lanes(PART);
-    if (is_there) all.store(out);
+    if (stores) all.store(out);
 }
 
 #define ATTEND(dims, heads, name, T, Core)                                                                 \
@@ -378,16 +382,9 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     ATTEND(256, 2, name, T, Lanes)   \
     ATTEND(256, 4, name, T, Lanes)
 
-#ifndef ONLY
 ATTEND_SMALL(f16, F16, Ring)
 ATTEND_SMALL(bf16, BF16, Ring)
 ATTEND_SMALL(f32, float, Lanes)
 ATTEND_LARGE(f16, F16)
 ATTEND_LARGE(bf16, BF16)
 ATTEND_LARGE(f32, float)
-#else
-ATTEND(64, 4, f16, F16, Ring)
-ATTEND(128, 4, f16, F16, Ring)
-ATTEND(64, 4, bf16, BF16, Ring)
-ATTEND(128, 4, bf16, BF16, Ring)
-#endif

@@ -1,12 +1,12 @@
 // attend_tiles.cuh: keys and values of 16 bits on tensor cores, from a ring of each warp in shared memory.
 //
 // A tile is 16 positions. Its keys are one slot of the ring, its values the next; copies into all other slots are under
-// way while one is used. Rows lie in slots as in the caches, with the 16-byte pieces of a row exchanged so that eight rows
-// of one piece share no bank.
+// way while one is used. Rows lie in slots as in the caches, with the 16-byte pieces of a row exchanged so that eight
+// rows of one piece share no bank.
 //
-// A query is the sum of two numbers of the cache's type: row h of a matrix and row h + 8, which its product with the keys
-// adds up again; so is the weight of a value. That is 22 bits of F16 and 16 of BF16, and costs nothing: the matrix has
-// 16 rows and there are at most 8 heads.
+// A query is the sum of two numbers of the cache's type, rows h and h + 8 of a matrix, and so is the weight of a value;
+// the two products are added up again. That is 22 bits of F16 and 16 of BF16, and costs nothing: the matrix has 16 rows
+// and there are at most 8 heads.
 #pragma once
 #include "attend_seen.cuh"
 #include "mma.cuh"
@@ -135,7 +135,9 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         u32 query[HOLDS_QUERIES ? DIMS / 16 : 1][4];
         if (HOLDS_QUERIES) {
 #pragma unroll
-            for (u32 j = 0; j < DIMS / 16; j++) load_matrices(query[HOLDS_QUERIES ? j : 0], query_rows + 16 * (2 * j + upper ^ r));
+            for (u32 j = 0; j < DIMS / 16; j++) {
+                load_matrices(query[HOLDS_QUERIES ? j : 0], query_rows + 16 * (2 * j + upper ^ r));
+            }
         }
         u32 slot = 0, n = 0;
 #pragma unroll 1

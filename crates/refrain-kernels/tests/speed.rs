@@ -25,7 +25,10 @@ fn attend_from_short_to_long_contexts() {
             for context in [16, 128, 1024, 8192, 32_768] {
                 let us = attend_us(&mut bed, dtype, head_dim, context);
                 let bytes = (context * 8 * head_dim * 2 * 2) as f64;
-                println!("attend {model} {dtype} at {context:>6}: {us:7.2} µs, {:7.1} GB/s", bytes / us / 1e3);
+                println!(
+                    "attend {model} {dtype} at {context:>6}: {us:7.2} µs, {:7.1} GB/s",
+                    bytes / us / 1e3
+                );
             }
         }
     }
