@@ -15,17 +15,19 @@
 // row's position, rounded to T. Then y[i, h] = softmax(scale q . k) v over the positions that the row sees, its own
 // included, from what the caches hold after that: the same as append, then attention.
 //
-// A block has one head of the caches, up to per_block of its query heads, and every so-many-th tile of the positions: all
-// of them in short contexts, else every n_splits-th. One block, which the length says, makes and stores the new key and
-// value and takes them from shared memory, so that no block reads what another one of the launch writes. Several blocks
+// A block has one head of the caches, up to per_block of its query heads, and every n-th tile of the positions. The
+// length says what n is (1 in short contexts, at most n_splits) and which block makes and stores the new key and value.
+// That one takes them from shared memory, so that no block reads what another one of the launch writes. Several blocks
 // leave partials and count themselves; the last to come merges them, in their order, and sets the count back to zero.
-// Caches of 16 bits go through tensor cores (attend_tiles.cuh), all else through lanes (attend_lanes.cuh).
+// Caches of 16 bits go through tensor cores (attend_tiles.cuh), f32 and the largest heads through lanes
+// (attend_lanes.cuh).
 //
 // Launch    grid (n_splits, n_kv_heads ceil(group / per_block), n), block (256), shared WARPS * Core::WARP_BYTES
 // Requires  head_dim a multiple of 8, at most DIMS; kv_block a power of two, at least 16; per_block at most HEADS;
 //           n_splits a power of two; caches and partials at multiples of 16 bytes; rows are of different sequences.
-//           inv_freq and norms are weights: they are read before the wait; so are positions, seqs and tables, as a guess
-//           that is checked behind it. A position whose block is out of range counts as not seen, and is not written.
+//           inv_freq and norms are weights: they are read before the wait; so are positions, seqs and tables, as a
+//           guess that is checked behind it. A position whose block is out of range counts as not seen, and is not
+//           written.
 // Scores, sums and partials in f32, in an order that follows from the length and the grid alone: same bits every run.
 // Queries and weights that meet 16 bits on tensor cores are sums of two numbers of 16 bits.
 // Capture: safe; the grid is fixed and all lengths are read on the device.
@@ -36,6 +38,9 @@
 #include "view.cuh"
 
 const u32 MAX_TILE = 16;
+// More blocks to a head than these, as powers of two, only where each has as much to do as one that works alone: what
+// they leave is merged in batches.
+const u32 MERGED_SHIFT = 4;
 
 struct Attend {
     u32 n_heads, per_block;
@@ -51,8 +56,8 @@ struct Attend {
 };
 
 #ifndef REFRAIN_ON_HOST
-// Counts to n and starts again at zero; whether this was the n-th. What came before it in the block is visible to whoever
-// counts after it.
+// Counts to n and starts again at zero; whether this was the n-th. What came before it in the warp is visible to
+// whoever counts after it.
 inline bool is_last(u32* counter, u32 n) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -68,15 +73,11 @@ inline u32 warp_most(u32 x) {
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(x));
     return most;
 }
-
-// The first use of a parameter waits for memory: better before the wait than behind it.
-inline void touch(const void* p) { asm volatile("" ::"l"(p)); }
 #else
 struct Most {
     inline u32 operator()(u32 a, u32 b) const { return max(a, b); }
 };
 inline u32 warp_most(u32 x) { return warp_reduce(x, Most()); }
-inline void touch(const void*) {}
 #endif
 
 // What a block leaves of four elements of a head.
@@ -116,7 +117,8 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     const u32 FOURS = DIMS / 4, ALL_FOURS = HEADS * FOURS;
 
     DYNAMIC_SHARED(space);  // Core::WARP_BYTES of each warp: its own, then what it leaves
-    alignas(16) __shared__ float turned[HEADS + 2][DIMS];  // queries, key, value, of which those behind head_dim are zero
+    // Queries, key and value; zero behind head_dim.
+    alignas(16) __shared__ float turned[HEADS + 2][DIMS];
     __shared__ typename Core::Queries queries;
     __shared__ float2 shares[WARPS][8];  // of each warp's heads: the largest score and the total weight
     __shared__ float new_scores[8];
@@ -168,14 +170,11 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
             weights[t][j][1] = there ? norm[right[j]] : 1.0f;
         }
     }
-    touch(y);
-    touch(partials);
-    touch(counters);
     // Scores come out in powers of two, or as what the cap is applied to.
     float q_scale = s.softcap > 0.0f ? s.scale / s.softcap : s.scale * LOG2_E, cap = s.softcap * LOG2_E;
 
-    // Position, sequence and table are mostly there long before what this launch waits for. All that follows from them is
-    // made from what they seem to be, and made again where they turn out to be something else behind the wait.
+    // Position, sequence and table are mostly there long before what this launch waits for. All that follows from them
+    // is made from what they seem to be, and made again where they turn out to be something else behind the wait.
     i32 position = __shfl_sync(ALL_LANES, peek(positions + row), 0);
     i32 seq = __shfl_sync(ALL_LANES, peek(seqs + row), 0);
     Seen seen;
@@ -200,7 +199,8 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         seen.begin = s.window != 0 && seen.end >= s.window ? seen.end + 1 - s.window : 0;
         // Tiles start at multiples of their size.
         u32 start = seen.begin / MAX_TILE * MAX_TILE;
-        blocks_shift = seen.end + 1 - start <= Core::ALONE_TILES * WARPS * TILE ? 0 : s.splits_shift;
+        u32 more = (seen.end - start) / (Core::ALONE_TILES * WARPS * TILE);
+        blocks_shift = more == 0 ? 0 : min(s.splits_shift, max(MERGED_SHIFT, 32 - __clz(more)));
         // Those who have nothing to do have no tiles.
         bool works = is_row && split >> blocks_shift == 0;
         tiles.first = works ? start + ((warp << blocks_shift) + split) * TILE : seen.end;

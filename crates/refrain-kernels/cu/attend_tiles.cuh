@@ -45,8 +45,8 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         return max(most, max(__float_as_uint(a) & 0x7fffffffu, __float_as_uint(b) & 0x7fffffffu));
     }
 
-    // Elements `left` and `right` of a query whose greatest magnitude has the bits `most`. It is brought near 2^7, where
-    // both parts are normal numbers.
+    // Elements `left` and `right` of a query whose greatest magnitude has the bits `most`. It is brought near 2^7,
+    // where both parts are normal numbers.
     inline static void keep(Queries& to, u32 head, u32 left, u32 right, float a, float b, u32 most) {
         u32 exponent = most >> 23;
         exponent = exponent == 255 ? 134 : max(exponent, 8u);
@@ -139,14 +139,14 @@ template <typename T, int DIMS, int HEADS> struct Ring {
                 load_matrices(query[HOLDS_QUERIES ? j : 0], query_rows + 16 * (2 * j + upper ^ r));
             }
         }
-        u32 slot = 0, n = 0;
+        u32 n = 0;
 #pragma unroll 1
         for (u32 tile = tiles.first; tile < seen.end; tile += tiles.step) {
             bool is_missing = (missing >> n++ % 32 & 1) != 0;
             copies_wait<SLOTS - 1>();
             __syncwarp();
-            Place keys = ring + slot * SLOT + key_rows;
-            slot = slot + 1 == SLOTS ? 0 : slot + 1;
+            // All slots are asked for: the next to be filled is the first that was.
+            Place keys = ring + slot_ahead * SLOT + key_rows;
             float s[2][4] = {};
 #pragma unroll
             for (u32 j = 0; j < DIMS / 16; j++) {
@@ -186,8 +186,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
 
             copies_wait<SLOTS - 1>();
             __syncwarp();
-            Place values = ring + slot * SLOT + value_rows;
-            slot = slot + 1 == SLOTS ? 0 : slot + 1;
+            Place values = ring + slot_ahead * SLOT + value_rows;
 #pragma unroll
             for (u32 j = 0; j < DIMS / 8; j += 2) {
                 u32 v[4];

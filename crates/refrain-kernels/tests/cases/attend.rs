@@ -100,8 +100,8 @@ pub fn attend() -> Vec<Case> {
         let attention = Attention { scale: 0.2 / gain, ..base().attention };
         all.push(Setup { dtype, gain, attention, positions: vec![40, 600, 1000], ..base() });
     }
-    // More tiles for a warp than lanes look up at once.
-    for (n_splits, position) in [(1, 9_000), (2, 17_000)] {
+    // More tiles for a warp than lanes look up at once, and more blocks than the length asks for.
+    for (n_splits, position) in [(1, 9_000), (2, 17_000), (64, 5_000)] {
         let (n_heads, n_kv_heads, head_dim) = (2, 1, 8);
         let rope = Rope { n_dims: 8, ..base().rope };
         let positions = vec![position];

@@ -60,6 +60,7 @@ inline int dot_bytes(unsigned q, unsigned x, int sum, bool is_signed) {
     return sum;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 // Threads take turns, so nothing comes between.
 inline unsigned atomicAdd(unsigned* p, unsigned x) {

@@ -177,7 +177,7 @@ extern "C" int run_kernel(const char* name, const uint32_t* grid, const uint32_t
     for (unsigned k = 0; k < n_blocks; k++) {
         unsigned b = backwards ? n_blocks - 1 - k : k;
         blockIdx = {b % grid[0], b / grid[0] % grid[1], b / grid[0] / grid[1]};
-        // From none to more than a thread makes.
+        // From none to all that the block's threads read before they check.
         n_wrong_peeks = backwards ? b * 97 % (4 * block[0]) : 0;
         run_block(block[0], backwards);
     }
