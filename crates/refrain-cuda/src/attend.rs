@@ -193,7 +193,7 @@ impl Sizes {
     }
 
     fn splits(&self, n_sms: u32) -> usize {
-        attend_splits(1, self.n_kv_heads, self.head_dim, self.max_blocks * self.kv_block, n_sms)
+        attend_splits(1, self.n_kv_heads, self.max_blocks * self.kv_block, n_sms)
     }
 
     fn scratch_bytes(&self, n_sms: u32) -> u64 {

@@ -23,26 +23,38 @@ inline void copy_async(void* to, const void* from, bool there) {
                  : "memory");
 }
 
+// An address in shared memory, for those who reckon with it.
+typedef u32 Place;
+inline Place place_of(const void* p) { return shared_address(p); }
+
+// For rows that are read on: the L2 cache fetches 256 bytes.
+inline void copy_async(Place to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
 inline void copies_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits for this thread's copies but for those of the newest N groups.
 template <int N> inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 // Four matrices of 8 by 8; lane 8 i + r names row r of matrix i. Lane l gets elements 2t, 2t + 1 of row g of each.
-inline void load_matrices(u32* r, const void* row) {
+inline void load_matrices(u32* r, Place row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
+inline void load_matrices(u32* r, const void* row) { load_matrices(r, place_of(row)); }
 
 // The same transposed: elements g of rows 2t and 2t + 1.
-inline void load_matrices_transposed(u32* r, const void* row) {
+inline void load_matrices_transposed(u32* r, Place row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
+inline void load_matrices_transposed(u32* r, const void* row) { load_matrices_transposed(r, place_of(row)); }
 
 #define MULTIPLY(T, name)                                                                                     \
     inline void multiply(float* c, const u32* a, const u32* b, T) {                                           \
@@ -78,13 +90,15 @@ inline void copy_async(void* to, const void* from, bool there) {
     if (there) memcpy(to, from, 16);
     else memset(to, 0, 16);
 }
+typedef u8* Place;
+inline Place place_of(const void* p) { return (u8*)p; }
 inline void copies_end_group() {}
 template <int N> inline void copies_wait() {}
 
 // What the lanes of a warp show each other; a shuffle is a barrier.
 struct Shown {
     const u8* row[32];
-    u32 a[32][4], b[32][2];
+    float a[32][8], b[32][4];
 };
 inline Shown& shown() {
     static Shown all[32];
@@ -120,18 +134,18 @@ template <typename T> inline float half_of(u32 word, bool high) {
 template <typename T> inline void multiply(float* c, const u32* a, const u32* b, T) {
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     Shown& all = shown();
-    memcpy(all.a[lane], a, 16);
-    memcpy(all.b[lane], b, 8);
+    for (u32 i = 0; i < 8; i++) all.a[lane][i] = half_of<T>(a[i / 2], i % 2);
+    for (u32 i = 0; i < 4; i++) all.b[lane][i] = half_of<T>(b[i / 2], i % 2);
     warp_barrier();
     for (u32 i = 0; i < 4; i++) {
         for (u32 column = 0; column < 2; column++) {
-            const u32* right = all.b[4 * (2 * t + column) + i];
+            const float* right = all.b[4 * (2 * t + column) + i];
             for (u32 half = 0; half < 2; half++) {
-                const u32* left = all.a[4 * g + i] + half;
+                const float* left = all.a[4 * g + i] + 2 * half;
                 float& sum = c[2 * half + column];
                 for (u32 e = 0; e < 2; e++) {
-                    sum += half_of<T>(left[0], e) * half_of<T>(right[0], e);
-                    sum += half_of<T>(left[2], e) * half_of<T>(right[1], e);
+                    sum += left[e] * right[e];
+                    sum += left[4 + e] * right[2 + e];
                 }
             }
         }

@@ -1,8 +1,9 @@
 // overlap.cuh: kernels that start before what they depend on has ended.
 //
 // Every kernel calls both, in every thread: the first as early as it can, unless what follows should find the card empty
-// (attend.cu), the second before it touches anything that another kernel of a step writes. A kernel ends only after it waited, so waiting for one means waiting for all before
-// it. Weights are never written in a step: they alone may be read in between. Before compute capability 9.0 nothing
+// (attend.cu), the second before it touches anything that another kernel of a step writes. A kernel ends only after it
+// waited, so waiting for one means waiting for all before it. Weights are never written in a step: they alone may be
+// read in between, and guesses that are checked behind the wait (attend.cu). Before compute capability 9.0 nothing
 // overlaps and both are nothing.
 #pragma once
 

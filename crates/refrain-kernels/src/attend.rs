@@ -21,11 +21,12 @@ const BLOCK: u32 = 256;
 const SIZES: [(usize, usize); 3] = [(64, 8), (128, 8), (256, 4)];
 /// Numbers of query heads there are kernels for, each for all up to it.
 const HEADS: [usize; 3] = [2, 4, 8];
-/// Blocks that exchange what they found through their shared memory, where the card can do that.
-const TEAM: usize = 4;
-/// Bytes of keys in F16 up to which one block does a head, and up to which one team does.
-const ALONE_BYTES: usize = 16 << 10;
-const TEAM_BYTES: usize = 2 * TEAM * ALONE_BYTES;
+/// Shared memory of each of a block's warps for keys and values of 16 bits.
+const RING_BYTES: usize = 8 << 10;
+/// Positions up to which one block does a head.
+const ALONE: usize = 128;
+/// Counters of a row and block of heads, one for each warp that merges.
+const COUNTERS: usize = 8;
 /// More blocks for a head cost more to merge than they gain.
 const MAX_SPLITS: usize = 128;
 /// The most rows that [`Kernels::attend`] takes.
@@ -107,19 +108,11 @@ pub struct AttendNorm {
 
 /// How many blocks to a head of a cache fill a card of `n_sms` multiprocessors, for contexts of up to `max_len` positions.
 #[must_use]
-pub fn attend_splits(n: usize, n_kv_heads: usize, head_dim: usize, max_len: usize, n_sms: u32) -> usize {
-    // One block to a multiprocessor: with two, teams no longer all find room at once.
+pub fn attend_splits(n: usize, n_kv_heads: usize, max_len: usize, n_sms: u32) -> usize {
+    // One block to a multiprocessor: each is busy with what it has under way.
     let filling = (n_sms as usize / (n * n_kv_heads).max(1)).clamp(1, MAX_SPLITS);
-    let bytes = max_len.saturating_mul(2 * head_dim);
-    let most = if bytes <= ALONE_BYTES {
-        1
-    } else if bytes <= TEAM_BYTES {
-        TEAM
-    } else {
-        MAX_SPLITS
-    };
     // The largest power of two that is not above it.
-    1 << filling.min(most).ilog2()
+    if max_len <= ALONE { 1 } else { 1 << filling.ilog2() }
 }
 
 /// Scratch that [`Kernels::attend`] needs.
@@ -128,15 +121,15 @@ pub fn attend_scratch_bytes(n: usize, n_heads: usize, head_dim: usize, n_splits:
     if n_splits <= 1 {
         return 0;
     }
-    // Each four elements have a maximum and a sum beside them.
-    [n, n_heads, n_splits, head_dim / 4 * 6].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64))
+    // Each four elements have a maximum and a sum beside them, and room for two more.
+    [n, n_heads, n_splits, head_dim / 4 * 8].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64))
 }
 
 /// Counters that [`Kernels::attend`] needs, zero before the first launch.
 #[must_use]
 pub fn attend_counter_bytes(n: usize, n_heads: usize) -> u64 {
-    // One for each row, block of heads and member of a team; there are at most as many blocks as heads.
-    4 * (TEAM as u64).saturating_mul(n as u64).saturating_mul(n_heads as u64)
+    // There are at most as many blocks of heads as heads.
+    4 * (COUNTERS as u64).saturating_mul(n as u64).saturating_mul(n_heads as u64)
 }
 
 /// As the kernel takes them.
@@ -146,9 +139,8 @@ struct Sizes {
     n_heads: u32,
     /// Query heads of one KV head that a block serves.
     per_block: u32,
-    /// `n_splits` is two to this power, and so is the number of blocks of a team.
+    /// `n_splits` is two to this power.
     splits_shift: u32,
-    team_shift: u32,
     /// Positions a row sees; 0 for all.
     window: u32,
     scale: f32,
@@ -164,6 +156,13 @@ struct Sizes {
 }
 
 impl Kernels {
+    /// Lets the kernels have their rings.
+    pub(crate) fn allow_attend(&self) -> Result<(), KernelError> {
+        all_kernels().try_for_each(|(dtype, size, heads)| {
+            Ok(self.get(&name(size, heads, dtype))?.allow_shared(shared_bytes(size, heads, dtype))?)
+        })
+    }
+
     /// The launch of [`AttendArgs`]: what goes into the caches has the bits of [`Kernels::rope_kv`] when there is no
     /// norm. On a card a sequence or block out of range writes nothing and counts as not seen; the simulated device
     /// faults, as it does when counters are not zero or two rows are of one sequence.
@@ -191,8 +190,7 @@ impl Kernels {
         crate::require!(case, n_groups <= 65_535, "at most 65535 groups of heads");
         let grid = [a.n_splits as u32, n_groups as u32, a.n as u32];
         let launch = self.launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?;
-        let team = 1 << sizes.team_shift;
-        let launch = if team > 1 && self.has_clusters() { launch.cluster(team) } else { launch };
+        let launch = launch.shared(shared_bytes(size, heads_of(per_block), a.cache_dtype));
         let launch = launch.step(a.step).write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?);
         let launch = match (a.n_splits, a.scratch, a.counters) {
             (1, ..) => launch.null().null(),
@@ -200,7 +198,7 @@ impl Kernels {
                 let bytes = attend_scratch_bytes(a.n, a.n_heads, a.head_dim, a.n_splits);
                 launch
                     .read_write(case.buf("scratch", scratch, usize::try_from(bytes).ok(), 16)?)
-                    .read_write(case.words("counters", counters, &[a.n, n_groups, TEAM])?)
+                    .read_write(case.words("counters", counters, &[a.n, n_groups, COUNTERS])?)
             }
             _ => return Err(case.refuse("several splits need scratch and counters".to_owned())),
         };
@@ -264,7 +262,6 @@ fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize) -> Result<Sizes,
         n_heads: a.n_heads as u32,
         per_block: per_block as u32,
         splits_shift: a.n_splits.trailing_zeros(),
-        team_shift: a.n_splits.min(TEAM).trailing_zeros(),
         window,
         scale: a.attention.scale,
         softcap: a.attention.softcap.unwrap_or(0.0),
@@ -285,21 +282,37 @@ fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize) -> Result<Sizes,
     })
 }
 
+/// The number of heads of the kernel that serves so many.
+fn heads_of(per_block: usize) -> usize {
+    HEADS.into_iter().find(|&h| per_block <= h).unwrap_or(per_block)
+}
+
 fn name(size: usize, per_block: usize, dtype: DType) -> String {
-    let heads = HEADS.into_iter().find(|&h| per_block <= h).unwrap_or(per_block);
-    format!("attend_d{size}_h{heads}_{}", dtype.name().to_ascii_lowercase())
+    format!("attend_d{size}_h{}_{}", heads_of(per_block), dtype.name().to_ascii_lowercase())
+}
+
+/// What the kernel's warps have of shared memory: rings, which what they found takes the place of, or that alone.
+fn shared_bytes(size: usize, heads: usize, dtype: DType) -> u32 {
+    let n_warps = BLOCK as usize / 32;
+    let bytes = if dtype != DType::F32 && size <= 128 { RING_BYTES } else { 4 * heads * size };
+    (n_warps * bytes) as u32
+}
+
+/// Every kernel: cache type, head size and heads of a block.
+fn all_kernels() -> impl Iterator<Item = (DType, usize, usize)> {
+    [DType::F16, DType::BF16, DType::F32].into_iter().flat_map(|dtype| {
+        SIZES.into_iter().flat_map(move |(size, most)| {
+            HEADS.into_iter().filter(move |&h| h <= most).map(move |heads| (dtype, size, heads))
+        })
+    })
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     const R: usize = size_of::<Rows>();
     let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<Sizes>()];
-    for dtype in [DType::F16, DType::BF16, DType::F32] {
-        for (size, most) in SIZES {
-            for heads in HEADS.into_iter().filter(|&h| h <= most) {
-                let name = name(size, heads, dtype);
-                all.push(Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype)));
-            }
-        }
+    for (dtype, size, heads) in all_kernels() {
+        let name = name(size, heads, dtype);
+        all.push(Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype)));
     }
 }
 
@@ -354,7 +367,7 @@ fn check_state(k: &SimKernel<'_>, n: usize) -> KernelResult {
         return Err(fault(format!("two rows are of sequence {}", seqs[rows[i]])));
     }
     if k.arg::<u64>(2)? != 0 {
-        let counters: Vec<u32> = k.read(k.ptr(2)?, n * k.config().grid[1] as usize * TEAM)?;
+        let counters: Vec<u32> = k.read(k.ptr(2)?, n * k.config().grid[1] as usize * COUNTERS)?;
         if let Some(i) = counters.iter().position(|&c| c != 0) {
             return Err(fault(format!("counter {i} is {} before the launch, must be 0", counters[i])));
         }

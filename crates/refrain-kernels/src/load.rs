@@ -240,6 +240,7 @@ impl Kernels {
         let (shared_limit, shared_sm) = (info.shared_block_bytes as usize, info.shared_sm_bytes as usize);
         let overlaps = arch >= OVERLAPS;
         let kernels = Kernels { functions, origin, overlaps, n_sms, shared_limit, shared_sm };
+        kernels.allow_attend()?;
         kernels.allow_gemm()?;
         kernels.allow_flash()?;
         kernels.allow_product()?;
@@ -287,12 +288,6 @@ impl Kernels {
     /// Most shared memory of a block, in bytes.
     pub(crate) fn shared_limit(&self) -> usize {
         self.shared_limit
-    }
-
-    /// Whether blocks can work in clusters; code for older cards does without.
-    pub(crate) fn has_clusters(&self) -> bool {
-        // The first cards whose kernels overlap are the first that have clusters.
-        self.overlaps
     }
 
     /// Shared memory of a multiprocessor, in bytes.

@@ -131,7 +131,10 @@ impl Family {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 12] = [
+pub(crate) const HEADERS: [(&str, &str); 15] = [
+    ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
+    ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
+    ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("mma.cuh", include_str!("../cu/mma.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),

@@ -21,19 +21,23 @@ const N_REPLAYS: u32 = 5;
 fn attend_from_short_to_long_contexts() {
     let mut bed = Bed::gpu();
     for (model, head_dim) in [("llama-3.2-1b", 64), ("llama-3.1-8b", 128)] {
-        for context in [16, 128, 256, 1024, 8192, 32_768] {
-            let us = attend_us(&mut bed, head_dim, context);
-            let bytes = (context * 8 * head_dim * 2 * 2) as f64;
-            println!("attend {model} at {context:>6}: {us:7.2} µs, {:7.1} GB/s", bytes / us / 1e3);
+        for dtype in [DType::F16, DType::BF16] {
+            for context in [16, 128, 1024, 8192, 32_768] {
+                let us = attend_us(&mut bed, dtype, head_dim, context);
+                let bytes = (context * 8 * head_dim * 2 * 2) as f64;
+                println!(
+                    "attend {model} {dtype} at {context:>6}: {us:7.2} µs, {:7.1} GB/s",
+                    bytes / us / 1e3
+                );
+            }
         }
     }
 }
 
-/// 32 heads over 8, an F16 cache of 32,768 positions, one row.
-fn attend_us(bed: &mut Bed, head_dim: usize, context: usize) -> f64 {
+/// 32 heads over 8, a cache of 32,768 positions, one row.
+fn attend_us(bed: &mut Bed, dtype: DType, head_dim: usize, context: usize) -> f64 {
     let (n_heads, n_kv_heads, kv_block, max_blocks) = (32, 8, 32, 1024);
-    let n_splits =
-        attend_splits(1, n_kv_heads, head_dim, kv_block * max_blocks, bed.ctx.device().info().n_sms);
+    let n_splits = attend_splits(1, n_kv_heads, kv_block * max_blocks, bed.ctx.device().info().n_sms);
     let cache_bytes = 2 * max_blocks * n_kv_heads * kv_block * head_dim;
     let mut layout = Layout::new("speed");
     let mut region = |name: &str, bytes: usize| layout.device(name, bytes as u64);
@@ -65,7 +69,7 @@ fn attend_us(bed: &mut Bed, head_dim: usize, context: usize) -> f64 {
             y: b[3],
             k_cache: memory.buf(caches[2 * layer]),
             v_cache: memory.buf(caches[2 * layer + 1]),
-            cache_dtype: DType::F16,
+            cache_dtype: dtype,
             positions: b[4],
             seqs: b[5],
             tables: b[6],

@@ -22,6 +22,8 @@ pub struct Setup {
     pub rope: Rope,
     pub attention: Attention,
     pub eps: Option<f32>,
+    /// Queries are so many times larger.
+    pub gain: f32,
     /// For each row its position; row `i` is of sequence `n - 1 - i`, or `i` when `in_order`.
     pub positions: Vec<i32>,
     pub in_order: bool,
@@ -39,6 +41,7 @@ impl Default for Setup {
             rope: Rope { style: RopeStyle::Neox, n_dims: 64, magnitude: 1.0 },
             attention: Attention { scale: 0.2, window: None, softcap: None },
             eps: None,
+            gain: 1.0,
             positions: vec![0, 1, -1, 31, 32, 33, 255, 256],
             in_order: false,
         }
@@ -92,6 +95,18 @@ pub fn attend() -> Vec<Case> {
     }
     let attention = Attention { softcap: Some(2.0), ..base().attention };
     all.push(Setup { attention, positions: rows[1].clone(), ..base() });
+    // Queries that 16 bits do not hold, and some that they hold as zero.
+    for (gain, dtype) in [(1e7, DType::F16), (1e-9, DType::F16), (1e7, DType::BF16)] {
+        let attention = Attention { scale: 0.2 / gain, ..base().attention };
+        all.push(Setup { dtype, gain, attention, positions: vec![40, 600, 1000], ..base() });
+    }
+    // More tiles for a warp than lanes look up at once, and more blocks than the length asks for.
+    for (n_splits, position) in [(1, 9_000), (2, 17_000), (64, 5_000)] {
+        let (n_heads, n_kv_heads, head_dim) = (2, 1, 8);
+        let rope = Rope { n_dims: 8, ..base().rope };
+        let positions = vec![position];
+        all.push(Setup { n_heads, n_kv_heads, head_dim, n_splits, rope, positions, ..base() });
+    }
     all.into_iter().map(case).collect()
 }
 
@@ -143,7 +158,9 @@ fn make(s: &Setup) -> Made {
     };
     // A fused row: queries, then keys, then values.
     let row_heads = n_heads + 2 * n_kv_heads;
-    let fused = normals(n * row_heads * head_dim, 6);
+    let mut fused = normals(n * row_heads * head_dim, 6);
+    let queries = fused.chunks_exact_mut(row_heads * head_dim).flat_map(|row| &mut row[..n_heads * head_dim]);
+    queries.for_each(|x| *x *= s.gain);
     let part = |first: usize, heads: usize| -> Vec<f32> {
         let rows = fused.chunks_exact(row_heads * head_dim);
         rows.flat_map(|row| row[first * head_dim..(first + heads) * head_dim].to_vec()).collect()

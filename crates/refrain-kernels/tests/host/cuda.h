@@ -61,6 +61,7 @@ inline int dot_bytes(unsigned q, unsigned x, int sum, bool is_signed) {
     return sum;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 // Threads take turns, so nothing comes between.
 inline unsigned atomicAdd(unsigned* p, unsigned x) {
@@ -80,6 +81,13 @@ inline bool is_last(unsigned* counter, unsigned n) {
     unsigned before = *counter;
     *counter = before >= n - 1 ? 0 : before + 1;
     return before == n - 1;
+}
+// The first reads of a block, as many as fibers.cpp says, are wrong: guesses have to be checked.
+extern unsigned n_wrong_peeks;
+inline int peek(const int* p) {
+    int wrong = n_wrong_peeks > 0;
+    n_wrong_peeks -= wrong;
+    return *p ^ wrong;
 }
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 

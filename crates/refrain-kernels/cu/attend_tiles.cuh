@@ -1,0 +1,235 @@
+// attend_tiles.cuh: keys and values of 16 bits on tensor cores, from a ring of each warp in shared memory.
+//
+// A tile is 16 positions. Its keys are one slot of the ring, its values the next; copies into all other slots are under
+// way while one is used. Rows lie in slots as in the caches, with the 16-byte pieces of a row exchanged so that eight
+// rows of one piece share no bank.
+//
+// A query is the sum of two numbers of the cache's type, rows h and h + 8 of a matrix, and so is the weight of a value;
+// the two products are added up again. That is 22 bits of F16 and 16 of BF16, and costs nothing: the matrix has 16 rows
+// and there are at most 8 heads.
+#pragma once
+#include "attend_seen.cuh"
+#include "mma.cuh"
+
+// Scores may rise by so much (as powers of two) before sums are brought down to a new largest one.
+const float SLACK = 8.0f;
+
+const u32 RING_BYTES = 8 * 1024;  // of each warp
+
+template <typename T, int DIMS, int HEADS> struct Ring {
+    static const u32 TILE = 16, CHUNKS = DIMS / 8, ROW_BYTES = 2 * DIMS, SLOT = TILE * ROW_BYTES;
+    static const u32 WARP_BYTES = RING_BYTES, SLOTS = WARP_BYTES / SLOT;
+    static const u32 ALONE_TILES = 128 / DIMS;  // of each warp, up to which a block works alone: 64 KiB
+    static const u32 PITCH = DIMS + 8;  // of what a warp leaves, for heads that share no bank
+    static const int BLOCKS = 2;
+    static const bool HOLDS_QUERIES = DIMS <= 64;
+
+    // Both parts of each query, and what its scores are to be multiplied with.
+    struct Queries {
+        alignas(16) T parts[16][DIMS];
+        float factor[8];
+    };
+
+    const T *k_cache, *v_cache;
+    Place ring;
+    u32 lane;
+    // The next copy: its number, of slots, and its tile's place; bit i of `missing`: tile i (of 32) is not there.
+    u32 issued, slot_ahead, missing;
+    u64 from;
+    u32 ahead;
+
+    inline static u32 swizzled(u32 row, u32 chunk) { return row * ROW_BYTES + 16 * (chunk ^ row % 8); }
+
+    // The greater magnitude's bits; magnitudes compare as their bits do.
+    inline static u32 greatest(float a, float b, u32 most) {
+        return max(most, max(__float_as_uint(a) & 0x7fffffffu, __float_as_uint(b) & 0x7fffffffu));
+    }
+
+    // Elements `left` and `right` of a query whose greatest magnitude has the bits `most`. It is brought near 2^7,
+    // where both parts are normal numbers.
+    inline static void keep(Queries& to, u32 head, u32 left, u32 right, float a, float b, u32 most) {
+        u32 exponent = most >> 23;
+        exponent = exponent == 255 ? 134 : max(exponent, 8u);
+        float up = __uint_as_float(261 - exponent << 23);
+        if (left == 0) to.factor[head] = __uint_as_float(exponent - 7 << 23);
+        keep_one(to, head, left, a * up);
+        keep_one(to, head, right, b * up);
+    }
+    inline static void keep_one(Queries& to, u32 head, u32 i, float x) {
+        u8* bytes = (u8*)to.parts;
+        T high = from_f32<T>(x), low = from_f32<T>(x - to_f32(high));
+        *(T*)(bytes + swizzled(head, i / 8) + i % 8 * 2) = high;
+        *(T*)(bytes + swizzled(head + 8, i / 8) + i % 8 * 2) = low;
+    }
+
+    inline void plan(const Seen& seen, Tiles& tiles, const T* keys, const T* values, u8* space, u32 of_warp) {
+        k_cache = keys;
+        v_cache = values;
+        ring = place_of(space);
+        lane = of_warp;
+        issued = slot_ahead = missing = 0;
+        ahead = tiles.first;
+        prepare(seen, tiles);
+    }
+
+    inline void begin(const Seen& seen, Tiles& tiles) {
+#pragma unroll 1
+        for (u32 i = 0; i < SLOTS; i++) issue(seen, tiles);
+    }
+
+    // Waits until nothing is under way.
+    inline static void drop() {
+        copies_wait<0>();
+        __syncwarp();
+    }
+
+    // Where the next tile is.
+    inline void prepare(const Seen& seen, Tiles& tiles) {
+        if (ahead >= seen.end) return;
+        u32 tile = issued / 2, bit = 1u << tile % 32;
+        i32 block = tiles.next(seen, tile, lane);
+        bool there = (u32)block < seen.n_blocks;
+        missing = there ? missing & ~bit : missing | bit;
+        u32 at = 8 * (lane % CHUNKS);
+        from = seen.offset(there ? block : 0, ahead) + lane / CHUNKS * seen.head_dim + (at < seen.head_dim ? at : 0);
+    }
+
+    // Asks for the next slot: the keys of a tile, then its values.
+    inline void issue(const Seen& seen, Tiles& tiles) {
+        if (ahead < seen.end) {
+            bool is_value = issued % 2 != 0;
+            u32 row = lane / CHUNKS, chunk = lane % CHUNKS;
+            bool there = (missing >> issued / 2 % 32 & 1) == 0 && 8 * chunk < seen.head_dim;
+            const T* source = (is_value ? v_cache : k_cache) + from;
+            Place to = ring + slot_ahead * SLOT;
+            const u32 ROWS = 32 / CHUNKS;
+#pragma unroll
+            for (u32 i = 0; i < TILE; i += ROWS) {
+                bool is_seen = there && seen.has(ahead + row + i);
+                copy_async(to + swizzled(row + i, chunk), source, is_seen);
+                source += ROWS * seen.head_dim;
+            }
+            issued++;
+            if (is_value) {
+                ahead += tiles.step;
+                prepare(seen, tiles);
+            }
+        }
+        copies_end_group();
+        slot_ahead = slot_ahead + 1 == SLOTS ? 0 : slot_ahead + 1;
+    }
+
+    float top, total, acc[DIMS / 8][4];
+
+    inline void run(const Seen& seen, Tiles& tiles, const float (*)[DIMS], const Queries& queries, float cap) {
+        top = NONE;
+        total = 0.0f;
+#pragma unroll
+        for (u32 j = 0; j < DIMS / 8; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f;
+        // Lane 8 i + r names row r of matrix i: of queries rows r and r + 8 of a piece, then of the next; of keys two
+        // pieces of rows r, then of r + 8; of values both rows of one piece, then of the next.
+        u32 r = lane % 8, odd = lane / 8 % 2, upper = lane / 16, g = lane / 4, t = lane % 4;
+        Place query_rows = place_of(queries.parts) + (r + 8 * odd) * ROW_BYTES;
+        u32 key_rows = (r + 8 * upper) * ROW_BYTES, value_rows = (r + 8 * odd) * ROW_BYTES;
+        float factor = g < HEADS ? queries.factor[g] : 0.0f;
+        u32 query[HOLDS_QUERIES ? DIMS / 16 : 1][4];
+        if (HOLDS_QUERIES) {
+#pragma unroll
+            for (u32 j = 0; j < DIMS / 16; j++) {
+                load_matrices(query[HOLDS_QUERIES ? j : 0], query_rows + 16 * (2 * j + upper ^ r));
+            }
+        }
+        u32 n = 0;
+#pragma unroll 1
+        for (u32 tile = tiles.first; tile < seen.end; tile += tiles.step) {
+            bool is_missing = (missing >> n++ % 32 & 1) != 0;
+            copies_wait<SLOTS - 1>();
+            __syncwarp();
+            // All slots are asked for: the next to be filled is the first that was.
+            Place keys = ring + slot_ahead * SLOT + key_rows;
+            float s[2][4] = {};
+#pragma unroll
+            for (u32 j = 0; j < DIMS / 16; j++) {
+                u32 k[4];
+                load_matrices(k, keys + 16 * (2 * j + odd ^ r));
+                if (!HOLDS_QUERIES) load_matrices(query[0], query_rows + 16 * (2 * j + upper ^ r));
+                multiply(s[0], query[HOLDS_QUERIES ? j : 0], k, T());
+                multiply(s[1], query[HOLDS_QUERIES ? j : 0], k + 2, T());
+            }
+            __syncwarp();
+            issue(seen, tiles);
+
+            float p[2][2];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float score = (s[i / 2][i % 2] + s[i / 2][i % 2 + 2]) * factor;
+                if (cap > 0.0f) score = capped(score, cap);
+                p[i / 2][i % 2] = score;
+            }
+            if (is_missing || tile < seen.begin || tile + TILE > seen.end) {
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    if (is_missing || !seen.has(tile + 8 * (i / 2) + 2 * t + i % 2)) p[i / 2][i % 2] = -inf_f32();
+                }
+            }
+            float most = fmaxf(fmaxf(p[0][0], p[0][1]), fmaxf(p[1][0], p[1][1]));
+            if (__ballot_sync(ALL_LANES, g < HEADS && most > top + SLACK) != 0) raise(most, n == 1);
+            u32 weights[4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float a = power_of_2(p[i][0] - top), b = power_of_2(p[i][1] - top);
+                total += a + b;
+                u32 high = pack(a, b, T());
+                weights[2 * i] = high;
+                weights[2 * i + 1] = pack(a - lower(high, T()), b - higher(high, T()), T());
+            }
+
+            copies_wait<SLOTS - 1>();
+            __syncwarp();
+            Place values = ring + slot_ahead * SLOT + value_rows;
+#pragma unroll
+            for (u32 j = 0; j < DIMS / 8; j += 2) {
+                u32 v[4];
+                load_matrices_transposed(v, values + 16 * (j + upper ^ r));
+                multiply(acc[j], weights, v, T());
+                multiply(acc[j + 1], weights, v + 2, T());
+            }
+            __syncwarp();
+            issue(seen, tiles);
+        }
+    }
+
+    inline static float lower(u32 word, F16) { return f16_to_f32((u16)word); }
+    inline static float higher(u32 word, F16) { return f16_to_f32((u16)(word >> 16)); }
+    inline static float lower(u32 word, BF16) { return __uint_as_float(word << 16); }
+    inline static float higher(u32 word, BF16) { return __uint_as_float(word & 0xffff0000u); }
+
+    // Brings sums down to a new largest score; there are none at first.
+    inline void raise(float most, bool is_first) {
+        most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
+        most = fmaxf(most, top);
+        float down = power_of_2(top - most);
+        top = most;
+        if (is_first) return;
+        total *= down;
+#pragma unroll
+        for (u32 j = 0; j < DIMS / 8; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[j][i] *= down;
+        }
+    }
+
+    // The ring is used no more: what is left takes its place.
+    inline void leave(float* sums, float2* shares) {
+        total += __shfl_xor_sync(ALL_LANES, total, 1);
+        total += __shfl_xor_sync(ALL_LANES, total, 2);
+        u32 g = lane / 4, t = lane % 4;
+        if (g >= HEADS) return;
+        if (t == 0) shares[g] = make_float2(top, total);
+#pragma unroll
+        for (u32 j = 0; j < DIMS / 8; j++) {
+            *(float2*)&sums[g * PITCH + 8 * j + 2 * t] = make_float2(acc[j][0] + acc[j][2], acc[j][1] + acc[j][3]);
+        }
+    }
+};
