@@ -6,7 +6,7 @@ use refrain_driver::{Buf, Launch};
 use refrain_graph::{Attention, BufferId, Op, Operand, Place, Plan, Rope, Step};
 use refrain_kernels::{
     AttendArgs, AttendNorm, KernelError, attend_counter_bytes, attend_scratch_bytes, attend_splits,
-    products_lie_unevenly,
+    has_product,
 };
 
 use crate::group::apart;
@@ -212,11 +212,11 @@ pub(crate) fn scratch_bytes(attention: &Step, n_sms: u32) -> u64 {
 const OVERLAP_BYTES: usize = 16 << 20;
 
 impl Lowering<'_> {
-    /// Bytes of weights whose products may come to lie unevenly, for each attention.
-    fn uneven_bytes_per_attention(&self) -> usize {
+    /// Bytes of weights that products read, for each attention.
+    fn weight_bytes_per_attention(&self) -> usize {
         let operands = self.plan.steps().iter().flat_map(|step| &step.inputs);
         let is_one = |o: &&Operand| {
-            products_lie_unevenly(o.dtype) && matches!(self.plan.buffer(o.buffer).place, Place::Weight(_))
+            has_product(o.dtype) && matches!(self.plan.buffer(o.buffer).place, Place::Weight(_))
         };
         let buffers: HashSet<BufferId> = operands.filter(is_one).map(|o| o.buffer).collect();
         let bytes: usize = buffers.into_iter().map(|id| self.plan.buffer(id).bytes).sum();
@@ -269,7 +269,7 @@ impl Lowering<'_> {
             n_seqs: s.n_seqs,
             max_blocks: s.max_blocks,
             n_splits: s.splits(self.n_sms),
-            alone: self.uneven_bytes_per_attention() > OVERLAP_BYTES,
+            fills: self.weight_bytes_per_attention() > OVERLAP_BYTES,
             step: &labels.join(" + "),
         })
     }

@@ -2,7 +2,7 @@
 //
 //   y           [n, n_heads, head_dim]                      f32
 //   partials    [n, n_heads, n_splits, head_dim / 4]        Partial; scratch
-//   counters    [n, gridDim.y, WARPS]                       u32; zero before the first launch, zero after every one
+//   counters    [n, n_groups, WARPS]                        u32; zero before the first launch, zero after every one
 //   k_cache, v_cache  [n_blocks, n_kv_heads, kv_block, head_dim]  T
 //   q           [n, n_heads, head_dim]                      f32, rows (heads) of consecutive elements
 //   k, v        [n, n_kv_heads, head_dim]                   f32, likewise
@@ -22,7 +22,8 @@
 // Caches of 16 bits go through tensor cores (attend_tiles.cuh), f32 and the largest heads through lanes
 // (attend_lanes.cuh).
 //
-// Launch    grid (n_splits, n_kv_heads ceil(group / per_block), n), block (256), shared WARPS * Core::WARP_BYTES
+// Launch    grid (n_splits n_groups or more, n), n_groups being n_kv_heads ceil(group / per_block); block (256), shared
+//           WARPS * Core::WARP_BYTES. More blocks than that do nothing but be there (src/attend.rs says why).
 // Requires  head_dim a multiple of 8, at most DIMS; kv_block a power of two, at least 16; per_block at most HEADS;
 //           n_splits a power of two; caches and partials at multiples of 16 bytes; rows are of different sequences.
 //           inv_freq and norms are weights: they are read before the wait; so are positions, seqs and tables, as a
@@ -125,9 +126,14 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
 
     if (s.alone == 0) let_next_start();
     const Pages& pages = s.pages;
-    u32 row = blockIdx.z, split = blockIdx.x, head_dim = pages.head_dim;
+    u32 row = blockIdx.y, split = blockIdx.x & ((1u << s.splits_shift) - 1), head_dim = pages.head_dim;
     u32 group = s.n_heads / pages.n_kv_heads, chunks = (group + s.per_block - 1) / s.per_block;
-    u32 kv_head = blockIdx.y / chunks, chunk = blockIdx.y % chunks;
+    u32 member_of = blockIdx.x >> s.splits_shift, n_groups = pages.n_kv_heads * chunks;
+    if (member_of >= n_groups) {
+        wait_for_previous();
+        return;
+    }
+    u32 kv_head = member_of / chunks, chunk = member_of % chunks;
     u32 first_head = kv_head * group + chunk * s.per_block;
     u32 n_heads = min(s.per_block, (kv_head + 1) * group - first_head);
     // From lane 0, so that the compiler knows it to be the same in all lanes.
@@ -349,7 +355,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     }
     __syncwarp();
     bool last = false;
-    if (lane == 0) last = is_last(counters + ((u64)row * gridDim.y + blockIdx.y) * WARPS + warp, n_blocks);
+    if (lane == 0) last = is_last(counters + ((u64)row * n_groups + member_of) * WARPS + warp, n_blocks);
     last = __shfl_sync(ALL_LANES, last, 0);
     __syncwarp();
     if (!last) return;

@@ -197,10 +197,10 @@ struct Weights {
 };
 
 // Where a pair of all weights lies.
-struct Place {
+struct Spot {
     u32 which, pair;
 
-    inline Place(const Weights& weights, u32 of_all) {
+    inline Spot(const Weights& weights, u32 of_all) {
         which = 0;
         pair = of_all;
         if (pair >= weights.pairs[0]) {
@@ -221,7 +221,7 @@ struct Place {
 // Copies a unit of a pair into its slot. The other half of a tile that is alone is the tile again, which nobody stores.
 template <typename Q> inline void fetch(u8* slot, const Weights& weights, const Params& p, u32 of_all, u32 unit, u32 units) {
     const u32 PIECES = Q::BYTES / 16;
-    Place place(weights, of_all);
+    Spot place(weights, of_all);
     const u8* w = place.of(weights.w);
     u32 last = (place.of(p.n) - 1) / TILE_ROWS, tile = 2 * place.pair;
     const u8* first = w + ((u64)tile * units + unit) * Q::BYTES;
@@ -288,7 +288,7 @@ inline void few(float* const* y, const u8* rows, const u8* const* w, const Param
         }
         __syncthreads();
         u32 column = threadIdx.x / PAIR_ROWS, row = threadIdx.x % PAIR_ROWS;
-        Place place(weights, pair);
+        Spot place(weights, pair);
         u32 n = place.of(p.n), at = place.pair * PAIR_ROWS + row;
         if (column < p.m && column < M && at < n) {
             float sum = 0.0f;

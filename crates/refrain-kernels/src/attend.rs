@@ -87,10 +87,11 @@ pub struct AttendArgs<'a> {
     pub max_blocks: usize,
     /// Blocks to a head, a power of two, at most 128; [`attend_splits`] gives a good number.
     pub n_splits: usize,
-    /// The next launch starts only when this one has ended. Blocks of a product are meant to be one to a
-    /// multiprocessor; started beside a kernel that has blocks on some of them only, they come to lie two to one and none
-    /// to another, and so do those of every product after it.
-    pub alone: bool,
+    /// Products are around this launch whose blocks are meant to be one to a multiprocessor, half of it each. One started
+    /// beside a kernel that is on some multiprocessors only comes to lie two to one and none to another, and so do all
+    /// products after it. So there is a block of this launch for every multiprocessor; those that have nothing to do are
+    /// there all the same. Where it has more blocks than that, the next launch starts only when this one has ended.
+    pub fills: bool,
     /// Names the step.
     pub step: &'a str,
 }
@@ -181,14 +182,16 @@ impl Kernels {
         let case = Case { op: "attend", dtype: a.cache_dtype, shape: &shape };
         case.sizes()?;
         let (size, per_block) = check(&case, a)?;
-        let sizes = sizes(&case, a, per_block)?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
         let (q, q_rows) = case.rows("q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
         let (k, k_rows) = case.rows("k", &a.k, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
         let (v, v_rows) = case.rows("v", &a.v, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
         let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(per_block);
-        crate::require!(case, n_groups <= 65_535, "at most 65535 groups of heads");
-        let grid = [a.n_splits as u32, n_groups as u32, a.n as u32];
+        let blocks = a.n_splits * n_groups;
+        let filled = if a.fills { blocks.max(self.n_sms()) } else { blocks };
+        let grid = [case.u32("blocks", filled)?, a.n as u32, 1];
+        let alone = a.fills && filled * a.n != self.n_sms();
+        let sizes = sizes(&case, a, per_block, alone)?;
         let launch = self.launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?;
         let launch = launch.shared(shared_bytes(size, heads_of(per_block), a.cache_dtype));
         let launch = launch.step(a.step).write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?);
@@ -256,7 +259,7 @@ fn check(case: &Case<'_>, a: &AttendArgs<'_>) -> Result<(usize, usize), KernelEr
     Ok((size, group.div_ceil(group.div_ceil(most))))
 }
 
-fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize) -> Result<Sizes, KernelError> {
+fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize, alone: bool) -> Result<Sizes, KernelError> {
     let window = a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
     Ok(Sizes {
         n_heads: a.n_heads as u32,
@@ -270,7 +273,7 @@ fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize) -> Result<Sizes,
         magnitude: a.rope.magnitude,
         eps: a.norm.map_or(0.0, |norm| norm.eps),
         kv_shift: a.kv_block.trailing_zeros(),
-        alone: u32::from(a.alone),
+        alone: u32::from(alone),
         pages: PageSizes {
             n_blocks: a.n_blocks as u32,
             n_kv_heads: a.n_kv_heads as u32,
@@ -319,10 +322,10 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
 /// The four ops one after the other.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let s = k.arg::<Sizes>(17)?;
-    let n = k.config().grid[2] as usize;
+    let n = k.config().grid[1] as usize;
     let [n_heads, n_kv_heads, head_dim] =
         [s.n_heads, s.pages.n_kv_heads, s.pages.head_dim].map(|n| n as usize);
-    check_state(k, n)?;
+    check_state(k, n, &s)?;
     let positions = Dense::read(k, k.ptr(8)?, DType::I32, &[n])?;
     let inv_freq = Dense::read(k, k.ptr(11)?, DType::F32, &[s.n_dims as usize / 2])?;
     let style = if s.interleaved == 0 { RopeStyle::Neox } else { RopeStyle::Interleaved };
@@ -360,14 +363,15 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 }
 
 /// What the kernel relies on and cannot check.
-fn check_state(k: &SimKernel<'_>, n: usize) -> KernelResult {
+fn check_state(k: &SimKernel<'_>, n: usize, s: &Sizes) -> KernelResult {
     let (positions, seqs) = (k.read::<i32>(k.ptr(8)?, n)?, k.read::<i32>(k.ptr(9)?, n)?);
     let rows: Vec<usize> = (0..n).filter(|&i| positions[i] >= 0).collect();
     if let Some(i) = (1..rows.len()).find(|&i| rows[..i].iter().any(|&j| seqs[j] == seqs[rows[i]])) {
         return Err(fault(format!("two rows are of sequence {}", seqs[rows[i]])));
     }
     if k.arg::<u64>(2)? != 0 {
-        let counters: Vec<u32> = k.read(k.ptr(2)?, n * k.config().grid[1] as usize * COUNTERS)?;
+        let n_groups = s.pages.n_kv_heads * (s.n_heads / s.pages.n_kv_heads).div_ceil(s.per_block);
+        let counters: Vec<u32> = k.read(k.ptr(2)?, n * n_groups as usize * COUNTERS)?;
         if let Some(i) = counters.iter().position(|&c| c != 0) {
             return Err(fault(format!("counter {i} is {} before the launch, must be 0", counters[i])));
         }

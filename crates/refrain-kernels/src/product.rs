@@ -18,8 +18,10 @@ pub const MAX_PARTS: usize = 3;
 
 /// Shared memory that the compiled code itself declares, rounded up.
 const STATIC_BYTES: usize = 4096;
-/// What is left to a block of attention beside one of products with plain weights.
-const ATTENTION_BYTES: usize = 28 << 10;
+/// Products of more bytes with plain weights have a multiprocessor's shared memory to themselves: their time is that of
+/// reading, which larger rings make shorter, and not that of starting, which they make longer.
+const LARGE_BYTES: usize = 96 << 20;
+const LARGE_RING_BYTES: usize = 192 << 10;
 /// Products of fewer bytes take no more of a ring than they fill: their time is that of their start, which others should
 /// be able to make beside them.
 const SMALL_BYTES: usize = 4 << 20;
@@ -31,18 +33,15 @@ struct Chunk {
     cols: usize,
     bytes: usize,
     warps: usize,
-    /// Bytes of all warps' rings.
+    /// Bytes of all warps' rings: a block should leave half of a multiprocessor to the next launch's.
     ring: usize,
-    /// Whether a block leaves half of a multiprocessor to the next launch's.
-    shares: bool,
 }
 
 impl Chunk {
     const fn of(dtype: DType) -> Option<Chunk> {
         match (dtype, Unit::of(dtype)) {
-            // Few warps with much under way; what a multiprocessor has left is enough for attention.
             (DType::BF16 | DType::F16, _) => {
-                Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, ring: 192 << 10, shares: false })
+                Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, ring: 96 << 10 })
             }
             (_, Some(Unit { cols, bytes, .. })) => {
                 let (units, warps, ring) = match dtype {
@@ -50,18 +49,11 @@ impl Chunk {
                     _ => (if cols == 128 { 2 } else { 1 }, 16, 60 << 10),
                 };
                 let (cols, bytes) = (units * cols, units * bytes);
-                Some(Chunk { rows: TILE_ROWS, cols, bytes, warps, ring, shares: true })
+                Some(Chunk { rows: TILE_ROWS, cols, bytes, warps, ring })
             }
             (_, None) => None,
         }
     }
-}
-
-/// Whether blocks of products with this dtype can lie two to a multiprocessor, so that one started beside a kernel that is
-/// on some multiprocessors only comes to lie unevenly.
-#[must_use]
-pub fn products_lie_unevenly(dtype: DType) -> bool {
-    matches!(Chunk::of(dtype), Some(Chunk { shares: true, .. }))
 }
 
 /// Pairs of dtypes that one launch takes beside launches of one dtype.
@@ -198,11 +190,12 @@ impl Kernels {
         let Some(tile_inverse) = inverse(of_tile, (n_tiles / grid + 1).saturating_mul(of_tile)) else {
             return Err(case.refuse("a block would have more than 2^32 pieces of weights".to_owned()));
         };
-        let weights = a.parts.iter().try_fold(0, |sum, p| Some(weight_bytes(p.dtype, p.n, a.k)? + sum));
-        let share = (n_tiles / grid + 1) * of_tile;
-        let most =
-            if weights.is_some_and(|w| w < SMALL_BYTES) { share.div_ceil(chunk.warps) } else { usize::MAX };
-        let (stages, shared) = self.product_shared(&case, a.k, [chunk, other], most)?;
+        let weights = a.parts.iter().try_fold(0_usize, |sum, p| {
+            weight_bytes(p.dtype, p.n, a.k).and_then(|bytes| sum.checked_add(bytes))
+        });
+        let share = ((n_tiles / grid + 1) * of_tile).div_ceil(chunk.warps);
+        let (stages, shared) =
+            self.product_shared(&case, a.k, [chunk, other], weights.unwrap_or(usize::MAX), share)?;
         let mut launch = self
             .launch(&name(first, second), case.u32("n", grid)?, 32 * chunk.warps as u32)?
             .shared(shared)
@@ -269,27 +262,32 @@ impl Kernels {
         self.shared_limit().saturating_sub(STATIC_BYTES)
     }
 
-    /// Chunks in a warp's ring, at most `most`, and the shared memory of a block.
+    /// Chunks in a warp's ring, and the shared memory of a block: for `weights` bytes in all, of which a warp has `share`
+    /// chunks.
     fn product_shared(
         &self,
         case: &Case<'_>,
         k: usize,
         [chunk, other]: [Chunk; 2],
-        most: usize,
+        weights: usize,
+        share: usize,
     ) -> Result<(u8, u32), KernelError> {
         let slot = chunk.bytes.max(other.bytes);
+        let is_plain = chunk.rows != TILE_ROWS;
         // Quantised: a byte to an element and two floats to 32, up to whole units.
-        let x = if chunk.rows == TILE_ROWS { k.next_multiple_of(256) / 4 * 5 } else { 4 * k };
+        let x = if is_plain { 4 * k } else { k.next_multiple_of(256) / 4 * 5 };
         let bytes = |stages: usize| {
             let barriers = (8 * chunk.warps * stages).next_multiple_of(128);
             chunk.warps * stages * slot + barriers + x.next_multiple_of(16)
         };
         let limit = self.product_limit();
-        let wanted = (chunk.ring / (chunk.warps * slot)).min(most).clamp(1, 64);
-        // A long x may leave less than two chunks for each warp in a half: then there is no sharing.
         let half = (self.shared_sm() / 2).saturating_sub(STATIC_BYTES);
-        let room = if chunk.shares { half } else { self.shared_sm().saturating_sub(ATTENTION_BYTES) };
+        let is_large = is_plain && weights >= LARGE_BYTES;
+        let (ring, room) = if is_large { (LARGE_RING_BYTES, limit) } else { (chunk.ring, half) };
+        let most = if weights < SMALL_BYTES { share } else { usize::MAX };
+        let wanted = (ring / (chunk.warps * slot)).min(most).clamp(1, 64);
         let fits = |room: usize, stages: usize| bytes(stages) <= room.min(limit);
+        // A long x may leave less than two chunks for each warp in a half: then there is no sharing.
         let beside = (wanted.min(2)..=wanted).rev().find(|&stages| fits(room, stages));
         let Some(stages) = beside.or_else(|| (1..=wanted.min(2)).rev().find(|&stages| fits(limit, stages)))
         else {

@@ -85,7 +85,7 @@ fn attend_us(bed: &mut Bed, dtype: DType, head_dim: usize, context: usize) -> f6
             n_seqs: 1,
             max_blocks,
             n_splits,
-            alone: false,
+            fills: false,
             step: "attend",
         })
     };

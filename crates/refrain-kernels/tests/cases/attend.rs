@@ -282,7 +282,7 @@ fn case(s: Setup) -> Case {
             n_seqs: n,
             max_blocks,
             n_splits: s.n_splits,
-            alone: s.n_splits == 1,
+            fills: s.n_splits == 1,
             step: "case",
         })?);
         Ok(())
@@ -375,7 +375,7 @@ pub fn same_bits_as_rope_kv(bed: &mut Bed) {
                 n_seqs: 1,
                 max_blocks,
                 n_splits: 1,
-                alone: true,
+                fills: true,
                 step: "at once",
             });
             let launches = [apart.unwrap(), at_once.unwrap()];
