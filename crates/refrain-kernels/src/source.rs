@@ -126,7 +126,7 @@ impl Family {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 12] = [
+pub(crate) const HEADERS: [(&str, &str); 13] = [
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("mma.cuh", include_str!("../cu/mma.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
@@ -137,6 +137,7 @@ pub(crate) const HEADERS: [(&str, &str); 12] = [
     ("sample_cut.cuh", include_str!("../cu/sample_cut.cuh")),
     ("sample_keys.cuh", include_str!("../cu/sample_keys.cuh")),
     ("sample_list.cuh", include_str!("../cu/sample_list.cuh")),
+    ("sample_small.cuh", include_str!("../cu/sample_small.cuh")),
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];
