@@ -26,7 +26,7 @@ fn everything_is_good_on_the_simulated_device_and_nothing_is_left() {
     let rows = examine_device(&device);
     print(&rows);
     assert!(rows.iter().all(|r| r.verdict == Verdict::Good && !r.words.is_empty()), "{rows:#?}");
-    assert_eq!(rows.len(), 11);
+    assert_eq!(rows.len(), 12);
     assert_eq!(sim.stats().live, live);
 }
 
@@ -54,7 +54,7 @@ fn a_replay_with_one_wrong_byte_is_found() {
 fn a_context_that_is_lost_on_the_way_leaves_rows_that_say_so() {
     let faults = faults("on 2nd replay: illegal address");
     let rows = examine(DeviceKind::Sim(SimOptions { faults, ..SimOptions::default() }));
-    let bad = row(&rows, "record by stream capture");
+    let bad = row(&rows, "launch cost");
     assert!(bad.verdict == Verdict::Bad && bad.words.contains("700") && bad.advice.is_some(), "{bad:?}");
     assert_eq!(row(&rows, "read bandwidth").verdict, Verdict::Skipped);
 }

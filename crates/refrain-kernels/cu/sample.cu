@@ -9,7 +9,8 @@
 //   token     [n]             i32
 //   logprob   [n]             f32: under the adjusted logits, at temperature 1
 //   scratch   for each row, C = ceil(vocab / 1024): keys [1024 C] u64, weights [1024 C] f64 (or the best of each 64
-//             keys [16 C] u64), weights at the temperature [1024 C] f64, chunks [C] { best u64, sum f64 }
+//             keys [16 C] u64), weights at the temperature [1024 C] f64, chunks [C] { best u64, sum f64 }, and of
+//             each chunk's bins weights [C, 64] f64, weights at the temperature [C, 64] f64, counts [C, 64] u32
 //
 // Bias and penalties change the logits; NaN counts as -inf. Candidates are ordered by logit, then by the smaller id.
 // Top-k, top-p and min-p cut that order; Philox at (seed, position) chooses among the rest at the temperature. A
@@ -18,30 +19,44 @@
 // A candidate's key is its logit's bits, made to compare as numbers do, over its id's complement, so that keys are
 // unique and larger is better. The first kernel deals the tokens to C chunks, four at a time; the second looks at a
 // short list first: every key from the k-th best of the chunks' heads upward. With a top-k up to 64 the list holds all
-// candidates, and nothing has to be sorted but the list. Otherwise the first kernel sorts each chunk, the list has
-// about 200, and the filters may cut behind it; then the second finds each cut by narrowing: 32 keys at a time are
-// asked how much lies above them, one search in each chunk, until what lies between two of them is a short list again.
+// candidates, and nothing has to be sorted but the list. Otherwise the first kernel sorts each chunk and says how much
+// of it lies above each of 64 logits, the list has about 200, and the filters may cut behind it. Then the second finds
+// the two logits that a cut lies between, takes the keys between them into shared memory and narrows: 32 keys at a time
+// are asked how much lies above them, one search in each chunk, until what is left is a short list again.
 //
 // Launch    sample_chunks: grid (C, n), block (512), shared 0
-//           sample_select: grid (n), block (1024), shared 0
+//           sample_select: grid (n), block (1024), shared 80 KiB
 // Requires  vocab at most 2^20
 // Adjusted logits are rounded as on the CPU, so the best is the same to the bit. Weights and sums in f64, fixed order:
 // same choice every run. Capture: safe; all parameters are read at each run.
 #include "sample_cut.cuh"
+#include "sample_small.cuh"
 #include "view.cuh"
 
-// Whether any of the ids is a token of this chunk. All threads call it.
-inline bool any_here(Deal deal, u32 vocab, const i32* ids, u32 n) {
-    bool any = false;
-    for (u32 j = threadIdx.x; j < n; j += blockDim.x) any = any || (deal.has(ids[j]) && (u32)ids[j] < vocab);
-    return __syncthreads_or(any);
-}
+// Ids of tokens, of which each thread has asked for one early.
+struct Ids {
+    const i32* ids;
+    u32 n;
+    i32 mine;
+
+    inline Ids(const i32* all, u32 row, u32 n_ids) : ids(all + (u64)row * n_ids), n(n_ids), mine(-1) {
+        if (threadIdx.x < n) mine = ids[threadIdx.x];
+    }
+
+    // Whether any of those that this thread looks at is a token of the chunk.
+    inline bool any_here(Deal deal, u32 vocab) const {
+        bool any = deal.has(mine) && (u32)mine < vocab;
+        for (u32 j = threadIdx.x + blockDim.x; j < n; j += blockDim.x) {
+            any = any || (deal.has(ids[j]) && (u32)ids[j] < vocab);
+        }
+        return any;
+    }
+};
 
 // Adds the biases of this chunk, each token's in their order.
 inline void add_bias(float* l, Deal deal, u32 vocab, const i32* ids, const float* bias, u32 n_bias) {
     __shared__ float logits[CHUNK];
     __shared__ u32 times[CHUNK];
-    if (!any_here(deal, vocab, ids, n_bias)) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         logits[2 * threadIdx.x + r] = l[r];
@@ -78,7 +93,6 @@ inline void add_bias(float* l, Deal deal, u32 vocab, const i32* ids, const float
 inline void penalise(float* l, Deal deal, u32 vocab, const i32* history, u32 n_history, float repeat, float frequency,
                      float presence) {
     __shared__ u32 times[CHUNK];
-    if (!any_here(deal, vocab, history, n_history)) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) times[2 * threadIdx.x + r] = 0;
     __syncthreads();
@@ -114,9 +128,12 @@ inline void sort_keys(u64* k) {
             if ((k[0] < a) == larger) k[0] = a;
             if ((k[1] < b) == larger) k[1] = b;
         }
-        for (; step >= 2; step /= 2) {
-            bool larger = ((t & step / 2) == 0) == descending;
-            u64 a = __shfl_xor_sync(ALL_LANES, k[0], step / 2), b = __shfl_xor_sync(ALL_LANES, k[1], step / 2);
+        // Steps as constants: half the instructions.
+#pragma unroll
+        for (u32 lanes = 16; lanes > 0; lanes /= 2) {
+            if (lanes >= size / 2) continue;
+            bool larger = ((t & lanes) == 0) == descending;
+            u64 a = __shfl_xor_sync(ALL_LANES, k[0], lanes), b = __shfl_xor_sync(ALL_LANES, k[1], lanes);
             if ((k[0] < a) == larger) k[0] = a;
             if ((k[1] < b) == larger) k[1] = b;
         }
@@ -157,14 +174,22 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
                                                                     const float* params, const i32* history,
                                                                     const i32* bias_ids, const float* bias, Rows rows,
                                                                     u32 vocab, u32 n_history, u32 n_bias) {
-    start();
+    __shared__ u32 next_bin[17], warp_most[16], best_id;
+    __shared__ double warp_sums[16];
+    let_next_start();
     u32 row = blockIdx.y, n_chunks = gridDim.x;
     Deal deal = {blockIdx.x, n_chunks};
     const float* in = logits + rows.start(row);
     const float* p = params + row * 8;
-    float temperature = p[0], repeat = p[4], frequency = p[5], presence = p[6];
-    u32 top_k = top_k_of(p[1]), first = deal.first_id(threadIdx.x);
-    float l[2];
+    u32 first = deal.first_id(threadIdx.x);
+    u8* out = scratch + row * row_bytes(n_chunks);
+    u64 n_keys = (u64)n_chunks * CHUNK, at = (u64)deal.chunk * CHUNK;
+    wait_for_previous();
+
+    // All that is read is asked for before any of it is needed.
+    Ids biased(bias_ids, row, n_bias), seen(history, row, n_history);
+    float temperature = p[0], repeat = p[4], frequency = p[5], presence = p[6], l[2];
+    u32 top_k = top_k_of(p[1]);
     if (first + 2 <= vocab && (u64)in % 8 == 0) {
         float2 two = *(const float2*)(in + first);
         l[0] = two.x, l[1] = two.y;
@@ -172,25 +197,36 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
 #pragma unroll
         for (int r = 0; r < 2; r++) l[r] = first + r < vocab ? in[first + r] : 0.0f;
     }
-    if (n_bias > 0) add_bias(l, deal, vocab, bias_ids + (u64)row * n_bias, bias + (u64)row * n_bias, n_bias);
-    if (n_history > 0 && (repeat != 1.0f || frequency != 0.0f || presence != 0.0f)) {
-        penalise(l, deal, vocab, history + (u64)row * n_history, n_history, repeat, frequency, presence);
+    bool penalties = n_history > 0 && (repeat != 1.0f || frequency != 0.0f || presence != 0.0f);
+    if (n_bias > 0 || penalties) {
+        bool any = biased.any_here(deal, vocab) || (penalties && seen.any_here(deal, vocab));
+        if (__syncthreads_or(any)) {
+            if (n_bias > 0) add_bias(l, deal, vocab, biased.ids, bias + (u64)row * n_bias, n_bias);
+            if (penalties) penalise(l, deal, vocab, seen.ids, n_history, repeat, frequency, presence);
+        }
     }
 
-    u64 k[2], best = 0;
+    u64 k[2];
+    // As numbers -0 and +0 are equal, and the smaller id wins.
+    u32 number[2], warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         if (l[r] != l[r]) l[r] = -inf_f32();
         bool there = first + r < vocab;
         k[r] = there ? key_of(l[r], first + r) : 0;
-        // As numbers -0 and +0 are equal, and the smaller id wins.
-        best = Larger()(best, there ? key_of(l[r] + 0.0f, first + r) : 0);
+        number[r] = there ? ordered(l[r] + 0.0f) : 0;
     }
-    best = block_reduce(best, Larger(), (u64)0);
-    float top = key_logit(best);
+    u32 most = __reduce_max_sync(ALL_LANES, max(number[0], number[1]));
+    if (lane == 0) warp_most[warp] = most;
+    if (threadIdx.x == 0) best_id = 0;
+    __syncthreads();
+    most = __reduce_max_sync(ALL_LANES, warp_most[lane % 16]);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (first + r < vocab && number[r] == most) atomicMax(&best_id, ID_MASK - (first + r));
+    }
+    float top = from_ordered(most);
 
-    u8* out = scratch + row * row_bytes(n_chunks);
-    u64 n_keys = (u64)n_chunks * CHUNK, at = (u64)deal.chunk * CHUNK;
     Chunk* chunks = (Chunk*)(out + n_keys * 24);
     bool greedy = is_greedy(temperature), small = is_small(top_k);
     double sum = 0.0;
@@ -198,35 +234,69 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
 #pragma unroll
         for (int r = 0; r < 2; r++) sum += k[r] == 0 ? 0.0 : weight(l[r], top, 1.0);
         if (!greedy) {
-            u64 head = warp_reduce(Larger()(k[0], k[1]), Larger());
+            u64 head = warp_largest(Larger()(k[0], k[1]));
             u64* heads = (u64*)(out + n_keys * 8) + deal.chunk * GROUPS;
-            if (threadIdx.x % 32 == 0) heads[threadIdx.x / 32] = head;
+            if (lane == 0) heads[warp] = head;
         }
-        sum = block_reduce(sum, Add(), 0.0);
+        sum = warp_reduce(sum, Add());
+        if (lane == 0) warp_sums[warp] = sum;
+        __syncthreads();
+        sum = 0.0;
+#pragma unroll
+        for (int i = 0; i < 16; i++) sum += warp_sums[i];
     } else {
         sort_keys(k);
         double w[2], hot[2];
+        float scale = bins_per_unit(temperature);
+        u32 bin[3];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             w[r] = k[r] == 0 ? 0.0 : weight(key_logit(k[r]), top, 1.0);
             hot[r] = k[r] == 0 ? 0.0 : weight(key_logit(k[r]), top, (double)temperature);
+            bin[r] = k[r] == 0 ? BINS : bins_below(key_logit(k[r]), top, scale);
         }
+        if (lane == 0) next_bin[warp] = bin[0];
+        if (threadIdx.x == 0) next_bin[16] = BINS;
         sum = scan(w, hot);
+        bin[2] = __shfl_sync(ALL_LANES, bin[0], (lane + 1) % 32);
+        if (lane == 31) bin[2] = next_bin[warp + 1];
+        Bins bins(chunks + n_chunks, n_chunks);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            // The last key of its bin speaks for that bin, and for those up to the next key's: they are empty.
+            for (u32 b = bin[r]; b < bin[r + 1]; b++) {
+                u32 i = deal.chunk * BINS + b;
+                bins.weights[i] = w[r];
+                bins.tempered[i] = hot[r];
+                bins.counts[i] = 2 * threadIdx.x + r + 1;
+            }
+        }
         ((TwoSums*)(out + n_keys * 8))[at / 2 + threadIdx.x] = TwoSums{w[0], w[1]};
         ((TwoSums*)(out + n_keys * 16))[at / 2 + threadIdx.x] = TwoSums{hot[0], hot[1]};
     }
-    if (threadIdx.x == 0) chunks[deal.chunk] = Chunk{best, sum};
+    // Behind a barrier, whichever way it went.
+    if (threadIdx.x == 0) chunks[deal.chunk] = Chunk{(u64)most << ID_BITS | best_id, sum};
     if (!greedy) ((Two*)out)[at / 2 + threadIdx.x] = Two{k[0], k[1]};
 }
 
-// The choice without a small top-k, over sorted chunks.
-inline u64 choose_large(const Row& row, Desk& desk) {
+inline bool is_proper(double total) { return total > 0.0 && total <= 1.7976931348623157e308; }
+
+// The choice without a small top-k, over sorted chunks; 0 when there is nothing to weigh. All threads call it with their
+// chunk.
+inline u64 choose_large(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     u32 c = threadIdx.x;
-    desk.heads[c] = c < row.n_chunks ? row.keys[(u64)c * CHUNK] : 0;
+    u64 head = c < row.n_chunks ? row.keys[(u64)c * CHUNK] : 0;
+    weigh_all<1024>(row, desk, chunks, mine);
+    // Here the chunks' own first keys, in which -0 is below +0.
+    desk.heads[c] = head;
+    // A warp that mostly has no chunks to weigh draws.
+    if (c == 1024 - 32) desk.uniform = row.uniform();
     __syncthreads();
+    row.total = total_of<1024>(row, desk);
+    if (!is_proper(row.total)) return 0;
     u32 n = list_best(row, desk);
     if (c < 32) {
-        u32 place = n > 0 ? choose_listed<8>(row, desk, n, row.uniform()) : 0;
+        u32 place = n > 0 ? choose_listed<8>(row, desk, n, desk.uniform) : 0;
         if (c == 0) {
             desk.found = place < n;
             desk.key = place < n ? desk.sorted[place] : 0;
@@ -239,92 +309,42 @@ inline u64 choose_large(const Row& row, Desk& desk) {
     return found ? chosen : choose_among_all(row, desk, n);
 }
 
-inline bool is_proper(double total) { return total > 0.0 && total <= 1.7976931348623157e308; }
-
-// What the chunks say together: the best, and the sum of all weights relative to it.
-inline Chunk together(const Chunk* chunks, u32 first, u32 step, u32 n_chunks) {
-    Chunk all = {0, 0.0};
-    for (u32 c = first; c < n_chunks; c += step) all.best = Larger()(all.best, chunks[c].best);
-    all.best = step == 32 ? warp_reduce(all.best, Larger()) : block_reduce(all.best, Larger(), (u64)0);
-    float top = key_logit(all.best);
-    for (u32 c = first; c < n_chunks; c += step) {
-        float chunk_top = key_logit(chunks[c].best);
-        if (chunk_top != -inf_f32()) all.sum += weight(chunk_top, top, 1.0) * chunks[c].sum;
-    }
-    all.sum = step == 32 ? warp_reduce(all.sum, Add()) : block_reduce(all.sum, Add(), 0.0);
-    return all;
-}
-
-// A top-k up to 64 over unsorted chunks: the list holds all candidates. The choice, or 0 when there is nothing to
-// weigh.
-inline u64 choose_small(Row& row, Desk& desk, const Chunk* chunks) {
-    u32 c = threadIdx.x, n_heads = row.n_chunks;
-    Groups groups(row);
-    double uniform = c < 32 ? row.uniform() : 0.0;
-    desk.heads[c] = c < n_heads ? chunks[c].best : 0;
-    if (n_heads < SMALL_K) {
-        // Too few chunks: the best of neighbouring groups, of as many as leave enough of them.
-        u32 join = GROUPS;
-        while (join > 1 && row.n_chunks * (GROUPS / join) < SMALL_K) join /= 2;
-        n_heads = row.n_chunks * (GROUPS / join);
-        u64 head = 0;
-        for (u32 i = 0; i < join && c < n_heads; i++) head = Larger()(head, ((const u64*)row.weights)[c * join + i]);
-        desk.heads[c] = head;
-    }
-    u64 least = nth_head(desk, desk.heads, n_heads, row.top_k);
-    row.top = key_logit(desk.top_key);
-    // Nothing or something infinite on top.
-    if (row.top == -inf_f32() || row.top == inf_f32()) return 0;
-    // A chunk's best counts -0 as +0, so its key may stand above the token's own.
-    if (key_logit(least) == 0.0f) least = (u64)ordered(-0.0f) << ID_BITS;
-    if (!list_groups(row, desk, groups, least)) {
-        least = nth_key(row, desk, min(row.top_k, row.vocab));
-        list_groups(row, desk, groups, least);
-    }
-    u32 n = desk.n_list;
-    sort_list(row, desk, n);
-    if (c < 32) {
-        // What is behind the best k does not count, and those are two to a lane.
-        u32 chosen = choose_listed<SMALL_K / 32>(row, desk, min(n, SMALL_K), uniform);
-        if (c == 0) desk.key = desk.sorted[chosen];
-    } else if (c < 64) {
-        // Meanwhile the next warp weighs everything, for the log-probability.
-        double total = together(chunks, c - 32, 32, row.n_chunks).sum;
-        if (c == 32) desk.total = total;
-    }
-    __syncthreads();
-    row.total = desk.total;
-    return desk.key;
-}
-
 extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token, float* logprob, const u8* scratch,
                                                                      const float* params, const u32* rng, u32 vocab) {
-    __shared__ Desk desk;
-    start();
+    Desk& desk = the_desk();
     u32 index = blockIdx.x, n_chunks = (vocab + CHUNK - 1) / CHUNK, c = threadIdx.x;
     const u8* in = scratch + index * row_bytes(n_chunks);
     u64 n_keys = (u64)n_chunks * CHUNK;
     const Chunk* chunks = (const Chunk*)(in + n_keys * 24);
     const float* p = params + index * 8;
-    Row row = {(const u64*)in, (const double*)(in + n_keys * 8), (const double*)(in + n_keys * 16), rng + index * 4,
-               n_chunks, vocab, 0.0f, 0.0, (double)p[0], top_k_of(p[1]), p[2], p[3]};
+    wait_for_previous();
+    // Not before: blocks of the next kernel would come to lie unevenly beside those of the first.
+    let_next_start();
+    // Asked for before it is known what for.
+    Chunk mine = c < n_chunks ? chunks[c] : Chunk{0, 0.0};
+    Row row = {(const u64*)in, (const double*)(in + n_keys * 8), (const double*)(in + n_keys * 16),
+               Bins(chunks + n_chunks, n_chunks), {rng[4 * index], rng[4 * index + 1], rng[4 * index + 2]}, n_chunks,
+               vocab, 0.0f, 0.0, (double)p[0], top_k_of(p[1]), p[2], p[3]};
     bool greedy = is_greedy(p[0]), small = !greedy && is_small(row.top_k);
-    // The best needs no more than one warp, and no barrier.
-    if (greedy && c >= 32) return;
-    u64 best = 0, chosen = 0;
-    if (small) {
-        chosen = choose_small(row, desk, chunks);
-        best = desk.top_key;
-    } else {
-        Chunk all = together(chunks, c, greedy ? 32 : blockDim.x, n_chunks);
-        best = all.best;
-        row.top = key_logit(best);
+    u64 chosen = 0;
+    if (greedy) {
+        // One warp, and no barrier.
+        if (c >= 32) return;
+        Chunk all = together(chunks, n_chunks, mine);
+        row.top = key_logit(all.best);
         row.total = all.sum;
-        if (!greedy && is_proper(row.total)) chosen = choose_large(row, desk);
+        chosen = all.best;
+    } else if (small) {
+        if (c >= SMALL_THREADS) return;
+        chosen = choose_small(row, desk, chunks, mine);
+    } else {
+        chosen = choose_large(row, desk, chunks, mine);
     }
     if (c > 0) return;
-    // Greedily, or with nothing to weigh, the best.
-    if (chosen == 0) chosen = best;
+    if (chosen == 0) {
+        // Nothing to weigh: the best.
+        for (u32 i = 0; i < n_chunks; i++) chosen = Larger()(chosen, chunks[i].best);
+    }
     bool proper = row.top != inf_f32() && row.top != -inf_f32() && is_proper(row.total);
     token[index] = (i32)key_id(chosen);
     logprob[index] = proper ? (float)((double)key_logit(chosen) - (double)row.top - log(row.total)) : nan_f32();

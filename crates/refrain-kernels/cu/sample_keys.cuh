@@ -13,11 +13,11 @@ const u32 GROUP = 64;
 const u32 GROUPS = CHUNK / GROUP;
 // Longest short list: one warp, eight keys to a lane.
 const u32 LIST = 256;
+// Bins of logits that a chunk has sums for, from its best downward.
+const u32 BINS = 64;
+// Bytes of scratch for a chunk: keys and two running sums, what it says as a whole, two sums and a count for each bin.
+const u32 CHUNK_BYTES = CHUNK * 24 + 16 + BINS * 20;
 
-struct Chunk {
-    u64 best;
-    double sum;
-};
 
 struct alignas(16) Two {
     u64 a, b;
@@ -25,6 +25,20 @@ struct alignas(16) Two {
 
 struct alignas(16) TwoSums {
     double a, b;
+};
+
+// How much of each chunk lies in its first bins: running sums, and how many keys these are.
+struct Bins {
+    Bins() = default;
+    double* weights;   // [n_chunks, BINS]
+    double* tempered;  // [n_chunks, BINS], at the temperature
+    u32* counts;       // [n_chunks, BINS]
+
+    inline Bins(const void* at, u32 n_chunks) {
+        weights = (double*)at;
+        tempered = weights + n_chunks * BINS;
+        counts = (u32*)(tempered + n_chunks * BINS);
+    }
 };
 
 struct Larger {
@@ -54,6 +68,25 @@ inline double weight(float logit, float best, double temperature) {
     return exp(((double)logit - (double)best) / temperature);
 }
 
+// The largest key of a warp, by its upper and then its lower half.
+inline u64 warp_largest(u64 key) {
+    u32 high = __reduce_max_sync(ALL_LANES, (u32)(key >> 32));
+    u32 low = __reduce_max_sync(ALL_LANES, (u32)(key >> 32) == high ? (u32)key : 0);
+    return (u64)high << 32 | low;
+}
+
+// What a chunk says as a whole.
+struct Chunk {
+    u64 best;
+    double sum;  // of weights relative to the best
+
+    // The sum relative to the row's best.
+    inline double relative_to(float top) const {
+        float own = key_logit(best);
+        return own == -inf_f32() ? 0.0 : weight(own, top, 1.0) * sum;
+    }
+};
+
 inline bool is_greedy(float temperature) { return !(temperature > 0.0f); }
 
 // A float as Rust's `as usize` takes it: NaN and what is below 1 are 0.
@@ -61,7 +94,20 @@ inline u32 top_k_of(float k) { return k >= 1.0f ? (k >= 2147483648.0f ? 0x800000
 
 inline bool is_small(u32 top_k) { return top_k >= 1 && top_k <= SMALL_K; }
 
-inline u64 row_bytes(u32 n_chunks) { return (u64)n_chunks * (CHUNK * 24 + sizeof(Chunk)); }
+inline u64 row_bytes(u32 n_chunks) { return (u64)n_chunks * CHUNK_BYTES; }
+
+// Bins are as wide as the temperature asks for, a power of two, and lie at the same logits in every chunk.
+inline float bins_per_unit(float temperature) {
+    return temperature <= 1.0f ? 4.0f : temperature <= 2.0f ? 2.0f : temperature <= 4.0f ? 1.0f : 0.5f;
+}
+
+// How many bins a logit lies below that of `best`, at most BINS. Exact for a best within MOST_BINNED.
+inline u32 bins_below(float logit, float best, float per_unit) {
+    float n = floorf(best * per_unit) - floorf(logit * per_unit);
+    return n < (float)BINS ? (u32)n : BINS;
+}
+
+const float MOST_BINNED = 1048576.0f;
 
 // Tokens are dealt in fours: neighbours in the vocabulary, which are often likely together, go to different chunks.
 struct Deal {

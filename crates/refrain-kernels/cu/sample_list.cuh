@@ -22,7 +22,8 @@ struct Row {
     const u64* keys;         // [n_chunks, 1024], each chunk sorted unless top-k is small
     const double* weights;   // [n_chunks, 1024], running sums
     const double* tempered;  // [n_chunks, 1024], running sums at the temperature
-    const u32* rng;
+    Bins bins;
+    u32 rng[3];  // seed low, seed high, position
     u32 n_chunks, vocab;
     float top;
     double total, temperature;
@@ -32,26 +33,92 @@ struct Row {
     inline double uniform() const { return (double)((float)(philox(rng[2], rng[0], rng[1]) >> 8) / 16777216.0f); }
 };
 
+// Places behind keys that are compared, so that nothing has to ask where they end.
+const u32 AHEAD = 128;
+// Most keys that are narrowed in shared memory.
+const u32 WINDOW = 2048;
+
 // What the threads of the second kernel share.
 struct Desk {
-    u64 list[LIST];         // in no order
+    u64 window[WINDOW];     // keys low .. high of every chunk
+    u64 list[LIST + AHEAD];  // in no order
     u64 sorted[LIST];       // the list, best first
     double weights[LIST];   // theirs, relative to the row's best
     double tempered[LIST];  // and at the temperature
     u64 best[LIST];         // the first such list
     double best_tempered[LIST];
     u32 groups[LIST];       // groups of keys that reach into the list
-    u64 heads[CHUNK];       // the best of each chunk
+    u64 heads[CHUNK + AHEAD];  // the best of each chunk
     double factor[CHUNK];   // a chunk's sums times this are relative to the row's best
     u16 kept[CHUNK];        // how many of a chunk's keys are candidates
     u16 low[CHUNK];         // the cut is not before this many
     u16 high[CHUNK];        // nor behind this many
+    i32 at[CHUNK];          // where a chunk's first key lies, or would lie, among the keys that are looked at
+    u16 to[CHUNK];          // where its key `low` is to lie in the window or the list
+    u8 behind[CHUNK];       // bins from the row's best to the chunk's
     double partial[32][33];
-    double above[32];
-    u64 key, top_key;
+    double above[BINS];
+    u64 key;
+    Two ends;
     double total;
     u32 n_list, n_groups, found;
+    u32 warps[32];
+    double sums[32];
+    double uniform;
 };
+
+static_assert(sizeof(Desk) <= 80 * 1024, "more than the launcher asks for");
+
+inline Desk& the_desk() {
+    DYNAMIC_SHARED(desk);
+    return *(Desk*)desk;
+}
+
+// What the chunks say together: the best, and the sum of all weights relative to it. For one warp, whose lanes bring the
+// first 32.
+inline Chunk together(const Chunk* chunks, u32 n_chunks, Chunk mine) {
+    u32 lane = threadIdx.x % 32;
+    u64 best = mine.best;
+    for (u32 c = lane + 32; c < n_chunks; c += 32) best = Larger()(best, chunks[c].best);
+    best = warp_largest(best);
+    double sum = 0.0;
+    for (u32 c = lane; c < n_chunks; c += 32) {
+        if (c > lane) mine = chunks[c];
+        sum += mine.relative_to(key_logit(best));
+    }
+    return Chunk{best, warp_reduce(sum, Add())};
+}
+
+// The same for N threads, which bring a chunk each: puts the chunks' bests on the desk, and gives the row its best and its
+// sum of weights. The sum is there after a barrier, by `total_of`.
+template <u32 N> inline void weigh_all(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
+    u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
+    u32 most = 0;
+    for (u32 i = c; i < row.n_chunks; i += N) {
+        u64 best = i == c ? mine.best : chunks[i].best;
+        desk.heads[i] = best;
+        most = max(most, (u32)(best >> ID_BITS));
+    }
+    most = __reduce_max_sync(ALL_LANES, most);
+    if (lane == 0) desk.warps[warp] = most;
+    __syncthreads();
+    row.top = from_ordered(__reduce_max_sync(ALL_LANES, lane < N / 32 ? desk.warps[lane] : 0));
+    double sum = 0.0;
+    for (u32 i = c; i < row.n_chunks; i += N) {
+        if (i > c) mine = chunks[i];
+        sum += mine.relative_to(row.top);
+    }
+    if (warp * 32 < row.n_chunks) {
+        sum = warp_reduce(sum, Add());
+        if (lane == 0) desk.sums[warp] = sum;
+    }
+}
+
+template <u32 N> inline double total_of(const Row& row, const Desk& desk) {
+    double total = 0.0;
+    for (u32 i = 0; i < N / 32 && i * 32 < row.n_chunks; i++) total += desk.sums[i];
+    return total;
+}
 
 // How many of the keys low .. high are at or above a key, given that the first `low` are.
 inline u32 rank(const u64* keys, u64 key, u32 low, u32 high) {
@@ -66,33 +133,42 @@ inline u32 rank(const u64* keys, u64 key, u32 low, u32 high) {
     return low;
 }
 
-// Which of n keys this thread is to place, and how many of them are larger. 1024 threads share the comparisons.
-inline u32 place_of(const u64* keys, u32 n, u32& mine) {
-    u32 share = 32;
-    while (share > 1 && 1024 / share < n) share /= 2;
-    mine = threadIdx.x / share;
-    u64 key = mine < n ? keys[mine] : 0;
-    u32 larger = 0;
-    if (mine < n) {
-#pragma unroll 8
-        for (u32 i = threadIdx.x % share; i < n; i += share) larger += keys[i] > key;
+// Calls f with each of n keys, how many of them are larger, and which of the lanes that share it this is, of how many. N
+// threads share the comparisons. Behind the keys there are AHEAD more places, with anything in them.
+template <u32 N, typename F> inline void place_all(const u64* keys, u32 n, F f) {
+    u32 shift = 4;
+    while (shift > 0 && N >> shift < n) shift--;
+    u32 share = 1u << shift, part = threadIdx.x & (share - 1);
+    for (u32 first = 0; first < n; first += N >> shift) {
+        u32 mine = first + (threadIdx.x >> shift), larger = 0;
+        u64 key = keys[mine < n ? mine : 0];
+        // Eight at a time without a branch, so that their loads are under way together.
+        for (u32 i = part; i < n; i += 8 * share) {
+            u64 k[8];
+#pragma unroll
+            for (u32 j = 0; j < 8; j++) k[j] = keys[i + j * share];
+#pragma unroll
+            for (u32 j = 0; j < 8; j++) larger += (u32)(i + j * share < n) & (u32)(k[j] > key);
+        }
+        for (u32 step = 1; step < share; step *= 2) larger += __shfl_xor_sync(ALL_LANES, larger, step);
+        if (mine < n) f(key, larger, part, share);
     }
-    for (u32 step = 1; step < share; step *= 2) larger += __shfl_xor_sync(ALL_LANES, larger, step);
-    return larger;
 }
 
-// Appends the keys from `least` upward that a warp's lanes bring, two each; how many they were.
-inline u32 append(Desk& desk, Two keys, u64 least) {
-    u32 lane = threadIdx.x % 32, before = (1u << lane) - 1, at = 0;
-    u32 a = __ballot_sync(ALL_LANES, keys.a >= least), b = __ballot_sync(ALL_LANES, keys.b >= least);
-    u32 n = __popc(a) + __popc(b);
-    if (n == 0) return 0;
-    if (lane == 0) at = atomicAdd(&desk.n_list, n);
-    at = __shfl_sync(ALL_LANES, at, 0);
-    u32 at_a = at + __popc(a & before), at_b = at + __popc(a) + __popc(b & before);
-    if (keys.a >= least && at_a < LIST) desk.list[at_a] = keys.a;
-    if (keys.b >= least && at_b < LIST) desk.list[at_b] = keys.b;
-    return n;
+// Puts those of R keys that are at or above `least` on the list, as far as there is room; all of them count. In no order:
+// keys are unique, and the list is sorted.
+template <int R> inline void append(Desk& desk, const u64* keys, u64 least) {
+    u32 n = 0;
+#pragma unroll
+    for (int r = 0; r < R; r++) n += keys[r] >= least;
+    if (n == 0) return;
+    u32 at = atomicAdd(&desk.n_list, n);
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        if (keys[r] < least) continue;
+        if (at < LIST) desk.list[at] = keys[r];
+        at++;
+    }
 }
 
 // Lists every key from `least` (not 0) upward of sorted chunks, unless there are more than fit.
@@ -100,56 +176,41 @@ inline void list_from(const Row& row, Desk& desk, u64 least) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Two* keys = (const Two*)row.keys;
     for (u32 first = 4 * warp; first < row.n_chunks; first += 128) {
-        Two k[4];
+        u64 k[8];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             bool there = first + i < row.n_chunks;
-            k[i] = there ? keys[(u64)(first + i) * (CHUNK / 2) + lane] : Two{0, 0};
+            Two two = there ? keys[(u64)(first + i) * (CHUNK / 2) + lane] : Two{0, 0};
+            k[2 * i] = two.a, k[2 * i + 1] = two.b;
         }
-#pragma unroll
+        append<8>(desk, k, least);
+#pragma unroll 1
         for (int i = 0; i < 4; i++) {
-            bool more = append(desk, k[i], least) == 64;
+            u64 last = i == 0 ? k[1] : i == 1 ? k[3] : i == 2 ? k[5] : k[7];
             // Longer lists are of no use, so nobody has to count them to the end.
-            for (u32 at = 32; more && at < LIST; at += 32) {
-                more = append(desk, keys[(u64)(first + i) * (CHUNK / 2) + at + lane], least) == 64;
+            for (u32 at = 32; at < LIST && __ballot_sync(ALL_LANES, last >= least) == ALL_LANES; at += 32) {
+                Two two = keys[(u64)(first + i) * (CHUNK / 2) + at + lane];
+                u64 more[2] = {two.a, two.b};
+                append<2>(desk, more, least);
+                last = two.b;
             }
         }
     }
 }
 
-// Lists the keys low .. high of every chunk, of which there are no more than fit.
-inline void list_between(const Row& row, Desk& desk) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (u32 first = 4 * warp; first < row.n_chunks; first += 128) {
-        u64 k[4];
-        u32 at[4], end[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            bool there = first + i < row.n_chunks;
-            at[i] = there ? desk.low[first + i] : 0;
-            end[i] = there ? desk.high[first + i] : 0;
-            k[i] = at[i] + lane < end[i] ? row.keys[(u64)(first + i) * CHUNK + at[i] + lane] : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            append(desk, Two{k[i], 0}, 1);
-            for (u32 j = at[i] + 32; j < end[i]; j += 32) {
-                append(desk, Two{j + lane < end[i] ? row.keys[(u64)(first + i) * CHUNK + j + lane] : 0, 0}, 1);
+// Sorts the list and weighs the first `most` of it. All threads call it, after a barrier behind the last append; N of them
+// do it.
+template <u32 N> inline void sort_list(const Row& row, Desk& desk, u32 n, u32 most) {
+    if (threadIdx.x < N) {
+        place_all<N>(desk.list, n, [&](u64 key, u32 place, u32 part, u32 share) {
+            if (place >= most) return;
+            if (part == 0) desk.sorted[place] = key;
+            // Two lanes weigh at once, where two share a key.
+            for (u32 which = part; which < 2; which += share) {
+                double w = weight(key_logit(key), row.top, which == 0 ? 1.0 : row.temperature);
+                (which == 0 ? desk.weights : desk.tempered)[place] = w;
             }
-        }
-    }
-}
-
-// Sorts the list and weighs it, a thread for each. All threads call it, after a barrier behind the last append.
-inline void sort_list(const Row& row, Desk& desk, u32 n) {
-    u32 mine, place = place_of(desk.list, n, mine);
-    if (mine < n) desk.sorted[place] = desk.list[mine];
-    __syncthreads();
-    u32 i = threadIdx.x % 512;
-    if (i < n) {
-        bool hot = threadIdx.x >= 512;
-        double w = weight(key_logit(desk.sorted[i]), row.top, hot ? row.temperature : 1.0);
-        (hot ? desk.tempered : desk.weights)[i] = w;
+        });
     }
     __syncthreads();
 }
@@ -243,14 +304,15 @@ template <int R> inline u32 choose_listed(const Row& row, const Desk& desk, u32 
     return chosen < keep ? chosen : keep - 1;
 }
 
-// The n-th best of the keys on the desk, 1 when there are fewer; the best becomes the top key. All threads call it.
-inline u64 nth_head(Desk& desk, const u64* heads, u32 n_heads, u32 n) {
-    if (threadIdx.x == 0) desk.key = 1;
-    __syncthreads();
-    u32 mine, place = place_of(heads, n_heads, mine);
-    // Only places without a token are equal.
-    if (mine < n_heads && place == n - 1 && heads[mine] != 0) desk.key = heads[mine];
-    if (mine < n_heads && place == 0) desk.top_key = heads[mine];
+// The n-th best of the keys on the desk, what the desk's key is when there are fewer. All threads call it, after a barrier
+// behind the keys, and the first N do it.
+template <u32 N> inline u64 nth_head(Desk& desk, const u64* heads, u32 n_heads, u32 n) {
+    if (threadIdx.x < N) {
+        place_all<N>(heads, n_heads, [&](u64 key, u32 place, u32 part, u32) {
+            // Only places without a token are equal.
+            if (part == 0 && place == n - 1 && key != 0) desk.key = key;
+        });
+    }
     __syncthreads();
     return desk.key;
 }
@@ -266,88 +328,17 @@ inline u32 list_best(const Row& row, Desk& desk) {
     }
     // Keys that fall on chunks at random are 180 to 200 then.
     for (u32 n = n_heads < 200 ? 96 : n_heads < 500 ? 130 : 160;; n /= 2) {
-        if (threadIdx.x == 0) desk.n_list = 0;
-        u64 least = nth_head(desk, heads, n_heads, n);
+        if (threadIdx.x == 0) desk.n_list = 0, desk.key = 1;
+        __syncthreads();
+        u64 least = nth_head<256>(desk, heads, n_heads, n);
         list_from(row, desk, least);
         __syncthreads();
         u32 listed = desk.n_list;
         if (listed <= LIST) {
-            sort_list(row, desk, listed);
+            sort_list<1024>(row, desk, listed, LIST);
             return listed;
         }
         if (n < SMALL_K) return 0;
         __syncthreads();
     }
-}
-
-// The bests of the groups that a thread looks after, fetched before they are needed.
-struct Groups {
-    u64 heads[2];
-
-    inline Groups(const Row& row) {
-        const u64* all = (const u64*)row.weights;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            u32 g = threadIdx.x + i * 1024;
-            heads[i] = g < row.n_chunks * GROUPS ? all[g] : 0;
-        }
-    }
-
-    // Calls f with every group of this thread whose best is at or above a key.
-    template <typename F> inline void from(const Row& row, u64 least, F f) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (heads[i] >= least) f(threadIdx.x + i * 1024);
-        }
-        for (u32 g = threadIdx.x + 2048; g < row.n_chunks * GROUPS; g += 1024) {
-            if (((const u64*)row.weights)[g] >= least) f(g);
-        }
-    }
-};
-
-// Unsorted chunks: lists every key from `least` upward, looking only at groups whose best is; false when they are too
-// many. All threads call it, after a barrier behind what last read the list.
-inline bool list_groups(const Row& row, Desk& desk, const Groups& groups, u64 least) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (threadIdx.x == 0) desk.n_list = 0, desk.n_groups = 0;
-    __syncthreads();
-    groups.from(row, least, [&](u32 g) {
-        u32 at = atomicAdd(&desk.n_groups, 1u);
-        if (at < LIST) desk.groups[at] = g;
-    });
-    __syncthreads();
-    u32 n_groups = desk.n_groups;
-    if (n_groups > LIST) return false;
-    for (u32 i = warp; i < n_groups; i += 64) {
-        Two k[2];
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            bool there = i + 32 * j < n_groups;
-            k[j] = there ? ((const Two*)row.keys)[(u64)desk.groups[i + 32 * j] * (GROUP / 2) + lane] : Two{0, 0};
-        }
-        append(desk, k[0], least);
-        append(desk, k[1], least);
-    }
-    __syncthreads();
-    return desk.n_list <= LIST;
-}
-
-// The n-th best of all keys, eight bits of it at a time. Slow: for keys that crowd.
-inline u64 nth_key(const Row& row, Desk& desk, u32 n) {
-    u32* counts = (u32*)desk.partial;
-    u64 prefix = 0;
-    for (int shift = 48; shift >= 0; shift -= 8) {
-        if (threadIdx.x < 256) counts[threadIdx.x] = 0;
-        __syncthreads();
-        for (u64 i = threadIdx.x; i < (u64)row.n_chunks * CHUNK; i += blockDim.x) {
-            u64 key = row.keys[i];
-            if (key >> (shift + 8) == prefix) atomicAdd(&counts[key >> shift & 255], 1u);
-        }
-        __syncthreads();
-        u32 digit = 255;
-        for (; digit > 0 && counts[digit] < n; digit--) n -= counts[digit];
-        prefix = prefix << 8 | digit;
-        __syncthreads();
-    }
-    return prefix;
 }

@@ -245,6 +245,7 @@ impl Kernels {
         kernels.allow_flash()?;
         kernels.allow_product()?;
         kernels.allow_few()?;
+        kernels.allow_sample()?;
         // Behind the limits: raising one may set the wish back.
         kernels.functions.values().try_for_each(Function::prefer_shared)?;
         Ok(kernels)

@@ -46,6 +46,7 @@ impl Chunk {
             (_, Some(Unit { cols, bytes, .. })) => {
                 let (units, warps, ring) = match dtype {
                     DType::Q8_0 => (2, 8, 88 << 10),
+                    DType::Q6_K => (1, 16, 80 << 10),
                     _ => (if cols == 128 { 2 } else { 1 }, 16, 60 << 10),
                 };
                 let (cols, bytes) = (units * cols, units * bytes);

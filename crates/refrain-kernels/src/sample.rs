@@ -25,8 +25,10 @@ const CHUNK_THREADS: u32 = 512;
 const MAX_CHUNKS: usize = 1024;
 /// Key and two running sums for each token.
 const TOKEN_BYTES: u64 = 24;
-/// Maximum, its id, and the sum of each chunk.
-const CHUNK_BYTES: u64 = 16;
+/// Maximum, its id, and the sum of each chunk; two sums and a count for each of its 64 bins.
+const CHUNK_BYTES: u64 = 16 + 64 * 20;
+/// Shared memory of the second launch's block: `Desk` in `sample_list.cuh` fits.
+const SELECT_SHARED_BYTES: u32 = 80 << 10;
 
 /// `token[i]` and `logprob[i]` are chosen from `logits[i]`.
 #[derive(Clone, Copy, Debug)]
@@ -102,6 +104,7 @@ impl Kernels {
         launches.push(
             self.launch("sample_select_f32", a.n as u32, MAX_CHUNKS as u32)?
                 .step(a.step)
+                .shared(SELECT_SHARED_BYTES)
                 .write(case.words("token", a.token, &[a.n])?)
                 .write(case.words("logprob", a.logprob, &[a.n])?)
                 .read(scratch)
@@ -110,6 +113,13 @@ impl Kernels {
                 .baked(Baked(a.vocab as u32)),
         );
         Ok(())
+    }
+}
+
+impl Kernels {
+    /// Raises what the second launch may ask for.
+    pub(crate) fn allow_sample(&self) -> Result<(), KernelError> {
+        Ok(self.get("sample_select_f32")?.allow_shared(SELECT_SHARED_BYTES)?)
     }
 }
 

@@ -131,7 +131,7 @@ impl Family {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 15] = [
+pub(crate) const HEADERS: [(&str, &str); 16] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
@@ -145,6 +145,7 @@ pub(crate) const HEADERS: [(&str, &str); 15] = [
     ("sample_cut.cuh", include_str!("../cu/sample_cut.cuh")),
     ("sample_keys.cuh", include_str!("../cu/sample_keys.cuh")),
     ("sample_list.cuh", include_str!("../cu/sample_list.cuh")),
+    ("sample_small.cuh", include_str!("../cu/sample_small.cuh")),
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];

@@ -76,7 +76,8 @@ pub fn sample() -> Vec<Case> {
     cases
 }
 
-const KINDS: [Logits; 5] = [Logits::Normal, Logits::AllEqual, Logits::Spike, Logits::Ramp, Logits::OneChunk];
+const KINDS: [Logits; 6] =
+    [Logits::Normal, Logits::AllEqual, Logits::Spike, Logits::Ramp, Logits::OneChunk, Logits::Far];
 
 /// The vocabularies of real models, and all that makes a choice hard to find in them.
 pub fn large() -> Vec<Case> {
@@ -128,6 +129,8 @@ enum Logits {
     Ramp,
     /// All that is likely in one of the kernel's chunks.
     OneChunk,
+    /// So large that the kernel's bins are of no use; and many ties, since little is left behind the point.
+    Far,
 }
 
 fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
@@ -145,6 +148,7 @@ fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
             Logits::Spike if token == vocab * 2 / 3 => *v = 90.0,
             Logits::Ramp => *v = -1e-3 * token as f32,
             Logits::OneChunk if (token / 4).is_multiple_of(vocab.div_ceil(1024)) => *v = 20.0 + 0.1 * *v,
+            Logits::Far => *v += 3e6,
             Logits::SomeNan | Logits::PlusInf | Logits::MostlyMinusInf => {}
             Logits::Spike | Logits::OneChunk => {}
         }

@@ -70,6 +70,12 @@ inline unsigned atomicAdd(unsigned* p, unsigned x) {
     return before;
 }
 
+inline unsigned atomicMax(unsigned* p, unsigned x) {
+    unsigned before = *p;
+    *p = max(before, x);
+    return before;
+}
+
 inline float f16_to_f32(unsigned short bits) { return (float)same_bits<_Float16>(bits); }
 inline unsigned short f32_to_f16(float x) { return same_bits<unsigned short>((_Float16)x); }
 inline void store_release_system(unsigned long long* p, unsigned long long x) {
@@ -117,6 +123,11 @@ template <typename T> T __shfl_xor_sync(unsigned, T x, unsigned mask) { return s
 template <typename T> T __shfl_up_sync(unsigned, T x, unsigned step) {
     unsigned lane = threadIdx.x % 32;
     return shuffle(x, lane >= step ? lane - step : lane);
+}
+
+inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
+    for (unsigned step = 16; step > 0; step /= 2) x = max(x, __shfl_xor_sync(mask, x, step));
+    return x;
 }
 
 // Kernels by name: parameters at offsets become a call.
