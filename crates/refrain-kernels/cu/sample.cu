@@ -281,8 +281,8 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
 
 inline bool is_proper(double total) { return total > 0.0 && total <= 1.7976931348623157e308; }
 
-// The choice without a small top-k, over sorted chunks; 0 when there is nothing to weigh. All threads call it with their
-// chunk.
+// The choice without a small top-k, over sorted chunks; 0 when there is nothing to weigh. All threads call it with
+// their chunk.
 inline u64 choose_large(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     u32 c = threadIdx.x;
     u64 head = c < row.n_chunks ? row.keys[(u64)c * CHUNK] : 0;

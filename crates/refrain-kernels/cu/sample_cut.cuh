@@ -137,7 +137,7 @@ inline double above(const Row& row, Desk& desk, const u64* keys, const Measure& 
         }
         while (low[0] < high[0] || low[1] < high[1] || low[2] < high[2] || low[3] < high[3]) {
             u64 k[4];
-            // Four loads at once. A search that has ended looks at its end, or one behind, where there is always something.
+            // Four loads at once. A search that has ended looks at its end or one behind: there is always something.
 #pragma unroll
             for (int i = 0; i < 4; i++) k[i] = at[i][(low[i] + high[i]) / 2];
 #pragma unroll
@@ -325,8 +325,7 @@ inline u64 choose_among_all(const Row& row, Desk& desk, u32 n) {
 
     double candidates = row.total;
     u64 last = 0;
-    // Top-k, top-p, and the choice itself are the same search for different things; one after the other, so that its code
-    // is there once.
+    // Top-k, top-p, and the choice itself are the same search for different things. In a loop: its code is there once.
 #pragma unroll 1
     for (u32 stage = 0; stage < 3; stage++) {
         bool cuts = stage == 0 ? row.top_k > 0 && row.top_k < row.vocab : stage == 1 ? row.top_p < 1.0f : true;
@@ -334,8 +333,7 @@ inline u64 choose_among_all(const Row& row, Desk& desk, u32 n) {
         Measure measure = {stage == 0 ? nullptr : plain ? row.weights : row.tempered,
                            plain ? row.bins.weights : row.bins.tempered, stage == 2 ? row.temperature : 1.0};
         double target = (double)row.top_k;
-        if (stage == 1 && !cuts) continue;
-        if (stage == 0 && !cuts) continue;
+        if (!cuts) continue;
         if (stage > 0) measure.prepare(row, desk);
         if (stage == 1) {
             if (row.top_k > 0) candidates = measure.of_kept(row, desk);

@@ -40,22 +40,22 @@ const u32 WINDOW = 2048;
 
 // What the threads of the second kernel share.
 struct Desk {
-    u64 window[WINDOW];     // keys low .. high of every chunk
-    u64 list[LIST + AHEAD];  // in no order
-    u64 sorted[LIST];       // the list, best first
-    double weights[LIST];   // theirs, relative to the row's best
-    double tempered[LIST];  // and at the temperature
-    u64 best[LIST];         // the first such list
+    u64 window[WINDOW];        // keys low .. high of every chunk
+    u64 list[LIST + AHEAD];    // in no order
+    u64 sorted[LIST];          // the list, best first
+    double weights[LIST];      // theirs, relative to the row's best
+    double tempered[LIST];     // and at the temperature
+    u64 best[LIST];            // the first such list
     double best_tempered[LIST];
-    u32 groups[LIST];       // groups of keys that reach into the list
+    u32 groups[LIST];          // groups of keys that reach into the list
     u64 heads[CHUNK + AHEAD];  // the best of each chunk
-    double factor[CHUNK];   // a chunk's sums times this are relative to the row's best
-    u16 kept[CHUNK];        // how many of a chunk's keys are candidates
-    u16 low[CHUNK];         // the cut is not before this many
-    u16 high[CHUNK];        // nor behind this many
-    i32 at[CHUNK];          // where a chunk's first key lies, or would lie, among the keys that are looked at
-    u16 to[CHUNK];          // where its key `low` is to lie in the window or the list
-    u8 behind[CHUNK];       // bins from the row's best to the chunk's
+    double factor[CHUNK];      // a chunk's sums times this are relative to the row's best
+    u16 kept[CHUNK];           // how many of a chunk's keys are candidates
+    u16 low[CHUNK];            // the cut is not before this many
+    u16 high[CHUNK];           // nor behind this many
+    i32 at[CHUNK];             // where a chunk's first key lies, or would lie, among the keys that are looked at
+    u16 to[CHUNK];             // where its key `low` is to lie in the window or the list
+    u8 behind[CHUNK];          // bins from the row's best to the chunk's
     double partial[32][33];
     double above[BINS];
     u64 key;
@@ -74,8 +74,8 @@ inline Desk& the_desk() {
     return *(Desk*)desk;
 }
 
-// What the chunks say together: the best, and the sum of all weights relative to it. For one warp, whose lanes bring the
-// first 32.
+// What the chunks say together: the best, and the sum of all weights relative to it. For one warp, whose lanes bring
+// the first 32.
 inline Chunk together(const Chunk* chunks, u32 n_chunks, Chunk mine) {
     u32 lane = threadIdx.x % 32;
     u64 best = mine.best;
@@ -89,8 +89,8 @@ inline Chunk together(const Chunk* chunks, u32 n_chunks, Chunk mine) {
     return Chunk{best, warp_reduce(sum, Add())};
 }
 
-// The same for N threads, which bring a chunk each: puts the chunks' bests on the desk, and gives the row its best and its
-// sum of weights. The sum is there after a barrier, by `total_of`.
+// The same for N threads, which bring a chunk each: puts the chunks' bests on the desk and gives the row its best. The
+// sum of weights is there after a barrier, by `total_of`.
 template <u32 N> inline void weigh_all(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
     u32 most = 0;
@@ -133,8 +133,8 @@ inline u32 rank(const u64* keys, u64 key, u32 low, u32 high) {
     return low;
 }
 
-// Calls f with each of n keys, how many of them are larger, and which of the lanes that share it this is, of how many. N
-// threads share the comparisons. Behind the keys there are AHEAD more places, with anything in them.
+// Calls f with each of n keys, how many of them are larger, and which of the lanes that share it this is, of how many.
+// N threads share the comparisons. Behind the keys there are AHEAD more places, with anything in them.
 template <u32 N, typename F> inline void place_all(const u64* keys, u32 n, F f) {
     u32 shift = 4;
     while (shift > 0 && N >> shift < n) shift--;
@@ -155,8 +155,8 @@ template <u32 N, typename F> inline void place_all(const u64* keys, u32 n, F f) 
     }
 }
 
-// Puts those of R keys that are at or above `least` on the list, as far as there is room; all of them count. In no order:
-// keys are unique, and the list is sorted.
+// Puts those of R keys that are at or above `least` on the list, as far as there is room; all of them count. In no
+// order: keys are unique, and the list is sorted.
 template <int R> inline void append(Desk& desk, const u64* keys, u64 least) {
     u32 n = 0;
 #pragma unroll
@@ -198,8 +198,8 @@ inline void list_from(const Row& row, Desk& desk, u64 least) {
     }
 }
 
-// Sorts the list and weighs the first `most` of it. All threads call it, after a barrier behind the last append; N of them
-// do it.
+// Sorts the list and weighs the first `most` of it. All threads call it, after a barrier behind the last append; N of
+// them do it.
 template <u32 N> inline void sort_list(const Row& row, Desk& desk, u32 n, u32 most) {
     if (threadIdx.x < N) {
         place_all<N>(desk.list, n, [&](u64 key, u32 place, u32 part, u32 share) {
@@ -304,8 +304,8 @@ template <int R> inline u32 choose_listed(const Row& row, const Desk& desk, u32 
     return chosen < keep ? chosen : keep - 1;
 }
 
-// The n-th best of the keys on the desk, what the desk's key is when there are fewer. All threads call it, after a barrier
-// behind the keys, and the first N do it.
+// The n-th best of the keys on the desk, what the desk's key is when there are fewer. All threads call it, after a
+// barrier behind the keys, and the first N do it.
 template <u32 N> inline u64 nth_head(Desk& desk, const u64* heads, u32 n_heads, u32 n) {
     if (threadIdx.x < N) {
         place_all<N>(heads, n_heads, [&](u64 key, u32 place, u32 part, u32) {

@@ -89,8 +89,8 @@ inline u64 nth_key(const Row& row, Desk& desk, u32 n) {
     return prefix;
 }
 
-// Puts the keys on the desk that a short list is made from when chunks are too few: the best of neighbouring groups, of as
-// many as leave enough of them. How many they are.
+// Puts the keys on the desk that a short list is made from when chunks are too few: the best of neighbouring groups, of
+// as many as leave enough of them. How many they are.
 inline u32 heads_of_groups(const Row& row, Desk& desk) {
     u32 join = GROUPS;
     while (join > 1 && row.n_chunks * (GROUPS / join) < SMALL_K) join /= 2;
