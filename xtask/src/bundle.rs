@@ -10,18 +10,65 @@ use std::path::PathBuf;
 const GPU_TESTED: [&str; 3] = ["refrain-driver", "refrain-kernels", "refrain-cuda"];
 
 const SCRIPT: &str = r#"#!/usr/bin/env bash
-# Runs the GPU tests and the doctor, and prints one table. Needs an NVIDIA driver, nothing else.
+# Runs the GPU tests, the doctor and the benches, and the built-in model under compute-sanitizer where that is found, and
+# prints one table. Needs an NVIDIA driver, nothing else. `./run.sh tests doctor bench sanitizer` names the parts; all by default.
 cd "$(dirname "$0")" || exit 1
+parts=" ${*:-tests doctor bench sanitizer} "
 failed=0
-declare -a table
-for test in tests/*; do
-    name=$(basename "$test")
-    if out=$("$test" --test-threads=1 2>&1); then verdict=ok; else verdict=FAILED; failed=1; fi
-    counts=$(printf '%s\n' "$out" | grep -E '^test result:' | sed 's/test result: //; s/; finished.*//' | tail -n 1)
-    table+=("$(printf '%-28s %-7s %s' "$name" "$verdict" "$counts")")
-    [ "$verdict" = ok ] || printf '%s\n' "$out" | tail -n 60
-done
-./refrain doctor --device cuda || failed=1
+table=()
+wants() { [[ $parts == *" $1 "* ]]; }
+row() { table+=("$(printf '%-34s %-7s %4s s  %s' "$1" "$2" "$3" "$4")"); }
+
+if wants tests; then
+    for test in tests/*; do
+        began=$SECONDS
+        if out=$("$test" --test-threads=1 2>&1); then verdict=ok; else verdict=FAILED; failed=1; fi
+        counts=$(printf '%s\n' "$out" | grep -E '^test result:' | sed 's/test result: //; s/; finished.*//' | tail -n 1)
+        row "$(basename "$test")" "$verdict" $((SECONDS - began)) "$counts"
+        [ "$verdict" = ok ] || printf '%s\n' "$out" | tail -n 60
+    done
+fi
+if wants doctor; then
+    began=$SECONDS
+    if ./refrain doctor --device cuda; then verdict=ok; else verdict=FAILED; failed=1; fi
+    row doctor "$verdict" $((SECONDS - began)) "its table is above"
+fi
+if wants bench; then
+    for model in "llama-3.2-1b BF16" "llama-3.2-1b Q8_0" "llama-3.2-1b Q4_K_M" "smollm2-135m Q8_0" "llama-3.1-8b BF16" \
+        "llama-3.1-8b Q4_K_M"; do
+        read -r shape quant <<<"$model"
+        began=$SECONDS
+        if out=$(./refrain bench --shape "$shape" --quant "$quant" -p 512 -n 128 -r 3 --device cuda --graph require 2>&1); then
+            verdict=ok
+        else
+            verdict=FAILED
+            failed=1
+        fi
+        printf '%s\n' "$out"
+        speeds=$(printf '%s\n' "$out" | awk '/^(prefill|decode) .*tok\/s/ { printf "%s %s tok/s  ", $1, $4 }')
+        row "bench $shape $quant" "$verdict" $((SECONDS - began)) "$speeds"
+    done
+fi
+if wants sanitizer; then
+    sanitizer=$(command -v compute-sanitizer || ls -d /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -n 1)
+    for tool in memcheck initcheck racecheck; do
+        began=$SECONDS
+        if [ -z "$sanitizer" ]; then
+            row "$tool" skipped 0 "compute-sanitizer was not found"
+            continue
+        fi
+        # Return codes of the driver that end a search on purpose are no errors.
+        if out=$(timeout 300 "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 9 \
+            ./refrain run --raw --temp 0 -n 8 --device cuda --graph require "Once upon a time" 2>&1); then
+            verdict=ok
+        else
+            verdict=FAILED
+            failed=1
+            printf '%s\n' "$out" | tail -n 40
+        fi
+        row "$tool, the built-in model" "$verdict" $((SECONDS - began)) "$(printf '%s\n' "$out" | grep SUMMARY | tail -n 1)"
+    done
+fi
 printf '\n'
 printf '%s\n' "${table[@]}"
 exit $failed

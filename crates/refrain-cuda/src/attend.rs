@@ -209,7 +209,7 @@ pub(crate) fn scratch_bytes(attention: &Step, n_sms: u32) -> u64 {
 
 /// Weights to an attention above which their products should have the card's multiprocessors evenly: about 4 us of
 /// reading. Smaller models gain more from starting early.
-const OVERLAP_BYTES: usize = 16 << 20;
+const FILL_BYTES: usize = 16 << 20;
 
 impl Lowering<'_> {
     /// Bytes of weights that products read, for each attention.
@@ -269,7 +269,7 @@ impl Lowering<'_> {
             n_seqs: s.n_seqs,
             max_blocks: s.max_blocks,
             n_splits: s.splits(self.n_sms),
-            fills: self.weight_bytes_per_attention() > OVERLAP_BYTES,
+            fills: self.weight_bytes_per_attention() > FILL_BYTES,
             step: &labels.join(" + "),
         })
     }

@@ -78,8 +78,8 @@ struct Job<'b> {
 }
 
 impl Stream {
-    /// Sends many bytes, in the order in which `f` names them, and waits until they have left the host's memory: the last
-    /// of them are still on their way. Launches that are named between them run when what was named before has arrived.
+    /// Sends many bytes, in the order in which `f` names them, and returns when the caller's memory is no longer needed:
+    /// the last of them may still be on their way. Launches that are named between them run when what was named before has arrived.
     ///
     /// When `f` fails, what was sent before stays sent.
     pub fn bulk<'b, R, E: From<DriverError>>(

@@ -165,12 +165,6 @@ impl Function {
         self.set(FunctionAttribute::PreferredSharedCarveout, 100)
     }
 
-    /// Allows clusters of more than eight blocks.
-    pub fn allow_large_clusters(&self) -> Result<(), DriverError> {
-        self.inner.module.shared().refuse_while_recording("setting a function attribute", 0)?;
-        self.set(FunctionAttribute::NonPortableClusterSize, 1)
-    }
-
     /// Blocks of a size that one multiprocessor holds at once.
     pub fn occupancy(&self, block_threads: u32, shared_bytes: u32) -> Result<u32, DriverError> {
         let shared = self.inner.module.shared();

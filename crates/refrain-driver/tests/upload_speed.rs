@@ -9,7 +9,7 @@ const TENSORS: [(usize, usize); 3] = [(1, 525 << 20), (48, 32 << 20), (32, 8 << 
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
-fn uploads_in_bulk_come_near_the_bus() {
+fn prints_how_fast_uploads_in_bulk_are() {
     let device = Device::open(DeviceKind::Cuda(0)).unwrap();
     let ctx = device.context().unwrap();
     let mut stream = ctx.stream().unwrap();

@@ -39,8 +39,8 @@
 #include "view.cuh"
 
 const u32 MAX_TILE = 16;
-// More blocks to a head than these, as powers of two, only where each has as much to do as one that works alone: what
-// they leave is merged in batches.
+// More blocks to a head than these, as powers of two, only where each has at least half as much to do as one that works
+// alone: what they leave is merged in batches.
 const u32 MERGED_SHIFT = 4;
 
 struct Attend {
@@ -348,7 +348,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     }
 
     u32 n_blocks = 1u << blocks_shift, stride = head_dim / 4;
-    Partial* left_by = (Partial*)partials + head_row * n_blocks * stride + d;
+    Partial* left_by = (Partial*)partials + (head_row << s.splits_shift) * stride + d;
     if (stores) {
         left_by[split * stride].sum = all.sum;
         left_by[split * stride].scale = make_float4(all.top, all.total, 0.0f, 0.0f);

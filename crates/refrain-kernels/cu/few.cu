@@ -55,12 +55,12 @@ template <bool SIGNED> inline void multiply_bytes(i32* c, u32 a0, u32 a1, u32 b)
 template <bool SIGNED> inline void multiply_bytes(i32* c, u32 a0, u32 a1, u32 b) {
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     Shown& all = shown();
-    all.a[lane][0] = a0, all.a[lane][1] = a1, all.b[lane][0] = b;
+    all.words[lane][0] = a0, all.words[lane][1] = a1, all.words[lane][2] = b;
     warp_barrier();
     for (u32 i = 0; i < 4; i++) {
         c[i] = 0;
         for (u32 e = 0; e < 4; e++) {
-            c[i] = dot_bytes(all.a[4 * g + e][i / 2], all.b[4 * (2 * t + i % 2) + e][0], c[i], SIGNED);
+            c[i] = dot_bytes(all.words[4 * g + e][i / 2], all.words[4 * (2 * t + i % 2) + e][2], c[i], SIGNED);
         }
     }
     warp_barrier();

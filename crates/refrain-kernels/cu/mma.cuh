@@ -99,6 +99,7 @@ template <int N> inline void copies_wait() {}
 struct Shown {
     const u8* row[32];
     float a[32][8], b[32][4];
+    u32 words[32][3];
 };
 inline Shown& shown() {
     static Shown all[32];

@@ -1,10 +1,10 @@
 // overlap.cuh: kernels that start before what they depend on has ended.
 //
-// Every kernel calls both, in every thread: the first as early as it can, unless what follows should find the card empty
-// (attend.cu), the second before it touches anything that another kernel of a step writes. A kernel ends only after it
-// waited, so waiting for one means waiting for all before it. Weights are never written in a step: they alone may be
-// read in between, and guesses that are checked behind the wait (attend.cu). Before compute capability 9.0 nothing
-// overlaps and both are nothing.
+// Every kernel calls both, in every thread. The first as early as it can, unless what follows should find all
+// multiprocessors alike: attend.cu may leave it to its end, sample.cu calls it behind the wait. The second before it touches
+// anything that another kernel of a step writes. A kernel ends only after it waited, so waiting for one means waiting for
+// all before it. Weights are never written in a step: they alone may be read in between, and guesses that are checked
+// behind the wait (attend.cu). Before compute capability 9.0 nothing overlaps and both are nothing.
 #pragma once
 
 #if !defined(REFRAIN_ON_HOST) && __CUDA_ARCH__ >= 900

@@ -122,7 +122,7 @@ struct Ring {
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
     inline void nothing() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-    // Groups end in order: when `ahead` later ones may still be under way, this one is there.
+    // Groups end in order: when at most as many as there are slots but one are under way, this one is there.
     inline void wait(u32, u32, u32 stages) {
         switch (stages) {
             case 1: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
@@ -355,7 +355,6 @@ template <typename T> struct Plain {
     static const u32 WARPS = 8, X_AHEAD = 4;
     static const u32 ROWS = 2, COLS = 1024, PITCH = 2 * COLS, SLOT = ROWS * PITCH, SUMS = ROWS;
 
-    inline static u32 units(u32 k) { return (k + COLS - 1) / COLS; }
     inline static u32 padded(u32 k) { return k; }
     inline static u64 start(u32 tile, u32 chunk, u32 k) { return 2 * ((u64)tile * ROWS * k + chunk * COLS); }
     // Rows past the end are not fetched; what is computed for them is not stored.
@@ -411,6 +410,7 @@ inline float activation(float x, u32 gate) {
 template <typename A, typename B> struct Same { static const bool YES = false; };
 template <typename A> struct Same<A, A> { static const bool YES = true; };
 
+// What a launch multiplies with and where it goes.
 struct Outputs {
     float* y[3];
     const u8* w[3];
@@ -496,7 +496,8 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     u32 first_tile = blockIdx.x * p.tiles + min(blockIdx.x, p.extra);
     u32 all = (p.tiles + (blockIdx.x < p.extra ? 1 : 0)) * of_tile;
     u32 begin = warp * all / WARPS, end = (warp + 1) * all / WARPS;
-    u32 tiles_before = p.tile_inverse == 0 ? begin : (u32)((u64)begin * p.tile_inverse >> 32), in_tile = begin - tiles_before * of_tile;
+    u32 tiles_before = p.tile_inverse == 0 ? begin : (u32)((u64)begin * p.tile_inverse >> 32);
+    u32 in_tile = begin - tiles_before * of_tile;
     Walk at = {first_tile + tiles_before, in_tile >= chunks ? 1u : 0u, in_tile >= chunks ? in_tile - chunks : in_tile};
 
     Ring ring;

@@ -275,7 +275,7 @@ inline u64 cut(const Row& row, Desk& desk, const Measure& measure, double target
         listed.sum_up(sums, before);
         u32 last = listed.first(n, [&](int r) { return reached(sums[r], target, beyond); });
         // The sums over chunks said that it is reached; these are rounded otherwise.
-        if (c == 0) desk.key = desk.sorted[last < n ? last : n - 1];
+        if (c == 0) desk.key = desk.sorted[last < n ? last : max(n, 1u) - 1];
     }
     __syncthreads();
     u64 key = desk.key;

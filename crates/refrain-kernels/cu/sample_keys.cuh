@@ -18,7 +18,6 @@ const u32 BINS = 64;
 // Bytes of scratch for a chunk: keys and two running sums, what it says as a whole, two sums and a count for each bin.
 const u32 CHUNK_BYTES = CHUNK * 24 + 16 + BINS * 20;
 
-
 struct alignas(16) Two {
     u64 a, b;
 };

@@ -1,4 +1,5 @@
-// sample_list.cuh: the short list of best keys, and the choice among them, for a block of 1024 threads of sample.cu.
+// sample_list.cuh: the short list of best keys, and the choice among them, for one block of sample.cu: 1024 threads, or 256 for
+// a small top-k.
 #pragma once
 #include "sample_keys.cuh"
 

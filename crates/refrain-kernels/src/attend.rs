@@ -23,7 +23,7 @@ const SIZES: [(usize, usize); 3] = [(64, 8), (128, 8), (256, 4)];
 const HEADS: [usize; 3] = [2, 4, 8];
 /// Shared memory of each of a block's warps for keys and values of 16 bits.
 const RING_BYTES: usize = 8 << 10;
-/// Positions up to which one block does a head.
+/// Contexts of at most so many positions have one block to a head; in longer ones the kernel chooses by the length.
 const ALONE: usize = 128;
 /// Counters of a row and block of heads, one for each warp that merges.
 const COUNTERS: usize = 8;

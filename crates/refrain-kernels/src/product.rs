@@ -44,6 +44,7 @@ impl Chunk {
                 Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, ring: 96 << 10 })
             }
             (_, Some(Unit { cols, bytes, .. })) => {
+                // Few warps with large chunks read faster, many compute faster.
                 let (units, warps, ring) = match dtype {
                     DType::Q8_0 => (2, 8, 88 << 10),
                     DType::Q6_K => (1, 16, 80 << 10),
@@ -188,13 +189,16 @@ impl Kernels {
         let n_tiles: usize = if gated { tiles(&a.parts[0]) } else { a.parts.iter().map(tiles).sum() };
         let grid = n_tiles.min(self.n_sms());
         let of_tile = a.k.div_ceil(chunk.cols) * if gated { 2 } else { 1 };
-        let Some(tile_inverse) = inverse(of_tile, (n_tiles / grid + 1).saturating_mul(of_tile)) else {
-            return Err(case.refuse("a block would have more than 2^32 pieces of weights".to_owned()));
+        let of_block = (n_tiles / grid + 1).saturating_mul(of_tile);
+        // The kernel multiplies a block's chunks with a warp's number, and with the inverse.
+        let Some(tile_inverse) = inverse(of_tile.max(chunk.warps), of_block).and(inverse(of_tile, of_block))
+        else {
+            return Err(case.refuse(format!("a block would have {of_block} pieces of weights")));
         };
         let weights = a.parts.iter().try_fold(0_usize, |sum, p| {
             weight_bytes(p.dtype, p.n, a.k).and_then(|bytes| sum.checked_add(bytes))
         });
-        let share = ((n_tiles / grid + 1) * of_tile).div_ceil(chunk.warps);
+        let share = of_block.div_ceil(chunk.warps);
         let (stages, shared) =
             self.product_shared(&case, a.k, [chunk, other], weights.unwrap_or(usize::MAX), share)?;
         let mut launch = self

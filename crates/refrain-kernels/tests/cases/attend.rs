@@ -100,11 +100,12 @@ pub fn attend() -> Vec<Case> {
         let attention = Attention { scale: 0.2 / gain, ..base().attention };
         all.push(Setup { dtype, gain, attention, positions: vec![40, 600, 1000], ..base() });
     }
-    // More tiles for a warp than lanes look up at once, and more blocks than the length asks for.
-    for (n_splits, position) in [(1, 9_000), (2, 17_000), (64, 5_000)] {
+    // More tiles for a warp than lanes look up at once, more blocks than the length asks for, rows that want different
+    // numbers of them.
+    let long = [(1, vec![9_000]), (2, vec![17_000]), (64, vec![5_000]), (64, vec![9_000, 1_100, 5_000])];
+    for (n_splits, positions) in long {
         let (n_heads, n_kv_heads, head_dim) = (2, 1, 8);
         let rope = Rope { n_dims: 8, ..base().rope };
-        let positions = vec![position];
         all.push(Setup { n_heads, n_kv_heads, head_dim, n_splits, rope, positions, ..base() });
     }
     all.into_iter().map(case).collect()
@@ -282,7 +283,7 @@ fn case(s: Setup) -> Case {
             n_seqs: n,
             max_blocks,
             n_splits: s.n_splits,
-            fills: s.n_splits == 1,
+            fills: s.n_splits <= 2,
             step: "case",
         })?);
         Ok(())

@@ -26,8 +26,8 @@ pub fn few() -> Vec<Case> {
             cases.push(case(dtype, m, ns, blocks * unit, 1.0));
         }
     }
-    // More pairs of tiles than the simulated card has blocks, and rows of many units.
-    cases.push(case(DType::Q4_K, 8, &[2049], 256, 1.0));
+    // More pairs of tiles than the simulated card has places for blocks, so that a block has several; and rows of many units.
+    cases.push(case(DType::Q4_K, 8, &[4300, 200], 256, 1.0));
     cases.push(case(DType::Q8_0, 3, &[1100, 1200], 160, 1.0));
     for dtype in [DType::Q8_0, DType::Q4_K, DType::Q6_K] {
         cases.push(case(dtype, 8, &[19], 8192 + 256, 1.0));

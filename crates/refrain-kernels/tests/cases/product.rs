@@ -42,12 +42,17 @@ pub fn product() -> Vec<Case> {
         add(shape(&[33, 7, 9], 3 * unit, Before::Norm));
         add(shape(&[8], 5 * unit, Before::AddNorm));
         add(shape(&[17, 1], 18 * unit, Before::AddNormedNorm));
-        // More tiles than the simulated card has warps, so that a warp has several.
+        // Blocks of several tiles, which their warps share.
         add(shape(&[2049], 4 * unit, Before::Nothing));
+        // More chunks to a warp than its ring holds; warps that end one shared tile and leave another.
+        add(shape(&[19], 65 * 256, Before::Nothing));
+        add(Shape { gate: Some(Gate::Silu), ..shape(&[19, 19], 33 * 256, Before::Norm) });
         add(Shape { bias: true, ..shape(&[12, 4, 4], 2 * unit, Before::Norm) });
         add(Shape { gate: Some(Gate::Silu), ..shape(&[43, 43], 6 * unit, Before::AddNorm) });
         add(Shape { gate: Some(Gate::GeluTanh), bias: true, ..shape(&[8, 8], unit, Before::Norm) });
         if plain {
+            add(shape(&[10_571], 8, Before::Nothing));
+            add(shape(&[3_432], 1_032, Before::Nothing));
             add(shape(&[6], 8, Before::Nothing));
             add(shape(&[3, 2], 584, Before::Norm));
         }
