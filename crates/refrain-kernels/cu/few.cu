@@ -77,33 +77,14 @@ template <int M> inline void few_rows(u8* rows, const float* x, u32 m, u32 k, u3
         float4 a = from[0], b = from[1];
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     }
-    // Magnitudes compare as their bits do, and a NaN is the largest of all.
-    u32 most = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) most = max(most, __float_as_uint(v[i]) & 0x7fffffffu);
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    float largest = __uint_as_float(most);
-    bool none = largest < 1e-35f;
-    // What is too large to be divided by, infinite or no number makes the product no number.
-    float d = none ? 0.0f : largest < 8e37f ? largest * (1.0f / 127.0f) : nan_f32();
-    float inverse = none ? 0.0f : __fdividef(127.0f, largest);
-    // Added to 1.5 * 2^23 a number is rounded to an integer, ties to even, whose low byte is in the low bits.
-    u32 bits[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) bits[i] = __float_as_uint(__fmaf_rn(v[i], inverse, 12582912.0f));
-    u32 low = __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
-    u32 high = __byte_perm(__byte_perm(bits[4], bits[5], 0x0040), __byte_perm(bits[6], bits[7], 0x0040), 0x5410);
-    i32 sum = dot_bytes(0x01010101u, low, dot_bytes(0x01010101u, high, 0, false), false);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    ByteBlock block(v);
     if (sub >= subs) return;
     u8* to = rows + (u64)sub * 40 * M;
     // Words 2 part and 2 part + 1: a word w below 4 lies at 2 w, one above at 2 (w - 4) + 1.
     u32* words = (u32*)(to + 32 * row) + (part < 2 ? 4 * part : 4 * part - 7);
-    words[0] = low;
-    words[2] = high;
-    if (part == 0) *(float2*)(to + 32 * M + 8 * row) = make_float2(d, d * (float)sum);
+    words[0] = block.low;
+    words[2] = block.high;
+    if (part == 0) *(float2*)(to + 32 * M + 8 * row) = block.scale;
 }
 
 // Four words of each of four lanes side by side: word j of lane t becomes word t of lane j.

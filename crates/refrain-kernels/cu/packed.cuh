@@ -46,6 +46,37 @@ inline i32 dot_bytes(u32 q, u32 x, i32 sum, bool is_signed) {
 }
 #endif
 
+// 32 activations as signed bytes, the largest magnitude being 127, ties to even. Four lanes side by side have eight each; all
+// lanes of a warp make one together.
+struct ByteBlock {
+    u32 low, high;  // the lane's eight
+    float2 scale;   // what a byte is worth, and the sum of all 32 times that
+
+    inline explicit ByteBlock(const float (&v)[8]) {
+        // Magnitudes compare as their bits do, and a NaN is the largest of all.
+        u32 most = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) most = max(most, __float_as_uint(v[i]) & 0x7fffffffu);
+        most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        float largest = __uint_as_float(most);
+        bool none = largest < 1e-35f;
+        // What is too large to be divided by, infinite or no number makes the product no number.
+        float d = none ? 0.0f : largest < 8e37f ? largest * (1.0f / 127.0f) : nan_f32();
+        float inverse = none ? 0.0f : __fdividef(127.0f, largest);
+        // Added to 1.5 * 2^23 a number is rounded to an integer, ties to even, whose low byte is in the low bits.
+        u32 bits[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) bits[i] = __float_as_uint(__fmaf_rn(v[i], inverse, 12582912.0f));
+        low = __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+        high = __byte_perm(__byte_perm(bits[4], bits[5], 0x0040), __byte_perm(bits[6], bits[7], 0x0040), 0x5410);
+        i32 sum = dot_bytes(0x01010101u, low, dot_bytes(0x01010101u, high, 0, false), false);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        scale = make_float2(d, d * (float)sum);
+    }
+};
+
 inline uint4 plane16(const u8* unit, u32 at, u32 lane) { return *(const uint4*)(unit + at + 16 * lane); }
 inline uint2 plane8(const u8* unit, u32 at, u32 lane) { return *(const uint2*)(unit + at + 8 * lane); }
 inline u32 plane4(const u8* unit, u32 at, u32 lane) { return *(const u32*)(unit + at + 4 * lane); }

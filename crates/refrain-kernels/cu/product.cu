@@ -191,29 +191,10 @@ struct Eight {
 
 // Four lanes have the 32 elements of a block; all lanes of a warp call this together.
 inline void keep_quantised(const X& x, u32 at, u32 padded, const Eight& e) {
-    // Magnitudes compare as their bits do, and a NaN is the largest of all.
-    u32 most = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) most = max(most, __float_as_uint(e.v[i]) & 0x7fffffffu);
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    float largest = __uint_as_float(most);
-    bool none = largest < 1e-35f;
-    // What is too large to be divided by, infinite or no number makes the product no number.
-    float d = none ? 0.0f : largest < 8e37f ? largest * (1.0f / 127.0f) : nan_f32();
-    float inverse = none ? 0.0f : __fdividef(127.0f, largest);
-    // Added to 1.5 * 2^23 a number is rounded to an integer, ties to even, whose low byte is in the low bits.
-    u32 bits[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) bits[i] = __float_as_uint(__fmaf_rn(e.v[i], inverse, 12582912.0f));
-    u32 low = __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
-    u32 high = __byte_perm(__byte_perm(bits[4], bits[5], 0x0040), __byte_perm(bits[6], bits[7], 0x0040), 0x5410);
-    i32 sum = dot_bytes(0x01010101u, low, dot_bytes(0x01010101u, high, 0, false), false);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    ByteBlock block(e.v);
     if (at >= padded) return;
-    *(uint2*)(x.q + at) = make_uint2(low, high);
-    if (at % 32 == 0) x.scale[at / 32] = make_float2(d, d * (float)sum);
+    *(uint2*)(x.q + at) = make_uint2(block.low, block.high);
+    if (at % 32 == 0) x.scale[at / 32] = block.scale;
 }
 
 inline void keep_plain(const X& x, u32 at, u32 padded, const Eight& e) {

@@ -188,9 +188,8 @@ impl Kernels {
         let (v, v_rows) = case.rows("v", &a.v, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
         let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(per_block);
         let blocks = a.n_splits * n_groups;
-        let filled = if a.fills { blocks.max(self.n_sms()) } else { blocks };
-        let grid = [case.u32("blocks", filled)?, a.n as u32, 1];
-        let alone = a.fills && filled * a.n != self.n_sms();
+        let (blocks, alone) = placed(blocks, a.n, a.fills, self.n_sms());
+        let grid = [case.u32("blocks", blocks)?, a.n as u32, 1];
         let sizes = sizes(&case, a, per_block, alone)?;
         let launch = self.launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?;
         let launch = launch.shared(shared_bytes(size, heads_of(per_block), a.cache_dtype));
@@ -223,6 +222,12 @@ impl Kernels {
         };
         Ok(launch.baked(Baked(q_rows)).baked(Baked(k_rows)).baked(Baked(v_rows)).baked(Baked(sizes)))
     }
+}
+
+/// Blocks of each of `n` rows, and whether the next launch has to wait for the end of this one: see [`AttendArgs::fills`].
+fn placed(blocks: usize, n: usize, fills: bool, n_sms: usize) -> (usize, bool) {
+    let placed = if fills && n == 1 { blocks.max(n_sms) } else { blocks };
+    (placed, fills && placed * n != n_sms)
 }
 
 /// The size of the kernel that serves these heads, and how many of them a block of it has.
@@ -377,4 +382,19 @@ fn check_state(k: &SimKernel<'_>, n: usize, s: &Sizes) -> KernelResult {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::placed;
+
+    #[test]
+    fn a_row_has_a_block_on_every_multiprocessor_or_the_next_launch_waits() {
+        assert_eq!(placed(128, 1, true, 132), (132, false));
+        assert_eq!(placed(132, 1, true, 132), (132, false));
+        assert_eq!(placed(256, 1, true, 132), (256, true));
+        assert_eq!(placed(66, 2, true, 132), (66, false));
+        assert_eq!(placed(32, 2, true, 132), (32, true));
+        assert_eq!(placed(8, 1, false, 132), (8, false));
+    }
 }

@@ -391,49 +391,16 @@ fn gather<S: Simd, const Q: usize>(
     head_dim: usize,
     acc: &mut [f32],
 ) {
+    macro_rules! gather_as {
+        ($row:ty, $rows:expr) => {{
+            let rows = $rows.as_ptr().cast();
+            gather_rows::<S, $row, Q>(s, weights, factors, keys, chunk_start, rows, kv.stride, head_dim, acc);
+        }};
+    }
     match kv.values {
-        KvRows::F16(rows) => {
-            let rows = rows.as_ptr().cast();
-            gather_rows::<S, HalfRow, Q>(
-                s,
-                weights,
-                factors,
-                keys,
-                chunk_start,
-                rows,
-                kv.stride,
-                head_dim,
-                acc,
-            );
-        }
-        KvRows::Bf16(rows) => {
-            let rows = rows.as_ptr().cast();
-            gather_rows::<S, Bf16Row, Q>(
-                s,
-                weights,
-                factors,
-                keys,
-                chunk_start,
-                rows,
-                kv.stride,
-                head_dim,
-                acc,
-            );
-        }
-        KvRows::F32(rows) => {
-            let rows = rows.as_ptr().cast();
-            gather_rows::<S, FloatRow, Q>(
-                s,
-                weights,
-                factors,
-                keys,
-                chunk_start,
-                rows,
-                kv.stride,
-                head_dim,
-                acc,
-            );
-        }
+        KvRows::F16(rows) => gather_as!(HalfRow, rows),
+        KvRows::Bf16(rows) => gather_as!(Bf16Row, rows),
+        KvRows::F32(rows) => gather_as!(FloatRow, rows),
     }
 }
 
