@@ -67,6 +67,11 @@ impl Rule<'_> {
         Err(InferError::Input { op: self.op, index, got: self.inputs[index], want: want.into() })
     }
 
+    /// The shape of a result. Inputs of no elements can have dimensions that a result cannot.
+    fn shape(&self, dims: &[usize]) -> Result<Shape, InferError> {
+        Shape::new(dims).map_err(|source| InferError::View { op: self.op, source })
+    }
+
     fn float(&self, index: usize) -> Result<(), InferError> {
         self.require(index, self.inputs[index].dtype.is_float(), "F32, F16 or BF16")
     }
@@ -119,7 +124,11 @@ impl Op {
                 rule.arity(1)?;
                 rule.float(0)?;
                 rule.require(0, inputs[0].shape.rank() >= 1, "at least one dimension")?;
-                Ok(vec![TensorType { dtype: inputs[0].dtype, shape: with_last(inputs[0].shape, 1) }])
+                let mut dims = inputs[0].shape.dims().to_vec();
+                if let Some(last) = dims.last_mut() {
+                    *last = 1;
+                }
+                Ok(vec![TensorType { dtype: inputs[0].dtype, shape: rule.shape(&dims)? }])
             }
             Op::MatMul => infer_matmul(&rule),
             Op::GatherRows(to) => {
@@ -128,7 +137,7 @@ impl Op {
                 let n = rule.rank(1, 1)?[0];
                 rule.require(1, inputs[1].dtype == DType::I32, "I32")?;
                 rule.require(0, to.is_float() && !is_integer(inputs[0].dtype), "a table of numbers")?;
-                Ok(vec![TensorType::new(*to, [n, d])])
+                Ok(vec![TensorType { dtype: *to, shape: rule.shape(&[n, d])? }])
             }
             Op::RmsNorm { .. } => {
                 rule.arity(2)?;
@@ -248,8 +257,7 @@ fn infer_matmul(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
     rule.require(1, batch.is_some(), format!("outer dimensions that broadcast with {}", a.shape))?;
     let mut dims = batch.map_or_else(Vec::new, |s| s.dims().to_vec());
     dims.extend([a.shape.dim_back(1), b.shape.dim_back(0)]);
-    let shape = Shape::new(&dims).map_err(|source| InferError::View { op: rule.op, source })?;
-    Ok(vec![TensorType { dtype: a.dtype, shape }])
+    Ok(vec![TensorType { dtype: a.dtype, shape: rule.shape(&dims)? }])
 }
 
 fn infer_sample(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
@@ -268,13 +276,4 @@ fn infer_sample(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
 
 fn is_integer(dtype: DType) -> bool {
     matches!(dtype, DType::I32 | DType::U32 | DType::I64 | DType::U8)
-}
-
-fn with_last(shape: Shape, last: usize) -> Shape {
-    let mut dims = shape.dims().to_vec();
-    if let Some(d) = dims.last_mut() {
-        *d = last;
-    }
-    // Shrinking one dimension cannot overflow the count nor raise the rank.
-    Shape::new(&dims).unwrap_or(shape)
 }

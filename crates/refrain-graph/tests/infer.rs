@@ -201,6 +201,13 @@ fn refusals_name_both_sides() {
     }
 }
 
+#[test]
+fn a_result_that_cannot_be_counted_is_refused() {
+    let inputs = [t(DType::F32, &[0, 32]), t(DType::I32, &[usize::MAX])];
+    let refusal = Op::GatherRows(DType::F32).infer(&inputs).unwrap_err().to_string();
+    assert!(refusal.contains("[18446744073709551615, 32] has too many elements"), "{refusal}");
+}
+
 fn any_type() -> impl Strategy<Value = TensorType> {
     let dims = prop::collection::vec(prop::sample::select(vec![0usize, 1, 2, 3, 32, usize::MAX]), 0..=6);
     (prop::sample::select(DType::ALL.to_vec()), dims).prop_filter_map("too large", |(dtype, dims)| {
