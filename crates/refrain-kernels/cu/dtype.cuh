@@ -10,11 +10,12 @@ typedef unsigned int u32;
 typedef int i32;
 typedef unsigned long long u64;
 
-// The shared memory that a launch asks for, in bytes.
+// The shared memory that a launch asks for, in bytes. Bulk copies into it are up to a fifth slower where it does not start at
+// a multiple of 128 bytes.
 #ifdef REFRAIN_ON_HOST
-#define DYNAMIC_SHARED(name) alignas(16) static u8 name[227 * 1024]
+#define DYNAMIC_SHARED(name) alignas(128) static u8 name[227 * 1024]
 #else
-#define DYNAMIC_SHARED(name) extern __shared__ uint4 name##_words[]; u8* const name = (u8*)name##_words
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 #endif
 
 struct F16 { u16 bits; };
