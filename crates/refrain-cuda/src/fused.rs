@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use refrain_graph::{Binary, BufferId, Gate, Op, Operand, Place, Plan, Step};
-use refrain_kernels::{MAX_PARTS, has_product, products_join};
+use refrain_kernels::{LARGE_PRODUCT, MAX_PARTS, has_product, products_join};
 use refrain_tensor::DType;
 
 /// How many steps a run has at most; a plan keeps what a run reads for so long.
@@ -59,6 +59,19 @@ impl Readers {
     fn count(&self, operand: &Operand) -> usize {
         self.0.get(&operand.buffer).copied().unwrap_or(0)
     }
+}
+
+/// Whether most of what a step reads is in weights of [`LARGE_PRODUCT`] or more: then no product leaves room for the next.
+pub(crate) fn are_mostly_large(plan: &Plan) -> bool {
+    let products =
+        plan.steps().iter().filter(|step| matches!(step.op, Op::MatMul)).map(|step| &step.inputs[1]);
+    let bytes = products.map(|w| w.dtype.bytes_for(w.layout.shape().n_elements()).unwrap_or(0));
+    let (mut all, mut large) = (0_usize, 0_usize);
+    for bytes in bytes {
+        all = all.saturating_add(bytes);
+        large = large.saturating_add(if bytes >= LARGE_PRODUCT { bytes } else { 0 });
+    }
+    large > all / 2
 }
 
 fn n_rows(operand: &Operand) -> usize {

@@ -18,9 +18,9 @@ pub const MAX_PARTS: usize = 3;
 
 /// Shared memory that the compiled code itself declares, rounded up.
 const STATIC_BYTES: usize = 4096;
-/// Products of more bytes with plain weights have a multiprocessor's shared memory to themselves: their time is that of
+/// Products of so many bytes with plain weights have a multiprocessor's shared memory to themselves: their time is that of
 /// reading, which larger rings make shorter, and not that of starting, which they make longer.
-const LARGE_BYTES: usize = 96 << 20;
+pub const LARGE_PRODUCT: usize = 96 << 20;
 const LARGE_RING_BYTES: usize = 192 << 10;
 /// Products of fewer bytes take no more of a ring than they fill: their time is that of their start, which others should
 /// be able to make beside them.
@@ -105,6 +105,9 @@ pub struct ProductArgs<'a> {
     pub gate: Option<Gate>,
     /// Columns of every `w`.
     pub k: usize,
+    /// Plain weights: blocks take a multiprocessor's shared memory for themselves, as those of a [`LARGE_PRODUCT`] do. Room for
+    /// the next launch is of no use where that one does not fit into it.
+    pub alone: bool,
     /// Names the step.
     pub step: &'a str,
 }
@@ -199,8 +202,11 @@ impl Kernels {
             weight_bytes(p.dtype, p.n, a.k).and_then(|bytes| sum.checked_add(bytes))
         });
         let share = of_block.div_ceil(chunk.warps);
-        let (stages, shared) =
-            self.product_shared(&case, a.k, [chunk, other], weights.unwrap_or(usize::MAX), share)?;
+        let weights = weights.unwrap_or(usize::MAX);
+        let alone = a.alone || weights >= LARGE_PRODUCT;
+        // Small ones take no more of a ring than they fill.
+        let most = if weights < SMALL_BYTES { share } else { usize::MAX };
+        let (stages, shared) = self.product_shared(&case, a.k, [chunk, other], alone, most)?;
         let mut launch = self
             .launch(&name(first, second), case.u32("n", grid)?, 32 * chunk.warps as u32)?
             .shared(shared)
@@ -267,15 +273,14 @@ impl Kernels {
         self.shared_limit().saturating_sub(STATIC_BYTES)
     }
 
-    /// Chunks in a warp's ring, and the shared memory of a block: for `weights` bytes in all, of which a warp has `share`
-    /// chunks.
+    /// Chunks in a warp's ring, at most `most`, and the shared memory of a block.
     fn product_shared(
         &self,
         case: &Case<'_>,
         k: usize,
         [chunk, other]: [Chunk; 2],
-        weights: usize,
-        share: usize,
+        alone: bool,
+        most: usize,
     ) -> Result<(u8, u32), KernelError> {
         let slot = chunk.bytes.max(other.bytes);
         let is_plain = chunk.rows != TILE_ROWS;
@@ -287,9 +292,7 @@ impl Kernels {
         };
         let limit = self.product_limit();
         let half = (self.shared_sm() / 2).saturating_sub(STATIC_BYTES);
-        let is_large = is_plain && weights >= LARGE_BYTES;
-        let (ring, room) = if is_large { (LARGE_RING_BYTES, limit) } else { (chunk.ring, half) };
-        let most = if weights < SMALL_BYTES { share } else { usize::MAX };
+        let (ring, room) = if is_plain && alone { (LARGE_RING_BYTES, limit) } else { (chunk.ring, half) };
         let wanted = (ring / (chunk.warps * slot)).min(most).clamp(1, 64);
         let fits = |room: usize, stages: usize| bytes(stages) <= room.min(limit);
         // A long x may leave less than two chunks for each warp in a half: then there is no sharing.

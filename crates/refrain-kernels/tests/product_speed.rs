@@ -129,6 +129,7 @@ fn launches(
                 parts: &parts,
                 gate,
                 k,
+                alone: false,
                 step: "product",
             })
             .unwrap()

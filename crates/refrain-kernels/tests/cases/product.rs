@@ -170,6 +170,7 @@ fn case(s: &Shape<'_>) -> Case {
             parts: &parts,
             gate,
             k,
+            alone: with_bias,
             step: "case",
         })?);
         Ok(())
