@@ -22,6 +22,10 @@ const STATIC_BYTES: usize = 4096;
 /// reading, which larger rings make shorter, and not that of starting, which they make longer.
 pub const LARGE_PRODUCT: usize = 96 << 20;
 const LARGE_RING_BYTES: usize = 192 << 10;
+/// Quantised ones of so many bytes have a ring of at least the second number of bytes: they still leave half of a
+/// multiprocessor, and smaller ones are better off with less.
+const LONG_BYTES: usize = 32 << 20;
+const LONG_RING_BYTES: usize = 80 << 10;
 /// Products of fewer bytes take no more of a ring than they fill: their time is that of their start, which others should
 /// be able to make beside them.
 const SMALL_BYTES: usize = 4 << 20;
@@ -41,7 +45,7 @@ impl Chunk {
     const fn of(dtype: DType) -> Option<Chunk> {
         match (dtype, Unit::of(dtype)) {
             (DType::BF16 | DType::F16, _) => {
-                Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, ring: 96 << 10 })
+                Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, ring: 64 << 10 })
             }
             (_, Some(Unit { cols, bytes, .. })) => {
                 // Few warps with large chunks read faster, many compute faster.
@@ -173,7 +177,7 @@ impl Kernels {
         );
         crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the products is empty");
         let (first, second) = dtypes(&case, a.parts)?;
-        let (Some(chunk), Some(other)) = (Chunk::of(first), Chunk::of(second)) else {
+        let (Some(mut chunk), Some(other)) = (Chunk::of(first), Chunk::of(second)) else {
             return Err(case.refuse("no kernel multiplies a row with this dtype".to_owned()));
         };
         let gated = a.gate.is_some();
@@ -204,6 +208,9 @@ impl Kernels {
         let share = of_block.div_ceil(chunk.warps);
         let weights = weights.unwrap_or(usize::MAX);
         let alone = a.alone || weights >= LARGE_PRODUCT;
+        if weights >= LONG_BYTES && first.is_quantized() {
+            chunk.ring = chunk.ring.max(LONG_RING_BYTES);
+        }
         // Small ones take no more of a ring than they fill.
         let most = if weights < SMALL_BYTES { share } else { usize::MAX };
         let (stages, shared) = self.product_shared(&case, a.k, [chunk, other], alone, most)?;
