@@ -110,8 +110,7 @@ inline void penalise(float* l, Deal deal, u32 vocab, const i32* history, u32 n_h
 }
 
 // 1024 keys, two to a thread, largest first. A thread's meet in registers, a warp's by shuffles, the rest in memory.
-inline void sort_keys(u64* k) {
-    __shared__ u64 room[2][CHUNK];
+inline void sort_by_steps(u64* k, u64 (*room)[CHUNK]) {
     u32 t = threadIdx.x, turn = 0;
     for (u32 size = 2; size <= CHUNK; size *= 2) {
         bool descending = (2 * t & size) == 0;
@@ -142,6 +141,71 @@ inline void sort_keys(u64* k) {
         k[0] = swap ? b : a;
         k[1] = swap ? a : b;
     }
+}
+
+// The same for keys that are spread out: each is put into one of 1024 places by its logit, and then before the smaller ones
+// of its place. False, and nothing done, when too many would share a place. `top` is the best logit, and `number` has
+// the logits' ordered bits, 0 without a token.
+inline bool sort_by_places(u64* k, const u32* number, float top, u64 (*room)[CHUNK]) {
+    const u32 MOST = 24;
+    __shared__ u32 n_in[CHUNK], warp_least[16], warp_sums[16];
+    u32 t = threadIdx.x, warp = t / 32, lane = t % 32, place[2], index[2];
+    // Of the finite ones: -inf goes to the last place.
+    u32 least = 0;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (number[r] > ordered(-inf_f32())) least = max(least, ~number[r]);
+    }
+    least = __reduce_max_sync(ALL_LANES, least);
+    if (lane == 0) warp_least[warp] = least;
+    n_in[t] = 0;
+    n_in[512 + t] = 0;
+    room[1][t] = 0;
+    room[1][512 + t] = 0;
+    __syncthreads();
+    least = __reduce_max_sync(ALL_LANES, warp_least[lane % 16]);
+    float range = top - from_ordered(~least);
+    if (!(range > 0.0f && range <= 3e38f)) return false;
+    float scale = (float)(CHUNK - 1) / range;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        place[r] = (u32)fminf((top - from_ordered(number[r])) * scale, (float)(CHUNK - 1));
+        index[r] = k[r] == 0 ? 0 : atomicAdd(&n_in[place[r]], 1u);
+    }
+    __syncthreads();
+    u32 a = n_in[2 * t], b = n_in[2 * t + 1], sum = a + b;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        u32 before = __shfl_up_sync(ALL_LANES, sum, step);
+        if (lane >= step) sum += before;
+    }
+    if (lane == 31) warp_sums[warp] = sum;
+    if (__syncthreads_or(a > MOST || b > MOST)) return false;
+    for (u32 i = 0; i < 16; i++) sum += i < warp ? warp_sums[i] : 0;
+    // From here on a place's first index above its number of keys.
+    n_in[2 * t] = (sum - a - b) << 8 | a;
+    n_in[2 * t + 1] = (sum - b) << 8 | b;
+    __syncthreads();
+    u32 first[2], n[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        u32 both = n_in[place[r]];
+        first[r] = both >> 8;
+        n[r] = both & 255;
+        if (k[r] != 0) room[0][first[r] + index[r]] = k[r];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (k[r] == 0) continue;
+        u32 at = first[r];
+        for (u32 i = first[r]; i < first[r] + n[r]; i++) at += room[0][i] > k[r];
+        room[1][at] = k[r];
+    }
+    __syncthreads();
+    k[0] = room[1][2 * t];
+    k[1] = room[1][2 * t + 1];
+    return true;
 }
 
 // Running sums of the block's values, two to a thread, of two kinds at once; returns the first kind's whole sum.
@@ -245,14 +309,16 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
 #pragma unroll
         for (int i = 0; i < 16; i++) sum += warp_sums[i];
     } else {
-        sort_keys(k);
-        double w[2], hot[2];
+        __shared__ u64 room[2][CHUNK];
+        if (!sort_by_places(k, number, top, room)) sort_by_steps(k, room);
+        double w[2], hot[2], coldness = 1.0 / (double)temperature;
         float scale = bins_per_unit(temperature);
+        i32 top_bin = bin_of(top, scale);
         u32 bin[3];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             w[r] = k[r] == 0 ? 0.0 : weight(key_logit(k[r]), top, 1.0);
-            hot[r] = k[r] == 0 ? 0.0 : weight(key_logit(k[r]), top, (double)temperature);
+            hot[r] = k[r] == 0 ? 0.0 : weight(key_logit(k[r]), top, coldness);
             bin[r] = k[r] == 0 ? BINS : bins_below(key_logit(k[r]), top, scale);
         }
         if (lane == 0) next_bin[warp] = bin[0];
@@ -265,10 +331,10 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
         for (int r = 0; r < 2; r++) {
             // The last key of its bin speaks for that bin, and for those up to the next key's: they are empty.
             for (u32 b = bin[r]; b < bin[r + 1]; b++) {
-                u32 i = deal.chunk * BINS + b;
+                u32 i = deal.chunk * BINS + (u32)(top_bin - (i32)b) % BINS;
                 bins.weights[i] = w[r];
                 bins.tempered[i] = hot[r];
-                bins.counts[i] = 2 * threadIdx.x + r + 1;
+                bins.counts[i] = (u16)(2 * threadIdx.x + r + 1);
             }
         }
         ((TwoSums*)(out + n_keys * 8))[at / 2 + threadIdx.x] = TwoSums{w[0], w[1]};
@@ -283,30 +349,51 @@ inline bool is_proper(double total) { return total > 0.0 && total <= 1.797693134
 
 // The choice without a small top-k, over sorted chunks; 0 when there is nothing to weigh. All threads call it with
 // their chunk.
-inline u64 choose_large(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
-    u32 c = threadIdx.x;
-    u64 head = c < row.n_chunks ? row.keys[(u64)c * CHUNK] : 0;
-    weigh_all<1024>(row, desk, chunks, mine);
-    // Here the chunks' own first keys, in which -0 is below +0.
-    desk.heads[c] = head;
+inline u64 choose_large(Row& row, Desk& desk, Chunk mine) {
+    u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
+    // Under way while the chunks are weighed.
+    Share<double> weights(row, row.bins.weights);
+    Share<u16> counts(row, row.bins.counts);
+    u32 most = __reduce_max_sync(ALL_LANES, (u32)(mine.best >> ID_BITS));
+    if (lane == 0) desk.warps[warp] = most;
     // A warp that mostly has no chunks to weigh draws.
     if (c == 1024 - 32) desk.uniform = row.uniform();
     __syncthreads();
-    row.total = total_of<1024>(row, desk);
-    if (!is_proper(row.total)) return 0;
-    u32 n = list_best(row, desk);
-    if (c < 32) {
-        u32 place = n > 0 ? choose_listed<8>(row, desk, n, desk.uniform) : 0;
-        if (c == 0) {
-            desk.found = place < n;
-            desk.key = place < n ? desk.sorted[place] : 0;
-        }
+    row.top = from_ordered(__reduce_max_sync(ALL_LANES, desk.warps[lane]));
+    if (warp * 32 < row.n_chunks) {
+        double factor = mine.factor(row.top, 1.0), sum = c < row.n_chunks ? factor * mine.sum : 0.0;
+        desk.factor[0][c] = factor;
+        desk.factor[1][c] = mine.factor(row.top, row.coldness);
+        desk.bins[c] = bin_of(key_logit(mine.best), row.per_unit);
+        sum = warp_reduce(sum, Add());
+        if (lane == 0) desk.sums[warp] = sum;
     }
     __syncthreads();
-    bool found = desk.found;
-    u64 chosen = desk.key;
+    row.total = total_of<1024>(row, desk);
+    if (!is_proper(row.total)) return 0;
+    counts.add(row, desk, row.bins.counts, nullptr, 0);
+    weights.add(row, desk, row.bins.weights, desk.factor[0], 1);
+    Share<double> tempered(row, row.bins.tempered);
     __syncthreads();
-    return found ? chosen : choose_among_all(row, desk, n);
+    sum_bins(row, desk, 0, 2);
+    __syncthreads();
+    u32 n = list_candidates(row, desk);
+    if (n > 0) {
+        if (c < 32) {
+            u32 place = n <= 64 ? choose_listed<2>(row, desk, n, desk.uniform) : choose_listed<8>(row, desk, n, desk.uniform);
+            if (c == 0) {
+                desk.found = place < n;
+                desk.key = place < n ? desk.sorted[place] : 0;
+            }
+        }
+        __syncthreads();
+        if (desk.found) return desk.key;
+    }
+    tempered.add(row, desk, row.bins.tempered, desk.factor[1], 2);
+    __syncthreads();
+    sum_bins(row, desk, 2, 1);
+    __syncthreads();
+    return choose_among_all(row, desk);
 }
 
 extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token, float* logprob, const u8* scratch,
@@ -324,7 +411,7 @@ extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token,
     Chunk mine = c < n_chunks ? chunks[c] : Chunk{0, 0.0};
     Row row = {(const u64*)in, (const double*)(in + n_keys * 8), (const double*)(in + n_keys * 16),
                Bins(chunks + n_chunks, n_chunks), {rng[4 * index], rng[4 * index + 1], rng[4 * index + 2]}, n_chunks,
-               vocab, 0.0f, 0.0, (double)p[0], top_k_of(p[1]), p[2], p[3]};
+               vocab, 0.0f, 0.0, 1.0 / (double)p[0], bins_per_unit(p[0]), top_k_of(p[1]), p[2], p[3]};
     bool greedy = is_greedy(p[0]), small = !greedy && is_small(row.top_k);
     u64 chosen = 0;
     if (greedy) {
@@ -338,7 +425,7 @@ extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token,
         if (c >= SMALL_THREADS) return;
         chosen = choose_small(row, desk, chunks, mine);
     } else {
-        chosen = choose_large(row, desk, chunks, mine);
+        chosen = choose_large(row, desk, mine);
     }
     if (c > 0) return;
     if (chosen == 0) {

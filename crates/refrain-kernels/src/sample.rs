@@ -26,9 +26,9 @@ const MAX_CHUNKS: usize = 1024;
 /// Key and two running sums for each token.
 const TOKEN_BYTES: u64 = 24;
 /// Maximum, its id, and the sum of each chunk; two sums and a count for each of its 64 bins.
-const CHUNK_BYTES: u64 = 16 + 64 * 20;
+const CHUNK_BYTES: u64 = 16 + 64 * 18;
 /// Shared memory of the second launch's block: `Desk` in `sample_list.cuh` fits.
-const SELECT_SHARED_BYTES: u32 = 80 << 10;
+const SELECT_SHARED_BYTES: u32 = 96 << 10;
 
 /// `token[i]` and `logprob[i]` are chosen from `logits[i]`.
 #[derive(Clone, Copy, Debug)]
