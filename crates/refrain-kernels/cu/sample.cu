@@ -195,12 +195,15 @@ inline bool sort_by_places(u64* k, const u32* number, float top, u64 (*room)[CHU
         if (k[r] != 0) room[0][first[r] + index[r]] = k[r];
     }
     __syncthreads();
+    u32 at[2] = {first[0], first[1]};
+    for (u32 i = 0; i < max(n[0], n[1]); i++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) at[r] += (u32)(i < n[r]) & (u32)(room[0][(first[r] + i) % CHUNK] > k[r]);
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         if (k[r] == 0) continue;
-        u32 at = first[r];
-        for (u32 i = first[r]; i < first[r] + n[r]; i++) at += room[0][i] > k[r];
-        room[1][at] = k[r];
+        room[1][at[r]] = k[r];
     }
     __syncthreads();
     k[0] = room[1][2 * t];
@@ -348,50 +351,45 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
 inline bool is_proper(double total) { return total > 0.0 && total <= 1.7976931348623157e308; }
 
 // The choice without a small top-k, over sorted chunks; 0 when there is nothing to weigh. All threads call it with
-// their chunk.
-inline u64 choose_large(Row& row, Desk& desk, Chunk mine) {
+// their chunk, when the desk has what they keep of it; the first has the answer.
+inline u64 choose_large(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
     // Under way while the chunks are weighed.
-    Share<double> weights(row, row.bins.weights);
-    Share<u16> counts(row, row.bins.counts);
+    BinShare share(row);
+    share.ask(row, row.bins.weights, c / BINS);
+    share.ask_counts(row, c / BINS);
     u32 most = __reduce_max_sync(ALL_LANES, (u32)(mine.best >> ID_BITS));
     if (lane == 0) desk.warps[warp] = most;
     // A warp that mostly has no chunks to weigh draws.
     if (c == 1024 - 32) desk.uniform = row.uniform();
+    if (c == 0) desk.laid[0] = 0;
     __syncthreads();
     row.top = from_ordered(__reduce_max_sync(ALL_LANES, desk.warps[lane]));
-    if (warp * 32 < row.n_chunks) {
-        double factor = mine.factor(row.top, 1.0), sum = c < row.n_chunks ? factor * mine.sum : 0.0;
-        desk.factor[0][c] = factor;
-        desk.factor[1][c] = mine.factor(row.top, row.coldness);
-        desk.bins[c] = bin_of(key_logit(mine.best), row.per_unit);
-        sum = warp_reduce(sum, Add());
-        if (lane == 0) desk.sums[warp] = sum;
-    }
+    weigh_chunks(row, desk, chunks, mine);
     __syncthreads();
     row.total = total_of<1024>(row, desk);
+    row.coldness = desk.coldness;
+    row.top_bin = bin_of(row.top, share.per_unit);
     if (!is_proper(row.total)) return 0;
-    counts.add(row, desk, row.bins.counts, nullptr, 0);
-    weights.add(row, desk, row.bins.weights, desk.factor[0], 1);
-    Share<double> tempered(row, row.bins.tempered);
+    share.add(row, desk);
+    share.ask(row, row.bins.tempered, c / BINS);
+    // Another such warp, so that nobody waits for it at the end.
+    if (c == 1024 - 64) desk.log_total = log(row.total);
     __syncthreads();
-    sum_bins(row, desk, 0, 2);
+    sum_bins(row, desk);
     __syncthreads();
-    u32 n = list_candidates(row, desk);
-    if (n > 0) {
-        if (c < 32) {
-            u32 place = n <= 64 ? choose_listed<2>(row, desk, n, desk.uniform) : choose_listed<8>(row, desk, n, desk.uniform);
-            if (c == 0) {
-                desk.found = place < n;
-                desk.key = place < n ? desk.sorted[place] : 0;
-            }
-        }
-        __syncthreads();
-        if (desk.found) return desk.key;
+    u32 last = last_bin_listed(row, desk);
+    if (last <= BINS) {
+        if (c >= row.threads) return 0;
+        u32 n = list_candidates(row, desk, last);
+        if (c >= 32) return 0;
+        u32 place = n <= 128 ? choose_listed<4>(row, desk, n, desk.uniform) : choose_listed<8>(row, desk, n, desk.uniform);
+        return desk.sorted[place];
     }
-    tempered.add(row, desk, row.bins.tempered, desk.factor[1], 2);
+    share.add_tempered(row, desk);
     __syncthreads();
-    sum_bins(row, desk, 2, 1);
+    if (c >= row.threads) return 0;
+    sum_tempered_bins(row, desk);
     __syncthreads();
     return choose_among_all(row, desk);
 }
@@ -404,6 +402,10 @@ extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token,
     u64 n_keys = (u64)n_chunks * CHUNK;
     const Chunk* chunks = (const Chunk*)(in + n_keys * 24);
     const float* p = params + index * 8;
+    u32 threads = n_chunks <= FEW_THREADS ? FEW_THREADS : 1024, lanes = 0;
+    while (lanes < 3 && n_chunks << (lanes + 1) <= threads) lanes++;
+    // At first all tokens are candidates.
+    if (c < n_chunks) desk.kept[c] = (u16)Deal{c, n_chunks}.n_tokens(vocab);
     wait_for_previous();
     // Not before: blocks of the next kernel would come to lie unevenly beside those of the first.
     let_next_start();
@@ -411,7 +413,7 @@ extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token,
     Chunk mine = c < n_chunks ? chunks[c] : Chunk{0, 0.0};
     Row row = {(const u64*)in, (const double*)(in + n_keys * 8), (const double*)(in + n_keys * 16),
                Bins(chunks + n_chunks, n_chunks), {rng[4 * index], rng[4 * index + 1], rng[4 * index + 2]}, n_chunks,
-               vocab, 0.0f, 0.0, 1.0 / (double)p[0], bins_per_unit(p[0]), top_k_of(p[1]), p[2], p[3]};
+               vocab, 0.0f, 0.0, p[0], 0.0, 0, top_k_of(p[1]), p[2], p[3], threads, lanes};
     bool greedy = is_greedy(p[0]), small = !greedy && is_small(row.top_k);
     u64 chosen = 0;
     if (greedy) {
@@ -425,14 +427,15 @@ extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token,
         if (c >= SMALL_THREADS) return;
         chosen = choose_small(row, desk, chunks, mine);
     } else {
-        chosen = choose_large(row, desk, mine);
+        chosen = choose_large(row, desk, chunks, mine);
     }
     if (c > 0) return;
     if (chosen == 0) {
         // Nothing to weigh: the best.
         for (u32 i = 0; i < n_chunks; i++) chosen = Larger()(chosen, chunks[i].best);
     }
+    double log_total = greedy || small ? log(row.total) : desk.log_total;
     bool proper = row.top != inf_f32() && row.top != -inf_f32() && is_proper(row.total);
     token[index] = (i32)key_id(chosen);
-    logprob[index] = proper ? (float)((double)key_logit(chosen) - (double)row.top - log(row.total)) : nan_f32();
+    logprob[index] = proper ? (float)((double)key_logit(chosen) - (double)row.top - log_total) : nan_f32();
 }

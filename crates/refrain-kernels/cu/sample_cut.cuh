@@ -1,54 +1,121 @@
-// sample_cut.cuh: where the filters cut, over sorted chunks, for one block of 1024 threads of sample.cu.
+// sample_cut.cuh: where the filters cut, over sorted chunks, for one block of sample.cu: 1024 threads at first, half of them where
+// chunks are few.
 //
 // A search has three steps. Sums over bins say in which bin a target is reached. While that bin has more keys than a list, a
 // round asks how much lies above each of eight of them, most of which are close to where the target should be. The list that is
-// left is sorted and summed. What each step costs is the number of its instructions times that of the warps that go through
-// them, so that where chunks are looked at one by one only as many threads as there are chunks do it.
+// left is sorted and summed. An instruction costs the time of as many warps as go through it: so what is done for each
+// chunk is done by as many threads as there are chunks, what is done once by one warp, and nobody else stays. It is fetched
+// once and mostly used once, too: so loops are not unrolled but where loads should be under way together.
 #pragma once
 #include "sample_list.cuh"
+
+// Threads that stay when chunks are not more.
+const u32 FEW_THREADS = 512;
 
 // Threads that look at the same bin.
 const u32 BIN_PARTS = 1024 / BINS;
 
-// What a thread sees of the bins: the same place in every 16th chunk, the first eight of which are asked for early.
-template <typename T> struct Share {
-    T first[8];
+// What a thread sees of the bins: the same place in every 16th chunk, eight of them at a time. All 1024 threads have one.
+struct BinShare {
+    double sums[8];
+    u16 counts[8];
+    float per_unit;
 
-    inline void ask(const Row& row, const T* bins, u32 from) {
+    inline BinShare(const Row& row) : per_unit(bins_per_unit(row.temperature)) {}
+
+    inline void ask(const Row& row, const double* bins, u32 from) {
+        const double* at = bins + from * BINS + threadIdx.x % BINS;
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) {
-            first[i] = bins[min(from + i * BIN_PARTS, row.n_chunks - 1) * BINS + threadIdx.x % BINS];
-        }
+        for (u32 i = 0; i < 8; i++) sums[i] = from + i * BIN_PARTS < row.n_chunks ? at[i * BIN_PARTS * BINS] : 0.0;
     }
 
-    inline Share(const Row& row, const T* bins) { ask(row, bins, threadIdx.x / BINS); }
+    inline void ask_counts(const Row& row, u32 from) {
+        const u16* at = row.bins.counts + from * BINS + threadIdx.x % BINS;
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) counts[i] = from + i * BIN_PARTS < row.n_chunks ? at[i * BIN_PARTS * BINS] : (u16)0;
+    }
 
-    // Leaves the sum of what chunks hold, times their factors, among the parts of its kind.
-    inline void add(const Row& row, Desk& desk, const T* bins, const double* factor, u32 kind) {
-        i32 top = bin_of(row.top, row.per_unit), bin = top - (i32)((u32)(top - (i32)threadIdx.x) % BINS);
+    // The bin of its place that is one of the row's.
+    inline i32 bin(const Row& row) const { return row.top_bin - (i32)((u32)(row.top_bin - (i32)threadIdx.x) % BINS); }
+
+    // Leaves the sums of weights and counts on the desk, as a part.
+    inline void add(const Row& row, Desk& desk) {
+        i32 mine = bin(row);
         double sum = 0.0;
+        u32 n = 0;
+#pragma unroll 1
         for (u32 from = threadIdx.x / BINS; from < row.n_chunks; from += 8 * BIN_PARTS) {
-            if (from >= 8 * BIN_PARTS) ask(row, bins, from);
+            if (from >= 8 * BIN_PARTS) ask(row, row.bins.weights, from), ask_counts(row, from);
 #pragma unroll
             for (u32 i = 0; i < 8; i++) {
-                u32 chunk = from + i * BIN_PARTS, c = min(chunk, row.n_chunks - 1);
-                double part = factor == nullptr ? (double)first[i] : factor[c] * (double)first[i];
-                sum += chunk < row.n_chunks && bin <= desk.bins[c] ? part : 0.0;
+                u32 chunk = from + i * BIN_PARTS;
+                if (chunk >= row.n_chunks || mine > desk.bins[chunk]) continue;
+                sum += desk.factor[0][chunk] * sums[i];
+                n += counts[i];
             }
         }
-        ((double*)desk.window)[kind * 1024 + threadIdx.x] = sum;
+        ((double*)desk.window)[threadIdx.x] = sum;
+        ((u32*)desk.window)[2048 + threadIdx.x] = n;
+    }
+
+    // The same for weights at the temperature.
+    inline void add_tempered(const Row& row, Desk& desk) {
+        i32 mine = bin(row);
+        double sum = 0.0;
+#pragma unroll 1
+        for (u32 from = threadIdx.x / BINS; from < row.n_chunks; from += 8 * BIN_PARTS) {
+            if (from >= 8 * BIN_PARTS) ask(row, row.bins.tempered, from);
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                u32 chunk = from + i * BIN_PARTS;
+                if (chunk < row.n_chunks && mine <= desk.bins[chunk]) sum += desk.factor[1][chunk] * sums[i];
+            }
+        }
+        ((double*)desk.window)[threadIdx.x] = sum;
     }
 };
 
-// Puts the parts of some kinds together. After a barrier behind them, and with one to come.
-inline void sum_bins(const Row& row, Desk& desk, u32 first_kind, u32 n_kinds) {
-    if (threadIdx.x >= n_kinds * BINS) return;
-    u32 kind = first_kind + threadIdx.x / BINS, place = threadIdx.x % BINS;
-    const double* parts = (const double*)desk.window + kind * 1024 + place;
+// Puts the parts of weights and counts together. After a barrier behind them, and with one to come.
+inline void sum_bins(const Row& row, Desk& desk) {
+    u32 place = threadIdx.x % BINS, bin = (u32)(row.top_bin - (i32)place) % BINS;
+    if (threadIdx.x < BINS) {
+        double sum = 0.0;
+#pragma unroll
+        for (u32 i = 0; i < BIN_PARTS; i++) sum += ((const double*)desk.window)[i * BINS + place];
+        desk.bin_sums[1][bin] = sum;
+    } else if (threadIdx.x < 2 * BINS) {
+        u32 n = 0;
+#pragma unroll
+        for (u32 i = 0; i < BIN_PARTS; i++) n += ((const u32*)desk.window)[2048 + i * BINS + place];
+        desk.bin_sums[0][bin] = (double)n;
+    }
+}
+
+inline void sum_tempered_bins(const Row& row, Desk& desk) {
+    if (threadIdx.x >= BINS) return;
     double sum = 0.0;
 #pragma unroll
-    for (u32 i = 0; i < BIN_PARTS; i++) sum += parts[i * BINS];
-    desk.bin_sums[kind][(u32)(bin_of(row.top, row.per_unit) - (i32)place) % BINS] = sum;
+    for (u32 i = 0; i < BIN_PARTS; i++) sum += ((const double*)desk.window)[i * BINS + threadIdx.x];
+    desk.bin_sums[2][(u32)(row.top_bin - (i32)threadIdx.x) % BINS] = sum;
+}
+
+// Puts on the desk what makes the chunks' sums relative to the row's best, and of every 32 chunks the sum. The second half of the
+// threads does the tempered ones for the first, where it has no chunks of its own.
+inline void weigh_chunks(const Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
+    u32 c = threadIdx.x, warp = c / 32, half = c % 512;
+    if (warp * 32 < row.n_chunks) {
+        double factor = mine.factor(row.top, 1.0), sum = c < row.n_chunks ? factor * mine.sum : 0.0;
+        desk.factor[0][c] = factor;
+        desk.bins[c] = bin_of(key_logit(mine.best), bins_per_unit(row.temperature));
+        sum = warp_reduce(sum, Add());
+        if (c % 32 == 0) desk.sums[warp] = sum;
+    }
+    if (row.n_chunks <= 512 ? c >= 512 && half < row.n_chunks : c < row.n_chunks) {
+        u32 chunk = row.n_chunks <= 512 ? half : c;
+        double coldness = 1.0 / (double)row.temperature;
+        desk.factor[1][chunk] = chunks[chunk].factor(row.top, coldness);
+        if (chunk == 0) desk.coldness = coldness;
+    }
 }
 
 // The first bin, from the row's best, where the target is reached; BINS when it is behind them.
@@ -61,14 +128,14 @@ inline u32 find_bin(const double* sums, double target, bool beyond) {
 
 // How many keys of a chunk lie in the first bins, from the row's best to this one.
 inline u32 count_down_to(const Row& row, const Desk& desk, u32 chunk, u32 bin) {
-    i32 number = bin_of(row.top, row.per_unit) - (i32)bin;
+    i32 number = row.top_bin - (i32)bin;
     return number <= desk.bins[chunk] ? row.bins.counts[chunk * BINS + (u32)number % BINS] : 0;
 }
 
 // A bin, from the row's best, below which min-p lets nothing pass, while the fourth above it passes whole; BINS or more
 // when it is behind them.
 inline u32 min_p_bin(const Row& row) {
-    float below = -logf(row.min_p) * row.per_unit;
+    float below = -logf(row.min_p) * bins_per_unit(row.temperature);
     // Places are counted from the upper edge of the best's bin, and one more allows for rounding.
     return below < (float)BINS ? (u32)fmaxf(below, 0.0f) + 2 : BINS;
 }
@@ -82,7 +149,7 @@ struct Measure {
     // Loads come without branches, so that several are under way together.
     inline double of(u32 chunk, u32 n) const {
         if (sums == nullptr) return (double)n;
-        double sum = sums[(u64)chunk * CHUNK + (n > 0 ? n - 1 : 0)];
+        double sum = sums[chunk * CHUNK + (n > 0 ? n - 1 : 0)];
         return n > 0 ? factor[chunk] * sum : 0.0;
     }
 
@@ -98,50 +165,69 @@ struct Measure {
     }
 };
 
+// What is known of a target: that it is reached among the keys between low and high.
+struct Bracket {
+    double before, after;  // what lies before them, and together with them
+    u32 n;                 // how many they are
+    float slope;           // by which factor's logarithm there is more at their end than at their beginning
+};
+
 // How many keys of a chunk lie between low and high, every 2^shift-th of them.
 inline u32 n_between(const Desk& desk, u32 chunk, u32 shift) {
     return ((u32)desk.high[chunk] - desk.low[chunk] + (1u << shift) - 1) >> shift;
 }
 
-// How many those of all chunks are, and where each chunk's go when they are put side by side. All threads call it; a
-// chunk's low and high are those that its thread has written.
-inline u32 lay_out(const Row& row, Desk& desk, u32 shift) {
-    u32 c = threadIdx.x, warp = c / 32, lane = c % 32, sum = 0, n = 0;
-    if (warp * 32 < row.n_chunks) {
-        n = c < row.n_chunks ? n_between(desk, c, shift) : 0;
-        sum = n;
+// How many those of all chunks are, with some `more` for each, and where a chunk's go when they are put side by side, in
+// whatever order. All threads call it; a chunk's low and high are those that its thread has written. `turn` counts the calls.
+inline u32 lay_out(const Row& row, Desk& desk, u32 shift, u32 more, u32& turn) {
+    u32 c = threadIdx.x, lane = c % 32, *laid = &desk.laid[turn % 4];
+    turn++;
+    // The next call's, which nobody uses now.
+    if (c == 0) desk.laid[turn % 4] = 0;
+    if (c / 32 * 32 < row.n_chunks) {
+        u32 n = c < row.n_chunks ? n_between(desk, c, shift) + more : 0, sum = n, from = 0;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             u32 before = __shfl_up_sync(ALL_LANES, sum, step);
             if (lane >= step) sum += before;
         }
-        if (lane == 31) desk.warps[warp] = sum;
+        if (lane == 31) from = atomicAdd(laid, sum);
+        from = __shfl_sync(ALL_LANES, from, 31);
+        if (c < row.n_chunks) desk.to[c] = (u16)(from + sum - n);
     }
     __syncthreads();
-    u32 total = 0, from = 0;
-    for (u32 i = 0; i * 32 < row.n_chunks; i++) {
-        if (i == warp) from = total;
-        total += desk.warps[i];
+    return *laid;
+}
+
+// Calls f with the places that a thread looks after: `n_of` a chunk, shared by a few lanes, four at a time.
+template <typename N, typename F> inline void each_of_chunks(const Row& row, N n_of, F f) {
+    u32 lanes = 1u << row.lanes;
+#pragma unroll 1
+    for (u32 chunk = threadIdx.x >> row.lanes; chunk < row.n_chunks; chunk += row.threads >> row.lanes) {
+        u32 n = n_of(chunk);
+#pragma unroll 1
+        for (u32 i = threadIdx.x % lanes; i < n; i += 4 * lanes) f(chunk, i, lanes, n);
     }
-    if (c < row.n_chunks) desk.to[c] = (u16)(from + sum - n);
-    __syncthreads();
-    return total;
 }
 
 // Puts the keys between low and high on the list, as laid out, from the window or from where they are.
 inline void fetch_list(const Row& row, Desk& desk, u32 n, bool from_window) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     end_list(desk.list, n);
-    // Eight lanes to a chunk: most have few keys here.
-    for (u32 first = 4 * warp; first < row.n_chunks; first += 128) {
-        u32 c = first + lane / 8;
-        if (c >= row.n_chunks) continue;
-        u32 low = desk.low[c], high = desk.high[c];
-        for (u32 i = low + lane % 8; i < high; i += 8) {
-            desk.list[desk.to[c] + i - low] =
-                from_window ? desk.window[desk.at[c] + (i32)i].key : row.keys[(u64)c * CHUNK + i];
+    each_of_chunks(row, [&](u32 chunk) { return n_between(desk, chunk, 0); }, [&](u32 chunk, u32 i, u32 lanes, u32 n) {
+        u32 low = desk.low[chunk];
+        const Entry* window = desk.window + (desk.at[chunk] + (i32)low);
+        const u64* keys = row.keys + (chunk * CHUNK + low);
+        u64 k[4];
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            u32 mine = min(i + j * lanes, n - 1);
+            k[j] = from_window ? window[mine].key : keys[mine];
         }
-    }
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            if (i + j * lanes < n) desk.list[desk.to[chunk] + i + j * lanes] = k[j];
+        }
+    });
     __syncthreads();
     if (threadIdx.x < row.n_chunks) desk.at[threadIdx.x] = (short)(desk.to[threadIdx.x] - desk.low[threadIdx.x]);
 }
@@ -156,63 +242,52 @@ inline void note_ends(Desk& desk, u64 largest, u64 least) {
 // Puts every 2^shift-th of the keys between low and high into the window, as laid out. Before each chunk's first one there
 // is one that is never below a pivot, with what the chunk holds before. Sums are only there with all keys.
 inline void fetch_window(const Row& row, Desk& desk, const Measure& measure, u32 shift) {
-    u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
+    u32 c = threadIdx.x;
     Two ends = {0, ~(u64)0};
     if (c < row.n_chunks && desk.low[c] < desk.high[c]) {
-        const u64* keys = row.keys + (u64)c * CHUNK;
+        const u64* keys = row.keys + c * CHUNK;
         ends = Two{keys[desk.low[c]], keys[desk.high[c] - 1]};
     }
-    for (u32 first = 4 * warp; first < row.n_chunks; first += 128) {
-        Entry entry[4];
-        u32 n[4];
+    each_of_chunks(row, [&](u32 chunk) { return n_between(desk, chunk, shift) + 1; },
+                   [&](u32 chunk, u32 i, u32 lanes, u32 n) {
+        u32 low = desk.low[chunk];
+        const u64* keys = row.keys + chunk * CHUNK;
+        Entry entries[4];
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            u32 chunk = min(first + i, row.n_chunks - 1), at = desk.low[chunk];
-            n[i] = first + i < row.n_chunks ? n_between(desk, chunk, shift) + 1 : 0;
-            u32 mine = min(lane > 0 ? at + ((lane - 1) << shift) : at, CHUNK - 1);
-            entry[i].key = row.keys[(u64)chunk * CHUNK + mine];
-            entry[i].sum = shift > 0 ? 0.0 : measure.of(chunk, lane > 0 ? mine + 1 : at);
-            if (lane == 0) entry[i].key = ~(u64)0;
+        for (u32 j = 0; j < 4; j++) {
+            u32 mine = min(i + j * lanes, n - 1), at = mine > 0 ? low + ((mine - 1) << shift) : 0;
+            entries[j].key = keys[at];
+            entries[j].sum = shift > 0 ? 0.0 : measure.of(chunk, low + mine);
+            if (mine == 0) entries[j].key = ~(u64)0;
         }
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            u32 chunk = first + i;
-            if (lane < n[i]) desk.window[desk.to[chunk] + chunk + lane] = entry[i];
-            for (u32 j = 32 + lane; j < n[i]; j += 32) {
-                u32 at = desk.low[chunk] + ((j - 1) << shift);
-                double sum = shift > 0 ? 0.0 : measure.of(chunk, at + 1);
-                desk.window[desk.to[chunk] + chunk + j] = Entry{row.keys[(u64)chunk * CHUNK + at], sum};
-            }
+        for (u32 j = 0; j < 4; j++) {
+            if (i + j * lanes < n) desk.window[desk.to[chunk] + i + j * lanes] = entries[j];
         }
-    }
-    if (warp * 32 < row.n_chunks) note_ends(desk, ends.a, ends.b);
-    if (c < row.n_chunks) desk.at[c] = (short)(desk.to[c] + c + 1 - desk.low[c]);
+    });
+    if (c / 32 * 32 < row.n_chunks) note_ends(desk, ends.a, ends.b);
+    if (c < row.n_chunks) desk.at[c] = (short)(desk.to[c] + 1 - desk.low[c]);
     __syncthreads();
 }
 
-// What is known of a target among the keys between low and high.
-struct Bracket {
-    double before, after;  // what lies before them, and together with them
-    u32 n;                 // how many they are
-
-    // Where the target should lie among them, from 0 to 1, or something else.
-    inline float guess(double target) const { return (float)((target - before) / (after - before)); }
-};
-
-// Chooses pivots, from the largest down; the last is the least of the keys. Where the first warp would guess the target to
-// be, they lie so close that what is between two of them makes a short list; away from there further and further apart. They
-// are evenly spaced logits, or ids when all logits are equal. Without a guess they are spaced evenly.
-inline void choose_pivots(const Row& row, Desk& desk, u32 n, float guess) {
+// Chooses pivots, from the largest down; the last is the least of the keys. Where the target is guessed to be they lie so
+// close that what is between two of them makes a short list, away from there further and further apart. They are logits,
+// or ids when all logits are equal. Without a guess they are spaced evenly.
+inline void choose_pivots(const Row& row, Desk& desk, const Bracket& bracket, double target, bool guesses) {
     if (threadIdx.x < 32) {
+        const u32 HALF = N_PIVOTS / 2;
         u32 lane = threadIdx.x, which = lane % N_PIVOTS;
         bool any = lane * 32 < row.n_chunks;
         u64 largest = warp_largest(any ? desk.ends[lane].a : 0), least = ~warp_largest(any ? ~desk.ends[lane].b : 0);
+        float guess = __fdividef((float)(target - bracket.before), (float)(bracket.after - bracket.before));
         float x = (float)(which + 1) / N_PIVOTS;
-        if (guess >= 0.0f && guess <= 1.0f) {
-            const u32 HALF = N_PIVOTS / 2;
-            u32 steps = which < HALF ? which : N_PIVOTS - 1 - which;
+        if (guesses && guess >= 0.0f && guess <= 1.0f) {
+            // If how much there is grows or shrinks by a constant factor.
+            float slope = bracket.slope;
+            if (slope > 0.01f || slope < -0.01f) guess = __fdividef(logf(1.0f + guess * (expf(slope) - 1.0f)), slope);
             // From all of them down to about 32 keys on either side.
-            float distance = exp2f(-log2f((float)n / 32.0f) * (float)steps / (float)(HALF - 1));
+            u32 steps = which < HALF ? which : N_PIVOTS - 1 - which;
+            float distance = exp2f(-log2f((float)bracket.n / 32.0f) * (float)steps / (float)(HALF - 1));
             x = fminf(fmaxf(which < HALF ? guess - distance : guess + distance, 0.0f), 1.0f);
         }
         float top = key_logit(largest), bottom = key_logit(least);
@@ -234,6 +309,7 @@ inline u32 rank_of(const Row& row, const Desk& desk, const Measure& measure, u32
     u32 from = desk.low[chunk], end = desk.high[chunk];
     const Entry* entries = desk.window + (desk.at[chunk] + (i32)from - 1);
     u32 low = 1, high = n_between(desk, chunk, shift) + 1;
+#pragma unroll 1
     while (low < high) {
         u32 middle = (low + high) / 2;
         if (entries[middle].key >= pivot) {
@@ -249,7 +325,7 @@ inline u32 rank_of(const Row& row, const Desk& desk, const Measure& measure, u32
     // Behind the last entry that is at or above the pivot, and before the next.
     high = min(from + ((low - 1) << shift), end);
     low = low == 1 ? from : from + ((low - 2) << shift) + 1;
-    low = rank(row.keys + (u64)chunk * CHUNK, pivot, low, high);
+    low = rank(row.keys + chunk * CHUNK, pivot, low, high);
     sum = measure.of(chunk, low);
     return low;
 }
@@ -260,7 +336,8 @@ inline void narrow(const Row& row, Desk& desk, const Measure& measure, u32 shift
     u32 c = threadIdx.x, warp = c / 32, lane = c % 32, which = c % N_PIVOTS;
     u64 pivot = desk.pivots[which];
     double sum = 0.0;
-    for (u32 chunk = c / N_PIVOTS; chunk < row.n_chunks; chunk += 1024 / N_PIVOTS) {
+#pragma unroll 1
+    for (u32 chunk = c / N_PIVOTS; chunk < row.n_chunks; chunk += row.threads / N_PIVOTS) {
         double part;
         desk.ranks[which][chunk] = (u16)rank_of(row, desk, measure, chunk, pivot, shift, part);
         sum += part;
@@ -270,7 +347,7 @@ inline void narrow(const Row& row, Desk& desk, const Measure& measure, u32 shift
     if (lane < N_PIVOTS) desk.partial[warp][lane] = sum;
     __syncthreads();
     if (warp < N_PIVOTS) {
-        sum = warp_reduce(desk.partial[lane][warp], Add());
+        sum = warp_reduce(lane * 32 < row.threads ? desk.partial[lane][warp] : 0.0, Add());
         if (lane == 0) desk.above[warp] = sum;
     }
     __syncthreads();
@@ -283,36 +360,69 @@ inline void narrow(const Row& row, Desk& desk, const Measure& measure, u32 shift
     }
     bracket.after = desk.above[first];
     if (first > 0) bracket.before = desk.above[first - 1];
+    bracket.slope = 0.0f;
 }
 
-// The last key of the shortest run of candidates that reaches the target, which all of them together, which hold `whole`, do.
-// Afterwards only that run is kept. All threads call it with the same arguments.
-inline u64 cut(const Row& row, Desk& desk, const Measure& measure, double whole, double target, bool beyond) {
+// Finds the bin where the target is reached, if any has keys; false when none.
+inline bool bracket_by_bins(const Row& row, Desk& desk, const double* bins, double target, bool beyond,
+                            Bracket& bracket, u32& turn) {
+    u32 c = threadIdx.x, bin = find_bin(bins, target, beyond);
+    if (c < row.n_chunks) {
+        u32 kept = desk.kept[c];
+        u32 low = bin > 0 ? count_down_to(row, desk, c, bin - 1) : 0;
+        u32 high = bin < BINS ? count_down_to(row, desk, c, bin) : kept;
+        desk.low[c] = (u16)min(low, kept);
+        desk.high[c] = (u16)min(high, kept);
+    }
+    if (bin > 0) bracket.before = bins[bin - 1];
+    if (bin < BINS && bins[bin] < bracket.after) bracket.after = bins[bin];
+    if (bin > 1 && bin + 1 < BINS && threadIdx.x < 32) {
+        // From the middle of the bin before to that of the next are two bins.
+        float least = (float)(bins[bin - 1] - bins[bin - 2]), next = (float)(bins[bin + 1] - bins[bin]);
+        if (least > 0.0f && next > 0.0f) bracket.slope = 0.5f * logf(__fdividef(next, least));
+        if (!(bracket.slope >= -8.0f && bracket.slope <= 8.0f)) bracket.slope = 0.0f;
+    }
+    bracket.n = lay_out(row, desk, 0, 0, turn);
+    return bracket.n > 0;
+}
+
+// Weighs the sorted list of n for a measure, and finds the key where the target is reached; the last when rounding says that
+// none does.
+inline u64 find_in_list(const Row& row, Desk& desk, const Measure& measure, u32 n, double before, double target,
+                        bool beyond) {
+    u32 c = threadIdx.x;
+    if (c < n) {
+        double coldness = measure.sums == row.tempered ? row.coldness : 1.0;
+        desk.weights[c] = measure.sums == nullptr ? 1.0 : weight(key_logit(desk.sorted[c]), row.top, coldness);
+    }
+    __syncthreads();
+    if (c < 32) {
+        u32 last = n <= 128 ? place_of<4>(desk.weights, n, before, target, beyond)
+                            : place_of<8>(desk.weights, n, before, target, beyond);
+        if (c == 0) desk.key = desk.sorted[last < n ? last : n - 1];
+    }
+    __syncthreads();
+    return desk.key;
+}
+
+// The last key of the shortest run of candidates that reaches the target, which all of them together, which hold `whole`,
+// do. Afterwards only that run is kept. All threads call it with the same arguments.
+inline u64 cut(const Row& row, Desk& desk, const Measure& measure, double whole, double target, bool beyond, u32& turn) {
     u32 c = threadIdx.x, shift = 0;
     bool in_window = false;
-    Bracket bracket = {0.0, whole, 0};
-    if (row.is_binned()) {
-        u32 bin = find_bin(measure.bins, target, beyond);
-        if (c < row.n_chunks) {
-            u32 kept = desk.kept[c];
-            desk.low[c] = (u16)min(bin > 0 ? count_down_to(row, desk, c, bin - 1) : 0, kept);
-            desk.high[c] = (u16)(bin < BINS ? min(count_down_to(row, desk, c, bin), kept) : kept);
-        }
-        if (bin > 0) bracket.before = measure.bins[bin - 1];
-        if (bin < BINS && measure.bins[bin] < whole) bracket.after = measure.bins[bin];
-        bracket.n = lay_out(row, desk, 0);
-    }
-    if (bracket.n == 0) {
+    Bracket bracket = {0.0, whole, 0, 0.0f};
+    if (!row.is_binned() || !bracket_by_bins(row, desk, measure.bins, target, beyond, bracket, turn)) {
         // No bins; or sums that are rounded otherwise than the target's left the bin empty.
         if (c < row.n_chunks) desk.low[c] = 0, desk.high[c] = desk.kept[c];
-        bracket = Bracket{0.0, whole, lay_out(row, desk, 0)};
+        bracket = Bracket{0.0, whole, lay_out(row, desk, 0, 0, turn), 0.0f};
     }
+#pragma unroll 1
     for (u32 round = 0; bracket.n > LIST; round++) {
         if (!in_window) {
             // As many as fit: each chunk has one more, and one when it has not all.
             shift = 0;
             while ((bracket.n >> shift) + (shift > 0 ? 2 : 1) * row.n_chunks > WINDOW) shift++;
-            if (shift > 0) lay_out(row, desk, shift);
+            lay_out(row, desk, shift, 1, turn);
             fetch_window(row, desk, measure, shift);
             in_window = shift == 0;
         } else {
@@ -323,23 +433,15 @@ inline u64 cut(const Row& row, Desk& desk, const Measure& measure, double whole,
             }
             __syncthreads();
         }
-        // A guess that was far off is not made again: evenly spaced pivots always leave less.
-        choose_pivots(row, desk, bracket.n, round % 2 == 0 ? bracket.guess(target) : -1.0f);
+        // A guess that was far off is not made twice in a row: evenly spaced pivots always leave less.
+        choose_pivots(row, desk, bracket, target, round % 2 == 0);
         narrow(row, desk, measure, shift, target, beyond, bracket);
-        bracket.n = lay_out(row, desk, 0);
+        bracket.n = lay_out(row, desk, 0, 0, turn);
     }
     fetch_list(row, desk, bracket.n, in_window);
-    sort_list<1024>(row, desk, bracket.n, LIST);
-    if (c < 32) {
-        u32 n = bracket.n;
-        const double* weights = measure.sums == row.tempered ? desk.tempered : measure.sums == nullptr ? nullptr : desk.weights;
-        u32 last = n <= 64 ? place_of<2>(weights, n, bracket.before, target, beyond)
-                           : place_of<8>(weights, n, bracket.before, target, beyond);
-        // The sums over chunks said that it is reached; these are rounded otherwise.
-        if (c == 0) desk.key = desk.sorted[last < n ? last : max(n, 1u) - 1];
-    }
+    order_list(desk, bracket.n, row.threads);
     __syncthreads();
-    u64 key = desk.key;
+    u64 key = find_in_list(row, desk, measure, bracket.n, bracket.before, target, beyond);
     if (c < row.n_chunks) desk.kept[c] = (u16)rank(desk.list + desk.at[c], key, desk.low[c], desk.high[c]);
     return key;
 }
@@ -353,50 +455,69 @@ inline void keep_min_p(const Row& row, Desk& desk) {
         if (bin < BINS) high = min(high, count_down_to(row, desk, c, bin));
         if (bin > 3) low = min(high, count_down_to(row, desk, c, bin - 4));
     }
+#pragma unroll 1
     while (low < high) {
         u32 middle = (low + high) / 2;
-        if (weight(key_logit(row.keys[(u64)c * CHUNK + middle]), row.top, 1.0) >= (double)row.min_p) {
+        if (weight(key_logit(row.keys[c * CHUNK + middle]), row.top, 1.0) >= (double)row.min_p) {
             low = middle + 1;
         } else {
             high = middle;
         }
     }
     if (!__syncthreads_or(low > 0)) {
-        u64 head = c < row.n_chunks ? row.keys[(u64)c * CHUNK] : 0;
-        low = head == block_reduce(head, Larger(), (u64)0) ? 1 : 0;
+        u64 head = c < row.n_chunks ? row.keys[c * CHUNK] : 0;
+        // Some warps may have returned: only those with chunks take part.
+        if (c / 32 * 32 < row.n_chunks) note_ends(desk, head, ~(u64)0);
+        __syncthreads();
+        u64 best = 0;
+#pragma unroll 1
+        for (u32 i = 0; i * 32 < row.n_chunks; i++) best = Larger()(best, desk.ends[i].a);
+        low = c < row.n_chunks && head == best ? 1 : 0;
     }
     if (c < row.n_chunks) desk.kept[c] = (u16)low;
 }
 
-// Lists every candidate when the filters cut in one of the first bins and it is known that there are few before that; how many,
-// or 0.
-inline u32 list_candidates(const Row& row, Desk& desk) {
-    u32 c = threadIdx.x, bin = BINS;
-    if (row.vocab > LIST) {
-        if (!row.is_binned()) return 0;
-        if (row.top_k > 0) {
-            bin = find_bin(desk.bin_sums[0], (double)row.top_k, false);
-        } else if (row.top_p < 1.0f) {
-            bin = find_bin(desk.bin_sums[1], (double)row.top_p * row.total, false);
-        }
-        if (row.min_p > 0.0f) bin = min(bin, min_p_bin(row));
-        if (bin >= BINS || desk.bin_sums[0][bin] > (double)LIST) return 0;
+// The last bin that the filters can keep something of, when what lies down to it is a short list; BINS when all tokens
+// are one; else more.
+inline u32 last_bin_listed(const Row& row, const Desk& desk) {
+    if (row.vocab <= LIST) return BINS;
+    if (!row.is_binned()) return BINS + 1;
+    u32 bin = BINS;
+    if (row.top_k > 0) {
+        bin = find_bin(desk.bin_sums[0], (double)row.top_k, false);
+    } else if (row.top_p < 1.0f) {
+        bin = find_bin(desk.bin_sums[1], (double)row.top_p * row.total, false);
     }
+    if (row.min_p > 0.0f) bin = min(bin, min_p_bin(row));
+    return bin < BINS && desk.bin_sums[0][bin] <= (double)LIST ? bin : BINS + 1;
+}
+
+// Lists, sorts and weighs every candidate down to a bin, which are at most LIST; how many.
+inline u32 list_candidates(const Row& row, Desk& desk, u32 bin) {
+    u32 c = threadIdx.x, turn = 0;
     if (c < row.n_chunks) {
         desk.low[c] = 0;
-        desk.high[c] = (u16)(bin < BINS ? count_down_to(row, desk, c, bin) : Deal{c, row.n_chunks}.n_tokens(row.vocab));
+        desk.high[c] = bin < BINS ? (u16)count_down_to(row, desk, c, bin) : desk.kept[c];
     }
-    u32 n = lay_out(row, desk, 0);
+    u32 n = lay_out(row, desk, 0, 0, turn);
     fetch_list(row, desk, n, false);
-    sort_list<1024>(row, desk, n, LIST);
+    order_list(desk, n, row.threads);
+    __syncthreads();
+    // Some threads for each kind of weight.
+#pragma unroll 1
+    for (u32 i = c; i < 2 * LIST; i += row.threads) {
+        if (i % LIST >= n) continue;
+        double w = weight(key_logit(desk.sorted[i % LIST]), row.top, i < LIST ? 1.0 : row.coldness);
+        (i < LIST ? desk.weights : desk.tempered)[i % LIST] = w;
+    }
+    __syncthreads();
     return n;
 }
 
-// The choice when the filters do not cut inside a short list.
+// The choice when the filters do not cut inside a short list. For `threads` threads.
 inline u64 choose_among_all(const Row& row, Desk& desk) {
-    u32 c = threadIdx.x;
-    if (c < row.n_chunks) desk.kept[c] = (u16)Deal{c, row.n_chunks}.n_tokens(row.vocab);
     double whole = row.total;
+    u32 turn = 0;
     // Top-k, top-p, and the choice itself are the same search for different things. In a loop: its code is there once.
 #pragma unroll 1
     for (u32 stage = 0;; stage++) {
@@ -408,14 +529,14 @@ inline u64 choose_among_all(const Row& row, Desk& desk) {
             whole = (double)row.vocab;
         } else if (stage == 1) {
             if (row.top_p >= 1.0f) continue;
-            if (row.top_k > 0) whole = measure.of_kept(row, desk);
+            whole = row.top_k > 0 ? measure.of_kept(row, desk) : row.total;
             target = (double)row.top_p * whole;
         } else {
             if (row.min_p > 0.0f) keep_min_p(row, desk);
             whole = measure.of_kept(row, desk);
             target = desk.uniform * whole;
         }
-        u64 key = cut(row, desk, measure, whole, target, stage == 2);
+        u64 key = cut(row, desk, measure, whole, target, stage == 2, turn);
         if (stage == 2) return key;
     }
 }

@@ -27,10 +27,14 @@ struct Row {
     u32 rng[3];  // seed low, seed high, position
     u32 n_chunks, vocab;
     float top;
-    double total, coldness;
-    float per_unit;  // bins
+    double total;
+    float temperature;
+    double coldness;  // its inverse
+    i32 top_bin;
     u32 top_k;
     float top_p, min_p;
+    u32 threads;  // that look for cuts
+    u32 lanes;    // of them for each chunk, 2^lanes
 
     inline double uniform() const { return (double)((float)(philox(rng[2], rng[0], rng[1]) >> 8) / 16777216.0f); }
     inline bool is_binned() const { return top >= -MOST_BINNED && top <= MOST_BINNED; }
@@ -57,7 +61,7 @@ struct Desk {
     double weights[LIST];                  // theirs, relative to the row's best
     double tempered[LIST];                 // and at the temperature
     u32 groups[LIST];                      // groups of keys that reach into the list
-    double factor[2][CHUNK];               // a chunk's sums times this are relative to the row's best; at the temperature
+    double factor[2][CHUNK];               // a chunk's sums times this are relative to the row's best; tempered ones
     i32 bins[CHUNK];                       // the bin of the chunk's best
     u16 kept[CHUNK];                       // how many of a chunk's keys are candidates
     u16 low[CHUNK];                        // the cut is not before this many
@@ -77,8 +81,9 @@ struct Desk {
     u64 key;
     u32 n_list, n_groups, found;
     u32 warps[32];
+    u32 laid[4];
     double sums[32];
-    double uniform;
+    double uniform, coldness, log_total;
 };
 
 static_assert(sizeof(Desk) <= 96 * 1024, "more than the launcher asks for");
@@ -108,6 +113,7 @@ inline Chunk together(const Chunk* chunks, u32 n_chunks, Chunk mine) {
 template <u32 N> inline void weigh_all(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
     u32 most = 0;
+#pragma unroll 1
     for (u32 i = c; i < row.n_chunks; i += N) {
         u64 best = i == c ? mine.best : chunks[i].best;
         desk.heads[i] = best;
@@ -118,6 +124,7 @@ template <u32 N> inline void weigh_all(Row& row, Desk& desk, const Chunk* chunks
     __syncthreads();
     row.top = from_ordered(__reduce_max_sync(ALL_LANES, lane < N / 32 ? desk.warps[lane] : 0));
     double sum = 0.0;
+#pragma unroll 1
     for (u32 i = c; i < row.n_chunks; i += N) {
         if (i > c) mine = chunks[i];
         sum += mine.relative_to(row.top);
@@ -130,12 +137,14 @@ template <u32 N> inline void weigh_all(Row& row, Desk& desk, const Chunk* chunks
 
 template <u32 N> inline double total_of(const Row& row, const Desk& desk) {
     double total = 0.0;
+#pragma unroll 1
     for (u32 i = 0; i < N / 32 && i * 32 < row.n_chunks; i++) total += desk.sums[i];
     return total;
 }
 
 // How many of the keys low .. high are at or above a key, given that the first `low` are.
 inline u32 rank(const u64* keys, u64 key, u32 low, u32 high) {
+#pragma unroll 1
     while (low < high) {
         u32 middle = (low + high) / 2;
         if (keys[middle] >= key) {
@@ -148,16 +157,18 @@ inline u32 rank(const u64* keys, u64 key, u32 low, u32 high) {
 }
 
 // Calls f with each of n keys, how many of them are larger, and which of the lanes that share it this is, of how many.
-// N threads share the comparisons. Behind the keys there are AHEAD zeros.
-template <u32 N, typename F> inline void place_all(const u64* keys, u32 n, F f) {
+// The first N threads share the comparisons. Behind the keys there are AHEAD zeros.
+template <typename F> inline void place_all(u32 N, const u64* keys, u32 n, F f) {
     u32 shift = 4;
     while (shift > 0 && N >> shift < n) shift--;
     u32 share = 1u << shift, part = threadIdx.x & (share - 1);
     const Two* pairs = (const Two*)keys;
+#pragma unroll 1
     for (u32 first = 0; first < n; first += N >> shift) {
         u32 mine = first + (threadIdx.x >> shift), larger = 0;
         u64 key = keys[mine < n ? mine : 0];
         // Eight at a time without a branch, so that their loads are under way together.
+#pragma unroll 1
         for (u32 i = part; 2 * i < n; i += 4 * share) {
             Two k[4];
 #pragma unroll
@@ -165,6 +176,7 @@ template <u32 N, typename F> inline void place_all(const u64* keys, u32 n, F f) 
 #pragma unroll
             for (u32 j = 0; j < 4; j++) larger += (u32)(k[j].a > key) + (u32)(k[j].b > key);
         }
+#pragma unroll 1
         for (u32 step = 1; step < share; step *= 2) larger += __shfl_xor_sync(ALL_LANES, larger, step);
         if (mine < n) f(key, larger, part, share);
     }
@@ -195,7 +207,7 @@ inline void end_list(u64* keys, u32 n) {
 // `end_list`; N of them do it.
 template <u32 N> inline void sort_list(const Row& row, Desk& desk, u32 n, u32 most) {
     if (threadIdx.x < N) {
-        place_all<N>(desk.list, n, [&](u64 key, u32 place, u32 part, u32 share) {
+        place_all(N, desk.list, n, [&](u64 key, u32 place, u32 part, u32 share) {
             if (place >= most) return;
             if (part == 0) desk.sorted[place] = key;
             // Two lanes weigh at once, where two share a key.
@@ -257,6 +269,13 @@ template <int R> struct Listed {
     }
 };
 
+// Sorts a list of any length. For `threads` threads, after a barrier behind `end_list`; with one to come.
+inline void order_list(Desk& desk, u32 n, u32 threads) {
+    place_all(threads, desk.list, n, [&](u64 key, u32 place, u32 part, u32) {
+        if (part == 0) desk.sorted[place] = key;
+    });
+}
+
 // The first place of the sorted list of n where the weights, or without them the keys, together with what lies before,
 // reach the target; else n. For the first warp.
 template <int R>
@@ -273,44 +292,34 @@ inline u32 place_of(const double* weights, u32 n, double before, double target, 
     return listed.first(n, [&](int r) { return reached(sums[r], target, beyond); });
 }
 
-// The choice from the n best of the sorted list, if the filters cut inside them: its place; else n. For the first warp.
+// The choice from the n best of the sorted list, among which are all that the filters can keep: its place. For the first
+// warp.
 template <int R> inline u32 choose_listed(const Row& row, const Desk& desk, u32 n, double uniform) {
     Listed<R> listed;
-    double sums[R];
+    double sums[R], tempered[R];
     listed.take(sums, desk.weights, n);
+    listed.take(tempered, desk.tempered, n);
     listed.sum_up(sums, 0.0);
+    // Not needed yet, but two sums take the time of one.
+    listed.sum_up(tempered, 0.0);
 
     u32 keep = n;
-    bool whole = n == row.vocab;
     double candidates = row.total;
     if (row.top_k > 0) {
-        if (row.top_k <= n) {
-            keep = row.top_k;
-            whole = true;
-        }
-        if (!whole) return n;
+        keep = min(row.top_k, n);
         candidates = listed.at(sums, keep - 1);
     }
     if (!(row.top_p >= 1.0f)) {
         double wanted = (double)row.top_p * candidates;
         u32 reached = listed.first(keep, [&](int r) { return sums[r] >= wanted; });
-        if (reached < keep) {
-            keep = reached + 1;
-            whole = true;
-        }
+        if (reached < keep) keep = reached + 1;
     }
     if (row.min_p > 0.0f) {
         u32 below = listed.first(keep, [&](int r) { return !(desk.weights[listed.place(r)] >= (double)row.min_p); });
-        if (below < keep) {
-            keep = below > 0 ? below : 1;
-            whole = true;
-        }
+        keep = max(below, 1u);
     }
-    if (!whole) return n;
-    listed.take(sums, desk.tempered, keep);
-    listed.sum_up(sums, 0.0);
-    double target = uniform * listed.at(sums, keep - 1);
-    u32 chosen = listed.first(keep, [&](int r) { return sums[r] > target; });
+    double target = uniform * listed.at(tempered, keep - 1);
+    u32 chosen = listed.first(keep, [&](int r) { return tempered[r] > target; });
     // Rounding can leave the target a hair above the last sum: then the last candidate is it.
     return chosen < keep ? chosen : keep - 1;
 }
@@ -319,7 +328,7 @@ template <int R> inline u32 choose_listed(const Row& row, const Desk& desk, u32 
 // barrier behind the keys, and the first N do it.
 template <u32 N> inline u64 nth_head(Desk& desk, const u64* heads, u32 n_heads, u32 n) {
     if (threadIdx.x < N) {
-        place_all<N>(heads, n_heads, [&](u64 key, u32 place, u32 part, u32) {
+        place_all(N, heads, n_heads, [&](u64 key, u32 place, u32 part, u32) {
             // Only places without a token are equal.
             if (part == 0 && place == n - 1 && key != 0) desk.key = key;
         });
