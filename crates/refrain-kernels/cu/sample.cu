@@ -10,22 +10,22 @@
 //   logprob   [n]             f32: under the adjusted logits, at temperature 1
 //   scratch   for each row, C = ceil(vocab / 1024): keys [1024 C] u64, weights [1024 C] f64 (or the best of each 64
 //             keys [16 C] u64), weights at the temperature [1024 C] f64, chunks [C] { best u64, sum f64 }, and of
-//             each chunk's bins weights [C, 64] f64, weights at the temperature [C, 64] f64, counts [C, 64] u32
+//             each chunk's bins weights [C, 64] f64, weights at the temperature [C, 64] f64, counts [C, 64] u16
 //
 // Bias and penalties change the logits; NaN counts as -inf. Candidates are ordered by logit, then by the smaller id.
 // Top-k, top-p and min-p cut that order; Philox at (seed, position) chooses among the rest at the temperature. A
 // temperature of 0 or less takes the best.
 //
 // A candidate's key is its logit's bits, made to compare as numbers do, over its id's complement, so that keys are
-// unique and larger is better. The first kernel deals the tokens to C chunks, four at a time; the second looks at a
-// short list first: every key from the k-th best of the chunks' heads upward. With a top-k up to 64 the list holds all
-// candidates, and nothing has to be sorted but the list. Otherwise the first kernel sorts each chunk and says how much
-// of it lies above each of 64 logits, the list has about 200, and the filters may cut behind it. Then the second finds
-// the two logits that a cut lies between, takes the keys between them into shared memory and narrows: 32 keys at a time
-// are asked how much lies above them, one search in each chunk, until what is left is a short list again.
+// unique and larger is better. The first kernel deals the tokens to C chunks, four at a time; the second takes a short
+// list of all candidates, sorts nothing but that, and chooses. With a top-k up to 64 the list has every key from the
+// k-th best of the chunks' heads upward. Otherwise the first kernel sorts each chunk and says how much of it lies
+// above each of 64 logits. The sums of that over all chunks tell between which two of them the filters cut. If few
+// keys lie down to there, those are the list. If not, the key of each cut and of the choice is searched for
+// (sample_cut.cuh).
 //
 // Launch    sample_chunks: grid (C, n), block (512), shared 0
-//           sample_select: grid (n), block (1024), shared 80 KiB
+//           sample_select: grid (n), block (1024), shared 96 KiB
 // Requires  vocab at most 2^20
 // Adjusted logits are rounded as on the CPU, so the best is the same to the bit. Weights and sums in f64, fixed order:
 // same choice every run. Capture: safe; all parameters are read at each run.
@@ -143,9 +143,9 @@ inline void sort_by_steps(u64* k, u64 (*room)[CHUNK]) {
     }
 }
 
-// The same for keys that are spread out: each is put into one of 1024 places by its logit, and then before the smaller ones
-// of its place. False, and nothing done, when too many would share a place. `top` is the best logit, and `number` has
-// the logits' ordered bits, 0 without a token.
+// The same for keys that are spread out: each is put into one of 1024 places by its logit, and then before the smaller
+// ones of its place. False, and nothing done, when too many would share a place. `top` is the best logit, and `number`
+// has the logits' ordered bits, 0 without a token.
 inline bool sort_by_places(u64* k, const u32* number, float top, u64 (*room)[CHUNK]) {
     const u32 MOST = 24;
     __shared__ u32 n_in[CHUNK], warp_least[16], warp_sums[16];
@@ -383,7 +383,8 @@ inline u64 choose_large(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
         if (c >= row.threads) return 0;
         u32 n = list_candidates(row, desk, last);
         if (c >= 32) return 0;
-        u32 place = n <= 128 ? choose_listed<4>(row, desk, n, desk.uniform) : choose_listed<8>(row, desk, n, desk.uniform);
+        u32 place = n <= 128 ? choose_listed<4>(row, desk, n, desk.uniform)
+                             : choose_listed<8>(row, desk, n, desk.uniform);
         return desk.sorted[place];
     }
     share.add_tempered(row, desk);

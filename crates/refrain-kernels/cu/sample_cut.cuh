@@ -1,11 +1,12 @@
-// sample_cut.cuh: where the filters cut, over sorted chunks, for one block of sample.cu: 1024 threads at first, half of them where
-// chunks are few.
+// sample_cut.cuh: where the filters cut, over sorted chunks, for one block of sample.cu: 1024 threads at first, half
+// of them where chunks are few.
 //
-// A search has three steps. Sums over bins say in which bin a target is reached. While that bin has more keys than a list, a
-// round asks how much lies above each of eight of them, most of which are close to where the target should be. The list that is
-// left is sorted and summed. An instruction costs the time of as many warps as go through it: so what is done for each
-// chunk is done by as many threads as there are chunks, what is done once by one warp, and nobody else stays. It is fetched
-// once and mostly used once, too: so loops are not unrolled but where loads should be under way together.
+// A search has three steps. Sums over bins say in which bin a target is reached. While that bin has more keys than a
+// list, a round asks how much lies above each of eight of them, most of which are close to where the target should be.
+// The list that is left is sorted and summed. An instruction costs the time of as many warps as go through it: so what
+// is done for each chunk is done by as many threads as there are chunks, what is done once by one warp, and nobody
+// else stays. It is fetched once and mostly used once, too: so loops are not unrolled but where loads should be under
+// way together.
 #pragma once
 #include "sample_list.cuh"
 
@@ -15,7 +16,8 @@ const u32 FEW_THREADS = 512;
 // Threads that look at the same bin.
 const u32 BIN_PARTS = 1024 / BINS;
 
-// What a thread sees of the bins: the same place in every 16th chunk, eight of them at a time. All 1024 threads have one.
+// What a thread sees of the bins: the same place in every 16th chunk, eight of them at a time. All 1024 threads have
+// one.
 struct BinShare {
     double sums[8];
     u16 counts[8];
@@ -99,8 +101,8 @@ inline void sum_tempered_bins(const Row& row, Desk& desk) {
     desk.bin_sums[2][(u32)(row.top_bin - (i32)threadIdx.x) % BINS] = sum;
 }
 
-// Puts on the desk what makes the chunks' sums relative to the row's best, and of every 32 chunks the sum. The second half of the
-// threads does the tempered ones for the first, where it has no chunks of its own.
+// Puts on the desk what makes the chunks' sums relative to the row's best, and of every 32 chunks the sum. The second
+// half of the threads does the tempered ones for the first, where it has no chunks of its own.
 inline void weigh_chunks(const Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     u32 c = threadIdx.x, warp = c / 32, half = c % 512;
     if (warp * 32 < row.n_chunks) {
@@ -177,8 +179,9 @@ inline u32 n_between(const Desk& desk, u32 chunk, u32 shift) {
     return ((u32)desk.high[chunk] - desk.low[chunk] + (1u << shift) - 1) >> shift;
 }
 
-// How many those of all chunks are, with some `more` for each, and where a chunk's go when they are put side by side, in
-// whatever order. All threads call it; a chunk's low and high are those that its thread has written. `turn` counts the calls.
+// How many those of all chunks are, with some `more` for each, and where a chunk's go when they are put side by side,
+// in whatever order. All threads call it; a chunk's low and high are those that its thread has written. `turn` counts
+// the calls.
 inline u32 lay_out(const Row& row, Desk& desk, u32 shift, u32 more, u32& turn) {
     u32 c = threadIdx.x, lane = c % 32, *laid = &desk.laid[turn % 4];
     turn++;
@@ -239,8 +242,8 @@ inline void note_ends(Desk& desk, u64 largest, u64 least) {
     if (threadIdx.x % 32 == 0) desk.ends[threadIdx.x / 32] = Two{largest, least};
 }
 
-// Puts every 2^shift-th of the keys between low and high into the window, as laid out. Before each chunk's first one there
-// is one that is never below a pivot, with what the chunk holds before. Sums are only there with all keys.
+// Puts every 2^shift-th of the keys between low and high into the window, as laid out. Before each chunk's first one
+// there is one that is never below a pivot, with what the chunk holds before. Sums are only there with all keys.
 inline void fetch_window(const Row& row, Desk& desk, const Measure& measure, u32 shift) {
     u32 c = threadIdx.x;
     Two ends = {0, ~(u64)0};
@@ -270,9 +273,9 @@ inline void fetch_window(const Row& row, Desk& desk, const Measure& measure, u32
     __syncthreads();
 }
 
-// Chooses pivots, from the largest down; the last is the least of the keys. Where the target is guessed to be they lie so
-// close that what is between two of them makes a short list, away from there further and further apart. They are logits,
-// or ids when all logits are equal. Without a guess they are spaced evenly.
+// Chooses pivots, from the largest down; the last is the least of the keys. Where the target is guessed to be they lie
+// so close that what is between two of them makes a short list, away from there further and further apart. They are
+// logits, or ids when all logits are equal. Without a guess they are spaced evenly.
 inline void choose_pivots(const Row& row, Desk& desk, const Bracket& bracket, double target, bool guesses) {
     if (threadIdx.x < 32) {
         const u32 HALF = N_PIVOTS / 2;
@@ -386,8 +389,8 @@ inline bool bracket_by_bins(const Row& row, Desk& desk, const double* bins, doub
     return bracket.n > 0;
 }
 
-// Weighs the sorted list of n for a measure, and finds the key where the target is reached; the last when rounding says that
-// none does.
+// Weighs the sorted list of n for a measure, and finds the key where the target is reached; the last when rounding
+// says that none does.
 inline u64 find_in_list(const Row& row, Desk& desk, const Measure& measure, u32 n, double before, double target,
                         bool beyond) {
     u32 c = threadIdx.x;
@@ -405,9 +408,10 @@ inline u64 find_in_list(const Row& row, Desk& desk, const Measure& measure, u32 
     return desk.key;
 }
 
-// The last key of the shortest run of candidates that reaches the target, which all of them together, which hold `whole`,
-// do. Afterwards only that run is kept. All threads call it with the same arguments.
-inline u64 cut(const Row& row, Desk& desk, const Measure& measure, double whole, double target, bool beyond, u32& turn) {
+// The last key of the shortest run of candidates that reaches the target, which all of them together, which hold
+// `whole`, do. Afterwards only that run is kept. All threads call it with the same arguments.
+inline u64 cut(const Row& row, Desk& desk, const Measure& measure, double whole, double target, bool beyond,
+               u32& turn) {
     u32 c = threadIdx.x, shift = 0;
     bool in_window = false;
     Bracket bracket = {0.0, whole, 0, 0.0f};

@@ -26,8 +26,8 @@ struct alignas(16) TwoSums {
     double a, b;
 };
 
-// How much of each chunk lies in its first bins: running sums, and how many keys these are. Bin i lies at i % BINS, so that
-// what is at one place is the same bin in every chunk that reaches it.
+// How much of each chunk lies in its first bins: running sums, and how many keys these are. Bin i lies at i % BINS, so
+// that what is at one place is the same bin in every chunk that reaches it.
 struct Bins {
     Bins() = default;
     double* weights;   // [n_chunks, BINS]
@@ -62,7 +62,8 @@ inline u64 key_of(float logit, u32 id) { return (u64)ordered(logit) << ID_BITS |
 inline float key_logit(u64 key) { return from_ordered((u32)(key >> ID_BITS)); }
 inline u32 key_id(u64 key) { return ID_MASK - ((u32)key & ID_MASK); }
 
-// Weight relative to `best`, at a temperature of which this is the inverse. Nothing weighs anything beside a best of -inf.
+// Weight relative to `best`, at a temperature of which this is the inverse. Nothing weighs anything beside a best of
+// -inf.
 inline double weight(float logit, float best, double coldness) {
     if (best == -inf_f32()) return 0.0;
     return exp(((double)logit - (double)best) * coldness);

@@ -1,5 +1,5 @@
-// sample_list.cuh: the short list of best keys, and the choice among them, for one block of sample.cu: 1024 threads, or 256 for
-// a small top-k.
+// sample_list.cuh: the short list of best keys, and the choice among them, for one block of sample.cu: 1024 threads,
+// or 256 for a small top-k.
 #pragma once
 #include "sample_keys.cuh"
 
@@ -72,7 +72,7 @@ struct Desk {
     };
     short at[CHUNK];                        // where a chunk's first key lies, or would lie, in the window or the list
     u16 to[CHUNK];                         // where its key `low` is to lie
-    double bin_sums[3][BINS];              // of all chunks down to a bin, from the row's best: counts, weights, tempered
+    double bin_sums[3][BINS];              // of all chunks down to a bin: counts, weights, tempered weights
     double partial[32][N_PIVOTS];
     double above[N_PIVOTS];
     u64 pivots[N_PIVOTS];
@@ -113,7 +113,6 @@ inline Chunk together(const Chunk* chunks, u32 n_chunks, Chunk mine) {
 template <u32 N> inline void weigh_all(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
     u32 most = 0;
-#pragma unroll 1
     for (u32 i = c; i < row.n_chunks; i += N) {
         u64 best = i == c ? mine.best : chunks[i].best;
         desk.heads[i] = best;
@@ -124,7 +123,6 @@ template <u32 N> inline void weigh_all(Row& row, Desk& desk, const Chunk* chunks
     __syncthreads();
     row.top = from_ordered(__reduce_max_sync(ALL_LANES, lane < N / 32 ? desk.warps[lane] : 0));
     double sum = 0.0;
-#pragma unroll 1
     for (u32 i = c; i < row.n_chunks; i += N) {
         if (i > c) mine = chunks[i];
         sum += mine.relative_to(row.top);
@@ -136,9 +134,16 @@ template <u32 N> inline void weigh_all(Row& row, Desk& desk, const Chunk* chunks
 }
 
 template <u32 N> inline double total_of(const Row& row, const Desk& desk) {
+    u32 n = min(N / 32, (row.n_chunks + 31) / 32);
     double total = 0.0;
 #pragma unroll 1
-    for (u32 i = 0; i < N / 32 && i * 32 < row.n_chunks; i++) total += desk.sums[i];
+    for (u32 first = 0; first < n; first += 4) {
+        double sums[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) sums[i] = first + i < n ? desk.sums[first + i] : 0.0;
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) total += sums[i];
+    }
     return total;
 }
 
@@ -163,12 +168,10 @@ template <typename F> inline void place_all(u32 N, const u64* keys, u32 n, F f) 
     while (shift > 0 && N >> shift < n) shift--;
     u32 share = 1u << shift, part = threadIdx.x & (share - 1);
     const Two* pairs = (const Two*)keys;
-#pragma unroll 1
     for (u32 first = 0; first < n; first += N >> shift) {
         u32 mine = first + (threadIdx.x >> shift), larger = 0;
         u64 key = keys[mine < n ? mine : 0];
         // Eight at a time without a branch, so that their loads are under way together.
-#pragma unroll 1
         for (u32 i = part; 2 * i < n; i += 4 * share) {
             Two k[4];
 #pragma unroll
@@ -176,7 +179,6 @@ template <typename F> inline void place_all(u32 N, const u64* keys, u32 n, F f) 
 #pragma unroll
             for (u32 j = 0; j < 4; j++) larger += (u32)(k[j].a > key) + (u32)(k[j].b > key);
         }
-#pragma unroll 1
         for (u32 step = 1; step < share; step *= 2) larger += __shfl_xor_sync(ALL_LANES, larger, step);
         if (mine < n) f(key, larger, part, share);
     }
@@ -292,8 +294,8 @@ inline u32 place_of(const double* weights, u32 n, double before, double target, 
     return listed.first(n, [&](int r) { return reached(sums[r], target, beyond); });
 }
 
-// The choice from the n best of the sorted list, among which are all that the filters can keep: its place. For the first
-// warp.
+// The choice from the n best of the sorted list, among which are all that the filters can keep: its place. For the
+// first warp.
 template <int R> inline u32 choose_listed(const Row& row, const Desk& desk, u32 n, double uniform) {
     Listed<R> listed;
     double sums[R], tempered[R];

@@ -55,7 +55,6 @@ inline bool list_groups(const Row& row, Desk& desk, const Groups& groups, u64 le
     __syncthreads();
     u32 n_groups = desk.n_groups;
     if (n_groups > LIST) return false;
-#pragma unroll 1
     for (u32 first = warp; first < n_groups; first += 8 * WARPS) {
         u64 k[16];
 #pragma unroll
@@ -96,7 +95,6 @@ inline u32 heads_of_groups(const Row& row, Desk& desk) {
     u32 join = GROUPS;
     while (join > 1 && row.n_chunks * (GROUPS / join) < SMALL_K) join /= 2;
     u32 n = row.n_chunks * (GROUPS / join);
-#pragma unroll 1
     for (u32 i = threadIdx.x; i < n; i += SMALL_THREADS) {
         u64 head = 0;
         for (u32 j = 0; j < join; j++) head = Larger()(head, ((const u64*)row.weights)[i * join + j]);

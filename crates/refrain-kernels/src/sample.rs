@@ -2,8 +2,9 @@
 //!
 //! Two launches. The first deals the vocabulary to chunks: each block adjusts its chunk's logits and sums its weights.
 //! The second lists the best keys (logit, id) of all chunks and applies the filters to that list. Without a small top-k
-//! a filter may reach beyond it; then the chunks are sorted too, and the cut is found by narrowing, asking each chunk how
-//! much lies above 32 keys at a time. So nothing is merged, and ties fall to the smaller id.
+//! the candidates may be too many for it; then the chunks are sorted too, and a cut is found by its bin of logits, and in
+//! that by asking each chunk how much lies above eight keys at a time. So nothing is merged, and ties fall to the
+//! smaller id.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
