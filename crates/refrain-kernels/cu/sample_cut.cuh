@@ -179,27 +179,32 @@ inline u32 n_between(const Desk& desk, u32 chunk, u32 shift) {
     return ((u32)desk.high[chunk] - desk.low[chunk] + (1u << shift) - 1) >> shift;
 }
 
-// How many those of all chunks are, with some `more` for each, and where a chunk's go when they are put side by side,
-// in whatever order. All threads call it; a chunk's low and high are those that its thread has written. `turn` counts
-// the calls.
-inline u32 lay_out(const Row& row, Desk& desk, u32 shift, u32 more, u32& turn) {
+// How many those of all chunks are, and where a chunk's go when they are put side by side, in whatever order, on the
+// list or, with one place more for each chunk, in the window. All threads call it; a chunk's low and high are those
+// that its thread has written. `turn` counts the calls.
+inline u32 lay_out(const Row& row, Desk& desk, u32 shift, u32& turn) {
+    // Keys are at most 2^20 and chunks 2^10: both are counted in one number.
+    const u32 ONE_CHUNK = 1u << 21;
     u32 c = threadIdx.x, lane = c % 32, *laid = &desk.laid[turn % 4];
     turn++;
     // The next call's, which nobody uses now.
     if (c == 0) desk.laid[turn % 4] = 0;
     if (c / 32 * 32 < row.n_chunks) {
-        u32 n = c < row.n_chunks ? n_between(desk, c, shift) + more : 0, sum = n, from = 0;
+        u32 mine = c < row.n_chunks ? ONE_CHUNK + n_between(desk, c, shift) : 0, sum = mine, from = 0;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             u32 before = __shfl_up_sync(ALL_LANES, sum, step);
             if (lane >= step) sum += before;
         }
         if (lane == 31) from = atomicAdd(laid, sum);
-        from = __shfl_sync(ALL_LANES, from, 31);
-        if (c < row.n_chunks) desk.to[c] = (u16)(from + sum - n);
+        from = __shfl_sync(ALL_LANES, from, 31) + sum - mine;
+        if (c < row.n_chunks) {
+            desk.to[c] = (u16)(from % ONE_CHUNK);
+            desk.to_window[c] = (u16)(from % ONE_CHUNK + from / ONE_CHUNK);
+        }
     }
     __syncthreads();
-    return *laid;
+    return *laid % ONE_CHUNK;
 }
 
 // Calls f with the places that a thread looks after: `n_of` a chunk, shared by a few lanes, four at a time.
@@ -265,11 +270,11 @@ inline void fetch_window(const Row& row, Desk& desk, const Measure& measure, u32
         }
 #pragma unroll
         for (u32 j = 0; j < 4; j++) {
-            if (i + j * lanes < n) desk.window[desk.to[chunk] + i + j * lanes] = entries[j];
+            if (i + j * lanes < n) desk.window[desk.to_window[chunk] + i + j * lanes] = entries[j];
         }
     });
     if (c / 32 * 32 < row.n_chunks) note_ends(desk, ends.a, ends.b);
-    if (c < row.n_chunks) desk.at[c] = (short)(desk.to[c] + 1 - desk.low[c]);
+    if (c < row.n_chunks) desk.at[c] = (short)(desk.to_window[c] + 1 - desk.low[c]);
     __syncthreads();
 }
 
@@ -385,7 +390,7 @@ inline bool bracket_by_bins(const Row& row, Desk& desk, const double* bins, doub
         if (least > 0.0f && next > 0.0f) bracket.slope = 0.5f * logf(__fdividef(next, least));
         if (!(bracket.slope >= -8.0f && bracket.slope <= 8.0f)) bracket.slope = 0.0f;
     }
-    bracket.n = lay_out(row, desk, 0, 0, turn);
+    bracket.n = lay_out(row, desk, 0, turn);
     return bracket.n > 0;
 }
 
@@ -418,7 +423,7 @@ inline u64 cut(const Row& row, Desk& desk, const Measure& measure, double whole,
     if (!row.is_binned() || !bracket_by_bins(row, desk, measure.bins, target, beyond, bracket, turn)) {
         // No bins; or sums that are rounded otherwise than the target's left the bin empty.
         if (c < row.n_chunks) desk.low[c] = 0, desk.high[c] = desk.kept[c];
-        bracket = Bracket{0.0, whole, lay_out(row, desk, 0, 0, turn), 0.0f};
+        bracket = Bracket{0.0, whole, lay_out(row, desk, 0, turn), 0.0f};
     }
 #pragma unroll 1
     for (u32 round = 0; bracket.n > LIST; round++) {
@@ -426,7 +431,7 @@ inline u64 cut(const Row& row, Desk& desk, const Measure& measure, double whole,
             // As many as fit: each chunk has one more, and one when it has not all.
             shift = 0;
             while ((bracket.n >> shift) + (shift > 0 ? 2 : 1) * row.n_chunks > WINDOW) shift++;
-            lay_out(row, desk, shift, 1, turn);
+            if (shift > 0) lay_out(row, desk, shift, turn);
             fetch_window(row, desk, measure, shift);
             in_window = shift == 0;
         } else {
@@ -440,7 +445,7 @@ inline u64 cut(const Row& row, Desk& desk, const Measure& measure, double whole,
         // A guess that was far off is not made twice in a row: evenly spaced pivots always leave less.
         choose_pivots(row, desk, bracket, target, round % 2 == 0);
         narrow(row, desk, measure, shift, target, beyond, bracket);
-        bracket.n = lay_out(row, desk, 0, 0, turn);
+        bracket.n = lay_out(row, desk, 0, turn);
     }
     fetch_list(row, desk, bracket.n, in_window);
     order_list(desk, bracket.n, row.threads);
@@ -503,7 +508,7 @@ inline u32 list_candidates(const Row& row, Desk& desk, u32 bin) {
         desk.low[c] = 0;
         desk.high[c] = bin < BINS ? (u16)count_down_to(row, desk, c, bin) : desk.kept[c];
     }
-    u32 n = lay_out(row, desk, 0, 0, turn);
+    u32 n = lay_out(row, desk, 0, turn);
     fetch_list(row, desk, n, false);
     order_list(desk, n, row.threads);
     __syncthreads();

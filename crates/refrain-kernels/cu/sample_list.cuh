@@ -60,23 +60,26 @@ struct Desk {
     u64 sorted[LIST];                      // the list, best first
     double weights[LIST];                  // theirs, relative to the row's best
     double tempered[LIST];                 // and at the temperature
-    u32 groups[LIST];                      // groups of keys that reach into the list
     double factor[2][CHUNK];               // a chunk's sums times this are relative to the row's best; tempered ones
     i32 bins[CHUNK];                       // the bin of the chunk's best
     u16 kept[CHUNK];                       // how many of a chunk's keys are candidates
     u16 low[CHUNK];                        // the cut is not before this many
     u16 high[CHUNK];                       // nor behind this many
     union {
-        alignas(16) u64 heads[CHUNK + AHEAD];  // the best of each chunk, for a small top-k
-        u16 ranks[N_PIVOTS][CHUNK];            // how many of a chunk's keys are at or above each pivot
+        struct {                                   // for a small top-k
+            alignas(16) u64 heads[CHUNK + AHEAD];  // the best of each chunk
+            u32 groups[LIST];                      // groups of keys that reach into the list
+            u32 counts[256];                       // keys with each value of eight bits
+        };
+        u16 ranks[N_PIVOTS][CHUNK];  // how many of a chunk's keys are at or above each pivot
     };
     short at[CHUNK];                        // where a chunk's first key lies, or would lie, in the window or the list
-    u16 to[CHUNK];                         // where its key `low` is to lie
+    u16 to[CHUNK];                         // where its key `low` is to lie on the list
+    u16 to_window[CHUNK];                  // and in the window, behind one place more
     double bin_sums[3][BINS];              // of all chunks down to a bin: counts, weights, tempered weights
     double partial[32][N_PIVOTS];
     double above[N_PIVOTS];
     u64 pivots[N_PIVOTS];
-    u32 counts[256];
     Two ends[32];
     u64 key;
     u32 n_list, n_groups, found;
