@@ -10,22 +10,22 @@
 //   logprob   [n]             f32: under the adjusted logits, at temperature 1
 //   scratch   for each row, C = ceil(vocab / 1024): keys [1024 C] u64, weights [1024 C] f64 (or the best of each 64
 //             keys [16 C] u64), weights at the temperature [1024 C] f64, chunks [C] { best u64, sum f64 }, and of
-//             each chunk's bins weights [C, 64] f64, weights at the temperature [C, 64] f64, counts [C, 64] u32
+//             each chunk's bins weights [C, 64] f64, weights at the temperature [C, 64] f64, counts [C, 64] u16
 //
 // Bias and penalties change the logits; NaN counts as -inf. Candidates are ordered by logit, then by the smaller id.
 // Top-k, top-p and min-p cut that order; Philox at (seed, position) chooses among the rest at the temperature. A
 // temperature of 0 or less takes the best.
 //
 // A candidate's key is its logit's bits, made to compare as numbers do, over its id's complement, so that keys are
-// unique and larger is better. The first kernel deals the tokens to C chunks, four at a time; the second looks at a
-// short list first: every key from the k-th best of the chunks' heads upward. With a top-k up to 64 the list holds all
-// candidates, and nothing has to be sorted but the list. Otherwise the first kernel sorts each chunk and says how much
-// of it lies above each of 64 logits, the list has about 200, and the filters may cut behind it. Then the second finds
-// the two logits that a cut lies between, takes the keys between them into shared memory and narrows: 32 keys at a time
-// are asked how much lies above them, one search in each chunk, until what is left is a short list again.
+// unique and larger is better. The first kernel deals the tokens to C chunks, four at a time; the second takes a short
+// list of all candidates, sorts nothing but that, and chooses. With a top-k up to 64 the list has every key from the
+// k-th best of the chunks' heads upward. Otherwise the first kernel sorts each chunk and says how much of it lies
+// above each of 64 logits. The sums of that over all chunks tell between which two of them the filters cut. If few
+// keys lie down to there, those are the list. If not, the key of each cut and of the choice is searched for
+// (sample_cut.cuh).
 //
 // Launch    sample_chunks: grid (C, n), block (512), shared 0
-//           sample_select: grid (n), block (1024), shared 80 KiB
+//           sample_select: grid (n), block (1024), shared 96 KiB
 // Requires  vocab at most 2^20
 // Adjusted logits are rounded as on the CPU, so the best is the same to the bit. Weights and sums in f64, fixed order:
 // same choice every run. Capture: safe; all parameters are read at each run.
@@ -110,8 +110,7 @@ inline void penalise(float* l, Deal deal, u32 vocab, const i32* history, u32 n_h
 }
 
 // 1024 keys, two to a thread, largest first. A thread's meet in registers, a warp's by shuffles, the rest in memory.
-inline void sort_keys(u64* k) {
-    __shared__ u64 room[2][CHUNK];
+inline void sort_by_steps(u64* k, u64 (*room)[CHUNK]) {
     u32 t = threadIdx.x, turn = 0;
     for (u32 size = 2; size <= CHUNK; size *= 2) {
         bool descending = (2 * t & size) == 0;
@@ -142,6 +141,74 @@ inline void sort_keys(u64* k) {
         k[0] = swap ? b : a;
         k[1] = swap ? a : b;
     }
+}
+
+// The same for keys that are spread out: each is put into one of 1024 places by its logit, and then before the smaller
+// ones of its place. False, and nothing done, when too many would share a place. `top` is the best logit, and `number`
+// has the logits' ordered bits, 0 without a token.
+inline bool sort_by_places(u64* k, const u32* number, float top, u64 (*room)[CHUNK]) {
+    const u32 MOST = 24;
+    __shared__ u32 n_in[CHUNK], warp_least[16], warp_sums[16];
+    u32 t = threadIdx.x, warp = t / 32, lane = t % 32, place[2], index[2];
+    // Of the finite ones: -inf goes to the last place.
+    u32 least = 0;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (number[r] > ordered(-inf_f32())) least = max(least, ~number[r]);
+    }
+    least = __reduce_max_sync(ALL_LANES, least);
+    if (lane == 0) warp_least[warp] = least;
+    n_in[t] = 0;
+    n_in[512 + t] = 0;
+    room[1][t] = 0;
+    room[1][512 + t] = 0;
+    __syncthreads();
+    least = __reduce_max_sync(ALL_LANES, warp_least[lane % 16]);
+    float range = top - from_ordered(~least);
+    if (!(range > 0.0f && range <= 3e38f)) return false;
+    float scale = (float)(CHUNK - 1) / range;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        place[r] = (u32)fminf((top - from_ordered(number[r])) * scale, (float)(CHUNK - 1));
+        index[r] = k[r] == 0 ? 0 : atomicAdd(&n_in[place[r]], 1u);
+    }
+    __syncthreads();
+    u32 a = n_in[2 * t], b = n_in[2 * t + 1], sum = a + b;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        u32 before = __shfl_up_sync(ALL_LANES, sum, step);
+        if (lane >= step) sum += before;
+    }
+    if (lane == 31) warp_sums[warp] = sum;
+    if (__syncthreads_or(a > MOST || b > MOST)) return false;
+    for (u32 i = 0; i < 16; i++) sum += i < warp ? warp_sums[i] : 0;
+    // From here on a place's first index above its number of keys.
+    n_in[2 * t] = (sum - a - b) << 8 | a;
+    n_in[2 * t + 1] = (sum - b) << 8 | b;
+    __syncthreads();
+    u32 first[2], n[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        u32 both = n_in[place[r]];
+        first[r] = both >> 8;
+        n[r] = both & 255;
+        if (k[r] != 0) room[0][first[r] + index[r]] = k[r];
+    }
+    __syncthreads();
+    u32 at[2] = {first[0], first[1]};
+    for (u32 i = 0; i < max(n[0], n[1]); i++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) at[r] += (u32)(i < n[r]) & (u32)(room[0][(first[r] + i) % CHUNK] > k[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (k[r] == 0) continue;
+        room[1][at[r]] = k[r];
+    }
+    __syncthreads();
+    k[0] = room[1][2 * t];
+    k[1] = room[1][2 * t + 1];
+    return true;
 }
 
 // Running sums of the block's values, two to a thread, of two kinds at once; returns the first kind's whole sum.
@@ -245,14 +312,16 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
 #pragma unroll
         for (int i = 0; i < 16; i++) sum += warp_sums[i];
     } else {
-        sort_keys(k);
-        double w[2], hot[2];
+        __shared__ u64 room[2][CHUNK];
+        if (!sort_by_places(k, number, top, room)) sort_by_steps(k, room);
+        double w[2], hot[2], coldness = 1.0 / (double)temperature;
         float scale = bins_per_unit(temperature);
+        i32 top_bin = bin_of(top, scale);
         u32 bin[3];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             w[r] = k[r] == 0 ? 0.0 : weight(key_logit(k[r]), top, 1.0);
-            hot[r] = k[r] == 0 ? 0.0 : weight(key_logit(k[r]), top, (double)temperature);
+            hot[r] = k[r] == 0 ? 0.0 : weight(key_logit(k[r]), top, coldness);
             bin[r] = k[r] == 0 ? BINS : bins_below(key_logit(k[r]), top, scale);
         }
         if (lane == 0) next_bin[warp] = bin[0];
@@ -265,10 +334,10 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
         for (int r = 0; r < 2; r++) {
             // The last key of its bin speaks for that bin, and for those up to the next key's: they are empty.
             for (u32 b = bin[r]; b < bin[r + 1]; b++) {
-                u32 i = deal.chunk * BINS + b;
+                u32 i = deal.chunk * BINS + (u32)(top_bin - (i32)b) % BINS;
                 bins.weights[i] = w[r];
                 bins.tempered[i] = hot[r];
-                bins.counts[i] = 2 * threadIdx.x + r + 1;
+                bins.counts[i] = (u16)(2 * threadIdx.x + r + 1);
             }
         }
         ((TwoSums*)(out + n_keys * 8))[at / 2 + threadIdx.x] = TwoSums{w[0], w[1]};
@@ -282,31 +351,48 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
 inline bool is_proper(double total) { return total > 0.0 && total <= 1.7976931348623157e308; }
 
 // The choice without a small top-k, over sorted chunks; 0 when there is nothing to weigh. All threads call it with
-// their chunk.
+// their chunk, when the desk has what they keep of it; the first has the answer.
 inline u64 choose_large(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
-    u32 c = threadIdx.x;
-    u64 head = c < row.n_chunks ? row.keys[(u64)c * CHUNK] : 0;
-    weigh_all<1024>(row, desk, chunks, mine);
-    // Here the chunks' own first keys, in which -0 is below +0.
-    desk.heads[c] = head;
+    u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
+    // Under way while the chunks are weighed.
+    BinShare share(row);
+    share.ask(row, row.bins.weights, c / BINS);
+    share.ask_counts(row, c / BINS);
+    u32 most = __reduce_max_sync(ALL_LANES, (u32)(mine.best >> ID_BITS));
+    if (lane == 0) desk.warps[warp] = most;
     // A warp that mostly has no chunks to weigh draws.
     if (c == 1024 - 32) desk.uniform = row.uniform();
+    if (c == 0) desk.laid[0] = 0;
+    __syncthreads();
+    row.top = from_ordered(__reduce_max_sync(ALL_LANES, desk.warps[lane]));
+    weigh_chunks(row, desk, chunks, mine);
     __syncthreads();
     row.total = total_of<1024>(row, desk);
+    row.coldness = desk.coldness;
+    row.top_bin = bin_of(row.top, share.per_unit);
     if (!is_proper(row.total)) return 0;
-    u32 n = list_best(row, desk);
-    if (c < 32) {
-        u32 place = n > 0 ? choose_listed<8>(row, desk, n, desk.uniform) : 0;
-        if (c == 0) {
-            desk.found = place < n;
-            desk.key = place < n ? desk.sorted[place] : 0;
-        }
+    share.add(row, desk);
+    share.ask(row, row.bins.tempered, c / BINS);
+    // Another such warp, so that nobody waits for it at the end.
+    if (c == 1024 - 64) desk.log_total = log(row.total);
+    __syncthreads();
+    sum_bins(row, desk);
+    __syncthreads();
+    u32 last = last_bin_listed(row, desk);
+    if (last <= BINS) {
+        if (c >= row.threads) return 0;
+        u32 n = list_candidates(row, desk, last);
+        if (c >= 32) return 0;
+        u32 place = n <= 128 ? choose_listed<4>(row, desk, n, desk.uniform)
+                             : choose_listed<8>(row, desk, n, desk.uniform);
+        return desk.sorted[place];
     }
+    share.add_tempered(row, desk);
     __syncthreads();
-    bool found = desk.found;
-    u64 chosen = desk.key;
+    if (c >= row.threads) return 0;
+    sum_tempered_bins(row, desk);
     __syncthreads();
-    return found ? chosen : choose_among_all(row, desk, n);
+    return choose_among_all(row, desk);
 }
 
 extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token, float* logprob, const u8* scratch,
@@ -317,6 +403,10 @@ extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token,
     u64 n_keys = (u64)n_chunks * CHUNK;
     const Chunk* chunks = (const Chunk*)(in + n_keys * 24);
     const float* p = params + index * 8;
+    u32 threads = n_chunks <= FEW_THREADS ? FEW_THREADS : 1024, lanes = 0;
+    while (lanes < 3 && n_chunks << (lanes + 1) <= threads) lanes++;
+    // At first all tokens are candidates.
+    if (c < n_chunks) desk.kept[c] = (u16)Deal{c, n_chunks}.n_tokens(vocab);
     wait_for_previous();
     // Not before: blocks of the next kernel would come to lie unevenly beside those of the first.
     let_next_start();
@@ -324,7 +414,7 @@ extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token,
     Chunk mine = c < n_chunks ? chunks[c] : Chunk{0, 0.0};
     Row row = {(const u64*)in, (const double*)(in + n_keys * 8), (const double*)(in + n_keys * 16),
                Bins(chunks + n_chunks, n_chunks), {rng[4 * index], rng[4 * index + 1], rng[4 * index + 2]}, n_chunks,
-               vocab, 0.0f, 0.0, (double)p[0], top_k_of(p[1]), p[2], p[3]};
+               vocab, 0.0f, 0.0, p[0], 0.0, 0, top_k_of(p[1]), p[2], p[3], threads, lanes};
     bool greedy = is_greedy(p[0]), small = !greedy && is_small(row.top_k);
     u64 chosen = 0;
     if (greedy) {
@@ -345,7 +435,8 @@ extern "C" __global__ __launch_bounds__(1024) void sample_select_f32(i32* token,
         // Nothing to weigh: the best.
         for (u32 i = 0; i < n_chunks; i++) chosen = Larger()(chosen, chunks[i].best);
     }
+    double log_total = greedy || small ? log(row.total) : desk.log_total;
     bool proper = row.top != inf_f32() && row.top != -inf_f32() && is_proper(row.total);
     token[index] = (i32)key_id(chosen);
-    logprob[index] = proper ? (float)((double)key_logit(chosen) - (double)row.top - log(row.total)) : nan_f32();
+    logprob[index] = proper ? (float)((double)key_logit(chosen) - (double)row.top - log_total) : nan_f32();
 }

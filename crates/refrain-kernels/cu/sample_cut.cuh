@@ -1,363 +1,551 @@
-// sample_cut.cuh: where the filters cut, when that is behind the short list of sample.cu.
+// sample_cut.cuh: where the filters cut, over sorted chunks, for one block of sample.cu: 1024 threads at first, half
+// of them where chunks are few.
+//
+// A search has three steps. Sums over bins say in which bin a target is reached. While that bin has more keys than a
+// list, a round asks how much lies above each of eight of them, most of which are close to where the target should be.
+// The list that is left is sorted and summed. An instruction costs the time of as many warps as go through it: so what
+// is done for each chunk is done by as many threads as there are chunks, what is done once by one warp, and nobody
+// else stays. It is fetched once and mostly used once, too: so loops are not unrolled but where loads should be under
+// way together.
 #pragma once
 #include "sample_list.cuh"
 
-// How much of something the best n keys of a chunk hold.
-struct Measure {
-    const double* sums;  // running sums in every chunk, or null: keys are counted
-    const double* bins;  // the same at the end of every bin
-    double temperature;
+// Threads that stay when chunks are not more.
+const u32 FEW_THREADS = 512;
 
-    // Loads come without branches here, so that those of several chunks are under way together.
-    inline double of(const Desk& desk, u32 chunk, u32 n) const {
-        if (sums == nullptr) return (double)n;
-        double sum = sums[(u64)chunk * CHUNK + (n > 0 ? n - 1 : 0)];
-        return n > 0 ? desk.factor[chunk] * sum : 0.0;
-    }
+// Threads that look at the same bin.
+const u32 BIN_PARTS = 1024 / BINS;
 
-    // Of the first bins, counted from the row's best, up to this one.
-    inline double of_bins(const Row& row, const Desk& desk, u32 chunk, u32 bin) const {
-        u32 behind = desk.behind[chunk], i = chunk * BINS + (bin >= behind ? bin - behind : 0);
-        double sum = sums == nullptr ? (double)row.bins.counts[i] : desk.factor[chunk] * bins[i];
-        return bin >= behind ? sum : 0.0;
-    }
+// What a thread sees of the bins: the same place in every 16th chunk, eight of them at a time. All 1024 threads have
+// one.
+struct BinShare {
+    double sums[8];
+    u16 counts[8];
+    float per_unit;
 
-    // Makes the sums of all chunks relative to the row's best.
-    inline void prepare(const Row& row, Desk& desk) const {
-        for (u32 c = threadIdx.x; c < row.n_chunks && sums != nullptr; c += blockDim.x) {
-            float chunk_top = key_logit(desk.heads[c]);
-            desk.factor[c] = chunk_top == -inf_f32() ? 0.0 : weight(chunk_top, row.top, temperature);
-        }
-        __syncthreads();
-    }
+    inline BinShare(const Row& row) : per_unit(bins_per_unit(row.temperature)) {}
 
-    // Of all candidates. One warp adds up: there are few chunks.
-    inline double of_kept(const Row& row, Desk& desk) const {
-        if (threadIdx.x < 32) {
-            double sum = 0.0;
-            for (u32 first = threadIdx.x; first < row.n_chunks; first += 128) {
-                double part[4];
+    inline void ask(const Row& row, const double* bins, u32 from) {
+        const double* at = bins + from * BINS + threadIdx.x % BINS;
 #pragma unroll
-                for (u32 i = 0; i < 4; i++) {
-                    u32 c = min(first + 32 * i, row.n_chunks - 1);
-                    part[i] = of(desk, c, desk.kept[c]);
-                }
+        for (u32 i = 0; i < 8; i++) sums[i] = from + i * BIN_PARTS < row.n_chunks ? at[i * BIN_PARTS * BINS] : 0.0;
+    }
+
+    inline void ask_counts(const Row& row, u32 from) {
+        const u16* at = row.bins.counts + from * BINS + threadIdx.x % BINS;
 #pragma unroll
-                for (u32 i = 0; i < 4; i++) sum += first + 32 * i < row.n_chunks ? part[i] : 0.0;
+        for (u32 i = 0; i < 8; i++) counts[i] = from + i * BIN_PARTS < row.n_chunks ? at[i * BIN_PARTS * BINS] : (u16)0;
+    }
+
+    // The bin of its place that is one of the row's.
+    inline i32 bin(const Row& row) const { return row.top_bin - (i32)((u32)(row.top_bin - (i32)threadIdx.x) % BINS); }
+
+    // Leaves the sums of weights and counts on the desk, as a part.
+    inline void add(const Row& row, Desk& desk) {
+        i32 mine = bin(row);
+        double sum = 0.0;
+        u32 n = 0;
+#pragma unroll 1
+        for (u32 from = threadIdx.x / BINS; from < row.n_chunks; from += 8 * BIN_PARTS) {
+            if (from >= 8 * BIN_PARTS) ask(row, row.bins.weights, from), ask_counts(row, from);
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                u32 chunk = from + i * BIN_PARTS;
+                if (chunk >= row.n_chunks || mine > desk.bins[chunk]) continue;
+                sum += desk.factor[0][chunk] * sums[i];
+                n += counts[i];
             }
-            sum = warp_reduce(sum, Add());
-            if (threadIdx.x == 0) desk.total = sum;
         }
-        __syncthreads();
-        return desk.total;
+        ((double*)desk.window)[threadIdx.x] = sum;
+        ((u32*)desk.window)[2048 + threadIdx.x] = n;
+    }
+
+    // The same for weights at the temperature.
+    inline void add_tempered(const Row& row, Desk& desk) {
+        i32 mine = bin(row);
+        double sum = 0.0;
+#pragma unroll 1
+        for (u32 from = threadIdx.x / BINS; from < row.n_chunks; from += 8 * BIN_PARTS) {
+            if (from >= 8 * BIN_PARTS) ask(row, row.bins.tempered, from);
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                u32 chunk = from + i * BIN_PARTS;
+                if (chunk < row.n_chunks && mine <= desk.bins[chunk]) sum += desk.factor[1][chunk] * sums[i];
+            }
+        }
+        ((double*)desk.window)[threadIdx.x] = sum;
     }
 };
 
-inline bool reached(double sum, double target, bool beyond) { return beyond ? sum > target : sum >= target; }
-
-// Leaves between low and high only what lies in the bin where the target is reached, or behind all bins. Returns how
-// much lies before.
-inline double narrow_to_bin(const Row& row, Desk& desk, const Measure& measure, double target, bool beyond) {
-    const u32 N_PARTS = 1024 / BINS;
-    u32 c = threadIdx.x, bin = c % BINS, lane = c % 32;
-    double sum = 0.0;
-    for (u32 first = c / BINS; first < row.n_chunks; first += 8 * N_PARTS) {
-        double part[8];
+// Puts the parts of weights and counts together. After a barrier behind them, and with one to come.
+inline void sum_bins(const Row& row, Desk& desk) {
+    u32 place = threadIdx.x % BINS, bin = (u32)(row.top_bin - (i32)place) % BINS;
+    if (threadIdx.x < BINS) {
+        double sum = 0.0;
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) {
-            part[i] = measure.of_bins(row, desk, min(first + i * N_PARTS, row.n_chunks - 1), bin);
+        for (u32 i = 0; i < BIN_PARTS; i++) sum += ((const double*)desk.window)[i * BINS + place];
+        desk.bin_sums[1][bin] = sum;
+    } else if (threadIdx.x < 2 * BINS) {
+        u32 n = 0;
+#pragma unroll
+        for (u32 i = 0; i < BIN_PARTS; i++) n += ((const u32*)desk.window)[2048 + i * BINS + place];
+        desk.bin_sums[0][bin] = (double)n;
+    }
+}
+
+inline void sum_tempered_bins(const Row& row, Desk& desk) {
+    if (threadIdx.x >= BINS) return;
+    double sum = 0.0;
+#pragma unroll
+    for (u32 i = 0; i < BIN_PARTS; i++) sum += ((const double*)desk.window)[i * BINS + threadIdx.x];
+    desk.bin_sums[2][(u32)(row.top_bin - (i32)threadIdx.x) % BINS] = sum;
+}
+
+// Puts on the desk what makes the chunks' sums relative to the row's best, and of every 32 chunks the sum. The second
+// half of the threads does the tempered ones for the first, where it has no chunks of its own.
+inline void weigh_chunks(const Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
+    u32 c = threadIdx.x, warp = c / 32, half = c % 512;
+    if (warp * 32 < row.n_chunks) {
+        double factor = mine.factor(row.top, 1.0), sum = c < row.n_chunks ? factor * mine.sum : 0.0;
+        desk.factor[0][c] = factor;
+        desk.bins[c] = bin_of(key_logit(mine.best), bins_per_unit(row.temperature));
+        sum = warp_reduce(sum, Add());
+        if (c % 32 == 0) desk.sums[warp] = sum;
+    }
+    if (row.n_chunks <= 512 ? c >= 512 && half < row.n_chunks : c < row.n_chunks) {
+        u32 chunk = row.n_chunks <= 512 ? half : c;
+        double coldness = 1.0 / (double)row.temperature;
+        desk.factor[1][chunk] = chunks[chunk].factor(row.top, coldness);
+        if (chunk == 0) desk.coldness = coldness;
+    }
+}
+
+// The first bin, from the row's best, where the target is reached; BINS when it is behind them.
+inline u32 find_bin(const double* sums, double target, bool beyond) {
+    u32 lane = threadIdx.x % 32;
+    u32 first = __ballot_sync(ALL_LANES, reached(sums[lane], target, beyond));
+    u32 second = __ballot_sync(ALL_LANES, reached(sums[32 + lane], target, beyond));
+    return first != 0 ? __ffs(first) - 1 : second != 0 ? 31 + __ffs(second) : BINS;
+}
+
+// How many keys of a chunk lie in the first bins, from the row's best to this one.
+inline u32 count_down_to(const Row& row, const Desk& desk, u32 chunk, u32 bin) {
+    i32 number = row.top_bin - (i32)bin;
+    return number <= desk.bins[chunk] ? row.bins.counts[chunk * BINS + (u32)number % BINS] : 0;
+}
+
+// A bin, from the row's best, below which min-p lets nothing pass, while the fourth above it passes whole; BINS or more
+// when it is behind them.
+inline u32 min_p_bin(const Row& row) {
+    float below = -logf(row.min_p) * bins_per_unit(row.temperature);
+    // Places are counted from the upper edge of the best's bin, and one more allows for rounding.
+    return below < (float)BINS ? (u32)fmaxf(below, 0.0f) + 2 : BINS;
+}
+
+// How much of something the best n keys of a chunk hold, relative to the row's best.
+struct Measure {
+    const double* sums;    // running sums in every chunk, or null: keys are counted
+    const double* factor;  // of the chunks
+    const double* bins;    // the sums of all chunks down to each bin
+
+    // Loads come without branches, so that several are under way together.
+    inline double of(u32 chunk, u32 n) const {
+        if (sums == nullptr) return (double)n;
+        double sum = sums[chunk * CHUNK + (n > 0 ? n - 1 : 0)];
+        return n > 0 ? factor[chunk] * sum : 0.0;
+    }
+
+    // Of all candidates. All threads call it; a chunk's `kept` is what its thread has written.
+    inline double of_kept(const Row& row, Desk& desk) const {
+        u32 c = threadIdx.x;
+        if (c / 32 * 32 < row.n_chunks) {
+            double sum = warp_reduce(c < row.n_chunks ? of(c, desk.kept[c]) : 0.0, Add());
+            if (c % 32 == 0) desk.sums[c / 32] = sum;
+        }
+        __syncthreads();
+        return total_of<1024>(row, desk);
+    }
+};
+
+// What is known of a target: that it is reached among the keys between low and high.
+struct Bracket {
+    double before, after;  // what lies before them, and together with them
+    u32 n;                 // how many they are
+    float slope;           // by which factor's logarithm there is more at their end than at their beginning
+};
+
+// How many keys of a chunk lie between low and high, every 2^shift-th of them.
+inline u32 n_between(const Desk& desk, u32 chunk, u32 shift) {
+    return ((u32)desk.high[chunk] - desk.low[chunk] + (1u << shift) - 1) >> shift;
+}
+
+// How many those of all chunks are, and where a chunk's go when they are put side by side, in whatever order, on the
+// list or, with one place more for each chunk, in the window. All threads call it; a chunk's low and high are those
+// that its thread has written. `turn` counts the calls.
+inline u32 lay_out(const Row& row, Desk& desk, u32 shift, u32& turn) {
+    // Keys are at most 2^20 and chunks 2^10: both are counted in one number.
+    const u32 ONE_CHUNK = 1u << 21;
+    u32 c = threadIdx.x, lane = c % 32, *laid = &desk.laid[turn % 4];
+    turn++;
+    // The next call's, which nobody uses now.
+    if (c == 0) desk.laid[turn % 4] = 0;
+    if (c / 32 * 32 < row.n_chunks) {
+        u32 mine = c < row.n_chunks ? ONE_CHUNK + n_between(desk, c, shift) : 0, sum = mine, from = 0;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            u32 before = __shfl_up_sync(ALL_LANES, sum, step);
+            if (lane >= step) sum += before;
+        }
+        if (lane == 31) from = atomicAdd(laid, sum);
+        from = __shfl_sync(ALL_LANES, from, 31) + sum - mine;
+        if (c < row.n_chunks) {
+            desk.to[c] = (u16)(from % ONE_CHUNK);
+            desk.to_window[c] = (u16)(from % ONE_CHUNK + from / ONE_CHUNK);
+        }
+    }
+    __syncthreads();
+    return *laid % ONE_CHUNK;
+}
+
+// Calls f with the places that a thread looks after: `n_of` a chunk, shared by a few lanes, four at a time.
+template <typename N, typename F> inline void each_of_chunks(const Row& row, N n_of, F f) {
+    u32 lanes = 1u << row.lanes;
+#pragma unroll 1
+    for (u32 chunk = threadIdx.x >> row.lanes; chunk < row.n_chunks; chunk += row.threads >> row.lanes) {
+        u32 n = n_of(chunk);
+#pragma unroll 1
+        for (u32 i = threadIdx.x % lanes; i < n; i += 4 * lanes) f(chunk, i, lanes, n);
+    }
+}
+
+// Puts the keys between low and high on the list, as laid out, from the window or from where they are.
+inline void fetch_list(const Row& row, Desk& desk, u32 n, bool from_window) {
+    end_list(desk.list, n);
+    each_of_chunks(row, [&](u32 chunk) { return n_between(desk, chunk, 0); }, [&](u32 chunk, u32 i, u32 lanes, u32 n) {
+        u32 low = desk.low[chunk];
+        const Entry* window = desk.window + (desk.at[chunk] + (i32)low);
+        const u64* keys = row.keys + (chunk * CHUNK + low);
+        u64 k[4];
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            u32 mine = min(i + j * lanes, n - 1);
+            k[j] = from_window ? window[mine].key : keys[mine];
         }
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) sum += first + i * N_PARTS < row.n_chunks ? part[i] : 0.0;
-    }
-    double* partial = &desk.partial[0][0];
-    partial[c] = sum;
+        for (u32 j = 0; j < 4; j++) {
+            if (i + j * lanes < n) desk.list[desk.to[chunk] + i + j * lanes] = k[j];
+        }
+    });
     __syncthreads();
-    if (c < BINS) {
-        sum = 0.0;
+    if (threadIdx.x < row.n_chunks) desk.at[threadIdx.x] = (short)(desk.to[threadIdx.x] - desk.low[threadIdx.x]);
+}
+
+// The largest and the least key of some. For whole warps, up to the last that has a chunk; with a barrier to come.
+inline void note_ends(Desk& desk, u64 largest, u64 least) {
+    largest = warp_largest(largest);
+    least = ~warp_largest(~least);
+    if (threadIdx.x % 32 == 0) desk.ends[threadIdx.x / 32] = Two{largest, least};
+}
+
+// Puts every 2^shift-th of the keys between low and high into the window, as laid out. Before each chunk's first one
+// there is one that is never below a pivot, with what the chunk holds before. Sums are only there with all keys.
+inline void fetch_window(const Row& row, Desk& desk, const Measure& measure, u32 shift) {
+    u32 c = threadIdx.x;
+    Two ends = {0, ~(u64)0};
+    if (c < row.n_chunks && desk.low[c] < desk.high[c]) {
+        const u64* keys = row.keys + c * CHUNK;
+        ends = Two{keys[desk.low[c]], keys[desk.high[c] - 1]};
+    }
+    each_of_chunks(row, [&](u32 chunk) { return n_between(desk, chunk, shift) + 1; },
+                   [&](u32 chunk, u32 i, u32 lanes, u32 n) {
+        u32 low = desk.low[chunk];
+        const u64* keys = row.keys + chunk * CHUNK;
+        Entry entries[4];
 #pragma unroll
-        for (u32 i = 0; i < N_PARTS; i++) sum += partial[i * BINS + c];
-        desk.above[c] = sum;
+        for (u32 j = 0; j < 4; j++) {
+            u32 mine = min(i + j * lanes, n - 1), at = mine > 0 ? low + ((mine - 1) << shift) : 0;
+            entries[j].key = keys[at];
+            entries[j].sum = shift > 0 ? 0.0 : measure.of(chunk, low + mine);
+            if (mine == 0) entries[j].key = ~(u64)0;
+        }
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            if (i + j * lanes < n) desk.window[desk.to_window[chunk] + i + j * lanes] = entries[j];
+        }
+    });
+    if (c / 32 * 32 < row.n_chunks) note_ends(desk, ends.a, ends.b);
+    if (c < row.n_chunks) desk.at[c] = (short)(desk.to_window[c] + 1 - desk.low[c]);
+    __syncthreads();
+}
+
+// Chooses pivots, from the largest down; the last is the least of the keys. Where the target is guessed to be they lie
+// so close that what is between two of them makes a short list, away from there further and further apart. They are
+// logits, or ids when all logits are equal. Without a guess they are spaced evenly.
+inline void choose_pivots(const Row& row, Desk& desk, const Bracket& bracket, double target, bool guesses) {
+    if (threadIdx.x < 32) {
+        const u32 HALF = N_PIVOTS / 2;
+        u32 lane = threadIdx.x, which = lane % N_PIVOTS;
+        bool any = lane * 32 < row.n_chunks;
+        u64 largest = warp_largest(any ? desk.ends[lane].a : 0), least = ~warp_largest(any ? ~desk.ends[lane].b : 0);
+        float guess = __fdividef((float)(target - bracket.before), (float)(bracket.after - bracket.before));
+        float x = (float)(which + 1) / N_PIVOTS;
+        if (guesses && guess >= 0.0f && guess <= 1.0f) {
+            // If how much there is grows or shrinks by a constant factor.
+            float slope = bracket.slope;
+            if (slope > 0.01f || slope < -0.01f) guess = __fdividef(logf(1.0f + guess * (expf(slope) - 1.0f)), slope);
+            // From all of them down to about 32 keys on either side.
+            u32 steps = which < HALF ? which : N_PIVOTS - 1 - which;
+            float distance = exp2f(-log2f((float)bracket.n / 32.0f) * (float)steps / (float)(HALF - 1));
+            x = fminf(fmaxf(which < HALF ? guess - distance : guess + distance, 0.0f), 1.0f);
+        }
+        float top = key_logit(largest), bottom = key_logit(least);
+        u64 pivot;
+        if (top > bottom && top <= 3e38f && bottom >= -3e38f) {
+            pivot = (u64)ordered((float)((double)top - ((double)top - (double)bottom) * (double)x)) << ID_BITS;
+        } else {
+            pivot = largest - (u64)((double)(largest - least) * (double)x);
+        }
+        if (which == N_PIVOTS - 1) pivot = least;
+        if (lane < N_PIVOTS) desk.pivots[lane] = pivot < least ? least : pivot > largest ? largest : pivot;
     }
     __syncthreads();
-    u32 first = __ballot_sync(ALL_LANES, reached(desk.above[lane], target, beyond));
-    u32 second = __ballot_sync(ALL_LANES, reached(desk.above[32 + lane], target, beyond));
-    bin = first != 0 ? __ffs(first) - 1 : second != 0 ? 31 + __ffs(second) : BINS;
+}
+
+// How many keys of a chunk are at or above a pivot, and how much they hold.
+inline u32 rank_of(const Row& row, const Desk& desk, const Measure& measure, u32 chunk, u64 pivot, u32 shift,
+                   double& sum) {
+    u32 from = desk.low[chunk], end = desk.high[chunk];
+    const Entry* entries = desk.window + (desk.at[chunk] + (i32)from - 1);
+    u32 low = 1, high = n_between(desk, chunk, shift) + 1;
+#pragma unroll 1
+    while (low < high) {
+        u32 middle = (low + high) / 2;
+        if (entries[middle].key >= pivot) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    if (shift == 0) {
+        sum = entries[low - 1].sum;
+        return from + low - 1;
+    }
+    // Behind the last entry that is at or above the pivot, and before the next.
+    high = min(from + ((low - 1) << shift), end);
+    low = low == 1 ? from : from + ((low - 2) << shift) + 1;
+    low = rank(row.keys + chunk * CHUNK, pivot, low, high);
+    sum = measure.of(chunk, low);
+    return low;
+}
+
+// One round: leaves between low and high only what lies between two neighbouring pivots.
+inline void narrow(const Row& row, Desk& desk, const Measure& measure, u32 shift, double target, bool beyond,
+                   Bracket& bracket) {
+    u32 c = threadIdx.x, warp = c / 32, lane = c % 32, which = c % N_PIVOTS;
+    u64 pivot = desk.pivots[which];
+    double sum = 0.0;
+#pragma unroll 1
+    for (u32 chunk = c / N_PIVOTS; chunk < row.n_chunks; chunk += row.threads / N_PIVOTS) {
+        double part;
+        desk.ranks[which][chunk] = (u16)rank_of(row, desk, measure, chunk, pivot, shift, part);
+        sum += part;
+    }
+#pragma unroll
+    for (u32 step = N_PIVOTS; step < 32; step *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    if (lane < N_PIVOTS) desk.partial[warp][lane] = sum;
+    __syncthreads();
+    if (warp < N_PIVOTS) {
+        sum = warp_reduce(lane * 32 < row.threads ? desk.partial[lane][warp] : 0.0, Add());
+        if (lane == 0) desk.above[warp] = sum;
+    }
+    __syncthreads();
+    // Down to the least key there is all, however sums are rounded.
+    bool all = pivot == desk.pivots[N_PIVOTS - 1];
+    u32 first = __ffs(__ballot_sync(ALL_LANES, all || reached(desk.above[which], target, beyond))) - 1;
     if (c < row.n_chunks) {
-        u32 behind = desk.behind[c], kept = desk.kept[c];
-        const u32* counts = row.bins.counts + c * BINS;
-        u32 low = bin > behind ? counts[bin - 1 - behind] : 0;
-        u32 high = bin == BINS ? kept : bin < behind ? 0 : counts[bin - behind];
+        desk.high[c] = desk.ranks[first][c];
+        if (first > 0) desk.low[c] = desk.ranks[first - 1][c];
+    }
+    bracket.after = desk.above[first];
+    if (first > 0) bracket.before = desk.above[first - 1];
+    bracket.slope = 0.0f;
+}
+
+// Finds the bin where the target is reached, if any has keys; false when none.
+inline bool bracket_by_bins(const Row& row, Desk& desk, const double* bins, double target, bool beyond,
+                            Bracket& bracket, u32& turn) {
+    u32 c = threadIdx.x, bin = find_bin(bins, target, beyond);
+    if (c < row.n_chunks) {
+        u32 kept = desk.kept[c];
+        u32 low = bin > 0 ? count_down_to(row, desk, c, bin - 1) : 0;
+        u32 high = bin < BINS ? count_down_to(row, desk, c, bin) : kept;
         desk.low[c] = (u16)min(low, kept);
         desk.high[c] = (u16)min(high, kept);
     }
-    return bin > 0 ? desk.above[bin - 1] : 0.0;
-}
-
-// The keys that a round of narrowing asks about, from the largest down.
-struct Pivots {
-    u64 largest, step;
-
-    inline u64 at(u32 i) const { return largest - step * (i + 1); }
-};
-
-// Keys at equal distances over what lies between low and high. One warp looks: there are few chunks.
-inline Pivots pivots_between(const Row& row, Desk& desk, const u64* keys) {
-    if (threadIdx.x < 32) {
-        u64 largest = 0, least = ~(u64)0;
-        for (u32 c = threadIdx.x; c < row.n_chunks; c += 32) {
-            if (desk.low[c] >= desk.high[c]) continue;
-            largest = Larger()(largest, keys[desk.at[c] + (i32)desk.low[c]]);
-            least = Smaller()(least, keys[desk.at[c] + (i32)desk.high[c] - 1]);
-        }
-        largest = warp_reduce(largest, Larger());
-        least = warp_reduce(least, Smaller());
-        if (threadIdx.x == 0) desk.ends = Two{largest, least};
+    if (bin > 0) bracket.before = bins[bin - 1];
+    if (bin < BINS && bins[bin] < bracket.after) bracket.after = bins[bin];
+    if (bin > 1 && bin + 1 < BINS && threadIdx.x < 32) {
+        // From the middle of the bin before to that of the next are two bins.
+        float least = (float)(bins[bin - 1] - bins[bin - 2]), next = (float)(bins[bin + 1] - bins[bin]);
+        if (least > 0.0f && next > 0.0f) bracket.slope = 0.5f * logf(__fdividef(next, least));
+        if (!(bracket.slope >= -8.0f && bracket.slope <= 8.0f)) bracket.slope = 0.0f;
     }
-    __syncthreads();
-    // The keys are unique and more than 32, so a step is never 0.
-    return Pivots{desk.ends.a, (desk.ends.a - desk.ends.b) / 32};
+    bracket.n = lay_out(row, desk, 0, turn);
+    return bracket.n > 0;
 }
 
-// How much lies at or above each of 32 keys: a lane asks for one of them, a warp in four chunks at a time.
-inline double above(const Row& row, Desk& desk, const u64* keys, const Measure& measure, const Pivots& pivots) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u64 key = pivots.at(lane);
-    double sum = 0.0;
-    for (u32 first = 4 * warp; first < row.n_chunks; first += 128) {
-        u32 low[4], high[4];
-        const u64* at[4];
-        double part[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 chunk = min(first + i, row.n_chunks - 1);
-            at[i] = keys + desk.at[chunk];
-            low[i] = desk.low[chunk];
-            high[i] = desk.high[chunk];
-        }
-        while (low[0] < high[0] || low[1] < high[1] || low[2] < high[2] || low[3] < high[3]) {
-            u64 k[4];
-            // Four loads at once. A search that has ended looks at its end or one behind: there is always something.
-#pragma unroll
-            for (int i = 0; i < 4; i++) k[i] = at[i][(low[i] + high[i]) / 2];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 middle = (low[i] + high[i]) / 2;
-                bool open = low[i] < high[i], larger = k[i] >= key;
-                low[i] = open && larger ? middle + 1 : low[i];
-                high[i] = open && !larger ? middle : high[i];
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            part[i] = measure.of(desk, min(first + i, row.n_chunks - 1), low[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) sum += first + i < row.n_chunks ? part[i] : 0.0;
-    }
-    desk.partial[warp][lane] = sum;
-    __syncthreads();
-    sum = warp_reduce(desk.partial[lane][warp], Add());
-    if (lane == 0) desk.above[warp] = sum;
-    __syncthreads();
-    return desk.above[lane];
-}
-
-// One round: leaves between low and high only what lies between two neighbouring pivots. Returns how much lies before,
-// which is what did so far when the first pivot has reached the target.
-inline double narrow(const Row& row, Desk& desk, const u64* keys, const Measure& measure, const Pivots& pivots,
-                     double target, bool beyond, double before) {
-    u32 enough = __ballot_sync(ALL_LANES, reached(above(row, desk, keys, measure, pivots), target, beyond));
-    u32 first = enough == 0 ? 32 : __ffs(enough) - 1;
+// Weighs the sorted list of n for a measure, and finds the key where the target is reached; the last when rounding
+// says that none does.
+inline u64 find_in_list(const Row& row, Desk& desk, const Measure& measure, u32 n, double before, double target,
+                        bool beyond) {
     u32 c = threadIdx.x;
-    if (c < row.n_chunks) {
-        const u64* mine = keys + desk.at[c];
-        u32 low = desk.low[c], high = desk.high[c];
-        if (first < 32) high = rank(mine, pivots.at(first), low, high);
-        if (first > 0) low = rank(mine, pivots.at(first - 1), low, high);
-        desk.low[c] = (u16)low;
-        desk.high[c] = (u16)high;
+    if (c < n) {
+        double coldness = measure.sums == row.tempered ? row.coldness : 1.0;
+        desk.weights[c] = measure.sums == nullptr ? 1.0 : weight(key_logit(desk.sorted[c]), row.top, coldness);
     }
-    return first > 0 ? desk.above[first - 1] : before;
+    __syncthreads();
+    if (c < 32) {
+        u32 last = n <= 128 ? place_of<4>(desk.weights, n, before, target, beyond)
+                            : place_of<8>(desk.weights, n, before, target, beyond);
+        if (c == 0) desk.key = desk.sorted[last < n ? last : n - 1];
+    }
+    __syncthreads();
+    return desk.key;
 }
 
-// How many keys lie between low and high, and where each chunk's go when they are put side by side. All threads call
-// it; a chunk's low and high are those that its thread has written.
-inline u32 lay_out(const Row& row, Desk& desk) {
-    u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
-    u32 n = c < row.n_chunks ? (u32)desk.high[c] - desk.low[c] : 0, sum = n;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        u32 before = __shfl_up_sync(ALL_LANES, sum, step);
-        if (lane >= step) sum += before;
-    }
-    if (lane == 31) desk.warps[warp] = sum;
-    __syncthreads();
-    u32 all = desk.warps[lane];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        u32 before = __shfl_up_sync(ALL_LANES, all, step);
-        if (lane >= step) all += before;
-    }
-    u32 from = __shfl_sync(ALL_LANES, all, (warp + 31) % 32);
-    if (warp == 0) from = 0;
-    if (c < row.n_chunks) desk.to[c] = (u16)(from + sum - n);
-    u32 total = __shfl_sync(ALL_LANES, all, 31);
-    __syncthreads();
-    return total;
-}
-
-// Puts the keys between low and high side by side, as laid out.
-inline void gather(const Row& row, Desk& desk, u64* to, const u64* keys) {
-    u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
-    for (u32 first = 4 * warp; first < row.n_chunks; first += 128) {
-        u64 k[4];
-        u32 n[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 chunk = first + i;
-            n[i] = chunk < row.n_chunks ? (u32)desk.high[chunk] - desk.low[chunk] : 0;
-            k[i] = lane < n[i] ? keys[desk.at[chunk] + (i32)(desk.low[chunk] + lane)] : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 chunk = first + i;
-            if (lane < n[i]) to[desk.to[chunk] + lane] = k[i];
-            for (u32 j = 32 + lane; j < n[i]; j += 32) {
-                to[desk.to[chunk] + j] = keys[desk.at[chunk] + (i32)(desk.low[chunk] + j)];
-            }
-        }
-    }
-    __syncthreads();
-    if (c < row.n_chunks) desk.at[c] = (i32)desk.to[c] - (i32)desk.low[c];
-    __syncthreads();
-}
-
-// The last key of the shortest run of candidates that reaches the target, which all of them together do. Afterwards
-// only that run is kept. All threads call it with the same arguments.
-inline u64 cut(const Row& row, Desk& desk, const Measure& measure, double target, bool beyond) {
-    u32 c = threadIdx.x, n = 0;
-    const u64* keys = row.keys;
-    double before = 0.0;
-    if (c < row.n_chunks) desk.at[c] = (i32)(c * CHUNK);
-    // Bins are exact for numbers of a usual size.
-    if (row.top >= -MOST_BINNED && row.top <= MOST_BINNED) {
-        before = narrow_to_bin(row, desk, measure, target, beyond);
-        n = lay_out(row, desk);
-    }
-    if (n == 0) {
+// The last key of the shortest run of candidates that reaches the target, which all of them together, which hold
+// `whole`, do. Afterwards only that run is kept. All threads call it with the same arguments.
+inline u64 cut(const Row& row, Desk& desk, const Measure& measure, double whole, double target, bool beyond,
+               u32& turn) {
+    u32 c = threadIdx.x, shift = 0;
+    bool in_window = false;
+    Bracket bracket = {0.0, whole, 0, 0.0f};
+    if (!row.is_binned() || !bracket_by_bins(row, desk, measure.bins, target, beyond, bracket, turn)) {
         // No bins; or sums that are rounded otherwise than the target's left the bin empty.
         if (c < row.n_chunks) desk.low[c] = 0, desk.high[c] = desk.kept[c];
-        before = 0.0;
-        n = lay_out(row, desk);
+        bracket = Bracket{0.0, whole, lay_out(row, desk, 0, turn), 0.0f};
     }
-    while (n > LIST) {
-        if (n <= WINDOW && keys == row.keys) {
-            gather(row, desk, desk.window, keys);
-            keys = desk.window;
-        }
-        Pivots pivots = pivots_between(row, desk, keys);
-        before = narrow(row, desk, keys, measure, pivots, target, beyond, before);
-        n = lay_out(row, desk);
-    }
-    gather(row, desk, desk.list, keys);
-
-    sort_list<1024>(row, desk, n, LIST);
-    if (c < 32) {
-        Listed<8> listed;
-        double sums[8];
-        if (measure.sums == nullptr) {
-#pragma unroll
-            for (int r = 0; r < 8; r++) sums[r] = listed.place(r) < n ? 1.0 : 0.0;
+#pragma unroll 1
+    for (u32 round = 0; bracket.n > LIST; round++) {
+        if (!in_window) {
+            // As many as fit: each chunk has one more, and one when it has not all.
+            shift = 0;
+            while ((bracket.n >> shift) + (shift > 0 ? 2 : 1) * row.n_chunks > WINDOW) shift++;
+            if (shift > 0) lay_out(row, desk, shift, turn);
+            fetch_window(row, desk, measure, shift);
+            in_window = shift == 0;
         } else {
-            listed.take(sums, measure.sums == row.tempered ? desk.tempered : desk.weights, n);
+            bool any = c < row.n_chunks && desk.low[c] < desk.high[c];
+            const Entry* entries = desk.window + desk.at[any ? c : 0];
+            if (c / 32 * 32 < row.n_chunks) {
+                note_ends(desk, any ? entries[desk.low[c]].key : 0, any ? entries[desk.high[c] - 1].key : ~(u64)0);
+            }
+            __syncthreads();
         }
-        listed.sum_up(sums, before);
-        u32 last = listed.first(n, [&](int r) { return reached(sums[r], target, beyond); });
-        // The sums over chunks said that it is reached; these are rounded otherwise.
-        if (c == 0) desk.key = desk.sorted[last < n ? last : max(n, 1u) - 1];
+        // A guess that was far off is not made twice in a row: evenly spaced pivots always leave less.
+        choose_pivots(row, desk, bracket, target, round % 2 == 0);
+        narrow(row, desk, measure, shift, target, beyond, bracket);
+        bracket.n = lay_out(row, desk, 0, turn);
     }
+    fetch_list(row, desk, bracket.n, in_window);
+    order_list(desk, bracket.n, row.threads);
     __syncthreads();
-    u64 key = desk.key;
+    u64 key = find_in_list(row, desk, measure, bracket.n, bracket.before, target, beyond);
     if (c < row.n_chunks) desk.kept[c] = (u16)rank(desk.list + desk.at[c], key, desk.low[c], desk.high[c]);
-    __syncthreads();
     return key;
 }
 
 // Keeps what min-p lets pass, and at least the best.
 inline void keep_min_p(const Row& row, Desk& desk) {
     u32 c = threadIdx.x, low = 0, high = c < row.n_chunks ? desk.kept[c] : 0;
+    if (c < row.n_chunks && row.is_binned()) {
+        // What is not near that logit needs no look.
+        u32 bin = min_p_bin(row);
+        if (bin < BINS) high = min(high, count_down_to(row, desk, c, bin));
+        if (bin > 3) low = min(high, count_down_to(row, desk, c, bin - 4));
+    }
+#pragma unroll 1
     while (low < high) {
         u32 middle = (low + high) / 2;
-        if (weight(key_logit(row.keys[(u64)c * CHUNK + middle]), row.top, 1.0) >= (double)row.min_p) {
+        if (weight(key_logit(row.keys[c * CHUNK + middle]), row.top, 1.0) >= (double)row.min_p) {
             low = middle + 1;
         } else {
             high = middle;
         }
     }
-    bool any = __syncthreads_or(low > 0);
-    u64 head = c < row.n_chunks ? desk.heads[c] : 0;
-    u64 best = block_reduce(head, Larger(), (u64)0);
-    if (!any) low = head == best ? 1 : 0;
-    if (c < row.n_chunks) desk.kept[c] = (u16)low;
-    __syncthreads();
-}
-
-// The place of the target among the n best, kept from the first list, or n. For the first warp.
-inline u32 place_in_best(const Desk& desk, u32 n, double target) {
-    Listed<8> listed;
-    double sums[8];
-    listed.take(sums, desk.best_tempered, n);
-    listed.sum_up(sums, 0.0);
-    return listed.first(n, [&](int r) { return sums[r] > target; });
-}
-
-// The choice when the filters do not cut inside the short list of n.
-inline u64 choose_among_all(const Row& row, Desk& desk, u32 n) {
-    u32 c = threadIdx.x;
-    if (c < row.n_chunks) {
-        desk.kept[c] = (u16)Deal{c, row.n_chunks}.n_tokens(row.vocab);
-        desk.behind[c] = (u8)bins_below(key_logit(desk.heads[c]), row.top, bins_per_unit((float)row.temperature));
+    if (!__syncthreads_or(low > 0)) {
+        u64 head = c < row.n_chunks ? row.keys[c * CHUNK] : 0;
+        // Some warps may have returned: only those with chunks take part.
+        if (c / 32 * 32 < row.n_chunks) note_ends(desk, head, ~(u64)0);
+        __syncthreads();
+        u64 best = 0;
+#pragma unroll 1
+        for (u32 i = 0; i * 32 < row.n_chunks; i++) best = Larger()(best, desk.ends[i].a);
+        low = c < row.n_chunks && head == best ? 1 : 0;
     }
-    // Cuts make lists of their own.
-    if (c < n) desk.best[c] = desk.sorted[c], desk.best_tempered[c] = desk.tempered[c];
-    __syncthreads();
+    if (c < row.n_chunks) desk.kept[c] = (u16)low;
+}
 
-    double candidates = row.total;
-    u64 last = 0;
+// The last bin that the filters can keep something of, when what lies down to it is a short list; BINS when all tokens
+// are one; else more.
+inline u32 last_bin_listed(const Row& row, const Desk& desk) {
+    if (row.vocab <= LIST) return BINS;
+    if (!row.is_binned()) return BINS + 1;
+    u32 bin = BINS;
+    if (row.top_k > 0) {
+        bin = find_bin(desk.bin_sums[0], (double)row.top_k, false);
+    } else if (row.top_p < 1.0f) {
+        bin = find_bin(desk.bin_sums[1], (double)row.top_p * row.total, false);
+    }
+    if (row.min_p > 0.0f) bin = min(bin, min_p_bin(row));
+    return bin < BINS && desk.bin_sums[0][bin] <= (double)LIST ? bin : BINS + 1;
+}
+
+// Lists, sorts and weighs every candidate down to a bin, which are at most LIST; how many.
+inline u32 list_candidates(const Row& row, Desk& desk, u32 bin) {
+    u32 c = threadIdx.x, turn = 0;
+    if (c < row.n_chunks) {
+        desk.low[c] = 0;
+        desk.high[c] = bin < BINS ? (u16)count_down_to(row, desk, c, bin) : desk.kept[c];
+    }
+    u32 n = lay_out(row, desk, 0, turn);
+    fetch_list(row, desk, n, false);
+    order_list(desk, n, row.threads);
+    __syncthreads();
+    // Some threads for each kind of weight.
+#pragma unroll 1
+    for (u32 i = c; i < 2 * LIST; i += row.threads) {
+        if (i % LIST >= n) continue;
+        double w = weight(key_logit(desk.sorted[i % LIST]), row.top, i < LIST ? 1.0 : row.coldness);
+        (i < LIST ? desk.weights : desk.tempered)[i % LIST] = w;
+    }
+    __syncthreads();
+    return n;
+}
+
+// The choice when the filters do not cut inside a short list. For `threads` threads.
+inline u64 choose_among_all(const Row& row, Desk& desk) {
+    double whole = row.total;
+    u32 turn = 0;
     // Top-k, top-p, and the choice itself are the same search for different things. In a loop: its code is there once.
 #pragma unroll 1
-    for (u32 stage = 0; stage < 3; stage++) {
-        bool cuts = stage == 0 ? row.top_k > 0 && row.top_k < row.vocab : stage == 1 ? row.top_p < 1.0f : true;
-        bool plain = stage == 1;
-        Measure measure = {stage == 0 ? nullptr : plain ? row.weights : row.tempered,
-                           plain ? row.bins.weights : row.bins.tempered, stage == 2 ? row.temperature : 1.0};
+    for (u32 stage = 0;; stage++) {
+        const double* sums = stage == 0 ? nullptr : stage == 1 ? row.weights : row.tempered;
+        Measure measure = {sums, desk.factor[stage == 2], desk.bin_sums[stage]};
         double target = (double)row.top_k;
-        if (!cuts) continue;
-        if (stage > 0) measure.prepare(row, desk);
-        if (stage == 1) {
-            if (row.top_k > 0) candidates = measure.of_kept(row, desk);
-            target = (double)row.top_p * candidates;
-        }
-        if (stage == 2) {
+        if (stage == 0) {
+            if (row.top_k == 0 || row.top_k >= row.vocab) continue;
+            whole = (double)row.vocab;
+        } else if (stage == 1) {
+            if (row.top_p >= 1.0f) continue;
+            whole = row.top_k > 0 ? measure.of_kept(row, desk) : row.total;
+            target = (double)row.top_p * whole;
+        } else {
             if (row.min_p > 0.0f) keep_min_p(row, desk);
-            target = desk.uniform * measure.of_kept(row, desk);
-            // Most choices are among the best.
-            if (c < 32) {
-                u32 place = place_in_best(desk, n, target);
-                if (c == 0) {
-                    desk.found = place < n;
-                    desk.key = place < n ? desk.best[place] : 0;
-                }
-            }
-            __syncthreads();
-            if (desk.found) return desk.key;
-            u32 kept = c < row.n_chunks ? desk.kept[c] : 0;
-            last = block_reduce(kept > 0 ? row.keys[(u64)c * CHUNK + kept - 1] : ~(u64)0, Smaller(), ~(u64)0);
+            whole = measure.of_kept(row, desk);
+            target = desk.uniform * whole;
         }
-        u64 key = cut(row, desk, measure, target, stage == 2);
-        // Rounding can leave the target a hair above the last sum: then the last candidate is it.
-        if (stage == 2) return key < last ? last : key;
+        u64 key = cut(row, desk, measure, whole, target, stage == 2, turn);
+        if (stage == 2) return key;
     }
-    return last;
 }

@@ -16,7 +16,7 @@ const u32 LIST = 256;
 // Bins of logits that a chunk has sums for, from its best downward.
 const u32 BINS = 64;
 // Bytes of scratch for a chunk: keys and two running sums, what it says as a whole, two sums and a count for each bin.
-const u32 CHUNK_BYTES = CHUNK * 24 + 16 + BINS * 20;
+const u32 CHUNK_BYTES = CHUNK * 24 + 16 + BINS * 18;
 
 struct alignas(16) Two {
     u64 a, b;
@@ -26,17 +26,18 @@ struct alignas(16) TwoSums {
     double a, b;
 };
 
-// How much of each chunk lies in its first bins: running sums, and how many keys these are.
+// How much of each chunk lies in its first bins: running sums, and how many keys these are. Bin i lies at i % BINS, so
+// that what is at one place is the same bin in every chunk that reaches it.
 struct Bins {
     Bins() = default;
     double* weights;   // [n_chunks, BINS]
     double* tempered;  // [n_chunks, BINS], at the temperature
-    u32* counts;       // [n_chunks, BINS]
+    u16* counts;       // [n_chunks, BINS]
 
     inline Bins(const void* at, u32 n_chunks) {
         weights = (double*)at;
         tempered = weights + n_chunks * BINS;
-        counts = (u32*)(tempered + n_chunks * BINS);
+        counts = (u16*)(tempered + n_chunks * BINS);
     }
 };
 
@@ -61,10 +62,11 @@ inline u64 key_of(float logit, u32 id) { return (u64)ordered(logit) << ID_BITS |
 inline float key_logit(u64 key) { return from_ordered((u32)(key >> ID_BITS)); }
 inline u32 key_id(u64 key) { return ID_MASK - ((u32)key & ID_MASK); }
 
-// Weight relative to `best`, at a temperature. Nothing weighs anything beside a best of -inf.
-inline double weight(float logit, float best, double temperature) {
+// Weight relative to `best`, at a temperature of which this is the inverse. Nothing weighs anything beside a best of
+// -inf.
+inline double weight(float logit, float best, double coldness) {
     if (best == -inf_f32()) return 0.0;
-    return exp(((double)logit - (double)best) / temperature);
+    return exp(((double)logit - (double)best) * coldness);
 }
 
 // The largest key of a warp, by its upper and then its lower half.
@@ -79,11 +81,14 @@ struct Chunk {
     u64 best;
     double sum;  // of weights relative to the best
 
-    // The sum relative to the row's best.
-    inline double relative_to(float top) const {
+    // What makes sums relative to the row's best of those relative to this one.
+    inline double factor(float top, double coldness) const {
         float own = key_logit(best);
-        return own == -inf_f32() ? 0.0 : weight(own, top, 1.0) * sum;
+        return own == -inf_f32() ? 0.0 : weight(own, top, coldness);
     }
+
+    // The sum relative to the row's best.
+    inline double relative_to(float top) const { return factor(top, 1.0) * sum; }
 };
 
 inline bool is_greedy(float temperature) { return !(temperature > 0.0f); }
@@ -100,13 +105,18 @@ inline float bins_per_unit(float temperature) {
     return temperature <= 1.0f ? 4.0f : temperature <= 2.0f ? 2.0f : temperature <= 4.0f ? 1.0f : 0.5f;
 }
 
-// How many bins a logit lies below that of `best`, at most BINS. Exact for a best within MOST_BINNED.
+// Bins are exact for numbers up to this.
+const float MOST_BINNED = 1048576.0f;
+
+inline i32 bin_of(float logit, float per_unit) {
+    return (i32)fminf(fmaxf(floorf(logit * per_unit), -1e9f), 1e9f);
+}
+
+// How many bins a logit that is no better lies below that of `best`, at most BINS. Exact for a best within MOST_BINNED.
 inline u32 bins_below(float logit, float best, float per_unit) {
     float n = floorf(best * per_unit) - floorf(logit * per_unit);
     return n < (float)BINS ? (u32)n : BINS;
 }
-
-const float MOST_BINNED = 1048576.0f;
 
 // Tokens are dealt in fours: neighbours in the vocabulary, which are often likely together, go to different chunks.
 struct Deal {

@@ -1,5 +1,5 @@
-// sample_list.cuh: the short list of best keys, and the choice among them, for one block of sample.cu: 1024 threads, or 256 for
-// a small top-k.
+// sample_list.cuh: the short list of best keys, and the choice among them, for one block of sample.cu: 1024 threads,
+// or 256 for a small top-k.
 #pragma once
 #include "sample_keys.cuh"
 
@@ -27,48 +27,69 @@ struct Row {
     u32 rng[3];  // seed low, seed high, position
     u32 n_chunks, vocab;
     float top;
-    double total, temperature;
+    double total;
+    float temperature;
+    double coldness;  // its inverse
+    i32 top_bin;
     u32 top_k;
     float top_p, min_p;
+    u32 threads;  // that look for cuts
+    u32 lanes;    // of them for each chunk, 2^lanes
 
     inline double uniform() const { return (double)((float)(philox(rng[2], rng[0], rng[1]) >> 8) / 16777216.0f); }
+    inline bool is_binned() const { return top >= -MOST_BINNED && top <= MOST_BINNED; }
 };
 
-// Places behind keys that are compared, so that nothing has to ask where they end.
+// Places behind keys that are compared, with zeros in them, so that nothing has to ask where they end.
 const u32 AHEAD = 128;
-// Most keys that are narrowed in shared memory.
-const u32 WINDOW = 2048;
+// Keys that are narrowed in shared memory, with one place more for each chunk.
+const u32 WINDOW = 2176;
+// Keys that a round of narrowing asks about.
+const u32 N_PIVOTS = 8;
+
+// A key, and how much its chunk holds down to it.
+struct alignas(16) Entry {
+    u64 key;
+    double sum;
+};
 
 // What the threads of the second kernel share.
 struct Desk {
-    u64 window[WINDOW];        // keys low .. high of every chunk
-    u64 list[LIST + AHEAD];    // in no order
-    u64 sorted[LIST];          // the list, best first
-    double weights[LIST];      // theirs, relative to the row's best
-    double tempered[LIST];     // and at the temperature
-    u64 best[LIST];            // the first such list
-    double best_tempered[LIST];
-    u32 groups[LIST];          // groups of keys that reach into the list
-    u64 heads[CHUNK + AHEAD];  // the best of each chunk
-    double factor[CHUNK];      // a chunk's sums times this are relative to the row's best
-    u16 kept[CHUNK];           // how many of a chunk's keys are candidates
-    u16 low[CHUNK];            // the cut is not before this many
-    u16 high[CHUNK];           // nor behind this many
-    i32 at[CHUNK];             // where a chunk's first key lies, or would lie, among the keys that are looked at
-    u16 to[CHUNK];             // where its key `low` is to lie in the window or the list
-    u8 behind[CHUNK];          // bins from the row's best to the chunk's
-    double partial[32][33];
-    double above[BINS];
+    Entry window[WINDOW];                  // of the keys low .. high of every chunk; also room for sums over bins
+    alignas(16) u64 list[LIST + AHEAD];    // in no order
+    u64 sorted[LIST];                      // the list, best first
+    double weights[LIST];                  // theirs, relative to the row's best
+    double tempered[LIST];                 // and at the temperature
+    double factor[2][CHUNK];               // a chunk's sums times this are relative to the row's best; tempered ones
+    i32 bins[CHUNK];                       // the bin of the chunk's best
+    u16 kept[CHUNK];                       // how many of a chunk's keys are candidates
+    u16 low[CHUNK];                        // the cut is not before this many
+    u16 high[CHUNK];                       // nor behind this many
+    union {
+        struct {                                   // for a small top-k
+            alignas(16) u64 heads[CHUNK + AHEAD];  // the best of each chunk
+            u32 groups[LIST];                      // groups of keys that reach into the list
+            u32 counts[256];                       // keys with each value of eight bits
+        };
+        u16 ranks[N_PIVOTS][CHUNK];  // how many of a chunk's keys are at or above each pivot
+    };
+    short at[CHUNK];                        // where a chunk's first key lies, or would lie, in the window or the list
+    u16 to[CHUNK];                         // where its key `low` is to lie on the list
+    u16 to_window[CHUNK];                  // and in the window, behind one place more
+    double bin_sums[3][BINS];              // of all chunks down to a bin: counts, weights, tempered weights
+    double partial[32][N_PIVOTS];
+    double above[N_PIVOTS];
+    u64 pivots[N_PIVOTS];
+    Two ends[32];
     u64 key;
-    Two ends;
-    double total;
     u32 n_list, n_groups, found;
     u32 warps[32];
+    u32 laid[4];
     double sums[32];
-    double uniform;
+    double uniform, coldness, log_total;
 };
 
-static_assert(sizeof(Desk) <= 80 * 1024, "more than the launcher asks for");
+static_assert(sizeof(Desk) <= 96 * 1024, "more than the launcher asks for");
 
 inline Desk& the_desk() {
     DYNAMIC_SHARED(desk);
@@ -116,13 +137,22 @@ template <u32 N> inline void weigh_all(Row& row, Desk& desk, const Chunk* chunks
 }
 
 template <u32 N> inline double total_of(const Row& row, const Desk& desk) {
+    u32 n = min(N / 32, (row.n_chunks + 31) / 32);
     double total = 0.0;
-    for (u32 i = 0; i < N / 32 && i * 32 < row.n_chunks; i++) total += desk.sums[i];
+#pragma unroll 1
+    for (u32 first = 0; first < n; first += 4) {
+        double sums[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) sums[i] = first + i < n ? desk.sums[first + i] : 0.0;
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) total += sums[i];
+    }
     return total;
 }
 
 // How many of the keys low .. high are at or above a key, given that the first `low` are.
 inline u32 rank(const u64* keys, u64 key, u32 low, u32 high) {
+#pragma unroll 1
     while (low < high) {
         u32 middle = (low + high) / 2;
         if (keys[middle] >= key) {
@@ -135,21 +165,22 @@ inline u32 rank(const u64* keys, u64 key, u32 low, u32 high) {
 }
 
 // Calls f with each of n keys, how many of them are larger, and which of the lanes that share it this is, of how many.
-// N threads share the comparisons. Behind the keys there are AHEAD more places, with anything in them.
-template <u32 N, typename F> inline void place_all(const u64* keys, u32 n, F f) {
+// The first N threads share the comparisons. Behind the keys there are AHEAD zeros.
+template <typename F> inline void place_all(u32 N, const u64* keys, u32 n, F f) {
     u32 shift = 4;
     while (shift > 0 && N >> shift < n) shift--;
     u32 share = 1u << shift, part = threadIdx.x & (share - 1);
+    const Two* pairs = (const Two*)keys;
     for (u32 first = 0; first < n; first += N >> shift) {
         u32 mine = first + (threadIdx.x >> shift), larger = 0;
         u64 key = keys[mine < n ? mine : 0];
         // Eight at a time without a branch, so that their loads are under way together.
-        for (u32 i = part; i < n; i += 8 * share) {
-            u64 k[8];
+        for (u32 i = part; 2 * i < n; i += 4 * share) {
+            Two k[4];
 #pragma unroll
-            for (u32 j = 0; j < 8; j++) k[j] = keys[i + j * share];
+            for (u32 j = 0; j < 4; j++) k[j] = pairs[i + j * share];
 #pragma unroll
-            for (u32 j = 0; j < 8; j++) larger += (u32)(i + j * share < n) & (u32)(k[j] > key);
+            for (u32 j = 0; j < 4; j++) larger += (u32)(k[j].a > key) + (u32)(k[j].b > key);
         }
         for (u32 step = 1; step < share; step *= 2) larger += __shfl_xor_sync(ALL_LANES, larger, step);
         if (mine < n) f(key, larger, part, share);
@@ -172,49 +203,29 @@ template <int R> inline void append(Desk& desk, const u64* keys, u64 least) {
     }
 }
 
-// Lists every key from `least` (not 0) upward of sorted chunks, unless there are more than fit.
-inline void list_from(const Row& row, Desk& desk, u64 least) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Two* keys = (const Two*)row.keys;
-    for (u32 first = 4 * warp; first < row.n_chunks; first += 128) {
-        u64 k[8];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            bool there = first + i < row.n_chunks;
-            Two two = there ? keys[(u64)(first + i) * (CHUNK / 2) + lane] : Two{0, 0};
-            k[2 * i] = two.a, k[2 * i + 1] = two.b;
-        }
-        append<8>(desk, k, least);
-#pragma unroll 1
-        for (int i = 0; i < 4; i++) {
-            u64 last = i == 0 ? k[1] : i == 1 ? k[3] : i == 2 ? k[5] : k[7];
-            // Longer lists are of no use, so nobody has to count them to the end.
-            for (u32 at = 32; at < LIST && __ballot_sync(ALL_LANES, last >= least) == ALL_LANES; at += 32) {
-                Two two = keys[(u64)(first + i) * (CHUNK / 2) + at + lane];
-                u64 more[2] = {two.a, two.b};
-                append<2>(desk, more, least);
-                last = two.b;
-            }
-        }
-    }
+// Puts zeros behind the keys of a list. For a barrier to come.
+inline void end_list(u64* keys, u32 n) {
+    if (threadIdx.x < AHEAD) keys[n + threadIdx.x] = 0;
 }
 
-// Sorts the list and weighs the first `most` of it. All threads call it, after a barrier behind the last append; N of
-// them do it.
+// Sorts the list and weighs the first `most` of it. All threads call it, after a barrier behind the last append and
+// `end_list`; N of them do it.
 template <u32 N> inline void sort_list(const Row& row, Desk& desk, u32 n, u32 most) {
     if (threadIdx.x < N) {
-        place_all<N>(desk.list, n, [&](u64 key, u32 place, u32 part, u32 share) {
+        place_all(N, desk.list, n, [&](u64 key, u32 place, u32 part, u32 share) {
             if (place >= most) return;
             if (part == 0) desk.sorted[place] = key;
             // Two lanes weigh at once, where two share a key.
             for (u32 which = part; which < 2; which += share) {
-                double w = weight(key_logit(key), row.top, which == 0 ? 1.0 : row.temperature);
+                double w = weight(key_logit(key), row.top, which == 0 ? 1.0 : row.coldness);
                 (which == 0 ? desk.weights : desk.tempered)[place] = w;
             }
         });
     }
     __syncthreads();
 }
+
+inline bool reached(double sum, double target, bool beyond) { return beyond ? sum > target : sum >= target; }
 
 // The first 32 R of the sorted list as the first warp sees them: R places to a lane, in order.
 template <int R> struct Listed {
@@ -263,44 +274,57 @@ template <int R> struct Listed {
     }
 };
 
-// The choice from the n best of the sorted list, if the filters cut inside them: its place; else n. For the first warp.
-template <int R> inline u32 choose_listed(const Row& row, const Desk& desk, u32 n, double uniform) {
+// Sorts a list of any length. For `threads` threads, after a barrier behind `end_list`; with one to come.
+inline void order_list(Desk& desk, u32 n, u32 threads) {
+    place_all(threads, desk.list, n, [&](u64 key, u32 place, u32 part, u32) {
+        if (part == 0) desk.sorted[place] = key;
+    });
+}
+
+// The first place of the sorted list of n where the weights, or without them the keys, together with what lies before,
+// reach the target; else n. For the first warp.
+template <int R>
+inline u32 place_of(const double* weights, u32 n, double before, double target, bool beyond) {
     Listed<R> listed;
     double sums[R];
+    if (weights == nullptr) {
+#pragma unroll
+        for (int r = 0; r < R; r++) sums[r] = listed.place(r) < n ? 1.0 : 0.0;
+    } else {
+        listed.take(sums, weights, n);
+    }
+    listed.sum_up(sums, before);
+    return listed.first(n, [&](int r) { return reached(sums[r], target, beyond); });
+}
+
+// The choice from the n best of the sorted list, among which are all that the filters can keep: its place. For the
+// first warp.
+template <int R> inline u32 choose_listed(const Row& row, const Desk& desk, u32 n, double uniform) {
+    Listed<R> listed;
+    double sums[R], tempered[R];
     listed.take(sums, desk.weights, n);
+    listed.take(tempered, desk.tempered, n);
     listed.sum_up(sums, 0.0);
+    // Not needed yet, but two sums take the time of one.
+    listed.sum_up(tempered, 0.0);
 
     u32 keep = n;
-    bool whole = n == row.vocab;
     double candidates = row.total;
     if (row.top_k > 0) {
-        if (row.top_k <= n) {
-            keep = row.top_k;
-            whole = true;
-        }
-        if (!whole) return n;
+        keep = min(row.top_k, n);
         candidates = listed.at(sums, keep - 1);
     }
     if (!(row.top_p >= 1.0f)) {
         double wanted = (double)row.top_p * candidates;
         u32 reached = listed.first(keep, [&](int r) { return sums[r] >= wanted; });
-        if (reached < keep) {
-            keep = reached + 1;
-            whole = true;
-        }
+        if (reached < keep) keep = reached + 1;
     }
     if (row.min_p > 0.0f) {
         u32 below = listed.first(keep, [&](int r) { return !(desk.weights[listed.place(r)] >= (double)row.min_p); });
-        if (below < keep) {
-            keep = below > 0 ? below : 1;
-            whole = true;
-        }
+        keep = max(below, 1u);
     }
-    if (!whole) return n;
-    listed.take(sums, desk.tempered, keep);
-    listed.sum_up(sums, 0.0);
-    double target = uniform * listed.at(sums, keep - 1);
-    u32 chosen = listed.first(keep, [&](int r) { return sums[r] > target; });
+    double target = uniform * listed.at(tempered, keep - 1);
+    u32 chosen = listed.first(keep, [&](int r) { return tempered[r] > target; });
     // Rounding can leave the target a hair above the last sum: then the last candidate is it.
     return chosen < keep ? chosen : keep - 1;
 }
@@ -309,37 +333,11 @@ template <int R> inline u32 choose_listed(const Row& row, const Desk& desk, u32 
 // barrier behind the keys, and the first N do it.
 template <u32 N> inline u64 nth_head(Desk& desk, const u64* heads, u32 n_heads, u32 n) {
     if (threadIdx.x < N) {
-        place_all<N>(heads, n_heads, [&](u64 key, u32 place, u32 part, u32) {
+        place_all(N, heads, n_heads, [&](u64 key, u32 place, u32 part, u32) {
             // Only places without a token are equal.
             if (part == 0 && place == n - 1 && key != 0) desk.key = key;
         });
     }
     __syncthreads();
     return desk.key;
-}
-
-// Sorted chunks: lists every key from the n-th best head upward, for an n that mostly fills the list; how many there
-// are, or 0 when they are too many.
-inline u32 list_best(const Row& row, Desk& desk) {
-    // Of few chunks more than the head, so that there are enough.
-    u32 depth = max(128 / row.n_chunks, 1u), n_heads = depth * row.n_chunks;
-    u64* heads = depth == 1 ? desk.heads : (u64*)desk.partial;
-    if (depth > 1 && threadIdx.x < n_heads) {
-        heads[threadIdx.x] = row.keys[(u64)(threadIdx.x / depth) * CHUNK + threadIdx.x % depth];
-    }
-    // Keys that fall on chunks at random are 180 to 200 then.
-    for (u32 n = n_heads < 200 ? 96 : n_heads < 500 ? 130 : 160;; n /= 2) {
-        if (threadIdx.x == 0) desk.n_list = 0, desk.key = 1;
-        __syncthreads();
-        u64 least = nth_head<256>(desk, heads, n_heads, n);
-        list_from(row, desk, least);
-        __syncthreads();
-        u32 listed = desk.n_list;
-        if (listed <= LIST) {
-            sort_list<1024>(row, desk, listed, LIST);
-            return listed;
-        }
-        if (n < SMALL_K) return 0;
-        __syncthreads();
-    }
 }

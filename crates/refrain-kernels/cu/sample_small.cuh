@@ -71,7 +71,7 @@ inline bool list_groups(const Row& row, Desk& desk, const Groups& groups, u64 le
 
 // The n-th best of all keys, eight bits of it at a time. Slow: for keys that crowd.
 inline u64 nth_key(const Row& row, Desk& desk, u32 n) {
-    u32* counts = (u32*)desk.partial;
+    u32* counts = desk.counts;
     u64 prefix = 0;
     for (int shift = 48; shift >= 0; shift -= 8) {
         counts[threadIdx.x] = 0;
@@ -100,8 +100,13 @@ inline u32 heads_of_groups(const Row& row, Desk& desk) {
         for (u32 j = 0; j < join; j++) head = Larger()(head, ((const u64*)row.weights)[i * join + j]);
         desk.heads[i] = head;
     }
+    end_list(desk.heads, n);
     __syncthreads();
     return n;
+}
+
+inline void clear_list(Desk& desk) {
+    for (u32 i = threadIdx.x; i < LIST + AHEAD; i += SMALL_THREADS) desk.list[i] = 0;
 }
 
 // The choice: the list holds all candidates. 0 when there is nothing to weigh. For the first SMALL_THREADS threads with
@@ -109,7 +114,10 @@ inline u32 heads_of_groups(const Row& row, Desk& desk) {
 inline u64 choose_small(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     u32 c = threadIdx.x, n_heads = row.n_chunks;
     Groups groups(row);
+    row.coldness = 1.0 / (double)row.temperature;
     if (c == 0) desk.n_list = 0, desk.n_groups = 0, desk.key = 1;
+    clear_list(desk);
+    end_list(desk.heads, n_heads);
     weigh_all<SMALL_THREADS>(row, desk, chunks, mine);
     // A warp that mostly has no chunks to weigh draws.
     if (c == SMALL_THREADS - 32) desk.uniform = row.uniform();
@@ -126,6 +134,7 @@ inline u64 choose_small(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     if (!list_groups(row, desk, groups, least)) {
         least = nth_key(row, desk, min(row.top_k, row.vocab));
         if (c == 0) desk.n_list = 0, desk.n_groups = 0;
+        clear_list(desk);
         __syncthreads();
         list_groups(row, desk, groups, least);
     }

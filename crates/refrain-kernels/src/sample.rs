@@ -2,8 +2,9 @@
 //!
 //! Two launches. The first deals the vocabulary to chunks: each block adjusts its chunk's logits and sums its weights.
 //! The second lists the best keys (logit, id) of all chunks and applies the filters to that list. Without a small top-k
-//! a filter may reach beyond it; then the chunks are sorted too, and the cut is found by narrowing, asking each chunk how
-//! much lies above 32 keys at a time. So nothing is merged, and ties fall to the smaller id.
+//! the candidates may be too many for it; then the chunks are sorted too, and a cut is found by its bin of logits, and in
+//! that by asking each chunk how much lies above eight keys at a time. So nothing is merged, and ties fall to the
+//! smaller id.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
@@ -26,9 +27,9 @@ const MAX_CHUNKS: usize = 1024;
 /// Key and two running sums for each token.
 const TOKEN_BYTES: u64 = 24;
 /// Maximum, its id, and the sum of each chunk; two sums and a count for each of its 64 bins.
-const CHUNK_BYTES: u64 = 16 + 64 * 20;
+const CHUNK_BYTES: u64 = 16 + 64 * 18;
 /// Shared memory of the second launch's block: `Desk` in `sample_list.cuh` fits.
-const SELECT_SHARED_BYTES: u32 = 80 << 10;
+const SELECT_SHARED_BYTES: u32 = 96 << 10;
 
 /// `token[i]` and `logprob[i]` are chosen from `logits[i]`.
 #[derive(Clone, Copy, Debug)]

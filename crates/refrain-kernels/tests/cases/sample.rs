@@ -76,8 +76,15 @@ pub fn sample() -> Vec<Case> {
     cases
 }
 
-const KINDS: [Logits; 6] =
-    [Logits::Normal, Logits::AllEqual, Logits::Spike, Logits::Ramp, Logits::OneChunk, Logits::Far];
+const KINDS: [Logits; 7] = [
+    Logits::Normal,
+    Logits::AllEqual,
+    Logits::Spike,
+    Logits::Ramp,
+    Logits::OneChunk,
+    Logits::Far,
+    Logits::Flat,
+];
 
 /// The vocabularies of real models, and all that makes a choice hard to find in them.
 pub fn large() -> Vec<Case> {
@@ -131,6 +138,8 @@ enum Logits {
     OneChunk,
     /// So large that the kernel's bins are of no use; and many ties, since little is left behind the point.
     Far,
+    /// Most tokens are about as likely, so that a cut lies among many.
+    Flat,
 }
 
 fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
@@ -149,6 +158,7 @@ fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
             Logits::Ramp => *v = -1e-3 * token as f32,
             Logits::OneChunk if (token / 4).is_multiple_of(vocab.div_ceil(1024)) => *v = 20.0 + 0.1 * *v,
             Logits::Far => *v += 3e6,
+            Logits::Flat => *v *= 0.1,
             Logits::SomeNan | Logits::PlusInf | Logits::MostlyMinusInf => {}
             Logits::Spike | Logits::OneChunk => {}
         }
