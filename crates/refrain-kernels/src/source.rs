@@ -131,7 +131,7 @@ impl Family {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 16] = [
+pub(crate) const HEADERS: [(&str, &str); 17] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
@@ -142,6 +142,7 @@ pub(crate) const HEADERS: [(&str, &str); 16] = [
     ("paged.cuh", include_str!("../cu/paged.cuh")),
     ("quant.cuh", include_str!("../cu/quant.cuh")),
     ("reduce.cuh", include_str!("../cu/reduce.cuh")),
+    ("sample_bins.cuh", include_str!("../cu/sample_bins.cuh")),
     ("sample_cut.cuh", include_str!("../cu/sample_cut.cuh")),
     ("sample_keys.cuh", include_str!("../cu/sample_keys.cuh")),
     ("sample_list.cuh", include_str!("../cu/sample_list.cuh")),
