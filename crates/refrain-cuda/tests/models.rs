@@ -3,7 +3,7 @@
 mod rig;
 
 use refrain_cuda::GraphMode;
-use refrain_driver::{Device, Method};
+use refrain_driver::{Device, DriverError, Layout, Memory, Method, RecordOptions};
 use refrain_engine::StepKind;
 use refrain_tensor::DType;
 use rig::goldens::{CASES, golden, relative_error};
@@ -65,6 +65,24 @@ fn replayed_equals_eager_bit_for_bit(device: impl Fn() -> Device, cases: &[&str]
     }
 }
 
+/// Recordings of both methods break off half-way on the device before a model records there.
+fn replayed_equals_eager_after_failed_recordings(device: impl Fn() -> Device, n_tokens: usize) {
+    let ctx = device().context().unwrap();
+    let mut layout = Layout::new("given up");
+    let region = layout.device("words", 1024);
+    let memory = Memory::plan(&ctx, &layout).unwrap();
+    let mut stream = ctx.stream().unwrap();
+    for method in [Method::Stream, Method::Nodes] {
+        let failed = stream.record(&memory, method, &RecordOptions::named("given up"), |q| {
+            q.fill(memory.buf(region), 1)?;
+            Err(DriverError::caller(std::io::Error::other("the model is not ready")))
+        });
+        assert!(matches!(failed, Err(DriverError::Caller(_))), "{failed:?}");
+    }
+    drop((stream, memory, ctx));
+    replayed_equals_eager_bit_for_bit(device, &["llama"], n_tokens);
+}
+
 fn simulated() -> Device {
     sim("").1
 }
@@ -85,6 +103,12 @@ mod on_the_simulated_device {
     #[test]
     fn replayed_equals_eager() {
         replayed_equals_eager_bit_for_bit(simulated, &["llama", "gemma3", "qwen3"], 70);
+    }
+
+    #[test]
+    fn replayed_equals_eager_after_recordings_that_failed() {
+        let (sim, _) = sim("");
+        replayed_equals_eager_after_failed_recordings(|| Device::simulated(&sim).unwrap(), 20);
     }
 }
 
@@ -110,5 +134,12 @@ mod on_a_gpu {
     fn replayed_equals_eager() {
         let _turn = gpu_turn();
         replayed_equals_eager_bit_for_bit(gpu, CASES, 512);
+    }
+
+    #[test]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    fn replayed_equals_eager_after_recordings_that_failed() {
+        let _turn = gpu_turn();
+        replayed_equals_eager_after_failed_recordings(gpu, 512);
     }
 }
