@@ -65,11 +65,9 @@ pub fn perplexity(
             let end = (at + engine.max_tokens()).min(window - 1);
             let n_rows = end.saturating_sub(first.max(at));
             let rows = engine.logits(&mut session, &text[at..end], n_rows)?;
-            for (i, row) in rows.chunks_exact(vocab).enumerate() {
-                let next = text[end - n_rows + i + 1];
-                sum -= log_probability(row, next as usize);
-                so_far.n_scored += 1;
-            }
+            let scored = log_probabilities(rows, vocab, &text[end - n_rows + 1..=end]);
+            sum = scored.iter().fold(sum, |sum, p| sum - p);
+            so_far.n_scored += scored.len();
             at = end;
         }
         so_far.n_windows = idx + 1;
@@ -79,8 +77,51 @@ pub fn perplexity(
     Ok(so_far)
 }
 
+/// Of each row the logarithm of its token's probability. A row of a large vocabulary takes longer here than the model takes
+/// for it on a card, so many of them are shared among threads; what comes out does not depend on how many there are.
+fn log_probabilities(rows: &[f32], vocab: usize, tokens: &[u32]) -> Vec<f64> {
+    const WORTH_A_THREAD: usize = 1 << 20;
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let n_threads = (rows.len() / WORTH_A_THREAD).clamp(1, cores);
+    let share = tokens.len().div_ceil(n_threads).max(1);
+    let (mut out, tokens_len) = (vec![0.0; tokens.len()], tokens.len());
+    std::thread::scope(|scope| {
+        let parts = out.chunks_mut(share).zip(tokens.chunks(share)).zip(rows.chunks(share * vocab));
+        for (i, ((out, tokens), rows)) in parts.enumerate() {
+            let mut score = move || {
+                for ((out, token), row) in out.iter_mut().zip(tokens).zip(rows.chunks_exact(vocab)) {
+                    *out = log_probability(row, *token as usize);
+                }
+            };
+            // The last share is this thread's own.
+            match (i + 1) * share < tokens_len {
+                true => drop(scope.spawn(score)),
+                false => score(),
+            }
+        }
+    });
+    out
+}
+
 fn log_probability(logits: &[f32], token: usize) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let total: f64 = logits.iter().map(|&l| (f64::from(l) - f64::from(max)).exp()).sum();
     f64::from(logits[token]) - f64::from(max) - total.ln()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_rows_are_scored_as_each_by_itself() {
+        for (n, vocab) in [(1, 5), (7, 5), (37, 100_003), (64, 40_000)] {
+            let rows: Vec<f32> = (0..n * vocab).map(|i| ((i * 7919) % 1013) as f32 * 0.01).collect();
+            let tokens: Vec<u32> = (0..n).map(|i| ((i * 31) % vocab) as u32).collect();
+            let alone =
+                rows.chunks(vocab).zip(&tokens).map(|(row, token)| log_probability(row, *token as usize));
+            assert_eq!(log_probabilities(&rows, vocab, &tokens), alone.collect::<Vec<_>>(), "{n} x {vocab}");
+        }
+        assert!(log_probabilities(&[], 5, &[]).is_empty());
+    }
 }
