@@ -337,6 +337,25 @@ fn preparing_a_row_is_the_same_at_every_level_and_rounds_to_even() {
 }
 
 #[test]
+fn small_activations_beside_large_ones_keep_finer_steps() {
+    use refrain_cpu::simd::ActKind;
+    let mut random = Random(14);
+    let mut x = random.floats(256);
+    // Parts of 32 with largest magnitudes of 1, 1/2, 1/4 and so on, and one of zeros.
+    let largest = |part: usize| if part == 7 { 0.0 } else { 0.5_f32.powi(part as i32) };
+    for (part, x) in x.chunks_exact_mut(32).enumerate() {
+        let most = x.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
+        x.iter_mut().for_each(|x| *x *= largest(part) / most);
+    }
+    let prepared = common::prepare(Level::PORTABLE, ActKind::Q8K, &x, 256);
+    for (i, value) in common::prepared_values(ActKind::Q8K, 256, &prepared).into_iter().enumerate() {
+        let step = f64::from(largest(i / 32).max(0.125)) / 127.0;
+        let error = (value - f64::from(x[i])).abs();
+        assert!(error <= 0.5001 * step, "{i}: {value} for {}, {error} of {step}", x[i]);
+    }
+}
+
+#[test]
 fn packing_loses_nothing() {
     let mut random = Random(12);
     let pool = Pool::new(2).unwrap();

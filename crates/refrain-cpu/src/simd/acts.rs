@@ -4,6 +4,9 @@
 //! the nearest integer, ties to even, so they lie in `-127..=127`. It is the same bits at every level. A block whose
 //! largest magnitude is below 1e-35 becomes zeros; one that holds an infinity or a NaN gets the scale NaN, so that the
 //! product is NaN too, as it would be in floating point.
+//!
+//! Where 256 elements share a scale, a few large ones would leave the others few steps. So each 32 of them are rounded in
+//! steps that are up to eight times finer, by a power of two, as far as their own largest magnitude allows.
 
 use refrain_tensor::DType;
 
@@ -19,7 +22,8 @@ pub enum ActKind {
     Bf16,
     /// Blocks of 32 signed bytes with a float scale and their sum; for weights in blocks of 32.
     Q8,
-    /// Blocks of 256 signed bytes with a float scale and sums of 16 and 32; for weights in blocks of 256.
+    /// Blocks of 256 signed bytes with a float scale, a shift for each 32, and sums of 16 and 32; for weights in blocks of
+    /// 256.
     Q8K,
 }
 
@@ -88,18 +92,24 @@ impl Q8Layout {
 /// Where the parts of a [`ActKind::Q8K`] row lie, in bytes from its start; the quants are at 0.
 #[derive(Clone, Copy)]
 pub(crate) struct Q8KLayout {
-    /// `f32` scale per block.
+    /// `f32` scale per block: of the finest steps.
     pub(crate) d: usize,
-    /// 8 `i16` per block: sums of 32 quants, in the order 0 2 1 3 4 6 5 7 (see [`PAIR_ORDER`]).
+    /// 8 `i16` per block: sums of 32 quants in the finest steps, in the order 0 2 1 3 4 6 5 7 (see [`PAIR_ORDER`]).
     pub(crate) sums32: usize,
-    /// 16 `i16` per block: sums of 16 quants, in the same order within each four.
+    /// 16 `i16` per block: sums of 16 quants in the finest steps, in the same order within each four.
     pub(crate) sums16: usize,
     /// 8 `i32` per block: -128 times the sum of 32 quants.
     pub(crate) bias32: usize,
     /// 16 `i32` per block: -32 times the sum of 16 quants.
     pub(crate) bias16: usize,
+    /// 8 bytes per block: by how many bits the quants of 32 elements must be shifted left to be in the finest steps.
+    pub(crate) shifts: usize,
     bytes: usize,
 }
+
+/// The finest steps are finer than those of the largest magnitude by so many bits. With one more, sums of 32 quants would
+/// not fit in 16 bits.
+const FINER_BITS: u32 = 3;
 
 impl Q8KLayout {
     pub(crate) const fn new(k: usize) -> Q8KLayout {
@@ -110,7 +120,8 @@ impl Q8KLayout {
             sums16: k + 20 * n,
             bias32: k + 52 * n,
             bias16: k + 84 * n,
-            bytes: k + 148 * n,
+            shifts: k + 148 * n,
+            bytes: k + 156 * n,
         }
     }
 }
@@ -228,26 +239,38 @@ impl Kernel for QuantizeQ8K<'_> {
     fn run<S: Simd>(self, s: S) {
         let at = Q8KLayout::new(self.src.len());
         for (block_idx, block) in self.src.chunks_exact(256).enumerate() {
-            let (d, inverse) = scales(amax(s, block));
-            put(self.dst, at.d, block_idx, d.to_le_bytes());
-            let mut sums16 = [0i32; 16];
-            for (i, sum) in sums16.iter_mut().enumerate() {
-                let quants = &mut self.dst[256 * block_idx + 16 * i..][..16];
-                *sum = quantize(s, &block[16 * i..][..16], inverse, quants);
+            let mut largest = [0.0f32; 8];
+            for (largest, part) in largest.iter_mut().zip(block.chunks_exact(32)) {
+                *largest = amax(s, part);
             }
-            let mut sums32 = [0i32; 8];
-            for (i, sum) in sums32.iter_mut().enumerate() {
-                *sum = sums16[2 * i] + sums16[2 * i + 1];
+            // Magnitudes order as their bits do, with what is not finite above all.
+            let all = f32::from_bits(largest.iter().fold(0, |most, part| most.max(part.to_bits())));
+            let (d, inverse) = scales(all);
+            let (mut sums16, mut sums32) = ([0i32; 16], [0i32; 8]);
+            for (i, &largest) in largest.iter().enumerate() {
+                let finer =
+                    (1..=FINER_BITS).take_while(|&bits| largest * (1 << bits) as f32 <= all).count() as u32;
+                let shift = FINER_BITS - finer;
+                put(self.dst, at.shifts, 8 * block_idx + i, [shift as u8]);
+                for half in [2 * i, 2 * i + 1] {
+                    let quants = &mut self.dst[256 * block_idx + 16 * half..][..16];
+                    let x = &block[16 * half..][..16];
+                    let sum = quantize(s, x, inverse * (1 << finer) as f32, quants);
+                    put(self.dst, at.bias16, 16 * block_idx + half, (-32 * sum).to_le_bytes());
+                    sums16[half] = sum << shift;
+                    sums32[i] += sum;
+                }
+                put(self.dst, at.bias32, 8 * block_idx + i, (-128 * sums32[i]).to_le_bytes());
+                sums32[i] <<= shift;
             }
+            put(self.dst, at.d, block_idx, (d / (1 << FINER_BITS) as f32).to_le_bytes());
             for i in 0..16 {
                 let paired = sums16[i / 4 * 4 + PAIR_ORDER[i % 4]] as i16;
                 put(self.dst, at.sums16, 16 * block_idx + i, paired.to_le_bytes());
-                put(self.dst, at.bias16, 16 * block_idx + i, (-32 * sums16[i]).to_le_bytes());
             }
             for i in 0..8 {
                 let paired = sums32[i / 4 * 4 + PAIR_ORDER[i % 4]] as i16;
                 put(self.dst, at.sums32, 8 * block_idx + i, paired.to_le_bytes());
-                put(self.dst, at.bias32, 8 * block_idx + i, (-128 * sums32[i]).to_le_bytes());
             }
         }
     }

@@ -114,9 +114,12 @@ pub(crate) fn prepared_values(kind: ActKind, k: usize, row: &[u8]) -> Vec<f64> {
             let bits = |i: usize| u16::from_le_bytes([row[2 * i], row[2 * i + 1]]);
             (0..k).map(|i| half::bf16::from_bits(bits(i)).to_f64()).collect()
         }
-        ActKind::Q8 | ActKind::Q8K => {
-            let len = kind.block_len();
-            (0..k).map(|i| f64::from(row[i] as i8) * f64::from(float(k + i / len * 4))).collect()
+        ActKind::Q8 => (0..k).map(|i| f64::from(row[i] as i8) * f64::from(float(k + i / 32 * 4))).collect(),
+        ActKind::Q8K => {
+            // Behind the scales come 144 bytes of sums for each block, then the shifts.
+            let shift = |i: usize| row[k + 148 * (k / 256) + i / 32];
+            let value = |i: usize| f64::from(i32::from(row[i] as i8) << shift(i));
+            (0..k).map(|i| value(i) * f64::from(float(k + i / 256 * 4))).collect()
         }
     }
 }

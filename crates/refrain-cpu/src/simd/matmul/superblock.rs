@@ -1,7 +1,8 @@
 //! Tile kernels for weights in blocks of 256 against [`ActKind::Q8K`](crate::simd::ActKind) rows.
 //!
-//! A block is divided into 8 or 16 parts, each with a small integer scale. Those scales are part of the exact integer
-//! sum: at most 16 parts of 16 products of 63 · 127, scaled by at most 128, stay below 2^28.
+//! A block is divided into 8 or 16 parts, each with a small integer scale, and the activations of each 32 elements have a
+//! shift. Both are part of the exact integer sum: at most 16 parts of 16 products of 32 · 127, scaled by at most 128 and
+//! shifted by at most 3 bits, stay below 2^30.
 
 use std::marker::PhantomData;
 
@@ -70,6 +71,14 @@ impl<S: Simd> One<'_, S> {
             let bytes = 64 * B::TILE_BYTES.div_ceil(64).div_ceil(4);
             prefetch(s, self.tile.wrapping_add(quarter * bytes), bytes.min(B::TILE_BYTES - quarter * bytes));
         }
+    }
+
+    /// The sum of part `part` of `B`, with its scale and in the finest steps of the row.
+    #[inline(always)]
+    fn scaled<B: SuperBlock>(&self, s: S, part: usize, dot: S::I) -> S::I {
+        // SAFETY: block `block_idx` of the row exists.
+        let shift = unsafe { shift::<B>(self.x, self.at, self.block_idx, part) };
+        s.shl(s.mul(dot, B::scale(s, self.head, part)), shift)
     }
 
     /// Four activations of the row, in all lanes.
@@ -212,9 +221,20 @@ unsafe fn part_dots<S: Simd, B: SuperBlock, const M: usize>(
                 let x = splat_at(s, x[r].add(256 * block_idx + part_len * part + 4 * t));
                 dot = if B::WIDE { s.dot8(dot, w, x) } else { s.dot7(dot, w, x) };
             }
-            totals[r] = s.add(totals[r], s.mul(dot, scale));
+            let shift = shift::<B>(x[r], at, block_idx, part);
+            totals[r] = s.add(totals[r], s.shl(s.mul(dot, scale), shift));
         }
     }
+}
+
+/// By how many bits the sum of a part must be shifted to be in the finest steps of the row.
+///
+/// # Safety
+/// Block `block_idx` of the row `x` exists, `part < PARTS`.
+#[inline(always)]
+unsafe fn shift<B: SuperBlock>(x: *const u8, at: &Q8KLayout, block_idx: usize, part: usize) -> u32 {
+    // SAFETY: a block has eight of them.
+    u32::from(unsafe { *x.add(at.shifts + 8 * block_idx + 8 * part / B::PARTS) })
 }
 
 /// `Σ minimum · sum of the quants` over the parts of one block.
@@ -349,8 +369,8 @@ impl SuperBlock for Q4K {
                 if S::DOT8 {
                     odd = s.sar(odd, 4);
                 }
-                total = s.add(total, s.mul(even, Q4K::scale(s, one.head, 2 * c)));
-                total = s.add(total, s.mul(odd, Q4K::scale(s, one.head, 2 * c + 1)));
+                total = s.add(total, one.scaled::<Q4K>(s, 2 * c, even));
+                total = s.add(total, one.scaled::<Q4K>(s, 2 * c + 1, odd));
             }
         }
         total
@@ -551,7 +571,7 @@ impl SuperBlock for Q6K {
                 }
                 for (quarter, &dot) in dots.iter().enumerate() {
                     let part = first_part + 2 * quarter;
-                    total = s.add(total, s.mul(dot, Q6K::scale(s, one.head, part)));
+                    total = s.add(total, one.scaled::<Q6K>(s, part, dot));
                 }
             }
         }
