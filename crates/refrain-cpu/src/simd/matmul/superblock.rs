@@ -74,9 +74,11 @@ impl<S: Simd> One<'_, S> {
     }
 
     /// The sum of part `part` of `B`, with its scale and in the finest steps of the row.
+    /// # Safety
+    /// `part < PARTS`.
     #[inline(always)]
-    fn scaled<B: SuperBlock>(&self, s: S, part: usize, dot: S::I) -> S::I {
-        // SAFETY: block `block_idx` of the row exists.
+    unsafe fn scaled<B: SuperBlock>(&self, s: S, part: usize, dot: S::I) -> S::I {
+        // SAFETY: block `block_idx` of the row exists, and the part in it.
         let shift = unsafe { shift::<B>(self.x, self.at, self.block_idx, part) };
         s.shl(s.mul(dot, B::scale(s, self.head, part)), shift)
     }
