@@ -102,7 +102,7 @@ pub(crate) struct Q8KLayout {
     pub(crate) bias32: usize,
     /// 16 `i32` per block: -32 times the sum of 16 quants.
     pub(crate) bias16: usize,
-    /// 8 bytes per block: by how many bits the quants of 32 elements must be shifted left to be in the finest steps.
+    /// 8 `i32` per block: by how many bits the quants of 32 elements must be shifted left to be in the finest steps.
     pub(crate) shifts: usize,
     bytes: usize,
 }
@@ -121,7 +121,7 @@ impl Q8KLayout {
             bias32: k + 52 * n,
             bias16: k + 84 * n,
             shifts: k + 148 * n,
-            bytes: k + 156 * n,
+            bytes: k + 180 * n,
         }
     }
 }
@@ -251,7 +251,7 @@ impl Kernel for QuantizeQ8K<'_> {
                 let finer =
                     (1..=FINER_BITS).take_while(|&bits| largest * (1 << bits) as f32 <= all).count() as u32;
                 let shift = FINER_BITS - finer;
-                put(self.dst, at.shifts, 8 * block_idx + i, [shift as u8]);
+                put(self.dst, at.shifts, 8 * block_idx + i, shift.to_le_bytes());
                 for half in [2 * i, 2 * i + 1] {
                     let quants = &mut self.dst[256 * block_idx + 16 * half..][..16];
                     let x = &block[16 * half..][..16];

@@ -117,7 +117,7 @@ pub(crate) fn prepared_values(kind: ActKind, k: usize, row: &[u8]) -> Vec<f64> {
         ActKind::Q8 => (0..k).map(|i| f64::from(row[i] as i8) * f64::from(float(k + i / 32 * 4))).collect(),
         ActKind::Q8K => {
             // Behind the scales come 144 bytes of sums for each block, then the shifts.
-            let shift = |i: usize| row[k + 148 * (k / 256) + i / 32];
+            let shift = |i: usize| row[k + 148 * (k / 256) + 4 * (i / 32)];
             let value = |i: usize| f64::from(i32::from(row[i] as i8) << shift(i));
             (0..k).map(|i| value(i) * f64::from(float(k + i / 256 * 4))).collect()
         }

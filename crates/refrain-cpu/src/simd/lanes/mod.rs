@@ -49,6 +49,8 @@ pub(crate) trait Simd: Copy {
     fn max(self, a: Self::I, b: Self::I) -> Self::I;
     /// Shift left by `n < 32` bits.
     fn shl(self, a: Self::I, n: u32) -> Self::I;
+    /// Shift each lane left by its own number of bits, below 32.
+    fn shl_each(self, a: Self::I, n: Self::I) -> Self::I;
     /// Shift right by `n < 32` bits, zeros in.
     fn shr(self, a: Self::I, n: u32) -> Self::I;
     /// Shift right by `n < 32` bits, signs in.

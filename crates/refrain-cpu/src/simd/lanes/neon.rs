@@ -114,6 +114,7 @@ impl<const DOT: bool> Simd for Neon<DOT> {
         fn mul(a: int32x4_t, b: int32x4_t) -> int32x4_t { vmulq_s32(a, b) }
         fn max(a: int32x4_t, b: int32x4_t) -> int32x4_t { vmaxq_s32(a, b) }
         fn shl(a: int32x4_t, n: u32) -> int32x4_t { vshlq_s32(a, vdupq_n_s32(n as i32)) }
+        fn shl_each(a: int32x4_t, n: int32x4_t) -> int32x4_t { vshlq_s32(a, n) }
         fn shr(a: int32x4_t, n: u32) -> int32x4_t {
             vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(a), vdupq_n_s32(-(n as i32))))
         }

@@ -79,6 +79,10 @@ impl Simd for Portable {
         a.map(|a| a << n)
     }
     #[inline(always)]
+    fn shl_each(self, a: [i32; 4], n: [i32; 4]) -> [i32; 4] {
+        std::array::from_fn(|i| a[i] << n[i])
+    }
+    #[inline(always)]
     fn shr(self, a: [i32; 4], n: u32) -> [i32; 4] {
         a.map(|a| (a as u32 >> n) as i32)
     }

@@ -76,6 +76,7 @@ impl<const VNNI: bool, const BF16: bool> Simd for Avx512<VNNI, BF16> {
         fn mul(a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi32(a, b) }
         fn max(a: __m512i, b: __m512i) -> __m512i { _mm512_max_epi32(a, b) }
         fn shl(a: __m512i, n: u32) -> __m512i { _mm512_sll_epi32(a, _mm_cvtsi32_si128(n as i32)) }
+        fn shl_each(a: __m512i, n: __m512i) -> __m512i { _mm512_sllv_epi32(a, n) }
         fn shr(a: __m512i, n: u32) -> __m512i { _mm512_srl_epi32(a, _mm_cvtsi32_si128(n as i32)) }
         fn sar(a: __m512i, n: u32) -> __m512i { _mm512_sra_epi32(a, _mm_cvtsi32_si128(n as i32)) }
         fn dot7(acc: __m512i, u: __m512i, x: __m512i) -> __m512i {
@@ -275,6 +276,7 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         fn mul(a: __m256i, b: __m256i) -> __m256i { _mm256_mullo_epi32(a, b) }
         fn max(a: __m256i, b: __m256i) -> __m256i { _mm256_max_epi32(a, b) }
         fn shl(a: __m256i, n: u32) -> __m256i { _mm256_sll_epi32(a, _mm_cvtsi32_si128(n as i32)) }
+        fn shl_each(a: __m256i, n: __m256i) -> __m256i { _mm256_sllv_epi32(a, n) }
         fn shr(a: __m256i, n: u32) -> __m256i { _mm256_srl_epi32(a, _mm_cvtsi32_si128(n as i32)) }
         fn sar(a: __m256i, n: u32) -> __m256i { _mm256_sra_epi32(a, _mm_cvtsi32_si128(n as i32)) }
         fn dot7(acc: __m256i, u: __m256i, x: __m256i) -> __m256i {

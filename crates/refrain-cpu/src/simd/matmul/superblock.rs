@@ -79,8 +79,8 @@ impl<S: Simd> One<'_, S> {
     #[inline(always)]
     unsafe fn scaled<B: SuperBlock>(&self, s: S, part: usize, dot: S::I) -> S::I {
         // SAFETY: block `block_idx` of the row exists, and the part in it.
-        let shift = unsafe { shift::<B>(self.x, self.at, self.block_idx, part) };
-        s.shl(s.mul(dot, B::scale(s, self.head, part)), shift)
+        let shift = unsafe { shift::<S, B>(s, self.x, self.at, self.block_idx, part) };
+        s.shl_each(s.mul(dot, B::scale(s, self.head, part)), shift)
     }
 
     /// Four activations of the row, in all lanes.
@@ -223,20 +223,26 @@ unsafe fn part_dots<S: Simd, B: SuperBlock, const M: usize>(
                 let x = splat_at(s, x[r].add(256 * block_idx + part_len * part + 4 * t));
                 dot = if B::WIDE { s.dot8(dot, w, x) } else { s.dot7(dot, w, x) };
             }
-            let shift = shift::<B>(x[r], at, block_idx, part);
-            totals[r] = s.add(totals[r], s.shl(s.mul(dot, scale), shift));
+            let shift = shift::<S, B>(s, x[r], at, block_idx, part);
+            totals[r] = s.add(totals[r], s.shl_each(s.mul(dot, scale), shift));
         }
     }
 }
 
-/// By how many bits the sum of a part must be shifted to be in the finest steps of the row.
+/// By how many bits the sum of a part must be shifted to be in the finest steps of the row, in all lanes.
 ///
 /// # Safety
 /// Block `block_idx` of the row `x` exists, `part < PARTS`.
 #[inline(always)]
-unsafe fn shift<B: SuperBlock>(x: *const u8, at: &Q8KLayout, block_idx: usize, part: usize) -> u32 {
+unsafe fn shift<S: Simd, B: SuperBlock>(
+    s: S,
+    x: *const u8,
+    at: &Q8KLayout,
+    block_idx: usize,
+    part: usize,
+) -> S::I {
     // SAFETY: a block has eight of them.
-    u32::from(unsafe { *x.add(at.shifts + 8 * block_idx + 8 * part / B::PARTS) })
+    unsafe { splat_at(s, x.add(at.shifts + 4 * (8 * block_idx + 8 * part / B::PARTS))) }
 }
 
 /// `Σ minimum · sum of the quants` over the parts of one block.
