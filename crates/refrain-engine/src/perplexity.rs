@@ -1,5 +1,7 @@
 //! How well a model predicts a text.
 
+use std::sync::{Mutex, PoisonError};
+
 use crate::error::EngineError;
 use crate::session::Engine;
 
@@ -83,22 +85,22 @@ fn log_probabilities(rows: &[f32], vocab: usize, tokens: &[u32]) -> Vec<f64> {
     const WORTH_A_THREAD: usize = 1 << 20;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let n_threads = (rows.len() / WORTH_A_THREAD).clamp(1, cores);
-    let share = tokens.len().div_ceil(n_threads).max(1);
-    let (mut out, tokens_len) = (vec![0.0; tokens.len()], tokens.len());
+    let mut out = vec![0.0; tokens.len()];
+    let work = Mutex::new(out.iter_mut().zip(tokens).zip(rows.chunks_exact(vocab)));
+    let next = || work.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let score = || {
+        while let Some(((out, token), row)) = next() {
+            *out = log_probability(row, *token as usize);
+        }
+    };
     std::thread::scope(|scope| {
-        let parts = out.chunks_mut(share).zip(tokens.chunks(share)).zip(rows.chunks(share * vocab));
-        for (i, ((out, tokens), rows)) in parts.enumerate() {
-            let mut score = move || {
-                for ((out, token), row) in out.iter_mut().zip(tokens).zip(rows.chunks_exact(vocab)) {
-                    *out = log_probability(row, *token as usize);
-                }
-            };
-            // The last share is this thread's own.
-            match (i + 1) * share < tokens_len {
-                true => drop(scope.spawn(score)),
-                false => score(),
+        // A thread that cannot be had leaves its rows to the others, this one among them.
+        for _ in 1..n_threads {
+            if std::thread::Builder::new().spawn_scoped(scope, score).is_err() {
+                break;
             }
         }
+        score();
     });
     out
 }
