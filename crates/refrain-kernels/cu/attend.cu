@@ -34,6 +34,7 @@
 // Capture: safe; the grid is fixed and all lengths are read on the device.
 #include "attend_lanes.cuh"
 #include "attend_tiles.cuh"
+#include "last.cuh"
 #include "reduce.cuh"
 #include "turn.cuh"
 #include "view.cuh"
@@ -57,17 +58,6 @@ struct Attend {
 };
 
 #ifndef REFRAIN_ON_HOST
-// Counts to n and starts again at zero; whether this was the n-th. What came before it in the warp is visible to
-// whoever counts after it.
-inline bool is_last(u32* counter, u32 n) {
-    u32 before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(counter), "r"(n - 1)
-                 : "memory");
-    return before == n - 1;
-}
-
 // The greatest of all lanes.
 inline u32 warp_most(u32 x) {
     u32 most;

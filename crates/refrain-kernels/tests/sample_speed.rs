@@ -6,7 +6,7 @@ mod bed;
 use bed::{Bed, dense, f32s, i32s, normals};
 use refrain_driver::{Launch, Layout, Method, RecordOptions};
 use refrain_graph::SAMPLE_PARAMS;
-use refrain_kernels::{SampleArgs, sample_scratch_bytes};
+use refrain_kernels::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
 use refrain_testkit::Rng;
 
 /// Choices in a recording, and replays that are timed together.
@@ -50,10 +50,11 @@ fn measure(bed: &mut Bed, vocab: usize, peaked: bool) -> Vec<f64> {
         ("token", 4),
         ("logprob", 4),
         ("scratch", scratch),
+        ("state", sample_state_bytes(1)),
     ]
     .map(|(name, bytes)| layout.device(name, bytes));
     let memory = bed.plan(&layout);
-    let [logits_at, params, rng, history, bias_ids, bias, token, logprob, scratch] =
+    let [logits_at, params, rng, history, bias_ids, bias, token, logprob, scratch, state] =
         regions.map(|r| memory.buf(r));
     let args = SampleArgs {
         logits: dense(logits_at, &[1, vocab]),
@@ -65,6 +66,7 @@ fn measure(bed: &mut Bed, vocab: usize, peaked: bool) -> Vec<f64> {
         token,
         logprob,
         scratch,
+        state,
         n: 1,
         vocab,
         n_history: N_HISTORY,
@@ -75,6 +77,7 @@ fn measure(bed: &mut Bed, vocab: usize, peaked: bool) -> Vec<f64> {
     (0..CHAIN).for_each(|_| bed.kernels.sample(&args, &mut launches).unwrap());
     let mut lease = memory.lease().unwrap();
     let mut set = |buf, bytes: &[u8]| bed.stream.upload(&mut lease, buf, bytes).unwrap();
+    set(state, &vec![0; state.len() as usize]);
     set(logits_at, &f32s(&logits(vocab, peaked)));
     set(rng, &i32s(&[1, 2, 3, 0]));
     set(history, &i32s(&(0..N_HISTORY as i32).map(|i| 7 * i % 50).collect::<Vec<_>>()));

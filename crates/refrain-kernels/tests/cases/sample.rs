@@ -1,7 +1,7 @@
 //! Choosing tokens.
 
 use refrain_graph::{Op, SAMPLE_PARAMS, TensorType};
-use refrain_kernels::{SampleArgs, sample_scratch_bytes};
+use refrain_kernels::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
 use refrain_tensor::DType;
 use refrain_testkit::{Rng, Tol};
 
@@ -191,6 +191,7 @@ fn sample_case(name: &str, vocab: usize, rows: &[[f32; 7]], kind: Logits, seed: 
         Operand(DType::I32, contiguous(&[n, n_bias]), &bias_ids),
         Operand(DType::F32, contiguous(&[n, n_bias]), &bias),
     ];
+    let state = sample_state_bytes(n) as usize;
     let ty = |dtype| TensorType::new(dtype, shape(&[n]));
     let mut outputs = [(ty(DType::I32), vec![0; 4 * n]), (ty(DType::F32), vec![0; 4 * n])];
     reference(&Op::Sample, &inputs, &mut outputs);
@@ -207,6 +208,12 @@ fn sample_case(name: &str, vocab: usize, rows: &[[f32; 7]], kind: Logits, seed: 
             Role::In(bias_ids),
             Role::In(bias),
             Role::Scratch(sample_scratch_bytes(n, vocab) as usize),
+            Role::InOut {
+                before: vec![0; state],
+                after: vec![0; state],
+                dtype: DType::F32,
+                tol: Tol::Whole(0.0),
+            },
         ],
         move |kernels, b, out| {
             let args = SampleArgs {
@@ -219,6 +226,7 @@ fn sample_case(name: &str, vocab: usize, rows: &[[f32; 7]], kind: Logits, seed: 
                 token: b[0],
                 logprob: b[1],
                 scratch: b[8],
+                state: b[9],
                 n,
                 vocab,
                 n_history,

@@ -62,17 +62,18 @@ inline int dot_bytes(unsigned q, unsigned x, int sum, bool is_signed) {
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
+inline int __clzll(unsigned long long x) { return x == 0 ? 64 : __builtin_clzll(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 // Threads take turns, so nothing comes between.
-inline unsigned atomicAdd(unsigned* p, unsigned x) {
-    unsigned before = *p;
+template <typename T> T atomicAdd(T* p, T x) {
+    T before = *p;
     *p += x;
     return before;
 }
 
-inline unsigned atomicMax(unsigned* p, unsigned x) {
-    unsigned before = *p;
-    *p = max(before, x);
+template <typename T> T atomicMax(T* p, T x) {
+    T before = *p;
+    *p = before > x ? before : x;
     return before;
 }
 
