@@ -14,7 +14,7 @@ use crate::error::CudaError;
 use crate::feed;
 use crate::follow::Followed;
 use crate::host;
-use crate::lower::{Lowering, scratch_bytes};
+use crate::lower::{Lowering, choice_bytes, scratch_bytes};
 use crate::options::CudaOptions;
 use crate::prefill::{self, Areas, Products};
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
@@ -292,6 +292,7 @@ impl Machine {
             scratch: scratch_bytes(plan, self.ctx.device().info().n_sms, self.products.blas.is_some())
                 .next_multiple_of(GRAIN),
             control: (plan.control().bytes() as u64).next_multiple_of(GRAIN).max(GRAIN),
+            choices: choice_bytes(plan),
         };
         if let Some(limit) = self.options.arena_limit_bytes.filter(|limit| needed.arena > *limit) {
             return Err(CudaError::ArenaTooLarge { need_bytes: needed.arena, limit_bytes: limit });
@@ -352,7 +353,7 @@ impl Machine {
         let n_sms = self.ctx.device().info().n_sms;
         let prompts = Areas::of(plan, Some(largest), n_sms, self.products.blas.is_some()).bytes();
         let scratch = scratch.max(prompts.next_multiple_of(GRAIN));
-        Room { arena, scratch, control: needed.control.max(4 * GRAIN) }
+        Room { arena, scratch, control: needed.control.max(4 * GRAIN), choices: needed.choices }
     }
 
     /// Frees graphs and memory.

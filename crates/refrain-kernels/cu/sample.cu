@@ -169,7 +169,7 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
     }
     float top = from_ordered(most);
 
-    Chunk* chunks = (Chunk*)(out + n_keys * 16);
+    Chunk* chunks = (Chunk*)(out + n_keys * 32);
     bool greedy = is_greedy(temperature), small = is_small(top_k);
     double sum = 0.0;
     if (greedy || small) {
@@ -188,21 +188,26 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
         for (int i = 0; i < 16; i++) sum += warp_sums[i];
     } else {
         Bins bins(temperature, top);
+        Tail* tail = (Tail*)(chunks + n_chunks);
+        Entry tokens[2] = {{k[0]}, {k[1]}};
         double coldness = 1.0 / (double)temperature;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            if (k[r] != 0) chunk_bins.add(bins, l[r], coldness, top_k > 0);
-        }
+        chunk_bins.add(bins, tokens, coldness, top_k > 0);
+        // The chunk that has begun first.
+        if (deal.chunk == 0 && threadIdx.x < N_FACTORS) tail->factors.make(threadIdx.x, bins.width, coldness);
         __syncthreads();
-        chunk_bins.add_to(states + row, bins, top_k > 0);
-        if (deal.chunk == 0 && threadIdx.x == 0) *(Tail*)(chunks + n_chunks) = Tail{};
+        chunk_bins.add_to(states + row, bins);
+        if (deal.chunk == 0 && threadIdx.x == 0) {
+            tail->n_listed = 0, tail->n_blocks = 0, tail->n_bounded = 0;
+            tail->largest = 0, tail->least = 0;
+        }
+        Entry* all = (Entry*)out + at + 2 * threadIdx.x;
+        all[0] = tokens[0];
+        all[1] = tokens[1];
     }
     // Behind a barrier, whichever way it went.
     if (threadIdx.x == 0) chunks[deal.chunk] = Chunk{(u64)most << ID_BITS | best_id, sum};
-    if (!greedy) ((Two*)out)[at / 2 + threadIdx.x] = Two{k[0], k[1]};
+    if (!greedy && small) ((Two*)out)[at / 2 + threadIdx.x] = Two{k[0], k[1]};
 }
-
-inline bool is_proper(double total) { return total > 0.0 && total <= 1.7976931348623157e308; }
 
 extern "C" __global__ __launch_bounds__(SELECT_THREADS) void sample_select_f32(i32* token, float* logprob, u8* scratch,
                                                                                State* states, const float* params,
@@ -211,7 +216,7 @@ extern "C" __global__ __launch_bounds__(SELECT_THREADS) void sample_select_f32(i
     u32 index = blockIdx.y, n_chunks = (vocab + CHUNK - 1) / CHUNK, c = threadIdx.x;
     u8* in = scratch + index * row_bytes(n_chunks);
     u64 n_keys = (u64)n_chunks * CHUNK;
-    const Chunk* chunks = (const Chunk*)(in + n_keys * 16);
+    const Chunk* chunks = (const Chunk*)(in + n_keys * 32);
     const float* p = params + index * 8;
     wait_for_previous();
     // Not before: blocks of the next kernel would come to lie unevenly beside those of the first.
@@ -221,26 +226,30 @@ extern "C" __global__ __launch_bounds__(SELECT_THREADS) void sample_select_f32(i
     Row row = {(const u64*)in, (const u64*)(in + n_keys * 8), {rng[4 * index], rng[4 * index + 1], rng[4 * index + 2]},
                n_chunks, vocab, p[0], top_k_of(p[1]), p[2], p[3]};
     u64 chosen = 0;
+    double log_total = 0.0;
     if (is_greedy(row.temperature)) {
         // One warp, and no barrier.
         if (c >= 32 || blockIdx.x > 0) return;
         Chunk all = together(chunks, n_chunks, mine);
         row.top = key_logit(all.best);
-        row.total = all.sum;
+        log_total = log(all.sum);
         chosen = all.best;
     } else if (is_small(row.top_k)) {
         if (c >= SMALL_THREADS || blockIdx.x > 0) return;
         chosen = choose_small(row, *(Desk*)shared, chunks, mine);
+        if (c == 0) log_total = log(row.total);
     } else {
         Tail* tail = (Tail*)(chunks + n_chunks);
-        if (!choose_large(*(Table*)shared, row, states + index, chunks, (u64*)(in + n_keys * 8), tail, chosen)) return;
+        const Entry* tokens = (const Entry*)in;
+        Entry* list = (Entry*)(in + n_keys * 16);
+        if (!choose_large(*(Table*)shared, row, states + index, chunks, tokens, list, tail, chosen, log_total)) return;
     }
     if (c > 0) return;
     if (chosen == 0) {
         // Nothing to weigh: the best.
         for (u32 i = 0; i < n_chunks; i++) chosen = Larger()(chosen, chunks[i].best);
     }
-    bool proper = row.top != inf_f32() && row.top != -inf_f32() && is_proper(row.total);
+    bool proper = row.top != inf_f32() && row.top != -inf_f32();
     token[index] = (i32)key_id(chosen);
-    logprob[index] = proper ? (float)((double)key_logit(chosen) - (double)row.top - log(row.total)) : nan_f32();
+    logprob[index] = proper ? (float)((double)key_logit(chosen) - (double)row.top - log_total) : nan_f32();
 }

@@ -8,29 +8,33 @@
 #pragma once
 #include "sample_keys.cuh"
 
-#ifndef BINS_PER_UNIT
-#define BINS_PER_UNIT 32
-#endif
+// At temperature 1 and below.
+const u32 BINS_PER_UNIT = 16;
 const u32 BINS = 64 * BINS_PER_UNIT;
 const u32 REACH = BINS / 2;
 // Bins are exact for logits up to this.
 const float MOST_BINNED = 262144.0f;
 // Temperatures that bins are for: below, weights differ too much inside of one, above they reach too far.
-const float COLDEST = 1.0f / BINS_PER_UNIT, HOTTEST = 16.0f;
-// Nothing further below the best than this many times the temperature is ever chosen: its weight is below e^-40.
-const u32 COLD_REACH = 40 + 1;
+const float COLDEST = 1.0f / 32.0f, HOTTEST = 16.0f;
+// Bins that hold all that can be chosen at a temperature below that: what is 40 times it below the best weighs e^-40.
+const u32 COLD_REACH = 40 * BINS_PER_UNIT / 32 + 1;
 const double BIN_SCALE = 4294967295.0;
+
+// What is summed up: weights at temperature 1, weights at the temperature, and, with a top-k, how many they are.
+const u32 PLAIN = 0, TEMPERED = 1, COUNTED = 2, KINDS = 3;
 
 // Zero before the first launch, and zero again after every choice.
 struct State {
-    u64 weights[2][BINS];  // at temperature 1, and at the temperature
-    u32 counts[BINS];      // with a top-k only
-    u32 n_chunks;          // how many have been added
+    u64 sums[KINDS][BINS];
+    u32 n_chunks;  // how many have been added
     u32 unused[3];
 };
 
-// The kinds of weights.
-const u32 PLAIN = 0, TEMPERED = 1;
+// A token: its key, and its weights of the first two kinds.
+struct alignas(16) Entry {
+    u64 key;
+    u32 weights[2];
+};
 
 inline i32 bin_of(float logit, float per_unit) {
     return (i32)fminf(fmaxf(floorf(logit * per_unit), -1e9f), 1e9f);
@@ -55,12 +59,43 @@ struct Bins {
     inline u32 entry(u32 n_below) const { return (u32)(top - (i32)n_below) % BINS; }
     inline double upper_edge(u32 n_below) const { return (double)(top - (i32)n_below + 1) * width; }
 
-    // The least key that lies in a bin. Of the zeros the negative one comes first.
-    inline u64 least_key(u32 n_below) const {
+    // The least logit that lies in a bin, as its key has it. Of the zeros the negative one comes first.
+    inline u32 least(u32 n_below) const {
         float edge = (float)((double)(top - (i32)n_below) * width);
-        return (u64)ordered(edge == 0.0f ? -0.0f : edge) << ID_BITS;
+        return ordered(edge == 0.0f ? -0.0f : edge);
     }
 };
+
+// What makes weights relative to a bin's edge relative to that of the best's: a product of two of these.
+struct Factors {
+    double high[KINDS][BINS / 32];  // for every 32nd bin
+    double low[KINDS][32];          // for those between
+
+    // One of N_FACTORS.
+    inline void make(u32 i, double width, double coldness) {
+        const u32 N = BINS / 32 + 32;
+        u32 kind = i / N, at = i % N, n = at < BINS / 32 ? 32 * at : at - BINS / 32;
+        double factor = exp(-(double)n * width * (kind == PLAIN ? 1.0 : kind == TEMPERED ? coldness : 0.0));
+        (at < BINS / 32 ? high[kind][at] : low[kind][at - BINS / 32]) = factor;
+    }
+
+    inline double of(u32 kind, u32 at) const { return high[kind][at / 32] * low[kind][at % 32]; }
+};
+const u32 N_FACTORS = KINDS * (BINS / 32 + 32);
+
+// What the blocks of the second kernel say to each other, and what the first tells them.
+struct alignas(16) Tail {
+    Factors factors;
+    // 0 at first.
+    u32 n_listed, n_blocks;
+    // Of blocks that have listed many: how many those are, the largest, and the complement of the least.
+    u32 n_bounded, unused;
+    u64 largest, least;
+};
+
+static_assert(sizeof(Tail) == 3 * 64 * 8 + 32 && sizeof(State) == 3 * 1024 * 8 + 16, "as src/sample.rs has them");
+
+inline u64 row_bytes(u32 n_chunks) { return (u64)n_chunks * CHUNK_BYTES + sizeof(Tail); }
 
 // A weight relative to some logit, in whole numbers of which `scale` is 1.
 inline u64 whole_weight(float logit, double best, double coldness, double scale) {
@@ -76,34 +111,50 @@ inline void add_shared(u64* sum, u64 x) {
 
 // A chunk's own table, by bins below its best.
 struct ChunkBins {
-    u64 weights[2][REACH];
-    u32 counts[REACH];
+    u64 sums[KINDS][REACH];
 
     inline void clear() {
-        for (u32 i = threadIdx.x; i < REACH; i += blockDim.x) {
-            weights[PLAIN][i] = 0, weights[TEMPERED][i] = 0;
-            counts[i] = 0;
+        for (u32 i = threadIdx.x; i < KINDS * REACH; i += blockDim.x) (&sums[0][0])[i] = 0;
+    }
+
+    // Weighs a thread's two tokens, and adds them.
+    inline void add(const Bins& bins, Entry* tokens, double coldness, bool counted) {
+        u32 at[2];
+        double below[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float logit = key_logit(tokens[r].key);
+            at[r] = tokens[r].key == 0 ? REACH : bins.below(logit);
+            below[r] = at[r] < REACH ? (double)logit - bins.upper_edge(at[r]) : 0.0;
+        }
+        // In a loop: its code is fetched once and mostly used once.
+#pragma unroll 1
+        for (u32 kind = 0; kind < 2; kind++) {
+            u32 w[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) w[r] = (u32)(exp(below[r] * (kind == PLAIN ? 1.0 : coldness)) * BIN_SCALE);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                if (at[r] >= REACH) w[r] = 0;
+                if (w[r] != 0) add_shared(&sums[kind][at[r]], w[r]);
+                tokens[r].weights[0] = kind == PLAIN ? w[r] : tokens[r].weights[0];
+                tokens[r].weights[1] = w[r];
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            if (counted && at[r] < REACH) add_shared(&sums[COUNTED][at[r]], 1);
         }
     }
 
-    inline void add(const Bins& bins, float logit, double coldness, bool counted) {
-        u32 at = bins.below(logit);
-        if (at >= REACH) return;
-        double edge = bins.upper_edge(at);
-        add_shared(&weights[PLAIN][at], whole_weight(logit, edge, 1.0, BIN_SCALE));
-        add_shared(&weights[TEMPERED][at], whole_weight(logit, edge, coldness, BIN_SCALE));
-        if (counted) atomicAdd(&counts[at], 1u);
-    }
-
     // After a barrier behind the last `add`.
-    inline void add_to(State* state, const Bins& bins, bool counted) const {
+    inline void add_to(State* state, const Bins& bins) const {
         for (u32 i = threadIdx.x; i < REACH; i += blockDim.x) {
             u32 to = bins.entry(i);
 #pragma unroll
-            for (int kind = 0; kind < 2; kind++) {
-                if (weights[kind][i] != 0) atomicAdd(&state->weights[kind][to], weights[kind][i]);
+            for (u32 kind = 0; kind < KINDS; kind++) {
+                if (sums[kind][i] != 0) atomicAdd(&state->sums[kind][to], sums[kind][i]);
             }
-            if (counted && counts[i] != 0) atomicAdd(&state->counts[to], counts[i]);
         }
         if (threadIdx.x == 0) atomicAdd(&state->n_chunks, 1u);
     }

@@ -8,39 +8,49 @@
 
 const u32 SELECT_THREADS = 512;
 const u32 SELECT_WARPS = SELECT_THREADS / 32;
-// Chunks of a block, whose keys fit in shared memory.
+// Chunks of a block.
 const u32 SELECT_CHUNKS = 4;
-const u32 PAGE = SELECT_CHUNKS * CHUNK;
-const u32 KEYS_EACH = PAGE / SELECT_THREADS;
-const u32 PARTS = 1024;
+// Tokens that fit in shared memory.
+const u32 PAGE = 6144;
+const u32 PARTS = 512;
+// Sums of bins lie in two rows, so that neither threads that have two of them nor a warp that looks at 32 meet in a bank.
+const u32 ROW = BINS / 2 + 8;
 
 // What the threads share that choose without a small top-k.
 struct Table {
-    double sums[2][BINS];             // running sums from the best's bin down, relative to the upper edge of that
-    u32 counts[BINS];                 // likewise
-    alignas(16) u64 list[PAGE];       // keys
-    u64 parts[PARTS];                 // what they weigh
-    u32 part_counts[PARTS];           // and how many they are
-    double high[2][BINS / 32];        // factors of every 32nd bin
-    double low[2][32];                // and of those between
-    double warp_sums[2][SELECT_WARPS];
-    u32 warp_counts[SELECT_WARPS];
-    u64 warp_parts[SELECT_WARPS];
+    Entry list[PAGE];
+    double sums[KINDS][2 * ROW];  // running sums from the best's bin down, relative to the upper edge of that
+    double every[KINDS][32];      // of those every 32nd, the last of its 32
+    u64 parts[PARTS];             // what the keys of a part weigh
+    u32 part_counts[PARTS];       // and how many they are
+    Factors factors;
+    double warp_sums[KINDS][SELECT_WARPS];
     u32 most[SELECT_WARPS], least[SELECT_WARPS];
-    u64 few[32];
-    u64 key, min_p_key, base;
-    double uniform;
+    Entry few[32];
+    u64 key, min_p_key, base, need, kept;
+    double uniform, log_total;
     u32 n, n_few, part, at, last;
 };
 
-static_assert(sizeof(Table) <= 96 * 1024, "more than the launcher asks for");
+static_assert(sizeof(Table) <= 136 * 1024, "more than the launcher asks for");
 
-// How keys are weighed: as 1 each, or relative to a logit at a temperature. A whole of `scale` is `factor`.
+// Where a bin's sum lies.
+inline u32 place_of_bin(u32 bin) { return bin % 2 * ROW + bin / 2; }
+// Where a part lies: a lane has 16 that follow each other.
+inline u32 place_of_part(u32 part) { return part % 16 * 32 + part / 16; }
+
+// How tokens are weighed: as their chunk did, or relative to the row's best. A whole weight times `factor` is a real one.
 struct Weigh {
-    double best, coldness, scale, factor;
-    bool count;
+    u32 kind;
+    bool by_bins;
+    double best, coldness, factor;
 
-    inline u64 of(float logit) const { return count ? 1 : whole_weight(logit, best, coldness, scale); }
+    inline u64 of(const Entry& token) const {
+        if (kind == COUNTED) return 1;
+        if (by_bins) return kind == PLAIN ? token.weights[0] : token.weights[1];
+        // 2^43: the sum of a row has 63 bits.
+        return whole_weight(key_logit(token.key), best, coldness, 8796093022208.0);
+    }
     inline double real(u64 sum) const { return (double)sum * factor; }
 };
 
@@ -56,82 +66,75 @@ struct Span {
 
 // The list: in shared memory, if it fits.
 struct List {
-    const u64* keys;
+    const Entry* tokens;
     u32 n;
 
-    inline void load(u64* k, u32 first) const {
+    // Fetches a part of it, with a barrier to come.
+    inline void fetch(Table& table, u32 first) const {
+        const u32 AT_ONCE = 4;
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i < PAGE && first + i < n; i += AT_ONCE * SELECT_THREADS) {
+            Entry some[AT_ONCE];
 #pragma unroll
-        for (u32 j = 0; j < KEYS_EACH; j++) {
-            u32 i = first + j * SELECT_THREADS + threadIdx.x;
-            k[j] = i < n ? keys[i] : 0;
+            for (u32 j = 0; j < AT_ONCE; j++) {
+                u32 at = min(first + i + j * SELECT_THREADS, n - 1);
+                some[j] = tokens[at];
+            }
+#pragma unroll
+            for (u32 j = 0; j < AT_ONCE; j++) table.list[i + j * SELECT_THREADS] = some[j];
         }
     }
 
-    inline void store(Table& table, const u64* k) const {
-#pragma unroll
-        for (u32 j = 0; j < KEYS_EACH; j++) table.list[j * SELECT_THREADS + threadIdx.x] = k[j];
-    }
-
-    // Calls f with every key, in whole warps, which may see zeros. With barriers before and behind.
+    // Calls f with every token, in whole warps, which may see some without a key.
     template <typename F> inline void each(Table& table, F f) const {
-        u64 k[KEYS_EACH];
-        if (n > PAGE) load(k, 0);
 #pragma unroll 1
         for (u32 first = 0; first < n; first += PAGE) {
             if (n > PAGE) {
                 __syncthreads();
-                store(table, k);
+                fetch(table, first);
                 __syncthreads();
-                // Under way while these are looked at.
-                if (first + PAGE < n) load(k, first + PAGE);
             }
             u32 here = min(n - first, PAGE);
 #pragma unroll 1
-            for (u32 i = 0; i < here; i += SELECT_THREADS) f(i + threadIdx.x < here ? table.list[i + threadIdx.x] : 0);
+            for (u32 i = threadIdx.x; i / 32 * 32 < here; i += SELECT_THREADS) {
+                Entry token = table.list[i];
+                if (i >= here) token.key = 0;
+                f(token);
+            }
         }
     }
 };
 
-// Weighs keys one after the other, of which many may have the same logit.
-struct Weigher {
-    const Weigh& how;
-    float logit;
-    u64 w;
+static_assert(PAGE % (4 * SELECT_THREADS) == 0, "fetched four at a time");
 
-    inline Weigher(const Weigh& by) : how(by), logit(nan_f32()), w(0) {}
-    inline u64 of(u64 key) {
-        float l = key_logit(key);
-        if (l != logit) w = how.of(l), logit = l;
-        return w;
-    }
-};
-
-// What the keys of a span weigh. All threads call it.
+// What the tokens of a span weigh. All threads call it; `kept` is 0 before and after.
 inline u64 weight_of(Table& table, const List& list, const Weigh& weigh, Span span) {
-    Weigher weigher(weigh);
     u64 sum = 0;
-    list.each(table, [&](u64 key) {
-        if (span.has(key)) sum += weigher.of(key);
+    list.each(table, [&](const Entry& token) {
+        if (span.has(token.key)) sum += weigh.of(token);
     });
     sum = warp_reduce(sum, Add());
+    if (threadIdx.x % 32 == 0 && sum != 0) add_shared(&table.kept, sum);
     __syncthreads();
-    if (threadIdx.x % 32 == 0) table.warp_parts[threadIdx.x / 32] = sum;
+    sum = table.kept;
     __syncthreads();
-    sum = 0;
-    for (u32 i = 0; i < SELECT_WARPS; i++) sum += table.warp_parts[i];
+    if (threadIdx.x == 0) table.kept = 0;
+    __syncthreads();
     return sum;
 }
 
-// Deals the keys of a span to parts of 2^shift.
+// Deals the tokens of a span to parts of 2^shift keys.
 inline void deal_parts(Table& table, const List& list, const Weigh& weigh, Span span, u32 shift) {
-    for (u32 i = threadIdx.x; i < PARTS; i += SELECT_THREADS) table.parts[i] = 0, table.part_counts[i] = 0;
-    if (threadIdx.x == 0) table.part = PARTS, table.n_few = 0;
+    table.parts[threadIdx.x] = 0, table.part_counts[threadIdx.x] = 0;
+    if (threadIdx.x == 0) table.n_few = 0;
     __syncthreads();
-    Weigher weigher(weigh);
-    list.each(table, [&](u64 key) {
-        bool has = span.has(key);
-        u32 part = has ? (u32)((span.end - 1 - key) >> shift) : PARTS;
-        u64 w = has ? weigher.of(key) : 0;
+    list.each(table, [&](const Entry& token) {
+        u32 part = PARTS;
+        u64 w = 0;
+        if (span.has(token.key)) {
+            part = place_of_part((u32)((span.end - 1 - token.key) >> shift));
+            w = weigh.of(token);
+        }
         // Where many have the same logit they would wait for each other.
         bool same = __ballot_sync(ALL_LANES, part == __shfl_sync(ALL_LANES, part, 0)) == ALL_LANES;
         if (part == PARTS) return;
@@ -145,77 +148,75 @@ inline void deal_parts(Table& table, const List& list, const Weigh& weigh, Span 
     __syncthreads();
 }
 
-// Chooses the part where the target is reached, else the last that has keys; `base` lies before all of them. Afterwards
-// the table has the part, and what lies before it.
-inline void choose_part(Table& table, const Weigh& weigh, u64 base, double before, double target, bool beyond) {
-    u32 t = threadIdx.x, warp = t / 32, lane = t % 32;
-    u64 a = table.parts[2 * t], b = table.parts[2 * t + 1], sum = a + b;
+inline u64 scan_warp(u64 sum) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         u64 x = __shfl_up_sync(ALL_LANES, sum, step);
-        if (lane >= step) sum += x;
+        if (threadIdx.x % 32 >= step) sum += x;
     }
-    if (lane == 31) table.warp_parts[warp] = sum;
-    __syncthreads();
-    for (u32 i = 0; i < SELECT_WARPS; i++) base += i < warp ? table.warp_parts[i] : 0;
-    u64 end = base + sum, middle = end - b, start = middle - a;
-    bool is_start = reached(before + weigh.real(start), target, beyond);
-    bool is_end = reached(before + weigh.real(end), target, beyond);
-    if (!is_start && is_end) {
-        bool is_first = reached(before + weigh.real(middle), target, beyond);
-        table.part = 2 * t + (is_first ? 0 : 1);
-        table.base = is_first ? start : middle;
-    }
-    __syncthreads();
-    if (table.part < PARTS) return;
-    // All sums are rounded, so the target can lie a hair behind the last.
-    __syncthreads();
-    if (t == 0) {
-        u32 last = PARTS - 1;
-        u64 all = base;
-        for (u32 i = 0; i < SELECT_WARPS; i++) all += table.warp_parts[i];
-        while (last > 0 && table.part_counts[last] == 0) all -= table.parts[last--];
-        table.part = last;
-        table.base = all - table.parts[last];
-    }
-    __syncthreads();
+    return sum;
 }
 
-// The last of the best keys of a span that together reach the target, which is not reached before the span; the least
-// when they do not, and 0 when there is none. All threads call it.
-inline u64 find(Table& table, const List& list, const Weigh& weigh, Span span, double before, double target, bool beyond) {
-    u32 t = threadIdx.x;
+// Leaves in the table the part where the sum reaches what is needed, `base` being before all parts, and what is before
+// that part. When it is not reached, what is needed becomes all there is. For one warp.
+inline void choose_part(Table& table, u64 base, u64 need) {
+    u32 lane = threadIdx.x;
+    u64 mine = 0;
+#pragma unroll
+    for (u32 j = 0; j < 16; j++) mine += table.parts[32 * j + lane];
+    u64 sum = base + scan_warp(mine), all = __shfl_sync(ALL_LANES, sum, 31);
+    // All sums are rounded when targets are made of them, so one can lie a hair behind the last.
+    if (need > all) need = all;
+    u32 first = __ffs(__ballot_sync(ALL_LANES, sum >= need)) - 1;
+    base = __shfl_sync(ALL_LANES, sum - mine, first);
+    u64 part = lane < 16 ? table.parts[32 * lane + first] : 0;
+    sum = base + scan_warp(part);
+    u32 at = __ffs(__ballot_sync(ALL_LANES, sum >= need)) - 1;
+    base = __shfl_sync(ALL_LANES, sum - part, at);
+    if (lane == 0) table.part = 16 * first + at, table.base = base, table.need = need;
+}
+
+// Of up to 32 tokens that which reaches what is needed. For one warp.
+inline u64 choose_few(Table& table, const Weigh& weigh) {
+    u32 lane = threadIdx.x, n = table.n_few;
+    Entry mine = table.few[lane];
+    u64 w = lane < n ? weigh.of(mine) : 0, sum = table.base + w;
+#pragma unroll 1
+    for (u32 i = 0; i < n; i++) {
+        u64 more = __shfl_sync(ALL_LANES, w, i);
+        if (table.few[i].key > mine.key) sum += more;
+    }
+    return warp_largest(lane < n && sum >= table.need ? mine.key : 0);
+}
+
+// The last of the best keys of a span that together weigh as much as is needed, or all; 0 when nothing there weighs
+// anything. All threads call it.
+inline u64 find(Table& table, const List& list, const Weigh& weigh, Span span, u64 need) {
     u64 base = 0;
     for (;;) {
         u64 range = span.end - 1 - span.least;
-        u32 bits = 64 - __clzll(range), shift = bits > 10 ? bits - 10 : 0;
+        u32 bits = 64 - __clzll(range), shift = bits > 9 ? bits - 9 : 0;
         deal_parts(table, list, weigh, span, shift);
-        choose_part(table, weigh, base, before, target, beyond);
-        u32 n = table.part_counts[table.part];
+        if (threadIdx.x < 32) choose_part(table, base, need);
+        __syncthreads();
+        u32 n = table.part_counts[place_of_part(table.part)];
         base = table.base;
+        need = table.need;
         u64 end = span.end - ((u64)table.part << shift), least = end - ((u64)1 << shift);
         span = Span{least > span.least && least < end ? least : span.least, end};
-        if (n <= 32 && n > 0 && shift > 0) break;
+        if (need == 0 || (n <= 32 && shift > 0)) break;
         __syncthreads();
-        if (n == 0 || shift == 0) return n == 0 ? 0 : span.end - 1;
+        if (shift == 0) return span.end - 1;
     }
-    list.each(table, [&](u64 key) {
-        if (span.has(key)) table.few[atomicAdd(&table.n_few, 1u)] = key;
+    if (need == 0) return 0;
+    list.each(table, [&](const Entry& token) {
+        if (span.has(token.key)) table.few[atomicAdd(&table.n_few, 1u)] = token;
     });
     __syncthreads();
-    if (t < 32) {
-        u32 n = table.n_few;
-        u64 key = t < n ? table.few[t] : 0, w = t < n ? weigh.of(key_logit(key)) : 0, sum = base + w;
-        for (u32 i = 0; i < n; i++) {
-            u64 other = __shfl_sync(ALL_LANES, key, i), more = __shfl_sync(ALL_LANES, w, i);
-            if (other > key) sum += more;
-        }
-        bool is_reached = t < n && reached(before + weigh.real(sum), target, beyond);
-        u64 found = warp_largest(is_reached ? key : 0), last = ~warp_largest(t < n ? ~key : 0);
-        if (t == 0) table.key = found != 0 ? found : last;
+    if (threadIdx.x < 32) {
+        u64 key = choose_few(table, weigh);
+        if (threadIdx.x == 0) table.key = key;
     }
     __syncthreads();
-    u64 key = table.key;
-    __syncthreads();
-    return key;
+    return table.key;
 }

@@ -13,8 +13,9 @@ const u32 GROUP = 64;
 const u32 GROUPS = CHUNK / GROUP;
 // Longest short list.
 const u32 LIST = 256;
-// Bytes of scratch for a chunk: keys, twice as many places for the list of them, and what it says as a whole.
-const u32 CHUNK_BYTES = CHUNK * 16 + 16;
+// Bytes of scratch for a chunk: its tokens, with their weights without a small top-k, as many places on a list, and what
+// it says as a whole.
+const u32 CHUNK_BYTES = CHUNK * 32 + 16;
 
 struct alignas(16) Two {
     u64 a, b;
@@ -66,22 +67,12 @@ struct Chunk {
     inline double relative_to(float top) const { return factor(top, 1.0) * sum; }
 };
 
-// What the blocks of the second kernel say to each other. The first kernel makes it 0.
-struct alignas(16) Tail {
-    u32 n_listed, n_blocks;
-    // Of blocks that have listed many: how many those are, the largest, and the complement of the least.
-    u32 n_bounded, unused;
-    u64 largest, least;
-};
-
 inline bool is_greedy(float temperature) { return !(temperature > 0.0f); }
 
 // A float as Rust's `as usize` takes it: NaN and what is below 1 are 0.
 inline u32 top_k_of(float k) { return k >= 1.0f ? (k >= 2147483648.0f ? 0x80000000u : (u32)k) : 0; }
 
 inline bool is_small(u32 top_k) { return top_k >= 1 && top_k <= SMALL_K; }
-
-inline u64 row_bytes(u32 n_chunks) { return (u64)n_chunks * CHUNK_BYTES + sizeof(Tail); }
 
 // Tokens are dealt in fours: neighbours in the vocabulary, which are often likely together, go to different chunks.
 struct Deal {

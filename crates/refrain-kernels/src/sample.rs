@@ -27,18 +27,18 @@ const MAX_CHUNKS: usize = 1024;
 /// Chunks of a block of the second launch, and its threads.
 const SELECT_CHUNKS: usize = 4;
 const SELECT_THREADS: u32 = 512;
-/// Key and a place on the list for each token.
-const TOKEN_BYTES: u64 = 16;
+/// Key and two weights for each token, and a place on the list for them.
+const TOKEN_BYTES: u64 = 32;
 /// Maximum, its id, and the sum of each chunk.
 const CHUNK_BYTES: u64 = 16;
-/// `Tail` in `sample_keys.cuh`.
-const TAIL_BYTES: u64 = 32;
-/// `State` in `sample_bins.cuh`: two weights and a count for each of 2048 bins, and a count of chunks.
-const STATE_BYTES: u64 = 2048 * 20 + 16;
+/// `Tail` in `sample_bins.cuh`: factors of bins, counts and ends of the list.
+const TAIL_BYTES: u64 = 3 * 64 * 8 + 32;
+/// `State` in `sample_bins.cuh`: two weights and a count for each of 1024 bins, and a count of chunks.
+const STATE_BYTES: u64 = 3 * 1024 * 8 + 16;
 /// The largest top-k that leaves the state alone.
 const SMALL_K: usize = 64;
 /// Shared memory of the second launch's blocks: `Table` in `sample_find.cuh` fits.
-const SELECT_SHARED_BYTES: u32 = 96 << 10;
+const SELECT_SHARED_BYTES: u32 = 136 << 10;
 
 /// `token[i]` and `logprob[i]` are chosen from `logits[i]`.
 #[derive(Clone, Copy, Debug)]
@@ -128,15 +128,15 @@ impl Kernels {
                 [n_chunks.div_ceil(SELECT_CHUNKS) as u32, a.n as u32],
                 SELECT_THREADS,
             )?
-                .step(a.step)
-                .shared(SELECT_SHARED_BYTES)
-                .write(case.words("token", a.token, &[a.n])?)
-                .write(case.words("logprob", a.logprob, &[a.n])?)
-                .read_write(scratch)
-                .read_write(state)
-                .read(params)
-                .read(case.words("rng", a.rng, &[a.n, 4])?)
-                .baked(Baked(a.vocab as u32)),
+            .step(a.step)
+            .shared(SELECT_SHARED_BYTES)
+            .write(case.words("token", a.token, &[a.n])?)
+            .write(case.words("logprob", a.logprob, &[a.n])?)
+            .read_write(scratch)
+            .read_write(state)
+            .read(params)
+            .read(case.words("rng", a.rng, &[a.n, 4])?)
+            .baked(Baked(a.vocab as u32)),
         );
         Ok(())
     }

@@ -35,6 +35,8 @@ template <typename To, typename From> To same_bits(From x) {
 }
 inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
+inline double __longlong_as_double(long long x) { return same_bits<double>(x); }
+inline long long __double_as_longlong(double x) { return same_bits<long long>(x); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
