@@ -192,24 +192,22 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
         Entry tokens[2] = {{k[0]}, {k[1]}};
         double coldness = 1.0 / (double)temperature;
         chunk_bins.add(bins, tokens, coldness, top_k > 0);
-        // The chunk that has begun first.
-        if (deal.chunk == 0 && threadIdx.x < N_FACTORS) tail->factors.make(threadIdx.x, bins.width, coldness);
         __syncthreads();
         chunk_bins.add_to(states + row, bins);
-        if (deal.chunk == 0 && threadIdx.x == 0) {
-            tail->n_listed = 0, tail->n_blocks = 0, tail->n_bounded = 0;
-            tail->largest = 0, tail->least = 0;
-        }
-        Entry* all = (Entry*)out + at + 2 * threadIdx.x;
+        if (deal.chunk == 0 && threadIdx.x == 0) *tail = Tail{};
+        // In whatever order: keys have the ids.
+        Entry* all = (Entry*)out + at + threadIdx.x;
         all[0] = tokens[0];
-        all[1] = tokens[1];
+        all[CHUNK / 2] = tokens[1];
     }
     // Behind a barrier, whichever way it went.
     if (threadIdx.x == 0) chunks[deal.chunk] = Chunk{(u64)most << ID_BITS | best_id, sum};
     if (!greedy && small) ((Two*)out)[at / 2 + threadIdx.x] = Two{k[0], k[1]};
 }
 
-extern "C" __global__ __launch_bounds__(SELECT_THREADS) void sample_select_f32(i32* token, float* logprob, u8* scratch,
+// Bounds for more threads than there are leave registers for blocks of the first kernel on the same multiprocessor, so
+// that this one's are there when those end.
+extern "C" __global__ __launch_bounds__(SELECT_THREADS + 160) void sample_select_f32(i32* token, float* logprob, u8* scratch,
                                                                                State* states, const float* params,
                                                                                const u32* rng, u32 vocab) {
     DYNAMIC_SHARED(shared);

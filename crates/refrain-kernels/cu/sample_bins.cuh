@@ -83,22 +83,21 @@ struct Factors {
 };
 const u32 N_FACTORS = KINDS * (BINS / 32 + 32);
 
-// What the blocks of the second kernel say to each other, and what the first tells them.
+// What the blocks of the second kernel say to each other. The first one makes it 0.
 struct alignas(16) Tail {
-    Factors factors;
-    // 0 at first.
-    u32 n_listed, n_blocks;
+    // How many tokens are on the list, from its begin and from its end, and how many blocks have listed theirs.
+    u32 n_listed[2], n_blocks;
     // Of blocks that have listed many: how many those are, the largest, and the complement of the least.
-    u32 n_bounded, unused;
+    u32 n_bounded;
     u64 largest, least;
 };
 
-static_assert(sizeof(Tail) == 3 * 64 * 8 + 32 && sizeof(State) == 3 * 1024 * 8 + 16, "as src/sample.rs has them");
+static_assert(sizeof(Tail) == 32 && sizeof(State) == 3 * 1024 * 8 + 16, "as src/sample.rs has them");
 
 inline u64 row_bytes(u32 n_chunks) { return (u64)n_chunks * CHUNK_BYTES + sizeof(Tail); }
 
 // A weight relative to some logit, in whole numbers of which `scale` is 1.
-inline u64 whole_weight(float logit, double best, double coldness, double scale) {
+__noinline__ u64 whole_weight(float logit, double best, double coldness, double scale) {
     return (u64)(exp(((double)logit - best) * coldness) * scale);
 }
 
@@ -127,23 +126,17 @@ struct ChunkBins {
             at[r] = tokens[r].key == 0 ? REACH : bins.below(logit);
             below[r] = at[r] < REACH ? (double)logit - bins.upper_edge(at[r]) : 0.0;
         }
-        // In a loop: its code is fetched once and mostly used once.
-#pragma unroll 1
-        for (u32 kind = 0; kind < 2; kind++) {
-            u32 w[2];
 #pragma unroll
-            for (int r = 0; r < 2; r++) w[r] = (u32)(exp(below[r] * (kind == PLAIN ? 1.0 : coldness)) * BIN_SCALE);
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                if (at[r] >= REACH) w[r] = 0;
-                if (w[r] != 0) add_shared(&sums[kind][at[r]], w[r]);
-                tokens[r].weights[0] = kind == PLAIN ? w[r] : tokens[r].weights[0];
-                tokens[r].weights[1] = w[r];
-            }
+        for (int r = 0; r < 2; r++) {
+            tokens[r].weights[PLAIN] = (u32)(exp(below[r]) * BIN_SCALE);
+            tokens[r].weights[TEMPERED] = (u32)(exp(below[r] * coldness) * BIN_SCALE);
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            if (counted && at[r] < REACH) add_shared(&sums[COUNTED][at[r]], 1);
+            if (at[r] >= REACH) continue;
+            add_shared(&sums[PLAIN][at[r]], tokens[r].weights[PLAIN]);
+            add_shared(&sums[TEMPERED][at[r]], tokens[r].weights[TEMPERED]);
+            if (counted) add_shared(&sums[COUNTED][at[r]], 1);
         }
     }
 

@@ -29,7 +29,7 @@ struct Table {
     Entry few[32];
     u64 key, min_p_key, base, need, kept;
     double uniform, log_total;
-    u32 n, n_few, part, at, last;
+    u32 n_both, n_few, part, at[2], last;
 };
 
 static_assert(sizeof(Table) <= 136 * 1024, "more than the launcher asks for");
@@ -64,48 +64,46 @@ struct Span {
     }
 };
 
-// The list: in shared memory, if it fits.
+// A list, or one of its two parts: in shared memory from `first` on, if all of it fits.
 struct List {
     const Entry* tokens;
-    u32 n;
+    u32 n, first;
+    bool fits;
 
-    // Fetches a part of it, with a barrier to come.
-    inline void fetch(Table& table, u32 first) const {
+    // Fetches what begins at `from`, as far as there is room, with a barrier to come.
+    inline void fetch(Table& table, u32 from) const {
         const u32 AT_ONCE = 4;
+        u32 end = min(n - from, PAGE - first);
 #pragma unroll 1
-        for (u32 i = threadIdx.x; i < PAGE && first + i < n; i += AT_ONCE * SELECT_THREADS) {
+        for (u32 i = threadIdx.x; i < end; i += AT_ONCE * SELECT_THREADS) {
             Entry some[AT_ONCE];
 #pragma unroll
-            for (u32 j = 0; j < AT_ONCE; j++) {
-                u32 at = min(first + i + j * SELECT_THREADS, n - 1);
-                some[j] = tokens[at];
-            }
+            for (u32 j = 0; j < AT_ONCE; j++) some[j] = tokens[min(from + i + j * SELECT_THREADS, n - 1)];
 #pragma unroll
-            for (u32 j = 0; j < AT_ONCE; j++) table.list[i + j * SELECT_THREADS] = some[j];
+            for (u32 j = 0; j < AT_ONCE; j++) {
+                if (i + j * SELECT_THREADS < end) table.list[first + i + j * SELECT_THREADS] = some[j];
+            }
         }
     }
 
     // Calls f with every token, in whole warps, which may see some without a key.
     template <typename F> inline void each(Table& table, F f) const {
 #pragma unroll 1
-        for (u32 first = 0; first < n; first += PAGE) {
-            if (n > PAGE) {
+        for (u32 from = 0; from < n; from += PAGE) {
+            if (!fits) {
                 __syncthreads();
-                fetch(table, first);
+                fetch(table, from);
                 __syncthreads();
             }
-            u32 here = min(n - first, PAGE);
+            u32 here = min(n - from, PAGE);
 #pragma unroll 1
             for (u32 i = threadIdx.x; i / 32 * 32 < here; i += SELECT_THREADS) {
-                Entry token = table.list[i];
-                if (i >= here) token.key = 0;
+                Entry token = i < here ? table.list[first + i] : Entry{};
                 f(token);
             }
         }
     }
 };
-
-static_assert(PAGE % (4 * SELECT_THREADS) == 0, "fetched four at a time");
 
 // What the tokens of a span weigh. All threads call it; `kept` is 0 before and after.
 inline u64 weight_of(Table& table, const List& list, const Weigh& weigh, Span span) {
@@ -162,7 +160,7 @@ inline u64 scan_warp(u64 sum) {
 inline void choose_part(Table& table, u64 base, u64 need) {
     u32 lane = threadIdx.x;
     u64 mine = 0;
-#pragma unroll
+#pragma unroll 4
     for (u32 j = 0; j < 16; j++) mine += table.parts[32 * j + lane];
     u64 sum = base + scan_warp(mine), all = __shfl_sync(ALL_LANES, sum, 31);
     // All sums are rounded when targets are made of them, so one can lie a hair behind the last.
@@ -176,8 +174,8 @@ inline void choose_part(Table& table, u64 base, u64 need) {
     if (lane == 0) table.part = 16 * first + at, table.base = base, table.need = need;
 }
 
-// Of up to 32 tokens that which reaches what is needed. For one warp.
-inline u64 choose_few(Table& table, const Weigh& weigh) {
+// Of up to 32 tokens that which reaches what is needed. Adds what is kept of them to `kept`. For one warp.
+inline u64 choose_few(Table& table, const Weigh& weigh, const Weigh& other) {
     u32 lane = threadIdx.x, n = table.n_few;
     Entry mine = table.few[lane];
     u64 w = lane < n ? weigh.of(mine) : 0, sum = table.base + w;
@@ -186,13 +184,17 @@ inline u64 choose_few(Table& table, const Weigh& weigh) {
         u64 more = __shfl_sync(ALL_LANES, w, i);
         if (table.few[i].key > mine.key) sum += more;
     }
-    return warp_largest(lane < n && sum >= table.need ? mine.key : 0);
+    u64 found = warp_largest(lane < n && sum >= table.need ? mine.key : 0);
+    w = warp_reduce(lane < n && mine.key >= found ? other.of(mine) : 0, Add());
+    if (lane == 0) table.kept += w;
+    return found;
 }
 
 // The last of the best keys of a span that together weigh as much as is needed, or all; 0 when nothing there weighs
-// anything. All threads call it.
-inline u64 find(Table& table, const List& list, const Weigh& weigh, Span span, u64 need) {
+// anything. All threads call it. `kept` gets what they weigh otherwise.
+inline u64 find(Table& table, const List& list, const Weigh& weigh, Span span, u64 need, const Weigh& other, u64& kept) {
     u64 base = 0;
+    Span all = span;
     for (;;) {
         u64 range = span.end - 1 - span.least;
         u32 bits = 64 - __clzll(range), shift = bits > 9 ? bits - 9 : 0;
@@ -204,19 +206,26 @@ inline u64 find(Table& table, const List& list, const Weigh& weigh, Span span, u
         need = table.need;
         u64 end = span.end - ((u64)table.part << shift), least = end - ((u64)1 << shift);
         span = Span{least > span.least && least < end ? least : span.least, end};
-        if (need == 0 || (n <= 32 && shift > 0)) break;
+        if (n <= 32) break;
         __syncthreads();
-        if (shift == 0) return span.end - 1;
     }
     if (need == 0) return 0;
+    u64 sum = 0;
     list.each(table, [&](const Entry& token) {
+        if (token.key >= span.end && token.key < all.end) sum += other.of(token);
         if (span.has(token.key)) table.few[atomicAdd(&table.n_few, 1u)] = token;
     });
+    sum = warp_reduce(sum, Add());
+    if (threadIdx.x % 32 == 0 && sum != 0) add_shared(&table.kept, sum);
     __syncthreads();
     if (threadIdx.x < 32) {
-        u64 key = choose_few(table, weigh);
+        u64 key = choose_few(table, weigh, other);
         if (threadIdx.x == 0) table.key = key;
     }
     __syncthreads();
-    return table.key;
+    kept = table.kept;
+    u64 key = table.key;
+    __syncthreads();
+    if (threadIdx.x == 0) table.kept = 0;
+    return key;
 }

@@ -85,6 +85,12 @@ struct Large {
         if (use == USE_COLD) to = min(COLD_REACH, most_at);
     }
 
+    // In which part of the list the tokens of a bin, or all that count, are.
+    inline u32 part(bool by_bins, u32 at) const {
+        bool cuts = at == k_at || at == m_at || (at >= p_from && at <= p_to);
+        return use == USE_COLD || (by_bins && cuts) ? 0 : 1;
+    }
+
     // The logits of some bins, from one to a lower one, as keys have them: the least, and how many.
     struct Range {
         u32 least, n;
@@ -154,10 +160,9 @@ struct Asked {
 };
 
 // Leaves in the table the ends of the chunks' bests, the factors, and the random number.
-inline void prepare(Table& table, Row& row, const Chunk* chunks, const Tail* tail) {
+inline void prepare(Table& table, Row& row, const Chunk* chunks) {
     u32 c = threadIdx.x, warp = c / 32, most = 0, least = 0;
     static_assert(N_FACTORS <= SELECT_THREADS, "a thread has one");
-    double factor = c < N_FACTORS ? (&tail->factors.high[0][0])[c] : 0.0;
 #pragma unroll 1
     for (u32 i = c; i < row.n_chunks; i += SELECT_THREADS) {
         u32 best = (u32)(chunks[i].best >> ID_BITS);
@@ -168,8 +173,9 @@ inline void prepare(Table& table, Row& row, const Chunk* chunks, const Tail* tai
     most = __reduce_max_sync(ALL_LANES, most);
     least = __reduce_max_sync(ALL_LANES, least);
     if (c % 32 == 0) table.most[warp] = most, table.least[warp] = least;
-    if (c < N_FACTORS) (&table.factors.high[0][0])[c] = factor;
-    if (c == 0) table.n = 0, table.kept = 0;
+    row.coldness = 1.0 / (double)row.temperature;
+    if (c < N_FACTORS) table.factors.make(c, Bins(row.temperature, 0.0f).width, row.coldness);
+    if (c == 0) table.n_both = 0, table.kept = 0;
 }
 
 // Makes running sums of the bins that lie in the table, from the best's downward. Behind a barrier, and with one at its
@@ -211,10 +217,7 @@ inline void sum_bins(Large& large) {
 #pragma unroll
     for (u32 kind = 0; kind < KINDS; kind++) {
         if (kind >= n_kinds) continue;
-        double before = 0.0;
-#pragma unroll
-        for (u32 i = 0; i < SELECT_WARPS; i++) before += i < warp ? table.warp_sums[kind][i] : 0.0;
-        double last = before + sums[kind];
+        double last = sums[kind] + warp_reduce(lane < warp ? table.warp_sums[kind][lane] : 0.0, Add());
         table.sums[kind][c] = last - pairs[kind][1];
         table.sums[kind][ROW + c] = last;
         if (c % 16 == 15) table.every[kind][c / 16] = last;
@@ -223,57 +226,72 @@ inline void sum_bins(Large& large) {
     __syncthreads();
 }
 
-// Puts those of the block's tokens on the list that may matter. All threads call it.
+// Puts those of the block's tokens on the list that may matter: from its begin on what is in bins where a filter can
+// cut, from its end on what is in others that the choice can lie in. All threads call it.
 inline void list_tokens(const Large& large, const Asked& asked, Entry* list, Tail* tail) {
     Table& table = large.table;
-    u32 lane = threadIdx.x % 32, listed = 0;
+    u32 lane = threadIdx.x % 32, listed[2] = {0, 0};
     Large::Range choice = large.range(large.from, large.to), k = large.range(large.k_at, large.k_at);
     Large::Range p = large.range(large.p_from, large.p_to), m = large.range(large.m_at, large.m_at);
     if (large.use == USE_NONE) choice = Large::Range{1, 0xffffffffu};
 #pragma unroll
     for (u32 i = 0; i < TOKENS_EACH; i++) {
         u32 logit = (u32)(asked.tokens[i].key >> ID_BITS);
-        if (choice.has(logit) || p.has(logit) || k.has(logit) || m.has(logit)) listed |= 1u << i;
+        bool cut = p.has(logit) || k.has(logit) || m.has(logit) || (large.use == USE_COLD && choice.has(logit));
+        if (cut) listed[0] |= 1u << i;
+        if (!cut && choice.has(logit)) listed[1] |= 1u << i;
     }
-    u32 n = __popc(listed), sum = n, at = 0;
+    // Both counts in one number.
+    u32 n = __popc(listed[0]) | __popc(listed[1]) << 16, sum = n, at = 0;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         u32 before = __shfl_up_sync(ALL_LANES, sum, step);
         if (lane >= step) sum += before;
     }
-    if (lane == 31 && sum > 0) at = atomicAdd(&table.n, sum);
+    if (lane == 31 && sum > 0) at = atomicAdd(&table.n_both, sum);
     at = __shfl_sync(ALL_LANES, at, 31) + sum - n;
     __syncthreads();
-    if (table.n == 0) return;
-    if (threadIdx.x == 0) table.at = atomicAdd(&tail->n_listed, table.n);
+    u32 both = table.n_both, n_all = both % 65536 + both / 65536;
+    if (both == 0) return;
+    if (threadIdx.x < 2) {
+        u32 more = threadIdx.x == 0 ? both % 65536 : both / 65536;
+        table.at[threadIdx.x] = more > 0 ? atomicAdd(&tail->n_listed[threadIdx.x], more) : 0;
+    }
     __syncthreads();
-    at += table.at;
+    u32 begin = table.at[0] + at % 65536, end = large.row.n_chunks * CHUNK - 1 - table.at[1] - at / 65536;
 #pragma unroll
     for (u32 i = 0; i < TOKENS_EACH; i++) {
-        if ((listed >> i & 1) != 0) list[at++] = asked.tokens[i];
+        if ((listed[0] >> i & 1) != 0) list[begin++] = asked.tokens[i];
+        if ((listed[1] >> i & 1) != 0) list[end--] = asked.tokens[i];
     }
     // Ties are told apart sooner when the ends of a long list are known.
-    if (table.n <= PAGE / 32) return;
+    if (n_all <= PAGE / 32) return;
     u64 largest = 0, least = 0;
 #pragma unroll
     for (u32 i = 0; i < TOKENS_EACH; i++) {
-        if ((listed >> i & 1) == 0) continue;
+        if (((listed[0] | listed[1]) >> i & 1) == 0) continue;
         largest = Larger()(largest, asked.tokens[i].key);
         least = Larger()(least, ~asked.tokens[i].key);
     }
     largest = warp_largest(largest);
     least = warp_largest(least);
     if (lane == 0) atomicMax(&tail->largest, largest), atomicMax(&tail->least, least);
-    if (threadIdx.x == 0) atomicAdd(&tail->n_bounded, table.n);
+    if (threadIdx.x == 0) atomicAdd(&tail->n_bounded, n_all);
 }
 
-// The choice from the list, at most those between `ends`; 0 when there is nothing to choose from. All threads of the
-// last block call it. Without bins `total` gets the weight of all tokens relative to the best, at temperature 1.
-inline u64 choose_from(const Large& large, const List& list, Span ends, double& total) {
+// The two parts of the list.
+struct Lists {
+    List parts[2];
+    Span ends;  // of all keys, as far as known
+};
+
+// The choice from the list; 0 when there is nothing to choose from. All threads of the last block call it. Without bins
+// `total` gets the weight of all tokens relative to the best, at temperature 1.
+inline u64 choose_from(const Large& large, const Lists& lists, double& total) {
     Table& table = large.table;
     const Row& row = large.row;
     bool binned = large.use <= USE_COLD;
-    u64 cut = 0;  // the least key that is kept
+    u64 cut = 0, cut_kept = 0;  // the least key that is kept, and what is kept of its bin, as the next stage weighs it
     u32 cut_at = BINS;
 #pragma unroll 1
     for (u32 stage = binned ? 1 : 0;; stage++) {
@@ -282,14 +300,17 @@ inline u64 choose_from(const Large& large, const List& list, Span ends, double& 
         bool by_bins = kind == TEMPERED ? large.use == USE_BINS : binned;
         if (stage == 1 && (!large.top_k_cuts() || (binned && large.k_at == BINS))) continue;
         if (stage == 2 && !large.top_p_cuts()) continue;
-        if (stage == 3 && row.min_p > 0.0f) cut = Larger()(cut, large.min_p_key);
+        bool known = by_bins;
+        if (stage == 3 && row.min_p > 0.0f && large.min_p_key > cut) cut = large.min_p_key, known = false;
         if (cut > 0) cut_at = min(large.bins.below(key_logit(cut)), BINS);
 
         // All that is kept, of which a part is wanted.
         double kept = by_bins ? large.total(kind) : 0.0;
         if (stage != 1 && (!by_bins || cut_at < BINS)) {
             Weigh weigh = large.weigh(kind, by_bins, cut_at);
-            u64 sum = weight_of(table, list, weigh, large.span(by_bins, cut_at).within(ends, cut));
+            u64 sum = cut_kept;
+            Span span = large.span(by_bins, cut_at).within(lists.ends, cut);
+            if (!known) sum = weight_of(table, lists.parts[large.part(by_bins, cut_at)], weigh, span);
             kept = (by_bins ? large.before(kind, cut_at) : 0.0) + weigh.real(sum);
         }
         if (stage == 0) {
@@ -297,13 +318,15 @@ inline u64 choose_from(const Large& large, const List& list, Span ends, double& 
             continue;
         }
         double target = stage == 1 ? (double)row.top_k : stage == 2 ? large.p_target(kept) : table.uniform * kept;
-        u32 at = by_bins ? min(cut_at, large.bin_where(kind, target, stage == 3)) : 0;
+        u32 at = by_bins ? min(min(cut_at, BINS - 1), large.bin_where(kind, target, stage == 3)) : 0;
         Weigh weigh = large.weigh(kind, by_bins, at);
         double need = (target - (by_bins ? large.before(kind, at) : 0.0)) / weigh.factor;
         need = stage == 3 ? floor(need) + 1.0 : ceil(need);
         // More than there can be, and not a number, are all.
         u64 whole = need <= 1.0 ? 1 : need < 9e18 ? (u64)need : ~(u64)0;
-        u64 key = find(table, list, weigh, large.span(by_bins, at).within(ends, cut), whole);
+        Weigh other = large.weigh(stage == 1 && large.top_p_cuts() ? PLAIN : TEMPERED, by_bins, at);
+        Span span = large.span(by_bins, at).within(lists.ends, cut);
+        u64 key = find(table, lists.parts[large.part(by_bins, at)], weigh, span, whole, other, cut_kept);
         if (stage == 3) return key;
         cut = key;
     }
@@ -315,9 +338,8 @@ inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chun
                          Tail* tail, u64& chosen, double& log_total) {
     u32 c = threadIdx.x, lane = c % 32;
     Asked asked(row, tokens, state);
-    prepare(table, row, chunks, tail);
+    prepare(table, row, chunks);
     asked.leave(table);
-    row.coldness = 1.0 / (double)row.temperature;
     __syncthreads();
     row.top = from_ordered(__reduce_max_sync(ALL_LANES, table.most[lane % SELECT_WARPS]));
     float least = from_ordered(~__reduce_max_sync(ALL_LANES, table.least[lane % SELECT_WARPS]));
@@ -341,16 +363,19 @@ inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chun
     __syncthreads();
     if (table.last == 0) return false;
 
-    List listed = {list, tail->n_listed};
+    u32 n_cuts = tail->n_listed[0], n_others = tail->n_listed[1], n = n_cuts + n_others;
 #pragma unroll 1
     for (u32 i = c; i < sizeof(State) / 16; i += SELECT_THREADS) ((Two*)state)[i] = Two{0, 0};
     if (!proper) return true;
-    if (listed.n <= PAGE) listed.fetch(table, 0);
-    bool bounded = listed.n > PAGE && tail->n_bounded == listed.n;
-    Span ends = bounded ? Span{~tail->least, tail->largest + 1} : Span{0, ~(u64)0};
+    bool fits = n <= PAGE, bounded = !fits && tail->n_bounded == n;
+    Lists lists = {{{list, n_cuts, 0, fits}, {list + (row.n_chunks * CHUNK - n_others), n_others, n_cuts, fits}},
+                   bounded ? Span{~tail->least, tail->largest + 1} : Span{0, ~(u64)0}};
+    if (!fits) lists.parts[1].first = 0;
+#pragma unroll 1
+    for (u32 i = 0; fits && i < 2; i++) lists.parts[i].fetch(table, 0);
     __syncthreads();
     double total = 0.0;
-    chosen = choose_from(large, listed, ends, total);
+    chosen = choose_from(large, lists, total);
     if (c == 0) log_total = use <= USE_COLD ? table.log_total : log(total);
     return true;
 }
