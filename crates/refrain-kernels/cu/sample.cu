@@ -8,28 +8,30 @@
 //   rng       [n, 4]          u32: seed low, seed high, position
 //   token     [n]             i32
 //   logprob   [n]             f32: under the adjusted logits, at temperature 1
-//   scratch   for each row, C = ceil(vocab / 1024): keys [1024 C] u64, weights [1024 C] f64 (or the best of each 64
-//             keys [16 C] u64), weights at the temperature [1024 C] f64, chunks [C] { best u64, sum f64 }, and of
-//             each chunk's bins weights [C, 64] f64, weights at the temperature [C, 64] f64, counts [C, 64] u16
+//   states    [n]             State (sample_bins.cuh); zero before the first launch, zero after every choice
+//   scratch   for each row, C = ceil(vocab / 1024): tokens [1024 C] Entry and a list of them [1024 C] Entry, or, with a
+//             top-k up to 64, keys [1024 C] u64 and the best of each 64 keys [16 C] u64; chunks [C] { best u64, sum
+//             f64 }; Tail
 //
 // Bias and penalties change the logits; NaN counts as -inf. Candidates are ordered by logit, then by the smaller id.
 // Top-k, top-p and min-p cut that order; Philox at (seed, position) chooses among the rest at the temperature. A
 // temperature of 0 or less takes the best.
 //
 // A candidate's key is its logit's bits, made to compare as numbers do, over its id's complement, so that keys are
-// unique and larger is better. The first kernel deals the tokens to C chunks, four at a time; the second takes a short
-// list of all candidates, sorts nothing but that, and chooses. With a top-k up to 64 the list has every key from the
-// k-th best of the chunks' heads upward. Otherwise the first kernel sorts each chunk and says how much of it lies
-// above each of 64 logits. The sums of that over all chunks tell between which two of them the filters cut. If few
-// keys lie down to there, those are the list. If not, the key of each cut and of the choice is searched for
-// (sample_cut.cuh).
+// unique and larger is better. The first kernel deals the tokens to C chunks, four at a time. With a top-k up to 64 the
+// second lists every key from the k-th best of the chunks' heads upward, sorts nothing but that, and chooses
+// (sample_small.cuh). Otherwise the first kernel adds up what the tokens weigh by bins of logits (sample_bins.cuh). From
+// these every block of the second knows in which bins the filters cut and the choice lies, and lists those of its
+// tokens that are there; the last to come finds the keys in question on the list (sample_large.cuh).
 //
 // Launch    sample_chunks: grid (C, n), block (512), shared 0
-//           sample_select: grid (n), block (1024), shared 96 KiB
-// Requires  vocab at most 2^20
-// Adjusted logits are rounded as on the CPU, so the best is the same to the bit. Weights and sums in f64, fixed order:
-// same choice every run. Capture: safe; all parameters are read at each run.
-#include "sample_large.cuh"
+//           sample_select: grid (ceil(C / 4), n), block (512), shared 136 KiB
+// Requires  vocab at most 2^20; scratch and states at multiples of 16 bytes. States are used by nothing else; one that is
+//           not as the last choice left it is found out by its count of chunks, and costs time.
+// Adjusted logits are rounded as on the CPU, so the best is the same to the bit. Weights of a bin are whole numbers of
+// 32 bits, their sums are exact, and what is made of these is f64 in fixed order: same choice every run, whatever the
+// order of the list, which is scratch. Capture: safe; all parameters are read at each run.
+#include "sample_choose.cuh"
 #include "sample_small.cuh"
 #include "view.cuh"
 
@@ -194,7 +196,7 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
         chunk_bins.add(bins, tokens, coldness, top_k > 0);
         __syncthreads();
         chunk_bins.add_to(states + row, bins);
-        if (deal.chunk == 0 && threadIdx.x == 0) *tail = Tail{};
+        clear_tail(*tail, deal.chunk * 512 + threadIdx.x, n_chunks * 512);
         // In whatever order: keys have the ids.
         Entry* all = (Entry*)out + at + threadIdx.x;
         all[0] = tokens[0];
@@ -207,7 +209,7 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
 
 // Bounds for more threads than there are leave registers for blocks of the first kernel on the same multiprocessor, so
 // that this one's are there when those end.
-extern "C" __global__ __launch_bounds__(SELECT_THREADS + 160) void sample_select_f32(i32* token, float* logprob, u8* scratch,
+extern "C" __global__ __launch_bounds__(SELECT_THREADS + 128) void sample_select_f32(i32* token, float* logprob, u8* scratch,
                                                                                State* states, const float* params,
                                                                                const u32* rng, u32 vocab) {
     DYNAMIC_SHARED(shared);
@@ -216,6 +218,8 @@ extern "C" __global__ __launch_bounds__(SELECT_THREADS + 160) void sample_select
     u64 n_keys = (u64)n_chunks * CHUNK;
     const Chunk* chunks = (const Chunk*)(in + n_keys * 32);
     const float* p = params + index * 8;
+    // No kernel of a step writes the parameters. A kernel has ended only when its first blocks have waited, too.
+    if (blockIdx.x > 0 && (is_greedy(p[0]) || is_small(top_k_of(p[1])))) return;
     wait_for_previous();
     // Not before: blocks of the next kernel would come to lie unevenly beside those of the first.
     let_next_start();
@@ -227,13 +231,13 @@ extern "C" __global__ __launch_bounds__(SELECT_THREADS + 160) void sample_select
     double log_total = 0.0;
     if (is_greedy(row.temperature)) {
         // One warp, and no barrier.
-        if (c >= 32 || blockIdx.x > 0) return;
+        if (c >= 32) return;
         Chunk all = together(chunks, n_chunks, mine);
         row.top = key_logit(all.best);
         log_total = log(all.sum);
         chosen = all.best;
     } else if (is_small(row.top_k)) {
-        if (c >= SMALL_THREADS || blockIdx.x > 0) return;
+        if (c >= SMALL_THREADS) return;
         chosen = choose_small(row, *(Desk*)shared, chunks, mine);
         if (c == 0) log_total = log(row.total);
     } else {

@@ -12,7 +12,6 @@ const u32 SELECT_WARPS = SELECT_THREADS / 32;
 const u32 SELECT_CHUNKS = 4;
 // Tokens that fit in shared memory.
 const u32 PAGE = 6144;
-const u32 PARTS = 512;
 // Sums of bins lie in two rows, so that neither threads that have two of them nor a warp that looks at 32 meet in a bank.
 const u32 ROW = BINS / 2 + 8;
 
@@ -42,7 +41,7 @@ inline u32 place_of_part(u32 part) { return part % 16 * 32 + part / 16; }
 // How tokens are weighed: as their chunk did, or relative to the row's best. A whole weight times `factor` is a real one.
 struct Weigh {
     u32 kind;
-    bool by_bins;
+    bool by_bins, wanted;
     double best, coldness, factor;
 
     inline u64 of(const Entry& token) const {
@@ -58,6 +57,12 @@ struct Weigh {
 struct Span {
     u64 least, end;
     inline bool has(u64 key) const { return key >= least && key < end; }
+
+    // Parts of 2^this many keys are at most PARTS.
+    inline u32 shift() const {
+        u32 bits = 64 - __clzll(end - 1 - least);
+        return bits > 9 ? bits - 9 : 0;
+    }
 
     inline Span within(Span ends, u64 from) const {
         return Span{Larger()(Larger()(least, from), ends.least), end < ends.end ? end : ends.end};
@@ -105,12 +110,8 @@ struct List {
     }
 };
 
-// What the tokens of a span weigh. All threads call it; `kept` is 0 before and after.
-inline u64 weight_of(Table& table, const List& list, const Weigh& weigh, Span span) {
-    u64 sum = 0;
-    list.each(table, [&](const Entry& token) {
-        if (span.has(token.key)) sum += weigh.of(token);
-    });
+// The sum over all threads, which call it; `kept` is 0 before and after.
+inline u64 sum_all(Table& table, u64 sum) {
     sum = warp_reduce(sum, Add());
     if (threadIdx.x % 32 == 0 && sum != 0) add_shared(&table.kept, sum);
     __syncthreads();
@@ -119,6 +120,28 @@ inline u64 weight_of(Table& table, const List& list, const Weigh& weigh, Span sp
     if (threadIdx.x == 0) table.kept = 0;
     __syncthreads();
     return sum;
+}
+
+// What the tokens of a span weigh. All threads call it.
+inline u64 weight_of(Table& table, const List& list, const Weigh& weigh, Span span) {
+    u64 sum = 0;
+    list.each(table, [&](const Entry& token) {
+        if (span.has(token.key)) sum += weigh.of(token);
+    });
+    return sum_all(table, sum);
+}
+
+// Adds to parts; those at PARTS are none. In whole warps: where many have the same logit they would wait for each other.
+// How many tokens this thread speaks for.
+inline u32 add_part(u64* parts, u32 part, u64 w) {
+    bool same = __ballot_sync(ALL_LANES, part == __shfl_sync(ALL_LANES, part, 0)) == ALL_LANES;
+    if (part == PARTS) return 0;
+    if (same) {
+        w = warp_reduce(w, Add());
+        if (threadIdx.x % 32 > 0) return 0;
+    }
+    add_shared(&parts[part], w);
+    return same ? 32 : 1;
 }
 
 // Deals the tokens of a span to parts of 2^shift keys.
@@ -133,15 +156,8 @@ inline void deal_parts(Table& table, const List& list, const Weigh& weigh, Span 
             part = place_of_part((u32)((span.end - 1 - token.key) >> shift));
             w = weigh.of(token);
         }
-        // Where many have the same logit they would wait for each other.
-        bool same = __ballot_sync(ALL_LANES, part == __shfl_sync(ALL_LANES, part, 0)) == ALL_LANES;
-        if (part == PARTS) return;
-        if (same) {
-            w = warp_reduce(w, Add());
-            if (threadIdx.x % 32 > 0) return;
-        }
-        add_shared(&table.parts[part], w);
-        atomicAdd(&table.part_counts[part], same ? 32u : 1u);
+        u32 n = add_part(table.parts, part, w);
+        if (n > 0) atomicAdd(&table.part_counts[part], n);
     });
     __syncthreads();
 }
@@ -185,19 +201,20 @@ inline u64 choose_few(Table& table, const Weigh& weigh, const Weigh& other) {
         if (table.few[i].key > mine.key) sum += more;
     }
     u64 found = warp_largest(lane < n && sum >= table.need ? mine.key : 0);
+    if (!other.wanted) return found;
     w = warp_reduce(lane < n && mine.key >= found ? other.of(mine) : 0, Add());
     if (lane == 0) table.kept += w;
     return found;
 }
 
 // The last of the best keys of a span that together weigh as much as is needed, or all; 0 when nothing there weighs
-// anything. All threads call it. `kept` gets what they weigh otherwise.
-inline u64 find(Table& table, const List& list, const Weigh& weigh, Span span, u64 need, const Weigh& other, u64& kept) {
-    u64 base = 0;
+// anything. `base` is what lies before the span. All threads call it. `kept` gets what they weigh otherwise, if the next
+// stage wants that.
+inline u64 find(Table& table, const List& list, const Weigh& weigh, Span span, u64 base, u64 need, const Weigh& other,
+                u64& kept) {
     Span all = span;
     for (;;) {
-        u64 range = span.end - 1 - span.least;
-        u32 bits = 64 - __clzll(range), shift = bits > 9 ? bits - 9 : 0;
+        u32 shift = span.shift();
         deal_parts(table, list, weigh, span, shift);
         if (threadIdx.x < 32) choose_part(table, base, need);
         __syncthreads();
@@ -212,11 +229,13 @@ inline u64 find(Table& table, const List& list, const Weigh& weigh, Span span, u
     if (need == 0) return 0;
     u64 sum = 0;
     list.each(table, [&](const Entry& token) {
-        if (token.key >= span.end && token.key < all.end) sum += other.of(token);
+        if (other.wanted && token.key >= span.end && token.key < all.end) sum += other.of(token);
         if (span.has(token.key)) table.few[atomicAdd(&table.n_few, 1u)] = token;
     });
-    sum = warp_reduce(sum, Add());
-    if (threadIdx.x % 32 == 0 && sum != 0) add_shared(&table.kept, sum);
+    if (other.wanted) {
+        sum = warp_reduce(sum, Add());
+        if (threadIdx.x % 32 == 0 && sum != 0) add_shared(&table.kept, sum);
+    }
     __syncthreads();
     if (threadIdx.x < 32) {
         u64 key = choose_few(table, weigh, other);
@@ -225,7 +244,9 @@ inline u64 find(Table& table, const List& list, const Weigh& weigh, Span span, u
     __syncthreads();
     kept = table.kept;
     u64 key = table.key;
+    if (!other.wanted) return key;
     __syncthreads();
     if (threadIdx.x == 0) table.kept = 0;
+    __syncthreads();
     return key;
 }

@@ -7,7 +7,6 @@
 // All of it is short and waits for itself: code that is fetched once costs more than what it does. So what can be the
 // same code is, in loops that are not unrolled.
 #pragma once
-#include "last.cuh"
 #include "sample_find.cuh"
 
 // How the bins of a row may be used.
@@ -111,7 +110,7 @@ struct Large {
 
     inline Weigh weigh(u32 kind, bool by_bins, u32 at) const {
         double factor = by_bins ? table.factors.of(kind, at) : kind == COUNTED ? 1.0 : 1.0 / 8796093022208.0;
-        return Weigh{kind, by_bins, (double)row.top, kind == PLAIN ? 1.0 : row.coldness, factor};
+        return Weigh{kind, by_bins, true, (double)row.top, kind == PLAIN ? 1.0 : row.coldness, factor};
     }
 };
 
@@ -283,99 +282,5 @@ inline void list_tokens(const Large& large, const Asked& asked, Entry* list, Tai
 struct Lists {
     List parts[2];
     Span ends;  // of all keys, as far as known
+    bool fit;   // in shared memory
 };
-
-// The choice from the list; 0 when there is nothing to choose from. All threads of the last block call it. Without bins
-// `total` gets the weight of all tokens relative to the best, at temperature 1.
-inline u64 choose_from(const Large& large, const Lists& lists, double& total) {
-    Table& table = large.table;
-    const Row& row = large.row;
-    bool binned = large.use <= USE_COLD;
-    u64 cut = 0, cut_kept = 0;  // the least key that is kept, and what is kept of its bin, as the next stage weighs it
-    u32 cut_at = BINS;
-#pragma unroll 1
-    for (u32 stage = binned ? 1 : 0;; stage++) {
-        // All, then top-k, top-p and the choice.
-        u32 kind = stage == 1 ? COUNTED : stage == 3 ? TEMPERED : PLAIN;
-        bool by_bins = kind == TEMPERED ? large.use == USE_BINS : binned;
-        if (stage == 1 && (!large.top_k_cuts() || (binned && large.k_at == BINS))) continue;
-        if (stage == 2 && !large.top_p_cuts()) continue;
-        bool known = by_bins;
-        if (stage == 3 && row.min_p > 0.0f && large.min_p_key > cut) cut = large.min_p_key, known = false;
-        if (cut > 0) cut_at = min(large.bins.below(key_logit(cut)), BINS);
-
-        // All that is kept, of which a part is wanted.
-        double kept = by_bins ? large.total(kind) : 0.0;
-        if (stage != 1 && (!by_bins || cut_at < BINS)) {
-            Weigh weigh = large.weigh(kind, by_bins, cut_at);
-            u64 sum = cut_kept;
-            Span span = large.span(by_bins, cut_at).within(lists.ends, cut);
-            if (!known) sum = weight_of(table, lists.parts[large.part(by_bins, cut_at)], weigh, span);
-            kept = (by_bins ? large.before(kind, cut_at) : 0.0) + weigh.real(sum);
-        }
-        if (stage == 0) {
-            total = kept;
-            continue;
-        }
-        double target = stage == 1 ? (double)row.top_k : stage == 2 ? large.p_target(kept) : table.uniform * kept;
-        u32 at = by_bins ? min(min(cut_at, BINS - 1), large.bin_where(kind, target, stage == 3)) : 0;
-        Weigh weigh = large.weigh(kind, by_bins, at);
-        double need = (target - (by_bins ? large.before(kind, at) : 0.0)) / weigh.factor;
-        need = stage == 3 ? floor(need) + 1.0 : ceil(need);
-        // More than there can be, and not a number, are all.
-        u64 whole = need <= 1.0 ? 1 : need < 9e18 ? (u64)need : ~(u64)0;
-        Weigh other = large.weigh(stage == 1 && large.top_p_cuts() ? PLAIN : TEMPERED, by_bins, at);
-        Span span = large.span(by_bins, at).within(lists.ends, cut);
-        u64 key = find(table, lists.parts[large.part(by_bins, at)], weigh, span, whole, other, cut_kept);
-        if (stage == 3) return key;
-        cut = key;
-    }
-}
-
-// The choice. All threads call it; true for those of the last block, which have the answer, 0 when there is nothing to
-// weigh, and the total weight's logarithm relative to the best.
-inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chunks, const Entry* tokens, Entry* list,
-                         Tail* tail, u64& chosen, double& log_total) {
-    u32 c = threadIdx.x, lane = c % 32;
-    Asked asked(row, tokens, state);
-    prepare(table, row, chunks);
-    asked.leave(table);
-    __syncthreads();
-    row.top = from_ordered(__reduce_max_sync(ALL_LANES, table.most[lane % SELECT_WARPS]));
-    float least = from_ordered(~__reduce_max_sync(ALL_LANES, table.least[lane % SELECT_WARPS]));
-    // What min-p keeps when nothing passes is the best: what a top-p of nothing keeps.
-    if (row.min_p > 1.0f) row.min_p = 0.0f, row.top_p = -1.0f;
-    bool proper = row.top != inf_f32() && row.top != -inf_f32();
-    Bins bins(row.temperature, row.top);
-    Use use = row.temperature < COLDEST ? USE_COLD : USE_BINS;
-    if (bins.below(least) > REACH) use = USE_REACH;
-    if (asked.n_chunks != row.n_chunks || row.temperature > HOTTEST || fabsf(row.top) > MOST_BINNED) use = USE_NONE;
-    Large large = {table, row, bins, use};
-    if (proper) {
-        sum_bins(large);
-        large.scout();
-        list_tokens(large, asked, list, tail);
-    }
-    __syncthreads();
-    if (c == 0) table.last = is_last(&tail->n_blocks, gridDim.x);
-    // While the others wait. The best alone weighs 1, whatever rounding says.
-    if (c == 32) table.log_total = fmax(log(large.total(PLAIN) / BIN_SCALE) + bins.upper_edge(0) - (double)row.top, 0.0);
-    __syncthreads();
-    if (table.last == 0) return false;
-
-    u32 n_cuts = tail->n_listed[0], n_others = tail->n_listed[1], n = n_cuts + n_others;
-#pragma unroll 1
-    for (u32 i = c; i < sizeof(State) / 16; i += SELECT_THREADS) ((Two*)state)[i] = Two{0, 0};
-    if (!proper) return true;
-    bool fits = n <= PAGE, bounded = !fits && tail->n_bounded == n;
-    Lists lists = {{{list, n_cuts, 0, fits}, {list + (row.n_chunks * CHUNK - n_others), n_others, n_cuts, fits}},
-                   bounded ? Span{~tail->least, tail->largest + 1} : Span{0, ~(u64)0}};
-    if (!fits) lists.parts[1].first = 0;
-#pragma unroll 1
-    for (u32 i = 0; fits && i < 2; i++) lists.parts[i].fetch(table, 0);
-    __syncthreads();
-    double total = 0.0;
-    chosen = choose_from(large, lists, total);
-    if (c == 0) log_total = use <= USE_COLD ? table.log_total : log(total);
-    return true;
-}

@@ -1,0 +1,130 @@
+// sample_long.cuh: bins with more tokens than one block should look at, as flat logits have them.
+//
+// All blocks know from the bins that such a bin matters. Each deals its tokens of it to parts, by logit and by id, and
+// adds these up for all; so the last block looks only at the tokens of one part. If all logits on the list are the same,
+// a part by id says where its tokens are.
+#pragma once
+#include "sample_large.cuh"
+
+// What a part by id holds.
+const u32 PART_IDS = (1u << ID_BITS) / PARTS;
+
+// The bins for which there is room in the tail: where top-p cuts, and both ends of where the choice can lie. BINS when
+// such a bin is not long, or one of the others.
+inline u32 long_at(const Large& large, u32 slot) {
+    if (large.use != USE_BINS) return BINS;
+    u32 at = slot == 0 ? large.p_from : slot == 1 ? large.from : large.to;
+    if (slot == 0 && large.p_to != at) return BINS;
+    if (slot > 0 && (at == large.p_from && large.p_from == large.p_to)) return BINS;
+    if ((slot == 2 && at == large.from) || at >= BINS) return BINS;
+    // A weight at temperature 1 is not much less than the whole.
+    double whole = LONG * BIN_SCALE * large.table.factors.of(PLAIN, at);
+    return large.upto(PLAIN, at) - large.before(PLAIN, at) > whole ? at : BINS;
+}
+
+// Adds the block's tokens of long bins to their parts. All threads call it.
+inline void add_long_parts(const Large& large, const Asked& asked, Tail* tail) {
+    Table& table = large.table;
+    // By logit: plain, tempered; by id: plain, tempered. Behind them the tokens.
+    u64* parts = (u64*)table.list;
+    Entry* tokens = table.list + 4 * PARTS * sizeof(u64) / sizeof(Entry) + threadIdx.x;
+    static_assert(4 * PARTS * sizeof(u64) + SELECT_CHUNKS * CHUNK * sizeof(Entry) <= sizeof(table.list), "no room");
+#pragma unroll 1
+    for (u32 slot = 0; slot < LONG_SLOTS; slot++) {
+        u32 at = long_at(large, slot);
+        if (at == BINS) continue;
+        Span span = large.span(true, at);
+        u32 shift = span.shift();
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) parts[i * PARTS + threadIdx.x] = 0;
+#pragma unroll
+        for (u32 i = 0; i < TOKENS_EACH; i++) tokens[i * SELECT_THREADS] = asked.tokens[i];
+        __syncthreads();
+#pragma unroll 1
+        for (u32 i = 0; i < TOKENS_EACH; i++) {
+            Entry token = tokens[i * SELECT_THREADS];
+            bool has = span.has(token.key);
+            u32 by_logit = has ? (u32)((span.end - 1 - token.key) >> shift) : PARTS;
+            u32 by_id = has ? key_id(token.key) / PART_IDS : PARTS;
+#pragma unroll 1
+            for (u32 j = 0; j < 4; j++) {
+                u32 w = j % 2 == PLAIN ? token.weights[PLAIN] : token.weights[TEMPERED];
+                add_part(parts + j * PARTS, j < 2 ? by_logit : by_id, w);
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            u64 sum = parts[i * PARTS + threadIdx.x];
+            if (sum != 0) atomicAdd(&tail->parts[slot][i][threadIdx.x], sum);
+        }
+        __syncthreads();
+    }
+}
+
+// What is left to find in a long bin when one of its parts is left: which tokens, between which keys, and what lies
+// before them.
+struct Left {
+    List list;
+    Span span;
+    u64 base, need, kept;
+};
+
+inline Left one_part(const Large& large, u32 slot, u32 at, const Lists& lists, const Entry* tokens, const Tail* tail,
+                     const Weigh& weigh, u64 need, const Weigh& other) {
+    Table& table = large.table;
+    const Row& row = large.row;
+    u32 c = threadIdx.x;
+    Span span = large.span(true, at);
+    u32 shift = span.shift(), logit = (u32)(lists.ends.least >> ID_BITS);
+    bool by_id = logit == (u32)((lists.ends.end - 1) >> ID_BITS);
+    const u64(*parts)[PARTS] = tail->parts[slot] + (by_id ? 2 : 0);
+    table.parts[place_of_part(c)] = parts[weigh.kind][c];
+    __syncthreads();
+    if (c < 32) choose_part(table, 0, need);
+    __syncthreads();
+    u32 part = table.part;
+    u64 base = table.base;
+    need = table.need;
+    u64 kept = sum_all(table, c < part ? parts[other.kind][c] : 0);
+
+    // Its tokens, close together.
+    if (c == 0) table.n_few = 0;
+    __syncthreads();
+    auto take = [&](const Entry& token) {
+        if (!span.has(token.key)) return;
+        u32 to = atomicAdd(&table.n_few, 1u);
+        if (to < PAGE) table.list[to] = token;
+    };
+    if (by_id) {
+        span = Span{(u64)logit << ID_BITS, (u64)(logit + 1) << ID_BITS};
+        for (u32 i = c; i < PART_IDS; i += SELECT_THREADS) {
+            u32 id = part * PART_IDS + i;
+            if (id >= row.vocab) continue;
+            // Where the first kernel puts it.
+            Deal deal = {id / 4 % row.n_chunks, row.n_chunks};
+            u32 place = deal.place((i32)id);
+            take(tokens[deal.chunk * CHUNK + place % 2 * (CHUNK / 2) + place / 2]);
+        }
+    } else {
+        u64 end = span.end - ((u64)part << shift), least = end - ((u64)1 << shift);
+        span = Span{Larger()(least, span.least), end};
+        const List& list = lists.parts[large.part(true, at)];
+        const u32 AT_ONCE = 4;
+#pragma unroll 1
+        for (u32 i = c; i < list.n; i += AT_ONCE * SELECT_THREADS) {
+            Entry some[AT_ONCE];
+#pragma unroll
+            for (u32 j = 0; j < AT_ONCE; j++) some[j] = list.tokens[min(i + j * SELECT_THREADS, list.n - 1)];
+#pragma unroll
+            for (u32 j = 0; j < AT_ONCE; j++) {
+                if (i + j * SELECT_THREADS < list.n) take(some[j]);
+            }
+        }
+    }
+    __syncthreads();
+    u32 n = table.n_few;
+    __syncthreads();
+    // So many of nearly the same logit are rare enough to be looked at page by page.
+    return Left{n <= PAGE ? List{nullptr, n, 0, true} : lists.parts[large.part(true, at)], span, base, need, kept};
+}
