@@ -86,11 +86,11 @@ const u32 N_FACTORS = KINDS * (BINS / 32 + 32);
 // Equal parts of what lies between two keys, and bins that there are parts for because they have more tokens than LONG.
 const u32 PARTS = 512;
 const u32 LONG_SLOTS = 3;
-const u32 LONG = 2048;
+const u32 LONG = 3072;
 
 // What the blocks of the second kernel say to each other. The first one makes it 0.
 struct alignas(16) Tail {
-    u64 parts[LONG_SLOTS][4][PARTS];  // see sample_long.cuh
+    u64 parts[LONG_SLOTS][2 * KINDS][PARTS];  // see sample_long.cuh
     // How many tokens are on the list, from its begin and from its end, and how many blocks have listed theirs.
     u32 n_listed[2], n_blocks;
     // Of blocks that have listed many: how many those are, the largest, and the complement of the least.
@@ -103,7 +103,7 @@ inline void clear_tail(Tail& tail, u32 i, u32 n) {
     for (; i < sizeof(Tail) / 8; i += n) ((u64*)&tail)[i] = 0;
 }
 
-static_assert(sizeof(Tail) == 3 * 4 * 512 * 8 + 32 && sizeof(State) == 3 * 1024 * 8 + 16, "as src/sample.rs has them");
+static_assert(sizeof(Tail) == 3 * 6 * 512 * 8 + 32 && sizeof(State) == 3 * 1024 * 8 + 16, "as src/sample.rs has them");
 
 inline u64 row_bytes(u32 n_chunks) { return (u64)n_chunks * CHUNK_BYTES + sizeof(Tail); }
 

@@ -45,7 +45,7 @@ inline u64 choose_from(const Large& large, const Lists& lists, const Entry* toke
         Weigh other = large.weigh(stage == 1 && large.top_p_cuts() ? PLAIN : TEMPERED, by_bins, at);
         other.wanted = stage < 3;
         u32 slot = 0;
-        while (slot < LONG_SLOTS && (lists.fit || kind == COUNTED || long_at(large, slot) != at)) slot++;
+        while (slot < LONG_SLOTS && (lists.fit || !by_bins || long_at(large, slot) != at)) slot++;
         Left left = {lists.parts[large.part(by_bins, at)], large.span(by_bins, at).within(lists.ends, cut), 0, whole, 0};
         if (slot < LONG_SLOTS) left = one_part(large, slot, at, lists, tokens, tail, weigh, whole, other);
         u64 key = find(table, left.list, weigh, left.span, left.base, left.need, other, cut_kept);

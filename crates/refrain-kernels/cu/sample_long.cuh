@@ -25,10 +25,11 @@ inline u32 long_at(const Large& large, u32 slot) {
 // Adds the block's tokens of long bins to their parts. All threads call it.
 inline void add_long_parts(const Large& large, const Asked& asked, Tail* tail) {
     Table& table = large.table;
-    // By logit: plain, tempered; by id: plain, tempered. Behind them the tokens.
+    // All kinds by logit, and all kinds by id. Behind them the tokens.
+    const u32 N = 2 * KINDS;
     u64* parts = (u64*)table.list;
-    Entry* tokens = table.list + 4 * PARTS * sizeof(u64) / sizeof(Entry) + threadIdx.x;
-    static_assert(4 * PARTS * sizeof(u64) + SELECT_CHUNKS * CHUNK * sizeof(Entry) <= sizeof(table.list), "no room");
+    Entry* tokens = table.list + N * PARTS * sizeof(u64) / sizeof(Entry) + threadIdx.x;
+    static_assert(N * PARTS * sizeof(u64) + SELECT_CHUNKS * CHUNK * sizeof(Entry) <= sizeof(table.list), "no room");
 #pragma unroll 1
     for (u32 slot = 0; slot < LONG_SLOTS; slot++) {
         u32 at = long_at(large, slot);
@@ -36,7 +37,7 @@ inline void add_long_parts(const Large& large, const Asked& asked, Tail* tail) {
         Span span = large.span(true, at);
         u32 shift = span.shift();
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) parts[i * PARTS + threadIdx.x] = 0;
+        for (u32 i = 0; i < N; i++) parts[i * PARTS + threadIdx.x] = 0;
 #pragma unroll
         for (u32 i = 0; i < TOKENS_EACH; i++) tokens[i * SELECT_THREADS] = asked.tokens[i];
         __syncthreads();
@@ -47,14 +48,16 @@ inline void add_long_parts(const Large& large, const Asked& asked, Tail* tail) {
             u32 by_logit = has ? (u32)((span.end - 1 - token.key) >> shift) : PARTS;
             u32 by_id = has ? key_id(token.key) / PART_IDS : PARTS;
 #pragma unroll 1
-            for (u32 j = 0; j < 4; j++) {
-                u32 w = j % 2 == PLAIN ? token.weights[PLAIN] : token.weights[TEMPERED];
-                add_part(parts + j * PARTS, j < 2 ? by_logit : by_id, w);
+            for (u32 j = 0; j < N; j++) {
+                u32 kind = j % KINDS;
+                if (kind == COUNTED && !large.top_k_cuts()) continue;
+                u32 w = kind == PLAIN ? token.weights[PLAIN] : kind == TEMPERED ? token.weights[TEMPERED] : 1;
+                add_part(parts + j * PARTS, j < KINDS ? by_logit : by_id, w);
             }
         }
         __syncthreads();
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) {
+        for (u32 i = 0; i < N; i++) {
             u64 sum = parts[i * PARTS + threadIdx.x];
             if (sum != 0) atomicAdd(&tail->parts[slot][i][threadIdx.x], sum);
         }
@@ -78,7 +81,7 @@ inline Left one_part(const Large& large, u32 slot, u32 at, const Lists& lists, c
     Span span = large.span(true, at);
     u32 shift = span.shift(), logit = (u32)(lists.ends.least >> ID_BITS);
     bool by_id = logit == (u32)((lists.ends.end - 1) >> ID_BITS);
-    const u64(*parts)[PARTS] = tail->parts[slot] + (by_id ? 2 : 0);
+    const u64(*parts)[PARTS] = tail->parts[slot] + (by_id ? KINDS : 0);
     table.parts[place_of_part(c)] = parts[weigh.kind][c];
     __syncthreads();
     if (c < 32) choose_part(table, 0, need);

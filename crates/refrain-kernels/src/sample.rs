@@ -32,7 +32,7 @@ const TOKEN_BYTES: u64 = 32;
 /// Maximum, its id, and the sum of each chunk.
 const CHUNK_BYTES: u64 = 16;
 /// `Tail` in `sample_bins.cuh`: parts of long bins, counts and ends of the list.
-const TAIL_BYTES: u64 = 3 * 4 * 512 * 8 + 32;
+const TAIL_BYTES: u64 = 3 * 6 * 512 * 8 + 32;
 /// `State` in `sample_bins.cuh`: two weights and a count for each of 1024 bins, and a count of chunks.
 const STATE_BYTES: u64 = 3 * 1024 * 8 + 16;
 /// The largest top-k that leaves the state alone.
