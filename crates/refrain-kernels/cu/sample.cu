@@ -128,12 +128,14 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
     u32 first = deal.first_id(threadIdx.x);
     u8* out = scratch + row * row_bytes(n_chunks);
     u64 n_keys = (u64)n_chunks * CHUNK, at = (u64)deal.chunk * CHUNK;
+    // No kernel of a step writes these.
+    float temperature = p[0], repeat = p[4], frequency = p[5], presence = p[6], l[2];
+    u32 top_k = top_k_of(p[1]);
+    double coldness = 1.0 / (double)temperature;
     wait_for_previous();
 
     // All that is read is asked for before any of it is needed.
     Ids biased(bias_ids, row, n_bias), seen(history, row, n_history);
-    float temperature = p[0], repeat = p[4], frequency = p[5], presence = p[6], l[2];
-    u32 top_k = top_k_of(p[1]);
     if (first + 2 <= vocab && (u64)in % 8 == 0) {
         float2 two = *(const float2*)(in + first);
         l[0] = two.x, l[1] = two.y;
@@ -192,7 +194,6 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
         Bins bins(temperature, top);
         Tail* tail = (Tail*)(chunks + n_chunks);
         Entry tokens[2] = {{k[0]}, {k[1]}};
-        double coldness = 1.0 / (double)temperature;
         chunk_bins.add(bins, tokens, coldness, top_k > 0);
         __syncthreads();
         chunk_bins.add_to(states + row, bins);
@@ -218,25 +219,29 @@ extern "C" __global__ __launch_bounds__(SELECT_THREADS + 128) void sample_select
     u64 n_keys = (u64)n_chunks * CHUNK;
     const Chunk* chunks = (const Chunk*)(in + n_keys * 32);
     const float* p = params + index * 8;
-    // No kernel of a step writes the parameters. A kernel has ended only when its first blocks have waited, too.
-    if (blockIdx.x > 0 && (is_greedy(p[0]) || is_small(top_k_of(p[1])))) return;
+    // No kernel of a step writes the parameters.
+    Row row = {(const u64*)in, (const u64*)(in + n_keys * 8), {}, n_chunks, vocab, p[0], top_k_of(p[1]), p[2], p[3]};
+    bool greedy = is_greedy(row.temperature), small = is_small(row.top_k);
+    // A kernel has ended only when its first block has waited, too.
+    if (blockIdx.x > 0 && (greedy || small)) return;
+    if (!greedy && !small) prepare(*(Table*)shared, row);
     wait_for_previous();
     // Not before: blocks of the next kernel would come to lie unevenly beside those of the first.
     let_next_start();
     // Asked for before it is known what for.
     Chunk mine = c < n_chunks ? chunks[c] : Chunk{0, 0.0};
-    Row row = {(const u64*)in, (const u64*)(in + n_keys * 8), {rng[4 * index], rng[4 * index + 1], rng[4 * index + 2]},
-               n_chunks, vocab, p[0], top_k_of(p[1]), p[2], p[3]};
+#pragma unroll
+    for (int i = 0; i < 3; i++) row.rng[i] = rng[4 * index + i];
     u64 chosen = 0;
     double log_total = 0.0;
-    if (is_greedy(row.temperature)) {
+    if (greedy) {
         // One warp, and no barrier.
         if (c >= 32) return;
         Chunk all = together(chunks, n_chunks, mine);
         row.top = key_logit(all.best);
         log_total = log(all.sum);
         chosen = all.best;
-    } else if (is_small(row.top_k)) {
+    } else if (small) {
         if (c >= SMALL_THREADS) return;
         chosen = choose_small(row, *(Desk*)shared, chunks, mine);
         if (c == 0) log_total = log(row.total);

@@ -61,7 +61,7 @@ inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chun
                          Tail* tail, u64& chosen, double& log_total) {
     u32 c = threadIdx.x, lane = c % 32;
     Asked asked(row, tokens, state);
-    prepare(table, row, chunks);
+    find_ends(table, row, chunks);
     asked.leave(table);
     __syncthreads();
     row.top = from_ordered(__reduce_max_sync(ALL_LANES, table.most[lane % SELECT_WARPS]));

@@ -158,10 +158,18 @@ struct Asked {
     }
 };
 
-// Leaves in the table the ends of the chunks' bests, the factors, and the random number.
-inline void prepare(Table& table, Row& row, const Chunk* chunks) {
-    u32 c = threadIdx.x, warp = c / 32, most = 0, least = 0;
+// What needs nothing but the parameters.
+inline void prepare(Table& table, Row& row) {
     static_assert(N_FACTORS <= SELECT_THREADS, "a thread has one");
+    row.coldness = 1.0 / (double)row.temperature;
+    u32 c = threadIdx.x;
+    if (c < N_FACTORS) table.factors.make(c, Bins(row.temperature, 0.0f).width, row.coldness);
+    if (c == 0) table.n_both = 0, table.kept = 0;
+}
+
+// Leaves in the table the ends of the chunks' bests.
+inline void find_ends(Table& table, const Row& row, const Chunk* chunks) {
+    u32 c = threadIdx.x, warp = c / 32, most = 0, least = 0;
 #pragma unroll 1
     for (u32 i = c; i < row.n_chunks; i += SELECT_THREADS) {
         u32 best = (u32)(chunks[i].best >> ID_BITS);
@@ -172,9 +180,6 @@ inline void prepare(Table& table, Row& row, const Chunk* chunks) {
     most = __reduce_max_sync(ALL_LANES, most);
     least = __reduce_max_sync(ALL_LANES, least);
     if (c % 32 == 0) table.most[warp] = most, table.least[warp] = least;
-    row.coldness = 1.0 / (double)row.temperature;
-    if (c < N_FACTORS) table.factors.make(c, Bins(row.temperature, 0.0f).width, row.coldness);
-    if (c == 0) table.n_both = 0, table.kept = 0;
 }
 
 // Makes running sums of the bins that lie in the table, from the best's downward. Behind a barrier, and with one at its
