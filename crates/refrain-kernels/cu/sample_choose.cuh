@@ -55,6 +55,37 @@ inline u64 choose_from(const Large& large, const Lists& lists, const Entry* toke
     }
 }
 
+// The choice from n tokens, at most LIST, of which the first threads have one each: all that the filters can keep. Neither
+// do they keep others. All threads of the last block call it; the first has the answer.
+inline u64 choose_short(const Large& large, const Entry& mine, u32 n) {
+    Table& table = large.table;
+    Desk& desk = *(Desk*)table.list;
+    u32 c = threadIdx.x;
+    if (c < n) desk.list[c] = mine.key;
+    if (c < 8) desk.list[n + c] = 0;
+    __syncthreads();
+    if (c < n) {
+        u32 larger = 0;
+#pragma unroll 4
+        for (u32 i = 0; i < n; i += 2) {
+            Two two = ((const Two*)desk.list)[i / 2];
+            larger += (u32)(two.a > mine.key) + (u32)(two.b > mine.key);
+        }
+        u32 at = large.bins.below(key_logit(mine.key));
+        // What min-p does not let pass is not chosen, but counts for top-p.
+        bool passes = !(large.row.min_p > 0.0f) || mine.key >= large.min_p_key;
+        desk.sorted[larger] = mine.key;
+        desk.weights[larger] = (double)mine.weights[PLAIN] * table.factors.of(PLAIN, at);
+        desk.tempered[larger] = passes ? (double)mine.weights[TEMPERED] * table.factors.of(TEMPERED, at) : 0.0;
+    }
+    __syncthreads();
+    if (c >= 32) return 0;
+    Row row = large.row;
+    row.top_k = 0, row.min_p = 0.0f;
+    row.total = large.total(PLAIN);
+    return desk.sorted[choose_listed<LIST / 32>(row, desk, n, table.uniform)];
+}
+
 // The choice. All threads call it; true for those of the last block, which have the answer, 0 when there is nothing to
 // weigh, and the total weight's logarithm relative to the best.
 inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chunks, const Entry* tokens, Entry* list,
@@ -94,6 +125,11 @@ inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chun
 #pragma unroll 1
     for (u32 i = c; i < sizeof(State) / 16; i += SELECT_THREADS) ((Two*)state)[i] = Two{0, 0};
     if (!proper) return true;
+    if (large.is_short) {
+        chosen = choose_short(large, some[0], n);
+        if (c == 0) log_total = table.log_total;
+        return true;
+    }
     bool fit = n <= PAGE, bounded = !fit && tail->n_bounded == n;
     const Entry* others = list + (end - n_others);
     Lists lists = {{{list, n_cuts, 0, fit}, {others, n_others, fit ? n_cuts : 0, fit}},

@@ -20,6 +20,9 @@ enum Use {
 // Tokens of a block for each thread.
 const u32 TOKENS_EACH = SELECT_CHUNKS * CHUNK / SELECT_THREADS;
 static_assert(BINS == 2 * SELECT_THREADS, "a thread has two bins");
+// As many whole weights at temperature 1 make a list of at most LIST tokens: where bins are narrow, up to a temperature of
+// 1, none is less than e^(-1/16) of one, and else not less than e^-1.
+const double SHORT = 240.0, SHORT_HOT = 94.0;
 
 // What a block knows of its row behind the first barriers.
 struct Large {
@@ -31,10 +34,13 @@ struct Large {
     // Bins below the best, BINS for none: where top-k cuts, from where to where top-p can, where min-p does, and where
     // the choice can lie.
     u32 k_at, p_from, p_to, m_at, from, to;
+    // Few tokens lie down to where the filters can cut: all of them are listed.
+    bool is_short;
 
     inline double upto(u32 kind, u32 at) const { return table.sums[kind][place_of_bin(at)]; }
     inline double before(u32 kind, u32 at) const { return at > 0 ? upto(kind, at - 1) : 0.0; }
     inline double total(u32 kind) const { return table.every[kind][31]; }
+    inline double short_list() const { return row.temperature <= 1.0f ? SHORT : SHORT_HOT; }
     inline bool top_k_cuts() const { return row.top_k > 0 && row.top_k < row.vocab; }
     inline bool top_p_cuts() const { return row.top_p < 1.0f; }
     inline double p_target(double candidates) const { return fmax((double)row.top_p * candidates, 1e-300); }
@@ -53,6 +59,7 @@ struct Large {
         k_at = p_from = p_to = m_at = BINS;
         from = 0;
         to = REACH;
+        is_short = false;
         if (use >= USE_REACH) return;
         if (row.min_p > 0.0f) m_at = min(bins.below(key_logit(min_p_key)), BINS);
         // How much is kept, at least and at most: first of what top-p looks at, then of what can be chosen.
@@ -64,6 +71,11 @@ struct Large {
             if (stage == 2 && !top_p_cuts()) continue;
             if (stage == 3) least_at = min(least_at, m_at), most_at = min(most_at, m_at);
             if (stage == 3 && use == USE_COLD) break;
+            if (stage == 3 && !top_k_cuts() && most_at < BINS && upto(COUNTED, most_at) <= short_list()) {
+                is_short = true;
+                p_from = 0, p_to = most_at, m_at = BINS, to = 0;
+                return;
+            }
             u32 found[2];
 #pragma unroll 1
             for (u32 i = 0; i < 2; i++) {
@@ -187,15 +199,19 @@ inline void find_ends(Table& table, const Row& row, const Chunk* chunks) {
 inline void sum_bins(Large& large) {
     Table& table = large.table;
     const Row& row = large.row;
-    u32 c = threadIdx.x, warp = c / 32, lane = c % 32, n_kinds = row.top_k > 0 ? KINDS : COUNTED;
+    u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
     // A thread's two are neighbours, and lie one below the other.
-    double pairs[KINDS][2], sums[KINDS];
+    double pairs[KINDS][2], sums[KINDS], plain[2];
 #pragma unroll
     for (u32 kind = 0; kind < KINDS; kind++) {
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
             double raw = table.sums[kind][place_of_bin(large.bins.entry(2 * c + i))];
-            pairs[kind][i] = (double)(u64)__double_as_longlong(raw) * table.factors.of(kind, 2 * c + i);
+            double sum = (double)(u64)__double_as_longlong(raw);
+            pairs[kind][i] = sum * table.factors.of(kind, 2 * c + i);
+            // Without a top-k whole weights stand for counts.
+            if (kind == PLAIN) plain[i] = sum * (1.0 / BIN_SCALE);
+            if (kind == COUNTED && row.top_k == 0) pairs[kind][i] = plain[i];
         }
         sums[kind] = pairs[kind][0] + pairs[kind][1];
     }
@@ -220,7 +236,6 @@ inline void sum_bins(Large& large) {
     __syncthreads();
 #pragma unroll
     for (u32 kind = 0; kind < KINDS; kind++) {
-        if (kind >= n_kinds) continue;
         double last = sums[kind] + warp_reduce(lane < warp ? table.warp_sums[kind][lane] : 0.0, Add());
         table.sums[kind][c] = last - pairs[kind][1];
         table.sums[kind][ROW + c] = last;
