@@ -210,6 +210,8 @@ pub(crate) fn scratch_bytes(attention: &Step, n_sms: u32) -> u64 {
 /// Weights to an attention above which their products should have the card's multiprocessors evenly: about 4 us of
 /// reading. Smaller models gain more from starting early.
 const FILL_BYTES: usize = 16 << 20;
+/// Weights to an attention above which the product before it reads for some 3 us and more.
+const EARLY_BYTES: usize = 96 << 20;
 
 impl Lowering<'_> {
     /// Bytes of weights that products read, for each attention.
@@ -270,6 +272,7 @@ impl Lowering<'_> {
             max_blocks: s.max_blocks,
             n_splits: s.splits(self.n_sms),
             fills: self.weight_bytes_per_attention() > FILL_BYTES,
+            early: self.weight_bytes_per_attention() > EARLY_BYTES,
             step: &labels.join(" + "),
         })
     }

@@ -70,7 +70,6 @@ impl Lowering<'_> {
             parts: &[part],
             gate: None,
             k,
-            alone: false,
             step,
         })
     }

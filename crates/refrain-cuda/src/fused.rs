@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use refrain_graph::{Binary, BufferId, Gate, Op, Operand, Place, Plan, Step};
-use refrain_kernels::{LARGE_PRODUCT, MAX_PARTS, has_product, products_join};
+use refrain_kernels::{MAX_PARTS, has_product, products_join};
 use refrain_tensor::DType;
 
 /// How many steps a run has at most; a plan keeps what a run reads for so long.
@@ -59,22 +59,6 @@ impl Readers {
     fn count(&self, operand: &Operand) -> usize {
         self.0.get(&operand.buffer).copied().unwrap_or(0)
     }
-}
-
-/// Whether most of what a step reads is in weights of [`LARGE_PRODUCT`] or more: then no product leaves room for the next.
-pub(crate) fn are_mostly_large(plan: &Plan) -> bool {
-    let products =
-        plan.steps().iter().filter(|step| matches!(step.op, Op::MatMul)).map(|step| &step.inputs[1]);
-    most_is_large(products.map(|w| w.dtype.bytes_for(w.layout.shape().n_elements()).unwrap_or(0)))
-}
-
-fn most_is_large(weights: impl Iterator<Item = usize>) -> bool {
-    let (mut all, mut large) = (0_usize, 0_usize);
-    for bytes in weights {
-        all = all.saturating_add(bytes);
-        large = large.saturating_add(if bytes >= LARGE_PRODUCT { bytes } else { 0 });
-    }
-    large > all / 2
 }
 
 fn n_rows(operand: &Operand) -> usize {
@@ -271,25 +255,5 @@ impl<'a> Run<'a> {
         labels.extend(self.parts.iter().map(|p| p.step.label.as_str()));
         labels.extend(self.gate.map(|(_, step)| step.label.as_str()));
         labels.join(" + ")
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_step_is_mostly_large_by_its_bytes_and_not_by_its_largest_weight() {
-        let step = |hidden: usize, kv: usize, ffn: usize, layers: usize, bits: usize| {
-            let layer = [hidden * hidden, kv * hidden, kv * hidden, hidden * hidden]
-                .into_iter()
-                .chain([ffn * hidden; 3]);
-            let rows = std::iter::repeat_n(layer, layers).flatten().chain([128_256 * hidden]);
-            most_is_large(rows.map(|n| n * bits / 8).collect::<Vec<_>>().into_iter())
-        };
-        assert!(step(4096, 1024, 14336, 32, 16), "llama-3.1-8b in BF16");
-        assert!(!step(2048, 512, 8192, 16, 16), "llama-3.2-1b: the head alone is large");
-        assert!(!step(4096, 1024, 14336, 32, 4), "llama-3.1-8b in four bits");
-        assert!(!most_is_large(std::iter::empty()));
     }
 }

@@ -149,8 +149,6 @@ pub(crate) struct Lowering<'a> {
     pub(crate) n_sms: u32,
     /// What multiplies many rows.
     pub(crate) products: &'a Products,
-    /// [`crate::fused::are_mostly_large`].
-    pub(crate) alone: bool,
 }
 
 impl Lowering<'_> {
@@ -417,7 +415,6 @@ impl Lowering<'_> {
                 parts: &[],
                 gate: run.gate.map(|(gate, _)| gate),
                 k: step.inputs[1].layout.shape().dims()[0],
-                alone: self.alone,
                 step: &label,
             };
             match run.row {

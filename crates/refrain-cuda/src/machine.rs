@@ -216,7 +216,6 @@ impl Machine {
             results: &results,
             n_sms,
             products: &self.products,
-            alone: crate::fused::are_mostly_large(plan),
         };
         let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;
         let mut parts = Vec::with_capacity(plan.segments().len());

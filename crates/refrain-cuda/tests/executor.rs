@@ -296,6 +296,17 @@ fn products_of_the_same_rows_are_one_launch_and_so_is_all_from_rope_to_attention
     assert!(!holds("rope_", &[]) && !holds("kv_append_", &[]) && !holds("attention_", &[]), "{rows:?}");
 }
 
+/// Kernels read the caches before they wait: what earlier steps wrote there must be complete by then.
+#[test]
+fn a_step_begins_with_the_kernel_that_lets_none_start_before_the_steps_before_it_have_ended() {
+    let mut direct = Direct::new(CudaOptions { profile: true, ..options(GraphMode::Auto, Method::Stream) });
+    direct.run().unwrap();
+    let (rows, timeline) = (direct.backend.monitor().status().profile, direct.backend.monitor().timeline());
+    let kernels: Vec<&str> = timeline.spans.iter().map(|span| &*rows[span.row].kernel).collect();
+    assert!(kernels[0].starts_with("gather_rows"), "{kernels:?}");
+    assert!(kernels.iter().any(|kernel| kernel.starts_with("attend_")), "{kernels:?}");
+}
+
 #[test]
 fn a_control_block_that_points_outside_is_refused_before_it_is_sent() {
     let mut direct = Direct::new(options(GraphMode::Require, Method::Stream));

@@ -123,9 +123,9 @@ impl EngineError {
                 Some("raise the context with -c, or start a new session".into())
             }
             EngineError::EmptyPrompt => Some("give a prompt of at least one token".into()),
-            EngineError::TextTooShort { n_tokens, .. } if *n_tokens < MIN_WINDOW => {
-                Some(format!("give a text of at least {MIN_WINDOW} tokens"))
-            }
+            EngineError::TextTooShort { n_tokens, window } if *n_tokens < MIN_WINDOW => Some(format!(
+                "give a text of at least {window} tokens, or of {MIN_WINDOW} with a window of {MIN_WINDOW} (-c)"
+            )),
             EngineError::TextTooShort { n_tokens, .. } => {
                 Some(format!("give a longer text, or a window of at most {n_tokens} tokens with -c"))
             }

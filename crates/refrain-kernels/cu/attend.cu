@@ -27,7 +27,8 @@
 // Requires  head_dim a multiple of 8, at most DIMS; kv_block a power of two, at least 16; per_block at most HEADS;
 //           n_splits a power of two; caches and partials at multiples of 16 bytes; rows are of different sequences.
 //           inv_freq and norms are weights: they are read before the wait; so are positions, seqs and tables, as a
-//           guess that is checked behind it. A position whose block is out of range counts as not seen, and is not
+//           guess that is checked behind it, and the first tiles of the caches by that guess: what a row sees before
+//           its own position is from earlier steps. A position whose block is out of range counts as not seen, and is not
 //           written.
 // Scores, sums and partials in f32, in an order that follows from the length and the grid alone: same bits every run.
 // Queries and weights that meet 16 bits on tensor cores are sums of two numbers of 16 bits.
@@ -54,6 +55,7 @@ struct Attend {
     float magnitude, eps;
     u32 kv_shift;  // kv_block = 1 << kv_shift
     u32 alone;     // the next kernel starts only when this one has ended
+    u32 early;     // all of a ring is asked for before the wait, else two thirds of it
     Pages pages;
 };
 
@@ -208,6 +210,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
             if (lane + 32 * j < half) turn_of(position, freqs[j], s.magnitude, sines[j], cosines[j]);
         }
         core.plan(seen, tiles, k_cache, v_cache, own, lane);
+        core.begin(seen, tiles, s.early != 0);
 
         wait_for_previous();
 #pragma unroll
@@ -223,7 +226,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         i32 held_now = seen.block_of(tiles.position(lane));
         tiles.ahead = seen.block_of(tiles.position(32 + lane));
         new_block = holds_new && seen.is_listed(seen.end) ? seen.table[seen.end >> s.kv_shift] : -1;
-        core.begin(seen, tiles);
+        core.go_on(seen, tiles, s.early != 0);
         bool same = position == position_now && seq == seq_now && tiles.held == held_now;
         if (__ballot_sync(ALL_LANES, !same) == 0) break;
         core.drop();

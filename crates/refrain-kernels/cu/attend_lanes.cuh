@@ -96,10 +96,12 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
         bits = there(seen, first_block);
     }
 
-    inline void begin(const Seen& seen, Tiles&) {
+    inline void begin(const Seen& seen, Tiles&, bool) {
         load(keys, k_cache, seen, first_block);
         load(values, v_cache, seen, first_block);
     }
+
+    inline void go_on(const Seen&, Tiles&, bool) {}
 
     inline static void drop() {}
 

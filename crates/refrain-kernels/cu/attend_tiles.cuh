@@ -14,11 +14,9 @@
 // Scores may rise by so much (as powers of two) before sums are brought down to a new largest one.
 const float SLACK = 8.0f;
 
-const u32 RING_BYTES = 8 * 1024;  // of each warp
-
 template <typename T, int DIMS, int HEADS> struct Ring {
     static const u32 TILE = 16, CHUNKS = DIMS / 8, ROW_BYTES = 2 * DIMS, SLOT = TILE * ROW_BYTES;
-    static const u32 WARP_BYTES = RING_BYTES, SLOTS = WARP_BYTES / SLOT;
+    static const u32 WARP_BYTES = 12 * 1024, SLOTS = WARP_BYTES / SLOT, SOME_SLOTS = SLOTS * 2 / 3;
     static const u32 ALONE_TILES = 128 / DIMS;  // of each warp, up to which a block works alone: 64 KiB
     static const u32 PITCH = DIMS + 8;  // of what a warp leaves, for heads that share no bank
     static const int BLOCKS = 2;
@@ -72,9 +70,16 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         prepare(seen, tiles);
     }
 
-    inline void begin(const Seen& seen, Tiles& tiles) {
+    // Asks for slots before the wait; what the launch before still fetches waits behind them.
+    inline void begin(const Seen& seen, Tiles& tiles, bool all) {
 #pragma unroll 1
-        for (u32 i = 0; i < SLOTS; i++) issue(seen, tiles);
+        for (u32 i = 0; i < (all ? SLOTS : SOME_SLOTS); i++) issue(seen, tiles);
+    }
+
+    // Asks for the others behind it.
+    inline void go_on(const Seen& seen, Tiles& tiles, bool had_all) {
+#pragma unroll 1
+        for (u32 i = had_all ? SLOTS : SOME_SLOTS; i < SLOTS; i++) issue(seen, tiles);
     }
 
     // Waits until nothing is under way.

@@ -6,13 +6,15 @@
 //
 // Launch    grid (n_ids), block (256), shared 0
 // Requires  table at a multiple of 16 bytes; d whole blocks
-// Exact. Capture: safe; ids are read at each run.
+// Exact. Capture: safe; ids are read at each run. The first kernel of a step: the next starts only when the steps before have
+// ended (overlap.cuh).
 #include "overlap.cuh"
 #include "packed.cuh"
 #include "quant.cuh"
 
 template <typename T> inline void gather_plain(float* y, const T* table, const i32* ids, u32 n_rows, u32 d) {
-    start();
+    wait_for_previous();
+    let_next_start();
     i32 id = ids[blockIdx.x];
     float* out = y + (u64)blockIdx.x * d;
     bool there = id >= 0 && (u32)id < n_rows;
@@ -23,7 +25,8 @@ template <typename T> inline void gather_plain(float* y, const T* table, const i
 
 template <typename Q> inline void gather_quant(float* y, const u8* table, const i32* ids, u32 n_rows, u32 d) {
     const u32 parts = Q::LEN / 8;
-    start();
+    wait_for_previous();
+    let_next_start();
     i32 id = ids[blockIdx.x];
     float* out = y + (u64)blockIdx.x * d;
     bool there = id >= 0 && (u32)id < n_rows;
@@ -48,7 +51,8 @@ template <typename Q> inline void gather_quant(float* y, const u8* table, const 
 }
 
 template <typename Q> inline void gather_packed(float* y, const u8* table, const i32* ids, u32 n_rows, u32 d) {
-    start();
+    wait_for_previous();
+    let_next_start();
     i32 id = ids[blockIdx.x];
     float* out = y + (u64)blockIdx.x * d;
     bool there = id >= 0 && (u32)id < n_rows;

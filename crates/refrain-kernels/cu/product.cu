@@ -17,8 +17,9 @@
 // Every block makes x for itself, from a row that is in the L2 cache, and keeps it in shared memory: as f32 for plain
 // weights, rounded to blocks of 32 signed bytes with a scale (the largest magnitude becomes 127, ties to even) for
 // quantised ones. Weights come in chunks by bulk copies into a ring of each warp, the first ones before the kernel waits
-// for x. A copy costs a multiprocessor about 25 cycles however small it is, and a warp some hundred cycles for each chunk:
-// chunks are as large as shared memory allows.
+// for x, and not all at once: the launch before is about to fetch its own x, and would wait behind them. A copy costs a
+// multiprocessor about 25 cycles however small it is, and a warp some hundred cycles for each chunk: chunks are as large as
+// shared memory allows.
 //
 // Launch    grid (at most one block for each multiprocessor), block (32 WARPS of the type), shared for the rings and x
 //           (src/product.rs)
@@ -42,7 +43,7 @@ struct Params {
     u8 stages;          // chunks in a warp's ring
     u8 second;          // bit i: weight i is of the second type
     u8 gate;            // 0: none, 1: SiLU, 2: GELU (tanh)
-    u8 unused;
+    u8 pace;            // cycles, in fours, from one chunk of the first filling of the rings to the next
     float inverse_k;
     float eps;
 };
@@ -460,6 +461,7 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     // What a warp found of tiles that others share: the one that it ends, and the one that it leaves to the next; of both
     // passes.
     __shared__ float parts[WARPS][2][2][ROWS];
+    u32 began = cycles_now();
     let_next_start();
 
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, stages = p.stages;
@@ -512,13 +514,15 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
         ahead_from = nullptr;
         ahead.next_pass(passes);
     };
-#pragma unroll 1
-    for (u32 i = 0; i < stages; i++) issue();
-
     touch(from.a);
     touch(out.bias[2]);
     Eight early;
     if (from.norm != nullptr) early = Eight(from.norm, 8 * threadIdx.x, p.k);
+#pragma unroll 1
+    for (u32 i = warp; i < stages * WARPS; i += WARPS) {
+        hold(began, 4 * p.pace * i);
+        issue();
+    }
 
     wait_for_previous();
     make_x<A>(x, padded, from, partial, early, p);

@@ -22,7 +22,7 @@ const SIZES: [(usize, usize); 3] = [(64, 8), (128, 8), (256, 4)];
 /// Numbers of query heads there are kernels for, each for all up to it.
 const HEADS: [usize; 3] = [2, 4, 8];
 /// Shared memory of each of a block's warps for keys and values of 16 bits.
-const RING_BYTES: usize = 8 << 10;
+const RING_BYTES: usize = 12 << 10;
 /// Contexts of at most so many positions have one block to a head; in longer ones the kernel chooses by the length.
 const ALONE: usize = 128;
 /// Counters of a row and block of heads, one for each warp that merges.
@@ -92,6 +92,9 @@ pub struct AttendArgs<'a> {
     /// products after it. So there is a block of this launch for every multiprocessor; those that have nothing to do are
     /// there all the same. Where it has more blocks than that, the next launch starts only when this one has ended.
     pub fills: bool,
+    /// The launch before this one reads for so long that all that a block has room for of the caches may be asked for beside
+    /// it. Otherwise two thirds of it are: what comes behind the wait, queries first, would wait for more.
+    pub early: bool,
     /// Names the step.
     pub step: &'a str,
 }
@@ -153,6 +156,7 @@ struct Sizes {
     eps: f32,
     kv_shift: u32,
     alone: u32,
+    early: u32,
     pages: PageSizes,
 }
 
@@ -279,6 +283,7 @@ fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize, alone: bool) -> 
         eps: a.norm.map_or(0.0, |norm| norm.eps),
         kv_shift: a.kv_block.trailing_zeros(),
         alone: u32::from(alone),
+        early: u32::from(a.early),
         pages: PageSizes {
             n_blocks: a.n_blocks as u32,
             n_kv_heads: a.n_kv_heads as u32,

@@ -87,7 +87,7 @@ pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
 pub use packed::{PACKED_DTYPES, PackArgs, pack, packed_bytes};
 pub use prebuilt::{prebuild, prebuilt_archs};
-pub use product::{LARGE_PRODUCT, MAX_PARTS, ProductArgs, ProductPart, has_product, products_join};
+pub use product::{MAX_PARTS, ProductArgs, ProductPart, has_product, products_join};
 pub use registry::{KernelInfo, kernels};
 pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;

@@ -18,14 +18,11 @@ pub const MAX_PARTS: usize = 3;
 
 /// Shared memory that the compiled code itself declares, rounded up.
 const STATIC_BYTES: usize = 4096;
-/// Products of so many bytes with plain weights have a multiprocessor's shared memory to themselves: their time is that of
-/// reading, which larger rings make shorter, and not that of starting, which they make longer.
-pub const LARGE_PRODUCT: usize = 96 << 20;
-const LARGE_RING_BYTES: usize = 192 << 10;
-/// Quantised ones of so many bytes have a ring of at least the second number of bytes: they still leave half of a
-/// multiprocessor, and smaller ones are better off with less.
-const LONG_BYTES: usize = 32 << 20;
-const LONG_RING_BYTES: usize = 80 << 10;
+/// Cycles for each 64 bytes of the first filling of rings. All at once would take the card two microseconds, in which what the
+/// launch before needs first, its x, waits behind it: so it is asked for about as fast as memory delivers. A gated product
+/// mostly comes behind a short one, whose whole time that is: slower still.
+const PACE: usize = 4;
+const GATED_PACE: usize = 7;
 /// Products of fewer bytes take no more of a ring than they fill: their time is that of their start, which others should
 /// be able to make beside them.
 const SMALL_BYTES: usize = 4 << 20;
@@ -45,17 +42,16 @@ impl Chunk {
     const fn of(dtype: DType) -> Option<Chunk> {
         match (dtype, Unit::of(dtype)) {
             (DType::BF16 | DType::F16, _) => {
-                Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, ring: 64 << 10 })
+                Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, ring: 96 << 10 })
             }
             (_, Some(Unit { cols, bytes, .. })) => {
                 // Few warps with large chunks read faster, many compute faster.
-                let (units, warps, ring) = match dtype {
-                    DType::Q8_0 => (2, 8, 88 << 10),
-                    DType::Q6_K => (1, 16, 80 << 10),
-                    _ => (if cols == 128 { 2 } else { 1 }, 16, 60 << 10),
+                let (units, warps) = match dtype {
+                    DType::Q8_0 => (2, 8),
+                    _ => (if cols == 128 { 2 } else { 1 }, 16),
                 };
                 let (cols, bytes) = (units * cols, units * bytes);
-                Some(Chunk { rows: TILE_ROWS, cols, bytes, warps, ring })
+                Some(Chunk { rows: TILE_ROWS, cols, bytes, warps, ring: 80 << 10 })
             }
             (_, None) => None,
         }
@@ -109,9 +105,6 @@ pub struct ProductArgs<'a> {
     pub gate: Option<Gate>,
     /// Columns of every `w`.
     pub k: usize,
-    /// Plain weights: blocks take a multiprocessor's shared memory for themselves, as those of a [`LARGE_PRODUCT`] do. Room for
-    /// the next launch is of no use where that one does not fit into it.
-    pub alone: bool,
     /// Names the step.
     pub step: &'a str,
 }
@@ -129,7 +122,8 @@ struct Params {
     stages: u8,
     second: u8,
     gate: u8,
-    unused: u8,
+    /// Cycles, in fours, from one chunk of the first filling of rings to the next.
+    pace: u8,
     inverse_k: f32,
     eps: f32,
 }
@@ -177,7 +171,7 @@ impl Kernels {
         );
         crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the products is empty");
         let (first, second) = dtypes(&case, a.parts)?;
-        let (Some(mut chunk), Some(other)) = (Chunk::of(first), Chunk::of(second)) else {
+        let (Some(chunk), Some(other)) = (Chunk::of(first), Chunk::of(second)) else {
             return Err(case.refuse("no kernel multiplies a row with this dtype".to_owned()));
         };
         let gated = a.gate.is_some();
@@ -207,13 +201,9 @@ impl Kernels {
         });
         let share = of_block.div_ceil(chunk.warps);
         let weights = weights.unwrap_or(usize::MAX);
-        let alone = a.alone || weights >= LARGE_PRODUCT;
-        if weights >= LONG_BYTES && first.is_quantized() {
-            chunk.ring = chunk.ring.max(LONG_RING_BYTES);
-        }
         // Small ones take no more of a ring than they fill.
         let most = if weights < SMALL_BYTES { share } else { usize::MAX };
-        let (stages, shared) = self.product_shared(&case, a.k, [chunk, other], alone, most)?;
+        let (stages, shared) = self.product_shared(&case, a.k, [chunk, other], most)?;
         let mut launch = self
             .launch(&name(first, second), case.u32("n", grid)?, 32 * chunk.warps as u32)?
             .shared(shared)
@@ -236,7 +226,7 @@ impl Kernels {
             stages,
             second: 0,
             gate: a.gate.map_or(0, gate_code),
-            unused: 0,
+            pace: pace(chunk.bytes.max(other.bytes), gated),
             inverse_k: 1.0 / a.k as f32,
             eps: a.eps,
         };
@@ -286,7 +276,6 @@ impl Kernels {
         case: &Case<'_>,
         k: usize,
         [chunk, other]: [Chunk; 2],
-        alone: bool,
         most: usize,
     ) -> Result<(u8, u32), KernelError> {
         let slot = chunk.bytes.max(other.bytes);
@@ -299,11 +288,10 @@ impl Kernels {
         };
         let limit = self.product_limit();
         let half = (self.shared_sm() / 2).saturating_sub(STATIC_BYTES);
-        let (ring, room) = if is_plain && alone { (LARGE_RING_BYTES, limit) } else { (chunk.ring, half) };
-        let wanted = (ring / (chunk.warps * slot)).min(most).clamp(1, 64);
+        let wanted = (chunk.ring / (chunk.warps * slot)).min(most).clamp(1, 64);
         let fits = |room: usize, stages: usize| bytes(stages) <= room.min(limit);
         // A long x may leave less than two chunks for each warp in a half: then there is no sharing.
-        let beside = (wanted.min(2)..=wanted).rev().find(|&stages| fits(room, stages));
+        let beside = (wanted.min(2)..=wanted).rev().find(|&stages| fits(half, stages));
         let Some(stages) = beside.or_else(|| (1..=wanted.min(2)).rev().find(|&stages| fits(limit, stages)))
         else {
             let need = bytes(1);
@@ -313,6 +301,12 @@ impl Kernels {
         };
         Ok((stages as u8, bytes(stages) as u32))
     }
+}
+
+/// [`Params::pace`] for chunks of so many bytes.
+const fn pace(bytes: usize, gated: bool) -> u8 {
+    let fours = bytes * if gated { GATED_PACE } else { PACE } / (64 * 4);
+    if fours < 255 { fours as u8 } else { 255 }
 }
 
 fn weight_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {

@@ -129,7 +129,6 @@ fn launches(
                 parts: &parts,
                 gate,
                 k,
-                alone: false,
                 step: "product",
             })
             .unwrap()

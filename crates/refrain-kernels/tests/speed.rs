@@ -86,6 +86,7 @@ fn attend_us(bed: &mut Bed, dtype: DType, head_dim: usize, context: usize) -> f6
             max_blocks,
             n_splits,
             fills: false,
+            early: false,
             step: "attend",
         })
     };

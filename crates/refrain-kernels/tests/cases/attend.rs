@@ -284,6 +284,7 @@ fn case(s: Setup) -> Case {
             max_blocks,
             n_splits: s.n_splits,
             fills: s.n_splits <= 2,
+            early: s.n_heads > s.n_kv_heads,
             step: "case",
         })?);
         Ok(())
@@ -377,6 +378,7 @@ pub fn same_bits_as_rope_kv(bed: &mut Bed) {
                 max_blocks,
                 n_splits: 1,
                 fills: true,
+                early: true,
                 step: "at once",
             });
             let launches = [apart.unwrap(), at_once.unwrap()];

@@ -170,7 +170,6 @@ fn case(s: &Shape<'_>) -> Case {
             parts: &parts,
             gate,
             k,
-            alone: with_bias,
             step: "case",
         })?);
         Ok(())
