@@ -8,7 +8,7 @@ use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, CastArgs, CopyArgs, GateArgs, GatherRowsArgs, KernelError,
     Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, ProductArgs, ProductPart,
     ReduceArgs, RmsNormArgs, RopeArgs, RopeKvArgs, SampleArgs, SoftmaxArgs, UnaryArgs, View,
-    attention_scratch_bytes, attention_splits, sample_scratch_bytes,
+    attention_scratch_bytes, attention_splits, sample_scratch_bytes, sample_state_bytes,
 };
 use refrain_tensor::DType;
 
@@ -17,7 +17,7 @@ use crate::error::CudaError;
 use crate::fused::{Row, Run};
 use crate::group::{Group, groups};
 use crate::prefill::{Areas, Prefill, Products};
-use crate::resident::Resident;
+use crate::resident::{COUNTER_BYTES, Resident};
 use crate::warm::WarmPlan;
 
 /// Whether there is a kernel for an op with these dtypes. Layouts are looked at when the plan is lowered.
@@ -115,6 +115,12 @@ pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32, blas: bool) -> u64 {
         }
     };
     plan.steps().iter().map(of).max().unwrap_or(0).max(Areas::of(plan, None, n_sms, blas).bytes())
+}
+
+/// What the choices of a plan keep between their launches, zero before and after.
+pub(crate) fn choice_bytes(plan: &Plan) -> u64 {
+    let choices = plan.steps().iter().filter(|step| matches!(step.op, Op::Sample));
+    choices.map(|step| sample_state_bytes(step.inputs[0].layout.shape().dims()[0])).max().unwrap_or(0)
 }
 
 /// Says of which attentions one launch cannot do all, and why; once for each reason.
@@ -658,6 +664,7 @@ impl Lowering<'_> {
             token: self.dense(step, &step.outputs[0])?,
             logprob: self.dense(step, &step.outputs[1])?,
             scratch: self.resident.scratch.slice(0, sample_scratch_bytes(n, vocab))?,
+            state: self.resident.counters.slice(COUNTER_BYTES, sample_state_bytes(n))?,
             n,
             vocab,
             n_history: ins[3].layout.shape().dim_back(0),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use refrain_driver::{Buf, Context, DriverError, Stream};
 use refrain_graph::{BufferId, Feedback, Op, Place, Plan, Ran, Reason, Segment, SegmentKind};
 use refrain_graph::{State, Weight};
-use refrain_kernels::{BlasLtShape, Digester, Kernels};
+use refrain_kernels::{BlasLtShape, Digester, Kernels, sample_state_bytes};
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
@@ -14,7 +14,7 @@ use crate::error::CudaError;
 use crate::feed;
 use crate::follow::Followed;
 use crate::host;
-use crate::lower::{Lowering, scratch_bytes};
+use crate::lower::{Lowering, choice_bytes, scratch_bytes};
 use crate::options::CudaOptions;
 use crate::prefill::{self, Areas, Products};
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
@@ -32,6 +32,8 @@ const GRAIN: u64 = 64 << 10;
 
 /// Scratch set aside for the attention of larger steps.
 const SCRATCH_RESERVE: u64 = 4 << 20;
+/// Rows of choices for which there is room from the start.
+const CHOICES_RESERVE: usize = 8;
 
 /// Names a program; never used twice.
 pub(crate) type ProgramId = u64;
@@ -291,6 +293,7 @@ impl Machine {
             scratch: scratch_bytes(plan, self.ctx.device().info().n_sms, self.products.blas.is_some())
                 .next_multiple_of(GRAIN),
             control: (plan.control().bytes() as u64).next_multiple_of(GRAIN).max(GRAIN),
+            choices: choice_bytes(plan),
         };
         if let Some(limit) = self.options.arena_limit_bytes.filter(|limit| needed.arena > *limit) {
             return Err(CudaError::ArenaTooLarge { need_bytes: needed.arena, limit_bytes: limit });
@@ -351,7 +354,9 @@ impl Machine {
         let n_sms = self.ctx.device().info().n_sms;
         let prompts = Areas::of(plan, Some(largest), n_sms, self.products.blas.is_some()).bytes();
         let scratch = scratch.max(prompts.next_multiple_of(GRAIN));
-        Room { arena, scratch, control: needed.control.max(4 * GRAIN) }
+        // A step that chooses nothing may come before those that do.
+        let choices = needed.choices.max(sample_state_bytes(CHOICES_RESERVE));
+        Room { arena, scratch, control: needed.control.max(4 * GRAIN), choices }
     }
 
     /// Frees graphs and memory.

@@ -30,7 +30,7 @@ const PACK_BYTES: u64 = 32 << 20;
 /// Rows of a tile.
 const PACK_ROWS: usize = 8;
 
-/// Counters of the kernels that have some.
+/// Counters of the kernels that have some. What choices keep lies behind them.
 pub(crate) const COUNTER_BYTES: u64 = 16 << 10;
 
 /// A model as the host holds it.
@@ -73,11 +73,16 @@ pub(crate) struct Room {
     pub(crate) arena: u64,
     pub(crate) scratch: u64,
     pub(crate) control: u64,
+    /// What choices keep between their two launches.
+    pub(crate) choices: u64,
 }
 
 impl Room {
     pub(crate) fn holds(&self, other: &Room) -> bool {
-        self.arena >= other.arena && self.scratch >= other.scratch && self.control >= other.control
+        self.arena >= other.arena
+            && self.scratch >= other.scratch
+            && self.control >= other.control
+            && self.choices >= other.choices
     }
 
     pub(crate) fn max(&self, other: &Room) -> Room {
@@ -85,6 +90,7 @@ impl Room {
             arena: self.arena.max(other.arena),
             scratch: self.scratch.max(other.scratch),
             control: self.control.max(other.control),
+            choices: self.choices.max(other.choices),
         }
     }
 }
@@ -154,7 +160,7 @@ pub(crate) struct Resident {
     /// Both of them.
     message: Buf,
     pub(crate) ring: Buf,
-    /// Zero between launches: kernels that count their blocks leave it so.
+    /// Zero between launches: kernels that count their blocks, and choices behind [`COUNTER_BYTES`], leave it so.
     pub(crate) counters: Buf,
     results: Buf,
     /// The host's end of the ring, until somebody takes it.
@@ -206,7 +212,7 @@ impl Places {
             weight_bytes: self.weight_bytes,
             kv_bytes: self.kv_bytes,
             arena_bytes: room.arena,
-            workspace_bytes: room.scratch + room.control + FEED_BYTES + COUNTER_BYTES,
+            workspace_bytes: room.scratch + room.control + FEED_BYTES + COUNTER_BYTES + room.choices,
             free_bytes: self.device.0,
             device_bytes: self.device.1,
         }
@@ -269,7 +275,7 @@ impl Resident {
             ("arena", room.arena),
             ("scratch", room.scratch),
             ("control", FEED_BYTES + room.control),
-            ("counters", COUNTER_BYTES),
+            ("counters", COUNTER_BYTES + room.choices),
         ];
         let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
         let results = layout.pinned("results", RESULT_BYTES);

@@ -23,7 +23,7 @@
 // (attend_lanes.cuh).
 //
 // Launch    grid (n_splits n_groups or more, n), n_groups being n_kv_heads ceil(group / per_block); block (256), shared
-//           WARPS * Core::WARP_BYTES. More blocks than that do nothing but be there (src/attend.rs says why).
+//           WARPS * warp_bytes. More blocks than that do nothing but be there (src/attend.rs says why).
 // Requires  head_dim a multiple of 8, at most DIMS; kv_block a power of two, at least 16; per_block at most HEADS;
 //           n_splits a power of two; caches and partials at multiples of 16 bytes; rows are of different sequences.
 //           inv_freq and norms are weights: they are read before the wait; so are positions, seqs and tables, as a
@@ -35,6 +35,7 @@
 // Capture: safe; the grid is fixed and all lengths are read on the device.
 #include "attend_lanes.cuh"
 #include "attend_tiles.cuh"
+#include "last.cuh"
 #include "reduce.cuh"
 #include "turn.cuh"
 #include "view.cuh"
@@ -55,21 +56,11 @@ struct Attend {
     u32 kv_shift;  // kv_block = 1 << kv_shift
     u32 alone;     // the next kernel starts only when this one has ended
     u32 early;     // all of a ring is asked for before the wait, else two thirds of it
+    u32 warp_bytes;
     Pages pages;
 };
 
 #ifndef REFRAIN_ON_HOST
-// Counts to n and starts again at zero; whether this was the n-th. What came before it in the warp is visible to
-// whoever counts after it.
-inline bool is_last(u32* counter, u32 n) {
-    u32 before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(counter), "r"(n - 1)
-                 : "memory");
-    return before == n - 1;
-}
-
 // The greatest of all lanes.
 inline u32 warp_most(u32 x) {
     u32 most;
@@ -119,7 +110,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     const u32 KEY = HEADS, VALUE = HEADS + 1, TILE = Core::TILE;
     const u32 FOURS = DIMS / 4, ALL_FOURS = HEADS * FOURS;
 
-    DYNAMIC_SHARED(space);  // Core::WARP_BYTES of each warp: its own, then what it leaves
+    DYNAMIC_SHARED(space);  // warp_bytes of each warp: its own, then what it leaves
     // Queries, key and value; zero behind head_dim.
     alignas(16) __shared__ float turned[HEADS + 2][DIMS];
     __shared__ typename Core::Queries queries;
@@ -192,7 +183,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     seen.head_dim = head_dim;
     seen.kv_shift = s.kv_shift;
     seen.kv_head = kv_head;
-    u8* own = space + warp * Core::WARP_BYTES;
+    u8* own = space + warp * s.warp_bytes;
     Core core;
     Tiles tiles;
     bool is_row, holds_new, has_new;
@@ -219,7 +210,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         for (int j = 0; j < PAIRS; j++) {
             if (lane + 32 * j < half) turn_of(position, freqs[j], s.magnitude, sines[j], cosines[j]);
         }
-        core.plan(seen, tiles, k_cache, v_cache, own, lane);
+        core.plan(seen, tiles, k_cache, v_cache, own, s.warp_bytes, lane);
         core.begin(seen, tiles, s.early != 0);
 
         wait_for_previous();
@@ -341,7 +332,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
 #pragma unroll
     for (u32 i = 0; i < WARPS / GROUPS; i++) {
         u32 w = member + i * GROUPS;
-        all.add(shares[w][h], *(const float4*)(space + w * Core::WARP_BYTES + 4 * (h * Core::PITCH + 4 * d)));
+        all.add(shares[w][h], *(const float4*)(space + w * s.warp_bytes + 4 * (h * Core::PITCH + 4 * d)));
     }
     all.add_lanes(PART);
     float* out = y + head_row * head_dim + 4 * d;

@@ -49,7 +49,6 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
     static const u32 ROWS = 32 / LANES, TILE = ROWS * AHEAD;
     static const u32 ALONE_TILES = 2;  // of each warp, up to which a block works alone
     static const u32 PITCH = DIMS;  // of what a warp leaves
-    static const u32 WARP_BYTES = 4 * HEADS * DIMS;
     // Two blocks to a multiprocessor, but for the many sums of eight heads.
     static const int BLOCKS = HEADS > 4 ? 1 : 2;
 
@@ -85,7 +84,7 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
 
     i32 first_block;
 
-    inline void plan(const Seen& seen, Tiles& tiles, const T* keys_of, const T* values_of, u8*, u32 of_warp) {
+    inline void plan(const Seen& seen, Tiles& tiles, const T* keys_of, const T* values_of, u8*, u32, u32 of_warp) {
         k_cache = keys_of;
         v_cache = values_of;
         lane = of_warp;

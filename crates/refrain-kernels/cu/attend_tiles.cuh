@@ -16,7 +16,8 @@ const float SLACK = 8.0f;
 
 template <typename T, int DIMS, int HEADS> struct Ring {
     static const u32 TILE = 16, CHUNKS = DIMS / 8, ROW_BYTES = 2 * DIMS, SLOT = TILE * ROW_BYTES;
-    static const u32 WARP_BYTES = 12 * 1024, SLOTS = WARP_BYTES / SLOT, SOME_SLOTS = SLOTS * 2 / 3;
+    // The launcher chooses one of these by what the card has of shared memory.
+    static const u32 MOST_SLOTS = 12 * 1024 / SLOT, LEAST_SLOTS = 8 * 1024 / SLOT;
     static const u32 ALONE_TILES = 128 / DIMS;  // of each warp, up to which a block works alone: 64 KiB
     static const u32 PITCH = DIMS + 8;  // of what a warp leaves, for heads that share no bank
     static const int BLOCKS = 2;
@@ -30,7 +31,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
 
     const T *k_cache, *v_cache;
     Place ring;
-    u32 lane;
+    u32 slots, lane;
     // The next copy: its number, of slots, and its tile's place; bit i of `missing`: tile i (of 32) is not there.
     u32 issued, slot_ahead, missing;
     u64 from;
@@ -60,10 +61,11 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         *(T*)(bytes + swizzled(head + 8, i / 8) + i % 8 * 2) = low;
     }
 
-    inline void plan(const Seen& seen, Tiles& tiles, const T* keys, const T* values, u8* space, u32 of_warp) {
+    inline void plan(const Seen& seen, Tiles& tiles, const T* keys, const T* values, u8* space, u32 bytes, u32 of_warp) {
         k_cache = keys;
         v_cache = values;
         ring = place_of(space);
+        slots = bytes / SLOT;
         lane = of_warp;
         issued = slot_ahead = missing = 0;
         ahead = tiles.first;
@@ -73,13 +75,23 @@ template <typename T, int DIMS, int HEADS> struct Ring {
     // Asks for slots before the wait; what the launch before still fetches waits behind them.
     inline void begin(const Seen& seen, Tiles& tiles, bool all) {
 #pragma unroll 1
-        for (u32 i = 0; i < (all ? SLOTS : SOME_SLOTS); i++) issue(seen, tiles);
+        for (u32 i = 0; i < (all ? slots : slots * 2 / 3); i++) issue(seen, tiles);
     }
 
     // Asks for the others behind it.
     inline void go_on(const Seen& seen, Tiles& tiles, bool had_all) {
 #pragma unroll 1
-        for (u32 i = had_all ? SLOTS : SOME_SLOTS; i < SLOTS; i++) issue(seen, tiles);
+        for (u32 i = had_all ? slots : slots * 2 / 3; i < slots; i++) issue(seen, tiles);
+    }
+
+    // Until the slot that was asked for first is there.
+    inline void wait_for_first() const {
+        if (slots == MOST_SLOTS) {
+            copies_wait<MOST_SLOTS - 1>();
+        } else {
+            copies_wait<LEAST_SLOTS - 1>();
+        }
+        __syncwarp();
     }
 
     // Waits until nothing is under way.
@@ -121,7 +133,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
             }
         }
         copies_end_group();
-        slot_ahead = slot_ahead + 1 == SLOTS ? 0 : slot_ahead + 1;
+        slot_ahead = slot_ahead + 1 == slots ? 0 : slot_ahead + 1;
     }
 
     float top, total, acc[DIMS / 8][4];
@@ -148,8 +160,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
 #pragma unroll 1
         for (u32 tile = tiles.first; tile < seen.end; tile += tiles.step) {
             bool is_missing = (missing >> n++ % 32 & 1) != 0;
-            copies_wait<SLOTS - 1>();
-            __syncwarp();
+            wait_for_first();
             // All slots are asked for: the next to be filled is the first that was.
             Place keys = ring + slot_ahead * SLOT + key_rows;
             float s[2][4] = {};
@@ -189,8 +200,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
                 weights[2 * i + 1] = pack(a - lower(high, T()), b - higher(high, T()), T());
             }
 
-            copies_wait<SLOTS - 1>();
-            __syncwarp();
+            wait_for_first();
             Place values = ring + slot_ahead * SLOT + value_rows;
 #pragma unroll
             for (u32 j = 0; j < DIMS / 8; j += 2) {

@@ -4,9 +4,10 @@
 // multiprocessors alike: attend.cu may leave it to its end, sample.cu calls it behind the wait. The second before it touches
 // anything that another kernel of a step writes. A kernel ends only after it waited, so waiting for one means waiting for
 // all before it. In between may be read: weights, which nothing writes in a step; guesses that are checked behind the wait;
-// and what earlier steps left and this one does not write, the caches (both: attend.cu). A step begins with gather.cu, which
-// lets nothing start before its own wait has ended: what is behind it finds the steps before complete. Before compute
-// capability 9.0 nothing overlaps and both are nothing.
+// what earlier steps left and this one does not write, the caches (both: attend.cu); and what the host sends before a step
+// (sample.cu, whose blocks leave before the wait if the parameters leave them nothing to do: its first one waits). A step
+// begins with gather.cu, which lets nothing start before its own wait has ended: what is behind it finds the steps before
+// complete. Before compute capability 9.0 nothing overlaps and both are nothing.
 #pragma once
 
 #if !defined(REFRAIN_ON_HOST) && __CUDA_ARCH__ >= 900

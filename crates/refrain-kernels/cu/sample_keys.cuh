@@ -11,42 +11,18 @@ const u32 SMALL_K = 64;
 // Keys of a warp of the first kernel, two to a lane, and warps to a chunk.
 const u32 GROUP = 64;
 const u32 GROUPS = CHUNK / GROUP;
-// Longest short list: one warp, eight keys to a lane.
+// Longest short list.
 const u32 LIST = 256;
-// Bins of logits that a chunk has sums for, from its best downward.
-const u32 BINS = 64;
-// Bytes of scratch for a chunk: keys and two running sums, what it says as a whole, two sums and a count for each bin.
-const u32 CHUNK_BYTES = CHUNK * 24 + 16 + BINS * 18;
+// Bytes of scratch for a chunk: its tokens, with their weights without a small top-k, as many places on a list, and what
+// it says as a whole.
+const u32 CHUNK_BYTES = CHUNK * 32 + 16;
 
 struct alignas(16) Two {
     u64 a, b;
 };
 
-struct alignas(16) TwoSums {
-    double a, b;
-};
-
-// How much of each chunk lies in its first bins: running sums, and how many keys these are. Bin i lies at i % BINS, so
-// that what is at one place is the same bin in every chunk that reaches it.
-struct Bins {
-    Bins() = default;
-    double* weights;   // [n_chunks, BINS]
-    double* tempered;  // [n_chunks, BINS], at the temperature
-    u16* counts;       // [n_chunks, BINS]
-
-    inline Bins(const void* at, u32 n_chunks) {
-        weights = (double*)at;
-        tempered = weights + n_chunks * BINS;
-        counts = (u16*)(tempered + n_chunks * BINS);
-    }
-};
-
 struct Larger {
     inline u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
-};
-
-struct Smaller {
-    inline u64 operator()(u64 a, u64 b) const { return a < b ? a : b; }
 };
 
 // Bits that compare as the numbers do; -0 below +0.
@@ -98,26 +74,6 @@ inline u32 top_k_of(float k) { return k >= 1.0f ? (k >= 2147483648.0f ? 0x800000
 
 inline bool is_small(u32 top_k) { return top_k >= 1 && top_k <= SMALL_K; }
 
-inline u64 row_bytes(u32 n_chunks) { return (u64)n_chunks * CHUNK_BYTES; }
-
-// Bins are as wide as the temperature asks for, a power of two, and lie at the same logits in every chunk.
-inline float bins_per_unit(float temperature) {
-    return temperature <= 1.0f ? 4.0f : temperature <= 2.0f ? 2.0f : temperature <= 4.0f ? 1.0f : 0.5f;
-}
-
-// Bins are exact for numbers up to this.
-const float MOST_BINNED = 1048576.0f;
-
-inline i32 bin_of(float logit, float per_unit) {
-    return (i32)fminf(fmaxf(floorf(logit * per_unit), -1e9f), 1e9f);
-}
-
-// How many bins a logit that is no better lies below that of `best`, at most BINS. Exact for a best within MOST_BINNED.
-inline u32 bins_below(float logit, float best, float per_unit) {
-    float n = floorf(best * per_unit) - floorf(logit * per_unit);
-    return n < (float)BINS ? (u32)n : BINS;
-}
-
 // Tokens are dealt in fours: neighbours in the vocabulary, which are often likely together, go to different chunks.
 struct Deal {
     u32 chunk, n_chunks;
@@ -125,8 +81,4 @@ struct Deal {
     inline bool has(i32 id) const { return id >= 0 && (u32)id / 4 % n_chunks == chunk; }
     inline u32 place(i32 id) const { return (u32)id / 4 / n_chunks * 4 + (u32)id % 4; }
     inline u32 first_id(u32 thread) const { return 4 * (thread / 2 * n_chunks + chunk) + thread % 2 * 2; }
-    inline u32 n_tokens(u32 vocab) const {
-        u32 fours = vocab / 4, n = 4 * (fours / n_chunks + (chunk < fours % n_chunks));
-        return fours % n_chunks == chunk ? n + vocab % 4 : n;
-    }
 };

@@ -1,5 +1,4 @@
-// sample_list.cuh: the short list of best keys, and the choice among them, for one block of sample.cu: 1024 threads,
-// or 256 for a small top-k.
+// sample_list.cuh: the short list of best keys, and the choice among them, for one block of sample.cu.
 #pragma once
 #include "sample_keys.cuh"
 
@@ -20,81 +19,38 @@ inline u32 philox(u32 position, u32 key0, u32 key1) {
 
 // What the second kernel knows of its row.
 struct Row {
-    const u64* keys;         // [n_chunks, 1024], each chunk sorted unless top-k is small
-    const double* weights;   // [n_chunks, 1024], running sums
-    const double* tempered;  // [n_chunks, 1024], running sums at the temperature
-    Bins bins;
-    u32 rng[3];  // seed low, seed high, position
+    const u64* keys;   // [n_chunks, 1024]
+    const u64* heads;  // [n_chunks, GROUPS], with a small top-k
+    u32 rng[3];        // seed low, seed high, position
     u32 n_chunks, vocab;
-    float top;
-    double total;
     float temperature;
-    double coldness;  // its inverse
-    i32 top_bin;
     u32 top_k;
     float top_p, min_p;
-    u32 threads;  // that look for cuts
-    u32 lanes;    // of them for each chunk, 2^lanes
+    float top;
+    double total;
+    double coldness;  // the temperature's inverse
 
     inline double uniform() const { return (double)((float)(philox(rng[2], rng[0], rng[1]) >> 8) / 16777216.0f); }
-    inline bool is_binned() const { return top >= -MOST_BINNED && top <= MOST_BINNED; }
 };
 
 // Places behind keys that are compared, with zeros in them, so that nothing has to ask where they end.
 const u32 AHEAD = 128;
-// Keys that are narrowed in shared memory, with one place more for each chunk.
-const u32 WINDOW = 2176;
-// Keys that a round of narrowing asks about.
-const u32 N_PIVOTS = 8;
 
-// A key, and how much its chunk holds down to it.
-struct alignas(16) Entry {
-    u64 key;
-    double sum;
-};
-
-// What the threads of the second kernel share.
+// What the threads share that choose with a small top-k.
 struct Desk {
-    Entry window[WINDOW];                  // of the keys low .. high of every chunk; also room for sums over bins
     alignas(16) u64 list[LIST + AHEAD];    // in no order
+    alignas(16) u64 heads[CHUNK + AHEAD];  // the best of each chunk
     u64 sorted[LIST];                      // the list, best first
     double weights[LIST];                  // theirs, relative to the row's best
     double tempered[LIST];                 // and at the temperature
-    double factor[2][CHUNK];               // a chunk's sums times this are relative to the row's best; tempered ones
-    i32 bins[CHUNK];                       // the bin of the chunk's best
-    u16 kept[CHUNK];                       // how many of a chunk's keys are candidates
-    u16 low[CHUNK];                        // the cut is not before this many
-    u16 high[CHUNK];                       // nor behind this many
-    union {
-        struct {                                   // for a small top-k
-            alignas(16) u64 heads[CHUNK + AHEAD];  // the best of each chunk
-            u32 groups[LIST];                      // groups of keys that reach into the list
-            u32 counts[256];                       // keys with each value of eight bits
-        };
-        u16 ranks[N_PIVOTS][CHUNK];  // how many of a chunk's keys are at or above each pivot
-    };
-    short at[CHUNK];                        // where a chunk's first key lies, or would lie, in the window or the list
-    u16 to[CHUNK];                         // where its key `low` is to lie on the list
-    u16 to_window[CHUNK];                  // and in the window, behind one place more
-    double bin_sums[3][BINS];              // of all chunks down to a bin: counts, weights, tempered weights
-    double partial[32][N_PIVOTS];
-    double above[N_PIVOTS];
-    u64 pivots[N_PIVOTS];
-    Two ends[32];
+    u32 groups[LIST];                      // groups of keys that reach into the list
+    u32 counts[256];                       // keys with each value of eight bits
     u64 key;
-    u32 n_list, n_groups, found;
+    u32 n_list, n_groups;
     u32 warps[32];
-    u32 laid[4];
     double sums[32];
-    double uniform, coldness, log_total;
+    double uniform;
 };
-
-static_assert(sizeof(Desk) <= 96 * 1024, "more than the launcher asks for");
-
-inline Desk& the_desk() {
-    DYNAMIC_SHARED(desk);
-    return *(Desk*)desk;
-}
 
 // What the chunks say together: the best, and the sum of all weights relative to it. For one warp, whose lanes bring
 // the first 32.
@@ -148,20 +104,6 @@ template <u32 N> inline double total_of(const Row& row, const Desk& desk) {
         for (u32 i = 0; i < 4; i++) total += sums[i];
     }
     return total;
-}
-
-// How many of the keys low .. high are at or above a key, given that the first `low` are.
-inline u32 rank(const u64* keys, u64 key, u32 low, u32 high) {
-#pragma unroll 1
-    while (low < high) {
-        u32 middle = (low + high) / 2;
-        if (keys[middle] >= key) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
 }
 
 // Calls f with each of n keys, how many of them are larger, and which of the lanes that share it this is, of how many.
@@ -225,8 +167,6 @@ template <u32 N> inline void sort_list(const Row& row, Desk& desk, u32 n, u32 mo
     __syncthreads();
 }
 
-inline bool reached(double sum, double target, bool beyond) { return beyond ? sum > target : sum >= target; }
-
 // The first 32 R of the sorted list as the first warp sees them: R places to a lane, in order.
 template <int R> struct Listed {
     inline u32 place(int r) const { return threadIdx.x % 32 * R + r; }
@@ -273,29 +213,6 @@ template <int R> struct Listed {
         return __shfl_sync(ALL_LANES, x, i / R);
     }
 };
-
-// Sorts a list of any length. For `threads` threads, after a barrier behind `end_list`; with one to come.
-inline void order_list(Desk& desk, u32 n, u32 threads) {
-    place_all(threads, desk.list, n, [&](u64 key, u32 place, u32 part, u32) {
-        if (part == 0) desk.sorted[place] = key;
-    });
-}
-
-// The first place of the sorted list of n where the weights, or without them the keys, together with what lies before,
-// reach the target; else n. For the first warp.
-template <int R>
-inline u32 place_of(const double* weights, u32 n, double before, double target, bool beyond) {
-    Listed<R> listed;
-    double sums[R];
-    if (weights == nullptr) {
-#pragma unroll
-        for (int r = 0; r < R; r++) sums[r] = listed.place(r) < n ? 1.0 : 0.0;
-    } else {
-        listed.take(sums, weights, n);
-    }
-    listed.sum_up(sums, before);
-    return listed.first(n, [&](int r) { return reached(sums[r], target, beyond); });
-}
 
 // The choice from the n best of the sorted list, among which are all that the filters can keep: its place. For the
 // first warp.

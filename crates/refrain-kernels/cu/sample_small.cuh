@@ -14,7 +14,7 @@ struct Groups {
     u64 heads[GROUPS_AHEAD];
 
     inline Groups(const Row& row) {
-        const u64* all = (const u64*)row.weights;
+        const u64* all = row.heads;
 #pragma unroll
         for (int i = 0; i < GROUPS_AHEAD; i++) {
             u32 g = threadIdx.x + i * SMALL_THREADS;
@@ -25,7 +25,7 @@ struct Groups {
     // Lists every group of this thread whose best is at or above a key.
     inline void list(const Row& row, Desk& desk, u64 least) const {
         u32 n = 0, n_all = row.n_chunks * GROUPS;
-        const u64* all = (const u64*)row.weights;
+        const u64* all = row.heads;
 #pragma unroll
         for (int i = 0; i < GROUPS_AHEAD; i++) n += heads[i] >= least;
         const u32 behind = threadIdx.x + GROUPS_AHEAD * SMALL_THREADS;
@@ -97,7 +97,7 @@ inline u32 heads_of_groups(const Row& row, Desk& desk) {
     u32 n = row.n_chunks * (GROUPS / join);
     for (u32 i = threadIdx.x; i < n; i += SMALL_THREADS) {
         u64 head = 0;
-        for (u32 j = 0; j < join; j++) head = Larger()(head, ((const u64*)row.weights)[i * join + j]);
+        for (u32 j = 0; j < join; j++) head = Larger()(head, row.heads[i * join + j]);
         desk.heads[i] = head;
     }
     end_list(desk.heads, n);

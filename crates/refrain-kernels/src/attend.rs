@@ -15,14 +15,19 @@ use crate::source::Family;
 use crate::twin::{Dense, fault, read_rows, run_f32};
 use crate::view::{Rows, View};
 
-/// Threads of a block.
+/// Threads of a block, and its warps.
 const BLOCK: u32 = 256;
+const N_WARPS: u32 = BLOCK / 32;
 /// Head sizes there are kernels for, each for all up to it, and the most query heads that a block of it serves.
 const SIZES: [(usize, usize); 3] = [(64, 8), (128, 8), (256, 4)];
 /// Numbers of query heads there are kernels for, each for all up to it.
 const HEADS: [usize; 3] = [2, 4, 8];
-/// Shared memory of each of a block's warps for keys and values of 16 bits.
+/// Shared memory of each of a block's warps for keys and values of 16 bits, and where a block cannot have so much.
 const RING_BYTES: usize = 12 << 10;
+const SMALL_RING_BYTES: usize = 8 << 10;
+/// What a block may have of shared memory from which on its warps have the larger rings. Compute capability 8.6, 8.9 and 12.0
+/// have 99 KiB.
+const LARGE_SHARED: usize = 128 << 10;
 /// Contexts of at most so many positions have one block to a head; in longer ones the kernel chooses by the length.
 const ALONE: usize = 128;
 /// Counters of a row and block of heads, one for each warp that merges.
@@ -157,6 +162,7 @@ struct Sizes {
     kv_shift: u32,
     alone: u32,
     early: u32,
+    warp_bytes: u32,
     pages: PageSizes,
 }
 
@@ -164,7 +170,9 @@ impl Kernels {
     /// Lets the kernels have their rings.
     pub(crate) fn allow_attend(&self) -> Result<(), KernelError> {
         all_kernels().try_for_each(|(dtype, size, heads)| {
-            Ok(self.get(&name(size, heads, dtype))?.allow_shared(shared_bytes(size, heads, dtype))?)
+            Ok(self
+                .get(&name(size, heads, dtype))?
+                .allow_shared(N_WARPS * warp_bytes(size, heads, dtype, self.shared_limit()))?)
         })
     }
 
@@ -194,9 +202,10 @@ impl Kernels {
         let blocks = a.n_splits * n_groups;
         let (blocks, alone) = placed(blocks, a.n, a.fills, self.n_sms());
         let grid = [case.u32("blocks", blocks)?, a.n as u32, 1];
-        let sizes = sizes(&case, a, per_block, alone)?;
+        let warp_bytes = warp_bytes(size, heads_of(per_block), a.cache_dtype, self.shared_limit());
+        let sizes = sizes(&case, a, per_block, alone, warp_bytes)?;
         let launch = self.launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?;
-        let launch = launch.shared(shared_bytes(size, heads_of(per_block), a.cache_dtype));
+        let launch = launch.shared(N_WARPS * warp_bytes);
         let launch = launch.step(a.step).write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?);
         let launch = match (a.n_splits, a.scratch, a.counters) {
             (1, ..) => launch.null().null(),
@@ -268,7 +277,13 @@ fn check(case: &Case<'_>, a: &AttendArgs<'_>) -> Result<(usize, usize), KernelEr
     Ok((size, group.div_ceil(group.div_ceil(most))))
 }
 
-fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize, alone: bool) -> Result<Sizes, KernelError> {
+fn sizes(
+    case: &Case<'_>,
+    a: &AttendArgs<'_>,
+    per_block: usize,
+    alone: bool,
+    warp_bytes: u32,
+) -> Result<Sizes, KernelError> {
     let window = a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
     Ok(Sizes {
         n_heads: a.n_heads as u32,
@@ -284,6 +299,7 @@ fn sizes(case: &Case<'_>, a: &AttendArgs<'_>, per_block: usize, alone: bool) -> 
         kv_shift: a.kv_block.trailing_zeros(),
         alone: u32::from(alone),
         early: u32::from(a.early),
+        warp_bytes,
         pages: PageSizes {
             n_blocks: a.n_blocks as u32,
             n_kv_heads: a.n_kv_heads as u32,
@@ -304,11 +320,10 @@ fn name(size: usize, per_block: usize, dtype: DType) -> String {
     format!("attend_d{size}_h{}_{}", heads_of(per_block), dtype.name().to_ascii_lowercase())
 }
 
-/// What the kernel's warps have of shared memory: rings, which what they found takes the place of, or that alone.
-fn shared_bytes(size: usize, heads: usize, dtype: DType) -> u32 {
-    let n_warps = BLOCK as usize / 32;
-    let bytes = if dtype != DType::F32 && size <= 128 { RING_BYTES } else { 4 * heads * size };
-    (n_warps * bytes) as u32
+/// What a warp has of shared memory: a ring, which what it found takes the place of, or that alone.
+fn warp_bytes(size: usize, heads: usize, dtype: DType, limit: usize) -> u32 {
+    let ring = if limit >= LARGE_SHARED { RING_BYTES } else { SMALL_RING_BYTES };
+    (if dtype != DType::F32 && size <= 128 { ring } else { 4 * heads * size }) as u32
 }
 
 /// Every kernel: cache type, head size and heads of a block.

@@ -12,7 +12,7 @@
 //! | load the kernels for a device | [`Kernels::load`] |
 //! | open a simulated device that knows the twins | [`simulated`], [`register_twins`] |
 //! | describe an op's launches | the methods of [`Kernels`]: one `Args` structure each |
-//! | know how much scratch an op needs | [`attention_scratch_bytes`], [`sample_scratch_bytes`] |
+//! | know how much scratch an op needs | [`attention_scratch_bytes`], [`sample_scratch_bytes`], [`sample_state_bytes`] |
 //! | compile ahead of time | [`prebuild`], [`prebuilt_archs`]; [`compile_all`], [`Kernels::with_prebuilt`] |
 //!
 //! # Conventions
@@ -92,6 +92,6 @@ pub use registry::{KernelInfo, kernels};
 pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;
 pub use rows::{ReduceArgs, SoftmaxArgs};
-pub use sample::{SampleArgs, sample_scratch_bytes};
+pub use sample::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
 pub use source::Family;
 pub use view::View;

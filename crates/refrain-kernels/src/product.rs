@@ -22,7 +22,7 @@ const STATIC_BYTES: usize = 4096;
 /// launch before needs first, its x, waits behind it: so it is asked for about as fast as memory delivers. A gated product
 /// mostly comes behind a short one, whose whole time that is: slower still.
 const PACE: usize = 4;
-const GATED_PACE: usize = 7;
+const GATED_PACE: usize = 6;
 /// Products of fewer bytes take no more of a ring than they fill: their time is that of their start, which others should
 /// be able to make beside them.
 const SMALL_BYTES: usize = 4 << 20;

@@ -1,10 +1,10 @@
 //! Choosing the next token on the device, with the semantics of `refrain_reference::sample_row`.
 //!
 //! Two launches. The first deals the vocabulary to chunks: each block adjusts its chunk's logits and sums its weights.
-//! The second lists the best keys (logit, id) of all chunks and applies the filters to that list. Without a small top-k
-//! the candidates may be too many for it; then the chunks are sorted too, and a cut is found by its bin of logits, and in
-//! that by asking each chunk how much lies above eight keys at a time. So nothing is merged, and ties fall to the
-//! smaller id.
+//! With a small top-k the second lists the best keys (logit, id) of all chunks and applies the filters to that list.
+//! Without one the first also adds the weights up by bins of logits; in these the second finds where the filters can cut
+//! and where the choice can lie, lists the keys that are there, and finds both on the list. So nothing is sorted, and
+//! ties fall to the smaller id.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
@@ -18,18 +18,29 @@ use crate::source::Family;
 use crate::twin::{count, read_rows};
 use crate::view::{Rows, View};
 
-/// Tokens that one block sorts.
+/// Tokens of one block of the first launch.
 const CHUNK: usize = 1024;
 /// Threads of that block: two tokens each.
 const CHUNK_THREADS: u32 = 512;
-/// Chunks that the second launch can look at, and its threads: one for each.
+/// Chunks that a row can have.
 const MAX_CHUNKS: usize = 1024;
-/// Key and two running sums for each token.
-const TOKEN_BYTES: u64 = 24;
-/// Maximum, its id, and the sum of each chunk; two sums and a count for each of its 64 bins.
-const CHUNK_BYTES: u64 = 16 + 64 * 18;
-/// Shared memory of the second launch's block: `Desk` in `sample_list.cuh` fits.
-const SELECT_SHARED_BYTES: u32 = 96 << 10;
+/// Chunks of a block of the second launch, and its threads.
+const SELECT_CHUNKS: usize = 4;
+const SELECT_THREADS: u32 = 512;
+/// Key and two weights for each token, and a place on the list for them.
+const TOKEN_BYTES: u64 = 32;
+/// Maximum, its id, and the sum of each chunk.
+const CHUNK_BYTES: u64 = 16;
+/// `Tail` in `sample_bins.cuh`: parts of long bins, counts and ends of the list.
+const TAIL_BYTES: u64 = 3 * 6 * 512 * 8 + 32;
+/// `State` in `sample_bins.cuh`: two weights and a count for each of 1024 bins, and a count of chunks.
+const STATE_BYTES: u64 = 3 * 1024 * 8 + 16;
+/// The largest top-k that leaves the state alone.
+const SMALL_K: usize = 64;
+/// Shared memory of the second launch's blocks, in which long lists are looked at as a whole, and where a block cannot have so
+/// much: compute capability 8.6, 8.9 and 12.0 have 99 KiB.
+const SELECT_SHARED_BYTES: u32 = 136 << 10;
+const SELECT_LEAST_SHARED_BYTES: u32 = 96 << 10;
 
 /// `token[i]` and `logprob[i]` are chosen from `logits[i]`.
 #[derive(Clone, Copy, Debug)]
@@ -52,6 +63,9 @@ pub struct SampleArgs<'a> {
     pub logprob: Buf,
     /// [`sample_scratch_bytes`], 16-byte aligned.
     pub scratch: Buf,
+    /// [`sample_state_bytes`], 16-byte aligned; zero before the first launch, and zero again after every choice. What was
+    /// left in it by a choice that was broken off costs time, but changes nothing.
+    pub state: Buf,
     /// Rows.
     pub n: usize,
     /// Tokens, at most 2^20.
@@ -70,8 +84,14 @@ pub fn sample_scratch_bytes(n: usize, vocab: usize) -> u64 {
     (n as u64).saturating_mul(row_bytes(vocab))
 }
 
+/// State that [`Kernels::sample`] needs, zero before the first launch and used by nothing else.
+#[must_use]
+pub fn sample_state_bytes(n: usize) -> u64 {
+    (n as u64).saturating_mul(STATE_BYTES)
+}
+
 fn row_bytes(vocab: usize) -> u64 {
-    (vocab.div_ceil(CHUNK) as u64).saturating_mul(CHUNK as u64 * TOKEN_BYTES + CHUNK_BYTES)
+    (vocab.div_ceil(CHUNK) as u64).saturating_mul(CHUNK as u64 * TOKEN_BYTES + CHUNK_BYTES) + TAIL_BYTES
 }
 
 impl Kernels {
@@ -87,11 +107,13 @@ impl Kernels {
         let params = case.words("params", a.params, &[a.n, SAMPLE_PARAMS])?;
         let scratch =
             case.buf("scratch", a.scratch, usize::try_from(sample_scratch_bytes(a.n, a.vocab)).ok(), 16)?;
+        let state = case.buf("state", a.state, usize::try_from(sample_state_bytes(a.n)).ok(), 16)?;
         let (n_history, n_bias) = (case.u32("n_history", a.n_history)?, case.u32("n_bias", a.n_bias)?);
         launches.push(
             self.launch("sample_chunks_f32", [n_chunks as u32, a.n as u32], CHUNK_THREADS)?
                 .step(a.step)
                 .write(scratch)
+                .read_write(state)
                 .read(logits)
                 .read(params)
                 .read(case.words("history", a.history, &[a.n, a.n_history])?)
@@ -103,15 +125,21 @@ impl Kernels {
                 .baked(Baked(n_bias)),
         );
         launches.push(
-            self.launch("sample_select_f32", a.n as u32, MAX_CHUNKS as u32)?
-                .step(a.step)
-                .shared(SELECT_SHARED_BYTES)
-                .write(case.words("token", a.token, &[a.n])?)
-                .write(case.words("logprob", a.logprob, &[a.n])?)
-                .read(scratch)
-                .read(params)
-                .read(case.words("rng", a.rng, &[a.n, 4])?)
-                .baked(Baked(a.vocab as u32)),
+            self.launch(
+                "sample_select_f32",
+                [n_chunks.div_ceil(SELECT_CHUNKS) as u32, a.n as u32],
+                SELECT_THREADS,
+            )?
+            .step(a.step)
+            .shared(self.select_shared())
+            .write(case.words("token", a.token, &[a.n])?)
+            .write(case.words("logprob", a.logprob, &[a.n])?)
+            .read_write(scratch)
+            .read_write(state)
+            .read(params)
+            .read(case.words("rng", a.rng, &[a.n, 4])?)
+            .baked(Baked(a.vocab as u32))
+            .baked(Baked(self.select_shared())),
         );
         Ok(())
     }
@@ -120,24 +148,32 @@ impl Kernels {
 impl Kernels {
     /// Raises what the second launch may ask for.
     pub(crate) fn allow_sample(&self) -> Result<(), KernelError> {
-        Ok(self.get("sample_select_f32")?.allow_shared(SELECT_SHARED_BYTES)?)
+        Ok(self.get("sample_select_f32")?.allow_shared(self.select_shared())?)
+    }
+
+    fn select_shared(&self) -> u32 {
+        if self.shared_limit() >= SELECT_SHARED_BYTES as usize {
+            SELECT_SHARED_BYTES
+        } else {
+            SELECT_LEAST_SHARED_BYTES
+        }
     }
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
-    let params = [P, P, P, P, P, P, size_of::<Rows>(), W, W, W];
+    let params = [P, P, P, P, P, P, P, size_of::<Rows>(), W, W, W];
     all.push(Entry::new(Family::Sample, "sample_chunks_f32", &params, chunks));
-    all.push(Entry::new(Family::Sample, "sample_select_f32", &[P, P, P, P, P, W], select));
+    all.push(Entry::new(Family::Sample, "sample_select_f32", &[P, P, P, P, P, P, W, W], select));
 }
 
 /// Leaves the adjusted logits in scratch.
 fn chunks(k: &mut SimKernel<'_>) -> KernelResult {
-    let (n, vocab, width, n_bias) = (k.config().grid[1] as usize, count(k, 7)?, count(k, 8)?, count(k, 9)?);
-    let mut logits = read_rows(k, k.ptr(1)?, k.arg(6)?, n, vocab)?;
-    let params: Vec<f32> = k.read(k.ptr(2)?, n * SAMPLE_PARAMS)?;
-    let history: Vec<i32> = k.read(k.ptr(3)?, n * width)?;
-    let bias_ids: Vec<i32> = k.read(k.ptr(4)?, n * n_bias)?;
-    let bias: Vec<f32> = k.read(k.ptr(5)?, n * n_bias)?;
+    let (n, vocab, width, n_bias) = (k.config().grid[1] as usize, count(k, 8)?, count(k, 9)?, count(k, 10)?);
+    let mut logits = read_rows(k, k.ptr(2)?, k.arg(7)?, n, vocab)?;
+    let params: Vec<f32> = k.read(k.ptr(3)?, n * SAMPLE_PARAMS)?;
+    let history: Vec<i32> = k.read(k.ptr(4)?, n * width)?;
+    let bias_ids: Vec<i32> = k.read(k.ptr(5)?, n * n_bias)?;
+    let bias: Vec<f32> = k.read(k.ptr(6)?, n * n_bias)?;
     for (row, logits) in logits.chunks_exact_mut(vocab).enumerate() {
         let sampling = Sampling {
             params: &params[row * SAMPLE_PARAMS..][..SAMPLE_PARAMS],
@@ -154,9 +190,9 @@ fn chunks(k: &mut SimKernel<'_>) -> KernelResult {
 }
 
 fn select(k: &mut SimKernel<'_>) -> KernelResult {
-    let (n, vocab) = (k.config().grid[0] as usize, count(k, 5)?);
-    let params: Vec<f32> = k.read(k.ptr(3)?, n * SAMPLE_PARAMS)?;
-    let rng: Vec<[u32; 4]> = k.read(k.ptr(4)?, n)?;
+    let (n, vocab) = (k.config().grid[1] as usize, count(k, 6)?);
+    let params: Vec<f32> = k.read(k.ptr(4)?, n * SAMPLE_PARAMS)?;
+    let rng: Vec<[u32; 4]> = k.read(k.ptr(5)?, n)?;
     for row in 0..n {
         let mut logits: Vec<f32> = k.read(k.ptr(2)?.add(row as u64 * row_bytes(vocab)), vocab)?;
         let mut params = params[row * SAMPLE_PARAMS..][..SAMPLE_PARAMS].to_vec();
@@ -170,6 +206,10 @@ fn select(k: &mut SimKernel<'_>) -> KernelResult {
         let (token, logprob) = sample_row(&mut logits, &sampling);
         k.write_one(k.ptr(0)?.add(4 * row as u64), token as i32)?;
         k.write_one(k.ptr(1)?.add(4 * row as u64), logprob)?;
+        let is_large = !matches!(params[SampleParam::TopK as usize] as usize, 1..=SMALL_K);
+        if params[SampleParam::Temperature as usize] > 0.0 && is_large {
+            k.write(k.ptr(3)?.add(row as u64 * STATE_BYTES), &[0_u8; STATE_BYTES as usize])?;
+        }
     }
     Ok(())
 }

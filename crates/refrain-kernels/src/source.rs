@@ -131,11 +131,12 @@ impl Family {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 17] = [
+pub(crate) const HEADERS: [(&str, &str); 21] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
+    ("last.cuh", include_str!("../cu/last.cuh")),
     ("mma.cuh", include_str!("../cu/mma.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
     ("packed.cuh", include_str!("../cu/packed.cuh")),
@@ -143,9 +144,12 @@ pub(crate) const HEADERS: [(&str, &str); 17] = [
     ("quant.cuh", include_str!("../cu/quant.cuh")),
     ("reduce.cuh", include_str!("../cu/reduce.cuh")),
     ("sample_bins.cuh", include_str!("../cu/sample_bins.cuh")),
-    ("sample_cut.cuh", include_str!("../cu/sample_cut.cuh")),
+    ("sample_choose.cuh", include_str!("../cu/sample_choose.cuh")),
+    ("sample_find.cuh", include_str!("../cu/sample_find.cuh")),
     ("sample_keys.cuh", include_str!("../cu/sample_keys.cuh")),
+    ("sample_large.cuh", include_str!("../cu/sample_large.cuh")),
     ("sample_list.cuh", include_str!("../cu/sample_list.cuh")),
+    ("sample_long.cuh", include_str!("../cu/sample_long.cuh")),
     ("sample_small.cuh", include_str!("../cu/sample_small.cuh")),
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),

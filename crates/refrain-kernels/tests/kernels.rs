@@ -10,6 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use bed::{Bed, Role, dense, f32s, i32s, normals, run_all};
+use refrain_driver::sim::SimOptions;
 use refrain_driver::{Layout, Method, RecordOptions, Ring};
 use refrain_kernels::{
     COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState, GemmArgs,
@@ -161,6 +162,16 @@ both! {
     fn commit_feeds_the_token_back_and_stops_at_the_end(bed) {
         commit_until_done(&mut bed);
     }
+}
+
+/// Compute capability 8.6, 8.9 and 12.0: attention has smaller rings there, and a choice fewer tokens in view.
+#[test]
+#[cfg_attr(not(feature = "host-tests"), ignore = "needs a C++ compiler: cargo xtask ci turns it on")]
+fn attention_and_sampling_agree_with_the_reference_where_a_block_has_99_kib_of_shared_memory() {
+    let mut bed = host::bed_on(SimOptions { shared_block_bytes: 99 << 10, ..SimOptions::default() });
+    // The other sizes see all cases.
+    run_all(&mut bed, cases::attend::attend().into_iter().step_by(4).collect());
+    run_all(&mut bed, cases::sample::sample().into_iter().step_by(4).collect());
 }
 
 #[test]

@@ -6,7 +6,7 @@ mod bed;
 use bed::{Bed, dense, f32s, i32s, normals};
 use refrain_driver::{Launch, Layout, Method, RecordOptions};
 use refrain_graph::SAMPLE_PARAMS;
-use refrain_kernels::{SampleArgs, sample_scratch_bytes};
+use refrain_kernels::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
 use refrain_testkit::Rng;
 
 /// Choices in a recording, and replays that are timed together.
@@ -16,28 +16,52 @@ const N_HISTORY: usize = 64;
 const N_BIAS: usize = 8;
 
 /// Temperature, top-k, top-p, min-p, repeat, frequency, presence; and the most microseconds that a vocabulary of
-/// 128,256 may take on an H200 without being a step back.
+/// 128,256 may take on an H200 without being a step back, for logits that are [`Shape::is_bounded`].
 const MODES: [(&str, [f32; 7], f64); 5] = [
-    ("greedy", [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0], 7.0),
-    ("top-k 40, top-p 0.95", [0.8, 40.0, 0.95, 0.0, 1.0, 0.0, 0.0], 12.0),
-    ("top-k 64, top-p 0.95, penalties", [0.8, 64.0, 0.95, 0.0, 1.1, 0.1, 0.1], 14.0),
-    ("top-p 0.95", [0.8, 0.0, 0.95, 0.0, 1.0, 0.0, 0.0], 30.0),
-    ("temperature", [0.8, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0], 20.0),
+    ("greedy", [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0], 6.5),
+    ("top-k 40, top-p 0.95", [0.8, 40.0, 0.95, 0.0, 1.0, 0.0, 0.0], 10.5),
+    ("top-k 64, top-p 0.95, penalties", [0.8, 64.0, 0.95, 0.0, 1.1, 0.1, 0.1], 13.0),
+    ("top-p 0.95", [0.8, 0.0, 0.95, 0.0, 1.0, 0.0, 0.0], 29.0),
+    ("temperature", [0.8, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0], 21.0),
 ];
 
-/// As a model's: a few likely tokens, and many that are not. Or a bell, whose likely tokens are thousands.
-fn logits(vocab: usize, peaked: bool) -> Vec<f32> {
-    let mut values: Vec<f32> =
-        normals(vocab, 5).into_iter().map(|v| if peaked { 2.0 } else { 3.0 } * v).collect();
-    let mut rng = Rng::new(6);
-    for rank in 0..if peaked { 2000 } else { 0 } {
-        values[rng.below(vocab)] = 20.0 - 1.5 * (1.0 + rank as f32).ln();
+/// What logits are like.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Shape {
+    /// As a model's: a few likely tokens, and many that are not.
+    Peaked,
+    /// A bell with this standard deviation: thousands of likely tokens, and nearly all of them when it is narrow.
+    Bell(f32),
+    Equal,
+}
+
+impl Shape {
+    /// What no model gives is only printed.
+    fn is_bounded(self) -> bool {
+        match self {
+            Shape::Peaked => true,
+            Shape::Bell(sigma) => sigma >= 1.0,
+            Shape::Equal => false,
+        }
     }
-    values
+
+    fn logits(self, vocab: usize) -> Vec<f32> {
+        let sigma = match self {
+            Shape::Peaked => 2.0,
+            Shape::Bell(sigma) => sigma,
+            Shape::Equal => 0.0,
+        };
+        let mut values: Vec<f32> = normals(vocab, 5).into_iter().map(|v| 1.5 + sigma * v).collect();
+        let mut rng = Rng::new(6);
+        for rank in 0..if self == Shape::Peaked { 2000 } else { 0 } {
+            values[rng.below(vocab)] = 20.0 - 1.5 * (1.0 + rank as f32).ln();
+        }
+        values
+    }
 }
 
 /// Microseconds for one choice in the middle of a chain, for each mode.
-fn measure(bed: &mut Bed, vocab: usize, peaked: bool) -> Vec<f64> {
+fn measure(bed: &mut Bed, vocab: usize, shape: Shape) -> Vec<f64> {
     let mut layout = Layout::new("speed");
     let scratch = sample_scratch_bytes(1, vocab);
     let regions = [
@@ -50,10 +74,11 @@ fn measure(bed: &mut Bed, vocab: usize, peaked: bool) -> Vec<f64> {
         ("token", 4),
         ("logprob", 4),
         ("scratch", scratch),
+        ("state", sample_state_bytes(1)),
     ]
     .map(|(name, bytes)| layout.device(name, bytes));
     let memory = bed.plan(&layout);
-    let [logits_at, params, rng, history, bias_ids, bias, token, logprob, scratch] =
+    let [logits_at, params, rng, history, bias_ids, bias, token, logprob, scratch, state] =
         regions.map(|r| memory.buf(r));
     let args = SampleArgs {
         logits: dense(logits_at, &[1, vocab]),
@@ -65,6 +90,7 @@ fn measure(bed: &mut Bed, vocab: usize, peaked: bool) -> Vec<f64> {
         token,
         logprob,
         scratch,
+        state,
         n: 1,
         vocab,
         n_history: N_HISTORY,
@@ -75,7 +101,8 @@ fn measure(bed: &mut Bed, vocab: usize, peaked: bool) -> Vec<f64> {
     (0..CHAIN).for_each(|_| bed.kernels.sample(&args, &mut launches).unwrap());
     let mut lease = memory.lease().unwrap();
     let mut set = |buf, bytes: &[u8]| bed.stream.upload(&mut lease, buf, bytes).unwrap();
-    set(logits_at, &f32s(&logits(vocab, peaked)));
+    set(state, &vec![0; state.len() as usize]);
+    set(logits_at, &f32s(&shape.logits(vocab)));
     set(rng, &i32s(&[1, 2, 3, 0]));
     set(history, &i32s(&(0..N_HISTORY as i32).map(|i| 7 * i % 50).collect::<Vec<_>>()));
     set(bias_ids, &i32s(&[-1; N_BIAS]));
@@ -111,12 +138,19 @@ fn choosing_a_token_costs_microseconds_in_a_recorded_chain() {
     let mut bed = Bed::gpu();
     let mut slow = Vec::new();
     for vocab in [128_256, 262_144] {
-        for peaked in [true, false] {
-            let shape = if peaked { "peaked" } else { "bell" };
-            for ((name, _, limit), us) in MODES.into_iter().zip(measure(&mut bed, vocab, peaked)) {
-                println!("sample {vocab} {shape:6} {name:32} {us:7.2} us");
-                if vocab == 128_256 && us > limit {
-                    slow.push(format!("{name} over {shape} logits: {us:.1} us, at most {limit}"));
+        for shape in [
+            Shape::Peaked,
+            Shape::Bell(3.0),
+            Shape::Bell(2.0),
+            Shape::Bell(1.0),
+            Shape::Bell(0.1),
+            Shape::Equal,
+        ] {
+            for ((name, _, limit), us) in MODES.into_iter().zip(measure(&mut bed, vocab, shape)) {
+                let shape_name = format!("{shape:?}");
+                println!("sample {vocab} {shape_name:9} {name:32} {us:7.2} us");
+                if vocab == 128_256 && shape.is_bounded() && us > limit {
+                    slow.push(format!("{name} over {shape:?} logits: {us:.1} us, at most {limit}"));
                 }
             }
         }
@@ -128,6 +162,6 @@ fn choosing_a_token_costs_microseconds_in_a_recorded_chain() {
 
 #[test]
 fn the_chain_that_is_timed_runs() {
-    let times = measure(&mut Bed::sim(), 1500, true);
+    let times = measure(&mut Bed::sim(), 1500, Shape::Peaked);
     assert_eq!(times.len(), MODES.len());
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::capture::Capture;
-use super::functions::{MAX_BLOCK_THREADS, N_SMS, SHARED_BLOCK_BYTES, SHARED_SM_BYTES, blocks_per_sm};
+use super::functions::{MAX_BLOCK_THREADS, N_SMS, SHARED_SM_BYTES, blocks_per_sm};
 use super::graphs::{FlatGraph, GraphDef, GraphRun, GraphSlot, NodeWork};
 use super::memory::Owner;
 use super::modules::entries;
@@ -112,8 +112,9 @@ impl Api for SimDriver {
             n_sms: N_SMS,
             total_bytes: state.memory.info().1,
             l2_bytes: 50 << 20,
-            shared_block_bytes: SHARED_BLOCK_BYTES,
-            shared_sm_bytes: SHARED_SM_BYTES,
+            shared_block_bytes: state.shared_block_bytes,
+            // One block leaves a kilobyte to the system.
+            shared_sm_bytes: SHARED_SM_BYTES.min(state.shared_block_bytes + 1024),
             pci: format!("0000:{ordinal:02x}:00.0"),
             uuid,
             ..DeviceInfo::named("Refrain simulated device")
@@ -513,8 +514,9 @@ impl Api for SimDriver {
         value: i32,
     ) -> Raw<()> {
         let mut state = self.enter(Call::FunctionSetAttribute)?;
+        let shared_block_bytes = state.shared_block_bytes;
         let f = state.functions.get_mut(&function).ok_or(Code::INVALID_HANDLE)?;
-        f.set_attribute(attribute, value)
+        f.set_attribute(attribute, value, shared_block_bytes)
     }
 
     fn occupancy(&self, function: FunctionHandle, block_threads: u32, shared_bytes: u32) -> Raw<u32> {

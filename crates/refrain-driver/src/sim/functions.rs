@@ -40,8 +40,13 @@ impl Function {
         }
     }
 
-    pub(super) fn set_attribute(&mut self, attribute: FunctionAttribute, value: i32) -> Raw<()> {
-        let most_shared = SHARED_BLOCK_BYTES.saturating_sub(self.twin.static_shared_bytes) as i32;
+    pub(super) fn set_attribute(
+        &mut self,
+        attribute: FunctionAttribute,
+        value: i32,
+        shared_block_bytes: u32,
+    ) -> Raw<()> {
+        let most_shared = shared_block_bytes.saturating_sub(self.twin.static_shared_bytes) as i32;
         let legal = match attribute {
             FunctionAttribute::MaxDynamicSharedBytes => (0..=most_shared).contains(&value),
             FunctionAttribute::PreferredSharedCarveout => (-1..=100).contains(&value),

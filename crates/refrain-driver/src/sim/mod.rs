@@ -70,6 +70,8 @@ pub struct SimOptions {
     pub schedule: Schedule,
     /// Number of devices.
     pub n_devices: u32,
+    /// The most shared memory that a block can have: 227 KiB on compute capability 9.0, 99 KiB on 8.6, 8.9 and 12.0.
+    pub shared_block_bytes: u32,
 }
 
 impl Default for SimOptions {
@@ -82,6 +84,7 @@ impl Default for SimOptions {
             host_bytes: 1 << 30,
             schedule: Schedule::Seeded,
             n_devices: 1,
+            shared_block_bytes: functions::SHARED_BLOCK_BYTES,
         }
     }
 }

@@ -70,6 +70,7 @@ pub(super) struct State {
     pub(super) strict: bool,
     pub(super) schedule: Schedule,
     pub(super) n_devices: u32,
+    pub(super) shared_block_bytes: u32,
     next_handle: u64,
     /// The sticky fault: what every call returns from now on.
     pub(super) lost: Option<Code>,
@@ -112,6 +113,7 @@ impl State {
             strict: options.strict,
             schedule: options.schedule,
             n_devices: options.n_devices,
+            shared_block_bytes: options.shared_block_bytes,
             // Past the values that mean the legacy stream, and nothing like a pointer.
             next_handle: 0x100,
             lost: None,

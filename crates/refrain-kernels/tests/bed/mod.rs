@@ -173,6 +173,12 @@ impl Case {
                 .replay(&mut lease, &mut bed.stream)
                 .and_then(|out| out.read(&mut bed.stream, pool, &mut replayed))
                 .map_err(text)?;
+            for (role, &(at, n)) in self.roles.iter().zip(&places) {
+                // In what order a kernel's blocks list something there is up to them.
+                if matches!(role, Role::Scratch(_)) {
+                    replayed[at..at + n].copy_from_slice(&eager[at..at + n]);
+                }
+            }
             if let Some(at) = eager.iter().zip(&replayed).position(|(a, b)| a != b) {
                 return Err(format!("{method} differs from eager at byte {at}"));
             }

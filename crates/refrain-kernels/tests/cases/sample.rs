@@ -1,7 +1,7 @@
 //! Choosing tokens.
 
 use refrain_graph::{Op, SAMPLE_PARAMS, TensorType};
-use refrain_kernels::{SampleArgs, sample_scratch_bytes};
+use refrain_kernels::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
 use refrain_tensor::DType;
 use refrain_testkit::{Rng, Tol};
 
@@ -68,39 +68,69 @@ pub fn sample() -> Vec<Case> {
     }
     let [plain, large, top_k] = [OFF, with(&[(2, 0.99)]), with(&[(0, 1.3), (1, 40.0), (2, 0.95)])];
     cases.push(sample_case("a large vocabulary", 40_000, &[plain, large, top_k], Logits::Normal, 92));
-    for vocab in [7, 4099] {
+    for vocab in [7, 1023, 4099] {
         cases.extend(KINDS.map(|kind| {
             sample_case(&format!("hard {kind:?}, vocab {vocab}"), vocab, &hard(), kind, 200 + vocab as u64)
         }));
     }
+    // More keys in a bin than fit in shared memory.
+    for kind in [Logits::AllEqual, Logits::Sigma(0.01)] {
+        cases.push(sample_case(&format!("long {kind:?}"), 9000, &hard(), kind, 93));
+    }
+    cases.extend([Left::Rubbish, Left::Chunks].map(|left| broken_off(left, 5000)));
     cases
 }
 
-const KINDS: [Logits; 7] = [
+const KINDS: [Logits; 11] = [
     Logits::Normal,
     Logits::AllEqual,
     Logits::Spike,
     Logits::Ramp,
     Logits::OneChunk,
     Logits::Far,
-    Logits::Flat,
+    Logits::Sigma(0.3),
+    Logits::Sigma(1.0),
+    Logits::Sigma(6.0),
+    Logits::Sigma(40.0),
+    Logits::TwoValues,
 ];
 
 /// The vocabularies of real models, and all that makes a choice hard to find in them.
 pub fn large() -> Vec<Case> {
     let mut cases = Vec::new();
-    for vocab in [49_152, 128_256, 262_144] {
+    for vocab in [63, 49_152, 128_256, 262_144] {
         for (i, kind) in KINDS.into_iter().enumerate() {
             // The reference sorts each row, so the kinds share the filters.
             let some: Vec<_> = hard().into_iter().skip(i % 3).step_by(3).collect();
             cases.push(sample_case(&format!("large {kind:?}, vocab {vocab}"), vocab, &some, kind, 300));
         }
     }
+    for kind in [Logits::Normal, Logits::Sigma(1.0), Logits::AllEqual] {
+        let some = [OFF, with(&[(0, 0.8), (2, 0.95)]), with(&[(1, 5000.0), (2, 0.9)])];
+        cases.push(sample_case(&format!("large {kind:?}, vocab 2^20"), 1 << 20, &some, kind, 301));
+    }
+    cases.extend([Left::Rubbish, Left::Chunks].map(|left| broken_off(left, 128_256)));
     cases
 }
 
+/// What lies in the state before a choice.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Left {
+    Nothing,
+    Rubbish,
+    /// The first launch of a choice whose second was never made.
+    Chunks,
+}
+
+/// A choice behind one that was broken off: the same token, and a clean state.
+fn broken_off(left: Left, vocab: usize) -> Case {
+    let rows = [OFF, with(&[(0, 0.8), (2, 0.95)]), with(&[(1, 700.0), (2, 0.9)])];
+    let name = format!("after {left:?}, vocab {vocab}");
+    sample_case_after(left, &name, vocab, &rows, Logits::Normal, 94)
+}
+
 /// Filters that cut everywhere: inside the best few, far behind them, and nowhere.
-fn hard() -> [[f32; 7]; 16] {
+fn hard() -> [[f32; 7]; 22] {
     [
         OFF,
         with(&[(0, 0.0)]),
@@ -118,6 +148,12 @@ fn hard() -> [[f32; 7]; 16] {
         with(&[(2, 0.5), (3, 0.2)]),
         with(&[(0, 2.0), (3, 1e-4)]),
         with(&[(0, 0.9), (2, 0.99), (4, 1.2), (5, 0.3), (6, -0.2)]),
+        with(&[(0, 0.05), (2, 0.9)]),
+        with(&[(0, 5.0), (2, 0.95)]),
+        with(&[(0, 0.01), (2, 0.95)]),
+        with(&[(0, 0.8), (1, 3000.0), (2, 0.7)]),
+        with(&[(3, 0.05)]),
+        with(&[(0, 12.0), (1, 500.0), (2, 0.9), (3, 1e-3)]),
     ]
 }
 
@@ -138,8 +174,9 @@ enum Logits {
     OneChunk,
     /// So large that the kernel's bins are of no use; and many ties, since little is left behind the point.
     Far,
-    /// Most tokens are about as likely, so that a cut lies among many.
-    Flat,
+    /// A bell with this standard deviation: from most tokens about as likely to more range than the bins have.
+    Sigma(f32),
+    TwoValues,
 }
 
 fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
@@ -158,7 +195,8 @@ fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
             Logits::Ramp => *v = -1e-3 * token as f32,
             Logits::OneChunk if (token / 4).is_multiple_of(vocab.div_ceil(1024)) => *v = 20.0 + 0.1 * *v,
             Logits::Far => *v += 3e6,
-            Logits::Flat => *v *= 0.1,
+            Logits::Sigma(sigma) => *v *= sigma / 3.0,
+            Logits::TwoValues => *v = if *v > 1.0 { 2.25 } else { 2.21 },
             Logits::SomeNan | Logits::PlusInf | Logits::MostlyMinusInf => {}
             Logits::Spike | Logits::OneChunk => {}
         }
@@ -167,6 +205,17 @@ fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
 }
 
 fn sample_case(name: &str, vocab: usize, rows: &[[f32; 7]], kind: Logits, seed: u64) -> Case {
+    sample_case_after(Left::Nothing, name, vocab, rows, kind, seed)
+}
+
+fn sample_case_after(
+    left: Left,
+    name: &str,
+    vocab: usize,
+    rows: &[[f32; 7]],
+    kind: Logits,
+    seed: u64,
+) -> Case {
     // In the larger ones more history than a block has threads.
     let (n, n_history, n_bias) = (rows.len(), if vocab < 1000 { 9 } else { 300 }, 4);
     let mut rng = Rng::new(seed + 1000);
@@ -191,6 +240,7 @@ fn sample_case(name: &str, vocab: usize, rows: &[[f32; 7]], kind: Logits, seed: 
         Operand(DType::I32, contiguous(&[n, n_bias]), &bias_ids),
         Operand(DType::F32, contiguous(&[n, n_bias]), &bias),
     ];
+    let state = sample_state_bytes(n) as usize;
     let ty = |dtype| TensorType::new(dtype, shape(&[n]));
     let mut outputs = [(ty(DType::I32), vec![0; 4 * n]), (ty(DType::F32), vec![0; 4 * n])];
     reference(&Op::Sample, &inputs, &mut outputs);
@@ -207,6 +257,12 @@ fn sample_case(name: &str, vocab: usize, rows: &[[f32; 7]], kind: Logits, seed: 
             Role::In(bias_ids),
             Role::In(bias),
             Role::Scratch(sample_scratch_bytes(n, vocab) as usize),
+            Role::InOut {
+                before: vec![if left == Left::Rubbish { 0xcd } else { 0 }; state],
+                after: vec![0; state],
+                dtype: DType::F32,
+                tol: Tol::Bits,
+            },
         ],
         move |kernels, b, out| {
             let args = SampleArgs {
@@ -219,12 +275,17 @@ fn sample_case(name: &str, vocab: usize, rows: &[[f32; 7]], kind: Logits, seed: 
                 token: b[0],
                 logprob: b[1],
                 scratch: b[8],
+                state: b[9],
                 n,
                 vocab,
                 n_history,
                 n_bias,
                 step: "case",
             };
+            if left == Left::Chunks {
+                kernels.sample(&args, out)?;
+                out.pop();
+            }
             kernels.sample(&args, out)
         },
     )

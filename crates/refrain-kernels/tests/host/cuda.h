@@ -15,6 +15,7 @@
 #define __global__
 #define __shared__ static  // blocks run one after another
 #define __launch_bounds__(...)
+#define __noinline__
 
 struct Index { unsigned x, y, z; };
 extern Index threadIdx, blockIdx, blockDim, gridDim;
@@ -35,6 +36,8 @@ template <typename To, typename From> To same_bits(From x) {
 }
 inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
+inline double __longlong_as_double(long long x) { return same_bits<double>(x); }
+inline long long __double_as_longlong(double x) { return same_bits<long long>(x); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -62,17 +65,18 @@ inline int dot_bytes(unsigned q, unsigned x, int sum, bool is_signed) {
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
+inline int __clzll(unsigned long long x) { return x == 0 ? 64 : __builtin_clzll(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 // Threads take turns, so nothing comes between.
-inline unsigned atomicAdd(unsigned* p, unsigned x) {
-    unsigned before = *p;
+template <typename T> T atomicAdd(T* p, T x) {
+    T before = *p;
     *p += x;
     return before;
 }
 
-inline unsigned atomicMax(unsigned* p, unsigned x) {
-    unsigned before = *p;
-    *p = max(before, x);
+template <typename T> T atomicMax(T* p, T x) {
+    T before = *p;
+    *p = before > x ? before : x;
     return before;
 }
 

@@ -23,8 +23,13 @@ static TURN: Mutex<()> = Mutex::new(());
 
 /// A simulated device on which kernels run as compiled for the host.
 pub fn bed() -> Bed {
+    bed_on(SimOptions::default())
+}
+
+/// The same with something else about the device.
+pub fn bed_on(options: SimOptions) -> Bed {
     let run = build();
-    let sim = SimDriver::new(SimOptions { seed: 3, ..SimOptions::default() });
+    let sim = SimDriver::new(SimOptions { seed: 3, ..options });
     let regions = Regions::default();
     for info in kernels() {
         let (regions, name) = (Regions::clone(&regions), CString::new(info.name.as_str()).unwrap());
@@ -111,6 +116,7 @@ fn launch(
             48 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 12]>(i)?)),
             72 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 18]>(i)?)),
             76 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 19]>(i)?)),
+            80 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 20]>(i)?)),
             n => panic!("{name:?} has a parameter of {n} bytes"),
         }
     }
