@@ -134,8 +134,9 @@ struct ChunkBins {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float logit = key_logit(tokens[r].key);
-            at[r] = tokens[r].key == 0 ? REACH : bins.below(logit);
-            below[r] = at[r] < REACH ? (double)logit - bins.upper_edge(at[r]) : 0.0;
+            // What weighs nothing is in no bin, be it the best of its chunk.
+            at[r] = tokens[r].key == 0 || logit == -inf_f32() ? REACH : bins.below(logit);
+            below[r] = at[r] < REACH ? (double)logit - bins.upper_edge(at[r]) : -(double)inf_f32();
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {

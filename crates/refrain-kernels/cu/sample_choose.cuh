@@ -125,7 +125,8 @@ inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chun
 #pragma unroll 1
     for (u32 i = c; i < sizeof(State) / 16; i += SELECT_THREADS) ((Two*)state)[i] = Two{0, 0};
     if (!proper) return true;
-    if (large.is_short) {
+    // Weights say that they are not more; if they were, the other way is as right.
+    if (large.is_short && n <= LIST) {
         chosen = choose_short(large, some[0], n);
         if (c == 0) log_total = table.log_total;
         return true;

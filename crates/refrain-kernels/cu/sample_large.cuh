@@ -73,7 +73,8 @@ struct Large {
             if (stage == 2 && !top_p_cuts()) continue;
             if (stage == 3) least_at = min(least_at, m_at), most_at = min(most_at, m_at);
             if (stage == 3 && use == USE_COLD) break;
-            if (stage == 3 && !top_k_cuts() && most_at < BINS && upto(COUNTED, most_at) <= short_list()) {
+            // Further down bins do not have all that lies there.
+            if (stage == 3 && !top_k_cuts() && most_at < REACH && upto(COUNTED, most_at) <= short_list()) {
                 is_short = true;
                 p_from = 0, p_to = most_at, m_at = BINS, to = 0;
                 return;

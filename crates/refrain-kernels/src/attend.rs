@@ -25,9 +25,9 @@ const HEADS: [usize; 3] = [2, 4, 8];
 /// Shared memory of each of a block's warps for keys and values of 16 bits, and where a block cannot have so much.
 const RING_BYTES: usize = 12 << 10;
 const SMALL_RING_BYTES: usize = 8 << 10;
-/// What a block may have of shared memory from which on its warps have the larger rings. Compute capability 8.6, 8.9 and 12.0
-/// have 99 KiB.
-const LARGE_SHARED: usize = 128 << 10;
+/// What a block may have of shared memory from which on its warps have the larger rings: they leave room for another launch's
+/// block. Compute capability 8.6, 8.9 and 12.0 have 99 KiB, 8.0 has 163.
+const LARGE_SHARED: usize = 200 << 10;
 /// Contexts of at most so many positions have one block to a head; in longer ones the kernel chooses by the length.
 const ALONE: usize = 128;
 /// Counters of a row and block of heads, one for each warp that merges.

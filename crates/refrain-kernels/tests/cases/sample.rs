@@ -78,6 +78,12 @@ pub fn sample() -> Vec<Case> {
         cases.push(sample_case(&format!("long {kind:?}"), 9000, &hard(), kind, 93));
     }
     cases.extend([Left::Rubbish, Left::Chunks].map(|left| broken_off(left, 5000)));
+    let low_min_p = [with(&[(3, 1e-20)]), with(&[(0, 0.5), (3, 1e-20)]), with(&[(2, 0.999), (3, 1e-15)])];
+    cases.extend([1000, 6000].map(|vocab| {
+        sample_case(&format!("low min-p, vocab {vocab}"), vocab, &low_min_p, Logits::Cliff, 95)
+    }));
+    let counted = [with(&[(1, 100.0)]), with(&[(1, 900.0)]), with(&[(0, 0.02), (1, 900.0), (2, 0.9)]), OFF];
+    cases.push(sample_case("masked chunks", 8192, &counted, Logits::MaskedChunks, 96));
     cases
 }
 
@@ -177,6 +183,10 @@ enum Logits {
     /// A bell with this standard deviation: from most tokens about as likely to more range than the bins have.
     Sigma(f32),
     TwoValues,
+    /// Few that are so far above all others that the bins do not reach down to these.
+    Cliff,
+    /// Chunks in which nothing is allowed, and logits around the bin that theirs would be in.
+    MaskedChunks,
 }
 
 fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
@@ -197,6 +207,11 @@ fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
             Logits::Far => *v += 3e6,
             Logits::Sigma(sigma) => *v *= sigma / 3.0,
             Logits::TwoValues => *v = if *v > 1.0 { 2.25 } else { 2.21 },
+            Logits::Cliff => *v = if token % 1000 == 3 { 40.0 + 0.1 * *v } else { 0.0 },
+            Logits::MaskedChunks if !(token / 4).is_multiple_of(vocab.div_ceil(1024)) => {
+                *v = f32::NEG_INFINITY
+            }
+            Logits::MaskedChunks => *v = if token % 256 < 8 { 32.1 } else { 31.9 },
             Logits::SomeNan | Logits::PlusInf | Logits::MostlyMinusInf => {}
             Logits::Spike | Logits::OneChunk => {}
         }
