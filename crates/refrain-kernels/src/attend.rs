@@ -406,7 +406,20 @@ fn check_state(k: &SimKernel<'_>, n: usize, s: &Sizes) -> KernelResult {
 
 #[cfg(test)]
 mod tests {
-    use super::placed;
+    use super::{N_WARPS, all_kernels, placed, warp_bytes};
+
+    #[test]
+    fn rings_leave_room_for_what_the_code_declares_on_every_card_there_are_kernels_for() {
+        for kib in [99, 163, 227] {
+            for (dtype, size, heads) in all_kernels() {
+                // Queries, key and value as f32, queries in two parts, what the warps found, and some room.
+                let declared = 4 * (heads + 2) * size + 64 * size + 2048;
+                let asked = (N_WARPS * warp_bytes(size, heads, dtype, kib << 10)) as usize;
+                let name = super::name(size, heads, dtype);
+                assert!(asked + declared <= kib << 10, "{name}: {asked} and {declared} bytes of {kib} KiB");
+            }
+        }
+    }
 
     #[test]
     fn a_row_has_a_block_on_every_multiprocessor_or_the_next_launch_waits() {

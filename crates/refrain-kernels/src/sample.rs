@@ -3,8 +3,8 @@
 //! Two launches. The first deals the vocabulary to chunks: each block adjusts its chunk's logits and sums its weights.
 //! With a small top-k the second lists the best keys (logit, id) of all chunks and applies the filters to that list.
 //! Without one the first also adds the weights up by bins of logits; in these the second finds where the filters can cut
-//! and where the choice can lie, lists the keys that are there, and finds both on the list. So nothing is sorted, and
-//! ties fall to the smaller id.
+//! and where the choice can lie, lists the keys that are there, and finds both on the list. So at most a short list is
+//! sorted, and ties fall to the smaller id.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};

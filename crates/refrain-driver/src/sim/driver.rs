@@ -114,7 +114,7 @@ impl Api for SimDriver {
             l2_bytes: 50 << 20,
             shared_block_bytes: state.shared_block_bytes,
             // One block leaves a kilobyte to the system.
-            shared_sm_bytes: SHARED_SM_BYTES.min(state.shared_block_bytes + 1024),
+            shared_sm_bytes: SHARED_SM_BYTES.min(state.shared_block_bytes.saturating_add(1024)),
             pci: format!("0000:{ordinal:02x}:00.0"),
             uuid,
             ..DeviceInfo::named("Refrain simulated device")

@@ -271,7 +271,7 @@ fn sample_case_after(
             Role::In(history),
             Role::In(bias_ids),
             Role::In(bias),
-            Role::Scratch(sample_scratch_bytes(n, vocab) as usize),
+            Role::Unordered(sample_scratch_bytes(n, vocab) as usize),
             Role::InOut {
                 before: vec![if left == Left::Rubbish { 0xcd } else { 0 }; state],
                 after: vec![0; state],
