@@ -290,7 +290,7 @@ fn plan_draws_steps_and_memory() {
 fn plan_tells_launches_kernels_and_memory_of_a_device_and_needs_no_tokenizer() {
     let cli = Cli::new();
     let text = cli.run(&with(&["plan", "stories", "--bandwidth", "4000"], &SIM)).ok();
-    for expected in ["product_q8_0", "of workspace", "4000.0 GB/s", "(as above)"] {
+    for expected in ["product_gated_q8_0", "of workspace", "4000.0 GB/s", "(as above)"] {
         assert!(text.contains(expected), "{expected} in {text}");
     }
     let launches = text.lines().find_map(|l| l.strip_prefix("launches 1 launch, ")).expect("launches");
@@ -534,11 +534,11 @@ fn a_profile_runs_one_kernel_at_a_time_and_says_so() {
     let cli = Cli::new();
     let prompt = with(&["run", "stories", "Once upon a time"], &GREEDY);
     let ended = cli.run(&with(&with(&prompt, &SIM), &["--profile", "--stats"]));
-    assert!(ended.stderr.contains("product_q8_0"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("product_gated_q8_0"), "{}", ended.stderr);
     assert!(ended.stderr.contains("profiling times each op"), "{}", ended.stderr);
     assert!(ended.stderr.contains("written: refrain-profile.html"), "{}", ended.stderr);
     let page = std::fs::read_to_string(cli.home.path().join("refrain-profile.html")).expect("a page");
-    assert!(page.contains("product_q8_0") && page.ends_with("</html>\n"));
+    assert!(page.contains("product_gated_q8_0") && page.ends_with("</html>\n"));
     assert!(!page.contains("http") && !page.contains("src="), "the page needs nothing else");
     let data = page.split_once("id=\"data\">").and_then(|(_, rest)| rest.split_once("</script>"));
     let data: serde_json::Value = serde_json::from_str(data.expect("data").0).expect("JSON");

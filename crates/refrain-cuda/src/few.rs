@@ -70,6 +70,7 @@ impl Lowering<'_> {
             parts: &[part],
             gate: None,
             k,
+            behind: None,
             step,
         })
     }

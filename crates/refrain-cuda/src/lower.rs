@@ -157,7 +157,10 @@ impl Lowering<'_> {
         let groups = groups(self.plan, steps);
         tell_apart(self.plan, steps, warm);
         let mut prefill = Prefill::new(self)?;
+        // What is left to read in the launch before, if that is a long product.
+        let mut behind = None;
         for (i, group) in groups.iter().enumerate() {
+            let long = behind.take();
             if prefill.lower(&groups[i..], warm)? {
                 continue;
             }
@@ -180,8 +183,9 @@ impl Lowering<'_> {
                     launches.push(self.products(steps).map_err(|e| self.refuse(steps[0], e))?);
                     steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
                 }
-                Group::Fused(run) => match self.fused(run, &mut launches) {
-                    Ok(()) => {
+                Group::Fused(run) => match self.fused(run, long, &mut launches) {
+                    Ok(rest) => {
+                        behind = rest;
                         let written = run.writes();
                         let named = run.steps.iter().flat_map(|s| s.outputs.iter().map(move |o| (s, o)));
                         for (step, operand) in named.filter(|(_, o)| written.contains(o)) {
@@ -398,8 +402,14 @@ impl Lowering<'_> {
         self.dense(step, operand)
     }
 
-    /// The launches of a [`Run`]: one for each set of dtypes that go together.
-    fn fused(&self, run: &Run<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+    /// The launches of a [`Run`]: one for each set of dtypes that go together. Behind a gated one, which is the longest of a
+    /// layer, what it has left to read.
+    fn fused(
+        &self,
+        run: &Run<'_>,
+        mut behind: Option<usize>,
+        launches: &mut Vec<Launch>,
+    ) -> Result<Option<usize>, KernelError> {
         let label = run.label();
         let row = |step: &Step, operand: &Operand| self.dense(step, operand);
         let dtype = |step: &Step| self.resident.dtype(self.plan, &step.inputs[1]);
@@ -415,6 +425,7 @@ impl Lowering<'_> {
                 parts: &[],
                 gate: run.gate.map(|(gate, _)| gate),
                 k: step.inputs[1].layout.shape().dims()[0],
+                behind: behind.take(),
                 step: &label,
             };
             match run.row {
@@ -442,8 +453,9 @@ impl Lowering<'_> {
             }
             args.parts = &parts;
             launches.push(self.kernels.product(&args)?);
+            behind = run.gate.map(|_| self.kernels.product_rest(&args)).transpose()?;
         }
-        Ok(())
+        Ok(behind)
     }
 
     fn row_of(&self, run: &Run<'_>) -> Result<Buf, KernelError> {

@@ -258,6 +258,8 @@ pub struct DeviceInfo {
     pub bus_bits: u32,
     /// Memory clock in kHz; 0 when the driver does not say.
     pub memory_khz: u32,
+    /// Highest clock of the multiprocessors in kHz; 0 when the driver does not say.
+    pub clock_khz: u32,
     /// `domain:bus:device.function`.
     pub pci: String,
     /// The card's unique id.
@@ -287,6 +289,7 @@ impl DeviceInfo {
             max_block_threads: 1024,
             bus_bits: 0,
             memory_khz: 0,
+            clock_khz: 0,
             pci: String::new(),
             uuid: [0; 16],
         }

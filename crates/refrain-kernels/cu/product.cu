@@ -11,15 +11,16 @@
 //   bias0 .. bias2  [n]     f32, added to the products; or null
 //
 // A launch of a step lasts a few microseconds, and what it waits for is its time: parameters are fetched from memory when
-// they are first touched, so those that the first copies need come first and all are touched before the wait; code is
-// fetched too, so what runs once is kept short.
+// they are first touched, so those that the first copies need come first and all are touched before the wait. An instruction
+// that runs once costs five to eight cycles, so what comes behind the wait is kept short: there is a kernel for each Kind,
+// what is the same in all lanes is known to be so, and what can be found out before the wait is.
 //
 // Every block makes x for itself, from a row that is in the L2 cache, and keeps it in shared memory: as f32 for plain
 // weights, rounded to blocks of 32 signed bytes with a scale (the largest magnitude becomes 127, ties to even) for
 // quantised ones. Weights come in chunks by bulk copies into a ring of each warp, the first ones before the kernel waits
-// for x, and not all at once: the launch before is about to fetch its own x, and would wait behind them. A copy costs a
-// multiprocessor about 25 cycles however small it is, and a warp some hundred cycles for each chunk: chunks are as large as
-// shared memory allows.
+// for x, and not all at once: the launch before is about to fetch its own x, and would wait behind them. Behind a long
+// launch half of them are left until that has about all of its weights. A copy costs a multiprocessor about 25 cycles
+// however small it is, and a warp some hundred cycles for each chunk: chunks are as large as shared memory allows.
 //
 // Launch    grid (at most one block for each multiprocessor), block (32 WARPS of the type), shared for the rings and x
 //           (src/product.rs)
@@ -46,6 +47,8 @@ struct Params {
     u8 pace;            // cycles, in fours, from one chunk of the first filling of the rings to the next
     float inverse_k;
     float eps;
+    u32 early;          // chunks of the first filling that are asked for at once
+    u32 late;           // cycles from the start until the others are
 };
 
 // Asynchronous copies into a warp's ring, in order. Before compute capability 9.0 lanes copy 16 bytes each.
@@ -162,10 +165,13 @@ struct X {
 
 // Sum of the partial sums of all warps.
 template <u32 WARPS> inline float total(const float* partial) {
-    float sum = 0.0f;
+    // In four chains: each addition waits for the one before.
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) sum += partial[i];
-    return sum;
+    for (int i = 0; i < WARPS; i += 4) {
+        sum.x += partial[i], sum.y += partial[i + 1], sum.z += partial[i + 2], sum.w += partial[i + 3];
+    }
+    return (sum.x + sum.y) + (sum.z + sum.w);
 }
 
 // What a thread handles at a time.
@@ -402,14 +408,21 @@ struct Outputs {
 // Constant indices keep the parameters where they are.
 template <typename T> inline T pick(T const (&of)[3], u32 i) { return i == 0 ? of[0] : i == 1 ? of[1] : of[2]; }
 
+// What a launch does, known when it is compiled: what runs once should be short.
+enum Kind {
+    BARE,     // one weight, no bias, and x is a as it is
+    GATED,    // two weights, joined by a gate
+    SEVERAL,  // up to three weights
+};
+
 // A tile of all weights together, and which tile of which weight that is.
 struct Place {
     u32 local, which;
 
-    inline void find(u32 tile, u32 pass, const u32 (&tiles)[3], bool gated) {
+    template <Kind KIND> inline void find(u32 tile, u32 pass, const u32 (&tiles)[3]) {
         local = tile;
         which = pass;
-        if (gated || local < tiles[0]) return;
+        if (KIND != SEVERAL || local < tiles[0]) return;
         local -= tiles[0];
         which = 1;
         if (local < tiles[1]) return;
@@ -428,24 +441,26 @@ struct Walk {
         return chunk == chunks;
     }
     // Whether that was the last of a tile.
-    inline bool next_pass(u32 passes) {
+    template <u32 PASSES> inline bool next_pass() {
         chunk = 0;
-        pass++;
-        if (pass < passes) return false;
-        pass = 0;
+        if (PASSES == 2) {
+            pass ^= 1;
+            if (pass != 0) return false;
+        }
         tile++;
         return true;
     }
 };
 
 // Stores a row: `left` is its sum, or the one that goes through the gate and `right` the other.
+template <Kind KIND>
 inline void finish(const Outputs& out, const Params& p, const Place& place, u32 row, float scale, float left, float right) {
-    u32 which = p.gate != 0 ? 0 : place.which;
+    u32 which = KIND == SEVERAL ? place.which : 0;
     if (row >= pick(p.n, which)) return;
     const float* bias = pick(out.bias, which);
     left *= scale;
     if (bias != nullptr) left += bias[row];
-    if (p.gate != 0) {
+    if (KIND == GATED) {
         right *= scale;
         if (out.bias[1] != nullptr) right += out.bias[1][row];
         left = activation(left, p.gate) * right;
@@ -453,18 +468,19 @@ inline void finish(const Outputs& out, const Params& p, const Place& place, u32 
     pick(out.y, which)[row] = left;
 }
 
-template <typename A, typename B>
+template <typename A, typename B, Kind KIND>
 inline void product(const Outputs& out, const Source& from, const Params& p) {
     const u32 WARPS = A::WARPS, ROWS = A::ROWS, LANES = 32 / ROWS, SLOT = A::SLOT > B::SLOT ? A::SLOT : B::SLOT;
     DYNAMIC_SHARED(shared);
     __shared__ float partial[WARPS];
-    // What a warp found of tiles that others share: the one that it ends, and the one that it leaves to the next; of both
-    // passes.
-    __shared__ float parts[WARPS][2][2][ROWS];
+    const u32 PASSES = KIND == GATED ? 2 : 1;
+    // What a warp found of tiles that others share: the one that it ends, and the one that it leaves to the next.
+    __shared__ float parts[WARPS][2][PASSES][ROWS];
     u32 began = cycles_now();
     let_next_start();
 
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, stages = p.stages;
+    // From lane 0, so that the compiler knows it to be the same in all lanes.
+    u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, stages = p.stages;
     u32 ring_bytes = WARPS * stages * SLOT;
     u64* barriers = (u64*)(shared + ring_bytes);
     u8* space = shared + ring_bytes + (8 * WARPS * stages + 127) / 128 * 128;
@@ -475,13 +491,14 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
 #pragma unroll
     for (int i = 0; i < 3; i++) tiles[i] = (p.n[i] + ROWS - 1) / ROWS;
     // The block's chunks, and the warp's share of them.
-    u32 passes = p.gate != 0 ? 2 : 1, of_tile = passes * chunks;
+    u32 of_tile = PASSES * chunks;
     u32 first_tile = blockIdx.x * p.tiles + min(blockIdx.x, p.extra);
     u32 all = (p.tiles + (blockIdx.x < p.extra ? 1 : 0)) * of_tile;
     u32 begin = warp * all / WARPS, end = (warp + 1) * all / WARPS;
     u32 tiles_before = p.tile_inverse == 0 ? begin : (u32)((u64)begin * p.tile_inverse >> 32);
     u32 in_tile = begin - tiles_before * of_tile;
-    Walk at = {first_tile + tiles_before, in_tile >= chunks ? 1u : 0u, in_tile >= chunks ? in_tile - chunks : in_tile};
+    Walk at = {first_tile + tiles_before, 0, in_tile};
+    if (KIND == GATED && in_tile >= chunks) at = {first_tile + tiles_before, 1, in_tile - chunks};
 
     Ring ring;
     ring.init(shared + warp * stages * SLOT, barriers + warp * stages, stages);
@@ -496,12 +513,12 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
         }
         ahead_left--;
         if (ahead_from == nullptr) {
-            place.find(ahead.tile, ahead.pass, tiles, passes == 2);
+            place.find<KIND>(ahead.tile, ahead.pass, tiles);
             bool second = !Same<A, B>::YES && (p.second >> place.which & 1);
-            ahead_from = pick(out.w, place.which)
+            ahead_from = pick(out.w, KIND == BARE ? 0 : place.which)
                          + (second ? B::start(place.local, ahead.chunk, p.k) : A::start(place.local, ahead.chunk, p.k));
         }
-        u32 n = pick(p.n, place.which);
+        u32 n = pick(p.n, KIND == SEVERAL ? place.which : 0);
         if (!Same<A, B>::YES && (p.second >> place.which & 1)) {
             B::issue(ring, ahead_slot, ahead_slot * SLOT, ahead_from, place.local, ahead.chunk, n, p.k);
             ahead_from += B::start(0, 1, p.k);
@@ -512,7 +529,7 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
         ahead_slot = ahead_slot + 1 == stages ? 0 : ahead_slot + 1;
         if (!ahead.next(chunks)) return;
         ahead_from = nullptr;
-        ahead.next_pass(passes);
+        ahead.next_pass<PASSES>();
     };
     touch(from.a);
     touch(out.bias[2]);
@@ -520,9 +537,15 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     if (from.norm != nullptr) early = Eight(from.norm, 8 * threadIdx.x, p.k);
 #pragma unroll 1
     for (u32 i = warp; i < stages * WARPS; i += WARPS) {
-        hold(began, 4 * p.pace * i);
+        hold(began, i < p.early ? 4 * p.pace * i : p.late + 4 * p.pace * (i - p.early));
         issue();
     }
+
+    // The tile that this warp ends first began `in_tile` chunks before its share: in this warp.
+    u32 tile_from = warp;
+#pragma unroll 1
+    for (u32 other_begin = begin; other_begin + in_tile > begin;) other_begin = --tile_from * all / WARPS;
+    if (begin == end && lane < ROWS * PASSES) (&parts[warp][1][0][0])[lane] = 0.0f;
 
     wait_for_previous();
     make_x<A>(x, padded, from, partial, early, p);
@@ -534,8 +557,8 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     Place ended = {0, 0};
 #pragma unroll 1
     for (u32 item = begin; item < end; item++) {
-        Place here;
-        if (!Same<A, B>::YES) here.find(at.tile, at.pass, tiles, passes == 2);
+        Place here = {0, 0};
+        if (!Same<A, B>::YES) here.find<KIND>(at.tile, at.pass, tiles);
         const u8* data = shared + (warp * stages + slot) * SLOT;
         ring.wait(slot, turn, stages);
         if (!Same<A, B>::YES && (p.second >> here.which & 1)) {
@@ -553,19 +576,19 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
         bool pass_ends = at.next(chunks);
         if (!pass_ends && item + 1 < end) continue;
 
-        if (Same<A, B>::YES) here.find(at.tile, at.pass, tiles, passes == 2);
+        if (Same<A, B>::YES) here.find<KIND>(at.tile, at.pass, tiles);
         float sum = A::reduce(acc);
 #pragma unroll
         for (int i = 0; i < A::SUMS; i++) acc[i] = 0.0f;
-        (at.pass == 0 ? left : right) = sum;
-        bool tile_ends = pass_ends && at.next_pass(passes);
+        (PASSES == 1 || at.pass == 0 ? left : right) = sum;
+        bool tile_ends = pass_ends && at.next_pass<PASSES>();
         if (!tile_ends && item + 1 < end) continue;
         if (tile_ends && is_whole) {
             float scale = from.norm != nullptr ? norm_factor<WARPS>(partial, p) : 1.0f;
-            if (lane % LANES == 0) finish(out, p, here, here.local * ROWS + row, scale, left, right);
+            if (lane % LANES == 0) finish<KIND>(out, p, here, here.local * ROWS + row, scale, left, right);
         } else if (lane % LANES == 0) {
             parts[warp][tile_ends ? 0 : 1][0][row] = left;
-            parts[warp][tile_ends ? 0 : 1][1][row] = right;
+            if (PASSES == 2) parts[warp][tile_ends ? 0 : 1][PASSES - 1][row] = right;
         }
         if (tile_ends && !is_whole) {
             ends_shared = true;
@@ -577,45 +600,65 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     __syncthreads();
     if (!ends_shared) return;
 
-    // The tile that this warp ended began `in_tile` chunks before its share: in the warps before it.
-    left = parts[warp][0][0][row];
-    right = parts[warp][0][1][row];
-    u32 tile_begin = begin - in_tile;
+    // Lanes of a row share what the warps before left of this tile.
+    left = right = 0.0f;
+    if (lane % LANES == 0) {
+        left = parts[warp][0][0][row];
+        if (PASSES == 2) right = parts[warp][0][PASSES - 1][row];
+    }
 #pragma unroll 1
-    for (u32 other = warp; other > 0 && begin > tile_begin;) {
-        other--;
-        u32 other_begin = other * all / WARPS;
-        if (other_begin == begin) continue;
+    for (u32 other = tile_from + lane % LANES; other < warp; other += LANES) {
         left += parts[other][1][0][row];
-        right += parts[other][1][1][row];
-        begin = other_begin;
+        if (PASSES == 2) right += parts[other][1][PASSES - 1][row];
+    }
+#pragma unroll
+    for (u32 i = 1; i < LANES && i < WARPS; i *= 2) {
+        left += __shfl_xor_sync(0xffffffffu, left, i);
+        if (PASSES == 2) right += __shfl_xor_sync(0xffffffffu, right, i);
     }
     float scale = from.norm != nullptr ? norm_factor<WARPS>(partial, p) : 1.0f;
-    if (lane % LANES == 0) finish(out, p, ended, ended.local * ROWS + row, scale, left, right);
+    if (lane % LANES == 0) finish<KIND>(out, p, ended, ended.local * ROWS + row, scale, left, right);
 }
 
-#define PRODUCT(name, A, B)                                                                                        \
+#define PRODUCT(name, A, B, KIND)                                                                                  \
     extern "C" __global__ __launch_bounds__(32 * A::WARPS, 2) void product_##name(                                 \
         const u8* w0, const u8* w1, const u8* w2, Params p, const float* a, const float* b, const float* inner,    \
         const float* norm, float* sum, float* y0, float* y1, float* y2, const float* bias0, const float* bias1,    \
         const float* bias2) {                                                                                      \
-        Outputs out = {{y0, y1, y2}, {w0, w1, w2}, {bias0, bias1, bias2}};                                         \
-        product<A, B>(out, Source{a, b, inner, norm, sum}, p);                                                     \
+        if (KIND == BARE) {                                                                                        \
+            Outputs out = {{y0, nullptr, nullptr}, {w0, nullptr, nullptr}, {nullptr, nullptr, nullptr}};           \
+            product<A, B, KIND>(out, Source{a, nullptr, nullptr, nullptr, nullptr}, p);                            \
+        } else {                                                                                                   \
+            Outputs out = {{y0, y1, y2}, {w0, w1, w2}, {bias0, bias1, bias2}};                                     \
+            product<A, B, KIND>(out, Source{a, b, inner, norm, sum}, p);                                           \
+        }                                                                                                          \
     }
-#define COMMA ,
-#define PACKED_PAIR(name, Q, R, UNITS, WARPS)                                                                      \
-    PRODUCT(name, Packed<Packed##Q COMMA UNITS COMMA WARPS>, Packed<Packed##R COMMA UNITS COMMA WARPS>)
-#define PACKED(name, Q, UNITS, WARPS) PACKED_PAIR(name, Q, Q, UNITS, WARPS)
+#define ALL(name, W)                         \
+    PRODUCT(bare_##name, W, W, BARE)         \
+    PRODUCT(gated_##name, W, W, GATED)       \
+    PRODUCT(several_##name, W, W, SEVERAL)
+#define PAIR(name, A, B) PRODUCT(several_##name, A, B, SEVERAL)
 
-PRODUCT(bf16, Plain<BF16>, Plain<BF16>)
-PRODUCT(f16, Plain<F16>, Plain<F16>)
-PACKED(q4_0, Q4_0, 2, 16)
-PACKED(q4_1, Q4_1, 2, 16)
-PACKED(q5_0, Q5_0, 2, 16)
-PACKED(q5_1, Q5_1, 2, 16)
-PACKED(q8_0, Q8_0, 2, 8)
-PACKED(q4_k, Q4_K, 1, 16)
-PACKED(q5_k, Q5_K, 1, 16)
-PACKED(q6_k, Q6_K, 1, 16)
-PACKED_PAIR(q4_k_q6_k, Q4_K, Q6_K, 1, 16)
-PACKED_PAIR(q5_k_q6_k, Q5_K, Q6_K, 1, 16)
+typedef Plain<BF16> B16;
+typedef Plain<F16> H16;
+typedef Packed<PackedQ4_0, 2, 16> Q40;
+typedef Packed<PackedQ4_1, 2, 16> Q41;
+typedef Packed<PackedQ5_0, 2, 16> Q50;
+typedef Packed<PackedQ5_1, 2, 16> Q51;
+typedef Packed<PackedQ8_0, 2, 8> Q80;
+typedef Packed<PackedQ4_K, 1, 16> Q4K;
+typedef Packed<PackedQ5_K, 1, 16> Q5K;
+typedef Packed<PackedQ6_K, 1, 16> Q6K;
+
+ALL(bf16, B16)
+ALL(f16, H16)
+ALL(q4_0, Q40)
+ALL(q4_1, Q41)
+ALL(q5_0, Q50)
+ALL(q5_1, Q51)
+ALL(q8_0, Q80)
+ALL(q4_k, Q4K)
+ALL(q5_k, Q5K)
+ALL(q6_k, Q6K)
+PAIR(q4_k_q6_k, Q4K, Q6K)
+PAIR(q5_k_q6_k, Q5K, Q6K)

@@ -77,6 +77,8 @@ pub struct Kernels {
     shared_limit: usize,
     /// Shared memory of a multiprocessor, in bytes.
     shared_sm: usize,
+    /// Cycles that a multiprocessor has for each byte if memory delivers as its clock and width allow; 0 where that is unknown.
+    byte_cycles: f64,
 }
 
 /// The first architecture whose kernels can start early; `overlap.cuh` is compiled to nothing before it.
@@ -239,7 +241,9 @@ impl Kernels {
         let n_sms = info.n_sms.max(1) as usize;
         let (shared_limit, shared_sm) = (info.shared_block_bytes as usize, info.shared_sm_bytes as usize);
         let overlaps = arch >= OVERLAPS;
-        let kernels = Kernels { functions, origin, overlaps, n_sms, shared_limit, shared_sm };
+        let clock = f64::from(info.clock_khz) * 1e3;
+        let byte_cycles = info.peak_bytes_per_second().map_or(0.0, |peak| n_sms as f64 * clock / peak);
+        let kernels = Kernels { functions, origin, overlaps, n_sms, shared_limit, shared_sm, byte_cycles };
         kernels.allow_attend()?;
         kernels.allow_gemm()?;
         kernels.allow_flash()?;
@@ -294,6 +298,13 @@ impl Kernels {
     /// Shared memory of a multiprocessor, in bytes.
     pub(crate) fn shared_sm(&self) -> usize {
         self.shared_sm
+    }
+
+    /// Cycles in which a multiprocessor gets so many bytes while all of them read; `None` where the card's clocks are not known.
+    pub(crate) fn cycles_of(&self, bytes: usize) -> Option<usize> {
+        // Memory delivers about ten elevenths of what its clock and width allow.
+        let cycles = 1.1 * self.byte_cycles * bytes as f64;
+        (self.byte_cycles > 0.0).then_some(cycles as usize)
     }
 
     pub(crate) fn get(&self, name: &str) -> Result<&Function, KernelError> {

@@ -22,7 +22,13 @@ const STATIC_BYTES: usize = 4096;
 /// launch before needs first, its x, waits behind it: so it is asked for about as fast as memory delivers. A gated product
 /// mostly comes behind a short one, whose whole time that is: slower still.
 const PACE: usize = 4;
-const GATED_PACE: usize = 6;
+const GATED_PACE: usize = 5;
+/// Half of the first filling of a product behind a long one waits until that has asked for its last weights: so many cycles
+/// for its start and its x, and what [`Kernels::cycles_of`] says for the rest of its weights. What comes then comes while nothing
+/// else does: between the last weights of one launch and the first of the next there are one or two microseconds.
+const LATE_CYCLES: usize = 2000;
+/// Behind longer ones the time of their end is not known well enough, and matters less.
+const LATE_MOST_BYTES: usize = 1 << 20;
 /// Products of fewer bytes take no more of a ring than they fill: their time is that of their start, which others should
 /// be able to make beside them.
 const SMALL_BYTES: usize = 4 << 20;
@@ -46,12 +52,12 @@ impl Chunk {
             }
             (_, Some(Unit { cols, bytes, .. })) => {
                 // Few warps with large chunks read faster, many compute faster.
-                let (units, warps) = match dtype {
-                    DType::Q8_0 => (2, 8),
-                    _ => (if cols == 128 { 2 } else { 1 }, 16),
+                let (units, warps, ring) = match dtype {
+                    DType::Q8_0 => (2, 8, 96 << 10),
+                    _ => (if cols == 128 { 2 } else { 1 }, 16, 80 << 10),
                 };
                 let (cols, bytes) = (units * cols, units * bytes);
-                Some(Chunk { rows: TILE_ROWS, cols, bytes, warps, ring: 80 << 10 })
+                Some(Chunk { rows: TILE_ROWS, cols, bytes, warps, ring })
             }
             (_, None) => None,
         }
@@ -105,6 +111,8 @@ pub struct ProductArgs<'a> {
     pub gate: Option<Gate>,
     /// Columns of every `w`.
     pub k: usize,
+    /// What [`Kernels::product_rest`] says of the launch before this one, if that is a long product.
+    pub behind: Option<usize>,
     /// Names the step.
     pub step: &'a str,
 }
@@ -126,6 +134,29 @@ struct Params {
     pace: u8,
     inverse_k: f32,
     eps: f32,
+    /// Chunks of the first filling that are asked for at once.
+    early: u32,
+    /// Cycles from the start until the others are.
+    late: u32,
+}
+
+/// How a launch is cut into chunks.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    first: DType,
+    second: DType,
+    warps: usize,
+    /// Bytes of a chunk's place in a ring.
+    slot: usize,
+    n_tiles: usize,
+    grid: usize,
+    tile_inverse: u32,
+    /// Chunks that a warp has, at most.
+    share: usize,
+    /// Chunks in a warp's ring.
+    stages: u8,
+    /// Shared memory of a block.
+    shared: u32,
 }
 
 /// The dtypes of a launch: the first, and another if there are two.
@@ -156,12 +187,17 @@ fn inverse(n: usize, m: usize) -> Option<u32> {
 }
 
 impl Kernels {
-    /// The launch of [`ProductArgs`].
-    pub fn product(&self, a: &ProductArgs<'_>) -> Result<Launch, KernelError> {
-        let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
-        let shape = [("m", 1), ("n", n), ("k", a.k)];
-        let dtype = a.parts.first().map_or(DType::F32, |p| p.dtype);
-        let case = Case { op: "product", dtype, shape: &shape };
+    /// Bytes that a multiprocessor fetches in the launch of [`ProductArgs`] behind its start: x, and the weights that its
+    /// rings have no place for at first.
+    pub fn product_rest(&self, a: &ProductArgs<'_>) -> Result<usize, KernelError> {
+        let shape = shape(a);
+        let cut = self.cut(&case(a, &shape), a)?;
+        let weights = cut.share.saturating_sub(usize::from(cut.stages)) * cut.warps * cut.slot;
+        let rows = if a.b.is_some() { 2 } else { 1 };
+        Ok(weights.saturating_add(4 * rows * a.k))
+    }
+
+    fn cut(&self, case: &Case<'_>, a: &ProductArgs<'_>) -> Result<Cut, KernelError> {
         case.sizes()?;
         let n_parts = a.parts.len();
         crate::require!(
@@ -170,7 +206,7 @@ impl Kernels {
             "{n_parts} products, at most {MAX_PARTS} go in one launch"
         );
         crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the products is empty");
-        let (first, second) = dtypes(&case, a.parts)?;
+        let (first, second) = dtypes(case, a.parts)?;
         let (Some(chunk), Some(other)) = (Chunk::of(first), Chunk::of(second)) else {
             return Err(case.refuse("no kernel multiplies a row with this dtype".to_owned()));
         };
@@ -183,8 +219,6 @@ impl Kernels {
         );
         let whole = if first.is_quantized() { first.block_len().max(second.block_len()) } else { 8 };
         crate::require!(case, a.k.is_multiple_of(whole), "k must be a multiple of {whole}");
-        crate::require!(case, a.inner.is_none() || a.b.is_some(), "there is nothing to be normed inside");
-        crate::require!(case, a.sum.is_none() || a.b.is_some(), "there is no sum to keep");
 
         let tiles = |p: &ProductPart| p.n.div_ceil(chunk.rows);
         let n_tiles: usize = if gated { tiles(&a.parts[0]) } else { a.parts.iter().map(tiles).sum() };
@@ -203,10 +237,26 @@ impl Kernels {
         let weights = weights.unwrap_or(usize::MAX);
         // Small ones take no more of a ring than they fill.
         let most = if weights < SMALL_BYTES { share } else { usize::MAX };
-        let (stages, shared) = self.product_shared(&case, a.k, [chunk, other], most)?;
+        let (stages, shared) = self.product_shared(case, a.k, [chunk, other], most)?;
+        let (warps, slot) = (chunk.warps, chunk.bytes.max(other.bytes));
+        Ok(Cut { first, second, warps, slot, n_tiles, grid, tile_inverse, share, stages, shared })
+    }
+
+    /// The launch of [`ProductArgs`].
+    pub fn product(&self, a: &ProductArgs<'_>) -> Result<Launch, KernelError> {
+        let shape = shape(a);
+        let case = case(a, &shape);
+        let cut = self.cut(&case, a)?;
+        let Cut { first, second, grid, n_tiles, .. } = cut;
+        let gated = a.gate.is_some();
+        crate::require!(case, a.inner.is_none() || a.b.is_some(), "there is nothing to be normed inside");
+        crate::require!(case, a.sum.is_none() || a.b.is_some(), "there is no sum to keep");
+        let pace = pace(cut.slot, gated);
+        let behind = a.behind.filter(|&rest| rest <= LATE_MOST_BYTES).and_then(|rest| self.cycles_of(rest));
+        let (early, late) = filling(u32::from(cut.stages) * cut.warps as u32, pace, behind);
         let mut launch = self
-            .launch(&name(first, second), case.u32("n", grid)?, 32 * chunk.warps as u32)?
-            .shared(shared)
+            .launch(&name(a.kind(), first, second), case.u32("n", grid)?, 32 * cut.warps as u32)?
+            .shared(cut.shared)
             .step(a.step);
         let row = |what, buf: Buf, n| case.buf(what, buf, usize::checked_mul(n, 4), 16);
         for i in 0..MAX_PARTS {
@@ -222,13 +272,15 @@ impl Kernels {
             n: [0; MAX_PARTS],
             tiles: (n_tiles / grid) as u32,
             extra: (n_tiles % grid) as u32,
-            tile_inverse,
-            stages,
+            tile_inverse: cut.tile_inverse,
+            stages: cut.stages,
             second: 0,
             gate: a.gate.map_or(0, gate_code),
-            pace: pace(chunk.bytes.max(other.bytes), gated),
+            pace,
             inverse_k: 1.0 / a.k as f32,
             eps: a.eps,
+            early,
+            late,
         };
         for (i, part) in a.parts.iter().enumerate() {
             params.n[i] = case.u32("n", part.n)?;
@@ -263,7 +315,9 @@ impl Kernels {
     /// Lets products ask for all the shared memory a block can have.
     pub(crate) fn allow_product(&self) -> Result<(), KernelError> {
         let limit = self.product_limit() as u32;
-        launches().try_for_each(|[first, second]| Ok(self.get(&name(first, second))?.allow_shared(limit)?))
+        launches().try_for_each(|(kind, [first, second])| {
+            Ok(self.get(&name(kind, first, second))?.allow_shared(limit)?)
+        })
     }
 
     fn product_limit(&self) -> usize {
@@ -303,10 +357,51 @@ impl Kernels {
     }
 }
 
+/// What of a product is known when its kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// One weight without a bias, and x is `a` as it is.
+    Bare,
+    /// Two weights, joined by a gate.
+    Gated,
+    /// Anything else.
+    Several,
+}
+
+impl ProductArgs<'_> {
+    fn kind(&self) -> Kind {
+        let is_bare = matches!(self.parts, [ProductPart { bias: None, .. }]);
+        if self.gate.is_some() {
+            Kind::Gated
+        } else if is_bare && self.b.is_none() && self.norm.is_none() {
+            Kind::Bare
+        } else {
+            Kind::Several
+        }
+    }
+}
+
+/// What names a product in errors.
+fn shape(a: &ProductArgs<'_>) -> [(&'static str, usize); 3] {
+    let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
+    [("m", 1), ("n", n), ("k", a.k)]
+}
+
+fn case<'a>(a: &ProductArgs<'_>, shape: &'a [(&'static str, usize)]) -> Case<'a> {
+    Case { op: "product", dtype: a.parts.first().map_or(DType::F32, |p| p.dtype), shape }
+}
+
 /// [`Params::pace`] for chunks of so many bytes.
 const fn pace(bytes: usize, gated: bool) -> u8 {
     let fours = bytes * if gated { GATED_PACE } else { PACE } / (64 * 4);
     if fours < 255 { fours as u8 } else { 255 }
+}
+
+/// [`Params::early`] and [`Params::late`] for so many chunks, behind a launch that still reads for so many cycles or behind none.
+fn filling(chunks: u32, pace: u8, behind: Option<usize>) -> (u32, u32) {
+    let Some(cycles) = behind else { return (chunks, 0) };
+    let half = chunks.div_ceil(2);
+    (half, ((LATE_CYCLES + cycles) as u32).max(4 * u32::from(pace) * half))
 }
 
 fn weight_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
@@ -323,23 +418,30 @@ const fn gate_code(gate: Gate) -> u8 {
     }
 }
 
-/// What a kernel multiplies with: one dtype, or two.
-fn launches() -> impl Iterator<Item = [DType; 2]> {
-    [DType::BF16, DType::F16].into_iter().chain(PACKED_DTYPES).map(|d| [d, d]).chain(PAIRS)
+/// Every kernel: what it does, and what it multiplies with: one dtype, or two.
+fn launches() -> impl Iterator<Item = (Kind, [DType; 2])> {
+    let one = [DType::BF16, DType::F16].into_iter().chain(PACKED_DTYPES);
+    let kinds = |d: DType| [Kind::Bare, Kind::Gated, Kind::Several].map(|kind| (kind, [d, d]));
+    one.flat_map(kinds).chain(PAIRS.map(|pair| (Kind::Several, pair)))
 }
 
-fn name(first: DType, second: DType) -> String {
+fn name(kind: Kind, first: DType, second: DType) -> String {
+    let kind = match kind {
+        Kind::Bare => "bare",
+        Kind::Gated => "gated",
+        Kind::Several => "several",
+    };
     let lower = |d: DType| d.name().to_ascii_lowercase();
     match first == second {
-        true => format!("product_{}", lower(first)),
-        false => format!("product_{}_{}", lower(first), lower(second)),
+        true => format!("product_{kind}_{}", lower(first)),
+        false => format!("product_{kind}_{}_{}", lower(first), lower(second)),
     }
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     let params = [P, P, P, size_of::<Params>(), P, P, P, P, P, P, P, P, P, P, P];
-    for [first, second] in launches() {
-        let kernel = name(first, second);
+    for (kind, [first, second]) in launches() {
+        let kernel = name(kind, first, second);
         all.push(Entry::new(Family::Product, kernel, &params, move |k| twin(k, first, second)));
     }
 }
@@ -467,6 +569,14 @@ mod tests {
         }
         assert_eq!(inverse(1, 1 << 20), Some(0));
         assert_eq!(inverse(1 << 16, 1 << 16), None);
+    }
+
+    #[test]
+    fn half_of_a_filling_waits_behind_a_long_launch_and_never_before_the_first_half() {
+        assert_eq!(filling(64, 18, None), (64, 0));
+        assert_eq!(filling(64, 18, Some(5000)), (32, LATE_CYCLES as u32 + 5000));
+        assert_eq!(filling(5, 255, Some(0)), (3, 4 * 255 * 3));
+        assert_eq!(filling(1, 18, Some(0)), (1, LATE_CYCLES as u32));
     }
 
     #[test]

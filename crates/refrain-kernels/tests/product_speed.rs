@@ -107,7 +107,7 @@ fn launches(
     between: Between,
 ) -> Vec<Launch> {
     let mut launches = Vec::new();
-    let mut turn = 0;
+    let (mut turn, mut behind) = (0, None);
     let mut product = |ns: &[usize], k: usize, dtype: DType, is_normed: bool, gate: Option<Gate>| {
         turn ^= 1;
         let part = |(i, &n): (usize, &usize)| ProductPart {
@@ -118,20 +118,23 @@ fn launches(
             n,
         };
         let parts: Vec<ProductPart> = ns.iter().enumerate().map(part).collect();
-        bed.kernels
-            .product(&ProductArgs {
-                a: row[if is_normed { 4 + turn } else { turn ^ 1 }],
-                b: is_normed.then_some(row[turn ^ 1]),
-                inner: None,
-                norm: is_normed.then_some(row[6]),
-                eps: 1e-5,
-                sum: is_normed.then_some(row[5 - turn]),
-                parts: &parts,
-                gate,
-                k,
-                step: "product",
-            })
-            .unwrap()
+        let args = ProductArgs {
+            a: row[if is_normed { 4 + turn } else { turn ^ 1 }],
+            b: is_normed.then_some(row[turn ^ 1]),
+            inner: None,
+            norm: is_normed.then_some(row[6]),
+            eps: 1e-5,
+            sum: is_normed.then_some(row[5 - turn]),
+            parts: &parts,
+            gate,
+            k,
+            behind: behind.take(),
+            step: "product",
+        };
+        if gate.is_some() {
+            behind = Some(bed.kernels.product_rest(&args).unwrap());
+        }
+        bed.kernels.product(&args).unwrap()
     };
     for _ in 0..N_LAYERS {
         for (i, (ns, k)) in LAYER.into_iter().enumerate() {

@@ -39,6 +39,7 @@ impl RealDriver {
         info.max_block_threads = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?;
         info.bus_bits = optional(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH);
         info.memory_khz = optional(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE);
+        info.clock_khz = optional(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE);
         info.pci = self
             .text(|buf, len| {
                 // SAFETY: as for the name.

@@ -170,6 +170,8 @@ fn case(s: &Shape<'_>) -> Case {
             parts: &parts,
             gate,
             k,
+            // Only a card knows how long that takes.
+            behind: k.is_multiple_of(512).then_some(64 << 10),
             step: "case",
         })?);
         Ok(())
