@@ -147,6 +147,8 @@ pub(crate) struct Lowering<'a> {
     /// Outputs that do not lie in the arena.
     pub(crate) results: &'a HashMap<BufferId, Buf>,
     pub(crate) n_sms: u32,
+    /// Launches may run beside each other: not where each of them is timed.
+    pub(crate) overlaps: bool,
     /// What multiplies many rows.
     pub(crate) products: &'a Products,
 }
@@ -453,7 +455,9 @@ impl Lowering<'_> {
             }
             args.parts = &parts;
             launches.push(self.kernels.product(&args)?);
-            behind = run.gate.map(|_| self.kernels.product_rest(&args)).transpose()?;
+            if run.gate.is_some() && self.overlaps {
+                behind = self.kernels.product_rest(&args)?;
+            }
         }
         Ok(behind)
     }

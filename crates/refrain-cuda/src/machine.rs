@@ -217,6 +217,7 @@ impl Machine {
             resident,
             results: &results,
             n_sms,
+            overlaps: !self.options.profile,
             products: &self.products,
         };
         let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;

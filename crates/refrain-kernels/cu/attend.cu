@@ -223,6 +223,8 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
                 pairs[t][j][1] = there ? heads[t][right[j]] : 0.0f;
             }
         }
+        // Keeps the compiler from asking for anything else first.
+        __syncwarp();
         i32 position_now = positions[row], seq_now = seqs[row];
         i32 held_now = seen.block_of(tiles.position(lane));
         tiles.ahead = seen.block_of(tiles.position(32 + lane));

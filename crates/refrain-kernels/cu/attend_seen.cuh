@@ -124,7 +124,8 @@ struct Sum {
     }
 
     inline void store(float* y) const {
-        float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+        // Something that is seen has the weight one, so that totals are zero or at least that.
+        float inverse = total == 0.0f ? 0.0f : reciprocal(total);
         y[0] = sum.x * inverse;
         y[1] = sum.y * inverse;
         y[2] = sum.z * inverse;

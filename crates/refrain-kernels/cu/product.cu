@@ -11,15 +11,15 @@
 //   bias0 .. bias2  [n]     f32, added to the products; or null
 //
 // A launch of a step lasts a few microseconds, and what it waits for is its time: parameters are fetched from memory when
-// they are first touched, so those that the first copies need come first and all are touched before the wait. An instruction
-// that runs once costs five to eight cycles, so what comes behind the wait is kept short: there is a kernel for each Kind,
-// what is the same in all lanes is known to be so, and what can be found out before the wait is.
+// they are first touched, so those that the first copies need come first and the others are touched before the wait. An
+// instruction that runs once costs five to eight cycles, so what comes behind the wait is kept short: there is a kernel for
+// each Kind, what is the same in all lanes is known to be so, and what can be found out before the wait is.
 //
 // Every block makes x for itself, from a row that is in the L2 cache, and keeps it in shared memory: as f32 for plain
 // weights, rounded to blocks of 32 signed bytes with a scale (the largest magnitude becomes 127, ties to even) for
 // quantised ones. Weights come in chunks by bulk copies into a ring of each warp, the first ones before the kernel waits
 // for x, and not all at once: the launch before is about to fetch its own x, and would wait behind them. Behind a long
-// launch half of them are left until that has about all of its weights. A copy costs a multiprocessor about 25 cycles
+// launch half of them are left until that has asked for about all of its own. A copy costs a multiprocessor about 25 cycles
 // however small it is, and a warp some hundred cycles for each chunk: chunks are as large as shared memory allows.
 //
 // Launch    grid (at most one block for each multiprocessor), block (32 WARPS of the type), shared for the rings and x
@@ -47,8 +47,8 @@ struct Params {
     u8 pace;            // cycles, in fours, from one chunk of the first filling of the rings to the next
     float inverse_k;
     float eps;
-    u32 early;          // chunks of the first filling that are asked for at once
-    u32 late;           // cycles from the start until the others are
+    u32 early;          // chunks of the first filling that do not wait for `late`
+    u32 late;           // cycles from the start of the block
 };
 
 // Asynchronous copies into a warp's ring, in order. Before compute capability 9.0 lanes copy 16 bytes each.
@@ -531,16 +531,16 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
         ahead_from = nullptr;
         ahead.next_pass<PASSES>();
     };
-    touch(from.a);
-    touch(out.bias[2]);
     Eight early;
     if (from.norm != nullptr) early = Eight(from.norm, 8 * threadIdx.x, p.k);
 #pragma unroll 1
     for (u32 i = warp; i < stages * WARPS; i += WARPS) {
-        hold(began, i < p.early ? 4 * p.pace * i : p.late + 4 * p.pace * (i - p.early));
+        if (ahead_left != 0) hold(began, i < p.early ? 4 * p.pace * i : p.late + 4 * p.pace * (i - p.early));
         issue();
     }
 
+    touch(from.a);
+    touch(out.y[0]);
     // The tile that this warp ends first began `in_tile` chunks before its share: in this warp.
     u32 tile_from = warp;
 #pragma unroll 1

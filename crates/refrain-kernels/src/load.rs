@@ -300,7 +300,7 @@ impl Kernels {
         self.shared_sm
     }
 
-    /// Cycles in which a multiprocessor gets so many bytes while all of them read; `None` where the card's clocks are not known.
+    /// Cycles in which a multiprocessor gets so many bytes while all of them read; `None` where clocks are not known.
     pub(crate) fn cycles_of(&self, bytes: usize) -> Option<usize> {
         // Memory delivers about ten elevenths of what its clock and width allow.
         let cycles = 1.1 * self.byte_cycles * bytes as f64;

@@ -23,10 +23,13 @@ const STATIC_BYTES: usize = 4096;
 /// mostly comes behind a short one, whose whole time that is: slower still.
 const PACE: usize = 4;
 const GATED_PACE: usize = 5;
-/// Half of the first filling of a product behind a long one waits until that has asked for its last weights: so many cycles
-/// for its start and its x, and what [`Kernels::cycles_of`] says for the rest of its weights. What comes then comes while nothing
-/// else does: between the last weights of one launch and the first of the next there are one or two microseconds.
+/// Half of the first filling of a product behind a long one waits until that has asked for about all of its weights: so many
+/// cycles for its start, and what [`Kernels::cycles_of`] says for its x and the weights that its rings have no place for at
+/// first. What is asked for then comes while nothing else does: between the last weights of one launch and the first of the
+/// next there are one or two microseconds.
 const LATE_CYCLES: usize = 2000;
+/// Whatever a card says of its clocks.
+const LATE_MOST_CYCLES: usize = 100_000;
 /// Behind longer ones the time of their end is not known well enough, and matters less.
 const LATE_MOST_BYTES: usize = 1 << 20;
 /// Products of fewer bytes take no more of a ring than they fill: their time is that of their start, which others should
@@ -111,7 +114,8 @@ pub struct ProductArgs<'a> {
     pub gate: Option<Gate>,
     /// Columns of every `w`.
     pub k: usize,
-    /// What [`Kernels::product_rest`] says of the launch before this one, if that is a long product.
+    /// What [`Kernels::product_rest`] says of the launch before this one, if that is a long product and this one starts while
+    /// it runs.
     pub behind: Option<usize>,
     /// Names the step.
     pub step: &'a str,
@@ -134,9 +138,9 @@ struct Params {
     pace: u8,
     inverse_k: f32,
     eps: f32,
-    /// Chunks of the first filling that are asked for at once.
+    /// Chunks of the first filling that do not wait for `late`.
     early: u32,
-    /// Cycles from the start until the others are.
+    /// Cycles from the start of a block.
     late: u32,
 }
 
@@ -157,6 +161,8 @@ struct Cut {
     stages: u8,
     /// Shared memory of a block.
     shared: u32,
+    /// Whether another block finds a place beside one of these.
+    beside: bool,
 }
 
 /// The dtypes of a launch: the first, and another if there are two.
@@ -188,13 +194,13 @@ fn inverse(n: usize, m: usize) -> Option<u32> {
 
 impl Kernels {
     /// Bytes that a multiprocessor fetches in the launch of [`ProductArgs`] behind its start: x, and the weights that its
-    /// rings have no place for at first.
-    pub fn product_rest(&self, a: &ProductArgs<'_>) -> Result<usize, KernelError> {
+    /// rings have no place for at first. `None` if it leaves the next launch no place beside it.
+    pub fn product_rest(&self, a: &ProductArgs<'_>) -> Result<Option<usize>, KernelError> {
         let shape = shape(a);
         let cut = self.cut(&case(a, &shape), a)?;
         let weights = cut.share.saturating_sub(usize::from(cut.stages)) * cut.warps * cut.slot;
         let rows = if a.b.is_some() { 2 } else { 1 };
-        Ok(weights.saturating_add(4 * rows * a.k))
+        Ok(cut.beside.then(|| weights.saturating_add(4 * rows * a.k)))
     }
 
     fn cut(&self, case: &Case<'_>, a: &ProductArgs<'_>) -> Result<Cut, KernelError> {
@@ -224,7 +230,7 @@ impl Kernels {
         let n_tiles: usize = if gated { tiles(&a.parts[0]) } else { a.parts.iter().map(tiles).sum() };
         let grid = n_tiles.min(self.n_sms());
         let of_tile = a.k.div_ceil(chunk.cols) * if gated { 2 } else { 1 };
-        let of_block = (n_tiles / grid + 1).saturating_mul(of_tile);
+        let of_block = n_tiles.div_ceil(grid).saturating_mul(of_tile);
         // The kernel multiplies a block's chunks with a warp's number, and with the inverse.
         let Some(tile_inverse) = inverse(of_tile.max(chunk.warps), of_block).and(inverse(of_tile, of_block))
         else {
@@ -237,9 +243,9 @@ impl Kernels {
         let weights = weights.unwrap_or(usize::MAX);
         // Small ones take no more of a ring than they fill.
         let most = if weights < SMALL_BYTES { share } else { usize::MAX };
-        let (stages, shared) = self.product_shared(case, a.k, [chunk, other], most)?;
+        let (stages, shared, beside) = self.product_shared(case, a.k, [chunk, other], most)?;
         let (warps, slot) = (chunk.warps, chunk.bytes.max(other.bytes));
-        Ok(Cut { first, second, warps, slot, n_tiles, grid, tile_inverse, share, stages, shared })
+        Ok(Cut { first, second, warps, slot, n_tiles, grid, tile_inverse, share, stages, shared, beside })
     }
 
     /// The launch of [`ProductArgs`].
@@ -252,8 +258,9 @@ impl Kernels {
         crate::require!(case, a.inner.is_none() || a.b.is_some(), "there is nothing to be normed inside");
         crate::require!(case, a.sum.is_none() || a.b.is_some(), "there is no sum to keep");
         let pace = pace(cut.slot, gated);
-        let behind = a.behind.filter(|&rest| rest <= LATE_MOST_BYTES).and_then(|rest| self.cycles_of(rest));
-        let (early, late) = filling(u32::from(cut.stages) * cut.warps as u32, pace, behind);
+        let behind = a.behind.filter(|&rest| cut.beside && rest <= LATE_MOST_BYTES);
+        let chunks = usize::from(cut.stages).min(cut.share) * cut.warps;
+        let (early, late) = filling(chunks as u32, pace, behind.and_then(|rest| self.cycles_of(rest)));
         let mut launch = self
             .launch(&name(a.kind(), first, second), case.u32("n", grid)?, 32 * cut.warps as u32)?
             .shared(cut.shared)
@@ -324,14 +331,14 @@ impl Kernels {
         self.shared_limit().saturating_sub(STATIC_BYTES)
     }
 
-    /// Chunks in a warp's ring, at most `most`, and the shared memory of a block.
+    /// Chunks in a warp's ring, at most `most`, the shared memory of a block, and whether another block has a place beside it.
     fn product_shared(
         &self,
         case: &Case<'_>,
         k: usize,
         [chunk, other]: [Chunk; 2],
         most: usize,
-    ) -> Result<(u8, u32), KernelError> {
+    ) -> Result<(u8, u32, bool), KernelError> {
         let slot = chunk.bytes.max(other.bytes);
         let is_plain = chunk.rows != TILE_ROWS;
         // Quantised: a byte to an element and two floats to 32, up to whole units.
@@ -353,7 +360,7 @@ impl Kernels {
                 case.refuse(format!("a block needs {need} bytes of shared memory, {limit} are there"))
             );
         };
-        Ok((stages as u8, bytes(stages) as u32))
+        Ok((stages as u8, bytes(stages) as u32, beside.is_some()))
     }
 }
 
@@ -397,11 +404,12 @@ const fn pace(bytes: usize, gated: bool) -> u8 {
     if fours < 255 { fours as u8 } else { 255 }
 }
 
-/// [`Params::early`] and [`Params::late`] for so many chunks, behind a launch that still reads for so many cycles or behind none.
+/// [`Params::early`] and [`Params::late`] for so many chunks, behind a launch that reads for so many cycles or behind none.
 fn filling(chunks: u32, pace: u8, behind: Option<usize>) -> (u32, u32) {
     let Some(cycles) = behind else { return (chunks, 0) };
     let half = chunks.div_ceil(2);
-    (half, ((LATE_CYCLES + cycles) as u32).max(4 * u32::from(pace) * half))
+    let late = cycles.saturating_add(LATE_CYCLES).min(LATE_MOST_CYCLES) as u32;
+    (half, late.max(4 * u32::from(pace) * half))
 }
 
 fn weight_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
@@ -442,7 +450,7 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     let params = [P, P, P, size_of::<Params>(), P, P, P, P, P, P, P, P, P, P, P];
     for (kind, [first, second]) in launches() {
         let kernel = name(kind, first, second);
-        all.push(Entry::new(Family::Product, kernel, &params, move |k| twin(k, first, second)));
+        all.push(Entry::new(Family::Product, kernel, &params, move |k| twin(k, kind, first, second)));
     }
 }
 
@@ -493,8 +501,18 @@ fn make_x(k: &SimKernel<'_>, p: &Params, quantised: bool) -> KernelResult<(Vec<f
     Ok((x, scale, sum))
 }
 
-fn twin(k: &mut SimKernel<'_>, first: DType, second: DType) -> KernelResult {
+fn twin(k: &mut SimKernel<'_>, kind: Kind, first: DType, second: DType) -> KernelResult {
     let p: Params = k.arg(3)?;
+    let has = |args: &[usize]| args.iter().any(|&i| k.ptr(i).is_ok_and(|at| at.0 != 0));
+    // The kernels do not look at what their kind has not.
+    let is_of_kind = match kind {
+        Kind::Bare => p.gate == 0 && p.n[1] == 0 && !has(&[5, 6, 7, 8, 12, 13, 14]),
+        Kind::Gated => p.gate != 0,
+        Kind::Several => p.gate == 0,
+    };
+    if !is_of_kind {
+        return Err(fault(format!("this is no {kind:?} product")));
+    }
     let cols = p.k as usize;
     let partial = || fault("rows of partial blocks");
     let mut parts = Vec::with_capacity(MAX_PARTS);
@@ -577,6 +595,7 @@ mod tests {
         assert_eq!(filling(64, 18, Some(5000)), (32, LATE_CYCLES as u32 + 5000));
         assert_eq!(filling(5, 255, Some(0)), (3, 4 * 255 * 3));
         assert_eq!(filling(1, 18, Some(0)), (1, LATE_CYCLES as u32));
+        assert_eq!(filling(64, 18, Some(usize::MAX)), (32, LATE_MOST_CYCLES as u32));
     }
 
     #[test]

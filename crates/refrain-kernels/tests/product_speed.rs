@@ -132,7 +132,7 @@ fn launches(
             step: "product",
         };
         if gate.is_some() {
-            behind = Some(bed.kernels.product_rest(&args).unwrap());
+            behind = bed.kernels.product_rest(&args).unwrap();
         }
         bed.kernels.product(&args).unwrap()
     };

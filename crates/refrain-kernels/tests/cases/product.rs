@@ -48,6 +48,9 @@ pub fn product() -> Vec<Case> {
         add(shape(&[19], 65 * 256, Before::Nothing));
         add(Shape { gate: Some(Gate::Silu), ..shape(&[19, 19], 33 * 256, Before::Norm) });
         add(Shape { bias: true, ..shape(&[12, 4, 4], 2 * unit, Before::Norm) });
+        // Nothing before them, and still not bare.
+        add(Shape { bias: true, ..shape(&[12], 2 * unit, Before::Nothing) });
+        add(shape(&[9, 5], unit, Before::Nothing));
         add(Shape { gate: Some(Gate::Silu), ..shape(&[43, 43], 6 * unit, Before::AddNorm) });
         add(Shape { gate: Some(Gate::GeluTanh), bias: true, ..shape(&[8, 8], unit, Before::Norm) });
         if plain {
