@@ -9,7 +9,7 @@ mod host;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use bed::{Bed, Role, dense, f32s, i32s, normals, run_all};
+use bed::{Bed, Case, Role, dense, f32s, i32s, normals, run_all};
 use refrain_driver::sim::SimOptions;
 use refrain_driver::{Layout, Method, RecordOptions, Ring};
 use refrain_kernels::{
@@ -164,14 +164,25 @@ both! {
     }
 }
 
-/// Compute capability 8.6, 8.9 and 12.0: attention has smaller rings there, and a choice fewer tokens in view.
+/// Compute capability 8.6, 8.9 and 12.0: attention has smaller rings there, a choice fewer tokens in view, and of products
+/// most leave no place beside them.
 #[test]
 #[cfg_attr(not(feature = "host-tests"), ignore = "needs a C++ compiler: cargo xtask ci turns it on")]
-fn attention_and_sampling_agree_with_the_reference_where_a_block_has_99_kib_of_shared_memory() {
+fn kernels_agree_with_the_reference_where_a_block_has_99_kib_of_shared_memory() {
     let mut bed = host::bed_on(SimOptions { shared_block_bytes: 99 << 10, ..SimOptions::default() });
     // The other sizes see all cases.
     run_all(&mut bed, cases::attend::attend().into_iter().step_by(4).collect());
     run_all(&mut bed, cases::sample::sample().into_iter().step_by(4).collect());
+    // The longest row of floats has no room there, and is refused; plans run it another way and say so.
+    let (long, fitting): (Vec<Case>, Vec<Case>) = cases::product::product()
+        .into_iter()
+        .partition(|case| case.name.contains("16]") && case.name.contains(&format!("k={}", 65 * 256)));
+    run_all(&mut bed, fitting.into_iter().step_by(3).collect());
+    assert_eq!(long.len(), 2, "BF16 and F16");
+    for case in long {
+        let refused = case.run(&mut bed).expect_err(&case.name);
+        assert!(refused.contains("bytes of shared memory"), "{}: {refused}", case.name);
+    }
 }
 
 #[test]

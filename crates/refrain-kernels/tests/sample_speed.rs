@@ -17,9 +17,10 @@ const N_BIAS: usize = 8;
 
 /// Temperature, top-k, top-p, min-p, repeat, frequency, presence; and the most microseconds that a vocabulary of
 /// 128,256 may take on an H200 without being a step back, for logits that are [`Shape::is_bounded`].
-const MODES: [(&str, [f32; 7], f64); 5] = [
+const MODES: [(&str, [f32; 7], f64); 6] = [
     ("greedy", [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0], 6.5),
     ("top-k 40, top-p 0.95", [0.8, 40.0, 0.95, 0.0, 1.0, 0.0, 0.0], 10.5),
+    ("top-k 64, top-p 0.95", [0.8, 64.0, 0.95, 0.0, 1.0, 0.0, 0.0], 12.0),
     ("top-k 64, top-p 0.95, penalties", [0.8, 64.0, 0.95, 0.0, 1.1, 0.1, 0.1], 13.0),
     ("top-p 0.95", [0.8, 0.0, 0.95, 0.0, 1.0, 0.0, 0.0], 29.0),
     ("temperature", [0.8, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0], 21.0),
