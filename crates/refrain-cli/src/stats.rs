@@ -117,7 +117,7 @@ fn bytes_per_token(session: &mut Session, reply: &Reply) -> usize {
 pub(crate) fn to_json(session: &Session, reply: &Reply, name: &str, load: Duration, seed: u64) -> Value {
     let summary = &reply.summary;
     let ledger = session.ledger();
-    let (prefill, decode) = (ledger.tally(StepKind::Prefill), ledger.tally(StepKind::Decode));
+    let (prefill, decode) = (ledger.tally(StepKind::Prompt), ledger.tally(StepKind::Decode));
     let ms = |d: Duration| d.as_secs_f64() * 1e3;
     json!({
         "model": name,
@@ -146,6 +146,8 @@ pub(crate) fn tally_json(tally: &Tally) -> Value {
     json!({
         "steps": tally.steps(),
         "replayed": tally.replayed,
+        "launches": tally.launches,
+        "host_steps": tally.host_steps,
         "eager": tally.eager,
         "failed": tally.failed,
         "unused": tally.unused,

@@ -333,7 +333,9 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Op
                 paging,
             })
         }
-        Op::Sample => {
+        // A mask and a list of the most probable run the reference version.
+        Op::Sample(sample) if *sample != refrain_graph::Sample::default() => None,
+        Op::Sample(_) => {
             let inputs = [&ins[1], &ins[2], &ins[3], &ins[4], &ins[5]];
             let mut control_at: [Range<usize>; 5] = std::array::from_fn(|_| 0..0);
             for (at, operand) in control_at.iter_mut().zip(inputs) {
@@ -343,7 +345,13 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Op
             let logits = arena(plan, &ins[0])?;
             Some(Kernel::Sample { logits, control: control_at, token: out(0)?, logprob: out(1)?, vocab })
         }
-        Op::View(_) | Op::Copy | Op::Cast(_) | Op::Reduce(_) | Op::Softmax | Op::HostCall(_) => None,
+        Op::View(_)
+        | Op::Copy
+        | Op::Cast(_)
+        | Op::Reduce(_)
+        | Op::Softmax
+        | Op::Accumulate
+        | Op::HostCall(_) => None,
     }
 }
 

@@ -317,10 +317,13 @@ impl Machine<'_> {
     /// The reference version, over copies of the inputs.
     fn reference(&mut self, plan: &Plan, step: usize, arena: &mut [f32]) -> Result<(), RunError> {
         let step = &plan.steps()[step];
-        let state_update = matches!(step.op, refrain_graph::Op::KvAppend);
+        let updated = step.op.state_updates();
         let arena_bytes: &[u8] = bytemuck::cast_slice(arena);
         let mut inputs: Vec<(&refrain_graph::Operand, Vec<u8>)> = Vec::new();
-        for operand in step.inputs.iter().skip(usize::from(state_update)) {
+        // States that the step changes come as outputs that hold what is there.
+        let read =
+            step.inputs.iter().enumerate().filter(|(i, _)| updated.iter().all(|(_, input)| input != i));
+        for (_, operand) in read {
             let buffer = plan.buffer(operand.buffer);
             let bytes = match buffer.place {
                 Place::Arena { offset } => arena_bytes[offset..offset + buffer.bytes].to_vec(),

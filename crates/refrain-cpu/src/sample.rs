@@ -30,7 +30,7 @@ pub(crate) fn choose(
     room.load(logits);
     apply_bias_and_penalties(&mut room.logits, sampling);
     for l in room.logits.iter_mut().filter(|l| l.is_nan()) {
-        *l = f32::NEG_INFINITY;
+        *l = f32::INFINITY;
     }
     let best = simd::argmax(level, &room.logits);
     let max = room.logits.get(best).copied().unwrap_or(f32::NEG_INFINITY);

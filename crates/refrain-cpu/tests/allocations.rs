@@ -2,7 +2,7 @@
 
 use refrain_cpu::CpuBackend;
 use refrain_graph::{Backend, ControlBlock, Io, SAMPLE_PARAMS, fuse};
-use refrain_models::{Head, KvSpec, Model, NamedShape, QuantMix, StepSpec};
+use refrain_models::{Head, KvSpec, Model, NamedShape, QuantMix, SampleHead, StepSpec};
 use refrain_tensor::DType;
 use refrain_testkit::CountingAllocator;
 
@@ -12,8 +12,9 @@ static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 #[test]
 fn a_decoded_token_allocates_nothing() {
     let model = Model::random(NamedShape::find("smollm2-135m").unwrap(), QuantMix::All(DType::Q8_0)).unwrap();
-    let kv = KvSpec { n_blocks: 4, kv_block: 32, max_blocks: 4, n_seqs: 1, dtype: DType::F16 };
-    let spec = StepSpec { n_tokens: 1, head: Head::Sample { history: 4, n_bias: 1 }, act: DType::F32 };
+    let kv = KvSpec { n_blocks: 4, kv_block: 32, max_blocks: 4, dtype: DType::F16 };
+    let spec =
+        StepSpec::of_one(1, 1, Head::Sample(SampleHead { n_history: 4, n_bias: 1, masked: false, n_top: 0 }));
     let mut backend = CpuBackend::new(2).unwrap();
     let weights = backend.load(model.weights(), model.tensors().to_vec()).unwrap();
     let mut states = backend.allocate(&model.states(&kv)).unwrap();

@@ -250,7 +250,7 @@ fn show(status: &Mutex<Status>, machine: &Machine, is_step: bool) {
     let now = machine.stats();
     let same = [now.recorded, now.demoted] == [shown.cache.recorded, shown.cache.demoted];
     if same && is_step {
-        shown.cache = now;
+        (shown.cache, shown.compared) = (now, machine.compared);
         if !machine.profile().is_empty() {
             shown.profile = machine.profile().to_vec();
         }
@@ -311,9 +311,14 @@ impl Backend for CudaBackend {
         let plan = Arc::new(Plan::new(graph, plan_options(graph))?);
         let (id, sent) = (self.id(), Arc::clone(&plan));
         let (weights, states) = (graph.weights().to_vec(), graph.states().to_vec());
-        let compiled = self.call("compiling a plan", self.options.compile_limit, move |m| {
+        let placed = Arc::clone(&plan);
+        // Weights travel with the first plan, when all sizes are known; how long that takes is the disk's business.
+        let placed = self.call("sending weights", self.options.load_limit, move |m| {
             m.check_model(&weights, &states)?;
-            m.compile(id, sent)
+            m.place(&placed)
+        });
+        let compiled = placed.and_then(|()| {
+            self.call("compiling a plan", self.options.compile_limit, move |m| m.compile(id, sent))
         });
         let backend = self.name();
         compiled.map_err(|error| match error {

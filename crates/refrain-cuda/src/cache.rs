@@ -19,7 +19,8 @@ pub enum GraphMode {
     /// As graphs where possible; a step that runs eagerly says why.
     #[default]
     Auto,
-    /// A step that cannot be replayed is an error.
+    /// A step that cannot be replayed is an error, and so is one that needs the host in between unless
+    /// [`CacheOptions::allow_host_steps`] says otherwise.
     Require,
     /// Never.
     Off,
@@ -40,6 +41,9 @@ impl std::fmt::Display for GraphMode {
 pub struct CacheOptions {
     /// Whether steps run as graphs.
     pub mode: GraphMode,
+    /// Whether steps that need the host between two graphs pass under [`GraphMode::Require`]. Off, so that a step that
+    /// is required to be one launch cannot quietly become several.
+    pub allow_host_steps: bool,
     /// How graphs are recorded first.
     pub method: Method,
     /// Whether explicit nodes are tried at once where a stream capture fails.
@@ -60,6 +64,7 @@ impl Default for CacheOptions {
     fn default() -> CacheOptions {
         CacheOptions {
             mode: GraphMode::Auto,
+            allow_host_steps: false,
             method: Method::Stream,
             nodes_when_capture_fails: true,
             capacity: 64,
@@ -193,7 +198,7 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
     ) -> Result<Ran, CudaError> {
         let reason = match self.ready(key, site, warm, check, true)? {
             None => match self.replay(key, site, warm)? {
-                None => return Ok(Ran::Replayed),
+                None => return Ok(Ran::REPLAYED),
                 Some(reason) => reason,
             },
             Some(reason) => reason,
@@ -336,6 +341,18 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
                 self.give_up(key, site, warm, reason).map(Some)
             }
         }
+    }
+
+    /// Takes a graph that came out wrong out of service for a while; gives the reason back.
+    pub(crate) fn demote(
+        &mut self,
+        key: &K,
+        site: &mut Site<'_>,
+        warm: &WarmPlan,
+        reason: Reason,
+    ) -> Result<Reason, CudaError> {
+        self.stats.demoted += 1;
+        self.give_up(key, site, warm, reason)
     }
 
     /// Takes a key out of service for a while, after asking whether the device is still good.

@@ -30,10 +30,10 @@ const MAX_END: usize = 64;
 /// Bytes in front of the plan's control block.
 pub(crate) const FEED_BYTES: u64 = ((END_AT + 4 * MAX_END) as u64).next_multiple_of(256);
 
-/// The feedback of a plan whose every step is on the device.
+/// The feedback of a plan of one sequence whose every step is on the device.
 pub(crate) fn feedback(plan: &Plan) -> Option<Feedback> {
     let on_device = plan.segments().iter().all(|s| s.kind == SegmentKind::Recordable);
-    Feedback::of(plan).filter(|_| on_device && plan.segments().len() == 1)
+    Feedback::of(plan).filter(|f| f.n_rows == 1 && on_device && plan.segments().len() == 1)
 }
 
 /// Adds the commit of a plan's choice.

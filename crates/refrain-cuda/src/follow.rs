@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use refrain_graph::{Committed, Feedback, Ran, Run, RunLimits};
-use refrain_kernels::{COMMIT_PAST_END, CommitEntry, CommitState};
+use refrain_graph::{Committed, Feedback, Ran, Run, RunLimits, StepFlags};
+use refrain_kernels::{CommitEntry, CommitState};
 
 use crate::backend::{CudaBackend, CudaCompiled};
 use crate::error::CudaError;
@@ -25,7 +25,7 @@ const SETTLE: &str = "waiting for steps sent ahead";
 pub(crate) struct Followed {
     id: ProgramId,
     /// The control block as the host last knew it: the block table is current.
-    control: Vec<u8>,
+    pub(crate) control: Vec<u8>,
     /// Position of the first step.
     start: i32,
     n_sent: i32,
@@ -48,11 +48,11 @@ impl Machine {
         length: Length,
     ) -> Result<(), CudaError> {
         self.stream.set_limit(self.options.step_limit);
-        let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
-            return Err(Machine::gone());
-        };
+        let Some(program) = self.programs.get(&id) else { return Err(Machine::gone()) };
+        program.lowered()?;
+        let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
         let Some(feedback) = program.feedback else { return Err(Machine::gone()) };
-        program.roles.check(control)?;
+        program.check(control)?;
         if self.pump.n_pending() > 0 {
             // Left by a run that failed.
             self.stream.synchronize().map_err(CudaError::driver(SETTLE))?;
@@ -79,10 +79,16 @@ impl Machine {
     /// Sends the next step, whose inputs are on the device already.
     fn send_next(&mut self) -> Result<Ran, CudaError> {
         let Some(followed) = &mut self.followed else { return Err(Machine::gone()) };
-        let id = followed.id;
+        let (id, position) = (followed.id, followed.start.saturating_add(followed.n_sent));
         followed.n_sent += 1;
         if !self.pump.reserve() {
             return Err(CudaError::Mismatch { what: "runs", because: "the ring has no room".into() });
+        }
+        self.n_decoded += 1;
+        if self.is_comparison_due()
+            && let Some(ran) = self.send_compared(id, position)?
+        {
+            return Ok(ran);
         }
         self.enqueue(id, &[])
     }
@@ -102,7 +108,7 @@ impl Machine {
         let ran = sent?;
         let entry = self.pump.take(&mut self.stream, self.options.step_limit);
         let entry = entry.map_err(CudaError::driver("a step"))?;
-        if entry.flags & COMMIT_PAST_END != 0 {
+        if StepFlags(entry.flags).has(StepFlags::PAST_END) {
             // Padding: what came out of it is still where the plan put it.
             return Ok((ran, Vec::new()));
         }
@@ -122,7 +128,7 @@ impl Machine {
         if let Some(table) = table {
             followed.control[feedback.tables.range()].copy_from_slice(table);
         }
-        program.roles.check(&followed.control)?;
+        program.check(&followed.control)?;
         if let Some(table) = table {
             let sent = resident.send_field(&mut self.stream, feedback.tables.offset, table);
             sent.map_err(CudaError::driver("sending the block table"))?;
@@ -130,8 +136,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Sends `n` steps, or fewer: while a graph has to be made, only when all those before were taken, since verifying
-    /// it writes to the ring. Whoever takes the last of them asks for the rest.
+    /// Sends `n` steps, or fewer: while a graph has to be made or a step is to be compared, only when all those before
+    /// were taken, since both write to the ring. Whoever takes the last of them asks for the rest.
     fn send_steps(&mut self, n: usize, table: Option<&[u8]>) {
         if self.pump.is_stopped() {
             return;
@@ -141,8 +147,8 @@ impl Machine {
         }
         for _ in 0..n {
             let id = self.followed.as_ref().map(|f| f.id);
-            let makes_graph = id.is_some_and(|id| self.wants_graph(id));
-            if self.pump.is_stopped() || (makes_graph && self.pump.n_pending() > 0) {
+            let uses_ring = id.is_some_and(|id| self.wants_graph(id)) || self.is_next_compared();
+            if self.pump.is_stopped() || (uses_ring && self.pump.n_pending() > 0) {
                 break;
             }
             match self.send_next() {
@@ -279,9 +285,10 @@ impl CudaBackend {
 
 /// `None` for a step behind the end of its run.
 fn committed(entry: CommitEntry, ran: Ran) -> Option<Committed> {
-    let ended = entry.flags != 0;
-    let (token, logprob) = (entry.token as u32, entry.logprob);
-    (entry.flags & COMMIT_PAST_END == 0).then_some(Committed { token, logprob, ended, ran })
+    let (token, logprob, flags) = (entry.token as u32, entry.logprob, StepFlags(entry.flags));
+    // The entry has the position of the next token.
+    let position = usize::try_from(entry.position).map_or(0, |next| next.saturating_sub(1));
+    (!flags.has(StepFlags::PAST_END)).then_some(Committed { token, logprob, position, flags, ran })
 }
 
 /// A token of a small model takes less than a sleep.

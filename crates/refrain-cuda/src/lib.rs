@@ -38,7 +38,6 @@ mod options; // how a backend works
 mod pump; // between who takes tokens and who sends steps
 mod feed; // what a step that feeds itself has on the device
 mod few; // a few rows of packed weights
-mod roles; // what a control block's numbers index
 mod resident; // what lies on the device
 mod fused; // runs of steps around the products of one row
 mod group; // which steps one launch does
@@ -52,10 +51,12 @@ mod profile; // where the time goes
 mod status; // for summaries
 mod machine; // what the device thread does
 mod follow; // decode steps one after the other
+mod compare; // decode steps compared with their eager run as the text goes on
 mod backend; // the way in
 
 pub use backend::{CudaBackend, CudaCompiled, CudaStates, CudaWeights, Monitor};
 pub use cache::{CacheOptions, CacheStats, GraphCache, GraphMode, Site};
+pub use compare::Compared;
 pub use error::CudaError;
 pub use options::{CublasLt, CudaOptions};
 pub use prefill::PromptProducts;

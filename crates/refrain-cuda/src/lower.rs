@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use refrain_driver::{Buf, DriverError, Launch};
-use refrain_graph::{BufferId, Op, Operand, Place, Plan, Query, Step, Support, TensorType};
+use refrain_graph::{Binary, BufferId, Op, Operand, Place, Plan, Query, Sample, Step, Support, TensorType};
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, CastArgs, CopyArgs, GateArgs, GatherRowsArgs, KernelError,
     Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, ProductArgs, ProductPart,
@@ -78,7 +78,10 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
                 !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 256,
                 "heads have an even number of elements, at most 256",
             )),
-        Op::Sample => no(ins[0].dtype != DType::F32, "logits are F32")
+        Op::Accumulate => no(!is(0, DType::F32) || !is(1, DType::F32), "sums are F32"),
+        Op::Sample(Sample { masked: true, .. }) => Some("no kernel applies a mask yet"),
+        Op::Sample(Sample { n_top: 1.., .. }) => Some("no kernel lists the most probable tokens yet"),
+        Op::Sample(_) => no(ins[0].dtype != DType::F32, "logits are F32")
             .or(no(ins[0].shape.dim_back(0) > 1 << 20, "at most 2^20 tokens")),
     }
 }
@@ -109,7 +112,7 @@ pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32, blas: bool) -> u64 {
                 attention_scratch_bytes(q.dims()[0], q.dims()[1], q.dims()[2], splits(step, n_sms))
                     .max(crate::attend::scratch_bytes(step, n_sms))
             }
-            (Op::Sample, Some(logits)) => sample_scratch_bytes(logits.dims()[0], logits.dims()[1]),
+            (Op::Sample(_), Some(logits)) => sample_scratch_bytes(logits.dims()[0], logits.dims()[1]),
             (Op::MatMul, _) => crate::few::scratch_bytes(step),
             _ => 0,
         }
@@ -119,7 +122,7 @@ pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32, blas: bool) -> u64 {
 
 /// What the choices of a plan keep between their launches, zero before and after.
 pub(crate) fn choice_bytes(plan: &Plan) -> u64 {
-    let choices = plan.steps().iter().filter(|step| matches!(step.op, Op::Sample));
+    let choices = plan.steps().iter().filter(|step| matches!(step.op, Op::Sample(_)));
     choices.map(|step| sample_state_bytes(step.inputs[0].layout.shape().dims()[0])).max().unwrap_or(0)
 }
 
@@ -381,7 +384,16 @@ impl Lowering<'_> {
             }
             Op::KvAppend => launches.push(self.kv_append(step)?),
             Op::Attention(_) => self.attention(step, launches)?,
-            Op::Sample => self.sample(step, launches)?,
+            Op::Sample(_) => self.sample(step, launches)?,
+            // The output is the state itself: each element is read before it is written.
+            Op::Accumulate => launches.push(k.binary(&BinaryArgs {
+                f: Binary::Add,
+                a: view(0)?,
+                b: view(1)?,
+                y: out(0)?,
+                shape: step.outputs[0].layout.shape(),
+                step: label,
+            })?),
         }
         Ok(())
     }
@@ -572,7 +584,8 @@ impl Lowering<'_> {
             return Err(refuse("the cache is seen through a view"));
         }
         let state = self.resident.state(id.idx());
-        Ok((self.resident.state_buf(id.idx())?, state.n_blocks + state.n_scratch))
+        let n_blocks = operand.layout.shape().dims()[0];
+        Ok((self.resident.state_buf(id.idx())?, n_blocks + state.n_scratch))
     }
 
     fn kv_append(&self, step: &Step) -> Result<Launch, KernelError> {

@@ -4,12 +4,13 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use refrain_driver::{Buf, Context, DriverError, Stream};
-use refrain_graph::{BufferId, Feedback, Op, Place, Plan, Ran, Reason, Segment, SegmentKind};
-use refrain_graph::{State, Weight};
+use refrain_graph::{BufferId, Feedback, Op, OutOfBounds, Place, Plan, Ran, Reason, Segment, SegmentKind};
+use refrain_graph::{Capture, State, Weight};
 use refrain_kernels::{BlasLtShape, Digester, Kernels, sample_state_bytes};
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
+use crate::compare::Compared;
 use crate::error::CudaError;
 use crate::feed;
 use crate::follow::Followed;
@@ -19,8 +20,7 @@ use crate::options::CudaOptions;
 use crate::prefill::{self, Areas, Products};
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
 use crate::pump::Pump;
-use crate::resident::{HostModel, Resident, Room};
-use crate::roles::Roles;
+use crate::resident::{HostModel, Kept, Places, Resident, Room, fitting_room};
 use crate::states;
 use crate::status::{GraphLine, Status};
 use crate::traffic::Moved;
@@ -40,21 +40,59 @@ pub(crate) type ProgramId = u64;
 
 /// A plan made ready: launches for what can be recorded, host steps between.
 pub(crate) struct Program {
-    plan: Arc<Plan>,
-    pub(crate) roles: Roles,
+    pub(crate) plan: Arc<Plan>,
     /// How its choice becomes its next input, where that happens on the device.
     pub(crate) feedback: Option<Feedback>,
-    parts: Vec<Part>,
-    /// Outputs that kernels write straight to pinned memory.
-    results: HashMap<BufferId, Buf>,
+    /// Launches over the memory as it is, or why there are none: then no step of it runs.
+    lowered: Result<Lowered, CudaError>,
+}
+
+impl Program {
+    fn parts(&self) -> &[Part] {
+        self.lowered.as_ref().map_or(&[], |lowered| &lowered.parts)
+    }
+
+    /// The launches of a program that is one segment.
+    pub(crate) fn only_segment(&self) -> Option<(&Segment, &WarmPlan)> {
+        match self.parts() {
+            [Part::Device { segment, warm }] => Some((segment, warm)),
+            _ => None,
+        }
+    }
+
+    /// Its launches, or why there are none.
+    pub(crate) fn lowered(&self) -> Result<&Lowered, CudaError> {
+        self.lowered.as_ref().map_err(Clone::clone)
+    }
+
+    /// Refuses a control block that points outside what it indexes.
+    pub(crate) fn check(&self, control: &[u8]) -> Result<(), CudaError> {
+        let out = |OutOfBounds { label, what, got, limit }| CudaError::OutOfRange { label, what, got, limit };
+        self.plan.bounds().check(control).map_err(out)
+    }
+
+    /// The first host step with its reason, if there is one.
+    fn host_step(&self) -> Option<Reason> {
+        let steps = self.plan.segments().iter().filter(|s| s.kind != SegmentKind::Recordable);
+        let step = &self.plan.steps()[steps.flat_map(|s| s.steps.clone()).next()?];
+        match step.op.capture() {
+            Capture::Unsafe(because) => Some(Reason::NotCapturable { label: step.label.clone(), because }),
+            Capture::Safe => None,
+        }
+    }
 }
 
 /// Outputs by their position in the plan.
 pub(crate) type Found = Vec<(usize, Vec<u8>)>;
 
-type Lowered = (Vec<Part>, HashMap<BufferId, Buf>);
+/// A plan's launches over one memory.
+pub(crate) struct Lowered {
+    parts: Vec<Part>,
+    /// Outputs that kernels write straight to pinned memory.
+    results: HashMap<BufferId, Buf>,
+}
 
-enum Part {
+pub(crate) enum Part {
     Device { segment: Segment, warm: WarmPlan },
     Host { step: usize },
 }
@@ -72,9 +110,16 @@ impl Part {
 /// Everything of one device.
 pub(crate) struct Machine {
     // Before the stream and the context: graphs and memory go first.
-    cache: GraphCache<(ProgramId, usize)>,
+    pub(crate) cache: GraphCache<(ProgramId, usize)>,
     pub(crate) programs: HashMap<ProgramId, Program>,
     pub(crate) resident: Option<Resident>,
+    /// Weights and states while there is no room for steps: a plan that was too large has taken theirs.
+    kept: Option<Kept>,
+    /// Decode steps that were sent.
+    pub(crate) n_decoded: u64,
+    pub(crate) compared: Compared,
+    /// Whether programs were lowered anew since their graphs were recorded.
+    must_record: bool,
     model: HostModel,
     profile: Profile,
     pub(crate) options: CudaOptions,
@@ -112,6 +157,10 @@ impl Machine {
             cache: GraphCache::new(options.graphs),
             programs: HashMap::new(),
             resident: None,
+            kept: None,
+            n_decoded: 0,
+            compared: Compared::default(),
+            must_record: false,
             model: HostModel::default(),
             profile: Profile::new(timeline),
             options,
@@ -129,7 +178,6 @@ impl Machine {
     /// Takes a model's weights; they go to the device with the first plan, when all sizes are known.
     pub(crate) fn load(&mut self, weights: Vec<Weight>, tensors: Vec<HostTensor>) -> Result<(), CudaError> {
         self.release()?;
-        self.programs.clear();
         (self.model.weights, self.model.tensors) = (weights, tensors);
         Ok(())
     }
@@ -137,7 +185,6 @@ impl Machine {
     /// Takes the measures of a model's states, which begin as zeros.
     pub(crate) fn allocate(&mut self, states: Vec<State>) -> Result<(), CudaError> {
         self.release()?;
-        self.programs.clear();
         self.model.states = states;
         Ok(())
     }
@@ -166,31 +213,41 @@ impl Machine {
 
     pub(crate) fn drop_program(&mut self, id: ProgramId) {
         if let Some(program) = self.programs.remove(&id) {
-            (0..program.parts.len()).for_each(|part| self.cache.forget(&(id, part)));
+            (0..program.parts().len()).for_each(|part| self.cache.forget(&(id, part)));
         }
     }
 
-    /// Lowers a plan, records its graphs and verifies them, so that no step has to.
-    pub(crate) fn compile(&mut self, id: ProgramId, plan: Arc<Plan>) -> Result<(), CudaError> {
+    /// Makes sure that weights, states and room for a plan are on the device. Sending weights may take long.
+    pub(crate) fn place(&mut self, plan: &Plan) -> Result<(), CudaError> {
         if self.pump.n_pending() > 0 {
             // Verification writes to the ring.
             if self.followed.is_some() && !self.pump.is_stopped() {
-                let because = "steps of one are under way; it must be finished first".to_owned();
+                let because = "steps of one are in flight; it must be finished first".to_owned();
                 return Err(CudaError::Mismatch { what: "runs", because });
             }
             self.settle()?;
         }
-        let (roles, feedback) = (Roles::of(&plan), feed::feedback(&plan));
-        let is_new = self.ensure(&plan, &roles)?;
-        if is_new {
+        self.ensure(plan)
+    }
+
+    /// Lowers a plan, records its graphs and verifies them, so that no step has to.
+    pub(crate) fn compile(&mut self, id: ProgramId, plan: Arc<Plan>) -> Result<(), CudaError> {
+        self.place(&plan)?;
+        if std::mem::take(&mut self.must_record) {
             // Graphs over the old memory are gone; none of them should cost a token later.
             let ids: Vec<ProgramId> = self.programs.keys().copied().collect();
             ids.into_iter().try_for_each(|id| self.prepare(id))?;
         }
-        let Some(resident) = &self.resident else { unreachable!("ensured above") };
-        let (parts, results) = self.lower(resident, &plan, &roles, feedback.as_ref())?;
-        self.warm_up(&parts)?;
-        self.programs.insert(id, Program { plan, roles, feedback, parts, results });
+        let feedback = feed::feedback(&plan);
+        let Some(resident) = &self.resident else { unreachable!("placed above") };
+        let lowered = self.lower(resident, &plan, feedback.as_ref())?;
+        self.warm_up(&lowered.parts)?;
+        let program = Program { plan, feedback, lowered: Ok(lowered) };
+        if let Some(reason) = program.host_step().filter(|_| self.refuses_host_steps()) {
+            let step = format!("step of {}", tokens(&program.plan));
+            return Err(CudaError::Required { step, reason });
+        }
+        self.programs.insert(id, program);
         if let Err(error) = self.prepare(id) {
             self.drop_program(id);
             return Err(error);
@@ -198,11 +255,14 @@ impl Machine {
         Ok(())
     }
 
+    fn refuses_host_steps(&self) -> bool {
+        self.options.graphs.mode == GraphMode::Require && !self.options.graphs.allow_host_steps
+    }
+
     fn lower(
         &self,
         resident: &Resident,
         plan: &Plan,
-        roles: &Roles,
         feedback: Option<&Feedback>,
     ) -> Result<Lowered, CudaError> {
         let n_sms = self.ctx.device().info().n_sms;
@@ -227,12 +287,9 @@ impl Machine {
                 segment.steps.clone().for_each(|step| parts.push(Part::Host { step }));
                 continue;
             }
-            let n = roles.n_tokens();
-            let s = if n == 1 { "" } else { "s" };
-            let name = if one {
-                format!("step of {n} token{s}")
-            } else {
-                format!("step of {n} token{s}, segment {idx}")
+            let name = match one {
+                true => format!("step of {}", tokens(plan)),
+                false => format!("step of {}, segment {idx}", tokens(plan)),
             };
             let mut warm = WarmPlan::new(&name, &resident.space);
             lowering.push(&plan.steps()[segment.steps.clone()], &mut warm)?;
@@ -243,7 +300,7 @@ impl Machine {
                 parts.push(Part::Device { segment: segment.clone(), warm });
             }
         }
-        Ok((parts, results))
+        Ok(Lowered { parts, results })
     }
 
     fn warm_up(&mut self, parts: &[Part]) -> Result<(), CudaError> {
@@ -269,12 +326,11 @@ impl Machine {
         // No step is under way: of the arena only what steps left to be read means anything.
         let live =
             live_outputs(self.programs.values(), resident).map_err(CudaError::driver("finding results"))?;
-        for (idx, part) in program.parts.iter().enumerate() {
+        for (idx, part) in program.parts().iter().enumerate() {
             let Part::Device { segment, warm } = part else { continue };
             let feedback = program.feedback.as_ref();
             let check = || {
-                let (plan, roles) = (&program.plan, &program.roles);
-                let check = states::check(plan, segment, roles, feedback, resident, &self.digester)?;
+                let check = states::check(&program.plan, segment, feedback, resident, &self.digester)?;
                 Ok(check.transient(resident.arena(), live.clone()))
             };
             // Made before the lease is borrowed; skipped when graphs are off.
@@ -287,8 +343,9 @@ impl Machine {
         Ok(())
     }
 
-    /// Makes sure that there is memory for a plan; plans all of it anew when there is too little. True when it did.
-    fn ensure(&mut self, plan: &Plan, roles: &Roles) -> Result<bool, CudaError> {
+    /// Makes sure that there is memory for a plan. When there is too little, steps get new room; weights and states stay
+    /// where they are. A plan that cannot fit is refused before anything is given up.
+    fn ensure(&mut self, plan: &Plan) -> Result<(), CudaError> {
         let needed = Room {
             arena: plan.arena_bytes() as u64,
             scratch: scratch_bytes(plan, self.ctx.device().info().n_sms, self.products.blas.is_some())
@@ -299,53 +356,79 @@ impl Machine {
         if let Some(limit) = self.options.arena_limit_bytes.filter(|limit| needed.arena > *limit) {
             return Err(CudaError::ArenaTooLarge { need_bytes: needed.arena, limit_bytes: limit });
         }
-        let host_only = host_only(plan);
-        let missing = |r: &Resident| device_weights(plan).any(|w| r.is_host_only(w));
-        match &self.resident {
-            Some(resident) if resident.room.holds(&needed) && !missing(resident) => return Ok(false),
-            Some(_) | None => {}
+        let missing = |places: &Places| device_weights(plan).any(|w| places.is_host_only(w));
+        if let Some(resident) = &self.resident
+            && resident.room.holds(&needed)
+            && !missing(resident.places())
+        {
+            return Ok(());
         }
-        let wanted = self.wanted(needed, plan, roles);
-        let saved = match &self.resident {
-            None => Vec::new(),
-            Some(resident) => {
-                tracing::warn!(
-                    "a step needs more room ({needed:?}, there is {:?}): planning memory anew, graphs are recorded again",
-                    resident.room
-                );
-                resident.save_states(&mut self.stream).map_err(CudaError::driver("saving the KV cache"))?
-            }
+        let before = self.resident.as_ref().map(|r| r.room);
+        let kept = before.map_or(needed, |room| room.max(&needed));
+        let rooms = [kept, self.wanted(needed, plan).max(&kept)];
+        let placed = self.resident.as_ref().map(Resident::places).or(self.kept.as_ref().map(|k| &k.places));
+        // A weight that was left on the host and is read on the device now: all of them are placed anew.
+        let (places, keeps_weights) = match placed {
+            Some(places) if !missing(places) => (places.clone(), true),
+            Some(_) => (Places::new(&self.model, &[], self.options.scratch_blocks)?, false),
+            None => (Places::new(&self.model, &host_only(plan), self.options.scratch_blocks)?, false),
         };
-        let kept = self.resident.as_ref().map_or(needed, |r| r.room.max(&needed));
-        self.release()?;
-        let rooms = [kept, wanted.max(&kept)];
-        let blocks = self.options.scratch_blocks;
+        if let Some(resident) = &self.resident {
+            let (free, total) = self.ctx.mem_info().map_err(CudaError::driver("asking for free memory"))?;
+            let taken_over = places.kept_bytes(keeps_weights);
+            let given_back = if keeps_weights { 0 } else { resident.places().kept_bytes(true) - taken_over };
+            let free = free.saturating_add(resident.transient_bytes()).saturating_add(given_back);
+            fitting_room(&self.ctx, &places, rooms, (taken_over, free, total))?;
+            tracing::warn!(
+                "a step needs more room ({needed:?}, there is {:?}): graphs are recorded again",
+                resident.room
+            );
+        }
+        self.set_aside(keeps_weights)?;
+        let planned = self.plan_memory(places.clone(), rooms);
+        if planned.is_err()
+            && let Some(room) = before
+        {
+            // The driver had less than it said: the programs there are go on as they were.
+            if let Err(error) = self.plan_memory(places, [room, room]) {
+                tracing::warn!("the room that steps had before cannot be had again: {error}");
+                self.programs.values_mut().for_each(|program| program.lowered = Err(error.clone()));
+            }
+        }
+        planned
+    }
+
+    /// Allocates room for steps around what is kept, and lowers every program anew.
+    fn plan_memory(&mut self, places: Places, rooms: [Room; 2]) -> Result<(), CudaError> {
         let (ctx, stream, model) = (&self.ctx, &mut self.stream, &self.model);
         let loading = (&self.kernels, &self.options.on_load);
-        let mut resident = Resident::plan(ctx, stream, model, &host_only, blocks, rooms, loading)?;
-        let restored = resident.restore_states(&mut self.stream, &saved);
-        restored.map_err(CudaError::driver("restoring the KV cache"))?;
-        // Everything lowered before points at the memory that is gone.
-        let mut programs = std::mem::take(&mut self.programs);
-        let mut failed = None;
-        for program in programs.values_mut() {
-            match self.lower(&resident, &program.plan, &program.roles, program.feedback.as_ref()) {
-                Ok((parts, results)) => (program.parts, program.results) = (parts, results),
-                Err(error) => failed = Some(error),
+        let kept = self.kept.take();
+        let mut resident = match Resident::plan(ctx, stream, model, places, rooms, loading, kept) {
+            Ok(resident) => resident,
+            Err((error, kept)) => {
+                self.kept = kept;
+                return Err(error);
             }
+        };
+        // Everything lowered before points at memory that is gone. One that cannot be lowered any more says so when it
+        // is asked to run; the others go on.
+        let mut programs = std::mem::take(&mut self.programs);
+        for program in programs.values_mut() {
+            program.lowered = self.lower(&resident, &program.plan, program.feedback.as_ref());
         }
         if let Some(ring) = resident.ring_end() {
             self.pump.install(ring);
         }
         self.resident = Some(resident);
         self.programs = programs;
-        failed.map_or(Ok(true), Err)
+        self.must_record = true;
+        Ok(())
     }
 
     /// Room for the largest bucket, guessed from a plan of fewer tokens.
-    fn wanted(&self, needed: Room, plan: &Plan, roles: &Roles) -> Room {
+    fn wanted(&self, needed: Room, plan: &Plan) -> Room {
         let largest = self.options.buckets.iter().copied().max().unwrap_or(1);
-        let times = largest.div_ceil(roles.n_tokens()).max(1) as u64;
+        let times = largest.div_ceil(plan.bounds().n_tokens()).max(1) as u64;
         let reserve =
             self.options.arena_reserve_bytes.min(self.options.arena_limit_bytes.unwrap_or(u64::MAX));
         let arena = needed.arena.saturating_mul(times).min(reserve).max(needed.arena);
@@ -360,19 +443,30 @@ impl Machine {
         Room { arena, scratch, control: needed.control.max(4 * GRAIN), choices }
     }
 
-    /// Frees graphs and memory.
+    /// Frees graphs, programs and memory.
     fn release(&mut self) -> Result<(), CudaError> {
         self.cache.clear();
-        if self.resident.is_none() {
-            return Ok(());
-        }
-        // Parts hold on to the memory they were lowered for.
-        self.programs.values_mut().for_each(|program| program.parts.clear());
+        self.programs.clear();
         self.followed = None;
         self.pump.uninstall();
-        self.resident = None;
+        (self.resident, self.kept) = (None, None);
         // The stream keeps what its work uses until it has been waited for.
         self.stream.synchronize().map_err(CudaError::driver("waiting for the last step"))
+    }
+
+    /// Frees graphs and the room for steps; weights, if they are still good, and states are kept.
+    fn set_aside(&mut self, weights: bool) -> Result<(), CudaError> {
+        self.cache.clear();
+        // Launches hold on to the memory they were lowered for.
+        self.programs.values_mut().for_each(|program| program.lowered = Err(Machine::gone()));
+        self.followed = None;
+        self.pump.uninstall();
+        self.stream.synchronize().map_err(CudaError::driver("waiting for the last step"))?;
+        if let Some(resident) = self.resident.take() {
+            self.kept =
+                Some(resident.keep(weights).map_err(CudaError::driver("keeping weights and states"))?);
+        }
+        Ok(())
     }
 
     /// The error for a program whose memory or weights are gone.
@@ -383,7 +477,7 @@ impl Machine {
 
     /// Whether the next step of a program will record a graph.
     pub(crate) fn wants_graph(&self, id: ProgramId) -> bool {
-        let parts = self.programs.get(&id).map_or(0, |program| program.parts.len());
+        let parts = self.programs.get(&id).map_or(0, |program| program.parts().len());
         !self.options.profile && (0..parts).any(|part| self.cache.wants_check(&(id, part)))
     }
 
@@ -397,17 +491,18 @@ impl Machine {
         }
         let ran = self.send(id, control)?;
         let first = self.programs.get(&id).and_then(|program| {
-            program.plan.outputs().iter().position(|output| program.results.contains_key(&output.buffer))
+            let results = &program.lowered.as_ref().ok()?.results;
+            program.plan.outputs().iter().position(|output| results.contains_key(&output.buffer))
         });
         Ok((ran, first.map_or_else(|| Ok(Vec::new()), |output| self.read(id, output))?))
     }
 
     /// Sends one step with its inputs.
     fn send(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
-        let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
-            return Err(Machine::gone());
-        };
-        program.roles.check(control)?;
+        let Some(program) = self.programs.get(&id) else { return Err(Machine::gone()) };
+        program.lowered()?;
+        let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
+        program.check(control)?;
         if !control.is_empty() {
             let staged = resident.send_control(&mut self.stream, None, control);
             staged.map_err(CudaError::driver("sending the control block"))?;
@@ -415,25 +510,28 @@ impl Machine {
         self.enqueue(id, control)
     }
 
-    /// Enqueues one step: replayed if every segment that can be recorded was. Host steps read `control`.
+    /// Enqueues one step: replayed if every segment that can be recorded was. Host steps read `control`. A program that
+    /// has no launches for the memory as it is is an error, not an empty step.
     pub(crate) fn enqueue(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
-        let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
-            return Err(Machine::gone());
-        };
+        let Some(program) = self.programs.get(&id) else { return Err(Machine::gone()) };
+        program.lowered()?;
+        let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
+        let parts = &program.lowered()?.parts;
         let moved = match self.options.profile {
             true => {
                 let launches = |part: &Part| match part {
                     Part::Device { warm, .. } => warm.work().len(),
                     Part::Host { .. } => 0,
                 };
-                let n_launches = program.parts.iter().map(launches).sum();
-                self.profile.begin_step(program.roles.n_tokens(), n_launches);
+                let n_launches = parts.iter().map(launches).sum();
+                self.profile.begin_step(program.plan.bounds().n_tokens(), n_launches);
                 Moved::of(&program.plan, resident, control).map_err(CudaError::driver("counting bytes"))?
             }
             false => Moved::default(),
         };
         let mut not_replayed = None;
-        for (idx, part) in program.parts.iter().enumerate() {
+        let (mut n_launches, mut n_host_steps) = (0, 0);
+        for (idx, part) in parts.iter().enumerate() {
             let reason = match part {
                 Part::Device { warm, .. } if self.options.profile => {
                     if self.options.graphs.mode == GraphMode::Require {
@@ -452,27 +550,29 @@ impl Machine {
                     let check = match self.cache.wants_check(&key) {
                         true => {
                             let feedback = program.feedback.as_ref();
-                            let (plan, roles) = (&program.plan, &program.roles);
-                            Some(states::check(plan, segment, roles, feedback, resident, &self.digester)?)
+                            let plan = &program.plan;
+                            Some(states::check(plan, segment, feedback, resident, &self.digester)?)
                         }
                         false => None,
                     };
                     let check = || check.ok_or_else(Machine::gone);
                     let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
+                    n_launches += 1;
                     match self.cache.step(&key, &mut site, warm, check)? {
-                        Ran::Replayed => None,
+                        Ran::Replayed { .. } => None,
                         Ran::Eager(reason) => Some(reason),
                     }
                 }
                 Part::Host { step } => {
                     let step = &program.plan.steps()[*step];
                     host::run(step, &program.plan, resident, &self.model, &mut self.stream, control)?;
+                    n_host_steps += 1;
                     None
                 }
             };
             not_replayed = not_replayed.or(reason);
         }
-        Ok(not_replayed.map_or(Ran::Replayed, Ran::Eager))
+        Ok(not_replayed.map_or(Ran::Replayed { n_launches, n_host_steps }, Ran::Eager))
     }
 
     /// An output, and with it every one that lies in pinned memory: a step's few numbers cost one wait.
@@ -481,13 +581,13 @@ impl Machine {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &self.resident) else {
             return Err(mismatch("the plan was compiled for other weights".into()));
         };
-        let outputs = program.plan.outputs();
+        let (outputs, results) = (program.plan.outputs(), &program.lowered()?.results);
         if output >= outputs.len() {
             return Err(mismatch(format!("the plan has no output {output}")));
         }
         let mut found = Vec::new();
         for (idx, operand) in outputs.iter().enumerate() {
-            let pinned = program.results.get(&operand.buffer).copied();
+            let pinned = results.get(&operand.buffer).copied();
             if idx != output && pinned.is_none() {
                 continue;
             }
@@ -503,7 +603,7 @@ impl Machine {
         let Some(program) = self.programs.get(&id) else { return Vec::new() };
         let steps = program.plan.steps();
         let mut out = Vec::new();
-        for part in &program.parts {
+        for part in program.parts() {
             let Part::Device { segment, warm } = part else { continue };
             for work in warm.work() {
                 let (label, kernel) = work.step_and_kernel();
@@ -527,14 +627,15 @@ impl Machine {
     pub(crate) fn status(&self) -> Status {
         let mut graphs = Vec::new();
         for (id, program) in &self.programs {
-            for idx in 0..program.parts.len() {
+            for idx in 0..program.parts().len() {
                 if let Some(graph) = self.cache.graph(&(*id, idx)) {
-                    graphs.push(GraphLine::new(graph, program.roles.n_tokens(), program.feedback.is_some()));
+                    let n_tokens = program.plan.bounds().n_tokens();
+                    graphs.push(GraphLine::new(graph, n_tokens, program.feedback.is_some()));
                 }
             }
         }
         graphs.sort_by_key(|g| g.n_tokens);
-        let parts = self.programs.values().flat_map(|program| &program.parts);
+        let parts = self.programs.values().flat_map(Program::parts);
         let mut apart: Vec<String> = parts.flat_map(Part::told).collect();
         apart.sort_unstable();
         apart.dedup();
@@ -545,12 +646,21 @@ impl Machine {
             upload: self.resident.as_ref().map(Resident::uploaded).unwrap_or_default(),
             graphs,
             cache: self.cache.stats(),
+            compared: self.compared,
             kernels: Some(self.kernels.origin()),
             prompt_products: Some(self.products.choice.clone()),
             apart,
             profile,
             peak_bytes_per_second: self.ctx.device().info().peak_bytes_per_second(),
         }
+    }
+}
+
+/// `1 token`, `8 tokens`
+fn tokens(plan: &Plan) -> String {
+    match plan.bounds().n_tokens() {
+        1 => "1 token".to_owned(),
+        n => format!("{n} tokens"),
     }
 }
 

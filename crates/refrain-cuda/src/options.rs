@@ -1,5 +1,6 @@
 //! How a backend is set up.
 
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -43,6 +44,8 @@ pub struct CudaOptions {
     pub buckets: Vec<usize>,
     /// Decode steps that may be under way at once, at most 32: the next ones are sent before their tokens are asked for.
     pub ahead: usize,
+    /// Compares every so many decode steps of a running text with their eager run; `None`: none of them.
+    pub verify_every: Option<NonZeroU32>,
     /// Hears how much memory a model takes, before any is allocated, and how far its weights are.
     pub on_load: LoadListener,
     /// How long one step may take until its caller is told that the device gives no answer.
@@ -67,6 +70,7 @@ impl Default for CudaOptions {
             scratch_blocks: 4,
             buckets: vec![1, 8, 32, 128, 256, 512],
             ahead: 4,
+            verify_every: None,
             on_load: LoadListener::default(),
             step_limit: Duration::from_secs(60),
             compile_limit: Duration::from_secs(120),

@@ -265,7 +265,8 @@ impl<'a> Prefill<'a> {
             | Op::GatherRows(_)
             | Op::Rope(_)
             | Op::KvAppend
-            | Op::Sample => Ok(false),
+            | Op::Sample(_)
+            | Op::Accumulate => Ok(false),
         };
         let done = done.map_err(|e| self.lowering.refuse(steps[0], e))?;
         if done {

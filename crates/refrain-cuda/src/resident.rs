@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Ring, Staging, Stream};
-use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, Step, Weight};
+use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Region, Ring, Staging, Stream};
+use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, StateKind, Step, Weight};
 use refrain_kernels::{CommitEntry, Kernels, PACKED_DTYPES, packed_bytes};
 use refrain_tensor::{DType, HostTensor};
 
@@ -127,14 +127,14 @@ pub(crate) struct PlacedState {
     live_bytes: u64,
     scratch_bytes: u64,
     pub(crate) dtype: DType,
-    /// Blocks of the pool and scratch blocks; 0 for a state that is no cache.
-    pub(crate) n_blocks: usize,
+    pub(crate) kind: StateKind,
+    /// Blocks of a paged cache beyond its pool, on which graphs are verified.
     pub(crate) n_scratch: usize,
 }
 
 /// Where everything will lie.
-#[derive(Debug)]
-struct Places {
+#[derive(Clone, Debug)]
+pub(crate) struct Places {
     weights: Vec<Option<Placed>>,
     states: Vec<PlacedState>,
     weight_bytes: u64,
@@ -150,6 +150,8 @@ pub(crate) struct Resident {
     pub(crate) space: Arc<Space>,
     pub(crate) lease: Lease,
     pub(crate) staging: Staging,
+    /// Weights and states.
+    regions: (Region, Region),
     weights: Buf,
     kv: Buf,
     arena: Buf,
@@ -172,7 +174,11 @@ pub(crate) struct Resident {
 
 impl Places {
     /// `host_only` names weights that only host steps read; they stay on the host.
-    fn new(model: &HostModel, host_only: &[usize], scratch_blocks: usize) -> Result<Places, CudaError> {
+    pub(crate) fn new(
+        model: &HostModel,
+        host_only: &[usize],
+        scratch_blocks: usize,
+    ) -> Result<Places, CudaError> {
         let too_large = || CudaError::Mismatch { what: "sizes", because: "they overflow".into() };
         let mut places =
             Places { weights: Vec::new(), states: Vec::new(), weight_bytes: 0, kv_bytes: 0, device: (0, 0) };
@@ -195,16 +201,27 @@ impl Places {
         for state in &model.states {
             let (shape, dtype) = (state.ty.shape, state.ty.dtype);
             let live_bytes = dtype.bytes_for(shape.n_elements()).ok_or_else(too_large)? as u64;
-            let is_cache = shape.rank() == 4 && shape.n_elements() > 0;
-            let (n_blocks, n_scratch) = if is_cache { (shape.dims()[0], scratch_blocks) } else { (0, 0) };
-            let scratch_bytes = if is_cache { live_bytes / n_blocks as u64 * n_scratch as u64 } else { 0 };
-            let offset = places.kv_bytes;
-            places.states.push(PlacedState { offset, live_bytes, scratch_bytes, dtype, n_blocks, n_scratch });
+            let blocks = shape.dims().first().copied().filter(|_| state.kind == StateKind::Paged);
+            let n_scratch = blocks.filter(|n| *n > 0).map_or(0, |_| scratch_blocks);
+            let block_bytes = live_bytes / blocks.unwrap_or(1).max(1) as u64;
+            let scratch_bytes = block_bytes.checked_mul(n_scratch as u64).ok_or_else(too_large)?;
+            let (offset, kind) = (places.kv_bytes, state.kind);
+            places.states.push(PlacedState { offset, live_bytes, scratch_bytes, dtype, kind, n_scratch });
             let bytes = live_bytes.checked_add(scratch_bytes).map(|b| b.next_multiple_of(ALIGN));
             let end = bytes.and_then(|b| places.kv_bytes.checked_add(b));
             places.kv_bytes = end.ok_or_else(too_large)?;
         }
         Ok(places)
+    }
+
+    /// True when a weight was left on the host.
+    pub(crate) fn is_host_only(&self, weight: usize) -> bool {
+        matches!(self.weights.get(weight), Some(None))
+    }
+
+    /// Bytes of states, and of weights where they are kept.
+    pub(crate) fn kept_bytes(&self, weights: bool) -> u64 {
+        self.kv_bytes + if weights { self.weight_bytes } else { 0 }
     }
 
     fn accounting(&self, room: &Room) -> Accounting {
@@ -219,59 +236,121 @@ impl Places {
     }
 }
 
+/// Weights and states that outlive a new plan, where they are. A new plan takes them over, so that nothing a session
+/// has evaluated is lost when a step needs more room, and nothing is sent again.
+pub(crate) struct Kept {
+    pub(crate) places: Places,
+    lease: Lease,
+    /// `None` when they have to be sent again.
+    weights: Option<Region>,
+    kv: Region,
+    uploaded: Upload,
+}
+
+impl Kept {
+    /// Bytes that a new plan takes over.
+    fn bytes(&self) -> u64 {
+        self.places.kept_bytes(self.weights.is_some())
+    }
+}
+
+/// The roomier of two rooms that fits, or why neither does. `taken_over` bytes are on the device already.
+pub(crate) fn fitting_room(
+    ctx: &Context,
+    places: &Places,
+    [needed, wanted]: [Room; 2],
+    (taken_over, free_bytes, total_bytes): (u64, u64, u64),
+) -> Result<Room, CudaError> {
+    let fits = |room: &Room| places.accounting(room).total().saturating_sub(taken_over) <= free_bytes;
+    if fits(&wanted) {
+        return Ok(wanted);
+    }
+    if fits(&needed) {
+        return Ok(needed);
+    }
+    let (accounting, device) = (places.accounting(&needed), ctx.device());
+    Err(CudaError::DoesNotFit {
+        need_bytes: accounting.total(),
+        weight_bytes: accounting.weight_bytes,
+        kv_bytes: accounting.kv_bytes,
+        arena_bytes: accounting.arena_bytes,
+        workspace_bytes: accounting.workspace_bytes,
+        free_bytes: free_bytes.saturating_add(taken_over),
+        total_bytes,
+        device: format!("{}:{}", device.backend(), device.ordinal()),
+    })
+}
+
 impl Resident {
-    /// Allocates everything, or refuses with the numbers before it allocates anything. `wanted` is what it would be
-    /// good to have, `needed` what there must be.
+    /// Allocates everything that is not kept, or refuses with the numbers before it allocates anything. The first of
+    /// `rooms` is what there must be, the second what it would be good to have. After a failure what was kept comes back.
     pub(crate) fn plan(
         ctx: &Context,
         stream: &mut Stream,
         model: &HostModel,
-        host_only: &[usize],
-        scratch_blocks: usize,
+        mut places: Places,
         mut rooms: [Room; 2],
         (kernels, listener): (&Kernels, &LoadListener),
-    ) -> Result<Resident, CudaError> {
-        let mut places = Places::new(model, host_only, scratch_blocks)?;
-        rooms.iter_mut().for_each(|room| room.scratch = room.scratch.max(staging_bytes(model)));
-        let [needed, wanted] = rooms;
-        let failed = CudaError::driver("asking for free memory");
-        let (free_bytes, total_bytes) = ctx.mem_info().map_err(failed)?;
-        places.device = (free_bytes, total_bytes);
-        let fits = |room: &Room| places.accounting(room).total() <= free_bytes;
-        let room = if fits(&wanted) { wanted } else { needed };
+        kept: Option<Kept>,
+    ) -> Result<Resident, (CudaError, Option<Kept>)> {
+        let staging =
+            if kept.as_ref().is_some_and(|k| k.weights.is_some()) { 0 } else { staging_bytes(model) };
+        rooms.iter_mut().for_each(|room| room.scratch = room.scratch.max(staging));
+        let (free_bytes, total_bytes) = match ctx.mem_info() {
+            Ok(info) => info,
+            Err(error) => return Err((CudaError::driver("asking for free memory")(error), kept)),
+        };
+        let taken_over = kept.as_ref().map_or(0, Kept::bytes);
+        places.device = (free_bytes.saturating_add(taken_over), total_bytes);
+        let room = match fitting_room(ctx, &places, rooms, (taken_over, free_bytes, total_bytes)) {
+            Ok(room) => room,
+            Err(error) => {
+                listener.hear(LoadEvent::Planned(places.accounting(&rooms[0])));
+                return Err((error, kept));
+            }
+        };
         let accounting = places.accounting(&room);
         listener.hear(LoadEvent::Planned(accounting));
-        if !fits(&room) {
-            let device = ctx.device();
-            return Err(CudaError::DoesNotFit {
-                need_bytes: accounting.total(),
-                weight_bytes: accounting.weight_bytes,
-                kv_bytes: accounting.kv_bytes,
-                arena_bytes: accounting.arena_bytes,
-                workspace_bytes: accounting.workspace_bytes,
-                free_bytes,
-                total_bytes,
-                device: format!("{}:{}", device.backend(), device.ordinal()),
-            });
-        }
         tracing::info!(
-            "device memory: weights {}, KV cache {}, arena {}, workspace {} bytes of {free_bytes} free",
+            "device memory: weights {}, KV cache {}, arena {}, workspace {} bytes; {taken_over} bytes are there, \
+             {free_bytes} free",
             accounting.weight_bytes,
             accounting.kv_bytes,
             accounting.arena_bytes,
             accounting.workspace_bytes
         );
-        let mut resident =
-            Resident::allocate(ctx, places, room).map_err(CudaError::driver("allocating device memory"))?;
-        resident.upload(stream, model, kernels, listener)?;
-        Ok(resident)
+        let has_weights = kept.as_ref().is_some_and(|k| k.weights.is_some());
+        let has_states = kept.is_some();
+        let mut resident = Resident::allocate(ctx, places, room, kept)
+            .map_err(|(error, kept)| (CudaError::driver("allocating device memory")(error), kept))?;
+        let filled = resident.clear(stream, !has_states).and_then(|()| match has_weights {
+            true => Ok(()),
+            false => resident.upload(stream, model, kernels, listener),
+        });
+        match filled {
+            Ok(()) => Ok(resident),
+            // Without weights there is nothing but the states to go on with.
+            Err(error) if has_states => Err((error, resident.keep(has_weights).ok())),
+            Err(error) => Err((error, None)),
+        }
     }
 
-    fn allocate(ctx: &Context, places: Places, room: Room) -> Result<Resident, DriverError> {
+    fn allocate(
+        ctx: &Context,
+        places: Places,
+        room: Room,
+        kept: Option<Kept>,
+    ) -> Result<Resident, (DriverError, Option<Kept>)> {
         let mut layout = Layout::new("model");
+        let weights = match kept.as_ref().and_then(|k| k.weights) {
+            Some(region) => layout.inherit("weights", region),
+            None => layout.device("weights", places.weight_bytes),
+        };
+        let kv = match &kept {
+            Some(kept) => layout.inherit("kv", kept.kv),
+            None => layout.device("kv", places.kv_bytes),
+        };
         let sizes = [
-            ("weights", places.weight_bytes),
-            ("kv", places.kv_bytes),
             ("arena", room.arena),
             ("scratch", room.scratch),
             ("control", FEED_BYTES + room.control),
@@ -280,33 +359,103 @@ impl Resident {
         let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
         let results = layout.pinned("results", RESULT_BYTES);
         let ring_region = layout.pinned("ring", RING_BYTES);
-        let memory = Memory::plan(ctx, &layout)?;
+        let uploaded = kept.as_ref().map(|k| k.uploaded).unwrap_or_default();
+        let has_states = kept.is_some();
+        let has_weights = kept.as_ref().is_some_and(|k| k.weights.is_some());
+        let lease = match kept {
+            None => Memory::plan(ctx, &layout).and_then(|memory| memory.lease()).map_err(|e| (e, None))?,
+            Some(kept) => {
+                let Kept { places, lease, weights, kv, uploaded } = kept;
+                lease
+                    .succeed(&layout)
+                    .map_err(|(lease, error)| (error, Some(Kept { places, lease, weights, kv, uploaded })))?
+            }
+        };
+        let memory = Arc::clone(lease.memory());
+        let [weights_buf, kv_buf] = [weights, kv].map(|r| memory.buf(r));
         let bufs = regions.map(|r| memory.buf(r));
         let results = memory.buf(results);
-        let names = sizes.iter().zip(bufs).map(|((name, _), buf)| ((*name).to_owned(), buf)).collect();
-        let [weights, kv, arena, scratch, message, counters] = bufs;
-        let ring_end = Ring::new(&memory, ring_region, RING_ENTRIES, size_of::<CommitEntry>())?;
+        let held = [("weights", weights_buf), ("kv", kv_buf)];
+        let others = sizes.iter().zip(bufs).map(|((name, _), buf)| (*name, buf));
+        let names = held.into_iter().chain(others).map(|(name, buf)| (name.to_owned(), buf)).collect();
+        let [arena, scratch, message, counters] = bufs;
+        let made = || -> Result<_, DriverError> {
+            let ring_end = Ring::new(&memory, ring_region, RING_ENTRIES, size_of::<CommitEntry>())?;
+            let staging = Staging::new(ctx, CONTROL_SLOTS, (FEED_BYTES + room.control) as usize)?;
+            Ok((ring_end, staging, message.slice(0, FEED_BYTES)?, message.slice(FEED_BYTES, room.control)?))
+        };
+        let (ring_end, staging, feed, control) = match made() {
+            Ok(made) => made,
+            Err(error) => {
+                let weights = has_weights.then_some(weights);
+                let kept = has_states.then(|| Resident::keep_regions(places, lease, weights, kv, uploaded));
+                return Err((error, kept.and_then(Result::ok)));
+            }
+        };
         let (ring, space) = (ring_end.buf(), Space::new(&memory, names));
         Ok(Resident {
             places,
             room,
             space: Arc::new(space.with_results("results", results).with_ring("ring", ring)),
-            lease: memory.lease()?,
-            staging: Staging::new(ctx, CONTROL_SLOTS, (FEED_BYTES + room.control) as usize)?,
-            weights,
-            kv,
+            lease,
+            staging,
+            regions: (weights, kv),
+            weights: weights_buf,
+            kv: kv_buf,
             arena,
             scratch,
-            feed: message.slice(0, FEED_BYTES)?,
-            control: message.slice(FEED_BYTES, room.control)?,
+            feed,
+            control,
             message,
             ring,
             counters,
             results,
             ring_end: Some(ring_end),
             assembled: Vec::new(),
-            uploaded: Upload::default(),
+            uploaded,
         })
+    }
+
+    /// Gives up everything but weights and states. Nothing is in flight, and the ring's other end is gone.
+    pub(crate) fn keep(self, weights: bool) -> Result<Kept, DriverError> {
+        let (weights_region, kv) = self.regions;
+        let uploaded = if weights { self.uploaded } else { Upload::default() };
+        let weights = weights.then_some(weights_region);
+        Resident::keep_regions(self.places, self.lease, weights, kv, uploaded)
+    }
+
+    fn keep_regions(
+        places: Places,
+        lease: Lease,
+        weights: Option<Region>,
+        kv: Region,
+        uploaded: Upload,
+    ) -> Result<Kept, DriverError> {
+        let mut layout = Layout::new("weights and states");
+        let weights = weights.map(|region| layout.inherit("weights", region));
+        let kv = layout.inherit("kv", kv);
+        // Nothing is allocated: this fails only where nothing works any more.
+        let lease = lease.succeed(&layout).map_err(|(_, error)| error)?;
+        Ok(Kept { places, lease, weights, kv, uploaded })
+    }
+
+    /// Zeroes what was allocated.
+    fn clear(&mut self, stream: &mut Stream, states: bool) -> Result<(), CudaError> {
+        let fresh = [self.arena, self.scratch, self.message, self.counters];
+        let kv = states.then_some(self.kv);
+        let cleared = stream
+            .run(&mut self.lease, false, |q| fresh.into_iter().chain(kv).try_for_each(|buf| q.fill(buf, 0)));
+        cleared.map(|_| ()).map_err(CudaError::driver("clearing device memory"))
+    }
+
+    /// Bytes that are given back when only weights and states are kept.
+    pub(crate) fn transient_bytes(&self) -> u64 {
+        let accounting = self.accounting();
+        accounting.arena_bytes.saturating_add(accounting.workspace_bytes)
+    }
+
+    pub(crate) fn places(&self) -> &Places {
+        &self.places
     }
 
     /// The host's end of the ring; once.
@@ -357,11 +506,6 @@ impl Resident {
         self.arena
     }
 
-    /// True when a weight was left on the host.
-    pub(crate) fn is_host_only(&self, weight: usize) -> bool {
-        matches!(self.places.weights.get(weight), Some(None))
-    }
-
     /// Scratch blocks of each cache.
     pub(crate) fn n_scratch(&self) -> usize {
         self.places.states.iter().map(|s| s.n_scratch).max().unwrap_or(0)
@@ -382,7 +526,7 @@ impl Resident {
         self.kv.slice(s.offset + s.live_bytes, s.scratch_bytes)
     }
 
-    fn state_live(&self, idx: usize) -> Result<Buf, DriverError> {
+    pub(crate) fn state_live(&self, idx: usize) -> Result<Buf, DriverError> {
         let s = self.places.states[idx];
         self.kv.slice(s.offset, s.live_bytes)
     }
@@ -446,27 +590,5 @@ impl Resident {
             },
             Place::Arena { .. } | Place::Control { .. } | Place::State(_) => operand.dtype,
         }
-    }
-
-    /// The pools' contents, to survive a new plan.
-    pub(crate) fn save_states(&self, stream: &mut Stream) -> Result<Vec<Vec<u8>>, DriverError> {
-        let mut save = |idx: usize| {
-            let buf = self.state_live(idx)?;
-            let mut bytes = vec![0; buf.len() as usize];
-            stream.download(&self.lease, buf, &mut bytes)?;
-            Ok(bytes)
-        };
-        (0..self.places.states.len()).map(&mut save).collect()
-    }
-
-    pub(crate) fn restore_states(
-        &mut self,
-        stream: &mut Stream,
-        saved: &[Vec<u8>],
-    ) -> Result<(), DriverError> {
-        saved.iter().enumerate().try_for_each(|(idx, bytes)| {
-            let buf = self.state_live(idx)?;
-            stream.upload(&mut self.lease, buf, bytes)
-        })
     }
 }

@@ -2,39 +2,39 @@
 //!
 //! Three blocks in which every number that the ops index with points somewhere allowed: early in a sequence, in the
 //! middle, and at the end of the context, past every boundary between splits of attention. Block tables point at
-//! scratch blocks only, so nothing that a session owns is read or written.
+//! scratch blocks only, so nothing that a session owns is read or written. States of other kinds are saved, filled,
+//! compared and put back as a whole.
 
-use refrain_graph::{Feedback, Place, Plan, SampleParam, Segment};
+use refrain_graph::{Feedback, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam, Segment, StateKind};
 use refrain_kernels::{CommitState, Digester};
 use refrain_tensor::DType;
 
 use crate::error::CudaError;
 use crate::feed::{FEED_BYTES, RING_ENTRIES, header};
 use crate::resident::Resident;
-use crate::roles::{Paging, Roles, Words};
 use crate::verify::{Case, Check, N_CASES};
 
-/// Attention looks at no more than this many (row, position) pairs of a sequence in a state, so that verifying a long
-/// prompt's graph costs no more than a few decode steps.
+/// Attention looks at no more than this many (row, position) pairs of a sequence in a state, or at one row, so that
+/// verifying a long prompt's graph costs no more than a few decode steps.
 const MAX_PAIRS: usize = 1 << 15;
 
 /// What a segment of a plan is verified with.
 pub(crate) fn check(
     plan: &Plan,
     segment: &Segment,
-    roles: &Roles,
     feedback: Option<&Feedback>,
     resident: &Resident,
     digester: &Digester,
 ) -> Result<Check, CudaError> {
     let failed = |e| CudaError::Driver { step: "preparing verification".into(), source: e };
     let live_in = live_in(plan, segment);
-    let states = states_of(plan, segment);
+    let touched = states_of(plan, segment, |step| step.inputs.iter().chain(&step.outputs).collect());
+    let updated = states_of(plan, segment, |step| step.outputs.iter().collect());
     let mut cases = Vec::with_capacity(N_CASES);
     for idx in 0..N_CASES {
         let mut rng = Random(0x9E37_79B9 + idx as u64);
         let mut uploads = Vec::new();
-        let control = control_block(plan, roles, resident, idx, &mut rng);
+        let control = control_block(plan, resident.n_scratch(), idx, &mut rng);
         if !control.is_empty() {
             uploads.push((resident.control.slice(0, control.len() as u64).map_err(failed)?, control));
         }
@@ -45,10 +45,17 @@ pub(crate) fn check(
             let buf = resident.buffer(plan, buffer).map_err(failed)?;
             uploads.push((buf, values(dtype, buf.len() as usize, &mut rng)));
         }
-        for &state in &states {
-            let buf = resident.state_scratch(state).map_err(failed)?;
+        for &state in &touched {
+            let placed = resident.state(state);
+            let buf = match placed.kind {
+                StateKind::Paged => resident.state_scratch(state),
+                // What no launch writes is read as it is.
+                StateKind::Slots | StateKind::Whole if updated.contains(&state) => resident.state_buf(state),
+                StateKind::Slots | StateKind::Whole => continue,
+            };
+            let buf = buf.map_err(failed)?;
             if !buf.is_empty() {
-                uploads.push((buf, values(resident.state(state).dtype, buf.len() as usize, &mut rng)));
+                uploads.push((buf, values(placed.dtype, buf.len() as usize, &mut rng)));
             }
         }
         uploads.push((resident.counters, vec![0; resident.counters.len() as usize]));
@@ -58,7 +65,9 @@ pub(crate) fn check(
     let only_one = cases.iter().all(|case| *case == cases[0]);
     let mut check = if only_one { Check::of_one_state(cases) } else { Check::new(cases)? };
     check = check.workspace(resident.scratch).digests(digester.clone());
-    for &state in states.iter().filter(|s| !roles.elsewhere.contains(s)) {
+    let paged = |state: &&usize| resident.state(**state).kind == StateKind::Paged;
+    // Rows that are found through numbers which are not in the control block may be anywhere in the pool.
+    for &state in touched.iter().filter(paged).filter(|s| !plan.bounds().computed.contains(s)) {
         let scratch = resident.state_scratch(state).map_err(failed)?;
         check = check.narrow(resident.state_buf(state).map_err(failed)?, vec![scratch]);
     }
@@ -82,10 +91,14 @@ fn live_in(plan: &Plan, segment: &Segment) -> Vec<(refrain_graph::BufferId, DTyp
     found
 }
 
-fn states_of(plan: &Plan, segment: &Segment) -> Vec<usize> {
+fn states_of(
+    plan: &Plan,
+    segment: &Segment,
+    operands: fn(&refrain_graph::Step) -> Vec<&refrain_graph::Operand>,
+) -> Vec<usize> {
     let steps = plan.steps()[segment.steps.clone()].iter();
-    let operands = steps.flat_map(|step| step.inputs.iter().chain(&step.outputs));
-    let mut states: Vec<usize> = operands
+    let mut states: Vec<usize> = steps
+        .flat_map(operands)
         .filter_map(|operand| match plan.buffer(operand.buffer).place {
             Place::State(id) => Some(id.idx()),
             Place::Arena { .. } | Place::Control { .. } | Place::Weight(_) => None,
@@ -96,29 +109,35 @@ fn states_of(plan: &Plan, segment: &Segment) -> Vec<usize> {
     states
 }
 
-fn control_block(plan: &Plan, roles: &Roles, resident: &Resident, case: usize, rng: &mut Random) -> Vec<u8> {
+fn control_block(plan: &Plan, n_scratch: usize, case: usize, rng: &mut Random) -> Vec<u8> {
     let mut block = vec![0; plan.control().bytes()];
     for slot in plan.control().slots() {
         let fill = values(slot.ty.dtype, slot.bytes, rng);
         block[slot.offset..slot.offset + slot.bytes].copy_from_slice(&fill);
     }
-    for ids in &roles.ids {
+    for ids in &plan.bounds().ids {
         // Now and then an empty place, where there is more than one.
         let id = |i: usize, rng: &mut Random| match i > 0 && rng.below(8) == 0 {
             true => -1,
             false => rng.below(ids.limit.max(1)) as i32,
         };
-        let all: Vec<i32> = (0..ids.words.len).map(|i| id(i, rng)).collect();
-        put(&mut block, ids.words, &all);
+        let all: Vec<i32> = (0..ids.field.len).map(|i| id(i, rng)).collect();
+        ids.field.put(&mut block, &all);
     }
-    for choice in &roles.choices {
-        let params: Vec<f32> = (0..choice.params.len).map(|i| sample_param(i % 8, case)).collect();
-        put(&mut block, choice.params, &params);
-        let seeds: Vec<i32> = (0..choice.rng.len).map(|_| rng.next() as i32).collect();
-        put(&mut block, choice.rng, &seeds);
+    if let Some(sampling) = plan.step_inputs().and_then(|step| step.sampling.as_ref()) {
+        let (params, seeds) = (plan.field(sampling.params), plan.field(sampling.rng));
+        let values: Vec<f32> = (0..params.len).map(|i| sample_param(i % SAMPLE_PARAMS, case)).collect();
+        params.put(&mut block, &values);
+        let values: Vec<u32> = (0..seeds.len).map(|_| rng.next()).collect();
+        seeds.put(&mut block, &values);
+        if let Some(mask) = sampling.mask.map(|mask| plan.field(mask)) {
+            // One token in two; never none.
+            let values: Vec<u32> = (0..mask.len).map(|_| rng.next() | 1).collect();
+            mask.put(&mut block, &values);
+        }
     }
-    for paging in &roles.paging {
-        put_pages(&mut block, paging, resident, case);
+    for paged in &plan.bounds().paged {
+        put_pages(&mut block, paged, n_scratch, case);
     }
     block
 }
@@ -150,34 +169,69 @@ fn sample_param(param: usize, case: usize) -> f32 {
     }
 }
 
-/// Consecutive positions, and tables that walk through the scratch blocks again and again: rows of a step never share
-/// a place, earlier positions do. A single row has the block it writes to for itself where there are two: the launch
-/// that appends its key may also be the one that reads the others.
-fn put_pages(block: &mut [u8], p: &Paging, resident: &Resident, case: usize) {
-    let n_scratch = resident.n_scratch().max(1);
+/// Rows, positions and tables of one state.
+///
+/// Rows of a step never write to the same place. The rows of one sequence have consecutive positions, and tables that
+/// walk through the scratch blocks again and again: earlier positions share places. Where a launch that appends a row
+/// may also be the one that reads the others, which is so for single rows, each sequence writes to a block of its own,
+/// and its other positions are in blocks that nobody writes.
+fn put_pages(block: &mut [u8], p: &PagedBound, n_scratch: usize, case: usize) {
     let (n, context) = (p.positions.len, p.max_blocks * p.kv_block);
-    let n_rows = n.min(n_scratch * p.kv_block).min(context);
-    let last = (context - n_rows).min(MAX_PAIRS / n_rows.max(1));
-    let start = [1.min(last), last / 2, last][case.min(2)];
-    let positions: Vec<i32> = (0..n).map(|i| if i < n_rows { (start + i) as i32 } else { -1 }).collect();
-    let seqs: Vec<i32> = (0..n).map(|i| (i % p.n_seqs.max(1)) as i32).collect();
-    let own = (n_rows == 1 && n_scratch > 1).then_some(start / p.kv_block);
-    let block_of = |column: usize| match own {
-        Some(own) if column == own => 0,
-        Some(_) => 1 + column % (n_scratch - 1),
-        None => column % n_scratch,
+    let rows = match p.n_seqs > 1 || n == 1 {
+        true => single_rows(p, n_scratch.max(1), context, case),
+        false => consecutive_rows(p, n_scratch.max(1), context, case),
     };
-    let tables: Vec<i32> =
-        (0..p.tables.len).map(|i| (p.n_blocks + block_of(i % p.max_blocks)) as i32).collect();
-    put(block, p.positions, &positions);
-    put(block, p.seqs, &seqs);
-    put(block, p.tables, &tables);
+    let positions: Vec<i32> = (0..n).map(|i| rows.positions.get(i).copied().unwrap_or(-1)).collect();
+    let seqs: Vec<i32> = (0..n).map(|i| (i % p.n_seqs.max(1)) as i32).collect();
+    p.positions.put(block, &positions);
+    p.seqs.put(block, &seqs);
+    p.tables.put(block, &rows.tables);
 }
 
-fn put<T: bytemuck::Pod>(block: &mut [u8], words: Words, values: &[T]) {
-    if let Some(to) = block.get_mut(words.offset..words.offset + 4 * words.len) {
-        to.copy_from_slice(bytemuck::cast_slice(values));
+/// Positions of the rows that are no padding, and every sequence's blocks.
+struct Rows {
+    positions: Vec<i32>,
+    tables: Vec<i32>,
+}
+
+/// Early, in the middle, and at the end: how many of `n` positions come before the first row.
+fn start_of(case: usize, context: usize, n_rows: usize) -> usize {
+    let last = context.saturating_sub(n_rows);
+    [1.min(last), last / 2, last][case.min(2)]
+}
+
+/// A piece of a prompt. Where it would have to look at too many positions, fewer of its rows are there.
+fn consecutive_rows(p: &PagedBound, n_scratch: usize, context: usize, case: usize) -> Rows {
+    let most = p.positions.len.min(n_scratch * p.kv_block).min(context);
+    let affordable = |n: usize| n * (start_of(case, context, n) + n) <= MAX_PAIRS;
+    // Fewer rows by halves: the end of a long context is reached by one row at least.
+    let halves = std::iter::successors(Some(most), |n| (*n > 1).then_some(n / 2));
+    let n_rows = halves.into_iter().find(|&n| affordable(n)).unwrap_or(1.min(most));
+    let start = start_of(case, context, n_rows);
+    let block_of = |column: usize| (p.n_blocks + column % n_scratch) as i32;
+    Rows {
+        positions: (start..start + n_rows).map(|i| i as i32).collect(),
+        tables: (0..p.tables.len).map(|i| block_of(i % p.max_blocks)).collect(),
     }
+}
+
+/// One row of each sequence, as many as there are blocks to write to; which rows those are differs from case to case.
+fn single_rows(p: &PagedBound, n_scratch: usize, context: usize, case: usize) -> Rows {
+    // With a single block everything is in it.
+    let n_read = (n_scratch / 4).max(1);
+    let n_write = n_scratch.saturating_sub(n_read).max(1);
+    let first_read = if n_scratch > 1 { n_write } else { 0 };
+    let n = p.positions.len.min(p.n_seqs);
+    let mut positions = vec![-1; n];
+    let mut tables: Vec<i32> =
+        (0..p.tables.len).map(|i| (p.n_blocks + first_read + i % p.max_blocks % n_read) as i32).collect();
+    let at = start_of(case, context, 1);
+    for i in 0..n.min(n_write) {
+        let row = (case * n_write + i) % n;
+        positions[row] = at as i32;
+        tables[row * p.max_blocks + at / p.kv_block] = (p.n_blocks + i) as i32;
+    }
+    Rows { positions, tables }
 }
 
 /// Numbers of both signs around 1 for floats, zeros for everything else.
@@ -225,5 +279,81 @@ impl Random {
 
     fn below(&mut self, n: usize) -> usize {
         self.next() as usize % n.max(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use refrain_graph::{Attention, GraphBuilder, PlanOptions, State, StateId, TensorType};
+    use std::collections::HashSet;
+
+    /// `n` rows of `n_seqs` sequences of `max_blocks` blocks of 16 positions, in a pool of 8 blocks.
+    fn paged_plan(n: usize, n_seqs: usize, max_blocks: usize) -> Plan {
+        let cache = TensorType::new(DType::F16, [8, 1, 16, 4]);
+        let states = vec![State::paged("k", cache), State::paged("v", cache)];
+        let mut b = GraphBuilder::new(vec![], states);
+        let rows = b.input("rows", TensorType::new(DType::F32, [n, 1, 4])).unwrap();
+        let positions = b.input("positions", TensorType::new(DType::I32, [n])).unwrap();
+        let seqs = b.input("seqs", TensorType::new(DType::I32, [n])).unwrap();
+        let tables = b.input("tables", TensorType::new(DType::I32, [n_seqs, max_blocks])).unwrap();
+        let paging = [positions, seqs, tables];
+        let caches = [0, 1].map(|i| {
+            let state = b.state(StateId::from_idx(i));
+            b.kv_append(state, rows, paging).unwrap()
+        });
+        let attention = Attention { scale: 1.0, window: None, softcap: None };
+        let y = b.attention(attention, rows, caches, paging).unwrap();
+        b.output("y", y).unwrap();
+        Plan::new(&b.finish(), PlanOptions::default()).unwrap()
+    }
+
+    fn positions(plan: &Plan, case: usize) -> (PagedBound, Vec<u8>, Vec<usize>) {
+        let block = control_block(plan, 4, case, &mut Random(7));
+        let paged = plan.bounds().paged[0].clone();
+        let rows = paged.positions.read(&block).filter(|p| *p >= 0).map(|p| p as usize).collect();
+        (paged, block, rows)
+    }
+
+    #[test]
+    fn the_last_position_of_a_long_context_is_verified_by_every_size_of_step() {
+        for (n, max_blocks) in [(1, 4), (1, 8192), (8, 8192), (512, 8192), (512, 256)] {
+            let plan = paged_plan(n, 1, max_blocks);
+            let (_, _, rows) = positions(&plan, 2);
+            assert_eq!(rows.last(), Some(&(16 * max_blocks - 1)), "{n} rows, {max_blocks} blocks");
+            let pairs: usize = rows.iter().map(|p| p + 1).sum();
+            assert!(rows.len() == 1 || pairs <= 2 * MAX_PAIRS, "{n} rows, {max_blocks} blocks: {pairs}");
+            let (_, _, rows) = positions(&plan, 0);
+            assert_eq!(rows, (1..=n.min(64)).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn no_two_rows_of_a_step_write_to_one_place_and_nothing_reads_it_from_another_sequence() {
+        for (n, n_seqs) in [(1, 1), (2, 2), (8, 8), (32, 32), (40, 40), (3, 7)] {
+            for case in 0..N_CASES {
+                let plan = paged_plan(n, n_seqs, 6);
+                let (p, block, rows) = positions(&plan, case);
+                assert_eq!(rows.len(), n.min(3), "{n} rows, case {case}");
+                let place = |row: usize, position: usize| {
+                    let seq = p.seqs.at(&block, row) as usize;
+                    (p.tables.at(&block, seq * p.max_blocks + position / 16), position % 16)
+                };
+                let rows: Vec<(usize, usize)> = (0..n)
+                    .filter_map(|row| Some((row, usize::try_from(p.positions.at(&block, row)).ok()?)))
+                    .collect();
+                let written: Vec<_> = rows.iter().map(|(row, at)| place(*row, *at)).collect();
+                let distinct: HashSet<_> = written.iter().collect();
+                assert_eq!(distinct.len(), rows.len(), "{n} rows, case {case}: {written:?}");
+                // Blocks behind the pool only.
+                assert!(written.iter().all(|(b, _)| (8..12).contains(b)), "{written:?}");
+                for (i, (row, at)) in rows.iter().enumerate() {
+                    for before in (0..*at).map(|position| place(*row, position)) {
+                        let by_others = written.iter().enumerate().any(|(w, to)| w != i && *to == before);
+                        assert!(!by_others, "row {row} reads {before:?}, which another writes");
+                    }
+                }
+            }
+        }
     }
 }

@@ -6,6 +6,7 @@ use refrain_driver::{Graph, Method, NodeKind};
 use refrain_kernels::Origin;
 
 use crate::cache::CacheStats;
+use crate::compare::Compared;
 use crate::prefill::PromptProducts;
 use crate::profile::ProfileRow;
 use crate::resident::{Accounting, Upload};
@@ -65,6 +66,8 @@ pub struct Status {
     pub graphs: Vec<GraphLine>,
     /// Recordings, replays, failures.
     pub cache: CacheStats,
+    /// Decode steps that were compared with their eager run while a text went on.
+    pub compared: Compared,
     /// Where the kernels came from.
     pub kernels: Option<Origin>,
     /// What multiplies the rows of prompts.

@@ -6,10 +6,9 @@
 use std::collections::HashMap;
 
 use refrain_driver::{Access, Buf, DriverError};
-use refrain_graph::{Op, Operand, Plan};
+use refrain_graph::{Field, Op, Operand, Plan};
 
 use crate::resident::Resident;
-use crate::roles::{Words, words};
 use crate::warm::Work;
 
 /// What one step moves of the buffers that no launch touches whole.
@@ -43,7 +42,8 @@ impl Moved {
             let ins = &step.inputs;
             match &step.op {
                 Op::Attention(attention) => {
-                    let (Some(positions), Some(seqs)) = (words(plan, &ins[3]), words(plan, &ins[4])) else {
+                    let (Some(positions), Some(seqs)) = (plan.field_of(&ins[3]), plan.field_of(&ins[4]))
+                    else {
                         continue;
                     };
                     let n = looked_back_on(positions, seqs, attention.window, control);
@@ -53,12 +53,12 @@ impl Moved {
                     }
                 }
                 Op::KvAppend => {
-                    let Some(positions) = words(plan, &ins[2]) else { continue };
+                    let Some(positions) = plan.field_of(&ins[2]) else { continue };
                     let n = positions.read(control).filter(|p| *p >= 0).count() as u64;
                     moved.cache(plan, resident, &ins[0])?.written_bytes = n * position_bytes(&ins[0]);
                 }
                 Op::GatherRows(_) => {
-                    let n = match words(plan, &ins[1]) {
+                    let n = match plan.field_of(&ins[1]) {
                         Some(ids) => ids.read(control).filter(|id| *id >= 0).count(),
                         None => ins[1].layout.shape().n_elements(),
                     };
@@ -79,7 +79,8 @@ impl Moved {
                 | Op::AddRmsNorm { .. }
                 | Op::Gate(_)
                 | Op::Rope(_)
-                | Op::Sample
+                | Op::Sample(_)
+                | Op::Accumulate
                 | Op::HostCall(_) => {}
             }
         }
@@ -134,7 +135,7 @@ fn position_bytes(cache: &Operand) -> u64 {
 }
 
 /// Positions that the rows of a step look back on; what several rows of a sequence share counts once.
-fn looked_back_on(positions: Words, seqs: Words, window: Option<usize>, control: &[u8]) -> u64 {
+fn looked_back_on(positions: Field, seqs: Field, window: Option<usize>, control: &[u8]) -> u64 {
     let mut ranges: HashMap<i32, (u64, u64)> = HashMap::new();
     for (row, position) in positions.read(control).enumerate().filter(|(_, p)| *p >= 0) {
         let end = position as u64 + 1;
@@ -154,7 +155,7 @@ mod tests {
         let words = |values: &[i32]| bytemuck::cast_slice::<i32, u8>(values).to_vec();
         // Positions of three rows and a padding row, then their sequences.
         let control = [words(&[7, 8, 3, -1]), words(&[0, 0, 1, 0])].concat();
-        let (positions, seqs) = (Words { offset: 0, len: 4 }, Words { offset: 16, len: 4 });
+        let (positions, seqs) = (Field { offset: 0, len: 4 }, Field { offset: 16, len: 4 });
         assert_eq!(looked_back_on(positions, seqs, None, &control), 9 + 4);
         assert_eq!(looked_back_on(positions, seqs, Some(3), &control), 4 + 3);
     }

@@ -120,10 +120,7 @@ impl Check {
 }
 
 fn contains(warm: &WarmPlan, whole: Buf, part: Buf) -> bool {
-    match (warm.space().range(whole), warm.space().range(part)) {
-        (Some(w), Some(p)) => w.region == p.region && w.start <= p.start && p.end <= w.end,
-        _ => false,
-    }
+    warm.space().contains(whole, part)
 }
 
 /// What a verification looked at.
@@ -233,6 +230,39 @@ pub fn verify(
     restored?;
     report.took = began.elapsed();
     Ok(Verified { graph, report })
+}
+
+/// A decode step of a running text.
+pub(crate) struct LiveStep {
+    /// What it reads and changes: put back before it runs again.
+    pub(crate) inputs: Vec<Buf>,
+    /// The ring's count, and its value for the run that the host does not hear of.
+    pub(crate) unheard: (Buf, [u8; 8]),
+    /// What comes out of it.
+    pub(crate) results: Vec<Buf>,
+}
+
+/// Replays a step without the host hearing of it, then runs it eagerly, from the same inputs; the eager run stands.
+pub(crate) fn compare_live(
+    graph: &Verified<Graph>,
+    stream: &mut Stream,
+    lease: &mut Lease,
+    warm: &WarmPlan,
+    step: &LiveStep,
+) -> Result<(), VerifyError> {
+    let ranges = |bufs: &[Buf]| merged(bufs.iter().filter_map(|buf| warm.space().range(*buf)).collect());
+    let (inputs, results) = (ranges(&step.inputs), ranges(&step.results));
+    let saved = download(stream, lease, warm, &inputs)?;
+    stream.upload(lease, step.unheard.0, &step.unheard.1)?;
+    graph.replay(lease, stream)?;
+    let replayed = download(stream, lease, warm, &results)?;
+    restore(stream, lease, warm, &inputs, &saved)?;
+    stream.run(lease, true, |q| warm.enqueue(q))?;
+    let eager = download(stream, lease, warm, &results)?;
+    for ((range, eager), replayed) in results.iter().zip(&eager).zip(&replayed) {
+        compare(warm, *range, eager, replayed, 0)?;
+    }
+    Ok(())
 }
 
 fn compare_cases(

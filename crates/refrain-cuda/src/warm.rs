@@ -123,6 +123,14 @@ impl Space {
         Space { memory: Arc::clone(memory), regions, pinned: Vec::new() }
     }
 
+    /// Whether one handle lies inside another.
+    pub(crate) fn contains(&self, whole: Buf, part: Buf) -> bool {
+        match (self.range(whole), self.range(part)) {
+            (Some(w), Some(p)) => w.region == p.region && w.start <= p.start && p.end <= w.end,
+            _ => false,
+        }
+    }
+
     /// With one more region, of pinned host memory: what each step writes there is read before the next one.
     #[must_use]
     pub fn with_results(mut self, name: &str, region: Buf) -> Space {

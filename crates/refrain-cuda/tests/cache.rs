@@ -36,7 +36,7 @@ fn the_first_step_is_recorded_verified_and_replayed_already() {
     for method in [Method::Stream, Method::Nodes] {
         let mut bed = Bed::new(plain(method));
         for input in [1, 2, 30, 400] {
-            assert_eq!(bed.step(0, input).unwrap(), Ran::Replayed);
+            assert_eq!(bed.step(0, input).unwrap(), Ran::REPLAYED);
         }
         let stats = bed.cache.stats();
         assert_eq!((stats.recorded, stats.replayed, stats.eager), (1, 4, 0));
@@ -109,7 +109,7 @@ fn each_failure_of_a_recording_becomes_its_reason_and_costs_no_result() {
                 other => panic!("{script}: {other:?}"),
             }
         }
-        assert_eq!(bed.step(0, 11).unwrap(), Ran::Replayed, "{script}");
+        assert_eq!(bed.step(0, 11).unwrap(), Ran::REPLAYED, "{script}");
         assert_eq!((bed.cache.stats().failed, bed.cache.stats().promoted), (1, 1), "{script}");
     }
 }
@@ -129,14 +129,14 @@ fn a_recording_that_takes_too_long_is_broken_off_and_named() {
     for _ in 0..2 {
         bed.step(0, 5).unwrap();
     }
-    assert_eq!(bed.step(0, 6).unwrap(), Ran::Replayed);
+    assert_eq!(bed.step(0, 6).unwrap(), Ran::REPLAYED);
 }
 
 #[test]
 fn a_driver_on_which_capture_fails_gets_its_graphs_from_explicit_nodes() {
     let mut bed = Bed::new(CacheOptions { nodes_when_capture_fails: true, ..plain(Method::Stream) });
     bed.sim.inject(faults("on every begin_capture: fail 901"));
-    assert_eq!(bed.step(0, 4).unwrap(), Ran::Replayed);
+    assert_eq!(bed.step(0, 4).unwrap(), Ran::REPLAYED);
     assert_eq!(bed.cache.graph(&0).unwrap().info().method, Method::Nodes);
 }
 
@@ -162,13 +162,13 @@ fn a_replay_with_one_wrong_byte_is_caught_before_it_serves_and_names_what_wrote_
 #[test]
 fn a_failed_replay_is_run_eagerly_and_the_key_waits_longer_each_time() {
     let mut bed = Bed::new(plain(Method::Stream));
-    assert_eq!(bed.step(0, 1).unwrap(), Ran::Replayed);
+    assert_eq!(bed.step(0, 1).unwrap(), Ran::REPLAYED);
     // Fails in service, then in each verification until the third.
     bed.sim.inject(faults("on 1st replay: fail 701; on 2nd replay: fail 701; on 3rd replay: fail 701"));
     let mut seen = Vec::new();
     for input in 2..30 {
         seen.push(match bed.step(0, input).unwrap() {
-            Ran::Replayed => 'R',
+            Ran::Replayed { .. } => 'R',
             Ran::Eager(Reason::ReplayFailed { code: 701 }) => 'F',
             Ran::Eager(Reason::BackingOff { .. }) => '.',
             other => panic!("{other:?}"),
@@ -188,7 +188,7 @@ fn a_key_that_serves_well_again_starts_from_the_shortest_wait() {
         if input == 9 {
             bed.sim.inject(faults("on 1st replay: fail 701"));
         }
-        seen.push(if bed.step(0, input).unwrap() == Ran::Replayed { 'R' } else { '.' });
+        seen.push(if bed.step(0, input).unwrap() == Ran::REPLAYED { 'R' } else { '.' });
     }
     assert_eq!(seen, "...RRRRR...R");
 }
@@ -196,23 +196,23 @@ fn a_key_that_serves_well_again_starts_from_the_shortest_wait() {
 #[test]
 fn keys_fail_alone() {
     let mut bed = Bed::new(plain(Method::Stream));
-    assert_eq!(bed.step(1, 1).unwrap(), Ran::Replayed);
+    assert_eq!(bed.step(1, 1).unwrap(), Ran::REPLAYED);
     bed.sim.inject(faults("on 1st instantiate: fail 1"));
     assert_eq!(eager_reason(bed.step(2, 2)), Reason::InstantiateFailed { code: 1 });
-    assert_eq!(bed.step(1, 3).unwrap(), Ran::Replayed);
-    assert_eq!(bed.step(3, 3).unwrap(), Ran::Replayed);
+    assert_eq!(bed.step(1, 3).unwrap(), Ran::REPLAYED);
+    assert_eq!(bed.step(3, 3).unwrap(), Ran::REPLAYED);
 }
 
 #[test]
 fn a_full_cache_drops_the_graph_used_longest_ago_and_frees_it() {
     let mut bed = Bed::new(CacheOptions { capacity: 2, ..plain(Method::Stream) });
     for key in [1, 2, 1, 3] {
-        assert_eq!(bed.step(key, key).unwrap(), Ran::Replayed);
+        assert_eq!(bed.step(key, key).unwrap(), Ran::REPLAYED);
     }
     assert!(bed.cache.graph(&1).is_some() && bed.cache.graph(&2).is_none());
     assert_eq!(bed.cache.stats().evicted, 1);
     assert_eq!(bed.sim.stats().live.execs, 2);
-    assert_eq!(bed.step(2, 8).unwrap(), Ran::Replayed);
+    assert_eq!(bed.step(2, 8).unwrap(), Ran::REPLAYED);
     assert_eq!(bed.sim.stats().live.execs, 2);
     bed.cache.clear();
     bed.stream.synchronize().unwrap();
@@ -238,7 +238,7 @@ fn require_makes_every_other_outcome_an_error_with_its_reason() {
     }
     assert!(matches!(bed.step(0, 1), Err(CudaError::Required { reason: Reason::BackingOff { .. }, .. })));
     bed.step(0, 1).unwrap_err();
-    assert_eq!(bed.step(0, 1).unwrap(), Ran::Replayed);
+    assert_eq!(bed.step(0, 1).unwrap(), Ran::REPLAYED);
     bed.sim.inject(faults("on 1st replay: fail 701"));
     let failed = bed.step(0, 1);
     assert!(matches!(failed, Err(CudaError::Required { reason: Reason::ReplayFailed { code: 701 }, .. })));
@@ -298,7 +298,7 @@ fn a_stream_that_cannot_leave_a_capture_is_replaced() {
     for _ in 0..2 {
         bed.step(0, 4).unwrap();
     }
-    assert_eq!(bed.step(0, 5).unwrap(), Ran::Replayed);
+    assert_eq!(bed.step(0, 5).unwrap(), Ran::REPLAYED);
 }
 
 #[test]

@@ -41,7 +41,7 @@ fn replayed_equals_eager_after_failed_recordings_and_replays() {
         assert_eq!(talk(&mut rig, N_TOKENS), want, "{script}");
         let tally = rig.engine.ledger().tally(StepKind::Decode);
         assert!(
-            tally.eager > 0 || rig.engine.ledger().tally(StepKind::Prefill).eager > 0,
+            tally.eager > 0 || rig.engine.ledger().tally(StepKind::Prompt).eager > 0,
             "{script}: {tally}"
         );
         assert!(tally.replayed > n_decoded(N_TOKENS) / 2, "{script}: {tally}");
@@ -217,8 +217,8 @@ impl Direct {
     fn new(options: CudaOptions) -> Direct {
         let device = refrain_kernels::simulated(SimOptions::default()).unwrap();
         let (backend, model) = (CudaBackend::on(&device, options).unwrap(), model("llama"));
-        let kv = KvSpec { n_blocks: 4, kv_block: 16, max_blocks: 4, n_seqs: 1, dtype: DType::F16 };
-        let spec = StepSpec { n_tokens: 1, head: Head::Logits { n_rows: 1 }, act: DType::F32 };
+        let kv = KvSpec { n_blocks: 4, kv_block: 16, max_blocks: 4, dtype: DType::F16 };
+        let spec = StepSpec::of_one(1, 1, Head::Logits);
         let weights = backend.load(model.weights(), model.tensors().to_vec()).unwrap();
         let states = backend.allocate(&model.states(&kv)).unwrap();
         let compiled = backend.compile(&fuse(&model.graph(&spec, &kv).unwrap()).unwrap()).unwrap();
@@ -313,7 +313,7 @@ fn a_control_block_that_points_outside_is_refused_before_it_is_sent() {
     direct.set("tables", &[2, 0, -1, -1]);
     direct.set("tokens", &[3]);
     direct.set("positions", &[20]);
-    assert_eq!(direct.run().unwrap(), Ran::Replayed);
+    assert_eq!(direct.run().unwrap(), Ran::REPLAYED);
     let cases: [(&str, &[i32], &[i32], &str); 5] = [
         ("tokens", &[1 << 20], &[3], "row is 1048576"),
         ("positions", &[64], &[20], "a position is 64, must be below 64"),
@@ -327,7 +327,7 @@ fn a_control_block_that_points_outside_is_refused_before_it_is_sent() {
         let error = direct.run().unwrap_err().to_string();
         assert!(error.contains(text), "{error}");
         direct.set(name, good);
-        assert_eq!(direct.run().unwrap(), Ran::Replayed);
+        assert_eq!(direct.run().unwrap(), Ran::REPLAYED);
     }
 }
 

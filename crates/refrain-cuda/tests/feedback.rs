@@ -1,17 +1,18 @@
 //! Runs at the backend itself, of a small decode step with and without a part on the host.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use refrain_cuda::{
-    CacheOptions, CudaBackend, CudaCompiled, CudaOptions, CudaStates, CudaWeights, GraphMode,
+    CacheOptions, CudaBackend, CudaCompiled, CudaError, CudaOptions, CudaStates, CudaWeights, GraphMode,
 };
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
 use refrain_graph::{
-    Attention, Backend, ControlBlock, Feedback, Graph, GraphBuilder, HostBuf, HostCall, HostCallError,
-    HostFn, Io, Op, Plan, PlanOptions, Ran, Run, RunLimits, SAMPLE_PARAMS, State, StateId, TensorType,
-    Weight, WeightId,
+    Attention, Backend, CompileError, ControlBlock, Feedback, Graph, GraphBuilder, HostBuf, HostCall,
+    HostCallError, HostFn, Io, Op, Plan, PlanOptions, Ran, Reason, Run, RunLimits, SAMPLE_PARAMS, Sample,
+    SamplingInputs, State, StateId, StepInputs, StepKind, StepShape, TensorType, Weight, WeightId,
 };
 use refrain_tensor::DType;
 use refrain_testkit::{Fill, tensor};
@@ -40,7 +41,7 @@ impl HostFn for Same {
 fn step(n_tokens: usize, on_host: bool) -> Graph {
     let weight = Weight { name: "embedding".into(), ty: TensorType::new(DType::F32, [VOCAB, D]) };
     let cache = TensorType::new(DType::F32, [N_BLOCKS, 1, KV_BLOCK, D]);
-    let states = ["k", "v"].map(|name| State { name: name.into(), ty: cache });
+    let states = ["k", "v"].map(|name| State::paged(name, cache));
     let mut b = GraphBuilder::new(vec![weight], states.to_vec());
     let table = b.weight(WeightId::from_idx(0));
     let mut input = |name: &str, dtype, dims: &[usize]| {
@@ -71,9 +72,36 @@ fn step(n_tokens: usize, on_host: bool) -> Graph {
     let y = b.attention(attention, heads, caches, places).unwrap();
     let y = b.reshape(y, &[n_tokens, D]).unwrap();
     let logits = b.linear(y, table, None, "output").unwrap();
-    let chosen = b.node(Op::Sample, &[logits, params, rng, history, bias_ids, bias], "sample").unwrap();
+    let inputs = [logits, params, rng, history, bias_ids, bias];
+    let chosen = b.node(Op::Sample(Sample::default()), &inputs, "sample").unwrap();
     b.output("token", chosen[0]).unwrap();
     b.output("logprob", chosen[1]).unwrap();
+    let kind = if n_tokens == 1 { StepKind::Decode } else { StepKind::Prompt };
+    let id = |value| b.input_id(value);
+    let sampling = SamplingInputs {
+        params: id(params),
+        rng: id(rng),
+        history: id(history),
+        bias_ids: id(bias_ids),
+        bias: id(bias),
+        mask: None,
+        min_tokens: None,
+        token: 0,
+        logprob: 1,
+        top: None,
+    };
+    let declared = StepInputs {
+        shape: StepShape { kind, n_tokens, n_seqs: 1, n_choices: n_tokens },
+        tokens: id(tokens),
+        positions: id(positions),
+        seqs: id(seqs),
+        tables: Some(id(tables)),
+        adapters: None,
+        rows: None,
+        sampling: Some(sampling),
+        logits: None,
+    };
+    b.declare_step(declared);
     b.finish()
 }
 
@@ -92,7 +120,10 @@ impl Bed {
 
     fn on(device: &Device, graph: &Graph, mode: GraphMode, step_limit: Duration) -> Bed {
         let graphs = CacheOptions { mode, method: Method::Stream, ..CacheOptions::default() };
-        let options = CudaOptions { graphs, ahead: 5, step_limit, ..CudaOptions::default() };
+        Bed::with(device, graph, CudaOptions { graphs, ahead: 5, step_limit, ..CudaOptions::default() })
+    }
+
+    fn with(device: &Device, graph: &Graph, options: CudaOptions) -> Bed {
         let backend = CudaBackend::on(device, options).unwrap();
         let tensors = vec![tensor(graph.weights()[0].ty, &Fill::Normal, 4)];
         let weights = backend.load(graph.weights(), tensors).unwrap();
@@ -151,13 +182,38 @@ impl Bed {
 #[test]
 fn a_plan_with_a_host_step_goes_one_by_one_and_says_the_same() {
     let (mut device, mut host) =
-        (Bed::new(&step(1, false), GraphMode::Require), Bed::new(&step(1, true), GraphMode::Require));
+        (Bed::new(&step(1, false), GraphMode::Require), Bed::new(&step(1, true), GraphMode::Auto));
     assert_eq!(device.backend.ahead(&device.compiled), 5);
     assert_eq!(host.backend.ahead(&host.compiled), 1);
-    assert_eq!(device.said(60), host.said(60));
+    let chosen = |said: &[(u32, u32, Ran)]| said.iter().map(|s| (s.0, s.1)).collect::<Vec<_>>();
+    let (on_device, with_host) = (device.said(60), host.said(60));
+    assert_eq!(chosen(&on_device), chosen(&with_host));
+    // One launch, and not that where the host comes between.
+    assert!(on_device.iter().all(|s| s.2 == Ran::REPLAYED));
+    assert!(with_host.iter().all(|s| s.2 == Ran::Replayed { n_launches: 2, n_host_steps: 1 }));
     // Whoever asks can tell them apart.
     let feeds = |bed: &Bed| bed.backend.monitor().status().graphs.iter().all(|g| g.feeds_itself);
     assert!(feeds(&device) && !feeds(&host));
+}
+
+#[test]
+fn required_graphs_refuse_host_steps_unless_they_are_allowed() {
+    let graph = step(1, true);
+    let open = |allow_host_steps| {
+        let device = refrain_kernels::simulated(SimOptions::default()).unwrap();
+        let graphs = CacheOptions { mode: GraphMode::Require, allow_host_steps, ..CacheOptions::default() };
+        let options = CudaOptions { graphs, ..CudaOptions::default() };
+        let backend = CudaBackend::on(&device, options).unwrap();
+        let weights = vec![tensor(graph.weights()[0].ty, &Fill::Normal, 4)];
+        let (_weights, _states) =
+            (backend.load(graph.weights(), weights).unwrap(), backend.allocate(graph.states()).unwrap());
+        backend.compile(&graph).map(drop)
+    };
+    let CompileError::Backend { source, .. } = open(false).unwrap_err() else { panic!("another error") };
+    let Some(CudaError::Required { reason, .. }) = source.downcast_ref() else { panic!("{source}") };
+    let because = "it is here to be on the host";
+    assert_eq!(*reason, Reason::NotCapturable { label: "same".into(), because });
+    open(true).unwrap();
 }
 
 #[test]
@@ -166,6 +222,47 @@ fn only_a_step_of_one_token_whose_inputs_are_in_the_control_block_feeds_itself()
     assert!(Feedback::of(&plan(&step(1, false))).is_some());
     assert!(Feedback::of(&plan(&step(1, true))).is_some());
     assert_eq!(Feedback::of(&plan(&step(2, false))), None);
+}
+
+/// A bed whose every third step is compared, with a fault.
+fn compared(script: &str, mode: GraphMode) -> Bed {
+    let sim = SimDriver::new(SimOptions { seed: 8, ..SimOptions::default() });
+    refrain_kernels::register_twins(&sim);
+    let device = Device::simulated(&sim).unwrap();
+    let graphs = CacheOptions { mode, ..CacheOptions::default() };
+    let options =
+        CudaOptions { graphs, ahead: 5, verify_every: NonZeroU32::new(3), ..CudaOptions::default() };
+    let bed = Bed::with(&device, &step(1, false), options);
+    sim.inject(FaultScript::parse(script).unwrap());
+    bed
+}
+
+#[test]
+fn every_nth_step_is_compared_and_a_wrong_replay_changes_no_token() {
+    let want = Bed::new(&step(1, false), GraphMode::Require).said(30);
+    let mut good = compared("", GraphMode::Require);
+    assert_eq!(good.said(30), want);
+    let status = good.backend.monitor().status();
+    assert_eq!((status.compared.n_steps, status.compared.n_mismatches), (10, 0));
+    // Each step is one replay, the compared ones too: the sixth is one of those.
+    for replay in [6, 21] {
+        let mut bad = compared(&format!("on {replay}th replay: wrong byte"), GraphMode::Auto);
+        let got = bad.said(30);
+        let chosen = |said: &[(u32, u32, Ran)]| said.iter().map(|s| (s.0, s.1)).collect::<Vec<_>>();
+        assert_eq!(chosen(&got), chosen(&want));
+        let at = replay - 1;
+        assert!(matches!(got[at].2, Ran::Eager(Reason::VerifyMismatch { .. })), "{:?}", got[at].2);
+        assert!(matches!(got[at + 1].2, Ran::Eager(Reason::BackingOff { .. })), "{:?}", got[at + 1].2);
+        assert_eq!(got.last().unwrap().2, Ran::REPLAYED, "the graph comes back");
+        assert_eq!(bad.backend.monitor().status().compared.n_mismatches, 1);
+    }
+    let mut strict = compared("on 6th replay: wrong byte", GraphMode::Require);
+    let mut run = strict.run();
+    strict.send(&mut run, 5);
+    (0..5).for_each(|_| drop(strict.backend.take(&mut strict.compiled, &mut run).unwrap()));
+    strict.send(&mut run, 1);
+    let error = strict.backend.take(&mut strict.compiled, &mut run).unwrap_err();
+    assert!(format!("{error:?}").contains("VerifyMismatch"), "{error:?}");
 }
 
 #[test]
@@ -182,7 +279,7 @@ fn other_work_waits_for_the_steps_under_way_or_is_refused() {
     // A step by itself ends the run.
     let control = bed.control();
     let io = Io { weights: &bed.weights, states: &mut bed.states, control: control.bytes() };
-    assert_eq!(bed.backend.run(&mut bed.compiled, io).unwrap(), Ran::Replayed);
+    assert_eq!(bed.backend.run(&mut bed.compiled, io).unwrap(), Ran::REPLAYED);
     let mut token = [0; 4];
     let output = bed.backend.plan(&bed.compiled).output("token").unwrap();
     bed.backend.read(&bed.compiled, output, &mut token).unwrap();
@@ -203,7 +300,7 @@ fn a_run_that_reaches_its_end_says_so_and_takes_no_more() {
     bed.send(&mut run, 5);
     for (i, want) in want.iter().take(3).enumerate() {
         let c = bed.backend.take(&mut bed.compiled, &mut run).unwrap();
-        assert_eq!((c.token, c.logprob.to_bits(), c.ended), (want.0, want.1, i == 2));
+        assert_eq!((c.token, c.logprob.to_bits(), c.ended()), (want.0, want.1, i == 2));
     }
     let error = bed.backend.take(&mut bed.compiled, &mut run).unwrap_err().to_string();
     assert!(error.contains("it had ended"), "{error}");

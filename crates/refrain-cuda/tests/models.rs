@@ -20,7 +20,7 @@ fn golden_logits_come_out_of_replays_token_by_token(device: impl Fn() -> Device)
         }
         let error = relative_error(&got, &want);
         assert!(error < 1e-4, "{case}: relative error {error:.2e}");
-        let tally = rig.engine.ledger().tally(StepKind::Prefill);
+        let tally = rig.engine.ledger().tally(StepKind::Prompt);
         assert_eq!((tally.replayed, tally.eager), (tokens.len() as u64, 0), "{case}");
         assert_eq!(rig.device.take_reports(), Vec::<String>::new());
     }
@@ -52,7 +52,7 @@ fn replayed_equals_eager_bit_for_bit(device: impl Fn() -> Device, cases: &[&str]
         for method in [Method::Stream, Method::Nodes] {
             let mut replayed = rig(GraphMode::Require, method);
             assert_eq!(talk(&mut replayed, n_tokens), want, "{case}, {method}");
-            for kind in [StepKind::Prefill, StepKind::Decode] {
+            for kind in [StepKind::Prompt, StepKind::Decode] {
                 let tally = replayed.engine.ledger().tally(kind);
                 assert_eq!((tally.eager, tally.failed), (0, 0), "{case}, {method}");
             }

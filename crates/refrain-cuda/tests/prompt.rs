@@ -45,7 +45,7 @@ fn layer(n: usize, dtype: DType, kv: DType) -> (Graph, Feed) {
     let small = Fill::Uniform(-0.1, 0.1);
     let tensors = weights.iter().enumerate().map(|(i, w)| tensor(w.ty, &small, i as u64)).collect();
     let cache = ty(kv, &[N_BLOCKS, N_KV_HEADS, KV_BLOCK, HEAD_DIM]);
-    let states = ["k", "v"].map(|name| State { name: name.into(), ty: cache });
+    let states = ["k", "v"].map(|name| State::paged(name, cache));
     let mut b = GraphBuilder::new(weights, states.to_vec());
     let ints =
         |b: &mut GraphBuilder, name: &str, dims: &[usize]| b.input(name, ty(DType::I32, dims)).unwrap();

@@ -30,6 +30,8 @@ pub struct Layout {
 enum Kind {
     Device,
     Pinned,
+    /// The allocation of a region of the memory that this one succeeds.
+    Inherited(Region),
 }
 
 /// A region of a [`Layout`], and of every memory planned from it.
@@ -53,6 +55,11 @@ impl Layout {
         self.add(name, bytes, Kind::Pinned)
     }
 
+    /// Takes a region over, with its contents, from the memory that this one succeeds: see [`Lease::succeed`].
+    pub fn inherit(&mut self, name: &str, region: Region) -> Region {
+        self.add(name, 0, Kind::Inherited(region))
+    }
+
     fn add(&mut self, name: &str, bytes: u64, kind: Kind) -> Region {
         self.regions.push((name.to_owned(), bytes, kind));
         Region(self.regions.len() as u32 - 1)
@@ -66,23 +73,36 @@ impl Layout {
 }
 
 /// A set of allocations with fixed addresses. Graphs hold on to it (`Arc`), so an address in a recording never dangles;
-/// growing it means planning a new one and recording again.
+/// growing it means planning a new one, which may take regions over, and recording again.
 pub struct Memory {
     shared: Arc<Shared>,
     id: u32,
     name: String,
-    regions: Vec<Allocation>,
+    regions: Vec<Arc<Allocation>>,
     leased: AtomicBool,
+    /// Set when another memory took regions over: this one is never leased again.
+    succeeded: AtomicBool,
     /// What the last lease knew about who uses the memory.
     last_user: Mutex<Option<(Arc<Progress>, u64)>>,
 }
 
+/// Memory of the driver, freed when the last [`Memory`] that holds it is gone.
 struct Allocation {
+    shared: Arc<Shared>,
     name: String,
     bytes: u64,
     place: Place,
     /// Set while a [`crate::Ring`] reads the region.
     taken: AtomicBool,
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        self.shared.discard(match self.place {
+            Place::Device(p) => Garbage::Device(p),
+            Place::Host(p) => Garbage::Host(p),
+        });
+    }
 }
 
 /// Where a buffer really is.
@@ -112,7 +132,14 @@ impl Place {
 impl Memory {
     /// Allocates everything the layout names, or nothing.
     pub fn plan(ctx: &Context, layout: &Layout) -> Result<Arc<Memory>, DriverError> {
-        let shared = ctx.shared();
+        Memory::build(ctx.shared(), layout, None)
+    }
+
+    fn build(
+        shared: &Arc<Shared>,
+        layout: &Layout,
+        before: Option<&Memory>,
+    ) -> Result<Arc<Memory>, DriverError> {
         shared.refuse_while_recording("allocation", layout.device_bytes())?;
         shared.empty_bin();
         let mut memory = Memory {
@@ -121,11 +148,25 @@ impl Memory {
             name: layout.name.clone(),
             regions: Vec::with_capacity(layout.regions.len()),
             leased: AtomicBool::new(false),
+            succeeded: AtomicBool::new(false),
             last_user: Mutex::new(None),
         };
         for (name, bytes, kind) in &layout.regions {
             let size = (*bytes).max(MIN_REGION_BYTES);
             let got = match kind {
+                Kind::Inherited(region) => {
+                    let inherited = before.and_then(|m| m.regions.get(region.0 as usize));
+                    let Some(inherited) = inherited else {
+                        return Err(DriverError::OutOfRange {
+                            what: format!("the regions that {name:?} could be inherited from"),
+                            offset: region.0.into(),
+                            len: 1,
+                            bytes: before.map_or(0, |m| m.regions.len()) as u64,
+                        });
+                    };
+                    memory.regions.push(Arc::clone(inherited));
+                    continue;
+                }
                 Kind::Device => shared.raw(|api| api.alloc(size).map(Place::Device))?,
                 Kind::Pinned => shared.raw(|api| api.alloc_host(size).map(Place::Host))?,
             };
@@ -135,12 +176,13 @@ impl Memory {
                 // SAFETY: `p` is a fresh pinned allocation of `size` bytes that only this function knows.
                 unsafe { std::ptr::write_bytes(p.as_ptr(), 0, size as usize) };
             }
-            memory.regions.push(Allocation {
+            memory.regions.push(Arc::new(Allocation {
+                shared: Arc::clone(shared),
                 name: name.clone(),
                 bytes: *bytes,
                 place,
                 taken: AtomicBool::new(false),
-            });
+            }));
         }
         Ok(Arc::new(memory))
     }
@@ -154,7 +196,7 @@ impl Memory {
 
     /// The one lease. All graphs over this memory are replayed through it.
     pub fn lease(self: &Arc<Self>) -> Result<Lease, DriverError> {
-        if self.leased.swap(true, Ordering::AcqRel) {
+        if self.succeeded.load(Ordering::Acquire) || self.leased.swap(true, Ordering::AcqRel) {
             return Err(DriverError::LeaseTaken { name: self.name.clone() });
         }
         let user = lock(&self.last_user).take();
@@ -232,17 +274,6 @@ fn allocation_failed(shared: &Shared, memory: &str, region: &str, size: u64, cod
         need_bytes: size,
         free_bytes,
         total_bytes,
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        for region in &self.regions {
-            self.shared.discard(match region.place {
-                Place::Device(p) => Garbage::Device(p),
-                Place::Host(p) => Garbage::Host(p),
-            });
-        }
     }
 }
 
@@ -351,6 +382,22 @@ impl Lease {
     #[must_use]
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
+    }
+
+    /// Plans a memory that takes regions over from this lease's, with their contents and addresses, and gives its lease.
+    /// Nothing can be replayed on the old memory any more; what is in flight on it goes on. The lease comes back when
+    /// something could not be allocated: then nothing has changed.
+    pub fn succeed(mut self, layout: &Layout) -> Result<Lease, (Lease, DriverError)> {
+        let shared = Arc::clone(self.memory.shared());
+        let memory = match Memory::build(&shared, layout, Some(&self.memory)) {
+            Ok(memory) => memory,
+            Err(error) => return Err((self, error)),
+        };
+        memory.leased.store(true, Ordering::Release);
+        // Before this lease ends: no other one may come between.
+        self.memory.succeeded.store(true, Ordering::Release);
+        // Whoever used the old memory last may still be using what was taken over.
+        Ok(Lease { memory, user: self.user.take() })
     }
 
     /// Notes a use by a stream; refused while another stream's use may still run, since nothing orders the two.

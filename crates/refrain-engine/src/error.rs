@@ -1,6 +1,7 @@
 use crate::perplexity::MIN_WINDOW;
 use crate::{OutOfBlocks, SamplingError};
 use refrain_graph::{CompileError, ControlError, GraphError, Reason, RunError};
+use refrain_tensor::DType;
 
 /// Why an engine could not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -65,17 +66,19 @@ pub enum EngineError {
     /// The session's blocks are another engine's.
     #[error("the session belongs to another engine")]
     ForeignSession,
-    /// A compiled step lacks something that the engine reads.
-    #[error("the compiled step has no output {name:?}")]
-    NoOutput {
-        /// Name of the output.
-        name: &'static str,
+    /// The logits after a token are NaN or infinite.
+    #[error("the logits after position {position} are not finite")]
+    NonFinite {
+        /// Position of the token.
+        position: usize,
+        /// Element type of the KV cache.
+        kv_dtype: DType,
     },
     /// A step of a run was asked for, and none was begun.
     #[error("no run of decode steps has begun")]
     NoRun,
-    /// The decode step's choice cannot become its next input.
-    #[error("the decode step cannot feed itself: its token or position is not a step input")]
+    /// The graph does not say what its inputs mean, or a decode step's choice cannot become its next input.
+    #[error("the step's inputs are not declared as those of a decode step")]
     NoFeedback,
     /// All KV blocks are taken.
     #[error(transparent)]
@@ -129,6 +132,12 @@ impl EngineError {
             EngineError::TextTooShort { n_tokens, .. } => {
                 Some(format!("give a longer text, or a window of at most {n_tokens} tokens with -c"))
             }
+            EngineError::NonFinite { kv_dtype: DType::F16, .. } => Some(
+                "a KV cache of F16 overflows above 65504: use one of BF16 or F32; if that does not help, \
+                 the weights are damaged"
+                    .into(),
+            ),
+            EngineError::NonFinite { .. } => Some("the weights may be damaged: get the model again".into()),
             EngineError::OutOfBlocks(_) => Some("end another session, or raise the context".into()),
             EngineError::UnknownToken { .. } => Some("use the tokenizer that belongs to the model".into()),
             EngineError::StepTooLarge { max_tokens, .. } => {
@@ -147,7 +156,6 @@ impl EngineError {
             EngineError::Graph(_)
             | EngineError::Control(_)
             | EngineError::Cancelled
-            | EngineError::NoOutput { .. }
             | EngineError::NoRun
             | EngineError::NoFeedback
             | EngineError::Sampling(_) => None,

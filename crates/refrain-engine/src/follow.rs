@@ -5,10 +5,10 @@
 //! be needed have only written KV behind what the session holds, which the next step there writes again.
 
 use crate::error::EngineError;
-use crate::ledger::StepKind;
 use crate::runner::{RunEnd, StepRequest, Want};
 use crate::sampling::SamplingRow;
 use crate::session::{Chosen, Engine, Session};
+use refrain_graph::StepKind;
 use std::time::Instant;
 
 /// What a caller is known to want, besides the next token: how far steps may be sent ahead of it.
@@ -156,7 +156,7 @@ impl Engine {
         }
         let committed = self.runner.take()?;
         following.n_taken += 1;
-        (following.next, following.ended) = (committed.token, committed.ended);
+        (following.next, following.ended) = (committed.token, committed.ended());
         following.last = (following.n_under_way() > 0).then(Instant::now);
         Ok((Chosen { token: committed.token, logprob: committed.logprob }, committed.ran))
     }

@@ -1,24 +1,19 @@
 //! The ledger: every step, how it ran, and why if not as a graph.
 
-use refrain_graph::{Ran, Reason};
+use refrain_graph::{Ran, Reason, StepKind};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-/// What a step was for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum StepKind {
-    /// A piece of a prompt.
-    Prefill,
-    /// One token.
-    Decode,
-}
-
 /// Counts and times of one kind of step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tally {
-    /// Steps that ran as one launch.
+    /// Steps that ran from recorded graphs alone.
     pub replayed: u64,
+    /// Graphs that those launched: as many as there are steps where each is one launch.
+    pub launches: u64,
+    /// Host steps that ran between them.
+    pub host_steps: u64,
     /// Steps that ran eagerly.
     pub eager: u64,
     /// Steps that failed.
@@ -56,15 +51,19 @@ impl Tally {
 }
 
 impl fmt::Display for Tally {
-    /// `412 steps, 380 replayed, 32 eager (batch 72 has no bucket; the largest is 64)`
+    /// `412 steps, 380 replayed, 32 eager (graphs are switched off)`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (steps, s) = (self.steps(), if self.steps() == 1 { "" } else { "s" });
-        write!(f, "{steps} step{s}, {} replayed, {} eager", self.replayed, self.eager)?;
+        write!(f, "{steps} step{s}, {} replayed", self.replayed)?;
+        if self.launches != self.replayed {
+            write!(f, " in {} launches with {} host steps", self.launches, self.host_steps)?;
+        }
+        write!(f, ", {} eager", self.eager)?;
         if self.failed > 0 {
             write!(f, ", {} failed", self.failed)?;
         }
         if self.unused > 0 {
-            write!(f, ", {} ahead in vain", self.unused)?;
+            write!(f, ", {} speculative discarded", self.unused)?;
         }
         let mut reasons: Vec<_> = self.reasons().collect();
         reasons.sort_by_key(|(_, n, _)| std::cmp::Reverse(*n));
@@ -83,8 +82,7 @@ impl fmt::Display for Tally {
 /// All steps of an engine. Always on: an entry costs some additions, and a map look-up if the step was not replayed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ledger {
-    prefill: Tally,
-    decode: Tally,
+    tallies: [Tally; StepKind::ALL.len()],
 }
 
 impl Ledger {
@@ -101,7 +99,11 @@ impl Ledger {
         tally.fastest = Some(tally.fastest.map_or(took, |f| f.min(took)));
         tally.slowest = Some(tally.slowest.map_or(took, |s| s.max(took)));
         match ran {
-            Ran::Replayed => tally.replayed += 1,
+            Ran::Replayed { n_launches, n_host_steps } => {
+                tally.replayed += 1;
+                tally.launches += u64::from(*n_launches);
+                tally.host_steps += u64::from(*n_host_steps);
+            }
             Ran::Eager(reason) => {
                 tally.eager += 1;
                 note(tally, reason);
@@ -124,17 +126,11 @@ impl Ledger {
 
     /// Counts and times of one kind of step.
     pub fn tally(&self, kind: StepKind) -> &Tally {
-        match kind {
-            StepKind::Prefill => &self.prefill,
-            StepKind::Decode => &self.decode,
-        }
+        &self.tallies[kind.idx()]
     }
 
     fn tally_mut(&mut self, kind: StepKind) -> &mut Tally {
-        match kind {
-            StepKind::Prefill => &mut self.prefill,
-            StepKind::Decode => &mut self.decode,
-        }
+        &mut self.tallies[kind.idx()]
     }
 }
 
@@ -161,18 +157,15 @@ mod tests {
     fn a_summary_names_counts_and_the_reason() {
         let mut ledger = Ledger::new();
         for _ in 0..380 {
-            ledger.ran(StepKind::Decode, 1, MS, &Ran::Replayed);
+            ledger.ran(StepKind::Decode, 1, MS, &Ran::REPLAYED);
         }
         for _ in 0..32 {
-            ledger.ran(StepKind::Decode, 1, MS, &Ran::Eager(Reason::NoBucket { batch: 72, largest: 64 }));
+            ledger.ran(StepKind::Decode, 1, MS, &Ran::Eager(Reason::SwitchedOff));
         }
         let decode = ledger.tally(StepKind::Decode);
-        assert_eq!(
-            decode.to_string(),
-            "412 steps, 380 replayed, 32 eager (batch 72 has no bucket; the largest is 64)"
-        );
+        assert_eq!(decode.to_string(), "412 steps, 380 replayed, 32 eager (graphs are switched off)");
         assert_eq!(decode.tokens_per_second().map(f64::round), Some(1000.0));
-        assert_eq!(ledger.tally(StepKind::Prefill).to_string(), "0 steps, 0 replayed, 0 eager");
+        assert_eq!(ledger.tally(StepKind::Prompt).to_string(), "0 steps, 0 replayed, 0 eager");
     }
 
     #[test]
@@ -193,10 +186,21 @@ mod tests {
     #[test]
     fn the_last_reason_of_a_label_is_kept_in_full() {
         let mut ledger = Ledger::new();
-        for batch in [70, 80] {
-            ledger.ran(StepKind::Decode, batch, MS, &Ran::Eager(Reason::NoBucket { batch, largest: 64 }));
+        for code in [700, 719] {
+            ledger.ran(StepKind::Decode, 1, MS, &Ran::Eager(Reason::ReplayFailed { code }));
         }
         let all: Vec<_> = ledger.tally(StepKind::Decode).reasons().collect();
-        assert_eq!(all, [("no_bucket", 2, &Reason::NoBucket { batch: 80, largest: 64 })]);
+        assert_eq!(all, [("replay_failed", 2, &Reason::ReplayFailed { code: 719 })]);
+    }
+
+    #[test]
+    fn steps_of_several_launches_are_told_from_those_of_one() {
+        let mut ledger = Ledger::new();
+        for _ in 0..2 {
+            ledger.ran(StepKind::Decode, 1, MS, &Ran::Replayed { n_launches: 3, n_host_steps: 2 });
+        }
+        let decode = ledger.tally(StepKind::Decode);
+        assert_eq!((decode.replayed, decode.launches, decode.host_steps), (2, 6, 4));
+        assert_eq!(decode.to_string(), "2 steps, 2 replayed in 6 launches with 4 host steps, 0 eager");
     }
 }

@@ -68,6 +68,9 @@ pub fn perplexity(
             let n_rows = end.saturating_sub(first.max(at));
             let rows = engine.logits(&mut session, &text[at..end], n_rows)?;
             let scored = log_probabilities(rows, vocab, &text[end - n_rows + 1..=end]);
+            if let Some(bad) = scored.iter().position(|p| !p.is_finite()) {
+                return Err(engine.non_finite(end - n_rows + bad));
+            }
             sum = scored.iter().fold(sum, |sum, p| sum - p);
             so_far.n_scored += scored.len();
             at = end;

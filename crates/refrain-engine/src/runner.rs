@@ -2,9 +2,9 @@
 
 use crate::error::EngineError;
 use crate::sampling::{HISTORY, MAX_BIAS, SamplingRow};
-use refrain_graph::{Backend, Committed, ControlBlock, ControlLayout, Feedback, InputId, Io, Plan, Ran};
-use refrain_graph::{Run, RunLimits, fuse};
-use refrain_models::{Head, KvSpec, Model, StepSpec};
+use refrain_graph::{Backend, Committed, ControlBlock, Feedback, Filler, Io, Plan, Ran, Run, RunLimits};
+use refrain_graph::{StepFlags, StepInputs, fuse};
+use refrain_models::{Head, KvSpec, Model, SampleHead, StepSpec};
 use refrain_tensor::DType;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -113,14 +113,13 @@ pub struct BackendRunner<B: Backend> {
     // Most recently used last. Prompts end in pieces of any size, so old sizes are dropped.
     compiled: Vec<Prepared<B>>,
     run: Option<(StepSpec, Run)>,
-    scratch: Vec<i32>,
 }
 
 struct Prepared<B: Backend> {
     spec: StepSpec,
     compiled: B::Compiled,
     control: ControlBlock,
-    inputs: Inputs,
+    inputs: StepInputs,
 }
 
 // Decode, full prompt pieces, and some of the sizes that prompts ended in; where there are buckets all of them, with and
@@ -135,28 +134,13 @@ impl<B: Backend> BackendRunner<B> {
         options: RunnerOptions,
     ) -> Result<BackendRunner<B>, EngineError> {
         let max_blocks = options.context.div_ceil(options.kv_block);
-        let kv = KvSpec {
-            n_blocks: max_blocks,
-            kv_block: options.kv_block,
-            max_blocks,
-            n_seqs: 1,
-            dtype: options.kv_dtype,
-        };
+        let kv =
+            KvSpec { n_blocks: max_blocks, kv_block: options.kv_block, max_blocks, dtype: options.kv_dtype };
         let weights = backend.load(model.weights(), model.tensors().to_vec())?;
         let states = backend.allocate(&model.states(&kv))?;
         let most = backend.buckets().last().copied().unwrap_or(usize::MAX);
         let max_tokens = options.max_tokens.clamp(1, most.max(1));
-        Ok(BackendRunner {
-            backend,
-            model,
-            weights,
-            states,
-            kv,
-            max_tokens,
-            compiled: Vec::new(),
-            run: None,
-            scratch: Vec::new(),
-        })
+        Ok(BackendRunner { backend, model, weights, states, kv, max_tokens, compiled: Vec::new(), run: None })
     }
 
     /// The backend.
@@ -165,8 +149,18 @@ impl<B: Backend> BackendRunner<B> {
     }
 
     /// A step of at least `n_tokens`, of a size that the backend likes.
-    fn spec(&self, n_tokens: usize, head: Head) -> StepSpec {
-        StepSpec { n_tokens: bucket(self.backend.buckets(), n_tokens), head, act: DType::F32 }
+    fn spec(&self, n_tokens: usize, want: &Want<'_>) -> StepSpec {
+        let (n_choices, head) = match want {
+            Want::Nothing => (0, Head::None),
+            Want::Logits { n_rows } => (*n_rows, Head::Logits),
+            Want::Sample(_) => (1, SAMPLE),
+        };
+        StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), n_choices, head)
+    }
+
+    /// The step of that many tokens that ends in a choice.
+    fn prepare_choice(&mut self, n_tokens: usize) -> Result<usize, EngineError> {
+        self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, SAMPLE))
     }
 
     /// Index into `compiled`, which is always the last.
@@ -178,13 +172,18 @@ impl<B: Backend> BackendRunner<B> {
         }
         let graph = fuse(&self.model.graph(&spec, &self.kv)?)?;
         let compiled = self.backend.compile(&graph)?;
-        let layout = self.backend.plan(&compiled).control().clone();
+        let plan = self.backend.plan(&compiled);
+        let inputs = plan.step_inputs().cloned().ok_or(EngineError::NoFeedback)?;
+        let control = ControlBlock::new(plan.control());
         if self.compiled.len() >= MIN_COMPILED.max(2 * self.backend.buckets().len() + 1) {
             self.compiled.remove(0);
         }
-        let (control, inputs) = (ControlBlock::new(&layout), Inputs::find(&layout));
         self.compiled.push(Prepared { spec, compiled, control, inputs });
         Ok(self.compiled.len() - 1)
+    }
+
+    fn non_finite(&self, position: usize) -> EngineError {
+        EngineError::NonFinite { position, kv_dtype: self.kv.dtype }
     }
 
     /// The run, with the compiled step that it is of.
@@ -211,42 +210,34 @@ where
     }
 
     fn step(&mut self, request: &StepRequest<'_>, out: &mut StepOut) -> Result<Ran, EngineError> {
-        let head = match request.want {
-            Want::Nothing => Head::None,
-            Want::Logits { n_rows } => Head::Logits { n_rows },
-            Want::Sample(_) => Head::Sample { history: HISTORY, n_bias: MAX_BIAS },
-        };
-        let idx = self.prepare(self.spec(request.tokens.len(), head))?;
+        let idx = self.prepare(self.spec(request.tokens.len(), &request.want))?;
         let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
-        inputs.fill(control, request, &mut self.scratch)?;
+        fill(inputs, control, request)?;
         let io = Io { weights: &self.weights, states: &mut self.states, control: control.bytes() };
         let ran = self.backend.run(compiled, io)?;
         out.chosen = None;
-        match request.want {
-            Want::Nothing => {}
-            Want::Logits { n_rows } => {
-                out.logits.resize(n_rows * self.model.config().n_vocab, 0.0);
-                let logits = output(&self.backend, compiled, "logits")?;
-                self.backend.read(compiled, logits, bytemuck::cast_slice_mut(&mut out.logits))?;
+        if let (Want::Logits { n_rows }, Some(logits)) = (request.want, inputs.logits) {
+            out.logits.resize(n_rows * self.model.config().n_vocab, 0.0);
+            self.backend.read(compiled, logits, bytemuck::cast_slice_mut(&mut out.logits))?;
+        }
+        if let (Want::Sample(_), Some(sampling)) = (request.want, &inputs.sampling) {
+            let (mut token, mut logprob) = ([0u32], [0f32]);
+            self.backend.read(compiled, sampling.token, bytemuck::cast_slice_mut(&mut token))?;
+            self.backend.read(compiled, sampling.logprob, bytemuck::cast_slice_mut(&mut logprob))?;
+            if !logprob[0].is_finite() {
+                return Err(self.non_finite(request.start + request.tokens.len() - 1));
             }
-            Want::Sample(_) => {
-                let (mut token, mut logprob) = ([0i32], [0f32]);
-                let places =
-                    [output(&self.backend, compiled, "token")?, output(&self.backend, compiled, "logprob")?];
-                self.backend.read(compiled, places[0], bytemuck::cast_slice_mut(&mut token))?;
-                self.backend.read(compiled, places[1], bytemuck::cast_slice_mut(&mut logprob))?;
-                out.chosen = Some((token[0] as u32, logprob[0]));
-            }
+            out.chosen = Some((token[0], logprob[0]));
         }
         Ok(ran)
     }
 
     fn begin(&mut self, request: &StepRequest<'_>, end: RunEnd<'_>) -> Result<usize, EngineError> {
         let Want::Sample(row) = request.want else { return Err(EngineError::NoRun) };
-        let spec = self.spec(request.tokens.len(), Head::Sample { history: HISTORY, n_bias: MAX_BIAS });
+        let spec = self.spec(request.tokens.len(), &request.want);
         let idx = self.prepare(spec)?;
         let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
-        inputs.fill(control, request, &mut self.scratch)?;
+        fill(inputs, control, request)?;
         let feedback = Feedback::of(self.backend.plan(compiled)).ok_or(EngineError::NoFeedback)?;
         let (window, history_next) = row.window();
         let limits =
@@ -263,7 +254,11 @@ where
 
     fn take(&mut self) -> Result<Committed, EngineError> {
         let (backend, _, _, compiled, run) = self.running()?;
-        Ok(backend.take(compiled, run)?)
+        let committed = backend.take(compiled, run)?;
+        match committed.flags.has(StepFlags::NON_FINITE) {
+            true => Err(self.non_finite(committed.position)),
+            false => Ok(committed),
+        }
     }
 
     fn finish(&mut self) -> Result<usize, EngineError> {
@@ -277,14 +272,12 @@ where
     }
 
     fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError> {
-        let head = Head::Sample { history: HISTORY, n_bias: MAX_BIAS };
-        let idx = self.prepare(self.spec(n_tokens, head))?;
+        let idx = self.prepare_choice(n_tokens)?;
         Ok(self.backend.plan(&self.compiled[idx].compiled))
     }
 
     fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError> {
-        let head = Head::Sample { history: HISTORY, n_bias: MAX_BIAS };
-        let idx = self.prepare(self.spec(n_tokens, head))?;
+        let idx = self.prepare_choice(n_tokens)?;
         Ok(self.backend.kernels(&self.compiled[idx].compiled))
     }
 
@@ -305,90 +298,46 @@ where
     }
 }
 
-fn output<B: Backend>(backend: &B, compiled: &B::Compiled, name: &'static str) -> Result<usize, EngineError> {
-    backend.plan(compiled).output(name).ok_or(EngineError::NoOutput { name })
-}
-
 /// The smallest bucket that holds `n_tokens`; a step larger than all of them keeps its size.
 fn bucket(buckets: &[usize], n_tokens: usize) -> usize {
     buckets.iter().copied().find(|&b| b >= n_tokens).unwrap_or(n_tokens)
 }
 
-/// Where each step input lies; `None` for inputs that this graph does not have.
-struct Inputs {
-    tokens: Option<InputId>,
-    positions: Option<InputId>,
-    seqs: Option<InputId>,
-    tables: Option<InputId>,
-    rows: Option<InputId>,
-    params: Option<InputId>,
-    rng: Option<InputId>,
-    history: Option<InputId>,
-    bias_ids: Option<InputId>,
-    bias: Option<InputId>,
-}
+const SAMPLE: Head =
+    Head::Sample(SampleHead { n_history: HISTORY, n_bias: MAX_BIAS, masked: false, n_top: 0 });
 
-impl Inputs {
-    fn find(layout: &ControlLayout) -> Inputs {
-        Inputs {
-            tokens: layout.find("tokens"),
-            positions: layout.find("positions"),
-            seqs: layout.find("seqs"),
-            tables: layout.find("tables"),
-            rows: layout.find("rows"),
-            params: layout.find("params"),
-            rng: layout.find("rng"),
-            history: layout.find("history"),
-            bias_ids: layout.find("bias_ids"),
-            bias: layout.find("bias"),
-        }
+/// Puts a request in place as the step's only sequence.
+fn fill(
+    inputs: &StepInputs,
+    control: &mut ControlBlock,
+    request: &StepRequest<'_>,
+) -> Result<(), EngineError> {
+    let n = request.tokens.len();
+    let mut filler = Filler::new(control);
+    filler.padded(inputs.tokens, request.tokens.iter().map(|&t| t as i32))?;
+    filler.padded(inputs.positions, (request.start..request.start + n).map(|p| p as i32))?;
+    filler.padded(inputs.seqs, std::iter::repeat_n(0, inputs.shape.n_tokens))?;
+    if let Some(tables) = inputs.tables {
+        filler.padded(tables, request.table.iter().map(|&b| b as i32))?;
     }
-
-    fn fill(
-        &self,
-        control: &mut ControlBlock,
-        request: &StepRequest<'_>,
-        scratch: &mut Vec<i32>,
-    ) -> Result<(), EngineError> {
-        let n = request.tokens.len();
-        let mut set = |id: Option<InputId>, values: &mut dyn Iterator<Item = i32>| {
-            let Some(id) = id else { return Ok(()) };
-            scratch.clear();
-            scratch.extend(values.take(control.layout().slot(id).ty.shape.n_elements()));
-            control.set_i32(id, scratch)
-        };
-        // Rows beyond the request's are padding: no token, no position.
-        set(self.tokens, &mut request.tokens.iter().map(|&t| t as i32).chain(std::iter::repeat(-1)))?;
-        let positions = (request.start..request.start + n).map(|p| p as i32);
-        set(self.positions, &mut positions.chain(std::iter::repeat(-1)))?;
-        set(self.seqs, &mut std::iter::repeat(0))?;
-        // Places without a block hold -1, so that a read beyond the sequence is refused, not answered.
-        set(self.tables, &mut request.table.iter().map(|&b| b as i32).chain(std::iter::repeat(-1)))?;
-        let n_rows = match request.want {
-            Want::Logits { n_rows } => n_rows,
-            Want::Nothing | Want::Sample(_) => 1,
-        };
-        set(self.rows, &mut (n - n_rows.min(n)..n).map(|r| r as i32))?;
-        let Want::Sample(row) = request.want else { return Ok(()) };
-        set(self.history, &mut row.history.iter().copied())?;
-        set(self.bias_ids, &mut row.bias_ids.iter().copied())?;
-        if let Some(id) = self.params {
-            control.set_f32(id, &row.params)?;
-        }
-        if let Some(id) = self.rng {
-            control.set_u32(id, &row.rng)?;
-        }
-        if let Some(id) = self.bias {
-            control.set_f32(id, &row.bias)?;
-        }
-        Ok(())
+    if let Some(rows) = inputs.rows {
+        let n_rows = inputs.shape.n_choices.min(n);
+        filler.padded(rows, (n - n_rows..n).map(|r| r as i32))?;
     }
+    if let (Want::Sample(row), Some(sampling)) = (request.want, &inputs.sampling) {
+        filler.row(sampling.params, 0, &row.params)?;
+        filler.row(sampling.rng, 0, &row.rng)?;
+        filler.row(sampling.history, 0, &row.history)?;
+        filler.row(sampling.bias_ids, 0, &row.bias_ids)?;
+        filler.row(sampling.bias, 0, &row.bias)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use refrain_graph::{Input, TensorType};
+    use refrain_graph::{GraphBuilder, PlanOptions, StepKind, StepShape, TensorType};
 
     #[test]
     fn a_step_takes_the_smallest_bucket_that_holds_it_or_its_own_size() {
@@ -400,16 +349,25 @@ mod tests {
 
     #[test]
     fn padding_has_neither_token_nor_position_and_the_wanted_rows_are_those_of_the_request() {
-        let input = |name: &str, n: usize| Input { name: name.into(), ty: TensorType::new(DType::I32, [n]) };
-        let layout =
-            ControlLayout::new(&[input("tokens", 4), input("positions", 4), input("rows", 2)], 16).unwrap();
-        let mut control = ControlBlock::new(&layout);
+        let mut b = GraphBuilder::new(vec![], vec![]);
+        let mut input = |name: &str, n: usize| {
+            let value = b.input(name, TensorType::new(DType::I32, [n])).unwrap();
+            b.input_id(value)
+        };
+        // Names mean nothing: what an input is for is declared.
+        let (tokens, positions, seqs) = (input("a", 4), input("b", 4), input("c", 4));
+        let rows = Some(input("d", 2));
+        let shape = StepShape { kind: StepKind::Prompt, n_tokens: 4, n_seqs: 1, n_choices: 2 };
+        let (tables, adapters, sampling, logits) = (None, None, None, None);
+        let inputs = StepInputs { shape, tokens, positions, seqs, tables, adapters, rows, sampling, logits };
+        let plan = Plan::new(&b.finish(), PlanOptions { align: 16, ..PlanOptions::default() }).unwrap();
+        let mut control = ControlBlock::new(plan.control());
         let want = Want::Logits { n_rows: 2 };
         let request = StepRequest { tokens: &[7, 8, 9], start: 20, table: &[0], want };
-        Inputs::find(&layout).fill(&mut control, &request, &mut Vec::new()).unwrap();
+        fill(&inputs, &mut control, &request).unwrap();
         let words: &[i32] = bytemuck::cast_slice(control.bytes());
         assert_eq!(words[..4], [7, 8, 9, -1]);
         assert_eq!(words[4..8], [20, 21, 22, -1]);
-        assert_eq!(words[8..10], [1, 2]);
+        assert_eq!(words[12..14], [1, 2]);
     }
 }

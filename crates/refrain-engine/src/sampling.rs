@@ -111,8 +111,9 @@ impl SamplingParams {
         if let Some((id, _)) = self.logit_bias.iter().find(|(id, _)| *id as usize >= vocab) {
             return refuse("logit bias", format!("for token {id}"), &format!("for tokens below {vocab}"));
         }
-        if let Some((_, bias)) = self.logit_bias.iter().find(|(_, b)| b.is_nan()) {
-            return refuse("logit bias", bias.to_string(), "a number");
+        // -inf forbids a token; +inf would leave the others no probability.
+        if let Some((_, bias)) = self.logit_bias.iter().find(|(_, b)| b.is_nan() || *b == f32::INFINITY) {
+            return refuse("logit bias", bias.to_string(), "a number or -inf");
         }
         Ok(())
     }

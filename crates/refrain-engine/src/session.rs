@@ -3,10 +3,10 @@
 use crate::blocks::{BlockPool, SharedPool, Table};
 use crate::error::EngineError;
 use crate::follow::Following;
-use crate::ledger::{Ledger, StepKind};
+use crate::ledger::Ledger;
 use crate::runner::{Runner, StepOut, StepRequest, Want};
 use crate::sampling::SamplingRow;
-use refrain_graph::Plan;
+use refrain_graph::{Plan, StepKind};
 use refrain_models::Model;
 use std::borrow::Cow;
 use std::time::Instant;
@@ -138,7 +138,7 @@ impl Engine {
             let want = if is_last { Want::Sample(row) } else { Want::Nothing };
             let request =
                 StepRequest { tokens: &prompt[start..end], start, table: session.table.blocks(), want };
-            Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Prefill, &request)?;
+            Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Prompt, &request)?;
             session.tokens.extend_from_slice(&prompt[start..end]);
             if is_last {
                 return self.chosen();
@@ -164,7 +164,7 @@ impl Engine {
         session.table.fit(start + tokens.len())?;
         let want = if n_rows == 0 { Want::Nothing } else { Want::Logits { n_rows } };
         let request = StepRequest { tokens, start, table: session.table.blocks(), want };
-        Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Prefill, &request)?;
+        Self::step(&mut *self.runner, &mut self.ledger, &mut self.out, StepKind::Prompt, &request)?;
         session.tokens.extend_from_slice(tokens);
         Ok(if n_rows == 0 { &[] } else { &self.out.logits })
     }
@@ -214,6 +214,10 @@ impl Engine {
             Some(&token) => Err(EngineError::UnknownToken { token, vocab }),
             None => Ok(()),
         }
+    }
+
+    pub(crate) fn non_finite(&self, position: usize) -> EngineError {
+        EngineError::NonFinite { position, kv_dtype: self.runner.kv().dtype }
     }
 
     fn chosen(&self) -> Result<Chosen, EngineError> {

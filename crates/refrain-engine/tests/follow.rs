@@ -82,7 +82,10 @@ fn what_is_under_way_is_dropped_when_the_caller_goes_elsewhere() {
     assert_eq!(script.seen().last().unwrap().start, 6);
     let tally = engine.ledger().tally(StepKind::Decode);
     assert_eq!((tally.steps(), tally.unused, tally.failed), (6, 18, 0));
-    assert_eq!(tally.to_string().split(" (").next(), Some("6 steps, 0 replayed, 6 eager, 18 ahead in vain"));
+    assert_eq!(
+        tally.to_string().split(" (").next(),
+        Some("6 steps, 0 replayed, 6 eager, 18 speculative discarded")
+    );
 }
 
 #[test]
@@ -200,7 +203,7 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
             runner.send(&table[..n_table], 1).unwrap();
             let committed = runner.take().unwrap();
             tokens.push(committed.token);
-            ended = committed.ended;
+            ended = committed.ended();
         }
         assert_eq!(tokens.len(), START + 1 + 300, "it ends when no position is left");
         assert_eq!(runner.finish().unwrap(), 0);

@@ -31,7 +31,11 @@ fn parameters_that_make_no_sense_are_refused_with_their_bounds() {
             SamplingParams { logit_bias: vec![(100, 1.0)], ..p() },
             "logit bias is for token 100, must be for tokens below 100",
         ),
-        (SamplingParams { logit_bias: vec![(1, nan)], ..p() }, "logit bias is NaN, must be a number"),
+        (SamplingParams { logit_bias: vec![(1, nan)], ..p() }, "logit bias is NaN, must be a number or -inf"),
+        (
+            SamplingParams { logit_bias: vec![(1, f32::INFINITY)], ..p() },
+            "logit bias is inf, must be a number or -inf",
+        ),
     ];
     for (params, want) in cases {
         assert_eq!(params.check(100).unwrap_err().to_string(), want);

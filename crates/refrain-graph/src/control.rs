@@ -117,6 +117,28 @@ impl ControlBlock {
         self.set(id, DType::F32, values)
     }
 
+    /// Sets one row of an input, its entry along the first dimension; the others stay as they are. Elements must be as
+    /// wide as the input's.
+    pub fn set_row<T: bytemuck::Pod>(
+        &mut self,
+        id: InputId,
+        row: usize,
+        values: &[T],
+    ) -> Result<(), ControlError> {
+        let slot = self.layout.slot(id);
+        let n_rows = slot.ty.shape.dims().first().copied().unwrap_or(1);
+        let row_bytes = slot.bytes / n_rows.max(1);
+        if row >= n_rows || size_of_val(values) != row_bytes || size_of::<T>() != slot.ty.dtype.block_bytes()
+        {
+            let name = self.layout.names[id.idx()].clone();
+            return Err(ControlError { name, slot: slot.ty, dtype: slot.ty.dtype, got: values.len() });
+        }
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut self.words);
+        let start = slot.offset + row * row_bytes;
+        bytes[start..start + row_bytes].copy_from_slice(bytemuck::cast_slice(values));
+        Ok(())
+    }
+
     fn set<T: bytemuck::Pod>(&mut self, id: InputId, dtype: DType, values: &[T]) -> Result<(), ControlError> {
         let slot = self.layout.slot(id);
         if slot.ty.dtype != dtype || slot.ty.shape.n_elements() != values.len() {

@@ -51,6 +51,10 @@ pub fn fuse(graph: &Graph) -> Result<Graph, GraphError> {
     for output in graph.outputs() {
         builder.output(&output.name, map[&output.value])?;
     }
+    // Inputs and outputs were added in their order, so that ids and positions are the same.
+    if let Some(step) = graph.step() {
+        builder.declare_step(step.clone());
+    }
     Ok(builder.finish())
 }
 
@@ -70,7 +74,7 @@ fn live_nodes(graph: &Graph) -> Vec<bool> {
     let mut live = vec![false; graph.nodes().len()];
     let mut stack: Vec<ValueId> = graph.outputs().iter().map(|o| o.value).collect();
     for node in graph.nodes() {
-        if node.op.state_update().is_some() || matches!(node.op, Op::HostCall(_)) {
+        if !node.op.state_updates().is_empty() || matches!(node.op, Op::HostCall(_)) {
             stack.extend(&node.outputs);
         }
     }

@@ -1,6 +1,7 @@
 //! Values, nodes and state, and the builder that makes them.
 
 use crate::infer::InferError;
+use crate::inputs::StepInputs;
 use crate::op::{Attention, Binary, Capture, Gate, HostCall, Op, Rope, TensorType, Unary, View};
 use refrain_tensor::{DType, Shape, TensorError};
 
@@ -96,12 +97,38 @@ pub struct Weight {
 }
 
 /// A state that graphs of one model share.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct State {
     /// Name.
     pub name: String,
     /// Type.
     pub ty: TensorType,
+    /// What a step may change of it.
+    pub kind: StateKind,
+}
+
+/// What a step may change of a state, which decides how it is saved, compared and restored when a graph is verified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateKind {
+    /// Blocks of a paged cache, `[n_blocks, n_kv_heads, kv_block, head_dim]`: a step writes rows that block tables
+    /// name. Verified on spare blocks behind the pool.
+    Paged,
+    /// One slot for each sequence, `[n_slots, ..]`: a step writes the slots of its sequences. Verified whole.
+    Slots,
+    /// Parameters, moments, counters: a step may write all of it. Verified whole.
+    Whole,
+}
+
+impl State {
+    /// A paged cache.
+    pub fn paged(name: impl Into<String>, ty: TensorType) -> State {
+        State { name: name.into(), ty, kind: StateKind::Paged }
+    }
+
+    /// A state that a step may change as a whole.
+    pub fn whole(name: impl Into<String>, ty: TensorType) -> State {
+        State { name: name.into(), ty, kind: StateKind::Whole }
+    }
 }
 
 /// A value that is read after the step.
@@ -122,6 +149,7 @@ pub struct Graph {
     weights: Vec<Weight>,
     states: Vec<State>,
     outputs: Vec<Output>,
+    step: Option<StepInputs>,
 }
 
 impl Graph {
@@ -155,6 +183,11 @@ impl Graph {
         &self.outputs
     }
 
+    /// What the inputs of a model's step mean; `None` for a graph that is no step of a model.
+    pub fn step(&self) -> Option<&StepInputs> {
+        self.step.as_ref()
+    }
+
     /// The node of that id.
     pub fn node(&self, id: NodeId) -> &Node {
         &self.nodes[id.idx()]
@@ -184,10 +217,11 @@ impl Graph {
                 Origin::Input(_) | Origin::Weight(_) => return None,
                 Origin::Node { node, output } => {
                     let node = self.node(node);
-                    value = match (&node.op, node.op.state_update()) {
-                        (_, Some((out, input))) if out == output => node.inputs[input],
-                        (Op::View(_), _) => node.inputs[0],
-                        _ => return None,
+                    let updated = node.op.state_updates().iter().find(|(out, _)| *out == output);
+                    value = match updated {
+                        Some((_, input)) => node.inputs[*input],
+                        None if matches!(node.op, Op::View(_)) => node.inputs[0],
+                        None => return None,
                     };
                 }
             }
@@ -320,6 +354,27 @@ impl GraphBuilder {
         Ok(())
     }
 
+    /// Outputs named so far.
+    pub fn n_outputs(&self) -> usize {
+        self.graph.outputs.len()
+    }
+
+    /// Declares what the inputs mean. They must be inputs of this graph, and outputs must be named by then.
+    pub fn declare_step(&mut self, step: StepInputs) {
+        self.graph.step = Some(step);
+    }
+
+    /// The input that a value is.
+    ///
+    /// # Panics
+    /// When the value is something else.
+    pub fn input_id(&self, value: ValueId) -> InputId {
+        match self.graph.value(value).origin {
+            Origin::Input(id) => id,
+            other => panic!("{other:?} is not a step input"),
+        }
+    }
+
     /// The graph.
     pub fn finish(self) -> Graph {
         self.graph
@@ -337,17 +392,22 @@ impl GraphBuilder {
         for &input in inputs {
             self.refuse_older_version(input, &label)?;
         }
-        let changed = match op.state_update() {
-            Some((_, input)) => Some(self.changed_state(inputs[input], &label)?),
-            None => None,
-        };
+        let mut changed: Vec<(usize, StateId)> = Vec::new();
+        for &(output, input) in op.state_updates() {
+            let state = self.changed_state(inputs[input], &label)?;
+            if changed.iter().any(|(_, known)| *known == state) {
+                let because = "changed twice by one op";
+                return Err(GraphError::State { label, because });
+            }
+            changed.push((output, state));
+        }
         let node = NodeId::from_idx(self.graph.nodes.len());
         let outputs: Vec<ValueId> = out_types
             .into_iter()
             .enumerate()
             .map(|(output, ty)| self.push_value(ty, Origin::Node { node, output }))
             .collect();
-        if let (Some(state), Some((output, _))) = (changed, op.state_update()) {
+        for (output, state) in changed {
             self.state_values[state.idx()] = outputs[output];
         }
         self.graph.nodes.push(Node { op, inputs: inputs.to_vec(), outputs: outputs.clone(), label });

@@ -1,6 +1,6 @@
 //! Shape and dtype rules, one arm per op.
 
-use crate::op::{Op, SAMPLE_PARAMS, TensorType, View};
+use crate::op::{Op, SAMPLE_PARAMS, Sample, TensorType, View};
 use refrain_tensor::{DType, Layout, Shape, TensorError};
 
 /// Why an op refuses its inputs.
@@ -213,7 +213,13 @@ impl Op {
                 rule.require(5, inputs[5].dtype == DType::I32, "I32")?;
                 Ok(vec![inputs[0]])
             }
-            Op::Sample => infer_sample(&rule),
+            Op::Sample(sample) => infer_sample(&rule, *sample),
+            Op::Accumulate => {
+                rule.arity(2)?;
+                rule.require(0, inputs[0].dtype == DType::F32, "F32")?;
+                rule.require(1, inputs[1] == inputs[0], format!("{}", inputs[0]))?;
+                Ok(vec![inputs[0]])
+            }
             Op::HostCall(call) => {
                 let host = |e: crate::op::HostCallError| InferError::Host { op: rule.op, because: e.0 };
                 call.function.infer(inputs).map_err(host)
@@ -260,9 +266,9 @@ fn infer_matmul(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
     Ok(vec![TensorType { dtype: a.dtype, shape: rule.shape(&dims)? }])
 }
 
-fn infer_sample(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
-    rule.arity(6)?;
-    let n = rule.rank(0, 2)?[0];
+fn infer_sample(rule: &Rule<'_>, sample: Sample) -> Result<Vec<TensorType>, InferError> {
+    rule.arity(6 + usize::from(sample.masked))?;
+    let (n, vocab) = (rule.rank(0, 2)?[0], rule.rank(0, 2)?[1]);
     rule.require(0, rule.inputs[0].dtype == DType::F32, "F32")?;
     rule.exact(1, DType::F32, &[n, SAMPLE_PARAMS])?;
     rule.exact(2, DType::U32, &[n, 4])?;
@@ -271,7 +277,16 @@ fn infer_sample(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
     let n_bias = rule.rank(4, 2)?[1];
     rule.exact(4, DType::I32, &[n, n_bias])?;
     rule.exact(5, DType::F32, &[n, n_bias])?;
-    Ok(vec![TensorType::new(DType::I32, [n]), TensorType::new(DType::F32, [n])])
+    if sample.masked {
+        rule.exact(6, DType::U32, &[n, vocab.div_ceil(32)])?;
+    }
+    rule.require(0, sample.n_top <= vocab, format!("at least {} tokens", sample.n_top))?;
+    let mut outputs = vec![TensorType::new(DType::I32, [n]), TensorType::new(DType::F32, [n])];
+    if sample.n_top > 0 {
+        let top = |dtype| Ok(TensorType { dtype, shape: rule.shape(&[n, sample.n_top])? });
+        outputs.extend([top(DType::I32)?, top(DType::F32)?]);
+    }
+    Ok(outputs)
 }
 
 fn is_integer(dtype: DType) -> bool {

@@ -11,11 +11,13 @@
 
 mod op; // what a node computes
 mod infer; // which types come out
+mod inputs; // what a step's inputs mean
 mod graph; // values, nodes, state
 mod fuse; // neighbours that run better as one
 mod schedule; // in which order, cut where
 mod arena; // in which memory
 mod plan; // the three together
+mod bounds; // what a step's inputs may point at
 mod crossing; // what host steps cost
 mod control; // what changes from step to step
 mod run; // steps that feed themselves
@@ -27,19 +29,21 @@ pub use arena::{Arena, Span};
 pub use backend::{
     Backend, CompileError, Io, Query, RunError, Support, finish_stepwise, send_stepwise, take_stepwise,
 };
+pub use bounds::{Bounds, IdBound, OutOfBounds, PagedBound};
 pub use control::{ControlBlock, ControlError, ControlLayout, Slot};
 pub use crossing::Crossing;
 pub use fuse::fuse;
 pub use graph::{
-    Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Origin, Output, State, StateId, Value,
-    ValueId, Weight, WeightId,
+    Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Origin, Output, State, StateId, StateKind,
+    Value, ValueId, Weight, WeightId,
 };
 pub use infer::InferError;
+pub use inputs::{Field, Filler, SamplingInputs, StepInputs, StepKind, StepShape};
 pub use op::{
-    Attention, Binary, Capture, Gate, HostBuf, HostCall, HostCallError, HostFn, Op, Reduce, Rope, RopeStyle,
-    SAMPLE_PARAMS, SampleParam, TensorType, Unary, View,
+    Attention, Binary, Capture, Gate, HostBuf, HostCall, HostCallError, HostFn, Indexing, Op, Reduce, Rope,
+    RopeStyle, SAMPLE_PARAMS, Sample, SampleParam, TensorType, Unary, View,
 };
 pub use plan::{Buffer, BufferId, KvTraffic, Operand, Place, Plan, PlanError, PlanOptions, Step, Traffic};
 pub use report::{Ran, Reason};
-pub use run::{Committed, Feedback, Field, Run, RunLimits};
+pub use run::{Committed, Feedback, Run, RunLimits, StepFlags};
 pub use schedule::{Segment, SegmentKind};

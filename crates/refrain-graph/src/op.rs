@@ -87,8 +87,11 @@ pub enum Op {
     Attention(Attention),
     /// `logits[n, vocab]` F32, `params[n, SAMPLE_PARAMS]` F32, `rng[n, 4]` U32 (seed low, seed high, position, unused),
     /// `history[n, w]` I32, `bias_ids[n, b]` I32, `bias[n, b]` F32 -> `token[n]` I32, `logprob[n]` F32. Negative ids in
-    /// `history` and `bias_ids` are empty places. [`SampleParam`] says what lies where in a row of `params`.
-    Sample,
+    /// `history` and `bias_ids` are empty places. [`SampleParam`] says what lies where in a row of `params`. [`Sample`] adds
+    /// an input and outputs. A row with a NaN or +inf among its logits has no probabilities: its `logprob` is NaN.
+    Sample(Sample),
+    /// `state[..]` F32 (state), `x[..]` F32 of the same shape -> `state + x`.
+    Accumulate,
     /// A function on the host: a table too large for the device, or a caller's own code.
     HostCall(HostCall),
 }
@@ -112,7 +115,8 @@ impl Op {
             | Op::Rope(_)
             | Op::KvAppend
             | Op::Attention(_)
-            | Op::Sample => Capture::Safe,
+            | Op::Sample(_)
+            | Op::Accumulate => Capture::Safe,
             Op::HostCall(call) => Capture::Unsafe(call.because),
         }
     }
@@ -141,15 +145,16 @@ impl Op {
             Op::Rope(_) => "rope",
             Op::KvAppend => "kv_append",
             Op::Attention(_) => "attention",
-            Op::Sample => "sample",
+            Op::Sample(_) => "sample",
+            Op::Accumulate => "accumulate",
             Op::HostCall(call) => call.name,
         }
     }
 
-    /// The output that continues the state of an input (same bytes, new version), and that input.
-    pub fn state_update(&self) -> Option<(usize, usize)> {
+    /// Pairs (output, input) where the output continues the state of the input: same bytes, new version.
+    pub fn state_updates(&self) -> &'static [(usize, usize)] {
         match self {
-            Op::KvAppend => Some((0, 0)),
+            Op::KvAppend | Op::Accumulate => &[(0, 0)],
             Op::View(_)
             | Op::Copy
             | Op::Cast(_)
@@ -164,8 +169,38 @@ impl Op {
             | Op::Gate(_)
             | Op::Rope(_)
             | Op::Attention(_)
-            | Op::Sample
-            | Op::HostCall(_) => None,
+            | Op::Sample(_)
+            | Op::HostCall(_) => &[],
+        }
+    }
+
+    /// Inputs whose numbers a kernel follows to memory, and what they may point at.
+    pub fn indexing(&self) -> Vec<Indexing> {
+        match self {
+            Op::GatherRows(_) => vec![Indexing::Rows { ids: 1, table: 0, axis: 0, strict: true }],
+            Op::KvAppend => vec![Indexing::Paged { cache: 0, positions: 2, reach: 1 }],
+            Op::Attention(attention) => {
+                let reach = attention.window.unwrap_or(usize::MAX).max(1);
+                vec![Indexing::Paged { cache: 1, positions: 3, reach }]
+            }
+            Op::Sample(_) => {
+                let tokens = |ids| Indexing::Rows { ids, table: 0, axis: 1, strict: false };
+                vec![tokens(3), tokens(4)]
+            }
+            Op::View(_)
+            | Op::Copy
+            | Op::Cast(_)
+            | Op::Unary(_)
+            | Op::Binary(_)
+            | Op::Reduce(_)
+            | Op::Softmax
+            | Op::MatMul
+            | Op::RmsNorm { .. }
+            | Op::AddRmsNorm { .. }
+            | Op::Gate(_)
+            | Op::Rope(_)
+            | Op::Accumulate
+            | Op::HostCall(_) => Vec::new(),
         }
     }
 
@@ -184,10 +219,45 @@ impl Op {
             | Op::GatherRows(_)
             | Op::KvAppend
             | Op::Attention(_)
-            | Op::Sample
+            | Op::Sample(_)
+            | Op::Accumulate
             | Op::HostCall(_) => &[],
         }
     }
+}
+
+/// Numbers in an op's inputs that point into another of its inputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Indexing {
+    /// Ids of entries of one dimension; negative ones are empty.
+    Rows {
+        /// Which input holds the ids.
+        ids: usize,
+        /// Which input they point into.
+        table: usize,
+        /// Along which of its dimensions.
+        axis: usize,
+        /// Whether an id outside is an error; otherwise the op ignores it.
+        strict: bool,
+    },
+    /// Rows of a paged cache, found by three inputs: positions, sequences and block tables.
+    Paged {
+        /// Which input is the cache.
+        cache: usize,
+        /// Which holds the positions; sequences and tables follow it.
+        positions: usize,
+        /// How many positions back from its own a row looks; its own counts.
+        reach: usize,
+    },
+}
+
+/// What a choice takes and tells besides the usual.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sample {
+    /// Takes `mask[n, vocab.div_ceil(32)]` U32 as its last input: tokens whose bit is 0 are never chosen.
+    pub masked: bool,
+    /// Tells the most probable tokens as well: `ids[n, n_top]` I32 and `logprobs[n, n_top]` F32, best first.
+    pub n_top: usize,
 }
 
 /// A change of layout.

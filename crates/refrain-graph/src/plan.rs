@@ -1,8 +1,10 @@
 //! A plan: steps in order, each operand at a fixed place, cut into segments.
 
 use crate::arena::{Arena, Span};
+use crate::bounds::Bounds;
 use crate::control::ControlLayout;
 use crate::graph::{Graph, InputId, NodeId, Origin, StateId, ValueId, WeightId};
+use crate::inputs::{Field, StepInputs};
 use crate::op::{Op, TensorType};
 use crate::schedule::{self, Segment, SegmentKind};
 use refrain_tensor::{DType, Layout, TensorError};
@@ -181,6 +183,8 @@ pub struct Plan {
     output_names: Vec<String>,
     boundaries: Vec<BufferId>,
     control: ControlLayout,
+    step_inputs: Option<StepInputs>,
+    bounds: Bounds,
     arena_bytes: usize,
 }
 
@@ -202,7 +206,43 @@ impl Plan {
         }
         let arena_bytes = place_arena(&mut buffers, options);
         let output_names = graph.outputs().iter().map(|o| o.name.clone()).collect();
-        Ok(Plan { steps, segments, buffers, outputs, output_names, boundaries, control, arena_bytes })
+        let mut plan = Plan {
+            steps,
+            segments,
+            buffers,
+            outputs,
+            output_names,
+            boundaries,
+            control,
+            step_inputs: graph.step().cloned(),
+            bounds: Bounds::default(),
+            arena_bytes,
+        };
+        plan.bounds = Bounds::of(&plan);
+        Ok(plan)
+    }
+
+    /// What the inputs of a model's step mean; `None` for a plan that is no step of a model.
+    pub fn step_inputs(&self) -> Option<&StepInputs> {
+        self.step_inputs.as_ref()
+    }
+
+    /// What the numbers of the control block index.
+    pub fn bounds(&self) -> &Bounds {
+        &self.bounds
+    }
+
+    /// Where an input of 32-bit elements lies in the control block.
+    pub fn field(&self, input: InputId) -> Field {
+        Field::of(&self.control, input)
+    }
+
+    /// Where a dense operand of 32-bit elements lies in the control block, if it does.
+    pub fn field_of(&self, operand: &Operand) -> Option<Field> {
+        let Place::Control { offset, .. } = self.buffer(operand.buffer).place else { return None };
+        let dense = operand.layout.is_contiguous() && operand.dtype.block_bytes() == 4;
+        let len = operand.layout.shape().n_elements();
+        dense.then(|| Field { offset: offset + 4 * operand.layout.offset(), len })
     }
 
     /// What runs, in order.
@@ -371,10 +411,8 @@ impl<'g> Placer<'g> {
         let node = &self.graph.nodes()[node_idx];
         let value = node.outputs[output];
         let ty = self.graph.value(value).ty;
-        if let Some((out, input)) = node.op.state_update()
-            && out == output
-        {
-            self.values[value.idx()] = Some(self.place_of(node.inputs[input]));
+        if let Some((_, input)) = node.op.state_updates().iter().find(|(out, _)| *out == output) {
+            self.values[value.idx()] = Some(self.place_of(node.inputs[*input]));
             return Ok(());
         }
         let bytes = whole_bytes(&node.label, ty)?;

@@ -6,10 +6,20 @@ use std::time::Duration;
 /// How a step ran.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ran {
-    /// As one launch of a recorded graph.
-    Replayed,
+    /// From recorded graphs alone: everything that runs on the device was replayed.
+    Replayed {
+        /// Graphs that were launched; 1 for a plan without host steps.
+        n_launches: u32,
+        /// Host steps that ran between them.
+        n_host_steps: u32,
+    },
     /// Step by step, for a reason.
     Eager(Reason),
+}
+
+impl Ran {
+    /// As one launch.
+    pub const REPLAYED: Ran = Ran::Replayed { n_launches: 1, n_host_steps: 0 };
 }
 
 /// Why a step was not replayed.
@@ -30,19 +40,12 @@ pub enum Reason {
         /// What is missing.
         what: &'static str,
     },
-    /// A step of the plan needs the host.
+    /// A step of the plan needs the host, and graphs are required without host steps.
     NotCapturable {
         /// Label of the step.
         label: String,
         /// The op's own reason.
         because: &'static str,
-    },
-    /// No recording exists for a batch of that size.
-    NoBucket {
-        /// Sequences in the batch.
-        batch: usize,
-        /// The largest bucket.
-        largest: usize,
     },
     /// Recording failed.
     CaptureFailed {
@@ -129,7 +132,6 @@ impl Reason {
             Reason::Profiling => "profiling",
             Reason::NotReady { .. } => "not_ready",
             Reason::NotCapturable { .. } => "not_capturable",
-            Reason::NoBucket { .. } => "no_bucket",
             Reason::CaptureFailed { .. } => "capture_failed",
             Reason::CaptureTimedOut { .. } => "capture_timed_out",
             Reason::InstantiateFailed { .. } => "instantiate_failed",
@@ -151,9 +153,6 @@ impl fmt::Display for Reason {
             Reason::Profiling => write!(f, "profiling times each op, which one launch would hide"),
             Reason::NotReady { what } => write!(f, "{what} is not ready"),
             Reason::NotCapturable { label, because } => write!(f, "{label} cannot be recorded: {because}"),
-            Reason::NoBucket { batch, largest } => {
-                write!(f, "batch {batch} has no bucket; the largest is {largest}")
-            }
             Reason::CaptureFailed { code, last_launch } => {
                 write!(f, "recording failed with error {code} after {last_launch}")
             }

@@ -1,143 +1,91 @@
 //! Runs: decode steps whose choice is the next step's input.
 //!
-//! A step over one token that ends in a choice can feed itself: of its inputs only the token, its position, the random
-//! position and the recent tokens change, and all of them follow from the choice. [`Feedback`] says where they lie,
-//! [`Run`] holds one sequence's run of such steps. A backend that changes them on the device keeps several steps under
-//! way; for any other, [`Run::commit`] changes them here, one step after the other.
+//! A decode step can feed itself: of its inputs only the token, its position, the random position and the recent tokens
+//! change, and all of them follow from the choice. [`Feedback`] says where they lie, [`Run`] holds one sequence's run of
+//! such steps. A backend that changes them on the device keeps several steps in flight; for any other, [`Run::commit`]
+//! changes them here, one step after the other.
 
 use crate::control::ControlBlock;
-use crate::op::Op;
-use crate::plan::{Operand, Place, Plan, Step};
+use crate::inputs::Field;
+use crate::plan::Plan;
 use crate::report::Ran;
-use refrain_tensor::DType;
 use std::collections::VecDeque;
+use std::fmt;
 
-/// A field of 32-bit words in the control block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Field {
-    /// Byte offset.
-    pub offset: usize,
-    /// Words.
-    pub len: usize,
+/// What a step reports besides its choice: one word, the same on every device.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct StepFlags(pub u32);
+
+impl StepFlags {
+    /// The token is one that ends the sequence.
+    pub const ENDED: StepFlags = StepFlags(1);
+    /// The sequence has no tokens or positions left.
+    pub const LENGTH: StepFlags = StepFlags(2);
+    /// The sequence had ended before, or the row is padding: nothing was committed.
+    pub const PAST_END: StepFlags = StepFlags(4);
+    /// The row's logits were not finite: the token means nothing.
+    pub const NON_FINITE: StepFlags = StepFlags(8);
+
+    /// Whether a flag is set.
+    pub fn has(self, flag: StepFlags) -> bool {
+        self.0 & flag.0 != 0
+    }
+
+    /// With another flag set where `set` says so.
+    #[must_use]
+    pub fn with(self, flag: StepFlags, set: bool) -> StepFlags {
+        StepFlags(self.0 | if set { flag.0 } else { 0 })
+    }
 }
 
-impl Field {
-    /// Where a dense operand of 32-bit elements lies in the control block, if it does.
-    pub fn of(plan: &Plan, operand: &Operand) -> Option<Field> {
-        let Place::Control { offset, .. } = plan.buffer(operand.buffer).place else { return None };
-        let dense = operand.layout.is_contiguous() && operand.dtype.block_bytes() == 4;
-        let len = operand.layout.shape().n_elements();
-        dense.then(|| Field { offset: offset + 4 * operand.layout.offset(), len })
-    }
-
-    /// Its bytes in the block.
-    pub fn range(self) -> std::ops::Range<usize> {
-        self.offset..self.offset + 4 * self.len
-    }
-
-    fn words(self) -> std::ops::Range<usize> {
-        self.offset / 4..self.offset / 4 + self.len
+impl fmt::Debug for StepFlags {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = [
+            (StepFlags::ENDED, "ended"),
+            (StepFlags::LENGTH, "length"),
+            (StepFlags::PAST_END, "past_end"),
+            (StepFlags::NON_FINITE, "non_finite"),
+        ];
+        f.debug_set().entries(names.iter().filter(|(flag, _)| self.has(*flag)).map(|(_, name)| name)).finish()
     }
 }
 
-/// How the choice of a one-token step becomes the next step's input.
+/// Where the inputs lie that a decode step's choice changes for the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Feedback {
+    /// Rows: sequences that are decoded together.
+    pub n_rows: usize,
     /// Which output of the plan is the choice.
-    pub token: usize,
+    pub token: usize, // [n_rows]
     /// Which is its log-probability.
-    pub logprob: usize,
-    /// The token that is evaluated.
-    pub tokens: Field, // [1]
-    /// Its position.
-    pub positions: Field, // [1]
+    pub logprob: usize, // [n_rows]
+    /// The tokens that are evaluated.
+    pub tokens: Field, // [n_rows]
+    /// Their positions.
+    pub positions: Field, // [n_rows]
     /// Seed low, seed high, random position, unused.
-    pub rng: Field, // [4]
+    pub rng: Field, // [n_rows, 4]
     /// Recent tokens.
-    pub history: Field, // [n_history]
-    /// The sequence's KV blocks, which the host owns.
-    pub tables: Field, // [max_blocks]
+    pub history: Field, // [n_rows, n_history]
+    /// The sequences' KV blocks, which the host owns.
+    pub tables: Field, // [n_seqs, max_blocks]
 }
 
 impl Feedback {
-    /// What a plan's steps change for the next one; `None` for a plan that cannot feed itself: of several tokens or
-    /// choices, or one whose token or position comes from elsewhere than the control block.
+    /// What a plan's steps change for the next one; `None` for a plan that is not a decode step.
     pub fn of(plan: &Plan) -> Option<Feedback> {
-        let mut choices = plan.steps().iter().filter(|step| matches!(step.op, Op::Sample));
-        let (sample, None) = (choices.next()?, choices.next()) else { return None };
-        let place = |i: usize| {
-            let operand = &sample.outputs[i];
-            let output = plan.outputs().iter().position(|o| o.buffer == operand.buffer)?;
-            Some(output).filter(|_| operand.layout.shape().n_elements() == 1)
-        };
-        let found = Fields::of(plan)?;
-        let feedback = Feedback {
-            token: place(0)?,
-            logprob: place(1)?,
-            tokens: found.tokens?,
-            positions: found.positions?,
-            rng: Field::of(plan, &sample.inputs[2])?,
-            history: Field::of(plan, &sample.inputs[3])?,
-            tables: found.tables?,
-        };
-        let one = feedback.tokens.len == 1 && feedback.positions.len == 1 && feedback.rng.len == 4;
-        (one && sample.inputs[2].dtype == DType::U32).then_some(feedback)
-    }
-}
-
-/// What the steps of a plan read, each in one place.
-#[derive(Default)]
-struct Fields {
-    tokens: Option<Field>,
-    positions: Option<Field>,
-    tables: Option<Field>,
-}
-
-impl Fields {
-    /// `None` when two steps read the same thing from different places.
-    fn of(plan: &Plan) -> Option<Fields> {
-        let mut fields = Fields::default();
-        for step in plan.steps() {
-            fields.add(plan, step)?;
-        }
-        Some(fields)
-    }
-
-    fn add(&mut self, plan: &Plan, step: &Step) -> Option<()> {
-        let ins = &step.inputs;
-        let same = |known: &mut Option<Field>, operand: &Operand| {
-            let field = Field::of(plan, operand)?;
-            (*known.get_or_insert(field) == field).then_some(())
-        };
-        match &step.op {
-            // Rows of a weight are those of tokens; other rows are picked by numbers that stay as they are.
-            Op::GatherRows(_) if matches!(plan.buffer(ins[0].buffer).place, Place::Weight(_)) => {
-                same(&mut self.tokens, &ins[1])
-            }
-            Op::Rope(_) => same(&mut self.positions, &ins[1]),
-            Op::KvAppend => {
-                same(&mut self.positions, &ins[2])?;
-                same(&mut self.tables, &ins[4])
-            }
-            Op::Attention(_) => {
-                same(&mut self.positions, &ins[3])?;
-                same(&mut self.tables, &ins[5])
-            }
-            Op::GatherRows(_)
-            | Op::Sample
-            | Op::View(_)
-            | Op::Copy
-            | Op::Cast(_)
-            | Op::Unary(_)
-            | Op::Binary(_)
-            | Op::Reduce(_)
-            | Op::Softmax
-            | Op::MatMul
-            | Op::RmsNorm { .. }
-            | Op::AddRmsNorm { .. }
-            | Op::Gate(_)
-            | Op::HostCall(_) => Some(()),
-        }
+        let step = plan.step_inputs().filter(|step| step.is_decode())?;
+        let (sampling, tables) = (step.sampling.as_ref()?, step.tables?);
+        Some(Feedback {
+            n_rows: step.shape.n_choices,
+            token: sampling.token,
+            logprob: sampling.logprob,
+            tokens: plan.field(step.tokens),
+            positions: plan.field(step.positions),
+            rng: plan.field(sampling.rng),
+            history: plan.field(sampling.history),
+            tables: plan.field(tables),
+        })
     }
 }
 
@@ -161,10 +109,19 @@ pub struct Committed {
     pub token: u32,
     /// Its log-probability.
     pub logprob: f32,
-    /// Whether the run ends with it.
-    pub ended: bool,
+    /// The position of the token that was evaluated.
+    pub position: usize,
+    /// Whether the run ends with it, and why.
+    pub flags: StepFlags,
     /// How the step ran.
     pub ran: Ran,
+}
+
+impl Committed {
+    /// Whether the run ends with this step.
+    pub fn ended(&self) -> bool {
+        self.flags != StepFlags::default()
+    }
 }
 
 /// Steps of one sequence, each of which takes its input from the one before.
@@ -238,9 +195,14 @@ impl Run {
     pub fn commit(&mut self, token: u32, logprob: f32, ran: Ran) {
         let (feedback, limits) = (self.feedback, &mut self.limits);
         let words = self.control.words_mut();
-        let position = &mut words[feedback.positions.offset / 4];
-        *position += 1;
-        self.ended = limits.end.contains(&token) || *position as usize >= limits.n_positions;
+        let next = &mut words[feedback.positions.offset / 4];
+        let position = *next as usize;
+        *next += 1;
+        let flags = StepFlags::default()
+            .with(StepFlags::ENDED, limits.end.contains(&token))
+            .with(StepFlags::LENGTH, position + 1 >= limits.n_positions)
+            .with(StepFlags::NON_FINITE, !logprob.is_finite());
+        self.ended = flags != StepFlags::default();
         words[feedback.tokens.offset / 4] = token;
         let random = &mut words[feedback.rng.offset / 4 + 2];
         *random = random.wrapping_add(1);
@@ -250,7 +212,7 @@ impl Run {
             words[feedback.history.offset / 4 + at] = token;
             limits.history_next = (at + 1) % window;
         }
-        self.ready.push_back(Committed { token, logprob, ended: self.ended, ran });
+        self.ready.push_back(Committed { token, logprob, position, flags, ran });
     }
 
     /// Whether the last step committed was the run's last.

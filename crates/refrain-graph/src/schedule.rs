@@ -4,7 +4,7 @@
 //! that there are few cuts: host nodes that depend only on step inputs run before everything, so that the usual plan
 //! with such a node is one host segment and one recordable segment.
 
-use crate::graph::{Graph, NodeId, Origin, StateId};
+use crate::graph::{Graph, NodeId, Origin};
 use crate::op::Op;
 use std::ops::Range;
 
@@ -102,9 +102,8 @@ fn dependencies(graph: &Graph) -> Vec<Vec<usize>> {
                 Origin::Input(_) | Origin::Weight(_) | Origin::State(_) => None,
             })
             .collect();
-        let changes: Option<StateId> =
-            node.op.state_update().and_then(|(_, input)| graph.state_of(node.inputs[input]));
-        if let Some(state) = changes {
+        let updated = node.op.state_updates().iter();
+        for state in updated.filter_map(|(_, input)| graph.state_of(node.inputs[*input])) {
             before.append(&mut readers[state.idx()]);
         }
         for state in node.inputs.iter().filter_map(|&v| graph.state_of(v)) {

@@ -61,7 +61,7 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
             vec![f(&[5, 6, 8]), cache, cache, i(&[5]), i(&[5]), i(&[3, 4])],
             vec![f(&[5, 6, 8])],
         ),
-        (Op::Sample, sample.to_vec(), vec![i(&[2]), f(&[2])]),
+        (Op::Sample(refrain_graph::Sample::default()), sample.to_vec(), vec![i(&[2]), f(&[2])]),
     ]
 }
 

@@ -245,7 +245,7 @@ fn weight(name: &str, dtype: DType, dims: impl Into<Shape>) -> Weight {
 #[test]
 fn traffic_counts_the_rows_and_parts_of_weights_that_are_read() {
     let cache = float([10, 2, 16, 32]);
-    let states = ["k", "v", "near_k", "near_v"].map(|n| State { name: n.into(), ty: cache }).into();
+    let states = ["k", "v", "near_k", "near_v"].map(|n| State::paged(n, cache)).into();
     let weights = vec![
         weight("table", DType::Q8_0, [100, 64]),
         weight("joined", DType::Q4_0, [96, 64]),
@@ -286,7 +286,7 @@ fn traffic_counts_the_rows_and_parts_of_weights_that_are_read() {
 fn a_weight_or_state_of_partial_blocks_is_refused_by_name() {
     let broken = TensorType::new(DType::Q4_0, [33]);
     let weights = GraphBuilder::new(vec![Weight { name: "w".into(), ty: broken }], vec![]).finish();
-    let states = GraphBuilder::new(vec![], vec![State { name: "s".into(), ty: broken }]).finish();
+    let states = GraphBuilder::new(vec![], vec![State::whole("s", broken)]).finish();
     for (graph, name) in [(weights, "w"), (states, "s")] {
         let error = Plan::new(&graph, PlanOptions::default()).unwrap_err();
         assert_eq!(error.to_string(), format!("{name}: Q4_0[33] is not whole blocks"));

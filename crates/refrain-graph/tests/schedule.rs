@@ -195,7 +195,7 @@ struct Cache {
 
 fn with_cache() -> Cache {
     let ty = TensorType::new(DType::F32, [4, 1, 2, 4]);
-    let mut b = GraphBuilder::new(vec![], vec![State { name: "k".into(), ty }]);
+    let mut b = GraphBuilder::new(vec![], vec![State::paged("k", ty)]);
     let x = b.input("x", TensorType::new(DType::F32, [1, 1, 4])).unwrap();
     let ints = |b: &mut GraphBuilder, name: &str, ty| b.input(name, ty).unwrap();
     let row = TensorType::new(DType::I32, [1]);

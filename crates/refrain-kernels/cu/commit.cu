@@ -11,7 +11,8 @@
 //   logprob    [n]             f32
 //   eog        [n_eog]         i32, tokens that end a row; negative: empty
 //
-// A row that is done or whose position is negative changes nothing; its entry says so. The k-th launch (from 1) fills
+// A row that is done or whose position is negative changes nothing; its entry says so. A row whose logprob is not finite
+// ends: its logits were not. The k-th launch (from 1) fills
 // entry (k - 1) % n_entries and then stores seq = k with system-scope release: a host that acquires it sees the payload.
 //
 // Launch    grid (1), block (n rounded up to 32), shared 0
@@ -31,7 +32,7 @@ struct CommitEntry {
     i32 position;
 };
 
-const u32 ENDED = 1, LENGTH = 2, PAST_END = 4;
+const u32 ENDED = 1, LENGTH = 2, PAST_END = 4, NON_FINITE = 8;
 
 extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* positions, u32* rng, i32* history,
                                                               CommitState* state, u64* count, u8* ring,
@@ -51,6 +52,8 @@ extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* 
             for (u32 i = 0; i < n_eog; i++) {
                 if (entry.token >= 0 && eog[i] == entry.token) entry.flags |= ENDED;
             }
+            // NaN fails both comparisons.
+            if (!(entry.logprob < inf_f32() && entry.logprob > -inf_f32())) entry.flags |= NON_FINITE;
             s.n_left = s.n_left == 0 ? 0 : s.n_left - 1;
             if (s.n_left == 0 || (u32)entry.position >= s.limit) entry.flags |= LENGTH;
             tokens[row] = entry.token;

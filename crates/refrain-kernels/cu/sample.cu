@@ -13,7 +13,7 @@
 //             top-k up to 64, keys [1024 C] u64 and the best of each 64 keys [16 C] u64; chunks [C] { best u64, sum
 //             f64 }; Tail
 //
-// Bias and penalties change the logits; NaN counts as -inf. Candidates are ordered by logit, then by the smaller id.
+// Bias and penalties change the logits. NaN counts as +inf; a row with either has the logprob NaN. Candidates are ordered by logit, then by the smaller id.
 // Top-k, top-p and min-p cut that order; Philox at (seed, position) chooses among the rest at the temperature. A
 // temperature of 0 or less takes the best.
 //
@@ -157,7 +157,8 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
     u32 number[2], warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        if (l[r] != l[r]) l[r] = -inf_f32();
+        // As +inf, with which a row has no probabilities either.
+        if (l[r] != l[r]) l[r] = inf_f32();
         bool there = first + r < vocab;
         k[r] = there ? key_of(l[r], first + r) : 0;
         number[r] = there ? ordered(l[r] + 0.0f) : 0;

@@ -5,6 +5,7 @@
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch, RING_HEADER_BYTES, Ring};
+use refrain_graph::StepFlags;
 use refrain_tensor::DType;
 
 use crate::error::{Case, KernelError};
@@ -12,13 +13,6 @@ use crate::load::Kernels;
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::count;
-
-/// The token is one that ends generation.
-pub const COMMIT_ENDED: u32 = 1;
-/// The row has no tokens or positions left.
-pub const COMMIT_LENGTH: u32 = 2;
-/// The row had ended before (or is padding): nothing was committed, and the entry's token is -1.
-pub const COMMIT_PAST_END: u32 = 4;
 
 /// One row's state, in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
@@ -46,7 +40,7 @@ pub struct CommitEntry {
     pub token: i32,
     /// Its log-probability.
     pub logprob: f32,
-    /// [`COMMIT_ENDED`], [`COMMIT_LENGTH`], [`COMMIT_PAST_END`].
+    /// The bits of [`StepFlags`].
     pub flags: u32,
     /// The position the token will have as an input; -1 past the end.
     pub position: i32,
@@ -157,8 +151,8 @@ fn twin(k: &mut SimKernel<'_>) -> KernelResult {
     let seq: u64 = k.read_one(count_at)?;
     let entry = ring.add(RING_HEADER_BYTES + seq % n_entries * stride);
     k.write(entry.add(8), &entries)?;
-    k.write_one(count_at, seq + 1)?;
-    k.store_release_u64(entry, seq + 1)
+    k.write_one(count_at, seq.wrapping_add(1))?;
+    k.store_release_u64(entry, seq.wrapping_add(1))
 }
 
 fn commit_row(k: &mut SimKernel<'_>, row: usize, width: usize, eog: &[i32]) -> KernelResult<CommitEntry> {
@@ -169,17 +163,15 @@ fn commit_row(k: &mut SimKernel<'_>, row: usize, width: usize, eog: &[i32]) -> K
     let mut state: CommitState = k.read_one(state_at)?;
     let position: i32 = k.read_one(positions)?;
     if state.done != 0 || position < 0 {
-        return Ok(CommitEntry { token: -1, logprob: 0.0, flags: COMMIT_PAST_END, position: -1 });
+        return Ok(CommitEntry { token: -1, logprob: 0.0, flags: StepFlags::PAST_END.0, position: -1 });
     }
     let next = position + 1;
     state.n_left = state.n_left.saturating_sub(1);
-    let mut flags = 0;
-    if token >= 0 && eog.contains(&token) {
-        flags |= COMMIT_ENDED;
-    }
-    if state.n_left == 0 || next as u32 >= state.limit {
-        flags |= COMMIT_LENGTH;
-    }
+    let flags = StepFlags::default()
+        .with(StepFlags::ENDED, token >= 0 && eog.contains(&token))
+        .with(StepFlags::LENGTH, state.n_left == 0 || next as u32 >= state.limit)
+        .with(StepFlags::NON_FINITE, !logprob.is_finite())
+        .0;
     k.write_one(tokens, token)?;
     k.write_one(positions, if flags == 0 { next } else { -1 })?;
     k.update::<u32>(rng, 1, |p| p[0] = p[0].wrapping_add(1))?;

@@ -67,9 +67,7 @@ pub use attend::{
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
 pub use blaslt::{BlasLt, BlasLtProduct, BlasLtShape};
 pub use cache::KernelCache;
-pub use commit::{
-    COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState,
-};
+pub use commit::{CommitArgs, CommitEntry, CommitRing, CommitState};
 pub use copy::{CastArgs, CopyArgs};
 pub use dequant::DequantArgs;
 pub use digest::Digester;

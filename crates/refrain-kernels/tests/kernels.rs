@@ -12,9 +12,10 @@ use std::time::Duration;
 use bed::{Bed, Case, Role, dense, f32s, i32s, normals, run_all};
 use refrain_driver::sim::SimOptions;
 use refrain_driver::{Layout, Method, RecordOptions, Ring};
+use refrain_graph::StepFlags;
 use refrain_kernels::{
-    COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState, GemmArgs,
-    GemmPlan, KernelError, LINEAR_DTYPES, LinearArgs, LinearPart, RmsNormArgs,
+    CommitArgs, CommitEntry, CommitRing, CommitState, GemmArgs, GemmPlan, KernelError, LINEAR_DTYPES,
+    LinearArgs, LinearPart, RmsNormArgs,
 };
 use refrain_tensor::DType;
 use refrain_testkit::{Tol, encode};
@@ -334,11 +335,12 @@ fn commit_until_done(bed: &mut Bed) {
     let graph = bed.stream.record(&memory, Method::Stream, &options, |q| q.launch(&launch)).unwrap();
 
     let entry = |token, flags, position| (token, flags, position);
-    let past = entry(-1, COMMIT_PAST_END, -1);
+    let past = entry(-1, StepFlags::PAST_END.0, -1);
     let expected = [
         [entry(7, 0, 11), entry(8, 0, 12), past],
-        [entry(-1, 0, 12), entry(8, COMMIT_LENGTH, 13), past],
-        [entry(42, COMMIT_ENDED, 13), past, past],
+        // A logprob that is not finite ends a row, whatever else does.
+        [entry(-1, 0, 12), entry(8, StepFlags::LENGTH.0 | StepFlags::NON_FINITE.0, 13), past],
+        [entry(42, StepFlags::ENDED.0, 13), past, past],
         [past, past, past],
         [past, past, past],
     ];
@@ -346,7 +348,9 @@ fn commit_until_done(bed: &mut Bed) {
         [[7, 8, 9], [-1, 8, 9], [42, 5, 5], [6, 6, 6], [6, 6, 6]].iter().zip(expected).enumerate()
     {
         bed.stream.upload(&mut lease, token, &i32s(chosen)).unwrap();
-        bed.stream.upload(&mut lease, logprob, &f32s(&[-0.5 * step as f32; N])).unwrap();
+        let usual = -0.5 * step as f32;
+        let logprobs = if step == 1 { [usual, f32::NAN, usual] } else { [usual; N] };
+        bed.stream.upload(&mut lease, logprob, &f32s(&logprobs)).unwrap();
         assert!(host.reserve());
         graph.replay(&mut lease, &mut bed.stream).unwrap();
         let mut payload = [0; N * size_of::<CommitEntry>()];
@@ -355,8 +359,8 @@ fn commit_until_done(bed: &mut Bed) {
         for (row, expected) in expected.iter().enumerate() {
             let word = |i: usize| i32::from_le_bytes(payload[16 * row + 4 * i..][..4].try_into().unwrap());
             assert_eq!((word(0), word(2) as u32, word(3)), *expected, "step {step} row {row}");
-            let logprob = if expected.1 == COMMIT_PAST_END { 0.0 } else { -0.5 * step as f32 };
-            assert_eq!(f32::from_bits(word(1) as u32), logprob);
+            let logprob = if expected.1 == StepFlags::PAST_END.0 { 0.0 } else { logprobs[row] };
+            assert_eq!(word(1) as u32, logprob.to_bits());
         }
     }
     // From the start again: with the device's count at 0, numbers begin at 1.

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod model; // hyperparameters and weights, made into graphs
+mod state; // what layers keep between steps
 mod step; // what every architecture's step has in common
 mod weights; // finding, checking and naming weights
 mod rope; // frequencies of rotary embeddings
@@ -19,7 +20,8 @@ mod qwen2;
 mod qwen3;
 
 pub use error::ModelError;
-pub use model::{Head, KvSpec, Model, StepSpec};
+pub use model::{Head, KvSpec, Model, SampleHead, StepSpec};
 pub use rope::inverse_frequencies;
 pub use shapes::{NamedShape, QuantMix, SHAPES};
+pub use state::{KvGeometry, LayerKv, LayerState, SlotSpec, StateTable};
 pub use weights::TensorSource;

@@ -1,12 +1,15 @@
 //! A model: hyperparameters and weights, from which the graph of any step is built.
 
 use crate::error::ModelError;
+use crate::state::{LayerState, StateTable};
 use crate::step::{Architecture, Shared, Step};
 use crate::weights::{TensorSource, WeightTable};
 use crate::{gemma3, llama, qwen2, qwen3};
 use refrain_formats::ModelFiles;
 use refrain_formats::params::{Arch, ModelConfig};
-use refrain_graph::{Graph, GraphError, State, TensorType, Weight};
+#[cfg(doc)]
+use refrain_graph::StepInputs;
+use refrain_graph::{Graph, GraphError, State, StepKind, StepShape, Weight};
 use refrain_tensor::{DType, HostTensor};
 
 /// What a step computes besides filling the cache.
@@ -14,39 +17,43 @@ use refrain_tensor::{DType, HostTensor};
 pub enum Head {
     /// Nothing: a piece of a prompt that goes on.
     None,
-    /// `logits[n_rows, vocab]` after the tokens that the input `rows` names.
-    Logits {
-        /// How many rows.
-        n_rows: usize,
-    },
-    /// `token[1]` and `logprob[1]` after the token that the input `rows` names.
-    Sample {
-        /// Places for recent tokens.
-        history: usize,
-        /// Places for biases.
-        n_bias: usize,
-    },
+    /// `logits[n_choices, vocab]` after the rows that [`StepInputs::rows`] names.
+    Logits,
+    /// `token[n_choices]` and `logprob[n_choices]` after those rows.
+    Sample(SampleHead),
 }
 
-impl Head {
-    pub(crate) fn n_rows(self) -> usize {
-        match self {
-            Head::None => 0,
-            Head::Logits { n_rows } => n_rows,
-            Head::Sample { .. } => 1,
-        }
-    }
+/// How the next tokens are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SampleHead {
+    /// Places for recent tokens.
+    pub n_history: usize,
+    /// Places for biases.
+    pub n_bias: usize,
+    /// Whether each row has a mask of the tokens that may be chosen.
+    pub masked: bool,
+    /// Most probable tokens that are reported as well.
+    pub n_top: usize,
 }
 
 /// The size of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StepSpec {
-    /// Tokens that go through.
-    pub n_tokens: usize,
-    /// What comes out.
+    /// Rows that go through, of how many sequences, and how many are followed by something.
+    pub shape: StepShape,
+    /// What comes out behind those.
     pub head: Head,
     /// Element type of activations.
     pub act: DType,
+}
+
+impl StepSpec {
+    /// A step of one sequence: decode for one token and a choice, otherwise a piece of a prompt.
+    pub fn of_one(n_tokens: usize, n_choices: usize, head: Head) -> StepSpec {
+        let is_decode = n_tokens == 1 && matches!(head, Head::Sample(_));
+        let kind = if is_decode { StepKind::Decode } else { StepKind::Prompt };
+        StepSpec { shape: StepShape { kind, n_tokens, n_seqs: 1, n_choices }, head, act: DType::F32 }
+    }
 }
 
 /// The measures of the KV cache.
@@ -58,8 +65,6 @@ pub struct KvSpec {
     pub kv_block: usize,
     /// Blocks that one sequence may have.
     pub max_blocks: usize,
-    /// Sequences that may run at once.
-    pub n_seqs: usize,
     /// Element type.
     pub dtype: DType,
 }
@@ -125,22 +130,24 @@ impl Model {
         self.tensors.iter().map(|t| t.bytes().as_slice().len()).sum()
     }
 
-    /// The KV cache of each layer: keys, then values.
+    /// What every layer keeps between steps.
+    pub fn state_table(&self, kv: &KvSpec) -> StateTable {
+        let layers: Vec<LayerState> =
+            (0..self.config.n_layers).map(|layer| self.arch.state(&self.config, layer)).collect();
+        StateTable::new(&layers, kv, kv.n_blocks)
+    }
+
+    /// The states, in the order of their ids.
     pub fn states(&self, kv: &KvSpec) -> Vec<State> {
-        let c = &self.config;
-        // [n_blocks, n_kv_heads, kv_block, head_dim]: the rows of one head in one block lie together.
-        let ty = TensorType::new(kv.dtype, [kv.n_blocks, c.n_kv_heads, kv.kv_block, c.head_dim]);
-        let names = (0..c.n_layers).flat_map(|l| [format!("blk.{l}.k_cache"), format!("blk.{l}.v_cache")]);
-        names.map(|name| State { name, ty }).collect()
+        self.state_table(kv).states().to_vec()
     }
 
     /// The graph of one step.
     ///
-    /// Inputs: `tokens`, `positions`, `seqs` (`[n_tokens]`), `tables` (`[n_seqs, max_blocks]`); `rows` where fewer rows
-    /// come out than go in; `params`, `rng`, `history`, `bias_ids`, `bias` for sampling.
+    /// [`Graph::step`] says what its inputs mean.
     pub fn graph(&self, spec: &StepSpec, kv: &KvSpec) -> Result<Graph, GraphError> {
         let mut step =
-            Step::new(&self.config, &self.shared, self.weights.clone(), self.states(kv), spec, kv)?;
+            Step::new(&self.config, &self.shared, self.weights.clone(), self.state_table(kv), spec, kv)?;
         let mut x = step.embed()?;
         for layer in 0..self.config.n_layers {
             step.scope(format!("blk.{layer}"));

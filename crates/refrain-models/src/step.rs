@@ -1,18 +1,26 @@
 //! What every architecture's step has in common: inputs, embedding, attention over the cache, head.
 
 use crate::error::ModelError;
-use crate::model::{Head, KvSpec, StepSpec};
+use crate::model::{Head, KvSpec, SampleHead, StepSpec};
 use crate::rope::inverse_frequencies;
+use crate::state::{KvGeometry, LayerState, StateTable};
 use crate::weights::{Linear, WeightTable};
 use refrain_formats::params::{ModelConfig, RopeScaling, RopeStyle};
 use refrain_graph as ir;
-use refrain_graph::{Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, State, StateId, TensorType, Unary};
-use refrain_graph::{ValueId, Weight, WeightId};
+use refrain_graph::{
+    Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StepInputs, TensorType,
+};
+use refrain_graph::{Unary, ValueId, Weight, WeightId};
 use refrain_tensor::DType;
 use std::fmt;
 
 /// The layers of one architecture.
 pub(crate) trait Architecture: fmt::Debug + Send + Sync {
+    /// What a layer keeps between steps.
+    fn state(&self, config: &ModelConfig, _layer: usize) -> LayerState {
+        LayerState::Kv(KvGeometry { n_kv_heads: config.n_kv_heads, head_dim: config.head_dim })
+    }
+
     /// One layer: `x[n_tokens, hidden]` -> the same.
     fn layer(&self, step: &mut Step<'_>, layer: usize, x: ValueId) -> Result<ValueId, GraphError>;
 }
@@ -78,9 +86,11 @@ pub(crate) struct Step<'m> {
     pub config: &'m ModelConfig,
     shared: &'m Shared,
     builder: GraphBuilder,
+    states: StateTable,
     spec: StepSpec,
+    inputs: StepInputs,
     tokens: ValueId,      // [n_tokens]
-    where_: [ValueId; 3], // positions[n_tokens], seqs[n_tokens], tables[n_seqs, max_blocks]
+    paging: [ValueId; 3], // positions[n_tokens], seqs[n_tokens], tables[n_seqs, max_blocks]
 }
 
 impl<'m> Step<'m> {
@@ -88,24 +98,38 @@ impl<'m> Step<'m> {
         config: &'m ModelConfig,
         shared: &'m Shared,
         weights: Vec<Weight>,
-        states: Vec<State>,
+        states: StateTable,
         spec: &StepSpec,
         kv: &KvSpec,
     ) -> Result<Step<'m>, GraphError> {
-        let mut builder = GraphBuilder::new(weights, states);
-        let per_token = TensorType::new(DType::I32, [spec.n_tokens]);
+        let mut builder = GraphBuilder::new(weights, states.states().to_vec());
+        let shape = spec.shape;
+        let per_token = TensorType::new(DType::I32, [shape.n_tokens]);
         let tokens = builder.input("tokens", per_token)?;
         let positions = builder.input("positions", per_token)?;
         let seqs = builder.input("seqs", per_token)?;
-        let tables = builder.input("tables", TensorType::new(DType::I32, [kv.n_seqs, kv.max_blocks]))?;
-        Ok(Step { config, shared, builder, spec: *spec, tokens, where_: [positions, seqs, tables] })
+        let tables = builder.input("tables", TensorType::new(DType::I32, [shape.n_seqs, kv.max_blocks]))?;
+        let inputs = StepInputs {
+            shape,
+            tokens: builder.input_id(tokens),
+            positions: builder.input_id(positions),
+            seqs: builder.input_id(seqs),
+            tables: Some(builder.input_id(tables)),
+            adapters: None,
+            rows: None,
+            sampling: None,
+            logits: None,
+        };
+        let paging = [positions, seqs, tables];
+        Ok(Step { config, shared, builder, states, spec: *spec, inputs, tokens, paging })
     }
 
     pub(crate) fn scope(&mut self, scope: impl Into<String>) {
         self.builder.scope(scope);
     }
 
-    pub(crate) fn finish(self) -> Graph {
+    pub(crate) fn finish(mut self) -> Graph {
+        self.builder.declare_step(self.inputs);
         self.builder.finish()
     }
 
@@ -138,7 +162,7 @@ impl<'m> Step<'m> {
     pub(crate) fn heads(&mut self, x: ValueId, l: Linear, label: &str) -> Result<ValueId, GraphError> {
         let y = self.linear(x, l, label)?;
         let n_heads = self.builder.ty(y).shape.dim_back(0) / self.config.head_dim;
-        self.builder.reshape(y, &[self.spec.n_tokens, n_heads, self.config.head_dim])
+        self.builder.reshape(y, &[self.spec.shape.n_tokens, n_heads, self.config.head_dim])
     }
 
     /// Rotates heads by their positions.
@@ -149,20 +173,22 @@ impl<'m> Step<'m> {
         };
         let rope = ir::Rope { style, n_dims: self.config.rope.dims, magnitude: self.shared.magnitude[layer] };
         let inv_freq = self.builder.weight(self.shared.inv_freq[layer]);
-        self.builder.rope(rope, x, self.where_[0], inv_freq)
+        self.builder.rope(rope, x, self.paging[0], inv_freq)
     }
 
     /// Appends keys and values to a layer's cache and attends over it: `[n_tokens, n_heads * head_dim]`.
     pub(crate) fn attend(&mut self, layer: usize, [q, k, v]: [ValueId; 3]) -> Result<ValueId, GraphError> {
         let c = self.config;
-        let [k_id, v_id] = [StateId::from_idx(2 * layer), StateId::from_idx(2 * layer + 1)];
-        let (k_cache, v_cache) = (self.builder.state(k_id), self.builder.state(v_id));
-        let k_cache = self.builder.kv_append(k_cache, k, self.where_)?;
-        let v_cache = self.builder.kv_append(v_cache, v, self.where_)?;
+        let Some(kv) = self.states.kv(layer) else { panic!("layer {layer} attends and keeps no keys") };
+        let (mut k_cache, mut v_cache) = (self.builder.state(kv.k), self.builder.state(kv.v));
+        if kv.is_own {
+            k_cache = self.builder.kv_append(k_cache, k, self.paging)?;
+            v_cache = self.builder.kv_append(v_cache, v, self.paging)?;
+        }
         let attention =
             ir::Attention { scale: c.attn_scale, window: c.window(layer), softcap: c.attn_softcap };
-        let y = self.builder.attention(attention, q, [k_cache, v_cache], self.where_)?;
-        self.builder.reshape(y, &[self.spec.n_tokens, c.n_heads * c.head_dim])
+        let y = self.builder.attention(attention, q, [k_cache, v_cache], self.paging)?;
+        self.builder.reshape(y, &[self.spec.shape.n_tokens, c.n_heads * c.head_dim])
     }
 
     /// `down(f(gate(x)) * up(x))`
@@ -181,15 +207,16 @@ impl<'m> Step<'m> {
 
     /// The final norm, the logits of the rows that are asked for, and the choice among them.
     pub(crate) fn head(&mut self, x: ValueId) -> Result<(), GraphError> {
-        let n_rows = self.spec.head.n_rows();
-        if n_rows == 0 {
+        if self.spec.head == Head::None {
             return Ok(());
         }
+        let n_rows = self.spec.shape.n_choices;
         // With as many rows as tokens every row is wanted, in order.
-        let x = match n_rows == self.spec.n_tokens {
+        let x = match n_rows == self.spec.shape.n_tokens {
             true => x,
             false => {
                 let rows = self.builder.input("rows", TensorType::new(DType::I32, [n_rows]))?;
+                self.inputs.rows = Some(self.builder.input_id(rows));
                 self.builder.gather_rows(x, rows, self.spec.act)?
             }
         };
@@ -204,20 +231,55 @@ impl<'m> Step<'m> {
         }
         match self.spec.head {
             Head::None => Ok(()),
-            Head::Logits { .. } => self.builder.output("logits", logits),
-            Head::Sample { history, n_bias } => self.sample(logits, history, n_bias),
+            Head::Logits => {
+                self.inputs.logits = Some(self.output("logits", logits)?);
+                Ok(())
+            }
+            Head::Sample(head) => self.sample(logits, head),
         }
     }
 
-    fn sample(&mut self, logits: ValueId, history: usize, n_bias: usize) -> Result<(), GraphError> {
-        let params = self.builder.input("params", TensorType::new(DType::F32, [1, SAMPLE_PARAMS]))?;
-        let rng = self.builder.input("rng", TensorType::new(DType::U32, [1, 4]))?;
-        let history = self.builder.input("history", TensorType::new(DType::I32, [1, history]))?;
-        let bias_ids = self.builder.input("bias_ids", TensorType::new(DType::I32, [1, n_bias]))?;
-        let bias = self.builder.input("bias", TensorType::new(DType::F32, [1, n_bias]))?;
-        let inputs = [logits, params, rng, history, bias_ids, bias];
-        let chosen = self.builder.node(Op::Sample, &inputs, "sample")?;
-        self.builder.output("token", chosen[0])?;
-        self.builder.output("logprob", chosen[1])
+    fn sample(&mut self, logits: ValueId, head: SampleHead) -> Result<(), GraphError> {
+        let n = self.spec.shape.n_choices;
+        let mut input =
+            |name: &str, dtype, width: usize| self.builder.input(name, TensorType::new(dtype, [n, width]));
+        let params = input("params", DType::F32, SAMPLE_PARAMS)?;
+        let rng = input("rng", DType::U32, 4)?;
+        let history = input("history", DType::I32, head.n_history)?;
+        let bias_ids = input("bias_ids", DType::I32, head.n_bias)?;
+        let bias = input("bias", DType::F32, head.n_bias)?;
+        let mut inputs = vec![logits, params, rng, history, bias_ids, bias];
+        let words = self.config.n_vocab.div_ceil(32);
+        let mask = if head.masked { Some(input("mask", DType::U32, words)?) } else { None };
+        inputs.extend(mask);
+        let op = Op::Sample(ir::Sample { masked: head.masked, n_top: head.n_top });
+        let chosen = self.builder.node(op, &inputs, "sample")?;
+        let (token, logprob) = (self.output("token", chosen[0])?, self.output("logprob", chosen[1])?);
+        let top = match chosen.get(2..4) {
+            Some(&[ids, logprobs]) => {
+                Some([self.output("top_tokens", ids)?, self.output("top_logprobs", logprobs)?])
+            }
+            _ => None,
+        };
+        let id = |value| self.builder.input_id(value);
+        self.inputs.sampling = Some(SamplingInputs {
+            params: id(params),
+            rng: id(rng),
+            history: id(history),
+            bias_ids: id(bias_ids),
+            bias: id(bias),
+            mask: mask.map(id),
+            min_tokens: None,
+            token,
+            logprob,
+            top,
+        });
+        Ok(())
+    }
+
+    /// Names an output and gives its position.
+    fn output(&mut self, name: &str, value: ValueId) -> Result<usize, GraphError> {
+        self.builder.output(name, value)?;
+        Ok(self.builder.n_outputs() - 1)
     }
 }

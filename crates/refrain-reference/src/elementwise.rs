@@ -99,3 +99,11 @@ pub(crate) fn gate(kind: Gate, gate: &In<'_>, up: &In<'_>, out: &mut Out<'_>) ->
         gate.iter().zip(&up).map(|(&g, &u)| (apply(f, f64::from(g)) * f64::from(u)) as f32).collect();
     out.store(&y)
 }
+
+/// Adds `x` to the state, which is what the output holds.
+pub(crate) fn accumulate(x: &In<'_>, state: &mut Out<'_>) -> Result<(), ReferenceError> {
+    let layout = refrain_tensor::Layout::contiguous(state.ty.shape);
+    let before = In { dtype: state.ty.dtype, layout, bytes: state.bytes }.to_f32()?;
+    let sum: Vec<f32> = before.iter().zip(x.to_f32()?).map(|(a, b)| a + b).collect();
+    state.store(&sum)
+}

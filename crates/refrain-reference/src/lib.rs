@@ -53,7 +53,8 @@ pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), Re
         Op::Rope(rope) => attention::rope(rope, inputs, &mut outputs[0]),
         Op::KvAppend => attention::kv_append(inputs, &mut outputs[0]),
         Op::Attention(attention) => attention::attention(attention, inputs, &mut outputs[0]),
-        Op::Sample => sample::sample(inputs, outputs),
+        Op::Sample(op) => sample::sample(*op, inputs, outputs),
+        Op::Accumulate => elementwise::accumulate(&inputs[0], &mut outputs[0]),
         Op::HostCall(call) => {
             let dense: Vec<Vec<u8>> = inputs.iter().map(In::to_dense).collect::<Result<_, _>>()?;
             let bufs: Vec<HostBuf<'_>> =

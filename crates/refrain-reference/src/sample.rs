@@ -2,7 +2,7 @@
 
 use crate::dense::{In, Out, ReferenceError};
 use crate::philox::uniform;
-use refrain_graph::{SAMPLE_PARAMS, SampleParam};
+use refrain_graph::{SAMPLE_PARAMS, Sample, SampleParam};
 
 /// The parameters of one row, read from where [`SampleParam`] says they lie.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,15 +27,20 @@ impl Sampling<'_> {
     }
 }
 
-pub(crate) fn sample(inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), ReferenceError> {
+pub(crate) fn sample(op: Sample, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), ReferenceError> {
     let vocab = inputs[0].dim(1);
     let (logits, params) = (inputs[0].to_f32()?, inputs[1].to_f32()?);
     let (rng, history) = (inputs[2].to_u32()?, inputs[3].to_i32()?);
     let (bias_ids, bias) = (inputs[4].to_i32()?, inputs[5].to_f32()?);
     let (width, n_bias) = (inputs[3].dim(1), inputs[4].dim(1));
-    let [tokens, logprobs] = outputs else { unreachable!("sample has two outputs") };
+    let mask = if op.masked { inputs[6].to_u32()? } else { Vec::new() };
+    let (chosen, top) = outputs.split_at_mut(2);
+    let [tokens, logprobs] = chosen else { unreachable!("sample has two outputs or four") };
     for row in 0..inputs[0].dim(0) {
         let mut logits = logits[row * vocab..][..vocab].to_vec();
+        if op.masked {
+            apply_mask(&mut logits, &mask[row * vocab.div_ceil(32)..][..vocab.div_ceil(32)]);
+        }
         let sampling = Sampling {
             params: &params[row * SAMPLE_PARAMS..][..SAMPLE_PARAMS],
             history: &history[row * width..][..width],
@@ -47,18 +52,45 @@ pub(crate) fn sample(inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), R
         let (token, logprob) = sample_row(&mut logits, &sampling);
         tokens.bytes[row * 4..][..4].copy_from_slice(&(token as i32).to_le_bytes());
         logprobs.bytes[row * 4..][..4].copy_from_slice(&logprob.to_le_bytes());
+        if let [ids, probabilities] = top {
+            for (i, (id, p)) in most_probable(&logits, op.n_top).into_iter().enumerate() {
+                let at = 4 * (row * op.n_top + i);
+                ids.bytes[at..][..4].copy_from_slice(&(id as i32).to_le_bytes());
+                probabilities.bytes[at..][..4].copy_from_slice(&p.to_le_bytes());
+            }
+        }
     }
     Ok(())
 }
 
+/// Forbids the tokens whose bit is 0.
+pub(crate) fn apply_mask(logits: &mut [f32], mask: &[u32]) {
+    for (id, l) in logits.iter_mut().enumerate() {
+        // NaN stays, so that it is seen whatever the mask.
+        if mask[id / 32] >> (id % 32) & 1 == 0 && !l.is_nan() {
+            *l = f32::NEG_INFINITY;
+        }
+    }
+}
+
+/// The `n` most probable tokens with the logarithms of their probabilities, best first; NaN where there are none.
+fn most_probable(logits: &[f32], n: usize) -> Vec<(usize, f32)> {
+    let mut ids: Vec<usize> = (0..logits.len()).collect();
+    ids.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    let max = logits[ids[0]];
+    let total: f64 = logits.iter().map(|&l| weight(l, max)).sum();
+    let logprob = |id: usize| (f64::from(logits[id]) - f64::from(max) - total.ln()) as f32;
+    ids.into_iter().take(n).map(|id| (id, if total.is_finite() { logprob(id) } else { f32::NAN })).collect()
+}
+
 /// The chosen token and the logarithm of its probability under the model (after bias and penalties, at temperature 1).
 ///
-/// `logits` is changed by bias and penalties. Ties are broken towards the smaller id everywhere. NaN counts as the
-/// smallest logit, so that it is never chosen while a number is there.
+/// `logits` is changed by bias and penalties. Ties are broken towards the smaller id everywhere. NaN counts as +inf: a row
+/// that holds either has no probabilities, and the logarithm is NaN.
 pub fn sample_row(logits: &mut [f32], sampling: &Sampling<'_>) -> (usize, f32) {
     apply_bias_and_penalties(logits, sampling);
     for l in logits.iter_mut().filter(|l| l.is_nan()) {
-        *l = f32::NEG_INFINITY;
+        *l = f32::INFINITY;
     }
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let total: f64 = logits.iter().map(|&l| weight(l, max)).sum();

@@ -127,7 +127,11 @@ where
     let of = |kind| args.iter().enumerate().filter(move |(_, a)| a.kind == kind);
     let name = |i: usize| format!("arg{i}");
     let weights = of(ArgKind::Weight).map(|(i, a)| Weight { name: name(i), ty: a.ty }).collect();
-    let states = of(ArgKind::State).map(|(i, a)| State { name: name(i), ty: a.ty }).collect();
+    let state = |(i, a): (usize, &Arg)| match a.ty.shape.rank() {
+        4 => State::paged(name(i), a.ty),
+        _ => State::whole(name(i), a.ty),
+    };
+    let states = of(ArgKind::State).map(state).collect();
     let mut builder = GraphBuilder::new(weights, states);
     let mut feed = Feed::default();
     let mut values = Vec::with_capacity(args.len());

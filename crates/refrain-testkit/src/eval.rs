@@ -110,13 +110,15 @@ fn run(op: &Op, inputs: &[HostTensor], types: &[TensorType]) -> Result<Vec<HostT
     // NaN in every float: an element that the op forgets is seen.
     let mut bytes: Vec<Vec<u8>> =
         types.iter().map(|ty| Ok(vec![0xFF; size(ty)?])).collect::<Result<_, TensorError>>()?;
-    // The cache that an append changes is its output; it starts from what the input held.
-    let changes_a_state = matches!(op, Op::KvAppend);
-    if changes_a_state {
-        bytes[0] = ins[0].to_dense()?;
+    // A state that an op changes is its output; it starts from what the input held.
+    for &(output, input) in op.state_updates() {
+        bytes[output] = ins[input].to_dense()?;
     }
+    let changed = |i: usize| op.state_updates().iter().any(|(_, input)| *input == i);
+    let ins: Vec<In<'_>> =
+        ins.into_iter().enumerate().filter(|(i, _)| !changed(*i)).map(|(_, x)| x).collect();
     let mut outs: Vec<Out<'_>> = types.iter().zip(&mut bytes).map(|(&ty, bytes)| Out { ty, bytes }).collect();
-    refrain_reference::run(op, &ins[usize::from(changes_a_state)..], &mut outs)?;
+    refrain_reference::run(op, &ins, &mut outs)?;
     let tensor =
         |(ty, bytes): (&TensorType, Vec<u8>)| Ok(HostTensor::new(ty.dtype, ty.shape, Bytes::new(bytes))?);
     types.iter().zip(bytes).map(tensor).collect()

@@ -70,7 +70,7 @@ impl Draft {
             weight("inv_freq", float(&[HEAD_DIM / 2])),
             weight("quantised", TensorType::new(DType::Q8_0, [4, 32])),
         ];
-        let states: Vec<State> = ["k", "v"].map(|n| State { name: n.into(), ty: cache }).into();
+        let states: Vec<State> = ["k", "v"].map(|n| State::paged(n, cache)).into();
         let feed = Feed {
             weights: weights
                 .iter()

@@ -19,7 +19,7 @@ fn main() -> Result<(), refrain::Error> {
         text += &piece?.text;
     }
     println!("{text}");
-    for kind in [StepKind::Prefill, StepKind::Decode] {
+    for kind in [StepKind::Prompt, StepKind::Decode] {
         let tally = session.ledger().tally(kind);
         println!("{kind:?}: {tally}, {:.1} tokens/s", tally.tokens_per_second().unwrap_or(0.0));
     }

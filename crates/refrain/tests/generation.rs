@@ -91,7 +91,7 @@ fn cancelling_ends_before_the_next_token() {
     // Cancelled from the start: nothing is evaluated.
     session.reset_ledger();
     assert_eq!(text(&mut session, "Another", &options).1.finish, Some(Finish::Cancelled));
-    assert_eq!(session.ledger().tally(StepKind::Prefill).steps(), 0);
+    assert_eq!(session.ledger().tally(StepKind::Prompt).steps(), 0);
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn cancelling_during_a_long_prompt_keeps_what_was_evaluated() {
     assert_eq!((summary.finish, summary.n_generated), (Some(Finish::Cancelled), 0));
     let [(done, of)] = heard[..] else { panic!("{heard:?}") };
     assert!(done < of && of == summary.n_prompt, "{done} of {of}");
-    assert_eq!(session.ledger().tally(StepKind::Prefill).steps(), 1);
+    assert_eq!(session.ledger().tally(StepKind::Prompt).steps(), 1);
 
     let (again, summary) = text(&mut session, &prompt, &greedy(6));
     assert_eq!(again, whole);

@@ -72,11 +72,6 @@ impl Resident {
     ) -> Result<(), CudaError> {
         let began = Instant::now();
         let total_bytes = self.places.weights.iter().flatten().map(|place| place.bytes).sum();
-        let zero = [self.kv, self.arena, self.scratch, self.message, self.counters];
-        stream
-            .run(&mut self.lease, false, |q| zero.into_iter().try_for_each(|buf| q.fill(buf, 0)))
-            .map(|_| ())
-            .map_err(CudaError::driver("clearing device memory"))?;
         // Vectors become F32 on the host; the rest is sent from where it was mapped.
         let vectors = vectors(model)?;
         let mut done_bytes = 0;

@@ -3,7 +3,7 @@
 
 use refrain_engine::{Engine, EngineError, RunEnd, Runner, SamplingRow, StepOut, StepRequest, Want};
 use refrain_formats::ModelFiles;
-use refrain_graph::{Committed, Plan, Ran, Reason};
+use refrain_graph::{Committed, Plan, Ran, Reason, StepFlags};
 use refrain_models::{KvSpec, Model};
 use refrain_tensor::DType;
 use std::path::Path;
@@ -74,7 +74,7 @@ pub(crate) fn tiny_model() -> Arc<Model> {
 pub(crate) fn engine(context: usize, max_tokens: usize) -> (Engine, Script) {
     let script = Script::default();
     let max_blocks = context.div_ceil(KV_BLOCK);
-    let kv = KvSpec { n_blocks: max_blocks, kv_block: KV_BLOCK, max_blocks, n_seqs: 1, dtype: DType::F16 };
+    let kv = KvSpec { n_blocks: max_blocks, kv_block: KV_BLOCK, max_blocks, dtype: DType::F16 };
     let runner = FakeRunner { model: tiny_model(), kv, max_tokens, script: script.clone(), run: None };
     (Engine::new(Box::new(runner), context), script)
 }
@@ -120,8 +120,10 @@ impl Runner for FakeRunner {
             let ran = self.step(&request, &mut out);
             run.ready.push_back(ran.map(|ran| {
                 let (token, logprob) = out.chosen.unwrap();
-                (run.next, run.position) = (token, run.position + 1);
-                Committed { token, logprob, ended: run.end.contains(&token), ran }
+                let position = run.position;
+                (run.next, run.position) = (token, position + 1);
+                let flags = StepFlags::default().with(StepFlags::ENDED, run.end.contains(&token));
+                Committed { token, logprob, position, flags, ran }
             }));
         }
         assert!(run.ready.len() <= run.most);

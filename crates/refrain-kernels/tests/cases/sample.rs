@@ -258,7 +258,7 @@ fn sample_case_after(
     let state = sample_state_bytes(n) as usize;
     let ty = |dtype| TensorType::new(dtype, shape(&[n]));
     let mut outputs = [(ty(DType::I32), vec![0; 4 * n]), (ty(DType::F32), vec![0; 4 * n])];
-    reference(&Op::Sample, &inputs, &mut outputs);
+    reference(&Op::Sample(refrain_graph::Sample::default()), &inputs, &mut outputs);
     let [(_, token), (_, logprob)] = outputs;
     Case::new(
         format!("sample {name}"),

@@ -19,6 +19,7 @@ pub fn cases() -> Vec<Case> {
         elements::moves(),
         elements::functions(),
         rows::cases(),
+        rows::accumulate(),
         matrix::cases(),
         attention::rope(),
         attention::kv_append(),

@@ -7,6 +7,15 @@ use crate::fill::Fill;
 use refrain_graph::{Op, Reduce, View};
 use refrain_tensor::DType;
 
+/// Sums begin at zero, as all states do.
+pub(super) fn accumulate() -> Vec<Case> {
+    let case = |dims: [usize; 2]| {
+        let args = vec![Arg::state(DType::F32, dims), Arg::float(DType::F32, dims).fill(Fill::Outliers)];
+        Case::one_node(format!("{dims:?}"), Op::Accumulate, Tol::Whole(0.0), args)
+    };
+    [[1, 1], [7, 129], [3, 4097]].map(case).into()
+}
+
 pub(super) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in FLOATS {

@@ -3,7 +3,7 @@
 use crate::case::{Arg, Case};
 use crate::compare::Tol;
 use crate::fill::{Fill, Rng};
-use refrain_graph::{Op, SAMPLE_PARAMS, SampleParam};
+use refrain_graph::{Op, SAMPLE_PARAMS, Sample, SampleParam};
 use refrain_tensor::DType;
 
 const OFF: [f32; SAMPLE_PARAMS] = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0];
@@ -58,7 +58,12 @@ pub(super) fn cases() -> Vec<Case> {
         case("all masked", 9, &[OFF, greedy], &|_, _| f32::NEG_INFINITY),
         case("nothing is a number", 9, &[OFF, greedy], &|_, _| f32::NAN),
     ];
-    cases.push(build("no history and no bias", 50, &[OFF, greedy], &spread, 0, 0));
+    cases.push(build("no history and no bias", 50, &[OFF, greedy], &spread, (0, 0), Sample::default()));
+    let hot = params(&[(P::Temperature, 1.5), (P::TopP, 0.9)]);
+    for (masked, n_top) in [(true, 0), (false, 1), (false, 7), (true, 5)] {
+        let name = format!("mask {masked}, {n_top} most probable");
+        cases.push(build(&name, 131, &[OFF, greedy, hot], &spread, (6, 3), Sample { masked, n_top }));
+    }
     cases
 }
 
@@ -70,7 +75,7 @@ fn spread(_: usize, rng: &mut Rng) -> f32 {
 type Logit = dyn Fn(usize, &mut Rng) -> f32;
 
 fn case(name: &str, vocab: usize, rows: &[[f32; SAMPLE_PARAMS]], logit: &Logit) -> Case {
-    build(name, vocab, rows, logit, 6, 3)
+    build(name, vocab, rows, logit, (6, 3), Sample::default())
 }
 
 fn build(
@@ -78,8 +83,8 @@ fn build(
     vocab: usize,
     rows: &[[f32; SAMPLE_PARAMS]],
     logit: &Logit,
-    width: usize,
-    n_bias: usize,
+    (width, n_bias): (usize, usize),
+    op: Sample,
 ) -> Case {
     let n = rows.len();
     let mut rng = Rng::new(vocab as u64);
@@ -95,7 +100,7 @@ fn build(
     };
     let (history, bias_ids) = (ids(n * width), ids(n * n_bias));
     let words = (0..n as i32).flat_map(|row| [77 + row, -5, 1000 * row + 3, 0]).collect();
-    let args = vec![
+    let mut args = vec![
         Arg::float(DType::F32, [n, vocab]).fill(Fill::Floats(logits)),
         Arg::float(DType::F32, [n, SAMPLE_PARAMS]).fill(Fill::Floats(rows.concat())),
         Arg::ints([n, 4], words).dtype(DType::U32),
@@ -103,5 +108,10 @@ fn build(
         Arg::ints([n, n_bias], bias_ids),
         Arg::float(DType::F32, [n, n_bias]).fill(Fill::Uniform(-2.0, 2.0)),
     ];
-    Case::one_node(format!("{name}, {n} rows of {vocab}"), Op::Sample, Tol::Whole(1e-5), args)
+    if op.masked {
+        let n_words = vocab.div_ceil(32);
+        let mask = (0..n * n_words).map(|i| (0x5a5a_1234_u32.rotate_left(i as u32) | 1) as i32).collect();
+        args.push(Arg::ints([n, n_words], mask).dtype(DType::U32));
+    }
+    Case::one_node(format!("{name}, {n} rows of {vocab}"), Op::Sample(op), Tol::Whole(1e-5), args)
 }

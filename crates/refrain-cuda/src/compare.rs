@@ -1,0 +1,130 @@
+//! Continuous verification: every so often a decode step of a running text is compared with its eager run.
+//!
+//! A graph is verified before it serves; this looks for what goes wrong later. The step runs twice from the same
+//! inputs: first as a replay that the host does not hear of, then eagerly. The eager run is the one whose token counts,
+//! so a replay that came out wrong changes nothing: it costs the graph its service, and the ledger says so.
+
+use std::time::{Duration, Instant};
+
+use refrain_driver::{Buf, DriverError};
+use refrain_graph::{Place, Plan, Ran, Segment, StateKind};
+
+use crate::cache::{GraphMode, Site};
+use crate::error::CudaError;
+use crate::machine::{Machine, ProgramId};
+use crate::resident::Resident;
+use crate::verify::{LiveStep, VerifyError, compare_live};
+use crate::warm::WarmPlan;
+
+/// What continuous verification has done and cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Compared {
+    /// Decode steps that were run both ways.
+    pub n_steps: u64,
+    /// Those among them that differed.
+    pub n_mismatches: u64,
+    /// How long they took, both runs and the comparison.
+    pub took: Duration,
+}
+
+/// A ring count whose entry has the number 0, which the host never waits for. It goes to the ring's last place, so
+/// nothing else may be in flight.
+const UNHEARD: u64 = u64::MAX;
+
+impl Machine {
+    /// Whether the decode step that was counted last is one to compare.
+    pub(crate) fn is_comparison_due(&self) -> bool {
+        self.options.verify_every.is_some_and(|n| self.n_decoded.is_multiple_of(n.get().into()))
+    }
+
+    /// Whether the next one is.
+    pub(crate) fn is_next_compared(&self) -> bool {
+        self.options.verify_every.is_some_and(|n| (self.n_decoded + 1).is_multiple_of(n.get().into()))
+    }
+
+    /// Runs the next decode step both ways. `None` when there is no graph to compare: then it still has to be sent.
+    pub(crate) fn send_compared(&mut self, id: ProgramId, position: i32) -> Result<Option<Ran>, CudaError> {
+        let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
+            return Err(Machine::gone());
+        };
+        let (Some((segment, warm)), Some(followed)) = (program.only_segment(), &self.followed) else {
+            return Ok(None);
+        };
+        let key = (id, 0);
+        let Some(graph) = self.cache.graph(&key) else { return Ok(None) };
+        let began = Instant::now();
+        let step = live_step(&program.plan, segment, warm, resident, &followed.control, position)
+            .map_err(CudaError::driver("preparing a comparison"))?;
+        let compared = compare_live(graph, &mut self.stream, &mut resident.lease, warm, &step);
+        self.compared.n_steps += 1;
+        self.compared.took += began.elapsed();
+        let error = match compared {
+            Ok(()) => return Ok(Some(Ran::REPLAYED)),
+            Err(VerifyError::Driver(source)) => {
+                return Err(CudaError::Driver { step: warm.name().to_owned(), source });
+            }
+            Err(error @ VerifyError::Mismatch { .. }) => error,
+        };
+        self.compared.n_mismatches += 1;
+        let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
+        let reason = self.cache.demote(&key, &mut site, warm, error.reason())?;
+        match self.options.graphs.mode {
+            GraphMode::Require => Err(CudaError::Required { step: warm.name().to_owned(), reason }),
+            GraphMode::Auto | GraphMode::Off => Ok(Some(Ran::Eager(reason))),
+        }
+    }
+}
+
+/// What the step at hand changes and what comes out of it.
+fn live_step(
+    plan: &Plan,
+    segment: &Segment,
+    warm: &WarmPlan,
+    resident: &Resident,
+    control: &[u8],
+    position: i32,
+) -> Result<LiveStep, DriverError> {
+    let mut step = LiveStep {
+        inputs: vec![resident.feed, resident.control],
+        unheard: (resident.feed.slice(0, 8)?, UNHEARD.to_le_bytes()),
+        results: vec![resident.feed.slice(8, resident.feed.len() - 8)?, resident.control],
+    };
+    let in_arena = |buf: &Buf| warm.space().contains(resident.arena(), *buf);
+    step.results
+        .extend(warm.work().iter().flat_map(|work| work.writes().collect::<Vec<_>>()).filter(in_arena));
+    let written = plan.steps()[segment.steps.clone()].iter().flat_map(|step| &step.outputs);
+    for operand in written {
+        let Place::State(id) = plan.buffer(operand.buffer).place else { continue };
+        match resident.state(id.idx()).kind {
+            // A row is written before it is read, so nothing of it has to be put back.
+            StateKind::Paged => {
+                step.results.extend(written_block(plan, resident, id.idx(), control, position)?);
+            }
+            StateKind::Slots | StateKind::Whole => {
+                let whole = resident.state_buf(id.idx())?;
+                step.inputs.push(whole);
+                step.results.push(whole);
+            }
+        }
+    }
+    Ok(step)
+}
+
+/// The block of a cache that the step writes to.
+fn written_block(
+    plan: &Plan,
+    resident: &Resident,
+    state: usize,
+    control: &[u8],
+    position: i32,
+) -> Result<Option<Buf>, DriverError> {
+    let (Some(paged), Ok(position)) = (plan.bounds().paged.first(), usize::try_from(position)) else {
+        return Ok(None);
+    };
+    let Ok(block) = u64::try_from(paged.tables.at(control, position / paged.kv_block)) else {
+        return Ok(None);
+    };
+    let whole = resident.state_live(state)?;
+    let bytes = whole.len() / paged.n_blocks.max(1) as u64;
+    whole.slice(block * bytes, bytes).map(Some)
+}

@@ -1,0 +1,173 @@
+//! What the numbers of a control block index.
+//!
+//! Kernels follow these numbers to memory: on a card one that points outside writes nothing or reads NaN, and nobody
+//! would hear of it. So a plan gathers from its ops what each number may be ([`Op::indexing`]), a step's block is
+//! checked on the host before it is sent, and verification makes its own blocks by the same rules.
+
+use crate::inputs::Field;
+use crate::op::Indexing;
+use crate::plan::{Operand, Place, Plan, Step};
+
+/// Ids of rows of something; negative ones are empty places.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IdBound {
+    /// The ids.
+    pub field: Field,
+    /// Rows there are.
+    pub limit: usize,
+    /// Whether an id beyond the limit is an error; otherwise it is ignored.
+    pub strict: bool,
+    label: String,
+}
+
+/// Rows of tokens in paged caches.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PagedBound {
+    /// Position of each row.
+    pub positions: Field, // [n]
+    /// Sequence of each row.
+    pub seqs: Field, // [n]
+    /// Blocks of each sequence.
+    pub tables: Field, // [n_seqs, max_blocks]
+    /// Sequences.
+    pub n_seqs: usize,
+    /// Blocks a sequence may have.
+    pub max_blocks: usize,
+    /// Blocks in the pool.
+    pub n_blocks: usize,
+    /// Positions in a block.
+    pub kv_block: usize,
+    /// How many positions back from its own a row looks; its own counts.
+    reach: usize,
+    label: String,
+}
+
+/// A number that points outside what it indexes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutOfBounds {
+    /// Label of the step that would follow it.
+    pub label: String,
+    /// Which number.
+    pub what: &'static str,
+    /// Its value.
+    pub got: i64,
+    /// Its bound.
+    pub limit: usize,
+}
+
+/// What a plan's control block indexes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Bounds {
+    /// Ids of rows.
+    pub ids: Vec<IdBound>,
+    /// Rows of tokens in paged caches.
+    pub paged: Vec<PagedBound>,
+    /// States of which some rows are found through numbers that are not in the control block.
+    pub computed: Vec<usize>,
+}
+
+impl Bounds {
+    /// What the steps of a plan follow.
+    pub fn of(plan: &Plan) -> Bounds {
+        let mut bounds = Bounds::default();
+        for step in plan.steps() {
+            for indexing in step.op.indexing() {
+                bounds.add(plan, step, indexing);
+            }
+        }
+        bounds
+    }
+
+    /// Tokens of the step, as far as a cache sees them; 1 for a plan without one.
+    pub fn n_tokens(&self) -> usize {
+        self.paged.iter().map(|p| p.positions.len).max().unwrap_or(1)
+    }
+
+    fn add(&mut self, plan: &Plan, step: &Step, indexing: Indexing) {
+        let ins = &step.inputs;
+        match indexing {
+            Indexing::Rows { ids, table, axis, strict } => {
+                let limit = ins[table].layout.shape().dims()[axis];
+                self.add_ids(plan, &ins[ids], limit, step, strict);
+            }
+            Indexing::Paged { cache, positions, reach } => {
+                let places = [&ins[positions], &ins[positions + 1], &ins[positions + 2]];
+                self.add_paged(plan, &ins[cache], places, reach, step);
+            }
+        }
+    }
+
+    fn add_ids(&mut self, plan: &Plan, ids: &Operand, limit: usize, step: &Step, strict: bool) {
+        let Some(field) = plan.field_of(ids) else { return };
+        match self.ids.iter_mut().find(|i| i.field == field) {
+            Some(known) => {
+                known.limit = known.limit.min(limit);
+                known.strict |= strict;
+            }
+            None => self.ids.push(IdBound { field, limit, strict, label: step.label.clone() }),
+        }
+    }
+
+    fn add_paged(
+        &mut self,
+        plan: &Plan,
+        cache: &Operand,
+        [positions, seqs, tables]: [&Operand; 3],
+        reach: usize,
+        step: &Step,
+    ) {
+        let found = (plan.field_of(positions), plan.field_of(seqs), plan.field_of(tables));
+        let (Some(positions), Some(seqs), Some(table_field)) = found else {
+            if let Place::State(id) = plan.buffer(cache.buffer).place {
+                self.computed.push(id.idx());
+            }
+            return;
+        };
+        let (cache, tables) = (cache.layout.shape(), tables.layout.shape());
+        let [n_blocks, kv_block] = [cache.dims()[0], cache.dims()[2]];
+        let same = |p: &&mut PagedBound| {
+            (p.positions, p.seqs, p.tables, p.kv_block) == (positions, seqs, table_field, kv_block)
+        };
+        if let Some(known) = self.paged.iter_mut().find(same) {
+            known.reach = known.reach.max(reach);
+            known.n_blocks = known.n_blocks.min(n_blocks);
+            return;
+        }
+        let (n_seqs, max_blocks) = (tables.dims()[0], tables.dims()[1]);
+        let (tables, label) = (table_field, step.label.clone());
+        let bound =
+            PagedBound { positions, seqs, tables, n_seqs, max_blocks, n_blocks, kv_block, reach, label };
+        self.paged.push(bound);
+    }
+
+    /// Refuses a control block that points outside what it indexes.
+    pub fn check(&self, control: &[u8]) -> Result<(), OutOfBounds> {
+        let out = |label: &str, what, got: i64, limit| {
+            Err(OutOfBounds { label: label.to_owned(), what, got, limit })
+        };
+        for ids in self.ids.iter().filter(|ids| ids.strict) {
+            let bad = ids.field.read(control).find(|&id| id >= 0 && id as usize >= ids.limit);
+            if let Some(id) = bad {
+                return out(&ids.label, "row", id.into(), ids.limit);
+            }
+        }
+        for p in &self.paged {
+            for (row, position) in p.positions.read(control).enumerate().filter(|(_, pos)| *pos >= 0) {
+                let seq = p.seqs.at(control, row);
+                if seq < 0 || seq as usize >= p.n_seqs {
+                    return out(&p.label, "a sequence", seq.into(), p.n_seqs);
+                }
+                let (position, table) = (position as usize, seq as usize * p.max_blocks);
+                if position / p.kv_block >= p.max_blocks {
+                    return out(&p.label, "a position", position as i64, p.max_blocks * p.kv_block);
+                }
+                let first = (position + 1).saturating_sub(p.reach) / p.kv_block;
+                let mut blocks = (first..=position / p.kv_block).map(|b| p.tables.at(control, table + b));
+                if let Some(block) = blocks.find(|&b| b < 0 || b as usize >= p.n_blocks) {
+                    return out(&p.label, "a KV block", block.into(), p.n_blocks);
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,171 @@
+//! What each layer keeps between steps, and where.
+
+use crate::model::KvSpec;
+use refrain_graph::{State, StateId, StateKind, TensorType};
+use refrain_tensor::DType;
+
+/// Heads of a layer's keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvGeometry {
+    /// Heads.
+    pub n_kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+}
+
+/// A recurrent state of one sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlotSpec {
+    /// What it is called within its layer.
+    pub name: &'static str,
+    /// Its shape.
+    pub dims: Vec<usize>,
+    /// Its element type.
+    pub dtype: DType,
+}
+
+/// What one layer keeps between steps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LayerState {
+    /// Keys and values of its own, in blocks of a paged cache.
+    Kv(KvGeometry),
+    /// Nothing: it reads the keys and values of an earlier layer.
+    SharedKv {
+        /// The layer that writes them.
+        layer: usize,
+    },
+    /// One slot a sequence for each of these.
+    Slots(Vec<SlotSpec>),
+}
+
+/// Where a layer's keys and values are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerKv {
+    /// Keys.
+    pub k: StateId,
+    /// Values.
+    pub v: StateId,
+    /// Their heads.
+    pub geometry: KvGeometry,
+    /// Whether this layer writes them; otherwise an earlier one does.
+    pub is_own: bool,
+}
+
+/// The states of a model, and which of them each layer uses.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StateTable {
+    states: Vec<State>,
+    layers: Vec<LayerStates>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum LayerStates {
+    Kv(LayerKv),
+    Slots(Vec<StateId>),
+}
+
+impl StateTable {
+    /// Lays out what the layers keep, in a pool of blocks and `n_slots` slots.
+    ///
+    /// # Panics
+    /// When a layer shares the cache of one that is not before it or has none: architectures are code, not input.
+    pub fn new(layers: &[LayerState], kv: &KvSpec, n_slots: usize) -> StateTable {
+        let mut table = StateTable { states: Vec::new(), layers: Vec::with_capacity(layers.len()) };
+        for (layer, state) in layers.iter().enumerate() {
+            let placed = match state {
+                LayerState::Kv(geometry) => {
+                    let [k, v] =
+                        ["k_cache", "v_cache"].map(|name| table.add_cache(layer, name, *geometry, kv));
+                    LayerStates::Kv(LayerKv { k, v, geometry: *geometry, is_own: true })
+                }
+                LayerState::SharedKv { layer: with } => match table.layers.get(*with) {
+                    Some(LayerStates::Kv(shared)) => LayerStates::Kv(LayerKv { is_own: false, ..*shared }),
+                    other => panic!("layer {layer} shares the cache of layer {with}, which has {other:?}"),
+                },
+                LayerState::Slots(slots) => {
+                    let ids = slots.iter().map(|slot| table.add_slots(layer, slot, n_slots)).collect();
+                    LayerStates::Slots(ids)
+                }
+            };
+            table.layers.push(placed);
+        }
+        table
+    }
+
+    /// All states, in the order of their ids.
+    pub fn states(&self) -> &[State] {
+        &self.states
+    }
+
+    /// Where a layer's keys and values are; `None` for a layer without attention.
+    pub fn kv(&self, layer: usize) -> Option<LayerKv> {
+        match self.layers.get(layer)? {
+            LayerStates::Kv(kv) => Some(*kv),
+            LayerStates::Slots(_) => None,
+        }
+    }
+
+    /// The recurrent states of a layer, in the order of its specification.
+    pub fn slots(&self, layer: usize) -> &[StateId] {
+        match self.layers.get(layer) {
+            Some(LayerStates::Slots(ids)) => ids,
+            Some(LayerStates::Kv(_)) | None => &[],
+        }
+    }
+
+    fn add_cache(&mut self, layer: usize, name: &str, geometry: KvGeometry, kv: &KvSpec) -> StateId {
+        // [n_blocks, n_kv_heads, kv_block, head_dim]: the rows of one head in one block lie together.
+        let KvGeometry { n_kv_heads, head_dim } = geometry;
+        let ty = TensorType::new(kv.dtype, [kv.n_blocks, n_kv_heads, kv.kv_block, head_dim]);
+        self.add(State::paged(format!("blk.{layer}.{name}"), ty))
+    }
+
+    fn add_slots(&mut self, layer: usize, slot: &SlotSpec, n_slots: usize) -> StateId {
+        let dims: Vec<usize> = std::iter::once(n_slots).chain(slot.dims.iter().copied()).collect();
+        let shape = refrain_tensor::Shape::new(&dims)
+            .unwrap_or_else(|e| panic!("slots {} of layer {layer}: {e}", slot.name));
+        let ty = TensorType { dtype: slot.dtype, shape };
+        self.add(State { name: format!("blk.{layer}.{}", slot.name), ty, kind: StateKind::Slots })
+    }
+
+    fn add(&mut self, state: State) -> StateId {
+        self.states.push(state);
+        StateId::from_idx(self.states.len() - 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KV: KvSpec = KvSpec { n_blocks: 6, kv_block: 16, max_blocks: 3, dtype: DType::F16 };
+
+    #[test]
+    fn layers_may_differ_in_geometry_share_a_cache_or_keep_slots() {
+        let [wide, narrow] =
+            [(2, 64), (1, 32)].map(|(n_kv_heads, head_dim)| KvGeometry { n_kv_heads, head_dim });
+        let conv = SlotSpec { name: "conv", dims: vec![3, 8], dtype: DType::F32 };
+        let layers = [
+            LayerState::Kv(wide),
+            LayerState::Kv(narrow),
+            LayerState::SharedKv { layer: 0 },
+            LayerState::Slots(vec![conv]),
+        ];
+        let table = StateTable::new(&layers, &KV, 5);
+        let names: Vec<&str> = table.states().iter().map(|s| s.name.as_str()).collect();
+        let caches = ["blk.0.k_cache", "blk.0.v_cache", "blk.1.k_cache", "blk.1.v_cache"];
+        assert_eq!(names, [&caches[..], &["blk.3.conv"]].concat());
+        assert_eq!(table.states()[2].ty.shape.dims(), [6, 1, 16, 32]);
+        let (own, shared) = (table.kv(0).unwrap(), table.kv(2).unwrap());
+        assert_eq!((shared.k, shared.v, shared.geometry), (own.k, own.v, wide));
+        assert!(own.is_own && !shared.is_own);
+        assert_eq!(table.states()[4].ty.shape.dims(), [5, 3, 8]);
+        assert_eq!((table.kv(3), table.slots(3)), (None, &[StateId::from_idx(4)][..]));
+    }
+
+    #[test]
+    #[should_panic(expected = "layer 0 shares the cache of layer 1")]
+    fn a_cache_cannot_be_shared_with_a_later_layer() {
+        StateTable::new(&[LayerState::SharedKv { layer: 1 }], &KV, 1);
+    }
+}
