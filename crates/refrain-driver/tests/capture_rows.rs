@@ -391,7 +391,7 @@ fn row_19_uploads_while_another_thread_records_on_the_simulated_device() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn row_19_uploads_while_another_thread_records_on_a_gpu() {
     let _turn = common::gpu_turn();
     uploads_while_recording(&Device::open(refrain_driver::DeviceKind::Cuda(0)).unwrap());

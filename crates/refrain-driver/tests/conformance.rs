@@ -519,7 +519,7 @@ fn a_device_that_answers_differently_is_noticed_in_every_row_it_touches() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn the_real_driver_answers_every_row_as_measured() {
     // SAFETY: the handles passed are those the driver returned, and each is destroyed once, in `Bench::clean_up`.
     let api = unsafe { refrain_driver::raw_driver() }.expect("a CUDA driver");

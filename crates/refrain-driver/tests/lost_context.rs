@@ -34,7 +34,7 @@ fn a_fault_in_a_replay_is_final_and_names_the_graph_on_the_simulated_device() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn a_fault_in_a_replay_is_final_and_names_the_graph_on_a_gpu() {
     lose(Bed::gpu());
 }

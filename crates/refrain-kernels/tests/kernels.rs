@@ -41,7 +41,7 @@ macro_rules! both {
             }
 
             #[test]
-            #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+            #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
             fn on_a_gpu() {
                 let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
                 body(Bed::gpu());
@@ -192,7 +192,7 @@ fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_the_si
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_a_gpu() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     run_all(&mut Bed::gpu(), cases::sample::large());

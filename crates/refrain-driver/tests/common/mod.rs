@@ -166,7 +166,7 @@ macro_rules! both {
             }
 
             #[test]
-            #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+            #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
             fn on_a_gpu() {
                 let _turn = common::gpu_turn();
                 body(Bed::gpu());
