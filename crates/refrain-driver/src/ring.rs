@@ -31,6 +31,8 @@ pub struct Ring {
     words: Words,
     buf: Buf,
     payload_bytes: usize,
+    /// Bytes from one entry to the next.
+    stride: u64,
     n_entries: u64,
     entries: Entries,
 }
@@ -43,19 +45,27 @@ struct Words {
 }
 
 impl Ring {
-    /// Bytes from one entry to the next.
+    /// Bytes from one entry to the next; `None` when no address space holds it.
     #[must_use]
-    pub const fn stride(payload_bytes: usize) -> u64 {
-        (8 + payload_bytes as u64).next_multiple_of(16)
+    pub const fn stride(payload_bytes: usize) -> Option<u64> {
+        match (payload_bytes as u64).checked_add(8) {
+            Some(bytes) => bytes.checked_next_multiple_of(16),
+            None => None,
+        }
     }
 
-    /// Bytes a ring needs, for the layout.
+    /// Bytes a ring needs, for the layout; `None` when no address space holds it.
     #[must_use]
-    pub const fn bytes(n_entries: u32, payload_bytes: usize) -> u64 {
-        RING_HEADER_BYTES + n_entries as u64 * Ring::stride(payload_bytes)
+    pub const fn bytes(n_entries: u32, payload_bytes: usize) -> Option<u64> {
+        let Some(stride) = Ring::stride(payload_bytes) else { return None };
+        match stride.checked_mul(n_entries as u64) {
+            Some(entries) => entries.checked_add(RING_HEADER_BYTES),
+            None => None,
+        }
     }
 
-    /// A ring over a pinned region that no other ring uses.
+    /// A ring over a pinned region that no other ring uses. [`DriverError::OutOfRange`] when the region is not pinned or too
+    /// small, and when the ring would fit in none.
     pub fn new(
         memory: &Arc<Memory>,
         region: Region,
@@ -63,14 +73,16 @@ impl Ring {
         payload_bytes: usize,
     ) -> Result<Ring, DriverError> {
         let buf = memory.buf(region);
-        let need = Ring::bytes(n_entries, payload_bytes);
-        let base = match memory.resolve(buf)? {
-            Place::Host(base) if n_entries > 0 && need <= buf.len() => base,
-            Place::Host(_) | Place::Device(_) => {
+        let (need, stride) = (Ring::bytes(n_entries, payload_bytes), Ring::stride(payload_bytes));
+        let (base, stride) = match (memory.resolve(buf)?, need, stride) {
+            (Place::Host(base), Some(need), Some(stride)) if n_entries > 0 && need <= buf.len() => {
+                (base, stride)
+            }
+            (Place::Host(_) | Place::Device(_), ..) => {
                 return Err(DriverError::OutOfRange {
                     what: "the pinned region of a ring".to_owned(),
                     offset: 0,
-                    len: need,
+                    len: need.unwrap_or(u64::MAX),
                     bytes: buf.len(),
                 });
             }
@@ -82,6 +94,7 @@ impl Ring {
             words: Words { memory: Arc::clone(memory), base },
             buf,
             payload_bytes,
+            stride,
             n_entries: u64::from(n_entries),
             entries: Entries::new(u64::from(n_entries)),
         };
@@ -174,7 +187,7 @@ impl Ring {
     }
 
     fn entry(&self, index: u64) -> u64 {
-        RING_HEADER_BYTES + index * Ring::stride(self.payload_bytes)
+        RING_HEADER_BYTES + index * self.stride
     }
 }
 

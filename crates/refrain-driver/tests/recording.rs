@@ -137,10 +137,25 @@ both! {
     }
 }
 
+#[test]
+fn a_ring_that_no_memory_holds_is_an_error() {
+    assert_eq!(Ring::bytes(4, 4), Some(64 + 4 * 16));
+    let bed = Bed::sim();
+    let mut layout = Layout::new("ring");
+    let region = layout.pinned("ring", 256);
+    let memory = Memory::plan(&bed.ctx, &layout).unwrap();
+    for (n_entries, payload_bytes) in [(u32::MAX, usize::MAX / 2), (1, usize::MAX), (u32::MAX, 1 << 31)] {
+        let ring = Ring::new(&memory, region, n_entries, payload_bytes);
+        assert!(matches!(ring, Err(DriverError::OutOfRange { .. })), "{ring:?}");
+    }
+    assert_eq!([Ring::bytes(u32::MAX, usize::MAX / 2), Ring::bytes(1, usize::MAX)], [None; 2]);
+    assert!(Ring::new(&memory, region, 4, 4).is_ok());
+}
+
 both! {
     fn results_come_through_the_ring_in_order_without_a_wait(bed) {
         let mut layout = Layout::new("ring");
-        let (ring, count, token) = (layout.pinned("ring", Ring::bytes(4, 4)), layout.device("count", 8), layout.device("token", 4));
+        let (ring, count, token) = (layout.pinned("ring", Ring::bytes(4, 4).unwrap()), layout.device("count", 8), layout.device("token", 4));
         let memory = Memory::plan(&bed.ctx, &layout).unwrap();
         let mut lease = memory.lease().unwrap();
         let region = ring;
@@ -154,7 +169,7 @@ both! {
             .read_write(count)
             .slot(token.slot::<u32>(0).unwrap())
             .baked(Baked(4_u32))
-            .baked(Baked(Ring::stride(4) as u32));
+            .baked(Baked(Ring::stride(4).unwrap() as u32));
         let options = RecordOptions::named("publish");
         let graph = bed.stream.record(&memory, Method::Stream, &options, |q| q.launch(&launch)).unwrap();
         let (mut sent, mut got) = (0_u32, Vec::new());

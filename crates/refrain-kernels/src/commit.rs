@@ -115,11 +115,14 @@ impl Kernels {
             .read_write(case.words("history", a.history, &[a.n, a.n_history])?)
             .read_write(case.buf("state", a.state, a.n.checked_mul(size_of::<CommitState>()), 16)?);
         let payload = a.n * size_of::<CommitEntry>();
+        let stride = Ring::stride(payload).and_then(|bytes| u32::try_from(bytes).ok());
+        let stride = stride.ok_or_else(|| case.refuse("the entries of the ring are too large".to_owned()))?;
         let launch = match a.ring {
             None => launch.null().null(),
             Some(ring) => {
                 crate::require!(case, ring.n_entries > 0, "the ring has no entries");
-                let bytes = usize::try_from(Ring::bytes(ring.n_entries, payload)).ok();
+                let bytes =
+                    Ring::bytes(ring.n_entries, payload).and_then(|bytes| usize::try_from(bytes).ok());
                 launch
                     .read_write(case.buf("count", ring.count, Some(8), 8)?)
                     .read_write(case.buf("ring", ring.ring, bytes, 16)?)
@@ -133,7 +136,7 @@ impl Kernels {
             .baked(Baked(n_history))
             .baked(Baked(n_eog))
             .baked(Baked(a.ring.map_or(1, |r| r.n_entries)))
-            .baked(Baked(Ring::stride(payload) as u32)))
+            .baked(Baked(stride)))
     }
 }
 

@@ -288,7 +288,7 @@ fn commit_until_done(bed: &mut Bed) {
     let regions = names.map(|(name, n)| layout.device(name, words(n)));
     let [state, eog, count] =
         [("state", 32 * N), ("eog", 8), ("count", 8)].map(|(n, b)| layout.device(n, b as u64));
-    let ring = layout.pinned(bed::PINNED, Ring::bytes(4, N * size_of::<CommitEntry>()));
+    let ring = layout.pinned(bed::PINNED, Ring::bytes(4, N * size_of::<CommitEntry>()).unwrap());
     let memory = bed.plan(&layout);
     let [token, logprob, tokens, positions, rng, history] = regions.map(|r| memory.buf(r));
     let [state, eog, count] = [state, eog, count].map(|r| memory.buf(r));

@@ -28,6 +28,8 @@ const TRAIN: usize = 50;
 /// Trains that are timed, of which the median counts.
 const TRAINS: usize = 7;
 const RING_ENTRIES: u32 = 4;
+const RING_BYTES: u64 = Ring::bytes(RING_ENTRIES, 4).expect("a few entries fit");
+const RING_STRIDE: u64 = Ring::stride(4).expect("a few bytes fit");
 
 /// What the checks work with.
 pub(super) struct Bench {
@@ -91,7 +93,7 @@ impl Bench {
         let bytes = u64::from(N) * 4;
         let regions = ["a", "b", "c", "d", "e"].map(|name| layout.device(name, bytes));
         let count = layout.device("count", 8);
-        let ring = layout.pinned("ring", Ring::bytes(RING_ENTRIES, 4));
+        let ring = layout.pinned("ring", RING_BYTES);
         let memory = Memory::plan(ctx, &layout)?;
         let [a, b, c, d, e] = regions.map(|r| memory.buf(r));
         let step = Step { fill: function("fill")?, add: function("add")?, a, b, c, d, e };
@@ -222,7 +224,7 @@ pub(super) fn ring(bench: &mut Bench) -> Result<Row, DriverError> {
         .read_write(bench.count)
         .read(bench.step.a)
         .baked(Baked(RING_ENTRIES))
-        .baked(Baked(Ring::stride(4) as u32));
+        .baked(Baked(RING_STRIDE as u32));
     let options = RecordOptions::named(name);
     let graph = bench.stream.record(&bench.memory, Method::Nodes, &options, |q| q.launch(&launch))?;
     let n_results = u64::from(RING_ENTRIES) * 8;
