@@ -84,6 +84,7 @@ mod device; // opening a device; who owns it
 mod worker; // the device thread
 
 mod memory; // planned memory and handles into it
+mod pinned; // what host and device touch at the same time
 mod ring; // pinned ring from the device
 mod staging; // pinned slots to the device
 

@@ -124,7 +124,7 @@ impl Memory {
             last_user: Mutex::new(None),
         };
         for (name, bytes, kind) in &layout.regions {
-            let size = (*bytes).max(MIN_REGION_BYTES);
+            let size = crate::pinned::whole_words((*bytes).max(MIN_REGION_BYTES));
             let got = match kind {
                 Kind::Device => shared.raw(|api| api.alloc(size).map(Place::Device))?,
                 Kind::Pinned => shared.raw(|api| api.alloc_host(size).map(Place::Host))?,

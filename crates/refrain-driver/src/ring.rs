@@ -13,12 +13,13 @@
 //! the host sends no step for which [`Ring::reserve`] has no room, so an entry is never written before it was taken.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::api::HostPtr;
 use crate::error::DriverError;
 use crate::memory::{Buf, Memory, Place, Region};
+use crate::pinned;
 use crate::protocol::entries::{Entries, Next};
 use crate::stream::Stream;
 
@@ -148,9 +149,8 @@ impl Ring {
             });
         }
         let entry = self.entry(self.entries.next_idx());
-        let from = HostPtr(self.words.base.0 + entry + 8);
         let (seq, consumed) = (self.words.at(entry), self.words.at(0));
-        match self.entries.take(seq, consumed, || read_pinned(from, payload)) {
+        match self.entries.take(seq, consumed, || self.words.read(entry + 8, payload)) {
             Next::Taken(seq) => Ok(Some(seq)),
             Next::Pending => Ok(None),
             Next::Overrun { expected, found } => Err(DriverError::RingOverrun { expected, found }),
@@ -195,22 +195,19 @@ impl Words {
     fn at(&self, offset: u64) -> &AtomicU64 {
         // SAFETY: `offset` is 0 or an entry's start, so `offset + 8` is inside the pinned region (`Ring::new` checked
         // its size) and 8-byte aligned (the region is, and offsets are multiples of 16). `self.memory` keeps it
-        // allocated, and the host touches a ring's region only atomically.
-        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset as usize).cast()) }
+        // allocated, and the host touches pinned regions only through `pinned`.
+        unsafe { pinned::word(HostPtr(self.base.0 + offset)) }
+    }
+
+    /// Reads the bytes at an offset, which a kernel may be writing.
+    fn read(&self, offset: u64, to: &mut [u8]) {
+        // SAFETY: as for `at`: `Ring::try_take` asks for the payload of an entry, and regions are of whole words.
+        unsafe { pinned::read(HostPtr(self.base.0 + offset), to) }
     }
 }
 
 impl Drop for Ring {
     fn drop(&mut self) {
         self.words.memory.give_region(self.buf);
-    }
-}
-
-/// Reads pinned bytes that a kernel may be writing: every byte atomically, so the worst is a torn value.
-pub(crate) fn read_pinned(from: HostPtr, to: &mut [u8]) {
-    for (i, byte) in to.iter_mut().enumerate() {
-        // SAFETY: callers pass a range inside a pinned region of a `Memory` they keep alive, and the host never
-        // writes there other than atomically.
-        *byte = unsafe { AtomicU8::from_ptr(from.as_ptr().add(i)) }.load(Ordering::Relaxed);
     }
 }

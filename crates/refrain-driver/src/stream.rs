@@ -208,7 +208,9 @@ impl Stream {
             }
             Place::Host(from) => {
                 self.synchronize()?;
-                crate::ring::read_pinned(from, bytes);
+                // SAFETY: `resolve` found the range in a pinned region, which is of whole words, is kept by the lease and is
+                // touched by the host only this way.
+                unsafe { crate::pinned::read(from, bytes) };
                 Ok(())
             }
         }
