@@ -37,6 +37,13 @@ pub struct Stream {
     transfers: Option<Staging>,
 }
 
+/// A point in what was sent to a stream.
+#[derive(Clone, Debug)]
+pub(crate) struct Sent {
+    progress: Arc<Progress>,
+    n: u64,
+}
+
 /// How far a stream is known to be, for those who must know that its work on a memory is done.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
@@ -289,6 +296,23 @@ impl Stream {
         lease.enter(&self.progress, self.n_sent)?;
         self.keep.add(lease.memory());
         Ok(())
+    }
+
+    /// The point behind the work that is about to be sent.
+    pub(crate) fn next_sent(&mut self) -> Sent {
+        self.n_sent += 1;
+        Sent { progress: Arc::clone(&self.progress), n: self.n_sent }
+    }
+
+    /// Waits until a point is passed. On another stream it must have been waited for: nothing here can wait for that.
+    pub(crate) fn wait_for_sent(&mut self, sent: &Sent, what: &str) -> Result<(), DriverError> {
+        if sent.progress.reached(sent.n) {
+            return Ok(());
+        }
+        if !Arc::ptr_eq(&sent.progress, &self.progress) {
+            return Err(DriverError::LeaseBusy { name: what.to_owned() });
+        }
+        self.synchronize()
     }
 
     fn take_transfers(&mut self) -> Result<Staging, DriverError> {

@@ -1,8 +1,8 @@
 //! Uploads through pinned slots: some are filled, by one thread or several, while others are on their way.
 
-use refrain_driver::sim::{Call, Schedule, SimDriver, SimOptions};
+use refrain_driver::sim::{Call, FaultScript, Schedule, SimDriver, SimOptions};
 use refrain_driver::{
-    Baked, BulkOptions, Device, DeviceKind, DriverError, Launch, Layout, Memory, Module, probe,
+    Baked, BulkOptions, Device, DeviceKind, DriverError, Launch, Layout, Memory, Module, Staging, probe,
 };
 
 /// The size of a slot.
@@ -141,4 +141,61 @@ fn a_transfer_that_fails_or_panics_half_way_ends_its_threads_and_the_next_one_wo
     stream.synchronize().unwrap();
     stream.download(&lease, buf, &mut back).unwrap();
     assert!(back == bytes);
+}
+
+/// One slot, a copy out of it whose event is not recorded, and another one right behind it.
+fn copies_when_an_event_fails(nth: u64) -> [Vec<u8>; 2] {
+    let sim = SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() });
+    let ctx = Device::simulated(&sim).unwrap().context().unwrap();
+    let mut stream = ctx.stream().unwrap();
+    let mut layout = Layout::new("uploads");
+    let regions = ["first", "second"].map(|name| layout.device(name, 64));
+    let memory = Memory::plan(&ctx, &layout).unwrap();
+    let (mut lease, [first, second]) = (memory.lease().unwrap(), regions.map(|r| memory.buf(r)));
+    let mut staging = Staging::new(&ctx, 1, 64).unwrap();
+    for _ in 1..nth {
+        stream.stage(&mut lease, &mut staging, first, &[9; 64]).unwrap();
+    }
+    sim.inject(FaultScript::parse("on 1st event_record: fail 999").unwrap());
+    let failed = stream.stage(&mut lease, &mut staging, first, &[1; 64]);
+    assert!(matches!(failed, Err(DriverError::Driver { call: "cuEventRecord", .. })), "{failed:?}");
+    stream.stage(&mut lease, &mut staging, second, &[2; 64]).unwrap();
+    assert_eq!(sim.unused_faults(), Vec::<String>::new());
+    [first, second].map(|buf| {
+        let mut back = vec![0; 64];
+        stream.download(&lease, buf, &mut back).unwrap();
+        back
+    })
+}
+
+#[test]
+fn a_slot_whose_event_was_not_recorded_is_not_written_before_its_copy_has_run() {
+    // The first copy out of a slot, whose event was never recorded, and a later one, whose event is an old one.
+    for nth in [1, 2] {
+        assert_eq!(copies_when_an_event_fails(nth), [[1; 64], [2; 64]], "copy {nth}");
+    }
+}
+
+#[test]
+fn a_slot_that_is_in_flight_on_another_stream_without_an_event_is_refused() {
+    let sim = SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() });
+    let ctx = Device::simulated(&sim).unwrap().context().unwrap();
+    let [mut one, mut other] = [(); 2].map(|()| ctx.stream().unwrap());
+    let [a, b] = ["a", "b"].map(|name| {
+        let mut layout = Layout::new(name);
+        let region = layout.device("bytes", 64);
+        let memory = Memory::plan(&ctx, &layout).unwrap();
+        (memory.lease().unwrap(), memory.buf(region))
+    });
+    let ((mut a_lease, a), (mut b_lease, b)) = (a, b);
+    let mut staging = Staging::new(&ctx, 1, 64).unwrap();
+    sim.inject(FaultScript::parse("on 1st event_record: fail 999").unwrap());
+    one.stage(&mut a_lease, &mut staging, a, &[1; 64]).unwrap_err();
+    let refused = other.stage(&mut b_lease, &mut staging, b, &[2; 64]);
+    assert!(matches!(refused, Err(DriverError::LeaseBusy { .. })), "{refused:?}");
+    one.synchronize().unwrap();
+    other.stage(&mut b_lease, &mut staging, b, &[2; 64]).unwrap();
+    let mut back = [0; 64];
+    other.download(&b_lease, b, &mut back).unwrap();
+    assert_eq!(back, [2; 64]);
 }
