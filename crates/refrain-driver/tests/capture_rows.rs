@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Bed, faults};
-use refrain_driver::api::{Api, StreamHandle};
+use refrain_driver::api::StreamHandle;
 use refrain_driver::sim::{Call, SimDriver, SimOptions};
 use refrain_driver::{
     CaptureStatus, Code, Device, DriverError, Health, Layout, LibraryCall, Memory, Method, Module, NodeKind,
@@ -255,11 +255,7 @@ fn row_16_a_driver_call_that_does_not_return_is_reported_to_the_caller() {
 both! {
     /// Row 17.
     fn row_17_a_graph_that_holds_memory_nodes_is_rejected(bed) {
-        let api: Arc<dyn Api> = match &bed.sim {
-            Some(sim) => sim.api(),
-            // SAFETY: it is only given the stream that is being captured, by the library call that was handed it.
-            None => unsafe { refrain_driver::raw_driver() }.unwrap(),
-        };
+        let api = bed.api();
         let census = bed.device.census();
         for method in METHODS {
             let step = bed.step.clone();

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use refrain_driver::api::{
-    Api, CaptureMode, CaptureStatus, Code, EdgeKind, FunctionAttribute, LaunchConfig, NodeKind, StreamHandle,
+    CaptureMode, CaptureStatus, Code, EdgeKind, FunctionAttribute, LaunchConfig, NodeKind, StreamHandle,
     StreamKind,
 };
 use refrain_driver::sim::{Schedule, SimOptions};
@@ -122,7 +122,7 @@ fn a_stream_destroyed_with_work_left_still_finishes_it() {
     b.fill(other, p, 3, 1).expect("launch");
     b.sim.stream_destroy(other).expect("destroy");
     assert_eq!(b.sim.stream_synchronize(other), Err(Code::INVALID_HANDLE));
-    assert_eq!(b.sim.stats().live.streams, 1);
+    assert_eq!(b.driver.stats().live.streams, 1);
     b.sim.ctx_synchronize().expect("wait");
     assert_eq!(b.read(p, 1), [3]);
 }

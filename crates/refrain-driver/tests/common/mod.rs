@@ -3,6 +3,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use refrain_driver::api::Api;
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{
     Baked, Buf, Context, Device, DeviceKind, DriverError, Function, Graph, Launch, Layout, Lease, Memory,
@@ -100,6 +101,16 @@ impl Bed {
 
     pub fn function(&self, name: &str) -> Function {
         self.module.function(&format!("refrain_probe_{name}")).unwrap()
+    }
+
+    /// The raw driver, with which tests do what a library would.
+    pub fn api(&self) -> Arc<dyn Api> {
+        match &self.sim {
+            // SAFETY: tests give it only streams and addresses that a library call was handed, during that call.
+            Some(sim) => unsafe { sim.api() },
+            // SAFETY: as above.
+            None => unsafe { refrain_driver::raw_driver() }.unwrap(),
+        }
     }
 
     pub fn record(&mut self, method: Method) -> Result<Graph, DriverError> {

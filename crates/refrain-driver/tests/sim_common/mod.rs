@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+use std::sync::Arc;
+
 use refrain_driver::api::{
     Api, Code, CtxHandle, DevicePtr, EventHandle, FunctionHandle, LaunchConfig, ModuleHandle, Raw,
     StreamHandle, StreamKind,
@@ -16,7 +18,9 @@ pub(crate) const PLAIN: LaunchConfig = LaunchConfig::new([1, 1, 1], [32, 1, 1]);
 pub(crate) const PROGRAMMATIC: LaunchConfig = LaunchConfig { programmatic: true, ..PLAIN };
 
 pub(crate) struct Bench {
-    pub(crate) sim: SimDriver,
+    /// The raw interface of `driver`.
+    pub(crate) sim: Arc<dyn Api>,
+    pub(crate) driver: SimDriver,
     pub(crate) ctx: CtxHandle,
     pub(crate) module: ModuleHandle,
     pub(crate) s: StreamHandle,
@@ -56,12 +60,14 @@ pub(crate) fn register(sim: &SimDriver) {
 
 impl Bench {
     pub(crate) fn new(options: SimOptions) -> Bench {
-        let sim = SimDriver::new(options);
-        register(&sim);
+        let driver = SimDriver::new(options);
+        register(&driver);
+        // SAFETY: nothing else uses this device, and tests touch pinned memory only while they have it.
+        let sim = unsafe { driver.api() };
         let ctx = sim.primary_ctx_retain(0).expect("context");
         let module = sim.module_load(IMAGE).expect("module");
         let s = sim.stream_create(StreamKind::NonBlocking).expect("stream");
-        Bench { sim, ctx, module, s }
+        Bench { sim, driver, ctx, module, s }
     }
 
     /// Nothing runs before it is waited for, and races are only reported.
