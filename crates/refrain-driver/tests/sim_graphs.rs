@@ -189,6 +189,21 @@ fn an_early_read_reaches_back_over_a_whole_chain_of_programmatic_edges() {
 }
 
 #[test]
+fn an_early_read_behind_a_kernel_that_lets_the_next_one_start_late_finds_what_is_before_that_complete() {
+    let b = Bench::lazy();
+    let (g, p, q, r) = (b.sim.graph_create().expect("graph"), b.words(4), b.words(4), b.words(4));
+    let first = kernel(&b, g, &[], "fill", &fill_params(p, 1, 4));
+    let second = kernel(&b, g, &overlapping(first), "late", &fill_params(q, 1, 4));
+    let third = kernel(&b, g, &overlapping(second), "early", &early_params(r, p, 4));
+    assert_eq!(replay(&b, g), Vec::<String>::new());
+    // What that kernel itself writes may still be under way.
+    kernel(&b, g, &overlapping(third), "early", &early_params(r, q, 4));
+    let reports = replay(&b, g);
+    assert_eq!(reports.len(), 1, "{reports:?}");
+    assert!(reports[0].contains("(node 1)") && reports[0].contains("(node 3)"), "{reports:?}");
+}
+
+#[test]
 fn a_kernel_that_never_waits_may_really_run_first() {
     let mut seen = BTreeSet::new();
     for seed in 0..40 {

@@ -242,6 +242,24 @@ fn a_programmatic_launch_that_reads_too_early_is_reported_on_a_stream() {
 }
 
 #[test]
+fn an_early_read_reaches_back_to_the_last_launch_that_lets_the_next_one_start_late() {
+    for (between, races) in [("fill", 1), ("late", 0)] {
+        let b = Bench::lazy();
+        let (p, q, r) = (b.words(4), b.words(4), b.words(4));
+        b.fill(b.s, p, 1, 4).expect("launch");
+        b.sim.launch(b.function(between), &PROGRAMMATIC, b.s, &fill_params(q, 1, 4)).expect("launch");
+        b.sim.launch(b.function("early"), &PROGRAMMATIC, b.s, &early_params(r, p, 4)).expect("launch");
+        b.sim.stream_synchronize(b.s).expect("wait");
+        assert_eq!(b.reports().len(), races, "{between}");
+        // What that launch itself writes may still be under way.
+        b.sim.launch(b.function(between), &PROGRAMMATIC, b.s, &fill_params(q, 2, 4)).expect("launch");
+        b.sim.launch(b.function("early"), &PROGRAMMATIC, b.s, &early_params(r, q, 4)).expect("launch");
+        b.sim.stream_synchronize(b.s).expect("wait");
+        assert_eq!(b.reports().len(), 1, "{between}");
+    }
+}
+
+#[test]
 fn a_programmatic_launch_is_captured_as_a_programmatic_edge() {
     let b = Bench::lazy();
     let (p, q) = (b.words(4), b.words(4));

@@ -72,11 +72,14 @@ fn name(dtype: DType, packed: bool) -> String {
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in LINEAR_DTYPES {
-        all.push(Entry::new(Family::Gather, name(dtype, false), &[P, P, P, W, W], move |k| twin(k, dtype)));
+        let kernel = name(dtype, false);
+        let entry = Entry::new(Family::Gather, kernel, &[P, P, P, W, W], move |k| twin(k, dtype));
+        all.push(entry.starting_next_late());
     }
     for dtype in PACKED_DTYPES {
         let kernel = name(dtype, true);
-        all.push(Entry::new(Family::Gather, kernel, &[P, P, P, W, W], move |k| packed_twin(k, dtype)));
+        let entry = Entry::new(Family::Gather, kernel, &[P, P, P, W, W], move |k| packed_twin(k, dtype));
+        all.push(entry.starting_next_late());
     }
 }
 

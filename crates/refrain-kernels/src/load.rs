@@ -341,7 +341,8 @@ fn check(info: &KernelInfo, function: &Function) -> Result<(), KernelError> {
 pub fn register_twins(sim: &SimDriver) {
     for entry in entries() {
         let body = Arc::clone(&entry.twin);
-        sim.register_twin(Twin::new(&entry.info.name, &entry.info.params, move |k| body(k)));
+        let twin = Twin::new(&entry.info.name, &entry.info.params, move |k| body(k));
+        sim.register_twin(if entry.starts_next_late { twin.starts_next_late() } else { twin });
     }
 }
 

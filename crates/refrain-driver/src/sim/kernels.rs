@@ -21,6 +21,7 @@ pub struct Twin {
     pub(super) params: Vec<ParamInfo>,
     pub(super) param_bytes: usize,
     pub(super) waits: bool,
+    pub(super) starts_next_late: bool,
     pub(super) static_shared_bytes: u32,
     pub(super) body: Box<Body>,
 }
@@ -47,6 +48,7 @@ impl Twin {
             params,
             param_bytes: end,
             waits: true,
+            starts_next_late: false,
             static_shared_bytes: 0,
             body: Box::new(body),
         }
@@ -56,6 +58,13 @@ impl Twin {
     #[must_use]
     pub fn never_waits(mut self) -> Twin {
         self.waits = false;
+        self
+    }
+
+    /// The kernel lets the next one start only behind its own wait: what follows it finds everything before it complete.
+    #[must_use]
+    pub fn starts_next_late(mut self) -> Twin {
+        self.starts_next_late = true;
         self
     }
 

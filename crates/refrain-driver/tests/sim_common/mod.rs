@@ -10,9 +10,9 @@ use refrain_driver::api::{
 };
 use refrain_driver::sim::{FaultScript, Schedule, SimDriver, SimOptions, Twin};
 
-/// `fill(dst, value, n)`, `add(dst, a, b, n)`, `early(dst, src, n)` which reads `src` before its dependency wait, and
-/// `rude(dst, value, n)` which never waits.
-pub(crate) const IMAGE: &[u8] = b"sim\nfill\nadd\nearly\nrude\nassert\npanic";
+/// `fill(dst, value, n)`, `add(dst, a, b, n)`, `early(dst, src, n)` which reads `src` before its dependency wait,
+/// `late(dst, value, n)` which lets the next one start behind its own, and `rude(dst, value, n)` which never waits.
+pub(crate) const IMAGE: &[u8] = b"sim\nfill\nadd\nearly\nlate\nrude\nassert\npanic";
 
 pub(crate) const PLAIN: LaunchConfig = LaunchConfig::new([1, 1, 1], [32, 1, 1]);
 pub(crate) const PROGRAMMATIC: LaunchConfig = LaunchConfig { programmatic: true, ..PLAIN };
@@ -41,6 +41,7 @@ pub(crate) fn register(sim: &SimDriver) {
     };
     sim.register("fill", &[8, 4, 4], fill);
     sim.register_twin(Twin::new("rude", &[8, 4, 4], fill).never_waits());
+    sim.register_twin(Twin::new("late", &[8, 4, 4], fill).starts_next_late());
     sim.register("add", &[8, 8, 8, 4], |k| {
         let n = k.arg::<u32>(3)? as usize;
         let sum: Vec<u32> = {
