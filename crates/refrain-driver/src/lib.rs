@@ -12,7 +12,7 @@
 //!
 //! ```
 //! use refrain_driver::{
-//!     Baked, Device, DeviceKind, Launch, Layout, Memory, Method, Module, RecordOptions, probe, sim::SimOptions,
+//!     Baked, Device, DeviceKind, LaunchBuilder, Layout, Memory, Method, Module, RecordOptions, probe, sim::SimOptions,
 //! };
 //!
 //! # fn main() -> Result<(), refrain_driver::DriverError> {
@@ -28,10 +28,12 @@
 //! let (x, y) = (memory.buf(x), memory.buf(y));
 //!
 //! // Warm: code is loaded before anything is recorded.
-//! // SAFETY: the one launch below touches 1024 words of each buffer it names, which is all they have.
+//! // SAFETY: the PTX text of this crate, as it is.
 //! let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }?;
 //! let add = module.function("refrain_probe_add")?;
-//! let double = Launch::new(&add, 4, 256).step("double").write(y).read(x).read(x).baked(Baked(1024_u32));
+//! let double = LaunchBuilder::new(&add, 4, 256).step("double").write(y).read(x).read(x).baked(Baked(1024_u32));
+//! // SAFETY: it reads and writes 1024 words of each buffer, which is all they have.
+//! let double = unsafe { double.build() };
 //!
 //! // Record: `q` can only enqueue. Nothing runs yet.
 //! let options = RecordOptions::named("double");
@@ -55,7 +57,7 @@
 //! | open a card or the simulation | [`Device`]; [`Context`] is the right to use it, on one thread |
 //! | own it from a thread and send that thread work, with deadlines | [`Device::spawn`], [`Worker`] |
 //! | lay out memory | [`Layout`], [`Memory`], [`Buf`], [`Slot`], [`Lease`] |
-//! | describe work | [`Module`], [`Function`], [`Launch`], [`Baked`], [`LibraryCall`] |
+//! | describe work | [`Module`], [`Function`], [`LaunchBuilder`], [`Launch`], [`Baked`], [`LibraryCall`] |
 //! | enqueue it | [`Queue`], handed out by [`Stream::run`] (at once) and [`Stream::record`] (as a graph) |
 //! | move bytes between replays | [`Stream::upload`], [`Stream::bulk`], [`Staging`], [`Stream::set`]; results through a [`Ring`] |
 //! | replay | [`Graph::replay`], [`Outputs`] |
@@ -121,7 +123,7 @@ pub use error::{DriverError, Lost, Origin};
 pub use event::Event;
 pub use graph::{Graph, GraphInfo, Outputs};
 pub use health::Health;
-pub use launch::{Access, Baked, Dim, Launch};
+pub use launch::{Access, Baked, Dim, Launch, LaunchBuilder};
 pub use memory::{Buf, Layout, Lease, Memory, Region, Slot};
 pub use module::{Function, Module};
 pub use queue::{LibraryCall, LibraryStream, Queue};

@@ -113,7 +113,7 @@ impl Stream {
     /// Runs work at once, in order. The same closure can be recorded. When it fails half way, what it enqueued before
     /// still runs.
     ///
-    /// `overlap` says whether [`crate::Launch::pdl`] is honoured; a run to compare with has it off.
+    /// `overlap` says whether [`crate::LaunchBuilder::pdl`] is honoured; a run to compare with has it off.
     pub fn run<'l>(
         &mut self,
         lease: &'l mut Lease,

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Bed, faults};
-use refrain_driver::api::StreamHandle;
+use refrain_driver::api::{DevicePtr, StreamHandle};
 use refrain_driver::sim::{Call, SimDriver, SimOptions};
 use refrain_driver::{
     CaptureStatus, Code, Device, DriverError, Health, Layout, LibraryCall, Memory, Method, Module, NodeKind,
@@ -261,8 +261,10 @@ both! {
             let step = bed.step.clone();
             let allocates = |s: &mut refrain_driver::LibraryStream<'_>| {
                 // What a library would do behind our back.
-                api.alloc_async(256, StreamHandle(s.raw())).unwrap();
-                s.launch(&step.fill(step.b, 1))
+                let (stream, b) = (StreamHandle(s.raw()), DevicePtr(s.address(step.b)?));
+                api.alloc_async(256, stream).unwrap();
+                api.memset_async(b, 1, step.b.len(), stream).unwrap();
+                Ok(())
             };
             let call = LibraryCall {
                 step: Arc::from("gemm"),

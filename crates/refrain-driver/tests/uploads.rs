@@ -2,7 +2,8 @@
 
 use refrain_driver::sim::{Call, FaultScript, Schedule, SimDriver, SimOptions};
 use refrain_driver::{
-    Baked, BulkOptions, Device, DeviceKind, DriverError, Launch, Layout, Memory, Module, Staging, probe,
+    Baked, BulkOptions, Device, DeviceKind, DriverError, LaunchBuilder, Layout, Memory, Module, Staging,
+    probe,
 };
 
 /// The size of a slot.
@@ -90,7 +91,7 @@ fn a_launch_in_bulk_sees_what_was_named_before_it_and_nothing_later() {
         let [staged, sums] = [("staged", 4096), ("sums", 4 * 4096)].map(|(n, b)| layout.device(n, b));
         let memory = Memory::plan(&ctx, &layout).unwrap();
         let [staged, sums] = [staged, sums].map(|r| memory.buf(r));
-        // SAFETY: every launch below touches 1024 words of each buffer it names, which is all they have.
+        // SAFETY: the crate's own PTX text.
         let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }.unwrap();
         let add = module.function("refrain_probe_add").unwrap();
         let rounds: Vec<Vec<u8>> = (1..=4_u32).map(|v| v.to_le_bytes().repeat(1024)).collect();
@@ -100,8 +101,10 @@ fn a_launch_in_bulk_sees_what_was_named_before_it_and_nothing_later() {
             for (i, bytes) in rounds.iter().enumerate() {
                 let to = sums.slice(4096 * i as u64, 4096)?;
                 bulk.push(staged, bytes)?;
-                let double = Launch::new(&add, 4, 256).step("double").write(to).read(staged).read(staged);
-                bulk.launch(double.baked(Baked(1024_u32)))?;
+                let double =
+                    LaunchBuilder::new(&add, 4, 256).step("double").write(to).read(staged).read(staged);
+                // SAFETY: it touches 1024 words of each buffer, which is all they have.
+                bulk.launch(unsafe { double.baked(Baked(1024_u32)).build() })?;
             }
             Ok(())
         });

@@ -14,6 +14,7 @@ use crate::registry::{Entry, P};
 use crate::source::Family;
 use crate::twin::{Dense, fault, read_rows, run_f32};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 /// Threads of a block, and its warps.
 const BLOCK: u32 = 256;
@@ -233,7 +234,8 @@ impl Kernels {
                 .read(case.words("the norm of queries", norm.q, &[a.head_dim])?)
                 .read(case.words("the norm of keys", norm.k, &[a.head_dim])?),
         };
-        Ok(launch.baked(Baked(q_rows)).baked(Baked(k_rows)).baked(Baked(v_rows)).baked(Baked(sizes)))
+        let launch = launch.baked(Baked(q_rows)).baked(Baked(k_rows)).baked(Baked(v_rows));
+        Ok(launch.baked(Baked(sizes)).vouch(&case))
     }
 }
 

@@ -12,6 +12,7 @@ use crate::load::Kernels;
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::count;
+use crate::vouch::Vouch;
 
 /// The token is one that ends generation.
 pub const COMMIT_ENDED: u32 = 1;
@@ -136,7 +137,8 @@ impl Kernels {
             .baked(Baked(n_history))
             .baked(Baked(n_eog))
             .baked(Baked(a.ring.map_or(1, |r| r.n_entries)))
-            .baked(Baked(stride)))
+            .baked(Baked(stride))
+            .vouch(&case))
     }
 }
 

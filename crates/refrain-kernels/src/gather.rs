@@ -11,6 +11,7 @@ use crate::packed::{PACKED_DTYPES, packed_bytes, unpack_row};
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{count, fault};
+use crate::vouch::Vouch;
 
 /// `y[i] = table[ids[i]]`, decoded; a negative id gives zeros.
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +63,8 @@ impl Kernels {
             .read(table)
             .read(ids)
             .baked(Baked(a.n_rows as u32))
-            .baked(Baked(a.d as u32)))
+            .baked(Baked(a.d as u32))
+            .vouch(&case))
     }
 }
 

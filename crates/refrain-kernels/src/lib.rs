@@ -27,6 +27,7 @@
 
 mod error; // what a launcher or the compiler refuses
 mod view; // operands, and how far they may be strided
+mod vouch; // launches that safe code may enqueue
 mod registry; // every kernel, with its parameters and its twin
 mod twin; // what twins share
 mod load; // from sources to functions on a device

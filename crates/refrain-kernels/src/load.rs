@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use refrain_driver::sim::{SimDriver, SimOptions, Twin};
-use refrain_driver::{Context, Device, Dim, DriverError, Function, Launch, Module};
+use refrain_driver::{Context, Device, Dim, DriverError, Function, LaunchBuilder, Module};
 
 use crate::cache::KernelCache;
 use crate::error::KernelError;
@@ -294,15 +294,15 @@ impl Kernels {
         self.functions.is_empty()
     }
 
-    /// A launch that may start before what it depends on has ended, where the code can: every kernel waits itself
+    /// A launch that may start before what it depends on has ended, where the code can: kernels wait inside
     /// (`overlap.cuh`).
     pub(crate) fn launch(
         &self,
         name: &str,
         grid: impl Into<Dim>,
         block: impl Into<Dim>,
-    ) -> Result<Launch, KernelError> {
-        let launch = Launch::new(self.get(name)?, grid, block);
+    ) -> Result<LaunchBuilder, KernelError> {
+        let launch = LaunchBuilder::new(self.get(name)?, grid, block);
         Ok(if self.overlaps { launch.pdl() } else { launch })
     }
 

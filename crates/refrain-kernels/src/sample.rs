@@ -17,6 +17,7 @@ use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{count, read_rows};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 /// Tokens of one block of the first launch.
 const CHUNK: usize = 1024;
@@ -122,7 +123,8 @@ impl Kernels {
                 .baked(Baked(rows))
                 .baked(Baked(a.vocab as u32))
                 .baked(Baked(n_history))
-                .baked(Baked(n_bias)),
+                .baked(Baked(n_bias))
+                .vouch(&case),
         );
         launches.push(
             self.launch(
@@ -139,7 +141,8 @@ impl Kernels {
             .read(params)
             .read(case.words("rng", a.rng, &[a.n, 4])?)
             .baked(Baked(a.vocab as u32))
-            .baked(Baked(self.select_shared())),
+            .baked(Baked(self.select_shared()))
+            .vouch(&case),
         );
         Ok(())
     }
