@@ -6,7 +6,9 @@
 //! Invariant: one thread makes the calls of a context; only the watchdog and the health check have threads of their own.
 //! Threads that fill pinned memory make no calls.
 //! Invariant: no wait is without an end, and no panic crosses the API.
-//! Invariant: all `unsafe` of the CUDA side is here; this crate does not know what a tensor is.
+//! Invariant: what safe code can do touches only memory of live [`Memory`]s. What it takes on trust is `unsafe` to call:
+//! loading code ([`Module::load`]), vouching for a launch ([`LaunchBuilder::build`]), and the raw interfaces.
+//! Invariant: this crate does not know what a tensor is.
 //!
 //! # The life of a step
 //!
