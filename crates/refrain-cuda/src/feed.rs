@@ -21,7 +21,8 @@ pub(crate) const RING_ENTRIES: u32 = 64;
 /// The most steps that may be under way.
 pub(crate) const MAX_AHEAD: usize = RING_ENTRIES as usize / 2;
 /// Bytes of the ring.
-pub(crate) const RING_BYTES: u64 = Ring::bytes(RING_ENTRIES, size_of::<CommitEntry>());
+pub(crate) const RING_BYTES: u64 =
+    Ring::bytes(RING_ENTRIES, size_of::<CommitEntry>()).expect("a few entries fit");
 
 const STATE_AT: usize = 32;
 const END_AT: usize = STATE_AT + size_of::<CommitState>();

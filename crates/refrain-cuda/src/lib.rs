@@ -21,7 +21,8 @@
 //! # }
 //! ```
 //!
-//! Invariant: nothing in this crate is `unsafe`; device pointers live in `refrain-driver`.
+//! Invariant: nothing in this crate is `unsafe`: it enqueues launches that `refrain-kernels` vouches for, over handles that
+//! `refrain-driver` resolves.
 //! Invariant: a segment is recorded whole or refused with a reason; nothing is skipped silently.
 //! Invariant: only a graph that was verified against the eager run is replayed.
 //! Invariant: an op, dtype or shape without a kernel is an error when the plan is built; nothing falls back to the CPU.

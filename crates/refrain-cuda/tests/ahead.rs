@@ -163,14 +163,14 @@ mod on_a_gpu {
     use super::*;
 
     #[test]
-    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
     fn the_text_does_not_depend_on_run_ahead() {
         let _turn = gpu_turn();
         the_text_does_not_depend_on_how_many_steps_are_under_way(gpu, 300);
     }
 
     #[test]
-    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
     fn an_end_of_turn_with_steps_under_way_leaves_nothing_behind() {
         let _turn = gpu_turn();
         an_end_of_turn_leaves_nothing_behind(gpu);

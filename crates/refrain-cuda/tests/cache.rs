@@ -4,12 +4,12 @@ mod common;
 
 use std::time::Duration;
 
-use common::{BYTES, Bed, N, faults, words};
+use common::{BYTES, Bed, N, built, faults, words};
 use refrain_cuda::{
     CacheOptions, Case, Check, CudaError, GraphMode, Site, Verified, VerifyError, Work, verify,
 };
 use refrain_driver::sim::Call;
-use refrain_driver::{Baked, DriverError, Launch, Method, RecordOptions};
+use refrain_driver::{Baked, DriverError, LaunchBuilder, Method, RecordOptions};
 use refrain_graph::{Ran, Reason};
 
 /// No second try by the other method, so that each fault shows as itself.
@@ -328,8 +328,8 @@ fn a_value_frozen_at_recording_is_found_by_states_that_are_not_the_recorded_one(
     let mut bed = Bed::new(plain(Method::Stream));
     let mut frozen = refrain_cuda::WarmPlan::new("frozen", &bed.space);
     // The eager step computes b = a + a; the recording holds the value that b had.
-    frozen
-        .push(Launch::new(&bed.fill, 1, 64).step("frozen").write(bed.b).baked(Baked(6_u32)).baked(Baked(N)));
+    let fill = LaunchBuilder::new(&bed.fill, 1, 64).step("frozen");
+    frozen.push(built(fill.write(bed.b).baked(Baked(6_u32)).baked(Baked(N))));
     bed.warm.work()[1..].iter().for_each(|w| frozen.push(w.clone()));
     match verified(&mut bed, &frozen) {
         Err(VerifyError::Mismatch { buffer, element: 0, case: 1, launch }) => {
@@ -357,7 +357,8 @@ fn a_declared_tolerance_lets_small_differences_pass_and_no_large_ones() {
     for (off, passes) in [(1_u32, true), (1 << 20, false)] {
         let mut bed = Bed::new(plain(Method::Stream));
         let fill = |bed: &Bed, v: u32| {
-            Launch::new(&bed.fill, 1, 64).step("loose").write(bed.b).baked(Baked(v)).baked(Baked(N))
+            let fill = LaunchBuilder::new(&bed.fill, 1, 64).step("loose");
+            built(fill.write(bed.b).baked(Baked(v)).baked(Baked(N)))
         };
         let one = 1.0_f32.to_bits();
         let mut eager = refrain_cuda::WarmPlan::new("loose", &bed.space);

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use refrain_cuda::{Case, Check, Space, Verified, VerifyError, WarmPlan, verify};
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{
-    Baked, Buf, Device, Graph, Launch, Layout, Lease, Memory, Method, Module, RecordOptions, Stream, probe,
+    Baked, Buf, Device, Graph, LaunchBuilder, Layout, Lease, Memory, Method, Module, RecordOptions, Stream,
+    probe,
 };
 use refrain_kernels::{Kernels, LoadOptions, register_twins};
 
@@ -30,7 +31,7 @@ fn bed(seed: u64) -> Bed {
     let device = Device::simulated(&sim).unwrap();
     let ctx = device.context().unwrap();
     let kernels = Kernels::load(&ctx, &LoadOptions::default()).unwrap();
-    // SAFETY: the one launch below touches `N` words of each buffer it names, which is what they have.
+    // SAFETY: the driver crate's own PTX text.
     let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }.unwrap();
     let add = module.function("refrain_probe_add").unwrap();
     let mut layout = Layout::new("bed");
@@ -42,7 +43,9 @@ fn bed(seed: u64) -> Bed {
     let names = [("a", a), ("large", large), ("workspace", workspace)].map(|(n, b)| (n.to_owned(), b));
     let space = Arc::new(Space::new(&memory, names.to_vec()));
     let mut warm = WarmPlan::new("step", &space);
-    warm.push(Launch::new(&add, N / 256, 256).step("double").write(large).read(a).read(a).baked(Baked(N)));
+    let double = LaunchBuilder::new(&add, N / 256, 256).step("double").write(large).read(a).read(a);
+    // SAFETY: it touches `N` words of each buffer, which is what they have.
+    warm.push(unsafe { double.baked(Baked(N)).build() });
     warm.name_buffer(large, "doubled", 4);
     let case = |v: u32| Case { uploads: vec![(a, v.to_le_bytes().repeat(N as usize))] };
     let check = Check::new((1..4).map(case).collect()).unwrap();

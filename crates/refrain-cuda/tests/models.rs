@@ -116,28 +116,28 @@ mod on_a_gpu {
     use super::*;
 
     #[test]
-    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
     fn golden_logits_come_out_of_replays() {
         let _turn = gpu_turn();
         golden_logits_come_out_of_replays_token_by_token(gpu);
     }
 
     #[test]
-    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
     fn golden_logits_come_out_of_padding() {
         let _turn = gpu_turn();
         golden_logits_come_out_of_padded_steps(gpu);
     }
 
     #[test]
-    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
     fn replayed_equals_eager() {
         let _turn = gpu_turn();
         replayed_equals_eager_bit_for_bit(gpu, CASES, 512);
     }
 
     #[test]
-    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
     fn replayed_equals_eager_after_recordings_that_failed() {
         let _turn = gpu_turn();
         replayed_equals_eager_after_failed_recordings(gpu, 512);

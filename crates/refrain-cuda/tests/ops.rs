@@ -99,7 +99,7 @@ fn every_case_of_the_table_agrees_with_the_reference_on_the_simulated_device() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn every_case_of_the_table_agrees_with_the_reference_on_a_gpu() {
     every_case_agrees_with_the_reference_or_is_refused_by_name(|| Device::open(DeviceKind::Cuda(0)).unwrap());
 }

@@ -181,7 +181,7 @@ fn a_layer_of_many_rows_agrees_with_the_reference_on_the_simulated_device() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn a_layer_of_many_rows_agrees_with_the_reference_on_a_gpu() {
     for cublaslt in [CublasLt::IfFound, CublasLt::Never] {
         agrees_and_replays(|| Device::open(DeviceKind::Cuda(0)).unwrap(), &cublaslt);

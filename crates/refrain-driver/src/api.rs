@@ -6,11 +6,11 @@
 //!
 //! # The contract of the trait
 //!
-//! Its methods are safe to *write*, because the obligation is taken on once, where a value of the real driver is
-//! obtained (an `unsafe` function): whoever holds it passes only handles that the same value returned and that were
-//! not destroyed since, and launches kernels only with parameters that name live memory. The simulated device checks
-//! all of that itself and answers with the driver's codes, so making one is safe. The few methods that take a host
-//! address which the driver reads or writes *later* are `unsafe` on both.
+//! Its methods are safe to *write*, because the obligation is taken on once, where a value is obtained: by an `unsafe`
+//! function ([`crate::raw_driver`], [`crate::sim::SimDriver::api`]). Whoever holds it passes only handles that the same
+//! value returned and that were not destroyed since, frees only what it allocated itself, and launches kernels only with
+//! parameters that name live memory. The simulated device checks handles and device memory itself and answers with the
+//! driver's codes. The few methods that take a host address which the driver reads or writes *later* are `unsafe` besides.
 //!
 //! Context-dependent calls act on the context that is current on the calling thread ([`Api::ctx_set_current`]).
 

@@ -42,7 +42,7 @@ impl Device {
     /// Opens a simulated device that the caller keeps a handle to, for its kernels, faults and reports.
     pub fn simulated(sim: &SimDriver) -> Result<Device, DriverError> {
         crate::probe::register_twins(sim);
-        Device::with_api(sim.api(), 0)
+        Device::with_api(sim.interface(), 0)
     }
 
     fn with_api(api: Arc<dyn Api>, ordinal: u32) -> Result<Device, DriverError> {

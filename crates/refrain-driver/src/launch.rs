@@ -12,8 +12,8 @@ use crate::shared::Shared;
 
 /// A kernel argument that is frozen when the launch is recorded.
 ///
-/// A plain number is no argument: writing `Baked` says that every replay may see the same value. What changes from
-/// replay to replay lives in a [`Slot`].
+/// Scalars must be wrapped in `Baked`, which states that the value is fixed for every replay. What changes from replay to
+/// replay lives in a [`Slot`].
 #[derive(Clone, Copy, Debug)]
 pub struct Baked<T>(pub T);
 
@@ -28,8 +28,24 @@ pub enum Access {
     ReadWrite,
 }
 
-/// A launch to be enqueued with [`crate::Queue::launch`]. Arguments are given in the order of the kernel's parameters;
-/// they are checked against the compiled kernel when the launch is enqueued.
+/// A launch, ready to be enqueued with [`crate::Queue::launch`].
+///
+/// Whoever built it ([`LaunchBuilder::build`]) vouched for its shape and arguments, so it is sealed: it can be enqueued,
+/// cloned and inspected, not changed, and its kernel cannot be taken out of it.
+///
+/// ```compile_fail,E0624
+/// # use refrain_driver::{Function, Launch};
+/// fn kernel(launch: &Launch) -> &Function {
+///     launch.function() // would be launched again with other sizes
+/// }
+/// ```
+///
+/// ```compile_fail,E0599
+/// # use refrain_driver::Launch;
+/// fn less_shared_memory(launch: Launch) -> Launch {
+///     launch.shared(0) // the kernel relies on what its launcher asked for
+/// }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Launch {
     function: Function,
@@ -40,6 +56,13 @@ pub struct Launch {
     also: Vec<(Buf, Access)>,
 }
 
+/// A launch that is being described: the kernel, its shape, and its arguments in the order of the kernel's parameters.
+/// It cannot be enqueued before [`LaunchBuilder::build`] has made it a [`Launch`].
+#[derive(Clone, Debug)]
+pub struct LaunchBuilder {
+    launch: Launch,
+}
+
 #[derive(Clone, Debug)]
 enum Arg {
     Buf(Buf, Access),
@@ -47,121 +70,142 @@ enum Arg {
     Value(Vec<u8>),
 }
 
-impl Launch {
+impl LaunchBuilder {
     /// A launch of `grid` blocks of `block` threads.
     #[must_use]
-    pub fn new(function: &Function, grid: impl Into<Dim>, block: impl Into<Dim>) -> Launch {
-        Launch {
-            function: function.clone(),
-            step: Arc::from(""),
-            config: LaunchConfig::new(grid.into().0, block.into().0),
-            args: Vec::with_capacity(function.params().len()),
-            also: Vec::new(),
+    pub fn new(function: &Function, grid: impl Into<Dim>, block: impl Into<Dim>) -> LaunchBuilder {
+        LaunchBuilder {
+            launch: Launch {
+                function: function.clone(),
+                step: Arc::from(""),
+                config: LaunchConfig::new(grid.into().0, block.into().0),
+                args: Vec::with_capacity(function.params().len()),
+                also: Vec::new(),
+            },
         }
+    }
+
+    /// The finished launch. Number and size of its arguments are checked against the compiled kernel when it is enqueued,
+    /// and so is its shape; what the kernel does with them cannot be.
+    ///
+    /// ```compile_fail,E0133
+    /// # use refrain_driver::{Baked, Function, Launch, LaunchBuilder};
+    /// fn anywhere(poke: &Function) -> Launch {
+    ///     LaunchBuilder::new(poke, 1, 1).baked(Baked(64_u64)).baked(Baked(1_u32)).build() // writes to address 64
+    /// }
+    /// ```
+    ///
+    /// # Safety
+    /// Run with this shape and these arguments, any number of times, the kernel
+    ///
+    /// - reads and writes device and pinned memory only inside the buffers that are named here (arguments and
+    ///   [`touches`](LaunchBuilder::touches)), each only as its [`Access`] says, whatever bytes they hold;
+    /// - uses no more dynamic shared memory than [`shared`](LaunchBuilder::shared) asks for;
+    /// - keeps the promises of [`pdl`](LaunchBuilder::pdl) where that is asked for.
+    #[must_use]
+    pub unsafe fn build(self) -> Launch {
+        self.launch
     }
 
     /// Names the step it belongs to, for errors and drawings.
     #[must_use]
-    pub fn step(mut self, step: impl Into<Arc<str>>) -> Launch {
-        self.step = step.into();
+    pub fn step(mut self, step: impl Into<Arc<str>>) -> LaunchBuilder {
+        self.launch.step = step.into();
         self
     }
 
     /// Dynamic shared memory per block; [`Function::allow_shared`] raises what is allowed.
     #[must_use]
-    pub fn shared(mut self, bytes: u32) -> Launch {
-        self.config.shared_bytes = bytes;
+    pub fn shared(mut self, bytes: u32) -> LaunchBuilder {
+        self.launch.config.shared_bytes = bytes;
         self
     }
 
     /// Groups blocks into clusters.
     #[must_use]
-    pub fn cluster(mut self, blocks: impl Into<Dim>) -> Launch {
-        self.config.cluster = Some(blocks.into().0);
+    pub fn cluster(mut self, blocks: impl Into<Dim>) -> LaunchBuilder {
+        self.launch.config.cluster = Some(blocks.into().0);
         self
     }
 
     /// All blocks are resident at once, so that the kernel may synchronise its whole grid.
     #[must_use]
-    pub fn cooperative(mut self) -> Launch {
-        self.config.cooperative = true;
+    pub fn cooperative(mut self) -> LaunchBuilder {
+        self.launch.config.cooperative = true;
         self
     }
 
-    /// Programmatic dependent launch: the kernel may start before what it depends on has finished.
+    /// Programmatic dependent launch: the kernel may start before the launches it depends on have finished.
     ///
-    /// The kernel promises that every block waits for its dependencies on every path, and that before it waits it reads
-    /// only what nothing in the recording writes.
+    /// The kernel promises that each of its blocks waits for them (`griddepcontrol.wait`) before it writes anything and
+    /// before it reads anything that they may still be writing. A block that does neither may leave without waiting, but at
+    /// least one block waits on every path: only so does the end of this launch mean the end of all before it.
     #[must_use]
-    pub fn pdl(mut self) -> Launch {
-        self.config.programmatic = true;
+    pub fn pdl(mut self) -> LaunchBuilder {
+        self.launch.config.programmatic = true;
         self
     }
 
     /// A pointer argument that is only read.
     #[must_use]
-    pub fn read(self, buf: Buf) -> Launch {
+    pub fn read(self, buf: Buf) -> LaunchBuilder {
         self.buf(buf, Access::Read)
     }
 
     /// A pointer argument that is only written.
     #[must_use]
-    pub fn write(self, buf: Buf) -> Launch {
+    pub fn write(self, buf: Buf) -> LaunchBuilder {
         self.buf(buf, Access::Write)
     }
 
     /// A pointer argument that is read and written.
     #[must_use]
-    pub fn read_write(self, buf: Buf) -> Launch {
+    pub fn read_write(self, buf: Buf) -> LaunchBuilder {
         self.buf(buf, Access::ReadWrite)
     }
 
     /// A pointer argument.
     #[must_use]
-    pub fn buf(mut self, buf: Buf, access: Access) -> Launch {
-        self.args.push(Arg::Buf(buf, access));
+    pub fn buf(mut self, buf: Buf, access: Access) -> LaunchBuilder {
+        self.launch.args.push(Arg::Buf(buf, access));
         self
     }
 
     /// A pointer argument that is null.
     #[must_use]
-    pub fn null(mut self) -> Launch {
-        self.args.push(Arg::Null);
+    pub fn null(mut self) -> LaunchBuilder {
+        self.launch.args.push(Arg::Null);
         self
     }
 
     /// A pointer to a value that may differ at each replay.
     #[must_use]
-    pub fn slot<T: Pod>(self, slot: Slot<T>) -> Launch {
+    pub fn slot<T: Pod>(self, slot: Slot<T>) -> LaunchBuilder {
         self.buf(slot.buf(), Access::Read)
     }
 
     /// A pointer to such a value, which the kernel changes.
     #[must_use]
-    pub fn slot_mut<T: Pod>(self, slot: Slot<T>) -> Launch {
+    pub fn slot_mut<T: Pod>(self, slot: Slot<T>) -> LaunchBuilder {
         self.buf(slot.buf(), Access::ReadWrite)
     }
 
     /// A value that is frozen here.
     #[must_use]
-    pub fn baked<T: Pod>(mut self, value: Baked<T>) -> Launch {
-        self.args.push(Arg::Value(bytemuck::bytes_of(&value.0).to_vec()));
+    pub fn baked<T: Pod>(mut self, value: Baked<T>) -> LaunchBuilder {
+        self.launch.args.push(Arg::Value(bytemuck::bytes_of(&value.0).to_vec()));
         self
     }
 
     /// Declares bytes that the kernel reaches other than through an argument, so that dependencies see them.
     #[must_use]
-    pub fn touches(mut self, buf: Buf, access: Access) -> Launch {
-        self.also.push((buf, access));
+    pub fn touches(mut self, buf: Buf, access: Access) -> LaunchBuilder {
+        self.launch.also.push((buf, access));
         self
     }
+}
 
-    /// The kernel.
-    #[must_use]
-    pub fn function(&self) -> &Function {
-        &self.function
-    }
-
+impl Launch {
     /// Step and kernel.
     #[must_use]
     pub fn origin(&self) -> Origin {
@@ -175,6 +219,11 @@ impl Launch {
             Arg::Null | Arg::Value(_) => None,
         });
         args.chain(self.also.iter().copied())
+    }
+
+    /// The kernel. Not public: a launch with other arguments would be one that nobody vouched for.
+    pub(crate) fn function(&self) -> &Function {
+        &self.function
     }
 
     /// The configuration, with overlap switched off where asked.

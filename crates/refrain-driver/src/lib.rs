@@ -6,13 +6,15 @@
 //! Invariant: one thread makes the calls of a context; only the watchdog and the health check have threads of their own.
 //! Threads that fill pinned memory make no calls.
 //! Invariant: no wait is without an end, and no panic crosses the API.
-//! Invariant: all `unsafe` of the CUDA side is here; this crate does not know what a tensor is.
+//! Invariant: what safe code can do touches only memory of live [`Memory`]s. What it takes on trust is `unsafe` to call:
+//! loading code ([`Module::load`]), vouching for a launch ([`LaunchBuilder::build`]), and the raw interfaces.
+//! Invariant: this crate does not know what a tensor is.
 //!
 //! # The life of a step
 //!
 //! ```
 //! use refrain_driver::{
-//!     Baked, Device, DeviceKind, Launch, Layout, Memory, Method, Module, RecordOptions, probe, sim::SimOptions,
+//!     Baked, Device, DeviceKind, LaunchBuilder, Layout, Memory, Method, Module, RecordOptions, probe, sim::SimOptions,
 //! };
 //!
 //! # fn main() -> Result<(), refrain_driver::DriverError> {
@@ -28,10 +30,12 @@
 //! let (x, y) = (memory.buf(x), memory.buf(y));
 //!
 //! // Warm: code is loaded before anything is recorded.
-//! // SAFETY: the one launch below touches 1024 words of each buffer it names, which is all they have.
+//! // SAFETY: the PTX text of this crate, as it is.
 //! let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }?;
 //! let add = module.function("refrain_probe_add")?;
-//! let double = Launch::new(&add, 4, 256).step("double").write(y).read(x).read(x).baked(Baked(1024_u32));
+//! let double = LaunchBuilder::new(&add, 4, 256).step("double").write(y).read(x).read(x).baked(Baked(1024_u32));
+//! // SAFETY: it reads and writes 1024 words of each buffer, which is all they have.
+//! let double = unsafe { double.build() };
 //!
 //! // Record: `q` can only enqueue. Nothing runs yet.
 //! let options = RecordOptions::named("double");
@@ -55,7 +59,7 @@
 //! | open a card or the simulation | [`Device`]; [`Context`] is the right to use it, on one thread |
 //! | own it from a thread and send that thread work, with deadlines | [`Device::spawn`], [`Worker`] |
 //! | lay out memory | [`Layout`], [`Memory`], [`Buf`], [`Slot`], [`Lease`] |
-//! | describe work | [`Module`], [`Function`], [`Launch`], [`Baked`], [`LibraryCall`] |
+//! | describe work | [`Module`], [`Function`], [`LaunchBuilder`], [`Launch`], [`Baked`], [`LibraryCall`] |
 //! | enqueue it | [`Queue`], handed out by [`Stream::run`] (at once) and [`Stream::record`] (as a graph) |
 //! | move bytes between replays | [`Stream::upload`], [`Stream::bulk`], [`Staging`], [`Stream::set`]; results through a [`Ring`] |
 //! | replay | [`Graph::replay`], [`Outputs`] |
@@ -84,6 +88,7 @@ mod device; // opening a device; who owns it
 mod worker; // the device thread
 
 mod memory; // planned memory and handles into it
+mod pinned; // what host and device touch at the same time
 mod ring; // pinned ring from the device
 mod staging; // pinned slots to the device
 
@@ -120,7 +125,7 @@ pub use error::{DriverError, Lost, Origin};
 pub use event::Event;
 pub use graph::{Graph, GraphInfo, Outputs};
 pub use health::Health;
-pub use launch::{Access, Baked, Dim, Launch};
+pub use launch::{Access, Baked, Dim, Launch, LaunchBuilder};
 pub use memory::{Buf, Layout, Lease, Memory, Region, Slot};
 pub use module::{Function, Module};
 pub use queue::{LibraryCall, LibraryStream, Queue};

@@ -152,7 +152,7 @@ impl Memory {
             last_user: Mutex::new(None),
         };
         for (name, bytes, kind) in &layout.regions {
-            let size = (*bytes).max(MIN_REGION_BYTES);
+            let size = crate::pinned::whole_words((*bytes).max(MIN_REGION_BYTES));
             let got = match kind {
                 Kind::Inherited(region) => {
                     let inherited = before.and_then(|m| m.regions.get(region.0 as usize));

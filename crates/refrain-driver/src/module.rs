@@ -20,10 +20,8 @@ impl Module {
     /// Loads a cubin, a fatbin or PTX text; refused while something records.
     ///
     /// # Safety
-    /// Every launch that safe code can build from this module's functions touches only the bytes of the buffers that
-    /// the launch names, as it declares them. A launch checks number and size of arguments, not what the kernel does
-    /// with them: whoever loads kernels keeps their [`Function`]s behind launchers that do. (On the simulated device
-    /// every access is checked anyway.)
+    /// `image` is what a compiler for the device made, unchanged: the driver does not check machine code. What kernels do
+    /// when they are launched is vouched for launch by launch ([`crate::LaunchBuilder::build`]).
     pub unsafe fn load(ctx: &Context, name: &str, image: &[u8]) -> Result<Arc<Module>, DriverError> {
         let shared = ctx.shared();
         shared.refuse_while_recording("module load", image.len() as u64)?;
@@ -89,7 +87,8 @@ impl fmt::Debug for Module {
     }
 }
 
-/// A kernel, with what is known about it. Cheap to clone.
+/// A kernel, with what is known about it. Cheap to clone. Launching it takes [`crate::LaunchBuilder::build`], which is
+/// `unsafe`.
 #[derive(Clone)]
 pub struct Function {
     inner: Arc<Inner>,

@@ -215,7 +215,7 @@ fn capture_library(
     // Named before the call and unnamed after it, also when it panics: the watchdog must not ask for a stream that
     // is gone.
     let named = Named::new(job, side);
-    let mut stream = LibraryStream { shared: job.shared, memory: job.memory, stream: side };
+    let mut stream = LibraryStream { memory: job.memory, stream: side };
     let outcome = (call.run)(&mut stream);
     drop(named);
     let ended = capture.end();

@@ -60,15 +60,22 @@ impl std::fmt::Debug for LibraryCall<'_> {
     }
 }
 
-/// What a library call is given: the stream to enqueue on, and addresses.
+/// What a library call is given: the stream to enqueue on, and addresses. Both are numbers: using them takes the library's
+/// own `unsafe` interface, and with it the duty to keep alive what the work points at ([`LibraryCall::keep`]).
+///
+/// ```compile_fail,E0599
+/// # use refrain_driver::{DriverError, Launch, LibraryStream};
+/// fn launch(stream: &mut LibraryStream<'_>, launch: &Launch) -> Result<(), DriverError> {
+///     stream.launch(launch) // nothing would keep the kernel's module for later replays
+/// }
+/// ```
 pub struct LibraryStream<'a> {
-    pub(crate) shared: &'a Arc<Shared>,
     pub(crate) memory: &'a Memory,
     pub(crate) stream: StreamHandle,
 }
 
 impl LibraryStream<'_> {
-    /// The driver's stream, as a number. Using it takes the library's own `unsafe` interface; the call may only enqueue.
+    /// The driver's stream, as a number. The call may only enqueue.
     #[must_use]
     pub fn raw(&self) -> u64 {
         self.stream.0
@@ -77,14 +84,6 @@ impl LibraryStream<'_> {
     /// The address of a buffer, as a number.
     pub fn address(&self, buf: Buf) -> Result<u64, DriverError> {
         Ok(self.memory.resolve(buf)?.address())
-    }
-
-    /// Launches a kernel of ours on that stream: what a library does, without one.
-    pub fn launch(&mut self, launch: &Launch) -> Result<(), DriverError> {
-        let mut params = Vec::new();
-        launch.pack(self.shared, self.memory, &mut params)?;
-        let (function, config) = (launch.function().handle(), launch.config(false));
-        self.shared.call("cuLaunchKernelEx", |api| api.launch(function, &config, self.stream, &params))
     }
 }
 
@@ -250,13 +249,11 @@ impl Queue for StreamSink<'_> {
         for buf in call.reads.iter().chain(&call.writes) {
             self.memory.resolve(*buf)?;
         }
-        let (shared, memory, stream) = (self.shared, self.memory, self.stream);
+        let (memory, stream) = (self.memory, self.stream);
         if let Some(keep) = &call.keep {
             self.keep.add_dyn(keep);
         }
-        self.step(NodeKind::Child, library_origin(call), || {
-            (call.run)(&mut LibraryStream { shared, memory, stream })
-        })
+        self.step(NodeKind::Child, library_origin(call), || (call.run)(&mut LibraryStream { memory, stream }))
     }
 }
 

@@ -40,7 +40,7 @@ pub struct RecordOptions {
     pub name: String,
     /// The watchdog breaks the recording off after this long.
     pub limit: Duration,
-    /// Whether [`crate::Launch::pdl`] is honoured.
+    /// Whether [`crate::LaunchBuilder::pdl`] is honoured.
     pub overlap: bool,
     /// Captures in GLOBAL mode instead of THREAD_LOCAL: unsafe calls of other threads then break the capture too. For
     /// tests.

@@ -13,12 +13,13 @@
 //! the host sends no step for which [`Ring::reserve`] has no room, so an entry is never written before it was taken.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::api::HostPtr;
 use crate::error::DriverError;
 use crate::memory::{Buf, Memory, Place, Region};
+use crate::pinned;
 use crate::protocol::entries::{Entries, Next};
 use crate::stream::Stream;
 
@@ -31,6 +32,8 @@ pub struct Ring {
     words: Words,
     buf: Buf,
     payload_bytes: usize,
+    /// Bytes from one entry to the next.
+    stride: u64,
     n_entries: u64,
     entries: Entries,
 }
@@ -43,19 +46,27 @@ struct Words {
 }
 
 impl Ring {
-    /// Bytes from one entry to the next.
+    /// Bytes from one entry to the next; `None` when no address space holds it.
     #[must_use]
-    pub const fn stride(payload_bytes: usize) -> u64 {
-        (8 + payload_bytes as u64).next_multiple_of(16)
+    pub const fn stride(payload_bytes: usize) -> Option<u64> {
+        match (payload_bytes as u64).checked_add(8) {
+            Some(bytes) => bytes.checked_next_multiple_of(16),
+            None => None,
+        }
     }
 
-    /// Bytes a ring needs, for the layout.
+    /// Bytes a ring needs, for the layout; `None` when no address space holds it.
     #[must_use]
-    pub const fn bytes(n_entries: u32, payload_bytes: usize) -> u64 {
-        RING_HEADER_BYTES + n_entries as u64 * Ring::stride(payload_bytes)
+    pub const fn bytes(n_entries: u32, payload_bytes: usize) -> Option<u64> {
+        let Some(stride) = Ring::stride(payload_bytes) else { return None };
+        match stride.checked_mul(n_entries as u64) {
+            Some(entries) => entries.checked_add(RING_HEADER_BYTES),
+            None => None,
+        }
     }
 
-    /// A ring over a pinned region that no other ring uses.
+    /// A ring over a pinned region that no other ring uses. [`DriverError::OutOfRange`] when the region is not pinned or too
+    /// small, and when the ring would fit in none.
     pub fn new(
         memory: &Arc<Memory>,
         region: Region,
@@ -63,14 +74,16 @@ impl Ring {
         payload_bytes: usize,
     ) -> Result<Ring, DriverError> {
         let buf = memory.buf(region);
-        let need = Ring::bytes(n_entries, payload_bytes);
-        let base = match memory.resolve(buf)? {
-            Place::Host(base) if n_entries > 0 && need <= buf.len() => base,
-            Place::Host(_) | Place::Device(_) => {
+        let (need, stride) = (Ring::bytes(n_entries, payload_bytes), Ring::stride(payload_bytes));
+        let (base, stride) = match (memory.resolve(buf)?, need, stride) {
+            (Place::Host(base), Some(need), Some(stride)) if n_entries > 0 && need <= buf.len() => {
+                (base, stride)
+            }
+            (Place::Host(_) | Place::Device(_), ..) => {
                 return Err(DriverError::OutOfRange {
                     what: "the pinned region of a ring".to_owned(),
                     offset: 0,
-                    len: need,
+                    len: need.unwrap_or(u64::MAX),
                     bytes: buf.len(),
                 });
             }
@@ -82,6 +95,7 @@ impl Ring {
             words: Words { memory: Arc::clone(memory), base },
             buf,
             payload_bytes,
+            stride,
             n_entries: u64::from(n_entries),
             entries: Entries::new(u64::from(n_entries)),
         };
@@ -135,9 +149,8 @@ impl Ring {
             });
         }
         let entry = self.entry(self.entries.next_idx());
-        let from = HostPtr(self.words.base.0 + entry + 8);
         let (seq, consumed) = (self.words.at(entry), self.words.at(0));
-        match self.entries.take(seq, consumed, || read_pinned(from, payload)) {
+        match self.entries.take(seq, consumed, || self.words.read(entry + 8, payload)) {
             Next::Taken(seq) => Ok(Some(seq)),
             Next::Pending => Ok(None),
             Next::Overrun { expected, found } => Err(DriverError::RingOverrun { expected, found }),
@@ -174,7 +187,7 @@ impl Ring {
     }
 
     fn entry(&self, index: u64) -> u64 {
-        RING_HEADER_BYTES + index * Ring::stride(self.payload_bytes)
+        RING_HEADER_BYTES + index * self.stride
     }
 }
 
@@ -182,22 +195,19 @@ impl Words {
     fn at(&self, offset: u64) -> &AtomicU64 {
         // SAFETY: `offset` is 0 or an entry's start, so `offset + 8` is inside the pinned region (`Ring::new` checked
         // its size) and 8-byte aligned (the region is, and offsets are multiples of 16). `self.memory` keeps it
-        // allocated, and the host touches a ring's region only atomically.
-        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset as usize).cast()) }
+        // allocated, and the host touches pinned regions only through `pinned`.
+        unsafe { pinned::word(HostPtr(self.base.0 + offset)) }
+    }
+
+    /// Reads the bytes at an offset, which a kernel may be writing.
+    fn read(&self, offset: u64, to: &mut [u8]) {
+        // SAFETY: as for `at`: `Ring::try_take` asks for the payload of an entry, and regions are of whole words.
+        unsafe { pinned::read(HostPtr(self.base.0 + offset), to) }
     }
 }
 
 impl Drop for Ring {
     fn drop(&mut self) {
         self.words.memory.give_region(self.buf);
-    }
-}
-
-/// Reads pinned bytes that a kernel may be writing: every byte atomically, so the worst is a torn value.
-pub(crate) fn read_pinned(from: HostPtr, to: &mut [u8]) {
-    for (i, byte) in to.iter_mut().enumerate() {
-        // SAFETY: callers pass a range inside a pinned region of a `Memory` they keep alive, and the host never
-        // writes there other than atomically.
-        *byte = unsafe { AtomicU8::from_ptr(from.as_ptr().add(i)) }.load(Ordering::Relaxed);
     }
 }

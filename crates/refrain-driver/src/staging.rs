@@ -2,21 +2,35 @@
 
 use std::sync::Arc;
 
-use crate::api::{DevicePtr, HostPtr};
+use crate::api::{Api, DevicePtr, HostPtr, Raw};
 use crate::device::Context;
 use crate::error::DriverError;
 use crate::event::Event;
 use crate::shared::{Garbage, Shared};
-use crate::stream::Stream;
+use crate::stream::{Sent, Stream};
 
 /// A few pinned slots of equal size, used in turn. A slot is written again only when the copy out of it is done.
 pub struct Staging {
     pinned: Arc<Pinned>,
     slot_bytes: usize,
-    /// One per slot: set after the copy that last used it.
-    events: Vec<Arc<Event>>,
-    used: Vec<bool>,
+    slots: Vec<Slot>,
     next: usize,
+}
+
+struct Slot {
+    /// Recorded behind the copy that used the slot last.
+    event: Event,
+    state: SlotState,
+}
+
+/// What must have happened before a slot is written again.
+enum SlotState {
+    /// Nothing.
+    Idle,
+    /// Its event has passed.
+    Marked,
+    /// A copy was sent and its event could not be recorded: everything on that stream up to here is done.
+    Unmarked(Sent),
 }
 
 /// A pinned allocation, kept by whoever sent a copy that uses it.
@@ -47,9 +61,9 @@ impl Staging {
         shared.refuse_while_recording("pinned allocation", bytes)?;
         let ptr = shared.call("cuMemAllocHost", |api| api.alloc_host(bytes))?;
         let pinned = Arc::new(Pinned { shared: Arc::clone(shared), ptr });
-        let events =
-            (0..n_slots).map(|_| Event::new(shared, false).map(Arc::new)).collect::<Result<_, _>>()?;
-        Ok(Staging { pinned, slot_bytes, events, used: vec![false; n_slots], next: 0 })
+        let slot = |_| Ok(Slot { event: Event::new(shared, false)?, state: SlotState::Idle });
+        let slots = (0..n_slots).map(slot).collect::<Result<_, DriverError>>()?;
+        Ok(Staging { pinned, slot_bytes, slots, next: 0 })
     }
 
     /// Bytes a slot holds.
@@ -78,14 +92,14 @@ impl Staging {
         }
         let (slot, from) = self.acquire(stream)?;
         // SAFETY: `from` is a slot of `slot_bytes >= bytes.len()` bytes of our pinned allocation, and `acquire` has
-        // seen the event after its last copy, so neither the device nor anyone else uses it.
+        // seen that its last copy is done, so neither the device nor anyone else uses it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), from.as_ptr(), bytes.len()) };
         self.send_slot(stream, slot, from, to, bytes.len() as u64)
     }
 
     /// Copies the first `bytes` of an acquired slot, which is full, to `to`.
     pub(crate) fn send_slot(
-        &self,
+        &mut self,
         stream: &mut Stream,
         slot: usize,
         from: HostPtr,
@@ -93,12 +107,11 @@ impl Staging {
         bytes: u64,
     ) -> Result<(), DriverError> {
         let handle = stream.handle();
-        stream.shared().call("cuMemcpyHtoDAsync", |api| {
-            // SAFETY: the slot is not written before its event, recorded behind this copy, has passed (`acquire`), and
-            // the stream keeps the allocation until it has waited for its work.
+        self.use_slot(stream, slot, "cuMemcpyHtoDAsync", |api| {
+            // SAFETY: the slot is not written before this copy is known to be done (`acquire`), and the stream keeps the
+            // allocation until it has waited for its work.
             unsafe { api.memcpy_htod_async(to, from, bytes, handle) }
-        })?;
-        self.release(stream, slot)
+        })
     }
 
     /// Copies device bytes to the host, through the slots, and waits for them.
@@ -114,11 +127,10 @@ impl Staging {
             let handle = stream.handle();
             // SAFETY: `acquire` has seen the slot idle, it is as large as `part`, and the stream keeps the
             // allocation until it has waited for its work.
-            stream.shared().call("cuMemcpyDtoHAsync", |api| unsafe {
+            self.use_slot(stream, slot, "cuMemcpyDtoHAsync", |api| unsafe {
                 api.memcpy_dtoh_async(to, at, part.len() as u64, handle)
             })?;
-            self.release(stream, slot)?;
-            self.events[slot].wait(stream.limit())?;
+            self.slots[slot].event.wait(stream.limit())?;
             // SAFETY: the copy into the slot is done (its event has passed) and nobody else writes the slot.
             unsafe { std::ptr::copy_nonoverlapping(to.as_ptr(), part.as_mut_ptr(), part.len()) };
             at = at.add(part.len() as u64);
@@ -128,7 +140,7 @@ impl Staging {
 
     /// Slots there are.
     pub(crate) fn n_slots(&self) -> usize {
-        self.events.len()
+        self.slots.len()
     }
 
     /// The next slot, once it is free: whoever acquired it before must have sent it.
@@ -136,24 +148,40 @@ impl Staging {
         if !Arc::ptr_eq(&self.pinned.shared, stream.shared()) {
             return Err(DriverError::ForeignDevice { what: "the staging memory" });
         }
-        let slot = self.next;
-        if self.used[slot] {
-            self.events[slot].wait(stream.limit())?;
+        let index = self.next;
+        let slot = &mut self.slots[index];
+        match &slot.state {
+            SlotState::Idle => {}
+            SlotState::Marked => slot.event.wait(stream.limit())?,
+            SlotState::Unmarked(sent) => stream.wait_for_sent(sent, "the staging memory")?,
         }
-        self.next = (slot + 1) % self.events.len();
-        // In use from here on, also when the copy fails half way.
-        self.used[slot] = true;
+        slot.state = SlotState::Idle;
+        self.next = (index + 1) % self.slots.len();
         stream.keep.add(&self.pinned);
-        Ok((slot, HostPtr(self.pinned.ptr.0 + (slot * self.slot_bytes) as u64)))
+        Ok((index, HostPtr(self.pinned.ptr.0 + (index * self.slot_bytes) as u64)))
     }
 
-    fn release(&self, stream: &mut Stream, slot: usize) -> Result<(), DriverError> {
-        stream.record_event(&self.events[slot])
+    /// Sends a copy that uses an acquired slot, and marks its end.
+    fn use_slot(
+        &mut self,
+        stream: &mut Stream,
+        slot: usize,
+        call: &'static str,
+        copy: impl FnOnce(&dyn Api) -> Raw<()>,
+    ) -> Result<(), DriverError> {
+        let slot = &mut self.slots[slot];
+        // In use from here on: a call that fails may have sent the copy, and an event that was not recorded again still
+        // says that the copy before is done.
+        slot.state = SlotState::Unmarked(stream.next_sent());
+        stream.shared().call(call, copy)?;
+        stream.record_event(&slot.event)?;
+        slot.state = SlotState::Marked;
+        Ok(())
     }
 }
 
 impl std::fmt::Debug for Staging {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Staging ({} slots of {} bytes)", self.events.len(), self.slot_bytes)
+        write!(f, "Staging ({} slots of {} bytes)", self.slots.len(), self.slot_bytes)
     }
 }

@@ -37,6 +37,13 @@ pub struct Stream {
     transfers: Option<Staging>,
 }
 
+/// A point in what was sent to a stream.
+#[derive(Clone, Debug)]
+pub(crate) struct Sent {
+    progress: Arc<Progress>,
+    n: u64,
+}
+
 /// How far a stream is known to be, for those who must know that its work on a memory is done.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
@@ -106,7 +113,7 @@ impl Stream {
     /// Runs work at once, in order. The same closure can be recorded. When it fails half way, what it enqueued before
     /// still runs.
     ///
-    /// `overlap` says whether [`crate::Launch::pdl`] is honoured; a run to compare with has it off.
+    /// `overlap` says whether [`crate::LaunchBuilder::pdl`] is honoured; a run to compare with has it off.
     pub fn run<'l>(
         &mut self,
         lease: &'l mut Lease,
@@ -208,7 +215,9 @@ impl Stream {
             }
             Place::Host(from) => {
                 self.synchronize()?;
-                crate::ring::read_pinned(from, bytes);
+                // SAFETY: `resolve` found the range in a pinned region, which is of whole words, is kept by the lease and is
+                // touched by the host only this way.
+                unsafe { crate::pinned::read(from, bytes) };
                 Ok(())
             }
         }
@@ -287,6 +296,23 @@ impl Stream {
         lease.enter(&self.progress, self.n_sent)?;
         self.keep.add(lease.memory());
         Ok(())
+    }
+
+    /// The point behind the work that is about to be sent.
+    pub(crate) fn next_sent(&mut self) -> Sent {
+        self.n_sent += 1;
+        Sent { progress: Arc::clone(&self.progress), n: self.n_sent }
+    }
+
+    /// Waits until a point is passed. On another stream it must have been waited for: nothing here can wait for that.
+    pub(crate) fn wait_for_sent(&mut self, sent: &Sent, what: &str) -> Result<(), DriverError> {
+        if sent.progress.reached(sent.n) {
+            return Ok(());
+        }
+        if !Arc::ptr_eq(&sent.progress, &self.progress) {
+            return Err(DriverError::LeaseBusy { name: what.to_owned() });
+        }
+        self.synchronize()
     }
 
     fn take_transfers(&mut self) -> Result<Staging, DriverError> {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Bed, faults};
-use refrain_driver::api::{Api, StreamHandle};
+use refrain_driver::api::{DevicePtr, StreamHandle};
 use refrain_driver::sim::{Call, SimDriver, SimOptions};
 use refrain_driver::{
     CaptureStatus, Code, Device, DriverError, Health, Layout, LibraryCall, Memory, Method, Module, NodeKind,
@@ -255,18 +255,16 @@ fn row_16_a_driver_call_that_does_not_return_is_reported_to_the_caller() {
 both! {
     /// Row 17.
     fn row_17_a_graph_that_holds_memory_nodes_is_rejected(bed) {
-        let api: Arc<dyn Api> = match &bed.sim {
-            Some(sim) => sim.api(),
-            // SAFETY: it is only given the stream that is being captured, by the library call that was handed it.
-            None => unsafe { refrain_driver::raw_driver() }.unwrap(),
-        };
+        let api = bed.api();
         let census = bed.device.census();
         for method in METHODS {
             let step = bed.step.clone();
             let allocates = |s: &mut refrain_driver::LibraryStream<'_>| {
                 // What a library would do behind our back.
-                api.alloc_async(256, StreamHandle(s.raw())).unwrap();
-                s.launch(&step.fill(step.b, 1))
+                let (stream, b) = (StreamHandle(s.raw()), DevicePtr(s.address(step.b)?));
+                api.alloc_async(256, stream).unwrap();
+                api.memset_async(b, 1, step.b.len(), stream).unwrap();
+                Ok(())
             };
             let call = LibraryCall {
                 step: Arc::from("gemm"),
@@ -391,7 +389,7 @@ fn row_19_uploads_while_another_thread_records_on_the_simulated_device() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn row_19_uploads_while_another_thread_records_on_a_gpu() {
     let _turn = common::gpu_turn();
     uploads_while_recording(&Device::open(refrain_driver::DeviceKind::Cuda(0)).unwrap());

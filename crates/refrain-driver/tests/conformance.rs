@@ -497,12 +497,14 @@ fn the_simulated_device_answers_every_row_as_measured() {
         [(1, Schedule::Seeded), (2, Schedule::Lazy), (3, Schedule::Eager), (4, Schedule::Seeded)]
     {
         let sim = simulated(seed, schedule);
-        let ctx = sim.primary_ctx_retain(0).expect("context");
-        let mismatches = [check_table(&sim, ctx, TABLE), check_table(&sim, ctx, MORE)].concat();
+        // SAFETY: the handles passed are those the device returned, and each is destroyed once, in `Bench::clean_up`.
+        let api = unsafe { sim.api() };
+        let ctx = api.primary_ctx_retain(0).expect("context");
+        let mismatches = [check_table(&*api, ctx, TABLE), check_table(&*api, ctx, MORE)].concat();
         assert!(mismatches.is_empty(), "{} with {schedule:?}:\n{}", mismatches.len(), mismatches.join("\n"));
-        sim.primary_ctx_release(0).expect("release");
+        api.primary_ctx_release(0).expect("release");
         assert_eq!(sim.stats().live, Default::default(), "something leaked with {schedule:?}");
-        assert_eq!(sim.take_reports(), Vec::<String>::new());
+        assert_eq!(api.take_reports(), Vec::<String>::new());
     }
 }
 
@@ -510,8 +512,10 @@ fn the_simulated_device_answers_every_row_as_measured() {
 fn a_device_that_answers_differently_is_noticed_in_every_row_it_touches() {
     let sim = simulated(5, Schedule::Seeded);
     sim.inject("on every alloc during capture: fail 1".parse().expect("script"));
-    let ctx = sim.primary_ctx_retain(0).expect("context");
-    let mismatches = check_table(&sim, ctx, TABLE);
+    // SAFETY: as above.
+    let api = unsafe { sim.api() };
+    let ctx = api.primary_ctx_retain(0).expect("context");
+    let mismatches = check_table(&*api, ctx, TABLE);
     // Own and foreign allocation: three modes on a non-blocking stream, and foreign ones on a blocking stream.
     let rows: std::collections::BTreeSet<&str> =
         mismatches.iter().filter_map(|m| m.split_once(": ").map(|(line, _)| line)).collect();
@@ -519,7 +523,7 @@ fn a_device_that_answers_differently_is_noticed_in_every_row_it_touches() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn the_real_driver_answers_every_row_as_measured() {
     // SAFETY: the handles passed are those the driver returned, and each is destroyed once, in `Bench::clean_up`.
     let api = unsafe { refrain_driver::raw_driver() }.expect("a CUDA driver");

@@ -68,7 +68,7 @@ fn a_machine_without_a_gpu_gets_a_row_that_says_what_is_missing() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn everything_works_on_a_gpu() {
     let rows = examine(DeviceKind::Cuda(0));
     print(&rows);

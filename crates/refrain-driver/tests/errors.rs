@@ -96,7 +96,7 @@ fn a_device_number_that_does_not_exist_names_how_many_there_are() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn a_card_that_does_not_exist_is_named_with_how_many_there_are() {
     let error = Device::open(DeviceKind::Cuda(99)).unwrap_err();
     assert!(matches!(error, DriverError::NoSuchDevice { ordinal: 99, .. }), "{error}");

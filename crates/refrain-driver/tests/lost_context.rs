@@ -5,14 +5,16 @@ mod common;
 use std::time::Duration;
 
 use common::Bed;
-use refrain_driver::{Baked, Code, Health, Launch, Method, RecordOptions};
+use refrain_driver::{Baked, Code, Health, LaunchBuilder, Method, RecordOptions};
 
 fn lose(mut bed: Bed) {
     let good = bed.record(Method::Stream).unwrap();
     bed.check_replay(&good, 1).unwrap();
     // An address that no allocation has.
-    let poke =
-        Launch::new(&bed.function("poke"), 1, 1).step("layer 3").baked(Baked(64_u64)).baked(Baked(1_u32));
+    let poke = LaunchBuilder::new(&bed.function("poke"), 1, 1).step("layer 3").baked(Baked(64_u64));
+    // SAFETY: it breaks the contract, and that is the test: nothing is mapped at that address, so the device faults before it
+    // writes anything.
+    let poke = unsafe { poke.baked(Baked(1_u32)).build() };
     let options = RecordOptions::named("faulty");
     let bad = bed.stream.record(&bed.memory, Method::Nodes, &options, |q| q.launch(&poke)).unwrap();
     let sent = bad.replay(&mut bed.lease, &mut bed.stream).map(|_| ());
@@ -34,7 +36,7 @@ fn a_fault_in_a_replay_is_final_and_names_the_graph_on_the_simulated_device() {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn a_fault_in_a_replay_is_final_and_names_the_graph_on_a_gpu() {
     lose(Bed::gpu());
 }

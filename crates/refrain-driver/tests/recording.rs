@@ -5,11 +5,12 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{BYTES, Bed, N};
+use common::{BYTES, Bed, N, built};
+use refrain_driver::api::{DevicePtr, StreamHandle};
 use refrain_driver::sim::{Schedule, SimDriver, SimOptions};
 use refrain_driver::{
-    Access, Baked, Buf, Device, DriverError, EdgeKind, Launch, Layout, LibraryCall, Memory, Method, Module,
-    NodeKind, RecordOptions, Ring, Staging, probe,
+    Access, Baked, Buf, Device, DriverError, EdgeKind, LaunchBuilder, Layout, LibraryCall, Memory, Method,
+    Module, NodeKind, RecordOptions, Ring, Staging, probe,
 };
 
 const METHODS: [Method; 2] = [Method::Stream, Method::Nodes];
@@ -32,7 +33,8 @@ both! {
         let step = bed.step.clone();
         let half = |b: Buf, i: u64| b.slice(i * BYTES / 2, BYTES / 2).unwrap();
         let fill = |dst: Buf, value: u32| {
-            Launch::new(&step.fill, N / 128, 64).write(dst).baked(Baked(value)).baked(Baked(N / 2))
+            let fill = LaunchBuilder::new(&step.fill, N / 128, 64);
+            built(fill.write(dst).baked(Baked(value)).baked(Baked(N / 2)))
         };
         let options = RecordOptions::named("halves");
         let graph = bed.stream.record(&bed.memory, Method::Nodes, &options, |q| {
@@ -57,11 +59,13 @@ both! {
         if bed.device.backend() == "cuda" && bed.device.info().compute < (9, 0) {
             panic!("this test needs a card of compute capability 9.0");
         }
-        // SAFETY: the launches below cover the buffers they name, `N` words each.
+        // SAFETY: the crate's own PTX text.
         let add = unsafe { Module::load(&bed.ctx, "overlap", probe::PROBE_OVERLAP_PTX) }.unwrap();
         let add = add.function("refrain_probe_add_pdl").unwrap();
         let step = bed.step.clone();
-        let pdl = |dst, x, y| Launch::new(&add, N / 64, 64).write(dst).read(x).read(y).baked(Baked(N)).pdl();
+        let pdl = |dst, x, y| {
+            built(LaunchBuilder::new(&add, N / 64, 64).write(dst).read(x).read(y).baked(Baked(N)).pdl())
+        };
         let work = |q: &mut dyn refrain_driver::Queue| {
             q.launch(&pdl(step.b, step.a, step.a))?;
             q.launch(&pdl(step.c, step.b, step.a))?;
@@ -87,18 +91,21 @@ both! {
 both! {
     fn a_library_call_becomes_a_child_graph_that_waits_like_any_node(bed) {
         let step = bed.step.clone();
+        let api = bed.api();
         let handle: Arc<dyn std::any::Any + Send + Sync> = Arc::new("the library's handle");
         let weak = Arc::downgrade(&handle);
         let call = LibraryCall {
             step: Arc::from("gemm"),
             name: Arc::from("library"),
             reads: vec![step.b],
-            writes: vec![step.c],
+            writes: vec![step.c, step.e],
             keep: Some(handle),
             run: &|s| {
-                assert!(s.raw() != 0 && s.address(step.c)? != 0);
-                s.launch(&step.add(step.c, step.b, step.b))?;
-                s.launch(&step.add(step.c, step.c, step.b))
+                let stream = StreamHandle(s.raw());
+                let [b, c, e] = [s.address(step.b)?, s.address(step.c)?, s.address(step.e)?].map(DevicePtr);
+                api.memcpy_dtod_async(e, b, BYTES, stream).unwrap();
+                api.memcpy_dtod_async(c, e, BYTES, stream).unwrap();
+                Ok(())
             },
         };
         let mut graphs = Vec::new();
@@ -113,7 +120,7 @@ both! {
             for input in [2, 9] {
                 bed.set_input(input).unwrap();
                 graph.replay(&mut bed.lease, &mut bed.stream).unwrap();
-                assert!(bed.read(step.d).unwrap().iter().all(|&v| v == 7 * input), "{method}");
+                assert!(bed.read(step.d).unwrap().iter().all(|&v| v == 3 * input), "{method}");
             }
             graphs.push(graph);
         }
@@ -137,10 +144,25 @@ both! {
     }
 }
 
+#[test]
+fn a_ring_that_no_memory_holds_is_an_error() {
+    assert_eq!(Ring::bytes(4, 4), Some(64 + 4 * 16));
+    let bed = Bed::sim();
+    let mut layout = Layout::new("ring");
+    let region = layout.pinned("ring", 256);
+    let memory = Memory::plan(&bed.ctx, &layout).unwrap();
+    for (n_entries, payload_bytes) in [(u32::MAX, usize::MAX / 2), (1, usize::MAX), (u32::MAX, 1 << 31)] {
+        let ring = Ring::new(&memory, region, n_entries, payload_bytes);
+        assert!(matches!(ring, Err(DriverError::OutOfRange { .. })), "{ring:?}");
+    }
+    assert_eq!([Ring::bytes(u32::MAX, usize::MAX / 2), Ring::bytes(1, usize::MAX)], [None; 2]);
+    assert!(Ring::new(&memory, region, 4, 4).is_ok());
+}
+
 both! {
     fn results_come_through_the_ring_in_order_without_a_wait(bed) {
         let mut layout = Layout::new("ring");
-        let (ring, count, token) = (layout.pinned("ring", Ring::bytes(4, 4)), layout.device("count", 8), layout.device("token", 4));
+        let (ring, count, token) = (layout.pinned("ring", Ring::bytes(4, 4).unwrap()), layout.device("count", 8), layout.device("token", 4));
         let memory = Memory::plan(&bed.ctx, &layout).unwrap();
         let mut lease = memory.lease().unwrap();
         let region = ring;
@@ -149,12 +171,13 @@ both! {
         let (count, token) = (memory.buf(count), memory.buf(token));
         bed.stream.run(&mut lease, true, |q| q.fill(count, 0)).unwrap();
         let mut staging = Staging::new(&bed.ctx, 3, 64).unwrap();
-        let launch = Launch::new(&bed.function("publish"), 1, 1)
+        let launch = LaunchBuilder::new(&bed.function("publish"), 1, 1)
             .read_write(ring.buf())
             .read_write(count)
             .slot(token.slot::<u32>(0).unwrap())
             .baked(Baked(4_u32))
-            .baked(Baked(Ring::stride(4) as u32));
+            .baked(Baked(Ring::stride(4).unwrap() as u32));
+        let launch = built(launch);
         let options = RecordOptions::named("publish");
         let graph = bed.stream.record(&memory, Method::Stream, &options, |q| q.launch(&launch)).unwrap();
         let (mut sent, mut got) = (0_u32, Vec::new());
@@ -232,25 +255,29 @@ both! {
 both! {
     fn a_launch_is_checked_against_the_compiled_kernel(bed) {
         let step = bed.step.clone();
-        let run = |bed: &mut Bed, launch: Launch| {
+        let run = |bed: &mut Bed, launch: LaunchBuilder| {
+            let launch = built(launch);
             bed.stream.run(&mut bed.lease, true, |q| q.launch(&launch)).map(|_| ()).unwrap_err()
         };
-        let few = run(&mut bed, Launch::new(&step.fill, 1, 32).step("s").write(step.a).baked(Baked(1_u32)));
+        let few = LaunchBuilder::new(&step.fill, 1, 32).step("s").write(step.a).baked(Baked(1_u32));
+        let few = run(&mut bed, few);
         assert!(matches!(few, DriverError::ParamCount { expected: 3, given: 2, .. }), "{few}");
-        let wide = Launch::new(&step.fill, 1, 32).write(step.a).baked(Baked(1_u64)).baked(Baked(N));
+        let wide = LaunchBuilder::new(&step.fill, 1, 32).write(step.a).baked(Baked(1_u64)).baked(Baked(N));
         let wide = run(&mut bed, wide);
         assert!(matches!(wide, DriverError::ParamSize { index: 1, expected: 4, given: 8, .. }), "{wide}");
-        let good = || step.fill(step.a, 1);
-        let threads = Launch::new(&step.fill, 1, 4096).write(step.a).baked(Baked(1_u32)).baked(Baked(N));
+        let good = || step.filling(step.a, 1);
+        let threads = LaunchBuilder::new(&step.fill, 1, 4096);
+        let threads = threads.write(step.a).baked(Baked(1_u32)).baked(Baked(N));
         assert!(matches!(run(&mut bed, threads), DriverError::LaunchShape { what: "threads per block", .. }));
         let shared = run(&mut bed, good().shared(1 << 20));
         assert!(matches!(shared, DriverError::LaunchShape { what: "dynamic shared bytes", .. }), "{shared}");
         assert!(matches!(run(&mut bed, good().cluster(3)), DriverError::LaunchShape { .. }));
-        let grid = Launch::new(&step.fill, 0, 32).write(step.a).baked(Baked(1_u32)).baked(Baked(N));
+        let grid = LaunchBuilder::new(&step.fill, 0, 32).write(step.a).baked(Baked(1_u32)).baked(Baked(N));
         assert!(matches!(run(&mut bed, grid), DriverError::LaunchShape { what: "blocks", .. }));
-        let many = Launch::new(&step.fill, 10_000_000, 1024).write(step.a).baked(Baked(1_u32)).baked(Baked(N));
+        let many = LaunchBuilder::new(&step.fill, 10_000_000, 1024);
+        let many = many.write(step.a).baked(Baked(1_u32)).baked(Baked(N));
         assert!(matches!(run(&mut bed, many.cooperative()), DriverError::LaunchShape { what: "cooperative blocks", .. }));
-        bed.stream.run(&mut bed.lease, true, |q| q.launch(&good().cooperative())).unwrap();
+        bed.stream.run(&mut bed.lease, true, |q| q.launch(&built(good().cooperative()))).unwrap();
         let undeclared = run(&mut bed, good().touches(Memory::buf_of_nothing(), Access::Read));
         assert!(matches!(undeclared, DriverError::ForeignMemory { .. }));
         bed.check_good();
@@ -349,7 +376,7 @@ both! {
         let (start, end) = (bed.ctx.event().unwrap(), bed.ctx.event().unwrap());
         let mut other = bed.ctx.stream().unwrap();
         bed.stream.record_event(&start).unwrap();
-        let spin = Launch::new(&bed.function("spin"), 1, 1).baked(Baked(2_000_000_u64));
+        let spin = built(LaunchBuilder::new(&bed.function("spin"), 1, 1).baked(Baked(2_000_000_u64)));
         bed.stream.run(&mut bed.lease, true, |q| q.launch(&spin)).unwrap();
         bed.stream.record_event(&end).unwrap();
         other.wait_event(&end).unwrap();

@@ -4,7 +4,7 @@ mod sim_common;
 
 use std::time::{Duration, Instant};
 
-use refrain_driver::api::{Api, CaptureMode, CaptureStatus, Code, ExecHandle};
+use refrain_driver::api::{CaptureMode, CaptureStatus, Code, ExecHandle};
 use refrain_driver::sim::{FaultScript, FaultScriptError};
 use sim_common::{Bench, PLAIN, fill_params};
 
@@ -166,14 +166,14 @@ fn a_call_that_hangs_leaves_other_threads_free_and_returns_when_released() {
         sim.ctx_set_current(Some(ctx))?;
         sim.stream_synchronize(s)
     });
-    assert!(b.sim.wait_until_hung(Duration::from_secs(10)));
-    assert_eq!(b.sim.stats().n_hung, 1);
+    assert!(b.driver.wait_until_hung(Duration::from_secs(10)));
+    assert_eq!(b.driver.stats().n_hung, 1);
     let p = b.words(1);
     b.fill(b.s, p, 4, 1).expect("another thread's launch");
     assert!(!waiting.is_finished());
-    b.sim.release_hung();
+    b.driver.release_hung();
     waiting.join().expect("no panic").expect("the wait succeeds");
-    assert_eq!(b.sim.stats().n_hung, 0);
+    assert_eq!(b.driver.stats().n_hung, 0);
 }
 
 #[test]
@@ -189,7 +189,7 @@ fn a_hang_can_have_an_end() {
 fn faults_can_be_added_later_and_count_from_then() {
     let b = Bench::with_faults("");
     b.words(1);
-    b.sim.inject(sim_common::script("from 2nd alloc: out of memory"));
+    b.driver.inject(sim_common::script("from 2nd alloc: out of memory"));
     b.words(1);
     for _ in 0..3 {
         assert_eq!(b.sim.alloc(4), Err(Code::OUT_OF_MEMORY));
@@ -222,10 +222,13 @@ fn a_script_takes_many_rules_comments_and_spellings() {
 fn rules_that_never_happened_are_told() {
     let b =
         Bench::with_faults("on 99th wait: fail 1; on every 3rd launch during capture : hang # twice unused");
-    assert_eq!(b.sim.unused_faults(), ["on 99th wait: fail 1", "on every 3rd launch during capture : hang"]);
-    b.sim.inject(FaultScript::parse("on 1st wait: fail 1").expect("a script"));
+    assert_eq!(
+        b.driver.unused_faults(),
+        ["on 99th wait: fail 1", "on every 3rd launch during capture : hang"]
+    );
+    b.driver.inject(FaultScript::parse("on 1st wait: fail 1").expect("a script"));
     assert_eq!(b.sim.stream_synchronize(b.s), Err(Code(1)));
-    assert_eq!(b.sim.unused_faults().len(), 2, "the new one happened");
+    assert_eq!(b.driver.unused_faults().len(), 2, "the new one happened");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 mod sim_common;
 
-use refrain_driver::api::{Api, Census, Code, CopyEnd, DevicePtr, HostPtr, StreamKind};
+use refrain_driver::api::{Census, Code, CopyEnd, DevicePtr, HostPtr, StreamKind};
 use refrain_driver::sim::{Call, Schedule, SimOptions};
 use sim_common::{Bench, options};
 
@@ -212,7 +212,7 @@ fn everything_is_counted_and_comes_back_to_nothing() {
         graphs: 1,
         execs: 1,
     };
-    assert_eq!(b.sim.stats().live, full);
+    assert_eq!(b.driver.stats().live, full);
     b.sim.free(p).expect("free");
     b.sim.free_host(host).expect("free");
     b.sim.event_destroy(event).expect("event");
@@ -220,11 +220,11 @@ fn everything_is_counted_and_comes_back_to_nothing() {
     b.sim.graph_destroy(graph).expect("graph");
     b.sim.module_unload(b.module).expect("module");
     b.sim.stream_destroy(b.s).expect("stream");
-    assert_eq!(b.sim.stats().live, Census { contexts: 1, ..Census::default() });
+    assert_eq!(b.driver.stats().live, Census { contexts: 1, ..Census::default() });
     b.sim.primary_ctx_release(0).expect("context");
-    assert_eq!(b.sim.stats().live, Census::default());
-    assert_eq!(b.sim.stats().n_calls(Call::Alloc), 1);
-    assert!(b.sim.stats().n_calls_total() >= 14);
+    assert_eq!(b.driver.stats().live, Census::default());
+    assert_eq!(b.driver.stats().n_calls(Call::Alloc), 1);
+    assert!(b.driver.stats().n_calls_total() >= 14);
 }
 
 #[test]
@@ -238,7 +238,7 @@ fn a_destroyed_context_takes_everything_in_it_along() {
     b.sim.ctx_destroy(own).expect("destroy");
     assert_eq!(b.sim.alloc(1), Err(Code::INVALID_CONTEXT), "none is current any more");
     b.sim.ctx_set_current(Some(b.ctx)).expect("back");
-    let live = b.sim.stats().live;
+    let live = b.driver.stats().live;
     assert_eq!((live.contexts, live.bytes, live.host_bytes, live.streams, live.events), (1, 0, 0, 1, 0));
     assert_eq!(b.sim.ctx_destroy(own), Err(Code::INVALID_CONTEXT));
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use refrain_driver::api::{
-    Api, CaptureMode, CaptureStatus, Code, EdgeKind, FunctionAttribute, LaunchConfig, NodeKind, StreamHandle,
+    CaptureMode, CaptureStatus, Code, EdgeKind, FunctionAttribute, LaunchConfig, NodeKind, StreamHandle,
     StreamKind,
 };
 use refrain_driver::sim::{Schedule, SimOptions};
@@ -122,7 +122,7 @@ fn a_stream_destroyed_with_work_left_still_finishes_it() {
     b.fill(other, p, 3, 1).expect("launch");
     b.sim.stream_destroy(other).expect("destroy");
     assert_eq!(b.sim.stream_synchronize(other), Err(Code::INVALID_HANDLE));
-    assert_eq!(b.sim.stats().live.streams, 1);
+    assert_eq!(b.driver.stats().live.streams, 1);
     b.sim.ctx_synchronize().expect("wait");
     assert_eq!(b.read(p, 1), [3]);
 }
@@ -238,6 +238,24 @@ fn a_programmatic_launch_that_reads_too_early_is_reported_on_a_stream() {
         let reports = b.reports();
         assert_eq!(reports.len(), races, "{reports:?}");
         assert!(reports.iter().all(|r| r.contains("before its dependency wait")), "{reports:?}");
+    }
+}
+
+#[test]
+fn an_early_read_reaches_back_to_the_last_launch_that_lets_the_next_one_start_late() {
+    for (between, races) in [("fill", 1), ("late", 0)] {
+        let b = Bench::lazy();
+        let (p, q, r) = (b.words(4), b.words(4), b.words(4));
+        b.fill(b.s, p, 1, 4).expect("launch");
+        b.sim.launch(b.function(between), &PROGRAMMATIC, b.s, &fill_params(q, 1, 4)).expect("launch");
+        b.sim.launch(b.function("early"), &PROGRAMMATIC, b.s, &early_params(r, p, 4)).expect("launch");
+        b.sim.stream_synchronize(b.s).expect("wait");
+        assert_eq!(b.reports().len(), races, "{between}");
+        // What that launch itself writes may still be under way.
+        b.sim.launch(b.function(between), &PROGRAMMATIC, b.s, &fill_params(q, 2, 4)).expect("launch");
+        b.sim.launch(b.function("early"), &PROGRAMMATIC, b.s, &early_params(r, q, 4)).expect("launch");
+        b.sim.stream_synchronize(b.s).expect("wait");
+        assert_eq!(b.reports().len(), 1, "{between}");
     }
 }
 

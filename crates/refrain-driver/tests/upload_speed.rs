@@ -8,7 +8,7 @@ use refrain_driver::{BulkOptions, Device, DeviceKind, DriverError, Layout, Memor
 const TENSORS: [(usize, usize); 3] = [(1, 525 << 20), (48, 32 << 20), (32, 8 << 20)];
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn prints_how_fast_uploads_in_bulk_are() {
     let device = Device::open(DeviceKind::Cuda(0)).unwrap();
     let ctx = device.context().unwrap();

@@ -1,8 +1,9 @@
 //! Uploads through pinned slots: some are filled, by one thread or several, while others are on their way.
 
-use refrain_driver::sim::{Call, Schedule, SimDriver, SimOptions};
+use refrain_driver::sim::{Call, FaultScript, Schedule, SimDriver, SimOptions};
 use refrain_driver::{
-    Baked, BulkOptions, Device, DeviceKind, DriverError, Launch, Layout, Memory, Module, probe,
+    Baked, BulkOptions, Device, DeviceKind, DriverError, LaunchBuilder, Layout, Memory, Module, Staging,
+    probe,
 };
 
 /// The size of a slot.
@@ -90,7 +91,7 @@ fn a_launch_in_bulk_sees_what_was_named_before_it_and_nothing_later() {
         let [staged, sums] = [("staged", 4096), ("sums", 4 * 4096)].map(|(n, b)| layout.device(n, b));
         let memory = Memory::plan(&ctx, &layout).unwrap();
         let [staged, sums] = [staged, sums].map(|r| memory.buf(r));
-        // SAFETY: every launch below touches 1024 words of each buffer it names, which is all they have.
+        // SAFETY: the crate's own PTX text.
         let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }.unwrap();
         let add = module.function("refrain_probe_add").unwrap();
         let rounds: Vec<Vec<u8>> = (1..=4_u32).map(|v| v.to_le_bytes().repeat(1024)).collect();
@@ -100,8 +101,10 @@ fn a_launch_in_bulk_sees_what_was_named_before_it_and_nothing_later() {
             for (i, bytes) in rounds.iter().enumerate() {
                 let to = sums.slice(4096 * i as u64, 4096)?;
                 bulk.push(staged, bytes)?;
-                let double = Launch::new(&add, 4, 256).step("double").write(to).read(staged).read(staged);
-                bulk.launch(double.baked(Baked(1024_u32)))?;
+                let double =
+                    LaunchBuilder::new(&add, 4, 256).step("double").write(to).read(staged).read(staged);
+                // SAFETY: it touches 1024 words of each buffer, which is all they have.
+                bulk.launch(unsafe { double.baked(Baked(1024_u32)).build() })?;
             }
             Ok(())
         });
@@ -141,4 +144,61 @@ fn a_transfer_that_fails_or_panics_half_way_ends_its_threads_and_the_next_one_wo
     stream.synchronize().unwrap();
     stream.download(&lease, buf, &mut back).unwrap();
     assert!(back == bytes);
+}
+
+/// One slot, a copy out of it whose event is not recorded, and another one right behind it.
+fn copies_when_an_event_fails(nth: u64) -> [Vec<u8>; 2] {
+    let sim = SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() });
+    let ctx = Device::simulated(&sim).unwrap().context().unwrap();
+    let mut stream = ctx.stream().unwrap();
+    let mut layout = Layout::new("uploads");
+    let regions = ["first", "second"].map(|name| layout.device(name, 64));
+    let memory = Memory::plan(&ctx, &layout).unwrap();
+    let (mut lease, [first, second]) = (memory.lease().unwrap(), regions.map(|r| memory.buf(r)));
+    let mut staging = Staging::new(&ctx, 1, 64).unwrap();
+    for _ in 1..nth {
+        stream.stage(&mut lease, &mut staging, first, &[9; 64]).unwrap();
+    }
+    sim.inject(FaultScript::parse("on 1st event_record: fail 999").unwrap());
+    let failed = stream.stage(&mut lease, &mut staging, first, &[1; 64]);
+    assert!(matches!(failed, Err(DriverError::Driver { call: "cuEventRecord", .. })), "{failed:?}");
+    stream.stage(&mut lease, &mut staging, second, &[2; 64]).unwrap();
+    assert_eq!(sim.unused_faults(), Vec::<String>::new());
+    [first, second].map(|buf| {
+        let mut back = vec![0; 64];
+        stream.download(&lease, buf, &mut back).unwrap();
+        back
+    })
+}
+
+#[test]
+fn a_slot_whose_event_was_not_recorded_is_not_written_before_its_copy_has_run() {
+    // The first copy out of a slot, whose event was never recorded, and a later one, whose event is an old one.
+    for nth in [1, 2] {
+        assert_eq!(copies_when_an_event_fails(nth), [[1; 64], [2; 64]], "copy {nth}");
+    }
+}
+
+#[test]
+fn a_slot_that_is_in_flight_on_another_stream_without_an_event_is_refused() {
+    let sim = SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() });
+    let ctx = Device::simulated(&sim).unwrap().context().unwrap();
+    let [mut one, mut other] = [(); 2].map(|()| ctx.stream().unwrap());
+    let [a, b] = ["a", "b"].map(|name| {
+        let mut layout = Layout::new(name);
+        let region = layout.device("bytes", 64);
+        let memory = Memory::plan(&ctx, &layout).unwrap();
+        (memory.lease().unwrap(), memory.buf(region))
+    });
+    let ((mut a_lease, a), (mut b_lease, b)) = (a, b);
+    let mut staging = Staging::new(&ctx, 1, 64).unwrap();
+    sim.inject(FaultScript::parse("on 1st event_record: fail 999").unwrap());
+    one.stage(&mut a_lease, &mut staging, a, &[1; 64]).unwrap_err();
+    let refused = other.stage(&mut b_lease, &mut staging, b, &[2; 64]);
+    assert!(matches!(refused, Err(DriverError::LeaseBusy { .. })), "{refused:?}");
+    one.synchronize().unwrap();
+    other.stage(&mut b_lease, &mut staging, b, &[2; 64]).unwrap();
+    let mut back = [0; 64];
+    other.download(&b_lease, b, &mut back).unwrap();
+    assert_eq!(back, [2; 64]);
 }

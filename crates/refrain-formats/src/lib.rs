@@ -1,7 +1,7 @@
 //! GGUF, safetensors, tokenizers and chat templates.
 //!
 //! Invariant: this crate knows no device and no network.
-#![deny(unsafe_code)] // but for the one function in `mmap` that maps a file
+#![deny(unsafe_code)] // but for `mmap`
 
 mod aligned;
 mod error;

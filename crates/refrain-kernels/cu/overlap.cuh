@@ -1,13 +1,16 @@
 // overlap.cuh: kernels that start before what they depend on has ended.
 //
-// Every kernel calls both, in every thread. The first as early as it can, unless what follows should find all
-// multiprocessors alike: attend.cu may leave it to its end, sample.cu calls it behind the wait. The second before it touches
-// anything that another kernel of a step writes. A kernel ends only after it waited, so waiting for one means waiting for
-// all before it. In between may be read: weights, which nothing writes in a step; guesses that are checked behind the wait;
-// what earlier steps left and this one does not write, the caches (both: attend.cu); and what the host sends before a step
-// (sample.cu, whose blocks leave before the wait if the parameters leave them nothing to do: its first one waits). A step
-// begins with gather.cu, which lets nothing start before its own wait has ended: what is behind it finds the steps before
-// complete. Before compute capability 9.0 nothing overlaps and both are nothing.
+// Every kernel calls both. let_next_start() as early as it can, unless the next kernel should find all multiprocessors
+// alike: attend.cu may leave it to its end, sample.cu calls it behind the wait. wait_for_previous() before it writes anything,
+// and before it reads anything that another kernel of the step writes. Every block waits but those that have nothing to do
+// (sample_select, by parameters that no kernel writes); at least one block of a launch waits on every path, so a launch ends
+// only after it waited, and waiting for one means waiting for all before it.
+//
+// Before the wait a kernel may read weights, which nothing writes in a step; guesses that are checked behind the wait, and
+// what earlier steps left in the caches and this one does not write (both: attend.cu); and what the host sends before a step
+// (sample.cu). Its twin declares these reads. A step begins with gather.cu, which lets the next kernel start only behind its
+// own wait: everything behind it finds the steps before complete. Before compute capability 9.0 nothing overlaps and both are
+// nothing.
 #pragma once
 
 #if !defined(REFRAIN_ON_HOST) && __CUDA_ARCH__ >= 900

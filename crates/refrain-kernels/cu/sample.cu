@@ -223,7 +223,7 @@ extern "C" __global__ __launch_bounds__(SELECT_THREADS + 128) void sample_select
     // No kernel of a step writes the parameters.
     Row row = {(const u64*)in, (const u64*)(in + n_keys * 8), {}, n_chunks, vocab, p[0], top_k_of(p[1]), p[2], p[3]};
     bool greedy = is_greedy(row.temperature), small = is_small(row.top_k);
-    // A kernel has ended only when its first block has waited, too.
+    // They touch nothing, so they need not wait: block 0 of each row does, and the launch has not ended before that.
     if (blockIdx.x > 0 && (greedy || small)) return;
     if (!greedy && !small) prepare(*(Table*)shared, row, shared_bytes);
     wait_for_previous();

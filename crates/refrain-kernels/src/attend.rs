@@ -8,12 +8,13 @@ use refrain_tensor::DType;
 
 use crate::attention;
 use crate::error::{Case, KernelError};
-use crate::kv::{PageSizes, append};
+use crate::kv::{PageSizes, Pages, append};
 use crate::load::Kernels;
 use crate::registry::{Entry, P};
 use crate::source::Family;
 use crate::twin::{Dense, fault, read_rows, run_f32};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 /// Threads of a block, and its warps.
 const BLOCK: u32 = 256;
@@ -233,7 +234,8 @@ impl Kernels {
                 .read(case.words("the norm of queries", norm.q, &[a.head_dim])?)
                 .read(case.words("the norm of keys", norm.k, &[a.head_dim])?),
         };
-        Ok(launch.baked(Baked(q_rows)).baked(Baked(k_rows)).baked(Baked(v_rows)).baked(Baked(sizes)))
+        let launch = launch.baked(Baked(q_rows)).baked(Baked(k_rows)).baked(Baked(v_rows));
+        Ok(launch.baked(Baked(sizes)).vouch(&case))
     }
 }
 
@@ -351,6 +353,7 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let [n_heads, n_kv_heads, head_dim] =
         [s.n_heads, s.pages.n_kv_heads, s.pages.head_dim].map(|n| n as usize);
     check_state(k, n, &s)?;
+    read_early(k, n, &s, dtype)?;
     let positions = Dense::read(k, k.ptr(8)?, DType::I32, &[n])?;
     let inv_freq = Dense::read(k, k.ptr(11)?, DType::F32, &[s.n_dims as usize / 2])?;
     let style = if s.interleaved == 0 { RopeStyle::Neox } else { RopeStyle::Interleaved };
@@ -385,6 +388,48 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let [positions, seqs, tables] = pointers;
     let y = attention::whole(k, &sizes, dtype, &q, [k.ptr(3)?, k.ptr(4)?, positions, seqs, tables])?;
     k.write(k.ptr(0)?, &y)
+}
+
+/// What the kernel reads before its wait: weights, and what rows see of the caches before their own position. Positions,
+/// sequences and tables it reads early too, but as a guess: what it keeps of the caches is what they say behind the wait.
+fn read_early(k: &mut SimKernel<'_>, n: usize, s: &Sizes, dtype: DType) -> KernelResult {
+    let [n_kv_heads, head_dim, kv_block] =
+        [s.pages.n_kv_heads, s.pages.head_dim, s.pages.kv_block].map(|n| n as usize);
+    let pages = Pages {
+        tables: k.read(k.ptr(10)?, (s.pages.n_seqs * s.pages.max_blocks) as usize)?,
+        n_seqs: s.pages.n_seqs as usize,
+        max_blocks: s.pages.max_blocks as usize,
+        n_blocks: s.pages.n_blocks as usize,
+        kv_block,
+    };
+    let (positions, seqs) = (k.read::<i32>(k.ptr(8)?, n)?, k.read::<i32>(k.ptr(9)?, n)?);
+    let caches = [k.ptr(3)?, k.ptr(4)?];
+    k.before_wait(|k| {
+        k.view::<f32>(k.ptr(11)?, s.n_dims as usize / 2)?;
+        for norm in [k.ptr(12)?, k.ptr(13)?] {
+            if norm.0 != 0 {
+                k.view::<f32>(norm, head_dim)?;
+            }
+        }
+        for (&position, &seq) in positions.iter().zip(&seqs).filter(|(position, _)| **position > 0) {
+            let end = position as usize;
+            let begin = if s.window == 0 { 0 } else { (end + 1).saturating_sub(s.window as usize) };
+            for column in begin / kv_block..end.div_ceil(kv_block) {
+                let (from, to) = (begin.max(column * kv_block), end.min((column + 1) * kv_block));
+                if from >= to {
+                    continue;
+                }
+                let (block, at) = pages.find(seq, from)?;
+                for row in (0..n_kv_heads).map(|head| (block * n_kv_heads + head) * kv_block + at) {
+                    let row_bytes = head_dim * dtype.block_bytes();
+                    for cache in caches {
+                        k.view::<u8>(cache.add((row * row_bytes) as u64), (to - from) * row_bytes)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    })
 }
 
 /// What the kernel relies on and cannot check.

@@ -19,6 +19,7 @@ use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{count, read_rows};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 /// Query heads of one KV head that a block serves at once.
 const BLOCK_HEADS: usize = 8;
@@ -178,7 +179,8 @@ impl Kernels {
                 .read(case.words("seqs", a.seqs, &[a.n])?)
                 .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
                 .baked(Baked(rows))
-                .baked(Baked(sizes)),
+                .baked(Baked(sizes))
+                .vouch(&case),
         );
         if let Some(scratch) = scratch {
             let n_rows = case.u32("n * n_heads", a.n * a.n_heads)?;
@@ -188,7 +190,8 @@ impl Kernels {
                     .write(y)
                     .read(scratch)
                     .baked(Baked(sizes.head_dim))
-                    .baked(Baked(sizes.n_splits)),
+                    .baked(Baked(sizes.n_splits))
+                    .vouch(&case),
             );
         }
         Ok(())

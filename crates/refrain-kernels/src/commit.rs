@@ -13,6 +13,7 @@ use crate::load::Kernels;
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::count;
+use crate::vouch::Vouch;
 
 /// One row's state, in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
@@ -109,11 +110,14 @@ impl Kernels {
             .read_write(case.words("history", a.history, &[a.n, a.n_history])?)
             .read_write(case.buf("state", a.state, a.n.checked_mul(size_of::<CommitState>()), 16)?);
         let payload = a.n * size_of::<CommitEntry>();
+        let stride = Ring::stride(payload).and_then(|bytes| u32::try_from(bytes).ok());
+        let stride = stride.ok_or_else(|| case.refuse("the entries of the ring are too large".to_owned()))?;
         let launch = match a.ring {
             None => launch.null().null(),
             Some(ring) => {
                 crate::require!(case, ring.n_entries > 0, "the ring has no entries");
-                let bytes = usize::try_from(Ring::bytes(ring.n_entries, payload)).ok();
+                let bytes =
+                    Ring::bytes(ring.n_entries, payload).and_then(|bytes| usize::try_from(bytes).ok());
                 launch
                     .read_write(case.buf("count", ring.count, Some(8), 8)?)
                     .read_write(case.buf("ring", ring.ring, bytes, 16)?)
@@ -127,7 +131,8 @@ impl Kernels {
             .baked(Baked(n_history))
             .baked(Baked(n_eog))
             .baked(Baked(a.ring.map_or(1, |r| r.n_entries)))
-            .baked(Baked(Ring::stride(payload) as u32)))
+            .baked(Baked(stride))
+            .vouch(&case))
     }
 }
 

@@ -12,6 +12,7 @@ use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::count;
 use crate::view::{View, Walk};
+use crate::vouch::Vouch;
 
 /// `y = x`, dense.
 #[derive(Clone, Copy, Debug)]
@@ -82,7 +83,8 @@ impl Kernels {
             .write(y)
             .read(case.extent("x", &x)?)
             .baked(Baked(walk))
-            .baked(Baked(n as u32)))
+            .baked(Baked(n as u32))
+            .vouch(case))
     }
 }
 

@@ -12,6 +12,7 @@ use crate::packed::{PACKED_DTYPES, TILE_ROWS, packed_bytes, unpack_row};
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{count, fault};
+use crate::vouch::Vouch;
 
 const BLOCK: u32 = 256;
 
@@ -57,7 +58,8 @@ impl Kernels {
             .write(case.buf("y", a.y, n_elements.and_then(|n| n.checked_mul(2)), 16)?)
             .read(case.buf("w", a.w, bytes, 16)?)
             .baked(Baked(case.u32("n", a.n)?))
-            .baked(Baked(case.u32("k", a.k)?)))
+            .baked(Baked(case.u32("k", a.k)?))
+            .vouch(&case))
     }
 }
 

@@ -1,13 +1,14 @@
 //! Numbers by which two states of memory are compared without moving them.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
-use refrain_driver::{Baked, Buf, Function, Launch};
+use refrain_driver::{Baked, Buf, Function, Launch, LaunchBuilder};
 use refrain_tensor::DType;
 
 use crate::error::{Case, KernelError};
 use crate::load::Kernels;
 use crate::registry::{Entry, P};
 use crate::source::Family;
+use crate::vouch::Vouch;
 
 const BLOCK: u32 = 256;
 
@@ -34,11 +35,12 @@ impl Digester {
         crate::require!(case, !x.is_empty(), "there is nothing to launch");
         crate::require!(case, x.offset().is_multiple_of(8), "x must start at a multiple of 8 bytes");
         let blocks = case.u32("the number of chunks", x.len().div_ceil(Digester::CHUNK) as usize)?;
-        Ok(Launch::new(&self.function, blocks, BLOCK)
+        Ok(LaunchBuilder::new(&self.function, blocks, BLOCK)
             .step("digest")
             .write(case.buf("y", y, Some(Digester::bytes(x.len()) as usize), 8)?)
             .read(x)
-            .baked(Baked(x.len())))
+            .baked(Baked(x.len()))
+            .vouch(&case))
     }
 }
 

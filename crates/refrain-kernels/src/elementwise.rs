@@ -11,6 +11,7 @@ use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{Dense, count, read_rows, run_f32};
 use crate::view::{Rows, View, Walk};
+use crate::vouch::Vouch;
 
 /// Elements of a block.
 pub(crate) const BLOCK: usize = 256;
@@ -93,7 +94,8 @@ impl Kernels {
             .baked(Baked(walk))
             .baked(Baked(n as u32))
             .baked(Baked(p0))
-            .baked(Baked(p1)))
+            .baked(Baked(p1))
+            .vouch(&case))
     }
 
     /// The launch of [`BinaryArgs`].
@@ -111,7 +113,8 @@ impl Kernels {
             .read(case.extent("a", &a.a)?)
             .read(case.extent("b", &a.b)?)
             .baked(Baked(walk))
-            .baked(Baked(n as u32)))
+            .baked(Baked(n as u32))
+            .vouch(&case))
     }
 
     /// The launch of [`GateArgs`].
@@ -131,7 +134,8 @@ impl Kernels {
             .baked(Baked(gate_rows))
             .baked(Baked(up_rows))
             .baked(Baked(a.n_rows as u32))
-            .baked(Baked(a.n_cols as u32)))
+            .baked(Baked(a.n_cols as u32))
+            .vouch(&case))
     }
 }
 

@@ -11,6 +11,7 @@ use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{count, fault};
+use crate::vouch::Vouch;
 
 /// The most rows of [`FewArgs`].
 pub const MAX_FEW_ROWS: usize = 16;
@@ -110,7 +111,8 @@ impl Kernels {
             .read(case.buf("x", a.x, x_bytes, 16)?)
             .baked(Baked(case.u32("m", a.m)?))
             .baked(Baked(case.u32("k", a.k)?))
-            .baked(Baked(case.u32("k", subs(a.k))?)))
+            .baked(Baked(case.u32("k", subs(a.k))?))
+            .vouch(&case))
     }
 
     /// The launch of [`FewArgs`].
@@ -156,7 +158,7 @@ impl Kernels {
                 None => launch.null(),
             };
         }
-        Ok(launch.baked(Baked(params)))
+        Ok(launch.baked(Baked(params)).vouch(&case))
     }
 
     /// Lets these products ask for as much shared memory as their rings need.

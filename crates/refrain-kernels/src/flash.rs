@@ -17,6 +17,7 @@ use crate::registry::{Entry, P};
 use crate::source::Family;
 use crate::twin::{Dense, read_rows, run_f32};
 use crate::view::Rows;
+use crate::vouch::Vouch;
 
 /// Rows and threads of a block, as in `flash.cu`.
 const ROWS: usize = 64;
@@ -137,7 +138,8 @@ impl Kernels {
             .read(case.words("seqs", a.seqs, &[a.n])?)
             .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
             .baked(Baked(rows))
-            .baked(Baked(sizes)))
+            .baked(Baked(sizes))
+            .vouch(&case))
     }
 
     /// Raises what the kernels may ask for; a card with too little shared memory has none of the largest.

@@ -11,6 +11,7 @@ use crate::packed::{PACKED_DTYPES, packed_bytes, unpack_row};
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{count, fault};
+use crate::vouch::Vouch;
 
 /// `y[i] = table[ids[i]]`, decoded; a negative id gives zeros.
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +63,8 @@ impl Kernels {
             .read(table)
             .read(ids)
             .baked(Baked(a.n_rows as u32))
-            .baked(Baked(a.d as u32)))
+            .baked(Baked(a.d as u32))
+            .vouch(&case))
     }
 }
 
@@ -72,11 +74,14 @@ fn name(dtype: DType, packed: bool) -> String {
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in LINEAR_DTYPES {
-        all.push(Entry::new(Family::Gather, name(dtype, false), &[P, P, P, W, W], move |k| twin(k, dtype)));
+        let kernel = name(dtype, false);
+        let entry = Entry::new(Family::Gather, kernel, &[P, P, P, W, W], move |k| twin(k, dtype));
+        all.push(entry.starting_next_late());
     }
     for dtype in PACKED_DTYPES {
         let kernel = name(dtype, true);
-        all.push(Entry::new(Family::Gather, kernel, &[P, P, P, W, W], move |k| packed_twin(k, dtype)));
+        let entry = Entry::new(Family::Gather, kernel, &[P, P, P, W, W], move |k| packed_twin(k, dtype));
+        all.push(entry.starting_next_late());
     }
 }
 

@@ -4,7 +4,7 @@ use bytemuck::{Pod, Zeroable};
 use half::{bf16, f16};
 use refrain_driver::api::DevicePtr;
 use refrain_driver::sim::{KernelResult, SimKernel};
-use refrain_driver::{Baked, Buf, Launch};
+use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
 use refrain_tensor::DType;
 
 use crate::error::{Case, KernelError};
@@ -13,6 +13,7 @@ use crate::load::Kernels;
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::count;
+use crate::vouch::Vouch;
 
 /// The dtypes that tensor cores multiply.
 pub const GEMM_DTYPES: [DType; 2] = [DType::F16, DType::BF16];
@@ -177,9 +178,9 @@ impl Kernels {
             };
         }
         let words = [a.m, a.k, k_split].map(|n| n as u32);
-        launches.push(
-            launch.baked(Baked(ends)).baked(Baked(words[0])).baked(Baked(words[1])).baked(Baked(words[2])),
-        );
+        launch =
+            launch.baked(Baked(ends)).baked(Baked(words[0])).baked(Baked(words[1])).baked(Baked(words[2]));
+        launches.push(launch.vouch(&case));
         if let Some(partials) = partials {
             let blocks = case.u32("m * n", a.m * n)?.div_ceil(REDUCE as u32);
             let launch = self.launch("gemm_reduce_f32", blocks, (REDUCE / 4) as u32)?.step(a.step);
@@ -188,7 +189,8 @@ impl Kernels {
                     .read(partials)
                     .baked(Baked(ends))
                     .baked(Baked(words[0]))
-                    .baked(Baked(n_splits as u32)),
+                    .baked(Baked(n_splits as u32))
+                    .vouch(&case),
             );
         }
         Ok(())
@@ -198,9 +200,9 @@ impl Kernels {
         &self,
         case: &Case<'_>,
         a: &GemmArgs<'_>,
-        mut launch: Launch,
+        mut launch: LaunchBuilder,
         unused: bool,
-    ) -> Result<Launch, KernelError> {
+    ) -> Result<LaunchBuilder, KernelError> {
         for i in 0..MAX_PRODUCTS {
             launch = match a.parts.get(i) {
                 Some(part) if !unused => launch.write(case.words("y", part.y, &[a.m, part.n])?),

@@ -13,6 +13,7 @@ use crate::registry::{Entry, P};
 use crate::source::Family;
 use crate::twin::{fault, read_rows};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 /// `cache[tables[seqs[i]][positions[i] / kv_block], h, positions[i] % kv_block] = x[i, h]`; nothing for a negative
 /// position.
@@ -96,7 +97,8 @@ impl Kernels {
                 head_dim: a.head_dim as u32,
                 n_seqs: a.n_seqs as u32,
                 max_blocks: a.max_blocks as u32,
-            })))
+            }))
+            .vouch(&case))
     }
 }
 

@@ -2,7 +2,9 @@
 //!
 //! Invariant: nothing here allocates device memory, launches or waits; a launcher only describes a launch.
 //! Invariant: a launcher refuses, with op, dtype and shape, what its kernel's header does not allow. What it returns
-//! touches only the bytes of the buffers it names, so the `unsafe` of loading code stays in this crate.
+//! touches only the bytes of the buffers it names, so enqueueing it is safe.
+//! Invariant: `unsafe` is where code is loaded (`load`), where libraries are called (`nvrtc`, `blaslt`) and where launches
+//! are vouched for (`vouch`).
 //! Invariant: every kernel has a twin, and the simulated device runs it.
 //!
 //! # What is where
@@ -23,10 +25,11 @@
 //! the kernel at each run; a negative position marks a row of padding, which writes nothing to a cache.
 //! Grid sizes follow from the shapes alone, so that one recording serves every state of the control block.
 
-#![deny(unsafe_code)] // but for opening the compiler library and loading the code it made
+#![deny(unsafe_code)] // but for the four modules named above
 
 mod error; // what a launcher or the compiler refuses
 mod view; // operands, and how far they may be strided
+mod vouch; // launches that safe code may enqueue
 mod registry; // every kernel, with its parameters and its twin
 mod twin; // what twins share
 mod load; // from sources to functions on a device

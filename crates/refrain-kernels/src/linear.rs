@@ -2,7 +2,7 @@
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
-use refrain_driver::{Baked, Buf, Launch};
+use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
 use refrain_tensor::{DType, quant};
 
 use crate::error::{Case, KernelError};
@@ -11,6 +11,7 @@ use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{count, fault, read_rows};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 /// The dtypes of weights that are used as they are in the file; the other quantised ones are packed
 /// ([`crate::PACKED_DTYPES`]).
@@ -113,7 +114,7 @@ impl Kernels {
         let (kernel, block) = (name(a.w_dtype, variant), 32 * BLOCK_WARPS as u32);
         let mut launch = match a.w_is_fixed {
             true => self.launch(&kernel, grid, block)?,
-            false => Launch::new(self.get(&kernel)?, grid, block),
+            false => LaunchBuilder::new(self.get(&kernel)?, grid, block),
         };
         launch = launch.step(a.step);
         for i in 0..MAX_PRODUCTS {
@@ -135,7 +136,8 @@ impl Kernels {
             };
             ends.0[i] = end as u32;
         }
-        Ok(launch.baked(Baked(rows)).baked(Baked(ends)).baked(Baked(a.m as u32)).baked(Baked(a.k as u32)))
+        let launch = launch.baked(Baked(rows)).baked(Baked(ends));
+        Ok(launch.baked(Baked(a.m as u32)).baked(Baked(a.k as u32)).vouch(&case))
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use refrain_driver::sim::{SimDriver, SimOptions, Twin};
-use refrain_driver::{Context, Device, Dim, DriverError, Function, Launch, Module};
+use refrain_driver::{Context, Device, Dim, DriverError, Function, LaunchBuilder, Module};
 
 use crate::cache::KernelCache;
 use crate::error::KernelError;
@@ -97,7 +97,7 @@ impl Kernels {
         archive: &[u8],
     ) -> Result<Kernels, KernelError> {
         if runs_twins(ctx, options) {
-            return Kernels::with_prebuilt(ctx, options, &[]);
+            return Kernels::with_images(ctx, options, &[]);
         }
         let (major, minor) = ctx.device().info().compute;
         let card = options.arch.unwrap_or(Arch { major, minor });
@@ -119,7 +119,7 @@ impl Kernels {
             None => None,
         };
         let prebuilt = image.as_ref().map(|(arch, bytes)| (*arch, bytes.as_slice()));
-        Kernels::with_prebuilt(ctx, options, prebuilt.as_slice()).map_err(|error| match error {
+        Kernels::with_images(ctx, options, prebuilt.as_slice()).map_err(|error| match error {
             KernelError::NvrtcMissing { tried } => {
                 let archs: Vec<String> = archive.archs().iter().map(ToString::to_string).collect();
                 let held = match archs.as_slice() {
@@ -133,7 +133,28 @@ impl Kernels {
     }
 
     /// As [`Kernels::load`], with code compiled ahead of time ([`Image::to_bytes`]) where it fits the card.
-    pub fn with_prebuilt(
+    ///
+    /// ```compile_fail,E0133
+    /// # use refrain_driver::Context;
+    /// # use refrain_kernels::{Arch, KernelError, Kernels, LoadOptions};
+    /// fn downloaded(ctx: &Context, code: &[u8]) -> Result<Kernels, KernelError> {
+    ///     Kernels::with_prebuilt(ctx, &LoadOptions::default(), &[(Arch { major: 9, minor: 0 }, code)])
+    /// }
+    /// ```
+    ///
+    /// # Safety
+    /// Every image is what [`crate::compile_all`] of this very version made, unchanged. Names and parameters of its kernels are
+    /// checked, but not that they touch only what the launchers vouch for.
+    #[allow(unsafe_code)]
+    pub unsafe fn with_prebuilt(
+        ctx: &Context,
+        options: &LoadOptions,
+        prebuilt: &[(Arch, &[u8])],
+    ) -> Result<Kernels, KernelError> {
+        Kernels::with_images(ctx, options, prebuilt)
+    }
+
+    fn with_images(
         ctx: &Context,
         options: &LoadOptions,
         prebuilt: &[(Arch, &[u8])],
@@ -222,9 +243,9 @@ impl Kernels {
         let mut functions = HashMap::new();
         let all = kernels();
         for (family, code) in &image.families {
-            // SAFETY: functions are handed out only inside launches built by the launchers of this crate. Those check
-            // every buffer against what the kernel's header says it touches, and `check` below compares the code's
-            // parameters with the list that launchers are written against.
+            // SAFETY: the code was compiled from the sources of this crate: by its build (`prebuilt`), by NVRTC just now or
+            // for the cache, or so says the caller of `with_prebuilt`. `check` below compares its parameters with the list
+            // that launchers are written against.
             let module = unsafe { Module::load(ctx, family.name(), code) }?;
             for info in all.iter().filter(|k| origin == Origin::Twins || k.family == *family) {
                 let function = module.function(&info.name)?;
@@ -273,15 +294,15 @@ impl Kernels {
         self.functions.is_empty()
     }
 
-    /// A launch that may start before what it depends on has ended, where the code can: every kernel waits itself
+    /// A launch that may start before what it depends on has ended, where the code can: kernels wait inside
     /// (`overlap.cuh`).
     pub(crate) fn launch(
         &self,
         name: &str,
         grid: impl Into<Dim>,
         block: impl Into<Dim>,
-    ) -> Result<Launch, KernelError> {
-        let launch = Launch::new(self.get(name)?, grid, block);
+    ) -> Result<LaunchBuilder, KernelError> {
+        let launch = LaunchBuilder::new(self.get(name)?, grid, block);
         Ok(if self.overlaps { launch.pdl() } else { launch })
     }
 
@@ -341,7 +362,8 @@ fn check(info: &KernelInfo, function: &Function) -> Result<(), KernelError> {
 pub fn register_twins(sim: &SimDriver) {
     for entry in entries() {
         let body = Arc::clone(&entry.twin);
-        sim.register_twin(Twin::new(&entry.info.name, &entry.info.params, move |k| body(k)));
+        let twin = Twin::new(&entry.info.name, &entry.info.params, move |k| body(k));
+        sim.register_twin(if entry.starts_next_late { twin.starts_next_late() } else { twin });
     }
 }
 

@@ -11,6 +11,7 @@ use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::count;
 use crate::view::{View, Walk};
+use crate::vouch::Vouch;
 
 /// `y = a b`; [`crate::LinearArgs`] is the fast way to multiply with a weight.
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +73,8 @@ impl Kernels {
             .baked(Baked(n_out as u32))
             .baked(Baked(k as u32))
             .baked(Baked(a_step))
-            .baked(Baked(b_step)))
+            .baked(Baked(b_step))
+            .vouch(&case))
     }
 }
 

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use refrain_driver::api::DevicePtr;
 use refrain_driver::sim::{KernelResult, SimKernel};
-use refrain_driver::{Baked, Buf, Launch};
+use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
 use refrain_graph::{Gate, Op};
 use refrain_tensor::DType;
 
@@ -16,6 +16,7 @@ use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{Dense, count, read_rows, run_f32};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 const BLOCK: u32 = 256;
 /// Columns that a block of the kernels over two dimensions has.
@@ -66,11 +67,11 @@ pub(crate) fn aligned(
 
 fn wide(
     case: &Case<'_>,
-    launch: Launch,
+    launch: LaunchBuilder,
     narrow: &Narrow,
     y: Buf,
     dims: [usize; 2],
-) -> Result<Launch, KernelError> {
+) -> Result<LaunchBuilder, KernelError> {
     if !narrow.also_wide {
         return Ok(launch.null());
     }
@@ -100,7 +101,8 @@ impl Kernels {
             .write(y)
             .read(x)
             .baked(Baked(rows))
-            .baked(Baked(n_cols as u32)))
+            .baked(Baked(n_cols as u32))
+            .vouch(&case))
     }
 
     /// [`Kernels::rms_norm`] in 16 bits.
@@ -116,7 +118,8 @@ impl Kernels {
             .read(case.buf("w", a.w, a.n_cols.checked_mul(4), 16)?)
             .baked(Baked(rows))
             .baked(Baked(a.n_cols as u32))
-            .baked(Baked(a.eps)))
+            .baked(Baked(a.eps))
+            .vouch(&case))
     }
 
     /// [`Kernels::add_rms_norm`] with the norm in 16 bits.
@@ -140,7 +143,8 @@ impl Kernels {
             .baked(Baked(a_rows))
             .baked(Baked(b_rows))
             .baked(Baked(a.n_cols as u32))
-            .baked(Baked(a.eps)))
+            .baked(Baked(a.eps))
+            .vouch(&case))
     }
 
     /// [`Kernels::gate`] in 16 bits.
@@ -158,7 +162,8 @@ impl Kernels {
             .read(up)
             .baked(Baked(gate_rows))
             .baked(Baked(up_rows))
-            .baked(Baked(a.n_cols as u32)))
+            .baked(Baked(a.n_cols as u32))
+            .vouch(&case))
     }
 }
 

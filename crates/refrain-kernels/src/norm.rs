@@ -11,6 +11,7 @@ use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{Dense, count, read_rows, run_f32};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 /// `y = x * rsqrt(mean(x^2) + eps) * w`, row by row.
 #[derive(Clone, Copy, Debug)]
@@ -69,7 +70,8 @@ impl Kernels {
             .read(case.words("w", a.w, &[a.n_cols])?)
             .baked(Baked(rows))
             .baked(Baked(a.n_cols as u32))
-            .baked(Baked(a.eps)))
+            .baked(Baked(a.eps))
+            .vouch(&case))
     }
 
     /// The launch of [`AddRmsNormArgs`].
@@ -90,7 +92,8 @@ impl Kernels {
             .baked(Baked(a_rows))
             .baked(Baked(b_rows))
             .baked(Baked(a.n_cols as u32))
-            .baked(Baked(a.eps)))
+            .baked(Baked(a.eps))
+            .vouch(&case))
     }
 }
 

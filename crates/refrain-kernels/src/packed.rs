@@ -13,6 +13,7 @@ use crate::load::Kernels;
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{count, fault};
+use crate::vouch::Vouch;
 
 /// The dtypes that have a packed layout.
 pub const PACKED_DTYPES: [DType; 8] =
@@ -312,7 +313,8 @@ impl Kernels {
             .write(case.buf("packed", a.packed, packed_bytes(a.dtype, a.n, a.k), 16)?)
             .read(case.buf("file", a.file, file, 16)?)
             .baked(Baked(a.n as u32))
-            .baked(Baked(case.u32("k", a.k)?)))
+            .baked(Baked(case.u32("k", a.k)?))
+            .vouch(&case))
     }
 }
 

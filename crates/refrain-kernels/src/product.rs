@@ -12,6 +12,7 @@ use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
 use crate::registry::{Entry, P};
 use crate::source::Family;
 use crate::twin::fault;
+use crate::vouch::Vouch;
 
 /// How many weights one launch multiplies with.
 pub const MAX_PARTS: usize = 3;
@@ -316,7 +317,7 @@ impl Kernels {
                 None => launch.null(),
             };
         }
-        Ok(launch)
+        Ok(launch.vouch(&case))
     }
 
     /// Lets products ask for all the shared memory a block can have.

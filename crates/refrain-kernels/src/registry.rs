@@ -27,6 +27,8 @@ pub struct KernelInfo {
 pub(crate) struct Entry {
     pub(crate) info: KernelInfo,
     pub(crate) twin: TwinBody,
+    /// See [`Entry::starting_next_late`].
+    pub(crate) starts_next_late: bool,
 }
 
 impl Entry {
@@ -39,7 +41,14 @@ impl Entry {
         Entry {
             info: KernelInfo { name: name.into(), family, params: params.to_vec() },
             twin: Arc::new(twin),
+            starts_next_late: false,
         }
+    }
+
+    /// For a kernel that lets the next one start only behind its own wait (`overlap.cuh`).
+    pub(crate) fn starting_next_late(mut self) -> Entry {
+        self.starts_next_late = true;
+        self
     }
 }
 

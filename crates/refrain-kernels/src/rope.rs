@@ -11,6 +11,7 @@ use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{Dense, count, fault, read_rows, run_f32};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 /// `y` is `x` turned by each row's position; rows with a negative position come out as they went in.
 #[derive(Clone, Copy, Debug)]
@@ -67,7 +68,8 @@ impl Kernels {
             .baked(Baked(a.n_heads as u32))
             .baked(Baked(a.head_dim as u32))
             .baked(Baked(n_dims as u32))
-            .baked(Baked(a.rope.magnitude)))
+            .baked(Baked(a.rope.magnitude))
+            .vouch(&case))
     }
 }
 

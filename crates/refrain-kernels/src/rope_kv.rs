@@ -13,6 +13,7 @@ use crate::registry::{Entry, P};
 use crate::source::Family;
 use crate::twin::{Dense, fault, read_rows, run_f32};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 /// [`crate::RopeArgs`] of queries and of keys, and [`crate::KvAppendArgs`] of the turned keys and of values, at once.
 #[derive(Clone, Copy, Debug)]
@@ -140,7 +141,8 @@ impl Kernels {
             .baked(Baked(q_rows))
             .baked(Baked(k_rows))
             .baked(Baked(v_rows))
-            .baked(Baked(sizes)))
+            .baked(Baked(sizes))
+            .vouch(&case))
     }
 }
 

@@ -10,6 +10,7 @@ use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{Dense, count, read_rows, run_f32};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 /// `y[r]` is the sum, mean or maximum of row `r`.
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +59,8 @@ impl Kernels {
             .write(case.words("y", a.y, &[a.n_rows])?)
             .read(x)
             .baked(Baked(rows))
-            .baked(Baked(a.n_cols as u32)))
+            .baked(Baked(a.n_cols as u32))
+            .vouch(&case))
     }
 
     /// The launch of [`SoftmaxArgs`].
@@ -73,7 +75,8 @@ impl Kernels {
             .write(case.words("y", a.y, &[a.n_rows, a.n_cols])?)
             .read(x)
             .baked(Baked(rows))
-            .baked(Baked(a.n_cols as u32)))
+            .baked(Baked(a.n_cols as u32))
+            .vouch(&case))
     }
 }
 

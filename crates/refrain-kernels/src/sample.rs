@@ -17,6 +17,7 @@ use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{count, read_rows};
 use crate::view::{Rows, View};
+use crate::vouch::Vouch;
 
 /// Tokens of one block of the first launch.
 const CHUNK: usize = 1024;
@@ -122,7 +123,8 @@ impl Kernels {
                 .baked(Baked(rows))
                 .baked(Baked(a.vocab as u32))
                 .baked(Baked(n_history))
-                .baked(Baked(n_bias)),
+                .baked(Baked(n_bias))
+                .vouch(&case),
         );
         launches.push(
             self.launch(
@@ -139,7 +141,8 @@ impl Kernels {
             .read(params)
             .read(case.words("rng", a.rng, &[a.n, 4])?)
             .baked(Baked(a.vocab as u32))
-            .baked(Baked(self.select_shared())),
+            .baked(Baked(self.select_shared()))
+            .vouch(&case),
         );
         Ok(())
     }
@@ -163,14 +166,16 @@ impl Kernels {
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     let params = [P, P, P, P, P, P, P, size_of::<Rows>(), W, W, W];
     all.push(Entry::new(Family::Sample, "sample_chunks_f32", &params, chunks));
-    all.push(Entry::new(Family::Sample, "sample_select_f32", &[P, P, P, P, P, P, W, W], select));
+    let select = Entry::new(Family::Sample, "sample_select_f32", &[P, P, P, P, P, P, W, W], select);
+    all.push(select.starting_next_late());
 }
 
 /// Leaves the adjusted logits in scratch.
 fn chunks(k: &mut SimKernel<'_>) -> KernelResult {
     let (n, vocab, width, n_bias) = (k.config().grid[1] as usize, count(k, 8)?, count(k, 9)?, count(k, 10)?);
+    // No kernel of a step writes the parameters.
+    let params: Vec<f32> = k.before_wait(|k| k.read(k.ptr(3)?, n * SAMPLE_PARAMS))?;
     let mut logits = read_rows(k, k.ptr(2)?, k.arg(7)?, n, vocab)?;
-    let params: Vec<f32> = k.read(k.ptr(3)?, n * SAMPLE_PARAMS)?;
     let history: Vec<i32> = k.read(k.ptr(4)?, n * width)?;
     let bias_ids: Vec<i32> = k.read(k.ptr(5)?, n * n_bias)?;
     let bias: Vec<f32> = k.read(k.ptr(6)?, n * n_bias)?;
@@ -191,7 +196,8 @@ fn chunks(k: &mut SimKernel<'_>) -> KernelResult {
 
 fn select(k: &mut SimKernel<'_>) -> KernelResult {
     let (n, vocab) = (k.config().grid[1] as usize, count(k, 6)?);
-    let params: Vec<f32> = k.read(k.ptr(4)?, n * SAMPLE_PARAMS)?;
+    // As in `chunks`.
+    let params: Vec<f32> = k.before_wait(|k| k.read(k.ptr(4)?, n * SAMPLE_PARAMS))?;
     let rng: Vec<[u32; 4]> = k.read(k.ptr(5)?, n)?;
     for row in 0..n {
         let mut logits: Vec<f32> = k.read(k.ptr(2)?.add(row as u64 * row_bytes(vocab)), vocab)?;

@@ -36,7 +36,7 @@ fn room(bed: &Bed, m: usize, n: usize, k: usize, scratch: u64) -> Room {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn a_product_by_the_library_agrees_with_ours_and_has_the_same_bits_recorded_and_eager() {
     let mut bed = Bed::gpu();
     let blas = BlasLt::open(&bed.ctx, None).unwrap();
@@ -105,7 +105,7 @@ fn time(
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn products_of_prompts_are_timed() {
     let mut bed = Bed::gpu();
     let blas = BlasLt::open(&bed.ctx, None).unwrap();

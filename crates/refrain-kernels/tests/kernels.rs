@@ -42,7 +42,7 @@ macro_rules! both {
             }
 
             #[test]
-            #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+            #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
             fn on_a_gpu() {
                 let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
                 body(Bed::gpu());
@@ -193,7 +193,7 @@ fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_the_si
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_a_gpu() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     run_all(&mut Bed::gpu(), cases::sample::large());
@@ -289,7 +289,7 @@ fn commit_until_done(bed: &mut Bed) {
     let regions = names.map(|(name, n)| layout.device(name, words(n)));
     let [state, eog, count] =
         [("state", 32 * N), ("eog", 8), ("count", 8)].map(|(n, b)| layout.device(n, b as u64));
-    let ring = layout.pinned(bed::PINNED, Ring::bytes(4, N * size_of::<CommitEntry>()));
+    let ring = layout.pinned(bed::PINNED, Ring::bytes(4, N * size_of::<CommitEntry>()).unwrap());
     let memory = bed.plan(&layout);
     let [token, logprob, tokens, positions, rng, history] = regions.map(|r| memory.buf(r));
     let [state, eog, count] = [state, eog, count].map(|r| memory.buf(r));

@@ -30,7 +30,7 @@ enum Between {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn products_of_a_step_alone_and_with_a_small_kernel_in_each_layer() {
     let mut bed = Bed::gpu();
     for (dtype, head) in [(DType::BF16, DType::BF16), (DType::Q8_0, DType::Q8_0), (DType::Q4_K, DType::Q6_K)]

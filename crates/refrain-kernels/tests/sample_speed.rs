@@ -134,7 +134,7 @@ fn measure(bed: &mut Bed, vocab: usize, shape: Shape) -> Vec<f64> {
 }
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn choosing_a_token_costs_microseconds_in_a_recorded_chain() {
     let mut bed = Bed::gpu();
     let mut slow = Vec::new();

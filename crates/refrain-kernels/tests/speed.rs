@@ -17,7 +17,7 @@ const N_LAYERS: usize = 16;
 const N_REPLAYS: u32 = 5;
 
 #[test]
-#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn attend_from_short_to_long_contexts() {
     let mut bed = Bed::gpu();
     for (model, head_dim) in [("llama-3.2-1b", 64), ("llama-3.1-8b", 128)] {

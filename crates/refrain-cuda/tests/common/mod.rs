@@ -6,7 +6,8 @@ use std::sync::Arc;
 use refrain_cuda::{CacheOptions, Case, Check, CudaError, GraphCache, Site, Space, WarmPlan};
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{
-    Baked, Buf, Device, DriverError, Function, Launch, Layout, Lease, Memory, Module, Stream, probe,
+    Baked, Buf, Device, DriverError, Function, Launch, LaunchBuilder, Layout, Lease, Memory, Module, Stream,
+    probe,
 };
 use refrain_graph::Ran;
 
@@ -37,12 +38,18 @@ pub fn words(value: u32) -> Vec<u8> {
     value.to_le_bytes().repeat(N as usize)
 }
 
+/// A launch of a probe kernel.
+pub fn built(launch: LaunchBuilder) -> Launch {
+    // SAFETY: launches in these tests touch `N` words of each buffer they name, which is what they have.
+    unsafe { launch.build() }
+}
+
 impl Bed {
     pub fn new(options: CacheOptions) -> Bed {
         let sim = SimDriver::new(SimOptions { seed: 11, ..SimOptions::default() });
         let device = Device::simulated(&sim).unwrap();
         let ctx = device.context().unwrap();
-        // SAFETY: launches in these tests cover at most the buffers they name, `N` words each.
+        // SAFETY: the driver crate's own PTX text.
         let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }.unwrap();
         let (add, fill) =
             (module.function("refrain_probe_add").unwrap(), module.function("refrain_probe_fill").unwrap());
@@ -79,15 +86,16 @@ impl Bed {
 
     pub fn step_named(&self, name: &str) -> WarmPlan {
         let add = |step: &str, dst: Buf, x: Buf, y: Buf| {
-            let step = step.to_owned();
-            Launch::new(&self.add, N / 64, 64).step(step).write(dst).read(x).read(y).baked(Baked(N))
+            let add = LaunchBuilder::new(&self.add, N / 64, 64).step(step.to_owned());
+            add.write(dst).read(x).read(y).baked(Baked(N))
         };
         let mut warm = WarmPlan::new(name, &self.space);
-        warm.push(add("double", self.b, self.a, self.a));
-        warm.push(add("triple", self.c, self.b, self.a));
+        warm.push(built(add("double", self.b, self.a, self.a)));
+        warm.push(built(add("triple", self.c, self.b, self.a)));
         // A kernel that may write anywhere in the cache, as an append does; it writes the half it is given.
         let scratch = self.scratch();
-        warm.push(add("append", scratch, self.c, self.c).touches(self.kv, refrain_driver::Access::ReadWrite));
+        let append = add("append", scratch, self.c, self.c);
+        warm.push(built(append.touches(self.kv, refrain_driver::Access::ReadWrite)));
         for (buf, name) in [(self.b, "b"), (self.c, "c"), (scratch, "cache")] {
             warm.name_buffer(buf, name, 4);
         }

@@ -9,7 +9,7 @@ use crate::device::{Context, Device};
 use crate::error::DriverError;
 use crate::graph::Outputs;
 use crate::health::Health;
-use crate::launch::{Baked, Launch};
+use crate::launch::{Baked, LaunchBuilder};
 use crate::memory::{Buf, Layout, Lease, Memory};
 use crate::module::{Function, Module};
 use crate::probe::PROBE_PTX;
@@ -28,6 +28,8 @@ const TRAIN: usize = 50;
 /// Trains that are timed, of which the median counts.
 const TRAINS: usize = 7;
 const RING_ENTRIES: u32 = 4;
+const RING_BYTES: u64 = Ring::bytes(RING_ENTRIES, 4).expect("a few entries fit");
+const RING_STRIDE: u64 = Ring::stride(4).expect("a few bytes fit");
 
 /// What the checks work with.
 pub(super) struct Bench {
@@ -60,16 +62,14 @@ struct Step {
 impl Step {
     fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
         let add = |dst, x, y| {
-            Launch::new(&self.add, N / 256, 256).step("doctor").write(dst).read(x).read(y).baked(Baked(N))
+            let add = LaunchBuilder::new(&self.add, N / 256, 256).step("doctor");
+            // SAFETY: `add` touches `N` words of three buffers, and every buffer of a `Step` has so many.
+            unsafe { add.write(dst).read(x).read(y).baked(Baked(N)).build() }
         };
         q.launch(&add(self.b, self.a, self.a))?;
-        q.launch(
-            &Launch::new(&self.fill, N / 256, 256)
-                .step("doctor")
-                .write(self.e)
-                .baked(Baked(7_u32))
-                .baked(Baked(N)),
-        )?;
+        let fill = LaunchBuilder::new(&self.fill, N / 256, 256).step("doctor").write(self.e);
+        // SAFETY: `fill` writes `N` words, and `e` has so many.
+        q.launch(&unsafe { fill.baked(Baked(7_u32)).baked(Baked(N)).build() })?;
         q.launch(&add(self.c, self.b, self.a))?;
         q.copy(self.d, self.c)?;
         q.launch(&add(self.c, self.d, self.e))
@@ -83,15 +83,14 @@ impl Step {
 
 impl Bench {
     pub(super) fn new(ctx: &Context) -> Result<Bench, DriverError> {
-        // SAFETY: the launches of these checks cover exactly the buffers they name, `N` words each (and the ring as its
-        // layout says); the functions do not leave this module.
+        // SAFETY: the crate's own PTX text.
         let module = unsafe { Module::load(ctx, "probe", PROBE_PTX) }?;
         let function = |name: &str| module.function(&format!("refrain_probe_{name}"));
         let mut layout = Layout::new("doctor");
         let bytes = u64::from(N) * 4;
         let regions = ["a", "b", "c", "d", "e"].map(|name| layout.device(name, bytes));
         let count = layout.device("count", 8);
-        let ring = layout.pinned("ring", Ring::bytes(RING_ENTRIES, 4));
+        let ring = layout.pinned("ring", RING_BYTES);
         let memory = Memory::plan(ctx, &layout)?;
         let [a, b, c, d, e] = regions.map(|r| memory.buf(r));
         let step = Step { fill: function("fill")?, add: function("add")?, a, b, c, d, e };
@@ -216,13 +215,16 @@ fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<Row, 
 pub(super) fn ring(bench: &mut Bench) -> Result<Row, DriverError> {
     let name = "results without waiting";
     bench.stream.upload(&mut bench.lease, bench.count, &[0; 8])?;
-    let launch = Launch::new(&bench.publish, 1, 1)
+    let launch = LaunchBuilder::new(&bench.publish, 1, 1)
         .step("ring")
         .read_write(bench.ring.buf())
         .read_write(bench.count)
         .read(bench.step.a)
         .baked(Baked(RING_ENTRIES))
-        .baked(Baked(Ring::stride(4) as u32));
+        .baked(Baked(RING_STRIDE as u32));
+    // SAFETY: `publish` writes the entries of a ring with these sizes, which is what `Bench::new` made, a count of 8 bytes,
+    // and reads one word.
+    let launch = unsafe { launch.build() };
     let options = RecordOptions::named(name);
     let graph = bench.stream.record(&bench.memory, Method::Nodes, &options, |q| q.launch(&launch))?;
     let n_results = u64::from(RING_ENTRIES) * 8;
@@ -377,7 +379,8 @@ fn time_train(
 
 /// A step of many empty launches.
 fn empty_launches(nothing: &Function) -> impl Fn(&mut dyn Queue) -> Result<(), DriverError> + use<> {
-    let launch = Launch::new(nothing, 1, 32).step("cost");
+    // SAFETY: it touches nothing.
+    let launch = unsafe { LaunchBuilder::new(nothing, 1, 32).step("cost").build() };
     move |q| (0..LAUNCHES).try_for_each(|_| q.launch(&launch))
 }
 
@@ -455,11 +458,13 @@ pub(super) fn read_rate(bench: &mut Bench) -> Result<(f64, u64), DriverError> {
     let memory = Memory::plan(&bench.ctx, &layout)?;
     let mut lease = memory.lease()?;
     let (src, sink) = (memory.buf(src), memory.buf(sink));
-    let launch = Launch::new(&bench.read, 8 * device.info().n_sms.max(1), 512)
+    let launch = LaunchBuilder::new(&bench.read, 8 * device.info().n_sms.max(1), 512)
         .step("bandwidth")
         .read(src)
         .baked(Baked(bytes / 16))
         .write(sink);
+    // SAFETY: `read` reads that many times 16 bytes of `src` and writes at most a word to `sink`, which has 256 bytes.
+    let launch = unsafe { launch.build() };
     bench.stream.run(&mut lease, true, |q| q.fill(src, 1))?;
     let (start, end) = (bench.ctx.event()?, bench.ctx.event()?);
     let mut best = f64::INFINITY;

@@ -12,7 +12,7 @@ use super::modules::entries;
 use super::ops::{HostCall, Op};
 use super::state::{Event, EventState, Exec, Module, State};
 use super::streams::{Kind, Work};
-use super::{Call, SimDriver};
+use super::{Call, SimApi, SimDriver};
 use crate::api::{
     Api, CaptureMode, CaptureStatus, Census, Code, CopyEnd, CtxHandle, Dependency, DeviceInfo, DevicePtr,
     Edge, EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostFn, HostPtr,
@@ -75,7 +75,7 @@ impl SimDriver {
     }
 }
 
-impl Api for SimDriver {
+impl Api for SimApi {
     fn backend(&self) -> &'static str {
         "sim"
     }

@@ -136,14 +136,30 @@ impl FlatGraph {
         !matches!(&self.nodes[i].op, Op::Kernel(k) if !k.twin.waits)
     }
 
+    fn starts_next_late(&self, i: usize) -> bool {
+        matches!(&self.nodes[i].op, Op::Kernel(k) if k.twin.starts_next_late)
+    }
+
+    /// What a kernel waits for inside.
+    fn waited(&self, node: usize) -> impl Iterator<Item = usize> {
+        let waits = self.waits(node);
+        let deps = self.nodes[node].deps.iter();
+        deps.filter(move |(_, kind)| waits && *kind == EdgeKind::Programmatic).map(|&(on, _)| point(on, true))
+    }
+
     /// The points directly before a point.
     fn direct(&self, node: usize, main: bool) -> Vec<usize> {
-        let deps = self.nodes[node].deps.iter();
-        if !main {
-            return deps.map(|&(on, kind)| point(on, kind == EdgeKind::Full)).collect();
+        if main {
+            return self.waited(node).chain([point(node, false)]).collect();
         }
-        let waited = deps.filter(|(_, kind)| *kind == EdgeKind::Programmatic && self.waits(node));
-        waited.map(|&(on, _)| point(on, true)).chain([point(node, false)]).collect()
+        let mut before = Vec::new();
+        for &(on, kind) in &self.nodes[node].deps {
+            before.push(point(on, kind == EdgeKind::Full));
+            if kind == EdgeKind::Programmatic && self.starts_next_late(on) {
+                before.extend(self.waited(on));
+            }
+        }
+        before
     }
 
     fn order_table(&self) -> Vec<Vec<u64>> {

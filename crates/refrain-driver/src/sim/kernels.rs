@@ -2,13 +2,13 @@
 
 use std::borrow::Cow;
 use std::cell::RefCell;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use bytemuck::Pod;
 
-use super::memory::{Fault, Memory, Place, read_host};
+use super::memory::{Fault, Memory, Place, read_pinned};
 use super::races::{Access, AccessLog};
-use crate::api::{Code, DevicePtr, LaunchConfig, ParamInfo};
+use crate::api::{Code, DevicePtr, HostPtr, LaunchConfig, ParamInfo};
 
 /// What a twin returns: the first fault ends the kernel, as on a card.
 pub type KernelResult<T = ()> = Result<T, Fault>;
@@ -21,6 +21,7 @@ pub struct Twin {
     pub(super) params: Vec<ParamInfo>,
     pub(super) param_bytes: usize,
     pub(super) waits: bool,
+    pub(super) starts_next_late: bool,
     pub(super) static_shared_bytes: u32,
     pub(super) body: Box<Body>,
 }
@@ -47,6 +48,7 @@ impl Twin {
             params,
             param_bytes: end,
             waits: true,
+            starts_next_late: false,
             static_shared_bytes: 0,
             body: Box::new(body),
         }
@@ -56,6 +58,13 @@ impl Twin {
     #[must_use]
     pub fn never_waits(mut self) -> Twin {
         self.waits = false;
+        self
+    }
+
+    /// The kernel lets the next one start only behind its own wait: what follows it finds everything before it complete.
+    #[must_use]
+    pub fn starts_next_late(mut self) -> Twin {
+        self.starts_next_late = true;
         self
     }
 
@@ -162,7 +171,7 @@ impl<'a> SimKernel<'a> {
             }
             Place::Pinned { addr } => {
                 let mut out = vec![T::zeroed(); n];
-                read_host(addr, bytemuck::cast_slice_mut(&mut out));
+                read_pinned(addr, bytemuck::cast_slice_mut(&mut out));
                 Ok(Cow::Owned(out))
             }
         }
@@ -219,21 +228,6 @@ impl<'a> SimKernel<'a> {
         self.write(ptr, &values)
     }
 
-    /// A 32-bit load that synchronises with a release store of the host or another kernel.
-    ///
-    /// # Errors
-    /// As [`SimKernel::view`].
-    pub fn load_acquire_u32(&self, ptr: DevicePtr) -> KernelResult<u32> {
-        match self.check::<u32>(ptr, 1, false)? {
-            Place::Device { .. } => self.read_one(ptr),
-            Place::Pinned { addr } => {
-                // SAFETY: the address was located in live pinned memory and is aligned; host and device touch such
-                // words only with atomics.
-                Ok(unsafe { AtomicU32::from_ptr(addr as *mut u32) }.load(Ordering::Acquire))
-            }
-        }
-    }
-
     /// A 64-bit load that synchronises with a release store of the host or another kernel.
     ///
     /// # Errors
@@ -242,29 +236,15 @@ impl<'a> SimKernel<'a> {
         match self.check::<u64>(ptr, 1, false)? {
             Place::Device { .. } => self.read_one(ptr),
             Place::Pinned { addr } => {
-                // SAFETY: as in `load_acquire_u32`.
-                Ok(unsafe { AtomicU64::from_ptr(addr as *mut u64) }.load(Ordering::Acquire))
+                // SAFETY: the word was located in live pinned memory and is aligned; host and device touch such memory only
+                // through `pinned`.
+                Ok(unsafe { crate::pinned::word(HostPtr(addr)) }.load(Ordering::Acquire))
             }
         }
     }
 
-    /// A 32-bit store after which everything written before is visible to whoever acquires it: a ring's sequence
-    /// number in pinned memory.
-    ///
-    /// # Errors
-    /// As [`SimKernel::write`].
-    pub fn store_release_u32(&mut self, ptr: DevicePtr, value: u32) -> KernelResult {
-        match self.check::<u32>(ptr, 1, true)? {
-            Place::Device { .. } => return self.memory.write(ptr.0, &value.to_ne_bytes()),
-            Place::Pinned { addr } => {
-                // SAFETY: as in `load_acquire_u32`.
-                unsafe { AtomicU32::from_ptr(addr as *mut u32) }.store(value, Ordering::Release);
-            }
-        }
-        Ok(())
-    }
-
-    /// A 64-bit store after which everything written before is visible to whoever acquires it.
+    /// A 64-bit store after which everything written before is visible to whoever acquires it: a ring's sequence number in
+    /// pinned memory.
     ///
     /// # Errors
     /// As [`SimKernel::write`].
@@ -272,8 +252,8 @@ impl<'a> SimKernel<'a> {
         match self.check::<u64>(ptr, 1, true)? {
             Place::Device { .. } => return self.memory.write(ptr.0, &value.to_ne_bytes()),
             Place::Pinned { addr } => {
-                // SAFETY: as in `load_acquire_u32`.
-                unsafe { AtomicU64::from_ptr(addr as *mut u64) }.store(value, Ordering::Release);
+                // SAFETY: as in `load_acquire_u64`.
+                unsafe { crate::pinned::word(HostPtr(addr)) }.store(value, Ordering::Release);
             }
         }
         Ok(())

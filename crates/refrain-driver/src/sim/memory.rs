@@ -6,7 +6,7 @@
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::api::{Code, CtxHandle};
+use crate::api::{Code, CtxHandle, HostPtr};
 
 /// Not a canonical address on any host, so it cannot be mistaken for a pointer.
 const BASE: u64 = 0x0d00_0000_0000_0000;
@@ -359,7 +359,7 @@ impl Memory {
             Place::Device { start, offset } => {
                 out.copy_from_slice(&self.device(start)[offset..offset + out.len()]);
             }
-            Place::Pinned { addr } => read_host(addr, out),
+            Place::Pinned { addr } => read_pinned(addr, out),
         }
         Ok(())
     }
@@ -369,20 +369,27 @@ impl Memory {
             Place::Device { start, offset } => {
                 self.device_mut(start)[offset..offset + bytes.len()].copy_from_slice(bytes);
             }
-            Place::Pinned { addr } => write_host(addr, bytes),
+            // SAFETY: the range was just located in live pinned memory; a last word reaches into its guard zone at most.
+            Place::Pinned { addr } => unsafe { crate::pinned::write(HostPtr(addr), bytes) },
         }
         Ok(())
     }
 }
 
-/// Reads host memory the way a device does: whatever is there at this moment.
+/// Reads located pinned memory the way a device does: whatever is there at this moment.
+pub(super) fn read_pinned(addr: u64, out: &mut [u8]) {
+    // SAFETY: callers have located the range in live pinned memory, under the lock that they hold; a last word reaches into
+    // its guard zone at most.
+    unsafe { crate::pinned::read(HostPtr(addr), out) }
+}
+
+/// Reads pageable host memory.
 pub(super) fn read_host(addr: u64, out: &mut [u8]) {
-    // SAFETY: the range was located in live pinned memory, or the caller of an `unsafe` copy vouched for it; `out` is
-    // a separate host buffer of that length.
+    // SAFETY: the caller of an `unsafe` copy vouched for the range; `out` is a separate host buffer of that length.
     unsafe { std::ptr::copy_nonoverlapping(addr as *const u8, out.as_mut_ptr(), out.len()) }
 }
 
-/// Writes host memory the way a device does.
+/// Writes pageable host memory.
 pub(super) fn write_host(addr: u64, bytes: &[u8]) {
     // SAFETY: as for `read_host`, with the range writable.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), addr as *mut u8, bytes.len()) }

@@ -137,6 +137,18 @@ pub struct SimDriver {
     shared: Arc<Shared>,
 }
 
+/// The driver interface of a simulated device. Apart from it, so that holding a device does not give the right to free what
+/// others use on it.
+struct SimApi(SimDriver);
+
+impl std::ops::Deref for SimApi {
+    type Target = SimDriver;
+
+    fn deref(&self) -> &SimDriver {
+        &self.0
+    }
+}
+
 impl Default for SimDriver {
     fn default() -> SimDriver {
         SimDriver::new(SimOptions::default())
@@ -162,10 +174,36 @@ impl SimDriver {
         }
     }
 
-    /// The same device as the driver interface.
+    /// The same device as the raw driver interface, for tests of the simulation itself.
+    ///
+    /// ```compile_fail,E0133
+    /// # use refrain_driver::{Memory, api::HostPtr, sim::SimDriver};
+    /// fn free_behind_its_back(sim: &SimDriver, memory: &Memory) {
+    ///     for (_, _, address) in memory.regions() {
+    ///         let _ = sim.api().free_host(HostPtr(address)); // rings and leases still read there
+    ///     }
+    /// }
+    /// ```
+    ///
+    /// ```compile_fail,E0599
+    /// # use refrain_driver::{api::{Api, HostPtr}, sim::SimDriver};
+    /// fn without_asking(sim: &SimDriver, address: HostPtr) {
+    ///     let _ = sim.free_host(address);
+    /// }
+    /// ```
+    ///
+    /// # Safety
+    /// As for [`crate::raw_driver`]: the caller uses only handles and addresses that calls on the returned value gave it, and
+    /// none of them after it was freed or destroyed. The device checks handles and device memory itself, but pinned memory
+    /// is memory of this process, which others use through [`crate::Memory`], [`crate::Ring`] and [`crate::Staging`].
     #[must_use]
-    pub fn api(&self) -> Arc<dyn Api> {
-        Arc::new(self.clone())
+    pub unsafe fn api(&self) -> Arc<dyn Api> {
+        self.interface()
+    }
+
+    /// The driver interface for [`crate::Device`], which keeps that contract.
+    pub(crate) fn interface(&self) -> Arc<dyn Api> {
+        Arc::new(SimApi(self.clone()))
     }
 
     /// Registers the reference function of a kernel, with the sizes of its parameters. A later one of the same name
@@ -204,7 +242,7 @@ impl SimDriver {
         SimStats { live: state.census(), calls: calls.collect(), n_hung: state.n_hung }
     }
 
-    /// Diagnostics so far, left in place; [`Api::take_reports`] takes them.
+    /// Diagnostics so far, left in place; [`crate::Device::take_reports`] takes them.
     #[must_use]
     pub fn reports(&self) -> Vec<String> {
         self.lock().reports.clone()

@@ -280,7 +280,8 @@ impl State {
                     race = Some(describe(what, past, &op.what(), a, "a launch and the one before it"));
                 }
             }
-        } else {
+        }
+        if !kernel.config.programmatic || (kernel.twin.waits && kernel.twin.starts_next_late) {
             stream.chain.clear();
         }
         let what: Arc<str> = op.what().into();

@@ -3,10 +3,11 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use refrain_driver::api::Api;
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{
-    Baked, Buf, Context, Device, DeviceKind, DriverError, Function, Graph, Launch, Layout, Lease, Memory,
-    Method, Module, Queue, RecordOptions, Stream, probe,
+    Baked, Buf, Context, Device, DeviceKind, DriverError, Function, Graph, Launch, LaunchBuilder, Layout,
+    Lease, Memory, Method, Module, Queue, RecordOptions, Stream, probe,
 };
 
 pub const N: u32 = 256;
@@ -37,11 +38,18 @@ pub struct Step {
 
 impl Step {
     pub fn add(&self, dst: Buf, x: Buf, y: Buf) -> Launch {
-        Launch::new(&self.add, N / 64, 64).step("step").write(dst).read(x).read(y).baked(Baked(N))
+        let add = LaunchBuilder::new(&self.add, N / 64, 64);
+        built(add.step("step").write(dst).read(x).read(y).baked(Baked(N)))
     }
 
     pub fn fill(&self, dst: Buf, value: u32) -> Launch {
-        Launch::new(&self.fill, N / 64, 64).step("step").write(dst).baked(Baked(value)).baked(Baked(N))
+        built(self.filling(dst, value))
+    }
+
+    /// The same before it is built.
+    pub fn filling(&self, dst: Buf, value: u32) -> LaunchBuilder {
+        let fill = LaunchBuilder::new(&self.fill, N / 64, 64);
+        fill.step("step").write(dst).baked(Baked(value)).baked(Baked(N))
     }
 
     pub fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
@@ -78,7 +86,7 @@ impl Bed {
 
     pub fn with_context(ctx: &Context) -> Result<Bed, DriverError> {
         let (ctx, device) = (ctx.clone(), ctx.device());
-        // SAFETY: launches in these tests cover at most the buffers they name, `N` words each.
+        // SAFETY: the crate's own PTX text.
         let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }?;
         let mut layout = Layout::new("bed");
         let regions = ["a", "b", "c", "d", "e"].map(|name| layout.device(name, BYTES));
@@ -100,6 +108,16 @@ impl Bed {
 
     pub fn function(&self, name: &str) -> Function {
         self.module.function(&format!("refrain_probe_{name}")).unwrap()
+    }
+
+    /// The raw driver, with which tests do what a library would.
+    pub fn api(&self) -> Arc<dyn Api> {
+        match &self.sim {
+            // SAFETY: tests give it only streams and addresses that a library call was handed, during that call.
+            Some(sim) => unsafe { sim.api() },
+            // SAFETY: as above.
+            None => unsafe { refrain_driver::raw_driver() }.unwrap(),
+        }
     }
 
     pub fn record(&mut self, method: Method) -> Result<Graph, DriverError> {
@@ -140,6 +158,12 @@ impl Bed {
     }
 }
 
+/// A launch of a probe kernel.
+pub fn built(launch: LaunchBuilder) -> Launch {
+    // SAFETY: launches in these tests cover at most the buffers they name, `N` words each, or are refused.
+    unsafe { launch.build() }
+}
+
 pub fn faults(script: &str) -> FaultScript {
     FaultScript::parse(script).unwrap()
 }
@@ -166,7 +190,7 @@ macro_rules! both {
             }
 
             #[test]
-            #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask test --gpu")]
+            #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
             fn on_a_gpu() {
                 let _turn = common::gpu_turn();
                 body(Bed::gpu());

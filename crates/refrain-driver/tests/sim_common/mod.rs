@@ -2,21 +2,25 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+use std::sync::Arc;
+
 use refrain_driver::api::{
     Api, Code, CtxHandle, DevicePtr, EventHandle, FunctionHandle, LaunchConfig, ModuleHandle, Raw,
     StreamHandle, StreamKind,
 };
 use refrain_driver::sim::{FaultScript, Schedule, SimDriver, SimOptions, Twin};
 
-/// `fill(dst, value, n)`, `add(dst, a, b, n)`, `early(dst, src, n)` which reads `src` before its dependency wait, and
-/// `rude(dst, value, n)` which never waits.
-pub(crate) const IMAGE: &[u8] = b"sim\nfill\nadd\nearly\nrude\nassert\npanic";
+/// `fill(dst, value, n)`, `add(dst, a, b, n)`, `early(dst, src, n)` which reads `src` before its dependency wait,
+/// `late(dst, value, n)` which lets the next one start behind its own, and `rude(dst, value, n)` which never waits.
+pub(crate) const IMAGE: &[u8] = b"sim\nfill\nadd\nearly\nlate\nrude\nassert\npanic";
 
 pub(crate) const PLAIN: LaunchConfig = LaunchConfig::new([1, 1, 1], [32, 1, 1]);
 pub(crate) const PROGRAMMATIC: LaunchConfig = LaunchConfig { programmatic: true, ..PLAIN };
 
 pub(crate) struct Bench {
-    pub(crate) sim: SimDriver,
+    /// The raw interface of `driver`.
+    pub(crate) sim: Arc<dyn Api>,
+    pub(crate) driver: SimDriver,
     pub(crate) ctx: CtxHandle,
     pub(crate) module: ModuleHandle,
     pub(crate) s: StreamHandle,
@@ -37,6 +41,7 @@ pub(crate) fn register(sim: &SimDriver) {
     };
     sim.register("fill", &[8, 4, 4], fill);
     sim.register_twin(Twin::new("rude", &[8, 4, 4], fill).never_waits());
+    sim.register_twin(Twin::new("late", &[8, 4, 4], fill).starts_next_late());
     sim.register("add", &[8, 8, 8, 4], |k| {
         let n = k.arg::<u32>(3)? as usize;
         let sum: Vec<u32> = {
@@ -56,12 +61,14 @@ pub(crate) fn register(sim: &SimDriver) {
 
 impl Bench {
     pub(crate) fn new(options: SimOptions) -> Bench {
-        let sim = SimDriver::new(options);
-        register(&sim);
+        let driver = SimDriver::new(options);
+        register(&driver);
+        // SAFETY: nothing else uses this device, and tests touch pinned memory only while they have it.
+        let sim = unsafe { driver.api() };
         let ctx = sim.primary_ctx_retain(0).expect("context");
         let module = sim.module_load(IMAGE).expect("module");
         let s = sim.stream_create(StreamKind::NonBlocking).expect("stream");
-        Bench { sim, ctx, module, s }
+        Bench { sim, driver, ctx, module, s }
     }
 
     /// Nothing runs before it is waited for, and races are only reported.
