@@ -12,7 +12,7 @@ use refrain::{
 };
 use refrain_driver::DeviceKind;
 use std::hash::{BuildHasher, Hasher};
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::PathBuf;
 
 /// Where and how a model runs.
@@ -31,6 +31,10 @@ pub(crate) struct DeviceOpts {
     /// Decode steps that a CUDA device may have under way at once, at most 32; 4 unless given, 1 sends none ahead
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
     pub(crate) ahead: Option<u8>,
+    /// Compare decode steps with their eager run while a text goes on: every:N compares each Nth. A step that differs is
+    /// delivered as the eager run has it, its graph is given up, and the summary says so
+    #[arg(long, value_name = "every:N", value_parser = parse_verify)]
+    pub(crate) verify: Option<NonZeroU32>,
     /// Time every kernel: a table on standard error, and a timeline as a page [default: refrain-profile.html]; steps then
     /// run one kernel at a time
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
@@ -100,6 +104,7 @@ impl DeviceOpts {
             context: n_context,
             kv_dtype,
             ahead,
+            verify_every: self.verify,
             ..SessionOptions::default()
         })
     }
@@ -169,6 +174,10 @@ impl DeviceOpts {
             let message = format!("--graph require cannot be kept: {no_graphs}");
             return Err(Hinted::new(message, "use --graph auto, or --device cuda or sim").into());
         }
+        if self.verify.is_some() {
+            let message = format!("--verify compares replays with eager runs: {no_graphs}");
+            return Err(Hinted::new(message, "leave it out, or use --device cuda or sim").into());
+        }
         if self.profile.is_some() {
             let message = "--profile times the kernels of a CUDA device, this runs on the CPU";
             return Err(
@@ -203,6 +212,11 @@ pub(crate) fn load_listener(context: &Context) -> (Delayed, LoadListener) {
         _ => {}
     });
     (bar, listener)
+}
+
+fn parse_verify(text: &str) -> Result<NonZeroU32, String> {
+    let n = text.strip_prefix("every:").and_then(|n| n.parse().ok());
+    n.ok_or_else(|| "known is every:N, such as every:64, with N of 1 or more".to_owned())
 }
 
 fn parse_device(text: &str) -> Result<DeviceArg, String> {

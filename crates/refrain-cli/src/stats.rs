@@ -76,6 +76,16 @@ pub(crate) fn print_graphs(status: &Status) {
             short_time(verified)
         );
     }
+    let compared = &status.compared;
+    if compared.n_steps > 0 {
+        let each = compared.took.as_secs_f64() / compared.n_steps as f64;
+        talk!(
+            "verify   {} compared with eager while decoding, {} differed, {} each",
+            crate::out::counted(compared.n_steps as usize, "step"),
+            compared.n_mismatches,
+            short_time(each)
+        );
+    }
     for told in &status.apart {
         talk!("apart    {told}");
     }

@@ -429,3 +429,44 @@ both! {
         bed.check_good();
     }
 }
+
+both! {
+    fn a_memory_that_succeeds_another_has_its_regions_where_they_were_and_the_old_one_cannot_be_used(bed) {
+        let step = bed.step.clone();
+        let graph = bed.record(Method::Stream).unwrap();
+        bed.check_replay(&graph, 5).unwrap();
+        let names = |memory: &Memory| -> Vec<(String, u64)> {
+            memory.regions().map(|(name, _, address)| (name.to_owned(), address)).collect()
+        };
+        let before = names(&bed.memory);
+        let mut layout = Layout::new("bed");
+        let sources = bed.regions;
+        let c = layout.inherit("c", sources[2]);
+        let more = layout.device("more", 4 * BYTES);
+        let spare = Memory::plan(&bed.ctx, &Layout::new("spare")).unwrap();
+        let lease = std::mem::replace(&mut bed.lease, spare.lease().unwrap());
+        // With work in flight: what is taken over is what it leaves.
+        let mut lease = lease.succeed(&layout).map_err(|(_, error)| error).unwrap();
+        let memory = Arc::clone(lease.memory());
+        assert_eq!(names(&memory)[0], before[2]);
+        let mut words = vec![0u8; BYTES as usize];
+        bed.stream.download(&lease, memory.buf(c), &mut words).unwrap();
+        assert_eq!(words[..4], common::Step::expected(5).to_le_bytes());
+        bed.stream.upload(&mut lease, memory.buf(more), &[7; 4 * BYTES as usize]).unwrap();
+        // Handles of the old memory, its graphs and another lease of it: all refused.
+        assert!(matches!(
+            bed.stream.download(&lease, step.c, &mut words),
+            Err(DriverError::ForeignMemory { .. })
+        ));
+        assert!(graph.replay(&mut lease, &mut bed.stream).is_err());
+        assert!(matches!(bed.memory.lease(), Err(DriverError::LeaseTaken { .. })));
+        // A region that is not there gives the lease back.
+        let mut wrong = Layout::new("wrong");
+        wrong.inherit("nothing", more);
+        wrong.inherit("nothing either", sources[4]);
+        let (lease, error) = lease.succeed(&wrong).unwrap_err();
+        assert!(matches!(error, DriverError::OutOfRange { .. }), "{error}");
+        bed.stream.download(&lease, memory.buf(c), &mut words).unwrap();
+        assert_eq!(bed.device.take_reports(), Vec::<String>::new());
+    }
+}

@@ -66,6 +66,16 @@ pub enum EngineError {
     /// The session's blocks are another engine's.
     #[error("the session belongs to another engine")]
     ForeignSession,
+    /// The device chose a token that does not exist: its memory or its driver is broken.
+    #[error("the device chose token {token} after position {position}, the vocabulary has {vocab}")]
+    BadChoice {
+        /// The token.
+        token: u32,
+        /// Size of the vocabulary.
+        vocab: usize,
+        /// Position of the token before it.
+        position: usize,
+    },
     /// The logits after a token are NaN or infinite.
     #[error("the logits after position {position} are not finite")]
     NonFinite {
@@ -131,6 +141,9 @@ impl EngineError {
             )),
             EngineError::TextTooShort { n_tokens, .. } => {
                 Some(format!("give a longer text, or a window of at most {n_tokens} tokens with -c"))
+            }
+            EngineError::BadChoice { .. } => {
+                Some("the device computes nonsense: try again, or run on another device".into())
             }
             EngineError::NonFinite { kv_dtype: DType::F16, .. } => Some(
                 "a KV cache of F16 overflows above 65504: use one of BF16 or F32; if that does not help, \

@@ -227,6 +227,11 @@ where
             if !logprob[0].is_finite() {
                 return Err(self.non_finite(request.start + request.tokens.len() - 1));
             }
+            let vocab = self.model.config().n_vocab;
+            if token[0] as usize >= vocab {
+                let position = request.start + request.tokens.len() - 1;
+                return Err(EngineError::BadChoice { token: token[0], vocab, position });
+            }
             out.chosen = Some((token[0], logprob[0]));
         }
         Ok(ran)
@@ -255,10 +260,16 @@ where
     fn take(&mut self) -> Result<Committed, EngineError> {
         let (backend, _, _, compiled, run) = self.running()?;
         let committed = backend.take(compiled, run)?;
-        match committed.flags.has(StepFlags::NON_FINITE) {
-            true => Err(self.non_finite(committed.position)),
-            false => Ok(committed),
+        let (token, position, vocab) = (committed.token, committed.position, self.model.config().n_vocab);
+        if committed.flags.has(StepFlags::NON_FINITE) {
+            return Err(self.non_finite(position));
         }
+        if token as usize >= vocab {
+            // A device that makes up tokens may be lost without having said so yet: that is what to report then.
+            self.finish()?;
+            return Err(EngineError::BadChoice { token, vocab, position });
+        }
+        Ok(committed)
     }
 
     fn finish(&mut self) -> Result<usize, EngineError> {

@@ -12,6 +12,7 @@ use refrain_engine::{BackendRunner, Engine, Ledger, Perplexity, PerplexityOption
 use refrain_graph::Plan;
 use refrain_tensor::DType;
 use std::borrow::Cow;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -85,6 +86,9 @@ pub struct SessionOptions {
     pub kv_dtype: DType,
     /// Decode steps that a CUDA device may have under way at once; the usual number when `None`, 1 for none ahead.
     pub ahead: Option<usize>,
+    /// Compares every so many decode steps with their eager run while a text goes on, on a CUDA device. Each of them
+    /// takes about three times as long.
+    pub verify_every: Option<NonZeroU32>,
     /// Hears how much memory a CUDA device needs, before any is allocated, and how far the weights are.
     pub on_load: LoadListener,
 }
@@ -96,6 +100,7 @@ impl Default for SessionOptions {
             context: None,
             kv_dtype: DType::F16,
             ahead: None,
+            verify_every: None,
             on_load: LoadListener::default(),
         }
     }
@@ -218,7 +223,8 @@ pub(crate) fn monitored_engine(
         }
     };
     let ahead = options.ahead.unwrap_or(cuda.ahead);
-    let cuda = CudaOptions { ahead, on_load: options.on_load.clone(), ..cuda };
+    let (on_load, verify_every) = (options.on_load.clone(), options.verify_every);
+    let cuda = CudaOptions { ahead, on_load, verify_every, ..cuda };
     // A prompt goes in pieces as large as the largest graph.
     let runner = RunnerOptions { max_tokens: cuda.buckets.iter().copied().max().unwrap_or(1), ..runner };
     let backend = CudaBackend::open(kind, cuda)?;

@@ -7,7 +7,7 @@ use refrain_driver::api::Api;
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{
     Baked, Buf, Context, Device, DeviceKind, DriverError, Function, Graph, Launch, LaunchBuilder, Layout,
-    Lease, Memory, Method, Module, Queue, RecordOptions, Stream, probe,
+    Lease, Memory, Method, Module, Queue, RecordOptions, Region, Stream, probe,
 };
 
 pub const N: u32 = 256;
@@ -19,6 +19,7 @@ pub struct Bed {
     pub stream: Stream,
     pub step: Step,
     pub memory: Arc<Memory>,
+    pub regions: [Region; 5],
     pub module: Arc<Module>,
     pub ctx: Context,
     pub device: Device,
@@ -99,6 +100,7 @@ impl Bed {
             stream: ctx.stream()?,
             step: Step { fill, add, a, b, c, d, e },
             memory,
+            regions,
             module,
             ctx,
             device,
