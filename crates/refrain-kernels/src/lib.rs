@@ -39,7 +39,6 @@ mod packed; // quantised weights as the card reads them
 mod product; // one row times weights, with norm and gate
 mod few; // a few rows times packed weights
 mod linear; // y = x . w^T
-mod matmul; // y = a b, in any layout
 mod gather; // rows of a table
 mod norm; // RMS norms
 mod elementwise; // functions of elements; gates
@@ -81,7 +80,6 @@ pub use gemm::{GEMM_DTYPES, GemmArgs, GemmPlan};
 pub use kv::KvAppendArgs;
 pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
 pub use load::{Arch, Kernels, LoadOptions, Origin, register_twins, simulated};
-pub use matmul::MatMulArgs;
 pub use narrow::Narrow;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};

@@ -52,7 +52,6 @@ pub fn kernels() -> Vec<KernelInfo> {
 pub(crate) fn entries() -> Vec<Entry> {
     let mut all = Vec::new();
     crate::linear::entries(&mut all);
-    crate::matmul::entries(&mut all);
     crate::gather::entries(&mut all);
     crate::norm::entries(&mut all);
     crate::elementwise::entries(&mut all);

@@ -5,8 +5,6 @@
 pub enum Family {
     /// `linear.cu`
     Linear,
-    /// `matmul.cu`
-    Matmul,
     /// `gather.cu`
     Gather,
     /// `norm.cu`
@@ -49,9 +47,8 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 21] = [
+    pub const ALL: [Family; 20] = [
         Family::Linear,
-        Family::Matmul,
         Family::Gather,
         Family::Norm,
         Family::Elementwise,
@@ -78,7 +75,6 @@ impl Family {
     pub const fn name(self) -> &'static str {
         match self {
             Family::Linear => "linear",
-            Family::Matmul => "matmul",
             Family::Gather => "gather",
             Family::Norm => "norm",
             Family::Elementwise => "elementwise",
@@ -106,7 +102,6 @@ impl Family {
     pub const fn source(self) -> &'static str {
         match self {
             Family::Linear => include_str!("../cu/linear.cu"),
-            Family::Matmul => include_str!("../cu/matmul.cu"),
             Family::Gather => include_str!("../cu/gather.cu"),
             Family::Norm => include_str!("../cu/norm.cu"),
             Family::Elementwise => include_str!("../cu/elementwise.cu"),
