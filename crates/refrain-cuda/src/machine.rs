@@ -6,7 +6,7 @@ use std::sync::Arc;
 use refrain_driver::{Buf, Context, DriverError, Stream};
 use refrain_graph::{BufferId, Feedback, Op, Place, Plan, Ran, Reason, Segment, SegmentKind};
 use refrain_graph::{State, Weight};
-use refrain_kernels::{BlasLtShape, Digester, Kernels, sample_state_bytes};
+use refrain_kernels::{BlasLtShape, Compiling, Digester, Kernels, sample_state_bytes};
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
@@ -18,6 +18,7 @@ use crate::lower::{Lowering, choice_bytes, scratch_bytes};
 use crate::options::CudaOptions;
 use crate::prefill::{self, Areas, Products};
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
+use crate::progress::LoadEvent;
 use crate::pump::Pump;
 use crate::resident::{HostModel, Resident, Room};
 use crate::roles::Roles;
@@ -198,7 +199,26 @@ impl Machine {
         Ok(())
     }
 
+    /// The launches of a plan, with all their kernels loaded: never is one compiled while a step waits for it.
     fn lower(
+        &self,
+        resident: &Resident,
+        plan: &Plan,
+        roles: &Roles,
+        feedback: Option<&Feedback>,
+    ) -> Result<Lowered, CudaError> {
+        self.with_kernels(|| self.describe(resident, plan, roles, feedback))
+    }
+
+    /// Runs something that describes launches, with all kernels that it asks for.
+    fn with_kernels<T>(&self, describe: impl FnMut() -> Result<T, CudaError>) -> Result<T, CudaError> {
+        let mut hear = |Compiling { n_done, n_total }| {
+            self.options.on_load.hear(LoadEvent::Compiling { n_done, n_total });
+        };
+        self.kernels.prepared(&mut hear, describe).map_err(|e| CudaError::Kernels(Arc::new(e)))?
+    }
+
+    fn describe(
         &self,
         resident: &Resident,
         plan: &Plan,
@@ -318,6 +338,10 @@ impl Machine {
         };
         let kept = self.resident.as_ref().map_or(needed, |r| r.room.max(&needed));
         self.release()?;
+        self.with_kernels(|| {
+            let dtypes = self.model.weights.iter().map(|weight| weight.ty.dtype);
+            self.kernels.ask_for_pack(dtypes).map_err(|e| CudaError::Kernels(Arc::new(e)))
+        })?;
         let rooms = [kept, wanted.max(&kept)];
         let blocks = self.options.scratch_blocks;
         let (ctx, stream, model) = (&self.ctx, &mut self.stream, &self.model);

@@ -650,15 +650,27 @@ typedef Packed<PackedQ4_K, 1, 16> Q4K;
 typedef Packed<PackedQ5_K, 1, 16> Q5K;
 typedef Packed<PackedQ6_K, 1, 16> Q6K;
 
+// unit bf16
 ALL(bf16, B16)
+// unit f16
 ALL(f16, H16)
+// unit q4_0
 ALL(q4_0, Q40)
+// unit q4_1
 ALL(q4_1, Q41)
+// unit q5_0
 ALL(q5_0, Q50)
+// unit q5_1
 ALL(q5_1, Q51)
+// unit q8_0
 ALL(q8_0, Q80)
+// unit q4_k
 ALL(q4_k, Q4K)
+// unit q5_k
 ALL(q5_k, Q5K)
+// unit q6_k
 ALL(q6_k, Q6K)
+// unit q4_k_q6_k
 PAIR(q4_k_q6_k, Q4K, Q6K)
+// unit q5_k_q6_k
 PAIR(q5_k_q6_k, Q5K, Q6K)

@@ -7,10 +7,11 @@ use refrain_graph::{Attention, Op, Rope, RopeStyle};
 use refrain_tensor::DType;
 
 use crate::attention;
+use crate::card::Card;
 use crate::error::{Case, KernelError};
 use crate::kv::{PageSizes, append};
 use crate::load::Kernels;
-use crate::registry::{Entry, P};
+use crate::registry::{Entry, P, lowercase};
 use crate::source::Family;
 use crate::twin::{Dense, fault, read_rows, run_f32};
 use crate::view::{Rows, View};
@@ -167,15 +168,6 @@ struct Sizes {
 }
 
 impl Kernels {
-    /// Lets the kernels have their rings.
-    pub(crate) fn allow_attend(&self) -> Result<(), KernelError> {
-        all_kernels().try_for_each(|(dtype, size, heads)| {
-            Ok(self
-                .get(&name(size, heads, dtype))?
-                .allow_shared(N_WARPS * warp_bytes(size, heads, dtype, self.shared_limit()))?)
-        })
-    }
-
     /// The launch of [`AttendArgs`]: what goes into the caches has the bits of [`Kernels::rope_kv`] when there is no
     /// norm. On a card a sequence or block out of range writes nothing and counts as not seen; the simulated device
     /// faults, as it does when counters are not zero or two rows are of one sequence.
@@ -200,9 +192,9 @@ impl Kernels {
         let (v, v_rows) = case.rows("v", &a.v, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
         let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(per_block);
         let blocks = a.n_splits * n_groups;
-        let (blocks, alone) = placed(blocks, a.n, a.fills, self.n_sms());
+        let (blocks, alone) = placed(blocks, a.n, a.fills, self.card().n_sms);
         let grid = [case.u32("blocks", blocks)?, a.n as u32, 1];
-        let warp_bytes = warp_bytes(size, heads_of(per_block), a.cache_dtype, self.shared_limit());
+        let warp_bytes = warp_bytes(size, heads_of(per_block), a.cache_dtype, self.card().shared_limit);
         let sizes = sizes(&case, a, per_block, alone, warp_bytes)?;
         let launch = self.launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?;
         let launch = launch.shared(N_WARPS * warp_bytes);
@@ -317,7 +309,7 @@ fn heads_of(per_block: usize) -> usize {
 }
 
 fn name(size: usize, per_block: usize, dtype: DType) -> String {
-    format!("attend_d{size}_h{}_{}", heads_of(per_block), dtype.name().to_ascii_lowercase())
+    format!("attend_d{size}_h{}_{}", heads_of(per_block), lowercase(dtype))
 }
 
 /// What a warp has of shared memory: a ring, which what it found takes the place of, or that alone.
@@ -340,7 +332,9 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<Sizes>()];
     for (dtype, size, heads) in all_kernels() {
         let name = name(size, heads, dtype);
-        all.push(Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype)));
+        let entry = Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype));
+        let shared = move |card: &Card| N_WARPS * warp_bytes(size, heads, dtype, card.shared_limit);
+        all.push(entry.unit(&format!("d{size}_{}", lowercase(dtype))).shared(shared));
     }
 }
 

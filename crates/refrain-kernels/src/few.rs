@@ -8,7 +8,7 @@ use refrain_tensor::DType;
 use crate::error::{Case, KernelError};
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
-use crate::registry::{Entry, P, W};
+use crate::registry::{Entry, P, W, lowercase};
 use crate::source::Family;
 use crate::twin::{count, fault};
 
@@ -134,7 +134,7 @@ impl Kernels {
         crate::require!(case, a.k.is_multiple_of(block_len), "k must be whole blocks of {block_len}");
         // A block has two tiles at a time.
         let pairs: usize = a.parts.iter().map(|p| p.n.div_ceil(2 * TILE_ROWS)).sum();
-        let grid = case.u32("n", pairs.min(2 * self.n_sms()))?;
+        let grid = case.u32("n", pairs.min(2 * self.card().n_sms))?;
         let mut launch = self
             .launch(&name(padded(a.m), a.dtype), grid, 32 * WARPS as u32)?
             .shared(ring_bytes(unit))
@@ -158,16 +158,6 @@ impl Kernels {
         }
         Ok(launch.baked(Baked(params)))
     }
-
-    /// Lets these products ask for as much shared memory as their rings need.
-    pub(crate) fn allow_few(&self) -> Result<(), KernelError> {
-        for (m, dtype) in variants() {
-            if let Some(unit) = Unit::of(dtype) {
-                self.get(&name(m, dtype))?.allow_shared(ring_bytes(unit))?;
-            }
-        }
-        Ok(())
-    }
 }
 
 /// Shared memory of a block: the rings of its warps, of two tiles' units each.
@@ -180,7 +170,7 @@ fn rows_name(m: usize) -> String {
 }
 
 fn name(m: usize, dtype: DType) -> String {
-    format!("few_m{m}_{}", dtype.name().to_ascii_lowercase())
+    format!("few_m{m}_{}", lowercase(dtype))
 }
 
 fn variants() -> impl Iterator<Item = (usize, DType)> {
@@ -189,11 +179,14 @@ fn variants() -> impl Iterator<Item = (usize, DType)> {
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     for m in [8, 16] {
-        all.push(Entry::new(Family::Few, rows_name(m), &[P, P, W, W, W], move |k| rows_twin(k, m)));
+        let entry = Entry::new(Family::Few, rows_name(m), &[P, P, W, W, W], move |k| rows_twin(k, m));
+        all.push(entry.unit("rows"));
     }
     for (m, dtype) in variants() {
         let params = [P, P, P, P, P, P, P, size_of::<Params>()];
-        all.push(Entry::new(Family::Few, name(m, dtype), &params, move |k| twin(k, m, dtype)));
+        let entry = Entry::new(Family::Few, name(m, dtype), &params, move |k| twin(k, m, dtype));
+        let ring = Unit::of(dtype).map_or(0, ring_bytes);
+        all.push(entry.unit(&lowercase(dtype)).shared(move |_| ring));
     }
 }
 

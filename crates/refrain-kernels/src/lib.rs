@@ -1,6 +1,7 @@
 //! CUDA kernels, their compilation and their typed launchers.
 //!
-//! Invariant: nothing here allocates device memory, launches or waits; a launcher only describes a launch.
+//! Invariant: nothing here allocates device memory, launches or waits; a launcher only describes a launch. The first time
+//! it loads the kernel's code, unless something records.
 //! Invariant: a launcher refuses, with op, dtype and shape, what its kernel's header does not allow. What it returns
 //! touches only the bytes of the buffers it names, so the `unsafe` of loading code stays in this crate.
 //! Invariant: every kernel has a twin, and the simulated device runs it.
@@ -9,11 +10,12 @@
 //!
 //! | to | use |
 //! |---|---|
-//! | load the kernels for a device | [`Kernels::load`] |
+//! | open the kernels for a device | [`Kernels::load`] |
+//! | compile what a plan needs, on all cores | [`Kernels::prepared`] |
 //! | open a simulated device that knows the twins | [`simulated`], [`register_twins`] |
 //! | describe an op's launches | the methods of [`Kernels`]: one `Args` structure each |
 //! | know how much scratch an op needs | [`attention_scratch_bytes`], [`sample_scratch_bytes`], [`sample_state_bytes`] |
-//! | compile ahead of time | [`prebuild`], [`prebuilt_archs`]; [`compile_all`], [`Kernels::with_prebuilt`] |
+//! | compile ahead of time | [`prebuild`], [`prebuilt_archs`]; [`compile_all`], [`Kernels::with_archive`] |
 //!
 //! # Conventions
 //!
@@ -29,11 +31,14 @@ mod error; // what a launcher or the compiler refuses
 mod view; // operands, and how far they may be strided
 mod registry; // every kernel, with its parameters and its twin
 mod twin; // what twins share
+mod card; // what launchers know of the card
 mod load; // from sources to functions on a device
+mod source; // the .cu files, and the units they are compiled in
+mod supply; // where the code of units comes from
+mod prebuilt; // code in the binary
+mod cache; // code on disk
+mod compile; // units to code, on all cores
 mod nvrtc; // the compiler library
-mod cache; // compiled code on disk
-mod prebuilt; // compiled code in the binary
-mod source; // the .cu files
 
 mod packed; // quantised weights as the card reads them
 mod product; // one row times weights, with norm and gate
@@ -69,6 +74,7 @@ pub use cache::KernelCache;
 pub use commit::{
     COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState,
 };
+pub use compile::Compiling;
 pub use copy::{CastArgs, CopyArgs};
 pub use dequant::DequantArgs;
 pub use digest::Digester;
@@ -91,5 +97,5 @@ pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;
 pub use rows::{ReduceArgs, SoftmaxArgs};
 pub use sample::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
-pub use source::Family;
+pub use source::{Family, Unit};
 pub use view::View;

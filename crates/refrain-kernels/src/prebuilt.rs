@@ -153,7 +153,8 @@ fn source_digest() -> [u8; DIGEST_BYTES] {
 mod tests {
     use super::*;
     use crate::load::{Kernels, LoadOptions, Origin, simulated};
-    use crate::registry::kernels;
+    use crate::source::Unit;
+    use crate::supply::twins;
     use refrain_driver::sim::SimOptions;
 
     const SM_80: Arch = Arch { major: 8, minor: 0 };
@@ -162,12 +163,7 @@ mod tests {
 
     /// What the simulated device takes for machine code: the names of the kernels.
     fn image() -> Image {
-        let of = |family: Family| {
-            let names: Vec<String> =
-                kernels().into_iter().filter(|k| k.family == family).map(|k| k.name).collect();
-            (family, format!("sim\n{}\n", names.join("\n")).into_bytes())
-        };
-        Image { families: Family::ALL.map(of).to_vec() }
+        Image::new(twins(Unit::all()))
     }
 
     fn archive() -> Vec<u8> {
@@ -179,7 +175,7 @@ mod tests {
         let device = simulated(SimOptions::default()).unwrap();
         let nvrtc = Some("/nowhere/libnvrtc.so".into());
         let options = LoadOptions { arch: Some(card), nvrtc, ..LoadOptions::default() };
-        Kernels::from_archive(&device.context().unwrap(), &options, archive).map(|k| k.origin())
+        Kernels::with_archive(&device.context().unwrap(), &options, archive).map(|k| k.origin())
     }
 
     #[test]

@@ -6,10 +6,11 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::Gate;
 use refrain_tensor::{DType, quant};
 
+use crate::card::Card;
 use crate::error::{Case, KernelError};
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
-use crate::registry::{Entry, P};
+use crate::registry::{Entry, P, lowercase};
 use crate::source::Family;
 use crate::twin::fault;
 
@@ -24,7 +25,7 @@ const STATIC_BYTES: usize = 4096;
 const PACE: usize = 4;
 const GATED_PACE: usize = 5;
 /// Half of the first filling of a product behind a long one waits until that has asked for about all of its weights: so many
-/// cycles for its start, and what [`Kernels::cycles_of`] says for its x and the weights that its rings have no place for at
+/// cycles for its start, and what [`Card::cycles_of`] says for its x and the weights that its rings have no place for at
 /// first. What is asked for then comes while nothing else does: between the last weights of one launch and the first of the
 /// next there are one or two microseconds.
 const LATE_CYCLES: usize = 2000;
@@ -228,7 +229,7 @@ impl Kernels {
 
         let tiles = |p: &ProductPart| p.n.div_ceil(chunk.rows);
         let n_tiles: usize = if gated { tiles(&a.parts[0]) } else { a.parts.iter().map(tiles).sum() };
-        let grid = n_tiles.min(self.n_sms());
+        let grid = n_tiles.min(self.card().n_sms);
         let of_tile = a.k.div_ceil(chunk.cols) * if gated { 2 } else { 1 };
         let of_block = n_tiles.div_ceil(grid).saturating_mul(of_tile);
         // The kernel multiplies a block's chunks with a warp's number, and with the inverse.
@@ -260,7 +261,7 @@ impl Kernels {
         let pace = pace(cut.slot, gated);
         let behind = a.behind.filter(|&rest| cut.beside && rest <= LATE_MOST_BYTES);
         let chunks = usize::from(cut.stages).min(cut.share) * cut.warps;
-        let (early, late) = filling(chunks as u32, pace, behind.and_then(|rest| self.cycles_of(rest)));
+        let (early, late) = filling(chunks as u32, pace, behind.and_then(|rest| self.card().cycles_of(rest)));
         let mut launch = self
             .launch(&name(a.kind(), first, second), case.u32("n", grid)?, 32 * cut.warps as u32)?
             .shared(cut.shared)
@@ -319,18 +320,6 @@ impl Kernels {
         Ok(launch)
     }
 
-    /// Lets products ask for all the shared memory a block can have.
-    pub(crate) fn allow_product(&self) -> Result<(), KernelError> {
-        let limit = self.product_limit() as u32;
-        launches().try_for_each(|(kind, [first, second])| {
-            Ok(self.get(&name(kind, first, second))?.allow_shared(limit)?)
-        })
-    }
-
-    fn product_limit(&self) -> usize {
-        self.shared_limit().saturating_sub(STATIC_BYTES)
-    }
-
     /// Chunks in a warp's ring, at most `most`, the shared memory of a block, and whether another block has a place beside it.
     fn product_shared(
         &self,
@@ -347,8 +336,8 @@ impl Kernels {
             let barriers = (8 * chunk.warps * stages).next_multiple_of(128);
             chunk.warps * stages * slot + barriers + x.next_multiple_of(16)
         };
-        let limit = self.product_limit();
-        let half = (self.shared_sm() / 2).saturating_sub(STATIC_BYTES);
+        let limit = limit(self.card());
+        let half = (self.card().shared_sm / 2).saturating_sub(STATIC_BYTES);
         let wanted = (chunk.ring / (chunk.warps * slot)).min(most).clamp(1, 64);
         let fits = |room: usize, stages: usize| bytes(stages) <= room.min(limit);
         // A long x may leave less than two chunks for each warp in a half: then there is no sharing.
@@ -362,6 +351,11 @@ impl Kernels {
         };
         Ok((stages as u8, bytes(stages) as u32, beside.is_some()))
     }
+}
+
+/// The most shared memory that a launch may ask for.
+fn limit(card: &Card) -> usize {
+    card.shared_limit.saturating_sub(STATIC_BYTES)
 }
 
 /// What of a product is known when its kernel is compiled.
@@ -439,10 +433,14 @@ fn name(kind: Kind, first: DType, second: DType) -> String {
         Kind::Gated => "gated",
         Kind::Several => "several",
     };
-    let lower = |d: DType| d.name().to_ascii_lowercase();
+    format!("product_{kind}_{}", suffix(first, second))
+}
+
+/// What kernel and unit are called, by the dtypes that they multiply with.
+fn suffix(first: DType, second: DType) -> String {
     match first == second {
-        true => format!("product_{kind}_{}", lower(first)),
-        false => format!("product_{kind}_{}_{}", lower(first), lower(second)),
+        true => lowercase(first),
+        false => format!("{}_{}", lowercase(first), lowercase(second)),
     }
 }
 
@@ -450,7 +448,9 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     let params = [P, P, P, size_of::<Params>(), P, P, P, P, P, P, P, P, P, P, P];
     for (kind, [first, second]) in launches() {
         let kernel = name(kind, first, second);
-        all.push(Entry::new(Family::Product, kernel, &params, move |k| twin(k, kind, first, second)));
+        let unit = suffix(first, second);
+        let entry = Entry::new(Family::Product, kernel, &params, move |k| twin(k, kind, first, second));
+        all.push(entry.unit(&unit).shared(|card| limit(card) as u32));
     }
 }
 

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 
 use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_tensor::DType;
 
-use crate::source::Family;
+use crate::card::Card;
+use crate::source::{Family, Unit};
 
 pub(crate) type TwinBody = Arc<dyn Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync>;
 
@@ -13,23 +15,34 @@ pub(crate) const P: usize = 8;
 /// The size of a word parameter.
 pub(crate) const W: usize = 4;
 
+/// A dtype as kernels and units are named by it.
+pub(crate) fn lowercase(dtype: DType) -> String {
+    dtype.name().to_ascii_lowercase()
+}
+
 /// A kernel as launchers know it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelInfo {
     /// `family_variant_dtype`: the symbol in the compiled code.
     pub name: String,
-    /// The file it comes from.
-    pub family: Family,
+    /// What it is compiled with.
+    pub unit: Unit,
     /// Bytes of each parameter.
     pub params: Vec<usize>,
 }
 
+/// Dynamic shared memory that launches of a kernel may ask for on a card, in bytes.
+pub(crate) type SharedBytes = Arc<dyn Fn(&Card) -> u32 + Send + Sync>;
+
+#[derive(Clone)]
 pub(crate) struct Entry {
     pub(crate) info: KernelInfo,
     pub(crate) twin: TwinBody,
+    pub(crate) shared: SharedBytes,
 }
 
 impl Entry {
+    /// A kernel of a file that is one unit, without dynamic shared memory.
     pub(crate) fn new(
         family: Family,
         name: impl Into<String>,
@@ -37,9 +50,21 @@ impl Entry {
         twin: impl Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync + 'static,
     ) -> Entry {
         Entry {
-            info: KernelInfo { name: name.into(), family, params: params.to_vec() },
+            info: KernelInfo { name: name.into(), unit: Unit::whole(family), params: params.to_vec() },
             twin: Arc::new(twin),
+            shared: Arc::new(|_| 0),
         }
+    }
+
+    /// Of a unit of its file, by the name that stands there.
+    pub(crate) fn unit(mut self, name: &str) -> Entry {
+        self.info.unit = Unit::named(self.info.unit.family(), name);
+        self
+    }
+
+    /// With dynamic shared memory.
+    pub(crate) fn shared(self, bytes: impl Fn(&Card) -> u32 + Send + Sync + 'static) -> Entry {
+        Entry { shared: Arc::new(bytes), ..self }
     }
 }
 
@@ -91,5 +116,15 @@ mod tests {
                 .iter()
                 .all(|n| n.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_'))
         );
+    }
+
+    #[test]
+    fn every_unit_has_kernels() {
+        let mut named: Vec<Unit> = kernels().into_iter().map(|k| k.unit).collect();
+        named.sort();
+        named.dedup();
+        let mut all = Unit::all().to_vec();
+        all.sort();
+        assert_eq!(named, all);
     }
 }

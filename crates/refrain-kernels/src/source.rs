@@ -1,6 +1,9 @@
-//! The CUDA sources, held in the binary.
+//! The CUDA sources, held in the binary, and the units that they are compiled in.
 
-/// A file of kernels that are compiled together.
+use std::fmt;
+use std::sync::OnceLock;
+
+/// A file of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Family {
     /// `linear.cu`
@@ -125,6 +128,82 @@ impl Family {
     }
 }
 
+/// Kernels of one file that are compiled together.
+///
+/// A line `// unit NAME` of a file begins a unit, which ends at the next such line; what stands above the first is part of
+/// each. A file without such lines is one unit. So a file as a whole is plain CUDA, and a unit is a file with lines left
+/// out.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Unit {
+    family: Family,
+    /// Empty for a whole file.
+    name: &'static str,
+}
+
+impl Unit {
+    /// Every unit, by file.
+    #[must_use]
+    pub fn all() -> &'static [Unit] {
+        static ALL: OnceLock<Vec<Unit>> = OnceLock::new();
+        ALL.get_or_init(|| Family::ALL.into_iter().flat_map(Unit::of_file).collect())
+    }
+
+    fn of_file(family: Family) -> Vec<Unit> {
+        let names: Vec<&str> = family.source().lines().filter_map(named_by).collect();
+        let names = if names.is_empty() { vec![""] } else { names };
+        names.into_iter().map(|name| Unit { family, name }).collect()
+    }
+
+    /// A file that is one unit.
+    pub(crate) const fn whole(family: Family) -> Unit {
+        Unit { family, name: "" }
+    }
+
+    /// The unit of that name, which stands in the file.
+    pub(crate) fn named(family: Family, name: &str) -> Unit {
+        let found = Unit::all().iter().find(|unit| unit.family == family && unit.name == name);
+        *found.unwrap_or_else(|| panic!("{}.cu has no unit {name:?}", family.name()))
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn family(self) -> Family {
+        self.family
+    }
+
+    /// The file's text with the other units left out. Lines keep their numbers.
+    pub(crate) fn source(self) -> String {
+        let mut is_mine = true;
+        let mut text = String::with_capacity(self.family.source().len());
+        for line in self.family.source().lines() {
+            is_mine = named_by(line).map_or(is_mine, |name| name == self.name);
+            text += if is_mine { line } else { "" };
+            text.push('\n');
+        }
+        text
+    }
+}
+
+/// The unit that a line begins.
+fn named_by(line: &str) -> Option<&str> {
+    line.strip_prefix("// unit ")
+}
+
+impl fmt::Display for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name {
+            "" => write!(f, "{}.cu", self.family.name()),
+            name => write!(f, "{}.cu ({name})", self.family.name()),
+        }
+    }
+}
+
+impl fmt::Debug for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 /// What the families include, by name: no header of a toolkit is needed.
 pub(crate) const HEADERS: [(&str, &str); 21] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
@@ -149,3 +228,33 @@ pub(crate) const HEADERS: [(&str, &str); 21] = [
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_units_of_a_file_have_each_of_its_lines_once_below_what_they_share() {
+        for family in Family::ALL {
+            let whole: Vec<&str> = family.source().lines().collect();
+            let shared = whole.iter().position(|line| named_by(line).is_some()).unwrap_or(whole.len());
+            let units = Unit::of_file(family);
+            let sources: Vec<String> = units.iter().map(|unit| unit.source()).collect();
+            for (at, line) in whole.iter().enumerate() {
+                let having = sources.iter().filter(|s| s.lines().nth(at) == Some(line)).count();
+                let expected = if at < shared || line.is_empty() { units.len() } else { 1 };
+                assert_eq!(having, expected, "{}.cu:{}", family.name(), at + 1);
+            }
+        }
+    }
+
+    #[test]
+    fn a_name_stands_for_one_unit() {
+        let mut units = Unit::all().to_vec();
+        units.sort();
+        units.dedup();
+        assert_eq!(units.len(), Unit::all().len());
+        assert_eq!(Unit::named(Family::Product, "q4_k").to_string(), "product.cu (q4_k)");
+        assert_eq!(Unit::whole(Family::Commit).to_string(), "commit.cu");
+    }
+}

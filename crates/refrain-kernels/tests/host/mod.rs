@@ -57,7 +57,7 @@ fn compile(folder: &Path) -> std::path::PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut sources = vec![here.join("tests/host/fibers.cpp")];
     for family in Family::ALL {
-        let names = kernels().into_iter().filter(|k| k.family == family).map(|k| k.name);
+        let names = kernels().into_iter().filter(|k| k.unit.family() == family).map(|k| k.name);
         let lines: Vec<String> =
             names.map(|n| format!("static Register register_{n}(\"{n}\", &{n});")).collect();
         let file = folder.join(format!("{}.cpp", family.name()));
