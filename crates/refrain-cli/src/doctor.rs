@@ -142,12 +142,9 @@ fn kernels(device: &Device) -> Row {
         Origin::Prebuilt(arch) => {
             (format!("prebuilt for {arch}"), "compiled ahead of time: only the driver is needed")
         }
-        Origin::Compiled { n_cached, n_compiled: 0 } => {
-            (format!("{n_cached} files from the cache"), "compiled on this machine before, by NVRTC")
-        }
-        Origin::Compiled { n_cached, n_compiled } => (
-            format!("{n_compiled} files compiled, {n_cached} from the cache"),
-            "compiled on this machine by NVRTC; the next start finds them in the cache",
+        Origin::Compiled { .. } => (
+            format!("{} of {} units from the cache", report.units.n_ready, report.units.n_all),
+            "compiled on this machine by NVRTC: those that a model needs, when it first needs them",
         ),
     };
     let measured = format!("{from}, in {}; this binary holds {held}", short_time(report.took.as_secs_f64()));

@@ -11,6 +11,15 @@ use crate::profile::ProfileRow;
 use crate::resident::{Accounting, Upload};
 use crate::verify::Verified;
 
+/// Kernels, as they are compiled: in units of a few.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelUnits {
+    /// Units that the binary or the cache has.
+    pub n_ready: usize,
+    /// Units in all.
+    pub n_all: usize,
+}
+
 /// One graph in service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GraphLine {
