@@ -67,4 +67,4 @@ pub use status::{GraphLine, KernelUnits, Status};
 pub use verify::{Case, Check, N_CASES, Verified, VerifyError, VerifyReport, verify};
 pub use warm::{Space, WarmPlan, Work};
 
-pub use refrain_kernels::{Arch, KernelError, Nvrtc, Origin, prebuilt_archs};
+pub use refrain_kernels::{Arch, KernelError, KernelOrigin, Nvrtc, prebuilt_archs};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use refrain_driver::{Buf, Context, DriverError, Stream};
 use refrain_graph::{BufferId, Feedback, Op, Place, Plan, Ran, Reason, Segment, SegmentKind};
 use refrain_graph::{State, Weight};
-use refrain_kernels::{BlasLtShape, Compiling, Digester, Kernels, Unit, sample_state_bytes};
+use refrain_kernels::{BlasLtShape, Compiling, Digester, KernelUnit, Kernels, sample_state_bytes};
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
@@ -542,7 +542,7 @@ impl Machine {
 
     /// How many units of kernels there are and how many need no compiler. If that is all of them, they are loaded.
     pub(crate) fn examine_kernels(&self) -> Result<KernelUnits, CudaError> {
-        let units = KernelUnits { n_ready: self.kernels.n_ready(), n_all: Unit::all().len() };
+        let units = KernelUnits { n_ready: self.kernels.n_ready(), n_all: KernelUnit::all().len() };
         if units.n_ready == units.n_all {
             let loaded = self.kernels.load_all(&mut |_| {});
             loaded.map_err(|e| CudaError::Kernels(Arc::new(e)))?;

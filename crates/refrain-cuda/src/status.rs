@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use refrain_driver::{Graph, Method, NodeKind};
-use refrain_kernels::Origin;
+use refrain_kernels::KernelOrigin;
 
 use crate::cache::CacheStats;
 use crate::prefill::PromptProducts;
@@ -75,7 +75,7 @@ pub struct Status {
     /// Recordings, replays, failures.
     pub cache: CacheStats,
     /// Where the kernels came from.
-    pub kernels: Option<Origin>,
+    pub kernels: Option<KernelOrigin>,
     /// What multiplies the rows of prompts.
     pub prompt_products: Option<PromptProducts>,
     /// What runs as several launches where one was wished for, each with the name of its step and the reason.

@@ -26,9 +26,10 @@
 #include "mma.cuh"
 #include "overlap.cuh"
 #include "packed.cuh"
+#include "tuning.cuh"
 
-const u32 WARPS = 8;
-const u32 STAGES = 3;  // units in a warp's ring
+const u32 WARPS = FEW_WARPS;
+const u32 STAGES = FEW_STAGES;  // units in a warp's ring
 const u32 PAIR_ROWS = 2 * TILE_ROWS;
 
 struct Params {

@@ -6,7 +6,8 @@ use std::sync::mpsc::channel;
 
 use crate::error::KernelError;
 use crate::load::Arch;
-use crate::source::Unit;
+use crate::source::KernelUnit;
+use crate::tuning::Tuning;
 
 /// Each compilation takes some hundred MB while it runs.
 const MAX_THREADS: usize = 32;
@@ -14,11 +15,13 @@ const MAX_THREADS: usize = 32;
 /// What makes code of units. Several threads use one.
 pub(crate) trait Compiler: Sync {
     /// A name for a unit's code, made of all that the code depends on.
-    fn key(&self, unit: Unit) -> String;
+    fn key(&self, unit: KernelUnit) -> String;
     /// The code of a unit.
-    fn compile(&self, unit: Unit) -> Result<Vec<u8>, KernelError>;
+    fn compile(&self, unit: KernelUnit) -> Result<Vec<u8>, KernelError>;
     /// What the code is for.
     fn arch(&self) -> Arch;
+    /// What it is compiled with.
+    fn tuning(&self) -> &'static Tuning;
 }
 
 /// How far a compilation is.
@@ -39,7 +42,7 @@ pub(crate) fn n_threads() -> usize {
 /// begun are left.
 pub(crate) fn compile(
     compiler: &dyn Compiler,
-    units: &[Unit],
+    units: &[KernelUnit],
     n_threads: usize,
     hear: &mut dyn FnMut(Compiling),
 ) -> Result<Vec<Vec<u8>>, KernelError> {
@@ -71,7 +74,7 @@ pub(crate) fn compile(
     })
 }
 
-fn take(units: &[Unit], next: &AtomicUsize) -> Option<(usize, Unit)> {
+fn take(units: &[KernelUnit], next: &AtomicUsize) -> Option<(usize, KernelUnit)> {
     let idx = next.fetch_add(1, Ordering::Relaxed);
     units.get(idx).map(|unit| (idx, *unit))
 }

@@ -5,11 +5,13 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::DType;
 
+use crate::card::Card;
 use crate::error::{Case, KernelError};
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
 use crate::registry::{Entry, P, W, lowercase};
 use crate::source::Family;
+use crate::tuning::FewTuning;
 use crate::twin::{count, fault};
 
 /// The most rows of [`FewArgs`].
@@ -17,8 +19,6 @@ pub const MAX_FEW_ROWS: usize = 16;
 /// How many weights one launch multiplies with.
 pub const MAX_FEW_PARTS: usize = 3;
 
-const WARPS: usize = 8;
-const STAGES: usize = 3;
 const SUB: usize = 32;
 /// Rows are laid out for the widest units.
 const PAD: usize = 256;
@@ -136,8 +136,8 @@ impl Kernels {
         let pairs: usize = a.parts.iter().map(|p| p.n.div_ceil(2 * TILE_ROWS)).sum();
         let grid = case.u32("n", pairs.min(2 * self.card().n_sms))?;
         let mut launch = self
-            .launch(&name(padded(a.m), a.dtype), grid, 32 * WARPS as u32)?
-            .shared(ring_bytes(unit))
+            .launch(&name(padded(a.m), a.dtype), grid, 32 * self.card().tuning.few.warps as u32)?
+            .shared(ring_bytes(self.card(), unit))
             .step(a.step);
         for i in 0..MAX_FEW_PARTS {
             launch = match a.parts.get(i) {
@@ -161,8 +161,9 @@ impl Kernels {
 }
 
 /// Shared memory of a block: the rings of its warps, of two tiles' units each.
-const fn ring_bytes(unit: Unit) -> u32 {
-    (WARPS * STAGES * 2 * unit.bytes) as u32
+fn ring_bytes(card: &Card, unit: Unit) -> u32 {
+    let FewTuning { warps, stages } = card.tuning.few;
+    (warps * stages * 2 * unit.bytes) as u32
 }
 
 fn rows_name(m: usize) -> String {
@@ -185,8 +186,8 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     for (m, dtype) in variants() {
         let params = [P, P, P, P, P, P, P, size_of::<Params>()];
         let entry = Entry::new(Family::Few, name(m, dtype), &params, move |k| twin(k, m, dtype));
-        let ring = Unit::of(dtype).map_or(0, ring_bytes);
-        all.push(entry.unit(&lowercase(dtype)).shared(move |_| ring));
+        let ring = move |card: &Card| Unit::of(dtype).map_or(0, |unit| ring_bytes(card, unit));
+        all.push(entry.unit(&lowercase(dtype)).shared(ring));
     }
 }
 
@@ -273,6 +274,7 @@ fn twin(kernel: &mut SimKernel<'_>, padded: usize, dtype: DType) -> KernelResult
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tuning::Tuning;
 
     #[test]
     fn words_of_a_sub_block_have_a_place_each_with_those_of_one_lane_side_by_side() {
@@ -286,8 +288,11 @@ mod tests {
     fn rings_fit_the_smallest_cards_that_are_supported() {
         // 99 KiB on compute capability 8.6, less what sums of a pair take.
         for dtype in PACKED_DTYPES {
-            let unit = Unit::of(dtype).unwrap();
-            assert!(ring_bytes(unit) <= (99 << 10) - (16 << 10), "{dtype}");
+            for tuning in Tuning::ALL {
+                let card = Card::with_shared(99 << 10, tuning);
+                let unit = Unit::of(dtype).unwrap();
+                assert!(ring_bytes(&card, unit) <= (99 << 10) - (16 << 10), "{dtype}");
+            }
         }
     }
 }

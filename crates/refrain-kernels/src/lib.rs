@@ -32,6 +32,7 @@ mod view; // operands, and how far they may be strided
 mod registry; // every kernel, with its parameters and its twin
 mod twin; // what twins share
 mod card; // what launchers know of the card
+mod tuning; // numbers that fit kernels to it
 mod load; // from sources to functions on a device
 mod source; // the .cu files, and the units they are compiled in
 mod supply; // where the code of units comes from
@@ -70,7 +71,6 @@ pub use attend::{
 };
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
 pub use blaslt::{BlasLt, BlasLtProduct, BlasLtShape};
-pub use cache::KernelCache;
 pub use commit::{
     COMMIT_ENDED, COMMIT_LENGTH, COMMIT_PAST_END, CommitArgs, CommitEntry, CommitRing, CommitState,
 };
@@ -85,7 +85,7 @@ pub use gather::GatherRowsArgs;
 pub use gemm::{GEMM_DTYPES, GemmArgs, GemmPlan};
 pub use kv::KvAppendArgs;
 pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
-pub use load::{Arch, Kernels, LoadOptions, Origin, register_twins, simulated};
+pub use load::{Arch, KernelOrigin, Kernels, LoadOptions, register_twins, simulated};
 pub use narrow::Narrow;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
@@ -97,5 +97,6 @@ pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;
 pub use rows::{ReduceArgs, SoftmaxArgs};
 pub use sample::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
-pub use source::{Family, Unit};
+pub use source::{Family, KernelUnit};
+pub use tuning::tuning_header;
 pub use view::View;

@@ -15,8 +15,9 @@ use crate::error::KernelError;
 use crate::nvrtc::Image;
 use crate::prebuilt::{self, Archive, Unusable};
 use crate::registry::{Entry, KernelInfo, entries};
-use crate::source::Unit;
+use crate::source::KernelUnit;
 use crate::supply::Supply;
+use crate::tuning::Tuning;
 
 /// A compute capability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -30,7 +31,7 @@ pub struct Arch {
 impl Arch {
     /// Whether machine code for `self` runs on a card of `card`.
     #[must_use]
-    pub fn runs_on(self, card: Arch) -> bool {
+    pub(crate) fn runs_on(self, card: Arch) -> bool {
         self.major == card.major && self.minor <= card.minor
     }
 }
@@ -55,7 +56,7 @@ pub struct LoadOptions {
 
 /// Where loaded kernels came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
+pub enum KernelOrigin {
     /// Reference functions on the simulated device.
     Twins,
     /// Code compiled ahead of time.
@@ -79,7 +80,7 @@ pub struct Kernels {
     supply: RefCell<Supply>,
     loaded: RefCell<HashMap<String, Loaded>>,
     /// Units that were asked for and are not loaded, while [`Kernels::prepared`] looks for them.
-    missing: RefCell<Option<BTreeSet<Unit>>>,
+    missing: RefCell<Option<BTreeSet<KernelUnit>>>,
     stand_in: OnceCell<Function>,
     ctx: Context,
 }
@@ -134,7 +135,7 @@ impl Kernels {
         });
         let supply = match prebuilt {
             Some((arch, image)) => Ok(Supply::Prebuilt { arch, image, card, options: options.clone() }),
-            None => Supply::nvrtc(options, card),
+            None => Supply::nvrtc(options, card, Tuning::of(card)),
         };
         let supply = supply.map_err(|error| match error {
             KernelError::NvrtcMissing { tried } => {
@@ -148,7 +149,7 @@ impl Kernels {
     pub(crate) fn of(ctx: &Context, supply: Supply) -> Kernels {
         Kernels {
             entries: entries().into_iter().map(|entry| (entry.info.name.clone(), entry)).collect(),
-            card: Card::new(ctx.device().info()),
+            card: Card::new(ctx.device().info(), supply.tuning()),
             supply: RefCell::new(supply),
             loaded: RefCell::default(),
             missing: RefCell::default(),
@@ -182,17 +183,17 @@ impl Kernels {
     /// Loads every kernel there is.
     pub fn load_all(&self, hear: &mut dyn FnMut(Compiling)) -> Result<(), KernelError> {
         let loaded = self.loaded();
-        let missing = Unit::all().iter().filter(|unit| !loaded.contains(unit));
+        let missing = KernelUnit::all().iter().filter(|unit| !loaded.contains(unit));
         self.load_units(&missing.copied().collect::<Vec<_>>(), hear)
     }
 
     /// Where the kernels came from.
     #[must_use]
-    pub fn origin(&self) -> Origin {
+    pub fn origin(&self) -> KernelOrigin {
         self.supply.borrow().origin()
     }
 
-    /// How many of [`Unit::all`] need no compiler, because the binary or the cache has them.
+    /// How many of [`KernelUnit::all`] need no compiler, because the binary or the cache has them.
     #[must_use]
     pub fn n_ready(&self) -> usize {
         self.supply.borrow().n_ready()
@@ -200,7 +201,7 @@ impl Kernels {
 
     /// Units that are on the device, in order.
     #[must_use]
-    pub fn loaded(&self) -> Vec<Unit> {
+    pub fn loaded(&self) -> Vec<KernelUnit> {
         let units =
             self.loaded.borrow().keys().map(|name| self.entries[name].info.unit).collect::<BTreeSet<_>>();
         units.into_iter().collect()
@@ -239,7 +240,7 @@ impl Kernels {
         Ok(self.loaded.borrow().get(name).ok_or_else(unknown)?.clone())
     }
 
-    fn load_units(&self, units: &[Unit], hear: &mut dyn FnMut(Compiling)) -> Result<(), KernelError> {
+    fn load_units(&self, units: &[KernelUnit], hear: &mut dyn FnMut(Compiling)) -> Result<(), KernelError> {
         // Before anything is compiled: the driver would refuse the result.
         self.ctx.refuse_while_recording("loading kernels")?;
         let mut supply = self.supply.borrow_mut();
@@ -262,7 +263,7 @@ impl Kernels {
     fn load_code(
         &self,
         supply: &mut Supply,
-        units: &[Unit],
+        units: &[KernelUnit],
         hear: &mut dyn FnMut(Compiling),
     ) -> Result<(), KernelError> {
         let code = supply.code(units, hear)?;
@@ -271,7 +272,7 @@ impl Kernels {
     }
 
     #[allow(unsafe_code)]
-    fn load_unit(&self, unit: Unit, code: &[u8], overlaps: bool) -> Result<(), KernelError> {
+    fn load_unit(&self, unit: KernelUnit, code: &[u8], overlaps: bool) -> Result<(), KernelError> {
         // SAFETY: functions are handed out only inside launches built by the launchers of this crate. Those check every
         // buffer against what the kernel's header says it touches, and `check` below compares the code's parameters with
         // the list that launchers are written against.
@@ -315,7 +316,7 @@ impl<'a> Search<'a> {
         Search(kernels)
     }
 
-    fn end(self) -> Vec<Unit> {
+    fn end(self) -> Vec<KernelUnit> {
         self.0.missing.take().into_iter().flatten().collect()
     }
 }

@@ -3,14 +3,15 @@
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
 use std::sync::{Arc, OnceLock};
 
 use crate::cache::KernelCache;
 use crate::compile::{Compiler, compile, n_threads};
 use crate::error::KernelError;
 use crate::load::Arch;
-use crate::source::{HEADERS, Unit};
+use crate::source::{HEADERS, KernelUnit};
+use crate::tuning::Tuning;
 
 type Program = *mut std::ffi::c_void;
 
@@ -135,6 +136,11 @@ impl Nvrtc {
         self.archs.contains(&arch)
     }
 
+    /// The machine code of a unit.
+    pub fn compile(&self, unit: KernelUnit, arch: Arch) -> Result<Vec<u8>, KernelError> {
+        compile_unit(self, unit, Target { arch, ptx: false }, Tuning::of(arch))
+    }
+
     /// What to compile for a card: machine code, or text when the library is older than the card.
     pub(crate) fn target(&self, card: Arch) -> Result<Target, KernelError> {
         if self.archs.contains(&card) {
@@ -195,19 +201,24 @@ impl Drop for Owned<'_> {
 pub(crate) struct NvrtcFor {
     nvrtc: Nvrtc,
     target: Target,
+    tuning: &'static Tuning,
 }
 
 impl NvrtcFor {
     /// For a card.
-    pub(crate) fn open(path: Option<&Path>, card: Arch) -> Result<NvrtcFor, KernelError> {
+    pub(crate) fn open(
+        path: Option<&Path>,
+        card: Arch,
+        tuning: &'static Tuning,
+    ) -> Result<NvrtcFor, KernelError> {
         let nvrtc = Nvrtc::open(path)?;
         let target = nvrtc.target(card)?;
-        Ok(NvrtcFor { nvrtc, target })
+        Ok(NvrtcFor { nvrtc, target, tuning })
     }
 }
 
 impl Compiler for NvrtcFor {
-    fn key(&self, unit: Unit) -> String {
+    fn key(&self, unit: KernelUnit) -> String {
         static HEADERS_KEY: OnceLock<String> = OnceLock::new();
         let headers = HEADERS_KEY.get_or_init(|| {
             let parts = HEADERS.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]);
@@ -215,13 +226,18 @@ impl Compiler for NvrtcFor {
         });
         let (source, made_by) = (unit.source(), format!("{:?} {:?}", self.nvrtc.version, self.target));
         let mut parts = vec![unit.family().name().as_bytes(), source.as_bytes()];
-        parts.extend([headers.as_bytes(), made_by.as_bytes()]);
+        let tuning = self.tuning.header();
+        parts.extend([headers.as_bytes(), tuning.as_bytes(), made_by.as_bytes()]);
         parts.extend(OPTIONS.iter().map(|o| o.to_bytes()));
         KernelCache::key(&parts)
     }
 
-    fn compile(&self, unit: Unit) -> Result<Vec<u8>, KernelError> {
-        compile_unit(&self.nvrtc, unit, self.target)
+    fn compile(&self, unit: KernelUnit) -> Result<Vec<u8>, KernelError> {
+        compile_unit(&self.nvrtc, unit, self.target, self.tuning)
+    }
+
+    fn tuning(&self) -> &'static Tuning {
+        self.tuning
     }
 
     fn arch(&self) -> Arch {
@@ -229,13 +245,20 @@ impl Compiler for NvrtcFor {
     }
 }
 
-fn compile_unit(nvrtc: &Nvrtc, unit: Unit, target: Target) -> Result<Vec<u8>, KernelError> {
+fn compile_unit(
+    nvrtc: &Nvrtc,
+    unit: KernelUnit,
+    target: Target,
+    tuning: &Tuning,
+) -> Result<Vec<u8>, KernelError> {
     let c = |text: &str| {
         CString::new(text).map_err(|_| KernelError::Nvrtc { call: "a source with a zero", code: 0 })
     };
     let (source, name) = (c(&unit.source())?, c(&format!("{}.cu", unit.family().name()))?);
-    let names = HEADERS.iter().map(|(name, _)| c(name)).collect::<Result<Vec<_>, _>>()?;
-    let texts = HEADERS.iter().map(|(_, text)| c(text)).collect::<Result<Vec<_>, _>>()?;
+    let tuning = tuning.header();
+    let headers = || HEADERS.into_iter().chain([("tuning.cuh", tuning.as_str())]);
+    let names = headers().map(|(name, _)| c(name)).collect::<Result<Vec<_>, _>>()?;
+    let texts = headers().map(|(_, text)| c(text)).collect::<Result<Vec<_>, _>>()?;
     let name_ptrs: Vec<*const c_char> = names.iter().map(|n| n.as_ptr()).collect();
     let text_ptrs: Vec<*const c_char> = texts.iter().map(|t| t.as_ptr()).collect();
     let kind = if target.ptx { "compute" } else { "sm" };
@@ -249,9 +272,9 @@ fn compile_unit(nvrtc: &Nvrtc, unit: Unit, target: Target) -> Result<Vec<u8>, Ke
             &mut program,
             source.as_ptr(),
             name.as_ptr(),
-            HEADERS.len() as c_int,
-            if HEADERS.is_empty() { null() } else { text_ptrs.as_ptr() },
-            if HEADERS.is_empty() { null() } else { name_ptrs.as_ptr() },
+            name_ptrs.len() as c_int,
+            text_ptrs.as_ptr(),
+            name_ptrs.as_ptr(),
         )
     };
     ok("nvrtcCreateProgram", created)?;
@@ -276,20 +299,20 @@ fn compile_unit(nvrtc: &Nvrtc, unit: Unit, target: Target) -> Result<Vec<u8>, Ke
 /// Compiled code of every unit, for a release to hold.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Image {
-    /// In the order of [`Unit::all`].
+    /// In the order of [`KernelUnit::all`].
     code: Vec<Vec<u8>>,
 }
 
 impl Image {
-    /// Of the code of every unit, in the order of [`Unit::all`].
+    /// Of the code of every unit, in the order of [`KernelUnit::all`].
     pub(crate) fn new(code: Vec<Vec<u8>>) -> Image {
         Image { code }
     }
 
     /// The code of a unit.
     #[must_use]
-    pub fn code(&self, unit: Unit) -> Option<&[u8]> {
-        let idx = Unit::all().iter().position(|u| *u == unit)?;
+    pub fn code(&self, unit: KernelUnit) -> Option<&[u8]> {
+        let idx = KernelUnit::all().iter().position(|u| *u == unit)?;
         self.code.get(idx).map(Vec::as_slice)
     }
 
@@ -302,13 +325,13 @@ impl Image {
 
     /// The inverse of [`Image::to_bytes`]; `None` for bytes it did not make.
     pub(crate) fn from_bytes(mut bytes: &[u8]) -> Option<Image> {
-        let mut all = Vec::with_capacity(Unit::all().len());
+        let mut all = Vec::with_capacity(KernelUnit::all().len());
         while let Some((head, rest)) = bytes.split_first_chunk() {
             let (code, rest) = rest.split_at_checked(u32::from_le_bytes(*head) as usize)?;
             all.push(code.to_vec());
             bytes = rest;
         }
-        (bytes.is_empty() && all.len() == Unit::all().len()).then_some(Image { code: all })
+        (bytes.is_empty() && all.len() == KernelUnit::all().len()).then_some(Image { code: all })
     }
 }
 
@@ -321,8 +344,9 @@ impl std::fmt::Debug for Image {
 
 /// Compiles every unit for an architecture: machine code, or PTX text.
 pub fn compile_all(nvrtc: &Nvrtc, arch: Arch, ptx: bool) -> Result<Image, KernelError> {
-    let compiler = NvrtcFor { nvrtc: nvrtc.clone(), target: Target { arch, ptx } };
-    Ok(Image::new(compile(&compiler, Unit::all(), n_threads(), &mut |_| {})?))
+    let (target, tuning) = (Target { arch, ptx }, Tuning::of(arch));
+    let compiler = NvrtcFor { nvrtc: nvrtc.clone(), target, tuning };
+    Ok(Image::new(compile(&compiler, KernelUnit::all(), n_threads(), &mut |_| {})?))
 }
 
 /// Where a library that was opened by its name alone was found, as far as the system tells.
@@ -388,7 +412,7 @@ mod tests {
 
     #[test]
     fn an_image_survives_being_bytes_and_damage_is_noticed() {
-        let image = Image::new((0..Unit::all().len()).map(|n| vec![7; n]).collect());
+        let image = Image::new((0..KernelUnit::all().len()).map(|n| vec![7; n]).collect());
         let bytes = image.to_bytes();
         assert_eq!(Image::from_bytes(&bytes), Some(image));
         for cut in 1..bytes.len() {

@@ -6,7 +6,7 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_tensor::DType;
 
 use crate::card::Card;
-use crate::source::{Family, Unit};
+use crate::source::{Family, KernelUnit};
 
 pub(crate) type TwinBody = Arc<dyn Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync>;
 
@@ -26,7 +26,7 @@ pub struct KernelInfo {
     /// `family_variant_dtype`: the symbol in the compiled code.
     pub name: String,
     /// What it is compiled with.
-    pub unit: Unit,
+    pub unit: KernelUnit,
     /// Bytes of each parameter.
     pub params: Vec<usize>,
 }
@@ -50,7 +50,7 @@ impl Entry {
         twin: impl Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync + 'static,
     ) -> Entry {
         Entry {
-            info: KernelInfo { name: name.into(), unit: Unit::whole(family), params: params.to_vec() },
+            info: KernelInfo { name: name.into(), unit: KernelUnit::whole(family), params: params.to_vec() },
             twin: Arc::new(twin),
             shared: Arc::new(|_| 0),
         }
@@ -58,7 +58,7 @@ impl Entry {
 
     /// Of a unit of its file, by the name that stands there.
     pub(crate) fn unit(mut self, name: &str) -> Entry {
-        self.info.unit = Unit::named(self.info.unit.family(), name);
+        self.info.unit = KernelUnit::named(self.info.unit.family(), name);
         self
     }
 
@@ -120,10 +120,10 @@ mod tests {
 
     #[test]
     fn every_unit_has_kernels() {
-        let mut named: Vec<Unit> = kernels().into_iter().map(|k| k.unit).collect();
+        let mut named: Vec<KernelUnit> = kernels().into_iter().map(|k| k.unit).collect();
         named.sort();
         named.dedup();
-        let mut all = Unit::all().to_vec();
+        let mut all = KernelUnit::all().to_vec();
         all.sort();
         assert_eq!(named, all);
     }

@@ -134,34 +134,34 @@ impl Family {
 /// each. A file without such lines is one unit. So a file as a whole is plain CUDA, and a unit is a file with lines left
 /// out.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Unit {
+pub struct KernelUnit {
     family: Family,
     /// Empty for a whole file.
     name: &'static str,
 }
 
-impl Unit {
+impl KernelUnit {
     /// Every unit, by file.
     #[must_use]
-    pub fn all() -> &'static [Unit] {
-        static ALL: OnceLock<Vec<Unit>> = OnceLock::new();
-        ALL.get_or_init(|| Family::ALL.into_iter().flat_map(Unit::of_file).collect())
+    pub fn all() -> &'static [KernelUnit] {
+        static ALL: OnceLock<Vec<KernelUnit>> = OnceLock::new();
+        ALL.get_or_init(|| Family::ALL.into_iter().flat_map(KernelUnit::of_file).collect())
     }
 
-    fn of_file(family: Family) -> Vec<Unit> {
+    fn of_file(family: Family) -> Vec<KernelUnit> {
         let names: Vec<&str> = family.source().lines().filter_map(named_by).collect();
         let names = if names.is_empty() { vec![""] } else { names };
-        names.into_iter().map(|name| Unit { family, name }).collect()
+        names.into_iter().map(|name| KernelUnit { family, name }).collect()
     }
 
     /// A file that is one unit.
-    pub(crate) const fn whole(family: Family) -> Unit {
-        Unit { family, name: "" }
+    pub(crate) const fn whole(family: Family) -> KernelUnit {
+        KernelUnit { family, name: "" }
     }
 
     /// The unit of that name, which stands in the file.
-    pub(crate) fn named(family: Family, name: &str) -> Unit {
-        let found = Unit::all().iter().find(|unit| unit.family == family && unit.name == name);
+    pub(crate) fn named(family: Family, name: &str) -> KernelUnit {
+        let found = KernelUnit::all().iter().find(|unit| unit.family == family && unit.name == name);
         *found.unwrap_or_else(|| panic!("{}.cu has no unit {name:?}", family.name()))
     }
 
@@ -189,7 +189,7 @@ fn named_by(line: &str) -> Option<&str> {
     line.strip_prefix("// unit ")
 }
 
-impl fmt::Display for Unit {
+impl fmt::Display for KernelUnit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.name {
             "" => write!(f, "{}.cu", self.family.name()),
@@ -198,7 +198,7 @@ impl fmt::Display for Unit {
     }
 }
 
-impl fmt::Debug for Unit {
+impl fmt::Debug for KernelUnit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
@@ -238,7 +238,7 @@ mod tests {
         for family in Family::ALL {
             let whole: Vec<&str> = family.source().lines().collect();
             let shared = whole.iter().position(|line| named_by(line).is_some()).unwrap_or(whole.len());
-            let units = Unit::of_file(family);
+            let units = KernelUnit::of_file(family);
             let sources: Vec<String> = units.iter().map(|unit| unit.source()).collect();
             for (at, line) in whole.iter().enumerate() {
                 let having = sources.iter().filter(|s| s.lines().nth(at) == Some(line)).count();
@@ -250,11 +250,11 @@ mod tests {
 
     #[test]
     fn a_name_stands_for_one_unit() {
-        let mut units = Unit::all().to_vec();
+        let mut units = KernelUnit::all().to_vec();
         units.sort();
         units.dedup();
-        assert_eq!(units.len(), Unit::all().len());
-        assert_eq!(Unit::named(Family::Product, "q4_k").to_string(), "product.cu (q4_k)");
-        assert_eq!(Unit::whole(Family::Commit).to_string(), "commit.cu");
+        assert_eq!(units.len(), KernelUnit::all().len());
+        assert_eq!(KernelUnit::named(Family::Product, "q4_k").to_string(), "product.cu (q4_k)");
+        assert_eq!(KernelUnit::whole(Family::Commit).to_string(), "commit.cu");
     }
 }

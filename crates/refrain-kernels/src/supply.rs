@@ -3,10 +3,11 @@
 use crate::cache::KernelCache;
 use crate::compile::{Compiler, Compiling, compile, n_threads};
 use crate::error::KernelError;
-use crate::load::{Arch, LoadOptions, Origin};
+use crate::load::{Arch, KernelOrigin, LoadOptions};
 use crate::nvrtc::{Image, NvrtcFor};
 use crate::registry::kernels;
-use crate::source::Unit;
+use crate::source::KernelUnit;
+use crate::tuning::Tuning;
 
 /// Gives code for units.
 pub(crate) enum Supply {
@@ -33,8 +34,12 @@ pub(crate) struct Compiled {
 
 impl Supply {
     /// The compiler on this machine, for a card.
-    pub(crate) fn nvrtc(options: &LoadOptions, card: Arch) -> Result<Supply, KernelError> {
-        let compiler = Box::new(NvrtcFor::open(options.nvrtc.as_deref(), card)?);
+    pub(crate) fn nvrtc(
+        options: &LoadOptions,
+        card: Arch,
+        tuning: &'static Tuning,
+    ) -> Result<Supply, KernelError> {
+        let compiler = Box::new(NvrtcFor::open(options.nvrtc.as_deref(), card, tuning)?);
         let cache = options.cache.as_deref().map(KernelCache::open);
         Ok(Supply::Compiled(Compiled::new(compiler, cache, n_threads())))
     }
@@ -42,7 +47,7 @@ impl Supply {
     /// The code of each of these units.
     pub(crate) fn code(
         &mut self,
-        units: &[Unit],
+        units: &[KernelUnit],
         hear: &mut dyn FnMut(Compiling),
     ) -> Result<Vec<Vec<u8>>, KernelError> {
         match self {
@@ -61,7 +66,8 @@ impl Supply {
             Supply::Twins(_) => Ok(false),
             Supply::Prebuilt { arch, card, options, .. } => {
                 tracing::warn!("prebuilt kernels for {arch} do not load, compiling instead: {refused}");
-                *self = Supply::nvrtc(options, *card)?;
+                // Launchers go on with the numbers of what was loaded before.
+                *self = Supply::nvrtc(options, *card, Tuning::of(*arch))?;
                 Ok(true)
             }
             Supply::Compiled(compiled) => {
@@ -82,12 +88,20 @@ impl Supply {
         }
     }
 
-    pub(crate) fn origin(&self) -> Origin {
+    /// What its code was compiled with.
+    pub(crate) fn tuning(&self) -> &'static Tuning {
         match self {
-            Supply::Twins(_) => Origin::Twins,
-            Supply::Prebuilt { arch, .. } => Origin::Prebuilt(*arch),
+            Supply::Twins(arch) | Supply::Prebuilt { arch, .. } => Tuning::of(*arch),
+            Supply::Compiled(compiled) => compiled.compiler.tuning(),
+        }
+    }
+
+    pub(crate) fn origin(&self) -> KernelOrigin {
+        match self {
+            Supply::Twins(_) => KernelOrigin::Twins,
+            Supply::Prebuilt { arch, .. } => KernelOrigin::Prebuilt(*arch),
             Supply::Compiled(Compiled { n_cached, n_compiled, .. }) => {
-                Origin::Compiled { n_cached: *n_cached, n_compiled: *n_compiled }
+                KernelOrigin::Compiled { n_cached: *n_cached, n_compiled: *n_compiled }
             }
         }
     }
@@ -95,10 +109,10 @@ impl Supply {
     /// How many of all units need no compiler: those in the binary or in the cache.
     pub(crate) fn n_ready(&self) -> usize {
         match self {
-            Supply::Twins(_) | Supply::Prebuilt { .. } => Unit::all().len(),
+            Supply::Twins(_) | Supply::Prebuilt { .. } => KernelUnit::all().len(),
             Supply::Compiled(compiled) => {
-                let is_cached = |unit: &&Unit| compiled.cached(**unit).is_some();
-                Unit::all().iter().filter(is_cached).count()
+                let is_cached = |unit: &&KernelUnit| compiled.cached(**unit).is_some();
+                KernelUnit::all().iter().filter(is_cached).count()
             }
         }
     }
@@ -117,16 +131,20 @@ impl Compiled {
         }
     }
 
-    fn cached(&self, unit: Unit) -> Option<Vec<u8>> {
+    fn cached(&self, unit: KernelUnit) -> Option<Vec<u8>> {
         self.cache.as_ref()?.get(&self.compiler.key(unit))
     }
 
-    fn code(&mut self, units: &[Unit], hear: &mut dyn FnMut(Compiling)) -> Result<Vec<Vec<u8>>, KernelError> {
+    fn code(
+        &mut self,
+        units: &[KernelUnit],
+        hear: &mut dyn FnMut(Compiling),
+    ) -> Result<Vec<Vec<u8>>, KernelError> {
         let trusts_cache = !std::mem::take(&mut self.distrusts_cache);
         let found = units.iter().map(|&unit| self.cached(unit).filter(|_| trusts_cache));
         let found: Vec<Option<Vec<u8>>> = found.collect();
         let missing = units.iter().zip(&found).filter(|(_, found)| found.is_none());
-        let missing: Vec<Unit> = missing.map(|(unit, _)| *unit).collect();
+        let missing: Vec<KernelUnit> = missing.map(|(unit, _)| *unit).collect();
         let compiled = compile(&*self.compiler, &missing, self.n_threads, hear)?;
         if let Some(cache) = &self.cache {
             missing.iter().zip(&compiled).for_each(|(&unit, code)| {
@@ -142,9 +160,9 @@ impl Compiled {
 }
 
 /// The names of each unit's kernels.
-pub(crate) fn twins(units: &[Unit]) -> Vec<Vec<u8>> {
+pub(crate) fn twins(units: &[KernelUnit]) -> Vec<Vec<u8>> {
     let all = kernels();
-    let of = |unit: &Unit| {
+    let of = |unit: &KernelUnit| {
         let names = all.iter().filter(|k| k.unit == *unit).map(|k| k.name.as_str());
         ["sim"].into_iter().chain(names).collect::<Vec<_>>().join("\n").into_bytes()
     };
@@ -166,18 +184,18 @@ mod tests {
     /// What it compiles to is what the simulated device takes for code.
     #[derive(Clone, Default)]
     struct Fake {
-        compiled: Arc<Mutex<Vec<Unit>>>,
+        compiled: Arc<Mutex<Vec<KernelUnit>>>,
         /// Units under way together, and how many there must be before any is done.
         together: Arc<(Mutex<usize>, Condvar, usize)>,
-        fails: Option<Unit>,
+        fails: Option<KernelUnit>,
     }
 
     impl Compiler for Fake {
-        fn key(&self, unit: Unit) -> String {
+        fn key(&self, unit: KernelUnit) -> String {
             KernelCache::key(&[unit.source().as_bytes()])
         }
 
-        fn compile(&self, unit: Unit) -> Result<Vec<u8>, KernelError> {
+        fn compile(&self, unit: KernelUnit) -> Result<Vec<u8>, KernelError> {
             let (n, changed, wanted) = &*self.together;
             let mut n = n.lock().unwrap();
             *n += 1;
@@ -196,6 +214,10 @@ mod tests {
         fn arch(&self) -> Arch {
             Arch { major: 9, minor: 0 }
         }
+
+        fn tuning(&self) -> &'static Tuning {
+            Tuning::of(self.arch())
+        }
     }
 
     impl Fake {
@@ -204,7 +226,7 @@ mod tests {
             Kernels::of(ctx, Supply::Compiled(Compiled::new(Box::new(self.clone()), cache, n_threads)))
         }
 
-        fn compiled(&self) -> Vec<Unit> {
+        fn compiled(&self) -> Vec<KernelUnit> {
             let mut units = std::mem::take(&mut *self.compiled.lock().unwrap());
             units.sort();
             units
@@ -215,12 +237,12 @@ mod tests {
         simulated(SimOptions::default()).unwrap().context().unwrap()
     }
 
-    fn digest() -> Unit {
-        Unit::whole(Family::Digest)
+    fn digest() -> KernelUnit {
+        KernelUnit::whole(Family::Digest)
     }
 
-    fn pack(name: &str) -> Unit {
-        Unit::named(Family::Pack, name)
+    fn pack(name: &str) -> KernelUnit {
+        KernelUnit::named(Family::Pack, name)
     }
 
     /// Asks for the kernels of [`digest`] and of two packed dtypes.
@@ -250,7 +272,7 @@ mod tests {
         wanted.sort();
         assert_eq!(fake.compiled(), wanted);
         assert_eq!(kernels.loaded(), wanted);
-        assert_eq!(kernels.origin(), Origin::Compiled { n_cached: 0, n_compiled: 3 });
+        assert_eq!(kernels.origin(), KernelOrigin::Compiled { n_cached: 0, n_compiled: 3 });
         kernels.ask_for_pack([DType::Q8_0]).unwrap();
         assert_eq!(fake.compiled(), [pack("q8_0")], "asked for alone, it is compiled alone");
     }
@@ -290,11 +312,11 @@ mod tests {
             (fake.compiled(), kernels.origin())
         };
         assert_eq!(load().0.len(), 3);
-        assert_eq!(load(), (vec![], Origin::Compiled { n_cached: 3, n_compiled: 0 }));
+        assert_eq!(load(), (vec![], KernelOrigin::Compiled { n_cached: 3, n_compiled: 0 }));
 
         let key = fake.key(pack("q4_k"));
         std::fs::write(folder.path().join(format!("{key}.kernels")), b"not what was written").unwrap();
-        assert_eq!(load(), (vec![pack("q4_k")], Origin::Compiled { n_cached: 2, n_compiled: 1 }));
+        assert_eq!(load(), (vec![pack("q4_k")], KernelOrigin::Compiled { n_cached: 2, n_compiled: 1 }));
         assert_eq!(load().0, [], "it is whole again");
 
         KernelCache::open(folder.path()).put(&key, &[0xff, 0xfe]);
@@ -323,13 +345,13 @@ mod tests {
     fn prebuilt_code_that_the_driver_refuses_is_compiled_or_an_error_says_what_to_install() {
         let ctx = context();
         let arch = Arch { major: 9, minor: 0 };
-        let mut code = twins(Unit::all());
-        code[Unit::all().iter().position(|unit| *unit == digest()).unwrap()] = vec![0xff, 0xfe];
+        let mut code = twins(KernelUnit::all());
+        code[KernelUnit::all().iter().position(|unit| *unit == digest()).unwrap()] = vec![0xff, 0xfe];
         let options = LoadOptions { nvrtc: Some("/nowhere/libnvrtc.so".into()), ..LoadOptions::default() };
         let kernels =
             Kernels::of(&ctx, Supply::Prebuilt { arch, image: Image::new(code), card: arch, options });
         kernels.ask_for_pack([DType::Q4_K]).unwrap();
-        assert_eq!(kernels.origin(), Origin::Prebuilt(arch));
+        assert_eq!(kernels.origin(), KernelOrigin::Prebuilt(arch));
         let error = kernels.digester().unwrap_err();
         assert!(matches!(error, KernelError::NvrtcMissing { .. }), "{error}");
         assert!(error.hint().unwrap().contains("pip install nvidia-cuda-nvrtc"));

@@ -5,7 +5,8 @@ use std::sync::OnceLock;
 
 use refrain_driver::sim::SimOptions;
 use refrain_kernels::{
-    Arch, Family, Image, Kernels, LoadOptions, Nvrtc, Origin, Unit, compile_all, kernels, prebuild,
+    Arch, Family, Image, KernelOrigin, KernelUnit, Kernels, LoadOptions, Nvrtc, compile_all, kernels,
+    prebuild,
 };
 
 /// `REFRAIN_NVRTC` names the library; without it the usual places are searched.
@@ -61,7 +62,7 @@ fn param_size(param: &str) -> usize {
 #[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
 fn every_kernel_compiles_with_the_symbols_and_parameters_its_launcher_expects() {
     for (arch, image) in ptx() {
-        for &unit in Unit::all() {
+        for &unit in KernelUnit::all() {
             let ptx = std::str::from_utf8(image.code(unit).unwrap()).unwrap();
             let mut expected: Vec<(String, Vec<usize>)> =
                 kernels().into_iter().filter(|k| k.unit == unit).map(|k| (k.name, k.params)).collect();
@@ -83,7 +84,7 @@ fn bodies(ptx: &str) -> impl Iterator<Item = (&str, &str)> {
 #[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
 fn every_kernel_lets_the_next_one_start_and_waits_before_it_stores_or_leaves() {
     let images = ptx();
-    for &unit in Unit::all() {
+    for &unit in KernelUnit::all() {
         let [old, new] = images.each_ref().map(|(_, i)| std::str::from_utf8(i.code(unit).unwrap()).unwrap());
         assert!(!old.contains("griddepcontrol"), "{unit} for 8.0");
         for (name, body) in bodies(new) {
@@ -117,18 +118,18 @@ fn machine_code_is_compiled_once_and_a_damaged_or_read_only_cache_costs_only_tim
         Kernels::load(&ctx, &options).unwrap_or_else(|e| panic!("{e}"))
     };
     let n_compiled = |kernels: &Kernels| match kernels.origin() {
-        Origin::Compiled { n_cached, n_compiled } => (n_cached, n_compiled),
+        KernelOrigin::Compiled { n_cached, n_compiled } => (n_cached, n_compiled),
         origin => panic!("{origin:?}"),
     };
     let load = |cache: &Path| {
         let kernels = open(cache);
         let mut heard = Vec::new();
         kernels.load_all(&mut |event| heard.push(event)).unwrap_or_else(|e| panic!("{e}"));
-        assert_eq!(kernels.loaded().len(), Unit::all().len());
+        assert_eq!(kernels.loaded().len(), KernelUnit::all().len());
         assert_eq!(heard.last().map_or(0, |event| event.n_done), n_compiled(&kernels).1);
         n_compiled(&kernels)
     };
-    let n = Unit::all().len();
+    let n = KernelUnit::all().len();
     assert_eq!(load(&cache), (0, n));
     assert_eq!(load(&cache), (n, 0));
 
@@ -159,14 +160,14 @@ fn prebuilt_kernels_are_used_where_they_fit_and_replaced_where_they_are_damaged(
     let open = |archive: &[u8]| Kernels::with_archive(&ctx, &options, archive).unwrap();
 
     let kernels = open(&archive);
-    assert_eq!(kernels.n_ready(), Unit::all().len());
+    assert_eq!(kernels.n_ready(), KernelUnit::all().len());
     kernels.load_all(&mut |event| panic!("{event:?}")).unwrap_or_else(|e| panic!("{e}"));
-    assert_eq!(kernels.loaded().len(), Unit::all().len());
-    assert_eq!(kernels.origin(), Origin::Prebuilt(card));
+    assert_eq!(kernels.loaded().len(), KernelUnit::all().len());
+    assert_eq!(kernels.origin(), KernelOrigin::Prebuilt(card));
 
     let kernels = open(&archive[..archive.len() / 2]);
     kernels.digester().unwrap_or_else(|e| panic!("{e}"));
-    assert_eq!(kernels.origin(), Origin::Compiled { n_cached: 0, n_compiled: 1 });
+    assert_eq!(kernels.origin(), KernelOrigin::Compiled { n_cached: 0, n_compiled: 1 });
 }
 
 #[test]

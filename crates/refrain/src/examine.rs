@@ -3,14 +3,14 @@
 use crate::error::Error;
 use crate::session::Device;
 use refrain_cpu::CpuBackend;
-use refrain_cuda::{Arch, CudaBackend, CudaError, KernelUnits, Origin, prebuilt_archs};
+use refrain_cuda::{Arch, CudaBackend, CudaError, KernelOrigin, KernelUnits, prebuilt_archs};
 use std::time::{Duration, Instant};
 
 /// Where a device's kernels come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelReport {
     /// Where they came from.
-    pub origin: Origin,
+    pub origin: KernelOrigin,
     /// How many there are, and how many of them need no compiler.
     pub units: KernelUnits,
     /// How long opening the device and loading those that need no compiler took.
