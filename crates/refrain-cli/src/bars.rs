@@ -1,8 +1,9 @@
 //! Progress on standard error: nothing for what is quick, nothing where there is no terminal.
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -13,6 +14,8 @@ const TICK: Duration = Duration::from_millis(120);
 const BYTES: &str = "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
 
 static IS_SILENT: AtomicBool = AtomicBool::new(false);
+/// Bars that are shown at the same time have a line each.
+static SHOWN: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
 /// No bar is shown from now on.
 pub(crate) fn silence() {
@@ -81,14 +84,63 @@ impl Drop for Delayed {
             let _ = thread.join();
         }
         self.bar.finish_and_clear();
+        SHOWN.remove(&self.bar);
+    }
+}
+
+/// What a device does before a step can run, a bar for each part of it: weights are sent, kernels compiled.
+#[derive(Clone, Default)]
+pub(crate) struct Phases(Arc<Mutex<Option<(Phase, Delayed)>>>);
+
+/// A part of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Bytes of weights go to the device.
+    Weights,
+    /// Units of kernels are compiled.
+    Kernels,
+}
+
+impl Phases {
+    /// How far a part is. Its bar goes when it is done, or when another part begins.
+    pub(crate) fn set(&self, phase: Phase, done: u64, total: u64) {
+        let mut current = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if done >= total || current.as_ref().is_some_and(|(shown, _)| *shown != phase) {
+            *current = None;
+        }
+        if done < total {
+            let (_, bar) = current.get_or_insert_with(|| (phase, phase.bar(total)));
+            bar.set_len(total);
+            bar.set(done);
+        }
+    }
+
+    /// No part goes on: whatever ended it.
+    pub(crate) fn end(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// The part whose bar there is.
+    #[cfg(test)]
+    fn current(&self) -> Option<(Phase, u64, Option<u64>)> {
+        let current = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        current.as_ref().map(|(phase, bar)| (*phase, bar.bar.position(), bar.bar.length()))
+    }
+}
+
+impl Phase {
+    fn bar(self, total: u64) -> Delayed {
+        match self {
+            Phase::Weights => Delayed::bytes("sending weights to the device"),
+            Phase::Kernels => Delayed::bar(total, "compiling kernels for the device, once"),
+        }
     }
 }
 
 fn show_later(bar: &ProgressBar, stopped: &Receiver<()>) {
     let is_slow = stopped.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout);
     if is_slow && !IS_SILENT.load(Ordering::Relaxed) {
-        bar.set_draw_target(ProgressDrawTarget::stderr());
-        bar.enable_steady_tick(TICK);
+        SHOWN.add(bar.clone()).enable_steady_tick(TICK);
     }
 }
 
@@ -103,4 +155,26 @@ pub(crate) fn bytes(total: u64, done: u64, what: &str) -> ProgressBar {
 
 fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_phase_has_a_bar_until_it_is_done_or_another_begins() {
+        let phases = Phases::default();
+        phases.set(Phase::Kernels, 0, 3);
+        phases.set(Phase::Kernels, 2, 3);
+        assert_eq!(phases.current(), Some((Phase::Kernels, 2, Some(3))));
+        phases.set(Phase::Weights, 10, 100);
+        assert_eq!(phases.current(), Some((Phase::Weights, 10, Some(100))));
+        phases.set(Phase::Weights, 100, 100);
+        assert_eq!(phases.current(), None);
+        phases.set(Phase::Kernels, 3, 3);
+        assert_eq!(phases.current(), None, "what is done at once has no bar");
+        phases.set(Phase::Kernels, 1, 3);
+        phases.end();
+        assert_eq!(phases.current(), None);
+    }
 }

@@ -62,6 +62,9 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         LoadEvent::Sent { done_bytes, total_bytes } => {
             bar.set_message(format!("sending weights, {} of {}", Bytes(done_bytes), Bytes(total_bytes)));
         }
+        LoadEvent::Compiling { n_done, n_total } => {
+            bar.set_message(format!("compiling kernels, {n_done} of {n_total}"));
+        }
         _ => {}
     });
     let options = BenchOptions {

@@ -5,7 +5,7 @@ use crate::fail::Hinted;
 use crate::out::{BOLD, Out, short_time};
 use anstyle::{AnsiColor, Style};
 use clap::ValueEnum;
-use refrain::{Device, FaultScript, GraphMode, Method, Origin, examine_kernels};
+use refrain::{Device, FaultScript, GraphMode, KernelOrigin, Method, examine_kernels};
 use refrain_driver::DeviceKind;
 use refrain_driver::doctor::{Row, Verdict, examine};
 use refrain_driver::sim::SimOptions;
@@ -138,16 +138,15 @@ fn kernels(device: &Device) -> Row {
         archs => format!("kernels for {}", archs.join(", ")),
     };
     let (from, words) = match report.origin {
-        Origin::Twins => ("reference functions".to_owned(), "the simulated device runs no machine code"),
-        Origin::Prebuilt(arch) => {
+        KernelOrigin::Twins => {
+            ("reference functions".to_owned(), "the simulated device runs no machine code")
+        }
+        KernelOrigin::Prebuilt(arch) => {
             (format!("prebuilt for {arch}"), "compiled ahead of time: only the driver is needed")
         }
-        Origin::Compiled { n_cached, n_compiled: 0 } => {
-            (format!("{n_cached} files from the cache"), "compiled on this machine before, by NVRTC")
-        }
-        Origin::Compiled { n_cached, n_compiled } => (
-            format!("{n_compiled} files compiled, {n_cached} from the cache"),
-            "compiled on this machine by NVRTC; the next start finds them in the cache",
+        KernelOrigin::Compiled { .. } => (
+            format!("{} of {} units from the cache", report.units.n_ready, report.units.n_all),
+            "compiled on this machine by NVRTC: those that a model needs, when it first needs them",
         ),
     };
     let measured = format!("{from}, in {}; this binary holds {held}", short_time(report.took.as_secs_f64()));

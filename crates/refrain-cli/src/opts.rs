@@ -1,6 +1,6 @@
 //! Flags that commands share.
 
-use crate::bars::Delayed;
+use crate::bars::{Phase, Phases};
 use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::out::talk;
@@ -126,10 +126,13 @@ impl DeviceOpts {
         context: &Context,
         make: impl Fn(&SessionOptions) -> Result<T, refrain::Error>,
     ) -> anyhow::Result<T> {
-        let (_bar, on_load) = load_listener(context);
+        let phases = Phases::default();
+        let on_load = load_listener(phases.clone(), context);
         let options = SessionOptions { on_load, ..self.session(n_context, context)? };
         let may_fall_back = self.device == DeviceArg::Auto && self.graph != GraphArg::Require;
-        match make(&options) {
+        let made = make(&options);
+        phases.end();
+        match made {
             Err(error) if may_fall_back && matches!(options.device, Device::Cuda { .. }) => {
                 talk!("cuda:0 cannot be used, running on the CPU: {:#}", anyhow::Error::from(error));
                 Ok(make(&SessionOptions { device: self.cpu(), ..options })?)
@@ -199,19 +202,18 @@ impl DeviceOpts {
     }
 }
 
-/// A bar while weights go to a device, and with -v what they take there, before any of it is allocated.
-pub(crate) fn load_listener(context: &Context) -> (Delayed, LoadListener) {
-    let bar = Delayed::bytes("sending weights to the device");
-    let (handle, verbose) = (bar.handle(), context.verbose);
-    let listener = LoadListener::new(move |event| match event {
+/// A bar while weights go to a device and while kernels are compiled, then or for a later prompt; and with -v what weights
+/// take there, before any of it is allocated.
+fn load_listener(phases: Phases, context: &Context) -> LoadListener {
+    let verbose = context.verbose;
+    LoadListener::new(move |event| match event {
         LoadEvent::Planned(memory) if verbose => talk!("memory   {}", stats::memory_line(&memory)),
-        LoadEvent::Sent { done_bytes, total_bytes } => {
-            handle.set_length(total_bytes);
-            handle.set_position(done_bytes);
+        LoadEvent::Sent { done_bytes, total_bytes } => phases.set(Phase::Weights, done_bytes, total_bytes),
+        LoadEvent::Compiling { n_done, n_total } => {
+            phases.set(Phase::Kernels, n_done as u64, n_total as u64);
         }
         _ => {}
-    });
-    (bar, listener)
+    })
 }
 
 fn parse_verify(text: &str) -> Result<NonZeroU32, String> {

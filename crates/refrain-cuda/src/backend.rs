@@ -23,7 +23,7 @@ use crate::options::CudaOptions;
 use crate::profile::{SharedTimeline, Timeline};
 use crate::pump::Pump;
 use crate::resident::packs;
-use crate::status::Status;
+use crate::status::{KernelUnits, Status};
 
 /// Runs graphs of one model on one CUDA device, or on the simulated one.
 ///
@@ -147,6 +147,12 @@ impl CudaBackend {
     #[must_use]
     pub fn device(&self) -> &Device {
         self.worker.device()
+    }
+
+    /// How many units of kernels there are and how many need no compiler. If that is all of them, they are loaded, so that an
+    /// error here says what the driver refuses.
+    pub fn examine_kernels(&self) -> Result<KernelUnits, CudaError> {
+        self.call("looking at kernels", self.options.load_limit, |machine| machine.examine_kernels())
     }
 
     fn id(&self) -> u64 {

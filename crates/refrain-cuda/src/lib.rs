@@ -65,8 +65,8 @@ pub use profile::{ProfileRow, ProfileSpan, ProfileStep, Timeline};
 pub use progress::{LoadEvent, LoadListener};
 pub use reason::{Stage, reason_of};
 pub use resident::{Accounting, Upload};
-pub use status::{GraphLine, Status};
+pub use status::{GraphLine, KernelUnits, Status};
 pub use verify::{Case, Check, N_CASES, Verified, VerifyError, VerifyReport, verify};
 pub use warm::{Space, WarmPlan, Work};
 
-pub use refrain_kernels::{Arch, KernelError, Nvrtc, Origin, prebuilt_archs};
+pub use refrain_kernels::{Arch, KernelError, KernelOrigin, Nvrtc, prebuilt_archs};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use refrain_driver::{Buf, Context, DriverError, Stream};
 use refrain_graph::{BufferId, Feedback, Op, OutOfBounds, Place, Plan, Ran, Reason, Segment, SegmentKind};
 use refrain_graph::{Capture, State, Weight};
-use refrain_kernels::{BlasLtShape, Digester, Kernels, sample_state_bytes};
+use refrain_kernels::{BlasLtShape, Compiling, Digester, KernelUnit, Kernels, sample_state_bytes};
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
@@ -19,10 +19,11 @@ use crate::lower::{Lowering, choice_bytes, scratch_bytes};
 use crate::options::CudaOptions;
 use crate::prefill::{self, Areas, Products};
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
+use crate::progress::LoadEvent;
 use crate::pump::Pump;
 use crate::resident::{HostModel, Kept, Places, Resident, Room, fitting_room};
 use crate::states;
-use crate::status::{GraphLine, Status};
+use crate::status::{GraphLine, KernelUnits, Status};
 use crate::traffic::Moved;
 use crate::warm::WarmPlan;
 
@@ -259,7 +260,25 @@ impl Machine {
         self.options.graphs.mode == GraphMode::Require && !self.options.graphs.allow_host_steps
     }
 
+    /// The launches of a plan, with all their kernels loaded: never is one compiled while a step waits for it.
     fn lower(
+        &self,
+        resident: &Resident,
+        plan: &Plan,
+        feedback: Option<&Feedback>,
+    ) -> Result<Lowered, CudaError> {
+        self.with_kernels(|| self.describe(resident, plan, feedback))
+    }
+
+    /// Runs something that describes launches, with all kernels that it asks for.
+    fn with_kernels<T>(&self, describe: impl FnMut() -> Result<T, CudaError>) -> Result<T, CudaError> {
+        let mut hear = |Compiling { n_done, n_total }| {
+            self.options.on_load.hear(LoadEvent::Compiling { n_done, n_total });
+        };
+        self.kernels.prepared(&mut hear, describe).map_err(|e| CudaError::Kernels(Arc::new(e)))?
+    }
+
+    fn describe(
         &self,
         resident: &Resident,
         plan: &Plan,
@@ -400,6 +419,10 @@ impl Machine {
 
     /// Allocates room for steps around what is kept, and lowers every program anew.
     fn plan_memory(&mut self, places: Places, rooms: [Room; 2]) -> Result<(), CudaError> {
+        self.with_kernels(|| {
+            let dtypes = self.model.weights.iter().map(|weight| weight.ty.dtype);
+            self.kernels.ask_for_pack(dtypes).map_err(|e| CudaError::Kernels(Arc::new(e)))
+        })?;
         let (ctx, stream, model) = (&self.ctx, &mut self.stream, &self.model);
         let loading = (&self.kernels, &self.options.on_load);
         let kept = self.kept.take();
@@ -614,6 +637,16 @@ impl Machine {
             }
         }
         out
+    }
+
+    /// How many units of kernels there are and how many need no compiler. If that is all of them, they are loaded.
+    pub(crate) fn examine_kernels(&self) -> Result<KernelUnits, CudaError> {
+        let units = KernelUnits { n_ready: self.kernels.n_ready(), n_all: KernelUnit::all().len() };
+        if units.n_ready == units.n_all {
+            let loaded = self.kernels.load_all(&mut |_| {});
+            loaded.map_err(|e| CudaError::Kernels(Arc::new(e)))?;
+        }
+        Ok(units)
     }
 
     pub(crate) fn profile(&self) -> &[ProfileRow] {

@@ -17,6 +17,13 @@ pub enum LoadEvent {
         /// Bytes in all.
         total_bytes: u64,
     },
+    /// Kernels that a plan needs are being compiled: neither the binary nor the cache has them.
+    Compiling {
+        /// Units that are compiled.
+        n_done: usize,
+        /// Units to compile for the plan.
+        n_total: usize,
+    },
 }
 
 /// Somebody who hears it, on the device's thread: whoever takes long keeps the weights waiting.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use refrain_driver::{Graph, Method, NodeKind};
-use refrain_kernels::Origin;
+use refrain_kernels::KernelOrigin;
 
 use crate::cache::CacheStats;
 use crate::compare::Compared;
@@ -11,6 +11,15 @@ use crate::prefill::PromptProducts;
 use crate::profile::ProfileRow;
 use crate::resident::{Accounting, Upload};
 use crate::verify::Verified;
+
+/// Kernels, as they are compiled: in units of a few.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelUnits {
+    /// Units that the binary or the cache has.
+    pub n_ready: usize,
+    /// Units in all.
+    pub n_all: usize,
+}
 
 /// One graph in service.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,7 +78,7 @@ pub struct Status {
     /// Decode steps that were compared with their eager run while a text went on.
     pub compared: Compared,
     /// Where the kernels came from.
-    pub kernels: Option<Origin>,
+    pub kernels: Option<KernelOrigin>,
     /// What multiplies the rows of prompts.
     pub prompt_products: Option<PromptProducts>,
     /// What runs as several launches where one was wished for, each with the name of its step and the reason.

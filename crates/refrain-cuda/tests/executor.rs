@@ -71,6 +71,27 @@ fn a_decode_step_is_one_launch_and_allocates_nothing() {
 }
 
 #[test]
+fn a_plan_loads_the_kernels_that_it_needs_and_a_step_loads_none() {
+    let (sim, device) = sim("");
+    let n_modules = || sim.stats().n_calls(Call::ModuleLoad);
+    let mut rig = Rig::new(device, "llama", options(GraphMode::Auto, Method::Stream), 128, DType::F16);
+    let backend_alone = n_modules();
+    rig.engine.plan(1).unwrap();
+    let after_plan = n_modules();
+    // Gather, products, attention, sampling: a few units of about a hundred.
+    assert!((3..20).contains(&(after_plan - backend_alone)), "{backend_alone}, {after_plan}");
+    rig.engine.plan(1).unwrap();
+    assert_eq!(n_modules(), after_plan, "they stay");
+    let mut talk = Talk::begin(&mut rig, 1);
+    talk.go_on(&mut rig);
+    let after_prompt = n_modules();
+    for _ in 0..10 {
+        talk.go_on(&mut rig);
+    }
+    assert_eq!(n_modules(), after_prompt);
+}
+
+#[test]
 fn a_fault_in_the_middle_of_a_text_is_final_and_says_where() {
     let (sim, mut rig) = small("llama", options(GraphMode::Auto, Method::Stream));
     let mut talk = Talk::begin(&mut rig, 0);

@@ -210,6 +210,11 @@ impl Context {
         self.shared().call("cuMemGetInfo", |api| api.mem_info())
     }
 
+    /// Refuses `what`, by name, while something records: for work that a recording must not wait for.
+    pub fn refuse_while_recording(&self, what: &'static str) -> Result<(), DriverError> {
+        self.shared().refuse_while_recording(what, 0)
+    }
+
     /// A new stream, independent of the legacy stream.
     pub fn stream(&self) -> Result<Stream, DriverError> {
         Stream::new(self)

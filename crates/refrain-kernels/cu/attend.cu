@@ -373,20 +373,29 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
                                                      positions, seqs, tables, inv_freq, q_norm, k_norm,    \
                                                      q_rows, k_rows, v_rows, s);                           \
     }
-#define ATTEND_SMALL(name, T, Core)  \
-    ATTEND(64, 2, name, T, Core)     \
-    ATTEND(64, 4, name, T, Core)     \
-    ATTEND(64, 8, name, T, Core)     \
-    ATTEND(128, 2, name, T, Core)    \
-    ATTEND(128, 4, name, T, Core)    \
-    ATTEND(128, 8, name, T, Core)
-#define ATTEND_LARGE(name, T)        \
-    ATTEND(256, 2, name, T, Lanes)   \
+#define ATTEND_SMALL(dims, name, T, Core) \
+    ATTEND(dims, 2, name, T, Core)        \
+    ATTEND(dims, 4, name, T, Core)        \
+    ATTEND(dims, 8, name, T, Core)
+#define ATTEND_LARGE(name, T)      \
+    ATTEND(256, 2, name, T, Lanes) \
     ATTEND(256, 4, name, T, Lanes)
 
-ATTEND_SMALL(f16, F16, Ring)
-ATTEND_SMALL(bf16, BF16, Ring)
-ATTEND_SMALL(f32, float, Lanes)
+// unit d64_f16
+ATTEND_SMALL(64, f16, F16, Ring)
+// unit d64_bf16
+ATTEND_SMALL(64, bf16, BF16, Ring)
+// unit d64_f32
+ATTEND_SMALL(64, f32, float, Lanes)
+// unit d128_f16
+ATTEND_SMALL(128, f16, F16, Ring)
+// unit d128_bf16
+ATTEND_SMALL(128, bf16, BF16, Ring)
+// unit d128_f32
+ATTEND_SMALL(128, f32, float, Lanes)
+// unit d256_f16
 ATTEND_LARGE(f16, F16)
+// unit d256_bf16
 ATTEND_LARGE(bf16, BF16)
+// unit d256_f32
 ATTEND_LARGE(f32, float)

@@ -10,6 +10,7 @@
 #pragma once
 #include "attend_seen.cuh"
 #include "mma.cuh"
+#include "tuning.cuh"
 
 // Scores may rise by so much (as powers of two) before sums are brought down to a new largest one.
 const float SLACK = 8.0f;
@@ -17,7 +18,7 @@ const float SLACK = 8.0f;
 template <typename T, int DIMS, int HEADS> struct Ring {
     static const u32 TILE = 16, CHUNKS = DIMS / 8, ROW_BYTES = 2 * DIMS, SLOT = TILE * ROW_BYTES;
     // The launcher chooses one of these by what the card has of shared memory.
-    static const u32 MOST_SLOTS = 12 * 1024 / SLOT, LEAST_SLOTS = 8 * 1024 / SLOT;
+    static const u32 MOST_SLOTS = ATTEND_RING_BYTES / SLOT, LEAST_SLOTS = ATTEND_SMALL_RING_BYTES / SLOT;
     static const u32 ALONE_TILES = 128 / DIMS;  // of each warp, up to which a block works alone: 64 KiB
     static const u32 PITCH = DIMS + 8;  // of what a warp leaves, for heads that share no bank
     static const int BLOCKS = 2;

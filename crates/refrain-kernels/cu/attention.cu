@@ -236,6 +236,14 @@ struct Later {
     inline u32 operator()(u32 a, u32 b) const { return max(a, b); }
 };
 
+#define ATTENTION(size, dims, name, T)                                                                     \
+    extern "C" __global__ __launch_bounds__(128) void attention_split_d##size##_##name(                    \
+        float* y, float* partials, const float* q, const T* k_cache, const T* v_cache, const i32* positions, \
+        const i32* seqs, const i32* tables, Rows q_rows, Sizes s) {                                        \
+        attention_split<T, dims>(y, partials, q, k_cache, v_cache, positions, seqs, tables, q_rows, s);    \
+    }
+
+// unit combine
 extern "C" __global__ __launch_bounds__(128) void attention_combine_f32(float* y, const float* partials, u32 head_dim,
                                                                         u32 n_splits) {
     start();
@@ -266,16 +274,12 @@ extern "C" __global__ __launch_bounds__(128) void attention_combine_f32(float* y
     }
 }
 
-#define ATTENTION(size, dims, name, T)                                                                     \
-    extern "C" __global__ __launch_bounds__(128) void attention_split_d##size##_##name(                    \
-        float* y, float* partials, const float* q, const T* k_cache, const T* v_cache, const i32* positions, \
-        const i32* seqs, const i32* tables, Rows q_rows, Sizes s) {                                        \
-        attention_split<T, dims>(y, partials, q, k_cache, v_cache, positions, seqs, tables, q_rows, s);    \
-    }
-
+// unit f16
 ATTENTION(128, 1, f16, F16)
-ATTENTION(128, 1, bf16, BF16)
-ATTENTION(128, 1, f32, float)
 ATTENTION(256, 2, f16, F16)
+// unit bf16
+ATTENTION(128, 1, bf16, BF16)
 ATTENTION(256, 2, bf16, BF16)
+// unit f32
+ATTENTION(128, 1, f32, float)
 ATTENTION(256, 2, f32, float)

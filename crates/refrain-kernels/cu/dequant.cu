@@ -73,15 +73,27 @@ template <typename Q> inline void dequant(BF16* y, const u8* w, u32 n, u32 k) {
         body<Q>(y, w, n, k);                                                                                   \
     }
 
+// unit q4_0
 DEQUANT(q4_0, dequant_packed, PackedQ4_0)
+// unit q4_1
 DEQUANT(q4_1, dequant_packed, PackedQ4_1)
+// unit q5_0
 DEQUANT(q5_0, dequant_packed, PackedQ5_0)
+// unit q5_1
 DEQUANT(q5_1, dequant_packed, PackedQ5_1)
+// unit q8_0
 DEQUANT(q8_0, dequant_packed, PackedQ8_0)
+// unit q4_k
 DEQUANT(q4_k, dequant_packed, PackedQ4_K)
+// unit q5_k
 DEQUANT(q5_k, dequant_packed, PackedQ5_K)
+// unit q6_k
 DEQUANT(q6_k, dequant_packed, PackedQ6_K)
+// unit q2_k
 DEQUANT(q2_k, dequant, Q2_K)
+// unit q3_k
 DEQUANT(q3_k, dequant, Q3_K)
+// unit iq4_nl
 DEQUANT(iq4_nl, dequant, IQ4_NL)
+// unit iq4_xs
 DEQUANT(iq4_xs, dequant, IQ4_XS)

@@ -26,9 +26,10 @@
 #include "mma.cuh"
 #include "overlap.cuh"
 #include "packed.cuh"
+#include "tuning.cuh"
 
-const u32 WARPS = 8;
-const u32 STAGES = 3;  // units in a warp's ring
+const u32 WARPS = FEW_WARPS;
+const u32 STAGES = FEW_STAGES;  // units in a warp's ring
 const u32 PAIR_ROWS = 2 * TILE_ROWS;
 
 struct Params {
@@ -295,13 +296,22 @@ inline void few(float* const* y, const u8* rows, const u8* const* w, const Param
     }
 #define BOTH(name, Q) FEW(name, Q, 8) FEW(name, Q, 16)
 
+// unit rows
 ROWS(8)
 ROWS(16)
+// unit q4_0
 BOTH(q4_0, Q4_0)
+// unit q4_1
 BOTH(q4_1, Q4_1)
+// unit q5_0
 BOTH(q5_0, Q5_0)
+// unit q5_1
 BOTH(q5_1, Q5_1)
+// unit q8_0
 BOTH(q8_0, Q8_0)
+// unit q4_k
 BOTH(q4_k, Q4_K)
+// unit q5_k
 BOTH(q5_k, Q5_K)
+// unit q6_k
 BOTH(q6_k, Q6_K)

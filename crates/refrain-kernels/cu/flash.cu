@@ -330,11 +330,19 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
         flash<T, size>(y, narrow, q, k_cache, v_cache, positions, seqs, tables, q_rows, s);                        \
     }
 
+// unit d64_f16
 FLASH(64, f16, F16, 3)
+// unit d64_bf16
 FLASH(64, bf16, BF16, 3)
+// unit d96_f16
 FLASH(96, f16, F16, 2)
+// unit d96_bf16
 FLASH(96, bf16, BF16, 2)
+// unit d128_f16
 FLASH(128, f16, F16, 2)
+// unit d128_bf16
 FLASH(128, bf16, BF16, 2)
+// unit d256_f16
 FLASH(256, f16, F16, 1)
+// unit d256_bf16
 FLASH(256, bf16, BF16, 1)

@@ -78,18 +78,33 @@ template <typename Q> inline void gather_packed(float* y, const u8* table, const
 #define QUANT(name, Q) GATHER(name, gather_quant<Q>, u8)
 #define PACKED(name, Q) GATHER(packed_##name, gather_packed<Packed##Q>, u8)
 
+// unit f32
 PLAIN(f32, float)
+// unit f16
 PLAIN(f16, F16)
+// unit bf16
 PLAIN(bf16, BF16)
+// unit q2_k
 QUANT(q2_k, Q2_K)
+// unit q3_k
 QUANT(q3_k, Q3_K)
+// unit iq4_nl
 QUANT(iq4_nl, IQ4_NL)
+// unit iq4_xs
 QUANT(iq4_xs, IQ4_XS)
+// unit packed_q4_0
 PACKED(q4_0, Q4_0)
+// unit packed_q4_1
 PACKED(q4_1, Q4_1)
+// unit packed_q5_0
 PACKED(q5_0, Q5_0)
+// unit packed_q5_1
 PACKED(q5_1, Q5_1)
+// unit packed_q8_0
 PACKED(q8_0, Q8_0)
+// unit packed_q4_k
 PACKED(q4_k, Q4_K)
+// unit packed_q5_k
 PACKED(q5_k, Q5_K)
+// unit packed_q6_k
 PACKED(q6_k, Q6_K)

@@ -150,6 +150,18 @@ inline void gemm(float* const* ys, float* partials, const T* x, const T* const* 
     }
 }
 
+// shared_bytes: STAGES (ROWS + 128) 128; src/gemm.rs holds the same numbers.
+#define GEMM(rows, name, T, STAGES)                                                                               \
+    extern "C" __global__ __launch_bounds__(128, 2) void gemm_m##rows##_##name(                                  \
+        float* y0, float* y1, float* y2, float* y3, float* partials, const T* __restrict__ x,                    \
+        const T* __restrict__ w0, const T* __restrict__ w1, const T* __restrict__ w2, const T* __restrict__ w3,  \
+        Ends ends, u32 m, u32 k, u32 k_split) {                                                                  \
+        float* const y[4] = {y0, y1, y2, y3};                                                                    \
+        const T* const w[4] = {w0, w1, w2, w3};                                                                  \
+        gemm<T, rows, STAGES>(y, partials, x, w, ends, m, k, k_split);                                           \
+    }
+
+// unit reduce
 extern "C" __global__ __launch_bounds__(256) void gemm_reduce_f32(float* y0, float* y1, float* y2, float* y3,
                                                                  const float* partials, Ends ends, u32 m, u32 n_splits) {
     start();
@@ -171,18 +183,9 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce_f32(float* y0, flo
     }
 }
 
-// shared_bytes: STAGES (ROWS + 128) 128; src/gemm.rs holds the same numbers.
-#define GEMM(rows, name, T, STAGES)                                                                               \
-    extern "C" __global__ __launch_bounds__(128, 2) void gemm_m##rows##_##name(                                  \
-        float* y0, float* y1, float* y2, float* y3, float* partials, const T* __restrict__ x,                    \
-        const T* __restrict__ w0, const T* __restrict__ w1, const T* __restrict__ w2, const T* __restrict__ w3,  \
-        Ends ends, u32 m, u32 k, u32 k_split) {                                                                  \
-        float* const y[4] = {y0, y1, y2, y3};                                                                    \
-        const T* const w[4] = {w0, w1, w2, w3};                                                                  \
-        gemm<T, rows, STAGES>(y, partials, x, w, ends, m, k, k_split);                                           \
-    }
-
+// unit f16
 GEMM(64, f16, F16, 4)
-GEMM(64, bf16, BF16, 4)
 GEMM(128, f16, F16, 3)
+// unit bf16
+GEMM(64, bf16, BF16, 4)
 GEMM(128, bf16, BF16, 3)

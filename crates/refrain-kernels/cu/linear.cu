@@ -215,10 +215,17 @@ inline void linear_sums(float* const* y, const float* x, const u8* const* w, con
     LINEAR(name, Plain<T>, m1c2, 1, 2, 4) \
     LINEAR(name, Plain<T>, m8, 8, 1, 2)
 
+// unit f32
 QUANT(f32, Plain<float>)
+// unit f16
 PLAIN(f16, F16)
+// unit bf16
 PLAIN(bf16, BF16)
+// unit q2_k
 QUANT(q2_k, Q2_K)
+// unit q3_k
 QUANT(q3_k, Q3_K)
+// unit iq4_nl
 QUANT(iq4_nl, IQ4_NL)
+// unit iq4_xs
 QUANT(iq4_xs, IQ4_XS)

@@ -136,11 +136,19 @@ typedef File32<5, true> FileQ5_1;
 typedef FileK<4> FileQ4_K;
 typedef FileK<5> FileQ5_K;
 
+// unit q4_0
 PACK(q4_0, FileQ4_0)
+// unit q4_1
 PACK(q4_1, FileQ4_1)
+// unit q5_0
 PACK(q5_0, FileQ5_0)
+// unit q5_1
 PACK(q5_1, FileQ5_1)
+// unit q8_0
 PACK(q8_0, FileQ8_0)
+// unit q4_k
 PACK(q4_k, FileQ4_K)
+// unit q5_k
 PACK(q5_k, FileQ5_K)
+// unit q6_k
 PACK(q6_k, FileQ6_K)

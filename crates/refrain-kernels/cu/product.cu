@@ -34,6 +34,7 @@
 #include "overlap.cuh"
 #include "packed.cuh"
 #include "reduce.cuh"
+#include "tuning.cuh"
 
 struct Params {
     u32 k;
@@ -340,7 +341,7 @@ template <typename Q, int UNITS, u32 N_WARPS> struct Packed {
 // Plain weights, as in the file: tiles of two rows, so that x is read once for both.
 template <typename T> struct Plain {
     static const bool QUANTISED = false;
-    static const u32 WARPS = 8, X_AHEAD = 4;
+    static const u32 WARPS = PRODUCT_PLAIN_WARPS, X_AHEAD = 4;
     static const u32 ROWS = 2, COLS = 1024, PITCH = 2 * COLS, SLOT = ROWS * PITCH, SUMS = ROWS;
 
     inline static u32 padded(u32 k) { return k; }
@@ -641,24 +642,36 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
 
 typedef Plain<BF16> B16;
 typedef Plain<F16> H16;
-typedef Packed<PackedQ4_0, 2, 16> Q40;
-typedef Packed<PackedQ4_1, 2, 16> Q41;
-typedef Packed<PackedQ5_0, 2, 16> Q50;
-typedef Packed<PackedQ5_1, 2, 16> Q51;
-typedef Packed<PackedQ8_0, 2, 8> Q80;
-typedef Packed<PackedQ4_K, 1, 16> Q4K;
-typedef Packed<PackedQ5_K, 1, 16> Q5K;
-typedef Packed<PackedQ6_K, 1, 16> Q6K;
+typedef Packed<PackedQ4_0, PRODUCT_128_UNITS, PRODUCT_128_WARPS> Q40;
+typedef Packed<PackedQ4_1, PRODUCT_128_UNITS, PRODUCT_128_WARPS> Q41;
+typedef Packed<PackedQ5_0, PRODUCT_128_UNITS, PRODUCT_128_WARPS> Q50;
+typedef Packed<PackedQ5_1, PRODUCT_128_UNITS, PRODUCT_128_WARPS> Q51;
+typedef Packed<PackedQ8_0, PRODUCT_Q8_0_UNITS, PRODUCT_Q8_0_WARPS> Q80;
+typedef Packed<PackedQ4_K, PRODUCT_256_UNITS, PRODUCT_256_WARPS> Q4K;
+typedef Packed<PackedQ5_K, PRODUCT_256_UNITS, PRODUCT_256_WARPS> Q5K;
+typedef Packed<PackedQ6_K, PRODUCT_256_UNITS, PRODUCT_256_WARPS> Q6K;
 
+// unit bf16
 ALL(bf16, B16)
+// unit f16
 ALL(f16, H16)
+// unit q4_0
 ALL(q4_0, Q40)
+// unit q4_1
 ALL(q4_1, Q41)
+// unit q5_0
 ALL(q5_0, Q50)
+// unit q5_1
 ALL(q5_1, Q51)
+// unit q8_0
 ALL(q8_0, Q80)
+// unit q4_k
 ALL(q4_k, Q4K)
+// unit q5_k
 ALL(q5_k, Q5K)
+// unit q6_k
 ALL(q6_k, Q6K)
+// unit q4_k_q6_k
 PAIR(q4_k_q6_k, Q4K, Q6K)
+// unit q5_k_q6_k
 PAIR(q5_k_q6_k, Q5K, Q6K)

@@ -111,6 +111,7 @@ inline void penalise(float* l, Deal deal, u32 vocab, const i32* history, u32 n_h
     }
 }
 
+// unit chunks
 extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch, State* states,
                                                                     const float* logits, const float* params,
                                                                     const i32* history, const i32* bias_ids,
@@ -209,6 +210,7 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
     if (!greedy && small) ((Two*)out)[at / 2 + threadIdx.x] = Two{k[0], k[1]};
 }
 
+// unit select
 // Bounds for more threads than there are leave registers for blocks of the first kernel on the same multiprocessor, so
 // that this one's are there when those end.
 extern "C" __global__ __launch_bounds__(SELECT_THREADS + 128) void sample_select_f32(i32* token, float* logprob, u8* scratch,

@@ -7,11 +7,13 @@ use refrain_graph::{Attention, Op, Rope, RopeStyle};
 use refrain_tensor::DType;
 
 use crate::attention;
+use crate::card::Card;
 use crate::error::{Case, KernelError};
 use crate::kv::{PageSizes, Pages, append};
 use crate::load::Kernels;
-use crate::registry::{Entry, P};
+use crate::registry::{Entry, P, lowercase};
 use crate::source::Family;
+use crate::tuning::AttendTuning;
 use crate::twin::{Dense, fault, read_rows, run_f32};
 use crate::view::{Rows, View};
 use crate::vouch::Vouch;
@@ -23,12 +25,6 @@ const N_WARPS: u32 = BLOCK / 32;
 const SIZES: [(usize, usize); 3] = [(64, 8), (128, 8), (256, 4)];
 /// Numbers of query heads there are kernels for, each for all up to it.
 const HEADS: [usize; 3] = [2, 4, 8];
-/// Shared memory of each of a block's warps for keys and values of 16 bits, and where a block cannot have so much.
-const RING_BYTES: usize = 12 << 10;
-const SMALL_RING_BYTES: usize = 8 << 10;
-/// What a block may have of shared memory from which on its warps have the larger rings: they leave room for another launch's
-/// block. Compute capability 8.6, 8.9 and 12.0 have 99 KiB, 8.0 has 163.
-const LARGE_SHARED: usize = 200 << 10;
 /// Contexts of at most so many positions have one block to a head; in longer ones the kernel chooses by the length.
 const ALONE: usize = 128;
 /// Counters of a row and block of heads, one for each warp that merges.
@@ -168,15 +164,6 @@ struct Sizes {
 }
 
 impl Kernels {
-    /// Lets the kernels have their rings.
-    pub(crate) fn allow_attend(&self) -> Result<(), KernelError> {
-        all_kernels().try_for_each(|(dtype, size, heads)| {
-            Ok(self
-                .get(&name(size, heads, dtype))?
-                .allow_shared(N_WARPS * warp_bytes(size, heads, dtype, self.shared_limit()))?)
-        })
-    }
-
     /// The launch of [`AttendArgs`]: what goes into the caches has the bits of [`Kernels::rope_kv`] when there is no
     /// norm. On a card a sequence or block out of range writes nothing and counts as not seen; the simulated device
     /// faults, as it does when counters are not zero or two rows are of one sequence.
@@ -201,9 +188,9 @@ impl Kernels {
         let (v, v_rows) = case.rows("v", &a.v, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
         let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(per_block);
         let blocks = a.n_splits * n_groups;
-        let (blocks, alone) = placed(blocks, a.n, a.fills, self.n_sms());
+        let (blocks, alone) = placed(blocks, a.n, a.fills, self.card().n_sms);
         let grid = [case.u32("blocks", blocks)?, a.n as u32, 1];
-        let warp_bytes = warp_bytes(size, heads_of(per_block), a.cache_dtype, self.shared_limit());
+        let warp_bytes = warp_bytes(self.card(), size, heads_of(per_block), a.cache_dtype);
         let sizes = sizes(&case, a, per_block, alone, warp_bytes)?;
         let launch = self.launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?;
         let launch = launch.shared(N_WARPS * warp_bytes);
@@ -319,12 +306,13 @@ fn heads_of(per_block: usize) -> usize {
 }
 
 fn name(size: usize, per_block: usize, dtype: DType) -> String {
-    format!("attend_d{size}_h{}_{}", heads_of(per_block), dtype.name().to_ascii_lowercase())
+    format!("attend_d{size}_h{}_{}", heads_of(per_block), lowercase(dtype))
 }
 
 /// What a warp has of shared memory: a ring, which what it found takes the place of, or that alone.
-fn warp_bytes(size: usize, heads: usize, dtype: DType, limit: usize) -> u32 {
-    let ring = if limit >= LARGE_SHARED { RING_BYTES } else { SMALL_RING_BYTES };
+fn warp_bytes(card: &Card, size: usize, heads: usize, dtype: DType) -> u32 {
+    let AttendTuning { ring_bytes, small_ring_bytes, large_shared_bytes } = card.tuning.attend;
+    let ring = if card.shared_limit >= large_shared_bytes { ring_bytes } else { small_ring_bytes };
     (if dtype != DType::F32 && size <= 128 { ring } else { 4 * heads * size }) as u32
 }
 
@@ -342,7 +330,9 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<Sizes>()];
     for (dtype, size, heads) in all_kernels() {
         let name = name(size, heads, dtype);
-        all.push(Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype)));
+        let entry = Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype));
+        let shared = move |card: &Card| N_WARPS * warp_bytes(card, size, heads, dtype);
+        all.push(entry.unit(&format!("d{size}_{}", lowercase(dtype))).shared(shared));
     }
 }
 
@@ -451,17 +441,23 @@ fn check_state(k: &SimKernel<'_>, n: usize, s: &Sizes) -> KernelResult {
 
 #[cfg(test)]
 mod tests {
-    use super::{N_WARPS, all_kernels, placed, warp_bytes};
+    use super::{Card, N_WARPS, all_kernels, placed, warp_bytes};
+    use crate::load::Arch;
+    use crate::tuning::Tuning;
 
     #[test]
     fn rings_leave_room_for_what_the_code_declares_on_every_card_there_are_kernels_for() {
         for kib in [99, 163, 227] {
+            let card = Card::with_shared(kib << 10, Tuning::of(Arch { major: 9, minor: 0 }));
             for (dtype, size, heads) in all_kernels() {
                 // Queries, key and value as f32, queries in two parts, what the warps found, and some room.
                 let declared = 4 * (heads + 2) * size + 64 * size + 2048;
-                let asked = (N_WARPS * warp_bytes(size, heads, dtype, kib << 10)) as usize;
+                let asked = (N_WARPS * warp_bytes(&card, size, heads, dtype)) as usize;
                 let name = super::name(size, heads, dtype);
-                assert!(asked + declared <= kib << 10, "{name}: {asked} and {declared} bytes of {kib} KiB");
+                assert!(
+                    asked + declared <= card.shared_limit,
+                    "{name}: {asked} and {declared} bytes of {kib} KiB"
+                );
             }
         }
     }

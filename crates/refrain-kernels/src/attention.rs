@@ -15,7 +15,7 @@ use bytemuck::{Pod, Zeroable};
 use crate::error::{Case, KernelError};
 use crate::kv::Pages;
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
+use crate::registry::{Entry, P, W, lowercase};
 use crate::source::Family;
 use crate::twin::{count, read_rows};
 use crate::view::{Rows, View};
@@ -206,12 +206,13 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in [DType::F16, DType::BF16, DType::F32] {
         for size in HEAD_DIMS {
             let params = [P, P, P, P, P, P, P, P, size_of::<Rows>(), size_of::<Sizes>()];
-            all.push(Entry::new(Family::Attention, split_name(size, dtype), &params, move |k| {
-                split(k, dtype)
-            }));
+            let entry =
+                Entry::new(Family::Attention, split_name(size, dtype), &params, move |k| split(k, dtype));
+            all.push(entry.unit(&lowercase(dtype)));
         }
     }
-    all.push(Entry::new(Family::Attention, "attention_combine_f32", &[P, P, W, W], combine));
+    let entry = Entry::new(Family::Attention, "attention_combine_f32", &[P, P, W, W], combine);
+    all.push(entry.unit("combine"));
 }
 
 /// The whole of it in the first split; the others are neutral.

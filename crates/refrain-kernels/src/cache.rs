@@ -15,20 +15,20 @@ const DIGEST_BYTES: usize = 32;
 
 /// A folder of compiled kernels.
 #[derive(Debug)]
-pub struct KernelCache {
+pub(crate) struct KernelCache {
     folder: PathBuf,
 }
 
 impl KernelCache {
     /// A cache in a folder, which is made when something is first written.
     #[must_use]
-    pub fn open(folder: &Path) -> KernelCache {
+    pub(crate) fn open(folder: &Path) -> KernelCache {
         KernelCache { folder: folder.to_owned() }
     }
 
     /// The digest of all parts, in hex: a name for what they make.
     #[must_use]
-    pub fn key(parts: &[&[u8]]) -> String {
+    pub(crate) fn key(parts: &[&[u8]]) -> String {
         let mut digest = Sha256::new();
         for part in parts {
             // The length first, so that no two lists of parts run together to the same bytes.
@@ -40,7 +40,7 @@ impl KernelCache {
 
     /// The code under a key, if it is there and whole.
     #[must_use]
-    pub fn get(&self, key: &str) -> Option<Vec<u8>> {
+    pub(crate) fn get(&self, key: &str) -> Option<Vec<u8>> {
         let path = self.path(key);
         let bytes = match fs::read(&path) {
             Ok(bytes) => bytes,
@@ -67,7 +67,7 @@ impl KernelCache {
     }
 
     /// Keeps code under a key. False, after a warning, when that did not work.
-    pub fn put(&self, key: &str, code: &[u8]) -> bool {
+    pub(crate) fn put(&self, key: &str, code: &[u8]) -> bool {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let turn = NEXT.fetch_add(1, Ordering::Relaxed);
         let temporary = self.folder.join(format!("{key}.{}.{turn}.tmp", std::process::id()));

@@ -9,7 +9,7 @@ use crate::error::{Case, KernelError};
 use crate::linear::LINEAR_DTYPES;
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, packed_bytes, unpack_row};
-use crate::registry::{Entry, P, W};
+use crate::registry::{Entry, P, W, lowercase};
 use crate::source::Family;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
@@ -64,7 +64,7 @@ impl Kernels {
 }
 
 fn name(dtype: DType) -> String {
-    format!("dequant_{}_bf16", dtype.name().to_ascii_lowercase())
+    format!("dequant_{}_bf16", lowercase(dtype))
 }
 
 /// The dtypes of [`DequantArgs`].
@@ -74,7 +74,8 @@ fn dtypes() -> impl Iterator<Item = DType> {
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in dtypes() {
-        all.push(Entry::new(Family::Dequant, name(dtype), &[P, P, W, W], move |k| twin(k, dtype)));
+        let entry = Entry::new(Family::Dequant, name(dtype), &[P, P, W, W], move |k| twin(k, dtype));
+        all.push(entry.unit(&lowercase(dtype)));
     }
 }
 

@@ -47,7 +47,7 @@ impl Digester {
 impl Kernels {
     /// What makes digests.
     pub fn digester(&self) -> Result<Digester, KernelError> {
-        Ok(Digester { function: self.get(NAME)?.clone() })
+        Ok(Digester { function: self.get(NAME)?.function })
     }
 }
 

@@ -92,11 +92,11 @@ pub enum KernelError {
         /// The library's code.
         code: u32,
     },
-    /// A kernel family does not compile.
-    #[error("kernels/{family} do not compile for {arch}: {log}")]
+    /// Kernels do not compile.
+    #[error("{unit} does not compile for {arch}: {log}")]
     Compile {
-        /// The family.
-        family: &'static str,
+        /// File and unit.
+        unit: String,
         /// The architecture.
         arch: String,
         /// The compiler's words.

@@ -5,11 +5,13 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::DType;
 
+use crate::card::Card;
 use crate::error::{Case, KernelError};
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
-use crate::registry::{Entry, P, W};
+use crate::registry::{Entry, P, W, lowercase};
 use crate::source::Family;
+use crate::tuning::FewTuning;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
 
@@ -18,8 +20,6 @@ pub const MAX_FEW_ROWS: usize = 16;
 /// How many weights one launch multiplies with.
 pub const MAX_FEW_PARTS: usize = 3;
 
-const WARPS: usize = 8;
-const STAGES: usize = 3;
 const SUB: usize = 32;
 /// Rows are laid out for the widest units.
 const PAD: usize = 256;
@@ -136,10 +136,10 @@ impl Kernels {
         crate::require!(case, a.k.is_multiple_of(block_len), "k must be whole blocks of {block_len}");
         // A block has two tiles at a time.
         let pairs: usize = a.parts.iter().map(|p| p.n.div_ceil(2 * TILE_ROWS)).sum();
-        let grid = case.u32("n", pairs.min(2 * self.n_sms()))?;
+        let grid = case.u32("n", pairs.min(2 * self.card().n_sms))?;
         let mut launch = self
-            .launch(&name(padded(a.m), a.dtype), grid, 32 * WARPS as u32)?
-            .shared(ring_bytes(unit))
+            .launch(&name(padded(a.m), a.dtype), grid, 32 * self.card().tuning.few.warps as u32)?
+            .shared(ring_bytes(self.card(), unit))
             .step(a.step);
         for i in 0..MAX_FEW_PARTS {
             launch = match a.parts.get(i) {
@@ -160,21 +160,12 @@ impl Kernels {
         }
         Ok(launch.baked(Baked(params)).vouch(&case))
     }
-
-    /// Lets these products ask for as much shared memory as their rings need.
-    pub(crate) fn allow_few(&self) -> Result<(), KernelError> {
-        for (m, dtype) in variants() {
-            if let Some(unit) = Unit::of(dtype) {
-                self.get(&name(m, dtype))?.allow_shared(ring_bytes(unit))?;
-            }
-        }
-        Ok(())
-    }
 }
 
 /// Shared memory of a block: the rings of its warps, of two tiles' units each.
-const fn ring_bytes(unit: Unit) -> u32 {
-    (WARPS * STAGES * 2 * unit.bytes) as u32
+fn ring_bytes(card: &Card, unit: Unit) -> u32 {
+    let FewTuning { warps, stages } = card.tuning.few;
+    (warps * stages * 2 * unit.bytes) as u32
 }
 
 fn rows_name(m: usize) -> String {
@@ -182,7 +173,7 @@ fn rows_name(m: usize) -> String {
 }
 
 fn name(m: usize, dtype: DType) -> String {
-    format!("few_m{m}_{}", dtype.name().to_ascii_lowercase())
+    format!("few_m{m}_{}", lowercase(dtype))
 }
 
 fn variants() -> impl Iterator<Item = (usize, DType)> {
@@ -191,11 +182,14 @@ fn variants() -> impl Iterator<Item = (usize, DType)> {
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     for m in [8, 16] {
-        all.push(Entry::new(Family::Few, rows_name(m), &[P, P, W, W, W], move |k| rows_twin(k, m)));
+        let entry = Entry::new(Family::Few, rows_name(m), &[P, P, W, W, W], move |k| rows_twin(k, m));
+        all.push(entry.unit("rows"));
     }
     for (m, dtype) in variants() {
         let params = [P, P, P, P, P, P, P, size_of::<Params>()];
-        all.push(Entry::new(Family::Few, name(m, dtype), &params, move |k| twin(k, m, dtype)));
+        let entry = Entry::new(Family::Few, name(m, dtype), &params, move |k| twin(k, m, dtype));
+        let ring = move |card: &Card| Unit::of(dtype).map_or(0, |unit| ring_bytes(card, unit));
+        all.push(entry.unit(&lowercase(dtype)).shared(ring));
     }
 }
 
@@ -282,6 +276,7 @@ fn twin(kernel: &mut SimKernel<'_>, padded: usize, dtype: DType) -> KernelResult
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tuning::Tuning;
 
     #[test]
     fn words_of_a_sub_block_have_a_place_each_with_those_of_one_lane_side_by_side() {
@@ -295,8 +290,11 @@ mod tests {
     fn rings_fit_the_smallest_cards_that_are_supported() {
         // 99 KiB on compute capability 8.6, less what sums of a pair take.
         for dtype in PACKED_DTYPES {
-            let unit = Unit::of(dtype).unwrap();
-            assert!(ring_bytes(unit) <= (99 << 10) - (16 << 10), "{dtype}");
+            for tuning in Tuning::ALL {
+                let card = Card::with_shared(99 << 10, tuning);
+                let unit = Unit::of(dtype).unwrap();
+                assert!(ring_bytes(&card, unit) <= (99 << 10) - (16 << 10), "{dtype}");
+            }
         }
     }
 }

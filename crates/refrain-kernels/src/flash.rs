@@ -9,11 +9,12 @@ use refrain_graph::{Attention, Op};
 use refrain_tensor::DType;
 
 use crate::attention::AttentionArgs;
+use crate::card::Card;
 use crate::error::{Case, KernelError};
 use crate::gemm::GEMM_DTYPES;
 use crate::load::Kernels;
 use crate::narrow::{Narrow, aligned};
-use crate::registry::{Entry, P};
+use crate::registry::{Entry, P, lowercase};
 use crate::source::Family;
 use crate::twin::{Dense, read_rows, run_f32};
 use crate::view::Rows;
@@ -52,6 +53,11 @@ fn shared_bytes(size: usize) -> u32 {
     (3 * ROWS * (2 * size + 16) + SHARED) as u32
 }
 
+/// Whether a block of the card can have what the kernel of a size needs; the code declares none of its own.
+fn fits(card: &Card, size: usize) -> bool {
+    shared_bytes(size) as usize <= card.shared_limit
+}
+
 fn size_for(head_dim: usize) -> Option<usize> {
     HEAD_DIMS.into_iter().find(|&d| head_dim <= d && head_dim.is_multiple_of(16))
 }
@@ -60,10 +66,8 @@ impl Kernels {
     /// Whether [`Kernels::flash`] takes heads of that size over such a cache on this card.
     #[must_use]
     pub fn has_flash(&self, cache_dtype: DType, head_dim: usize) -> bool {
-        let Some(size) = size_for(head_dim).filter(|_| GEMM_DTYPES.contains(&cache_dtype)) else {
-            return false;
-        };
-        self.get(&name(size, cache_dtype)).is_ok_and(|f| f.max_shared_bytes() >= shared_bytes(size))
+        let size = size_for(head_dim).filter(|_| GEMM_DTYPES.contains(&cache_dtype));
+        size.is_some_and(|size| fits(self.card(), size))
     }
 
     /// The launch of [`AttentionArgs`] for many rows; splits and scratch are not used. Queries and weights are rounded to
@@ -141,30 +145,19 @@ impl Kernels {
             .baked(Baked(sizes))
             .vouch(&case))
     }
-
-    /// Raises what the kernels may ask for; a card with too little shared memory has none of the largest.
-    pub(crate) fn allow_flash(&self) -> Result<(), KernelError> {
-        for dtype in GEMM_DTYPES {
-            for size in HEAD_DIMS {
-                match self.get(&name(size, dtype))?.allow_shared(shared_bytes(size)) {
-                    Ok(()) | Err(refrain_driver::DriverError::LaunchShape { .. }) => {}
-                    Err(error) => return Err(error.into()),
-                }
-            }
-        }
-        Ok(())
-    }
 }
 
 fn name(size: usize, dtype: DType) -> String {
-    format!("flash_d{size}_{}", dtype.name().to_ascii_lowercase())
+    format!("flash_d{size}_{}", lowercase(dtype))
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in GEMM_DTYPES {
         for size in HEAD_DIMS {
             let params = [P, P, P, P, P, P, P, P, size_of::<Rows>(), size_of::<Sizes>()];
-            all.push(Entry::new(Family::Flash, name(size, dtype), &params, move |k| twin(k, dtype)));
+            let entry = Entry::new(Family::Flash, name(size, dtype), &params, move |k| twin(k, dtype));
+            let shared = move |card: &Card| if fits(card, size) { shared_bytes(size) } else { 0 };
+            all.push(entry.unit(&format!("d{size}_{}", lowercase(dtype))).shared(shared));
         }
     }
 }

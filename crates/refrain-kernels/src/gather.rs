@@ -8,7 +8,7 @@ use crate::error::{Case, KernelError};
 use crate::linear::LINEAR_DTYPES;
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, packed_bytes, unpack_row};
-use crate::registry::{Entry, P, W};
+use crate::registry::{Entry, P, W, lowercase};
 use crate::source::Family;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
@@ -69,19 +69,23 @@ impl Kernels {
 }
 
 fn name(dtype: DType, packed: bool) -> String {
-    format!("gather_rows_{}{}", if packed { "packed_" } else { "" }, dtype.name().to_ascii_lowercase())
+    format!("gather_rows_{}", suffix(dtype, packed))
+}
+
+/// What kernel and unit are called.
+fn suffix(dtype: DType, packed: bool) -> String {
+    format!("{}{}", if packed { "packed_" } else { "" }, lowercase(dtype))
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
+    const PARAMS: [usize; 5] = [P, P, P, W, W];
     for dtype in LINEAR_DTYPES {
-        let kernel = name(dtype, false);
-        let entry = Entry::new(Family::Gather, kernel, &[P, P, P, W, W], move |k| twin(k, dtype));
-        all.push(entry.starting_next_late());
+        let entry = Entry::new(Family::Gather, name(dtype, false), &PARAMS, move |k| twin(k, dtype));
+        all.push(entry.unit(&suffix(dtype, false)).starting_next_late());
     }
     for dtype in PACKED_DTYPES {
-        let kernel = name(dtype, true);
-        let entry = Entry::new(Family::Gather, kernel, &[P, P, P, W, W], move |k| packed_twin(k, dtype));
-        all.push(entry.starting_next_late());
+        let entry = Entry::new(Family::Gather, name(dtype, true), &PARAMS, move |k| packed_twin(k, dtype));
+        all.push(entry.unit(&suffix(dtype, true)).starting_next_late());
     }
 }
 

@@ -10,7 +10,7 @@ use refrain_tensor::DType;
 use crate::error::{Case, KernelError};
 use crate::linear::{LinearPart, MAX_PRODUCTS};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
+use crate::registry::{Entry, P, W, lowercase};
 use crate::source::Family;
 use crate::twin::count;
 use crate::vouch::Vouch;
@@ -45,7 +45,7 @@ impl Tile {
     }
 
     fn name(self, dtype: DType) -> String {
-        format!("gemm_m{}_{}", self.rows, dtype.name().to_ascii_lowercase())
+        format!("gemm_m{}_{}", self.rows, lowercase(dtype))
     }
 }
 
@@ -211,16 +211,6 @@ impl Kernels {
         }
         Ok(launch)
     }
-
-    /// Raises what kernels that ask for much shared memory may ask for.
-    pub(crate) fn allow_gemm(&self) -> Result<(), KernelError> {
-        for dtype in GEMM_DTYPES {
-            for tile in [LOW, HIGH] {
-                self.get(&tile.name(dtype))?.allow_shared(tile.shared_bytes())?;
-            }
-        }
-        Ok(())
-    }
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
@@ -228,10 +218,12 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in GEMM_DTYPES {
         for tile in [LOW, HIGH] {
             let params = [P, P, P, P, P, P, P, P, P, P, ENDS, W, W, W];
-            all.push(Entry::new(Family::Gemm, tile.name(dtype), &params, move |k| twin(k, dtype)));
+            let entry = Entry::new(Family::Gemm, tile.name(dtype), &params, move |k| twin(k, dtype));
+            all.push(entry.unit(&lowercase(dtype)).shared(move |_| tile.shared_bytes()));
         }
     }
-    all.push(Entry::new(Family::Gemm, "gemm_reduce_f32", &[P, P, P, P, P, ENDS, W, W], reduce));
+    let entry = Entry::new(Family::Gemm, "gemm_reduce_f32", &[P, P, P, P, P, ENDS, W, W], reduce);
+    all.push(entry.unit("reduce"));
 }
 
 /// Where each product's columns begin and how many it has.

@@ -1,6 +1,7 @@
 //! CUDA kernels, their compilation and their typed launchers.
 //!
-//! Invariant: nothing here allocates device memory, launches or waits; a launcher only describes a launch.
+//! Invariant: nothing here allocates device memory, launches or waits; a launcher only describes a launch. The first time
+//! it loads the kernel's code, unless something records.
 //! Invariant: a launcher refuses, with op, dtype and shape, what its kernel's header does not allow. What it returns
 //! touches only the bytes of the buffers it names, so enqueueing it is safe.
 //! Invariant: `unsafe` is where code is loaded (`load`), where libraries are called (`nvrtc`, `blaslt`) and where launches
@@ -11,11 +12,12 @@
 //!
 //! | to | use |
 //! |---|---|
-//! | load the kernels for a device | [`Kernels::load`] |
+//! | open the kernels for a device | [`Kernels::load`] |
+//! | compile what a plan needs, on all cores | [`Kernels::prepared`] |
 //! | open a simulated device that knows the twins | [`simulated`], [`register_twins`] |
 //! | describe an op's launches | the methods of [`Kernels`]: one `Args` structure each |
 //! | know how much scratch an op needs | [`attention_scratch_bytes`], [`sample_scratch_bytes`], [`sample_state_bytes`] |
-//! | compile ahead of time | [`prebuild`], [`prebuilt_archs`]; [`compile_all`], [`Kernels::with_prebuilt`] |
+//! | compile ahead of time | [`prebuild`], [`prebuilt_archs`]; [`compile_all`], [`Kernels::with_archive`] |
 //!
 //! # Conventions
 //!
@@ -32,17 +34,20 @@ mod view; // operands, and how far they may be strided
 mod vouch; // launches that safe code may enqueue
 mod registry; // every kernel, with its parameters and its twin
 mod twin; // what twins share
+mod card; // what launchers know of the card
+mod tuning; // numbers that fit kernels to it
 mod load; // from sources to functions on a device
+mod source; // the .cu files, and the units they are compiled in
+mod supply; // where the code of units comes from
+mod prebuilt; // code in the binary
+mod cache; // code on disk
+mod compile; // units to code, on all cores
 mod nvrtc; // the compiler library
-mod cache; // compiled code on disk
-mod prebuilt; // compiled code in the binary
-mod source; // the .cu files
 
 mod packed; // quantised weights as the card reads them
 mod product; // one row times weights, with norm and gate
 mod few; // a few rows times packed weights
 mod linear; // y = x . w^T
-mod matmul; // y = a b, in any layout
 mod gather; // rows of a table
 mod norm; // RMS norms
 mod elementwise; // functions of elements; gates
@@ -69,8 +74,8 @@ pub use attend::{
 };
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
 pub use blaslt::{BlasLt, BlasLtProduct, BlasLtShape};
-pub use cache::KernelCache;
 pub use commit::{CommitArgs, CommitEntry, CommitRing, CommitState};
+pub use compile::Compiling;
 pub use copy::{CastArgs, CopyArgs};
 pub use dequant::DequantArgs;
 pub use digest::Digester;
@@ -81,8 +86,7 @@ pub use gather::GatherRowsArgs;
 pub use gemm::{GEMM_DTYPES, GemmArgs, GemmPlan};
 pub use kv::KvAppendArgs;
 pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
-pub use load::{Arch, Kernels, LoadOptions, Origin, register_twins, simulated};
-pub use matmul::MatMulArgs;
+pub use load::{Arch, KernelOrigin, Kernels, LoadOptions, register_twins, simulated};
 pub use narrow::Narrow;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
@@ -94,5 +98,6 @@ pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;
 pub use rows::{ReduceArgs, SoftmaxArgs};
 pub use sample::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
-pub use source::Family;
+pub use source::{Family, KernelUnit};
+pub use tuning::tuning_header;
 pub use view::View;

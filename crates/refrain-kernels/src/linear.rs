@@ -7,7 +7,7 @@ use refrain_tensor::{DType, quant};
 
 use crate::error::{Case, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
+use crate::registry::{Entry, P, W, lowercase};
 use crate::source::Family;
 use crate::twin::{count, fault, read_rows};
 use crate::view::{Rows, View};
@@ -114,7 +114,7 @@ impl Kernels {
         let (kernel, block) = (name(a.w_dtype, variant), 32 * BLOCK_WARPS as u32);
         let mut launch = match a.w_is_fixed {
             true => self.launch(&kernel, grid, block)?,
-            false => LaunchBuilder::new(self.get(&kernel)?, grid, block),
+            false => LaunchBuilder::new(&self.get(&kernel)?.function, grid, block),
         };
         launch = launch.step(a.step);
         for i in 0..MAX_PRODUCTS {
@@ -142,14 +142,15 @@ impl Kernels {
 }
 
 fn name(dtype: DType, variant: Variant) -> String {
-    format!("linear_{}_{}", variant.name, dtype.name().to_ascii_lowercase())
+    format!("linear_{}_{}", variant.name, lowercase(dtype))
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in LINEAR_DTYPES {
         for variant in VARIANTS {
             let params = [P, P, P, P, P, P, P, P, P, size_of::<Rows>(), size_of::<Ends>(), W, W];
-            all.push(Entry::new(Family::Linear, name(dtype, variant), &params, move |k| twin(k, dtype)));
+            let entry = Entry::new(Family::Linear, name(dtype, variant), &params, move |k| twin(k, dtype));
+            all.push(entry.unit(&lowercase(dtype)));
         }
     }
 }

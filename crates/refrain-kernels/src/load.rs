@@ -1,6 +1,7 @@
 //! From sources to functions on a device.
 
-use std::collections::HashMap;
+use std::cell::{OnceCell, RefCell};
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,12 +9,15 @@ use std::sync::Arc;
 use refrain_driver::sim::{SimDriver, SimOptions, Twin};
 use refrain_driver::{Context, Device, Dim, DriverError, Function, LaunchBuilder, Module};
 
-use crate::cache::KernelCache;
+use crate::card::Card;
+use crate::compile::Compiling;
 use crate::error::KernelError;
-use crate::nvrtc::{Image, Nvrtc};
+use crate::nvrtc::Image;
 use crate::prebuilt::{self, Archive, Unusable};
-use crate::registry::{KernelInfo, entries, kernels};
-use crate::source::Family;
+use crate::registry::{Entry, KernelInfo, entries};
+use crate::source::KernelUnit;
+use crate::supply::Supply;
+use crate::tuning::Tuning;
 
 /// A compute capability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -27,7 +31,7 @@ pub struct Arch {
 impl Arch {
     /// Whether machine code for `self` runs on a card of `card`.
     #[must_use]
-    pub fn runs_on(self, card: Arch) -> bool {
+    pub(crate) fn runs_on(self, card: Arch) -> bool {
         self.major == card.major && self.minor <= card.minor
     }
 }
@@ -52,43 +56,73 @@ pub struct LoadOptions {
 
 /// Where loaded kernels came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
+pub enum KernelOrigin {
     /// Reference functions on the simulated device.
     Twins,
     /// Code compiled ahead of time.
     Prebuilt(Arch),
     /// The compiler, or its results on disk.
     Compiled {
-        /// Families that were in the cache.
+        /// Units that were read from the cache so far.
         n_cached: usize,
-        /// Families that were compiled now.
+        /// Units that were compiled so far.
         n_compiled: usize,
     },
 }
 
-/// All kernels, loaded on a device. Its methods describe launches.
+/// The kernels of a device. Its methods describe launches.
+///
+/// A kernel is loaded, with the other kernels of its unit, when a launch of it is first described; that is refused while
+/// something records. [`Kernels::prepared`] finds all that a plan needs first, and compiles what is missing on all cores.
 pub struct Kernels {
-    functions: HashMap<String, Function>,
-    origin: Origin,
+    entries: HashMap<String, Entry>,
+    card: Card,
+    supply: RefCell<Supply>,
+    loaded: RefCell<HashMap<String, Loaded>>,
+    /// Units that were asked for and are not loaded, while [`Kernels::prepared`] looks for them.
+    missing: RefCell<Option<BTreeSet<KernelUnit>>>,
+    stand_in: OnceCell<Function>,
+    ctx: Context,
+}
+
+/// A kernel on the device.
+#[derive(Clone)]
+pub(crate) struct Loaded {
+    pub(crate) function: Function,
     /// The code waits for what it depends on, so it may start before that has ended.
     overlaps: bool,
-    n_sms: usize,
-    /// Most shared memory of a block, in bytes.
-    shared_limit: usize,
-    /// Shared memory of a multiprocessor, in bytes.
-    shared_sm: usize,
-    /// Cycles that a multiprocessor has for each byte if memory delivers as its clock and width allow; 0 where that is unknown.
-    byte_cycles: f64,
 }
 
 /// The first architecture whose kernels can start early; `overlap.cuh` is compiled to nothing before it.
 const OVERLAPS: Arch = Arch { major: 9, minor: 0 };
 
 impl Kernels {
-    /// Loads every kernel: the twins on the simulated device, else what the binary holds for the card, else from the
-    /// cache or the compiler.
+    /// Finds out where kernels come from: the twins on the simulated device, else what the binary holds for the card, else
+    /// the cache and the compiler. An error if there is nothing for the card.
     pub fn load(ctx: &Context, options: &LoadOptions) -> Result<Kernels, KernelError> {
         Kernels::from_archive(ctx, options, prebuilt::embedded())
+    }
+
+    /// As [`Kernels::load`], with the code that [`crate::prebuild`] packed in place of the binary's.
+    ///
+    /// ```compile_fail,E0133
+    /// # use refrain_driver::Context;
+    /// # use refrain_kernels::{KernelError, Kernels, LoadOptions};
+    /// fn downloaded(ctx: &Context, archive: &[u8]) -> Result<Kernels, KernelError> {
+    ///     Kernels::with_archive(ctx, &LoadOptions::default(), archive)
+    /// }
+    /// ```
+    ///
+    /// # Safety
+    /// The archive is what [`crate::prebuild`] of this very version made, unchanged. Names and parameters of its kernels
+    /// are checked, but not that they touch only what the launchers vouch for.
+    #[allow(unsafe_code)]
+    pub unsafe fn with_archive(
+        ctx: &Context,
+        options: &LoadOptions,
+        archive: &[u8],
+    ) -> Result<Kernels, KernelError> {
+        Kernels::from_archive(ctx, options, archive)
     }
 
     pub(crate) fn from_archive(
@@ -96,11 +130,14 @@ impl Kernels {
         options: &LoadOptions,
         archive: &[u8],
     ) -> Result<Kernels, KernelError> {
-        if runs_twins(ctx, options) {
-            return Kernels::with_images(ctx, options, &[]);
-        }
         let (major, minor) = ctx.device().info().compute;
         let card = options.arch.unwrap_or(Arch { major, minor });
+        if runs_twins(ctx, options) {
+            return Ok(Kernels::of(ctx, Supply::Twins(card)));
+        }
+        if card.major < 8 {
+            return Err(KernelError::TooOld { compute: (card.major, card.minor) });
+        }
         let archive = Archive::parse(archive).unwrap_or_else(|why| {
             match why {
                 Unusable::Stale => {
@@ -110,188 +147,85 @@ impl Kernels {
             }
             Archive::default()
         });
-        let image = match archive.image_for(card) {
-            Some(Ok(image)) => Some(image),
-            Some(Err(_)) => {
+        let prebuilt = archive.image_for(card).and_then(|found| {
+            let image = found.ok().and_then(|(arch, bytes)| Some((arch, Image::from_bytes(&bytes)?)));
+            if image.is_none() {
                 tracing::warn!("the prebuilt kernels for {card} are damaged, compiling instead");
-                None
             }
-            None => None,
+            image
+        });
+        let supply = match prebuilt {
+            Some((arch, image)) => Ok(Supply::Prebuilt { arch, image, card, options: options.clone() }),
+            None => Supply::nvrtc(options, card, Tuning::of(card)),
         };
-        let prebuilt = image.as_ref().map(|(arch, bytes)| (*arch, bytes.as_slice()));
-        Kernels::with_images(ctx, options, prebuilt.as_slice()).map_err(|error| match error {
+        let supply = supply.map_err(|error| match error {
             KernelError::NvrtcMissing { tried } => {
-                let archs: Vec<String> = archive.archs().iter().map(ToString::to_string).collect();
-                let held = match archs.as_slice() {
-                    [] => "no prebuilt kernels".to_owned(),
-                    archs => format!("prebuilt kernels for {}", archs.join(", ")),
-                };
-                KernelError::NoKernels { card: card.to_string(), held, tried }
+                KernelError::NoKernels { card: card.to_string(), held: held(&archive), tried }
             }
             error => error,
-        })
+        });
+        Ok(Kernels::of(ctx, supply?))
     }
 
-    /// As [`Kernels::load`], with code compiled ahead of time ([`Image::to_bytes`]) where it fits the card.
+    pub(crate) fn of(ctx: &Context, supply: Supply) -> Kernels {
+        Kernels {
+            entries: entries().into_iter().map(|entry| (entry.info.name.clone(), entry)).collect(),
+            card: Card::new(ctx.device().info(), supply.tuning()),
+            supply: RefCell::new(supply),
+            loaded: RefCell::default(),
+            missing: RefCell::default(),
+            stand_in: OnceCell::new(),
+            ctx: ctx.clone(),
+        }
+    }
+
+    /// What `describe` makes of launches, with every kernel that it asks for loaded; an error if one cannot be.
     ///
-    /// ```compile_fail,E0133
-    /// # use refrain_driver::Context;
-    /// # use refrain_kernels::{Arch, KernelError, Kernels, LoadOptions};
-    /// fn downloaded(ctx: &Context, code: &[u8]) -> Result<Kernels, KernelError> {
-    ///     Kernels::with_prebuilt(ctx, &LoadOptions::default(), &[(Arch { major: 9, minor: 0 }, code)])
-    /// }
-    /// ```
-    ///
-    /// # Safety
-    /// Every image is what [`crate::compile_all`] of this very version made, unchanged. Names and parameters of its kernels are
-    /// checked, but not that they touch only what the launchers vouch for.
-    #[allow(unsafe_code)]
-    pub unsafe fn with_prebuilt(
-        ctx: &Context,
-        options: &LoadOptions,
-        prebuilt: &[(Arch, &[u8])],
-    ) -> Result<Kernels, KernelError> {
-        Kernels::with_images(ctx, options, prebuilt)
+    /// It runs once, and all is well if it asks for nothing that is missing. Otherwise what it made is dropped, all that it
+    /// asked for is compiled on all cores and loaded, and it runs again. `hear` is told how far that is. Launches of the
+    /// first run name a kernel of another device in place of one that is missing: every stream refuses them.
+    pub fn prepared<T, E>(
+        &self,
+        hear: &mut dyn FnMut(Compiling),
+        mut describe: impl FnMut() -> Result<T, E>,
+    ) -> Result<Result<T, E>, KernelError> {
+        let search = Search::begin(self);
+        let described = describe();
+        let missing = search.end();
+        // What is refused with some kernels missing is refused with all of them.
+        if missing.is_empty() || described.is_err() {
+            return Ok(described);
+        }
+        drop(described);
+        self.load_units(&missing, hear)?;
+        Ok(describe())
     }
 
-    fn with_images(
-        ctx: &Context,
-        options: &LoadOptions,
-        prebuilt: &[(Arch, &[u8])],
-    ) -> Result<Kernels, KernelError> {
-        let device = ctx.device();
-        if runs_twins(ctx, options) {
-            let names: Vec<String> = kernels().into_iter().map(|k| k.name).collect();
-            let image = Image {
-                families: vec![(Family::Linear, format!("sim\n{}\n", names.join("\n")).into_bytes())],
-            };
-            let (major, minor) = device.info().compute;
-            return Kernels::from_image(ctx, &image, Origin::Twins, Arch { major, minor });
-        }
-        let (major, minor) = device.info().compute;
-        let card = options.arch.unwrap_or(Arch { major, minor });
-        if card.major < 8 {
-            return Err(KernelError::TooOld { compute: (card.major, card.minor) });
-        }
-        let fitting = prebuilt.iter().filter(|(arch, _)| arch.runs_on(card)).max_by_key(|(arch, _)| *arch);
-        if let Some((arch, bytes)) = fitting {
-            match Image::from_bytes(bytes) {
-                Some(image) => match Kernels::from_image(ctx, &image, Origin::Prebuilt(*arch), *arch) {
-                    Ok(kernels) => return Ok(kernels),
-                    // A lost context stays lost; everything else the compiler may still put right.
-                    Err(e @ KernelError::Driver(DriverError::ContextLost { .. })) => return Err(e),
-                    Err(e) => {
-                        tracing::warn!("prebuilt kernels for {arch} do not load, compiling instead: {e}")
-                    }
-                },
-                None => tracing::warn!("prebuilt kernels for {arch} are damaged, compiling instead"),
-            }
-        }
-        Kernels::compiled(ctx, options, card)
-    }
-
-    fn compiled(ctx: &Context, options: &LoadOptions, card: Arch) -> Result<Kernels, KernelError> {
-        let nvrtc = Nvrtc::open(options.nvrtc.as_deref())?;
-        let target = nvrtc.target(card)?;
-        let cache = options.cache.as_deref().map(KernelCache::open);
-        let keys = Family::ALL.map(|family| nvrtc.key(family, target));
-        let found = keys.each_ref().map(|key| cache.as_ref().and_then(|c| c.get(key)));
-        let missing: Vec<Family> = Family::ALL
-            .into_iter()
-            .zip(&found)
-            .filter(|(_, f)| f.is_none())
-            .map(|(family, _)| family)
-            .collect();
-        let mut compiled = nvrtc.compile(&missing, target)?.into_iter();
-        let mut image = Image { families: Vec::with_capacity(Family::ALL.len()) };
-        for ((family, key), found) in Family::ALL.into_iter().zip(&keys).zip(found) {
-            let code = match found {
-                Some(code) => code,
-                None => {
-                    let code = compiled.next().unwrap_or_default();
-                    if let Some(cache) = &cache {
-                        cache.put(key, &code);
-                    }
-                    code
-                }
-            };
-            image.families.push((family, code));
-        }
-        let n_compiled = missing.len();
-        let origin = Origin::Compiled { n_cached: Family::ALL.len() - n_compiled, n_compiled };
-        let loaded = Kernels::from_image(ctx, &image, origin, target.arch);
-        // Code that the cache says is whole but the driver refuses was made for another driver or is falsified.
-        if let (Err(error), Some(cache)) = (&loaded, &cache)
-            && n_compiled < Family::ALL.len()
-            && !matches!(error, KernelError::Driver(DriverError::ContextLost { .. }))
-        {
-            tracing::warn!("cached kernels do not load, compiling them again: {error}");
-            let code = nvrtc.compile(&Family::ALL, target)?;
-            let fresh = Image { families: Family::ALL.into_iter().zip(code).collect() };
-            for ((_, code), key) in fresh.families.iter().zip(&keys) {
-                cache.put(key, code);
-            }
-            let n_compiled = Family::ALL.len();
-            let origin = Origin::Compiled { n_cached: 0, n_compiled };
-            return Kernels::from_image(ctx, &fresh, origin, target.arch);
-        }
-        loaded
-    }
-
-    #[allow(unsafe_code)]
-    fn from_image(ctx: &Context, image: &Image, origin: Origin, arch: Arch) -> Result<Kernels, KernelError> {
-        let mut functions = HashMap::new();
-        let all = kernels();
-        for (family, code) in &image.families {
-            // SAFETY: the code was compiled from the sources of this crate: by its build (`prebuilt`), by NVRTC just now or
-            // for the cache, or so says the caller of `with_prebuilt`. `check` below compares its parameters with the list
-            // that launchers are written against.
-            let module = unsafe { Module::load(ctx, family.name(), code) }?;
-            for info in all.iter().filter(|k| origin == Origin::Twins || k.family == *family) {
-                let function = module.function(&info.name)?;
-                check(info, &function)?;
-                functions.insert(info.name.clone(), function);
-            }
-        }
-        if let Some(missing) = all.iter().find(|k| !functions.contains_key(&k.name)) {
-            let module = missing.family.name().to_owned();
-            return Err(DriverError::KernelMissing { module, kernel: missing.name.clone() }.into());
-        }
-        let device = ctx.device();
-        let info = device.info();
-        let n_sms = info.n_sms.max(1) as usize;
-        let (shared_limit, shared_sm) = (info.shared_block_bytes as usize, info.shared_sm_bytes as usize);
-        let overlaps = arch >= OVERLAPS;
-        let clock = f64::from(info.clock_khz) * 1e3;
-        let byte_cycles = info.peak_bytes_per_second().map_or(0.0, |peak| n_sms as f64 * clock / peak);
-        let kernels = Kernels { functions, origin, overlaps, n_sms, shared_limit, shared_sm, byte_cycles };
-        kernels.allow_attend()?;
-        kernels.allow_gemm()?;
-        kernels.allow_flash()?;
-        kernels.allow_product()?;
-        kernels.allow_few()?;
-        kernels.allow_sample()?;
-        // Behind the limits: raising one may set the wish back.
-        kernels.functions.values().try_for_each(Function::prefer_shared)?;
-        Ok(kernels)
+    /// Loads every kernel there is.
+    pub fn load_all(&self, hear: &mut dyn FnMut(Compiling)) -> Result<(), KernelError> {
+        let loaded = self.loaded();
+        let missing = KernelUnit::all().iter().filter(|unit| !loaded.contains(unit));
+        self.load_units(&missing.copied().collect::<Vec<_>>(), hear)
     }
 
     /// Where the kernels came from.
     #[must_use]
-    pub fn origin(&self) -> Origin {
-        self.origin
+    pub fn origin(&self) -> KernelOrigin {
+        self.supply.borrow().origin()
     }
 
-    /// How many kernels there are.
+    /// How many of [`KernelUnit::all`] need no compiler, because the binary or the cache has them.
     #[must_use]
-    pub fn len(&self) -> usize {
-        self.functions.len()
+    pub fn n_ready(&self) -> usize {
+        self.supply.borrow().n_ready()
     }
 
-    /// False: loading gives all kernels or an error.
+    /// Units that are on the device, in order.
     #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.functions.is_empty()
+    pub fn loaded(&self) -> Vec<KernelUnit> {
+        let units =
+            self.loaded.borrow().keys().map(|name| self.entries[name].info.unit).collect::<BTreeSet<_>>();
+        units.into_iter().collect()
     }
 
     /// A launch that may start before what it depends on has ended, where the code can: kernels wait inside
@@ -302,42 +236,130 @@ impl Kernels {
         grid: impl Into<Dim>,
         block: impl Into<Dim>,
     ) -> Result<LaunchBuilder, KernelError> {
-        let launch = LaunchBuilder::new(self.get(name)?, grid, block);
-        Ok(if self.overlaps { launch.pdl() } else { launch })
+        let Loaded { function, overlaps } = self.get(name)?;
+        let launch = LaunchBuilder::new(&function, grid, block);
+        Ok(if overlaps { launch.pdl() } else { launch })
     }
 
-    /// Multiprocessors of the card.
-    pub(crate) fn n_sms(&self) -> usize {
-        self.n_sms
+    /// The card.
+    pub(crate) fn card(&self) -> &Card {
+        &self.card
     }
 
-    /// Most shared memory of a block, in bytes.
-    pub(crate) fn shared_limit(&self) -> usize {
-        self.shared_limit
+    /// A kernel, loaded now if it is not yet; a stand-in for it while missing ones are looked for.
+    pub(crate) fn get(&self, name: &str) -> Result<Loaded, KernelError> {
+        if let Some(loaded) = self.loaded.borrow().get(name) {
+            return Ok(loaded.clone());
+        }
+        let unknown = || DriverError::KernelMissing { module: "kernels".to_owned(), kernel: name.to_owned() };
+        let unit = self.entries.get(name).ok_or_else(unknown)?.info.unit;
+        if let Some(missing) = &mut *self.missing.borrow_mut() {
+            missing.insert(unit);
+            return Ok(Loaded { function: self.stand_in()?, overlaps: false });
+        }
+        self.load_units(&[unit], &mut |_| {})?;
+        Ok(self.loaded.borrow().get(name).ok_or_else(unknown)?.clone())
     }
 
-    /// Shared memory of a multiprocessor, in bytes.
-    pub(crate) fn shared_sm(&self) -> usize {
-        self.shared_sm
+    fn load_units(&self, units: &[KernelUnit], hear: &mut dyn FnMut(Compiling)) -> Result<(), KernelError> {
+        // Before anything is compiled: the driver would refuse the result.
+        self.ctx.refuse_while_recording("loading kernels")?;
+        let mut supply = self.supply.borrow_mut();
+        let refused = match self.load_code(&mut supply, units, hear) {
+            Ok(()) => return Ok(()),
+            // A lost context stays lost, and what does not compile now does not compile later.
+            Err(
+                error @ (KernelError::Driver(DriverError::ContextLost { .. }) | KernelError::Compile { .. }),
+            ) => {
+                return Err(error);
+            }
+            Err(error) => error,
+        };
+        match supply.fall_back(&refused)? {
+            true => self.load_code(&mut supply, units, hear),
+            false => Err(refused),
+        }
     }
 
-    /// Cycles in which a multiprocessor gets so many bytes while all of them read; `None` where clocks are not known.
-    pub(crate) fn cycles_of(&self, bytes: usize) -> Option<usize> {
-        // Memory delivers about ten elevenths of what its clock and width allow.
-        let cycles = 1.1 * self.byte_cycles * bytes as f64;
-        (self.byte_cycles > 0.0).then_some(cycles as usize)
+    fn load_code(
+        &self,
+        supply: &mut Supply,
+        units: &[KernelUnit],
+        hear: &mut dyn FnMut(Compiling),
+    ) -> Result<(), KernelError> {
+        let code = supply.code(units, hear)?;
+        let overlaps = supply.arch() >= OVERLAPS;
+        units.iter().zip(code).try_for_each(|(&unit, code)| self.load_unit(unit, &code, overlaps))
     }
 
-    pub(crate) fn get(&self, name: &str) -> Result<&Function, KernelError> {
-        self.functions.get(name).ok_or_else(|| {
-            DriverError::KernelMissing { module: "kernels".to_owned(), kernel: name.to_owned() }.into()
-        })
+    #[allow(unsafe_code)]
+    fn load_unit(&self, unit: KernelUnit, code: &[u8], overlaps: bool) -> Result<(), KernelError> {
+        // SAFETY: the code was compiled from the sources of this crate: by its build (`prebuilt`), by NVRTC just now or for
+        // the cache, or so says the caller of `with_archive`. `check` below compares its parameters with the list that
+        // launchers are written against.
+        let module = unsafe { Module::load(&self.ctx, &unit.to_string(), code) }?;
+        let mut functions = Vec::new();
+        for Entry { info, shared, .. } in self.entries.values().filter(|entry| entry.info.unit == unit) {
+            let function = module.function(&info.name)?;
+            check(info, &function)?;
+            function.allow_shared(shared(&self.card))?;
+            // After the limit: raising it may reset the preference.
+            function.prefer_shared()?;
+            functions.push((info.name.clone(), Loaded { function, overlaps }));
+        }
+        self.loaded.borrow_mut().extend(functions);
+        Ok(())
+    }
+
+    /// A kernel of a simulated device, which no stream of this one takes.
+    #[allow(unsafe_code)]
+    fn stand_in(&self) -> Result<Function, KernelError> {
+        const NAME: &str = "stand_in";
+        if let Some(function) = self.stand_in.get() {
+            return Ok(function.clone());
+        }
+        let sim = SimDriver::new(SimOptions::default());
+        sim.register_twin(Twin::new(NAME, &[], |_| Ok(())));
+        let ctx = Device::simulated(&sim)?.context()?;
+        // SAFETY: the simulated device runs registered functions, whose accesses it checks; this one makes none.
+        let module = unsafe { Module::load(&ctx, NAME, format!("sim\n{NAME}").as_bytes()) }?;
+        let function = module.function(NAME)?;
+        Ok(self.stand_in.get_or_init(|| function).clone())
+    }
+}
+
+/// Notes what is missing until it ends, or is dropped by a panic.
+struct Search<'a>(&'a Kernels);
+
+impl<'a> Search<'a> {
+    fn begin(kernels: &'a Kernels) -> Search<'a> {
+        kernels.missing.replace(Some(BTreeSet::new()));
+        Search(kernels)
+    }
+
+    fn end(self) -> Vec<KernelUnit> {
+        self.0.missing.take().into_iter().flatten().collect()
+    }
+}
+
+impl Drop for Search<'_> {
+    fn drop(&mut self) {
+        self.0.missing.take();
     }
 }
 
 impl fmt::Debug for Kernels {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Kernels({} from {:?})", self.functions.len(), self.origin)
+        write!(f, "Kernels({} loaded, {:?})", self.loaded.borrow().len(), self.origin())
+    }
+}
+
+/// What an archive holds, in words.
+fn held(archive: &Archive<'_>) -> String {
+    let archs: Vec<String> = archive.archs().iter().map(ToString::to_string).collect();
+    match archs.as_slice() {
+        [] => "no prebuilt kernels".to_owned(),
+        archs => format!("prebuilt kernels for {}", archs.join(", ")),
     }
 }
 

@@ -3,21 +3,24 @@
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
-use std::ptr::{null, null_mut};
-use std::sync::Mutex;
+use std::ptr::null_mut;
+use std::sync::{Arc, OnceLock};
 
 use crate::cache::KernelCache;
+use crate::compile::{Compiler, compile, n_threads};
 use crate::error::KernelError;
 use crate::load::Arch;
-use crate::source::{Family, HEADERS};
+use crate::source::{HEADERS, KernelUnit};
+use crate::tuning::Tuning;
 
 type Program = *mut std::ffi::c_void;
 
-/// What every family is compiled with, besides the architecture.
+/// What every unit is compiled with, besides the architecture.
 pub(crate) const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
 
 macro_rules! functions {
     ($($field:ident: $symbol:literal fn($($arg:ty),*);)*) => {
+        #[derive(Clone, Copy)]
         struct Functions { $($field: unsafe extern "C" fn($($arg),*) -> u32,)* }
 
         impl Functions {
@@ -61,15 +64,16 @@ pub(crate) struct Target {
     pub(crate) ptx: bool,
 }
 
-/// The compiler library.
+/// The compiler library. Cheap to clone.
+#[derive(Clone)]
 pub struct Nvrtc {
     functions: Functions,
     version: (i32, i32),
     archs: Vec<Arch>,
     file: String,
-    _library: libloading::Library,
+    _library: Arc<libloading::Library>,
     /// NVRTC opens this one itself, by name: it is found because it is already open.
-    _builtins: Vec<libloading::Library>,
+    _builtins: Arc<[libloading::Library]>,
 }
 
 impl Nvrtc {
@@ -109,8 +113,8 @@ impl Nvrtc {
             version: (major, minor),
             archs,
             file,
-            _library: library,
-            _builtins: builtins_beside(path),
+            _library: Arc::new(library),
+            _builtins: builtins_beside(path).into(),
         })
     }
 
@@ -132,6 +136,11 @@ impl Nvrtc {
         self.archs.contains(&arch)
     }
 
+    /// The machine code of a unit.
+    pub fn compile(&self, unit: KernelUnit, arch: Arch) -> Result<Vec<u8>, KernelError> {
+        compile_unit(self, unit, Target { arch, ptx: false }, Tuning::of(arch))
+    }
+
     /// What to compile for a card: machine code, or text when the library is older than the card.
     pub(crate) fn target(&self, card: Arch) -> Result<Target, KernelError> {
         if self.archs.contains(&card) {
@@ -140,36 +149,6 @@ impl Nvrtc {
         let newest = self.archs.iter().copied().filter(|&a| a < card).max();
         let arch = newest.ok_or(KernelError::TooOld { compute: (card.major, card.minor) })?;
         Ok(Target { arch, ptx: !arch.runs_on(card) })
-    }
-
-    /// A name for a family's code: source, options, compiler and target.
-    pub(crate) fn key(&self, family: Family, target: Target) -> String {
-        let version = format!("{:?} {target:?}", self.version);
-        let mut parts: Vec<&[u8]> =
-            vec![family.name().as_bytes(), family.source().as_bytes(), version.as_bytes()];
-        parts.extend(HEADERS.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]));
-        parts.extend(OPTIONS.iter().map(|o| o.to_bytes()));
-        KernelCache::key(&parts)
-    }
-
-    /// Compiles families side by side.
-    pub(crate) fn compile(&self, families: &[Family], target: Target) -> Result<Vec<Vec<u8>>, KernelError> {
-        let n_threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(families.len());
-        let next = Mutex::new(families.iter().enumerate());
-        let done = Mutex::new(Vec::with_capacity(families.len()));
-        std::thread::scope(|scope| {
-            for _ in 0..n_threads {
-                scope.spawn(|| {
-                    while let Some((i, &family)) = lock(&next).next() {
-                        let code = compile_family(self, family, target);
-                        lock(&done).push((i, code));
-                    }
-                });
-            }
-        });
-        let mut done = done.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-        done.sort_by_key(|(i, _)| *i);
-        done.into_iter().map(|(_, code)| code).collect()
     }
 
     fn text(
@@ -203,10 +182,6 @@ impl std::fmt::Debug for Nvrtc {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
 fn ok(call: &'static str, code: u32) -> Result<(), KernelError> {
     if code == 0 { Ok(()) } else { Err(KernelError::Nvrtc { call, code }) }
 }
@@ -222,13 +197,68 @@ impl Drop for Owned<'_> {
     }
 }
 
-fn compile_family(nvrtc: &Nvrtc, family: Family, target: Target) -> Result<Vec<u8>, KernelError> {
+/// The library with what it compiles for.
+pub(crate) struct NvrtcFor {
+    nvrtc: Nvrtc,
+    target: Target,
+    tuning: &'static Tuning,
+}
+
+impl NvrtcFor {
+    /// For a card.
+    pub(crate) fn open(
+        path: Option<&Path>,
+        card: Arch,
+        tuning: &'static Tuning,
+    ) -> Result<NvrtcFor, KernelError> {
+        let nvrtc = Nvrtc::open(path)?;
+        let target = nvrtc.target(card)?;
+        Ok(NvrtcFor { nvrtc, target, tuning })
+    }
+}
+
+impl Compiler for NvrtcFor {
+    fn key(&self, unit: KernelUnit) -> String {
+        static HEADERS_KEY: OnceLock<String> = OnceLock::new();
+        let headers = HEADERS_KEY.get_or_init(|| {
+            let parts = HEADERS.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]);
+            KernelCache::key(&parts.collect::<Vec<_>>())
+        });
+        let (source, made_by) = (unit.source(), format!("{:?} {:?}", self.nvrtc.version, self.target));
+        let mut parts = vec![unit.family().name().as_bytes(), source.as_bytes()];
+        let tuning = self.tuning.header();
+        parts.extend([headers.as_bytes(), tuning.as_bytes(), made_by.as_bytes()]);
+        parts.extend(OPTIONS.iter().map(|o| o.to_bytes()));
+        KernelCache::key(&parts)
+    }
+
+    fn compile(&self, unit: KernelUnit) -> Result<Vec<u8>, KernelError> {
+        compile_unit(&self.nvrtc, unit, self.target, self.tuning)
+    }
+
+    fn tuning(&self) -> &'static Tuning {
+        self.tuning
+    }
+
+    fn arch(&self) -> Arch {
+        self.target.arch
+    }
+}
+
+fn compile_unit(
+    nvrtc: &Nvrtc,
+    unit: KernelUnit,
+    target: Target,
+    tuning: &Tuning,
+) -> Result<Vec<u8>, KernelError> {
     let c = |text: &str| {
         CString::new(text).map_err(|_| KernelError::Nvrtc { call: "a source with a zero", code: 0 })
     };
-    let (source, name) = (c(family.source())?, c(&format!("{}.cu", family.name()))?);
-    let names = HEADERS.iter().map(|(name, _)| c(name)).collect::<Result<Vec<_>, _>>()?;
-    let texts = HEADERS.iter().map(|(_, text)| c(text)).collect::<Result<Vec<_>, _>>()?;
+    let (source, name) = (c(&unit.source())?, c(&format!("{}.cu", unit.family().name()))?);
+    let tuning = tuning.header();
+    let headers = || HEADERS.into_iter().chain([("tuning.cuh", tuning.as_str())]);
+    let names = headers().map(|(name, _)| c(name)).collect::<Result<Vec<_>, _>>()?;
+    let texts = headers().map(|(_, text)| c(text)).collect::<Result<Vec<_>, _>>()?;
     let name_ptrs: Vec<*const c_char> = names.iter().map(|n| n.as_ptr()).collect();
     let text_ptrs: Vec<*const c_char> = texts.iter().map(|t| t.as_ptr()).collect();
     let kind = if target.ptx { "compute" } else { "sm" };
@@ -242,9 +272,9 @@ fn compile_family(nvrtc: &Nvrtc, family: Family, target: Target) -> Result<Vec<u
             &mut program,
             source.as_ptr(),
             name.as_ptr(),
-            HEADERS.len() as c_int,
-            if HEADERS.is_empty() { null() } else { text_ptrs.as_ptr() },
-            if HEADERS.is_empty() { null() } else { name_ptrs.as_ptr() },
+            name_ptrs.len() as c_int,
+            text_ptrs.as_ptr(),
+            name_ptrs.as_ptr(),
         )
     };
     ok("nvrtcCreateProgram", created)?;
@@ -257,7 +287,7 @@ fn compile_family(nvrtc: &Nvrtc, family: Family, target: Target) -> Result<Vec<u
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
         let log =
             if log.is_empty() { format!("nvrtcCompileProgram failed with code {compiled}") } else { log };
-        return Err(KernelError::Compile { family: family.name(), arch: target.arch.to_string(), log });
+        return Err(KernelError::Compile { unit: unit.to_string(), arch: target.arch.to_string(), log });
     }
     let f = &nvrtc.functions;
     match target.ptx {
@@ -266,53 +296,59 @@ fn compile_family(nvrtc: &Nvrtc, family: Family, target: Target) -> Result<Vec<u
     }
 }
 
-/// Compiled code of every family, for a release to hold.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Compiled code of every unit, for a release to hold.
+#[derive(Clone, PartialEq, Eq)]
 pub struct Image {
-    pub(crate) families: Vec<(Family, Vec<u8>)>,
+    /// In the order of [`KernelUnit::all`].
+    code: Vec<Vec<u8>>,
 }
 
 impl Image {
-    /// The code of a family.
-    #[must_use]
-    pub fn code(&self, family: Family) -> Option<&[u8]> {
-        self.families.iter().find(|(f, _)| *f == family).map(|(_, code)| code.as_slice())
+    /// Of the code of every unit, in the order of [`KernelUnit::all`].
+    pub(crate) fn new(code: Vec<Vec<u8>>) -> Image {
+        Image { code }
     }
 
-    /// One piece of bytes: for each family its number, its length and its code.
+    /// The code of a unit.
     #[must_use]
-    pub fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        for (family, code) in &self.families {
-            bytes.extend((*family as u32).to_le_bytes());
-            bytes.extend((code.len() as u32).to_le_bytes());
-            bytes.extend(code);
-        }
-        bytes
+    pub fn code(&self, unit: KernelUnit) -> Option<&[u8]> {
+        let idx = KernelUnit::all().iter().position(|u| *u == unit)?;
+        self.code.get(idx).map(Vec::as_slice)
+    }
+
+    /// One piece of bytes: for each unit the length of its code, and its code.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let parts =
+            self.code.iter().flat_map(|code| [(code.len() as u32).to_le_bytes().to_vec(), code.clone()]);
+        parts.flatten().collect()
     }
 
     /// The inverse of [`Image::to_bytes`]; `None` for bytes it did not make.
-    #[must_use]
-    pub fn from_bytes(mut bytes: &[u8]) -> Option<Image> {
-        let mut families = Vec::new();
-        while !bytes.is_empty() {
-            let (head, rest) = bytes.split_at_checked(8)?;
-            let word = |i: usize| u32::from_le_bytes(std::array::from_fn(|b| head[i + b])) as usize;
-            let (code, rest) = rest.split_at_checked(word(4))?;
-            families.push((*Family::ALL.get(word(0))?, code.to_vec()));
+    pub(crate) fn from_bytes(mut bytes: &[u8]) -> Option<Image> {
+        let mut all = Vec::with_capacity(KernelUnit::all().len());
+        while let Some((head, rest)) = bytes.split_first_chunk() {
+            let (code, rest) = rest.split_at_checked(u32::from_le_bytes(*head) as usize)?;
+            all.push(code.to_vec());
             bytes = rest;
         }
-        (!families.is_empty()).then_some(Image { families })
+        (bytes.is_empty() && all.len() == KernelUnit::all().len()).then_some(Image { code: all })
     }
 }
 
-/// Compiles every family for an architecture: machine code, or PTX text.
-pub fn compile_all(nvrtc: &Nvrtc, arch: Arch, ptx: bool) -> Result<Image, KernelError> {
-    let code = nvrtc.compile(&Family::ALL, Target { arch, ptx })?;
-    Ok(Image { families: Family::ALL.into_iter().zip(code).collect() })
+impl std::fmt::Debug for Image {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let bytes: usize = self.code.iter().map(Vec::len).sum();
+        write!(f, "Image of {bytes} bytes in {} units", self.code.len())
+    }
 }
 
-/// The loader's own search, then where toolkits and Python packages put the library.
+/// Compiles every unit for an architecture: machine code, or PTX text.
+pub fn compile_all(nvrtc: &Nvrtc, arch: Arch, ptx: bool) -> Result<Image, KernelError> {
+    let (target, tuning) = (Target { arch, ptx }, Tuning::of(arch));
+    let compiler = NvrtcFor { nvrtc: nvrtc.clone(), target, tuning };
+    Ok(Image::new(compile(&compiler, KernelUnit::all(), n_threads(), &mut |_| {})?))
+}
+
 /// Where a library that was opened by its name alone was found, as far as the system tells.
 fn loaded_from(path: &Path) -> PathBuf {
     if path.parent().is_some_and(|p| !p.as_os_str().is_empty()) {
@@ -326,6 +362,7 @@ fn loaded_from(path: &Path) -> PathBuf {
     found.into_iter().find(is_it).map_or_else(|| path.to_owned(), PathBuf::from)
 }
 
+/// The loader's own search, then where toolkits and Python packages put the library.
 fn usual_places() -> Vec<PathBuf> {
     let names = ["libnvrtc.so.13", "libnvrtc.so.12"];
     let mut places: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
@@ -375,10 +412,12 @@ mod tests {
 
     #[test]
     fn an_image_survives_being_bytes_and_damage_is_noticed() {
-        let image = Image { families: vec![(Family::Norm, vec![1, 2, 3]), (Family::Commit, vec![])] };
+        let image = Image::new((0..KernelUnit::all().len()).map(|n| vec![7; n]).collect());
         let bytes = image.to_bytes();
         assert_eq!(Image::from_bytes(&bytes), Some(image));
-        assert_eq!(Image::from_bytes(&bytes[..bytes.len() - 9]), None);
+        for cut in 1..bytes.len() {
+            assert_eq!(Image::from_bytes(&bytes[..cut]), None, "{cut} bytes");
+        }
         assert_eq!(Image::from_bytes(&[0xff; 16]), None);
         assert_eq!(Image::from_bytes(&[]), None);
     }

@@ -10,7 +10,7 @@ use refrain_tensor::DType;
 
 use crate::error::{Case, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
+use crate::registry::{Entry, P, W, lowercase};
 use crate::source::Family;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
@@ -316,15 +316,23 @@ impl Kernels {
             .baked(Baked(case.u32("k", a.k)?))
             .vouch(&case))
     }
+
+    /// Asks for the kernels of [`Kernels::pack`] for those dtypes that are packed; for [`Kernels::prepared`], before there
+    /// is memory to describe launches with.
+    pub fn ask_for_pack(&self, dtypes: impl IntoIterator<Item = DType>) -> Result<(), KernelError> {
+        let packed = dtypes.into_iter().filter(|dtype| PACKED_DTYPES.contains(dtype));
+        packed.into_iter().try_for_each(|dtype| self.get(&name(dtype)).map(drop))
+    }
 }
 
 fn name(dtype: DType) -> String {
-    format!("pack_{}", dtype.name().to_ascii_lowercase())
+    format!("pack_{}", lowercase(dtype))
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in PACKED_DTYPES {
-        all.push(Entry::new(Family::Pack, name(dtype), &[P, P, W, W], move |k| twin(k, dtype)));
+        let entry = Entry::new(Family::Pack, name(dtype), &[P, P, W, W], move |k| twin(k, dtype));
+        all.push(entry.unit(&lowercase(dtype)));
     }
 }
 

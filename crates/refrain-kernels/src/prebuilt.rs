@@ -14,6 +14,7 @@ use crate::error::KernelError;
 use crate::load::Arch;
 use crate::nvrtc::{Image, Nvrtc, OPTIONS, compile_all};
 use crate::source::{Family, HEADERS};
+use crate::tuning::Tuning;
 
 const MAGIC: &[u8; 8] = b"refrainP";
 const DIGEST_BYTES: usize = 32;
@@ -145,6 +146,7 @@ fn source_digest() -> [u8; DIGEST_BYTES] {
         add(family.source().as_bytes());
     }
     HEADERS.iter().for_each(|(name, text)| [name, text].iter().for_each(|part| add(part.as_bytes())));
+    Tuning::ALL.iter().for_each(|tuning| add(tuning.header().as_bytes()));
     OPTIONS.iter().for_each(|option| add(option.to_bytes()));
     digest.finalize().into()
 }
@@ -152,8 +154,9 @@ fn source_digest() -> [u8; DIGEST_BYTES] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::{Kernels, LoadOptions, Origin, simulated};
-    use crate::registry::kernels;
+    use crate::load::{KernelOrigin, Kernels, LoadOptions, simulated};
+    use crate::source::KernelUnit;
+    use crate::supply::twins;
     use refrain_driver::sim::SimOptions;
 
     const SM_80: Arch = Arch { major: 8, minor: 0 };
@@ -162,12 +165,7 @@ mod tests {
 
     /// What the simulated device takes for machine code: the names of the kernels.
     fn image() -> Image {
-        let of = |family: Family| {
-            let names: Vec<String> =
-                kernels().into_iter().filter(|k| k.family == family).map(|k| k.name).collect();
-            (family, format!("sim\n{}\n", names.join("\n")).into_bytes())
-        };
-        Image { families: Family::ALL.map(of).to_vec() }
+        Image::new(twins(KernelUnit::all()))
     }
 
     fn archive() -> Vec<u8> {
@@ -175,7 +173,7 @@ mod tests {
     }
 
     /// Loads on a machine without NVRTC.
-    fn load(archive: &[u8], card: Arch) -> Result<Origin, KernelError> {
+    fn load(archive: &[u8], card: Arch) -> Result<KernelOrigin, KernelError> {
         let device = simulated(SimOptions::default()).unwrap();
         let nvrtc = Some("/nowhere/libnvrtc.so".into());
         let options = LoadOptions { arch: Some(card), nvrtc, ..LoadOptions::default() };
@@ -185,8 +183,8 @@ mod tests {
     #[test]
     fn prebuilt_kernels_need_no_compiler_on_a_card_that_they_fit() {
         let archive = archive();
-        assert_eq!(load(&archive, SM_90).unwrap(), Origin::Prebuilt(SM_90));
-        assert_eq!(load(&archive, SM_86).unwrap(), Origin::Prebuilt(SM_80));
+        assert_eq!(load(&archive, SM_90).unwrap(), KernelOrigin::Prebuilt(SM_90));
+        assert_eq!(load(&archive, SM_86).unwrap(), KernelOrigin::Prebuilt(SM_80));
         assert_eq!(Archive::parse(&archive).unwrap().archs(), [SM_80, SM_90]);
     }
 

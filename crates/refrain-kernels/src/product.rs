@@ -6,11 +6,13 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::Gate;
 use refrain_tensor::{DType, quant};
 
+use crate::card::Card;
 use crate::error::{Case, KernelError};
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
-use crate::registry::{Entry, P};
+use crate::registry::{Entry, P, lowercase};
 use crate::source::Family;
+use crate::tuning::{ChunkTuning, ProductTuning};
 use crate::twin::fault;
 use crate::vouch::Vouch;
 
@@ -19,23 +21,6 @@ pub const MAX_PARTS: usize = 3;
 
 /// Shared memory that the compiled code itself declares, rounded up.
 const STATIC_BYTES: usize = 4096;
-/// Cycles for each 64 bytes of the first filling of rings. All at once would take the card two microseconds, in which what the
-/// launch before needs first, its x, waits behind it: so it is asked for about as fast as memory delivers. A gated product
-/// mostly comes behind a short one, whose whole time that is: slower still.
-const PACE: usize = 4;
-const GATED_PACE: usize = 5;
-/// Half of the first filling of a product behind a long one waits until that has asked for about all of its weights: so many
-/// cycles for its start, and what [`Kernels::cycles_of`] says for its x and the weights that its rings have no place for at
-/// first. What is asked for then comes while nothing else does: between the last weights of one launch and the first of the
-/// next there are one or two microseconds.
-const LATE_CYCLES: usize = 2000;
-/// Whatever a card says of its clocks.
-const LATE_MOST_CYCLES: usize = 100_000;
-/// Behind longer ones the time of their end is not known well enough, and matters less.
-const LATE_MOST_BYTES: usize = 1 << 20;
-/// Products of fewer bytes take no more of a ring than they fill: their time is that of their start, which others should
-/// be able to make beside them.
-const SMALL_BYTES: usize = 4 << 20;
 
 /// What a warp fetches at once, and how many warps a block has.
 #[derive(Clone, Copy, Debug)]
@@ -44,27 +29,21 @@ struct Chunk {
     cols: usize,
     bytes: usize,
     warps: usize,
-    /// Bytes of all warps' rings: a block should leave half of a multiprocessor to the next launch's.
+    /// Bytes of all warps' rings.
     ring: usize,
 }
 
 impl Chunk {
-    const fn of(dtype: DType) -> Option<Chunk> {
-        match (dtype, Unit::of(dtype)) {
-            (DType::BF16 | DType::F16, _) => {
-                Some(Chunk { rows: 2, cols: 1024, bytes: 4096, warps: 8, ring: 96 << 10 })
-            }
-            (_, Some(Unit { cols, bytes, .. })) => {
-                // Few warps with large chunks read faster, many compute faster.
-                let (units, warps, ring) = match dtype {
-                    DType::Q8_0 => (2, 8, 96 << 10),
-                    _ => (if cols == 128 { 2 } else { 1 }, 16, 80 << 10),
-                };
-                let (cols, bytes) = (units * cols, units * bytes);
-                Some(Chunk { rows: TILE_ROWS, cols, bytes, warps, ring })
-            }
-            (_, None) => None,
-        }
+    fn of(dtype: DType, tuning: &ProductTuning) -> Option<Chunk> {
+        let (chunk, rows, cols, bytes) = match (dtype, Unit::of(dtype)) {
+            (DType::BF16 | DType::F16, _) => (tuning.plain, 2, 1024, 4096),
+            (DType::Q8_0, Some(unit)) => (tuning.q8_0, TILE_ROWS, unit.cols, unit.bytes),
+            (_, Some(unit)) if unit.cols == 128 => (tuning.cols_128, TILE_ROWS, unit.cols, unit.bytes),
+            (_, Some(unit)) => (tuning.cols_256, TILE_ROWS, unit.cols, unit.bytes),
+            (_, None) => return None,
+        };
+        let ChunkTuning { units, warps, ring_bytes: ring } = chunk;
+        Some(Chunk { rows, cols: units * cols, bytes: units * bytes, warps, ring })
     }
 }
 
@@ -74,7 +53,7 @@ const PAIRS: [[DType; 2]; 2] = [[DType::Q4_K, DType::Q6_K], [DType::Q5_K, DType:
 /// Whether [`Kernels::product`] multiplies with this dtype: packed if quantised, else as in the file.
 #[must_use]
 pub fn has_product(dtype: DType) -> bool {
-    Chunk::of(dtype).is_some()
+    matches!(dtype, DType::BF16 | DType::F16) || Unit::of(dtype).is_some()
 }
 
 /// One of the products of a [`ProductArgs`].
@@ -214,7 +193,8 @@ impl Kernels {
         );
         crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the products is empty");
         let (first, second) = dtypes(case, a.parts)?;
-        let (Some(chunk), Some(other)) = (Chunk::of(first), Chunk::of(second)) else {
+        let tuning = &self.card().tuning.product;
+        let (Some(chunk), Some(other)) = (Chunk::of(first, tuning), Chunk::of(second, tuning)) else {
             return Err(case.refuse("no kernel multiplies a row with this dtype".to_owned()));
         };
         let gated = a.gate.is_some();
@@ -229,7 +209,7 @@ impl Kernels {
 
         let tiles = |p: &ProductPart| p.n.div_ceil(chunk.rows);
         let n_tiles: usize = if gated { tiles(&a.parts[0]) } else { a.parts.iter().map(tiles).sum() };
-        let grid = n_tiles.min(self.n_sms());
+        let grid = n_tiles.min(self.card().n_sms);
         let of_tile = a.k.div_ceil(chunk.cols) * if gated { 2 } else { 1 };
         let of_block = n_tiles.div_ceil(grid).saturating_mul(of_tile);
         // The kernel multiplies a block's chunks with a warp's number, and with the inverse.
@@ -243,7 +223,7 @@ impl Kernels {
         let share = of_block.div_ceil(chunk.warps);
         let weights = weights.unwrap_or(usize::MAX);
         // Small ones take no more of a ring than they fill.
-        let most = if weights < SMALL_BYTES { share } else { usize::MAX };
+        let most = if weights < tuning.small_bytes { share } else { usize::MAX };
         let (stages, shared, beside) = self.product_shared(case, a.k, [chunk, other], most)?;
         let (warps, slot) = (chunk.warps, chunk.bytes.max(other.bytes));
         Ok(Cut { first, second, warps, slot, n_tiles, grid, tile_inverse, share, stages, shared, beside })
@@ -258,10 +238,12 @@ impl Kernels {
         let gated = a.gate.is_some();
         crate::require!(case, a.inner.is_none() || a.b.is_some(), "there is nothing to be normed inside");
         crate::require!(case, a.sum.is_none() || a.b.is_some(), "there is no sum to keep");
-        let pace = pace(cut.slot, gated);
-        let behind = a.behind.filter(|&rest| cut.beside && rest <= LATE_MOST_BYTES);
+        let tuning = &self.card().tuning.product;
+        let pace = pace(tuning, cut.slot, gated);
+        let behind = a.behind.filter(|&rest| cut.beside && rest <= tuning.late_bytes_max);
         let chunks = usize::from(cut.stages).min(cut.share) * cut.warps;
-        let (early, late) = filling(chunks as u32, pace, behind.and_then(|rest| self.cycles_of(rest)));
+        let (early, late) =
+            filling(tuning, chunks as u32, pace, behind.and_then(|rest| self.card().cycles_of(rest)));
         let mut launch = self
             .launch(&name(a.kind(), first, second), case.u32("n", grid)?, 32 * cut.warps as u32)?
             .shared(cut.shared)
@@ -320,18 +302,6 @@ impl Kernels {
         Ok(launch.vouch(&case))
     }
 
-    /// Lets products ask for all the shared memory a block can have.
-    pub(crate) fn allow_product(&self) -> Result<(), KernelError> {
-        let limit = self.product_limit() as u32;
-        launches().try_for_each(|(kind, [first, second])| {
-            Ok(self.get(&name(kind, first, second))?.allow_shared(limit)?)
-        })
-    }
-
-    fn product_limit(&self) -> usize {
-        self.shared_limit().saturating_sub(STATIC_BYTES)
-    }
-
     /// Chunks in a warp's ring, at most `most`, the shared memory of a block, and whether another block has a place beside it.
     fn product_shared(
         &self,
@@ -348,8 +318,8 @@ impl Kernels {
             let barriers = (8 * chunk.warps * stages).next_multiple_of(128);
             chunk.warps * stages * slot + barriers + x.next_multiple_of(16)
         };
-        let limit = self.product_limit();
-        let half = (self.shared_sm() / 2).saturating_sub(STATIC_BYTES);
+        let limit = limit(self.card());
+        let half = (self.card().shared_sm / 2).saturating_sub(STATIC_BYTES);
         let wanted = (chunk.ring / (chunk.warps * slot)).min(most).clamp(1, 64);
         let fits = |room: usize, stages: usize| bytes(stages) <= room.min(limit);
         // A long x may leave less than two chunks for each warp in a half: then there is no sharing.
@@ -363,6 +333,11 @@ impl Kernels {
         };
         Ok((stages as u8, bytes(stages) as u32, beside.is_some()))
     }
+}
+
+/// The most shared memory that a launch may ask for.
+fn limit(card: &Card) -> usize {
+    card.shared_limit.saturating_sub(STATIC_BYTES)
 }
 
 /// What of a product is known when its kernel is compiled.
@@ -400,16 +375,16 @@ fn case<'a>(a: &ProductArgs<'_>, shape: &'a [(&'static str, usize)]) -> Case<'a>
 }
 
 /// [`Params::pace`] for chunks of so many bytes.
-const fn pace(bytes: usize, gated: bool) -> u8 {
-    let fours = bytes * if gated { GATED_PACE } else { PACE } / (64 * 4);
+fn pace(tuning: &ProductTuning, bytes: usize, gated: bool) -> u8 {
+    let fours = bytes * if gated { tuning.gated_pace } else { tuning.pace } / (64 * 4);
     if fours < 255 { fours as u8 } else { 255 }
 }
 
 /// [`Params::early`] and [`Params::late`] for so many chunks, behind a launch that reads for so many cycles or behind none.
-fn filling(chunks: u32, pace: u8, behind: Option<usize>) -> (u32, u32) {
+fn filling(tuning: &ProductTuning, chunks: u32, pace: u8, behind: Option<usize>) -> (u32, u32) {
     let Some(cycles) = behind else { return (chunks, 0) };
     let half = chunks.div_ceil(2);
-    let late = cycles.saturating_add(LATE_CYCLES).min(LATE_MOST_CYCLES) as u32;
+    let late = cycles.saturating_add(tuning.late_cycles).min(tuning.late_cycles_max) as u32;
     (half, late.max(4 * u32::from(pace) * half))
 }
 
@@ -440,10 +415,14 @@ fn name(kind: Kind, first: DType, second: DType) -> String {
         Kind::Gated => "gated",
         Kind::Several => "several",
     };
-    let lower = |d: DType| d.name().to_ascii_lowercase();
+    format!("product_{kind}_{}", suffix(first, second))
+}
+
+/// What kernel and unit are called, by the dtypes that they multiply with.
+fn suffix(first: DType, second: DType) -> String {
     match first == second {
-        true => format!("product_{kind}_{}", lower(first)),
-        false => format!("product_{kind}_{}_{}", lower(first), lower(second)),
+        true => lowercase(first),
+        false => format!("{}_{}", lowercase(first), lowercase(second)),
     }
 }
 
@@ -451,7 +430,9 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     let params = [P, P, P, size_of::<Params>(), P, P, P, P, P, P, P, P, P, P, P];
     for (kind, [first, second]) in launches() {
         let kernel = name(kind, first, second);
-        all.push(Entry::new(Family::Product, kernel, &params, move |k| twin(k, kind, first, second)));
+        let unit = suffix(first, second);
+        let entry = Entry::new(Family::Product, kernel, &params, move |k| twin(k, kind, first, second));
+        all.push(entry.unit(&unit).shared(|card| limit(card) as u32));
     }
 }
 
@@ -576,6 +557,8 @@ fn activation(x: f32, gate: u8) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::load::Arch;
+    use crate::tuning::Tuning;
 
     #[test]
     fn multiplying_with_the_inverse_divides() {
@@ -592,11 +575,13 @@ mod tests {
 
     #[test]
     fn half_of_a_filling_waits_behind_a_long_launch_and_never_before_the_first_half() {
+        let tuning = Tuning::of(Arch { major: 9, minor: 0 }).product;
+        let filling = |chunks, pace, behind| filling(&tuning, chunks, pace, behind);
         assert_eq!(filling(64, 18, None), (64, 0));
-        assert_eq!(filling(64, 18, Some(5000)), (32, LATE_CYCLES as u32 + 5000));
+        assert_eq!(filling(64, 18, Some(5000)), (32, 2000 + 5000));
         assert_eq!(filling(5, 255, Some(0)), (3, 4 * 255 * 3));
-        assert_eq!(filling(1, 18, Some(0)), (1, LATE_CYCLES as u32));
-        assert_eq!(filling(64, 18, Some(usize::MAX)), (32, LATE_MOST_CYCLES as u32));
+        assert_eq!(filling(1, 18, Some(0)), (1, 2000));
+        assert_eq!(filling(64, 18, Some(usize::MAX)), (32, 100_000));
     }
 
     #[test]

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 
 use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_tensor::DType;
 
-use crate::source::Family;
+use crate::card::Card;
+use crate::source::{Family, KernelUnit};
 
 pub(crate) type TwinBody = Arc<dyn Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync>;
 
@@ -13,25 +15,36 @@ pub(crate) const P: usize = 8;
 /// The size of a word parameter.
 pub(crate) const W: usize = 4;
 
+/// A dtype as kernels and units are named by it.
+pub(crate) fn lowercase(dtype: DType) -> String {
+    dtype.name().to_ascii_lowercase()
+}
+
 /// A kernel as launchers know it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelInfo {
     /// `family_variant_dtype`: the symbol in the compiled code.
     pub name: String,
-    /// The file it comes from.
-    pub family: Family,
+    /// What it is compiled with.
+    pub unit: KernelUnit,
     /// Bytes of each parameter.
     pub params: Vec<usize>,
 }
 
+/// Dynamic shared memory that launches of a kernel may ask for on a card, in bytes.
+pub(crate) type SharedBytes = Arc<dyn Fn(&Card) -> u32 + Send + Sync>;
+
+#[derive(Clone)]
 pub(crate) struct Entry {
     pub(crate) info: KernelInfo,
     pub(crate) twin: TwinBody,
     /// See [`Entry::starting_next_late`].
     pub(crate) starts_next_late: bool,
+    pub(crate) shared: SharedBytes,
 }
 
 impl Entry {
+    /// A kernel of a file that is one unit, without dynamic shared memory.
     pub(crate) fn new(
         family: Family,
         name: impl Into<String>,
@@ -39,8 +52,9 @@ impl Entry {
         twin: impl Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync + 'static,
     ) -> Entry {
         Entry {
-            info: KernelInfo { name: name.into(), family, params: params.to_vec() },
+            info: KernelInfo { name: name.into(), unit: KernelUnit::whole(family), params: params.to_vec() },
             twin: Arc::new(twin),
+            shared: Arc::new(|_| 0),
             starts_next_late: false,
         }
     }
@@ -49,6 +63,17 @@ impl Entry {
     pub(crate) fn starting_next_late(mut self) -> Entry {
         self.starts_next_late = true;
         self
+    }
+
+    /// Of a unit of its file, by the name that stands there.
+    pub(crate) fn unit(mut self, name: &str) -> Entry {
+        self.info.unit = KernelUnit::named(self.info.unit.family(), name);
+        self
+    }
+
+    /// With dynamic shared memory.
+    pub(crate) fn shared(self, bytes: impl Fn(&Card) -> u32 + Send + Sync + 'static) -> Entry {
+        Entry { shared: Arc::new(bytes), ..self }
     }
 }
 
@@ -61,7 +86,6 @@ pub fn kernels() -> Vec<KernelInfo> {
 pub(crate) fn entries() -> Vec<Entry> {
     let mut all = Vec::new();
     crate::linear::entries(&mut all);
-    crate::matmul::entries(&mut all);
     crate::gather::entries(&mut all);
     crate::norm::entries(&mut all);
     crate::elementwise::entries(&mut all);
@@ -101,5 +125,15 @@ mod tests {
                 .iter()
                 .all(|n| n.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_'))
         );
+    }
+
+    #[test]
+    fn every_unit_has_kernels() {
+        let mut named: Vec<KernelUnit> = kernels().into_iter().map(|k| k.unit).collect();
+        named.sort();
+        named.dedup();
+        let mut all = KernelUnit::all().to_vec();
+        all.sort();
+        assert_eq!(named, all);
     }
 }

@@ -11,6 +11,7 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{SAMPLE_PARAMS, SampleParam};
 use refrain_reference::{Sampling, apply_bias_and_penalties, sample_row};
 
+use crate::card::Card;
 use crate::error::{Case, KernelError};
 use crate::load::Kernels;
 use crate::registry::{Entry, P, W};
@@ -133,7 +134,7 @@ impl Kernels {
                 SELECT_THREADS,
             )?
             .step(a.step)
-            .shared(self.select_shared())
+            .shared(select_shared(self.card()))
             .write(case.words("token", a.token, &[a.n])?)
             .write(case.words("logprob", a.logprob, &[a.n])?)
             .read_write(scratch)
@@ -141,33 +142,26 @@ impl Kernels {
             .read(params)
             .read(case.words("rng", a.rng, &[a.n, 4])?)
             .baked(Baked(a.vocab as u32))
-            .baked(Baked(self.select_shared()))
+            .baked(Baked(select_shared(self.card())))
             .vouch(&case),
         );
         Ok(())
     }
 }
 
-impl Kernels {
-    /// Raises what the second launch may ask for.
-    pub(crate) fn allow_sample(&self) -> Result<(), KernelError> {
-        Ok(self.get("sample_select_f32")?.allow_shared(self.select_shared())?)
-    }
-
-    fn select_shared(&self) -> u32 {
-        if self.shared_limit() >= SELECT_SHARED_BYTES as usize {
-            SELECT_SHARED_BYTES
-        } else {
-            SELECT_LEAST_SHARED_BYTES
-        }
+fn select_shared(card: &Card) -> u32 {
+    if card.shared_limit >= SELECT_SHARED_BYTES as usize {
+        SELECT_SHARED_BYTES
+    } else {
+        SELECT_LEAST_SHARED_BYTES
     }
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     let params = [P, P, P, P, P, P, P, size_of::<Rows>(), W, W, W];
-    all.push(Entry::new(Family::Sample, "sample_chunks_f32", &params, chunks));
-    let select = Entry::new(Family::Sample, "sample_select_f32", &[P, P, P, P, P, P, W, W], select);
-    all.push(select.starting_next_late());
+    all.push(Entry::new(Family::Sample, "sample_chunks_f32", &params, chunks).unit("chunks"));
+    let entry = Entry::new(Family::Sample, "sample_select_f32", &[P, P, P, P, P, P, W, W], select);
+    all.push(entry.unit("select").shared(select_shared).starting_next_late());
 }
 
 /// Leaves the adjusted logits in scratch.

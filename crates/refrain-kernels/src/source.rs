@@ -1,12 +1,13 @@
-//! The CUDA sources, held in the binary.
+//! The CUDA sources, held in the binary, and the units that they are compiled in.
 
-/// A file of kernels that are compiled together.
+use std::fmt;
+use std::sync::OnceLock;
+
+/// A file of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Family {
     /// `linear.cu`
     Linear,
-    /// `matmul.cu`
-    Matmul,
     /// `gather.cu`
     Gather,
     /// `norm.cu`
@@ -49,9 +50,8 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 21] = [
+    pub const ALL: [Family; 20] = [
         Family::Linear,
-        Family::Matmul,
         Family::Gather,
         Family::Norm,
         Family::Elementwise,
@@ -78,7 +78,6 @@ impl Family {
     pub const fn name(self) -> &'static str {
         match self {
             Family::Linear => "linear",
-            Family::Matmul => "matmul",
             Family::Gather => "gather",
             Family::Norm => "norm",
             Family::Elementwise => "elementwise",
@@ -106,7 +105,6 @@ impl Family {
     pub const fn source(self) -> &'static str {
         match self {
             Family::Linear => include_str!("../cu/linear.cu"),
-            Family::Matmul => include_str!("../cu/matmul.cu"),
             Family::Gather => include_str!("../cu/gather.cu"),
             Family::Norm => include_str!("../cu/norm.cu"),
             Family::Elementwise => include_str!("../cu/elementwise.cu"),
@@ -127,6 +125,82 @@ impl Family {
             Family::Flash => include_str!("../cu/flash.cu"),
             Family::Digest => include_str!("../cu/digest.cu"),
         }
+    }
+}
+
+/// Kernels of one file that are compiled together.
+///
+/// A line `// unit NAME` of a file begins a unit, which ends at the next such line; what stands above the first is part of
+/// each. A file without such lines is one unit. So a file as a whole is plain CUDA, and a unit is a file with lines left
+/// out.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct KernelUnit {
+    family: Family,
+    /// Empty for a whole file.
+    name: &'static str,
+}
+
+impl KernelUnit {
+    /// Every unit, by file.
+    #[must_use]
+    pub fn all() -> &'static [KernelUnit] {
+        static ALL: OnceLock<Vec<KernelUnit>> = OnceLock::new();
+        ALL.get_or_init(|| Family::ALL.into_iter().flat_map(KernelUnit::of_file).collect())
+    }
+
+    fn of_file(family: Family) -> Vec<KernelUnit> {
+        let names: Vec<&str> = family.source().lines().filter_map(named_by).collect();
+        let names = if names.is_empty() { vec![""] } else { names };
+        names.into_iter().map(|name| KernelUnit { family, name }).collect()
+    }
+
+    /// A file that is one unit.
+    pub(crate) const fn whole(family: Family) -> KernelUnit {
+        KernelUnit { family, name: "" }
+    }
+
+    /// The unit of that name, which stands in the file.
+    pub(crate) fn named(family: Family, name: &str) -> KernelUnit {
+        let found = KernelUnit::all().iter().find(|unit| unit.family == family && unit.name == name);
+        *found.unwrap_or_else(|| panic!("{}.cu has no unit {name:?}", family.name()))
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn family(self) -> Family {
+        self.family
+    }
+
+    /// The file's text with the other units left out. Lines keep their numbers.
+    pub(crate) fn source(self) -> String {
+        let mut is_mine = true;
+        let mut text = String::with_capacity(self.family.source().len());
+        for line in self.family.source().lines() {
+            is_mine = named_by(line).map_or(is_mine, |name| name == self.name);
+            text += if is_mine { line } else { "" };
+            text.push('\n');
+        }
+        text
+    }
+}
+
+/// The unit that a line begins.
+fn named_by(line: &str) -> Option<&str> {
+    line.strip_prefix("// unit ")
+}
+
+impl fmt::Display for KernelUnit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name {
+            "" => write!(f, "{}.cu", self.family.name()),
+            name => write!(f, "{}.cu ({name})", self.family.name()),
+        }
+    }
+}
+
+impl fmt::Debug for KernelUnit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
@@ -154,3 +228,33 @@ pub(crate) const HEADERS: [(&str, &str); 21] = [
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_units_of_a_file_have_each_of_its_lines_once_below_what_they_share() {
+        for family in Family::ALL {
+            let whole: Vec<&str> = family.source().lines().collect();
+            let shared = whole.iter().position(|line| named_by(line).is_some()).unwrap_or(whole.len());
+            let units = KernelUnit::of_file(family);
+            let sources: Vec<String> = units.iter().map(|unit| unit.source()).collect();
+            for (at, line) in whole.iter().enumerate() {
+                let having = sources.iter().filter(|s| s.lines().nth(at) == Some(line)).count();
+                let expected = if at < shared || line.is_empty() { units.len() } else { 1 };
+                assert_eq!(having, expected, "{}.cu:{}", family.name(), at + 1);
+            }
+        }
+    }
+
+    #[test]
+    fn a_name_stands_for_one_unit() {
+        let mut units = KernelUnit::all().to_vec();
+        units.sort();
+        units.dedup();
+        assert_eq!(units.len(), KernelUnit::all().len());
+        assert_eq!(KernelUnit::named(Family::Product, "q4_k").to_string(), "product.cu (q4_k)");
+        assert_eq!(KernelUnit::whole(Family::Commit).to_string(), "commit.cu");
+    }
+}

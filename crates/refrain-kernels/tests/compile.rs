@@ -1,11 +1,12 @@
-//! Every kernel family compiles, and the code is what the launchers expect.
+//! Every unit of kernels compiles, and the code is what the launchers expect.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use refrain_driver::sim::SimOptions;
 use refrain_kernels::{
-    Arch, Family, Image, KernelCache, Kernels, LoadOptions, Nvrtc, Origin, compile_all, kernels,
+    Arch, Family, Image, KernelOrigin, KernelUnit, Kernels, LoadOptions, Nvrtc, compile_all, kernels,
+    prebuild,
 };
 
 /// `REFRAIN_NVRTC` names the library; without it the usual places are searched.
@@ -19,7 +20,7 @@ fn nvrtc() -> Nvrtc {
         .unwrap_or_else(|e| panic!("{e}\nhint: {}", e.hint().unwrap_or_default()))
 }
 
-/// Every family as text, for the oldest cards and for the first whose kernels overlap. Compiled once.
+/// Every unit as text, for the oldest cards and for the first whose kernels overlap. Compiled once.
 fn ptx() -> &'static [(Arch, Image); 2] {
     static PTX: OnceLock<[(Arch, Image); 2]> = OnceLock::new();
     PTX.get_or_init(|| {
@@ -61,12 +62,12 @@ fn param_size(param: &str) -> usize {
 #[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
 fn every_kernel_compiles_with_the_symbols_and_parameters_its_launcher_expects() {
     for (arch, image) in ptx() {
-        for family in Family::ALL {
-            let ptx = std::str::from_utf8(image.code(family).unwrap()).unwrap();
+        for &unit in KernelUnit::all() {
+            let ptx = std::str::from_utf8(image.code(unit).unwrap()).unwrap();
             let mut expected: Vec<(String, Vec<usize>)> =
-                kernels().into_iter().filter(|k| k.family == family).map(|k| (k.name, k.params)).collect();
+                kernels().into_iter().filter(|k| k.unit == unit).map(|k| (k.name, k.params)).collect();
             expected.sort();
-            assert_eq!(entries(ptx), expected, "{} for {arch}", family.name());
+            assert_eq!(entries(ptx), expected, "{unit} for {arch}");
         }
     }
 }
@@ -83,10 +84,9 @@ fn bodies(ptx: &str) -> impl Iterator<Item = (&str, &str)> {
 #[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
 fn every_kernel_lets_the_next_one_start_and_waits_before_it_stores_or_leaves() {
     let images = ptx();
-    for family in Family::ALL {
-        let [old, new] =
-            images.each_ref().map(|(_, i)| std::str::from_utf8(i.code(family).unwrap()).unwrap());
-        assert!(!old.contains("griddepcontrol"), "{} for 8.0", family.name());
+    for &unit in KernelUnit::all() {
+        let [old, new] = images.each_ref().map(|(_, i)| std::str::from_utf8(i.code(unit).unwrap()).unwrap());
+        assert!(!old.contains("griddepcontrol"), "{unit} for 8.0");
         for (name, body) in bodies(new) {
             assert!(body.contains("griddepcontrol.launch_dependents"), "{name}");
             // In the order of the text: whatever stands before the first wait neither stores nor leaves.
@@ -98,7 +98,7 @@ fn every_kernel_lets_the_next_one_start_and_waits_before_it_stores_or_leaves() {
             }
             // These read weights before they wait, guesses that they check behind it, and parameters that no kernel writes;
             // nothing else.
-            if !matches!(family, Family::Linear | Family::Product | Family::Attend | Family::Sample) {
+            if !matches!(unit.family(), Family::Linear | Family::Product | Family::Attend | Family::Sample) {
                 assert!(!before.contains("ld.global"), "{name} loads before the wait");
             }
         }
@@ -107,50 +107,44 @@ fn every_kernel_lets_the_next_one_start_and_waits_before_it_stores_or_leaves() {
 
 #[test]
 #[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
-fn machine_code_holds_every_kernel_and_survives_the_cache() {
-    let nvrtc = nvrtc();
-    let image = compile_all(&nvrtc, Arch { major: 9, minor: 0 }, false).unwrap_or_else(|e| panic!("{e}"));
-    for kernel in kernels() {
-        let code = image.code(kernel.family).unwrap();
-        let section = format!(".text.{}\0", kernel.name);
-        assert!(code.windows(section.len()).any(|w| w == section.as_bytes()), "{}", kernel.name);
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let cache = KernelCache::open(folder.path());
-    assert!(cache.put("all", &image.to_bytes()));
-    assert_eq!(Image::from_bytes(&cache.get("all").unwrap()), Some(image));
-}
-
-#[test]
-#[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
-fn kernels_are_compiled_once_and_a_damaged_or_read_only_cache_costs_only_time() {
+fn machine_code_is_compiled_once_and_a_damaged_or_read_only_cache_costs_only_time() {
     let device = refrain_kernels::simulated(SimOptions::default()).unwrap();
     let ctx = device.context().unwrap();
     let folder = tempfile::tempdir().unwrap();
     let cache = folder.path().join("kernels");
     let arch = Some(Arch { major: 9, minor: 0 });
-    let load = |cache: &Path| {
+    let open = |cache: &Path| {
         let options = LoadOptions { cache: Some(cache.to_owned()), nvrtc: nvrtc_path(), arch };
-        let kernels = Kernels::load(&ctx, &options).unwrap_or_else(|e| panic!("{e}"));
-        assert_eq!(kernels.len(), refrain_kernels::kernels().len());
-        match kernels.origin() {
-            Origin::Compiled { n_cached, n_compiled } => (n_cached, n_compiled),
-            origin => panic!("{origin:?}"),
-        }
+        Kernels::load(&ctx, &options).unwrap_or_else(|e| panic!("{e}"))
     };
-    let n = Family::ALL.len();
+    let n_compiled = |kernels: &Kernels| match kernels.origin() {
+        KernelOrigin::Compiled { n_cached, n_compiled } => (n_cached, n_compiled),
+        origin => panic!("{origin:?}"),
+    };
+    let load = |cache: &Path| {
+        let kernels = open(cache);
+        let mut heard = Vec::new();
+        kernels.load_all(&mut |event| heard.push(event)).unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(kernels.loaded().len(), KernelUnit::all().len());
+        assert_eq!(heard.last().map_or(0, |event| event.n_done), n_compiled(&kernels).1);
+        n_compiled(&kernels)
+    };
+    let n = KernelUnit::all().len();
     assert_eq!(load(&cache), (0, n));
     assert_eq!(load(&cache), (n, 0));
 
     let files: Vec<PathBuf> = std::fs::read_dir(&cache).unwrap().map(|e| e.unwrap().path()).collect();
     assert_eq!(files.len(), n, "{files:?}");
     std::fs::write(&files[0], b"not machine code").unwrap();
+    assert_eq!(open(&cache).n_ready(), n - 1);
     assert_eq!(load(&cache), (n - 1, 1));
     assert_eq!(load(&cache), (n, 0), "what was damaged is whole again");
 
     let in_the_way = folder.path().join("file");
     std::fs::write(&in_the_way, b"").unwrap();
-    assert_eq!(load(&in_the_way), (0, n), "a folder that cannot be made");
+    let kernels = open(&in_the_way);
+    kernels.digester().unwrap_or_else(|e| panic!("a folder that cannot be made: {e}"));
+    assert_eq!(n_compiled(&kernels), (0, 1));
 }
 
 #[test]
@@ -162,13 +156,30 @@ fn prebuilt_kernels_are_used_where_they_fit_and_replaced_where_they_are_damaged(
     let folder = tempfile::tempdir().unwrap();
     let options =
         LoadOptions { cache: Some(folder.path().to_owned()), nvrtc: nvrtc_path(), arch: Some(card) };
-    let image = compile_all(&nvrtc(), card, false).unwrap_or_else(|e| panic!("{e}")).to_bytes();
-    let older = Arch { major: 8, minor: 0 };
-    let load = |prebuilt: &[(Arch, &[u8])]| {
+    let archive = prebuild(&nvrtc(), &[card]).unwrap_or_else(|e| panic!("{e}"));
+    let open = |archive: &[u8]| {
         // SAFETY: the device is simulated: it runs the twins of what the code names.
-        unsafe { Kernels::with_prebuilt(&ctx, &options, prebuilt) }.unwrap().origin()
+        unsafe { Kernels::with_archive(&ctx, &options, archive) }.unwrap()
     };
-    assert_eq!(load(&[(older, &[]), (card, &image)]), Origin::Prebuilt(card));
-    assert!(matches!(load(&[(older, &image)]), Origin::Compiled { .. }), "8.0 code does not run on 9.0");
-    assert!(matches!(load(&[(card, &image[..image.len() / 2])]), Origin::Compiled { .. }));
+
+    let kernels = open(&archive);
+    assert_eq!(kernels.n_ready(), KernelUnit::all().len());
+    kernels.load_all(&mut |event| panic!("{event:?}")).unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!(kernels.loaded().len(), KernelUnit::all().len());
+    assert_eq!(kernels.origin(), KernelOrigin::Prebuilt(card));
+
+    let kernels = open(&archive[..archive.len() / 2]);
+    kernels.digester().unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!(kernels.origin(), KernelOrigin::Compiled { n_cached: 0, n_compiled: 1 });
+}
+
+#[test]
+#[cfg_attr(not(feature = "nvrtc-tests"), ignore = "needs NVRTC: cargo xtask ci turns it on where it exists")]
+fn a_unit_that_does_not_compile_is_told_with_its_file_and_line() {
+    let nvrtc = nvrtc();
+    // Too old for instructions that the kernels use.
+    let old = Arch { major: 7, minor: 5 };
+    assert!(nvrtc.knows(old));
+    let error = compile_all(&nvrtc, old, false).unwrap_err().to_string();
+    assert!(error.contains(".cu (") && error.contains("sm_75"), "{error}");
 }

@@ -76,10 +76,6 @@ both! {
         run_all(&mut bed, cases::product::packing());
     }
 
-    fn matmul_agrees_with_the_reference(bed) {
-        run_all(&mut bed, cases::dense::matmul());
-    }
-
     fn gather_rows_agrees_with_the_reference(bed) {
         run_all(&mut bed, cases::dense::gather());
     }

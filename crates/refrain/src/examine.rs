@@ -3,27 +3,32 @@
 use crate::error::Error;
 use crate::session::Device;
 use refrain_cpu::CpuBackend;
-use refrain_cuda::{Arch, CudaBackend, CudaError, Origin, prebuilt_archs};
+use refrain_cuda::{Arch, CudaBackend, CudaError, KernelOrigin, KernelUnits, prebuilt_archs};
 use std::time::{Duration, Instant};
 
 /// Where a device's kernels come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelReport {
     /// Where they came from.
-    pub origin: Origin,
-    /// How long opening the device and loading them took.
+    pub origin: KernelOrigin,
+    /// How many there are, and how many of them need no compiler.
+    pub units: KernelUnits,
+    /// How long opening the device and loading those that need no compiler took.
     pub took: Duration,
     /// Architectures that this binary holds compiled kernels for.
     pub prebuilt: Vec<Arch>,
 }
 
-/// Loads the kernels of a CUDA device, real or simulated; `None` for the CPU, whose kernels are part of the program.
+/// Looks at the kernels of a CUDA device, real or simulated, and loads them all if none has to be compiled; `None` for the
+/// CPU, whose kernels are part of the program.
 pub fn examine_kernels(device: &Device) -> Result<Option<KernelReport>, Error> {
     let Ok((kind, options)) = device.cuda() else { return Ok(None) };
     let began = Instant::now();
-    let status = CudaBackend::open(kind, options)?.monitor().status();
+    let backend = CudaBackend::open(kind, options)?;
+    let units = backend.examine_kernels()?;
     let took = began.elapsed();
-    Ok(status.kernels.map(|origin| KernelReport { origin, took, prebuilt: prebuilt_archs() }))
+    let origin = backend.monitor().status().kernels;
+    Ok(origin.map(|origin| KernelReport { origin, units, took, prebuilt: prebuilt_archs() }))
 }
 
 /// Bytes per second that a device reads from its memory at best, measured. Of a CUDA device it takes 4 GiB of memory for

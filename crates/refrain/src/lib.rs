@@ -38,8 +38,8 @@ pub use planner::Planner;
 pub use session::{Device, Session, SessionOptions};
 
 pub use refrain_cuda::{
-    Accounting, Arch, CacheStats, Compared, CudaError, GraphLine, GraphMode, LoadEvent, LoadListener, Nvrtc,
-    Origin, ProfileRow, ProfileSpan, ProfileStep, Status, Timeline, Upload,
+    Accounting, Arch, CacheStats, Compared, CudaError, GraphLine, GraphMode, KernelOrigin, KernelUnits,
+    LoadEvent, LoadListener, Nvrtc, ProfileRow, ProfileSpan, ProfileStep, Status, Timeline, Upload,
 };
 pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};

@@ -2,8 +2,8 @@
 
 use refrain_graph::Op;
 use refrain_kernels::{
-    AddRmsNormArgs, GatherRowsArgs, LINEAR_DTYPES, LinearArgs, LinearPart, MatMulArgs, PACKED_DTYPES,
-    RmsNormArgs, View, pack,
+    AddRmsNormArgs, GatherRowsArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, RmsNormArgs, View,
+    pack,
 };
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Tol, encode};
@@ -103,43 +103,6 @@ fn products_case(dtype: DType, m: usize, ns: &[usize], k: usize) -> Case {
         })?);
         Ok(())
     })
-}
-
-pub fn matmul() -> Vec<Case> {
-    let transposed = |dims: &[usize]| contiguous(dims).transpose().unwrap();
-    vec![
-        matmul_case("plain", contiguous(&[3, 7]), contiguous(&[7, 5])),
-        matmul_case("one element", contiguous(&[1, 1]), contiguous(&[1, 1])),
-        matmul_case("both transposed", transposed(&[33, 3]), transposed(&[9, 33])),
-        matmul_case("batched", contiguous(&[2, 3, 4, 8]), transposed(&[2, 3, 5, 8])),
-        matmul_case("one matrix for all", contiguous(&[2, 3, 4, 8]), contiguous(&[8, 6])),
-        matmul_case("both broadcast", contiguous(&[2, 1, 4, 8]), contiguous(&[3, 8, 6])),
-        matmul_case(
-            "sliced",
-            contiguous(&[4, 20]).slice(1, 3, 9).unwrap(),
-            contiguous(&[12, 5]).slice(0, 2, 9).unwrap(),
-        ),
-    ]
-}
-
-fn matmul_case(name: &str, a: Layout, b: Layout) -> Case {
-    let outer = |l: Layout| shape(&l.shape().dims()[..l.shape().rank() - 2]);
-    let mut dims = outer(a).broadcast(&outer(b)).unwrap().dims().to_vec();
-    dims.extend([a.shape().dim_back(1), b.shape().dim_back(0)]);
-    let (left, right) = (f32s(&normals(a.end(), 9)), f32s(&normals(b.end(), 10)));
-    let inputs = [Operand(DType::F32, a, &left), Operand(DType::F32, b, &right)];
-    let y = reference_f32(&Op::MatMul, &inputs, &dims);
-    Case::new(
-        format!("matmul {name}"),
-        vec![Role::Out(y, LINEAR), Role::In(left), Role::In(right)],
-        move |kernels, bufs, out| {
-            let view = |i: usize, layout| View { buf: bufs[i], dtype: DType::F32, layout };
-            let args =
-                MatMulArgs { a: view(1, a), b: view(2, b), y: bufs[0], shape: shape(&dims), step: "case" };
-            out.push(kernels.matmul(&args)?);
-            Ok(())
-        },
-    )
 }
 
 pub fn gather() -> Vec<Case> {

@@ -1,0 +1,47 @@
+//! What launchers know of the card.
+
+use refrain_driver::api::DeviceInfo;
+
+use crate::tuning::Tuning;
+
+/// A card, as far as the division of work depends on it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Card {
+    /// Multiprocessors.
+    pub(crate) n_sms: usize,
+    /// Most shared memory of a block, in bytes.
+    pub(crate) shared_limit: usize,
+    /// Shared memory of a multiprocessor, in bytes.
+    pub(crate) shared_sm: usize,
+    /// Cycles that a multiprocessor has for each byte if memory delivers as its clock and width allow; 0 where that is
+    /// unknown.
+    byte_cycles: f64,
+    /// What its kernels were compiled with.
+    pub(crate) tuning: &'static Tuning,
+}
+
+impl Card {
+    pub(crate) fn new(info: &DeviceInfo, tuning: &'static Tuning) -> Card {
+        let n_sms = info.n_sms.max(1) as usize;
+        let clock = f64::from(info.clock_khz) * 1e3;
+        Card {
+            n_sms,
+            shared_limit: info.shared_block_bytes as usize,
+            shared_sm: info.shared_sm_bytes as usize,
+            byte_cycles: info.peak_bytes_per_second().map_or(0.0, |peak| n_sms as f64 * clock / peak),
+            tuning,
+        }
+    }
+
+    /// A card of which only the shared memory of a block is known.
+    #[cfg(test)]
+    pub(crate) fn with_shared(shared_limit: usize, tuning: &'static Tuning) -> Card {
+        Card { n_sms: 1, shared_limit, shared_sm: shared_limit, byte_cycles: 0.0, tuning }
+    }
+
+    /// Cycles in which a multiprocessor gets so many bytes while all of them read; `None` where clocks are not known.
+    pub(crate) fn cycles_of(&self, bytes: usize) -> Option<usize> {
+        let cycles = self.tuning.peak_over_bandwidth * self.byte_cycles * bytes as f64;
+        (self.byte_cycles > 0.0).then_some(cycles as usize)
+    }
+}
