@@ -191,7 +191,7 @@ impl Chat<'_> {
             _ => {}
         }
         if self.args.stats {
-            stats::print(&mut self.session, &reply, self.load, self.sampling.seed);
+            stats::print(&self.session, &reply, self.load, self.sampling.seed);
         }
         self.messages.push(Message::new("assistant", reply.text));
         Ok(())

@@ -166,7 +166,8 @@ impl DeviceOpts {
                 let faults = FaultScript::parse(self.faults.as_deref().unwrap_or(""))?;
                 Ok(Device::Sim { seed: 0, faults, graph, method, profile })
             }
-            DeviceArg::Auto if refrain_driver::Device::open(DeviceKind::Cuda(0)).is_ok() => Ok(cuda(0)),
+            // Only looked for: the session opens it.
+            DeviceArg::Auto if refrain_driver::Device::look(DeviceKind::Cuda(0)).is_ok() => Ok(cuda(0)),
             DeviceArg::Auto | DeviceArg::Cpu => self.only_cpu(),
         }
     }
@@ -196,8 +197,19 @@ impl DeviceOpts {
 
     /// Says why the device was picked.
     pub(crate) fn explain(&self, session: &Session) {
-        if self.device == DeviceArg::Auto {
-            talk!("--device auto picked {}; `refrain doctor` tells what it looked at", session.backend());
+        if self.device != DeviceArg::Auto {
+            return;
+        }
+        let backend = session.backend();
+        match refrain_driver::Device::look(DeviceKind::Cuda(0)) {
+            Err(error) if backend == "cpu" => {
+                let error = anyhow::Error::from(error);
+                talk!(
+                    "--device auto picked cpu, there is no CUDA device: {error:#}; `refrain doctor` tells more"
+                );
+            }
+            // A card that is there and could not be used was named when it failed.
+            _ => talk!("--device auto picked {backend}; `refrain doctor` tells what it looked at"),
         }
     }
 }

@@ -62,8 +62,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         Some(Bandwidth::Stated(rate)) => Some((rate, "")),
         None => None,
     };
-    let mut planner =
-        args.device.start_with(args.context, context, |options| Planner::new(&files, options))?;
+    let planner = args.device.start_with(args.context, context, |options| Planner::new(&files, options))?;
     let n_tokens = args.tokens.clamp(1, planner.context());
     if n_tokens != args.tokens {
         talk!("a step has 1 to {} tokens; this is the plan for {n_tokens}", planner.context());
@@ -71,8 +70,8 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     let title =
         format!("{}, a step of {} on {}", planner.name(), counted(n_tokens, "token"), planner.backend());
     let kernels = planner.kernels(n_tokens)?;
-    let facts = facts(args, &mut planner, n_tokens, &kernels, bandwidth)?;
-    let plan = planner.plan(n_tokens)?;
+    let facts = facts(args, &planner, n_tokens, &kernels, bandwidth)?;
+    let plan = &planner.plan(n_tokens)?;
     if let Some(path) = &args.dot {
         write(path, &plan.to_dot())?;
     }
@@ -96,7 +95,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
 /// What a step reads and how fast it can be; on a CUDA device also its launches, what crosses the bus, and memory.
 fn facts(
     args: &Args,
-    planner: &mut Planner,
+    planner: &Planner,
     n_tokens: usize,
     kernels: &[(usize, Cow<'static, str>)],
     bandwidth: Option<(f64, &str)>,
@@ -104,7 +103,7 @@ fn facts(
     let (holds, status) = (planner.context(), planner.device_status());
     let peak = status.as_ref().and_then(|s| s.peak_bytes_per_second);
     let bandwidth = bandwidth.or(peak.map(|peak| (peak, " (the memory's clock and width)")));
-    let plan = planner.plan(n_tokens)?;
+    let plan = &planner.plan(n_tokens)?;
     let mut facts = bounds(plan, n_tokens, holds, bandwidth);
     if let Some(status) = &status {
         facts.extend(cost::kernels(plan, kernels, args.device.graph != GraphArg::Off));

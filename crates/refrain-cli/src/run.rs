@@ -113,7 +113,7 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     }
     profile::finish(&session, &args.device)?;
     if args.stats {
-        stats::print(&mut session, &reply, load, seed);
+        stats::print(&session, &reply, load, seed);
     }
     match reply.summary.finish {
         Some(Finish::Cancelled) => Err(Interrupted.into()),

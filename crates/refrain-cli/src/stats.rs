@@ -20,7 +20,7 @@ pub(crate) fn finish_word(finish: Option<&Finish>) -> &'static str {
 }
 
 /// Prints a summary on standard error.
-pub(crate) fn print(session: &mut Session, reply: &Reply, load: Duration, seed: u64) {
+pub(crate) fn print(session: &Session, reply: &Reply, load: Duration, seed: u64) {
     let summary = &reply.summary;
     let read = bytes_per_token(session, reply);
     let ledger = session.ledger();
@@ -115,7 +115,7 @@ fn speed(decode: &Tally, bytes_per_token: usize) -> String {
 }
 
 /// Bytes that a step reads, half way through the reply.
-fn bytes_per_token(session: &mut Session, reply: &Reply) -> usize {
+fn bytes_per_token(session: &Session, reply: &Reply) -> usize {
     let position = reply.summary.n_prompt + reply.summary.n_generated / 2;
     session.plan(1).map_or(0, |plan| {
         let traffic = plan.traffic();

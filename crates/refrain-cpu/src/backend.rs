@@ -48,7 +48,16 @@ pub struct CpuBackend {
 impl CpuBackend {
     /// A backend with `n_threads` threads, the caller included, and the best instructions this processor has.
     pub fn new(n_threads: usize) -> Result<CpuBackend, PoolError> {
-        Ok(CpuBackend { pool: Arc::new(Pool::new(n_threads)?), level: Level::detect(), repack: true })
+        Ok(CpuBackend::with_pool(Arc::new(Pool::new(n_threads)?)))
+    }
+
+    /// The same with threads that all backends of this process share that ask for as many ([`Pool::shared`]).
+    pub fn shared(n_threads: usize) -> Result<CpuBackend, PoolError> {
+        Ok(CpuBackend::with_pool(Pool::shared(n_threads)?))
+    }
+
+    fn with_pool(pool: Arc<Pool>) -> CpuBackend {
+        CpuBackend { pool, level: Level::detect(), repack: true }
     }
 
     /// The same with the instructions of another level that this processor has.
@@ -143,11 +152,15 @@ impl Backend for CpuBackend {
     }
 
     fn allocate(&self, states: &[State]) -> Result<CpuStates, RunError> {
-        CpuStates::new(states).map_err(|bytes| RunError::Backend {
-            backend: "cpu",
-            label: "making states".into(),
-            source: Box::new(CpuError::NoMemory { bytes }),
-        })
+        CpuStates::new(states).map_err(|bytes| no_memory("making states", bytes))
+    }
+
+    fn resize(&self, states: &mut CpuStates, to: &[State]) -> Result<(), RunError> {
+        if states.len() != to.len() {
+            let because = format!("there are {}, sizes are given for {}", states.len(), to.len());
+            return Err(RunError::Mismatch { what: "states", because });
+        }
+        states.resize(to).map_err(|bytes| no_memory("growing states", bytes))
     }
 
     fn compile(&self, graph: &Graph) -> Result<Compiled, CompileError> {
@@ -217,6 +230,10 @@ impl Backend for CpuBackend {
         }
         Ok(())
     }
+}
+
+fn no_memory(label: &str, bytes: usize) -> RunError {
+    RunError::Backend { backend: "cpu", label: label.into(), source: Box::new(CpuError::NoMemory { bytes }) }
 }
 
 fn check_io(compiled: &Compiled, io: &Io<'_, CpuBackend>) -> Result<(), RunError> {

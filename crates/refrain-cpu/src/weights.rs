@@ -5,6 +5,9 @@ use crate::simd::{Level, Packed, WeightError, WeightMatrix, pack};
 use refrain_graph::{State, StateId, WeightId};
 use refrain_tensor::{DType, HostTensor, TensorError};
 
+/// Fresh zeros take no memory until they are written, a page at a time.
+const PAGE_WORDS: usize = 4096 / 8;
+
 /// The weights of a model, ready for products.
 pub struct CpuWeights {
     entries: Vec<Entry>,
@@ -90,9 +93,19 @@ fn matrix_of(tensor: &HostTensor) -> Option<Result<WeightMatrix<'_>, WeightError
     Some(WeightMatrix::new(tensor.dtype(), tensor.bytes().as_slice(), n_rows, k, row_bytes))
 }
 
+fn state_bytes(state: &State) -> usize {
+    state.ty.dtype.bytes_for(state.ty.shape.n_elements()).unwrap_or(0)
+}
+
+fn zeros(n_bytes: usize) -> Result<Vec<u64>, usize> {
+    // Asked for before the zeros are, which would abort the program instead of failing.
+    Vec::<u64>::new().try_reserve_exact(n_bytes.div_ceil(8)).map_err(|_| n_bytes)?;
+    Ok(vec![0u64; n_bytes.div_ceil(8)])
+}
+
 /// The states of a model.
 pub struct CpuStates {
-    // Words, so that every element type is aligned. Fresh zeros take no memory until they are touched.
+    // Words, so that every element type is aligned.
     words: Vec<Vec<u64>>,
     bytes: Vec<usize>,
 }
@@ -102,13 +115,34 @@ impl CpuStates {
     pub(crate) fn new(states: &[State]) -> Result<CpuStates, usize> {
         let (mut words, mut bytes) = (Vec::new(), Vec::new());
         for state in states {
-            let n = state.ty.dtype.bytes_for(state.ty.shape.n_elements()).unwrap_or(0);
-            // Asked for before the zeros are, which would abort the program instead of failing.
-            Vec::<u64>::new().try_reserve_exact(n.div_ceil(8)).map_err(|_| n)?;
-            words.push(vec![0u64; n.div_ceil(8)]);
+            let n = state_bytes(state);
+            words.push(zeros(n)?);
             bytes.push(n);
         }
         Ok(CpuStates { words, bytes })
+    }
+
+    /// Gives each state another size and keeps what it holds. Fails with the bytes that could not be had; some states
+    /// may be larger then, which no graph minds.
+    ///
+    /// One state at a time, so that old and new are never both in memory as a whole, and only pages that were written:
+    /// the rest of the new memory stays untouched.
+    pub(crate) fn resize(&mut self, to: &[State]) -> Result<(), usize> {
+        for ((words, bytes), state) in self.words.iter_mut().zip(&mut self.bytes).zip(to) {
+            let n = state_bytes(state);
+            if n == *bytes {
+                continue;
+            }
+            let mut grown = zeros(n)?;
+            for (new, old) in grown.chunks_mut(PAGE_WORDS).zip(words.chunks(PAGE_WORDS)) {
+                if old.iter().any(|&word| word != 0) {
+                    let n = new.len().min(old.len());
+                    new[..n].copy_from_slice(&old[..n]);
+                }
+            }
+            (*words, *bytes) = (grown, n);
+        }
+        Ok(())
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -126,5 +160,42 @@ impl CpuStates {
 
     pub(crate) fn get_mut(&mut self, idx: usize) -> &mut [u8] {
         &mut bytemuck::cast_slice_mut(&mut self.words[idx])[..self.bytes[idx]]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::CpuBackend;
+    use refrain_graph::{Backend, RunError, TensorType};
+
+    /// Two caches; a block has three pages and a half.
+    fn caches(n_blocks: usize) -> Vec<State> {
+        let ty = TensorType::new(DType::F16, [n_blocks, 7, 16, 64]);
+        ["k", "v"].map(|name| State::paged(name, ty)).to_vec()
+    }
+
+    #[test]
+    fn states_that_grow_keep_what_they_hold_and_are_zero_behind_it() {
+        let backend = CpuBackend::new(1).unwrap();
+        let mut states = backend.allocate(&caches(3)).unwrap();
+        for idx in 0..2 {
+            for (i, byte) in states.get_mut(idx).iter_mut().enumerate() {
+                // Some pages stay untouched, others are written in part.
+                *byte = if i % 9000 < 3000 { (i % 251) as u8 + idx as u8 } else { 0 };
+            }
+        }
+        let before = [0, 1].map(|idx| states.get(idx).to_vec());
+        backend.resize(&mut states, &caches(8)).unwrap();
+        for (idx, before) in before.iter().enumerate() {
+            let (kept, added) = states.get(idx).split_at(before.len());
+            assert_eq!(states.get(idx).len(), 8 * 7 * 16 * 64 * 2);
+            assert!(kept == &before[..], "state {idx} changed");
+            assert!(added.iter().all(|&byte| byte == 0));
+        }
+        backend.resize(&mut states, &caches(1)).unwrap();
+        assert!(states.get(1) == &before[1][..7 * 16 * 64 * 2]);
+        let error = backend.resize(&mut states, &caches(4)[..1]).unwrap_err();
+        assert!(matches!(error, RunError::Mismatch { what: "states", .. }), "{error}");
     }
 }

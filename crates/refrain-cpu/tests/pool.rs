@@ -1,6 +1,7 @@
 //! The thread pool: coverage, panics, nesting, and a long mix of steps and regions.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -169,4 +170,16 @@ fn no_threads_is_refused_and_the_default_fits_the_machine() {
     assert!(matches!(Pool::new(0), Err(PoolError::NoThreads)));
     let n = default_threads();
     assert!(n >= 1 && n <= std::thread::available_parallelism().unwrap().get());
+}
+
+#[test]
+fn those_who_want_as_many_threads_share_a_pool_while_one_of_them_lives() {
+    let (one, two) = (Pool::shared(3).unwrap(), Pool::shared(3).unwrap());
+    assert!(Arc::ptr_eq(&one, &two));
+    assert_eq!(Pool::shared(2).unwrap().n_threads(), 2);
+    assert!(matches!(Pool::shared(0), Err(PoolError::NoThreads)));
+    let gone = Arc::downgrade(&one);
+    drop((one, two));
+    assert!(gone.upgrade().is_none());
+    assert_eq!(Pool::shared(3).unwrap().n_threads(), 3);
 }

@@ -312,6 +312,16 @@ impl Backend for CudaBackend {
         Ok(CudaStates(id))
     }
 
+    fn resize(&self, states: &mut CudaStates, to: &[State]) -> Result<(), RunError> {
+        if states.0 != lock(&self.current).states {
+            let because = "others were allocated since".to_owned();
+            return Err(RunError::Mismatch { what: "states", because });
+        }
+        let to = to.to_vec();
+        let resized = self.call("resizing states", self.options.load_limit, move |m| m.resize(to));
+        resized.map_err(self.run_error("resizing states"))
+    }
+
     fn compile(&self, graph: &Graph) -> Result<CudaCompiled, CompileError> {
         self.check(graph)?;
         let plan = Arc::new(Plan::new(graph, plan_options(graph))?);

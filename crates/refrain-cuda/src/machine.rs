@@ -190,6 +190,46 @@ impl Machine {
         Ok(())
     }
 
+    /// Gives a model's states other sizes; what they hold stays. Programs for the old sizes are gone.
+    pub(crate) fn resize(&mut self, states: Vec<State>) -> Result<(), CudaError> {
+        let same = states.len() == self.model.states.len()
+            && states.iter().zip(&self.model.states).all(|(to, from)| {
+                let rest = |ty: &refrain_graph::TensorType| ty.shape.dims().get(1..).map(<[usize]>::to_vec);
+                (to.kind, to.ty.dtype, rest(&to.ty)) == (from.kind, from.ty.dtype, rest(&from.ty))
+            });
+        if !same {
+            let because = "other than the first dimension differs from what was allocated".to_owned();
+            return Err(CudaError::Mismatch { what: "states", because });
+        }
+        if self.pump.n_pending() > 0 {
+            self.settle()?;
+        }
+        let before = std::mem::replace(&mut self.model.states, states);
+        let room = self.resident.as_ref().map(|resident| resident.room);
+        self.set_aside(true)?;
+        let Some(kept) = self.kept.take() else { return Ok(()) };
+        let places = kept.places.with_states(&self.model, self.options.scratch_blocks);
+        let resized = match places {
+            Ok(places) => kept.resize(&self.ctx, &mut self.stream, places),
+            Err(error) => Err((error, Some(kept))),
+        };
+        match resized {
+            Ok(kept) => {
+                self.kept = Some(kept);
+                self.programs.clear();
+                Ok(())
+            }
+            Err((error, kept)) => {
+                // As if nobody had asked: the programs there are go on.
+                (self.kept, self.model.states) = (kept, before);
+                if let (Some(room), Some(kept)) = (room, &self.kept) {
+                    self.plan_memory(kept.places.clone(), [room, room])?;
+                }
+                Err(error)
+            }
+        }
+    }
+
     /// Refuses a graph of other weights or states than those here.
     pub(crate) fn check_model(&self, weights: &[Weight], states: &[State]) -> Result<(), CudaError> {
         let mismatch = |what, because| Err(CudaError::Mismatch { what, because });

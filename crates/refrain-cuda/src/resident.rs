@@ -198,6 +198,20 @@ impl Places {
             let end = places.weight_bytes.checked_add(bytes.next_multiple_of(ALIGN));
             places.weight_bytes = end.ok_or_else(too_large)?;
         }
+        places.place_states(model, scratch_blocks)?;
+        Ok(places)
+    }
+
+    /// The same weights with the states as the model has them now.
+    pub(crate) fn with_states(&self, model: &HostModel, scratch_blocks: usize) -> Result<Places, CudaError> {
+        let mut places = Places { states: Vec::new(), kv_bytes: 0, ..self.clone() };
+        places.place_states(model, scratch_blocks)?;
+        Ok(places)
+    }
+
+    fn place_states(&mut self, model: &HostModel, scratch_blocks: usize) -> Result<(), CudaError> {
+        let too_large = || CudaError::Mismatch { what: "sizes", because: "they overflow".into() };
+        let places = self;
         for state in &model.states {
             let (shape, dtype) = (state.ty.shape, state.ty.dtype);
             let live_bytes = dtype.bytes_for(shape.n_elements()).ok_or_else(too_large)? as u64;
@@ -211,7 +225,7 @@ impl Places {
             let end = bytes.and_then(|b| places.kv_bytes.checked_add(b));
             places.kv_bytes = end.ok_or_else(too_large)?;
         }
-        Ok(places)
+        Ok(())
     }
 
     /// True when a weight was left on the host.
@@ -251,6 +265,59 @@ impl Kept {
     /// Bytes that a new plan takes over.
     fn bytes(&self) -> u64 {
         self.places.kept_bytes(self.weights.is_some())
+    }
+}
+
+impl Kept {
+    /// Moves the states to places of other sizes; what they hold goes along, what is added is zero. After a failure
+    /// everything is where it was.
+    pub(crate) fn resize(
+        self,
+        ctx: &Context,
+        stream: &mut Stream,
+        places: Places,
+    ) -> Result<Kept, (CudaError, Option<Kept>)> {
+        let failed = CudaError::driver("making room for states");
+        let (free, total) = match ctx.mem_info() {
+            Ok(info) => info,
+            Err(error) => return Err((failed(error), Some(self))),
+        };
+        // Old and new are there at once while one is copied to the other.
+        let none = Room::default();
+        if let Err(error) = fitting_room(ctx, &places, [none, none], (places.weight_bytes, free, total)) {
+            return Err((error, Some(self)));
+        }
+        let mut layout = Layout::new("states of two sizes");
+        let weights = self.weights.map(|region| layout.inherit("weights", region));
+        let old = layout.inherit("old states", self.kv);
+        let new = layout.device("kv", places.kv_bytes);
+        let Kept { places: old_places, lease, weights: old_weights, kv: old_kv, uploaded } = self;
+        let mut lease = match lease.succeed(&layout) {
+            Ok(lease) => lease,
+            Err((lease, error)) => {
+                let kept = Kept { places: old_places, lease, weights: old_weights, kv: old_kv, uploaded };
+                return Err((failed(error), Some(kept)));
+            }
+        };
+        let (from, to) = (lease.memory().buf(old), lease.memory().buf(new));
+        let moved = stream
+            .run(&mut lease, false, |q| {
+                q.fill(to, 0)?;
+                for (a, b) in old_places.states.iter().zip(&places.states) {
+                    let bytes = a.live_bytes.min(b.live_bytes);
+                    q.copy(to.slice(b.offset, bytes)?, from.slice(a.offset, bytes)?)?;
+                }
+                Ok(())
+            })
+            .map(|_| ())
+            .and_then(|()| stream.synchronize());
+        let (places, kv) = if moved.is_ok() { (places, new) } else { (old_places, old) };
+        let kept = Resident::keep_regions(places, lease, weights, kv, uploaded);
+        match (moved, kept) {
+            (Ok(()), Ok(kept)) => Ok(kept),
+            (Err(error), kept) => Err((CudaError::driver("moving states")(error), kept.ok())),
+            (Ok(()), Err(error)) => Err((CudaError::driver("moving states")(error), None)),
+        }
     }
 }
 

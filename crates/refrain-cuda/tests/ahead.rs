@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use refrain_cuda::{CudaOptions, GraphMode};
 use refrain_driver::sim::{Call, FaultScript, SimDriver};
 use refrain_driver::{Device, Method};
-use refrain_engine::{Ahead, EngineError, SamplingParams, SamplingRow, Session, StepKind};
+use refrain_engine::{Ahead, EngineError, SamplingParams, SamplingRow, SequenceState, StepKind};
 use refrain_tensor::DType;
 use rig::{PROMPTS, Rig, gpu, gpu_turn, options, sim};
 
@@ -47,7 +47,7 @@ type Said = Vec<(u32, u32)>;
 
 /// A session in the middle of its text.
 struct Text {
-    session: Session,
+    session: SequenceState,
     row: SamplingRow,
     last: u32,
     said: Said,

@@ -11,7 +11,7 @@ use refrain_cuda::{
 use refrain_driver::api::Census;
 use refrain_driver::sim::{Call, FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
-use refrain_engine::{Ahead, BackendRunner, Engine, RunnerOptions, SamplingParams, SamplingRow, StepKind};
+use refrain_engine::{Ahead, BackendRunner, Core, RunnerOptions, SamplingParams, SamplingRow, StepKind};
 use refrain_graph::{Backend, ControlBlock, Io, Op, Ran, Reason, RunError, fuse};
 use refrain_models::{Head, KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
@@ -193,7 +193,7 @@ fn memory_that_does_not_fit_is_refused_with_the_numbers_before_anything_is_alloc
     let backend = CudaBackend::on(&device, options(GraphMode::Auto, Method::Stream)).unwrap();
     let before = sim.stats().live;
     let runner = RunnerOptions { context: 128, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
-    let mut engine = Engine::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 128);
+    let mut engine = Core::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 128);
     let mut session = engine.open();
     let error = engine.logits(&mut session, &[1], 1).unwrap_err();
     let text = format!("{:?}", error);
@@ -215,7 +215,7 @@ fn out_of_memory_at_any_allocation_is_an_error_that_leaks_nothing() {
             sim.inject(FaultScript::parse(&format!("on {nth}th allocation: out of memory")).unwrap());
             let runner = RunnerOptions { context: 64, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
             let mut engine =
-                Engine::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 64);
+                Core::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 64);
             let mut session = engine.open();
             if engine.logits(&mut session, &[1], 1).is_err() {
                 engine.logits(&mut session, &[1], 1).unwrap();
@@ -369,7 +369,7 @@ fn life(sim: &SimDriver, model: &Arc<Model>) -> Result<Vec<(u32, u32)>, Box<dyn 
     quick.graphs.health_limit = Duration::from_millis(500);
     let backend = CudaBackend::on(&device, quick)?;
     let runner = RunnerOptions { context: 64, kv_block: 16, kv_dtype: DType::F16, max_tokens: 8 };
-    let mut engine = Engine::new(Box::new(BackendRunner::new(backend, model.clone(), runner)?), 64);
+    let mut engine = Core::new(Box::new(BackendRunner::new(backend, model.clone(), runner)?), 64);
     let (mut session, mut row) = (engine.open(), SamplingRow::new(&SamplingParams::greedy()));
     let mut chosen = engine.prompt(&mut session, &[1, 17, 5], &mut row, |_| true)?;
     let mut said = vec![(chosen.token, chosen.logprob.to_bits())];
@@ -449,7 +449,7 @@ fn memory_is_told_before_it_is_allocated_and_weights_while_they_are_sent() {
         let before = sim.stats();
         let runner = RunnerOptions { context: 64, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
         let mut engine =
-            Engine::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 64);
+            Core::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 64);
         engine.plan(1).unwrap();
         before
     };

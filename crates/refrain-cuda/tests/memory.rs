@@ -21,6 +21,7 @@ struct Bed {
     backend: CudaBackend,
     weights: CudaWeights,
     states: CudaStates,
+    kv: KvSpec,
 }
 
 impl Bed {
@@ -32,12 +33,12 @@ impl Bed {
         let (backend, model) = (CudaBackend::on(&device, options).unwrap(), model("llama"));
         let weights = backend.load(model.weights(), model.tensors().to_vec()).unwrap();
         let states = backend.allocate(&model.states(&KV)).unwrap();
-        Bed { sim, backend, weights, states }
+        Bed { sim, backend, weights, states, kv: KV }
     }
 
     fn compile(&self, n_tokens: usize) -> Result<CudaCompiled, CompileError> {
         let spec = StepSpec::of_one(n_tokens, n_tokens, Head::Logits);
-        let graph = fuse(&model("llama").graph(&spec, &KV).unwrap()).unwrap();
+        let graph = fuse(&model("llama").graph(&spec, &self.kv).unwrap()).unwrap();
         self.backend.compile(&graph)
     }
 
@@ -133,6 +134,34 @@ fn a_program_that_lost_its_memory_says_so_and_goes_on_where_it_was_once_there_is
         }
     });
     assert_eq!(got.unwrap(), want);
+}
+
+#[test]
+fn a_cache_that_grows_keeps_what_it_holds_and_one_that_cannot_stays_as_it_is() {
+    let mut bed = Bed::new(PLENTY, GraphMode::Require);
+    let want = evaluate(&mut bed, |_, _, _| {}).unwrap();
+    let mut bed = Bed::new(PLENTY, GraphMode::Require);
+    let got = evaluate(&mut bed, |bed, step, position| {
+        let grow = |bed: &mut Bed, n_blocks: usize| {
+            let kv = KvSpec { n_blocks, max_blocks: n_blocks, ..KV };
+            let to = model("llama").states(&kv);
+            bed.backend.resize(&mut bed.states, &to).map(|()| bed.kv = kv)
+        };
+        if position == 5 {
+            grow(bed, 21).unwrap();
+            assert!(bed.logits(step, position).is_err(), "the old program is for another cache");
+            *step = bed.compile(1).unwrap();
+        } else {
+            let before = bed.backend.monitor().status().memory;
+            let error = grow(bed, 1 << 20).unwrap_err();
+            assert!(format!("{error:?}").contains("DoesNotFit"), "{error:?}");
+            assert_eq!(bed.backend.monitor().status().memory.kv_bytes, before.kv_bytes);
+            let other = model("llama").states(&KvSpec { kv_block: 32, ..KV });
+            assert!(bed.backend.resize(&mut bed.states, &other).is_err(), "only the first dimension changes");
+        }
+    });
+    assert_eq!(got.unwrap(), want);
+    assert!(bed.kv.n_blocks == 21 && bed.backend.monitor().status().upload.bytes > 0);
 }
 
 #[test]

@@ -5,7 +5,7 @@ mod rig;
 use refrain_cuda::{CacheOptions, CublasLt, CudaBackend, CudaOptions, GraphMode, PromptProducts};
 use refrain_driver::sim::SimOptions;
 use refrain_driver::{Device, DeviceKind, Method};
-use refrain_engine::{BackendRunner, Chosen, Engine, Runner, RunnerOptions, SamplingParams, SamplingRow};
+use refrain_engine::{BackendRunner, Chosen, Core, Runner, RunnerOptions, SamplingParams, SamplingRow};
 use refrain_graph::{
     Attention, Backend, Gate, Graph, GraphBuilder, Io, State, StateId, TensorType, Weight, WeightId, fuse,
 };
@@ -125,7 +125,7 @@ fn prompt(n_tokens: usize, buckets: Vec<usize>) -> (Chosen, Vec<usize>) {
     let runner = RunnerOptions { context: 520, kv_block: 16, kv_dtype: DType::F16, max_tokens: 512 };
     let runner = BackendRunner::new(backend, rig::model("llama"), runner).unwrap();
     let vocab = runner.model().config().n_vocab as u32;
-    let mut engine = Engine::new(Box::new(runner), 520);
+    let mut engine = Core::new(Box::new(runner), 520);
     let tokens: Vec<u32> = (0..n_tokens as u32).map(|i| i * 31 % vocab).collect();
     let (mut session, mut row) = (engine.open(), SamplingRow::new(&SamplingParams::greedy()));
     let chosen = engine.prompt(&mut session, &tokens, &mut row, |_| true).unwrap();

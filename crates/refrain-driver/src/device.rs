@@ -39,6 +39,15 @@ impl Device {
         }
     }
 
+    /// Whether there is such a device, without opening it: the driver is loaded, and no context is made.
+    pub fn look(kind: DeviceKind) -> Result<DeviceInfo, DriverError> {
+        let (api, ordinal) = match kind {
+            DeviceKind::Cuda(ordinal) => (crate::real::load()?, ordinal),
+            DeviceKind::Sim(options) => (SimDriver::new(options).interface(), 0),
+        };
+        find(&*api, ordinal).map(|(info, _)| info)
+    }
+
     /// Opens a simulated device that the caller keeps a handle to, for its kernels, faults and reports.
     pub fn simulated(sim: &SimDriver) -> Result<Device, DriverError> {
         crate::probe::register_twins(sim);
@@ -46,17 +55,7 @@ impl Device {
     }
 
     fn with_api(api: Arc<dyn Api>, ordinal: u32) -> Result<Device, DriverError> {
-        let plain = |call| move |code| DriverError::Driver { call, code, origin: None };
-        let driver_version = api.driver_version().map_err(plain("cuDriverGetVersion"))?;
-        let count = match api.device_count() {
-            Ok(0) => return Err(DriverError::NoDevice { code: Code::NO_DEVICE }),
-            Ok(n) => n,
-            Err(code) => return Err(DriverError::NoDevice { code }),
-        };
-        if ordinal >= count {
-            return Err(DriverError::NoSuchDevice { ordinal, count });
-        }
-        let info = api.device_info(ordinal).map_err(plain("cuDeviceGetAttribute"))?;
+        let (info, driver_version) = find(&*api, ordinal)?;
         let ctx = api.primary_ctx_retain(ordinal).map_err(plain("cuDevicePrimaryCtxRetain"))?;
         let shared = Arc::new(Shared::new(api, ctx, ordinal, info, driver_version));
         let probe = Probe::load(&shared)?;
@@ -156,6 +155,24 @@ impl Device {
     }
 }
 
+fn plain(call: &'static str) -> impl Fn(Code) -> DriverError {
+    move |code| DriverError::Driver { call, code, origin: None }
+}
+
+/// What a device is, and the version of its driver.
+fn find(api: &dyn Api, ordinal: u32) -> Result<(DeviceInfo, u32), DriverError> {
+    let driver_version = api.driver_version().map_err(plain("cuDriverGetVersion"))?;
+    let count = match api.device_count() {
+        Ok(0) => return Err(DriverError::NoDevice { code: Code::NO_DEVICE }),
+        Ok(n) => n,
+        Err(code) => return Err(DriverError::NoDevice { code }),
+    };
+    if ordinal >= count {
+        return Err(DriverError::NoSuchDevice { ordinal, count });
+    }
+    Ok((api.device_info(ordinal).map_err(plain("cuDeviceGetAttribute"))?, driver_version))
+}
+
 impl std::fmt::Debug for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Device({}:{} {:?})", self.backend(), self.ordinal(), self.info().name)
@@ -229,5 +246,25 @@ impl Context {
 impl std::fmt::Debug for Context {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Context of {:?}", self.device())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_looked_at_without_a_context() {
+        let sim = SimDriver::new(SimOptions::default());
+        let (info, _) = find(&*sim.interface(), 0).unwrap();
+        assert_eq!(sim.stats().live.contexts, 0);
+        let looked = Device::look(DeviceKind::Sim(SimOptions::default())).unwrap();
+        assert_eq!(looked.name, info.name);
+        let open = Device::simulated(&sim).unwrap();
+        assert_eq!((sim.stats().live.contexts, &open.info().name), (1, &info.name));
+        assert!(matches!(
+            find(&*sim.interface(), 9),
+            Err(DriverError::NoSuchDevice { ordinal: 9, count: 1 })
+        ));
     }
 }

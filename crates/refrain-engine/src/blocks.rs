@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A fixed pool of KV blocks, handed out one at a time.
+/// A pool of KV blocks, handed out one at a time.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
     free: Vec<u32>,
@@ -47,6 +47,14 @@ impl BlockPool {
         self.in_use.len()
     }
 
+    /// Adds blocks until there are `n_blocks`. A pool never shrinks: any of its blocks may be in a table.
+    pub fn extend(&mut self, n_blocks: usize) {
+        let added = self.in_use.len() as u32..(n_blocks.max(self.in_use.len()) as u32);
+        // In front of those that are free already, which are handed out first.
+        self.free.splice(0..0, added.clone().rev());
+        self.in_use.resize(added.end as usize, false);
+    }
+
     /// Extends a sequence's table until it covers `n_positions`; all or nothing.
     pub fn grow(&mut self, table: &mut Vec<u32>, n_positions: usize) -> Result<(), OutOfBlocks> {
         let need = n_positions.div_ceil(self.kv_block).saturating_sub(table.len());
@@ -76,13 +84,23 @@ impl BlockPool {
     }
 }
 
-/// A pool that the sessions of one engine share.
+/// A pool that the sequences of one engine share.
 #[derive(Clone, Debug)]
-pub(crate) struct SharedPool(Arc<Mutex<BlockPool>>);
+pub(crate) struct SharedPool(Arc<Mutex<Books>>);
+
+#[derive(Debug)]
+struct Books {
+    pool: BlockPool,
+    /// Blocks that open sequences were promised, in use or not.
+    n_reserved: usize,
+    /// Blocks that one table may have.
+    max_blocks: usize,
+}
 
 impl SharedPool {
-    pub(crate) fn new(pool: BlockPool) -> SharedPool {
-        SharedPool(Arc::new(Mutex::new(pool)))
+    /// A pool whose tables have at most `max_blocks` blocks.
+    pub(crate) fn new(pool: BlockPool, max_blocks: usize) -> SharedPool {
+        SharedPool(Arc::new(Mutex::new(Books { pool, n_reserved: 0, max_blocks })))
     }
 
     /// A table without blocks.
@@ -90,9 +108,51 @@ impl SharedPool {
         Table { blocks: Vec::new(), pool: self.clone() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, BlockPool> {
+    /// Promises a sequence of `n_positions` its blocks, if so many are promised to nobody else.
+    pub(crate) fn reserve(&self, n_positions: usize) -> Option<Reservation> {
+        let mut books = self.lock();
+        let n_blocks = n_positions.div_ceil(books.pool.kv_block());
+        if n_blocks > books.max_blocks || n_blocks > books.pool.n_blocks() - books.n_reserved {
+            return None;
+        }
+        books.n_reserved += n_blocks;
+        Some(Reservation { n_blocks, pool: self.clone() })
+    }
+
+    /// Blocks of the pool and of a table that a further sequence of `n_positions` needs.
+    pub(crate) fn size_for(&self, n_positions: usize) -> (usize, usize) {
+        let books = self.lock();
+        let need = n_positions.div_ceil(books.pool.kv_block());
+        (books.pool.n_blocks().max(books.n_reserved + need), books.max_blocks.max(need))
+    }
+
+    /// Makes the pool and its tables larger.
+    pub(crate) fn extend(&self, n_blocks: usize, max_blocks: usize) {
+        let mut books = self.lock();
+        books.pool.extend(n_blocks);
+        books.max_blocks = max_blocks;
+    }
+
+    pub(crate) fn is(&self, other: &SharedPool) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Books> {
         // A panic inside is the pool's own check: it may lose a block, never hand one out twice.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Blocks that a sequence can count on. Dropping it gives them back.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    n_blocks: usize,
+    pool: SharedPool,
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.pool.lock().n_reserved -= self.n_blocks;
     }
 }
 
@@ -109,19 +169,19 @@ impl Table {
     }
 
     pub(crate) fn belongs_to(&self, pool: &SharedPool) -> bool {
-        Arc::ptr_eq(&self.pool.0, &pool.0)
+        self.pool.is(pool)
     }
 
     /// Makes the table cover `n_positions` and no block more.
     pub(crate) fn fit(&mut self, n_positions: usize) -> Result<(), OutOfBlocks> {
-        let mut pool = self.pool.lock();
-        pool.shrink(&mut self.blocks, n_positions);
-        pool.grow(&mut self.blocks, n_positions)
+        let mut books = self.pool.lock();
+        books.pool.shrink(&mut self.blocks, n_positions);
+        books.pool.grow(&mut self.blocks, n_positions)
     }
 }
 
 impl Drop for Table {
     fn drop(&mut self) {
-        self.pool.lock().shrink(&mut self.blocks, 0);
+        self.pool.lock().pool.shrink(&mut self.blocks, 0);
     }
 }

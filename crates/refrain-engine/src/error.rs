@@ -63,9 +63,64 @@ pub enum EngineError {
         /// Tokens of the step.
         n_tokens: usize,
     },
-    /// The session's blocks are another engine's.
-    #[error("the session belongs to another engine")]
-    ForeignSession,
+    /// The sequence's blocks are another engine's.
+    #[error("the sequence belongs to another engine")]
+    ForeignSequence,
+    /// A request of the sequence has not ended.
+    #[error("the sequence is busy: a request of it has not ended")]
+    SequenceBusy,
+    /// As many requests as may be open have not ended.
+    #[error("{n_requests} requests are running or waiting, {most} may")]
+    QueueFull {
+        /// Requests that have not ended.
+        n_requests: usize,
+        /// How many there may be.
+        most: usize,
+    },
+    /// A sequence of a length that the model does not have.
+    #[error("a sequence of {got} tokens was asked for, the model takes 1 to {most}")]
+    Context {
+        /// Tokens asked for.
+        got: usize,
+        /// Tokens the model was trained for.
+        most: usize,
+    },
+    /// The backend's cache has the size it was made with.
+    #[error("the KV cache of {backend} has {has} blocks and cannot grow to {need}")]
+    CannotGrow {
+        /// Name of the backend.
+        backend: &'static str,
+        /// Blocks it has.
+        has: usize,
+        /// Blocks it would need.
+        need: usize,
+    },
+    /// More tokens at least than at most.
+    #[error("at least {min} tokens were asked for, and at most {max}")]
+    TokenLimits {
+        /// The fewest tokens.
+        min: usize,
+        /// The most tokens.
+        max: usize,
+    },
+    /// The sampler gives the log-probability of the chosen token only.
+    #[error("the {got} most probable tokens were asked for, only the chosen one has a log-probability")]
+    TopLogprobs {
+        /// Tokens asked for.
+        got: usize,
+    },
+    /// The engine has no adapters.
+    #[error("adapter {id} was asked for, the engine has none")]
+    UnknownAdapter {
+        /// Its number.
+        id: u32,
+    },
+    /// The system refused the engine a thread.
+    #[error("the engine's thread could not be started")]
+    Thread(#[source] std::io::Error),
+    /// The engine serves nobody any more.
+    #[error("the engine has stopped: {0}")]
+    Stopped(#[from] Stopped),
     /// The device chose a token that does not exist: its memory or its driver is broken.
     #[error("the device chose token {token} after position {position}, the vocabulary has {vocab}")]
     BadChoice {
@@ -114,6 +169,31 @@ pub enum EngineError {
     },
 }
 
+/// Why an engine serves nobody any more. All its streams and callers hear it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Stopped {
+    /// Its thread panicked.
+    #[error("its thread panicked: {message}")]
+    Panicked {
+        /// What the panic said.
+        message: String,
+    },
+    /// The device's context is lost.
+    #[error("{backend} lost its context at {label} with error {code}")]
+    DeviceLost {
+        /// Name of the backend.
+        backend: &'static str,
+        /// Label of the step.
+        label: String,
+        /// The driver's code.
+        code: u32,
+    },
+    /// Nobody holds it any more.
+    #[error("it was shut down")]
+    Closed,
+}
+
 /// What a window may have. The context may have been made for a window that is too small.
 fn limits(context: usize) -> String {
     if context <= MIN_WINDOW {
@@ -157,7 +237,20 @@ impl EngineError {
                 Some(format!("evaluate the tokens in pieces of at most {max_tokens}"))
             }
             EngineError::TooManyRows { n_tokens, .. } => Some(format!("ask for at most {n_tokens} rows")),
-            EngineError::ForeignSession => Some("use a session with the engine that opened it".into()),
+            EngineError::ForeignSequence => Some("use a sequence with the engine that opened it".into()),
+            EngineError::SequenceBusy => Some("wait for the end of its request, or cancel it".into()),
+            EngineError::QueueFull { .. } => Some("try again when a request has ended".into()),
+            EngineError::Context { most, .. } => Some(format!("ask for 1 to {most} tokens")),
+            EngineError::CannotGrow { .. } => {
+                Some("end another sequence, or make an engine with a larger cache".into())
+            }
+            EngineError::TokenLimits { max, .. } => Some(format!("ask for at least 0 to {max} tokens")),
+            EngineError::TopLogprobs { .. } => Some("ask for 0 of them".into()),
+            EngineError::UnknownAdapter { .. } => Some("ask for no adapter".into()),
+            EngineError::Stopped(Stopped::DeviceLost { .. }) => {
+                Some("start the program again, or run on another device".into())
+            }
+            EngineError::Stopped(_) => Some("open another session".into()),
             EngineError::Window { context, .. } if *context <= MIN_WINDOW => {
                 Some(format!("pass -c with at least {MIN_WINDOW} tokens"))
             }
@@ -171,7 +264,18 @@ impl EngineError {
             | EngineError::Cancelled
             | EngineError::NoRun
             | EngineError::NoFeedback
+            | EngineError::Thread(_)
             | EngineError::Sampling(_) => None,
+        }
+    }
+
+    /// Why the engine cannot go on after this error, if it cannot.
+    pub(crate) fn stops(&self) -> Option<Stopped> {
+        match self {
+            EngineError::Run(RunError::ContextLost { backend, label, code, .. }) => {
+                Some(Stopped::DeviceLost { backend, label: label.clone(), code: *code })
+            }
+            _ => None,
         }
     }
 

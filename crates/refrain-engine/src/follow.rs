@@ -2,14 +2,16 @@
 //!
 //! A decode step feeds itself: what it chooses is the next step's input. So when the caller is known to go on, steps are
 //! sent before their tokens are asked for, and nobody waits for the host between two tokens. Those that turn out not to
-//! be needed have only written KV behind what the session holds, which the next step there writes again.
+//! be needed have only written KV behind what the sequence holds, which the next step there writes again.
 
+use crate::core::{Chosen, Core, SequenceState, check_tokens};
 use crate::error::EngineError;
+use crate::ledger::Ledger;
 use crate::runner::{RunEnd, StepRequest, Want};
 use crate::sampling::SamplingRow;
-use crate::session::{Chosen, Engine, Session};
 use refrain_graph::StepKind;
-use std::time::Instant;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// What a caller is known to want, besides the next token: how far steps may be sent ahead of it.
 #[derive(Clone, Copy, Debug)]
@@ -25,12 +27,14 @@ impl Ahead<'_> {
     pub const NONE: Ahead<'static> = Ahead { n_tokens: 1, end: &[] };
 }
 
-/// Steps of one session that feed themselves.
+/// Steps of one sequence that feed themselves.
 pub(crate) struct Following {
-    session: u64,
+    sequence: u64,
+    /// Where its steps are entered, besides the ledger of all steps.
+    ledger: Arc<Mutex<Ledger>>,
     row: SamplingRow,
     end: Vec<u32>,
-    /// Tokens that the session held when it began.
+    /// Tokens that the sequence held when it began.
     start: usize,
     /// The input of the oldest step that was not taken.
     next: u32,
@@ -49,65 +53,77 @@ impl Following {
     }
 
     /// Whether its next step is the one that a caller asks for.
-    fn is_for(&self, session: &Session, token: u32, row: &SamplingRow, ahead: &Ahead<'_>) -> bool {
+    fn is_for(&self, sequence: &SequenceState, token: u32, row: &SamplingRow, ahead: &Ahead<'_>) -> bool {
         !self.ended
-            && self.session == session.id
-            && self.start + self.n_taken == session.tokens.len()
+            && self.sequence == sequence.id
+            && self.start + self.n_taken == sequence.tokens.len()
             && self.next == token
             && self.end == ahead.end
             && self.row.has_rules_of(row)
     }
 }
 
-impl Engine {
+impl Core {
     /// Evaluates one token and chooses the next.
     pub fn decode(
         &mut self,
-        session: &mut Session,
+        sequence: &mut SequenceState,
         token: u32,
         row: &mut SamplingRow,
     ) -> Result<Chosen, EngineError> {
-        self.follow(session, token, row, &Ahead::NONE)
+        self.follow(sequence, token, row, &Ahead::NONE)
     }
 
     /// Evaluates one token and chooses the next, and sends steps for those that the caller will want after it.
     ///
     /// They serve the next call if it asks for the token chosen here, by the same rules; any other call gets the same
-    /// answer as without them. When no more is wanted, [`Engine::settle`] waits for those under way.
+    /// answer as without them. When no more is wanted, [`Core::settle`] waits for those under way.
     pub fn follow(
         &mut self,
-        session: &mut Session,
+        sequence: &mut SequenceState,
         token: u32,
         row: &mut SamplingRow,
         ahead: &Ahead<'_>,
     ) -> Result<Chosen, EngineError> {
-        self.check_session(session)?;
-        self.check_tokens(&[token])?;
-        if session.tokens.len() >= self.context {
-            return Err(EngineError::ContextFull { context: self.context });
+        self.follow_timed(sequence, token, row, ahead).map(|(chosen, _)| chosen)
+    }
+
+    /// As [`Core::follow`], with the time that the ledger has for the step.
+    pub(crate) fn follow_timed(
+        &mut self,
+        sequence: &mut SequenceState,
+        token: u32,
+        row: &mut SamplingRow,
+        ahead: &Ahead<'_>,
+    ) -> Result<(Chosen, Duration), EngineError> {
+        self.check_sequence(sequence)?;
+        check_tokens(self.model(), &[token])?;
+        if sequence.tokens.len() >= sequence.context {
+            return Err(EngineError::ContextFull { context: sequence.context });
         }
         let mut began = Instant::now();
-        if !self.following.as_ref().is_some_and(|f| f.is_for(session, token, row, ahead)) {
+        if !self.following.as_ref().is_some_and(|f| f.is_for(sequence, token, row, ahead)) {
             self.settle();
-            session.table.fit(session.tokens.len() + 1)?;
+            sequence.table.fit(sequence.tokens.len() + 1)?;
         } else if let Some(last) = self.following.as_ref().and_then(|f| f.last) {
             began = last;
         }
-        let chosen = self.begin_and_take(session, token, row, ahead);
+        let chosen = self.begin_and_take(sequence, token, row, ahead);
         let took = began.elapsed();
         match chosen {
             Ok((chosen, ran)) => {
-                session.tokens.push(token);
-                row.advance(session.tokens.len(), &session.tokens);
-                self.ledger.ran(StepKind::Decode, 1, took, &ran);
-                Ok(chosen)
+                sequence.tokens.push(token);
+                row.advance(sequence.tokens.len(), &sequence.tokens);
+                self.enter(&sequence.ledger, |ledger| ledger.ran(StepKind::Decode, 1, took, &ran));
+                Ok((chosen, took))
             }
             Err(error) => {
-                self.ledger.failed(StepKind::Decode, took, &error.reason());
+                let reason = error.reason();
+                self.enter(&sequence.ledger, |ledger| ledger.failed(StepKind::Decode, took, &reason));
                 self.following = None;
                 // A second error of the same run says nothing new; what it left under way is not in the ledger.
                 if let Ok(n) = self.runner.finish() {
-                    self.ledger.unused(StepKind::Decode, n as u64);
+                    self.enter(&sequence.ledger, |ledger| ledger.unused(StepKind::Decode, n as u64));
                 }
                 Err(error)
             }
@@ -115,42 +131,50 @@ impl Engine {
     }
 
     /// Waits until no step is under way that was sent ahead, and enters those that nobody needed in the ledger. Every
-    /// other call of the engine does so first.
+    /// other call of the core does so first.
     pub fn settle(&mut self) {
-        if self.following.take().is_none() {
-            return;
-        }
+        let Some(following) = self.following.take() else { return };
         match self.runner.finish() {
-            Ok(n) => self.ledger.unused(StepKind::Decode, n as u64),
+            Ok(n) => self.enter(&following.ledger, |ledger| ledger.unused(StepKind::Decode, n as u64)),
             // Whoever goes on hears of it again if it still matters.
-            Err(error) => self.ledger.failed(StepKind::Decode, std::time::Duration::ZERO, &error.reason()),
+            Err(error) => {
+                let reason = error.reason();
+                self.enter(&following.ledger, |l| l.failed(StepKind::Decode, Duration::ZERO, &reason));
+            }
+        }
+    }
+
+    /// As [`Core::settle`], if the steps under way are those of this sequence.
+    pub(crate) fn settle_of(&mut self, sequence: &SequenceState) {
+        if self.following.as_ref().is_some_and(|f| f.sequence == sequence.id) {
+            self.settle();
         }
     }
 
     fn begin_and_take(
         &mut self,
-        session: &mut Session,
+        sequence: &mut SequenceState,
         token: u32,
         row: &mut SamplingRow,
         ahead: &Ahead<'_>,
     ) -> Result<(Chosen, refrain_graph::Ran), EngineError> {
         if self.following.is_none() {
-            self.begin(session, token, row, ahead)?;
+            self.begin(sequence, token, row, ahead)?;
         }
         let Some(following) = &mut self.following else { unreachable!("begun above") };
         // Sent in batches: half of what may be under way is left when the device thread is asked for more.
-        let (under_way, left) = (following.n_under_way(), self.context - session.tokens.len());
+        let (under_way, left) = (following.n_under_way(), sequence.context - sequence.tokens.len());
         let most = following.most.min(ahead.n_tokens.max(1)).min(left);
         if under_way == 0 || (most > under_way && under_way <= following.most / 2) {
             let n_positions = following.start + following.n_sent;
-            let n = match session.table.fit(n_positions + most - under_way) {
+            let n = match sequence.table.fit(n_positions + most - under_way) {
                 Ok(()) => most - under_way,
-                // Other sessions hold the rest: what is under way will do, or one step at a time.
+                // Other sequences hold the rest: what is under way will do, or one step at a time.
                 Err(_) if under_way > 0 => 0,
-                Err(_) => session.table.fit(n_positions + 1).map(|()| 1)?,
+                Err(_) => sequence.table.fit(n_positions + 1).map(|()| 1)?,
             };
             if n > 0 {
-                self.runner.send(session.table.blocks(), n)?;
+                self.runner.send(sequence.table.blocks(), n)?;
                 following.n_sent += n;
             }
         }
@@ -163,21 +187,22 @@ impl Engine {
 
     fn begin(
         &mut self,
-        session: &mut Session,
+        sequence: &mut SequenceState,
         token: u32,
         row: &mut SamplingRow,
         ahead: &Ahead<'_>,
     ) -> Result<(), EngineError> {
-        let start = session.tokens.len();
-        session.tokens.push(token);
-        row.advance(start + 1, &session.tokens);
-        let tokens = &session.tokens[start..];
-        let request = StepRequest { tokens, start, table: session.table.blocks(), want: Want::Sample(row) };
-        let end = RunEnd { n_positions: self.context, tokens: ahead.end };
+        let start = sequence.tokens.len();
+        sequence.tokens.push(token);
+        row.advance(start + 1, &sequence.tokens);
+        let tokens = &sequence.tokens[start..];
+        let request = StepRequest { tokens, start, table: sequence.table.blocks(), want: Want::Sample(row) };
+        let end = RunEnd { n_positions: sequence.context, tokens: ahead.end };
         let begun = self.runner.begin(&request, end);
-        session.tokens.truncate(start);
+        sequence.tokens.truncate(start);
         self.following = Some(Following {
-            session: session.id,
+            sequence: sequence.id,
+            ledger: sequence.ledger.clone(),
             row: row.clone(),
             end: ahead.end.to_vec(),
             start,

@@ -1,28 +1,56 @@
-//! Sessions, KV blocks, sampling policy and the ledger.
+//! Requests, KV blocks, sampling policy and the ledger.
 //!
-//! An [`Engine`] owns one model on one device behind the [`Runner`] trait, hands out KV blocks to [`Session`]s, and
-//! enters every step in the [`Ledger`]. [`BackendRunner`] makes a runner of any [`refrain_graph::Backend`].
+//! An [`Engine`] is a handle to a thread that owns one model on one device behind the [`Runner`] trait. Any thread
+//! submits a [`Request`] for tokens behind a prompt and reads them from a [`TokenStream`]; a [`Sequence`] keeps its KV
+//! from one request to the next. Every step is entered in the [`Ledger`]. [`BackendRunner`] makes a runner of any
+//! [`refrain_graph::Backend`]. [`Core`] is the same without the thread: one step at a time.
 //!
-//! Invariant: this crate launches no kernel and speaks no HTTP.
+//! ```no_run
+//! use refrain_engine::{Engine, EngineError, EngineOptions, Request, Runner, TokenEvent};
+//!
+//! # fn main() -> Result<(), EngineError> {
+//! # let runner: Box<dyn Runner> = unimplemented!();
+//! let engine = Engine::new(runner, EngineOptions::default())?;
+//! let sequence = engine.open(4096)?;
+//! let mut request = Request::new(&sequence, vec![1, 17, 5]);
+//! request.max_tokens = 100;
+//! for event in engine.submit(request)? {
+//!     if let TokenEvent::Token { token, .. } = event? {
+//!         println!("{token}");
+//!     }
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Invariant: this crate launches no kernel, speaks no HTTP and needs no asynchronous runtime.
+//! Invariant: the engine's thread never waits for a consumer.
 #![forbid(unsafe_code)]
 
 mod blocks; // who owns which part of the cache
 mod sampling; // how a token is chosen
 mod runner; // one step on one device
-mod session; // prompts, tokens, positions
+mod core; // prompts, tokens, positions
 mod follow; // one token after the other
+mod request; // what is asked for, and what comes back
+mod stream; // the way from the engine to a consumer
+mod serve; // the engine's thread: who is served when
+mod engine; // the handle to it
 mod stop; // where a text ends
 mod perplexity; // how well a model predicts a text
 mod ledger; // how each step ran
 mod error;
 
 pub use blocks::{BlockPool, OutOfBlocks};
-pub use error::EngineError;
+pub use core::{Chosen, Core, SequenceState};
+pub use engine::{Engine, EngineOptions, WeakEngine};
+pub use error::{EngineError, Stopped};
 pub use follow::Ahead;
 pub use ledger::{Ledger, Tally};
 pub use perplexity::{Perplexity, PerplexityOptions, perplexity};
 pub use refrain_graph::StepKind;
+pub use request::{AdapterId, FinishReason, Pace, Request, RequestId, Sequence, TokenEvent};
 pub use runner::{BackendRunner, RunEnd, Runner, RunnerOptions, StepOut, StepRequest, Want};
 pub use sampling::{HISTORY, MAX_BIAS, SamplingError, SamplingParams, SamplingRow};
-pub use session::{Chosen, Engine, Session};
 pub use stop::{StopFilter, Verdict};
+pub use stream::TokenStream;

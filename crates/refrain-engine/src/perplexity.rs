@@ -2,8 +2,10 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use crate::core::check_tokens;
+use crate::engine::Engine;
 use crate::error::EngineError;
-use crate::session::Engine;
+use crate::request::Sequence;
 
 /// How a text is cut up.
 #[derive(Clone, Copy, Debug)]
@@ -32,44 +34,49 @@ pub(crate) const MIN_WINDOW: usize = 3;
 
 /// Scores the second half of each window of a text.
 ///
-/// Each window is evaluated on its own; its first half gives the model something to go on. `progress` hears the
-/// result so far after each window.
+/// Each window is evaluated on its own, in `sequence`, which forgets what it holds; its first half gives the model
+/// something to go on. `progress` hears the result so far after each window.
 pub fn perplexity(
-    engine: &mut Engine,
+    engine: &Engine,
+    sequence: &Sequence,
     tokens: &[u32],
     options: PerplexityOptions,
     mut progress: impl FnMut(usize, Perplexity),
 ) -> Result<Perplexity, EngineError> {
     let window = options.window;
-    if window < MIN_WINDOW || window > engine.context() {
-        return Err(EngineError::Window { window, context: engine.context() });
+    let context = sequence.context();
+    if window < MIN_WINDOW || window > context {
+        return Err(EngineError::Window { window, context });
     }
     if tokens.len() < window {
         return Err(EngineError::TextTooShort { n_tokens: tokens.len(), window });
     }
     let n_windows = (tokens.len() / window).min(options.max_windows.unwrap_or(usize::MAX));
     // Also the last token of a window, which is scored but not evaluated.
-    engine.check_tokens(&tokens[..n_windows * window])?;
-    engine.check_tokens(options.bos.as_slice())?;
+    check_tokens(engine.model(), &tokens[..n_windows * window])?;
+    check_tokens(engine.model(), options.bos.as_slice())?;
     let vocab = engine.model().config().n_vocab;
     let first = window / 2;
-    let mut sum = 0.0;
+    let (mut sum, mut rows) = (0.0, Vec::new());
     let mut so_far = Perplexity { perplexity: f64::NAN, n_scored: 0, n_windows: 0 };
     for (idx, text) in tokens.chunks_exact(window).take(n_windows).enumerate() {
         let mut text = text.to_vec();
         if let Some(bos) = options.bos {
             text[0] = bos;
         }
-        let mut session = engine.open();
+        sequence.clear()?;
         let mut at = 0;
         // The last token predicts nothing that is in the window.
         while at < window - 1 {
             let end = (at + engine.max_tokens()).min(window - 1);
             let n_rows = end.saturating_sub(first.max(at));
-            let rows = engine.logits(&mut session, &text[at..end], n_rows)?;
-            let scored = log_probabilities(rows, vocab, &text[end - n_rows + 1..=end]);
+            engine.logits(sequence, &text[at..end], n_rows, &mut rows)?;
+            let scored = log_probabilities(&rows, vocab, &text[end - n_rows + 1..=end]);
             if let Some(bad) = scored.iter().position(|p| !p.is_finite()) {
-                return Err(engine.non_finite(end - n_rows + bad));
+                return Err(EngineError::NonFinite {
+                    position: end - n_rows + bad,
+                    kv_dtype: engine.kv_dtype(),
+                });
             }
             sum = scored.iter().fold(sum, |sum, p| sum - p);
             so_far.n_scored += scored.len();
@@ -79,6 +86,7 @@ pub fn perplexity(
         so_far.perplexity = (sum / so_far.n_scored as f64).exp();
         progress(n_windows, so_far);
     }
+    sequence.clear()?;
     Ok(so_far)
 }
 

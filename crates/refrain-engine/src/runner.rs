@@ -3,7 +3,7 @@
 use crate::error::EngineError;
 use crate::sampling::{HISTORY, MAX_BIAS, SamplingRow};
 use refrain_graph::{Backend, Committed, ControlBlock, Feedback, Filler, Io, Plan, Ran, Run, RunLimits};
-use refrain_graph::{StepFlags, StepInputs, fuse};
+use refrain_graph::{RunError, StepFlags, StepInputs, fuse};
 use refrain_models::{Head, KvSpec, Model, SampleHead, StepSpec};
 use refrain_tensor::DType;
 use std::borrow::Cow;
@@ -77,8 +77,13 @@ pub trait Runner: Send {
     fn layouts(&self) -> Vec<(String, usize)>;
     /// The cache's measures.
     fn kv(&self) -> &KvSpec;
+    /// Makes the cache `n_blocks` large and block tables `max_blocks` wide, and keeps what the cache holds. No run may
+    /// be under way. Steps are compiled again when they are next needed.
+    ///
+    /// After [`EngineError::CannotGrow`] all is as it was.
+    fn resize(&mut self, n_blocks: usize, max_blocks: usize) -> Result<(), EngineError>;
     /// The model.
-    fn model(&self) -> &Model;
+    fn model(&self) -> &Arc<Model>;
     /// The most tokens a step may have.
     fn max_tokens(&self) -> usize;
 }
@@ -106,7 +111,7 @@ impl Default for RunnerOptions {
 pub struct BackendRunner<B: Backend> {
     backend: B,
     model: Arc<Model>,
-    weights: B::Weights,
+    weights: Arc<B::Weights>,
     states: B::States,
     kv: KvSpec,
     max_tokens: usize,
@@ -133,14 +138,29 @@ impl<B: Backend> BackendRunner<B> {
         model: Arc<Model>,
         options: RunnerOptions,
     ) -> Result<BackendRunner<B>, EngineError> {
+        let weights = Arc::new(backend.load(model.weights(), model.tensors().to_vec())?);
+        BackendRunner::with_weights(backend, model, weights, options)
+    }
+
+    /// A runner over weights that another one of the same model has loaded, on a backend that can use them.
+    pub fn with_weights(
+        backend: B,
+        model: Arc<Model>,
+        weights: Arc<B::Weights>,
+        options: RunnerOptions,
+    ) -> Result<BackendRunner<B>, EngineError> {
         let max_blocks = options.context.div_ceil(options.kv_block);
         let kv =
             KvSpec { n_blocks: max_blocks, kv_block: options.kv_block, max_blocks, dtype: options.kv_dtype };
-        let weights = backend.load(model.weights(), model.tensors().to_vec())?;
         let states = backend.allocate(&model.states(&kv))?;
         let most = backend.buckets().last().copied().unwrap_or(usize::MAX);
         let max_tokens = options.max_tokens.clamp(1, most.max(1));
         Ok(BackendRunner { backend, model, weights, states, kv, max_tokens, compiled: Vec::new(), run: None })
+    }
+
+    /// The weights, for another runner of the same model.
+    pub fn weights(&self) -> &Arc<B::Weights> {
+        &self.weights
     }
 
     /// The backend.
@@ -201,7 +221,7 @@ impl<B: Backend> BackendRunner<B> {
 
 impl<B: Backend + Send> Runner for BackendRunner<B>
 where
-    B::Weights: Send,
+    B::Weights: Send + Sync,
     B::States: Send,
     B::Compiled: Send,
 {
@@ -213,7 +233,7 @@ where
         let idx = self.prepare(self.spec(request.tokens.len(), &request.want))?;
         let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
         fill(inputs, control, request)?;
-        let io = Io { weights: &self.weights, states: &mut self.states, control: control.bytes() };
+        let io = Io { weights: &*self.weights, states: &mut self.states, control: control.bytes() };
         let ran = self.backend.run(compiled, io)?;
         out.chosen = None;
         if let (Want::Logits { n_rows }, Some(logits)) = (request.want, inputs.logits) {
@@ -300,7 +320,22 @@ where
         &self.kv
     }
 
-    fn model(&self) -> &Model {
+    fn resize(&mut self, n_blocks: usize, max_blocks: usize) -> Result<(), EngineError> {
+        let kv = KvSpec { n_blocks, max_blocks, ..self.kv };
+        if n_blocks != self.kv.n_blocks {
+            self.backend.resize(&mut self.states, &self.model.states(&kv)).map_err(|error| match error {
+                RunError::CannotResize { backend } => {
+                    EngineError::CannotGrow { backend, has: self.kv.n_blocks, need: n_blocks }
+                }
+                other => other.into(),
+            })?;
+        }
+        self.kv = kv;
+        self.compiled.clear();
+        Ok(())
+    }
+
+    fn model(&self) -> &Arc<Model> {
         &self.model
     }
 

@@ -60,3 +60,15 @@ fn a_single_sequence_lies_in_order() {
 fn a_block_that_nobody_owns_is_not_taken_back() {
     BlockPool::new(2, 8).shrink(&mut vec![0], 0);
 }
+
+#[test]
+fn a_pool_that_grows_hands_out_its_old_blocks_first_and_never_shrinks() {
+    let mut pool = BlockPool::new(3, 8);
+    let (mut one, mut two) = (Vec::new(), Vec::new());
+    pool.grow(&mut one, 16).unwrap();
+    pool.extend(6);
+    pool.extend(2);
+    assert_eq!((pool.n_blocks(), pool.n_free()), (6, 4));
+    pool.grow(&mut two, 32).unwrap();
+    assert_eq!((one, two), (vec![0, 1], vec![2, 3, 4, 5]));
+}

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{KV_BLOCK, engine, tiny_model};
+use common::{KV_BLOCK, core, tiny_model};
 use refrain_engine::{
     Ahead, BackendRunner, EngineError, HISTORY, RunEnd, Runner, RunnerOptions, SamplingParams, SamplingRow,
     StepKind, StepOut, StepRequest, Want,
@@ -29,14 +29,14 @@ fn broken() -> RunError {
 
 #[test]
 fn steps_are_sent_in_batches_with_the_blocks_that_they_need() {
-    let (mut engine, script) = engine(64, 8);
+    let (mut core, script) = core(64, 8);
     script.allow(4);
-    let mut session = engine.open();
-    let mut next = engine.prompt(&mut session, &upto(5), &mut row(), |_| true).unwrap().token;
+    let mut session = core.open();
+    let mut next = core.prompt(&mut session, &upto(5), &mut row(), |_| true).unwrap().token;
     let mut n_seen = Vec::new();
     for n_tokens in (1..=10).rev() {
         let ahead = Ahead { n_tokens, end: &[] };
-        let chosen = engine.follow(&mut session, next, &mut row(), &ahead).unwrap();
+        let chosen = core.follow(&mut session, next, &mut row(), &ahead).unwrap();
         assert_eq!(chosen.token, next + 1);
         next = chosen.token;
         n_seen.push(script.seen().len() - 1);
@@ -48,39 +48,39 @@ fn steps_are_sent_in_batches_with_the_blocks_that_they_need() {
         assert_eq!((seen.start, &seen.tokens[..]), (5 + i, &[5 + i as u32][..]));
         assert!(seen.table.len() * KV_BLOCK > seen.start, "{seen:?}");
     }
-    engine.settle();
-    let tally = engine.ledger().tally(StepKind::Decode);
+    core.settle();
+    let tally = core.ledger().tally(StepKind::Decode);
     assert_eq!((tally.steps(), tally.unused), (10, 0));
 }
 
 #[test]
 fn what_is_under_way_is_dropped_when_the_caller_goes_elsewhere() {
-    let (mut engine, script) = engine(64, 8);
+    let (mut core, script) = core(64, 8);
     script.allow(4);
     let many = Ahead { n_tokens: 100, end: &[] };
-    let mut session = engine.open();
-    engine.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap();
-    assert_eq!(engine.follow(&mut session, 3, &mut row(), &many).unwrap().token, 4);
+    let mut session = core.open();
+    core.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap();
+    assert_eq!(core.follow(&mut session, 3, &mut row(), &many).unwrap().token, 4);
     // Another token than was chosen.
-    assert_eq!(engine.follow(&mut session, 40, &mut row(), &many).unwrap().token, 41);
-    assert_eq!(engine.ledger().tally(StepKind::Decode).unused, 3);
+    assert_eq!(core.follow(&mut session, 40, &mut row(), &many).unwrap().token, 41);
+    assert_eq!(core.ledger().tally(StepKind::Decode).unused, 3);
     // Other rules.
     let mut random = SamplingRow::new(&SamplingParams::default());
-    assert_eq!(engine.follow(&mut session, 41, &mut random, &many).unwrap().token, 42);
-    assert_eq!(engine.ledger().tally(StepKind::Decode).unused, 6);
+    assert_eq!(core.follow(&mut session, 41, &mut random, &many).unwrap().token, 42);
+    assert_eq!(core.ledger().tally(StepKind::Decode).unused, 6);
     // Another end.
     let end = Ahead { end: &[43], ..many };
-    assert_eq!(engine.follow(&mut session, 42, &mut random, &end).unwrap().token, 43);
-    assert_eq!(engine.ledger().tally(StepKind::Decode).unused, 9);
+    assert_eq!(core.follow(&mut session, 42, &mut random, &end).unwrap().token, 43);
+    assert_eq!(core.ledger().tally(StepKind::Decode).unused, 9);
     // The run has ended; whoever goes on all the same is served.
-    assert_eq!(engine.follow(&mut session, 43, &mut random, &end).unwrap().token, 44);
+    assert_eq!(core.follow(&mut session, 43, &mut random, &end).unwrap().token, 44);
     // Another session, and then a prompt.
-    let mut other = engine.open();
-    assert_eq!(engine.follow(&mut other, 9, &mut row(), &many).unwrap().token, 10);
+    let mut other = core.open();
+    assert_eq!(core.follow(&mut other, 9, &mut row(), &many).unwrap().token, 10);
     assert_eq!((session.tokens(), other.tokens()), (&[0, 1, 2, 3, 40, 41, 42, 43][..], &[9][..]));
-    engine.prompt(&mut session, &[0, 1, 2, 3, 40, 41, 50], &mut row(), |_| true).unwrap();
+    core.prompt(&mut session, &[0, 1, 2, 3, 40, 41, 50], &mut row(), |_| true).unwrap();
     assert_eq!(script.seen().last().unwrap().start, 6);
-    let tally = engine.ledger().tally(StepKind::Decode);
+    let tally = core.ledger().tally(StepKind::Decode);
     assert_eq!((tally.steps(), tally.unused, tally.failed), (6, 18, 0));
     assert_eq!(
         tally.to_string().split(" (").next(),
@@ -90,37 +90,37 @@ fn what_is_under_way_is_dropped_when_the_caller_goes_elsewhere() {
 
 #[test]
 fn a_step_that_fails_ahead_is_heard_of_when_its_turn_comes() {
-    let (mut engine, script) = engine(64, 8);
+    let (mut core, script) = core(64, 8);
     script.allow(4);
     let many = Ahead { n_tokens: 100, end: &[] };
-    let mut session = engine.open();
-    engine.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap();
+    let mut session = core.open();
+    core.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap();
     script.fail_after(2, broken());
-    assert_eq!(engine.follow(&mut session, 3, &mut row(), &many).unwrap().token, 4);
-    assert_eq!(engine.follow(&mut session, 4, &mut row(), &many).unwrap().token, 5);
-    assert!(matches!(engine.follow(&mut session, 5, &mut row(), &many), Err(EngineError::Run(_))));
+    assert_eq!(core.follow(&mut session, 3, &mut row(), &many).unwrap().token, 4);
+    assert_eq!(core.follow(&mut session, 4, &mut row(), &many).unwrap().token, 5);
+    assert!(matches!(core.follow(&mut session, 5, &mut row(), &many), Err(EngineError::Run(_))));
     assert_eq!(session.tokens(), upto(5));
     // The session is as it was, and goes on.
-    assert_eq!(engine.follow(&mut session, 5, &mut row(), &many).unwrap().token, 6);
-    assert_eq!(engine.ledger().tally(StepKind::Decode).failed, 1);
+    assert_eq!(core.follow(&mut session, 5, &mut row(), &many).unwrap().token, 6);
+    assert_eq!(core.ledger().tally(StepKind::Decode).failed, 1);
 }
 
 #[test]
 fn blocks_that_other_sessions_hold_are_not_waited_for() {
-    let (mut engine, script) = engine(32, 32);
+    let (mut core, script) = core(32, 32);
     script.allow(8);
     let many = Ahead { n_tokens: 100, end: &[] };
-    let (mut other, mut session) = (engine.open(), engine.open());
-    engine.prompt(&mut other, &upto(24), &mut row(), |_| true).unwrap();
-    let mut next = engine.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap().token;
+    let (mut other, mut session) = (core.open(), core.open());
+    core.prompt(&mut other, &upto(24), &mut row(), |_| true).unwrap();
+    let mut next = core.prompt(&mut session, &upto(3), &mut row(), |_| true).unwrap().token;
     for _ in 0..5 {
-        next = engine.follow(&mut session, next, &mut row(), &many).unwrap().token;
+        next = core.follow(&mut session, next, &mut row(), &many).unwrap().token;
     }
     assert_eq!(session.tokens(), upto(8));
-    let full = engine.follow(&mut session, next, &mut row(), &many).unwrap_err();
+    let full = core.follow(&mut session, next, &mut row(), &many).unwrap_err();
     assert!(matches!(full, EngineError::OutOfBlocks(_)), "{full}");
-    engine.close(other);
-    assert_eq!(engine.follow(&mut session, next, &mut row(), &many).unwrap().token, 9);
+    core.close(other);
+    assert_eq!(core.follow(&mut session, next, &mut row(), &many).unwrap().token, 9);
 }
 
 /// A backend that keeps every control block and chooses by a fixed rule.

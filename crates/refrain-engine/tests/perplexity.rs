@@ -3,7 +3,7 @@
 mod common;
 
 use common::{VOCAB, engine};
-use refrain_engine::{EngineError, PerplexityOptions, SamplingParams, SamplingRow, perplexity};
+use refrain_engine::{EngineError, PerplexityOptions, perplexity};
 use refrain_graph::RunError;
 
 fn options(window: usize) -> PerplexityOptions {
@@ -14,10 +14,12 @@ fn options(window: usize) -> PerplexityOptions {
 fn equal_probabilities_have_the_perplexity_of_the_vocabulary_whatever_the_pieces() {
     let text: Vec<u32> = (0..50).collect();
     for (window, max_tokens) in [(3, 1), (16, 16), (16, 5), (15, 7), (16, 100)] {
-        let (mut engine, script) = engine(16, max_tokens);
+        let (engine, script) = engine(16, max_tokens);
+        let sequence = engine.open(16).unwrap();
         let mut heard = Vec::new();
-        let result =
-            perplexity(&mut engine, &text, options(window), |n, so_far| heard.push((n, so_far.n_windows)));
+        let result = perplexity(&engine, &sequence, &text, options(window), |n, so_far| {
+            heard.push((n, so_far.n_windows))
+        });
         let result = result.unwrap();
         let n_windows = 50 / window;
         assert!((result.perplexity - VOCAB as f64).abs() < 1e-6, "{result:?}");
@@ -32,51 +34,55 @@ fn equal_probabilities_have_the_perplexity_of_the_vocabulary_whatever_the_pieces
 
 #[test]
 fn the_first_token_of_each_window_is_the_models_own() {
-    let (mut engine, script) = engine(8, 8);
+    let (engine, script) = engine(8, 8);
+    let sequence = engine.open(8).unwrap();
     let text: Vec<u32> = (10..42).collect();
     let options = PerplexityOptions { window: 8, max_windows: Some(3), bos: Some(1) };
-    assert_eq!(perplexity(&mut engine, &text, options, |_, _| {}).unwrap().n_windows, 3);
+    assert_eq!(perplexity(&engine, &sequence, &text, options, |_, _| {}).unwrap().n_windows, 3);
     let firsts: Vec<Vec<u32>> = script.seen().iter().map(|s| s.tokens[..2].to_vec()).collect();
     assert_eq!(firsts, [[1, 11], [1, 19], [1, 27]]);
 }
 
 #[test]
 fn a_step_that_fails_keeps_no_blocks() {
-    let (mut engine, script) = engine(16, 4);
+    let (engine, script) = engine(16, 4);
+    let sequence = engine.open(16).unwrap();
     let text: Vec<u32> = (0..32).collect();
     script.fail_after(5, RunError::Mismatch { what: "weights", because: "of a test".into() });
-    assert!(perplexity(&mut engine, &text, options(16), |_, _| {}).is_err());
-    let mut session = engine.open();
-    let mut row = SamplingRow::new(&SamplingParams::greedy());
-    engine.prompt(&mut session, &text[..16], &mut row, |_| true).unwrap();
+    assert!(perplexity(&engine, &sequence, &text, options(16), |_, _| {}).is_err());
+    assert!(sequence.tokens().unwrap().len() < 16, "it is not busy");
+    assert!(perplexity(&engine, &sequence, &text, options(16), |_, _| {}).is_ok());
+    assert!(sequence.tokens().unwrap().is_empty());
 }
 
 #[test]
 fn windows_that_score_nothing_or_do_not_fit_are_refused_as_such() {
-    let (mut engine, script) = engine(16, 16);
+    let (engine, script) = engine(16, 16);
+    let sequence = engine.open(16).unwrap();
     let text: Vec<u32> = (0..64).collect();
     for window in [0, 1, 2, 17] {
-        let error = perplexity(&mut engine, &text, options(window), |_, _| {}).unwrap_err();
+        let error = perplexity(&engine, &sequence, &text, options(window), |_, _| {}).unwrap_err();
         assert_eq!(
             error.to_string(),
             format!("a window of {window} tokens was asked for, it may have 3 to 16")
         );
     }
-    let error = perplexity(&mut engine, &text[..15], options(16), |_, _| {}).unwrap_err();
+    let error = perplexity(&engine, &sequence, &text[..15], options(16), |_, _| {}).unwrap_err();
     assert_eq!(error.to_string(), "the text has 15 tokens, one window needs 16");
     assert!(script.seen().is_empty());
 }
 
 #[test]
 fn a_token_outside_the_vocabulary_is_refused_wherever_it_stands() {
-    let (mut engine, script) = engine(16, 16);
+    let (engine, script) = engine(16, 16);
+    let sequence = engine.open(16).unwrap();
     for place in [0, 7, 15] {
         let mut text = vec![1; 16];
         text[place] = VOCAB as u32;
-        let error = perplexity(&mut engine, &text, options(16), |_, _| {}).unwrap_err();
+        let error = perplexity(&engine, &sequence, &text, options(16), |_, _| {}).unwrap_err();
         assert!(matches!(error, EngineError::UnknownToken { token: 128, vocab: 128 }), "{error}");
     }
     let bos = PerplexityOptions { bos: Some(500), ..options(16) };
-    assert!(perplexity(&mut engine, &[1; 16], bos, |_, _| {}).is_err());
+    assert!(perplexity(&engine, &sequence, &[1; 16], bos, |_, _| {}).is_err());
     assert!(script.seen().is_empty());
 }

@@ -108,3 +108,29 @@ fn a_step_without_a_kernel_is_refused_with_a_hint() {
     assert!(cause.to_string().starts_with("counting has no kernel for "), "{cause}");
     assert!(error.hint().is_some_and(|hint| hint.contains("another device")));
 }
+
+#[test]
+fn wider_tables_are_compiled_anew_and_a_cache_that_cannot_grow_stays_as_it_is() {
+    let (mut runner, n_compiled) = runner(true);
+    let kv = *runner.kv();
+    let width = |runner: &mut BackendRunner<Counting>| {
+        let layout = runner.plan(1).unwrap().control();
+        layout.slot(layout.find("tables").unwrap()).ty.shape.n_elements()
+    };
+    assert_eq!(width(&mut runner), kv.max_blocks);
+    let error = runner.resize(kv.n_blocks + 2, kv.max_blocks).unwrap_err();
+    assert_eq!(error.to_string(), "the KV cache of counting has 1 blocks and cannot grow to 3");
+    assert_eq!((width(&mut runner), n_compiled.load(Ordering::Relaxed)), (kv.max_blocks, 1));
+    runner.resize(kv.n_blocks, kv.max_blocks + 3).unwrap();
+    assert_eq!((width(&mut runner), n_compiled.load(Ordering::Relaxed)), (kv.max_blocks + 3, 2));
+    assert_eq!(runner.kv().max_blocks, kv.max_blocks + 3);
+}
+
+#[test]
+fn runners_share_the_weights_that_one_of_them_has_loaded() {
+    let (one, _) = runner(true);
+    let backend = Counting { n_compiled: Arc::default(), supports: true };
+    let options = RunnerOptions { context: 32, ..RunnerOptions::default() };
+    let two = BackendRunner::with_weights(backend, tiny_model(), one.weights().clone(), options).unwrap();
+    assert!(Arc::ptr_eq(one.weights(), two.weights()));
+}

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{KV_BLOCK, VOCAB, engine};
+use common::{KV_BLOCK, VOCAB, core};
 use refrain_engine::{EngineError, SamplingParams, SamplingRow, StepKind};
 use refrain_graph::{Reason, RunError};
 
@@ -21,30 +21,30 @@ fn upto(n: u32) -> Vec<u32> {
 
 #[test]
 fn a_conversation_that_goes_on_is_not_evaluated_again() {
-    let (mut engine, script) = engine(32, 8);
-    let mut session = engine.open();
-    let chosen = engine.prompt(&mut session, &upto(5), &mut row(), |_| true).unwrap();
+    let (mut core, script) = core(32, 8);
+    let mut session = core.open();
+    let chosen = core.prompt(&mut session, &upto(5), &mut row(), |_| true).unwrap();
     assert_eq!(chosen.token, 5);
-    engine.decode(&mut session, 5, &mut row()).unwrap();
+    core.decode(&mut session, 5, &mut row()).unwrap();
     assert_eq!(session.tokens(), upto(6));
-    engine.prompt(&mut session, &[0, 1, 2, 3, 4, 5, 9], &mut row(), |_| true).unwrap();
+    core.prompt(&mut session, &[0, 1, 2, 3, 4, 5, 9], &mut row(), |_| true).unwrap();
     let seen = script.seen();
     assert_eq!((seen[2].start, &seen[2].tokens[..]), (6, &[9][..]));
     // The same prompt again: its last token is what the next one is chosen from.
-    engine.prompt(&mut session, &[0, 1, 2, 3, 4, 5, 9], &mut row(), |_| true).unwrap();
+    core.prompt(&mut session, &[0, 1, 2, 3, 4, 5, 9], &mut row(), |_| true).unwrap();
     assert_eq!((script.seen()[3].start, &script.seen()[3].tokens[..]), (6, &[9][..]));
 }
 
 #[test]
 fn a_failed_decode_leaves_the_session_as_it_was() {
-    let (mut engine, script) = engine(32, 8);
-    let mut session = engine.open();
+    let (mut core, script) = core(32, 8);
+    let mut session = core.open();
     // A full block, so that the failed token had to ask for another.
-    engine.prompt(&mut session, &upto(KV_BLOCK as u32), &mut row(), |_| true).unwrap();
+    core.prompt(&mut session, &upto(KV_BLOCK as u32), &mut row(), |_| true).unwrap();
     script.fail_after(0, broken());
-    assert!(matches!(engine.decode(&mut session, 7, &mut row()), Err(EngineError::Run(_))));
+    assert!(matches!(core.decode(&mut session, 7, &mut row()), Err(EngineError::Run(_))));
     assert_eq!(session.tokens(), upto(KV_BLOCK as u32));
-    assert_eq!(engine.decode(&mut session, 9, &mut row()).unwrap().token, 10);
+    assert_eq!(core.decode(&mut session, 9, &mut row()).unwrap().token, 10);
     let seen = script.seen();
     assert_eq!((seen[1].start, seen[2].start), (KV_BLOCK, KV_BLOCK));
     assert_eq!(seen[1].table, seen[2].table);
@@ -52,50 +52,50 @@ fn a_failed_decode_leaves_the_session_as_it_was() {
 
 #[test]
 fn a_prompt_that_fails_or_is_cancelled_half_way_goes_on_where_it_stopped() {
-    let (mut engine, script) = engine(32, 4);
-    let mut session = engine.open();
+    let (mut core, script) = core(32, 4);
+    let mut session = core.open();
     script.fail_after(1, broken());
-    assert!(engine.prompt(&mut session, &upto(14), &mut row(), |_| true).is_err());
+    assert!(core.prompt(&mut session, &upto(14), &mut row(), |_| true).is_err());
     assert_eq!(session.tokens(), upto(4));
     let mut heard = Vec::new();
-    let cancelled = engine.prompt(&mut session, &upto(14), &mut row(), |n| {
+    let cancelled = core.prompt(&mut session, &upto(14), &mut row(), |n| {
         heard.push(n);
         n < 12
     });
     assert!(matches!(cancelled, Err(EngineError::Cancelled)));
     assert_eq!((heard, session.tokens().len()), (vec![8, 12], 12));
-    assert_eq!(engine.prompt(&mut session, &upto(14), &mut row(), |_| true).unwrap().token, 14);
+    assert_eq!(core.prompt(&mut session, &upto(14), &mut row(), |_| true).unwrap().token, 14);
     let starts: Vec<usize> = script.seen().iter().map(|s| s.start).collect();
     assert_eq!(starts, [0, 4, 4, 8, 12]);
 }
 
 #[test]
 fn a_short_prompt_gives_the_blocks_of_a_long_one_back() {
-    let (mut engine, _) = engine(32, 32);
-    let (mut long, mut other) = (engine.open(), engine.open());
-    engine.prompt(&mut long, &upto(32), &mut row(), |_| true).unwrap();
-    let full = engine.prompt(&mut other, &[1], &mut row(), |_| true).unwrap_err();
+    let (mut core, _) = core(32, 32);
+    let (mut long, mut other) = (core.open(), core.open());
+    core.prompt(&mut long, &upto(32), &mut row(), |_| true).unwrap();
+    let full = core.prompt(&mut other, &[1], &mut row(), |_| true).unwrap_err();
     assert_eq!(full.to_string(), "the KV cache is full: 1 blocks of 4 positions are needed, 0 of 8 are free");
-    engine.prompt(&mut long, &[0, 1], &mut row(), |_| true).unwrap();
-    engine.prompt(&mut other, &upto(28), &mut row(), |_| true).unwrap();
+    core.prompt(&mut long, &[0, 1], &mut row(), |_| true).unwrap();
+    core.prompt(&mut other, &upto(28), &mut row(), |_| true).unwrap();
 }
 
 #[test]
 fn a_session_that_is_dropped_or_closed_gives_its_blocks_back() {
-    let (mut engine, _) = engine(32, 32);
+    let (mut core, _) = core(32, 32);
     for round in 0..4 {
-        let mut session = engine.open();
-        engine.prompt(&mut session, &upto(32), &mut row(), |_| true).unwrap();
+        let mut session = core.open();
+        core.prompt(&mut session, &upto(32), &mut row(), |_| true).unwrap();
         if round % 2 == 0 {
-            engine.close(session);
+            core.close(session);
         }
     }
 }
 
 #[test]
 fn a_session_of_another_engine_is_refused_and_changes_nothing() {
-    let (mut one, script) = engine(32, 32);
-    let (mut two, _) = engine(32, 32);
+    let (mut one, script) = core(32, 32);
+    let (mut two, _) = core(32, 32);
     let mut session = one.open();
     one.prompt(&mut session, &upto(32), &mut row(), |_| true).unwrap();
     let refused = [
@@ -105,7 +105,7 @@ fn a_session_of_another_engine_is_refused_and_changes_nothing() {
     ];
     for error in refused {
         let error = error.unwrap_err();
-        assert!(matches!(error, EngineError::ForeignSession), "{error}");
+        assert!(matches!(error, EngineError::ForeignSequence), "{error}");
         assert!(error.hint().is_some());
     }
     assert_eq!(session.tokens(), upto(32));
@@ -117,14 +117,14 @@ fn a_session_of_another_engine_is_refused_and_changes_nothing() {
 
 #[test]
 fn tokens_outside_the_vocabulary_are_refused_everywhere() {
-    let (mut engine, script) = engine(32, 8);
-    let mut session = engine.open();
+    let (mut core, script) = core(32, 8);
+    let mut session = core.open();
     // The last one would be a negative number, which marks padding.
     for token in [VOCAB as u32, 1 << 31, u32::MAX] {
         let refused = [
-            engine.prompt(&mut session, &[1, token], &mut row(), |_| true).map(|_| ()),
-            engine.decode(&mut session, token, &mut row()).map(|_| ()),
-            engine.logits(&mut session, &[token], 1).map(|_| ()),
+            core.prompt(&mut session, &[1, token], &mut row(), |_| true).map(|_| ()),
+            core.decode(&mut session, token, &mut row()).map(|_| ()),
+            core.logits(&mut session, &[token], 1).map(|_| ()),
         ];
         for error in refused {
             assert!(matches!(error, Err(EngineError::UnknownToken { .. })), "{token}: {error:?}");
@@ -135,9 +135,9 @@ fn tokens_outside_the_vocabulary_are_refused_everywhere() {
 
 #[test]
 fn logits_refuse_steps_and_rows_that_do_not_fit() {
-    let (mut engine, script) = engine(10, 4);
-    let mut session = engine.open();
-    let mut text = |tokens: &[u32], n_rows| engine.logits(&mut session, tokens, n_rows).map(<[f32]>::len);
+    let (mut core, script) = core(10, 4);
+    let mut session = core.open();
+    let mut text = |tokens: &[u32], n_rows| core.logits(&mut session, tokens, n_rows).map(<[f32]>::len);
     assert!(matches!(text(&[], 1), Err(EngineError::EmptyPrompt)));
     let error = text(&upto(5), 1).unwrap_err();
     assert_eq!(error.to_string(), "the step has 5 tokens, it may have 4");
@@ -151,42 +151,42 @@ fn logits_refuse_steps_and_rows_that_do_not_fit() {
 
 #[test]
 fn a_full_context_is_refused_before_anything_runs() {
-    let (mut engine, script) = engine(8, 8);
-    let mut session = engine.open();
-    let error = engine.prompt(&mut session, &upto(9), &mut row(), |_| true).unwrap_err();
+    let (mut core, script) = core(8, 8);
+    let mut session = core.open();
+    let error = core.prompt(&mut session, &upto(9), &mut row(), |_| true).unwrap_err();
     assert_eq!(error.to_string(), "the prompt has 9 tokens, the context holds 8");
     assert_eq!(
         error.hint().as_deref(),
         Some("shorten the prompt, or raise the context to 10 with -c where the model takes it")
     );
-    assert!(matches!(engine.prompt(&mut session, &[], &mut row(), |_| true), Err(EngineError::EmptyPrompt)));
-    engine.prompt(&mut session, &upto(8), &mut row(), |_| true).unwrap();
-    let full = engine.decode(&mut session, 8, &mut row()).unwrap_err();
+    assert!(matches!(core.prompt(&mut session, &[], &mut row(), |_| true), Err(EngineError::EmptyPrompt)));
+    core.prompt(&mut session, &upto(8), &mut row(), |_| true).unwrap();
+    let full = core.decode(&mut session, 8, &mut row()).unwrap_err();
     assert_eq!(full.to_string(), "the context of 8 tokens is full");
     assert_eq!(script.seen().len(), 1);
 }
 
 #[test]
 fn the_ledger_tells_why_a_step_failed_down_to_the_first_cause() {
-    let (mut engine, script) = engine(32, 8);
-    let mut session = engine.open();
+    let (mut core, script) = core(32, 8);
+    let mut session = core.open();
     script.fail_after(0, broken());
-    engine.decode(&mut session, 1, &mut row()).unwrap_err();
-    let tally = engine.ledger().tally(StepKind::Decode).to_string();
+    core.decode(&mut session, 1, &mut row()).unwrap_err();
+    let tally = core.ledger().tally(StepKind::Decode).to_string();
     let want = "1 step, 0 replayed, 0 eager, 1 failed (the step failed: fake failed at blk.0.attn_q: the cable is cut)";
     assert_eq!(tally, want);
 }
 
 #[test]
 fn a_lost_context_is_its_own_reason_in_the_ledger() {
-    let (mut engine, script) = engine(32, 8);
-    let mut session = engine.open();
+    let (mut core, script) = core(32, 8);
+    let mut session = core.open();
     let source = Box::new(std::io::Error::other("gone"));
     let lost = RunError::ContextLost { backend: "fake", label: "blk.3.ffn_up".into(), code: 719, source };
     script.fail_after(0, lost);
-    let error = engine.decode(&mut session, 1, &mut row()).unwrap_err();
+    let error = core.decode(&mut session, 1, &mut row()).unwrap_err();
     assert!(error.hint().is_some_and(|hint| hint.contains("start the program again")));
-    let reasons: Vec<_> = engine.ledger().tally(StepKind::Decode).reasons().collect();
+    let reasons: Vec<_> = core.ledger().tally(StepKind::Decode).reasons().collect();
     assert_eq!(
         reasons,
         [("context_lost", 1, &Reason::ContextLost { code: 719, step: "blk.3.ffn_up".into() })]

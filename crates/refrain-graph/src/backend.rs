@@ -112,6 +112,12 @@ pub enum RunError {
         /// How they differ.
         because: String,
     },
+    /// The backend cannot change the size of its states.
+    #[error("{backend} cannot change the size of states that are in use")]
+    CannotResize {
+        /// Name of the backend.
+        backend: &'static str,
+    },
     /// The backend failed.
     #[error("{backend} failed at {label}")]
     Backend {
@@ -147,6 +153,7 @@ impl RunError {
             }
             RunError::Mismatch { what, .. } => Some(format!("give the {what} that the plan was made for")),
             RunError::ContextLost { .. } => Some("start the program again, or run on another device".into()),
+            RunError::CannotResize { .. } => Some("allocate states of the size that is needed".into()),
             RunError::Host { .. } | RunError::Backend { .. } => None,
         }
     }
@@ -160,6 +167,7 @@ impl RunError {
             RunError::Host { .. }
             | RunError::OutOfRange { .. }
             | RunError::Mismatch { .. }
+            | RunError::CannotResize { .. }
             | RunError::Backend { .. } => Reason::step_failed(self),
         }
     }
@@ -201,6 +209,14 @@ pub trait Backend {
 
     /// Makes states, filled with zeros.
     fn allocate(&self, states: &[State]) -> Result<Self::States, RunError>;
+
+    /// Changes the first dimension of states that [`Backend::allocate`] made, and keeps what they hold; what is added is
+    /// zero. Between steps only: no step may be in flight. Graphs compiled for the old sizes are of no use afterwards.
+    ///
+    /// A backend whose states cannot move says so with [`RunError::CannotResize`], which leaves them as they were.
+    fn resize(&self, _states: &mut Self::States, _to: &[State]) -> Result<(), RunError> {
+        Err(RunError::CannotResize { backend: self.name() })
+    }
 
     /// Makes a graph ready to run; an op without a kernel is an error here.
     fn compile(&self, graph: &Graph) -> Result<Self::Compiled, CompileError>;

@@ -3,12 +3,12 @@
 mod common;
 
 use common::{CASES, folder, golden, logits, relative_error};
-use refrain_engine::Engine;
+use refrain_engine::Core;
 use refrain_formats::ModelFiles;
 use refrain_tensor::DType;
 use std::path::PathBuf;
 
-fn engine(path: PathBuf, max_tokens: usize, kv_dtype: DType, n_threads: usize) -> Engine {
+fn engine(path: PathBuf, max_tokens: usize, kv_dtype: DType, n_threads: usize) -> Core {
     common::engine(&ModelFiles::open(path).unwrap(), max_tokens, kv_dtype, n_threads)
 }
 

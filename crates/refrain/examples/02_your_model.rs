@@ -19,8 +19,9 @@ fn main() -> Result<(), refrain::Error> {
         text += &piece?.text;
     }
     println!("{text}");
+    let ledger = session.ledger();
     for kind in [StepKind::Prompt, StepKind::Decode] {
-        let tally = session.ledger().tally(kind);
+        let tally = ledger.tally(kind);
         println!("{kind:?}: {tally}, {:.1} tokens/s", tally.tokens_per_second().unwrap_or(0.0));
     }
     Ok(())

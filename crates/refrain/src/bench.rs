@@ -1,13 +1,14 @@
 //! Prefill and decode speed of a model on a device, beside what the device's memory allows.
 
+use crate::engines::{MonitoredEngine, lone_engine};
 use crate::error::Error;
 use crate::examine::read_bandwidth;
 use crate::model::Model;
-use crate::session::{Device, SessionOptions, monitored_engine};
+use crate::session::{Device, SessionOptions};
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{Status, Timeline};
-use refrain_engine::{Ahead, Engine, SamplingParams, SamplingRow, StepKind, Tally};
+use refrain_engine::{Engine, Request, SamplingParams, Sequence, StepKind, Tally, TokenEvent, TokenStream};
 use refrain_formats::ModelFiles;
 use refrain_graph::SegmentKind;
 use refrain_models::{NamedShape, QuantMix};
@@ -175,7 +176,8 @@ pub fn bench(
     let session = SessionOptions { context: Some(context), ..options.session.clone() };
     let began = Instant::now();
     progress("loading");
-    let (mut engine, monitor) = monitored_engine(&weights, &name, &session)?;
+    let (MonitoredEngine { engine, monitor }, context) = lone_engine(&weights, &name, &session)?;
+    let sequence = engine.open(context)?;
     let load_seconds = began.elapsed().as_secs_f64();
     match target {
         BenchTarget::Model(model) => model.files().release(),
@@ -186,21 +188,21 @@ pub fn bench(
     let vocab = weights.config().n_vocab as u32;
     // Any tokens do; these avoid the first ones, which are often special.
     let tokens: Vec<u32> = (0..context as u32).map(|i| (1000 + i * 7919) % vocab).collect();
-    let (prefill, decode) = measure(&mut engine, options, depths, &tokens, &mut progress)?;
+    let (prefill, decode) = measure(&engine, &sequence, options, depths, &tokens, &mut progress)?;
     let traffic = engine.plan(1)?.traffic();
     let decode = depths.iter().zip(decode).map(|(&depth, speed)| {
         let middle = depth.max(1) + options.n_decode / 2;
         let bytes_per_token = traffic.weight_bytes + traffic.kv_bytes(middle);
         DecodeReport { depth, speed, bytes_per_token }
     });
-    let decode_steps = engine.ledger().tally(StepKind::Decode).clone();
+    let decode_steps = sequence.ledger().tally(StepKind::Decode).clone();
     let is_eager = decode_steps.eager > 0;
     let launches = match monitor {
-        Some(_) => Some(count_launches(&mut engine, is_eager)?),
+        Some(_) => Some(count_launches(&engine, is_eager)?),
         None => None,
     };
     let device = monitor.map(|monitor| (monitor.status(), monitor.timeline()));
-    let (layouts, backend) = (engine.layouts(), engine.backend());
+    let (layouts, backend) = (engine.layouts()?, engine.backend());
     let resident = Resident::of_this_process();
     // The device is free again, and its clocks are up.
     drop(engine);
@@ -229,36 +231,34 @@ pub fn bench(
 
 /// Runs the rounds: how fast the prompt was read, and how fast tokens came at each depth.
 fn measure(
-    engine: &mut Engine,
+    engine: &Engine,
+    sequence: &Sequence,
     options: &BenchOptions,
     depths: &[usize],
     tokens: &[u32],
     progress: &mut impl FnMut(&str),
 ) -> Result<(Samples, Vec<Samples>), Error> {
-    let mut row = SamplingRow::new(&SamplingParams::greedy());
     let (mut prefill, mut decode) = (Samples(Vec::new()), vec![Samples(Vec::new()); depths.len()]);
     // The first round warms caches and compiles the steps; it is not counted.
     for round in 0..=options.repeats {
         progress(&format!("round {round} of {}", options.repeats));
-        let mut sequence = engine.open();
         if options.n_prompt > 0 {
             let began = Instant::now();
-            engine.prompt(&mut sequence, &tokens[..options.n_prompt], &mut row, |_| true)?;
+            let mut stream = submit(engine, sequence, &tokens[..options.n_prompt], 1)?;
+            wait_for_tokens(&mut stream, 1)?;
             let took = began.elapsed().as_secs_f64();
+            stream.stop();
             if round > 0 {
                 prefill.0.push(options.n_prompt as f64 / took);
             }
         }
         for (&depth, decode) in depths.iter().zip(&mut decode) {
-            sequence = engine.open();
-            let first = tokens[..depth.max(1)].to_vec();
-            let mut next = engine.prompt(&mut sequence, &first, &mut row, |_| true)?.token;
+            let mut stream = submit(engine, sequence, &tokens[..depth.max(1)], options.n_decode + 1)?;
+            wait_for_tokens(&mut stream, 1)?;
             let began = Instant::now();
-            for n_tokens in (1..=options.n_decode).rev() {
-                let ahead = Ahead { n_tokens, end: &[] };
-                next = engine.follow(&mut sequence, next, &mut row, &ahead)?.token;
-            }
+            wait_for_tokens(&mut stream, options.n_decode)?;
             let took = began.elapsed().as_secs_f64();
+            stream.stop();
             if round > 0 {
                 decode.0.push(options.n_decode as f64 / took);
             }
@@ -267,10 +267,35 @@ fn measure(
     Ok((prefill, decode))
 }
 
-fn count_launches(engine: &mut Engine, is_eager: bool) -> Result<Launches, Error> {
+/// Tokens behind a prompt that is evaluated from its beginning.
+fn submit(
+    engine: &Engine,
+    sequence: &Sequence,
+    prompt: &[u32],
+    max_tokens: usize,
+) -> Result<TokenStream, Error> {
+    sequence.clear()?;
+    let mut request = Request::new(sequence, prompt.to_vec());
+    (request.sampling, request.max_tokens) = (SamplingParams::greedy(), max_tokens);
+    Ok(engine.submit(request)?)
+}
+
+fn wait_for_tokens(stream: &mut TokenStream, n: usize) -> Result<(), Error> {
+    let mut n_left = n;
+    while n_left > 0 {
+        match stream.next().transpose()? {
+            Some(TokenEvent::Token { .. }) => n_left -= 1,
+            Some(TokenEvent::Prompt { .. }) => {}
+            Some(TokenEvent::End(_)) | None => break,
+        }
+    }
+    Ok(())
+}
+
+fn count_launches(engine: &Engine, is_eager: bool) -> Result<Launches, Error> {
     let kernels = engine.kernels(1)?.len();
-    let segments = engine.plan(1)?.segments();
-    let recorded = segments.iter().filter(|s| s.kind == SegmentKind::Recordable).count();
+    let plan = engine.plan(1)?;
+    let recorded = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count();
     Ok(Launches { by_host: if is_eager { kernels } else { recorded }, kernels })
 }
 

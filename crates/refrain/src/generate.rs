@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::session::Session;
 use refrain_engine::{
-    Ahead, Chosen, Engine, EngineError, SamplingParams, SamplingRow, StepKind, StopFilter, Verdict,
+    Chosen, FinishReason, Pace, Request, SamplingParams, StopFilter, TokenEvent, TokenStream, Verdict,
 };
 use refrain_formats::chat::{Message, RenderOptions};
 use refrain_formats::tokenizer::DecodeStream;
@@ -80,17 +80,23 @@ pub struct Summary {
     pub decode: Duration,
 }
 
+/// Tokens that the engine may be ahead of the iterator. It shall not wait for whoever shows the text, and little of what
+/// it does shall be lost when the text ends at a stop text or is broken off.
+const LEAD: usize = 4;
+
 /// An iterator over generated text.
+///
+/// The prompt is evaluated when the first piece is asked for. From then on the engine's thread is a few tokens ahead of
+/// what is asked for, and no further.
 pub struct Generation<'s> {
     session: &'s mut Session,
-    prompt: Vec<u32>,
-    row: SamplingRow,
-    max_tokens: usize,
+    /// Until it is submitted, with the first piece.
+    request: Option<Request>,
+    tokens: Option<TokenStream>,
     ignore_end: bool,
     cancel: Option<Arc<AtomicBool>>,
-    stream: DecodeStream,
+    text: DecodeStream,
     stop: StopFilter,
-    last: Option<u32>,
     summary: Summary,
     failed: bool,
     on_prefill: Option<Box<dyn FnMut(usize, usize) + 's>>,
@@ -112,25 +118,28 @@ impl<'s> Generation<'s> {
         };
         let sampling = options.sampling.clone().unwrap_or_else(|| session.model.sampling());
         sampling.check(session.model.config().n_vocab)?;
-        let held = session.sequence.tokens();
-        let shared = held.iter().zip(&prompt).take_while(|(a, b)| a == b).count();
         let summary = Summary {
             finish: None,
             n_prompt: prompt.len(),
-            n_evaluated: prompt.len() - shared.min(prompt.len().saturating_sub(1)),
+            n_evaluated: prompt.len() - session.sequence.n_cached(&prompt)?,
             n_generated: 0,
             prefill: Duration::ZERO,
             decode: Duration::ZERO,
         };
+        let mut request = Request::new(&session.sequence, prompt);
+        request.sampling = sampling;
+        request.max_tokens = options.max_tokens.unwrap_or(usize::MAX);
+        if !options.ignore_end {
+            request.end = tokenizer.end_of_generation().to_vec();
+        }
+        request.pace = Pace::Asked { lead: LEAD };
         Ok(Generation {
-            prompt,
-            row: SamplingRow::new(&sampling),
-            max_tokens: options.max_tokens.unwrap_or(usize::MAX),
+            request: Some(request),
+            tokens: None,
             ignore_end: options.ignore_end,
             cancel: options.cancel.clone(),
-            stream: tokenizer.stream(),
+            text: tokenizer.stream(),
             stop: StopFilter::new(&options.stop),
-            last: None,
             summary,
             failed: false,
             on_prefill: None,
@@ -149,39 +158,40 @@ impl<'s> Generation<'s> {
         &self.summary
     }
 
-    fn step(&mut self) -> Result<Chosen, Error> {
+    /// The next token, or why there is none.
+    fn step(&mut self) -> Result<Result<Chosen, Finish>, Error> {
         let began = Instant::now();
-        let Session { engine, sequence, model, .. } = &mut *self.session;
-        match self.last {
-            None => {
-                let n = self.prompt.len();
-                let mut report = self.on_prefill.take();
-                let cancel = self.cancel.clone();
-                let chosen = engine.prompt(sequence, &self.prompt, &mut self.row, |done| {
-                    if let Some(report) = &mut report {
-                        report(done, n);
+        if let Some(request) = self.request.take() {
+            self.tokens = Some(self.session.engine.submit(request)?);
+        }
+        let Some(tokens) = &mut self.tokens else { return Ok(Err(Finish::Cancelled)) };
+        while let Some(event) = tokens.next() {
+            match event? {
+                TokenEvent::Prompt { n_done, n_tokens } => {
+                    if let Some(report) = &mut self.on_prefill {
+                        report(n_done, n_tokens);
                     }
-                    !cancel.as_ref().is_some_and(|c| c.load(Ordering::Relaxed))
-                })?;
-                self.summary.prefill = began.elapsed();
-                Ok(chosen)
-            }
-            Some(token) => {
-                let spent = |engine: &Engine| engine.ledger().tally(StepKind::Decode).total;
-                let (before, n_generated) = (spent(engine), self.summary.n_generated);
-                let end = if self.ignore_end { &[] } else { model.tokenizer().end_of_generation() };
-                let ahead = Ahead { n_tokens: self.max_tokens - n_generated, end };
-                let chosen = engine.follow(sequence, token, &mut self.row, &ahead)?;
-                self.summary.decode += spent(engine).saturating_sub(before);
-                Ok(chosen)
+                    if is_set(self.cancel.as_ref()) {
+                        break;
+                    }
+                }
+                TokenEvent::Token { token, logprob, took } => {
+                    match self.summary.n_generated {
+                        0 => self.summary.prefill = began.elapsed(),
+                        _ => self.summary.decode += took,
+                    }
+                    return Ok(Ok(Chosen { token, logprob }));
+                }
+                TokenEvent::End(reason) => return Ok(Err(finish_of(reason))),
             }
         }
+        Ok(Err(Finish::Cancelled))
     }
 
     /// Ends the generation and gives what was held back.
     fn end(&mut self, finish: Finish) -> Option<Piece> {
-        self.session.engine.settle();
-        let (text, finish) = match self.stop.push(self.stream.finish()) {
+        self.end_request();
+        let (text, finish) = match self.stop.push(self.text.finish()) {
             Verdict::Pass(text) => (text + &self.stop.finish(), finish),
             Verdict::Stop(text) => (text, Finish::StopText),
         };
@@ -189,24 +199,30 @@ impl<'s> Generation<'s> {
         (!text.is_empty()).then_some(Piece { text, token: None, logprob: 0.0 })
     }
 
-    fn reason_to_end(&self) -> Option<Finish> {
-        let cancelled = self.cancel.as_ref().is_some_and(|c| c.load(Ordering::Relaxed));
-        if cancelled {
-            return Some(Finish::Cancelled);
+    /// Leaves no step in flight, a complete ledger, and a session that can go on.
+    fn end_request(&mut self) {
+        if let Some(mut tokens) = self.tokens.take() {
+            tokens.stop();
         }
-        if self.summary.n_generated >= self.max_tokens {
-            return Some(Finish::MaxTokens);
-        }
-        // The token in hand needs a position before the next can be chosen.
-        let full = self.last.is_some() && self.session.sequence.tokens().len() >= self.session.context();
-        full.then_some(Finish::ContextFull)
+    }
+}
+
+fn is_set(cancel: Option<&Arc<AtomicBool>>) -> bool {
+    cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed))
+}
+
+fn finish_of(reason: FinishReason) -> Finish {
+    match reason {
+        FinishReason::EndToken => Finish::EndOfTurn,
+        FinishReason::MaxTokens => Finish::MaxTokens,
+        FinishReason::ContextFull => Finish::ContextFull,
+        FinishReason::Cancelled => Finish::Cancelled,
     }
 }
 
 impl Drop for Generation<'_> {
-    /// One that is dropped half way leaves no step under way, and a ledger that is complete.
     fn drop(&mut self) {
-        self.session.engine.settle();
+        self.end_request();
     }
 }
 
@@ -217,27 +233,26 @@ impl Iterator for Generation<'_> {
         if self.failed || self.summary.finish.is_some() {
             return None;
         }
-        if let Some(finish) = self.reason_to_end() {
-            return self.end(finish).map(Ok);
+        if is_set(self.cancel.as_ref()) {
+            return self.end(Finish::Cancelled).map(Ok);
         }
         let chosen = match self.step() {
-            Ok(chosen) => chosen,
-            Err(Error::Engine(EngineError::Cancelled)) => return self.end(Finish::Cancelled).map(Ok),
+            Ok(Ok(chosen)) => chosen,
+            Ok(Err(finish)) => return self.end(finish).map(Ok),
             Err(error) => {
                 self.failed = true;
                 return Some(Err(error));
             }
         };
         self.summary.n_generated += 1;
-        self.last = Some(chosen.token);
         if !self.ignore_end && self.session.model.tokenizer().is_end_of_generation(chosen.token) {
             return self.end(Finish::EndOfTurn).map(Ok);
         }
         let piece = |text| Piece { text, token: Some(chosen.token), logprob: chosen.logprob };
-        match self.stop.push(self.stream.push(chosen.token)) {
+        match self.stop.push(self.text.push(chosen.token)) {
             Verdict::Pass(text) => Some(Ok(piece(text))),
             Verdict::Stop(text) => {
-                self.session.engine.settle();
+                self.end_request();
                 self.summary.finish = Some(Finish::StopText);
                 Some(Ok(piece(text)))
             }

@@ -14,12 +14,15 @@
 //! ```
 //!
 //! A [`Model`] is opened once and may serve several [`Session`]s. A session evaluates prompts and generates text; it
-//! remembers what it has evaluated, so a conversation that goes on is not evaluated again.
+//! remembers what it has evaluated, so a conversation that goes on is not evaluated again. Sessions on the same device
+//! share one engine: the weights are there once, and each further session adds the KV cache of its context. They may be
+//! used from different threads. The engine goes with the last of its sessions.
 //!
 //! Invariant: no clap, no TLS, no terminal.
 #![forbid(unsafe_code)]
 
 mod bench;
+mod engines;
 mod error;
 mod examine;
 mod generate;

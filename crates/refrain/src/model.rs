@@ -1,5 +1,6 @@
 //! An open model: files, weights, tokenizer and chat template.
 
+use crate::engines::Engines;
 use crate::error::Error;
 use refrain_engine::SamplingParams;
 use refrain_formats::chat::{ChatTemplate, Message, RenderOptions};
@@ -30,6 +31,7 @@ struct Inner {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     defaults: GenerationDefaults,
+    engines: Engines,
 }
 
 impl Model {
@@ -66,7 +68,8 @@ impl Model {
             source.map(|source| ChatTemplate::new(&source, tokenizer.special_texts())).transpose()?;
         let name = weights.config().name.clone().unwrap_or_else(|| stem(files.path()));
         let weights = Arc::new(weights);
-        Ok(Model { inner: Arc::new(Inner { name, files, weights, tokenizer, template, defaults }) })
+        let engines = Engines::default();
+        Ok(Model { inner: Arc::new(Inner { name, files, weights, tokenizer, template, defaults, engines }) })
     }
 
     /// The tokenizer of open files, also of files that hold nothing else.
@@ -131,6 +134,10 @@ impl Model {
 
     pub(crate) fn weights(&self) -> &Arc<refrain_models::Model> {
         &self.inner.weights
+    }
+
+    pub(crate) fn engines(&self) -> &Engines {
+        &self.inner.engines
     }
 
     /// Numbers in all weights.

@@ -1,7 +1,8 @@
 //! A model's steps on a device, to be looked at.
 
+use crate::engines::{MonitoredEngine, lone_engine};
 use crate::error::Error;
-use crate::session::{SessionOptions, monitored_engine};
+use crate::session::SessionOptions;
 use refrain_cuda::{Monitor, Status};
 use refrain_engine::Engine;
 use refrain_formats::ModelFiles;
@@ -13,6 +14,7 @@ use std::sync::Arc;
 pub struct Planner {
     name: String,
     engine: Engine,
+    context: usize,
     monitor: Option<Monitor>,
 }
 
@@ -21,8 +23,8 @@ impl Planner {
     pub fn new(files: &ModelFiles, options: &SessionOptions) -> Result<Planner, Error> {
         let weights = refrain_models::Model::load(files)?;
         let name = weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
-        let (engine, monitor) = monitored_engine(&Arc::new(weights), &name, options)?;
-        Ok(Planner { name, engine, monitor })
+        let (MonitoredEngine { engine, monitor }, context) = lone_engine(&Arc::new(weights), &name, options)?;
+        Ok(Planner { name, engine, context, monitor })
     }
 
     /// The name the files give the model, or the file's.
@@ -37,16 +39,16 @@ impl Planner {
 
     /// Tokens a sequence can have.
     pub fn context(&self) -> usize {
-        self.engine.context()
+        self.context
     }
 
     /// The plan of a step over `n_tokens` tokens.
-    pub fn plan(&mut self, n_tokens: usize) -> Result<&Plan, Error> {
+    pub fn plan(&self, n_tokens: usize) -> Result<Plan, Error> {
         Ok(self.engine.plan(n_tokens)?)
     }
 
     /// The kernels of that plan, each with the (first) step it runs.
-    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, Error> {
+    pub fn kernels(&self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, Error> {
         Ok(self.engine.kernels(n_tokens)?)
     }
 

@@ -1,20 +1,19 @@
 //! A model on a device, with a conversation in its cache.
 
+use crate::engines::MonitoredEngine;
 use crate::error::Error;
 use crate::generate::{Generate, Generation, Prompt};
 use crate::model::Model;
-use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
-use refrain_cuda::{CudaBackend, CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
+use refrain_cuda::{CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
 use refrain_driver::sim::{FaultScript, SimOptions};
 use refrain_driver::{DeviceKind, Method};
-use refrain_engine::{BackendRunner, Engine, Ledger, Perplexity, PerplexityOptions, RunnerOptions};
+use refrain_engine::{Engine, Ledger, Perplexity, PerplexityOptions, Sequence};
 use refrain_graph::Plan;
 use refrain_tensor::DType;
 use std::borrow::Cow;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 /// Where a session runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -106,24 +105,28 @@ impl Default for SessionOptions {
     }
 }
 
-const USUAL_CONTEXT: usize = 4096;
-
-/// One sequence on one device.
+/// One conversation on one device.
+///
+/// Sessions of one [`Model`] on the same device share its weights there, and its threads: a further session adds the KV
+/// cache of its context. They may be used from different threads; their requests are served one at a time.
 pub struct Session {
     pub(crate) model: Model,
     pub(crate) engine: Engine,
-    pub(crate) sequence: refrain_engine::Session,
+    pub(crate) sequence: Sequence,
     monitor: Option<Monitor>,
 }
 
 impl Session {
-    /// Brings a model to a device.
+    /// Brings a model to a device, if no other session of it is there already.
+    ///
+    /// The cache of a CUDA device keeps the size that it was made with: a further session there that finds no room
+    /// loads the weights once more.
     pub fn new(model: &Model, options: &SessionOptions) -> Result<Session, Error> {
-        let (engine, monitor) = monitored_engine(model.weights(), model.name(), options)?;
+        let (made, sequence) = model.engines().open(model.weights(), model.name(), options)?;
         // What was repacked or is on the card is not read from the file again; what still is, as float weights are on
         // the CPU, comes back with the pages that are touched.
         model.files().release();
-        let sequence = engine.open();
+        let MonitoredEngine { engine, monitor } = made;
         Ok(Session { model: model.clone(), engine, sequence, monitor })
     }
 
@@ -144,7 +147,7 @@ impl Session {
 
     /// Tokens the session can hold.
     pub fn context(&self) -> usize {
-        self.engine.context()
+        self.sequence.context()
     }
 
     /// Name of the backend.
@@ -152,23 +155,23 @@ impl Session {
         self.engine.backend()
     }
 
-    /// How every step ran.
-    pub fn ledger(&self) -> &Ledger {
-        self.engine.ledger()
+    /// How every step of this session ran.
+    pub fn ledger(&self) -> Ledger {
+        self.sequence.ledger()
     }
 
     /// Forgets the steps so far.
     pub fn reset_ledger(&mut self) {
-        self.engine.reset_ledger();
+        self.sequence.reset_ledger();
     }
 
     /// The plan of a step over `n_tokens` tokens.
-    pub fn plan(&mut self, n_tokens: usize) -> Result<&Plan, Error> {
+    pub fn plan(&self, n_tokens: usize) -> Result<Plan, Error> {
         Ok(self.engine.plan(n_tokens)?)
     }
 
     /// The kernels of that plan, each with the (first) step it runs.
-    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, Error> {
+    pub fn kernels(&self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, Error> {
         Ok(self.engine.kernels(n_tokens)?)
     }
 
@@ -179,7 +182,9 @@ impl Session {
 
     /// Forgets the conversation.
     pub fn reset(&mut self) {
-        self.sequence = self.engine.open();
+        // A generation ends its request before it gives the session back, so the sequence is never busy here.
+        let cleared = self.sequence.clear();
+        debug_assert!(cleared.is_ok(), "{cleared:?}");
     }
 
     /// How well the model predicts a text, in windows of `window` tokens of which the second half is scored.
@@ -193,45 +198,7 @@ impl Session {
         let tokenizer = self.model.tokenizer();
         let tokens = tokenizer.encode(text, true, false)?;
         let bos = tokenizer.bos().filter(|_| tokenizer.add_bos());
-        self.reset();
         let options = PerplexityOptions { window, max_windows, bos };
-        Ok(refrain_engine::perplexity(&mut self.engine, &tokens, options, progress)?)
+        Ok(refrain_engine::perplexity(&self.engine, &self.sequence, &tokens, options, progress)?)
     }
-}
-
-/// A model's weights on a device, and for a CUDA device a view of what it does.
-pub(crate) fn monitored_engine(
-    weights: &Arc<refrain_models::Model>,
-    name: &str,
-    options: &SessionOptions,
-) -> Result<(Engine, Option<Monitor>), Error> {
-    let most = weights.config().n_context;
-    let context = options.context.unwrap_or(most.min(USUAL_CONTEXT));
-    if context == 0 || context > most {
-        return Err(Error::Context { got: context, most, model: name.into() });
-    }
-    if !options.kv_dtype.is_float() {
-        return Err(Error::KvDtype { got: options.kv_dtype });
-    }
-    let runner = RunnerOptions { context, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
-    let (kind, cuda) = match options.device.cuda() {
-        Ok(cuda) => cuda,
-        Err(threads) => {
-            let backend = CpuBackend::new(threads)?;
-            let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
-            return Ok((Engine::new(runner, context), None));
-        }
-    };
-    let ahead = options.ahead.unwrap_or(cuda.ahead);
-    let (on_load, verify_every) = (options.on_load.clone(), options.verify_every);
-    let cuda = CudaOptions { ahead, on_load, verify_every, ..cuda };
-    // A prompt goes in pieces as large as the largest graph.
-    let runner = RunnerOptions { max_tokens: cuda.buckets.iter().copied().max().unwrap_or(1), ..runner };
-    let backend = CudaBackend::open(kind, cuda)?;
-    let monitor = backend.monitor();
-    let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
-    let mut engine = Engine::new(runner, context);
-    // The graph of a decode step is recorded and verified here, so that no token waits for it.
-    engine.plan(1)?;
-    Ok((engine, Some(monitor)))
 }

@@ -34,7 +34,8 @@ fn replayed_steps_give_the_text_of_the_cpu() {
     for method in [Method::Stream, Method::Nodes] {
         let (got, session) = text(&model, sim(GraphMode::Require, method, "", false));
         assert_eq!(got, want);
-        let decode = session.ledger().tally(StepKind::Decode);
+        let ledger = session.ledger();
+        let decode = ledger.tally(StepKind::Decode);
         assert!(decode.replayed > 0 && decode.eager == 0, "{decode}");
         let status = session.device_status().unwrap();
         assert!(status.graphs.iter().all(|g| g.bit_exact && g.method == method), "{status:?}");

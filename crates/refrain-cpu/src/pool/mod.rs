@@ -4,7 +4,7 @@
 //! region starts in well under a microsecond; between steps they park and cost nothing. The caller is thread 0.
 //!
 //! Invariant: a region allocates nothing, and returns only after every thread has left it, panics included.
-//! Invariant: the pool never has more threads at work than it was made with.
+//! Invariant: the pool has as many threads at work as it was made with, and its callers: one that finds it busy works alone.
 
 mod cores; // how many threads suit the machine
 mod region; // how a region starts and ends
@@ -13,7 +13,7 @@ mod sync; // what a region is made of
 
 pub use split::{Chunks, chunk_range, static_range};
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle, Thread};
 
 use region::Shared;
@@ -100,6 +100,22 @@ impl Pool {
             pool.wake.push(handle.thread().clone());
             pool.workers.push(handle);
         }
+        Ok(pool)
+    }
+
+    /// The pool of `n_threads` that the whole process shares; made for the first who asks, gone with the last.
+    ///
+    /// Callers on several threads may use it at once: a region that finds it busy runs on its caller alone.
+    pub fn shared(n_threads: usize) -> Result<Arc<Pool>, PoolError> {
+        static POOLS: Mutex<Vec<(usize, Weak<Pool>)>> = Mutex::new(Vec::new());
+        let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.retain(|(_, pool)| pool.strong_count() > 0);
+        let known = pools.iter().find(|(n, _)| *n == n_threads).and_then(|(_, pool)| pool.upgrade());
+        if let Some(pool) = known {
+            return Ok(pool);
+        }
+        let pool = Arc::new(Pool::new(n_threads)?);
+        pools.push((n_threads, Arc::downgrade(&pool)));
         Ok(pool)
     }
 

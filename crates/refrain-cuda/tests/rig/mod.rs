@@ -8,13 +8,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use refrain_cuda::{CacheOptions, CudaBackend, CudaOptions, GraphMode, Monitor};
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, DeviceKind, Method};
-use refrain_engine::{BackendRunner, Chosen, Engine, RunnerOptions, SamplingParams, SamplingRow, Session};
+use refrain_engine::{
+    BackendRunner, Chosen, Core, RunnerOptions, SamplingParams, SamplingRow, SequenceState,
+};
 use refrain_tensor::DType;
 
 pub use goldens::model;
 
 pub struct Rig {
-    pub engine: Engine,
+    pub engine: Core,
     pub monitor: Monitor,
     pub device: Device,
 }
@@ -52,7 +54,7 @@ impl Rig {
         let monitor = backend.monitor();
         let runner = RunnerOptions { context, kv_block: 16, kv_dtype, max_tokens: 64 };
         let runner = BackendRunner::new(backend, model(case), runner).unwrap();
-        Rig { engine: Engine::new(Box::new(runner), context), monitor, device }
+        Rig { engine: Core::new(Box::new(runner), context), monitor, device }
     }
 }
 
@@ -69,7 +71,7 @@ fn sampling(idx: usize) -> SamplingRow {
 
 /// One request, token by token.
 pub struct Talk {
-    pub session: Session,
+    pub session: SequenceState,
     pub row: SamplingRow,
     pub last: Chosen,
     /// Each token with the bits of its log-probability.

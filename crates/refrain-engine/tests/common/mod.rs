@@ -1,14 +1,16 @@
 //! A runner that keeps a log instead of computing.
 #![allow(dead_code)] // Each test file uses its part.
 
-use refrain_engine::{Engine, EngineError, RunEnd, Runner, SamplingRow, StepOut, StepRequest, Want};
+use refrain_engine::{
+    Core, Engine, EngineError, EngineOptions, RunEnd, Runner, SamplingRow, StepOut, StepRequest, Want,
+};
 use refrain_formats::ModelFiles;
 use refrain_graph::{Committed, Plan, Ran, Reason, StepFlags};
 use refrain_models::{KvSpec, Model};
 use refrain_tensor::DType;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 pub(crate) const VOCAB: usize = 128;
 pub(crate) const KV_BLOCK: usize = 4;
@@ -27,9 +29,29 @@ pub(crate) struct Script {
     log: Arc<Mutex<Vec<Seen>>>,
     failures: Arc<Mutex<Vec<(usize, EngineError)>>>,
     ahead: Arc<AtomicUsize>,
+    /// Held while a step runs.
+    gate: Arc<Mutex<()>>,
+    fixed: Arc<AtomicBool>,
 }
 
 impl Script {
+    /// No step runs while the guard lives.
+    pub(crate) fn block(&self) -> MutexGuard<'_, ()> {
+        self.gate.lock().unwrap()
+    }
+
+    /// The cache cannot grow.
+    pub(crate) fn fix_size(&self) {
+        self.fixed.store(true, Ordering::Relaxed);
+    }
+
+    /// Waits until so many steps have begun.
+    pub(crate) fn wait_for(&self, n_steps: usize) {
+        while self.seen().len() < n_steps {
+            std::thread::yield_now();
+        }
+    }
+
     /// Every step so far.
     pub(crate) fn seen(&self) -> Vec<Seen> {
         self.log.lock().unwrap().clone()
@@ -70,13 +92,24 @@ pub(crate) fn tiny_model() -> Arc<Model> {
     Arc::new(Model::load(&ModelFiles::open(folder).unwrap()).unwrap())
 }
 
-/// An engine whose model predicts the next higher token, and the script that it follows.
+/// A core whose model predicts the next higher token, and the script that it follows.
+pub(crate) fn core(context: usize, max_tokens: usize) -> (Core, Script) {
+    let (runner, script) = runner(context, max_tokens);
+    (Core::new(runner, context), script)
+}
+
+/// The same behind a thread of its own.
 pub(crate) fn engine(context: usize, max_tokens: usize) -> (Engine, Script) {
+    let (runner, script) = runner(context, max_tokens);
+    (Engine::new(runner, EngineOptions { max_requests: 4 }).unwrap(), script)
+}
+
+fn runner(context: usize, max_tokens: usize) -> (Box<dyn Runner>, Script) {
     let script = Script::default();
     let max_blocks = context.div_ceil(KV_BLOCK);
     let kv = KvSpec { n_blocks: max_blocks, kv_block: KV_BLOCK, max_blocks, dtype: DType::F16 };
     let runner = FakeRunner { model: tiny_model(), kv, max_tokens, script: script.clone(), run: None };
-    (Engine::new(Box::new(runner), context), script)
+    (Box::new(runner), script)
 }
 
 impl Runner for FakeRunner {
@@ -85,18 +118,30 @@ impl Runner for FakeRunner {
     }
 
     fn step(&mut self, request: &StepRequest<'_>, out: &mut StepOut) -> Result<Ran, EngineError> {
+        drop(self.script.gate.lock());
         let mut log = self.script.log.lock().unwrap();
         let step = log.len();
         let (tokens, table) = (request.tokens.to_vec(), request.table.to_vec());
         log.push(Seen { tokens, start: request.start, table });
         let mut failures = self.script.failures.lock().unwrap();
         if let Some(i) = failures.iter().position(|(at, _)| *at == step) {
-            return Err(failures.swap_remove(i).1);
+            let error = failures.swap_remove(i).1;
+            assert!(!matches!(error, EngineError::NoFeedback), "the runner is broken");
+            return Err(error);
         }
         match request.want {
             Want::Nothing => {}
             Want::Logits { n_rows } => out.logits = vec![0.0; n_rows * VOCAB],
-            Want::Sample(_) => out.chosen = request.tokens.last().map(|&t| ((t + 1) % VOCAB as u32, -1.0)),
+            Want::Sample(row) => {
+                let next = (request.tokens.last().unwrap() + 1) % VOCAB as u32;
+                // The token after the next one where the next is forbidden.
+                let is_forbidden = row
+                    .bias_ids
+                    .iter()
+                    .zip(&row.bias)
+                    .any(|(&id, &bias)| id == next as i32 && bias == f32::NEG_INFINITY);
+                out.chosen = Some((next + u32::from(is_forbidden), -1.0));
+            }
         }
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "fake" }))
     }
@@ -156,7 +201,16 @@ impl Runner for FakeRunner {
         &self.kv
     }
 
-    fn model(&self) -> &Model {
+    fn resize(&mut self, n_blocks: usize, max_blocks: usize) -> Result<(), EngineError> {
+        assert!(self.run.is_none(), "no step may be under way");
+        if self.script.fixed.load(Ordering::Relaxed) {
+            return Err(EngineError::CannotGrow { backend: "fake", has: self.kv.n_blocks, need: n_blocks });
+        }
+        self.kv = KvSpec { n_blocks, max_blocks, ..self.kv };
+        Ok(())
+    }
+
+    fn model(&self) -> &Arc<Model> {
         &self.model
     }
 

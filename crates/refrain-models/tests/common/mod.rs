@@ -4,7 +4,7 @@
 pub(crate) mod gguf;
 
 use refrain_cpu::CpuBackend;
-use refrain_engine::{BackendRunner, Engine, RunnerOptions};
+use refrain_engine::{BackendRunner, Core, RunnerOptions};
 use refrain_formats::ModelFiles;
 use refrain_models::Model;
 use refrain_tensor::DType;
@@ -48,15 +48,15 @@ pub(crate) fn golden(case: &str) -> Golden {
     }
 }
 
-pub(crate) fn engine(files: &ModelFiles, max_tokens: usize, kv_dtype: DType, n_threads: usize) -> Engine {
+pub(crate) fn engine(files: &ModelFiles, max_tokens: usize, kv_dtype: DType, n_threads: usize) -> Core {
     let model = Arc::new(Model::load(files).unwrap());
     let options = RunnerOptions { context: 64, kv_block: 32, kv_dtype, max_tokens };
     let runner = BackendRunner::new(CpuBackend::new(n_threads).unwrap(), model, options).unwrap();
-    Engine::new(Box::new(runner), 64)
+    Core::new(Box::new(runner), 64)
 }
 
 /// All logits, in pieces of at most `max_tokens`.
-pub(crate) fn logits(engine: &mut Engine, tokens: &[u32]) -> Vec<f32> {
+pub(crate) fn logits(engine: &mut Core, tokens: &[u32]) -> Vec<f32> {
     let mut session = engine.open();
     let mut all = Vec::new();
     for piece in tokens.chunks(engine.max_tokens()) {

@@ -1,0 +1,346 @@
+//! What an engine does, one step at a time: prompts, tokens and positions.
+
+use crate::blocks::{BlockPool, Reservation, SharedPool, Table};
+use crate::error::EngineError;
+use crate::follow::Following;
+use crate::ledger::Ledger;
+use crate::runner::{Runner, StepOut, StepRequest, Want};
+use crate::sampling::SamplingRow;
+use refrain_graph::{Plan, StepKind};
+use refrain_models::Model;
+use std::borrow::Cow;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+/// A token that was chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Chosen {
+    /// The token.
+    pub token: u32,
+    /// The logarithm of its probability under the model.
+    pub logprob: f32,
+}
+
+/// One sequence of one [`Core`]: what has been evaluated, and where its KV lies. Dropping it gives its blocks back.
+#[derive(Debug)]
+pub struct SequenceState {
+    /// Never used twice.
+    pub(crate) id: u64,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) table: Table,
+    /// Positions that it may have.
+    pub(crate) context: usize,
+    /// How its steps ran.
+    pub(crate) ledger: Arc<Mutex<Ledger>>,
+    /// After the table, so that blocks are promised to others only when they are free.
+    _reservation: Option<Reservation>,
+}
+
+impl SequenceState {
+    pub(crate) fn new(pool: &SharedPool, context: usize, reserved: Option<Reservation>) -> SequenceState {
+        static N_OPENED: AtomicU64 = AtomicU64::new(0);
+        SequenceState {
+            id: N_OPENED.fetch_add(1, Ordering::Relaxed),
+            tokens: Vec::new(),
+            table: pool.table(),
+            context,
+            ledger: Arc::default(),
+            _reservation: reserved,
+        }
+    }
+
+    /// Tokens whose KV is in the cache.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Forgets all tokens and gives their blocks back.
+    pub fn clear(&mut self) {
+        self.tokens.clear();
+        let Ok(()) = self.table.fit(0) else { unreachable!("no position needs no block") };
+    }
+
+    /// How many tokens of a prompt's beginning are in the cache and need not be evaluated again. Never all of them: the
+    /// token after the prompt is chosen from what comes out of its last one.
+    pub fn n_cached(&self, prompt: &[u32]) -> usize {
+        let shared = self.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        shared.min(prompt.len().saturating_sub(1))
+    }
+}
+
+/// What an engine does, one step at a time and on the caller's thread.
+///
+/// An [`Engine`](crate::Engine) drives one from a thread of its own. It is public for those who have such a thread
+/// already, and for tests that must see every step.
+pub struct Core {
+    pub(crate) runner: Box<dyn Runner>,
+    blocks: SharedPool,
+    pub(crate) ledger: Ledger,
+    context: usize,
+    out: StepOut,
+    /// The steps that feed themselves, if some are under way or could go on.
+    pub(crate) following: Option<Following>,
+}
+
+impl Core {
+    /// A core whose sequences hold at most `context` positions.
+    pub fn new(runner: Box<dyn Runner>, context: usize) -> Core {
+        let kv = *runner.kv();
+        let blocks = SharedPool::new(BlockPool::new(kv.n_blocks, kv.kv_block), kv.max_blocks);
+        let context = context.min(kv.max_blocks * kv.kv_block);
+        let out = StepOut::default();
+        Core { runner, blocks, ledger: Ledger::new(), context, out, following: None }
+    }
+
+    /// Positions that a sequence has unless it is given others.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Arc<Model> {
+        self.runner.model()
+    }
+
+    /// Name of the backend.
+    pub fn backend(&self) -> &'static str {
+        self.runner.backend()
+    }
+
+    /// How every step ran.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// Forgets the steps so far.
+    pub fn reset_ledger(&mut self) {
+        self.ledger = Ledger::new();
+    }
+
+    /// The plan of a step over `n_tokens` tokens.
+    pub fn plan(&mut self, n_tokens: usize) -> Result<&Plan, EngineError> {
+        self.settle();
+        self.runner.plan(n_tokens)
+    }
+
+    /// The kernels of that plan, each with the (first) step it runs.
+    pub fn kernels(&mut self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError> {
+        self.settle();
+        self.runner.kernels(n_tokens)
+    }
+
+    /// How weights lie on the device, with the bytes of each layout.
+    pub fn layouts(&self) -> Vec<(String, usize)> {
+        self.runner.layouts()
+    }
+
+    /// A new sequence, which takes blocks as it grows: others may have taken the last one.
+    pub fn open(&self) -> SequenceState {
+        SequenceState::new(&self.blocks, self.context, None)
+    }
+
+    /// A new sequence whose blocks are reserved, after the cache has grown where it must.
+    pub(crate) fn open_reserved(&mut self, context: usize) -> Result<SequenceState, EngineError> {
+        let reserved = match self.blocks.reserve(context) {
+            Some(reserved) => Some(reserved),
+            None => {
+                let (n_blocks, max_blocks) = self.blocks.size_for(context);
+                self.settle();
+                self.runner.resize(n_blocks, max_blocks)?;
+                self.blocks.extend(n_blocks, max_blocks);
+                self.blocks.reserve(context)
+            }
+        };
+        debug_assert!(
+            reserved.is_some(),
+            "the pool was made large enough, and only this thread makes it larger"
+        );
+        Ok(SequenceState::new(&self.blocks, context, reserved))
+    }
+
+    pub(crate) fn blocks(&self) -> &SharedPool {
+        &self.blocks
+    }
+
+    /// Ends a sequence, as dropping it does.
+    pub fn close(&mut self, sequence: SequenceState) {
+        drop(sequence);
+    }
+
+    /// Brings a sequence to hold exactly `prompt` and chooses the token after it.
+    ///
+    /// What the sequence already holds of the prompt's beginning is not evaluated again. `go_on` hears how many tokens
+    /// of the prompt are in the cache after each piece but the last; when it answers false the prompt is broken off
+    /// with [`EngineError::Cancelled`], and what was evaluated stays.
+    pub fn prompt(
+        &mut self,
+        sequence: &mut SequenceState,
+        prompt: &[u32],
+        row: &mut SamplingRow,
+        mut go_on: impl FnMut(usize) -> bool,
+    ) -> Result<Chosen, EngineError> {
+        self.begin_prompt(sequence, prompt)?;
+        loop {
+            if let Some(chosen) = self.prompt_piece(sequence, prompt, row)? {
+                return Ok(chosen);
+            }
+            if !go_on(sequence.tokens.len()) {
+                return Err(EngineError::Cancelled);
+            }
+        }
+    }
+
+    /// Keeps what a sequence holds of the prompt's beginning, and has blocks for all of it.
+    pub(crate) fn begin_prompt(
+        &mut self,
+        sequence: &mut SequenceState,
+        prompt: &[u32],
+    ) -> Result<(), EngineError> {
+        self.check_sequence(sequence)?;
+        check_prompt(self.model(), prompt, sequence.context)?;
+        self.settle();
+        sequence.tokens.truncate(sequence.n_cached(prompt));
+        Ok(sequence.table.fit(prompt.len())?)
+    }
+
+    /// Evaluates the next piece of a prompt that was begun, and chooses a token after the last one.
+    pub(crate) fn prompt_piece(
+        &mut self,
+        sequence: &mut SequenceState,
+        prompt: &[u32],
+        row: &mut SamplingRow,
+    ) -> Result<Option<Chosen>, EngineError> {
+        self.settle();
+        row.advance(prompt.len(), prompt);
+        let start = sequence.tokens.len();
+        let end = prompt.len().min(start + self.runner.max_tokens());
+        let is_last = end == prompt.len();
+        let want = if is_last { Want::Sample(row) } else { Want::Nothing };
+        let request =
+            StepRequest { tokens: &prompt[start..end], start, table: sequence.table.blocks(), want };
+        self.prefill(&request, &sequence.ledger)?;
+        sequence.tokens.extend_from_slice(&prompt[start..end]);
+        if is_last { self.chosen().map(Some) } else { Ok(None) }
+    }
+
+    /// Evaluates tokens behind what a sequence holds, at most [`Core::max_tokens`] of them, and gives the logits after
+    /// the last `n_rows`. With no rows it only fills the cache.
+    pub fn logits(
+        &mut self,
+        sequence: &mut SequenceState,
+        tokens: &[u32],
+        n_rows: usize,
+    ) -> Result<&[f32], EngineError> {
+        self.check_sequence(sequence)?;
+        self.check_logits(sequence, tokens, n_rows)?;
+        self.settle();
+        let start = sequence.tokens.len();
+        sequence.table.fit(start + tokens.len())?;
+        let want = if n_rows == 0 { Want::Nothing } else { Want::Logits { n_rows } };
+        let request = StepRequest { tokens, start, table: sequence.table.blocks(), want };
+        self.prefill(&request, &sequence.ledger)?;
+        sequence.tokens.extend_from_slice(tokens);
+        Ok(if n_rows == 0 { &[] } else { &self.out.logits })
+    }
+
+    /// As [`Core::logits`], into memory that the caller brings: it takes the place of the core's own.
+    pub(crate) fn logits_into(
+        &mut self,
+        sequence: &mut SequenceState,
+        tokens: &[u32],
+        n_rows: usize,
+        into: &mut Vec<f32>,
+    ) -> Result<(), EngineError> {
+        std::mem::swap(&mut self.out.logits, into);
+        let done = self.logits(sequence, tokens, n_rows).map(|_| ());
+        std::mem::swap(&mut self.out.logits, into);
+        if n_rows == 0 {
+            into.clear();
+        }
+        done
+    }
+
+    /// The most tokens that one step takes.
+    pub fn max_tokens(&self) -> usize {
+        self.runner.max_tokens()
+    }
+
+    pub(crate) fn check_sequence(&self, sequence: &SequenceState) -> Result<(), EngineError> {
+        match sequence.table.belongs_to(&self.blocks) {
+            true => Ok(()),
+            false => Err(EngineError::ForeignSequence),
+        }
+    }
+
+    fn check_logits(
+        &self,
+        sequence: &SequenceState,
+        tokens: &[u32],
+        n_rows: usize,
+    ) -> Result<(), EngineError> {
+        let (start, context) = (sequence.tokens.len(), sequence.context);
+        let (n_tokens, max_tokens) = (tokens.len(), self.max_tokens());
+        if n_tokens == 0 {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if n_tokens > max_tokens {
+            return Err(EngineError::StepTooLarge { n_tokens, max_tokens });
+        }
+        if n_rows > n_tokens {
+            return Err(EngineError::TooManyRows { n_rows, n_tokens });
+        }
+        if start + n_tokens > context {
+            return Err(EngineError::PromptTooLong { n_tokens: start + n_tokens, context });
+        }
+        check_tokens(self.model(), tokens)
+    }
+
+    fn chosen(&self) -> Result<Chosen, EngineError> {
+        let Some((token, logprob)) = self.out.chosen else { unreachable!("the step was asked to sample") };
+        Ok(Chosen { token, logprob })
+    }
+
+    fn prefill(&mut self, request: &StepRequest<'_>, of: &Mutex<Ledger>) -> Result<(), EngineError> {
+        let began = Instant::now();
+        let ran = self.runner.step(request, &mut self.out);
+        let took = began.elapsed();
+        match ran {
+            Ok(ran) => {
+                let n_tokens = request.tokens.len();
+                self.enter(of, |ledger| ledger.ran(StepKind::Prompt, n_tokens, took, &ran));
+                Ok(())
+            }
+            Err(error) => {
+                let reason = error.reason();
+                self.enter(of, |ledger| ledger.failed(StepKind::Prompt, took, &reason));
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes an entry in the ledger of all steps and in that of a sequence.
+    pub(crate) fn enter(&mut self, of: &Mutex<Ledger>, entry: impl Fn(&mut Ledger)) {
+        entry(&mut self.ledger);
+        // An entry is additions: one that panicked has left a ledger that can be read.
+        entry(&mut of.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+pub(crate) fn check_prompt(model: &Model, prompt: &[u32], context: usize) -> Result<(), EngineError> {
+    if prompt.is_empty() {
+        return Err(EngineError::EmptyPrompt);
+    }
+    if prompt.len() > context {
+        return Err(EngineError::PromptTooLong { n_tokens: prompt.len(), context });
+    }
+    check_tokens(model, prompt)
+}
+
+pub(crate) fn check_tokens(model: &Model, tokens: &[u32]) -> Result<(), EngineError> {
+    let vocab = model.config().n_vocab;
+    match tokens.iter().find(|&&t| t as usize >= vocab) {
+        Some(&token) => Err(EngineError::UnknownToken { token, vocab }),
+        None => Ok(()),
+    }
+}

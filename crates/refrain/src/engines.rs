@@ -1,0 +1,153 @@
+//! Which sessions share an engine, and which engines share weights.
+//!
+//! Sessions of one model on the same device, with the same type of KV cache, share one engine: its weights, its thread
+//! and its cache, in which each has room of its own. Sessions that differ in one of these have engines of their own; on
+//! the CPU those still share the packed weights, and, where they have as many threads, the threads.
+//!
+//! A model only knows its engines, the sessions keep them alive: with the last session its engine goes, and with the
+//! last engine the packed weights.
+
+use crate::error::Error;
+use crate::session::{Device, SessionOptions};
+use refrain_cpu::{CpuBackend, CpuWeights};
+use refrain_cuda::{CudaBackend, CudaOptions, Monitor};
+use refrain_engine::{
+    BackendRunner, Engine, EngineError, EngineOptions, RunnerOptions, Sequence, WeakEngine,
+};
+use refrain_models::Model;
+use refrain_tensor::DType;
+use std::fmt;
+use std::num::NonZeroU32;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+const USUAL_CONTEXT: usize = 4096;
+
+/// An engine, and for a CUDA device a view of what it does.
+#[derive(Clone)]
+pub(crate) struct MonitoredEngine {
+    pub(crate) engine: Engine,
+    pub(crate) monitor: Option<Monitor>,
+}
+
+/// The engines of one model.
+#[derive(Default)]
+pub(crate) struct Engines {
+    known: Mutex<Known>,
+}
+
+#[derive(Default)]
+struct Known {
+    engines: Vec<(Key, WeakEngine, Option<Monitor>)>,
+    packed: Weak<CpuWeights>,
+}
+
+/// What sessions of one engine have in common.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Key {
+    device: Device,
+    kv_dtype: DType,
+    ahead: Option<usize>,
+    verify_every: Option<NonZeroU32>,
+}
+
+impl fmt::Debug for Engines {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engines").finish_non_exhaustive()
+    }
+}
+
+impl Engines {
+    /// A sequence on an engine that has room for it, can make room, or is made for it.
+    ///
+    /// Who comes while an engine is being made waits for it instead of making another one.
+    pub(crate) fn open(
+        &self,
+        weights: &Arc<Model>,
+        name: &str,
+        options: &SessionOptions,
+    ) -> Result<(MonitoredEngine, Sequence), Error> {
+        let context = check(weights, name, options)?;
+        let device = match options.device.cuda() {
+            // Those who ask for the usual number of threads share with those who name it.
+            Err(threads) => Device::Cpu { threads: Some(threads) },
+            Ok(_) => options.device.clone(),
+        };
+        let SessionOptions { kv_dtype, ahead, verify_every, .. } = *options;
+        let key = Key { device, kv_dtype, ahead, verify_every };
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.engines.retain(|(_, engine, _)| engine.upgrade().is_some());
+        for (_, engine, monitor) in known.engines.iter().filter(|(other, ..)| *other == key) {
+            let Some(engine) = engine.upgrade() else { continue };
+            match engine.open(context) {
+                Ok(sequence) => {
+                    let monitor = monitor.clone();
+                    return Ok((MonitoredEngine { engine, monitor }, sequence));
+                }
+                // Its cache cannot grow, or it has stopped: it stays with the sessions that it has.
+                Err(EngineError::CannotGrow { .. } | EngineError::Stopped(_)) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let made = make_engine(weights, context, options, &mut known.packed)?;
+        let sequence = made.engine.open(context)?;
+        known.engines.push((key, made.engine.downgrade(), made.monitor.clone()));
+        Ok((made, sequence))
+    }
+}
+
+/// An engine that nobody else has, with room for one sequence of so many positions.
+pub(crate) fn lone_engine(
+    weights: &Arc<Model>,
+    name: &str,
+    options: &SessionOptions,
+) -> Result<(MonitoredEngine, usize), Error> {
+    let context = check(weights, name, options)?;
+    Ok((make_engine(weights, context, options, &mut Weak::new())?, context))
+}
+
+/// The context that is asked for.
+fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize, Error> {
+    let most = weights.config().n_context;
+    let context = options.context.unwrap_or(most.min(USUAL_CONTEXT));
+    if context == 0 || context > most {
+        return Err(Error::Context { got: context, most, model: name.into() });
+    }
+    if !options.kv_dtype.is_float() {
+        return Err(Error::KvDtype { got: options.kv_dtype });
+    }
+    Ok(context)
+}
+
+fn make_engine(
+    weights: &Arc<Model>,
+    context: usize,
+    options: &SessionOptions,
+    packed: &mut Weak<CpuWeights>,
+) -> Result<MonitoredEngine, Error> {
+    let runner = RunnerOptions { context, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
+    let (kind, cuda) = match options.device.cuda() {
+        Ok(cuda) => cuda,
+        Err(threads) => {
+            let backend = CpuBackend::shared(threads)?;
+            let runner = match packed.upgrade() {
+                Some(packed) => BackendRunner::with_weights(backend, weights.clone(), packed, runner)?,
+                None => BackendRunner::new(backend, weights.clone(), runner)?,
+            };
+            *packed = Arc::downgrade(runner.weights());
+            let engine = Engine::new(Box::new(runner), EngineOptions::default())?;
+            return Ok(MonitoredEngine { engine, monitor: None });
+        }
+    };
+    let ahead = options.ahead.unwrap_or(cuda.ahead);
+    let (on_load, verify_every) = (options.on_load.clone(), options.verify_every);
+    let cuda = CudaOptions { ahead, on_load, verify_every, ..cuda };
+    // A prompt goes in pieces as large as the largest graph.
+    let runner = RunnerOptions { max_tokens: cuda.buckets.iter().copied().max().unwrap_or(1), ..runner };
+    let backend = CudaBackend::open(kind, cuda)?;
+    let monitor = backend.monitor();
+    let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
+    let engine = Engine::new(runner, EngineOptions::default())?;
+    // The graph of a decode step is recorded and verified here, so that no token waits for it.
+    engine.plan(1)?;
+    Ok(MonitoredEngine { engine, monitor: Some(monitor) })
+}

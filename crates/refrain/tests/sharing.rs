@@ -1,0 +1,149 @@
+//! Several sessions of one model on one engine: each gives the text that it would give alone.
+
+use refrain::{DType, Device, FaultScript, Finish, Generate, GraphMode, Method, Model, Prompt};
+use refrain::{SamplingParams, Session, SessionOptions, StepKind};
+
+const PROMPTS: [&str; 3] = ["Once upon a time", "The cat sat on the mat", "One day, a little boat"];
+
+fn cpu(context: usize) -> SessionOptions {
+    let device = Device::Cpu { threads: Some(2) };
+    SessionOptions { device, context: Some(context), ..SessionOptions::default() }
+}
+
+fn sampled(seed: u64) -> Generate {
+    let sampling = SamplingParams { repeat_penalty: 1.1, seed, ..SamplingParams::default() };
+    Generate { sampling: Some(sampling), max_tokens: Some(40), ..Generate::default() }
+}
+
+fn text(session: &mut Session, prompt: &str, seed: u64) -> String {
+    session.generate(Prompt::Text(prompt), &sampled(seed)).unwrap().map(|p| p.unwrap().text).collect()
+}
+
+/// Two turns of a conversation on a session that has the device for itself.
+fn alone(idx: usize) -> [String; 2] {
+    let mut session = Session::new(&Model::builtin().unwrap(), &cpu(128)).unwrap();
+    turns(&mut session, idx)
+}
+
+fn turns(session: &mut Session, idx: usize) -> [String; 2] {
+    let first = text(session, PROMPTS[idx], idx as u64);
+    let second = text(session, &format!("{}{first} Then", PROMPTS[idx]), 7);
+    [first, second]
+}
+
+#[test]
+fn sessions_can_move_between_threads() {
+    fn check<T: Send>() {}
+    check::<Session>();
+}
+
+#[test]
+fn sessions_whose_pieces_are_taken_in_turn_give_the_texts_that_each_gives_alone() {
+    let model = Model::builtin().unwrap();
+    // Of different lengths: the cache and its tables grow while the first conversation goes on.
+    let mut sessions = [128, 200, 110].map(|context| Session::new(&model, &cpu(context)).unwrap());
+    let options = [0, 1, 2].map(sampled);
+    let mut texts = [const { String::new() }; 3];
+    {
+        let mut running: Vec<_> = sessions
+            .iter_mut()
+            .zip(&options)
+            .zip(PROMPTS)
+            .map(|((session, options), prompt)| session.generate(Prompt::Text(prompt), options).unwrap())
+            .collect();
+        let mut is_going = true;
+        while is_going {
+            is_going = false;
+            for (generation, text) in running.iter_mut().zip(&mut texts) {
+                if let Some(piece) = generation.next() {
+                    *text += &piece.unwrap().text;
+                    is_going = true;
+                }
+            }
+        }
+        assert!(running.iter().all(|generation| generation.summary().finish == Some(Finish::MaxTokens)));
+    }
+    for (idx, (session, first)) in sessions.iter_mut().zip(texts).enumerate() {
+        let want = alone(idx);
+        let prompt = format!("{}{first} Then", PROMPTS[idx]);
+        assert_eq!([first, text(session, &prompt, 7)], want);
+        // Each has its own ledger: its 39 steps after the first token, twice.
+        assert_eq!(session.ledger().tally(StepKind::Decode).steps(), 78);
+    }
+}
+
+#[test]
+fn a_cache_that_grows_in_the_middle_of_a_text_changes_nothing() {
+    let model = Model::builtin().unwrap();
+    let mut session = Session::new(&model, &cpu(128)).unwrap();
+    let options = sampled(0);
+    let mut generation = session.generate(Prompt::Text(PROMPTS[0]), &options).unwrap();
+    let mut got: String = generation.by_ref().take(10).map(|p| p.unwrap().text).collect();
+    let mut other = Session::new(&model, &cpu(300)).unwrap();
+    let long = "The dog ran. ".repeat(60);
+    assert!(!text(&mut other, &long, 3).is_empty());
+    got += &generation.map(|p| p.unwrap().text).collect::<String>();
+    assert_eq!(got, alone(0)[0]);
+}
+
+#[test]
+fn sessions_on_many_threads_give_the_texts_that_each_gives_alone() {
+    let model = Model::builtin().unwrap();
+    let want = [0, 1, 2].map(alone);
+    std::thread::scope(|scope| {
+        for idx in 0..6 {
+            let (model, want) = (&model, &want);
+            scope.spawn(move || {
+                for _ in 0..3 {
+                    let mut session = Session::new(model, &cpu(100 + 20 * idx)).unwrap();
+                    assert_eq!(turns(&mut session, idx % 3), want[idx % 3]);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn sessions_with_another_cache_or_other_threads_share_weights_and_differ_in_nothing_else() {
+    let model = Model::builtin().unwrap();
+    let want = alone(1);
+    let mut sessions: Vec<_> = [(1, DType::F16), (2, DType::F16), (2, DType::F32)]
+        .into_iter()
+        .map(|(threads, kv_dtype)| {
+            let device = Device::Cpu { threads: Some(threads) };
+            Session::new(&model, &SessionOptions { device, kv_dtype, ..cpu(128) }).unwrap()
+        })
+        .collect();
+    let exact = text(&mut sessions[2], PROMPTS[1], 1);
+    assert!(exact.split_whitespace().count() > 10, "{exact}");
+    for session in &mut sessions[..2] {
+        assert_eq!(turns(session, 1), want);
+    }
+}
+
+#[test]
+fn a_device_whose_cache_cannot_grow_gives_a_further_session_an_engine_of_its_own() {
+    let model = Model::builtin().unwrap();
+    let device = Device::Sim {
+        seed: 1,
+        faults: FaultScript::parse("").unwrap(),
+        graph: GraphMode::Require,
+        method: Method::Stream,
+        profile: false,
+    };
+    let options = SessionOptions { device, context: Some(64), ..SessionOptions::default() };
+    let greedy =
+        Generate { sampling: Some(SamplingParams::greedy()), max_tokens: Some(8), ..Generate::default() };
+    let mut one = Session::new(&model, &options).unwrap();
+    let mut two = Session::new(&model, &options).unwrap();
+    let [first, second] = [&mut one, &mut two].map(|session| {
+        let pieces = session.generate(Prompt::Text(PROMPTS[0]), &greedy).unwrap();
+        pieces.map(|p| p.unwrap().text).collect::<String>()
+    });
+    assert_eq!(first, second);
+    assert_eq!(one.ledger().tally(StepKind::Decode).replayed, 7);
+    assert_eq!(two.ledger().tally(StepKind::Decode).replayed, 7);
+    let [one, two] = [one, two].map(|session| session.device_status().unwrap().memory);
+    assert_eq!((one.weight_bytes, one.kv_bytes), (two.weight_bytes, two.kv_bytes));
+    assert!(one.kv_bytes > 0);
+}
