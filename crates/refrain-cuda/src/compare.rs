@@ -6,11 +6,13 @@
 
 use std::time::{Duration, Instant};
 
-use refrain_driver::{Buf, DriverError};
+use refrain_driver::{Buf, DriverError, RING_HEADER_BYTES, Ring};
 use refrain_graph::{Place, Plan, Ran, Segment, StateKind};
+use refrain_kernels::CommitEntry;
 
 use crate::cache::{GraphMode, Site};
 use crate::error::CudaError;
+use crate::feed::RING_ENTRIES;
 use crate::machine::{Machine, ProgramId};
 use crate::resident::Resident;
 use crate::verify::{LiveStep, VerifyError, compare_live};
@@ -86,7 +88,8 @@ fn live_step(
 ) -> Result<LiveStep, DriverError> {
     let mut step = LiveStep {
         inputs: vec![resident.feed, resident.control],
-        unheard: (resident.feed.slice(0, 8)?, UNHEARD.to_le_bytes()),
+        unheard: (resident.feed.slice(0, 8)?, UNHEARD),
+        entries: ring_entries(resident)?,
         results: vec![resident.feed.slice(8, resident.feed.len() - 8)?, resident.control],
     };
     let in_arena = |buf: &Buf| warm.space().contains(resident.arena(), *buf);
@@ -108,6 +111,13 @@ fn live_step(
         }
     }
     Ok(step)
+}
+
+fn ring_entries(resident: &Resident) -> Result<Vec<Buf>, DriverError> {
+    let payload = size_of::<CommitEntry>();
+    let stride = Ring::stride(payload).unwrap_or(0);
+    let entry = |i: u32| resident.ring.slice(RING_HEADER_BYTES + u64::from(i) * stride + 8, payload as u64);
+    (0..RING_ENTRIES).map(entry).collect()
 }
 
 /// The block of a cache that the step writes to.

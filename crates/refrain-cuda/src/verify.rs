@@ -237,7 +237,9 @@ pub(crate) struct LiveStep {
     /// What it reads and changes: put back before it runs again.
     pub(crate) inputs: Vec<Buf>,
     /// The ring's count, and its value for the run that the host does not hear of.
-    pub(crate) unheard: (Buf, [u8; 8]),
+    pub(crate) unheard: (Buf, u64),
+    /// Where each of the ring's entries has its payload.
+    pub(crate) entries: Vec<Buf>,
     /// What comes out of it.
     pub(crate) results: Vec<Buf>,
 }
@@ -253,16 +255,40 @@ pub(crate) fn compare_live(
     let ranges = |bufs: &[Buf]| merged(bufs.iter().filter_map(|buf| warm.space().range(*buf)).collect());
     let (inputs, results) = (ranges(&step.inputs), ranges(&step.results));
     let saved = download(stream, lease, warm, &inputs)?;
-    stream.upload(lease, step.unheard.0, &step.unheard.1)?;
+    let (count_at, unheard) = step.unheard;
+    let mut count = [0; 8];
+    stream.download(lease, count_at, &mut count)?;
+    stream.upload(lease, count_at, &unheard.to_le_bytes())?;
     graph.replay(lease, stream)?;
     let replayed = download(stream, lease, warm, &results)?;
+    let replayed_entry = read_entry(stream, lease, &step.entries, unheard)?;
     restore(stream, lease, warm, &inputs, &saved)?;
     stream.run(lease, true, |q| warm.enqueue(q))?;
     let eager = download(stream, lease, warm, &results)?;
+    let eager_entry = read_entry(stream, lease, &step.entries, u64::from_le_bytes(count))?;
+    if let Some(byte) = first_difference(&eager_entry, &replayed_entry) {
+        let (buffer, launch) = ("the ring's entry".to_owned(), "the commit of the step".to_owned());
+        return Err(VerifyError::Mismatch { buffer, element: byte / 4, launch, case: 0 });
+    }
     for ((range, eager), replayed) in results.iter().zip(&eager).zip(&replayed) {
         compare(warm, *range, eager, replayed, 0)?;
     }
     Ok(())
+}
+
+/// What the step that found `count` entries in the ring wrote there.
+fn read_entry(
+    stream: &mut Stream,
+    lease: &Lease,
+    entries: &[Buf],
+    count: u64,
+) -> Result<Vec<u8>, DriverError> {
+    let Some(entry) = entries.get((count % entries.len().max(1) as u64) as usize) else {
+        return Ok(Vec::new());
+    };
+    let mut bytes = vec![0; entry.len() as usize];
+    stream.download(lease, *entry, &mut bytes)?;
+    Ok(bytes)
 }
 
 fn compare_cases(

@@ -244,22 +244,30 @@ fn every_nth_step_is_compared_and_a_wrong_replay_changes_no_token() {
     assert_eq!(good.said(30), want);
     let status = good.backend.monitor().status();
     assert_eq!((status.compared.n_steps, status.compared.n_mismatches), (10, 0));
-    // Each step is one replay, the compared ones too: the sixth is one of those.
-    for replay in [6, 21] {
+    // Each step is one replay, the compared ones too. Which byte of all that a replay writes is wrong is left to chance;
+    // one in scratch memory harms nobody.
+    let chosen = |said: &[(u32, u32, Ran)]| said.iter().map(|s| (s.0, s.1)).collect::<Vec<_>>();
+    let mut found = Vec::new();
+    for replay in (3..=24).step_by(3) {
         let mut bad = compared(&format!("on {replay}th replay: wrong byte"), GraphMode::Auto);
         let got = bad.said(30);
-        let chosen = |said: &[(u32, u32, Ran)]| said.iter().map(|s| (s.0, s.1)).collect::<Vec<_>>();
-        assert_eq!(chosen(&got), chosen(&want));
-        let at = replay - 1;
-        assert!(matches!(got[at].2, Ran::Eager(Reason::VerifyMismatch { .. })), "{:?}", got[at].2);
-        assert!(matches!(got[at + 1].2, Ran::Eager(Reason::BackingOff { .. })), "{:?}", got[at + 1].2);
-        assert_eq!(got.last().unwrap().2, Ran::REPLAYED, "the graph comes back");
-        assert_eq!(bad.backend.monitor().status().compared.n_mismatches, 1);
+        assert_eq!(chosen(&got), chosen(&want), "replay {replay}");
+        assert_eq!(got.last().unwrap().2, Ran::REPLAYED, "the graph is in service, or comes back");
+        let (at, n) = (replay - 1, bad.backend.monitor().status().compared.n_mismatches);
+        if n > 0 {
+            assert!(matches!(got[at].2, Ran::Eager(Reason::VerifyMismatch { .. })), "{:?}", got[at].2);
+            assert!(matches!(got[at + 1].2, Ran::Eager(Reason::BackingOff { .. })), "{:?}", got[at + 1].2);
+            found.push(replay);
+        }
     }
-    let mut strict = compared("on 6th replay: wrong byte", GraphMode::Require);
+    assert!(!found.is_empty());
+    let script = format!("on {}th replay: wrong byte", found[0]);
+    let mut strict = compared(&script, GraphMode::Require);
     let mut run = strict.run();
-    strict.send(&mut run, 5);
-    (0..5).for_each(|_| drop(strict.backend.take(&mut strict.compiled, &mut run).unwrap()));
+    for _ in 1..found[0] {
+        strict.send(&mut run, 1);
+        strict.backend.take(&mut strict.compiled, &mut run).unwrap();
+    }
     strict.send(&mut run, 1);
     let error = strict.backend.take(&mut strict.compiled, &mut run).unwrap_err();
     assert!(format!("{error:?}").contains("VerifyMismatch"), "{error:?}");
