@@ -185,6 +185,29 @@ pub fn products_join(dtypes: &[DType]) -> bool {
         || PAIRS.iter().any(|p| all_in(p))
 }
 
+/// Why the rows of [`Kernels::product`] are too long for a card whose blocks have so many bytes of shared memory; `None`
+/// when they are not. The dtypes go in one launch: see [`products_join`].
+#[must_use]
+pub fn product_too_long(dtypes: &[DType], k: usize, shared_block_bytes: usize) -> Option<String> {
+    let chunks: Vec<Chunk> = dtypes.iter().filter_map(|&dtype| Chunk::of(dtype)).collect();
+    let slot = chunks.iter().map(|chunk| chunk.bytes).max()?;
+    let (need, limit) = (block_bytes(chunks[0], slot, k, 1), product_limit(shared_block_bytes));
+    (need > limit).then(|| format!("a block needs {need} bytes of shared memory, {limit} are there"))
+}
+
+const fn product_limit(shared_block_bytes: usize) -> usize {
+    shared_block_bytes.saturating_sub(STATIC_BYTES)
+}
+
+/// Shared memory of a block with so many chunks in each warp's ring.
+fn block_bytes(chunk: Chunk, slot: usize, k: usize, stages: usize) -> usize {
+    let is_plain = chunk.rows != TILE_ROWS;
+    // Quantised: a byte to an element and two floats to 32, up to whole units.
+    let x = if is_plain { 4 * k } else { k.next_multiple_of(256) / 4 * 5 };
+    let barriers = (8 * chunk.warps * stages).next_multiple_of(128);
+    chunk.warps * stages * slot + barriers + x.next_multiple_of(16)
+}
+
 /// 2^32 / `n` rounded up, so that the upper half of its product with m is m / n rounded down, and zero for 1; or nothing if m
 /// may be too large for that.
 fn inverse(n: usize, m: usize) -> Option<u32> {
@@ -328,7 +351,7 @@ impl Kernels {
     }
 
     fn product_limit(&self) -> usize {
-        self.shared_limit().saturating_sub(STATIC_BYTES)
+        product_limit(self.shared_limit())
     }
 
     /// Chunks in a warp's ring, at most `most`, the shared memory of a block, and whether another block has a place beside it.
@@ -340,13 +363,7 @@ impl Kernels {
         most: usize,
     ) -> Result<(u8, u32, bool), KernelError> {
         let slot = chunk.bytes.max(other.bytes);
-        let is_plain = chunk.rows != TILE_ROWS;
-        // Quantised: a byte to an element and two floats to 32, up to whole units.
-        let x = if is_plain { 4 * k } else { k.next_multiple_of(256) / 4 * 5 };
-        let bytes = |stages: usize| {
-            let barriers = (8 * chunk.warps * stages).next_multiple_of(128);
-            chunk.warps * stages * slot + barriers + x.next_multiple_of(16)
-        };
+        let bytes = |stages: usize| block_bytes(chunk, slot, k, stages);
         let limit = self.product_limit();
         let half = (self.shared_sm() / 2).saturating_sub(STATIC_BYTES);
         let wanted = (chunk.ring / (chunk.warps * slot)).min(most).clamp(1, 64);
@@ -596,6 +613,14 @@ mod tests {
         assert_eq!(filling(5, 255, Some(0)), (3, 4 * 255 * 3));
         assert_eq!(filling(1, 18, Some(0)), (1, LATE_CYCLES as u32));
         assert_eq!(filling(64, 18, Some(usize::MAX)), (32, LATE_MOST_CYCLES as u32));
+    }
+
+    #[test]
+    fn a_row_that_shared_memory_has_no_room_for_is_too_long() {
+        assert_eq!(product_too_long(&[DType::BF16, DType::BF16], 4096, 227 << 10), None);
+        assert_eq!(product_too_long(&[DType::Q4_K, DType::Q6_K], 65_536, 227 << 10), None);
+        let because = product_too_long(&[DType::BF16], 60_000, 227 << 10).unwrap();
+        assert_eq!(because, "a block needs 272896 bytes of shared memory, 228352 are there");
     }
 
     #[test]
