@@ -14,7 +14,7 @@ use crate::error::CudaError;
 use crate::feed;
 use crate::follow::Followed;
 use crate::host;
-use crate::lower::{Lowering, choice_bytes, scratch_bytes};
+use crate::lower::Lowering;
 use crate::options::CudaOptions;
 use crate::prefill::{self, Areas, Products};
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
@@ -23,6 +23,7 @@ use crate::resident::{HostModel, Resident, Room};
 use crate::roles::Roles;
 use crate::states;
 use crate::status::{GraphLine, Status};
+use crate::tasks::{Chooser, Tasks};
 use crate::traffic::Moved;
 use crate::warm::WarmPlan;
 
@@ -44,6 +45,8 @@ pub(crate) struct Program {
     pub(crate) roles: Roles,
     /// How its choice becomes its next input, where that happens on the device.
     pub(crate) feedback: Option<Feedback>,
+    /// Which kernels it is, whatever the memory.
+    tasks: Tasks,
     parts: Vec<Part>,
     /// Outputs that kernels write straight to pinned memory.
     results: HashMap<BufferId, Buf>,
@@ -181,21 +184,36 @@ impl Machine {
             self.settle()?;
         }
         let (roles, feedback) = (Roles::of(&plan), feed::feedback(&plan));
-        let is_new = self.ensure(&plan, &roles)?;
+        let tasks = self.choose(&plan);
+        let is_new = self.ensure(&plan, &roles, &tasks)?;
         if is_new {
             // Graphs over the old memory are gone; none of them should cost a token later.
             let ids: Vec<ProgramId> = self.programs.keys().copied().collect();
             ids.into_iter().try_for_each(|id| self.prepare(id))?;
         }
         let Some(resident) = &self.resident else { unreachable!("ensured above") };
-        let (parts, results) = self.lower(resident, &plan, &roles, feedback.as_ref())?;
+        let (parts, results) = self.lower(resident, &plan, &roles, feedback.as_ref(), &tasks)?;
         self.warm_up(&parts)?;
-        self.programs.insert(id, Program { plan, roles, feedback, parts, results });
+        self.programs.insert(id, Program { plan, roles, feedback, tasks, parts, results });
         if let Err(error) = self.prepare(id) {
             self.drop_program(id);
             return Err(error);
         }
         Ok(())
+    }
+
+    /// Which kernels a plan's groups are.
+    fn choose(&self, plan: &Plan) -> Tasks {
+        let device = self.ctx.device();
+        let info = device.info();
+        let chooser = Chooser {
+            kernels: &self.kernels,
+            blas: self.products.blas.as_deref(),
+            weights: &self.model.weights,
+            n_sms: info.n_sms,
+            shared_block_bytes: info.shared_block_bytes as usize,
+        };
+        chooser.choose(plan)
     }
 
     fn lower(
@@ -204,6 +222,7 @@ impl Machine {
         plan: &Plan,
         roles: &Roles,
         feedback: Option<&Feedback>,
+        tasks: &Tasks,
     ) -> Result<Lowered, CudaError> {
         let n_sms = self.ctx.device().info().n_sms;
         // The choice of a step that feeds itself is read on the device, and reaches the host through the ring.
@@ -218,7 +237,8 @@ impl Machine {
             results: &results,
             n_sms,
             overlaps: !self.options.profile,
-            products: &self.products,
+            blas: self.products.blas.as_ref(),
+            areas: tasks.areas.place(resident.scratch).map_err(CudaError::driver("placing workspaces"))?,
         };
         let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;
         let mut parts = Vec::with_capacity(plan.segments().len());
@@ -235,7 +255,7 @@ impl Machine {
                 format!("step of {n} token{s}, segment {idx}")
             };
             let mut warm = WarmPlan::new(&name, &resident.space);
-            lowering.push(&plan.steps()[segment.steps.clone()], &mut warm)?;
+            lowering.push(&tasks.segments[idx], &mut warm)?;
             if let Some(feedback) = feedback {
                 feed::push_commit(&self.kernels, plan, resident, feedback, &mut warm)?;
             }
@@ -250,10 +270,9 @@ impl Machine {
         let Some(resident) = self.resident.as_mut().filter(|_| self.products.blas.is_some()) else {
             return Ok(());
         };
-        let scratch = resident.scratch;
         parts.iter().try_for_each(|part| match part {
             Part::Device { warm, .. } => {
-                prefill::warm_up(warm, &mut self.stream, &mut resident.lease, &mut self.warmed, scratch)
+                prefill::warm_up(warm, &mut self.stream, &mut resident.lease, &mut self.warmed)
             }
             Part::Host { .. } => Ok(()),
         })
@@ -288,13 +307,12 @@ impl Machine {
     }
 
     /// Makes sure that there is memory for a plan; plans all of it anew when there is too little. True when it did.
-    fn ensure(&mut self, plan: &Plan, roles: &Roles) -> Result<bool, CudaError> {
+    fn ensure(&mut self, plan: &Plan, roles: &Roles, tasks: &Tasks) -> Result<bool, CudaError> {
         let needed = Room {
             arena: plan.arena_bytes() as u64,
-            scratch: scratch_bytes(plan, self.ctx.device().info().n_sms, self.products.blas.is_some())
-                .next_multiple_of(GRAIN),
+            scratch: tasks.areas.bytes().next_multiple_of(GRAIN),
             control: (plan.control().bytes() as u64).next_multiple_of(GRAIN).max(GRAIN),
-            choices: choice_bytes(plan),
+            choices: tasks.choice_bytes,
         };
         if let Some(limit) = self.options.arena_limit_bytes.filter(|limit| needed.arena > *limit) {
             return Err(CudaError::ArenaTooLarge { need_bytes: needed.arena, limit_bytes: limit });
@@ -329,7 +347,8 @@ impl Machine {
         let mut programs = std::mem::take(&mut self.programs);
         let mut failed = None;
         for program in programs.values_mut() {
-            match self.lower(&resident, &program.plan, &program.roles, program.feedback.as_ref()) {
+            let (plan, feedback) = (&program.plan, program.feedback.as_ref());
+            match self.lower(&resident, plan, &program.roles, feedback, &program.tasks) {
                 Ok((parts, results)) => (program.parts, program.results) = (parts, results),
                 Err(error) => failed = Some(error),
             }
@@ -353,7 +372,7 @@ impl Machine {
         let scratch = needed.scratch.saturating_add(reserve.min(SCRATCH_RESERVE));
         // Sending the weights again would cost more than the workspace of prompts, which no small step shows.
         let n_sms = self.ctx.device().info().n_sms;
-        let prompts = Areas::of(plan, Some(largest), n_sms, self.products.blas.is_some()).bytes();
+        let prompts = Areas::of_prompts(plan, largest, n_sms, self.products.blas.is_some()).bytes();
         let scratch = scratch.max(prompts.next_multiple_of(GRAIN));
         // A step that chooses nothing may come before those that do.
         let choices = needed.choices.max(sample_state_bytes(CHOICES_RESERVE));

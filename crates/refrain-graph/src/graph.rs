@@ -184,11 +184,10 @@ impl Graph {
                 Origin::Input(_) | Origin::Weight(_) => return None,
                 Origin::Node { node, output } => {
                     let node = self.node(node);
-                    value = match (&node.op, node.op.state_update()) {
-                        (_, Some((out, input))) if out == output => node.inputs[input],
-                        (Op::View(_), _) => node.inputs[0],
-                        _ => return None,
-                    };
+                    let continued = node.op.state_update().filter(|(out, _)| *out == output);
+                    let is_view = matches!(node.op, Op::View(_));
+                    let input = continued.map(|(_, input)| input).or(is_view.then_some(0))?;
+                    value = node.inputs[input];
                 }
             }
         }
