@@ -1,13 +1,13 @@
 //! The CPU behind the [`Backend`] trait.
 
-use crate::compile::{Program, is_cache_dtype};
+use crate::compile::{Program, fuses, is_cache_dtype};
 use crate::pool::{Pool, PoolError};
 use crate::run::{Line, Machine, Scratch};
 use crate::simd::{ActError, Level};
 use crate::weights::{CpuStates, CpuWeights};
 use refrain_graph::{
-    Backend, CompileError, Graph, Io, Op, Place, Plan, PlanOptions, Query, Ran, Reason, RunError, State,
-    Support, Weight,
+    Backend, CompileError, Fusion, Graph, GroupQuery, Io, Op, Place, Plan, PlanOptions, Query, Ran, Reason,
+    RunError, State, Support, Weight,
 };
 use refrain_reference::ReferenceError;
 use refrain_tensor::{HostTensor, TensorError};
@@ -129,6 +129,10 @@ impl Backend for CpuBackend {
         }
     }
 
+    fn fuses(&self, query: &GroupQuery<'_>) -> Fusion {
+        fuses(query)
+    }
+
     fn load(&self, weights: &[Weight], tensors: Vec<HostTensor>) -> Result<CpuWeights, RunError> {
         if weights.len() != tensors.len() {
             let because = format!("{} are named, {} are given", weights.len(), tensors.len());
@@ -165,7 +169,7 @@ impl Backend for CpuBackend {
 
     fn compile(&self, graph: &Graph) -> Result<Compiled, CompileError> {
         self.check(graph)?;
-        let plan = Plan::new(graph, PlanOptions::default())?;
+        let plan = Plan::fused(graph, PlanOptions::default(), &|query| self.fuses(query))?;
         let program = Program::new(&plan, graph.weights());
         let lines = |bytes: usize| vec![Line::default(); bytes.div_ceil(64)];
         let angles = program.tables.iter().map(|t| vec![0.0; t.positions.len() * t.n_dims]).collect();

@@ -2,7 +2,10 @@
 
 use crate::memory::MAX_OUTS;
 use crate::simd::{ActKind, act_bytes, act_kind};
-use refrain_graph::{Attention, Binary, Gate, Op, Operand, Place, Plan, Rope, Unary, Weight, WeightId};
+use refrain_graph::{
+    Attention, Binary, Fusion, Gate, GroupKind, GroupQuery, Op, Operand, Place, Plan, Products, Rope, Unary,
+    Weight, WeightId,
+};
 use refrain_tensor::DType;
 use std::ops::{Deref, Range};
 
@@ -171,15 +174,19 @@ impl Program {
     pub(crate) fn new(plan: &Plan, weights: &[Weight]) -> Program {
         let mut program = Program::default();
         let plan = &Shaped { plan, weights };
-        for step in 0..plan.steps().len() {
-            let kernel = kernel(plan, step, &mut program.tables).unwrap_or(Kernel::Reference);
-            program.push(Call { kernel, step });
+        for group in plan.groups() {
+            let n_calls = program.calls.len();
+            for step in group.steps.clone() {
+                let kernel = kernel(plan, step, &mut program.tables).unwrap_or(Kernel::Reference);
+                program.push(Call { kernel, step }, n_calls);
+            }
         }
         program
     }
 
-    /// Products with the same activations right after one another become one call.
-    fn push(&mut self, mut call: Call) {
+    /// Products of one group become one call, or share the activations that the one before prepared. Calls of the group
+    /// begin at `first`.
+    fn push(&mut self, mut call: Call, first: usize) {
         let Kernel::Products { x, k, kind, prepared, parts } = &mut call.kernel else {
             self.calls.push(call);
             return;
@@ -187,10 +194,9 @@ impl Program {
         let m = x.len() / (*k).max(1);
         self.acts_bytes = self.acts_bytes.max(m * act_bytes(*kind, *k).unwrap_or(0));
         if let Some(Call { kernel: Kernel::Products { x: x0, kind: kind0, parts: parts0, .. }, .. }) =
-            self.calls.last_mut()
-            && x0 == x
-            && parts0.iter().all(|p| disjoint(&p.out, x) && parts.iter().all(|q| disjoint(&p.out, &q.out)))
+            self.calls[first..].last_mut()
         {
+            debug_assert_eq!(x0, x, "products of one group have the same rows");
             if kind0 == kind && parts0.len() < MAX_OUTS {
                 parts0.append(parts);
                 return;
@@ -201,8 +207,18 @@ impl Program {
     }
 }
 
-fn disjoint(a: &Range<usize>, b: &Range<usize>) -> bool {
-    a.end <= b.start || b.end <= a.start
+/// Products of the same rows share a call. Everything else runs one step at a time.
+pub(crate) fn fuses(query: &GroupQuery<'_>) -> Fusion {
+    match query.kind {
+        GroupKind::Products(Products { producer: None, parts, gate: None })
+            if parts.iter().all(|part| part.bias.is_none()) =>
+        {
+            Fusion::Staged
+        }
+        GroupKind::One(_) | GroupKind::Products(_) | GroupKind::Attend(_) | GroupKind::RopeAppend(_) => {
+            Fusion::Smaller
+        }
+    }
 }
 
 /// A plan with the shapes of its weights.

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use refrain_driver::{Device, DeviceKind, DriverError, Worker};
 use refrain_graph::{
-    Backend, Committed, CompileError, Graph, Io, Plan, PlanOptions, Query, Ran, Run, RunError, State,
-    Support, Weight, finish_stepwise, send_stepwise, take_stepwise,
+    Backend, Committed, CompileError, Fusion, Graph, GroupQuery, Io, Plan, PlanOptions, Query, Ran, Run,
+    RunError, State, Support, Weight, finish_stepwise, send_stepwise, take_stepwise,
 };
 use refrain_kernels::packed_bytes;
 use refrain_tensor::{DType, HostTensor};
@@ -16,14 +16,13 @@ use refrain_tensor::{DType, HostTensor};
 use crate::error::CudaError;
 use crate::feed;
 use crate::follow::Taking;
-use crate::fused::MAX_RUN;
-use crate::lower;
 use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
 use crate::profile::{SharedTimeline, Timeline};
 use crate::pump::Pump;
 use crate::resident::packs;
 use crate::status::{KernelUnits, Status};
+use crate::{group, lower};
 
 /// Runs graphs of one model on one CUDA device, or on the simulated one.
 ///
@@ -285,6 +284,10 @@ impl Backend for CudaBackend {
         lower::supports(query)
     }
 
+    fn fuses(&self, query: &GroupQuery<'_>) -> Fusion {
+        group::fuses(query, self.worker.device().info())
+    }
+
     fn load(&self, weights: &[Weight], tensors: Vec<HostTensor>) -> Result<CudaWeights, RunError> {
         let mismatch = |because| RunError::Mismatch { what: "weights", because };
         if weights.len() != tensors.len() {
@@ -324,14 +327,14 @@ impl Backend for CudaBackend {
 
     fn compile(&self, graph: &Graph) -> Result<CudaCompiled, CompileError> {
         self.check(graph)?;
-        let plan = Arc::new(Plan::new(graph, plan_options(graph))?);
+        let plan = Arc::new(Plan::fused(graph, PlanOptions::default(), &|query| self.fuses(query))?);
         let (id, sent) = (self.id(), Arc::clone(&plan));
         let (weights, states) = (graph.weights().to_vec(), graph.states().to_vec());
         let placed = Arc::clone(&plan);
         // Weights travel with the first plan, when all sizes are known; how long that takes is the disk's business.
         let placed = self.call("sending weights", self.options.load_limit, move |m| {
             m.check_model(&weights, &states)?;
-            m.place(&placed)
+            m.place(&placed).map(drop)
         });
         let compiled = placed.and_then(|()| {
             self.call("compiling a plan", self.options.compile_limit, move |m| m.compile(id, sent))
@@ -439,20 +442,6 @@ impl Backend for CudaBackend {
 
     fn layouts(&self, weights: &CudaWeights) -> Vec<(String, usize)> {
         weights.layouts.clone()
-    }
-}
-
-/// Runs of steps around the products of one row become one launch, whose blocks do not wait for each other: what it reads
-/// must not lie where it writes. Larger steps have a launch for each op and need the memory more.
-fn plan_options(graph: &Graph) -> PlanOptions {
-    let one_row = |node: &refrain_graph::Node| {
-        let shape = graph.value(node.outputs[0]).ty.shape;
-        shape.n_elements() == shape.dim_back(0)
-    };
-    let mut products = graph.nodes().iter().filter(|node| matches!(node.op, refrain_graph::Op::MatMul));
-    match products.all(one_row) {
-        true => PlanOptions { in_place: false, linger: MAX_RUN, ..PlanOptions::default() },
-        false => PlanOptions::default(),
     }
 }
 

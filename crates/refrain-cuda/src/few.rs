@@ -1,27 +1,23 @@
 //! Products of a few rows with packed weights: the rows rounded once, each weight read once.
 
 use refrain_driver::{Buf, Launch};
-use refrain_graph::{Op, Step};
+use refrain_graph::Step;
 use refrain_kernels::{
-    FewArgs, FewPart, FewRowsArgs, KernelError, MAX_FEW_PARTS, MAX_FEW_ROWS, PACKED_DTYPES, ProductArgs,
-    ProductPart, few_bytes,
+    FewArgs, FewPart, FewRowsArgs, KernelError, MAX_FEW_PARTS, MAX_FEW_ROWS, ProductArgs, ProductPart,
+    few_bytes,
 };
 
 use crate::lower::Lowering;
 
-/// Bytes of scratch that a step needs to round its rows.
-pub(crate) fn scratch_bytes(step: &Step) -> u64 {
-    let Some(w) = step.inputs.get(1).filter(|_| matches!(step.op, Op::MatMul)) else { return 0 };
-    let &[k, n] = w.layout.shape().dims() else { return 0 };
-    let m = step.outputs[0].layout.shape().n_elements() / n.max(1);
-    let is_few = m > 1 && PACKED_DTYPES.contains(&w.dtype);
-    if is_few { few_bytes(m.min(MAX_FEW_ROWS), k).unwrap_or(0) as u64 } else { 0 }
-}
-
 impl Lowering<'_> {
     /// Products of the same rows with packed weights of one dtype. More rows than go together, of a matrix that is too
     /// large to be decoded, are taken in turns.
-    pub(crate) fn few(&self, steps: &[&Step], launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+    pub(crate) fn few(
+        &self,
+        steps: &[&Step],
+        scratch: Buf,
+        launches: &mut Vec<Launch>,
+    ) -> Result<(), KernelError> {
         let first = steps[0];
         let [m, _] = self.rows(&first.outputs[0]);
         let k = first.inputs[1].layout.shape().dims()[0];
@@ -43,7 +39,7 @@ impl Lowering<'_> {
         };
         for at in (0..m).step_by(MAX_FEW_ROWS) {
             let m = (m - at).min(MAX_FEW_ROWS);
-            let rows = self.resident.scratch.slice(0, few_bytes(m, k).unwrap_or(usize::MAX) as u64)?;
+            let rows = scratch.slice(0, few_bytes(m, k).unwrap_or(usize::MAX) as u64)?;
             let x = row(x, at, m, k)?;
             launches.push(self.kernels.few_rows(&FewRowsArgs { x, rows, m, k, step: &first.label })?);
             for set in weights.chunks(MAX_FEW_PARTS) {

@@ -38,13 +38,14 @@ mod progress; // what is heard while a model is loaded
 mod options; // how a backend works
 mod pump; // between who takes tokens and who sends steps
 mod feed; // what a step that feeds itself has on the device
-mod few; // a few rows of packed weights
 mod resident; // what lies on the device
-mod fused; // runs of steps around the products of one row
-mod group; // which steps one launch does
-mod attend; // among them those of attention
-mod lower; // steps into launches
-mod prefill; // steps of many rows
+mod group; // which groups have kernels
+mod fused; // products of one row and what is around them
+mod attend; // from the rotation of queries to attention, for one row
+mod few; // a few rows of packed weights
+mod prefill; // products of many rows
+mod tasks; // which kernels a plan is
+mod lower; // tasks into launches
 mod states; // what a graph is verified with
 mod host; // steps on the host
 mod traffic; // how many bytes it takes

@@ -1,24 +1,25 @@
-//! Steps of a plan into launches.
+//! Tasks of a plan into launches.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use refrain_driver::{Buf, DriverError, Launch};
-use refrain_graph::{Binary, BufferId, Op, Operand, Place, Plan, Query, Sample, Step, Support, TensorType};
+use refrain_graph::{
+    Binary, BufferId, NodeId, Op, Operand, Place, Plan, Query, RopeAppend, Sample, Step, Support, TensorType,
+};
 use refrain_kernels::{
-    AddRmsNormArgs, AttentionArgs, BinaryArgs, CastArgs, CopyArgs, GateArgs, GatherRowsArgs, KernelError,
-    Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, ProductArgs, ProductPart,
-    ReduceArgs, RmsNormArgs, RopeArgs, RopeKvArgs, SampleArgs, SoftmaxArgs, UnaryArgs, View,
-    attention_scratch_bytes, attention_splits, sample_scratch_bytes, sample_state_bytes,
+    AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, CastArgs, CopyArgs, GateArgs, GatherRowsArgs,
+    KernelError, Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, ReduceArgs,
+    RmsNormArgs, RopeArgs, RopeKvArgs, SampleArgs, SoftmaxArgs, UnaryArgs, View, attention_scratch_bytes,
+    sample_scratch_bytes, sample_state_bytes,
 };
 use refrain_tensor::DType;
 
-use crate::attend::AttendRun;
 use crate::error::CudaError;
-use crate::fused::{Row, Run};
-use crate::group::{Group, groups};
-use crate::prefill::{Areas, Prefill, Products};
+use crate::prefill::PlacedAreas;
 use crate::resident::{COUNTER_BYTES, Resident};
-use crate::warm::WarmPlan;
+use crate::tasks::{SegmentTasks, Task, splits};
+use crate::warm::{WarmPlan, Work};
 
 /// Whether there is a kernel for an op with these dtypes. Layouts are looked at when the plan is lowered.
 pub(crate) fn supports(query: &Query<'_>) -> Support {
@@ -95,54 +96,7 @@ fn is_float_vector(ty: &TensorType) -> bool {
     ty.shape.rank() < 2 && ty.dtype.is_float()
 }
 
-/// Splits of an attention step: fixed when the plan is built, whatever the lengths will be.
-fn splits(step: &Step, n_sms: u32) -> usize {
-    let (q, cache, tables) =
-        (step.inputs[0].layout.shape(), step.inputs[1].layout.shape(), step.inputs[5].layout.shape());
-    let context = tables.dims()[1] * cache.dims()[2];
-    attention_splits(q.dims()[0], cache.dims()[1], context, n_sms)
-}
-
-/// Scratch that the kernels of a plan need; steps use the same bytes one after the other.
-pub(crate) fn scratch_bytes(plan: &Plan, n_sms: u32, blas: bool) -> u64 {
-    let of = |step: &Step| {
-        let q = step.inputs.first().map(|i| i.layout.shape());
-        match (&step.op, q) {
-            (Op::Attention(_), Some(q)) => {
-                attention_scratch_bytes(q.dims()[0], q.dims()[1], q.dims()[2], splits(step, n_sms))
-                    .max(crate::attend::scratch_bytes(step, n_sms))
-            }
-            (Op::Sample(_), Some(logits)) => sample_scratch_bytes(logits.dims()[0], logits.dims()[1]),
-            (Op::MatMul, _) => crate::few::scratch_bytes(step),
-            _ => 0,
-        }
-    };
-    plan.steps().iter().map(of).max().unwrap_or(0).max(Areas::of(plan, None, n_sms, blas).bytes())
-}
-
-/// What the choices of a plan keep between their launches, zero before and after.
-pub(crate) fn choice_bytes(plan: &Plan) -> u64 {
-    let choices = plan.steps().iter().filter(|step| matches!(step.op, Op::Sample(_)));
-    choices.map(|step| sample_state_bytes(step.inputs[0].layout.shape().dims()[0])).max().unwrap_or(0)
-}
-
-/// Says of which attentions one launch cannot do all, and why; once for each reason.
-fn tell_apart(plan: &Plan, steps: &[Step], warm: &mut WarmPlan) {
-    let mut reasons: Vec<(String, &str, usize)> = Vec::new();
-    for (idx, step) in steps.iter().enumerate() {
-        let Some(because) = AttendRun::why_not(plan, steps, idx) else { continue };
-        match reasons.iter_mut().find(|(known, ..)| *known == because) {
-            Some((_, _, n)) => *n += 1,
-            None => reasons.push((because, &step.label, 1)),
-        }
-    }
-    for (because, label, n) in reasons {
-        let others = if n > 1 { format!(" and {} more run", n - 1) } else { " runs".to_owned() };
-        warm.tell(format!("{label}{others} as steps of their own, not as one launch: {because}"));
-    }
-}
-
-/// Turns steps of one plan into launches over one memory.
+/// Turns tasks of one plan into launches over one memory.
 pub(crate) struct Lowering<'a> {
     pub(crate) kernels: &'a Kernels,
     pub(crate) plan: &'a Plan,
@@ -152,79 +106,105 @@ pub(crate) struct Lowering<'a> {
     pub(crate) n_sms: u32,
     /// Launches may run beside each other: not where each of them is timed.
     pub(crate) overlaps: bool,
-    /// What multiplies many rows.
-    pub(crate) products: &'a Products,
+    /// The library that multiplies many rows, if there is one.
+    pub(crate) blas: Option<&'a Arc<BlasLt>>,
+    /// Where the scratch of launches lies.
+    pub(crate) areas: PlacedAreas,
+}
+
+/// What a task enqueues, and what it has left to read of its weights if it is long.
+#[derive(Default)]
+struct Made {
+    work: Vec<Work>,
+    left: Option<usize>,
+}
+
+impl From<Launch> for Made {
+    fn from(launch: Launch) -> Made {
+        Made { work: vec![launch.into()], left: None }
+    }
+}
+
+impl From<Vec<Launch>> for Made {
+    fn from(launches: Vec<Launch>) -> Made {
+        Made { work: launches.into_iter().map(Work::from).collect(), left: None }
+    }
 }
 
 impl Lowering<'_> {
-    /// Adds the launches of steps, and the names of what they write.
-    pub(crate) fn push(&self, steps: &[Step], warm: &mut WarmPlan) -> Result<(), CudaError> {
-        let groups = groups(self.plan, steps);
-        tell_apart(self.plan, steps, warm);
-        let mut prefill = Prefill::new(self)?;
+    /// Adds the launches of a segment, the names of what they write, and what is not done as one would like.
+    pub(crate) fn push(&self, segment: &SegmentTasks, warm: &mut WarmPlan) -> Result<(), CudaError> {
+        segment.notes.iter().for_each(|note| warm.tell(note.clone()));
         // What is left to read in the launch before, if that is a long product.
         let mut behind = None;
-        for (i, group) in groups.iter().enumerate() {
-            let long = behind.take();
-            if prefill.lower(&groups[i..], warm)? {
-                continue;
+        for task in &segment.tasks {
+            let made = self.task(task, behind.take(), warm);
+            let made = made.map_err(|e| self.refuse(self.writes(task)[0].0, e))?;
+            behind = made.left;
+            for (step, operand) in self.writes(task) {
+                self.name_output(step, operand, warm)?;
             }
-            let mut launches = Vec::new();
-            match group {
-                Group::One(step) => {
-                    if step.outputs.iter().all(|o| o.layout.shape().n_elements() == 0) {
-                        continue;
-                    }
-                    self.step(step, &mut launches).map_err(|e| self.refuse(step, e))?;
-                    self.name_outputs(step, warm)?;
-                }
-                Group::Products(steps)
-                    if steps.iter().any(|s| self.resident.is_packed(self.plan, &s.inputs[1])) =>
-                {
-                    self.few(steps, &mut launches).map_err(|e| self.refuse(steps[0], e))?;
-                    steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
-                }
-                Group::Products(steps) => {
-                    launches.push(self.products(steps).map_err(|e| self.refuse(steps[0], e))?);
-                    steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
-                }
-                Group::Fused(run) => match self.fused(run, long, &mut launches) {
-                    Ok(rest) => {
-                        behind = rest;
-                        let written = run.writes();
-                        let named = run.steps.iter().flat_map(|s| s.outputs.iter().map(move |o| (s, o)));
-                        for (step, operand) in named.filter(|(_, o)| written.contains(o)) {
-                            self.name_output(step, operand, warm)?;
-                        }
-                    }
-                    // Rows too long for the shared memory of this card: as steps of their own.
-                    Err(KernelError::Unsupported { because, .. }) if !self.has_packed(run) => {
-                        warm.tell(format!("{} runs as steps of its own: {because}", run.label()));
-                        launches.clear();
-                        for step in run.steps {
-                            self.step(step, &mut launches).map_err(|e| self.refuse(step, e))?;
-                            self.name_outputs(step, warm)?;
-                        }
-                    }
-                    Err(error) => return Err(self.refuse(run.parts[0].step, error)),
-                },
-                Group::Attend(run) => {
-                    let launch = self.attend(run, self.resident.counters);
-                    launches.push(launch.map_err(|e| self.refuse(run.attention, e))?);
-                    run.written().try_for_each(|step| self.name_outputs(step, warm))?;
-                }
-                Group::RopeKv(steps) => {
-                    launches.push(self.rope_kv(steps).map_err(|e| self.refuse(&steps[0], e))?);
-                    steps.iter().try_for_each(|step| self.name_outputs(step, warm))?;
-                }
-            }
-            launches.into_iter().for_each(|launch| warm.push(launch));
+            made.work.into_iter().for_each(|work| warm.push(work));
         }
         Ok(())
     }
 
-    pub(crate) fn name_outputs(&self, step: &Step, warm: &mut WarmPlan) -> Result<(), CudaError> {
-        step.outputs.iter().try_for_each(|operand| self.name_output(step, operand, warm))
+    fn task(&self, task: &Task, behind: Option<usize>, warm: &mut WarmPlan) -> Result<Made, KernelError> {
+        let plan = self.plan;
+        let steps = |nodes: &[NodeId]| nodes.iter().map(|&node| plan.step(node)).collect::<Vec<_>>();
+        let mut launches = Vec::new();
+        Ok(match task {
+            Task::Op(node) => {
+                self.step(plan.step(*node), &mut launches)?;
+                launches.into()
+            }
+            Task::Row(run) => {
+                let (launch, left) = self.row_products(run, behind)?;
+                Made { left, ..launch.into() }
+            }
+            Task::Linear(products) => self.products(&steps(products))?.into(),
+            Task::Few(products) => {
+                self.few(&steps(products), self.areas.own, &mut launches)?;
+                launches.into()
+            }
+            Task::Attend(attend) => self.attend(attend, self.resident.counters)?.into(),
+            Task::RopeKv(group) => self.rope_kv(group)?.into(),
+            Task::Flash(node) => self.kernels.flash(&self.attention_args(plan.step(*node))?, None)?.into(),
+            Task::Narrowed { node, to } => self.narrowed(plan.step(*node), to)?.into(),
+            Task::NarrowRows { products, to } => self.narrow_rows(&steps(products), to)?.into(),
+            Task::Decode(product) => self.decode(plan.step(*product))?.into(),
+            Task::Gemm { products, rows, decoded, plan } => {
+                self.gemm(&steps(products), rows, *decoded, *plan)?.into()
+            }
+            Task::Library { product, rows, decoded } => {
+                let Some(blas) = self.blas else { unreachable!("chosen with a library") };
+                let [product, rehearsal] = self.library(blas, plan.step(*product), rows, *decoded)?;
+                warm.rehearse(rehearsal);
+                Made { work: vec![Work::Library(product)], left: None }
+            }
+        })
+    }
+
+    /// The operands that a task writes or makes ready, at least one, each with the step it belongs to.
+    fn writes(&self, task: &Task) -> Vec<(&Step, &Operand)> {
+        let plan = self.plan;
+        let of = |node: &NodeId| {
+            let step = plan.step(*node);
+            step.outputs.iter().map(move |operand| (step, operand))
+        };
+        match task {
+            Task::Op(node) | Task::Flash(node) | Task::Narrowed { node, .. } | Task::Decode(node) => {
+                of(node).collect()
+            }
+            Task::Row(run) => run.writes(plan),
+            Task::Linear(nodes)
+            | Task::Few(nodes)
+            | Task::NarrowRows { products: nodes, .. }
+            | Task::Gemm { products: nodes, .. } => nodes.iter().flat_map(of).collect(),
+            Task::Library { product, .. } => of(product).collect(),
+            Task::Attend(attend) => attend.appends.iter().chain([&attend.attention]).flat_map(of).collect(),
+            Task::RopeKv(group) => group.ropes.iter().chain(&group.appends).flat_map(of).collect(),
+        }
     }
 
     pub(crate) fn name_output(
@@ -233,14 +213,12 @@ impl Lowering<'_> {
         operand: &Operand,
         warm: &mut WarmPlan,
     ) -> Result<(), CudaError> {
-        {
-            let buf = match self.plan.buffer(operand.buffer).place {
-                Place::State(s) => self.resident.state_buf(s.idx()),
-                Place::Arena { .. } | Place::Control { .. } | Place::Weight(_) => self.buffer(operand.buffer),
-            };
-            let size = operand.dtype.block_bytes() as u64;
-            warm.name_buffer(buf.map_err(CudaError::driver(&step.label))?, &step.label, size);
-        }
+        let buf = match self.plan.buffer(operand.buffer).place {
+            Place::State(s) => self.resident.state_buf(s.idx()),
+            Place::Arena { .. } | Place::Control { .. } | Place::Weight(_) => self.buffer(operand.buffer),
+        };
+        let size = operand.dtype.block_bytes() as u64;
+        warm.name_buffer(buf.map_err(CudaError::driver(&step.label))?, &step.label, size);
         Ok(())
     }
 
@@ -321,9 +299,6 @@ impl Lowering<'_> {
             Op::Softmax => {
                 let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
                 launches.push(k.softmax(&SoftmaxArgs { x, y: out(0)?, n_rows, n_cols, step: label })?);
-            }
-            Op::MatMul if self.resident.is_packed(self.plan, &step.inputs[1]) => {
-                self.few(&[step], launches)?
             }
             Op::MatMul => launches.push(self.products(&[step])?),
             Op::GatherRows(_) => {
@@ -414,75 +389,6 @@ impl Lowering<'_> {
             return Err(KernelError::Unsupported { op, dtype, shape, because });
         }
         self.dense(step, operand)
-    }
-
-    /// The launches of a [`Run`]: one for each set of dtypes that go together. Behind a gated one, which is the longest of a
-    /// layer, what it has left to read.
-    fn fused(
-        &self,
-        run: &Run<'_>,
-        mut behind: Option<usize>,
-        launches: &mut Vec<Launch>,
-    ) -> Result<Option<usize>, KernelError> {
-        let label = run.label();
-        let row = |step: &Step, operand: &Operand| self.dense(step, operand);
-        let dtype = |step: &Step| self.resident.dtype(self.plan, &step.inputs[1]);
-        for (i, set) in run.sets(dtype).into_iter().enumerate() {
-            let step = set[0].step;
-            let mut args = ProductArgs {
-                a: self.row_of(run)?,
-                b: None,
-                inner: None,
-                norm: None,
-                eps: 0.0,
-                sum: None,
-                parts: &[],
-                gate: run.gate.map(|(gate, _)| gate),
-                k: step.inputs[1].layout.shape().dims()[0],
-                behind: behind.take(),
-                step: &label,
-            };
-            match run.row {
-                Row::Plain(_) => {}
-                Row::Norm(norm) => (args.norm, args.eps) = (Some(self.vector(norm, 1)?), eps(norm)),
-                Row::AddNorm { inner, add } => {
-                    (args.norm, args.eps) = (Some(self.vector(add, 2)?), eps(add));
-                    args.inner = inner.map(|inner| self.vector(inner, 1)).transpose()?;
-                    let (from, b) = inner.map_or((add, &add.inputs[1]), |inner| (inner, &inner.inputs[0]));
-                    args.b = Some(row(from, b)?);
-                    // The sum is the same in every launch; one writes it.
-                    args.sum = (i == 0).then(|| row(add, &add.outputs[0])).transpose()?;
-                }
-            }
-            let mut parts = Vec::with_capacity(set.len());
-            for part in &set {
-                let out = run.gate.map_or(part.out, |(_, gate)| &gate.outputs[0]);
-                parts.push(ProductPart {
-                    w: self.weight(part.step)?,
-                    dtype: dtype(part.step),
-                    bias: part.bias.map(|bias| row(part.step, bias)).transpose()?,
-                    y: row(part.step, out)?,
-                    n: part.step.inputs[1].layout.shape().dims()[1],
-                });
-            }
-            args.parts = &parts;
-            launches.push(self.kernels.product(&args)?);
-            if run.gate.is_some() && self.overlaps {
-                behind = self.kernels.product_rest(&args)?;
-            }
-        }
-        Ok(behind)
-    }
-
-    fn row_of(&self, run: &Run<'_>) -> Result<Buf, KernelError> {
-        match run.row {
-            Row::Plain(x) => self.dense(run.parts[0].step, x),
-            Row::Norm(step) | Row::AddNorm { add: step, .. } => self.dense(step, &step.inputs[0]),
-        }
-    }
-
-    fn has_packed(&self, run: &Run<'_>) -> bool {
-        run.parts.iter().any(|part| self.resident.is_packed(self.plan, &part.step.inputs[1]))
     }
 
     /// The bytes of a product's weight, `[n, k]` seen transposed: all of it.
@@ -610,7 +516,9 @@ impl Lowering<'_> {
         })
     }
 
-    fn rope_kv(&self, [q, k, keys, values]: &[Step; 4]) -> Result<Launch, KernelError> {
+    fn rope_kv(&self, group: &RopeAppend) -> Result<Launch, KernelError> {
+        let [q, k] = group.ropes.map(|node| self.plan.step(node));
+        let [keys, values] = group.appends.map(|node| self.plan.step(node));
         let Op::Rope(rope) = q.op else { unreachable!("called for rope") };
         let ((k_cache, n_blocks), (v_cache, _)) =
             (self.cache(keys, &keys.inputs[0])?, self.cache(values, &values.inputs[0])?);
@@ -644,9 +552,13 @@ impl Lowering<'_> {
     }
 
     fn attention(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
-        self.kernels.attention(&self.attention_args(step)?, launches)
+        let args = self.attention_args(step)?;
+        let bytes = attention_scratch_bytes(args.n, args.n_heads, args.head_dim, args.n_splits);
+        let scratch = Some(self.areas.own.slice(0, bytes)?);
+        self.kernels.attention(&AttentionArgs { scratch, ..args }, launches)
     }
 
+    /// Without scratch.
     pub(crate) fn attention_args<'s>(&self, step: &'s Step) -> Result<AttentionArgs<'s>, KernelError> {
         let Op::Attention(attention) = step.op else { unreachable!("called for attention") };
         let ins = &step.inputs;
@@ -654,7 +566,6 @@ impl Lowering<'_> {
         let (q, cache, tables) = (ins[0].layout.shape(), ins[1].layout.shape(), ins[5].layout.shape());
         let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
         let n_splits = splits(step, self.n_sms);
-        let scratch = attention_scratch_bytes(n, n_heads, head_dim, n_splits);
         Ok(AttentionArgs {
             attention,
             q: self.view(&ins[0])?,
@@ -665,7 +576,7 @@ impl Lowering<'_> {
             seqs: self.dense(step, &ins[4])?,
             tables: self.dense(step, &ins[5])?,
             y: self.dense(step, &step.outputs[0])?,
-            scratch: Some(self.resident.scratch.slice(0, scratch)?),
+            scratch: None,
             n,
             n_heads,
             n_blocks,
@@ -692,7 +603,7 @@ impl Lowering<'_> {
             bias: self.dense(step, &ins[5])?,
             token: self.dense(step, &step.outputs[0])?,
             logprob: self.dense(step, &step.outputs[1])?,
-            scratch: self.resident.scratch.slice(0, sample_scratch_bytes(n, vocab))?,
+            scratch: self.areas.own.slice(0, sample_scratch_bytes(n, vocab))?,
             state: self.resident.counters.slice(COUNTER_BYTES, sample_state_bytes(n))?,
             n,
             vocab,
@@ -702,8 +613,4 @@ impl Lowering<'_> {
         };
         self.kernels.sample(&args, launches)
     }
-}
-
-fn eps(step: &Step) -> f32 {
-    if let Op::RmsNorm { eps } | Op::AddRmsNorm { eps } = step.op { eps } else { 0.0 }
 }

@@ -15,7 +15,7 @@ use crate::error::CudaError;
 use crate::feed;
 use crate::follow::Followed;
 use crate::host;
-use crate::lower::{Lowering, choice_bytes, scratch_bytes};
+use crate::lower::Lowering;
 use crate::options::CudaOptions;
 use crate::prefill::{self, Areas, Products};
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
@@ -24,6 +24,7 @@ use crate::pump::Pump;
 use crate::resident::{HostModel, Kept, Places, Resident, Room, fitting_room};
 use crate::states;
 use crate::status::{GraphLine, KernelUnits, Status};
+use crate::tasks::{Chooser, Tasks};
 use crate::traffic::Moved;
 use crate::warm::WarmPlan;
 
@@ -44,6 +45,8 @@ pub(crate) struct Program {
     pub(crate) plan: Arc<Plan>,
     /// How its choice becomes its next input, where that happens on the device.
     pub(crate) feedback: Option<Feedback>,
+    /// Which kernels it is, whatever the memory.
+    tasks: Tasks,
     /// Launches over the memory as it is, or why there are none: then no step of it runs.
     lowered: Result<Lowered, CudaError>,
 }
@@ -259,7 +262,7 @@ impl Machine {
     }
 
     /// Makes sure that weights, states and room for a plan are on the device. Sending weights may take long.
-    pub(crate) fn place(&mut self, plan: &Plan) -> Result<(), CudaError> {
+    pub(crate) fn place(&mut self, plan: &Plan) -> Result<Tasks, CudaError> {
         if self.pump.n_pending() > 0 {
             // Verification writes to the ring.
             if self.followed.is_some() && !self.pump.is_stopped() {
@@ -268,12 +271,14 @@ impl Machine {
             }
             self.settle()?;
         }
-        self.ensure(plan)
+        let tasks = self.choose(plan);
+        self.ensure(plan, &tasks)?;
+        Ok(tasks)
     }
 
     /// Lowers a plan, records its graphs and verifies them, so that no step has to.
     pub(crate) fn compile(&mut self, id: ProgramId, plan: Arc<Plan>) -> Result<(), CudaError> {
-        self.place(&plan)?;
+        let tasks = self.place(&plan)?;
         if std::mem::take(&mut self.must_record) {
             // Graphs over the old memory are gone; none of them should cost a token later.
             let ids: Vec<ProgramId> = self.programs.keys().copied().collect();
@@ -281,9 +286,9 @@ impl Machine {
         }
         let feedback = feed::feedback(&plan);
         let Some(resident) = &self.resident else { unreachable!("placed above") };
-        let lowered = self.lower(resident, &plan, feedback.as_ref())?;
+        let lowered = self.lower(resident, &plan, feedback.as_ref(), &tasks)?;
         self.warm_up(&lowered.parts)?;
-        let program = Program { plan, feedback, lowered: Ok(lowered) };
+        let program = Program { plan, feedback, tasks, lowered: Ok(lowered) };
         if let Some(reason) = program.host_step().filter(|_| self.refuses_host_steps()) {
             let step = format!("step of {}", tokens(&program.plan));
             return Err(CudaError::Required { step, reason });
@@ -300,14 +305,29 @@ impl Machine {
         self.options.graphs.mode == GraphMode::Require && !self.options.graphs.allow_host_steps
     }
 
+    /// Which kernels a plan's groups are.
+    fn choose(&self, plan: &Plan) -> Tasks {
+        let device = self.ctx.device();
+        let info = device.info();
+        let chooser = Chooser {
+            kernels: &self.kernels,
+            blas: self.products.blas.as_deref(),
+            weights: &self.model.weights,
+            n_sms: info.n_sms,
+            card: info,
+        };
+        chooser.choose(plan)
+    }
+
     /// The launches of a plan, with all their kernels loaded: never is one compiled while a step waits for it.
     fn lower(
         &self,
         resident: &Resident,
         plan: &Plan,
         feedback: Option<&Feedback>,
+        tasks: &Tasks,
     ) -> Result<Lowered, CudaError> {
-        self.with_kernels(|| self.describe(resident, plan, feedback))
+        self.with_kernels(|| self.describe(resident, plan, feedback, tasks))
     }
 
     /// Runs something that describes launches, with all kernels that it asks for.
@@ -323,6 +343,7 @@ impl Machine {
         resident: &Resident,
         plan: &Plan,
         feedback: Option<&Feedback>,
+        tasks: &Tasks,
     ) -> Result<Lowered, CudaError> {
         let n_sms = self.ctx.device().info().n_sms;
         // The choice of a step that feeds itself is read on the device, and reaches the host through the ring.
@@ -337,7 +358,8 @@ impl Machine {
             results: &results,
             n_sms,
             overlaps: !self.options.profile,
-            products: &self.products,
+            blas: self.products.blas.as_ref(),
+            areas: tasks.areas.place(resident.scratch).map_err(CudaError::driver("placing workspaces"))?,
         };
         let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;
         let mut parts = Vec::with_capacity(plan.segments().len());
@@ -351,7 +373,7 @@ impl Machine {
                 false => format!("step of {}, segment {idx}", tokens(plan)),
             };
             let mut warm = WarmPlan::new(&name, &resident.space);
-            lowering.push(&plan.steps()[segment.steps.clone()], &mut warm)?;
+            lowering.push(&tasks.segments[idx], &mut warm)?;
             if let Some(feedback) = feedback {
                 feed::push_commit(&self.kernels, plan, resident, feedback, &mut warm)?;
             }
@@ -366,10 +388,9 @@ impl Machine {
         let Some(resident) = self.resident.as_mut().filter(|_| self.products.blas.is_some()) else {
             return Ok(());
         };
-        let scratch = resident.scratch;
         parts.iter().try_for_each(|part| match part {
             Part::Device { warm, .. } => {
-                prefill::warm_up(warm, &mut self.stream, &mut resident.lease, &mut self.warmed, scratch)
+                prefill::warm_up(warm, &mut self.stream, &mut resident.lease, &mut self.warmed)
             }
             Part::Host { .. } => Ok(()),
         })
@@ -404,13 +425,12 @@ impl Machine {
 
     /// Makes sure that there is memory for a plan. When there is too little, steps get new room; weights and states stay
     /// where they are. A plan that cannot fit is refused before anything is given up.
-    fn ensure(&mut self, plan: &Plan) -> Result<(), CudaError> {
+    fn ensure(&mut self, plan: &Plan, tasks: &Tasks) -> Result<(), CudaError> {
         let needed = Room {
             arena: plan.arena_bytes() as u64,
-            scratch: scratch_bytes(plan, self.ctx.device().info().n_sms, self.products.blas.is_some())
-                .next_multiple_of(GRAIN),
+            scratch: tasks.areas.bytes().next_multiple_of(GRAIN),
             control: (plan.control().bytes() as u64).next_multiple_of(GRAIN).max(GRAIN),
-            choices: choice_bytes(plan),
+            choices: tasks.choice_bytes,
         };
         if let Some(limit) = self.options.arena_limit_bytes.filter(|limit| needed.arena > *limit) {
             return Err(CudaError::ArenaTooLarge { need_bytes: needed.arena, limit_bytes: limit });
@@ -477,7 +497,8 @@ impl Machine {
         // is asked to run; the others go on.
         let mut programs = std::mem::take(&mut self.programs);
         for program in programs.values_mut() {
-            program.lowered = self.lower(&resident, &program.plan, program.feedback.as_ref());
+            let (plan, feedback) = (&program.plan, program.feedback.as_ref());
+            program.lowered = self.lower(&resident, plan, feedback, &program.tasks);
         }
         if let Some(ring) = resident.ring_end() {
             self.pump.install(ring);
@@ -499,7 +520,7 @@ impl Machine {
         let scratch = needed.scratch.saturating_add(reserve.min(SCRATCH_RESERVE));
         // Sending the weights again would cost more than the workspace of prompts, which no small step shows.
         let n_sms = self.ctx.device().info().n_sms;
-        let prompts = Areas::of(plan, Some(largest), n_sms, self.products.blas.is_some()).bytes();
+        let prompts = Areas::of_prompts(plan, largest, n_sms, self.products.blas.is_some()).bytes();
         let scratch = scratch.max(prompts.next_multiple_of(GRAIN));
         // A step that chooses nothing may come before those that do.
         let choices = needed.choices.max(sample_state_bytes(CHOICES_RESERVE));

@@ -201,14 +201,16 @@ pub struct WarmPlan {
     names: Vec<(Buf, String, u64)>,
     /// What could not be done as one would like.
     told: Vec<String>,
+    /// Products by a library, into results that nobody reads.
+    rehearsals: Vec<BlasLtProduct>,
 }
 
 impl WarmPlan {
     /// A plan without work.
     #[must_use]
     pub fn new(name: &str, space: &Arc<Space>) -> WarmPlan {
-        let (work, names, told) = (Vec::new(), Vec::new(), Vec::new());
-        WarmPlan { name: Arc::from(name), space: Arc::clone(space), work, names, told }
+        let (work, names, told, rehearsals) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        WarmPlan { name: Arc::from(name), space: Arc::clone(space), work, names, told, rehearsals }
     }
 
     /// Adds work behind what is there.
@@ -226,6 +228,15 @@ impl WarmPlan {
     #[must_use]
     pub fn told(&self) -> &[String] {
         &self.told
+    }
+
+    /// Adds a product by a library that must have run once, in any memory, before anything records.
+    pub(crate) fn rehearse(&mut self, product: BlasLtProduct) {
+        self.rehearsals.push(product);
+    }
+
+    pub(crate) fn rehearsals(&self) -> &[BlasLtProduct] {
+        &self.rehearsals
     }
 
     /// Names a buffer that the plan writes, with the size of its elements, for reports.

@@ -234,3 +234,30 @@ fn many_rows_go_to_tensor_cores_a_few_read_packed_weights_once_and_f32_weights_h
         assert_eq!(names.iter().filter(|name| name.starts_with("few_rows")).count(), 4, "{names:?}");
     }
 }
+
+#[test]
+fn rows_that_tensor_cores_cannot_read_are_multiplied_by_other_kernels_and_told() {
+    let n = 20;
+    let weights = vec![Weight { name: "w".into(), ty: ty(DType::BF16, &[24, D]) }];
+    let tensors = vec![tensor(weights[0].ty, &Fill::Uniform(-0.1, 0.1), 1)];
+    let mut b = GraphBuilder::new(weights, Vec::new());
+    let wide = ty(DType::F32, &[n, D + 2]);
+    let x = b.input("x", wide).unwrap();
+    // Rows that begin at any multiple of eight bytes.
+    let x = b.slice(x, 1, 2, D).unwrap();
+    let w = b.weight(WeightId::from_idx(0));
+    let y = b.linear(x, w, None, "w").unwrap();
+    b.output("y", y).unwrap();
+    let feed = Feed { weights: tensors, inputs: vec![tensor(wide, &Fill::Normal, 9)], states: Vec::new() };
+    let graph = b.finish();
+    let device = refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
+    let mut backend = backend(&device, GraphMode::Require, Method::Stream, false, CublasLt::IfFound);
+    let got = run(&mut backend, &graph, &feed);
+    assert_close(&got, &evaluate(&graph, &feed).unwrap()[0].to_f32().unwrap(), Tol::Whole(1e-5));
+    let told = backend.monitor().status().apart;
+    let [line] = &told[..] else { panic!("{told:?}") };
+    assert!(
+        line.starts_with("w runs without tensor cores: rows of 256 elements in strides of [258, 0]"),
+        "{line}"
+    );
+}

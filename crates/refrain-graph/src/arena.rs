@@ -1,5 +1,7 @@
 //! Places buffers that live at different times into one arena.
 
+use std::cmp::Reverse;
+
 /// When a buffer lives and how large it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
@@ -27,17 +29,27 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Places the largest buffers first, each at the lowest offset where nothing that lives at the same time lies.
+    /// Places buffers one after the other, each at the lowest offset where nothing that lives at the same time lies: the
+    /// largest first, or those that live longest, or as they come. The smallest arena of these is taken.
     ///
     /// Offsets are multiples of `align`.
     pub fn place(spans: &[Span], align: usize) -> Arena {
         assert!(align.is_power_of_two(), "alignment {align} is not a power of two");
-        let mut by_size: Vec<usize> = (0..spans.len()).collect();
-        by_size.sort_by_key(|&i| (std::cmp::Reverse(spans[i].bytes), spans[i].first, i));
+        let by = |key: &dyn Fn(&Span) -> [usize; 2]| {
+            let mut order: Vec<usize> = (0..spans.len()).collect();
+            order.sort_by_key(|&i| (Reverse(key(&spans[i])), spans[i].first, i));
+            Arena::in_order(spans, align, &order)
+        };
+        let by_size = by(&|span| [span.bytes, 0]);
+        let others = [by(&|span| [span.last - span.first, span.bytes]), by(&|_| [0, 0])];
+        others.into_iter().fold(by_size, |best, other| if other.bytes < best.bytes { other } else { best })
+    }
+
+    fn in_order(spans: &[Span], align: usize, order: &[usize]) -> Arena {
         let mut offsets = vec![0; spans.len()];
         let mut placed: Vec<usize> = Vec::with_capacity(spans.len()); // by offset
         let mut total = 0;
-        for i in by_size {
+        for &i in order {
             let size = spans[i].bytes.next_multiple_of(align);
             let mut at = 0;
             for &p in &placed {

@@ -1,6 +1,7 @@
 //! What a backend must do.
 
 use crate::graph::{Graph, State, Weight};
+use crate::group::{Fusion, GroupQuery};
 use crate::op::{HostCallError, Op, TensorType};
 use crate::plan::{Plan, PlanError};
 use crate::report::{Ran, Reason};
@@ -203,6 +204,12 @@ pub trait Backend {
 
     /// Whether there is a kernel for a node.
     fn supports(&self, query: &Query<'_>) -> Support;
+
+    /// Whether there are kernels that run a group of nodes as one unit. [`Plan::fused`] asks, from the largest group to
+    /// smaller ones; single nodes need no answer.
+    fn fuses(&self, _: &GroupQuery<'_>) -> Fusion {
+        Fusion::Smaller
+    }
 
     /// Brings weights to the device; `tensors` are in the order of `weights`.
     fn load(&self, weights: &[Weight], tensors: Vec<HostTensor>) -> Result<Self::Weights, RunError>;

@@ -1,74 +1,148 @@
-//! Neighbours that run better as one node, and nodes that nobody reads.
+//! Nodes that run better as one node, and nodes that nobody reads.
 
 use crate::graph::{Graph, NodeId, Origin, ValueId};
 use crate::op::{Binary, Gate, Op, Unary};
+use crate::schedule::{Dependencies, is_view, source};
 use crate::{GraphBuilder, GraphError};
 use std::collections::HashMap;
 
 /// Joins `silu(g) * u` into a gate and `a + b` followed by its RMS norm into one node, and drops what is not needed
 /// for an output or a state.
 ///
-/// A value that others read stays available: the sum in front of a norm is an output of the joined node.
+/// A value that others read stays available: the sum in front of a norm is an output of the joined node. Who reads what
+/// decides, not the order in which nodes were built; the result's nodes stand in the order in which they will run.
 pub fn fuse(graph: &Graph) -> Result<Graph, GraphError> {
     let live = live_nodes(graph);
-    let uses = count_uses(graph, &live);
-    let mut builder = GraphBuilder::new(graph.weights().to_vec(), graph.states().to_vec());
-    let mut map: HashMap<ValueId, ValueId> = HashMap::new();
-    for (idx, value) in graph.values().iter().enumerate() {
-        let id = ValueId::from_idx(idx);
-        match value.origin {
-            Origin::Input(i) => {
-                let input = &graph.inputs()[i.idx()];
-                map.insert(id, builder.input(&input.name, input.ty)?);
-            }
-            Origin::Weight(w) => drop(map.insert(id, builder.weight(w))),
-            Origin::State(s) => drop(map.insert(id, builder.state(s))),
-            Origin::Node { .. } => {}
-        }
-    }
-    let mut skip = vec![false; graph.nodes().len()];
-    for idx in 0..graph.nodes().len() {
-        if !live[idx] || skip[idx] {
-            continue;
-        }
-        let id = NodeId::from_idx(idx);
+    let order: Vec<NodeId> = Dependencies::of(graph).canonical().into_iter().map(NodeId::from_idx).collect();
+    let joins = Joins::find(graph, &order, &live);
+    let mut rebuilt = Rebuilt::new(graph)?;
+    for &id in order.iter().filter(|id| live[id.idx()] && !joins.absorbed[id.idx()]) {
         let node = graph.node(id);
-        let joined = join_gate(graph, id, &uses).or_else(|| join_add_norm(graph, id, &uses));
-        let (op, inputs, outputs) = match joined {
-            Some(joined) => {
-                skip[joined.second.idx()] = true;
-                (joined.op, joined.inputs, joined.outputs)
-            }
-            None => (node.op.clone(), node.inputs.clone(), node.outputs.clone()),
-        };
-        // A joined node stands where its first half stood; what its second half reads must be there by then.
-        let Some(inputs) = inputs.iter().map(|v| map.get(v).copied()).collect::<Option<Vec<_>>>() else {
-            unreachable!("{} reads a value that no earlier node makes", node.label);
-        };
-        let made = builder.node(op, &inputs, &node.label)?;
-        map.extend(outputs.into_iter().zip(made));
+        match joins.at.get(&id) {
+            Some(joined) => rebuilt.push(joined.op.clone(), &joined.inputs, &joined.outputs, &node.label)?,
+            None => rebuilt.push(node.op.clone(), &node.inputs, &node.outputs, &node.label)?,
+        }
     }
-    for output in graph.outputs() {
-        builder.output(&output.name, map[&output.value])?;
+    rebuilt.finish()
+}
+
+/// The new graph, and where in it the values of the old one are.
+struct Rebuilt<'g> {
+    graph: &'g Graph,
+    builder: GraphBuilder,
+    map: HashMap<ValueId, ValueId>,
+}
+
+impl<'g> Rebuilt<'g> {
+    fn new(graph: &'g Graph) -> Result<Rebuilt<'g>, GraphError> {
+        let mut builder = GraphBuilder::new(graph.weights().to_vec(), graph.states().to_vec());
+        let mut map = HashMap::new();
+        for (idx, value) in graph.values().iter().enumerate() {
+            let new = match value.origin {
+                Origin::Input(i) => {
+                    let input = &graph.inputs()[i.idx()];
+                    builder.input(&input.name, input.ty)?
+                }
+                Origin::Weight(w) => builder.weight(w),
+                Origin::State(s) => builder.state(s),
+                Origin::Node { .. } => continue,
+            };
+            map.insert(ValueId::from_idx(idx), new);
+        }
+        Ok(Rebuilt { graph, builder, map })
     }
-    // Inputs and outputs were added in their order, so that ids and positions are the same.
-    if let Some(step) = graph.step() {
-        builder.declare_step(step.clone());
+
+    fn push(&mut self, op: Op, ins: &[ValueId], outs: &[ValueId], label: &str) -> Result<(), GraphError> {
+        let inputs = ins.iter().map(|&v| self.value(v)).collect::<Result<Vec<_>, _>>()?;
+        let made = self.builder.node(op, &inputs, label)?;
+        self.map.extend(outs.iter().copied().zip(made));
+        Ok(())
     }
-    Ok(builder.finish())
+
+    /// A value in the new graph. Views are made when something needs them.
+    fn value(&mut self, value: ValueId) -> Result<ValueId, GraphError> {
+        let mut views = Vec::new();
+        let mut at = value;
+        while !self.map.contains_key(&at) {
+            let Origin::Node { node, .. } = self.graph.value(at).origin else {
+                unreachable!("inputs, weights and states were mapped first");
+            };
+            assert!(is_view(self.graph, node.idx()), "{} is read too early", self.graph.node(node).label);
+            views.push(node);
+            at = self.graph.node(node).inputs[0];
+        }
+        for node in views.into_iter().rev().map(|id| self.graph.node(id)) {
+            let made = self.builder.node(node.op.clone(), &[self.map[&node.inputs[0]]], &node.label)?;
+            self.map.insert(node.outputs[0], made[0]);
+        }
+        Ok(self.map[&value])
+    }
+
+    fn finish(mut self) -> Result<Graph, GraphError> {
+        for output in self.graph.outputs() {
+            let value = self.value(output.value)?;
+            self.builder.output(&output.name, value)?;
+        }
+        // Inputs and outputs were added in their order, so that ids and positions are the same.
+        if let Some(step) = self.graph.step() {
+            self.builder.declare_step(step.clone());
+        }
+        Ok(self.builder.finish())
+    }
 }
 
 struct Joined {
     op: Op,
     inputs: Vec<ValueId>,
     outputs: Vec<ValueId>,
-    second: NodeId,
 }
 
-type Uses = HashMap<ValueId, Vec<NodeId>>;
+/// Joined nodes by the node whose place each takes, and the nodes that go into one elsewhere.
+struct Joins {
+    at: HashMap<NodeId, Joined>,
+    absorbed: Vec<bool>,
+}
 
-// An output of the graph counts as a use by nobody in particular.
-const READ_AFTER_STEP: NodeId = NodeId(u32::MAX);
+impl Joins {
+    fn find(graph: &Graph, order: &[NodeId], live: &[bool]) -> Joins {
+        let uses = Uses::of(graph, order, live);
+        let mut joins = Joins { at: HashMap::new(), absorbed: vec![false; graph.nodes().len()] };
+        for &id in order.iter().filter(|id| live[id.idx()]) {
+            if let Some((other, joined)) = gate(graph, id, &uses).or_else(|| add_norm(graph, id, &uses)) {
+                joins.absorbed[other.idx()] = true;
+                joins.at.insert(id, joined);
+            }
+        }
+        joins
+    }
+}
+
+/// The live nodes that read each value, in canonical order, and the values that are outputs.
+struct Uses {
+    readers: HashMap<ValueId, Vec<NodeId>>,
+    outputs: Vec<ValueId>,
+}
+
+impl Uses {
+    fn of(graph: &Graph, order: &[NodeId], live: &[bool]) -> Uses {
+        let mut readers: HashMap<ValueId, Vec<NodeId>> = HashMap::new();
+        let views = (0..graph.nodes().len()).filter(|&idx| is_view(graph, idx)).map(NodeId::from_idx);
+        for id in order.iter().copied().chain(views).filter(|id| live[id.idx()]) {
+            for &value in &graph.node(id).inputs {
+                readers.entry(value).or_default().push(id);
+            }
+        }
+        Uses { readers, outputs: graph.outputs().iter().map(|o| o.value).collect() }
+    }
+
+    fn of_value(&self, value: ValueId) -> &[NodeId] {
+        self.readers.get(&value).map_or(&[], Vec::as_slice)
+    }
+
+    fn is_only(&self, value: ValueId, reader: NodeId) -> bool {
+        self.of_value(value) == [reader] && !self.outputs.contains(&value)
+    }
+}
 
 fn live_nodes(graph: &Graph) -> Vec<bool> {
     let mut live = vec![false; graph.nodes().len()];
@@ -95,77 +169,46 @@ fn live_nodes(graph: &Graph) -> Vec<bool> {
     live
 }
 
-fn count_uses(graph: &Graph, live: &[bool]) -> Uses {
-    let mut uses = Uses::new();
-    for (idx, node) in graph.nodes().iter().enumerate().filter(|(idx, _)| live[*idx]) {
-        for &value in &node.inputs {
-            uses.entry(value).or_default().push(NodeId::from_idx(idx));
-        }
-    }
-    for output in graph.outputs() {
-        uses.entry(output.value).or_default().push(READ_AFTER_STEP);
-    }
-    uses
-}
-
-fn only_use(uses: &Uses, value: ValueId) -> Option<NodeId> {
-    match uses.get(&value).map(Vec::as_slice) {
-        Some([one]) if *one != READ_AFTER_STEP => Some(*one),
-        _ => None,
-    }
-}
-
-/// `silu(g)` whose only reader is a product of the same shape. The other factor must exist before `silu` does.
-fn join_gate(graph: &Graph, first: NodeId, uses: &Uses) -> Option<Joined> {
-    let act = graph.node(first);
-    let Op::Unary(function) = act.op else { return None };
-    let gate = [(Unary::Silu, Gate::Silu), (Unary::GeluTanh, Gate::GeluTanh)]
-        .into_iter()
-        .find_map(|(unary, gate)| (unary == function).then_some(gate))?;
-    let second = only_use(uses, act.outputs[0])?;
-    let product = graph.node(second);
-    if !matches!(product.op, Op::Binary(Binary::Mul)) {
+/// A product, one factor of which is an activation that nobody else reads, of the other's shape. The gate takes the
+/// product's place, where both factors are known.
+fn gate(graph: &Graph, product: NodeId, uses: &Uses) -> Option<(NodeId, Joined)> {
+    let node = graph.node(product);
+    if !matches!(node.op, Op::Binary(Binary::Mul)) {
         return None;
     }
-    let up = *product.inputs.iter().find(|&&v| v != act.outputs[0])?;
-    let same = graph.value(up).ty == graph.value(act.inputs[0]).ty;
-    let known = made_before(graph, up, first);
-    (same && known).then(|| Joined {
-        op: Op::Gate(gate),
-        inputs: vec![act.inputs[0], up],
-        outputs: product.outputs.clone(),
-        second,
+    let &[left, right] = node.inputs.as_slice() else { return None };
+    [(left, right), (right, left)].into_iter().find_map(|(activated, up)| {
+        let Origin::Node { node: maker, .. } = graph.value(activated).origin else { return None };
+        let Op::Unary(function) = graph.node(maker).op else { return None };
+        let gate = [(Unary::Silu, Gate::Silu), (Unary::GeluTanh, Gate::GeluTanh)]
+            .into_iter()
+            .find_map(|(unary, gate)| (unary == function).then_some(gate))?;
+        let x = graph.node(maker).inputs[0];
+        let fits = uses.is_only(activated, product) && graph.value(up).ty == graph.value(x).ty;
+        let joined = Joined { op: Op::Gate(gate), inputs: vec![x, up], outputs: node.outputs.clone() };
+        fits.then_some((maker, joined))
     })
 }
 
-/// `a + b` read by an RMS norm.
-fn join_add_norm(graph: &Graph, first: NodeId, uses: &Uses) -> Option<Joined> {
-    let add = graph.node(first);
-    if !matches!(add.op, Op::Binary(Binary::Add)) {
+/// A sum that an RMS norm reads, whose weights are there before any node runs. The joined node takes the sum's place,
+/// where others may read it.
+fn add_norm(graph: &Graph, add: NodeId, uses: &Uses) -> Option<(NodeId, Joined)> {
+    let node = graph.node(add);
+    if !matches!(node.op, Op::Binary(Binary::Add)) {
         return None;
     }
-    let [a, b] = [add.inputs[0], add.inputs[1]];
+    let [a, b] = [node.inputs[0], node.inputs[1]];
     if graph.value(a).ty != graph.value(b).ty {
         return None;
     }
-    let sum = add.outputs[0];
-    let (second, eps) = uses.get(&sum)?.iter().filter(|&&n| n != READ_AFTER_STEP).find_map(|&n| {
-        let node = graph.node(n);
-        let Op::RmsNorm { eps } = node.op else { return None };
-        (node.inputs[0] == sum).then_some((n, eps))
-    })?;
-    let norm = graph.node(second);
-    made_before(graph, norm.inputs[1], first).then(|| Joined {
-        op: Op::AddRmsNorm { eps },
-        inputs: vec![a, b, norm.inputs[1]],
-        outputs: vec![sum, norm.outputs[0]],
-        second,
+    let sum = node.outputs[0];
+    uses.of_value(sum).iter().find_map(|&reader| {
+        let norm = graph.node(reader);
+        let Op::RmsNorm { eps } = norm.op else { return None };
+        let w = norm.inputs[1];
+        let is_made = matches!(graph.value(source(graph, w)).origin, Origin::Node { .. });
+        let fits = norm.inputs[0] == sum && !is_made;
+        let outputs = vec![sum, norm.outputs[0]];
+        fits.then(|| (reader, Joined { op: Op::AddRmsNorm { eps }, inputs: vec![a, b, w], outputs }))
     })
-}
-
-fn made_before(graph: &Graph, value: ValueId, node: NodeId) -> bool {
-    match graph.value(value).origin {
-        Origin::Node { node: maker, .. } => maker < node,
-        Origin::Input(_) | Origin::Weight(_) | Origin::State(_) => true,
-    }
 }

@@ -1,8 +1,9 @@
 //! The graph IR: ops, shape rules, passes, memory plan, segments and the [`Backend`] trait.
 //!
 //! A model builds a [`Graph`]: SSA values, nodes with one or more outputs, and state (KV cache, counters) that is
-//! threaded through the nodes that change it, so that no edge is hidden. [`Plan::new`] orders it, cuts it into
-//! segments and fixes the address of every buffer. A backend turns the plan into something that runs.
+//! threaded through the nodes that change it, so that no edge is hidden. [`fuse`] joins nodes into one, [`Plan::fused`]
+//! forms groups that a backend runs as one unit, orders them, cuts the order into segments and fixes the address of
+//! every buffer. A backend turns the plan into something that runs, group by group.
 //!
 //! Invariant: no device, no input or output, no `unsafe`.
 //! Invariant: every `match` on [`Op`] is exhaustive, so that a new op fails to compile in each place that must decide.
@@ -13,7 +14,9 @@ mod op; // what a node computes
 mod infer; // which types come out
 mod inputs; // what a step's inputs mean
 mod graph; // values, nodes, state
-mod fuse; // neighbours that run better as one
+mod fuse; // nodes that run better as one
+mod facts; // who reads what
+mod group; // which nodes are one unit
 mod schedule; // in which order, cut where
 mod arena; // in which memory
 mod plan; // the three together
@@ -32,10 +35,14 @@ pub use backend::{
 pub use bounds::{Bounds, IdBound, OutOfBounds, PagedBound};
 pub use control::{ControlBlock, ControlError, ControlLayout, Slot};
 pub use crossing::Crossing;
+pub use facts::Seen;
 pub use fuse::fuse;
 pub use graph::{
     Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Origin, Output, State, StateId, StateKind,
     Value, ValueId, Weight, WeightId,
+};
+pub use group::{
+    Attend, Fusion, Group, GroupKind, GroupQuery, Producer, ProductPart, Products, Refusal, RopeAppend,
 };
 pub use infer::InferError;
 pub use inputs::{Field, Filler, SamplingInputs, StepInputs, StepKind, StepShape};

@@ -3,10 +3,12 @@
 use crate::arena::{Arena, Span};
 use crate::bounds::Bounds;
 use crate::control::ControlLayout;
+use crate::facts::Facts;
 use crate::graph::{Graph, InputId, NodeId, Origin, StateId, ValueId, WeightId};
+use crate::group::{self, Found, Fusion, Group, GroupQuery, Refusal};
 use crate::inputs::{Field, StepInputs};
 use crate::op::{Op, TensorType};
-use crate::schedule::{self, Segment, SegmentKind};
+use crate::schedule::{self, Dependencies, Segment, SegmentKind};
 use refrain_tensor::{DType, Layout, TensorError};
 
 /// Index of a buffer in its plan.
@@ -48,9 +50,10 @@ pub struct Buffer {
     pub place: Place,
     /// Size.
     pub bytes: usize,
-    /// The first step that touches it; 0 for what exists before the step.
+    /// The first step that touches it, or the first of those that run with that one; 0 for what exists before the step.
     pub first: usize,
-    /// The last step that touches it; the number of steps for what is read afterwards.
+    /// The last step that touches it, or the last of those that run with that one; the number of steps for what is read
+    /// afterwards.
     pub last: usize,
 }
 
@@ -94,15 +97,12 @@ pub struct PlanOptions {
     pub align: usize,
     /// Let ops overwrite inputs that nobody reads afterwards.
     pub in_place: bool,
-    /// How many steps after its last reader a value's memory stays as it is. A backend that runs neighbouring steps as
-    /// one launch needs what the first of them reads until the last has written.
-    pub linger: usize,
 }
 
 impl Default for PlanOptions {
     fn default() -> PlanOptions {
         // 256 bytes: what cudaMalloc promises, and whole cache lines everywhere.
-        PlanOptions { align: 256, in_place: true, linger: 0 }
+        PlanOptions { align: 256, in_place: true }
     }
 }
 
@@ -177,6 +177,9 @@ impl PlanError {
 #[derive(Clone, Debug)]
 pub struct Plan {
     steps: Vec<Step>,
+    step_of: Vec<usize>,
+    groups: Vec<Group>,
+    refusals: Vec<Refusal>,
     segments: Vec<Segment>,
     buffers: Vec<Buffer>,
     outputs: Vec<Operand>,
@@ -189,13 +192,27 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Orders a graph, cuts it into segments and gives every buffer its place.
+    /// A plan of steps that run one by one.
     pub fn new(graph: &Graph, options: PlanOptions) -> Result<Plan, PlanError> {
-        let order = schedule::order(graph);
+        Plan::fused(graph, options, &|_| Fusion::Smaller)
+    }
+
+    /// Forms groups that a backend runs as one unit, orders them, cuts the order into segments and gives every buffer its
+    /// place. `fuses` is the backend's word on each group of several nodes, from the largest: see [`crate::Backend::fuses`].
+    pub fn fused(
+        graph: &Graph,
+        options: PlanOptions,
+        fuses: &dyn Fn(&GroupQuery<'_>) -> Fusion,
+    ) -> Result<Plan, PlanError> {
+        let (facts, dependencies) = (Facts::of(graph)?, Dependencies::of(graph));
+        let group::Grouping { groups: found, refusals } = group::find(&facts, &dependencies, fuses);
+        let units: Vec<Vec<NodeId>> = found.iter().map(|found| found.kind.nodes()).collect();
+        let order = schedule::order(graph, &dependencies, &units);
         let control = ControlLayout::new(graph.inputs(), options.align)?;
-        let mut placer = Placer::new(graph, &control, order.len())?;
-        placer.add_nodes(&order, options.in_place)?;
-        let steps = placer.steps(&order);
+        let run = RunOrder::new(graph, &order, &found, options.in_place);
+        let mut placer = Placer::new(&facts, &run, &control)?;
+        placer.add_nodes()?;
+        let steps = placer.steps();
         let outputs: Vec<Operand> = graph.outputs().iter().map(|o| placer.operand(o.value)).collect();
         let mut buffers = placer.buffers;
         let segments = schedule::cut(graph, &order);
@@ -204,10 +221,23 @@ impl Plan {
             let buffer = &mut buffers[id.idx()];
             (buffer.first, buffer.last) = (0, steps.len());
         }
-        let arena_bytes = place_arena(&mut buffers, options);
+        let arena_bytes = place_arena(&mut buffers, options.align);
         let output_names = graph.outputs().iter().map(|o| o.name.clone()).collect();
+        let step_of = run.step_of;
+        let mut groups: Vec<Group> = found
+            .into_iter()
+            .zip(&units)
+            .map(|(found, nodes)| {
+                let first = step_of[nodes[0].idx()];
+                Group { kind: found.kind, steps: first..first + nodes.len() }
+            })
+            .collect();
+        groups.sort_by_key(|group| group.steps.start);
         let mut plan = Plan {
             steps,
+            step_of,
+            groups,
+            refusals,
             segments,
             buffers,
             outputs,
@@ -248,6 +278,27 @@ impl Plan {
     /// What runs, in order.
     pub fn steps(&self) -> &[Step] {
         &self.steps
+    }
+
+    /// The step of a node that is no view.
+    pub fn step(&self, node: NodeId) -> &Step {
+        &self.steps[self.step_of[node.idx()]]
+    }
+
+    /// Which steps run as one unit, in order. Each step is in one group, and no group lies in two segments.
+    pub fn groups(&self) -> &[Group] {
+        &self.groups
+    }
+
+    /// The groups of a segment.
+    pub fn groups_of(&self, segment: &Segment) -> &[Group] {
+        let at = |step: usize| self.groups.partition_point(|group| group.steps.start < step);
+        &self.groups[at(segment.steps.start)..at(segment.steps.end)]
+    }
+
+    /// The groups that the backend has no kernel for: their members run in smaller ones.
+    pub fn refusals(&self) -> &[Refusal] {
+        &self.refusals
     }
 
     /// Runs of steps that can be recorded, and host steps between them.
@@ -331,20 +382,63 @@ fn distinct_bytes(operand: &Operand) -> usize {
     shown.product::<usize>().div_ceil(operand.dtype.block_len()) * operand.dtype.block_bytes()
 }
 
+/// When each node runs, and which run at once.
+struct RunOrder<'a> {
+    order: &'a [NodeId],
+    /// For each node its step.
+    step_of: Vec<usize>,
+    /// For each step the first and the last of those that run at the same time.
+    span_of: Vec<(usize, usize)>,
+    /// For each step whether it may overwrite what it alone reads.
+    in_place: Vec<bool>,
+}
+
+impl<'a> RunOrder<'a> {
+    fn new(graph: &Graph, order: &'a [NodeId], found: &[Found], in_place: bool) -> RunOrder<'a> {
+        let mut step_of = vec![usize::MAX; graph.nodes().len()];
+        for (step, id) in order.iter().enumerate() {
+            step_of[id.idx()] = step;
+        }
+        let (mut span_of, mut overwrites) = (vec![(0, 0); order.len()], vec![false; order.len()]);
+        for Found { kind, is_staged } in found {
+            let nodes = kind.nodes();
+            let mut first = step_of[nodes[0].idx()];
+            for n in if *is_staged { kind.stages() } else { vec![nodes.len()] } {
+                span_of[first..first + n].fill((first, first + n - 1));
+                overwrites[first..first + n].fill(in_place && *is_staged);
+                first += n;
+            }
+        }
+        RunOrder { order, step_of, span_of, in_place: overwrites }
+    }
+
+    /// Nodes that run at the same time as a step.
+    fn together(&self, step: usize) -> &'a [NodeId] {
+        let (first, last) = self.span_of[step];
+        &self.order[first..=last]
+    }
+}
+
 struct Placer<'g> {
-    graph: &'g Graph,
-    n_steps: usize,
+    facts: &'g Facts<'g>,
+    run: &'g RunOrder<'g>,
     buffers: Vec<Buffer>,
-    // For each value, its bytes and how it sees them; views and state versions share their source's.
-    values: Vec<Option<(BufferId, Layout)>>,
-    // For each value, the last step that reads it or a view of it; the step count for outputs.
+    // For each value that is no view, its bytes; versions of a state share them.
+    places: Vec<Option<BufferId>>,
+    // For each value, the last step that runs with one that reads it or a view of it; the step count for outputs.
     last_use: Vec<usize>,
 }
 
 impl<'g> Placer<'g> {
-    fn new(graph: &'g Graph, control: &ControlLayout, n_steps: usize) -> Result<Placer<'g>, PlanError> {
-        let values = vec![None; graph.values().len()];
-        let mut placer = Placer { graph, n_steps, buffers: Vec::new(), values, last_use: Vec::new() };
+    fn new(
+        facts: &'g Facts<'g>,
+        run: &'g RunOrder<'g>,
+        control: &ControlLayout,
+    ) -> Result<Placer<'g>, PlanError> {
+        let graph = facts.graph;
+        let places = vec![None; graph.values().len()];
+        let mut placer = Placer { facts, run, buffers: Vec::new(), places, last_use: Vec::new() };
+        placer.last_use = placer.last_uses();
         for (idx, value) in graph.values().iter().enumerate() {
             let (place, name) = match value.origin {
                 Origin::Input(input) => {
@@ -356,8 +450,7 @@ impl<'g> Placer<'g> {
                 Origin::Node { .. } => continue,
             };
             let bytes = whole_bytes(name, value.ty)?;
-            let id = placer.push(Buffer { place, bytes, first: 0, last: n_steps });
-            placer.values[idx] = Some((id, Layout::contiguous(value.ty.shape)));
+            placer.places[idx] = Some(placer.push(Buffer { place, bytes, first: 0, last: run.order.len() }));
         }
         Ok(placer)
     }
@@ -368,56 +461,44 @@ impl<'g> Placer<'g> {
     }
 
     fn operand(&self, value: ValueId) -> Operand {
-        let Some((buffer, layout)) = self.values[value.idx()] else {
+        let seen = self.facts.value(value);
+        let Some(buffer) = self.places[seen.source.idx()] else {
             panic!("value {value:?} is read before it is made");
         };
-        Operand { buffer, dtype: self.graph.value(value).ty.dtype, layout }
+        Operand { buffer, dtype: seen.dtype, layout: seen.layout }
     }
 
-    fn add_nodes(&mut self, order: &[NodeId], in_place: bool) -> Result<(), PlanError> {
-        self.last_use = self.last_uses(order);
-        let step_of = self.step_of(order);
-        for (idx, node) in self.graph.nodes().iter().enumerate() {
-            if let Op::View(view) = &node.op {
-                let (buffer, layout) = self.place_of(node.inputs[0]);
-                let layout = view
-                    .apply(&layout)
-                    .map_err(|source| PlanError::NotAView { label: node.label.clone(), source })?;
-                self.values[node.outputs[0].idx()] = Some((buffer, layout));
-                continue;
-            }
-            let step = step_of[idx];
+    fn add_nodes(&mut self) -> Result<(), PlanError> {
+        for (step, &id) in self.run.order.iter().enumerate() {
             let mut claimed = Vec::new();
-            for output in 0..node.outputs.len() {
-                self.place_output(idx, output, step, in_place, &mut claimed)?;
+            for output in 0..self.facts.graph.node(id).outputs.len() {
+                self.place_output(id, output, step, &mut claimed)?;
             }
         }
         Ok(())
     }
 
-    fn place_of(&self, value: ValueId) -> (BufferId, Layout) {
-        let operand = self.operand(value);
-        (operand.buffer, operand.layout)
-    }
-
     fn place_output(
         &mut self,
-        node_idx: usize,
+        id: NodeId,
         output: usize,
         step: usize,
-        in_place: bool,
         claimed: &mut Vec<BufferId>,
     ) -> Result<(), PlanError> {
-        let node = &self.graph.nodes()[node_idx];
+        let graph = self.facts.graph;
+        let node = graph.node(id);
         let value = node.outputs[output];
-        let ty = self.graph.value(value).ty;
         if let Some((_, input)) = node.op.state_updates().iter().find(|(out, _)| *out == output) {
-            self.values[value.idx()] = Some(self.place_of(node.inputs[*input]));
+            self.places[value.idx()] = Some(self.operand(node.inputs[*input]).buffer);
             return Ok(());
         }
-        let bytes = whole_bytes(&node.label, ty)?;
-        let last = self.last_use[value.idx()].max(step);
-        let reused = if in_place { self.overwritable(node_idx, output, step, bytes, claimed) } else { None };
+        let bytes = whole_bytes(&node.label, graph.value(value).ty)?;
+        let (first, end) = self.run.span_of[step];
+        let last = self.last_use[value.idx()].max(end);
+        let reused = match self.run.in_place[step] {
+            true => self.overwritable(id, output, step, bytes, claimed),
+            false => None,
+        };
         let buffer = match reused {
             Some(buffer) => {
                 claimed.push(buffer);
@@ -425,42 +506,45 @@ impl<'g> Placer<'g> {
                 b.last = b.last.max(last);
                 buffer
             }
-            None => self.push(Buffer { place: Place::Arena { offset: 0 }, bytes, first: step, last }),
+            None => self.push(Buffer { place: Place::Arena { offset: 0 }, bytes, first, last }),
         };
-        self.values[value.idx()] = Some((buffer, Layout::contiguous(ty.shape)));
+        self.places[value.idx()] = Some(buffer);
         Ok(())
     }
 
-    /// The buffer of an input that this output may overwrite: an arena buffer that dies in this step, seen whole (not
-    /// a part of it that is broadcast to the output's size), and through no other input of the step.
+    /// The buffer of an input that this output may overwrite: an arena buffer that dies with this step, seen whole (not a
+    /// part of it that is broadcast to the output's size), and through no other input of what runs at the same time.
     fn overwritable(
         &self,
-        node_idx: usize,
+        id: NodeId,
         output: usize,
         step: usize,
         bytes: usize,
         claimed: &[BufferId],
     ) -> Option<BufferId> {
-        let node = &self.graph.nodes()[node_idx];
+        let graph = self.facts.graph;
+        let node = graph.node(id);
         let candidates = node.op.may_overwrite().iter().filter(|(out, _)| *out == output);
         candidates.map(|&(_, input)| input).find_map(|input| {
             let operand = self.operand(node.inputs[input]);
             let buffer = &self.buffers[operand.buffer.idx()];
             let seen = operand.dtype.bytes_for(operand.layout.shape().n_elements());
             let whole = operand.layout.is_contiguous() && seen == Some(bytes) && buffer.bytes == bytes;
-            let dies = matches!(buffer.place, Place::Arena { .. }) && buffer.last == step;
-            let alone = node
-                .inputs
-                .iter()
-                .enumerate()
-                .all(|(i, &v)| i == input || self.operand(v).buffer != operand.buffer);
+            let dies = matches!(buffer.place, Place::Arena { .. }) && buffer.last == self.run.span_of[step].1;
+            // Members that run later may read what is not placed yet, which is no buffer of an input.
+            let place = |v: ValueId| self.places[self.facts.value(v).source.idx()];
+            let reads = |&member: &NodeId| {
+                let inputs = graph.node(member).inputs.iter().enumerate();
+                inputs.filter(|(_, v)| place(**v) == Some(operand.buffer)).map(move |(i, _)| (member, i))
+            };
+            let alone = self.run.together(step).iter().flat_map(reads).all(|read| read == (id, input));
             (whole && dies && alone && !claimed.contains(&operand.buffer)).then_some(operand.buffer)
         })
     }
 
-    fn steps(&self, order: &[NodeId]) -> Vec<Step> {
+    fn steps(&self) -> Vec<Step> {
         let step = |&id: &NodeId| {
-            let node = self.graph.node(id);
+            let node = self.facts.graph.node(id);
             Step {
                 op: node.op.clone(),
                 node: id,
@@ -469,46 +553,38 @@ impl<'g> Placer<'g> {
                 outputs: node.outputs.iter().map(|&v| self.operand(v)).collect(),
             }
         };
-        order.iter().map(step).collect()
-    }
-
-    fn step_of(&self, order: &[NodeId]) -> Vec<usize> {
-        let mut step_of = vec![usize::MAX; self.graph.nodes().len()];
-        for (step, id) in order.iter().enumerate() {
-            step_of[id.idx()] = step;
-        }
-        step_of
+        self.run.order.iter().map(step).collect()
     }
 
     /// A view's uses count as uses of what it views.
-    fn last_uses(&self, order: &[NodeId]) -> Vec<usize> {
-        let step_of = self.step_of(order);
-        let mut last = vec![0; self.graph.values().len()];
-        for output in self.graph.outputs() {
-            last[output.value.idx()] = self.n_steps;
+    fn last_uses(&self) -> Vec<usize> {
+        let graph = self.facts.graph;
+        let source = |value: ValueId| self.facts.value(value).source.idx();
+        let mut last = vec![0; graph.values().len()];
+        for output in graph.outputs() {
+            last[source(output.value)] = self.run.order.len();
         }
-        for (idx, node) in self.graph.nodes().iter().enumerate().rev() {
-            let is_view = matches!(node.op, Op::View(_));
-            for &input in &node.inputs {
-                let used = if is_view { last[node.outputs[0].idx()] } else { step_of[idx] };
-                last[input.idx()] = last[input.idx()].max(used);
+        for (step, &id) in self.run.order.iter().enumerate() {
+            let (_, end) = self.run.span_of[step];
+            for &input in &graph.node(id).inputs {
+                last[source(input)] = last[source(input)].max(end);
             }
         }
         last
     }
 }
 
-fn place_arena(buffers: &mut [Buffer], options: PlanOptions) -> usize {
+fn place_arena(buffers: &mut [Buffer], align: usize) -> usize {
     let in_arena: Vec<usize> =
         (0..buffers.len()).filter(|&i| matches!(buffers[i].place, Place::Arena { .. })).collect();
     let spans: Vec<Span> = in_arena
         .iter()
         .map(|&i| {
             let Buffer { bytes, first, last, .. } = buffers[i];
-            Span { bytes, first, last: last.saturating_add(options.linger) }
+            Span { bytes, first, last }
         })
         .collect();
-    let arena = Arena::place(&spans, options.align);
+    let arena = Arena::place(&spans, align);
     for (&i, &offset) in in_arena.iter().zip(&arena.offsets) {
         buffers[i].place = Place::Arena { offset };
     }

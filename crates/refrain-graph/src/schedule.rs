@@ -3,9 +3,13 @@
 //! A recording holds a run of nodes that only enqueue work. A node that needs the host ends it. Nodes are ordered so
 //! that there are few cuts: host nodes that depend only on step inputs run before everything, so that the usual plan
 //! with such a node is one host segment and one recordable segment.
+//!
+//! The order follows from the data dependencies: a node runs right before what needs it, operands from left to right.
+//! In which order a model builds independent nodes makes no difference.
 
-use crate::graph::{Graph, NodeId, Origin};
+use crate::graph::{Graph, NodeId, Origin, StateId, ValueId};
 use crate::op::Op;
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// What a segment may be run as.
@@ -26,45 +30,180 @@ pub struct Segment {
     pub steps: Range<usize>,
 }
 
-/// All nodes but views, in running order.
-pub(crate) fn order(graph: &Graph) -> Vec<NodeId> {
-    let n = graph.nodes().len();
-    let mut waits_for = vec![0usize; n];
-    let mut followers: Vec<Vec<usize>> = vec![Vec::new(); n];
-    for (idx, before) in dependencies(graph).into_iter().enumerate() {
-        waits_for[idx] = before.len();
-        for b in before {
-            followers[b].push(idx);
-        }
+/// The value whose elements a value shows: itself, or what it is a view of.
+pub(crate) fn source(graph: &Graph, value: ValueId) -> ValueId {
+    let mut value = value;
+    while let Origin::Node { node, .. } = graph.value(value).origin
+        && is_view(graph, node.idx())
+    {
+        value = graph.node(node).inputs[0];
     }
-    let is_host: Vec<bool> = graph.nodes().iter().map(|node| node.not_capturable().is_some()).collect();
-    let mut done = vec![false; n];
-    let mut out = Vec::with_capacity(n);
-    let mut host_turn = true;
-    while out.len() < n {
-        // In each turn the nodes of one kind run until none is ready, in the order in which they were built.
-        let ready: Vec<usize> = (0..n).filter(|&i| !done[i] && waits_for[i] == 0).collect();
-        // Views cost nothing and may hide a ready node of either kind behind them.
-        let turn: Vec<usize> =
-            ready.iter().copied().filter(|&i| is_host[i] == host_turn || is_view(graph, i)).collect();
-        if turn.is_empty() {
-            host_turn = !host_turn;
+    value
+}
+
+/// Which nodes must run before which. Views are looked through: they depend on nothing, and nothing depends on them.
+pub(crate) struct Dependencies {
+    /// For each node those before it: what makes its operands from left to right, then what reads the version of a state
+    /// that it replaces, then the host call before it, since host calls keep the order they were built in.
+    pub(crate) before: Vec<Vec<usize>>,
+    /// What a walk from the results starts with.
+    roots: Vec<usize>,
+}
+
+impl Dependencies {
+    pub(crate) fn of(graph: &Graph) -> Dependencies {
+        let mut readers: Vec<Vec<usize>> = vec![Vec::new(); graph.states().len()];
+        let mut changes: Vec<(StateId, usize)> = Vec::new();
+        let mut last_host = None;
+        let mut all = Vec::with_capacity(graph.nodes().len());
+        for (idx, node) in graph.nodes().iter().enumerate() {
+            let mut before = Vec::new();
+            if is_view(graph, idx) {
+                all.push(before);
+                continue;
+            }
+            for &input in &node.inputs {
+                if let Origin::Node { node, .. } = graph.value(source(graph, input)).origin {
+                    push_new(&mut before, node.idx());
+                }
+            }
+            let updated = node.op.state_updates().iter();
+            for state in updated.filter_map(|(_, input)| graph.state_of(node.inputs[*input])) {
+                readers[state.idx()].drain(..).for_each(|reader| push_new(&mut before, reader));
+                changes.push((state, idx));
+            }
+            for state in node.inputs.iter().filter_map(|&v| graph.state_of(v)) {
+                readers[state.idx()].push(idx);
+            }
+            if node.not_capturable().is_some()
+                && let Some(host) = last_host.replace(idx)
+            {
+                push_new(&mut before, host);
+            }
+            before.retain(|&b| b != idx);
+            all.push(before);
+        }
+        changes.sort_unstable();
+        let makers =
+            graph.outputs().iter().filter_map(|o| match graph.value(source(graph, o.value)).origin {
+                Origin::Node { node, .. } => Some(node.idx()),
+                Origin::Input(_) | Origin::Weight(_) | Origin::State(_) => None,
+            });
+        // What is left is there for what it does on the host, or nobody needs it.
+        let roots = makers.chain(changes.iter().map(|c| c.1)).chain(0..graph.nodes().len());
+        let roots = roots.filter(|&idx| !is_view(graph, idx)).collect();
+        Dependencies { before: all, roots }
+    }
+
+    /// All nodes but views, each behind what it depends on, in an order that the way they were built has no part in.
+    pub(crate) fn canonical(&self) -> Vec<usize> {
+        post_order(&self.before, self.roots.iter().copied())
+    }
+
+    /// For each node the nodes right behind it.
+    pub(crate) fn after(&self) -> Vec<Vec<usize>> {
+        let mut after = vec![Vec::new(); self.before.len()];
+        for (idx, before) in self.before.iter().enumerate() {
+            before.iter().for_each(|&b| after[b].push(idx));
+        }
+        after
+    }
+
+    /// For each node in how many recordable segments something must have run, itself included, before it is done.
+    pub(crate) fn levels(&self, graph: &Graph) -> Vec<usize> {
+        let is_host = |idx: usize| graph.nodes()[idx].not_capturable().is_some();
+        let mut levels = vec![0; self.before.len()];
+        // A graph's nodes stand in an order in which they could run.
+        for (idx, before) in self.before.iter().enumerate() {
+            levels[idx] = match is_host(idx) {
+                true => before.iter().map(|&b| levels[b]).max().unwrap_or(0),
+                false => {
+                    before.iter().map(|&b| levels[b] + usize::from(is_host(b))).max().unwrap_or(0).max(1)
+                }
+            };
+        }
+        levels
+    }
+}
+
+fn push_new(list: &mut Vec<usize>, idx: usize) {
+    if !list.contains(&idx) {
+        list.push(idx);
+    }
+}
+
+/// Each index behind those before it, reached from the roots from left to right.
+fn post_order(before: &[Vec<usize>], roots: impl Iterator<Item = usize>) -> Vec<usize> {
+    let mut seen = vec![false; before.len()];
+    let mut out = Vec::with_capacity(before.len());
+    let mut stack: Vec<(usize, usize)> = Vec::new();
+    for root in roots {
+        if std::mem::replace(&mut seen[root], true) {
             continue;
         }
-        let mut queue: std::collections::BTreeSet<usize> = turn.into_iter().collect();
-        while let Some(i) = queue.pop_first() {
-            done[i] = true;
-            out.push(NodeId::from_idx(i));
-            for &f in &followers[i] {
-                waits_for[f] -= 1;
-                if waits_for[f] == 0 && (is_host[f] == host_turn || is_view(graph, f)) {
-                    queue.insert(f);
+        stack.push((root, 0));
+        while let Some((idx, next)) = stack.last_mut() {
+            match before[*idx].get(*next) {
+                Some(&b) => {
+                    *next += 1;
+                    if !std::mem::replace(&mut seen[b], true) {
+                        stack.push((b, 0));
+                    }
+                }
+                None => {
+                    out.push(*idx);
+                    stack.pop();
                 }
             }
         }
-        host_turn = !host_turn;
     }
-    out.retain(|&id| !is_view(graph, id.idx()));
+    out
+}
+
+/// All nodes but views, in running order. Nodes of one unit run one after the other in the order that the unit gives
+/// them; `units` holds each node but views once, and no unit waits for itself through another.
+pub(crate) fn order(graph: &Graph, dependencies: &Dependencies, units: &[Vec<NodeId>]) -> Vec<NodeId> {
+    let mut unit_of = vec![usize::MAX; graph.nodes().len()];
+    for (unit, nodes) in units.iter().enumerate() {
+        nodes.iter().for_each(|node| unit_of[node.idx()] = unit);
+    }
+    let mut before: Vec<Vec<usize>> = vec![Vec::new(); units.len()];
+    let mut after: Vec<Vec<usize>> = vec![Vec::new(); units.len()];
+    for (unit, nodes) in units.iter().enumerate() {
+        for &b in nodes.iter().flat_map(|node| &dependencies.before[node.idx()]) {
+            if unit_of[b] != unit && !before[unit].contains(&unit_of[b]) {
+                before[unit].push(unit_of[b]);
+                after[unit_of[b]].push(unit);
+            }
+        }
+    }
+    let ranked = post_order(&before, dependencies.roots.iter().map(|&idx| unit_of[idx]));
+    let mut rank = vec![0; units.len()];
+    ranked.iter().enumerate().for_each(|(r, &unit)| rank[unit] = r);
+    let is_host = |unit: usize| graph.node(units[unit][0]).not_capturable().is_some();
+    let mut waits_for: Vec<usize> = before.iter().map(Vec::len).collect();
+    // Ranks of what could run, on the device and on the host.
+    let mut ready = [BTreeSet::new(), BTreeSet::new()];
+    for unit in (0..units.len()).filter(|&unit| waits_for[unit] == 0) {
+        ready[usize::from(is_host(unit))].insert(rank[unit]);
+    }
+    let mut out = Vec::with_capacity(graph.nodes().len());
+    // In each turn what is of one kind runs until nothing of it is ready.
+    let mut turn = 1;
+    while ready.iter().any(|ready| !ready.is_empty()) {
+        while let Some(r) = ready[turn].pop_first() {
+            let unit = ranked[r];
+            out.extend(&units[unit]);
+            for &a in &after[unit] {
+                waits_for[a] -= 1;
+                if waits_for[a] == 0 {
+                    ready[usize::from(is_host(a))].insert(rank[a]);
+                }
+            }
+        }
+        turn = 1 - turn;
+    }
+    assert!(waits_for.iter().all(|&n| n == 0), "units of nodes wait for each other");
     out
 }
 
@@ -83,39 +222,6 @@ pub(crate) fn cut(graph: &Graph, order: &[NodeId]) -> Vec<Segment> {
     segments
 }
 
-fn is_view(graph: &Graph, idx: usize) -> bool {
+pub(crate) fn is_view(graph: &Graph, idx: usize) -> bool {
     matches!(graph.nodes()[idx].op, Op::View(_))
-}
-
-/// For each node, the nodes that must run before it: those that make its inputs, and for a node that changes a state
-/// also those that read the version it replaces. Host calls keep the order they were built in.
-fn dependencies(graph: &Graph) -> Vec<Vec<usize>> {
-    let mut readers: Vec<Vec<usize>> = vec![Vec::new(); graph.states().len()];
-    let mut last_host = None;
-    let mut all = Vec::with_capacity(graph.nodes().len());
-    for (idx, node) in graph.nodes().iter().enumerate() {
-        let mut before: Vec<usize> = node
-            .inputs
-            .iter()
-            .filter_map(|&v| match graph.value(v).origin {
-                Origin::Node { node, .. } => Some(node.idx()),
-                Origin::Input(_) | Origin::Weight(_) | Origin::State(_) => None,
-            })
-            .collect();
-        let updated = node.op.state_updates().iter();
-        for state in updated.filter_map(|(_, input)| graph.state_of(node.inputs[*input])) {
-            before.append(&mut readers[state.idx()]);
-        }
-        for state in node.inputs.iter().filter_map(|&v| graph.state_of(v)) {
-            readers[state.idx()].push(idx);
-        }
-        if node.not_capturable().is_some() {
-            before.extend(last_host.replace(idx));
-        }
-        before.retain(|&b| b != idx);
-        before.sort_unstable();
-        before.dedup();
-        all.push(before);
-    }
-    all
 }

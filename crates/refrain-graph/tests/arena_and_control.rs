@@ -91,3 +91,35 @@ fn a_step_input_of_partial_blocks_is_refused_by_name() {
     assert!(matches!(error, PlanError::PartialBlocks { .. }));
     assert_eq!(error.to_string(), "scales: Q8_0[33] is not whole blocks");
 }
+
+/// Queries, keys, values, the row before them and the residual sum of two layers: placing the largest first leaves holes.
+#[test]
+fn the_order_of_placing_that_needs_the_least_memory_is_taken() {
+    let lives: [(usize, usize, usize); 19] = [
+        (2, 0, 31),
+        (2, 1, 4),
+        (2, 2, 9),
+        (2, 2, 8),
+        (2, 2, 8),
+        (2, 9, 10),
+        (2, 10, 13),
+        (3, 12, 15),
+        (3, 12, 14),
+        (2, 15, 19),
+        (2, 17, 24),
+        (2, 17, 23),
+        (2, 17, 23),
+        (2, 24, 25),
+        (2, 25, 28),
+        (3, 27, 30),
+        (3, 27, 29),
+        (2, 30, 32),
+        (4, 32, 33),
+    ];
+    let spans = lives.map(|(bytes, first, last)| Span { bytes, first, last });
+    let live = |step: usize| {
+        spans.iter().filter(|s| s.first <= step && step <= s.last).map(|s| s.bytes).sum::<usize>()
+    };
+    assert_eq!((0..34).map(live).max(), Some(10));
+    assert_eq!(Arena::place(&spans, 1).bytes, 10);
+}

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use refrain_graph::{Binary, Graph, GraphBuilder, Op, TensorType, Unary, ValueId, Weight, WeightId, fuse};
 use refrain_tensor::DType;
-use refrain_testkit::{Choice, Tol, compare, evaluate, random_graph};
+use refrain_testkit::{Choice, Rng, Tol, compare, evaluate, random_graph, reordered};
 
 fn choices(most: usize) -> impl Strategy<Value = Vec<Choice>> {
     prop::collection::vec(any::<Choice>(), 0..most)
@@ -39,6 +39,19 @@ proptest! {
         prop_assert_eq!(count(&fused, appends), count(&random.graph, appends), "states are kept");
         let calls = |op: &Op| matches!(op, Op::HostCall(_));
         prop_assert_eq!(count(&fused, calls), count(&random.graph, calls), "host calls are kept");
+    }
+
+    #[test]
+    fn the_order_in_which_nodes_are_built_makes_no_difference(choices in choices(40), seed in any::<u64>()) {
+        let random = random_graph(&choices, false);
+        let other = reordered(&random.graph, &mut Rng::new(seed)).unwrap();
+        let names = |graph: &Graph| {
+            let nodes = fuse(graph).unwrap();
+            let mut names: Vec<&str> = nodes.nodes().iter().map(|n| n.op.name()).collect();
+            names.sort_unstable();
+            names
+        };
+        prop_assert_eq!(names(&random.graph), names(&other));
     }
 
     #[test]
@@ -114,12 +127,33 @@ fn an_activation_that_others_need_stays() {
 }
 
 #[test]
-fn a_factor_that_is_made_later_is_not_waited_for() {
+fn a_factor_that_is_made_later_joins_all_the_same() {
     let Sketch { mut b, x, y, .. } = sketch();
     let act = b.unary(Unary::Silu, x).unwrap();
     let late = b.unary(Unary::Tanh, y).unwrap();
     let product = b.binary(Binary::Mul, act, late).unwrap();
-    assert_eq!(fused(b, &[product]), ["silu", "tanh", "mul"]);
+    assert_eq!(fused(b, &[product]), ["tanh", "silu_gate"]);
+
+    let Sketch { mut b, x, y, .. } = sketch();
+    let [p, q] = [x, y].map(|v| b.unary(Unary::Silu, v).unwrap());
+    let product = b.binary(Binary::Mul, p, q).unwrap();
+    assert_eq!(fused(b, &[product]), ["silu", "silu_gate"], "one of two activations is the gate's");
+}
+
+#[test]
+fn a_norm_whose_weights_a_node_makes_is_not_joined() {
+    let Sketch { mut b, x, y, w } = sketch();
+    let made = b.unary(Unary::Exp, w).unwrap();
+    let sum = b.add(x, y).unwrap();
+    let norm = b.rms_norm(sum, made, 1e-5, "norm").unwrap();
+    assert_eq!(fused(b, &[norm]), ["add", "exp", "rms_norm"]);
+
+    // Through a view they are there all the same.
+    let Sketch { mut b, x, y, w } = sketch();
+    let sum = b.add(x, y).unwrap();
+    let seen = b.reshape(w, &[8]).unwrap();
+    let norm = b.rms_norm(sum, seen, 1e-5, "norm").unwrap();
+    assert_eq!(fused(b, &[norm]), ["reshape", "add_rms_norm"]);
 }
 
 #[test]

@@ -5,8 +5,9 @@ mod machine;
 use machine::Machine;
 use proptest::prelude::*;
 use refrain_graph::{
-    Attention, Binary, BufferId, CompileError, Graph, GraphBuilder, Op, Place, Plan, PlanError, PlanOptions,
-    SegmentKind, State, StateId, TensorType, Unary, ValueId, View, Weight, WeightId,
+    Attention, Binary, BufferId, CompileError, Fusion, Graph, GraphBuilder, NodeId, Op, Place, Plan,
+    PlanError, PlanOptions, Segment, SegmentKind, State, StateId, TensorType, Unary, ValueId, View, Weight,
+    WeightId,
 };
 use refrain_tensor::{DType, Shape};
 use refrain_testkit::{Choice, Feed, Fill, RandomGraph, Rng, random_graph, tensor};
@@ -20,19 +21,33 @@ fn graphs(most: usize, with_host: bool) -> impl Strategy<Value = RandomGraph> {
 }
 
 fn options() -> impl Strategy<Value = PlanOptions> {
-    (any::<bool>(), prop::sample::select(vec![1, 8, 64, 256]), 0_usize..6)
-        .prop_map(|(in_place, align, linger)| PlanOptions { in_place, align, linger })
+    (any::<bool>(), prop::sample::select(vec![1, 8, 64, 256]))
+        .prop_map(|(in_place, align)| PlanOptions { in_place, align })
 }
 
-/// When each buffer is really touched, taken from the steps alone.
-fn touched(plan: &Plan) -> Vec<Option<(usize, usize)>> {
+/// Every group that can be one is, in one of two ways.
+fn fused(graph: &Graph, options: PlanOptions, is_staged: bool) -> Plan {
+    Plan::fused(graph, options, &|_| if is_staged { Fusion::Staged } else { Fusion::Joined }).unwrap()
+}
+
+/// When each buffer is really touched, taken from the steps alone. All of a group or of a stage may run at once.
+fn touched(plan: &Plan, is_staged: bool) -> Vec<Option<(usize, usize)>> {
     let mut spans: Vec<Option<(usize, usize)>> = vec![None; plan.buffers().len()];
     let mut touch = |id: BufferId, step: usize| {
         let span = spans[id.idx()].get_or_insert((step, step));
         *span = (span.0.min(step), span.1.max(step));
     };
-    for (s, step) in plan.steps().iter().enumerate() {
-        step.inputs.iter().chain(&step.outputs).for_each(|o| touch(o.buffer, s));
+    for group in plan.groups() {
+        let mut first = group.steps.start;
+        for n in if is_staged { group.kind.stages() } else { vec![group.steps.len()] } {
+            let steps = &plan.steps()[first..first + n];
+            for operand in steps.iter().flat_map(|s| s.inputs.iter().chain(&s.outputs)) {
+                touch(operand.buffer, first);
+                touch(operand.buffer, first + n - 1);
+            }
+            first += n;
+        }
+        assert_eq!(first, group.steps.end, "{group:?}");
     }
     plan.outputs().iter().for_each(|o| touch(o.buffer, plan.steps().len()));
     spans
@@ -50,8 +65,8 @@ fn overlap(a: &std::ops::Range<usize>, b: &std::ops::Range<usize>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-fn check_places(plan: &Plan, options: PlanOptions) -> Result<(), TestCaseError> {
-    let spans = touched(plan);
+fn check_places(plan: &Plan, options: PlanOptions, is_staged: bool) -> Result<(), TestCaseError> {
+    let spans = touched(plan, is_staged);
     for (i, span) in spans.iter().enumerate() {
         let (buffer, Some(range), Some(span)) = (&plan.buffers()[i], arena_range(plan, i), span) else {
             continue;
@@ -66,8 +81,7 @@ fn check_places(plan: &Plan, options: PlanOptions) -> Result<(), TestCaseError> 
         prop_assert!(range.start.is_multiple_of(options.align));
         for (j, other) in spans.iter().enumerate().take(i) {
             let (Some(other_range), Some(other)) = (arena_range(plan, j), other) else { continue };
-            // What was read last stays for as long as it shall linger.
-            let together = span.0 <= other.1 + options.linger && other.0 <= span.1 + options.linger;
+            let together = span.0 <= other.1 && other.0 <= span.1;
             prop_assert!(!(together && overlap(&range, &other_range)), "buffers {} and {} collide", i, j);
         }
     }
@@ -112,8 +126,36 @@ proptest! {
     #[test]
     fn buffers_that_live_together_never_overlap(random in graphs(60, true), options in options()) {
         let plan = Plan::new(&random.graph, options).unwrap();
-        check_places(&plan, options)?;
+        check_places(&plan, options, true)?;
         check_boundaries(&plan)?;
+    }
+
+    #[test]
+    fn a_group_is_steps_next_to_each_other_and_owns_its_memory_while_it_runs(
+        random in graphs(60, true),
+        options in options(),
+        is_staged in any::<bool>(),
+    ) {
+        let plan = fused(&random.graph, options, is_staged);
+        check_places(&plan, options, is_staged)?;
+        check_boundaries(&plan)?;
+        let mut at = 0;
+        for group in plan.groups() {
+            prop_assert_eq!(group.steps.start, at, "groups stand one behind the other");
+            at = group.steps.end;
+            let nodes: Vec<NodeId> = plan.steps()[group.steps.clone()].iter().map(|step| step.node).collect();
+            prop_assert_eq!(&nodes, &group.kind.nodes());
+            let whole = |s: &Segment| s.steps.start <= group.steps.start && group.steps.end <= s.steps.end;
+            prop_assert!(plan.segments().iter().any(whole), "{:?} lies in two segments", group);
+            for step in plan.steps()[group.steps.clone()].iter().filter(|_| nodes.len() > 1 && !is_staged) {
+                let shares = step.outputs.iter().any(|o| step.inputs.iter().any(|i| i.buffer == o.buffer));
+                prop_assert!(!shares || matches!(step.op, Op::KvAppend), "{} is in place", step.label);
+            }
+        }
+        prop_assert_eq!(at, plan.steps().len());
+        let by_segment: usize = plan.segments().iter().map(|s| plan.groups_of(s).len()).sum();
+        prop_assert_eq!(by_segment, plan.groups().len());
+        Machine::new(&plan, &random.feed).run(&random.graph)?;
     }
 
     #[test]
@@ -128,7 +170,7 @@ proptest! {
     #[test]
     fn overwriting_in_place_never_needs_more_values(random in graphs(50, false)) {
         let count = |in_place| {
-            let plan = Plan::new(&random.graph, PlanOptions { in_place, align: 1, linger: 0 }).unwrap();
+            let plan = Plan::new(&random.graph, PlanOptions { in_place, align: 1 }).unwrap();
             (0..plan.buffers().len()).filter(|&i| arena_range(&plan, i).is_some()).count()
         };
         prop_assert!(count(true) <= count(false));
@@ -138,10 +180,11 @@ proptest! {
 #[test]
 fn random_plans_have_what_can_go_wrong_in_them() {
     let mut rng = Rng::new(1);
-    let [mut n_in_place, mut n_boundaries, mut n_views, mut n_appends] = [0; 4];
+    let [mut n_in_place, mut n_boundaries, mut n_views, mut n_appends, mut n_groups] = [0; 5];
     for _ in 0..100 {
         let choices: Vec<Choice> = (0..50).map(|_| std::array::from_fn(|_| rng.word() as u16)).collect();
-        let plan = Plan::new(&random_graph(&choices, true).graph, PlanOptions::default()).unwrap();
+        let plan = fused(&random_graph(&choices, true).graph, PlanOptions::default(), true);
+        n_groups += plan.groups().iter().filter(|group| group.steps.len() > 1).count();
         n_boundaries += plan.boundaries().len();
         for step in plan.steps() {
             let is_append = matches!(step.op, Op::KvAppend);
@@ -152,8 +195,8 @@ fn random_plans_have_what_can_go_wrong_in_them() {
         }
     }
     assert!(
-        n_in_place > 100 && n_boundaries > 20 && n_views > 100 && n_appends > 20,
-        "{n_in_place} in place, {n_boundaries} boundaries, {n_views} views, {n_appends} appends"
+        n_in_place > 100 && n_boundaries > 20 && n_views > 100 && n_appends > 20 && n_groups > 20,
+        "{n_in_place} in place, {n_boundaries} boundaries, {n_views} views, {n_appends} appends, {n_groups} groups"
     );
 }
 

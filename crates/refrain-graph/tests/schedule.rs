@@ -2,8 +2,8 @@
 
 use proptest::prelude::*;
 use refrain_graph::{
-    Crossing, Graph, GraphBuilder, GraphError, HostBuf, HostCall, HostCallError, HostFn, NodeId, Op, Origin,
-    Plan, PlanOptions, SegmentKind, State, StateId, TensorType, Unary, ValueId,
+    Crossing, Fusion, Graph, GraphBuilder, GraphError, GroupQuery, HostBuf, HostCall, HostCallError, HostFn,
+    NodeId, Op, Origin, Plan, PlanOptions, SegmentKind, State, StateId, TensorType, Unary, ValueId,
 };
 use refrain_tensor::DType;
 use refrain_testkit::{Choice, random_graph};
@@ -73,9 +73,11 @@ proptest! {
     #[test]
     fn every_order_respects_the_graph_and_is_cut_as_seldom_as_possible(
         choices in prop::collection::vec(any::<Choice>(), 0..60),
+        fused in any::<bool>(),
     ) {
         let graph = &random_graph(&choices, true).graph;
-        let plan = Plan::new(graph, PlanOptions::default()).unwrap();
+        let fuses = |_: &GroupQuery<'_>| if fused { Fusion::Staged } else { Fusion::Smaller };
+        let plan = Plan::fused(graph, PlanOptions::default(), &fuses).unwrap();
         let mut step_of = vec![None; graph.nodes().len()];
         for (s, step) in plan.steps().iter().enumerate() {
             prop_assert_eq!(step_of[step.node.idx()].replace(s), None, "{} runs twice", step.label);

@@ -214,7 +214,26 @@ impl BlasLt {
         &self.file
     }
 
-    /// A product over buffers. The first of a shape asks the heuristic; refused while nothing fits.
+    /// Refuses a shape that the library has no algorithm for. The first time it asks the heuristic.
+    pub fn check(&self, shape: BlasLtShape) -> Result<(), KernelError> {
+        let dims = [("m", shape.m), ("n", shape.n), ("k", shape.k)];
+        self.planned(shape, &Case { op: "product", dtype: shape.dtype, shape: &dims }).map(|_| ())
+    }
+
+    fn planned(&self, shape: BlasLtShape, case: &Case<'_>) -> Result<Arc<Planned>, KernelError> {
+        case.sizes()?;
+        crate::require!(case, GEMM_DTYPES.contains(&shape.dtype), "tensor cores multiply F16 and BF16");
+        crate::require!(case, shape.k.is_multiple_of(8), "k must be a multiple of 8");
+        let mut known = self.planned.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(planned) = known.get(&shape) {
+            return Ok(Arc::clone(planned));
+        }
+        let planned = Arc::new(self.choose(shape, case)?);
+        known.insert(shape, Arc::clone(&planned));
+        Ok(planned)
+    }
+
+    /// A product over buffers, of a shape that [`BlasLt::check`] does not refuse.
     pub fn product(
         self: &Arc<BlasLt>,
         shape: BlasLtShape,
@@ -223,21 +242,8 @@ impl BlasLt {
     ) -> Result<BlasLtProduct, KernelError> {
         let dims = [("m", shape.m), ("n", shape.n), ("k", shape.k)];
         let case = Case { op: "product", dtype: shape.dtype, shape: &dims };
-        case.sizes()?;
-        crate::require!(case, GEMM_DTYPES.contains(&shape.dtype), "tensor cores multiply F16 and BF16");
-        crate::require!(case, shape.k.is_multiple_of(8), "k must be a multiple of 8");
+        let planned = self.planned(shape, &case)?;
         let bytes = |a: usize, b: usize, size: usize| a.checked_mul(b).and_then(|n| n.checked_mul(size));
-        let planned = {
-            let mut known = self.planned.lock().unwrap_or_else(PoisonError::into_inner);
-            match known.get(&shape) {
-                Some(planned) => Arc::clone(planned),
-                None => {
-                    let planned = Arc::new(self.choose(shape, &case)?);
-                    known.insert(shape, Arc::clone(&planned));
-                    planned
-                }
-            }
-        };
         Ok(BlasLtProduct {
             library: Arc::clone(self),
             planned,

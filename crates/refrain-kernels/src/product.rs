@@ -1,6 +1,7 @@
 //! One row of activations times weights, with the norm before it and the gate behind it in the same launch.
 
 use bytemuck::{Pod, Zeroable};
+use refrain_driver::api::DeviceInfo;
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::Gate;
@@ -8,11 +9,11 @@ use refrain_tensor::{DType, quant};
 
 use crate::card::Card;
 use crate::error::{Case, KernelError};
-use crate::load::Kernels;
+use crate::load::{Arch, Kernels};
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
 use crate::registry::{Entry, P, lowercase};
 use crate::source::Family;
-use crate::tuning::{ChunkTuning, ProductTuning};
+use crate::tuning::{ChunkTuning, ProductTuning, Tuning};
 use crate::twin::fault;
 use crate::vouch::Vouch;
 
@@ -165,6 +166,32 @@ pub fn products_join(dtypes: &[DType]) -> bool {
         || PAIRS.iter().any(|p| all_in(p))
 }
 
+/// Why the rows of [`Kernels::product`] are too long for the shared memory of a card; `None` when they are not. The dtypes
+/// go in one launch: see [`products_join`].
+#[must_use]
+pub fn product_too_long(dtypes: &[DType], k: usize, card: &DeviceInfo) -> Option<String> {
+    let (major, minor) = card.compute;
+    let tuning = &Tuning::of(Arch { major, minor }).product;
+    let chunks: Vec<Chunk> = dtypes.iter().filter_map(|&dtype| Chunk::of(dtype, tuning)).collect();
+    let slot = chunks.iter().map(|chunk| chunk.bytes).max()?;
+    let limit = product_limit(card.shared_block_bytes as usize);
+    let need = block_bytes(chunks[0], slot, k, 1);
+    (need > limit).then(|| format!("a block needs {need} bytes of shared memory, {limit} are there"))
+}
+
+const fn product_limit(shared_block_bytes: usize) -> usize {
+    shared_block_bytes.saturating_sub(STATIC_BYTES)
+}
+
+/// Shared memory of a block with so many chunks in each warp's ring.
+fn block_bytes(chunk: Chunk, slot: usize, k: usize, stages: usize) -> usize {
+    let is_plain = chunk.rows != TILE_ROWS;
+    // Quantised: a byte to an element and two floats to 32, up to whole units.
+    let x = if is_plain { 4 * k } else { k.next_multiple_of(256) / 4 * 5 };
+    let barriers = (8 * chunk.warps * stages).next_multiple_of(128);
+    chunk.warps * stages * slot + barriers + x.next_multiple_of(16)
+}
+
 /// 2^32 / `n` rounded up, so that the upper half of its product with m is m / n rounded down, and zero for 1; or nothing if m
 /// may be too large for that.
 fn inverse(n: usize, m: usize) -> Option<u32> {
@@ -311,14 +338,8 @@ impl Kernels {
         most: usize,
     ) -> Result<(u8, u32, bool), KernelError> {
         let slot = chunk.bytes.max(other.bytes);
-        let is_plain = chunk.rows != TILE_ROWS;
-        // Quantised: a byte to an element and two floats to 32, up to whole units.
-        let x = if is_plain { 4 * k } else { k.next_multiple_of(256) / 4 * 5 };
-        let bytes = |stages: usize| {
-            let barriers = (8 * chunk.warps * stages).next_multiple_of(128);
-            chunk.warps * stages * slot + barriers + x.next_multiple_of(16)
-        };
-        let limit = limit(self.card());
+        let bytes = |stages: usize| block_bytes(chunk, slot, k, stages);
+        let limit = product_limit(self.card().shared_limit);
         let half = (self.card().shared_sm / 2).saturating_sub(STATIC_BYTES);
         let wanted = (chunk.ring / (chunk.warps * slot)).min(most).clamp(1, 64);
         let fits = |room: usize, stages: usize| bytes(stages) <= room.min(limit);
@@ -337,7 +358,7 @@ impl Kernels {
 
 /// The most shared memory that a launch may ask for.
 fn limit(card: &Card) -> usize {
-    card.shared_limit.saturating_sub(STATIC_BYTES)
+    product_limit(card.shared_limit)
 }
 
 /// What of a product is known when its kernel is compiled.
@@ -557,8 +578,7 @@ fn activation(x: f32, gate: u8) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::Arch;
-    use crate::tuning::Tuning;
+    use refrain_driver::sim::{SimDriver, SimOptions};
 
     #[test]
     fn multiplying_with_the_inverse_divides() {
@@ -582,6 +602,18 @@ mod tests {
         assert_eq!(filling(5, 255, Some(0)), (3, 4 * 255 * 3));
         assert_eq!(filling(1, 18, Some(0)), (1, 2000));
         assert_eq!(filling(64, 18, Some(usize::MAX)), (32, 100_000));
+    }
+
+    #[test]
+    fn a_row_that_shared_memory_has_no_room_for_is_too_long() {
+        let sim = SimDriver::new(SimOptions::default());
+        let device = refrain_driver::Device::simulated(&sim).unwrap();
+        let mut card = device.info().clone();
+        card.shared_block_bytes = 227 << 10;
+        assert_eq!(product_too_long(&[DType::BF16, DType::BF16], 4096, &card), None);
+        assert_eq!(product_too_long(&[DType::Q4_K, DType::Q6_K], 65_536, &card), None);
+        let because = product_too_long(&[DType::BF16], 60_000, &card).unwrap();
+        assert_eq!(because, "a block needs 272896 bytes of shared memory, 228352 are there");
     }
 
     #[test]

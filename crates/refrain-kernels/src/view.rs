@@ -99,14 +99,8 @@ impl Case<'_> {
             "{what} is {shape}, must be {n_rows} rows of {n_cols}"
         );
         crate::require!(self, view.layout.rows_are_contiguous(), "{what} has strided rows; copy it first");
-        let rank = shape.rank().max(1);
-        let dims = &shape.dims()[..rank - 1];
-        let runs = merge(dims, &[&view.layout.strides()[..rank - 1]]);
-        let (n_inner, inner, outer) = match runs.as_slice() {
-            [] => (1, n_cols, 0),
-            [(n, s)] => (*n, s[0], 0),
-            [(_, outer), (n, inner)] => (*n, inner[0], outer[0]),
-            _ => return Err(self.refuse(format!("{what} has rows in more than two strides; copy it first"))),
+        let Some((n_inner, [inner, outer])) = strides_of_rows(&view.layout) else {
+            return Err(self.refuse(format!("{what} has rows in more than two strides; copy it first")));
         };
         let rows = Rows {
             n_inner: self.u32("a row count", n_inner)?,
@@ -136,6 +130,41 @@ impl Case<'_> {
             .try_for_each(|l| self.u32("the extent", l.end()).map(|_| ()))?;
         Ok(walk)
     }
+}
+
+/// How many rows are one stride apart, that stride, and the one from such a run to the next; nothing if there are more.
+fn strides_of_rows(layout: &Layout) -> Option<(usize, [usize; 2])> {
+    let shape = layout.shape();
+    let rank = shape.rank().max(1);
+    let dims = &shape.dims()[..rank - 1];
+    match merge(dims, &[&layout.strides()[..rank - 1]]).as_slice() {
+        [] => Some((1, [shape.dim_back(0), 0])),
+        [(n, s)] => Some((*n, [s[0], 0])),
+        [(_, outer), (n, inner)] => Some((*n, [inner[0], outer[0]])),
+        _ => None,
+    }
+}
+
+/// Why kernels that make rows in 16 bits, or attention of many rows, cannot read F32 rows that lie so in an aligned buffer:
+/// they read 16 bytes at a time. `None` when they can.
+#[must_use]
+pub fn unaligned_rows(layout: &Layout) -> Option<String> {
+    let shape = layout.shape();
+    let (n_cols, n_elements) = (shape.dim_back(0), shape.n_elements());
+    let n_rows = n_elements / n_cols.max(1);
+    if !layout.rows_are_contiguous() {
+        return Some("its rows are strided".to_owned());
+    }
+    let Some((_, strides)) = strides_of_rows(layout) else {
+        return Some("its rows lie in more than two strides".to_owned());
+    };
+    let is_aligned = n_cols.is_multiple_of(4)
+        && layout.offset().is_multiple_of(4)
+        && (n_rows == 1 || strides.iter().all(|s| s.is_multiple_of(4)));
+    (!is_aligned).then(|| {
+        let offset = layout.offset();
+        format!("rows of {n_cols} elements in strides of {strides:?} from element {offset} on are not 16 bytes at a time")
+    })
 }
 
 /// Dimensions merged where every operand's strides allow it, outermost first; dimensions of size 1 are left out.

@@ -27,6 +27,7 @@ mod eval; // what a graph means
 mod fill; // values for tensors
 mod guard; // bytes around buffers
 mod random; // graphs that nobody would write
+mod reorder; // the same graph, built in another order
 
 pub use alloc::CountingAllocator;
 pub use case::{Arg, Case, Failure, check_all, run_case};
@@ -37,3 +38,4 @@ pub use eval::{Feed, evaluate, evaluate_values};
 pub use fill::{Fill, Rng, encode, tensor};
 pub use guard::{Guarded, Trespass};
 pub use random::{Choice, RandomGraph, random_graph};
+pub use reorder::reordered;

@@ -157,11 +157,13 @@ impl Draft {
             11 => self.rows(a, b),
             12..=14 => self.norm(a, b, c),
             15 => self.gate(a, b),
+            16 if b % 4 == 1 => self.products(a, b),
             16 => self.matmul(a, b),
             17 => self.move_rows(a, b),
             18 => self.rope(a, b),
             19 => self.append(a, b),
-            20 | 21 => self.attention(a, b),
+            20 => self.attention(a, b),
+            21 => self.chain(a, b, c),
             22 if with_host => self.host(a),
             _ => self.output(a),
         }
@@ -338,6 +340,32 @@ impl Draft {
         self.node(Op::MatMul, &[x, y], bound)
     }
 
+    /// Products of the same rows as models have them: behind a norm, with biases, joined by a gate, or not.
+    fn products(&mut self, a: u16, b: u16) -> Result<(), GraphError> {
+        let fits = |d: &Draft, v: ValueId| {
+            d.ty(v).dtype == DType::F32
+                && matches!(d.dims(v).as_slice(), [n, WIDTH] if n * WIDTH <= MAX_ELEMENTS)
+        };
+        let Some(x) = self.pick(a, fits) else { return Ok(()) };
+        let [square, row] = [0, 1].map(|w| self.builder.weight(WeightId::from_idx(w)));
+        let (rows, bound) = match b % 8 < 4 {
+            true => (self.builder.rms_norm(x, row, 0.1, "rows")?, (WIDTH as f32).sqrt()),
+            false => (x, self.bound(x)),
+        };
+        if bound * WIDTH as f32 > MAX_BOUND.sqrt() {
+            return self.node(Op::Unary(Unary::Tanh), &[rows], 1.0);
+        }
+        let (bias, bound) = ((b % 16 < 8).then_some(row), bound * WIDTH as f32 + 1.0);
+        let left = self.builder.linear(rows, square, bias, "left")?;
+        let right = self.builder.linear(rows, square, bias, "right")?;
+        if b.is_multiple_of(3) {
+            return self.node(Op::Gate(Gate::Silu), &[right, left], bound * bound);
+        }
+        self.keep(left, bound);
+        self.keep(right, bound);
+        Ok(())
+    }
+
     fn move_rows(&mut self, a: u16, b: u16) -> Result<(), GraphError> {
         let Some(x) = self.pick(a, |_, _| true) else { return Ok(()) };
         let bound = self.bound(x);
@@ -382,6 +410,33 @@ impl Draft {
         let caches = [0, 1].map(|i| self.builder.state(StateId::from_idx(i)));
         let window = if b.is_multiple_of(2) { None } else { Some(2) };
         let attention = Attention { scale: 0.5, window, softcap: None };
+        let value = self.builder.attention(attention, q, caches, self.control)?;
+        self.keep(value, 30.0);
+        Ok(())
+    }
+
+    /// Queries and keys rotated, keys and values appended, and attention over them, as models have it.
+    fn chain(&mut self, a: u16, b: u16, c: u16) -> Result<(), GraphError> {
+        let fits = |d: &Draft, v: ValueId| {
+            let is_heads = d.dims(v) == [N_TOKENS, N_KV_HEADS, HEAD_DIM];
+            is_heads && d.ty(v).dtype == DType::F32 && d.bound(v) < 15.0
+        };
+        let picked = [a, b, c].map(|n| self.pick(n, fits));
+        let [Some(q), Some(k), Some(v)] = picked else { return Ok(()) };
+        let rope = Rope { style: RopeStyle::Neox, n_dims: HEAD_DIM, magnitude: 1.0 };
+        let inv_freq = self.builder.weight(WeightId::from_idx(2));
+        let bound = self.bound(q) * 1.5;
+        let q = self.builder.rope(rope, q, self.control[0], inv_freq)?;
+        let k = self.builder.rope(rope, k, self.control[0], inv_freq)?;
+        if b.is_multiple_of(3) {
+            self.keep(q, bound);
+        }
+        let mut append = |i: usize, x: ValueId| {
+            let cache = self.builder.state(StateId::from_idx(i));
+            self.builder.kv_append(cache, x, self.control)
+        };
+        let caches = [append(0, k)?, append(1, v)?];
+        let attention = Attention { scale: 0.5, window: None, softcap: None };
         let value = self.builder.attention(attention, q, caches, self.control)?;
         self.keep(value, 30.0);
         Ok(())

@@ -1,0 +1,439 @@
+//! Which kernels a plan's groups are, chosen once, before there is memory for them.
+//!
+//! The one walk over the groups. What comes out names nodes and areas of scratch, not addresses: it says how much scratch
+//! the plan needs, and is turned into launches each time memory is planned.
+
+use refrain_driver::api::DeviceInfo;
+use refrain_graph::{
+    Attend, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer, ProductPart, Products, RopeAppend,
+    Step, Weight,
+};
+use refrain_kernels::{
+    BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, attention_scratch_bytes,
+    attention_splits, few_bytes, sample_scratch_bytes, sample_state_bytes, unaligned_rows,
+};
+use refrain_tensor::DType;
+
+use crate::attend::{NO_CHAIN, Sizes};
+use crate::fused::{RowProducts, is_single, sets};
+use crate::group::n_rows;
+use crate::prefill::{Areas, MIN_ROWS, NarrowTo, Shape};
+use crate::resident::packs;
+
+/// One or a few launches.
+#[derive(Clone, Debug)]
+pub(crate) enum Task {
+    /// The kernels of one op.
+    Op(NodeId),
+    /// Products of one row, and what is around them.
+    Row(RowProducts),
+    /// Products of the same rows with weights of one dtype, as they lie in the file.
+    Linear(Vec<NodeId>),
+    /// Products of the same rows with packed weights of one dtype.
+    Few(Vec<NodeId>),
+    /// All from the norms of queries and keys to attention, for one row.
+    Attend(Attend),
+    /// Ropes and appends.
+    RopeKv(RopeAppend),
+    /// Attention of many rows, in F32.
+    Flash(NodeId),
+    /// A node that writes its rows in 16 bits for the products behind it.
+    Narrowed { node: NodeId, to: NarrowTo },
+    /// The rows of products into 16 bits.
+    NarrowRows { products: Vec<NodeId>, to: NarrowTo },
+    /// A weight decoded.
+    Decode(NodeId),
+    /// Products on tensor cores; with the weight that was decoded just before, if so.
+    Gemm { products: Vec<NodeId>, rows: NarrowTo, decoded: bool, plan: GemmPlan },
+    /// The same by the library.
+    Library { product: NodeId, rows: NarrowTo, decoded: bool },
+}
+
+/// What the launches of one segment will be.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SegmentTasks {
+    pub(crate) tasks: Vec<Task>,
+    /// What is not done as one would like.
+    pub(crate) notes: Vec<String>,
+}
+
+/// What the launches of a plan will be.
+#[derive(Clone, Debug)]
+pub(crate) struct Tasks {
+    /// One for each segment of the plan.
+    pub(crate) segments: Vec<SegmentTasks>,
+    /// The scratch they need; launches use the same bytes one after the other.
+    pub(crate) areas: Areas,
+    /// What choices keep between their launches, zero before and after.
+    pub(crate) choice_bytes: u64,
+}
+
+/// What kernels are chosen by.
+#[derive(Clone, Copy)]
+pub(crate) struct Chooser<'a> {
+    pub(crate) kernels: &'a Kernels,
+    pub(crate) blas: Option<&'a BlasLt>,
+    /// The model's, which say what is packed.
+    pub(crate) weights: &'a [Weight],
+    pub(crate) n_sms: u32,
+    pub(crate) card: &'a DeviceInfo,
+}
+
+impl Chooser<'_> {
+    pub(crate) fn choose(&self, plan: &Plan) -> Tasks {
+        let mut tasks = Tasks { segments: Vec::new(), areas: Areas::default(), choice_bytes: 0 };
+        for segment in plan.segments() {
+            let mut choice = Choice {
+                by: self,
+                plan,
+                tasks: &mut tasks,
+                out: SegmentTasks::default(),
+                remarks: Vec::new(),
+            };
+            for refusal in plan.refusals() {
+                let label = &plan.step(refusal.node).label;
+                if plan.steps()[segment.steps.clone()].iter().any(|step| step.node == refusal.node) {
+                    choice.tell(label, APART, refusal.because.clone());
+                }
+            }
+            plan.groups_of(segment).iter().for_each(|group| choice.group(group));
+            let out = choice.finish();
+            tasks.segments.push(out);
+        }
+        tasks
+    }
+}
+
+/// How something runs that could run better.
+const APART: &str = "as steps of their own, not as one launch";
+const EXACT: &str = "without tensor cores";
+const WIDE: &str = "in F32, with one more launch that rounds the rows";
+const OWN: &str = "by kernels of this engine, not by cuBLASLt";
+
+/// Why some steps do not run as one would like.
+struct Remark {
+    /// The first of them.
+    label: String,
+    n: usize,
+    how: &'static str,
+    because: String,
+}
+
+struct Choice<'a> {
+    by: &'a Chooser<'a>,
+    plan: &'a Plan,
+    tasks: &'a mut Tasks,
+    out: SegmentTasks,
+    remarks: Vec<Remark>,
+}
+
+impl<'a> Choice<'a> {
+    fn finish(mut self) -> SegmentTasks {
+        for Remark { label, n, how, because } in self.remarks {
+            let others = if n > 1 { format!(" and {} more run", n - 1) } else { " runs".to_owned() };
+            self.out.notes.push(format!("{label}{others} {how}: {because}"));
+        }
+        self.out
+    }
+
+    /// Says that a step does not run as one would like; once for each reason.
+    fn tell(&mut self, label: &str, how: &'static str, because: String) {
+        match self.remarks.iter_mut().find(|known| known.how == how && known.because == because) {
+            Some(known) => known.n += 1,
+            None => self.remarks.push(Remark { label: label.to_owned(), n: 1, how, because }),
+        }
+    }
+
+    fn push(&mut self, task: Task) {
+        self.out.tasks.push(task);
+    }
+
+    fn step(&self, node: NodeId) -> &'a Step {
+        self.plan.step(node)
+    }
+
+    fn is_packed(&self, operand: &Operand) -> bool {
+        match self.plan.buffer(operand.buffer).place {
+            Place::Weight(id) => self.by.weights.get(id.idx()).is_some_and(packs),
+            Place::Arena { .. } | Place::Control { .. } | Place::State(_) => false,
+        }
+    }
+
+    fn own(&mut self, bytes: u64) {
+        self.tasks.areas.own = self.tasks.areas.own.max(bytes);
+    }
+
+    fn group(&mut self, group: &Group) {
+        match &group.kind {
+            GroupKind::One(node) => self.op(*node),
+            GroupKind::Products(products) => {
+                match n_rows(&self.step(products.parts[0].product).inputs[0].layout) {
+                    1 => self.one_row(products),
+                    _ => self.many_rows(products),
+                }
+            }
+            GroupKind::Attend(attend) => {
+                let sizes = Sizes::of_step(self.step(attend.attention));
+                self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.n_sms)));
+                self.push(Task::Attend(*attend));
+            }
+            GroupKind::RopeAppend(group) => self.push(Task::RopeKv(*group)),
+        }
+    }
+
+    fn op(&mut self, node: NodeId) {
+        let step = self.step(node);
+        if step.outputs.iter().all(|o| o.layout.shape().n_elements() == 0) {
+            return;
+        }
+        match &step.op {
+            Op::View(_) | Op::HostCall(_) => {}
+            Op::MatMul => self.wide(&[node]),
+            Op::Attention(_) if self.takes_flash(step) => self.push(Task::Flash(node)),
+            Op::Attention(_) => self.attention(node),
+            Op::Sample(_) => {
+                let logits = step.inputs[0].layout.shape();
+                let [n, vocab] = [logits.dims()[0], logits.dims()[1]];
+                self.own(sample_scratch_bytes(n, vocab));
+                self.tasks.choice_bytes = self.tasks.choice_bytes.max(sample_state_bytes(n));
+                self.push(Task::Op(node));
+            }
+            Op::Copy
+            | Op::Cast(_)
+            | Op::Unary(_)
+            | Op::Binary(_)
+            | Op::Reduce(_)
+            | Op::Softmax
+            | Op::GatherRows(_)
+            | Op::RmsNorm { .. }
+            | Op::AddRmsNorm { .. }
+            | Op::Gate(_)
+            | Op::Rope(_)
+            | Op::KvAppend
+            | Op::Accumulate => self.push(Task::Op(node)),
+        }
+    }
+
+    /// Attention by the kernel that splits a context among blocks.
+    fn attention(&mut self, node: NodeId) {
+        let step = self.step(node);
+        let q = step.inputs[0].layout.shape();
+        let [n, n_heads, head_dim] = [q.dims()[0], q.dims()[1], q.dims()[2]];
+        self.own(attention_scratch_bytes(n, n_heads, head_dim, splits(step, self.by.n_sms)));
+        if n == 1 && !self.plan.refusals().iter().any(|refusal| refusal.node == node) {
+            self.tell(&step.label, APART, NO_CHAIN.to_owned());
+        }
+        self.push(Task::Op(node));
+    }
+
+    /// Whether attention runs on tensor cores: of many rows, over a cache of 16 bits.
+    fn takes_flash(&mut self, step: &Step) -> bool {
+        let (q, cache) = (&step.inputs[0], &step.inputs[1]);
+        let head_dim = q.layout.shape().dim_back(0);
+        if q.layout.shape().dims()[0] < MIN_ROWS || !GEMM_DTYPES.contains(&cache.dtype) {
+            return false;
+        }
+        let because = match self.by.kernels.has_flash(cache.dtype, head_dim) {
+            true => unaligned_rows(&q.layout),
+            false => Some(format!("there is no kernel for heads of {head_dim} elements on this card")),
+        };
+        let takes = because.is_none();
+        because.into_iter().for_each(|because| self.tell(&step.label, EXACT, because));
+        takes
+    }
+
+    fn one_row(&mut self, products: &Products) {
+        let row = |parts: &[ProductPart]| -> Vec<Task> {
+            let dtype = |part: &ProductPart| self.step(part.product).inputs[1].dtype;
+            let dtypes: Vec<DType> = parts.iter().map(dtype).collect();
+            let launch = |(i, set): (usize, Vec<usize>)| {
+                let parts = set.into_iter().map(|j| parts[j]).collect();
+                Task::Row(RowProducts { group: products.clone(), parts, is_first: i == 0 })
+            };
+            sets(&dtypes).into_iter().enumerate().map(launch).collect()
+        };
+        // With something around them they were asked about together.
+        let is_joined = products.producer.is_some() || products.gate.is_some();
+        let fits =
+            |part: &&ProductPart| is_joined || is_single(self.plan, self.step(part.product), self.by.card);
+        let (fitting, others): (Vec<&ProductPart>, Vec<&ProductPart>) = products.parts.iter().partition(fits);
+        let tasks = row(&fitting.into_iter().copied().collect::<Vec<_>>());
+        tasks.into_iter().for_each(|task| self.push(task));
+        self.wide(&others.iter().map(|part| part.product).collect::<Vec<_>>());
+        others.iter().filter_map(|part| part.bias).for_each(|bias| self.op(bias));
+    }
+
+    /// Products of F32 rows.
+    fn wide(&mut self, products: &[NodeId]) {
+        for set in self.by_dtype(products) {
+            let step = self.step(set[0]);
+            let w = &step.inputs[1];
+            if !self.is_packed(w) {
+                set.chunks(MAX_PRODUCTS).for_each(|set| self.push(Task::Linear(set.to_vec())));
+                continue;
+            }
+            let (m, k) = (n_rows(&step.outputs[0].layout), w.layout.shape().dims()[0]);
+            if m > 1 {
+                self.own(few_bytes(m.min(MAX_FEW_ROWS), k).unwrap_or(0) as u64);
+            }
+            self.push(Task::Few(set));
+        }
+    }
+
+    /// Products in sets of weights of one dtype, each in its order.
+    fn by_dtype(&self, products: &[NodeId]) -> Vec<Vec<NodeId>> {
+        let dtype = |node: NodeId| self.step(node).inputs[1].dtype;
+        let mut sets: Vec<Vec<NodeId>> = Vec::new();
+        for &product in products {
+            match sets.iter_mut().find(|set| dtype(set[0]) == dtype(product)) {
+                Some(set) => set.push(product),
+                None => sets.push(vec![product]),
+            }
+        }
+        sets
+    }
+
+    fn many_rows(&mut self, group: &Products) {
+        let products: Vec<NodeId> = group.parts.iter().map(|part| part.product).collect();
+        let on_tensor_cores = |&node: &NodeId| Shape::of_many(self.step(node)).map(|shape| (node, shape));
+        let narrow: Vec<(NodeId, Shape)> = products.iter().filter_map(on_tensor_cores).collect();
+        let mut wide: Vec<NodeId> =
+            products.iter().copied().filter(|node| narrow.iter().all(|(n, _)| n != node)).collect();
+        let mut dtypes: Vec<DType> = narrow.iter().map(|(_, shape)| shape.rows_dtype()).collect();
+        dtypes.sort_by_key(|d| narrow.iter().position(|(_, shape)| shape.rows_dtype() == *d));
+        dtypes.dedup();
+        let mut held = match (&group.producer, narrow.first()) {
+            (Some(producer), Some((_, shape))) => {
+                let all_alike = wide.is_empty() && dtypes.len() == 1;
+                self.producer(producer, shape, all_alike, &products)
+            }
+            (Some(producer), None) => {
+                self.op(producer.node());
+                None
+            }
+            (None, _) => None,
+        };
+        for dtype in dtypes {
+            let these: Vec<(NodeId, Shape)> =
+                narrow.iter().copied().filter(|(_, shape)| shape.rows_dtype() == dtype).collect();
+            let nodes: Vec<NodeId> = these.iter().map(|(node, _)| *node).collect();
+            let shape = these[0].1;
+            if held != Some(dtype) {
+                if let Some(because) = self.unreadable(&self.step(nodes[0]).inputs[0], shape.m) {
+                    nodes.iter().for_each(|&node| self.tell(&self.step(node).label, EXACT, because.clone()));
+                    wide.extend(nodes);
+                    continue;
+                }
+                let to = self.narrow_to(&shape, false);
+                self.push(Task::NarrowRows { products: nodes.clone(), to });
+                held = Some(dtype);
+            }
+            for set in self.by_dtype(&nodes) {
+                self.multiply(&set, these[0].1, shape.rows_dtype());
+            }
+        }
+        self.wide(&wide);
+    }
+
+    /// Why F32 rows cannot be read 16 bytes at a time.
+    fn unreadable(&self, rows: &Operand, n_rows: usize) -> Option<String> {
+        let many =
+            || (n_rows > 65_535).then(|| format!("there are {n_rows} rows, at most 65535 go in one launch"));
+        unaligned_rows(&rows.layout).or_else(many)
+    }
+
+    fn narrow_to(&mut self, shape: &Shape, also_wide: bool) -> NarrowTo {
+        self.tasks.areas.add_rows(shape.m, shape.k);
+        NarrowTo { dtype: shape.rows_dtype(), m: shape.m, k: shape.k, also_wide }
+    }
+
+    /// What makes the rows of products; in 16 bits where that is possible, and then in which.
+    fn producer(
+        &mut self,
+        producer: &Producer,
+        shape: &Shape,
+        all_alike: bool,
+        products: &[NodeId],
+    ) -> Option<DType> {
+        let node = producer.node();
+        let step = self.step(node);
+        let n_inputs = match producer {
+            Producer::Attention(_) if self.takes_flash(step) => 0,
+            // The kernel for a few rows writes F32.
+            Producer::Attention(_) => {
+                self.attention(node);
+                return None;
+            }
+            Producer::Norm(_) => 1,
+            Producer::AddNorm { .. } | Producer::Gate(_) => 2,
+        };
+        let unreadable =
+            step.inputs[..n_inputs].iter().find_map(|rows| self.unreadable(rows, n_rows(&rows.layout)));
+        if let Some(because) = unreadable {
+            self.tell(&step.label, WIDE, because);
+            self.op(node);
+            return None;
+        }
+        let to = self.narrow_to(shape, !all_alike || self.is_read_by_others(node, products));
+        self.push(Task::Narrowed { node, to });
+        Some(to.dtype)
+    }
+
+    /// Whether anything but some products reads the last output of a node.
+    fn is_read_by_others(&self, node: NodeId, products: &[NodeId]) -> bool {
+        let Some(y) = self.step(node).outputs.last() else { return false };
+        let later = self.plan.steps().iter().skip_while(|step| step.node != node).skip(1);
+        let mut others = later.filter(|step| !products.contains(&step.node));
+        others.any(|step| step.inputs.iter().any(|input| input.buffer == y.buffer))
+            || self.plan.outputs().iter().any(|output| output.buffer == y.buffer)
+    }
+
+    /// Products of rows in 16 bits with weights of one dtype.
+    fn multiply(&mut self, products: &[NodeId], first: Shape, rows_dtype: DType) {
+        let rows = NarrowTo { dtype: rows_dtype, m: first.m, k: first.k, also_wide: false };
+        let decoded = self.step(products[0]).inputs[1].dtype.is_quantized();
+        // One matrix at a time goes through the workspace.
+        let sets = if decoded { products.chunks(1) } else { products.chunks(MAX_PRODUCTS) };
+        for set in sets {
+            if decoded {
+                let n = self.n_columns(set[0]);
+                self.tasks.areas.add_weight(n, rows.k);
+                self.push(Task::Decode(set[0]));
+            }
+            let own: Vec<NodeId> =
+                set.iter().copied().filter(|&node| !self.by_library(node, rows, decoded)).collect();
+            if own.is_empty() {
+                continue;
+            }
+            let ns: Vec<usize> = own.iter().map(|&node| self.n_columns(node)).collect();
+            let plan = GemmPlan::new(rows.m, &ns, rows.k, self.by.n_sms);
+            self.tasks.areas.add_sums(plan.scratch_bytes(rows.m, ns.iter().sum()));
+            self.push(Task::Gemm { products: own, rows, decoded, plan });
+        }
+    }
+
+    fn n_columns(&self, product: NodeId) -> usize {
+        self.step(product).inputs[1].layout.shape().dims()[1]
+    }
+
+    fn by_library(&mut self, product: NodeId, rows: NarrowTo, decoded: bool) -> bool {
+        let Some(blas) = self.by.blas else { return false };
+        let n = self.n_columns(product);
+        let shape = BlasLtShape { dtype: rows.dtype, m: rows.m, n, k: rows.k };
+        if let Err(error) = blas.check(shape) {
+            self.tell(&self.step(product).label, OWN, error.to_string());
+            return false;
+        }
+        self.tasks.areas.add_library(rows.m, n);
+        self.push(Task::Library { product, rows, decoded });
+        true
+    }
+}
+
+/// Splits of an attention step: fixed when the plan is built, whatever the lengths will be.
+pub(crate) fn splits(step: &Step, n_sms: u32) -> usize {
+    let (q, cache, tables) =
+        (step.inputs[0].layout.shape(), step.inputs[1].layout.shape(), step.inputs[5].layout.shape());
+    let context = tables.dims()[1] * cache.dims()[2];
+    attention_splits(q.dims()[0], cache.dims()[1], context, n_sms)
+}

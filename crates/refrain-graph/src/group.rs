@@ -1,0 +1,543 @@
+//! Groups of nodes that a backend may run as one unit, found from who reads what.
+//!
+//! The pass proposes the largest group around each attention and around each row of activations that is multiplied with
+//! weights, and asks the backend. Where it has no kernel, smaller groups are proposed, down to single nodes. A group's
+//! members stand next to each other in the plan, and every buffer that one of them touches lives as long as they run
+//! together. So nothing depends on the order in which a model builds its nodes.
+
+use crate::facts::{Facts, Seen};
+use crate::graph::{Graph, NodeId};
+use crate::op::{Binary, Op};
+use crate::schedule::Dependencies;
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// Steps of a plan that a backend runs as one unit. Each step is in exactly one group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// What they are, and who does what.
+    pub kind: GroupKind,
+    /// Which steps of the plan, in the order of [`GroupKind::nodes`].
+    pub steps: Range<usize>,
+}
+
+/// What a group is, with the roles of its members.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GroupKind {
+    /// One node of any kind.
+    One(NodeId),
+    /// Products of the same rows with weights.
+    Products(Products),
+    /// A chain from queries, keys and values to what attention makes of them.
+    Attend(Attend),
+    /// Queries and keys rotated, keys and values put into the cache.
+    RopeAppend(RopeAppend),
+}
+
+/// Products of the same rows with weights, what makes the rows, and what is done with the results.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Products {
+    /// What makes the rows, if that is a member.
+    pub producer: Option<Producer>,
+    /// At least one, in the order in which later nodes want them; with a gate the one that goes through its function
+    /// comes first.
+    pub parts: Vec<ProductPart>,
+    /// The gate that is all that reads two products.
+    pub gate: Option<NodeId>,
+}
+
+/// One product of [`Products`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProductPart {
+    /// `MatMul` with a weight.
+    pub product: NodeId,
+    /// The sum with a vector of weights that is all that reads the product.
+    pub bias: Option<NodeId>,
+}
+
+/// What makes the rows of [`Products`]. Others may read them as well: see [`GroupQuery::is_internal`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Producer {
+    /// `RmsNorm`.
+    Norm(NodeId),
+    /// `AddRmsNorm`, whose second output are the rows.
+    AddNorm {
+        /// The `RmsNorm` that makes the second summand and that nobody else reads.
+        inner: Option<NodeId>,
+        /// The sum and its norm.
+        add: NodeId,
+    },
+    /// `Gate`.
+    Gate(NodeId),
+    /// `Attention`.
+    Attention(NodeId),
+}
+
+/// All between the products that make queries, keys and values and the one of attention's result. Nothing outside reads
+/// what norms and ropes make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Attend {
+    /// `RmsNorm` of queries and of keys.
+    pub norms: Option<[NodeId; 2]>,
+    /// `Rope` of queries and of keys.
+    pub ropes: [NodeId; 2],
+    /// `KvAppend` of keys and of values.
+    pub appends: [NodeId; 2],
+    /// `Attention` over both.
+    pub attention: NodeId,
+}
+
+/// Rotation and appends at the same positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RopeAppend {
+    /// `Rope` of queries and of keys.
+    pub ropes: [NodeId; 2],
+    /// `KvAppend` of those keys and of values.
+    pub appends: [NodeId; 2],
+}
+
+impl Producer {
+    /// The node whose output the rows are.
+    pub fn node(&self) -> NodeId {
+        match *self {
+            Producer::Norm(node)
+            | Producer::AddNorm { add: node, .. }
+            | Producer::Gate(node)
+            | Producer::Attention(node) => node,
+        }
+    }
+}
+
+impl GroupKind {
+    /// The members in the order in which they could run.
+    pub fn nodes(&self) -> Vec<NodeId> {
+        match self {
+            GroupKind::One(node) => vec![*node],
+            GroupKind::Products(Products { producer, parts, gate }) => {
+                let inner = match producer {
+                    Some(Producer::AddNorm { inner, .. }) => *inner,
+                    Some(Producer::Norm(_) | Producer::Gate(_) | Producer::Attention(_)) | None => None,
+                };
+                let rows = inner.into_iter().chain(producer.map(|producer| producer.node()));
+                let parts = parts.iter().flat_map(|part| [Some(part.product), part.bias]).flatten();
+                rows.chain(parts).chain(*gate).collect()
+            }
+            GroupKind::Attend(Attend { norms, ropes, appends, attention }) => {
+                let norms = norms.iter().flatten().copied();
+                norms.chain(*ropes).chain(*appends).chain([*attention]).collect()
+            }
+            GroupKind::RopeAppend(RopeAppend { ropes, appends }) => {
+                ropes.iter().chain(appends).copied().collect()
+            }
+        }
+    }
+
+    /// How many members run at once where what makes the rows of products is done before these begin.
+    pub fn stages(&self) -> Vec<usize> {
+        let n = self.nodes().len();
+        match self {
+            GroupKind::Products(Products {
+                producer: Some(Producer::AddNorm { inner: Some(_), .. }),
+                ..
+            }) => {
+                vec![1, 1, n - 2]
+            }
+            GroupKind::Products(Products { producer: Some(_), .. }) => vec![1, n - 1],
+            GroupKind::One(_) | GroupKind::Products(_) | GroupKind::Attend(_) | GroupKind::RopeAppend(_) => {
+                vec![n]
+            }
+        }
+    }
+
+    /// The member that names the group in reports.
+    pub fn head(&self) -> NodeId {
+        match self {
+            GroupKind::One(node) => *node,
+            GroupKind::Products(products) => products.parts[0].product,
+            GroupKind::Attend(attend) => attend.attention,
+            GroupKind::RopeAppend(group) => group.ropes[0],
+        }
+    }
+}
+
+/// A backend's answer about a group of several nodes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fusion {
+    /// It runs them as one launch whose blocks do not wait for each other: the memory of the group is its own while it
+    /// runs, and no member overwrites what it reads.
+    Joined,
+    /// It runs them in [`GroupKind::stages`]: each has its memory to itself, and members may overwrite what they alone
+    /// read, as they would one by one.
+    Staged,
+    /// Smaller groups serve it as well: they are proposed next, and there is nothing to report.
+    Smaller,
+    /// It has no kernel for this group, and why. Smaller ones are proposed next; the plan keeps the reason.
+    No(String),
+}
+
+/// A group as a backend is asked about it.
+#[derive(Clone, Copy)]
+pub struct GroupQuery<'a> {
+    /// What it is.
+    pub kind: &'a GroupKind,
+    facts: &'a Facts<'a>,
+}
+
+impl<'a> GroupQuery<'a> {
+    /// What a node computes.
+    pub fn op(&self, node: NodeId) -> &'a Op {
+        &self.facts.graph.node(node).op
+    }
+
+    /// An input of a node.
+    pub fn input(&self, node: NodeId, i: usize) -> Seen {
+        self.facts.input(node, i)
+    }
+
+    /// An output of a node.
+    pub fn output(&self, node: NodeId, i: usize) -> Seen {
+        self.facts.output(node, i)
+    }
+
+    /// Whether nothing outside the group reads an output of a member.
+    pub fn is_internal(&self, node: NodeId, output: usize) -> bool {
+        let nodes = self.kind.nodes();
+        !self.facts.is_output(node, output)
+            && self.facts.readers(node, output).iter().all(|r| nodes.contains(r))
+    }
+}
+
+/// A group that a backend has no kernel for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The member that names it.
+    pub node: NodeId,
+    /// The backend's reason.
+    pub because: String,
+}
+
+/// A group with what the backend said of it.
+pub(crate) struct Found {
+    pub(crate) kind: GroupKind,
+    pub(crate) is_staged: bool,
+}
+
+/// Every node but views in a group, and why some groups are not larger.
+pub(crate) struct Grouping {
+    pub(crate) groups: Vec<Found>,
+    pub(crate) refusals: Vec<Refusal>,
+}
+
+pub(crate) fn find(
+    facts: &Facts<'_>,
+    dependencies: &Dependencies,
+    fuses: &dyn Fn(&GroupQuery<'_>) -> Fusion,
+) -> Grouping {
+    let graph = facts.graph;
+    let n = graph.nodes().len();
+    let mut pass = Pass {
+        facts,
+        fuses,
+        levels: dependencies.levels(graph),
+        after: dependencies.after(),
+        group_of: vec![None; n],
+        found: Grouping { groups: Vec::new(), refusals: Vec::new() },
+    };
+    let order: Vec<NodeId> = dependencies.canonical().into_iter().map(NodeId::from_idx).collect();
+    for &node in &order {
+        pass.attention(node);
+    }
+    for products in products(facts, &order) {
+        pass.products(&products);
+    }
+    for &node in &order {
+        if pass.is_free(node) {
+            pass.take(GroupKind::One(node), true);
+        }
+    }
+    pass.found
+}
+
+struct Pass<'a> {
+    facts: &'a Facts<'a>,
+    fuses: &'a dyn Fn(&GroupQuery<'_>) -> Fusion,
+    levels: Vec<usize>,
+    after: Vec<Vec<usize>>,
+    // For each node, the index of its group.
+    group_of: Vec<Option<usize>>,
+    found: Grouping,
+}
+
+impl Pass<'_> {
+    fn graph(&self) -> &Graph {
+        self.facts.graph
+    }
+
+    fn is_free(&self, node: NodeId) -> bool {
+        self.group_of[node.idx()].is_none()
+    }
+
+    fn take(&mut self, kind: GroupKind, is_staged: bool) {
+        let group = self.found.groups.len();
+        kind.nodes().iter().for_each(|node| self.group_of[node.idx()] = Some(group));
+        self.found.groups.push(Found { kind, is_staged });
+    }
+
+    /// Takes the first of some groups, from the largest, that can be one and that the backend runs as one.
+    fn propose(&mut self, kinds: impl IntoIterator<Item = GroupKind>) -> bool {
+        let mut refused = None;
+        let mut taken = None;
+        for kind in kinds {
+            if !self.can_be_one(&kind) {
+                continue;
+            }
+            match (self.fuses)(&GroupQuery { kind: &kind, facts: self.facts }) {
+                Fusion::Joined => {
+                    taken = Some((kind, false));
+                    break;
+                }
+                Fusion::Staged => {
+                    taken = Some((kind, true));
+                    break;
+                }
+                Fusion::Smaller => {}
+                Fusion::No(because) => {
+                    refused.get_or_insert(Refusal { node: kind.head(), because });
+                }
+            }
+        }
+        self.found.refusals.extend(refused);
+        let is_taken = taken.is_some();
+        if let Some((kind, is_staged)) = taken {
+            self.take(kind, is_staged);
+        }
+        is_taken
+    }
+
+    /// Whether these nodes are free, lie between the same host steps, and no node outside waits for one of them while
+    /// another waits for it.
+    fn can_be_one(&self, kind: &GroupKind) -> bool {
+        let nodes = kind.nodes();
+        let level = self.levels[nodes[0].idx()];
+        if !nodes.iter().all(|&node| self.is_free(node) && self.levels[node.idx()] == level) {
+            return false;
+        }
+        let mut is_member = vec![false; self.graph().nodes().len()];
+        nodes.iter().for_each(|node| is_member[node.idx()] = true);
+        let mut seen = is_member.clone();
+        let behind = |idx: usize| self.after[idx].iter().copied();
+        let mut stack: Vec<usize> =
+            nodes.iter().flat_map(|node| behind(node.idx())).filter(|&idx| !is_member[idx]).collect();
+        while let Some(idx) = stack.pop() {
+            if std::mem::replace(&mut seen[idx], true) {
+                continue;
+            }
+            // What waits for one member of a group waits for all of it.
+            let together = match self.group_of[idx] {
+                Some(group) => self.found.groups[group].kind.nodes(),
+                None => vec![NodeId::from_idx(idx)],
+            };
+            for next in together.iter().flat_map(|node| behind(node.idx())) {
+                if is_member[next] {
+                    return false;
+                }
+                stack.push(next);
+            }
+        }
+        true
+    }
+
+    fn attention(&mut self, node: NodeId) {
+        let Some(chain) = Chain::of(self.facts, node) else { return };
+        let attend = chain.attend(self.facts).into_iter().map(GroupKind::Attend);
+        if !self.propose(attend) {
+            let RopeAppend { ropes, appends } = chain.rope_append;
+            self.propose([GroupKind::RopeAppend(RopeAppend { ropes, appends })]);
+        }
+    }
+
+    fn products(&mut self, products: &[NodeId]) {
+        let bare = |&product: &NodeId| ProductPart { product, bias: None };
+        let with_bias = |&product: &NodeId| ProductPart { product, bias: self.bias(product) };
+        let plain: Vec<ProductPart> = products.iter().map(bare).collect();
+        let biased: Vec<ProductPart> = products.iter().map(with_bias).collect();
+        let producers = self.producers(products);
+        let mut kinds = Vec::new();
+        if let Some((gate, parts)) = self.gate(&biased) {
+            let gated = |producer| Products { producer, parts: parts.clone(), gate: Some(gate) };
+            kinds.extend(producers.iter().copied().map(gated));
+        }
+        let variants = if biased == plain { vec![&plain] } else { vec![&biased, &plain] };
+        for parts in variants {
+            let only = |producer| Products { producer, parts: parts.clone(), gate: None };
+            kinds.extend(producers.iter().copied().map(only));
+        }
+        let several = |products: &Products| {
+            products.parts.len() > 1
+                || products.producer.is_some()
+                || products.gate.is_some()
+                || products.parts[0].bias.is_some()
+        };
+        let kinds = kinds.into_iter().filter(several).map(GroupKind::Products);
+        if !self.propose(kinds) {
+            for part in plain {
+                self.take(
+                    GroupKind::Products(Products { producer: None, parts: vec![part], gate: None }),
+                    true,
+                );
+            }
+        }
+    }
+
+    /// What may make the rows, from the most to nothing.
+    fn producers(&self, products: &[NodeId]) -> Vec<Option<Producer>> {
+        let x = self.facts.input(products[0], 0);
+        let Some((node, output)) = self.facts.producer(&x) else { return vec![None] };
+        match &self.graph().node(node).op {
+            Op::RmsNorm { .. } => vec![Some(Producer::Norm(node)), None],
+            Op::AddRmsNorm { .. } if output == 1 => {
+                let producer = |inner| Some(Producer::AddNorm { inner, add: node });
+                let inner = self.facts.producer_of_same(&self.facts.input(node, 1)).map(|made| made.0);
+                let inner = inner.filter(|&inner| {
+                    let is_norm = matches!(self.graph().node(inner).op, Op::RmsNorm { .. });
+                    is_norm && self.facts.is_only_reader(node, inner, 0)
+                });
+                inner.map(|inner| producer(Some(inner))).into_iter().chain([producer(None), None]).collect()
+            }
+            Op::Gate(_) => vec![Some(Producer::Gate(node)), None],
+            Op::Attention(_) => vec![Some(Producer::Attention(node)), None],
+            Op::View(_)
+            | Op::Copy
+            | Op::Cast(_)
+            | Op::Unary(_)
+            | Op::Binary(_)
+            | Op::Reduce(_)
+            | Op::Softmax
+            | Op::MatMul
+            | Op::GatherRows(_)
+            | Op::AddRmsNorm { .. }
+            | Op::Rope(_)
+            | Op::KvAppend
+            | Op::Sample(_)
+            | Op::Accumulate
+            | Op::HostCall(_) => vec![None],
+        }
+    }
+
+    /// The node that adds a vector of weights to a product, if nothing else reads that.
+    fn bias(&self, product: NodeId) -> Option<NodeId> {
+        let &[reader] = self.facts.readers(product, 0) else { return None };
+        let made = self.facts.output(product, 0);
+        let adds = matches!(self.graph().node(reader).op, Op::Binary(Binary::Add))
+            && self.facts.is_only_reader(reader, product, 0)
+            && self.facts.input(reader, 0) == made;
+        if !adds {
+            return None;
+        }
+        let (bias, n) = (self.facts.input(reader, 1), made.layout.shape().dim_back(0));
+        let fits = bias.is_weight()
+            && bias.layout.shape().dims() == [n]
+            && self.facts.output(reader, 0).layout == made.layout;
+        fits.then_some(reader)
+    }
+
+    /// The gate that is all that reads two products, with the one that goes through its function first.
+    fn gate(&self, parts: &[ProductPart]) -> Option<(NodeId, Vec<ProductPart>)> {
+        let &[a, b] = parts else { return None };
+        let result = |part: ProductPart| part.bias.unwrap_or(part.product);
+        let &[reader] = self.facts.readers(result(a), 0) else { return None };
+        if !matches!(self.graph().node(reader).op, Op::Gate(_)) {
+            return None;
+        }
+        let sides = [self.facts.input(reader, 0), self.facts.input(reader, 1)];
+        let is_all = [a, b].iter().all(|&part| self.facts.is_only_reader(reader, result(part), 0));
+        let made = |part: ProductPart| self.facts.output(result(part), 0);
+        match is_all {
+            true if [made(a), made(b)] == sides => Some((reader, vec![a, b])),
+            true if [made(b), made(a)] == sides => Some((reader, vec![b, a])),
+            _ => None,
+        }
+    }
+}
+
+/// Products with weights, those of the same rows together, in canonical order.
+fn products(facts: &Facts<'_>, order: &[NodeId]) -> Vec<Vec<NodeId>> {
+    let mut sets: Vec<Vec<NodeId>> = Vec::new();
+    let mut by_source: HashMap<_, Vec<usize>> = HashMap::new();
+    for &node in order {
+        let is_product = matches!(facts.graph.node(node).op, Op::MatMul);
+        if !is_product || !facts.input(node, 1).is_weight() || is_empty(&facts.output(node, 0)) {
+            continue;
+        }
+        let x = facts.input(node, 0);
+        let known = by_source.entry(x.source).or_default();
+        match known.iter().find(|&&set| facts.input(sets[set][0], 0) == x) {
+            Some(&set) => sets[set].push(node),
+            None => {
+                known.push(sets.len());
+                sets.push(vec![node]);
+            }
+        }
+    }
+    sets
+}
+
+fn is_empty(seen: &Seen) -> bool {
+    seen.layout.shape().n_elements() == 0
+}
+
+/// An attention, the ropes of its queries and keys, and the appends to its caches, all at the same positions of the
+/// same sequences.
+struct Chain {
+    rope_append: RopeAppend,
+    attention: NodeId,
+}
+
+impl Chain {
+    fn of(facts: &Facts<'_>, attention: NodeId) -> Option<Chain> {
+        let op = |node: NodeId| &facts.graph.node(node).op;
+        if !matches!(op(attention), Op::Attention(_)) || is_empty(&facts.output(attention, 0)) {
+            return None;
+        }
+        let made_by = |seen: Seen| facts.producer_of_same(&seen).map(|made| made.0);
+        let append = |seen: Seen| made_by(seen).filter(|&node| matches!(op(node), Op::KvAppend));
+        let rope = |seen: Seen| {
+            let node = made_by(seen)?;
+            if let Op::Rope(rope) = op(node) { Some((node, *rope)) } else { None }
+        };
+        let (q, turned) = rope(facts.input(attention, 0))?;
+        let (keys, values) = (append(facts.input(attention, 1))?, append(facts.input(attention, 2))?);
+        let (k, also_turned) = rope(facts.input(keys, 1))?;
+        let places = facts.inputs_from(keys, 2);
+        let state = |node: NodeId| facts.graph.state_of(facts.graph.node(node).inputs[0]);
+        let same = q != k
+            && turned == also_turned
+            && facts.inputs_from(q, 1) == facts.inputs_from(k, 1)
+            && facts.input(q, 1) == places[0]
+            && facts.inputs_from(values, 2) == places
+            && facts.inputs_from(attention, 3) == places
+            && facts.output(k, 0).layout.shape() == facts.input(values, 1).layout.shape()
+            && facts.output(keys, 0).layout == facts.output(values, 0).layout
+            && facts.output(keys, 0).dtype == facts.output(values, 0).dtype
+            && state(keys) != state(values);
+        let rope_append = RopeAppend { ropes: [q, k], appends: [keys, values] };
+        same.then_some(Chain { rope_append, attention })
+    }
+
+    /// The chain as one group, with and without the norms before it; none where others read what lies between.
+    fn attend(&self, facts: &Facts<'_>) -> Vec<Attend> {
+        let RopeAppend { ropes: [q, k], appends } = self.rope_append;
+        let is_alone = facts.is_only_reader(self.attention, q, 0) && facts.is_only_reader(appends[0], k, 0);
+        if !is_alone {
+            return Vec::new();
+        }
+        let norm = |rope: NodeId| {
+            let node = facts.producer_of_same(&facts.input(rope, 0))?.0;
+            let is_norm = matches!(facts.graph.node(node).op, Op::RmsNorm { .. });
+            (is_norm && facts.is_only_reader(rope, node, 0)).then_some(node)
+        };
+        let norms = norm(q).zip(norm(k)).map(|(q, k)| Some([q, k]));
+        let attend = |norms| Attend { norms, ropes: [q, k], appends, attention: self.attention };
+        norms.into_iter().chain([None]).map(attend).collect()
+    }
+}
