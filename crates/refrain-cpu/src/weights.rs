@@ -98,9 +98,8 @@ fn state_bytes(state: &State) -> usize {
 }
 
 fn zeros(n_bytes: usize) -> Result<Vec<u64>, usize> {
-    // Asked for before the zeros are, which would abort the program instead of failing.
-    Vec::<u64>::new().try_reserve_exact(n_bytes.div_ceil(8)).map_err(|_| n_bytes)?;
-    Ok(vec![0u64; n_bytes.div_ceil(8)])
+    // Zeros from the system, which take no memory until they are written; `vec![0; n]` would abort where there are none.
+    bytemuck::try_zeroed_vec(n_bytes.div_ceil(8)).map_err(|()| n_bytes)
 }
 
 /// The states of a model.

@@ -273,13 +273,17 @@ fn stopping_a_stream_waits_until_its_sequence_is_free() {
     let sequence = engine.open(64).unwrap();
     for _ in 0..20 {
         let mut stream = engine.submit(asked(request(&sequence, upto(3), 50), 1)).unwrap();
-        assert!(matches!(stream.next(), Some(Ok(TokenEvent::Token { token: 3, .. }))));
+        for token in 3..5 {
+            assert!(matches!(stream.next(), Some(Ok(TokenEvent::Token { token: got, .. })) if got == token));
+        }
         stream.stop();
         assert!(stream.next().is_none());
         sequence.clear().unwrap();
     }
     let decode = sequence.ledger().tally(StepKind::Decode).clone();
-    assert!(decode.unused > 0 && decode.steps() + decode.unused <= 20 * 6, "{decode}");
+    // One step for the second token, perhaps one for the third; the others were under way and are accounted for.
+    assert!((20..=40).contains(&decode.steps()) && decode.unused >= 40, "{decode}");
+    assert!(decode.steps() + decode.unused <= 20 * 6, "{decode}");
 }
 
 #[test]

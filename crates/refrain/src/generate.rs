@@ -165,7 +165,7 @@ impl<'s> Generation<'s> {
             self.tokens = Some(self.session.engine.submit(request)?);
         }
         let Some(tokens) = &mut self.tokens else { return Ok(Err(Finish::Cancelled)) };
-        while let Some(event) = tokens.next() {
+        for event in tokens.by_ref() {
             match event? {
                 TokenEvent::Prompt { n_done, n_tokens } => {
                     if let Some(report) = &mut self.on_prefill {

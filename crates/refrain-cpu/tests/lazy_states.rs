@@ -1,0 +1,32 @@
+//! A KV cache takes memory as it is filled.
+#![cfg(target_os = "linux")]
+
+use refrain_cpu::CpuBackend;
+use refrain_graph::{Backend, State, TensorType};
+use refrain_tensor::DType;
+
+fn resident_bytes() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().strip_suffix("kB").unwrap().trim().parse::<usize>().unwrap() * 1024
+}
+
+/// Caches of 60 layers, one MiB each for every 32 blocks.
+fn caches(n_blocks: usize) -> Vec<State> {
+    let ty = TensorType::new(DType::F16, [n_blocks, 4, 64, 64]);
+    (0..60).map(|i| State { name: format!("cache {i}"), ty }).collect()
+}
+
+#[test]
+fn states_that_nobody_has_written_take_no_memory_and_growing_them_takes_none() {
+    let backend = CpuBackend::new(1).unwrap();
+    let before = resident_bytes();
+    let mut states = backend.allocate(&caches(32)).unwrap();
+    let made = resident_bytes().saturating_sub(before);
+    assert!(made < 8 << 20, "{made} of {} bytes are resident", 60 << 20);
+    for blocks in [64, 96, 160] {
+        backend.resize(&mut states, &caches(blocks)).unwrap();
+        let grown = resident_bytes().saturating_sub(before);
+        assert!(grown < 8 << 20, "{grown} bytes are resident with {blocks} blocks");
+    }
+}
