@@ -9,12 +9,12 @@ use refrain_driver::Method;
 use refrain_formats::FormatError;
 use refrain_formats::params::ModelConfig;
 use refrain_graph::{Backend, Graph, fuse};
-use refrain_models::{Head, KvSpec, Model, NamedShape, StepSpec, TensorSource};
+use refrain_models::{Head, KvSpec, Model, NamedShape, SampleHead, StepSpec, TensorSource};
 use refrain_tensor::{Bytes, DType, HostTensor, Shape};
 use refrain_testkit::{Rng, reordered};
 
 const N_LAYERS: usize = 2;
-const SAMPLE: Head = Head::Sample { history: 8, n_bias: 4 };
+const SAMPLE: Head = Head::Sample(SampleHead { n_history: 8, n_bias: 4, masked: false, n_top: 0 });
 
 /// The dtype of a matrix by its name.
 type Mix = fn(&str) -> DType;
@@ -76,7 +76,7 @@ fn model(shape: &str, mix: Mix) -> Model {
     Model::from_source(config.clone(), &Zeros { config, mix }).unwrap()
 }
 
-const KV: KvSpec = KvSpec { n_blocks: 16, kv_block: 32, max_blocks: 16, n_seqs: 1, dtype: DType::F16 };
+const KV: KvSpec = KvSpec { n_blocks: 16, kv_block: 32, max_blocks: 16, dtype: DType::F16 };
 
 fn backend(model: &Model) -> CudaBackend {
     let backend = CudaBackend::on(&rig::sim("").1, rig::options(GraphMode::Off, Method::Stream)).unwrap();
@@ -86,7 +86,8 @@ fn backend(model: &Model) -> CudaBackend {
 }
 
 fn graph(model: &Model, n_tokens: usize, head: Head) -> Graph {
-    model.graph(&StepSpec { n_tokens, head, act: DType::F32 }, &KV).unwrap()
+    let n_choices = if head == SAMPLE { 1 } else { n_tokens };
+    model.graph(&StepSpec::of_one(n_tokens, n_choices, head), &KV).unwrap()
 }
 
 /// The kernels of a step in the order of their launches, and the labels of each group.
@@ -107,7 +108,7 @@ fn the_order_of_statements_in_a_model_changes_neither_groups_nor_launches() {
         for (name, mix) in MIXES {
             let model = model(shape, mix);
             let backend = backend(&model);
-            for (n_tokens, head) in [(32, SAMPLE), (8, Head::Logits { n_rows: 8 }), (1, SAMPLE)] {
+            for (n_tokens, head) in [(32, SAMPLE), (8, Head::Logits), (1, SAMPLE)] {
                 let graph = graph(&model, n_tokens, head);
                 let want = launches(&backend, &graph);
                 for _ in 0..8 {
@@ -147,7 +148,7 @@ fn what_has_no_kernel_for_the_whole_of_a_group_is_told_and_what_has_is_not() {
     let told = |mix: Mix, n_tokens: usize| {
         let model = model("qwen3-0.6b", mix);
         let backend = backend(&model);
-        launches(&backend, &graph(&model, n_tokens, Head::Logits { n_rows: n_tokens }));
+        launches(&backend, &graph(&model, n_tokens, Head::Logits));
         backend.monitor().status().apart
     };
     for (_, mix) in [MIXES[0], MIXES[2]] {
