@@ -116,8 +116,12 @@ pub(crate) fn print(error: &anyhow::Error) {
     }
 }
 
-/// The one place that knows which errors have a way out.
+/// The one place that knows which errors have a way out. Where a flag is the way out, it is named here: the library knows
+/// none.
 fn hint(error: &(dyn std::error::Error + 'static)) -> Option<String> {
+    if let Some(hint) = flag_hint(error) {
+        return Some(hint);
+    }
     if let Some(e) = error.downcast_ref::<refrain::Error>() {
         return e.hint();
     }
@@ -134,6 +138,20 @@ fn hint(error: &(dyn std::error::Error + 'static)) -> Option<String> {
         return Some(e.hint());
     }
     error.downcast_ref::<Hinted>().map(|e| e.hint.to_string())
+}
+
+fn flag_hint(error: &(dyn std::error::Error + 'static)) -> Option<String> {
+    let engine = match error.downcast_ref::<refrain::Error>() {
+        Some(refrain::Error::Engine(engine)) => Some(engine),
+        _ => error.downcast_ref::<refrain::EngineError>(),
+    };
+    match engine? {
+        refrain::EngineError::NonFinite { kv_dtype: refrain::DType::F16, .. } => Some(
+            "a KV cache of F16 overflows above 65504: try --kv bf16; if that does not help, the weights are damaged"
+                .into(),
+        ),
+        _ => None,
+    }
 }
 
 /// Prints what clap has to say: help to standard output, mistakes to standard error.

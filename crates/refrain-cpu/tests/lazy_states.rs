@@ -14,7 +14,7 @@ fn resident_bytes() -> usize {
 /// Caches of 60 layers, one MiB each for every 32 blocks.
 fn caches(n_blocks: usize) -> Vec<State> {
     let ty = TensorType::new(DType::F16, [n_blocks, 4, 64, 64]);
-    (0..60).map(|i| State { name: format!("cache {i}"), ty }).collect()
+    (0..60).map(|i| State::paged(format!("cache {i}"), ty)).collect()
 }
 
 #[test]

@@ -17,24 +17,6 @@ pub enum Work {
     },
     /// A product by a library.
     Library(BlasLtProduct),
-    /// A copy between buffers of equal length.
-    Copy {
-        /// The step it belongs to.
-        step: Arc<str>,
-        /// Where to.
-        dst: Buf,
-        /// Where from.
-        src: Buf,
-    },
-    /// A fill with one byte.
-    Fill {
-        /// The step it belongs to.
-        step: Arc<str>,
-        /// What is filled.
-        dst: Buf,
-        /// With what.
-        byte: u8,
-    },
 }
 
 impl From<Launch> for Work {
@@ -49,8 +31,6 @@ impl Work {
         match self {
             Work::Launch { launch, .. } => launch.accesses().collect(),
             Work::Library(product) => product.accesses().to_vec(),
-            Work::Copy { dst, src, .. } => vec![(*dst, Access::Write), (*src, Access::Read)],
-            Work::Fill { dst, .. } => vec![(*dst, Access::Write)],
         }
     }
 
@@ -62,7 +42,7 @@ impl Work {
     pub(crate) fn tolerance(&self) -> Option<f32> {
         match self {
             Work::Launch { tolerance, .. } => *tolerance,
-            Work::Library(_) | Work::Copy { .. } | Work::Fill { .. } => None,
+            Work::Library(_) => None,
         }
     }
 
@@ -72,8 +52,6 @@ impl Work {
         match self {
             Work::Launch { launch, .. } => launch.origin().to_string(),
             Work::Library(product) => format!("cublasLtMatmul of step {:?}", &**product.step()),
-            Work::Copy { step, .. } => format!("the copy of step {step:?}"),
-            Work::Fill { step, .. } => format!("the fill of step {step:?}"),
         }
     }
 
@@ -84,8 +62,6 @@ impl Work {
                 (origin.step.to_string(), origin.kernel.to_string())
             }
             Work::Library(product) => (product.step().to_string(), "cublasLtMatmul".into()),
-            Work::Copy { step, .. } => (step.to_string(), "copy".into()),
-            Work::Fill { step, .. } => (step.to_string(), "fill".into()),
         }
     }
 
@@ -93,8 +69,6 @@ impl Work {
         match self {
             Work::Launch { launch, .. } => q.launch(launch),
             Work::Library(product) => product.enqueue(q),
-            Work::Copy { dst, src, .. } => q.copy(*dst, *src),
-            Work::Fill { dst, byte, .. } => q.fill(*dst, *byte),
         }
     }
 }

@@ -14,7 +14,7 @@ use refrain_graph::{
     HostCallError, HostFn, Io, Op, Plan, PlanOptions, Ran, Reason, Run, RunLimits, SAMPLE_PARAMS, Sample,
     SamplingInputs, State, StateId, StepInputs, StepKind, StepShape, TensorType, Weight, WeightId,
 };
-use refrain_tensor::DType;
+use refrain_tensor::{Bytes, DType, HostTensor};
 use refrain_testkit::{Fill, tensor};
 
 const VOCAB: usize = 24;
@@ -271,6 +271,31 @@ fn every_nth_step_is_compared_and_a_wrong_replay_changes_no_token() {
     strict.send(&mut run, 1);
     let error = strict.backend.take(&mut strict.compiled, &mut run).unwrap_err();
     assert!(format!("{error:?}").contains("VerifyMismatch"), "{error:?}");
+}
+
+#[test]
+fn logits_that_are_not_finite_end_a_run_and_say_so() {
+    let graph = step(1, false);
+    for mode in [GraphMode::Require, GraphMode::Off] {
+        let device = refrain_kernels::simulated(SimOptions { seed: 8, ..SimOptions::default() }).unwrap();
+        let mut bed = Bed::on(&device, &graph, mode, Duration::from_secs(60));
+        let table = tensor(graph.weights()[0].ty, &Fill::Normal, 4);
+        let mut values = table.to_f32().unwrap();
+        // One number of one token, which is also a row of the head: one logit of each step.
+        values[17 * D] = f32::NAN;
+        let bytes = Bytes::new(bytemuck::cast_slice::<f32, u8>(&values).to_vec());
+        let spoiled_table = HostTensor::new(DType::F32, table.shape(), bytes).unwrap();
+        bed.weights = bed.backend.load(graph.weights(), vec![spoiled_table]).unwrap();
+        bed.states = bed.backend.allocate(graph.states()).unwrap();
+        bed.compiled = bed.backend.compile(&graph).unwrap();
+        let mut run = bed.run();
+        bed.send(&mut run, 5);
+        let first = bed.backend.take(&mut bed.compiled, &mut run).unwrap();
+        assert!(first.flags.has(refrain_graph::StepFlags::NON_FINITE), "{first:?}");
+        assert!(first.ended() && first.logprob.is_nan() && first.position == 0, "{first:?}");
+        // What was sent ahead of it commits nothing.
+        assert_eq!(bed.backend.finish(&mut bed.compiled, &mut run).unwrap(), 4);
+    }
 }
 
 #[test]
