@@ -48,7 +48,7 @@ pub use refrain_formats::chat::{
     ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
 };
 pub use refrain_formats::params::{GenerationDefaults, ModelConfig};
-pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer};
+pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer, TokenizerSummary};
 pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};
 pub use refrain_graph as graph;
 pub use refrain_models::{NamedShape, QuantMix, SHAPES};
