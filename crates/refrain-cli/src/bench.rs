@@ -193,6 +193,8 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
             "workspace_bytes": m.workspace_bytes,
             "free_bytes": m.free_bytes,
             "device_bytes": m.device_bytes,
+            "unified": m.unified,
+            "host_weight_bytes": m.host_weight_bytes,
         })
     });
     json!({

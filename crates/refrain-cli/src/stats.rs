@@ -93,8 +93,15 @@ pub(crate) fn memory_line(memory: &Accounting) -> String {
     let [weights, kv, arena, work] =
         [m.weight_bytes, m.kv_bytes, m.arena_bytes, m.workspace_bytes].map(Bytes);
     let [all, free, device] = [m.total(), m.free_bytes, m.device_bytes].map(Bytes);
+    let shared = match (m.unified, m.host_weight_bytes) {
+        (false, _) => String::new(),
+        (true, 0) => ", shared with the host, which keeps no second copy of the weights".to_owned(),
+        (true, bytes) => {
+            format!(", shared with the host, which keeps {} of the weights as well", Bytes(bytes))
+        }
+    };
     format!(
-        "{weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace: {all} of {free} free, {device} in all"
+        "{weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace: {all} of {free} free, {device} in all{shared}"
     )
 }
 

@@ -13,6 +13,7 @@ use crate::feed::{FEED_BYTES, RING_BYTES, RING_ENTRIES};
 use crate::progress::{LoadEvent, LoadListener};
 use crate::warm::Space;
 
+mod unified; // cards that share the host's memory
 mod upload; // weights to the device
 
 pub use upload::Upload;
@@ -56,6 +57,10 @@ pub struct Accounting {
     pub free_bytes: u64,
     /// Bytes of the device.
     pub device_bytes: u64,
+    /// Whether they are the host's: the device has no memory of its own.
+    pub unified: bool,
+    /// Bytes of weights that the host holds there besides, since no file backs them; 0 on a card with its own memory.
+    pub host_weight_bytes: u64,
 }
 
 impl Accounting {
@@ -133,7 +138,7 @@ pub(crate) struct PlacedState {
 }
 
 /// Where everything will lie.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Places {
     weights: Vec<Option<Placed>>,
     states: Vec<PlacedState>,
@@ -141,6 +146,8 @@ struct Places {
     kv_bytes: u64,
     /// Free bytes of the device and all of them, before anything is allocated.
     device: (u64, u64),
+    unified: bool,
+    host_weight_bytes: u64,
 }
 
 /// Everything on the device. Dropping it frees it, once the graphs over it are gone.
@@ -174,8 +181,7 @@ impl Places {
     /// `host_only` names weights that only host steps read; they stay on the host.
     fn new(model: &HostModel, host_only: &[usize], scratch_blocks: usize) -> Result<Places, CudaError> {
         let too_large = || CudaError::Mismatch { what: "sizes", because: "they overflow".into() };
-        let mut places =
-            Places { weights: Vec::new(), states: Vec::new(), weight_bytes: 0, kv_bytes: 0, device: (0, 0) };
+        let mut places = Places::default();
         for (idx, weight) in model.weights.iter().enumerate() {
             if host_only.contains(&idx) {
                 places.weights.push(None);
@@ -215,6 +221,8 @@ impl Places {
             workspace_bytes: room.scratch + room.control + FEED_BYTES + COUNTER_BYTES + room.choices,
             free_bytes: self.device.0,
             device_bytes: self.device.1,
+            unified: self.unified,
+            host_weight_bytes: self.host_weight_bytes,
         }
     }
 }
@@ -234,9 +242,18 @@ impl Resident {
         let mut places = Places::new(model, host_only, scratch_blocks)?;
         rooms.iter_mut().for_each(|room| room.scratch = room.scratch.max(staging_bytes(model)));
         let [needed, wanted] = rooms;
-        let failed = CudaError::driver("asking for free memory");
-        let (free_bytes, total_bytes) = ctx.mem_info().map_err(failed)?;
-        places.device = (free_bytes, total_bytes);
+        let free = || ctx.mem_info().map_err(CudaError::driver("asking for free memory"));
+        places.device = free()?;
+        if ctx.device().info().unified {
+            places.unified = true;
+            places.host_weight_bytes = unified::kept_bytes(model, &places.weights);
+            if places.accounting(&needed).total() > places.device.0 {
+                // What the system keeps of the file does not count as free there.
+                unified::evict(model.tensors.iter().zip(&places.weights));
+                places.device = free()?;
+            }
+        }
+        let (free_bytes, total_bytes) = places.device;
         let fits = |room: &Room| places.accounting(room).total() <= free_bytes;
         let room = if fits(&wanted) { wanted } else { needed };
         let accounting = places.accounting(&room);
