@@ -6,6 +6,8 @@ use crate::{
 };
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::prelude::*;
 
 /// Runs language models on this machine, from one binary.
 ///
@@ -140,13 +142,37 @@ impl Cli {
 
 /// Module names are for those who look for a cause, not for every warning.
 fn log_to_stderr(filter: &str, with_modules: bool) {
-    let filter = tracing_subscriber::EnvFilter::builder().parse_lossy(filter);
-    // An earlier subscriber can only be one of a test; it may stay.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(crate::out::stderr_has_colour())
         .without_time()
-        .with_target(with_modules)
-        .try_init();
+        .with_target(with_modules);
+    // As the layer's own filter, so that other crates learn which levels nobody hears. An earlier subscriber can only be
+    // one of a test; it may stay.
+    let _ = tracing_subscriber::registry().with(lines.with_filter(log_filter(filter))).try_init();
+}
+
+/// What a filter says; errors only where nothing of it can be read. A slip in a variable must not end a command, so parts
+/// that cannot be read are left out.
+fn log_filter(text: &str) -> Targets {
+    let parts = text.split(',').map(str::trim);
+    let readable: Vec<&str> = parts.filter(|part| part.parse::<Targets>().is_ok()).collect();
+    let readable = if readable.is_empty() { "error".to_owned() } else { readable.join(",") };
+    readable.parse().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tracing_subscriber::filter::LevelFilter;
+
+    #[test]
+    fn a_log_filter_keeps_what_can_be_read() {
+        assert_eq!(log_filter("debug").default_level(), Some(LevelFilter::DEBUG));
+        let mixed = log_filter("refrain_hub=trace, refrain_cuda=loud ,warn");
+        assert_eq!(mixed.default_level(), Some(LevelFilter::WARN));
+        assert!(mixed.would_enable("refrain_hub::http", &tracing::Level::TRACE));
+        assert!(!mixed.would_enable("refrain_cuda", &tracing::Level::INFO));
+        assert_eq!(log_filter("a=b=c").default_level(), Some(LevelFilter::ERROR));
+    }
 }
