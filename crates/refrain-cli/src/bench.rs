@@ -65,7 +65,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         _ => {}
     });
     let options = BenchOptions {
-        session: SessionOptions { on_load, ..args.device.session(None, context)? },
+        session: SessionOptions { on_load, ..args.device.tried_session(None, context)? },
         n_prompt: args.prompt_tokens,
         n_decode: args.max_tokens,
         depths: args.depth.clone(),

@@ -3,6 +3,7 @@
 use crate::interrupt::Interrupt;
 use crate::{
     bench, chat, completions, doctor, inspect, list, perplexity, plan, pull, reference, rm, run, tokenize,
+    trial,
 };
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};
@@ -67,6 +68,8 @@ enum Command {
     Help(HelpArgs),
     #[command(name = "__reference", hide = true)]
     Reference(reference::Args),
+    #[command(name = trial::COMMAND, hide = true)]
+    TryCapture(trial::Args),
 }
 
 /// `refrain help`, for those who type it; the list of commands says `--help`.
@@ -136,6 +139,7 @@ impl Cli {
             Command::Completions(args) => completions::run(&args),
             Command::Help(args) => args.print(),
             Command::Reference(args) => reference::run(&args),
+            Command::TryCapture(args) => trial::run(&args),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::out::{short_rate, short_time, talk, thousands};
 use crate::reply::Reply;
+use refrain::trial::Choice;
 use refrain::{Accounting, Finish, Resident, Session, Status, StepKind, Tally, Upload};
 use refrain_hub::Bytes;
 use serde_json::{Value, json};
@@ -36,6 +37,9 @@ pub(crate) fn print(session: &mut Session, reply: &Reply, load: Duration, seed: 
     talk!("prefill  {n_evaluated:>6} tokens   {} tok/s  ({}{held})", short_rate(rate), short_time(prefill));
     if let Some(status) = session.device_status() {
         print_device(&status);
+    }
+    if let Some(choice) = session.graph_choice() {
+        talk!("method   {}: {}", choice.method, choice.because);
     }
     let resident = Resident::of_this_process()
         .map_or_else(String::new, |r| format!(", {} resident now, {} at most", Bytes(r.now), Bytes(r.most)));
@@ -144,6 +148,16 @@ pub(crate) fn to_json(session: &Session, reply: &Reply, name: &str, load: Durati
             "decode_tokens_per_second": decode.tokens_per_second(),
         },
         "ledger": { "prefill": tally_json(prefill), "decode": tally_json(decode) },
+        "graph_method": session.graph_choice().map(choice_json),
+    })
+}
+
+/// How graphs are recorded, and why.
+fn choice_json(choice: &Choice) -> Value {
+    json!({
+        "method": choice.method.to_string(),
+        "because": choice.because,
+        "remembered": choice.remembered,
     })
 }
 

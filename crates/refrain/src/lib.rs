@@ -43,6 +43,7 @@ pub use refrain_cuda::{
 };
 pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
+pub use refrain_driver::trial;
 pub use refrain_engine::{EngineError, Ledger, Perplexity, SamplingError, SamplingParams, StepKind, Tally};
 pub use refrain_formats::chat::{
     ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,

@@ -5,8 +5,9 @@ use crate::generate::{Generate, Generation, Prompt};
 use crate::model::Model;
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
-use refrain_cuda::{CudaBackend, CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
+use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
 use refrain_driver::sim::{FaultScript, SimOptions};
+use refrain_driver::trial::Choice;
 use refrain_driver::{DeviceKind, Method};
 use refrain_engine::{BackendRunner, Engine, Ledger, Perplexity, PerplexityOptions, RunnerOptions};
 use refrain_graph::Plan;
@@ -87,6 +88,9 @@ pub struct SessionOptions {
     pub ahead: Option<usize>,
     /// Hears how much memory a CUDA device needs, before any is allocated, and how far the weights are.
     pub on_load: LoadListener,
+    /// What a trial of stream capture says about the device's method. Where captures are harmful it goes before the
+    /// device's own, and no stream is captured for the calls of libraries either.
+    pub graph_choice: Option<Choice>,
 }
 
 impl Default for SessionOptions {
@@ -97,6 +101,7 @@ impl Default for SessionOptions {
             kv_dtype: DType::F16,
             ahead: None,
             on_load: LoadListener::default(),
+            graph_choice: None,
         }
     }
 }
@@ -109,6 +114,7 @@ pub struct Session {
     pub(crate) engine: Engine,
     pub(crate) sequence: refrain_engine::Session,
     monitor: Option<Monitor>,
+    graph_choice: Option<Choice>,
 }
 
 impl Session {
@@ -119,12 +125,18 @@ impl Session {
         // the CPU, comes back with the pages that are touched.
         model.files().release();
         let sequence = engine.open();
-        Ok(Session { model: model.clone(), engine, sequence, monitor })
+        let graph_choice = options.graph_choice.clone();
+        Ok(Session { model: model.clone(), engine, sequence, monitor, graph_choice })
     }
 
     /// Memory, graphs and timings of a CUDA device, real or simulated; `None` on the CPU.
     pub fn device_status(&self) -> Option<Status> {
         self.monitor.as_ref().map(Monitor::status)
+    }
+
+    /// How graphs are recorded and why, where a trial was asked.
+    pub fn graph_choice(&self) -> Option<&Choice> {
+        self.graph_choice.as_ref()
     }
 
     /// When each profiled launch ran; `None` on the CPU.
@@ -218,7 +230,11 @@ pub(crate) fn monitored_engine(
         }
     };
     let ahead = options.ahead.unwrap_or(cuda.ahead);
-    let cuda = CudaOptions { ahead, on_load: options.on_load.clone(), ..cuda };
+    let mut cuda = CudaOptions { ahead, on_load: options.on_load.clone(), ..cuda };
+    if options.graph_choice.as_ref().is_some_and(Choice::avoids_capture) {
+        // A library's calls become nodes by a capture, so they are left out too.
+        (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);
+    }
     // A prompt goes in pieces as large as the largest graph.
     let runner = RunnerOptions { max_tokens: cuda.buckets.iter().copied().max().unwrap_or(1), ..runner };
     let backend = CudaBackend::open(kind, cuda)?;
