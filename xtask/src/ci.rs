@@ -2,7 +2,7 @@
 
 use crate::shell;
 use crate::shell::root;
-use crate::{edges, models, nvrtc};
+use crate::{cross, edges, models, nvrtc};
 use anyhow::Result;
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ fn suite(steps: &mut Vec<(String, Duration)>, skipped: &mut Vec<String>) -> Resu
     step("crate edges", &mut edges::check)?;
     let clippy = ["clippy", "--workspace", "--all-targets", "--profile", "ci", "--", "-D", "warnings"];
     step("lints", &mut || shell::run("cargo", &clippy))?;
+    step("check for ARM", &mut || cross::check(skipped))?;
 
     let mut features = Vec::new();
     if root().join("../shared/data").is_dir() {

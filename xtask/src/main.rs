@@ -4,6 +4,7 @@
 mod bench;
 mod bundle;
 mod ci;
+mod cross;
 mod dist;
 mod edges;
 mod history;

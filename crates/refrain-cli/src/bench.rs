@@ -68,7 +68,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         _ => {}
     });
     let options = BenchOptions {
-        session: SessionOptions { on_load, ..args.device.session(None, context)? },
+        session: SessionOptions { on_load, ..args.device.tried_session(None, context)? },
         n_prompt: args.prompt_tokens,
         n_decode: args.max_tokens,
         depths: args.depth.clone(),
@@ -196,6 +196,8 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
             "workspace_bytes": m.workspace_bytes,
             "free_bytes": m.free_bytes,
             "device_bytes": m.device_bytes,
+            "unified": m.unified,
+            "host_weight_bytes": m.host_weight_bytes,
         })
     });
     json!({

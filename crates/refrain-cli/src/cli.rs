@@ -3,9 +3,12 @@
 use crate::interrupt::Interrupt;
 use crate::{
     bench, chat, completions, doctor, inspect, list, perplexity, plan, pull, reference, rm, run, tokenize,
+    trial,
 };
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::prelude::*;
 
 /// Runs language models on this machine, from one binary.
 ///
@@ -65,6 +68,8 @@ enum Command {
     Help(HelpArgs),
     #[command(name = "__reference", hide = true)]
     Reference(reference::Args),
+    #[command(name = trial::COMMAND, hide = true)]
+    TryCapture(trial::Args),
 }
 
 /// `refrain help`, for those who type it; the list of commands says `--help`.
@@ -134,19 +139,44 @@ impl Cli {
             Command::Completions(args) => completions::run(&args),
             Command::Help(args) => args.print(),
             Command::Reference(args) => reference::run(&args),
+            Command::TryCapture(args) => trial::run(&args),
         }
     }
 }
 
 /// Module names are for those who look for a cause, not for every warning.
 fn log_to_stderr(filter: &str, with_modules: bool) {
-    let filter = tracing_subscriber::EnvFilter::builder().parse_lossy(filter);
-    // An earlier subscriber can only be one of a test; it may stay.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(crate::out::stderr_has_colour())
         .without_time()
-        .with_target(with_modules)
-        .try_init();
+        .with_target(with_modules);
+    // As the layer's own filter, so that other crates learn which levels nobody hears. An earlier subscriber can only be
+    // one of a test; it may stay.
+    let _ = tracing_subscriber::registry().with(lines.with_filter(log_filter(filter))).try_init();
+}
+
+/// What a filter says; errors only where nothing of it can be read. A slip in a variable must not end a command, so parts
+/// that cannot be read are left out.
+fn log_filter(text: &str) -> Targets {
+    let parts = text.split(',').map(str::trim);
+    let readable: Vec<&str> = parts.filter(|part| part.parse::<Targets>().is_ok()).collect();
+    let readable = if readable.is_empty() { "error".to_owned() } else { readable.join(",") };
+    readable.parse().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tracing_subscriber::filter::LevelFilter;
+
+    #[test]
+    fn a_log_filter_keeps_what_can_be_read() {
+        assert_eq!(log_filter("debug").default_level(), Some(LevelFilter::DEBUG));
+        let mixed = log_filter("refrain_hub=trace, refrain_cuda=loud ,warn");
+        assert_eq!(mixed.default_level(), Some(LevelFilter::WARN));
+        assert!(mixed.would_enable("refrain_hub::http", &tracing::Level::TRACE));
+        assert!(!mixed.would_enable("refrain_cuda", &tracing::Level::INFO));
+        assert_eq!(log_filter("a=b=c").default_level(), Some(LevelFilter::ERROR));
+    }
 }

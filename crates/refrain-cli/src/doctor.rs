@@ -3,13 +3,19 @@
 use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::out::{BOLD, Out, short_time};
+use crate::trial;
 use anstyle::{AnsiColor, Style};
 use clap::ValueEnum;
 use refrain::{Device, FaultScript, GraphMode, KernelOrigin, Method, examine_kernels};
 use refrain_driver::DeviceKind;
 use refrain_driver::doctor::{Row, Verdict, examine};
 use refrain_driver::sim::SimOptions;
+use refrain_driver::trial::Finding;
 use serde_json::json;
+use std::time::Duration;
+
+/// How long the trial of stream capture may take.
+const TRIAL_LIMIT: Duration = Duration::from_secs(20);
 
 /// Find out what works on this machine
 ///
@@ -49,7 +55,9 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         Examined::Auto => auto(args.index, context)?,
         Examined::Cuda => cuda(args.index, context),
         Examined::Sim => {
-            let mut rows = with_compiler(examine(DeviceKind::Sim(SimOptions::default())));
+            let kind = DeviceKind::Sim(SimOptions::default());
+            let mut rows = with_compiler(examine(kind.clone()));
+            rows.extend(graph_method(&kind, context));
             let (graph, method) = (GraphMode::Off, Method::Stream);
             rows.push(kernels(&Device::Sim {
                 seed: 0,
@@ -105,7 +113,11 @@ fn auto(index: u32, context: &Context) -> anyhow::Result<Vec<Row>> {
 }
 
 fn cuda(index: u32, context: &Context) -> Vec<Row> {
-    let mut rows = with_compiler(examine(DeviceKind::Cuda(index)));
+    let kind = DeviceKind::Cuda(index);
+    // Before this process looks at the card: its own captures may lose the context.
+    let method = graph_method(&kind, context);
+    let mut rows = with_compiler(examine(kind));
+    rows.extend(method);
     // Nothing loads where there is no card, or a card that is lost; a row above says so.
     if rows.iter().all(|row| row.verdict != Verdict::Skipped) {
         let env = context.store.env();
@@ -119,6 +131,15 @@ fn cuda(index: u32, context: &Context) -> Vec<Row> {
         }));
     }
     rows
+}
+
+/// What `--graph-method auto` takes, and why; nothing where there is no device.
+fn graph_method(kind: &DeviceKind, context: &Context) -> Option<Row> {
+    let choice = trial::choose(kind, TRIAL_LIMIT, context)?;
+    let verdict = if choice.finding == Some(Finding::Usable) { Verdict::Good } else { Verdict::Note };
+    let measured = choice.method.to_string();
+    let advice = choice.avoids_capture().then(|| "another driver version may do better".to_owned());
+    Some(Row { name: "graph method", verdict, measured, words: choice.because, advice })
 }
 
 /// Where the kernels come from: the binary, the cache or the compiler.

@@ -3,7 +3,7 @@
 use crate::cli::Context;
 use crate::out::{Out, counted, short_count, thousands};
 use crate::resolve::{self, Found};
-use refrain::{Model, ModelConfig, ModelFiles, TensorInfo, Tokenizer};
+use refrain::{Model, ModelConfig, ModelFiles, TensorInfo, TokenizerSummary};
 use refrain_hub::{Bytes, Licence};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -58,8 +58,7 @@ struct Facts<'a> {
     /// What the files say, also where Refrain cannot run it.
     arch: Option<String>,
     config: Result<ModelConfig, String>,
-    tokenizer: Result<Tokenizer, String>,
-    tokenizer_kind: Option<String>,
+    tokenizer: Result<TokenizerSummary, String>,
     has_chat_template: bool,
     licence: Option<Licence>,
 }
@@ -67,12 +66,12 @@ struct Facts<'a> {
 impl Facts<'_> {
     fn gather<'a>(found: &Found, files: &'a ModelFiles) -> Facts<'a> {
         let config = files.config().map_err(|e| e.to_string());
-        let tokenizer = Model::open_tokenizer(files).map_err(|e| e.to_string());
+        let tokenizer = Model::summarize_tokenizer(files).map_err(|e| e.to_string());
         let in_folder = match files {
             ModelFiles::Gguf(_) => false,
             ModelFiles::Hf(folder) => folder.chat_template().is_some(),
         };
-        let in_vocabulary = tokenizer.as_ref().is_ok_and(|t| t.chat_template().is_some());
+        let in_vocabulary = tokenizer.as_ref().is_ok_and(|t| t.has_chat_template);
         let name =
             config.as_ref().ok().and_then(|c| c.name.clone()).or_else(|| text_of(files, "general.name"));
         Facts {
@@ -81,7 +80,6 @@ impl Facts<'_> {
             arch: architecture(files),
             config,
             tokenizer,
-            tokenizer_kind: tokenizer_kind(files),
             has_chat_template: in_folder || in_vocabulary,
             licence: found.licence.clone().or_else(|| licence(files)),
         }
@@ -144,9 +142,8 @@ impl Facts<'_> {
             let key = if i == 0 { "weights" } else { "" };
             lines.add(key, format!("{dtype:<7}{:>11} in {}", Bytes(bytes).to_string(), counted(n, "tensor")));
         }
-        let kind = self.tokenizer_kind.as_deref().unwrap_or("unknown kind");
         match &self.tokenizer {
-            Ok(t) => lines.add("tokenizer", format!("{kind}, {} tokens", thousands(t.vocab_size()))),
+            Ok(t) => lines.add("tokenizer", format!("{}, {} tokens", t.kind, thousands(t.n_tokens))),
             Err(because) => lines.add("tokenizer", because),
         }
         lines.add("chat template", if self.has_chat_template { "yes" } else { "no: it completes text" });
@@ -187,8 +184,8 @@ impl Facts<'_> {
             "file_bytes": self.file_bytes(),
             "dtypes": dtypes,
             "tokenizer": {
-                "kind": self.tokenizer_kind,
-                "vocab": self.tokenizer.as_ref().ok().map(Tokenizer::vocab_size),
+                "kind": self.tokenizer.as_ref().ok().map(|t| &t.kind),
+                "vocab": self.tokenizer.as_ref().ok().map(|t| t.n_tokens),
                 "error": self.tokenizer.as_ref().err(),
             },
             "chat_template": self.has_chat_template,
@@ -217,23 +214,6 @@ fn architecture(files: &ModelFiles) -> Option<String> {
     match files {
         ModelFiles::Gguf(_) => text_of(files, "general.architecture"),
         ModelFiles::Hf(folder) => Some(folder.config().get("model_type")?.as_str()?.to_owned()),
-    }
-}
-
-fn tokenizer_kind(files: &ModelFiles) -> Option<String> {
-    match files {
-        ModelFiles::Gguf(_) => {
-            let model = text_of(files, "tokenizer.ggml.model")?;
-            Some(match text_of(files, "tokenizer.ggml.pre") {
-                Some(pre) => format!("{model} ({pre})"),
-                None => model,
-            })
-        }
-        ModelFiles::Hf(folder) => {
-            let text = std::fs::read(folder.tokenizer()?).ok()?;
-            let json: Value = serde_json::from_slice(&text).ok()?;
-            Some(json.get("model")?.get("type")?.as_str()?.to_owned())
-        }
     }
 }
 

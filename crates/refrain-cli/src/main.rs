@@ -27,6 +27,7 @@ mod reference;
 mod rm;
 mod run;
 mod tokenize;
+mod trial;
 
 mod bars; // progress
 mod fail; // errors and hints

@@ -5,15 +5,18 @@ use crate::cli::Context;
 use crate::fail::Hinted;
 use crate::out::talk;
 use crate::stats;
+use crate::trial;
 use clap::{Args, ValueEnum};
 use refrain::{
     DType, Device, FaultScript, Generate, GraphMode, LoadEvent, LoadListener, Method, Model, SamplingParams,
     Session, SessionOptions,
 };
 use refrain_driver::DeviceKind;
+use refrain_driver::trial::Choice;
 use std::hash::{BuildHasher, Hasher};
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Where and how a model runs.
 #[derive(Args, Debug, Clone)]
@@ -26,8 +29,11 @@ pub(crate) struct DeviceOpts {
     #[arg(long, value_name = "MODE", default_value = "auto")]
     pub(crate) graph: GraphArg,
     /// How graphs are recorded
-    #[arg(long, value_name = "METHOD", default_value = "stream")]
+    #[arg(long, value_name = "METHOD", default_value = "auto")]
     pub(crate) graph_method: MethodArg,
+    /// How long the trial of stream capture may take, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 20_000, hide = true)]
+    pub(crate) trial_limit: u64,
     /// Decode steps that a CUDA device may have under way at once, at most 32; 4 unless given, 1 sends none ahead
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
     pub(crate) ahead: Option<u8>,
@@ -80,6 +86,8 @@ pub(crate) enum KvArg {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MethodArg {
+    /// By stream, unless a trial in a process of its own found that this driver loses its context by it; then by nodes
+    Auto,
     /// The driver captures a stream
     Stream,
     /// Each call becomes a node of its own
@@ -128,7 +136,7 @@ impl DeviceOpts {
     ) -> anyhow::Result<T> {
         let phases = Phases::default();
         let on_load = load_listener(phases.clone(), context);
-        let options = SessionOptions { on_load, ..self.session(n_context, context)? };
+        let options = SessionOptions { on_load, ..self.tried_session(n_context, context)? };
         let may_fall_back = self.device == DeviceArg::Auto && self.graph != GraphArg::Require;
         let made = make(&options);
         phases.end();
@@ -141,6 +149,35 @@ impl DeviceOpts {
         }
     }
 
+    /// As [`DeviceOpts::session`], with a trial of stream capture where the method is left to one. It takes a moment, so it
+    /// is made when everything else was found in order.
+    pub(crate) fn tried_session(
+        &self,
+        n_context: Option<usize>,
+        context: &Context,
+    ) -> anyhow::Result<SessionOptions> {
+        let options = self.session(n_context, context)?;
+        let graph_choice = self.graph_choice(&options.device, context);
+        if let Some(choice) = graph_choice.as_ref().filter(|choice| choice.avoids_capture()) {
+            talk!("graphs are recorded by {}: {}", choice.method, choice.because);
+        }
+        Ok(SessionOptions { graph_choice, ..options })
+    }
+
+    /// How graphs are recorded on a device where that is left to a trial.
+    fn graph_choice(&self, device: &Device, context: &Context) -> Option<Choice> {
+        let records = self.graph != GraphArg::Off && self.profile.is_none();
+        if self.graph_method != MethodArg::Auto || !records {
+            return None;
+        }
+        let kind = match device {
+            Device::Cuda { ordinal, .. } => DeviceKind::Cuda(*ordinal),
+            Device::Sim { faults, .. } => trial::simulated(faults.clone()),
+            _ => return None,
+        };
+        trial::choose(&kind, Duration::from_millis(self.trial_limit), context)
+    }
+
     fn pick(&self, context: &Context) -> anyhow::Result<Device> {
         if self.faults.is_some() && self.device != DeviceArg::Sim {
             return Err(Hinted::new("--faults is for the simulated device", "add --device sim").into());
@@ -151,7 +188,8 @@ impl DeviceOpts {
             GraphArg::Off => GraphMode::Off,
         };
         let method = match self.graph_method {
-            MethodArg::Stream => Method::Stream,
+            // What a trial says about it is in the session's options.
+            MethodArg::Auto | MethodArg::Stream => Method::Stream,
             MethodArg::Nodes => Method::Nodes,
         };
         let profile = self.profile.is_some();

@@ -2,6 +2,7 @@
 
 use crate::out::{short_rate, short_time, talk, thousands};
 use crate::reply::Reply;
+use refrain::trial::Choice;
 use refrain::{Accounting, Finish, Resident, Session, Status, StepKind, Tally, Upload};
 use refrain_hub::Bytes;
 use serde_json::{Value, json};
@@ -36,6 +37,9 @@ pub(crate) fn print(session: &Session, reply: &Reply, load: Duration, seed: u64)
     talk!("prefill  {n_evaluated:>6} tokens   {} tok/s  ({}{held})", short_rate(rate), short_time(prefill));
     if let Some(status) = session.device_status() {
         print_device(&status);
+    }
+    if let Some(choice) = session.graph_choice() {
+        talk!("method   {}: {}", choice.method, choice.because);
     }
     let resident = Resident::of_this_process()
         .map_or_else(String::new, |r| format!(", {} resident now, {} at most", Bytes(r.now), Bytes(r.most)));
@@ -103,8 +107,15 @@ pub(crate) fn memory_line(memory: &Accounting) -> String {
     let [weights, kv, arena, work] =
         [m.weight_bytes, m.kv_bytes, m.arena_bytes, m.workspace_bytes].map(Bytes);
     let [all, free, device] = [m.total(), m.free_bytes, m.device_bytes].map(Bytes);
+    let shared = match (m.unified, m.host_weight_bytes) {
+        (false, _) => String::new(),
+        (true, 0) => ", shared with the host, which keeps no second copy of the weights".to_owned(),
+        (true, bytes) => {
+            format!(", shared with the host, which keeps {} of the weights as well", Bytes(bytes))
+        }
+    };
     format!(
-        "{weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace: {all} of {free} free, {device} in all"
+        "{weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace: {all} of {free} free, {device} in all{shared}"
     )
 }
 
@@ -147,6 +158,16 @@ pub(crate) fn to_json(session: &Session, reply: &Reply, name: &str, load: Durati
             "decode_tokens_per_second": decode.tokens_per_second(),
         },
         "ledger": { "prefill": tally_json(prefill), "decode": tally_json(decode) },
+        "graph_method": session.graph_choice().map(choice_json),
+    })
+}
+
+/// How graphs are recorded, and why.
+fn choice_json(choice: &Choice) -> Value {
+    json!({
+        "method": choice.method.to_string(),
+        "because": choice.because,
+        "remembered": choice.remembered,
     })
 }
 

@@ -184,6 +184,21 @@ fn an_unknown_architecture_is_refused_with_the_known_ones() {
 }
 
 #[test]
+fn inspect_builds_no_tokenizer() {
+    let cli = Cli::new();
+    let mut bytes = stories();
+    // `"` becomes a second `!`: no tokenizer can be built from that.
+    let token = b"\x01\0\0\0\0\0\0\0\"";
+    let at = bytes.windows(token.len()).position(|w| w == token).expect("the token");
+    bytes[at + 8] = b'!';
+    cli.file("twice.gguf", bytes);
+    let said = cli.run(&["tokenize", "./twice.gguf", "A cat"]).refused();
+    assert!(said.contains("tokenizer"), "{said}");
+    let text = cli.run(&["inspect", "./twice.gguf"]).ok();
+    assert!(text.contains(" tokens\n"), "{text}");
+}
+
+#[test]
 fn folders_without_a_whole_model_are_refused() {
     let cli = Cli::new();
     cli.file("empty/readme.txt", "nothing here");

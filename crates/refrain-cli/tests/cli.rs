@@ -555,3 +555,78 @@ fn a_profile_runs_one_kernel_at_a_time_and_says_so() {
     let said = cli.run(&with(&with(&prompt, &SIM), &["--profile=no/such/folder.html"]));
     assert!(said.code == Some(1) && said.stderr.contains("hint: check the path"), "{}", said.stderr);
 }
+
+/// A run on the simulated device, with `--graph require`: every step is replayed or it fails.
+fn required(cli: &Cli, faults: &str) -> (serde_json::Value, String) {
+    let args = ["run", "Once upon a time", "-n", "4", "--device", "sim", "--graph", "require", "--json"];
+    let ended = cli.run(&with(&args, &["--faults", faults, "--trial-limit", "1000"]));
+    let said = ended.stderr.clone();
+    (ended.json(), said)
+}
+
+const POISON: &str = "on every end_capture: sticky 901";
+
+#[test]
+fn a_driver_whose_captures_are_usable_records_by_stream_capture_and_is_tried_once() {
+    let cli = Cli::new();
+    let (json, said) = required(&cli, "");
+    assert_eq!(json["graph_method"]["method"], "stream capture", "{json}");
+    assert_eq!(json["graph_method"]["remembered"], false);
+    assert!(!said.contains("are recorded by"), "{said}");
+    let (json, _) = required(&cli, "");
+    assert_eq!(json["graph_method"]["remembered"], true, "{json}");
+}
+
+#[test]
+fn a_driver_whose_captures_lose_the_context_records_by_nodes_and_says_why() {
+    let cli = Cli::new();
+    for remembered in [false, true] {
+        let (json, said) = required(&cli, POISON);
+        assert_eq!(json["graph_method"]["method"], "explicit nodes", "{json}");
+        assert_eq!(json["graph_method"]["remembered"], remembered);
+        assert!(json["graph_method"]["because"].as_str().is_some_and(|b| b.contains("901")), "{json}");
+        assert!(said.contains("graphs are recorded by explicit nodes") && said.contains("901"), "{said}");
+        assert_eq!(json["ledger"]["decode"]["eager"], 0, "{json}");
+    }
+    let said =
+        cli.run(&["run", "Once upon", "-n", "4", "--device", "sim", "--stats", "--faults", POISON]).stderr;
+    assert!(said.contains("method   explicit nodes: an earlier trial"), "{said}");
+    // What was asked for is done, without a trial.
+    let args =
+        ["run", "Once upon", "-n", "4", "--device", "sim", "--faults", POISON, "--graph-method", "stream"];
+    assert_eq!(cli.run(&args).code, Some(3));
+}
+
+#[test]
+fn a_trial_that_hangs_is_ended_and_its_driver_records_by_nodes() {
+    let cli = Cli::new();
+    let (json, _) = required(&cli, "on every end_capture: hang");
+    assert_eq!(json["graph_method"]["method"], "explicit nodes", "{json}");
+    assert!(json["graph_method"]["because"].as_str().is_some_and(|b| b.contains("within 1s")), "{json}");
+    let (json, _) = required(&cli, "on every end_capture: hang");
+    assert_eq!(json["graph_method"]["remembered"], true);
+}
+
+#[test]
+fn what_is_remembered_of_a_driver_and_cannot_be_read_is_tried_again() {
+    let cli = Cli::new();
+    required(&cli, POISON);
+    let folder = cli.home.path().join("refrain/drivers");
+    let files: Vec<_> =
+        std::fs::read_dir(folder).expect("a folder").map(|e| e.expect("a file").path()).collect();
+    let [file] = files.as_slice() else { panic!("{files:?}") };
+    std::fs::write(file, b"\xff\xff").expect("a file");
+    let (json, _) = required(&cli, POISON);
+    assert_eq!(json["graph_method"]["method"], "explicit nodes");
+    assert_eq!(json["graph_method"]["remembered"], false, "{json}");
+    let (json, _) = required(&cli, POISON);
+    assert_eq!(json["graph_method"]["remembered"], true, "{json}");
+}
+
+#[test]
+fn the_doctor_tells_how_graphs_are_recorded() {
+    let rows = Cli::new().run(&["doctor", "--device", "sim", "--json"]).json();
+    let rows = rows["rows"].as_array().expect("rows");
+    let row = rows.iter().find(|row| row["name"] == "graph method").expect("a row");
+    assert_eq!((&row["verdict"], &row["measured"]), (&"good".into(), &"stream capture".into()), "{row}");
+}

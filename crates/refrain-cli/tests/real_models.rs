@@ -1,5 +1,6 @@
 //! The binary with real models from the local store: `cargo xtask models` fetches them.
 
+use sha2::{Digest, Sha256};
 use std::process::{Command, Stdio};
 
 const SMOLLM2: &str = "smollm2";
@@ -40,6 +41,20 @@ fn smollm2_knows_the_capital_of_france() {
 fn smollm2_answers_through_its_chat_template() {
     let text = greedy(&[SMOLLM2, "What is 2 + 2?"]);
     assert_eq!(text, "The answer is 4.\n");
+}
+
+#[test]
+#[cfg_attr(
+    not(all(feature = "real-models", feature = "shared-data")),
+    ignore = "needs real models and ../shared/data: cargo xtask models, then cargo xtask ci"
+)]
+fn gemmas_ids_of_a_long_text_are_those_of_a_list_of_all_merges() {
+    // The digest was taken when every way to make every token was a merge in a list.
+    let text = refrain_testkit::require_shared_data("tinyshakespeare.txt");
+    let text = std::fs::read_to_string(text).expect("a text");
+    let ids = refrain(&["tokenize", GEMMA, "--ids", &text[..100_000]]);
+    let digest: String = Sha256::digest(ids.trim_end()).iter().map(|byte| format!("{byte:02x}")).collect();
+    assert_eq!(digest, "16fdc1eb0797d7e15d2d126fea5e3d684195994d615070d33a9ca53e4bdb1b24");
 }
 
 #[test]

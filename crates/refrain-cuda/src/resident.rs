@@ -13,6 +13,7 @@ use crate::feed::{FEED_BYTES, RING_BYTES, RING_ENTRIES};
 use crate::progress::{LoadEvent, LoadListener};
 use crate::warm::Space;
 
+mod unified; // cards that share the host's memory
 mod upload; // weights to the device
 
 pub use upload::Upload;
@@ -56,6 +57,10 @@ pub struct Accounting {
     pub free_bytes: u64,
     /// Bytes of the device.
     pub device_bytes: u64,
+    /// Whether they are the host's: the device has no memory of its own.
+    pub unified: bool,
+    /// Bytes of weights that the host holds there besides, since no file backs them; 0 on a card with its own memory.
+    pub host_weight_bytes: u64,
 }
 
 impl Accounting {
@@ -133,7 +138,7 @@ pub(crate) struct PlacedState {
 }
 
 /// Where everything will lie.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Places {
     weights: Vec<Option<Placed>>,
     states: Vec<PlacedState>,
@@ -141,6 +146,8 @@ pub(crate) struct Places {
     kv_bytes: u64,
     /// Free bytes of the device and all of them, before anything is allocated.
     device: (u64, u64),
+    unified: bool,
+    host_weight_bytes: u64,
 }
 
 /// Everything on the device. Dropping it frees it, once the graphs over it are gone.
@@ -180,8 +187,7 @@ impl Places {
         scratch_blocks: usize,
     ) -> Result<Places, CudaError> {
         let too_large = || CudaError::Mismatch { what: "sizes", because: "they overflow".into() };
-        let mut places =
-            Places { weights: Vec::new(), states: Vec::new(), weight_bytes: 0, kv_bytes: 0, device: (0, 0) };
+        let mut places = Places::default();
         for (idx, weight) in model.weights.iter().enumerate() {
             if host_only.contains(&idx) {
                 places.weights.push(None);
@@ -246,6 +252,8 @@ impl Places {
             workspace_bytes: room.scratch + room.control + FEED_BYTES + COUNTER_BYTES + room.choices,
             free_bytes: self.device.0,
             device_bytes: self.device.1,
+            unified: self.unified,
+            host_weight_bytes: self.host_weight_bytes,
         }
     }
 }
@@ -363,11 +371,21 @@ impl Resident {
         let staging =
             if kept.as_ref().is_some_and(|k| k.weights.is_some()) { 0 } else { staging_bytes(model) };
         rooms.iter_mut().for_each(|room| room.scratch = room.scratch.max(staging));
-        let (free_bytes, total_bytes) = match ctx.mem_info() {
-            Ok(info) => info,
-            Err(error) => return Err((CudaError::driver("asking for free memory")(error), kept)),
-        };
         let taken_over = kept.as_ref().map_or(0, Kept::bytes);
+        let free = || ctx.mem_info().map_err(CudaError::driver("asking for free memory"));
+        let (mut free_bytes, total_bytes) = match free() {
+            Ok(info) => info,
+            Err(error) => return Err((error, kept)),
+        };
+        if ctx.device().info().unified {
+            places.unified = true;
+            places.host_weight_bytes = unified::kept_bytes(model, &places.weights);
+            if places.accounting(&rooms[0]).total().saturating_sub(taken_over) > free_bytes {
+                // What the system keeps of the file does not count as free there.
+                unified::evict(model.tensors.iter().zip(&places.weights));
+                free_bytes = free().map_or(free_bytes, |info| info.0);
+            }
+        }
         places.device = (free_bytes.saturating_add(taken_over), total_bytes);
         let room = match fitting_room(ctx, &places, rooms, (taken_over, free_bytes, total_bytes)) {
             Ok(room) => room,

@@ -2,6 +2,8 @@
 
 mod rig;
 
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -14,7 +16,7 @@ use refrain_driver::{Device, Method};
 use refrain_engine::{Ahead, BackendRunner, Core, RunnerOptions, SamplingParams, SamplingRow, StepKind};
 use refrain_graph::{Backend, ControlBlock, Io, Op, Ran, Reason, RunError, fuse};
 use refrain_models::{Head, KvSpec, Model, StepSpec};
-use refrain_tensor::DType;
+use refrain_tensor::{Bytes, DType, HostTensor, Owner};
 use rig::{Rig, Talk, model, n_decoded, options, sim, talk};
 
 const N_TOKENS: usize = 70;
@@ -236,11 +238,15 @@ struct Direct {
 
 impl Direct {
     fn new(options: CudaOptions) -> Direct {
-        let device = refrain_kernels::simulated(SimOptions::default()).unwrap();
+        Direct::with(options, SimOptions::default(), model("llama").tensors().to_vec())
+    }
+
+    fn with(options: CudaOptions, sim: SimOptions, tensors: Vec<HostTensor>) -> Direct {
+        let device = refrain_kernels::simulated(sim).unwrap();
         let (backend, model) = (CudaBackend::on(&device, options).unwrap(), model("llama"));
         let kv = KvSpec { n_blocks: 4, kv_block: 16, max_blocks: 4, dtype: DType::F16 };
         let spec = StepSpec::of_one(1, 1, Head::Logits);
-        let weights = backend.load(model.weights(), model.tensors().to_vec()).unwrap();
+        let weights = backend.load(model.weights(), tensors).unwrap();
         let states = backend.allocate(&model.states(&kv)).unwrap();
         let compiled = backend.compile(&fuse(&model.graph(&spec, &kv).unwrap()).unwrap()).unwrap();
         let control = ControlBlock::new(backend.plan(&compiled).control());
@@ -468,4 +474,53 @@ fn memory_is_told_before_it_is_allocated_and_weights_while_they_are_sent() {
     assert!(sent.windows(2).all(|w| w[0].0 <= w[1].0), "{sent:?}");
     let (done, total) = sent[sent.len() - 1];
     assert!(done == total && total <= memory.weight_bytes, "{sent:?}");
+}
+
+/// Bytes that hear when their memory is to be given up.
+struct Watched {
+    bytes: Vec<u8>,
+    n_evicted: Arc<AtomicUsize>,
+    from_file: bool,
+}
+
+impl AsRef<[u8]> for Watched {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Owner for Watched {
+    fn can_evict(&self) -> bool {
+        self.from_file
+    }
+
+    fn evict(&self, range: Range<usize>) {
+        self.n_evicted.fetch_add(range.len(), Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn weights_on_a_device_that_shares_the_hosts_memory_are_there_once() {
+    let model = model("llama");
+    let weight_bytes: usize = model.tensors().iter().map(|t| t.bytes().as_slice().len()).sum();
+    let life = |unified, from_file| {
+        let n_evicted = Arc::new(AtomicUsize::new(0));
+        let watch = |t: &HostTensor| {
+            let bytes = t.bytes().as_slice().to_vec();
+            let owner = Watched { bytes, n_evicted: Arc::clone(&n_evicted), from_file };
+            HostTensor::new(t.dtype(), t.shape(), Bytes::shared(Arc::new(owner))).unwrap()
+        };
+        let tensors = model.tensors().iter().map(watch).collect();
+        let sim = SimOptions { unified, ..SimOptions::default() };
+        let direct = Direct::with(options(GraphMode::Require, Method::Stream), sim, tensors);
+        (n_evicted.load(Ordering::Relaxed), direct.backend.monitor().status().memory)
+    };
+    let (n_evicted, memory) = life(true, true);
+    assert_eq!((n_evicted, memory.unified, memory.host_weight_bytes), (weight_bytes, true, 0));
+    // Nothing to come back from: the host keeps them, and says so.
+    let (_, memory) = life(true, false);
+    assert_eq!((memory.unified, memory.host_weight_bytes), (true, weight_bytes as u64));
+    // A card with memory of its own leaves the host's alone.
+    let (n_evicted, memory) = life(false, true);
+    assert_eq!((n_evicted, memory.unified, memory.host_weight_bytes), (0, false, 0));
 }

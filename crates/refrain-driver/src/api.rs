@@ -264,6 +264,8 @@ pub struct DeviceInfo {
     pub pci: String,
     /// The card's unique id.
     pub uuid: [u8; 16],
+    /// Whether the device uses the host's memory and has none of its own.
+    pub unified: bool,
 }
 
 impl DeviceInfo {
@@ -292,6 +294,7 @@ impl DeviceInfo {
             clock_khz: 0,
             pci: String::new(),
             uuid: [0; 16],
+            unified: false,
         }
     }
 }

@@ -63,6 +63,7 @@
 //! | enqueue it | [`Queue`], handed out by [`Stream::run`] (at once) and [`Stream::record`] (as a graph) |
 //! | move bytes between replays | [`Stream::upload`], [`Stream::bulk`], [`Staging`], [`Stream::set`]; results through a [`Ring`] |
 //! | replay | [`Graph::replay`], [`Outputs`] |
+//! | know whether a driver's stream capture can be used | [`trial`] |
 //! | know what went wrong | [`DriverError`] and its [`hint`](DriverError::hint), [`Device::health`], [`doctor`] |
 //! | test without a GPU | [`sim`], which also injects faults |
 //!
@@ -115,6 +116,7 @@ mod watchdog; // breaks a recording off
 pub mod doctor;
 pub mod probe;
 pub mod sim;
+pub mod trial;
 
 mod real; // the real driver
 

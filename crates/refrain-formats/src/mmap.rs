@@ -24,7 +24,7 @@ impl Mapped {
             return Ok(Mapped(None));
         }
         let map = map(&file).map_err(|e| FormatError::io("map", path, e))?;
-        Ok(Mapped(Some(Arc::new(Mapping(map)))))
+        Ok(Mapped(Some(Arc::new(Mapping { map, file }))))
     }
 
     /// The bytes of the file.
@@ -39,7 +39,7 @@ impl Mapped {
     pub(crate) fn prefetch(&self) {
         #[cfg(unix)]
         if let Some(map) = &self.0
-            && let Err(error) = map.0.advise(memmap2::Advice::WillNeed)
+            && let Err(error) = map.map.advise(memmap2::Advice::WillNeed)
         {
             tracing::debug!(%error, "the system does not read ahead");
         }
@@ -51,30 +51,65 @@ impl Mapped {
     /// are read again from the file when they are.
     pub(crate) fn release(&self) {
         if let Some(map) = &self.0 {
-            map.release(0..map.0.len());
+            map.release(0..map.map.len());
         }
     }
 }
 
 /// A file's mapping, as tensors share it.
 #[derive(Debug)]
-struct Mapping(Mmap);
+struct Mapping {
+    map: Mmap,
+    file: File,
+}
 
 impl AsRef<[u8]> for Mapping {
     fn as_ref(&self) -> &[u8] {
-        &self.0
+        &self.map
     }
 }
 
 impl Owner for Mapping {
     fn release(&self, range: Range<usize>) {
         #[cfg(unix)]
-        if let Err(error) = dont_need(&self.0, range) {
+        if let Err(error) = dont_need(&self.map, range) {
             tracing::debug!(%error, "the system keeps the pages of a file");
         }
         #[cfg(not(unix))]
         let _ = range;
     }
+
+    fn can_evict(&self) -> bool {
+        cfg!(unix)
+    }
+
+    fn evict(&self, range: Range<usize>) {
+        // First out of the mapping: the system's cache keeps what is mapped.
+        self.release(range.clone());
+        if let Err(error) = drop_cached(&self.file, range) {
+            tracing::debug!(%error, "the system keeps a file in its cache");
+        }
+    }
+}
+
+/// Takes whole pages of a file out of the system's cache. Pages that other processes have mapped stay.
+#[cfg(target_os = "linux")]
+#[allow(unsafe_code)]
+fn drop_cached(file: &File, range: Range<usize>) -> std::io::Result<()> {
+    use std::os::fd::AsRawFd;
+    let too_large = |_| std::io::Error::from(std::io::ErrorKind::InvalidInput);
+    let start = libc::off_t::try_from(range.start).map_err(too_large)?;
+    let len = libc::off_t::try_from(range.len()).map_err(too_large)?;
+    // SAFETY: the call reads no memory of this process and changes none; `file` keeps the descriptor open.
+    match unsafe { libc::posix_fadvise(file.as_raw_fd(), start, len, libc::POSIX_FADV_DONTNEED) } {
+        0 => Ok(()),
+        code => Err(std::io::Error::from_raw_os_error(code)),
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn drop_cached(_file: &File, _range: Range<usize>) -> std::io::Result<()> {
+    Ok(())
 }
 
 #[cfg(unix)]
@@ -110,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn released_bytes_read_as_before() {
+    fn released_and_evicted_bytes_read_as_before() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("weights");
         let content: Vec<u8> = (0..100_000u32).map(|i| ((i * 31) >> 3) as u8).collect();
@@ -121,6 +156,9 @@ mod tests {
         part.release();
         assert_eq!(part.as_slice(), &content[5_001..70_003]);
         part.slice(0..0).unwrap().release();
+        assert!(part.can_evict());
+        part.evict();
+        assert_eq!(part.as_slice(), &content[5_001..70_003]);
         mapped.release();
         assert_eq!(mapped.bytes().as_slice(), content);
     }

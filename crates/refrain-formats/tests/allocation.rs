@@ -1,15 +1,19 @@
-//! Memory taken while reading a damaged file is bounded by its size.
+//! Memory taken while reading a damaged file is bounded by its size, and a tokenizer is built in few allocations.
 //!
-//! One test in a program of its own: the counter counts every thread.
+//! The counter counts every thread, so the tests take turns.
 
 use refrain_formats::gguf::{Array, Gguf, GgufWriter, StrArray};
 use refrain_formats::hf::check_safetensors;
+use refrain_formats::tokenizer::{Tokenizer, VocabSpec};
 use refrain_tensor::{Bytes, DType, Shape};
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 use std::alloc::System;
+use std::sync::{Mutex, PoisonError};
 
 #[global_allocator]
 static COUNTER: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+static TURN: Mutex<()> = Mutex::new(());
 
 /// Bytes allocated while `work` ran, whether they were freed again or not.
 fn allocated(work: impl FnOnce()) -> usize {
@@ -32,6 +36,7 @@ fn model() -> Vec<u8> {
 
 #[test]
 fn readers_take_no_more_memory_than_a_small_multiple_of_the_file() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let intact = model();
     let mut worst = 0;
     for at in 0..intact.len() {
@@ -58,4 +63,30 @@ fn readers_take_no_more_memory_than_a_small_multiple_of_the_file() {
             assert!(taken <= 64 * intact.len() + 4096, "{taken} bytes with byte {at} set to {value}");
         }
     }
+}
+
+#[test]
+fn a_sentence_piece_tokenizer_is_built_without_an_allocation_for_each_token() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    // Every word over three letters of up to eight of them: each can be made from two others in many ways.
+    let mut tokens = vec![String::new()];
+    for n_letters in 1..=8 {
+        let before: Vec<String> = tokens.iter().filter(|t| t.len() == n_letters - 1).cloned().collect();
+        tokens.extend(before.iter().flat_map(|t| ["a", "b", "c"].map(|letter| format!("{t}{letter}"))));
+    }
+    tokens[0] = "<unk>".to_owned();
+    let scores: Vec<f32> = (0..tokens.len()).map(|id| -(id as f32)).collect();
+    let n_tokens = tokens.len();
+    let spec = VocabSpec {
+        model: "llama".to_owned(),
+        tokens: tokens.into_iter().collect(),
+        scores: Some(scores),
+        add_space_prefix: Some(false),
+        ..Default::default()
+    };
+    let region = Region::new(COUNTER);
+    let tokenizer = Tokenizer::from_spec(&spec).unwrap();
+    let n_allocations = region.change().allocations;
+    assert!(n_tokens > 9000 && n_allocations < n_tokens / 4, "{n_allocations} for {n_tokens} tokens");
+    assert_eq!(tokenizer.decode(&tokenizer.encode("abcabcab", false, false).unwrap()).unwrap(), "abcabcab");
 }

@@ -102,6 +102,17 @@ fn bytes_without_a_token_become_the_unknown_token_or_are_left_out() {
 }
 
 #[test]
+fn unknown_characters_and_bytes_of_others_keep_their_order() {
+    // Without 0xE2, the first byte of the sign for euro, that sign is unknown; the umlaut has both of its bytes.
+    let mut spec = with_token(sentence_piece(), 3 + 0xE2, "<gone>");
+    spec.add_space_prefix = Some(false);
+    let tokenizer = Tokenizer::from_spec(&spec).unwrap();
+    let ids = tokenizer.encode("a€€üb", false, false).unwrap();
+    let id = |text| tokenizer.token_id(text).unwrap();
+    assert_eq!(ids, [id("a"), id("<unk>"), id("<0xC3>"), id("<0xBC>"), id("b")]);
+}
+
+#[test]
 fn ids_outside_the_vocabulary_are_errors() {
     let error = Tokenizer::from_spec(&byte_level()).unwrap().decode(&[97, 264]).unwrap_err();
     assert_eq!(error.to_string(), "token id 264 is outside the vocabulary of 264");

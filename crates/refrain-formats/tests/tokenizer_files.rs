@@ -3,7 +3,7 @@
 mod tokenizer_common;
 
 use proptest::prelude::*;
-use refrain_formats::tokenizer::{Tokenizer, TokenizerError, VocabSpec};
+use refrain_formats::tokenizer::{Tokenizer, TokenizerError, TokenizerSummary, VocabSpec};
 use serde_json::{Value, json};
 use tokenizer_common::{byte_level, sentence_piece, word_piece};
 
@@ -117,6 +117,20 @@ fn the_configuration_decides_about_bos() {
     let config = |add: bool| json!({"bos_token": "<|im_start|>", "add_bos_token": add});
     assert!(load(&byte_level_json(), config(true)).unwrap().add_bos());
     assert!(!load(&byte_level_json(), config(false)).unwrap().add_bos());
+}
+
+#[test]
+fn a_summary_counts_what_the_tokenizer_would_hold() {
+    for file in [byte_level_json(), sentence_piece_json()] {
+        let bytes = file.to_string();
+        let config = json!({ "chat_template": "{{ x }}" }).to_string();
+        let summary = TokenizerSummary::from_files(bytes.as_bytes(), Some(config.as_bytes())).unwrap();
+        let tokenizer = Tokenizer::from_files(bytes.as_bytes(), Some(config.as_bytes())).unwrap();
+        assert_eq!((summary.n_tokens, summary.has_chat_template), (tokenizer.vocab_size(), true));
+        assert!(!TokenizerSummary::from_files(bytes.as_bytes(), None).unwrap().has_chat_template);
+    }
+    let error = TokenizerSummary::from_files(b"{}", None).unwrap_err();
+    assert!(error.to_string().contains("tokenizer.json"), "{error}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 mod tokenizer_common;
 
 use refrain_formats::gguf::{Array, Gguf, GgufWriter, Value};
-use refrain_formats::tokenizer::{Tokenizer, TokenizerError, VocabSpec};
+use refrain_formats::tokenizer::{Tokenizer, TokenizerError, TokenizerSummary, VocabSpec};
 use refrain_tensor::Bytes;
 use tokenizer_common::{byte_level, sentence_piece};
 
@@ -44,6 +44,28 @@ fn a_vocabulary_is_read_as_it_was_written() {
         assert_eq!(tokenizer.encode("hello the <tool>", true, true).unwrap(), ids);
         assert_eq!(tokenizer.chat_template(), spec.chat_template.as_deref());
     }
+}
+
+#[test]
+fn a_summary_says_what_the_tokenizer_would_and_needs_no_sound_texts() {
+    let template = Some("{{ bos_token }}".to_owned());
+    for spec in [VocabSpec { chat_template: template, ..byte_level() }, sentence_piece()] {
+        let gguf = read(&write(&spec));
+        let summary = TokenizerSummary::from_gguf(gguf.metadata()).unwrap();
+        let tokenizer = Tokenizer::from_gguf(gguf.metadata()).unwrap();
+        assert_eq!(summary.n_tokens, tokenizer.vocab_size());
+        assert_eq!(summary.has_chat_template, tokenizer.chat_template().is_some());
+        assert!(summary.kind.starts_with(&spec.model), "{}", summary.kind);
+    }
+    let twice = VocabSpec { tokens: ["a", "a"].into_iter().collect(), ..sentence_piece() };
+    let twice =
+        VocabSpec { scores: Some(vec![0.0; 2]), token_types: None, specials: <_>::default(), ..twice };
+    let gguf = read(&write(&twice));
+    assert_eq!(TokenizerSummary::from_gguf(gguf.metadata()).unwrap().n_tokens, 2);
+    assert!(Tokenizer::from_gguf(gguf.metadata()).is_err());
+    let unknown = VocabSpec { pre: Some("nobody-knows".to_owned()), ..byte_level() };
+    let error = TokenizerSummary::from_gguf(read(&write(&unknown)).metadata()).unwrap_err();
+    assert!(error.to_string().contains("nobody-knows"), "{error}");
 }
 
 #[test]

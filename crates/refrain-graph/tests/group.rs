@@ -42,7 +42,7 @@ fn layers(n: usize, extras: Extras) -> Graph {
         weights.push(Weight { name: name.into(), ty: f32(dims) });
     }
     let cache = f32(&[4, 1, 4, HEAD_DIM]);
-    let states = states.map(|name| State { name: name.into(), ty: cache }).to_vec();
+    let states = states.map(|name| State::paged(name, cache)).to_vec();
     let mut b = GraphBuilder::new(weights, states);
     let [vector, head, square, kv, inv_freq, kv_bias] =
         [0, 1, 2, 3, 4, 5].map(|i| b.weight(WeightId::from_idx(i)));
@@ -246,7 +246,7 @@ fn smaller_groups_are_proposed_until_one_has_a_kernel() {
 #[test]
 fn nodes_that_wait_for_each_other_through_another_are_no_group() {
     let cache = ty(DType::F32, &[4, 1, 4, HEAD_DIM]);
-    let states = ["k", "v"].map(|name| State { name: name.into(), ty: cache }).to_vec();
+    let states = ["k", "v"].map(|name| State::paged(name, cache)).to_vec();
     let weights = vec![Weight { name: "inv_freq".into(), ty: ty(DType::F32, &[HEAD_DIM / 2]) }];
     let mut b = GraphBuilder::new(weights, states);
     let x = b.input("x", ty(DType::F32, &[1, 1, HEAD_DIM])).unwrap();

@@ -20,6 +20,17 @@ pub trait Owner: AsRef<[u8]> + Send + Sync {
     fn release(&self, range: Range<usize>) {
         let _ = range;
     }
+
+    /// Whether [`Owner::evict`] frees memory: the bytes can be had again from elsewhere.
+    fn can_evict(&self) -> bool {
+        false
+    }
+
+    /// Gives up the memory of the bytes in `range`, where that is possible. They must stay what they are: who reads
+    /// them again waits for them.
+    fn evict(&self, range: Range<usize>) {
+        self.release(range);
+    }
 }
 
 /// An owner that keeps its bytes where they are.
@@ -58,6 +69,17 @@ impl Bytes {
     /// come back from the file when they are.
     pub fn release(&self) {
         self.owner.release(self.range.clone());
+    }
+
+    /// Whether [`Bytes::evict`] frees memory.
+    pub fn can_evict(&self) -> bool {
+        self.owner.can_evict()
+    }
+
+    /// As [`Bytes::release`], and the system's own copy of a file's pages goes too. For machines on which a device uses
+    /// the host's memory.
+    pub fn evict(&self) {
+        self.owner.evict(self.range.clone());
     }
 
     /// The bytes.

@@ -10,7 +10,9 @@
 use crate::error::Error;
 use crate::session::{Device, SessionOptions};
 use refrain_cpu::{CpuBackend, CpuWeights};
-use refrain_cuda::{CudaBackend, CudaOptions, Monitor};
+use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, Monitor};
+use refrain_driver::Method;
+use refrain_driver::trial::Choice;
 use refrain_engine::{
     BackendRunner, Engine, EngineError, EngineOptions, RunnerOptions, Sequence, WeakEngine,
 };
@@ -48,6 +50,7 @@ struct Key {
     kv_dtype: DType,
     ahead: Option<usize>,
     verify_every: Option<NonZeroU32>,
+    avoids_capture: bool,
 }
 
 impl fmt::Debug for Engines {
@@ -73,7 +76,8 @@ impl Engines {
             Ok(_) => options.device.clone(),
         };
         let SessionOptions { kv_dtype, ahead, verify_every, .. } = *options;
-        let key = Key { device, kv_dtype, ahead, verify_every };
+        let avoids_capture = options.graph_choice.as_ref().is_some_and(Choice::avoids_capture);
+        let key = Key { device, kv_dtype, ahead, verify_every, avoids_capture };
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.engines.retain(|(_, engine, _)| engine.upgrade().is_some());
         for (_, engine, monitor) in known.engines.iter().filter(|(other, ..)| *other == key) {
@@ -140,7 +144,11 @@ fn make_engine(
     };
     let ahead = options.ahead.unwrap_or(cuda.ahead);
     let (on_load, verify_every) = (options.on_load.clone(), options.verify_every);
-    let cuda = CudaOptions { ahead, on_load, verify_every, ..cuda };
+    let mut cuda = CudaOptions { ahead, on_load, verify_every, ..cuda };
+    if options.graph_choice.as_ref().is_some_and(Choice::avoids_capture) {
+        // A library's calls become nodes by a capture, so they are left out too.
+        (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);
+    }
     // A prompt goes in pieces as large as the largest graph.
     let runner = RunnerOptions { max_tokens: cuda.buckets.iter().copied().max().unwrap_or(1), ..runner };
     let backend = CudaBackend::open(kind, cuda)?;

@@ -46,12 +46,13 @@ pub use refrain_cuda::{
 };
 pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
+pub use refrain_driver::trial;
 pub use refrain_engine::{EngineError, Ledger, Perplexity, SamplingError, SamplingParams, StepKind, Tally};
 pub use refrain_formats::chat::{
     ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
 };
 pub use refrain_formats::params::{GenerationDefaults, ModelConfig};
-pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer};
+pub use refrain_formats::tokenizer::{DecodeStream, Tokenizer, TokenizerSummary};
 pub use refrain_formats::{FormatError, ModelFiles, TensorInfo};
 pub use refrain_graph as graph;
 pub use refrain_models::{NamedShape, QuantMix, SHAPES};

@@ -5,8 +5,9 @@ use crate::error::Error;
 use refrain_engine::SamplingParams;
 use refrain_formats::chat::{ChatTemplate, Message, RenderOptions};
 use refrain_formats::gguf::Gguf;
+use refrain_formats::hf::HfFolder;
 use refrain_formats::params::{GenerationDefaults, ModelConfig};
-use refrain_formats::tokenizer::Tokenizer;
+use refrain_formats::tokenizer::{Tokenizer, TokenizerSummary};
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_tensor::Bytes;
 use std::path::Path;
@@ -75,6 +76,17 @@ impl Model {
     /// The tokenizer of open files, also of files that hold nothing else.
     pub fn open_tokenizer(files: &ModelFiles) -> Result<Tokenizer, Error> {
         open_tokenizer(files)
+    }
+
+    /// What the tokenizer of open files is, without building it.
+    pub fn summarize_tokenizer(files: &ModelFiles) -> Result<TokenizerSummary, Error> {
+        match files {
+            ModelFiles::Gguf(gguf) => Ok(TokenizerSummary::from_gguf(gguf.metadata())?),
+            ModelFiles::Hf(folder) => {
+                let (tokenizer, config) = read_tokenizer(folder)?;
+                Ok(TokenizerSummary::from_files(&tokenizer, config.as_deref())?)
+            }
+        }
     }
 
     /// The name the files give the model, or the file's.
@@ -155,13 +167,19 @@ fn open_tokenizer(files: &ModelFiles) -> Result<Tokenizer, Error> {
     match files {
         ModelFiles::Gguf(gguf) => Ok(Tokenizer::from_gguf(gguf.metadata())?),
         ModelFiles::Hf(folder) => {
-            let read = |path: &Path| std::fs::read(path).map_err(|source| cannot_read(path, source));
-            let missing = || Error::NoTokenizer { folder: folder.path().display().to_string() };
-            let tokenizer = read(&folder.tokenizer().ok_or_else(missing)?)?;
-            let config = folder.tokenizer_config().map(|path| read(&path)).transpose()?;
+            let (tokenizer, config) = read_tokenizer(folder)?;
             Ok(Tokenizer::from_files(&tokenizer, config.as_deref())?)
         }
     }
+}
+
+/// The contents of `tokenizer.json` and of `tokenizer_config.json`.
+fn read_tokenizer(folder: &HfFolder) -> Result<(Vec<u8>, Option<Vec<u8>>), Error> {
+    let read = |path: &Path| std::fs::read(path).map_err(|source| cannot_read(path, source));
+    let missing = || Error::NoTokenizer { folder: folder.path().display().to_string() };
+    let tokenizer = read(&folder.tokenizer().ok_or_else(missing)?)?;
+    let config = folder.tokenizer_config().map(|path| read(&path)).transpose()?;
+    Ok((tokenizer, config))
 }
 
 fn cannot_read(path: &Path, source: std::io::Error) -> Error {

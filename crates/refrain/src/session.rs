@@ -7,6 +7,7 @@ use crate::model::Model;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
 use refrain_driver::sim::{FaultScript, SimOptions};
+use refrain_driver::trial::Choice;
 use refrain_driver::{DeviceKind, Method};
 use refrain_engine::{Engine, Ledger, Perplexity, PerplexityOptions, Sequence};
 use refrain_graph::Plan;
@@ -90,6 +91,9 @@ pub struct SessionOptions {
     pub verify_every: Option<NonZeroU32>,
     /// Hears how much memory a CUDA device needs, before any is allocated, and how far the weights are.
     pub on_load: LoadListener,
+    /// What a trial of stream capture says about the device's method. Where captures are harmful it goes before the
+    /// device's own, and no stream is captured for the calls of libraries either.
+    pub graph_choice: Option<Choice>,
 }
 
 impl Default for SessionOptions {
@@ -101,6 +105,7 @@ impl Default for SessionOptions {
             ahead: None,
             verify_every: None,
             on_load: LoadListener::default(),
+            graph_choice: None,
         }
     }
 }
@@ -114,6 +119,7 @@ pub struct Session {
     pub(crate) engine: Engine,
     pub(crate) sequence: Sequence,
     monitor: Option<Monitor>,
+    graph_choice: Option<Choice>,
 }
 
 impl Session {
@@ -127,12 +133,18 @@ impl Session {
         // the CPU, comes back with the pages that are touched.
         model.files().release();
         let MonitoredEngine { engine, monitor } = made;
-        Ok(Session { model: model.clone(), engine, sequence, monitor })
+        let graph_choice = options.graph_choice.clone();
+        Ok(Session { model: model.clone(), engine, sequence, monitor, graph_choice })
     }
 
     /// Memory, graphs and timings of a CUDA device, real or simulated; `None` on the CPU.
     pub fn device_status(&self) -> Option<Status> {
         self.monitor.as_ref().map(Monitor::status)
+    }
+
+    /// How graphs are recorded and why, where a trial was asked.
+    pub fn graph_choice(&self) -> Option<&Choice> {
+        self.graph_choice.as_ref()
     }
 
     /// When each profiled launch ran; `None` on the CPU.

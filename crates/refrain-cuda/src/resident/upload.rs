@@ -8,7 +8,7 @@ use refrain_graph::Weight;
 use refrain_kernels::{KernelError, Kernels, PackArgs, packed_bytes};
 use refrain_tensor::HostTensor;
 
-use super::{HostModel, PACK_ROWS, Placed, Resident};
+use super::{HostModel, PACK_ROWS, Placed, Resident, unified};
 use crate::error::CudaError;
 use crate::progress::{LoadEvent, LoadListener};
 
@@ -76,36 +76,41 @@ impl Resident {
         let vectors = vectors(model)?;
         let mut done_bytes = 0;
         let (weights, scratch, places) = (self.weights, self.scratch, &self.places.weights);
-        let each = model.weights.iter().zip(&model.tensors).zip(&vectors).zip(places);
         let options = BulkOptions::for_bytes(total_bytes);
         // The weight that was named last; what fails may be of one shortly before it.
         let mut name = String::new();
-        let sent = stream.bulk(&mut self.lease, options, |bulk| {
-            for (((weight, tensor), vector), place) in each {
-                let Some(place) = place else { continue };
-                name.clone_from(&weight.name);
-                // In pieces, so that a large table shows how far it is.
-                let mut hear = |bytes| {
-                    listener.hear(LoadEvent::Sent { done_bytes: done_bytes + bytes, total_bytes });
-                };
-                let dst = weights.slice(place.offset, place.bytes)?;
-                match vector {
-                    Some(values) => bulk.push(dst, bytemuck::cast_slice(values))?,
-                    None => send(
-                        bulk,
-                        kernels,
-                        (weight, place),
-                        (dst, scratch),
-                        dense(weight, tensor)?,
-                        &mut hear,
-                    )?,
+        for group in unified::groups(places, self.places.unified) {
+            let sent = stream.bulk(&mut self.lease, options, |bulk| {
+                for idx in group.clone() {
+                    let (weight, tensor) = (&model.weights[idx], &model.tensors[idx]);
+                    let Some(place) = &places[idx] else { continue };
+                    name.clone_from(&weight.name);
+                    // In pieces, so that a large table shows how far it is.
+                    let mut hear = |bytes| {
+                        listener.hear(LoadEvent::Sent { done_bytes: done_bytes + bytes, total_bytes });
+                    };
+                    let dst = weights.slice(place.offset, place.bytes)?;
+                    match &vectors[idx] {
+                        Some(values) => bulk.push(dst, bytemuck::cast_slice(values))?,
+                        None => send(
+                            bulk,
+                            kernels,
+                            (weight, place),
+                            (dst, scratch),
+                            dense(weight, tensor)?,
+                            &mut hear,
+                        )?,
+                    }
+                    done_bytes += place.bytes;
+                    listener.hear(LoadEvent::Sent { done_bytes, total_bytes });
                 }
-                done_bytes += place.bytes;
-                listener.hear(LoadEvent::Sent { done_bytes, total_bytes });
+                Ok::<_, Failure>(())
+            });
+            sent.map_err(|failure| failure.of(&name))?;
+            if self.places.unified {
+                unified::evict(model.tensors[group.clone()].iter().zip(&places[group]));
             }
-            Ok::<_, Failure>(())
-        });
-        sent.map_err(|failure| failure.of(&name))?;
+        }
         stream.synchronize().map_err(CudaError::driver("uploading weights"))?;
         self.uploaded = Upload { bytes: done_bytes, took: began.elapsed() };
         let (seconds, rate) = (began.elapsed().as_secs_f64(), self.uploaded.bytes_per_second() / 1e9);

@@ -150,7 +150,8 @@ pub(super) fn card(device: &Device) -> Row {
 pub(super) fn memory(bench: &mut Bench) -> Result<Row, DriverError> {
     let (free, total) = bench.ctx.mem_info()?;
     let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
-    let measured = format!("{:.1} of {:.1} GiB free", gib(free), gib(total));
+    let whose = if bench.ctx.device().info().unified { ", shared with the host" } else { "" };
+    let measured = format!("{:.1} of {:.1} GiB free{whose}", gib(free), gib(total));
     if free < total / 2 {
         let mut row =
             Row::new("memory", Verdict::Note, measured, "more than half of the card's memory is in use");

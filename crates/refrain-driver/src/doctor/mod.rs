@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crate::device::{Device, DeviceKind};
 use crate::error::DriverError;
+use crate::trial::Finding;
 
 /// How long one check may take.
 const CHECK_LIMIT: Duration = Duration::from_secs(30);
@@ -103,6 +104,29 @@ pub fn examine(kind: DeviceKind) -> Vec<Row> {
 pub fn read_bandwidth(kind: DeviceKind) -> Result<f64, DriverError> {
     let worker = Device::open(kind)?.spawn(CHECK_LIMIT, checks::Bench::new)?;
     worker.call("read bandwidth", CHECK_LIMIT, checks::read_rate).map(|(rate, _)| rate)
+}
+
+/// Captures a small step and looks whether the context survives; see [`crate::trial`].
+pub(crate) fn try_capture(kind: DeviceKind) -> Result<Finding, DriverError> {
+    let device = Device::open(kind)?;
+    let worker = device.spawn(CHECK_LIMIT, checks::Bench::new)?;
+    // Without a capture, so that a device that is no good at all is not taken for a capture that is none.
+    worker.call("record by explicit nodes", CHECK_LIMIT, checks::record_nodes)?;
+    let captured = worker.call("record by stream capture", CHECK_LIMIT, checks::record_stream);
+    let what = match captured {
+        Ok(Row { verdict: Verdict::Bad, words, measured, .. }) => {
+            return Ok(Finding::Harmful { because: format!("{words} ({measured})") });
+        }
+        Ok(_) => "a capture was made".to_owned(),
+        Err(DriverError::Driver { call, code, .. }) => format!("{call} returned {code}"),
+        Err(error) => error.to_string(),
+    };
+    let after = worker.call("context survived", CHECK_LIMIT, checks::survived);
+    match (after, device.lost()) {
+        (Ok(_), None) => Ok(Finding::Usable),
+        (_, Some(_)) => Ok(Finding::Harmful { because: format!("{what}, and the context was lost") }),
+        (Err(error), None) => Ok(Finding::Harmful { because: format!("{what}, and then: {error}") }),
+    }
 }
 
 /// Examines an open device that no other thread owns.

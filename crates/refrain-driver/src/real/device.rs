@@ -47,6 +47,8 @@ impl RealDriver {
             })
             .unwrap_or_default();
         info.uuid = out!(self, cuDeviceGetUuid_v2(device)).unwrap_or_default();
+        // Not whether it can read the host's pages: cards with memory of their own can, too.
+        info.unified = optional(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED) != 0;
         Ok(info)
     }
 

@@ -117,6 +117,7 @@ impl Api for SimApi {
             shared_sm_bytes: SHARED_SM_BYTES.min(state.shared_block_bytes.saturating_add(1024)),
             pci: format!("0000:{ordinal:02x}:00.0"),
             uuid,
+            unified: state.unified,
             ..DeviceInfo::named("Refrain simulated device")
         })
     }

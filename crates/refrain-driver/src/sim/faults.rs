@@ -10,6 +10,7 @@
 //! on 1st end_capture: hang                # does not return until the test releases it
 //! on 7th wait: hang 250 ms                # returns after that time
 //! on 2nd launch: invalidate               # breaks every capture that is on, then proceeds
+//! on 1st end_capture: sticky 901          # the capture loses the context: every later call returns 901
 //! ```
 //!
 //! Rules are separated by new lines or `;`; `#` starts a comment. Each rule counts its own calls. One that never came to
@@ -188,6 +189,13 @@ impl FaultScript {
             }
         }
         actions
+    }
+}
+
+impl std::fmt::Display for FaultScript {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let rules: Vec<&str> = self.rules.iter().map(|rule| rule.text.as_str()).collect();
+        f.write_str(&rules.join("; "))
     }
 }
 

@@ -72,6 +72,8 @@ pub struct SimOptions {
     pub n_devices: u32,
     /// The most shared memory that a block can have: 227 KiB on compute capability 9.0, 99 KiB on 8.6, 8.9 and 12.0.
     pub shared_block_bytes: u32,
+    /// Whether the device says that it uses the host's memory.
+    pub unified: bool,
 }
 
 impl Default for SimOptions {
@@ -85,6 +87,7 @@ impl Default for SimOptions {
             schedule: Schedule::Seeded,
             n_devices: 1,
             shared_block_bytes: functions::SHARED_BLOCK_BYTES,
+            unified: false,
         }
     }
 }

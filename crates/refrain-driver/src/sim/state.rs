@@ -71,6 +71,7 @@ pub(super) struct State {
     pub(super) schedule: Schedule,
     pub(super) n_devices: u32,
     pub(super) shared_block_bytes: u32,
+    pub(super) unified: bool,
     next_handle: u64,
     /// The sticky fault: what every call returns from now on.
     pub(super) lost: Option<Code>,
@@ -114,6 +115,7 @@ impl State {
             schedule: options.schedule,
             n_devices: options.n_devices,
             shared_block_bytes: options.shared_block_bytes,
+            unified: options.unified,
             // Past the values that mean the legacy stream, and nothing like a pointer.
             next_handle: 0x100,
             lost: None,

@@ -2,6 +2,7 @@
 
 use super::fault::GgufFault;
 use std::borrow::Cow;
+use std::sync::Arc;
 
 /// A metadata value.
 #[derive(Debug, Clone, PartialEq)]
@@ -41,11 +42,11 @@ pub enum Array {
     F64(Box<[f64]>),
 }
 
-/// Many strings in one piece of memory.
+/// Many strings in one piece of memory, which clones share.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct StrArray {
-    text: Box<str>,
-    ends: Box<[usize]>, // where each string ends in `text`
+    text: Arc<str>,
+    ends: Arc<[usize]>, // where each string ends in `text`
 }
 
 impl StrArray {

@@ -1,6 +1,5 @@
 //! From a vocabulary to a tokenizer.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use tokenizers::models::bpe::{BPE, Merges, Vocab};
@@ -12,8 +11,9 @@ use tokenizers::{AddedToken, ModelWrapper, NormalizerWrapper, PreTokenizerWrappe
 use super::Tokenizer;
 use super::error::{TokenizerError, excerpt};
 use super::pieces::{BLANK, Pieces, Spelling, byte_of};
-use super::pipeline::{Parts, Pipelines};
+use super::pipeline::{Parts, Pipelines, TextModel};
 use super::pre::Pre;
+use super::scored::{ScoredPieces, plain_blanks};
 use super::spec::{SpecialIds, TokenKind, VocabSpec, Vocabulary};
 
 const KNOWN_MODELS: &[&str] = &["gpt2", "llama", "bert"];
@@ -45,8 +45,17 @@ pub(super) fn tokenizer(spec: &VocabSpec) -> Result<Tokenizer, TokenizerError> {
         "gpt2" => byte_level(spec, &vocabulary),
         "llama" => sentence_piece(spec, vocabulary),
         "bert" => word_piece(spec, &vocabulary),
-        other => Err(TokenizerError::UnknownModel { found: other.to_owned(), known: KNOWN_MODELS }),
+        other => Err(unknown_model(other)),
     }
+}
+
+/// Checks that a kind of tokenizer is a known one.
+pub(super) fn check_model(model: &str) -> Result<(), TokenizerError> {
+    if KNOWN_MODELS.contains(&model) { Ok(()) } else { Err(unknown_model(model)) }
+}
+
+fn unknown_model(model: &str) -> TokenizerError {
+    TokenizerError::UnknownModel { found: model.to_owned(), known: KNOWN_MODELS }
 }
 
 fn byte_level(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, TokenizerError> {
@@ -57,19 +66,20 @@ fn byte_level(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer
     }
     let pre = Pre::by_name(spec.pre.as_deref())?;
     let merges = byte_level_merges(spec, vocabulary)?;
-    let vocab: Vocab = vocabulary.ids.iter().map(|(&text, &id)| (text.to_owned(), id)).collect();
+    let texts = vocabulary.tokens.iter().zip(0..).filter(|(text, _)| !text.is_empty());
+    let vocab: Vocab = texts.map(|(text, id)| (text.to_owned(), id)).collect();
     let mut builder = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(pre.ignore_merges);
     // Some files give the end of text as the unknown token, which must not appear inside a text.
     if let Some(unk) = spec.specials.unk.filter(|&id| vocabulary.kinds[id as usize] == TokenKind::Unknown) {
-        builder = builder.unk_token(vocabulary.texts[unk as usize].to_owned());
+        builder = builder.unk_token(vocabulary.text(unk).to_owned());
     }
     let bpe = builder.build().map_err(TokenizerError::library("build the vocabulary"))?;
     let mut pieces = Pieces::new(false);
-    for (text, &kind) in vocabulary.texts.iter().zip(&vocabulary.kinds) {
+    for (text, &kind) in vocabulary.tokens.iter().zip(&vocabulary.kinds) {
         pieces.push(text, kind, Spelling::ByteLevel);
     }
     let pipelines = Pipelines::new(Parts {
-        model: ModelWrapper::BPE(bpe),
+        model: TextModel::Library(ModelWrapper::BPE(bpe)),
         normalizer: None,
         pre_tokenizer: Some(pre.build()?),
         added: added_tokens(vocabulary, str::to_owned),
@@ -90,7 +100,7 @@ fn byte_level_merges(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Me
         else {
             return Err(TokenizerError::BadMerge { index, found: excerpt(merge) });
         };
-        check_merge(index, left, right, &mut merged, |token| vocabulary.ids.contains_key(token))?;
+        check_merge(index, left, right, &mut merged, |token| vocabulary.id(token).is_some())?;
         parsed.push((left.to_owned(), right.to_owned()));
     }
     Ok(parsed)
@@ -119,7 +129,7 @@ fn sentence_piece(spec: &VocabSpec, mut vocabulary: Vocabulary<'_>) -> Result<To
         return Err(TokenizerError::BadScore { id, found: scores[id] });
     }
     if spec.token_types.is_none() {
-        for (text, kind) in vocabulary.texts.iter().zip(&mut vocabulary.kinds) {
+        for (text, kind) in vocabulary.tokens.iter().zip(&mut vocabulary.kinds) {
             if byte_of(text).is_some() {
                 *kind = TokenKind::Byte;
             }
@@ -128,20 +138,9 @@ fn sentence_piece(spec: &VocabSpec, mut vocabulary: Vocabulary<'_>) -> Result<To
     let specials = with_names(spec.specials, &vocabulary, &["<s>", "<bos>"], &["</s>", "<eos>"], "<unk>");
     let add_space = spec.add_space_prefix.unwrap_or(true);
     let mut pieces = Pieces::new(add_space);
-    let mut vocab = Vocab::default();
-    for (id, (text, &kind)) in vocabulary.texts.iter().zip(&vocabulary.kinds).enumerate() {
+    for (text, &kind) in vocabulary.tokens.iter().zip(&vocabulary.kinds) {
         pieces.push(text, kind, Spelling::SentencePiece);
-        let text = if kind == TokenKind::UserDefined { plain_blanks(text) } else { (*text).to_owned() };
-        if !text.is_empty() {
-            vocab.entry(text).or_insert(id as u32);
-        }
     }
-    let merges = sentence_piece_merges(&vocabulary, scores);
-    let mut builder = BPE::builder().vocab_and_merges(vocab, merges).byte_fallback(true).fuse_unk(true);
-    if let Some(unk) = specials.unk {
-        builder = builder.unk_token(vocabulary.texts[unk as usize].to_owned());
-    }
-    let bpe = builder.build().map_err(TokenizerError::library("build the vocabulary"))?;
     let blanks =
         Replace::new(" ", BLANK.to_string()).map_err(TokenizerError::library("build the normalizer"))?;
     let mut normalizers = vec![NormalizerWrapper::Replace(blanks)];
@@ -149,65 +148,38 @@ fn sentence_piece(spec: &VocabSpec, mut vocabulary: Vocabulary<'_>) -> Result<To
         normalizers.insert(0, NormalizerWrapper::Prepend(Prepend::new(BLANK.to_string())));
     }
     let pipelines = Pipelines::new(Parts {
-        model: ModelWrapper::BPE(bpe),
         normalizer: Some(NormalizerWrapper::Sequence(Sequence::new(normalizers))),
         pre_tokenizer: None,
         added: added_tokens(&vocabulary, plain_blanks),
+        model: TextModel::Scored(ScoredPieces::new(vocabulary, scores, specials.unk)),
         is_byte_level: false,
     })?;
     Ok(assemble(spec, pipelines, pieces, specials, Defaults { add_bos: true, add_sep: false }))
 }
 
-/// SentencePiece joins the neighbours whose joint token has the highest score. As a list of merges: every way to make
-/// every token from two others, best score first.
-///
-/// Control and byte tokens are not made from text, and user-defined ones are found before merging.
-fn sentence_piece_merges(vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Merges {
-    let is_text = |id: u32| vocabulary.kinds[id as usize] == TokenKind::Normal;
-    let text_ids: HashMap<&str, u32> =
-        vocabulary.ids.iter().filter(|&(_, &id)| is_text(id)).map(|(&text, &id)| (text, id)).collect();
-    let mut by_score: Vec<u32> = text_ids.values().copied().collect();
-    by_score.sort_unstable_by(|&a, &b| scores[b as usize].total_cmp(&scores[a as usize]).then(a.cmp(&b)));
-    let mut merges = Merges::new();
-    let mut ways = Vec::new();
-    for id in by_score {
-        let text = vocabulary.texts[id as usize];
-        ways.clear();
-        for (at, _) in text.char_indices().skip(1) {
-            let (left, right) = text.split_at(at);
-            if let (Some(&l), Some(&r)) = (text_ids.get(left), text_ids.get(right)) {
-                ways.push((l, r, left, right));
-            }
-        }
-        ways.sort_unstable();
-        merges.extend(ways.iter().map(|&(_, _, left, right)| (left.to_owned(), right.to_owned())));
-    }
-    merges
-}
-
 fn word_piece(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, TokenizerError> {
     let mut specials = with_names(spec.specials, vocabulary, &["[CLS]"], &[], "[UNK]");
-    let by_name = |name: &str| vocabulary.ids.get(name).copied();
+    let by_name = |name: &str| vocabulary.id(name);
     specials.bos = spec.specials.cls.or(specials.bos);
     specials.cls = specials.bos;
     specials.sep = specials.sep.or_else(|| by_name("[SEP]"));
     let unk = specials.unk.ok_or(TokenizerError::Missing { what: "the unknown token" })?;
     let mut pieces = Pieces::new(true);
     let mut vocab = Vocab::default();
-    for (id, (text, &kind)) in vocabulary.texts.iter().zip(&vocabulary.kinds).enumerate() {
+    for (id, (text, &kind)) in vocabulary.tokens.iter().zip(&vocabulary.kinds).enumerate() {
         let text = word_piece_text(text, kind);
         pieces.push(&text, kind, Spelling::WordPiece);
         vocab.entry(text).or_insert(id as u32);
     }
     let model = WordPiece::builder()
         .vocab(vocab)
-        .unk_token(word_piece_text(vocabulary.texts[unk as usize], vocabulary.kinds[unk as usize]))
+        .unk_token(word_piece_text(vocabulary.text(unk), vocabulary.kinds[unk as usize]))
         .build()
         .map_err(TokenizerError::library("build the vocabulary"))?;
     let lowercase = spec.lowercase.unwrap_or(true);
     let normalizer = BertNormalizer::new(true, true, spec.strip_accents.or(Some(lowercase)), lowercase);
     let pipelines = Pipelines::new(Parts {
-        model: ModelWrapper::WordPiece(model),
+        model: TextModel::Library(ModelWrapper::WordPiece(model)),
         normalizer: Some(NormalizerWrapper::BertNormalizer(normalizer)),
         pre_tokenizer: Some(PreTokenizerWrapper::BertPreTokenizer(BertPreTokenizer)),
         added: added_tokens(vocabulary, str::to_owned),
@@ -227,16 +199,12 @@ fn word_piece_text(text: &str, kind: TokenKind) -> String {
     }
 }
 
-fn plain_blanks(text: &str) -> String {
-    text.replace(BLANK, " ")
-}
-
 /// The texts that are one token wherever they stand. They are matched against the text as it came, before
 /// normalisation and merging.
 fn added_tokens(vocabulary: &Vocabulary<'_>, text_of: impl Fn(&str) -> String) -> Vec<AddedToken> {
-    let tokens = vocabulary.texts.iter().zip(&vocabulary.kinds);
+    let tokens = vocabulary.tokens.iter().zip(&vocabulary.kinds);
     let added = tokens.filter_map(|(text, kind)| match kind {
-        TokenKind::Control | TokenKind::Unknown => Some(AddedToken::from(*text, true).normalized(false)),
+        TokenKind::Control | TokenKind::Unknown => Some(AddedToken::from(text, true).normalized(false)),
         TokenKind::UserDefined => Some(AddedToken::from(text_of(text), false).normalized(false)),
         TokenKind::Normal | TokenKind::Unused | TokenKind::Byte => None,
     });
@@ -254,8 +222,7 @@ fn with_names(
     unk: &str,
 ) -> SpecialIds {
     let is_special = |id: &u32| vocabulary.kinds[*id as usize] != TokenKind::UserDefined;
-    let find =
-        |names: &[&str]| names.iter().find_map(|name| vocabulary.ids.get(name).copied().filter(is_special));
+    let find = |names: &[&str]| names.iter().find_map(|name| vocabulary.id(name).filter(is_special));
     specials.bos = specials.bos.or_else(|| find(bos));
     specials.eos = specials.eos.or_else(|| find(eos));
     specials.unk = specials.unk.or_else(|| find(&[unk]));

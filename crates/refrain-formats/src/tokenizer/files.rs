@@ -14,11 +14,11 @@ use super::build::{check_merge, end_ids};
 use super::error::{TokenizerError, excerpt};
 use super::json::{Config, Model, TokenText, TokenizerJson};
 use super::pieces::{Pieces, Spelling, byte_of};
-use super::pipeline::{Parts, Pipelines};
+use super::pipeline::{Parts, Pipelines, TextModel};
 use super::spec::{MAX_TOKEN_BYTES, MAX_TOKENS, SpecialIds, TokenKind};
 
-const JSON: &str = "tokenizer.json";
-const CONFIG: &str = "tokenizer_config.json";
+pub(super) const JSON: &str = "tokenizer.json";
+pub(super) const CONFIG: &str = "tokenizer_config.json";
 
 pub(super) fn tokenizer(
     tokenizer_json: &[u8],
@@ -50,7 +50,7 @@ pub(super) fn tokenizer(
         pre_tokenizer: pre_tokenizer(file.pre_tokenizer)?,
         added: file.added_tokens.into_iter().map(|added| added.token).collect(),
         is_byte_level: spelled.spelling == Spelling::ByteLevel,
-        model: model(file.model)?,
+        model: TextModel::Library(model(file.model)?),
     })?;
     Ok(Tokenizer {
         end_ids: end_ids(&pipelines, &pieces, &specials),
@@ -63,7 +63,7 @@ pub(super) fn tokenizer(
     })
 }
 
-fn parse<T: DeserializeOwned>(file: &'static str, bytes: &[u8]) -> Result<T, TokenizerError> {
+pub(super) fn parse<T: DeserializeOwned>(file: &'static str, bytes: &[u8]) -> Result<T, TokenizerError> {
     serde_json::from_slice(bytes).map_err(|e| TokenizerError::BadFile { file, reason: e.to_string() })
 }
 

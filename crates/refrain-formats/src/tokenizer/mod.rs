@@ -10,8 +10,10 @@ mod json; // the shape of those files
 mod pieces; // the bytes of every token
 mod pipeline; // text to ids
 mod pre; // how words are cut before merging
+mod scored; // text to ids by scores, as SentencePiece does it
 mod spec; // a vocabulary as data
 mod stream; // ids to text
+mod summary; // what a vocabulary is, without a tokenizer
 
 use std::sync::Arc;
 
@@ -19,6 +21,7 @@ pub use error::TokenizerError;
 pub use pre::known_pre_tokenizers;
 pub use spec::{SpecialIds, TokenKind, VocabSpec};
 pub use stream::DecodeStream;
+pub use summary::TokenizerSummary;
 
 use crate::chat::SpecialTexts;
 use crate::gguf::Metadata;

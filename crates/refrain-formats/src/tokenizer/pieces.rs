@@ -46,7 +46,12 @@ impl Pieces {
             },
             (TokenKind::UserDefined, Spelling::SentencePiece)
             | (TokenKind::Normal, Spelling::SentencePiece) => {
-                self.bytes.extend_from_slice(text.replace(BLANK, " ").as_bytes());
+                let mut parts = text.split(BLANK);
+                self.bytes.extend_from_slice(parts.next().unwrap_or_default().as_bytes());
+                for part in parts {
+                    self.bytes.push(b' ');
+                    self.bytes.extend_from_slice(part.as_bytes());
+                }
             }
             (TokenKind::UserDefined, _) => self.bytes.extend_from_slice(text.as_bytes()),
             (TokenKind::Normal, Spelling::ByteLevel) => push_byte_level(&mut self.bytes, text),

@@ -12,41 +12,61 @@ use tokenizers::{
 
 use super::error::TokenizerError;
 use super::pieces::CHARS;
+use super::scored::ScoredPieces;
+
+/// What turns a word into ids.
+#[derive(Debug)]
+pub(super) enum TextModel {
+    /// By a list of merges or by the longest match.
+    Library(ModelWrapper),
+    /// By scores.
+    Scored(ScoredPieces),
+}
 
 /// One model under two pipelines: the set of texts that become control tokens cannot be changed per call, and a second
 /// copy of a large vocabulary would cost a hundred megabytes.
 #[derive(Debug, Clone)]
-struct SharedModel(Arc<ModelWrapper>);
+struct SharedModel(Arc<TextModel>);
+
+/// Calls a method of whichever model there is.
+macro_rules! of_model {
+    ($model:expr, $method:ident ( $($arg:expr),* )) => {
+        match &*$model.0 {
+            TextModel::Library(model) => model.$method($($arg),*),
+            TextModel::Scored(model) => model.$method($($arg),*),
+        }
+    };
+}
 
 impl Model for SharedModel {
     type Trainer = TrainerWrapper;
 
     fn tokenize(&self, sequence: &str) -> tokenizers::Result<Vec<Token>> {
-        self.0.tokenize(sequence)
+        of_model!(self, tokenize(sequence))
     }
 
     fn token_to_id(&self, token: &str) -> Option<u32> {
-        self.0.token_to_id(token)
+        of_model!(self, token_to_id(token))
     }
 
     fn id_to_token(&self, id: u32) -> Option<String> {
-        self.0.id_to_token(id)
+        of_model!(self, id_to_token(id))
     }
 
     fn get_vocab(&self) -> HashMap<String, u32> {
-        self.0.get_vocab()
+        of_model!(self, get_vocab())
     }
 
     fn get_vocab_size(&self) -> usize {
-        self.0.get_vocab_size()
+        of_model!(self, get_vocab_size())
     }
 
     fn save(&self, folder: &Path, prefix: Option<&str>) -> tokenizers::Result<Vec<PathBuf>> {
-        self.0.save(folder, prefix)
+        of_model!(self, save(folder, prefix))
     }
 
     fn get_trainer(&self) -> TrainerWrapper {
-        self.0.get_trainer()
+        of_model!(self, get_trainer())
     }
 }
 
@@ -55,7 +75,7 @@ type Pipeline =
 
 /// The parts of a pipeline.
 pub(super) struct Parts {
-    pub(super) model: ModelWrapper,
+    pub(super) model: TextModel,
     pub(super) normalizer: Option<NormalizerWrapper>,
     pub(super) pre_tokenizer: Option<PreTokenizerWrapper>,
     /// Texts that are one token wherever they stand; the special ones only where control texts are parsed.
@@ -74,7 +94,10 @@ pub(super) struct Pipelines {
 
 impl Pipelines {
     pub(super) fn new(parts: Parts) -> Result<Self, TokenizerError> {
-        let missing_bytes = if parts.is_byte_level { missing_bytes(&parts.model) } else { None };
+        let missing_bytes = match &parts.model {
+            TextModel::Library(model) if parts.is_byte_level => missing_bytes(model),
+            TextModel::Library(_) | TextModel::Scored(_) => None,
+        };
         let model = SharedModel(Arc::new(parts.model));
         let build = |added: Vec<AddedToken>| -> Result<Pipeline, TokenizerError> {
             let mut pipeline = Pipeline::new(model.clone());

@@ -1,6 +1,9 @@
 //! A vocabulary as data, as GGUF files carry it.
 
-use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
+
+use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
 
 use super::error::{TokenizerError, excerpt};
 use crate::gguf::{FromValue, Metadata, StrArray};
@@ -142,8 +145,8 @@ impl VocabSpec {
         })
     }
 
-    /// Checks everything that does not depend on the kind of tokenizer.
-    pub(super) fn check(&self) -> Result<Vocabulary<'_>, TokenizerError> {
+    /// Checks the lengths of the lists and the ids with a role.
+    pub(super) fn check_sizes(&self) -> Result<(), TokenizerError> {
         let n_tokens = self.tokens.len();
         if n_tokens == 0 {
             return Err(TokenizerError::Missing { what: "any token" });
@@ -165,9 +168,15 @@ impl VocabSpec {
                 return Err(TokenizerError::SpecialOutside { what, id, n_tokens });
             }
         }
-        let mut texts = Vec::with_capacity(n_tokens);
+        Ok(())
+    }
+
+    /// Checks everything that does not depend on the kind of tokenizer.
+    pub(super) fn check(&self) -> Result<Vocabulary<'_>, TokenizerError> {
+        self.check_sizes()?;
+        let n_tokens = self.tokens.len();
         let mut kinds = Vec::with_capacity(n_tokens);
-        let mut ids = HashMap::with_capacity(n_tokens);
+        let mut ids = TextIndex::with_capacity(n_tokens);
         for (id, text) in self.tokens.iter().enumerate() {
             if text.len() > MAX_TOKEN_BYTES {
                 return Err(TokenizerError::TokenTooLong { id, len: text.len(), limit: MAX_TOKEN_BYTES });
@@ -177,23 +186,64 @@ impl VocabSpec {
                 .ok_or(TokenizerError::UnknownTokenType { id, found: number })?;
             // Place holders without a text are common, and never found in a text.
             if !text.is_empty()
-                && let Some(first) = ids.insert(text, id as u32)
+                && let Err(first) = ids.insert(&self.tokens, id as u32, text)
             {
                 let text = excerpt(text);
                 return Err(TokenizerError::DuplicateToken { text, first: first as usize, second: id });
             }
-            texts.push(text);
             kinds.push(kind);
         }
-        Ok(Vocabulary { texts, kinds, ids })
+        Ok(Vocabulary { tokens: &self.tokens, kinds, ids })
     }
 }
 
 /// A vocabulary whose texts, types and special ids were checked.
 pub(super) struct Vocabulary<'a> {
-    pub(super) texts: Vec<&'a str>,
+    pub(super) tokens: &'a StrArray,
     pub(super) kinds: Vec<TokenKind>,
-    pub(super) ids: HashMap<&'a str, u32>,
+    pub(super) ids: TextIndex,
+}
+
+impl<'a> Vocabulary<'a> {
+    /// The text of an id that was checked.
+    pub(super) fn text(&self, id: u32) -> &'a str {
+        self.tokens.get(id as usize).unwrap_or_default()
+    }
+
+    pub(super) fn id(&self, text: &str) -> Option<u32> {
+        self.ids.get(self.tokens, text)
+    }
+}
+
+/// Ids by text. The texts are in the array that every call names, always the same one: a vocabulary is one allocation
+/// then, not one for each token.
+pub(super) struct TextIndex {
+    table: HashTable<u32>,
+    hasher: RandomState,
+}
+
+impl TextIndex {
+    fn with_capacity(n_tokens: usize) -> Self {
+        Self { table: HashTable::with_capacity(n_tokens), hasher: RandomState::new() }
+    }
+
+    /// Adds an id; its text's id where another one has it.
+    fn insert(&mut self, tokens: &StrArray, id: u32, text: &str) -> Result<(), u32> {
+        let hash_of = |&id: &u32| self.hasher.hash_one(tokens.get(id as usize).unwrap_or_default());
+        let is_same = |&other: &u32| tokens.get(other as usize) == Some(text);
+        match self.table.entry(self.hasher.hash_one(text), is_same, hash_of) {
+            Entry::Occupied(first) => Err(*first.get()),
+            Entry::Vacant(slot) => {
+                slot.insert(id);
+                Ok(())
+            }
+        }
+    }
+
+    pub(super) fn get(&self, tokens: &StrArray, text: &str) -> Option<u32> {
+        let is_same = |&id: &u32| tokens.get(id as usize) == Some(text);
+        self.table.find(self.hasher.hash_one(text), is_same).copied()
+    }
 }
 
 struct Reader<'a>(&'a Metadata);

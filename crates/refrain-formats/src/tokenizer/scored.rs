@@ -1,0 +1,251 @@
+//! SentencePiece's way to ids: join the two neighbours whose joint token has the highest score, until none are left.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use tokenizers::models::TrainerWrapper;
+use tokenizers::{Model, Token};
+
+use super::pieces::BLANK;
+use super::spec::{TextIndex, TokenKind, Vocabulary};
+use crate::gguf::StrArray;
+
+/// No symbol: the end of the list.
+const NONE: u32 = u32::MAX;
+
+/// A vocabulary with scores. It has no list of merges: whether two tokens join is one look at their joint text, as in
+/// SentencePiece itself. A list holds every way to make every token, half a million for 262,144 of them.
+pub(super) struct ScoredPieces {
+    tokens: StrArray,
+    kinds: Vec<TokenKind>,
+    scores: Vec<f32>,
+    ids: TextIndex,
+    /// Ids of user-defined tokens that are written with [`BLANK`], by their text with plain blanks.
+    plain: HashMap<String, u32>,
+    byte_ids: Box<[Option<u32>; 256]>,
+    unk: Option<u32>,
+    longest: usize, // bytes of the longest token
+}
+
+impl ScoredPieces {
+    /// The scores are one for each token, and none is NaN.
+    pub(super) fn new(vocabulary: Vocabulary<'_>, scores: &[f32], unk: Option<u32>) -> Self {
+        let Vocabulary { tokens, kinds, ids } = vocabulary;
+        let mut plain = HashMap::new();
+        for (id, (text, &kind)) in tokens.iter().zip(&kinds).enumerate() {
+            if is_escaped(text, kind) {
+                plain.entry(plain_blanks(text)).or_insert(id as u32);
+            }
+        }
+        let mut model = Self {
+            longest: tokens.iter().map(str::len).max().unwrap_or(0),
+            tokens: tokens.clone(),
+            scores: scores.to_vec(),
+            byte_ids: Box::new([None; 256]),
+            kinds,
+            ids,
+            plain,
+            unk,
+        };
+        model.byte_ids = Box::new(std::array::from_fn(|byte| model.id(&format!("<0x{byte:02X}>"))));
+        model
+    }
+
+    fn id(&self, text: &str) -> Option<u32> {
+        let written = self.ids.get(&self.tokens, text).filter(|&id| !is_escaped(text, self.kind(id)));
+        let plain = if text.contains(' ') { self.plain.get(text).copied() } else { None };
+        match (written, plain) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    fn kind(&self, id: u32) -> TokenKind {
+        self.kinds[id as usize]
+    }
+
+    fn text(&self, id: u32) -> &str {
+        self.tokens.get(id as usize).unwrap_or_default()
+    }
+
+    /// The token that two neighbours become. Control and byte tokens are not made from text, and user-defined ones are
+    /// found before anything is joined.
+    fn joint(&self, left: u32, right: u32, scratch: &mut String) -> Option<u32> {
+        if self.kind(left) != TokenKind::Normal || self.kind(right) != TokenKind::Normal {
+            return None;
+        }
+        let (left, right) = (self.text(left), self.text(right));
+        if left.len() + right.len() > self.longest {
+            return None;
+        }
+        scratch.clear();
+        scratch.push_str(left);
+        scratch.push_str(right);
+        self.ids.get(&self.tokens, scratch).filter(|&id| self.kind(id) == TokenKind::Normal)
+    }
+
+    /// One symbol for each character, or for each byte of one that has no token.
+    fn symbols(&self, text: &str) -> Vec<Symbol> {
+        let mut symbols = Vec::with_capacity(text.len());
+        let mut unknown_until = None; // the end of unknown characters that become one token
+        for (start, c) in text.char_indices() {
+            let end = start + c.len_utf8();
+            let part = &text[start..end];
+            let id = self.id(part);
+            if id.is_none() && part.bytes().any(|byte| self.byte_ids[byte as usize].is_none()) {
+                unknown_until = Some(end);
+                continue;
+            }
+            let mut push = |id, end: usize| symbols.push(Symbol { id, end: end as u32, ..Symbol::default() });
+            if let (Some(end), Some(unk)) = (unknown_until.take(), self.unk) {
+                push(unk, end);
+            }
+            match id {
+                Some(id) => push(id, end),
+                None => {
+                    let bytes = part.bytes().filter_map(|byte| self.byte_ids[byte as usize]);
+                    bytes.zip(start + 1..).for_each(|(id, end)| push(id, end));
+                }
+            }
+        }
+        if let (Some(end), Some(unk)) = (unknown_until, self.unk) {
+            symbols.push(Symbol { id: unk, end: end as u32, ..Symbol::default() });
+        }
+        let last = symbols.len().saturating_sub(1);
+        for (at, symbol) in symbols.iter_mut().enumerate() {
+            symbol.previous = if at == 0 { NONE } else { at as u32 - 1 };
+            symbol.next = if at == last { NONE } else { at as u32 + 1 };
+        }
+        symbols
+    }
+
+    /// The symbols of a text after every join.
+    fn join(&self, text: &str) -> Vec<Symbol> {
+        let mut symbols = self.symbols(text);
+        let mut scratch = String::with_capacity(self.longest);
+        let mut candidate = |symbols: &[Symbol], at: u32| {
+            let left = symbols[at as usize];
+            let right = *symbols.get(left.next as usize)?;
+            let joint = self.joint(left.id, right.id, &mut scratch)?;
+            let order = descending(self.scores[joint as usize]);
+            Some(Reverse(Candidate { order, joint, left: left.id, at, end: right.end }))
+        };
+        let all = 0..symbols.len() as u32;
+        let mut queue: BinaryHeap<_> = all.filter_map(|at| candidate(&symbols, at)).collect();
+        while let Some(Reverse(best)) = queue.pop() {
+            let left = symbols[best.at as usize];
+            // A candidate is stale once either of its symbols was joined: the pair now ends elsewhere, or is gone.
+            let Some(&right) = symbols.get(left.next as usize).filter(|right| right.end == best.end) else {
+                continue;
+            };
+            symbols[left.next as usize].next = NONE;
+            let joined = &mut symbols[best.at as usize];
+            (joined.id, joined.end, joined.next) = (best.joint, right.end, right.next);
+            if let Some(next) = symbols.get_mut(right.next as usize) {
+                next.previous = best.at;
+            }
+            if left.previous != NONE {
+                queue.extend(candidate(&symbols, left.previous));
+            }
+            queue.extend(candidate(&symbols, best.at));
+        }
+        symbols
+    }
+}
+
+impl Model for ScoredPieces {
+    type Trainer = TrainerWrapper;
+
+    fn tokenize(&self, sequence: &str) -> tokenizers::Result<Vec<Token>> {
+        if u32::try_from(sequence.len()).is_err() {
+            return Err(format!("a text of {} bytes, the most is {}", sequence.len(), u32::MAX).into());
+        }
+        let symbols = self.join(sequence);
+        let (mut tokens, mut at, mut start) = (Vec::new(), 0, 0);
+        while let Some(symbol) = symbols.get(at as usize) {
+            let end = symbol.end as usize;
+            tokens.push(Token::new(symbol.id, String::new(), (start, end)));
+            (at, start) = (symbol.next, end);
+        }
+        Ok(tokens)
+    }
+
+    fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.id(token)
+    }
+
+    fn id_to_token(&self, id: u32) -> Option<String> {
+        self.tokens.get(id as usize).map(str::to_owned)
+    }
+
+    fn get_vocab(&self) -> HashMap<String, u32> {
+        self.tokens.iter().zip(0..).map(|(text, id)| (text.to_owned(), id)).collect()
+    }
+
+    fn get_vocab_size(&self) -> usize {
+        self.tokens.len()
+    }
+
+    fn save(&self, _folder: &Path, _prefix: Option<&str>) -> tokenizers::Result<Vec<PathBuf>> {
+        Err("a vocabulary with scores is not written".into())
+    }
+
+    fn get_trainer(&self) -> TrainerWrapper {
+        tokenizers::ModelWrapper::BPE(Default::default()).get_trainer()
+    }
+}
+
+impl fmt::Debug for ScoredPieces {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ScoredPieces").field("n_tokens", &self.tokens.len()).finish_non_exhaustive()
+    }
+}
+
+/// A token at its place in a text, in a list that is linked both ways.
+#[derive(Clone, Copy, Default)]
+struct Symbol {
+    id: u32,
+    end: u32, // bytes from the start of the text
+    previous: u32,
+    next: u32, // NONE for the last one and for one that was joined to its left neighbour
+}
+
+/// Two neighbours that could become one token. The least is joined first: the highest score, then the lowest ids, then
+/// the leftmost.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Candidate {
+    order: u32, // of the score, see `descending`
+    joint: u32,
+    left: u32,
+    at: u32,
+    end: u32, // where the pair ends
+}
+
+/// A number that is the smaller the higher a score is.
+fn descending(score: f32) -> u32 {
+    let bits = score.to_bits();
+    if bits >> 31 == 0 { !(bits | 1 << 31) } else { bits }
+}
+
+/// Whether a token stands in texts with plain blanks: user-defined ones are found before blanks are replaced.
+fn is_escaped(text: &str, kind: TokenKind) -> bool {
+    kind == TokenKind::UserDefined && text.contains(BLANK)
+}
+
+/// A token's text with plain blanks.
+pub(super) fn plain_blanks(text: &str) -> String {
+    text.replace(BLANK, " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::descending;
+
+    #[test]
+    fn scores_are_ordered_as_numbers_the_highest_first() {
+        let scores = [f32::INFINITY, 3.5, 1.0, f32::MIN_POSITIVE, 0.0, -0.0, -1.0, -1e9, f32::NEG_INFINITY];
+        assert!(scores.windows(2).all(|pair| descending(pair[0]) < descending(pair[1])));
+    }
+}
