@@ -371,7 +371,9 @@ impl GraphBuilder {
     pub fn input_id(&self, value: ValueId) -> InputId {
         match self.graph.value(value).origin {
             Origin::Input(id) => id,
-            other => panic!("{other:?} is not a step input"),
+            other @ (Origin::Weight(_) | Origin::State(_) | Origin::Node { .. }) => {
+                panic!("{other:?} is not a step input")
+            }
         }
     }
 
