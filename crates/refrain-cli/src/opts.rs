@@ -137,7 +137,8 @@ impl DeviceOpts {
         let phases = Phases::default();
         let on_load = load_listener(phases.clone(), context);
         let options = SessionOptions { on_load, ..self.tried_session(n_context, context)? };
-        let may_fall_back = self.device == DeviceArg::Auto && self.graph != GraphArg::Require;
+        let needs_card = self.graph == GraphArg::Require || self.verify.is_some() || self.profile.is_some();
+        let may_fall_back = self.device == DeviceArg::Auto && !needs_card;
         let made = make(&options);
         phases.end();
         match made {
@@ -181,6 +182,10 @@ impl DeviceOpts {
     fn pick(&self, context: &Context) -> anyhow::Result<Device> {
         if self.faults.is_some() && self.device != DeviceArg::Sim {
             return Err(Hinted::new("--faults is for the simulated device", "add --device sim").into());
+        }
+        if self.verify.is_some() && (self.graph == GraphArg::Off || self.profile.is_some()) {
+            let message = "--verify compares replays with eager runs, and nothing is replayed here";
+            return Err(Hinted::new(message, "leave out --graph off and --profile, or --verify").into());
         }
         let graph = match self.graph {
             GraphArg::Auto => GraphMode::Auto,

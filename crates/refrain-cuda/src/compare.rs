@@ -58,15 +58,18 @@ impl Machine {
         let step = live_step(&program.plan, segment, warm, resident, &followed.control, position)
             .map_err(CudaError::driver("preparing a comparison"))?;
         let compared = compare_live(graph, &mut self.stream, &mut resident.lease, warm, &step);
-        self.compared.n_steps += 1;
-        self.compared.took += began.elapsed();
         let error = match compared {
-            Ok(()) => return Ok(Some(Ran::REPLAYED)),
+            // Nothing was compared: the step is still to be sent, and meets the same failure as any other would.
+            Err(VerifyError::Driver(source)) if !source.is_final() => return Ok(None),
             Err(VerifyError::Driver(source)) => {
                 return Err(CudaError::Driver { step: warm.name().to_owned(), source });
             }
-            Err(error @ VerifyError::Mismatch { .. }) => error,
+            Ok(()) => None,
+            Err(error @ VerifyError::Mismatch { .. }) => Some(error),
         };
+        self.compared.n_steps += 1;
+        self.compared.took += began.elapsed();
+        let Some(error) = error else { return Ok(Some(Ran::REPLAYED)) };
         self.compared.n_mismatches += 1;
         let mut site = Site { stream: &mut self.stream, lease: &mut resident.lease };
         let reason = self.cache.demote(&key, &mut site, warm, error.reason())?;

@@ -207,13 +207,13 @@ impl Machine {
         if self.pump.n_pending() > 0 {
             self.settle()?;
         }
-        let before = std::mem::replace(&mut self.model.states, states);
         let room = self.resident.as_ref().map(|resident| resident.room);
         self.set_aside(true)?;
+        let before = std::mem::replace(&mut self.model.states, states);
         let Some(kept) = self.kept.take() else { return Ok(()) };
         let places = kept.places.with_states(&self.model, self.options.scratch_blocks);
         let resized = match places {
-            Ok(places) => kept.resize(&self.ctx, &mut self.stream, places),
+            Ok(places) => kept.resize(&self.ctx, &mut self.stream, places, room.unwrap_or_default()),
             Err(error) => Err((error, Some(kept))),
         };
         match resized {
@@ -225,8 +225,11 @@ impl Machine {
             Err((error, kept)) => {
                 // As if nobody had asked: the programs there are go on.
                 (self.kept, self.model.states) = (kept, before);
-                if let (Some(room), Some(kept)) = (room, &self.kept) {
-                    self.plan_memory(kept.places.clone(), [room, room])?;
+                if let (Some(room), Some(kept)) = (room, &self.kept)
+                    && let Err(second) = self.plan_memory(kept.places.clone(), [room, room])
+                {
+                    tracing::warn!("the room that steps had before cannot be had again: {second}");
+                    self.programs.values_mut().for_each(|program| program.lowered = Err(second.clone()));
                 }
                 Err(error)
             }
@@ -404,8 +407,8 @@ impl Machine {
             return Ok(());
         };
         // No step is under way: of the arena only what steps left to be read means anything.
-        let live =
-            live_outputs(self.programs.values(), resident).map_err(CudaError::driver("finding results"))?;
+        let live = live_outputs(self.programs.values().filter(|program| program.lowered.is_ok()), resident)
+            .map_err(CudaError::driver("finding results"))?;
         for (idx, part) in program.parts().iter().enumerate() {
             let Part::Device { segment, warm } = part else { continue };
             let feedback = program.feedback.as_ref();

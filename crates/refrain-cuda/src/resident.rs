@@ -284,15 +284,21 @@ impl Kept {
         ctx: &Context,
         stream: &mut Stream,
         places: Places,
+        room: Room,
     ) -> Result<Kept, (CudaError, Option<Kept>)> {
         let failed = CudaError::driver("making room for states");
         let (free, total) = match ctx.mem_info() {
             Ok(info) => info,
             Err(error) => return Err((failed(error), Some(self))),
         };
-        // Old and new are there at once while one is copied to the other.
+        let weights_there = self.bytes() - self.places.kv_bytes;
+        // Old and new are there at once while one is copied to the other; behind that steps need the room they had.
         let none = Room::default();
-        if let Err(error) = fitting_room(ctx, &places, [none, none], (places.weight_bytes, free, total)) {
+        let beside = fitting_room(ctx, &places, [none, none], (weights_there, free, total));
+        let after = free.saturating_add(self.places.kv_bytes);
+        let fits =
+            beside.and_then(|_| fitting_room(ctx, &places, [room, room], (weights_there, after, total)));
+        if let Err(error) = fits {
             return Err((error, Some(self)));
         }
         let mut layout = Layout::new("states of two sizes");

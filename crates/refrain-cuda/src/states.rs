@@ -5,7 +5,7 @@
 //! scratch blocks only, so nothing that a session owns is read or written. States of other kinds are saved, filled,
 //! compared and put back as a whole.
 
-use refrain_graph::{Feedback, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam, Segment, StateKind};
+use refrain_graph::{Feedback, Op, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam, Segment, StateKind};
 use refrain_kernels::{CommitState, Digester};
 use refrain_tensor::DType;
 
@@ -124,13 +124,18 @@ fn control_block(plan: &Plan, n_scratch: usize, case: usize, rng: &mut Random) -
         let all: Vec<i32> = (0..ids.field.len).map(|i| id(i, rng)).collect();
         ids.field.put(&mut block, &all);
     }
-    if let Some(sampling) = plan.step_inputs().and_then(|step| step.sampling.as_ref()) {
-        let (params, seeds) = (plan.field(sampling.params), plan.field(sampling.rng));
-        let values: Vec<f32> = (0..params.len).map(|i| sample_param(i % SAMPLE_PARAMS, case)).collect();
-        params.put(&mut block, &values);
-        let values: Vec<u32> = (0..seeds.len).map(|_| rng.next()).collect();
-        seeds.put(&mut block, &values);
-        if let Some(mask) = sampling.mask.map(|mask| plan.field(mask)) {
+    for step in plan.steps() {
+        let Op::Sample(sample) = &step.op else { continue };
+        let field = |i: usize| step.inputs.get(i).and_then(|operand| plan.field_of(operand));
+        if let Some(params) = field(1) {
+            let values: Vec<f32> = (0..params.len).map(|i| sample_param(i % SAMPLE_PARAMS, case)).collect();
+            params.put(&mut block, &values);
+        }
+        if let Some(seeds) = field(2) {
+            let values: Vec<u32> = (0..seeds.len).map(|_| rng.next()).collect();
+            seeds.put(&mut block, &values);
+        }
+        if let Some(mask) = field(6).filter(|_| sample.masked) {
             // One token in two; never none.
             let values: Vec<u32> = (0..mask.len).map(|_| rng.next() | 1).collect();
             mask.put(&mut block, &values);

@@ -259,11 +259,16 @@ pub(crate) fn compare_live(
     let mut count = [0; 8];
     stream.download(lease, count_at, &mut count)?;
     stream.upload(lease, count_at, &unheard.to_le_bytes())?;
-    graph.replay(lease, stream)?;
+    if let Err(error) = graph.replay(lease, stream) {
+        if !error.is_final() {
+            restore(stream, lease, warm, &inputs, &saved)?;
+        }
+        return Err(error.into());
+    }
     let replayed = download(stream, lease, warm, &results)?;
     let replayed_entry = read_entry(stream, lease, &step.entries, unheard)?;
     restore(stream, lease, warm, &inputs, &saved)?;
-    stream.run(lease, true, |q| warm.enqueue(q))?;
+    stream.run(lease, false, |q| warm.enqueue(q))?;
     let eager = download(stream, lease, warm, &results)?;
     let eager_entry = read_entry(stream, lease, &step.entries, u64::from_le_bytes(count))?;
     if let Some(byte) = first_difference(&eager_entry, &replayed_entry) {

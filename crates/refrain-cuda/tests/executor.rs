@@ -13,7 +13,9 @@ use refrain_cuda::{
 use refrain_driver::api::Census;
 use refrain_driver::sim::{Call, FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
-use refrain_engine::{Ahead, BackendRunner, Core, RunnerOptions, SamplingParams, SamplingRow, StepKind};
+use refrain_engine::{
+    Ahead, BackendRunner, Core, EngineError, RunnerOptions, SamplingParams, SamplingRow, StepKind,
+};
 use refrain_graph::{Backend, ControlBlock, Io, Op, Ran, Reason, RunError, fuse};
 use refrain_models::{Head, KvSpec, Model, StepSpec};
 use refrain_tensor::{Bytes, DType, HostTensor, Owner};
@@ -122,6 +124,33 @@ fn a_fault_in_the_middle_of_a_text_is_final_and_says_where() {
     let again = rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row).unwrap_err();
     assert!(chain(&again).contains("700"));
     assert_eq!(rig.engine.ledger().tally(StepKind::Decode).failed, 2);
+}
+
+/// A token that does not exist is the device's fault, not the caller's; if the device is lost, that is the error.
+#[test]
+fn a_byte_that_a_kernel_gets_wrong_is_never_blamed_on_the_tokens_of_the_caller() {
+    let mut blamed = std::collections::BTreeMap::<&str, usize>::new();
+    for nth in 1..=60 {
+        let (sim, mut rig) = small("llama", options(GraphMode::Off, Method::Stream));
+        let mut talk = Talk::begin(&mut rig, 1);
+        sim.inject(FaultScript::parse(&format!("on {nth}th launch: wrong byte")).unwrap());
+        for _ in 0..6 {
+            match rig.engine.decode(&mut talk.session, talk.last.token, &mut talk.row) {
+                Ok(chosen) => talk.last = chosen,
+                Err(error) => {
+                    let what = match &error {
+                        EngineError::Run(RunError::ContextLost { .. }) => "lost",
+                        EngineError::BadChoice { .. } => "token",
+                        EngineError::NonFinite { .. } => "logits",
+                        other => panic!("launch {nth}: {other:?}"),
+                    };
+                    *blamed.entry(what).or_default() += 1;
+                    break;
+                }
+            }
+        }
+    }
+    assert!(blamed.values().sum::<usize>() > 0, "no fault had an effect");
 }
 
 #[test]

@@ -196,8 +196,14 @@ impl Memory {
 
     /// The one lease. All graphs over this memory are replayed through it.
     pub fn lease(self: &Arc<Self>) -> Result<Lease, DriverError> {
-        if self.succeeded.load(Ordering::Acquire) || self.leased.swap(true, Ordering::AcqRel) {
-            return Err(DriverError::LeaseTaken { name: self.name.clone() });
+        let taken = || DriverError::LeaseTaken { name: self.name.clone() };
+        if self.leased.swap(true, Ordering::AcqRel) {
+            return Err(taken());
+        }
+        // Looked at behind the swap: a successor says so before it ends the lease that it was made from.
+        if self.succeeded.load(Ordering::Acquire) {
+            self.leased.store(false, Ordering::Release);
+            return Err(taken());
         }
         let user = lock(&self.last_user).take();
         Ok(Lease { memory: Arc::clone(self), user })

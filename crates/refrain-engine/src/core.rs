@@ -142,21 +142,17 @@ impl Core {
 
     /// A new sequence whose blocks are reserved, after the cache has grown where it must.
     pub(crate) fn open_reserved(&mut self, context: usize) -> Result<SequenceState, EngineError> {
-        let reserved = match self.blocks.reserve(context) {
-            Some(reserved) => Some(reserved),
-            None => {
-                let (n_blocks, max_blocks) = self.blocks.size_for(context);
-                self.settle();
-                self.runner.resize(n_blocks, max_blocks)?;
-                self.blocks.extend(n_blocks, max_blocks);
-                self.blocks.reserve(context)
+        // Other threads reserve meanwhile: what was made for this sequence may be taken by then.
+        let reserved = loop {
+            if let Some(reserved) = self.blocks.reserve(context) {
+                break reserved;
             }
+            let (n_blocks, max_blocks) = self.blocks.size_for(context);
+            self.settle();
+            self.runner.resize(n_blocks, max_blocks)?;
+            self.blocks.extend(n_blocks, max_blocks);
         };
-        debug_assert!(
-            reserved.is_some(),
-            "the pool was made large enough, and only this thread makes it larger"
-        );
-        Ok(SequenceState::new(&self.blocks, context, reserved))
+        Ok(SequenceState::new(&self.blocks, context, Some(reserved)))
     }
 
     pub(crate) fn blocks(&self) -> &SharedPool {

@@ -63,7 +63,8 @@ impl fmt::Display for Tally {
             write!(f, ", {} failed", self.failed)?;
         }
         if self.unused > 0 {
-            write!(f, ", {} speculative discarded", self.unused)?;
+            let s = if self.unused == 1 { "" } else { "s" };
+            write!(f, ", {} speculative step{s} discarded", self.unused)?;
         }
         let mut reasons: Vec<_> = self.reasons().collect();
         reasons.sort_by_key(|(_, n, _)| std::cmp::Reverse(*n));

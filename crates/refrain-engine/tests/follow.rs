@@ -84,7 +84,7 @@ fn what_is_under_way_is_dropped_when_the_caller_goes_elsewhere() {
     assert_eq!((tally.steps(), tally.unused, tally.failed), (6, 18, 0));
     assert_eq!(
         tally.to_string().split(" (").next(),
-        Some("6 steps, 0 replayed, 6 eager, 18 speculative discarded")
+        Some("6 steps, 0 replayed, 6 eager, 18 speculative steps discarded")
     );
 }
 

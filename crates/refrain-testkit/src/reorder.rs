@@ -36,6 +36,9 @@ pub fn reordered(graph: &Graph, rng: &mut Rng) -> Result<Graph, GraphError> {
     for output in graph.outputs() {
         builder.output(&output.name, map[&output.value])?;
     }
+    if let Some(step) = graph.step() {
+        builder.declare_step(step.clone());
+    }
     Ok(builder.finish())
 }
 
@@ -51,7 +54,7 @@ fn before(graph: &Graph) -> Vec<Vec<usize>> {
         };
         let mut before: Vec<usize> = node.inputs.iter().filter_map(maker).collect();
         for state in node.inputs.iter().filter_map(|&v| graph.state_of(v)) {
-            if matches!(node.op, Op::KvAppend) {
+            if !node.op.state_updates().is_empty() {
                 before.extend(&readers[state.idx()]);
             }
             readers[state.idx()].push(idx);

@@ -125,8 +125,8 @@ pub struct Session {
 impl Session {
     /// Brings a model to a device, if no other session of it is there already.
     ///
-    /// The cache of a CUDA device keeps the size that it was made with: a further session there that finds no room
-    /// loads the weights once more.
+    /// The KV cache grows for a further session, and steps are then compiled again. Where a device has no room for the old
+    /// and the new cache at once, the session is refused.
     pub fn new(model: &Model, options: &SessionOptions) -> Result<Session, Error> {
         let (made, sequence) = model.engines().open(model.weights(), model.name(), options)?;
         // What was repacked or is on the card is not read from the file again; what still is, as float weights are on
