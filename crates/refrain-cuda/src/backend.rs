@@ -341,6 +341,10 @@ impl Backend for CudaBackend {
         });
         let backend = self.name();
         compiled.map_err(|error| match error {
+            error @ (CudaError::Required { .. } | CudaError::Driver { .. }) if error.is_final() => {
+                let code = error.code().unwrap_or(0);
+                CompileError::ContextLost { backend, code, source: Arc::new(error) }
+            }
             CudaError::NoKernel { op, label, because } => {
                 CompileError::Unsupported { backend, op, label, because }
             }

@@ -275,6 +275,9 @@ impl EngineError {
             EngineError::Run(RunError::ContextLost { backend, label, code, .. }) => {
                 Some(Stopped::DeviceLost { backend, label: label.clone(), code: *code })
             }
+            EngineError::Compile(CompileError::ContextLost { backend, code, .. }) => {
+                Some(Stopped::DeviceLost { backend, label: "preparing a plan".into(), code: *code })
+            }
             _ => None,
         }
     }

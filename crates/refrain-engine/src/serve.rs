@@ -24,12 +24,15 @@ pub(crate) struct Mailbox {
     is_new: AtomicBool,
 }
 
+/// Channels of requests that have not ended.
+type OpenChannels = Vec<(RequestId, Arc<Channel>)>;
+
 #[derive(Default)]
 struct Mail {
     jobs: Vec<Job>,
     calls: Vec<Call>,
     /// Channels of the requests that have not ended, from the oldest.
-    open: Vec<(RequestId, Arc<Channel>)>,
+    open: OpenChannels,
     is_closed: bool,
     stopped: Option<Stopped>,
 }
@@ -147,13 +150,13 @@ impl Mailbox {
         lock(&self.mail).open.retain(|(open, _)| *open != id);
     }
 
-    /// From here on nothing is taken in; gives what nobody has looked at.
-    fn stop(&self, why: &Stopped) -> (Vec<Job>, Vec<Call>) {
+    /// From here on nothing is taken in; gives what nobody has looked at, and the channels of all that has not ended.
+    fn stop(&self, why: &Stopped) -> (Vec<Job>, Vec<Call>, OpenChannels) {
         let mut mail = lock(&self.mail);
         mail.stopped = Some(why.clone());
-        mail.open.clear();
         self.stopped.notify_all();
-        (std::mem::take(&mut mail.jobs), std::mem::take(&mut mail.calls))
+        let open = std::mem::take(&mut mail.open);
+        (std::mem::take(&mut mail.jobs), std::mem::take(&mut mail.calls), open)
     }
 }
 
@@ -162,9 +165,14 @@ pub(crate) fn serve(mut core: Core, mailbox: &Mailbox) {
     let mut jobs = Vec::new();
     let served = catch_unwind(AssertUnwindSafe(|| serve_all(&mut core, mailbox, &mut jobs)));
     let why = served.unwrap_or_else(|panic| Stopped::Panicked { message: message_of(&*panic) });
-    let (unseen, calls) = mailbox.stop(&why);
+    let (unseen, calls, mut open) = mailbox.stop(&why);
     for job in jobs.drain(..).chain(unseen) {
+        open.retain(|(id, _)| *id != job.id);
         job.fail(why.clone().into());
+    }
+    // A panic in the middle of a job's end leaves a channel whose job is gone: its consumer must hear of it too.
+    for (_, channel) in open {
+        channel.push(Err(why.clone().into()));
     }
     // Callers hear of it when what would have answered them is dropped.
     drop(calls);

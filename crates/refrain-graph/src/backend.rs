@@ -56,6 +56,17 @@ pub enum CompileError {
         /// Bytes allowed.
         limit_bytes: usize,
     },
+    /// The device's context was lost while it prepared the plan: nothing runs on it in this process any more.
+    #[error("{backend} lost its context while it prepared the plan, with error {code}")]
+    ContextLost {
+        /// Name of the backend.
+        backend: &'static str,
+        /// The driver's code.
+        code: u32,
+        /// What failed.
+        #[source]
+        source: std::sync::Arc<dyn std::error::Error + Send + Sync>,
+    },
     /// The backend failed while it prepared the plan.
     #[error("{backend} could not prepare the plan")]
     Backend {
@@ -76,6 +87,9 @@ impl CompileError {
             }
             CompileError::Plan(error) => Some(error.hint().into()),
             CompileError::TooLarge { .. } => Some("use smaller steps, or allow a larger arena".into()),
+            CompileError::ContextLost { .. } => {
+                Some("start the program again, or run on another device".into())
+            }
             CompileError::Backend { .. } => None,
         }
     }
