@@ -6,7 +6,8 @@ use std::time::Duration;
 /// How a step ran.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ran {
-    /// From recorded graphs alone: everything that runs on the device was replayed.
+    /// From recorded graphs alone: everything that runs on the device was replayed. A step that was compared with its eager
+    /// run and came out equal counts as well, though the eager run's results are the ones kept.
     Replayed {
         /// Graphs that were launched; 1 for a plan without host steps.
         n_launches: u32,
