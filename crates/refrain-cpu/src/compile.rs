@@ -364,7 +364,15 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Op
         Op::View(_)
         | Op::Copy
         | Op::Cast(_)
-        | Op::Reduce(_)
+        | Op::Reduce { .. }
+        | Op::Compare(_)
+        | Op::Select
+        | Op::Pick
+        | Op::PlaceColumns { .. }
+        | Op::Pad { .. }
+        | Op::ScatterAddRows { .. }
+        | Op::SpanAttention(_)
+        | Op::Train(_)
         | Op::Softmax
         | Op::Accumulate
         | Op::HostCall(_) => None,

@@ -44,7 +44,15 @@ pub(crate) fn eps(op: &Op) -> Option<f32> {
         | Op::Cast(_)
         | Op::Unary(_)
         | Op::Binary(_)
-        | Op::Reduce(_)
+        | Op::Reduce { .. }
+        | Op::Compare(_)
+        | Op::Select
+        | Op::Pick
+        | Op::PlaceColumns { .. }
+        | Op::Pad { .. }
+        | Op::ScatterAddRows { .. }
+        | Op::SpanAttention(_)
+        | Op::Train(_)
         | Op::Softmax
         | Op::MatMul
         | Op::GatherRows(_)

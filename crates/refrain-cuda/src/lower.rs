@@ -47,7 +47,18 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
             "copies are of elements of 1, 2 or 4 bytes",
         ),
         Op::Cast(to) => no(!ins[0].dtype.is_float() || !to.is_float(), "casts are between float types"),
-        Op::Unary(_) | Op::Reduce(_) | Op::Softmax => {
+        Op::Reduce { axis, .. } if *axis + 1 != ins[0].shape.rank() => {
+            Some("only the last dimension is reduced")
+        }
+        Op::Compare(_)
+        | Op::Select
+        | Op::Pick
+        | Op::PlaceColumns { .. }
+        | Op::Pad { .. }
+        | Op::ScatterAddRows { .. }
+        | Op::SpanAttention(_)
+        | Op::Train(_) => Some("there is no kernel for it yet"),
+        Op::Unary(_) | Op::Reduce { .. } | Op::Softmax => {
             no(!is(0, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
         }
         Op::Binary(_) | Op::Gate(_) => {
@@ -285,7 +296,7 @@ impl Lowering<'_> {
                 shape: step.outputs[0].layout.shape(),
                 step: label,
             })?),
-            Op::Reduce(kind) => {
+            Op::Reduce { kind, .. } => {
                 let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
                 launches.push(k.reduce(&ReduceArgs {
                     kind: *kind,
@@ -361,6 +372,14 @@ impl Lowering<'_> {
             Op::Attention(_) => self.attention(step, launches)?,
             Op::Sample(_) => self.sample(step, launches)?,
             // The output is the state itself: each element is read before it is written.
+            Op::Compare(_)
+            | Op::Select
+            | Op::Pick
+            | Op::PlaceColumns { .. }
+            | Op::Pad { .. }
+            | Op::ScatterAddRows { .. }
+            | Op::SpanAttention(_)
+            | Op::Train(_) => unreachable!("refused when the graph was compiled"),
             Op::Accumulate => launches.push(k.binary(&BinaryArgs {
                 f: Binary::Add,
                 a: view(0)?,

@@ -202,7 +202,15 @@ impl<'a> Choice<'a> {
             | Op::Cast(_)
             | Op::Unary(_)
             | Op::Binary(_)
-            | Op::Reduce(_)
+            | Op::Reduce { .. }
+            | Op::Compare(_)
+            | Op::Select
+            | Op::Pick
+            | Op::PlaceColumns { .. }
+            | Op::Pad { .. }
+            | Op::ScatterAddRows { .. }
+            | Op::SpanAttention(_)
+            | Op::Train(_)
             | Op::Softmax
             | Op::GatherRows(_)
             | Op::RmsNorm { .. }

@@ -42,6 +42,51 @@ pub struct PagedBound {
     label: String,
 }
 
+/// Documents that the rows of a step belong to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpanBound {
+    /// First row and end of each row's document.
+    pub spans: Field, // [n, 2]
+    label: String,
+}
+
+impl SpanBound {
+    /// Rows there are.
+    pub fn n_rows(&self) -> usize {
+        self.spans.len / 2
+    }
+
+    /// The document of a row.
+    pub fn at(&self, control: &[u8], row: usize) -> [i32; 2] {
+        [self.spans.at(control, 2 * row), self.spans.at(control, 2 * row + 1)]
+    }
+
+    /// A number that is wrong where documents do not lie one after another, each with one span for all its rows.
+    fn find_bad(&self, control: &[u8]) -> Option<i64> {
+        let mut row = 0;
+        while row < self.n_rows() {
+            let span = self.at(control, row);
+            let [first, end] = span.map(i64::from);
+            if first == end && (0..=self.n_rows() as i64).contains(&first) {
+                row += 1;
+                continue;
+            }
+            if first != row as i64 {
+                return Some(first);
+            }
+            if end <= first || end > self.n_rows() as i64 {
+                return Some(end);
+            }
+            let end = end as usize;
+            if let Some(other) = (row..end).find(|&i| self.at(control, i) != span) {
+                return Some(self.at(control, other)[0].into());
+            }
+            row = end;
+        }
+        None
+    }
+}
+
 /// A number that points outside what it indexes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OutOfBounds {
@@ -62,6 +107,8 @@ pub struct Bounds {
     pub ids: Vec<IdBound>,
     /// Rows of tokens in paged caches.
     pub paged: Vec<PagedBound>,
+    /// Documents of rows.
+    pub spans: Vec<SpanBound>,
     /// States of which some rows are found through numbers that are not in the control block.
     pub computed: Vec<usize>,
 }
@@ -93,6 +140,14 @@ impl Bounds {
             Indexing::Paged { cache, positions, reach } => {
                 let places = [&ins[positions], &ins[positions + 1], &ins[positions + 2]];
                 self.add_paged(plan, &ins[cache], places, reach, step);
+            }
+            Indexing::Below { ids, limit } => self.add_ids(plan, &ins[ids], limit, step, true),
+            Indexing::Spans { spans } => {
+                if let Some(field) = plan.field_of(&ins[spans])
+                    && self.spans.iter().all(|known| known.spans != field)
+                {
+                    self.spans.push(SpanBound { spans: field, label: step.label.clone() });
+                }
             }
         }
     }
@@ -149,6 +204,11 @@ impl Bounds {
             let bad = ids.field.read(control).find(|&id| id >= 0 && id as usize >= ids.limit);
             if let Some(id) = bad {
                 return out(&ids.label, "row", id.into(), ids.limit);
+            }
+        }
+        for spans in &self.spans {
+            if let Some(got) = spans.find_bad(control) {
+                return out(&spans.label, "the span of a document", got, spans.n_rows());
             }
         }
         for p in &self.paged {

@@ -217,9 +217,9 @@ impl Graph {
                 Origin::Input(_) | Origin::Weight(_) => return None,
                 Origin::Node { node, output } => {
                     let node = self.node(node);
-                    let updated = node.op.state_updates().iter().find(|(out, _)| *out == output);
+                    let updated = node.op.state_updates().into_iter().find(|(out, _)| *out == output);
                     value = match updated {
-                        Some((_, input)) => node.inputs[*input],
+                        Some((_, input)) => node.inputs[input],
                         None if matches!(node.op, Op::View(_)) => node.inputs[0],
                         None => return None,
                     };
@@ -364,6 +364,11 @@ impl GraphBuilder {
         self.graph.step = Some(step);
     }
 
+    /// Whether a value is a step input.
+    pub fn is_input(&self, value: ValueId) -> bool {
+        matches!(self.graph.value(value).origin, Origin::Input(_))
+    }
+
     /// The input that a value is.
     ///
     /// # Panics
@@ -395,7 +400,7 @@ impl GraphBuilder {
             self.refuse_older_version(input, &label)?;
         }
         let mut changed: Vec<(usize, StateId)> = Vec::new();
-        for &(output, input) in op.state_updates() {
+        for (output, input) in op.state_updates() {
             let state = self.changed_state(inputs[input], &label)?;
             if changed.iter().any(|(_, known)| *known == state) {
                 let because = "changed twice by one op";

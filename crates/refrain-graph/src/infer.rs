@@ -1,6 +1,7 @@
 //! Shape and dtype rules, one arm per op.
 
-use crate::op::{Op, SAMPLE_PARAMS, Sample, TensorType, View};
+use crate::op::{Op, Rope, SAMPLE_PARAMS, Sample, TensorType, View};
+use crate::train_op::infer_span_attention;
 use refrain_tensor::{DType, Layout, Shape, TensorError};
 
 /// Why an op refuses its inputs.
@@ -47,20 +48,26 @@ pub enum InferError {
     },
 }
 
-struct Rule<'a> {
-    op: &'static str,
-    inputs: &'a [TensorType],
+/// The inputs of an op, as its rule looks at them.
+pub(crate) struct Rule<'a> {
+    pub(crate) op: &'static str,
+    pub(crate) inputs: &'a [TensorType],
 }
 
 impl Rule<'_> {
-    fn arity(&self, want: usize) -> Result<(), InferError> {
+    pub(crate) fn arity(&self, want: usize) -> Result<(), InferError> {
         if self.inputs.len() == want {
             return Ok(());
         }
         Err(InferError::Arity { op: self.op, want, got: self.inputs.len() })
     }
 
-    fn require(&self, index: usize, holds: bool, want: impl Into<String>) -> Result<(), InferError> {
+    pub(crate) fn require(
+        &self,
+        index: usize,
+        holds: bool,
+        want: impl Into<String>,
+    ) -> Result<(), InferError> {
         if holds {
             return Ok(());
         }
@@ -68,20 +75,20 @@ impl Rule<'_> {
     }
 
     /// The shape of a result. Inputs of no elements can have dimensions that a result cannot.
-    fn shape(&self, dims: &[usize]) -> Result<Shape, InferError> {
+    pub(crate) fn shape(&self, dims: &[usize]) -> Result<Shape, InferError> {
         Shape::new(dims).map_err(|source| InferError::View { op: self.op, source })
     }
 
-    fn float(&self, index: usize) -> Result<(), InferError> {
+    pub(crate) fn float(&self, index: usize) -> Result<(), InferError> {
         self.require(index, self.inputs[index].dtype.is_float(), "F32, F16 or BF16")
     }
 
-    fn exact(&self, index: usize, dtype: DType, dims: &[usize]) -> Result<(), InferError> {
+    pub(crate) fn exact(&self, index: usize, dtype: DType, dims: &[usize]) -> Result<(), InferError> {
         let t = self.inputs[index];
         self.require(index, t.dtype == dtype && t.shape.dims() == dims, format!("{dtype}{dims:?}"))
     }
 
-    fn rank(&self, index: usize, rank: usize) -> Result<&[usize], InferError> {
+    pub(crate) fn rank(&self, index: usize, rank: usize) -> Result<&[usize], InferError> {
         self.require(index, self.inputs[index].shape.rank() == rank, format!("{rank} dimensions"))?;
         Ok(self.inputs[index].shape.dims())
     }
@@ -106,12 +113,11 @@ impl Op {
             }
             Op::Cast(to) => {
                 rule.arity(1)?;
-                rule.require(0, to.is_float(), format!("a cast to F32, F16 or BF16, not {to}"))?;
-                rule.require(
-                    0,
-                    !is_integer(inputs[0].dtype),
-                    "numbers: F32, F16, BF16 or a quantised dtype",
-                )?;
+                let integer = |dtype| dtype == DType::I32;
+                rule.require(0, to.is_float() || integer(*to), format!("a cast to floats or I32, not {to}"))?;
+                let from = inputs[0].dtype;
+                let is_number = !is_integer(from) || (integer(from) && to.is_float());
+                rule.require(0, is_number, "F32, F16, BF16, a quantised dtype, or I32 that becomes floats")?;
                 Ok(vec![TensorType { dtype: *to, shape: inputs[0].shape }])
             }
             Op::Unary(_) | Op::Softmax => {
@@ -120,14 +126,51 @@ impl Op {
                 Ok(vec![inputs[0]])
             }
             Op::Binary(_) => infer_binary(&rule),
-            Op::Reduce(_) => {
+            Op::Reduce { axis, .. } => {
                 rule.arity(1)?;
                 rule.float(0)?;
-                rule.require(0, inputs[0].shape.rank() >= 1, "at least one dimension")?;
                 let mut dims = inputs[0].shape.dims().to_vec();
-                if let Some(last) = dims.last_mut() {
-                    *last = 1;
-                }
+                rule.require(0, *axis < dims.len(), format!("at least {} dimensions", axis + 1))?;
+                dims[*axis] = 1;
+                Ok(vec![TensorType { dtype: inputs[0].dtype, shape: rule.shape(&dims)? }])
+            }
+            Op::Compare(_) => {
+                rule.arity(2)?;
+                let comparable = inputs[0].dtype.is_float() || inputs[0].dtype == DType::I32;
+                rule.require(0, comparable, "F32, F16, BF16 or I32")?;
+                let ty = infer_broadcast(&rule, [0, 1])?;
+                Ok(vec![TensorType { dtype: DType::I32, shape: ty.shape }])
+            }
+            Op::Select => {
+                rule.arity(3)?;
+                rule.require(0, inputs[0].dtype == DType::I32, "I32")?;
+                rule.float(1)?;
+                let both = infer_broadcast(&rule, [1, 2])?;
+                let shape = inputs[0].shape.broadcast(&both.shape);
+                rule.require(0, shape.is_some(), format!("a shape that broadcasts with {}", both.shape))?;
+                Ok(vec![TensorType { dtype: both.dtype, shape: shape.unwrap_or(both.shape) }])
+            }
+            Op::Pick => {
+                rule.arity(2)?;
+                rule.float(0)?;
+                let n = rule.rank(0, 2)?[0];
+                rule.exact(1, DType::I32, &[n])?;
+                Ok(vec![TensorType { dtype: inputs[0].dtype, shape: rule.shape(&[n, 1])? }])
+            }
+            Op::PlaceColumns { width } => {
+                rule.arity(2)?;
+                rule.float(1)?;
+                let n = rule.rank(0, 1)?[0];
+                rule.exact(0, DType::I32, &[n])?;
+                rule.require(1, inputs[1].shape.dims() == [n, 1], format!("[{n}, 1]"))?;
+                Ok(vec![TensorType { dtype: inputs[1].dtype, shape: rule.shape(&[n, *width])? }])
+            }
+            Op::Pad { axis, before, after } => {
+                rule.arity(1)?;
+                rule.float(0)?;
+                let mut dims = inputs[0].shape.dims().to_vec();
+                rule.require(0, *axis < dims.len(), format!("at least {} dimensions", axis + 1))?;
+                dims[*axis] = dims[*axis].saturating_add(*before).saturating_add(*after);
                 Ok(vec![TensorType { dtype: inputs[0].dtype, shape: rule.shape(&dims)? }])
             }
             Op::MatMul => infer_matmul(&rule),
@@ -138,6 +181,14 @@ impl Op {
                 rule.require(1, inputs[1].dtype == DType::I32, "I32")?;
                 rule.require(0, to.is_float() && !is_integer(inputs[0].dtype), "a table of numbers")?;
                 Ok(vec![TensorType { dtype: *to, shape: rule.shape(&[n, d])? }])
+            }
+            Op::ScatterAddRows { n_rows } => {
+                rule.arity(2)?;
+                rule.float(1)?;
+                let (n, d) = (rule.rank(0, 1)?[0], rule.rank(1, 2)?[1]);
+                rule.exact(0, DType::I32, &[n])?;
+                rule.require(1, inputs[1].shape.dims() == [n, d], format!("{n} rows"))?;
+                Ok(vec![TensorType { dtype: inputs[1].dtype, shape: rule.shape(&[*n_rows, d])? }])
             }
             Op::RmsNorm { .. } => {
                 rule.arity(2)?;
@@ -168,16 +219,7 @@ impl Op {
                 rule.require(1, inputs[1] == inputs[0], format!("{}", inputs[0]))?;
                 Ok(vec![inputs[0]])
             }
-            Op::Rope(rope) => {
-                rule.arity(3)?;
-                rule.float(0)?;
-                let dims = rule.rank(0, 3)?;
-                let even = rope.n_dims.is_multiple_of(2) && rope.n_dims <= dims[2] && rope.n_dims > 0;
-                rule.require(0, even, format!("heads of at least {} elements", rope.n_dims))?;
-                rule.exact(1, DType::I32, &[dims[0]])?;
-                rule.exact(2, DType::F32, &[rope.n_dims / 2])?;
-                Ok(vec![inputs[0]])
-            }
+            Op::Rope(rope) => infer_rope(&rule, rope),
             Op::KvAppend => {
                 rule.arity(5)?;
                 let cache = rule.rank(0, 4)?;
@@ -213,13 +255,20 @@ impl Op {
                 rule.require(5, inputs[5].dtype == DType::I32, "I32")?;
                 Ok(vec![inputs[0]])
             }
+            Op::SpanAttention(attention) => {
+                rule.arity(4)?;
+                infer_span_attention(&rule, attention, 0)
+            }
             Op::Sample(sample) => infer_sample(&rule, *sample),
             Op::Accumulate => {
                 rule.arity(2)?;
                 rule.require(0, inputs[0].dtype == DType::F32, "F32")?;
-                rule.require(1, inputs[1] == inputs[0], format!("{}", inputs[0]))?;
+                rule.float(1)?;
+                let alike = inputs[1].shape == inputs[0].shape;
+                rule.require(1, alike, format!("a shape of {}", inputs[0].shape))?;
                 Ok(vec![inputs[0]])
             }
+            Op::Train(op) => op.infer(&rule),
             Op::HostCall(call) => {
                 let host = |e: crate::op::HostCallError| InferError::Host { op: rule.op, because: e.0 };
                 call.function.infer(inputs).map_err(host)
@@ -243,11 +292,28 @@ impl View {
 fn infer_binary(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
     rule.arity(2)?;
     rule.float(0)?;
-    let [a, b] = [rule.inputs[0], rule.inputs[1]];
-    rule.require(1, a.dtype == b.dtype, format!("{}", a.dtype))?;
+    Ok(vec![infer_broadcast(rule, [0, 1])?])
+}
+
+/// The type of two inputs of one dtype, broadcast to one shape.
+fn infer_broadcast(rule: &Rule<'_>, [i, j]: [usize; 2]) -> Result<TensorType, InferError> {
+    let [a, b] = [rule.inputs[i], rule.inputs[j]];
+    rule.require(j, a.dtype == b.dtype, format!("{}", a.dtype))?;
     let shape = a.shape.broadcast(&b.shape);
-    rule.require(1, shape.is_some(), format!("a shape that broadcasts with {}", a.shape))?;
-    Ok(vec![TensorType { dtype: a.dtype, shape: shape.unwrap_or(a.shape) }])
+    rule.require(j, shape.is_some(), format!("a shape that broadcasts with {}", a.shape))?;
+    Ok(TensorType { dtype: a.dtype, shape: shape.unwrap_or(a.shape) })
+}
+
+/// The rule of a rotation and of its gradient.
+pub(crate) fn infer_rope(rule: &Rule<'_>, rope: &Rope) -> Result<Vec<TensorType>, InferError> {
+    rule.arity(3)?;
+    rule.float(0)?;
+    let dims = rule.rank(0, 3)?;
+    let even = rope.n_dims.is_multiple_of(2) && rope.n_dims <= dims[2] && rope.n_dims > 0;
+    rule.require(0, even, format!("heads of at least {} elements", rope.n_dims))?;
+    rule.exact(1, DType::I32, &[dims[0]])?;
+    rule.exact(2, DType::F32, &[rope.n_dims / 2])?;
+    Ok(vec![rule.inputs[0]])
 }
 
 fn infer_matmul(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {

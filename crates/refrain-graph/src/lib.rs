@@ -11,6 +11,7 @@
 #![deny(clippy::wildcard_enum_match_arm)]
 
 mod op; // what a node computes
+mod train_op; // what only training computes
 mod infer; // which types come out
 mod inputs; // what a step's inputs mean
 mod graph; // values, nodes, state
@@ -32,7 +33,7 @@ pub use arena::{Arena, Span};
 pub use backend::{
     Backend, CompileError, Io, Query, RunError, Support, finish_stepwise, send_stepwise, take_stepwise,
 };
-pub use bounds::{Bounds, IdBound, OutOfBounds, PagedBound};
+pub use bounds::{Bounds, IdBound, OutOfBounds, PagedBound, SpanBound};
 pub use control::{ControlBlock, ControlError, ControlLayout, Slot};
 pub use crossing::Crossing;
 pub use facts::Seen;
@@ -47,10 +48,11 @@ pub use group::{
 pub use infer::InferError;
 pub use inputs::{Field, Filler, SamplingInputs, StepInputs, StepKind, StepShape};
 pub use op::{
-    Attention, Binary, Capture, Gate, HostBuf, HostCall, HostCallError, HostFn, Indexing, Op, Reduce, Rope,
-    RopeStyle, SAMPLE_PARAMS, Sample, SampleParam, TensorType, Unary, View,
+    Attention, Binary, Capture, Compare, Gate, HostBuf, HostCall, HostCallError, HostFn, Indexing, Op,
+    Reduce, Rope, RopeStyle, SAMPLE_PARAMS, Sample, SampleParam, SpanAttention, TensorType, Unary, View,
 };
 pub use plan::{Buffer, BufferId, KvTraffic, Operand, Place, Plan, PlanError, PlanOptions, Step, Traffic};
 pub use report::{Ran, Reason};
 pub use run::{Committed, Feedback, Run, RunLimits, StepFlags};
 pub use schedule::{Segment, SegmentKind};
+pub use train_op::{ADAM_PARAMS, AdamParam, AdamSlots, AdamW, Dropout, TrainOp};

@@ -1,5 +1,6 @@
 //! Every op there is, and for each whether it can be recorded.
 
+use crate::train_op::TrainOp;
 use refrain_tensor::{DType, Shape};
 use std::fmt;
 use std::sync::Arc;
@@ -48,14 +49,39 @@ pub enum Op {
     View(View),
     /// `x` -> a dense copy of `x`.
     Copy,
-    /// `x` -> `x` in another dtype, rounded to nearest even.
+    /// `x` -> `x` in another dtype: floats are rounded to nearest even, floats to I32 towards zero, and saturate there.
     Cast(DType),
     /// `x` -> `f(x)`, element by element.
     Unary(Unary),
     /// `a`, `b` -> `f(a, b)`, element by element, with broadcasting.
     Binary(Binary),
-    /// `x[.., n]` -> `[.., 1]`: the last dimension reduced.
-    Reduce(Reduce),
+    /// `x` -> `x` with one dimension reduced to size 1.
+    Reduce {
+        /// How.
+        kind: Reduce,
+        /// Which dimension.
+        axis: usize,
+    },
+    /// `a`, `b` of one dtype, floats or I32 -> I32: 1 where the comparison holds, else 0, with broadcasting.
+    Compare(Compare),
+    /// `mask` I32, `a`, `b` -> `a` where the mask is not 0, else `b`; all three broadcast.
+    Select,
+    /// `x[n, m]`, `ids[n]` I32 -> `[n, 1]`: one element of each row. A negative id gives 0.
+    Pick,
+    /// `ids[n]` I32, `x[n, 1]` -> `[n, width]`: each element in its column, zeros around it. The reverse of `Pick`.
+    PlaceColumns {
+        /// Columns of the result.
+        width: usize,
+    },
+    /// `x` -> `x` with zeros before and after it along one dimension. The reverse of a slice.
+    Pad {
+        /// Which dimension.
+        axis: usize,
+        /// Zeros before.
+        before: usize,
+        /// Zeros after.
+        after: usize,
+    },
     /// `x[.., n]` -> `[.., n]`: softmax over the last dimension.
     Softmax,
     /// `a[.., m, k]`, `b[.., k, n]` -> `[.., m, n]` in F32 or the dtype of `a`. A weight `[n, k]` enters as its
@@ -63,6 +89,12 @@ pub enum Op {
     MatMul,
     /// `table[v, d]`, `ids[n]` I32 -> `[n, d]` in the given dtype. A negative id gives a row of zeros.
     GatherRows(DType),
+    /// `ids[n]` I32, `x[n, d]` -> `[n_rows, d]`: rows of `x` that share an id are summed in their order, in F32, and
+    /// rounded once. Rows without an id are zero; a negative id counts for none.
+    ScatterAddRows {
+        /// Rows of the result.
+        n_rows: usize,
+    },
     /// `x[.., d]`, `w[d]` -> `x * rsqrt(mean(x^2) + eps) * w`.
     RmsNorm {
         /// Added to the mean square.
@@ -85,13 +117,20 @@ pub enum Op {
     /// -> `[n, n_heads, head_dim]`. Row `i` sees positions `0..=positions[i]` of its sequence (fewer with a window);
     /// rows with a negative position give zeros.
     Attention(Attention),
+    /// `q[n, n_heads, head_dim]`, `k[n, n_kv_heads, head_dim]`, `v` like `k`, `spans[n, 2]` I32 -> `y` like `q`, and the
+    /// log-sum-exp of the scores `[n, n_heads]` F32. Attention among the rows of a step: row `i` belongs to the document
+    /// of rows `spans[i][0]..spans[i][1]` and sees nothing outside it. All rows of a document have the same span; an
+    /// empty one marks padding, which gives zeros and a log-sum-exp of minus infinity.
+    SpanAttention(SpanAttention),
     /// `logits[n, vocab]` F32, `params[n, SAMPLE_PARAMS]` F32, `rng[n, 4]` U32 (seed low, seed high, position, unused),
     /// `history[n, w]` I32, `bias_ids[n, b]` I32, `bias[n, b]` F32 -> `token[n]` I32, `logprob[n]` F32. Negative ids in
     /// `history` and `bias_ids` are empty places. [`SampleParam`] says what lies where in a row of `params`. [`Sample`] adds
     /// an input and outputs. A row with a NaN or +inf among its logits has no probabilities: its `logprob` is NaN.
     Sample(Sample),
-    /// `state[..]` F32 (state), `x[..]` F32 of the same shape -> `state + x`.
+    /// `state[..]` F32 (state), `x[..]`, floats of the same shape -> `state + x`.
     Accumulate,
+    /// What only a training step computes.
+    Train(TrainOp),
     /// A function on the host: a table too large for the device, or a caller's own code.
     HostCall(HostCall),
 }
@@ -105,18 +144,26 @@ impl Op {
             | Op::Cast(_)
             | Op::Unary(_)
             | Op::Binary(_)
-            | Op::Reduce(_)
+            | Op::Reduce { .. }
+            | Op::Compare(_)
+            | Op::Select
+            | Op::Pick
+            | Op::PlaceColumns { .. }
+            | Op::Pad { .. }
             | Op::Softmax
             | Op::MatMul
             | Op::GatherRows(_)
+            | Op::ScatterAddRows { .. }
             | Op::RmsNorm { .. }
             | Op::AddRmsNorm { .. }
             | Op::Gate(_)
             | Op::Rope(_)
             | Op::KvAppend
             | Op::Attention(_)
+            | Op::SpanAttention(_)
             | Op::Sample(_)
-            | Op::Accumulate => Capture::Safe,
+            | Op::Accumulate
+            | Op::Train(_) => Capture::Safe,
             Op::HostCall(call) => Capture::Unsafe(call.because),
         }
     }
@@ -132,12 +179,19 @@ impl Op {
             Op::Cast(_) => "cast",
             Op::Unary(u) => u.name(),
             Op::Binary(b) => b.name(),
-            Op::Reduce(Reduce::Sum) => "sum",
-            Op::Reduce(Reduce::Mean) => "mean",
-            Op::Reduce(Reduce::Max) => "max",
+            Op::Reduce { kind: Reduce::Sum, .. } => "sum",
+            Op::Reduce { kind: Reduce::Mean, .. } => "mean",
+            Op::Reduce { kind: Reduce::Max, .. } => "max",
+            Op::Compare(Compare::Equal) => "equal",
+            Op::Compare(Compare::Less) => "less",
+            Op::Select => "select",
+            Op::Pick => "pick",
+            Op::PlaceColumns { .. } => "place_columns",
+            Op::Pad { .. } => "pad",
             Op::Softmax => "softmax",
             Op::MatMul => "matmul",
             Op::GatherRows(_) => "gather_rows",
+            Op::ScatterAddRows { .. } => "scatter_add_rows",
             Op::RmsNorm { .. } => "rms_norm",
             Op::AddRmsNorm { .. } => "add_rms_norm",
             Op::Gate(Gate::Silu) => "silu_gate",
@@ -145,22 +199,33 @@ impl Op {
             Op::Rope(_) => "rope",
             Op::KvAppend => "kv_append",
             Op::Attention(_) => "attention",
+            Op::SpanAttention(_) => "span_attention",
             Op::Sample(_) => "sample",
             Op::Accumulate => "accumulate",
+            Op::Train(op) => op.name(),
             Op::HostCall(call) => call.name,
         }
     }
 
     /// Pairs (output, input) where the output continues the state of the input: same bytes, new version.
-    pub fn state_updates(&self) -> &'static [(usize, usize)] {
+    pub fn state_updates(&self) -> Vec<(usize, usize)> {
         match self {
-            Op::KvAppend | Op::Accumulate => &[(0, 0)],
+            Op::KvAppend | Op::Accumulate => vec![(0, 0)],
+            Op::Train(TrainOp::AdamW(adam)) => adam.state_updates(),
+            Op::Train(_)
+            | Op::Compare(_)
+            | Op::Select
+            | Op::Pick
+            | Op::PlaceColumns { .. }
+            | Op::Pad { .. }
+            | Op::ScatterAddRows { .. }
+            | Op::SpanAttention(_) => Vec::new(),
             Op::View(_)
             | Op::Copy
             | Op::Cast(_)
             | Op::Unary(_)
             | Op::Binary(_)
-            | Op::Reduce(_)
+            | Op::Reduce { .. }
             | Op::Softmax
             | Op::MatMul
             | Op::GatherRows(_)
@@ -170,7 +235,7 @@ impl Op {
             | Op::Rope(_)
             | Op::Attention(_)
             | Op::Sample(_)
-            | Op::HostCall(_) => &[],
+            | Op::HostCall(_) => Vec::new(),
         }
     }
 
@@ -187,12 +252,32 @@ impl Op {
                 let tokens = |ids| Indexing::Rows { ids, table: 0, axis: 1, strict: false };
                 vec![tokens(3), tokens(4)]
             }
-            Op::View(_)
+            Op::Pick | Op::Train(TrainOp::CrossEntropy) => {
+                vec![Indexing::Rows { ids: 1, table: 0, axis: 1, strict: true }]
+            }
+            Op::PlaceColumns { width } => vec![Indexing::Below { ids: 0, limit: *width }],
+            Op::ScatterAddRows { n_rows } => vec![Indexing::Below { ids: 0, limit: *n_rows }],
+            Op::SpanAttention(_) => vec![Indexing::Spans { spans: 3 }],
+            Op::Train(TrainOp::SpanAttentionGrad(_)) => vec![Indexing::Spans { spans: 4 }],
+            Op::Train(
+                TrainOp::UnaryGrad(_)
+                | TrainOp::GateGrad(_)
+                | TrainOp::SoftmaxGrad
+                | TrainOp::RmsNormGrad { .. }
+                | TrainOp::RopeGrad(_)
+                | TrainOp::Dropout(_)
+                | TrainOp::SumSquares
+                | TrainOp::AdamW(_),
+            )
+            | Op::Compare(_)
+            | Op::Select
+            | Op::Pad { .. }
+            | Op::View(_)
             | Op::Copy
             | Op::Cast(_)
             | Op::Unary(_)
             | Op::Binary(_)
-            | Op::Reduce(_)
+            | Op::Reduce { .. }
             | Op::Softmax
             | Op::MatMul
             | Op::RmsNorm { .. }
@@ -211,10 +296,27 @@ impl Op {
             Op::Unary(_) | Op::Rope(_) | Op::RmsNorm { .. } | Op::Softmax => &[(0, 0)],
             Op::Binary(_) | Op::Gate(_) => &[(0, 0), (0, 1)],
             Op::AddRmsNorm { .. } => &[(0, 0), (1, 1)],
-            Op::View(_)
+            Op::Train(TrainOp::UnaryGrad(_) | TrainOp::SoftmaxGrad) => &[(0, 0), (0, 1)],
+            Op::Train(TrainOp::GateGrad(_)) => &[(0, 1), (1, 2)],
+            Op::Train(TrainOp::CrossEntropy) => &[(1, 0)],
+            Op::Train(TrainOp::RopeGrad(_) | TrainOp::Dropout(_)) => &[(0, 0)],
+            Op::Train(
+                TrainOp::SpanAttentionGrad(_)
+                | TrainOp::RmsNormGrad { .. }
+                | TrainOp::SumSquares
+                | TrainOp::AdamW(_),
+            )
+            | Op::Compare(_)
+            | Op::Select
+            | Op::Pick
+            | Op::PlaceColumns { .. }
+            | Op::Pad { .. }
+            | Op::ScatterAddRows { .. }
+            | Op::SpanAttention(_)
+            | Op::View(_)
             | Op::Copy
             | Op::Cast(_)
-            | Op::Reduce(_)
+            | Op::Reduce { .. }
             | Op::MatMul
             | Op::GatherRows(_)
             | Op::KvAppend
@@ -248,6 +350,18 @@ pub enum Indexing {
         positions: usize,
         /// How many positions back from its own a row looks; its own counts.
         reach: usize,
+    },
+    /// Ids below a fixed number; negative ones are empty.
+    Below {
+        /// Which input holds the ids.
+        ids: usize,
+        /// What every id is below.
+        limit: usize,
+    },
+    /// The documents that rows belong to: pairs of first row and end.
+    Spans {
+        /// Which input holds them.
+        spans: usize,
     },
 }
 
@@ -352,7 +466,15 @@ impl Binary {
     }
 }
 
-/// Reductions of the last dimension.
+/// Comparisons of two elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // The names are the documentation.
+pub enum Compare {
+    Equal,
+    Less,
+}
+
+/// Reductions of one dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // The names are the documentation.
 pub enum Reduce {
@@ -399,6 +521,30 @@ pub struct Attention {
     pub window: Option<usize>,
     /// `cap * tanh(score / cap)` before the softmax.
     pub softcap: Option<f32>,
+}
+
+/// Attention among the rows of a step, each inside its document.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SpanAttention {
+    /// Factor on the scores.
+    pub scale: f32,
+    /// Whether a row sees only itself and rows before it.
+    pub causal: bool,
+    /// How many rows a causal row sees, itself included; all of them when `None`.
+    pub window: Option<usize>,
+    /// `cap * tanh(score / cap)` before the softmax.
+    pub softcap: Option<f32>,
+}
+
+impl SpanAttention {
+    /// The rows that row `i` of a document sees.
+    pub fn seen(&self, i: usize, [first, end]: [usize; 2]) -> std::ops::Range<usize> {
+        match (self.causal, self.window) {
+            (false, _) => first..end,
+            (true, None) => first..i + 1,
+            (true, Some(window)) => first.max((i + 1).saturating_sub(window))..i + 1,
+        }
+    }
 }
 
 /// How many numbers a row of sampling parameters has.

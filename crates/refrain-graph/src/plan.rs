@@ -488,8 +488,8 @@ impl<'g> Placer<'g> {
         let graph = self.facts.graph;
         let node = graph.node(id);
         let value = node.outputs[output];
-        if let Some((_, input)) = node.op.state_updates().iter().find(|(out, _)| *out == output) {
-            self.places[value.idx()] = Some(self.operand(node.inputs[*input]).buffer);
+        if let Some((_, input)) = node.op.state_updates().into_iter().find(|(out, _)| *out == output) {
+            self.places[value.idx()] = Some(self.operand(node.inputs[input]).buffer);
             return Ok(());
         }
         let bytes = whole_bytes(&node.label, graph.value(value).ty)?;

@@ -67,8 +67,8 @@ impl Dependencies {
                     push_new(&mut before, node.idx());
                 }
             }
-            let updated = node.op.state_updates().iter();
-            for state in updated.filter_map(|(_, input)| graph.state_of(node.inputs[*input])) {
+            let updated = node.op.state_updates().into_iter();
+            for state in updated.filter_map(|(_, input)| graph.state_of(node.inputs[input])) {
                 readers[state.idx()].drain(..).for_each(|reader| push_new(&mut before, reader));
                 changes.push((state, idx));
             }

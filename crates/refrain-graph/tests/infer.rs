@@ -2,8 +2,8 @@
 
 use proptest::prelude::*;
 use refrain_graph::{
-    Attention, Binary, Gate, HostBuf, HostCall, HostCallError, HostFn, InferError, Op, Reduce, Rope,
-    RopeStyle, SAMPLE_PARAMS, TensorType, Unary, View,
+    ADAM_PARAMS, AdamW, Attention, Binary, Compare, Dropout, Gate, HostBuf, HostCall, HostCallError, HostFn,
+    InferError, Op, Reduce, Rope, RopeStyle, SAMPLE_PARAMS, SpanAttention, TensorType, TrainOp, Unary, View,
 };
 use refrain_tensor::{DType, Shape};
 use std::sync::Arc;
@@ -35,6 +35,8 @@ impl HostFn for Never {
 fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
     let rope = Rope { style: RopeStyle::Neox, n_dims: 6, magnitude: 1.0 };
     let attention = Attention { scale: 1.0, window: None, softcap: None };
+    let span = SpanAttention { scale: 1.0, causal: true, window: None, softcap: None };
+    let bf = t(DType::BF16, &[3, 4]);
     let cache = t(DType::F16, &[9, 2, 16, 8]);
     let sample =
         [f(&[2, 50]), f(&[2, SAMPLE_PARAMS]), t(DType::U32, &[2, 4]), i(&[2, 7]), i(&[2, 3]), f(&[2, 3])];
@@ -47,7 +49,7 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
         (Op::Cast(DType::BF16), vec![t(DType::Q8_0, &[2, 32])], vec![t(DType::BF16, &[2, 32])]),
         (Op::Unary(Unary::Tanh), vec![f(&[])], vec![f(&[])]),
         (Op::Binary(Binary::Add), vec![f(&[3, 1]), f(&[4])], vec![f(&[3, 4])]),
-        (Op::Reduce(Reduce::Sum), vec![f(&[3, 4])], vec![f(&[3, 1])]),
+        (Op::Reduce { kind: Reduce::Sum, axis: 1 }, vec![f(&[3, 4])], vec![f(&[3, 1])]),
         (Op::Softmax, vec![f(&[3, 4])], vec![f(&[3, 4])]),
         (Op::MatMul, vec![f(&[7, 2, 3]), t(DType::Q8_0, &[3, 32])], vec![f(&[7, 2, 32])]),
         (Op::GatherRows(DType::F16), vec![t(DType::Q4_0, &[9, 32]), i(&[5])], vec![t(DType::F16, &[5, 32])]),
@@ -62,6 +64,58 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
             vec![f(&[5, 6, 8])],
         ),
         (Op::Sample(refrain_graph::Sample::default()), sample.to_vec(), vec![i(&[2]), f(&[2])]),
+        (Op::Compare(Compare::Less), vec![f(&[3, 1]), f(&[4])], vec![i(&[3, 4])]),
+        (Op::Select, vec![i(&[3, 1]), f(&[3, 4]), f(&[4])], vec![f(&[3, 4])]),
+        (Op::Pick, vec![f(&[3, 4]), i(&[3])], vec![f(&[3, 1])]),
+        (Op::PlaceColumns { width: 4 }, vec![i(&[3]), f(&[3, 1])], vec![f(&[3, 4])]),
+        (Op::Pad { axis: 0, before: 1, after: 2 }, vec![f(&[3, 4])], vec![f(&[6, 4])]),
+        (Op::ScatterAddRows { n_rows: 9 }, vec![i(&[3]), f(&[3, 4])], vec![f(&[9, 4])]),
+        (
+            Op::SpanAttention(span),
+            vec![f(&[5, 6, 8]), f(&[5, 2, 8]), f(&[5, 2, 8]), i(&[5, 2])],
+            vec![f(&[5, 6, 8]), f(&[5, 6])],
+        ),
+        (Op::Train(TrainOp::UnaryGrad(Unary::Tanh)), vec![f(&[3]), f(&[3])], vec![f(&[3])]),
+        (
+            Op::Train(TrainOp::GateGrad(Gate::Silu)),
+            vec![f(&[3, 4]), f(&[3, 4]), f(&[3, 4])],
+            vec![f(&[3, 4]), f(&[3, 4])],
+        ),
+        (Op::Train(TrainOp::SoftmaxGrad), vec![f(&[3, 4]), f(&[3, 4])], vec![f(&[3, 4])]),
+        (
+            Op::Train(TrainOp::RmsNormGrad { eps: 1e-5 }),
+            vec![f(&[3, 4]), f(&[3, 4]), t(DType::BF16, &[4])],
+            vec![f(&[3, 4]), t(DType::BF16, &[4])],
+        ),
+        (Op::Train(TrainOp::RopeGrad(rope)), vec![f(&[5, 2, 8]), i(&[5]), f(&[3])], vec![f(&[5, 2, 8])]),
+        (
+            Op::Train(TrainOp::SpanAttentionGrad(span)),
+            vec![
+                f(&[5, 6, 8]),
+                f(&[5, 6, 8]),
+                f(&[5, 2, 8]),
+                f(&[5, 2, 8]),
+                i(&[5, 2]),
+                f(&[5, 6, 8]),
+                f(&[5, 6]),
+            ],
+            vec![f(&[5, 6, 8]), f(&[5, 2, 8]), f(&[5, 2, 8])],
+        ),
+        (
+            Op::Train(TrainOp::CrossEntropy),
+            vec![t(DType::BF16, &[3, 50]), i(&[3]), f(&[1])],
+            vec![f(&[3]), t(DType::BF16, &[3, 50])],
+        ),
+        (
+            Op::Train(TrainOp::Dropout(Dropout { p: 0.1, site: 0 })),
+            vec![f(&[3, 4]), t(DType::U32, &[4])],
+            vec![f(&[3, 4])],
+        ),
+        (
+            Op::Train(TrainOp::AdamW(AdamW { decays: vec![true].into(), masters: true, clears: false })),
+            vec![i(&[1]), f(&[ADAM_PARAMS]), f(&[1]), bf, bf, f(&[3, 4]), f(&[3, 4]), f(&[3, 4])],
+            vec![i(&[1]), bf, f(&[3, 4]), f(&[3, 4]), f(&[3, 4])],
+        ),
     ]
 }
 
@@ -89,7 +143,14 @@ fn every_op_refuses_each_input_in_a_dtype_or_rank_it_has_not() {
         }
         for index in 0..inputs.len() {
             for wrong in [t(DType::U8, inputs[index].shape.dims()), t(inputs[index].dtype, &[32; 6])] {
-                let is_elementwise = matches!(op, Op::Unary(_) | Op::Softmax | Op::Reduce(_));
+                let is_elementwise = matches!(
+                    op,
+                    Op::Unary(_)
+                        | Op::Softmax
+                        | Op::Reduce { .. }
+                        | Op::Pad { .. }
+                        | Op::Train(TrainOp::Dropout(_))
+                );
                 if is_elementwise && wrong.shape.rank() == 6 {
                     continue;
                 }
@@ -145,11 +206,11 @@ fn refusals_name_both_sides() {
         (refusal(Op::Unary(Unary::Exp), &[i(&[3])]), "exp: input 0 is I32[3], expected F32, F16 or BF16"),
         (
             refusal(Op::Cast(DType::Q8_0), &[f(&[32])]),
-            "cast: input 0 is F32[32], expected a cast to F32, F16 or BF16, not Q8_0",
+            "cast: input 0 is F32[32], expected a cast to floats or I32, not Q8_0",
         ),
         (
-            refusal(Op::Cast(DType::F32), &[i(&[32])]),
-            "cast: input 0 is I32[32], expected numbers: F32, F16, BF16 or a quantised dtype",
+            refusal(Op::Cast(DType::F32), &[t(DType::U32, &[32])]),
+            "cast: input 0 is U32[32], expected F32, F16, BF16, a quantised dtype, or I32 that becomes floats",
         ),
         (refusal(Op::Copy, &[q(&[32, 3])]), "copy: input 0 is Q8_0[32, 3], expected rows of whole blocks"),
         (

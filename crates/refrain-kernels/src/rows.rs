@@ -91,7 +91,9 @@ fn name(kind: Reduce) -> &'static str {
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     const PARAMS: [usize; 4] = [P, P, size_of::<Rows>(), W];
     for kind in [Reduce::Sum, Reduce::Mean, Reduce::Max] {
-        all.push(Entry::new(Family::Rows, name(kind), &PARAMS, move |k| twin(k, &Op::Reduce(kind), true)));
+        all.push(Entry::new(Family::Rows, name(kind), &PARAMS, move |k| {
+            twin(k, &Op::Reduce { kind, axis: 1 }, true)
+        }));
     }
     all.push(Entry::new(Family::Rows, "softmax_f32", &PARAMS, |k| twin(k, &Op::Softmax, false)));
 }

@@ -8,7 +8,7 @@ pub(crate) fn unary(f: Unary, x: &In<'_>, out: &mut Out<'_>) -> Result<(), Refer
     out.store(&y)
 }
 
-fn apply(f: Unary, x: f64) -> f64 {
+pub(crate) fn apply(f: Unary, x: f64) -> f64 {
     match f {
         Unary::Neg => -x,
         Unary::Exp => x.exp(),

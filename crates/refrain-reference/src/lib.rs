@@ -7,9 +7,11 @@
 #![forbid(unsafe_code)]
 #![deny(clippy::wildcard_enum_match_arm)]
 
+mod adamw;
 mod attention;
 mod dense;
 mod elementwise;
+pub mod exact;
 mod philox;
 mod sample;
 
@@ -17,7 +19,8 @@ pub use dense::{In, Out, ReferenceError};
 pub use philox::{philox4x32, uniform};
 pub use sample::{Sampling, apply_bias_and_penalties, sample_row};
 
-use refrain_graph::{HostBuf, Op};
+use refrain_graph::{HostBuf, Op, TrainOp};
+use refrain_tensor::DType;
 
 /// Runs an op.
 ///
@@ -29,10 +32,24 @@ pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), Re
             Err(ReferenceError::Unsupported { op: op.name(), because: "a view is not run".into() })
         }
         Op::Copy => dense::copy(&inputs[0], &mut outputs[0]),
+        Op::Cast(DType::I32) => exact::run(op, inputs, outputs),
+        Op::Cast(_) if inputs[0].dtype == DType::I32 => exact::run(op, inputs, outputs),
         Op::Cast(_) => outputs[0].store(&inputs[0].to_f32()?),
         Op::Unary(f) => elementwise::unary(*f, &inputs[0], &mut outputs[0]),
         Op::Binary(f) => elementwise::binary(*f, &inputs[0], &inputs[1], &mut outputs[0]),
-        Op::Reduce(kind) => elementwise::reduce(*kind, &inputs[0], &mut outputs[0]),
+        Op::Reduce { kind, axis } if axis + 1 == inputs[0].layout.shape().rank() => {
+            elementwise::reduce(*kind, &inputs[0], &mut outputs[0])
+        }
+        Op::Train(TrainOp::AdamW(adam)) => adamw::adamw(adam, inputs, outputs),
+        Op::Reduce { .. }
+        | Op::Compare(_)
+        | Op::Select
+        | Op::Pick
+        | Op::PlaceColumns { .. }
+        | Op::Pad { .. }
+        | Op::ScatterAddRows { .. }
+        | Op::SpanAttention(_)
+        | Op::Train(_) => exact::run(op, inputs, outputs),
         Op::Softmax => elementwise::softmax(&inputs[0], &mut outputs[0]),
         Op::MatMul => dense::matmul(&inputs[0], &inputs[1], &mut outputs[0]),
         Op::GatherRows(_) => dense::gather_rows(&inputs[0], &inputs[1], &mut outputs[0]),

@@ -205,9 +205,9 @@ fn binaries_broadcast_from_the_right() {
 #[test]
 fn rows_are_reduced_normed_and_softmaxed() {
     let x = f32s(&[2, 4], &[1.0, 2.0, 3.0, 4.0, -1.0, -1.0, -1.0, -1.0]);
-    assert_eq!(one(Op::Reduce(Reduce::Sum), &[&x]), [10.0, -4.0]);
-    assert_eq!(one(Op::Reduce(Reduce::Mean), &[&x]), [2.5, -1.0]);
-    assert_eq!(one(Op::Reduce(Reduce::Max), &[&x]), [4.0, -1.0]);
+    assert_eq!(one(Op::Reduce { kind: Reduce::Sum, axis: 1 }, &[&x]), [10.0, -4.0]);
+    assert_eq!(one(Op::Reduce { kind: Reduce::Mean, axis: 1 }, &[&x]), [2.5, -1.0]);
+    assert_eq!(one(Op::Reduce { kind: Reduce::Max, axis: 1 }, &[&x]), [4.0, -1.0]);
     let soft = one(Op::Softmax, &[&x]);
     assert_close(&soft[..4], &[0.032_058_604, 0.087_144_32, 0.236_882_82, 0.643_914_2], Tol::Each(1e-6));
     assert_eq!(soft[4..], [0.25; 4]);
@@ -226,8 +226,8 @@ fn rows_are_reduced_normed_and_softmaxed() {
 #[test]
 fn rows_without_elements_have_a_sum() {
     let x = f32s(&[3, 0], &[]);
-    assert_eq!(one(Op::Reduce(Reduce::Sum), &[&x]), [0.0; 3]);
-    assert_eq!(one(Op::Reduce(Reduce::Max), &[&x]), [f32::NEG_INFINITY; 3]);
+    assert_eq!(one(Op::Reduce { kind: Reduce::Sum, axis: 1 }, &[&x]), [0.0; 3]);
+    assert_eq!(one(Op::Reduce { kind: Reduce::Max, axis: 1 }, &[&x]), [f32::NEG_INFINITY; 3]);
     assert_eq!(one(Op::GatherRows(DType::F32), &[&x, &i32s(&[2, 1])]), [0f32; 0]);
 }
 
@@ -269,7 +269,7 @@ proptest! {
             Op::Cast(DType::F16),
             Op::Unary(Unary::Silu),
             Op::Binary(Binary::Add),
-            Op::Reduce(Reduce::Mean),
+            Op::Reduce { kind: Reduce::Mean, axis: 1 },
             Op::Softmax,
             Op::MatMul,
             Op::RmsNorm { eps: 0.1 },

@@ -111,7 +111,7 @@ fn run(op: &Op, inputs: &[HostTensor], types: &[TensorType]) -> Result<Vec<HostT
     let mut bytes: Vec<Vec<u8>> =
         types.iter().map(|ty| Ok(vec![0xFF; size(ty)?])).collect::<Result<_, TensorError>>()?;
     // A state that an op changes is its output; it starts from what the input held.
-    for &(output, input) in op.state_updates() {
+    for (output, input) in op.state_updates() {
         bytes[output] = ins[input].to_dense()?;
     }
     let changed = |i: usize| op.state_updates().iter().any(|(_, input)| *input == i);

@@ -263,9 +263,10 @@ impl Draft {
     fn rows(&mut self, a: u16, b: u16) -> Result<(), GraphError> {
         let Some(x) = self.pick(a, |d, v| !d.dims(v).is_empty()) else { return Ok(()) };
         let bound = self.bound(x);
+        let last = self.dims(x).len() - 1;
         match b % 4 {
-            0 => self.node(Op::Reduce(Reduce::Mean), &[x], bound),
-            1 => self.node(Op::Reduce(Reduce::Max), &[x], bound),
+            0 => self.node(Op::Reduce { kind: Reduce::Mean, axis: last }, &[x], bound),
+            1 => self.node(Op::Reduce { kind: Reduce::Max, axis: last }, &[x], bound),
             _ => self.node(Op::Softmax, &[x], 1.0),
         }
     }

@@ -209,7 +209,7 @@ pub fn rows() -> Vec<Case> {
         let x = f32s(&normals(n_rows * n_cols, 7));
         let operand = || Operand(DType::F32, contiguous(&[n_rows, n_cols]), &x);
         for kind in [Reduce::Sum, Reduce::Mean, Reduce::Max] {
-            let y = reference_f32(&Op::Reduce(kind), &[operand()], &[n_rows, 1]);
+            let y = reference_f32(&Op::Reduce { kind, axis: 1 }, &[operand()], &[n_rows, 1]);
             let tol = if kind == Reduce::Max { Tol::Bits } else { Tol::Whole(1e-5) };
             cases.push(Case::new(
                 format!("reduce {kind:?} {n_rows}x{n_cols}"),

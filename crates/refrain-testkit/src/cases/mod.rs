@@ -5,6 +5,7 @@ mod elements;
 mod matrix;
 mod rows;
 mod sample;
+mod train;
 
 pub(crate) use elements::half_plus_one;
 
@@ -25,6 +26,7 @@ pub fn cases() -> Vec<Case> {
         attention::kv_append(),
         attention::attention(),
         sample::cases(),
+        train::cases(),
     ];
     families.into_iter().flatten().collect()
 }

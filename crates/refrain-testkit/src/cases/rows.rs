@@ -28,7 +28,12 @@ pub(super) fn cases() -> Vec<Case> {
         ] {
             let x = || Arg::float(dtype, dims).fill(fill.clone());
             for kind in [Reduce::Sum, Reduce::Mean, Reduce::Max] {
-                cases.push(Case::one_node(format!("{dtype} {dims:?}"), Op::Reduce(kind), tol, vec![x()]));
+                cases.push(Case::one_node(
+                    format!("{dtype} {dims:?}"),
+                    Op::Reduce { kind, axis: 1 },
+                    tol,
+                    vec![x()],
+                ));
             }
             cases.push(Case::one_node(format!("{dtype} {dims:?}"), Op::Softmax, tol, vec![x()]));
             let w = || Arg::weight(DType::F32, [dims[1]]).fill(Fill::Uniform(0.5, 1.5));
@@ -88,10 +93,15 @@ fn extremes() -> Vec<Case> {
     vec![
         Case::one_node("masked", Op::Softmax, tol, vec![floats([1, 5], masked.clone())]),
         Case::one_node("large", Op::Softmax, tol, vec![floats([1, 5], large)]),
-        Case::one_node("masked", Op::Reduce(Reduce::Max), Tol::Bits, vec![floats([1, 5], masked)]),
+        Case::one_node(
+            "masked",
+            Op::Reduce { kind: Reduce::Max, axis: 1 },
+            Tol::Bits,
+            vec![floats([1, 5], masked)],
+        ),
         Case::one_node(
             "all negative",
-            Op::Reduce(Reduce::Max),
+            Op::Reduce { kind: Reduce::Max, axis: 1 },
             Tol::Bits,
             vec![floats([1, 3], vec![-3.0, -1.5, -2.0])],
         ),
