@@ -144,7 +144,8 @@ fn element_gradients(dtype: DType) -> Vec<Case> {
 fn row_gradients(dtype: DType) -> Vec<Case> {
     let tol = Tol::Whole(5e-6).rounded_to(dtype);
     let mut cases = Vec::new();
-    for dims in [&[1, 1][..], &[7, 129], &[70, 768], &[5, 3, 64]] {
+    // The gradient of a norm of one element is all but zero: a difference that cancels.
+    for dims in [&[1, 3][..], &[7, 129], &[70, 768], &[5, 3, 64]] {
         let d = dims[dims.len() - 1];
         let args = vec![float(dims), float(dims), float(&[d]).fill(Fill::Uniform(0.5, 1.5))];
         let op = Op::Train(TrainOp::RmsNormGrad { eps: 1e-5 });
