@@ -80,6 +80,10 @@ fn measure(
 
 const T: DType = DType::BF16;
 
+fn of<'a>(name: &'a str, sizes: &'a [usize], bytes: usize) -> Measured<'a> {
+    Measured { name, sizes, ints: None, bytes, n_sets: 16 }
+}
+
 fn rows(buf: Buf, n_cols: usize) -> View {
     View::dense(buf, T, shape(&[N, n_cols]))
 }
@@ -89,7 +93,6 @@ fn rows(buf: Buf, n_cols: usize) -> View {
 fn elements_rows_and_moves() {
     let mut bed = Bed::gpu();
     let (x, h) = (2 * N * D, 2 * N * HIDDEN);
-    let of = |name, sizes, bytes| Measured { name, sizes, ints: None, bytes, n_sets: 16 };
     let map = |op: MapOp, inputs: &[View], outputs: &[Buf], n_cols: usize| {
         let (inputs, outputs) = (inputs.to_vec(), outputs.to_vec());
         move |kernels: &Kernels| {
