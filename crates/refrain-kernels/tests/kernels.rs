@@ -149,27 +149,27 @@ both! {
     }
 
     fn functions_of_elements_of_every_type_agree_with_the_reference(bed) {
-        run_all(&mut bed, cases::train::map());
+        run_all(&mut bed, cases::training::map());
     }
 
     fn norms_softmax_and_reductions_of_every_type_agree_with_the_reference(bed) {
-        run_all(&mut bed, cases::train::rows());
+        run_all(&mut bed, cases::training::rows());
     }
 
     fn moves_of_every_type_agree_with_the_reference(bed) {
-        run_all(&mut bed, cases::train::moves());
+        run_all(&mut bed, cases::training::moves());
     }
 
     fn rows_that_share_an_id_are_summed_as_the_reference_does(bed) {
-        run_all(&mut bed, cases::train::scatter());
+        run_all(&mut bed, cases::training::scatter());
     }
 
     fn cross_entropy_agrees_with_the_reference(bed) {
-        run_all(&mut bed, cases::train::loss());
+        run_all(&mut bed, cases::training::loss());
     }
 
     fn the_optimiser_agrees_with_the_reference(bed) {
-        run_all(&mut bed, cases::train::optimiser());
+        run_all(&mut bed, cases::training::optimiser());
     }
 
     fn digests_are_those_of_the_bytes(bed) {
@@ -222,14 +222,14 @@ fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_a_gpu(
 // Kernels on the host copy all memory there and back, so launches that do not wait for each other cannot run there.
 #[test]
 fn the_optimiser_takes_more_tensors_than_a_table_has_on_the_simulated_device() {
-    run_all(&mut Bed::sim(), cases::train::many_tensors());
+    run_all(&mut Bed::sim(), cases::training::many_tensors());
 }
 
 #[test]
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn the_optimiser_takes_more_tensors_than_a_table_has_on_a_gpu() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    run_all(&mut Bed::gpu(), cases::train::many_tensors());
+    run_all(&mut Bed::gpu(), cases::training::many_tensors());
 }
 
 fn same_bits_for_every_m(bed: &mut Bed) {
