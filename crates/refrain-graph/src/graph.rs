@@ -314,9 +314,33 @@ impl GraphBuilder {
         GraphBuilder { graph, scope: String::new(), weight_values, state_values }
     }
 
+    /// Goes on with a graph: what is added reads the newest version of each state.
+    pub fn resume(graph: Graph) -> GraphBuilder {
+        let mut builder = GraphBuilder::new(graph.weights.clone(), graph.states.clone());
+        for node in &graph.nodes {
+            for (output, input) in node.op.state_updates() {
+                if let Some(state) = graph.state_of(node.inputs[input]) {
+                    builder.state_values[state.idx()] = node.outputs[output];
+                }
+            }
+        }
+        builder.graph = graph;
+        builder
+    }
+
     /// Sets the prefix of the labels that follow, such as `blk.3`.
     pub fn scope(&mut self, scope: impl Into<String>) {
         self.scope = scope.into();
+    }
+
+    /// Puts another prefix in place and gives the one before.
+    pub(crate) fn replace_scope(&mut self, scope: String) -> String {
+        std::mem::replace(&mut self.scope, scope)
+    }
+
+    /// The graph so far.
+    pub fn graph(&self) -> &Graph {
+        &self.graph
     }
 
     /// A step input.
