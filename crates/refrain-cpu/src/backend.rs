@@ -7,7 +7,7 @@ use crate::simd::{ActError, Level};
 use crate::weights::{CpuStates, CpuWeights};
 use refrain_graph::{
     Backend, CompileError, Fusion, Graph, GroupQuery, Io, Op, Place, Plan, PlanOptions, Query, Ran, Reason,
-    RunError, State, Support, Weight,
+    RunError, State, StateId, Support, Weight,
 };
 use refrain_reference::ReferenceError;
 use refrain_tensor::{HostTensor, TensorError};
@@ -167,6 +167,18 @@ impl Backend for CpuBackend {
         states.resize(to).map_err(|bytes| no_memory("growing states", bytes))
     }
 
+    fn read_state(&self, states: &CpuStates, state: StateId, into: &mut [u8]) -> Result<(), RunError> {
+        same_size(states.get(state.idx()), into.len())?;
+        into.copy_from_slice(states.get(state.idx()));
+        Ok(())
+    }
+
+    fn write_state(&self, states: &mut CpuStates, state: StateId, from: &[u8]) -> Result<(), RunError> {
+        same_size(states.get(state.idx()), from.len())?;
+        states.get_mut(state.idx()).copy_from_slice(from);
+        Ok(())
+    }
+
     fn compile(&self, graph: &Graph) -> Result<Compiled, CompileError> {
         self.check(graph)?;
         let plan = Plan::fused(graph, PlanOptions::default(), &|query| self.fuses(query))?;
@@ -261,4 +273,12 @@ fn check_io(compiled: &Compiled, io: &Io<'_, CpuBackend>) -> Result<(), RunError
         return mismatch("states", format!("{n_states} are needed, got {}", io.states.len()));
     }
     Ok(())
+}
+
+fn same_size(state: &[u8], got: usize) -> Result<(), RunError> {
+    if state.len() == got {
+        return Ok(());
+    }
+    let because = format!("one has {} bytes, {got} were given", state.len());
+    Err(RunError::Mismatch { what: "states", because })
 }

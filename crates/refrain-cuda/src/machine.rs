@@ -236,6 +236,43 @@ impl Machine {
         }
     }
 
+    /// What a state holds, once every step that was sent is done.
+    pub(crate) fn read_state(&mut self, idx: usize, n_bytes: usize) -> Result<Vec<u8>, CudaError> {
+        let buf = self.placed_state(idx, n_bytes)?;
+        let Some(resident) = &self.resident else { return Err(Machine::gone()) };
+        let mut bytes = vec![0; n_bytes];
+        let read = self.stream.download(&resident.lease, buf, &mut bytes);
+        read.map_err(CudaError::driver("reading a state"))?;
+        Ok(bytes)
+    }
+
+    /// Puts values into a state.
+    pub(crate) fn write_state(&mut self, idx: usize, bytes: &[u8]) -> Result<(), CudaError> {
+        let buf = self.placed_state(idx, bytes.len())?;
+        let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
+        let written = self.stream.upload(&mut resident.lease, buf, bytes);
+        written.map_err(CudaError::driver("writing a state"))
+    }
+
+    /// Where a state lies, if it is there and of that size.
+    fn placed_state(&mut self, idx: usize, n_bytes: usize) -> Result<Buf, CudaError> {
+        if self.pump.n_pending() > 0 {
+            self.settle()?;
+        }
+        let mismatch = |because: String| CudaError::Mismatch { what: "states", because };
+        let Some(resident) = &self.resident else {
+            return Err(mismatch("there are none before a graph is compiled".into()));
+        };
+        if idx >= self.model.states.len() {
+            return Err(mismatch(format!("there are {}, asked for number {idx}", self.model.states.len())));
+        }
+        let buf = resident.state_live(idx).map_err(CudaError::driver("finding a state"))?;
+        if buf.len() != n_bytes as u64 {
+            return Err(mismatch(format!("one has {} bytes, {n_bytes} were given", buf.len())));
+        }
+        Ok(buf)
+    }
+
     /// Refuses a graph of other weights or states than those here.
     pub(crate) fn check_model(&self, weights: &[Weight], states: &[State]) -> Result<(), CudaError> {
         let mismatch = |what, because| Err(CudaError::Mismatch { what, because });
