@@ -5,7 +5,10 @@
 //! scratch blocks only, so nothing that a session owns is read or written. States of other kinds are saved, filled,
 //! compared and put back as a whole.
 
-use refrain_graph::{Feedback, Op, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam, Segment, StateKind};
+use refrain_graph::{
+    ADAM_PARAMS, AdamParam, AdamW, Feedback, Op, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam,
+    Segment, StateKind, TrainOp,
+};
 use refrain_kernels::{CommitState, Digester};
 use refrain_tensor::DType;
 
@@ -17,6 +20,9 @@ use crate::verify::{Case, Check, N_CASES};
 /// Attention looks at no more than this many (row, position) pairs of a sequence in a state, or at one row, so that
 /// verifying a long prompt's graph costs no more than a few decode steps.
 const MAX_PAIRS: usize = 1 << 15;
+
+/// States are filled by repeating this much: a model that is trained may have gigabytes of them.
+const PATTERN_BYTES: usize = 4 << 20;
 
 /// What a segment of a plan is verified with.
 pub(crate) fn check(
@@ -55,7 +61,8 @@ pub(crate) fn check(
             };
             let buf = buf.map_err(failed)?;
             if !buf.is_empty() {
-                uploads.push((buf, values(placed.dtype, buf.len() as usize, &mut rng)));
+                let n_bytes = (buf.len() as usize).min(PATTERN_BYTES);
+                uploads.push((buf, state_values(placed.kind, placed.dtype, n_bytes, &mut rng)));
             }
         }
         uploads.push((resident.counters, vec![0; resident.counters.len() as usize]));
@@ -144,7 +151,100 @@ fn control_block(plan: &Plan, n_scratch: usize, case: usize, rng: &mut Random) -
     for paged in &plan.bounds().paged {
         put_pages(&mut block, paged, n_scratch, case);
     }
+    for spans in &plan.bounds().spans {
+        spans.spans.put(&mut block, &documents(spans.n_rows(), case, rng));
+    }
+    put_training(plan, &mut block, case, rng);
     block
+}
+
+/// One document of all rows, then several of different lengths, then such with padding behind them.
+fn documents(n_rows: usize, case: usize, rng: &mut Random) -> Vec<i32> {
+    let n_used = if case == 2 { n_rows - n_rows / 8 } else { n_rows };
+    let mut spans = Vec::with_capacity(2 * n_rows);
+    let mut first = 0;
+    while first < n_used {
+        let len = if case == 0 { n_used } else { 1 + rng.below(n_used / 3 + 1) };
+        let end = (first + len).min(n_used);
+        (first..end).for_each(|_| spans.extend([first as i32, end as i32]));
+        first = end;
+    }
+    (n_used..n_rows).for_each(|row| spans.extend([row as i32; 2]));
+    spans
+}
+
+/// Positions that turn heads, seeds that drop elements, and parameters of an optimiser that are possible.
+fn put_training(plan: &Plan, block: &mut [u8], case: usize, rng: &mut Random) {
+    for step in plan.steps() {
+        let field = |i: usize| step.inputs.get(i).and_then(|operand| plan.field_of(operand));
+        let Op::Train(op) = &step.op else { continue };
+        match op {
+            TrainOp::RopeGrad(_) => {
+                if let Some(positions) = field(1) {
+                    let all: Vec<i32> = (0..positions.len).map(|_| rng.below(4096) as i32 - 1).collect();
+                    positions.put(block, &all);
+                }
+            }
+            TrainOp::Dropout(_) => {
+                if let Some(seeds) = field(1) {
+                    let all: Vec<u32> = (0..seeds.len).map(|_| rng.next()).collect();
+                    seeds.put(block, &all);
+                }
+            }
+            TrainOp::AdamW(_) => {
+                if let Some(params) = field(AdamW::PARAMS) {
+                    params.put(block, &adam_params(case));
+                }
+            }
+            TrainOp::UnaryGrad(_)
+            | TrainOp::GateGrad(_)
+            | TrainOp::SoftmaxGrad
+            | TrainOp::RmsNormGrad { .. }
+            | TrainOp::SpanAttentionGrad(_)
+            | TrainOp::CrossEntropy
+            | TrainOp::SumSquares => {}
+        }
+    }
+}
+
+/// With clipping and decay, without clipping, without either.
+fn adam_params(case: usize) -> [f32; ADAM_PARAMS] {
+    let (beta1, beta2) = (0.9f32, 0.99f32);
+    let mut params = [0.0; ADAM_PARAMS];
+    let mut set = |param: AdamParam, value: f32| params[param as usize] = value;
+    set(AdamParam::Lr, [1e-3, 3e-4, 1e-2][case.min(2)]);
+    set(AdamParam::Beta1, beta1);
+    set(AdamParam::OneMinusBeta1, 1.0 - beta1);
+    set(AdamParam::LnBeta1, beta1.ln());
+    set(AdamParam::Beta2, beta2);
+    set(AdamParam::OneMinusBeta2, 1.0 - beta2);
+    set(AdamParam::LnBeta2, beta2.ln());
+    set(AdamParam::Eps, 1e-8);
+    set(AdamParam::WeightDecay, if case == 2 { 0.0 } else { 0.1 });
+    set(AdamParam::MaxNorm, if case == 0 { 1.0 } else { 0.0 });
+    params
+}
+
+/// Values for a state. Those that a step may change as a whole are parameters and moments: small and not negative, so
+/// that gradients stay finite and an update is applied.
+fn state_values(kind: StateKind, dtype: DType, n_bytes: usize, rng: &mut Random) -> Vec<u8> {
+    let mut bytes = values(dtype, n_bytes, rng);
+    // In [0.5, 1) or the negative of that; a fixed exponent makes it [2^-6, 2^-5).
+    if kind != StateKind::Paged {
+        match dtype {
+            DType::F32 => bytes.as_chunks_mut::<4>().0.iter_mut().for_each(|b| {
+                *b = ((u32::from_le_bytes(*b) & 0x007F_FFFF) | 0x3C80_0000).to_le_bytes();
+            }),
+            DType::BF16 => bytes.as_chunks_mut::<2>().0.iter_mut().for_each(|b| {
+                *b = ((u16::from_le_bytes(*b) & 0x007F) | 0x3C80).to_le_bytes();
+            }),
+            DType::F16 => bytes.as_chunks_mut::<2>().0.iter_mut().for_each(|b| {
+                *b = ((u16::from_le_bytes(*b) & 0x03FF) | 0x2400).to_le_bytes();
+            }),
+            _ => {}
+        }
+    }
+    bytes
 }
 
 /// In the middle of a run, at its last token with a ring that starts over, and with a history that does.
