@@ -1,0 +1,4 @@
+//! Training.
+#![forbid(unsafe_code)]
+
+pub mod learner; // the step API
