@@ -311,6 +311,37 @@ impl<B: Backend> Learner<B> {
         Ok((step.read(&mut self.backend, step.inputs.loss)?.into(), n_targets))
     }
 
+    /// Where the first number that is not finite is: the name of a weight, or of the layer whose result has it. For
+    /// messages, after a loss was not finite; slow.
+    pub fn first_not_finite(&mut self, batches: &[Rows<'_>]) -> Result<String, LearnError> {
+        for param in &self.table.params {
+            let name = &self.table.states[param.value.idx()].name;
+            let wrap = |source| LearnError::Tensor { name: name.clone(), source };
+            if self.weight(param)?.to_f32().map_err(wrap)?.iter().any(|v| !v.is_finite()) {
+                return Ok(name.clone());
+            }
+        }
+        let graph = self.model.train_graph(&self.spec, TrainPhase::Trace)?;
+        let names: Vec<String> = graph.graph.outputs().iter().map(|output| output.name.clone()).collect();
+        let mut step = Step::new(&self.backend, &graph)?;
+        for rows in batches {
+            step.fill(rows, 1.0)?;
+            step.run(&mut self.backend, &self.weights, &mut self.states)?;
+            for (output, name) in names.iter().enumerate() {
+                let ty = self.backend.plan(&step.compiled).outputs()[output].ty();
+                let wrap = |source| LearnError::Tensor { name: name.clone(), source };
+                let mut bytes = vec![0; ty.dtype.bytes_for(ty.shape.n_elements()).unwrap_or(0)];
+                self.backend.read(&step.compiled, output, &mut bytes)?;
+                let mut values = vec![0.0; ty.shape.n_elements()];
+                quant::dequantize(ty.dtype, &bytes, &mut values).map_err(wrap)?;
+                if values.iter().any(|v| !v.is_finite()) {
+                    return Ok(name.clone());
+                }
+            }
+        }
+        Ok("the backward pass".into())
+    }
+
     /// What a state holds.
     pub fn state(&self, id: StateId) -> Result<Vec<u8>, LearnError> {
         let mut bytes = vec![0; state_bytes(&self.table.states[id.idx()])];
