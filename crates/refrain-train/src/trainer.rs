@@ -17,6 +17,7 @@ use crate::storage::{RealStorage, write_atomically};
 use refrain_graph::{Backend, Ran, StateId};
 use refrain_models::{Model, TrainSpec};
 use refrain_tensor::DType;
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -125,7 +126,12 @@ pub struct Trainer<B: Backend> {
 
 impl<B: Backend> Trainer<B> {
     /// Prepares a run on a backend, from the model's weights or from the checkpoint that the configuration names.
-    pub fn new(backend: B, model: Arc<Model>, config: TrainConfig, data: TrainData) -> Result<Trainer<B>, TrainError> {
+    pub fn new(
+        backend: B,
+        model: Arc<Model>,
+        config: TrainConfig,
+        data: TrainData,
+    ) -> Result<Trainer<B>, TrainError> {
         config.validate()?;
         let learner = Learner::new(backend, model, train_spec(&config), config.accumulate)?;
         let store = match &config.out {
@@ -139,8 +145,12 @@ impl<B: Backend> Trainer<B> {
         };
         let checkpoint = from.as_deref().map(Checkpoint::open).transpose()?;
         let state = checkpoint.as_ref().map(Checkpoint::state);
-        let options =
-            LoaderOptions { n_seqs: config.batch, seed: config.seed, passes: Passes::Endless, n_ahead: N_AHEAD };
+        let options = LoaderOptions {
+            n_seqs: config.batch,
+            seed: config.seed,
+            passes: Passes::Endless,
+            n_ahead: N_AHEAD,
+        };
         let loader = Loader::new(data.corpus, options, state.map(|s| &s.position))?;
         let (step, progress) = state.map_or((0, Progress::default()), |s| (s.step, s.progress));
         let log_path = config.log.clone().or_else(|| config.out.as_ref().map(|out| out.join("log.jsonl")));
@@ -204,8 +214,10 @@ impl<B: Backend> Trainer<B> {
             }
             self.take_step(observe)?;
             let is_last = self.step == self.config.steps;
-            let due = |every: Option<u64>| every.is_some_and(|n| n > 0 && self.step.is_multiple_of(n)) || is_last;
-            let (evaluates, saves) = (self.held_out.is_some() && due(self.config.eval_every), due(self.config.save_every));
+            let due =
+                |every: Option<u64>| every.is_some_and(|n| n > 0 && self.step.is_multiple_of(n)) || is_last;
+            let (evaluates, saves) =
+                (self.held_out.is_some() && due(self.config.eval_every), due(self.config.save_every));
             let is_best = evaluates && self.look_at_held_out(observe)?;
             // The best one is worth keeping whenever it is found.
             if saves || is_best {
@@ -329,7 +341,11 @@ impl<B: Backend> Trainer<B> {
     }
 
     /// Saves a checkpoint, where the run has a folder.
-    pub fn save(&mut self, is_best: bool, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
+    pub fn save(
+        &mut self,
+        is_best: bool,
+        observe: &mut dyn FnMut(&TrainEvent<'_>),
+    ) -> Result<(), TrainError> {
         let already = self.last_saved.as_ref().is_some_and(|(step, _)| *step == self.step) && !is_best;
         let Some(store) = self.store.as_ref().filter(|_| !already) else { return Ok(()) };
         let state = RunState {
@@ -342,10 +358,10 @@ impl<B: Backend> Trainer<B> {
         let (files, ids) = self.files();
         let request = SaveRequest { state: &state, files: &files, is_best, keep: self.config.keep };
         let learner = &self.learner;
-        let mut fetch = |file: &str, tensor: &str| {
-            let id = find_state(&files, &ids, file, tensor)
-                .ok_or_else(|| std::io::Error::other(format!("no state is named {tensor}")))?;
-            learner.state(id).map_err(std::io::Error::other)
+        let mut fetch = |file: &FileSpec, tensor: &TensorSpec| {
+            let id = find_state(&files, &ids, &file.name, &tensor.name)
+                .ok_or_else(|| std::io::Error::other(format!("no state is named {}", tensor.name)))?;
+            learner.state(id).map(Cow::Owned).map_err(std::io::Error::other)
         };
         let path = store.save(&request, &mut fetch)?;
         observe(&TrainEvent::Saved { path: &path });
@@ -358,13 +374,20 @@ impl<B: Backend> Trainer<B> {
         let table = self.learner.table();
         let spec = |id: &StateId| {
             let state = &table.states[id.idx()];
-            TensorSpec { name: state.name.clone(), dtype: state.ty.dtype, shape: state.ty.shape.dims().to_vec() }
+            TensorSpec {
+                name: state.name.clone(),
+                dtype: state.ty.dtype,
+                shape: state.ty.shape.dims().to_vec(),
+            }
         };
         let weights: Vec<StateId> = table.params.iter().map(|p| p.value).collect();
         let optimiser: Vec<StateId> = std::iter::once(table.count)
             .chain(table.params.iter().flat_map(|p| p.master.into_iter().chain([p.m, p.v])))
             .collect();
-        let file = |name: &str, ids: &[StateId]| FileSpec { name: name.into(), tensors: ids.iter().map(spec).collect() };
+        let file = |name: &str, ids: &[StateId]| FileSpec {
+            name: name.into(),
+            tensors: ids.iter().map(spec).collect(),
+        };
         (vec![file(WEIGHTS, &weights), file(OPTIMISER, &optimiser)], vec![weights, optimiser])
     }
 
@@ -381,7 +404,11 @@ impl<B: Backend> Trainer<B> {
     }
 
     /// Writes the run as a page beside its log; `facts` stand above the curves.
-    pub fn write_report(&self, title: &str, facts: Vec<(String, String)>) -> Result<Option<PathBuf>, TrainError> {
+    pub fn write_report(
+        &self,
+        title: &str,
+        facts: Vec<(String, String)>,
+    ) -> Result<Option<PathBuf>, TrainError> {
         let Some(out) = &self.config.out else { return Ok(None) };
         let log = self.config.log.clone().unwrap_or_else(|| out.join("log.jsonl"));
         let lines = crate::log::read(&log)?;
