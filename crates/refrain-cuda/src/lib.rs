@@ -46,6 +46,7 @@ mod few; // a few rows of packed weights
 mod prefill; // products of many rows
 mod tasks; // which kernels a plan is
 mod lower; // tasks into launches
+mod train; // those of a training step
 mod states; // what a graph is verified with
 mod host; // steps on the host
 mod traffic; // how many bytes it takes

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{
     Binary, BufferId, NodeId, Op, Operand, Place, Plan, Query, RopeAppend, Sample, Step, Support, TensorType,
+    TrainOp,
 };
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, CastArgs, CopyArgs, GateArgs, GatherRowsArgs,
@@ -46,39 +47,38 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
             !matches!(ins[0].dtype.block_bytes(), 1 | 2 | 4) || ins[0].dtype.is_quantized(),
             "copies are of elements of 1, 2 or 4 bytes",
         ),
-        Op::Cast(to) => no(!ins[0].dtype.is_float() || !to.is_float(), "casts are between float types"),
-        Op::Reduce { axis, .. } if *axis + 1 != ins[0].shape.rank() => {
-            Some("only the last dimension is reduced")
+        Op::Cast(_) => no(ins[0].dtype.is_quantized(), "casts are between float types and I32"),
+        Op::SpanAttention(_) | Op::Train(TrainOp::SpanAttentionGrad(_)) => {
+            Some("there is no kernel for it yet")
         }
+        // What they take was checked when the graph was built: floats of any type, and I32 where that makes sense.
         Op::Compare(_)
         | Op::Select
         | Op::Pick
         | Op::PlaceColumns { .. }
         | Op::Pad { .. }
         | Op::ScatterAddRows { .. }
-        | Op::SpanAttention(_)
-        | Op::Train(_) => Some("there is no kernel for it yet"),
-        Op::Unary(_) | Op::Reduce { .. } | Op::Softmax => {
-            no(!is(0, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
-        }
-        Op::Binary(_) | Op::Gate(_) => {
-            no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
-        }
+        | Op::Train(_)
+        | Op::Unary(_)
+        | Op::Reduce { .. }
+        | Op::Softmax
+        | Op::Binary(_)
+        | Op::Gate(_)
+        | Op::RmsNorm { .. }
+        | Op::AddRmsNorm { .. }
+        | Op::Accumulate => None,
         Op::MatMul => no(ins[0].dtype != DType::F32 || outs[0].dtype != DType::F32, "activations are F32")
             .or(no(!is_weight_dtype(ins[1].dtype), "no kernel multiplies with this dtype"))
             .or(no(ins[1].shape.rank() != 2, "the second factor is one matrix")),
-        Op::GatherRows(to) => no(*to != DType::F32, "rows come out in F32")
-            .or(no(!is_weight_dtype(ins[0].dtype), "no kernel reads this dtype"))
-            .or(no(ins[1].dtype != DType::I32, "ids are I32")),
-        Op::RmsNorm { .. } => {
-            no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
+        Op::GatherRows(to) => {
+            no(*to != DType::F32 && !ins[0].dtype.is_float(), "rows of quantised tables come out in F32")
+                .or(no(!is_weight_dtype(ins[0].dtype), "no kernel reads this dtype"))
+                .or(no(ins[1].dtype != DType::I32, "ids are I32"))
         }
-        Op::AddRmsNorm { .. } => no(
-            !is(0, DType::F32) || !is(1, DType::F32) || !is(2, DType::F32) || outs[0].dtype != DType::F32,
-            "activations are F32",
-        ),
-        Op::Rope(_) => no(ins[0].dtype != DType::F32 || !is(2, DType::F32), "activations are F32")
-            .or(no(ins[1].dtype != DType::I32, "positions are I32")),
+        Op::Rope(_) => {
+            no(!ins[0].dtype.is_float() || !is(2, DType::F32), "heads are floats, frequencies F32")
+                .or(no(ins[1].dtype != DType::I32, "positions are I32"))
+        }
         Op::KvAppend => no(!ins[0].dtype.is_float(), "the cache is F16, BF16 or F32")
             .or(no(ins[1].dtype != DType::F32, "activations are F32")),
         Op::Attention(_) => no(ins[0].dtype != DType::F32, "activations are F32")
@@ -90,7 +90,6 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
                 !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 256,
                 "heads have an even number of elements, at most 256",
             )),
-        Op::Accumulate => no(!is(0, DType::F32) || !is(1, DType::F32), "sums are F32"),
         Op::Sample(Sample { masked: true, .. }) => Some("no kernel applies a mask yet"),
         Op::Sample(Sample { n_top: 1.., .. }) => Some("no kernel lists the most probable tokens yet"),
         Op::Sample(_) => no(ins[0].dtype != DType::F32, "logits are F32")
@@ -275,6 +274,9 @@ impl Lowering<'_> {
     }
 
     fn step(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        if self.typed(step, launches)? {
+            return Ok(());
+        }
         let (k, label) = (self.kernels, step.label.as_str());
         let view = |i: usize| self.view(&step.inputs[i]);
         let dense = |i: usize| self.dense(step, &step.inputs[i]);
@@ -371,7 +373,6 @@ impl Lowering<'_> {
             Op::KvAppend => launches.push(self.kv_append(step)?),
             Op::Attention(_) => self.attention(step, launches)?,
             Op::Sample(_) => self.sample(step, launches)?,
-            // The output is the state itself: each element is read before it is written.
             Op::Compare(_)
             | Op::Select
             | Op::Pick
@@ -379,7 +380,8 @@ impl Lowering<'_> {
             | Op::Pad { .. }
             | Op::ScatterAddRows { .. }
             | Op::SpanAttention(_)
-            | Op::Train(_) => unreachable!("refused when the graph was compiled"),
+            | Op::Train(_) => unreachable!("refused when the graph was compiled, or lowered by `typed`"),
+            // The output is the state itself: each element is read before it is written.
             Op::Accumulate => launches.push(k.binary(&BinaryArgs {
                 f: Binary::Add,
                 a: view(0)?,

@@ -19,6 +19,7 @@ use crate::fused::{RowProducts, is_single, sets};
 use crate::group::n_rows;
 use crate::prefill::{Areas, MIN_ROWS, NarrowTo, Shape};
 use crate::resident::packs;
+use crate::train;
 
 /// One or a few launches.
 #[derive(Clone, Debug)]
@@ -218,7 +219,10 @@ impl<'a> Choice<'a> {
             | Op::Gate(_)
             | Op::Rope(_)
             | Op::KvAppend
-            | Op::Accumulate => self.push(Task::Op(node)),
+            | Op::Accumulate => {
+                self.own(train::scratch_bytes(step));
+                self.push(Task::Op(node));
+            }
         }
     }
 
