@@ -19,6 +19,7 @@ use crate::error::CudaError;
 use crate::prefill::PlacedAreas;
 use crate::resident::{COUNTER_BYTES, Resident};
 use crate::tasks::{SegmentTasks, Task, splits};
+use crate::train_products;
 use crate::warm::{WarmPlan, Work};
 
 /// Whether there is a kernel for an op with these dtypes. Layouts are looked at when the plan is lowered.
@@ -64,9 +65,7 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         Op::Binary(_) | Op::Gate(_) => {
             no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
         }
-        Op::MatMul => no(ins[0].dtype != DType::F32 || outs[0].dtype != DType::F32, "activations are F32")
-            .or(no(!is_weight_dtype(ins[1].dtype), "no kernel multiplies with this dtype"))
-            .or(no(ins[1].shape.rank() != 2, "the second factor is one matrix")),
+        Op::MatMul => train_products::unsupported_product(&ins[0], &ins[1]),
         Op::GatherRows(to) => no(*to != DType::F32, "rows come out in F32")
             .or(no(!is_weight_dtype(ins[0].dtype), "no kernel reads this dtype"))
             .or(no(ins[1].dtype != DType::I32, "ids are I32")),
@@ -193,6 +192,12 @@ impl Lowering<'_> {
                 warm.rehearse(rehearsal);
                 Made { work: vec![Work::Library(product)], left: None }
             }
+            Task::LibraryOfValues(product) => {
+                let Some(blas) = self.blas else { unreachable!("chosen with a library") };
+                let product = self.library_product_of_values(blas, plan.step(*product))?;
+                warm.rehearse(product.clone());
+                Made { work: vec![Work::Library(product)], left: None }
+            }
         })
     }
 
@@ -212,7 +217,7 @@ impl Lowering<'_> {
             | Task::Few(nodes)
             | Task::NarrowRows { products: nodes, .. }
             | Task::Gemm { products: nodes, .. } => nodes.iter().flat_map(of).collect(),
-            Task::Library { product, .. } => of(product).collect(),
+            Task::Library { product, .. } | Task::LibraryOfValues(product) => of(product).collect(),
             Task::Attend(attend) => attend.appends.iter().chain([&attend.attention]).flat_map(of).collect(),
             Task::RopeKv(group) => group.ropes.iter().chain(&group.appends).flat_map(of).collect(),
         }
@@ -311,7 +316,8 @@ impl Lowering<'_> {
                 let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
                 launches.push(k.softmax(&SoftmaxArgs { x, y: out(0)?, n_rows, n_cols, step: label })?);
             }
-            Op::MatMul => launches.push(self.products(&[step])?),
+            // Those of F32 rows with a weight are tasks of their own.
+            Op::MatMul => launches.push(self.product_of_values(step)?),
             Op::GatherRows(_) => {
                 let table = step.inputs[0].layout.shape();
                 let packed = self.resident.is_packed(self.plan, &step.inputs[0]);

@@ -106,6 +106,7 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::narrow::entries(&mut all);
     crate::flash::entries(&mut all);
     crate::digest::entries(&mut all);
+    crate::matmul::entries(&mut all);
     all
 }
 

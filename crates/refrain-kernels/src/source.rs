@@ -46,11 +46,13 @@ pub enum Family {
     Flash,
     /// `digest.cu`
     Digest,
+    /// `matmul.cu`
+    MatMul,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 20] = [
+    pub const ALL: [Family; 21] = [
         Family::Linear,
         Family::Gather,
         Family::Norm,
@@ -71,6 +73,7 @@ impl Family {
         Family::Narrow,
         Family::Flash,
         Family::Digest,
+        Family::MatMul,
     ];
 
     /// The file's name without `.cu`.
@@ -97,6 +100,7 @@ impl Family {
             Family::Narrow => "narrow",
             Family::Flash => "flash",
             Family::Digest => "digest",
+            Family::MatMul => "matmul",
         }
     }
 
@@ -124,6 +128,7 @@ impl Family {
             Family::Narrow => include_str!("../cu/narrow.cu"),
             Family::Flash => include_str!("../cu/flash.cu"),
             Family::Digest => include_str!("../cu/digest.cu"),
+            Family::MatMul => include_str!("../cu/matmul.cu"),
         }
     }
 }
