@@ -58,11 +58,13 @@ pub enum Family {
     Loss,
     /// `adamw.cu`
     AdamW,
+    /// `matmul.cu`
+    MatMul,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 26] = [
+    pub const ALL: [Family; 27] = [
         Family::Linear,
         Family::Gather,
         Family::Norm,
@@ -89,6 +91,7 @@ impl Family {
         Family::Scatter,
         Family::Loss,
         Family::AdamW,
+        Family::MatMul,
     ];
 
     /// The file's name without `.cu`.
@@ -121,6 +124,7 @@ impl Family {
             Family::Scatter => "scatter",
             Family::Loss => "loss",
             Family::AdamW => "adamw",
+            Family::MatMul => "matmul",
         }
     }
 
@@ -154,6 +158,7 @@ impl Family {
             Family::Scatter => include_str!("../cu/scatter.cu"),
             Family::Loss => include_str!("../cu/loss.cu"),
             Family::AdamW => include_str!("../cu/adamw.cu"),
+            Family::MatMul => include_str!("../cu/matmul.cu"),
         }
     }
 }

@@ -114,6 +114,7 @@ fn launch(
             16 => params.extend(k.arg::<[u8; 16]>(i)?),
             20 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 5]>(i)?)),
             24 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 6]>(i)?)),
+            32 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 8]>(i)?)),
             36 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 9]>(i)?)),
             40 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 10]>(i)?)),
             44 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 11]>(i)?)),
