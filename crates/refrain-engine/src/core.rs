@@ -1,6 +1,6 @@
 //! What an engine does, one step at a time: prompts, tokens and positions.
 
-use crate::blocks::{BlockPool, Reservation, SharedPool, Table};
+use crate::blocks::{BlockCounts, BlockPool, SharedPool, Table};
 use crate::error::EngineError;
 use crate::follow::Following;
 use crate::ledger::Ledger;
@@ -33,20 +33,17 @@ pub struct SequenceState {
     pub(crate) context: usize,
     /// How its steps ran.
     pub(crate) ledger: Arc<Mutex<Ledger>>,
-    /// After the table, so that blocks are promised to others only when they are free.
-    _reservation: Option<Reservation>,
 }
 
 impl SequenceState {
-    pub(crate) fn new(pool: &SharedPool, context: usize, reserved: Option<Reservation>) -> SequenceState {
+    pub(crate) fn new(table: Table, context: usize) -> SequenceState {
         static N_OPENED: AtomicU64 = AtomicU64::new(0);
         SequenceState {
             id: N_OPENED.fetch_add(1, Ordering::Relaxed),
             tokens: Vec::new(),
-            table: pool.table(),
+            table,
             context,
             ledger: Arc::default(),
-            _reservation: reserved,
         }
     }
 
@@ -59,6 +56,12 @@ impl SequenceState {
     pub fn clear(&mut self) {
         self.tokens.clear();
         let Ok(()) = self.table.fit(0) else { unreachable!("no position needs no block") };
+    }
+
+    /// Keeps what it holds of a prompt's beginning, and prepares for writing behind it.
+    pub(crate) fn begin(&mut self, prompt: &[u32]) {
+        let n_held = self.table.write_from(self.n_cached(prompt));
+        self.tokens.truncate(n_held);
     }
 
     /// How many tokens of a prompt's beginning are in the cache and need not be evaluated again. Never all of them: the
@@ -137,22 +140,27 @@ impl Core {
 
     /// A new sequence, which takes blocks as it grows: others may have taken the last one.
     pub fn open(&self) -> SequenceState {
-        SequenceState::new(&self.blocks, self.context, None)
+        SequenceState::new(self.blocks.table(), self.context)
     }
 
     /// A new sequence whose blocks are reserved, after the cache has grown where it must.
     pub(crate) fn open_reserved(&mut self, context: usize) -> Result<SequenceState, EngineError> {
         // Other threads reserve meanwhile: what was made for this sequence may be taken by then.
-        let reserved = loop {
-            if let Some(reserved) = self.blocks.reserve(context) {
-                break reserved;
+        let table = loop {
+            if let Some(table) = self.blocks.reserve(context) {
+                break table;
             }
             let (n_blocks, max_blocks) = self.blocks.size_for(context);
             self.settle();
             self.runner.resize(n_blocks, max_blocks)?;
             self.blocks.extend(n_blocks, max_blocks);
         };
-        Ok(SequenceState::new(&self.blocks, context, Some(reserved)))
+        Ok(SequenceState::new(table, context))
+    }
+
+    /// How many KV blocks are free, cached and used.
+    pub fn block_counts(&self) -> BlockCounts {
+        self.blocks.counts()
     }
 
     pub(crate) fn blocks(&self) -> &SharedPool {
@@ -196,7 +204,7 @@ impl Core {
         self.check_sequence(sequence)?;
         check_prompt(self.model(), prompt, sequence.context)?;
         self.settle();
-        sequence.tokens.truncate(sequence.n_cached(prompt));
+        sequence.begin(prompt);
         Ok(sequence.table.fit(prompt.len())?)
     }
 

@@ -127,8 +127,8 @@ impl Engine {
             return Err(EngineError::Context { got: context, most });
         }
         self.inner.mailbox.check()?;
-        if let Some(reserved) = self.inner.blocks.reserve(context) {
-            return Ok(Sequence::new(SequenceState::new(&self.inner.blocks, context, Some(reserved))));
+        if let Some(table) = self.inner.blocks.reserve(context) {
+            return Ok(Sequence::new(SequenceState::new(table, context)));
         }
         self.call(move |core| core.open_reserved(context))?.map(Sequence::new)
     }

@@ -27,6 +27,7 @@
 //! Invariant: the engine's thread never waits for a consumer.
 #![forbid(unsafe_code)]
 
+#[allow(dead_code, reason = "the engine does not serve by it yet")]
 mod blocks; // who owns which part of the cache
 mod sampling; // how a token is chosen
 mod runner; // one step on one device
@@ -41,7 +42,7 @@ mod perplexity; // how well a model predicts a text
 mod ledger; // how each step ran
 mod error;
 
-pub use blocks::{BlockPool, OutOfBlocks};
+pub use blocks::{BlockCounts, BlockPool, ContentName, OutOfBlocks};
 pub use core::{Chosen, Core, SequenceState};
 pub use engine::{Engine, EngineOptions, WeakEngine};
 pub use error::{EngineError, Stopped};
