@@ -34,6 +34,8 @@ mod runner; // one step on one device
 mod core; // prompts, tokens, positions
 mod follow; // one token after the other
 mod request; // what is asked for, and what comes back
+#[allow(dead_code, reason = "the engine does not serve by it yet")]
+mod schedule; // who takes part in the next step
 mod stream; // the way from the engine to a consumer
 mod serve; // the engine's thread: who is served when
 mod engine; // the handle to it
