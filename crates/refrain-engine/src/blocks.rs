@@ -432,7 +432,8 @@ impl Table {
         })
     }
 
-    /// A table without a promise that holds the full blocks of this one, up to `n_positions`.
+    /// Makes another table hold the full blocks of this one up to `n_positions`, and nothing else. Gives the positions
+    /// that they cover.
     pub(crate) fn fork(&self, n_positions: usize, into: &mut Table) -> usize {
         let n_positions = into.update(|to, books| {
             let n_full = (n_positions / books.pool.kv_block()).min(self.blocks.len());

@@ -4,14 +4,15 @@ use crate::blocks::{BlockCounts, BlockPool, SharedPool, Table};
 use crate::error::EngineError;
 use crate::follow::Following;
 use crate::ledger::Ledger;
-use crate::runner::{Runner, StepOut, StepRequest, Want};
+use crate::request::lock;
+use crate::runner::{Choice, Runner, StepOut, StepRequest, Want};
 use crate::sampling::SamplingRow;
 use refrain_graph::{Plan, StepKind};
 use refrain_models::Model;
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// A token that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -56,6 +57,12 @@ impl SequenceState {
     pub fn clear(&mut self) {
         self.tokens.clear();
         let Ok(()) = self.table.fit(0) else { unreachable!("no position needs no block") };
+    }
+
+    /// Makes another sequence hold the same tokens, as far as they fill blocks, in the same blocks.
+    pub(crate) fn share_with(&self, to: &mut SequenceState) {
+        let n_tokens = self.table.fork(self.tokens.len().min(to.context), &mut to.table);
+        to.tokens = self.tokens[..n_tokens].to_vec();
     }
 
     /// Keeps what it holds of a prompt's beginning, and prepares for writing behind it.
@@ -223,9 +230,10 @@ impl Core {
         let want = if is_last { Want::Sample(row) } else { Want::Nothing };
         let request =
             StepRequest { tokens: &prompt[start..end], start, table: sequence.table.blocks(), want };
-        self.prefill(&request, &sequence.ledger)?;
+        self.step(StepKind::Prompt, &[request], &[&sequence.ledger])?;
+        let choice = self.take_choices().next().flatten().transpose()?;
         sequence.tokens.extend_from_slice(&prompt[start..end]);
-        if is_last { self.chosen().map(Some) } else { Ok(None) }
+        Ok(choice.map(|choice| choice.chosen))
     }
 
     /// Evaluates tokens behind what a sequence holds, at most [`Core::max_tokens`] of them, and gives the logits after
@@ -243,7 +251,7 @@ impl Core {
         sequence.table.fit(start + tokens.len())?;
         let want = if n_rows == 0 { Want::Nothing } else { Want::Logits { n_rows } };
         let request = StepRequest { tokens, start, table: sequence.table.blocks(), want };
-        self.prefill(&request, &sequence.ledger)?;
+        self.step(StepKind::Prompt, &[request], &[&sequence.ledger])?;
         sequence.tokens.extend_from_slice(tokens);
         Ok(if n_rows == 0 { &[] } else { &self.out.logits })
     }
@@ -268,6 +276,11 @@ impl Core {
     /// The most tokens that one step takes.
     pub fn max_tokens(&self) -> usize {
         self.runner.max_tokens()
+    }
+
+    /// The most sequences that one step takes.
+    pub fn max_seqs(&self) -> usize {
+        self.runner.max_seqs()
     }
 
     pub(crate) fn check_sequence(&self, sequence: &SequenceState) -> Result<(), EngineError> {
@@ -300,34 +313,49 @@ impl Core {
         check_tokens(self.model(), tokens)
     }
 
-    fn chosen(&self) -> Result<Chosen, EngineError> {
-        let Some((token, logprob)) = self.out.chosen else { unreachable!("the step was asked to sample") };
-        Ok(Chosen { token, logprob })
-    }
-
-    fn prefill(&mut self, request: &StepRequest<'_>, of: &Mutex<Ledger>) -> Result<(), EngineError> {
+    /// Runs one step of any number of sequences, enters it in the ledger of all steps and in theirs, and says how long it
+    /// took. Nothing may be under way that was sent ahead.
+    pub(crate) fn step(
+        &mut self,
+        kind: StepKind,
+        requests: &[StepRequest<'_>],
+        of: &[&Arc<Mutex<Ledger>>],
+    ) -> Result<Duration, EngineError> {
         let began = Instant::now();
-        let ran = self.runner.step(request, &mut self.out);
+        let ran = self.runner.step(requests, &mut self.out);
         let took = began.elapsed();
         match ran {
             Ok(ran) => {
-                let n_tokens = request.tokens.len();
-                self.enter(of, |ledger| ledger.ran(StepKind::Prompt, n_tokens, took, &ran));
-                Ok(())
+                let n_tokens = requests.iter().map(|r| r.tokens.len()).sum();
+                self.ledger.ran(kind, n_tokens, took, &ran);
+                for (request, of) in requests.iter().zip(of) {
+                    lock(of).ran(kind, request.tokens.len(), took, &ran);
+                }
+                Ok(took)
             }
             Err(error) => {
                 let reason = error.reason();
-                self.enter(of, |ledger| ledger.failed(StepKind::Prompt, took, &reason));
+                self.ledger.failed(kind, took, &reason);
+                // Whose fault a step of several is shows when they run one by one.
+                if let ([of], [_]) = (of, requests) {
+                    lock(of).failed(kind, took, &reason);
+                }
                 Err(error)
             }
         }
     }
 
+    /// The choices of the last step, one for each request.
+    pub(crate) fn take_choices(
+        &mut self,
+    ) -> impl Iterator<Item = Option<Result<Choice, EngineError>>> + use<> {
+        std::mem::take(&mut self.out.choices).into_iter()
+    }
+
     /// Makes an entry in the ledger of all steps and in that of a sequence.
     pub(crate) fn enter(&mut self, of: &Mutex<Ledger>, entry: impl Fn(&mut Ledger)) {
         entry(&mut self.ledger);
-        // An entry is additions: one that panicked has left a ledger that can be read.
-        entry(&mut of.lock().unwrap_or_else(PoisonError::into_inner));
+        entry(&mut lock(of));
     }
 }
 

@@ -138,6 +138,10 @@ impl Scheduler {
         self.running.iter_mut().chain(&mut self.waiting).find(|slot| slot.id == id)
     }
 
+    pub(crate) fn find(&self, id: RequestId) -> Option<&Slot> {
+        self.running.iter().chain(&self.waiting).find(|slot| slot.id == id)
+    }
+
     /// Takes a request out that has ended, was cancelled or failed.
     pub(crate) fn remove(&mut self, id: RequestId) -> Option<Slot> {
         let slot = match self.running.iter().position(|slot| slot.id == id) {
