@@ -358,11 +358,18 @@ impl Table {
         self.root = root;
     }
 
-    /// Makes the table cover `n_positions` and no block more.
+    /// Makes the table cover `n_positions` and no block more. Not while steps are under way that write further on.
     pub(crate) fn fit(&mut self, n_positions: usize) -> Result<(), OutOfBlocks> {
         self.update(|table, books| {
             books.pool.shrink(&mut table.blocks, n_positions);
             table.names.truncate(table.blocks.len());
+        });
+        self.cover(n_positions)
+    }
+
+    /// Makes the table cover `n_positions`; what it covers already stays where it is.
+    pub(crate) fn cover(&mut self, n_positions: usize) -> Result<(), OutOfBlocks> {
+        self.update(|table, books| {
             let need = n_positions.div_ceil(books.pool.kv_block()).saturating_sub(table.blocks.len());
             let free = books.n_unpromised();
             if table.n_promised.is_none() && need > free {

@@ -31,9 +31,9 @@ pub(crate) struct ScheduleLimits {
     pub(crate) n_rows: usize,
 }
 
-/// What a request is to the scheduler.
+/// A request that runs or waits, as the scheduler sees it.
 #[derive(Debug)]
-pub(crate) struct Slot {
+pub(crate) struct ActiveRequest {
     pub(crate) id: RequestId,
     /// Higher is served and admitted earlier.
     pub(crate) priority: i32,
@@ -53,9 +53,14 @@ pub(crate) struct Slot {
     preempted_at: Option<u64>,
 }
 
-impl Slot {
-    pub(crate) fn new(id: RequestId, tokens: Vec<u32>, n_positions: usize, state: SequenceState) -> Slot {
-        Slot {
+impl ActiveRequest {
+    pub(crate) fn new(
+        id: RequestId,
+        tokens: Vec<u32>,
+        n_positions: usize,
+        state: SequenceState,
+    ) -> ActiveRequest {
+        ActiveRequest {
             id,
             priority: 0,
             user: 0,
@@ -102,7 +107,7 @@ pub(crate) struct Schedule {
     /// From the most important.
     pub(crate) rows: Vec<StepRow>,
     /// Requests that nothing can make room for any more, with what they lack.
-    pub(crate) refused: Vec<(Slot, OutOfBlocks)>,
+    pub(crate) refused: Vec<(ActiveRequest, OutOfBlocks)>,
 }
 
 /// See the module's documentation.
@@ -110,8 +115,8 @@ pub(crate) struct Schedule {
 pub(crate) struct Scheduler {
     limits: ScheduleLimits,
     /// From the highest rank.
-    running: Vec<Slot>,
-    waiting: Vec<Slot>,
+    running: Vec<ActiveRequest>,
+    waiting: Vec<ActiveRequest>,
     /// Tokens that each user with a request was served, all beginning with the least of the others.
     served: BTreeMap<u64, u64>,
     /// Requests that have run and left.
@@ -128,33 +133,33 @@ impl Scheduler {
     }
 
     /// Adds a request; it waits.
-    pub(crate) fn submit(&mut self, slot: Slot) {
+    pub(crate) fn submit(&mut self, active: ActiveRequest) {
         let least = self.served.values().min().copied().unwrap_or(0);
-        self.served.entry(slot.user).or_insert(least);
-        self.waiting.push(slot);
+        self.served.entry(active.user).or_insert(least);
+        self.waiting.push(active);
     }
 
-    pub(crate) fn get(&mut self, id: RequestId) -> Option<&mut Slot> {
-        self.running.iter_mut().chain(&mut self.waiting).find(|slot| slot.id == id)
+    pub(crate) fn get(&mut self, id: RequestId) -> Option<&mut ActiveRequest> {
+        self.running.iter_mut().chain(&mut self.waiting).find(|active| active.id == id)
     }
 
-    pub(crate) fn find(&self, id: RequestId) -> Option<&Slot> {
-        self.running.iter().chain(&self.waiting).find(|slot| slot.id == id)
+    pub(crate) fn find(&self, id: RequestId) -> Option<&ActiveRequest> {
+        self.running.iter().chain(&self.waiting).find(|active| active.id == id)
     }
 
     /// Takes a request out that has ended, was cancelled or failed.
-    pub(crate) fn remove(&mut self, id: RequestId) -> Option<Slot> {
-        let slot = match self.running.iter().position(|slot| slot.id == id) {
+    pub(crate) fn remove(&mut self, id: RequestId) -> Option<ActiveRequest> {
+        let active = match self.running.iter().position(|active| active.id == id) {
             Some(at) => {
                 self.n_departed += 1;
                 self.running.remove(at)
             }
-            None => self.waiting.remove(self.waiting.iter().position(|slot| slot.id == id)?),
+            None => self.waiting.remove(self.waiting.iter().position(|active| active.id == id)?),
         };
-        if !self.running.iter().chain(&self.waiting).any(|other| other.user == slot.user) {
-            self.served.remove(&slot.user);
+        if !self.running.iter().chain(&self.waiting).any(|other| other.user == active.user) {
+            self.served.remove(&active.user);
         }
-        Some(slot)
+        Some(active)
     }
 
     /// Requests that run and that wait.
@@ -169,20 +174,20 @@ impl Scheduler {
 
     /// Whether a request is the only one that anything could be done for.
     pub(crate) fn is_alone(&self, id: RequestId) -> bool {
-        let mut others = self.running.iter().chain(&self.waiting).filter(|slot| slot.id != id);
-        others.all(|slot| slot.is_paused)
+        let mut others = self.running.iter().chain(&self.waiting).filter(|active| active.id != id);
+        others.all(|active| active.is_paused)
     }
 
     /// Notes that the next tokens of a request were evaluated, and what was chosen behind them.
     pub(crate) fn advance(&mut self, id: RequestId, n_tokens: usize, chosen: Option<u32>) {
-        let Some(slot) = self.get(id) else { return };
-        let start = slot.state.tokens.len();
-        let end = (start + n_tokens).min(slot.tokens.len());
-        slot.state.tokens.extend_from_slice(&slot.tokens[start..end]);
-        if slot.shares {
-            slot.state.table.publish(&slot.state.tokens);
+        let Some(active) = self.get(id) else { return };
+        let start = active.state.tokens.len();
+        let end = (start + n_tokens).min(active.tokens.len());
+        active.state.tokens.extend_from_slice(&active.tokens[start..end]);
+        if active.shares {
+            active.state.table.publish(&active.state.tokens);
         }
-        slot.tokens.extend(chosen);
+        active.tokens.extend(chosen);
     }
 
     /// Decides on the next step. Every row of it has its blocks.
@@ -190,14 +195,14 @@ impl Scheduler {
         let mut plan = Schedule::default();
         let mut budget = self.limits.n_tokens;
         let before = self.n_preempted;
-        let ranked: Vec<RequestId> = self.running.iter().map(|slot| slot.id).collect();
+        let ranked: Vec<RequestId> = self.running.iter().map(|active| active.id).collect();
         for is_prompt in [false, true] {
             for &id in &ranked {
                 // Preempted meanwhile, or not of this turn.
-                let Some(slot) = self.running.iter().find(|slot| slot.id == id) else { continue };
-                let n_left = slot.n_left();
+                let Some(active) = self.running.iter().find(|active| active.id == id) else { continue };
+                let n_left = active.n_left();
                 let is_full = budget == 0 || plan.rows.len() == self.limits.n_rows;
-                if slot.is_paused || (n_left > 1) != is_prompt || is_full {
+                if active.is_paused || (n_left > 1) != is_prompt || is_full {
                     continue;
                 }
                 if self.make_room(id, &mut plan, &mut budget) {
@@ -216,12 +221,12 @@ impl Scheduler {
 
     /// Whether one more may run. Those that are paused take no part in a step.
     fn has_row(&self) -> bool {
-        self.running.iter().filter(|slot| !slot.is_paused).count() < self.limits.n_rows
+        self.running.iter().filter(|active| !active.is_paused).count() < self.limits.n_rows
     }
 
     fn add_row(&mut self, id: RequestId, plan: &mut Schedule, budget: &mut usize) {
-        let Some(slot) = self.running.iter().find(|slot| slot.id == id) else { return };
-        let (n_left, user) = (slot.n_left(), slot.user);
+        let Some(active) = self.running.iter().find(|active| active.id == id) else { return };
+        let (n_left, user) = (active.n_left(), active.user);
         let n_tokens = n_left.min(*budget);
         *budget -= n_tokens;
         *self.served.entry(user).or_default() += n_tokens as u64;
@@ -231,11 +236,12 @@ impl Scheduler {
     /// Has blocks for all known tokens of a running request, if need be by preempting others.
     fn make_room(&mut self, id: RequestId, plan: &mut Schedule, budget: &mut usize) -> bool {
         loop {
-            let Some(slot) = self.running.iter_mut().find(|slot| slot.id == id) else { return false };
-            if slot.state.table.fit(slot.tokens.len()).is_ok() {
+            let Some(active) = self.running.iter_mut().find(|active| active.id == id) else { return false };
+            // Steps of it that were sent ahead may be writing further on.
+            if active.state.table.cover(active.tokens.len()).is_ok() {
                 return true;
             }
-            let (is_promised, rank) = (slot.state.table.is_promised(), slot.rank());
+            let (is_promised, rank) = (active.state.table.is_promised(), active.rank());
             match self.victim(|other| other.is_paused || is_promised || other.rank() > rank) {
                 Some(victim) => self.preempt(victim, plan, budget),
                 None => return false,
@@ -244,71 +250,71 @@ impl Scheduler {
     }
 
     /// Whose blocks can be had: of those that may be asked, the paused first, then the lowest rank.
-    fn victim(&self, may_ask: impl Fn(&Slot) -> bool) -> Option<RequestId> {
-        let slots = self.running.iter().filter(|slot| !slot.state.table.is_promised() && may_ask(slot));
-        slots.max_by_key(|slot| (slot.is_paused, slot.rank())).map(|slot| slot.id)
+    fn victim(&self, may_ask: impl Fn(&ActiveRequest) -> bool) -> Option<RequestId> {
+        let slots = self.running.iter().filter(|active| !active.state.table.is_promised() && may_ask(active));
+        slots.max_by_key(|active| (active.is_paused, active.rank())).map(|active| active.id)
     }
 
     /// Makes a running request wait again, without its blocks and without the row it may have.
     fn preempt(&mut self, id: RequestId, plan: &mut Schedule, budget: &mut usize) {
-        let Some(at) = self.running.iter().position(|slot| slot.id == id) else { return };
-        let mut slot = self.running.remove(at);
+        let Some(at) = self.running.iter().position(|active| active.id == id) else { return };
+        let mut active = self.running.remove(at);
         if let Some(row) = plan.rows.iter().position(|row| row.id == id) {
             *budget += plan.rows.remove(row).n_tokens;
         }
         self.n_preempted += 1;
-        slot.clear();
-        slot.preempted_at = Some(self.n_departed);
-        self.waiting.push(slot);
+        active.clear();
+        active.preempted_at = Some(self.n_departed);
+        self.waiting.push(active);
     }
 
     /// Lets the next waiting request run; false when there is none or it does not fit.
     fn admit(&mut self, plan: &mut Schedule, budget: &mut usize) -> bool {
         let Some(at) = self.next_waiting() else { return false };
-        let slot = &mut self.waiting[at];
-        slot.state.begin(&slot.tokens);
-        if slot.shares {
-            let n_held = slot.state.table.reuse(&slot.tokens, slot.state.tokens.len());
-            slot.state.tokens.clear();
-            slot.state.tokens.extend_from_slice(&slot.tokens[..n_held]);
+        let active = &mut self.waiting[at];
+        active.state.begin(&active.tokens);
+        if active.shares {
+            let n_held = active.state.table.reuse(&active.tokens, active.state.tokens.len());
+            active.state.tokens.clear();
+            active.state.tokens.extend_from_slice(&active.tokens[..n_held]);
         }
-        let one_more = slot.tokens.len() + slot.state.table.kv_block();
-        let fits = slot.state.table.fit(one_more.min(slot.n_positions).max(slot.tokens.len()));
+        let one_more = active.tokens.len() + active.state.table.kv_block();
+        let fits = active.state.table.fit(one_more.min(active.n_positions).max(active.tokens.len()));
         let Err(error) = fits else {
-            let mut slot = self.waiting.remove(at);
-            slot.preempted_at = None;
-            let id = slot.id;
-            let place = self.running.partition_point(|other| other.rank() < slot.rank());
-            self.running.insert(place, slot);
+            let mut active = self.waiting.remove(at);
+            active.preempted_at = None;
+            let id = active.id;
+            let place = self.running.partition_point(|other| other.rank() < active.rank());
+            self.running.insert(place, active);
             self.add_row(id, plan, budget);
             return true;
         };
         // What it found is free for others while it waits.
-        slot.clear();
-        let (is_promised, priority) = (slot.state.table.is_promised(), slot.priority);
-        let may_ask = |other: &Slot| other.is_paused || is_promised || other.priority < priority;
+        active.clear();
+        let (is_promised, priority) = (active.state.table.is_promised(), active.priority);
+        let may_ask = |other: &ActiveRequest| other.is_paused || is_promised || other.priority < priority;
         if let Some(victim) = self.victim(may_ask) {
             self.preempt(victim, plan, budget);
             return true;
         }
-        if self.running.iter().any(|slot| !slot.is_paused) {
+        if self.running.iter().any(|active| !active.is_paused) {
             return false;
         }
         // Nobody is left who could make room.
         let id = self.waiting[at].id;
-        plan.refused.extend(self.remove(id).map(|slot| (slot, error)));
+        plan.refused.extend(self.remove(id).map(|active| (active, error)));
         true
     }
 
     /// Whose turn it is, unless that one was preempted and nobody has left since.
     fn next_waiting(&self) -> Option<usize> {
-        let key = |slot: &Slot| {
-            let served = self.served.get(&slot.user).copied().unwrap_or(0);
-            (Reverse(slot.priority), served, slot.id)
+        let key = |active: &ActiveRequest| {
+            let served = self.served.get(&active.user).copied().unwrap_or(0);
+            (Reverse(active.priority), served, active.id)
         };
-        let waiting = self.waiting.iter().enumerate().filter(|(_, slot)| !slot.is_paused);
-        let (at, next) = waiting.min_by_key(|(_, slot)| key(slot))?;
-        let is_idle = self.running.iter().all(|slot| slot.is_paused);
+        let waiting = self.waiting.iter().enumerate().filter(|(_, active)| !active.is_paused);
+        let (at, next) = waiting.min_by_key(|(_, active)| key(active))?;
+        let is_idle = self.running.iter().all(|active| active.is_paused);
         let may_run = next.preempted_at.is_none_or(|at| is_idle || self.n_departed > at);
         may_run.then_some(at)
     }

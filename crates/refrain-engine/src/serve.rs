@@ -7,7 +7,7 @@ use crate::follow::Ahead;
 use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent, lock};
 use crate::runner::{Choice, StepRequest, Want, step_kind};
 use crate::sampling::SamplingRow;
-use crate::schedule::{ScheduleLimits, Scheduler, Slot, StepRow};
+use crate::schedule::{ActiveRequest, ScheduleLimits, Scheduler, StepRow};
 use crate::stream::{Channel, Demand};
 use refrain_graph::StepKind;
 use std::any::Any;
@@ -196,7 +196,7 @@ fn message_of(panic: &(dyn Any + Send)) -> String {
 
 /// A request on its way to the engine's thread.
 pub(crate) struct Submitted {
-    slot: Slot,
+    active: ActiveRequest,
     job: Job,
 }
 
@@ -211,15 +211,16 @@ impl Submitted {
     ) -> Submitted {
         // The last token is chosen and not evaluated.
         let n_positions = request.prompt.len().saturating_add(request.max_tokens.saturating_sub(1));
-        let mut slot = Slot::new(id, request.prompt.clone(), n_positions.min(state.context), state);
-        (slot.priority, slot.user) = (request.priority, request.user);
-        slot.shares = held.is_none();
-        if slot.shares {
+        let mut active =
+            ActiveRequest::new(id, request.prompt.clone(), n_positions.min(state.context), state);
+        (active.priority, active.user) = (request.priority, request.user);
+        active.shares = held.is_none();
+        if active.shares {
             // KV depends on the adapter too.
-            slot.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
+            active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
         }
         let (prefill, n_chosen) = (Duration::ZERO, 0);
-        Submitted { slot, job: Job { held, request, row, endless, channel, prefill, n_chosen } }
+        Submitted { active, job: Job { held, request, row, endless, channel, prefill, n_chosen } }
     }
 }
 
@@ -254,10 +255,10 @@ impl Server {
             calls.into_iter().for_each(|call| call(self));
             self.look_at_demand(mailbox);
             let plan = self.scheduler.plan();
-            for (slot, error) in plan.refused {
-                mailbox.ended(slot.id);
-                if let Some(job) = self.jobs.remove(&slot.id) {
-                    job.fail(Some(slot.state), error.into());
+            for (active, error) in plan.refused {
+                mailbox.ended(active.id);
+                if let Some(job) = self.jobs.remove(&active.id) {
+                    job.fail(Some(active.state), error.into());
                 }
             }
             let done = match plan.rows[..] {
@@ -274,9 +275,9 @@ impl Server {
         }
     }
 
-    fn take_in(&mut self, Submitted { slot, job }: Submitted) {
-        self.jobs.insert(slot.id, job);
-        self.scheduler.submit(slot);
+    fn take_in(&mut self, Submitted { active, job }: Submitted) {
+        self.jobs.insert(active.id, job);
+        self.scheduler.submit(active);
     }
 
     /// Ends what nobody wants any more, and leaves out for now who has enough.
@@ -289,8 +290,8 @@ impl Server {
                 self.end(mailbox, id, FinishReason::Cancelled);
             } else if job.request.max_tokens == 0 && demand == Demand::GoOn {
                 self.end(mailbox, id, FinishReason::MaxTokens);
-            } else if let Some(slot) = self.scheduler.get(id) {
-                slot.is_paused = demand == Demand::Pause;
+            } else if let Some(active) = self.scheduler.get(id) {
+                active.is_paused = demand == Demand::Pause;
             }
         }
     }
@@ -305,21 +306,21 @@ impl Server {
     /// Decode steps of one request, until it ends, has enough for now, or something new has come.
     fn run_ahead(&mut self, mailbox: &Mailbox, id: RequestId) -> Result<(), Stopped> {
         loop {
-            let (Some(slot), Some(job)) = (self.scheduler.get(id), self.jobs.get_mut(&id)) else {
+            let (Some(active), Some(job)) = (self.scheduler.get(id), self.jobs.get_mut(&id)) else {
                 return Ok(());
             };
-            let Some(&last) = slot.tokens.last() else { return Ok(()) };
-            let (choice, took) = match job.decode(&mut self.core, &mut slot.state, last) {
+            let Some(&last) = active.tokens.last() else { return Ok(()) };
+            let (choice, took) = match job.decode(&mut self.core, &mut active.state, last) {
                 Ok(decoded) => decoded,
                 // The scheduler makes room or says why not.
                 Err(EngineError::OutOfBlocks(_)) => return Ok(()),
                 Err(error) => return self.failed(mailbox, id, error),
             };
-            slot.tokens.push(choice.chosen.token);
-            if slot.shares {
-                slot.state.table.publish(&slot.state.tokens);
+            active.tokens.push(choice.chosen.token);
+            if active.shares {
+                active.state.table.publish(&active.state.tokens);
             }
-            let (demand, finish) = job.chosen(choice, took, &slot.state);
+            let (demand, finish) = job.chosen(choice, took, &active.state);
             if let Some(finish) = finish {
                 self.end(mailbox, id, finish);
                 return Ok(());
@@ -352,23 +353,23 @@ impl Server {
 
     fn try_step(&mut self, rows: &[StepRow]) -> Result<Duration, EngineError> {
         for row in rows {
-            let (Some(slot), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
+            let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
                 unreachable!("{} was scheduled", row.id)
             };
-            let end = slot.state.tokens.len() + row.n_tokens;
-            job.rules().0.advance(end, &slot.tokens[..end]);
+            let end = active.state.tokens.len() + row.n_tokens;
+            job.rules().0.advance(end, &active.tokens[..end]);
         }
         let (mut requests, mut ledgers) = (Vec::with_capacity(rows.len()), Vec::with_capacity(rows.len()));
         let mut is_prompt = false;
         for row in rows {
-            let (Some(slot), Some(job)) = (self.scheduler.find(row.id), self.jobs.get(&row.id)) else {
+            let (Some(active), Some(job)) = (self.scheduler.find(row.id), self.jobs.get(&row.id)) else {
                 unreachable!("{} was scheduled", row.id)
             };
-            let start = slot.state.tokens.len();
-            let tokens = &slot.tokens[start..start + row.n_tokens];
+            let start = active.state.tokens.len();
+            let tokens = &active.tokens[start..start + row.n_tokens];
             let want = if row.chooses { Want::Sample(job.rules_now()) } else { Want::Nothing };
-            requests.push(StepRequest { tokens, start, table: slot.state.table.blocks(), want });
-            ledgers.push(&slot.state.ledger);
+            requests.push(StepRequest { tokens, start, table: active.state.table.blocks(), want });
+            ledgers.push(&active.state.ledger);
             is_prompt = job.n_chosen == 0;
         }
         // The last token of a prompt looks like a decoded one.
@@ -389,25 +390,25 @@ impl Server {
             Err(error) => return self.failed(mailbox, row.id, error),
         };
         self.scheduler.advance(row.id, row.n_tokens, choice.as_ref().map(|choice| choice.chosen.token));
-        let (Some(slot), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
+        let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
             return Ok(());
         };
         match choice {
             Some(choice) => {
-                if let (_, Some(finish)) = job.chosen(choice, took, &slot.state) {
+                if let (_, Some(finish)) = job.chosen(choice, took, &active.state) {
                     self.end(mailbox, row.id, finish);
                 }
             }
-            None => job.evaluated(slot.state.tokens.len(), took),
+            None => job.evaluated(active.state.tokens.len(), took),
         }
         Ok(())
     }
 
     /// Ends a request. Whoever hears of it finds no step of it under way, a complete ledger, and the sequence free.
     fn end(&mut self, mailbox: &Mailbox, id: RequestId, finish: FinishReason) {
-        let (Some(slot), Some(job)) = (self.scheduler.remove(id), self.jobs.remove(&id)) else { return };
-        self.core.settle_of(&slot.state);
-        let channel = job.close(Some(slot.state));
+        let (Some(active), Some(job)) = (self.scheduler.remove(id), self.jobs.remove(&id)) else { return };
+        self.core.settle_of(&active.state);
+        let channel = job.close(Some(active.state));
         mailbox.ended(id);
         channel.push(Ok(TokenEvent::End(finish)));
     }
@@ -421,7 +422,7 @@ impl Server {
     }
 
     fn fail(&mut self, id: RequestId, error: EngineError) {
-        let state = self.scheduler.remove(id).map(|slot| slot.state);
+        let state = self.scheduler.remove(id).map(|active| active.state);
         if let Some(job) = self.jobs.remove(&id) {
             job.fail(state, error);
         }

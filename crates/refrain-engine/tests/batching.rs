@@ -200,11 +200,12 @@ fn each_request_has_its_own_rules() {
 #[test]
 fn prompts_go_in_pieces_beside_those_that_decode() {
     let (engine, script) = shared_engine(256, 8, 8);
-    let mut first = engine.submit(once(vec![1], 100)).unwrap();
-    first.next().unwrap().unwrap();
-    let long: Vec<u32> = (0..30).collect();
-    assert_eq!(collect(engine.submit(once(long, 2)).unwrap()).0, [30, 31]);
-    first.stop();
+    let gate = script.block();
+    let first = engine.submit(once(vec![1], 100)).unwrap();
+    let long = engine.submit(once((0..30).collect(), 2)).unwrap();
+    drop(gate);
+    assert_eq!(collect(long).0, [30, 31]);
+    assert_eq!(collect(first).0.len(), 100);
     let pieces: Vec<usize> = script.seen().iter().map(|s| s.tokens.len()).filter(|n| *n > 1).collect();
     assert_eq!(pieces, [7, 7, 7, 7, 2], "the budget less one decoded token");
     let ledger = engine.ledger().unwrap();
@@ -234,4 +235,46 @@ fn a_fork_goes_on_from_the_same_blocks() {
     assert_eq!(two.tokens().unwrap().len(), 11);
     let (other, _) = common::engine(32, 16);
     assert!(matches!(other.fork(&two, 8), Err(EngineError::ForeignSequence)));
+}
+
+#[test]
+fn steps_that_were_sent_ahead_keep_their_blocks_whatever_happens_meanwhile() {
+    for round in 0..20u32 {
+        let (engine, script) = engine(96, 16);
+        script.allow(8);
+        let [one, two, three] = [(); 3].map(|()| engine.open(96).unwrap());
+        let ask = |sequence: &refrain_engine::Sequence, first: u32, n: usize, lead: usize| {
+            let mut request = Request::new(sequence, vec![first]);
+            (request.sampling, request.max_tokens) = (SamplingParams::greedy(), n);
+            request.pace = Pace::Asked { lead };
+            engine.submit(request).unwrap()
+        };
+        // Blocks that come back in another order while the first goes on.
+        for sequence in [&two, &three] {
+            assert_eq!(collect(ask(sequence, 1, 40, 9)).0.len(), 40);
+        }
+        let n_before = script.seen().len();
+        let mut stream = ask(&one, 1, 80, 3);
+        let mut tokens = Vec::new();
+        for i in 0..80 {
+            match stream.next().unwrap().unwrap() {
+                TokenEvent::Token { token, .. } => tokens.push(token),
+                other => panic!("{other:?}"),
+            }
+            match (i + round) % 16 {
+                3 => two.clear().unwrap(),
+                9 => three.clear().unwrap(),
+                5 | 12 => drop(engine.load().unwrap()),
+                _ => {}
+            }
+        }
+        drop(stream);
+        assert_eq!(tokens, (2..82).collect::<Vec<_>>());
+        let seen = &script.seen()[n_before..];
+        let tables: Vec<_> = seen.iter().map(|seen| (seen.start, seen.table.clone())).collect();
+        for pair in tables.windows(2) {
+            let n_written = pair[0].0 / KV_BLOCK + 1;
+            assert_eq!(pair[0].1[..n_written], pair[1].1[..n_written], "behind position {}", pair[0].0);
+        }
+    }
 }

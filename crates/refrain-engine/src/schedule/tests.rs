@@ -88,10 +88,10 @@ impl World {
     ) -> RequestId {
         let id = RequestId(self.n_submitted);
         self.n_submitted += 1;
-        let mut slot = Slot::new(id, prompt.clone(), prompt.len() + max_tokens - 1, state);
-        (slot.user, slot.priority) = (user, priority);
-        slot.shares = !slot.state.table.is_promised();
-        self.scheduler.submit(slot);
+        let mut active = ActiveRequest::new(id, prompt.clone(), prompt.len() + max_tokens - 1, state);
+        (active.user, active.priority) = (user, priority);
+        active.shares = !active.state.table.is_promised();
+        self.scheduler.submit(active);
         self.open.insert(id.0, Asked { prompt, max_tokens, got: Vec::new() });
         id
     }
@@ -99,7 +99,7 @@ impl World {
     fn end(&mut self, id: RequestId) -> Option<SequenceState> {
         self.open.remove(&id.0);
         self.n_ended += 1;
-        self.scheduler.remove(id).map(|slot| slot.state)
+        self.scheduler.remove(id).map(|active| active.state)
     }
 
     /// One step; gives what it was.
@@ -112,22 +112,22 @@ impl World {
         // All rows write before any reads, so nobody's places may be another's.
         let mut done = Vec::new();
         for row in &rows {
-            let slot = self.scheduler.get(row.id).unwrap();
-            let (start, blocks) = (slot.state.tokens.len(), slot.state.table.blocks());
-            assert_eq!(row.chooses, start + row.n_tokens == slot.tokens.len());
+            let active = self.scheduler.get(row.id).unwrap();
+            let (start, blocks) = (active.state.tokens.len(), active.state.table.blocks());
+            assert_eq!(row.chooses, start + row.n_tokens == active.tokens.len());
             let place = |p: usize| blocks[p / KV_BLOCK] as usize * KV_BLOCK + p % KV_BLOCK;
-            let mut state = slot.tokens[..start].iter().fold(EMPTY, |h, t| hash(h, *t));
-            for (position, token) in slot.tokens.iter().enumerate().skip(start).take(row.n_tokens) {
+            let mut state = active.tokens[..start].iter().fold(EMPTY, |h, t| hash(h, *t));
+            for (position, token) in active.tokens.iter().enumerate().skip(start).take(row.n_tokens) {
                 state = hash(state, *token);
                 self.memory[place(position)] = state;
             }
             done.push((*row, start + row.n_tokens, state));
         }
         for (row, end, state) in done {
-            let slot = self.scheduler.get(row.id).unwrap();
-            let blocks = slot.state.table.blocks();
+            let active = self.scheduler.get(row.id).unwrap();
+            let blocks = active.state.table.blocks();
             let mut before = EMPTY;
-            for (position, token) in slot.tokens[..end].iter().enumerate() {
+            for (position, token) in active.tokens[..end].iter().enumerate() {
                 before = hash(before, *token);
                 let place = blocks[position / KV_BLOCK] as usize * KV_BLOCK + position % KV_BLOCK;
                 assert_eq!(self.memory[place], before, "{} at {position}", row.id);
