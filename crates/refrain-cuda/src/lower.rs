@@ -6,6 +6,7 @@ use std::sync::Arc;
 use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{
     Binary, BufferId, NodeId, Op, Operand, Place, Plan, Query, RopeAppend, Sample, Step, Support, TensorType,
+    TrainOp,
 };
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, CastArgs, CopyArgs, GateArgs, GatherRowsArgs,
@@ -56,9 +57,10 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         | Op::Pick
         | Op::PlaceColumns { .. }
         | Op::Pad { .. }
-        | Op::ScatterAddRows { .. }
-        | Op::SpanAttention(_)
-        | Op::Train(_) => Some("there is no kernel for it yet"),
+        | Op::ScatterAddRows { .. } => Some("there is no kernel for it yet"),
+        Op::SpanAttention(_) => train_products::unsupported_attention(&ins[0]),
+        Op::Train(TrainOp::SpanAttentionGrad(_)) => train_products::unsupported_attention(&ins[1]),
+        Op::Train(_) => Some("there is no kernel for it yet"),
         Op::Unary(_) | Op::Reduce { .. } | Op::Softmax => {
             no(!is(0, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
         }
@@ -383,9 +385,12 @@ impl Lowering<'_> {
             | Op::Pick
             | Op::PlaceColumns { .. }
             | Op::Pad { .. }
-            | Op::ScatterAddRows { .. }
-            | Op::SpanAttention(_)
-            | Op::Train(_) => unreachable!("refused when the graph was compiled"),
+            | Op::ScatterAddRows { .. } => unreachable!("refused when the graph was compiled"),
+            Op::SpanAttention(attention) => launches.push(self.span_attention(step, *attention)?),
+            Op::Train(TrainOp::SpanAttentionGrad(attention)) => {
+                self.span_attention_grad(step, *attention, launches)?;
+            }
+            Op::Train(_) => unreachable!("refused when the graph was compiled"),
             Op::Accumulate => launches.push(k.binary(&BinaryArgs {
                 f: Binary::Add,
                 a: view(0)?,

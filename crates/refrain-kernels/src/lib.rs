@@ -66,6 +66,8 @@ mod blaslt; // the same by cuBLASLt
 mod dequant; // quantised weights for them
 mod narrow; // rows for them
 mod flash; // attention of many rows
+mod span; // attention among rows
+mod span_grad; // its gradient
 mod digest; // comparing memory where it lies
 
 // launchers: complete
@@ -101,5 +103,7 @@ pub use rope_kv::RopeKvArgs;
 pub use rows::{ReduceArgs, SoftmaxArgs};
 pub use sample::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
 pub use source::{Family, KernelUnit};
+pub use span::{MAX_SPAN_HEAD_DIM, SpanArgs};
+pub use span_grad::{SpanGradArgs, span_grad_scratch_bytes};
 pub use tuning::tuning_header;
 pub use view::{View, unaligned_rows};

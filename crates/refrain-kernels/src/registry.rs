@@ -107,6 +107,8 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::flash::entries(&mut all);
     crate::digest::entries(&mut all);
     crate::matmul::entries(&mut all);
+    crate::span::entries(&mut all);
+    crate::span_grad::entries(&mut all);
     all
 }
 

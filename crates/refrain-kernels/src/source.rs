@@ -48,11 +48,15 @@ pub enum Family {
     Digest,
     /// `matmul.cu`
     MatMul,
+    /// `span.cu`
+    Span,
+    /// `span_grad.cu`
+    SpanGrad,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 21] = [
+    pub const ALL: [Family; 23] = [
         Family::Linear,
         Family::Gather,
         Family::Norm,
@@ -74,6 +78,8 @@ impl Family {
         Family::Flash,
         Family::Digest,
         Family::MatMul,
+        Family::Span,
+        Family::SpanGrad,
     ];
 
     /// The file's name without `.cu`.
@@ -101,6 +107,8 @@ impl Family {
             Family::Flash => "flash",
             Family::Digest => "digest",
             Family::MatMul => "matmul",
+            Family::Span => "span",
+            Family::SpanGrad => "span_grad",
         }
     }
 
@@ -129,6 +137,8 @@ impl Family {
             Family::Flash => include_str!("../cu/flash.cu"),
             Family::Digest => include_str!("../cu/digest.cu"),
             Family::MatMul => include_str!("../cu/matmul.cu"),
+            Family::Span => include_str!("../cu/span.cu"),
+            Family::SpanGrad => include_str!("../cu/span_grad.cu"),
         }
     }
 }
@@ -210,7 +220,7 @@ impl fmt::Debug for KernelUnit {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 21] = [
+pub(crate) const HEADERS: [(&str, &str); 22] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
@@ -230,6 +240,7 @@ pub(crate) const HEADERS: [(&str, &str); 21] = [
     ("sample_list.cuh", include_str!("../cu/sample_list.cuh")),
     ("sample_long.cuh", include_str!("../cu/sample_long.cuh")),
     ("sample_small.cuh", include_str!("../cu/sample_small.cuh")),
+    ("span.cuh", include_str!("../cu/span.cuh")),
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];
