@@ -49,9 +49,6 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
             "copies are of elements of 1, 2 or 4 bytes",
         ),
         Op::Cast(_) => no(ins[0].dtype.is_quantized(), "casts are between float types and I32"),
-        Op::SpanAttention(_) | Op::Train(TrainOp::SpanAttentionGrad(_)) => {
-            Some("there is no kernel for it yet")
-        }
         // What they take was checked when the graph was built: floats of any type, and I32 where that makes sense.
         Op::Compare(_)
         | Op::Select
@@ -59,7 +56,6 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         | Op::PlaceColumns { .. }
         | Op::Pad { .. }
         | Op::ScatterAddRows { .. }
-        | Op::Train(_)
         | Op::Unary(_)
         | Op::Reduce { .. }
         | Op::Softmax
@@ -68,6 +64,9 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         | Op::RmsNorm { .. }
         | Op::AddRmsNorm { .. }
         | Op::Accumulate => None,
+        Op::SpanAttention(_) => train_products::unsupported_attention(&ins[0]),
+        Op::Train(TrainOp::SpanAttentionGrad(_)) => train_products::unsupported_attention(&ins[1]),
+        Op::Train(_) => None,
         Op::MatMul => train_products::unsupported_product(&ins[0], &ins[1]),
         Op::GatherRows(to) => {
             no(*to != DType::F32 && !ins[0].dtype.is_float(), "rows of quantised tables come out in F32")
@@ -384,9 +383,12 @@ impl Lowering<'_> {
             | Op::Pick
             | Op::PlaceColumns { .. }
             | Op::Pad { .. }
-            | Op::ScatterAddRows { .. }
-            | Op::SpanAttention(_)
-            | Op::Train(_) => unreachable!("refused when the graph was compiled, or lowered by `typed`"),
+            | Op::ScatterAddRows { .. } => unreachable!("lowered by `typed`"),
+            Op::SpanAttention(attention) => launches.push(self.span_attention(step, *attention)?),
+            Op::Train(TrainOp::SpanAttentionGrad(attention)) => {
+                self.span_attention_grad(step, *attention, launches)?;
+            }
+            Op::Train(_) => unreachable!("lowered by `typed`"),
             // The output is the state itself: each element is read before it is written.
             Op::Accumulate => launches.push(k.binary(&BinaryArgs {
                 f: Binary::Add,

@@ -6,7 +6,7 @@
 use refrain_driver::api::DeviceInfo;
 use refrain_graph::{
     Attend, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer, ProductPart, Products, RopeAppend,
-    Step, Weight,
+    Step, TrainOp, Weight,
 };
 use refrain_kernels::{
     BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, attention_scratch_bytes,
@@ -20,7 +20,7 @@ use crate::group::n_rows;
 use crate::prefill::{Areas, MIN_ROWS, NarrowTo, Shape};
 use crate::resident::packs;
 use crate::train;
-use crate::train_products::{multiplies_values, refused_by_library};
+use crate::train_products::{attention_grad_scratch, multiplies_values, refused_by_library};
 
 /// One or a few launches.
 #[derive(Clone, Debug)]
@@ -206,6 +206,10 @@ impl<'a> Choice<'a> {
                 let [n, vocab] = [logits.dims()[0], logits.dims()[1]];
                 self.own(sample_scratch_bytes(n, vocab));
                 self.tasks.choice_bytes = self.tasks.choice_bytes.max(sample_state_bytes(n));
+                self.push(Task::Op(node));
+            }
+            Op::Train(TrainOp::SpanAttentionGrad(_)) => {
+                self.own(attention_grad_scratch(step));
                 self.push(Task::Op(node));
             }
             Op::Copy

@@ -7,10 +7,10 @@
 use std::sync::Arc;
 
 use refrain_driver::Launch;
-use refrain_graph::{GroupQuery, Operand, Place, Plan, Products, Seen, Step, TensorType};
+use refrain_graph::{GroupQuery, Operand, Place, Plan, Products, Seen, SpanAttention, Step, TensorType};
 use refrain_kernels::{
-    BlasLt, BlasLtProduct, KernelError, LINEAR_DTYPES, MATMUL_DTYPES, MatMulArgs, PACKED_DTYPES,
-    library_product,
+    BlasLt, BlasLtProduct, KernelError, LINEAR_DTYPES, MATMUL_DTYPES, MAX_SPAN_HEAD_DIM, MatMulArgs,
+    PACKED_DTYPES, SpanArgs, SpanGradArgs, library_product, span_grad_scratch_bytes,
 };
 use refrain_tensor::{DType, Layout};
 
@@ -26,6 +26,18 @@ pub(crate) fn unsupported_product(a: &TensorType, b: &TensorType) -> Option<&'st
         (DType::F32, _) => None,
         _ => Some("rows in 16 bits are multiplied with their own dtype"),
     }
+}
+
+/// Why no kernel attends among rows of this type.
+pub(crate) fn unsupported_attention(q: &TensorType) -> Option<&'static str> {
+    let fits = MATMUL_DTYPES.contains(&q.dtype) && q.shape.dim_back(0) <= MAX_SPAN_HEAD_DIM;
+    (!fits).then_some("heads have at most 256 elements, F32, F16 or BF16")
+}
+
+/// Scratch of a gradient of attention.
+pub(crate) fn attention_grad_scratch(step: &Step) -> u64 {
+    let q = step.inputs[1].layout.shape();
+    span_grad_scratch_bytes(q.dims()[0], q.dims()[1])
 }
 
 /// Whether a product is one of values rather than of F32 rows with a weight.
@@ -88,5 +100,51 @@ impl Lowering<'_> {
         };
         let y = self.dense(step, &step.outputs[0])?;
         blas.product(shape, [from(&a)?, from(&b)?, y, self.areas.library], &step.label)
+    }
+
+    /// Attention among rows.
+    pub(crate) fn span_attention(
+        &self,
+        step: &Step,
+        attention: SpanAttention,
+    ) -> Result<Launch, KernelError> {
+        let view = |i: usize| self.view(&step.inputs[i]);
+        self.kernels.span_attention(&SpanArgs {
+            attention,
+            q: view(0)?,
+            k: view(1)?,
+            v: view(2)?,
+            spans: self.dense(step, &step.inputs[3])?,
+            y: self.dense(step, &step.outputs[0])?,
+            lse: self.dense(step, &step.outputs[1])?,
+            step: &step.label,
+        })
+    }
+
+    /// Its gradient.
+    pub(crate) fn span_attention_grad(
+        &self,
+        step: &Step,
+        attention: SpanAttention,
+        launches: &mut Vec<Launch>,
+    ) -> Result<(), KernelError> {
+        let view = |i: usize| self.view(&step.inputs[i]);
+        let out = |i: usize| self.dense(step, &step.outputs[i]);
+        let args = SpanGradArgs {
+            attention,
+            dy: view(0)?,
+            q: view(1)?,
+            k: view(2)?,
+            v: view(3)?,
+            spans: self.dense(step, &step.inputs[4])?,
+            y: view(5)?,
+            lse: self.dense(step, &step.inputs[6])?,
+            dq: out(0)?,
+            dk: out(1)?,
+            dv: out(2)?,
+            scratch: self.areas.own.slice(0, attention_grad_scratch(step))?,
+            step: &step.label,
+        };
+        self.kernels.span_attention_grad(&args, launches)
     }
 }

@@ -161,11 +161,6 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
         T* y, const T* __restrict__ a, const T* __restrict__ b, Walk batch, Sizes s) {                       \
         matmul<T, DEEP_A, DEEP_B>(y, a, b, batch, s);                                                        \
     }
-#define MATMULS(name, T)                           \
-    MATMUL(deep, true, deep, true, name, T)        \
-    MATMUL(deep, true, flat, false, name, T)       \
-    MATMUL(flat, false, deep, true, name, T)       \
-    MATMUL(flat, false, flat, false, name, T)
 
 // unit f32
 const u32 SIDE = 64, SLICE = 16;
@@ -225,7 +220,19 @@ extern "C" __global__ __launch_bounds__(256) void matmul_f32(float* y, const flo
         }
     }
 }
-// unit f16
-MATMULS(f16, F16)
-// unit bf16
-MATMULS(bf16, BF16)
+// unit deep_deep_f16
+MATMUL(deep, true, deep, true, f16, F16)
+// unit deep_flat_f16
+MATMUL(deep, true, flat, false, f16, F16)
+// unit flat_deep_f16
+MATMUL(flat, false, deep, true, f16, F16)
+// unit flat_flat_f16
+MATMUL(flat, false, flat, false, f16, F16)
+// unit deep_deep_bf16
+MATMUL(deep, true, deep, true, bf16, BF16)
+// unit deep_flat_bf16
+MATMUL(deep, true, flat, false, bf16, BF16)
+// unit flat_deep_bf16
+MATMUL(flat, false, deep, true, bf16, BF16)
+// unit flat_flat_bf16
+MATMUL(flat, false, flat, false, bf16, BF16)

@@ -66,6 +66,8 @@ mod blaslt; // the same by cuBLASLt
 mod dequant; // quantised weights for them
 mod narrow; // rows for them
 mod flash; // attention of many rows
+mod span; // attention among rows
+mod span_grad; // its gradient
 mod digest; // comparing memory where it lies
 
 mod typed; // elements of any type
@@ -114,6 +116,8 @@ pub use rows::{ReduceArgs, SoftmaxArgs};
 pub use sample::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
 pub use scatter::{ScatterAddRowsArgs, scatter_scratch_bytes};
 pub use source::{Family, KernelUnit};
+pub use span::{MAX_SPAN_HEAD_DIM, SpanArgs};
+pub use span_grad::{SpanGradArgs, span_grad_scratch_bytes};
 pub use train_rows::{
     NormWeights, RmsNormGradArgs, SoftmaxGradArgs, TypedAddRmsNormArgs, TypedReduceArgs, TypedRmsNormArgs,
     TypedSoftmaxArgs, reduce_scratch_bytes, rms_norm_grad_scratch_bytes,

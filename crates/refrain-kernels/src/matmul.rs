@@ -234,8 +234,9 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in [DType::F16, DType::BF16] {
         for a in [true, false] {
             for b in [true, false] {
-                let entry = Entry::new(Family::MatMul, name(dtype, [a, b]), &params, move |k| twin(k, dtype));
-                all.push(entry.unit(&lowercase(dtype)).shared(|_| SHARED));
+                let kernel = name(dtype, [a, b]);
+                let entry = Entry::new(Family::MatMul, &kernel, &params, move |k| twin(k, dtype));
+                all.push(entry.unit(kernel.trim_start_matches("matmul_")).shared(|_| SHARED));
             }
         }
     }
