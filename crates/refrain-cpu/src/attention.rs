@@ -67,7 +67,7 @@ pub(crate) fn kv_append(level: Level, pages: &Pages<'_>, dtype: DType, x: &[f32]
             if dtype == DType::F16 {
                 f32_to_f16(level, src, &mut bytemuck::cast_slice_mut::<u8, f16>(cache)[to]);
             } else if dtype == DType::BF16 {
-                f32_to_bf16(src, &mut bytemuck::cast_slice_mut::<u8, bf16>(cache)[to]);
+                f32_to_bf16(level, src, &mut bytemuck::cast_slice_mut::<u8, bf16>(cache)[to]);
             } else {
                 bytemuck::cast_slice_mut::<u8, f32>(cache)[to].copy_from_slice(src);
             }

@@ -7,10 +7,10 @@ use crate::simd::{ActError, Level};
 use crate::weights::{CpuStates, CpuWeights};
 use refrain_graph::{
     Backend, CompileError, Fusion, Graph, GroupQuery, Io, Op, Place, Plan, PlanOptions, Query, Ran, Reason,
-    RunError, State, Support, Weight,
+    RunError, State, StateId, Support, Weight,
 };
 use refrain_reference::ReferenceError;
-use refrain_tensor::{HostTensor, TensorError};
+use refrain_tensor::{DType, HostTensor, TensorError};
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -117,13 +117,14 @@ impl Backend for CpuBackend {
     }
 
     fn supports(&self, query: &Query<'_>) -> Support {
-        // Values between ops are held in 32-bit elements; weights and states may be of any type.
-        match query.outputs.iter().find(|t| t.dtype.block_bytes() != 4) {
-            Some(t) if matches!(query.op, Op::KvAppend) && !is_cache_dtype(t.dtype) => {
+        // Values between ops are floats or 32-bit integers; weights may be of any type.
+        let is_value = |dtype: DType| is_cache_dtype(dtype) || dtype.block_bytes() == 4;
+        match query.outputs.iter().find(|t| !is_value(t.dtype)) {
+            Some(t) if matches!(query.op, Op::KvAppend) => {
                 Support::No(format!("the cache is {t}, F16, BF16 and F32 have kernels"))
             }
-            Some(t) if !matches!(query.op, Op::KvAppend | Op::View(_)) => {
-                Support::No(format!("its output is {t}, values between ops are F32 or I32"))
+            Some(t) if !matches!(query.op, Op::View(_)) => {
+                Support::No(format!("its output is {t}, values between ops are floats or 32-bit integers"))
             }
             _ => Support::Yes,
         }
@@ -165,6 +166,18 @@ impl Backend for CpuBackend {
             return Err(RunError::Mismatch { what: "states", because });
         }
         states.resize(to).map_err(|bytes| no_memory("growing states", bytes))
+    }
+
+    fn read_state(&self, states: &CpuStates, state: StateId, into: &mut [u8]) -> Result<(), RunError> {
+        same_size(states.get(state.idx()), into.len())?;
+        into.copy_from_slice(states.get(state.idx()));
+        Ok(())
+    }
+
+    fn write_state(&self, states: &mut CpuStates, state: StateId, from: &[u8]) -> Result<(), RunError> {
+        same_size(states.get(state.idx()), from.len())?;
+        states.get_mut(state.idx()).copy_from_slice(from);
+        Ok(())
     }
 
     fn compile(&self, graph: &Graph) -> Result<Compiled, CompileError> {
@@ -218,18 +231,19 @@ impl Backend for CpuBackend {
         let Place::Arena { offset } = buffer.place else {
             return Err(mismatch(format!("output {output} is not computed by the plan")));
         };
-        let n = operand.layout.shape().n_elements() * 4;
+        let size = operand.dtype.block_bytes();
+        let n = operand.layout.shape().n_elements() * size;
         if into.len() != n {
             return Err(mismatch(format!("output {output} has {n} bytes, {} were asked for", into.len())));
         }
         let bytes: &[u8] = &bytemuck::cast_slice(&compiled.arena)[offset..offset + buffer.bytes];
         if operand.layout.is_contiguous() {
-            let start = operand.layout.offset() * 4;
+            let start = operand.layout.offset() * size;
             into.copy_from_slice(&bytes[start..start + n]);
         } else {
             // The output is a view: its elements are gathered.
-            for (to, i) in into.chunks_exact_mut(4).zip(operand.layout.indices()) {
-                to.copy_from_slice(&bytes[4 * i..4 * i + 4]);
+            for (to, i) in into.chunks_exact_mut(size).zip(operand.layout.indices()) {
+                to.copy_from_slice(&bytes[size * i..][..size]);
             }
         }
         Ok(())
@@ -261,4 +275,12 @@ fn check_io(compiled: &Compiled, io: &Io<'_, CpuBackend>) -> Result<(), RunError
         return mismatch("states", format!("{n_states} are needed, got {}", io.states.len()));
     }
     Ok(())
+}
+
+fn same_size(state: &[u8], got: usize) -> Result<(), RunError> {
+    if state.len() == got {
+        return Ok(());
+    }
+    let because = format!("one has {} bytes, {got} were given", state.len());
+    Err(RunError::Mismatch { what: "states", because })
 }

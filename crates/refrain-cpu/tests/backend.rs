@@ -123,8 +123,8 @@ fn every_case_agrees_with_the_reference_at_every_level() {
                 _ => supported.push(case),
             }
         }
-        // The others are about values between ops in F16 or BF16, which this backend does not hold.
-        assert!(supported.len() >= 300, "{} ran, {n_unsupported} did not", supported.len());
+        // The others have an output that is a bare input, or store what only weights are.
+        assert!(supported.len() >= 600, "{} ran, {n_unsupported} did not", supported.len());
         check_all(&supported, |graph, feed| run(&mut backend, graph, feed, &mut seen));
         let kernels = [
             "products",

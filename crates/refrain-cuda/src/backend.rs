@@ -8,7 +8,7 @@ use std::time::Duration;
 use refrain_driver::{Device, DeviceKind, DriverError, Worker};
 use refrain_graph::{
     Backend, Committed, CompileError, Fusion, Graph, GroupQuery, Io, Plan, PlanOptions, Query, Ran, Run,
-    RunError, State, Support, Weight, finish_stepwise, send_stepwise, take_stepwise,
+    RunError, State, StateId, Support, Weight, finish_stepwise, send_stepwise, take_stepwise,
 };
 use refrain_kernels::packed_bytes;
 use refrain_tensor::{DType, HostTensor};
@@ -103,6 +103,15 @@ impl Monitor {
 }
 
 impl CudaBackend {
+    /// Refuses states that others have taken the place of.
+    fn check_states(&self, states: &CudaStates) -> Result<(), RunError> {
+        if states.0 == lock(&self.current).states {
+            return Ok(());
+        }
+        let because = "others were allocated since".to_owned();
+        Err(RunError::Mismatch { what: "states", because })
+    }
+
     /// Opens a device and loads the kernels.
     pub fn open(kind: DeviceKind, options: CudaOptions) -> Result<CudaBackend, CudaError> {
         let device = match kind {
@@ -280,6 +289,10 @@ impl Backend for CudaBackend {
         &self.options.buckets
     }
 
+    fn row_buckets(&self) -> &[usize] {
+        &self.options.row_buckets
+    }
+
     fn supports(&self, query: &Query<'_>) -> Support {
         lower::supports(query)
     }
@@ -316,13 +329,26 @@ impl Backend for CudaBackend {
     }
 
     fn resize(&self, states: &mut CudaStates, to: &[State]) -> Result<(), RunError> {
-        if states.0 != lock(&self.current).states {
-            let because = "others were allocated since".to_owned();
-            return Err(RunError::Mismatch { what: "states", because });
-        }
+        self.check_states(states)?;
         let to = to.to_vec();
         let resized = self.call("resizing states", self.options.load_limit, move |m| m.resize(to));
         resized.map_err(self.run_error("resizing states"))
+    }
+
+    fn read_state(&self, states: &CudaStates, state: StateId, into: &mut [u8]) -> Result<(), RunError> {
+        self.check_states(states)?;
+        let (idx, n) = (state.idx(), into.len());
+        let read = self.call("reading a state", self.options.load_limit, move |m| m.read_state(idx, n));
+        into.copy_from_slice(&read.map_err(self.run_error("reading a state"))?);
+        Ok(())
+    }
+
+    fn write_state(&self, states: &mut CudaStates, state: StateId, from: &[u8]) -> Result<(), RunError> {
+        self.check_states(states)?;
+        let (idx, bytes) = (state.idx(), from.to_vec());
+        let limit = self.options.load_limit;
+        let written = self.call("writing a state", limit, move |m| m.write_state(idx, &bytes));
+        written.map_err(self.run_error("writing a state"))
     }
 
     fn compile(&self, graph: &Graph) -> Result<CudaCompiled, CompileError> {

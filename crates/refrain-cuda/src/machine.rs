@@ -211,7 +211,7 @@ impl Machine {
         self.set_aside(true)?;
         let before = std::mem::replace(&mut self.model.states, states);
         let Some(kept) = self.kept.take() else { return Ok(()) };
-        let places = kept.places.with_states(&self.model, self.options.scratch_blocks);
+        let places = kept.places.with_states(&self.model, self.options.scratch_blocks());
         let resized = match places {
             Ok(places) => kept.resize(&self.ctx, &mut self.stream, places, room.unwrap_or_default()),
             Err(error) => Err((error, Some(kept))),
@@ -234,6 +234,43 @@ impl Machine {
                 Err(error)
             }
         }
+    }
+
+    /// What a state holds, once every step that was sent is done.
+    pub(crate) fn read_state(&mut self, idx: usize, n_bytes: usize) -> Result<Vec<u8>, CudaError> {
+        let buf = self.placed_state(idx, n_bytes)?;
+        let Some(resident) = &self.resident else { return Err(Machine::gone()) };
+        let mut bytes = vec![0; n_bytes];
+        let read = self.stream.download(&resident.lease, buf, &mut bytes);
+        read.map_err(CudaError::driver("reading a state"))?;
+        Ok(bytes)
+    }
+
+    /// Puts values into a state.
+    pub(crate) fn write_state(&mut self, idx: usize, bytes: &[u8]) -> Result<(), CudaError> {
+        let buf = self.placed_state(idx, bytes.len())?;
+        let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
+        let written = self.stream.upload(&mut resident.lease, buf, bytes);
+        written.map_err(CudaError::driver("writing a state"))
+    }
+
+    /// Where a state lies, if it is there and of that size.
+    fn placed_state(&mut self, idx: usize, n_bytes: usize) -> Result<Buf, CudaError> {
+        if self.pump.n_pending() > 0 {
+            self.settle()?;
+        }
+        let mismatch = |because: String| CudaError::Mismatch { what: "states", because };
+        let Some(resident) = &self.resident else {
+            return Err(mismatch("there are none before a graph is compiled".into()));
+        };
+        if idx >= self.model.states.len() {
+            return Err(mismatch(format!("there are {}, asked for number {idx}", self.model.states.len())));
+        }
+        let buf = resident.state_live(idx).map_err(CudaError::driver("finding a state"))?;
+        if buf.len() != n_bytes as u64 {
+            return Err(mismatch(format!("one has {} bytes, {n_bytes} were given", buf.len())));
+        }
+        Ok(buf)
     }
 
     /// Refuses a graph of other weights or states than those here.
@@ -452,8 +489,8 @@ impl Machine {
         // A weight that was left on the host and is read on the device now: all of them are placed anew.
         let (places, keeps_weights) = match placed {
             Some(places) if !missing(places) => (places.clone(), true),
-            Some(_) => (Places::new(&self.model, &[], self.options.scratch_blocks)?, false),
-            None => (Places::new(&self.model, &host_only(plan), self.options.scratch_blocks)?, false),
+            Some(_) => (Places::new(&self.model, &[], self.options.scratch_blocks())?, false),
+            None => (Places::new(&self.model, &host_only(plan), self.options.scratch_blocks())?, false),
         };
         if let Some(resident) = &self.resident {
             let (free, total) = self.ctx.mem_info().map_err(CudaError::driver("asking for free memory"))?;

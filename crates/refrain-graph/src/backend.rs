@@ -1,6 +1,6 @@
 //! What a backend must do.
 
-use crate::graph::{Graph, State, Weight};
+use crate::graph::{Graph, State, StateId, Weight};
 use crate::group::{Fusion, GroupQuery};
 use crate::op::{HostCallError, Op, TensorType};
 use crate::plan::{Plan, PlanError};
@@ -133,6 +133,12 @@ pub enum RunError {
         /// Name of the backend.
         backend: &'static str,
     },
+    /// The backend lets nobody read or write its states.
+    #[error("{backend} lets nobody read or write its states")]
+    NoAccess {
+        /// Name of the backend.
+        backend: &'static str,
+    },
     /// The backend failed.
     #[error("{backend} failed at {label}")]
     Backend {
@@ -169,6 +175,7 @@ impl RunError {
             RunError::Mismatch { what, .. } => Some(format!("give the {what} that the plan was made for")),
             RunError::ContextLost { .. } => Some("start the program again, or run on another device".into()),
             RunError::CannotResize { .. } => Some("allocate states of the size that is needed".into()),
+            RunError::NoAccess { .. } => Some("use the CPU or CUDA backend".into()),
             RunError::Host { .. } | RunError::Backend { .. } => None,
         }
     }
@@ -183,6 +190,7 @@ impl RunError {
             | RunError::OutOfRange { .. }
             | RunError::Mismatch { .. }
             | RunError::CannotResize { .. }
+            | RunError::NoAccess { .. }
             | RunError::Backend { .. } => Reason::step_failed(self),
         }
     }
@@ -216,6 +224,12 @@ pub trait Backend {
         &[]
     }
 
+    /// Numbers of sequences that it likes to decode one token of each at once, from the smallest; others are padded to
+    /// the next one. Empty when any number is as good.
+    fn row_buckets(&self) -> &[usize] {
+        &[]
+    }
+
     /// Whether there is a kernel for a node.
     fn supports(&self, query: &Query<'_>) -> Support;
 
@@ -237,6 +251,16 @@ pub trait Backend {
     /// A backend whose states cannot move says so with [`RunError::CannotResize`], which leaves them as they were.
     fn resize(&self, _states: &mut Self::States, _to: &[State]) -> Result<(), RunError> {
         Err(RunError::CannotResize { backend: self.name() })
+    }
+
+    /// Copies what a state holds to the host. Between steps only.
+    fn read_state(&self, _: &Self::States, _: StateId, _into: &mut [u8]) -> Result<(), RunError> {
+        Err(RunError::NoAccess { backend: self.name() })
+    }
+
+    /// Puts values into a state. Between steps only, and after a graph that uses the state was compiled.
+    fn write_state(&self, _: &mut Self::States, _: StateId, _from: &[u8]) -> Result<(), RunError> {
+        Err(RunError::NoAccess { backend: self.name() })
     }
 
     /// Makes a graph ready to run; an op without a kernel is an error here.

@@ -150,9 +150,15 @@ pub struct Graph {
     states: Vec<State>,
     outputs: Vec<Output>,
     step: Option<StepInputs>,
+    early: Vec<ValueId>,
 }
 
 impl Graph {
+    /// Values that are worth computing as soon as they can be, in this order.
+    pub fn early(&self) -> &[ValueId] {
+        &self.early
+    }
+
     /// All nodes.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
@@ -314,9 +320,33 @@ impl GraphBuilder {
         GraphBuilder { graph, scope: String::new(), weight_values, state_values }
     }
 
+    /// Goes on with a graph: what is added reads the newest version of each state.
+    pub fn resume(graph: Graph) -> GraphBuilder {
+        let mut builder = GraphBuilder::new(graph.weights.clone(), graph.states.clone());
+        for node in &graph.nodes {
+            for (output, input) in node.op.state_updates() {
+                if let Some(state) = graph.state_of(node.inputs[input]) {
+                    builder.state_values[state.idx()] = node.outputs[output];
+                }
+            }
+        }
+        builder.graph = graph;
+        builder
+    }
+
     /// Sets the prefix of the labels that follow, such as `blk.3`.
     pub fn scope(&mut self, scope: impl Into<String>) {
         self.scope = scope.into();
+    }
+
+    /// Puts another prefix in place and gives the one before.
+    pub(crate) fn replace_scope(&mut self, scope: String) -> String {
+        std::mem::replace(&mut self.scope, scope)
+    }
+
+    /// The graph so far.
+    pub fn graph(&self) -> &Graph {
+        &self.graph
     }
 
     /// A step input.
@@ -352,6 +382,12 @@ impl GraphBuilder {
         self.refuse_older_version(value, name)?;
         self.graph.outputs.push(Output { name: name.into(), value });
         Ok(())
+    }
+
+    /// Says that a value is worth computing as soon as it can be, after those of which this was said before: it needs
+    /// less memory than what it is made of.
+    pub fn compute_early(&mut self, value: ValueId) {
+        self.graph.early.push(value);
     }
 
     /// Outputs named so far.

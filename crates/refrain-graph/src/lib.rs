@@ -15,6 +15,7 @@ mod train_op; // what only training computes
 mod infer; // which types come out
 mod inputs; // what a step's inputs mean
 mod graph; // values, nodes, state
+mod grad; // the backward pass
 mod fuse; // nodes that run better as one
 mod facts; // who reads what
 mod group; // which nodes are one unit
@@ -38,6 +39,7 @@ pub use control::{ControlBlock, ControlError, ControlLayout, Slot};
 pub use crossing::Crossing;
 pub use facts::Seen;
 pub use fuse::fuse;
+pub use grad::{GradError, Recompute};
 pub use graph::{
     Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Origin, Output, State, StateId, StateKind,
     Value, ValueId, Weight, WeightId,

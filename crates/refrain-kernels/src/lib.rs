@@ -61,10 +61,13 @@ mod rows; // reductions and softmax over rows
 mod sample; // choosing a token
 mod commit; // making it the next step's input
 mod gemm; // y = x . w^T of many rows, on tensor cores
+mod matmul; // products of values in any strides
 mod blaslt; // the same by cuBLASLt
 mod dequant; // quantised weights for them
 mod narrow; // rows for them
 mod flash; // attention of many rows
+mod span; // attention among rows
+mod span_grad; // its gradient
 mod digest; // comparing memory where it lies
 
 mod typed; // elements of any type
@@ -82,7 +85,7 @@ pub use attend::{
     AttendArgs, AttendNorm, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes, attend_splits,
 };
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
-pub use blaslt::{BlasLt, BlasLtProduct, BlasLtShape};
+pub use blaslt::{BlasLt, BlasLtFactor, BlasLtProduct, BlasLtShape};
 pub use commit::{CommitArgs, CommitEntry, CommitRing, CommitState};
 pub use compile::Compiling;
 pub use copy::{CastArgs, CopyArgs};
@@ -98,6 +101,7 @@ pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
 pub use load::{Arch, KernelOrigin, Kernels, LoadOptions, register_twins, simulated};
 pub use loss::CrossEntropyArgs;
 pub use map::{MapArgs, MapOp};
+pub use matmul::{MATMUL_DTYPES, MatMulArgs, library_product};
 pub use moves::{PadArgs, PickArgs, PlaceColumnsArgs, TypedGatherArgs, TypedRopeArgs};
 pub use narrow::Narrow;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};
@@ -112,6 +116,8 @@ pub use rows::{ReduceArgs, SoftmaxArgs};
 pub use sample::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
 pub use scatter::{ScatterAddRowsArgs, scatter_scratch_bytes};
 pub use source::{Family, KernelUnit};
+pub use span::{MAX_SPAN_HEAD_DIM, SpanArgs};
+pub use span_grad::{SpanGradArgs, span_grad_scratch_bytes};
 pub use train_rows::{
     NormWeights, RmsNormGradArgs, SoftmaxGradArgs, TypedAddRmsNormArgs, TypedReduceArgs, TypedRmsNormArgs,
     TypedSoftmaxArgs, reduce_scratch_bytes, rms_norm_grad_scratch_bytes,

@@ -112,6 +112,9 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::scatter::entries(&mut all);
     crate::loss::entries(&mut all);
     crate::adamw::entries(&mut all);
+    crate::matmul::entries(&mut all);
+    crate::span::entries(&mut all);
+    crate::span_grad::entries(&mut all);
     all
 }
 

@@ -58,11 +58,17 @@ pub enum Family {
     Loss,
     /// `adamw.cu`
     AdamW,
+    /// `matmul.cu`
+    MatMul,
+    /// `span.cu`
+    Span,
+    /// `span_grad.cu`
+    SpanGrad,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 26] = [
+    pub const ALL: [Family; 29] = [
         Family::Linear,
         Family::Gather,
         Family::Norm,
@@ -89,6 +95,9 @@ impl Family {
         Family::Scatter,
         Family::Loss,
         Family::AdamW,
+        Family::MatMul,
+        Family::Span,
+        Family::SpanGrad,
     ];
 
     /// The file's name without `.cu`.
@@ -121,6 +130,9 @@ impl Family {
             Family::Scatter => "scatter",
             Family::Loss => "loss",
             Family::AdamW => "adamw",
+            Family::MatMul => "matmul",
+            Family::Span => "span",
+            Family::SpanGrad => "span_grad",
         }
     }
 
@@ -154,6 +166,9 @@ impl Family {
             Family::Scatter => include_str!("../cu/scatter.cu"),
             Family::Loss => include_str!("../cu/loss.cu"),
             Family::AdamW => include_str!("../cu/adamw.cu"),
+            Family::MatMul => include_str!("../cu/matmul.cu"),
+            Family::Span => include_str!("../cu/span.cu"),
+            Family::SpanGrad => include_str!("../cu/span_grad.cu"),
         }
     }
 }
@@ -235,7 +250,7 @@ impl fmt::Debug for KernelUnit {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 23] = [
+pub(crate) const HEADERS: [(&str, &str); 24] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
@@ -257,6 +272,7 @@ pub(crate) const HEADERS: [(&str, &str); 23] = [
     ("sample_list.cuh", include_str!("../cu/sample_list.cuh")),
     ("sample_long.cuh", include_str!("../cu/sample_long.cuh")),
     ("sample_small.cuh", include_str!("../cu/sample_small.cuh")),
+    ("span.cuh", include_str!("../cu/span.cuh")),
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];

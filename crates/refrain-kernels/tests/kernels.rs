@@ -172,6 +172,18 @@ both! {
         run_all(&mut bed, cases::training::optimiser());
     }
 
+    fn products_of_values_in_any_layout_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::train::matmul());
+    }
+
+    fn attention_among_rows_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::train::attention());
+    }
+
+    fn the_gradient_of_attention_among_rows_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::train::attention_grad());
+    }
+
     fn digests_are_those_of_the_bytes(bed) {
         run_all(&mut bed, cases::prompt::digest());
     }
@@ -419,6 +431,60 @@ fn commit_until_done(bed: &mut Bed) {
     let rows: Vec<i32> =
         [ended, full, padding].iter().flat_map(|s| s.iter().copied().chain([0; 3])).collect();
     assert_eq!(get(state), rows);
+}
+
+#[test]
+fn launchers_of_a_training_step_refuse_what_their_kernels_cannot_do() {
+    use refrain_graph::{Binary, Reduce};
+    use refrain_kernels::{CrossEntropyArgs, MapArgs, MapOp, TypedReduceArgs, View};
+    let bed = Bed::sim();
+    let mut layout = Layout::new("refused");
+    let (small, large) = (layout.device("small", 64), layout.device("large", 1 << 16));
+    let memory = bed.plan(&layout);
+    let (small, large) = (memory.buf(small), memory.buf(large));
+    let view = |dtype, dims: &[usize]| View::dense(large, dtype, bed::shape(dims));
+    let map = |inputs: &[View], y, dtype| {
+        let (op, shape) = (MapOp::Binary(Binary::Add), bed::shape(&[4, 40]));
+        let args = MapArgs { op, inputs, outputs: &[y], dtype, shape, step: "s" };
+        bed.kernels.map(&args).unwrap_err().to_string()
+    };
+    let rows = view(DType::BF16, &[4, 40]);
+    let layout = bed::contiguous(&[4, 8, 5]).permute(&[1, 0, 2]).unwrap();
+    let reduce = |layout: refrain_tensor::Layout, axis, scratch| {
+        let x = View { buf: large, dtype: DType::BF16, layout };
+        let args = TypedReduceArgs { kind: Reduce::Sum, x, axis, y: large, scratch, step: "s" };
+        bed.kernels.typed_reduce(&args, &mut Vec::new()).unwrap_err().to_string()
+    };
+    let loss = |logits, loss| {
+        let (targets, scale) = (large, large);
+        let args = CrossEntropyArgs { logits, targets, scale, loss, dx: large, step: "s" };
+        bed.kernels.cross_entropy(&args).unwrap_err().to_string()
+    };
+    assert_eq!(
+        [
+            map(&[rows], large, DType::BF16),
+            map(&[rows, view(DType::I32, &[40])], large, DType::BF16),
+            map(&[rows, view(DType::BF16, &[3])], large, DType::BF16),
+            map(&[rows, rows], small, DType::BF16),
+            map(&[rows, view(DType::Q8_0, &[4, 40])], large, DType::BF16),
+            reduce(layout, 2, large),
+            reduce(bed::contiguous(&[300, 40]), 0, small),
+            loss(view(DType::BF16, &[32, 8]), small),
+            loss(view(DType::I32, &[4, 8]), large),
+        ]
+        .map(|message| message.split_once("]: ").map_or(message.clone(), |(_, why)| why.to_owned())),
+        [
+            "1 operands and 1 results, must be 2 and 1",
+            "no kernel takes integers there",
+            "cannot broadcast [3] to [4, 40]",
+            "y has 64 bytes, needs 320",
+            "an operand is Q8_0, no kernel reads that",
+            "strides of [5, 40, 1] along dimension 2; copy it first",
+            "scratch has 64 bytes, needs 800",
+            "loss has 64 bytes, needs 128",
+            "logits is I32, must be floats of one type",
+        ]
+    );
 }
 
 #[test]

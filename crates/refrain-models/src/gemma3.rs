@@ -84,11 +84,13 @@ impl Architecture for Gemma3 {
         let h = step.attend(layer, [q, k, v])?;
         let h = step.linear(h, w.o, "attn_output")?;
         let h = step.norm(h, w.post_attn_norm, "post_attn_norm")?;
+        let h = step.branch(h)?;
         let x = step.add(x, h)?;
 
         let h = step.norm(x, w.ffn_norm, "ffn_norm")?;
         let h = step.gated_ffn(h, Unary::GeluTanh, [w.gate, w.up, w.down])?;
         let h = step.norm(h, w.post_ffn_norm, "post_ffn_norm")?;
+        let h = step.branch(h)?;
         step.add(x, h)
     }
 }

@@ -10,7 +10,9 @@ mod model; // hyperparameters and weights, made into graphs
 mod state; // what layers keep between steps
 mod step; // what every architecture's step has in common
 mod weights; // finding, checking and naming weights
+mod train; // steps that learn
 mod rope; // frequencies of rotary embeddings
+mod init; // weights to start training from
 mod shapes; // random weights of well-known sizes
 mod error;
 
@@ -24,4 +26,5 @@ pub use model::{Head, KvSpec, Model, SampleHead, StepSpec};
 pub use rope::inverse_frequencies;
 pub use shapes::{NamedShape, QuantMix, SHAPES};
 pub use state::{KvGeometry, LayerKv, LayerState, SlotSpec, StateTable};
+pub use train::{Param, TrainGraph, TrainInputs, TrainPhase, TrainSpec, TrainStates};
 pub use weights::TensorSource;

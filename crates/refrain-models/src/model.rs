@@ -9,7 +9,7 @@ use refrain_formats::ModelFiles;
 use refrain_formats::params::{Arch, ModelConfig};
 #[cfg(doc)]
 use refrain_graph::StepInputs;
-use refrain_graph::{Graph, GraphError, State, StepKind, StepShape, Weight};
+use refrain_graph::{Graph, GraphError, State, StepKind, StepShape, ValueId, Weight, WeightId};
 use refrain_tensor::{DType, HostTensor};
 
 /// What a step computes besides filling the cache.
@@ -75,6 +75,8 @@ pub struct Model {
     config: ModelConfig,
     weights: Vec<Weight>,
     tensors: Vec<HostTensor>,
+    hf_names: Vec<String>,
+    derived: Vec<WeightId>,
     shared: Shared,
     arch: Box<dyn Architecture>,
 }
@@ -101,8 +103,8 @@ impl Model {
             Arch::Qwen3 => Box::new(qwen3::Qwen3::declare(&mut table)?),
             Arch::Gemma3 => Box::new(gemma3::Gemma3::declare(&mut table)?),
         };
-        let (weights, tensors) = (table.weights, table.tensors);
-        Ok(Model { config, weights, tensors, shared, arch })
+        let WeightTable { weights, tensors, hf_names, derived, .. } = table;
+        Ok(Model { config, weights, tensors, hf_names, derived, shared, arch })
     }
 
     /// Hyperparameters.
@@ -118,6 +120,25 @@ impl Model {
     /// The weights' values, in the same order.
     pub fn tensors(&self) -> &[HostTensor] {
         &self.tensors
+    }
+
+    /// The name of a weight in Hugging Face folders.
+    pub fn hf_name(&self, weight: WeightId) -> &str {
+        &self.hf_names[weight.idx()]
+    }
+
+    /// Whether a weight is computed from hyperparameters, such as the frequencies of rotations.
+    pub(crate) fn is_derived(&self, weight: usize) -> bool {
+        self.derived.iter().any(|id| id.idx() == weight)
+    }
+
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// One layer of a step that is being built.
+    pub(crate) fn layer(&self, step: &mut Step<'_>, layer: usize, x: ValueId) -> Result<ValueId, GraphError> {
+        self.arch.layer(step, layer, x)
     }
 
     /// Numbers in all weights.

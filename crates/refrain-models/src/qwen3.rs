@@ -76,10 +76,12 @@ impl Architecture for Qwen3 {
         let k = step.rope(k, layer)?;
         let h = step.attend(layer, [q, k, v])?;
         let h = step.linear(h, w.o, "attn_output")?;
+        let h = step.branch(h)?;
         let x = step.add(x, h)?;
 
         let h = step.norm(x, w.ffn_norm, "ffn_norm")?;
         let h = step.gated_ffn(h, Unary::Silu, [w.gate, w.up, w.down])?;
+        let h = step.branch(h)?;
         step.add(x, h)
     }
 }

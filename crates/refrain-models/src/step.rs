@@ -85,12 +85,40 @@ impl Shared {
 pub(crate) struct Step<'m> {
     pub config: &'m ModelConfig,
     shared: &'m Shared,
-    builder: GraphBuilder,
+    pub(crate) builder: GraphBuilder,
+    /// The value of each weight: the weight itself, or the state that holds it while it is trained.
+    weights: Vec<ValueId>,
+    n_tokens: usize,
+    act: DType,
+    tokens: ValueId,    // [n_tokens]
+    positions: ValueId, // [n_tokens]
+    rows: RowContext,
+}
+
+/// What the rows of a step see of each other, and what comes of them.
+pub(crate) enum RowContext {
+    /// RowContext of sequences that go on from step to step.
+    Paged(Box<PagedRows>),
+    /// Whole documents, to learn from.
+    Documents {
+        spans: ValueId, // [n_tokens, 2]
+        /// Which elements are dropped, where some are.
+        dropout: Option<Dropping>,
+    },
+}
+
+pub(crate) struct PagedRows {
     states: StateTable,
     spec: StepSpec,
     inputs: StepInputs,
-    tokens: ValueId,      // [n_tokens]
     paging: [ValueId; 3], // positions[n_tokens], seqs[n_tokens], tables[n_seqs, max_blocks]
+}
+
+/// Dropout in a step that is being built.
+pub(crate) struct Dropping {
+    pub p: f32,
+    pub rng: ValueId, // [4]
+    pub n_sites: u32,
 }
 
 impl<'m> Step<'m> {
@@ -121,7 +149,38 @@ impl<'m> Step<'m> {
             logits: None,
         };
         let paging = [positions, seqs, tables];
-        Ok(Step { config, shared, builder, states, spec: *spec, inputs, tokens, paging })
+        let weights =
+            (0..builder.graph().weights().len()).map(|i| builder.weight(WeightId::from_idx(i))).collect();
+        let rows = RowContext::Paged(Box::new(PagedRows { states, spec: *spec, inputs, paging }));
+        let (n_tokens, act) = (shape.n_tokens, spec.act);
+        Ok(Step { config, shared, builder, weights, n_tokens, act, tokens, positions, rows })
+    }
+
+    /// A step over whole documents, with the values to take for weights.
+    pub(crate) fn of_documents(
+        config: &'m ModelConfig,
+        shared: &'m Shared,
+        builder: GraphBuilder,
+        weights: Vec<ValueId>,
+        act: DType,
+        [tokens, positions]: [ValueId; 2],
+        rows: RowContext,
+    ) -> Step<'m> {
+        let n_tokens = builder.ty(tokens).shape.n_elements();
+        Step { config, shared, builder, weights, n_tokens, act, tokens, positions, rows }
+    }
+
+    fn paged(&mut self) -> &mut PagedRows {
+        match &mut self.rows {
+            RowContext::Paged(paged) => paged,
+            RowContext::Documents { .. } => {
+                panic!("a step over whole documents has no cache and chooses nothing")
+            }
+        }
+    }
+
+    pub(crate) fn weight(&self, id: WeightId) -> ValueId {
+        self.weights[id.idx()]
     }
 
     pub(crate) fn scope(&mut self, scope: impl Into<String>) {
@@ -129,14 +188,16 @@ impl<'m> Step<'m> {
     }
 
     pub(crate) fn finish(mut self) -> Graph {
-        self.builder.declare_step(self.inputs);
+        if let RowContext::Paged(paged) = self.rows {
+            self.builder.declare_step(paged.inputs);
+        }
         self.builder.finish()
     }
 
-    /// Rows of the embedding: `[n_tokens, hidden]`.
+    /// RowContext of the embedding: `[n_tokens, hidden]`.
     pub(crate) fn embed(&mut self) -> Result<ValueId, GraphError> {
-        let table = self.builder.weight(self.shared.embedding);
-        let x = self.builder.gather_rows(table, self.tokens, self.spec.act)?;
+        let table = self.weight(self.shared.embedding);
+        let x = self.builder.gather_rows(table, self.tokens, self.act)?;
         match self.config.embedding_scale {
             1.0 => Ok(x),
             scale => self.builder.unary(Unary::Affine { mul: scale, add: 0.0 }, x),
@@ -144,7 +205,7 @@ impl<'m> Step<'m> {
     }
 
     pub(crate) fn norm(&mut self, x: ValueId, w: WeightId, label: &str) -> Result<ValueId, GraphError> {
-        let w = self.builder.weight(w);
+        let w = self.weight(w);
         self.builder.rms_norm(x, w, self.config.norm_eps, label)
     }
 
@@ -153,8 +214,8 @@ impl<'m> Step<'m> {
     }
 
     pub(crate) fn linear(&mut self, x: ValueId, l: Linear, label: &str) -> Result<ValueId, GraphError> {
-        let weight = self.builder.weight(l.weight);
-        let bias = l.bias.map(|b| self.builder.weight(b));
+        let weight = self.weight(l.weight);
+        let bias = l.bias.map(|b| self.weight(b));
         self.builder.linear(x, weight, bias, label)
     }
 
@@ -162,7 +223,7 @@ impl<'m> Step<'m> {
     pub(crate) fn heads(&mut self, x: ValueId, l: Linear, label: &str) -> Result<ValueId, GraphError> {
         let y = self.linear(x, l, label)?;
         let n_heads = self.builder.ty(y).shape.dim_back(0) / self.config.head_dim;
-        self.builder.reshape(y, &[self.spec.shape.n_tokens, n_heads, self.config.head_dim])
+        self.builder.reshape(y, &[self.n_tokens, n_heads, self.config.head_dim])
     }
 
     /// Rotates heads by their positions.
@@ -172,23 +233,42 @@ impl<'m> Step<'m> {
             RopeStyle::Norm => ir::RopeStyle::Interleaved,
         };
         let rope = ir::Rope { style, n_dims: self.config.rope.dims, magnitude: self.shared.magnitude[layer] };
-        let inv_freq = self.builder.weight(self.shared.inv_freq[layer]);
-        self.builder.rope(rope, x, self.paging[0], inv_freq)
+        let inv_freq = self.weight(self.shared.inv_freq[layer]);
+        self.builder.rope(rope, x, self.positions, inv_freq)
     }
 
-    /// Appends keys and values to a layer's cache and attends over it: `[n_tokens, n_heads * head_dim]`.
+    /// Attends over what a row sees: `[n_tokens, n_heads * head_dim]`. Keys and values are appended to the layer's cache
+    /// first, where there is one.
     pub(crate) fn attend(&mut self, layer: usize, [q, k, v]: [ValueId; 3]) -> Result<ValueId, GraphError> {
         let c = self.config;
-        let Some(kv) = self.states.kv(layer) else { panic!("layer {layer} attends and keeps no keys") };
-        let (mut k_cache, mut v_cache) = (self.builder.state(kv.k), self.builder.state(kv.v));
-        if kv.is_own {
-            k_cache = self.builder.kv_append(k_cache, k, self.paging)?;
-            v_cache = self.builder.kv_append(v_cache, v, self.paging)?;
-        }
-        let attention =
-            ir::Attention { scale: c.attn_scale, window: c.window(layer), softcap: c.attn_softcap };
-        let y = self.builder.attention(attention, q, [k_cache, v_cache], self.paging)?;
-        self.builder.reshape(y, &[self.spec.shape.n_tokens, c.n_heads * c.head_dim])
+        let (scale, window, softcap) = (c.attn_scale, c.window(layer), c.attn_softcap);
+        let y = match &self.rows {
+            RowContext::Paged(paged) => {
+                let PagedRows { states, paging, .. } = &**paged;
+                let Some(kv) = states.kv(layer) else { panic!("layer {layer} attends and keeps no keys") };
+                let (mut k_cache, mut v_cache) = (self.builder.state(kv.k), self.builder.state(kv.v));
+                if kv.is_own {
+                    k_cache = self.builder.kv_append(k_cache, k, *paging)?;
+                    v_cache = self.builder.kv_append(v_cache, v, *paging)?;
+                }
+                let attention = ir::Attention { scale, window, softcap };
+                self.builder.attention(attention, q, [k_cache, v_cache], *paging)?
+            }
+            RowContext::Documents { spans, .. } => {
+                let attention = ir::SpanAttention { scale, causal: true, window, softcap };
+                self.builder.node(Op::SpanAttention(attention), &[q, k, v, *spans], "attention")?[0]
+            }
+        };
+        self.builder.reshape(y, &[self.n_tokens, c.n_heads * c.head_dim])
+    }
+
+    /// A branch of a layer as it joins the residual: some elements dropped, where the step learns and drops any.
+    pub(crate) fn branch(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
+        let RowContext::Documents { dropout: Some(dropping), .. } = &mut self.rows else { return Ok(x) };
+        let dropout = ir::Dropout { p: dropping.p, site: dropping.n_sites };
+        dropping.n_sites += 1;
+        let rng = dropping.rng;
+        Ok(self.builder.node(Op::Train(ir::TrainOp::Dropout(dropout)), &[x, rng], "dropout")?[0])
     }
 
     /// `down(f(gate(x)) * up(x))`
@@ -200,47 +280,62 @@ impl<'m> Step<'m> {
     ) -> Result<ValueId, GraphError> {
         let up = self.linear(x, up, "ffn_up")?;
         let gate = self.linear(x, gate, "ffn_gate")?;
-        let gate = self.builder.unary(function, gate)?;
-        let h = self.builder.binary(ir::Binary::Mul, gate, up)?;
+        // As one node, so that the backward pass keeps the two products and nothing between.
+        let h = match function {
+            Unary::Silu => self.builder.gate(ir::Gate::Silu, gate, up)?,
+            Unary::GeluTanh => self.builder.gate(ir::Gate::GeluTanh, gate, up)?,
+            other => {
+                let gate = self.builder.unary(other, gate)?;
+                self.builder.binary(ir::Binary::Mul, gate, up)?
+            }
+        };
         self.linear(h, down, "ffn_down")
     }
 
     /// The final norm, the logits of the rows that are asked for, and the choice among them.
     pub(crate) fn head(&mut self, x: ValueId) -> Result<(), GraphError> {
-        if self.spec.head == Head::None {
+        let StepSpec { shape, head, act } = self.paged().spec;
+        if head == Head::None {
             return Ok(());
         }
-        let n_rows = self.spec.shape.n_choices;
+        let n_rows = shape.n_choices;
         // With as many rows as tokens every row is wanted, in order.
-        let x = match n_rows == self.spec.shape.n_tokens {
+        let x = match n_rows == shape.n_tokens {
             true => x,
             false => {
                 let rows = self.builder.input("rows", TensorType::new(DType::I32, [n_rows]))?;
-                self.inputs.rows = Some(self.builder.input_id(rows));
-                self.builder.gather_rows(x, rows, self.spec.act)?
+                self.paged().inputs.rows = Some(self.builder.input_id(rows));
+                self.builder.gather_rows(x, rows, act)?
             }
         };
-        let x = self.norm(x, self.shared.output_norm, "output_norm")?;
-        let output = Linear { weight: self.shared.output, bias: None };
-        let mut logits = self.linear(x, output, "output")?;
-        if self.spec.act != DType::F32 {
-            logits = self.builder.cast(logits, DType::F32)?;
-        }
-        if let Some(cap) = self.config.final_softcap {
-            logits = self.builder.unary(Unary::SoftCap(cap), logits)?;
-        }
-        match self.spec.head {
+        let logits = self.logits(x)?;
+        match head {
             Head::None => Ok(()),
             Head::Logits => {
-                self.inputs.logits = Some(self.output("logits", logits)?);
+                self.paged().inputs.logits = Some(self.output("logits", logits)?);
                 Ok(())
             }
             Head::Sample(head) => self.sample(logits, head),
         }
     }
 
+    /// The final norm and the logits of rows, in F32 where they are chosen from. Where the step learns they stay as short
+    /// as activations are.
+    pub(crate) fn logits(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
+        let x = self.norm(x, self.shared.output_norm, "output_norm")?;
+        let output = Linear { weight: self.shared.output, bias: None };
+        let mut logits = self.linear(x, output, "output")?;
+        if self.act != DType::F32 && matches!(self.rows, RowContext::Paged(_)) {
+            logits = self.builder.cast(logits, DType::F32)?;
+        }
+        match self.config.final_softcap {
+            Some(cap) => self.builder.unary(Unary::SoftCap(cap), logits),
+            None => Ok(logits),
+        }
+    }
+
     fn sample(&mut self, logits: ValueId, head: SampleHead) -> Result<(), GraphError> {
-        let n = self.spec.shape.n_choices;
+        let n = self.paged().spec.shape.n_choices;
         let mut input =
             |name: &str, dtype, width: usize| self.builder.input(name, TensorType::new(dtype, [n, width]));
         let params = input("params", DType::F32, SAMPLE_PARAMS)?;
@@ -262,7 +357,7 @@ impl<'m> Step<'m> {
             _ => None,
         };
         let id = |value| self.builder.input_id(value);
-        self.inputs.sampling = Some(SamplingInputs {
+        let inputs = SamplingInputs {
             params: id(params),
             rng: id(rng),
             history: id(history),
@@ -273,7 +368,8 @@ impl<'m> Step<'m> {
             token,
             logprob,
             top,
-        });
+        };
+        self.paged().inputs.sampling = Some(inputs);
         Ok(())
     }
 

@@ -49,17 +49,23 @@ pub(crate) struct WeightTable<'a> {
     layer_names: HfNames,
     pub weights: Vec<Weight>,
     pub tensors: Vec<HostTensor>,
+    /// The name of each in Hugging Face folders.
+    pub hf_names: Vec<String>,
+    /// Weights that are computed from hyperparameters: tables, not parameters.
+    pub derived: Vec<WeightId>,
 }
 
 impl<'a> WeightTable<'a> {
     pub(crate) fn new(config: &'a ModelConfig, source: &'a dyn TensorSource, layer_names: HfNames) -> Self {
-        WeightTable { config, source, layer_names, weights: Vec::new(), tensors: Vec::new() }
+        let (weights, tensors) = (Vec::new(), Vec::new());
+        let (hf_names, derived) = (Vec::new(), Vec::new());
+        WeightTable { config, source, layer_names, weights, tensors, hf_names, derived }
     }
 
     /// A tensor outside the layers.
     pub(crate) fn global(&mut self, gguf: &str, hf: &str, dims: &[usize]) -> Result<WeightId, ModelError> {
         let tensor = self.find(gguf, hf, dims)?.ok_or_else(|| self.missing(gguf, hf))?;
-        Ok(self.push(gguf, tensor))
+        Ok(self.push(gguf, hf, tensor))
     }
 
     /// A tensor outside the layers that some models do not have.
@@ -69,14 +75,14 @@ impl<'a> WeightTable<'a> {
         hf: &str,
         dims: &[usize],
     ) -> Result<Option<WeightId>, ModelError> {
-        Ok(self.find(gguf, hf, dims)?.map(|tensor| self.push(gguf, tensor)))
+        Ok(self.find(gguf, hf, dims)?.map(|tensor| self.push(gguf, hf, tensor)))
     }
 
     /// A norm's weights outside the layers.
     pub(crate) fn global_norm(&mut self, gguf: &str, hf: &str, n: usize) -> Result<WeightId, ModelError> {
         let tensor = self.find(gguf, hf, &[n])?.ok_or_else(|| self.missing(gguf, hf))?;
         let tensor = self.with_norm_offset(self.source.name(gguf, hf), tensor)?;
-        Ok(self.push(gguf, tensor))
+        Ok(self.push(gguf, hf, tensor))
     }
 
     /// A norm's weights in a layer.
@@ -109,7 +115,9 @@ impl<'a> WeightTable<'a> {
     pub(crate) fn derived(&mut self, name: &str, values: &[f32]) -> Result<WeightId, ModelError> {
         let tensor = HostTensor::from_f32(Shape::from([values.len()]), values)
             .map_err(|source| ModelError::Tensor { name: name.into(), source })?;
-        Ok(self.push(name, tensor))
+        let id = self.push(name, name, tensor);
+        self.derived.push(id);
+        Ok(id)
     }
 
     /// The values of a small table that not every file has.
@@ -152,7 +160,8 @@ impl<'a> WeightTable<'a> {
         HostTensor::from_f32(tensor.shape(), &values).map_err(wrap)
     }
 
-    fn push(&mut self, name: &str, tensor: HostTensor) -> WeightId {
+    fn push(&mut self, name: &str, hf: &str, tensor: HostTensor) -> WeightId {
+        self.hf_names.push(hf.into());
         let ty = TensorType { dtype: tensor.dtype(), shape: tensor.shape() };
         self.weights.push(Weight { name: name.into(), ty });
         self.tensors.push(tensor);

@@ -439,14 +439,44 @@ pub fn f16_to_f32(level: Level, src: &[f16], dst: &mut [f32]) {
     level.dispatch(FromF16(src, dst));
 }
 
+struct FromBf16<'a>(&'a [bf16], &'a mut [f32]);
+
+impl Kernel for FromBf16<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        // A loop that the compiler turns into the level's instructions.
+        for (dst, src) in self.1.iter_mut().zip(self.0) {
+            *dst = f32::from_bits(u32::from(src.to_bits()) << 16);
+        }
+    }
+}
+
 /// Widens a row of bfloat16.
 ///
 /// # Panics
 /// If the rows differ in length.
-pub fn bf16_to_f32(_: Level, src: &[bf16], dst: &mut [f32]) {
+pub fn bf16_to_f32(level: Level, src: &[bf16], dst: &mut [f32]) {
     assert!(src.len() == dst.len(), "rows of {} and {} elements", src.len(), dst.len());
-    for (dst, src) in dst.iter_mut().zip(src) {
-        *dst = f32::from_bits(u32::from(src.to_bits()) << 16);
+    level.dispatch(FromBf16(src, dst));
+}
+
+struct ToBf16<'a>(&'a [f32], &'a mut [bf16]);
+
+impl Kernel for ToBf16<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        // As above, without a branch.
+        for (dst, src) in self.1.iter_mut().zip(self.0) {
+            let bits = src.to_bits();
+            let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+            let quiet = (bits >> 16) | 0x40;
+            let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
+            *dst = bf16::from_bits(if is_nan { quiet } else { rounded } as u16);
+        }
     }
 }
 
@@ -454,9 +484,7 @@ pub fn bf16_to_f32(_: Level, src: &[bf16], dst: &mut [f32]) {
 ///
 /// # Panics
 /// If the rows differ in length.
-pub fn f32_to_bf16(src: &[f32], dst: &mut [bf16]) {
+pub fn f32_to_bf16(level: Level, src: &[f32], dst: &mut [bf16]) {
     assert!(src.len() == dst.len(), "rows of {} and {} elements", src.len(), dst.len());
-    for (dst, &src) in dst.iter_mut().zip(src) {
-        *dst = bf16::from_f32(src);
-    }
+    level.dispatch(ToBf16(src, dst));
 }

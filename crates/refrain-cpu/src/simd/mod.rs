@@ -9,6 +9,7 @@ mod acts;
 mod attention;
 mod buffer;
 mod elementwise;
+mod gemm;
 mod lanes;
 mod level;
 mod math;
@@ -23,6 +24,7 @@ pub use elementwise::{
     f32_to_f16, gelu_tanh_mul, gelu_tanh_mul_inplace, max, mul, mul_inplace, rms_norm, rms_norm_inplace,
     rope_interleaved, rope_neox, scale_inplace, silu_mul, silu_mul_inplace, softmax_inplace, sum,
 };
+pub use gemm::{Factor, Rounded, gemm, gemm_scratch};
 pub use level::Level;
 pub use matmul::{Acts, OutTile, Product, ROW_ALIGN, matmul, matmul_parallel, prepare_parallel};
 pub use weights::{Packed, WeightError, WeightMatrix, pack};

@@ -8,4 +8,5 @@ pub mod few;
 pub mod product;
 pub mod prompt;
 pub mod sample;
+pub mod train;
 pub mod training;
