@@ -7,7 +7,7 @@ use refrain_driver::sim::SimOptions;
 use refrain_driver::{Device, DeviceKind, Method};
 use refrain_graph::{
     Backend, CompileError, Graph, GraphBuilder, HostBuf, HostCall, HostCallError, HostFn, Io, Op, Ran,
-    StateKind, TensorType, Unary, ValueId, Weight, WeightId,
+    SpanAttention, StateKind, TensorType, TrainOp, Unary, ValueId, Weight, WeightId,
 };
 use refrain_tensor::{Bytes, DType, HostTensor};
 use refrain_testkit::{Case, Feed, Fill, Tol, cases, check_all, evaluate, tensor};
@@ -331,6 +331,32 @@ fn rows_in_16_bits_are_multiplied_with_weights_and_states() {
             }
         }
     }
+}
+
+/// Heads of 16 bits that tensor cores do not take run all the same, and it is said.
+#[test]
+fn attention_that_is_not_on_tensor_cores_is_told() {
+    let told = |head_dim: usize| {
+        let mut b = GraphBuilder::new(Vec::new(), Vec::new());
+        let ty = TensorType::new(DType::F32, [3, 2, head_dim]);
+        let x = b.input("x", ty).unwrap();
+        let spans = b.input("spans", TensorType::new(DType::I32, [3, 2])).unwrap();
+        let x = b.cast(x, DType::BF16).unwrap();
+        let op = SpanAttention { scale: 0.5, causal: true, window: None, softcap: None };
+        let made = b.node(Op::SpanAttention(op), &[x, x, x, spans], "attention").unwrap();
+        b.output("y", made[0]).unwrap();
+        let backend = backend(GraphMode::Require, Method::Stream);
+        backend.load(&[], Vec::new()).unwrap();
+        backend.allocate(&[]).unwrap();
+        backend.compile(&b.finish()).unwrap();
+        backend.monitor().status().apart
+    };
+    assert_eq!(told(64), Vec::<String>::new());
+    let [line] = &told(20)[..] else { panic!("one reason") };
+    assert!(
+        line.contains("attention runs without tensor cores: there is no kernel for heads of 20"),
+        "{line}"
+    );
 }
 
 #[test]

@@ -33,19 +33,28 @@ template <int ROWS, bool DEEP> struct Lines {
 template <int ROWS, bool DEEP, typename T>
 inline void load_tile(u8* to, const T* from, u32 first, u32 n_rows, u32 row_stride, u32 at, u32 end, u32 k_stride,
                       bool vector) {
-    const u32 CHUNKS = (DEEP ? DEPTH : ROWS) / 8;
-#pragma unroll
-    for (int j = 0; j < ROWS * DEPTH / 8 / THREADS; j++) {
-        u32 i = threadIdx.x + THREADS * j, line = i / CHUNKS, chunk = i % CHUNKS;
+    const u32 CHUNKS = (DEEP ? DEPTH : ROWS) / 8, N = ROWS * DEPTH / 8 / THREADS;
+    u8* place;
+    // How many elements of a chunk there are, from which on.
+    auto find = [&](u32 i, u32& n) {
+        u32 line = i / CHUNKS, chunk = i % CHUNKS;
         u32 row = first + (DEEP ? line : 8 * chunk), k = at + (DEEP ? 8 * chunk : line);
-        u32 n = 0;
-        if (row < n_rows && k < end) n = min(8u, DEEP ? end - k : n_rows - row);
-        const T* source = from + (n > 0 ? (u64)row * row_stride + (u64)k * k_stride : 0);
-        u8* place = to + line * Lines<ROWS, DEEP>::STRIDE + 16 * chunk;
-        if (vector) {
+        n = row < n_rows && k < end ? min(8u, DEEP ? end - k : n_rows - row) : 0;
+        place = to + line * Lines<ROWS, DEEP>::STRIDE + 16 * chunk;
+        return from + (n > 0 ? (u64)row * row_stride + (u64)k * k_stride : 0);
+    };
+    u32 n;
+    if (vector) {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const T* source = find(threadIdx.x + THREADS * j, n);
             copy_async_bytes(place, source, 2 * n);
-        } else {
-            u64 step = DEEP ? k_stride : row_stride;
+        }
+    } else {
+        u64 step = DEEP ? k_stride : row_stride;
+#pragma unroll 1
+        for (int j = 0; j < N; j++) {
+            const T* source = find(threadIdx.x + THREADS * j, n);
             u32 words[4];
 #pragma unroll
             for (int w = 0; w < 4; w++) {
@@ -85,7 +94,7 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
         }
         copies_end_group();
     };
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < STAGES - 1; stage++) load(stage);
 
     float acc[MT][NT][4] = {};
