@@ -21,6 +21,10 @@ const EDGES: &[(&str, &[&str])] = &[
             "refrain-tensor",
         ],
     ),
+    (
+        "refrain-train",
+        &["refrain-formats", "refrain-graph", "refrain-models", "refrain-reference", "refrain-tensor"],
+    ),
     ("refrain-engine", &["refrain-graph", "refrain-models", "refrain-tensor"]),
     ("refrain-models", &["refrain-formats", "refrain-graph", "refrain-tensor"]),
     ("refrain-hub", &[]),

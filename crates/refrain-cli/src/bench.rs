@@ -24,7 +24,8 @@ Examples:
   refrain bench smollm2
   refrain bench --shape llama-3.2-1b --quant Q4_K_M -n 32
   refrain bench ./model.gguf -p 128 -n 64 -r 3 --json
-  refrain bench smollm2 -p 0 --depth 16,512,2048       what a longer context costs")]
+  refrain bench smollm2 -p 0 --depth 16,512,2048       what a longer context costs
+  refrain bench --shape smollm2-135m -p 0 --seqs 1,8,32   many sequences at once")]
 pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
     #[arg(value_name = "MODEL", required_unless_present = "shape", conflicts_with = "shape")]
@@ -44,6 +45,9 @@ pub(crate) struct Args {
     /// Tokens in the context before decoding begins; several, with commas between, are measured one by one
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1")]
     depth: Vec<usize>,
+    /// Numbers of sequences to decode at once, with commas between; each is measured, all tokens of them together
+    #[arg(long, value_name = "N", value_delimiter = ',')]
+    seqs: Vec<NonZeroUsize>,
     /// How often each is measured
     #[arg(short, long, value_name = "N", default_value = "5")]
     repeats: NonZeroUsize,
@@ -72,6 +76,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         n_prompt: args.prompt_tokens,
         n_decode: args.max_tokens,
         depths: args.depth.clone(),
+        seqs: args.seqs.iter().map(|n| n.get()).collect(),
         repeats: args.repeats.get(),
     };
     let progress = |what: &str| spinner.say(what.to_owned());
@@ -136,6 +141,13 @@ fn print(out: &mut Out, report: &BenchReport, args: &Args) -> anyhow::Result<()>
     }
     for decode in &report.decode {
         print_decode(out, report, decode, args)?;
+    }
+    let alone = report.batches.iter().find(|batch| batch.n_seqs == 1).map(|batch| batch.speed.median());
+    for batch in &report.batches {
+        let times = alone.filter(|_| batch.n_seqs > 1).map(|one| batch.speed.median() / one);
+        let times = times.map_or_else(String::new, |times| format!("  {times:.2} times one"));
+        let (n, speed) = (counted(batch.n_seqs, "sequence"), spread(&batch.speed));
+        out.line(format_args!("batch    {n:>13}  {speed}{times}"))?;
     }
     if !report.decode.is_empty() {
         if let Some(launches) = report.launches {
@@ -210,6 +222,11 @@ fn to_json(report: &BenchReport, args: &Args) -> serde_json::Value {
         "decode_tokens": args.max_tokens,
         "prefill_tokens_per_second": samples(&report.prefill),
         "decode": report.decode.iter().map(decode).collect::<Vec<_>>(),
+        "batches": report.batches.iter().map(|batch| json!({
+            "n_seqs": batch.n_seqs,
+            "depth": batch.depth,
+            "tokens_per_second": samples(&batch.speed),
+        })).collect::<Vec<_>>(),
         "read_bytes_per_second": report.read_bandwidth,
         "launches_per_token": report.launches.map(|l| l.by_host),
         "kernels_per_token": report.launches.map(|l| l.kernels),

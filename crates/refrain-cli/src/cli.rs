@@ -2,8 +2,8 @@
 
 use crate::interrupt::Interrupt;
 use crate::{
-    bench, chat, completions, doctor, inspect, list, perplexity, plan, pull, reference, rm, run, tokenize,
-    trial,
+    batch, bench, chat, completions, doctor, inspect, list, perplexity, plan, pull, reference, rm, run,
+    tokenize, trial,
 };
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};
@@ -53,6 +53,7 @@ struct Global {
 enum Command {
     Run(run::Args),
     Chat(chat::Args),
+    Batch(batch::Args),
     Perplexity(perplexity::Args),
     Inspect(inspect::Args),
     Tokenize(tokenize::Args),
@@ -127,6 +128,7 @@ impl Cli {
         match self.command {
             Command::Run(args) => run::run(args, &context),
             Command::Chat(args) => chat::run(&args, &context),
+            Command::Batch(args) => batch::run(&args, &context),
             Command::Perplexity(args) => perplexity::run(&args, &context),
             Command::Inspect(args) => inspect::run(&args, &context),
             Command::Tokenize(args) => tokenize::run(&args, &context),

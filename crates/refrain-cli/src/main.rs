@@ -14,6 +14,7 @@ mod resolve; // from a name to a model
 mod profile; // where the time on a device went
 mod stats; // what a reply took
 
+mod batch;
 mod bench;
 mod chat;
 mod completions;

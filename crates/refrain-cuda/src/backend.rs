@@ -289,6 +289,10 @@ impl Backend for CudaBackend {
         &self.options.buckets
     }
 
+    fn row_buckets(&self) -> &[usize] {
+        &self.options.row_buckets
+    }
+
     fn supports(&self, query: &Query<'_>) -> Support {
         lower::supports(query)
     }

@@ -4,12 +4,13 @@ use refrain_driver::api::DeviceInfo;
 use refrain_graph::{Fusion, GroupKind, GroupQuery, Op, Products, Seen};
 use refrain_tensor::Layout;
 
-use crate::{attend, fused, prefill};
+use crate::{attend, fused, prefill, train_products};
 
 /// The answer to [`refrain_graph::Backend::fuses`] on a card.
 pub(crate) fn fuses(query: &GroupQuery<'_>, card: &DeviceInfo) -> Fusion {
     match query.kind {
         GroupKind::One(_) => Fusion::Smaller,
+        GroupKind::Products(products) if train_products::multiply_values(query, products) => Fusion::Smaller,
         GroupKind::Products(products) if n_rows(&rows_of(query, products).layout) == 1 => {
             fused::fuses(query, products, card)
         }

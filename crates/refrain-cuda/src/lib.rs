@@ -44,8 +44,10 @@ mod fused; // products of one row and what is around them
 mod attend; // from the rotation of queries to attention, for one row
 mod few; // a few rows of packed weights
 mod prefill; // products of many rows
+mod train_products; // products and attention of a training step
 mod tasks; // which kernels a plan is
 mod lower; // tasks into launches
+mod train; // those of a training step
 mod states; // what a graph is verified with
 mod host; // steps on the host
 mod traffic; // how many bytes it takes

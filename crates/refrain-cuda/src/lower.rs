@@ -6,6 +6,7 @@ use std::sync::Arc;
 use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{
     Binary, BufferId, NodeId, Op, Operand, Place, Plan, Query, RopeAppend, Sample, Step, Support, TensorType,
+    TrainOp,
 };
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, CastArgs, CopyArgs, GateArgs, GatherRowsArgs,
@@ -19,6 +20,7 @@ use crate::error::CudaError;
 use crate::prefill::PlacedAreas;
 use crate::resident::{COUNTER_BYTES, Resident};
 use crate::tasks::{SegmentTasks, Task, splits};
+use crate::train_products;
 use crate::warm::{WarmPlan, Work};
 
 /// Whether there is a kernel for an op with these dtypes. Layouts are looked at when the plan is lowered.
@@ -35,7 +37,7 @@ pub(crate) fn supports(query: &Query<'_>) -> Support {
 }
 
 fn unsupported(query: &Query<'_>) -> Option<&'static str> {
-    let (ins, outs) = (query.inputs, query.outputs);
+    let ins = query.inputs;
     // Vectors among the weights become F32 when they are loaded, but a vector may be something else as well.
     let is =
         |i: usize, dtype: DType| ins[i].dtype == dtype || (dtype == DType::F32 && is_float_vector(&ins[i]));
@@ -46,39 +48,35 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
             !matches!(ins[0].dtype.block_bytes(), 1 | 2 | 4) || ins[0].dtype.is_quantized(),
             "copies are of elements of 1, 2 or 4 bytes",
         ),
-        Op::Cast(to) => no(!ins[0].dtype.is_float() || !to.is_float(), "casts are between float types"),
-        Op::Reduce { axis, .. } if *axis + 1 != ins[0].shape.rank() => {
-            Some("only the last dimension is reduced")
-        }
+        Op::Cast(_) => no(ins[0].dtype.is_quantized(), "casts are between float types and I32"),
+        // What they take was checked when the graph was built: floats of any type, and I32 where that makes sense.
         Op::Compare(_)
         | Op::Select
         | Op::Pick
         | Op::PlaceColumns { .. }
         | Op::Pad { .. }
         | Op::ScatterAddRows { .. }
-        | Op::SpanAttention(_)
-        | Op::Train(_) => Some("there is no kernel for it yet"),
-        Op::Unary(_) | Op::Reduce { .. } | Op::Softmax => {
-            no(!is(0, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
+        | Op::Unary(_)
+        | Op::Reduce { .. }
+        | Op::Softmax
+        | Op::Binary(_)
+        | Op::Gate(_)
+        | Op::RmsNorm { .. }
+        | Op::AddRmsNorm { .. }
+        | Op::Accumulate => None,
+        Op::SpanAttention(_) => train_products::unsupported_attention(&ins[0]),
+        Op::Train(TrainOp::SpanAttentionGrad(_)) => train_products::unsupported_attention(&ins[1]),
+        Op::Train(_) => None,
+        Op::MatMul => train_products::unsupported_product(&ins[0], &ins[1]),
+        Op::GatherRows(to) => {
+            no(*to != DType::F32 && !ins[0].dtype.is_float(), "rows of quantised tables come out in F32")
+                .or(no(!is_weight_dtype(ins[0].dtype), "no kernel reads this dtype"))
+                .or(no(ins[1].dtype != DType::I32, "ids are I32"))
         }
-        Op::Binary(_) | Op::Gate(_) => {
-            no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
+        Op::Rope(_) => {
+            no(!ins[0].dtype.is_float() || !is(2, DType::F32), "heads are floats, frequencies F32")
+                .or(no(ins[1].dtype != DType::I32, "positions are I32"))
         }
-        Op::MatMul => no(ins[0].dtype != DType::F32 || outs[0].dtype != DType::F32, "activations are F32")
-            .or(no(!is_weight_dtype(ins[1].dtype), "no kernel multiplies with this dtype"))
-            .or(no(ins[1].shape.rank() != 2, "the second factor is one matrix")),
-        Op::GatherRows(to) => no(*to != DType::F32, "rows come out in F32")
-            .or(no(!is_weight_dtype(ins[0].dtype), "no kernel reads this dtype"))
-            .or(no(ins[1].dtype != DType::I32, "ids are I32")),
-        Op::RmsNorm { .. } => {
-            no(!is(0, DType::F32) || !is(1, DType::F32) || outs[0].dtype != DType::F32, "activations are F32")
-        }
-        Op::AddRmsNorm { .. } => no(
-            !is(0, DType::F32) || !is(1, DType::F32) || !is(2, DType::F32) || outs[0].dtype != DType::F32,
-            "activations are F32",
-        ),
-        Op::Rope(_) => no(ins[0].dtype != DType::F32 || !is(2, DType::F32), "activations are F32")
-            .or(no(ins[1].dtype != DType::I32, "positions are I32")),
         Op::KvAppend => no(!ins[0].dtype.is_float(), "the cache is F16, BF16 or F32")
             .or(no(ins[1].dtype != DType::F32, "activations are F32")),
         Op::Attention(_) => no(ins[0].dtype != DType::F32, "activations are F32")
@@ -90,7 +88,6 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
                 !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 256,
                 "heads have an even number of elements, at most 256",
             )),
-        Op::Accumulate => no(!is(0, DType::F32) || !is(1, DType::F32), "sums are F32"),
         Op::Sample(Sample { masked: true, .. }) => Some("no kernel applies a mask yet"),
         Op::Sample(Sample { n_top: 1.., .. }) => Some("no kernel lists the most probable tokens yet"),
         Op::Sample(_) => no(ins[0].dtype != DType::F32, "logits are F32")
@@ -193,6 +190,12 @@ impl Lowering<'_> {
                 warm.rehearse(rehearsal);
                 Made { work: vec![Work::Library(product)], left: None }
             }
+            Task::LibraryOfValues(product) => {
+                let Some(blas) = self.blas else { unreachable!("chosen with a library") };
+                let product = self.library_product_of_values(blas, plan.step(*product))?;
+                warm.rehearse(product.clone());
+                Made { work: vec![Work::Library(product)], left: None }
+            }
         })
     }
 
@@ -212,7 +215,7 @@ impl Lowering<'_> {
             | Task::Few(nodes)
             | Task::NarrowRows { products: nodes, .. }
             | Task::Gemm { products: nodes, .. } => nodes.iter().flat_map(of).collect(),
-            Task::Library { product, .. } => of(product).collect(),
+            Task::Library { product, .. } | Task::LibraryOfValues(product) => of(product).collect(),
             Task::Attend(attend) => attend.appends.iter().chain([&attend.attention]).flat_map(of).collect(),
             Task::RopeKv(group) => group.ropes.iter().chain(&group.appends).flat_map(of).collect(),
         }
@@ -275,6 +278,9 @@ impl Lowering<'_> {
     }
 
     fn step(&self, step: &Step, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        if self.typed(step, launches)? {
+            return Ok(());
+        }
         let (k, label) = (self.kernels, step.label.as_str());
         let view = |i: usize| self.view(&step.inputs[i]);
         let dense = |i: usize| self.dense(step, &step.inputs[i]);
@@ -311,7 +317,8 @@ impl Lowering<'_> {
                 let (x, [n_rows, n_cols]) = (view(0)?, self.rows(&step.inputs[0]));
                 launches.push(k.softmax(&SoftmaxArgs { x, y: out(0)?, n_rows, n_cols, step: label })?);
             }
-            Op::MatMul => launches.push(self.products(&[step])?),
+            // Those of F32 rows with a weight are tasks of their own.
+            Op::MatMul => launches.push(self.product_of_values(step)?),
             Op::GatherRows(_) => {
                 let table = step.inputs[0].layout.shape();
                 let packed = self.resident.is_packed(self.plan, &step.inputs[0]);
@@ -371,15 +378,18 @@ impl Lowering<'_> {
             Op::KvAppend => launches.push(self.kv_append(step)?),
             Op::Attention(_) => self.attention(step, launches)?,
             Op::Sample(_) => self.sample(step, launches)?,
-            // The output is the state itself: each element is read before it is written.
             Op::Compare(_)
             | Op::Select
             | Op::Pick
             | Op::PlaceColumns { .. }
             | Op::Pad { .. }
-            | Op::ScatterAddRows { .. }
-            | Op::SpanAttention(_)
-            | Op::Train(_) => unreachable!("refused when the graph was compiled"),
+            | Op::ScatterAddRows { .. } => unreachable!("lowered by `typed`"),
+            Op::SpanAttention(attention) => launches.push(self.span_attention(step, *attention)?),
+            Op::Train(TrainOp::SpanAttentionGrad(attention)) => {
+                self.span_attention_grad(step, *attention, launches)?;
+            }
+            Op::Train(_) => unreachable!("lowered by `typed`"),
+            // The output is the state itself: each element is read before it is written.
             Op::Accumulate => launches.push(k.binary(&BinaryArgs {
                 f: Binary::Add,
                 a: view(0)?,

@@ -211,7 +211,7 @@ impl Machine {
         self.set_aside(true)?;
         let before = std::mem::replace(&mut self.model.states, states);
         let Some(kept) = self.kept.take() else { return Ok(()) };
-        let places = kept.places.with_states(&self.model, self.options.scratch_blocks);
+        let places = kept.places.with_states(&self.model, self.options.scratch_blocks());
         let resized = match places {
             Ok(places) => kept.resize(&self.ctx, &mut self.stream, places, room.unwrap_or_default()),
             Err(error) => Err((error, Some(kept))),
@@ -489,8 +489,8 @@ impl Machine {
         // A weight that was left on the host and is read on the device now: all of them are placed anew.
         let (places, keeps_weights) = match placed {
             Some(places) if !missing(places) => (places.clone(), true),
-            Some(_) => (Places::new(&self.model, &[], self.options.scratch_blocks)?, false),
-            None => (Places::new(&self.model, &host_only(plan), self.options.scratch_blocks)?, false),
+            Some(_) => (Places::new(&self.model, &[], self.options.scratch_blocks())?, false),
+            None => (Places::new(&self.model, &host_only(plan), self.options.scratch_blocks())?, false),
         };
         if let Some(resident) = &self.resident {
             let (free, total) = self.ctx.mem_info().map_err(CudaError::driver("asking for free memory"))?;

@@ -9,6 +9,10 @@ use refrain_kernels::LoadOptions;
 
 use crate::cache::{CacheOptions, GraphMode};
 use crate::progress::LoadListener;
+use crate::states::N_READ;
+
+/// Rows that have a scratch block of their own at once.
+const MAX_VERIFIED_ROWS: usize = 32;
 
 /// Whether NVIDIA's library multiplies the rows of prompts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -37,11 +41,11 @@ pub struct CudaOptions {
     pub arena_reserve_bytes: u64,
     /// The most bytes of arena a plan may have; `None`: what fits.
     pub arena_limit_bytes: Option<u64>,
-    /// KV blocks beside the pool, on which graphs are verified.
-    pub scratch_blocks: usize,
     /// Sizes of step that graphs are made for; other steps are padded to the next one. A prompt has as many steps of the
     /// largest as it fills, and what is left is one more: another step costs as much as some hundred rows of padding.
     pub buckets: Vec<usize>,
+    /// Numbers of sequences that graphs of decode steps are made for; others are padded to the next one.
+    pub row_buckets: Vec<usize>,
     /// Decode steps that may be under way at once, at most 32: the next ones are sent before their tokens are asked for.
     pub ahead: usize,
     /// Compares every so many decode steps of a running text with their eager run; `None`: none of them.
@@ -67,8 +71,8 @@ impl Default for CudaOptions {
             cublaslt: CublasLt::default(),
             arena_reserve_bytes: 256 << 20,
             arena_limit_bytes: None,
-            scratch_blocks: 4,
             buckets: vec![1, 8, 32, 128, 256, 512],
+            row_buckets: vec![1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512],
             ahead: 4,
             verify_every: None,
             on_load: LoadListener::default(),
@@ -86,5 +90,12 @@ impl CudaOptions {
     pub fn new(mode: GraphMode, method: Method) -> CudaOptions {
         let graphs = CacheOptions { mode, method, ..CacheOptions::default() };
         CudaOptions { graphs, ..CudaOptions::default() }
+    }
+
+    /// KV blocks beside the pool, on which graphs are verified: each row writes to one of its own, and all read a few
+    /// others. More rows than [`MAX_VERIFIED_ROWS`] take turns, from one state that a graph is verified with to the next.
+    pub(crate) fn scratch_blocks(&self) -> usize {
+        let n_rows = self.row_buckets.iter().copied().max().unwrap_or(1);
+        n_rows.min(MAX_VERIFIED_ROWS) + N_READ
     }
 }

@@ -176,8 +176,13 @@ impl Areas {
 
     /// The library's workspace, and a result for the call that loads its code.
     pub(crate) fn add_library(&mut self, m: usize, n: usize) {
-        self.library = BlasLt::WORKSPACE_BYTES;
+        self.add_workspace();
         self.add_sums(area(m, n, 4));
+    }
+
+    /// The library's workspace alone.
+    pub(crate) fn add_workspace(&mut self) {
+        self.library = BlasLt::WORKSPACE_BYTES;
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -389,7 +394,7 @@ impl Lowering<'_> {
         decoded: bool,
     ) -> Result<[refrain_kernels::BlasLtProduct; 2], KernelError> {
         let part = self.part(step, rows, decoded)?;
-        let shape = BlasLtShape { dtype: rows.dtype, m: rows.m, n: part.n, k: rows.k };
+        let shape = BlasLtShape::of_rows(rows.dtype, rows.m, part.n, rows.k);
         let (x, workspace) = (rows.buf(&self.areas)?, self.areas.library);
         let nowhere = self.areas.sums.slice(0, 4 * (rows.m * part.n) as u64)?;
         let product = blas.product(shape, [x, part.w, part.y, workspace], &step.label)?;

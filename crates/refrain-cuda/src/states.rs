@@ -5,7 +5,10 @@
 //! scratch blocks only, so nothing that a session owns is read or written. States of other kinds are saved, filled,
 //! compared and put back as a whole.
 
-use refrain_graph::{Feedback, Op, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam, Segment, StateKind};
+use refrain_graph::{
+    ADAM_PARAMS, AdamParam, AdamW, Feedback, Op, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam,
+    Segment, StateKind, TrainOp,
+};
 use refrain_kernels::{CommitState, Digester};
 use refrain_tensor::DType;
 
@@ -17,6 +20,9 @@ use crate::verify::{Case, Check, N_CASES};
 /// Attention looks at no more than this many (row, position) pairs of a sequence in a state, or at one row, so that
 /// verifying a long prompt's graph costs no more than a few decode steps.
 const MAX_PAIRS: usize = 1 << 15;
+
+/// States are filled by repeating this much: a model that is trained may have gigabytes of them.
+const PATTERN_BYTES: usize = 4 << 20;
 
 /// What a segment of a plan is verified with.
 pub(crate) fn check(
@@ -55,7 +61,8 @@ pub(crate) fn check(
             };
             let buf = buf.map_err(failed)?;
             if !buf.is_empty() {
-                uploads.push((buf, values(placed.dtype, buf.len() as usize, &mut rng)));
+                let n_bytes = (buf.len() as usize).min(PATTERN_BYTES);
+                uploads.push((buf, state_values(placed.kind, placed.dtype, n_bytes, &mut rng)));
             }
         }
         uploads.push((resident.counters, vec![0; resident.counters.len() as usize]));
@@ -144,7 +151,100 @@ fn control_block(plan: &Plan, n_scratch: usize, case: usize, rng: &mut Random) -
     for paged in &plan.bounds().paged {
         put_pages(&mut block, paged, n_scratch, case);
     }
+    for spans in &plan.bounds().spans {
+        spans.spans.put(&mut block, &documents(spans.n_rows(), case, rng));
+    }
+    put_training(plan, &mut block, case, rng);
     block
+}
+
+/// One document of all rows, then several of different lengths, then such with padding behind them.
+fn documents(n_rows: usize, case: usize, rng: &mut Random) -> Vec<i32> {
+    let n_used = if case == 2 { n_rows - n_rows / 8 } else { n_rows };
+    let mut spans = Vec::with_capacity(2 * n_rows);
+    let mut first = 0;
+    while first < n_used {
+        let len = if case == 0 { n_used } else { 1 + rng.below(n_used / 3 + 1) };
+        let end = (first + len).min(n_used);
+        (first..end).for_each(|_| spans.extend([first as i32, end as i32]));
+        first = end;
+    }
+    (n_used..n_rows).for_each(|row| spans.extend([row as i32; 2]));
+    spans
+}
+
+/// Positions that turn heads, seeds that drop elements, and parameters of an optimiser that are possible.
+fn put_training(plan: &Plan, block: &mut [u8], case: usize, rng: &mut Random) {
+    for step in plan.steps() {
+        let field = |i: usize| step.inputs.get(i).and_then(|operand| plan.field_of(operand));
+        let Op::Train(op) = &step.op else { continue };
+        match op {
+            TrainOp::RopeGrad(_) => {
+                if let Some(positions) = field(1) {
+                    let all: Vec<i32> = (0..positions.len).map(|_| rng.below(4096) as i32 - 1).collect();
+                    positions.put(block, &all);
+                }
+            }
+            TrainOp::Dropout(_) => {
+                if let Some(seeds) = field(1) {
+                    let all: Vec<u32> = (0..seeds.len).map(|_| rng.next()).collect();
+                    seeds.put(block, &all);
+                }
+            }
+            TrainOp::AdamW(_) => {
+                if let Some(params) = field(AdamW::PARAMS) {
+                    params.put(block, &adam_params(case));
+                }
+            }
+            TrainOp::UnaryGrad(_)
+            | TrainOp::GateGrad(_)
+            | TrainOp::SoftmaxGrad
+            | TrainOp::RmsNormGrad { .. }
+            | TrainOp::SpanAttentionGrad(_)
+            | TrainOp::CrossEntropy
+            | TrainOp::SumSquares => {}
+        }
+    }
+}
+
+/// With clipping and decay, without clipping, without either.
+fn adam_params(case: usize) -> [f32; ADAM_PARAMS] {
+    let (beta1, beta2) = (0.9f32, 0.99f32);
+    let mut params = [0.0; ADAM_PARAMS];
+    let mut set = |param: AdamParam, value: f32| params[param as usize] = value;
+    set(AdamParam::Lr, [1e-3, 3e-4, 1e-2][case.min(2)]);
+    set(AdamParam::Beta1, beta1);
+    set(AdamParam::OneMinusBeta1, 1.0 - beta1);
+    set(AdamParam::LnBeta1, beta1.ln());
+    set(AdamParam::Beta2, beta2);
+    set(AdamParam::OneMinusBeta2, 1.0 - beta2);
+    set(AdamParam::LnBeta2, beta2.ln());
+    set(AdamParam::Eps, 1e-8);
+    set(AdamParam::WeightDecay, if case == 2 { 0.0 } else { 0.1 });
+    set(AdamParam::MaxNorm, if case == 0 { 1.0 } else { 0.0 });
+    params
+}
+
+/// Values for a state. Those that a step may change as a whole are parameters and moments: small and not negative, so
+/// that gradients stay finite and an update is applied.
+fn state_values(kind: StateKind, dtype: DType, n_bytes: usize, rng: &mut Random) -> Vec<u8> {
+    let mut bytes = values(dtype, n_bytes, rng);
+    // In [0.5, 1) or the negative of that; a fixed exponent makes it [2^-6, 2^-5).
+    if kind != StateKind::Paged {
+        match dtype {
+            DType::F32 => bytes.as_chunks_mut::<4>().0.iter_mut().for_each(|b| {
+                *b = ((u32::from_le_bytes(*b) & 0x007F_FFFF) | 0x3C80_0000).to_le_bytes();
+            }),
+            DType::BF16 => bytes.as_chunks_mut::<2>().0.iter_mut().for_each(|b| {
+                *b = ((u16::from_le_bytes(*b) & 0x007F) | 0x3C80).to_le_bytes();
+            }),
+            DType::F16 => bytes.as_chunks_mut::<2>().0.iter_mut().for_each(|b| {
+                *b = ((u16::from_le_bytes(*b) & 0x03FF) | 0x2400).to_le_bytes();
+            }),
+            _ => {}
+        }
+    }
+    bytes
 }
 
 /// In the middle of a run, at its last token with a ring that starts over, and with a history that does.
@@ -176,26 +276,27 @@ fn sample_param(param: usize, case: usize) -> f32 {
 
 /// Rows, positions and tables of one state.
 ///
-/// Rows of a step never write to the same place. The rows of one sequence have consecutive positions, and tables that
-/// walk through the scratch blocks again and again: earlier positions share places. Where a launch that appends a row
-/// may also be the one that reads the others, which is so for single rows, each sequence writes to a block of its own,
-/// and its other positions are in blocks that nobody writes.
+/// Rows of a step never write to the same place. The rows of one sequence have consecutive positions. In a step of one
+/// sequence its table walks through the scratch blocks again and again: earlier positions share places. Where there are
+/// several sequences, or a launch that appends a row may also be the one that reads the others, which is so for single
+/// rows, each sequence writes to blocks of its own, and its other positions are in blocks that nobody writes.
 fn put_pages(block: &mut [u8], p: &PagedBound, n_scratch: usize, case: usize) {
     let (n, context) = (p.positions.len, p.max_blocks * p.kv_block);
     let rows = match p.n_seqs > 1 || n == 1 {
-        true => single_rows(p, n_scratch.max(1), context, case),
+        true => rows_of_several(p, n_scratch.max(1), context, case),
         false => consecutive_rows(p, n_scratch.max(1), context, case),
     };
-    let positions: Vec<i32> = (0..n).map(|i| rows.positions.get(i).copied().unwrap_or(-1)).collect();
-    let seqs: Vec<i32> = (0..n).map(|i| (i % p.n_seqs.max(1)) as i32).collect();
+    let at = |i: usize| rows.places.get(i).copied().unwrap_or((-1, 0));
+    let positions: Vec<i32> = (0..n).map(|i| at(i).0).collect();
+    let seqs: Vec<i32> = (0..n).map(|i| at(i).1).collect();
     p.positions.put(block, &positions);
     p.seqs.put(block, &seqs);
     p.tables.put(block, &rows.tables);
 }
 
-/// Positions of the rows that are no padding, and every sequence's blocks.
+/// Position and sequence of each row, -1 for padding, and every sequence's blocks.
 struct Rows {
-    positions: Vec<i32>,
+    places: Vec<(i32, i32)>,
     tables: Vec<i32>,
 }
 
@@ -205,39 +306,79 @@ fn start_of(case: usize, context: usize, n_rows: usize) -> usize {
     [1.min(last), last / 2, last][case.min(2)]
 }
 
+/// As many of `most` consecutive rows as look at few enough positions: fewer by halves, one at least, so that the end of
+/// a long context is reached.
+fn n_affordable(most: usize, context: usize, case: usize) -> usize {
+    let affordable = |n: usize| n * (start_of(case, context, n) + n) <= MAX_PAIRS;
+    let mut halves = std::iter::successors(Some(most), |n| (*n > 1).then_some(n / 2));
+    halves.find(|&n| affordable(n)).unwrap_or(1.min(most))
+}
+
 /// A piece of a prompt. Where it would have to look at too many positions, fewer of its rows are there.
 fn consecutive_rows(p: &PagedBound, n_scratch: usize, context: usize, case: usize) -> Rows {
+    // More blocks would make verifying a prompt slower and no sharper.
+    let n_scratch = n_scratch.min(PIECE_BLOCKS);
     let most = p.positions.len.min(n_scratch * p.kv_block).min(context);
-    let affordable = |n: usize| n * (start_of(case, context, n) + n) <= MAX_PAIRS;
-    // Fewer rows by halves: the end of a long context is reached by one row at least.
-    let halves = std::iter::successors(Some(most), |n| (*n > 1).then_some(n / 2));
-    let n_rows = halves.into_iter().find(|&n| affordable(n)).unwrap_or(1.min(most));
+    let n_rows = n_affordable(most, context, case);
     let start = start_of(case, context, n_rows);
     let block_of = |column: usize| (p.n_blocks + column % n_scratch) as i32;
     Rows {
-        positions: (start..start + n_rows).map(|i| i as i32).collect(),
+        places: (start..start + n_rows).map(|i| (i as i32, 0)).collect(),
         tables: (0..p.tables.len).map(|i| block_of(i % p.max_blocks)).collect(),
     }
 }
 
-/// One row of each sequence, as many as there are blocks to write to; which rows those are differs from case to case.
-fn single_rows(p: &PagedBound, n_scratch: usize, context: usize, case: usize) -> Rows {
+/// Blocks that the rows of a prompt's piece are in.
+const PIECE_BLOCKS: usize = 4;
+
+/// Rows of several sequences: where there are more rows than sequences, one of these has a piece of a prompt; all others
+/// have a single row, as many as there are blocks to write to. Which sequences those are differs from case to case, and
+/// so does how far each has come.
+fn rows_of_several(p: &PagedBound, n_scratch: usize, context: usize, case: usize) -> Rows {
     // With a single block everything is in it.
-    let n_read = (n_scratch / 4).max(1);
+    let n_read = (n_scratch / 4).clamp(1, N_READ);
     let n_write = n_scratch.saturating_sub(n_read).max(1);
     let first_read = if n_scratch > 1 { n_write } else { 0 };
-    let n = p.positions.len.min(p.n_seqs);
-    let mut positions = vec![-1; n];
-    let mut tables: Vec<i32> =
-        (0..p.tables.len).map(|i| (p.n_blocks + first_read + i % p.max_blocks % n_read) as i32).collect();
-    let at = start_of(case, context, 1);
-    for i in 0..n.min(n_write) {
-        let row = (case * n_write + i) % n;
-        positions[row] = at as i32;
-        tables[row * p.max_blocks + at / p.kv_block] = (p.n_blocks + i) as i32;
+    let block_of = |column: usize| (p.n_blocks + first_read + column % p.max_blocks % n_read) as i32;
+    let mut tables: Vec<i32> = (0..p.tables.len).map(block_of).collect();
+    let mut to_write = p.n_blocks as i32..(p.n_blocks + n_write) as i32;
+    let n_seqs = p.n_seqs.min(p.positions.len);
+    let mut places = vec![(-1, 0); p.positions.len];
+    let mut set = |row: usize, seq: usize, position: usize, block: i32| {
+        places[row] = (position as i32, seq as i32);
+        tables[seq * p.max_blocks + position / p.kv_block] = block;
+    };
+    let n_spare = p.positions.len - n_seqs;
+    let mut n_piece = 0;
+    if n_spare > 0 {
+        let most = (n_spare + 1).min((n_write / 2).clamp(1, PIECE_BLOCKS) * p.kv_block).min(context);
+        let start = start_of(case, context, n_affordable(most, context, case));
+        let mut block = None;
+        for position in start..start + n_affordable(most, context, case) {
+            if position % p.kv_block == 0 || block.is_none() {
+                block = to_write.next();
+            }
+            let Some(block) = block else { break };
+            set(n_piece, case % p.n_seqs, position, block);
+            n_piece += 1;
+        }
     }
-    Rows { positions, tables }
+    let is_piece = usize::from(n_piece > 0);
+    let n_single = (n_seqs - is_piece).min(to_write.len());
+    let (last, few) = (start_of(case, context, 1), MAX_PAIRS / n_single.max(1));
+    for (i, block) in to_write.take(n_single).enumerate() {
+        // Another part of the rows in each case. One is at the last position, the others have come less far.
+        let at = (case * n_single + i) % (n_seqs - is_piece).max(1);
+        let seq = if n_spare > 0 { (case + is_piece + at) % p.n_seqs } else { at };
+        let position = if i == 0 { last } else { last.min(few).saturating_sub(5 * i) };
+        let row = if n_spare > 0 { n_piece + i } else { at };
+        set(row, seq, position, block);
+    }
+    Rows { places, tables }
 }
+
+/// Blocks that single rows read and nobody writes, at most.
+pub(crate) const N_READ: usize = 4;
 
 /// Numbers of both signs around 1 for floats, zeros for everything else.
 fn values(dtype: DType, n_bytes: usize, rng: &mut Random) -> Vec<u8> {
@@ -314,7 +455,11 @@ mod tests {
     }
 
     fn positions(plan: &Plan, case: usize) -> (PagedBound, Vec<u8>, Vec<usize>) {
-        let block = control_block(plan, 4, case, &mut Random(7));
+        positions_in(plan, 4, case)
+    }
+
+    fn positions_in(plan: &Plan, n_scratch: usize, case: usize) -> (PagedBound, Vec<u8>, Vec<usize>) {
+        let block = control_block(plan, n_scratch, case, &mut Random(7));
         let paged = plan.bounds().paged[0].clone();
         let rows = paged.positions.read(&block).filter(|p| *p >= 0).map(|p| p as usize).collect();
         (paged, block, rows)
@@ -335,11 +480,13 @@ mod tests {
 
     #[test]
     fn no_two_rows_of_a_step_write_to_one_place_and_nothing_reads_it_from_another_sequence() {
-        for (n, n_seqs) in [(1, 1), (2, 2), (8, 8), (32, 32), (40, 40), (3, 7)] {
+        let sizes = [(1, 1), (2, 2), (8, 8), (32, 32), (40, 40), (3, 7), (16, 3), (64, 8), (512, 32)];
+        for ((n, n_seqs), n_scratch) in sizes.into_iter().flat_map(|size| [(size, 4), (size, 36)]) {
+            let mut seen = HashSet::new();
             for case in 0..N_CASES {
                 let plan = paged_plan(n, n_seqs, 6);
-                let (p, block, rows) = positions(&plan, case);
-                assert_eq!(rows.len(), n.min(3), "{n} rows, case {case}");
+                let (p, block, _) = positions_in(&plan, n_scratch, case);
+                let name = format!("{n} rows of {n_seqs}, {n_scratch} blocks, case {case}");
                 let place = |row: usize, position: usize| {
                     let seq = p.seqs.at(&block, row) as usize;
                     (p.tables.at(&block, seq * p.max_blocks + position / 16), position % 16)
@@ -347,18 +494,33 @@ mod tests {
                 let rows: Vec<(usize, usize)> = (0..n)
                     .filter_map(|row| Some((row, usize::try_from(p.positions.at(&block, row)).ok()?)))
                     .collect();
+                let seqs: HashSet<i32> = rows.iter().map(|(row, _)| p.seqs.at(&block, *row)).collect();
+                let most = if n_scratch == 4 { 3 } else { 32 };
+                match n > n_seqs {
+                    // A piece of one sequence, and others beside it.
+                    true => assert!(rows.len() > seqs.len() && seqs.len() > 1, "{name}: {rows:?}"),
+                    false => assert_eq!((rows.len(), seqs.len()), (n.min(most), n.min(most)), "{name}"),
+                }
+                seen.extend(seqs);
                 let written: Vec<_> = rows.iter().map(|(row, at)| place(*row, *at)).collect();
                 let distinct: HashSet<_> = written.iter().collect();
-                assert_eq!(distinct.len(), rows.len(), "{n} rows, case {case}: {written:?}");
+                assert_eq!(distinct.len(), rows.len(), "{name}: {written:?}");
                 // Blocks behind the pool only.
-                assert!(written.iter().all(|(b, _)| (8..12).contains(b)), "{written:?}");
-                for (i, (row, at)) in rows.iter().enumerate() {
+                assert!(written.iter().all(|(b, _)| (8..8 + n_scratch as i32).contains(b)), "{written:?}");
+                for (row, at) in &rows {
+                    let seq = p.seqs.at(&block, *row);
+                    let others: HashSet<_> = rows
+                        .iter()
+                        .zip(&written)
+                        .filter(|((other, _), _)| p.seqs.at(&block, *other) != seq)
+                        .map(|(_, to)| *to)
+                        .collect();
                     for before in (0..*at).map(|position| place(*row, position)) {
-                        let by_others = written.iter().enumerate().any(|(w, to)| w != i && *to == before);
-                        assert!(!by_others, "row {row} reads {before:?}, which another writes");
+                        assert!(!others.contains(&before), "{name}: row {row} reads {before:?} of another");
                     }
                 }
             }
+            assert!(seen.len() == n_seqs.min(n) || n_scratch == 4, "{n} rows of {n_seqs}: {seen:?}");
         }
     }
 }

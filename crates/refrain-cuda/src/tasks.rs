@@ -6,7 +6,7 @@
 use refrain_driver::api::DeviceInfo;
 use refrain_graph::{
     Attend, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer, ProductPart, Products, RopeAppend,
-    Step, Weight,
+    Step, TrainOp, Weight,
 };
 use refrain_kernels::{
     BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, attention_scratch_bytes,
@@ -19,6 +19,8 @@ use crate::fused::{RowProducts, is_single, sets};
 use crate::group::n_rows;
 use crate::prefill::{Areas, MIN_ROWS, NarrowTo, Shape};
 use crate::resident::packs;
+use crate::train;
+use crate::train_products::{attention_grad_scratch, multiplies_values, refused_by_library};
 
 /// One or a few launches.
 #[derive(Clone, Debug)]
@@ -47,6 +49,8 @@ pub(crate) enum Task {
     Gemm { products: Vec<NodeId>, rows: NarrowTo, decoded: bool, plan: GemmPlan },
     /// The same by the library.
     Library { product: NodeId, rows: NarrowTo, decoded: bool },
+    /// A product of values by the library.
+    LibraryOfValues(NodeId),
 }
 
 /// What the launches of one segment will be.
@@ -166,6 +170,11 @@ impl<'a> Choice<'a> {
     fn group(&mut self, group: &Group) {
         match &group.kind {
             GroupKind::One(node) => self.op(*node),
+            GroupKind::Products(products)
+                if multiplies_values(self.plan, self.step(products.parts[0].product)) =>
+            {
+                products.parts.iter().for_each(|part| self.op(part.product));
+            }
             GroupKind::Products(products) => {
                 match n_rows(&self.step(products.parts[0].product).inputs[0].layout) {
                     1 => self.one_row(products),
@@ -188,6 +197,7 @@ impl<'a> Choice<'a> {
         }
         match &step.op {
             Op::View(_) | Op::HostCall(_) => {}
+            Op::MatMul if multiplies_values(self.plan, step) => self.product_of_values(node),
             Op::MatMul => self.wide(&[node]),
             Op::Attention(_) if self.takes_flash(step) => self.push(Task::Flash(node)),
             Op::Attention(_) => self.attention(node),
@@ -196,6 +206,10 @@ impl<'a> Choice<'a> {
                 let [n, vocab] = [logits.dims()[0], logits.dims()[1]];
                 self.own(sample_scratch_bytes(n, vocab));
                 self.tasks.choice_bytes = self.tasks.choice_bytes.max(sample_state_bytes(n));
+                self.push(Task::Op(node));
+            }
+            Op::Train(TrainOp::SpanAttentionGrad(_)) => {
+                self.own(attention_grad_scratch(step));
                 self.push(Task::Op(node));
             }
             Op::Copy
@@ -218,7 +232,24 @@ impl<'a> Choice<'a> {
             | Op::Gate(_)
             | Op::Rope(_)
             | Op::KvAppend
-            | Op::Accumulate => self.push(Task::Op(node)),
+            | Op::Accumulate => {
+                self.own(train::scratch_bytes(step));
+                self.push(Task::Op(node));
+            }
+        }
+    }
+
+    fn product_of_values(&mut self, node: NodeId) {
+        let step = self.step(node);
+        match self.by.blas.map(|blas| refused_by_library(blas, step)) {
+            Some(None) => {
+                self.tasks.areas.add_workspace();
+                self.push(Task::LibraryOfValues(node));
+            }
+            refused => {
+                refused.flatten().into_iter().for_each(|because| self.tell(&step.label, OWN, because));
+                self.push(Task::Op(node));
+            }
         }
     }
 
@@ -427,7 +458,7 @@ impl<'a> Choice<'a> {
     fn by_library(&mut self, product: NodeId, rows: NarrowTo, decoded: bool) -> bool {
         let Some(blas) = self.by.blas else { return false };
         let n = self.n_columns(product);
-        let shape = BlasLtShape { dtype: rows.dtype, m: rows.m, n, k: rows.k };
+        let shape = BlasLtShape::of_rows(rows.dtype, rows.m, n, rows.k);
         if let Err(error) = blas.check(shape) {
             self.tell(&self.step(product).label, OWN, error.to_string());
             return false;

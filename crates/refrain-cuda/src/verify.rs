@@ -30,7 +30,8 @@ const DIGEST_FROM: u64 = 1 << 20;
 /// One state to verify with: the bytes that are put in place before each run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Case {
-    /// Buffers and their contents: the control block, and whatever the plan reads without having written it.
+    /// Buffers and their contents, repeated to the end of the buffer: the control block, and whatever the plan reads
+    /// without having written it.
     pub uploads: Vec<(Buf, Vec<u8>)>,
 }
 
@@ -296,6 +297,17 @@ fn read_entry(
     Ok(bytes)
 }
 
+/// Fills a buffer with bytes, again and again.
+fn upload(stream: &mut Stream, lease: &mut Lease, buf: Buf, bytes: &[u8]) -> Result<(), DriverError> {
+    let mut at = 0;
+    while at < buf.len() && !bytes.is_empty() {
+        let n = (buf.len() - at).min(bytes.len() as u64);
+        stream.upload(lease, buf.slice(at, n)?, &bytes[..n as usize])?;
+        at += n;
+    }
+    Ok(())
+}
+
 fn compare_cases(
     graph: &Graph,
     stream: &mut Stream,
@@ -456,7 +468,7 @@ fn prepare(
         }
         Ok(())
     })?;
-    case.uploads.iter().try_for_each(|(buf, bytes)| stream.upload(lease, *buf, bytes))
+    case.uploads.iter().try_for_each(|(buf, bytes)| upload(stream, lease, *buf, bytes))
 }
 
 /// `Ok(true)` for equal bits, `Ok(false)` where a tolerance was needed.

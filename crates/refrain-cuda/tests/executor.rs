@@ -223,7 +223,13 @@ fn memory_that_does_not_fit_is_refused_with_the_numbers_before_anything_is_alloc
     let device = Device::simulated(&sim).unwrap();
     let backend = CudaBackend::on(&device, options(GraphMode::Auto, Method::Stream)).unwrap();
     let before = sim.stats().live;
-    let runner = RunnerOptions { context: 128, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
+    let runner = RunnerOptions {
+        context: 128,
+        kv_block: 16,
+        kv_dtype: DType::F16,
+        max_tokens: 64,
+        ..RunnerOptions::default()
+    };
     let mut engine = Core::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 128);
     let mut session = engine.open();
     let error = engine.logits(&mut session, &[1], 1).unwrap_err();
@@ -244,7 +250,13 @@ fn out_of_memory_at_any_allocation_is_an_error_that_leaks_nothing() {
             let device = Device::simulated(&sim).unwrap();
             let backend = CudaBackend::on(&device, options(GraphMode::Require, Method::Stream)).unwrap();
             sim.inject(FaultScript::parse(&format!("on {nth}th allocation: out of memory")).unwrap());
-            let runner = RunnerOptions { context: 64, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
+            let runner = RunnerOptions {
+                context: 64,
+                kv_block: 16,
+                kv_dtype: DType::F16,
+                max_tokens: 64,
+                ..RunnerOptions::default()
+            };
             let mut engine =
                 Core::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 64);
             let mut session = engine.open();
@@ -403,7 +415,13 @@ fn life(sim: &SimDriver, model: &Arc<Model>) -> Result<Vec<(u32, u32)>, Box<dyn 
     let mut quick = options(GraphMode::Auto, Method::Stream);
     quick.graphs.health_limit = Duration::from_millis(500);
     let backend = CudaBackend::on(&device, quick)?;
-    let runner = RunnerOptions { context: 64, kv_block: 16, kv_dtype: DType::F16, max_tokens: 8 };
+    let runner = RunnerOptions {
+        context: 64,
+        kv_block: 16,
+        kv_dtype: DType::F16,
+        max_tokens: 8,
+        ..RunnerOptions::default()
+    };
     let mut engine = Core::new(Box::new(BackendRunner::new(backend, model.clone(), runner)?), 64);
     let (mut session, mut row) = (engine.open(), SamplingRow::new(&SamplingParams::greedy()));
     let mut chosen = engine.prompt(&mut session, &[1, 17, 5], &mut row, |_| true)?;
@@ -482,7 +500,13 @@ fn memory_is_told_before_it_is_allocated_and_weights_while_they_are_sent() {
     let before = {
         let backend = CudaBackend::on(&device, options).unwrap();
         let before = sim.stats();
-        let runner = RunnerOptions { context: 64, kv_block: 16, kv_dtype: DType::F16, max_tokens: 64 };
+        let runner = RunnerOptions {
+            context: 64,
+            kv_block: 16,
+            kv_dtype: DType::F16,
+            max_tokens: 64,
+            ..RunnerOptions::default()
+        };
         let mut engine =
             Core::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 64);
         engine.plan(1).unwrap();

@@ -122,7 +122,13 @@ fn prompt(n_tokens: usize, buckets: Vec<usize>) -> (Chosen, Vec<usize>) {
     let options = CudaOptions { buckets, ..rig::options(GraphMode::Require, Method::Stream) };
     let backend = CudaBackend::on(&rig::sim("").1, options).unwrap();
     let monitor = backend.monitor();
-    let runner = RunnerOptions { context: 520, kv_block: 16, kv_dtype: DType::F16, max_tokens: 512 };
+    let runner = RunnerOptions {
+        context: 520,
+        kv_block: 16,
+        kv_dtype: DType::F16,
+        max_tokens: 512,
+        ..RunnerOptions::default()
+    };
     let runner = BackendRunner::new(backend, rig::model("llama"), runner).unwrap();
     let vocab = runner.model().config().n_vocab as u32;
     let mut engine = Core::new(Box::new(runner), 520);

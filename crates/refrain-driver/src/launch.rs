@@ -68,6 +68,8 @@ enum Arg {
     Buf(Buf, Access),
     Null,
     Value(Vec<u8>),
+    /// A structure that holds addresses: each at its place among the bytes.
+    Table(Vec<u8>, Vec<(usize, Buf, Access)>),
 }
 
 impl LaunchBuilder {
@@ -197,6 +199,22 @@ impl LaunchBuilder {
         self
     }
 
+    /// A structure that is frozen here, but for the addresses in it: each buffer's goes to the eight bytes at its place.
+    ///
+    /// # Panics
+    /// When an address would lie outside the structure.
+    #[must_use]
+    pub fn table<T: Pod>(mut self, value: Baked<&T>, bufs: Vec<(usize, Buf, Access)>) -> LaunchBuilder {
+        let bytes = bytemuck::bytes_of(value.0).to_vec();
+        assert!(
+            bufs.iter().all(|(at, ..)| at + 8 <= bytes.len()),
+            "an address outside of {} bytes",
+            bytes.len()
+        );
+        self.launch.args.push(Arg::Table(bytes, bufs));
+        self
+    }
+
     /// Declares bytes that the kernel reaches other than through an argument, so that dependencies see them.
     #[must_use]
     pub fn touches(mut self, buf: Buf, access: Access) -> LaunchBuilder {
@@ -214,9 +232,13 @@ impl Launch {
 
     /// The buffers it names and how it uses them, arguments first.
     pub fn accesses(&self) -> impl Iterator<Item = (Buf, Access)> + '_ {
-        let args = self.args.iter().filter_map(|a| match a {
-            Arg::Buf(buf, access) => Some((*buf, *access)),
-            Arg::Null | Arg::Value(_) => None,
+        let args = self.args.iter().flat_map(|a| {
+            let (one, table) = match a {
+                Arg::Buf(buf, access) => (Some((*buf, *access)), &[][..]),
+                Arg::Table(_, bufs) => (None, &bufs[..]),
+                Arg::Null | Arg::Value(_) => (None, &[][..]),
+            };
+            one.into_iter().chain(table.iter().map(|&(_, buf, access)| (buf, access)))
         });
         args.chain(self.also.iter().copied())
     }
@@ -258,6 +280,7 @@ impl Launch {
                 out.resize(end, 0);
             }
             let address;
+            let mut table;
             let bytes: &[u8] = match arg {
                 Arg::Buf(buf, _) => {
                     address = memory.resolve(*buf)?.address().to_le_bytes();
@@ -265,6 +288,14 @@ impl Launch {
                 }
                 Arg::Null => &[0; 8],
                 Arg::Value(bytes) => bytes,
+                Arg::Table(bytes, bufs) => {
+                    table = bytes.clone();
+                    for (at, buf, _) in bufs {
+                        let address = memory.resolve(*buf)?.address();
+                        table[*at..at + 8].copy_from_slice(&address.to_le_bytes());
+                    }
+                    &table
+                }
             };
             if bytes.len() != param.size {
                 return Err(DriverError::ParamSize {

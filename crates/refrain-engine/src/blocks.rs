@@ -1,12 +1,52 @@
-//! KV blocks: which sequence owns which part of the cache.
+//! KV blocks: which sequence holds which part of the cache, and what an unheld part still holds.
+//!
+//! A block is *used* while a table holds it, *cached* when no table does but its content is known, and *free* otherwise:
+//! `used + cached + free = total`. Several tables may hold one block; nobody writes to a block that another holds.
+//!
+//! The content of a full block is its tokens and all tokens before them, since KV depends on both. [`Content`] is that,
+//! as a chain: the tokens of the block and the name of the content before it. Names are given once and never again, so
+//! two contents are the same exactly if their keys are: the hash of a key only says where to look. A block that is
+//! written loses its name first, and a content whose predecessor is gone cannot be found.
 
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A pool of KV blocks, handed out one at a time.
+/// Names what a block and all blocks before it hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ContentName {
+    /// Nothing yet. Sequences that must not share, such as those of different adapters, begin at different roots.
+    Root(u64),
+    /// That of a block, given when it was published.
+    Block(u64),
+}
+
+/// What a full block holds.
+#[derive(Debug, PartialEq, Eq, Hash)]
+struct Content {
+    before: ContentName,
+    tokens: Box<[u32]>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Block {
+    /// Tables that hold it.
+    n_holders: u32,
+    /// Its key in the index and its name, if it was published.
+    content: Option<(Arc<Content>, u64)>,
+    /// Its key among the cached blocks, while it is one.
+    released: u64,
+}
+
+/// A pool of KV blocks with reference counts, and an index of what they hold.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
+    blocks: Vec<Block>,
     free: Vec<u32>,
-    in_use: Vec<bool>,
+    /// Blocks that nobody holds and whose content is known, from the one that was released first.
+    cached: BTreeMap<u64, u32>,
+    index: HashMap<Arc<Content>, u32>,
+    n_named: u64,
+    n_released: u64,
     kv_block: usize,
 }
 
@@ -27,9 +67,16 @@ pub struct OutOfBlocks {
 impl BlockPool {
     /// A pool of `n_blocks` blocks of `kv_block` positions.
     pub fn new(n_blocks: usize, kv_block: usize) -> BlockPool {
-        // Handed out from the lowest on, so that a single sequence lies in order.
-        let free = (0..n_blocks as u32).rev().collect();
-        BlockPool { free, in_use: vec![false; n_blocks], kv_block }
+        BlockPool {
+            blocks: vec![Block::default(); n_blocks],
+            // Handed out from the lowest on, so that a single sequence lies in order.
+            free: (0..n_blocks as u32).rev().collect(),
+            cached: BTreeMap::new(),
+            index: HashMap::new(),
+            n_named: 0,
+            n_released: 0,
+            kv_block,
+        }
     }
 
     /// Positions in a block.
@@ -37,51 +84,152 @@ impl BlockPool {
         self.kv_block
     }
 
-    /// Blocks nobody owns.
+    /// Blocks that nobody holds and that hold nothing.
     pub fn n_free(&self) -> usize {
         self.free.len()
     }
 
+    /// Blocks that nobody holds and whose content can be found again.
+    pub fn n_cached(&self) -> usize {
+        self.cached.len()
+    }
+
+    /// Blocks that can be had: free ones, then cached ones from the least recently used.
+    pub fn n_available(&self) -> usize {
+        self.free.len() + self.cached.len()
+    }
+
+    /// Blocks that tables hold; one that several hold counts once.
+    pub fn n_used(&self) -> usize {
+        self.blocks.len() - self.n_available()
+    }
+
     /// Blocks in all.
     pub fn n_blocks(&self) -> usize {
-        self.in_use.len()
+        self.blocks.len()
     }
 
     /// Adds blocks until there are `n_blocks`. A pool never shrinks: any of its blocks may be in a table.
     pub fn extend(&mut self, n_blocks: usize) {
-        let added = self.in_use.len() as u32..(n_blocks.max(self.in_use.len()) as u32);
+        let added = self.blocks.len() as u32..(n_blocks.max(self.blocks.len()) as u32);
         // In front of those that are free already, which are handed out first.
         self.free.splice(0..0, added.clone().rev());
-        self.in_use.resize(added.end as usize, false);
+        self.blocks.resize(added.end as usize, Block::default());
     }
 
     /// Extends a sequence's table until it covers `n_positions`; all or nothing.
     pub fn grow(&mut self, table: &mut Vec<u32>, n_positions: usize) -> Result<(), OutOfBlocks> {
         let need = n_positions.div_ceil(self.kv_block).saturating_sub(table.len());
-        if need > self.free.len() {
-            let (free, total, kv_block) = (self.free.len(), self.in_use.len(), self.kv_block);
-            return Err(OutOfBlocks { need, free, total, kv_block });
+        let free = self.n_available();
+        if need > free {
+            return Err(OutOfBlocks { need, free, total: self.blocks.len(), kv_block: self.kv_block });
         }
-        for _ in 0..need {
-            let Some(block) = self.free.pop() else { unreachable!("counted above") };
-            self.in_use[block as usize] = true;
-            table.push(block);
-        }
+        table.extend((0..need).filter_map(|_| self.take()));
         Ok(())
     }
 
-    /// Takes back the blocks of a sequence's table that lie behind `n_positions`.
+    /// Takes back the blocks of a sequence's table that lie behind `n_positions`. Those whose content is known stay
+    /// cached.
     ///
     /// # Panics
     /// When a block is not in use: two tables would end up sharing it.
     pub fn shrink(&mut self, table: &mut Vec<u32>, n_positions: usize) {
         let keep = n_positions.div_ceil(self.kv_block).min(table.len());
+        // From the last, so that a block is cached longer than those whose content needs it.
         for block in table.drain(keep..).rev() {
-            let used = std::mem::replace(&mut self.in_use[block as usize], false);
-            assert!(used, "KV block {block} is released twice");
-            self.free.push(block);
+            self.release(block);
         }
     }
+
+    /// Makes a table hold a block that others may hold too.
+    pub fn share(&mut self, block: u32) {
+        let entry = &mut self.blocks[block as usize];
+        if entry.n_holders == 0 {
+            let was_cached = self.cached.remove(&entry.released);
+            assert_eq!(was_cached, Some(block), "KV block {block} is shared and nobody holds it");
+        }
+        entry.n_holders += 1;
+    }
+
+    /// Makes sure that nobody else sees what is written to a block, which then has no name any more. False when other
+    /// tables hold it: the writer needs a block of its own.
+    pub fn own(&mut self, block: u32) -> bool {
+        let is_own = self.blocks[block as usize].n_holders == 1;
+        if is_own {
+            self.unname(block);
+        }
+        is_own
+    }
+
+    /// Says what a full block holds, so that others find it, and gives the name of that content. Where another block
+    /// holds the same already, that one stays the one to be found.
+    pub fn publish(&mut self, block: u32, before: ContentName, tokens: &[u32]) -> ContentName {
+        let content = Content { before, tokens: tokens.into() };
+        let known = self.index.get(&content).and_then(|&known| self.blocks[known as usize].content.as_ref());
+        if let Some((_, name)) = known {
+            return ContentName::Block(*name);
+        }
+        self.unname(block);
+        let (content, name) = (Arc::new(content), self.n_named);
+        self.n_named += 1;
+        self.index.insert(content.clone(), block);
+        self.blocks[block as usize].content = Some((content, name));
+        ContentName::Block(name)
+    }
+
+    /// The block that holds these tokens behind that content, and the name of its own.
+    pub fn find(&self, before: ContentName, tokens: &[u32]) -> Option<(u32, ContentName)> {
+        let block = *self.index.get(&Content { before, tokens: tokens.into() })?;
+        let (_, name) = self.blocks[block as usize].content.as_ref()?;
+        Some((block, ContentName::Block(*name)))
+    }
+
+    fn take(&mut self) -> Option<u32> {
+        let block = match self.free.pop() {
+            Some(block) => block,
+            None => {
+                let (_, block) = self.cached.pop_first()?;
+                self.unname(block);
+                block
+            }
+        };
+        self.blocks[block as usize].n_holders = 1;
+        Some(block)
+    }
+
+    fn release(&mut self, block: u32) {
+        let entry = &mut self.blocks[block as usize];
+        assert!(entry.n_holders > 0, "KV block {block} is released twice");
+        entry.n_holders -= 1;
+        match (entry.n_holders, &entry.content) {
+            (0, Some(_)) => {
+                self.n_released += 1;
+                entry.released = self.n_released;
+                self.cached.insert(entry.released, block);
+            }
+            (0, None) => self.free.push(block),
+            _ => {}
+        }
+    }
+
+    fn unname(&mut self, block: u32) {
+        if let Some((content, _)) = self.blocks[block as usize].content.take() {
+            self.index.remove(&content);
+        }
+    }
+}
+
+/// Figures of a pool at one moment. `free + cached + used = total`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCounts {
+    /// Blocks that hold nothing.
+    pub free: usize,
+    /// Blocks that nobody holds and whose content can be found again.
+    pub cached: usize,
+    /// Blocks that sequences hold.
+    pub used: usize,
+    /// Blocks in all.
+    pub total: usize,
 }
 
 /// A pool that the sequences of one engine share.
@@ -91,39 +239,51 @@ pub(crate) struct SharedPool(Arc<Mutex<Books>>);
 #[derive(Debug)]
 struct Books {
     pool: BlockPool,
-    /// Blocks that open sequences were promised, in use or not.
-    n_reserved: usize,
+    /// Blocks promised to tables, held or not.
+    n_promised: usize,
+    /// Blocks that such tables hold.
+    n_kept: usize,
     /// Blocks that one table may have.
     max_blocks: usize,
+}
+
+impl Books {
+    /// Blocks that a table without a promise can have.
+    fn n_unpromised(&self) -> usize {
+        self.pool.n_available().saturating_sub(self.n_promised - self.n_kept)
+    }
 }
 
 impl SharedPool {
     /// A pool whose tables have at most `max_blocks` blocks.
     pub(crate) fn new(pool: BlockPool, max_blocks: usize) -> SharedPool {
-        SharedPool(Arc::new(Mutex::new(Books { pool, n_reserved: 0, max_blocks })))
+        SharedPool(Arc::new(Mutex::new(Books { pool, n_promised: 0, n_kept: 0, max_blocks })))
     }
 
-    /// A table without blocks.
+    /// A table without blocks, which takes what nobody was promised.
     pub(crate) fn table(&self) -> Table {
-        Table { blocks: Vec::new(), pool: self.clone() }
+        Table { blocks: Vec::new(), names: Vec::new(), root: 0, n_promised: None, pool: self.clone() }
     }
 
-    /// Promises a sequence of `n_positions` its blocks, if so many are promised to nobody else.
-    pub(crate) fn reserve(&self, n_positions: usize) -> Option<Reservation> {
+    /// A table that is promised blocks for `n_positions`, if so many are promised to nobody else. Blocks that others hold
+    /// for now count: they have to give them up.
+    pub(crate) fn reserve(&self, n_positions: usize) -> Option<Table> {
         let mut books = self.lock();
         let n_blocks = n_positions.div_ceil(books.pool.kv_block());
-        if n_blocks > books.max_blocks || n_blocks > books.pool.n_blocks() - books.n_reserved {
+        if n_blocks > books.max_blocks || n_blocks > books.pool.n_blocks() - books.n_promised {
             return None;
         }
-        books.n_reserved += n_blocks;
-        Some(Reservation { n_blocks, pool: self.clone() })
+        books.n_promised += n_blocks;
+        let mut table = self.table();
+        table.n_promised = Some(n_blocks);
+        Some(table)
     }
 
     /// Blocks of the pool and of a table that a further sequence of `n_positions` needs.
     pub(crate) fn size_for(&self, n_positions: usize) -> (usize, usize) {
         let books = self.lock();
         let need = n_positions.div_ceil(books.pool.kv_block());
-        (books.pool.n_blocks().max(books.n_reserved + need), books.max_blocks.max(need))
+        (books.pool.n_blocks().max(books.n_promised + need), books.max_blocks.max(need))
     }
 
     /// Makes the pool and its tables larger.
@@ -131,6 +291,26 @@ impl SharedPool {
         let mut books = self.lock();
         books.pool.extend(n_blocks);
         books.max_blocks = max_blocks;
+    }
+
+    pub(crate) fn counts(&self) -> BlockCounts {
+        let pool = &self.lock().pool;
+        BlockCounts {
+            free: pool.n_free(),
+            cached: pool.n_cached(),
+            used: pool.n_used(),
+            total: pool.n_blocks(),
+        }
+    }
+
+    pub(crate) fn kv_block(&self) -> usize {
+        self.lock().pool.kv_block()
+    }
+
+    /// The most positions that a table without a promise can ever have.
+    pub(crate) fn most_positions(&self) -> usize {
+        let books = self.lock();
+        (books.pool.n_blocks() - books.n_promised).min(books.max_blocks) * books.pool.kv_block()
     }
 
     pub(crate) fn is(&self, other: &SharedPool) -> bool {
@@ -143,23 +323,15 @@ impl SharedPool {
     }
 }
 
-/// Blocks that a sequence can count on. Dropping it gives them back.
-#[derive(Debug)]
-pub(crate) struct Reservation {
-    n_blocks: usize,
-    pool: SharedPool,
-}
-
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        self.pool.lock().n_reserved -= self.n_blocks;
-    }
-}
-
 /// The blocks of one sequence, in the order of its positions. They go back to their pool with it.
 #[derive(Debug)]
 pub(crate) struct Table {
     blocks: Vec<u32>,
+    /// What the first blocks hold, as far as it was published or found.
+    names: Vec<ContentName>,
+    root: u64,
+    /// Blocks that it can count on; without a promise it takes what is left.
+    n_promised: Option<usize>,
     pool: SharedPool,
 }
 
@@ -172,16 +344,139 @@ impl Table {
         self.pool.is(pool)
     }
 
-    /// Makes the table cover `n_positions` and no block more.
+    pub(crate) fn kv_block(&self) -> usize {
+        self.pool.kv_block()
+    }
+
+    pub(crate) fn is_promised(&self) -> bool {
+        self.n_promised.is_some()
+    }
+
+    /// What is shared is shared among tables of one root.
+    pub(crate) fn set_root(&mut self, root: u64) {
+        debug_assert!(self.names.is_empty(), "its blocks have names of another root");
+        self.root = root;
+    }
+
+    /// Makes the table cover `n_positions` and no block more. Not while steps are under way that write further on.
     pub(crate) fn fit(&mut self, n_positions: usize) -> Result<(), OutOfBlocks> {
-        let mut books = self.pool.lock();
-        books.pool.shrink(&mut self.blocks, n_positions);
-        books.pool.grow(&mut self.blocks, n_positions)
+        self.update(|table, books| {
+            books.pool.shrink(&mut table.blocks, n_positions);
+            table.names.truncate(table.blocks.len());
+        });
+        self.cover(n_positions)
+    }
+
+    /// Makes the table cover `n_positions`; what it covers already stays where it is.
+    pub(crate) fn cover(&mut self, n_positions: usize) -> Result<(), OutOfBlocks> {
+        self.update(|table, books| {
+            let need = n_positions.div_ceil(books.pool.kv_block()).saturating_sub(table.blocks.len());
+            let free = books.n_unpromised();
+            if table.n_promised.is_none() && need > free {
+                let (total, kv_block) = (books.pool.n_blocks(), books.pool.kv_block());
+                return Err(OutOfBlocks { need, free, total, kv_block });
+            }
+            books.pool.grow(&mut table.blocks, n_positions)
+        })
+    }
+
+    /// Prepares for writing at `position`, behind which nothing is held any more. Gives the position from which KV must
+    /// be evaluated: an earlier one where other tables hold the block, whose beginning is then needed a second time.
+    pub(crate) fn write_from(&mut self, position: usize) -> usize {
+        self.update(|table, books| {
+            let kv_block = books.pool.kv_block();
+            books.pool.shrink(&mut table.blocks, position);
+            table.names.truncate(position / kv_block);
+            let start = position / kv_block * kv_block;
+            match table.blocks.get(position / kv_block) {
+                Some(&block) if !books.pool.own(block) => {
+                    books.pool.shrink(&mut table.blocks, start);
+                    start
+                }
+                _ => position,
+            }
+        })
+    }
+
+    /// Publishes the full blocks of a sequence that holds `tokens`.
+    pub(crate) fn publish(&mut self, tokens: &[u32]) {
+        let kv_block = self.pool.kv_block();
+        if tokens.len() / kv_block <= self.names.len() {
+            return;
+        }
+        self.update(|table, books| {
+            let full = tokens.chunks_exact(kv_block).zip(&table.blocks).skip(table.names.len());
+            for (tokens, &block) in full {
+                let before = table.names.last().copied().unwrap_or(ContentName::Root(table.root));
+                table.names.push(books.pool.publish(block, before, tokens));
+            }
+        });
+    }
+
+    /// Continues a table that holds the first `n_held` of these tokens with blocks that hold the next ones already. Gives
+    /// how many are held then; never all.
+    pub(crate) fn reuse(&mut self, tokens: &[u32], n_held: usize) -> usize {
+        self.update(|table, books| {
+            let kv_block = books.pool.kv_block();
+            let n_full = n_held / kv_block;
+            // Without the names of its own blocks nothing can be found behind them.
+            if table.names.len() < n_full {
+                return n_held;
+            }
+            table.names.truncate(n_full);
+            let usable = &tokens[..tokens.len().saturating_sub(1)];
+            for tokens in usable.chunks_exact(kv_block).skip(n_full) {
+                let before = table.names.last().copied().unwrap_or(ContentName::Root(table.root));
+                let Some((block, name)) = books.pool.find(before, tokens) else { break };
+                // What it has beyond its full blocks is a beginning of what was found.
+                let end = table.names.len() * kv_block;
+                books.pool.shrink(&mut table.blocks, end);
+                books.pool.share(block);
+                table.blocks.push(block);
+                table.names.push(name);
+            }
+            n_held.max(table.names.len() * kv_block)
+        })
+    }
+
+    /// Makes another table hold the full blocks of this one up to `n_positions`, and nothing else. Gives the positions
+    /// that they cover.
+    pub(crate) fn fork(&self, n_positions: usize, into: &mut Table) -> usize {
+        let n_positions = into.update(|to, books| {
+            let n_full = (n_positions / books.pool.kv_block()).min(self.blocks.len());
+            books.pool.shrink(&mut to.blocks, 0);
+            self.blocks[..n_full].iter().for_each(|&block| books.pool.share(block));
+            to.blocks.extend_from_slice(&self.blocks[..n_full]);
+            to.names = self.names[..n_full.min(self.names.len())].to_vec();
+            n_full * books.pool.kv_block()
+        });
+        into.root = self.root;
+        n_positions
+    }
+
+    /// Changes what it holds, and keeps the books on promised blocks.
+    fn update<R>(&mut self, change: impl FnOnce(&mut Table, &mut Books) -> R) -> R {
+        let pool = self.pool.clone();
+        let mut books = pool.lock();
+        let before = self.n_kept();
+        let out = change(self, &mut books);
+        books.n_kept = books.n_kept + self.n_kept() - before;
+        out
+    }
+
+    /// Blocks that it holds of those that it was promised.
+    fn n_kept(&self) -> usize {
+        self.n_promised.map_or(0, |promised| promised.min(self.blocks.len()))
     }
 }
 
 impl Drop for Table {
     fn drop(&mut self) {
-        self.pool.lock().pool.shrink(&mut self.blocks, 0);
+        let promised = self.n_promised.unwrap_or(0);
+        self.update(|table, books| books.pool.shrink(&mut table.blocks, 0));
+        self.pool.lock().n_promised -= promised;
     }
 }
+
+#[cfg(test)]
+mod tests;

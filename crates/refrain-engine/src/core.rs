@@ -1,17 +1,18 @@
 //! What an engine does, one step at a time: prompts, tokens and positions.
 
-use crate::blocks::{BlockPool, Reservation, SharedPool, Table};
+use crate::blocks::{BlockCounts, BlockPool, SharedPool, Table};
 use crate::error::EngineError;
 use crate::follow::Following;
 use crate::ledger::Ledger;
-use crate::runner::{Runner, StepOut, StepRequest, Want};
+use crate::request::lock;
+use crate::runner::{Choice, Runner, StepOut, StepRequest, Want};
 use crate::sampling::SamplingRow;
 use refrain_graph::{Plan, StepKind};
 use refrain_models::Model;
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// A token that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,20 +34,17 @@ pub struct SequenceState {
     pub(crate) context: usize,
     /// How its steps ran.
     pub(crate) ledger: Arc<Mutex<Ledger>>,
-    /// After the table, so that blocks are promised to others only when they are free.
-    _reservation: Option<Reservation>,
 }
 
 impl SequenceState {
-    pub(crate) fn new(pool: &SharedPool, context: usize, reserved: Option<Reservation>) -> SequenceState {
+    pub(crate) fn new(table: Table, context: usize) -> SequenceState {
         static N_OPENED: AtomicU64 = AtomicU64::new(0);
         SequenceState {
             id: N_OPENED.fetch_add(1, Ordering::Relaxed),
             tokens: Vec::new(),
-            table: pool.table(),
+            table,
             context,
             ledger: Arc::default(),
-            _reservation: reserved,
         }
     }
 
@@ -59,6 +57,18 @@ impl SequenceState {
     pub fn clear(&mut self) {
         self.tokens.clear();
         let Ok(()) = self.table.fit(0) else { unreachable!("no position needs no block") };
+    }
+
+    /// Makes another sequence hold the same tokens, as far as they fill blocks, in the same blocks.
+    pub(crate) fn share_with(&self, to: &mut SequenceState) {
+        let n_tokens = self.table.fork(self.tokens.len().min(to.context), &mut to.table);
+        to.tokens = self.tokens[..n_tokens].to_vec();
+    }
+
+    /// Keeps what it holds of a prompt's beginning, and prepares for writing behind it.
+    pub(crate) fn begin(&mut self, prompt: &[u32]) {
+        let n_held = self.table.write_from(self.n_cached(prompt));
+        self.tokens.truncate(n_held);
     }
 
     /// How many tokens of a prompt's beginning are in the cache and need not be evaluated again. Never all of them: the
@@ -137,22 +147,27 @@ impl Core {
 
     /// A new sequence, which takes blocks as it grows: others may have taken the last one.
     pub fn open(&self) -> SequenceState {
-        SequenceState::new(&self.blocks, self.context, None)
+        SequenceState::new(self.blocks.table(), self.context)
     }
 
     /// A new sequence whose blocks are reserved, after the cache has grown where it must.
     pub(crate) fn open_reserved(&mut self, context: usize) -> Result<SequenceState, EngineError> {
         // Other threads reserve meanwhile: what was made for this sequence may be taken by then.
-        let reserved = loop {
-            if let Some(reserved) = self.blocks.reserve(context) {
-                break reserved;
+        let table = loop {
+            if let Some(table) = self.blocks.reserve(context) {
+                break table;
             }
             let (n_blocks, max_blocks) = self.blocks.size_for(context);
             self.settle();
             self.runner.resize(n_blocks, max_blocks)?;
             self.blocks.extend(n_blocks, max_blocks);
         };
-        Ok(SequenceState::new(&self.blocks, context, Some(reserved)))
+        Ok(SequenceState::new(table, context))
+    }
+
+    /// How many KV blocks are free, cached and used.
+    pub fn block_counts(&self) -> BlockCounts {
+        self.blocks.counts()
     }
 
     pub(crate) fn blocks(&self) -> &SharedPool {
@@ -196,7 +211,7 @@ impl Core {
         self.check_sequence(sequence)?;
         check_prompt(self.model(), prompt, sequence.context)?;
         self.settle();
-        sequence.tokens.truncate(sequence.n_cached(prompt));
+        sequence.begin(prompt);
         Ok(sequence.table.fit(prompt.len())?)
     }
 
@@ -215,9 +230,10 @@ impl Core {
         let want = if is_last { Want::Sample(row) } else { Want::Nothing };
         let request =
             StepRequest { tokens: &prompt[start..end], start, table: sequence.table.blocks(), want };
-        self.prefill(&request, &sequence.ledger)?;
+        self.step(StepKind::Prompt, &[request], &[&sequence.ledger])?;
+        let choice = self.take_choices().next().flatten().transpose()?;
         sequence.tokens.extend_from_slice(&prompt[start..end]);
-        if is_last { self.chosen().map(Some) } else { Ok(None) }
+        Ok(choice.map(|choice| choice.chosen))
     }
 
     /// Evaluates tokens behind what a sequence holds, at most [`Core::max_tokens`] of them, and gives the logits after
@@ -235,7 +251,7 @@ impl Core {
         sequence.table.fit(start + tokens.len())?;
         let want = if n_rows == 0 { Want::Nothing } else { Want::Logits { n_rows } };
         let request = StepRequest { tokens, start, table: sequence.table.blocks(), want };
-        self.prefill(&request, &sequence.ledger)?;
+        self.step(StepKind::Prompt, &[request], &[&sequence.ledger])?;
         sequence.tokens.extend_from_slice(tokens);
         Ok(if n_rows == 0 { &[] } else { &self.out.logits })
     }
@@ -260,6 +276,11 @@ impl Core {
     /// The most tokens that one step takes.
     pub fn max_tokens(&self) -> usize {
         self.runner.max_tokens()
+    }
+
+    /// The most sequences that one step takes.
+    pub fn max_seqs(&self) -> usize {
+        self.runner.max_seqs()
     }
 
     pub(crate) fn check_sequence(&self, sequence: &SequenceState) -> Result<(), EngineError> {
@@ -292,34 +313,49 @@ impl Core {
         check_tokens(self.model(), tokens)
     }
 
-    fn chosen(&self) -> Result<Chosen, EngineError> {
-        let Some((token, logprob)) = self.out.chosen else { unreachable!("the step was asked to sample") };
-        Ok(Chosen { token, logprob })
-    }
-
-    fn prefill(&mut self, request: &StepRequest<'_>, of: &Mutex<Ledger>) -> Result<(), EngineError> {
+    /// Runs one step of any number of sequences, enters it in the ledger of all steps and in theirs, and says how long it
+    /// took. Nothing may be under way that was sent ahead.
+    pub(crate) fn step(
+        &mut self,
+        kind: StepKind,
+        requests: &[StepRequest<'_>],
+        of: &[&Arc<Mutex<Ledger>>],
+    ) -> Result<Duration, EngineError> {
         let began = Instant::now();
-        let ran = self.runner.step(request, &mut self.out);
+        let ran = self.runner.step(requests, &mut self.out);
         let took = began.elapsed();
         match ran {
             Ok(ran) => {
-                let n_tokens = request.tokens.len();
-                self.enter(of, |ledger| ledger.ran(StepKind::Prompt, n_tokens, took, &ran));
-                Ok(())
+                let n_tokens = requests.iter().map(|r| r.tokens.len()).sum();
+                self.ledger.ran(kind, n_tokens, took, &ran);
+                for (request, of) in requests.iter().zip(of) {
+                    lock(of).ran(kind, request.tokens.len(), took, &ran);
+                }
+                Ok(took)
             }
             Err(error) => {
                 let reason = error.reason();
-                self.enter(of, |ledger| ledger.failed(StepKind::Prompt, took, &reason));
+                self.ledger.failed(kind, took, &reason);
+                // Whose fault a step of several is shows when they run one by one.
+                if let ([of], [_]) = (of, requests) {
+                    lock(of).failed(kind, took, &reason);
+                }
                 Err(error)
             }
         }
     }
 
+    /// The choices of the last step, one for each request.
+    pub(crate) fn take_choices(
+        &mut self,
+    ) -> impl Iterator<Item = Option<Result<Choice, EngineError>>> + use<> {
+        std::mem::take(&mut self.out.choices).into_iter()
+    }
+
     /// Makes an entry in the ledger of all steps and in that of a sequence.
     pub(crate) fn enter(&mut self, of: &Mutex<Ledger>, entry: impl Fn(&mut Ledger)) {
         entry(&mut self.ledger);
-        // An entry is additions: one that panicked has left a ledger that can be read.
-        entry(&mut of.lock().unwrap_or_else(PoisonError::into_inner));
+        entry(&mut lock(of));
     }
 }
 

@@ -1,18 +1,17 @@
 //! The handle to an engine: from any thread, to the one that owns the device.
 
-use crate::blocks::SharedPool;
+use crate::blocks::{BlockCounts, SharedPool};
 use crate::core::{Core, SequenceState};
 use crate::error::EngineError;
 use crate::ledger::Ledger;
 use crate::request::{Request, RequestId, Sequence};
 use crate::runner::Runner;
-use crate::serve::{Call, Job, Mailbox, serve};
+use crate::serve::{Call, Mailbox, Server, Submitted, serve};
 use crate::stream::{Channel, TokenStream};
 use refrain_graph::Plan;
 use refrain_models::Model;
 use refrain_tensor::DType;
 use std::borrow::Cow;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak, mpsc};
 use std::thread::JoinHandle;
 
@@ -25,15 +24,29 @@ pub struct EngineOptions {
 
 impl Default for EngineOptions {
     fn default() -> EngineOptions {
-        EngineOptions { max_requests: 256 }
+        EngineOptions { max_requests: 1024 }
     }
+}
+
+/// What an engine has to do at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EngineLoad {
+    /// Requests that take part in steps.
+    pub n_running: usize,
+    /// Requests that wait for room.
+    pub n_waiting: usize,
+    /// How often a request had to give its blocks up so far.
+    pub n_preempted: u64,
+    /// KV blocks.
+    pub blocks: BlockCounts,
 }
 
 /// A model on a device, served by a thread of its own. Cloning gives another handle to the same engine.
 ///
-/// Requests come from any thread and are served one at a time, first come, first served; one whose consumer has enough
-/// for now ([`Pace::Asked`](crate::Pace)) lets the next one pass. Each runs as far as it can while it has the device,
-/// with decode steps sent ahead. Everything else is a call: it is made between two steps and its caller waits for it.
+/// Requests come from any thread. All that run take part in every step, one token each or a piece of their prompts, as
+/// many as the device takes at once; the others wait. A request that is alone has its decode steps sent ahead. One
+/// whose consumer has enough for now ([`Pace::Asked`](crate::Pace)) is left out until it asks. Everything else is a call:
+/// it is made between two steps and its caller waits for it.
 ///
 /// The thread ends, and the device is free, when the last handle and the last stream are dropped.
 #[derive(Clone)]
@@ -51,7 +64,6 @@ struct EngineInner {
     mailbox: Arc<Mailbox>,
     thread: Option<JoinHandle<()>>,
     options: EngineOptions,
-    n_submitted: AtomicU64,
     model: Arc<Model>,
     backend: &'static str,
     max_tokens: usize,
@@ -74,19 +86,8 @@ impl Engine {
                 move || serve(core, &mailbox)
             })
             .map_err(EngineError::Thread)?;
-        let (thread, n_submitted) = (Some(thread), AtomicU64::new(0));
-        let kv_dtype = kv.dtype;
-        let inner = EngineInner {
-            mailbox,
-            thread,
-            options,
-            n_submitted,
-            model,
-            backend,
-            max_tokens,
-            kv_dtype,
-            blocks,
-        };
+        let (thread, kv_dtype) = (Some(thread), kv.dtype);
+        let inner = EngineInner { mailbox, thread, options, model, backend, max_tokens, kv_dtype, blocks };
         Ok(Engine { inner: Arc::new(inner) })
     }
 
@@ -127,25 +128,49 @@ impl Engine {
             return Err(EngineError::Context { got: context, most });
         }
         self.inner.mailbox.check()?;
-        if let Some(reserved) = self.inner.blocks.reserve(context) {
-            return Ok(Sequence::new(SequenceState::new(&self.inner.blocks, context, Some(reserved))));
+        if let Some(table) = self.inner.blocks.reserve(context) {
+            return Ok(Sequence::new(SequenceState::new(table, context)));
         }
-        self.call(move |core| core.open_reserved(context))?.map(Sequence::new)
+        self.call(move |server| server.core.open_reserved(context))?.map(Sequence::new)
+    }
+
+    /// A new sequence that holds what another one does, in the same blocks as far as those are full: what both go on with
+    /// is evaluated once. It has room for `context` positions of its own.
+    pub fn fork(&self, sequence: &Sequence, context: usize) -> Result<Sequence, EngineError> {
+        let fork = self.open(context)?;
+        sequence.with(|from| {
+            if !from.table.belongs_to(&self.inner.blocks) {
+                return Err(EngineError::ForeignSequence);
+            }
+            fork.with(|to| from.share_with(to))
+        })??;
+        Ok(fork)
     }
 
     /// Asks for tokens. What cannot be served is refused here, before anything is evaluated.
     pub fn submit(&self, request: Request) -> Result<TokenStream, EngineError> {
-        request.check(self.model())?;
+        let blocks = &self.inner.blocks;
+        let context = match &request.sequence {
+            Some(sequence) => sequence.context(),
+            None => self.model().config().n_context.min(blocks.most_positions()),
+        };
+        request.check(self.model(), context)?;
         let rows = request.rows(self.model())?;
         let channel = Arc::new(Channel::new(request.pace));
-        let id = RequestId(self.inner.n_submitted.fetch_add(1, Ordering::Relaxed));
         let most = self.inner.options.max_requests;
-        self.inner.mailbox.submit(most, || {
-            let mut held = request.sequence.hold()?;
-            if !held.state().table.belongs_to(&self.inner.blocks) {
+        let id = self.inner.mailbox.submit(most, |id| {
+            let mut held = request.sequence.as_ref().map(Sequence::hold).transpose()?;
+            let state = match &mut held {
+                Some(held) => held.take().ok_or(EngineError::SequenceBusy)?,
+                None => SequenceState::new(blocks.table(), context),
+            };
+            if !state.table.belongs_to(blocks) {
+                if let Some(held) = &mut held {
+                    held.put(state);
+                }
                 return Err(EngineError::ForeignSequence);
             }
-            Ok(Job::new(id, held, request, rows, channel.clone()))
+            Ok(Submitted::new(id, held, state, request, rows, channel.clone()))
         })?;
         Ok(TokenStream::new(channel, self.clone(), id))
     }
@@ -166,8 +191,9 @@ impl Engine {
         into: &mut Vec<f32>,
     ) -> Result<(), EngineError> {
         let (mut held, tokens, mut rows) = (sequence.hold()?, tokens.to_vec(), std::mem::take(into));
-        let (done, rows) = self.call(move |core| {
-            let done = core.logits_into(held.state(), &tokens, n_rows, &mut rows);
+        let (done, rows) = self.call(move |server| {
+            let state = held.state().ok_or(EngineError::SequenceBusy);
+            let done = state.and_then(|state| server.core.logits_into(state, &tokens, n_rows, &mut rows));
             (done, rows)
         })?;
         *into = rows;
@@ -176,32 +202,37 @@ impl Engine {
 
     /// The plan of a step over `n_tokens` tokens.
     pub fn plan(&self, n_tokens: usize) -> Result<Plan, EngineError> {
-        self.call(move |core| core.plan(n_tokens).cloned())?
+        self.call(move |server| server.core.plan(n_tokens).cloned())?
     }
 
     /// The kernels of that plan, each with the (first) step it runs.
     pub fn kernels(&self, n_tokens: usize) -> Result<Vec<(usize, Cow<'static, str>)>, EngineError> {
-        self.call(move |core| core.kernels(n_tokens))?
+        self.call(move |server| server.core.kernels(n_tokens))?
     }
 
     /// How weights lie on the device, with the bytes of each layout.
     pub fn layouts(&self) -> Result<Vec<(String, usize)>, EngineError> {
-        self.call(|core| core.layouts())
+        self.call(|server| server.core.layouts())
     }
 
     /// How every step of every sequence ran.
     pub fn ledger(&self) -> Result<Ledger, EngineError> {
-        self.call(|core| core.ledger().clone())
+        self.call(|server| server.core.ledger().clone())
+    }
+
+    /// How much it has to do at this moment.
+    pub fn load(&self) -> Result<EngineLoad, EngineError> {
+        self.call(|server| server.load())
     }
 
     /// Makes a call on the engine's thread, between two steps, and waits for its result.
     fn call<R: Send + 'static>(
         &self,
-        f: impl FnOnce(&mut Core) -> R + Send + 'static,
+        f: impl FnOnce(&mut Server) -> R + Send + 'static,
     ) -> Result<R, EngineError> {
         let (answer, answered) = mpsc::sync_channel(1);
         // Whoever asked may be gone only if it panicked.
-        let call: Call = Box::new(move |core| drop(answer.send(f(core))));
+        let call: Call = Box::new(move |server| drop(answer.send(f(server))));
         self.inner.mailbox.call(call)?;
         answered.recv().map_err(|_| self.inner.mailbox.why_stopped().into())
     }

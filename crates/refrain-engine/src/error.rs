@@ -103,11 +103,26 @@ pub enum EngineError {
         /// The most tokens.
         max: usize,
     },
-    /// The sampler gives the log-probability of the chosen token only.
-    #[error("the {got} most probable tokens were asked for, only the chosen one has a log-probability")]
+    /// A request that could not end even if it were alone.
+    #[error(
+        "the prompt has {n_prompt} tokens and {max_tokens} were asked for behind it, the KV cache holds {context} for \
+         one request"
+    )]
+    NeverFits {
+        /// Tokens of the prompt.
+        n_prompt: usize,
+        /// Tokens asked for.
+        max_tokens: usize,
+        /// Positions that one request can have.
+        context: usize,
+    },
+    /// More of the most probable tokens than a step lists.
+    #[error("the {got} most probable tokens were asked for, at most {most} are given")]
     TopLogprobs {
         /// Tokens asked for.
         got: usize,
+        /// Tokens that can be given.
+        most: usize,
     },
     /// The engine has no adapters.
     #[error("adapter {id} was asked for, the engine has none")]
@@ -245,7 +260,10 @@ impl EngineError {
                 Some("end another sequence, or make an engine with a larger cache".into())
             }
             EngineError::TokenLimits { max, .. } => Some(format!("ask for at least 0 to {max} tokens")),
-            EngineError::TopLogprobs { .. } => Some("ask for 0 of them".into()),
+            EngineError::NeverFits { .. } => {
+                Some("shorten the prompt, ask for fewer tokens, or make an engine with a larger cache".into())
+            }
+            EngineError::TopLogprobs { most, .. } => Some(format!("ask for at most {most} of them")),
             EngineError::UnknownAdapter { .. } => Some("ask for no adapter".into()),
             EngineError::Stopped(Stopped::DeviceLost { .. }) => {
                 Some("start the program again, or run on another device".into())

@@ -167,11 +167,11 @@ impl Core {
         let most = following.most.min(ahead.n_tokens.max(1)).min(left);
         if under_way == 0 || (most > under_way && under_way <= following.most / 2) {
             let n_positions = following.start + following.n_sent;
-            let n = match sequence.table.fit(n_positions + most - under_way) {
+            let n = match sequence.table.cover(n_positions + most - under_way) {
                 Ok(()) => most - under_way,
                 // Other sequences hold the rest: what is under way will do, or one step at a time.
                 Err(_) if under_way > 0 => 0,
-                Err(_) => sequence.table.fit(n_positions + 1).map(|()| 1)?,
+                Err(_) => sequence.table.cover(n_positions + 1).map(|()| 1)?,
             };
             if n > 0 {
                 self.runner.send(sequence.table.blocks(), n)?;

@@ -33,24 +33,27 @@ mod runner; // one step on one device
 mod core; // prompts, tokens, positions
 mod follow; // one token after the other
 mod request; // what is asked for, and what comes back
+mod schedule; // who takes part in the next step
 mod stream; // the way from the engine to a consumer
-mod serve; // the engine's thread: who is served when
+mod serve; // the engine's thread: steps of all who run
 mod engine; // the handle to it
 mod stop; // where a text ends
 mod perplexity; // how well a model predicts a text
 mod ledger; // how each step ran
 mod error;
 
-pub use blocks::{BlockPool, OutOfBlocks};
+pub use blocks::{BlockCounts, BlockPool, ContentName, OutOfBlocks};
 pub use core::{Chosen, Core, SequenceState};
-pub use engine::{Engine, EngineOptions, WeakEngine};
+pub use engine::{Engine, EngineLoad, EngineOptions, WeakEngine};
 pub use error::{EngineError, Stopped};
 pub use follow::Ahead;
 pub use ledger::{Ledger, Tally};
 pub use perplexity::{Perplexity, PerplexityOptions, perplexity};
 pub use refrain_graph::StepKind;
 pub use request::{AdapterId, FinishReason, Pace, Request, RequestId, Sequence, TokenEvent};
-pub use runner::{BackendRunner, RunEnd, Runner, RunnerOptions, StepOut, StepRequest, Want};
-pub use sampling::{HISTORY, MAX_BIAS, SamplingError, SamplingParams, SamplingRow};
+pub use runner::{
+    BackendRunner, Choice, RunEnd, Runner, RunnerOptions, StepOut, StepRequest, Want, step_kind,
+};
+pub use sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingError, SamplingParams, SamplingRow};
 pub use stop::{StopFilter, Verdict};
 pub use stream::TokenStream;

@@ -3,7 +3,7 @@
 use crate::core::{SequenceState, check_prompt, check_tokens};
 use crate::error::EngineError;
 use crate::ledger::Ledger;
-use crate::sampling::{SamplingParams, SamplingRow};
+use crate::sampling::{MAX_TOP, SamplingParams, SamplingRow};
 use refrain_models::Model;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -62,7 +62,7 @@ impl Sequence {
         *lock(&self.cell.ledger) = Ledger::new();
     }
 
-    fn with<R>(&self, f: impl FnOnce(&mut SequenceState) -> R) -> Result<R, EngineError> {
+    pub(crate) fn with<R>(&self, f: impl FnOnce(&mut SequenceState) -> R) -> Result<R, EngineError> {
         lock(&self.cell.state).as_mut().map(f).ok_or(EngineError::SequenceBusy)
     }
 
@@ -80,9 +80,17 @@ pub(crate) struct HeldSequence {
 }
 
 impl HeldSequence {
-    pub(crate) fn state(&mut self) -> &mut SequenceState {
-        let Some(state) = &mut self.state else { unreachable!("it is put back on drop") };
-        state
+    pub(crate) fn state(&mut self) -> Option<&mut SequenceState> {
+        self.state.as_mut()
+    }
+
+    /// The state, to be given back with [`HeldSequence::put`].
+    pub(crate) fn take(&mut self) -> Option<SequenceState> {
+        self.state.take()
+    }
+
+    pub(crate) fn put(&mut self, state: SequenceState) {
+        self.state = Some(state);
     }
 }
 
@@ -128,8 +136,10 @@ pub enum Pace {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Request {
-    /// The sequence to continue. What it holds of the prompt's beginning is not evaluated again.
-    pub sequence: Sequence,
+    /// The sequence to continue, whose blocks are its own. What it holds of the prompt's beginning is not evaluated
+    /// again. Without one the request has a sequence for itself, in what is left of the cache: it may have to wait for
+    /// blocks, and shares those of beginnings that other such requests have in common with it.
+    pub sequence: Option<Sequence>,
     /// All tokens that come before the first one chosen, those that the sequence holds included.
     pub prompt: Vec<u32>,
     /// How tokens are chosen.
@@ -140,21 +150,29 @@ pub struct Request {
     pub min_tokens: usize,
     /// The most tokens; with 0 the prompt is not evaluated either.
     pub max_tokens: usize,
-    /// How many of the most probable tokens are given with each choice; only 0 is served.
+    /// How many of the most probable tokens are given with each choice, at most [`MAX_TOP`].
     pub n_top_logprobs: usize,
     /// The adapter to apply; only `None` is served.
     pub adapter: Option<AdapterId>,
-    /// Higher is more urgent. Kept for a scheduler that looks at it; requests are served first come, first served.
+    /// Higher is more urgent: served first, and room is taken from lower ones. Among equal ones users take turns.
     pub priority: i32,
+    /// Whose request it is.
+    pub user: u64,
     /// How far the engine goes without being asked.
     pub pace: Pace,
 }
 
 impl Request {
-    /// A request for tokens behind `prompt`, until the context is full, by the usual sampling parameters.
+    /// A request for tokens behind `prompt` in a sequence that goes on, until its context is full, by the usual sampling
+    /// parameters.
     pub fn new(sequence: &Sequence, prompt: Vec<u32>) -> Request {
+        Request { sequence: Some(sequence.clone()), ..Request::once(prompt) }
+    }
+
+    /// A request with a sequence that ends with it.
+    pub fn once(prompt: Vec<u32>) -> Request {
         Request {
-            sequence: sequence.clone(),
+            sequence: None,
             prompt,
             sampling: SamplingParams::default(),
             end: Vec::new(),
@@ -163,20 +181,29 @@ impl Request {
             n_top_logprobs: 0,
             adapter: None,
             priority: 0,
+            user: 0,
             pace: Pace::Free,
         }
     }
 
-    /// Refuses what cannot be served, before anybody waits for it.
-    pub(crate) fn check(&self, model: &Model) -> Result<(), EngineError> {
-        check_prompt(model, &self.prompt, self.sequence.context())?;
+    /// Refuses what cannot be served, before anybody waits for it. A sequence has `context` positions; a request without
+    /// one must be able to end in them, or have no end of its own.
+    pub(crate) fn check(&self, model: &Model, context: usize) -> Result<(), EngineError> {
+        // Without a limit of its own it ends where the context does, behind one token at least.
+        let max_tokens = if self.max_tokens == usize::MAX { 1 } else { self.max_tokens };
+        // The last token is chosen and not evaluated.
+        let n_positions = self.prompt.len().saturating_add(max_tokens.saturating_sub(1));
+        if self.sequence.is_none() && n_positions > context {
+            return Err(EngineError::NeverFits { n_prompt: self.prompt.len(), max_tokens, context });
+        }
+        check_prompt(model, &self.prompt, context)?;
         self.sampling.check(model.config().n_vocab)?;
         check_tokens(model, &self.end)?;
         if self.min_tokens > self.max_tokens {
             return Err(EngineError::TokenLimits { min: self.min_tokens, max: self.max_tokens });
         }
-        if self.n_top_logprobs > 0 {
-            return Err(EngineError::TopLogprobs { got: self.n_top_logprobs });
+        if self.n_top_logprobs > MAX_TOP {
+            return Err(EngineError::TopLogprobs { got: self.n_top_logprobs, most: MAX_TOP });
         }
         match self.adapter {
             Some(AdapterId(id)) => Err(EngineError::UnknownAdapter { id }),
@@ -186,7 +213,8 @@ impl Request {
 
     /// How tokens are chosen, and how while no end token may be among them.
     pub(crate) fn rows(&self, model: &Model) -> Result<(SamplingRow, Option<SamplingRow>), EngineError> {
-        let row = SamplingRow::new(&self.sampling);
+        let mut row = SamplingRow::new(&self.sampling);
+        row.n_top = self.n_top_logprobs;
         if self.min_tokens == 0 || self.end.is_empty() {
             return Ok((row, None));
         }
@@ -195,7 +223,9 @@ impl Request {
         endless.logit_bias.extend(self.end.iter().map(|&token| (token, f32::NEG_INFINITY)));
         // There may be more end tokens than places.
         endless.check(model.config().n_vocab)?;
-        Ok((row, Some(SamplingRow::new(&endless))))
+        let mut endless = SamplingRow::new(&endless);
+        endless.n_top = self.n_top_logprobs;
+        Ok((row, Some(endless)))
     }
 }
 
@@ -215,6 +245,8 @@ pub enum TokenEvent {
         token: u32,
         /// The logarithm of its probability under the model.
         logprob: f32,
+        /// The most probable tokens with the logarithms of their probabilities, as many as were asked for.
+        top: Vec<(u32, f32)>,
         /// The time it took: of the first one that of the prompt's steps, of the others as the ledger has it.
         took: Duration,
     },

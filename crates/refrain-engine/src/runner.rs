@@ -1,20 +1,21 @@
-//! One step on one device.
+//! One step on one device: tokens of any number of sequences.
 
+use crate::core::Chosen;
 use crate::error::EngineError;
-use crate::sampling::{HISTORY, MAX_BIAS, SamplingRow};
+use crate::sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingRow};
 use refrain_graph::{Backend, Committed, ControlBlock, Feedback, Filler, Io, Plan, Ran, Run, RunLimits};
-use refrain_graph::{RunError, StepFlags, StepInputs, fuse};
+use refrain_graph::{RunError, StepFlags, StepInputs, StepKind, StepShape, fuse};
 use refrain_models::{Head, KvSpec, Model, SampleHead, StepSpec};
 use refrain_tensor::DType;
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// What to compute from a run of tokens besides filling the cache.
+/// What to compute from a sequence's tokens besides filling the cache.
 #[derive(Clone, Copy, Debug)]
 pub enum Want<'a> {
     /// Nothing: a piece of a prompt that goes on.
     Nothing,
-    /// The logits after the last `n_rows` tokens.
+    /// The logits after the last `n_rows` tokens. A step that gives logits is of one sequence.
     Logits {
         /// How many rows, from the end.
         n_rows: usize,
@@ -23,7 +24,7 @@ pub enum Want<'a> {
     Sample(&'a SamplingRow),
 }
 
-/// Tokens of one sequence to run through the model.
+/// Tokens of one sequence that go through the model in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct StepRequest<'a> {
     /// The tokens, in order.
@@ -36,11 +37,40 @@ pub struct StepRequest<'a> {
     pub want: Want<'a>,
 }
 
+impl StepRequest<'_> {
+    fn chooses(&self) -> bool {
+        matches!(self.want, Want::Sample(_))
+    }
+
+    /// Position of the last token.
+    fn last_position(&self) -> usize {
+        self.start + self.tokens.len().saturating_sub(1)
+    }
+}
+
+/// What a step over these requests is.
+pub fn step_kind(requests: &[StepRequest<'_>]) -> StepKind {
+    match requests {
+        _ if requests.iter().all(|r| r.tokens.len() == 1 && r.chooses()) => StepKind::Decode,
+        [_] => StepKind::Prompt,
+        _ => StepKind::Mixed,
+    }
+}
+
+/// A choice with the most probable tokens beside it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Choice {
+    /// What was chosen.
+    pub chosen: Chosen,
+    /// The most probable tokens with the logarithms of their probabilities, as many as were asked for.
+    pub top: Vec<(u32, f32)>,
+}
+
 /// What came out of a step.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct StepOut {
-    /// The chosen token and the logarithm of its probability, if one was asked for.
-    pub chosen: Option<(u32, f32)>,
+    /// For each request its choice, where it asked for one. A row whose logits make no sense fails alone.
+    pub choices: Vec<Option<Result<Choice, EngineError>>>,
     /// Logits, row by row, if they were asked for. Kept between steps so that its memory is used again.
     pub logits: Vec<f32>,
 }
@@ -58,8 +88,8 @@ pub struct RunEnd<'a> {
 pub trait Runner: Send {
     /// Name of the backend.
     fn backend(&self) -> &'static str;
-    /// Runs one step.
-    fn step(&mut self, request: &StepRequest<'_>, out: &mut StepOut) -> Result<Ran, EngineError>;
+    /// Runs one step: tokens of different sequences, each followed by what it asks for.
+    fn step(&mut self, requests: &[StepRequest<'_>], out: &mut StepOut) -> Result<Ran, EngineError>;
     /// Begins a run of decode steps that feed themselves, at a request for one token and a choice, and sends none of
     /// them yet. Gives how many may be under way at once. A run before it must be finished.
     fn begin(&mut self, request: &StepRequest<'_>, end: RunEnd<'_>) -> Result<usize, EngineError>;
@@ -86,24 +116,37 @@ pub trait Runner: Send {
     fn model(&self) -> &Arc<Model>;
     /// The most tokens a step may have.
     fn max_tokens(&self) -> usize;
+    /// The most sequences a step may have.
+    fn max_seqs(&self) -> usize;
 }
 
 /// How a runner is laid out.
 #[derive(Clone, Copy, Debug)]
 pub struct RunnerOptions {
-    /// Positions of the cache.
+    /// Positions that one sequence may have.
     pub context: usize,
+    /// Positions of the cache, which sequences share; at least those of one sequence.
+    pub n_positions: usize,
     /// Positions in a KV block.
     pub kv_block: usize,
     /// Element type of the cache: F16, BF16 or F32.
     pub kv_dtype: DType,
     /// The most tokens in a step.
     pub max_tokens: usize,
+    /// The most sequences in a step.
+    pub max_seqs: usize,
 }
 
 impl Default for RunnerOptions {
     fn default() -> RunnerOptions {
-        RunnerOptions { context: 4096, kv_block: 32, kv_dtype: DType::F16, max_tokens: 256 }
+        RunnerOptions {
+            context: 4096,
+            n_positions: 0,
+            kv_block: 32,
+            kv_dtype: DType::F16,
+            max_tokens: 256,
+            max_seqs: 64,
+        }
     }
 }
 
@@ -115,6 +158,7 @@ pub struct BackendRunner<B: Backend> {
     states: B::States,
     kv: KvSpec,
     max_tokens: usize,
+    max_seqs: usize,
     // Most recently used last. Prompts end in pieces of any size, so old sizes are dropped.
     compiled: Vec<Prepared<B>>,
     run: Option<(StepSpec, Run)>,
@@ -127,9 +171,13 @@ struct Prepared<B: Backend> {
     inputs: StepInputs,
 }
 
-// Decode, full prompt pieces, and some of the sizes that prompts ended in; where there are buckets all of them, with and
-// without a choice behind the last row.
+/// Steps that are kept compiled where there are no buckets: decode, full prompt pieces, and some of the sizes that prompts
+/// ended in.
 const MIN_COMPILED: usize = 8;
+/// The same for small steps, which decode any number of sequences.
+const MAX_COMPILED: usize = 96;
+/// Bytes that more than [`MIN_COMPILED`] of them may take.
+const COMPILED_BYTES: usize = 128 << 20;
 
 impl<B: Backend> BackendRunner<B> {
     /// Brings a model to a device. Its weights are used from where they were mapped, or uploaded, as the backend likes.
@@ -150,12 +198,14 @@ impl<B: Backend> BackendRunner<B> {
         options: RunnerOptions,
     ) -> Result<BackendRunner<B>, EngineError> {
         let max_blocks = options.context.div_ceil(options.kv_block);
-        let kv =
-            KvSpec { n_blocks: max_blocks, kv_block: options.kv_block, max_blocks, dtype: options.kv_dtype };
+        let n_blocks = options.n_positions.div_ceil(options.kv_block).max(max_blocks);
+        let kv = KvSpec { n_blocks, kv_block: options.kv_block, max_blocks, dtype: options.kv_dtype };
         let states = backend.allocate(&model.states(&kv))?;
-        let most = backend.buckets().last().copied().unwrap_or(usize::MAX);
-        let max_tokens = options.max_tokens.clamp(1, most.max(1));
-        Ok(BackendRunner { backend, model, weights, states, kv, max_tokens, compiled: Vec::new(), run: None })
+        let most = |buckets: &[usize]| buckets.last().copied().unwrap_or(usize::MAX).max(1);
+        let max_tokens = options.max_tokens.clamp(1, most(backend.buckets()));
+        let max_seqs = options.max_seqs.clamp(1, most(backend.row_buckets()).min(max_tokens));
+        let (compiled, run) = (Vec::new(), None);
+        Ok(BackendRunner { backend, model, weights, states, kv, max_tokens, max_seqs, compiled, run })
     }
 
     /// The weights, for another runner of the same model.
@@ -168,19 +218,9 @@ impl<B: Backend> BackendRunner<B> {
         &self.backend
     }
 
-    /// A step of at least `n_tokens`, of a size that the backend likes.
-    fn spec(&self, n_tokens: usize, want: &Want<'_>) -> StepSpec {
-        let (n_choices, head) = match want {
-            Want::Nothing => (0, Head::None),
-            Want::Logits { n_rows } => (*n_rows, Head::Logits),
-            Want::Sample(_) => (1, SAMPLE),
-        };
-        StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), n_choices, head)
-    }
-
     /// The step of that many tokens that ends in a choice.
     fn prepare_choice(&mut self, n_tokens: usize) -> Result<usize, EngineError> {
-        self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, SAMPLE))
+        self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, sample_head(0)))
     }
 
     /// Index into `compiled`, which is always the last.
@@ -195,11 +235,63 @@ impl<B: Backend> BackendRunner<B> {
         let plan = self.backend.plan(&compiled);
         let inputs = plan.step_inputs().cloned().ok_or(EngineError::NoFeedback)?;
         let control = ControlBlock::new(plan.control());
-        if self.compiled.len() >= MIN_COMPILED.max(2 * self.backend.buckets().len() + 1) {
+        self.compiled.push(Prepared { spec, compiled, control, inputs });
+        while self.compiled.len() > MIN_COMPILED && !self.may_keep_all() {
             self.compiled.remove(0);
         }
-        self.compiled.push(Prepared { spec, compiled, control, inputs });
         Ok(self.compiled.len() - 1)
+    }
+
+    /// Where there are buckets, all of them: of one sequence with and without a choice, of decoded rows, and of mixed
+    /// steps.
+    fn may_keep_all(&self) -> bool {
+        let (n_sizes, n_rows) = (self.backend.buckets().len(), self.backend.row_buckets().len());
+        if n_sizes > 0 {
+            return self.compiled.len() <= 2 * n_sizes + 1 + n_rows + n_sizes * n_sizes;
+        }
+        let arena = |p: &Prepared<B>| self.backend.plan(&p.compiled).arena_bytes();
+        self.compiled.len() <= MAX_COMPILED
+            && self.compiled.iter().map(arena).sum::<usize>() <= COMPILED_BYTES
+    }
+
+    fn read_choices(
+        &mut self,
+        idx: usize,
+        requests: &[StepRequest<'_>],
+        out: &mut StepOut,
+    ) -> Result<(), EngineError> {
+        let Prepared { compiled, inputs, spec, .. } = &self.compiled[idx];
+        let Some(sampling) = &inputs.sampling else {
+            out.choices.extend(requests.iter().map(|_| None));
+            return Ok(());
+        };
+        let n = spec.shape.n_choices;
+        let (mut tokens, mut logprobs) = (vec![0u32; n], vec![0f32; n]);
+        self.backend.read(compiled, sampling.token, bytemuck::cast_slice_mut(&mut tokens))?;
+        self.backend.read(compiled, sampling.logprob, bytemuck::cast_slice_mut(&mut logprobs))?;
+        let (mut ids, mut probs) = (Vec::new(), Vec::new());
+        if let Some([top_ids, top_logprobs]) = sampling.top {
+            (ids, probs) = (vec![0u32; n * MAX_TOP], vec![0f32; n * MAX_TOP]);
+            self.backend.read(compiled, top_ids, bytemuck::cast_slice_mut(&mut ids))?;
+            self.backend.read(compiled, top_logprobs, bytemuck::cast_slice_mut(&mut probs))?;
+        }
+        let vocab = self.model.config().n_vocab;
+        let mut rows = choice_rows(inputs, requests);
+        for request in requests {
+            let Want::Sample(sampling) = request.want else {
+                out.choices.push(None);
+                continue;
+            };
+            let Some(at) = rows.next() else { unreachable!("there is one for each choice") };
+            let (token, logprob, position) = (tokens[at], logprobs[at], request.last_position());
+            let top = ids.iter().copied().zip(probs.iter().copied()).skip(at * MAX_TOP).take(sampling.n_top);
+            out.choices.push(Some(match () {
+                () if !logprob.is_finite() => Err(self.non_finite(position)),
+                () if token as usize >= vocab => Err(EngineError::BadChoice { token, vocab, position }),
+                () => Ok(Choice { chosen: Chosen { token, logprob }, top: top.collect() }),
+            }));
+        }
+        Ok(())
     }
 
     fn non_finite(&self, position: usize) -> EngineError {
@@ -229,40 +321,29 @@ where
         self.backend.name()
     }
 
-    fn step(&mut self, request: &StepRequest<'_>, out: &mut StepOut) -> Result<Ran, EngineError> {
-        let idx = self.prepare(self.spec(request.tokens.len(), &request.want))?;
+    fn step(&mut self, requests: &[StepRequest<'_>], out: &mut StepOut) -> Result<Ran, EngineError> {
+        let spec = spec(requests, self.backend.buckets(), self.backend.row_buckets());
+        let idx = self.prepare(spec)?;
         let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
-        fill(inputs, control, request)?;
+        fill(inputs, control, requests)?;
         let io = Io { weights: &*self.weights, states: &mut self.states, control: control.bytes() };
         let ran = self.backend.run(compiled, io)?;
-        out.chosen = None;
-        if let (Want::Logits { n_rows }, Some(logits)) = (request.want, inputs.logits) {
+        out.choices.clear();
+        if let ([StepRequest { want: Want::Logits { n_rows }, .. }], Some(logits)) = (requests, inputs.logits)
+        {
             out.logits.resize(n_rows * self.model.config().n_vocab, 0.0);
             self.backend.read(compiled, logits, bytemuck::cast_slice_mut(&mut out.logits))?;
         }
-        if let (Want::Sample(_), Some(sampling)) = (request.want, &inputs.sampling) {
-            let (mut token, mut logprob) = ([0u32], [0f32]);
-            self.backend.read(compiled, sampling.token, bytemuck::cast_slice_mut(&mut token))?;
-            self.backend.read(compiled, sampling.logprob, bytemuck::cast_slice_mut(&mut logprob))?;
-            if !logprob[0].is_finite() {
-                return Err(self.non_finite(request.start + request.tokens.len() - 1));
-            }
-            let vocab = self.model.config().n_vocab;
-            if token[0] as usize >= vocab {
-                let position = request.start + request.tokens.len() - 1;
-                return Err(EngineError::BadChoice { token: token[0], vocab, position });
-            }
-            out.chosen = Some((token[0], logprob[0]));
-        }
+        self.read_choices(idx, requests, out)?;
         Ok(ran)
     }
 
     fn begin(&mut self, request: &StepRequest<'_>, end: RunEnd<'_>) -> Result<usize, EngineError> {
         let Want::Sample(row) = request.want else { return Err(EngineError::NoRun) };
-        let spec = self.spec(request.tokens.len(), &request.want);
+        let spec = spec(&[*request], self.backend.buckets(), self.backend.row_buckets());
         let idx = self.prepare(spec)?;
         let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
-        fill(inputs, control, request)?;
+        fill(inputs, control, &[*request])?;
         let feedback = Feedback::of(self.backend.plan(compiled)).ok_or(EngineError::NoFeedback)?;
         let (window, history_next) = row.window();
         let limits =
@@ -342,6 +423,10 @@ where
     fn max_tokens(&self) -> usize {
         self.max_tokens
     }
+
+    fn max_seqs(&self) -> usize {
+        self.max_seqs
+    }
 }
 
 /// The smallest bucket that holds `n_tokens`; a step larger than all of them keeps its size.
@@ -349,33 +434,109 @@ fn bucket(buckets: &[usize], n_tokens: usize) -> usize {
     buckets.iter().copied().find(|&b| b >= n_tokens).unwrap_or(n_tokens)
 }
 
-const SAMPLE: Head =
-    Head::Sample(SampleHead { n_history: HISTORY, n_bias: MAX_BIAS, masked: false, n_top: 0 });
+fn sample_head(n_top: usize) -> Head {
+    // One list of the most probable tokens serves all who want some.
+    let n_top = if n_top > 0 { MAX_TOP } else { 0 };
+    Head::Sample(SampleHead { n_history: HISTORY, n_bias: MAX_BIAS, masked: false, n_top })
+}
 
-/// Puts a request in place as the step's only sequence.
+/// Sizes of mixed steps are multiples of this where the backend takes any: few sizes, little padding.
+const MIXED_GRAIN: usize = 16;
+
+/// The step that these requests take part in, of a size that the backend likes.
+///
+/// Decoded rows have buckets of their own. Mixed steps of a backend with buckets take those for their tokens and for
+/// their sequences, so that there are no more than their square.
+fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets: &[usize]) -> StepSpec {
+    let n_tokens = requests.iter().map(|r| r.tokens.len()).sum();
+    let n_top = requests.iter().map(|r| if let Want::Sample(row) = r.want { row.n_top } else { 0 }).max();
+    let head = sample_head(n_top.unwrap_or(0));
+    let kind = step_kind(requests);
+    let shape = match requests {
+        [one] => {
+            let (n_choices, head) = match one.want {
+                Want::Nothing => (0, Head::None),
+                Want::Logits { n_rows } => (n_rows, Head::Logits),
+                Want::Sample(_) => (1, head),
+            };
+            return StepSpec::of_one(bucket(buckets, n_tokens), n_choices, head);
+        }
+        _ if kind == StepKind::Decode => {
+            let n = bucket(row_buckets, requests.len());
+            StepShape { kind, n_tokens: n, n_seqs: n, n_choices: n }
+        }
+        _ => {
+            let n_choices = requests.iter().filter(|r| r.chooses()).count();
+            let (n_tokens, n_seqs, n_choices) = match buckets.is_empty() {
+                true => (n_tokens.next_multiple_of(MIXED_GRAIN), requests.len(), n_choices),
+                false => {
+                    let n_seqs = bucket(buckets, requests.len());
+                    (bucket(buckets, n_tokens).max(n_seqs), n_seqs, n_seqs)
+                }
+            };
+            StepShape { kind, n_tokens, n_seqs, n_choices }
+        }
+    };
+    let head = if shape.n_choices == 0 { Head::None } else { head };
+    StepSpec { shape, head, act: DType::F32 }
+}
+
+/// Which row of the step's choices belongs to each request that chooses, in order. Where every row of the step has one,
+/// it is the row of the request's last token.
+fn choice_rows<'a>(
+    inputs: &'a StepInputs,
+    requests: &'a [StepRequest<'_>],
+) -> impl Iterator<Item = usize> + 'a {
+    let ends = requests.iter().scan(0, |end, request| {
+        *end += request.tokens.len();
+        Some((request, *end))
+    });
+    let choosing = ends.filter(|(request, _)| request.chooses()).enumerate();
+    choosing.map(|(idx, (_, end))| if inputs.rows.is_some() { idx } else { end - 1 })
+}
+
+/// Puts requests in place, one sequence each.
 fn fill(
     inputs: &StepInputs,
     control: &mut ControlBlock,
-    request: &StepRequest<'_>,
+    requests: &[StepRequest<'_>],
 ) -> Result<(), EngineError> {
-    let n = request.tokens.len();
     let mut filler = Filler::new(control);
-    filler.padded(inputs.tokens, request.tokens.iter().map(|&t| t as i32))?;
-    filler.padded(inputs.positions, (request.start..request.start + n).map(|p| p as i32))?;
-    filler.padded(inputs.seqs, std::iter::repeat_n(0, inputs.shape.n_tokens))?;
+    let tokens = requests.iter().flat_map(|r| r.tokens.iter().map(|&t| t as i32));
+    filler.padded(inputs.tokens, tokens)?;
+    let positions = requests.iter().flat_map(|r| (r.start..r.start + r.tokens.len()).map(|p| p as i32));
+    filler.padded(inputs.positions, positions)?;
+    let seqs = requests.iter().enumerate().flat_map(|(seq, r)| r.tokens.iter().map(move |_| seq as i32));
+    // Padding belongs to a sequence that exists; it has no position there.
+    filler.padded(inputs.seqs, seqs.chain(std::iter::repeat_n(0, inputs.shape.n_tokens)))?;
     if let Some(tables) = inputs.tables {
-        filler.padded(tables, request.table.iter().map(|&b| b as i32))?;
+        filler.padded_rows(tables, requests.iter().map(|r| r.table))?;
     }
     if let Some(rows) = inputs.rows {
-        let n_rows = inputs.shape.n_choices.min(n);
-        filler.padded(rows, (n - n_rows..n).map(|r| r as i32))?;
+        let ends = requests.iter().scan(0, |end, r| {
+            *end += r.tokens.len();
+            Some((r, *end))
+        });
+        let wanted = ends.flat_map(|(r, end)| {
+            let n_rows = match r.want {
+                Want::Nothing => 0,
+                Want::Logits { n_rows } => n_rows.min(r.tokens.len()),
+                Want::Sample(_) => 1,
+            };
+            (end - n_rows..end).map(|row| row as i32)
+        });
+        filler.padded(rows, wanted)?;
     }
-    if let (Want::Sample(row), Some(sampling)) = (request.want, &inputs.sampling) {
-        filler.row(sampling.params, 0, &row.params)?;
-        filler.row(sampling.rng, 0, &row.rng)?;
-        filler.row(sampling.history, 0, &row.history)?;
-        filler.row(sampling.bias_ids, 0, &row.bias_ids)?;
-        filler.row(sampling.bias, 0, &row.bias)?;
+    if let Some(sampling) = &inputs.sampling {
+        let choosing =
+            requests.iter().filter_map(|r| if let Want::Sample(row) = r.want { Some(row) } else { None });
+        for (at, row) in choice_rows(inputs, requests).zip(choosing) {
+            filler.row(sampling.params, at, &row.params)?;
+            filler.row(sampling.rng, at, &row.rng)?;
+            filler.row(sampling.history, at, &row.history)?;
+            filler.row(sampling.bias_ids, at, &row.bias_ids)?;
+            filler.row(sampling.bias, at, &row.bias)?;
+        }
     }
     Ok(())
 }
@@ -410,10 +571,42 @@ mod tests {
         let mut control = ControlBlock::new(plan.control());
         let want = Want::Logits { n_rows: 2 };
         let request = StepRequest { tokens: &[7, 8, 9], start: 20, table: &[0], want };
-        fill(&inputs, &mut control, &request).unwrap();
+        fill(&inputs, &mut control, &[request]).unwrap();
         let words: &[i32] = bytemuck::cast_slice(control.bytes());
         assert_eq!(words[..4], [7, 8, 9, -1]);
         assert_eq!(words[4..8], [20, 21, 22, -1]);
         assert_eq!(words[12..14], [1, 2]);
+        // A piece of a prompt that goes on, and a decoded token behind it.
+        let row = SamplingRow::new(&crate::SamplingParams::greedy());
+        let piece = StepRequest { tokens: &[5, 6], start: 3, table: &[1], want: Want::Nothing };
+        let last = StepRequest { tokens: &[4], start: 9, table: &[2], want: Want::Sample(&row) };
+        fill(&inputs, &mut control, &[piece, last]).unwrap();
+        let words: &[i32] = bytemuck::cast_slice(control.bytes());
+        assert_eq!(words[..4], [5, 6, 4, -1]);
+        assert_eq!(words[4..8], [3, 4, 9, -1]);
+        assert_eq!(words[8..12], [0, 0, 1, 0]);
+        assert_eq!(words[12..14], [2, -1]);
+        assert_eq!(choice_rows(&inputs, &[piece, last]).collect::<Vec<_>>(), [0]);
+        let every = StepInputs { rows: None, ..inputs };
+        assert_eq!(choice_rows(&every, &[piece, last]).collect::<Vec<_>>(), [2]);
+    }
+
+    #[test]
+    fn decoded_rows_have_their_buckets_and_mixed_steps_no_more_than_the_square_of_theirs() {
+        let row = SamplingRow::new(&crate::SamplingParams::greedy());
+        let decode = StepRequest { tokens: &[4], start: 9, table: &[2], want: Want::Sample(&row) };
+        let piece = StepRequest { tokens: &[5; 20], start: 0, table: &[1], want: Want::Nothing };
+        let shape = |requests: &[StepRequest<'_>], buckets: &[usize], rows: &[usize]| {
+            let StepShape { kind, n_tokens, n_seqs, n_choices } = spec(requests, buckets, rows).shape;
+            (kind, [n_tokens, n_seqs, n_choices])
+        };
+        let (buckets, rows) = ([1, 8, 32], [1, 2, 3, 4, 6]);
+        assert_eq!(shape(&[decode; 5], &buckets, &rows), (StepKind::Decode, [6, 6, 6]));
+        assert_eq!(shape(&[decode; 5], &[], &[]), (StepKind::Decode, [5, 5, 5]));
+        assert_eq!(shape(&[decode], &buckets, &rows), (StepKind::Decode, [1, 1, 1]));
+        assert_eq!(shape(&[decode, piece, decode], &buckets, &rows), (StepKind::Mixed, [32, 8, 8]));
+        assert_eq!(shape(&[decode, piece, decode], &[], &[]), (StepKind::Mixed, [32, 3, 2]));
+        assert_eq!(shape(&[piece, piece], &[], &[]), (StepKind::Mixed, [48, 2, 0]));
+        assert_eq!(spec(&[piece, piece], &[], &[]).head, Head::None);
     }
 }

@@ -6,6 +6,8 @@ use refrain_graph::{SAMPLE_PARAMS, SampleParam};
 pub const HISTORY: usize = 256;
 /// How many tokens can have a bias.
 pub const MAX_BIAS: usize = 256;
+/// How many of the most probable tokens can be given with a choice.
+pub const MAX_TOP: usize = 20;
 
 /// How the next token is chosen. The filters apply in the order top-k, top-p, min-p; then the temperature.
 #[derive(Clone, Debug, PartialEq)]
@@ -132,6 +134,8 @@ pub struct SamplingRow {
     pub bias_ids: [i32; MAX_BIAS],
     /// Their biases.
     pub bias: [f32; MAX_BIAS],
+    /// How many of the most probable tokens are given with the choice, at most [`MAX_TOP`].
+    pub n_top: usize,
     window: usize,
 }
 
@@ -144,6 +148,7 @@ impl SamplingRow {
             history: [-1; HISTORY],
             bias_ids: [-1; MAX_BIAS],
             bias: [0.0; MAX_BIAS],
+            n_top: 0,
             window: params.penalty_window.min(HISTORY),
         };
         row.params[SampleParam::Temperature as usize] = params.temperature;

@@ -1,19 +1,24 @@
-//! The engine's thread: what it is sent, and in which order it serves it.
+//! The engine's thread: what it is sent, and the steps in which it serves it.
 
-use crate::core::{Chosen, Core};
+use crate::core::{Core, SequenceState};
+use crate::engine::EngineLoad;
 use crate::error::{EngineError, Stopped};
 use crate::follow::Ahead;
 use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent, lock};
+use crate::runner::{Choice, StepRequest, Want, step_kind};
 use crate::sampling::SamplingRow;
+use crate::schedule::{ActiveRequest, ScheduleLimits, Scheduler, StepRow};
 use crate::stream::{Channel, Demand};
+use refrain_graph::StepKind;
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Something to do between two steps.
-pub(crate) type Call = Box<dyn FnOnce(&mut Core) + Send>;
+pub(crate) type Call = Box<dyn FnOnce(&mut Server) + Send>;
 
 /// What handles and the engine's thread share.
 pub(crate) struct Mailbox {
@@ -29,8 +34,9 @@ type OpenChannels = Vec<(RequestId, Arc<Channel>)>;
 
 #[derive(Default)]
 struct Mail {
-    jobs: Vec<Job>,
+    submitted: Vec<Submitted>,
     calls: Vec<Call>,
+    n_submitted: u64,
     /// Channels of the requests that have not ended, from the oldest.
     open: OpenChannels,
     is_closed: bool,
@@ -53,21 +59,23 @@ impl Mailbox {
         }
     }
 
-    /// Adds a request if fewer than `most` are open.
+    /// Adds a request if fewer than `most` are open. They are numbered in the order they come.
     pub(crate) fn submit(
         &self,
         most: usize,
-        job: impl FnOnce() -> Result<Job, EngineError>,
-    ) -> Result<(), EngineError> {
+        make: impl FnOnce(RequestId) -> Result<Submitted, EngineError>,
+    ) -> Result<RequestId, EngineError> {
         self.send(|mail| {
             let n_requests = mail.open.len();
             if n_requests >= most {
                 return Err(EngineError::QueueFull { n_requests, most });
             }
-            let job = job()?;
-            mail.open.push((job.id, job.channel.clone()));
-            mail.jobs.push(job);
-            Ok(())
+            let id = RequestId(mail.n_submitted);
+            let submitted = make(id)?;
+            mail.n_submitted += 1;
+            mail.open.push((id, submitted.job.channel.clone()));
+            mail.submitted.push(submitted);
+            Ok(id)
         })
     }
 
@@ -78,12 +86,12 @@ impl Mailbox {
         })
     }
 
-    fn send(&self, add: impl FnOnce(&mut Mail) -> Result<(), EngineError>) -> Result<(), EngineError> {
+    fn send<R>(&self, add: impl FnOnce(&mut Mail) -> Result<R, EngineError>) -> Result<R, EngineError> {
         let mut mail = lock(&self.mail);
         mail.check()?;
-        add(&mut mail)?;
+        let added = add(&mut mail)?;
         self.notify();
-        Ok(())
+        Ok(added)
     }
 
     /// Fails when the engine serves nobody any more.
@@ -140,10 +148,10 @@ impl Mailbox {
     }
 
     /// All that is new, and whether the engine is to end.
-    fn take(&self) -> (Vec<Job>, Vec<Call>, bool) {
+    fn take(&self) -> (Vec<Submitted>, Vec<Call>, bool) {
         let mut mail = lock(&self.mail);
         self.is_new.store(false, Ordering::Release);
-        (std::mem::take(&mut mail.jobs), std::mem::take(&mut mail.calls), mail.is_closed)
+        (std::mem::take(&mut mail.submitted), std::mem::take(&mut mail.calls), mail.is_closed)
     }
 
     fn ended(&self, id: RequestId) {
@@ -151,24 +159,25 @@ impl Mailbox {
     }
 
     /// From here on nothing is taken in; gives what nobody has looked at, and the channels of all that has not ended.
-    fn stop(&self, why: &Stopped) -> (Vec<Job>, Vec<Call>, OpenChannels) {
+    fn stop(&self, why: &Stopped) -> (Vec<Submitted>, Vec<Call>, OpenChannels) {
         let mut mail = lock(&self.mail);
         mail.stopped = Some(why.clone());
         self.stopped.notify_all();
         let open = std::mem::take(&mut mail.open);
-        (std::mem::take(&mut mail.jobs), std::mem::take(&mut mail.calls), open)
+        (std::mem::take(&mut mail.submitted), std::mem::take(&mut mail.calls), open)
     }
 }
 
 /// The life of the engine's thread.
-pub(crate) fn serve(mut core: Core, mailbox: &Mailbox) {
-    let mut jobs = Vec::new();
-    let served = catch_unwind(AssertUnwindSafe(|| serve_all(&mut core, mailbox, &mut jobs)));
+pub(crate) fn serve(core: Core, mailbox: &Mailbox) {
+    let mut server = Server::new(core);
+    let served = catch_unwind(AssertUnwindSafe(|| server.serve_all(mailbox)));
     let why = served.unwrap_or_else(|panic| Stopped::Panicked { message: message_of(&*panic) });
     let (unseen, calls, mut open) = mailbox.stop(&why);
-    for job in jobs.drain(..).chain(unseen) {
-        open.retain(|(id, _)| *id != job.id);
-        job.fail(why.clone().into());
+    unseen.into_iter().for_each(|submitted| server.take_in(submitted));
+    for id in server.jobs.keys().copied().collect::<Vec<_>>() {
+        open.retain(|(other, _)| *other != id);
+        server.fail(id, why.clone().into());
     }
     // A panic in the middle of a job's end leaves a channel whose job is gone: its consumer must hear of it too.
     for (_, channel) in open {
@@ -177,7 +186,7 @@ pub(crate) fn serve(mut core: Core, mailbox: &Mailbox) {
     // Callers hear of it when what would have answered them is dropped.
     drop(calls);
     // What is left of a device after a panic may throw once more, and nobody is left to hear it.
-    let _ = catch_unwind(AssertUnwindSafe(|| drop(core)));
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(server)));
 }
 
 fn message_of(panic: &(dyn Any + Send)) -> String {
@@ -185,171 +194,330 @@ fn message_of(panic: &(dyn Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }
 
-/// Serves until nobody is left, or until the device is lost.
-fn serve_all(core: &mut Core, mailbox: &Mailbox, jobs: &mut Vec<Job>) -> Stopped {
-    let mut current = None;
-    loop {
-        let (new, calls, is_closed) = mailbox.take();
-        jobs.extend(new);
-        if is_closed {
-            return Stopped::Closed;
+/// A request on its way to the engine's thread.
+pub(crate) struct Submitted {
+    active: ActiveRequest,
+    job: Job,
+}
+
+impl Submitted {
+    pub(crate) fn new(
+        id: RequestId,
+        held: Option<HeldSequence>,
+        state: SequenceState,
+        request: Request,
+        (row, endless): (SamplingRow, Option<SamplingRow>),
+        channel: Arc<Channel>,
+    ) -> Submitted {
+        // The last token is chosen and not evaluated.
+        let n_positions = request.prompt.len().saturating_add(request.max_tokens.saturating_sub(1));
+        let mut active =
+            ActiveRequest::new(id, request.prompt.clone(), n_positions.min(state.context), state);
+        (active.priority, active.user) = (request.priority, request.user);
+        active.shares = held.is_none();
+        if active.shares {
+            // KV depends on the adapter too.
+            active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
         }
-        calls.into_iter().for_each(|call| call(core));
-        let cancelled = jobs.extract_if(.., |job| job.channel.demand() == Demand::Cancel);
-        for job in cancelled {
-            job.end(core, mailbox, FinishReason::Cancelled);
-        }
-        // The one that has the device keeps it while its consumer wants more: a step of another request would throw away
-        // what was sent ahead. Then the oldest goes first.
-        let goes_on = |job: &Job| job.channel.demand() == Demand::GoOn;
-        let same = jobs.iter().position(|job| Some(job.id) == current && goes_on(job));
-        let Some(idx) = same.or_else(|| jobs.iter().position(goes_on)) else {
-            mailbox.wait();
-            continue;
-        };
-        current = Some(jobs[idx].id);
-        match run(core, mailbox, &mut jobs[idx]) {
-            Ok(None) => {}
-            Ok(Some(finish)) => jobs.remove(idx).end(core, mailbox, finish),
-            Err(error) => {
-                let (job, stops) = (jobs.remove(idx), error.stops());
-                mailbox.ended(job.id);
-                job.fail(error);
-                if let Some(stopped) = stops {
-                    return stopped;
+        let (prefill, n_chosen) = (Duration::ZERO, 0);
+        Submitted { active, job: Job { held, request, row, endless, channel, prefill, n_chosen } }
+    }
+}
+
+/// What the engine's thread works with.
+pub(crate) struct Server {
+    pub(crate) core: Core,
+    scheduler: Scheduler,
+    /// What is known of each request besides its tokens and blocks, which the scheduler has.
+    jobs: BTreeMap<RequestId, Job>,
+}
+
+impl Server {
+    fn new(core: Core) -> Server {
+        let limits = ScheduleLimits { n_tokens: core.max_tokens(), n_rows: core.max_seqs() };
+        Server { core, scheduler: Scheduler::new(limits), jobs: BTreeMap::new() }
+    }
+
+    pub(crate) fn load(&self) -> EngineLoad {
+        let (n_running, n_waiting) = self.scheduler.n_running_and_waiting();
+        let (n_preempted, blocks) = (self.scheduler.n_preempted(), self.core.block_counts());
+        EngineLoad { n_running, n_waiting, n_preempted, blocks }
+    }
+
+    /// Serves until nobody is left, or until the device is lost.
+    fn serve_all(&mut self, mailbox: &Mailbox) -> Stopped {
+        loop {
+            let (submitted, calls, is_closed) = mailbox.take();
+            submitted.into_iter().for_each(|submitted| self.take_in(submitted));
+            if is_closed {
+                return Stopped::Closed;
+            }
+            calls.into_iter().for_each(|call| call(self));
+            self.look_at_demand(mailbox);
+            let plan = self.scheduler.plan();
+            for (active, error) in plan.refused {
+                mailbox.ended(active.id);
+                if let Some(job) = self.jobs.remove(&active.id) {
+                    job.fail(Some(active.state), error.into());
                 }
+            }
+            let done = match plan.rows[..] {
+                [] => {
+                    mailbox.wait();
+                    continue;
+                }
+                [row] if self.may_run_ahead(row) => self.run_ahead(mailbox, row.id),
+                _ => self.step(mailbox, &plan.rows),
+            };
+            if let Err(stopped) = done {
+                return stopped;
             }
         }
     }
-}
 
-/// Steps of one request, until it ends, has enough for now, or something new has come.
-fn run(core: &mut Core, mailbox: &Mailbox, job: &mut Job) -> Result<Option<FinishReason>, EngineError> {
-    loop {
-        let (demand, finish) = job.step(core)?;
-        if finish.is_some() {
-            return Ok(finish);
+    fn take_in(&mut self, Submitted { active, job }: Submitted) {
+        self.jobs.insert(active.id, job);
+        self.scheduler.submit(active);
+    }
+
+    /// Ends what nobody wants any more, and leaves out for now who has enough.
+    fn look_at_demand(&mut self, mailbox: &Mailbox) {
+        let ids: Vec<RequestId> = self.jobs.keys().copied().collect();
+        for id in ids {
+            let Some(job) = self.jobs.get(&id) else { continue };
+            let demand = job.channel.demand();
+            if demand == Demand::Cancel {
+                self.end(mailbox, id, FinishReason::Cancelled);
+            } else if job.request.max_tokens == 0 && demand == Demand::GoOn {
+                self.end(mailbox, id, FinishReason::MaxTokens);
+            } else if let Some(active) = self.scheduler.get(id) {
+                active.is_paused = demand == Demand::Pause;
+            }
         }
-        if demand != Demand::GoOn || mailbox.is_new() {
-            return Ok(None);
+    }
+
+    /// Whether a step is one of a sequence that is alone and goes on, so that the next ones can be sent before their
+    /// tokens are asked for.
+    fn may_run_ahead(&self, row: StepRow) -> bool {
+        let has_begun = self.jobs.get(&row.id).is_some_and(|job| job.n_chosen > 0 && job.row.n_top == 0);
+        has_begun && row.n_tokens == 1 && row.chooses && self.scheduler.is_alone(row.id)
+    }
+
+    /// Decode steps of one request, until it ends, has enough for now, or something new has come.
+    fn run_ahead(&mut self, mailbox: &Mailbox, id: RequestId) -> Result<(), Stopped> {
+        loop {
+            let (Some(active), Some(job)) = (self.scheduler.get(id), self.jobs.get_mut(&id)) else {
+                return Ok(());
+            };
+            let Some(&last) = active.tokens.last() else { return Ok(()) };
+            let (choice, took) = match job.decode(&mut self.core, &mut active.state, last) {
+                Ok(decoded) => decoded,
+                // The scheduler makes room or says why not.
+                Err(EngineError::OutOfBlocks(_)) => return Ok(()),
+                Err(error) => return self.failed(mailbox, id, error),
+            };
+            active.tokens.push(choice.chosen.token);
+            if active.shares {
+                active.state.table.publish(&active.state.tokens);
+            }
+            let (demand, finish) = job.chosen(choice, took, &active.state);
+            if let Some(finish) = finish {
+                self.end(mailbox, id, finish);
+                return Ok(());
+            }
+            if demand != Demand::GoOn || mailbox.is_new() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// One step of several requests.
+    fn step(&mut self, mailbox: &Mailbox, rows: &[StepRow]) -> Result<(), Stopped> {
+        self.core.settle();
+        match self.try_step(rows) {
+            Ok(took) => {
+                let choices = self.core.take_choices().collect::<Vec<_>>();
+                for (row, choice) in rows.iter().zip(choices) {
+                    self.deliver(mailbox, *row, choice, took)?;
+                }
+                Ok(())
+            }
+            Err(error) => match rows {
+                [row] => self.failed(mailbox, row.id, error),
+                [row, ..] if error.stops().is_some() => self.failed(mailbox, row.id, error),
+                // A step can run twice: one by one, only those fail that cannot be run.
+                _ => rows.iter().try_for_each(|row| self.step(mailbox, &[*row])),
+            },
+        }
+    }
+
+    fn try_step(&mut self, rows: &[StepRow]) -> Result<Duration, EngineError> {
+        for row in rows {
+            let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
+                unreachable!("{} was scheduled", row.id)
+            };
+            let end = active.state.tokens.len() + row.n_tokens;
+            job.rules().0.advance(end, &active.tokens[..end]);
+        }
+        let (mut requests, mut ledgers) = (Vec::with_capacity(rows.len()), Vec::with_capacity(rows.len()));
+        let mut is_prompt = false;
+        for row in rows {
+            let (Some(active), Some(job)) = (self.scheduler.find(row.id), self.jobs.get(&row.id)) else {
+                unreachable!("{} was scheduled", row.id)
+            };
+            let start = active.state.tokens.len();
+            let tokens = &active.tokens[start..start + row.n_tokens];
+            let want = if row.chooses { Want::Sample(job.rules_now()) } else { Want::Nothing };
+            requests.push(StepRequest { tokens, start, table: active.state.table.blocks(), want });
+            ledgers.push(&active.state.ledger);
+            is_prompt = job.n_chosen == 0;
+        }
+        // The last token of a prompt looks like a decoded one.
+        let kind = if rows.len() == 1 && is_prompt { StepKind::Prompt } else { step_kind(&requests) };
+        self.core.step(kind, &requests, &ledgers)
+    }
+
+    /// Passes on what a step came to for one request.
+    fn deliver(
+        &mut self,
+        mailbox: &Mailbox,
+        row: StepRow,
+        choice: Option<Result<Choice, EngineError>>,
+        took: Duration,
+    ) -> Result<(), Stopped> {
+        let choice = match choice.transpose() {
+            Ok(choice) => choice,
+            Err(error) => return self.failed(mailbox, row.id, error),
+        };
+        self.scheduler.advance(row.id, row.n_tokens, choice.as_ref().map(|choice| choice.chosen.token));
+        let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
+            return Ok(());
+        };
+        match choice {
+            Some(choice) => {
+                if let (_, Some(finish)) = job.chosen(choice, took, &active.state) {
+                    self.end(mailbox, row.id, finish);
+                }
+            }
+            None => job.evaluated(active.state.tokens.len(), took),
+        }
+        Ok(())
+    }
+
+    /// Ends a request. Whoever hears of it finds no step of it under way, a complete ledger, and the sequence free.
+    fn end(&mut self, mailbox: &Mailbox, id: RequestId, finish: FinishReason) {
+        let (Some(active), Some(job)) = (self.scheduler.remove(id), self.jobs.remove(&id)) else { return };
+        self.core.settle_of(&active.state);
+        let channel = job.close(Some(active.state));
+        mailbox.ended(id);
+        channel.push(Ok(TokenEvent::End(finish)));
+    }
+
+    /// Ends a request with an error, and the engine where it cannot go on.
+    fn failed(&mut self, mailbox: &Mailbox, id: RequestId, error: EngineError) -> Result<(), Stopped> {
+        let stops = error.stops();
+        mailbox.ended(id);
+        self.fail(id, error);
+        stops.map_or(Ok(()), Err)
+    }
+
+    fn fail(&mut self, id: RequestId, error: EngineError) {
+        let state = self.scheduler.remove(id).map(|active| active.state);
+        if let Some(job) = self.jobs.remove(&id) {
+            job.fail(state, error);
         }
     }
 }
 
-/// A request that is being served or waits for it.
-pub(crate) struct Job {
-    id: RequestId,
-    sequence: HeldSequence,
+/// What is known of a request besides its tokens and blocks.
+struct Job {
+    held: Option<HeldSequence>,
     request: Request,
     row: SamplingRow,
     /// How the first tokens are chosen, where no end token may be among them.
     endless: Option<SamplingRow>,
     channel: Arc<Channel>,
-    has_begun: bool,
     /// Time that the prompt's steps took.
     prefill: Duration,
-    /// The last token chosen, which is not evaluated yet.
-    last: Option<u32>,
     n_chosen: usize,
 }
 
 impl Job {
-    pub(crate) fn new(
-        id: RequestId,
-        sequence: HeldSequence,
-        request: Request,
-        (row, endless): (SamplingRow, Option<SamplingRow>),
-        channel: Arc<Channel>,
-    ) -> Job {
-        Job {
-            id,
-            sequence,
-            request,
-            row,
-            endless,
-            channel,
-            has_begun: false,
-            prefill: Duration::ZERO,
-            last: None,
-            n_chosen: 0,
+    /// How the next token is chosen, and for how many tokens that stays so.
+    fn rules(&mut self) -> (&mut SamplingRow, usize) {
+        let min_left = self.request.min_tokens.saturating_sub(self.n_chosen);
+        match &mut self.endless {
+            Some(endless) if min_left > 0 => (endless, min_left),
+            _ => (&mut self.row, self.request.max_tokens - self.n_chosen),
         }
     }
 
-    /// One step; what the consumer wants after it, and whether the request has ended.
-    fn step(&mut self, core: &mut Core) -> Result<(Demand, Option<FinishReason>), EngineError> {
-        match self.last {
-            _ if self.request.max_tokens == 0 => Ok((Demand::GoOn, Some(FinishReason::MaxTokens))),
-            None => self.prompt_step(core),
-            Some(last) => self.decode_step(core, last),
+    fn rules_now(&self) -> &SamplingRow {
+        match &self.endless {
+            Some(endless) if self.request.min_tokens > self.n_chosen => endless,
+            _ => &self.row,
         }
     }
 
-    fn prompt_step(&mut self, core: &mut Core) -> Result<(Demand, Option<FinishReason>), EngineError> {
-        let began = Instant::now();
-        let (sequence, prompt) = (self.sequence.state(), &self.request.prompt);
-        if !self.has_begun {
-            core.begin_prompt(sequence, prompt)?;
-            self.has_begun = true;
-        }
-        let row = self.endless.as_mut().unwrap_or(&mut self.row);
-        let chosen = core.prompt_piece(sequence, prompt, row)?;
-        self.prefill += began.elapsed();
-        Ok(match chosen {
-            Some(chosen) => self.chosen(chosen, self.prefill),
-            None => {
-                let (n_done, n_tokens) = (sequence.tokens.len(), prompt.len());
-                (self.channel.push(Ok(TokenEvent::Prompt { n_done, n_tokens })), None)
-            }
-        })
-    }
-
-    fn decode_step(
+    /// The next token of a sequence that is alone.
+    fn decode(
         &mut self,
         core: &mut Core,
+        state: &mut SequenceState,
         last: u32,
-    ) -> Result<(Demand, Option<FinishReason>), EngineError> {
-        let min_left = self.request.min_tokens.saturating_sub(self.n_chosen);
-        let left = self.request.max_tokens - self.n_chosen;
-        let (row, n_tokens) = match &mut self.endless {
-            // Other rules begin where end tokens may be chosen: nothing is sent ahead beyond that.
-            Some(endless) if min_left > 0 => (endless, min_left),
-            _ => (&mut self.row, left),
-        };
-        let ahead = Ahead { n_tokens, end: &self.request.end };
-        let (chosen, took) = core.follow_timed(self.sequence.state(), last, row, &ahead)?;
-        Ok(self.chosen(chosen, took))
+    ) -> Result<(Choice, Duration), EngineError> {
+        let end = std::mem::take(&mut self.request.end);
+        // Nothing is sent ahead beyond where other rules begin.
+        let (row, n_tokens) = self.rules();
+        let decoded = core.follow_timed(state, last, row, &Ahead { n_tokens, end: &end });
+        self.request.end = end;
+        decoded.map(|(chosen, took)| (Choice { chosen, top: Vec::new() }, took))
     }
 
-    fn chosen(&mut self, chosen: Chosen, took: Duration) -> (Demand, Option<FinishReason>) {
-        self.last = Some(chosen.token);
+    /// Passes a piece of a prompt on.
+    fn evaluated(&mut self, n_done: usize, took: Duration) {
+        self.prefill += took;
+        // Behind the prompt, tokens are evaluated a second time after a preemption.
+        if self.n_chosen == 0 {
+            let n_tokens = self.request.prompt.len();
+            self.channel.push(Ok(TokenEvent::Prompt { n_done, n_tokens }));
+        }
+    }
+
+    /// Passes a choice on; what the consumer wants next, and whether the request has ended.
+    fn chosen(
+        &mut self,
+        Choice { chosen, top }: Choice,
+        took: Duration,
+        state: &SequenceState,
+    ) -> (Demand, Option<FinishReason>) {
         self.n_chosen += 1;
-        let sequence = self.sequence.state();
+        let took = took + std::mem::take(&mut self.prefill);
         let finish = if self.request.end.contains(&chosen.token) {
             Some(FinishReason::EndToken)
         } else if self.n_chosen >= self.request.max_tokens {
             Some(FinishReason::MaxTokens)
-        } else if sequence.tokens.len() >= sequence.context {
+        } else if state.tokens.len() >= state.context {
             // The token in hand needs a position before the next can be chosen.
             Some(FinishReason::ContextFull)
         } else {
             None
         };
-        let event = TokenEvent::Token { token: chosen.token, logprob: chosen.logprob, took };
+        let event = TokenEvent::Token { token: chosen.token, logprob: chosen.logprob, top, took };
         (self.channel.push(Ok(event)), finish)
     }
 
-    /// Ends the request. Whoever hears of it finds no step of it under way, a complete ledger, and the sequence free.
-    fn end(self, core: &mut Core, mailbox: &Mailbox, finish: FinishReason) {
-        let Job { id, mut sequence, request, channel, .. } = self;
-        core.settle_of(sequence.state());
-        drop((sequence, request));
-        mailbox.ended(id);
-        channel.push(Ok(TokenEvent::End(finish)));
+    /// Gives the sequence back, and the channel for the last event.
+    fn close(self, state: Option<SequenceState>) -> Arc<Channel> {
+        let Job { held, request, channel, .. } = self;
+        if let (Some(mut held), Some(state)) = (held, state) {
+            held.put(state);
+        }
+        drop(request);
+        channel
     }
 
-    fn fail(self, error: EngineError) {
-        let Job { sequence, request, channel, .. } = self;
-        drop((sequence, request));
-        channel.push(Err(error));
+    fn fail(self, state: Option<SequenceState>, error: EngineError) {
+        self.close(state).push(Err(error));
     }
 }

@@ -215,7 +215,7 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
             row.advance(n + 1, &tokens[..=n]);
             let table = &table[..(n + 1).div_ceil(32)];
             let request = StepRequest { tokens: &tokens[n..=n], start: n, table, want: Want::Sample(&row) };
-            runner.step(&request, &mut StepOut::default()).unwrap();
+            runner.step(&[request], &mut StepOut::default()).unwrap();
             let alone = blocks.lock().unwrap().pop().unwrap();
             for name in ["tokens", "positions", "seqs", "tables", "params", "rng", "bias_ids", "bias"] {
                 assert_eq!(words(&layout, fed, name), words(&layout, &alone, name), "{name} of step {i}");

@@ -3,7 +3,9 @@
 mod common;
 
 use common::tiny_model;
-use refrain_engine::{BackendRunner, EngineError, Runner, RunnerOptions, SamplingParams, SamplingRow};
+use refrain_engine::{
+    BackendRunner, Chosen, EngineError, Runner, RunnerOptions, SamplingParams, SamplingRow,
+};
 use refrain_engine::{StepOut, StepRequest, Want};
 use refrain_graph::{
     Backend, CompileError, Graph, Io, Plan, PlanOptions, Query, Ran, Reason, RunError, State,
@@ -76,12 +78,14 @@ fn the_size_that_was_not_used_for_longest_is_compiled_again() {
         sizes.iter().for_each(|&n| drop(runner.plan(n).unwrap().clone()));
         n_compiled.load(Ordering::Relaxed)
     };
-    assert_eq!(compiled_after(&[1, 2, 3, 4, 5, 6, 7, 8]), 8);
-    assert_eq!(compiled_after(&[1, 8, 5, 1]), 8, "all eight are kept");
-    assert_eq!(compiled_after(&[9]), 9);
-    assert_eq!(compiled_after(&[1, 3, 4, 5, 6, 7, 8, 9]), 9, "only 2 had to go");
-    assert_eq!(compiled_after(&[2]), 10);
-    assert_eq!(compiled_after(&[3, 1]), 11, "2 came in the place of 1");
+    let all: Vec<usize> = (1..=96).collect();
+    assert_eq!(compiled_after(&all), 96);
+    assert_eq!(compiled_after(&[1, 96, 5, 1]), 96, "all are kept");
+    assert_eq!(compiled_after(&[97]), 97);
+    assert_eq!(compiled_after(&[1, 3, 4, 5, 95, 96, 97]), 97, "only 2 had to go");
+    assert_eq!(compiled_after(&[2]), 98);
+    assert_eq!(compiled_after(&[7, 3, 1]), 98, "2 came in the place of 6");
+    assert_eq!(compiled_after(&[6]), 99);
 }
 
 #[test]
@@ -91,13 +95,16 @@ fn the_same_number_of_tokens_with_another_head_is_another_step() {
     let mut out = StepOut::default();
     for want in [Want::Nothing, Want::Logits { n_rows: 1 }, Want::Logits { n_rows: 2 }, Want::Sample(&row)] {
         for _ in 0..2 {
-            runner.step(&StepRequest { tokens: &[1, 2], start: 0, table: &[0], want }, &mut out).unwrap();
+            let request = StepRequest { tokens: &[1, 2], start: 0, table: &[0], want };
+            runner.step(&[request], &mut out).unwrap();
         }
     }
     assert_eq!(n_compiled.load(Ordering::Relaxed), 4);
     let plan = runner.plan(2).unwrap();
     let [token, logprob] = ["token", "logprob"].map(|name| plan.output(name).unwrap());
-    assert_eq!(out.chosen, Some((token as u32, logprob as f32)), "each output is read under its name");
+    let chosen = out.choices.remove(0).unwrap().unwrap().chosen;
+    let want = Chosen { token: token as u32, logprob: logprob as f32 };
+    assert_eq!(chosen, want, "each output is read under its name");
 }
 
 #[test]

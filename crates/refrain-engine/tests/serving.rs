@@ -50,11 +50,6 @@ fn lost() -> RunError {
     RunError::ContextLost { backend: "fake", label: "blk.3.ffn_up".into(), code: 719, source }
 }
 
-fn broken() -> RunError {
-    let source = Box::new(std::io::Error::other("the cable is cut"));
-    RunError::Backend { backend: "fake", label: "blk.0.attn_q".into(), source }
-}
-
 #[test]
 fn handles_can_be_used_from_any_thread() {
     fn check<T: Send + Sync>() {}
@@ -145,8 +140,8 @@ fn what_cannot_be_served_is_refused_with_its_numbers_before_anything_runs() {
     assert_eq!(refused(&|r| r.end = vec![1 << 31]), "token 2147483648 is outside the vocabulary of 128");
     assert_eq!(refused(&|r| r.min_tokens = 9), "at least 9 tokens were asked for, and at most 8");
     assert_eq!(
-        refused(&|r| r.n_top_logprobs = 5),
-        "the 5 most probable tokens were asked for, only the chosen one has a log-probability"
+        refused(&|r| r.n_top_logprobs = 21),
+        "the 21 most probable tokens were asked for, at most 20 are given"
     );
     assert_eq!(refused(&|r| r.adapter = Some(AdapterId(3))), "adapter 3 was asked for, the engine has none");
     assert_eq!(refused(&|r| r.sampling.top_p = 2.0), "top-p is 2, must be above 0 and at most 1");
@@ -166,7 +161,7 @@ fn what_cannot_be_served_is_refused_with_its_numbers_before_anything_runs() {
 }
 
 #[test]
-fn requests_are_served_first_come_first_served_and_only_so_many_may_wait() {
+fn all_requests_take_part_in_every_step_and_only_so_many_may_be_open() {
     let (engine, script) = engine(32, 8);
     let sequences: Vec<_> = (0..5).map(|_| engine.open(16).unwrap()).collect();
     let gate = script.block();
@@ -181,7 +176,9 @@ fn requests_are_served_first_come_first_served_and_only_so_many_may_wait() {
     let got: Vec<_> = streams.into_iter().map(|stream| collect(stream).0).collect();
     assert_eq!(got, [[11, 12, 13], [21, 22, 23], [31, 32, 33], [41, 42, 43]]);
     let starts: Vec<_> = script.seen().iter().map(|seen| seen.tokens[0] / 10).collect();
-    assert_eq!(starts, [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]);
+    // The first has begun when the others come; then all go on together.
+    assert!(matches!(starts[..4], [1, 1, 2, 3] | [1, 2, 3, 4]), "{starts:?}");
+    assert_eq!(starts.len(), 12);
     assert_eq!(collect(engine.submit(request(&sequences[4], vec![50], 1)).unwrap()).0, [51]);
 }
 
@@ -356,7 +353,12 @@ fn requests_from_many_threads_all_get_their_own_tokens() {
             });
         }
     });
-    assert_eq!(engine.ledger().unwrap().tally(StepKind::Decode).steps(), 4 * 50 * 7);
+    let ledger = engine.ledger().unwrap();
+    let tallies = StepKind::ALL.map(|kind| ledger.tally(kind));
+    // Of each prompt but the first of a sequence one token is new.
+    let n_tokens = 4 * (50 * (1 + 7) + 1);
+    assert_eq!(tallies.iter().map(|tally| tally.tokens).sum::<u64>(), n_tokens);
+    assert!(tallies.iter().map(|tally| tally.steps()).sum::<u64>() <= n_tokens);
 }
 
 #[test]
@@ -456,16 +458,22 @@ fn a_lost_device_reaches_all_who_wait_and_all_who_come_later() {
 fn a_step_that_fails_ends_its_request_and_no_other() {
     let (engine, script) = engine(64, 8);
     let (one, two) = (engine.open(16).unwrap(), engine.open(16).unwrap());
-    script.fail_after(1, broken());
+    script.break_on(3);
+    let gate = script.block();
     let mut fails = engine.submit(request(&one, vec![1], 5)).unwrap();
-    let goes_on = engine.submit(request(&two, vec![1], 5)).unwrap();
-    assert!(matches!(fails.next(), Some(Ok(TokenEvent::Token { token: 2, .. }))));
+    let goes_on = engine.submit(request(&two, vec![50], 5)).unwrap();
+    drop(gate);
+    for token in 2..4 {
+        assert!(matches!(fails.next(), Some(Ok(TokenEvent::Token { token: got, .. })) if got == token));
+    }
     assert!(matches!(fails.next(), Some(Err(EngineError::Run(_)))));
     assert!(fails.next().is_none());
-    assert_eq!(collect(goes_on).0.len(), 5);
-    assert_eq!(one.ledger().tally(StepKind::Decode).failed, 1);
-    assert_eq!(two.ledger().tally(StepKind::Decode).failed, 0);
-    assert_eq!(collect(engine.submit(request(&one, vec![1, 2], 2)).unwrap()).0, [3, 4]);
+    assert_eq!(collect(goes_on).0, [51, 52, 53, 54, 55]);
+    let failed = |sequence: &Sequence| StepKind::ALL.map(|kind| sequence.ledger().tally(kind).failed);
+    assert_eq!((failed(&one).iter().sum::<u64>(), failed(&two).iter().sum::<u64>()), (1, 0));
+    // What it held before is good.
+    assert_eq!(one.tokens().unwrap(), [1, 2]);
+    assert_eq!(collect(engine.submit(request(&one, vec![1, 2, 7], 2)).unwrap()).0, [8, 9]);
 }
 
 #[test]

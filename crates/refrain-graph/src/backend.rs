@@ -224,6 +224,12 @@ pub trait Backend {
         &[]
     }
 
+    /// Numbers of sequences that it likes to decode one token of each at once, from the smallest; others are padded to
+    /// the next one. Empty when any number is as good.
+    fn row_buckets(&self) -> &[usize] {
+        &[]
+    }
+
     /// Whether there is a kernel for a node.
     fn supports(&self, query: &Query<'_>) -> Support;
 

@@ -83,6 +83,9 @@ impl<'g> Rebuilt<'g> {
             let value = self.value(output.value)?;
             self.builder.output(&output.name, value)?;
         }
+        for value in self.graph.early().iter().filter_map(|value| self.map.get(value)) {
+            self.builder.compute_early(*value);
+        }
         // Inputs and outputs were added in their order, so that ids and positions are the same.
         if let Some(step) = self.graph.step() {
             self.builder.declare_step(step.clone());

@@ -152,6 +152,11 @@ impl<'b> Backward<'b> {
             Some(known) => {
                 let known = self.materialise(known, value)?;
                 let more = self.materialise(adjoint, value)?;
+                // What a weight gets from its last use waits for its first one, across the whole backward pass: better
+                // as a gradient than as the larger values that it is made of.
+                if !matches!(self.graph().value(value).origin, Origin::Node { .. }) {
+                    self.builder.compute_early(known);
+                }
                 Adjoint::Value(self.builder.add(known, more)?)
             }
         };
@@ -160,6 +165,14 @@ impl<'b> Backward<'b> {
     }
 
     fn node(&mut self, node: &Node, dys: &[Option<Adjoint>]) -> Result<(), GradError> {
+        // The loss has its gradient already.
+        if let (Some(Some(Adjoint::Ones)), Op::Train(TrainOp::CrossEntropy)) = (dys.first(), &node.op)
+            && self.needed.contains(&node.inputs[0])
+            && node.inputs[1..].iter().all(|input| !self.needed.contains(input))
+        {
+            let gradient = self.current(node.outputs[1]);
+            return self.add(node.inputs[0], Adjoint::Value(gradient));
+        }
         // A sum passes its gradient on as it is, and so do views of ones: nothing is computed for them.
         if let ([Some(Adjoint::Ones)], Op::View(View::Reshape(_) | View::Permute(_)) | Op::Copy) =
             (dys, &node.op)
@@ -330,16 +343,11 @@ impl<'b> Backward<'b> {
             }
             Op::Train(TrainOp::CrossEntropy) => {
                 let gradient = self.current(node.outputs[1]);
-                let logits = match dys[0] {
-                    Some(Adjoint::Ones) => gradient,
-                    Some(Adjoint::Value(_)) | None => {
-                        let rows = [ty(self, 0).shape.dims()[0], 1];
-                        let dy = self.dense(dy)?;
-                        let dy = self.builder.reshape(dy, &rows)?;
-                        let dy = self.cast(dy, ty(self, 0).dtype)?;
-                        self.one(Op::Binary(Binary::Mul), &[dy, gradient], &label)?
-                    }
-                };
+                let rows = [ty(self, 0).shape.dims()[0], 1];
+                let dy = self.dense(dy)?;
+                let dy = self.builder.reshape(dy, &rows)?;
+                let dy = self.cast(dy, ty(self, 0).dtype)?;
+                let logits = self.one(Op::Binary(Binary::Mul), &[dy, gradient], &label)?;
                 Ok(vec![Some(logits), None, None])
             }
             Op::Train(TrainOp::Dropout(_)) => {

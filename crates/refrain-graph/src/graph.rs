@@ -150,9 +150,15 @@ pub struct Graph {
     states: Vec<State>,
     outputs: Vec<Output>,
     step: Option<StepInputs>,
+    early: Vec<ValueId>,
 }
 
 impl Graph {
+    /// Values that are worth computing as soon as they can be, in this order.
+    pub fn early(&self) -> &[ValueId] {
+        &self.early
+    }
+
     /// All nodes.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
@@ -376,6 +382,12 @@ impl GraphBuilder {
         self.refuse_older_version(value, name)?;
         self.graph.outputs.push(Output { name: name.into(), value });
         Ok(())
+    }
+
+    /// Says that a value is worth computing as soon as it can be, after those of which this was said before: it needs
+    /// less memory than what it is made of.
+    pub fn compute_early(&mut self, value: ValueId) {
+        self.graph.early.push(value);
     }
 
     /// Outputs named so far.

@@ -518,7 +518,11 @@ impl Chain {
         let (k, also_turned) = rope(facts.input(keys, 1))?;
         let places = facts.inputs_from(keys, 2);
         let state = |node: NodeId| facts.graph.state_of(facts.graph.node(node).inputs[0]);
+        // Members of the group run at once: none of them may read another but along the chain.
+        let made_outside = |seen: Seen| facts.producer(&seen).is_none_or(|(node, _)| node != q && node != k);
+        let rows = [facts.input(q, 0), facts.input(k, 0), facts.input(values, 1)];
         let same = q != k
+            && rows.into_iter().all(made_outside)
             && turned == also_turned
             && facts.inputs_from(q, 1) == facts.inputs_from(k, 1)
             && facts.input(q, 1) == places[0]

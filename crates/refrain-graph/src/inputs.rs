@@ -196,6 +196,23 @@ impl<'a> Filler<'a> {
         Ok(self)
     }
 
+    /// Sets a whole input of I32, `[n, width]`, row by row; places without a value hold -1.
+    pub fn padded_rows<'v>(
+        &mut self,
+        input: InputId,
+        rows: impl IntoIterator<Item = &'v [u32]>,
+    ) -> Result<&mut Self, ControlError> {
+        let shape = self.control.layout().slot(input).ty.shape;
+        let (n, width) = (shape.n_elements(), shape.dims().last().copied().unwrap_or(0));
+        self.scratch.clear();
+        self.scratch.resize(n, -1);
+        for (to, row) in self.scratch.chunks_exact_mut(width.max(1)).zip(rows) {
+            to.iter_mut().zip(row).for_each(|(to, value)| *to = *value as i32);
+        }
+        self.control.set_i32(input, &self.scratch)?;
+        Ok(self)
+    }
+
     /// Sets one row of an input; the others stay as they are.
     pub fn row<T: bytemuck::Pod>(
         &mut self,

@@ -84,11 +84,11 @@ impl Dependencies {
             all.push(before);
         }
         changes.sort_unstable();
-        let makers =
-            graph.outputs().iter().filter_map(|o| match graph.value(source(graph, o.value)).origin {
-                Origin::Node { node, .. } => Some(node.idx()),
-                Origin::Input(_) | Origin::Weight(_) | Origin::State(_) => None,
-            });
+        let wanted = graph.early().iter().copied().chain(graph.outputs().iter().map(|o| o.value));
+        let makers = wanted.filter_map(|value| match graph.value(source(graph, value)).origin {
+            Origin::Node { node, .. } => Some(node.idx()),
+            Origin::Input(_) | Origin::Weight(_) | Origin::State(_) => None,
+        });
         // What is left is there for what it does on the host, or nobody needs it.
         let roots = makers.chain(changes.iter().map(|c| c.1)).chain(0..graph.nodes().len());
         let roots = roots.filter(|&idx| !is_view(graph, idx)).collect();

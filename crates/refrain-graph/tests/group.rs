@@ -270,6 +270,33 @@ fn nodes_that_wait_for_each_other_through_another_are_no_group() {
     assert!(got.iter().all(|group| !group.contains(' ')), "{got:?}");
 }
 
+/// Queries made of turned keys, and values that are turned keys.
+#[test]
+fn members_that_read_each_other_besides_the_chain_are_no_group() {
+    for values_are_keys in [false, true] {
+        let cache = ty(DType::F32, &[4, 1, 4, HEAD_DIM]);
+        let states = ["k", "v"].map(|name| State::paged(name, cache)).to_vec();
+        let weights = vec![Weight { name: "inv_freq".into(), ty: ty(DType::F32, &[HEAD_DIM / 2]) }];
+        let mut b = GraphBuilder::new(weights, states);
+        let x = b.input("x", ty(DType::F32, &[1, 1, HEAD_DIM])).unwrap();
+        let places = [("positions", &[1][..]), ("seqs", &[1]), ("tables", &[1, 4])]
+            .map(|(name, dims)| b.input(name, ty(DType::I32, dims)).unwrap());
+        let inv_freq = b.weight(WeightId::from_idx(0));
+        let rope = Rope { style: RopeStyle::Neox, n_dims: HEAD_DIM, magnitude: 1.0 };
+        let k = b.rope(rope, x, places[0], inv_freq).unwrap();
+        let (of_query, v) = if values_are_keys { (x, k) } else { (k, x) };
+        let q = b.rope(rope, of_query, places[0], inv_freq).unwrap();
+        let [keys, values] = [0, 1].map(|i| b.state(StateId::from_idx(i)));
+        let keys = b.kv_append(keys, k, places).unwrap();
+        let values = b.kv_append(values, v, places).unwrap();
+        let attention = Attention { scale: 0.5, window: None, softcap: None };
+        let y = b.attention(attention, q, [keys, values], places).unwrap();
+        b.output("y", y).unwrap();
+        let got = groups(&b.finish(), &everything);
+        assert!(got.iter().all(|group| !group.contains(' ')), "{got:?}");
+    }
+}
+
 #[test]
 fn a_plan_for_nobody_in_particular_has_products_as_groups_of_one() {
     let graph = fuse(&layers(2, Extras::default())).unwrap();

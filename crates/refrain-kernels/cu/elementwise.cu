@@ -7,22 +7,8 @@
 // Launch    grid (ceil(n / 256)), block (256), shared 0
 // Aliasing  y may be an operand that is dense and of y's shape: element i is read before it is written, by one thread
 // One rounding or a few per element, the same every run. Capture: safe.
+#include "functions.cuh"
 #include "view.cuh"
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-// x sigmoid(s). The exponential never overflows, so that far on the left the result is tiny and not yet zero.
-inline float times_sigmoid(float x, float s) {
-    float e = expf(-fabsf(s));
-    return s < 0.0f ? x * e / (1.0f + e) : x / (1.0f + e);
-}
-
-inline float silu(float x) { return times_sigmoid(x, x); }
-
-// 0.5 x (1 + tanh(u)) is x sigmoid(2 u), without the difference that cancels.
-inline float gelu_tanh(float x) {
-    return times_sigmoid(x, 2.0f * (0.7978845608028654f * (x + 0.044715f * x * x * x)));
-}
 
 #define UNARY(name, expression)                                                                            \
     extern "C" __global__ __launch_bounds__(256) void unary_##name##_f32(float* y, const float* v, Walk walk, u32 n, \

@@ -23,6 +23,12 @@ inline void copy_async(void* to, const void* from, bool there) {
                  : "memory");
 }
 
+// The first bytes of sixteen and zeros behind them; both addresses at multiples of 16, nothing is read behind the bytes.
+inline void copy_async_bytes(void* to, const void* from, u32 n_bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(n_bytes)
+                 : "memory");
+}
+
 // An address in shared memory, for those who reckon with it.
 typedef u32 Place;
 inline Place place_of(const void* p) { return shared_address(p); }
@@ -89,6 +95,10 @@ inline float exp2_fast(float x) {
 inline void copy_async(void* to, const void* from, bool there) {
     if (there) memcpy(to, from, 16);
     else memset(to, 0, 16);
+}
+inline void copy_async_bytes(void* to, const void* from, u32 n_bytes) {
+    memset(to, 0, 16);
+    memcpy(to, from, n_bytes);
 }
 typedef u8* Place;
 inline Place place_of(const void* p) { return (u8*)p; }

@@ -10,6 +10,7 @@
 // Aliasing  sum may be a; wide may be x, b, gate or up: a thread reads an element before it writes there, and no other
 //           thread touches it
 // Sums in f32, fixed order: same bits every run. Rounds to nearest even. Capture: safe.
+#include "functions.cuh"
 #include "mma.cuh"
 #include "reduce.cuh"
 #include "view.cuh"
@@ -85,19 +86,6 @@ inline void narrow_add_norm(float* sum_out, T* y, float* wide, const float* a, c
     for (u32 i = threadIdx.x * 4; i < n_cols; i += 1024) {
         store(y, wide, row + i, times(load4(sum_out + row + i), scale, load4(w + i)));
     }
-}
-
-// x sigmoid(s). The exponential never overflows, so that far on the left the result is tiny and not yet zero.
-inline float times_sigmoid(float x, float s) {
-    float e = expf(-fabsf(s));
-    return s < 0.0f ? x * e / (1.0f + e) : x / (1.0f + e);
-}
-
-inline float silu(float x) { return times_sigmoid(x, x); }
-
-// 0.5 x (1 + tanh(u)) is x sigmoid(2 u), without the difference that cancels.
-inline float gelu_tanh(float x) {
-    return times_sigmoid(x, 2.0f * (0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 
 template <typename T, float (*F)(float)>

@@ -1,4 +1,4 @@
-//! Products with many rows by cuBLASLt, opened when it is there: building and running need no CUDA toolkit.
+//! Products by cuBLASLt, opened when it is there: building and running need no CUDA toolkit.
 //!
 //! An algorithm is chosen by the library's heuristic when a product is planned, never while something records; split
 //! sums may only be reduced out of place, in order. So a recorded product and an eager one run the same code over the
@@ -16,7 +16,7 @@ use refrain_driver::{Access, Buf, Context, DriverError, LibraryCall, Queue};
 use refrain_tensor::DType;
 
 use crate::error::{Case, KernelError};
-use crate::gemm::GEMM_DTYPES;
+use crate::matmul::MATMUL_DTYPES;
 
 type Handle = *mut c_void;
 
@@ -29,8 +29,16 @@ const R_32F: u32 = 0;
 const R_16F: u32 = 2;
 const R_16BF: u32 = 14;
 const DESC_TRANSA: u32 = 3;
+const DESC_TRANSB: u32 = 4;
+const OP_N: i32 = 0;
 const OP_T: i32 = 1;
+const LAYOUT_BATCH_COUNT: u32 = 5;
+const LAYOUT_BATCH_OFFSET: u32 = 6;
 const PREF_MAX_WORKSPACE: u32 = 1;
+/// Of the first factor; those of the second, of what is added and of the result follow.
+const PREF_MIN_ALIGNMENT: u32 = 5;
+/// What the library assumes of every address unless it is told otherwise.
+const ALIGNMENT: usize = 256;
 const NOT_SUPPORTED: u32 = 15;
 const PREF_REDUCTION_MASK: u32 = 3;
 /// Reductions out of place, in the type that sums are formed in.
@@ -87,6 +95,7 @@ functions! {
     desc_set: b"cublasLtMatmulDescSetAttribute\0" fn(Handle, u32, *const c_void, usize);
     desc_destroy: b"cublasLtMatmulDescDestroy\0" fn(Handle);
     layout_create: b"cublasLtMatrixLayoutCreate\0" fn(*mut Handle, u32, u64, u64, i64);
+    layout_set: b"cublasLtMatrixLayoutSetAttribute\0" fn(Handle, u32, *const c_void, usize);
     layout_destroy: b"cublasLtMatrixLayoutDestroy\0" fn(Handle);
     pref_create: b"cublasLtMatmulPreferenceCreate\0" fn(*mut Handle);
     pref_set: b"cublasLtMatmulPreferenceSetAttribute\0" fn(Handle, u32, *const c_void, usize);
@@ -111,23 +120,61 @@ unsafe impl Send for BlasLt {}
 // SAFETY: as for `Send`; `planned` has a lock.
 unsafe impl Sync for BlasLt {}
 
-/// A product `y[m, n] = x[m, k] . w[n, k]^T`.
+/// How a factor lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlasLtFactor {
+    /// Whether its rows are of consecutive elements; otherwise its columns are.
+    pub has_rows: bool,
+    /// Elements from one row (column) to the next.
+    pub pitch: usize,
+    /// Elements from one matrix to the next; 0 for the same one.
+    pub batch_stride: usize,
+}
+
+/// Products `y[m, n] = a[m, k] . b[k, n]`, one or several of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlasLtShape {
-    /// Of `x` and `w`, F16 or BF16; `y` is F32.
+    /// Of `a` and `b`: F32, F16 or BF16.
     pub dtype: DType,
-    /// Rows of `x`.
+    /// Of `y`: the same or F32.
+    pub out: DType,
+    /// Rows of `a`.
     pub m: usize,
-    /// Rows of `w`.
+    /// Columns of `b`.
     pub n: usize,
-    /// Columns of both.
+    /// Columns of `a`, rows of `b`.
     pub k: usize,
+    /// How many products.
+    pub n_batch: usize,
+    /// How `a` lies.
+    pub a: BlasLtFactor,
+    /// How `b` lies.
+    pub b: BlasLtFactor,
+    /// Every matrix starts at a multiple of so many bytes, a power of two up to 256.
+    pub align: usize,
+}
+
+impl BlasLtShape {
+    /// `y[m, n] = x[m, k] . w[n, k]^T`, dense and aligned, with `y` in F32.
+    #[must_use]
+    pub fn of_rows(dtype: DType, m: usize, n: usize, k: usize) -> BlasLtShape {
+        let a = BlasLtFactor { has_rows: true, pitch: k, batch_stride: 0 };
+        let b = BlasLtFactor { has_rows: false, ..a };
+        BlasLtShape { dtype, out: DType::F32, m, n, k, n_batch: 1, a, b, align: ALIGNMENT }
+    }
+
+    /// Elements of a factor of so many rows and columns, from the first to the last.
+    fn extent(&self, factor: &BlasLtFactor, rows: usize, cols: usize) -> Option<usize> {
+        let (n_runs, run) = if factor.has_rows { (rows, cols) } else { (cols, rows) };
+        let last = self.n_batch.checked_sub(1)?.checked_mul(factor.batch_stride)?;
+        n_runs.checked_sub(1)?.checked_mul(factor.pitch)?.checked_add(run)?.checked_add(last)
+    }
 }
 
 /// What is fixed when a product is planned.
 struct Planned {
     desc: Handle,
-    /// Of `w`, `x` and `y`, as columns.
+    /// Of `b`, `a` and `y`, as columns.
     layouts: [Handle; 3],
     algorithm: Algorithm,
     destroy: [unsafe extern "C" fn(Handle) -> u32; 2],
@@ -157,8 +204,8 @@ pub struct BlasLtProduct {
     library: Arc<BlasLt>,
     planned: Arc<Planned>,
     shape: BlasLtShape,
-    x: Buf,
-    w: Buf,
+    a: Buf,
+    b: Buf,
     y: Buf,
     workspace: Buf,
     step: Arc<str>,
@@ -216,14 +263,30 @@ impl BlasLt {
 
     /// Refuses a shape that the library has no algorithm for. The first time it asks the heuristic.
     pub fn check(&self, shape: BlasLtShape) -> Result<(), KernelError> {
-        let dims = [("m", shape.m), ("n", shape.n), ("k", shape.k)];
-        self.planned(shape, &Case { op: "product", dtype: shape.dtype, shape: &dims }).map(|_| ())
+        self.planned(shape, &Case { op: "product", dtype: shape.dtype, shape: &dims(&shape) }).map(|_| ())
     }
 
     fn planned(&self, shape: BlasLtShape, case: &Case<'_>) -> Result<Arc<Planned>, KernelError> {
         case.sizes()?;
-        crate::require!(case, GEMM_DTYPES.contains(&shape.dtype), "tensor cores multiply F16 and BF16");
-        crate::require!(case, shape.k.is_multiple_of(8), "k must be a multiple of 8");
+        crate::require!(case, MATMUL_DTYPES.contains(&shape.dtype), "factors are F32, F16 or BF16");
+        crate::require!(
+            case,
+            shape.out == shape.dtype || shape.out == DType::F32,
+            "the result is {}, must be F32 or the factors' dtype",
+            shape.out
+        );
+        let is_align = shape.align.is_power_of_two() && shape.align <= ALIGNMENT;
+        crate::require!(case, is_align, "an alignment of {} bytes", shape.align);
+        for (factor, rows, cols) in [(shape.a, shape.m, shape.k), (shape.b, shape.k, shape.n)] {
+            let (n_runs, run) = if factor.has_rows { (rows, cols) } else { (cols, rows) };
+            let fits = factor.pitch >= run && i64::try_from(factor.pitch).is_ok();
+            crate::require!(
+                case,
+                fits && i64::try_from(factor.batch_stride).is_ok(),
+                "{n_runs} runs of {run} elements lie {} apart",
+                factor.pitch
+            );
+        }
         let mut known = self.planned.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(planned) = known.get(&shape) {
             return Ok(Arc::clone(planned));
@@ -237,20 +300,24 @@ impl BlasLt {
     pub fn product(
         self: &Arc<BlasLt>,
         shape: BlasLtShape,
-        [x, w, y, workspace]: [Buf; 4],
+        [a, b, y, workspace]: [Buf; 4],
         step: &str,
     ) -> Result<BlasLtProduct, KernelError> {
-        let dims = [("m", shape.m), ("n", shape.n), ("k", shape.k)];
+        let dims = dims(&shape);
         let case = Case { op: "product", dtype: shape.dtype, shape: &dims };
         let planned = self.planned(shape, &case)?;
-        let bytes = |a: usize, b: usize, size: usize| a.checked_mul(b).and_then(|n| n.checked_mul(size));
+        let bytes = |n: Option<usize>, dtype: DType| n.and_then(|n| n.checked_mul(dtype.block_bytes()));
+        let extents = [shape.extent(&shape.a, shape.m, shape.k), shape.extent(&shape.b, shape.k, shape.n)];
+        let results = shape.n_batch.checked_mul(shape.m).and_then(|n| n.checked_mul(shape.n));
+        // What is left at the library's own assumption is not looked at so closely: its kernels need 16 bytes.
+        let align = if shape.align < ALIGNMENT { shape.align as u64 } else { 16 };
         Ok(BlasLtProduct {
             library: Arc::clone(self),
             planned,
             shape,
-            x: case.buf("x", x, bytes(shape.m, shape.k, 2), 16)?,
-            w: case.buf("w", w, bytes(shape.n, shape.k, 2), 16)?,
-            y: case.buf("y", y, bytes(shape.m, shape.n, 4), 16)?,
+            a: case.buf("a", a, bytes(extents[0], shape.dtype), align)?,
+            b: case.buf("b", b, bytes(extents[1], shape.dtype), align)?,
+            y: case.buf("y", y, bytes(results, shape.out), align)?,
             workspace: case.buf("workspace", workspace, Some(WORKSPACE as usize), 256)?,
             step: Arc::from(step),
         })
@@ -258,7 +325,12 @@ impl BlasLt {
 
     fn choose(&self, shape: BlasLtShape, case: &Case<'_>) -> Result<Planned, KernelError> {
         let f = &self.functions;
-        let kind = if shape.dtype == DType::F16 { R_16F } else { R_16BF };
+        let kind = |dtype: DType| match dtype {
+            DType::F16 => R_16F,
+            DType::BF16 => R_16BF,
+            _ => R_32F,
+        };
+        let (factors, result) = (kind(shape.dtype), kind(shape.out));
         let [m, n, k] = [shape.m, shape.n, shape.k].map(|n| n as u64);
         let mut planned = Planned {
             desc: null_mut(),
@@ -274,19 +346,45 @@ impl BlasLt {
             waves: 0.0,
             reserved: [0; 4],
         };
-        let (mut n_found, transposed) = (0, OP_T);
-        // Columns are the library's rows: w is [k, n] there, x is [k, m] and y is [n, m].
-        let layouts = [(kind, k, n), (kind, k, m), (R_32F, n, m)];
+        let mut n_found = 0;
+        // Columns are the library's rows: it computes y^T = b^T a^T, [n, m] = [n, k] [k, m], and a factor with rows of
+        // consecutive elements is there what it shall be, one with columns its transpose.
+        let turned = |factor: &BlasLtFactor| if factor.has_rows { OP_N } else { OP_T };
+        let sizes = |factor: &BlasLtFactor, rows: u64, cols: u64| match factor.has_rows {
+            true => (factors, cols, rows, factor.pitch as i64, factor.batch_stride as i64),
+            false => (factors, rows, cols, factor.pitch as i64, factor.batch_stride as i64),
+        };
+        let layouts =
+            [sizes(&shape.b, k, n), sizes(&shape.a, m, k), (result, n, m, n as i64, (n * m) as i64)];
         // SAFETY: every pointer leads to a local that outlives its call, attributes have the sizes that cublasLt.h gives
         // them, and what is created is destroyed by `planned` and `preference`.
         unsafe {
             ok("cublasLtMatmulDescCreate", (f.desc_create)(&mut planned.desc, COMPUTE_32F, R_32F))?;
-            let set =
-                (f.desc_set)(planned.desc, DESC_TRANSA, (&raw const transposed).cast(), size_of::<i32>());
-            ok("cublasLtMatmulDescSetAttribute", set)?;
-            for (layout, (kind, rows, cols)) in planned.layouts.iter_mut().zip(layouts) {
-                let made = (f.layout_create)(layout, kind, rows, cols, rows as i64);
+            for (which, factor) in [(DESC_TRANSA, &shape.b), (DESC_TRANSB, &shape.a)] {
+                let turn = turned(factor);
+                let set = (f.desc_set)(planned.desc, which, (&raw const turn).cast(), size_of::<i32>());
+                ok("cublasLtMatmulDescSetAttribute", set)?;
+            }
+            for (layout, (kind, rows, cols, pitch, offset)) in planned.layouts.iter_mut().zip(layouts) {
+                let made = (f.layout_create)(layout, kind, rows, cols, pitch);
                 ok("cublasLtMatrixLayoutCreate", made)?;
+                if shape.n_batch > 1 {
+                    let count = shape.n_batch as i32;
+                    let set = (f.layout_set)(
+                        *layout,
+                        LAYOUT_BATCH_COUNT,
+                        (&raw const count).cast(),
+                        size_of::<i32>(),
+                    );
+                    ok("cublasLtMatrixLayoutSetAttribute", set)?;
+                    let set = (f.layout_set)(
+                        *layout,
+                        LAYOUT_BATCH_OFFSET,
+                        (&raw const offset).cast(),
+                        size_of::<i64>(),
+                    );
+                    ok("cublasLtMatrixLayoutSetAttribute", set)?;
+                }
             }
             ok("cublasLtMatmulPreferenceCreate", (f.pref_create)(&mut preference.handle))?;
             let (bytes, mask) = (WORKSPACE as usize, REDUCTION_COMPUTE_TYPE);
@@ -304,6 +402,14 @@ impl BlasLt {
                 size_of::<u32>(),
             );
             ok("cublasLtMatmulPreferenceSetAttribute", set)?;
+            if shape.align < ALIGNMENT {
+                let bytes = shape.align as u32;
+                for which in PREF_MIN_ALIGNMENT..PREF_MIN_ALIGNMENT + 4 {
+                    let set =
+                        (f.pref_set)(preference.handle, which, (&raw const bytes).cast(), size_of::<u32>());
+                    ok("cublasLtMatmulPreferenceSetAttribute", set)?;
+                }
+            }
             let [a, b, d] = planned.layouts;
             let asked = (f.heuristic)(
                 self.handle,
@@ -393,16 +499,16 @@ impl BlasLtProduct {
     #[must_use]
     pub fn accesses(&self) -> [(Buf, Access); 4] {
         [
-            (self.x, Access::Read),
-            (self.w, Access::Read),
+            (self.a, Access::Read),
+            (self.b, Access::Read),
             (self.y, Access::Write),
             (self.workspace, Access::Write),
         ]
     }
 
     /// The same product over other buffers, to load the library's code before anything records.
-    pub fn over(&self, [x, w, y, workspace]: [Buf; 4]) -> Result<BlasLtProduct, KernelError> {
-        self.library.product(self.shape, [x, w, y, workspace], &self.step)
+    pub fn over(&self, [a, b, y, workspace]: [Buf; 4]) -> Result<BlasLtProduct, KernelError> {
+        self.library.product(self.shape, [a, b, y, workspace], &self.step)
     }
 
     /// Enqueues it.
@@ -411,13 +517,13 @@ impl BlasLtProduct {
         q.library(&LibraryCall {
             step: Arc::clone(&self.step),
             name: Arc::from("cublasLtMatmul"),
-            reads: vec![self.x, self.w],
+            reads: vec![self.a, self.b],
             writes: vec![self.y, self.workspace],
             keep: Some(keep),
             run: &|stream| {
-                let [x, w, y, workspace] = [
-                    stream.address(self.x)?,
-                    stream.address(self.w)?,
+                let [left, right, y, workspace] = [
+                    stream.address(self.a)?,
+                    stream.address(self.b)?,
                     stream.address(self.y)?,
                     stream.address(self.workspace)?,
                 ]
@@ -432,9 +538,9 @@ impl BlasLtProduct {
                         self.library.handle,
                         self.planned.desc,
                         (&raw const one).cast(),
-                        w,
+                        right,
                         a,
-                        x,
+                        left,
                         b,
                         (&raw const zero).cast(),
                         y,
@@ -454,6 +560,10 @@ impl BlasLtProduct {
             },
         })
     }
+}
+
+fn dims(shape: &BlasLtShape) -> [(&'static str, usize); 4] {
+    [("n_batch", shape.n_batch), ("m", shape.m), ("n", shape.n), ("k", shape.k)]
 }
 
 fn ok(call: &'static str, code: u32) -> Result<(), KernelError> {

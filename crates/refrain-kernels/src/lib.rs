@@ -21,7 +21,7 @@
 //!
 //! # Conventions
 //!
-//! Activations are F32. Inputs are [`View`]s, mirrors of a plan's operands, and may be strided as far as the launcher
+//! Activations of a model that is only run are F32; a training step has kernels for F32, F16 and BF16. Inputs are [`View`]s, mirrors of a plan's operands, and may be strided as far as the launcher
 //! says; outputs are dense. One-dimensional weights are F32; matrices `[n, k]` are in their file's dtype, dense, and
 //! start at a multiple of 16 bytes. Positions, sequences, block tables and ids are I32 in device memory and are read by
 //! the kernel at each run; a negative position marks a row of padding, which writes nothing to a cache.
@@ -61,19 +61,31 @@ mod rows; // reductions and softmax over rows
 mod sample; // choosing a token
 mod commit; // making it the next step's input
 mod gemm; // y = x . w^T of many rows, on tensor cores
+mod matmul; // products of values in any strides
 mod blaslt; // the same by cuBLASLt
 mod dequant; // quantised weights for them
 mod narrow; // rows for them
 mod flash; // attention of many rows
+mod span; // attention among rows
+mod span_grad; // its gradient
 mod digest; // comparing memory where it lies
+
+mod typed; // elements of any type
+mod map; // functions of them, and their gradients
+mod train_rows; // norms, softmax, reductions, and their gradients
+mod moves; // rows and elements by ids; zeros around them; rotary embedding
+mod scatter; // rows that share an id, summed
+mod loss; // cross-entropy
+mod adamw; // the optimiser
 
 // launchers: complete
 
+pub use adamw::{AdamTensor, AdamWArgs, Floats, SumSquaresArgs, sum_squares_scratch_bytes};
 pub use attend::{
     AttendArgs, AttendNorm, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes, attend_splits,
 };
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
-pub use blaslt::{BlasLt, BlasLtProduct, BlasLtShape};
+pub use blaslt::{BlasLt, BlasLtFactor, BlasLtProduct, BlasLtShape};
 pub use commit::{CommitArgs, CommitEntry, CommitRing, CommitState};
 pub use compile::Compiling;
 pub use copy::{CastArgs, CopyArgs};
@@ -87,6 +99,10 @@ pub use gemm::{GEMM_DTYPES, GemmArgs, GemmPlan};
 pub use kv::KvAppendArgs;
 pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
 pub use load::{Arch, KernelOrigin, Kernels, LoadOptions, register_twins, simulated};
+pub use loss::CrossEntropyArgs;
+pub use map::{MapArgs, MapOp};
+pub use matmul::{MATMUL_DTYPES, MatMulArgs, library_product};
+pub use moves::{PadArgs, PickArgs, PlaceColumnsArgs, TypedGatherArgs, TypedRopeArgs};
 pub use narrow::Narrow;
 pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
@@ -98,6 +114,13 @@ pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;
 pub use rows::{ReduceArgs, SoftmaxArgs};
 pub use sample::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
+pub use scatter::{ScatterAddRowsArgs, scatter_scratch_bytes};
 pub use source::{Family, KernelUnit};
+pub use span::{MAX_SPAN_HEAD_DIM, SpanArgs};
+pub use span_grad::{SpanGradArgs, span_grad_scratch_bytes};
+pub use train_rows::{
+    NormWeights, RmsNormGradArgs, SoftmaxGradArgs, TypedAddRmsNormArgs, TypedReduceArgs, TypedRmsNormArgs,
+    TypedSoftmaxArgs, reduce_scratch_bytes, rms_norm_grad_scratch_bytes,
+};
 pub use tuning::tuning_header;
 pub use view::{View, unaligned_rows};

@@ -106,6 +106,15 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::narrow::entries(&mut all);
     crate::flash::entries(&mut all);
     crate::digest::entries(&mut all);
+    crate::map::entries(&mut all);
+    crate::train_rows::entries(&mut all);
+    crate::moves::entries(&mut all);
+    crate::scatter::entries(&mut all);
+    crate::loss::entries(&mut all);
+    crate::adamw::entries(&mut all);
+    crate::matmul::entries(&mut all);
+    crate::span::entries(&mut all);
+    crate::span_grad::entries(&mut all);
     all
 }
 

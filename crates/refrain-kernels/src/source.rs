@@ -46,11 +46,29 @@ pub enum Family {
     Flash,
     /// `digest.cu`
     Digest,
+    /// `map.cu`
+    Map,
+    /// `train_rows.cu`
+    TrainRows,
+    /// `moves.cu`
+    Moves,
+    /// `scatter.cu`
+    Scatter,
+    /// `loss.cu`
+    Loss,
+    /// `adamw.cu`
+    AdamW,
+    /// `matmul.cu`
+    MatMul,
+    /// `span.cu`
+    Span,
+    /// `span_grad.cu`
+    SpanGrad,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 20] = [
+    pub const ALL: [Family; 29] = [
         Family::Linear,
         Family::Gather,
         Family::Norm,
@@ -71,6 +89,15 @@ impl Family {
         Family::Narrow,
         Family::Flash,
         Family::Digest,
+        Family::Map,
+        Family::TrainRows,
+        Family::Moves,
+        Family::Scatter,
+        Family::Loss,
+        Family::AdamW,
+        Family::MatMul,
+        Family::Span,
+        Family::SpanGrad,
     ];
 
     /// The file's name without `.cu`.
@@ -97,6 +124,15 @@ impl Family {
             Family::Narrow => "narrow",
             Family::Flash => "flash",
             Family::Digest => "digest",
+            Family::Map => "map",
+            Family::TrainRows => "train_rows",
+            Family::Moves => "moves",
+            Family::Scatter => "scatter",
+            Family::Loss => "loss",
+            Family::AdamW => "adamw",
+            Family::MatMul => "matmul",
+            Family::Span => "span",
+            Family::SpanGrad => "span_grad",
         }
     }
 
@@ -124,6 +160,15 @@ impl Family {
             Family::Narrow => include_str!("../cu/narrow.cu"),
             Family::Flash => include_str!("../cu/flash.cu"),
             Family::Digest => include_str!("../cu/digest.cu"),
+            Family::Map => include_str!("../cu/map.cu"),
+            Family::TrainRows => include_str!("../cu/train_rows.cu"),
+            Family::Moves => include_str!("../cu/moves.cu"),
+            Family::Scatter => include_str!("../cu/scatter.cu"),
+            Family::Loss => include_str!("../cu/loss.cu"),
+            Family::AdamW => include_str!("../cu/adamw.cu"),
+            Family::MatMul => include_str!("../cu/matmul.cu"),
+            Family::Span => include_str!("../cu/span.cu"),
+            Family::SpanGrad => include_str!("../cu/span_grad.cu"),
         }
     }
 }
@@ -205,11 +250,13 @@ impl fmt::Debug for KernelUnit {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 21] = [
+pub(crate) const HEADERS: [(&str, &str); 24] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
+    ("eight.cuh", include_str!("../cu/eight.cuh")),
+    ("functions.cuh", include_str!("../cu/functions.cuh")),
     ("last.cuh", include_str!("../cu/last.cuh")),
     ("mma.cuh", include_str!("../cu/mma.cuh")),
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
@@ -225,6 +272,7 @@ pub(crate) const HEADERS: [(&str, &str); 21] = [
     ("sample_list.cuh", include_str!("../cu/sample_list.cuh")),
     ("sample_long.cuh", include_str!("../cu/sample_long.cuh")),
     ("sample_small.cuh", include_str!("../cu/sample_small.cuh")),
+    ("span.cuh", include_str!("../cu/span.cuh")),
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
 ];

@@ -91,6 +91,17 @@ impl Case<'_> {
         n_cols: usize,
     ) -> Result<(Buf, Rows), KernelError> {
         crate::require!(self, view.dtype == DType::F32, "{what} is {}, must be F32", view.dtype);
+        self.rows_of_any(what, view, n_rows, n_cols)
+    }
+
+    /// A view of any type as rows of `n_cols` consecutive elements.
+    pub(crate) fn rows_of_any(
+        &self,
+        what: &'static str,
+        view: &View,
+        n_rows: usize,
+        n_cols: usize,
+    ) -> Result<(Buf, Rows), KernelError> {
         let shape = view.layout.shape();
         let given = shape.n_elements();
         crate::require!(
@@ -167,11 +178,12 @@ pub fn unaligned_rows(layout: &Layout) -> Option<String> {
     })
 }
 
-/// Dimensions merged where every operand's strides allow it, outermost first; dimensions of size 1 are left out.
-fn merge(dims: &[usize], strides: &[&[usize]]) -> Vec<(usize, [usize; 2])> {
-    let mut runs: Vec<(usize, [usize; 2])> = Vec::with_capacity(dims.len());
+/// Dimensions of up to three operands, merged where all their strides allow it, outermost first; dimensions of size 1 are
+/// left out.
+pub(crate) fn merge(dims: &[usize], strides: &[&[usize]]) -> Vec<(usize, [usize; 3])> {
+    let mut runs: Vec<(usize, [usize; 3])> = Vec::with_capacity(dims.len());
     for (axis, &dim) in dims.iter().enumerate().filter(|(_, d)| **d != 1) {
-        let mut step = [0; 2];
+        let mut step = [0; 3];
         strides.iter().zip(&mut step).for_each(|(s, to)| *to = s[axis]);
         match runs.last_mut() {
             Some((n, s)) if s.iter().zip(&step).all(|(outer, inner)| *outer == dim * inner) => {

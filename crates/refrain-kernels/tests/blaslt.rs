@@ -57,7 +57,7 @@ fn a_product_by_the_library_agrees_with_ours_and_has_the_same_bits_recorded_and_
             let own: Vec<f32> = out.values(&mut bed.stream, y).unwrap();
 
             let product =
-                blas.product(BlasLtShape { dtype, m, n, k }, [x, w, y, workspace], "library").unwrap();
+                blas.product(BlasLtShape::of_rows(dtype, m, n, k), [x, w, y, workspace], "library").unwrap();
             let out = bed.stream.run(&mut lease, false, |q| product.enqueue(q)).unwrap();
             let library: Vec<f32> = out.values(&mut bed.stream, y).unwrap();
             let most = own.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
@@ -141,7 +141,8 @@ fn products_of_prompts_are_timed() {
                 bed.stream.upload(&mut lease, buf, &bytes).unwrap();
             }
         }
-        let product = blas.product(BlasLtShape { dtype, m, n, k }, [x, w, y, workspace], "library").unwrap();
+        let product =
+            blas.product(BlasLtShape::of_rows(dtype, m, n, k), [x, w, y, workspace], "library").unwrap();
         let us = time(&mut bed, &room, |q| product.enqueue(q));
         line += &format!(" cuBLASLt {us:.1} us ({:.0} TFLOP/s);", flops / us / 1e6);
         let fixed = |tall, splits| {

@@ -148,6 +148,18 @@ both! {
         run_all(&mut bed, cases::prompt::flash());
     }
 
+    fn products_of_values_in_any_layout_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::train::matmul());
+    }
+
+    fn attention_among_rows_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::train::attention());
+    }
+
+    fn the_gradient_of_attention_among_rows_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::train::attention_grad());
+    }
+
     fn digests_are_those_of_the_bytes(bed) {
         run_all(&mut bed, cases::prompt::digest());
     }

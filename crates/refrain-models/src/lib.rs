@@ -12,6 +12,7 @@ mod step; // what every architecture's step has in common
 mod weights; // finding, checking and naming weights
 mod train; // steps that learn
 mod rope; // frequencies of rotary embeddings
+mod init; // weights to start training from
 mod shapes; // random weights of well-known sizes
 mod error;
 

@@ -35,7 +35,9 @@ const fn shape(
 }
 
 /// All shapes, from the smallest to the largest.
-pub const SHAPES: [NamedShape; 8] = [
+pub const SHAPES: [NamedShape; 10] = [
+    shape("llama-10m", Arch::Llama, [8_192, 320, 896, 6], [5, 5, 64]),
+    shape("llama-110m", Arch::Llama, [32_768, 768, 2_048, 12], [12, 12, 64]),
     shape("smollm2-135m", Arch::Llama, [49_152, 576, 1_536, 30], [9, 3, 64]),
     shape("gemma3-270m", Arch::Gemma3, [262_144, 640, 2_048, 18], [4, 1, 256]),
     shape("qwen2.5-0.5b", Arch::Qwen2, [151_936, 896, 4_864, 24], [14, 2, 64]),
@@ -154,29 +156,30 @@ impl Model {
     }
 }
 
-impl RandomSource {
-    fn dims(&self, part: &str) -> Option<Vec<usize>> {
-        let c = &self.config;
-        let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
-        Some(match part {
-            "token_embd.weight" => vec![c.n_vocab, c.hidden],
-            "attn_q.weight" => vec![q, c.hidden],
-            "attn_k.weight" | "attn_v.weight" => vec![kv, c.hidden],
-            "attn_output.weight" => vec![c.hidden, q],
-            "ffn_gate.weight" | "ffn_up.weight" => vec![c.ffn, c.hidden],
-            "ffn_down.weight" => vec![c.hidden, c.ffn],
-            "attn_q.bias" => vec![q],
-            "attn_k.bias" | "attn_v.bias" => vec![kv],
-            "attn_q_norm.weight" | "attn_k_norm.weight" => vec![c.head_dim],
-            "output_norm.weight"
-            | "attn_norm.weight"
-            | "ffn_norm.weight"
-            | "post_attention_norm.weight"
-            | "post_ffw_norm.weight" => vec![c.hidden],
-            _ => return None,
-        })
-    }
+/// The size of a tensor by its name in GGUF, without the layer; `None` for one that such a model does not have.
+pub(crate) fn tensor_dims(c: &ModelConfig, part: &str) -> Option<Vec<usize>> {
+    let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
+    Some(match part {
+        "token_embd.weight" => vec![c.n_vocab, c.hidden],
+        "output.weight" if !c.tied_embeddings => vec![c.n_vocab, c.hidden],
+        "attn_q.weight" => vec![q, c.hidden],
+        "attn_k.weight" | "attn_v.weight" => vec![kv, c.hidden],
+        "attn_output.weight" => vec![c.hidden, q],
+        "ffn_gate.weight" | "ffn_up.weight" => vec![c.ffn, c.hidden],
+        "ffn_down.weight" => vec![c.hidden, c.ffn],
+        "attn_q.bias" => vec![q],
+        "attn_k.bias" | "attn_v.bias" => vec![kv],
+        "attn_q_norm.weight" | "attn_k_norm.weight" => vec![c.head_dim],
+        "output_norm.weight"
+        | "attn_norm.weight"
+        | "ffn_norm.weight"
+        | "post_attention_norm.weight"
+        | "post_ffw_norm.weight" => vec![c.hidden],
+        _ => return None,
+    })
+}
 
+impl RandomSource {
     fn bytes(&self, dtype: DType, n: usize) -> Result<Vec<u8>, refrain_tensor::TensorError> {
         const PATTERN: usize = 1 << 16;
         let mut patterns = self.patterns.borrow_mut();
@@ -201,7 +204,7 @@ impl TensorSource for RandomSource {
             Some((layer, part)) => (layer.parse().ok(), part),
             None => (None, gguf_name),
         };
-        let Some(dims) = self.dims(part) else { return Ok(None) };
+        let Some(dims) = tensor_dims(&self.config, part) else { return Ok(None) };
         let n: usize = dims.iter().product();
         let made = if dims.len() == 1 {
             let one = if part.contains("norm") { 1.0 } else { 0.0 };

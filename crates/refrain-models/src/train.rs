@@ -34,6 +34,8 @@ pub struct TrainSpec {
 pub enum TrainPhase {
     /// Nothing: the loss of text that is not learnt from.
     Evaluate,
+    /// Like `Evaluate`, with what every layer made as outputs, by the layer's name.
+    Trace,
     /// Adds its gradients to the accumulators.
     Accumulate,
     /// Updates the weights, by its gradients and what was accumulated.
@@ -144,14 +146,15 @@ impl Model {
         let positions = builder.input("positions", per_token)?;
         let spans = builder.input("spans", TensorType::new(DType::I32, [spec.n_tokens, 2]))?;
         let scale = builder.input("scale", TensorType::new(DType::F32, [1]))?;
-        let drops = spec.dropout > 0.0 && phase != TrainPhase::Evaluate;
+        let learns = matches!(phase, TrainPhase::Accumulate | TrainPhase::Update);
+        let drops = spec.dropout > 0.0 && learns;
         let rng = match drops {
             true => Some(builder.input("rng", TensorType::new(DType::U32, [4]))?),
             false => None,
         };
         let adam = match phase {
             TrainPhase::Update => Some(builder.input("adam", TensorType::new(DType::F32, [ADAM_PARAMS]))?),
-            TrainPhase::Evaluate | TrainPhase::Accumulate => None,
+            TrainPhase::Evaluate | TrainPhase::Trace | TrainPhase::Accumulate => None,
         };
         let id = |value: ValueId| builder.input_id(value);
         let mut inputs = TrainInputs {
@@ -171,12 +174,13 @@ impl Model {
         let context = [tokens, positions];
         let (shared, config) = (self.shared(), self.config());
         let mut step = Step::of_documents(config, shared, builder, weights, spec.dtype, context, rows);
-        let (loss, layers) = self.loss(&mut step, targets, scale)?;
+        let (loss, layers) = self.loss(&mut step, targets, scale, phase == TrainPhase::Trace)?;
         let mut builder = step.builder;
         let total = builder.reshape(loss, &[1, spec.n_tokens])?;
         let total = builder.node(Op::Reduce { kind: Reduce::Sum, axis: 1 }, &[total], "loss")?[0];
         builder.output("loss", total)?;
-        if phase == TrainPhase::Evaluate {
+        inputs.loss = builder.n_outputs() - 1;
+        if !learns {
             return Ok(TrainGraph { graph: builder.finish(), inputs });
         }
         let values: Vec<ValueId> = params.iter().map(|p| builder.state(p.value)).collect();
@@ -230,14 +234,21 @@ impl Model {
         step: &mut Step<'_>,
         targets: ValueId,
         scale: ValueId,
+        traces: bool,
     ) -> Result<(ValueId, Vec<std::ops::Range<usize>>), GraphError> {
         let mut x = step.embed()?;
+        if traces {
+            step.builder.output("token_embd", x)?;
+        }
         let mut layers = Vec::with_capacity(self.config().n_layers);
         for layer in 0..self.config().n_layers {
             let first = step.builder.graph().nodes().len();
             step.scope(format!("blk.{layer}"));
             x = self.layer(step, layer, x)?;
             layers.push(first..step.builder.graph().nodes().len());
+            if traces {
+                step.builder.output(&format!("blk.{layer}"), x)?;
+            }
         }
         step.scope("");
         let logits = step.logits(x)?;

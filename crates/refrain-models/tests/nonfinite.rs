@@ -41,7 +41,13 @@ fn runner(name: &'static str, change: fn(usize, f32) -> f32, kv_dtype: DType) ->
     let files = ModelFiles::open(folder).unwrap();
     let config = files.config().unwrap();
     let model = Arc::new(Model::from_source(config, &Spoiled { files, name, change }).unwrap());
-    let options = RunnerOptions { context: CONTEXT, kv_block: 16, kv_dtype, max_tokens: 64 };
+    let options = RunnerOptions {
+        context: CONTEXT,
+        kv_block: 16,
+        kv_dtype,
+        max_tokens: 64,
+        ..RunnerOptions::default()
+    };
     BackendRunner::new(CpuBackend::new(1).unwrap(), model, options).unwrap()
 }
 

@@ -1,6 +1,6 @@
 //! Prefill and decode speed of a model on a device, beside what the device's memory allows.
 
-use crate::engines::{MonitoredEngine, lone_engine};
+use crate::engines::{MonitoredEngine, Room, lone_engine};
 use crate::error::Error;
 use crate::examine::read_bandwidth;
 use crate::model::Model;
@@ -37,6 +37,8 @@ pub struct BenchOptions {
     pub n_decode: usize,
     /// Tokens already in the context when decoding begins; decoding is measured at each of these depths.
     pub depths: Vec<usize>,
+    /// Numbers of sequences that are decoded at once; speed is measured for each of these.
+    pub seqs: Vec<usize>,
     /// How often.
     pub repeats: usize,
 }
@@ -83,6 +85,17 @@ impl DecodeReport {
     }
 }
 
+/// Decoding so many sequences at once, each behind a prompt of its own.
+#[derive(Clone, Debug)]
+pub struct BatchReport {
+    /// Sequences.
+    pub n_seqs: usize,
+    /// Tokens in the context of each when decoding began.
+    pub depth: usize,
+    /// Tokens per second of all together.
+    pub speed: Samples,
+}
+
 /// Memory that the process holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resident {
@@ -119,6 +132,8 @@ pub struct BenchReport {
     pub prefill: Samples,
     /// Generating tokens, at each depth; empty if none were to be decoded.
     pub decode: Vec<DecodeReport>,
+    /// Generating tokens of several sequences at once, for each number of them.
+    pub batches: Vec<BatchReport>,
     /// Bytes per second that memory delivers at best; `None` where it was not measured.
     pub read_bandwidth: Option<f64>,
     /// Seconds from open files to a device that is ready.
@@ -171,12 +186,23 @@ pub fn bench(
         }
     };
     let depths: &[usize] = if options.n_decode > 0 { &options.depths } else { &[] };
-    let deepest = depths.iter().copied().max().unwrap_or(0);
+    let seqs: &[usize] = if options.n_decode > 0 { &options.seqs } else { &[] };
+    let deepest =
+        depths.iter().copied().max().unwrap_or(0).max(if seqs.is_empty() { 0 } else { BATCH_DEPTH });
     let context = options.n_prompt.max(deepest + options.n_decode + 1);
     let session = SessionOptions { context: Some(context), ..options.session.clone() };
     let began = Instant::now();
     progress("loading");
-    let (MonitoredEngine { engine, monitor }, context) = lone_engine(&weights, &name, &session)?;
+    let most_seqs = seqs.iter().copied().max().unwrap_or(0);
+    let room = |context: usize| Room {
+        // One more for the sequence that is measured alone.
+        n_positions: (most_seqs + 1) * context,
+        max_seqs: most_seqs.max(1),
+        max_requests: most_seqs.max(1),
+        context,
+    };
+    let (MonitoredEngine { engine, monitor }, Room { context, .. }) =
+        lone_engine(&weights, &name, &session, room)?;
     let sequence = engine.open(context)?;
     let load_seconds = began.elapsed().as_secs_f64();
     match target {
@@ -195,6 +221,7 @@ pub fn bench(
         let bytes_per_token = traffic.weight_bytes + traffic.kv_bytes(middle);
         DecodeReport { depth, speed, bytes_per_token }
     });
+    let batches = measure_batches(&engine, options, seqs, vocab, &mut progress)?;
     let decode_steps = sequence.ledger().tally(StepKind::Decode).clone();
     let is_eager = decode_steps.eager > 0;
     let launches = match monitor {
@@ -223,6 +250,7 @@ pub fn bench(
         weight_bytes: weights.weight_bytes(),
         prefill,
         decode: decode.collect(),
+        batches,
         read_bandwidth,
         load_seconds,
         resident,
@@ -265,6 +293,56 @@ fn measure(
         }
     }
     Ok((prefill, decode))
+}
+
+/// Tokens in the context of each of several sequences when decoding begins.
+const BATCH_DEPTH: usize = 16;
+
+/// How fast tokens come when so many sequences are decoded at once.
+fn measure_batches(
+    engine: &Engine,
+    options: &BenchOptions,
+    seqs: &[usize],
+    vocab: u32,
+    progress: &mut impl FnMut(&str),
+) -> Result<Vec<BatchReport>, Error> {
+    let mut reports = Vec::new();
+    for &n_seqs in seqs {
+        let mut speed = Samples(Vec::new());
+        for round in 0..=options.repeats {
+            progress(&format!("{n_seqs} sequences, round {round} of {}", options.repeats));
+            // No two prompts begin alike, so that nothing is found in the cache.
+            let first = |seq: usize| (1000 + ((round * n_seqs + seq) * 104_729) as u32) % vocab;
+            let prompt = |seq| (0..BATCH_DEPTH as u32).map(|i| (first(seq) + i * 7919) % vocab).collect();
+            let submit = |seq| {
+                let mut request = Request::once(prompt(seq));
+                (request.sampling, request.max_tokens) = (SamplingParams::greedy(), options.n_decode + 1);
+                engine.submit(request)
+            };
+            let mut streams = (0..n_seqs).map(submit).collect::<Result<Vec<_>, _>>()?;
+            streams.iter_mut().try_for_each(|stream| wait_for_tokens(stream, 1))?;
+            let began = Instant::now();
+            // Some of the first to begin are further by now.
+            let n_before: usize = streams.iter_mut().map(take_ready).sum::<Result<usize, Error>>()?;
+            streams.iter_mut().try_for_each(|stream| wait_for_tokens(stream, options.n_decode))?;
+            let took = began.elapsed().as_secs_f64();
+            streams.iter_mut().for_each(TokenStream::stop);
+            if round > 0 {
+                speed.0.push((n_seqs * options.n_decode - n_before) as f64 / took);
+            }
+        }
+        reports.push(BatchReport { n_seqs, depth: BATCH_DEPTH, speed });
+    }
+    Ok(reports)
+}
+
+/// Takes the tokens that are there, and says how many they were.
+fn take_ready(stream: &mut TokenStream) -> Result<usize, Error> {
+    let mut n = 0;
+    while let Some(event) = stream.try_next() {
+        n += usize::from(matches!(event?, TokenEvent::Token { .. }));
+    }
+    Ok(n)
 }
 
 /// Tokens behind a prompt that is evaluated from its beginning.

@@ -92,21 +92,44 @@ impl Engines {
                 Err(error) => return Err(error.into()),
             }
         }
-        let made = make_engine(weights, context, options, &mut known.packed)?;
+        let made = make_engine(weights, &Room::of_one(context), options, &mut known.packed)?;
         let sequence = made.engine.open(context)?;
         known.engines.push((key, made.engine.downgrade(), made.monitor.clone()));
         Ok((made, sequence))
     }
 }
 
-/// An engine that nobody else has, with room for one sequence of so many positions.
+/// How many sequences an engine has room for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Room {
+    /// Positions of one of them.
+    pub(crate) context: usize,
+    /// Positions of all.
+    pub(crate) n_positions: usize,
+    /// How many take part in one step.
+    pub(crate) max_seqs: usize,
+    /// Requests that may be running or waiting.
+    pub(crate) max_requests: usize,
+}
+
+impl Room {
+    /// For one sequence; the cache grows with further ones.
+    pub(crate) fn of_one(context: usize) -> Room {
+        let (runner, engine) = (RunnerOptions::default(), EngineOptions::default());
+        let (max_seqs, max_requests) = (runner.max_seqs, engine.max_requests);
+        Room { context, n_positions: context, max_seqs, max_requests }
+    }
+}
+
+/// An engine that nobody else has.
 pub(crate) fn lone_engine(
     weights: &Arc<Model>,
     name: &str,
     options: &SessionOptions,
-) -> Result<(MonitoredEngine, usize), Error> {
-    let context = check(weights, name, options)?;
-    Ok((make_engine(weights, context, options, &mut Weak::new())?, context))
+    room: impl FnOnce(usize) -> Room,
+) -> Result<(MonitoredEngine, Room), Error> {
+    let room = room(check(weights, name, options)?);
+    Ok((make_engine(weights, &room, options, &mut Weak::new())?, room))
 }
 
 /// The context that is asked for.
@@ -124,11 +147,14 @@ fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize,
 
 fn make_engine(
     weights: &Arc<Model>,
-    context: usize,
+    room: &Room,
     options: &SessionOptions,
     packed: &mut Weak<CpuWeights>,
 ) -> Result<MonitoredEngine, Error> {
-    let runner = RunnerOptions { context, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
+    let Room { context, n_positions, max_seqs, max_requests } = *room;
+    let kv_dtype = options.kv_dtype;
+    let runner = RunnerOptions { context, n_positions, kv_dtype, max_seqs, ..RunnerOptions::default() };
+    let engine_options = EngineOptions { max_requests };
     let (kind, cuda) = match options.device.cuda() {
         Ok(cuda) => cuda,
         Err(threads) => {
@@ -138,7 +164,7 @@ fn make_engine(
                 None => BackendRunner::new(backend, weights.clone(), runner)?,
             };
             *packed = Arc::downgrade(runner.weights());
-            let engine = Engine::new(Box::new(runner), EngineOptions::default())?;
+            let engine = Engine::new(Box::new(runner), engine_options)?;
             return Ok(MonitoredEngine { engine, monitor: None });
         }
     };
@@ -154,7 +180,7 @@ fn make_engine(
     let backend = CudaBackend::open(kind, cuda)?;
     let monitor = backend.monitor();
     let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
-    let engine = Engine::new(runner, EngineOptions::default())?;
+    let engine = Engine::new(runner, engine_options)?;
     // The graph of a decode step is recorded and verified here, so that no token waits for it.
     engine.plan(1)?;
     Ok(MonitoredEngine { engine, monitor: Some(monitor) })

@@ -1,6 +1,7 @@
 //! Text behind a prompt, piece by piece.
 
 use crate::error::Error;
+use crate::model::Model;
 use crate::session::Session;
 use refrain_engine::{
     Chosen, FinishReason, Pace, Request, SamplingParams, StopFilter, TokenEvent, TokenStream, Verdict,
@@ -92,13 +93,7 @@ pub struct Generation<'s> {
     session: &'s mut Session,
     /// Until it is submitted, with the first piece.
     request: Option<Request>,
-    tokens: Option<TokenStream>,
-    ignore_end: bool,
-    cancel: Option<Arc<AtomicBool>>,
-    text: DecodeStream,
-    stop: StopFilter,
-    summary: Summary,
-    failed: bool,
+    writer: Writer,
     on_prefill: Option<Box<dyn FnMut(usize, usize) + 's>>,
 }
 
@@ -108,43 +103,12 @@ impl<'s> Generation<'s> {
         prompt: Prompt<'_>,
         options: &Generate,
     ) -> Result<Self, Error> {
-        let tokenizer = session.model.tokenizer();
-        let prompt = match prompt {
-            Prompt::Text(text) => tokenizer.encode(text, true, false)?,
-            Prompt::Chat(messages, render) => {
-                tokenizer.encode_chat(&session.model.render(messages, render)?)?
-            }
-            Prompt::Tokens(tokens) => tokens.to_vec(),
-        };
-        let sampling = options.sampling.clone().unwrap_or_else(|| session.model.sampling());
-        sampling.check(session.model.config().n_vocab)?;
-        let summary = Summary {
-            finish: None,
-            n_prompt: prompt.len(),
-            n_evaluated: prompt.len() - session.sequence.n_cached(&prompt)?,
-            n_generated: 0,
-            prefill: Duration::ZERO,
-            decode: Duration::ZERO,
-        };
+        let prompt = prompt.tokens(&session.model)?;
+        let n_cached = session.sequence.n_cached(&prompt)?;
         let mut request = Request::new(&session.sequence, prompt);
-        request.sampling = sampling;
-        request.max_tokens = options.max_tokens.unwrap_or(usize::MAX);
-        if !options.ignore_end {
-            request.end = tokenizer.end_of_generation().to_vec();
-        }
         request.pace = Pace::Asked { lead: LEAD };
-        Ok(Generation {
-            request: Some(request),
-            tokens: None,
-            ignore_end: options.ignore_end,
-            cancel: options.cancel.clone(),
-            text: tokenizer.stream(),
-            stop: StopFilter::new(&options.stop),
-            summary,
-            failed: false,
-            on_prefill: None,
-            session,
-        })
+        let writer = Writer::new(&session.model, &mut request, n_cached, options)?;
+        Ok(Generation { request: Some(request), writer, on_prefill: None, session })
     }
 
     /// Hears how many tokens of the prompt are evaluated, of how many, while the first piece is awaited.
@@ -155,29 +119,159 @@ impl<'s> Generation<'s> {
 
     /// What the generation took so far.
     pub fn summary(&self) -> &Summary {
-        &self.summary
+        &self.writer.summary
+    }
+}
+
+impl Iterator for Generation<'_> {
+    type Item = Result<Piece, Error>;
+
+    fn next(&mut self) -> Option<Result<Piece, Error>> {
+        let began = Instant::now();
+        if self.writer.is_over() {
+            return None;
+        }
+        if !self.writer.is_cancelled()
+            && let Some(request) = self.request.take()
+        {
+            match self.session.engine.submit(request) {
+                Ok(tokens) => self.writer.begin(tokens, began),
+                Err(error) => return self.writer.fail(error.into()),
+            }
+        }
+        let mut report = |n_done, n_tokens| {
+            if let Some(report) = &mut self.on_prefill {
+                report(n_done, n_tokens);
+            }
+        };
+        self.writer.piece(&self.session.model, &mut report)
+    }
+}
+
+impl Prompt<'_> {
+    pub(crate) fn tokens(self, model: &Model) -> Result<Vec<u32>, Error> {
+        let tokenizer = model.tokenizer();
+        Ok(match self {
+            Prompt::Text(text) => tokenizer.encode(text, true, false)?,
+            Prompt::Chat(messages, render) => tokenizer.encode_chat(&model.render(messages, render)?)?,
+            Prompt::Tokens(tokens) => tokens.to_vec(),
+        })
+    }
+}
+
+/// Makes text of a request's tokens.
+pub(crate) struct Writer {
+    tokens: Option<TokenStream>,
+    began: Instant,
+    ignore_end: bool,
+    cancel: Option<Arc<AtomicBool>>,
+    text: DecodeStream,
+    stop: StopFilter,
+    pub(crate) summary: Summary,
+    failed: bool,
+}
+
+impl Writer {
+    /// Fills in what the options say of a request whose prompt is known. The engine gets it with [`Writer::begin`].
+    pub(crate) fn new(
+        model: &Model,
+        request: &mut Request,
+        n_cached: usize,
+        options: &Generate,
+    ) -> Result<Writer, Error> {
+        let tokenizer = model.tokenizer();
+        request.sampling = options.sampling.clone().unwrap_or_else(|| model.sampling());
+        request.sampling.check(model.config().n_vocab)?;
+        request.max_tokens = options.max_tokens.unwrap_or(usize::MAX);
+        if !options.ignore_end {
+            request.end = tokenizer.end_of_generation().to_vec();
+        }
+        let summary = Summary {
+            finish: None,
+            n_prompt: request.prompt.len(),
+            n_evaluated: request.prompt.len() - n_cached,
+            n_generated: 0,
+            prefill: Duration::ZERO,
+            decode: Duration::ZERO,
+        };
+        Ok(Writer {
+            tokens: None,
+            began: Instant::now(),
+            ignore_end: options.ignore_end,
+            cancel: options.cancel.clone(),
+            text: tokenizer.stream(),
+            stop: StopFilter::new(&options.stop),
+            summary,
+            failed: false,
+        })
+    }
+
+    /// The request was submitted.
+    pub(crate) fn begin(&mut self, tokens: TokenStream, began: Instant) {
+        (self.tokens, self.began) = (Some(tokens), began);
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.failed || self.summary.finish.is_some()
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn fail(&mut self, error: Error) -> Option<Result<Piece, Error>> {
+        self.failed = true;
+        Some(Err(error))
+    }
+
+    /// The next piece; `None` behind the last.
+    pub(crate) fn piece(
+        &mut self,
+        model: &Model,
+        report: &mut dyn FnMut(usize, usize),
+    ) -> Option<Result<Piece, Error>> {
+        if self.is_over() {
+            return None;
+        }
+        if self.is_cancelled() {
+            return self.end(Finish::Cancelled).map(Ok);
+        }
+        let chosen = match self.token(report) {
+            Ok(Ok(chosen)) => chosen,
+            Ok(Err(finish)) => return self.end(finish).map(Ok),
+            Err(error) => return self.fail(error),
+        };
+        self.summary.n_generated += 1;
+        if !self.ignore_end && model.tokenizer().is_end_of_generation(chosen.token) {
+            return self.end(Finish::EndOfTurn).map(Ok);
+        }
+        let piece = |text| Piece { text, token: Some(chosen.token), logprob: chosen.logprob };
+        match self.stop.push(self.text.push(chosen.token)) {
+            Verdict::Pass(text) => Some(Ok(piece(text))),
+            Verdict::Stop(text) => {
+                self.end_request();
+                self.summary.finish = Some(Finish::StopText);
+                Some(Ok(piece(text)))
+            }
+        }
     }
 
     /// The next token, or why there is none.
-    fn step(&mut self) -> Result<Result<Chosen, Finish>, Error> {
-        let began = Instant::now();
-        if let Some(request) = self.request.take() {
-            self.tokens = Some(self.session.engine.submit(request)?);
-        }
-        let Some(tokens) = &mut self.tokens else { return Ok(Err(Finish::Cancelled)) };
-        for event in tokens.by_ref() {
+    fn token(&mut self, report: &mut dyn FnMut(usize, usize)) -> Result<Result<Chosen, Finish>, Error> {
+        loop {
+            let Some(event) = self.tokens.as_mut().and_then(Iterator::next) else {
+                return Ok(Err(Finish::Cancelled));
+            };
             match event? {
                 TokenEvent::Prompt { n_done, n_tokens } => {
-                    if let Some(report) = &mut self.on_prefill {
-                        report(n_done, n_tokens);
-                    }
-                    if is_set(self.cancel.as_ref()) {
-                        break;
+                    report(n_done, n_tokens);
+                    if self.is_cancelled() {
+                        return Ok(Err(Finish::Cancelled));
                     }
                 }
-                TokenEvent::Token { token, logprob, took } => {
+                TokenEvent::Token { token, logprob, took, .. } => {
                     match self.summary.n_generated {
-                        0 => self.summary.prefill = began.elapsed(),
+                        0 => self.summary.prefill = self.began.elapsed(),
                         _ => self.summary.decode += took,
                     }
                     return Ok(Ok(Chosen { token, logprob }));
@@ -185,7 +279,6 @@ impl<'s> Generation<'s> {
                 TokenEvent::End(reason) => return Ok(Err(finish_of(reason))),
             }
         }
-        Ok(Err(Finish::Cancelled))
     }
 
     /// Ends the generation and gives what was held back.
@@ -207,8 +300,10 @@ impl<'s> Generation<'s> {
     }
 }
 
-fn is_set(cancel: Option<&Arc<AtomicBool>>) -> bool {
-    cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed))
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.end_request();
+    }
 }
 
 fn finish_of(reason: FinishReason) -> Finish {
@@ -217,45 +312,5 @@ fn finish_of(reason: FinishReason) -> Finish {
         FinishReason::MaxTokens => Finish::MaxTokens,
         FinishReason::ContextFull => Finish::ContextFull,
         FinishReason::Cancelled => Finish::Cancelled,
-    }
-}
-
-impl Drop for Generation<'_> {
-    fn drop(&mut self) {
-        self.end_request();
-    }
-}
-
-impl Iterator for Generation<'_> {
-    type Item = Result<Piece, Error>;
-
-    fn next(&mut self) -> Option<Result<Piece, Error>> {
-        if self.failed || self.summary.finish.is_some() {
-            return None;
-        }
-        if is_set(self.cancel.as_ref()) {
-            return self.end(Finish::Cancelled).map(Ok);
-        }
-        let chosen = match self.step() {
-            Ok(Ok(chosen)) => chosen,
-            Ok(Err(finish)) => return self.end(finish).map(Ok),
-            Err(error) => {
-                self.failed = true;
-                return Some(Err(error));
-            }
-        };
-        self.summary.n_generated += 1;
-        if !self.ignore_end && self.session.model.tokenizer().is_end_of_generation(chosen.token) {
-            return self.end(Finish::EndOfTurn).map(Ok);
-        }
-        let piece = |text| Piece { text, token: Some(chosen.token), logprob: chosen.logprob };
-        match self.stop.push(self.text.push(chosen.token)) {
-            Verdict::Pass(text) => Some(Ok(piece(text))),
-            Verdict::Stop(text) => {
-                self.end_request();
-                self.summary.finish = Some(Finish::StopText);
-                Some(Ok(piece(text)))
-            }
-        }
     }
 }

@@ -18,6 +18,9 @@
 //! share one engine: the weights are there once, and each further session adds the KV cache of its context. They may be
 //! used from different threads. The engine goes with the last of its sessions.
 //!
+//! A [`Service`] is for many requests at once that have nothing to remember: they share one KV cache, and wait where there
+//! is no room in it.
+//!
 //! Invariant: no clap, no TLS, no terminal.
 #![forbid(unsafe_code)]
 
@@ -28,16 +31,19 @@ mod examine;
 mod generate;
 mod model;
 mod planner;
+mod service;
 mod session;
 
 pub use bench::{
-    BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, Resident, Samples, bench,
+    BatchReport, BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, Resident, Samples,
+    bench,
 };
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
 pub use model::{BUILTIN_NAME, Model};
 pub use planner::Planner;
+pub use service::{Reply, Service, ServiceOptions};
 pub use session::{Device, Session, SessionOptions};
 
 pub use refrain_cuda::{
@@ -47,7 +53,9 @@ pub use refrain_cuda::{
 pub use refrain_driver::Method;
 pub use refrain_driver::sim::{FaultScript, FaultScriptError};
 pub use refrain_driver::trial;
-pub use refrain_engine::{EngineError, Ledger, Perplexity, SamplingError, SamplingParams, StepKind, Tally};
+pub use refrain_engine::{
+    BlockCounts, EngineError, EngineLoad, Ledger, Perplexity, SamplingError, SamplingParams, StepKind, Tally,
+};
 pub use refrain_formats::chat::{
     ChatTemplate, Message, Part, PartKind, RenderOptions, ThinkFilter, ThinkTags,
 };

@@ -1,6 +1,6 @@
 //! A model's steps on a device, to be looked at.
 
-use crate::engines::{MonitoredEngine, lone_engine};
+use crate::engines::{MonitoredEngine, Room, lone_engine};
 use crate::error::Error;
 use crate::session::SessionOptions;
 use refrain_cuda::{Monitor, Status};
@@ -23,7 +23,8 @@ impl Planner {
     pub fn new(files: &ModelFiles, options: &SessionOptions) -> Result<Planner, Error> {
         let weights = refrain_models::Model::load(files)?;
         let name = weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
-        let (MonitoredEngine { engine, monitor }, context) = lone_engine(&Arc::new(weights), &name, options)?;
+        let (MonitoredEngine { engine, monitor }, Room { context, .. }) =
+            lone_engine(&Arc::new(weights), &name, options, Room::of_one)?;
         Ok(Planner { name, engine, context, monitor })
     }
 

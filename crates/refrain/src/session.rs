@@ -113,7 +113,7 @@ impl Default for SessionOptions {
 /// One conversation on one device.
 ///
 /// Sessions of one [`Model`] on the same device share its weights there, and its threads: a further session adds the KV
-/// cache of its context. They may be used from different threads; their requests are served one at a time.
+/// cache of its context. They may be used from different threads; those that generate at the same time share steps.
 pub struct Session {
     pub(crate) model: Model,
     pub(crate) engine: Engine,

@@ -7,8 +7,9 @@ fn a_bench_measures_as_often_as_asked_and_counts_the_bytes_that_a_token_reads() 
     let model = Model::builtin().unwrap();
     let device = Device::Cpu { threads: Some(2) };
     let session = SessionOptions { device, ..SessionOptions::default() };
+    let (depths, seqs) = (vec![32, 5], vec![1, 3]);
     let options =
-        BenchOptions { session: session.clone(), n_prompt: 16, n_decode: 8, depths: vec![32, 5], repeats: 2 };
+        BenchOptions { session: session.clone(), n_prompt: 16, n_decode: 8, depths, seqs, repeats: 2 };
     let report = bench(&BenchTarget::Model(&model), &options, |_| {}).unwrap();
     assert_eq!((report.prefill.0.len(), report.decode.len()), (2, 2));
     for decode in &report.decode {
@@ -19,6 +20,9 @@ fn a_bench_measures_as_often_as_asked_and_counts_the_bytes_that_a_token_reads() 
         assert!((decode.ms() * decode.speed.median() - 1e3).abs() < 1e-6);
         assert!(report.bandwidth_share(decode).is_some_and(|share| share > 0.0));
     }
+    let batches: Vec<_> = report.batches.iter().map(|b| (b.n_seqs, b.speed.0.len())).collect();
+    assert_eq!(batches, [(1, 2), (3, 2)]);
+    assert!(report.batches.iter().all(|b| b.speed.median() > 0.0));
     if cfg!(target_os = "linux") {
         assert!(report.resident.is_some_and(|r| r.now > 1 << 20 && r.most >= r.now));
     }

@@ -2,10 +2,11 @@
 #![allow(dead_code)] // Each test file uses its part.
 
 use refrain_engine::{
-    Core, Engine, EngineError, EngineOptions, RunEnd, Runner, SamplingRow, StepOut, StepRequest, Want,
+    Choice, Chosen, Core, Engine, EngineError, EngineOptions, RunEnd, Runner, SamplingRow, StepOut,
+    StepRequest, Want,
 };
 use refrain_formats::ModelFiles;
-use refrain_graph::{Committed, Plan, Ran, Reason, StepFlags};
+use refrain_graph::{Committed, Plan, Ran, Reason, RunError, StepFlags};
 use refrain_models::{KvSpec, Model};
 use refrain_tensor::DType;
 use std::path::Path;
@@ -32,6 +33,8 @@ pub(crate) struct Script {
     /// Held while a step runs.
     gate: Arc<Mutex<()>>,
     fixed: Arc<AtomicBool>,
+    poison: Arc<AtomicUsize>,
+    breaks_on: Arc<AtomicUsize>,
 }
 
 impl Script {
@@ -43,6 +46,16 @@ impl Script {
     /// The cache cannot grow.
     pub(crate) fn fix_size(&self) {
         self.fixed.store(true, Ordering::Relaxed);
+    }
+
+    /// Steps that evaluate this token fail.
+    pub(crate) fn break_on(&self, token: u32) {
+        self.breaks_on.store(token as usize, Ordering::Relaxed);
+    }
+
+    /// Choices behind this token are not finite.
+    pub(crate) fn poison(&self, token: u32) {
+        self.poison.store(token as usize, Ordering::Relaxed);
     }
 
     /// Waits until so many steps have begun.
@@ -104,6 +117,12 @@ pub(crate) fn engine(context: usize, max_tokens: usize) -> (Engine, Script) {
     (Engine::new(runner, EngineOptions { max_requests: 4 }).unwrap(), script)
 }
 
+/// An engine for requests without sequences of their own, which share `n_positions`.
+pub(crate) fn shared_engine(n_positions: usize, max_tokens: usize, max_requests: usize) -> (Engine, Script) {
+    let (runner, script) = runner(n_positions, max_tokens);
+    (Engine::new(runner, EngineOptions { max_requests }).unwrap(), script)
+}
+
 fn runner(context: usize, max_tokens: usize) -> (Box<dyn Runner>, Script) {
     let script = Script::default();
     let max_blocks = context.div_ceil(KV_BLOCK);
@@ -117,31 +136,52 @@ impl Runner for FakeRunner {
         "fake"
     }
 
-    fn step(&mut self, request: &StepRequest<'_>, out: &mut StepOut) -> Result<Ran, EngineError> {
+    fn step(&mut self, requests: &[StepRequest<'_>], out: &mut StepOut) -> Result<Ran, EngineError> {
         drop(self.script.gate.lock());
         let mut log = self.script.log.lock().unwrap();
         let step = log.len();
-        let (tokens, table) = (request.tokens.to_vec(), request.table.to_vec());
-        log.push(Seen { tokens, start: request.start, table });
+        // One entry for each request.
+        log.extend(requests.iter().map(|request| {
+            let (tokens, table) = (request.tokens.to_vec(), request.table.to_vec());
+            Seen { tokens, start: request.start, table }
+        }));
         let mut failures = self.script.failures.lock().unwrap();
-        if let Some(i) = failures.iter().position(|(at, _)| *at == step) {
+        if let Some(i) = failures.iter().position(|(at, _)| (step..log.len()).contains(at)) {
             let error = failures.swap_remove(i).1;
             assert!(!matches!(error, EngineError::NoFeedback), "the runner is broken");
             return Err(error);
         }
-        match request.want {
-            Want::Nothing => {}
-            Want::Logits { n_rows } => out.logits = vec![0.0; n_rows * VOCAB],
-            Want::Sample(row) => {
-                let next = (request.tokens.last().unwrap() + 1) % VOCAB as u32;
-                // The token after the next one where the next is forbidden.
-                let is_forbidden = row
-                    .bias_ids
-                    .iter()
-                    .zip(&row.bias)
-                    .any(|(&id, &bias)| id == next as i32 && bias == f32::NEG_INFINITY);
-                out.chosen = Some((next + u32::from(is_forbidden), -1.0));
-            }
+        let breaks_on = self.script.breaks_on.load(Ordering::Relaxed) as u32;
+        if breaks_on > 0 && requests.iter().any(|request| request.tokens.contains(&breaks_on)) {
+            let source = Box::new(std::io::Error::other("the cable is cut"));
+            return Err(RunError::Backend { backend: "fake", label: "blk.0.attn_q".into(), source }.into());
+        }
+        let poison = self.script.poison.load(Ordering::Relaxed) as u32;
+        out.choices.clear();
+        for request in requests {
+            out.choices.push(match request.want {
+                Want::Nothing => None,
+                Want::Logits { n_rows } => {
+                    out.logits = vec![0.0; n_rows * VOCAB];
+                    None
+                }
+                Want::Sample(_) if request.tokens.contains(&poison) && poison > 0 => {
+                    let (position, kv_dtype) = (request.start + request.tokens.len() - 1, DType::F16);
+                    Some(Err(EngineError::NonFinite { position, kv_dtype }))
+                }
+                Want::Sample(row) => {
+                    let next = (request.tokens.last().unwrap() + 1) % VOCAB as u32;
+                    // The token after the next one where the next is forbidden.
+                    let is_forbidden = row
+                        .bias_ids
+                        .iter()
+                        .zip(&row.bias)
+                        .any(|(&id, &bias)| id == next as i32 && bias == f32::NEG_INFINITY);
+                    let chosen = Chosen { token: next + u32::from(is_forbidden), logprob: -1.0 };
+                    let top = (0..row.n_top as u32).map(|i| (i, -(i as f32))).collect();
+                    Some(Ok(Choice { chosen, top }))
+                }
+            });
         }
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "fake" }))
     }
@@ -162,9 +202,9 @@ impl Runner for FakeRunner {
             let want = Want::Sample(&run.row);
             let mut out = StepOut::default();
             let request = StepRequest { tokens: &[run.next], start: run.position, table, want };
-            let ran = self.step(&request, &mut out);
+            let ran = self.step(&[request], &mut out);
             run.ready.push_back(ran.map(|ran| {
-                let (token, logprob) = out.chosen.unwrap();
+                let Chosen { token, logprob } = out.choices.remove(0).unwrap().unwrap().chosen;
                 let position = run.position;
                 (run.next, run.position) = (token, position + 1);
                 let flags = StepFlags::default().with(StepFlags::ENDED, run.end.contains(&token));
@@ -215,6 +255,10 @@ impl Runner for FakeRunner {
     }
 
     fn max_tokens(&self) -> usize {
+        self.max_tokens
+    }
+
+    fn max_seqs(&self) -> usize {
         self.max_tokens
     }
 }

@@ -26,6 +26,8 @@ pub struct Bed {
     pub device: Device,
     /// Start and size of every region of device memory that was planned last.
     pub regions: Regions,
+    /// Kernels run over copies of all memory, so that launches beside each other seem to race.
+    pub copies_all: bool,
 }
 
 pub type Regions = Arc<Mutex<Vec<(u64, u64)>>>;
@@ -47,7 +49,14 @@ impl Bed {
         let options = LoadOptions { cache, nvrtc, arch: None };
         let kernels = Kernels::load(&ctx, &options)
             .unwrap_or_else(|e| panic!("{e}\nhint: {}", e.hint().unwrap_or_default()));
-        Bed { stream: ctx.stream().unwrap(), ctx, kernels, device, regions: Regions::default() }
+        Bed {
+            stream: ctx.stream().unwrap(),
+            ctx,
+            kernels,
+            device,
+            regions: Regions::default(),
+            copies_all: false,
+        }
     }
 
     pub fn plan(&self, layout: &MemoryLayout) -> Arc<Memory> {
@@ -184,7 +193,8 @@ impl Case {
                 return Err(format!("{method} differs from eager at byte {at}"));
             }
         }
-        let reports = bed.device.take_reports();
+        let mut reports = bed.device.take_reports();
+        reports.retain(|report| !(bed.copies_all && report.starts_with("race between")));
         if reports.is_empty() { Ok(()) } else { Err(reports.join("; ")) }
     }
 

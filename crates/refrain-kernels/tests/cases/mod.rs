@@ -8,3 +8,4 @@ pub mod few;
 pub mod product;
 pub mod prompt;
 pub mod sample;
+pub mod train;

@@ -16,6 +16,7 @@
 #define __shared__ static  // blocks run one after another
 #define __launch_bounds__(...)
 #define __noinline__
+#define __align__(n) __attribute__((aligned(n)))
 
 struct Index { unsigned x, y, z; };
 extern Index threadIdx, blockIdx, blockDim, gridDim;

@@ -50,7 +50,8 @@ pub(crate) fn golden(case: &str) -> Golden {
 
 pub(crate) fn engine(files: &ModelFiles, max_tokens: usize, kv_dtype: DType, n_threads: usize) -> Core {
     let model = Arc::new(Model::load(files).unwrap());
-    let options = RunnerOptions { context: 64, kv_block: 32, kv_dtype, max_tokens };
+    let options =
+        RunnerOptions { context: 64, kv_block: 32, kv_dtype, max_tokens, ..RunnerOptions::default() };
     let runner = BackendRunner::new(CpuBackend::new(n_threads).unwrap(), model, options).unwrap();
     Core::new(Box::new(runner), 64)
 }

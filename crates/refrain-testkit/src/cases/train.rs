@@ -305,7 +305,7 @@ fn attention(dtype: DType) -> Vec<Case> {
     };
     let mut cases = Vec::new();
     for (name, op, heads, head_dim, lengths, padding) in [
-        ("one row", plain, [1, 1], 16, vec![1], 0),
+        ("one row", plain, [1, 1], 16, vec![1, 2], 0),
         ("one document", plain, [2, 2], 64, vec![33], 0),
         ("documents and padding", plain, [4, 2], 64, vec![5, 40, 1, 19], 3),
         ("window", SpanAttention { window: Some(7), ..plain }, [4, 1], 32, vec![30, 11], 0),

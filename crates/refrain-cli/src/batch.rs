@@ -1,0 +1,306 @@
+//! `refrain batch`: many prompts from a file, answered in order in another.
+
+mod line;
+
+use crate::bars::Delayed;
+use crate::cli::Context;
+use crate::fail::{Hinted, Interrupted};
+use crate::opts::{DeviceOpts, SamplingOpts};
+use crate::out::{counted, short_rate, short_time, talk, thousands};
+use crate::resolve;
+use line::{Answer, Ask, Line};
+use refrain::graph::RunError;
+use refrain::{EngineError, Generate, Model, Prompt, Reply, SamplingParams, Service, ServiceOptions};
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// A raw text has no end of turn.
+const RAW_MAX_TOKENS: usize = 256;
+/// Requests that are submitted for each that can run: those whose answers cannot be written yet hold no row.
+const SUBMITTED_PER_ROW: usize = 4;
+
+/// Answer many prompts from a file, many at once
+///
+/// Each line of IN is a JSON object: OpenAI's batch format (custom_id, url, body), or a plain line with a prompt or
+/// messages and, where wanted, max_tokens, temperature, top_p, top_k, min_p, seed, stop, frequency_penalty,
+/// presence_penalty, repeat_penalty, logit_bias and id. OUT gets one line for each, in the same order: text, finish and
+/// token counts, or an error. A line that cannot be answered does not stop the others. Started again, it goes on behind
+/// the lines that OUT has. Blank lines are skipped.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  refrain batch stories prompts.jsonl -o stories.jsonl
+  refrain batch smollm2 questions.jsonl -o answers.jsonl --seqs 64 --temp 0
+  refrain batch ./model.gguf openai-batch.jsonl -o results.jsonl -n 200 --overwrite
+  echo '{\"prompt\": \"A cat\", \"max_tokens\": 20, \"seed\": 1}' > in.jsonl && refrain batch stories in.jsonl -o out.jsonl")]
+pub(crate) struct Args {
+    /// A path, a short name such as smollm2, or owner/repo[:QUANT]
+    #[arg(value_name = "MODEL")]
+    model: String,
+    /// The prompts, one JSON object a line
+    #[arg(value_name = "IN.jsonl")]
+    input: PathBuf,
+    /// Where the answers go
+    #[arg(short, long, value_name = "OUT.jsonl")]
+    output: PathBuf,
+    /// Begin anew where OUT exists
+    #[arg(long)]
+    overwrite: bool,
+    /// Continue plain prompts as they are, without the chat template
+    #[arg(long)]
+    raw: bool,
+    /// Sequences that run at once
+    #[arg(long, value_name = "N", default_value = "32")]
+    seqs: NonZeroUsize,
+    /// Tokens that one line may have, prompt and answer together [default: the smaller of the model's and 4096]
+    #[arg(short, long, value_name = "N")]
+    context: Option<usize>,
+    /// Tokens that the KV cache holds for all that run [default: --seqs times -c, at most 32768]
+    #[arg(long, value_name = "N")]
+    kv_tokens: Option<usize>,
+    #[command(flatten)]
+    sampling: SamplingOpts,
+    #[command(flatten)]
+    device: DeviceOpts,
+}
+
+pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
+    args.device.session(args.context, context)?;
+    args.sampling.check()?;
+    resolve::check(&args.model, context)?;
+    let n_lines = lines(&args.input)?.count() as u64;
+    if n_lines == 0 {
+        let message = format!("{} has no lines", args.input.display());
+        return Err(
+            Hinted::new(message, "give one JSON object a line, such as {\"prompt\": \"A cat\"}").into()
+        );
+    }
+    let mut out = Output::open(args)?;
+    if out.n_done > 0 && !context.quiet {
+        talk!("going on behind the {} of {}", counted(out.n_done, "line"), args.output.display());
+    }
+    if out.n_done as u64 == n_lines {
+        return Ok(());
+    }
+    let model = resolve::find(Some(&args.model), context)?.open()?;
+    let service = args.device.start_with(args.context, context, |session| {
+        let (max_seqs, kv_tokens) = (args.seqs.get(), args.kv_tokens);
+        let max_requests = SUBMITTED_PER_ROW * max_seqs;
+        Service::new(&model, &ServiceOptions { session: session.clone(), max_seqs, max_requests, kv_tokens })
+    })?;
+    if !context.quiet {
+        let (name, backend, holds) = (model.name(), service.backend(), thousands(service.context()));
+        talk!("{name} on {backend}, {} at once, context {holds}", counted(args.seqs.get(), "sequence"));
+    }
+    let listening = context.interrupt.listen();
+    let mut work = Work { args, service, seed: args.sampling.params(&model).seed, cancel: listening.flag() };
+    let (began, bar) = (Instant::now(), Delayed::bar(n_lines, "answering"));
+    let tally = work.answer_all(&mut out, began, &bar)?;
+    drop(bar);
+    if work.is_cancelled() {
+        if !context.quiet {
+            let (done, all) = (thousands(out.n_done), thousands(n_lines as usize));
+            talk!("{done} of {all} lines are answered; the same command goes on from there");
+        }
+        return Err(Interrupted.into());
+    }
+    if !context.quiet {
+        let seconds = began.elapsed().as_secs_f64();
+        let rate = short_rate(tally.n_tokens as f64 / seconds.max(f64::MIN_POSITIVE));
+        let failed = match tally.n_failed {
+            0 => String::new(),
+            n => format!(", {} with an error", counted(n, "line")),
+        };
+        let (answered, took) = (counted(tally.n_answered, "line"), short_time(seconds));
+        talk!("{answered} answered{failed}, {} tokens, {rate} tok/s, {took}", thousands(tally.n_tokens));
+    }
+    Ok(())
+}
+
+#[derive(Default)]
+struct Tally {
+    n_answered: usize,
+    n_failed: usize,
+    n_tokens: usize,
+}
+
+/// Lines that are not blank, with their number in the file.
+fn lines(path: &Path) -> anyhow::Result<impl Iterator<Item = std::io::Result<(usize, Vec<u8>)>>> {
+    let cannot = |error| Hinted::io("read", path, error);
+    if path.is_dir() {
+        return Err(cannot(std::io::ErrorKind::IsADirectory.into()).into());
+    }
+    let file = File::open(path).map_err(cannot)?;
+    let lines = BufReader::new(file).split(b'\n').enumerate();
+    let lines = lines.map(|(idx, line)| line.map(|line| (idx + 1, line)));
+    Ok(lines.filter(|line| line.as_ref().map_or(true, |(_, line)| !line.trim_ascii().is_empty())))
+}
+
+/// What is answered, in the order of the input.
+struct Output {
+    file: File,
+    path: PathBuf,
+    /// Lines that are complete.
+    n_done: usize,
+}
+
+impl Output {
+    /// Opens the answers there are and drops a line that was cut off.
+    fn open(args: &Args) -> anyhow::Result<Output> {
+        let path = &args.output;
+        let cannot = |error| Hinted::io("write", path, error);
+        if let (Ok(from), Ok(to)) = (args.input.canonicalize(), path.canonicalize())
+            && from == to
+        {
+            return Err(
+                Hinted::new("the answers would overwrite the prompts", "name another file with -o").into()
+            );
+        }
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(args.overwrite);
+        let mut file = options.open(path).map_err(cannot)?;
+        let (mut n_done, mut end) = (0, 0);
+        let mut asked = lines(&args.input)?;
+        let mut answers = BufReader::new(&file);
+        let mut answer = Vec::new();
+        while answers.read_until(b'\n', &mut answer).map_err(cannot)? > 0 && answer.ends_with(b"\n") {
+            let Some(asked) =
+                asked.next().transpose().map_err(|error| Hinted::io("read", &args.input, error))?
+            else {
+                let message = format!("{} has more lines than {}", path.display(), args.input.display());
+                return Err(Hinted::new(message, "name another file with -o, or pass --overwrite").into());
+            };
+            if !line::belongs(&answer, &asked.1) {
+                let (line, path) = (n_done + 1, path.display());
+                let message = format!("line {line} of {path} does not answer line {} of the input", asked.0);
+                return Err(Hinted::new(message, "name another file with -o, or pass --overwrite").into());
+            }
+            (n_done, end) = (n_done + 1, end + answer.len() as u64);
+            answer.clear();
+        }
+        drop(answers);
+        file.set_len(end).map_err(cannot)?;
+        file.seek(SeekFrom::Start(end)).map_err(cannot)?;
+        Ok(Output { file, path: path.clone(), n_done })
+    }
+
+    /// Writes a whole line at once, so that what is there can be gone on from.
+    fn write(&mut self, value: &serde_json::Value) -> anyhow::Result<()> {
+        let line = format!("{value}\n");
+        let written = self.file.write_all(line.as_bytes()).and_then(|()| self.file.flush());
+        written.map_err(|error| Hinted::io("write", &self.path, error))?;
+        self.n_done += 1;
+        Ok(())
+    }
+}
+
+struct Work<'a> {
+    args: &'a Args,
+    service: Service,
+    /// Of the first line; each further one has the next.
+    seed: u64,
+    cancel: Arc<AtomicBool>,
+}
+
+/// A line that was submitted, or why it could not be.
+struct Pending {
+    line: Line,
+    reply: Result<Reply, String>,
+}
+
+impl Work<'_> {
+    fn is_cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed)
+    }
+
+    fn answer_all(&mut self, out: &mut Output, began: Instant, bar: &Delayed) -> anyhow::Result<Tally> {
+        let most = SUBMITTED_PER_ROW * self.args.seqs.get();
+        let mut asked = lines(&self.args.input)?.enumerate().skip(out.n_done);
+        let (mut pending, mut tally) = (VecDeque::new(), Tally::default());
+        loop {
+            while pending.len() < most && !self.is_cancelled() {
+                let Some((idx, asked)) = asked.next() else { break };
+                let (number, bytes) = asked.map_err(|error| Hinted::io("read", &self.args.input, error))?;
+                pending.push_back(self.submit(idx, Line::read(number, &bytes))?);
+            }
+            let Some(Pending { line, reply }) = pending.pop_front() else { return Ok(tally) };
+            let answered = match reply.map(Reply::text) {
+                Ok(Ok((_, summary))) if summary.finish == Some(refrain::Finish::Cancelled) => {
+                    return Ok(tally);
+                }
+                Ok(Ok((text, summary))) => Ok(Answer { text, summary }),
+                Ok(Err(error)) => Err(keeps_going(error)?),
+                Err(error) => Err(error),
+            };
+            match &answered {
+                Ok(answer) => tally.n_tokens += answer.summary.n_generated,
+                Err(_) => tally.n_failed += 1,
+            }
+            tally.n_answered += 1;
+            out.write(&line.answer(self.service.model().name(), answered))?;
+            bar.set(out.n_done as u64);
+            let rate = tally.n_tokens as f64 / began.elapsed().as_secs_f64().max(f64::MIN_POSITIVE);
+            bar.say(format!("{} tok/s", short_rate(rate)));
+        }
+    }
+
+    fn submit(&self, idx: usize, line: Line) -> anyhow::Result<Pending> {
+        let reply = match &line.ask {
+            Ok(ask) => match self
+                .prepare(idx, ask)
+                .and_then(|(tokens, options)| self.service.submit(Prompt::Tokens(&tokens), &options))
+            {
+                Ok(reply) => Ok(reply),
+                Err(error) => Err(keeps_going(error)?),
+            },
+            Err(error) => Err(error.clone()),
+        };
+        Ok(Pending { line, reply })
+    }
+
+    /// The tokens to go on from, and how.
+    fn prepare(&self, idx: usize, ask: &Ask) -> Result<(Vec<u32>, Generate), refrain::Error> {
+        let model = self.service.model();
+        let is_chat = !self.args.raw && model.chat_template().is_some();
+        let (tokens, is_raw) = match ask {
+            Ask { tokens: Some(tokens), .. } => (tokens.clone(), true),
+            Ask { text: Some(text), is_plain, .. } if !(is_chat && *is_plain) => {
+                (model.text_tokens(text)?, true)
+            }
+            ask => (chat_tokens(model, &ask.turns())?, false),
+        };
+        let usual =
+            SamplingParams { seed: self.seed.wrapping_add(idx as u64), ..self.args.sampling.params(model) };
+        let mut options =
+            self.args.sampling.generate(ask.sampling.over(usual), is_raw.then_some(RAW_MAX_TOKENS));
+        options.max_tokens = ask.max_tokens.or(options.max_tokens);
+        options.stop.extend(ask.stop.iter().cloned());
+        options.cancel = Some(self.cancel.clone());
+        Ok((tokens, options))
+    }
+}
+
+fn chat_tokens(model: &Model, messages: &[refrain::Message]) -> Result<Vec<u32>, refrain::Error> {
+    let options = refrain::RenderOptions { add_generation_prompt: true, ..refrain::RenderOptions::default() };
+    Ok(model.tokenizer().encode_chat(&model.render(messages, &options)?)?)
+}
+
+/// The text of an error that is of one line; one that ends the engine is passed on, so that the lines which were not
+/// answered can be gone on from.
+fn keeps_going(error: refrain::Error) -> anyhow::Result<String> {
+    let ends = matches!(
+        error,
+        refrain::Error::Engine(EngineError::Stopped(_) | EngineError::Run(RunError::ContextLost { .. }))
+    );
+    if ends {
+        return Err(error.into());
+    }
+    let error = anyhow::Error::from(error);
+    Ok(format!("{error:#}"))
+}

@@ -1,0 +1,212 @@
+//! Tables against a model of the cache's memory.
+//!
+//! KV at a position depends on all tokens up to it. So the model's memory holds, for each place, the tokens that a
+//! sequence had when it wrote there; a table is right if every place that it leads to holds its own beginning.
+
+use super::*;
+use proptest::prelude::*;
+use std::collections::HashMap;
+
+struct Sim {
+    pool: SharedPool,
+    /// What was written to (block, offset).
+    memory: HashMap<(u32, usize), Vec<u32>>,
+    seqs: Vec<Sim1>,
+}
+
+/// A sequence: what it holds.
+struct Sim1 {
+    tokens: Vec<u32>,
+    table: Table,
+}
+
+impl Sim {
+    fn new(n_blocks: usize, kv_block: usize) -> Sim {
+        let pool = SharedPool::new(BlockPool::new(n_blocks, kv_block), n_blocks);
+        Sim { pool, memory: HashMap::new(), seqs: Vec::new() }
+    }
+
+    /// Brings a sequence to hold `prompt`, as an engine does; false where there is no room.
+    fn prompt(&mut self, idx: usize, prompt: &[u32]) -> bool {
+        let seq = &mut self.seqs[idx];
+        let n_shared = seq.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        let n_held = seq.table.write_from(n_shared.min(prompt.len().saturating_sub(1)));
+        let n_held = seq.table.reuse(prompt, n_held);
+        seq.tokens = prompt[..n_held].to_vec();
+        if seq.table.fit(prompt.len()).is_err() {
+            return false;
+        }
+        self.append(idx, &prompt[n_held..])
+    }
+
+    /// Writes tokens behind what a sequence holds.
+    fn append(&mut self, idx: usize, tokens: &[u32]) -> bool {
+        let kv_block = self.pool.kv_block();
+        let seq = &mut self.seqs[idx];
+        for &token in tokens {
+            let position = seq.tokens.len();
+            if seq.table.fit(position + 1).is_err() {
+                return false;
+            }
+            seq.tokens.push(token);
+            let place = (seq.table.blocks()[position / kv_block], position % kv_block);
+            self.memory.insert(place, seq.tokens.clone());
+        }
+        seq.table.publish(&seq.tokens);
+        true
+    }
+
+    fn check(&self) {
+        let kv_block = self.pool.kv_block();
+        let mut held: HashMap<u32, u32> = HashMap::new();
+        for (idx, Sim1 { tokens, table }) in self.seqs.iter().enumerate() {
+            for position in 0..tokens.len() {
+                let place = (table.blocks()[position / kv_block], position % kv_block);
+                assert_eq!(self.memory[&place], tokens[..=position], "sequence {idx} at {position}");
+            }
+            table.blocks().iter().for_each(|&block| *held.entry(block).or_default() += 1);
+        }
+        let books = self.pool.lock();
+        for (block, entry) in books.pool.blocks.iter().enumerate() {
+            assert_eq!(entry.n_holders, held.get(&(block as u32)).copied().unwrap_or(0), "block {block}");
+        }
+        let counts = [books.pool.n_free(), books.pool.n_cached(), books.pool.n_used()];
+        assert_eq!(counts.iter().sum::<usize>(), books.pool.n_blocks(), "{counts:?}");
+        assert_eq!(books.pool.n_used(), held.len());
+        // Nothing that is free can be found, and the index knows what the blocks know.
+        assert!(books.pool.free.iter().all(|&b| books.pool.blocks[b as usize].content.is_none()));
+        let n_named = books.pool.blocks.iter().filter(|b| b.content.is_some()).count();
+        assert_eq!(books.pool.index.len(), n_named);
+        let promised: usize = self.seqs.iter().filter_map(|s| s.table.n_promised).sum();
+        let kept: usize = self.seqs.iter().map(|s| s.table.n_kept()).sum();
+        assert_eq!((books.n_promised, books.n_kept), (promised, kept));
+    }
+}
+
+/// What may happen to a sequence.
+#[derive(Clone, Debug)]
+enum Act {
+    Open { promised: usize },
+    Prompt { seq: usize, tokens: Vec<u32> },
+    Append { seq: usize, tokens: Vec<u32> },
+    Fork { seq: usize },
+    Clear { seq: usize },
+    Drop { seq: usize },
+    Extend { by: usize },
+}
+
+fn acts() -> impl Strategy<Value = Vec<Act>> {
+    // Two tokens only: beginnings are often the same, and often nearly.
+    let tokens = || prop::collection::vec(0u32..2, 1..14);
+    let act = prop_oneof![
+        2 => (0usize..3).prop_map(|promised| Act::Open { promised }),
+        6 => (0usize..8, tokens()).prop_map(|(seq, tokens)| Act::Prompt { seq, tokens }),
+        4 => (0usize..8, tokens()).prop_map(|(seq, tokens)| Act::Append { seq, tokens }),
+        2 => (0usize..8).prop_map(|seq| Act::Fork { seq }),
+        1 => (0usize..8).prop_map(|seq| Act::Clear { seq }),
+        2 => (0usize..8).prop_map(|seq| Act::Drop { seq }),
+        1 => (0usize..3).prop_map(|by| Act::Extend { by }),
+    ];
+    prop::collection::vec(act, 0..60)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #[test]
+    fn every_sequence_finds_its_own_beginning_whatever_others_did(
+        n_blocks in 1usize..12,
+        kv_block in 1usize..5,
+        acts in acts(),
+    ) {
+        let mut sim = Sim::new(n_blocks, kv_block);
+        for act in acts {
+            let n = sim.seqs.len();
+            match act {
+                Act::Open { promised } if n < 6 => {
+                    let table = match promised {
+                        0 => Some(sim.pool.table()),
+                        n => sim.pool.reserve(n * kv_block),
+                    };
+                    sim.seqs.extend(table.map(|table| Sim1 { tokens: Vec::new(), table }));
+                }
+                Act::Prompt { seq, tokens } if n > 0 => {
+                    sim.prompt(seq % n, &tokens);
+                }
+                Act::Append { seq, tokens } if n > 0 => {
+                    sim.append(seq % n, &tokens);
+                }
+                Act::Fork { seq } if n > 0 && n < 6 => {
+                    let mut table = sim.pool.table();
+                    let from = &sim.seqs[seq % n];
+                    let n_held = from.table.fork(from.tokens.len(), &mut table);
+                    prop_assert_eq!(n_held, from.tokens.len() / kv_block * kv_block);
+                    let tokens = from.tokens[..n_held].to_vec();
+                    sim.seqs.push(Sim1 { tokens, table });
+                }
+                Act::Clear { seq } if n > 0 => {
+                    let seq = &mut sim.seqs[seq % n];
+                    seq.tokens.clear();
+                    seq.table.fit(0).unwrap();
+                }
+                Act::Drop { seq } if n > 0 => drop(sim.seqs.swap_remove(seq % n)),
+                Act::Extend { by } => {
+                    let total = sim.pool.counts().total + by;
+                    sim.pool.extend(total, total);
+                }
+                _ => {}
+            }
+            sim.check();
+        }
+        sim.seqs.clear();
+        sim.check();
+        let counts = sim.pool.counts();
+        prop_assert_eq!((counts.used, counts.free + counts.cached), (0, counts.total));
+    }
+}
+
+#[test]
+fn a_beginning_that_was_evaluated_before_is_found_again_until_room_is_needed() {
+    let mut sim = Sim::new(4, 2);
+    let open = |sim: &mut Sim| {
+        let table = sim.pool.table();
+        sim.seqs.push(Sim1 { tokens: Vec::new(), table });
+        sim.seqs.len() - 1
+    };
+    let one = open(&mut sim);
+    assert!(sim.prompt(one, &[1, 2, 3, 4, 5]));
+    let held = sim.seqs[one].table.blocks().to_vec();
+    // While another holds them: two full blocks, shared.
+    let two = open(&mut sim);
+    assert_eq!(sim.seqs[two].table.reuse(&[1, 2, 3, 4, 9, 9], 0), 4);
+    assert_eq!(sim.seqs[two].table.blocks(), &held[..2]);
+    // Never all of a prompt: its last token has to be evaluated for a choice.
+    let three = open(&mut sim);
+    assert_eq!(sim.seqs[three].table.reuse(&[1, 2, 3, 4], 0), 2);
+    // Another root is another model of the world.
+    let mut other = sim.pool.table();
+    other.set_root(7);
+    assert_eq!(other.reuse(&[1, 2, 3, 4, 5], 0), 0);
+    sim.seqs.clear();
+    let counts = sim.pool.counts();
+    assert_eq!((counts.free, counts.cached, counts.used), (2, 2, 0));
+    // Three blocks: the two free ones, and of the cached ones that which nothing else needs.
+    let four = open(&mut sim);
+    assert!(sim.prompt(four, &[9, 9, 9, 9, 9, 9]));
+    let five = open(&mut sim);
+    assert_eq!(sim.seqs[five].table.reuse(&[1, 2, 3, 4, 5], 0), 2);
+}
+
+#[test]
+fn blocks_that_were_promised_are_not_given_to_others() {
+    let pool = SharedPool::new(BlockPool::new(4, 2), 4);
+    let mut promised = pool.reserve(6).unwrap();
+    let mut other = pool.table();
+    other.fit(2).unwrap();
+    assert_eq!(other.fit(3).unwrap_err(), OutOfBlocks { need: 1, free: 0, total: 4, kv_block: 2 });
+    assert!(pool.reserve(4).is_none() && pool.most_positions() == 2);
+    promised.fit(6).unwrap();
+    promised.fit(2).unwrap();
+    assert!(other.fit(3).is_err());
+    drop(promised);
+    other.fit(8).unwrap();
+}

@@ -1,0 +1,35 @@
+// functions.cuh: functions of one element, and their derivatives, in f32.
+#pragma once
+#include "dtype.cuh"
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// x sigmoid(s). The exponential never overflows, so that far on the left the result is tiny and not yet zero.
+inline float times_sigmoid(float x, float s) {
+    float e = expf(-fabsf(s));
+    return s < 0.0f ? x * e / (1.0f + e) : x / (1.0f + e);
+}
+
+inline float silu(float x) { return times_sigmoid(x, x); }
+
+// 0.5 x (1 + tanh(u)) is x sigmoid(2 u), without the difference that cancels.
+inline float gelu_tanh(float x) {
+    return times_sigmoid(x, 2.0f * (0.7978845608028654f * (x + 0.044715f * x * x * x)));
+}
+
+// sigmoid(x) sigmoid(-x), without the difference that cancels.
+inline float sigmoid_slope(float x) {
+    float e = expf(-fabsf(x)), sum = 1.0f + e;
+    return e / (sum * sum);
+}
+
+// 1 - tanh(x)^2
+inline float tanh_slope(float x) { return 4.0f * sigmoid_slope(2.0f * x); }
+
+inline float silu_slope(float x) { return times_sigmoid(1.0f, x) + x * sigmoid_slope(x); }
+
+inline float gelu_tanh_slope(float x) {
+    const float c = 0.7978845608028654f;
+    float u2 = 2.0f * (c * (x + 0.044715f * x * x * x)), slope = 2.0f * c * (1.0f + 3.0f * 0.044715f * x * x);
+    return times_sigmoid(1.0f, u2) + x * sigmoid_slope(u2) * slope;
+}

@@ -1,0 +1,112 @@
+// scatter.cu: y[r] = sum of the rows of x whose id is r, in their order
+//
+//   ids     [n]          i32; negative or n_rows and more: for no row
+//   x       [n, d]       T, rows of consecutive elements at rows.start(i)
+//   y       [n_rows, d]  T, dense; rows that no id names are zero
+//   order   [n]          u32: rows of x by their ids, those of one id in their order
+//   sorted  [n]          i32: ids in that order
+//
+// scatter_rank puts each row at its rank, which is how many rows come before it: it compares all pairs. scatter_sum looks for
+// the rows of each id.
+//
+// Launch    rank: grid (ceil(n / 32)), block (256); sum: grid (n_rows), block (multiple of 32, at most 256), shared 0
+// Requires  wide: rows of x and y start at multiples of 16 bytes and have a multiple of 8 elements
+// Aliasing  none
+// Sums in f32, in the order of the rows, rounded once: same bits every run. Capture: safe; ids are read at each run.
+#include "eight.cuh"
+#include "overlap.cuh"
+#include "view.cuh"
+
+// The first place whose id is not below `id`: each lane of a warp tries one of 32 places at each turn.
+inline u32 first_not_below(const i32* sorted, u32 n, i32 id) {
+    u32 lane = threadIdx.x % 32, low = 0, end = n;
+    while (low < end) {
+        u32 step = (end - low + 31) / 32, at = low + lane * step;
+        u32 n_below = __popc(__ballot_sync(0xffffffffu, at < end && sorted[at] < id));
+        if (n_below == 0) break;
+        u32 next = low + n_below * step;
+        low += (n_below - 1) * step + 1;
+        end = next < end ? next : end;
+    }
+    return low;
+}
+
+template <typename T>
+inline void scatter_sum(T* y, const T* x, const u32* order, const i32* sorted, const Rows& rows, u32 n, u32 d, u32 wide) {
+    start();
+    i32 id = (i32)blockIdx.x;
+    u32 low = first_not_below(sorted, n, id), end = first_not_below(sorted, n, id + 1);
+    const u32 AT_ONCE = 8;
+    for (u32 at = 8 * threadIdx.x; at < d; at += 8 * blockDim.x) {
+        float sum[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum[i] = 0.0f;
+        for (u32 k = low; k < end; k += AT_ONCE) {
+            Eight<T> e[AT_ONCE];
+#pragma unroll
+            for (u32 j = 0; j < AT_ONCE; j++) {
+                if (k + j < end) e[j] = load8(x + rows.start(order[k + j]) + at, d - at, wide);
+            }
+#pragma unroll
+            for (u32 j = 0; j < AT_ONCE; j++) {
+                if (k + j >= end) continue;
+#pragma unroll
+                for (int i = 0; i < 8; i++) sum[i] += e[j][i];
+            }
+        }
+        store8(y + (u64)id * d + at, sum, d - at, wide);
+    }
+}
+
+#define SUM(name, T)                                                                                                \
+    extern "C" __global__ __launch_bounds__(256) void scatter_sum_##name(T* y, const T* x, const u32* order,       \
+                                                                         const i32* sorted, Rows rows, u32 n, u32 d, \
+                                                                         u32 wide) {                                \
+        scatter_sum(y, x, order, sorted, rows, n, d, wide);                                                         \
+    }
+
+// unit rank
+// 32 rows a block, whose eight warps share the rows that they are compared with.
+extern "C" __global__ __launch_bounds__(256) void scatter_rank(u32* order, i32* sorted, const i32* ids, u32 n) {
+    start();
+    __shared__ uint4 tiles[64];
+    i32* tile = (i32*)tiles;
+    __shared__ u32 counts[8][32];
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = 32 * blockIdx.x + lane;
+    i32 id = i < n ? ids[i] : 0;
+    u32 count = 0;
+    for (u32 first = 0; first < n; first += 256) {
+        __syncthreads();
+        if (first + threadIdx.x < n) tile[threadIdx.x] = ids[first + threadIdx.x];
+        __syncthreads();
+        u32 begin = 32 * warp, end = n - first < begin + 32 ? n - first : begin + 32;
+        if (begin >= end) continue;
+        // All 32 are before row i, or behind it, unless they are those of this block.
+        if (first + begin != 32 * blockIdx.x && end == begin + 32) {
+            bool before = first + begin < 32 * blockIdx.x;
+#pragma unroll
+            for (u32 j = 0; j < 8; j++) {
+                uint4 four = tiles[8 * warp + j];
+                i32 v[4] = {(i32)four.x, (i32)four.y, (i32)four.z, (i32)four.w};
+#pragma unroll
+                for (int k = 0; k < 4; k++) count += before ? v[k] <= id : v[k] < id;
+            }
+        } else {
+            for (u32 j = begin; j < end; j++) count += tile[j] < id || (tile[j] == id && first + j < i);
+        }
+    }
+    counts[warp][lane] = count;
+    __syncthreads();
+    if (warp != 0 || i >= n) return;
+    count = 0;
+#pragma unroll
+    for (int w = 0; w < 8; w++) count += counts[w][lane];
+    order[count] = i;
+    sorted[count] = id;
+}
+// unit f32
+SUM(f32, float)
+// unit f16
+SUM(f16, F16)
+// unit bf16
+SUM(bf16, BF16)

@@ -1,0 +1,212 @@
+// span.cuh: what attention among rows and its gradient share: who sees whom, and tiles of heads in shared memory.
+//
+// spans [n, 2] i32 gives for each row the rows of its document. A span that does not hold its row, or reaches out of
+// 0 .. n, counts as padding: whatever is there, nothing outside of the tensors is read.
+//
+// A block has rows of its own, as queries or as keys, and walks over the rows of the other side that any of its own sees (or
+// is seen by), TILE at a time. Rows outside of that range are zeros in the tile; a tile that not every own row sees whole is
+// masked. Rows of other documents that share a tile are multiplied by zero, so they must be finite.
+#pragma once
+#include "mma.cuh"
+#include "overlap.cuh"
+#include "reduce.cuh"
+
+struct SpanSizes {
+    u32 n, n_heads, n_kv_heads, head_dim;
+    u32 window;  // 0: all
+    u32 causal;
+    float scale;
+    float softcap;  // 0: none
+    u32 pitch;      // of the gradient's pairs: n, made even
+};
+
+// Elements from one row to the next, from one head to the next, from one element to the next.
+struct HeadStrides {
+    u32 row, head, element;
+
+    inline u64 at(u32 r, u32 h) const { return (u64)r * row + (u64)h * head; }
+};
+struct SpanStrides {
+    HeadStrides q, k, v, dy, y;
+};
+
+const u32 SPAN_THREADS = 128, SPAN_TILE = 64;
+const float SPAN_LOG2_E = 1.4426950408889634f, SPAN_LN_2 = 0.6931471805599453f;
+
+// Rows first .. end.
+struct SpanRange {
+    i32 first, end;
+};
+
+inline SpanRange span_document(const i32* spans, u32 row, const SpanSizes& s) {
+    SpanRange r = {0, 0};
+    if (row < s.n) {
+        i32 first = spans[2 * row], end = spans[2 * row + 1];
+        if (first >= 0 && first <= (i32)row && (i32)row < end && end <= (i32)s.n) r = SpanRange{first, end};
+    }
+    return r;
+}
+
+// The keys that a query sees.
+inline SpanRange span_seen(const i32* spans, u32 row, const SpanSizes& s) {
+    SpanRange r = span_document(spans, row, s);
+    if (s.causal != 0 && r.end > r.first) {
+        r.end = (i32)row + 1;
+        if (s.window != 0 && r.end - r.first > (i32)s.window) r.first = r.end - (i32)s.window;
+    }
+    return r;
+}
+
+// The queries that see a key.
+inline SpanRange span_seeing(const i32* spans, u32 row, const SpanSizes& s) {
+    SpanRange r = span_document(spans, row, s);
+    if (s.causal != 0 && r.end > r.first) {
+        r.first = (i32)row;
+        if (s.window != 0 && r.end - r.first > (i32)s.window) r.end = r.first + (i32)s.window;
+    }
+    return r;
+}
+
+// Of some rows: any of them sees first .. end, all of them last_first .. first_end. Padding does not count.
+struct SpanExtent {
+    i32 first, end, last_first, first_end;
+};
+
+struct SpanLeast {
+    inline i32 operator()(i32 a, i32 b) const { return a < b ? a : b; }
+};
+
+// Each warp works it out for itself; n is a multiple of 16.
+inline SpanExtent span_extent(const SpanRange* ranges, u32 n) {
+    const i32 most = 0x7fffffff;
+    i32 first = most, end = 0, last_first = 0, first_end = most;
+    for (u32 i = threadIdx.x % 32; i < n; i += 32) {
+        SpanRange r = ranges[i];
+        if (r.end > r.first) {
+            first = SpanLeast()(first, r.first);
+            end = SpanLeast()(end, -r.end);
+            last_first = SpanLeast()(last_first, -r.first);
+            first_end = SpanLeast()(first_end, r.end);
+        }
+    }
+    return SpanExtent{warp_reduce(first, SpanLeast()), -warp_reduce(end, SpanLeast()),
+                      -warp_reduce(last_first, SpanLeast()), warp_reduce(first_end, SpanLeast())};
+}
+
+// Lines of D elements with 16 bytes behind each, so that eight lines of a chunk lie in different banks.
+template <int D> struct SpanLine {
+    static const u32 BYTES = 2 * D + 16;
+};
+
+// Rows first .. first + ROWS of one head, as copies that are under way; zeros outside of begin .. end and behind head_dim.
+template <int ROWS, int D, typename T>
+inline void span_load(u8* to, const T* from, u32 stride, u32 first, u32 begin, u32 end, u32 head_dim) {
+    const u32 CHUNKS = D / 8;
+#pragma unroll
+    for (int j = 0; j < ROWS * CHUNKS / SPAN_THREADS; j++) {
+        u32 i = threadIdx.x + SPAN_THREADS * j, r = i / CHUNKS, chunk = i % CHUNKS, row = first + r;
+        bool there = row >= begin && row < end && 8 * chunk < head_dim;
+        copy_async(to + r * SpanLine<D>::BYTES + 16 * chunk, there ? from + (u64)row * stride + 8 * chunk : from, there);
+    }
+}
+
+// The left factor of a product: 16 rows from a line on, 16 elements.
+template <int D> inline void span_left(u32* a, const u8* lines, u32 row, int d) {
+    u32 lane = threadIdx.x % 32;
+    load_matrices(a, lines + (row + lane % 16) * SpanLine<D>::BYTES + 32 * d + lane / 16 * 16);
+}
+
+// The right factor, 16 columns by 16 elements: lines are its columns.
+template <int D> inline void span_columns(u32* b, const u8* lines, u32 row, int d) {
+    u32 lane = threadIdx.x % 32;
+    load_matrices(b, lines + (row + lane / 16 * 8 + lane % 8) * SpanLine<D>::BYTES + 32 * d + lane / 8 % 2 * 16);
+}
+
+// The same where lines are its rows.
+template <int D> inline void span_rows(u32* b, const u8* lines, u32 row, int d) {
+    u32 lane = threadIdx.x % 32;
+    load_matrices_transposed(b, lines + (row + lane / 8 % 2 * 8 + lane % 8) * SpanLine<D>::BYTES + 32 * d + lane / 16 * 16);
+}
+
+// Two neighbouring tiles of 8 columns as the left factor of the next product.
+template <typename T> inline void span_pack(u32* a, const float (*tiles)[4], T) {
+    a[0] = pack(tiles[0][0], tiles[0][1], T());
+    a[1] = pack(tiles[0][2], tiles[0][3], T());
+    a[2] = pack(tiles[1][0], tiles[1][1], T());
+    a[3] = pack(tiles[1][2], tiles[1][3], T());
+}
+
+// A warp's 16 rows from registers through its own lines to y [n, n_heads, head_dim]; zeros for rows without a range.
+template <int D, typename T>
+inline void span_store(T* y, u8* lines, u32 row, const float (*acc)[4], const float* factor, u32 first_row,
+                       const SpanRange* ranges, u32 n_rows, u32 n_heads, u32 head, u32 head_dim) {
+    const u32 LINE = SpanLine<D>::BYTES;
+    u32 lane = threadIdx.x % 32;
+    __syncwarp();
+#pragma unroll
+    for (int d = 0; d < D / 8; d++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            u32 word = pack(acc[d][2 * h] * factor[h], acc[d][2 * h + 1] * factor[h], T());
+            *(u32*)(lines + (row + lane / 4 + 8 * h) * LINE + 16 * d + lane % 4 * 4) = word;
+        }
+    }
+    __syncwarp();
+    for (u32 i = lane; i < 16 * (head_dim / 8); i += 32) {
+        u32 r = row + i / (head_dim / 8), chunk = i % (head_dim / 8);
+        if (first_row + r < n_rows) {
+            bool empty = ranges[r].end <= ranges[r].first;
+            uint4 words = *(const uint4*)(lines + r * LINE + 16 * chunk);
+            if (empty) words = make_uint4(0, 0, 0, 0);
+            *(uint4*)(y + ((u64)(first_row + r) * n_heads + head) * head_dim + 8 * chunk) = words;
+        }
+    }
+}
+
+// Heads of any size up to 256 in any strides: a warp has one row, and lanes have rows of the other side.
+const u32 SPAN_WIDTH = 256, SPAN_PARTS = SPAN_WIDTH / 32;
+
+template <typename T> inline void span_fetch(float* to, const T* from, u64 at, u32 step, u32 head_dim) {
+    for (u32 d = threadIdx.x % 32; d < head_dim; d += 32) to[d] = to_f32(from[at + (u64)d * step]);
+}
+
+template <typename T> inline float span_dot(const float* mine, const T* from, u64 at, u32 step, u32 head_dim) {
+    float sum = 0.0f;
+    for (u32 d = 0; d < head_dim; d++) sum = __fmaf_rn(mine[d], to_f32(from[at + (u64)d * step]), sum);
+    return sum;
+}
+
+// What a product of query and key comes to as a score times log2 e, and the score's slope.
+inline float span_score(float product, const SpanSizes& s, float* slope) {
+    float score = product * s.scale;
+    *slope = s.scale;
+    if (s.softcap > 0.0f) {
+        float t = tanhf(score / s.softcap);
+        score = s.softcap * t;
+        *slope = s.scale * (1.0f - t * t);
+    }
+    return score;
+}
+
+// acc += weights of the warp's lanes times their rows; the first `n` lanes have one.
+template <typename T>
+inline void span_add(float* acc, float weight, u32 n, const T* from, u64 at, u32 row_step, u32 step, u32 head_dim) {
+    u32 lane = threadIdx.x % 32;
+    for (u32 j = 0; j < n; j++) {
+        float w = __shfl_sync(0xffffffffu, weight, j);
+        u64 row = at + (u64)j * row_step;
+#pragma unroll
+        for (int e = 0; e < SPAN_PARTS; e++) {
+            u32 d = lane + 32 * e;
+            if (d < head_dim) acc[e] = __fmaf_rn(w, to_f32(from[row + (u64)d * step]), acc[e]);
+        }
+    }
+}
+
+template <typename T> inline void span_put(T* y, u64 at, const float* acc, float factor, u32 head_dim) {
+#pragma unroll
+    for (int e = 0; e < SPAN_PARTS; e++) {
+        u32 d = threadIdx.x % 32 + 32 * e;
+        if (d < head_dim) y[at + d] = from_f32<T>(acc[e] * factor);
+    }
+}

@@ -1,0 +1,504 @@
+// span_grad.cu: gradients of span.cu with respect to q, k and v
+//
+//   pairs  [n_heads, pitch, 2]        f32: lse times log2 e (0 for padding), and the sum of dy y
+//   dq     [n, n_heads, head_dim]     T, dense
+//   dk, dv [n, n_kv_heads, head_dim]  T, dense
+//   dy, y  [n, n_heads, head_dim]     T, strides as given, like q, k, v
+//   lse    [n, n_heads]               f32
+//   spans  [n, 2]                     i32
+//
+// With p the weight of a key for a query and s their score: ds = p (dy . v - sum(dy y)), dq += scale ds k, dk += scale ds q,
+// dv += p dy; a soft cap multiplies ds by its slope. Three launches: pairs, then keys (dk and dv) and queries (dq). A block
+// has rows of its own and loops over the other side, so that nothing is added by two blocks: keys add the heads of their
+// group one after the other.
+//
+// Launch    pairs: grid (ceil(n n_heads / 16)), block (128), shared 0
+//           keys: grid (n_kv_heads, ceil(n / ROWS)); queries: grid (n_heads, ceil(n / ROWS)); block (128), shared as
+//           shared_bytes below says; ROWS is 128 for D = 64 and 64 above it
+//           exact: grid (ceil(n n_kv_heads / 4)) for keys, (ceil(n n_heads / 4)) for queries, block (128), shared 0
+// Requires  as span.cu; pairs at a multiple of 16 bytes, pitch even
+// Weights and ds are rounded to T on tensor cores; all else is f32, always in the same order. Same bits every run.
+// Capture: safe; the grid is fixed and spans are read on the device.
+#include "span.cuh"
+
+struct alignas(16) SpanFour { float a, b, c, d; };
+
+// From the products s = q . k (in score) and dy . v less the sum (in slope): the weight in score, ds without the scale in
+// slope.
+inline void span_weigh(float& score, float& slope, float lse, bool direct, float unit, const SpanSizes& s) {
+    float factor = 1.0f, power;
+    if (direct) {
+        power = __fmaf_rn(score, unit, -lse);
+    } else {
+        float capped = score * s.scale;
+        if (s.softcap > 0.0f) {
+            float t = tanhf(capped / s.softcap);
+            capped = s.softcap * t;
+            factor = 1.0f - t * t;
+        }
+        power = __fmaf_rn(capped, SPAN_LOG2_E, -lse);
+    }
+    float p = exp2_fast(power);
+    slope = p * slope * factor;
+    score = p;
+}
+
+// Zeros where a row of a warp's does not see a column, of tiles from a column on.
+template <int MT, int NT>
+inline void span_mask(float (*score)[NT][4], float (*slope)[NT][4], const SpanRange* ranges, i32 first) {
+    u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+        SpanRange range[2] = {ranges[16 * i + lane / 4], ranges[16 * i + lane / 4 + 8]};
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                i32 p = first + 8 * j + lane % 4 * 2 + e % 2;
+                bool there = p >= range[e / 2].first && p < range[e / 2].end;
+                score[i][j][e] = there ? score[i][j][e] : 0.0f;
+                slope[i][j][e] = there ? slope[i][j][e] : 0.0f;
+            }
+        }
+    }
+}
+
+template <typename T, int D, int MT>
+inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T* v, const i32* spans,
+                      const float* pairs, const SpanStrides& at, const SpanSizes& s) {
+    // A warp has 16 MT keys, and takes SUB queries of a tile at a time.
+    const u32 ROWS = 64 * MT, TILE = SPAN_TILE, LINE = SpanLine<D>::BYTES, STAGE = 2 * TILE * LINE + 8 * TILE;
+    const int SUB = 32, NT = SUB / 8, DT = D / 8;
+    DYNAMIC_SHARED(pool);
+    __shared__ SpanRange ranges[ROWS];
+    u8 *keys = pool, *values = pool + ROWS * LINE, *stages = pool + 2 * ROWS * LINE;
+    start();
+    // The first rows are seen by most: they begin first.
+    u32 kv_head = blockIdx.x, first_row = blockIdx.y * ROWS, group = s.n_heads / s.n_kv_heads;
+    u32 warp_row = threadIdx.x / 32 * 16 * MT, t = threadIdx.x % 4;
+    if (threadIdx.x < ROWS) ranges[threadIdx.x] = span_seeing(spans, first_row + threadIdx.x, s);
+    __syncthreads();
+    SpanExtent block = span_extent(ranges, ROWS), mine = span_extent(ranges + warp_row, 16 * MT);
+    // Two pairs are copied at once.
+    i32 begin = block.first & ~1;
+    u32 n_tiles = block.first < block.end ? (block.end - begin + TILE - 1) / TILE : 0, n_steps = n_tiles * group;
+
+    auto load = [&](u32 step) {
+        u32 head = kv_head * group + step / n_tiles, tile = begin + step % n_tiles * TILE;
+        u8* to = stages + step % 2 * STAGE;
+        span_load<TILE, D>(to, q + (u64)head * at.q.head, at.q.row, tile, block.first, block.end, s.head_dim);
+        span_load<TILE, D>(to + TILE * LINE, dy + (u64)head * at.dy.head, at.dy.row, tile, block.first, block.end,
+                           s.head_dim);
+        u32 pair = tile + 2 * threadIdx.x;
+        if (threadIdx.x < TILE / 2) {
+            const float* from = pairs + 2 * (u64)head * s.pitch;
+            bool there = pair < s.pitch;
+            copy_async(to + 2 * TILE * LINE + 16 * threadIdx.x, there ? from + 2 * pair : pairs, there);
+        }
+    };
+    span_load<ROWS, D>(keys, k + (u64)kv_head * at.k.head, at.k.row, first_row, 0, s.n, s.head_dim);
+    span_load<ROWS, D>(values, v + (u64)kv_head * at.v.head, at.v.row, first_row, 0, s.n, s.head_dim);
+    if (n_steps > 0) load(0);
+    copies_end_group();
+
+    bool direct = s.softcap <= 0.0f;
+    float unit = s.scale * SPAN_LOG2_E;
+    float grad_k[MT][DT][4] = {}, grad_v[MT][DT][4] = {};
+#pragma unroll 1
+    for (u32 step = 0; step < n_steps; step++) {
+        copies_wait<0>();
+        __syncthreads();
+        // Into the stage that everybody left before the barrier.
+        if (step + 1 < n_steps) load(step + 1);
+        copies_end_group();
+        const u8* queries = stages + step % 2 * STAGE;
+        const u8* grads = queries + TILE * LINE;
+        const float* pair = (const float*)(grads + TILE * LINE);
+#pragma unroll 1
+        for (u32 sub = 0; sub < TILE; sub += SUB) {
+            i32 tile = begin + (i32)(step % n_tiles * TILE + sub);
+            if (tile >= mine.end || tile + SUB <= mine.first) continue;
+            float score[MT][NT][4] = {}, slope[MT][NT][4];
+#pragma unroll
+            for (int d = 0; d < D / 16; d++) {
+                u32 a[MT][4];
+#pragma unroll
+                for (int i = 0; i < MT; i++) span_left<D>(a[i], keys, warp_row + 16 * i, d);
+#pragma unroll
+                for (int j = 0; j < NT / 2; j++) {
+                    u32 b[4];
+                    span_columns<D>(b, queries, sub + 16 * j, d);
+#pragma unroll
+                    for (int i = 0; i < MT; i++) {
+                        multiply(score[i][2 * j], a[i], b, T());
+                        multiply(score[i][2 * j + 1], a[i], b + 2, T());
+                    }
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < NT; j++) {
+                SpanFour both = *(const SpanFour*)(pair + 2 * (sub + 8 * j + 2 * t));
+#pragma unroll
+                for (int i = 0; i < MT; i++) {
+                    slope[i][j][0] = slope[i][j][2] = -both.b;
+                    slope[i][j][1] = slope[i][j][3] = -both.d;
+                }
+            }
+#pragma unroll
+            for (int d = 0; d < D / 16; d++) {
+                u32 a[MT][4];
+#pragma unroll
+                for (int i = 0; i < MT; i++) span_left<D>(a[i], values, warp_row + 16 * i, d);
+#pragma unroll
+                for (int j = 0; j < NT / 2; j++) {
+                    u32 b[4];
+                    span_columns<D>(b, grads, sub + 16 * j, d);
+#pragma unroll
+                    for (int i = 0; i < MT; i++) {
+                        multiply(slope[i][2 * j], a[i], b, T());
+                        multiply(slope[i][2 * j + 1], a[i], b + 2, T());
+                    }
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < NT; j++) {
+                SpanFour both = *(const SpanFour*)(pair + 2 * (sub + 8 * j + 2 * t));
+#pragma unroll
+                for (int i = 0; i < MT; i++) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        span_weigh(score[i][j][e], slope[i][j][e], e % 2 == 0 ? both.a : both.c, direct, unit, s);
+                    }
+                }
+            }
+            if (tile < mine.last_first || tile + SUB > mine.first_end) {
+                span_mask<MT, NT>(score, slope, ranges + warp_row, tile);
+            }
+#pragma unroll
+            for (int j = 0; j < NT / 2; j++) {
+                u32 weights[MT][4], slopes[MT][4];
+#pragma unroll
+                for (int i = 0; i < MT; i++) {
+                    span_pack(weights[i], score[i] + 2 * j, T());
+                    span_pack(slopes[i], slope[i] + 2 * j, T());
+                }
+#pragma unroll
+                for (int d = 0; d < D / 16; d++) {
+                    u32 b[4];
+                    span_rows<D>(b, grads, sub + 16 * j, d);
+#pragma unroll
+                    for (int i = 0; i < MT; i++) {
+                        multiply(grad_v[i][2 * d], weights[i], b, T());
+                        multiply(grad_v[i][2 * d + 1], weights[i], b + 2, T());
+                    }
+                    span_rows<D>(b, queries, sub + 16 * j, d);
+#pragma unroll
+                    for (int i = 0; i < MT; i++) {
+                        multiply(grad_k[i][2 * d], slopes[i], b, T());
+                        multiply(grad_k[i][2 * d + 1], slopes[i], b + 2, T());
+                    }
+                }
+            }
+        }
+    }
+    copies_wait<0>();
+    __syncthreads();
+    // A warp's own lines of keys and values are of no more use.
+    float scale[2] = {s.scale, s.scale}, one[2] = {1.0f, 1.0f};
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+        u32 row = warp_row + 16 * i;
+        span_store<D>(dk, keys, row, grad_k[i], scale, first_row, ranges, s.n, s.n_kv_heads, kv_head, s.head_dim);
+        span_store<D>(dv, values, row, grad_v[i], one, first_row, ranges, s.n, s.n_kv_heads, kv_head, s.head_dim);
+    }
+}
+
+template <typename T, int D, int MT>
+inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v, const i32* spans, const float* pairs,
+                         const SpanStrides& at, const SpanSizes& s) {
+    // A warp has 16 MT queries, and takes SUB keys of a tile at a time.
+    const u32 ROWS = 64 * MT, TILE = SPAN_TILE, LINE = SpanLine<D>::BYTES;
+    const int SUB = 32, NT = SUB / 8, DT = D / 8;
+    DYNAMIC_SHARED(pool);
+    __shared__ SpanRange ranges[ROWS];
+    u8 *queries = pool, *grads = pool + ROWS * LINE, *tiles = pool + 2 * ROWS * LINE;
+    start();
+    // The last rows see most: they begin first.
+    u32 head = blockIdx.x, first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
+    u32 kv_head = head / (s.n_heads / s.n_kv_heads);
+    u32 warp_row = threadIdx.x / 32 * 16 * MT, g = threadIdx.x % 32 / 4;
+    k += (u64)kv_head * at.k.head;
+    v += (u64)kv_head * at.v.head;
+    if (threadIdx.x < ROWS) ranges[threadIdx.x] = span_seen(spans, first_row + threadIdx.x, s);
+    __syncthreads();
+    SpanExtent block = span_extent(ranges, ROWS), mine = span_extent(ranges + warp_row, 16 * MT);
+
+    auto load = [&](u32 tile, u32 stage) {
+        u8* keys = tiles + stage * 2 * TILE * LINE;
+        span_load<TILE, D>(keys, k, at.k.row, tile, block.first, block.end, s.head_dim);
+        span_load<TILE, D>(keys + TILE * LINE, v, at.v.row, tile, block.first, block.end, s.head_dim);
+    };
+    span_load<ROWS, D>(queries, q + (u64)head * at.q.head, at.q.row, first_row, 0, s.n, s.head_dim);
+    span_load<ROWS, D>(grads, dy + (u64)head * at.dy.head, at.dy.row, first_row, 0, s.n, s.head_dim);
+    if (block.first < block.end) load(block.first, 0);
+    copies_end_group();
+
+    bool direct = s.softcap <= 0.0f;
+    float unit = s.scale * SPAN_LOG2_E, lse[MT][2], sum[MT][2];
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            u32 row = first_row + warp_row + 16 * i + g + 8 * h;
+            const float* pair = pairs + 2 * ((u64)head * s.pitch + (row < s.n ? row : 0));
+            lse[i][h] = pair[0];
+            sum[i][h] = pair[1];
+        }
+    }
+    copies_wait<0>();
+    __syncthreads();
+    u32 left[MT][D / 16][4], left_grad[MT][D / 16][4];
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+#pragma unroll
+        for (int d = 0; d < D / 16; d++) {
+            span_left<D>(left[i][d], queries, warp_row + 16 * i, d);
+            span_left<D>(left_grad[i][d], grads, warp_row + 16 * i, d);
+        }
+    }
+
+    float acc[MT][DT][4] = {};
+    u32 stage = 0;
+#pragma unroll 1
+    for (i32 first = block.first; first < block.end; first += TILE, stage ^= 1) {
+        copies_wait<0>();
+        __syncthreads();
+        if (first + (i32)TILE < block.end) load(first + TILE, stage ^ 1);
+        copies_end_group();
+        const u8* keys = tiles + stage * 2 * TILE * LINE;
+        const u8* values = keys + TILE * LINE;
+#pragma unroll 1
+        for (u32 sub = 0; sub < TILE; sub += SUB) {
+            i32 tile = first + (i32)sub;
+            if (tile >= mine.end || tile + SUB <= mine.first) continue;
+            float score[MT][NT][4] = {}, slope[MT][NT][4];
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+#pragma unroll
+                for (int j = 0; j < NT; j++) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) slope[i][j][e] = -sum[i][e / 2];
+                }
+            }
+#pragma unroll
+            for (int d = 0; d < D / 16; d++) {
+#pragma unroll
+                for (int j = 0; j < NT / 2; j++) {
+                    u32 b[4];
+                    span_columns<D>(b, keys, sub + 16 * j, d);
+#pragma unroll
+                    for (int i = 0; i < MT; i++) {
+                        multiply(score[i][2 * j], left[i][d], b, T());
+                        multiply(score[i][2 * j + 1], left[i][d], b + 2, T());
+                    }
+                    span_columns<D>(b, values, sub + 16 * j, d);
+#pragma unroll
+                    for (int i = 0; i < MT; i++) {
+                        multiply(slope[i][2 * j], left_grad[i][d], b, T());
+                        multiply(slope[i][2 * j + 1], left_grad[i][d], b + 2, T());
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+#pragma unroll
+                for (int j = 0; j < NT; j++) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        span_weigh(score[i][j][e], slope[i][j][e], lse[i][e / 2], direct, unit, s);
+                    }
+                }
+            }
+            if (tile < mine.last_first || tile + SUB > mine.first_end) {
+                span_mask<MT, NT>(score, slope, ranges + warp_row, tile);
+            }
+#pragma unroll
+            for (int j = 0; j < NT / 2; j++) {
+                u32 slopes[MT][4];
+#pragma unroll
+                for (int i = 0; i < MT; i++) span_pack(slopes[i], slope[i] + 2 * j, T());
+#pragma unroll
+                for (int d = 0; d < D / 16; d++) {
+                    u32 b[4];
+                    span_rows<D>(b, keys, sub + 16 * j, d);
+#pragma unroll
+                    for (int i = 0; i < MT; i++) {
+                        multiply(acc[i][2 * d], slopes[i], b, T());
+                        multiply(acc[i][2 * d + 1], slopes[i], b + 2, T());
+                    }
+                }
+            }
+        }
+    }
+    float scale[2] = {s.scale, s.scale};
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+        span_store<D>(dq, queries, warp_row + 16 * i, acc[i], scale, first_row, ranges, s.n, s.n_heads, head, s.head_dim);
+    }
+}
+
+// shared_bytes: keys (128 MT + 256) (2 D + 16) + 1024, queries (128 MT + 256) (2 D + 16); src/span_grad.rs holds the same
+// numbers.
+#define KEYS(size, MT, name, T)                                                                                   \
+    extern "C" __global__ __launch_bounds__(128, 2) void span_grad_keys_d##size##_##name(                        \
+        T* dk, T* dv, const T* __restrict__ dy, const T* __restrict__ q, const T* __restrict__ k,                \
+        const T* __restrict__ v, const i32* __restrict__ spans, const float* __restrict__ pairs, SpanStrides at, \
+        SpanSizes s) {                                                                                           \
+        span_keys<T, size, MT>(dk, dv, dy, q, k, v, spans, pairs, at, s);                                        \
+    }
+#define QUERIES(size, MT, name, T)                                                                                \
+    extern "C" __global__ __launch_bounds__(128, 2) void span_grad_queries_d##size##_##name(                     \
+        T* dq, const T* __restrict__ dy, const T* __restrict__ q, const T* __restrict__ k,                       \
+        const T* __restrict__ v, const i32* __restrict__ spans, const float* __restrict__ pairs, SpanStrides at, \
+        SpanSizes s) {                                                                                           \
+        span_queries<T, size, MT>(dq, dy, q, k, v, spans, pairs, at, s);                                         \
+    }
+
+// unit exact
+template <typename T>
+inline void span_pairs(float* pairs, const T* dy, const T* y, const float* lse, const SpanStrides& at, const SpanSizes& s) {
+    start();
+    // Eight lanes to a head.
+    u32 i = blockIdx.x * 16 + threadIdx.x / 8, part = threadIdx.x % 8;
+    bool there = i < s.n * s.n_heads;
+    u32 row = there ? i / s.n_heads : 0, head = there ? i % s.n_heads : 0;
+    const T *left = dy + at.dy.at(row, head), *right = y + at.y.at(row, head);
+    float sum = 0.0f;
+    for (u32 first = 0; first < s.head_dim; first += 64) {
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            // Consecutive elements to a lane: the compiler has eight loads under way.
+            u32 d = first + 8 * part + e;
+            if (d < s.head_dim) {
+                sum = __fmaf_rn(to_f32(left[(u64)d * at.dy.element]), to_f32(right[(u64)d * at.y.element]), sum);
+            }
+        }
+    }
+#pragma unroll
+    for (int step = 4; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (there && part == 0) {
+        float log = lse[i];
+        float2* to = (float2*)pairs + (u64)head * s.pitch + row;
+        *to = make_float2(log == -inf_f32() ? 0.0f : log * SPAN_LOG2_E, sum);
+        // Nobody's, but it is copied with its neighbour.
+        if (row + 1 == s.n && s.pitch > s.n) to[1] = make_float2(0.0f, 0.0f);
+    }
+}
+
+template <typename T>
+inline void span_keys_exact(T* dk, T* dv, const T* dy, const T* q, const T* k, const T* v, const i32* spans,
+                            const float* pairs, const SpanStrides& at, const SpanSizes& s) {
+    __shared__ float key[4][SPAN_WIDTH], value[4][SPAN_WIDTH];
+    start();
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = blockIdx.x * 4 + warp;
+    if (i >= s.n * s.n_kv_heads) return;
+    u32 row = i / s.n_kv_heads, kv_head = i % s.n_kv_heads, group = s.n_heads / s.n_kv_heads;
+    SpanRange range = span_seeing(spans, row, s);
+    span_fetch(key[warp], k, at.k.at(row, kv_head), at.k.element, s.head_dim);
+    span_fetch(value[warp], v, at.v.at(row, kv_head), at.v.element, s.head_dim);
+    __syncwarp();
+    float grad_k[SPAN_PARTS] = {}, grad_v[SPAN_PARTS] = {};
+    for (u32 head = kv_head * group; head < (kv_head + 1) * group; head++) {
+        for (i32 tile = range.first; tile < range.end; tile += 32) {
+            u32 n = min(32u, (u32)(range.end - tile));
+            float p = 0.0f, ds = 0.0f;
+            if (lane < n) {
+                u32 other = tile + lane;
+                const float* pair = pairs + 2 * ((u64)head * s.pitch + other);
+                float slope;
+                float score = span_score(span_dot(key[warp], q, at.q.at(other, head), at.q.element, s.head_dim), s, &slope);
+                p = exp2f(__fmaf_rn(score, SPAN_LOG2_E, -pair[0]));
+                ds = p * (span_dot(value[warp], dy, at.dy.at(other, head), at.dy.element, s.head_dim) - pair[1]) * slope;
+            }
+            span_add(grad_v, p, n, dy, at.dy.at(tile, head), at.dy.row, at.dy.element, s.head_dim);
+            span_add(grad_k, ds, n, q, at.q.at(tile, head), at.q.row, at.q.element, s.head_dim);
+        }
+    }
+    span_put(dk, (u64)i * s.head_dim, grad_k, 1.0f, s.head_dim);
+    span_put(dv, (u64)i * s.head_dim, grad_v, 1.0f, s.head_dim);
+}
+
+template <typename T>
+inline void span_queries_exact(T* dq, const T* dy, const T* q, const T* k, const T* v, const i32* spans,
+                               const float* pairs, const SpanStrides& at, const SpanSizes& s) {
+    __shared__ float query[4][SPAN_WIDTH], grad[4][SPAN_WIDTH];
+    start();
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = blockIdx.x * 4 + warp;
+    if (i >= s.n * s.n_heads) return;
+    u32 row = i / s.n_heads, head = i % s.n_heads, kv_head = head / (s.n_heads / s.n_kv_heads);
+    SpanRange range = span_seen(spans, row, s);
+    span_fetch(query[warp], q, at.q.at(row, head), at.q.element, s.head_dim);
+    span_fetch(grad[warp], dy, at.dy.at(row, head), at.dy.element, s.head_dim);
+    __syncwarp();
+    const float* pair = pairs + 2 * ((u64)head * s.pitch + row);
+    float lse = pair[0], sum = pair[1], acc[SPAN_PARTS] = {};
+    for (i32 tile = range.first; tile < range.end; tile += 32) {
+        u32 n = min(32u, (u32)(range.end - tile));
+        float ds = 0.0f;
+        if (lane < n) {
+            u32 other = tile + lane;
+            float slope;
+            float score = span_score(span_dot(query[warp], k, at.k.at(other, kv_head), at.k.element, s.head_dim), s, &slope);
+            float p = exp2f(__fmaf_rn(score, SPAN_LOG2_E, -lse));
+            ds = p * (span_dot(grad[warp], v, at.v.at(other, kv_head), at.v.element, s.head_dim) - sum) * slope;
+        }
+        span_add(acc, ds, n, k, at.k.at(tile, kv_head), at.k.row, at.k.element, s.head_dim);
+    }
+    span_put(dq, (u64)i * s.head_dim, acc, 1.0f, s.head_dim);
+}
+
+#define SPAN_GRAD_EXACT(name, T)                                                                                  \
+    extern "C" __global__ __launch_bounds__(128) void span_grad_pairs_##name(                                    \
+        float* pairs, const T* __restrict__ dy, const T* __restrict__ y, const float* __restrict__ lse,          \
+        SpanStrides at, SpanSizes s) {                                                                           \
+        span_pairs<T>(pairs, dy, y, lse, at, s);                                                                 \
+    }                                                                                                            \
+    extern "C" __global__ __launch_bounds__(128) void span_grad_keys_exact_##name(                               \
+        T* dk, T* dv, const T* __restrict__ dy, const T* __restrict__ q, const T* __restrict__ k,                \
+        const T* __restrict__ v, const i32* __restrict__ spans, const float* __restrict__ pairs, SpanStrides at, \
+        SpanSizes s) {                                                                                           \
+        span_keys_exact<T>(dk, dv, dy, q, k, v, spans, pairs, at, s);                                            \
+    }                                                                                                            \
+    extern "C" __global__ __launch_bounds__(128) void span_grad_queries_exact_##name(                            \
+        T* dq, const T* __restrict__ dy, const T* __restrict__ q, const T* __restrict__ k,                       \
+        const T* __restrict__ v, const i32* __restrict__ spans, const float* __restrict__ pairs, SpanStrides at, \
+        SpanSizes s) {                                                                                           \
+        span_queries_exact<T>(dq, dy, q, k, v, spans, pairs, at, s);                                             \
+    }
+SPAN_GRAD_EXACT(f32, float)
+SPAN_GRAD_EXACT(f16, F16)
+SPAN_GRAD_EXACT(bf16, BF16)
+// unit keys_d64_f16
+KEYS(64, 2, f16, F16)
+// unit queries_d64_f16
+QUERIES(64, 2, f16, F16)
+// unit keys_d64_bf16
+KEYS(64, 2, bf16, BF16)
+// unit queries_d64_bf16
+QUERIES(64, 2, bf16, BF16)
+// unit keys_d96_f16
+KEYS(96, 1, f16, F16)
+// unit queries_d96_f16
+QUERIES(96, 1, f16, F16)
+// unit keys_d96_bf16
+KEYS(96, 1, bf16, BF16)
+// unit queries_d96_bf16
+QUERIES(96, 1, bf16, BF16)
+// unit keys_d128_f16
+KEYS(128, 1, f16, F16)
+// unit queries_d128_f16
+QUERIES(128, 1, f16, F16)
+// unit keys_d128_bf16
+KEYS(128, 1, bf16, BF16)
+// unit queries_d128_bf16
+QUERIES(128, 1, bf16, BF16)

@@ -1,0 +1,459 @@
+// train_rows.cu: norms, softmax, their gradients, and reductions of rows and columns, for every float type
+//
+//   x, a, b, dy  [n_rows, n_cols]  T, rows of consecutive elements at rows.start(r)
+//   w            [n_cols]          f32 or T
+//   y, sum, dx   [n_rows, n_cols]  T, dense; reductions: [n_rows]
+//   parts        [gridDim.x, n_cols]  f32: sums of some rows each, for the gradient of w
+//
+// reduce_columns takes x [n_outer, n, n_inner], element (o, j, i) at o * outer_stride + j * stride + i, and cuts n into
+// slices: parts [n_outer, n_slices, n_inner] f32 are the sums or maxima of each. finish_columns adds slices in order:
+// y [n_outer, n_inner].
+//
+// Launch    rows of at most 1024 elements have a warp each, longer ones a block: grid (ceil(n_rows / 8)) or (n_rows), block
+//           (256), shared 0. rms_norm_grad: at most PARTS blocks, each with many rows
+//           reduce_columns: grid (n_outer * n_slices * ceil(n_inner / 256)), finish_columns: grid (ceil(n_outer n_inner / 32))
+// Requires  s.wide: rows start at multiples of 16 bytes and have a multiple of 8 elements
+// Aliasing  y may be x; sum may be a and y may be b; softmax_grad: y may be dy or x: a thread reads eight elements before it
+//           writes there, and no other thread touches them
+// Sums in f32, fixed order: same bits every run. Results are rounded once. Capture: safe.
+#include "eight.cuh"
+#include "overlap.cuh"
+#include "reduce.cuh"
+#include "view.cuh"
+
+// Eights of a row that a thread keeps in registers; what is beyond is read again.
+enum : int { KEPT = 4 };
+enum : u32 { WARP_COLS = 32 * 8 * KEPT };
+
+struct RowShape {
+    Rows a, b;
+    u32 n_rows, n_cols, wide, w_is_f32;
+    float eps;
+};
+
+// Who works on a row: a warp or a block of 256.
+struct OfWarp {
+    static inline u32 thread() { return threadIdx.x % 32; }
+    static inline u32 n_threads() { return 32; }
+    static inline u32 at_once() { return 8; }
+    static inline u32 first() { return blockIdx.x * 8 + threadIdx.x / 32; }
+    static inline float sum(float x) { return warp_reduce(x, Add()); }
+    static inline float max(float x) { return warp_reduce(x, Max()); }
+};
+
+struct OfBlock {
+    static inline u32 thread() { return threadIdx.x; }
+    static inline u32 n_threads() { return 256; }
+    static inline u32 at_once() { return 1; }
+    static inline u32 first() { return blockIdx.x; }
+    static inline float sum(float x) { return block_reduce(x, Add(), 0.0f); }
+    static inline float max(float x) { return block_reduce(x, Max(), -inf_f32()); }
+};
+
+// Up to eight elements: where they are, how many are left, the place where they are kept or KEPT, whether they are aligned.
+struct Piece {
+    u32 at, n;
+    int k;
+    bool wide;
+};
+
+// A row, or two of the same length, eight elements at a time: those that are kept, then the rest. Nothing is kept of rows
+// that are read one element at a time.
+template <typename T, typename G, int N> struct Line {
+    const T* p[N];
+    u32 n_cols;
+    bool wide;
+    Eight<T> kept[N][KEPT];
+
+    static inline u32 place(u32 k) { return 8 * (G::thread() + k * G::n_threads()); }
+    inline u32 rest() const { return place(wide ? KEPT : 0); }
+
+    // All loads are on their way before the first is used.
+    inline void load() {
+        if (!wide) return;
+#pragma unroll
+        for (int k = 0; k < KEPT; k++) {
+            u32 at = place(k);
+            if (at >= n_cols) continue;
+#pragma unroll
+            for (int i = 0; i < N; i++) kept[i][k] = load8(p[i] + at, 8, true);
+        }
+    }
+
+    // Calls f(Piece, eights of each row) for what this thread has.
+    template <typename F> inline void each(F f) {
+        if (wide) {
+#pragma unroll
+            for (int k = 0; k < KEPT; k++) {
+                u32 at = place(k);
+                if (at >= n_cols) continue;
+                Eight<T> e[N];
+#pragma unroll
+                for (int i = 0; i < N; i++) e[i] = kept[i][k];
+                f(Piece{at, 8, k, true}, e);
+            }
+        }
+        for (u32 at = rest(); at < n_cols; at += 8 * G::n_threads()) {
+            Eight<T> e[N];
+#pragma unroll
+            for (int i = 0; i < N; i++) e[i] = load8(p[i] + at, n_cols - at, wide);
+            f(Piece{at, n_cols - at, KEPT, wide}, e);
+        }
+    }
+};
+
+template <typename T> inline void load_weights(const u8* w, const RowShape& s, const Piece& p, float* v) {
+    if (s.w_is_f32) {
+        Eight<float> e = load8((const float*)w + p.at, p.n, p.wide);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = e[i];
+    } else {
+        Eight<T> e = load8((const T*)w + p.at, p.n, p.wide);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = e[i];
+    }
+}
+
+template <typename T, typename G> inline void rms_norm(T* y, const T* x, const u8* w, const RowShape& s) {
+    u32 row = G::first();
+    if (row >= s.n_rows) return;
+    Line<T, G, 1> line = {{x + s.a.start(row)}, s.n_cols, s.wide != 0};
+    line.load();
+    float sum = 0.0f;
+    line.each([&](const Piece&, const Eight<T>* e) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum = __fmaf_rn(e[0][i], e[0][i], sum);
+    });
+    float scale = 1.0f / sqrtf(G::sum(sum) / (float)s.n_cols + s.eps);
+    T* out = y + (u64)row * s.n_cols;
+    line.each([&](const Piece& p, const Eight<T>* e) {
+        float v[8];
+        load_weights<T>(w, s, p, v);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = e[0][i] * scale * v[i];
+        store8(out + p.at, v, p.n, p.wide);
+    });
+}
+
+// The norm is of the sum as it was rounded.
+template <typename T, typename G>
+inline void rms_norm_add(T* sum_out, T* y, const T* a, const T* b, const u8* w, const RowShape& s) {
+    u32 row = G::first();
+    if (row >= s.n_rows) return;
+    Line<T, G, 2> line = {{a + s.a.start(row), b + s.b.start(row)}, s.n_cols, s.wide != 0};
+    line.load();
+    T* total = sum_out + (u64)row * s.n_cols;
+    float sum = 0.0f;
+    float kept[KEPT][8];
+    line.each([&](const Piece& p, const Eight<T>* e) {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            v[i] = to_f32(from_f32<T>(e[0][i] + e[1][i]));
+            sum = __fmaf_rn(v[i], v[i], sum);
+            if (p.k < KEPT) kept[p.k < KEPT ? p.k : 0][i] = v[i];
+        }
+        store8(total + p.at, v, p.n, p.wide);
+    });
+    float scale = 1.0f / sqrtf(G::sum(sum) / (float)s.n_cols + s.eps);
+    T* out = y + (u64)row * s.n_cols;
+    auto finish = [&](const Piece& p, float* v) {
+        float weights[8];
+        load_weights<T>(w, s, p, weights);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = v[i] * scale * weights[i];
+        store8(out + p.at, v, p.n, p.wide);
+    };
+    if (line.wide) {
+#pragma unroll
+        for (int k = 0; k < KEPT; k++) {
+            u32 at = line.place(k);
+            if (at < s.n_cols) finish(Piece{at, 8, k, true}, kept[k]);
+        }
+    }
+    // Its own writes are what a thread reads here.
+    for (u32 at = line.rest(); at < s.n_cols; at += 8 * G::n_threads()) {
+        Eight<T> e = load8((const T*)total + at, s.n_cols - at, line.wide);
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = e[i];
+        finish(Piece{at, s.n_cols - at, KEPT, line.wide}, v);
+    }
+}
+
+// dx = r (dy w - x r^2 mean(dy w x)) and the parts of dw = sum of dy x r over rows, with r = 1 / sqrt(mean(x^2) + eps).
+template <typename T, typename G>
+inline void rms_norm_grad(T* dx, float* parts, const T* dy, const T* x, const u8* w, const RowShape& s) {
+    __shared__ float of_warps[8][WARP_COLS];
+    const bool by_warp = G::n_threads() == 32;
+    float* part = parts + (u64)blockIdx.x * s.n_cols;
+    // What is not kept is added where it ends up: nobody else has these columns of this warp or block.
+    float* sums = by_warp ? of_warps[threadIdx.x / 32] : part;
+    float dw[KEPT][8];
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) dw[k][i] = 0.0f;
+    }
+    Line<T, G, 2> line;
+    line.n_cols = s.n_cols;
+    line.wide = s.wide != 0;
+    for (u32 at = line.rest(); at < s.n_cols; at += 8 * G::n_threads()) {
+        for (u32 i = at; i < s.n_cols && i < at + 8; i++) sums[i] = 0.0f;
+    }
+    for (u32 row = G::first(); row < s.n_rows; row += gridDim.x * G::at_once()) {
+        line.p[0] = dy + s.a.start(row);
+        line.p[1] = x + s.b.start(row);
+        line.load();
+        float squares = 0.0f, dot = 0.0f;
+        line.each([&](const Piece& p, const Eight<T>* e) {
+            float weights[8];
+            load_weights<T>(w, s, p, weights);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                squares = __fmaf_rn(e[1][i], e[1][i], squares);
+                dot = __fmaf_rn(e[0][i] * weights[i], e[1][i], dot);
+            }
+        });
+        float r = 1.0f / sqrtf(G::sum(squares) / (float)s.n_cols + s.eps);
+        float pull = r * r * (G::sum(dot) / (float)s.n_cols);
+        T* out = dx + (u64)row * s.n_cols;
+        line.each([&](const Piece& p, const Eight<T>* e) {
+            float v[8];
+            load_weights<T>(w, s, p, v);
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                v[i] = r * (e[0][i] * v[i] - e[1][i] * pull);
+                float slope = e[0][i] * (e[1][i] * r);
+                if (p.k < KEPT) dw[p.k < KEPT ? p.k : 0][i] += slope;
+                else if (i < p.n) sums[p.at + i] += slope;
+            }
+            store8(out + p.at, v, p.n, p.wide);
+        });
+    }
+    if (line.wide) {
+#pragma unroll
+        for (int k = 0; k < KEPT; k++) {
+            u32 at = line.place(k);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                if (at < s.n_cols) sums[at + i] = dw[k][i];
+            }
+        }
+    }
+    if (!by_warp) return;
+    __syncthreads();
+    for (u32 col = threadIdx.x; col < s.n_cols; col += 256) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum += of_warps[i][col];
+        part[col] = sum;
+    }
+}
+
+template <typename T, typename G> inline void softmax(T* y, const T* x, const RowShape& s) {
+    u32 row = G::first();
+    if (row >= s.n_rows) return;
+    Line<T, G, 1> line = {{x + s.a.start(row)}, s.n_cols, s.wide != 0};
+    line.load();
+    float max = -inf_f32(), sum = 0.0f;
+    line.each([&](const Piece& p, const Eight<T>* e) {
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            if (i < p.n) max = fmaxf(max, e[0][i]);
+        }
+    });
+    max = G::max(max);
+    line.each([&](const Piece& p, const Eight<T>* e) {
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            if (i < p.n) sum += expf(e[0][i] - max);
+        }
+    });
+    float scale = 1.0f / G::sum(sum);
+    T* out = y + (u64)row * s.n_cols;
+    line.each([&](const Piece& p, const Eight<T>* e) {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = expf(e[0][i] - max) * scale;
+        store8(out + p.at, v, p.n, p.wide);
+    });
+}
+
+// y (dy - sum of dy y), where y is the softmax.
+template <typename T, typename G> inline void softmax_grad(T* dx, const T* dy, const T* y, const RowShape& s) {
+    u32 row = G::first();
+    if (row >= s.n_rows) return;
+    Line<T, G, 2> line = {{dy + s.a.start(row), y + s.b.start(row)}, s.n_cols, s.wide != 0};
+    line.load();
+    float dot = 0.0f;
+    line.each([&](const Piece&, const Eight<T>* e) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) dot = __fmaf_rn(e[0][i], e[1][i], dot);
+    });
+    dot = G::sum(dot);
+    T* out = dx + (u64)row * s.n_cols;
+    line.each([&](const Piece& p, const Eight<T>* e) {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = e[1][i] * (e[0][i] - dot);
+        store8(out + p.at, v, p.n, p.wide);
+    });
+}
+
+// In the order of KINDS in src/train_rows.rs.
+enum : u32 { SUM = 0, MEAN = 1, MAX = 2 };
+
+inline float merged(u32 kind, float a, float b) { return kind == MAX ? fmaxf(a, b) : a + b; }
+inline float neutral(u32 kind) { return kind == MAX ? -inf_f32() : 0.0f; }
+
+template <typename T, typename G> inline void reduce_rows(T* y, const T* x, const RowShape& s, u32 kind) {
+    u32 row = G::first();
+    if (row >= s.n_rows) return;
+    Line<T, G, 1> line = {{x + s.a.start(row)}, s.n_cols, s.wide != 0};
+    line.load();
+    float result = neutral(kind);
+    line.each([&](const Piece& p, const Eight<T>* e) {
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            if (i < p.n) result = merged(kind, result, e[0][i]);
+        }
+    });
+    result = kind == MAX ? G::max(result) : G::sum(result);
+    if (kind == MEAN) result /= (float)s.n_cols;
+    if (G::thread() == 0) y[row] = from_f32<T>(result);
+}
+
+struct Columns {
+    u32 n_outer, n, n_inner, n_slices;
+    u32 outer_stride, stride, wide, kind;
+};
+
+// 32 threads have eight columns each, and eight times as many take turns with the rows.
+template <typename T> inline void reduce_columns(float* parts, const T* x, const Columns& s) {
+    start();
+    __shared__ float of_turns[8][256];
+    u32 n_blocks = (s.n_inner + 255) / 256, block = blockIdx.x % n_blocks, slice = blockIdx.x / n_blocks % s.n_slices;
+    u32 outer = blockIdx.x / n_blocks / s.n_slices;
+    u32 turn = threadIdx.x / 32, lane = threadIdx.x % 32, at = 256 * block + 8 * lane;
+    u32 length = (s.n + s.n_slices - 1) / s.n_slices, first = slice * length;
+    u32 end = first + length < s.n ? first + length : s.n;
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = neutral(s.kind);
+    if (at < s.n_inner) {
+        const T* column = x + (u64)outer * s.outer_stride + at;
+#pragma unroll 4
+        for (u32 row = first + turn; row < end; row += 8) {
+            Eight<T> e = load8(column + (u64)row * s.stride, s.n_inner - at, s.wide);
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[i] = merged(s.kind, v[i], e[i]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) of_turns[turn][8 * lane + i] = v[i];
+    __syncthreads();
+    u32 col = 256 * block + threadIdx.x;
+    if (col >= s.n_inner) return;
+    float result = of_turns[0][threadIdx.x];
+#pragma unroll
+    for (int i = 1; i < 8; i++) result = merged(s.kind, result, of_turns[i][threadIdx.x]);
+    parts[((u64)outer * s.n_slices + slice) * s.n_inner + col] = result;
+}
+
+// 32 columns a block; eight threads take turns with the parts of one.
+inline void finish_columns(u8* y, u32 type, const float* parts, const Columns& s) {
+    start();
+    __shared__ float of_turns[8][32];
+    u32 turn = threadIdx.x / 32, lane = threadIdx.x % 32, index = 32 * blockIdx.x + lane, n = s.n_outer * s.n_inner;
+    float result = neutral(s.kind);
+    if (index < n) {
+        const float* column = parts + (u64)(index / s.n_inner) * s.n_slices * s.n_inner + index % s.n_inner;
+#pragma unroll 4
+        for (u32 slice = turn; slice < s.n_slices; slice += 8) {
+            result = merged(s.kind, result, column[(u64)slice * s.n_inner]);
+        }
+    }
+    of_turns[turn][lane] = result;
+    __syncthreads();
+    if (turn != 0 || index >= n) return;
+    result = of_turns[0][lane];
+#pragma unroll
+    for (int i = 1; i < 8; i++) result = merged(s.kind, result, of_turns[i][lane]);
+    if (s.kind == MEAN) result /= (float)s.n;
+    store_any(y, type, index, &result, 1, false);
+}
+
+#define NORM(name, T)                                                                                                  \
+    extern "C" __global__ __launch_bounds__(256) void train_rms_norm_##name(T* y, const T* x, const u8* w, RowShape s) { \
+        start();                                                                                                       \
+        if (s.n_cols <= WARP_COLS) rms_norm<T, OfWarp>(y, x, w, s);                                                    \
+        else rms_norm<T, OfBlock>(y, x, w, s);                                                                         \
+    }                                                                                                                  \
+    extern "C" __global__ __launch_bounds__(256) void train_rms_norm_add_##name(T* sum, T* y, const T* a, const T* b,  \
+                                                                                const u8* w, RowShape s) {             \
+        start();                                                                                                       \
+        if (s.n_cols <= WARP_COLS) rms_norm_add<T, OfWarp>(sum, y, a, b, w, s);                                        \
+        else rms_norm_add<T, OfBlock>(sum, y, a, b, w, s);                                                             \
+    }
+
+#define NORM_GRAD(name, T)                                                                                             \
+    extern "C" __global__ __launch_bounds__(256) void train_rms_norm_grad_##name(                                      \
+        T* dx, float* parts, const T* dy, const T* x, const u8* w, RowShape s) {                                       \
+        start();                                                                                                       \
+        if (s.n_cols <= WARP_COLS) rms_norm_grad<T, OfWarp>(dx, parts, dy, x, w, s);                                   \
+        else rms_norm_grad<T, OfBlock>(dx, parts, dy, x, w, s);                                                        \
+    }
+
+#define SOFTMAX(name, T)                                                                                               \
+    extern "C" __global__ __launch_bounds__(256) void train_softmax_##name(T* y, const T* x, RowShape s) {             \
+        start();                                                                                                       \
+        if (s.n_cols <= WARP_COLS) softmax<T, OfWarp>(y, x, s);                                                        \
+        else softmax<T, OfBlock>(y, x, s);                                                                             \
+    }                                                                                                                  \
+    extern "C" __global__ __launch_bounds__(256) void train_softmax_grad_##name(T* dx, const T* dy, const T* y,        \
+                                                                                RowShape s) {                          \
+        start();                                                                                                       \
+        if (s.n_cols <= WARP_COLS) softmax_grad<T, OfWarp>(dx, dy, y, s);                                              \
+        else softmax_grad<T, OfBlock>(dx, dy, y, s);                                                                   \
+    }
+
+#define REDUCE(name, T)                                                                                                \
+    extern "C" __global__ __launch_bounds__(256) void train_reduce_rows_##name(T* y, const T* x, RowShape s, u32 kind) { \
+        start();                                                                                                       \
+        if (s.n_cols <= WARP_COLS) reduce_rows<T, OfWarp>(y, x, s, kind);                                              \
+        else reduce_rows<T, OfBlock>(y, x, s, kind);                                                                   \
+    }                                                                                                                  \
+    extern "C" __global__ __launch_bounds__(256) void train_reduce_columns_##name(float* parts, const T* x,            \
+                                                                                  Columns s) {                         \
+        reduce_columns(parts, x, s);                                                                                   \
+    }
+
+// unit norm_f32
+NORM(f32, float)
+// unit norm_f16
+NORM(f16, F16)
+// unit norm_bf16
+NORM(bf16, BF16)
+// unit norm_grad_f32
+NORM_GRAD(f32, float)
+// unit norm_grad_f16
+NORM_GRAD(f16, F16)
+// unit norm_grad_bf16
+NORM_GRAD(bf16, BF16)
+// unit softmax_f32
+SOFTMAX(f32, float)
+// unit softmax_f16
+SOFTMAX(f16, F16)
+// unit softmax_bf16
+SOFTMAX(bf16, BF16)
+// unit reduce_f32
+REDUCE(f32, float)
+// unit reduce_f16
+REDUCE(f16, F16)
+// unit reduce_bf16
+REDUCE(bf16, BF16)
+// unit finish
+extern "C" __global__ __launch_bounds__(256) void train_finish_columns(u8* y, const float* parts, Columns s, u32 type) {
+    finish_columns(y, type, parts, s);
+}

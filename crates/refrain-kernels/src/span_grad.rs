@@ -1,0 +1,288 @@
+//! The gradient of attention among rows.
+
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_graph::SpanAttention;
+use refrain_tensor::{DType, Shape};
+
+use crate::error::{Case, KernelError};
+use crate::gemm::GEMM_DTYPES;
+use crate::load::Kernels;
+use crate::matmul::{MATMUL_DTYPES, write_floats};
+use crate::registry::{Entry, P, lowercase};
+use crate::source::Family;
+use crate::span::{
+    BLOCK, EXACT_ROWS, SIZES, SIZES_BYTES, STRIDES, Sizes, Strides, lines, read_heads, read_spans, tile_for,
+};
+use crate::view::View;
+use crate::vouch::Vouch;
+
+/// Rows and heads that a block of the first launch has.
+const PAIRS: usize = 16;
+
+/// Gradients of `q`, `k` and `v`.
+#[derive(Clone, Copy, Debug)]
+pub struct SpanGradArgs<'a> {
+    /// The op.
+    pub attention: SpanAttention,
+    /// `[n, n_heads, head_dim]`, F32, F16 or BF16, any layout: the gradient of `y`.
+    pub dy: View,
+    /// Of the same dtype and shape.
+    pub q: View,
+    /// `[n, n_kv_heads, head_dim]`.
+    pub k: View,
+    /// As `k`.
+    pub v: View,
+    /// `[n, 2]` I32: the rows of each row's document.
+    pub spans: Buf,
+    /// What attention gave, any layout.
+    pub y: View,
+    /// `[n, n_heads]` F32.
+    pub lse: Buf,
+    /// Like `q`, dense.
+    pub dq: Buf,
+    /// Like `k`, dense.
+    pub dk: Buf,
+    /// Like `v`, dense.
+    pub dv: Buf,
+    /// [`span_grad_scratch_bytes`].
+    pub scratch: Buf,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+/// Scratch that [`Kernels::span_attention_grad`] needs.
+#[must_use]
+pub fn span_grad_scratch_bytes(n: usize, n_heads: usize) -> u64 {
+    8 * (n.next_multiple_of(2) as u64).saturating_mul(n_heads as u64)
+}
+
+fn keys_bytes((size, rows): (usize, usize)) -> u32 {
+    lines(2 * rows + 256, size) + 1024
+}
+
+fn queries_bytes((size, rows): (usize, usize)) -> u32 {
+    lines(2 * rows + 256, size)
+}
+
+impl Kernels {
+    /// Pushes the launches of [`SpanGradArgs`]: sums of rows, then the gradients of keys and values, then those of queries.
+    pub fn span_attention_grad(
+        &self,
+        a: &SpanGradArgs<'_>,
+        launches: &mut Vec<Launch>,
+    ) -> Result<(), KernelError> {
+        let (q, k, dtype) = (a.q.layout.shape(), a.k.layout.shape(), a.q.dtype);
+        let dim = |shape: Shape, i: usize| shape.dims().get(i).copied().unwrap_or(0);
+        let [n, n_heads, head_dim, n_kv_heads] = [dim(q, 0), dim(q, 1), dim(q, 2), dim(k, 1)];
+        let shape = [("n", n), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim)];
+        let case = Case { op: "span_attention_grad", dtype, shape: &shape };
+        case.sizes()?;
+        crate::require!(case, MATMUL_DTYPES.contains(&dtype), "heads are F32, F16 or BF16");
+        let sizes = Sizes::new(&case, &a.attention, q, k)?;
+        let (of_q, of_k, of_v) = (
+            case.heads("q", &a.q, q.dims())?,
+            case.heads("k", &a.k, k.dims())?,
+            case.heads("v", &a.v, k.dims())?,
+        );
+        let (of_dy, of_y) = (case.heads("dy", &a.dy, q.dims())?, case.heads("y", &a.y, q.dims())?);
+        let size = dtype.block_bytes();
+        let result = |what, buf, heads: usize| {
+            case.buf(what, buf, (n * heads).checked_mul(head_dim * size), size as u64)
+        };
+        let (dq, dk, dv) =
+            (result("dq", a.dq, n_heads)?, result("dk", a.dk, n_kv_heads)?, result("dv", a.dv, n_kv_heads)?);
+        let pairs = usize::try_from(span_grad_scratch_bytes(n, n_heads)).ok();
+        let pairs = case.buf("scratch", a.scratch, pairs, 16)?;
+        let spans = case.words("spans", a.spans, &[n, 2])?;
+        let lse = case.words("lse", a.lse, &[n, n_heads])?;
+        let strides =
+            Strides { q: of_q.strides, k: of_k.strides, v: of_v.strides, dy: of_dy.strides, y: of_y.strides };
+        let aligned = [&of_q, &of_k, &of_v, &of_dy].iter().all(|heads| heads.is_aligned)
+            && [dq, dk, dv].iter().all(|buf| buf.offset().is_multiple_of(16));
+        let tile = tile_for(dtype, head_dim).filter(|_| aligned);
+        if let Some((_, rows)) = tile {
+            crate::require!(
+                case,
+                n.div_ceil(rows) <= 65_535,
+                "at most {} rows go in one launch",
+                65_535 * rows
+            );
+        }
+        let name = lowercase(dtype);
+        let grid = (n * n_heads).div_ceil(PAIRS) as u32;
+        launches.push(
+            self.launch(&format!("span_grad_pairs_{name}"), grid, BLOCK)?
+                .step(a.step)
+                .write(pairs)
+                .read(of_dy.buf)
+                .read(of_y.buf)
+                .read(lse)
+                .baked(Baked(strides))
+                .baked(Baked(sizes))
+                .vouch(&case),
+        );
+        let side = |side: &str, heads: usize, shared: fn((usize, usize)) -> u32| match tile {
+            Some(tile) => {
+                let grid = [heads as u32, n.div_ceil(tile.1) as u32];
+                let kernel = format!("span_grad_{side}_d{}_{name}", tile.0);
+                Ok(self.launch(&kernel, grid, BLOCK)?.shared(shared(tile)))
+            }
+            None => {
+                let grid = (n * heads).div_ceil(EXACT_ROWS) as u32;
+                self.launch(&format!("span_grad_{side}_exact_{name}"), grid, BLOCK)
+            }
+        };
+        for launch in [
+            side("keys", n_kv_heads, keys_bytes)?.write(dk).write(dv),
+            side("queries", n_heads, queries_bytes)?.write(dq),
+        ] {
+            launches.push(
+                launch
+                    .step(a.step)
+                    .read(of_dy.buf)
+                    .read(of_q.buf)
+                    .read(of_k.buf)
+                    .read(of_v.buf)
+                    .read(spans)
+                    .read(pairs)
+                    .baked(Baked(strides))
+                    .baked(Baked(sizes))
+                    .vouch(&case),
+            );
+        }
+        Ok(())
+    }
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    let of_pairs = [P, P, P, P, STRIDES, SIZES_BYTES];
+    let of_keys = [P, P, P, P, P, P, P, P, STRIDES, SIZES_BYTES];
+    let of_queries = [P, P, P, P, P, P, P, STRIDES, SIZES_BYTES];
+    let new = |name: String, params: &[usize], twin: fn(&mut SimKernel<'_>, DType) -> KernelResult, dtype| {
+        Entry::new(Family::SpanGrad, name, params, move |k| twin(k, dtype))
+    };
+    for dtype in MATMUL_DTYPES {
+        let name = lowercase(dtype);
+        let exact = [
+            new(format!("span_grad_pairs_{name}"), &of_pairs, pairs, dtype),
+            new(format!("span_grad_keys_exact_{name}"), &of_keys, keys, dtype),
+            new(format!("span_grad_queries_exact_{name}"), &of_queries, queries, dtype),
+        ];
+        all.extend(exact.map(|entry| entry.unit("exact")));
+    }
+    for dtype in GEMM_DTYPES {
+        for (size, times) in SIZES {
+            let (tile, name) = ((size, 64 * times), lowercase(dtype));
+            let unit = |side: &str| format!("{side}_d{size}_{name}");
+            let entry = new(format!("span_grad_keys_d{size}_{name}"), &of_keys, keys, dtype);
+            all.push(entry.unit(&unit("keys")).shared(move |_| keys_bytes(tile)));
+            let entry = new(format!("span_grad_queries_d{size}_{name}"), &of_queries, queries, dtype);
+            all.push(entry.unit(&unit("queries")).shared(move |_| queries_bytes(tile)));
+        }
+    }
+}
+
+fn pairs(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let (strides, s): (Strides, Sizes) = (k.arg(4)?, k.arg(5)?);
+    let [n, n_heads, head_dim, pitch] = [s.n, s.n_heads, s.head_dim, s.pitch].map(|n| n as usize);
+    let dims = [n, n_heads, head_dim];
+    let dy = read_heads(k, k.ptr(1)?, strides.dy, dims, dtype)?;
+    let y = read_heads(k, k.ptr(2)?, strides.y, dims, dtype)?;
+    let lse: Vec<f32> = k.read(k.ptr(3)?, n * n_heads)?;
+    let mut pairs = vec![[0.0_f32; 2]; n_heads * pitch];
+    for (i, (dy, y)) in dy.chunks_exact(head_dim).zip(y.chunks_exact(head_dim)).enumerate() {
+        let lse = if lse[i] == f32::NEG_INFINITY { 0.0 } else { lse[i] * std::f32::consts::LOG2_E };
+        let sum: f64 = dy.iter().zip(y).map(|(a, b)| a * b).sum();
+        pairs[i % n_heads * pitch + i / n_heads] = [lse, sum as f32];
+    }
+    k.write(k.ptr(0)?, pairs.as_flattened())
+}
+
+/// Which of the operands come first, and what both kernels read.
+struct Given {
+    s: Sizes,
+    dy: Vec<f64>,
+    q: Vec<f64>,
+    k: Vec<f64>,
+    v: Vec<f64>,
+    spans: Vec<[i32; 2]>,
+    pairs: Vec<f32>,
+}
+
+impl Given {
+    /// From parameter `first` on.
+    fn read(k: &SimKernel<'_>, first: usize, dtype: DType) -> KernelResult<Given> {
+        let (strides, s): (Strides, Sizes) = (k.arg(first + 6)?, k.arg(first + 7)?);
+        let [n, n_heads, n_kv_heads, head_dim] =
+            [s.n, s.n_heads, s.n_kv_heads, s.head_dim].map(|n| n as usize);
+        let (dims, kv_dims) = ([n, n_heads, head_dim], [n, n_kv_heads, head_dim]);
+        Ok(Given {
+            s,
+            dy: read_heads(k, k.ptr(first)?, strides.dy, dims, dtype)?,
+            q: read_heads(k, k.ptr(first + 1)?, strides.q, dims, dtype)?,
+            k: read_heads(k, k.ptr(first + 2)?, strides.k, kv_dims, dtype)?,
+            v: read_heads(k, k.ptr(first + 3)?, strides.v, kv_dims, dtype)?,
+            spans: read_spans(k, k.ptr(first + 4)?, n)?,
+            pairs: k.read(k.ptr(first + 5)?, 2 * n_heads * s.pitch as usize)?,
+        })
+    }
+
+    /// Calls `f` for each query and key that it sees: where they are, the weight and the gradient of their product.
+    fn each(&self, mut f: impl FnMut(usize, usize, f64, f64)) {
+        let [n, n_heads, n_kv_heads, d] =
+            [self.s.n, self.s.n_heads, self.s.n_kv_heads, self.s.head_dim].map(|n| n as usize);
+        let attention = self.s.attention();
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        for row in 0..n {
+            let [first, end] = self.spans[row];
+            if first == end {
+                continue;
+            }
+            for head in 0..n_heads {
+                let query = (row * n_heads + head) * d;
+                let pair = 2 * (head * self.s.pitch as usize + row);
+                let [lse, sum] = [self.pairs[pair], self.pairs[pair + 1]].map(f64::from);
+                for other in attention.seen(row, [first as usize, end as usize]) {
+                    let key = (other * n_kv_heads + head / (n_heads / n_kv_heads)) * d;
+                    let scale = f64::from(attention.scale);
+                    let score = dot(&self.q[query..][..d], &self.k[key..][..d]) * scale;
+                    let (score, slope) = match attention.softcap.map(f64::from) {
+                        Some(cap) => {
+                            let t = (score / cap).tanh();
+                            (cap * t, scale * (1.0 - t * t))
+                        }
+                        None => (score, scale),
+                    };
+                    let p = (score * std::f64::consts::LOG2_E - lse).exp2();
+                    let ds = p * (dot(&self.dy[query..][..d], &self.v[key..][..d]) - sum) * slope;
+                    f(query, key, p, ds);
+                }
+            }
+        }
+    }
+}
+
+fn add(to: &mut [f64], factor: f64, x: &[f64]) {
+    to.iter_mut().zip(x).for_each(|(to, x)| *to += factor * x);
+}
+
+fn keys(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let given = Given::read(k, 2, dtype)?;
+    let d = given.s.head_dim as usize;
+    let [mut dk, mut dv] = [vec![0.0; given.k.len()], vec![0.0; given.v.len()]];
+    given.each(|query, key, p, ds| {
+        add(&mut dk[key..][..d], ds, &given.q[query..]);
+        add(&mut dv[key..][..d], p, &given.dy[query..]);
+    });
+    write_floats(k, k.ptr(0)?, &dk, dtype)?;
+    write_floats(k, k.ptr(1)?, &dv, dtype)
+}
+
+fn queries(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let given = Given::read(k, 1, dtype)?;
+    let d = given.s.head_dim as usize;
+    let mut dq = vec![0.0; given.q.len()];
+    given.each(|query, key, _, ds| add(&mut dq[query..][..d], ds, &given.k[key..]));
+    write_floats(k, k.ptr(0)?, &dq, dtype)
+}

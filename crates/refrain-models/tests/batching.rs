@@ -1,0 +1,196 @@
+//! Batched equals single: a request gets, bit for bit, the tokens it gets alone.
+//!
+//! On the CPU results do not depend on how work is divided, so neither neighbours nor chunks nor a preemption may show.
+
+mod common;
+
+use common::{CASES, folder};
+use refrain_cpu::CpuBackend;
+use refrain_engine::{
+    BackendRunner, Engine, EngineOptions, Pace, Request, RunnerOptions, SamplingParams, TokenEvent,
+    TokenStream,
+};
+use refrain_formats::ModelFiles;
+use refrain_models::Model;
+use refrain_tensor::DType;
+use std::sync::Arc;
+
+const CONTEXT: usize = 64;
+
+/// A small generator (splitmix64).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        ((z ^ (z >> 27)) >> 11) as usize % n.max(1)
+    }
+}
+
+fn engine(model: &Arc<Model>, n_positions: usize, max_tokens: usize) -> Engine {
+    let options = RunnerOptions {
+        context: CONTEXT,
+        n_positions,
+        kv_block: 8,
+        kv_dtype: DType::F16,
+        max_tokens,
+        max_seqs: 40,
+    };
+    let runner = BackendRunner::new(CpuBackend::shared(1).unwrap(), model.clone(), options).unwrap();
+    Engine::new(Box::new(runner), EngineOptions::default()).unwrap()
+}
+
+/// A request with rules of its own. Some have a beginning in common.
+fn request(random: &mut Random, vocab: usize) -> Request {
+    let common = random.below(3) as u32;
+    let n_prompt = 1 + random.below(30);
+    let prompt = (0..n_prompt).map(|i| match i < 18 {
+        true => (common + i as u32) % vocab as u32,
+        false => random.below(vocab) as u32,
+    });
+    let mut request = Request::once(prompt.collect());
+    request.max_tokens = 1 + random.below(34);
+    request.sampling = match random.below(3) {
+        0 => SamplingParams::greedy(),
+        1 => SamplingParams { seed: random.below(1000) as u64, ..SamplingParams::default() },
+        _ => SamplingParams {
+            temperature: 1.2,
+            top_k: 0,
+            repeat_penalty: 1.3,
+            frequency_penalty: 0.2,
+            penalty_window: 1 + random.below(60),
+            logit_bias: vec![(random.below(vocab) as u32, 2.0), (1, f32::NEG_INFINITY)],
+            seed: random.below(1000) as u64,
+            ..SamplingParams::default()
+        },
+    };
+    request.end = vec![random.below(vocab) as u32];
+    request.min_tokens = random.below(request.max_tokens.min(5));
+    (request.user, request.priority) = (random.below(3) as u64, random.below(2) as i32);
+    if random.below(4) == 0 {
+        request.pace = Pace::Asked { lead: random.below(3) };
+    }
+    request
+}
+
+/// A token with the bits of its log-probability.
+type Token = (u32, u32);
+
+fn token(event: TokenEvent) -> Option<Token> {
+    match event {
+        TokenEvent::Token { token, logprob, .. } => Some((token, logprob.to_bits())),
+        TokenEvent::Prompt { .. } | TokenEvent::End(_) => None,
+    }
+}
+
+fn collect(stream: TokenStream) -> Vec<Token> {
+    stream.filter_map(|event| token(event.unwrap())).collect()
+}
+
+/// A request that is being served, and what came of it so far.
+struct Open {
+    idx: usize,
+    stream: TokenStream,
+    got: Vec<Token>,
+}
+
+impl Open {
+    fn peek(&mut self) {
+        self.got.extend(self.stream.try_next().and_then(|event| token(event.unwrap())));
+    }
+
+    fn finish(mut self) -> (usize, Vec<Token>) {
+        self.got.extend(self.stream.filter_map(|event| token(event.unwrap())));
+        (self.idx, self.got)
+    }
+}
+
+#[test]
+fn any_load_gives_each_request_the_tokens_that_it_gets_alone() {
+    let mut n_preempted = 0;
+    for (idx, case) in CASES.into_iter().enumerate() {
+        let model = Arc::new(Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap());
+        let vocab = model.config().n_vocab;
+        let mut random = Random(idx as u64);
+        let requests: Vec<Request> = (0..24).map(|_| request(&mut random, vocab)).collect();
+        let alone = engine(&model, CONTEXT, 64);
+        let want: Vec<_> = requests
+            .iter()
+            .map(|request| {
+                // One that evaluates everything itself: what was found must be what it would have computed.
+                let sequence = alone.open(CONTEXT).unwrap();
+                let mut request = request.clone();
+                request.sequence = Some(sequence);
+                collect(alone.submit(request).unwrap())
+            })
+            .collect();
+        // Room for two to eight of them, and steps of a few tokens or many.
+        for (n_positions, max_tokens) in [(96, 7), (320, 48)] {
+            let engine = engine(&model, n_positions, max_tokens);
+            let mut open: Vec<Open> = Vec::new();
+            let check = |(idx, got): (usize, Vec<Token>)| {
+                assert_eq!(got, want[idx], "{case}, request {idx}, {n_positions} positions");
+            };
+            for (idx, request) in requests.iter().enumerate() {
+                let stream = engine.submit(request.clone()).unwrap();
+                open.push(Open { idx, stream, got: Vec::new() });
+                open.iter_mut().for_each(Open::peek);
+                // Some join when others are half way, and some leave.
+                let at = random.below(open.len());
+                match random.below(8) {
+                    0 | 1 => drop(open.swap_remove(at)),
+                    2 => check(open.swap_remove(at).finish()),
+                    _ => {}
+                }
+            }
+            open.into_iter().map(Open::finish).for_each(check);
+            let load = engine.load().unwrap();
+            n_preempted += load.n_preempted;
+            assert_eq!(load.blocks.used, 0, "{case}: {load:?}");
+        }
+    }
+    assert!(n_preempted > 20, "the load was too light: {n_preempted}");
+}
+
+#[test]
+fn a_fork_goes_on_as_a_sequence_that_evaluated_everything_itself() {
+    let model = Arc::new(Model::load(&ModelFiles::open(folder("llama")).unwrap()).unwrap());
+    let engine = engine(&model, 4 * CONTEXT, 16);
+    let one = engine.open(CONTEXT).unwrap();
+    let ask = |sequence: &refrain_engine::Sequence, prompt: Vec<u32>| {
+        let mut request = Request::new(sequence, prompt);
+        request.max_tokens = 12;
+        collect(engine.submit(request).unwrap())
+    };
+    let prompt: Vec<u32> = (0..21).map(|i| i * 5 % 60).collect();
+    let first = ask(&one, prompt.clone());
+    let other: Vec<u32> = prompt.iter().copied().chain([9, 9]).collect();
+    let fork = engine.fork(&one, CONTEXT).unwrap();
+    let got = ask(&fork, other.clone());
+    assert_eq!(got, ask(&engine.open(CONTEXT).unwrap(), other));
+    // The first is as it was.
+    assert_eq!(ask(&one, prompt), first);
+}
+
+#[test]
+fn the_most_probable_tokens_come_with_each_choice_of_those_who_ask() {
+    let model = Arc::new(Model::load(&ModelFiles::open(folder("qwen2")).unwrap()).unwrap());
+    let engine = engine(&model, 4 * CONTEXT, 16);
+    let mut asks = Request::once(vec![3, 1, 4]);
+    (asks.sampling, asks.max_tokens, asks.n_top_logprobs) = (SamplingParams::greedy(), 5, 4);
+    let mut other = asks.clone();
+    other.n_top_logprobs = 0;
+    let (asks, other) = (engine.submit(asks).unwrap(), engine.submit(other).unwrap());
+    let mut n = 0;
+    for event in asks {
+        if let TokenEvent::Token { token, logprob, top, .. } = event.unwrap() {
+            assert_eq!(top.len(), 4);
+            assert_eq!(top[0].0, token, "greedy takes the most probable one");
+            assert!((top[0].1 - logprob).abs() < 1e-4);
+            assert!(top.is_sorted_by(|a, b| a.1 >= b.1));
+            n += 1;
+        }
+    }
+    assert_eq!((n, collect(other).len()), (5, 5));
+}

@@ -1,0 +1,329 @@
+//! Values that are more than a number.
+
+use std::fmt;
+use std::ops::Deref;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::parse::nearest;
+
+/// Declares a choice between words: the enum, its words in files and flags, and parsing that names the words.
+macro_rules! choice {
+    ($(#[doc = $doc:literal])+ $name:ident { $( #[doc = $variant_doc:literal] $variant:ident = $word:literal, )+ }) => {
+        $(#[doc = $doc])+
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+        pub enum $name {
+            $( #[doc = $variant_doc] #[serde(rename = $word)] $variant, )+
+        }
+
+        impl $name {
+            /// The words that files and flags take.
+            pub const WORDS: &[&str] = &[$($word),+];
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(match self { $( Self::$variant => $word, )+ })
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = BadWord;
+            fn from_str(text: &str) -> Result<Self, BadWord> {
+                match text {
+                    $( $word => Ok(Self::$variant), )+
+                    _ => Err(BadWord { found: text.to_owned(), words: Self::WORDS }),
+                }
+            }
+        }
+    };
+}
+
+/// A word that is none of a choice.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BadWord {
+    found: String,
+    words: &'static [&'static str],
+}
+
+impl fmt::Display for BadWord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` is none of {}", self.found, self.words.join(", "))?;
+        match nearest(&self.found, self.words.iter().copied()) {
+            Some(word) => write!(f, "; did you mean `{word}`?"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for BadWord {}
+
+choice! {
+    /// The learning rate after warm-up.
+    Schedule {
+        /// Half a cosine down to `min_lr`.
+        Cosine = "cosine",
+        /// A straight line down to `min_lr`.
+        Linear = "linear",
+        /// The peak throughout.
+        Constant = "constant",
+    }
+}
+
+choice! {
+    /// Element type of weights and activations.
+    Precision {
+        /// 32-bit floats.
+        F32 = "f32",
+        /// bfloat16.
+        Bf16 = "bf16",
+    }
+}
+
+choice! {
+    /// Master weights beside weights in bf16.
+    Masters {
+        /// The optimiser updates f32 masters; bf16 weights are rounded from them.
+        F32 = "f32",
+        /// The optimiser updates the bf16 weights themselves.
+        None = "none",
+    }
+}
+
+choice! {
+    /// The order of samples.
+    Order {
+        /// Documents packed into rows, in a new order each epoch.
+        Shuffle = "shuffle",
+        /// Sample i is tokens i·T to i·T + T of the files.
+        File = "file",
+    }
+}
+
+choice! {
+    /// What becomes of a conversation longer than the context.
+    OnLong {
+        /// Its end is cut off.
+        Truncate = "truncate",
+        /// It is left out.
+        Drop = "drop",
+    }
+}
+
+choice! {
+    /// Whether steps must run as a graph.
+    GraphChoice {
+        /// Replay where the device can, and count what was not.
+        Auto = "auto",
+        /// Fail rather than run a step in any other way.
+        Require = "require",
+        /// Never replay.
+        Off = "off",
+    }
+}
+
+/// One path or several.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct Paths(pub Vec<PathBuf>);
+
+impl Deref for Paths {
+    type Target = [PathBuf];
+    fn deref(&self) -> &[PathBuf] {
+        &self.0
+    }
+}
+
+impl<P: Into<PathBuf>> FromIterator<P> for Paths {
+    fn from_iter<I: IntoIterator<Item = P>>(paths: I) -> Self {
+        Self(paths.into_iter().map(Into::into).collect())
+    }
+}
+
+impl<'de> Deserialize<'de> for Paths {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "expected a path or a list of paths")]
+        enum OneOrMany {
+            One(PathBuf),
+            Many(Vec<PathBuf>),
+        }
+        Ok(match OneOrMany::deserialize(deserializer)? {
+            OneOrMany::One(path) => Self(vec![path]),
+            OneOrMany::Many(paths) => Self(paths),
+        })
+    }
+}
+
+/// Clipping of the global gradient norm.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Clip {
+    /// Gradients are scaled down to this norm.
+    Norm(f64),
+    /// Gradients stay as they are.
+    None,
+}
+
+impl Serialize for Clip {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Norm(norm) => serializer.serialize_f64(*norm),
+            Self::None => serializer.serialize_str("none"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Clip {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "expected a number above 0, or \"none\"")]
+        enum Raw {
+            Norm(f64),
+            Word(Word),
+        }
+        #[derive(Deserialize)]
+        enum Word {
+            #[serde(rename = "none")]
+            None,
+        }
+        Ok(match Raw::deserialize(deserializer)? {
+            Raw::Norm(norm) => Self::Norm(norm),
+            Raw::Word(Word::None) => Self::None,
+        })
+    }
+}
+
+impl FromStr for Clip {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "none" => Ok(Self::None),
+            _ => text.parse().map(Self::Norm).map_err(|_| format!("`{text}` is neither a number nor `none`")),
+        }
+    }
+}
+
+/// Held-out data.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected a file, or a share of the training data such as 0.05")]
+pub enum EvalSource {
+    /// The share of the training data to hold out, from its end.
+    Share(f64),
+    /// A file of its own.
+    File(PathBuf),
+}
+
+impl FromStr for EvalSource {
+    type Err = std::convert::Infallible;
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(text.parse().map_or_else(|_| Self::File(text.into()), Self::Share))
+    }
+}
+
+/// Where a run continues.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected true, false, or the folder of a checkpoint")]
+pub enum Resume {
+    /// At the latest checkpoint of `out`, or at the start.
+    Switch(bool),
+    /// At this checkpoint.
+    From(PathBuf),
+}
+
+/// Where the tokenizer comes from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected the path of a tokenizer.json, or { train = { vocab_size = N } }")]
+pub enum TokenizerSource {
+    /// A `tokenizer.json`, its folder, or a model.
+    Path(PathBuf),
+    /// Trained on the training texts.
+    Train {
+        /// How.
+        train: TrainTokenizer,
+    },
+}
+
+/// A tokenizer to train.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainTokenizer {
+    /// Tokens, special ones and the 256 bytes included.
+    pub vocab_size: usize,
+}
+
+impl FromStr for TokenizerSource {
+    type Err = String;
+    /// `train:N` or a path.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let Some(size) = text.strip_prefix("train:") else { return Ok(Self::Path(text.into())) };
+        let vocab_size =
+            size.parse().map_err(|_| format!("`{size}` is no number of tokens; write train:8192"))?;
+        Ok(Self::Train { train: TrainTokenizer { vocab_size } })
+    }
+}
+
+/// A model to make.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(
+    untagged,
+    expecting = "expected the name of a shape, or a table with arch, n_layers, hidden, ffn and n_heads"
+)]
+pub enum NewModel {
+    /// A shape by name.
+    Named(String),
+    /// Its sizes.
+    Shape(ModelShape),
+}
+
+/// The sizes of a model to make.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelShape {
+    /// Architecture, as GGUF files call it.
+    pub arch: String,
+    /// Layers.
+    pub n_layers: usize,
+    /// Elements of the residual stream.
+    pub hidden: usize,
+    /// Elements of the feed-forward part.
+    pub ffn: usize,
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads; as many as query heads when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub n_kv_heads: Option<usize>,
+    /// Elements of a head; `hidden / n_heads` when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub head_dim: Option<usize>,
+    /// Tokens of the vocabulary; the tokenizer's when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub n_vocab: Option<usize>,
+    /// Whether the output matrix is the embedding; yes when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tied_embeddings: Option<bool>,
+    /// Base of the rotary embedding; 10,000 when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rope_theta: Option<f64>,
+    /// Added to the mean square in norms; 1e-5 when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub norm_eps: Option<f64>,
+}
+
+impl ModelShape {
+    /// The keys of the table.
+    pub const KEYS: &[&str] = &[
+        "arch",
+        "n_layers",
+        "hidden",
+        "ffn",
+        "n_heads",
+        "n_kv_heads",
+        "head_dim",
+        "n_vocab",
+        "tied_embeddings",
+        "rope_theta",
+        "norm_eps",
+    ];
+}

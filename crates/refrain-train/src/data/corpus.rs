@@ -1,0 +1,417 @@
+//! All training tokens in memory: four bytes each, documents one after the other.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest as _, Sha256};
+
+use super::encode::{EncodeFault, Encoded, Encoder, LEARN};
+use super::error::DataError;
+use super::read::{FileKind, Line, Lines, TextPieces, kind_of};
+use super::sample::{Conversation, Sample, SampleFault};
+use super::text::{CutSizes, Cutter, Piece, PieceEnd, encode_all, in_parallel};
+use crate::config::{OnLong, Order};
+use refrain_formats::chat::Message;
+
+/// How files become documents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CorpusOptions {
+    /// Tokens of a row.
+    pub context: usize,
+    /// With [`Order::File`] a text file is its tokens and nothing else; with [`Order::Shuffle`] documents begin and end
+    /// with the tokens that the model has for that.
+    pub order: Order,
+    /// What becomes of conversations longer than a row.
+    pub on_long: OnLong,
+    /// Threads that tokenize.
+    pub n_threads: usize,
+}
+
+/// What became of the files.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DataReport {
+    /// Files read.
+    pub n_files: usize,
+    /// Bytes read.
+    pub n_bytes: u64,
+    /// Documents: texts, conversations, pairs.
+    pub n_documents: u64,
+    /// Tokens.
+    pub n_tokens: u64,
+    /// Tokens that are learnt.
+    pub n_learnt: u64,
+    /// Conversations cut off at the context.
+    pub n_truncated: u64,
+    /// Conversations left out because they are longer than the context.
+    pub n_too_long: u64,
+    /// Samples left out because nothing in them is learnt, or nothing within the context.
+    pub n_without_target: u64,
+    /// Conversations left out because the chat template cannot write them.
+    pub n_refused: u64,
+    /// The first of those: file, line and reason.
+    pub first_refused: Option<String>,
+    /// Conversations that became one sample a turn, because the template rewrites earlier turns.
+    pub n_split_by_turn: u64,
+    /// Places where a long text without a gap was cut, so that tokens may differ from those of the whole.
+    pub n_forced_cuts: u64,
+}
+
+impl fmt::Display for DataReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} tokens in {} documents of {} files, {} learnt",
+            self.n_tokens, self.n_documents, self.n_files, self.n_learnt
+        )?;
+        let notes = [
+            (self.n_truncated, "truncated at the context"),
+            (self.n_too_long, "left out: longer than the context"),
+            (self.n_without_target, "left out: nothing to learn within the context"),
+            (self.n_refused, "left out: the chat template cannot write them"),
+            (self.n_split_by_turn, "split by turn: the chat template rewrites earlier turns"),
+            (self.n_forced_cuts, "cuts inside long words"),
+        ];
+        for (n, what) in notes.into_iter().filter(|(n, _)| *n > 0) {
+            write!(f, "\n{n} {what}")?;
+        }
+        match &self.first_refused {
+            Some(first) => write!(f, "\nthe first one refused is {first}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Where a document ends, and whether it may be cut into several rows. Texts may; what answers a prompt stays with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct DocumentEnd(u64);
+
+impl DocumentEnd {
+    const WHOLE: u64 = 1 << 63;
+
+    fn new(end: usize, may_cut: bool) -> Self {
+        Self(end as u64 | if may_cut { 0 } else { Self::WHOLE })
+    }
+
+    fn end(self) -> usize {
+        (self.0 & !Self::WHOLE) as usize
+    }
+
+    fn may_cut(self) -> bool {
+        self.0 & Self::WHOLE == 0
+    }
+}
+
+/// The tokens of all files.
+pub struct Corpus {
+    tokens: Vec<u32>, // with the mark of those that are learnt
+    ends: Vec<DocumentEnd>,
+    options: CorpusOptions,
+    report: DataReport,
+}
+
+impl fmt::Debug for Corpus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let corpus = &mut f.debug_struct("Corpus");
+        corpus.field("options", &self.options).field("report", &self.report).finish_non_exhaustive()
+    }
+}
+
+impl Corpus {
+    /// Reads and tokenizes files. `progress` is given bytes done and bytes in all.
+    pub fn read(
+        files: &[PathBuf],
+        encoder: &Encoder,
+        options: CorpusOptions,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Self, DataError> {
+        Self::read_cut(files, encoder, options, CutSizes::default(), progress)
+    }
+
+    fn read_cut(
+        files: &[PathBuf],
+        encoder: &Encoder,
+        options: CorpusOptions,
+        sizes: CutSizes,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Self, DataError> {
+        let size = |file: &PathBuf| std::fs::metadata(file).map_or(0, |meta| meta.len());
+        let n_bytes = files.iter().map(size).sum();
+        let corpus = Self { tokens: Vec::new(), ends: Vec::new(), options, report: DataReport::default() };
+        let mut reader = Reader { corpus, encoder, sizes, n_bytes, progress };
+        for file in files {
+            match kind_of(file) {
+                FileKind::Text => reader.text(file)?,
+                FileKind::Jsonl => reader.jsonl(file)?,
+            }
+            reader.corpus.report.n_files += 1;
+        }
+        let mut corpus = reader.corpus;
+        corpus.tokens.shrink_to_fit();
+        corpus.count();
+        if corpus.report.n_learnt == 0 {
+            return Err(DataError::NothingLeft { dropped: corpus.report.to_string() });
+        }
+        Ok(corpus)
+    }
+
+    /// What became of the files.
+    pub fn report(&self) -> &DataReport {
+        &self.report
+    }
+
+    /// How files became documents.
+    pub fn options(&self) -> CorpusOptions {
+        self.options
+    }
+
+    /// All tokens in order, without their marks.
+    pub fn tokens(&self) -> impl ExactSizeIterator<Item = u32> {
+        self.tokens.iter().map(|token| token & !LEARN)
+    }
+
+    /// Holds out about `share` of the tokens, from the end: whole documents where that comes near, else a part of the
+    /// document there.
+    pub fn hold_out(mut self, share: f64) -> Result<(Self, Self), DataError> {
+        let n_tokens = self.tokens.len();
+        let error = DataError::HeldOut { share, n_tokens: n_tokens as u64 };
+        let held = n_tokens as f64 * share;
+        let at = n_tokens - (held as usize).min(n_tokens);
+        let starts = || self.ends.iter().map(|end| end.end());
+        let after = starts().find(|&end| end >= at).unwrap_or(n_tokens);
+        let before = starts().rev().find(|&end| end <= at).unwrap_or(0);
+        let is_near = |boundary: &usize| {
+            (boundary.abs_diff(at) as f64) <= held / 2.0 && (1..n_tokens).contains(boundary)
+        };
+        let mut boundaries = [before, after].into_iter().filter(is_near);
+        let nearest = boundaries.by_ref().min_by_key(|boundary| boundary.abs_diff(at));
+        let inside = self.ends.iter().find(|end| end.end() > at).filter(|end| end.may_cut()).map(|_| at);
+        let Some(cut) = nearest.or(inside) else { return Err(error) };
+        let held_ends = self.ends.iter().filter(|end| end.end() > cut);
+        let held_ends: Vec<_> =
+            held_ends.map(|end| DocumentEnd::new(end.end() - cut, end.may_cut())).collect();
+        let last_may_cut = self.ends.iter().find(|end| end.end() >= cut).is_none_or(|end| end.may_cut());
+        self.ends.retain(|end| end.end() < cut);
+        self.ends.push(DocumentEnd::new(cut, last_may_cut));
+        let tokens = self.tokens.split_off(cut);
+        let mut held = Self { tokens, ends: held_ends, options: self.options, report: DataReport::default() };
+        self.count();
+        held.count();
+        if self.report.n_learnt == 0 || held.report.n_learnt == 0 {
+            return Err(error);
+        }
+        Ok((self, held))
+    }
+
+    /// A short name of these tokens and documents.
+    pub fn fingerprint(&self) -> String {
+        let mut hasher = Sha256::new();
+        let mut bytes = Vec::with_capacity(1 << 16);
+        for tokens in self.tokens.chunks(1 << 14) {
+            bytes.clear();
+            bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+            hasher.update(&bytes);
+        }
+        self.ends.iter().for_each(|end| hasher.update(end.0.to_le_bytes()));
+        let order = self.options.order.to_string();
+        hasher.update(format!("context {} order {order}", self.options.context));
+        hasher.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// The token at `at` with its mark.
+    pub(super) fn marked(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Start and end of every document.
+    pub(super) fn documents(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
+        let starts = std::iter::once(0).chain(self.ends.iter().map(|end| end.end()));
+        starts.zip(self.ends.iter().map(|end| end.end())).map(|(start, end)| start..end)
+    }
+
+    fn count(&mut self) {
+        self.report.n_documents = self.ends.len() as u64;
+        self.report.n_tokens = self.tokens.len() as u64;
+        // The first token of a document is never a target.
+        let learnt = |document: std::ops::Range<usize>| {
+            let rest = self.tokens.get(document.start + 1..document.end).unwrap_or_default();
+            rest.iter().filter(|&&token| token & LEARN != 0).count() as u64
+        };
+        self.report.n_learnt = self.documents().map(learnt).sum();
+    }
+
+    fn end_document(&mut self, may_cut: bool) {
+        let start = self.ends.last().map_or(0, |end| end.end());
+        if self.tokens.len() > start {
+            self.ends.push(DocumentEnd::new(self.tokens.len(), may_cut));
+        }
+    }
+
+    /// Adds a sample that stays whole.
+    fn add_whole(&mut self, mut tokens: Vec<u32>) {
+        let limit = self.options.context.saturating_add(1);
+        let is_long = tokens.len() > limit;
+        if is_long && self.options.on_long == OnLong::Drop {
+            self.report.n_too_long += 1;
+            return;
+        }
+        tokens.truncate(limit);
+        // Tokens after the last one that is learnt teach nothing.
+        let end = tokens.iter().rposition(|token| token & LEARN != 0).map_or(0, |last| last + 1);
+        tokens.truncate(end);
+        if tokens.len() < 2 {
+            self.report.n_without_target += 1;
+            return;
+        }
+        self.report.n_truncated += u64::from(is_long);
+        self.tokens.extend(tokens);
+        self.end_document(false);
+    }
+}
+
+struct Reader<'a> {
+    corpus: Corpus,
+    encoder: &'a Encoder,
+    sizes: CutSizes,
+    n_bytes: u64,
+    progress: &'a mut dyn FnMut(u64, u64),
+}
+
+impl Reader<'_> {
+    fn text(&mut self, path: &Path) -> Result<(), DataError> {
+        let (encoder, start_bytes) = (self.encoder, self.corpus.report.n_bytes);
+        let refused = |source| DataError::Tokenize { path: path.to_owned(), source };
+        let separator = encoder.tokenizer().special_texts().eos;
+        let trim = self.corpus.options.order == Order::Shuffle;
+        let mut cutter = Cutter::new(encoder.tokenizer(), self.sizes, separator, trim);
+        let mut file = TextPieces::open(path, self.sizes.piece)?;
+        let (mut pieces, mut at_start) = (Vec::new(), true);
+        loop {
+            let more = file.read_into(cutter.buffer())?;
+            cutter.pieces(!more, &mut pieces).map_err(refused)?;
+            // As many as keep all threads busy, so that no more than that is in memory.
+            let enough = self.corpus.options.n_threads.max(1) * 2 * self.sizes.piece;
+            if !more || pieces.iter().map(Piece::n_bytes).sum::<usize>() >= enough {
+                self.add_pieces(path, &pieces, &mut at_start)?;
+                pieces.clear();
+                self.corpus.report.n_bytes = start_bytes + file.n_bytes();
+                (self.progress)(self.corpus.report.n_bytes, self.n_bytes);
+            }
+            if !more {
+                return Ok(());
+            }
+        }
+    }
+
+    fn add_pieces(&mut self, path: &Path, pieces: &[Piece], at_start: &mut bool) -> Result<(), DataError> {
+        let (encoder, n_threads) = (self.encoder, self.corpus.options.n_threads);
+        let refused = |source| DataError::Tokenize { path: path.to_owned(), source };
+        let encoded = encode_all(encoder.tokenizer(), pieces, n_threads).map_err(refused)?;
+        let corpus = &mut self.corpus;
+        let is_plain = corpus.options.order == Order::File;
+        for (piece, tokens) in pieces.iter().zip(encoded) {
+            if *at_start && !is_plain {
+                corpus.tokens.extend(encoder.bos());
+            }
+            corpus.tokens.extend(tokens.ids.into_iter().map(|id| id | LEARN));
+            corpus.report.n_forced_cuts += u64::from(tokens.is_forced);
+            *at_start = piece.end != PieceEnd::Open;
+            let ends = match piece.end {
+                PieceEnd::Open => continue,
+                PieceEnd::Separator => true,
+                PieceEnd::Text => !is_plain,
+            };
+            corpus.tokens.extend(encoder.eos().filter(|_| ends).map(|id| id | LEARN));
+            corpus.end_document(true);
+        }
+        Ok(())
+    }
+
+    fn jsonl(&mut self, path: &Path) -> Result<(), DataError> {
+        /// Bytes of lines that are worked on at once.
+        const TOGETHER_BYTES: usize = 4 << 20;
+        let start_bytes = self.corpus.report.n_bytes;
+        let mut file = Lines::open(path)?;
+        loop {
+            let (mut lines, mut n_bytes) = (Vec::new(), 0);
+            while n_bytes < TOGETHER_BYTES
+                && let Some(line) = file.next_line()?
+            {
+                n_bytes += line.text.len();
+                lines.push(line);
+            }
+            if lines.is_empty() {
+                return Ok(());
+            }
+            let encoder = self.encoder;
+            let encoded =
+                in_parallel(&lines, self.corpus.options.n_threads, |line| encode_line(encoder, path, line));
+            for (line, encoded) in lines.iter().zip(encoded) {
+                self.add_line(path, line.number, encoded?);
+            }
+            self.corpus.report.n_bytes = start_bytes + file.n_bytes();
+            (self.progress)(self.corpus.report.n_bytes, self.n_bytes);
+        }
+    }
+
+    fn add_line(&mut self, path: &Path, line: u64, encoded: EncodedLine) {
+        let corpus = &mut self.corpus;
+        match encoded {
+            EncodedLine::Text(tokens) => {
+                corpus.tokens.extend(tokens);
+                corpus.end_document(true);
+            }
+            EncodedLine::Samples(Encoded::Whole(tokens)) => corpus.add_whole(tokens),
+            EncodedLine::Samples(Encoded::Turns(turns)) => {
+                corpus.report.n_split_by_turn += 1;
+                turns.into_iter().for_each(|tokens| corpus.add_whole(tokens));
+            }
+            EncodedLine::Refused(reason) => {
+                corpus.report.n_refused += 1;
+                let first = || format!("{}, line {line}: {reason}", path.display());
+                corpus.report.first_refused.get_or_insert_with(first);
+            }
+        }
+    }
+}
+
+enum EncodedLine {
+    Text(Vec<u32>),
+    Samples(Encoded),
+    Refused(String),
+}
+
+fn encode_line(encoder: &Encoder, path: &Path, line: &Line) -> Result<EncodedLine, DataError> {
+    let (path, number) = (|| path.to_owned(), line.number);
+    let refused = |source| DataError::Tokenize { path: path(), source };
+    let sample = Sample::parse(&line.text).map_err(|fault| match fault {
+        SampleFault::Bad(reason) => DataError::BadLine { path: path(), line: number, reason },
+        SampleFault::Unknown(found) => DataError::UnknownSample { path: path(), line: number, found },
+        SampleFault::NoAssistant { n_messages } => {
+            DataError::NoAssistant { path: path(), line: number, n_messages }
+        }
+    })?;
+    let conversation = match sample {
+        Sample::Text(text) => return Ok(EncodedLine::Text(encoder.text(&text).map_err(refused)?)),
+        Sample::Pair { plain, completion, .. } if !encoder.has_template() => {
+            let tokens = encoder.pair(&plain, &completion).map_err(refused)?;
+            return Ok(EncodedLine::Samples(Encoded::Whole(tokens)));
+        }
+        Sample::Pair { prompt, completion, .. } => Conversation {
+            messages: vec![Message::new("user", prompt), Message::new("assistant", completion)],
+            ..Conversation::default()
+        },
+        Sample::Chat(_) if !encoder.has_template() => {
+            return Err(DataError::NoTemplate { path: path(), line: number });
+        }
+        Sample::Chat(conversation) => conversation,
+    };
+    match encoder.conversation(&conversation) {
+        Ok(encoded) => Ok(EncodedLine::Samples(encoded)),
+        Err(EncodeFault::Tokenizer(source)) => Err(refused(source)),
+        Err(EncodeFault::Template(error)) => Ok(EncodedLine::Refused(error.to_string())),
+        Err(EncodeFault::Unaligned { turn }) => Ok(EncodedLine::Refused(format!(
+            "the template writes message {} differently with and without the ones before it",
+            turn + 1
+        ))),
+    }
+}

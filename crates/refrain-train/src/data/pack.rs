@@ -1,0 +1,139 @@
+//! Documents to rows, several in one where they fit.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use super::corpus::Corpus;
+use super::encode::LEARN;
+use super::order::Permutation;
+
+/// Consecutive tokens of a document: `len` inputs from `start`, each with the token after it as its target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Slice {
+    pub(super) start: usize,
+    pub(super) len: u32,
+}
+
+/// The slices of a row.
+pub(super) type Row = Vec<Slice>;
+
+/// All documents in slices of at most `context` inputs. The last token of a document is only ever a target.
+pub(super) fn slices(corpus: &Corpus, context: usize) -> Vec<Slice> {
+    let tokens = corpus.marked();
+    let mut slices = Vec::new();
+    for document in corpus.documents() {
+        let inputs = document.start..document.end.saturating_sub(1);
+        for start in inputs.clone().step_by(context) {
+            let len = context.min(inputs.end - start);
+            let targets = &tokens[start + 1..start + 1 + len];
+            if targets.iter().any(|token| token & LEARN != 0) {
+                slices.push(Slice { start, len: len as u32 });
+            }
+        }
+    }
+    slices
+}
+
+/// Rows that are packed together. Many, so that few tokens are lost to padding; not all, so that packing takes little
+/// time and memory and a run can be resumed without doing it all again.
+const WINDOW_ROWS: u64 = 256;
+
+/// Slices in the order of an epoch, packed window by window.
+#[derive(Clone)]
+pub(super) struct Packer {
+    slices: Vec<Slice>,
+    context: usize,
+    seed: Option<u64>, // `None`: the order of the files
+}
+
+/// The rows of a window.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Window {
+    pub(super) rows: Vec<Row>,
+    /// Where the next window starts.
+    pub(super) next: u64,
+}
+
+impl fmt::Debug for Packer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Packer").field("n_slices", &self.slices.len()).finish_non_exhaustive()
+    }
+}
+
+impl Packer {
+    pub(super) fn new(corpus: &Corpus, context: usize, seed: Option<u64>) -> Self {
+        Self { slices: slices(corpus, context), context, seed }
+    }
+
+    pub(super) fn n_slices(&self) -> u64 {
+        self.slices.len() as u64
+    }
+
+    /// The window of an epoch that starts with its slice `start`.
+    pub(super) fn window(&self, epoch: u64, start: u64) -> Window {
+        // Streams of one seed: even ones order slices, odd ones order rows.
+        let order = self.seed.map(|seed| Permutation::new(self.n_slices(), seed, epoch * 2));
+        let (mut taken, mut n_tokens, mut next) = (Vec::new(), 0, start);
+        while next < self.n_slices() && n_tokens < WINDOW_ROWS * self.context as u64 {
+            let slice = self.slices[order.map_or(next, |order| order.at(next)) as usize];
+            taken.push(slice);
+            n_tokens += u64::from(slice.len);
+            next += 1;
+        }
+        let mut rows = pack(&taken, self.context);
+        if let Some(seed) = self.seed {
+            let order = Permutation::new(rows.len() as u64, seed ^ start.rotate_left(32), epoch * 2 + 1);
+            let mut from: Vec<Row> = std::mem::take(&mut rows);
+            rows = (0..from.len()).map(|i| std::mem::take(&mut from[order.at(i as u64) as usize])).collect();
+        }
+        Window { rows, next }
+    }
+}
+
+/// Best fit, from the longest slice to the shortest. Rows are in the order of their first slices, slices in a row too.
+fn pack(slices: &[Slice], context: usize) -> Vec<Row> {
+    let mut by_length: Vec<usize> = (0..slices.len()).collect();
+    by_length.sort_by_key(|&i| std::cmp::Reverse(slices[i].len));
+    let mut rows: Vec<Vec<usize>> = Vec::new();
+    let mut by_room: BTreeMap<(usize, usize), ()> = BTreeMap::new(); // room and row
+    for i in by_length {
+        let len = slices[i].len as usize;
+        let found = by_room.range((len, 0)..).next().map(|(key, ())| *key);
+        let (room, row) = found.unwrap_or_else(|| {
+            rows.push(Vec::new());
+            (context, rows.len() - 1)
+        });
+        by_room.remove(&(room, row));
+        rows[row].push(i);
+        if room > len {
+            by_room.insert((room - len, row), ());
+        }
+    }
+    rows.iter_mut().for_each(|row| row.sort_unstable());
+    rows.sort_unstable_by_key(|row| row.first().copied());
+    rows.into_iter().map(|row| row.into_iter().map(|i| slices[i]).collect()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_slice_is_in_one_row_and_no_row_overflows(
+            lens in prop::collection::vec(1..=32u32, 1..200),
+        ) {
+            let slices: Vec<Slice> =
+                lens.iter().enumerate().map(|(i, &len)| Slice { start: i * 100, len }).collect();
+            let rows = pack(&slices, 32);
+            let mut seen: Vec<Slice> = rows.iter().flatten().copied().collect();
+            seen.sort_by_key(|slice| slice.start);
+            prop_assert_eq!(seen, slices);
+            let used: Vec<u32> = rows.iter().map(|row| row.iter().map(|slice| slice.len).sum()).collect();
+            prop_assert!(used.iter().all(|&used| used <= 32));
+            // Best fit leaves at most one row half empty.
+            prop_assert!(used.iter().filter(|&&used| used <= 16).count() <= 1, "{:?}", used);
+        }
+    }
+}

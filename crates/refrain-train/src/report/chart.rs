@@ -1,0 +1,316 @@
+//! Axes and curves as SVG.
+
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+
+use super::escape;
+
+const WIDTH: f64 = 1200.0;
+const HEIGHT: f64 = 300.0;
+const LEFT: f64 = 80.0;
+const RIGHT: f64 = 20.0;
+const TOP: f64 = 14.0;
+const BOTTOM: f64 = 26.0;
+/// Points of a curve: one for every two units of the drawing.
+const MAX_POINTS: usize = 550;
+/// From this ratio of the largest to the smallest value on, an axis that may be logarithmic is.
+const LOG_RATIO: f64 = 50.0;
+
+const LARGEST: f64 = 1e300;
+
+/// How a curve looks; the classes are in `page.css`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Class {
+    Curve,
+    Raw,
+    /// Another colour, with dots.
+    Second,
+}
+
+impl Class {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Curve => "curve",
+            Self::Raw => "raw",
+            Self::Second => "second",
+        }
+    }
+}
+
+/// A curve: a value for each step, with gaps where it is not finite.
+#[derive(Debug, Clone)]
+pub(super) struct Series {
+    name: &'static str,
+    class: Class,
+    points: Vec<(u64, f64)>,
+}
+
+impl Series {
+    pub(super) fn new(name: &'static str, class: Class, points: Vec<(u64, f64)>) -> Self {
+        Self { name, class, points: thinned(&points) }
+    }
+
+    fn finite(&self) -> impl Iterator<Item = (u64, f64)> + Clone {
+        self.points.iter().copied().filter(|(_, value)| value.is_finite())
+    }
+}
+
+/// At most as many points as can be seen: the mean of as many equal parts.
+fn thinned(points: &[(u64, f64)]) -> Vec<(u64, f64)> {
+    let n_together = points.len().div_ceil(MAX_POINTS).max(1);
+    let mean = |part: &[(u64, f64)]| {
+        let (step, _) = part[part.len() / 2];
+        // A part that holds one number that is not finite is a gap: it must be seen.
+        (step, part.iter().map(|(_, value)| value).sum::<f64>() / part.len() as f64)
+    };
+    points.chunks(n_together).map(mean).collect()
+}
+
+/// A diagram over the steps.
+#[derive(Debug, Clone)]
+pub(super) struct Chart {
+    pub(super) id: &'static str,
+    title: &'static str,
+    series: Vec<Series>,
+    steps: (u64, u64),
+    scale: Scale,
+}
+
+/// The vertical axis.
+#[derive(Debug, Clone, Copy)]
+struct Scale {
+    low: f64,
+    high: f64,
+    is_log: bool,
+}
+
+impl Scale {
+    /// Covers the values with a little room.
+    fn new(values: impl Iterator<Item = f64> + Clone, may_be_log: bool) -> Self {
+        let low = values.clone().fold(f64::INFINITY, f64::min);
+        let high = values.fold(f64::NEG_INFINITY, f64::max);
+        // Far from where differences overflow.
+        let (low, high) = (low.max(-LARGEST), high.min(LARGEST));
+        if low > high {
+            return Self { low: 0.0, high: 1.0, is_log: false };
+        }
+        if may_be_log && low > 0.0 && high / low > LOG_RATIO {
+            return Self { low: low * 0.9, high: high * 1.1, is_log: true };
+        }
+        let room = match (high - low) * 0.05 {
+            room if room > 0.0 => room,
+            _ if high != 0.0 => high.abs() * 0.1,
+            _ => 1.0,
+        };
+        let low = if low >= 0.0 { (low - room).max(0.0) } else { low - room };
+        Self { low, high: high + room, is_log: false }
+    }
+
+    fn y(self, value: f64) -> f64 {
+        let value = value.clamp(self.low, self.high);
+        let share = if self.is_log {
+            (value.ln() - self.low.ln()) / (self.high.ln() - self.low.ln())
+        } else {
+            (value - self.low) / (self.high - self.low)
+        };
+        TOP + (1.0 - share) * (HEIGHT - TOP - BOTTOM)
+    }
+
+    fn ticks(self) -> Vec<f64> {
+        if !self.is_log {
+            return ticks(self.low, self.high, 5);
+        }
+        let powers = self.low.log10().floor() as i32..=self.high.log10().ceil() as i32;
+        let all = powers.flat_map(|power| [1.0, 3.0].map(|digit| digit * 10f64.powi(power)));
+        all.filter(|tick| (self.low..=self.high).contains(tick)).take(24).collect()
+    }
+}
+
+/// About `n` round numbers in a range.
+fn ticks(low: f64, high: f64, n: usize) -> Vec<f64> {
+    let rough = (high - low) / n as f64;
+    if !rough.is_finite() || rough <= 0.0 {
+        return Vec::new();
+    }
+    let power = 10f64.powf(rough.log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0].map(|digit| digit * power).into_iter().find(|step| *step >= rough);
+    let step = step.unwrap_or(rough);
+    let first = (low / step).ceil();
+    (0..4 * n).map(|i| (first + i as f64) * step).take_while(|tick| *tick <= high).collect()
+}
+
+impl Chart {
+    pub(super) fn new(id: &'static str, title: &'static str, may_be_log: bool, series: Vec<Series>) -> Self {
+        let steps = || series.iter().flat_map(|series| series.points.iter().map(|(step, _)| *step));
+        let (first, last) = (steps().min().unwrap_or(0), steps().max().unwrap_or(0));
+        let scale = Scale::new(series.iter().flat_map(|series| series.finite().map(|(_, v)| v)), may_be_log);
+        Self { id, title, steps: (first, last.max(first + 1)), scale, series }
+    }
+
+    fn x(&self, step: u64) -> f64 {
+        let (first, last) = self.steps;
+        LEFT + (step - first) as f64 / (last - first) as f64 * (WIDTH - LEFT - RIGHT)
+    }
+
+    /// The drawing, its key and the line under it.
+    pub(super) fn write(&self, out: &mut String) {
+        let (id, title) = (self.id, escape(self.title));
+        let log = if self.scale.is_log { ", logarithmic" } else { "" };
+        let _ = writeln!(out, "<h2>{title}{log}</h2>");
+        self.key(out);
+        let _ = writeln!(
+            out,
+            "<svg id=\"{id}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{title} by step\">"
+        );
+        let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
+        for tick in self.scale.ticks() {
+            let (y, label) = (self.scale.y(tick), number(tick));
+            let _ = writeln!(
+                out,
+                "<path class=\"grid\" d=\"M{LEFT} {y:.1}H{right}\"/>\
+                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{label}</text>",
+                LEFT - 8.0,
+                y + 4.0
+            );
+        }
+        for tick in
+            ticks(self.steps.0 as f64, self.steps.1 as f64, 8).into_iter().filter(|t| t.fract() == 0.0)
+        {
+            let x = self.x(tick as u64);
+            let _ = writeln!(
+                out,
+                "<path class=\"grid\" d=\"M{x:.1} {TOP}V{bottom}\"/>\
+                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{tick}</text>",
+                HEIGHT - 8.0
+            );
+        }
+        self.series.iter().for_each(|series| self.curve(series, out));
+        let _ = writeln!(out, "<line class=\"cursor\" y1=\"{TOP}\" y2=\"{bottom}\"/>");
+        let _ = writeln!(out, "</svg>\n<pre class=\"hover\" id=\"{id}-hover\">Point at a step.</pre>");
+    }
+
+    fn key(&self, out: &mut String) {
+        if self.series.len() < 2 {
+            return;
+        }
+        out.push_str("<p class=\"key\">");
+        for series in self.series.iter().filter(|series| !series.points.is_empty()) {
+            let style = match series.class {
+                Class::Curve => "background:var(--first)",
+                Class::Raw => "background:var(--first);opacity:.35",
+                Class::Second => "background:var(--second)",
+            };
+            let _ = write!(out, "<span><i style=\"{style}\"></i>{}</span>", escape(series.name));
+        }
+        out.push_str("</p>\n");
+    }
+
+    fn curve(&self, series: &Series, out: &mut String) {
+        let (mut path, mut is_open) = (String::new(), false);
+        for (step, value) in &series.points {
+            if !value.is_finite() {
+                is_open = false;
+                continue;
+            }
+            let command = if is_open { 'L' } else { 'M' };
+            let _ = write!(path, "{command}{:.1} {:.1}", self.x(*step), self.scale.y(*value));
+            is_open = true;
+        }
+        if !path.is_empty() {
+            let _ = writeln!(out, "<path class=\"{}\" d=\"{path}\"/>", series.class.name());
+        }
+        // A point between two gaps has no line; dots show it.
+        if series.class == Class::Second || series.finite().count() == 1 {
+            for (step, value) in series.finite() {
+                let (x, y) = (self.x(step), self.scale.y(value));
+                let _ = writeln!(out, "<circle class=\"dot\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\"/>");
+            }
+        }
+    }
+
+    /// What the script needs: where the steps are, and the points of each curve.
+    pub(super) fn data(&self) -> Value {
+        let rounded = |value: f64| value as f32;
+        let points = |series: &Series| -> Vec<Value> {
+            series.finite().map(|(step, value)| json!([step, rounded(value)])).collect()
+        };
+        let series: Vec<Value> =
+            self.series.iter().map(|series| json!([series.name, points(series)])).collect();
+        let (first, last) = self.steps;
+        json!({ "left": LEFT, "width": WIDTH - LEFT - RIGHT, "first": first, "last": last, "series": series })
+    }
+}
+
+/// A number for an axis.
+fn number(value: f64) -> String {
+    let magnitude = value.abs();
+    if value != 0.0 && !(1e-3..1e6).contains(&magnitude) {
+        return format!("{value:.1e}");
+    }
+    let text = format!("{value:.4}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_are_round_and_inside() {
+        assert_eq!(ticks(0.0, 10.0, 5), [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]);
+        assert_eq!(ticks(0.93, 1.11, 4), [0.95, 1.0, 1.05, 1.1].map(|t: f64| (t / 0.05).round() * 0.05));
+        assert_eq!(ticks(1.0, 1.0, 5), [0.0; 0]);
+        assert_eq!(ticks(f64::NEG_INFINITY, 1.0, 5), [0.0; 0]);
+    }
+
+    #[test]
+    fn a_wide_range_of_norms_is_drawn_by_logarithm() {
+        let chart = |values: [f64; 2]| {
+            let points = values.into_iter().zip(0..).map(|(value, step)| (step, value)).collect();
+            Chart::new("x", "x", true, vec![Series::new("x", Class::Curve, points)])
+        };
+        assert!(chart([1e-3, 1e3]).scale.is_log);
+        assert!(!chart([1.0, 2.0]).scale.is_log);
+        assert!(!chart([0.0, 1e3]).scale.is_log);
+        let scale = chart([1e-3, 1e3]).scale;
+        assert!((scale.y(1e-3) + scale.y(1e3) - 2.0 * scale.y(1.0)).abs() < 1.0);
+    }
+
+    #[test]
+    fn every_point_is_drawn_inside() {
+        for values in [[0.0, 0.0], [5.0, 5.0], [-1.0, 2.0], [f64::MIN, f64::MAX], [1e-300, 1e300]] {
+            let points: Vec<_> = values.into_iter().zip(0..).map(|(value, step)| (step, value)).collect();
+            let chart = Chart::new("x", "x", true, vec![Series::new("x", Class::Curve, points)]);
+            for value in values {
+                let y = chart.scale.y(value);
+                assert!((TOP - 0.1..=HEIGHT - BOTTOM + 0.1).contains(&y), "{value} at {y} of {values:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_value_that_is_not_finite_leaves_a_gap() {
+        let points = vec![(0, 1.0), (1, 2.0), (2, f64::NAN), (3, 1.0), (4, 2.0)];
+        let mut out = String::new();
+        Chart::new("x", "x", false, vec![Series::new("x", Class::Curve, points)]).write(&mut out);
+        let curve = out.lines().find(|line| line.contains("class=\"curve\"")).unwrap();
+        assert_eq!((curve.matches('M').count(), curve.matches('L').count()), (2, 2), "{curve}");
+    }
+
+    #[test]
+    fn long_runs_are_thinned_to_means() {
+        let points: Vec<_> = (0..10_000u64).map(|i| (i, (i % 2) as f64)).collect();
+        let series = Series::new("x", Class::Curve, points);
+        assert!(series.points.len() <= MAX_POINTS);
+        assert!(series.points.iter().all(|(_, value)| (0.4..0.6).contains(value)));
+    }
+
+    #[test]
+    fn numbers_of_an_axis_are_short() {
+        assert_eq!(
+            [0.0, 0.5, 3.0, 1500.0, 3e-4, 2e7].map(number),
+            ["0", "0.5", "3", "1500", "3.0e-4", "2.0e7"]
+        );
+    }
+}

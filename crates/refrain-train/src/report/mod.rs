@@ -1,0 +1,200 @@
+//! A run as a page of its own: curves drawn here, style, script and data inside.
+
+mod chart; // axes and curves as SVG
+
+use std::fmt::Write as _;
+
+use serde_json::{Map, Value};
+
+use crate::log::{EvalRecord, LogLine, StepRecord};
+use chart::{Chart, Class, Series};
+
+const STYLE: &str = include_str!("page.css");
+const SCRIPT: &str = include_str!("page.js");
+
+/// What stands above the curves.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ReportHeader {
+    /// The page's title.
+    pub title: String,
+    /// Model, device, totals and what else is worth a line: name and value.
+    pub facts: Vec<(String, String)>,
+    /// The configuration, as text.
+    pub config: String,
+}
+
+/// The page of a run.
+pub fn page(header: &ReportHeader, lines: &[LogLine]) -> String {
+    let (steps, evals) = split(lines);
+    let title = escape(&header.title);
+    let mut out = format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width\"><title>{title}: training</title>\n\
+         <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<table>\n"
+    );
+    let totals = totals(&steps, &evals);
+    for (name, value) in header.facts.iter().chain(&totals) {
+        let _ = writeln!(out, "<tr><th>{}<td>{}</tr>", escape(name), escape(value));
+    }
+    out.push_str("</table>\n");
+    if !header.config.is_empty() {
+        let config = escape(&header.config);
+        let _ = writeln!(out, "<details><summary>Configuration</summary><pre>{config}</pre></details>");
+    }
+    let mut data = Map::new();
+    for chart in charts(&steps, &evals) {
+        chart.write(&mut out);
+        data.insert(chart.id.to_owned(), chart.data());
+    }
+    // Nothing in the data may end the element that holds it.
+    let data = Value::Object(data).to_string().replace('<', "\\u003c");
+    let _ = writeln!(out, "<script type=\"application/json\" id=\"data\">{data}</script>");
+    let _ = writeln!(out, "<script>{SCRIPT}</script>\n</body></html>");
+    out
+}
+
+fn split(lines: &[LogLine]) -> (Vec<StepRecord>, Vec<EvalRecord>) {
+    let (mut steps, mut evals) = (Vec::new(), Vec::new());
+    for line in lines {
+        match line {
+            LogLine::Step(record) => steps.push(*record),
+            LogLine::Eval(record) => evals.push(*record),
+        }
+    }
+    (steps, evals)
+}
+
+fn totals(steps: &[StepRecord], evals: &[EvalRecord]) -> Vec<(String, String)> {
+    let mut facts = vec![("steps".to_owned(), steps.len().to_string())];
+    let mut add = |name: &str, value: String| facts.push((name.to_owned(), value));
+    if let Some(last) = steps.last() {
+        add("last loss", format!("{:.4} (step {})", last.loss, last.step));
+    }
+    let finite = evals.iter().filter(|record| record.eval_loss.is_finite());
+    if let Some(best) = finite.min_by(|a, b| a.eval_loss.total_cmp(&b.eval_loss)) {
+        add("best held-out loss", format!("{:.4} (step {})", best.eval_loss, best.step));
+    }
+    let bad: Vec<u64> = steps.iter().filter(|record| !record.loss.is_finite()).map(|r| r.step).collect();
+    if let Some(first) = bad.first() {
+        add("loss not finite", format!("{} steps, the first is step {first}", bad.len()));
+    }
+    facts
+}
+
+fn charts(steps: &[StepRecord], evals: &[EvalRecord]) -> Vec<Chart> {
+    let of = |value: fn(&StepRecord) -> f64| steps.iter().map(|r| (r.step, value(r))).collect::<Vec<_>>();
+    let loss = of(|r| r.loss);
+    let smooth = smoothed(&loss);
+    let held_out = evals.iter().map(|r| (r.step, r.eval_loss)).collect();
+    let curve = |name, points| Series::new(name, Class::Curve, points);
+    vec![
+        Chart::new(
+            "loss",
+            "Loss",
+            false,
+            vec![
+                Series::new("each step", Class::Raw, loss),
+                Series::new("smoothed", Class::Curve, smooth),
+                Series::new("held out", Class::Second, held_out),
+            ],
+        ),
+        Chart::new("lr", "Learning rate", false, vec![curve("learning rate", of(|r| r.lr))]),
+        Chart::new("norm", "Gradient norm before clipping", true, vec![curve("norm", of(|r| r.grad_norm))]),
+        Chart::new("speed", "Tokens a second", false, vec![curve("tokens a second", of(|r| r.tok_s))]),
+    ]
+}
+
+/// A mean that forgets: over about a fortieth of the run.
+fn smoothed(points: &[(u64, f64)]) -> Vec<(u64, f64)> {
+    let span = (points.len() as f64 / 40.0).clamp(1.0, 200.0);
+    let keep = 1.0 - 1.0 / span;
+    let (mut mean, mut weight) = (0.0, 0.0);
+    let mut smooth = Vec::with_capacity(points.len());
+    for &(step, value) in points {
+        if value.is_finite() {
+            mean = keep * mean + (1.0 - keep) * value;
+            weight = keep * weight + (1.0 - keep);
+            smooth.push((step, mean / weight));
+        } else {
+            smooth.push((step, f64::NAN));
+        }
+    }
+    smooth
+}
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn run(n_steps: u64) -> Vec<LogLine> {
+        let step = |i: u64| {
+            let loss = 2.0 + 3.0 / (1.0 + i as f64);
+            LogLine::Step(StepRecord {
+                step: i,
+                loss,
+                grad_norm: 10.0 / (1 + i) as f64,
+                lr: 3e-4,
+                tok_s: 9e3,
+            })
+        };
+        let eval = |i: u64| LogLine::Eval(EvalRecord { step: i * 10, eval_loss: 3.0 - i as f64 * 0.01 });
+        (0..n_steps).map(step).chain((0..n_steps / 10).map(eval)).collect()
+    }
+
+    fn header() -> ReportHeader {
+        ReportHeader {
+            title: "a & b</title><script>".into(),
+            facts: vec![("device".into(), "<b>cpu</b>".into())],
+            config: "lr = \"</pre>\"".into(),
+        }
+    }
+
+    #[test]
+    fn a_page_needs_nothing_else_and_texts_cannot_break_out_of_it() {
+        let page = page(&header(), &run(100));
+        assert_eq!(page.matches("</script>").count(), 2);
+        assert_eq!(page.matches("<script").count(), 2);
+        assert_eq!(page.matches("</pre>").count(), page.matches("<pre").count());
+        for bad in ["http", "<b>", "src=", "@import", "url("] {
+            assert!(!page.contains(bad), "{bad}");
+        }
+        assert!(page.contains("a &amp; b&lt;/title&gt;&lt;script&gt;"));
+        assert!(page.contains("best held-out loss<td>2.9100 (step 90)"), "{page}");
+        assert_eq!(page.matches("<svg").count(), 4);
+        assert!(page.contains("prefers-color-scheme:dark"));
+    }
+
+    #[test]
+    fn a_page_does_not_grow_with_the_run() {
+        let (short, long) = (page(&header(), &run(3_000)).len(), page(&header(), &run(100_000)).len());
+        assert!(long < short * 3 / 2, "{short} and {long}");
+    }
+
+    #[test]
+    fn an_empty_run_and_one_without_finite_numbers_have_pages() {
+        let bad = StepRecord { step: 4, loss: f64::NAN, grad_norm: f64::INFINITY, lr: 0.0, tok_s: 0.0 };
+        for lines in [vec![], vec![LogLine::Step(bad)], run(1)] {
+            let page = page(&header(), &lines);
+            assert!(!page.contains("NaN\"") && !page.contains("inf\""), "{page}");
+            assert_eq!(page.matches("<svg").count(), page.matches("</svg>").count());
+        }
+        let page = page(&header(), &[LogLine::Step(bad)]);
+        assert!(page.contains("loss not finite<td>1 steps, the first is step 4"), "{page}");
+    }
+
+    #[test]
+    fn data_for_the_script_is_what_was_drawn() {
+        let page = page(&header(), &run(20));
+        let start = page.find("id=\"data\">").unwrap() + 10;
+        let end = start + page[start..].find("</script>").unwrap();
+        let data: Value = serde_json::from_str(&page[start..end]).unwrap();
+        assert_eq!(data["loss"]["series"][0][1][0], json!([0, 5.0]));
+        assert_eq!(data["lr"]["series"][0][1].as_array().unwrap().len(), 20);
+        assert_eq!((&data["loss"]["first"], &data["loss"]["last"]), (&json!(0), &json!(19)));
+    }
+}

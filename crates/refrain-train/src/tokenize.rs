@@ -1,0 +1,262 @@
+//! A byte-level BPE tokenizer of the training texts.
+
+use std::collections::{BTreeMap, HashSet};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use refrain_formats::tokenizer::{SpecialIds, Tokenizer, TokenizerError, VocabSpec};
+use serde_json::{Value, json};
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{
+    AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper,
+    TokenizerBuilder,
+};
+
+use crate::data::{DataError, TextReader};
+use crate::storage::{RealStorage, write_atomically};
+
+/// The token between texts. It begins them too, so that a model can start from nothing.
+pub const END_OF_TEXT: &str = "<|endoftext|>";
+/// The tokens around the turns of a conversation, so that a model can learn to chat later.
+pub const TURN_TOKENS: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
+
+/// The library counts pairs in 32 bits, and more text does not make a better vocabulary.
+const MAX_BYTES: u64 = 512 << 20;
+
+/// A tokenizer to train.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TokenizerPlan {
+    /// Tokens, special ones and the 256 bytes included.
+    pub vocab_size: usize,
+    /// Special tokens; the first one is the end of text.
+    pub special_tokens: Vec<String>,
+    /// The chat template to store with it.
+    pub chat_template: Option<String>,
+    /// Bytes of text to train on; of more, every n-th part is taken.
+    pub max_bytes: u64,
+}
+
+impl TokenizerPlan {
+    /// With the end of text and the tokens of turns, and without a template.
+    pub fn new(vocab_size: usize) -> Self {
+        let special_tokens = std::iter::once(END_OF_TEXT).chain(TURN_TOKENS).map(str::to_owned).collect();
+        Self { vocab_size, special_tokens, chat_template: None, max_bytes: MAX_BYTES }
+    }
+}
+
+/// What can go wrong with it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TokenizeError {
+    /// The texts.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// Too few tokens for what must be there.
+    #[error("a vocabulary of {vocab_size} tokens is too small: 256 bytes and {n_special} special tokens need {}", 256 + n_special)]
+    TooSmall {
+        /// Tokens asked for.
+        vocab_size: usize,
+        /// Special tokens asked for.
+        n_special: usize,
+    },
+    /// A plan without an end of text.
+    #[error("the tokenizer has no end of text: the list of special tokens is empty")]
+    NoEndOfText,
+    /// The library refused.
+    #[error("cannot train the tokenizer: {reason}")]
+    Library {
+        /// Its answer.
+        reason: String,
+    },
+    /// What was trained cannot be used.
+    #[error("the trained tokenizer cannot be used")]
+    Unusable(#[source] TokenizerError),
+    /// A text that does not come back.
+    #[error("the trained tokenizer changes a text: {before:?} comes back as {after:?}")]
+    NotReversible {
+        /// Where they differ, before.
+        before: String,
+        /// The same after.
+        after: String,
+    },
+    /// It cannot be saved.
+    #[error("cannot write {path}")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl TokenizeError {
+    /// What the user can do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::Data(error) => error.hint(),
+            Self::TooSmall { .. } => Some("small models take 4,096 to 32,768 tokens".to_owned()),
+            Self::NoEndOfText => Some(format!("name {END_OF_TEXT} first")),
+            Self::Write { .. } => {
+                Some("check that you may write there, and that the disk has room".to_owned())
+            }
+            Self::Library { .. } | Self::Unusable(_) | Self::NotReversible { .. } => None,
+        }
+    }
+}
+
+/// A trained tokenizer, in the forms that others need.
+#[derive(Debug)]
+pub struct TrainedTokenizer {
+    /// Ready for use.
+    pub tokenizer: Tokenizer,
+    /// The vocabulary as GGUF files carry it.
+    pub spec: VocabSpec,
+    /// The content of `tokenizer.json`.
+    pub json: String,
+    /// The content of `tokenizer_config.json`.
+    pub config_json: String,
+    /// Bytes of text it was trained on.
+    pub n_bytes: u64,
+}
+
+type Library = tokenizers::TokenizerImpl<
+    BPE,
+    NormalizerWrapper,
+    PreTokenizerWrapper,
+    PostProcessorWrapper,
+    DecoderWrapper,
+>;
+
+impl TrainedTokenizer {
+    /// Trains on text and JSONL files. Its vocabulary is smaller than asked for where the texts are too few.
+    pub fn train(files: &[PathBuf], plan: &TokenizerPlan) -> Result<Self, TokenizeError> {
+        let n_special = plan.special_tokens.len();
+        let end_of_text = plan.special_tokens.first().ok_or(TokenizeError::NoEndOfText)?;
+        if plan.vocab_size < 256 + n_special {
+            return Err(TokenizeError::TooSmall { vocab_size: plan.vocab_size, n_special });
+        }
+        let library_error = |error: tokenizers::Error| TokenizeError::Library { reason: error.to_string() };
+        let mut library: Library = TokenizerBuilder::new()
+            .with_model(BPE::default())
+            .with_normalizer(None::<NormalizerWrapper>)
+            .with_pre_tokenizer(Some(PreTokenizerWrapper::ByteLevel(ByteLevel::new(false, true, true))))
+            .with_post_processor(None::<PostProcessorWrapper>)
+            .with_decoder(Some(DecoderWrapper::ByteLevel(ByteLevel::default())))
+            .build()
+            .map_err(library_error)?;
+        let special = plan.special_tokens.iter().map(|text| AddedToken::from(text.clone(), true));
+        let mut trainer = BpeTrainer::builder()
+            .vocab_size(plan.vocab_size)
+            .show_progress(false)
+            .special_tokens(special.collect())
+            .initial_alphabet(ByteLevel::alphabet().into_iter().collect::<HashSet<char>>())
+            .build();
+        let mut texts = TextReader::new(files, plan.max_bytes, plan.special_tokens.clone())?;
+        let (mut failed, mut n_bytes, mut probe) = (None, 0, String::new());
+        let source = std::iter::from_fn(|| {
+            let text = texts.next()?.map_err(|error| failed = Some(error)).ok()?;
+            n_bytes += text.len() as u64;
+            if probe.is_empty() {
+                probe = text.chars().take(4096).collect();
+            }
+            Some(text)
+        });
+        library.train(&mut trainer, source).map_err(library_error)?;
+        if let Some(error) = failed {
+            return Err(error.into());
+        }
+        let json = library.to_string(false).map_err(library_error)?;
+        let config_json = config_json(end_of_text, plan.chat_template.as_deref());
+        let unusable = TokenizeError::Unusable;
+        let tokenizer =
+            Tokenizer::from_files(json.as_bytes(), Some(config_json.as_bytes())).map_err(unusable)?;
+        let spec = spec(&json, plan, &tokenizer)?;
+        let trained = Self { tokenizer, spec, json, config_json, n_bytes };
+        for text in [PROBE, &probe] {
+            trained.check(text)?;
+        }
+        Ok(trained)
+    }
+
+    /// Writes `tokenizer.json` and `tokenizer_config.json`.
+    pub fn save(&self, folder: &Path) -> Result<(), TokenizeError> {
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            |source| TokenizeError::Write { path, source }
+        };
+        std::fs::create_dir_all(folder).map_err(failed(folder))?;
+        for (name, content) in [("tokenizer.json", &self.json), ("tokenizer_config.json", &self.config_json)]
+        {
+            let path = folder.join(name);
+            write_atomically(&RealStorage, &path, content.as_bytes()).map_err(failed(&path))?;
+        }
+        Ok(())
+    }
+
+    /// Checks that a text comes back as it was.
+    fn check(&self, text: &str) -> Result<(), TokenizeError> {
+        let ids = self.tokenizer.encode(text, false, false).map_err(TokenizeError::Unusable)?;
+        let after = self.tokenizer.decode(&ids).map_err(TokenizeError::Unusable)?;
+        if after == text {
+            return Ok(());
+        }
+        let same = text.chars().zip(after.chars()).take_while(|(a, b)| a == b).count();
+        let part = |text: &str| text.chars().skip(same.saturating_sub(8)).take(24).collect();
+        Err(TokenizeError::NotReversible { before: part(text), after: part(&after) })
+    }
+}
+
+/// Text that breaks a tokenizer that does not keep every byte.
+const PROBE: &str =
+    " a  b\tc\r\n\n d   \u{0}\u{1}\u{7f} ÄÖ é e\u{301} 中文 🦀👩‍🚀 \u{feff}\u{200b}\u{10ffff} 12345 don't!!";
+
+fn config_json(end_of_text: &str, chat_template: Option<&str>) -> String {
+    let mut config = json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end_of_text,
+        "eos_token": end_of_text,
+        "add_bos_token": true,
+        "clean_up_tokenization_spaces": false,
+    });
+    if let Some(template) = chat_template {
+        config["chat_template"] = template.into();
+    }
+    config.to_string()
+}
+
+/// The vocabulary as GGUF files carry it, from `tokenizer.json`.
+fn spec(json: &str, plan: &TokenizerPlan, tokenizer: &Tokenizer) -> Result<VocabSpec, TokenizeError> {
+    let bad = |what: &str| TokenizeError::Library { reason: format!("its file has {what}") };
+    let file: Value = serde_json::from_str(json).map_err(|error| bad(&error.to_string()))?;
+    let vocab = file["model"]["vocab"].as_object().ok_or_else(|| bad("no vocabulary"))?;
+    let by_id: BTreeMap<u64, &str> =
+        vocab.iter().filter_map(|(text, id)| Some((id.as_u64()?, text.as_str()))).collect();
+    if by_id.len() != vocab.len() || by_id.keys().zip(0..).any(|(&id, at)| id != at) {
+        return Err(bad("ids with gaps"));
+    }
+    let merges = file["model"]["merges"].as_array().ok_or_else(|| bad("no merges"))?;
+    let line = |merge: &Value| match merge {
+        Value::Array(pair) => Some(format!("{} {}", pair.first()?.as_str()?, pair.get(1)?.as_str()?)),
+        other => other.as_str().map(str::to_owned),
+    };
+    let merges: Option<Vec<String>> = merges.iter().map(line).collect();
+    const NORMAL: i32 = 1;
+    const CONTROL: i32 = 3;
+    let is_special = |text: &str| plan.special_tokens.iter().any(|special| special == text);
+    let kind = |text: &&str| if is_special(text) { CONTROL } else { NORMAL };
+    let (bos, eos) = (tokenizer.bos(), tokenizer.eos());
+    let spec = VocabSpec {
+        model: "gpt2".to_owned(),
+        pre: Some("gpt-2".to_owned()),
+        token_types: Some(by_id.values().map(kind).collect()),
+        tokens: by_id.values().collect(),
+        merges: Some(merges.ok_or_else(|| bad("merges that are no pairs"))?.iter().collect()),
+        specials: SpecialIds { bos, eos, ..SpecialIds::default() },
+        add_bos: Some(true),
+        chat_template: plan.chat_template.clone(),
+        ..VocabSpec::default()
+    };
+    Tokenizer::from_spec(&spec).map_err(TokenizeError::Unusable)?;
+    Ok(spec)
+}

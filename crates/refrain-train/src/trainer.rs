@@ -1,0 +1,432 @@
+//! A training run: batches, steps, held-out losses, checkpoints and the log.
+//!
+//! The loop decides nothing about numbers: a run is a function of its configuration, its data and its weights. A run
+//! that was stopped and resumed takes the same steps, bit for bit, as one that was not.
+
+use crate::checkpoint::{
+    BestLoss, Checkpoint, CheckpointStore, FileSpec, Progress, RandomState, RunState, SaveRequest, TensorSpec,
+};
+use crate::config::{Clip, Masters, Precision, Resume, TrainConfig};
+use crate::data::{Batch, Corpus, DataPosition, Loader, LoaderOptions, Passes};
+use crate::error::TrainError;
+use crate::learner::{AdamSettings, Learner, Rows, StepOutcome};
+use crate::log::{EvalRecord, LogLine, LogWriter, StepRecord};
+use crate::report::{self, ReportHeader};
+use crate::schedule::LrSchedule;
+use crate::storage::{RealStorage, write_atomically};
+use refrain_graph::{Backend, Ran, StateId};
+use refrain_models::{Model, TrainSpec};
+use refrain_tensor::DType;
+use std::borrow::Cow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// So many steps in a row without finite gradients end a run.
+const MAX_SKIPPED: u64 = 20;
+/// Batches that are prepared ahead of the step that runs.
+const N_AHEAD: usize = 4;
+
+const WEIGHTS: &str = "weights.safetensors";
+const OPTIMISER: &str = "optimizer.safetensors";
+
+/// What happens in a run, as it happens.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum TrainEvent<'a> {
+    /// The run goes on at a checkpoint.
+    Resumed {
+        /// Its folder.
+        path: &'a Path,
+        /// Steps that are done.
+        step: u64,
+    },
+    /// A step is done.
+    Step {
+        /// Its line in the log.
+        record: StepRecord,
+        /// What it found and how it ran.
+        outcome: &'a StepOutcome,
+    },
+    /// Held-out data was looked at.
+    Evaluated {
+        /// Its line in the log.
+        record: EvalRecord,
+        /// Whether it is the lowest loss so far.
+        is_best: bool,
+    },
+    /// A checkpoint was saved.
+    Saved {
+        /// Its folder.
+        path: &'a Path,
+    },
+}
+
+/// How a run ended.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TrainSummary {
+    /// Steps that are done.
+    pub step: u64,
+    /// Whether it was asked to stop before its last step.
+    pub interrupted: bool,
+    /// How far it has come.
+    pub progress: Progress,
+    /// Steps that were not applied since their gradients were not finite.
+    pub n_skipped: u64,
+    /// Micro-steps that ran as a graph, and those that did not.
+    pub n_replayed: u64,
+    /// Micro-steps that were not replayed.
+    pub n_eager: u64,
+    /// The last checkpoint, where any was saved.
+    pub checkpoint: Option<PathBuf>,
+}
+
+/// What a run learns from.
+#[derive(Clone, Debug)]
+pub struct TrainData {
+    /// The data.
+    pub corpus: Arc<Corpus>,
+    /// Data that is not learnt from.
+    pub held_out: Option<Arc<Corpus>>,
+}
+
+/// The size and kind of steps that a configuration asks for.
+pub fn train_spec(config: &TrainConfig) -> TrainSpec {
+    TrainSpec {
+        n_tokens: config.batch * config.context,
+        dtype: match config.dtype {
+            Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::BF16,
+        },
+        masters: config.masters == Masters::F32,
+        accumulates: config.accumulate > 1,
+        dropout: config.dropout as f32,
+        recompute: config.checkpoint_activations,
+    }
+}
+
+/// A run.
+pub struct Trainer<B: Backend> {
+    learner: Learner<B>,
+    config: TrainConfig,
+    schedule: LrSchedule,
+    loader: Loader,
+    held_out: Option<Arc<Corpus>>,
+    store: Option<CheckpointStore>,
+    log: Option<LogWriter>,
+    resumed: Option<PathBuf>,
+    last_saved: Option<(u64, PathBuf)>,
+    step: u64,
+    progress: Progress,
+    n_skipped: u64,
+    n_skipped_in_row: u64,
+    n_replayed: u64,
+    n_eager: u64,
+}
+
+impl<B: Backend> Trainer<B> {
+    /// Prepares a run on a backend, from the model's weights or from the checkpoint that the configuration names.
+    pub fn new(
+        backend: B,
+        model: Arc<Model>,
+        config: TrainConfig,
+        data: TrainData,
+    ) -> Result<Trainer<B>, TrainError> {
+        config.validate()?;
+        let learner = Learner::new(backend, model, train_spec(&config), config.accumulate)?;
+        let store = match &config.out {
+            Some(out) => Some(CheckpointStore::open(out)?),
+            None => None,
+        };
+        let from = match (&config.resume, &store) {
+            (Resume::From(path), _) => Some(path.clone()),
+            (Resume::Switch(true), Some(store)) => store.latest()?,
+            (Resume::Switch(_), _) => None,
+        };
+        let checkpoint = from.as_deref().map(Checkpoint::open).transpose()?;
+        let state = checkpoint.as_ref().map(Checkpoint::state);
+        let options = LoaderOptions {
+            n_seqs: config.batch,
+            seed: config.seed,
+            passes: Passes::Endless,
+            n_ahead: N_AHEAD,
+        };
+        let loader = Loader::new(data.corpus, options, state.map(|s| &s.position))?;
+        let (step, progress) = state.map_or((0, Progress::default()), |s| (s.step, s.progress));
+        let log_path = config.log.clone().or_else(|| config.out.as_ref().map(|out| out.join("log.jsonl")));
+        let log = match &log_path {
+            Some(path) if step > 0 => Some(LogWriter::resume(path, step)?),
+            Some(path) => Some(LogWriter::create(path)?),
+            None => None,
+        };
+        let mut trainer = Trainer {
+            learner,
+            schedule: LrSchedule::of(&config),
+            config,
+            loader,
+            held_out: data.held_out,
+            store,
+            log,
+            resumed: from,
+            last_saved: None,
+            step,
+            progress,
+            n_skipped: 0,
+            n_skipped_in_row: 0,
+            n_replayed: 0,
+            n_eager: 0,
+        };
+        if let Some(checkpoint) = &checkpoint {
+            trainer.restore(checkpoint)?;
+        }
+        Ok(trainer)
+    }
+
+    /// The learner.
+    pub fn learner(&self) -> &Learner<B> {
+        &self.learner
+    }
+
+    /// Steps that are done.
+    pub fn n_done(&self) -> u64 {
+        self.step
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &TrainConfig {
+        &self.config
+    }
+
+    /// Runs to the last step, or until `stop` says so between two steps; saves then.
+    pub fn run(
+        &mut self,
+        stop: &dyn Fn() -> bool,
+        observe: &mut dyn FnMut(&TrainEvent<'_>),
+    ) -> Result<TrainSummary, TrainError> {
+        if let Some(path) = &self.resumed {
+            observe(&TrainEvent::Resumed { path, step: self.step });
+        }
+        let mut interrupted = false;
+        while self.step < self.config.steps {
+            if stop() {
+                interrupted = true;
+                break;
+            }
+            self.take_step(observe)?;
+            let is_last = self.step == self.config.steps;
+            let due =
+                |every: Option<u64>| every.is_some_and(|n| n > 0 && self.step.is_multiple_of(n)) || is_last;
+            let (evaluates, saves) =
+                (self.held_out.is_some() && due(self.config.eval_every), due(self.config.save_every));
+            let is_best = evaluates && self.look_at_held_out(observe)?;
+            // The best one is worth keeping whenever it is found.
+            if saves || is_best {
+                self.save(is_best, observe)?;
+            }
+        }
+        if interrupted {
+            self.save(false, observe)?;
+        }
+        Ok(TrainSummary {
+            step: self.step,
+            interrupted,
+            progress: self.progress,
+            n_skipped: self.n_skipped,
+            n_replayed: self.n_replayed,
+            n_eager: self.n_eager,
+            checkpoint: self.last_saved.as_ref().map(|(_, path)| path.clone()),
+        })
+    }
+
+    fn take_step(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
+        let began = Instant::now();
+        let mut batches: Vec<Batch> = Vec::with_capacity(self.config.accumulate);
+        for _ in 0..self.config.accumulate {
+            let next = self.loader.next();
+            batches.push(next.ok_or(TrainError::NoData { step: self.step })??);
+        }
+        let rows: Vec<Rows<'_>> = batches.iter().map(rows_of).collect();
+        let lr = self.schedule.at(self.step);
+        let adam = AdamSettings {
+            lr,
+            betas: self.config.betas,
+            eps: self.config.eps,
+            weight_decay: self.config.weight_decay,
+            clip: match self.config.clip {
+                Clip::Norm(norm) => Some(norm),
+                Clip::None => None,
+            },
+        };
+        let seed = self.config.seed;
+        let random = [seed as u32, (seed >> 32) as u32, self.step as u32, 0];
+        let outcome = self.learner.step(&rows, &adam, random)?;
+        let seconds = began.elapsed().as_secs_f64();
+        let n_tokens = self.config.tokens_per_step();
+        let record = StepRecord {
+            step: self.step,
+            loss: outcome.loss.into(),
+            grad_norm: outcome.grad_norm.into(),
+            lr,
+            tok_s: n_tokens as f64 / seconds.max(1e-9),
+        };
+        self.write_log(&LogLine::Step(record))?;
+        if !outcome.loss.is_finite() {
+            let tensor = self.learner.first_not_finite(&rows)?;
+            return Err(TrainError::NotFinite { step: self.step, tensor, checkpoint: self.saved_path() });
+        }
+        self.count(&outcome)?;
+        self.progress.loss = Some(record.loss);
+        self.progress.n_tokens += n_tokens;
+        self.progress.seconds += seconds;
+        self.step += 1;
+        observe(&TrainEvent::Step { record, outcome: &outcome });
+        Ok(())
+    }
+
+    fn count(&mut self, outcome: &StepOutcome) -> Result<(), TrainError> {
+        for ran in &outcome.ran {
+            match ran {
+                Ran::Replayed { .. } => self.n_replayed += 1,
+                Ran::Eager(_) => self.n_eager += 1,
+            }
+        }
+        if outcome.is_applied() {
+            self.n_skipped_in_row = 0;
+            return Ok(());
+        }
+        self.n_skipped += 1;
+        self.n_skipped_in_row += 1;
+        if self.n_skipped_in_row >= MAX_SKIPPED {
+            let (step, n) = (self.step, self.n_skipped_in_row);
+            return Err(TrainError::NeverFinite { step, n, checkpoint: self.saved_path() });
+        }
+        Ok(())
+    }
+
+    fn saved_path(&self) -> Option<PathBuf> {
+        self.last_saved.as_ref().map(|(_, path)| path.clone()).or_else(|| self.resumed.clone())
+    }
+
+    fn write_log(&mut self, line: &LogLine) -> Result<(), TrainError> {
+        match &mut self.log {
+            Some(log) => Ok(log.write(line)?),
+            None => Ok(()),
+        }
+    }
+
+    /// The mean loss of data that is not learnt from.
+    pub fn held_out_loss(&mut self) -> Result<Option<f64>, TrainError> {
+        let Some(corpus) = self.held_out.clone() else { return Ok(None) };
+        let options =
+            LoaderOptions { n_seqs: self.config.batch, seed: 0, passes: Passes::Once, n_ahead: N_AHEAD };
+        let (mut sum, mut n) = (0.0, 0);
+        for batch in Loader::new(corpus, options, None)? {
+            let (loss, n_targets) = self.learner.evaluate(&rows_of(&batch?))?;
+            sum += loss;
+            n += n_targets;
+        }
+        Ok(Some(sum / n.max(1) as f64))
+    }
+
+    fn look_at_held_out(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<bool, TrainError> {
+        let Some(eval_loss) = self.held_out_loss()? else { return Ok(false) };
+        let record = EvalRecord { step: self.step.saturating_sub(1), eval_loss };
+        self.write_log(&LogLine::Eval(record))?;
+        let is_best = self.progress.best.is_none_or(|best| eval_loss < best.loss);
+        if is_best {
+            self.progress.best = Some(BestLoss { step: self.step, loss: eval_loss });
+        }
+        observe(&TrainEvent::Evaluated { record, is_best });
+        Ok(is_best)
+    }
+
+    /// Saves a checkpoint, where the run has a folder.
+    pub fn save(
+        &mut self,
+        is_best: bool,
+        observe: &mut dyn FnMut(&TrainEvent<'_>),
+    ) -> Result<(), TrainError> {
+        let already = self.last_saved.as_ref().is_some_and(|(step, _)| *step == self.step) && !is_best;
+        let Some(store) = self.store.as_ref().filter(|_| !already) else { return Ok(()) };
+        let state = RunState {
+            step: self.step,
+            position: DataPosition::clone(self.loader.position()),
+            random: RandomState { seed: self.config.seed, counter: self.step },
+            config: self.config.clone(),
+            progress: self.progress,
+        };
+        let (files, ids) = self.files();
+        let request = SaveRequest { state: &state, files: &files, is_best, keep: self.config.keep };
+        let learner = &self.learner;
+        let mut fetch = |file: &FileSpec, tensor: &TensorSpec| {
+            let id = find_state(&files, &ids, &file.name, &tensor.name)
+                .ok_or_else(|| std::io::Error::other(format!("no state is named {}", tensor.name)))?;
+            learner.state(id).map(Cow::Owned).map_err(std::io::Error::other)
+        };
+        let path = store.save(&request, &mut fetch)?;
+        observe(&TrainEvent::Saved { path: &path });
+        self.last_saved = Some((self.step, path));
+        Ok(())
+    }
+
+    /// What a checkpoint holds, and the state behind each tensor.
+    fn files(&self) -> (Vec<FileSpec>, Vec<Vec<StateId>>) {
+        let table = self.learner.table();
+        let spec = |id: &StateId| {
+            let state = &table.states[id.idx()];
+            TensorSpec {
+                name: state.name.clone(),
+                dtype: state.ty.dtype,
+                shape: state.ty.shape.dims().to_vec(),
+            }
+        };
+        let weights: Vec<StateId> = table.params.iter().map(|p| p.value).collect();
+        let optimiser: Vec<StateId> = std::iter::once(table.count)
+            .chain(table.params.iter().flat_map(|p| p.master.into_iter().chain([p.m, p.v])))
+            .collect();
+        let file = |name: &str, ids: &[StateId]| FileSpec {
+            name: name.into(),
+            tensors: ids.iter().map(spec).collect(),
+        };
+        (vec![file(WEIGHTS, &weights), file(OPTIMISER, &optimiser)], vec![weights, optimiser])
+    }
+
+    fn restore(&mut self, checkpoint: &Checkpoint) -> Result<(), TrainError> {
+        let (files, ids) = self.files();
+        for (file, ids) in files.iter().zip(&ids) {
+            checkpoint.expect(&file.name, &file.tensors)?;
+            for (tensor, id) in file.tensors.iter().zip(ids) {
+                let bytes = checkpoint.read(&file.name, &tensor.name)?;
+                self.learner.set_state(*id, &bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the run as a page beside its log; `facts` stand above the curves.
+    pub fn write_report(
+        &self,
+        title: &str,
+        facts: Vec<(String, String)>,
+    ) -> Result<Option<PathBuf>, TrainError> {
+        let Some(out) = &self.config.out else { return Ok(None) };
+        let log = self.config.log.clone().unwrap_or_else(|| out.join("log.jsonl"));
+        let lines = crate::log::read(&log)?;
+        let config = toml::to_string_pretty(&self.config).unwrap_or_default();
+        let page = report::page(&ReportHeader { title: title.into(), facts, config }, &lines);
+        let path = out.join("report.html");
+        write_atomically(&RealStorage, &path, page.as_bytes())
+            .map_err(|source| TrainError::Report { path: path.clone(), source })?;
+        Ok(Some(path))
+    }
+}
+
+fn find_state(files: &[FileSpec], ids: &[Vec<StateId>], file: &str, tensor: &str) -> Option<StateId> {
+    let at = files.iter().position(|f| f.name == file)?;
+    let idx = files[at].tensors.iter().position(|t| t.name == tensor)?;
+    Some(ids[at][idx])
+}
+
+fn rows_of(batch: &Batch) -> Rows<'_> {
+    Rows { tokens: &batch.tokens, targets: &batch.targets, positions: &batch.positions, spans: &batch.spans }
+}

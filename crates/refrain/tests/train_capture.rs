@@ -1,0 +1,156 @@
+//! Training steps as recorded graphs: replayed they leave the same bits as eager ones, step after step.
+
+use refrain_cuda::{CacheOptions, CudaBackend, CudaOptions, GraphMode};
+use refrain_driver::sim::SimOptions;
+use refrain_driver::{Device, DeviceKind, Method};
+use refrain_graph::Ran;
+use refrain_models::{Model, NamedShape, TrainSpec};
+use refrain_tensor::DType;
+use refrain_train::learner::{AdamSettings, Learner, Rows};
+use std::sync::Arc;
+
+/// What a step learns from: documents of random tokens, some padding.
+struct Text {
+    tokens: Vec<i32>,
+    targets: Vec<i32>,
+    positions: Vec<i32>,
+    spans: Vec<[i32; 2]>,
+}
+
+impl Text {
+    fn new(n: usize, n_vocab: usize, seed: u64) -> Text {
+        let mut state = seed;
+        let mut random = move |below: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % below
+        };
+        let mut text = Text { tokens: vec![], targets: vec![], positions: vec![], spans: vec![] };
+        let padded = n - n / 10;
+        while text.tokens.len() < padded {
+            let first = text.tokens.len();
+            let end = (first + 1 + random(n / 2)).min(padded);
+            for row in first..end {
+                text.tokens.push(random(n_vocab) as i32);
+                text.targets.push(if random(7) == 0 { -1 } else { random(n_vocab) as i32 });
+                text.positions.push((row - first) as i32);
+                text.spans.push([first as i32, end as i32]);
+            }
+        }
+        for row in padded..n {
+            text.tokens.push(-1);
+            text.targets.push(-1);
+            text.positions.push(-1);
+            text.spans.push([row as i32; 2]);
+        }
+        text
+    }
+
+    fn rows(&self) -> Rows<'_> {
+        Rows { tokens: &self.tokens, targets: &self.targets, positions: &self.positions, spans: &self.spans }
+    }
+}
+
+fn learner(
+    device: &Device,
+    mode: GraphMode,
+    method: Method,
+    model: &Arc<Model>,
+    spec: TrainSpec,
+    n: usize,
+) -> Learner<CudaBackend> {
+    let graphs = CacheOptions { mode, method, ..CacheOptions::default() };
+    let mut options = CudaOptions { graphs, ..CudaOptions::default() };
+    options.kernels.cache = Some(std::env::temp_dir().join("refrain-test-kernels"));
+    let backend = CudaBackend::on(device, options).unwrap();
+    Learner::new(backend, Arc::clone(model), spec, n).unwrap_or_else(|e| panic!("{e}: {e:?}"))
+}
+
+fn adam(step: usize) -> AdamSettings {
+    let lr = 1e-3 / (1.0 + step as f64);
+    AdamSettings { lr, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, clip: Some(1.0) }
+}
+
+/// Runs steps and gives what every state holds after each, with losses and norms.
+fn run(learner: &mut Learner<CudaBackend>, n_steps: usize, n_batches: usize) -> Vec<(u32, u32)> {
+    let n_vocab = learner.model().config().n_vocab;
+    let n = learner.spec().n_tokens;
+    let step = |step: usize| {
+        let texts: Vec<Text> =
+            (0..n_batches).map(|i| Text::new(n, n_vocab, (step * 31 + i) as u64)).collect();
+        let rows: Vec<Rows<'_>> = texts.iter().map(Text::rows).collect();
+        let outcome =
+            learner.step(&rows, &adam(step), [7, 0, step as u32, 0]).unwrap_or_else(|e| panic!("{e}: {e:?}"));
+        assert!(outcome.is_applied(), "step {step}: {outcome:?}");
+        let eager =
+            outcome.ran.iter().filter(|ran| !matches!(ran, Ran::Replayed { n_launches: 1, n_host_steps: 0 }));
+        (outcome.loss.to_bits(), outcome.grad_norm.to_bits(), eager.count())
+    };
+    (0..n_steps).map(step).map(|(loss, norm, _)| (loss, norm)).collect()
+}
+
+fn states(learner: &Learner<CudaBackend>) -> Vec<(String, Vec<u8>)> {
+    let table = learner.table();
+    let hold = |i: usize| learner.state(refrain_graph::StateId::from_idx(i)).unwrap();
+    table.states.iter().enumerate().map(|(i, state)| (state.name.clone(), hold(i))).collect()
+}
+
+fn replayed_equals_eager(device: impl Fn() -> Device, shape: &NamedShape, n_tokens: usize, n_steps: usize) {
+    let mut config = shape.fresh_config(64);
+    if n_tokens < 256 {
+        // Thin enough for the simulated device.
+        (config.n_vocab, config.n_layers, config.hidden, config.ffn) = (67, 2, 32, 48);
+        (config.n_heads, config.n_kv_heads, config.head_dim, config.rope.dims) = (4, 2, 8, 8);
+        config.attn_scale = 8f32.powf(-0.5);
+        config.layers.truncate(2);
+    }
+    let model = Arc::new(Model::fresh(config, 3).unwrap());
+    let plain = TrainSpec {
+        n_tokens,
+        dtype: DType::F32,
+        masters: false,
+        accumulates: false,
+        dropout: 0.0,
+        recompute: false,
+    };
+    let cases = [
+        (TrainSpec { dtype: DType::BF16, masters: true, ..plain }, 1),
+        (TrainSpec { dropout: 0.1, recompute: true, ..plain }, 2),
+        (TrainSpec { dtype: DType::BF16, dropout: 0.2, ..plain }, 1),
+    ];
+    for (spec, n_batches) in cases {
+        let mut found = Vec::new();
+        for (mode, method) in [
+            (GraphMode::Off, Method::Stream),
+            (GraphMode::Require, Method::Stream),
+            (GraphMode::Require, Method::Nodes),
+        ] {
+            let device = device();
+            let mut learner = learner(&device, mode, method, &model, spec, n_batches);
+            let losses = run(&mut learner, n_steps, n_batches);
+            found.push((losses, states(&learner)));
+            drop(learner);
+            assert_eq!(device.take_reports(), Vec::<String>::new());
+        }
+        let first = f32::from_bits(found[0].0[0].0);
+        assert!(first.is_finite() && first > 1.0, "{first}");
+        for other in &found[1..] {
+            assert_eq!(found[0].0, other.0, "losses and norms of {spec:?}");
+            for ((name, eager), (_, replayed)) in found[0].1.iter().zip(&other.1) {
+                assert!(eager == replayed, "{name} differs after {n_steps} steps of {spec:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn replayed_training_equals_eager_on_the_simulated_device() {
+    let device = || refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
+    replayed_equals_eager(device, NamedShape::find("llama-10m").unwrap(), 40, 6);
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+fn replayed_training_equals_eager_over_200_steps_on_a_gpu() {
+    let device = || Device::open(DeviceKind::Cuda(0)).unwrap();
+    replayed_equals_eager(device, NamedShape::find("llama-10m").unwrap(), 1024, 200);
+}
