@@ -201,7 +201,8 @@ impl Program {
                     let call = value_call(plan, weights, step, tables)?;
                     Some(Kernel::Value(Box::new(call)))
                 };
-                let kernel = kernel(plan, step, tables).or_else(|| of_values(tables)).unwrap_or(Kernel::Reference);
+                let kernel =
+                    kernel(plan, step, tables).or_else(|| of_values(tables)).unwrap_or(Kernel::Reference);
                 if let Kernel::Value(call) = &kernel {
                     program.value_floats = program.value_floats.max(call.scratch(n_threads));
                 }

@@ -103,12 +103,7 @@ pub(crate) fn rope(level: Level, rope: &Rope, heads: &mut [f32], head_dim: usize
 
 /// Fills the angles of one token. In f64, so that large positions keep their angles.
 /// `sign` is on the sines.
-pub(crate) fn rope_angles(
-    angles: &mut [f32],
-    position: i32,
-    inv_freq: &[f32],
-    [magnitude, sign]: [f32; 2],
-) {
+pub(crate) fn rope_angles(angles: &mut [f32], position: i32, inv_freq: &[f32], [magnitude, sign]: [f32; 2]) {
     let (cosines, sines) = angles.split_at_mut(inv_freq.len());
     for ((c, s), &freq) in cosines.iter_mut().zip(sines).zip(inv_freq) {
         let (sin, cos) = (f64::from(position) * f64::from(freq)).sin_cos();

@@ -144,13 +144,7 @@ impl Kernel for NormGrad<'_> {
 ///
 /// # Panics
 /// If the rows differ in length.
-pub fn rms_norm_grad(
-    level: Level,
-    [dy, x, w]: [&[f32]; 3],
-    eps: f32,
-    dx: &mut [f32],
-    dw: &mut [f32],
-) {
+pub fn rms_norm_grad(level: Level, [dy, x, w]: [&[f32]; 3], eps: f32, dx: &mut [f32], dw: &mut [f32]) {
     let d = x.len();
     assert!([dy.len(), w.len(), dx.len(), dw.len()] == [d; 4], "rows of {d} elements");
     if d < GROUP {

@@ -103,7 +103,12 @@ impl<'a> Seen<'a> {
             let [first, end] = span.map(i64::from);
             let is_padding = first == end;
             if !is_padding && (first < 0 || end > n as i64 || first > row as i64 || end <= row as i64) {
-                return Err(RunError::OutOfRange { label: label.into(), what: "span", got: end, limit: n + 1 });
+                return Err(RunError::OutOfRange {
+                    label: label.into(),
+                    what: "span",
+                    got: end,
+                    limit: n + 1,
+                });
             }
         }
         Ok(Seen { attention, spans, n })

@@ -49,7 +49,9 @@ pub(crate) fn value_call(
         _ if !in_arena => None,
         Op::MatMul => matmul(&mut ins, &outs[0]),
         Op::GatherRows(_) => (ins[0].is_dense_float() && is_ints(&ins[1])).then_some(ValueOp::Gather),
-        Op::ScatterAddRows { .. } => (is_ints(&ins[0]) && ins[1].is_dense_float()).then_some(ValueOp::Scatter),
+        Op::ScatterAddRows { .. } => {
+            (is_ints(&ins[0]) && ins[1].is_dense_float()).then_some(ValueOp::Scatter)
+        }
         Op::RmsNorm { eps } => floats(&ins).then_some(ValueOp::RmsNorm { eps: *eps }),
         Op::AddRmsNorm { eps } => floats(&ins).then_some(ValueOp::AddRmsNorm { eps: *eps }),
         Op::Unary(f) => floats(&ins).then_some(ValueOp::Unary(*f)),
@@ -122,7 +124,8 @@ fn value(plan: &Plan, weights: &[Weight], operand: &Operand) -> Value {
 
 fn matmul(ins: &mut [Value], out: &Value) -> Option<ValueOp> {
     let (a, b) = (&ins[0], &ins[1]);
-    let (m, k, n) = (a.layout.shape().dim_back(1), a.layout.shape().dim_back(0), b.layout.shape().dim_back(0));
+    let (m, k, n) =
+        (a.layout.shape().dim_back(1), a.layout.shape().dim_back(0), b.layout.shape().dim_back(0));
     if !a.is_float() || !b.is_float() || !out.is_float() {
         return None;
     }
@@ -231,9 +234,7 @@ impl ValueCall {
             }
             ValueOp::AdamW(_) => own(&[PIECE; 9], n_threads),
             ValueOp::SpanAttention(_) => Sizes::of(&self.ins[0], &self.ins[1]).forward(n_threads),
-            ValueOp::SpanAttentionGrad(_) => {
-                Sizes::of(&self.ins[1], &self.ins[2]).backward(n_threads)
-            }
+            ValueOp::SpanAttentionGrad(_) => Sizes::of(&self.ins[1], &self.ins[2]).backward(n_threads),
         }
     }
 }

@@ -16,9 +16,7 @@ use crate::memory::{Carved, MAX_OUTS, carve};
 use crate::pool::Pool;
 use crate::simd::Level;
 use crate::weights::{CpuStates, CpuWeights, Entry};
-use refrain_graph::{
-    AdamW, Binary, Dropout, Gate, Reduce, Rope, RunError, SpanAttention, Unary, WeightId,
-};
+use refrain_graph::{AdamW, Binary, Dropout, Gate, Reduce, Rope, RunError, SpanAttention, Unary, WeightId};
 use refrain_tensor::{DType, Layout};
 use spread::{Read, Write};
 use std::ops::Range;
@@ -87,9 +85,15 @@ pub(crate) enum ValueOp {
     },
     Gather,
     Scatter,
-    RmsNorm { eps: f32 },
-    AddRmsNorm { eps: f32 },
-    RmsNormGrad { eps: f32 },
+    RmsNorm {
+        eps: f32,
+    },
+    AddRmsNorm {
+        eps: f32,
+    },
+    RmsNormGrad {
+        eps: f32,
+    },
     Unary(Unary),
     UnaryGrad(Unary),
     /// `b` is as long as the output, or a row of it.
@@ -99,10 +103,19 @@ pub(crate) enum ValueOp {
     Softmax,
     SoftmaxGrad,
     /// `table` counts the tables of angles.
-    Rope { rope: Rope, table: usize, back: bool },
+    Rope {
+        rope: Rope,
+        table: usize,
+        back: bool,
+    },
     CrossEntropy,
     Dropout(Dropout),
-    Reduce { kind: Reduce, outer: usize, n: usize, inner: usize },
+    Reduce {
+        kind: Reduce,
+        outer: usize,
+        n: usize,
+        inner: usize,
+    },
     Copy,
     Cast,
     Accumulate,
@@ -269,8 +282,7 @@ impl Values<'_> {
             }
         }
         let carved = carve(arena, &ranges[..outs.len()]);
-        let operands =
-            Operands { weights: self.weights, states: self.states, control: self.control, carved };
+        let operands = Operands { weights: self.weights, states: self.states, control: self.control, carved };
         let tools = Tools {
             pool: self.pool,
             level: self.level,

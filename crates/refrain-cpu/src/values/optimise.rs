@@ -35,7 +35,9 @@ impl Values<'_> {
             let held = Read { dtype: DType::F32, bytes: None, held: 0, chunk: PIECE };
             let read = Read { dtype, bytes: Some(bytes), held: 0, chunk: PIECE };
             let write = Write { dtype: DType::F32, bytes: to, chunk: PIECE };
-            spread(pool, level, [held, read], [write], own, |_, [sum, x], [out]| simd::add(level, sum, x, out));
+            spread(pool, level, [held, read], [write], own, |_, [sum, x], [out]| {
+                simd::add(level, sum, x, out)
+            });
         };
         match &call.ins[1].at {
             At::Arena(words) => {
@@ -59,7 +61,8 @@ impl Values<'_> {
     pub(super) fn adamw(&mut self, call: &ValueCall, adam: &AdamW, arena: &mut [f32]) {
         let (params, sum_squares) = {
             let (ops, _) = self.open(&[], arena);
-            let floats = |i: usize| -> &[f32] { bytemuck::cast_slice(ops.dense(&call.ins[i]).unwrap_or(&[])) };
+            let floats =
+                |i: usize| -> &[f32] { bytemuck::cast_slice(ops.dense(&call.ins[i]).unwrap_or(&[])) };
             let params: [f32; refrain_graph::ADAM_PARAMS] = std::array::from_fn(|i| floats(AdamW::PARAMS)[i]);
             (params, floats(AdamW::SUM_SQUARES)[0])
         };
@@ -97,7 +100,9 @@ impl Values<'_> {
             let step = AdamStep { decay, ..step };
             let grad = adam.clears.then_some(slots.grad);
             match (grad, slots.master) {
-                (None, None) => self.adam_tensor(call, slots.grad, [slots.weight, slots.m, slots.v], step, arena),
+                (None, None) => {
+                    self.adam_tensor(call, slots.grad, [slots.weight, slots.m, slots.v], step, arena)
+                }
                 (None, Some(master)) => {
                     self.adam_tensor(call, slots.grad, [slots.weight, master, slots.m, slots.v], step, arena);
                 }
@@ -151,19 +156,26 @@ impl Values<'_> {
             chunk: PIECE,
         };
         let read = Read { dtype: call.ins[grad].dtype, bytes: grad_bytes, held: 0, chunk: PIECE };
-        spread(pool, level, [read, held(3), held(2), held(1)], outs, scratch, |_, [g, w0, m0, v0], mut outs| {
-            if clears {
-                outs[0].fill(0.0);
-            }
-            let (before, last) = outs.split_at_mut(O - 3);
-            let [w, m, v] = last else { unreachable!("three at the end") };
-            w.copy_from_slice(w0);
-            m.copy_from_slice(m0);
-            v.copy_from_slice(v0);
-            simd::adam(level, step, g, [&mut **w, &mut **m, &mut **v]);
-            if masters && let Some(weight) = before.last_mut() {
-                weight.copy_from_slice(w);
-            }
-        });
+        spread(
+            pool,
+            level,
+            [read, held(3), held(2), held(1)],
+            outs,
+            scratch,
+            |_, [g, w0, m0, v0], mut outs| {
+                if clears {
+                    outs[0].fill(0.0);
+                }
+                let (before, last) = outs.split_at_mut(O - 3);
+                let [w, m, v] = last else { unreachable!("three at the end") };
+                w.copy_from_slice(w0);
+                m.copy_from_slice(m0);
+                v.copy_from_slice(v0);
+                simd::adam(level, step, g, [&mut **w, &mut **m, &mut **v]);
+                if masters && let Some(weight) = before.last_mut() {
+                    weight.copy_from_slice(w);
+                }
+            },
+        );
     }
 }
