@@ -13,6 +13,7 @@ use refrain_reference::ReferenceError;
 use refrain_tensor::{DType, HostTensor, TensorError};
 use std::borrow::Cow;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What can go wrong inside the backend.
 #[derive(Debug, thiserror::Error)]
@@ -79,6 +80,22 @@ impl CpuBackend {
 
     pub(crate) fn pool(&self) -> &Pool {
         &self.pool
+    }
+
+    /// Runs a compiled graph and tells how long each of its calls took, in the order of [`Compiled::kernels`].
+    pub fn run_timed(
+        &mut self,
+        compiled: &mut Compiled,
+        io: Io<'_, CpuBackend>,
+    ) -> Result<Vec<Duration>, RunError> {
+        check_io(compiled, &io)?;
+        let pool = self.pool.clone();
+        let _step = pool.step();
+        let mut times = Vec::with_capacity(compiled.program.calls.len());
+        let (weights, states, control) = (io.weights, io.states, io.control);
+        let mut machine = Machine { pool: &pool, level: self.level, weights, states, control };
+        machine.run(compiled, Some(&mut times))?;
+        Ok(times)
     }
 
     /// Instructions in use.
@@ -183,10 +200,11 @@ impl Backend for CpuBackend {
     fn compile(&self, graph: &Graph) -> Result<Compiled, CompileError> {
         self.check(graph)?;
         let plan = Plan::fused(graph, PlanOptions::default(), &|query| self.fuses(query))?;
-        let program = Program::new(&plan, graph.weights());
+        let program = Program::new(&plan, graph.weights(), self.n_threads());
         let lines = |bytes: usize| vec![Line::default(); bytes.div_ceil(64)];
         let angles = program.tables.iter().map(|t| vec![0.0; t.positions.len() * t.n_dims]).collect();
-        let scratch = Scratch { acts: lines(program.acts_bytes), angles, ..Scratch::default() };
+        let (acts, values) = (lines(program.acts_bytes), lines(4 * program.value_floats));
+        let scratch = Scratch { acts, angles, values, ..Scratch::default() };
         let arena = lines(plan.arena_bytes());
         Ok(Compiled { plan, program, arena, scratch })
     }
@@ -218,7 +236,7 @@ impl Backend for CpuBackend {
         let level = self.level;
         let mut machine =
             Machine { pool: &pool, level, weights: io.weights, states: io.states, control: io.control };
-        machine.run(compiled)?;
+        machine.run(compiled, None)?;
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "cpu" }))
     }
 

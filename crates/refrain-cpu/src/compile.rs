@@ -2,6 +2,7 @@
 
 use crate::memory::MAX_OUTS;
 use crate::simd::{ActKind, act_bytes, act_kind};
+use crate::values::{ValueCall, value_call};
 use refrain_graph::{
     Attention, Binary, Fusion, Gate, GroupKind, GroupQuery, Op, Operand, Place, Plan, Products, Rope, Unary,
     Weight, WeightId,
@@ -122,6 +123,8 @@ pub(crate) enum Kernel {
         logprob: Range<usize>,
         vocab: usize,
     },
+    /// Operands of any float type that lie anywhere.
+    Value(Box<ValueCall>),
     /// The reference version of an op, or a host function.
     Reference,
 }
@@ -140,6 +143,7 @@ impl Kernel {
             Kernel::KvAppend { .. } => "kv_append",
             Kernel::Attention { .. } => "attention",
             Kernel::Sample { .. } => "sample",
+            Kernel::Value(call) => call.name(),
             Kernel::Reference => "reference",
         }
     }
@@ -159,6 +163,19 @@ pub(crate) struct RopeTable {
     pub positions: Range<usize>,
     pub magnitude: f32,
     pub n_dims: usize,
+    /// Whether sines are negative: heads turn back.
+    pub back: bool,
+}
+
+impl RopeTable {
+    /// The number of a table among all, to which it is added if it is new.
+    pub(crate) fn find(tables: &mut Vec<RopeTable>, table: RopeTable) -> usize {
+        let known = tables.iter().position(|t| *t == table);
+        known.unwrap_or_else(|| {
+            tables.push(table);
+            tables.len() - 1
+        })
+    }
 }
 
 /// The calls of a plan, and what they need besides the arena.
@@ -168,16 +185,27 @@ pub(crate) struct Program {
     pub tables: Vec<RopeTable>,
     /// The largest set of prepared activations.
     pub acts_bytes: usize,
+    /// The most floats that a call on values needs.
+    pub value_floats: usize,
 }
 
 impl Program {
-    pub(crate) fn new(plan: &Plan, weights: &[Weight]) -> Program {
+    pub(crate) fn new(plan: &Plan, weights: &[Weight], n_threads: usize) -> Program {
         let mut program = Program::default();
         let plan = &Shaped { plan, weights };
         for group in plan.groups() {
             let n_calls = program.calls.len();
             for step in group.steps.clone() {
-                let kernel = kernel(plan, step, &mut program.tables).unwrap_or(Kernel::Reference);
+                let tables = &mut program.tables;
+                let of_values = |tables| {
+                    let call = value_call(plan, weights, step, tables)?;
+                    Some(Kernel::Value(Box::new(call)))
+                };
+                let kernel =
+                    kernel(plan, step, tables).or_else(|| of_values(tables)).unwrap_or(Kernel::Reference);
+                if let Kernel::Value(call) = &kernel {
+                    program.value_floats = program.value_floats.max(call.scratch(n_threads));
+                }
                 program.push(Call { kernel, step }, n_calls);
             }
         }
@@ -319,14 +347,11 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Op
                 positions: control(plan, &ins[1])?,
                 magnitude: rope.magnitude,
                 n_dims: rope.n_dims,
+                back: false,
             };
             let dims = ins[0].layout.shape();
             let (n_heads, head_dim) = (dims.dims()[1], dims.dims()[2]);
-            let known = tables.iter().position(|t| *t == table);
-            let table = known.unwrap_or_else(|| {
-                tables.push(table);
-                tables.len() - 1
-            });
+            let table = RopeTable::find(tables, table);
             Some(Kernel::Rope { rope: *rope, table, x, out: out(0)?, n_heads, head_dim })
         }
         Op::KvAppend => {

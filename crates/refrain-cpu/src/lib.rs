@@ -20,6 +20,7 @@ mod compile; // steps into calls
 mod run; // calls, one after another
 mod attention; // the KV cache
 mod rows; // ops on rows
+mod values; // operands of any float type, for training
 mod sample; // choosing a token
 mod backend; // all of it behind the trait
 mod bandwidth; // what memory can deliver

@@ -102,11 +102,34 @@ pub(crate) fn rope(level: Level, rope: &Rope, heads: &mut [f32], head_dim: usize
 }
 
 /// Fills the angles of one token. In f64, so that large positions keep their angles.
-pub(crate) fn rope_angles(angles: &mut [f32], position: i32, inv_freq: &[f32], magnitude: f32) {
+/// `sign` is on the sines.
+pub(crate) fn rope_angles(angles: &mut [f32], position: i32, inv_freq: &[f32], [magnitude, sign]: [f32; 2]) {
     let (cosines, sines) = angles.split_at_mut(inv_freq.len());
     for ((c, s), &freq) in cosines.iter_mut().zip(sines).zip(inv_freq) {
         let (sin, cos) = (f64::from(position) * f64::from(freq)).sin_cos();
         *c = (cos * f64::from(magnitude)) as f32;
-        *s = (sin * f64::from(magnitude)) as f32;
+        *s = (sin * f64::from(magnitude * sign)) as f32;
+    }
+}
+
+/// `f'(x)`
+pub(crate) fn derivative(f: Unary, x: f32) -> f32 {
+    let sigmoid = |x: f32| 1.0 / (1.0 + (-x).exp());
+    match f {
+        Unary::Neg => -1.0,
+        Unary::Exp => x.exp(),
+        Unary::Log => 1.0 / x,
+        Unary::Rsqrt => -0.5 / (x * x.sqrt()),
+        Unary::Tanh => 1.0 - x.tanh().powi(2),
+        Unary::Sigmoid => sigmoid(x) * sigmoid(-x),
+        Unary::Silu => sigmoid(x) * (1.0 + x * sigmoid(-x)),
+        Unary::GeluTanh => {
+            // x sigmoid(2 u) with u = √(2/π) (x + 0.044715 x³).
+            let twice = 1.595_769_1 * (x + 0.044_715 * x * x * x);
+            let slope = 1.595_769_1 * (1.0 + 3.0 * 0.044_715 * x * x);
+            sigmoid(twice) + x * sigmoid(twice) * sigmoid(-twice) * slope
+        }
+        Unary::Affine { mul, .. } => mul,
+        Unary::SoftCap(cap) => 1.0 - (x / cap).tanh().powi(2),
     }
 }

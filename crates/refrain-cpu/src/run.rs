@@ -8,10 +8,12 @@ use crate::pool::Pool;
 use crate::rows;
 use crate::sample::{Candidates, choose};
 use crate::simd::{self, Level, Product, matmul_parallel, prepare_parallel};
+use crate::values::Values;
 use crate::weights::{CpuStates, CpuWeights, Entry};
 use refrain_graph::{Place, Plan, RunError, SAMPLE_PARAMS};
 use refrain_reference::{In, Out, ReferenceError, Sampling};
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 /// Memory that calls share and that lives from run to run, so that no run allocates.
 #[derive(Default)]
@@ -21,6 +23,8 @@ pub(crate) struct Scratch {
     /// Cosines and sines, one table after another; `[n, n_dims]` each.
     pub angles: Vec<Vec<f32>>,
     pub candidates: Candidates,
+    /// What calls on values need.
+    pub values: Vec<Line>,
 }
 
 #[derive(Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
@@ -40,14 +44,23 @@ pub(crate) struct Machine<'a> {
 const PARALLEL_ELEMENTS: usize = 16 * 1024;
 
 impl Machine<'_> {
-    pub(crate) fn run(&mut self, compiled: &mut Compiled) -> Result<(), RunError> {
+    /// Runs all calls, and notes how long each took where that is asked for.
+    pub(crate) fn run(
+        &mut self,
+        compiled: &mut Compiled,
+        mut times: Option<&mut Vec<Duration>>,
+    ) -> Result<(), RunError> {
         let Compiled { plan, program, arena, scratch } = compiled;
         let arena: &mut [f32] = bytemuck::cast_slice_mut(arena);
         for (table, angles) in program.tables.iter().zip(&mut scratch.angles) {
             self.fill_angles(table, angles);
         }
         for call in &program.calls {
+            let start = times.is_some().then(Instant::now);
             self.call(plan, call, arena, scratch)?;
+            if let (Some(times), Some(start)) = (&mut times, start) {
+                times.push(start.elapsed());
+            }
         }
         Ok(())
     }
@@ -66,9 +79,11 @@ impl Machine<'_> {
     fn fill_angles(&self, table: &RopeTable, angles: &mut [f32]) {
         let inv_freq = self.vector(table.inv_freq);
         let positions = &self.words()[table.positions.clone()];
-        for (row, &position) in angles.chunks_exact_mut(table.n_dims).zip(positions) {
-            rows::rope_angles(row, position.max(0), inv_freq, table.magnitude);
-        }
+        let sign = if table.back { -1.0 } else { 1.0 };
+        self.rows(angles, table.n_dims, |at, row| {
+            let position = positions[at / table.n_dims.max(1)];
+            rows::rope_angles(row, position.max(0), inv_freq, [table.magnitude, sign]);
+        });
     }
 
     fn call(
@@ -150,7 +165,12 @@ impl Machine<'_> {
                     Loc::Arena(range) => carved.read(range),
                     Loc::Control(_) => unreachable!("compiled for weights and the arena alone"),
                 };
-                rows::binary(level, *f, a, b, *row, carved.outs[0]);
+                let piece = if *row == carved.outs[0].len() { 1024 } else { *row };
+                self.rows(carved.outs[0], piece, |at, out| {
+                    let range = at..at + out.len();
+                    let b = if *row == piece { b } else { b.map(|b| &b[range.clone()]) };
+                    rows::binary(level, *f, a.map(|a| &a[range.clone()]), b, out.len(), out);
+                });
             }
             Kernel::Gate { f, gate, up, out } => {
                 let carved = carve(arena, std::slice::from_ref(out));
@@ -204,6 +224,19 @@ impl Machine<'_> {
             }
             Kernel::Sample { logits, control, token, logprob, vocab } => {
                 self.sample(arena, logits, control, [token, logprob], *vocab, &mut scratch.candidates);
+            }
+            Kernel::Value(call) => {
+                let mut values = Values {
+                    pool: self.pool,
+                    level,
+                    weights: self.weights,
+                    states: self.states,
+                    control: self.control,
+                    angles: &scratch.angles,
+                    scratch: bytemuck::cast_slice_mut(&mut scratch.values),
+                    label,
+                };
+                values.run(call, arena)?;
             }
             Kernel::Reference => self.reference(plan, call.step, arena)?,
         }
@@ -371,7 +404,7 @@ impl Machine<'_> {
 }
 
 /// The row that an id names; `None` for padding.
-fn row_of(label: &str, id: i32, n_rows: usize) -> Result<Option<usize>, RunError> {
+pub(crate) fn row_of(label: &str, id: i32, n_rows: usize) -> Result<Option<usize>, RunError> {
     match usize::try_from(id) {
         Err(_) => Ok(None),
         Ok(row) if row < n_rows => Ok(Some(row)),

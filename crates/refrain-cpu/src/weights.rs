@@ -157,6 +157,17 @@ impl CpuStates {
         &bytemuck::cast_slice(&self.words[idx])[..self.bytes[idx]]
     }
 
+    /// Several states at once; `None` when two are the same.
+    pub(crate) fn several_mut<const N: usize>(&mut self, idx: [usize; N]) -> Option<[&mut [u8]; N]> {
+        let bytes = &self.bytes;
+        let mut lens = idx.iter().map(|&idx| bytes[idx]);
+        let words = self.words.get_disjoint_mut(idx).ok()?;
+        Some(words.map(|words| match lens.next() {
+            Some(len) => &mut bytemuck::cast_slice_mut(words)[..len],
+            None => unreachable!("as many lengths as states"),
+        }))
+    }
+
     pub(crate) fn get_mut(&mut self, idx: usize) -> &mut [u8] {
         &mut bytemuck::cast_slice_mut(&mut self.words[idx])[..self.bytes[idx]]
     }

@@ -11,7 +11,7 @@ mod region; // how a region starts and ends
 mod split; // ways to divide work
 mod sync; // what a region is made of
 
-pub use split::{Chunks, chunk_range, static_range};
+pub use split::{Chunks, Zipped, chunk_range, static_range};
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle, Thread};
@@ -148,6 +148,25 @@ impl Pool {
         self.run(|_, _| {
             while let Some((chunk_idx, chunk)) = chunks.next() {
                 f(chunk_idx, chunk);
+            }
+        });
+    }
+
+    /// Calls `f(chunk_idx, chunks, own)` for chunk number `chunk_idx` of each slice, spread over the threads; beside each
+    /// slice stands how many elements a chunk of it has. `own` is cut into one part for each thread, which holds what the
+    /// thread left there: who computes a chunk is not fixed, and what `f` writes to the chunks must not depend on it.
+    pub fn zip_chunks<T: Send, O: Send, const N: usize>(
+        &self,
+        slices: [(&mut [T], usize); N],
+        own: &mut [O],
+        f: impl Fn(usize, [&mut [T]; N], &mut [O]) + Sync,
+    ) {
+        let (chunks, own) = (Zipped::new(slices), split::Parts::new(own, self.n_threads()));
+        self.run(|thread_idx, _| {
+            // SAFETY: a region calls this once for each thread, whose index is below the number of threads.
+            let own = unsafe { own.part(thread_idx) };
+            while let Some((chunk_idx, chunks)) = chunks.next() {
+                f(chunk_idx, chunks, own);
             }
         });
     }

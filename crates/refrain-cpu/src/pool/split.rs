@@ -60,3 +60,60 @@ impl<'a, T> Chunks<'a, T> {
         Some((chunk_idx, chunk))
     }
 }
+
+/// Hands out the chunks of several slices together: number `i` of each, exactly once.
+pub struct Zipped<'a, T, const N: usize> {
+    slices: [(*mut T, usize, usize); N], // data, elements, elements of a chunk
+    next: AtomicUsize,
+    borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: as for `Chunks`.
+unsafe impl<T: Send, const N: usize> Sync for Zipped<'_, T, N> {}
+
+impl<'a, T, const N: usize> Zipped<'a, T, N> {
+    /// Cuts each slice into chunks of as many elements as stand beside it (at least 1).
+    pub fn new(slices: [(&'a mut [T], usize); N]) -> Zipped<'a, T, N> {
+        let slices = slices.map(|(data, chunk_len)| (data.as_mut_ptr(), data.len(), chunk_len.max(1)));
+        Zipped { slices, next: AtomicUsize::new(0), borrow: PhantomData }
+    }
+
+    /// The next chunks that nobody has, with their index. A slice that has no such chunk gives an empty one; `None` when
+    /// none of them has.
+    pub fn next(&self) -> Option<(usize, [&'a mut [T]; N])> {
+        let chunk_idx = self.next.fetch_add(1, Ordering::Relaxed);
+        let mut is_any = false;
+        let chunks = self.slices.map(|(data, len, chunk_len)| {
+            let range = chunk_range(len, chunk_len, chunk_idx);
+            is_any |= range.is_some();
+            let range = range.unwrap_or(len..len);
+            // SAFETY: `range` lies in a slice that `new` borrowed for 'a, slices are distinct borrows, and the counter
+            // gives each index out once, so no two of these overlap.
+            unsafe { std::slice::from_raw_parts_mut(data.add(range.start), range.len()) }
+        });
+        is_any.then_some((chunk_idx, chunks))
+    }
+}
+
+/// A slice of which each thread of a region has a part of its own.
+pub(super) struct Parts<'a, T> {
+    data: *mut T,
+    part_len: usize,
+    borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: threads take the parts of their own index, which are disjoint.
+unsafe impl<T: Send> Sync for Parts<'_, T> {}
+
+impl<'a, T> Parts<'a, T> {
+    pub(super) fn new(data: &'a mut [T], n_parts: usize) -> Parts<'a, T> {
+        Parts { data: data.as_mut_ptr(), part_len: data.len() / n_parts.max(1), borrow: PhantomData }
+    }
+
+    /// # Safety
+    /// `part_idx` is below the number of parts, and nobody else has this part.
+    pub(super) unsafe fn part(&self, part_idx: usize) -> &'a mut [T] {
+        // SAFETY: inside the slice that `new` borrowed for 'a, and taken once by the contract of this function.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(part_idx * self.part_len), self.part_len) }
+    }
+}

@@ -14,7 +14,9 @@ mod lanes;
 mod level;
 mod math;
 mod matmul;
+mod span;
 mod tile;
+mod train;
 mod weights;
 
 pub use acts::{ActError, ActKind, act_bytes, act_kind, quantize_row};
@@ -27,4 +29,7 @@ pub use elementwise::{
 pub use gemm::{Factor, Rounded, gemm, gemm_scratch};
 pub use level::Level;
 pub use matmul::{Acts, OutTile, Product, ROW_ALIGN, matmul, matmul_parallel, prepare_parallel};
+pub use train::{AdamStep, adam, cross_entropy, gate_grad, reduce, rms_norm_grad, softmax_grad, sum_squares};
 pub use weights::{Packed, WeightError, WeightMatrix, pack};
+
+pub(crate) use span::{BLOCK, Gathered, NOTHING, SCORES, Side, dots, panels, product, score_grads, soften};

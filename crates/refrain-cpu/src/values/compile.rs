@@ -1,0 +1,240 @@
+//! Steps of a plan into calls on values.
+
+use super::attention::Sizes;
+use super::matrix::factor;
+use super::spread::{PIECE, own, piece_of_rows};
+use super::{At, Value, ValueCall, ValueOp};
+use crate::compile::RopeTable;
+use crate::simd::gemm_scratch;
+
+use refrain_graph::{Op, Operand, Place, Plan, Rope, TrainOp, Weight};
+use refrain_tensor::{DType, Shape};
+
+/// Rows whose parts of a sum over rows are summed first.
+pub(super) const ROW_BLOCK: usize = 16;
+/// Elements whose squares are summed first.
+pub(super) const SQUARES: usize = 4096;
+
+/// The call for a step; `None` when its operands have layouts or types that no kernel reads.
+pub(crate) fn value_call(
+    plan: &Plan,
+    weights: &[Weight],
+    step_idx: usize,
+    tables: &mut Vec<RopeTable>,
+) -> Option<ValueCall> {
+    let step = &plan.steps()[step_idx];
+    let value = |operand: &Operand| value(plan, weights, operand);
+    let mut ins: Vec<Value> = step.inputs.iter().map(value).collect();
+    let outs: Vec<Value> = step.outputs.iter().map(value).collect();
+    if ins.iter().chain(&outs).any(|value| value.len() == 0) {
+        return None;
+    }
+    let floats = |values: &[Value]| values.iter().all(Value::is_dense_float);
+    let is_arena = |value: &Value| matches!(value.at, At::Arena(_));
+    // Integers that say where to read lie in the control block, which was checked, or are checked when they are read.
+    let is_ints = |value: &Value| value.dtype == DType::I32 && value.layout.is_contiguous();
+    let in_arena = outs.iter().all(|out| is_arena(out) && out.layout.is_contiguous());
+    let op = match &step.op {
+        Op::Accumulate => floats(&ins).then_some(ValueOp::Accumulate),
+        Op::Train(TrainOp::AdamW(adam)) => {
+            let are_states = outs.iter().all(|out| matches!(out.at, At::State(_)));
+            let is_held = (0..adam.decays.len()).all(|tensor| {
+                let slots = adam.slots(tensor);
+                let of_tensor = [slots.grad, slots.weight, slots.m, slots.v].into_iter().chain(slots.master);
+                let is_computed = matches!(ins[slots.grad].at, At::Arena(_) | At::Control(_));
+                of_tensor.into_iter().all(|i| ins[i].is_dense_float()) && (adam.clears || is_computed)
+            });
+            (are_states && is_held).then(|| ValueOp::AdamW(adam.clone()))
+        }
+        _ if !in_arena => None,
+        Op::MatMul => matmul(&mut ins, &outs[0]),
+        Op::GatherRows(_) => (ins[0].is_dense_float() && is_ints(&ins[1])).then_some(ValueOp::Gather),
+        Op::ScatterAddRows { .. } => {
+            (is_ints(&ins[0]) && ins[1].is_dense_float()).then_some(ValueOp::Scatter)
+        }
+        Op::RmsNorm { eps } => floats(&ins).then_some(ValueOp::RmsNorm { eps: *eps }),
+        Op::AddRmsNorm { eps } => floats(&ins).then_some(ValueOp::AddRmsNorm { eps: *eps }),
+        Op::Unary(f) => floats(&ins).then_some(ValueOp::Unary(*f)),
+        Op::Binary(f) => (floats(&ins) && is_row(&ins, &outs[0])).then_some(ValueOp::Binary(*f)),
+        Op::Gate(f) => floats(&ins).then_some(ValueOp::Gate(*f)),
+        Op::Softmax => floats(&ins).then_some(ValueOp::Softmax),
+        Op::Rope(rope) => turn(rope, &ins, tables, false),
+        Op::Reduce { kind, axis } => floats(&ins).then(|| {
+            let shape = ins[0].layout.shape();
+            let of = |dims: &[usize]| dims.iter().product();
+            let (outer, inner) = (of(&shape.dims()[..*axis]), of(&shape.dims()[axis + 1..]));
+            ValueOp::Reduce { kind: *kind, outer, n: shape.dims()[*axis], inner }
+        }),
+        Op::Copy => (ins[0].dtype.block_len() == 1).then_some(ValueOp::Copy),
+        Op::Cast(_) => (floats(&ins) && outs[0].is_float()).then_some(ValueOp::Cast),
+        Op::SpanAttention(attention) => {
+            let is_read = floats(&ins[..3]) && is_ints(&ins[3]);
+            is_read.then_some(ValueOp::SpanAttention(*attention))
+        }
+        Op::Train(train) => match train {
+            TrainOp::UnaryGrad(f) => floats(&ins).then_some(ValueOp::UnaryGrad(*f)),
+            TrainOp::GateGrad(f) => floats(&ins).then_some(ValueOp::GateGrad(*f)),
+            TrainOp::SoftmaxGrad => floats(&ins).then_some(ValueOp::SoftmaxGrad),
+            TrainOp::RmsNormGrad { eps } => floats(&ins).then_some(ValueOp::RmsNormGrad { eps: *eps }),
+            TrainOp::RopeGrad(rope) => turn(rope, &ins, tables, true),
+            TrainOp::SpanAttentionGrad(attention) => {
+                let is_read = floats(&ins[..4]) && is_ints(&ins[4]) && floats(&ins[5..]);
+                is_read.then_some(ValueOp::SpanAttentionGrad(*attention))
+            }
+            TrainOp::CrossEntropy => {
+                let is_read = ins[0].is_dense_float() && is_ints(&ins[1]) && ins[2].is_dense_float();
+                is_read.then_some(ValueOp::CrossEntropy)
+            }
+            TrainOp::Dropout(dropout) => {
+                let is_read = ins[0].is_dense_float() && ins[1].layout.is_contiguous();
+                is_read.then_some(ValueOp::Dropout(*dropout))
+            }
+            TrainOp::SumSquares => floats(&ins).then_some(ValueOp::SumSquares),
+            TrainOp::AdamW(_) => None,
+        },
+        Op::View(_)
+        | Op::Compare(_)
+        | Op::Select
+        | Op::Pick
+        | Op::PlaceColumns { .. }
+        | Op::Pad { .. }
+        | Op::KvAppend
+        | Op::Attention(_)
+        | Op::Sample(_)
+        | Op::HostCall(_) => None,
+    };
+    Some(ValueCall { op: op?, ins, outs })
+}
+
+fn value(plan: &Plan, weights: &[Weight], operand: &Operand) -> Value {
+    let buffer = plan.buffer(operand.buffer);
+    let at = match buffer.place {
+        Place::Arena { offset } => At::Arena(offset / 4..(offset + buffer.bytes).div_ceil(4)),
+        Place::Control { offset, .. } => At::Control(offset..offset + buffer.bytes),
+        Place::State(id) => At::State(id.idx()),
+        Place::Weight(id) => At::Weight(id),
+    };
+    let dtype = match buffer.place {
+        // Vectors were decoded when they were loaded.
+        Place::Weight(id) if weights[id.idx()].ty.shape.rank() < 2 => DType::F32,
+        Place::Weight(_) | Place::Arena { .. } | Place::Control { .. } | Place::State(_) => operand.dtype,
+    };
+    Value { at, dtype, layout: operand.layout }
+}
+
+fn matmul(ins: &mut [Value], out: &Value) -> Option<ValueOp> {
+    let (a, b) = (&ins[0], &ins[1]);
+    let (m, k, n) =
+        (a.layout.shape().dim_back(1), a.layout.shape().dim_back(0), b.layout.shape().dim_back(0));
+    if !a.is_float() || !b.is_float() || !out.is_float() {
+        return None;
+    }
+    // One right operand for all: outer dimensions of the left one are more rows.
+    let n_rows = a.len() / k.max(1);
+    if b.layout.shape().rank() == 2
+        && k > 0
+        && let Ok(flat) = Shape::new(&[n_rows, k])
+        && let Ok(layout) = a.layout.reshape(flat)
+    {
+        ins[0].layout = layout;
+        let batch = vec![[layout.offset(), ins[1].layout.offset()]];
+        return fits(ins, n_rows, k, n).then_some(ValueOp::MatMul { m: n_rows, k, n, batch });
+    }
+    let shape = out.layout.shape();
+    let outer = shape.dims()[..shape.rank() - 2].to_vec();
+    let starts = |value: &Value| -> Option<Vec<usize>> {
+        let rank = value.layout.shape().rank();
+        // The first element of each matrix, with what is broadcast repeated.
+        let mut first = value.layout;
+        for axis in [rank - 2, rank - 1] {
+            first = first.slice(axis, 0, 1).ok()?;
+        }
+        let wide = Shape::new(&[&outer[..], &[1, 1]].concat()).ok()?;
+        Some(first.broadcast_to(wide).ok()?.indices().collect())
+    };
+    let batch = starts(a)?.into_iter().zip(starts(b)?).map(|(a, b)| [a, b]).collect();
+    fits(ins, m, k, n).then_some(ValueOp::MatMul { m, k, n, batch })
+}
+
+/// Whether rows or columns of both operands lie side by side.
+fn fits(ins: &[Value], m: usize, k: usize, n: usize) -> bool {
+    let side_by_side = |value: &Value, len: usize, turned: usize| {
+        let x = factor(value, &[], 0, [len, k], turned);
+        x.stride == 1 || x.k_stride == 1 || len <= 1 || k <= 1
+    };
+    side_by_side(&ins[0], m, 0) && side_by_side(&ins[1], n, 1)
+}
+
+/// Whether the second operand is as long as the output, or one row of it.
+fn is_row(ins: &[Value], out: &Value) -> bool {
+    let row = ins[1].len();
+    let is_row = ins[1].layout.shape().dim_back(0) == row && out.layout.shape().dim_back(0) == row;
+    ins[0].len() == out.len() && (row == out.len() || (is_row && row > 0))
+}
+
+fn turn(rope: &Rope, ins: &[Value], tables: &mut Vec<RopeTable>, back: bool) -> Option<ValueOp> {
+    let (At::Control(bytes), At::Weight(inv_freq)) = (&ins[1].at, &ins[2].at) else { return None };
+    let is_whole = ins[1].layout.is_contiguous() && ins[2].layout.is_contiguous();
+    if !ins[0].is_dense_float() || !is_whole || ins[2].layout.shape().rank() != 1 {
+        return None;
+    }
+    let start = bytes.start / 4 + ins[1].layout.offset();
+    let table = RopeTable {
+        inv_freq: *inv_freq,
+        positions: start..start + ins[1].len(),
+        magnitude: rope.magnitude,
+        n_dims: rope.n_dims,
+        back,
+    };
+    let table = RopeTable::find(tables, table);
+    Some(ValueOp::Rope { rope: *rope, table, back })
+}
+
+impl ValueCall {
+    /// Floats of scratch that the call needs with so many threads.
+    pub(crate) fn scratch(&self, n_threads: usize) -> usize {
+        let d = self.ins.first().map_or(1, Value::width);
+        let rows = piece_of_rows(d);
+        match &self.op {
+            ValueOp::MatMul { k, n, .. } => gemm_scratch(*k, *n, n_threads),
+            ValueOp::Gather => own(&[rows], n_threads),
+            ValueOp::Scatter => own(&[super::rows::scatter_piece(self.ins[1].width())], n_threads),
+            ValueOp::RmsNorm { .. } => d + own(&[rows, rows], n_threads),
+            ValueOp::AddRmsNorm { .. } => d + own(&[rows; 4], n_threads),
+            ValueOp::RmsNormGrad { .. } => {
+                let n_blocks = (self.ins[0].len() / d.max(1)).div_ceil(ROW_BLOCK);
+                d + n_blocks * d + own(&[ROW_BLOCK * d; 4], n_threads)
+            }
+            ValueOp::Unary(_) | ValueOp::Cast | ValueOp::Dropout(_) => own(&[PIECE; 2], n_threads),
+            ValueOp::UnaryGrad(_) | ValueOp::Gate(_) | ValueOp::Accumulate => own(&[PIECE; 3], n_threads),
+            ValueOp::GateGrad(_) => own(&[PIECE; 5], n_threads),
+            ValueOp::Binary(_) => {
+                let row = self.ins[1].len();
+                let is_row = row < self.outs[0].len();
+                let chunk = if is_row { piece_of_rows(row) } else { PIECE };
+                if is_row { row + own(&[chunk; 2], n_threads) } else { own(&[chunk; 3], n_threads) }
+            }
+            ValueOp::Softmax => own(&[rows; 2], n_threads),
+            ValueOp::SoftmaxGrad => own(&[rows; 3], n_threads),
+            ValueOp::Rope { .. } => {
+                let x = &self.ins[0];
+                own(&[piece_of_rows(x.dim(1) * x.dim(2)); 2], n_threads)
+            }
+            ValueOp::CrossEntropy => own(&[rows, rows, rows / d.max(1)], n_threads),
+            ValueOp::Reduce { n, inner: 1, .. } => {
+                own(&[piece_of_rows(*n), piece_of_rows(*n) / (*n).max(1)], n_threads)
+            }
+            ValueOp::Reduce { outer, n, inner, .. } => {
+                outer * n.div_ceil(ROW_BLOCK) * inner + own(&[*inner, *inner], n_threads)
+            }
+            ValueOp::Copy => 0,
+            ValueOp::SumSquares => {
+                let n_parts = |x: &Value| x.len().div_ceil(SQUARES);
+                self.ins.iter().map(n_parts).max().unwrap_or(0) + own(&[SQUARES, 1], n_threads)
+            }
+            ValueOp::AdamW(_) => own(&[PIECE; 9], n_threads),
+            ValueOp::SpanAttention(_) => Sizes::of(&self.ins[0], &self.ins[1]).forward(n_threads),
+            ValueOp::SpanAttentionGrad(_) => Sizes::of(&self.ins[1], &self.ins[2]).backward(n_threads),
+        }
+    }
+}

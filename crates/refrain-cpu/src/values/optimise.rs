@@ -1,0 +1,181 @@
+//! The optimiser and what it needs.
+
+use super::compile::SQUARES;
+use super::spread::{PIECE, Read, Write, spread};
+use super::{At, Tools, ValueCall, Values};
+use crate::simd::{self, AdamStep};
+use refrain_graph::{AdamParam, AdamW};
+use refrain_tensor::DType;
+
+impl Values<'_> {
+    /// Partial sums of [`SQUARES`] elements in F32, which are added in order in F64.
+    pub(super) fn sum_squares(&mut self, call: &ValueCall, arena: &mut [f32]) {
+        let (ops, tools) = self.open(&call.outs, arena);
+        let Tools { pool, level, scratch, .. } = tools;
+        let mut total = 0f64;
+        for (i, input) in call.ins.iter().enumerate() {
+            let n_parts = input.len().div_ceil(SQUARES);
+            let (parts, own) = scratch.split_at_mut(n_parts);
+            let read = ops.read(call, i, SQUARES);
+            let write = Write { dtype: DType::F32, bytes: bytemuck::cast_slice_mut(parts), chunk: 1 };
+            spread(pool, level, [read], [write], own, |_, [x], [part]| part[0] = simd::sum_squares(level, x));
+            total += parts.iter().map(|&part| f64::from(part)).sum::<f64>();
+        }
+        let [out, ..] = ops.carved.outs;
+        out[0] = total as f32;
+    }
+
+    /// `state += x`
+    pub(super) fn accumulate(&mut self, call: &ValueCall, arena: &mut [f32]) {
+        let At::State(state) = call.outs[0].at else { unreachable!("what is added to is a state") };
+        let Values { pool, level, states, scratch, .. } = self;
+        let level = *level;
+        let dtype = call.ins[1].dtype;
+        let apply = |to: &mut [u8], bytes: &[u8], own: &mut [f32]| {
+            let held = Read { dtype: DType::F32, bytes: None, held: 0, chunk: PIECE };
+            let read = Read { dtype, bytes: Some(bytes), held: 0, chunk: PIECE };
+            let write = Write { dtype: DType::F32, bytes: to, chunk: PIECE };
+            spread(pool, level, [held, read], [write], own, |_, [sum, x], [out]| {
+                simd::add(level, sum, x, out)
+            });
+        };
+        match &call.ins[1].at {
+            At::Arena(words) => {
+                let bytes: &[u8] = bytemuck::cast_slice(&arena[words.clone()]);
+                apply(states.get_mut(state), &bytes[call.ins[1].span()], scratch);
+            }
+            At::State(other) => {
+                let Some([to, bytes]) = states.several_mut([state, *other]) else {
+                    unreachable!("a state is not added to itself")
+                };
+                apply(to, &bytes[call.ins[1].span()], scratch);
+            }
+            At::Control(range) => {
+                let bytes = &self.control[range.clone()];
+                apply(states.get_mut(state), &bytes[call.ins[1].span()], scratch);
+            }
+            At::Weight(_) => unreachable!("compiled for what a step computes or is given"),
+        }
+    }
+
+    pub(super) fn adamw(&mut self, call: &ValueCall, adam: &AdamW, arena: &mut [f32]) {
+        let (params, sum_squares) = {
+            let (ops, _) = self.open(&[], arena);
+            let floats =
+                |i: usize| -> &[f32] { bytemuck::cast_slice(ops.dense(&call.ins[i]).unwrap_or(&[])) };
+            let params: [f32; refrain_graph::ADAM_PARAMS] = std::array::from_fn(|i| floats(AdamW::PARAMS)[i]);
+            (params, floats(AdamW::SUM_SQUARES)[0])
+        };
+        let of = |param: AdamParam| params[param as usize];
+        let is_applied = sum_squares.is_finite();
+        let At::State(count) = call.ins[AdamW::COUNT].at else { unreachable!("the count is a state") };
+        let count = bytemuck::cast_slice_mut::<u8, i32>(self.states.get_mut(count));
+        count[0] = count[0].saturating_add(i32::from(is_applied));
+        let n_applied = count[0] as f32;
+        let clip = match of(AdamParam::MaxNorm) {
+            0.0 => 1.0,
+            max => (max / (sum_squares.sqrt() + 1e-6)).min(1.0),
+        };
+        let correction = |ln_beta: AdamParam| -(n_applied * of(ln_beta)).exp_m1();
+        let step = AdamStep {
+            clip,
+            beta1: of(AdamParam::Beta1),
+            one_minus_beta1: of(AdamParam::OneMinusBeta1),
+            beta2: of(AdamParam::Beta2),
+            one_minus_beta2: of(AdamParam::OneMinusBeta2),
+            rate: of(AdamParam::Lr) / correction(AdamParam::LnBeta1),
+            root: correction(AdamParam::LnBeta2).sqrt(),
+            eps: of(AdamParam::Eps),
+            decay: 1.0,
+        };
+        for (tensor, &decays) in adam.decays.iter().enumerate() {
+            let decay = if decays { 1.0 - of(AdamParam::Lr) * of(AdamParam::WeightDecay) } else { 1.0 };
+            let slots = adam.slots(tensor);
+            if !is_applied {
+                if let (true, At::State(grad)) = (adam.clears, &call.ins[slots.grad].at) {
+                    self.states.get_mut(*grad).fill(0);
+                }
+                continue;
+            }
+            let step = AdamStep { decay, ..step };
+            let grad = adam.clears.then_some(slots.grad);
+            match (grad, slots.master) {
+                (None, None) => {
+                    self.adam_tensor(call, slots.grad, [slots.weight, slots.m, slots.v], step, arena)
+                }
+                (None, Some(master)) => {
+                    self.adam_tensor(call, slots.grad, [slots.weight, master, slots.m, slots.v], step, arena);
+                }
+                (Some(grad), None) => {
+                    self.adam_tensor(call, grad, [grad, slots.weight, slots.m, slots.v], step, arena);
+                }
+                (Some(grad), Some(master)) => {
+                    self.adam_tensor(call, grad, [grad, slots.weight, master, slots.m, slots.v], step, arena);
+                }
+            }
+        }
+    }
+
+    /// One tensor. `changed` are the inputs that it changes: the gradient if it is cleared, the weight, the master if
+    /// there is one, and the moments.
+    fn adam_tensor<const O: usize>(
+        &mut self,
+        call: &ValueCall,
+        grad: usize,
+        changed: [usize; O],
+        step: AdamStep,
+        arena: &[f32],
+    ) {
+        let Values { pool, level, states, scratch, .. } = self;
+        let level = *level;
+        let ids = changed.map(|input| match call.ins[input].at {
+            At::State(idx) => idx,
+            At::Arena(_) | At::Control(_) | At::Weight(_) => unreachable!("compiled for states"),
+        });
+        let clears = changed[0] == grad;
+        let masters = O == 4 + usize::from(clears);
+        // The gradient comes from a state that the optimiser does not change only where a caller built it so: copied.
+        let grad_bytes: Option<&[u8]> = match &call.ins[grad].at {
+            _ if clears => None,
+            At::Arena(words) => {
+                Some(&bytemuck::cast_slice::<f32, u8>(&arena[words.clone()])[call.ins[grad].span()])
+            }
+            At::Control(bytes) => Some(&self.control[bytes.clone()][call.ins[grad].span()]),
+            At::State(_) | At::Weight(_) => unreachable!("compiled for gradients that a step computes"),
+        };
+        let Some(slices) = states.several_mut(ids) else { unreachable!("states of a tensor are distinct") };
+        let mut slices = slices.into_iter();
+        let outs = changed.map(|input| match slices.next() {
+            Some(bytes) => Write { dtype: call.ins[input].dtype, bytes, chunk: PIECE },
+            None => unreachable!("as many slices as states"),
+        });
+        let held = |from_end: usize| Read {
+            dtype: call.ins[changed[O - from_end]].dtype,
+            bytes: None,
+            held: O - from_end,
+            chunk: PIECE,
+        };
+        let read = Read { dtype: call.ins[grad].dtype, bytes: grad_bytes, held: 0, chunk: PIECE };
+        spread(
+            pool,
+            level,
+            [read, held(3), held(2), held(1)],
+            outs,
+            scratch,
+            |_, [g, w0, m0, v0], mut outs| {
+                if clears {
+                    outs[0].fill(0.0);
+                }
+                let (before, last) = outs.split_at_mut(O - 3);
+                let [w, m, v] = last else { unreachable!("three at the end") };
+                w.copy_from_slice(w0);
+                m.copy_from_slice(m0);
+                v.copy_from_slice(v0);
+                simd::adam(level, step, g, [&mut **w, &mut **m, &mut **v]);
+                if masters && let Some(weight) = before.last_mut() {
+                    weight.copy_from_slice(w);
+                }
+            },
+        );
+    }
+}
