@@ -5,10 +5,10 @@ mod rig;
 use refrain_cuda::{CudaBackend, CudaOptions, GraphMode};
 use refrain_driver::{Device, Method};
 use refrain_engine::{
-    BackendRunner, Chosen, Engine, EngineOptions, Pace, Request, Runner, RunnerOptions, SamplingParams,
-    SamplingRow, StepKind, StepOut, StepRequest, TokenEvent, Want,
+    BackendRunner, Chosen, Engine, EngineError, EngineOptions, Pace, Request, Runner, RunnerOptions,
+    SamplingParams, SamplingRow, StepKind, StepOut, StepRequest, TokenEvent, Want,
 };
-use refrain_graph::Ran;
+use refrain_graph::{Ran, RunError};
 use refrain_tensor::DType;
 use rig::{gpu, gpu_turn, model, options, sim};
 
@@ -228,4 +228,63 @@ mod on_a_gpu {
         let _turn = gpu_turn();
         an_engine_serves_many(gpu());
     }
+}
+
+/// What goes wrong now and then. All but the last leave a device that goes on.
+const FAULTS: [&str; 8] = [
+    "",
+    "on every 3rd instantiate: out of memory",
+    "on every 5th begin_capture: fail 900",
+    "on every 40th replay: fail 1",
+    "on every 300th launch: fail 1",
+    "on every 2nd end_capture: fail 901",
+    "on every 90th launch: invalidate",
+    "on 900th launch: illegal address",
+];
+
+#[test]
+fn faults_in_the_middle_of_a_batch_leave_no_request_without_an_answer_and_lose_no_block() {
+    let mut n_tokens = 0;
+    for (round, faults) in FAULTS.into_iter().enumerate() {
+        let (_, device) = sim(faults);
+        let backend = CudaBackend::on(&device, cuda_options(GraphMode::Auto)).unwrap();
+        let runner = RunnerOptions { n_positions: 9 * KV_BLOCK, ..runner_options() };
+        let runner = BackendRunner::new(backend, model("llama"), runner).unwrap();
+        let engine = Engine::new(Box::new(runner), EngineOptions::default()).unwrap();
+        let mut streams = Vec::new();
+        for idx in 0..30u32 {
+            let mut request = Request::once((0..2 + idx % 11).map(|i| (7 * idx + 5 * i) % 100).collect());
+            request.max_tokens = 3 + (idx as usize * 7 + round) % 25;
+            if let Ok(stream) = engine.submit(request) {
+                streams.push(stream);
+            }
+            if idx % 7 == 3 {
+                engine.cancel(streams[idx as usize / 2].id());
+            }
+        }
+        let mut n_lost = 0;
+        for stream in streams {
+            let mut last = None;
+            for event in stream {
+                n_tokens += usize::from(matches!(event, Ok(TokenEvent::Token { .. })));
+                last = Some(event);
+            }
+            match last {
+                Some(Ok(TokenEvent::End(_))) => {}
+                Some(Err(EngineError::Stopped(_) | EngineError::Run(RunError::ContextLost { .. }))) => {
+                    n_lost += 1
+                }
+                Some(Err(_)) => {}
+                other => panic!("{faults:?}: {other:?}"),
+            }
+        }
+        match engine.load() {
+            Ok(load) => {
+                assert_eq!((load.blocks.used, load.n_running, load.n_waiting), (0, 0, 0), "{faults:?}");
+                assert_eq!(n_lost, 0, "{faults:?}");
+            }
+            Err(error) => assert!(faults.contains("illegal") && n_lost > 0, "{faults:?}: {error}"),
+        }
+    }
+    assert!(n_tokens > 1500, "{n_tokens}");
 }
