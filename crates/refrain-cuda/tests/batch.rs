@@ -10,7 +10,7 @@ use refrain_engine::{
 };
 use refrain_graph::{Ran, RunError};
 use refrain_tensor::DType;
-use rig::{gpu, gpu_turn, model, options, sim};
+use rig::{goldens, gpu, gpu_turn, model, options, sim};
 
 const KV_BLOCK: usize = 16;
 const MAX_BLOCKS: usize = 4;
@@ -202,6 +202,63 @@ fn an_engine_serves_many(device: Device) {
     assert_eq!(device.take_reports(), Vec::<String>::new());
 }
 
+/// Every block is used by several requests, some of which leave nothing but NaN in it.
+fn nan_stays_with_its_request(device: Device) {
+    const POISON: u32 = 7;
+    let backend = CudaBackend::on(&device, cuda_options(GraphMode::Require)).unwrap();
+    let runner = RunnerOptions { n_positions: 12 * KV_BLOCK, ..runner_options() };
+    let model = goldens::poisoned_model("llama", POISON as usize);
+    let runner = BackendRunner::new(backend, model, runner).unwrap();
+    let engine = Engine::new(Box::new(runner), EngineOptions::default()).unwrap();
+    let request = |idx: u32, poisoned: bool| {
+        // Of all other tokens none is the one.
+        let mut prompt: Vec<u32> = (0..5 + 3 * (idx % 8)).map(|i| 20 + (idx + 5 * i) % 80).collect();
+        if poisoned {
+            let middle = prompt.len() / 2;
+            prompt[middle] = POISON;
+        }
+        let mut request = Request::once(prompt);
+        (request.sampling, request.max_tokens) = (SamplingParams::greedy(), 3 + idx as usize % 9);
+        request.sampling.logit_bias = vec![(POISON, f32::NEG_INFINITY)];
+        request
+    };
+    let collect = |stream: refrain_engine::TokenStream| {
+        let mut tokens = Vec::new();
+        for event in stream {
+            match event {
+                Ok(TokenEvent::Token { token, .. }) => tokens.push(token),
+                Ok(TokenEvent::Prompt { .. } | TokenEvent::End(_)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(tokens)
+    };
+    let want: Vec<_> =
+        (0..20).map(|idx| collect(engine.submit(request(idx, false)).unwrap()).unwrap()).collect();
+    for round in 0..3 {
+        let submitted: Vec<_> = (0..20)
+            .map(|idx| {
+                let poisoned = (idx + round) % 3 == 0;
+                (idx, poisoned, engine.submit(request(idx, poisoned)).unwrap())
+            })
+            .collect();
+        for (idx, poisoned, stream) in submitted {
+            match (poisoned, collect(stream)) {
+                (true, Err(EngineError::NonFinite { .. })) => {}
+                (false, Ok(tokens)) => assert_eq!(tokens, want[idx as usize], "request {idx}, round {round}"),
+                (_, other) => panic!("request {idx}, round {round}: {other:?}"),
+            }
+        }
+    }
+    assert_eq!(engine.load().unwrap().blocks.used, 0);
+    assert_eq!(device.take_reports(), Vec::<String>::new());
+}
+
+#[test]
+fn logits_that_are_not_finite_fail_one_request_and_what_it_leaves_harms_nobody() {
+    nan_stays_with_its_request(sim("").1);
+}
+
 #[test]
 fn steps_of_several_sequences_replay_as_they_run_eagerly_and_say_what_each_says_alone() {
     replayed_equals_eager_and_each_alone(|| sim("").1);
@@ -214,6 +271,13 @@ fn an_engine_on_the_device_serves_many_with_every_step_replayed() {
 
 mod on_a_gpu {
     use super::*;
+
+    #[test]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+    fn logits_that_are_not_finite_fail_one_request() {
+        let _turn = gpu_turn();
+        nan_stays_with_its_request(gpu());
+    }
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
