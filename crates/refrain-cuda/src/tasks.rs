@@ -199,6 +199,7 @@ impl<'a> Choice<'a> {
         }
         match &step.op {
             Op::View(_) | Op::HostCall(_) => {}
+            Op::Train(TrainOp::AddProduct) => self.product_of_values(node),
             Op::MatMul if multiplies_values(self.plan, step) => self.product_of_values(node),
             Op::MatMul => self.wide(&[node]),
             Op::Attention(_) if self.takes_flash(step) => self.push(Task::Flash(node)),

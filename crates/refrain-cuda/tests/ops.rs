@@ -7,7 +7,7 @@ use refrain_driver::sim::SimOptions;
 use refrain_driver::{Device, DeviceKind, Method};
 use refrain_graph::{
     Backend, CompileError, Graph, GraphBuilder, HostBuf, HostCall, HostCallError, HostFn, Io, Op, Ran,
-    SpanAttention, StateKind, TensorType, TrainOp, Unary, ValueId, Weight, WeightId,
+    SpanAttention, StateKind, TensorType, Unary, ValueId, Weight, WeightId,
 };
 use refrain_tensor::{Bytes, DType, HostTensor};
 use refrain_testkit::{Case, Feed, Fill, Tol, cases, check_all, evaluate, tensor};

@@ -104,7 +104,7 @@ fn product_of_values(bed: &mut Bed, blas: &Arc<BlasLt>, dtype: DType, a: Tensor,
         bed.stream.upload(&mut lease, buf, &encode(dtype, &normals(layout.end(), seed))).unwrap();
     }
     let view = |buf, layout| View { buf, dtype, layout };
-    let args = MatMulArgs { a: view(left, a), b: view(right, b), y, step: "own" };
+    let args = MatMulArgs { a: view(left, a), b: view(right, b), y, c: None, step: "own" };
     let own = bed.kernels.matmul(&args).unwrap();
     let out = bed.stream.run(&mut lease, false, |q| q.launch(&own)).unwrap();
     let bytes: Vec<u8> = out.values(&mut bed.stream, y).unwrap();

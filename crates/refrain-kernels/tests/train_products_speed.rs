@@ -116,7 +116,7 @@ fn product_times(bed: &mut Bed, blas: &Arc<BlasLt>, name: &str, layout: &str, [m
     fill(bed, &room, b, dtype, 2);
     let (a_lies, b_lies) = (factor(layout.starts_with('T'), m, k), factor(layout.ends_with('T'), k, n));
     let view = |buf, layout| View { buf, dtype, layout };
-    let args = MatMulArgs { a: view(a, a_lies), b: view(b, b_lies), y, step: "own" };
+    let args = MatMulArgs { a: view(a, a_lies), b: view(b, b_lies), y, c: None, step: "own" };
     let own = bed.kernels.matmul(&args).unwrap();
     let shape = library_product(&a_lies, &b_lies, dtype).unwrap();
     let library = blas.product(shape, [a, b, y, workspace], "library").unwrap();

@@ -160,6 +160,7 @@ fn elements_rows_and_moves() {
             x: rows(b[3], D),
             w: weights(b[4]),
             dx: b[0],
+            more: None,
             dw: b[1],
             dw_dtype: T,
             scratch: b[5],

@@ -6,7 +6,7 @@
 
 use refrain_graph::{
     ADAM_PARAMS, AdamParam, Backend, CompileError, ControlBlock, ControlError, GradError, Io, Plan, Ran,
-    RunError, State, StateId, fuse,
+    RunError, State, StateId, fuse, join_sums,
 };
 use refrain_models::{Model, Param, TrainGraph, TrainInputs, TrainPhase, TrainSpec, TrainStates};
 use refrain_tensor::{DType, HostTensor, TensorError, quant};
@@ -153,7 +153,11 @@ struct Step<B: Backend> {
 
 impl<B: Backend> Step<B> {
     fn new(backend: &B, TrainGraph { graph, inputs }: &TrainGraph) -> Result<Step<B>, LearnError> {
-        let compiled = backend.compile(&fuse(graph).map_err(GradError::from)?)?;
+        let mut graph = fuse(graph).map_err(GradError::from)?;
+        if backend.adds() {
+            graph = join_sums(&graph).map_err(GradError::from)?;
+        }
+        let compiled = backend.compile(&graph)?;
         let control = ControlBlock::new(backend.plan(&compiled).control());
         Ok(Step { compiled, control, inputs: inputs.clone() })
     }

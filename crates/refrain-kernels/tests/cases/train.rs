@@ -69,7 +69,7 @@ fn matmul_case(dtype: DType, a: Layout, b: Layout) -> Case {
     let roles = vec![out(y, dtype, rounded_once(dtype)), Role::In(left), Role::In(right)];
     Case::new(name, roles, move |kernels, bufs, launches| {
         let (a, b) = (View { buf: bufs[1], dtype, layout: a }, View { buf: bufs[2], dtype, layout: b });
-        launches.push(kernels.matmul(&MatMulArgs { a, b, y: bufs[0], step: "case" })?);
+        launches.push(kernels.matmul(&MatMulArgs { a, b, y: bufs[0], c: None, step: "case" })?);
         Ok(())
     })
 }

@@ -324,7 +324,7 @@ fn norms(dtype: DType, w_dtype: DType, [n_rows, n_cols]: [usize; 2]) -> Vec<Case
         })?);
         Ok(())
     });
-    let op = Op::Train(TrainOp::RmsNormGrad { eps });
+    let op = Op::Train(TrainOp::RmsNormGrad { eps, adds: false });
     let made_by = run(&op, &[rows(&other), rows(&x), weights()], &[(dtype, &dims), (w_dtype, &[n_cols])]);
     let roles = vec![
         made(dtype, made_by[0].clone(), tol.rounded_to(dtype)),
@@ -340,6 +340,7 @@ fn norms(dtype: DType, w_dtype: DType, [n_rows, n_cols]: [usize; 2]) -> Vec<Case
             x: view(b[3]),
             w: NormWeights { buf: b[4], dtype: w_dtype },
             dx: b[0],
+            more: None,
             dw: b[1],
             dw_dtype: w_dtype,
             scratch: b[5],
