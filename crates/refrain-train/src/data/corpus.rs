@@ -293,8 +293,7 @@ impl Reader<'_> {
             if !more || pieces.iter().map(Piece::n_bytes).sum::<usize>() >= enough {
                 self.add_pieces(path, &pieces, &mut at_start)?;
                 pieces.clear();
-                self.corpus.report.n_bytes = start_bytes + file.n_bytes();
-                (self.progress)(self.corpus.report.n_bytes, self.n_bytes);
+                self.told(start_bytes + file.n_bytes());
             }
             if !more {
                 return Ok(());
@@ -348,15 +347,29 @@ impl Reader<'_> {
             for (line, encoded) in lines.iter().zip(encoded) {
                 self.add_line(path, line.number, encoded?);
             }
-            self.corpus.report.n_bytes = start_bytes + file.n_bytes();
-            (self.progress)(self.corpus.report.n_bytes, self.n_bytes);
+            self.told(start_bytes + file.n_bytes());
         }
+    }
+
+    /// Reports progress, and makes room for the rest as the part so far tells, so that tokens are seldom moved.
+    fn told(&mut self, done: u64) {
+        let corpus = &mut self.corpus;
+        corpus.report.n_bytes = done;
+        let expected = corpus.tokens.len() as f64 * (self.n_bytes as f64 / done.max(1) as f64) * 1.02;
+        if corpus.tokens.capacity() == 0 || corpus.tokens.len() * 2 > corpus.tokens.capacity() {
+            // Never more than a token for each byte that is left.
+            let left = (expected as u64).saturating_sub(corpus.tokens.len() as u64);
+            let left = left.min(self.n_bytes.saturating_sub(done));
+            corpus.tokens.reserve_exact(usize::try_from(left).unwrap_or(0));
+        }
+        (self.progress)(done, self.n_bytes);
     }
 
     fn add_line(&mut self, path: &Path, line: u64, encoded: EncodedLine) {
         let corpus = &mut self.corpus;
         match encoded {
-            EncodedLine::Text(tokens) => {
+            EncodedLine::Text { tokens, n_forced_cuts } => {
+                corpus.report.n_forced_cuts += n_forced_cuts;
                 corpus.tokens.extend(tokens);
                 corpus.end_document(true);
             }
@@ -374,8 +387,11 @@ impl Reader<'_> {
     }
 }
 
+/// A conversation is tokenized as a whole, several times; one of this size is longer than any context.
+const MAX_CHAT_BYTES: usize = 8 << 20;
+
 enum EncodedLine {
-    Text(Vec<u32>),
+    Text { tokens: Vec<u32>, n_forced_cuts: u64 },
     Samples(Encoded),
     Refused(String),
 }
@@ -391,7 +407,13 @@ fn encode_line(encoder: &Encoder, path: &Path, line: &Line) -> Result<EncodedLin
         }
     })?;
     let conversation = match sample {
-        Sample::Text(text) => return Ok(EncodedLine::Text(encoder.text(&text).map_err(refused)?)),
+        Sample::Text(text) => {
+            let (tokens, n_forced_cuts) = encoder.text(&text).map_err(refused)?;
+            return Ok(EncodedLine::Text { tokens, n_forced_cuts });
+        }
+        _ if line.text.len() > MAX_CHAT_BYTES => {
+            return Err(DataError::LongLine { path: path(), line: number, limit: MAX_CHAT_BYTES as u64 });
+        }
         Sample::Pair { plain, completion, .. } if !encoder.has_template() => {
             let tokens = encoder.pair(&plain, &completion).map_err(refused)?;
             return Ok(EncodedLine::Samples(Encoded::Whole(tokens)));

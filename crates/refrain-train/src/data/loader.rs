@@ -159,7 +159,7 @@ impl Rows {
                     if *passes == Passes::Once {
                         return None;
                     }
-                    (*epoch, *next) = (*epoch + 1, 0);
+                    (*epoch, *next) = (epoch.wrapping_add(1), 0);
                 }
                 let start = *next as usize * context;
                 *next += 1;
@@ -174,7 +174,7 @@ impl Rows {
                             *next = window.rows.len();
                             return None;
                         }
-                        (*epoch, *start) = (*epoch + 1, 0);
+                        (*epoch, *start) = (epoch.wrapping_add(1), 0);
                     }
                     *window = packer.window(*epoch, *start);
                 }

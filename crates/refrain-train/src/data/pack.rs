@@ -72,7 +72,7 @@ impl Packer {
     /// The window of an epoch that starts with its slice `start`.
     pub(super) fn window(&self, epoch: u64, start: u64) -> Window {
         // Streams of one seed: even ones order slices, odd ones order rows.
-        let order = self.seed.map(|seed| Permutation::new(self.n_slices(), seed, epoch * 2));
+        let order = self.seed.map(|seed| Permutation::new(self.n_slices(), seed, epoch.wrapping_mul(2)));
         let (mut taken, mut n_tokens, mut next) = (Vec::new(), 0, start);
         while next < self.n_slices() && n_tokens < WINDOW_ROWS * self.context as u64 {
             let slice = self.slices[order.map_or(next, |order| order.at(next)) as usize];
@@ -82,7 +82,11 @@ impl Packer {
         }
         let mut rows = pack(&taken, self.context);
         if let Some(seed) = self.seed {
-            let order = Permutation::new(rows.len() as u64, seed ^ start.rotate_left(32), epoch * 2 + 1);
+            let order = Permutation::new(
+                rows.len() as u64,
+                seed ^ start.rotate_left(32),
+                epoch.wrapping_mul(2).wrapping_add(1),
+            );
             let mut from: Vec<Row> = std::mem::take(&mut rows);
             rows = (0..from.len()).map(|i| std::mem::take(&mut from[order.at(i as u64) as usize])).collect();
         }

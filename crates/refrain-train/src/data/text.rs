@@ -182,6 +182,15 @@ impl<'a> Cutter<'a> {
     }
 }
 
+/// Tokenizes one document, however long it is.
+pub(super) fn encode_document(tokenizer: &Tokenizer, text: &str) -> Result<Vec<PieceTokens>, TokenizerError> {
+    let (mut cutter, mut pieces) = (Cutter::new(tokenizer, CutSizes::default(), None, false), Vec::new());
+    cutter.buffer().push_str(text);
+    cutter.pieces(false, &mut pieces)?;
+    cutter.pieces(true, &mut pieces)?;
+    encode_all(tokenizer, &pieces, 1)
+}
+
 /// Tokenizes pieces on several threads; the results are in their order.
 pub(super) fn encode_all(
     tokenizer: &Tokenizer,
@@ -254,7 +263,7 @@ fn tail(text: &str, n_bytes: usize) -> &str {
     &text[ceil_boundary(text, text.len().saturating_sub(n_bytes))..]
 }
 
-fn floor_boundary(text: &str, at: usize) -> usize {
+pub(super) fn floor_boundary(text: &str, at: usize) -> usize {
     let mut at = at.min(text.len());
     while !text.is_char_boundary(at) {
         at -= 1;
