@@ -128,12 +128,12 @@ impl LogWriter {
         Ok(Self { path: path.to_owned(), file, n_bytes: 0 })
     }
 
-    /// Continues a log after `n_steps` steps. Lines of later steps, and a last line that is not whole, are cut off.
+    /// Continues a log after `n_steps` steps. LogLines of later steps, and a last line that is not whole, are cut off.
     pub fn resume(path: &Path, n_steps: u64) -> Result<Self, LogError> {
         if path.exists() {
             // The lines stay as they are: they may have more keys than are known here.
             let kept =
-                Lines::open(path)?.filter(|line| !matches!(line, Ok((line, _)) if line.step() >= n_steps));
+                LogLines::open(path)?.filter(|line| !matches!(line, Ok((line, _)) if line.step() >= n_steps));
             let text = kept.map(|line| Ok(line?.1)).collect::<Result<String, LogError>>()?;
             write_atomically(&RealStorage, path, text.as_bytes()).map_err(write_error(path))?;
         }
@@ -166,17 +166,17 @@ fn write_error(path: &Path) -> impl FnOnce(io::Error) -> LogError + '_ {
 
 /// Reads a log. A last line without its end is left out: its writer was interrupted.
 pub fn read(path: &Path) -> Result<Vec<LogLine>, LogError> {
-    Lines::open(path)?.map(|line| Ok(line?.0)).collect()
+    LogLines::open(path)?.map(|line| Ok(line?.0)).collect()
 }
 
 /// The whole lines of a log, parsed and as they are.
-struct Lines {
+struct LogLines {
     path: PathBuf,
     reader: BufReader<File>,
     number: u64,
 }
 
-impl Lines {
+impl LogLines {
     /// Longer than any record.
     const MAX_BYTES: u64 = 1 << 16;
 
@@ -198,7 +198,7 @@ impl Lines {
     }
 }
 
-impl Iterator for Lines {
+impl Iterator for LogLines {
     type Item = Result<(LogLine, String), LogError>;
 
     fn next(&mut self) -> Option<Self::Item> {

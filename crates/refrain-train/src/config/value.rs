@@ -62,7 +62,7 @@ impl std::error::Error for BadWord {}
 
 choice! {
     /// The learning rate after warm-up.
-    Schedule {
+    ScheduleKind {
         /// Half a cosine down to `min_lr`.
         Cosine = "cosine",
         /// A straight line down to `min_lr`.

@@ -9,7 +9,7 @@ use super::encode::{EncodeFault, Encoded, Encoder, LEARN};
 use super::error::DataError;
 use super::read::{FileKind, Line, Lines, TextPieces, kind_of};
 use super::sample::{Conversation, Sample, SampleFault};
-use super::text::{CutSizes, Cutter, Piece, PieceEnd, encode_all, in_parallel};
+use super::text::{CutSizes, Cutter, PieceEnd, TextPiece, encode_all, in_parallel};
 use crate::config::{OnLong, Order};
 use refrain_formats::chat::Message;
 
@@ -231,12 +231,15 @@ impl Corpus {
     fn count(&mut self) {
         self.report.n_documents = self.ends.len() as u64;
         self.report.n_tokens = self.tokens.len() as u64;
-        // The first token of a document is never a target.
-        let learnt = |document: std::ops::Range<usize>| {
-            let rest = self.tokens.get(document.start + 1..document.end).unwrap_or_default();
-            rest.iter().filter(|&&token| token & LEARN != 0).count() as u64
+        let learnt = |targets: std::ops::Range<usize>| {
+            let targets = self.tokens.get(targets).unwrap_or_default();
+            targets.iter().filter(|&&token| token & LEARN != 0).count() as u64
         };
-        self.report.n_learnt = self.documents().map(learnt).sum();
+        // What a row begins with is never a target.
+        self.report.n_learnt = match self.options.order {
+            Order::File => learnt(1..self.tokens.len()),
+            Order::Shuffle => self.documents().map(|d| learnt(d.start + 1..d.end)).sum(),
+        };
     }
 
     fn end_document(&mut self, may_cut: bool) {
@@ -290,10 +293,10 @@ impl Reader<'_> {
             cutter.pieces(!more, &mut pieces).map_err(refused)?;
             // As many as keep all threads busy, so that no more than that is in memory.
             let enough = self.corpus.options.n_threads.max(1) * 2 * self.sizes.piece;
-            if !more || pieces.iter().map(Piece::n_bytes).sum::<usize>() >= enough {
+            if !more || pieces.iter().map(TextPiece::n_bytes).sum::<usize>() >= enough {
                 self.add_pieces(path, &pieces, &mut at_start)?;
                 pieces.clear();
-                self.told(start_bytes + file.n_bytes());
+                self.report_progress(start_bytes + file.n_bytes());
             }
             if !more {
                 return Ok(());
@@ -301,7 +304,12 @@ impl Reader<'_> {
         }
     }
 
-    fn add_pieces(&mut self, path: &Path, pieces: &[Piece], at_start: &mut bool) -> Result<(), DataError> {
+    fn add_pieces(
+        &mut self,
+        path: &Path,
+        pieces: &[TextPiece],
+        at_start: &mut bool,
+    ) -> Result<(), DataError> {
         let (encoder, n_threads) = (self.encoder, self.corpus.options.n_threads);
         let refused = |source| DataError::Tokenize { path: path.to_owned(), source };
         let encoded = encode_all(encoder.tokenizer(), pieces, n_threads).map_err(refused)?;
@@ -347,12 +355,12 @@ impl Reader<'_> {
             for (line, encoded) in lines.iter().zip(encoded) {
                 self.add_line(path, line.number, encoded?);
             }
-            self.told(start_bytes + file.n_bytes());
+            self.report_progress(start_bytes + file.n_bytes());
         }
     }
 
     /// Reports progress, and makes room for the rest as the part so far tells, so that tokens are seldom moved.
-    fn told(&mut self, done: u64) {
+    fn report_progress(&mut self, done: u64) {
         let corpus = &mut self.corpus;
         corpus.report.n_bytes = done;
         let expected = corpus.tokens.len() as f64 * (self.n_bytes as f64 / done.max(1) as f64) * 1.02;
