@@ -251,6 +251,9 @@ fn words_and_values_of_flags_are_read() {
     assert_eq!("held.txt".parse(), Ok(EvalSource::File("held.txt".into())));
     assert!(matches!("train:300".parse(), Ok(TokenizerSource::Train { train }) if train.vocab_size == 300));
     assert!("train:x".parse::<TokenizerSource>().is_err());
+    assert_eq!("true".parse(), Ok(Resume::Switch(true)));
+    assert_eq!("run/step-00000100".parse(), Ok(Resume::From("run/step-00000100".into())));
+    assert_eq!("smollm2-135m".parse(), Ok(NewModel::Named("smollm2-135m".into())));
 }
 
 #[test]

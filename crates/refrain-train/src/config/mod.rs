@@ -14,8 +14,8 @@ use serde::{Deserialize, Serialize};
 
 pub use error::ConfigError;
 pub use value::{
-    Clip, EvalSource, GraphChoice, Masters, ModelShape, NewModel, OnLong, Order, Paths, Precision, Resume,
-    ScheduleKind, TokenizerSource, TrainTokenizer,
+    BadWord, Clip, EvalSource, GraphChoice, Masters, ModelShape, NewModel, OnLong, Order, Paths, Precision,
+    Resume, ScheduleKind, TokenizerSource, TrainTokenizer,
 };
 
 /// A configuration key.

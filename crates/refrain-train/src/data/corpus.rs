@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use sha2::{Digest as _, Sha256};
 
@@ -107,6 +108,7 @@ pub struct Corpus {
     ends: Vec<DocumentEnd>,
     options: CorpusOptions,
     report: DataReport,
+    fingerprint: OnceLock<String>,
 }
 
 impl fmt::Debug for Corpus {
@@ -124,20 +126,10 @@ impl Corpus {
         options: CorpusOptions,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, DataError> {
-        Self::read_cut(files, encoder, options, CutSizes::default(), progress)
-    }
-
-    fn read_cut(
-        files: &[PathBuf],
-        encoder: &Encoder,
-        options: CorpusOptions,
-        sizes: CutSizes,
-        progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Self, DataError> {
         let size = |file: &PathBuf| std::fs::metadata(file).map_or(0, |meta| meta.len());
         let n_bytes = files.iter().map(size).sum();
-        let corpus = Self { tokens: Vec::new(), ends: Vec::new(), options, report: DataReport::default() };
-        let mut reader = Reader { corpus, encoder, sizes, n_bytes, progress };
+        let corpus = Self::new(Vec::new(), Vec::new(), options);
+        let mut reader = Reader { corpus, encoder, sizes: CutSizes::default(), n_bytes, progress };
         for file in files {
             match kind_of(file) {
                 FileKind::Text => reader.text(file)?,
@@ -152,6 +144,10 @@ impl Corpus {
             return Err(DataError::NothingLeft { dropped: corpus.report.to_string() });
         }
         Ok(corpus)
+    }
+
+    fn new(tokens: Vec<u32>, ends: Vec<DocumentEnd>, options: CorpusOptions) -> Self {
+        Self { tokens, ends, options, report: DataReport::default(), fingerprint: OnceLock::new() }
     }
 
     /// What became of the files.
@@ -193,7 +189,8 @@ impl Corpus {
         self.ends.retain(|end| end.end() < cut);
         self.ends.push(DocumentEnd::new(cut, last_may_cut));
         let tokens = self.tokens.split_off(cut);
-        let mut held = Self { tokens, ends: held_ends, options: self.options, report: DataReport::default() };
+        self.fingerprint = OnceLock::new();
+        let mut held = Self::new(tokens, held_ends, self.options);
         self.count();
         held.count();
         if self.report.n_learnt == 0 || held.report.n_learnt == 0 {
@@ -203,21 +200,22 @@ impl Corpus {
     }
 
     /// A short name of these tokens and documents.
-    pub fn fingerprint(&self) -> String {
-        let mut hasher = Sha256::new();
-        let mut bytes = Vec::with_capacity(1 << 16);
-        for tokens in self.tokens.chunks(1 << 14) {
-            bytes.clear();
-            bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-            hasher.update(&bytes);
-        }
-        self.ends.iter().for_each(|end| hasher.update(end.0.to_le_bytes()));
-        let order = self.options.order.to_string();
-        hasher.update(format!("context {} order {order}", self.options.context));
-        hasher.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    pub fn fingerprint(&self) -> &str {
+        self.fingerprint.get_or_init(|| {
+            let mut hasher = Sha256::new();
+            let mut bytes = Vec::with_capacity(1 << 16);
+            for tokens in self.tokens.chunks(1 << 14) {
+                bytes.clear();
+                bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+                hasher.update(&bytes);
+            }
+            self.ends.iter().for_each(|end| hasher.update(end.0.to_le_bytes()));
+            hasher.update(format!("context {} order {}", self.options.context, self.options.order));
+            hasher.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+        })
     }
 
-    /// The token at `at` with its mark.
+    /// All tokens with their marks.
     pub(super) fn marked(&self) -> &[u32] {
         &self.tokens
     }
