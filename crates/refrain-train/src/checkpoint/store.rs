@@ -119,7 +119,7 @@ impl CheckpointStore {
         Ok(self.folder.join(free))
     }
 
-    /// Removes the oldest checkpoints. What cannot be removed is told, and does no harm.
+    /// Removes the oldest checkpoints. What cannot be removed is logged, and does no harm.
     fn prune(&self, keep: usize) {
         let pointed = [LATEST, BEST].map(|pointer| pointed(&self.folder, pointer).ok().flatten());
         let (Some(latest), best) = (&pointed[0], &pointed[1]) else { return };

@@ -573,8 +573,7 @@ fn a_real_text_in_pieces_has_the_tokens_of_the_whole_in_real_vocabularies() {
     let path = write(folder.path(), "a.txt", text);
     for name in ["gpt-2", "llama-spm"] {
         let vocab = refrain_testkit::require_shared_data(&format!("vocab/ggml-vocab-{name}.gguf"));
-        let gguf = refrain_formats::gguf::Gguf::open(&vocab).unwrap();
-        let tokenizer = refrain_formats::tokenizer::Tokenizer::from_gguf(gguf.metadata()).unwrap();
+        let tokenizer = crate::tokenize::LoadedTokenizer::open(&vocab).unwrap().tokenizer;
         let encoder = Encoder::new(Arc::new(tokenizer)).unwrap();
         let corpus = read(std::slice::from_ref(&path), &encoder, options(256, Order::File)).unwrap();
         assert_eq!(corpus.report().n_forced_cuts, 0, "{name}");
