@@ -79,7 +79,7 @@ impl ConfigError {
         match self {
             Self::Read { .. } => Some("check the path, and that you may read the file".to_owned()),
             Self::TooLarge { .. } => Some("give the configuration first, data with --data".to_owned()),
-            Self::Syntax { .. } => Some("docs/training.md has every key with an example".to_owned()),
+            Self::Syntax { .. } => Some("docs/training.md has every key, and an example".to_owned()),
             Self::UnknownKey { nearest: Some(nearest), .. } => Some(format!("did you mean `{nearest}`?")),
             Self::UnknownKey { .. } => Some("docs/training.md has every key".to_owned()),
             Self::Value { hint, .. } | Self::Missing { hint, .. } | Self::Conflict { hint, .. } => {

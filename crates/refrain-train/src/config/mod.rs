@@ -14,8 +14,8 @@ use serde::{Deserialize, Serialize};
 
 pub use error::ConfigError;
 pub use value::{
-    Clip, EvalSource, GraphChoice, Masters, ModelShape, NewModel, OnLong, Order, Paths, Precision, Resume,
-    Schedule, TokenizerSource, TrainTokenizer,
+    BadWord, Clip, EvalSource, GraphChoice, Masters, ModelShape, NewModel, OnLong, Order, Paths, Precision,
+    Resume, ScheduleKind, TokenizerSource, TrainTokenizer,
 };
 
 /// A configuration key.
@@ -86,7 +86,7 @@ config! {
     /// Learning rate that `cosine` and `linear` end at.
     min_lr: f64 = 0.0;
     /// Shape of the learning rate after warm-up: `cosine`, `linear` or `constant`.
-    schedule: Schedule = Schedule::Cosine;
+    schedule: ScheduleKind = ScheduleKind::Cosine;
     /// Steps over which the learning rate rises to its peak.
     warmup: u64 = 0;
     /// AdamW's weight decay, on matrices and embeddings only.
