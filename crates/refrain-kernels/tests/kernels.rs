@@ -479,7 +479,7 @@ fn launchers_of_a_training_step_refuse_what_their_kernels_cannot_do() {
         [
             "1 operands and 1 results, must be 2 and 1",
             "no kernel takes integers there",
-            "cannot broadcast [3] to [4, 40]",
+            "[3] does not broadcast to [4, 40]",
             "y has 64 bytes, needs 320",
             "an operand is Q8_0, no kernel reads that",
             "strides of [5, 40, 1] along dimension 2; copy it first",
