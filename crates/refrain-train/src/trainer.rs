@@ -4,7 +4,8 @@
 //! that was stopped and resumed takes the same steps, bit for bit, as one that was not.
 
 use crate::checkpoint::{
-    BestLoss, Checkpoint, CheckpointStore, FileSpec, Progress, RandomState, RunState, SaveRequest, TensorSpec,
+    BestLoss, Checkpoint, CheckpointStore, FileSpec, RandomState, RunProgress, RunState, SaveRequest,
+    TensorSpec,
 };
 use crate::config::{Clip, Masters, Precision, Resume, TrainConfig};
 use crate::data::{Batch, Corpus, DataPosition, Loader, LoaderOptions, Passes};
@@ -70,7 +71,7 @@ pub struct TrainSummary {
     /// Whether it was asked to stop before its last step.
     pub interrupted: bool,
     /// How far it has come.
-    pub progress: Progress,
+    pub progress: RunProgress,
     /// Steps that were not applied since their gradients were not finite.
     pub n_skipped: u64,
     /// Micro-steps that ran as a graph, and those that did not.
@@ -117,7 +118,7 @@ pub struct Trainer<B: Backend> {
     resumed: Option<PathBuf>,
     last_saved: Option<(u64, PathBuf)>,
     step: u64,
-    progress: Progress,
+    progress: RunProgress,
     n_skipped: u64,
     n_skipped_in_row: u64,
     n_replayed: u64,
@@ -152,7 +153,7 @@ impl<B: Backend> Trainer<B> {
             n_ahead: N_AHEAD,
         };
         let loader = Loader::new(data.corpus, options, state.map(|s| &s.position))?;
-        let (step, progress) = state.map_or((0, Progress::default()), |s| (s.step, s.progress));
+        let (step, progress) = state.map_or((0, RunProgress::default()), |s| (s.step, s.progress));
         let log_path = config.log.clone().or_else(|| config.out.as_ref().map(|out| out.join("log.jsonl")));
         let log = match &log_path {
             Some(path) if step > 0 => Some(LogWriter::resume(path, step)?),
