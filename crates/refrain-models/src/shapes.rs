@@ -54,6 +54,11 @@ impl NamedShape {
         SHAPES.iter().find(|s| s.name.eq_ignore_ascii_case(name))
     }
 
+    /// A shape of one's own: vocabulary, hidden size, feed-forward size and layers; heads, key-value heads and head size.
+    pub const fn new(name: &'static str, arch: Arch, sizes: [usize; 4], heads: [usize; 3]) -> NamedShape {
+        shape(name, arch, sizes, heads)
+    }
+
     /// Hyperparameters of a model of this shape, its head tied to the embedding.
     pub fn config(&self) -> ModelConfig {
         let gemma = self.arch == Arch::Gemma3;
