@@ -35,7 +35,8 @@ const fn shape(
 }
 
 /// All shapes, from the smallest to the largest.
-pub const SHAPES: [NamedShape; 10] = [
+pub const SHAPES: [NamedShape; 11] = [
+    shape("llama-1m", Arch::Llama, [2_048, 128, 384, 4], [4, 4, 32]),
     shape("llama-10m", Arch::Llama, [8_192, 320, 896, 6], [5, 5, 64]),
     shape("llama-110m", Arch::Llama, [32_768, 768, 2_048, 12], [12, 12, 64]),
     shape("smollm2-135m", Arch::Llama, [49_152, 576, 1_536, 30], [9, 3, 64]),

@@ -29,6 +29,7 @@ mod generate;
 mod model;
 mod planner;
 mod session;
+pub mod train;
 
 pub use bench::{
     BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, Resident, Samples, bench,

@@ -193,3 +193,79 @@ fn files_of(spec: &VocabSpec) -> Result<(String, String), TokenizerError> {
     }
     Ok((file, config))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+    /// All bytes, and merges across most places where some tokenizer cuts.
+    fn spec(pre: &str) -> VocabSpec {
+        let mut tokens: Vec<String> = ByteLevel::alphabet().into_iter().map(String::from).collect();
+        tokens.sort_unstable();
+        let merges = [
+            "1 2", "12 3", "123 4", "Ġ 1", "Ġ t", "Ġ Ġ", "ĠĠ Ġ", "' L", "'L L", "' t", "n 't", "! !", "!! !",
+            "Ċ Ċ", "ĊĊ Ċ", "ĉ ĉ", "a 1", "e S", "P S", ". .", "Ġ !", "Ċ Ġ", "_ b", "a _",
+        ];
+        for merge in merges {
+            tokens.push(merge.replace(' ', ""));
+        }
+        let n_text = tokens.len();
+        tokens.extend(["<s>", "</s>", "<tool>"].map(str::to_owned));
+        let mut types = vec![1; n_text];
+        types.extend([3, 3, 4]);
+        VocabSpec {
+            model: "gpt2".into(),
+            pre: Some(pre.into()),
+            tokens: tokens.iter().collect(),
+            token_types: Some(types),
+            merges: Some(merges.iter().collect()),
+            specials: SpecialIds {
+                bos: Some(n_text as u32),
+                eos: Some(n_text as u32 + 1),
+                ..SpecialIds::default()
+            },
+            add_bos: Some(true),
+            chat_template: Some("{{ messages }}".into()),
+            ..VocabSpec::default()
+        }
+    }
+
+    #[test]
+    fn a_vocabulary_goes_to_files_and_back() {
+        let text = "Don't say 1234, <tool> or </s>!!!\n\n  a_b";
+        for pre in distinct_pre_tokenizers() {
+            let first = TokenizerForm::Vocab(Box::new(spec(pre)));
+            let (json, config) = first.to_files().unwrap();
+            let files = TokenizerForm::Files { json: json.into_owned(), config: config.map(Cow::into_owned) };
+            let spec_again = files.to_spec().unwrap().into_owned();
+            assert_eq!(spec_again.chat_template, spec(pre).chat_template);
+            assert_eq!(spec_again.tokens, spec(pre).tokens, "{pre}");
+            let last = TokenizerForm::Vocab(Box::new(spec_again));
+            let [a, b, c] = [&first, &files, &last].map(|form| {
+                let tokenizer = form.build().unwrap();
+                [tokenizer.encode(text, true, true).unwrap(), tokenizer.encode(PROBE, true, false).unwrap()]
+            });
+            assert!(a == b && b == c, "{pre}");
+        }
+    }
+
+    #[test]
+    fn the_way_to_cut_words_is_found_by_what_it_does() {
+        for pre in ["gpt-2", "llama-bpe", "qwen2"] {
+            let (json, config) = files_of(&spec(pre)).unwrap();
+            let found = spec_of(json.as_bytes(), Some(config.as_bytes())).unwrap();
+            assert_eq!(found.pre.as_deref(), Some(pre));
+        }
+    }
+
+    #[test]
+    fn what_has_no_other_form_is_refused() {
+        let scored = VocabSpec { model: "llama".into(), ..spec("gpt-2") };
+        let error = files_of(&scored).unwrap_err();
+        assert!(error.to_string().contains("tokenizer.json") && error.hint().is_some(), "{error}");
+        let (json, config) = files_of(&spec("gpt-2")).unwrap();
+        let cut = json.replace("ByteLevel", "Metaspace");
+        assert!(spec_of(cut.as_bytes(), Some(config.as_bytes())).is_err());
+    }
+}
