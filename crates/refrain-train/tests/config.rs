@@ -39,6 +39,7 @@ keep = 2
 sample_every = 500
 sample_prompt = "Once"
 resume = true
+export = "gguf"
 on_long = "drop"
 "#;
 

@@ -50,6 +50,13 @@ impl Checkpoint {
         Ok(Self { path, state: state.state, files })
     }
 
+    /// What the run of a checkpoint was, and the checkpoint's folder, without a look at its tensors.
+    pub fn peek(path: &Path) -> Result<(PathBuf, RunState), CheckpointError> {
+        let path = resolve(path)?;
+        let state = read_state(&path.join(STATE))?.state;
+        Ok((path, state))
+    }
+
     /// Its folder.
     pub fn path(&self) -> &Path {
         &self.path

@@ -113,6 +113,20 @@ choice! {
 }
 
 choice! {
+    /// How the trained model is written to `out`.
+    Export {
+        /// As `model.gguf`, and as a Hugging Face folder `model`.
+        Both = "both",
+        /// As `model.gguf`.
+        Gguf = "gguf",
+        /// As a Hugging Face folder `model`.
+        Hf = "hf",
+        /// Not at all: the checkpoints are enough.
+        None = "none",
+    }
+}
+
+choice! {
     /// Whether steps must run as a graph.
     GraphChoice {
         /// Replay where the device can, and count what was not.
