@@ -106,8 +106,7 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
         __syncthreads();
         // Into the stage that everybody left before the barrier.
         load(step + STAGES - 1);
-        const u8* rows = pool + step % STAGES * STAGE_BYTES;
-        const u8* cols = rows + A_BYTES;
+        Place rows = place_of(pool) + step % STAGES * STAGE_BYTES, cols = rows + A_BYTES;
 #pragma unroll
         for (int part = 0; part < DEPTH / 16; part++) {
             u32 left[MT][4], right[NT / 2][4];

@@ -74,7 +74,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
     const int SUB = 32, NT = SUB / 8, DT = D / 8;
     DYNAMIC_SHARED(pool);
     __shared__ SpanRange ranges[ROWS];
-    u8 *keys = pool, *values = pool + ROWS * LINE, *stages = pool + 2 * ROWS * LINE;
+    const Place keys = place_of(pool), values = keys + ROWS * LINE, stages = values + ROWS * LINE;
     start();
     // The first rows are seen by most: they begin first.
     u32 kv_head = blockIdx.x, first_row = blockIdx.y * ROWS, group = s.n_heads / s.n_kv_heads;
@@ -88,7 +88,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
 
     auto load = [&](u32 step) {
         u32 head = kv_head * group + step / n_tiles, tile = begin + step % n_tiles * TILE;
-        u8* to = stages + step % 2 * STAGE;
+        Place to = stages + step % 2 * STAGE;
         span_load<TILE, D>(to, q + (u64)head * at.q.head, at.q.row, tile, block.first, block.end, s.head_dim);
         span_load<TILE, D>(to + TILE * LINE, dy + (u64)head * at.dy.head, at.dy.row, tile, block.first, block.end,
                            s.head_dim);
@@ -114,9 +114,8 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
         // Into the stage that everybody left before the barrier.
         if (step + 1 < n_steps) load(step + 1);
         copies_end_group();
-        const u8* queries = stages + step % 2 * STAGE;
-        const u8* grads = queries + TILE * LINE;
-        const float* pair = (const float*)(grads + TILE * LINE);
+        Place queries = stages + step % 2 * STAGE, grads = queries + TILE * LINE;
+        const float* pair = (const float*)(pool + 2 * ROWS * LINE + step % 2 * STAGE + 2 * TILE * LINE);
 #pragma unroll 1
         for (u32 sub = 0; sub < TILE; sub += SUB) {
             i32 tile = begin + (i32)(step % n_tiles * TILE + sub);
@@ -212,8 +211,8 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
 #pragma unroll
     for (int i = 0; i < MT; i++) {
         u32 row = warp_row + 16 * i;
-        span_store<D>(dk, keys, row, grad_k[i], scale, first_row, ranges, s.n, s.n_kv_heads, kv_head, s.head_dim);
-        span_store<D>(dv, values, row, grad_v[i], one, first_row, ranges, s.n, s.n_kv_heads, kv_head, s.head_dim);
+        span_store<D>(dk, pool, row, grad_k[i], scale, first_row, ranges, s.n, s.n_kv_heads, kv_head, s.head_dim);
+        span_store<D>(dv, pool + ROWS * LINE, row, grad_v[i], one, first_row, ranges, s.n, s.n_kv_heads, kv_head, s.head_dim);
     }
 }
 
@@ -225,7 +224,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     const int SUB = 32, NT = SUB / 8, DT = D / 8;
     DYNAMIC_SHARED(pool);
     __shared__ SpanRange ranges[ROWS];
-    u8 *queries = pool, *grads = pool + ROWS * LINE, *tiles = pool + 2 * ROWS * LINE;
+    const Place queries = place_of(pool), grads = queries + ROWS * LINE, tiles = grads + ROWS * LINE;
     start();
     // The last rows see most: they begin first.
     u32 head = blockIdx.x, first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
@@ -238,7 +237,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     SpanExtent block = span_extent(ranges, ROWS), mine = span_extent(ranges + warp_row, 16 * MT);
 
     auto load = [&](u32 tile, u32 stage) {
-        u8* keys = tiles + stage * 2 * TILE * LINE;
+        Place keys = tiles + stage * 2 * TILE * LINE;
         span_load<TILE, D>(keys, k, at.k.row, tile, block.first, block.end, s.head_dim);
         span_load<TILE, D>(keys + TILE * LINE, v, at.v.row, tile, block.first, block.end, s.head_dim);
     };
@@ -279,8 +278,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
         __syncthreads();
         if (first + (i32)TILE < block.end) load(first + TILE, stage ^ 1);
         copies_end_group();
-        const u8* keys = tiles + stage * 2 * TILE * LINE;
-        const u8* values = keys + TILE * LINE;
+        Place keys = tiles + stage * 2 * TILE * LINE, values = keys + TILE * LINE;
 #pragma unroll 1
         for (u32 sub = 0; sub < TILE; sub += SUB) {
             i32 tile = first + (i32)sub;
@@ -348,7 +346,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     float scale[2] = {s.scale, s.scale};
 #pragma unroll
     for (int i = 0; i < MT; i++) {
-        span_store<D>(dq, queries, warp_row + 16 * i, acc[i], scale, first_row, ranges, s.n, s.n_heads, head, s.head_dim);
+        span_store<D>(dq, pool, warp_row + 16 * i, acc[i], scale, first_row, ranges, s.n, s.n_heads, head, s.head_dim);
     }
 }
 
