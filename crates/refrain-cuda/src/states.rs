@@ -36,11 +36,18 @@ pub(crate) fn check(
     let live_in = live_in(plan, segment);
     let touched = states_of(plan, segment, |step| step.inputs.iter().chain(&step.outputs).collect());
     let updated = states_of(plan, segment, |step| step.outputs.iter().collect());
+    let n_scratch = n_scratch_of(plan).min(resident.n_scratch());
+    // Blocks that this plan's rows do not need are neither filled nor compared.
+    let scratch_of = |state: usize| {
+        let whole = resident.state_scratch(state).map_err(failed)?;
+        let n_blocks = resident.state(state).n_scratch.max(1) as u64;
+        whole.slice(0, whole.len() / n_blocks * (n_scratch as u64).min(n_blocks)).map_err(failed)
+    };
     let mut cases = Vec::with_capacity(N_CASES);
     for idx in 0..N_CASES {
         let mut rng = Random(0x9E37_79B9 + idx as u64);
         let mut uploads = Vec::new();
-        let control = control_block(plan, resident.n_scratch(), idx, &mut rng);
+        let control = control_block(plan, n_scratch, idx, &mut rng);
         if !control.is_empty() {
             uploads.push((resident.control.slice(0, control.len() as u64).map_err(failed)?, control));
         }
@@ -54,12 +61,13 @@ pub(crate) fn check(
         for &state in &touched {
             let placed = resident.state(state);
             let buf = match placed.kind {
-                StateKind::Paged => resident.state_scratch(state),
+                StateKind::Paged => scratch_of(state)?,
                 // What no launch writes is read as it is.
-                StateKind::Slots | StateKind::Whole if updated.contains(&state) => resident.state_buf(state),
+                StateKind::Slots | StateKind::Whole if updated.contains(&state) => {
+                    resident.state_buf(state).map_err(failed)?
+                }
                 StateKind::Slots | StateKind::Whole => continue,
             };
-            let buf = buf.map_err(failed)?;
             if !buf.is_empty() {
                 let n_bytes = (buf.len() as usize).min(PATTERN_BYTES);
                 uploads.push((buf, state_values(placed.kind, placed.dtype, n_bytes, &mut rng)));
@@ -75,8 +83,7 @@ pub(crate) fn check(
     let paged = |state: &&usize| resident.state(**state).kind == StateKind::Paged;
     // Rows that are found through numbers which are not in the control block may be anywhere in the pool.
     for &state in touched.iter().filter(paged).filter(|s| !plan.bounds().computed.contains(s)) {
-        let scratch = resident.state_scratch(state).map_err(failed)?;
-        check = check.narrow(resident.state_buf(state).map_err(failed)?, vec![scratch]);
+        check = check.narrow(resident.state_buf(state).map_err(failed)?, vec![scratch_of(state)?]);
     }
     Ok(check)
 }
@@ -380,6 +387,15 @@ fn rows_of_several(p: &PagedBound, n_scratch: usize, context: usize, case: usize
 
 /// Blocks that single rows read and nobody writes, at most.
 pub(crate) const N_READ: usize = 4;
+
+/// Scratch blocks that a plan's rows make use of: one for each sequence, those of a piece, and those that are only read.
+fn n_scratch_of(plan: &Plan) -> usize {
+    let of = |p: &PagedBound| match p.n_seqs {
+        0 | 1 => PIECE_BLOCKS,
+        n => n + N_READ + if p.positions.len > n { PIECE_BLOCKS } else { 0 },
+    };
+    plan.bounds().paged.iter().map(of).max().unwrap_or(PIECE_BLOCKS)
+}
 
 /// Numbers of both signs around 1 for floats, zeros for everything else.
 fn values(dtype: DType, n_bytes: usize, rng: &mut Random) -> Vec<u8> {

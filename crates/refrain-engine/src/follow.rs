@@ -7,8 +7,9 @@
 use crate::core::{Chosen, Core, SequenceState, check_tokens};
 use crate::error::EngineError;
 use crate::ledger::Ledger;
-use crate::runner::{RunEnd, StepRequest, Want};
+use crate::runner::RunEnd;
 use crate::sampling::SamplingRow;
+use crate::step::{StepRequest, Want};
 use refrain_graph::StepKind;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

@@ -1,8 +1,9 @@
 //! Requests, KV blocks, sampling policy and the ledger.
 //!
 //! An [`Engine`] is a handle to a thread that owns one model on one device behind the [`Runner`] trait. Any thread
-//! submits a [`Request`] for tokens behind a prompt and reads them from a [`TokenStream`]; a [`Sequence`] keeps its KV
-//! from one request to the next. Every step is entered in the [`Ledger`]. [`BackendRunner`] makes a runner of any
+//! submits a [`Request`] for tokens behind a prompt and reads them from a [`TokenStream`]; all requests that run share
+//! each step. A [`Sequence`] keeps its KV from one request to the next and has room of its own; requests without one
+//! ([`Request::once`]) share what is left, and the KV of common beginnings. Every step is entered in the [`Ledger`]. [`BackendRunner`] makes a runner of any
 //! [`refrain_graph::Backend`]. [`Core`] is the same without the thread: one step at a time.
 //!
 //! ```no_run
@@ -29,12 +30,14 @@
 
 mod blocks; // who owns which part of the cache
 mod sampling; // how a token is chosen
+mod step; // what a step is asked
 mod runner; // one step on one device
 mod core; // prompts, tokens, positions
 mod follow; // one token after the other
 mod request; // what is asked for, and what comes back
 mod schedule; // who takes part in the next step
 mod stream; // the way from the engine to a consumer
+mod mailbox; // what the engine's thread is sent
 mod serve; // the engine's thread: steps of all who run
 mod engine; // the handle to it
 mod stop; // where a text ends
@@ -51,9 +54,8 @@ pub use ledger::{Ledger, Tally};
 pub use perplexity::{Perplexity, PerplexityOptions, perplexity};
 pub use refrain_graph::StepKind;
 pub use request::{AdapterId, FinishReason, Pace, Request, RequestId, Sequence, TokenEvent};
-pub use runner::{
-    BackendRunner, Choice, RunEnd, Runner, RunnerOptions, StepOut, StepRequest, Want, step_kind,
-};
+pub use runner::{BackendRunner, Choice, RunEnd, Runner, RunnerOptions, StepOut};
 pub use sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingError, SamplingParams, SamplingRow};
+pub use step::{StepRequest, Want, step_kind};
 pub use stop::{StopFilter, Verdict};
 pub use stream::TokenStream;

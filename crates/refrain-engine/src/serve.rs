@@ -1,175 +1,22 @@
-//! The engine's thread: what it is sent, and the steps in which it serves it.
+//! The engine's thread: the steps in which it serves what it is sent.
 
 use crate::core::{Core, SequenceState};
 use crate::engine::EngineLoad;
 use crate::error::{EngineError, Stopped};
 use crate::follow::Ahead;
-use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent, lock};
-use crate::runner::{Choice, StepRequest, Want, step_kind};
+use crate::mailbox::Mailbox;
+use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent};
+use crate::runner::Choice;
 use crate::sampling::SamplingRow;
 use crate::schedule::{ActiveRequest, ScheduleLimits, Scheduler, StepRow};
+use crate::step::{StepRequest, Want, step_kind};
 use crate::stream::{Channel, Demand};
 use refrain_graph::StepKind;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
-
-/// Something to do between two steps.
-pub(crate) type Call = Box<dyn FnOnce(&mut Server) + Send>;
-
-/// What handles and the engine's thread share.
-pub(crate) struct Mailbox {
-    mail: Mutex<Mail>,
-    came: Condvar,
-    stopped: Condvar,
-    /// Whether there is anything new. Looked at after every step, so without the lock.
-    is_new: AtomicBool,
-}
-
-/// Channels of requests that have not ended.
-type OpenChannels = Vec<(RequestId, Arc<Channel>)>;
-
-#[derive(Default)]
-struct Mail {
-    submitted: Vec<Submitted>,
-    calls: Vec<Call>,
-    n_submitted: u64,
-    /// Channels of the requests that have not ended, from the oldest.
-    open: OpenChannels,
-    is_closed: bool,
-    stopped: Option<Stopped>,
-}
-
-impl Mail {
-    fn check(&self) -> Result<(), EngineError> {
-        self.stopped.clone().map_or(Ok(()), |stopped| Err(stopped.into()))
-    }
-}
-
-impl Mailbox {
-    pub(crate) fn new() -> Mailbox {
-        Mailbox {
-            mail: Mutex::new(Mail::default()),
-            came: Condvar::new(),
-            stopped: Condvar::new(),
-            is_new: AtomicBool::new(false),
-        }
-    }
-
-    /// Adds a request if fewer than `most` are open. They are numbered in the order they come.
-    pub(crate) fn submit(
-        &self,
-        most: usize,
-        make: impl FnOnce(RequestId) -> Result<Submitted, EngineError>,
-    ) -> Result<RequestId, EngineError> {
-        self.send(|mail| {
-            let n_requests = mail.open.len();
-            if n_requests >= most {
-                return Err(EngineError::QueueFull { n_requests, most });
-            }
-            let id = RequestId(mail.n_submitted);
-            let submitted = make(id)?;
-            mail.n_submitted += 1;
-            mail.open.push((id, submitted.job.channel.clone()));
-            mail.submitted.push(submitted);
-            Ok(id)
-        })
-    }
-
-    pub(crate) fn call(&self, call: Call) -> Result<(), EngineError> {
-        self.send(|mail| {
-            mail.calls.push(call);
-            Ok(())
-        })
-    }
-
-    fn send<R>(&self, add: impl FnOnce(&mut Mail) -> Result<R, EngineError>) -> Result<R, EngineError> {
-        let mut mail = lock(&self.mail);
-        mail.check()?;
-        let added = add(&mut mail)?;
-        self.notify();
-        Ok(added)
-    }
-
-    /// Fails when the engine serves nobody any more.
-    pub(crate) fn check(&self) -> Result<(), EngineError> {
-        lock(&self.mail).check()
-    }
-
-    pub(crate) fn cancel(&self, id: RequestId) {
-        let mail = lock(&self.mail);
-        if let Some((_, channel)) = mail.open.iter().find(|(open, _)| *open == id) {
-            channel.cancel();
-            self.notify();
-        }
-    }
-
-    pub(crate) fn close(&self) {
-        lock(&self.mail).is_closed = true;
-        self.wake();
-    }
-
-    /// Makes the thread look at what its requests want.
-    pub(crate) fn wake(&self) {
-        let _mail = lock(&self.mail);
-        self.notify();
-    }
-
-    /// Only with the lock held: between its last look and its sleep the thread holds it.
-    fn notify(&self) {
-        self.is_new.store(true, Ordering::Release);
-        self.came.notify_one();
-    }
-
-    /// Why the thread has ended; waits for the end if it is near.
-    pub(crate) fn why_stopped(&self) -> Stopped {
-        let mut mail = lock(&self.mail);
-        loop {
-            match &mail.stopped {
-                Some(stopped) => return stopped.clone(),
-                None => mail = self.stopped.wait(mail).unwrap_or_else(PoisonError::into_inner),
-            }
-        }
-    }
-
-    fn is_new(&self) -> bool {
-        self.is_new.load(Ordering::Acquire)
-    }
-
-    /// Waits until there is something new.
-    fn wait(&self) {
-        let mut mail = lock(&self.mail);
-        while !self.is_new() {
-            mail = self.came.wait(mail).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// All that is new, if anything is, and whether the engine is to end.
-    fn take(&self) -> Option<(Vec<Submitted>, Vec<Call>, bool)> {
-        if !self.is_new() {
-            return None;
-        }
-        let mut mail = lock(&self.mail);
-        self.is_new.store(false, Ordering::Release);
-        Some((std::mem::take(&mut mail.submitted), std::mem::take(&mut mail.calls), mail.is_closed))
-    }
-
-    fn ended(&self, id: RequestId) {
-        lock(&self.mail).open.retain(|(open, _)| *open != id);
-    }
-
-    /// From here on nothing is taken in; gives what nobody has looked at, and the channels of all that has not ended.
-    fn stop(&self, why: &Stopped) -> (Vec<Submitted>, Vec<Call>, OpenChannels) {
-        let mut mail = lock(&self.mail);
-        mail.stopped = Some(why.clone());
-        self.stopped.notify_all();
-        let open = std::mem::take(&mut mail.open);
-        (std::mem::take(&mut mail.submitted), std::mem::take(&mut mail.calls), open)
-    }
-}
 
 /// The life of the engine's thread.
 pub(crate) fn serve(core: Core, mailbox: &Mailbox) {
@@ -204,6 +51,10 @@ pub(crate) struct Submitted {
 }
 
 impl Submitted {
+    pub(crate) fn channel(&self) -> &Arc<Channel> {
+        &self.job.channel
+    }
+
     pub(crate) fn new(
         id: RequestId,
         held: Option<HeldSequence>,

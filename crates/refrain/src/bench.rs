@@ -8,7 +8,9 @@ use crate::session::{Device, SessionOptions};
 use refrain_cpu::CpuBackend;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{Status, Timeline};
-use refrain_engine::{Engine, Request, SamplingParams, Sequence, StepKind, Tally, TokenEvent, TokenStream};
+use refrain_engine::{
+    Engine, Request, RunnerOptions, SamplingParams, Sequence, StepKind, Tally, TokenEvent, TokenStream,
+};
 use refrain_formats::ModelFiles;
 use refrain_graph::SegmentKind;
 use refrain_models::{NamedShape, QuantMix};
@@ -195,8 +197,8 @@ pub fn bench(
     progress("loading");
     let most_seqs = seqs.iter().copied().max().unwrap_or(0);
     let room = |context: usize| Room {
-        // One more for the sequence that is measured alone.
-        n_positions: (most_seqs + 1) * context,
+        // Whole blocks for each, and for the sequence that is measured alone.
+        n_positions: (most_seqs + 1) * context.next_multiple_of(RunnerOptions::default().kv_block),
         max_seqs: most_seqs.max(1),
         max_requests: most_seqs.max(1),
         context,

@@ -37,3 +37,13 @@ fn a_bench_measures_as_often_as_asked_and_counts_the_bytes_that_a_token_reads() 
     let at = |middle| traffic.weight_bytes + traffic.kv_bytes(middle);
     assert_eq!(read, [(32, at(36)), (5, at(9))]);
 }
+
+#[test]
+fn sequences_that_fill_no_whole_blocks_have_room_beside_the_one_that_is_measured_alone() {
+    let model = Model::builtin().unwrap();
+    let session = SessionOptions { device: Device::Cpu { threads: Some(1) }, ..SessionOptions::default() };
+    let (depths, seqs) = (vec![1], vec![1]);
+    let options = BenchOptions { session, n_prompt: 0, n_decode: 20, depths, seqs, repeats: 1 };
+    let report = bench(&BenchTarget::Model(&model), &options, |_| {}).unwrap();
+    assert_eq!(report.batches[0].speed.0.len(), 1);
+}
