@@ -19,6 +19,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "refrain-graph",
             "refrain-models",
             "refrain-tensor",
+            "refrain-train",
         ],
     ),
     (

@@ -297,6 +297,10 @@ impl Backend for CudaBackend {
         lower::supports(query)
     }
 
+    fn adds(&self) -> bool {
+        true
+    }
+
     fn fuses(&self, query: &GroupQuery<'_>) -> Fusion {
         group::fuses(query, self.worker.device().info())
     }

@@ -66,6 +66,7 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         | Op::Accumulate => None,
         Op::SpanAttention(_) => train_products::unsupported_attention(&ins[0]),
         Op::Train(TrainOp::SpanAttentionGrad(_)) => train_products::unsupported_attention(&ins[1]),
+        Op::Train(TrainOp::AddProduct) => train_products::unsupported_product(&ins[1], &ins[2]),
         Op::Train(_) => None,
         Op::MatMul => train_products::unsupported_product(&ins[0], &ins[1]),
         Op::GatherRows(to) => {
@@ -318,7 +319,7 @@ impl Lowering<'_> {
                 launches.push(k.softmax(&SoftmaxArgs { x, y: out(0)?, n_rows, n_cols, step: label })?);
             }
             // Those of F32 rows with a weight are tasks of their own.
-            Op::MatMul => launches.push(self.product_of_values(step)?),
+            Op::MatMul | Op::Train(TrainOp::AddProduct) => launches.push(self.product_of_values(step)?),
             Op::GatherRows(_) => {
                 let table = step.inputs[0].layout.shape();
                 let packed = self.resident.is_packed(self.plan, &step.inputs[0]);

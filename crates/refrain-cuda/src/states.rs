@@ -200,6 +200,7 @@ fn put_training(plan: &Plan, block: &mut [u8], case: usize, rng: &mut Random) {
             | TrainOp::GateGrad(_)
             | TrainOp::SoftmaxGrad
             | TrainOp::RmsNormGrad { .. }
+            | TrainOp::AddProduct
             | TrainOp::SpanAttentionGrad(_)
             | TrainOp::CrossEntropy
             | TrainOp::SumSquares => {}

@@ -3,6 +3,8 @@
 //! The one walk over the groups. What comes out names nodes and areas of scratch, not addresses: it says how much scratch
 //! the plan needs, and is turned into launches each time memory is planned.
 
+use std::ops::Range;
+
 use refrain_driver::api::DeviceInfo;
 use refrain_graph::{
     Attend, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer, ProductPart, Products, RopeAppend,
@@ -12,7 +14,7 @@ use refrain_kernels::{
     BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, attention_scratch_bytes,
     attention_splits, few_bytes, sample_scratch_bytes, sample_state_bytes, unaligned_rows,
 };
-use refrain_tensor::DType;
+use refrain_tensor::{DType, Layout};
 
 use crate::attend::{NO_CHAIN, Sizes};
 use crate::fused::{RowProducts, is_single, sets};
@@ -197,6 +199,7 @@ impl<'a> Choice<'a> {
         }
         match &step.op {
             Op::View(_) | Op::HostCall(_) => {}
+            Op::Train(TrainOp::AddProduct) => self.product_of_values(node),
             Op::MatMul if multiplies_values(self.plan, step) => self.product_of_values(node),
             Op::MatMul => self.wide(&[node]),
             Op::Attention(_) if self.takes_flash(step) => self.push(Task::Flash(node)),
@@ -208,9 +211,10 @@ impl<'a> Choice<'a> {
                 self.tasks.choice_bytes = self.tasks.choice_bytes.max(sample_state_bytes(n));
                 self.push(Task::Op(node));
             }
+            Op::SpanAttention(_) => self.span_attention(node, 0..3),
             Op::Train(TrainOp::SpanAttentionGrad(_)) => {
                 self.own(attention_grad_scratch(step));
-                self.push(Task::Op(node));
+                self.span_attention(node, 0..4);
             }
             Op::Copy
             | Op::Cast(_)
@@ -223,7 +227,6 @@ impl<'a> Choice<'a> {
             | Op::PlaceColumns { .. }
             | Op::Pad { .. }
             | Op::ScatterAddRows { .. }
-            | Op::SpanAttention(_)
             | Op::Train(_)
             | Op::Softmax
             | Op::GatherRows(_)
@@ -251,6 +254,16 @@ impl<'a> Choice<'a> {
                 self.push(Task::Op(node));
             }
         }
+    }
+
+    /// Attention among rows or its gradient, with the rows of heads among its operands.
+    fn span_attention(&mut self, node: NodeId, heads: Range<usize>) {
+        let step = self.step(node);
+        let is_grad = heads.len() > 3;
+        let layouts: Vec<Layout> = step.inputs[heads].iter().map(|operand| operand.layout).collect();
+        let obstacle = self.by.kernels.span_obstacle(step.inputs[0].dtype, &layouts, is_grad);
+        obstacle.into_iter().for_each(|because| self.tell(&step.label, EXACT, because));
+        self.push(Task::Op(node));
     }
 
     /// Attention by the kernel that splits a context among blocks.

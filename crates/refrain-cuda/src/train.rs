@@ -32,6 +32,7 @@ pub(crate) fn scratch_bytes(step: &Step) -> u64 {
             | TrainOp::SoftmaxGrad
             | TrainOp::RopeGrad(_)
             | TrainOp::SpanAttentionGrad(_)
+            | TrainOp::AddProduct
             | TrainOp::CrossEntropy
             | TrainOp::Dropout(_)
             | TrainOp::AdamW(_),
@@ -192,13 +193,14 @@ impl Lowering<'_> {
                     step: &step.label,
                 })?);
             }
-            TrainOp::RmsNormGrad { eps } => {
+            TrainOp::RmsNormGrad { eps, adds } => {
                 let [n_rows, n_cols] = self.rows(&step.outputs[0]);
                 let args = RmsNormGradArgs {
                     dy: self.view(&step.inputs[0])?,
                     x: self.view(&step.inputs[1])?,
                     w: self.norm_weights(step, 2)?,
                     dx: self.out(step, 0)?,
+                    more: if *adds { Some(self.dense(step, &step.inputs[3])?) } else { None },
                     dw: self.out(step, 1)?,
                     dw_dtype: step.outputs[1].dtype,
                     scratch: self.own_scratch(step)?,
@@ -226,7 +228,7 @@ impl Lowering<'_> {
                 self.kernels.sum_squares(&args, launches)?;
             }
             TrainOp::AdamW(adam) => self.adamw(step, adam, launches)?,
-            TrainOp::SpanAttentionGrad(_) => return Ok(false),
+            TrainOp::SpanAttentionGrad(_) | TrainOp::AddProduct => return Ok(false),
         }
         Ok(true)
     }

@@ -7,7 +7,9 @@
 use std::sync::Arc;
 
 use refrain_driver::Launch;
-use refrain_graph::{GroupQuery, Operand, Place, Plan, Products, Seen, SpanAttention, Step, TensorType};
+use refrain_graph::{
+    GroupQuery, Op, Operand, Place, Plan, Products, Seen, SpanAttention, Step, TensorType, TrainOp,
+};
 use refrain_kernels::{
     BlasLt, BlasLtProduct, KernelError, LINEAR_DTYPES, MATMUL_DTYPES, MAX_SPAN_HEAD_DIM, MatMulArgs,
     PACKED_DTYPES, SpanArgs, SpanGradArgs, library_product, span_grad_scratch_bytes,
@@ -40,6 +42,14 @@ pub(crate) fn attention_grad_scratch(step: &Step) -> u64 {
     span_grad_scratch_bytes(q.dims()[0], q.dims()[1])
 }
 
+/// What is added to a product, if anything, and its factors.
+fn factors(step: &Step) -> (Option<&Operand>, [&Operand; 2]) {
+    match step.op {
+        Op::Train(TrainOp::AddProduct) => (Some(&step.inputs[0]), [&step.inputs[1], &step.inputs[2]]),
+        _ => (None, [&step.inputs[0], &step.inputs[1]]),
+    }
+}
+
 /// Whether a product is one of values rather than of F32 rows with a weight.
 fn is_of_values(a: DType, b: DType, b_layout: &Layout, is_weight: bool) -> bool {
     let as_declared =
@@ -49,7 +59,7 @@ fn is_of_values(a: DType, b: DType, b_layout: &Layout, is_weight: bool) -> bool 
 
 /// The same of a step.
 pub(crate) fn multiplies_values(plan: &Plan, step: &Step) -> bool {
-    let [a, b] = [&step.inputs[0], &step.inputs[1]];
+    let (_, [a, b]) = factors(step);
     let is_weight = matches!(plan.buffer(b.buffer).place, Place::Weight(_));
     is_of_values(a.dtype, b.dtype, &b.layout, is_weight)
 }
@@ -64,7 +74,7 @@ pub(crate) fn multiply_values(query: &GroupQuery<'_>, products: &Products) -> bo
 
 /// Why the library does not take a product of values.
 pub(crate) fn refused_by_library(blas: &BlasLt, step: &Step) -> Option<String> {
-    let [a, b]: [&Operand; 2] = [&step.inputs[0], &step.inputs[1]];
+    let (_, [a, b]) = factors(step);
     match library_product(&a.layout, &b.layout, a.dtype) {
         Err(because) => Some(because),
         Ok(shape) => blas.check(shape).err().map(|error| error.to_string()),
@@ -74,9 +84,11 @@ pub(crate) fn refused_by_library(blas: &BlasLt, step: &Step) -> Option<String> {
 impl Lowering<'_> {
     /// A product of values by a kernel of this engine.
     pub(crate) fn product_of_values(&self, step: &Step) -> Result<Launch, KernelError> {
-        let (a, b) = (self.view(&step.inputs[0])?, self.view(&step.inputs[1])?);
+        let (c, [a, b]) = factors(step);
+        let (a, b) = (self.view(a)?, self.view(b)?);
+        let c = c.map(|c| self.dense(step, c)).transpose()?;
         let y = self.dense(step, &step.outputs[0])?;
-        self.kernels.matmul(&MatMulArgs { a, b, y, step: &step.label })
+        self.kernels.matmul(&MatMulArgs { a, b, y, c, step: &step.label })
     }
 
     /// The same by the library. Its rehearsal is the product itself: whatever is where the result will be is of no use
@@ -86,7 +98,8 @@ impl Lowering<'_> {
         blas: &Arc<BlasLt>,
         step: &Step,
     ) -> Result<BlasLtProduct, KernelError> {
-        let (a, b) = (self.view(&step.inputs[0])?, self.view(&step.inputs[1])?);
+        let (c, [a, b]) = factors(step);
+        let (a, b) = (self.view(a)?, self.view(b)?);
         let refuse = |because: String| KernelError::Unsupported {
             op: "matmul",
             dtype: a.dtype,
@@ -99,7 +112,11 @@ impl Lowering<'_> {
             view.buf.slice(start, view.buf.len().saturating_sub(start))
         };
         let y = self.dense(step, &step.outputs[0])?;
-        blas.product(shape, [from(&a)?, from(&b)?, y, self.areas.library], &step.label)
+        let product = blas.product(shape, [from(&a)?, from(&b)?, y, self.areas.library], &step.label)?;
+        match c {
+            Some(c) => product.adding(self.dense(step, c)?),
+            None => Ok(product),
+        }
     }
 
     /// Attention among rows.

@@ -5,12 +5,12 @@ mod rig;
 use refrain_cuda::{CudaBackend, CudaOptions, GraphMode};
 use refrain_driver::{Device, Method};
 use refrain_engine::{
-    BackendRunner, Chosen, Engine, EngineOptions, Pace, Request, Runner, RunnerOptions, SamplingParams,
-    SamplingRow, StepKind, StepOut, StepRequest, TokenEvent, Want,
+    BackendRunner, Chosen, Engine, EngineError, EngineOptions, Pace, Request, Runner, RunnerOptions,
+    SamplingParams, SamplingRow, StepKind, StepOut, StepRequest, TokenEvent, Want,
 };
-use refrain_graph::Ran;
+use refrain_graph::{Ran, RunError};
 use refrain_tensor::DType;
-use rig::{gpu, gpu_turn, model, options, sim};
+use rig::{goldens, gpu, gpu_turn, model, options, sim};
 
 const KV_BLOCK: usize = 16;
 const MAX_BLOCKS: usize = 4;
@@ -202,6 +202,63 @@ fn an_engine_serves_many(device: Device) {
     assert_eq!(device.take_reports(), Vec::<String>::new());
 }
 
+/// Every block is used by several requests, some of which leave nothing but NaN in it.
+fn nan_stays_with_its_request(device: Device) {
+    const POISON: u32 = 7;
+    let backend = CudaBackend::on(&device, cuda_options(GraphMode::Require)).unwrap();
+    let runner = RunnerOptions { n_positions: 12 * KV_BLOCK, ..runner_options() };
+    let model = goldens::poisoned_model("llama", POISON as usize);
+    let runner = BackendRunner::new(backend, model, runner).unwrap();
+    let engine = Engine::new(Box::new(runner), EngineOptions::default()).unwrap();
+    let request = |idx: u32, poisoned: bool| {
+        // Of all other tokens none is the one.
+        let mut prompt: Vec<u32> = (0..5 + 3 * (idx % 8)).map(|i| 20 + (idx + 5 * i) % 80).collect();
+        if poisoned {
+            let middle = prompt.len() / 2;
+            prompt[middle] = POISON;
+        }
+        let mut request = Request::once(prompt);
+        (request.sampling, request.max_tokens) = (SamplingParams::greedy(), 3 + idx as usize % 9);
+        request.sampling.logit_bias = vec![(POISON, f32::NEG_INFINITY)];
+        request
+    };
+    let collect = |stream: refrain_engine::TokenStream| {
+        let mut tokens = Vec::new();
+        for event in stream {
+            match event {
+                Ok(TokenEvent::Token { token, .. }) => tokens.push(token),
+                Ok(TokenEvent::Prompt { .. } | TokenEvent::End(_)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(tokens)
+    };
+    let want: Vec<_> =
+        (0..20).map(|idx| collect(engine.submit(request(idx, false)).unwrap()).unwrap()).collect();
+    for round in 0..3 {
+        let submitted: Vec<_> = (0..20)
+            .map(|idx| {
+                let poisoned = (idx + round) % 3 == 0;
+                (idx, poisoned, engine.submit(request(idx, poisoned)).unwrap())
+            })
+            .collect();
+        for (idx, poisoned, stream) in submitted {
+            match (poisoned, collect(stream)) {
+                (true, Err(EngineError::NonFinite { .. })) => {}
+                (false, Ok(tokens)) => assert_eq!(tokens, want[idx as usize], "request {idx}, round {round}"),
+                (_, other) => panic!("request {idx}, round {round}: {other:?}"),
+            }
+        }
+    }
+    assert_eq!(engine.load().unwrap().blocks.used, 0);
+    assert_eq!(device.take_reports(), Vec::<String>::new());
+}
+
+#[test]
+fn logits_that_are_not_finite_fail_one_request_and_what_it_leaves_harms_nobody() {
+    nan_stays_with_its_request(sim("").1);
+}
+
 #[test]
 fn steps_of_several_sequences_replay_as_they_run_eagerly_and_say_what_each_says_alone() {
     replayed_equals_eager_and_each_alone(|| sim("").1);
@@ -217,6 +274,13 @@ mod on_a_gpu {
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+    fn logits_that_are_not_finite_fail_one_request() {
+        let _turn = gpu_turn();
+        nan_stays_with_its_request(gpu());
+    }
+
+    #[test]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
     fn steps_of_several_sequences_replay_as_they_run_eagerly() {
         let _turn = gpu_turn();
         replayed_equals_eager_and_each_alone(gpu);
@@ -228,4 +292,63 @@ mod on_a_gpu {
         let _turn = gpu_turn();
         an_engine_serves_many(gpu());
     }
+}
+
+/// What goes wrong now and then. All but the last leave a device that goes on.
+const FAULTS: [&str; 8] = [
+    "",
+    "on every 3rd instantiate: out of memory",
+    "on every 5th begin_capture: fail 900",
+    "on every 40th replay: fail 1",
+    "on every 300th launch: fail 1",
+    "on every 2nd end_capture: fail 901",
+    "on every 90th launch: invalidate",
+    "on 900th launch: illegal address",
+];
+
+#[test]
+fn faults_in_the_middle_of_a_batch_leave_no_request_without_an_answer_and_lose_no_block() {
+    let mut n_tokens = 0;
+    for (round, faults) in FAULTS.into_iter().enumerate() {
+        let (_, device) = sim(faults);
+        let backend = CudaBackend::on(&device, cuda_options(GraphMode::Auto)).unwrap();
+        let runner = RunnerOptions { n_positions: 9 * KV_BLOCK, ..runner_options() };
+        let runner = BackendRunner::new(backend, model("llama"), runner).unwrap();
+        let engine = Engine::new(Box::new(runner), EngineOptions::default()).unwrap();
+        let mut streams = Vec::new();
+        for idx in 0..30u32 {
+            let mut request = Request::once((0..2 + idx % 11).map(|i| (7 * idx + 5 * i) % 100).collect());
+            request.max_tokens = 3 + (idx as usize * 7 + round) % 25;
+            if let Ok(stream) = engine.submit(request) {
+                streams.push(stream);
+            }
+            if idx % 7 == 3 {
+                engine.cancel(streams[idx as usize / 2].id());
+            }
+        }
+        let mut n_lost = 0;
+        for stream in streams {
+            let mut last = None;
+            for event in stream {
+                n_tokens += usize::from(matches!(event, Ok(TokenEvent::Token { .. })));
+                last = Some(event);
+            }
+            match last {
+                Some(Ok(TokenEvent::End(_))) => {}
+                Some(Err(EngineError::Stopped(_) | EngineError::Run(RunError::ContextLost { .. }))) => {
+                    n_lost += 1
+                }
+                Some(Err(_)) => {}
+                other => panic!("{faults:?}: {other:?}"),
+            }
+        }
+        match engine.load() {
+            Ok(load) => {
+                assert_eq!((load.blocks.used, load.n_running, load.n_waiting), (0, 0, 0), "{faults:?}");
+                assert_eq!(n_lost, 0, "{faults:?}");
+            }
+            Err(error) => assert!(faults.contains("illegal") && n_lost > 0, "{faults:?}: {error}"),
+        }
+    }
+    assert!(n_tokens > 1500, "{n_tokens}");
 }

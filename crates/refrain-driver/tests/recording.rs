@@ -284,6 +284,36 @@ both! {
     }
 }
 
+both! {
+    fn addresses_in_a_structure_are_resolved_checked_and_ordered_like_arguments(bed) {
+        let step = bed.step.clone();
+        // The kernel's second parameter is a pointer: a structure of eight bytes that holds one.
+        let add = |x: Buf| {
+            let add = LaunchBuilder::new(&step.add, N / 64, 64).step("table").write(step.c);
+            built(add.table(Baked(&[0_u64]), vec![(0, x, Access::Read)]).read(step.a).baked(Baked(N)))
+        };
+        for method in METHODS {
+            let graph = bed.stream.record(&bed.memory, method, &RecordOptions::named("table"), |q| {
+                q.launch(&step.fill(step.b, 7))?;
+                q.launch(&add(step.b))
+            });
+            let graph = graph.unwrap();
+            let edges: Vec<(u32, u32)> = graph.info().edges.iter().map(|e| (e.0, e.1)).collect();
+            assert_eq!(edges, [(0, 1)], "{method}");
+            bed.set_input(5).unwrap();
+            graph.replay(&mut bed.lease, &mut bed.stream).unwrap();
+            assert_eq!(bed.read(step.c).unwrap(), vec![12; N as usize], "{method}");
+        }
+        let accesses: Vec<(Buf, Access)> = add(step.b).accesses().collect();
+        assert_eq!(accesses.len(), 3);
+        assert_eq!(accesses[1].1, Access::Read);
+        let gone = add(Memory::buf_of_nothing());
+        let refused = bed.stream.run(&mut bed.lease, true, |q| q.launch(&gone)).map(|_| ()).unwrap_err();
+        assert!(matches!(refused, DriverError::ForeignMemory { .. }), "{refused}");
+        assert_eq!(bed.device.take_reports(), Vec::<String>::new());
+    }
+}
+
 trait BufOfNothing {
     fn buf_of_nothing() -> Buf;
 }

@@ -352,6 +352,10 @@ impl Table {
         self.n_promised.is_some()
     }
 
+    pub(crate) fn root(&self) -> u64 {
+        self.root
+    }
+
     /// What is shared is shared among tables of one root.
     pub(crate) fn set_root(&mut self, root: u64) {
         debug_assert!(self.names.is_empty(), "its blocks have names of another root");

@@ -4,7 +4,8 @@
 //! A waiting request is admitted when its prompt and one more block fit. When a running one needs a block and there is
 //! none, the newest of the lowest priority is preempted: it gives its blocks up and evaluates its tokens again later,
 //! with what the prefix cache still holds of them. A waiting request takes room only from lower priorities, and from
-//! requests whose consumers have enough for now.
+//! requests whose consumers have enough for now. One whose beginning another request is evaluating waits for it: requests
+//! for several answers to one prompt evaluate it once.
 //!
 //! Why it always goes on: the oldest request of the highest priority is never preempted for another one, and a request
 //! that could not finish alone is refused, so that one ends. A preempted request comes back only when another one has
@@ -81,6 +82,19 @@ impl ActiveRequest {
     /// Who goes first among those that run. Requests are numbered in the order they come.
     fn rank(&self) -> (Reverse<i32>, RequestId) {
         (Reverse(self.priority), self.id)
+    }
+
+    /// Whether it evaluates, in steps to come, whole blocks that another request begins with and does not hold.
+    fn is_about_to_hold_more_of(&self, other: &ActiveRequest) -> bool {
+        let may_share = self.shares && other.shares && self.state.table.root() == other.state.table.root();
+        // The last token of the other one is evaluated in any case.
+        let usable = &other.tokens[..other.tokens.len() - 1];
+        let n_common = self.tokens.iter().zip(usable).take_while(|(a, b)| a == b).count();
+        let kv_block = self.state.table.kv_block();
+        let n_shared = n_common / kv_block * kv_block;
+        may_share
+            && !self.is_paused
+            && n_shared > other.state.tokens.len().max(self.state.tokens.len() / kv_block * kv_block)
     }
 
     /// Gives up its blocks.
@@ -251,8 +265,11 @@ impl Scheduler {
 
     /// Whose blocks can be had: of those that may be asked, the paused first, then the lowest rank.
     fn victim(&self, may_ask: impl Fn(&ActiveRequest) -> bool) -> Option<RequestId> {
-        let slots = self.running.iter().filter(|active| !active.state.table.is_promised() && may_ask(active));
-        slots.max_by_key(|active| (active.is_paused, active.rank())).map(|active| active.id)
+        let holders = self.running.iter().filter(|active| !active.state.table.is_promised());
+        holders
+            .filter(|active| may_ask(active))
+            .max_by_key(|active| (active.is_paused, active.rank()))
+            .map(|active| active.id)
     }
 
     /// Makes a running request wait again, without its blocks and without the row it may have.
@@ -278,6 +295,13 @@ impl Scheduler {
             active.state.tokens.clear();
             active.state.tokens.extend_from_slice(&active.tokens[..n_held]);
         }
+        let active = &self.waiting[at];
+        if self.running.iter().any(|other| other.is_about_to_hold_more_of(active)) {
+            // What it would evaluate is being evaluated.
+            self.waiting[at].clear();
+            return false;
+        }
+        let active = &mut self.waiting[at];
         let one_more = active.tokens.len() + active.state.table.kv_block();
         let fits = active.state.table.fit(one_more.min(active.n_positions).max(active.tokens.len()));
         let Err(error) = fits else {

@@ -147,11 +147,14 @@ impl Mailbox {
         }
     }
 
-    /// All that is new, and whether the engine is to end.
-    fn take(&self) -> (Vec<Submitted>, Vec<Call>, bool) {
+    /// All that is new, if anything is, and whether the engine is to end.
+    fn take(&self) -> Option<(Vec<Submitted>, Vec<Call>, bool)> {
+        if !self.is_new() {
+            return None;
+        }
         let mut mail = lock(&self.mail);
         self.is_new.store(false, Ordering::Release);
-        (std::mem::take(&mut mail.submitted), std::mem::take(&mut mail.calls), mail.is_closed)
+        Some((std::mem::take(&mut mail.submitted), std::mem::take(&mut mail.calls), mail.is_closed))
     }
 
     fn ended(&self, id: RequestId) {
@@ -247,13 +250,14 @@ impl Server {
     /// Serves until nobody is left, or until the device is lost.
     fn serve_all(&mut self, mailbox: &Mailbox) -> Stopped {
         loop {
-            let (submitted, calls, is_closed) = mailbox.take();
-            submitted.into_iter().for_each(|submitted| self.take_in(submitted));
-            if is_closed {
-                return Stopped::Closed;
+            if let Some((submitted, calls, is_closed)) = mailbox.take() {
+                submitted.into_iter().for_each(|submitted| self.take_in(submitted));
+                if is_closed {
+                    return Stopped::Closed;
+                }
+                calls.into_iter().for_each(|call| call(self));
+                self.look_at_demand(mailbox);
             }
-            calls.into_iter().for_each(|call| call(self));
-            self.look_at_demand(mailbox);
             let plan = self.scheduler.plan();
             for (active, error) in plan.refused {
                 mailbox.ended(active.id);
@@ -280,7 +284,8 @@ impl Server {
         self.scheduler.submit(active);
     }
 
-    /// Ends what nobody wants any more, and leaves out for now who has enough.
+    /// Ends what nobody wants any more, and leaves out for now who has enough. Consumers that change their mind are news;
+    /// what they want after an event is known when it is passed on.
     fn look_at_demand(&mut self, mailbox: &Mailbox) {
         let ids: Vec<RequestId> = self.jobs.keys().copied().collect();
         for id in ids {
@@ -321,6 +326,7 @@ impl Server {
                 active.state.table.publish(&active.state.tokens);
             }
             let (demand, finish) = job.chosen(choice, took, &active.state);
+            active.is_paused = demand == Demand::Pause;
             if let Some(finish) = finish {
                 self.end(mailbox, id, finish);
                 return Ok(());
@@ -393,13 +399,13 @@ impl Server {
         let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
             return Ok(());
         };
-        match choice {
-            Some(choice) => {
-                if let (_, Some(finish)) = job.chosen(choice, took, &active.state) {
-                    self.end(mailbox, row.id, finish);
-                }
-            }
-            None => job.evaluated(active.state.tokens.len(), took),
+        let (demand, finish) = match choice {
+            Some(choice) => job.chosen(choice, took, &active.state),
+            None => (job.evaluated(active.state.tokens.len(), took), None),
+        };
+        active.is_paused = demand == Demand::Pause;
+        if let Some(finish) = finish {
+            self.end(mailbox, row.id, finish);
         }
         Ok(())
     }
@@ -474,13 +480,14 @@ impl Job {
         decoded.map(|(chosen, took)| (Choice { chosen, top: Vec::new() }, took))
     }
 
-    /// Passes a piece of a prompt on.
-    fn evaluated(&mut self, n_done: usize, took: Duration) {
+    /// Passes a piece of a prompt on; what the consumer wants next.
+    fn evaluated(&mut self, n_done: usize, took: Duration) -> Demand {
         self.prefill += took;
-        // Behind the prompt, tokens are evaluated a second time after a preemption.
-        if self.n_chosen == 0 {
-            let n_tokens = self.request.prompt.len();
-            self.channel.push(Ok(TokenEvent::Prompt { n_done, n_tokens }));
+        let n_tokens = self.request.prompt.len();
+        match self.n_chosen {
+            0 => self.channel.push(Ok(TokenEvent::Prompt { n_done, n_tokens })),
+            // Behind the prompt, tokens are evaluated a second time after a preemption.
+            _ => self.channel.demand(),
         }
     }
 

@@ -239,6 +239,12 @@ pub trait Backend {
         Fusion::Smaller
     }
 
+    /// Whether products of values and gradients of norms can be added to what is there: [`crate::join_sums`] is of use
+    /// then.
+    fn adds(&self) -> bool {
+        false
+    }
+
     /// Brings weights to the device; `tensors` are in the order of `weights`.
     fn load(&self, weights: &[Weight], tensors: Vec<HostTensor>) -> Result<Self::Weights, RunError>;
 

@@ -3,6 +3,7 @@
 use crate::graph::{Graph, NodeId, Origin, ValueId};
 use crate::op::{Binary, Gate, Op, Unary};
 use crate::schedule::{Dependencies, is_view, source};
+use crate::train_op::TrainOp;
 use crate::{GraphBuilder, GraphError};
 use std::collections::HashMap;
 
@@ -24,6 +25,74 @@ pub fn fuse(graph: &Graph) -> Result<Graph, GraphError> {
         }
     }
     rebuilt.finish()
+}
+
+/// Joins a sum of two gradients with what makes one of them, where that is a product of values or the gradient of a
+/// norm, for backends whose kernels add to what is there ([`crate::Backend::adds`]). The sum is rounded once less.
+pub fn join_sums(graph: &Graph) -> Result<Graph, GraphError> {
+    let live = live_nodes(graph);
+    let order: Vec<NodeId> = Dependencies::of(graph).canonical().into_iter().map(NodeId::from_idx).collect();
+    let uses = Uses::of(graph, &order, &live);
+    let mut joins = Joins { at: HashMap::new(), absorbed: vec![false; graph.nodes().len()] };
+    let mut place = vec![0; graph.nodes().len()];
+    order.iter().enumerate().for_each(|(at, id)| place[id.idx()] = at);
+    for &id in order.iter().filter(|id| live[id.idx()]) {
+        if let Some((other, joined)) = add_to_made(graph, id, &uses, &joins, &place) {
+            joins.absorbed[other.idx()] = true;
+            joins.at.insert(id, joined);
+        }
+    }
+    let mut rebuilt = Rebuilt::new(graph)?;
+    for &id in order.iter().filter(|id| live[id.idx()] && !joins.absorbed[id.idx()]) {
+        let node = graph.node(id);
+        match joins.at.get(&id) {
+            Some(joined) => rebuilt.push(joined.op.clone(), &joined.inputs, &joined.outputs, &node.label)?,
+            None => rebuilt.push(node.op.clone(), &node.inputs, &node.outputs, &node.label)?,
+        }
+    }
+    rebuilt.finish()
+}
+
+/// A sum, one part of which is the first output of a node that nobody else reads.
+fn add_to_made(
+    graph: &Graph,
+    add: NodeId,
+    uses: &Uses,
+    joins: &Joins,
+    place: &[usize],
+) -> Option<(NodeId, Joined)> {
+    let node = graph.node(add);
+    if !matches!(node.op, Op::Binary(Binary::Add)) {
+        return None;
+    }
+    let &[left, right] = node.inputs.as_slice() else { return None };
+    if graph.value(left).ty != graph.value(right).ty || left == right {
+        return None;
+    }
+    [(right, left), (left, right)].into_iter().find_map(|(made, other)| {
+        let Origin::Node { node: maker, output: 0 } = graph.value(made).origin else { return None };
+        let by = graph.node(maker);
+        if !uses.is_only(made, add) || joins.at.contains_key(&maker) || joins.absorbed[maker.idx()] {
+            return None;
+        }
+        let outputs = node.outputs.clone();
+        if matches!(by.op, Op::MatMul) {
+            let [a, b] = [by.inputs[0], by.inputs[1]];
+            let of_weight = matches!(graph.value(source(graph, b)).origin, Origin::Weight(_));
+            let dtype = graph.value(made).ty.dtype;
+            let types = [a, b].map(|value| graph.value(value).ty);
+            let fits = types.iter().all(|ty| ty.shape.rank() == 2 && ty.dtype == dtype);
+            let joined = Joined { op: Op::Train(TrainOp::AddProduct), inputs: vec![other, a, b], outputs };
+            return (!of_weight && fits).then_some((maker, joined));
+        }
+        let Op::Train(TrainOp::RmsNormGrad { eps, adds: false }) = by.op else { return None };
+        // The gradient of the weights comes later then; nobody may read it before.
+        let later = uses.of_value(by.outputs[1]).iter().all(|reader| place[reader.idx()] > place[add.idx()]);
+        let op = Op::Train(TrainOp::RmsNormGrad { eps, adds: true });
+        let inputs = [by.inputs.as_slice(), &[other]].concat();
+        let outputs = vec![outputs[0], by.outputs[1]];
+        later.then_some((maker, Joined { op, inputs, outputs }))
+    })
 }
 
 /// The new graph, and where in it the values of the old one are.

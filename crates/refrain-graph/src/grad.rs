@@ -317,7 +317,7 @@ impl<'b> Backward<'b> {
                 Ok(vec![None, Some(self.one(gather, &[dy, ins[0]], &label)?)])
             }
             Op::RmsNorm { eps } => {
-                let op = Op::Train(TrainOp::RmsNormGrad { eps: *eps });
+                let op = Op::Train(TrainOp::RmsNormGrad { eps: *eps, adds: false });
                 let made = self.builder.node(op, &[dy, ins[0], ins[1]], &label)?;
                 Ok(vec![Some(made[0]), Some(made[1])])
             }
@@ -364,6 +364,7 @@ impl<'b> Backward<'b> {
                 | TrainOp::GateGrad(_)
                 | TrainOp::SoftmaxGrad
                 | TrainOp::RmsNormGrad { .. }
+                | TrainOp::AddProduct
                 | TrainOp::RopeGrad(_)
                 | TrainOp::SpanAttentionGrad(_)
                 | TrainOp::SumSquares,
@@ -535,7 +536,7 @@ impl<'b> Backward<'b> {
         if let Some(adjoint) = dys[1] {
             let dy = self.materialise(adjoint, node.outputs[1])?;
             let x = self.current(node.outputs[0]);
-            let op = Op::Train(TrainOp::RmsNormGrad { eps });
+            let op = Op::Train(TrainOp::RmsNormGrad { eps, adds: false });
             let made = self.builder.node(op, &[dy, x, ins[2]], label)?;
             sum = Some(match sum {
                 Some(sum) => self.builder.add(sum, made[0])?,

@@ -38,7 +38,7 @@ pub use bounds::{Bounds, IdBound, OutOfBounds, PagedBound, SpanBound};
 pub use control::{ControlBlock, ControlError, ControlLayout, Slot};
 pub use crossing::Crossing;
 pub use facts::Seen;
-pub use fuse::fuse;
+pub use fuse::{fuse, join_sums};
 pub use grad::{GradError, Recompute};
 pub use graph::{
     Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Origin, Output, State, StateId, StateKind,

@@ -264,6 +264,7 @@ impl Op {
                 | TrainOp::GateGrad(_)
                 | TrainOp::SoftmaxGrad
                 | TrainOp::RmsNormGrad { .. }
+                | TrainOp::AddProduct
                 | TrainOp::RopeGrad(_)
                 | TrainOp::Dropout(_)
                 | TrainOp::SumSquares
@@ -299,6 +300,7 @@ impl Op {
             Op::Train(TrainOp::UnaryGrad(_) | TrainOp::SoftmaxGrad) => &[(0, 0), (0, 1)],
             Op::Train(TrainOp::GateGrad(_)) => &[(0, 1), (1, 2)],
             Op::Train(TrainOp::CrossEntropy) => &[(1, 0)],
+            Op::Train(TrainOp::AddProduct) => &[(0, 0)],
             Op::Train(TrainOp::RopeGrad(_) | TrainOp::Dropout(_)) => &[(0, 0)],
             Op::Train(
                 TrainOp::SpanAttentionGrad(_)

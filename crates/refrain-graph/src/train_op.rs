@@ -22,7 +22,11 @@ pub enum TrainOp {
     RmsNormGrad {
         /// Added to the mean square.
         eps: f32,
+        /// Takes what else flows to `x` as its last input, and adds it to the gradient of `x`.
+        adds: bool,
     },
+    /// `c[m, n]`, `a[m, k]`, `b[k, n]` of one dtype -> `c + a b`, summed in F32 and rounded once.
+    AddProduct,
     /// `dy[n, n_heads, head_dim]`, `positions[n]` I32, `inv_freq[n_dims / 2]` F32 -> `dy` turned back: by minus the angle,
     /// with the same factor.
     RopeGrad(Rope),
@@ -168,6 +172,7 @@ impl TrainOp {
             TrainOp::GateGrad(_) => "gate_grad",
             TrainOp::SoftmaxGrad => "softmax_grad",
             TrainOp::RmsNormGrad { .. } => "rms_norm_grad",
+            TrainOp::AddProduct => "add_product",
             TrainOp::RopeGrad(_) => "rope_grad",
             TrainOp::SpanAttentionGrad(_) => "span_attention_grad",
             TrainOp::CrossEntropy => "cross_entropy",
@@ -194,8 +199,20 @@ impl TrainOp {
                 rule.require(2, ins[2] == ins[0], format!("{}", ins[0]))?;
                 Ok(vec![ins[0], ins[0]])
             }
-            TrainOp::RmsNormGrad { .. } => {
+            TrainOp::AddProduct => {
                 rule.arity(3)?;
+                (0..3).try_for_each(|i| rule.float(i))?;
+                let (a, b) = (rule.rank(1, 2)?, rule.rank(2, 2)?);
+                rule.require(1, ins[1].dtype == ins[0].dtype, format!("{}", ins[0].dtype))?;
+                rule.require(2, ins[2].dtype == ins[0].dtype && b[0] == a[1], format!("{} rows", a[1]))?;
+                rule.require(0, ins[0].shape.dims() == [a[0], b[1]], format!("[{}, {}]", a[0], b[1]))?;
+                Ok(vec![ins[0]])
+            }
+            TrainOp::RmsNormGrad { adds, .. } => {
+                rule.arity(3 + usize::from(*adds))?;
+                if *adds {
+                    rule.require(3, ins[3] == ins[0], format!("{}", ins[0]))?;
+                }
                 rule.float(0)?;
                 rule.require(1, ins[1] == ins[0], format!("{}", ins[0]))?;
                 rule.float(2)?;

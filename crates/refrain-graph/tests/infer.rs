@@ -83,10 +83,11 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
         ),
         (Op::Train(TrainOp::SoftmaxGrad), vec![f(&[3, 4]), f(&[3, 4])], vec![f(&[3, 4])]),
         (
-            Op::Train(TrainOp::RmsNormGrad { eps: 1e-5 }),
+            Op::Train(TrainOp::RmsNormGrad { eps: 1e-5, adds: false }),
             vec![f(&[3, 4]), f(&[3, 4]), t(DType::BF16, &[4])],
             vec![f(&[3, 4]), t(DType::BF16, &[4])],
         ),
+        (Op::Train(TrainOp::AddProduct), vec![f(&[2, 4]), f(&[2, 3]), f(&[3, 4])], vec![f(&[2, 4])]),
         (Op::Train(TrainOp::RopeGrad(rope)), vec![f(&[5, 2, 8]), i(&[5]), f(&[3])], vec![f(&[5, 2, 8])]),
         (
             Op::Train(TrainOp::SpanAttentionGrad(span)),

@@ -1,13 +1,14 @@
-// matmul.cu: y = a b for matrices in any strides, one product for each index of the outer dimensions
+// matmul.cu: y = a b + c for matrices in any strides, one product for each index of the outer dimensions
 //
 //   y  [n_batch, m, n]  T, dense
+//   c  as y, or null
 //   a  [m, k]           T, element (i, j) of batch z at batch.a(z) + i a_row + j a_col
 //   b  [k, n]           T, element (i, j) of batch z at batch.b(z) + i b_row + j b_col
 //
 // Launch    16 bits: grid (ceil(m / 64), ceil(n / 128), n_batch), block (128), shared as shared_bytes below says
 //           f32:     grid (ceil(m / 64), ceil(n / 64), n_batch), block (256), shared 0
 // Requires  with VECTOR_A (VECTOR_B): runs of consecutive elements of a (b) start at multiples of 16 bytes
-// Aliasing  none
+// Aliasing  y may be c: an element is read before it is written, by one thread
 // Sums in f32, in steps of 16 elements (f32: one) in order: same bits every run. Capture: safe.
 //
 // An operand is held in shared memory as it lies: in lines of consecutive elements, along k (DEEP) or across it, with 16
@@ -33,19 +34,28 @@ template <int ROWS, bool DEEP> struct Lines {
 template <int ROWS, bool DEEP, typename T>
 inline void load_tile(u8* to, const T* from, u32 first, u32 n_rows, u32 row_stride, u32 at, u32 end, u32 k_stride,
                       bool vector) {
-    const u32 CHUNKS = (DEEP ? DEPTH : ROWS) / 8;
-#pragma unroll
-    for (int j = 0; j < ROWS * DEPTH / 8 / THREADS; j++) {
-        u32 i = threadIdx.x + THREADS * j, line = i / CHUNKS, chunk = i % CHUNKS;
+    const u32 CHUNKS = (DEEP ? DEPTH : ROWS) / 8, N = ROWS * DEPTH / 8 / THREADS;
+    u8* place;
+    // How many elements of a chunk there are, from which on.
+    auto find = [&](u32 i, u32& n) {
+        u32 line = i / CHUNKS, chunk = i % CHUNKS;
         u32 row = first + (DEEP ? line : 8 * chunk), k = at + (DEEP ? 8 * chunk : line);
-        u32 n = 0;
-        if (row < n_rows && k < end) n = min(8u, DEEP ? end - k : n_rows - row);
-        const T* source = from + (n > 0 ? (u64)row * row_stride + (u64)k * k_stride : 0);
-        u8* place = to + line * Lines<ROWS, DEEP>::STRIDE + 16 * chunk;
-        if (vector) {
+        n = row < n_rows && k < end ? min(8u, DEEP ? end - k : n_rows - row) : 0;
+        place = to + line * Lines<ROWS, DEEP>::STRIDE + 16 * chunk;
+        return from + (n > 0 ? (u64)row * row_stride + (u64)k * k_stride : 0);
+    };
+    u32 n;
+    if (vector) {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const T* source = find(threadIdx.x + THREADS * j, n);
             copy_async_bytes(place, source, 2 * n);
-        } else {
-            u64 step = DEEP ? k_stride : row_stride;
+        }
+    } else {
+        u64 step = DEEP ? k_stride : row_stride;
+#pragma unroll 1
+        for (int j = 0; j < N; j++) {
+            const T* source = find(threadIdx.x + THREADS * j, n);
             u32 words[4];
 #pragma unroll
             for (int w = 0; w < 4; w++) {
@@ -59,7 +69,7 @@ inline void load_tile(u8* to, const T* from, u32 first, u32 n_rows, u32 row_stri
 }
 
 template <typename T, bool DEEP_A, bool DEEP_B>
-inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes& s) {
+inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes& s, const T* c) {
     // Four warps, two by two: each has 32 rows and 64 columns.
     const int MT = 2, NT = 8;
     const u32 A_STRIDE = Lines<TILE_ROWS, DEEP_A>::STRIDE, B_STRIDE = Lines<TILE_COLS, DEEP_B>::STRIDE;
@@ -71,6 +81,7 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
     a += a_at;
     b += b_at;
     y += (u64)blockIdx.z * s.m * s.n;
+    if (c != nullptr) c += (u64)blockIdx.z * s.m * s.n;
     u32 first_row = blockIdx.x * TILE_ROWS, first_col = blockIdx.y * TILE_COLS;
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32 warp_row = warp % 2 * 32, warp_col = warp / 2 * 64;
@@ -85,7 +96,7 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
         }
         copies_end_group();
     };
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < STAGES - 1; stage++) load(stage);
 
     float acc[MT][NT][4] = {};
@@ -95,8 +106,7 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
         __syncthreads();
         // Into the stage that everybody left before the barrier.
         load(step + STAGES - 1);
-        const u8* rows = pool + step % STAGES * STAGE_BYTES;
-        const u8* cols = rows + A_BYTES;
+        Place rows = place_of(pool) + step % STAGES * STAGE_BYTES, cols = rows + A_BYTES;
 #pragma unroll
         for (int part = 0; part < DEPTH / 16; part++) {
             u32 left[MT][4], right[NT / 2][4];
@@ -138,10 +148,15 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
             u32 row = first_row + warp_row + 16 * i + lane / 4 + 8 * half;
             if (row < s.m) {
                 T* out = y + (u64)row * s.n;
+                const T* more = c == nullptr ? nullptr : c + (u64)row * s.n;
 #pragma unroll
                 for (int j = 0; j < NT; j++) {
                     u32 col = first_col + warp_col + 8 * j + lane % 4 * 2;
-                    const float* v = acc[i][j] + 2 * half;
+                    float* v = acc[i][j] + 2 * half;
+                    if (more != nullptr) {
+                        if (col < s.n) v[0] += to_f32(more[col]);
+                        if (col + 1 < s.n) v[1] += to_f32(more[col + 1]);
+                    }
                     if (pairs && col < s.n) {
                         *(u32*)(out + col) = pack(v[0], v[1], T());
                     } else {
@@ -158,8 +173,8 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
 // does: deep along k, or flat across it.
 #define MATMUL(a_lies, DEEP_A, b_lies, DEEP_B, name, T)                                                      \
     extern "C" __global__ __launch_bounds__(128, 2) void matmul_##a_lies##_##b_lies##_##name(                \
-        T* y, const T* __restrict__ a, const T* __restrict__ b, Walk batch, Sizes s) {                       \
-        matmul<T, DEEP_A, DEEP_B>(y, a, b, batch, s);                                                        \
+        T* y, const T* __restrict__ a, const T* __restrict__ b, Walk batch, Sizes s, const T* c) {           \
+        matmul<T, DEEP_A, DEEP_B>(y, a, b, batch, s, c);                                                     \
     }
 
 // unit f32
@@ -179,7 +194,8 @@ inline void load_slice(float (*to)[SIDE + 4], const float* from, u32 first, u32 
 }
 
 extern "C" __global__ __launch_bounds__(256) void matmul_f32(float* y, const float* __restrict__ a,
-                                                             const float* __restrict__ b, Walk batch, Sizes s) {
+                                                             const float* __restrict__ b, Walk batch, Sizes s,
+                                                             const float* more) {
     __shared__ __align__(16) float left[2][SLICE][SIDE + 4], right[2][SLICE][SIDE + 4];
     start();
     u32 a_at, b_at;
@@ -187,6 +203,7 @@ extern "C" __global__ __launch_bounds__(256) void matmul_f32(float* y, const flo
     a += a_at;
     b += b_at;
     y += (u64)blockIdx.z * s.m * s.n;
+    if (more != nullptr) more += (u64)blockIdx.z * s.m * s.n;
     u32 first_row = blockIdx.x * SIDE, first_col = blockIdx.y * SIDE;
     // Four rows and four columns to a thread.
     u32 row = threadIdx.x / 16 * 4, col = threadIdx.x % 16 * 4;
@@ -216,7 +233,8 @@ extern "C" __global__ __launch_bounds__(256) void matmul_f32(float* y, const flo
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             u32 r = first_row + row + i, c = first_col + col + j;
-            if (r < s.m && c < s.n) y[(u64)r * s.n + c] = acc[i][j];
+            u64 at = (u64)r * s.n + c;
+            if (r < s.m && c < s.n) y[at] = acc[i][j] + (more == nullptr ? 0.0f : more[at]);
         }
     }
 }

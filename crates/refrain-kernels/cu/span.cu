@@ -22,7 +22,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
     const u32 ROWS = 64 * MT, TILE = SPAN_TILE, NT = TILE / 8, DT = D / 8, LINE = SpanLine<D>::BYTES;
     DYNAMIC_SHARED(pool);
     __shared__ SpanRange ranges[ROWS];
-    u8 *queries = pool, *tiles = pool + ROWS * LINE;
+    const Place queries = place_of(pool), tiles = queries + ROWS * LINE;
     start();
     // The last rows see most: they begin first.
     u32 head = blockIdx.x, first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
@@ -36,7 +36,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
     SpanExtent block = span_extent(ranges, ROWS), mine = span_extent(ranges + warp_row, 16 * MT);
 
     auto load = [&](u32 tile, u32 stage) {
-        u8* keys = tiles + stage * 2 * TILE * LINE;
+        Place keys = tiles + stage * 2 * TILE * LINE;
         span_load<TILE, D>(keys, k, at.k.row, tile, block.first, block.end, s.head_dim);
         span_load<TILE, D>(keys + TILE * LINE, v, at.v.row, tile, block.first, block.end, s.head_dim);
     };
@@ -74,8 +74,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
         if (tile + (i32)TILE < block.end) load(tile + TILE, stage ^ 1);
         copies_end_group();
         if (tile >= mine.end || tile + (i32)TILE <= mine.first) continue;
-        const u8* keys = tiles + stage * 2 * TILE * LINE;
-        const u8* values = keys + TILE * LINE;
+        Place keys = tiles + stage * 2 * TILE * LINE, values = keys + TILE * LINE;
 
         float score[MT][NT][4] = {};
 #pragma unroll
@@ -189,7 +188,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
                 lse[(u64)row * s.n_heads + head] = empty ? -inf_f32() : log;
             }
         }
-        span_store<D>(y, queries, warp_row + 16 * i, acc[i], inverse, first_row, ranges, s.n, s.n_heads, head,
+        span_store<D>(y, pool, warp_row + 16 * i, acc[i], inverse, first_row, ranges, s.n, s.n_heads, head,
                       s.head_dim);
     }
 }

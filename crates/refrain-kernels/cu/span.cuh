@@ -100,7 +100,7 @@ template <int D> struct SpanLine {
 
 // Rows first .. first + ROWS of one head, as copies that are under way; zeros outside of begin .. end and behind head_dim.
 template <int ROWS, int D, typename T>
-inline void span_load(u8* to, const T* from, u32 stride, u32 first, u32 begin, u32 end, u32 head_dim) {
+inline void span_load(Place to, const T* from, u32 stride, u32 first, u32 begin, u32 end, u32 head_dim) {
     const u32 CHUNKS = D / 8;
 #pragma unroll
     for (int j = 0; j < ROWS * CHUNKS / SPAN_THREADS; j++) {
@@ -111,19 +111,19 @@ inline void span_load(u8* to, const T* from, u32 stride, u32 first, u32 begin, u
 }
 
 // The left factor of a product: 16 rows from a line on, 16 elements.
-template <int D> inline void span_left(u32* a, const u8* lines, u32 row, int d) {
+template <int D> inline void span_left(u32* a, Place lines, u32 row, int d) {
     u32 lane = threadIdx.x % 32;
     load_matrices(a, lines + (row + lane % 16) * SpanLine<D>::BYTES + 32 * d + lane / 16 * 16);
 }
 
 // The right factor, 16 columns by 16 elements: lines are its columns.
-template <int D> inline void span_columns(u32* b, const u8* lines, u32 row, int d) {
+template <int D> inline void span_columns(u32* b, Place lines, u32 row, int d) {
     u32 lane = threadIdx.x % 32;
     load_matrices(b, lines + (row + lane / 16 * 8 + lane % 8) * SpanLine<D>::BYTES + 32 * d + lane / 8 % 2 * 16);
 }
 
 // The same where lines are its rows.
-template <int D> inline void span_rows(u32* b, const u8* lines, u32 row, int d) {
+template <int D> inline void span_rows(u32* b, Place lines, u32 row, int d) {
     u32 lane = threadIdx.x % 32;
     load_matrices_transposed(b, lines + (row + lane / 8 % 2 * 8 + lane % 8) * SpanLine<D>::BYTES + 32 * d + lane / 16 * 16);
 }

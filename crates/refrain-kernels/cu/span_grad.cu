@@ -23,24 +23,27 @@
 
 struct alignas(16) SpanFour { float a, b, c, d; };
 
-// From the products s = q . k (in score) and dy . v less the sum (in slope): the weight in score, ds without the scale in
-// slope.
-inline void span_weigh(float& score, float& slope, float lse, bool direct, float unit, const SpanSizes& s) {
-    float factor = 1.0f, power;
-    if (direct) {
-        power = __fmaf_rn(score, unit, -lse);
-    } else {
-        float capped = score * s.scale;
-        if (s.softcap > 0.0f) {
-            float t = tanhf(capped / s.softcap);
-            capped = s.softcap * t;
-            factor = 1.0f - t * t;
+// Caps scores, with the cap's slope on what becomes their gradient; where there is no cap scores stay products, and unit
+// makes powers of two of either.
+template <int MT, int NT> inline void span_cap(float (*score)[NT][4], float (*slope)[NT][4], const SpanSizes& s) {
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float t = tanhf(score[i][j][e] * s.scale / s.softcap);
+                score[i][j][e] = s.softcap * t;
+                slope[i][j][e] *= 1.0f - t * t;
+            }
         }
-        power = __fmaf_rn(capped, SPAN_LOG2_E, -lse);
     }
-    float p = exp2_fast(power);
-    slope = p * slope * factor;
-    score = p;
+}
+
+// The weight of a score, and the gradient of the score but for the scale from what it is to be weighed.
+inline void span_weigh(float& score, float& slope, float unit, float lse) {
+    score = exp2_fast(__fmaf_rn(score, unit, -lse));
+    slope *= score;
 }
 
 // Zeros where a row of a warp's does not see a column, of tiles from a column on.
@@ -71,7 +74,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
     const int SUB = 32, NT = SUB / 8, DT = D / 8;
     DYNAMIC_SHARED(pool);
     __shared__ SpanRange ranges[ROWS];
-    u8 *keys = pool, *values = pool + ROWS * LINE, *stages = pool + 2 * ROWS * LINE;
+    const Place keys = place_of(pool), values = keys + ROWS * LINE, stages = values + ROWS * LINE;
     start();
     // The first rows are seen by most: they begin first.
     u32 kv_head = blockIdx.x, first_row = blockIdx.y * ROWS, group = s.n_heads / s.n_kv_heads;
@@ -85,7 +88,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
 
     auto load = [&](u32 step) {
         u32 head = kv_head * group + step / n_tiles, tile = begin + step % n_tiles * TILE;
-        u8* to = stages + step % 2 * STAGE;
+        Place to = stages + step % 2 * STAGE;
         span_load<TILE, D>(to, q + (u64)head * at.q.head, at.q.row, tile, block.first, block.end, s.head_dim);
         span_load<TILE, D>(to + TILE * LINE, dy + (u64)head * at.dy.head, at.dy.row, tile, block.first, block.end,
                            s.head_dim);
@@ -101,8 +104,8 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
     if (n_steps > 0) load(0);
     copies_end_group();
 
-    bool direct = s.softcap <= 0.0f;
-    float unit = s.scale * SPAN_LOG2_E;
+    bool capped = s.softcap > 0.0f;
+    float unit = capped ? SPAN_LOG2_E : s.scale * SPAN_LOG2_E;
     float grad_k[MT][DT][4] = {}, grad_v[MT][DT][4] = {};
 #pragma unroll 1
     for (u32 step = 0; step < n_steps; step++) {
@@ -111,9 +114,8 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
         // Into the stage that everybody left before the barrier.
         if (step + 1 < n_steps) load(step + 1);
         copies_end_group();
-        const u8* queries = stages + step % 2 * STAGE;
-        const u8* grads = queries + TILE * LINE;
-        const float* pair = (const float*)(grads + TILE * LINE);
+        Place queries = stages + step % 2 * STAGE, grads = queries + TILE * LINE;
+        const float* pair = (const float*)(pool + 2 * ROWS * LINE + step % 2 * STAGE + 2 * TILE * LINE);
 #pragma unroll 1
         for (u32 sub = 0; sub < TILE; sub += SUB) {
             i32 tile = begin + (i32)(step % n_tiles * TILE + sub);
@@ -160,6 +162,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
                     }
                 }
             }
+            if (capped) span_cap<MT, NT>(score, slope, s);
 #pragma unroll
             for (int j = 0; j < NT; j++) {
                 SpanFour both = *(const SpanFour*)(pair + 2 * (sub + 8 * j + 2 * t));
@@ -167,7 +170,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
                 for (int i = 0; i < MT; i++) {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        span_weigh(score[i][j][e], slope[i][j][e], e % 2 == 0 ? both.a : both.c, direct, unit, s);
+                        span_weigh(score[i][j][e], slope[i][j][e], unit, e % 2 == 0 ? both.a : both.c);
                     }
                 }
             }
@@ -208,8 +211,8 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
 #pragma unroll
     for (int i = 0; i < MT; i++) {
         u32 row = warp_row + 16 * i;
-        span_store<D>(dk, keys, row, grad_k[i], scale, first_row, ranges, s.n, s.n_kv_heads, kv_head, s.head_dim);
-        span_store<D>(dv, values, row, grad_v[i], one, first_row, ranges, s.n, s.n_kv_heads, kv_head, s.head_dim);
+        span_store<D>(dk, pool, row, grad_k[i], scale, first_row, ranges, s.n, s.n_kv_heads, kv_head, s.head_dim);
+        span_store<D>(dv, pool + ROWS * LINE, row, grad_v[i], one, first_row, ranges, s.n, s.n_kv_heads, kv_head, s.head_dim);
     }
 }
 
@@ -221,7 +224,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     const int SUB = 32, NT = SUB / 8, DT = D / 8;
     DYNAMIC_SHARED(pool);
     __shared__ SpanRange ranges[ROWS];
-    u8 *queries = pool, *grads = pool + ROWS * LINE, *tiles = pool + 2 * ROWS * LINE;
+    const Place queries = place_of(pool), grads = queries + ROWS * LINE, tiles = grads + ROWS * LINE;
     start();
     // The last rows see most: they begin first.
     u32 head = blockIdx.x, first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
@@ -234,7 +237,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     SpanExtent block = span_extent(ranges, ROWS), mine = span_extent(ranges + warp_row, 16 * MT);
 
     auto load = [&](u32 tile, u32 stage) {
-        u8* keys = tiles + stage * 2 * TILE * LINE;
+        Place keys = tiles + stage * 2 * TILE * LINE;
         span_load<TILE, D>(keys, k, at.k.row, tile, block.first, block.end, s.head_dim);
         span_load<TILE, D>(keys + TILE * LINE, v, at.v.row, tile, block.first, block.end, s.head_dim);
     };
@@ -243,8 +246,8 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     if (block.first < block.end) load(block.first, 0);
     copies_end_group();
 
-    bool direct = s.softcap <= 0.0f;
-    float unit = s.scale * SPAN_LOG2_E, lse[MT][2], sum[MT][2];
+    bool capped = s.softcap > 0.0f;
+    float unit = capped ? SPAN_LOG2_E : s.scale * SPAN_LOG2_E, lse[MT][2], sum[MT][2];
 #pragma unroll
     for (int i = 0; i < MT; i++) {
 #pragma unroll
@@ -275,8 +278,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
         __syncthreads();
         if (first + (i32)TILE < block.end) load(first + TILE, stage ^ 1);
         copies_end_group();
-        const u8* keys = tiles + stage * 2 * TILE * LINE;
-        const u8* values = keys + TILE * LINE;
+        Place keys = tiles + stage * 2 * TILE * LINE, values = keys + TILE * LINE;
 #pragma unroll 1
         for (u32 sub = 0; sub < TILE; sub += SUB) {
             i32 tile = first + (i32)sub;
@@ -309,13 +311,14 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
                     }
                 }
             }
+            if (capped) span_cap<MT, NT>(score, slope, s);
 #pragma unroll
             for (int i = 0; i < MT; i++) {
 #pragma unroll
                 for (int j = 0; j < NT; j++) {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        span_weigh(score[i][j][e], slope[i][j][e], lse[i][e / 2], direct, unit, s);
+                        span_weigh(score[i][j][e], slope[i][j][e], unit, lse[i][e / 2]);
                     }
                 }
             }
@@ -343,7 +346,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     float scale[2] = {s.scale, s.scale};
 #pragma unroll
     for (int i = 0; i < MT; i++) {
-        span_store<D>(dq, queries, warp_row + 16 * i, acc[i], scale, first_row, ranges, s.n, s.n_heads, head, s.head_dim);
+        span_store<D>(dq, pool, warp_row + 16 * i, acc[i], scale, first_row, ranges, s.n, s.n_heads, head, s.head_dim);
     }
 }
 
@@ -365,6 +368,8 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     }
 
 // unit exact
+template <typename T> struct alignas(16) SpanEight { T at[8]; };
+
 template <typename T>
 inline void span_pairs(float* pairs, const T* dy, const T* y, const float* lse, const SpanStrides& at, const SpanSizes& s) {
     start();
@@ -373,14 +378,16 @@ inline void span_pairs(float* pairs, const T* dy, const T* y, const float* lse, 
     bool there = i < s.n * s.n_heads;
     u32 row = there ? i / s.n_heads : 0, head = there ? i % s.n_heads : 0;
     const T *left = dy + at.dy.at(row, head), *right = y + at.y.at(row, head);
+    bool vector = s.head_dim % 8 == 0 && at.dy.element == 1 && at.y.element == 1 && ((u64)left | (u64)right) % 16 == 0;
     float sum = 0.0f;
-    for (u32 first = 0; first < s.head_dim; first += 64) {
+    for (u32 d = 8 * part; d < s.head_dim; d += 64) {
+        if (vector) {
+            SpanEight<T> a = *(const SpanEight<T>*)(left + d), b = *(const SpanEight<T>*)(right + d);
 #pragma unroll
-        for (int e = 0; e < 8; e++) {
-            // Consecutive elements to a lane: the compiler has eight loads under way.
-            u32 d = first + 8 * part + e;
-            if (d < s.head_dim) {
-                sum = __fmaf_rn(to_f32(left[(u64)d * at.dy.element]), to_f32(right[(u64)d * at.y.element]), sum);
+            for (int e = 0; e < 8; e++) sum = __fmaf_rn(to_f32(a.at[e]), to_f32(b.at[e]), sum);
+        } else {
+            for (u32 e = d; e < d + 8 && e < s.head_dim; e++) {
+                sum = __fmaf_rn(to_f32(left[(u64)e * at.dy.element]), to_f32(right[(u64)e * at.y.element]), sum);
             }
         }
     }

@@ -181,9 +181,9 @@ inline void rms_norm_add(T* sum_out, T* y, const T* a, const T* b, const u8* w, 
     }
 }
 
-// dx = r (dy w - x r^2 mean(dy w x)) and the parts of dw = sum of dy x r over rows, with r = 1 / sqrt(mean(x^2) + eps).
+// dx = r (dy w - x r^2 mean(dy w x)) + more, if there is more, and the parts of dw = sum of dy x r over rows, with r = 1 / sqrt(mean(x^2) + eps).
 template <typename T, typename G>
-inline void rms_norm_grad(T* dx, float* parts, const T* dy, const T* x, const u8* w, const RowShape& s) {
+inline void rms_norm_grad(T* dx, float* parts, const T* dy, const T* x, const u8* w, const RowShape& s, const T* more) {
     __shared__ float of_warps[8][WARP_COLS];
     const bool by_warp = G::n_threads() == 32;
     float* part = parts + (u64)blockIdx.x * s.n_cols;
@@ -227,6 +227,11 @@ inline void rms_norm_grad(T* dx, float* parts, const T* dy, const T* x, const u8
                 float slope = e[0][i] * (e[1][i] * r);
                 if (p.k < KEPT) dw[p.k < KEPT ? p.k : 0][i] += slope;
                 else if (i < p.n) sums[p.at + i] += slope;
+            }
+            if (more != nullptr) {
+                Eight<T> others = load8(more + (u64)row * s.n_cols + p.at, p.n, p.wide);
+#pragma unroll
+                for (int i = 0; i < 8; i++) v[i] += others[i];
             }
             store8(out + p.at, v, p.n, p.wide);
         });
@@ -399,10 +404,10 @@ inline void finish_columns(u8* y, u32 type, const float* parts, const Columns& s
 
 #define NORM_GRAD(name, T)                                                                                             \
     extern "C" __global__ __launch_bounds__(256) void train_rms_norm_grad_##name(                                      \
-        T* dx, float* parts, const T* dy, const T* x, const u8* w, RowShape s) {                                       \
+        T* dx, float* parts, const T* dy, const T* x, const u8* w, RowShape s, const T* more) {                        \
         start();                                                                                                       \
-        if (s.n_cols <= WARP_COLS) rms_norm_grad<T, OfWarp>(dx, parts, dy, x, w, s);                                   \
-        else rms_norm_grad<T, OfBlock>(dx, parts, dy, x, w, s);                                                        \
+        if (s.n_cols <= WARP_COLS) rms_norm_grad<T, OfWarp>(dx, parts, dy, x, w, s, more);                             \
+        else rms_norm_grad<T, OfBlock>(dx, parts, dy, x, w, s, more);                                                  \
     }
 
 #define SOFTMAX(name, T)                                                                                               \

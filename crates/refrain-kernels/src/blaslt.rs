@@ -207,6 +207,8 @@ pub struct BlasLtProduct {
     a: Buf,
     b: Buf,
     y: Buf,
+    /// What is added to the product, if anything: as large as `y`, and may be it.
+    c: Option<Buf>,
     workspace: Buf,
     step: Arc<str>,
 }
@@ -318,6 +320,7 @@ impl BlasLt {
             a: case.buf("a", a, bytes(extents[0], shape.dtype), align)?,
             b: case.buf("b", b, bytes(extents[1], shape.dtype), align)?,
             y: case.buf("y", y, bytes(results, shape.out), align)?,
+            c: None,
             workspace: case.buf("workspace", workspace, Some(WORKSPACE as usize), 256)?,
             step: Arc::from(step),
         })
@@ -511,13 +514,22 @@ impl BlasLtProduct {
         self.library.product(self.shape, [a, b, y, workspace], &self.step)
     }
 
+    /// The same product, added to what lies in `c`: as large as the result, which it may be.
+    pub fn adding(mut self, c: Buf) -> Result<BlasLtProduct, KernelError> {
+        let dims = dims(&self.shape);
+        let case = Case { op: "product", dtype: self.shape.dtype, shape: &dims };
+        let align = if self.shape.align < ALIGNMENT { self.shape.align as u64 } else { 16 };
+        self.c = Some(case.buf("c", c, usize::try_from(self.y.len()).ok(), align)?);
+        Ok(self)
+    }
+
     /// Enqueues it.
     pub fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
         let keep: Arc<dyn Any + Send + Sync> = Arc::new(self.clone());
         q.library(&LibraryCall {
             step: Arc::clone(&self.step),
             name: Arc::from("cublasLtMatmul"),
-            reads: vec![self.a, self.b],
+            reads: [self.a, self.b].into_iter().chain(self.c).collect(),
             writes: vec![self.y, self.workspace],
             keep: Some(keep),
             run: &|stream| {
@@ -528,7 +540,11 @@ impl BlasLtProduct {
                     stream.address(self.workspace)?,
                 ]
                 .map(|address| address as *mut c_void);
-                let (one, zero) = (1.0_f32, 0.0_f32);
+                let (one, beta) = (1.0_f32, if self.c.is_some() { 1.0_f32 } else { 0.0 });
+                let added = match self.c {
+                    Some(c) => stream.address(c)? as *mut c_void,
+                    None => y,
+                };
                 let [a, b, d] = self.planned.layouts;
                 // SAFETY: handle, descriptors and algorithm are this product's and live as long as it, which the queue
                 // keeps; `product` checked that every buffer is as large as the layouts say, and their memory outlives
@@ -542,8 +558,8 @@ impl BlasLtProduct {
                         a,
                         left,
                         b,
-                        (&raw const zero).cast(),
-                        y,
+                        (&raw const beta).cast(),
+                        added,
                         d,
                         y,
                         d,

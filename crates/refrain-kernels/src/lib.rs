@@ -16,12 +16,13 @@
 //! | compile what a plan needs, on all cores | [`Kernels::prepared`] |
 //! | open a simulated device that knows the twins | [`simulated`], [`register_twins`] |
 //! | describe an op's launches | the methods of [`Kernels`]: one `Args` structure each |
-//! | know how much scratch an op needs | [`attention_scratch_bytes`], [`sample_scratch_bytes`], [`sample_state_bytes`] |
+//! | know how much scratch an op needs | [`attention_scratch_bytes`], [`sample_scratch_bytes`], [`sample_state_bytes`], [`span_grad_scratch_bytes`] |
 //! | compile ahead of time | [`prebuild`], [`prebuilt_archs`]; [`compile_all`], [`Kernels::with_archive`] |
 //!
 //! # Conventions
 //!
-//! Activations of a model that is only run are F32; a training step has kernels for F32, F16 and BF16. Inputs are [`View`]s, mirrors of a plan's operands, and may be strided as far as the launcher
+//! Activations of a model that is only run are F32; a training step has kernels for F32, F16 and BF16. Inputs are
+//! [`View`]s, mirrors of a plan's operands, and may be strided as far as the launcher
 //! says; outputs are dense. One-dimensional weights are F32; matrices `[n, k]` are in their file's dtype, dense, and
 //! start at a multiple of 16 bytes. Positions, sequences, block tables and ids are I32 in device memory and are read by
 //! the kernel at each run; a negative position marks a row of padding, which writes nothing to a cache.

@@ -31,15 +31,17 @@ const CHUNK: usize = 8;
 const VECTOR_A: u32 = 1;
 const VECTOR_B: u32 = 2;
 
-/// `y[.., m, n] = a[.., m, k] . b[.., k, n]`, sums in F32, rounded once.
+/// `y[.., m, n] = a[.., m, k] . b[.., k, n] + c`, sums in F32, rounded once.
 #[derive(Clone, Copy, Debug)]
 pub struct MatMulArgs<'a> {
     /// One of [`MATMUL_DTYPES`], any layout.
     pub a: View,
     /// Of the same dtype, any layout; its outer dimensions broadcast with those of `a`.
     pub b: View,
-    /// Dense, of the same dtype.
+    /// Dense, of the same dtype; may be `c`.
     pub y: Buf,
+    /// As `y`: what is added to the product, if anything.
+    pub c: Option<Buf>,
     /// Names the step.
     pub step: &'a str,
 }
@@ -217,7 +219,12 @@ impl Kernels {
             false => self.launch(&name(a.a.dtype, deep), grid, BLOCK)?.shared(SHARED),
         };
         let launch = launch.step(a.step).write(y).read(a_buf).read(b_buf);
-        Ok(launch.baked(Baked(batch)).baked(Baked(sizes)).vouch(&case))
+        let launch = launch.baked(Baked(batch)).baked(Baked(sizes));
+        let launch = match a.c {
+            Some(c) => launch.read(case.buf("c", c, elements, a.a.dtype.block_bytes() as u64)?),
+            None => launch.null(),
+        };
+        Ok(launch.vouch(&case))
     }
 }
 
@@ -228,7 +235,7 @@ fn name(dtype: DType, [a, b]: [bool; 2]) -> String {
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
-    let params = [P, P, P, size_of::<Walk>(), size_of::<Sizes>()];
+    let params = [P, P, P, size_of::<Walk>(), size_of::<Sizes>(), P];
     let entry = Entry::new(Family::MatMul, "matmul_f32", &params, |k| twin(k, DType::F32));
     all.push(entry.unit("f32"));
     for dtype in [DType::F16, DType::BF16] {
@@ -289,6 +296,10 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
                 y.push((0..depth).map(|d| a[i * a_row + d * a_col] * b[d * b_row + j * b_col]).sum::<f64>());
             }
         }
+    }
+    if k.ptr(5)?.0 != 0 {
+        let c = read_floats(k, k.ptr(5)?, y.len(), dtype)?;
+        y.iter_mut().zip(c).for_each(|(y, c)| *y += c);
     }
     write_floats(k, k.ptr(0)?, &y, dtype)
 }

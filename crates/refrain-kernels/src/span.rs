@@ -8,6 +8,7 @@ use refrain_graph::{Op, SpanAttention, TensorType};
 use refrain_reference::{In, Out};
 use refrain_tensor::{DType, Layout, Shape};
 
+use crate::card::Card;
 use crate::error::{Case, KernelError};
 use crate::gemm::GEMM_DTYPES;
 use crate::load::Kernels;
@@ -20,6 +21,8 @@ use crate::vouch::Vouch;
 
 /// Threads of a block, as in `span.cuh`.
 pub(crate) const BLOCK: u32 = 128;
+/// Bytes of shared memory that kernels for tensor cores declare: a range for each row.
+const DECLARED: usize = 1024;
 /// Rows of a tile of the other side.
 const TILE: usize = 64;
 /// Rows that a block of the exact kernels has.
@@ -171,11 +174,53 @@ pub(crate) fn lines(n: usize, size: usize) -> u32 {
     (n * (2 * size + 16)) as u32
 }
 
+/// Whether a block of a card can have so much shared memory, with what the code declares itself.
+pub(crate) fn fits(card: &Card, bytes: u32) -> bool {
+    bytes as usize + DECLARED <= card.shared_limit
+}
+
+/// What launches on a card may ask for: nothing where there is not enough.
+pub(crate) fn if_fits(card: &Card, bytes: u32) -> u32 {
+    if fits(card, bytes) { bytes } else { 0 }
+}
+
 fn shared_bytes((size, rows): (usize, usize)) -> u32 {
     lines(rows + 4 * TILE, size)
 }
 
+/// Why tensor cores cannot read heads that lie so in an aligned buffer.
+fn unaligned(layout: &Layout) -> Option<String> {
+    let (shape, strides) = (layout.shape(), layout.strides());
+    let &[row, head, element] = strides else { return Some(format!("heads are {shape}")) };
+    let even = |n: usize, dim: usize| n.is_multiple_of(8) || shape.dims()[dim] == 1;
+    let is_aligned = element == 1 && layout.offset().is_multiple_of(8) && even(row, 0) && even(head, 1);
+    let because = || {
+        format!(
+            "heads in strides of {strides:?} from element {} on are not 16 bytes at a time",
+            layout.offset()
+        )
+    };
+    (!is_aligned).then(because)
+}
+
 impl Kernels {
+    /// Why attention of 16-bit heads, or its gradient, does not run on tensor cores when its operands lie so in aligned
+    /// buffers. `None` where it does, and for F32, which never does.
+    #[must_use]
+    pub fn span_obstacle(&self, dtype: DType, operands: &[Layout], is_grad: bool) -> Option<String> {
+        if !GEMM_DTYPES.contains(&dtype) {
+            return None;
+        }
+        let head_dim = operands.first().map_or(0, |q| q.shape().dim_back(0));
+        let bytes = if is_grad { crate::span_grad::keys_bytes } else { shared_bytes };
+        match tile_for(dtype, head_dim) {
+            Some(tile) if fits(self.card(), bytes(tile)) => operands.iter().find_map(unaligned),
+            Some(_) | None => {
+                Some(format!("there is no kernel for heads of {head_dim} elements on this card"))
+            }
+        }
+    }
+
     /// The launch of [`SpanArgs`]: on tensor cores for heads of 16-bit elements in multiples of 8, at most 128, that lie in
     /// multiples of 16 bytes; exact otherwise.
     pub fn span_attention(&self, a: &SpanArgs<'_>) -> Result<Launch, KernelError> {
@@ -195,6 +240,7 @@ impl Kernels {
         let bytes = (n * n_heads).checked_mul(head_dim * a.q.dtype.block_bytes());
         let y = case.buf("y", a.y, bytes, a.q.dtype.block_bytes() as u64)?;
         let tile = tile_for(a.q.dtype, head_dim)
+            .filter(|&tile| fits(self.card(), shared_bytes(tile)))
             .filter(|_| all.iter().all(|heads| heads.is_aligned) && y.offset().is_multiple_of(16));
         let launch = match tile {
             Some(tile) => {
@@ -244,7 +290,7 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
         for (size, times) in SIZES {
             let entry = Entry::new(Family::Span, name(size, dtype), &params, move |k| twin(k, dtype));
             let unit = format!("d{size}_{}", lowercase(dtype));
-            all.push(entry.unit(&unit).shared(move |_| shared_bytes((size, TILE * times))));
+            all.push(entry.unit(&unit).shared(move |card| if_fits(card, shared_bytes((size, TILE * times)))));
         }
     }
 }

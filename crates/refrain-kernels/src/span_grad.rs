@@ -12,7 +12,8 @@ use crate::matmul::{MATMUL_DTYPES, write_floats};
 use crate::registry::{Entry, P, lowercase};
 use crate::source::Family;
 use crate::span::{
-    BLOCK, EXACT_ROWS, SIZES, SIZES_BYTES, STRIDES, Sizes, Strides, lines, read_heads, read_spans, tile_for,
+    BLOCK, EXACT_ROWS, SIZES, SIZES_BYTES, STRIDES, Sizes, Strides, fits, if_fits, lines, read_heads,
+    read_spans, tile_for,
 };
 use crate::view::View;
 use crate::vouch::Vouch;
@@ -57,7 +58,7 @@ pub fn span_grad_scratch_bytes(n: usize, n_heads: usize) -> u64 {
     8 * (n.next_multiple_of(2) as u64).saturating_mul(n_heads as u64)
 }
 
-fn keys_bytes((size, rows): (usize, usize)) -> u32 {
+pub(crate) fn keys_bytes((size, rows): (usize, usize)) -> u32 {
     lines(2 * rows + 256, size) + 1024
 }
 
@@ -100,7 +101,7 @@ impl Kernels {
             Strides { q: of_q.strides, k: of_k.strides, v: of_v.strides, dy: of_dy.strides, y: of_y.strides };
         let aligned = [&of_q, &of_k, &of_v, &of_dy].iter().all(|heads| heads.is_aligned)
             && [dq, dk, dv].iter().all(|buf| buf.offset().is_multiple_of(16));
-        let tile = tile_for(dtype, head_dim).filter(|_| aligned);
+        let tile = tile_for(dtype, head_dim).filter(|&tile| aligned && fits(self.card(), keys_bytes(tile)));
         if let Some((_, rows)) = tile {
             crate::require!(
                 case,
@@ -176,9 +177,9 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
             let (tile, name) = ((size, 64 * times), lowercase(dtype));
             let unit = |side: &str| format!("{side}_d{size}_{name}");
             let entry = new(format!("span_grad_keys_d{size}_{name}"), &of_keys, keys, dtype);
-            all.push(entry.unit(&unit("keys")).shared(move |_| keys_bytes(tile)));
+            all.push(entry.unit(&unit("keys")).shared(move |card| if_fits(card, keys_bytes(tile))));
             let entry = new(format!("span_grad_queries_d{size}_{name}"), &of_queries, queries, dtype);
-            all.push(entry.unit(&unit("queries")).shared(move |_| queries_bytes(tile)));
+            all.push(entry.unit(&unit("queries")).shared(move |card| if_fits(card, queries_bytes(tile))));
         }
     }
 }

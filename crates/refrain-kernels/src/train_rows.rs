@@ -77,6 +77,8 @@ pub struct RmsNormGradArgs<'a> {
     pub w: NormWeights,
     /// `[n_rows, n_cols]` of the type of `x`.
     pub dx: Buf,
+    /// `[n_rows, n_cols]` of the type of `x`: what is added to `dx`, if anything.
+    pub more: Option<Buf>,
     /// `[n_cols]`
     pub dw: Buf,
     /// The type of `dw`.
@@ -322,7 +324,15 @@ impl Kernels {
         let dx = rows.output("dx", a.dx, &dims)?;
         let n_parts = parts(a.n_rows, a.n_cols);
         let scratch = rows.case.words("scratch", a.scratch, &[n_parts, a.n_cols])?;
+        let more = match a.more {
+            Some(more) => Some(rows.output("more", more, &dims)?),
+            None => None,
+        };
         let launch = rows.launch(self, "train_rms_norm_grad", (n_parts, a.step), &[dx, scratch])?;
+        let launch = match more {
+            Some(more) => launch.read(more),
+            None => launch.null(),
+        };
         launches.push(launch.vouch(&rows.case));
         let columns = Columns {
             n_outer: 1,
@@ -462,7 +472,7 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     let kernels: [(&str, &str, &[usize], Twin); 7] = [
         ("norm", "train_rms_norm", &[P, P, P, S], rms_norm),
         ("norm", "train_rms_norm_add", &[P, P, P, P, P, S], add_rms_norm),
-        ("norm_grad", "train_rms_norm_grad", &[P, P, P, P, P, S], rms_norm_grad),
+        ("norm_grad", "train_rms_norm_grad", &[P, P, P, P, P, S, P], rms_norm_grad),
         ("softmax", "train_softmax", &[P, P, S], softmax),
         ("softmax", "train_softmax_grad", &[P, P, P, S], softmax_grad),
         ("reduce", "train_reduce_rows", &[P, P, S, W], reduce_rows),
@@ -511,8 +521,13 @@ fn rms_norm_grad(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let dy = Typed::rows(k, k.ptr(2)?, dtype, shape.a, &dims)?;
     let x = Typed::rows(k, k.ptr(3)?, dtype, shape.b, &dims)?;
     let w = Typed::read(k, k.ptr(4)?, w_dtype, &dims[1..])?;
-    let op = Op::Train(TrainOp::RmsNormGrad { eps: shape.eps });
-    let mut made = run_typed(&op, &[&dy, &x, &w], &[(dtype, &dims), (DType::F32, &dims[1..])])?;
+    let more = match k.ptr(6)?.0 {
+        0 => None,
+        _ => Some(Typed::read(k, k.ptr(6)?, dtype, &dims)?),
+    };
+    let op = Op::Train(TrainOp::RmsNormGrad { eps: shape.eps, adds: more.is_some() });
+    let inputs: Vec<&Typed> = [&dy, &x, &w].into_iter().chain(&more).collect();
+    let mut made = run_typed(&op, &inputs, &[(dtype, &dims), (DType::F32, &dims[1..])])?;
     made[1].resize(4 * n_parts * dims[1], 0);
     k.write(k.ptr(0)?, &made[0])?;
     k.write(k.ptr(1)?, &made[1])

@@ -5,12 +5,15 @@
 
 mod bed;
 
+use std::sync::Arc;
+
 use bed::{Bed, normals};
 use refrain_driver::{Buf, Layout, Method, Queue, RecordOptions};
 use refrain_kernels::{
-    BlasLt, BlasLtShape, DequantArgs, GemmArgs, GemmPlan, LinearPart, Narrow, packed_bytes,
+    BlasLt, BlasLtShape, DequantArgs, GemmArgs, GemmPlan, LinearPart, MatMulArgs, Narrow, View,
+    library_product, packed_bytes,
 };
-use refrain_tensor::DType;
+use refrain_tensor::{DType, Layout as Tensor};
 use refrain_testkit::encode;
 
 struct Room {
@@ -77,6 +80,83 @@ fn a_product_by_the_library_agrees_with_ours_and_has_the_same_bits_recorded_and_
                 }
             }
         }
+    }
+}
+
+/// A product of values by the library and by the kernel of this engine.
+fn product_of_values(bed: &mut Bed, blas: &Arc<BlasLt>, dtype: DType, a: Tensor, b: Tensor) {
+    let name = format!("{dtype} {a:?} by {b:?}");
+    let shape = library_product(&a, &b, dtype).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let n_results = shape.n_batch * shape.m * shape.n;
+    let size = dtype.block_bytes();
+    let mut layout = Layout::new("values");
+    let sizes = [
+        ("a", size * a.end()),
+        ("b", size * b.end()),
+        ("y", size * n_results),
+        ("workspace", BlasLt::WORKSPACE_BYTES as usize),
+    ];
+    let regions = sizes.map(|(name, bytes)| layout.device(name, bytes as u64));
+    let memory = bed.plan(&layout);
+    let [left, right, y, workspace] = regions.map(|r| memory.buf(r));
+    let mut lease = memory.lease().unwrap();
+    for (buf, layout, seed) in [(left, &a, 1), (right, &b, 2)] {
+        bed.stream.upload(&mut lease, buf, &encode(dtype, &normals(layout.end(), seed))).unwrap();
+    }
+    let view = |buf, layout| View { buf, dtype, layout };
+    let args = MatMulArgs { a: view(left, a), b: view(right, b), y, c: None, step: "own" };
+    let own = bed.kernels.matmul(&args).unwrap();
+    let out = bed.stream.run(&mut lease, false, |q| q.launch(&own)).unwrap();
+    let bytes: Vec<u8> = out.values(&mut bed.stream, y).unwrap();
+    let ours = bed::decode(dtype, &bytes);
+    let from = |buf: Buf, layout: &Tensor| {
+        let start = (size * layout.offset()) as u64;
+        buf.slice(start, buf.len() - start).unwrap()
+    };
+    let product = match blas.product(shape, [from(left, &a), from(right, &b), y, workspace], "library") {
+        Ok(product) => product,
+        // Plans ask first, and take the kernel then.
+        Err(refused) => return println!("{name}: {refused}"),
+    };
+    bed.stream.run(&mut lease, false, |q| q.fill(y, 0xff)).unwrap();
+    let out = bed.stream.run(&mut lease, false, |q| product.enqueue(q)).unwrap();
+    let eager: Vec<u8> = out.values(&mut bed.stream, y).unwrap();
+    let library = bed::decode(dtype, &eager);
+    let most = ours.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
+    let off = ours.iter().zip(&library).fold(0.0_f32, |a, (b, c)| a.max((b - c).abs()));
+    assert!(off <= if dtype == DType::F32 { 1e-5 } else { 1e-2 } * most, "{name}: off by {off} of {most}");
+    for method in [Method::Stream, Method::Nodes] {
+        let options = RecordOptions::named("product");
+        let graph = bed.stream.record(&memory, method, &options, |q| product.enqueue(q)).unwrap();
+        bed.stream.run(&mut lease, false, |q| q.fill(y, 0xff)).unwrap();
+        let out = graph.replay(&mut lease, &mut bed.stream).unwrap();
+        let again: Vec<u8> = out.values(&mut bed.stream, y).unwrap();
+        assert_eq!(again, eager, "{name} by {method}");
+    }
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+fn a_product_of_values_by_the_library_agrees_with_ours_in_every_layout() {
+    let mut bed = Bed::gpu();
+    let blas = BlasLt::open(&bed.ctx, None).unwrap();
+    let dense = bed::contiguous;
+    let turned = |dims: &[usize]| dense(dims).transpose().unwrap();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (m, k, n) in [(64, 64, 128), (72, 136, 136), (67, 70, 131), (5, 33, 7)] {
+            product_of_values(&mut bed, &blas, dtype, dense(&[m, k]), dense(&[k, n]));
+            product_of_values(&mut bed, &blas, dtype, dense(&[m, k]), turned(&[n, k]));
+            product_of_values(&mut bed, &blas, dtype, turned(&[k, m]), dense(&[k, n]));
+            product_of_values(&mut bed, &blas, dtype, turned(&[k, m]), turned(&[n, k]));
+        }
+        for start in [8, 3] {
+            let part = dense(&[40, 96]).slice(1, start, 72).unwrap();
+            product_of_values(&mut bed, &blas, dtype, part, dense(&[72, 130]));
+        }
+        product_of_values(&mut bed, &blas, dtype, dense(&[3, 16, 24]), dense(&[3, 24, 40]));
+        product_of_values(&mut bed, &blas, dtype, dense(&[3, 5, 7]), dense(&[3, 7, 9]));
+        product_of_values(&mut bed, &blas, dtype, dense(&[16, 24]), dense(&[3, 24, 40]));
+        product_of_values(&mut bed, &blas, dtype, dense(&[3, 16, 24]), dense(&[24, 40]));
     }
 }
 

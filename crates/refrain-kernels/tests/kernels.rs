@@ -148,6 +148,30 @@ both! {
         run_all(&mut bed, cases::prompt::flash());
     }
 
+    fn functions_of_elements_of_every_type_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::training::map());
+    }
+
+    fn norms_softmax_and_reductions_of_every_type_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::training::rows());
+    }
+
+    fn moves_of_every_type_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::training::moves());
+    }
+
+    fn rows_that_share_an_id_are_summed_as_the_reference_does(bed) {
+        run_all(&mut bed, cases::training::scatter());
+    }
+
+    fn cross_entropy_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::training::loss());
+    }
+
+    fn the_optimiser_agrees_with_the_reference(bed) {
+        run_all(&mut bed, cases::training::optimiser());
+    }
+
     fn products_of_values_in_any_layout_agree_with_the_reference(bed) {
         run_all(&mut bed, cases::train::matmul());
     }
@@ -182,6 +206,9 @@ fn kernels_agree_with_the_reference_where_a_block_has_99_kib_of_shared_memory() 
     // The other sizes see all cases.
     run_all(&mut bed, cases::attend::attend().into_iter().step_by(4).collect());
     run_all(&mut bed, cases::sample::sample().into_iter().step_by(4).collect());
+    // Gradients of the largest heads do not fit on tensor cores there.
+    let is_large = |case: &Case| case.name.contains("BF16") && case.name.contains("of 128");
+    run_all(&mut bed, cases::train::attention_grad().into_iter().filter(is_large).collect());
     // The longest row of floats has no room there, and is refused; plans run it another way and say so.
     let (long, fitting): (Vec<Case>, Vec<Case>) = cases::product::product()
         .into_iter()
@@ -205,6 +232,19 @@ fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_the_si
 fn sampling_from_large_vocabularies_chooses_what_the_reference_chooses_on_a_gpu() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     run_all(&mut Bed::gpu(), cases::sample::large());
+}
+
+// Kernels on the host copy all memory there and back, so launches that do not wait for each other cannot run there.
+#[test]
+fn the_optimiser_takes_more_tensors_than_a_table_has_on_the_simulated_device() {
+    run_all(&mut Bed::sim(), cases::training::many_tensors());
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+fn the_optimiser_takes_more_tensors_than_a_table_has_on_a_gpu() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    run_all(&mut Bed::gpu(), cases::training::many_tensors());
 }
 
 fn same_bits_for_every_m(bed: &mut Bed) {
@@ -394,6 +434,60 @@ fn commit_until_done(bed: &mut Bed) {
     let rows: Vec<i32> =
         [ended, full, padding].iter().flat_map(|s| s.iter().copied().chain([0; 3])).collect();
     assert_eq!(get(state), rows);
+}
+
+#[test]
+fn launchers_of_a_training_step_refuse_what_their_kernels_cannot_do() {
+    use refrain_graph::{Binary, Reduce};
+    use refrain_kernels::{CrossEntropyArgs, MapArgs, MapOp, TypedReduceArgs, View};
+    let bed = Bed::sim();
+    let mut layout = Layout::new("refused");
+    let (small, large) = (layout.device("small", 64), layout.device("large", 1 << 16));
+    let memory = bed.plan(&layout);
+    let (small, large) = (memory.buf(small), memory.buf(large));
+    let view = |dtype, dims: &[usize]| View::dense(large, dtype, bed::shape(dims));
+    let map = |inputs: &[View], y, dtype| {
+        let (op, shape) = (MapOp::Binary(Binary::Add), bed::shape(&[4, 40]));
+        let args = MapArgs { op, inputs, outputs: &[y], dtype, shape, step: "s" };
+        bed.kernels.map(&args).unwrap_err().to_string()
+    };
+    let rows = view(DType::BF16, &[4, 40]);
+    let layout = bed::contiguous(&[4, 8, 5]).permute(&[1, 0, 2]).unwrap();
+    let reduce = |layout: refrain_tensor::Layout, axis, scratch| {
+        let x = View { buf: large, dtype: DType::BF16, layout };
+        let args = TypedReduceArgs { kind: Reduce::Sum, x, axis, y: large, scratch, step: "s" };
+        bed.kernels.typed_reduce(&args, &mut Vec::new()).unwrap_err().to_string()
+    };
+    let loss = |logits, loss| {
+        let (targets, scale) = (large, large);
+        let args = CrossEntropyArgs { logits, targets, scale, loss, dx: large, step: "s" };
+        bed.kernels.cross_entropy(&args).unwrap_err().to_string()
+    };
+    assert_eq!(
+        [
+            map(&[rows], large, DType::BF16),
+            map(&[rows, view(DType::I32, &[40])], large, DType::BF16),
+            map(&[rows, view(DType::BF16, &[3])], large, DType::BF16),
+            map(&[rows, rows], small, DType::BF16),
+            map(&[rows, view(DType::Q8_0, &[4, 40])], large, DType::BF16),
+            reduce(layout, 2, large),
+            reduce(bed::contiguous(&[300, 40]), 0, small),
+            loss(view(DType::BF16, &[32, 8]), small),
+            loss(view(DType::I32, &[4, 8]), large),
+        ]
+        .map(|message| message.split_once("]: ").map_or(message.clone(), |(_, why)| why.to_owned())),
+        [
+            "1 operands and 1 results, must be 2 and 1",
+            "no kernel takes integers there",
+            "[3] does not broadcast to [4, 40]",
+            "y has 64 bytes, needs 320",
+            "an operand is Q8_0, no kernel reads that",
+            "strides of [5, 40, 1] along dimension 2; copy it first",
+            "scratch has 64 bytes, needs 800",
+            "loss has 64 bytes, needs 128",
+            "logits is I32, must be floats of one type",
+        ]
+    );
 }
 
 #[test]

@@ -36,6 +36,9 @@ pub enum ModelError {
         /// Its element type.
         dtype: DType,
     },
+    /// A table of divisors of rotary frequencies, which `config.json` cannot hold.
+    #[error("config.json cannot hold the table of rotary frequencies that came with the GGUF file")]
+    FreqFactors,
     /// A weight that could not be brought into the form that is used.
     #[error("tensor {name:?}: {source}")]
     Tensor {
@@ -56,6 +59,9 @@ impl ModelError {
             }
             ModelError::TensorShape { .. } | ModelError::TensorType { .. } => {
                 Some("the file's metadata and tensors disagree; convert the model again".into())
+            }
+            ModelError::FreqFactors => {
+                Some("export the model as GGUF, or start from its Hugging Face folder".into())
             }
             ModelError::Tensor { .. } => None,
         }

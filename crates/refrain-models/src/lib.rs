@@ -13,6 +13,7 @@ mod weights; // finding, checking and naming weights
 mod train; // steps that learn
 mod rope; // frequencies of rotary embeddings
 mod init; // weights to start training from
+mod export; // back to files
 mod shapes; // random weights of well-known sizes
 mod error;
 

@@ -11,6 +11,7 @@ use refrain_formats::params::{Arch, ModelConfig};
 use refrain_graph::StepInputs;
 use refrain_graph::{Graph, GraphError, State, StepKind, StepShape, ValueId, Weight, WeightId};
 use refrain_tensor::{DType, HostTensor};
+use std::sync::Arc;
 
 /// What a step computes besides filling the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -69,16 +70,16 @@ pub struct KvSpec {
     pub dtype: DType,
 }
 
-/// A model, ready to build graphs.
-#[derive(Debug)]
+/// A model, ready to build graphs. Clones share the values of its weights.
+#[derive(Clone, Debug)]
 pub struct Model {
     config: ModelConfig,
-    weights: Vec<Weight>,
-    tensors: Vec<HostTensor>,
+    pub(crate) weights: Vec<Weight>,
+    pub(crate) tensors: Vec<HostTensor>,
     hf_names: Vec<String>,
     derived: Vec<WeightId>,
     shared: Shared,
-    arch: Box<dyn Architecture>,
+    arch: Arc<dyn Architecture>,
 }
 
 impl Model {
@@ -97,11 +98,11 @@ impl Model {
         };
         let mut table = WeightTable::new(&config, source, layer_names);
         let shared = Shared::declare(&mut table)?;
-        let arch: Box<dyn Architecture> = match config.arch {
-            Arch::Llama => Box::new(llama::Llama::declare(&mut table)?),
-            Arch::Qwen2 => Box::new(qwen2::Qwen2::declare(&mut table)?),
-            Arch::Qwen3 => Box::new(qwen3::Qwen3::declare(&mut table)?),
-            Arch::Gemma3 => Box::new(gemma3::Gemma3::declare(&mut table)?),
+        let arch: Arc<dyn Architecture> = match config.arch {
+            Arch::Llama => Arc::new(llama::Llama::declare(&mut table)?),
+            Arch::Qwen2 => Arc::new(qwen2::Qwen2::declare(&mut table)?),
+            Arch::Qwen3 => Arc::new(qwen3::Qwen3::declare(&mut table)?),
+            Arch::Gemma3 => Arc::new(gemma3::Gemma3::declare(&mut table)?),
         };
         let WeightTable { weights, tensors, hf_names, derived, .. } = table;
         Ok(Model { config, weights, tensors, hf_names, derived, shared, arch })

@@ -35,7 +35,8 @@ const fn shape(
 }
 
 /// All shapes, from the smallest to the largest.
-pub const SHAPES: [NamedShape; 10] = [
+pub const SHAPES: [NamedShape; 11] = [
+    shape("llama-1m", Arch::Llama, [2_048, 128, 384, 4], [4, 4, 32]),
     shape("llama-10m", Arch::Llama, [8_192, 320, 896, 6], [5, 5, 64]),
     shape("llama-110m", Arch::Llama, [32_768, 768, 2_048, 12], [12, 12, 64]),
     shape("smollm2-135m", Arch::Llama, [49_152, 576, 1_536, 30], [9, 3, 64]),
@@ -52,6 +53,11 @@ impl NamedShape {
     /// The shape of that name.
     pub fn find(name: &str) -> Option<&'static NamedShape> {
         SHAPES.iter().find(|s| s.name.eq_ignore_ascii_case(name))
+    }
+
+    /// A shape of one's own: vocabulary, hidden size, feed-forward size and layers; heads, key-value heads and head size.
+    pub const fn new(name: &'static str, arch: Arch, sizes: [usize; 4], heads: [usize; 3]) -> NamedShape {
+        shape(name, arch, sizes, heads)
     }
 
     /// Hyperparameters of a model of this shape, its head tied to the embedding.

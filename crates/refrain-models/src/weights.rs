@@ -104,7 +104,9 @@ impl<'a> WeightTable<'a> {
         let bias = match has_bias {
             true => {
                 let (gguf, hf) = self.layer_tensor(layer, name, "bias");
-                Some(self.global(&gguf, &hf, &[n_out])?)
+                let tensor = self.find(&gguf, &hf, &[n_out])?.ok_or_else(|| self.missing(&gguf, &hf))?;
+                let tensor = in_f32(self.source.name(&gguf, &hf), tensor)?;
+                Some(self.push(&gguf, &hf, tensor))
             }
             false => None,
         };
@@ -167,4 +169,13 @@ impl<'a> WeightTable<'a> {
         self.tensors.push(tensor);
         WeightId::from_idx(self.weights.len() - 1)
     }
+}
+
+/// A vector as it is added to activations.
+fn in_f32(name: &str, tensor: HostTensor) -> Result<HostTensor, ModelError> {
+    if tensor.dtype() == DType::F32 {
+        return Ok(tensor);
+    }
+    let wrap = |source| ModelError::Tensor { name: name.into(), source };
+    HostTensor::from_f32(tensor.shape(), &tensor.to_f32().map_err(wrap)?).map_err(wrap)
 }

@@ -175,7 +175,11 @@ pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError>
             });
             one(Array { shape: y.shape, values: rows.collect() })
         }
-        Op::Train(TrainOp::RmsNormGrad { eps }) => {
+        Op::Train(TrainOp::AddProduct) => {
+            let product = matmul(&inputs[1], &inputs[2])?;
+            one(product.zip(&inputs[0], |product, c| product + c))
+        }
+        Op::Train(TrainOp::RmsNormGrad { eps, adds }) => {
             let [dy, x, w] = [&inputs[0], &inputs[1], &inputs[2]];
             let d = w.values.len();
             let mut dx = Vec::with_capacity(x.values.len());
@@ -185,6 +189,9 @@ pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError>
                 let dot: f64 = (0..d).map(|i| dy[i] * w.values[i] * x[i]).sum();
                 dx.extend((0..d).map(|i| r * (dy[i] * w.values[i] - x[i] * r * r * dot / d as f64)));
                 (0..d).for_each(|i| dw[i] += dy[i] * x[i] * r);
+            }
+            if *adds {
+                dx.iter_mut().zip(&inputs[3].values).for_each(|(dx, more)| *dx += more);
             }
             Ok(vec![Array { shape: x.shape, values: dx }, Array { shape: w.shape, values: dw }])
         }

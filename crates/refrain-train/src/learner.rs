@@ -6,9 +6,9 @@
 
 use refrain_graph::{
     ADAM_PARAMS, AdamParam, Backend, CompileError, ControlBlock, ControlError, GradError, Io, Plan, Ran,
-    RunError, State, StateId, fuse,
+    RunError, State, StateId, fuse, join_sums,
 };
-use refrain_models::{Model, Param, TrainGraph, TrainInputs, TrainPhase, TrainSpec, TrainStates};
+use refrain_models::{Model, ModelError, Param, TrainGraph, TrainInputs, TrainPhase, TrainSpec, TrainStates};
 use refrain_tensor::{DType, HostTensor, TensorError, quant};
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -110,6 +110,9 @@ pub enum LearnError {
         /// Why.
         source: TensorError,
     },
+    /// The weights do not make a model.
+    #[error(transparent)]
+    Model(#[from] ModelError),
     /// A step got another number of batches than it accumulates.
     #[error("a step takes {want} batches, got {got}")]
     Batches {
@@ -136,6 +139,7 @@ impl LearnError {
                 "look at what marks the parts that are learnt: a conversation needs replies of the assistant"
                     .into(),
             ),
+            LearnError::Model(error) => error.hint().map(Cow::from),
             LearnError::Grad(_)
             | LearnError::Control(_)
             | LearnError::Tensor { .. }
@@ -153,7 +157,11 @@ struct Step<B: Backend> {
 
 impl<B: Backend> Step<B> {
     fn new(backend: &B, TrainGraph { graph, inputs }: &TrainGraph) -> Result<Step<B>, LearnError> {
-        let compiled = backend.compile(&fuse(graph).map_err(GradError::from)?)?;
+        let mut graph = fuse(graph).map_err(GradError::from)?;
+        if backend.adds() {
+            graph = join_sums(&graph).map_err(GradError::from)?;
+        }
+        let compiled = backend.compile(&graph)?;
         let control = ControlBlock::new(backend.plan(&compiled).control());
         Ok(Step { compiled, control, inputs: inputs.clone() })
     }
@@ -362,6 +370,13 @@ impl<B: Backend> Learner<B> {
         let mut values = vec![0.0; ty.shape.n_elements()];
         quant::dequantize(ty.dtype, &self.state(id)?, &mut values).map_err(wrap)?;
         HostTensor::from_f32(ty.shape, &values).map_err(wrap)
+    }
+
+    /// The model as it is now: every weight in F32, from its master where there is one.
+    pub fn trained(&self) -> Result<Model, LearnError> {
+        let values: Result<Vec<_>, LearnError> =
+            self.table.params.iter().map(|param| Ok((param.weight, self.weight(param)?))).collect();
+        Ok(self.model.with_values(values?)?)
     }
 
     fn set_param(&mut self, param: &Param, tensor: &HostTensor) -> Result<(), LearnError> {

@@ -15,12 +15,14 @@ pub mod tokenize; // a tokenizer of the training texts
 pub mod schedule; // learning rate of a step
 pub mod memory; // the estimate before the start
 pub mod learner; // one step
+pub mod flops; // what a step computes
 pub mod trainer; // a run of steps
 pub mod checkpoint; // saved state
 pub mod log; // one line a step
 pub mod report; // the log as a page
 
 mod error;
+mod shape; // the model to make
 mod storage; // files that are whole or not there
 
 pub use config::{ConfigOverlay, TrainConfig};

@@ -118,30 +118,40 @@ impl LogError {
 pub struct LogWriter {
     path: PathBuf,
     file: File,
+    n_bytes: u64, // of whole lines
 }
 
 impl LogWriter {
     /// Starts a log; what is there goes.
     pub fn create(path: &Path) -> Result<Self, LogError> {
         let file = File::create(path).map_err(write_error(path))?;
-        Ok(Self { path: path.to_owned(), file })
+        Ok(Self { path: path.to_owned(), file, n_bytes: 0 })
     }
 
-    /// Continues a log after `n_steps` steps. Lines of later steps, and a last line that is not whole, are cut off.
+    /// Continues a log after `n_steps` steps. LogLines of later steps, and a last line that is not whole, are cut off.
     pub fn resume(path: &Path, n_steps: u64) -> Result<Self, LogError> {
         if path.exists() {
-            let lines = read(path)?;
-            let kept = lines.iter().filter(|line| line.step() < n_steps);
-            let text: String = kept.map(|line| text_of(line)).collect();
+            // The lines stay as they are: they may have more keys than are known here.
+            let kept =
+                LogLines::open(path)?.filter(|line| !matches!(line, Ok((line, _)) if line.step() >= n_steps));
+            let text = kept.map(|line| Ok(line?.1)).collect::<Result<String, LogError>>()?;
             write_atomically(&RealStorage, path, text.as_bytes()).map_err(write_error(path))?;
         }
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(write_error(path))?;
-        Ok(Self { path: path.to_owned(), file })
+        let n_bytes = file.metadata().map_err(write_error(path))?.len();
+        Ok(Self { path: path.to_owned(), file, n_bytes })
     }
 
-    /// Appends a line.
+    /// Appends a line, or nothing.
     pub fn write(&mut self, line: &LogLine) -> Result<(), LogError> {
-        self.file.write_all(text_of(line).as_bytes()).map_err(write_error(&self.path))
+        let text = text_of(line);
+        self.file.write_all(text.as_bytes()).map_err(|source| {
+            // A part of a line would spoil the next one.
+            let _ = self.file.set_len(self.n_bytes);
+            LogError::Write { path: self.path.clone(), source }
+        })?;
+        self.n_bytes += text.len() as u64;
+        Ok(())
     }
 }
 
@@ -156,29 +166,49 @@ fn write_error(path: &Path) -> impl FnOnce(io::Error) -> LogError + '_ {
 
 /// Reads a log. A last line without its end is left out: its writer was interrupted.
 pub fn read(path: &Path) -> Result<Vec<LogLine>, LogError> {
+    LogLines::open(path)?.map(|line| Ok(line?.0)).collect()
+}
+
+/// The whole lines of a log, parsed and as they are.
+struct LogLines {
+    path: PathBuf,
+    reader: BufReader<File>,
+    number: u64,
+}
+
+impl LogLines {
     /// Longer than any record.
-    const MAX_LINE_BYTES: u64 = 1 << 16;
-    let failed = |source| LogError::Read { path: path.to_owned(), source };
-    let mut reader = BufReader::new(File::open(path).map_err(failed)?);
-    let (mut lines, mut number) = (Vec::new(), 0);
-    loop {
+    const MAX_BYTES: u64 = 1 << 16;
+
+    fn open(path: &Path) -> Result<Self, LogError> {
+        let file = File::open(path).map_err(|source| LogError::Read { path: path.to_owned(), source })?;
+        Ok(Self { path: path.to_owned(), reader: BufReader::new(file), number: 0 })
+    }
+
+    fn parse(&self, bytes: Vec<u8>) -> Result<(LogLine, String), LogError> {
+        let bad = |reason: String| LogError::BadLine { path: self.path.clone(), line: self.number, reason };
+        if bytes.len() as u64 == Self::MAX_BYTES {
+            return Err(bad(format!("longer than {} bytes", Self::MAX_BYTES)));
+        }
+        let text = String::from_utf8(bytes).map_err(|_| bad("not a text".to_owned()))?;
+        let unknown =
+            "neither a step (step, loss, grad_norm, lr, tok_s) nor a held-out loss (step, eval_loss)";
+        let line = serde_json::from_str(&text).map_err(|_| bad(unknown.to_owned()))?;
+        Ok((line, text))
+    }
+}
+
+impl Iterator for LogLines {
+    type Item = Result<(LogLine, String), LogError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
         let mut bytes = Vec::new();
-        (&mut reader).take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes).map_err(failed)?;
-        number += 1;
-        if bytes.len() as u64 == MAX_LINE_BYTES {
-            let reason = format!("longer than {MAX_LINE_BYTES} bytes");
-            return Err(LogError::BadLine { path: path.to_owned(), line: number, reason });
+        self.number += 1;
+        match (&mut self.reader).take(Self::MAX_BYTES).read_until(b'\n', &mut bytes) {
+            Err(source) => Some(Err(LogError::Read { path: self.path.clone(), source })),
+            Ok(n) if n as u64 != Self::MAX_BYTES && bytes.last() != Some(&b'\n') => None,
+            Ok(_) => Some(self.parse(bytes)),
         }
-        if bytes.last() != Some(&b'\n') {
-            return Ok(lines);
-        }
-        let line = serde_json::from_slice(&bytes).map_err(|_| LogError::BadLine {
-            path: path.to_owned(),
-            line: number,
-            reason: "neither a step (step, loss, grad_norm, lr, tok_s) nor a held-out loss (step, eval_loss)"
-                .to_owned(),
-        })?;
-        lines.push(line);
     }
 }
 
@@ -232,11 +262,14 @@ mod tests {
         drop(log);
         // The run was interrupted while it wrote a line.
         let mut file = OpenOptions::new().append(true).open(&path).unwrap();
+        let extra = "{\"step\":5,\"eval_loss\":2.0,\"note\":\"kept\"}\n";
+        file.write_all(extra.as_bytes()).unwrap();
         file.write_all(b"{\"step\":10,\"lo").unwrap();
         let mut log = LogWriter::resume(&path, 6).unwrap();
         log.write(&step(6, 0.5)).unwrap();
         let mut expected: Vec<LogLine> = (0..6).map(|i| step(i, i as f64)).collect();
-        expected.extend([eval(5, 1.0), step(6, 0.5)]);
+        expected.extend([eval(5, 1.0), eval(5, 2.0), step(6, 0.5)]);
+        assert!(std::fs::read_to_string(&path).unwrap().contains(extra), "keys that are not known here stay");
         assert_eq!(read(&path).unwrap(), expected);
         let fresh = folder.path().join("new.jsonl");
         LogWriter::resume(&fresh, 3).unwrap();

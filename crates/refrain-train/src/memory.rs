@@ -2,7 +2,12 @@
 
 use std::fmt::{self, Write as _};
 
+use refrain_graph::{CompileError, Plan, PlanOptions};
+use refrain_models::{Model, TrainPhase, TrainSpec};
+
 use crate::config::{Masters, Precision, TrainConfig};
+use crate::learner::LearnError;
+use crate::trainer::train_spec;
 
 /// What is counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -19,6 +24,35 @@ pub struct MemoryCounts {
     pub gradient_bytes: u64,
     /// Bytes that do not grow with the batch: scratch, workspaces, control block.
     pub fixed_bytes: u64,
+}
+
+impl MemoryCounts {
+    /// Counts by planning steps of one row and of two. A device's own plan may need a little more or less.
+    pub fn of(model: &Model, config: &TrainConfig) -> Result<Self, LearnError> {
+        let spec = train_spec(config);
+        let arena = |n_rows: usize, recompute: bool| -> Result<u64, LearnError> {
+            let spec = TrainSpec { n_tokens: n_rows * config.context, recompute, ..spec };
+            let step = model.train_graph(&spec, TrainPhase::Update)?;
+            let plan = Plan::new(&step.graph, PlanOptions::default()).map_err(CompileError::from)?;
+            Ok(plan.arena_bytes() as u64)
+        };
+        let one = arena(1, false)?;
+        let activation_bytes_per_row = arena(2, false)?.saturating_sub(one);
+        let checkpointed_bytes_per_row = arena(2, true)?.saturating_sub(arena(1, true)?);
+        let (frozen, tensors) = model.frozen();
+        let n_frozen: u64 = frozen.iter().map(|weight| weight.ty.shape.n_elements() as u64).sum();
+        let n_trained = (model.n_parameters() as u64).saturating_sub(n_frozen);
+        let gradient = spec.dtype.block_bytes() as u64;
+        let others = activation_bytes_per_row.saturating_add(n_trained.saturating_mul(gradient));
+        Ok(Self {
+            n_trained,
+            frozen_bytes: tensors.iter().map(|tensor| tensor.bytes().as_slice().len() as u64).sum(),
+            activation_bytes_per_row,
+            checkpointed_bytes_per_row,
+            gradient_bytes: gradient + if spec.accumulates { 4 } else { 0 },
+            fixed_bytes: one.saturating_sub(others),
+        })
+    }
 }
 
 /// A line of the estimate.
@@ -205,7 +239,8 @@ fn parts(knobs: Knobs, counts: MemoryCounts) -> Vec<MemoryPart> {
 }
 
 /// Bytes with a unit.
-struct Size(u64);
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size(pub u64);
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

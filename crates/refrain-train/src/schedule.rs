@@ -2,13 +2,13 @@
 
 use std::f64::consts::PI;
 
-use crate::config::{Schedule, TrainConfig};
+use crate::config::{ScheduleKind, TrainConfig};
 
 /// The learning rate as a function of the step, and of nothing else.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LrSchedule {
     /// Shape after warm-up.
-    pub kind: Schedule,
+    pub kind: ScheduleKind,
     /// Peak.
     pub lr: f64,
     /// What cosine and linear fall to.
@@ -45,9 +45,9 @@ impl LrSchedule {
         };
         let range = self.lr - self.min_lr;
         match self.kind {
-            Schedule::Constant => self.lr,
-            Schedule::Linear => self.min_lr + range * (1.0 - share),
-            Schedule::Cosine => self.min_lr + range * (0.5 * (1.0 + (PI * share).cos())),
+            ScheduleKind::Constant => self.lr,
+            ScheduleKind::Linear => self.min_lr + range * (1.0 - share),
+            ScheduleKind::Cosine => self.min_lr + range * (0.5 * (1.0 + (PI * share).cos())),
         }
     }
 }
@@ -57,32 +57,32 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn schedule(kind: Schedule, warmup: u64, steps: u64) -> LrSchedule {
+    fn schedule(kind: ScheduleKind, warmup: u64, steps: u64) -> LrSchedule {
         LrSchedule { kind, lr: 3e-4, min_lr: 3e-5, warmup, steps }
     }
 
     #[test]
     fn known_points_of_each_shape() {
         let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-15, "{a} and {b}");
-        for kind in [Schedule::Constant, Schedule::Linear, Schedule::Cosine] {
+        for kind in [ScheduleKind::Constant, ScheduleKind::Linear, ScheduleKind::Cosine] {
             let s = schedule(kind, 9, 109);
             close(s.at(0), 3e-5);
             close(s.at(4), 1.5e-4);
             close(s.at(9), 3e-4);
         }
-        close(schedule(Schedule::Constant, 9, 109).at(108), 3e-4);
-        close(schedule(Schedule::Linear, 9, 109).at(59), (3e-4 + 3e-5) / 2.0);
-        close(schedule(Schedule::Linear, 9, 109).at(109), 3e-5);
-        close(schedule(Schedule::Cosine, 9, 109).at(59), (3e-4 + 3e-5) / 2.0);
+        close(schedule(ScheduleKind::Constant, 9, 109).at(108), 3e-4);
+        close(schedule(ScheduleKind::Linear, 9, 109).at(59), (3e-4 + 3e-5) / 2.0);
+        close(schedule(ScheduleKind::Linear, 9, 109).at(109), 3e-5);
+        close(schedule(ScheduleKind::Cosine, 9, 109).at(59), (3e-4 + 3e-5) / 2.0);
         // A quarter of the way, a cosine has lost (1 - cos 45°) / 2 of its range.
         let lost = 0.5 * (1.0 - std::f64::consts::FRAC_1_SQRT_2);
-        close(schedule(Schedule::Cosine, 9, 109).at(34), 3e-4 - lost * (3e-4 - 3e-5));
-        close(schedule(Schedule::Cosine, 9, 109).at(1_000_000), 3e-5);
+        close(schedule(ScheduleKind::Cosine, 9, 109).at(34), 3e-4 - lost * (3e-4 - 3e-5));
+        close(schedule(ScheduleKind::Cosine, 9, 109).at(1_000_000), 3e-5);
     }
 
     #[test]
     fn a_run_that_is_all_warm_up_rises_to_its_end() {
-        let s = schedule(Schedule::Cosine, 10, 10);
+        let s = schedule(ScheduleKind::Cosine, 10, 10);
         assert!((s.at(9) - 3e-4 * 10.0 / 11.0).abs() < 1e-15);
         assert!((s.at(10) - 3e-5).abs() < 1e-15);
     }
@@ -92,7 +92,7 @@ mod tests {
         fn rates_rise_to_the_peak_then_never_rise_and_stay_in_range(
             kind in 0..3usize, warmup in 0..50u64, rest in 0..200u64, lr in 1e-6..1.0f64, share in 0.0..1.0f64,
         ) {
-            let kind = [Schedule::Constant, Schedule::Linear, Schedule::Cosine][kind];
+            let kind = [ScheduleKind::Constant, ScheduleKind::Linear, ScheduleKind::Cosine][kind];
             let s = LrSchedule { kind, lr, min_lr: lr * share, warmup, steps: warmup + rest };
             let rates: Vec<f64> = (0..s.steps + 10).map(|step| s.at(step)).collect();
             for (step, pair) in rates.windows(2).enumerate() {

@@ -1,9 +1,12 @@
-//! A byte-level BPE tokenizer of the training texts.
+//! A byte-level BPE tokenizer of the training texts, or an existing one.
 
 use std::collections::{BTreeMap, HashSet};
-use std::io;
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
+use refrain_formats::FormatError;
+use refrain_formats::gguf::Gguf;
 use refrain_formats::tokenizer::{SpecialIds, Tokenizer, TokenizerError, VocabSpec};
 use serde_json::{Value, json};
 use tokenizers::models::bpe::{BPE, BpeTrainer};
@@ -69,8 +72,8 @@ pub enum TokenizeError {
         /// Its answer.
         reason: String,
     },
-    /// What was trained cannot be used.
-    #[error("the trained tokenizer cannot be used")]
+    /// What was trained or read cannot be used.
+    #[error("the tokenizer cannot be used")]
     Unusable(#[source] TokenizerError),
     /// A text that does not come back.
     #[error("the trained tokenizer changes a text: {before:?} comes back as {after:?}")]
@@ -80,6 +83,25 @@ pub enum TokenizeError {
         /// The same after.
         after: String,
     },
+    /// An existing tokenizer cannot be read.
+    #[error("cannot read {path}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file larger than any tokenizer.
+    #[error("{path} has more than {limit} bytes, which no tokenizer has")]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// The bound on it.
+        limit: u64,
+    },
+    /// A GGUF file cannot be read.
+    #[error(transparent)]
+    Format(#[from] FormatError),
     /// It cannot be saved.
     #[error("cannot write {path}")]
     Write {
@@ -100,9 +122,60 @@ impl TokenizeError {
             Self::Write { .. } => {
                 Some("check that you may write there, and that the disk has room".to_owned())
             }
-            Self::Library { .. } | Self::Unusable(_) | Self::NotReversible { .. } => None,
+            Self::Read { .. } => Some("give a tokenizer.json, its folder, or a GGUF file".to_owned()),
+            Self::TooLarge { .. } => Some("give a tokenizer.json".to_owned()),
+            Self::Format(error) => error.hint(),
+            Self::Unusable(error) => error.hint(),
+            Self::Library { .. } | Self::NotReversible { .. } => None,
         }
     }
+}
+
+/// An existing tokenizer, and the chat template that goes with it.
+#[derive(Debug)]
+pub struct LoadedTokenizer {
+    /// Ready for use.
+    pub tokenizer: Tokenizer,
+    /// From `chat_template.jinja` beside it, or its own.
+    pub chat_template: Option<String>,
+}
+
+impl LoadedTokenizer {
+    /// Opens a `tokenizer.json`, a folder that holds one, or a GGUF file.
+    pub fn open(path: &Path) -> Result<Self, TokenizeError> {
+        let is_gguf = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("gguf"));
+        if is_gguf {
+            let gguf = Gguf::open(path)?;
+            let tokenizer = Tokenizer::from_gguf(gguf.metadata()).map_err(TokenizeError::Unusable)?;
+            let chat_template = tokenizer.chat_template().map(str::to_owned);
+            return Ok(Self { tokenizer, chat_template });
+        }
+        let path = if path.is_dir() { path.join(TOKENIZER) } else { path.to_owned() };
+        let beside = |name: &str| Some(path.with_file_name(name)).filter(|path| path.is_file());
+        let config = beside(CONFIG).map(|path| read(&path)).transpose()?;
+        let tokenizer = Tokenizer::from_files(&read(&path)?, config.as_deref());
+        let tokenizer = tokenizer.map_err(TokenizeError::Unusable)?;
+        let template = beside(TEMPLATE).map(|path| read(&path)).transpose()?;
+        let template = template.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        let chat_template = template.or_else(|| tokenizer.chat_template().map(str::to_owned));
+        Ok(Self { tokenizer, chat_template })
+    }
+}
+
+const TOKENIZER: &str = "tokenizer.json";
+const CONFIG: &str = "tokenizer_config.json";
+const TEMPLATE: &str = "chat_template.jinja";
+
+fn read(path: &Path) -> Result<Vec<u8>, TokenizeError> {
+    /// The largest tokenizers in use have some 30 MB.
+    const MAX_BYTES: u64 = 256 << 20;
+    let mut bytes = Vec::new();
+    let file = File::open(path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes));
+    file.map_err(|source| TokenizeError::Read { path: path.to_owned(), source })?;
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(TokenizeError::TooLarge { path: path.to_owned(), limit: MAX_BYTES });
+    }
+    Ok(bytes)
 }
 
 /// A trained tokenizer, in the forms that others need.
@@ -186,8 +259,7 @@ impl TrainedTokenizer {
             |source| TokenizeError::Write { path, source }
         };
         std::fs::create_dir_all(folder).map_err(failed(folder))?;
-        for (name, content) in [("tokenizer.json", &self.json), ("tokenizer_config.json", &self.config_json)]
-        {
+        for (name, content) in [(TOKENIZER, &self.json), (CONFIG, &self.config_json)] {
             let path = folder.join(name);
             write_atomically(&RealStorage, &path, content.as_bytes()).map_err(failed(&path))?;
         }

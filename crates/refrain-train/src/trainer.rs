@@ -4,7 +4,8 @@
 //! that was stopped and resumed takes the same steps, bit for bit, as one that was not.
 
 use crate::checkpoint::{
-    BestLoss, Checkpoint, CheckpointStore, FileSpec, Progress, RandomState, RunState, SaveRequest, TensorSpec,
+    BestLoss, Checkpoint, CheckpointStore, FileSpec, RandomState, RunProgress, RunState, SaveRequest,
+    TensorSpec,
 };
 use crate::config::{Clip, Masters, Precision, Resume, TrainConfig};
 use crate::data::{Batch, Corpus, DataPosition, Loader, LoaderOptions, Passes};
@@ -55,6 +56,13 @@ pub enum TrainEvent<'a> {
         /// Whether it is the lowest loss so far.
         is_best: bool,
     },
+    /// A text was sampled from the model as it is.
+    Sampled {
+        /// Steps that are done.
+        step: u64,
+        /// The prompt and what the model made of it.
+        text: &'a str,
+    },
     /// A checkpoint was saved.
     Saved {
         /// Its folder.
@@ -70,7 +78,7 @@ pub struct TrainSummary {
     /// Whether it was asked to stop before its last step.
     pub interrupted: bool,
     /// How far it has come.
-    pub progress: Progress,
+    pub progress: RunProgress,
     /// Steps that were not applied since their gradients were not finite.
     pub n_skipped: u64,
     /// Micro-steps that ran as a graph, and those that did not.
@@ -117,7 +125,7 @@ pub struct Trainer<B: Backend> {
     resumed: Option<PathBuf>,
     last_saved: Option<(u64, PathBuf)>,
     step: u64,
-    progress: Progress,
+    progress: RunProgress,
     n_skipped: u64,
     n_skipped_in_row: u64,
     n_replayed: u64,
@@ -152,7 +160,7 @@ impl<B: Backend> Trainer<B> {
             n_ahead: N_AHEAD,
         };
         let loader = Loader::new(data.corpus, options, state.map(|s| &s.position))?;
-        let (step, progress) = state.map_or((0, Progress::default()), |s| (s.step, s.progress));
+        let (step, progress) = state.map_or((0, RunProgress::default()), |s| (s.step, s.progress));
         let log_path = config.log.clone().or_else(|| config.out.as_ref().map(|out| out.join("log.jsonl")));
         let log = match &log_path {
             Some(path) if step > 0 => Some(LogWriter::resume(path, step)?),
@@ -187,6 +195,16 @@ impl<B: Backend> Trainer<B> {
         &self.learner
     }
 
+    /// The learner, for a caller that looks into its states or changes them.
+    pub fn learner_mut(&mut self) -> &mut Learner<B> {
+        &mut self.learner
+    }
+
+    /// The checkpoint that the run goes on from, where it does.
+    pub fn resumed(&self) -> Option<&Path> {
+        self.resumed.as_deref()
+    }
+
     /// Steps that are done.
     pub fn n_done(&self) -> u64 {
         self.step
@@ -207,35 +225,51 @@ impl<B: Backend> Trainer<B> {
             observe(&TrainEvent::Resumed { path, step: self.step });
         }
         let mut interrupted = false;
-        while self.step < self.config.steps {
+        while !self.is_done() {
             if stop() {
                 interrupted = true;
+                self.save(false, observe)?;
                 break;
             }
-            self.take_step(observe)?;
-            let is_last = self.step == self.config.steps;
-            let due =
-                |every: Option<u64>| every.is_some_and(|n| n > 0 && self.step.is_multiple_of(n)) || is_last;
-            let (evaluates, saves) =
-                (self.held_out.is_some() && due(self.config.eval_every), due(self.config.save_every));
-            let is_best = evaluates && self.look_at_held_out(observe)?;
-            // The best one is worth keeping whenever it is found.
-            if saves || is_best {
-                self.save(is_best, observe)?;
-            }
+            self.advance(observe)?;
         }
-        if interrupted {
-            self.save(false, observe)?;
+        Ok(self.summary(interrupted))
+    }
+
+    /// One step, with the held-out loss and the checkpoint that are due after it; nothing where all steps are done.
+    pub fn advance(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
+        if self.is_done() {
+            return Ok(());
         }
-        Ok(TrainSummary {
+        self.take_step(observe)?;
+        let is_last = self.is_done();
+        let due = |every: Option<u64>| every.is_some_and(|n| n > 0 && self.step.is_multiple_of(n)) || is_last;
+        let (evaluates, saves) =
+            (self.held_out.is_some() && due(self.config.eval_every), due(self.config.save_every));
+        let is_best = evaluates && self.look_at_held_out(observe)?;
+        // The best one is worth keeping whenever it is found.
+        if saves || is_best {
+            self.save(is_best, observe)?;
+        }
+        Ok(())
+    }
+
+    /// Whether all steps are done.
+    pub fn is_done(&self) -> bool {
+        self.step >= self.config.steps
+    }
+
+    /// How far the run has come.
+    pub fn summary(&self, interrupted: bool) -> TrainSummary {
+        TrainSummary {
             step: self.step,
             interrupted,
             progress: self.progress,
             n_skipped: self.n_skipped,
             n_replayed: self.n_replayed,
             n_eager: self.n_eager,
-            checkpoint: self.last_saved.as_ref().map(|(_, path)| path.clone()),
-        })
+            checkpoint: self.saved_path(),
+        }
     }
 
     fn take_step(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {

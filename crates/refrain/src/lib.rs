@@ -33,6 +33,7 @@ mod model;
 mod planner;
 mod service;
 mod session;
+pub mod train;
 
 pub use bench::{
     BatchReport, BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, Resident, Samples,

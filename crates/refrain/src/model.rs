@@ -7,7 +7,7 @@ use refrain_formats::chat::{ChatTemplate, Message, RenderOptions};
 use refrain_formats::gguf::Gguf;
 use refrain_formats::hf::HfFolder;
 use refrain_formats::params::{GenerationDefaults, ModelConfig};
-use refrain_formats::tokenizer::{Tokenizer, TokenizerSummary};
+use refrain_formats::tokenizer::{Tokenizer, TokenizerForm, TokenizerSummary, VocabSpec};
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_tensor::Bytes;
 use std::path::Path;
@@ -43,8 +43,12 @@ impl Model {
 
     /// The small model inside the library: it continues simple stories.
     pub fn builtin() -> Result<Model, Error> {
-        let gguf = Gguf::from_named_bytes("the built-in model", Bytes::new(BUILTIN))?;
-        Model::from_files(ModelFiles::Gguf(gguf))
+        Model::from_files(Model::builtin_files()?)
+    }
+
+    /// The files of that model.
+    pub fn builtin_files() -> Result<ModelFiles, Error> {
+        Ok(ModelFiles::Gguf(Gguf::from_named_bytes("the built-in model", Bytes::new(BUILTIN))?))
     }
 
     /// A model from files that are open already.
@@ -160,6 +164,25 @@ impl Model {
     /// Bytes of all weights.
     pub fn weight_bytes(&self) -> usize {
         self.inner.weights.weight_bytes()
+    }
+}
+
+/// The tokenizer of open files, in the form that they have it, with the chat template that belongs to it.
+pub(crate) fn tokenizer_form(files: &ModelFiles) -> Result<TokenizerForm, Error> {
+    match files {
+        ModelFiles::Gguf(gguf) => Ok(TokenizerForm::Vocab(Box::new(VocabSpec::from_gguf(gguf.metadata())?))),
+        ModelFiles::Hf(folder) => {
+            let (json, config) = read_tokenizer(folder)?;
+            let form = TokenizerForm::Files { json, config };
+            match folder.chat_template() {
+                None => Ok(form),
+                Some(path) => {
+                    let template =
+                        std::fs::read_to_string(&path).map_err(|source| cannot_read(&path, source))?;
+                    Ok(form.with_chat_template(&template)?)
+                }
+            }
+        }
     }
 }
 

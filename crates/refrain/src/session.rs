@@ -55,6 +55,12 @@ pub enum Device {
     },
 }
 
+impl Default for Device {
+    fn default() -> Device {
+        Device::Cpu { threads: None }
+    }
+}
+
 impl Device {
     /// What a CUDA device, real or simulated, is opened with; for the CPU its threads.
     pub(crate) fn cuda(&self) -> Result<(DeviceKind, CudaOptions), usize> {

@@ -75,7 +75,11 @@ pub(crate) fn value_call(
             TrainOp::UnaryGrad(f) => floats(&ins).then_some(ValueOp::UnaryGrad(*f)),
             TrainOp::GateGrad(f) => floats(&ins).then_some(ValueOp::GateGrad(*f)),
             TrainOp::SoftmaxGrad => floats(&ins).then_some(ValueOp::SoftmaxGrad),
-            TrainOp::RmsNormGrad { eps } => floats(&ins).then_some(ValueOp::RmsNormGrad { eps: *eps }),
+            // Sums are not joined for this backend.
+            TrainOp::RmsNormGrad { adds: true, .. } | TrainOp::AddProduct => None,
+            TrainOp::RmsNormGrad { eps, adds: false } => {
+                floats(&ins).then_some(ValueOp::RmsNormGrad { eps: *eps })
+            }
             TrainOp::RopeGrad(rope) => turn(rope, &ins, tables, true),
             TrainOp::SpanAttentionGrad(attention) => {
                 let is_read = floats(&ins[..4]) && is_ints(&ins[4]) && floats(&ins[5..]);

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use refrain_formats::ModelFiles;
-use refrain_models::Model;
+use refrain_formats::{FormatError, ModelFiles};
+use refrain_models::{Model, TensorSource};
+use refrain_tensor::{Bytes, DType, HostTensor};
 use safetensors::SafeTensors;
 
 macro_rules! goldens {
@@ -39,12 +40,46 @@ goldens!(
 );
 
 pub fn model(case: &str) -> Arc<Model> {
+    Arc::new(Model::load(&model_files(case)).unwrap())
+}
+
+/// A model in which everything behind one token is not a number.
+pub fn poisoned_model(case: &str, token: usize) -> Arc<Model> {
+    let files = model_files(case);
+    let config = files.config().unwrap();
+    Arc::new(Model::from_source(config, &Poisoned { files, token }).unwrap())
+}
+
+struct Poisoned {
+    files: ModelFiles,
+    token: usize,
+}
+
+impl TensorSource for Poisoned {
+    fn find(&self, gguf_name: &str, hf_name: &str) -> Result<Option<HostTensor>, FormatError> {
+        let found = self.files.find(gguf_name, hf_name)?;
+        let Some(tensor) = found.filter(|_| gguf_name == "token_embd.weight") else {
+            return self.files.find(gguf_name, hf_name);
+        };
+        let width = tensor.shape().dims()[1];
+        let mut values = tensor.to_f32().unwrap();
+        values[self.token * width..][..width].fill(f32::NAN);
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        Ok(Some(HostTensor::new(DType::F32, tensor.shape(), Bytes::new(bytes)).unwrap()))
+    }
+
+    fn name<'n>(&self, gguf_name: &'n str, hf_name: &'n str) -> &'n str {
+        self.files.name(gguf_name, hf_name)
+    }
+}
+
+fn model_files(case: &str) -> ModelFiles {
     // The files are mapped; nobody looks for them by name afterwards.
     let folder = tempfile::tempdir().unwrap();
     for (name, bytes) in &files(case)[..2] {
         std::fs::write(folder.path().join(name), bytes).unwrap();
     }
-    Arc::new(Model::load(&ModelFiles::open(folder.path()).unwrap()).unwrap())
+    ModelFiles::open(folder.path()).unwrap()
 }
 
 /// Tokens, and the logits after each of them.

@@ -364,3 +364,26 @@ fn requests_with_a_common_beginning_share_its_blocks() {
     assert_eq!(row.n_tokens, 2, "four blocks of four were found");
     world.drain();
 }
+
+#[test]
+fn several_answers_to_one_prompt_evaluate_it_once() {
+    let mut world = World::new(64, limits(16, 8));
+    let text: Vec<u32> = (0..30).map(|i| i * i % 3).collect();
+    let ids: Vec<_> = (0..6).map(|_| world.submit(text.clone(), 3, 0, 0)).collect();
+    let row = |id: RequestId, n_tokens, chooses| StepRow { id, n_tokens, chooses };
+    assert_eq!(world.step(), [row(ids[0], 16, false)]);
+    assert_eq!(world.step(), [row(ids[0], 14, true)]);
+    // Seven blocks of four are there; two tokens of each are left.
+    let rest: Vec<_> = ids[1..].iter().map(|id| row(*id, 2, true)).collect();
+    assert_eq!(world.step(), [&[row(ids[0], 1, true)], &rest[..]].concat());
+    world.drain();
+    assert_eq!(world.n_evaluated, 30 + 5 * 2 + 6 * 2);
+    // A paused one is not waited for.
+    let idle = world.submit(vec![0; 40], 3, 0, 0);
+    world.step();
+    world.scheduler.get(idle).unwrap().is_paused = true;
+    let other = world.submit(vec![0; 40], 3, 0, 0);
+    assert_eq!(world.step()[0].id, other);
+    world.scheduler.get(idle).unwrap().is_paused = false;
+    world.drain();
+}

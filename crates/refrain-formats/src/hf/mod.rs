@@ -3,9 +3,11 @@
 mod fault; // what can be wrong
 mod json; // small files
 mod safetensors; // weights
+mod write; // back to files
 
 pub use fault::HfFault;
 pub use json::{FromJson, JsonObject};
+pub use write::{NewTensor, write_safetensors, write_whole};
 
 use crate::FormatError;
 use crate::mmap::Mapped;

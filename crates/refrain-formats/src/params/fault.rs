@@ -38,6 +38,8 @@ pub enum ParamsFault {
     LayerType { found: String },
     #[error("some layers slide, but no window size is given")]
     NoWindow,
+    #[error("{format} cannot hold the {what} of this {arch} model")]
+    NoPlace { format: &'static str, arch: Arch, what: &'static str },
     #[error("the vocabulary size is not given: neither a key nor a token list nor the embedding tells it")]
     NoVocab,
 }
@@ -53,6 +55,7 @@ impl ParamsFault {
             F::ValueDim { .. } | F::LayerType { .. } => {
                 "the model uses a variant of its architecture that is not supported".into()
             }
+            F::NoPlace { .. } => "export the model in the other form: GGUF or a Hugging Face folder".into(),
             F::NoArch => "fetch config.json of the model again; it must name its architecture".into(),
             F::Range { .. }
             | F::Number { .. }

@@ -5,6 +5,7 @@ mod generation; // how the authors want it sampled
 mod gguf; // from GGUF metadata
 mod hf; // from config.json
 mod rope; // rotary embeddings
+mod write; // to GGUF metadata and config.json
 
 pub use fault::ParamsFault;
 pub use generation::GenerationDefaults;
@@ -160,7 +161,7 @@ impl ModelConfig {
     }
 
     /// Refuses sizes that no model has, before anything is allocated by them.
-    pub(crate) fn validate(self) -> Result<ModelConfig, ParamsFault> {
+    pub fn validate(self) -> Result<ModelConfig, ParamsFault> {
         let sizes = [
             ("the vocabulary size", self.n_vocab, 1 << 24),
             ("the number of layers", self.n_layers, MAX_LAYERS),

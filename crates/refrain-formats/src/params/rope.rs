@@ -82,6 +82,17 @@ impl RopeScaling {
 }
 
 impl Rope {
+    /// Whether two are the same but for the last bits of YaRN's factor.
+    pub(crate) fn is_near(&self, other: &Rope) -> bool {
+        let (mut a, mut b) = (*self, *other);
+        if let (RopeScaling::Yarn(x), RopeScaling::Yarn(y)) = (&mut a.scaling, &mut b.scaling)
+            && (x.attention_factor - y.attention_factor).abs() <= 1e-5 * x.attention_factor
+        {
+            y.attention_factor = x.attention_factor;
+        }
+        a == b
+    }
+
     pub(crate) fn validate(&self, head_dim: usize) -> Result<(), ParamsFault> {
         check_number("the rope base", self.theta, 0.0, 1e15)?;
         check_number("the rope base of sliding layers", self.local_theta.unwrap_or(1.0), 0.0, 1e15)?;

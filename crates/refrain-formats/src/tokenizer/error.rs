@@ -41,6 +41,14 @@ pub enum TokenizerError {
         /// Tokens in the vocabulary.
         n_tokens: usize,
     },
+    /// A tokenizer that the other form of file cannot hold.
+    #[error("this tokenizer cannot be written as {form}: {because}")]
+    NoForm {
+        /// Where it should go: a GGUF vocabulary, or `tokenizer.json`.
+        form: &'static str,
+        /// Why not.
+        because: String,
+    },
     /// More tokens than any model has.
     #[error("vocabulary needs {n_tokens} ids, the limit is {limit}")]
     TooManyTokens {
@@ -164,6 +172,7 @@ impl TokenizerError {
                 Some("use a model of one of the known kinds".to_owned())
             }
             Self::Missing { .. } => Some("use a model file that comes with its tokenizer".to_owned()),
+            Self::NoForm { .. } => Some("export the model in the form that it was opened from".to_owned()),
             Self::UnknownId { .. } | Self::Library { .. } => None,
             _ => Some("the file is damaged or was converted wrongly: fetch or convert it again".to_owned()),
         }

@@ -6,6 +6,7 @@
 mod build; // from a vocabulary to pipelines
 mod error; // what can go wrong
 mod files; // from tokenizer.json and tokenizer_config.json
+mod form; // from one form of file to the other
 mod json; // the shape of those files
 mod pieces; // the bytes of every token
 mod pipeline; // text to ids
@@ -18,6 +19,7 @@ mod summary; // what a vocabulary is, without a tokenizer
 use std::sync::Arc;
 
 pub use error::TokenizerError;
+pub use form::TokenizerForm;
 pub use pre::known_pre_tokenizers;
 pub use spec::{SpecialIds, TokenKind, VocabSpec};
 pub use stream::DecodeStream;

@@ -157,6 +157,12 @@ const TABLE: &[Pre] = &[
     Pre { names: &["gpt-4o", "llama4", "kanana2"], patterns: &[GPT4O], ignore_merges: false, add_bos: false },
 ];
 
+/// One name for each way to cut words, the most usual ways first.
+pub(super) fn distinct_pre_tokenizers() -> impl Iterator<Item = &'static str> {
+    let (default, others) = TABLE.split_at(1);
+    others.iter().chain(default).filter_map(|pre| pre.names.first().copied())
+}
+
 /// The names of the pre-tokenizers that are supported, sorted.
 pub fn known_pre_tokenizers() -> Vec<&'static str> {
     let mut names: Vec<_> = TABLE.iter().flat_map(|pre| pre.names).copied().collect();
@@ -171,6 +177,20 @@ impl Pre {
         TABLE.iter().find(|pre| pre.names.contains(&name)).copied().ok_or_else(|| {
             TokenizerError::UnknownPre { found: name.to_owned(), known: known_pre_tokenizers() }
         })
+    }
+
+    /// The same as `tokenizer.json` writes it.
+    pub(super) fn to_json(self) -> serde_json::Value {
+        let split = |pattern: &&str| {
+            serde_json::json!({
+                "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false,
+            })
+        };
+        let bytes = serde_json::json!({
+            "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false,
+        });
+        let steps: Vec<_> = self.patterns.iter().map(split).chain([bytes]).collect();
+        serde_json::json!({ "type": "Sequence", "pretokenizers": steps })
     }
 
     /// As a part of a pipeline: words first, then their bytes as characters.

@@ -6,7 +6,8 @@ use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 
 use super::error::{TokenizerError, excerpt};
-use crate::gguf::{FromValue, Metadata, StrArray};
+use crate::FormatError;
+use crate::gguf::{Array, FromValue, GgufWriter, Metadata, StrArray, Value};
 
 /// Longer than any token in use; merging costs the square of it.
 pub(super) const MAX_TOKEN_BYTES: usize = 4096;
@@ -41,6 +42,18 @@ impl TokenKind {
             6 => Self::Byte,
             _ => return None,
         })
+    }
+
+    /// The number that GGUF files have for it.
+    pub(super) fn number(self) -> i32 {
+        match self {
+            Self::Normal => 1,
+            Self::Unknown => 2,
+            Self::Control => 3,
+            Self::UserDefined => 4,
+            Self::Unused => 5,
+            Self::Byte => 6,
+        }
     }
 }
 
@@ -143,6 +156,60 @@ impl VocabSpec {
             strip_accents: reader.get("normalizer.strip_accents")?,
             chat_template: template.map(str::to_owned),
         })
+    }
+
+    /// Writes the `tokenizer.*` keys of a GGUF file. A model with more rows than the vocabulary has tokens gets place
+    /// holders for the rest, as llama.cpp wants it.
+    pub fn write_gguf(&self, writer: &mut GgufWriter, n_vocab: usize) -> Result<(), FormatError> {
+        const UNUSED: i32 = 5;
+        let n_tokens = self.tokens.len();
+        let holders: Vec<String> = (n_tokens..n_vocab).map(|id| format!("[PAD{id}]")).collect();
+        let mut set = |key: &str, value: Option<Value>| match value {
+            Some(value) => writer.set(&format!("tokenizer.ggml.{key}"), value).map(drop),
+            None => Ok(()),
+        };
+        set("model", Some(self.model.as_str().into()))?;
+        set("pre", self.pre.as_deref().map(Into::into))?;
+        let tokens: StrArray = self.tokens.iter().chain(holders.iter().map(String::as_str)).collect();
+        set("tokens", Some(tokens.into()))?;
+        let padded = |scores: &Vec<f32>| {
+            let rest = std::iter::repeat_n(0.0, holders.len());
+            Value::Array(Array::F32(scores.iter().copied().chain(rest).collect()))
+        };
+        set("scores", self.scores.as_ref().map(padded))?;
+        let types = self.token_types.clone().unwrap_or_else(|| vec![1; n_tokens]);
+        let types = types.into_iter().chain(std::iter::repeat_n(UNUSED, holders.len())).collect();
+        set("token_type", Some(Value::Array(Array::I32(types))))?;
+        set("merges", self.merges.clone().map(Into::into))?;
+        let ids = [
+            ("bos_token_id", self.specials.bos),
+            ("eos_token_id", self.specials.eos),
+            ("eot_token_id", self.specials.eot),
+            ("eom_token_id", self.specials.eom),
+            ("unknown_token_id", self.specials.unk),
+            ("padding_token_id", self.specials.pad),
+            ("seperator_token_id", self.specials.sep), // the format's own spelling
+            ("cls_token_id", self.specials.cls),
+            ("mask_token_id", self.specials.mask),
+        ];
+        for (key, id) in ids {
+            set(key, id.map(Into::into))?;
+        }
+        let flags = [
+            ("add_bos_token", self.add_bos),
+            ("add_eos_token", self.add_eos),
+            ("add_sep_token", self.add_sep),
+            ("add_space_prefix", self.add_space_prefix),
+            ("normalizer.lowercase", self.lowercase),
+            ("normalizer.strip_accents", self.strip_accents),
+        ];
+        for (key, flag) in flags {
+            set(key, flag.map(Into::into))?;
+        }
+        match &self.chat_template {
+            Some(template) => writer.set("tokenizer.chat_template", template.as_str()).map(drop),
+            None => Ok(()),
+        }
     }
 
     /// Checks the lengths of the lists and the ids with a role.

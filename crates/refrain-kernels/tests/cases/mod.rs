@@ -9,3 +9,4 @@ pub mod product;
 pub mod prompt;
 pub mod sample;
 pub mod train;
+pub mod training;

@@ -69,7 +69,7 @@ fn matmul_case(dtype: DType, a: Layout, b: Layout) -> Case {
     let roles = vec![out(y, dtype, rounded_once(dtype)), Role::In(left), Role::In(right)];
     Case::new(name, roles, move |kernels, bufs, launches| {
         let (a, b) = (View { buf: bufs[1], dtype, layout: a }, View { buf: bufs[2], dtype, layout: b });
-        launches.push(kernels.matmul(&MatMulArgs { a, b, y: bufs[0], step: "case" })?);
+        launches.push(kernels.matmul(&MatMulArgs { a, b, y: bufs[0], c: None, step: "case" })?);
         Ok(())
     })
 }
@@ -101,7 +101,7 @@ fn random_documents(n: usize, seed: u64) -> Vec<[i32; 2]> {
     let mut rng = Rng::new(seed);
     let mut spans: Vec<[i32; 2]> = Vec::new();
     while spans.len() < n {
-        let len = (1 + rng.below(60) as usize).min(n - spans.len());
+        let len = (1 + rng.below(60)).min(n - spans.len());
         let first = spans.len() as i32;
         let span = if rng.below(5) == 0 { [7, 7] } else { [first, first + len as i32] };
         spans.extend(std::iter::repeat_n(span, len));

@@ -114,6 +114,7 @@ fn launch(
             16 => params.extend(k.arg::<[u8; 16]>(i)?),
             20 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 5]>(i)?)),
             24 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 6]>(i)?)),
+            28 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 7]>(i)?)),
             32 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 8]>(i)?)),
             36 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 9]>(i)?)),
             40 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 10]>(i)?)),
@@ -123,6 +124,10 @@ fn launch(
             72 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 18]>(i)?)),
             76 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 19]>(i)?)),
             80 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 20]>(i)?)),
+            112 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 28]>(i)?)),
+            // Tables of addresses and sizes: 24 and 56 bytes an entry.
+            3072 => params.extend(translated(&k.arg::<[[u64; 3]; 128]>(i)?.concat(), &regions, &copies)),
+            3584 => params.extend(translated(&k.arg::<[[u64; 7]; 64]>(i)?.concat(), &regions, &copies)),
             n => panic!("{name:?} has a parameter of {n} bytes"),
         }
     }
@@ -144,4 +149,9 @@ fn launch(
 fn translate(address: u64, regions: &[(u64, u64)], copies: &[Vec<u128>]) -> u64 {
     let inside = regions.iter().zip(copies).find(|((at, n), _)| (*at..at + n.max(&1)).contains(&address));
     inside.map_or(address, |((at, _), copy)| copy.as_ptr() as u64 + (address - at))
+}
+
+/// Words of which some are addresses.
+fn translated(words: &[u64], regions: &[(u64, u64)], copies: &[Vec<u128>]) -> Vec<u8> {
+    words.iter().flat_map(|&word| translate(word, regions, copies).to_le_bytes()).collect()
 }

@@ -144,11 +144,17 @@ fn element_gradients(dtype: DType) -> Vec<Case> {
 fn row_gradients(dtype: DType) -> Vec<Case> {
     let tol = Tol::Whole(5e-6).rounded_to(dtype);
     let mut cases = Vec::new();
-    for dims in [&[1, 1][..], &[7, 129], &[70, 768], &[5, 3, 64]] {
+    // The gradient of a norm of one element is all but zero: a difference that cancels.
+    for dims in [&[1, 3][..], &[7, 129], &[70, 768], &[5, 3, 64]] {
         let d = dims[dims.len() - 1];
         let args = vec![float(dims), float(dims), float(&[d]).fill(Fill::Uniform(0.5, 1.5))];
-        let op = Op::Train(TrainOp::RmsNormGrad { eps: 1e-5 });
-        cases.push(case(format!("{dtype} {dims:?}"), op, dtype, tol, args));
+        for adds in [false, true] {
+            let op = Op::Train(TrainOp::RmsNormGrad { eps: 1e-5, adds });
+            let name = format!("{dtype} {dims:?}{}", if adds { " and more" } else { "" });
+            let more = adds.then(|| float(dims));
+            let args = args.iter().cloned().chain(more).collect();
+            cases.push(case(name, op, dtype, tol, args));
+        }
         let args = vec![float(dims), float(dims).fill(Fill::Uniform(0.0, 1.0))];
         cases.push(case(format!("{dtype} {dims:?}"), Op::Train(TrainOp::SoftmaxGrad), dtype, tol, args));
     }
@@ -196,6 +202,18 @@ fn products(dtype: DType) -> Vec<Case> {
     }
     let args = vec![float(&[3, 5, 7]), float(&[3, 7, 9])];
     cases.push(case(format!("{dtype} batched"), Op::MatMul, dtype, tol, args));
+    for (m, k, n) in [(1, 1, 1), (5, 33, 7), (64, 48, 80), (130, 64, 128)] {
+        let args = vec![float(&[m, n]), float(&[m, k]), float(&[k, n])];
+        let op = || Op::Train(TrainOp::AddProduct);
+        cases.push(case(format!("{dtype} {m} x {k} x {n}"), op(), dtype, tol, args));
+        let args = vec![float(&[m, n]), float(&[k, m]), float(&[n, k])];
+        let turned = move |builder: &mut GraphBuilder, v: &[ValueId]| {
+            let v = rounded(builder, v, dtype)?;
+            let (a, b) = (builder.permute(v[1], &[1, 0])?, builder.permute(v[2], &[1, 0])?);
+            builder.node(Op::Train(TrainOp::AddProduct), &[v[0], a, b], "add_product")
+        };
+        cases.push(Case::build(format!("{dtype} TT {m} x {k} x {n}"), op(), tol, args, turned));
+    }
     cases
 }
 

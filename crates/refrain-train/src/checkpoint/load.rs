@@ -27,12 +27,12 @@ const MAX_NAMED: usize = 5;
 pub struct Checkpoint {
     path: PathBuf,
     state: RunState,
-    files: BTreeMap<String, BTreeMap<String, Place>>,
+    files: BTreeMap<String, BTreeMap<String, TensorPlace>>,
 }
 
 /// A tensor and where its bytes are in the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Place {
+struct TensorPlace {
     spec: TensorSpec,
     offset: u64,
     n_bytes: u64,
@@ -48,6 +48,13 @@ impl Checkpoint {
             files.insert(record.name.clone(), check_file(&path, record)?);
         }
         Ok(Self { path, state: state.state, files })
+    }
+
+    /// What the run of a checkpoint was, and the checkpoint's folder, without a look at its tensors.
+    pub fn peek(path: &Path) -> Result<(PathBuf, RunState), CheckpointError> {
+        let path = resolve(path)?;
+        let state = read_state(&path.join(STATE))?.state;
+        Ok((path, state))
     }
 
     /// Its folder.
@@ -144,7 +151,7 @@ fn read_state(path: &Path) -> Result<StateFile, CheckpointError> {
     serde_json::from_value(value).map_err(|error| damaged(error.to_string()))
 }
 
-fn check_file(folder: &Path, record: &FileRecord) -> Result<BTreeMap<String, Place>, CheckpointError> {
+fn check_file(folder: &Path, record: &FileRecord) -> Result<BTreeMap<String, TensorPlace>, CheckpointError> {
     let path = folder.join(&record.name);
     let is_plain = Path::new(&record.name).file_name().is_some_and(|name| name == record.name.as_str());
     if !is_plain {
@@ -179,7 +186,7 @@ fn checksum(path: &Path) -> io::Result<String> {
 }
 
 /// Where the tensors of a safetensors file are.
-fn places(path: &Path, file_bytes: u64) -> Result<BTreeMap<String, Place>, CheckpointError> {
+fn places(path: &Path, file_bytes: u64) -> Result<BTreeMap<String, TensorPlace>, CheckpointError> {
     let damaged = |reason: &str| CheckpointError::State { path: path.to_owned(), reason: reason.to_owned() };
     let mut file = File::open(path).map_err(CheckpointError::read(path))?;
     let mut length = [0; LENGTH_BYTES];
@@ -200,7 +207,7 @@ fn places(path: &Path, file_bytes: u64) -> Result<BTreeMap<String, Place>, Check
         let dtype = dtype_of(info.dtype).ok_or_else(|| damaged("it has a tensor of another type"))?;
         let (from, to) = info.data_offsets;
         let spec = TensorSpec { name: name.clone(), dtype, shape: info.shape.clone() };
-        let place = Place { spec, offset: data_start + from as u64, n_bytes: (to - from) as u64 };
+        let place = TensorPlace { spec, offset: data_start + from as u64, n_bytes: (to - from) as u64 };
         places.insert(name, place);
     }
     Ok(places)

@@ -46,7 +46,7 @@ pub struct RunState {
     /// The configuration of the run.
     pub config: TrainConfig,
     /// How far it has come.
-    pub progress: Progress,
+    pub progress: RunProgress,
 }
 
 /// Where random numbers go on: they are a function of seed and counter.
@@ -62,7 +62,7 @@ pub struct RandomState {
 /// How far a run has come.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Progress {
+pub struct RunProgress {
     /// Loss of the last step.
     pub loss: Option<f64>,
     /// The lowest held-out loss.

@@ -119,7 +119,7 @@ impl CheckpointStore {
         Ok(self.folder.join(free))
     }
 
-    /// Removes the oldest checkpoints. What cannot be removed is told, and does no harm.
+    /// Removes the oldest checkpoints. What cannot be removed is logged, and does no harm.
     fn prune(&self, keep: usize) {
         let pointed = [LATEST, BEST].map(|pointer| pointed(&self.folder, pointer).ok().flatten());
         let (Some(latest), best) = (&pointed[0], &pointed[1]) else { return };
@@ -159,8 +159,11 @@ fn pointed(folder: &Path, pointer: &str) -> Result<Option<PathBuf>, CheckpointEr
     Ok(Some(target))
 }
 
+/// A checkpoint under its step and how often that was saved before.
+type Numbered = ((u64, u64), PathBuf);
+
 /// All checkpoints, from the oldest to the newest.
-fn checkpoints_in(folder: &Path) -> Result<Vec<((u64, u64), PathBuf)>, CheckpointError> {
+fn checkpoints_in(folder: &Path) -> Result<Vec<Numbered>, CheckpointError> {
     let number = |name: &str| -> Option<(u64, u64)> {
         let (step, again) = match name.strip_prefix(PREFIX)?.split_once('-') {
             Some((step, again)) => (step, again.parse().ok()?),

@@ -61,6 +61,22 @@ pub enum ConfigError {
         /// What to do.
         hint: &'static str,
     },
+    /// A shape that does not exist.
+    #[error("no shape is called `{name}`")]
+    UnknownShape {
+        /// What was asked for.
+        name: String,
+        /// Those that exist.
+        known: String,
+        /// The one it resembles most.
+        nearest: Option<String>,
+    },
+    /// Sizes that no model can have.
+    #[error("no model can have the sizes in `new`: {reason}")]
+    Shape {
+        /// Which, and why.
+        reason: String,
+    },
     /// Keys that exclude each other.
     #[error("{first} and {second} exclude each other")]
     Conflict {
@@ -79,9 +95,12 @@ impl ConfigError {
         match self {
             Self::Read { .. } => Some("check the path, and that you may read the file".to_owned()),
             Self::TooLarge { .. } => Some("give the configuration first, data with --data".to_owned()),
-            Self::Syntax { .. } => Some("docs/training.md has every key with an example".to_owned()),
+            Self::Syntax { .. } => Some("docs/training.md has every key, and an example".to_owned()),
             Self::UnknownKey { nearest: Some(nearest), .. } => Some(format!("did you mean `{nearest}`?")),
             Self::UnknownKey { .. } => Some("docs/training.md has every key".to_owned()),
+            Self::UnknownShape { nearest: Some(nearest), .. } => Some(format!("did you mean `{nearest}`?")),
+            Self::UnknownShape { known, .. } => Some(format!("known are {known}; or give a table of sizes")),
+            Self::Shape { .. } => Some("docs/training.md has an example of a table".to_owned()),
             Self::Value { hint, .. } | Self::Missing { hint, .. } | Self::Conflict { hint, .. } => {
                 Some((*hint).to_owned())
             }

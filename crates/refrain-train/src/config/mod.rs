@@ -13,9 +13,10 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use error::ConfigError;
+pub(crate) use parse::nearest;
 pub use value::{
-    Clip, EvalSource, GraphChoice, Masters, ModelShape, NewModel, OnLong, Order, Paths, Precision, Resume,
-    Schedule, TokenizerSource, TrainTokenizer,
+    BadWord, Clip, EvalSource, Export, GraphChoice, Masters, ModelShape, NewModel, OnLong, Order, Paths,
+    Precision, Resume, ScheduleKind, TokenizerSource, TrainTokenizer,
 };
 
 /// A configuration key.
@@ -86,7 +87,7 @@ config! {
     /// Learning rate that `cosine` and `linear` end at.
     min_lr: f64 = 0.0;
     /// Shape of the learning rate after warm-up: `cosine`, `linear` or `constant`.
-    schedule: Schedule = Schedule::Cosine;
+    schedule: ScheduleKind = ScheduleKind::Cosine;
     /// Steps over which the learning rate rises to its peak.
     warmup: u64 = 0;
     /// AdamW's weight decay, on matrices and embeddings only.
@@ -115,6 +116,8 @@ config! {
     keep: usize = 3;
     /// What becomes of a conversation longer than the context: `truncate` or `drop`.
     on_long: OnLong = OnLong::Truncate;
+    /// How the trained model is written to `out`: `both`, `gguf`, `hf` or `none`.
+    export: Export = Export::Both;
     /// Continue from a checkpoint: `true` for the latest one in `out`, or its folder.
     resume: Resume = Resume::Switch(false);
     optional:

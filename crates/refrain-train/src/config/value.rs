@@ -62,7 +62,7 @@ impl std::error::Error for BadWord {}
 
 choice! {
     /// The learning rate after warm-up.
-    Schedule {
+    ScheduleKind {
         /// Half a cosine down to `min_lr`.
         Cosine = "cosine",
         /// A straight line down to `min_lr`.
@@ -109,6 +109,20 @@ choice! {
         Truncate = "truncate",
         /// It is left out.
         Drop = "drop",
+    }
+}
+
+choice! {
+    /// How the trained model is written to `out`.
+    Export {
+        /// As `model.gguf`, and as a Hugging Face folder `model`.
+        Both = "both",
+        /// As `model.gguf`.
+        Gguf = "gguf",
+        /// As a Hugging Face folder `model`.
+        Hf = "hf",
+        /// Not at all: the checkpoints are enough.
+        None = "none",
     }
 }
 
@@ -232,6 +246,13 @@ pub enum Resume {
     From(PathBuf),
 }
 
+impl FromStr for Resume {
+    type Err = std::convert::Infallible;
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(text.parse().map_or_else(|_| Self::From(text.into()), Self::Switch))
+    }
+}
+
 /// Where the tokenizer comes from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "expected the path of a tokenizer.json, or { train = { vocab_size = N } }")]
@@ -275,6 +296,14 @@ pub enum NewModel {
     Named(String),
     /// Its sizes.
     Shape(ModelShape),
+}
+
+impl FromStr for NewModel {
+    type Err = std::convert::Infallible;
+    /// A flag takes a name; a table of sizes needs a file.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(Self::Named(text.to_owned()))
+    }
 }
 
 /// The sizes of a model to make.

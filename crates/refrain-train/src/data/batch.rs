@@ -1,7 +1,7 @@
 //! What a micro-step is given.
 
 use super::encode::LEARN;
-use super::pack::Row;
+use super::pack::PackedRow;
 
 /// One micro-step's rows: `n_seqs * context` of them, sequence after sequence.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -38,7 +38,7 @@ impl Batch {
     }
 
     /// Writes the slices of `row` as sequence `seq_idx`; `marked` are the tokens of the corpus.
-    pub(super) fn set(&mut self, seq_idx: usize, context: usize, marked: &[u32], row: &Row) {
+    pub(super) fn set(&mut self, seq_idx: usize, context: usize, marked: &[u32], row: &PackedRow) {
         let mut first = seq_idx * context;
         for slice in row {
             let len = slice.len as usize;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use sha2::{Digest as _, Sha256};
 
@@ -9,7 +10,7 @@ use super::encode::{EncodeFault, Encoded, Encoder, LEARN};
 use super::error::DataError;
 use super::read::{FileKind, Line, Lines, TextPieces, kind_of};
 use super::sample::{Conversation, Sample, SampleFault};
-use super::text::{CutSizes, Cutter, Piece, PieceEnd, encode_all, in_parallel};
+use super::text::{CutSizes, Cutter, PieceEnd, TextPiece, encode_all, in_parallel};
 use crate::config::{OnLong, Order};
 use refrain_formats::chat::Message;
 
@@ -107,6 +108,7 @@ pub struct Corpus {
     ends: Vec<DocumentEnd>,
     options: CorpusOptions,
     report: DataReport,
+    fingerprint: OnceLock<String>,
 }
 
 impl fmt::Debug for Corpus {
@@ -124,20 +126,10 @@ impl Corpus {
         options: CorpusOptions,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, DataError> {
-        Self::read_cut(files, encoder, options, CutSizes::default(), progress)
-    }
-
-    fn read_cut(
-        files: &[PathBuf],
-        encoder: &Encoder,
-        options: CorpusOptions,
-        sizes: CutSizes,
-        progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Self, DataError> {
         let size = |file: &PathBuf| std::fs::metadata(file).map_or(0, |meta| meta.len());
         let n_bytes = files.iter().map(size).sum();
-        let corpus = Self { tokens: Vec::new(), ends: Vec::new(), options, report: DataReport::default() };
-        let mut reader = Reader { corpus, encoder, sizes, n_bytes, progress };
+        let corpus = Self::new(Vec::new(), Vec::new(), options);
+        let mut reader = Reader { corpus, encoder, sizes: CutSizes::default(), n_bytes, progress };
         for file in files {
             match kind_of(file) {
                 FileKind::Text => reader.text(file)?,
@@ -152,6 +144,10 @@ impl Corpus {
             return Err(DataError::NothingLeft { dropped: corpus.report.to_string() });
         }
         Ok(corpus)
+    }
+
+    fn new(tokens: Vec<u32>, ends: Vec<DocumentEnd>, options: CorpusOptions) -> Self {
+        Self { tokens, ends, options, report: DataReport::default(), fingerprint: OnceLock::new() }
     }
 
     /// What became of the files.
@@ -193,7 +189,8 @@ impl Corpus {
         self.ends.retain(|end| end.end() < cut);
         self.ends.push(DocumentEnd::new(cut, last_may_cut));
         let tokens = self.tokens.split_off(cut);
-        let mut held = Self { tokens, ends: held_ends, options: self.options, report: DataReport::default() };
+        self.fingerprint = OnceLock::new();
+        let mut held = Self::new(tokens, held_ends, self.options);
         self.count();
         held.count();
         if self.report.n_learnt == 0 || held.report.n_learnt == 0 {
@@ -203,21 +200,22 @@ impl Corpus {
     }
 
     /// A short name of these tokens and documents.
-    pub fn fingerprint(&self) -> String {
-        let mut hasher = Sha256::new();
-        let mut bytes = Vec::with_capacity(1 << 16);
-        for tokens in self.tokens.chunks(1 << 14) {
-            bytes.clear();
-            bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-            hasher.update(&bytes);
-        }
-        self.ends.iter().for_each(|end| hasher.update(end.0.to_le_bytes()));
-        let order = self.options.order.to_string();
-        hasher.update(format!("context {} order {order}", self.options.context));
-        hasher.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    pub fn fingerprint(&self) -> &str {
+        self.fingerprint.get_or_init(|| {
+            let mut hasher = Sha256::new();
+            let mut bytes = Vec::with_capacity(1 << 16);
+            for tokens in self.tokens.chunks(1 << 14) {
+                bytes.clear();
+                bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+                hasher.update(&bytes);
+            }
+            self.ends.iter().for_each(|end| hasher.update(end.0.to_le_bytes()));
+            hasher.update(format!("context {} order {}", self.options.context, self.options.order));
+            hasher.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+        })
     }
 
-    /// The token at `at` with its mark.
+    /// All tokens with their marks.
     pub(super) fn marked(&self) -> &[u32] {
         &self.tokens
     }
@@ -231,12 +229,15 @@ impl Corpus {
     fn count(&mut self) {
         self.report.n_documents = self.ends.len() as u64;
         self.report.n_tokens = self.tokens.len() as u64;
-        // The first token of a document is never a target.
-        let learnt = |document: std::ops::Range<usize>| {
-            let rest = self.tokens.get(document.start + 1..document.end).unwrap_or_default();
-            rest.iter().filter(|&&token| token & LEARN != 0).count() as u64
+        let learnt = |targets: std::ops::Range<usize>| {
+            let targets = self.tokens.get(targets).unwrap_or_default();
+            targets.iter().filter(|&&token| token & LEARN != 0).count() as u64
         };
-        self.report.n_learnt = self.documents().map(learnt).sum();
+        // What a row begins with is never a target.
+        self.report.n_learnt = match self.options.order {
+            Order::File => learnt(1..self.tokens.len()),
+            Order::Shuffle => self.documents().map(|d| learnt(d.start + 1..d.end)).sum(),
+        };
     }
 
     fn end_document(&mut self, may_cut: bool) {
@@ -290,11 +291,10 @@ impl Reader<'_> {
             cutter.pieces(!more, &mut pieces).map_err(refused)?;
             // As many as keep all threads busy, so that no more than that is in memory.
             let enough = self.corpus.options.n_threads.max(1) * 2 * self.sizes.piece;
-            if !more || pieces.iter().map(Piece::n_bytes).sum::<usize>() >= enough {
+            if !more || pieces.iter().map(TextPiece::n_bytes).sum::<usize>() >= enough {
                 self.add_pieces(path, &pieces, &mut at_start)?;
                 pieces.clear();
-                self.corpus.report.n_bytes = start_bytes + file.n_bytes();
-                (self.progress)(self.corpus.report.n_bytes, self.n_bytes);
+                self.report_progress(start_bytes + file.n_bytes());
             }
             if !more {
                 return Ok(());
@@ -302,7 +302,12 @@ impl Reader<'_> {
         }
     }
 
-    fn add_pieces(&mut self, path: &Path, pieces: &[Piece], at_start: &mut bool) -> Result<(), DataError> {
+    fn add_pieces(
+        &mut self,
+        path: &Path,
+        pieces: &[TextPiece],
+        at_start: &mut bool,
+    ) -> Result<(), DataError> {
         let (encoder, n_threads) = (self.encoder, self.corpus.options.n_threads);
         let refused = |source| DataError::Tokenize { path: path.to_owned(), source };
         let encoded = encode_all(encoder.tokenizer(), pieces, n_threads).map_err(refused)?;
@@ -348,15 +353,29 @@ impl Reader<'_> {
             for (line, encoded) in lines.iter().zip(encoded) {
                 self.add_line(path, line.number, encoded?);
             }
-            self.corpus.report.n_bytes = start_bytes + file.n_bytes();
-            (self.progress)(self.corpus.report.n_bytes, self.n_bytes);
+            self.report_progress(start_bytes + file.n_bytes());
         }
+    }
+
+    /// Reports progress, and makes room for the rest as the part so far tells, so that tokens are seldom moved.
+    fn report_progress(&mut self, done: u64) {
+        let corpus = &mut self.corpus;
+        corpus.report.n_bytes = done;
+        let expected = corpus.tokens.len() as f64 * (self.n_bytes as f64 / done.max(1) as f64) * 1.02;
+        if corpus.tokens.capacity() == 0 || corpus.tokens.len() * 2 > corpus.tokens.capacity() {
+            // Never more than a token for each byte that is left.
+            let left = (expected as u64).saturating_sub(corpus.tokens.len() as u64);
+            let left = left.min(self.n_bytes.saturating_sub(done));
+            corpus.tokens.reserve_exact(usize::try_from(left).unwrap_or(0));
+        }
+        (self.progress)(done, self.n_bytes);
     }
 
     fn add_line(&mut self, path: &Path, line: u64, encoded: EncodedLine) {
         let corpus = &mut self.corpus;
         match encoded {
-            EncodedLine::Text(tokens) => {
+            EncodedLine::Text { tokens, n_forced_cuts } => {
+                corpus.report.n_forced_cuts += n_forced_cuts;
                 corpus.tokens.extend(tokens);
                 corpus.end_document(true);
             }
@@ -374,8 +393,11 @@ impl Reader<'_> {
     }
 }
 
+/// A conversation is tokenized as a whole, several times; one of this size is longer than any context.
+const MAX_CHAT_BYTES: usize = 8 << 20;
+
 enum EncodedLine {
-    Text(Vec<u32>),
+    Text { tokens: Vec<u32>, n_forced_cuts: u64 },
     Samples(Encoded),
     Refused(String),
 }
@@ -391,7 +413,13 @@ fn encode_line(encoder: &Encoder, path: &Path, line: &Line) -> Result<EncodedLin
         }
     })?;
     let conversation = match sample {
-        Sample::Text(text) => return Ok(EncodedLine::Text(encoder.text(&text).map_err(refused)?)),
+        Sample::Text(text) => {
+            let (tokens, n_forced_cuts) = encoder.text(&text).map_err(refused)?;
+            return Ok(EncodedLine::Text { tokens, n_forced_cuts });
+        }
+        _ if line.text.len() > MAX_CHAT_BYTES => {
+            return Err(DataError::LongLine { path: path(), line: number, limit: MAX_CHAT_BYTES as u64 });
+        }
         Sample::Pair { plain, completion, .. } if !encoder.has_template() => {
             let tokens = encoder.pair(&plain, &completion).map_err(refused)?;
             return Ok(EncodedLine::Samples(Encoded::Whole(tokens)));

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use super::error::DataError;
 use super::sample::{Conversation, is_assistant};
+use super::text::encode_document;
 
 /// Marks a token that counts as a target. Vocabularies are far smaller.
 pub(super) const LEARN: u32 = 1 << 31;
@@ -94,11 +95,13 @@ impl Encoder {
         self.tokenizer.eos()
     }
 
-    /// A document of plain text, all of it to be learnt.
-    pub(super) fn text(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
-        let ids = self.tokenizer.encode(text, false, false)?;
-        let learnt = ids.into_iter().chain(self.eos()).map(|id| id | LEARN);
-        Ok(self.bos().into_iter().chain(learnt).collect())
+    /// A document of plain text, all of it to be learnt, and how often it was cut inside a word.
+    pub(super) fn text(&self, text: &str) -> Result<(Vec<u32>, u64), TokenizerError> {
+        let pieces = encode_document(&self.tokenizer, text)?;
+        let n_forced = pieces.iter().filter(|piece| piece.is_forced).count() as u64;
+        let ids = pieces.into_iter().flat_map(|piece| piece.ids);
+        let learnt = ids.chain(self.eos()).map(|id| id | LEARN);
+        Ok((self.bos().into_iter().chain(learnt).collect(), n_forced))
     }
 
     /// A prompt and its completion as plain text; the completion is to be learnt.

@@ -97,8 +97,8 @@ pub enum DataError {
         line: u64,
     },
     /// The chat template itself is broken.
-    #[error(transparent)]
-    Template(ChatError),
+    #[error("the chat template cannot be used")]
+    Template(#[source] ChatError),
     /// The tokenizer refuses a text.
     #[error("{path}: the text cannot be tokenized")]
     Tokenize {
@@ -186,7 +186,7 @@ impl DataError {
             Self::NoTemplate { .. } => {
                 "use a model that has a chat template, or write `prompt` and `completion`"
             }
-            Self::Template(error) => return error.hint().map(str::to_owned),
+            Self::Template(_) => "use another chat template, or write `prompt` and `completion` without one",
             Self::Tokenize { source, .. } => return source.hint(),
             Self::Vocabulary { .. } => return None,
             Self::NothingLeft { .. } => "raise context, or set on_long = \"truncate\"",
@@ -198,5 +198,43 @@ impl DataError {
             Self::Thread { .. } => return None,
         };
         Some(text.to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_carry_places_and_numbers_and_hints_are_actions() {
+        let path = || PathBuf::from("a.jsonl");
+        let shown = [
+            (DataError::Empty { path: path(), bytes: 3 }, "a.jsonl is empty: 3 bytes, all of them blank"),
+            (
+                DataError::Binary { path: path(), byte: 7, offset: 9 },
+                "a.jsonl is not a text: byte 0x07 at offset 9",
+            ),
+            (
+                DataError::UnknownSample { path: path(), line: 2, found: vec!["a".into(), "b".into()] },
+                "a.jsonl, line 2: no known kind of sample, it has `a`, `b`",
+            ),
+            (
+                DataError::NoAssistant { path: path(), line: 2, n_messages: 3 },
+                "a.jsonl, line 2: the conversation of 3 messages has no assistant part",
+            ),
+            (
+                DataError::TooShort { n_tokens: 5, context: 8 },
+                "the data has 5 tokens, a row of context 8 needs 9",
+            ),
+            (
+                DataError::OtherData { found: "x".into(), expected: "y".into() },
+                "the checkpoint was made with other data: its fingerprint is x, these files have y",
+            ),
+        ];
+        for (error, message) in shown {
+            assert_eq!(error.to_string(), message);
+            let hint = error.hint().expect("a way out");
+            assert!(!hint.ends_with('.') && !hint.starts_with(char::is_uppercase), "{hint}");
+        }
     }
 }

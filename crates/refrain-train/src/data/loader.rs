@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::batch::Batch;
 use super::corpus::Corpus;
 use super::error::DataError;
-use super::pack::{Packer, Row, Slice, Window};
+use super::pack::{DocumentSlice, PackedRow, Packer, Window};
 use crate::config::Order;
 
 /// Where a run stands in its data. A loader that starts here goes on exactly as the one that was there.
@@ -152,18 +152,18 @@ impl Iterator for Batches {
 }
 
 impl Rows {
-    fn next(&mut self, context: usize) -> Option<Row> {
+    fn next(&mut self, context: usize) -> Option<PackedRow> {
         match self {
             Self::File { n_samples, epoch, next, passes } => {
                 if *next == *n_samples {
                     if *passes == Passes::Once {
                         return None;
                     }
-                    (*epoch, *next) = (*epoch + 1, 0);
+                    (*epoch, *next) = (epoch.wrapping_add(1), 0);
                 }
                 let start = *next as usize * context;
                 *next += 1;
-                Some(vec![Slice { start, len: context as u32 }])
+                Some(vec![DocumentSlice { start, len: context as u32 }])
             }
             Self::Packed { packer, epoch, start, next, window, passes } => {
                 while *next == window.rows.len() {
@@ -174,7 +174,7 @@ impl Rows {
                             *next = window.rows.len();
                             return None;
                         }
-                        (*epoch, *start) = (*epoch + 1, 0);
+                        (*epoch, *start) = (epoch.wrapping_add(1), 0);
                     }
                     *window = packer.window(*epoch, *start);
                 }

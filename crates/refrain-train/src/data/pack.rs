@@ -9,16 +9,16 @@ use super::order::Permutation;
 
 /// Consecutive tokens of a document: `len` inputs from `start`, each with the token after it as its target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Slice {
+pub(super) struct DocumentSlice {
     pub(super) start: usize,
     pub(super) len: u32,
 }
 
 /// The slices of a row.
-pub(super) type Row = Vec<Slice>;
+pub(super) type PackedRow = Vec<DocumentSlice>;
 
 /// All documents in slices of at most `context` inputs. The last token of a document is only ever a target.
-pub(super) fn slices(corpus: &Corpus, context: usize) -> Vec<Slice> {
+pub(super) fn slices(corpus: &Corpus, context: usize) -> Vec<DocumentSlice> {
     let tokens = corpus.marked();
     let mut slices = Vec::new();
     for document in corpus.documents() {
@@ -27,7 +27,7 @@ pub(super) fn slices(corpus: &Corpus, context: usize) -> Vec<Slice> {
             let len = context.min(inputs.end - start);
             let targets = &tokens[start + 1..start + 1 + len];
             if targets.iter().any(|token| token & LEARN != 0) {
-                slices.push(Slice { start, len: len as u32 });
+                slices.push(DocumentSlice { start, len: len as u32 });
             }
         }
     }
@@ -41,7 +41,7 @@ const WINDOW_ROWS: u64 = 256;
 /// Slices in the order of an epoch, packed window by window.
 #[derive(Clone)]
 pub(super) struct Packer {
-    slices: Vec<Slice>,
+    slices: Vec<DocumentSlice>,
     context: usize,
     seed: Option<u64>, // `None`: the order of the files
 }
@@ -49,7 +49,7 @@ pub(super) struct Packer {
 /// The rows of a window.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Window {
-    pub(super) rows: Vec<Row>,
+    pub(super) rows: Vec<PackedRow>,
     /// Where the next window starts.
     pub(super) next: u64,
 }
@@ -72,7 +72,7 @@ impl Packer {
     /// The window of an epoch that starts with its slice `start`.
     pub(super) fn window(&self, epoch: u64, start: u64) -> Window {
         // Streams of one seed: even ones order slices, odd ones order rows.
-        let order = self.seed.map(|seed| Permutation::new(self.n_slices(), seed, epoch * 2));
+        let order = self.seed.map(|seed| Permutation::new(self.n_slices(), seed, epoch.wrapping_mul(2)));
         let (mut taken, mut n_tokens, mut next) = (Vec::new(), 0, start);
         while next < self.n_slices() && n_tokens < WINDOW_ROWS * self.context as u64 {
             let slice = self.slices[order.map_or(next, |order| order.at(next)) as usize];
@@ -82,8 +82,12 @@ impl Packer {
         }
         let mut rows = pack(&taken, self.context);
         if let Some(seed) = self.seed {
-            let order = Permutation::new(rows.len() as u64, seed ^ start.rotate_left(32), epoch * 2 + 1);
-            let mut from: Vec<Row> = std::mem::take(&mut rows);
+            let order = Permutation::new(
+                rows.len() as u64,
+                seed ^ start.rotate_left(32),
+                epoch.wrapping_mul(2).wrapping_add(1),
+            );
+            let mut from: Vec<PackedRow> = std::mem::take(&mut rows);
             rows = (0..from.len()).map(|i| std::mem::take(&mut from[order.at(i as u64) as usize])).collect();
         }
         Window { rows, next }
@@ -91,7 +95,7 @@ impl Packer {
 }
 
 /// Best fit, from the longest slice to the shortest. Rows are in the order of their first slices, slices in a row too.
-fn pack(slices: &[Slice], context: usize) -> Vec<Row> {
+fn pack(slices: &[DocumentSlice], context: usize) -> Vec<PackedRow> {
     let mut by_length: Vec<usize> = (0..slices.len()).collect();
     by_length.sort_by_key(|&i| std::cmp::Reverse(slices[i].len));
     let mut rows: Vec<Vec<usize>> = Vec::new();
@@ -124,10 +128,10 @@ mod tests {
         fn every_slice_is_in_one_row_and_no_row_overflows(
             lens in prop::collection::vec(1..=32u32, 1..200),
         ) {
-            let slices: Vec<Slice> =
-                lens.iter().enumerate().map(|(i, &len)| Slice { start: i * 100, len }).collect();
+            let slices: Vec<DocumentSlice> =
+                lens.iter().enumerate().map(|(i, &len)| DocumentSlice { start: i * 100, len }).collect();
             let rows = pack(&slices, 32);
-            let mut seen: Vec<Slice> = rows.iter().flatten().copied().collect();
+            let mut seen: Vec<DocumentSlice> = rows.iter().flatten().copied().collect();
             seen.sort_by_key(|slice| slice.start);
             prop_assert_eq!(seen, slices);
             let used: Vec<u32> = rows.iter().map(|row| row.iter().map(|slice| slice.len).sum()).collect();

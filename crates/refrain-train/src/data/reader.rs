@@ -1,15 +1,17 @@
 //! The texts of training files, without their form: what a tokenizer is trained on.
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 
 use super::error::DataError;
 use super::read::{FileKind, Lines, TextPieces, kind_of};
 use super::sample::{Sample, SampleFault};
+use super::text::floor_boundary;
 
 /// Reads texts and lines of files one after the other. Of files larger than a bound, parts spread over them are taken.
 #[derive(Debug)]
 pub struct TextReader {
-    files: std::vec::IntoIter<PathBuf>,
+    files: VecDeque<PathBuf>,
     open: Option<Open>,
     separators: Vec<String>, // special tokens, which are no text
     /// The share of parts to take, and how many there were.
@@ -36,14 +38,14 @@ impl TextReader {
             n_bytes += std::fs::metadata(path).map_err(failed)?.len();
         }
         let share = (max_bytes as f64 / n_bytes.max(1) as f64).min(1.0);
-        let files = files.to_vec().into_iter();
+        let files = files.iter().cloned().collect();
         Ok(Self { files, open: None, separators, share, n_parts: 0, ready: Vec::new() })
     }
 
     /// Fills `ready` with texts; `false` when all files are read.
     fn read(&mut self) -> Result<bool, DataError> {
         let Some(open) = &mut self.open else {
-            let Some(path) = self.files.next() else { return Ok(false) };
+            let Some(path) = self.files.pop_front() else { return Ok(false) };
             self.open = Some(match kind_of(&path) {
                 FileKind::Text => {
                     Open::Text { pieces: TextPieces::open(&path, Self::PIECE_BYTES)?, rest: String::new() }
@@ -112,7 +114,23 @@ fn without(text: &str, separators: &[String]) -> Vec<String> {
     for separator in separators.iter().filter(|separator| !separator.is_empty()) {
         parts = parts.into_iter().flat_map(|part| part.split(separator.as_str())).collect();
     }
-    parts.into_iter().filter(|part| !part.is_empty()).map(str::to_owned).collect()
+    let parts = parts.into_iter().flat_map(in_pieces);
+    parts.filter(|part| !part.is_empty()).map(str::to_owned).collect()
+}
+
+/// A long text in parts that end with a line or a word where they can: a tokenizer takes some hundred times as much
+/// memory as what it works on.
+fn in_pieces(mut text: &str) -> Vec<&str> {
+    let mut pieces = Vec::new();
+    while text.len() > 2 * TextReader::PIECE_BYTES {
+        let end = floor_boundary(text, TextReader::PIECE_BYTES);
+        let gap = text[..end].rfind('\n').or_else(|| text[..end].rfind(' ')).filter(|&gap| gap > 0);
+        let (piece, rest) = text.split_at(gap.unwrap_or(end));
+        pieces.push(piece);
+        text = rest;
+    }
+    pieces.push(text);
+    pieces
 }
 
 fn texts_of(line: &str) -> Result<Vec<String>, String> {

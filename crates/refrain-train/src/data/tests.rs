@@ -246,7 +246,7 @@ fn bad_text_files_are_errors() {
         [(&b""[..], "is empty"), (b"\n \n", "is empty"), (b"ab\0c", "byte 0x00 at offset 2")]
     {
         std::fs::write(&path, content).unwrap();
-        let error = read(&[path.clone()], &encoder, options(8, Order::Shuffle)).unwrap_err();
+        let error = read(std::slice::from_ref(&path), &encoder, options(8, Order::Shuffle)).unwrap_err();
         assert!(error.to_string().contains(expected), "{error}");
     }
     let error = read(&[folder.path().to_owned()], &encoder, options(8, Order::File)).unwrap_err();
@@ -529,4 +529,55 @@ fn real_templates_mark_what_the_assistant_says() {
         n_templates += 1;
     }
     assert_eq!(n_templates, 8);
+}
+
+#[test]
+fn a_line_of_text_is_cut_however_long_and_a_conversation_is_not_taken_at_any_length() {
+    let encoder = encoder(Some(CHATML));
+    let text = "hello the and then ".repeat(40_000);
+    let line = serde_json::json!({ "text": text }).to_string();
+    let corpus = corpus_of("a.jsonl", &line, &encoder, options(64, Order::Shuffle)).unwrap();
+    let expected = encoder.tokenizer().encode(&text, false, false).unwrap();
+    assert_eq!(corpus.tokens().len(), expected.len() + 2);
+    assert!(corpus.tokens().skip(1).zip(&expected).all(|(a, b)| a == *b));
+    let long = chat_line(&[("user", &"x".repeat(9 << 20)), ("assistant", "y")]);
+    let error = corpus_of("a.jsonl", &long, &encoder, options(64, Order::Shuffle)).unwrap_err();
+    assert!(matches!(error, DataError::LongLine { line: 1, .. }), "{error}");
+}
+
+#[test]
+fn a_position_with_absurd_numbers_does_not_panic() {
+    let encoder = encoder(None);
+    for order in [Order::Shuffle, Order::File] {
+        let corpus = Arc::new(corpus_of("a.jsonl", &documents(20), &encoder, options(8, order)).unwrap());
+        let at = batches(&corpus, 1, Passes::Endless).position();
+        for (epoch, window, row) in [(u64::MAX, 0, 0), (u64::MAX, 1, 1), (0, u64::MAX, 0), (0, 0, u64::MAX)] {
+            let position = DataPosition { epoch, window, row, ..at.clone() };
+            let options = loader_options(3, Passes::Endless);
+            if let Ok(batches) = Batches::new(corpus.clone(), options, Some(&position)) {
+                assert_eq!(batches.take(200).count(), 200);
+            }
+        }
+    }
+}
+
+#[test]
+#[cfg_attr(
+    not(feature = "shared-data"),
+    ignore = "needs ../shared/data: cargo xtask ci turns it on where it exists"
+)]
+fn a_real_text_in_pieces_has_the_tokens_of_the_whole_in_real_vocabularies() {
+    let whole = std::fs::read_to_string(refrain_testkit::require_shared_data("tinyshakespeare.txt")).unwrap();
+    let text = &whole[..600 << 10]; // two cuts
+    let folder = tempfile::tempdir().unwrap();
+    let path = write(folder.path(), "a.txt", text);
+    for name in ["gpt-2", "llama-spm"] {
+        let vocab = refrain_testkit::require_shared_data(&format!("vocab/ggml-vocab-{name}.gguf"));
+        let tokenizer = crate::tokenize::LoadedTokenizer::open(&vocab).unwrap().tokenizer;
+        let encoder = Encoder::new(Arc::new(tokenizer)).unwrap();
+        let corpus = read(std::slice::from_ref(&path), &encoder, options(256, Order::File)).unwrap();
+        assert_eq!(corpus.report().n_forced_cuts, 0, "{name}");
+        let whole = encoder.tokenizer().encode(text, false, false).unwrap();
+        assert!(corpus.tokens().eq(whole), "{name}");
+    }
 }

@@ -22,13 +22,13 @@ impl Default for CutSizes {
 
 /// A piece of a document with the end of what stands before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct TextPiece {
     before: String,
     text: String,
     pub(super) end: PieceEnd,
 }
 
-impl Piece {
+impl TextPiece {
     pub(super) fn n_bytes(&self) -> usize {
         self.text.len()
     }
@@ -91,7 +91,7 @@ impl<'a> Cutter<'a> {
     }
 
     /// Takes all pieces that can be cut from what is there; `is_end` says that no more comes.
-    pub(super) fn pieces(&mut self, is_end: bool, out: &mut Vec<Piece>) -> Result<(), TokenizerError> {
+    pub(super) fn pieces(&mut self, is_end: bool, out: &mut Vec<TextPiece>) -> Result<(), TokenizerError> {
         let mut at = 0; // what lies before is taken
         while let Some(separator) = &self.separator
             && let Some(found) = self.buffer[at..].find(separator.as_str())
@@ -116,7 +116,7 @@ impl<'a> Cutter<'a> {
             } else {
                 &text
             };
-            out.push(Piece {
+            out.push(TextPiece {
                 before: std::mem::replace(&mut self.before, context),
                 text: trimmed.to_owned(),
                 end: PieceEnd::Open,
@@ -126,7 +126,7 @@ impl<'a> Cutter<'a> {
         Ok(())
     }
 
-    fn document_end(&mut self, text: &str, before_separator: bool, out: &mut Vec<Piece>) {
+    fn document_end(&mut self, text: &str, before_separator: bool, out: &mut Vec<TextPiece>) {
         let mut text = text;
         if self.trim && self.at_start && self.after_separator {
             text = text.trim_start_matches(['\n', '\r']);
@@ -138,7 +138,7 @@ impl<'a> Cutter<'a> {
         // An empty piece still ends its document, and, where nothing may be left out, a separator without one.
         if !(self.at_start && text.is_empty()) || (before_separator && !self.trim) {
             let end = if before_separator { PieceEnd::Separator } else { PieceEnd::Text };
-            out.push(Piece { before, text: text.to_owned(), end });
+            out.push(TextPiece { before, text: text.to_owned(), end });
         }
         self.at_start = true;
     }
@@ -182,13 +182,22 @@ impl<'a> Cutter<'a> {
     }
 }
 
+/// Tokenizes one document, however long it is.
+pub(super) fn encode_document(tokenizer: &Tokenizer, text: &str) -> Result<Vec<PieceTokens>, TokenizerError> {
+    let (mut cutter, mut pieces) = (Cutter::new(tokenizer, CutSizes::default(), None, false), Vec::new());
+    cutter.buffer().push_str(text);
+    cutter.pieces(false, &mut pieces)?;
+    cutter.pieces(true, &mut pieces)?;
+    encode_all(tokenizer, &pieces, 1)
+}
+
 /// Tokenizes pieces on several threads; the results are in their order.
 pub(super) fn encode_all(
     tokenizer: &Tokenizer,
-    pieces: &[Piece],
+    pieces: &[TextPiece],
     n_threads: usize,
 ) -> Result<Vec<PieceTokens>, TokenizerError> {
-    let encode = |piece: &Piece| encode(tokenizer, piece);
+    let encode = |piece: &TextPiece| encode(tokenizer, piece);
     in_parallel(pieces, n_threads, encode).into_iter().collect()
 }
 
@@ -223,7 +232,7 @@ pub(super) fn in_parallel<T: Sync, R: Send>(
     results.into_iter().map(|(_, result)| result).collect()
 }
 
-fn encode(tokenizer: &Tokenizer, piece: &Piece) -> Result<PieceTokens, TokenizerError> {
+fn encode(tokenizer: &Tokenizer, piece: &TextPiece) -> Result<PieceTokens, TokenizerError> {
     if piece.before.is_empty() {
         let ids = tokenizer.encode(&piece.text, false, false)?;
         return Ok(PieceTokens { ids, is_forced: false });
@@ -254,7 +263,7 @@ fn tail(text: &str, n_bytes: usize) -> &str {
     &text[ceil_boundary(text, text.len().saturating_sub(n_bytes))..]
 }
 
-fn floor_boundary(text: &str, at: usize) -> usize {
+pub(super) fn floor_boundary(text: &str, at: usize) -> usize {
     let mut at = at.min(text.len());
     while !text.is_char_boundary(at) {
         at -= 1;

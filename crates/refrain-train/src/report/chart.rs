@@ -44,11 +44,14 @@ pub(super) struct Series {
     name: &'static str,
     class: Class,
     points: Vec<(u64, f64)>,
+    steps: Option<(u64, u64)>, // the first and the last, before points were thinned
 }
 
 impl Series {
     pub(super) fn new(name: &'static str, class: Class, points: Vec<(u64, f64)>) -> Self {
-        Self { name, class, points: thinned(&points) }
+        let steps = || points.iter().map(|(step, _)| *step);
+        let steps = steps().min().zip(steps().max());
+        Self { name, class, points: thinned(&points), steps }
     }
 
     fn finite(&self) -> impl Iterator<Item = (u64, f64)> + Clone {
@@ -142,15 +145,16 @@ fn ticks(low: f64, high: f64, n: usize) -> Vec<f64> {
 
 impl Chart {
     pub(super) fn new(id: &'static str, title: &'static str, may_be_log: bool, series: Vec<Series>) -> Self {
-        let steps = || series.iter().flat_map(|series| series.points.iter().map(|(step, _)| *step));
-        let (first, last) = (steps().min().unwrap_or(0), steps().max().unwrap_or(0));
+        let ranges = || series.iter().filter_map(|series| series.steps);
+        let first = ranges().map(|(first, _)| first).min().unwrap_or(0);
+        let last = ranges().map(|(_, last)| last).max().unwrap_or(0);
         let scale = Scale::new(series.iter().flat_map(|series| series.finite().map(|(_, v)| v)), may_be_log);
-        Self { id, title, steps: (first, last.max(first + 1)), scale, series }
+        Self { id, title, steps: (first, last.max(first.saturating_add(1))), scale, series }
     }
 
-    fn x(&self, step: u64) -> f64 {
-        let (first, last) = self.steps;
-        LEFT + (step - first) as f64 / (last - first) as f64 * (WIDTH - LEFT - RIGHT)
+    fn x(&self, step: f64) -> f64 {
+        let (first, last) = (self.steps.0 as f64, self.steps.1 as f64);
+        LEFT + (step - first) / (last - first).max(1.0) * (WIDTH - LEFT - RIGHT)
     }
 
     /// The drawing, its key and the line under it.
@@ -177,7 +181,7 @@ impl Chart {
         for tick in
             ticks(self.steps.0 as f64, self.steps.1 as f64, 8).into_iter().filter(|t| t.fract() == 0.0)
         {
-            let x = self.x(tick as u64);
+            let x = self.x(tick);
             let _ = writeln!(
                 out,
                 "<path class=\"grid\" d=\"M{x:.1} {TOP}V{bottom}\"/>\
@@ -214,7 +218,7 @@ impl Chart {
                 continue;
             }
             let command = if is_open { 'L' } else { 'M' };
-            let _ = write!(path, "{command}{:.1} {:.1}", self.x(*step), self.scale.y(*value));
+            let _ = write!(path, "{command}{:.1} {:.1}", self.x(*step as f64), self.scale.y(*value));
             is_open = true;
         }
         if !path.is_empty() {
@@ -223,7 +227,7 @@ impl Chart {
         // A point between two gaps has no line; dots show it.
         if series.class == Class::Second || series.finite().count() == 1 {
             for (step, value) in series.finite() {
-                let (x, y) = (self.x(step), self.scale.y(value));
+                let (x, y) = (self.x(step as f64), self.scale.y(value));
                 let _ = writeln!(out, "<circle class=\"dot\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\"/>");
             }
         }
@@ -303,6 +307,7 @@ mod tests {
         let points: Vec<_> = (0..10_000u64).map(|i| (i, (i % 2) as f64)).collect();
         let series = Series::new("x", Class::Curve, points);
         assert!(series.points.len() <= MAX_POINTS);
+        assert_eq!(series.steps, Some((0, 9_999)));
         assert!(series.points.iter().all(|(_, value)| (0.4..0.6).contains(value)));
     }
 

@@ -178,7 +178,12 @@ mod tests {
     #[test]
     fn an_empty_run_and_one_without_finite_numbers_have_pages() {
         let bad = StepRecord { step: 4, loss: f64::NAN, grad_norm: f64::INFINITY, lr: 0.0, tok_s: 0.0 };
-        for lines in [vec![], vec![LogLine::Step(bad)], run(1)] {
+        let far =
+            StepRecord { step: u64::MAX, loss: f64::MAX, grad_norm: f64::MIN_POSITIVE, lr: -1.0, tok_s: 1.0 };
+        let cases =
+            [vec![bad], vec![far], vec![far, bad], vec![StepRecord { step: u64::MAX - 1, ..far }, far]];
+        let cases = cases.map(|records| records.into_iter().map(LogLine::Step).collect());
+        for lines in [vec![], run(1)].into_iter().chain(cases) {
             let page = page(&header(), &lines);
             assert!(!page.contains("NaN\"") && !page.contains("inf\""), "{page}");
             assert_eq!(page.matches("<svg").count(), page.matches("</svg>").count());

@@ -1,0 +1,88 @@
+//! Writing the files of a Hugging Face folder.
+
+use crate::FormatError;
+use refrain_tensor::{DType, Shape};
+use serde_json::{Map, Value, json};
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+/// A tensor on its way into a safetensors file.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NewTensor {
+    /// Name, unique in the file.
+    pub name: String,
+    /// F32, F16 or BF16.
+    pub dtype: DType,
+    /// Sizes, outermost first.
+    pub shape: Shape,
+}
+
+/// Writes a safetensors file. `fetch` gives the bytes of a tensor when its turn comes, so that only one is in memory. A
+/// file that is there is replaced when all is written; after a failure it is as before.
+pub fn write_safetensors<E: From<FormatError>>(
+    path: &Path,
+    tensors: &[NewTensor],
+    mut fetch: impl FnMut(usize) -> Result<Vec<u8>, E>,
+) -> Result<(), E> {
+    let part = part_of(path);
+    let failed = |source: io::Error| E::from(FormatError::io("write", path, source));
+    let mut write = || {
+        let mut out = BufWriter::new(File::create(&part).map_err(failed)?);
+        let header = header(tensors);
+        out.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
+        out.write_all(header.as_bytes()).map_err(failed)?;
+        for (idx, tensor) in tensors.iter().enumerate() {
+            let bytes = fetch(idx)?;
+            if bytes.len() != n_bytes(tensor) {
+                let reason = format!("{} was given as {} bytes", tensor.name, bytes.len());
+                return Err(failed(io::Error::new(io::ErrorKind::InvalidData, reason)));
+            }
+            out.write_all(&bytes).map_err(failed)?;
+        }
+        out.flush().map_err(failed)?;
+        std::fs::rename(&part, path).map_err(failed)
+    };
+    write().inspect_err(|_| forget(&part))
+}
+
+/// Writes a small file whole, or not at all.
+pub fn write_whole(path: &Path, content: &[u8]) -> Result<(), FormatError> {
+    let part = part_of(path);
+    let written = std::fs::write(&part, content).and_then(|()| std::fs::rename(&part, path));
+    written.inspect_err(|_| forget(&part)).map_err(|e| FormatError::io("write", path, e))
+}
+
+fn part_of(path: &Path) -> std::path::PathBuf {
+    let mut part = path.as_os_str().to_owned();
+    part.push(".part");
+    part.into()
+}
+
+fn forget(part: &Path) {
+    if let Err(error) = std::fs::remove_file(part) {
+        tracing::debug!(%error, path = %part.display(), "a half-written file stays behind");
+    }
+}
+
+fn n_bytes(tensor: &NewTensor) -> usize {
+    tensor.dtype.bytes_for(tensor.shape.n_elements()).unwrap_or(0)
+}
+
+fn header(tensors: &[NewTensor]) -> String {
+    const ALIGNMENT: usize = 8;
+    let mut entries = Map::from_iter([("__metadata__".to_owned(), json!({ "format": "pt" }))]);
+    let mut start = 0;
+    for tensor in tensors {
+        let end = start + n_bytes(tensor);
+        let (dtype, shape) = (tensor.dtype.name(), tensor.shape.dims());
+        entries.insert(
+            tensor.name.clone(),
+            json!({ "dtype": dtype, "shape": shape, "data_offsets": [start, end] }),
+        );
+        start = end;
+    }
+    let mut header = Value::Object(entries).to_string();
+    header.extend(std::iter::repeat_n(' ', header.len().next_multiple_of(ALIGNMENT) - header.len()));
+    header
+}

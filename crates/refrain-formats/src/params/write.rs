@@ -1,0 +1,248 @@
+//! Hyperparameters to GGUF metadata and to `config.json`.
+
+use super::rope::{RopeScaling, Yarn};
+use super::{Arch, LayerAttention, ModelConfig, ParamsFault, every_nth_full};
+use crate::FormatError;
+use crate::gguf::{Array, Gguf, GgufWriter, Value};
+use crate::hf::JsonObject;
+use refrain_tensor::DType;
+use serde_json::json;
+use std::path::Path;
+
+const CONFIG_JSON: &str = "config.json";
+
+impl ModelConfig {
+    /// Writes the keys that [`ModelConfig::from_gguf`] and llama.cpp read. The scaling of Llama 3 has none: it is a tensor
+    /// of divisors, `rope_freqs.weight`.
+    pub fn write_gguf(&self, writer: &mut GgufWriter) -> Result<(), FormatError> {
+        let arch = self.arch;
+        writer.set("general.architecture", arch.name())?;
+        if let Some(name) = &self.name {
+            writer.set("general.name", name.as_str())?;
+        }
+        let mut set = |key: &str, value: Value| writer.set(&format!("{arch}.{key}"), value).map(drop);
+        let number = |n: usize| Value::U32(u32::try_from(n).unwrap_or(u32::MAX));
+        set("vocab_size", number(self.n_vocab))?;
+        set("context_length", number(self.n_context))?;
+        set("embedding_length", number(self.hidden))?;
+        set("block_count", number(self.n_layers))?;
+        set("feed_forward_length", number(self.ffn))?;
+        set("attention.head_count", number(self.n_heads))?;
+        set("attention.head_count_kv", number(self.n_kv_heads))?;
+        set("attention.key_length", number(self.head_dim))?;
+        set("attention.value_length", number(self.head_dim))?;
+        set("attention.layer_norm_rms_epsilon", self.norm_eps.into())?;
+        set("rope.dimension_count", number(self.rope.dims))?;
+        set("rope.freq_base", self.rope.theta.into())?;
+        if self.attn_scale != (self.head_dim as f32).sqrt().recip() {
+            set("attention.scale", self.attn_scale.into())?;
+        }
+        if let Some(cap) = self.attn_softcap {
+            set("attn_logit_softcapping", cap.into())?;
+        }
+        if let Some(cap) = self.final_softcap {
+            set("final_logit_softcapping", cap.into())?;
+        }
+        if let Some(window) = self.sliding_window {
+            set("attention.sliding_window", number(window))?;
+            let usual = if arch == Arch::Gemma3 { 6 } else { 0 };
+            if self.layers != every_nth_full(self.n_layers, usual) {
+                let slides = self.layers.iter().map(|layer| *layer == LayerAttention::Sliding).collect();
+                set("attention.sliding_window_pattern", Value::Array(Array::Bool(slides)))?;
+            }
+        }
+        if let Some(local) = self.rope.local_theta.filter(|_| arch == Arch::Gemma3) {
+            set("rope.freq_base_swa", local.into())?;
+        }
+        match self.rope.scaling {
+            RopeScaling::None | RopeScaling::Llama3 { .. } => {}
+            RopeScaling::Linear { factor } => {
+                set("rope.scaling.type", "linear".into())?;
+                set("rope.scaling.factor", factor.into())?;
+            }
+            RopeScaling::Yarn(yarn) => {
+                set("rope.scaling.type", "yarn".into())?;
+                set("rope.scaling.factor", yarn.factor.into())?;
+                set("rope.scaling.original_context_length", number(yarn.n_original_context))?;
+                set("rope.scaling.yarn_beta_fast", yarn.beta_fast.into())?;
+                set("rope.scaling.yarn_beta_slow", yarn.beta_slow.into())?;
+                let own = yarn.attention_factor / Yarn::recommended_attention_factor(yarn.factor);
+                set("rope.scaling.yarn_attn_factor", own.into())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that a written file says the same.
+    pub fn check_gguf(&self, gguf: &Gguf) -> Result<(), FormatError> {
+        let mut wanted = self.clone();
+        if matches!(wanted.rope.scaling, RopeScaling::Llama3 { .. }) {
+            (wanted.rope.scaling, wanted.rope.has_freq_factors) = (RopeScaling::None, true);
+        }
+        let found = ModelConfig::from_gguf(gguf)?;
+        wanted.rope.style = found.rope.style;
+        wanted.compare(&found, "GGUF metadata", gguf.metadata().file())
+    }
+
+    /// The content of `config.json`, as `transformers` 4 and 5 read it. What it has no place for is an error.
+    pub fn to_hf_json(&self, dtype: DType) -> Result<serde_json::Value, FormatError> {
+        let gemma = self.arch == Arch::Gemma3;
+        // Llama's class has no window.
+        let mistral = self.arch == Arch::Llama && self.sliding_window.is_some();
+        let (class, model_type) = match self.arch {
+            Arch::Llama if mistral => ("MistralForCausalLM", "mistral"),
+            Arch::Llama => ("LlamaForCausalLM", "llama"),
+            Arch::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
+            Arch::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
+            Arch::Gemma3 => ("Gemma3ForCausalLM", "gemma3_text"),
+        };
+        let dtype = dtype_word(dtype);
+        let mut config = json!({
+            "architectures": [class],
+            "model_type": model_type,
+            "vocab_size": self.n_vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.n_context,
+            "rms_norm_eps": short(self.norm_eps),
+            "rope_theta": short(self.rope.theta),
+            "tie_word_embeddings": self.tied_embeddings,
+            "initializer_range": 0.02,
+            "use_cache": true,
+            "attention_dropout": 0.0,
+            // One word for each of the two versions.
+            "dtype": dtype,
+            "torch_dtype": dtype,
+        });
+        let mut set = |key: &str, value: serde_json::Value| config[key] = value;
+        set(
+            if gemma { "hidden_activation" } else { "hidden_act" },
+            if gemma { "gelu_pytorch_tanh" } else { "silu" }.into(),
+        );
+        if self.rope.dims != self.head_dim {
+            set("partial_rotary_factor", (self.rope.dims as f64 / self.head_dim as f64).into());
+        }
+        if self.arch == Arch::Llama && !mistral {
+            set("attention_bias", self.qkv_bias.into());
+            set("mlp_bias", self.ffn_bias.into());
+        }
+        if matches!(self.arch, Arch::Qwen3 | Arch::Gemma3) {
+            set("attention_bias", self.qkv_bias.into());
+        }
+        if matches!(self.arch, Arch::Qwen2 | Arch::Qwen3) {
+            set("use_sliding_window", self.sliding_window.is_some().into());
+            let full = self.layers.iter().take_while(|layer| **layer == LayerAttention::Full).count();
+            set("max_window_layers", full.into());
+        }
+        if let Some(window) = self.sliding_window {
+            set("sliding_window", window.into());
+        }
+        if !matches!(self.arch, Arch::Llama) {
+            let word = |layer: &LayerAttention| match layer {
+                LayerAttention::Full => "full_attention",
+                LayerAttention::Sliding => "sliding_attention",
+            };
+            set("layer_types", self.layers.iter().map(word).collect());
+        }
+        if gemma {
+            set("query_pre_attn_scalar", query_scalar(self.attn_scale, self.head_dim));
+            set("attn_logit_softcapping", self.attn_softcap.map(short).into());
+            set("final_logit_softcapping", self.final_softcap.map(short).into());
+            set("rope_local_base_freq", self.rope.local_theta.map(short).into());
+        }
+        if let Some(scaling) = scaling(&self.rope.scaling) {
+            set("rope_scaling", scaling);
+        }
+        if let Some(bos) = self.bos {
+            set("bos_token_id", bos.into());
+        }
+        match self.eos.as_slice() {
+            [] => {}
+            [one] => set("eos_token_id", (*one).into()),
+            several => set("eos_token_id", several.into()),
+        }
+        let path = Path::new(CONFIG_JSON);
+        let mut wanted = self.clone();
+        // Folders have rotated pairs apart from each other, and no table of divisors.
+        wanted.rope.style = super::RopeStyle::Neox;
+        let found = ModelConfig::from_hf_config(&JsonObject::new(path, config.clone())?)?;
+        wanted.compare(&found, CONFIG_JSON, path)?;
+        Ok(config)
+    }
+
+    /// Refuses to lose a hyperparameter on its way to a file.
+    fn compare(&self, found: &ModelConfig, format: &'static str, file: &Path) -> Result<(), FormatError> {
+        let near = |a: f32, b: f32| (a - b).abs() <= 1e-6 * a.abs().max(b.abs());
+        let sizes = |c: &ModelConfig| {
+            [c.n_vocab, c.n_layers, c.hidden, c.ffn, c.n_heads, c.n_kv_heads, c.head_dim, c.n_context]
+        };
+        let biases = |c: &ModelConfig| [c.qkv_bias, c.attn_output_bias, c.ffn_bias, c.qk_norm];
+        let what = if self.arch != found.arch || sizes(self) != sizes(found) {
+            "sizes"
+        } else if self.tied_embeddings != found.tied_embeddings || biases(self) != biases(found) {
+            "biases and matrices"
+        } else if (&self.layers, self.sliding_window) != (&found.layers, found.sliding_window) {
+            "attention windows"
+        } else if !self.rope.is_near(&found.rope) {
+            "rotary embedding"
+        } else if !near(self.attn_scale, found.attn_scale) || !near(self.norm_eps, found.norm_eps) {
+            "attention scale or norm epsilon"
+        } else if (self.attn_softcap, self.final_softcap) != (found.attn_softcap, found.final_softcap)
+            || self.activation != found.activation
+            || !near(self.embedding_scale, found.embedding_scale)
+        {
+            "soft caps, activation or embedding scale"
+        } else {
+            return Ok(());
+        };
+        Err(FormatError::params(file, ParamsFault::NoPlace { format, arch: self.arch, what }))
+    }
+}
+
+/// A float by its shortest decimal, so that 1e-5 is written as such.
+fn short(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or_else(|_| value.into())
+}
+
+fn query_scalar(scale: f32, head_dim: usize) -> serde_json::Value {
+    let scalar = f64::from(scale).powi(-2);
+    let is_head = scale == (head_dim as f32).sqrt().recip();
+    if is_head { head_dim.into() } else { scalar.into() }
+}
+
+fn dtype_word(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        _ => "float32",
+    }
+}
+
+fn scaling(scaling: &RopeScaling) -> Option<serde_json::Value> {
+    match *scaling {
+        RopeScaling::None => None,
+        RopeScaling::Linear { factor } => Some(json!({ "rope_type": "linear", "factor": short(factor) })),
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, n_original_context } => {
+            Some(json!({
+                "rope_type": "llama3",
+                "factor": short(factor),
+                "low_freq_factor": short(low_freq_factor),
+                "high_freq_factor": short(high_freq_factor),
+                "original_max_position_embeddings": n_original_context,
+            }))
+        }
+        RopeScaling::Yarn(yarn) => Some(json!({
+            "rope_type": "yarn",
+            "factor": short(yarn.factor),
+            "original_max_position_embeddings": yarn.n_original_context,
+            "beta_fast": short(yarn.beta_fast),
+            "beta_slow": short(yarn.beta_slow),
+            "attention_factor": short(yarn.attention_factor),
+            "truncate": yarn.truncate,
+        })),
+    }
+}

@@ -1,0 +1,174 @@
+//! A model back to files: a Hugging Face folder, or a GGUF file.
+//!
+//! Both forms differ from what a step uses. Folders of Gemma store norms less one. GGUF files of llama store the rows of
+//! queries and keys so that elements that are rotated together are neighbours; folders store them half a head apart.
+
+use crate::error::ModelError;
+use crate::model::Model;
+use crate::rope::inverse_frequencies;
+use refrain_formats::gguf::{Gguf, GgufWriter};
+use refrain_formats::hf::{NewTensor, write_safetensors, write_whole};
+use refrain_formats::params::{Arch, RopeScaling, RopeStyle};
+use refrain_formats::tokenizer::VocabSpec;
+use refrain_graph::WeightId;
+use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
+use std::path::Path;
+
+/// Where a model goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    Hf,
+    Gguf,
+}
+
+/// How the rows of a matrix of heads are put in another order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reorder {
+    /// From half a head apart to neighbours.
+    Join,
+    /// From neighbours to half a head apart.
+    Part,
+}
+
+impl Model {
+    /// The same model with other values for some weights.
+    pub fn with_values(
+        &self,
+        values: impl IntoIterator<Item = (WeightId, HostTensor)>,
+    ) -> Result<Model, ModelError> {
+        let mut model = self.clone();
+        for (id, tensor) in values {
+            let weight = &mut model.weights[id.idx()];
+            if tensor.shape() != weight.ty.shape {
+                let (name, got, want) = (weight.name.clone(), tensor.shape(), weight.ty.shape);
+                return Err(ModelError::TensorShape { name, got, want });
+            }
+            weight.ty.dtype = tensor.dtype();
+            model.tensors[id.idx()] = tensor;
+        }
+        Ok(model)
+    }
+
+    /// Writes `config.json` and `model.safetensors` into a folder that exists.
+    pub fn write_hf(&self, folder: &Path, dtype: DType) -> Result<(), ModelError> {
+        if self.config().rope.has_freq_factors {
+            return Err(ModelError::FreqFactors);
+        }
+        let config = self.config().to_hf_json(dtype)?;
+        let ids = self.trained_ids();
+        let tensor = |id: &WeightId| NewTensor {
+            name: self.hf_name(*id).to_owned(),
+            dtype,
+            shape: self.weights()[id.idx()].ty.shape,
+        };
+        let tensors: Vec<NewTensor> = ids.iter().map(tensor).collect();
+        let path = folder.join("model.safetensors");
+        write_safetensors(&path, &tensors, |idx| {
+            let id = ids[idx];
+            encode(self.hf_name(id), dtype, &self.values_for(id, Form::Hf)?)
+        })?;
+        // Last: a folder with a configuration is a model.
+        Ok(write_whole(&folder.join("config.json"), format!("{config:#}\n").as_bytes())?)
+    }
+
+    /// Writes a GGUF file: matrices as `dtype`, vectors in F32.
+    pub fn write_gguf(&self, path: &Path, dtype: DType, vocab: &VocabSpec) -> Result<(), ModelError> {
+        let mut writer = GgufWriter::new();
+        self.config().write_gguf(&mut writer)?;
+        vocab.write_gguf(&mut writer, self.config().n_vocab)?;
+        if let Some(factors) = self.frequency_divisors() {
+            let bytes = encode("rope_freqs.weight", DType::F32, &factors)?;
+            writer.tensor(
+                "rope_freqs.weight",
+                DType::F32,
+                Shape::from([factors.len()]),
+                Bytes::new(bytes),
+            )?;
+        }
+        for id in self.trained_ids() {
+            let weight = &self.weights()[id.idx()];
+            let dtype = if weight.ty.shape.rank() < 2 { DType::F32 } else { dtype };
+            let bytes = encode(&weight.name, dtype, &self.values_for(id, Form::Gguf)?)?;
+            writer.tensor(&weight.name, dtype, weight.ty.shape, Bytes::new(bytes))?;
+        }
+        writer.write(path)?;
+        Ok(self.config().check_gguf(&Gguf::open(path)?)?)
+    }
+
+    fn trained_ids(&self) -> Vec<WeightId> {
+        let ids = (0..self.weights().len()).filter(|idx| !self.is_derived(*idx));
+        ids.map(WeightId::from_idx).collect()
+    }
+
+    /// The numbers that a file has for a weight.
+    fn values_for(&self, id: WeightId, form: Form) -> Result<Vec<f32>, ModelError> {
+        let (weight, config) = (&self.weights()[id.idx()], self.config());
+        let wrap = |source| ModelError::Tensor { name: weight.name.clone(), source };
+        let mut values = self.tensors()[id.idx()].to_f32().map_err(wrap)?;
+        let part =
+            weight.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')).map(|(_, part)| part);
+        let is_norm = weight.name.contains("norm");
+        if form == Form::Hf && config.arch == Arch::Gemma3 && is_norm {
+            values.iter_mut().for_each(|v| *v -= 1.0);
+        }
+        let is_rotated = matches!(part, Some(p) if (p.starts_with("attn_q.") || p.starts_with("attn_k.")));
+        let reorder = match (config.arch, form, config.rope.style) {
+            (Arch::Llama, Form::Gguf, RopeStyle::Neox) => Some(Reorder::Join),
+            (Arch::Llama, Form::Hf, RopeStyle::Norm) => Some(Reorder::Part),
+            _ => None,
+        };
+        match reorder.filter(|_| is_rotated) {
+            Some(reorder) => {
+                Ok(reordered(&values, reorder, weight.ty.shape, config.head_dim, config.rope.dims))
+            }
+            None => Ok(values),
+        }
+    }
+
+    /// What the frequencies of the first layer are divided by, where no key of a GGUF file says it.
+    fn frequency_divisors(&self) -> Option<Vec<f32>> {
+        let rope = self.config().rope;
+        let in_tensor = rope.has_freq_factors || matches!(rope.scaling, RopeScaling::Llama3 { .. });
+        let idx = self.weights().iter().position(|w| w.name == "rope.inv_freq.0").filter(|_| in_tensor)?;
+        let scaled = self.tensors()[idx].to_f32().ok()?;
+        let plain = inverse_frequencies(rope.theta, rope.dims, RopeScaling::None, None);
+        Some(plain.iter().zip(scaled).map(|(plain, scaled)| plain / scaled).collect())
+    }
+}
+
+fn encode(name: &str, dtype: DType, values: &[f32]) -> Result<Vec<u8>, ModelError> {
+    let mut bytes = vec![0; dtype.bytes_for(values.len()).unwrap_or(0)];
+    let wrap = |source| ModelError::Tensor { name: name.to_owned(), source };
+    quant::quantize(dtype, values, &mut bytes).map_err(wrap)?;
+    Ok(bytes)
+}
+
+/// The rows of each head in another order; the rows behind the `dims` that are rotated stay.
+fn reordered(values: &[f32], reorder: Reorder, shape: Shape, head_dim: usize, dims: usize) -> Vec<f32> {
+    let n_rows = shape.dims().first().copied().unwrap_or(1).max(1);
+    let n_cols = values.len() / n_rows;
+    let from = |row: usize| {
+        let (head, i) = (row / head_dim * head_dim, row % head_dim);
+        head + match reorder {
+            _ if i >= dims => i,
+            Reorder::Join => i % 2 * (dims / 2) + i / 2,
+            Reorder::Part => i % (dims / 2) * 2 + i / (dims / 2),
+        }
+    };
+    (0..n_rows).flat_map(|row| values[from(row) * n_cols..][..n_cols].iter().copied()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_go_to_neighbours_and_back() {
+        let shape = Shape::from([12, 1]);
+        let values: Vec<f32> = (0..12).map(|v| v as f32).collect();
+        // Two heads of six rows, of which four are rotated.
+        let joined = reordered(&values, Reorder::Join, shape, 6, 4);
+        assert_eq!(joined, [0., 2., 1., 3., 4., 5., 6., 8., 7., 9., 10., 11.]);
+        assert_eq!(reordered(&joined, Reorder::Part, shape, 6, 4), values);
+    }
+}

@@ -1,0 +1,56 @@
+//! What a training step computes.
+
+use refrain_models::Model;
+
+/// Floating-point operations of a training step over `n_tokens` tokens in rows of `context`, as they are usually counted:
+/// six for each token and each weight of a product (two forward, four backward), and causal attention over whole rows.
+/// What is computed again to save memory does not count.
+pub fn step_flops(model: &Model, n_tokens: u64, context: usize) -> f64 {
+    let config = model.config();
+    let is_product = |name: &str| name != "token_embd.weight" || config.tied_embeddings;
+    let n_weights: usize = model
+        .weights()
+        .iter()
+        .filter(|weight| weight.ty.shape.rank() >= 2 && is_product(&weight.name))
+        .map(|weight| weight.ty.shape.n_elements())
+        .sum();
+    let width = (config.n_heads * config.head_dim) as f64;
+    let attention: f64 = (0..config.n_layers)
+        .map(|layer| {
+            // A multiply and an add, for scores and for values; twice that backward.
+            12.0 * width * mean_seen(context, config.window(layer))
+        })
+        .sum();
+    n_tokens as f64 * (6.0 * n_weights as f64 + attention)
+}
+
+/// How many positions a token of a row sees, in the mean.
+fn mean_seen(context: usize, window: Option<usize>) -> f64 {
+    let context = context as f64;
+    match window.map(|window| window as f64) {
+        Some(window) if window < context => window - window * window / (2.0 * context),
+        _ => context / 2.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use refrain_models::NamedShape;
+
+    #[test]
+    fn the_ten_million_model_computes_half_a_teraflop() {
+        let config = NamedShape::find("llama-10m").unwrap().fresh_config(256);
+        let model = Model::fresh(config, 0).unwrap();
+        let flops = step_flops(&model, 32 * 256, 256);
+        // 10.24 M weights and six layers of five heads of 64.
+        assert!((flops / 1e12 - (0.5032 + 0.0242)).abs() < 1e-3, "{flops}");
+    }
+
+    #[test]
+    fn a_window_bounds_what_a_token_sees() {
+        assert_eq!(mean_seen(100, None), 50.0);
+        assert_eq!(mean_seen(100, Some(200)), 50.0);
+        assert_eq!(mean_seen(100, Some(10)), 9.5);
+    }
+}

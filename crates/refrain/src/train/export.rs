@@ -1,0 +1,102 @@
+//! The trained model as files that this program and others read.
+
+use crate::error::Error;
+use refrain_formats::FormatError;
+use refrain_formats::hf::write_whole;
+use refrain_formats::tokenizer::{Tokenizer, TokenizerForm};
+use refrain_graph::Backend;
+use refrain_models::Model as Weights;
+use refrain_tensor::DType;
+use refrain_train::config::Export;
+use refrain_train::trainer::Trainer;
+use std::path::{Path, PathBuf};
+
+/// A form of a model on the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExportForm {
+    /// A GGUF file.
+    Gguf,
+    /// A Hugging Face folder.
+    Hf,
+}
+
+/// A model that was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exported {
+    /// In which form.
+    pub form: ExportForm,
+    /// The file or folder.
+    pub path: PathBuf,
+}
+
+pub(super) struct Exporter<'e> {
+    pub(super) form: &'e TokenizerForm,
+    pub(super) tokenizer: &'e Tokenizer,
+}
+
+impl Exporter<'_> {
+    /// Writes the model in the forms that the configuration asks for. Where both were asked for and only one of them can
+    /// hold it, the other one comes with the reason.
+    pub(super) fn export<B: Backend>(
+        &self,
+        trainer: &Trainer<B>,
+    ) -> Result<(Vec<Exported>, Vec<Error>), Error> {
+        let config = trainer.config();
+        let forms: &[ExportForm] = match config.export {
+            Export::Both => &[ExportForm::Gguf, ExportForm::Hf],
+            Export::Gguf => &[ExportForm::Gguf],
+            Export::Hf => &[ExportForm::Hf],
+            Export::None => &[],
+        };
+        let Some(out) = config.out.as_deref().filter(|_| !forms.is_empty()) else {
+            return Ok((Vec::new(), Vec::new()));
+        };
+        let model = trainer.learner().trained()?;
+        let dtype = trainer.learner().spec().dtype;
+        let (mut written, mut failed) = (Vec::new(), Vec::new());
+        for &form in forms {
+            match self.write(&model, form, dtype, out) {
+                Ok(path) => written.push(Exported { form, path }),
+                Err(error) => failed.push(error),
+            }
+        }
+        match (written.is_empty(), failed.len()) {
+            (true, 1..) => Err(failed.swap_remove(0)),
+            _ => Ok((written, failed)),
+        }
+    }
+
+    fn write(&self, model: &Weights, form: ExportForm, dtype: DType, out: &Path) -> Result<PathBuf, Error> {
+        match form {
+            ExportForm::Gguf => {
+                let path = out.join("model.gguf");
+                model.write_gguf(&path, dtype, &*self.form.to_spec()?)?;
+                Ok(path)
+            }
+            ExportForm::Hf => {
+                let folder = out.join("model");
+                let (json, config) = self.form.to_files()?;
+                std::fs::create_dir_all(&folder).map_err(|source| FormatError::Io {
+                    verb: "create",
+                    path: folder.clone(),
+                    source,
+                })?;
+                model.write_hf(&folder, dtype)?;
+                write_whole(&folder.join("tokenizer.json"), &json)?;
+                if let Some(config) = config {
+                    write_whole(&folder.join("tokenizer_config.json"), &config)?;
+                }
+                write_whole(&folder.join("generation_config.json"), self.generation_config().as_bytes())?;
+                Ok(folder)
+            }
+        }
+    }
+
+    /// The tokens that begin and end a text, as generating programs look for them.
+    fn generation_config(&self) -> String {
+        let list = |ids: &[u32]| ids.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+        let bos = self.tokenizer.bos().map_or_else(String::new, |id| format!("  \"bos_token_id\": {id},\n"));
+        let eos = list(self.tokenizer.end_of_generation());
+        format!("{{\n{bos}  \"eos_token_id\": [{eos}]\n}}\n")
+    }
+}

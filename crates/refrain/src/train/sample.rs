@@ -1,0 +1,75 @@
+//! What the model says while it learns.
+//!
+//! Samples are generated on the CPU from a copy of the weights, whatever the device: the run's own memory and its graphs
+//! stay as they are.
+
+use crate::engines::{MonitoredEngine, Room, lone_engine};
+use crate::error::Error;
+use crate::session::{Device, SessionOptions};
+use refrain_engine::{Request, SamplingParams, TokenEvent};
+use refrain_formats::tokenizer::Tokenizer;
+use refrain_graph::Backend;
+use refrain_tensor::DType;
+use refrain_train::TrainConfig;
+use refrain_train::learner::Learner;
+use std::sync::Arc;
+
+/// Tokens of a sample.
+const N_TOKENS: usize = 64;
+
+pub(super) struct Sampler {
+    every: Option<u64>,
+    prompt: String,
+    seed: u64,
+    context: usize,
+    tokenizer: Arc<Tokenizer>,
+}
+
+impl Sampler {
+    pub(super) fn new(config: &TrainConfig, tokenizer: &Arc<Tokenizer>) -> Sampler {
+        Sampler {
+            every: config.sample_every,
+            prompt: config.sample_prompt.clone().unwrap_or_default(),
+            seed: config.seed,
+            context: config.context,
+            tokenizer: tokenizer.clone(),
+        }
+    }
+
+    /// Whether a text is due after `n_done` steps: every so many, and after the last one.
+    pub(super) fn is_due(&self, n_done: u64, is_last: bool) -> bool {
+        self.every.is_some_and(|n| n > 0 && (n_done.is_multiple_of(n) || is_last))
+    }
+
+    /// The prompt and its continuation.
+    pub(super) fn text<B: Backend>(&self, learner: &Learner<B>) -> Result<String, Error> {
+        let model = Arc::new(learner.trained()?);
+        let mut prompt = self.tokenizer.encode(&self.prompt, true, false)?;
+        if prompt.is_empty() {
+            // A model that wants nothing in front of a text still needs something to go on from.
+            prompt.extend(self.tokenizer.eos().or(Some(0)));
+        }
+        prompt.truncate(self.context.saturating_sub(1).max(1));
+        let n_tokens = N_TOKENS.min(self.context.saturating_sub(prompt.len()));
+        let options = SessionOptions {
+            device: Device::Cpu { threads: None },
+            context: Some(self.context),
+            kv_dtype: DType::F32,
+            ..SessionOptions::default()
+        };
+        let (MonitoredEngine { engine, .. }, room) =
+            lone_engine(&model, "the model", &options, Room::of_one)?;
+        let sequence = engine.open(room.context)?;
+        let mut request = Request::new(&sequence, prompt.clone());
+        request.sampling = SamplingParams { seed: self.seed, ..SamplingParams::default() };
+        request.max_tokens = n_tokens;
+        request.end = self.tokenizer.end_of_generation().to_vec();
+        let mut tokens = prompt;
+        for event in engine.submit(request)? {
+            if let TokenEvent::Token { token, .. } = event? {
+                tokens.push(token);
+            }
+        }
+        Ok(self.tokenizer.decode(&tokens)?)
+    }
+}

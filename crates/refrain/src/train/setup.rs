@@ -1,0 +1,301 @@
+//! What a run needs before it opens its device: model, tokenizer, data, and the memory it will take.
+
+use crate::error::Error;
+use crate::model::tokenizer_form;
+use crate::session::Device;
+use crate::train::open::look;
+use refrain_cuda::{GraphMode, LoadListener};
+use refrain_driver::trial::Choice;
+use refrain_formats::ModelFiles;
+use refrain_formats::tokenizer::{Tokenizer, TokenizerForm};
+use refrain_models::Model as Weights;
+use refrain_train::checkpoint::CheckpointStore;
+use refrain_train::config::{ConfigError, EvalSource, GraphChoice, Resume, TokenizerSource};
+use refrain_train::data::{Corpus, CorpusOptions, DataReport, Encoder};
+use refrain_train::flops::step_flops;
+use refrain_train::memory::{MemoryCounts, MemoryEstimate};
+use refrain_train::tokenize::{TokenizerPlan, TrainedTokenizer};
+use refrain_train::trainer::{TrainData, train_spec};
+use refrain_train::{TrainConfig, TrainError};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Where a run trains, and what it hears.
+#[derive(Debug, Default)]
+pub struct TrainOptions {
+    /// The device. The configuration's own word on it is for the caller, who knows which there are.
+    pub device: Device,
+    /// The model to start from, where the caller has resolved the configuration's `from`; without it, `from` is a path.
+    pub files: Option<ModelFiles>,
+    /// Hears how much memory a CUDA device needs, and how far its kernels are.
+    pub on_load: LoadListener,
+    /// What a trial of stream capture says about the device's method.
+    pub graph_choice: Option<Choice>,
+}
+
+/// Whether steps must be graphs where the configuration does not say: on a GPU they must.
+pub fn usual_graph(choice: Option<GraphChoice>) -> GraphMode {
+    match choice {
+        None | Some(GraphChoice::Require) => GraphMode::Require,
+        Some(GraphChoice::Auto) => GraphMode::Auto,
+        Some(GraphChoice::Off) => GraphMode::Off,
+    }
+}
+
+/// What is being done before the first step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Preparing {
+    /// The model is opened or made.
+    Model,
+    /// A tokenizer is trained.
+    Tokenizer,
+    /// Data is read.
+    Data {
+        /// Bytes read.
+        done_bytes: u64,
+        /// Bytes in all.
+        total_bytes: u64,
+    },
+    /// The memory of a step is planned.
+    Memory,
+}
+
+/// A run with everything it needs, but not on its device yet.
+#[derive(Debug)]
+pub struct Training {
+    pub(super) config: TrainConfig,
+    pub(super) options: TrainOptions,
+    pub(super) model: Arc<Weights>,
+    pub(super) form: TokenizerForm,
+    pub(super) tokenizer: Arc<Tokenizer>,
+    pub(super) data: TrainData,
+    pub(super) device_name: String,
+    estimate: MemoryEstimate,
+    free_bytes: Option<u64>,
+}
+
+impl Training {
+    /// Reads the model, the tokenizer and the data of a run, or makes them. Nothing is written but a trained tokenizer,
+    /// to the run's folder.
+    pub fn prepare(
+        config: TrainConfig,
+        mut options: TrainOptions,
+        progress: &mut dyn FnMut(Preparing),
+    ) -> Result<Training, Error> {
+        config.validate().map_err(TrainError::from)?;
+        let resumes = resumes(&config)?;
+        progress(Preparing::Model);
+        let files = match (&config.from, options.files.take()) {
+            (None, _) => None,
+            (Some(_), Some(files)) => Some(files),
+            (Some(path), None) => Some(ModelFiles::open(path)?),
+        };
+        let form = find_tokenizer(&config, files.as_ref(), resumes.as_deref(), progress)?;
+        let mut tokenizer = form.build()?;
+        let model = match &files {
+            Some(files) => Weights::load(files)?,
+            None => fresh(&config, &tokenizer)?,
+        };
+        tokenizer.add_end_of_generation(&model.config().eos);
+        if let Some(files) = &files {
+            tokenizer.add_end_of_generation(&files.generation_defaults()?.eos);
+        }
+        let (n_tokens, n_vocab) = (tokenizer.vocab_size(), model.config().n_vocab);
+        if n_tokens > n_vocab {
+            return Err(Error::Vocabulary { tokenizer: n_tokens, model: n_vocab });
+        }
+        let most = model.config().n_context;
+        if config.context > most {
+            let error = ConfigError::Value {
+                key: "context",
+                found: config.context.to_string(),
+                expected: format!("at most {most}, which the model was made for"),
+                hint: "shorten the rows, or start from a model with a longer context",
+            };
+            return Err(TrainError::from(error).into());
+        }
+        let (model, tokenizer) = (Arc::new(model), Arc::new(tokenizer));
+        let data = read_data(&config, &tokenizer, progress)?;
+        progress(Preparing::Memory);
+        let counts = MemoryCounts::of(&model, &config).map_err(TrainError::from)?;
+        let estimate = MemoryEstimate::new(&config, counts);
+        let (device_name, free_bytes) = look(&options.device);
+        Ok(Training { config, options, model, form, tokenizer, data, device_name, estimate, free_bytes })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &TrainConfig {
+        &self.config
+    }
+
+    /// The model as it is before the first step.
+    pub fn model(&self) -> &Arc<Weights> {
+        &self.model
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
+    }
+
+    /// What became of the training files.
+    pub fn data_report(&self) -> &DataReport {
+        self.data.corpus.report()
+    }
+
+    /// What became of the held-out data.
+    pub fn held_out_report(&self) -> Option<&DataReport> {
+        self.data.held_out.as_ref().map(|corpus| corpus.report())
+    }
+
+    /// Name of the device.
+    pub fn device_name(&self) -> &str {
+        &self.device_name
+    }
+
+    /// What the run needs on its device, as estimated.
+    pub fn memory(&self) -> &MemoryEstimate {
+        &self.estimate
+    }
+
+    /// Bytes that are free there, where that is known.
+    pub fn free_bytes(&self) -> Option<u64> {
+        self.free_bytes
+    }
+
+    /// Floating-point operations of a step.
+    pub fn step_flops(&self) -> f64 {
+        step_flops(&self.model, self.config.tokens_per_step(), self.config.context)
+    }
+
+    /// Operations a second that the device computes at best, where that is known.
+    pub fn peak_flops(&self) -> Option<f64> {
+        super::peak_flops(&self.device_name, train_spec(&self.config).dtype)
+    }
+
+    /// Refuses a run that does not fit, with the numbers and what would make it smaller.
+    pub fn check_memory(&self) -> Result<(), Error> {
+        let (needed_bytes, Some(free_bytes)) = (self.estimate.total_bytes(), self.free_bytes) else {
+            return Ok(());
+        };
+        if needed_bytes <= free_bytes {
+            return Ok(());
+        }
+        let advice = self.estimate.advice(free_bytes).into_iter();
+        let advice = advice.map(|advice| {
+            let enough = if advice.suffices { "" } else { ", which is not enough alone" };
+            let saved = refrain_train::memory::Size(advice.saved_bytes);
+            format!("{} saves {saved}{enough}", advice.setting)
+        });
+        let device = self.device_name.clone();
+        Err(Error::TrainMemory { device, needed_bytes, free_bytes, advice: advice.collect() })
+    }
+}
+
+/// The checkpoint to go on from. A folder with checkpoints is never started over.
+fn resumes(config: &TrainConfig) -> Result<Option<PathBuf>, Error> {
+    let latest = |out: &Path| -> Result<Option<PathBuf>, Error> {
+        if !out.is_dir() {
+            return Ok(None);
+        }
+        Ok(CheckpointStore::open(out).map_err(TrainError::from)?.latest().map_err(TrainError::from)?)
+    };
+    let found = config.out.as_deref().map(latest).transpose()?.flatten();
+    match (&config.resume, &config.out, found) {
+        (Resume::From(path), ..) => Ok(Some(path.clone())),
+        (Resume::Switch(true), _, found) => Ok(found),
+        (Resume::Switch(false), Some(out), Some(_)) => Err(Error::Occupied { folder: out.clone() }),
+        (Resume::Switch(false), ..) => Ok(None),
+    }
+}
+
+fn find_tokenizer(
+    config: &TrainConfig,
+    files: Option<&ModelFiles>,
+    resumes: Option<&Path>,
+    progress: &mut dyn FnMut(Preparing),
+) -> Result<TokenizerForm, Error> {
+    let vocab_size = match (&config.tokenizer, files, &config.new) {
+        (Some(TokenizerSource::Path(path)), ..) => return tokenizer_at(path),
+        (Some(TokenizerSource::Train { train }), ..) => train.vocab_size,
+        (None, Some(files), _) => return tokenizer_form(files),
+        (None, None, Some(new)) => new.usual_vocab().map_err(TrainError::from)?,
+        (None, None, None) => refrain_train::tokenize::TURN_TOKENS.len(), // refused by the configuration
+    };
+    if let Some(checkpoint) = resumes {
+        // The tokens of a run stay what they were.
+        let run =
+            if checkpoint.join("tokenizer.json").is_file() { Some(checkpoint) } else { checkpoint.parent() };
+        let run = run.filter(|folder| folder.join("tokenizer.json").is_file());
+        let gone = || Error::TokenizerGone { folder: checkpoint.parent().unwrap_or(checkpoint).to_owned() };
+        return tokenizer_at(run.ok_or_else(gone)?);
+    }
+    progress(Preparing::Tokenizer);
+    let trained =
+        TrainedTokenizer::train(&config.data, &TokenizerPlan::new(vocab_size)).map_err(TrainError::from)?;
+    if let Some(out) = &config.out {
+        trained.save(out).map_err(TrainError::from)?;
+    }
+    Ok(TokenizerForm::Files {
+        json: trained.json.into_bytes(),
+        config: Some(trained.config_json.into_bytes()),
+    })
+}
+
+/// A `tokenizer.json`, its folder, or a model.
+fn tokenizer_at(path: &Path) -> Result<TokenizerForm, Error> {
+    let file = match path.is_dir() {
+        true => path.join("tokenizer.json"),
+        false => path.to_owned(),
+    };
+    let is_json = file.extension().is_some_and(|extension| extension == "json");
+    if !is_json || (path.is_dir() && !file.is_file()) {
+        return tokenizer_form(&ModelFiles::open(path)?);
+    }
+    let read = |path: &Path| {
+        std::fs::read(path).map_err(|source| refrain_formats::FormatError::Io {
+            verb: "read",
+            path: path.to_owned(),
+            source,
+        })
+    };
+    let config = file.with_file_name("tokenizer_config.json");
+    let config = if config.is_file() { Some(read(&config)?) } else { None };
+    Ok(TokenizerForm::Files { json: read(&file)?, config })
+}
+
+fn fresh(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<Weights, Error> {
+    let Some(new) = &config.new else { unreachable!("a configuration has one of `from` and `new`") };
+    let mut made = new.model_config(tokenizer.vocab_size(), config.context).map_err(TrainError::from)?;
+    made.bos = tokenizer.bos();
+    made.eos = tokenizer.eos().into_iter().collect();
+    Ok(Weights::fresh(made, config.seed)?)
+}
+
+fn read_data(
+    config: &TrainConfig,
+    tokenizer: &Arc<Tokenizer>,
+    progress: &mut dyn FnMut(Preparing),
+) -> Result<TrainData, Error> {
+    let encoder = Encoder::new(tokenizer.clone()).map_err(TrainError::from)?;
+    let options = CorpusOptions {
+        context: config.context,
+        order: config.order,
+        on_long: config.on_long,
+        n_threads: refrain_cpu::pool::default_threads(),
+    };
+    let mut told = |done_bytes, total_bytes| progress(Preparing::Data { done_bytes, total_bytes });
+    let mut read =
+        |files: &[PathBuf]| Corpus::read(files, &encoder, options, &mut told).map_err(TrainError::from);
+    let corpus = read(&config.data)?;
+    let (corpus, held_out) = match &config.eval {
+        None => (corpus, None),
+        Some(EvalSource::Share(share)) => {
+            let (corpus, held_out) = corpus.hold_out(*share).map_err(TrainError::from)?;
+            (corpus, Some(Arc::new(held_out)))
+        }
+        Some(EvalSource::File(file)) => (corpus, Some(Arc::new(read(std::slice::from_ref(file))?))),
+    };
+    Ok(TrainData { corpus: Arc::new(corpus), held_out })
+}

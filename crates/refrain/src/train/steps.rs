@@ -1,0 +1,138 @@
+//! The step API on any device: for a loop of one's own.
+
+use crate::error::Error;
+use crate::session::Device;
+use crate::train::open::{WithBackend, with_backend};
+use refrain_cuda::{LoadListener, Monitor, Status};
+use refrain_graph::{Backend, Plan};
+use refrain_models::{Model as Weights, TrainSpec};
+use refrain_train::learner::{AdamSettings, LearnError, Learner, Rows, StepOutcome};
+use std::sync::Arc;
+
+pub use refrain_train::flops::step_flops as train_flops;
+
+/// A model that learns, on a device, one step at a time.
+pub struct StepLearner {
+    learner: Box<dyn AnyLearner>,
+    monitor: Option<Monitor>,
+}
+
+impl std::fmt::Debug for StepLearner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("StepLearner").field("backend", &self.learner.backend()).finish_non_exhaustive()
+    }
+}
+
+impl StepLearner {
+    /// Brings a model to a device, to be trained by steps of `n_batches` batches of `spec.n_tokens` rows.
+    pub fn new(
+        model: Arc<Weights>,
+        device: &Device,
+        spec: TrainSpec,
+        n_batches: usize,
+    ) -> Result<StepLearner, Error> {
+        StepLearner::with_listener(model, device, spec, n_batches, LoadListener::default())
+    }
+
+    /// The same, with somebody who hears what a CUDA device is doing.
+    pub fn with_listener(
+        model: Arc<Weights>,
+        device: &Device,
+        spec: TrainSpec,
+        n_batches: usize,
+        on_load: LoadListener,
+    ) -> Result<StepLearner, Error> {
+        with_backend(device, on_load, None, Open { model, spec, n_batches })
+    }
+
+    /// Name of the backend.
+    pub fn backend(&self) -> &'static str {
+        self.learner.backend()
+    }
+
+    /// One step: gradients of all batches, clipping, update. `random` seeds dropout.
+    pub fn step(
+        &mut self,
+        batches: &[Rows<'_>],
+        adam: &AdamSettings,
+        random: [u32; 4],
+    ) -> Result<StepOutcome, Error> {
+        Ok(self.learner.step(batches, adam, random)?)
+    }
+
+    /// The summed loss of rows that are not learnt from, and how many of them have a target.
+    pub fn evaluate(&mut self, rows: &Rows<'_>) -> Result<(f64, usize), Error> {
+        Ok(self.learner.evaluate(rows)?)
+    }
+
+    /// The model as it is now, its weights in F32.
+    pub fn trained(&self) -> Result<Weights, Error> {
+        Ok(self.learner.trained()?)
+    }
+
+    /// The plan of a whole step.
+    pub fn plan(&self) -> &Plan {
+        self.learner.plan()
+    }
+
+    /// Memory, graphs and timings of a CUDA device, real or simulated; `None` on the CPU.
+    pub fn device_status(&self) -> Option<Status> {
+        self.monitor.as_ref().map(Monitor::status)
+    }
+}
+
+struct Open {
+    model: Arc<Weights>,
+    spec: TrainSpec,
+    n_batches: usize,
+}
+
+impl WithBackend for Open {
+    type Output = StepLearner;
+
+    fn call<B: Backend + 'static>(self, backend: B, monitor: Option<Monitor>) -> Result<StepLearner, Error> {
+        let learner = Learner::new(backend, self.model, self.spec, self.n_batches)?;
+        Ok(StepLearner { learner: Box::new(learner), monitor })
+    }
+}
+
+/// A learner of any backend.
+trait AnyLearner {
+    fn backend(&self) -> &'static str;
+    fn step(
+        &mut self,
+        batches: &[Rows<'_>],
+        adam: &AdamSettings,
+        random: [u32; 4],
+    ) -> Result<StepOutcome, LearnError>;
+    fn evaluate(&mut self, rows: &Rows<'_>) -> Result<(f64, usize), LearnError>;
+    fn trained(&self) -> Result<Weights, LearnError>;
+    fn plan(&self) -> &Plan;
+}
+
+impl<B: Backend> AnyLearner for Learner<B> {
+    fn backend(&self) -> &'static str {
+        Learner::backend(self).name()
+    }
+
+    fn step(
+        &mut self,
+        batches: &[Rows<'_>],
+        adam: &AdamSettings,
+        random: [u32; 4],
+    ) -> Result<StepOutcome, LearnError> {
+        Learner::step(self, batches, adam, random)
+    }
+
+    fn evaluate(&mut self, rows: &Rows<'_>) -> Result<(f64, usize), LearnError> {
+        Learner::evaluate(self, rows)
+    }
+
+    fn trained(&self) -> Result<Weights, LearnError> {
+        Learner::trained(self)
+    }
+
+    fn plan(&self) -> &Plan {
+        Learner::plan(self)
+    }
+}
