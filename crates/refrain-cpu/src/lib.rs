@@ -1,7 +1,8 @@
 //! The CPU backend: SIMD kernels and a thread pool made for them.
 //!
-//! A compiled graph is a list of calls over one arena of 32-bit elements. Products with weights take the weights as
-//! the file has them, or repacked without loss into the order in which they are read. An op in a layout that has no
+//! A compiled graph is a list of calls over one arena. Products with weights take the weights as
+//! the file has them, or repacked without loss into the order in which they are read. Training steps, whose weights are
+//! states and whose values may be F16 or BF16, have kernels of their own (`values`). An op in a layout that has no
 //! kernel of its own runs as its reference version; [`Compiled::kernels`] tells which calls do.
 //!
 //! Invariant: no slow path is hidden; `unsafe` lives in `simd` and `pool` alone.

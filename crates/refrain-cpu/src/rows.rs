@@ -125,8 +125,8 @@ pub(crate) fn derivative(f: Unary, x: f32) -> f32 {
         Unary::Silu => sigmoid(x) * (1.0 + x * sigmoid(-x)),
         Unary::GeluTanh => {
             // x sigmoid(2 u) with u = √(2/π) (x + 0.044715 x³).
-            let twice = 1.595_769_1 * (x + 0.044_715 * x * x * x);
-            let slope = 1.595_769_1 * (1.0 + 3.0 * 0.044_715 * x * x);
+            let twice = 1.595_769 * (x + 0.044_715 * x * x * x);
+            let slope = 1.595_769 * (1.0 + 3.0 * 0.044_715 * x * x);
             sigmoid(twice) + x * sigmoid(twice) * sigmoid(-twice) * slope
         }
         Unary::Affine { mul, .. } => mul,

@@ -6,7 +6,7 @@ use refrain_graph::{
     Backend, CompileError, Graph, GraphBuilder, Io, Op, Origin, Place, Ran, Reason, StateKind, Unary, ValueId,
 };
 use refrain_tensor::{Bytes, DType, HostTensor};
-use refrain_testkit::{Case, Feed, Tol, cases, check_all};
+use refrain_testkit::{Arg, Case, Feed, Tol, cases, check_all};
 use std::collections::{BTreeSet, HashMap};
 
 /// Why a case did not run.
@@ -178,4 +178,24 @@ fn thread_counts_and_levels_give_the_same_bits() {
             assert_eq!(a.bytes().as_slice(), b.bytes().as_slice(), "{}", case.name);
         }
     }
+}
+
+/// What flows back through a product with a quantised weight meets the weight as it lies.
+#[test]
+fn products_with_quantised_weights_that_are_not_turned_decode_them() {
+    let mut quantised = Vec::new();
+    for dtype in DType::ALL.into_iter().filter(|d| d.is_quantized()) {
+        for (m, k, n) in [(37, 40, 512), (3, 700, 256)] {
+            let args = vec![Arg::float(DType::F32, [m, k]), Arg::weight(dtype, [k, n])];
+            let name = format!("{dtype} {m} x {k} x {n}, not turned");
+            quantised.push(through_arena(&Case::one_node(name, Op::MatMul, Tol::Whole(1e-5), args)));
+        }
+    }
+    assert!(quantised.len() >= 20);
+    let mut seen = BTreeSet::new();
+    for (n_threads, level) in [(1, Level::PORTABLE), (2, Level::detect())] {
+        let mut backend = CpuBackend::new(n_threads).unwrap().with_level(level);
+        check_all(&quantised, |graph, feed| run(&mut backend, graph, feed, &mut seen));
+    }
+    assert!(seen.contains("matmul") && !seen.contains("reference"), "{seen:?}");
 }

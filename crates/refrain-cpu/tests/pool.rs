@@ -183,3 +183,28 @@ fn those_who_want_as_many_threads_share_a_pool_while_one_of_them_lives() {
     assert!(gone.upgrade().is_none());
     assert_eq!(Pool::shared(3).unwrap().n_threads(), 3);
 }
+
+#[test]
+fn zipped_chunks_go_together_and_each_thread_has_its_own_part() {
+    for n_threads in [1, 2, 5] {
+        let pool = Pool::new(n_threads).unwrap();
+        let (mut a, mut b) = (vec![0usize; 1003], vec![0usize; 11]);
+        let mut own = vec![0usize; 3 * n_threads];
+        pool.zip_chunks([(&mut a, 100), (&mut b, 1)], &mut own, |chunk_idx, [a, b], own| {
+            assert_eq!((a.len(), b.len(), own.len()), (if chunk_idx == 10 { 3 } else { 100 }, 1, 3));
+            a.fill(chunk_idx + 1);
+            b[0] += chunk_idx + 1;
+            own[2] += 1;
+        });
+        assert!(a.iter().enumerate().all(|(i, &v)| v == i / 100 + 1), "{a:?}");
+        assert!(b.iter().enumerate().all(|(i, &v)| v == i + 1), "{b:?}");
+        assert_eq!(own.iter().sum::<usize>(), 11, "each chunk counted in somebody's part: {own:?}");
+        // A slice that is shorter than the others gives empty chunks at the end.
+        let n = AtomicUsize::new(0);
+        pool.zip_chunks([(&mut a, 500), (&mut b, 1)], &mut own, |chunk_idx, [a, b], _| {
+            assert_eq!((a.is_empty(), b.len()), (chunk_idx > 2, 1));
+            n.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(n.into_inner(), 11);
+    }
+}

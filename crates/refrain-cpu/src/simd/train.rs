@@ -81,8 +81,8 @@ impl Function3 for GeluGrad {
         let one = s.fsplat(1.0);
         let square = s.fmul(x, x);
         let cubic = s.fma(s.fmul(square, s.fsplat(0.044_715)), x, x);
-        let sig = sigmoid(s, s.fmul(cubic, s.fsplat(1.595_769_1)));
-        let steep = s.fmul(s.fma(square, s.fsplat(3.0 * 0.044_715), one), s.fsplat(1.595_769_1));
+        let sig = sigmoid(s, s.fmul(cubic, s.fsplat(1.595_769)));
+        let steep = s.fmul(s.fma(square, s.fsplat(3.0 * 0.044_715), one), s.fsplat(1.595_769));
         let rest = s.fmul(s.fmul(x, s.fsub(one, sig)), steep);
         let slope = s.fmul(sig, s.fadd(one, rest));
         [s.fmul(s.fmul(dy, up), slope), s.fmul(dy, s.fmul(x, sig))]

@@ -130,7 +130,10 @@ fn matmul(ins: &mut [Value], out: &Value) -> Option<ValueOp> {
     let (a, b) = (&ins[0], &ins[1]);
     let (m, k, n) =
         (a.layout.shape().dim_back(1), a.layout.shape().dim_back(0), b.layout.shape().dim_back(0));
-    if !a.is_float() || !b.is_float() || !out.is_float() {
+    // A quantised weight that is not turned: the gradient of rows that it was multiplied with.
+    let is_decoded =
+        b.dtype.is_quantized() && b.layout.is_contiguous() && n.is_multiple_of(b.dtype.block_len());
+    if !a.is_float() || !out.is_float() || !(b.is_float() || (is_decoded && b.layout.offset() == 0)) {
         return None;
     }
     // One right operand for all: outer dimensions of the left one are more rows.

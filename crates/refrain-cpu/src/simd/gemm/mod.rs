@@ -18,7 +18,7 @@ use refrain_tensor::DType;
 use super::lanes::GROUP;
 use super::{Level, f32_to_bf16, f32_to_f16};
 use crate::pool::Pool;
-use tile::{Pack, Rows};
+use tile::{PACK_COLUMNS, Pack, Rows};
 
 /// The longest chain of sums; a panel of as many takes 20 KB, and stays in the first-level cache.
 const MAX_CHAIN: usize = 320;
@@ -26,8 +26,6 @@ const MAX_CHAIN: usize = 320;
 const MAX_ROWS: usize = 192;
 /// Columns of a piece whose sums are rounded when they are done.
 const ROUNDED_COLUMNS: usize = 512;
-/// Columns that are brought into panels at once.
-const PACK_COLUMNS: usize = 128;
 /// Products of fewer multiplications than this are not worth waking threads for.
 const ALONE: usize = 1 << 16;
 
@@ -81,7 +79,7 @@ pub fn gemm(
 ) {
     let (m, n, k) = (a.len, b.len, a.k);
     let size = out.dtype.block_bytes();
-    assert!(a.is_valid() && b.is_valid(), "operands lie in one direction or the other");
+    assert!(a.is_valid() && a.is_float() && b.is_valid(), "operands lie in one direction or the other");
     assert!(b.k == k, "sums over {k} and {}", b.k);
     assert_eq!(out.bytes.len(), m * n * size, "an output of {m} rows of {n}");
     assert!(out.bytes.as_ptr().addr().is_multiple_of(size), "an output that is not aligned to {size} bytes");

@@ -12,7 +12,7 @@ use crate::simd::lanes::{GROUP, Kernel, Simd};
 /// One operand of a product, as what is multiplied along `k` for each of its `len` rows (or columns).
 #[derive(Clone, Copy)]
 pub struct Factor<'a> {
-    /// F32, F16 or BF16.
+    /// F32, F16 or BF16. The right operand may be quantised if its columns lie side by side, in whole blocks.
     pub dtype: DType,
     /// Elements of `dtype`, of which the operand shows some.
     pub bytes: &'a [u8],
@@ -29,15 +29,21 @@ pub struct Factor<'a> {
 }
 
 impl Factor<'_> {
-    /// Whether a panel can be made of it: elements lie side by side in one direction or the other, inside the bytes.
+    /// Whether panels can be made of it: elements lie side by side in one direction or the other, inside the bytes.
     pub fn is_valid(&self) -> bool {
+        let (len, bytes) = (self.dtype.block_len(), self.dtype.block_bytes());
         let side_by_side = self.k_stride == 1 || self.stride == 1 || self.k <= 1 || self.len <= 1;
-        let is_float = matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16);
+        let is_whole = [self.offset, self.len, self.k_stride].iter().all(|n| n.is_multiple_of(len));
+        let is_read = self.is_float() || (self.dtype.is_quantized() && self.stride == 1 && is_whole);
         let end = match self.len == 0 || self.k == 0 {
             true => 0,
             false => self.offset + (self.len - 1) * self.stride + (self.k - 1) * self.k_stride + 1,
         };
-        side_by_side && is_float && end <= self.bytes.len() / self.dtype.block_bytes()
+        side_by_side && is_read && end <= self.bytes.len() / bytes * len
+    }
+
+    pub(super) fn is_float(&self) -> bool {
+        matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16)
     }
 
     /// Whether rows lie side by side, so that a panel is copied and not turned.
@@ -302,6 +308,9 @@ pub(super) struct Rows<'a> {
     pub out_stride: usize,
 }
 
+/// Columns that are brought into panels at once: whole blocks of every quantised type.
+pub(super) const PACK_COLUMNS: usize = 256;
+
 /// Columns whose panels stay in the second-level cache while all rows pass by.
 const COLUMNS: usize = 256;
 
@@ -354,7 +363,35 @@ impl Kernel for Pack<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        if !self.b.is_float() {
+            self.decode();
+            return;
+        }
         // SAFETY: the columns are inside the factor, and the block has a panel for each group of sixteen columns.
         unsafe { pack_panels(s, self.b, self.cols, self.k0, self.kl, self.to.add(self.cols[0] * self.kl)) };
+    }
+}
+
+impl Pack<'_> {
+    /// Quantised columns, a row of blocks at a time.
+    fn decode(&self) {
+        let Pack { b, cols: [first, end], k0, kl, to } = *self;
+        let (len, size) = (b.dtype.block_len(), b.dtype.block_bytes());
+        let mut row = [0f32; PACK_COLUMNS];
+        let row = &mut row[..end - first];
+        for k in 0..kl {
+            let block = (b.offset + first + (k0 + k) * b.k_stride) / len;
+            let bytes = &b.bytes[block * size..][..row.len() / len * size];
+            if let Err(e) = refrain_tensor::quant::dequantize(b.dtype, bytes, row) {
+                panic!("whole blocks of {} are not decoded: {e}", b.dtype);
+            }
+            for (group, values) in row.chunks(GROUP).enumerate() {
+                // SAFETY: the block of panels has room for `kl` columns of each group of sixteen, from column 0 on.
+                unsafe {
+                    let to = to.add((first + group * GROUP) * kl + GROUP * k);
+                    std::ptr::copy_nonoverlapping(values.as_ptr(), to, values.len());
+                }
+            }
+        }
     }
 }
