@@ -132,7 +132,7 @@ impl LogWriter {
         if path.exists() {
             let lines = read(path)?;
             let kept = lines.iter().filter(|line| line.step() < n_steps);
-            let text: String = kept.map(|line| text_of(line)).collect();
+            let text: String = kept.map(text_of).collect();
             write_atomically(&RealStorage, path, text.as_bytes()).map_err(write_error(path))?;
         }
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(write_error(path))?;

@@ -159,9 +159,12 @@ fn pointed(folder: &Path, pointer: &str) -> Result<Option<PathBuf>, CheckpointEr
     Ok(Some(target))
 }
 
+/// The step of a checkpoint, and how often that step was saved before.
+type Age = (u64, u64);
+
 /// All checkpoints, from the oldest to the newest.
-fn checkpoints_in(folder: &Path) -> Result<Vec<((u64, u64), PathBuf)>, CheckpointError> {
-    let number = |name: &str| -> Option<(u64, u64)> {
+fn checkpoints_in(folder: &Path) -> Result<Vec<(Age, PathBuf)>, CheckpointError> {
+    let number = |name: &str| -> Option<Age> {
         let (step, again) = match name.strip_prefix(PREFIX)?.split_once('-') {
             Some((step, again)) => (step, again.parse().ok()?),
             None => (name.strip_prefix(PREFIX)?, 0),

@@ -36,8 +36,8 @@ impl TextReader {
             n_bytes += std::fs::metadata(path).map_err(failed)?.len();
         }
         let share = (max_bytes as f64 / n_bytes.max(1) as f64).min(1.0);
-        let files = files.to_vec().into_iter();
-        Ok(Self { files, open: None, separators, share, n_parts: 0, ready: Vec::new() })
+        let files = Vec::from(files);
+        Ok(Self { files: files.into_iter(), open: None, separators, share, n_parts: 0, ready: Vec::new() })
     }
 
     /// Fills `ready` with texts; `false` when all files are read.

@@ -246,7 +246,7 @@ fn bad_text_files_are_errors() {
         [(&b""[..], "is empty"), (b"\n \n", "is empty"), (b"ab\0c", "byte 0x00 at offset 2")]
     {
         std::fs::write(&path, content).unwrap();
-        let error = read(&[path.clone()], &encoder, options(8, Order::Shuffle)).unwrap_err();
+        let error = read(std::slice::from_ref(&path), &encoder, options(8, Order::Shuffle)).unwrap_err();
         assert!(error.to_string().contains(expected), "{error}");
     }
     let error = read(&[folder.path().to_owned()], &encoder, options(8, Order::File)).unwrap_err();
