@@ -43,6 +43,22 @@ impl Delayed {
         Delayed::new(bar, what)
     }
 
+    /// For `n` steps of a run, of which `done` were done before.
+    pub(crate) fn steps(n: u64, done: u64) -> Delayed {
+        let style = style("{human_pos}/{human_len} {bar:24} {msg}, {eta} left");
+        let bar = ProgressBar::hidden().with_style(style);
+        bar.set_length(n);
+        bar.set_position(done);
+        // The rate is that of this run, not of what an earlier one left.
+        bar.reset_eta();
+        Delayed::new(bar, "")
+    }
+
+    /// Says a line above the bar.
+    pub(crate) fn above(&self, say: impl FnOnce()) {
+        self.bar.suspend(say);
+    }
+
     /// For bytes of which the number is told later.
     pub(crate) fn bytes(what: &str) -> Delayed {
         Delayed::new(ProgressBar::hidden().with_style(style(BYTES)), what)

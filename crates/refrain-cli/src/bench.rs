@@ -6,15 +6,16 @@ use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
 use crate::out::{Out, counted, short_count, short_rate, short_time, talk, thousands};
 use crate::{profile, resolve, stats};
+use refrain::train::{Masters, Precision, TrainBench, TrainBenchReport, bench_steps};
 use refrain::{
-    BenchOptions, BenchReport, BenchTarget, DecodeReport, LoadEvent, LoadListener, NamedShape, QuantMix,
-    SHAPES, Samples, SessionOptions, bench,
+    BenchOptions, BenchReport, BenchTarget, DType, DecodeReport, LoadEvent, LoadListener, NamedShape,
+    QuantMix, SHAPES, Samples, SessionOptions, bench,
 };
 use refrain_hub::Bytes;
 use serde_json::json;
 use std::num::NonZeroUsize;
 
-/// Measure how fast a model reads a prompt and writes
+/// Measure how fast a model reads a prompt and writes, or learns
 ///
 /// Takes a model, or the shape of a well-known one with random weights: no download. Decoding reads every weight once
 /// per token, so its speed is shown beside the read bandwidth measured on this machine in the same run.
@@ -25,10 +26,11 @@ Examples:
   refrain bench --shape llama-3.2-1b --quant Q4_K_M -n 32
   refrain bench ./model.gguf -p 128 -n 64 -r 3 --json
   refrain bench smollm2 -p 0 --depth 16,512,2048       what a longer context costs
-  refrain bench --shape smollm2-135m -p 0 --seqs 1,8,32   many sequences at once")]
+  refrain bench --shape smollm2-135m -p 0 --seqs 1,8,32   many sequences at once
+  refrain bench --train llama-10m --batch 32 --context 256 --dtype bf16 --device cuda")]
 pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
-    #[arg(value_name = "MODEL", required_unless_present = "shape", conflicts_with = "shape")]
+    #[arg(value_name = "MODEL", required_unless_present_any = ["shape", "train"], conflicts_with_all = ["shape", "train"])]
     model: Option<String>,
     /// Random weights of a well-known shape, such as llama-3.2-1b
     #[arg(long, value_name = "NAME")]
@@ -51,6 +53,24 @@ pub(crate) struct Args {
     /// How often each is measured
     #[arg(short, long, value_name = "N", default_value = "5")]
     repeats: NonZeroUsize,
+    /// Measure training steps of a fresh model of a well-known shape, such as llama-10m
+    #[arg(long, value_name = "SHAPE", conflicts_with = "shape", help_heading = "Training")]
+    train: Option<String>,
+    /// Rows of a training step
+    #[arg(long, value_name = "N", default_value = "32", requires = "train", help_heading = "Training")]
+    batch: NonZeroUsize,
+    /// Tokens of a row
+    #[arg(long, value_name = "N", default_value = "256", requires = "train", help_heading = "Training")]
+    context: NonZeroUsize,
+    /// Element type of weights and activations
+    #[arg(long, value_name = "TYPE", default_value = "f32", requires = "train", help_heading = "Training")]
+    dtype: Precision,
+    /// Master weights beside bf16 ones: f32 or none
+    #[arg(long, value_name = "TYPE", default_value = "f32", requires = "train", help_heading = "Training")]
+    masters: Masters,
+    /// Training steps that are measured
+    #[arg(long, value_name = "N", default_value = "20", requires = "train", help_heading = "Training")]
+    steps: NonZeroUsize,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -71,6 +91,10 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         }
         _ => {}
     });
+    if let Some(name) = &args.train {
+        let shape = *find_shape(name)?;
+        return measure_training(args, shape, on_load, &spinner, context);
+    }
     let options = BenchOptions {
         session: SessionOptions { on_load, ..args.device.tried_session(None, context)? },
         n_prompt: args.prompt_tokens,
@@ -108,6 +132,93 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// The training part of the command.
+fn measure_training(
+    args: &Args,
+    shape: NamedShape,
+    on_load: LoadListener,
+    spinner: &Delayed,
+    context: &Context,
+) -> anyhow::Result<()> {
+    let bench = TrainBench {
+        device: args.device.tried_session(None, context)?.device,
+        shape,
+        batch: args.batch.get(),
+        context: args.context.get(),
+        dtype: match args.dtype {
+            Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::BF16,
+        },
+        masters: args.masters == Masters::F32,
+        n_steps: args.steps.get(),
+        on_load,
+    };
+    let report = bench_steps(&bench, |what| spinner.say(what.to_owned()))?;
+    let mut out = Out::new();
+    if args.json {
+        return out.json(&training_json(&report, &bench, args));
+    }
+    let parameters = short_count(report.n_parameters as u64);
+    out.line(format_args!(
+        "{}: {parameters} parameters, {} x {} tokens in {}, on {}",
+        report.name, bench.batch, bench.context, args.dtype, report.backend
+    ))?;
+    let (low, high) = report.seconds.range();
+    out.line(format_args!(
+        "step     {}  ({} to {}), {} tok/s",
+        short_time(report.seconds.median()),
+        short_time(low),
+        short_time(high),
+        short_rate(report.tokens_per_second())
+    ))?;
+    let rate = report.step_flops / report.seconds.median() / 1e12;
+    let share = report.peak_share().zip(report.peak_flops).map_or_else(String::new, |(share, peak)| {
+        format!(", {:.1} % of the {:.0} TFLOPS of {}", 100.0 * share, peak / 1e12, report.device_name)
+    });
+    out.line(format_args!("compute  {:.3} TFLOP a step, {rate:.3} TFLOPS{share}", report.step_flops / 1e12))?;
+    let launches = match report.launches {
+        Some(n) => format!("{} replayed, {n} a step", counted(report.n_replayed, "step")),
+        None => "none replayed".to_owned(),
+    };
+    out.line(format_args!("launches {launches}"))?;
+    let resident =
+        report.resident.map_or_else(String::new, |r| format!(", {} resident at most", Bytes(r.most)));
+    out.line(format_args!("memory   {} by the estimate{resident}", Bytes(report.estimated_bytes)))?;
+    if context.verbose
+        && let Some(status) = &report.device
+    {
+        stats::print_graphs(status);
+    }
+    Ok(())
+}
+
+fn training_json(report: &TrainBenchReport, bench: &TrainBench, args: &Args) -> serde_json::Value {
+    json!({
+        "model": report.name,
+        "backend": report.backend,
+        "device": report.device_name,
+        "parameters": report.n_parameters,
+        "batch": bench.batch,
+        "context": bench.context,
+        "dtype": args.dtype.to_string(),
+        "masters": args.masters.to_string(),
+        "steps": report.seconds.0.len(),
+        "ms_per_step": { "median": report.ms(), "samples": report.seconds.0.iter().map(|s| 1e3 * s).collect::<Vec<_>>() },
+        "tokens_per_second": report.tokens_per_second(),
+        "flop_per_step": report.step_flops,
+        "peak_flops": report.peak_flops,
+        "peak_share": report.peak_share(),
+        "replayed_steps": report.n_replayed,
+        "launches_per_step": report.launches,
+        "estimated_bytes": report.estimated_bytes,
+        "arena_bytes": report.device.as_ref().map(|status| status.memory.arena_bytes),
+        "workspace_bytes": report.device.as_ref().map(|status| status.memory.workspace_bytes),
+        "resident_bytes_at_most": report.resident.map(|r| r.most),
+        "first_loss": report.losses[0],
+        "last_loss": report.losses[1],
+    })
 }
 
 fn find_shape(name: &str) -> anyhow::Result<&'static NamedShape> {

@@ -3,7 +3,7 @@
 use crate::interrupt::Interrupt;
 use crate::{
     batch, bench, chat, completions, doctor, inspect, list, perplexity, plan, pull, reference, rm, run,
-    tokenize, trial,
+    tokenize, train, trial,
 };
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};
@@ -26,6 +26,7 @@ Examples:
   refrain run \"Once upon a time\"                 a story by the built-in model
   refrain run smollm2 \"Why is the sky blue?\"     pulls the model the first time
   refrain chat ./model.gguf                      a chat with a model of your own
+  refrain train --new llama-1m --data story.txt  a model of your own, from scratch
   refrain COMMAND --help                         more about a command, with examples"
 )]
 pub(crate) struct Cli {
@@ -61,6 +62,7 @@ enum Command {
     Pull(pull::Args),
     List(list::Args),
     Rm(rm::Args),
+    Train(Box<train::Args>),
     Bench(bench::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
@@ -136,6 +138,7 @@ impl Cli {
             Command::Pull(args) => pull::run(&args, &context),
             Command::List(args) => list::run(&args, &context),
             Command::Rm(args) => rm::run(&args, &context),
+            Command::Train(args) => train::run(*args, &context),
             Command::Bench(args) => bench::run(&args, &context),
             Command::Doctor(args) => doctor::run(&args, &context),
             Command::Completions(args) => completions::run(&args),

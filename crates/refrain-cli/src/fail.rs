@@ -95,7 +95,12 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
 }
 
 fn is_lost_device(error: &(dyn std::error::Error + 'static)) -> bool {
-    matches!(error.downcast_ref::<RunError>(), Some(RunError::ContextLost { .. }))
+    use refrain::train::{LearnError, TrainError};
+    let of_a_step = match error.downcast_ref::<refrain::Error>() {
+        Some(refrain::Error::Train(TrainError::Learn(LearnError::Run(error)))) => Some(error),
+        _ => error.downcast_ref::<RunError>(),
+    };
+    matches!(of_a_step, Some(RunError::ContextLost { .. }))
         || matches!(error.downcast_ref::<DriverError>(), Some(DriverError::ContextLost(_)))
 }
 

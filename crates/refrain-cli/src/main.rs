@@ -28,6 +28,7 @@ mod reference;
 mod rm;
 mod run;
 mod tokenize;
+mod train;
 mod trial;
 
 mod bars; // progress

@@ -259,7 +259,7 @@ impl DeviceOpts {
 
 /// A bar while weights go to a device and while kernels are compiled, then or for a later prompt; and with -v what weights
 /// take there, before any of it is allocated.
-fn load_listener(phases: Phases, context: &Context) -> LoadListener {
+pub(crate) fn load_listener(phases: Phases, context: &Context) -> LoadListener {
     let verbose = context.verbose;
     LoadListener::new(move |event| match event {
         LoadEvent::Planned(memory) if verbose => talk!("memory   {}", stats::memory_line(&memory)),
@@ -276,7 +276,7 @@ fn parse_verify(text: &str) -> Result<NonZeroU32, String> {
     n.ok_or_else(|| "known is every:N, such as every:64, with N of 1 or more".to_owned())
 }
 
-fn parse_device(text: &str) -> Result<DeviceArg, String> {
+pub(crate) fn parse_device(text: &str) -> Result<DeviceArg, String> {
     let number = |n: &str| n.parse().map_err(|_| format!("`{n}` is no device number, as in cuda:0"));
     match text {
         "auto" => Ok(DeviceArg::Auto),
@@ -290,7 +290,7 @@ fn parse_device(text: &str) -> Result<DeviceArg, String> {
     }
 }
 
-fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
+pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
     match text.parse::<usize>() {
         Ok(0) => {
             Err("at least 1 thread is needed; leave --threads out to use what suits the machine".to_owned())

@@ -237,20 +237,21 @@ fn adam_params(case: usize) -> [f32; ADAM_PARAMS] {
 /// that gradients stay finite and an update is applied.
 fn state_values(kind: StateKind, dtype: DType, n_bytes: usize, rng: &mut Random) -> Vec<u8> {
     let mut bytes = values(dtype, n_bytes, rng);
-    // In [0.5, 1) or the negative of that; a fixed exponent makes it [2^-6, 2^-5).
-    if kind != StateKind::Paged {
-        match dtype {
-            DType::F32 => bytes.as_chunks_mut::<4>().0.iter_mut().for_each(|b| {
-                *b = ((u32::from_le_bytes(*b) & 0x007F_FFFF) | 0x3C80_0000).to_le_bytes();
-            }),
-            DType::BF16 => bytes.as_chunks_mut::<2>().0.iter_mut().for_each(|b| {
-                *b = ((u16::from_le_bytes(*b) & 0x007F) | 0x3C80).to_le_bytes();
-            }),
-            DType::F16 => bytes.as_chunks_mut::<2>().0.iter_mut().for_each(|b| {
-                *b = ((u16::from_le_bytes(*b) & 0x03FF) | 0x2400).to_le_bytes();
-            }),
-            _ => {}
-        }
+    // Numbers in [0.5, 1) or the negative of that; a fixed exponent makes them [2^-6, 2^-5).
+    let mut short = |mantissa: u16, exponent: u16| {
+        let words = bytes.as_chunks_mut::<2>().0.iter_mut();
+        words.for_each(|b| *b = ((u16::from_le_bytes(*b) & mantissa) | exponent).to_le_bytes());
+    };
+    if kind == StateKind::Paged {
+        return bytes;
+    }
+    if dtype == DType::BF16 {
+        short(0x007F, 0x3C80);
+    } else if dtype == DType::F16 {
+        short(0x03FF, 0x2400);
+    } else if dtype == DType::F32 {
+        let words = bytes.as_chunks_mut::<4>().0.iter_mut();
+        words.for_each(|b| *b = ((u32::from_le_bytes(*b) & 0x007F_FFFF) | 0x3C80_0000).to_le_bytes());
     }
     bytes
 }

@@ -81,7 +81,7 @@ fn check(
         evaluate(&graph, leaves)[loss.idx()].as_ref().unwrap().values.iter().sum()
     };
     // Differences of values that overflow, or of which one is far larger than the others, show nothing.
-    if !(total(&start) < 1e12) {
+    if !total(&start).is_finite() || total(&start) > 1e12 {
         return Ok(0);
     }
     let mut rng = Rng::new(7);
@@ -203,17 +203,8 @@ fn every_op_of_the_table_has_the_gradient_that_differences_show() {
         assert!(checked.contains_key(op), "{op} was not checked; {checked:?}");
     }
     // Nothing that a forward pass has may be without a gradient unseen.
-    let expected = [
-        "adamw",
-        "rms_norm_grad",
-        "rope_grad",
-        "silu_grad",
-        "softmax_grad",
-        "span_attention_grad",
-        "sum_squares",
-    ];
-    let backward = |op: &&str| expected.contains(op) || op.ends_with("_grad");
-    assert!(without.keys().all(|op| backward(&op)), "{without:?}");
+    let backward = |op: &&str| op.ends_with("_grad") || ["adamw", "add_product", "sum_squares"].contains(op);
+    assert!(without.keys().all(backward), "{without:?}");
 }
 
 #[test]

@@ -35,6 +35,15 @@ pub enum TokenizerForm {
     Vocab(Box<VocabSpec>),
 }
 
+/// A tokenizer as the files of a Hugging Face folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TokenizerFiles<'a> {
+    /// The content of `tokenizer.json`.
+    pub json: Cow<'a, [u8]>,
+    /// The content of `tokenizer_config.json`, where there is one.
+    pub config: Option<Cow<'a, [u8]>>,
+}
+
 impl TokenizerForm {
     /// The tokenizer, ready for use.
     pub fn build(&self) -> Result<Tokenizer, TokenizerError> {
@@ -71,12 +80,17 @@ impl TokenizerForm {
     }
 
     /// As `tokenizer.json` and `tokenizer_config.json`.
-    pub fn to_files(&self) -> Result<(Cow<'_, [u8]>, Option<Cow<'_, [u8]>>), TokenizerError> {
+    pub fn to_files(&self) -> Result<TokenizerFiles<'_>, TokenizerError> {
         match self {
-            Self::Files { json, config } => Ok((json.as_slice().into(), config.as_deref().map(Into::into))),
+            Self::Files { json, config } => {
+                Ok(TokenizerFiles { json: json.as_slice().into(), config: config.as_deref().map(Into::into) })
+            }
             Self::Vocab(spec) => {
                 let (json, config) = files_of(spec)?;
-                Ok((json.into_bytes().into(), Some(config.into_bytes().into())))
+                Ok(TokenizerFiles {
+                    json: json.into_bytes().into(),
+                    config: Some(config.into_bytes().into()),
+                })
             }
         }
     }
@@ -236,7 +250,7 @@ mod tests {
         let text = "Don't say 1234, <tool> or </s>!!!\n\n  a_b";
         for pre in distinct_pre_tokenizers() {
             let first = TokenizerForm::Vocab(Box::new(spec(pre)));
-            let (json, config) = first.to_files().unwrap();
+            let TokenizerFiles { json, config } = first.to_files().unwrap();
             let files = TokenizerForm::Files { json: json.into_owned(), config: config.map(Cow::into_owned) };
             let spec_again = files.to_spec().unwrap().into_owned();
             assert_eq!(spec_again.chat_template, spec(pre).chat_template);

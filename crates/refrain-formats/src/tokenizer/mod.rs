@@ -19,7 +19,7 @@ mod summary; // what a vocabulary is, without a tokenizer
 use std::sync::Arc;
 
 pub use error::TokenizerError;
-pub use form::TokenizerForm;
+pub use form::{TokenizerFiles, TokenizerForm};
 pub use pre::known_pre_tokenizers;
 pub use spec::{SpecialIds, TokenKind, VocabSpec};
 pub use stream::DecodeStream;

@@ -147,7 +147,7 @@ fn row_gradients(dtype: DType) -> Vec<Case> {
     // The gradient of a norm of one element is all but zero: a difference that cancels.
     for dims in [&[1, 3][..], &[7, 129], &[70, 768], &[5, 3, 64]] {
         let d = dims[dims.len() - 1];
-        let args = vec![float(dims), float(dims), float(&[d]).fill(Fill::Uniform(0.5, 1.5))];
+        let args = [float(dims), float(dims), float(&[d]).fill(Fill::Uniform(0.5, 1.5))];
         for adds in [false, true] {
             let op = Op::Train(TrainOp::RmsNormGrad { eps: 1e-5, adds });
             let name = format!("{dtype} {dims:?}{}", if adds { " and more" } else { "" });

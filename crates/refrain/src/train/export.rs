@@ -3,7 +3,7 @@
 use crate::error::Error;
 use refrain_formats::FormatError;
 use refrain_formats::hf::write_whole;
-use refrain_formats::tokenizer::{Tokenizer, TokenizerForm};
+use refrain_formats::tokenizer::{Tokenizer, TokenizerFiles, TokenizerForm};
 use refrain_graph::Backend;
 use refrain_models::Model as Weights;
 use refrain_tensor::DType;
@@ -75,7 +75,7 @@ impl Exporter<'_> {
             }
             ExportForm::Hf => {
                 let folder = out.join("model");
-                let (json, config) = self.form.to_files()?;
+                let TokenizerFiles { json, config } = self.form.to_files()?;
                 std::fs::create_dir_all(&folder).map_err(|source| FormatError::Io {
                     verb: "create",
                     path: folder.clone(),

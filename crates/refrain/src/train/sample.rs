@@ -60,16 +60,19 @@ impl Sampler {
         let (MonitoredEngine { engine, .. }, room) =
             lone_engine(&model, "the model", &options, Room::of_one)?;
         let sequence = engine.open(room.context)?;
-        let mut request = Request::new(&sequence, prompt.clone());
+        let mut request = Request::new(&sequence, prompt);
         request.sampling = SamplingParams { seed: self.seed, ..SamplingParams::default() };
         request.max_tokens = n_tokens;
         request.end = self.tokenizer.end_of_generation().to_vec();
-        let mut tokens = prompt;
+        let mut text = self.prompt.clone();
+        // A model may have more rows than the tokenizer has tokens: such an id has no text.
+        let mut stream = self.tokenizer.stream();
         for event in engine.submit(request)? {
             if let TokenEvent::Token { token, .. } = event? {
-                tokens.push(token);
+                text.push_str(stream.push(token));
             }
         }
-        Ok(self.tokenizer.decode(&tokens)?)
+        text.push_str(stream.finish());
+        Ok(text)
     }
 }

@@ -221,7 +221,7 @@ fn find_tokenizer(
         (Some(TokenizerSource::Train { train }), ..) => train.vocab_size,
         (None, Some(files), _) => return tokenizer_form(files),
         (None, None, Some(new)) => new.usual_vocab().map_err(TrainError::from)?,
-        (None, None, None) => refrain_train::tokenize::TURN_TOKENS.len(), // refused by the configuration
+        (None, None, None) => unreachable!("a configuration has one of `from` and `new`"),
     };
     if let Some(checkpoint) = resumes {
         // The tokens of a run stay what they were.

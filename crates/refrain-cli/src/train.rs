@@ -1,0 +1,599 @@
+//! `refrain train`: a model from scratch, or from one that exists.
+
+use crate::bars::{Delayed, Phases};
+use crate::cli::Context;
+use crate::fail::{Hinted, Interrupted};
+use crate::opts::{self, DeviceArg, DeviceOpts, GraphArg, KvArg, MethodArg};
+use crate::out::{DIM, Out, short_count, short_rate, talk, thousands};
+use crate::resolve::{self, Files};
+use refrain::graph::Ran;
+use refrain::train::{
+    Checkpoint, Clip, ConfigOverlay, EvalSource, Export, ExportForm, Finished, GraphChoice, Masters,
+    NewModel, OnLong, Order, Paths, Precision, Preparing, Resume, ScheduleKind, Size, TokenizerSource,
+    TrainConfig, TrainError, TrainEvent, TrainOptions, Training,
+};
+use refrain::{ModelFiles, SessionOptions};
+use refrain_driver::DeviceKind;
+use serde_json::json;
+use std::io::IsTerminal;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// Where a run goes that names no folder.
+const USUAL_OUT: &str = "run";
+/// Where no terminal shows a bar, a line says how far the run is, this often.
+const LINE_EVERY: Duration = Duration::from_secs(10);
+
+/// Train a model, from scratch or from one that exists
+///
+/// A run is a configuration file, flags, or both; a flag wins over the file. Checkpoints, the log, a page with curves and
+/// the trained model go to the folder --out. Ctrl-C finishes the step and saves; --resume goes on from there, bit for
+/// bit.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  refrain run --raw \"Once upon a time\" -n 300 --seed 1 > story.txt
+  refrain train --new llama-1m --data story.txt --tokenizer train:512 --context 64 --batch 4 \\
+    --steps 40 --lr 3e-3 --warmup 5 --sample-every 20 --sample-prompt \"She was\" --out story
+  refrain run story/model.gguf \"She was\"            a text that the model has learnt by heart
+
+  refrain train run.toml --lr 1e-4 --out second     a file, with two keys changed
+  refrain train --from smollm2 --data chats.jsonl --dtype bf16 --eval 0.05 --eval-every 100
+  refrain train --resume=story --steps 80           forty more steps
+  refrain train --new llama-110m --data big.txt --batch 16 --context 1024 --dry-run")]
+pub(crate) struct Args {
+    /// A file of keys and values, in TOML
+    #[arg(value_name = "CONFIG.toml")]
+    config: Option<PathBuf>,
+    #[command(flatten)]
+    what: WhatOpts,
+    #[command(flatten)]
+    steps: StepOpts,
+    #[command(flatten)]
+    run: RunOpts,
+    #[command(flatten)]
+    device: TrainDeviceOpts,
+}
+
+#[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Model and data")]
+struct WhatOpts {
+    /// Model to start from: a GGUF file, a Hugging Face folder or a name
+    #[arg(long, value_name = "MODEL", conflicts_with = "new")]
+    from: Option<String>,
+    /// Model to make: the name of a shape such as llama-10m, or a table of sizes such as
+    /// '{ arch = "llama", n_layers = 2, hidden = 64, ffn = 192, n_heads = 4 }'
+    #[arg(long, value_name = "SHAPE", value_parser = parse_new)]
+    new: Option<NewModel>,
+    /// Training files: text, or JSONL (messages, prompt and completion, instructions)
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    data: Option<Vec<PathBuf>>,
+    /// A tokenizer.json, a model that has one, or train:N for one of N tokens [default: that of --from; for --new it is
+    /// trained]
+    #[arg(long, value_name = "TOKENIZER")]
+    tokenizer: Option<TokenizerSource>,
+    /// Tokens of a row [default: 256]
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Order of the samples: shuffle packs documents into rows; file takes the text as it stands [default: shuffle]
+    #[arg(long, value_name = "ORDER")]
+    order: Option<Order>,
+    /// What becomes of a conversation longer than a row: truncate or drop [default: truncate]
+    #[arg(long, value_name = "WHAT")]
+    on_long: Option<OnLong>,
+    /// Held-out data: a file, or the share of the training data to hold out, such as 0.05
+    #[arg(long, value_name = "FILE|SHARE")]
+    eval: Option<EvalSource>,
+}
+
+#[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Steps")]
+struct StepOpts {
+    /// Optimiser steps [default: 1000]
+    #[arg(long, value_name = "N")]
+    steps: Option<u64>,
+    /// Rows of a micro-step [default: 8]
+    #[arg(long, value_name = "N")]
+    batch: Option<usize>,
+    /// Micro-steps whose gradients are added up before the optimiser runs [default: 1]
+    #[arg(long, value_name = "N")]
+    accumulate: Option<usize>,
+    /// Peak learning rate [default: 3e-4]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    lr: Option<f64>,
+    /// Learning rate that cosine and linear end at [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    min_lr: Option<f64>,
+    /// Shape of the learning rate after warm-up: cosine, linear or constant [default: cosine]
+    #[arg(long, value_name = "SHAPE")]
+    schedule: Option<ScheduleKind>,
+    /// Steps over which the learning rate rises to its peak [default: 0]
+    #[arg(long, value_name = "N")]
+    warmup: Option<u64>,
+    /// AdamW's weight decay, on matrices and embeddings only [default: 0.1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    weight_decay: Option<f64>,
+    /// AdamW's two decay rates of the moments [default: 0.9,0.95]
+    #[arg(long, value_name = "B1,B2", value_parser = parse_betas, allow_negative_numbers = true)]
+    betas: Option<Betas>,
+    /// AdamW's term in the denominator [default: 1e-8]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    eps: Option<f64>,
+    /// Largest global gradient norm, or none [default: 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    clip: Option<Clip>,
+    /// Share of activations that dropout zeroes [default: 0]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    dropout: Option<f64>,
+    /// Element type of weights and activations: f32 or bf16 [default: f32]
+    #[arg(long, value_name = "TYPE")]
+    dtype: Option<Precision>,
+    /// Master weights beside bf16 ones: f32 or none [default: f32]
+    #[arg(long, value_name = "TYPE")]
+    masters: Option<Masters>,
+    /// Compute a layer's activations again in the backward pass: less memory, about a third more time
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
+    checkpoint_activations: Option<bool>,
+    /// Seed of initial weights, shuffling and dropout [default: 0]
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+}
+
+#[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Run")]
+struct RunOpts {
+    /// Folder for checkpoints, log, report and the trained model [default: run]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Go on from the latest checkpoint of --out, or from that of a folder; its configuration is taken over
+    #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
+    resume: Option<Option<PathBuf>>,
+    /// Steps between two checkpoints; the last step is always saved
+    #[arg(long, value_name = "N")]
+    save_every: Option<u64>,
+    /// Checkpoints to keep, besides the best one [default: 3]
+    #[arg(long, value_name = "N")]
+    keep: Option<usize>,
+    /// Steps between two held-out losses
+    #[arg(long, value_name = "N")]
+    eval_every: Option<u64>,
+    /// Steps between two sampled texts
+    #[arg(long, value_name = "N")]
+    sample_every: Option<u64>,
+    /// Text that samples continue
+    #[arg(long, value_name = "TEXT")]
+    sample_prompt: Option<String>,
+    /// How the trained model is written to --out: both, gguf, hf or none [default: both]
+    #[arg(long, value_name = "FORM")]
+    export: Option<Export>,
+    /// JSONL log, one object a step [default: log.jsonl in --out]
+    #[arg(long, value_name = "FILE")]
+    log: Option<PathBuf>,
+    /// Read everything, say what the run would need, and stop
+    #[arg(long)]
+    dry_run: bool,
+    /// Print one JSON object when the run has ended
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Device")]
+struct TrainDeviceOpts {
+    /// Where to train: auto, cpu, cuda, cuda:N or sim (a simulated CUDA device: slow) [default: auto]
+    #[arg(long, value_name = "DEVICE", value_parser = known_device)]
+    device: Option<String>,
+    /// Whether steps must be replayed as recorded graphs: auto, require or off [default: require on a GPU]
+    #[arg(long, value_name = "MODE")]
+    graph: Option<GraphChoice>,
+    /// How graphs are recorded
+    #[arg(long, value_name = "METHOD", default_value = "auto")]
+    graph_method: MethodArg,
+    /// How long the trial of stream capture may take, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 20_000, hide = true)]
+    trial_limit: u64,
+    /// What shall go wrong on the simulated device, such as "on 3rd launch: illegal address"
+    #[arg(long, value_name = "SCRIPT")]
+    faults: Option<String>,
+    /// CPU threads; as many as suit the machine unless given
+    #[arg(short, long, value_name = "N", value_parser = opts::parse_threads)]
+    threads: Option<NonZeroUsize>,
+}
+
+pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
+    let config = args.configuration()?;
+    config.validate().map_err(TrainError::from).map_err(refrain::Error::from)?;
+    let options = args.options(&config, context)?;
+    let is_dry = args.run.dry_run;
+    // What is only looked at leaves no traces.
+    let out = if is_dry { None } else { config.out.clone() };
+    let save_every = config.save_every.filter(|_| !is_dry);
+    let training = prepare(TrainConfig { out, save_every, ..config }, options)?;
+    if !context.quiet {
+        say_start(&training);
+    }
+    if is_dry {
+        return print_needs(&training);
+    }
+    let listening = context.interrupt.listen();
+    let pressed = listening.flag();
+    let mut teller = Teller::new(&training, context);
+    let out = training.config().out.clone().unwrap_or_default();
+    let finished = training.run(&|| pressed.load(Ordering::Relaxed), &mut |event| teller.hear(event));
+    drop(teller);
+    let finished = finished?;
+    tell_end(&finished, &out, &args, context)
+}
+
+impl Args {
+    /// The checkpoint's configuration where the run goes on, then the file, then the flags.
+    fn configuration(&self) -> anyhow::Result<TrainConfig> {
+        let refuse = |error: TrainError| anyhow::Error::from(refrain::Error::from(error));
+        let file = self.config.as_deref().map(ConfigOverlay::read).transpose();
+        let file = file.map_err(|error| refuse(error.into()))?.unwrap_or_default();
+        let out = self.run.out.clone().or_else(|| file.out.clone());
+        let resume = self.resume().or_else(|| file.resume.clone());
+        let folder = match &resume {
+            Some(Resume::From(folder)) => Some(folder.clone()),
+            Some(Resume::Switch(true)) => Some(out.clone().unwrap_or_else(|| USUAL_OUT.into())),
+            Some(Resume::Switch(false)) | None => None,
+        };
+        // With `--resume` alone a run that has not saved anything yet starts at its beginning.
+        let may_start = resume == Some(Resume::Switch(true)) && self.names_model(&file);
+        let mut config = TrainConfig::default();
+        if let Some(folder) = &folder {
+            match Checkpoint::peek(folder) {
+                Ok((path, state)) => {
+                    config = state.config;
+                    let is_run = path != *folder;
+                    config.out = if is_run { Some(folder.clone()) } else { config.out };
+                    config.resume = Resume::From(path);
+                }
+                Err(refrain::train::CheckpointError::NotFound { .. }) if may_start => {}
+                Err(error) => return Err(refuse(error.into())),
+            }
+        }
+        let resumed = config.resume.clone();
+        let mut config = config.overlay(file).overlay(self.overlay());
+        config.resume = resumed;
+        if config.out.is_none() {
+            config.out = Some(USUAL_OUT.into());
+        }
+        Ok(config)
+    }
+
+    fn names_model(&self, file: &ConfigOverlay) -> bool {
+        self.what.from.is_some() || self.what.new.is_some() || file.from.is_some() || file.new.is_some()
+    }
+
+    fn resume(&self) -> Option<Resume> {
+        self.run.resume.as_ref().map(|folder| match folder {
+            Some(folder) => Resume::From(folder.clone()),
+            None => Resume::Switch(true),
+        })
+    }
+
+    fn overlay(&self) -> ConfigOverlay {
+        let Args { what, steps, run, device, .. } = self;
+        ConfigOverlay {
+            from: what.from.clone(),
+            new: what.new.clone(),
+            data: what.data.clone().map(Paths),
+            tokenizer: what.tokenizer.clone(),
+            context: what.context,
+            order: what.order,
+            on_long: what.on_long,
+            eval: what.eval.clone(),
+            steps: steps.steps,
+            batch: steps.batch,
+            accumulate: steps.accumulate,
+            lr: steps.lr,
+            min_lr: steps.min_lr,
+            schedule: steps.schedule,
+            warmup: steps.warmup,
+            weight_decay: steps.weight_decay,
+            betas: steps.betas.map(|betas| betas.0),
+            eps: steps.eps,
+            clip: steps.clip,
+            dropout: steps.dropout,
+            dtype: steps.dtype,
+            masters: steps.masters,
+            checkpoint_activations: steps.checkpoint_activations,
+            seed: steps.seed,
+            out: run.out.clone(),
+            resume: self.resume(),
+            save_every: run.save_every,
+            keep: run.keep,
+            eval_every: run.eval_every,
+            sample_every: run.sample_every,
+            sample_prompt: run.sample_prompt.clone(),
+            export: run.export,
+            log: run.log.clone(),
+            device: device.device.clone(),
+            graph: device.graph,
+        }
+    }
+
+    fn options(&self, config: &TrainConfig, context: &Context) -> anyhow::Result<TrainOptions> {
+        let device = opts::parse_device(&config.device)
+            .map_err(|known| Hinted::new(format!("device is `{}`", config.device), known))?;
+        // A GPU replays or says why not; the CPU has nothing to replay.
+        let has_card = match device {
+            DeviceArg::Cuda(_) | DeviceArg::Sim => true,
+            DeviceArg::Auto => refrain_driver::Device::look(DeviceKind::Cuda(0)).is_ok(),
+            DeviceArg::Cpu => false,
+        };
+        let graph = match config.graph {
+            Some(GraphChoice::Require) => GraphArg::Require,
+            Some(GraphChoice::Off) => GraphArg::Off,
+            None if has_card => GraphArg::Require,
+            None | Some(GraphChoice::Auto) => GraphArg::Auto,
+        };
+        let TrainDeviceOpts { graph_method, trial_limit, faults, threads, .. } = &self.device;
+        let opts = DeviceOpts {
+            device,
+            graph,
+            graph_method: *graph_method,
+            trial_limit: *trial_limit,
+            ahead: None,
+            verify: None,
+            profile: None,
+            faults: faults.clone(),
+            threads: *threads,
+            kv: KvArg::F16,
+        };
+        let files = config.from.as_deref().map(|name| open(name, context)).transpose()?;
+        // A trial of stream capture starts the program again: not for a run that is only looked at.
+        let SessionOptions { device, graph_choice, .. } = match self.run.dry_run {
+            true => opts.session(None, context)?,
+            false => opts.tried_session(None, context)?,
+        };
+        let on_load = opts::load_listener(Phases::default(), context);
+        Ok(TrainOptions { device, files, on_load, graph_choice })
+    }
+}
+
+fn open(name: &str, context: &Context) -> anyhow::Result<ModelFiles> {
+    match resolve::find(Some(name), context)?.files()? {
+        Files::Open(files) => Ok(files),
+        Files::Builtin(_) => Ok(refrain::Model::builtin_files()?),
+    }
+}
+
+fn prepare(config: TrainConfig, options: TrainOptions) -> anyhow::Result<Training> {
+    let spinner = Delayed::spinner("opening the model");
+    let mut progress = |what: Preparing| match what {
+        Preparing::Tokenizer => spinner.say("training a tokenizer".into()),
+        Preparing::Data { done_bytes, total_bytes } => {
+            spinner.say(format!("reading data, {} of {}", Size(done_bytes), Size(total_bytes)));
+        }
+        Preparing::Memory => spinner.say("planning the step".into()),
+        _ => spinner.say("opening the model".into()),
+    };
+    Ok(Training::prepare(config, options, &mut progress)?)
+}
+
+fn say_start(training: &Training) {
+    let (config, model) = (training.config(), training.model());
+    let report = training.data_report().to_string();
+    for line in report.lines() {
+        talk!("data     {line}");
+    }
+    if let Some(held_out) = training.held_out_report() {
+        talk!("held out {} tokens", thousands(held_out.n_tokens));
+    }
+    talk!(
+        "model    {} {}, {} parameters",
+        config.from.as_deref().map_or("new", |_| "from"),
+        config.from.as_deref().or(model.config().name.as_deref()).unwrap_or(model.config().arch.name()),
+        short_count(model.n_parameters() as u64)
+    );
+    let memory = Size(training.memory().total_bytes());
+    let free = training.free_bytes().map_or_else(String::new, |free| format!(" of {}", Size(free)));
+    talk!("memory   about {memory}{free} on {}", training.device_name());
+    talk!(
+        "steps    {} of {} tokens, {} in all",
+        thousands(config.steps),
+        thousands(config.tokens_per_step()),
+        short_count(config.steps.saturating_mul(config.tokens_per_step()))
+    );
+}
+
+fn print_needs(training: &Training) -> anyhow::Result<()> {
+    let free = training.free_bytes().unwrap_or(u64::MAX);
+    Out::new().text(&training.memory().table(free))?;
+    Ok(training.check_memory()?)
+}
+
+/// Tells how a run goes: a bar on a terminal, a line now and then elsewhere.
+struct Teller {
+    bar: Delayed,
+    is_quiet: bool,
+    lines: bool,
+    last_line: Instant,
+    n_steps: u64,
+    step_flops: f64,
+    tokens_per_step: f64,
+    peak: Option<f64>,
+    speed: Option<f64>,
+}
+
+impl Teller {
+    fn new(training: &Training, context: &Context) -> Teller {
+        let config = training.config();
+        Teller {
+            bar: Delayed::steps(config.steps, 0),
+            is_quiet: context.quiet,
+            lines: !std::io::stderr().is_terminal(),
+            last_line: Instant::now(),
+            n_steps: config.steps,
+            step_flops: training.step_flops(),
+            tokens_per_step: config.tokens_per_step() as f64,
+            peak: training.peak_flops(),
+            speed: None,
+        }
+    }
+
+    fn hear(&mut self, event: &TrainEvent<'_>) {
+        match event {
+            TrainEvent::Resumed { path, step } => {
+                self.bar.set(*step);
+                self.bar.handle().reset_eta();
+                self.say(&format!("goes on after step {} from {}", thousands(*step), path.display()));
+            }
+            TrainEvent::Step { record, outcome } => {
+                let n_done = record.step + 1;
+                // Smoothed, so that it can be read.
+                let speed = self.speed.map_or(record.tok_s, |speed| 0.9 * speed + 0.1 * record.tok_s);
+                self.speed = Some(speed);
+                let line = self.line(record.loss, speed, &outcome.ran);
+                self.bar.set(n_done);
+                self.bar.say(line.clone());
+                let skipped =
+                    if outcome.is_applied() { "" } else { ", not applied: its gradients are not finite" };
+                let is_due = n_done == 1 || n_done == self.n_steps || self.last_line.elapsed() >= LINE_EVERY;
+                if (self.lines && is_due) || !skipped.is_empty() {
+                    self.last_line = Instant::now();
+                    let left = (self.n_steps.saturating_sub(n_done)) as f64 * self.tokens_per_step / speed;
+                    let left = Duration::from_secs_f64(if left.is_finite() { left.min(1e9) } else { 0.0 });
+                    let (n_steps, left) = (thousands(self.n_steps), short_duration(left));
+                    self.say(&format!("step {}/{n_steps}  {line}, {left} left{skipped}", thousands(n_done)));
+                }
+            }
+            TrainEvent::Evaluated { record, is_best } => {
+                let best = if *is_best { ", the lowest so far" } else { "" };
+                let n_done = thousands(record.step + 1);
+                self.say(&format!("step {n_done}  held-out loss {:.4}{best}", record.eval_loss));
+            }
+            TrainEvent::Sampled { step, text } => {
+                self.say(&format!("step {}  {DIM}{}{DIM:#}", thousands(*step), text.trim_end()));
+            }
+            TrainEvent::Saved { path } => self.say(&format!("saved {}", path.display())),
+            _ => {}
+        }
+    }
+
+    fn line(&self, loss: f64, speed: f64, ran: &[Ran]) -> String {
+        let share = self.peak.map_or_else(String::new, |peak| {
+            format!("  {:.1} % of peak", 100.0 * self.step_flops * speed / self.tokens_per_step / peak)
+        });
+        let is_replayed = ran.iter().all(|ran| matches!(ran, Ran::Replayed { .. }));
+        let how = if is_replayed { "replayed" } else { "eager" };
+        format!("loss {loss:.4}  {} tok/s{share}  {how}", short_rate(speed))
+    }
+
+    fn say(&self, line: &str) {
+        if !self.is_quiet {
+            self.bar.above(|| talk!("{line}"));
+        }
+    }
+}
+
+fn short_duration(left: Duration) -> String {
+    let seconds = left.as_secs();
+    match seconds {
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{} min", seconds / 60),
+        _ => format!("{} h {} min", seconds / 3600, seconds % 3600 / 60),
+    }
+}
+
+fn tell_end(
+    finished: &Finished,
+    out: &std::path::Path,
+    args: &Args,
+    context: &Context,
+) -> anyhow::Result<()> {
+    let summary = &finished.summary;
+    let mut stdout = Out::new();
+    if args.run.json {
+        stdout.json(&to_json(finished))?;
+    } else {
+        for export in &finished.exports {
+            stdout.line(export.path.display())?;
+        }
+    }
+    if !context.quiet {
+        for error in &finished.not_exported {
+            let hint = error.hint().map_or_else(String::new, |hint| format!("; {hint}"));
+            talk!("not exported: {error}{hint}");
+        }
+        let loss = summary.progress.loss.map_or_else(String::new, |loss| format!(", loss {loss:.4}"));
+        let best = summary.progress.best.map_or_else(String::new, |best| {
+            format!(", lowest held-out loss {:.4} after step {}", best.loss, thousands(best.step))
+        });
+        let ran = match (summary.n_replayed, summary.n_eager) {
+            (0, _) => String::new(),
+            (n, 0) => format!(", {} replayed", thousands(n)),
+            (n, eager) => format!(", {} replayed and {} eager", thousands(n), thousands(eager)),
+        };
+        talk!("{} steps{loss}{best}{ran}", thousands(summary.step));
+        if let Some(report) = &finished.report {
+            talk!("curves   {}", report.display());
+        }
+        if summary.interrupted {
+            talk!("go on    refrain train --resume={}", out.display());
+        } else if let Some(export) = finished.exports.first() {
+            let prompt = args.run.sample_prompt.as_deref().unwrap_or("Once upon a time");
+            let raw = if export.form == ExportForm::Hf { " --raw" } else { "" };
+            talk!("try it   refrain run{raw} {} {prompt:?}", export.path.display());
+        }
+    }
+    if summary.interrupted { Err(Interrupted.into()) } else { Ok(()) }
+}
+
+fn to_json(finished: &Finished) -> serde_json::Value {
+    let summary = &finished.summary;
+    let progress = &summary.progress;
+    let path = |form: ExportForm| {
+        let export = finished.exports.iter().find(|export| export.form == form);
+        export.map(|export| export.path.display().to_string())
+    };
+    json!({
+        "steps": summary.step,
+        "interrupted": summary.interrupted,
+        "loss": progress.loss,
+        "best_step": progress.best.map(|best| best.step),
+        "best_eval_loss": progress.best.map(|best| best.loss),
+        "tokens": progress.n_tokens,
+        "seconds": progress.seconds,
+        "skipped_steps": summary.n_skipped,
+        "replayed": summary.n_replayed,
+        "eager": summary.n_eager,
+        "checkpoint": summary.checkpoint.as_ref().map(|path| path.display().to_string()),
+        "report": finished.report.as_ref().map(|path| path.display().to_string()),
+        "gguf": path(ExportForm::Gguf),
+        "hf": path(ExportForm::Hf),
+        "not_exported": finished.not_exported.iter().map(ToString::to_string).collect::<Vec<_>>(),
+    })
+}
+
+/// The name of a shape, or a table as a configuration file has it.
+fn parse_new(text: &str) -> Result<NewModel, String> {
+    if !text.trim_start().starts_with('{') {
+        return Ok(NewModel::Named(text.to_owned()));
+    }
+    let overlay = ConfigOverlay::from_toml(&format!("new = {text}"));
+    let overlay = overlay.map_err(|error| match error.hint() {
+        Some(hint) => format!("{error}; {hint}"),
+        None => error.to_string(),
+    })?;
+    overlay.new.ok_or_else(|| "the table is empty".to_owned())
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Betas([f64; 2]);
+
+fn parse_betas(text: &str) -> Result<Betas, String> {
+    let numbers: Result<Vec<f64>, _> = text.split(',').map(|part| part.trim().parse()).collect();
+    match numbers.as_deref() {
+        Ok(&[first, second]) => Ok(Betas([first, second])),
+        _ => Err("two numbers are needed, such as 0.9,0.95".to_owned()),
+    }
+}
+
+fn known_device(text: &str) -> Result<String, String> {
+    opts::parse_device(text).map(|_: DeviceArg| text.to_owned())
+}
