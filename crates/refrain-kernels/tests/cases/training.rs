@@ -147,6 +147,20 @@ pub fn map() -> Vec<Case> {
                 cases.push(map_case(name, MapOp::GateGrad(kind), &op, dtype, tol, vec![dy, gate, up]));
             }
         }
+        // Dense rows of one type, more than a block of threads has, the last eight of them not whole; far from zero too.
+        for kind in [Gate::Silu, Gate::GeluTanh] {
+            let dims = [3, 1495];
+            let [dy, up] = [13, 14].map(|seed| floats(dtype, contiguous(&dims), seed));
+            let mut gate = floats(dtype, contiguous(&dims), 15);
+            gate.2 =
+                encode(dtype, &normals(dims[0] * dims[1], 15).iter().map(|v| 9.0 * v).collect::<Vec<_>>());
+            let inputs = vec![gate.clone(), up.clone()];
+            let name = format!("gate {kind:?} {dtype} dense");
+            cases.push(map_case(name, MapOp::Gate(kind), &Op::Gate(kind), dtype, tol, inputs));
+            let op = Op::Train(TrainOp::GateGrad(kind));
+            let name = format!("gate {kind:?} gradient {dtype} dense");
+            cases.push(map_case(name, MapOp::GateGrad(kind), &op, dtype, tol, vec![dy, gate, up]));
+        }
         for kind in [Compare::Equal, Compare::Less] {
             let ones = |n: usize, by: usize| (0..n).map(|i| (i % by) as f32 - 2.0).collect::<Vec<_>>();
             let a = (dtype, contiguous(&[6, 40]), encode(dtype, &ones(240, 7)));
