@@ -6,18 +6,41 @@
 //   loss     [n]         f32 = scale * (log(sum(exp(logits))) - logits[target])
 //   dx       [n, vocab]  T, dense = scale * (softmax(logits) - (1 at the target))
 //
-// Launch    grid (n), block (512), shared 0
+// Launch    grid (n), block (a multiple of 32, at most 512), shared 0
 // Requires  wide: rows start at multiples of 16 bytes and have a multiple of 8 elements
 // Aliasing  dx may be logits when those are dense: a thread reads eight logits before it writes there, the target's are read
 //           before any is written
-// A row of at most 32,768 logits of 16 bits is read from memory once, and never becomes f32 there. Sums in f32, fixed order:
+// A row of at most 64 logits of 16 bits a thread is read from memory once, and never becomes f32 there; exponentials of
+// these are good to about 1e-6, those of f32 to the last bits. Sums in f32, fixed order:
 // same bits every run. Capture: safe; targets and scale are read at each run.
 #include "eight.cuh"
+#include "functions.cuh"
 #include "overlap.cuh"
 #include "reduce.cuh"
 #include "view.cuh"
 
-enum : u32 { THREADS = 512 };
+// exp(x - shift) of a type of logits. log2(e) times an infinite logit minus itself is no number, as it should be.
+template <typename T> struct Exponential {
+    float shift;
+
+    inline explicit Exponential(float shift) : shift(-1.4426950408889634f * shift) {}
+    inline float operator()(float x) const { return quick_exp2(__fmaf_rn(x, 1.4426950408889634f, shift)); }
+};
+
+template <> struct Exponential<float> {
+    float shift;
+
+    inline explicit Exponential(float shift) : shift(shift) {}
+    inline float operator()(float x) const { return expf(x - shift); }
+};
+
+// What is taken off before exponentials are summed: nothing where the largest is infinite.
+inline float shift_for(float max) { return fabsf(max) == inf_f32() ? 0.0f : max; }
+
+// A sum of exponentials with another shift.
+inline float shifted(float sum, float from, float to) {
+    return from == to || sum == 0.0f ? sum : sum * expf(from - to);
+}
 
 template <typename T>
 inline void cross_entropy(float* loss, T* dx, const T* logits, const i32* targets, const float* scale, const Rows& rows,
@@ -25,7 +48,7 @@ inline void cross_entropy(float* loss, T* dx, const T* logits, const i32* target
     // 32 registers of a thread hold logits.
     const int KEPT = 16 / sizeof(T);
     start();
-    u32 row = blockIdx.x;
+    const u32 n_threads = blockDim.x, step = 8 * n_threads, row = blockIdx.x;
     i32 target = targets[row];
     const T* in = logits + rows.start(row);
     T* out = dx + (u64)row * vocab;
@@ -33,68 +56,80 @@ inline void cross_entropy(float* loss, T* dx, const T* logits, const i32* target
         float filler = target < 0 ? 0.0f : nan_f32(), v[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) v[i] = filler;
-        for (u32 at = 8 * threadIdx.x; at < vocab; at += 8 * THREADS) store8(out + at, v, vocab - at, wide);
+        for (u32 at = 8 * threadIdx.x; at < vocab; at += step) store8(out + at, v, vocab - at, wide);
         if (threadIdx.x == 0) loss[row] = filler;
         return;
     }
-    float chosen = to_f32(in[target]), factor = scale[0];
     Eight<T> kept[KEPT];
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
-        u32 at = 8 * (threadIdx.x + k * THREADS);
+        u32 at = 8 * threadIdx.x + k * step;
         if (at < vocab) kept[k] = load8(in + at, vocab - at, wide);
     }
+    float chosen = to_f32(in[target]), factor = scale[0];
     float max = -inf_f32(), sum = 0.0f;
-    // The sum so far is of exponentials relative to the largest so far.
-    auto add = [&](const Eight<T>& e, u32 n) {
-        float most = max;
+    auto most_of = [&](const Eight<T>& e, u32 n) {
 #pragma unroll
         for (u32 i = 0; i < 8; i++) {
-            if (i < n) most = fmaxf(most, e[i]);
+            if (i < n) max = fmaxf(max, e[i]);
         }
-        // An infinite logit relative to itself is no difference.
+    };
+    auto sum_of = [&](const Eight<T>& e, u32 n) {
+        Exponential<T> exponential(shift_for(max));
         float part = 0.0f;
 #pragma unroll
         for (u32 i = 0; i < 8; i++) {
-            if (i < n) part += expf(e[i] == most ? 0.0f : e[i] - most);
+            if (i < n) part += exponential(e[i]);
         }
-        sum = (max == most ? sum : sum * expf(max - most)) + part;
-        max = most;
+        sum += part;
     };
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
-        u32 at = 8 * (threadIdx.x + k * THREADS);
-        if (at < vocab) add(kept[k], vocab - at);
+        u32 at = 8 * threadIdx.x + k * step;
+        if (at < vocab) most_of(kept[k], wide ? 8 : vocab - at);
     }
-    for (u32 at = 8 * (threadIdx.x + KEPT * THREADS); at < vocab; at += 8 * THREADS) {
-        add(load8(in + at, vocab - at, wide), vocab - at);
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        u32 at = 8 * threadIdx.x + k * step;
+        if (at < vocab) sum_of(kept[k], wide ? 8 : vocab - at);
+    }
+    // The sum so far is of exponentials relative to the largest so far.
+    for (u32 at = 8 * threadIdx.x + KEPT * step; at < vocab; at += step) {
+        Eight<T> e = load8(in + at, vocab - at, wide);
+        float before = shift_for(max);
+        most_of(e, vocab - at);
+        sum = shifted(sum, before, shift_for(max));
+        sum_of(e, vocab - at);
     }
     float most = block_reduce(max, Max(), -inf_f32());
-    sum = block_reduce(max == most ? sum : sum * expf(max - most), Add(), 0.0f);
+    sum = block_reduce(shifted(sum, shift_for(max), shift_for(most)), Add(), 0.0f);
     // The largest of some numbers and a NaN is a number; the sum is not.
     if (threadIdx.x == 0) loss[row] = factor * (most - chosen + logf(sum));
     float share = factor / sum;
+    Exponential<T> exponential(most);
     auto store = [&](const Eight<T>& e, u32 at) {
         float v[8];
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) {
-            v[i] = expf(e[i] - most) * share;
-            if (at + i == (u32)target) v[i] -= factor;
+        for (u32 i = 0; i < 8; i++) v[i] = exponential(e[i]) * share;
+        u32 from_target = (u32)target - at;
+        if (from_target < 8) {
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) v[i] -= from_target == i ? factor : 0.0f;
         }
         store8(out + at, v, vocab - at, wide);
     };
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
-        u32 at = 8 * (threadIdx.x + k * THREADS);
+        u32 at = 8 * threadIdx.x + k * step;
         if (at < vocab) store(kept[k], at);
     }
-    for (u32 at = 8 * (threadIdx.x + KEPT * THREADS); at < vocab; at += 8 * THREADS) {
+    for (u32 at = 8 * threadIdx.x + KEPT * step; at < vocab; at += step) {
         store(load8(in + at, vocab - at, wide), at);
     }
 }
 
 #define LOSS(name, T)                                                                                              \
-    extern "C" __global__ __launch_bounds__(512) void loss_cross_entropy_##name(                                  \
+    extern "C" __global__ __launch_bounds__(512, 2) void loss_cross_entropy_##name(                                  \
         float* loss, T* dx, const T* logits, const i32* targets, const float* scale, Rows rows, u32 vocab, u32 wide) { \
         cross_entropy(loss, dx, logits, targets, scale, rows, vocab, wide);                                        \
     }

@@ -10,7 +10,10 @@
 //   y, z     [n]  dense; type in the lowest byte of map.types
 //   map_dropout: c is [4] u32, the random state; f is the site, p0 the probability, p1 the factor on what stays
 //
-// Launch    grid (ceil(n / 2048)), block (256), shared 0
+// map_binary_rows, map_gate_rows and map_gate_grad_rows are these for operands and results of one type of 16 bits, in rows of
+// consecutive elements: map.rank is 1 or 2, map.wide is set, and the innermost strides are 1.
+//
+// Launch    grid (ceil(n / 2048)), block (256), shared 0; _rows: grid (ceil(n / 4096))
 // Requires  map.wide: eight elements at a multiple of eight lie together in each operand, at a multiple of 16 bytes, or are
 //           the same one
 // Aliasing  y and z may be operands that are dense and of y's shape: a thread reads its elements before it writes them
@@ -191,6 +194,87 @@ inline u32 to_i32(float x) {
     return (u32)(i32)x;
 }
 
+// Eights of a thread; the loads of all are on their way before the first is used.
+enum : u32 { AT_ONCE = 2 };
+
+// Calls f(eights of N operands, results as floats), and stores M results.
+template <int N, int M, typename T, typename F>
+inline void of_rows(const Map& map, T* y, T* z, const T* a, const T* b, const T* c, F f) {
+    Eight<T> e[AT_ONCE][N];
+    u32 first = (blockIdx.x * 256 * AT_ONCE + threadIdx.x) * 8;
+#pragma unroll
+    for (u32 j = 0; j < AT_ONCE; j++) {
+        u32 i = first + 2048 * j;
+        if (i >= map.n) continue;
+        u32 row = map.rank == 1 ? 0 : i / map.dims[1], col = map.rank == 1 ? i : i - row * map.dims[1];
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const T* p = k == 0 ? a : k == 1 ? b : c;
+            e[j][k] = load8(p + (row * map.strides[k][0] + col), map.n - i, true);
+        }
+    }
+#pragma unroll
+    for (u32 j = 0; j < AT_ONCE; j++) {
+        u32 i = first + 2048 * j;
+        if (i >= map.n) continue;
+        float v[M][8];
+        f(e[j], v);
+        store8(y + i, v[0], map.n - i, true);
+        if (M > 1) store8(z + i, v[M - 1], map.n - i, true);
+    }
+}
+
+template <typename T> inline void binary_rows(const Map& map, T* y, const T* a, const T* b, u32 f) {
+    of_rows<2, 1>(map, y, y, a, b, a, [=](const Eight<T>* e, float (*v)[8]) {
+        float x[2][8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            x[0][i] = e[0][i];
+            x[1][i] = e[1][i];
+        }
+        binary(f, v[0], x[0], x[1]);
+    });
+}
+
+template <typename T, typename G> inline void gate_rows(const Map& map, T* y, const T* a, const T* b, G gated) {
+    of_rows<2, 1>(map, y, y, a, b, a, [=](const Eight<T>* e, float (*v)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[0][i] = gated(e[0][i]).value * e[1][i];
+    });
+}
+
+template <typename T, typename G>
+inline void gate_grad_rows(const Map& map, T* y, T* z, const T* a, const T* b, const T* c, G gated) {
+    of_rows<3, 2>(map, y, z, a, b, c, [=](const Eight<T>* e, float (*v)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            Gated g = gated(e[1][i]);
+            v[0][i] = e[0][i] * g.slope * e[2][i];
+            v[1][i] = e[0][i] * g.value;
+        }
+    });
+}
+
+#define MAP_ROWS(name, T)                                                                                   \
+    extern "C" __global__ __launch_bounds__(256) void map_##name(T* y, T* z, const T* a, const T* b, const T* c, Map map, \
+                                                                 u32 f, float p0, float p1)
+
+#define ROWS(name, T)                                                                                       \
+    MAP_ROWS(binary_rows_##name, T) {                                                                       \
+        start();                                                                                            \
+        binary_rows(map, y, a, b, f);                                                                       \
+    }                                                                                                       \
+    MAP_ROWS(gate_rows_##name, T) {                                                                         \
+        start();                                                                                            \
+        if (f == 0) gate_rows(map, y, a, b, [](float x) { return quick_silu(x); });                         \
+        else gate_rows(map, y, a, b, [](float x) { return quick_gelu_tanh(x); });                           \
+    }                                                                                                       \
+    MAP_ROWS(gate_grad_rows_##name, T) {                                                                    \
+        start();                                                                                            \
+        if (f == 0) gate_grad_rows(map, y, z, a, b, c, [](float x) { return quick_silu(x); });              \
+        else gate_grad_rows(map, y, z, a, b, c, [](float x) { return quick_gelu_tanh(x); });                \
+    }
+
 #define MAP(name)                                                                                           \
     extern "C" __global__ __launch_bounds__(256) void map_##name(u8* y, u8* z, const u8* a, const u8* b,    \
                                                                  const u8* c, Map map, u32 f, float p0, float p1)
@@ -328,3 +412,7 @@ MAP(dropout) {
     for (int i = 0; i < 8; i++) x[0][i] = (float)(random[i] >> 8) * (1.0f / 16777216.0f) >= p0 ? x[0][i] * p1 : 0.0f;
     store(map, s, y, x[0]);
 }
+// unit rows_f16
+ROWS(f16, F16)
+// unit rows_bf16
+ROWS(bf16, BF16)

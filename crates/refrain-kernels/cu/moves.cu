@@ -9,7 +9,7 @@
 // Types of y and x are told by their codes (eight.cuh); move_rope is there for each. x is in rows of consecutive elements,
 // everything else dense.
 //
-// Launch    gather: grid (n_ids), block (128); pick: grid (ceil(n_rows / 256)), block (256); place, pad: grid (rows *
+// Launch    gather: grid (ceil(n_ids / 8)), block (256); pick: grid (ceil(n_rows / 256)), block (256); place, pad: grid (rows *
 //           ceil(columns / 2048)), block (256); rope: grid (ceil(threads / 128)), block (128), a thread for four heads of
 //           four pairs where s.wide, of one pair elsewhere, and for the elements behind the pairs
 // Requires  wide: rows of y and x start at multiples of 16 bytes and have a multiple of 8 elements; rope: n_dims too
@@ -25,6 +25,9 @@ struct Heads {
     u32 n, n_heads, head_dim, n_dims, wide;
     float magnitude, direction;
 };
+
+// Bits of Heads::wide: rows are aligned; the heads of a row are one stride apart from each other.
+enum : u32 { WIDE = 1, TOGETHER = 2 };
 
 // Heads that a thread turns by the angles it has.
 enum : u32 { AT_ONCE = 4 };
@@ -114,23 +117,27 @@ inline void turn_heads(T* y, const T* x, const i32* positions, const float* inv_
     u32 row = index / n_items / n_groups;
     if (row >= s.n) return;
     u32 first = row * s.n_heads + group * AT_ONCE;
+    u64 from = rows.start(first);
+    auto start_of = [&](u32 h) {
+        return (s.wide & TOGETHER) != 0 ? from + (u64)h * rows.inner_stride : rows.start(first + h);
+    };
     u32 n = s.n_heads - group * AT_ONCE < AT_ONCE ? s.n_heads - group * AT_ONCE : AT_ONCE;
     if (item >= n_pairs) {
         u32 at = s.n_dims + item - n_pairs;
 #pragma unroll
         for (u32 h = 0; h < AT_ONCE; h++) {
-            if (h < n) y[(u64)(first + h) * s.head_dim + at] = x[rows.start(first + h) + at];
+            if (h < n) y[(u64)(first + h) * s.head_dim + at] = x[start_of(h) + at];
         }
         return;
     }
     u32 pair = item * G;
+    i32 position = positions[row];
+    float sine[G], cosine[G];
     Pairs<INTERLEAVED, G, T> heads[AT_ONCE];
 #pragma unroll
     for (u32 h = 0; h < AT_ONCE; h++) {
-        if (h < n) heads[h].load(x + rows.start(first + h), pair, half);
+        if (h < n) heads[h].load(x + start_of(h), pair, half);
     }
-    i32 position = positions[row];
-    float sine[G], cosine[G];
 #pragma unroll
     for (int i = 0; i < G; i++) {
         turn_of(position, inv_freq[pair + i], s.magnitude, sine[i], cosine[i]);
@@ -150,7 +157,7 @@ inline void turn_heads(T* y, const T* x, const i32* positions, const float* inv_
 template <bool INTERLEAVED, typename T>
 inline void rope(T* y, const T* x, const i32* positions, const float* inv_freq, const Rows& rows, const Heads& s) {
     start();
-    if (s.wide) turn_heads<INTERLEAVED, 4>(y, x, positions, inv_freq, rows, s);
+    if ((s.wide & WIDE) != 0) turn_heads<INTERLEAVED, 4>(y, x, positions, inv_freq, rows, s);
     else turn_heads<INTERLEAVED, 1>(y, x, positions, inv_freq, rows, s);
 }
 
@@ -168,14 +175,35 @@ inline void rope(T* y, const T* x, const i32* positions, const float* inv_freq, 
 enum : u32 { CHUNK = 2048 };
 
 // unit any
-extern "C" __global__ __launch_bounds__(128) void move_gather(u8* y, const u8* table, const i32* ids, u32 n_rows, u32 d,
-                                                             u32 wide, u32 type, u32 table_type) {
+// A warp has a row.
+extern "C" __global__ __launch_bounds__(256) void move_gather(u8* y, const u8* table, const i32* ids, u32 n_rows, u32 d,
+                                                             u32 wide, u32 type, u32 table_type, u32 n_ids) {
     wait_for_previous();
     let_next_start();
-    i32 id = ids[blockIdx.x];
+    u32 row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= n_ids) return;
+    i32 id = ids[row];
     bool there = id >= 0 && (u32)id < n_rows;
-    u64 from = there ? (u64)id * d : 0, to = (u64)blockIdx.x * d;
-    for (u32 at = 8 * threadIdx.x; at < d; at += 8 * 128) {
+    u64 from = there ? (u64)id * d : 0, to = (u64)row * d;
+    if (there && wide && type == table_type) {
+        const u32 AT_ONCE = 4, size = is_short(type) ? 2 : 4, n = d * size / 16;
+        const uint4* x = (const uint4*)(table + from * size);
+        uint4* out = (uint4*)(y + to * size);
+        for (u32 first = lane; first < n; first += 32 * AT_ONCE) {
+            uint4 v[AT_ONCE];
+#pragma unroll
+            for (u32 j = 0; j < AT_ONCE; j++) {
+                if (first + 32 * j < n) v[j] = x[first + 32 * j];
+            }
+#pragma unroll
+            for (u32 j = 0; j < AT_ONCE; j++) {
+                if (first + 32 * j < n) out[first + 32 * j] = v[j];
+            }
+        }
+        return;
+    }
+#pragma unroll 4
+    for (u32 at = 8 * lane; at < d; at += 8 * 32) {
         float v[8];
         if (there) {
             load_values(table, table_type, from + at, d - at, wide, v);

@@ -10,8 +10,16 @@
 #include "view.cuh"
 
 template <typename F> inline float row_reduce(const float* x, u32 n_cols, F f, float neutral) {
+    // A row may be all that there is: many loads are on their way before the first is used.
+    const u32 AT_ONCE = 16;
     float result = neutral;
-    for (u32 i = threadIdx.x; i < n_cols; i += blockDim.x) result = f(result, x[i]);
+    for (u32 first = threadIdx.x; first < n_cols; first += AT_ONCE * blockDim.x) {
+        float v[AT_ONCE];
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; j++) v[j] = first + j * blockDim.x < n_cols ? x[first + j * blockDim.x] : neutral;
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; j++) result = f(result, v[j]);
+    }
     return block_reduce(result, f, neutral);
 }
 

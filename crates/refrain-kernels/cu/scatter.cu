@@ -17,9 +17,9 @@
 #include "overlap.cuh"
 #include "view.cuh"
 
-// The first place whose id is not below `id`: each lane of a warp tries one of 32 places at each turn.
-inline u32 first_not_below(const i32* sorted, u32 n, i32 id) {
-    u32 lane = threadIdx.x % 32, low = 0, end = n;
+// The first place from `low` on whose id is not below `id`: each lane of a warp tries one of 32 places at each turn.
+inline u32 first_not_below(const i32* sorted, u32 low, u32 n, i32 id) {
+    u32 lane = threadIdx.x % 32, end = n;
     while (low < end) {
         u32 step = (end - low + 31) / 32, at = low + lane * step;
         u32 n_below = __popc(__ballot_sync(0xffffffffu, at < end && sorted[at] < id));
@@ -35,7 +35,10 @@ template <typename T>
 inline void scatter_sum(T* y, const T* x, const u32* order, const i32* sorted, const Rows& rows, u32 n, u32 d, u32 wide) {
     start();
     i32 id = (i32)blockIdx.x;
-    u32 low = first_not_below(sorted, n, id), end = first_not_below(sorted, n, id + 1);
+    u32 low = first_not_below(sorted, 0, n, id);
+    // Few rows have the id, mostly.
+    u32 near = n - low < 32 ? n : low + 32, end = first_not_below(sorted, low, near, id + 1);
+    if (end == near && near < n) end = first_not_below(sorted, near, n, id + 1);
     const u32 AT_ONCE = 8;
     for (u32 at = 8 * threadIdx.x; at < d; at += 8 * blockDim.x) {
         float sum[8];
@@ -69,30 +72,49 @@ inline void scatter_sum(T* y, const T* x, const u32* order, const i32* sorted, c
 // 32 rows a block, whose eight warps share the rows that they are compared with.
 extern "C" __global__ __launch_bounds__(256) void scatter_rank(u32* order, i32* sorted, const i32* ids, u32 n) {
     start();
-    __shared__ uint4 tiles[64];
+    const u32 TURNS = 8, TILE = 256 * TURNS;
+    __shared__ uint4 tiles[TILE / 4];
     i32* tile = (i32*)tiles;
     __shared__ u32 counts[8][32];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = 32 * blockIdx.x + lane;
     i32 id = i < n ? ids[i] : 0;
     u32 count = 0;
-    for (u32 first = 0; first < n; first += 256) {
-        __syncthreads();
-        if (first + threadIdx.x < n) tile[threadIdx.x] = ids[first + threadIdx.x];
-        __syncthreads();
-        u32 begin = 32 * warp, end = n - first < begin + 32 ? n - first : begin + 32;
-        if (begin >= end) continue;
-        // All 32 are before row i, or behind it, unless they are those of this block.
-        if (first + begin != 32 * blockIdx.x && end == begin + 32) {
-            bool before = first + begin < 32 * blockIdx.x;
+    // The next tile is on its way while one is worked on.
+    i32 next[TURNS];
+    auto load = [&](u32 first) {
 #pragma unroll
-            for (u32 j = 0; j < 8; j++) {
-                uint4 four = tiles[8 * warp + j];
-                i32 v[4] = {(i32)four.x, (i32)four.y, (i32)four.z, (i32)four.w};
+        for (u32 j = 0; j < TURNS; j++) {
+            u32 at = first + 256 * j + threadIdx.x;
+            next[j] = at < n ? ids[at] : 0;
+        }
+    };
+    load(0);
+    for (u32 first = 0; first < n; first += TILE) {
+        __syncthreads();
 #pragma unroll
-                for (int k = 0; k < 4; k++) count += before ? v[k] <= id : v[k] < id;
+        for (u32 j = 0; j < TURNS; j++) tile[256 * j + threadIdx.x] = next[j];
+        __syncthreads();
+        if (first + TILE < n) load(first + TILE);
+        for (u32 turn = 0; turn < TURNS; turn++) {
+            u32 begin = 256 * turn + 32 * warp, end = n - first < begin + 32 ? n - first : begin + 32;
+            if (begin >= end) break;
+            const uint4* fours = tiles + begin / 4;
+            // All 32 are before row i, or behind it, unless they are those of this block.
+            if (first + begin == 32 * blockIdx.x || end != begin + 32) {
+                for (u32 j = begin; j < end; j++) count += tile[j] < id || (tile[j] == id && first + j < i);
+            } else if (first + begin < 32 * blockIdx.x) {
+#pragma unroll
+                for (u32 j = 0; j < 8; j++) {
+                    uint4 v = fours[j];
+                    count += ((i32)v.x <= id) + ((i32)v.y <= id) + ((i32)v.z <= id) + ((i32)v.w <= id);
+                }
+            } else {
+#pragma unroll
+                for (u32 j = 0; j < 8; j++) {
+                    uint4 v = fours[j];
+                    count += ((i32)v.x < id) + ((i32)v.y < id) + ((i32)v.z < id) + ((i32)v.w < id);
+                }
             }
-        } else {
-            for (u32 j = begin; j < end; j++) count += tile[j] < id || (tile[j] == id && first + j < i);
         }
     }
     counts[warp][lane] = count;

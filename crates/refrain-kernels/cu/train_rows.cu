@@ -10,7 +10,7 @@
 // y [n_outer, n_inner].
 //
 // Launch    rows of at most 1024 elements have a warp each, longer ones a block: grid (ceil(n_rows / 8)) or (n_rows), block
-//           (256), shared 0. rms_norm_grad: at most PARTS blocks, each with many rows
+//           (256), shared 0. rms_norm_grad: at most PARTS blocks, each with many rows; finish_columns: block (1024)
 //           reduce_columns: grid (n_outer * n_slices * ceil(n_inner / 256)), finish_columns: grid (ceil(n_outer n_inner / 32))
 // Requires  s.wide: rows start at multiples of 16 bytes and have a multiple of 8 elements
 // Aliasing  y may be x; sum may be a and y may be b; softmax_grad: y may be dy or x: a thread reads eight elements before it
@@ -50,7 +50,7 @@ struct OfBlock {
     static inline float max(float x) { return block_reduce(x, Max(), -inf_f32()); }
 };
 
-// Up to eight elements: where they are, how many are left, the place where they are kept or KEPT, whether they are aligned.
+// Up to eight elements: where they are, how many are left, the place where they are kept or none of these, whether they are aligned.
 struct Piece {
     u32 at, n;
     int k;
@@ -59,20 +59,20 @@ struct Piece {
 
 // A row, or two of the same length, eight elements at a time: those that are kept, then the rest. Nothing is kept of rows
 // that are read one element at a time.
-template <typename T, typename G, int N> struct Line {
+template <typename T, typename G, int N, int K = KEPT> struct Line {
     const T* p[N];
     u32 n_cols;
     bool wide;
-    Eight<T> kept[N][KEPT];
+    Eight<T> kept[N][K];
 
     static inline u32 place(u32 k) { return 8 * (G::thread() + k * G::n_threads()); }
-    inline u32 rest() const { return place(wide ? KEPT : 0); }
+    inline u32 rest() const { return place(wide ? K : 0); }
 
     // All loads are on their way before the first is used.
     inline void load() {
         if (!wide) return;
 #pragma unroll
-        for (int k = 0; k < KEPT; k++) {
+        for (int k = 0; k < K; k++) {
             u32 at = place(k);
             if (at >= n_cols) continue;
 #pragma unroll
@@ -84,7 +84,7 @@ template <typename T, typename G, int N> struct Line {
     template <typename F> inline void each(F f) {
         if (wide) {
 #pragma unroll
-            for (int k = 0; k < KEPT; k++) {
+            for (int k = 0; k < K; k++) {
                 u32 at = place(k);
                 if (at >= n_cols) continue;
                 Eight<T> e[N];
@@ -97,7 +97,7 @@ template <typename T, typename G, int N> struct Line {
             Eight<T> e[N];
 #pragma unroll
             for (int i = 0; i < N; i++) e[i] = load8(p[i] + at, n_cols - at, wide);
-            f(Piece{at, n_cols - at, KEPT, wide}, e);
+            f(Piece{at, n_cols - at, K, wide}, e);
         }
     }
 };
@@ -136,22 +136,22 @@ template <typename T, typename G> inline void rms_norm(T* y, const T* x, const u
 }
 
 // The norm is of the sum as it was rounded.
-template <typename T, typename G>
+template <typename T, typename G, int K>
 inline void rms_norm_add(T* sum_out, T* y, const T* a, const T* b, const u8* w, const RowShape& s) {
     u32 row = G::first();
     if (row >= s.n_rows) return;
-    Line<T, G, 2> line = {{a + s.a.start(row), b + s.b.start(row)}, s.n_cols, s.wide != 0};
+    Line<T, G, 2, K> line = {{a + s.a.start(row), b + s.b.start(row)}, s.n_cols, s.wide != 0};
     line.load();
     T* total = sum_out + (u64)row * s.n_cols;
     float sum = 0.0f;
-    float kept[KEPT][8];
+    float kept[K][8];
     line.each([&](const Piece& p, const Eight<T>* e) {
         float v[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             v[i] = to_f32(from_f32<T>(e[0][i] + e[1][i]));
             sum = __fmaf_rn(v[i], v[i], sum);
-            if (p.k < KEPT) kept[p.k < KEPT ? p.k : 0][i] = v[i];
+            if (p.k < K) kept[p.k < K ? p.k : 0][i] = v[i];
         }
         store8(total + p.at, v, p.n, p.wide);
     });
@@ -166,7 +166,7 @@ inline void rms_norm_add(T* sum_out, T* y, const T* a, const T* b, const u8* w, 
     };
     if (line.wide) {
 #pragma unroll
-        for (int k = 0; k < KEPT; k++) {
+        for (int k = 0; k < K; k++) {
             u32 at = line.place(k);
             if (at < s.n_cols) finish(Piece{at, 8, k, true}, kept[k]);
         }
@@ -177,28 +177,110 @@ inline void rms_norm_add(T* sum_out, T* y, const T* a, const T* b, const u8* w, 
         float v[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) v[i] = e[i];
-        finish(Piece{at, s.n_cols - at, KEPT, line.wide}, v);
+        finish(Piece{at, s.n_cols - at, K, line.wide}, v);
     }
 }
 
-// dx = r (dy w - x r^2 mean(dy w x)) + more, if there is more, and the parts of dw = sum of dy x r over rows, with r = 1 / sqrt(mean(x^2) + eps).
-template <typename T, typename G>
-inline void rms_norm_grad(T* dx, float* parts, const T* dy, const T* x, const u8* w, const RowShape& s, const T* more) {
-    __shared__ float of_warps[8][WARP_COLS];
-    const bool by_warp = G::n_threads() == 32;
-    float* part = parts + (u64)blockIdx.x * s.n_cols;
-    // What is not kept is added where it ends up: nobody else has these columns of this warp or block.
-    float* sums = by_warp ? of_warps[threadIdx.x / 32] : part;
-    float dw[KEPT][8];
+// dx = r (dy w - x r^2 mean(dy w x)) + more, if there is more, and the parts of dw = sum of dy x r over rows, with r = 1 /
+// sqrt(mean(x^2) + eps). Rows that threads keep as a whole: the next row is on its way while one is worked on, if there are
+// registers for it.
+template <typename T, int K>
+inline void rms_norm_grad_kept(T* dx, float* part, float (*of_warps)[WARP_COLS], const T* dy, const T* x, const u8* w,
+                               const RowShape& s, const T* more) {
+    const u32 n_ahead = gridDim.x * OfWarp::at_once();
+    const bool adds = more != nullptr, AHEAD = K * (10 * sizeof(T) + 8) <= 100;
+    float dw[K][8];
 #pragma unroll
-    for (int k = 0; k < KEPT; k++) {
+    for (int k = 0; k < K; k++) {
 #pragma unroll
         for (int i = 0; i < 8; i++) dw[k][i] = 0.0f;
     }
+    Line<T, OfWarp, 2, K> line;
+    line.n_cols = s.n_cols;
+    line.wide = true;
+    u32 row = OfWarp::first();
+    auto load = [&](u32 row) {
+        line.p[0] = dy + s.a.start(row);
+        line.p[1] = x + s.b.start(row);
+        line.load();
+    };
+    if (AHEAD && row < s.n_rows) load(row);
+    for (; row < s.n_rows; row += n_ahead) {
+        Eight<T> here[2][K], others[K];
+        if (!AHEAD) load(row);
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            here[0][k] = line.kept[0][k];
+            here[1][k] = line.kept[1][k];
+            u32 at = line.place(k);
+            if (adds && at < s.n_cols) others[k] = load8(more + (u64)row * s.n_cols + at, 8, true);
+        }
+        if (AHEAD && row + n_ahead < s.n_rows) load(row + n_ahead);
+        float squares = 0.0f, dot = 0.0f;
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            u32 at = line.place(k);
+            if (at >= s.n_cols) continue;
+            float weights[8];
+            load_weights<T>(w, s, Piece{at, 8, k, true}, weights);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                squares = __fmaf_rn(here[1][k][i], here[1][k][i], squares);
+                dot = __fmaf_rn(here[0][k][i] * weights[i], here[1][k][i], dot);
+            }
+        }
+        // Both sums at once.
+#pragma unroll
+        for (int step = 16; step > 0; step >>= 1) {
+            squares += __shfl_xor_sync(0xffffffffu, squares, step);
+            dot += __shfl_xor_sync(0xffffffffu, dot, step);
+        }
+        float r = 1.0f / sqrtf(squares / (float)s.n_cols + s.eps);
+        float pull = r * r * (dot / (float)s.n_cols);
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            u32 at = line.place(k);
+            if (at >= s.n_cols) continue;
+            float v[8];
+            load_weights<T>(w, s, Piece{at, 8, k, true}, v);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                float grad = here[0][k][i], value = here[1][k][i];
+                v[i] = r * (grad * v[i] - value * pull);
+                dw[k][i] += grad * (value * r);
+                if (adds) v[i] += others[k][i];
+            }
+            store8(dx + (u64)row * s.n_cols + at, v, 8, true);
+        }
+    }
+    float* sums = of_warps[threadIdx.x / 32];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        u32 at = line.place(k);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (at < s.n_cols) sums[at + i] = dw[k][i];
+        }
+    }
+    __syncthreads();
+    for (u32 col = threadIdx.x; col < s.n_cols; col += 256) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum += of_warps[i][col];
+        part[col] = sum;
+    }
+}
+
+// Any other rows. Sums are added where they end up: nobody else has these columns of this warp or block.
+template <typename T, typename G>
+inline void rms_norm_grad(T* dx, float* part, float (*of_warps)[WARP_COLS], const T* dy, const T* x, const u8* w,
+                          const RowShape& s, const T* more) {
+    const bool by_warp = G::n_threads() == 32;
+    float* sums = by_warp ? of_warps[threadIdx.x / 32] : part;
     Line<T, G, 2> line;
     line.n_cols = s.n_cols;
     line.wide = s.wide != 0;
-    for (u32 at = line.rest(); at < s.n_cols; at += 8 * G::n_threads()) {
+    for (u32 at = line.place(0); at < s.n_cols; at += 8 * G::n_threads()) {
         for (u32 i = at; i < s.n_cols && i < at + 8; i++) sums[i] = 0.0f;
     }
     for (u32 row = G::first(); row < s.n_rows; row += gridDim.x * G::at_once()) {
@@ -224,9 +306,7 @@ inline void rms_norm_grad(T* dx, float* parts, const T* dy, const T* x, const u8
 #pragma unroll
             for (u32 i = 0; i < 8; i++) {
                 v[i] = r * (e[0][i] * v[i] - e[1][i] * pull);
-                float slope = e[0][i] * (e[1][i] * r);
-                if (p.k < KEPT) dw[p.k < KEPT ? p.k : 0][i] += slope;
-                else if (i < p.n) sums[p.at + i] += slope;
+                if (i < p.n) sums[p.at + i] += e[0][i] * (e[1][i] * r);
             }
             if (more != nullptr) {
                 Eight<T> others = load8(more + (u64)row * s.n_cols + p.at, p.n, p.wide);
@@ -235,16 +315,6 @@ inline void rms_norm_grad(T* dx, float* parts, const T* dy, const T* x, const u8
             }
             store8(out + p.at, v, p.n, p.wide);
         });
-    }
-    if (line.wide) {
-#pragma unroll
-        for (int k = 0; k < KEPT; k++) {
-            u32 at = line.place(k);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                if (at < s.n_cols) sums[at + i] = dw[k][i];
-            }
-        }
     }
     if (!by_warp) return;
     __syncthreads();
@@ -366,27 +436,35 @@ template <typename T> inline void reduce_columns(float* parts, const T* x, const
     parts[((u64)outer * s.n_slices + slice) * s.n_inner + col] = result;
 }
 
-// 32 columns a block; eight threads take turns with the parts of one.
+// 32 columns a block; 32 threads take turns with the parts of one.
 inline void finish_columns(u8* y, u32 type, const float* parts, const Columns& s) {
     start();
-    __shared__ float of_turns[8][32];
+    __shared__ float of_turns[32][33];
     u32 turn = threadIdx.x / 32, lane = threadIdx.x % 32, index = 32 * blockIdx.x + lane, n = s.n_outer * s.n_inner;
     float result = neutral(s.kind);
     if (index < n) {
         const float* column = parts + (u64)(index / s.n_inner) * s.n_slices * s.n_inner + index % s.n_inner;
-#pragma unroll 4
-        for (u32 slice = turn; slice < s.n_slices; slice += 8) {
-            result = merged(s.kind, result, column[(u64)slice * s.n_inner]);
+        // Loads of eight parts are on their way before the first is used.
+        for (u32 first = turn; first < s.n_slices; first += 256) {
+            float v[8];
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                u32 slice = first + 32 * i;
+                v[i] = slice < s.n_slices ? column[(u64)slice * s.n_inner] : neutral(s.kind);
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) result = merged(s.kind, result, v[i]);
         }
     }
     of_turns[turn][lane] = result;
     __syncthreads();
-    if (turn != 0 || index >= n) return;
-    result = of_turns[0][lane];
-#pragma unroll
-    for (int i = 1; i < 8; i++) result = merged(s.kind, result, of_turns[i][lane]);
-    if (s.kind == MEAN) result /= (float)s.n;
-    store_any(y, type, index, &result, 1, false);
+    // A warp has each column's turns; warps have as many columns as there are.
+    float of_column = of_turns[lane][turn];
+    of_column = s.kind == MAX ? warp_reduce(of_column, Max()) : warp_reduce(of_column, Add());
+    index = 32 * blockIdx.x + turn;
+    if (lane != 0 || index >= n) return;
+    if (s.kind == MEAN) of_column /= (float)s.n;
+    store_any(y, type, index, &of_column, 1, false);
 }
 
 #define NORM(name, T)                                                                                                  \
@@ -398,16 +476,23 @@ inline void finish_columns(u8* y, u32 type, const float* parts, const Columns& s
     extern "C" __global__ __launch_bounds__(256) void train_rms_norm_add_##name(T* sum, T* y, const T* a, const T* b,  \
                                                                                 const u8* w, RowShape s) {             \
         start();                                                                                                       \
-        if (s.n_cols <= WARP_COLS) rms_norm_add<T, OfWarp>(sum, y, a, b, w, s);                                        \
-        else rms_norm_add<T, OfBlock>(sum, y, a, b, w, s);                                                             \
+        if (s.n_cols <= 512) rms_norm_add<T, OfWarp, 2>(sum, y, a, b, w, s);                                           \
+        else if (s.n_cols <= 768) rms_norm_add<T, OfWarp, 3>(sum, y, a, b, w, s);                                      \
+        else if (s.n_cols <= WARP_COLS) rms_norm_add<T, OfWarp, KEPT>(sum, y, a, b, w, s);                             \
+        else rms_norm_add<T, OfBlock, KEPT>(sum, y, a, b, w, s);                                                       \
     }
 
 #define NORM_GRAD(name, T)                                                                                             \
-    extern "C" __global__ __launch_bounds__(256) void train_rms_norm_grad_##name(                                      \
+    extern "C" __global__ __launch_bounds__(256, 2) void train_rms_norm_grad_##name(                                   \
         T* dx, float* parts, const T* dy, const T* x, const u8* w, RowShape s, const T* more) {                        \
+        __shared__ float of_warps[8][WARP_COLS];                                                                       \
+        float* part = parts + (u64)blockIdx.x * s.n_cols;                                                              \
         start();                                                                                                       \
-        if (s.n_cols <= WARP_COLS) rms_norm_grad<T, OfWarp>(dx, parts, dy, x, w, s, more);                             \
-        else rms_norm_grad<T, OfBlock>(dx, parts, dy, x, w, s, more);                                                  \
+        if (s.n_cols > WARP_COLS) rms_norm_grad<T, OfBlock>(dx, part, of_warps, dy, x, w, s, more);                    \
+        else if (s.wide && s.n_cols <= 512) rms_norm_grad_kept<T, 2>(dx, part, of_warps, dy, x, w, s, more);           \
+        else if (s.wide && s.n_cols <= 768) rms_norm_grad_kept<T, 3>(dx, part, of_warps, dy, x, w, s, more);           \
+        else if (s.wide && sizeof(T) == 2) rms_norm_grad_kept<T, KEPT>(dx, part, of_warps, dy, x, w, s, more);         \
+        else rms_norm_grad<T, OfWarp>(dx, part, of_warps, dy, x, w, s, more);                                          \
     }
 
 #define SOFTMAX(name, T)                                                                                               \
@@ -459,6 +544,6 @@ REDUCE(f16, F16)
 // unit reduce_bf16
 REDUCE(bf16, BF16)
 // unit finish
-extern "C" __global__ __launch_bounds__(256) void train_finish_columns(u8* y, const float* parts, Columns s, u32 type) {
+extern "C" __global__ __launch_bounds__(1024) void train_finish_columns(u8* y, const float* parts, Columns s, u32 type) {
     finish_columns(y, type, parts, s);
 }

@@ -31,7 +31,11 @@ pub struct CrossEntropyArgs<'a> {
     pub step: &'a str,
 }
 
-const BLOCK: u32 = 512;
+/// Threads of a block, so many as each keeps 64 logits of 16 bits, or 32 of 32.
+fn block(vocab: usize, dtype: DType) -> u32 {
+    let kept = 128 / dtype.block_bytes();
+    (vocab.div_ceil(kept).next_multiple_of(32) as u32).clamp(64, 512)
+}
 
 impl Kernels {
     /// The launch of [`CrossEntropyArgs`]. A target past the row gives NaN on a card; the simulated device faults.
@@ -45,7 +49,7 @@ impl Kernels {
         let dx = case.elements("dx", a.dx, a.logits.dtype, &[n, vocab])?;
         let wide = rows_are_wide(logits, rows, vocab) && is_aligned(dx);
         Ok(self
-            .launch(&named("loss_cross_entropy", a.logits.dtype), n as u32, BLOCK)?
+            .launch(&named("loss_cross_entropy", a.logits.dtype), n as u32, block(vocab, a.logits.dtype))?
             .step(a.step)
             .write(case.words("loss", a.loss, &[n])?)
             .write(dx)

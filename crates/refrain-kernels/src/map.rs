@@ -11,7 +11,7 @@ use crate::load::Kernels;
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::fault;
-use crate::typed::{Typed, dtype_of, is_aligned, run_typed};
+use crate::typed::{Typed, dtype_of, is_aligned, named, run_typed};
 use crate::view::{View, merge};
 use crate::vouch::Vouch;
 
@@ -63,6 +63,10 @@ pub struct MapArgs<'a> {
 /// Threads of a block, each with eight elements.
 const BLOCK: usize = 256;
 const LANES: usize = 8;
+/// Eights of a thread of the kernels for rows of one type.
+const ROWS_AT_ONCE: usize = 2;
+/// The types that these are there for.
+const ROWS_TYPES: [DType; 2] = [DType::F16, DType::BF16];
 
 /// Up to six dimensions of three operands, in row-major order; types of the result and of each operand, a byte each.
 #[derive(Clone, Copy, Debug, Pod, Zeroable, PartialEq, Eq)]
@@ -90,6 +94,17 @@ impl Map {
     fn dtype(&self, operand: usize) -> KernelResult<DType> {
         dtype_of(self.types >> (8 * operand) & 0xff)
     }
+
+    /// Whether operands are rows of consecutive elements, all of one type of 16 bits as the result.
+    fn is_rows(&self, n_operands: usize) -> bool {
+        let inner = (self.rank as usize).wrapping_sub(1);
+        let is_one_type =
+            |dtype: &DType| (0..=n_operands).all(|i| self.dtype(i).is_ok_and(|other| other == *dtype));
+        self.wide != 0
+            && matches!(self.rank, 1 | 2)
+            && self.strides[..n_operands].iter().all(|strides| strides[inner] == 1)
+            && ROWS_TYPES.iter().any(is_one_type)
+    }
 }
 
 impl MapOp {
@@ -105,6 +120,11 @@ impl MapOp {
             MapOp::GateGrad(_) => "map_gate_grad",
             MapOp::Dropout { .. } => "map_dropout",
         }
+    }
+
+    /// Whether there is a kernel for rows of one type.
+    fn has_rows(&self) -> bool {
+        matches!(self, MapOp::Binary(_) | MapOp::Gate(_) | MapOp::GateGrad(_))
     }
 
     /// How many go in and come out.
@@ -193,8 +213,12 @@ impl Kernels {
         let inputs = a.inputs.iter().map(|x| case.extent("an operand", x));
         let mut inputs = inputs.collect::<Result<Vec<Buf>, _>>()?;
         map.wide = u32::from(map.wide != 0 && outputs.iter().all(|y| is_aligned(*y)));
-        let mut launch =
-            self.launch(a.op.kernel(), n.div_ceil(BLOCK * LANES) as u32, BLOCK as u32)?.step(a.step);
+        let (kernel, at_once) = match a.op.has_rows() && map.is_rows(n_in) {
+            true => (named(&format!("{}_rows", a.op.kernel()), a.dtype), ROWS_AT_ONCE),
+            false => (a.op.kernel().to_owned(), 1),
+        };
+        let n_blocks = n.div_ceil(BLOCK * LANES * at_once) as u32;
+        let mut launch = self.launch(&kernel, n_blocks, BLOCK as u32)?.step(a.step);
         for i in 0..2 {
             launch = match outputs.get(i) {
                 Some(y) => launch.write(*y),
@@ -283,6 +307,14 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
             Ok((Op::Train(TrainOp::Dropout(dropout)), [1, 1]))
         }),
     ];
+    for (_, name, meaning) in kernels {
+        for dtype in ROWS_TYPES.iter().filter(|_| ["map_binary", "map_gate", "map_gate_grad"].contains(&name))
+        {
+            let name = named(&format!("{name}_rows"), *dtype);
+            let entry = Entry::new(Family::Map, name, &PARAMS, move |k| twin(k, meaning(k)?));
+            all.push(entry.unit(&named("rows", *dtype)));
+        }
+    }
     for (unit, name, meaning) in kernels {
         all.push(Entry::new(Family::Map, name, &PARAMS, move |k| twin(k, meaning(k)?)).unit(unit));
     }

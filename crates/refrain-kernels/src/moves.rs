@@ -112,7 +112,8 @@ pub struct TypedRopeArgs<'a> {
     pub step: &'a str,
 }
 
-const GATHER_BLOCK: u32 = 128;
+/// Rows that a block gathers.
+const GATHERED: usize = 8;
 const BLOCK: u32 = 256;
 const ROPE_BLOCK: u32 = 128;
 /// Columns of a block where rows are cut up.
@@ -127,6 +128,7 @@ struct Heads {
     n_heads: u32,
     head_dim: u32,
     n_dims: u32,
+    /// Whether rows are aligned, and whether the heads of a row are one stride apart from each other.
     wide: u32,
     magnitude: f32,
     direction: f32,
@@ -160,7 +162,7 @@ impl Kernels {
         let y = case.elements("y", a.y, a.dtype, &[a.n_ids, a.d])?;
         let wide = is_aligned(table) && is_aligned(y) && a.d.is_multiple_of(8);
         Ok(self
-            .launch("move_gather", a.n_ids as u32, GATHER_BLOCK)?
+            .launch("move_gather", a.n_ids.div_ceil(GATHERED) as u32, BLOCK)?
             .step(a.step)
             .write(y)
             .read(table)
@@ -170,6 +172,7 @@ impl Kernels {
             .baked(Baked(u32::from(wide)))
             .baked(Baked(case.code("y", a.dtype)?))
             .baked(Baked(case.code("table", a.table_dtype)?))
+            .baked(Baked(a.n_ids as u32))
             .vouch(&case))
     }
 
@@ -282,7 +285,7 @@ impl Kernels {
             n_heads: a.n_heads as u32,
             head_dim: a.head_dim as u32,
             n_dims: n_dims as u32,
-            wide: u32::from(wide),
+            wide: u32::from(wide) | u32::from((rows.n_inner as usize).is_multiple_of(a.n_heads)) << 1,
             magnitude: a.rope.magnitude,
             direction: if a.is_back { -1.0 } else { 1.0 },
         };
@@ -312,7 +315,7 @@ fn rope_name(style: RopeStyle, dtype: DType) -> String {
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     const R: usize = size_of::<Rows>();
     let mut add = |entry: Entry, unit: &str| all.push(entry.unit(unit));
-    let gather = Entry::new(Family::Moves, "move_gather", &[P, P, P, W, W, W, W, W], gather);
+    let gather = Entry::new(Family::Moves, "move_gather", &[P, P, P, W, W, W, W, W, W], gather);
     add(gather.starting_next_late(), "any");
     add(Entry::new(Family::Moves, "move_pick", &[P, P, P, R, W, W, W], pick), "any");
     add(Entry::new(Family::Moves, "move_place", &[P, P, P, W, W, W], place), "any");
@@ -328,7 +331,7 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
 }
 
 fn gather(k: &mut SimKernel<'_>) -> KernelResult {
-    let (n_rows, d, n_ids) = (count(k, 3)?, count(k, 4)?, k.config().grid[0] as usize);
+    let (n_rows, d, n_ids) = (count(k, 3)?, count(k, 4)?, count(k, 8)?);
     let (dtype, table_dtype) = (dtype_of(k.arg(6)?)?, dtype_of(k.arg(7)?)?);
     let row_bytes = d * table_dtype.block_bytes();
     let mut rows = vec![0; n_ids * row_bytes];

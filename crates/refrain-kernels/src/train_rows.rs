@@ -145,6 +145,7 @@ pub struct TypedReduceArgs<'a> {
 }
 
 const BLOCK: u32 = 256;
+const FINISH_BLOCK: u32 = 1024;
 /// Rows that a warp works on have at most so many elements.
 const WARP_COLS: usize = 1024;
 /// Rows of warps that a block has at once.
@@ -433,7 +434,7 @@ impl Kernels {
     ) -> Result<Launch, KernelError> {
         let n = columns.n_outer * columns.n_inner;
         Ok(self
-            .launch("train_finish_columns", n.div_ceil(32), BLOCK)?
+            .launch("train_finish_columns", n.div_ceil(32), FINISH_BLOCK)?
             .step(step)
             .write(y)
             .read(parts)

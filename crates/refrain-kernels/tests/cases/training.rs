@@ -147,6 +147,20 @@ pub fn map() -> Vec<Case> {
                 cases.push(map_case(name, MapOp::GateGrad(kind), &op, dtype, tol, vec![dy, gate, up]));
             }
         }
+        // Dense rows of one type, more than a block of threads has, the last eight of them not whole; far from zero too.
+        for kind in [Gate::Silu, Gate::GeluTanh] {
+            let dims = [3, 1495];
+            let [dy, up] = [13, 14].map(|seed| floats(dtype, contiguous(&dims), seed));
+            let mut gate = floats(dtype, contiguous(&dims), 15);
+            gate.2 =
+                encode(dtype, &normals(dims[0] * dims[1], 15).iter().map(|v| 9.0 * v).collect::<Vec<_>>());
+            let inputs = vec![gate.clone(), up.clone()];
+            let name = format!("gate {kind:?} {dtype} dense");
+            cases.push(map_case(name, MapOp::Gate(kind), &Op::Gate(kind), dtype, tol, inputs));
+            let op = Op::Train(TrainOp::GateGrad(kind));
+            let name = format!("gate {kind:?} gradient {dtype} dense");
+            cases.push(map_case(name, MapOp::GateGrad(kind), &op, dtype, tol, vec![dy, gate, up]));
+        }
         for kind in [Compare::Equal, Compare::Less] {
             let ones = |n: usize, by: usize| (0..n).map(|i| (i % by) as f32 - 2.0).collect::<Vec<_>>();
             let a = (dtype, contiguous(&[6, 40]), encode(dtype, &ones(240, 7)));
@@ -248,7 +262,9 @@ pub fn rows() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in FLOATS {
         // A warp a row and a block a row, aligned or not, more than a thread keeps.
-        for dims in [[1, 3], [5, 31], [9, 768], [70, 64], [3, 1000], [2, 1032], [3, 1031], [2, 8208]] {
+        for dims in
+            [[1, 3], [5, 31], [9, 768], [70, 64], [67, 328], [3, 1000], [2, 1032], [3, 1031], [2, 8208]]
+        {
             for w_dtype in [DType::F32, dtype] {
                 cases.extend(norms(dtype, w_dtype, dims));
             }
@@ -256,6 +272,7 @@ pub fn rows() -> Vec<Case> {
         }
         // More rows than blocks.
         cases.extend(norms(dtype, dtype, [2100, 8]));
+        cases.extend(norms(dtype, dtype, [2100, 5]));
         for (dims, axis) in [
             (&[7, 129][..], 0),
             (&[300, 40], 0),
@@ -567,7 +584,7 @@ pub fn loss() -> Vec<Case> {
     for dtype in FLOATS {
         // Less than a thread has, more than threads keep, aligned and not.
         for (n, vocab, spread) in
-            [(1, 1, 1.0), (7, 33, 1.0), (3, 4104, 10.0), (2, 4099, 3.0), (2, 33_000, 2.0)]
+            [(1, 1, 1.0), (7, 33, 1.0), (3, 4104, 10.0), (2, 4099, 3.0), (3, 520, 900.0), (2, 33_000, 2.0)]
         {
             cases.push(loss_case(dtype, n, vocab, spread));
         }

@@ -87,6 +87,7 @@ inline void store_release_system(unsigned long long* p, unsigned long long x) {
     __atomic_store_n(p, x, __ATOMIC_RELEASE);
 }
 inline float power_of_2(float x) { return exp2f(x); }
+inline float quick_exp2(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline bool is_last(unsigned* counter, unsigned n) {
     unsigned before = *counter;
