@@ -194,7 +194,7 @@ impl Lowering<'_> {
             Task::LibraryOfValues(product) => {
                 let Some(blas) = self.blas else { unreachable!("chosen with a library") };
                 let product = self.library_product_of_values(blas, plan.step(*product))?;
-                warm.rehearse(product.clone());
+                warm.measure(product.clone());
                 Made { work: vec![Work::Library(product)], left: None }
             }
         })

@@ -20,7 +20,7 @@ use crate::error::CudaError;
 use crate::group::n_rows;
 use crate::lower::Lowering;
 use crate::options::CublasLt;
-use crate::warm::WarmPlan;
+use crate::warm::{Rehearsal, WarmPlan};
 
 /// From this many rows on, but for weights of 16 bits, which need no decoding. Fewer rows of quantised weights, and F32
 /// ones, have kernels that read the weights once for some of them.
@@ -408,18 +408,25 @@ pub(crate) fn labels(steps: &[&Step]) -> String {
 }
 
 /// Runs each of the library's products once, with results that nobody reads: it loads its code at the first call of a
-/// shape, which must not be while something records.
+/// shape, which must not be while something records. Before it, the algorithms of products that run in every step of a
+/// training are timed.
 pub(crate) fn warm_up(
     warm: &WarmPlan,
     stream: &mut Stream,
     lease: &mut Lease,
     known: &mut HashSet<BlasLtShape>,
 ) -> Result<(), CudaError> {
-    for product in warm.rehearsals() {
-        if known.insert(product.shape()) {
-            let failed = CudaError::driver(product.step().to_string());
-            stream.run(lease, false, |q| product.enqueue(q)).map_err(failed)?;
+    let memory = warm.space().memory();
+    for Rehearsal { product, is_measured } in warm.rehearsals() {
+        let shape = product.shape();
+        if !known.insert(shape) {
+            continue;
         }
+        let failed = || CudaError::driver(product.step().to_string());
+        if *is_measured && let Some(times) = product.measure(stream, memory, lease).map_err(failed())? {
+            tracing::debug!("{}: algorithm {} of {:?} ms, {shape:?}", product.step(), times.chosen, times.ms);
+        }
+        stream.run(lease, false, |q| product.enqueue(q)).map_err(failed())?;
     }
     stream.synchronize().map_err(CudaError::driver("warming up products"))
 }

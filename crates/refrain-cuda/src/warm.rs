@@ -73,6 +73,14 @@ impl Work {
     }
 }
 
+/// A product by a library that must have run before anything records.
+#[derive(Clone, Debug)]
+pub(crate) struct Rehearsal {
+    pub(crate) product: BlasLtProduct,
+    /// Whether the library's algorithms are timed for it.
+    pub(crate) is_measured: bool,
+}
+
 /// A memory with the names of its regions, so that a handle can be told apart by region.
 #[derive(Clone, Debug)]
 pub struct Space {
@@ -176,7 +184,7 @@ pub struct WarmPlan {
     /// What could not be done as one would like.
     told: Vec<String>,
     /// Products by a library, into results that nobody reads.
-    rehearsals: Vec<BlasLtProduct>,
+    rehearsals: Vec<Rehearsal>,
 }
 
 impl WarmPlan {
@@ -206,10 +214,15 @@ impl WarmPlan {
 
     /// Adds a product by a library that must have run once, in any memory, before anything records.
     pub(crate) fn rehearse(&mut self, product: BlasLtProduct) {
-        self.rehearsals.push(product);
+        self.rehearsals.push(Rehearsal { product, is_measured: false });
     }
 
-    pub(crate) fn rehearsals(&self) -> &[BlasLtProduct] {
+    /// The same, with the fastest of the library's algorithms, of which each runs several times.
+    pub(crate) fn measure(&mut self, product: BlasLtProduct) {
+        self.rehearsals.push(Rehearsal { product, is_measured: true });
+    }
+
+    pub(crate) fn rehearsals(&self) -> &[Rehearsal] {
         &self.rehearsals
     }
 

@@ -62,7 +62,8 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
         }
     }
     // Scores are weighed as powers of two; where the factor is not positive, or scores are capped, it is applied first.
-    bool direct = s.softcap <= 0.0f && s.scale > 0.0f;
+    bool capped = s.softcap > 0.0f, direct = !capped && s.scale > 0.0f;
+    float cap_unit = capped ? 2.0f * SPAN_LOG2_E * s.scale / s.softcap : 0.0f;
     float unit = direct ? s.scale * SPAN_LOG2_E : SPAN_LOG2_E;
 
     u32 stage = 0;
@@ -97,8 +98,8 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
                 for (int j = 0; j < NT; j++) {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        float slope;
-                        score[i][j][e] = span_score(score[i][j][e], s, &slope);
+                        float x = score[i][j][e];
+                        score[i][j][e] = capped ? s.softcap * span_tanh(x, cap_unit) : s.scale * x;
                     }
                 }
             }

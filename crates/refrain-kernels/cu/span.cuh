@@ -188,6 +188,11 @@ inline float span_score(float product, const SpanSizes& s, float* slope) {
     return score;
 }
 
+// tanh(x unit / (2 log2 e)) up to some 1e-7, without a branch: 1 - 2 / (1 + 2^(x unit)).
+inline float span_tanh(float x, float unit) {
+    return __fmaf_rn(-2.0f, reciprocal_fast(1.0f + exp2_fast(x * unit)), 1.0f);
+}
+
 // acc += weights of the warp's lanes times their rows; the first `n` lanes have one.
 template <typename T>
 inline void span_add(float* acc, float weight, u32 n, const T* from, u64 at, u32 row_step, u32 step, u32 head_dim) {

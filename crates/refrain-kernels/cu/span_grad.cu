@@ -26,13 +26,14 @@ struct alignas(16) SpanFour { float a, b, c, d; };
 // Caps scores, with the cap's slope on what becomes their gradient; where there is no cap scores stay products, and unit
 // makes powers of two of either.
 template <int MT, int NT> inline void span_cap(float (*score)[NT][4], float (*slope)[NT][4], const SpanSizes& s) {
+    float unit = 2.0f * SPAN_LOG2_E * s.scale / s.softcap;
 #pragma unroll
     for (int i = 0; i < MT; i++) {
 #pragma unroll
         for (int j = 0; j < NT; j++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                float t = tanhf(score[i][j][e] * s.scale / s.softcap);
+                float t = span_tanh(score[i][j][e], unit);
                 score[i][j][e] = s.softcap * t;
                 slope[i][j][e] *= 1.0f - t * t;
             }

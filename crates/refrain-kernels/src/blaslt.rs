@@ -1,8 +1,9 @@
 //! Products by cuBLASLt, opened when it is there: building and running need no CUDA toolkit.
 //!
-//! An algorithm is chosen by the library's heuristic when a product is planned, never while something records; split
-//! sums may only be reduced out of place, in order. So a recorded product and an eager one run the same code over the
-//! same workspace.
+//! The library's heuristic names some algorithms when a product is planned, never while something records; split sums may
+//! only be reduced out of place, in order. The first one is taken, or the fastest where [`BlasLtProduct::measure`] is
+//! called before the first use. A process decides once for a card and a shape: a recorded product and an eager one run the
+//! same code over the same workspace, and so do two backends.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -10,9 +11,11 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
-use refrain_driver::{Access, Buf, Context, DriverError, LibraryCall, Queue};
+use refrain_driver::{
+    Access, Buf, Context, DriverError, Lease, LibraryCall, Memory, Method, Queue, RecordOptions, Stream,
+};
 use refrain_tensor::DType;
 
 use crate::error::{Case, KernelError};
@@ -22,6 +25,15 @@ type Handle = *mut c_void;
 
 /// Bytes of workspace that algorithms may ask for.
 const WORKSPACE: u64 = 32 << 20;
+/// Algorithms that the heuristic is asked for.
+const CANDIDATES: usize = 8;
+/// A recording that is timed has about so many operations, in so many products at most.
+const TIMED_OPERATIONS: f64 = 4e11;
+const MAX_TIMED: f64 = 20.0;
+/// Replays of it; the fastest counts.
+const REPLAYS: usize = 3;
+/// The heuristic's order stands unless an algorithm takes less than this part of the time of those before it.
+const CLEARLY_LESS: f32 = 0.98;
 
 // Of cublasLt.h and library_types.h.
 const COMPUTE_32F: u32 = 68;
@@ -44,7 +56,7 @@ const PREF_REDUCTION_MASK: u32 = 3;
 /// Reductions out of place, in the type that sums are formed in.
 const REDUCTION_COMPUTE_TYPE: u32 = 2;
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 struct Algorithm([u64; 8]);
 
@@ -56,6 +68,50 @@ struct Candidate {
     status: u32,
     waves: f32,
     reserved: [i32; 4],
+}
+
+/// The algorithms of a shape, and which of them runs.
+#[derive(Debug)]
+struct Choice {
+    candidates: Vec<Algorithm>,
+    chosen: OnceLock<usize>,
+}
+
+impl Choice {
+    fn new(candidates: Vec<Algorithm>) -> Choice {
+        Choice { candidates, chosen: OnceLock::new() }
+    }
+
+    /// What runs, from now on for good: the first one where nothing was measured.
+    fn algorithm(&self) -> &Algorithm {
+        &self.candidates[*self.chosen.get_or_init(|| 0)]
+    }
+}
+
+/// The first of the times that none behind it is clearly less than.
+fn fastest(ms: &[f32]) -> usize {
+    (1..ms.len()).fold(0, |best, i| if ms[i] < CLEARLY_LESS * ms[best] { i } else { best })
+}
+
+/// The file of a library, the id of a card, and a shape.
+type ChoiceKey = (String, [u8; 16], BlasLtShape);
+
+/// The choices of this process.
+static CHOICES: LazyLock<Mutex<HashMap<ChoiceKey, Arc<Choice>>>> = LazyLock::new(Mutex::default);
+
+/// The choice for a key, which stays what it was when it was first made.
+fn shared_choice(key: ChoiceKey, candidates: Vec<Algorithm>) -> Arc<Choice> {
+    let mut all = CHOICES.lock().unwrap_or_else(PoisonError::into_inner);
+    Arc::clone(all.entry(key).or_insert_with(|| Arc::new(Choice::new(candidates))))
+}
+
+/// How long the algorithms of a shape took.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BlasLtTimes {
+    /// Milliseconds of each, in the heuristic's order.
+    pub ms: Vec<f32>,
+    /// The one that runs.
+    pub chosen: usize,
 }
 
 macro_rules! functions {
@@ -110,6 +166,7 @@ pub struct BlasLt {
     handle: Handle,
     version: usize,
     file: String,
+    card: [u8; 16],
     planned: Mutex<HashMap<BlasLtShape, Arc<Planned>>>,
     _library: libloading::Library,
 }
@@ -176,7 +233,7 @@ struct Planned {
     desc: Handle,
     /// Of `b`, `a` and `y`, as columns.
     layouts: [Handle; 3],
-    algorithm: Algorithm,
+    choice: Arc<Choice>,
     destroy: [unsafe extern "C" fn(Handle) -> u32; 2],
 }
 
@@ -230,14 +287,14 @@ impl BlasLt {
         for file in candidates {
             // SAFETY: loading a library runs its initialisers; cuBLASLt's set up its tables and nothing else.
             match unsafe { libloading::Library::new(&file) } {
-                Ok(library) => return BlasLt::from_library(library, &file).map(Arc::new),
+                Ok(library) => return BlasLt::from_library(library, &file, ctx).map(Arc::new),
                 Err(_) => tried.push(file.display().to_string()),
             }
         }
         Err(KernelError::BlasLtMissing { tried: tried.join(", ") })
     }
 
-    fn from_library(library: libloading::Library, path: &Path) -> Result<BlasLt, KernelError> {
+    fn from_library(library: libloading::Library, path: &Path, ctx: &Context) -> Result<BlasLt, KernelError> {
         let file = path.display().to_string();
         let functions = Functions::look_up(&library, &file)?;
         let mut handle = null_mut();
@@ -247,7 +304,8 @@ impl BlasLt {
             ok("cublasLtCreate", (functions.create)(&mut handle))?;
             (functions.version)()
         };
-        Ok(BlasLt { functions, handle, version, file, planned: Mutex::default(), _library: library })
+        let card = ctx.device().info().uuid;
+        Ok(BlasLt { functions, handle, version, file, card, planned: Mutex::default(), _library: library })
     }
 
     /// The library's version, `(13, 0)`.
@@ -338,18 +396,18 @@ impl BlasLt {
         let mut planned = Planned {
             desc: null_mut(),
             layouts: [null_mut(); 3],
-            algorithm: Algorithm([0; 8]),
+            choice: Arc::new(Choice::new(Vec::new())),
             destroy: [f.desc_destroy, f.layout_destroy],
         };
         let mut preference = Preference { destroy: f.pref_destroy, handle: null_mut() };
-        let mut found = Candidate {
+        let nothing = Candidate {
             algorithm: Algorithm([0; 8]),
             workspace_bytes: 0,
             status: 0,
             waves: 0.0,
             reserved: [0; 4],
         };
-        let mut n_found = 0;
+        let (mut found, mut n_found) = ([nothing; CANDIDATES], 0);
         // Columns are the library's rows: it computes y^T = b^T a^T, [n, m] = [n, k] [k, m], and a factor with rows of
         // consecutive elements is there what it shall be, one with columns its transpose.
         let turned = |factor: &BlasLtFactor| if factor.has_rows { OP_N } else { OP_T };
@@ -422,21 +480,18 @@ impl BlasLt {
                 d,
                 d,
                 preference.handle,
-                1,
-                &mut found,
+                CANDIDATES as i32,
+                found.as_mut_ptr(),
                 &mut n_found,
             );
             crate::require!(case, asked != NOT_SUPPORTED, "cuBLASLt has no algorithm for it");
             ok("cublasLtMatmulAlgoGetHeuristic", asked)?;
         }
-        crate::require!(case, n_found > 0 && found.status == 0, "cuBLASLt has no algorithm for it");
-        crate::require!(
-            case,
-            found.workspace_bytes as u64 <= WORKSPACE,
-            "cuBLASLt asks for {} bytes of workspace",
-            found.workspace_bytes
-        );
-        planned.algorithm = found.algorithm;
+        let found = &found[..usize::try_from(n_found).unwrap_or(0).min(CANDIDATES)];
+        let usable = |found: &&Candidate| found.status == 0 && found.workspace_bytes as u64 <= WORKSPACE;
+        let candidates: Vec<Algorithm> = found.iter().filter(usable).map(|found| found.algorithm).collect();
+        crate::require!(case, !candidates.is_empty(), "cuBLASLt has no algorithm for it");
+        planned.choice = shared_choice((self.file.clone(), self.card, shape), candidates);
         Ok(planned)
     }
 }
@@ -523,8 +578,70 @@ impl BlasLtProduct {
         Ok(self)
     }
 
+    /// Runs and times each algorithm over the product's own buffers, and takes the fastest. The process keeps to the
+    /// first decision for a shape: where there is one, by this or by a use, the answer is `None` and nothing runs.
+    pub fn measure(
+        &self,
+        stream: &mut Stream,
+        memory: &Arc<Memory>,
+        lease: &mut Lease,
+    ) -> Result<Option<BlasLtTimes>, DriverError> {
+        let choice = &self.planned.choice;
+        if choice.chosen.get().is_some() {
+            return Ok(None);
+        }
+        let ms = match &choice.candidates[..] {
+            [_] => vec![0.0],
+            all => all.iter().map(|with| self.time(with, stream, memory, lease)).collect::<Result<_, _>>()?,
+        };
+        let chosen = *choice.chosen.get_or_init(|| fastest(&ms));
+        Ok(Some(BlasLtTimes { ms, chosen }))
+    }
+
+    /// Milliseconds of one algorithm, as a recording of several products: calls one by one may take the host longer
+    /// than the device.
+    fn time(
+        &self,
+        with: &Algorithm,
+        stream: &mut Stream,
+        memory: &Arc<Memory>,
+        lease: &mut Lease,
+    ) -> Result<f32, DriverError> {
+        // The library loads its code at the first call, which must not be while something records.
+        match stream.run(lease, false, |q| self.enqueue_with(with, q)) {
+            // An algorithm that the library does not run after all is no candidate. Where none runs, a use says so.
+            Err(DriverError::Caller(because)) => {
+                tracing::debug!("{}: {because}", self.step);
+                return Ok(f32::INFINITY);
+            }
+            ran => ran.map(drop)?,
+        }
+        stream.synchronize()?;
+        let s = &self.shape;
+        let operations = 2.0 * [s.n_batch, s.m, s.n, s.k].map(|n| n as f64).iter().product::<f64>();
+        let n = (TIMED_OPERATIONS / operations).clamp(2.0, MAX_TIMED) as usize;
+        let options = RecordOptions::named("timing of a product");
+        let graph = stream.record(memory, Method::Stream, &options, |q| {
+            (0..n).try_for_each(|_| self.enqueue_with(with, q))
+        })?;
+        let (start, end) = (stream.context().event()?, stream.context().event()?);
+        let mut least = f32::INFINITY;
+        for _ in 0..REPLAYS {
+            stream.record_event(&start)?;
+            graph.replay(lease, stream)?;
+            stream.record_event(&end)?;
+            stream.synchronize()?;
+            least = least.min(end.ms_since(&start)?);
+        }
+        Ok(least / n as f32)
+    }
+
     /// Enqueues it.
     pub fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
+        self.enqueue_with(self.planned.choice.algorithm(), q)
+    }
+
+    fn enqueue_with(&self, algorithm: &Algorithm, q: &mut dyn Queue) -> Result<(), DriverError> {
         let keep: Arc<dyn Any + Send + Sync> = Arc::new(self.clone());
         q.library(&LibraryCall {
             step: Arc::clone(&self.step),
@@ -563,7 +680,7 @@ impl BlasLtProduct {
                         d,
                         y,
                         d,
-                        &self.planned.algorithm,
+                        algorithm,
                         workspace,
                         WORKSPACE as usize,
                         stream.raw() as *mut c_void,
@@ -599,6 +716,30 @@ fn usual_places() -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_decides_once_for_a_card_and_a_shape() {
+        let algorithm = |n: u64| Algorithm([n; 8]);
+        let shape = BlasLtShape::of_rows(DType::BF16, 3, 5, 7);
+        let key = |card: u8| ("a test's library".to_owned(), [card; 16], shape);
+        let first = shared_choice(key(1), vec![algorithm(1), algorithm(2)]);
+        first.chosen.set(1).unwrap();
+        // Of another backend, whose heuristic answered in another order.
+        let second = shared_choice(key(1), vec![algorithm(2), algorithm(1)]);
+        assert_eq!((second.algorithm(), second.chosen.get()), (&algorithm(2), Some(&1)));
+        // Of another card: used before it was measured.
+        let other = shared_choice(key(2), vec![algorithm(3), algorithm(4)]);
+        assert_eq!(other.algorithm(), &algorithm(3));
+        assert_eq!(other.chosen.set(1), Err(1));
+    }
+
+    #[test]
+    fn an_algorithm_must_be_clearly_faster_than_those_before_it() {
+        assert_eq!(fastest(&[1.0]), 0);
+        assert_eq!(fastest(&[1.0, 0.99, 0.985]), 0);
+        assert_eq!(fastest(&[1.0, 0.9, 0.895, 0.8, 2.0]), 3);
+        assert_eq!(fastest(&[1.0, 0.9, 0.895]), 1);
+    }
 
     #[test]
     fn the_simulated_device_has_no_library_and_says_so() {

@@ -86,7 +86,7 @@ pub use attend::{
     AttendArgs, AttendNorm, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes, attend_splits,
 };
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
-pub use blaslt::{BlasLt, BlasLtFactor, BlasLtProduct, BlasLtShape};
+pub use blaslt::{BlasLt, BlasLtFactor, BlasLtProduct, BlasLtShape, BlasLtTimes};
 pub use commit::{CommitArgs, CommitEntry, CommitRing, CommitState};
 pub use compile::Compiling;
 pub use copy::{CastArgs, CopyArgs};

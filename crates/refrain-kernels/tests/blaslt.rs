@@ -160,6 +160,46 @@ fn a_product_of_values_by_the_library_agrees_with_ours_in_every_layout() {
     }
 }
 
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+fn a_measured_product_has_the_same_bits_in_every_library_of_the_process() {
+    let mut bed = Bed::gpu();
+    let (m, k, n) = (1024, 320, 896);
+    let dtype = DType::BF16;
+    let mut layout = Layout::new("measured");
+    let sizes = [2 * m * k, 2 * k * n, 2 * m * n, BlasLt::WORKSPACE_BYTES as usize];
+    let regions = sizes.map(|bytes| layout.device("values", bytes as u64));
+    let memory = bed.plan(&layout);
+    let bufs @ [a, b, y, _] = regions.map(|r| memory.buf(r));
+    let mut lease = memory.lease().unwrap();
+    for (buf, len, seed) in [(a, m * k, 1), (b, k * n, 2)] {
+        bed.stream.upload(&mut lease, buf, &encode(dtype, &normals(len, seed))).unwrap();
+    }
+    let shape = library_product(&bed::contiguous(&[m, k]), &bed::contiguous(&[k, n]), dtype).unwrap();
+    let mut bits: Vec<Vec<u8>> = Vec::new();
+    for turn in 0..2 {
+        let blas = BlasLt::open(&bed.ctx, None).unwrap();
+        let product = blas.product(shape, bufs, "measured").unwrap();
+        let times = product.measure(&mut bed.stream, &memory, &mut lease).unwrap();
+        println!("{times:?}");
+        assert_eq!(times.is_some(), turn == 0, "it is measured once: {times:?}");
+        if let Some(times) = times {
+            assert!(times.chosen < times.ms.len() && times.ms.iter().all(|ms| *ms < 100.0), "{times:?}");
+        }
+        bed.stream.run(&mut lease, false, |q| q.fill(y, 0xff)).unwrap();
+        let out = bed.stream.run(&mut lease, false, |q| product.enqueue(q)).unwrap();
+        bits.push(out.values(&mut bed.stream, y).unwrap());
+        let graph = bed
+            .stream
+            .record(&memory, Method::Stream, &RecordOptions::named("measured"), |q| product.enqueue(q))
+            .unwrap();
+        bed.stream.run(&mut lease, false, |q| q.fill(y, 0xff)).unwrap();
+        let out = graph.replay(&mut lease, &mut bed.stream).unwrap();
+        bits.push(out.values(&mut bed.stream, y).unwrap());
+    }
+    assert!(bits.iter().all(|some| *some == bits[0]));
+}
+
 const TURNS: usize = 20;
 
 /// Microseconds for one of what a closure enqueues, as a graph of many.

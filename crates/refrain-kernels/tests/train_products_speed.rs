@@ -120,13 +120,19 @@ fn product_times(bed: &mut Bed, blas: &Arc<BlasLt>, name: &str, layout: &str, [m
     let own = bed.kernels.matmul(&args).unwrap();
     let shape = library_product(&a_lies, &b_lies, dtype).unwrap();
     let library = blas.product(shape, [a, b, y, workspace], "library").unwrap();
+    let times = {
+        let mut lease = room.memory.lease().unwrap();
+        library.measure(&mut bed.stream, &room.memory, &mut lease).unwrap().unwrap()
+    };
     let flops = 2.0 * m as f64 * k as f64 * n as f64;
     let tflops = |ms: f64| flops / ms / 1e9;
     let (by_library, by_own) =
         (time(bed, &room, |q| library.enqueue(q)), time(bed, &room, |q| q.launch(&own)));
     println!(
-        "{layout} {name:<8} {m:>6} x {k:>6} x {n:>6}: cuBLASLt {by_library:.4} ms ({:.0} TFLOPS), own {by_own:.4} ms ({:.0})",
+        "{layout} {name:<8} {m:>6} x {k:>6} x {n:>6}: cuBLASLt {by_library:.4} ms ({:.0} TFLOPS; algorithm {} of {:.4?}), own {by_own:.4} ms ({:.0})",
         tflops(by_library),
+        times.chosen,
+        times.ms,
         tflops(by_own)
     );
     let first = result(bed, &room, y, |q| library.enqueue(q));
