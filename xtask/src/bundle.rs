@@ -7,7 +7,7 @@ use std::fs;
 use std::path::PathBuf;
 
 /// Test binaries to take along: crates whose tests have the feature `gpu-tests`.
-const GPU_TESTED: [&str; 3] = ["refrain-driver", "refrain-kernels", "refrain-cuda"];
+const GPU_TESTED: [&str; 4] = ["refrain-driver", "refrain-kernels", "refrain-cuda", "refrain"];
 
 const SCRIPT: &str = r#"#!/usr/bin/env bash
 # Runs the GPU tests, the doctor and the benches, and the built-in model under compute-sanitizer where that is found, and
@@ -47,6 +47,18 @@ if wants bench; then
         printf '%s\n' "$out"
         speeds=$(printf '%s\n' "$out" | awk '/^(prefill|decode) .*tok\/s/ { printf "%s %s tok/s  ", $1, $4 }')
         row "bench $shape $quant" "$verdict" $((SECONDS - began)) "$speeds"
+    done
+    for shape in "llama-10m --batch 32 --context 256" "llama-110m --batch 16 --context 1024"; do
+        began=$SECONDS
+        # shellcheck disable=SC2086
+        if out=$(./refrain bench --train $shape --dtype bf16 --steps 30 --device cuda --graph require 2>&1); then
+            verdict=ok
+        else
+            verdict=FAILED
+            failed=1
+        fi
+        printf '%s\n' "$out"
+        row "train ${shape%% *}" "$verdict" $((SECONDS - began)) "the table is above"
     done
 fi
 if wants sanitizer; then
