@@ -173,11 +173,12 @@ fn measure_training(
         short_time(high),
         short_rate(report.tokens_per_second())
     ))?;
-    let rate = report.step_flops / report.seconds.median() / 1e12;
+    let rate = report.step_flops / report.seconds.median();
     let share = report.peak_share().zip(report.peak_flops).map_or_else(String::new, |(share, peak)| {
-        format!(", {:.1} % of the {:.0} TFLOPS of {}", 100.0 * share, peak / 1e12, report.device_name)
+        format!(", {:.1} % of the {}FLOPS of {}", 100.0 * share, short_flops(peak), report.device_name)
     });
-    out.line(format_args!("compute  {:.3} TFLOP a step, {rate:.3} TFLOPS{share}", report.step_flops / 1e12))?;
+    let flops = short_flops(report.step_flops);
+    out.line(format_args!("compute  {flops}FLOP a step, {}FLOPS{share}", short_flops(rate)))?;
     let launches = match report.launches {
         Some(n) => format!("{} replayed, {n} a step", counted(report.n_replayed, "step")),
         None => "none replayed".to_owned(),
@@ -192,6 +193,16 @@ fn measure_training(
         stats::print_graphs(status);
     }
     Ok(())
+}
+
+/// Operations with three digits or so and the unit's prefix: `527 G`.
+fn short_flops(flops: f64) -> String {
+    match flops {
+        f if f >= 1e14 => format!("{:.0} T", f / 1e12),
+        f if f >= 1e12 => format!("{:.2} T", f / 1e12),
+        f if f >= 1e11 => format!("{:.0} G", f / 1e9),
+        f => format!("{:.2} G", f / 1e9),
+    }
 }
 
 fn training_json(report: &TrainBenchReport, bench: &TrainBench, args: &Args) -> serde_json::Value {

@@ -125,7 +125,7 @@ config! {
     from: String;
     /// Model to make: the name of a shape, or a table of sizes.
     new: NewModel;
-    /// Tokenizer: a `tokenizer.json`, or `{ train = { vocab_size = N } }`; without it, that of `from`.
+    /// Tokenizer: a `tokenizer.json`, or `{ train = { vocab_size = N } }`; without it, that of `from`, or one trained for `new`.
     tokenizer: TokenizerSource;
     /// Held-out data: a file, or the share of the training data to hold out.
     eval: EvalSource;
