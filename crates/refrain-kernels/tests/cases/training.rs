@@ -441,11 +441,13 @@ pub fn moves() -> Vec<Case> {
         for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
             for (n_dims, head_dim) in [(6, 8), (16, 24), (64, 64), (8, 8)] {
                 for is_back in [false, true] {
-                    cases.push(rope(dtype, style, [n_dims, head_dim], is_back));
+                    cases.push(rope(dtype, style, [n_dims, head_dim], is_back, 4));
                 }
             }
         }
     }
+    // So many rows that a thread turns more heads than it loads at once.
+    cases.push(rope(DType::BF16, RopeStyle::Neox, [60, 62], true, 1450));
     cases
 }
 
@@ -517,12 +519,13 @@ fn pad(dtype: DType, layout: Layout, axis: usize, before: usize, after: usize) -
     })
 }
 
-fn rope(dtype: DType, style: RopeStyle, [n_dims, head_dim]: [usize; 2], is_back: bool) -> Case {
-    let (n, n_heads) = (4, 6);
+fn rope(dtype: DType, style: RopeStyle, [n_dims, head_dim]: [usize; 2], is_back: bool, n: usize) -> Case {
+    let n_heads = 6;
     let dims = [n, n_heads, head_dim];
     let rope = Rope { style, n_dims, magnitude: 1.25 };
     let x = encode(dtype, &normals(n * n_heads * head_dim, 5));
-    let positions = i32s(&[0, 3, -1, 1000]);
+    let positions: Vec<i32> = (0..n).map(|i| [0, 3, -1, 1000][i % 4] + 4 * (i / 4) as i32).collect();
+    let positions = i32s(&positions);
     let freqs: Vec<f32> = (0..n_dims / 2).map(|i| 10_000_f32.powf(-2.0 * i as f32 / n_dims as f32)).collect();
     let freqs = f32s(&freqs);
     let op = if is_back { Op::Train(TrainOp::RopeGrad(rope)) } else { Op::Rope(rope) };
