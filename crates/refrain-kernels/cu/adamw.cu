@@ -14,6 +14,9 @@
 //   w = w (1 - lr decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 // w is the master where there is one; the weight is its rounded copy. Gradients that are cleared become zero either way.
 //
+// adamw_step_masters is adamw_step for weights of bf16 with a master, moments of f32, a gradient of the type in its name, all
+// at multiples of 16 bytes, of a multiple of four elements. Both have the same bits.
+//
 // Launch    sum_squares, step: grid (blocks of the table), block (256); finish: grid (1), block (1024); count: grid (1), block
 //           (32), shared 0
 // Requires  count behind every step of the same update: these read it
@@ -119,6 +122,115 @@ inline Step step_of(i32 count, const float* params, float sum_squares) {
                 1.0f - lr * params[8]};
 }
 
+// One element; `kept` is what decay leaves of the weight.
+inline void apply(const Step& s, float kept, float grad, float& m, float& v, float& w) {
+    float clipped = grad * s.clip;
+    m = s.beta1 * m + s.rest1 * clipped;
+    v = s.beta2 * v + s.rest2 * (clipped * clipped);
+    w = w * kept - s.rate * (m / (sqrtf(v) / s.root + s.eps));
+}
+
+// Four elements at a multiple of four.
+template <typename T> struct Four {
+    u32 w[sizeof(T)];
+
+    inline void load(const T* p) {
+        if (sizeof(T) == 2) {
+            uint2 v = *(const uint2*)p;
+            w[0] = v.x;
+            w[1] = v.y;
+        } else {
+            uint4 v = *(const uint4*)p;
+            w[0] = v.x;
+            w[1] = v.y;
+            w[2 % sizeof(T)] = v.z;
+            w[3 % sizeof(T)] = v.w;
+        }
+    }
+
+    inline float operator[](int i) const {
+        return of_bits(T(), sizeof(T) == 2 ? w[i / 2] >> (16 * (i % 2)) & 0xffffu : w[i % sizeof(T)]);
+    }
+};
+
+template <typename T> inline void store4(T* p, const float* v) {
+    if (sizeof(T) == 2) *(uint2*)p = make_uint2(word_of<T>(v[0], v[1]), word_of<T>(v[2], v[3]));
+    else *(uint4*)p = make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
+}
+
+// Tensors with a master, moments of f32 and a multiple of four elements, all at multiples of 16 bytes.
+template <typename G, typename W>
+inline void step_masters(const i32* count, const float* params, const float* sum_squares, const AdamTable& table,
+                         u32 n_entries, u32 clears) {
+    const u32 AT_ONCE = 2, STRIDE = 4 * 256;
+    start();
+    __shared__ Step shared;
+    u32 entry = entry_of(table, n_entries, blockIdx.x);
+    G* grad = (G*)table.entries[entry].grad;
+    W* weight = (W*)table.entries[entry].weight;
+    float* master = table.entries[entry].master;
+    float* first = (float*)table.entries[entry].m;
+    float* second = (float*)table.entries[entry].v;
+    u64 begin, end;
+    share(table.entries[entry].n, table.entries[entry].first_block, begin, end);
+    Four<G> g[AT_ONCE];
+    Four<float> m[AT_ONCE], v[AT_ONCE], w[AT_ONCE];
+    auto load = [&](u64 from) {
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; j++) {
+            u64 at = from + j * STRIDE;
+            if (at >= end) continue;
+            g[j].load(grad + at);
+            m[j].load(first + at);
+            v[j].load(second + at);
+            w[j].load(master + at);
+        }
+    };
+    // The first elements are on their way while the step is worked out.
+    u64 from = begin + 4 * threadIdx.x;
+    load(from);
+    bool applies = is_finite(sum_squares[0]);
+    if (threadIdx.x == 0 && applies) shared = step_of(count[0], params, sum_squares[0]);
+    __syncthreads();
+    const Step s = shared;
+    float kept = (table.entries[entry].flags >> 16 & 1u) != 0 ? s.kept : 1.0f;
+#pragma unroll 1
+    while (from < end) {
+#pragma unroll
+        for (u32 j = 0; j < AT_ONCE; j++) {
+            u64 at = from + j * STRIDE;
+            if (at >= end) continue;
+            if (applies) {
+                float ms[4], vs[4], ws[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    ms[i] = m[j][i];
+                    vs[i] = v[j][i];
+                    ws[i] = w[j][i];
+                    apply(s, kept, g[j][i], ms[i], vs[i], ws[i]);
+                }
+                store4(first + at, ms);
+                store4(second + at, vs);
+                store4(master + at, ws);
+                store4(weight + at, ws);
+            }
+            float zeros[4] = {0, 0, 0, 0};
+            if (clears) store4(grad + at, zeros);
+        }
+        from += AT_ONCE * STRIDE;
+        load(from);
+    }
+}
+
+#define STEP_MASTERS(name, G)                                                                                        \
+    extern "C" __global__ __launch_bounds__(256, 3) void adamw_step_masters_##name(                                  \
+        const i32* count, const float* params, const float* sum_squares, AdamTable table, u32 n_entries, u32 clears) { \
+        step_masters<G, BF16>(count, params, sum_squares, table, n_entries, clears);                                 \
+    }
+
+STEP_MASTERS(bf16, BF16)
+STEP_MASTERS(f32, float)
+
 extern "C" __global__ __launch_bounds__(256) void adamw_step(const i32* count, const float* params,
                                                             const float* sum_squares, AdamTable table, u32 n_entries,
                                                             u32 clears) {
@@ -154,12 +266,7 @@ extern "C" __global__ __launch_bounds__(256) void adamw_step(const i32* count, c
             values_of(v_bits, v_type, v);
             values_of(w_bits, w_type, w);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                float clipped = g[i] * s.clip;
-                m[i] = s.beta1 * m[i] + s.rest1 * clipped;
-                v[i] = s.beta2 * v[i] + s.rest2 * (clipped * clipped);
-                w[i] = w[i] * kept - s.rate * (m[i] / (sqrtf(v[i]) / s.root + s.eps));
-            }
+            for (int i = 0; i < 8; i++) apply(s, kept, g[i], m[i], v[i], w[i]);
             store_any(first, m_type, at, m, n, wide);
             store_any(second, v_type, at, v, n, wide);
             if (master != nullptr) store8(master + at, w, n, wide);

@@ -89,6 +89,33 @@ template <typename T> inline void store8(T* p, const float* v, u32 n, bool wide)
     }
 }
 
+// Eight floats, rounded.
+template <typename T> inline Eight<T> eight_of(const float* v) {
+    Eight<T> e;
+#pragma unroll
+    for (u32 i = 0; i < 2 * sizeof(T); i++) {
+        e.w[i] = sizeof(T) == 2 ? word_of<T>(v[2 * i % 8], v[(2 * i + 1) % 8]) : bits_of(from_f32<T>(v[i % 8]));
+    }
+    return e;
+}
+
+// Elements as they are.
+template <typename T> inline void store8(T* p, const Eight<T>& e, u32 n, bool wide) {
+    if (wide && n >= 8) {
+#pragma unroll
+        for (u32 i = 0; i < sizeof(T) / 2; i++) {
+            ((uint4*)p)[i] = make_uint4(e.w[4 * i], e.w[4 * i + 1], e.w[4 * i + 2], e.w[4 * i + 3]);
+        }
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        if (i >= n) continue;
+        if (sizeof(T) == 2) ((u16*)p)[i] = (u16)e.bits(i);
+        else ((u32*)p)[i] = e.bits(i);
+    }
+}
+
 // The same of a type that is known when the kernel runs.
 inline Eight<u32> load_any(const u8* p, u32 type, u64 at, u32 n, bool wide) {
     if (!is_short(type)) return load8((const u32*)p + at, n, wide);

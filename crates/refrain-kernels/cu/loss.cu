@@ -42,13 +42,20 @@ inline float shifted(float sum, float from, float to) {
     return from == to || sum == 0.0f ? sum : sum * expf(from - to);
 }
 
-template <typename T>
+// What follows is worked out again from x rather than held in registers, which logits need.
+inline void forget(u32& x) {
+#ifndef REFRAIN_ON_HOST
+    asm volatile("" : "+r"(x));
+#endif
+}
+
+template <typename T, bool WIDE>
 inline void cross_entropy(float* loss, T* dx, const T* logits, const i32* targets, const float* scale, const Rows& rows,
-                          u32 vocab, u32 wide) {
+                          u32 vocab) {
     // 32 registers of a thread hold logits.
     const int KEPT = 16 / sizeof(T);
-    start();
-    const u32 n_threads = blockDim.x, step = 8 * n_threads, row = blockIdx.x;
+    const u32 step = 8 * blockDim.x, row = blockIdx.x;
+    auto left = [=](u32 at) { return WIDE ? 8 : vocab - at; };
     i32 target = targets[row];
     const T* in = logits + rows.start(row);
     T* out = dx + (u64)row * vocab;
@@ -56,15 +63,16 @@ inline void cross_entropy(float* loss, T* dx, const T* logits, const i32* target
         float filler = target < 0 ? 0.0f : nan_f32(), v[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) v[i] = filler;
-        for (u32 at = 8 * threadIdx.x; at < vocab; at += step) store8(out + at, v, vocab - at, wide);
+        for (u32 at = 8 * threadIdx.x; at < vocab; at += step) store8(out + at, v, left(at), WIDE);
         if (threadIdx.x == 0) loss[row] = filler;
         return;
     }
     Eight<T> kept[KEPT];
+    u32 mine = 8 * threadIdx.x;
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
-        u32 at = 8 * threadIdx.x + k * step;
-        if (at < vocab) kept[k] = load8(in + at, vocab - at, wide);
+        u32 at = mine + k * step;
+        if (at < vocab) kept[k] = load8(in + at, left(at), WIDE);
     }
     float chosen = to_f32(in[target]), factor = scale[0];
     float max = -inf_f32(), sum = 0.0f;
@@ -83,23 +91,25 @@ inline void cross_entropy(float* loss, T* dx, const T* logits, const i32* target
         }
         sum += part;
     };
+    forget(mine);
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
-        u32 at = 8 * threadIdx.x + k * step;
-        if (at < vocab) most_of(kept[k], wide ? 8 : vocab - at);
+        u32 at = mine + k * step;
+        if (at < vocab) most_of(kept[k], left(at));
     }
+    forget(mine);
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
-        u32 at = 8 * threadIdx.x + k * step;
-        if (at < vocab) sum_of(kept[k], wide ? 8 : vocab - at);
+        u32 at = mine + k * step;
+        if (at < vocab) sum_of(kept[k], left(at));
     }
     // The sum so far is of exponentials relative to the largest so far.
     for (u32 at = 8 * threadIdx.x + KEPT * step; at < vocab; at += step) {
-        Eight<T> e = load8(in + at, vocab - at, wide);
+        Eight<T> e = load8(in + at, left(at), WIDE);
         float before = shift_for(max);
-        most_of(e, vocab - at);
+        most_of(e, left(at));
         sum = shifted(sum, before, shift_for(max));
-        sum_of(e, vocab - at);
+        sum_of(e, left(at));
     }
     float most = block_reduce(max, Max(), -inf_f32());
     sum = block_reduce(shifted(sum, shift_for(max), shift_for(most)), Add(), 0.0f);
@@ -116,22 +126,25 @@ inline void cross_entropy(float* loss, T* dx, const T* logits, const i32* target
 #pragma unroll
             for (u32 i = 0; i < 8; i++) v[i] -= from_target == i ? factor : 0.0f;
         }
-        store8(out + at, v, vocab - at, wide);
+        store8(out + at, v, left(at), WIDE);
     };
+    forget(mine);
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
-        u32 at = 8 * threadIdx.x + k * step;
+        u32 at = mine + k * step;
         if (at < vocab) store(kept[k], at);
     }
     for (u32 at = 8 * threadIdx.x + KEPT * step; at < vocab; at += step) {
-        store(load8(in + at, vocab - at, wide), at);
+        store(load8(in + at, left(at), WIDE), at);
     }
 }
 
 #define LOSS(name, T)                                                                                              \
-    extern "C" __global__ __launch_bounds__(512, 2) void loss_cross_entropy_##name(                                  \
+    extern "C" __global__ __launch_bounds__(512, 2) void loss_cross_entropy_##name(                               \
         float* loss, T* dx, const T* logits, const i32* targets, const float* scale, Rows rows, u32 vocab, u32 wide) { \
-        cross_entropy(loss, dx, logits, targets, scale, rows, vocab, wide);                                        \
+        start();                                                                                                   \
+        if (wide) cross_entropy<T, true>(loss, dx, logits, targets, scale, rows, vocab);                           \
+        else cross_entropy<T, false>(loss, dx, logits, targets, scale, rows, vocab);                               \
     }
 
 // unit f32

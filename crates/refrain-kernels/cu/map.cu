@@ -197,31 +197,38 @@ inline u32 to_i32(float x) {
 // Eights of a thread; the loads of all are on their way before the first is used.
 enum : u32 { AT_ONCE = 2 };
 
-// Calls f(eights of N operands, results as floats), and stores M results.
-template <int N, int M, typename T, typename F>
-inline void of_rows(const Map& map, T* y, T* z, const T* a, const T* b, const T* c, F f) {
+// Calls f(eights of N operands, results as floats), and stores M results. WHOLE: all eights are there as a whole.
+template <int N, int M, bool WHOLE, typename T, typename F>
+inline void of_eights(const Map& map, u32 first, T* y, T* z, const T* a, const T* b, const T* c, F f) {
     Eight<T> e[AT_ONCE][N];
-    u32 first = (blockIdx.x * 256 * AT_ONCE + threadIdx.x) * 8;
+    auto left = [&](u32 i) { return WHOLE ? 8 : map.n - i; };
 #pragma unroll
     for (u32 j = 0; j < AT_ONCE; j++) {
         u32 i = first + 2048 * j;
-        if (i >= map.n) continue;
-        u32 row = map.rank == 1 ? 0 : i / map.dims[1], col = map.rank == 1 ? i : i - row * map.dims[1];
+        if (!WHOLE && i >= map.n) continue;
+        u32 row = map.rank == 1 ? 0 : i / map.dims[1], col = i - row * map.dims[1];
 #pragma unroll
         for (int k = 0; k < N; k++) {
             const T* p = k == 0 ? a : k == 1 ? b : c;
-            e[j][k] = load8(p + (row * map.strides[k][0] + col), map.n - i, true);
+            e[j][k] = load8(p + (row * map.strides[k][0] + col), left(i), true);
         }
     }
 #pragma unroll
     for (u32 j = 0; j < AT_ONCE; j++) {
         u32 i = first + 2048 * j;
-        if (i >= map.n) continue;
+        if (!WHOLE && i >= map.n) continue;
         float v[M][8];
         f(e[j], v);
-        store8(y + i, v[0], map.n - i, true);
-        if (M > 1) store8(z + i, v[M - 1], map.n - i, true);
+        store8(y + i, v[0], left(i), true);
+        if (M > 1) store8(z + i, v[M - 1], left(i), true);
     }
+}
+
+template <int N, int M, typename T, typename F>
+inline void of_rows(const Map& map, T* y, T* z, const T* a, const T* b, const T* c, F f) {
+    u32 first = (blockIdx.x * 256 * AT_ONCE + threadIdx.x) * 8;
+    if ((u64)(blockIdx.x + 1) * 2048 * AT_ONCE <= map.n) of_eights<N, M, true>(map, first, y, z, a, b, c, f);
+    else of_eights<N, M, false>(map, first, y, z, a, b, c, f);
 }
 
 template <typename T> inline void binary_rows(const Map& map, T* y, const T* a, const T* b, u32 f) {

@@ -10,8 +10,8 @@
 // everything else dense.
 //
 // Launch    gather: grid (ceil(n_ids / 8)), block (256); pick: grid (ceil(n_rows / 256)), block (256); place, pad: grid (rows *
-//           ceil(columns / 2048)), block (256); rope: grid (ceil(threads / 128)), block (128), a thread for four heads of
-//           four pairs where s.wide, of one pair elsewhere, and for the elements behind the pairs
+//           ceil(columns / 2048)), block (256); rope: grid (ceil(threads / 128)), block (128), a thread for s.n_each heads
+//           of four pairs where s.wide, of one pair elsewhere, and for the elements behind the pairs
 // Requires  wide: rows of y and x start at multiples of 16 bytes and have a multiple of 8 elements; rope: n_dims too
 // Aliasing  rope: y may be x when that is dense: a thread reads its elements before it writes them. Others: none
 // Exact but for rope, whose angles are as turn.cuh makes them. Capture: safe; ids and positions are read at each run. gather
@@ -22,14 +22,14 @@
 #include "view.cuh"
 
 struct Heads {
-    u32 n, n_heads, head_dim, n_dims, wide;
+    u32 n, n_heads, head_dim, n_dims, wide, n_each;
     float magnitude, direction;
 };
 
 // Bits of Heads::wide: rows are aligned; the heads of a row are one stride apart from each other.
 enum : u32 { WIDE = 1, TOGETHER = 2 };
 
-// Heads that a thread turns by the angles it has.
+// Heads that a thread loads at once; it turns s.n_each by the angles it has.
 enum : u32 { AT_ONCE = 4 };
 
 // Four elements at a multiple of four, or one.
@@ -112,45 +112,50 @@ template <bool INTERLEAVED, int G, typename T> struct Pairs {
 template <bool INTERLEAVED, int G, typename T>
 inline void turn_heads(T* y, const T* x, const i32* positions, const float* inv_freq, const Rows& rows, const Heads& s) {
     u32 half = s.n_dims / 2, n_pairs = half / G, n_items = n_pairs + s.head_dim - s.n_dims;
-    u32 n_groups = (s.n_heads + AT_ONCE - 1) / AT_ONCE;
+    u32 n_groups = (s.n_heads + s.n_each - 1) / s.n_each;
     u32 index = blockIdx.x * 128 + threadIdx.x, item = index % n_items, group = index / n_items % n_groups;
     u32 row = index / n_items / n_groups;
     if (row >= s.n) return;
-    u32 first = row * s.n_heads + group * AT_ONCE;
+    u32 first = row * s.n_heads + group * s.n_each, n_left = s.n_heads - group * s.n_each;
+    u32 n = n_left < s.n_each ? n_left : s.n_each;
     u64 from = rows.start(first);
     auto start_of = [&](u32 h) {
         return (s.wide & TOGETHER) != 0 ? from + (u64)h * rows.inner_stride : rows.start(first + h);
     };
-    u32 n = s.n_heads - group * AT_ONCE < AT_ONCE ? s.n_heads - group * AT_ONCE : AT_ONCE;
     if (item >= n_pairs) {
         u32 at = s.n_dims + item - n_pairs;
-#pragma unroll
-        for (u32 h = 0; h < AT_ONCE; h++) {
-            if (h < n) y[(u64)(first + h) * s.head_dim + at] = x[start_of(h) + at];
-        }
+#pragma unroll 4
+        for (u32 h = 0; h < n; h++) y[(u64)(first + h) * s.head_dim + at] = x[start_of(h) + at];
         return;
     }
     u32 pair = item * G;
     i32 position = positions[row];
-    float sine[G], cosine[G];
     Pairs<INTERLEAVED, G, T> heads[AT_ONCE];
+    auto load = [&](u32 begin) {
 #pragma unroll
-    for (u32 h = 0; h < AT_ONCE; h++) {
-        if (h < n) heads[h].load(x + start_of(h), pair, half);
-    }
+        for (u32 h = 0; h < AT_ONCE; h++) {
+            if (begin + h < n) heads[h].load(x + start_of(begin + h), pair, half);
+        }
+    };
+    load(0);
+    float sine[G], cosine[G];
 #pragma unroll
     for (int i = 0; i < G; i++) {
         turn_of(position, inv_freq[pair + i], s.magnitude, sine[i], cosine[i]);
         sine[i] *= s.direction;
     }
+#pragma unroll 1
+    for (u32 begin = 0; begin < n; begin += AT_ONCE) {
+        if (begin > 0) load(begin);
 #pragma unroll
-    for (u32 h = 0; h < AT_ONCE; h++) {
-        if (h >= n) continue;
-        if (position >= 0) {
+        for (u32 h = 0; h < AT_ONCE; h++) {
+            if (begin + h >= n) continue;
+            if (position >= 0) {
 #pragma unroll
-            for (int i = 0; i < G; i++) turn_pair(heads[h].u[i], heads[h].v[i], sine[i], cosine[i]);
+                for (int i = 0; i < G; i++) turn_pair(heads[h].u[i], heads[h].v[i], sine[i], cosine[i]);
+            }
+            heads[h].store(y + (u64)(first + begin + h) * s.head_dim, pair, half);
         }
-        heads[h].store(y + (u64)(first + h) * s.head_dim, pair, half);
     }
 }
 

@@ -144,24 +144,24 @@ inline void rms_norm_add(T* sum_out, T* y, const T* a, const T* b, const u8* w, 
     line.load();
     T* total = sum_out + (u64)row * s.n_cols;
     float sum = 0.0f;
-    float kept[K][8];
+    Eight<T> kept[K];
     line.each([&](const Piece& p, const Eight<T>* e) {
         float v[8];
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            v[i] = to_f32(from_f32<T>(e[0][i] + e[1][i]));
-            sum = __fmaf_rn(v[i], v[i], sum);
-            if (p.k < K) kept[p.k < K ? p.k : 0][i] = v[i];
-        }
-        store8(total + p.at, v, p.n, p.wide);
+        for (int i = 0; i < 8; i++) v[i] = e[0][i] + e[1][i];
+        Eight<T> rounded = eight_of<T>(v);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum = __fmaf_rn(rounded[i], rounded[i], sum);
+        if (p.k < K) kept[p.k < K ? p.k : 0] = rounded;
+        store8(total + p.at, rounded, p.n, p.wide);
     });
     float scale = 1.0f / sqrtf(G::sum(sum) / (float)s.n_cols + s.eps);
     T* out = y + (u64)row * s.n_cols;
-    auto finish = [&](const Piece& p, float* v) {
-        float weights[8];
-        load_weights<T>(w, s, p, weights);
+    auto finish = [&](const Piece& p, const Eight<T>& e) {
+        float v[8];
+        load_weights<T>(w, s, p, v);
 #pragma unroll
-        for (int i = 0; i < 8; i++) v[i] = v[i] * scale * weights[i];
+        for (int i = 0; i < 8; i++) v[i] = e[i] * scale * v[i];
         store8(out + p.at, v, p.n, p.wide);
     };
     if (line.wide) {
@@ -174,10 +174,7 @@ inline void rms_norm_add(T* sum_out, T* y, const T* a, const T* b, const u8* w, 
     // Its own writes are what a thread reads here.
     for (u32 at = line.rest(); at < s.n_cols; at += 8 * G::n_threads()) {
         Eight<T> e = load8((const T*)total + at, s.n_cols - at, line.wide);
-        float v[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) v[i] = e[i];
-        finish(Piece{at, s.n_cols - at, K, line.wide}, v);
+        finish(Piece{at, s.n_cols - at, K, line.wide}, e);
     }
 }
 

@@ -16,7 +16,7 @@ use crate::load::Kernels;
 use crate::registry::{Entry, P, W};
 use crate::source::Family;
 use crate::twin::{count, fault};
-use crate::typed::{FLOATS, Typed, dtype_of};
+use crate::typed::{FLOATS, Typed, dtype_of, is_aligned};
 use crate::vouch::Vouch;
 
 /// A dense tensor of floats.
@@ -84,6 +84,8 @@ const CHUNK: usize = 8192;
 /// Tensors of a launch.
 const MAX_SQUARES: usize = 128;
 const MAX_ADAM: usize = 64;
+/// Kernels of a step, by the kind of tensor: any, and two with masters that differ in the gradient's type.
+const STEPS: [&str; 3] = ["adamw_step", "adamw_step_masters_bf16", "adamw_step_masters_f32"];
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
@@ -172,7 +174,7 @@ impl Kernels {
         Ok(())
     }
 
-    /// The launches of [`AdamWArgs`]: two for up to 64 tensors. The last counts the step, when all others have read the
+    /// The launches of [`AdamWArgs`]: two for up to 64 tensors of one kind. The last counts the step, when all others have read the
     /// count.
     pub fn adamw(&self, a: &AdamWArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let shape = [("n_tensors", a.tensors.len())];
@@ -180,7 +182,11 @@ impl Kernels {
         let count = case.words("count", a.count, &[1])?;
         let params = case.words("params", a.params, &[ADAM_PARAMS])?;
         let sum_squares = case.words("sum_squares", a.sum_squares, &[1])?;
-        for tensors in a.tensors.chunks(MAX_ADAM) {
+        let of = |kernel| a.tensors.iter().filter(|t| t.kernel() == kernel).collect::<Vec<_>>();
+        let kinds = STEPS.map(|kernel| (kernel, of(kernel)));
+        let chunks =
+            kinds.iter().flat_map(|(kernel, all)| all.chunks(MAX_ADAM).map(move |some| (*kernel, some)));
+        for (kernel, tensors) in chunks {
             let mut table = AdamTable::zeroed();
             let (mut bufs, mut n_blocks) = (Vec::new(), 0_usize);
             for (i, t) in tensors.iter().enumerate() {
@@ -212,7 +218,7 @@ impl Kernels {
                 continue;
             }
             launches.push(
-                self.launch("adamw_step", case.u32("the number of blocks", n_blocks)?, BLOCK)?
+                self.launch(kernel, case.u32("the number of blocks", n_blocks)?, BLOCK)?
                     .step(a.step)
                     .read(count)
                     .read(params)
@@ -230,6 +236,23 @@ impl Kernels {
     }
 }
 
+impl AdamTensor {
+    /// Which of [`STEPS`] is for it.
+    fn kernel(&self) -> &'static str {
+        let moments = [self.m, self.v];
+        let has_master = self.master.is_some_and(is_aligned)
+            && self.weight.dtype == DType::BF16
+            && moments.iter().all(|moment| moment.dtype == DType::F32)
+            && [self.grad, self.weight, self.m, self.v].iter().all(|floats| is_aligned(floats.buf))
+            && self.n.is_multiple_of(4);
+        match (has_master, self.grad.dtype) {
+            (true, DType::BF16) => STEPS[1],
+            (true, DType::F32) => STEPS[2],
+            _ => STEPS[0],
+        }
+    }
+}
+
 impl Case<'_> {
     fn floats(&self, what: &'static str, floats: &Floats, n: usize) -> Result<Buf, KernelError> {
         crate::require!(self, FLOATS.contains(&floats.dtype), "{what} is {}, must be floats", floats.dtype);
@@ -242,7 +265,9 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     const A: usize = size_of::<AdamTable>();
     all.push(Entry::new(Family::AdamW, "adamw_sum_squares", &[P, S, W], squares));
     all.push(Entry::new(Family::AdamW, "adamw_sum_squares_finish", &[P, P, W], finish));
-    all.push(Entry::new(Family::AdamW, "adamw_step", &[P, P, P, A, W, W], step));
+    for kernel in STEPS {
+        all.push(Entry::new(Family::AdamW, kernel, &[P, P, P, A, W, W], step));
+    }
     all.push(Entry::new(Family::AdamW, "adamw_count", &[P, P], advance));
 }
 

@@ -118,8 +118,10 @@ const BLOCK: u32 = 256;
 const ROPE_BLOCK: u32 = 128;
 /// Columns of a block where rows are cut up.
 const CHUNK: usize = 2048;
-/// Heads that a thread turns.
+/// Heads that a thread loads at once.
 const HEADS: usize = 4;
+/// Threads that keep a large card busy.
+const MANY_THREADS: usize = 1 << 15;
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
@@ -130,6 +132,7 @@ struct Heads {
     n_dims: u32,
     /// Whether rows are aligned, and whether the heads of a row are one stride apart from each other.
     wide: u32,
+    n_each: u32,
     magnitude: f32,
     direction: f32,
 }
@@ -278,7 +281,8 @@ impl Kernels {
         let wide = rows_are_wide(x, rows, a.head_dim) && is_aligned(y) && n_dims.is_multiple_of(8);
         // One thread for some pairs of some heads, and for each element behind them that is only copied.
         let n_items = n_dims / 2 / if wide { 4 } else { 1 } + (a.head_dim - n_dims);
-        let n_threads = a.n.saturating_mul(a.n_heads.div_ceil(HEADS)).saturating_mul(n_items);
+        let n_each = heads_each(n_rows.saturating_mul(n_items), a.n_heads);
+        let n_threads = a.n.saturating_mul(a.n_heads.div_ceil(n_each)).saturating_mul(n_items);
         let n_threads = case.u32("the number of threads", n_threads)?;
         let heads = Heads {
             n: a.n as u32,
@@ -286,6 +290,7 @@ impl Kernels {
             head_dim: a.head_dim as u32,
             n_dims: n_dims as u32,
             wide: u32::from(wide) | u32::from((rows.n_inner as usize).is_multiple_of(a.n_heads)) << 1,
+            n_each: n_each as u32,
             magnitude: a.rope.magnitude,
             direction: if a.is_back { -1.0 } else { 1.0 },
         };
@@ -300,6 +305,12 @@ impl Kernels {
             .baked(Baked(heads))
             .vouch(&case))
     }
+}
+
+/// Heads that a thread turns by the angles it has: the more there are, the fewer angles are worked out twice.
+fn heads_each(n_items: usize, n_heads: usize) -> usize {
+    let at_most = n_items / MANY_THREADS / HEADS * HEADS;
+    at_most.clamp(HEADS, n_heads.next_multiple_of(HEADS))
 }
 
 fn rope_name(style: RopeStyle, dtype: DType) -> String {

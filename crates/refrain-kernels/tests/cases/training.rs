@@ -417,7 +417,7 @@ fn reduce(dtype: DType, kind: Reduce, layout: Layout, axis: usize) -> Case {
 pub fn moves() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in FLOATS {
-        for d in [40, 33, 1030] {
+        for d in [40, 33, 1032, 1030] {
             for table_dtype in FLOATS {
                 cases.push(gather(dtype, table_dtype, d));
             }
@@ -441,21 +441,25 @@ pub fn moves() -> Vec<Case> {
         for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
             for (n_dims, head_dim) in [(6, 8), (16, 24), (64, 64), (8, 8)] {
                 for is_back in [false, true] {
-                    cases.push(rope(dtype, style, [n_dims, head_dim], is_back));
+                    cases.push(rope(dtype, style, [n_dims, head_dim], is_back, 4));
                 }
             }
         }
     }
+    // So many rows that a thread turns more heads than it loads at once.
+    cases.push(rope(DType::BF16, RopeStyle::Neox, [60, 62], true, 1450));
     cases
 }
 
 fn gather(dtype: DType, table_dtype: DType, d: usize) -> Case {
-    let ids = [3, 0, -1, 4, 3];
+    // More rows than a block has.
+    let ids = [3, 0, -1, 4, 3, 1, 2, -7, 0, 4, 4, 1];
+    let n_ids = ids.len();
     let table = encode(table_dtype, &normals(5 * d, 1));
     let ids = i32s(&ids);
     let operands =
-        [Operand(table_dtype, contiguous(&[5, d]), &table), Operand(DType::I32, contiguous(&[5]), &ids)];
-    let y = run(&Op::GatherRows(dtype), &operands, &[(dtype, &[5, d])]).remove(0);
+        [Operand(table_dtype, contiguous(&[5, d]), &table), Operand(DType::I32, contiguous(&[n_ids]), &ids)];
+    let y = run(&Op::GatherRows(dtype), &operands, &[(dtype, &[n_ids, d])]).remove(0);
     let roles = vec![Role::Exact(y), Role::In(table), Role::In(ids)];
     Case::new(format!("gather {table_dtype} to {dtype} {d}"), roles, move |kernels, b, out| {
         out.push(kernels.typed_gather(&TypedGatherArgs {
@@ -466,7 +470,7 @@ fn gather(dtype: DType, table_dtype: DType, d: usize) -> Case {
             dtype,
             n_rows: 5,
             d,
-            n_ids: 5,
+            n_ids,
             step: "case",
         })?);
         Ok(())
@@ -515,12 +519,13 @@ fn pad(dtype: DType, layout: Layout, axis: usize, before: usize, after: usize) -
     })
 }
 
-fn rope(dtype: DType, style: RopeStyle, [n_dims, head_dim]: [usize; 2], is_back: bool) -> Case {
-    let (n, n_heads) = (4, 6);
+fn rope(dtype: DType, style: RopeStyle, [n_dims, head_dim]: [usize; 2], is_back: bool, n: usize) -> Case {
+    let n_heads = 6;
     let dims = [n, n_heads, head_dim];
     let rope = Rope { style, n_dims, magnitude: 1.25 };
     let x = encode(dtype, &normals(n * n_heads * head_dim, 5));
-    let positions = i32s(&[0, 3, -1, 1000]);
+    let positions: Vec<i32> = (0..n).map(|i| [0, 3, -1, 1000][i % 4] + 4 * (i / 4) as i32).collect();
+    let positions = i32s(&positions);
     let freqs: Vec<f32> = (0..n_dims / 2).map(|i| 10_000_f32.powf(-2.0 * i as f32 / n_dims as f32)).collect();
     let freqs = f32s(&freqs);
     let op = if is_back { Op::Train(TrainOp::RopeGrad(rope)) } else { Op::Rope(rope) };
@@ -554,7 +559,9 @@ pub fn scatter() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in FLOATS {
         // One row, ids for every row, none of them, many rows with one id, more than one tile of rows.
-        for (n, n_rows, d) in [(1, 1, 1), (40, 5, 33), (9, 70, 64), (300, 40, 136), (600, 3, 8)] {
+        for (n, n_rows, d) in
+            [(1, 1, 1), (40, 5, 33), (9, 70, 64), (300, 40, 136), (600, 3, 8), (2500, 90, 8)]
+        {
             cases.push(scatter_case(dtype, n, n_rows, d));
         }
     }
@@ -641,6 +648,10 @@ pub fn optimiser() -> Vec<Case> {
     }
     let many: Vec<usize> = (0..64).map(|i| 1 + i % 19).collect();
     cases.push(adamw(DType::BF16, true, false, 0.25, &many));
+    // Tensors of several kinds: some have a multiple of four elements, more than a chunk.
+    for (clears, sum_squares) in [(false, 0.25), (true, 1600.0), (true, f32::NAN), (false, f32::INFINITY)] {
+        cases.push(adamw(DType::BF16, true, clears, sum_squares, &[8, 5, 9220, 8192, 231]));
+    }
     cases
 }
 
