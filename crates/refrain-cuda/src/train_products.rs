@@ -44,9 +44,10 @@ pub(crate) fn attention_grad_scratch(step: &Step) -> u64 {
 
 /// What is added to a product, if anything, and its factors.
 fn factors(step: &Step) -> (Option<&Operand>, [&Operand; 2]) {
-    match step.op {
-        Op::Train(TrainOp::AddProduct) => (Some(&step.inputs[0]), [&step.inputs[1], &step.inputs[2]]),
-        _ => (None, [&step.inputs[0], &step.inputs[1]]),
+    if matches!(step.op, Op::Train(TrainOp::AddProduct)) {
+        (Some(&step.inputs[0]), [&step.inputs[1], &step.inputs[2]])
+    } else {
+        (None, [&step.inputs[0], &step.inputs[1]])
     }
 }
 
