@@ -24,8 +24,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
     DYNAMIC_SHARED(pool);
     const Place queries = place_of(pool), tiles = queries + ROWS * LINE;
     start();
-    // The last rows see most: they begin first.
-    u32 head = blockIdx.x, first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
+    u32 head = blockIdx.x, first_row = span_part_of_queries() * ROWS;
     u32 kv_head = head / (s.n_heads / s.n_kv_heads);
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp_row = 16 * MT * warp;
     q += (u64)head * at.q.head;

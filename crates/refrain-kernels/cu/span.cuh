@@ -100,6 +100,24 @@ inline SpanExtent span_extent(const SpanRange* ranges, u32 n) {
     return SpanExtent{span_least(first), -span_least(end), -span_least(last_first), span_least(first_end)};
 }
 
+// Which part of the rows a block has: as blocks begin one after the other, those with much to do should come first. Queries
+// see more the later they are in their document, keys are seen by more the earlier. Where all blocks begin almost at once,
+// every other part goes first, so that no second block of a short document begins where a first one has left; where there
+// are many, neighbours find each other's rows in the cache.
+const u32 SPAN_FEW_BLOCKS = 1024;
+
+inline u32 span_part_of_keys() {
+    u32 i = blockIdx.y, n_even = (gridDim.y + 1) / 2;
+    if (gridDim.x * gridDim.y > SPAN_FEW_BLOCKS) return i;
+    return i < n_even ? 2 * i : 2 * (i - n_even) + 1;
+}
+
+inline u32 span_part_of_queries() {
+    u32 i = blockIdx.y, n = gridDim.y, n_odd = n / 2;
+    if (gridDim.x * n > SPAN_FEW_BLOCKS) return n - 1 - i;
+    return i < n_odd ? 2 * (n_odd - i) - 1 : 2 * (n - 1 - i);
+}
+
 // Lines of D elements with 16 bytes behind each, so that eight lines of a chunk lie in different banks.
 template <int D> struct SpanLine {
     static const u32 BYTES = 2 * D + 16;

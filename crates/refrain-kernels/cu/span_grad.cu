@@ -69,8 +69,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
     DYNAMIC_SHARED(pool);
     const Place keys = place_of(pool), values = keys + ROWS * LINE, stages = values + ROWS * LINE;
     start();
-    // The first rows are seen by most: they begin first.
-    u32 kv_head = blockIdx.x, first_row = blockIdx.y * ROWS, group = s.n_heads / s.n_kv_heads;
+    u32 kv_head = blockIdx.x, first_row = span_part_of_keys() * ROWS, group = s.n_heads / s.n_kv_heads;
     u32 warp_row = threadIdx.x / 32 * 16 * MT, t = threadIdx.x % 4;
     span_load<ROWS, D>(keys, k + (u64)kv_head * at.k.head, at.k.row, first_row, 0, s.n, s.head_dim);
     span_load<ROWS, D>(values, v + (u64)kv_head * at.v.head, at.v.row, first_row, 0, s.n, s.head_dim);
@@ -229,8 +228,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     DYNAMIC_SHARED(pool);
     const Place queries = place_of(pool), grads = queries + ROWS * LINE, tiles = grads + ROWS * LINE;
     start();
-    // The last rows see most: they begin first.
-    u32 head = blockIdx.x, first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
+    u32 head = blockIdx.x, first_row = span_part_of_queries() * ROWS;
     u32 kv_head = head / (s.n_heads / s.n_kv_heads);
     u32 warp_row = threadIdx.x / 32 * 16 * MT, g = threadIdx.x % 32 / 4;
     k += (u64)kv_head * at.k.head;
