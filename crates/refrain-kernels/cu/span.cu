@@ -15,22 +15,22 @@
 // bits every run. Capture: safe; the grid is fixed and spans are read on the device.
 #include "span.cuh"
 
-template <typename T, int D, int MT>
+// PLAIN: scores are products times a positive number; otherwise they are worked out one by one.
+template <typename T, int D, int MT, bool PLAIN>
 inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, const i32* spans, const SpanStrides& at,
-                         const SpanSizes& s) {
+                         const SpanSizes& s, SpanRange* ranges) {
     // A warp has 16 MT rows.
     const u32 ROWS = 64 * MT, TILE = SPAN_TILE, NT = TILE / 8, DT = D / 8, LINE = SpanLine<D>::BYTES;
     DYNAMIC_SHARED(pool);
-    __shared__ SpanRange ranges[ROWS];
     const Place queries = place_of(pool), tiles = queries + ROWS * LINE;
     start();
-    // The last rows see most: they begin first.
-    u32 head = blockIdx.x, first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
+    u32 head = blockIdx.x, first_row = span_part_of_queries() * ROWS;
     u32 kv_head = head / (s.n_heads / s.n_kv_heads);
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp_row = 16 * MT * warp;
     q += (u64)head * at.q.head;
     k += (u64)kv_head * at.k.head;
     v += (u64)kv_head * at.v.head;
+    span_load<ROWS, D>(queries, q, at.q.row, first_row, 0, s.n, s.head_dim);
     if (threadIdx.x < ROWS) ranges[threadIdx.x] = span_seen(spans, first_row + threadIdx.x, s);
     __syncthreads();
     SpanExtent block = span_extent(ranges, ROWS), mine = span_extent(ranges + warp_row, 16 * MT);
@@ -40,7 +40,6 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
         span_load<TILE, D>(keys, k, at.k.row, tile, block.first, block.end, s.head_dim);
         span_load<TILE, D>(keys + TILE * LINE, v, at.v.row, tile, block.first, block.end, s.head_dim);
     };
-    span_load<ROWS, D>(queries, q, at.q.row, first_row, 0, s.n, s.head_dim);
     if (block.first < block.end) load(block.first, 0);
     copies_end_group();
     copies_wait<0>();
@@ -61,10 +60,10 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
             sum[i][h] = 0.0f;
         }
     }
-    // Scores are weighed as powers of two; where the factor is not positive, or scores are capped, it is applied first.
-    bool capped = s.softcap > 0.0f, direct = !capped && s.scale > 0.0f;
+    // Scores are weighed as powers of two.
+    bool capped = s.softcap > 0.0f;
     float cap_unit = capped ? 2.0f * SPAN_LOG2_E * s.scale / s.softcap : 0.0f;
-    float unit = direct ? s.scale * SPAN_LOG2_E : SPAN_LOG2_E;
+    float unit = PLAIN ? s.scale * SPAN_LOG2_E : SPAN_LOG2_E;
 
     u32 stage = 0;
 #pragma unroll 1
@@ -91,7 +90,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
                 }
             }
         }
-        if (!direct) {
+        if (!PLAIN) {
 #pragma unroll
             for (int i = 0; i < MT; i++) {
 #pragma unroll
@@ -121,6 +120,8 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
                 }
             }
         }
+        float base[MT][2], factor[MT][2];
+        bool higher = false;
 #pragma unroll
         for (int i = 0; i < MT; i++) {
 #pragma unroll
@@ -133,26 +134,44 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
                 most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
                 most = fmaxf(most, max_score[i][h]);
+                higher |= most > max_score[i][h];
                 // Nothing seen yet: any finite number will do as the maximum.
-                float base = most == -inf_f32() ? 0.0f : most * unit;
-                float factor = exp2_fast(__fmaf_rn(max_score[i][h], unit, -base)), weights = 0.0f;
+                base[i][h] = most == -inf_f32() ? 0.0f : most * unit;
+                factor[i][h] = exp2_fast(__fmaf_rn(max_score[i][h], unit, -base[i][h]));
                 max_score[i][h] = most;
+            }
+        }
+        // Behind the first tiles few have a higher maximum; where no row of the warp has, the factors are one.
+        if (__ballot_sync(0xffffffffu, higher) != 0) {
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    sum[i][h] *= factor[i][h];
+#pragma unroll
+                    for (int d = 0; d < DT; d++) {
+                        acc[i][d][2 * h] *= factor[i][h];
+                        acc[i][d][2 * h + 1] *= factor[i][h];
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < MT; i++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                // Each lane sums its own columns; they are added at the end.
+                float weights = 0.0f;
 #pragma unroll
                 for (int j = 0; j < NT; j++) {
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
-                        float w = exp2_fast(__fmaf_rn(score[i][j][2 * h + e], unit, -base));
+                        float w = exp2_fast(__fmaf_rn(score[i][j][2 * h + e], unit, -base[i][h]));
                         score[i][j][2 * h + e] = w;
                         weights += w;
                     }
                 }
-                // Each lane sums its own columns; they are added at the end.
-                sum[i][h] = __fmaf_rn(sum[i][h], factor, weights);
-#pragma unroll
-                for (int d = 0; d < DT; d++) {
-                    acc[i][d][2 * h] *= factor;
-                    acc[i][d][2 * h + 1] *= factor;
-                }
+                sum[i][h] += weights;
             }
         }
 #pragma unroll
@@ -231,7 +250,10 @@ inline void span_forward_exact(T* y, float* lse, const T* q, const T* k, const T
     extern "C" __global__ __launch_bounds__(128, 2) void span_d##size##_##name(                                  \
         T* y, float* lse, const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,             \
         const i32* __restrict__ spans, SpanStrides at, SpanSizes s) {                                            \
-        span_forward<T, size, MT>(y, lse, q, k, v, spans, at, s);                                                \
+        __shared__ SpanRange ranges[64 * MT];                                                                    \
+        bool plain = s.softcap <= 0.0f && s.scale > 0.0f;                                                        \
+        if (plain) span_forward<T, size, MT, true>(y, lse, q, k, v, spans, at, s, ranges);                       \
+        else span_forward<T, size, MT, false>(y, lse, q, k, v, spans, at, s, ranges);                            \
     }
 #define SPAN_EXACT(name, T)                                                                                       \
     extern "C" __global__ __launch_bounds__(128) void span_exact_##name(                                         \

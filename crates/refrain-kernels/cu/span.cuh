@@ -76,6 +76,14 @@ struct SpanLeast {
     inline i32 operator()(i32 a, i32 b) const { return a < b ? a : b; }
 };
 
+inline i32 span_least(i32 x) {
+#ifdef REFRAIN_ON_HOST
+    return warp_reduce(x, SpanLeast());
+#else
+    return __reduce_min_sync(0xffffffffu, x);
+#endif
+}
+
 // Each warp works it out for itself; n is a multiple of 16.
 inline SpanExtent span_extent(const SpanRange* ranges, u32 n) {
     const i32 most = 0x7fffffff;
@@ -89,8 +97,25 @@ inline SpanExtent span_extent(const SpanRange* ranges, u32 n) {
             first_end = SpanLeast()(first_end, r.end);
         }
     }
-    return SpanExtent{warp_reduce(first, SpanLeast()), -warp_reduce(end, SpanLeast()),
-                      -warp_reduce(last_first, SpanLeast()), warp_reduce(first_end, SpanLeast())};
+    return SpanExtent{span_least(first), -span_least(end), -span_least(last_first), span_least(first_end)};
+}
+
+// Which part of the rows a block has: as blocks begin one after the other, those with much to do should come first. Queries
+// see more the later they are in their document, keys are seen by more the earlier. Where all blocks begin almost at once,
+// every other part goes first, so that no second block of a short document begins where a first one has left; where there
+// are many, neighbours find each other's rows in the cache.
+const u32 SPAN_FEW_BLOCKS = 1024;
+
+inline u32 span_part_of_keys() {
+    u32 i = blockIdx.y, n_even = (gridDim.y + 1) / 2;
+    if (gridDim.x * gridDim.y > SPAN_FEW_BLOCKS) return i;
+    return i < n_even ? 2 * i : 2 * (i - n_even) + 1;
+}
+
+inline u32 span_part_of_queries() {
+    u32 i = blockIdx.y, n = gridDim.y, n_odd = n / 2;
+    if (gridDim.x * n > SPAN_FEW_BLOCKS) return n - 1 - i;
+    return i < n_odd ? 2 * (n_odd - i) - 1 : 2 * (n - 1 - i);
 }
 
 // Lines of D elements with 16 bytes behind each, so that eight lines of a chunk lie in different banks.
@@ -101,7 +126,20 @@ template <int D> struct SpanLine {
 // Rows first .. first + ROWS of one head, as copies that are under way; zeros outside of begin .. end and behind head_dim.
 template <int ROWS, int D, typename T>
 inline void span_load(Place to, const T* from, u32 stride, u32 first, u32 begin, u32 end, u32 head_dim) {
-    const u32 CHUNKS = D / 8;
+    const u32 CHUNKS = D / 8, AT_ONCE = SPAN_THREADS / CHUNKS;
+    if (SPAN_THREADS % CHUNKS == 0) {
+        // A thread has one chunk of every so many rows. An address that is not there is not read.
+        u32 r = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, row = first + r;
+        u32 n_rows = 8 * chunk < head_dim ? end - begin : 0;
+        const T* at = from + (u64)row * stride + 8 * chunk;
+        to += r * SpanLine<D>::BYTES + 16 * chunk;
+#pragma unroll
+        for (int j = 0; j < ROWS / (int)AT_ONCE; j++) {
+            copy_async(to + j * AT_ONCE * SpanLine<D>::BYTES, at, row + j * AT_ONCE - begin < n_rows);
+            at += AT_ONCE * stride;
+        }
+        return;
+    }
 #pragma unroll
     for (int j = 0; j < ROWS * CHUNKS / SPAN_THREADS; j++) {
         u32 i = threadIdx.x + SPAN_THREADS * j, r = i / CHUNKS, chunk = i % CHUNKS, row = first + r;

@@ -1,6 +1,6 @@
 // span_grad.cu: gradients of span.cu with respect to q, k and v
 //
-//   pairs  [n_heads, pitch, 2]        f32: lse times log2 e (0 for padding), and the sum of dy y
+//   pairs  [n_heads, pitch, 2]        f32: lse times log2 e, and the sum of dy y; zeros for padding, whose dy may be NaN
 //   dq     [n, n_heads, head_dim]     T, dense
 //   dk, dv [n, n_kv_heads, head_dim]  T, dense
 //   dy, y  [n, n_heads, head_dim]     T, strides as given, like q, k, v
@@ -12,7 +12,7 @@
 // has rows of its own and loops over the other side, so that nothing is added by two blocks: keys add the heads of their
 // group one after the other.
 //
-// Launch    pairs: grid (ceil(n n_heads / 16)), block (128), shared 0
+// Launch    pairs: grid (ceil(n n_heads / 64)), block (128), shared 0
 //           keys: grid (n_kv_heads, ceil(n / ROWS)); queries: grid (n_heads, ceil(n / ROWS)); block (128), shared as
 //           shared_bytes below says; ROWS is 128 for D = 64 and 64 above it
 //           exact: grid (ceil(n n_kv_heads / 4)) for keys, (ceil(n n_heads / 4)) for queries, block (128), shared 0
@@ -23,33 +23,27 @@
 
 struct alignas(16) SpanFour { float a, b, c, d; };
 
-// Caps scores, with the cap's slope on what becomes their gradient; where there is no cap scores stay products, and unit
-// makes powers of two of either.
-template <int MT, int NT> inline void span_cap(float (*score)[NT][4], float (*slope)[NT][4], const SpanSizes& s) {
+// Caps scores. Without a cap scores stay products, and unit makes powers of two of either.
+template <int MT, int NT> inline void span_cap(float (*score)[NT][4], const SpanSizes& s) {
     float unit = 2.0f * SPAN_LOG2_E * s.scale / s.softcap;
 #pragma unroll
     for (int i = 0; i < MT; i++) {
 #pragma unroll
         for (int j = 0; j < NT; j++) {
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                float t = span_tanh(score[i][j][e], unit);
-                score[i][j][e] = s.softcap * t;
-                slope[i][j][e] *= 1.0f - t * t;
-            }
+            for (int e = 0; e < 4; e++) score[i][j][e] = s.softcap * span_tanh(score[i][j][e], unit);
         }
     }
 }
 
-// The weight of a score, and the gradient of the score but for the scale from what it is to be weighed.
-inline void span_weigh(float& score, float& slope, float unit, float lse) {
-    score = exp2_fast(__fmaf_rn(score, unit, -lse));
-    slope *= score;
+// The cap's slope for a capped score as a power of two, of which minus infinity has none.
+inline float span_cap_slope(float power, float lse, const SpanSizes& s) {
+    float t = fmaxf((power + lse) * (SPAN_LN_2 / s.softcap), -1.0f);
+    return 1.0f - t * t;
 }
 
-// Zeros where a row of a warp's does not see a column, of tiles from a column on.
-template <int MT, int NT>
-inline void span_mask(float (*score)[NT][4], float (*slope)[NT][4], const SpanRange* ranges, i32 first) {
+// Minus infinity, the power of no weight, where a row of a warp's does not see a column, of tiles from a column on.
+template <int MT, int NT> inline void span_mask(float (*power)[NT][4], const SpanRange* ranges, i32 first) {
     u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < MT; i++) {
@@ -60,36 +54,32 @@ inline void span_mask(float (*score)[NT][4], float (*slope)[NT][4], const SpanRa
             for (int e = 0; e < 4; e++) {
                 i32 p = first + 8 * j + lane % 4 * 2 + e % 2;
                 bool there = p >= range[e / 2].first && p < range[e / 2].end;
-                score[i][j][e] = there ? score[i][j][e] : 0.0f;
-                slope[i][j][e] = there ? slope[i][j][e] : 0.0f;
+                power[i][j][e] = there ? power[i][j][e] : -inf_f32();
             }
         }
     }
 }
 
-template <typename T, int D, int MT>
+template <typename T, int D, int MT, bool CAPPED>
 inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T* v, const i32* spans,
-                      const float* pairs, const SpanStrides& at, const SpanSizes& s) {
+                      const float* pairs, const SpanStrides& at, const SpanSizes& s, SpanRange* ranges) {
     // A warp has 16 MT keys, and takes SUB queries of a tile at a time.
     const u32 ROWS = 64 * MT, TILE = SPAN_TILE, LINE = SpanLine<D>::BYTES, STAGE = 2 * TILE * LINE + 8 * TILE;
     const int SUB = 32, NT = SUB / 8, DT = D / 8;
     DYNAMIC_SHARED(pool);
-    __shared__ SpanRange ranges[ROWS];
     const Place keys = place_of(pool), values = keys + ROWS * LINE, stages = values + ROWS * LINE;
     start();
-    // The first rows are seen by most: they begin first.
-    u32 kv_head = blockIdx.x, first_row = blockIdx.y * ROWS, group = s.n_heads / s.n_kv_heads;
+    u32 kv_head = blockIdx.x, first_row = span_part_of_keys() * ROWS, group = s.n_heads / s.n_kv_heads;
     u32 warp_row = threadIdx.x / 32 * 16 * MT, t = threadIdx.x % 4;
+    span_load<ROWS, D>(keys, k + (u64)kv_head * at.k.head, at.k.row, first_row, 0, s.n, s.head_dim);
+    span_load<ROWS, D>(values, v + (u64)kv_head * at.v.head, at.v.row, first_row, 0, s.n, s.head_dim);
     if (threadIdx.x < ROWS) ranges[threadIdx.x] = span_seeing(spans, first_row + threadIdx.x, s);
     __syncthreads();
     SpanExtent block = span_extent(ranges, ROWS), mine = span_extent(ranges + warp_row, 16 * MT);
     // Two pairs are copied at once.
-    i32 begin = block.first & ~1;
-    u32 n_tiles = block.first < block.end ? (block.end - begin + TILE - 1) / TILE : 0, n_steps = n_tiles * group;
-
-    auto load = [&](u32 step) {
-        u32 head = kv_head * group + step / n_tiles, tile = begin + step % n_tiles * TILE;
-        Place to = stages + step % 2 * STAGE;
+    const i32 begin = block.first & ~1;
+    auto load = [&](u32 head, u32 tile, u32 stage) {
+        Place to = stages + stage * STAGE;
         span_load<TILE, D>(to, q + (u64)head * at.q.head, at.q.row, tile, block.first, block.end, s.head_dim);
         span_load<TILE, D>(to + TILE * LINE, dy + (u64)head * at.dy.head, at.dy.row, tile, block.first, block.end,
                            s.head_dim);
@@ -100,26 +90,31 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
             copy_async(to + 2 * TILE * LINE + 16 * threadIdx.x, there ? from + 2 * pair : pairs, there);
         }
     };
-    span_load<ROWS, D>(keys, k + (u64)kv_head * at.k.head, at.k.row, first_row, 0, s.n, s.head_dim);
-    span_load<ROWS, D>(values, v + (u64)kv_head * at.v.head, at.v.row, first_row, 0, s.n, s.head_dim);
-    if (n_steps > 0) load(0);
+    u32 head = kv_head * group, end_head = head + (block.first < block.end ? group : 0), stage = 0;
+    if (head < end_head) load(head, begin, 0);
     copies_end_group();
 
-    bool capped = s.softcap > 0.0f;
-    float unit = capped ? SPAN_LOG2_E : s.scale * SPAN_LOG2_E;
+    float unit = CAPPED ? SPAN_LOG2_E : s.scale * SPAN_LOG2_E;
     float grad_k[MT][DT][4] = {}, grad_v[MT][DT][4] = {};
 #pragma unroll 1
-    for (u32 step = 0; step < n_steps; step++) {
+    for (i32 first = begin; head < end_head; stage ^= 1) {
         copies_wait<0>();
         __syncthreads();
+        i32 tiles = first;
+        // All tiles of a head, then those of the next one.
+        first += TILE;
+        if (first >= block.end) {
+            first = begin;
+            head++;
+        }
         // Into the stage that everybody left before the barrier.
-        if (step + 1 < n_steps) load(step + 1);
+        if (head < end_head) load(head, first, stage ^ 1);
         copies_end_group();
-        Place queries = stages + step % 2 * STAGE, grads = queries + TILE * LINE;
-        const float* pair = (const float*)(pool + 2 * ROWS * LINE + step % 2 * STAGE + 2 * TILE * LINE);
+        Place queries = stages + stage * STAGE, grads = queries + TILE * LINE;
+        const float* pair = (const float*)(pool + 2 * ROWS * LINE + stage * STAGE + 2 * TILE * LINE);
 #pragma unroll 1
         for (u32 sub = 0; sub < TILE; sub += SUB) {
-            i32 tile = begin + (i32)(step % n_tiles * TILE + sub);
+            i32 tile = tiles + (i32)sub;
             if (tile >= mine.end || tile + SUB <= mine.first) continue;
             float score[MT][NT][4] = {}, slope[MT][NT][4];
 #pragma unroll
@@ -138,14 +133,22 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
                     }
                 }
             }
+            if (CAPPED) span_cap<MT, NT>(score, s);
 #pragma unroll
             for (int j = 0; j < NT; j++) {
                 SpanFour both = *(const SpanFour*)(pair + 2 * (sub + 8 * j + 2 * t));
 #pragma unroll
                 for (int i = 0; i < MT; i++) {
-                    slope[i][j][0] = slope[i][j][2] = -both.b;
-                    slope[i][j][1] = slope[i][j][3] = -both.d;
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        score[i][j][e] = __fmaf_rn(score[i][j][e], unit, e % 2 == 0 ? -both.a : -both.c);
+                        slope[i][j][e] = e % 2 == 0 ? -both.b : -both.d;
+                    }
                 }
+            }
+            // The last branch of a turn: what follows is done while tensor cores multiply.
+            if (tile < mine.last_first || tile + SUB > mine.first_end) {
+                span_mask<MT, NT>(score, ranges + warp_row, tile);
             }
 #pragma unroll
             for (int d = 0; d < D / 16; d++) {
@@ -163,20 +166,19 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
                     }
                 }
             }
-            if (capped) span_cap<MT, NT>(score, slope, s);
 #pragma unroll
             for (int j = 0; j < NT; j++) {
-                SpanFour both = *(const SpanFour*)(pair + 2 * (sub + 8 * j + 2 * t));
+                SpanFour both = SpanFour{0.0f, 0.0f, 0.0f, 0.0f};
+                if (CAPPED) both = *(const SpanFour*)(pair + 2 * (sub + 8 * j + 2 * t));
 #pragma unroll
                 for (int i = 0; i < MT; i++) {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        span_weigh(score[i][j][e], slope[i][j][e], unit, e % 2 == 0 ? both.a : both.c);
+                        if (CAPPED) slope[i][j][e] *= span_cap_slope(score[i][j][e], e % 2 == 0 ? both.a : both.c, s);
+                        score[i][j][e] = exp2_fast(score[i][j][e]);
+                        slope[i][j][e] *= score[i][j][e];
                     }
                 }
-            }
-            if (tile < mine.last_first || tile + SUB > mine.first_end) {
-                span_mask<MT, NT>(score, slope, ranges + warp_row, tile);
             }
 #pragma unroll
             for (int j = 0; j < NT / 2; j++) {
@@ -217,22 +219,22 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
     }
 }
 
-template <typename T, int D, int MT>
+template <typename T, int D, int MT, bool CAPPED>
 inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v, const i32* spans, const float* pairs,
-                         const SpanStrides& at, const SpanSizes& s) {
+                         const SpanStrides& at, const SpanSizes& s, SpanRange* ranges) {
     // A warp has 16 MT queries, and takes SUB keys of a tile at a time.
     const u32 ROWS = 64 * MT, TILE = SPAN_TILE, LINE = SpanLine<D>::BYTES;
     const int SUB = 32, NT = SUB / 8, DT = D / 8;
     DYNAMIC_SHARED(pool);
-    __shared__ SpanRange ranges[ROWS];
     const Place queries = place_of(pool), grads = queries + ROWS * LINE, tiles = grads + ROWS * LINE;
     start();
-    // The last rows see most: they begin first.
-    u32 head = blockIdx.x, first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
+    u32 head = blockIdx.x, first_row = span_part_of_queries() * ROWS;
     u32 kv_head = head / (s.n_heads / s.n_kv_heads);
     u32 warp_row = threadIdx.x / 32 * 16 * MT, g = threadIdx.x % 32 / 4;
     k += (u64)kv_head * at.k.head;
     v += (u64)kv_head * at.v.head;
+    span_load<ROWS, D>(queries, q + (u64)head * at.q.head, at.q.row, first_row, 0, s.n, s.head_dim);
+    span_load<ROWS, D>(grads, dy + (u64)head * at.dy.head, at.dy.row, first_row, 0, s.n, s.head_dim);
     if (threadIdx.x < ROWS) ranges[threadIdx.x] = span_seen(spans, first_row + threadIdx.x, s);
     __syncthreads();
     SpanExtent block = span_extent(ranges, ROWS), mine = span_extent(ranges + warp_row, 16 * MT);
@@ -242,13 +244,10 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
         span_load<TILE, D>(keys, k, at.k.row, tile, block.first, block.end, s.head_dim);
         span_load<TILE, D>(keys + TILE * LINE, v, at.v.row, tile, block.first, block.end, s.head_dim);
     };
-    span_load<ROWS, D>(queries, q + (u64)head * at.q.head, at.q.row, first_row, 0, s.n, s.head_dim);
-    span_load<ROWS, D>(grads, dy + (u64)head * at.dy.head, at.dy.row, first_row, 0, s.n, s.head_dim);
     if (block.first < block.end) load(block.first, 0);
     copies_end_group();
 
-    bool capped = s.softcap > 0.0f;
-    float unit = capped ? SPAN_LOG2_E : s.scale * SPAN_LOG2_E, lse[MT][2], sum[MT][2];
+    float unit = CAPPED ? SPAN_LOG2_E : s.scale * SPAN_LOG2_E, lse[MT][2], sum[MT][2];
 #pragma unroll
     for (int i = 0; i < MT; i++) {
 #pragma unroll
@@ -286,14 +285,6 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
             if (tile >= mine.end || tile + SUB <= mine.first) continue;
             float score[MT][NT][4] = {}, slope[MT][NT][4];
 #pragma unroll
-            for (int i = 0; i < MT; i++) {
-#pragma unroll
-                for (int j = 0; j < NT; j++) {
-#pragma unroll
-                    for (int e = 0; e < 4; e++) slope[i][j][e] = -sum[i][e / 2];
-                }
-            }
-#pragma unroll
             for (int d = 0; d < D / 16; d++) {
 #pragma unroll
                 for (int j = 0; j < NT / 2; j++) {
@@ -304,6 +295,29 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
                         multiply(score[i][2 * j], left[i][d], b, T());
                         multiply(score[i][2 * j + 1], left[i][d], b + 2, T());
                     }
+                }
+            }
+            if (CAPPED) span_cap<MT, NT>(score, s);
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+#pragma unroll
+                for (int j = 0; j < NT; j++) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        score[i][j][e] = __fmaf_rn(score[i][j][e], unit, -lse[i][e / 2]);
+                        slope[i][j][e] = -sum[i][e / 2];
+                    }
+                }
+            }
+            // The last branch of a turn: what follows is done while tensor cores multiply.
+            if (tile < mine.last_first || tile + SUB > mine.first_end) {
+                span_mask<MT, NT>(score, ranges + warp_row, tile);
+            }
+#pragma unroll
+            for (int d = 0; d < D / 16; d++) {
+#pragma unroll
+                for (int j = 0; j < NT / 2; j++) {
+                    u32 b[4];
                     span_columns<D>(b, values, sub + 16 * j, d);
 #pragma unroll
                     for (int i = 0; i < MT; i++) {
@@ -312,19 +326,16 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
                     }
                 }
             }
-            if (capped) span_cap<MT, NT>(score, slope, s);
 #pragma unroll
             for (int i = 0; i < MT; i++) {
 #pragma unroll
                 for (int j = 0; j < NT; j++) {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        span_weigh(score[i][j][e], slope[i][j][e], unit, lse[i][e / 2]);
+                        if (CAPPED) slope[i][j][e] *= span_cap_slope(score[i][j][e], lse[i][e / 2], s);
+                        slope[i][j][e] *= exp2_fast(score[i][j][e]);
                     }
                 }
-            }
-            if (tile < mine.last_first || tile + SUB > mine.first_end) {
-                span_mask<MT, NT>(score, slope, ranges + warp_row, tile);
             }
 #pragma unroll
             for (int j = 0; j < NT / 2; j++) {
@@ -358,14 +369,18 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
         T* dk, T* dv, const T* __restrict__ dy, const T* __restrict__ q, const T* __restrict__ k,                \
         const T* __restrict__ v, const i32* __restrict__ spans, const float* __restrict__ pairs, SpanStrides at, \
         SpanSizes s) {                                                                                           \
-        span_keys<T, size, MT>(dk, dv, dy, q, k, v, spans, pairs, at, s);                                        \
+        __shared__ SpanRange ranges[64 * MT];                                                                    \
+        if (s.softcap > 0.0f) span_keys<T, size, MT, true>(dk, dv, dy, q, k, v, spans, pairs, at, s, ranges);    \
+        else span_keys<T, size, MT, false>(dk, dv, dy, q, k, v, spans, pairs, at, s, ranges);                    \
     }
 #define QUERIES(size, MT, name, T)                                                                                \
     extern "C" __global__ __launch_bounds__(128, 2) void span_grad_queries_d##size##_##name(                     \
         T* dq, const T* __restrict__ dy, const T* __restrict__ q, const T* __restrict__ k,                       \
         const T* __restrict__ v, const i32* __restrict__ spans, const float* __restrict__ pairs, SpanStrides at, \
         SpanSizes s) {                                                                                           \
-        span_queries<T, size, MT>(dq, dy, q, k, v, spans, pairs, at, s);                                         \
+        __shared__ SpanRange ranges[64 * MT];                                                                    \
+        if (s.softcap > 0.0f) span_queries<T, size, MT, true>(dq, dy, q, k, v, spans, pairs, at, s, ranges);     \
+        else span_queries<T, size, MT, false>(dq, dy, q, k, v, spans, pairs, at, s, ranges);                     \
     }
 
 // unit exact
@@ -373,33 +388,63 @@ template <typename T> struct alignas(16) SpanEight { T at[8]; };
 
 template <typename T>
 inline void span_pairs(float* pairs, const T* dy, const T* y, const float* lse, const SpanStrides& at, const SpanSizes& s) {
+    // Eight lanes to a head, each with several heads, so that enough is under way.
+    const int TIMES = 4;
     start();
-    // Eight lanes to a head.
-    u32 i = blockIdx.x * 16 + threadIdx.x / 8, part = threadIdx.x % 8;
-    bool there = i < s.n * s.n_heads;
-    u32 row = there ? i / s.n_heads : 0, head = there ? i % s.n_heads : 0;
-    const T *left = dy + at.dy.at(row, head), *right = y + at.y.at(row, head);
-    bool vector = s.head_dim % 8 == 0 && at.dy.element == 1 && at.y.element == 1 && ((u64)left | (u64)right) % 16 == 0;
-    float sum = 0.0f;
-    for (u32 d = 8 * part; d < s.head_dim; d += 64) {
-        if (vector) {
-            SpanEight<T> a = *(const SpanEight<T>*)(left + d), b = *(const SpanEight<T>*)(right + d);
+    u32 part = threadIdx.x % 8, index[TIMES], row[TIMES], head[TIMES];
+    const T *left[TIMES], *right[TIMES];
+    bool there[TIMES], vector = s.head_dim % 8 == 0 && at.dy.element == 1 && at.y.element == 1;
+    float sum[TIMES] = {}, log[TIMES];
 #pragma unroll
-            for (int e = 0; e < 8; e++) sum = __fmaf_rn(to_f32(a.at[e]), to_f32(b.at[e]), sum);
-        } else {
+    for (int k = 0; k < TIMES; k++) {
+        index[k] = blockIdx.x * 16 * TIMES + 16 * k + threadIdx.x / 8;
+        there[k] = index[k] < s.n * s.n_heads;
+        if (!there[k]) index[k] = 0;
+        row[k] = index[k] / s.n_heads;
+        head[k] = index[k] % s.n_heads;
+        left[k] = dy + at.dy.at(row[k], head[k]);
+        right[k] = y + at.y.at(row[k], head[k]);
+        vector = vector && ((u64)left[k] | (u64)right[k]) % 16 == 0;
+        log[k] = lse[index[k]];
+    }
+    if (vector) {
+        for (u32 d = 8 * part; d < s.head_dim; d += 64) {
+            SpanEight<T> a[TIMES], b[TIMES];
+#pragma unroll
+            for (int k = 0; k < TIMES; k++) {
+                a[k] = *(const SpanEight<T>*)(left[k] + d);
+                b[k] = *(const SpanEight<T>*)(right[k] + d);
+            }
+#pragma unroll
+            for (int k = 0; k < TIMES; k++) {
+#pragma unroll
+                for (int e = 0; e < 8; e++) sum[k] = __fmaf_rn(to_f32(a[k].at[e]), to_f32(b[k].at[e]), sum[k]);
+            }
+        }
+    } else {
+#pragma unroll 1
+        for (u32 d = 8 * part; d < s.head_dim; d += 64) {
+#pragma unroll 1
             for (u32 e = d; e < d + 8 && e < s.head_dim; e++) {
-                sum = __fmaf_rn(to_f32(left[(u64)e * at.dy.element]), to_f32(right[(u64)e * at.y.element]), sum);
+#pragma unroll
+                for (int k = 0; k < TIMES; k++) {
+                    float a = to_f32(left[k][(u64)e * at.dy.element]), b = to_f32(right[k][(u64)e * at.y.element]);
+                    sum[k] = __fmaf_rn(a, b, sum[k]);
+                }
             }
         }
     }
 #pragma unroll
-    for (int step = 4; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (there && part == 0) {
-        float log = lse[i];
-        float2* to = (float2*)pairs + (u64)head * s.pitch + row;
-        *to = make_float2(log == -inf_f32() ? 0.0f : log * SPAN_LOG2_E, sum);
-        // Nobody's, but it is copied with its neighbour.
-        if (row + 1 == s.n && s.pitch > s.n) to[1] = make_float2(0.0f, 0.0f);
+    for (int k = 0; k < TIMES; k++) {
+#pragma unroll
+        for (int step = 4; step > 0; step >>= 1) sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], step);
+        if (there[k] && part == 0) {
+            bool empty = log[k] == -inf_f32();
+            float2* to = (float2*)pairs + (u64)head[k] * s.pitch + row[k];
+            *to = make_float2(empty ? 0.0f : log[k] * SPAN_LOG2_E, empty ? 0.0f : sum[k]);
+            // Nobody's, but it is copied with its neighbour.
+            if (row[k] + 1 == s.n && s.pitch > s.n) to[1] = make_float2(0.0f, 0.0f);
+        }
     }
 }
 

@@ -19,7 +19,7 @@ use crate::view::View;
 use crate::vouch::Vouch;
 
 /// Rows and heads that a block of the first launch has.
-const PAIRS: usize = 16;
+const PAIRS: usize = 64;
 
 /// Gradients of `q`, `k` and `v`.
 #[derive(Clone, Copy, Debug)]
@@ -193,9 +193,11 @@ fn pairs(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let lse: Vec<f32> = k.read(k.ptr(3)?, n * n_heads)?;
     let mut pairs = vec![[0.0_f32; 2]; n_heads * pitch];
     for (i, (dy, y)) in dy.chunks_exact(head_dim).zip(y.chunks_exact(head_dim)).enumerate() {
-        let lse = if lse[i] == f32::NEG_INFINITY { 0.0 } else { lse[i] * std::f32::consts::LOG2_E };
+        if lse[i] == f32::NEG_INFINITY {
+            continue;
+        }
         let sum: f64 = dy.iter().zip(y).map(|(a, b)| a * b).sum();
-        pairs[i % n_heads * pitch + i / n_heads] = [lse, sum as f32];
+        pairs[i % n_heads * pitch + i / n_heads] = [lse[i] * std::f32::consts::LOG2_E, sum as f32];
     }
     k.write(k.ptr(0)?, pairs.as_flattened())
 }

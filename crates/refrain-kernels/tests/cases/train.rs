@@ -125,6 +125,9 @@ fn attention_rows() -> Vec<(SpanAttention, Rows)> {
             let spans = random_documents(67, head_dim as u64);
             rows.push((plain, Rows { head_dim, heads: [4, 2], spans, ..base.clone() }));
         }
+        // Four blocks of rows.
+        let four = Rows { heads: [1, 1], head_dim: 72, spans: documents(&[40, 160], 0), ..base.clone() };
+        rows.push((plain, four));
         // Not for tensor cores.
         rows.push((plain, Rows { head_dim: 5, spans: documents(&[9, 30], 1), ..base.clone() }));
         rows.push((both_ways, Rows { head_dim: 136, spans: documents(&[21], 0), ..base.clone() }));
