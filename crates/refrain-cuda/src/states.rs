@@ -6,7 +6,7 @@
 //! compared and put back as a whole.
 
 use refrain_graph::{
-    ADAM_PARAMS, AdamParam, AdamW, Feedback, Op, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam,
+    ADAM_PARAMS, AdamParam, AdamW, Feedback, Field, Op, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam,
     Segment, StateKind, TrainOp,
 };
 use refrain_kernels::{CommitState, Digester};
@@ -155,8 +155,15 @@ fn control_block(plan: &Plan, n_scratch: usize, case: usize, rng: &mut Random) -
             mask.put(&mut block, &values);
         }
     }
+    let mut tables: Vec<(Field, Rows)> = Vec::new();
     for paged in &plan.bounds().paged {
-        put_pages(&mut block, paged, n_scratch, case);
+        // Rows that are found through the same tables are the same ones: other tables would move what those write.
+        if let Some((_, rows)) = tables.iter().find(|(field, _)| *field == paged.tables) {
+            put_rows(&mut block, paged, rows);
+            continue;
+        }
+        let rows = put_pages(&mut block, paged, n_scratch, case);
+        tables.push((paged.tables, rows));
     }
     for spans in &plan.bounds().spans {
         spans.spans.put(&mut block, &documents(spans.n_rows(), case, rng));
@@ -289,18 +296,23 @@ fn sample_param(param: usize, case: usize) -> f32 {
 /// sequence its table walks through the scratch blocks again and again: earlier positions share places. Where there are
 /// several sequences, or a launch that appends a row may also be the one that reads the others, which is so for single
 /// rows, each sequence writes to blocks of its own, and its other positions are in blocks that nobody writes.
-fn put_pages(block: &mut [u8], p: &PagedBound, n_scratch: usize, case: usize) {
+fn put_pages(block: &mut [u8], p: &PagedBound, n_scratch: usize, case: usize) -> Rows {
     let (n, context) = (p.positions.len, p.max_blocks * p.kv_block);
     let rows = match p.n_seqs > 1 || n == 1 {
         true => rows_of_several(p, n_scratch.max(1), context, case),
         false => consecutive_rows(p, n_scratch.max(1), context, case),
     };
+    put_rows(block, p, &rows);
+    p.tables.put(block, &rows.tables);
+    rows
+}
+
+fn put_rows(block: &mut [u8], p: &PagedBound, rows: &Rows) {
     let at = |i: usize| rows.places.get(i).copied().unwrap_or((-1, 0));
-    let positions: Vec<i32> = (0..n).map(|i| at(i).0).collect();
-    let seqs: Vec<i32> = (0..n).map(|i| at(i).1).collect();
+    let positions: Vec<i32> = (0..p.positions.len).map(|i| at(i).0).collect();
+    let seqs: Vec<i32> = (0..p.positions.len).map(|i| at(i).1).collect();
     p.positions.put(block, &positions);
     p.seqs.put(block, &seqs);
-    p.tables.put(block, &rows.tables);
 }
 
 /// Position and sequence of each row, -1 for padding, and every sequence's blocks.

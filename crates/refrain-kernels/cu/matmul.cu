@@ -173,7 +173,7 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
 // does: deep along k, or flat across it.
 #define MATMUL(a_lies, DEEP_A, b_lies, DEEP_B, name, T)                                                      \
     extern "C" __global__ __launch_bounds__(128, 2) void matmul_##a_lies##_##b_lies##_##name(                \
-        T* y, const T* __restrict__ a, const T* __restrict__ b, Walk batch, Sizes s, const T* c) {           \
+        T* y, const T* a, const T* b, Walk batch, Sizes s, const T* c) {           \
         matmul<T, DEEP_A, DEEP_B>(y, a, b, batch, s, c);                                                     \
     }
 
@@ -193,8 +193,8 @@ inline void load_slice(float (*to)[SIDE + 4], const float* from, u32 first, u32 
     }
 }
 
-extern "C" __global__ __launch_bounds__(256) void matmul_f32(float* y, const float* __restrict__ a,
-                                                             const float* __restrict__ b, Walk batch, Sizes s,
+extern "C" __global__ __launch_bounds__(256) void matmul_f32(float* y, const float* a,
+                                                             const float* b, Walk batch, Sizes s,
                                                              const float* more) {
     __shared__ __align__(16) float left[2][SLICE][SIDE + 4], right[2][SLICE][SIDE + 4];
     start();

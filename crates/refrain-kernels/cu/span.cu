@@ -248,8 +248,8 @@ inline void span_forward_exact(T* y, float* lse, const T* q, const T* k, const T
 // shared_bytes: (64 MT + 256) (2 D + 16); src/span.rs holds the same numbers.
 #define SPAN(size, MT, name, T)                                                                                   \
     extern "C" __global__ __launch_bounds__(128, 2) void span_d##size##_##name(                                  \
-        T* y, float* lse, const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,             \
-        const i32* __restrict__ spans, SpanStrides at, SpanSizes s) {                                            \
+        T* y, float* lse, const T* q, const T* k, const T* v,             \
+        const i32* spans, SpanStrides at, SpanSizes s) {                                            \
         __shared__ SpanRange ranges[64 * MT];                                                                    \
         bool plain = s.softcap <= 0.0f && s.scale > 0.0f;                                                        \
         if (plain) span_forward<T, size, MT, true>(y, lse, q, k, v, spans, at, s, ranges);                       \
@@ -257,8 +257,8 @@ inline void span_forward_exact(T* y, float* lse, const T* q, const T* k, const T
     }
 #define SPAN_EXACT(name, T)                                                                                       \
     extern "C" __global__ __launch_bounds__(128) void span_exact_##name(                                         \
-        T* y, float* lse, const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,             \
-        const i32* __restrict__ spans, SpanStrides at, SpanSizes s) {                                            \
+        T* y, float* lse, const T* q, const T* k, const T* v,             \
+        const i32* spans, SpanStrides at, SpanSizes s) {                                            \
         span_forward_exact<T>(y, lse, q, k, v, spans, at, s);                                                    \
     }
 

@@ -366,8 +366,8 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
 // numbers.
 #define KEYS(size, MT, name, T)                                                                                   \
     extern "C" __global__ __launch_bounds__(128, 2) void span_grad_keys_d##size##_##name(                        \
-        T* dk, T* dv, const T* __restrict__ dy, const T* __restrict__ q, const T* __restrict__ k,                \
-        const T* __restrict__ v, const i32* __restrict__ spans, const float* __restrict__ pairs, SpanStrides at, \
+        T* dk, T* dv, const T* dy, const T* q, const T* k,                \
+        const T* v, const i32* spans, const float* pairs, SpanStrides at, \
         SpanSizes s) {                                                                                           \
         __shared__ SpanRange ranges[64 * MT];                                                                    \
         if (s.softcap > 0.0f) span_keys<T, size, MT, true>(dk, dv, dy, q, k, v, spans, pairs, at, s, ranges);    \
@@ -375,8 +375,8 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     }
 #define QUERIES(size, MT, name, T)                                                                                \
     extern "C" __global__ __launch_bounds__(128, 2) void span_grad_queries_d##size##_##name(                     \
-        T* dq, const T* __restrict__ dy, const T* __restrict__ q, const T* __restrict__ k,                       \
-        const T* __restrict__ v, const i32* __restrict__ spans, const float* __restrict__ pairs, SpanStrides at, \
+        T* dq, const T* dy, const T* q, const T* k,                       \
+        const T* v, const i32* spans, const float* pairs, SpanStrides at, \
         SpanSizes s) {                                                                                           \
         __shared__ SpanRange ranges[64 * MT];                                                                    \
         if (s.softcap > 0.0f) span_queries<T, size, MT, true>(dq, dy, q, k, v, spans, pairs, at, s, ranges);     \
@@ -512,19 +512,19 @@ inline void span_queries_exact(T* dq, const T* dy, const T* q, const T* k, const
 
 #define SPAN_GRAD_EXACT(name, T)                                                                                  \
     extern "C" __global__ __launch_bounds__(128) void span_grad_pairs_##name(                                    \
-        float* pairs, const T* __restrict__ dy, const T* __restrict__ y, const float* __restrict__ lse,          \
+        float* pairs, const T* dy, const T* y, const float* lse,          \
         SpanStrides at, SpanSizes s) {                                                                           \
         span_pairs<T>(pairs, dy, y, lse, at, s);                                                                 \
     }                                                                                                            \
     extern "C" __global__ __launch_bounds__(128) void span_grad_keys_exact_##name(                               \
-        T* dk, T* dv, const T* __restrict__ dy, const T* __restrict__ q, const T* __restrict__ k,                \
-        const T* __restrict__ v, const i32* __restrict__ spans, const float* __restrict__ pairs, SpanStrides at, \
+        T* dk, T* dv, const T* dy, const T* q, const T* k,                \
+        const T* v, const i32* spans, const float* pairs, SpanStrides at, \
         SpanSizes s) {                                                                                           \
         span_keys_exact<T>(dk, dv, dy, q, k, v, spans, pairs, at, s);                                            \
     }                                                                                                            \
     extern "C" __global__ __launch_bounds__(128) void span_grad_queries_exact_##name(                            \
-        T* dq, const T* __restrict__ dy, const T* __restrict__ q, const T* __restrict__ k,                       \
-        const T* __restrict__ v, const i32* __restrict__ spans, const float* __restrict__ pairs, SpanStrides at, \
+        T* dq, const T* dy, const T* q, const T* k,                       \
+        const T* v, const i32* spans, const float* pairs, SpanStrides at, \
         SpanSizes s) {                                                                                           \
         span_queries_exact<T>(dq, dy, q, k, v, spans, pairs, at, s);                                             \
     }

@@ -716,7 +716,7 @@ fn adamw(dtype: DType, masters: bool, clears: bool, sum_squares: f32, ns: &[usiz
     reference(&Op::Train(TrainOp::AdamW(adam.clone())), &operands, &mut after);
     // What is not applied stays as it is, to the bit.
     let tol = |dtype| match sum_squares.is_finite() {
-        true => Tol::Each(5e-6).rounded_to(dtype),
+        true => Tol::Whole(5e-6).rounded_to(dtype),
         false => Tol::Bits,
     };
     let mut roles: Vec<Role> = Vec::new();
