@@ -495,6 +495,43 @@ mod tests {
         (paged, block, rows)
     }
 
+    /// Appends of many rows and attention of a few, found through the same tables.
+    #[test]
+    fn rows_that_share_tables_are_the_same_rows() {
+        let cache = TensorType::new(DType::F16, [8, 1, 16, 4]);
+        let states = vec![State::paged("k", cache), State::paged("v", cache)];
+        let mut b = GraphBuilder::new(vec![], states);
+        let tables = b.input("tables", TensorType::new(DType::I32, [3, 6])).unwrap();
+        let mut rows = |name: &str, n: usize| {
+            let mut input = |what: &str, dtype, dims: &[usize]| {
+                let shape = refrain_tensor::Shape::new(dims).unwrap();
+                b.input(&format!("{what} {name}"), TensorType { dtype, shape }).unwrap()
+            };
+            let x = input("rows", DType::F32, &[n, 1, 4]);
+            (x, [input("positions", DType::I32, &[n]), input("seqs", DType::I32, &[n]), tables])
+        };
+        let ((x, appended), (q, seen)) = (rows("appended", 40), rows("seen", 5));
+        let caches = [0, 1].map(|i| {
+            let state = b.state(StateId::from_idx(i));
+            b.kv_append(state, x, appended).unwrap()
+        });
+        let attention = Attention { scale: 1.0, window: None, softcap: None };
+        let y = b.attention(attention, q, caches, seen).unwrap();
+        b.output("y", y).unwrap();
+        let plan = Plan::new(&b.finish(), PlanOptions::default()).unwrap();
+        assert_eq!(plan.bounds().paged.len(), 2);
+        for case in 0..N_CASES {
+            let block = control_block(&plan, 16, case, &mut Random(7));
+            let rows = |p: &PagedBound| -> Vec<(i32, i32)> {
+                let n = p.positions.len;
+                (0..n).map(|i| (p.positions.at(&block, i), p.seqs.at(&block, i))).collect()
+            };
+            let [many, few] = [0, 1].map(|i| rows(&plan.bounds().paged[i]));
+            assert_eq!(many[..few.len()], few, "case {case}");
+            assert!(few.iter().any(|(position, _)| *position >= 0), "case {case}: {few:?}");
+        }
+    }
+
     #[test]
     fn the_last_position_of_a_long_context_is_verified_by_every_size_of_step() {
         for (n, max_blocks) in [(1, 4), (1, 8192), (8, 8192), (512, 8192), (512, 256)] {
