@@ -6,11 +6,10 @@
 //! ([`Request::once`]) share what is left, and the KV of common beginnings. Every step is entered in the [`Ledger`]. [`BackendRunner`] makes a runner of any
 //! [`refrain_graph::Backend`]. [`Core`] is the same without the thread: one step at a time.
 //!
-//! ```no_run
+//! ```
 //! use refrain_engine::{Engine, EngineError, EngineOptions, Request, Runner, TokenEvent};
 //!
-//! # fn main() -> Result<(), EngineError> {
-//! # let runner: Box<dyn Runner> = unimplemented!();
+//! # fn example(runner: Box<dyn Runner>) -> Result<(), EngineError> {
 //! let engine = Engine::new(runner, EngineOptions::default())?;
 //! let sequence = engine.open(4096)?;
 //! let mut request = Request::new(&sequence, vec![1, 17, 5]);

@@ -5,7 +5,7 @@ mod common;
 use common::folder;
 use refrain_cpu::CpuBackend;
 use refrain_formats::ModelFiles;
-use refrain_graph::{ADAM_PARAMS, Backend, ControlBlock, Io, StateId};
+use refrain_graph::{ADAM_PARAMS, Backend, ControlBlock, Graph, Io, Op, StateId, TrainOp, fuse, join_sums};
 use refrain_models::{Model, TrainGraph, TrainPhase, TrainSpec, TrainStates};
 use refrain_tensor::{DType, HostTensor, quant};
 use safetensors::SafeTensors;
@@ -73,9 +73,15 @@ fn rounded(tensor: &HostTensor, dtype: DType) -> Vec<u8> {
 
 impl Bench {
     fn new(case: &str, spec: TrainSpec, phase: TrainPhase) -> Bench {
+        Bench::with(case, spec, phase, |graph| graph)
+    }
+
+    /// With something done to the step's graph.
+    fn with(case: &str, spec: TrainSpec, phase: TrainPhase, change: impl FnOnce(Graph) -> Graph) -> Bench {
         let model = Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap();
         let backend = CpuBackend::new(2).unwrap();
-        let step = model.train_graph(&spec, phase).unwrap();
+        let mut step = model.train_graph(&spec, phase).unwrap();
+        step.graph = change(step.graph);
         let states = model.train_states(&spec);
         let (weights, tensors) = model.frozen();
         let weights = backend.load(&weights, tensors).unwrap();
@@ -159,6 +165,31 @@ fn gradients_of_every_architecture_agree_with_pytorch() {
                     error(&bench.state(param.sum.unwrap()), &golden.floats(&format!("f32.grad.{name}")));
                 assert!(off < 1e-5, "{case}: gradient of {name} is off by {off:.2e}");
             }
+        }
+    }
+}
+
+/// What backends that add to what is there compile; the reference runs the joined ops here.
+#[test]
+fn joined_sums_have_the_gradients_of_pytorch() {
+    for case in ["llama-tied", "gemma3"] {
+        let golden = Golden::of(case);
+        let spec = TrainSpec { accumulates: true, ..SPEC };
+        let join = |graph: Graph| {
+            let joined = join_sums(&fuse(&graph).unwrap()).unwrap();
+            let count = |of: fn(&TrainOp) -> bool| {
+                joined.nodes().iter().filter(|n| matches!(&n.op, Op::Train(op) if of(op))).count()
+            };
+            assert!(count(|op| matches!(op, TrainOp::AddProduct)) > 0, "{case}");
+            assert!(count(|op| matches!(op, TrainOp::RmsNormGrad { adds: true, .. })) > 0, "{case}");
+            joined
+        };
+        let mut bench = Bench::with(case, spec, TrainPhase::Accumulate, join);
+        bench.run(&golden, 0);
+        for param in &bench.states.params {
+            let name = bench.model.hf_name(param.weight);
+            let off = error(&bench.state(param.sum.unwrap()), &golden.floats(&format!("f32.grad.{name}")));
+            assert!(off < 1e-5, "{case}: gradient of {name} is off by {off:.2e}");
         }
     }
 }

@@ -75,7 +75,7 @@ impl TrainConfig {
     }
 
     fn check_optimiser(&self) -> Result<(), ConfigError> {
-        let lr_hint = "3e-4 is a start for small models, 2e-4 for LoRA";
+        let lr_hint = "3e-4 is a start for small models, 2e-5 for one that was trained already";
         require(self.lr.is_finite() && self.lr > 0.0, "lr", self.lr, "a finite number above 0", lr_hint)?;
         let fits = self.min_lr >= 0.0 && self.min_lr <= self.lr;
         let hint = "a tenth of lr is usual";
