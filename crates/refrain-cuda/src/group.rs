@@ -15,7 +15,7 @@ pub(crate) fn fuses(query: &GroupQuery<'_>, card: &DeviceInfo) -> Fusion {
             fused::fuses(query, products, card)
         }
         GroupKind::Products(products) => prefill::fuses(query, products),
-        GroupKind::Attend(attend) => attend::fuses(query, attend),
+        GroupKind::Attend(attend) => attend::fuses(query, attend, card),
         // Turning in place is allowed: whoever reads an element writes it.
         GroupKind::RopeAppend(_) => Fusion::Staged,
     }

@@ -176,7 +176,7 @@ impl Lowering<'_> {
                 self.few(&steps(products), self.areas.own, &mut launches)?;
                 launches.into()
             }
-            Task::Attend(attend) => self.attend(attend, self.resident.counters)?.into(),
+            Task::Attend { attend, narrow } => self.attend(attend, narrow.as_ref())?.into(),
             Task::RopeKv(group) => self.rope_kv(group)?.into(),
             Task::Flash(node) => self.kernels.flash(&self.attention_args(plan.step(*node))?, None)?.into(),
             Task::Narrowed { node, to } => self.narrowed(plan.step(*node), to)?.into(),
@@ -217,7 +217,9 @@ impl Lowering<'_> {
             | Task::NarrowRows { products: nodes, .. }
             | Task::Gemm { products: nodes, .. } => nodes.iter().flat_map(of).collect(),
             Task::Library { product, .. } | Task::LibraryOfValues(product) => of(product).collect(),
-            Task::Attend(attend) => attend.appends.iter().chain([&attend.attention]).flat_map(of).collect(),
+            Task::Attend { attend, .. } => {
+                attend.appends.iter().chain([&attend.attention]).flat_map(of).collect()
+            }
             Task::RopeKv(group) => group.ropes.iter().chain(&group.appends).flat_map(of).collect(),
         }
     }

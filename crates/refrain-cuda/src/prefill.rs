@@ -288,7 +288,7 @@ impl NarrowTo {
         areas.rows.slice(0, 2 * (self.m * self.k) as u64)
     }
 
-    fn narrow(&self, areas: &PlacedAreas) -> Result<Narrow, DriverError> {
+    pub(crate) fn narrow(&self, areas: &PlacedAreas) -> Result<Narrow, DriverError> {
         Ok(Narrow { y: self.buf(areas)?, dtype: self.dtype, also_wide: self.also_wide })
     }
 }

@@ -32,7 +32,7 @@ const PACK_BYTES: u64 = 32 << 20;
 const PACK_ROWS: usize = 8;
 
 /// Counters of the kernels that have some. What choices keep lies behind them.
-pub(crate) const COUNTER_BYTES: u64 = 16 << 10;
+pub(crate) const COUNTER_BYTES: u64 = 64 << 10;
 
 /// A model as the host holds it.
 #[derive(Debug, Default)]

@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use refrain_driver::api::DeviceInfo;
 use refrain_graph::{
-    Attend, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer, ProductPart, Products, RopeAppend,
-    Step, TrainOp, Weight,
+    Attend, BufferId, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer, ProductPart, Products,
+    RopeAppend, Step, TrainOp, Weight,
 };
 use refrain_kernels::{
     BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, attention_scratch_bytes,
@@ -35,8 +35,9 @@ pub(crate) enum Task {
     Linear(Vec<NodeId>),
     /// Products of the same rows with packed weights of one dtype.
     Few(Vec<NodeId>),
-    /// All from the norms of queries and keys to attention, for one row.
-    Attend(Attend),
+    /// All from the norms of queries and keys to attention, for rows of different sequences; in 16 bits where the products
+    /// behind it take them so.
+    Attend { attend: Attend, narrow: Option<NarrowTo> },
     /// Ropes and appends.
     RopeKv(RopeAppend),
     /// Attention of many rows, in F32.
@@ -95,6 +96,7 @@ impl Chooser<'_> {
                 tasks: &mut tasks,
                 out: SegmentTasks::default(),
                 remarks: Vec::new(),
+                held: None,
             };
             for refusal in plan.refusals() {
                 let label = &plan.step(refusal.node).label;
@@ -102,7 +104,10 @@ impl Chooser<'_> {
                     choice.tell(label, APART, refusal.because.clone());
                 }
             }
-            plan.groups_of(segment).iter().for_each(|group| choice.group(group));
+            let groups = plan.groups_of(segment);
+            for (i, group) in groups.iter().enumerate() {
+                choice.group(group, groups.get(i + 1));
+            }
             let out = choice.finish();
             tasks.segments.push(out);
         }
@@ -131,6 +136,8 @@ struct Choice<'a> {
     tasks: &'a mut Tasks,
     out: SegmentTasks,
     remarks: Vec<Remark>,
+    /// What the group before has left in the area of rows in 16 bits for the next one: of which buffer.
+    held: Option<(BufferId, DType)>,
 }
 
 impl<'a> Choice<'a> {
@@ -169,7 +176,8 @@ impl<'a> Choice<'a> {
         self.tasks.areas.own = self.tasks.areas.own.max(bytes);
     }
 
-    fn group(&mut self, group: &Group) {
+    fn group(&mut self, group: &Group, next: Option<&Group>) {
+        let held = self.held.take();
         match &group.kind {
             GroupKind::One(node) => self.op(*node),
             GroupKind::Products(products)
@@ -180,13 +188,14 @@ impl<'a> Choice<'a> {
             GroupKind::Products(products) => {
                 match n_rows(&self.step(products.parts[0].product).inputs[0].layout) {
                     1 => self.one_row(products),
-                    _ => self.many_rows(products),
+                    _ => self.many_rows(products, held),
                 }
             }
             GroupKind::Attend(attend) => {
                 let sizes = Sizes::of_step(self.step(attend.attention));
                 self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.n_sms)));
-                self.push(Task::Attend(*attend));
+                let narrow = self.narrow_attention(attend.attention, next);
+                self.push(Task::Attend { attend: *attend, narrow });
             }
             GroupKind::RopeAppend(group) => self.push(Task::RopeKv(*group)),
         }
@@ -264,6 +273,23 @@ impl<'a> Choice<'a> {
         let obstacle = self.by.kernels.span_obstacle(step.inputs[0].dtype, &layouts, is_grad);
         obstacle.into_iter().for_each(|because| self.tell(&step.label, EXACT, because));
         self.push(Task::Op(node));
+    }
+
+    /// Where attention of several rows writes them in 16 bits: the next group multiplies them on tensor cores.
+    fn narrow_attention(&mut self, attention: NodeId, next: Option<&Group>) -> Option<NarrowTo> {
+        let rows = &self.step(attention).outputs[0];
+        let GroupKind::Products(Products { producer: None, parts, .. }) = &next?.kind else { return None };
+        let products: Vec<NodeId> = parts.iter().map(|part| part.product).collect();
+        let x = &self.step(products[0]).inputs[0];
+        if x.buffer != rows.buffer || !x.layout.is_contiguous() || n_rows(&x.layout) == 1 {
+            return None;
+        }
+        let shapes: Option<Vec<Shape>> =
+            products.iter().map(|&node| Shape::of_many(self.step(node))).collect();
+        let shapes = shapes.filter(|s| s.windows(2).all(|w| w[0].rows_dtype() == w[1].rows_dtype()))?;
+        let to = self.narrow_to(&shapes[0], self.is_read_by_others(attention, &products));
+        self.held = Some((rows.buffer, to.dtype));
+        Some(to)
     }
 
     /// Attention by the kernel that splits a context among blocks.
@@ -345,7 +371,7 @@ impl<'a> Choice<'a> {
         sets
     }
 
-    fn many_rows(&mut self, group: &Products) {
+    fn many_rows(&mut self, group: &Products, held: Option<(BufferId, DType)>) {
         let products: Vec<NodeId> = group.parts.iter().map(|part| part.product).collect();
         let on_tensor_cores = |&node: &NodeId| Shape::of_many(self.step(node)).map(|shape| (node, shape));
         let narrow: Vec<(NodeId, Shape)> = products.iter().filter_map(on_tensor_cores).collect();
@@ -363,7 +389,10 @@ impl<'a> Choice<'a> {
                 self.op(producer.node());
                 None
             }
-            (None, _) => None,
+            (None, _) => {
+                let rows = self.step(products[0]).inputs[0].buffer;
+                held.filter(|(buffer, _)| *buffer == rows).map(|(_, dtype)| dtype)
+            }
         };
         for dtype in dtypes {
             let these: Vec<(NodeId, Shape)> =

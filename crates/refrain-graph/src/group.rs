@@ -7,6 +7,7 @@
 
 use crate::facts::{Facts, Seen};
 use crate::graph::{Graph, NodeId};
+use crate::inputs::StepInputs;
 use crate::op::{Binary, Op};
 use crate::schedule::Dependencies;
 use std::collections::HashMap;
@@ -184,6 +185,11 @@ pub struct GroupQuery<'a> {
 }
 
 impl<'a> GroupQuery<'a> {
+    /// What the inputs of the graph mean, where it is a model's step.
+    pub fn step(&self) -> Option<&'a StepInputs> {
+        self.facts.graph.step()
+    }
+
     /// What a node computes.
     pub fn op(&self, node: NodeId) -> &'a Op {
         &self.facts.graph.node(node).op

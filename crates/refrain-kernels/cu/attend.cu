@@ -1,6 +1,6 @@
 // attend.cu: all that a decoded token does between its q, k, v products and the output product
 //
-//   y           [n, n_heads, head_dim]                      f32
+//   y           [n, n_heads, head_dim]                      f32, or null: only narrow is written
 //   partials    [n, n_heads, n_splits, head_dim / 4]        Partial; scratch
 //   counters    [n, n_groups, WARPS]                        u32; zero before the first launch, zero after every one
 //   k_cache, v_cache  [n_blocks, n_kv_heads, kv_block, head_dim]  T
@@ -10,6 +10,7 @@
 //   tables      [n_seqs, max_blocks]                        i32
 //   inv_freq    [n_dims / 2]                                f32
 //   q_norm, k_norm    [head_dim]                            f32, or null: no norm
+//   narrow      [n, n_heads, head_dim]                      y rounded to F16 or BF16 for the product behind; or null
 //
 // Heads of q and k are normed (RMS) and turned (turn.cuh); the key, and the value as it is, go into the caches at the
 // row's position, rounded to T. Then y[i, h] = softmax(scale q . k) v over the positions that the row sees, its own
@@ -57,7 +58,29 @@ struct Attend {
     u32 alone;     // the next kernel starts only when this one has ended
     u32 early;     // all of a ring is asked for before the wait, else two thirds of it
     u32 warp_bytes;
+    u32 narrow_bf16;  // narrow is BF16, else F16
     Pages pages;
+};
+
+// Where results go: four elements of a head at a time.
+struct Result {
+    float* y;
+    u16* narrow;
+    bool bf16;
+
+    inline void store(u64 at, float4 x) const {
+        if (y != nullptr) {
+            y[at] = x.x;
+            y[at + 1] = x.y;
+            y[at + 2] = x.z;
+            y[at + 3] = x.w;
+        }
+        if (narrow != nullptr) {
+            uint2 words = bf16 ? make_uint2(pack(x.x, x.y, BF16()), pack(x.z, x.w, BF16()))
+                               : make_uint2(pack(x.x, x.y, F16()), pack(x.z, x.w, F16()));
+            *(uint2*)(narrow + at) = words;
+        }
+    }
 };
 
 #ifndef REFRAIN_ON_HOST
@@ -103,7 +126,7 @@ template <u32 GROUPS> inline void add_partials(Sum& all, const Partial* partials
 template <typename T, int DIMS, int HEADS, typename Core>
 inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_cache, const float* q, const float* k,
                    const float* v, const i32* positions, const i32* seqs, const i32* tables, const float* inv_freq,
-                   const float* q_norm, const float* k_norm, const Rows& q_rows, const Rows& k_rows,
+                   const float* q_norm, const float* k_norm, u16* narrow, const Rows& q_rows, const Rows& k_rows,
                    const Rows& v_rows, const Attend& s) {
     const u32 PAIRS = DIMS / 64;                          // pairs of a head that a lane turns
     const u32 ITEMS = (HEADS + 2 + WARPS - 1) / WARPS;    // heads that a warp turns: queries, key, value
@@ -236,10 +259,13 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         position = position_now;
         seq = seq_now;
     }
+    Result result = {y, narrow, s.narrow_bf16 != 0};
     if (!is_row) {
-        float* out = y + ((u64)row * s.n_heads + first_head) * head_dim;
+        u64 first = ((u64)row * s.n_heads + first_head) * head_dim;
         if (split == 0) {
-            for (u32 i = threadIdx.x; i < n_heads * head_dim; i += THREADS) out[i] = 0.0f;
+            for (u32 i = 4 * threadIdx.x; i < n_heads * head_dim; i += 4 * THREADS) {
+                result.store(first + i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+            }
         }
         return;
     }
@@ -337,9 +363,9 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         all.add(shares[w][h], *(const float4*)(space + w * s.warp_bytes + 4 * (h * Core::PITCH + 4 * d)));
     }
     all.add_lanes(PART);
-    float* out = y + head_row * head_dim + 4 * d;
+    u64 out = head_row * head_dim + 4 * d;
     if (blocks_shift == 0) {
-        if (stores) all.store(out);
+        if (stores) result.store(out, all.mean());
         return;
     }
 
@@ -359,7 +385,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     // Heads and elements that are not there have left nothing.
     if (is_there) add_partials<GROUPS>(all, left_by, member, n_blocks, stride);
     all.add_lanes(PART);
-    if (stores) all.store(out);
+    if (stores) result.store(out, all.mean());
 }
 
 #define ATTEND(dims, heads, name, T, Core)                                                                 \
@@ -367,11 +393,11 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         attend_d##dims##_h##heads##_##name(                                                                \
             float* y, float* partials, u32* counters, T* k_cache, T* v_cache, const float* q,              \
             const float* k, const float* v, const i32* positions, const i32* seqs, const i32* tables,      \
-            const float* inv_freq, const float* q_norm, const float* k_norm, Rows q_rows, Rows k_rows,     \
-            Rows v_rows, Attend s) {                                                                       \
+            const float* inv_freq, const float* q_norm, const float* k_norm, u16* narrow, Rows q_rows,     \
+            Rows k_rows, Rows v_rows, Attend s) {                                                          \
         attend<T, dims, heads, Core<T, dims, heads>>(y, partials, counters, k_cache, v_cache, q, k, v,     \
                                                      positions, seqs, tables, inv_freq, q_norm, k_norm,    \
-                                                     q_rows, k_rows, v_rows, s);                           \
+                                                     narrow, q_rows, k_rows, v_rows, s);                   \
     }
 #define ATTEND_SMALL(dims, name, T, Core) \
     ATTEND(dims, 2, name, T, Core)        \

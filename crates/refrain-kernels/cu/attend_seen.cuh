@@ -123,12 +123,9 @@ struct Sum {
         }
     }
 
-    inline void store(float* y) const {
+    inline float4 mean() const {
         // Something that is seen has the weight one, so that totals are zero or at least that.
         float inverse = total == 0.0f ? 0.0f : reciprocal(total);
-        y[0] = sum.x * inverse;
-        y[1] = sum.y * inverse;
-        y[2] = sum.z * inverse;
-        y[3] = sum.w * inverse;
+        return make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
     }
 };

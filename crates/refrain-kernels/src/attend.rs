@@ -11,6 +11,7 @@ use crate::card::Card;
 use crate::error::{Case, KernelError};
 use crate::kv::{PageSizes, Pages, append};
 use crate::load::Kernels;
+use crate::narrow::{self, Narrow};
 use crate::registry::{Entry, P, lowercase};
 use crate::source::Family;
 use crate::tuning::AttendTuning;
@@ -32,7 +33,7 @@ const COUNTERS: usize = 8;
 /// More blocks for a head cost more to merge than they gain.
 const MAX_SPLITS: usize = 128;
 /// The most rows that [`Kernels::attend`] takes.
-pub const MAX_ATTEND_ROWS: usize = 8;
+pub const MAX_ATTEND_ROWS: usize = 1024;
 
 /// Norm, rope, append and attention of rows that are each the newest of a sequence of their own:
 /// [`crate::RmsNormArgs`] of queries and keys, [`crate::RopeKvArgs`] and [`crate::AttentionArgs`] at once.
@@ -52,6 +53,8 @@ pub struct AttendArgs<'a> {
     pub norm: Option<AttendNorm>,
     /// `[n, n_heads, head_dim]` F32.
     pub y: Buf,
+    /// The same in 16 bits, and whether `y` is written as well.
+    pub narrow: Option<Narrow>,
     /// `[n_blocks, n_kv_heads, kv_block, head_dim]`, changed in place.
     pub k_cache: Buf,
     /// As `k_cache`.
@@ -115,8 +118,10 @@ pub struct AttendNorm {
 /// How many blocks to a head of a cache fill a card of `n_sms` multiprocessors, for contexts of up to `max_len` positions.
 #[must_use]
 pub fn attend_splits(n: usize, n_kv_heads: usize, max_len: usize, n_sms: u32) -> usize {
-    // One block to a multiprocessor: each is busy with what it has under way.
-    let filling = (n_sms as usize / (n * n_kv_heads).max(1)).clamp(1, MAX_SPLITS);
+    // One block to a multiprocessor: each is busy with what it has under way. Rows are of different lengths, so there are
+    // two for them: where a row is short, those that are not needed end at once.
+    let places = if n > 1 { 2 * n_sms as usize } else { n_sms as usize };
+    let filling = (places / (n * n_kv_heads).max(1)).clamp(1, MAX_SPLITS);
     // The largest power of two that is not above it.
     if max_len <= ALONE { 1 } else { 1 << filling.ilog2() }
 }
@@ -133,7 +138,10 @@ pub fn attend_scratch_bytes(n: usize, n_heads: usize, head_dim: usize, n_splits:
 
 /// Counters that [`Kernels::attend`] needs, zero before the first launch.
 #[must_use]
-pub fn attend_counter_bytes(n: usize, n_heads: usize) -> u64 {
+pub fn attend_counter_bytes(n: usize, n_heads: usize, n_splits: usize) -> u64 {
+    if n_splits <= 1 {
+        return 0;
+    }
     // There are at most as many blocks of heads as heads.
     4 * (COUNTERS as u64).saturating_mul(n as u64).saturating_mul(n_heads as u64)
 }
@@ -160,6 +168,7 @@ struct Sizes {
     alone: u32,
     early: u32,
     warp_bytes: u32,
+    narrow_bf16: u32,
     pages: PageSizes,
 }
 
@@ -194,7 +203,10 @@ impl Kernels {
         let sizes = sizes(&case, a, per_block, alone, warp_bytes)?;
         let launch = self.launch(&name(size, per_block, a.cache_dtype), grid, BLOCK)?;
         let launch = launch.shared(N_WARPS * warp_bytes);
-        let launch = launch.step(a.step).write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?);
+        let launch = match a.narrow {
+            Some(Narrow { also_wide: false, .. }) => launch.step(a.step).null(),
+            _ => launch.step(a.step).write(case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?),
+        };
         let launch = match (a.n_splits, a.scratch, a.counters) {
             (1, ..) => launch.null().null(),
             (_, Some(scratch), Some(counters)) => {
@@ -220,6 +232,10 @@ impl Kernels {
             Some(norm) => launch
                 .read(case.words("the norm of queries", norm.q, &[a.head_dim])?)
                 .read(case.words("the norm of keys", norm.k, &[a.head_dim])?),
+        };
+        let launch = match a.narrow {
+            None => launch.null(),
+            Some(narrow) => launch.write(narrow.check(&case, a.n, a.n_heads * a.head_dim)?),
         };
         let launch = launch.baked(Baked(q_rows)).baked(Baked(k_rows)).baked(Baked(v_rows));
         Ok(launch.baked(Baked(sizes)).vouch(&case))
@@ -289,6 +305,7 @@ fn sizes(
         alone: u32::from(alone),
         early: u32::from(a.early),
         warp_bytes,
+        narrow_bf16: u32::from(a.narrow.is_some_and(|narrow| narrow.dtype == DType::BF16)),
         pages: PageSizes {
             n_blocks: a.n_blocks as u32,
             n_kv_heads: a.n_kv_heads as u32,
@@ -327,7 +344,7 @@ fn all_kernels() -> impl Iterator<Item = (DType, usize, usize)> {
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     const R: usize = size_of::<Rows>();
-    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<Sizes>()];
+    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<Sizes>()];
     for (dtype, size, heads) in all_kernels() {
         let name = name(size, heads, dtype);
         let entry = Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype));
@@ -338,7 +355,7 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
 
 /// The four ops one after the other.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let s = k.arg::<Sizes>(17)?;
+    let s = k.arg::<Sizes>(18)?;
     let n = k.config().grid[1] as usize;
     let [n_heads, n_kv_heads, head_dim] =
         [s.n_heads, s.pages.n_kv_heads, s.pages.head_dim].map(|n| n as usize);
@@ -357,8 +374,8 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
         }
         run_f32(&rope, &[&x, &positions, &inv_freq], &dims)
     };
-    let (q, keys) = (turned(k, [5, 12, 14], n_heads)?, turned(k, [6, 13, 15], n_kv_heads)?);
-    let values = read_rows(k, k.ptr(7)?, k.arg(16)?, n * n_kv_heads, head_dim)?;
+    let (q, keys) = (turned(k, [5, 12, 15], n_heads)?, turned(k, [6, 13, 16], n_kv_heads)?);
+    let values = read_rows(k, k.ptr(7)?, k.arg(17)?, n * n_kv_heads, head_dim)?;
     let caches = [(k.ptr(3)?, keys.as_slice()), (k.ptr(4)?, values.as_slice())];
     let pointers = [k.ptr(8)?, k.ptr(9)?, k.ptr(10)?];
     append(k, dtype, &caches, pointers, n, &s.pages)?;
@@ -377,7 +394,8 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     };
     let [positions, seqs, tables] = pointers;
     let y = attention::whole(k, &sizes, dtype, &q, [k.ptr(3)?, k.ptr(4)?, positions, seqs, tables])?;
-    k.write(k.ptr(0)?, &y)
+    let to = if s.narrow_bf16 != 0 { DType::BF16 } else { DType::F16 };
+    if k.arg::<u64>(14)? == 0 { k.write(k.ptr(0)?, &y) } else { narrow::write(k, &y, 14, Some(0), to) }
 }
 
 /// What the kernel reads before its wait: weights, and what rows see of the caches before their own position. Positions,

@@ -34,7 +34,7 @@ pub struct Narrow {
 }
 
 impl Narrow {
-    fn check(&self, case: &Case<'_>, n_rows: usize, n_cols: usize) -> Result<Buf, KernelError> {
+    pub(crate) fn check(&self, case: &Case<'_>, n_rows: usize, n_cols: usize) -> Result<Buf, KernelError> {
         crate::require!(case, GEMM_DTYPES.contains(&self.dtype), "rows become F16 or BF16");
         crate::require!(case, n_cols.is_multiple_of(4), "n_cols must be a multiple of 4");
         crate::require!(case, n_rows <= 65_535, "at most 65535 rows go in one launch");
@@ -192,7 +192,14 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     }
 }
 
-fn write(k: &mut SimKernel<'_>, values: &[f32], y: usize, wide: Option<usize>, dtype: DType) -> KernelResult {
+/// Writes values in 16 bits through argument `y`, and as they are through argument `wide` unless that is null.
+pub(crate) fn write(
+    k: &mut SimKernel<'_>,
+    values: &[f32],
+    y: usize,
+    wide: Option<usize>,
+    dtype: DType,
+) -> KernelResult {
     let y = k.ptr(y)?;
     match dtype {
         DType::F16 => k.write(y, &values.iter().map(|&v| f16::from_f32(v)).collect::<Vec<_>>())?,

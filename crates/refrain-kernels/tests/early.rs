@@ -118,6 +118,7 @@ fn token(bed: &mut Bed) -> Token {
         v: heads(v),
         norm: Some(AttendNorm { q: norm, k: norm, eps: 1e-5 }),
         y,
+        narrow: None,
         k_cache,
         v_cache,
         cache_dtype: DType::F32,

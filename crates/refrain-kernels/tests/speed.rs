@@ -46,7 +46,7 @@ fn attend_us(bed: &mut Bed, dtype: DType, head_dim: usize, context: usize) -> f6
     let sizes = [sizes[0], sizes[1], sizes[2], sizes[3], 4, 4, 4 * max_blocks, 2 * head_dim];
     let regions: Vec<_> = names.iter().zip(sizes).map(|(name, bytes)| region(name, bytes)).collect();
     let scratch = region("scratch", attend_scratch_bytes(1, n_heads, head_dim, n_splits) as usize);
-    let counters = region("counters", attend_counter_bytes(1, n_heads) as usize);
+    let counters = region("counters", attend_counter_bytes(1, n_heads, n_splits) as usize);
     let caches: Vec<_> = (0..2 * N_LAYERS).map(|i| region(&format!("cache {i}"), cache_bytes)).collect();
     let memory = bed.plan(&layout);
     let b: Vec<_> = regions.iter().map(|&r| memory.buf(r)).collect();
@@ -56,7 +56,7 @@ fn attend_us(bed: &mut Bed, dtype: DType, head_dim: usize, context: usize) -> f6
     bed.stream.upload(&mut lease, b[5], &i32s(&[0])).unwrap();
     let table: Vec<i32> = (0..max_blocks as i32).map(|i| i * 37 % max_blocks as i32).collect();
     bed.stream.upload(&mut lease, b[6], &i32s(&table)).unwrap();
-    let zeros = vec![0; attend_counter_bytes(1, n_heads) as usize];
+    let zeros = vec![0; attend_counter_bytes(1, n_heads, n_splits) as usize];
     bed.stream.upload(&mut lease, memory.buf(counters), &zeros).unwrap();
     let launch = |layer: usize| {
         bed.kernels.attend(&AttendArgs {
@@ -67,6 +67,7 @@ fn attend_us(bed: &mut Bed, dtype: DType, head_dim: usize, context: usize) -> f6
             v: dense(b[2], &[1, n_kv_heads, head_dim]),
             norm: None,
             y: b[3],
+            narrow: None,
             k_cache: memory.buf(caches[2 * layer]),
             v_cache: memory.buf(caches[2 * layer + 1]),
             cache_dtype: dtype,

@@ -2,7 +2,9 @@
 
 use refrain_driver::{Buf, Layout};
 use refrain_graph::{Attention, Op, Rope, RopeStyle, TensorType};
-use refrain_kernels::{AttendArgs, AttendNorm, RopeKvArgs, View, attend_counter_bytes, attend_scratch_bytes};
+use refrain_kernels::{
+    AttendArgs, AttendNorm, Narrow, RopeKvArgs, View, attend_counter_bytes, attend_scratch_bytes,
+};
 use refrain_tensor::DType;
 use refrain_testkit::{Rng, Tol, encode};
 
@@ -27,6 +29,8 @@ pub struct Setup {
     /// For each row its position; row `i` is of sequence `n - 1 - i`, or `i` when `in_order`.
     pub positions: Vec<i32>,
     pub in_order: bool,
+    /// Results in 16 bits, and whether also in 32.
+    pub narrow: Option<(DType, bool)>,
 }
 
 impl Default for Setup {
@@ -44,6 +48,7 @@ impl Default for Setup {
             gain: 1.0,
             positions: vec![0, 1, -1, 31, 32, 33, 255, 256],
             in_order: false,
+            narrow: None,
         }
     }
 }
@@ -92,6 +97,13 @@ pub fn attend() -> Vec<Case> {
     }
     for kv_block in [16, 128] {
         all.push(Setup { kv_block, positions: rows[1].clone(), eps: Some(1e-5), ..base() });
+    }
+    // Results in 16 bits, of more rows than a card has multiprocessors to a head.
+    for (i, narrow) in
+        [(DType::BF16, false), (DType::F16, false), (DType::BF16, true)].into_iter().enumerate()
+    {
+        let (n_splits, positions) = (1 << i, (0..70).map(|row| row * 7 % 90 - 1).collect());
+        all.push(Setup { narrow: Some(narrow), n_splits, positions, ..base() });
     }
     let attention = Attention { softcap: Some(2.0), ..base().attention };
     all.push(Setup { attention, positions: rows[1].clone(), ..base() });
@@ -194,10 +206,22 @@ fn make(s: &Setup) -> Made {
     let y = reference_f32(&Op::Attention(s.attention), &inputs, &[n, n_heads, head_dim]);
     let (cache_tol, tol) = tolerances(dtype);
     let scratch = attend_scratch_bytes(n, n_heads, head_dim, s.n_splits) as usize;
-    let counters = vec![0; attend_counter_bytes(n, n_heads) as usize];
+    let counters = vec![0; attend_counter_bytes(n, n_heads, s.n_splits).max(4) as usize];
+    let narrow = s.narrow.map_or(DType::F16, |(dtype, _)| dtype);
+    let (narrow_before, narrow_after) = (vec![0xcd; 2 * y.len()], encode(narrow, &y));
+    let narrow_role = match s.narrow {
+        Some(_) => {
+            let tol = tolerances(narrow).0;
+            Role::InOut { before: narrow_before, after: narrow_after, dtype: narrow, tol }
+        }
+        None => Role::In(narrow_before),
+    };
     let [q_norm, k_norm] = norms;
     let roles = vec![
-        Role::Out(y, tol),
+        match s.narrow {
+            Some((_, false)) => Role::In(vec![0xcd; 4 * y.len()]),
+            _ => Role::Out(y, tol),
+        },
         Role::Scratch(scratch),
         // Zero before, and zero after.
         Role::In(counters),
@@ -210,6 +234,7 @@ fn make(s: &Setup) -> Made {
         Role::In(inv_freq),
         Role::In(q_norm),
         Role::In(k_norm),
+        narrow_role,
     ];
     Made { roles, n_blocks, max_blocks }
 }
@@ -265,6 +290,7 @@ fn case(s: Setup) -> Case {
             v,
             norm: s.eps.map(|eps| AttendNorm { q: b[10], k: b[11], eps }),
             y: b[0],
+            narrow: s.narrow.map(|(dtype, also_wide)| Narrow { y: b[12], dtype, also_wide }),
             k_cache: b[3],
             v_cache: b[4],
             cache_dtype: s.dtype,
@@ -359,6 +385,7 @@ pub fn same_bits_as_rope_kv(bed: &mut Bed) {
                 v,
                 norm: None,
                 y: b[3],
+                narrow: None,
                 k_cache: b[6],
                 v_cache: b[7],
                 cache_dtype: dtype,
