@@ -14,7 +14,7 @@ pub(crate) fn fuses(query: &GroupQuery<'_>, card: &DeviceInfo) -> Fusion {
         GroupKind::Products(products) if n_rows(&rows_of(query, products).layout) == 1 => {
             fused::fuses(query, products, card)
         }
-        GroupKind::Products(products) => prefill::fuses(query, products),
+        GroupKind::Products(products) => prefill::fuses(query, products, card),
         GroupKind::Attend(attend) => attend::fuses(query, attend, card),
         // Turning in place is allowed: whoever reads an element writes it.
         GroupKind::RopeAppend(_) => Fusion::Staged,

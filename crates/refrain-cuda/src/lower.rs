@@ -17,7 +17,7 @@ use refrain_kernels::{
 use refrain_tensor::DType;
 
 use crate::error::CudaError;
-use crate::prefill::PlacedAreas;
+use crate::prefill::{BatchProducts, PlacedAreas};
 use crate::resident::{COUNTER_BYTES, Resident};
 use crate::tasks::{SegmentTasks, Task, splits};
 use crate::train_products;
@@ -181,6 +181,7 @@ impl Lowering<'_> {
             Task::Flash(node) => self.kernels.flash(&self.attention_args(plan.step(*node))?, None)?.into(),
             Task::Narrowed { node, to } => self.narrowed(plan.step(*node), to)?.into(),
             Task::NarrowRows { products, to } => self.narrow_rows(&steps(products), to)?.into(),
+            Task::Batch(batch) => self.batch(batch)?.into(),
             Task::Decode(product) => self.decode(plan.step(*product))?.into(),
             Task::Gemm { products, rows, decoded, plan } => {
                 self.gemm(&steps(products), rows, *decoded, *plan)?.into()
@@ -212,6 +213,8 @@ impl Lowering<'_> {
                 of(node).collect()
             }
             Task::Row(run) => run.writes(plan),
+            Task::Batch(BatchProducts { gate: Some((gate, _)), .. }) => of(gate).collect(),
+            Task::Batch(BatchProducts { products, gate: None, .. }) => products.iter().flat_map(of).collect(),
             Task::Linear(nodes)
             | Task::Few(nodes)
             | Task::NarrowRows { products: nodes, .. }

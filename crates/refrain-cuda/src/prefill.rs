@@ -8,11 +8,15 @@ use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
+use refrain_driver::api::DeviceInfo;
 use refrain_driver::{Buf, Context, DriverError, Launch, Lease, Stream};
-use refrain_graph::{Fusion, GroupKind, GroupQuery, Op, Plan, Producer, Products as ProductGroup, Step};
+use refrain_graph::{
+    Fusion, GroupKind, GroupQuery, NodeId, Op, Plan, Producer, Products as ProductGroup, Step,
+};
 use refrain_kernels::{
-    AddRmsNormArgs, BlasLt, BlasLtShape, DequantArgs, GEMM_DTYPES, GateArgs, GemmArgs, GemmPlan, KernelError,
-    LINEAR_DTYPES, LinearPart, MAX_PRODUCTS, Narrow, PACKED_DTYPES, RmsNormArgs,
+    AddRmsNormArgs, BatchArgs, BatchPlan, BlasLt, BlasLtShape, DequantArgs, GEMM_DTYPES, GateArgs, GemmArgs,
+    GemmPlan, KernelError, LINEAR_DTYPES, LinearPart, MAX_PRODUCTS, Narrow, PACKED_DTYPES, RmsNormArgs,
+    has_batch, unaligned_rows,
 };
 use refrain_tensor::{DType, Layout};
 
@@ -85,14 +89,17 @@ impl Products {
     }
 }
 
-/// Bytes of each kind of workspace, over all launches of a plan. The first begins where the others do; those lie one behind
-/// the other from the start of the scratch.
+/// Bytes of each kind of workspace, over all launches of a plan. They lie one behind the other, but for what launches need
+/// to themselves, which lies where decoded matrices and what follows these do: rows in 16 bits outlast the launch that makes
+/// them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Areas {
     /// What a launch or two need to themselves.
     pub(crate) own: u64,
     /// Rows in 16 bits.
     rows: u64,
+    /// Rows in 16 bits that a launch makes while it reads others.
+    gated: u64,
     /// A decoded matrix.
     weight: u64,
     /// Sums of splits, or a result that nobody reads.
@@ -106,6 +113,7 @@ pub(crate) struct Areas {
 pub(crate) struct PlacedAreas {
     pub(crate) own: Buf,
     pub(crate) rows: Buf,
+    pub(crate) gated: Buf,
     pub(crate) weight: Buf,
     pub(crate) sums: Buf,
     pub(crate) library: Buf,
@@ -127,7 +135,7 @@ impl Areas {
             let steps = products.parts.iter().filter(|part| Some(part.product) != head);
             let shapes = steps.filter_map(|part| Shape::of(plan.step(part.product)));
             let mut sets: Vec<Vec<Shape>> = Vec::new();
-            for shape in shapes.map(|shape| Shape { m, ..shape }).filter(|shape| m >= shape.min_rows()) {
+            for shape in shapes.map(|shape| Shape { m, ..shape }).filter(Shape::is_many) {
                 match sets.iter_mut().find(|set| set[0].dtype == shape.dtype && set.len() < MAX_PRODUCTS) {
                     Some(set) => set.push(shape),
                     None => sets.push(vec![shape]),
@@ -166,6 +174,10 @@ impl Areas {
         self.rows = self.rows.max(area(m, k, 2));
     }
 
+    pub(crate) fn add_gated(&mut self, m: usize, k: usize) {
+        self.gated = self.gated.max(area(m, k, 2));
+    }
+
     pub(crate) fn add_weight(&mut self, n: usize, k: usize) {
         self.weight = self.weight.max(area(n, k, 2));
     }
@@ -186,15 +198,17 @@ impl Areas {
     }
 
     pub(crate) fn bytes(&self) -> u64 {
-        self.own.max(self.rows + self.weight + self.sums + self.library)
+        self.rows + self.gated + self.own.max(self.weight + self.sums + self.library)
     }
 
     pub(crate) fn place(&self, scratch: Buf) -> Result<PlacedAreas, DriverError> {
-        let sums = self.rows + self.weight;
+        let weight = self.rows + self.gated;
+        let sums = weight + self.weight;
         Ok(PlacedAreas {
-            own: scratch.slice(0, self.own)?,
             rows: scratch.slice(0, self.rows)?,
-            weight: scratch.slice(self.rows, self.weight)?,
+            gated: scratch.slice(self.rows, self.gated)?,
+            own: scratch.slice(weight, self.own)?,
+            weight: scratch.slice(weight, self.weight)?,
             sums: scratch.slice(sums, self.sums)?,
             library: scratch.slice(sums + self.sums, self.library)?,
         })
@@ -222,19 +236,29 @@ impl Shape {
         let &[k, n] = w.dims() else { return None };
         let decodable =
             dtype.is_quantized() && (LINEAR_DTYPES.contains(&dtype) || PACKED_DTYPES.contains(&dtype));
-        let fits = 2 * (n as u64).saturating_mul(k as u64) <= MAX_DECODED;
-        let known = GEMM_DTYPES.contains(&dtype) || (decodable && fits);
+        let known = GEMM_DTYPES.contains(&dtype) || decodable;
         (known && k.is_multiple_of(8) && n > 0 && k > 0).then_some(Shape { dtype, m, n, k })
     }
 
-    fn of(step: &Step) -> Option<Shape> {
+    pub(crate) fn of(step: &Step) -> Option<Shape> {
         let w = &step.inputs[1];
         Shape::new(n_rows(&step.outputs[0].layout), &w.layout, w.dtype)
     }
 
     /// The shape of a product that has enough rows for it.
     pub(crate) fn of_many(step: &Step) -> Option<Shape> {
-        Shape::of(step).filter(|shape| shape.m >= shape.min_rows())
+        Shape::of(step).filter(Shape::is_many)
+    }
+
+    /// Whether there are enough rows to decode the weight for them, if it needs that, and it is small enough.
+    fn is_many(&self) -> bool {
+        let bytes = 2 * (self.n as u64).saturating_mul(self.k as u64);
+        self.m >= self.min_rows() && (!self.dtype.is_quantized() || bytes <= MAX_DECODED)
+    }
+
+    /// Whether there are as many rows as in a step of many sequences, and a card has kernels for them.
+    pub(crate) fn is_batch(&self, card: &DeviceInfo) -> bool {
+        self.m > 1 && has_batch(self.dtype, self.m, self.k, card)
     }
 
     fn min_rows(&self) -> usize {
@@ -249,8 +273,11 @@ impl Shape {
 
 /// Whether products of many rows are a unit with what makes the rows: where they take them in 16 bits, that writes them
 /// so at once. Biases and gates have launches of their own.
-pub(crate) fn fuses(query: &GroupQuery<'_>, products: &ProductGroup) -> Fusion {
-    if products.gate.is_some() || products.parts.iter().any(|part| part.bias.is_some()) {
+pub(crate) fn fuses(query: &GroupQuery<'_>, products: &ProductGroup, card: &DeviceInfo) -> Fusion {
+    if products.parts.iter().any(|part| part.bias.is_some()) {
+        return Fusion::Smaller;
+    }
+    if products.gate.is_some() && !joins_gate(query, products, card) {
         return Fusion::Smaller;
     }
     match products.producer {
@@ -267,30 +294,58 @@ pub(crate) fn fuses(query: &GroupQuery<'_>, products: &ProductGroup) -> Fusion {
         let (y, w) = (query.output(part.product, 0), query.input(part.product, 1));
         Shape::new(n_rows(&y.layout), &w.layout, w.dtype)
     });
-    match shapes.any(|shape| shape.m >= shape.min_rows()) {
+    match products.gate.is_some() || shapes.any(|shape| shape.is_many() || shape.is_batch(card)) {
         true => Fusion::Staged,
         false => Fusion::Smaller,
     }
 }
 
+/// Whether a launch of the products of many sequences does their gate as well.
+fn joins_gate(query: &GroupQuery<'_>, products: &ProductGroup, card: &DeviceInfo) -> bool {
+    let shapes = products.parts.iter().map(|part| {
+        let (y, w) = (query.output(part.product, 0), query.input(part.product, 1));
+        Shape::new(n_rows(&y.layout), &w.layout, w.dtype)
+    });
+    let Some(shapes) = shapes.collect::<Option<Vec<Shape>>>() else { return false };
+    let (first, readable) = (shapes[0], unaligned_rows(&query.input(products.parts[0].product, 0).layout));
+    shapes.iter().all(|&shape| shape == first) && readable.is_none() && first.is_batch(card)
+}
+
 /// Rows in 16 bits, at the start of their area.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NarrowTo {
     pub(crate) dtype: DType,
     pub(crate) m: usize,
     pub(crate) k: usize,
+    /// Rows of the planes they lie in; 0 where they are dense.
+    pub(crate) plane_rows: usize,
+    /// Whether they are in the area of rows that a gate makes.
+    pub(crate) is_gated: bool,
     /// Whether they are written in F32 as well.
     pub(crate) also_wide: bool,
 }
 
 impl NarrowTo {
     fn buf(&self, areas: &PlacedAreas) -> Result<Buf, DriverError> {
-        areas.rows.slice(0, 2 * (self.m * self.k) as u64)
+        let area = if self.is_gated { areas.gated } else { areas.rows };
+        area.slice(0, 2 * (self.m.max(self.plane_rows) * self.k) as u64)
     }
 
     pub(crate) fn narrow(&self, areas: &PlacedAreas) -> Result<Narrow, DriverError> {
-        Ok(Narrow { y: self.buf(areas)?, dtype: self.dtype, also_wide: self.also_wide })
+        let NarrowTo { dtype, plane_rows, also_wide, .. } = *self;
+        Ok(Narrow { y: self.buf(areas)?, dtype, plane_rows, also_wide })
     }
+}
+
+/// Products of the rows of many sequences with weights of one dtype.
+#[derive(Clone, Debug)]
+pub(crate) struct BatchProducts {
+    pub(crate) products: Vec<NodeId>,
+    /// The rows.
+    pub(crate) rows: NarrowTo,
+    pub(crate) plan: BatchPlan,
+    /// The gate that joins both of them, and the rows that come of it.
+    pub(crate) gate: Option<(NodeId, NarrowTo)>,
 }
 
 impl Lowering<'_> {
@@ -382,6 +437,31 @@ impl Lowering<'_> {
         let mut launches = Vec::new();
         let args = GemmArgs { x, dtype, parts: &parts, m, k, plan, scratch, step: &labels(steps) };
         self.kernels.gemm(&args, &mut launches)?;
+        Ok(launches)
+    }
+
+    /// Products of the rows of many sequences.
+    pub(crate) fn batch(&self, task: &BatchProducts) -> Result<Vec<Launch>, KernelError> {
+        let BatchProducts { products, rows, plan, gate } = task;
+        let steps: Vec<&Step> = products.iter().map(|&node| self.plan.step(node)).collect();
+        let mut parts = steps.iter().map(|step| self.product(step)).collect::<Result<Vec<_>, _>>()?;
+        let gate = match gate {
+            None => None,
+            Some((node, to)) => {
+                let step = self.plan.step(*node);
+                let Op::Gate(kind) = step.op else { unreachable!("a gate") };
+                parts[0].y = self.dense(step, &step.outputs[0])?;
+                Some((kind, to.narrow(&self.areas)?))
+            }
+        };
+        let n = parts.iter().map(|part| part.n).sum();
+        let dtype = self.resident.dtype(self.plan, &steps[0].inputs[1]);
+        let scratch = Some(self.areas.sums.slice(0, plan.scratch_bytes(rows.m, n))?);
+        let (x, m, k) = (rows.buf(&self.areas)?, rows.m, rows.k);
+        let mut launches = Vec::new();
+        let args =
+            BatchArgs { x, dtype, parts: &parts, m, k, plan: *plan, scratch, gate, step: &labels(&steps) };
+        self.kernels.batch(&args, &mut launches)?;
         Ok(launches)
     }
 

@@ -19,7 +19,7 @@ use refrain_tensor::{DType, Layout};
 use crate::attend::{NO_CHAIN, Sizes};
 use crate::fused::{RowProducts, is_single, sets};
 use crate::group::n_rows;
-use crate::prefill::{Areas, MIN_ROWS, NarrowTo, Shape};
+use crate::prefill::{Areas, BatchProducts, MIN_ROWS, NarrowTo, Shape};
 use crate::resident::packs;
 use crate::train;
 use crate::train_products::{attention_grad_scratch, multiplies_values, refused_by_library};
@@ -50,7 +50,9 @@ pub(crate) enum Task {
     Decode(NodeId),
     /// Products on tensor cores; with the weight that was decoded just before, if so.
     Gemm { products: Vec<NodeId>, rows: NarrowTo, decoded: bool, plan: GemmPlan },
-    /// The same by the library.
+    /// Products of the rows of many sequences.
+    Batch(BatchProducts),
+    /// Products of many rows by the library.
     Library { product: NodeId, rows: NarrowTo, decoded: bool },
     /// A product of values by the library.
     LibraryOfValues(NodeId),
@@ -136,8 +138,8 @@ struct Choice<'a> {
     tasks: &'a mut Tasks,
     out: SegmentTasks,
     remarks: Vec<Remark>,
-    /// What the group before has left in the area of rows in 16 bits for the next one: of which buffer.
-    held: Option<(BufferId, DType)>,
+    /// What the group before has left in 16 bits for the next one: of which buffer.
+    held: Option<(BufferId, NarrowTo)>,
 }
 
 impl<'a> Choice<'a> {
@@ -188,13 +190,13 @@ impl<'a> Choice<'a> {
             GroupKind::Products(products) => {
                 match n_rows(&self.step(products.parts[0].product).inputs[0].layout) {
                     1 => self.one_row(products),
-                    _ => self.many_rows(products, held),
+                    _ => self.many_rows(products, held, next),
                 }
             }
             GroupKind::Attend(attend) => {
                 let sizes = Sizes::of_step(self.step(attend.attention));
                 self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.n_sms)));
-                let narrow = self.narrow_attention(attend.attention, next);
+                let narrow = self.narrow_for_next(attend.attention, next, false);
                 self.push(Task::Attend { attend: *attend, narrow });
             }
             GroupKind::RopeAppend(group) => self.push(Task::RopeKv(*group)),
@@ -275,21 +277,63 @@ impl<'a> Choice<'a> {
         self.push(Task::Op(node));
     }
 
-    /// Where attention of several rows writes them in 16 bits: the next group multiplies them on tensor cores.
-    fn narrow_attention(&mut self, attention: NodeId, next: Option<&Group>) -> Option<NarrowTo> {
-        let rows = &self.step(attention).outputs[0];
+    /// Where rows go in 16 bits whose `node` the next group multiplies on tensor cores.
+    fn narrow_for_next(&mut self, node: NodeId, next: Option<&Group>, is_gated: bool) -> Option<NarrowTo> {
+        let rows = self.step(node).outputs.last()?;
         let GroupKind::Products(Products { producer: None, parts, .. }) = &next?.kind else { return None };
         let products: Vec<NodeId> = parts.iter().map(|part| part.product).collect();
         let x = &self.step(products[0]).inputs[0];
         if x.buffer != rows.buffer || !x.layout.is_contiguous() || n_rows(&x.layout) == 1 {
             return None;
         }
-        let shapes: Option<Vec<Shape>> =
-            products.iter().map(|&node| Shape::of_many(self.step(node))).collect();
+        let plane_rows = self.batch_rows(&products);
+        let shape = |&node: &NodeId| match plane_rows {
+            Some(_) => Shape::of(self.step(node)),
+            None => Shape::of_many(self.step(node)),
+        };
+        let shapes: Option<Vec<Shape>> = products.iter().map(shape).collect();
         let shapes = shapes.filter(|s| s.windows(2).all(|w| w[0].rows_dtype() == w[1].rows_dtype()))?;
-        let to = self.narrow_to(&shapes[0], self.is_read_by_others(attention, &products));
-        self.held = Some((rows.buffer, to.dtype));
+        let also_wide = self.is_read_by_others(node, &products);
+        let to =
+            NarrowTo { plane_rows: plane_rows.unwrap_or(0), also_wide, is_gated, ..self.rows_of(&shapes[0]) };
+        self.add_rows(&to);
+        self.held = Some((rows.buffer, to));
         Some(to)
+    }
+
+    /// The rows of the planes in which products of many sequences take theirs, where all of some products do.
+    fn batch_rows(&self, products: &[NodeId]) -> Option<usize> {
+        let shapes: Vec<Shape> =
+            products.iter().map(|&node| Shape::of(self.step(node))).collect::<Option<_>>()?;
+        let is_one = shapes
+            .iter()
+            .all(|shape| shape.rows_dtype() == shapes[0].rows_dtype() && shape.is_batch(self.by.card));
+        let rows = &self.step(products[0]).inputs[0];
+        let is_placed = |&node: &NodeId| {
+            let w = &self.step(node).inputs[1];
+            !w.dtype.is_quantized() || self.is_packed(w)
+        };
+        if !is_one || self.unreadable(rows, shapes[0].m).is_some() || !products.iter().all(is_placed) {
+            return None;
+        }
+        let plan = |&node: &NodeId| {
+            let (dtype, n) = (self.step(node).inputs[1].dtype, self.n_columns(node));
+            self.by.kernels.batch_plan(dtype, shapes[0].m, &[n], shapes[0].k, false)
+        };
+        products.iter().map(plan).collect::<Option<Vec<_>>>()?.first().map(|plan| plan.shape().0)
+    }
+
+    fn rows_of(&self, shape: &Shape) -> NarrowTo {
+        let (dtype, m, k) = (shape.rows_dtype(), shape.m, shape.k);
+        NarrowTo { dtype, m, k, plane_rows: 0, also_wide: false, is_gated: false }
+    }
+
+    fn add_rows(&mut self, to: &NarrowTo) {
+        let m = to.m.max(to.plane_rows);
+        match to.is_gated {
+            true => self.tasks.areas.add_gated(m, to.k),
+            false => self.tasks.areas.add_rows(m, to.k),
+        }
     }
 
     /// Attention by the kernel that splits a context among blocks.
@@ -371,8 +415,59 @@ impl<'a> Choice<'a> {
         sets
     }
 
-    fn many_rows(&mut self, group: &Products, held: Option<(BufferId, DType)>) {
+    /// Products of the rows of many sequences, what makes the rows, and their gate.
+    fn batch(
+        &mut self,
+        group: &Products,
+        plane_rows: usize,
+        held: Option<(BufferId, NarrowTo)>,
+        next: Option<&Group>,
+    ) {
         let products: Vec<NodeId> = group.parts.iter().map(|part| part.product).collect();
+        let Some(shape) = Shape::of(self.step(products[0])) else { unreachable!("asked for its rows") };
+        let mut rows = NarrowTo { plane_rows, ..self.rows_of(&shape) };
+        let ready = held.filter(|(buffer, to)| {
+            *buffer == self.step(products[0]).inputs[0].buffer && to.plane_rows == plane_rows
+        });
+        let is_made = match (&group.producer, ready) {
+            (Some(producer), _) => self.producer(producer, rows, true, &products),
+            (None, Some((_, to))) => {
+                rows = to;
+                true
+            }
+            (None, None) => false,
+        };
+        if !is_made {
+            self.add_rows(&rows);
+            self.push(Task::NarrowRows { products: products.clone(), to: rows });
+        }
+        let gate = group.gate.map(|gate| {
+            let alone = NarrowTo { is_gated: true, also_wide: true, k: self.n_columns(products[0]), ..rows };
+            let alone = NarrowTo { plane_rows: 0, ..alone };
+            (gate, self.narrow_for_next(gate, next, true).unwrap_or(alone))
+        });
+        if let Some((_, to)) = &gate {
+            self.add_rows(to);
+        }
+        for set in self.by_dtype(&products) {
+            for set in set.chunks(MAX_PRODUCTS) {
+                let (dtype, ns) = (
+                    self.step(set[0]).inputs[1].dtype,
+                    set.iter().map(|&node| self.n_columns(node)).collect::<Vec<usize>>(),
+                );
+                let plan = self.by.kernels.batch_plan(dtype, rows.m, &ns, rows.k, gate.is_some());
+                let Some(plan) = plan else { unreachable!("asked for its rows") };
+                self.tasks.areas.add_sums(plan.scratch_bytes(rows.m, ns.iter().sum()));
+                self.push(Task::Batch(BatchProducts { products: set.to_vec(), rows, plan, gate }));
+            }
+        }
+    }
+
+    fn many_rows(&mut self, group: &Products, held: Option<(BufferId, NarrowTo)>, next: Option<&Group>) {
+        let products: Vec<NodeId> = group.parts.iter().map(|part| part.product).collect();
+        if let Some(plane_rows) = self.batch_rows(&products) {
+            return self.batch(group, plane_rows, held, next);
+        }
         let on_tensor_cores = |&node: &NodeId| Shape::of_many(self.step(node)).map(|shape| (node, shape));
         let narrow: Vec<(NodeId, Shape)> = products.iter().filter_map(on_tensor_cores).collect();
         let mut wide: Vec<NodeId> =
@@ -383,7 +478,8 @@ impl<'a> Choice<'a> {
         let mut held = match (&group.producer, narrow.first()) {
             (Some(producer), Some((_, shape))) => {
                 let all_alike = wide.is_empty() && dtypes.len() == 1;
-                self.producer(producer, shape, all_alike, &products)
+                let rows = self.rows_of(shape);
+                self.producer(producer, rows, all_alike, &products).then_some(rows.dtype)
             }
             (Some(producer), None) => {
                 self.op(producer.node());
@@ -391,7 +487,7 @@ impl<'a> Choice<'a> {
             }
             (None, _) => {
                 let rows = self.step(products[0]).inputs[0].buffer;
-                held.filter(|(buffer, _)| *buffer == rows).map(|(_, dtype)| dtype)
+                held.filter(|(buffer, to)| *buffer == rows && to.plane_rows == 0).map(|(_, to)| to.dtype)
             }
         };
         for dtype in dtypes {
@@ -405,7 +501,8 @@ impl<'a> Choice<'a> {
                     wide.extend(nodes);
                     continue;
                 }
-                let to = self.narrow_to(&shape, false);
+                let to = self.rows_of(&shape);
+                self.add_rows(&to);
                 self.push(Task::NarrowRows { products: nodes.clone(), to });
                 held = Some(dtype);
             }
@@ -414,6 +511,8 @@ impl<'a> Choice<'a> {
             }
         }
         self.wide(&wide);
+        // It was to be joined, and this card has no kernel for that after all.
+        group.gate.into_iter().for_each(|gate| self.op(gate));
     }
 
     /// Why F32 rows cannot be read 16 bytes at a time.
@@ -423,27 +522,29 @@ impl<'a> Choice<'a> {
         unaligned_rows(&rows.layout).or_else(many)
     }
 
-    fn narrow_to(&mut self, shape: &Shape, also_wide: bool) -> NarrowTo {
-        self.tasks.areas.add_rows(shape.m, shape.k);
-        NarrowTo { dtype: shape.rows_dtype(), m: shape.m, k: shape.k, also_wide }
-    }
-
-    /// What makes the rows of products; in 16 bits where that is possible, and then in which.
+    /// What makes the rows of products; whether in 16 bits.
     fn producer(
         &mut self,
         producer: &Producer,
-        shape: &Shape,
+        rows: NarrowTo,
         all_alike: bool,
         products: &[NodeId],
-    ) -> Option<DType> {
+    ) -> bool {
         let node = producer.node();
         let step = self.step(node);
         let n_inputs = match producer {
-            Producer::Attention(_) if self.takes_flash(step) => 0,
+            Producer::Attention(_) if self.takes_flash(step) => match rows.plane_rows {
+                0 => 0,
+                // It writes rows one behind the other.
+                _ => {
+                    self.push(Task::Flash(node));
+                    return false;
+                }
+            },
             // The kernel for a few rows writes F32.
             Producer::Attention(_) => {
                 self.attention(node);
-                return None;
+                return false;
             }
             Producer::Norm(_) => 1,
             Producer::AddNorm { .. } | Producer::Gate(_) => 2,
@@ -453,11 +554,13 @@ impl<'a> Choice<'a> {
         if let Some(because) = unreadable {
             self.tell(&step.label, WIDE, because);
             self.op(node);
-            return None;
+            return false;
         }
-        let to = self.narrow_to(shape, !all_alike || self.is_read_by_others(node, products));
+        let also_wide = !all_alike || self.is_read_by_others(node, products);
+        let to = NarrowTo { also_wide, ..rows };
+        self.add_rows(&to);
         self.push(Task::Narrowed { node, to });
-        Some(to.dtype)
+        true
     }
 
     /// Whether anything but some products reads the last output of a node.
@@ -471,7 +574,7 @@ impl<'a> Choice<'a> {
 
     /// Products of rows in 16 bits with weights of one dtype.
     fn multiply(&mut self, products: &[NodeId], first: Shape, rows_dtype: DType) {
-        let rows = NarrowTo { dtype: rows_dtype, m: first.m, k: first.k, also_wide: false };
+        let rows = NarrowTo { dtype: rows_dtype, ..self.rows_of(&first) };
         let decoded = self.step(products[0]).inputs[1].dtype.is_quantized();
         // One matrix at a time goes through the workspace.
         let sets = if decoded { products.chunks(1) } else { products.chunks(MAX_PRODUCTS) };

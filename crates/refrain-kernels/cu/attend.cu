@@ -10,7 +10,8 @@
 //   tables      [n_seqs, max_blocks]                        i32
 //   inv_freq    [n_dims / 2]                                f32
 //   q_norm, k_norm    [head_dim]                            f32, or null: no norm
-//   narrow      [n, n_heads, head_dim]                      y rounded to F16 or BF16 for the product behind; or null
+//   narrow      [n, n_heads, head_dim]                      y rounded to F16 or BF16 for the product behind, dense or in
+//                                                           planes (planes.cuh); or null
 //
 // Heads of q and k are normed (RMS) and turned (turn.cuh); the key, and the value as it is, go into the caches at the
 // row's position, rounded to T. Then y[i, h] = softmax(scale q . k) v over the positions that the row sees, its own
@@ -37,6 +38,7 @@
 #include "attend_lanes.cuh"
 #include "attend_tiles.cuh"
 #include "last.cuh"
+#include "planes.cuh"
 #include "reduce.cuh"
 #include "turn.cuh"
 #include "view.cuh"
@@ -59,26 +61,29 @@ struct Attend {
     u32 early;     // all of a ring is asked for before the wait, else two thirds of it
     u32 warp_bytes;
     u32 narrow_bf16;  // narrow is BF16, else F16
+    u32 narrow_rows;  // of a plane of narrow; 0: dense
     Pages pages;
 };
 
-// Where results go: four elements of a head at a time.
+// Where the results of a row go: four elements at a time.
 struct Result {
     float* y;
     u16* narrow;
+    u32 row, n_cols, plane_rows;
     bool bf16;
 
-    inline void store(u64 at, float4 x) const {
+    inline void store(u32 column, float4 x) const {
         if (y != nullptr) {
-            y[at] = x.x;
-            y[at + 1] = x.y;
-            y[at + 2] = x.z;
-            y[at + 3] = x.w;
+            float* to = y + (u64)row * n_cols + column;
+            to[0] = x.x;
+            to[1] = x.y;
+            to[2] = x.z;
+            to[3] = x.w;
         }
         if (narrow != nullptr) {
             uint2 words = bf16 ? make_uint2(pack(x.x, x.y, BF16()), pack(x.z, x.w, BF16()))
                                : make_uint2(pack(x.x, x.y, F16()), pack(x.z, x.w, F16()));
-            *(uint2*)(narrow + at) = words;
+            *(uint2*)(narrow + narrow_at(row, column, n_cols, plane_rows)) = words;
         }
     }
 };
@@ -259,12 +264,11 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         position = position_now;
         seq = seq_now;
     }
-    Result result = {y, narrow, s.narrow_bf16 != 0};
+    Result result = {y, narrow, row, s.n_heads * head_dim, s.narrow_rows, s.narrow_bf16 != 0};
     if (!is_row) {
-        u64 first = ((u64)row * s.n_heads + first_head) * head_dim;
         if (split == 0) {
             for (u32 i = 4 * threadIdx.x; i < n_heads * head_dim; i += 4 * THREADS) {
-                result.store(first + i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+                result.store(first_head * head_dim + i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
             }
         }
         return;
@@ -363,7 +367,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         all.add(shares[w][h], *(const float4*)(space + w * s.warp_bytes + 4 * (h * Core::PITCH + 4 * d)));
     }
     all.add_lanes(PART);
-    u64 out = head_row * head_dim + 4 * d;
+    u32 out = (first_head + h) * head_dim + 4 * d;
     if (blocks_shift == 0) {
         if (stores) result.store(out, all.mean());
         return;

@@ -3,7 +3,7 @@
 //   x, a, b, gate, up  [n_rows, n_cols]  f32, rows of consecutive elements at rows.start(r)
 //   w                  [n_cols]          f32
 //   sum, wide          [n_rows, n_cols]  f32, dense; wide is the same as y in f32, or null
-//   y                  [n_rows, n_cols]  T, dense
+//   y                  [n_rows, n_cols]  T, dense, or in planes of plane_rows rows (planes.cuh)
 //
 // Launch    norms: grid (n_rows), block (256), shared 0; others: grid (ceil(n_cols / 1024), n_rows), block (256), shared 0
 // Requires  n_cols a multiple of 4; rows of inputs, y and sum at multiples of 16 bytes
@@ -12,6 +12,7 @@
 // Sums in f32, fixed order: same bits every run. Rounds to nearest even. Capture: safe.
 #include "functions.cuh"
 #include "mma.cuh"
+#include "planes.cuh"
 #include "reduce.cuh"
 #include "view.cuh"
 
@@ -33,10 +34,10 @@ inline float squares(float4 v, float sum) {
     return __fmaf_rn(v.w, v.w, sum);
 }
 
-template <typename T> inline void store(T* y, float* wide, u64 at, float4 v) {
+template <typename T> inline void store(T* y, float* wide, u32 row, u32 column, u32 n_cols, u32 plane_rows, float4 v) {
     struct alignas(8) Four { u32 a, b; };
-    *(Four*)(y + at) = Four{pack(v.x, v.y, T()), pack(v.z, v.w, T())};
-    if (wide != nullptr) *(float4*)(wide + at) = v;
+    *(Four*)(y + narrow_at(row, column, n_cols, plane_rows)) = Four{pack(v.x, v.y, T()), pack(v.z, v.w, T())};
+    if (wide != nullptr) *(float4*)(wide + (u64)row * n_cols + column) = v;
 }
 
 inline float norm_scale(float sum, u32 n_cols, float eps) {
@@ -44,29 +45,31 @@ inline float norm_scale(float sum, u32 n_cols, float eps) {
     return 1.0f / sqrtf(sum / (float)n_cols + eps);
 }
 
-template <typename T> inline void narrow_rows(T* y, const float* x, const Rows& rows, u32 n_cols) {
+template <typename T> inline void narrow_rows(T* y, const float* x, const Rows& rows, u32 n_cols, u32 plane_rows) {
     start();
     u32 i = (blockIdx.x * 256 + threadIdx.x) * 4;
     if (i < n_cols) {
-        store(y, (float*)nullptr, (u64)blockIdx.y * n_cols + i, load4(x + rows.start(blockIdx.y) + i));
+        float4 v = load4(x + rows.start(blockIdx.y) + i);
+        store(y, (float*)nullptr, blockIdx.y, i, n_cols, plane_rows, v);
     }
 }
 
 template <typename T>
-inline void narrow_norm(T* y, float* wide, const float* x, const float* w, const Rows& rows, u32 n_cols, float eps) {
+inline void narrow_norm(T* y, float* wide, const float* x, const float* w, const Rows& rows, u32 n_cols, u32 plane_rows,
+                        float eps) {
     start();
     const float* in = x + rows.start(blockIdx.x);
     float sum = 0.0f;
     for (u32 i = threadIdx.x * 4; i < n_cols; i += 1024) sum = squares(load4(in + i), sum);
     float scale = norm_scale(sum, n_cols, eps);
     for (u32 i = threadIdx.x * 4; i < n_cols; i += 1024) {
-        store(y, wide, (u64)blockIdx.x * n_cols + i, times(load4(in + i), scale, load4(w + i)));
+        store(y, wide, blockIdx.x, i, n_cols, plane_rows, times(load4(in + i), scale, load4(w + i)));
     }
 }
 
 template <typename T>
 inline void narrow_add_norm(float* sum_out, T* y, float* wide, const float* a, const float* b, const float* w,
-                            const Rows& a_rows, const Rows& b_rows, u32 n_cols, float eps) {
+                            const Rows& a_rows, const Rows& b_rows, u32 n_cols, u32 plane_rows, float eps) {
     start();
     const float* left = a + a_rows.start(blockIdx.x);
     const float* right = b + b_rows.start(blockIdx.x);
@@ -84,13 +87,14 @@ inline void narrow_add_norm(float* sum_out, T* y, float* wide, const float* a, c
     float scale = norm_scale(sum, n_cols, eps);
     // Its own writes are what a thread reads here.
     for (u32 i = threadIdx.x * 4; i < n_cols; i += 1024) {
-        store(y, wide, row + i, times(load4(sum_out + row + i), scale, load4(w + i)));
+        float4 v = times(load4(sum_out + row + i), scale, load4(w + i));
+        store(y, wide, blockIdx.x, i, n_cols, plane_rows, v);
     }
 }
 
 template <typename T, float (*F)(float)>
 inline void narrow_gate(T* y, float* wide, const float* gate, const float* up, const Rows& gate_rows,
-                        const Rows& up_rows, u32 n_cols) {
+                        const Rows& up_rows, u32 n_cols, u32 plane_rows) {
     start();
     u32 i = (blockIdx.x * 256 + threadIdx.x) * 4;
     if (i >= n_cols) return;
@@ -99,30 +103,32 @@ inline void narrow_gate(T* y, float* wide, const float* gate, const float* up, c
     v.y = F(g.y) * u.y;
     v.z = F(g.z) * u.z;
     v.w = F(g.w) * u.w;
-    store(y, wide, (u64)blockIdx.y * n_cols + i, v);
+    store(y, wide, blockIdx.y, i, n_cols, plane_rows, v);
 }
 
-#define NARROW(name, T)                                                                                            \
-    extern "C" __global__ __launch_bounds__(256) void narrow_rows_##name(T* y, const float* x, Rows rows,          \
-                                                                         u32 n_cols) {                             \
-        narrow_rows(y, x, rows, n_cols);                                                                           \
-    }                                                                                                              \
-    extern "C" __global__ __launch_bounds__(256) void narrow_rms_norm_##name(                                     \
-        T* y, float* wide, const float* x, const float* w, Rows rows, u32 n_cols, float eps) {                     \
-        narrow_norm(y, wide, x, w, rows, n_cols, eps);                                                             \
-    }                                                                                                              \
-    extern "C" __global__ __launch_bounds__(256) void narrow_add_rms_norm_##name(                                 \
-        float* sum, T* y, float* wide, const float* a, const float* b, const float* w, Rows a_rows, Rows b_rows,   \
-        u32 n_cols, float eps) {                                                                                   \
-        narrow_add_norm(sum, y, wide, a, b, w, a_rows, b_rows, n_cols, eps);                                       \
-    }                                                                                                              \
-    extern "C" __global__ __launch_bounds__(256) void narrow_gate_silu_##name(                                    \
-        T* y, float* wide, const float* gate, const float* up, Rows gate_rows, Rows up_rows, u32 n_cols) {         \
-        narrow_gate<T, silu>(y, wide, gate, up, gate_rows, up_rows, n_cols);                                       \
-    }                                                                                                              \
-    extern "C" __global__ __launch_bounds__(256) void narrow_gate_gelu_tanh_##name(                               \
-        T* y, float* wide, const float* gate, const float* up, Rows gate_rows, Rows up_rows, u32 n_cols) {         \
-        narrow_gate<T, gelu_tanh>(y, wide, gate, up, gate_rows, up_rows, n_cols);                                  \
+#define NARROW(name, T)                                                                                          \
+    extern "C" __global__ __launch_bounds__(256) void narrow_rows_##name(T* y, const float* x, Rows rows,        \
+                                                                         u32 n_cols, u32 plane_rows) {           \
+        narrow_rows(y, x, rows, n_cols, plane_rows);                                                             \
+    }                                                                                                            \
+    extern "C" __global__ __launch_bounds__(256) void narrow_rms_norm_##name(                                   \
+        T* y, float* wide, const float* x, const float* w, Rows rows, u32 n_cols, u32 plane_rows, float eps) {   \
+        narrow_norm(y, wide, x, w, rows, n_cols, plane_rows, eps);                                               \
+    }                                                                                                            \
+    extern "C" __global__ __launch_bounds__(256) void narrow_add_rms_norm_##name(                               \
+        float* sum, T* y, float* wide, const float* a, const float* b, const float* w, Rows a_rows, Rows b_rows, \
+        u32 n_cols, u32 plane_rows, float eps) {                                                                 \
+        narrow_add_norm(sum, y, wide, a, b, w, a_rows, b_rows, n_cols, plane_rows, eps);                         \
+    }                                                                                                            \
+    extern "C" __global__ __launch_bounds__(256) void narrow_gate_silu_##name(                                  \
+        T* y, float* wide, const float* gate, const float* up, Rows gate_rows, Rows up_rows, u32 n_cols,         \
+        u32 plane_rows) {                                                                                        \
+        narrow_gate<T, silu>(y, wide, gate, up, gate_rows, up_rows, n_cols, plane_rows);                         \
+    }                                                                                                            \
+    extern "C" __global__ __launch_bounds__(256) void narrow_gate_gelu_tanh_##name(                             \
+        T* y, float* wide, const float* gate, const float* up, Rows gate_rows, Rows up_rows, u32 n_cols,         \
+        u32 plane_rows) {                                                                                        \
+        narrow_gate<T, gelu_tanh>(y, wide, gate, up, gate_rows, up_rows, n_cols, plane_rows);                    \
     }
 
 NARROW(f16, F16)

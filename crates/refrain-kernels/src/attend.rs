@@ -11,7 +11,7 @@ use crate::card::Card;
 use crate::error::{Case, KernelError};
 use crate::kv::{PageSizes, Pages, append};
 use crate::load::Kernels;
-use crate::narrow::{self, Narrow};
+use crate::narrow::{Narrow, Narrowed};
 use crate::registry::{Entry, P, lowercase};
 use crate::source::Family;
 use crate::tuning::AttendTuning;
@@ -169,6 +169,7 @@ struct Sizes {
     early: u32,
     warp_bytes: u32,
     narrow_bf16: u32,
+    narrow_rows: u32,
     pages: PageSizes,
 }
 
@@ -306,6 +307,7 @@ fn sizes(
         early: u32::from(a.early),
         warp_bytes,
         narrow_bf16: u32::from(a.narrow.is_some_and(|narrow| narrow.dtype == DType::BF16)),
+        narrow_rows: a.narrow.map_or(0, |narrow| narrow.plane_rows as u32),
         pages: PageSizes {
             n_blocks: a.n_blocks as u32,
             n_kv_heads: a.n_kv_heads as u32,
@@ -394,8 +396,9 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     };
     let [positions, seqs, tables] = pointers;
     let y = attention::whole(k, &sizes, dtype, &q, [k.ptr(3)?, k.ptr(4)?, positions, seqs, tables])?;
-    let to = if s.narrow_bf16 != 0 { DType::BF16 } else { DType::F16 };
-    if k.arg::<u64>(14)? == 0 { k.write(k.ptr(0)?, &y) } else { narrow::write(k, &y, 14, Some(0), to) }
+    let dtype = if s.narrow_bf16 != 0 { DType::BF16 } else { DType::F16 };
+    let to = Narrowed { dtype, n_cols: n_heads * head_dim, plane_rows: s.narrow_rows as usize };
+    if k.arg::<u64>(14)? == 0 { k.write(k.ptr(0)?, &y) } else { to.write(k, &y, 14, Some(0)) }
 }
 
 /// What the kernel reads before its wait: weights, and what rows see of the caches before their own position. Positions,

@@ -86,6 +86,8 @@ impl Kernels {
         let case = Case { op: "flash", dtype: a.cache_dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, GEMM_DTYPES.contains(&a.cache_dtype), "the cache must be F16 or BF16");
+        let is_dense = narrow.is_none_or(|narrow| narrow.plane_rows == 0);
+        crate::require!(case, is_dense, "rows in 16 bits are written one behind the other");
         let size = size_for(a.head_dim);
         let size =
             size.ok_or_else(|| case.refuse("head_dim must be a multiple of 16, at most 256".to_owned()))?;

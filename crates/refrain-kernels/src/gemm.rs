@@ -155,17 +155,12 @@ impl Kernels {
             (_, Some(scratch)) => Some(case.words("scratch", scratch, &[n_splits, a.m, n])?),
             (_, None) => return Err(case.refuse("several splits need scratch".to_owned())),
         };
-        let mut ends = Ends([0; MAX_PRODUCTS]);
-        let mut end = 0;
-        for i in 0..MAX_PRODUCTS {
-            end += a.parts.get(i).map_or(0, |part| part.n);
-            ends.0[i] = end as u32;
-        }
+        let ends = Ends::of(a.parts);
         let elements = |rows: usize| rows.checked_mul(a.k).and_then(|n| n.checked_mul(2));
         let grid = [a.m.div_ceil(tile.rows) as u32, columns as u32, n_splits as u32];
         let mut launch =
             self.launch(&tile.name(a.dtype), grid, BLOCK)?.step(a.step).shared(tile.shared_bytes());
-        launch = self.outputs(&case, a, launch, partials.is_some())?;
+        launch = outputs(&case, a.parts, a.m, launch, partials.is_some())?;
         launch = match partials {
             Some(partials) => launch.write(partials),
             None => launch.null(),
@@ -181,35 +176,60 @@ impl Kernels {
         launch =
             launch.baked(Baked(ends)).baked(Baked(words[0])).baked(Baked(words[1])).baked(Baked(words[2]));
         launches.push(launch.vouch(&case));
-        if let Some(partials) = partials {
-            let blocks = case.u32("m * n", a.m * n)?.div_ceil(REDUCE as u32);
-            let launch = self.launch("gemm_reduce_f32", blocks, (REDUCE / 4) as u32)?.step(a.step);
-            launches.push(
-                self.outputs(&case, a, launch, false)?
-                    .read(partials)
-                    .baked(Baked(ends))
-                    .baked(Baked(words[0]))
-                    .baked(Baked(n_splits as u32))
-                    .vouch(&case),
-            );
+        match partials {
+            Some(partials) => self.add_splits(&case, a.parts, a.m, partials, n_splits, a.step, launches),
+            None => Ok(()),
         }
-        Ok(())
     }
 
-    fn outputs(
+    /// Pushes the launch that adds what splits have left.
+    #[allow(clippy::too_many_arguments, reason = "the second launch of two kinds of products")]
+    pub(crate) fn add_splits(
         &self,
         case: &Case<'_>,
-        a: &GemmArgs<'_>,
-        mut launch: LaunchBuilder,
-        unused: bool,
-    ) -> Result<LaunchBuilder, KernelError> {
+        parts: &[LinearPart],
+        m: usize,
+        partials: Buf,
+        n_splits: usize,
+        step: &str,
+        launches: &mut Vec<Launch>,
+    ) -> Result<(), KernelError> {
+        let n: usize = parts.iter().map(|part| part.n).sum();
+        let blocks = case.u32("m * n", m * n)?.div_ceil(REDUCE as u32);
+        let launch = self.launch("gemm_reduce_f32", blocks, (REDUCE / 4) as u32)?.step(step);
+        let launch = outputs(case, parts, m, launch, false)?;
+        let launch = launch.read(partials).baked(Baked(Ends::of(parts)));
+        let launch = launch.baked(Baked(case.u32("m", m)?)).baked(Baked(n_splits as u32));
+        launches.push(launch.vouch(case));
+        Ok(())
+    }
+}
+
+fn outputs(
+    case: &Case<'_>,
+    parts: &[LinearPart],
+    m: usize,
+    mut launch: LaunchBuilder,
+    unused: bool,
+) -> Result<LaunchBuilder, KernelError> {
+    for i in 0..MAX_PRODUCTS {
+        launch = match parts.get(i) {
+            Some(part) if !unused => launch.write(case.words("y", part.y, &[m, part.n])?),
+            Some(_) | None => launch.null(),
+        };
+    }
+    Ok(launch)
+}
+
+impl Ends {
+    fn of(parts: &[LinearPart]) -> Ends {
+        let mut ends = Ends([0; MAX_PRODUCTS]);
+        let mut end = 0;
         for i in 0..MAX_PRODUCTS {
-            launch = match a.parts.get(i) {
-                Some(part) if !unused => launch.write(case.words("y", part.y, &[a.m, part.n])?),
-                Some(_) | None => launch.null(),
-            };
+            end += parts.get(i).map_or(0, |part| part.n);
+            ends.0[i] = end as u32;
         }
-        Ok(launch)
+        ends
     }
 }
 
@@ -232,7 +252,7 @@ fn parts(ends: Ends) -> Vec<(usize, usize)> {
     begins.zip(ends.0).map(|(begin, end)| (begin as usize, (end - begin) as usize)).collect()
 }
 
-fn read(k: &SimKernel<'_>, at: DevicePtr, n: usize, dtype: DType) -> KernelResult<Vec<f32>> {
+pub(crate) fn read(k: &SimKernel<'_>, at: DevicePtr, n: usize, dtype: DType) -> KernelResult<Vec<f32>> {
     Ok(match dtype {
         DType::F16 => k.view::<f16>(at, n)?.iter().map(|v| v.to_f32()).collect(),
         _ => k.view::<bf16>(at, n)?.iter().map(|v| v.to_f32()).collect(),

@@ -48,6 +48,7 @@ mod nvrtc; // the compiler library
 mod packed; // quantised weights as the card reads them
 mod product; // one row times weights, with norm and gate
 mod few; // a few rows times packed weights
+mod batch; // the rows of many sequences times packed weights
 mod linear; // y = x . w^T
 mod gather; // rows of a table
 mod norm; // RMS norms
@@ -86,6 +87,7 @@ pub use attend::{
     AttendArgs, AttendNorm, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes, attend_splits,
 };
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
+pub use batch::{BatchArgs, BatchPlan, MAX_BATCH_ROWS, has_batch};
 pub use blaslt::{BlasLt, BlasLtFactor, BlasLtProduct, BlasLtShape, BlasLtTimes};
 pub use commit::{CommitArgs, CommitEntry, CommitRing, CommitState};
 pub use compile::Compiling;

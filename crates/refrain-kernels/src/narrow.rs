@@ -19,16 +19,21 @@ use crate::view::{Rows, View};
 use crate::vouch::Vouch;
 
 const BLOCK: u32 = 256;
+/// Columns of a plane.
+pub(crate) const PLANE: usize = 128;
 /// Columns that a block of the kernels over two dimensions has.
 const BLOCK_COLS: u32 = 4 * BLOCK;
 
 /// Where rows in 16 bits go.
 #[derive(Clone, Copy, Debug)]
 pub struct Narrow {
-    /// `[n_rows, n_cols]`, dense.
+    /// `[n_rows, n_cols]`.
     pub y: Buf,
     /// F16 or BF16.
     pub dtype: DType,
+    /// 0: dense. Otherwise in planes of so many rows, as [`crate::BatchArgs`] takes them: `n_cols` is a multiple of 128, and
+    /// there are no more rows.
+    pub plane_rows: usize,
     /// Whether the F32 result is written as well.
     pub also_wide: bool,
 }
@@ -38,6 +43,9 @@ impl Narrow {
         crate::require!(case, GEMM_DTYPES.contains(&self.dtype), "rows become F16 or BF16");
         crate::require!(case, n_cols.is_multiple_of(4), "n_cols must be a multiple of 4");
         crate::require!(case, n_rows <= 65_535, "at most 65535 rows go in one launch");
+        let placed = self.plane_rows == 0 || (n_rows <= self.plane_rows && n_cols.is_multiple_of(PLANE));
+        crate::require!(case, placed, "planes of {} rows have 128 columns each", self.plane_rows);
+        let n_rows = if self.plane_rows == 0 { n_rows } else { self.plane_rows };
         case.buf("narrow y", self.y, n_rows.checked_mul(n_cols).and_then(|n| n.checked_mul(2)), 16)
     }
 
@@ -102,6 +110,7 @@ impl Kernels {
             .read(x)
             .baked(Baked(rows))
             .baked(Baked(n_cols as u32))
+            .baked(Baked(to.plane_rows as u32))
             .vouch(&case))
     }
 
@@ -118,6 +127,7 @@ impl Kernels {
             .read(case.buf("w", a.w, a.n_cols.checked_mul(4), 16)?)
             .baked(Baked(rows))
             .baked(Baked(a.n_cols as u32))
+            .baked(Baked(to.plane_rows as u32))
             .baked(Baked(a.eps))
             .vouch(&case))
     }
@@ -143,6 +153,7 @@ impl Kernels {
             .baked(Baked(a_rows))
             .baked(Baked(b_rows))
             .baked(Baked(a.n_cols as u32))
+            .baked(Baked(to.plane_rows as u32))
             .baked(Baked(a.eps))
             .vouch(&case))
     }
@@ -163,6 +174,7 @@ impl Kernels {
             .baked(Baked(gate_rows))
             .baked(Baked(up_rows))
             .baked(Baked(a.n_cols as u32))
+            .baked(Baked(to.plane_rows as u32))
             .vouch(&case))
     }
 }
@@ -184,51 +196,80 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
         let mut add = |what: &str, params: &[usize], twin: fn(&mut SimKernel<'_>, DType) -> KernelResult| {
             all.push(Entry::new(Family::Narrow, name(what, dtype), params, move |k| twin(k, dtype)));
         };
-        add("rows", &[P, P, R, W], rows);
-        add("rms_norm", &[P, P, P, P, R, W, W], rms_norm);
-        add("add_rms_norm", &[P, P, P, P, P, P, R, R, W, W], add_rms_norm);
-        add("gate_silu", &[P, P, P, P, R, R, W], |k, dtype| gate(k, Gate::Silu, dtype));
-        add("gate_gelu_tanh", &[P, P, P, P, R, R, W], |k, dtype| gate(k, Gate::GeluTanh, dtype));
+        add("rows", &[P, P, R, W, W], rows);
+        add("rms_norm", &[P, P, P, P, R, W, W, W], rms_norm);
+        add("add_rms_norm", &[P, P, P, P, P, P, R, R, W, W, W], add_rms_norm);
+        add("gate_silu", &[P, P, P, P, R, R, W, W], |k, dtype| gate(k, Gate::Silu, dtype));
+        add("gate_gelu_tanh", &[P, P, P, P, R, R, W, W], |k, dtype| gate(k, Gate::GeluTanh, dtype));
     }
 }
 
-/// Writes values in 16 bits through argument `y`, and as they are through argument `wide` unless that is null.
-pub(crate) fn write(
-    k: &mut SimKernel<'_>,
-    values: &[f32],
-    y: usize,
-    wide: Option<usize>,
-    dtype: DType,
-) -> KernelResult {
-    let y = k.ptr(y)?;
-    match dtype {
-        DType::F16 => k.write(y, &values.iter().map(|&v| f16::from_f32(v)).collect::<Vec<_>>())?,
-        _ => k.write(y, &values.iter().map(|&v| bf16::from_f32(v)).collect::<Vec<_>>())?,
+/// Where an element of rows of `n_cols` columns lies: see `planes.cuh`.
+pub(crate) fn narrow_at(row: usize, column: usize, n_cols: usize, plane_rows: usize) -> usize {
+    if plane_rows == 0 {
+        return row * n_cols + column;
     }
-    let wide = wide.map(|wide| k.ptr(wide)).transpose()?;
-    match wide.filter(|wide| *wide != DevicePtr(0)) {
-        Some(wide) => k.write(wide, values),
-        None => Ok(()),
+    let chunk = column % PLANE / 8;
+    let placed = (4 * (chunk % 4) + chunk / 4) ^ (4 * (row & 1));
+    (column / PLANE * plane_rows + row) * PLANE + 8 * placed + column % 8
+}
+
+/// Rows of 16 bits that a kernel writes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Narrowed {
+    pub(crate) dtype: DType,
+    pub(crate) n_cols: usize,
+    pub(crate) plane_rows: usize,
+}
+
+impl Narrowed {
+    /// Writes values through argument `y`, and as they are through argument `wide` unless that is null.
+    pub(crate) fn write(
+        self,
+        k: &mut SimKernel<'_>,
+        values: &[f32],
+        y: usize,
+        wide: Option<usize>,
+    ) -> KernelResult {
+        let (y, Narrowed { dtype, n_cols, plane_rows }) = (k.ptr(y)?, self);
+        let bits = |v: f32| {
+            if dtype == DType::F16 { f16::from_f32(v).to_bits() } else { bf16::from_f32(v).to_bits() }
+        };
+        if plane_rows == 0 {
+            k.write(y, &values.iter().map(|&v| bits(v)).collect::<Vec<_>>())?;
+        } else {
+            // Rows that are not there keep what they hold.
+            for (i, chunk) in values.chunks_exact(8).enumerate() {
+                let at = narrow_at(8 * i / n_cols, 8 * i % n_cols, n_cols, plane_rows);
+                let chunk: Vec<u16> = chunk.iter().map(|&v| bits(v)).collect();
+                k.write(y.add(2 * at as u64), &chunk)?;
+            }
+        }
+        let wide = wide.map(|wide| k.ptr(wide)).transpose()?;
+        match wide.filter(|wide| *wide != DevicePtr(0)) {
+            Some(wide) => k.write(wide, values),
+            None => Ok(()),
+        }
     }
 }
 
 fn rows(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let (n_rows, n_cols) = (k.config().grid[1] as usize, count(k, 3)?);
     let x = read_rows(k, k.ptr(1)?, k.arg(2)?, n_rows, n_cols)?;
-    write(k, &x, 0, None, dtype)
+    Narrowed { dtype, n_cols, plane_rows: count(k, 4)? }.write(k, &x, 0, None)
 }
 
 fn rms_norm(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let (n_rows, n_cols, eps) = (k.config().grid[0] as usize, count(k, 5)?, k.arg(6)?);
+    let (n_rows, n_cols, eps) = (k.config().grid[0] as usize, count(k, 5)?, k.arg(7)?);
     let dims = [n_rows, n_cols];
     let x = Dense::f32(&read_rows(k, k.ptr(2)?, k.arg(4)?, n_rows, n_cols)?, &dims)?;
     let w = Dense::read(k, k.ptr(3)?, DType::F32, &[n_cols])?;
     let y = run_f32(&Op::RmsNorm { eps }, &[&x, &w], &dims)?;
-    write(k, &y, 0, Some(1), dtype)
+    Narrowed { dtype, n_cols, plane_rows: count(k, 6)? }.write(k, &y, 0, Some(1))
 }
 
 fn add_rms_norm(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let (n_rows, n_cols, eps) = (k.config().grid[0] as usize, count(k, 8)?, k.arg(9)?);
+    let (n_rows, n_cols, eps) = (k.config().grid[0] as usize, count(k, 8)?, k.arg(10)?);
     let dims = [n_rows, n_cols];
     let a = read_rows(k, k.ptr(3)?, k.arg(6)?, n_rows, n_cols)?;
     let b = read_rows(k, k.ptr(4)?, k.arg(7)?, n_rows, n_cols)?;
@@ -236,7 +277,7 @@ fn add_rms_norm(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let sum: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
     let y = run_f32(&Op::RmsNorm { eps }, &[&Dense::f32(&sum, &dims)?, &w], &dims)?;
     k.write(k.ptr(0)?, &sum)?;
-    write(k, &y, 1, Some(2), dtype)
+    Narrowed { dtype, n_cols, plane_rows: count(k, 9)? }.write(k, &y, 1, Some(2))
 }
 
 fn gate(k: &mut SimKernel<'_>, kind: Gate, dtype: DType) -> KernelResult {
@@ -245,5 +286,5 @@ fn gate(k: &mut SimKernel<'_>, kind: Gate, dtype: DType) -> KernelResult {
     let gate = Dense::f32(&read_rows(k, k.ptr(2)?, k.arg(4)?, n_rows, n_cols)?, &dims)?;
     let up = Dense::f32(&read_rows(k, k.ptr(3)?, k.arg(5)?, n_rows, n_cols)?, &dims)?;
     let y = run_f32(&Op::Gate(kind), &[&gate, &up], &dims)?;
-    write(k, &y, 0, Some(1), dtype)
+    Narrowed { dtype, n_cols, plane_rows: count(k, 7)? }.write(k, &y, 0, Some(1))
 }

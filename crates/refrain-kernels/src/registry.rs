@@ -100,6 +100,7 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::commit::entries(&mut all);
     crate::product::entries(&mut all);
     crate::few::entries(&mut all);
+    crate::batch::entries(&mut all);
     crate::packed::entries(&mut all);
     crate::gemm::entries(&mut all);
     crate::dequant::entries(&mut all);

@@ -34,6 +34,8 @@ pub enum Family {
     Product,
     /// `few.cu`
     Few,
+    /// `batch.cu`
+    Batch,
     /// `pack.cu`
     Pack,
     /// `gemm.cu`
@@ -68,7 +70,7 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 29] = [
+    pub const ALL: [Family; 30] = [
         Family::Linear,
         Family::Gather,
         Family::Norm,
@@ -83,6 +85,7 @@ impl Family {
         Family::Commit,
         Family::Product,
         Family::Few,
+        Family::Batch,
         Family::Pack,
         Family::Gemm,
         Family::Dequant,
@@ -118,6 +121,7 @@ impl Family {
             Family::Commit => "commit",
             Family::Product => "product",
             Family::Few => "few",
+            Family::Batch => "batch",
             Family::Pack => "pack",
             Family::Gemm => "gemm",
             Family::Dequant => "dequant",
@@ -154,6 +158,7 @@ impl Family {
             Family::Commit => include_str!("../cu/commit.cu"),
             Family::Product => include_str!("../cu/product.cu"),
             Family::Few => include_str!("../cu/few.cu"),
+            Family::Batch => include_str!("../cu/batch.cu"),
             Family::Pack => include_str!("../cu/pack.cu"),
             Family::Gemm => include_str!("../cu/gemm.cu"),
             Family::Dequant => include_str!("../cu/dequant.cu"),
@@ -250,7 +255,7 @@ impl fmt::Debug for KernelUnit {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 24] = [
+pub(crate) const HEADERS: [(&str, &str); 25] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
@@ -262,6 +267,7 @@ pub(crate) const HEADERS: [(&str, &str); 24] = [
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
     ("packed.cuh", include_str!("../cu/packed.cuh")),
     ("paged.cuh", include_str!("../cu/paged.cuh")),
+    ("planes.cuh", include_str!("../cu/planes.cuh")),
     ("quant.cuh", include_str!("../cu/quant.cuh")),
     ("reduce.cuh", include_str!("../cu/reduce.cuh")),
     ("sample_bins.cuh", include_str!("../cu/sample_bins.cuh")),

@@ -18,6 +18,7 @@ pub(crate) struct Tuning {
     pub(crate) product: ProductTuning,
     pub(crate) attend: AttendTuning,
     pub(crate) few: FewTuning,
+    pub(crate) batch: BatchTuning,
 }
 
 /// `product.cu`: one row times weights.
@@ -82,6 +83,14 @@ pub(crate) struct FewTuning {
     pub(crate) stages: usize,
 }
 
+/// `batch.cu`: the rows of many sequences times weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct BatchTuning {
+    /// Shared memory that the stages of a block may take; twice that in the kernels that have a multiprocessor to
+    /// themselves. Compiled in.
+    pub(crate) shared_bytes: usize,
+}
+
 /// Compute capability 9.0. `docs/performance.md` has what was tried beside these.
 const SM_90: Tuning = Tuning {
     measured_on: Some("H200"),
@@ -100,10 +109,12 @@ const SM_90: Tuning = Tuning {
     },
     attend: AttendTuning { ring_bytes: 12 << 10, small_ring_bytes: 8 << 10, large_shared_bytes: 200 << 10 },
     few: FewTuning { warps: 8, stages: 3 },
+    batch: BatchTuning { shared_bytes: 110 << 10 },
 };
 
 /// Every other card: the numbers of 9.0, cut to the shared memory there is. No speed was measured.
-const UNMEASURED: Tuning = Tuning { measured_on: None, ..SM_90 };
+const UNMEASURED: Tuning =
+    Tuning { measured_on: None, batch: BatchTuning { shared_bytes: 96 << 10 }, ..SM_90 };
 
 impl Tuning {
     /// The numbers for a compute capability.
@@ -134,6 +145,7 @@ impl Tuning {
         define("ATTEND_SMALL_RING_BYTES", self.attend.small_ring_bytes);
         define("FEW_WARPS", self.few.warps);
         define("FEW_STAGES", self.few.stages);
+        define("BATCH_SHARED_BYTES", self.batch.shared_bytes);
         text
     }
 }
@@ -154,7 +166,8 @@ mod tests {
         assert_eq!(h200.measured_on, Some("H200"));
         for (major, minor) in [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)] {
             let other = Tuning::of(Arch { major, minor });
-            assert_eq!(*other, Tuning { measured_on: None, ..*h200 });
+            assert_eq!(*other, Tuning { measured_on: None, batch: other.batch, ..*h200 });
+            assert!(other.batch.shared_bytes < h200.batch.shared_bytes);
         }
         assert!(Tuning::ALL.contains(&h200));
     }

@@ -286,7 +286,7 @@ fn products_of_prompts_are_timed() {
             let us = time(&mut bed, &room, |q| launches.iter().try_for_each(|l| q.launch(l)));
             line += &format!(" {name} {us:.1} ({:.0});", flops / us / 1e6);
         }
-        let to = Narrow { y: x, dtype, also_wide: false };
+        let to = Narrow { y: x, dtype, plane_rows: 0, also_wide: false };
         let cast = bed.kernels.narrow_rows(&bed::dense(wide, &[m, k]), m, k, &to, "cast").unwrap();
         let us = time(&mut bed, &room, |q| q.launch(&cast));
         line += &format!(" cast {us:.1} us");

@@ -72,6 +72,10 @@ both! {
         run_all(&mut bed, cases::few::few());
     }
 
+    fn the_rows_of_many_sequences_times_weights_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::batch::batch());
+    }
+
     fn packing_gives_the_layout_that_products_read(bed) {
         run_all(&mut bed, cases::product::packing());
     }

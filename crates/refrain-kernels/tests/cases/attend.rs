@@ -290,7 +290,7 @@ fn case(s: Setup) -> Case {
             v,
             norm: s.eps.map(|eps| AttendNorm { q: b[10], k: b[11], eps }),
             y: b[0],
-            narrow: s.narrow.map(|(dtype, also_wide)| Narrow { y: b[12], dtype, also_wide }),
+            narrow: s.narrow.map(|(dtype, also_wide)| Narrow { y: b[12], dtype, plane_rows: 0, also_wide }),
             k_cache: b[3],
             v_cache: b[4],
             cache_dtype: s.dtype,

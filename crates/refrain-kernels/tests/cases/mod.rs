@@ -2,6 +2,7 @@
 
 pub mod attend;
 pub mod attention;
+pub mod batch;
 pub mod dense;
 pub mod elementwise;
 pub mod few;

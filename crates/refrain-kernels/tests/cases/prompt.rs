@@ -122,8 +122,10 @@ fn rows_case(dtype: DType, layout: Layout) -> Case {
         format!("narrow_rows {dtype} {}", layout.shape()),
         vec![Role::Exact(y), Role::In(x)],
         move |kernels, b, out| {
-            let (x, to) =
-                (View { buf: b[1], dtype: DType::F32, layout }, Narrow { y: b[0], dtype, also_wide: false });
+            let (x, to) = (
+                View { buf: b[1], dtype: DType::F32, layout },
+                Narrow { y: b[0], dtype, plane_rows: 0, also_wide: false },
+            );
             out.push(kernels.narrow_rows(&x, n_rows, n_cols, &to, "case")?);
             Ok(())
         },
@@ -143,7 +145,7 @@ fn norm_case(dtype: DType, layout: Layout, also_wide: bool) -> Case {
         move |kernels, b, out| {
             let x = View { buf: b[2], dtype: DType::F32, layout };
             let args = RmsNormArgs { x, w: b[3], y: b[1], n_rows, n_cols, eps: 1e-5, step: "case" };
-            out.push(kernels.narrow_rms_norm(&args, &Narrow { y: b[0], dtype, also_wide })?);
+            out.push(kernels.narrow_rms_norm(&args, &Narrow { y: b[0], dtype, plane_rows: 0, also_wide })?);
             Ok(())
         },
     )
@@ -181,7 +183,10 @@ fn add_case(dtype: DType, dims: [usize; 2], also_wide: bool) -> Case {
                 eps: 1e-6,
                 step: "case",
             };
-            out.push(kernels.narrow_add_rms_norm(&args, &Narrow { y: bufs[0], dtype, also_wide })?);
+            out.push(
+                kernels
+                    .narrow_add_rms_norm(&args, &Narrow { y: bufs[0], dtype, plane_rows: 0, also_wide })?,
+            );
             Ok(())
         },
     )
@@ -202,7 +207,7 @@ fn gate_case(dtype: DType, kind: Gate, also_wide: bool) -> Case {
             let (gate, up) = (dense(b[2], &dims), dense(b[3], &dims));
             let [n_rows, n_cols] = dims;
             let args = GateArgs { kind, gate, up, y: b[1], n_rows, n_cols, step: "case" };
-            out.push(kernels.narrow_gate(&args, &Narrow { y: b[0], dtype, also_wide })?);
+            out.push(kernels.narrow_gate(&args, &Narrow { y: b[0], dtype, plane_rows: 0, also_wide })?);
             Ok(())
         },
     )
@@ -385,7 +390,7 @@ fn flash_case(attention: Attention, s: Shape, positions: &[i32], n_seqs_used: us
             step: "case",
         };
         assert!(kernels.has_flash(dtype, head_dim));
-        let to = narrow.map(|(dtype, also_wide)| Narrow { y: b[1], dtype, also_wide });
+        let to = narrow.map(|(dtype, also_wide)| Narrow { y: b[1], dtype, plane_rows: 0, also_wide });
         out.push(kernels.flash(&args, to.as_ref())?);
         Ok(())
     })

@@ -124,6 +124,7 @@ fn launch(
             72 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 18]>(i)?)),
             76 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 19]>(i)?)),
             80 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 20]>(i)?)),
+            88 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 22]>(i)?)),
             112 => params.extend(bytemuck::bytes_of(&k.arg::<[u32; 28]>(i)?)),
             // Tables of addresses and sizes: 24 and 56 bytes an entry.
             3072 => params.extend(translated(&k.arg::<[[u64; 3]; 128]>(i)?.concat(), &regions, &copies)),
