@@ -352,12 +352,6 @@ impl Core {
     ) -> impl Iterator<Item = Option<Result<Choice, EngineError>>> + use<> {
         std::mem::take(&mut self.out.choices).into_iter()
     }
-
-    /// Makes an entry in the ledger of all steps and in that of a sequence.
-    pub(crate) fn enter(&mut self, of: &Mutex<Ledger>, entry: impl Fn(&mut Ledger)) {
-        entry(&mut self.ledger);
-        entry(&mut lock(of));
-    }
 }
 
 pub(crate) fn check_prompt(model: &Model, prompt: &[u32], context: usize) -> Result<(), EngineError> {

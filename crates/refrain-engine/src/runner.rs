@@ -3,8 +3,8 @@
 use crate::core::Chosen;
 use crate::error::EngineError;
 use crate::sampling::MAX_TOP;
-use crate::step::{StepRequest, Want, bucket, choice_rows, fill, sample_head, spec};
-use refrain_graph::{Backend, Committed, ControlBlock, Feedback, Io, Plan, Ran, Run, RunLimits};
+use crate::step::{StepRequest, Want, bucket, choice_rows, fill, fill_row, sample_head, spec};
+use refrain_graph::{Backend, CommittedStep, ControlBlock, Feedback, Io, Plan, Ran, RowLimits, Run};
 use refrain_graph::{RunError, StepFlags, StepInputs, fuse};
 use refrain_models::{KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
@@ -29,13 +29,34 @@ pub struct StepOut {
     pub logits: Vec<f32>,
 }
 
-/// Where a run of decode steps ends by itself.
+/// A sequence that takes part in a run of decode steps.
 #[derive(Clone, Copy, Debug)]
-pub struct RunEnd<'a> {
-    /// Positions that the sequence may have.
+pub struct RunRow<'a> {
+    /// Its next token, and how the one behind it is chosen.
+    pub request: StepRequest<'a>,
+    /// Positions that it may have.
     pub n_positions: usize,
+    /// Choices that it may make.
+    pub n_choices: usize,
     /// Tokens that end it.
-    pub tokens: &'a [u32],
+    pub end: &'a [u32],
+}
+
+impl RunRow<'_> {
+    fn limits(&self) -> Result<RowLimits, EngineError> {
+        let (Want::Sample(row), [_]) = (self.request.want, self.request.tokens) else {
+            return Err(EngineError::NoRun);
+        };
+        let (window, history_next) = row.window();
+        Ok(RowLimits {
+            n_positions: self.n_positions,
+            n_choices: self.n_choices,
+            end: self.end.to_vec(),
+            window,
+            history_next,
+            lapsing: row.lapsing(),
+        })
+    }
 }
 
 /// A model on a device.
@@ -44,13 +65,21 @@ pub trait Runner: Send {
     fn backend(&self) -> &'static str;
     /// Runs one step: tokens of different sequences, each followed by what it asks for.
     fn step(&mut self, requests: &[StepRequest<'_>], out: &mut StepOut) -> Result<Ran, EngineError>;
-    /// Begins a run of decode steps that feed themselves, at a request for one token and a choice, and sends none of
+    /// How many rows a run of so many sequences has; those that nobody is in are padding.
+    fn run_rows(&self, n_seqs: usize) -> usize;
+    /// Begins a run of decode steps that feed themselves, of one or more sequences in its first rows, and sends none of
     /// them yet. Gives how many may be under way at once. A run before it must be finished.
-    fn begin(&mut self, request: &StepRequest<'_>, end: RunEnd<'_>) -> Result<usize, EngineError>;
-    /// Sends `n` more steps of the run; `table` covers their positions.
-    fn send(&mut self, table: &[u32], n: usize) -> Result<(), EngineError>;
+    fn begin(&mut self, rows: &[RunRow<'_>]) -> Result<usize, EngineError>;
+    /// Puts a sequence into a row of the run that nobody is in, from the next step that is sent on.
+    fn set_row(&mut self, row: usize, with: &RunRow<'_>) -> Result<(), EngineError>;
+    /// Makes a row padding, from the next step that is sent on.
+    fn clear_row(&mut self, row: usize) -> Result<(), EngineError>;
+    /// Gives a row the blocks of the steps that are sent from now on. What it had before must be the beginning of that.
+    fn set_table(&mut self, row: usize, table: &[u32]) -> Result<(), EngineError>;
+    /// Sends `n` more steps of the run; the tables cover their positions as far as rows can go.
+    fn send(&mut self, n: usize) -> Result<(), EngineError>;
     /// Waits for the oldest step of the run that was not taken yet. After an error the run must be finished.
-    fn take(&mut self) -> Result<Committed, EngineError>;
+    fn take(&mut self) -> Result<CommittedStep, EngineError>;
     /// Ends the run, if there is one: waits until no step of it is under way, and says how many nobody took.
     fn finish(&mut self) -> Result<usize, EngineError>;
     /// The plan of a step over `n_tokens` tokens that ends in sampling.
@@ -292,39 +321,61 @@ where
         Ok(ran)
     }
 
-    fn begin(&mut self, request: &StepRequest<'_>, end: RunEnd<'_>) -> Result<usize, EngineError> {
-        let Want::Sample(row) = request.want else { return Err(EngineError::NoRun) };
-        let spec = spec(&[*request], self.backend.buckets(), self.backend.row_buckets());
+    fn run_rows(&self, n_seqs: usize) -> usize {
+        if n_seqs <= 1 { 1 } else { bucket(self.backend.row_buckets(), n_seqs) }
+    }
+
+    fn begin(&mut self, rows: &[RunRow<'_>]) -> Result<usize, EngineError> {
+        let requests: Vec<StepRequest<'_>> = rows.iter().map(|row| row.request).collect();
+        let limits = rows.iter().map(|row| row.limits().map(Some)).collect::<Result<Vec<_>, _>>()?;
+        let spec = spec(&requests, self.backend.buckets(), self.backend.row_buckets());
         let idx = self.prepare(spec)?;
         let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
-        fill(inputs, control, &[*request])?;
+        fill(inputs, control, &requests)?;
         let feedback = Feedback::of(self.backend.plan(compiled)).ok_or(EngineError::NoFeedback)?;
-        let (window, history_next) = row.window();
-        let limits =
-            RunLimits { n_positions: end.n_positions, end: end.tokens.to_vec(), window, history_next };
         self.run = Some((spec, Run::new(feedback, control.clone(), limits)));
         Ok(self.backend.ahead(compiled).max(1))
     }
 
-    fn send(&mut self, table: &[u32], n: usize) -> Result<(), EngineError> {
+    fn set_row(&mut self, row: usize, with: &RunRow<'_>) -> Result<(), EngineError> {
+        let limits = with.limits()?;
+        let (Some((spec, run)), compiled) = (&mut self.run, &self.compiled) else {
+            return Err(EngineError::NoRun);
+        };
+        let prepared = compiled.iter().find(|c| c.spec == *spec).ok_or(EngineError::NoRun)?;
+        run.set_row(row, limits, |control| fill_row(&prepared.inputs, control, row, &with.request))
+    }
+
+    fn clear_row(&mut self, row: usize) -> Result<(), EngineError> {
+        let (_, run) = self.run.as_mut().ok_or(EngineError::NoRun)?;
+        run.clear_row(row);
+        Ok(())
+    }
+
+    fn set_table(&mut self, row: usize, table: &[u32]) -> Result<(), EngineError> {
+        let (_, run) = self.run.as_mut().ok_or(EngineError::NoRun)?;
+        run.set_table(row, table);
+        Ok(())
+    }
+
+    fn send(&mut self, n: usize) -> Result<(), EngineError> {
         let (backend, weights, states, compiled, run) = self.running()?;
-        run.set_table(table);
         Ok(backend.send(compiled, weights, states, run, n)?)
     }
 
-    fn take(&mut self) -> Result<Committed, EngineError> {
+    fn take(&mut self) -> Result<CommittedStep, EngineError> {
         let (backend, _, _, compiled, run) = self.running()?;
-        let committed = backend.take(compiled, run)?;
-        let (token, position, vocab) = (committed.token, committed.position, self.model.config().n_vocab);
-        if committed.flags.has(StepFlags::NON_FINITE) {
-            return Err(self.non_finite(position));
-        }
-        if token as usize >= vocab {
+        let step = backend.take(compiled, run)?;
+        let vocab = self.model.config().n_vocab;
+        let is_bad =
+            |c: &&refrain_graph::Committed| c.token as usize >= vocab && !c.flags.has(StepFlags::NON_FINITE);
+        if let Some(bad) = step.rows.iter().flatten().find(is_bad) {
+            let (token, position) = (bad.token, bad.position);
             // A device that makes up tokens may be lost without having said so yet: that is what to report then.
             self.finish()?;
             return Err(EngineError::BadChoice { token, vocab, position });
         }
-        Ok(committed)
+        Ok(step)
     }
 
     fn finish(&mut self) -> Result<usize, EngineError> {

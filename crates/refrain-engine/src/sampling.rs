@@ -1,6 +1,6 @@
 //! How tokens are chosen, as a user states it, and as a row of the control block.
 
-use refrain_graph::{SAMPLE_PARAMS, SampleParam};
+use refrain_graph::{LapsingBias, SAMPLE_PARAMS, SampleParam};
 
 /// How many tokens penalties can look back on.
 pub const HISTORY: usize = 256;
@@ -137,6 +137,10 @@ pub struct SamplingRow {
     /// How many of the most probable tokens are given with the choice, at most [`MAX_TOP`].
     pub n_top: usize,
     window: usize,
+    /// Places of the bias in use.
+    n_bias: usize,
+    /// Tokens that may not be chosen at first have the last of those.
+    lapsing: Option<LapsingBias>,
 }
 
 impl SamplingRow {
@@ -150,6 +154,8 @@ impl SamplingRow {
             bias: [0.0; MAX_BIAS],
             n_top: 0,
             window: params.penalty_window.min(HISTORY),
+            n_bias: params.logit_bias.len().min(MAX_BIAS),
+            lapsing: None,
         };
         row.params[SampleParam::Temperature as usize] = params.temperature;
         // Beyond 2^24 an f32 skips whole numbers; no vocabulary is that large.
@@ -166,21 +172,53 @@ impl SamplingRow {
         row
     }
 
+    /// Forbids tokens for all choices before a position. Positions only grow from here on. There may be more of them than
+    /// places.
+    pub fn forbid(&mut self, tokens: &[u32], until: usize) -> Result<(), SamplingError> {
+        let (n_kept, n_bias) = (self.n_bias, self.n_bias + tokens.len());
+        if n_bias > MAX_BIAS {
+            let (got, want) = (format!("{n_bias} entries"), format!("at most {MAX_BIAS} entries"));
+            return Err(SamplingError { name: "logit bias", got, want });
+        }
+        for (place, token) in (n_kept..).zip(tokens) {
+            (self.bias_ids[place], self.bias[place]) = (*token as i32, f32::NEG_INFINITY);
+        }
+        self.n_bias = n_bias;
+        self.lapsing = Some(LapsingBias { n_kept, until: u32::try_from(until.max(1)).unwrap_or(u32::MAX) });
+        Ok(())
+    }
+
     /// How many places of the history are in use, and which of them is written next.
     pub(crate) fn window(&self) -> (usize, usize) {
         let n = self.history[..self.window].iter().take_while(|t| **t >= 0).count();
         (self.window, if n == self.window { 0 } else { n })
     }
 
+    /// Biases that do not hold for all choices to come.
+    pub(crate) fn lapsing(&self) -> Option<LapsingBias> {
+        self.lapsing.filter(|lapsing| self.rng[2] < lapsing.until)
+    }
+
     /// Whether another row chooses by the same rules, whatever its position and its recent tokens.
     pub(crate) fn has_rules_of(&self, other: &SamplingRow) -> bool {
-        let rules = |row: &SamplingRow| (row.params.map(f32::to_bits), row.window, row.rng[0], row.rng[1]);
-        rules(self) == rules(other) && self.bias_ids == other.bias_ids && self.bias == other.bias
+        let rules = |row: &SamplingRow| {
+            let seed = [row.rng[0], row.rng[1]];
+            (row.params.map(f32::to_bits), row.window, seed, row.n_top, row.n_bias, row.lapsing)
+        };
+        let n_kept = self.lapsing.map_or(self.n_bias, |lapsing| lapsing.n_kept);
+        rules(self) == rules(other)
+            && self.bias_ids[..n_kept] == other.bias_ids[..n_kept]
+            && self.bias[..self.n_bias] == other.bias[..self.n_bias]
     }
 
     /// Sets what changes from token to token: the position that is chosen and the tokens before it.
     pub fn advance(&mut self, position: usize, tokens: &[u32]) {
         self.rng[2] = position as u32;
+        if let Some(LapsingBias { n_kept, until }) = self.lapsing
+            && self.rng[2] >= until
+        {
+            self.bias_ids[n_kept..self.n_bias].fill(-1);
+        }
         let recent = &tokens[tokens.len().saturating_sub(self.window)..];
         let places = recent.iter().map(|&t| t as i32).chain(std::iter::repeat(-1));
         for (place, token) in self.history.iter_mut().zip(places) {

@@ -2,7 +2,7 @@
 
 use crate::error::EngineError;
 use crate::sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingRow};
-use refrain_graph::{ControlBlock, Filler, StepInputs, StepKind, StepShape};
+use refrain_graph::{ControlBlock, Filler, SamplingInputs, StepInputs, StepKind, StepShape};
 use refrain_models::{Head, SampleHead, StepSpec};
 use refrain_tensor::DType;
 
@@ -155,13 +155,46 @@ pub(crate) fn fill(
         let choosing =
             requests.iter().filter_map(|r| if let Want::Sample(row) = r.want { Some(row) } else { None });
         for (at, row) in choice_rows(inputs, requests).zip(choosing) {
-            filler.row(sampling.params, at, &row.params)?;
-            filler.row(sampling.rng, at, &row.rng)?;
-            filler.row(sampling.history, at, &row.history)?;
-            filler.row(sampling.bias_ids, at, &row.bias_ids)?;
-            filler.row(sampling.bias, at, &row.bias)?;
+            fill_sampling(&mut filler, sampling, at, row)?;
         }
     }
+    Ok(())
+}
+
+/// Puts a request for one token and a choice into a row of a decode step; the other rows stay as they are.
+pub(crate) fn fill_row(
+    inputs: &StepInputs,
+    control: &mut ControlBlock,
+    row: usize,
+    request: &StepRequest<'_>,
+) -> Result<(), EngineError> {
+    let (Want::Sample(chosen_by), [token]) = (request.want, request.tokens) else {
+        return Err(EngineError::NoRun);
+    };
+    let mut filler = Filler::new(control);
+    filler.row(inputs.tokens, row, &[*token as i32])?;
+    filler.row(inputs.positions, row, &[request.start as i32])?;
+    filler.row(inputs.seqs, row, &[row as i32])?;
+    if let Some(tables) = inputs.tables {
+        filler.padded_row(tables, row, request.table)?;
+    }
+    match &inputs.sampling {
+        Some(sampling) => fill_sampling(&mut filler, sampling, row, chosen_by),
+        None => Ok(()),
+    }
+}
+
+fn fill_sampling(
+    filler: &mut Filler<'_>,
+    sampling: &SamplingInputs,
+    at: usize,
+    row: &SamplingRow,
+) -> Result<(), EngineError> {
+    filler.row(sampling.params, at, &row.params)?;
+    filler.row(sampling.rng, at, &row.rng)?;
+    filler.row(sampling.history, at, &row.history)?;
+    filler.row(sampling.bias_ids, at, &row.bias_ids)?;
+    filler.row(sampling.bias, at, &row.bias)?;
     Ok(())
 }
 

@@ -4,7 +4,7 @@ mod common;
 
 use common::{KV_BLOCK, core, tiny_model};
 use refrain_engine::{
-    Ahead, BackendRunner, EngineError, HISTORY, RunEnd, Runner, RunnerOptions, SamplingParams, SamplingRow,
+    Ahead, BackendRunner, EngineError, HISTORY, RunRow, Runner, RunnerOptions, SamplingParams, SamplingRow,
     StepKind, StepOut, StepRequest, Want,
 };
 use refrain_graph::{
@@ -195,13 +195,15 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
         row.advance(START + 1, &tokens);
         let want = Want::Sample(&row);
         let request = StepRequest { tokens: &tokens[START..], start: START, table: &table[..1], want };
-        let end = RunEnd { n_positions: START + 300, tokens: &[u32::MAX] };
-        assert_eq!(runner.begin(&request, end).unwrap(), 1);
+        let end = &[u32::MAX];
+        let with = RunRow { request, n_positions: START + 300, n_choices: usize::MAX, end };
+        assert_eq!(runner.begin(&[with]).unwrap(), 1);
         let mut ended = false;
         while !ended {
             n_table = tokens.len().div_ceil(32).max(n_table);
-            runner.send(&table[..n_table], 1).unwrap();
-            let committed = runner.take().unwrap();
+            runner.set_table(0, &table[..n_table]).unwrap();
+            runner.send(1).unwrap();
+            let committed = runner.take().unwrap().rows[0].unwrap();
             tokens.push(committed.token);
             ended = committed.ended();
         }
