@@ -34,11 +34,16 @@ impl Ahead<'_> {
 }
 
 /// A sequence whose next token is evaluated and followed by a choice.
-pub(crate) struct FollowRow<'a> {
-    pub(crate) sequence: &'a mut SequenceState,
-    pub(crate) token: u32,
-    pub(crate) row: &'a mut SamplingRow,
-    pub(crate) ahead: Ahead<'a>,
+#[derive(Debug)]
+pub struct FollowRow<'a> {
+    /// The sequence.
+    pub sequence: &'a mut SequenceState,
+    /// The token behind what it holds.
+    pub token: u32,
+    /// How the next one is chosen.
+    pub row: &'a mut SamplingRow,
+    /// What is wanted behind that.
+    pub ahead: Ahead<'a>,
 }
 
 impl FollowRow<'_> {
@@ -61,7 +66,7 @@ impl FollowRow<'_> {
 
 /// Whether a step may be followed by others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sends {
+pub enum Sends {
     /// As many as may be under way.
     Ahead,
     /// None: those under way are taken, because something else comes after them.
@@ -70,10 +75,12 @@ pub(crate) enum Sends {
 
 /// What a step came to for each of the rows that were asked for.
 #[derive(Debug)]
-pub(crate) struct FollowedStep {
-    /// `None` for a row that joins behind the steps under way.
-    pub(crate) choices: Vec<Option<Result<Chosen, EngineError>>>,
-    pub(crate) took: Duration,
+pub struct FollowedStep {
+    /// The token that was chosen; the one before it is held by the sequence now. `None` for a row that joins behind the
+    /// steps under way. Logits that make no sense fail their own row.
+    pub choices: Vec<Option<Result<Chosen, EngineError>>>,
+    /// The time that the ledger has for the step.
+    pub took: Duration,
 }
 
 /// Who is in which row of the run.
@@ -182,14 +189,15 @@ impl Core {
     ) -> Result<Chosen, EngineError> {
         let mut rows = [FollowRow { sequence, token, row, ahead: *ahead }];
         let step = self.follow_rows(&mut rows, Sends::Ahead)?;
-        let chosen = step.choices.into_iter().next().flatten().unwrap_or(Err(EngineError::NoRun))?;
-        sequence.tokens.push(token);
-        Ok(chosen)
+        step.choices.into_iter().next().flatten().unwrap_or(Err(EngineError::NoRun))
     }
 
-    /// One step of the run over these sequences: those that are not in it join, and all others leave. Their tokens are
-    /// chosen, and are for the caller to keep.
-    pub(crate) fn follow_rows(
+    /// As [`Core::follow`], one step of several sequences: those that were not in the last one join, and those that were
+    /// and are not given here leave. Whoever joins waits for the steps under way, of which there are few; the others get
+    /// a token from every call.
+    ///
+    /// An error is one of the whole step; each sequence is as it was.
+    pub fn follow_rows(
         &mut self,
         rows: &mut [FollowRow<'_>],
         sends: Sends,
@@ -282,7 +290,7 @@ impl Core {
         following.last = (following.n_under_way() > 0).then(Instant::now);
         let kv_dtype = self.runner.kv().dtype;
         let mut choices = Vec::with_capacity(rows.len());
-        for place in places {
+        for (of, place) in rows.iter_mut().zip(places) {
             let row = place.and_then(|at| Some((following.rows[at].as_mut()?, committed.get(at)?)));
             let Some((row, committed)) = row.filter(|(row, _)| row.first <= step) else {
                 choices.push(None);
@@ -295,7 +303,10 @@ impl Core {
             (row.next, row.has_ended) = (token, flags != StepFlags::default());
             choices.push(Some(match flags.has(StepFlags::NON_FINITE) {
                 true => Err(EngineError::NonFinite { position, kv_dtype }),
-                false => Ok(Chosen { token, logprob }),
+                false => {
+                    of.sequence.tokens.push(of.token);
+                    Ok(Chosen { token, logprob })
+                }
             }));
         }
         if let [Some(Err(_))] = choices[..]

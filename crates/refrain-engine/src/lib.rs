@@ -48,7 +48,7 @@ pub use blocks::{BlockCounts, BlockPool, ContentName, OutOfBlocks};
 pub use core::{Chosen, Core, SequenceState};
 pub use engine::{Engine, EngineLoad, EngineOptions, WeakEngine};
 pub use error::{EngineError, Stopped};
-pub use follow::Ahead;
+pub use follow::{Ahead, FollowRow, FollowedStep, Sends};
 pub use ledger::{Ledger, Tally};
 pub use perplexity::{Perplexity, PerplexityOptions, perplexity};
 pub use refrain_graph::StepKind;

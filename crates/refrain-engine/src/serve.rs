@@ -207,7 +207,8 @@ impl Server {
                 for (id, choice) in ids.into_iter().zip(choices) {
                     let Some(choice) = choice else { continue };
                     let choice = choice.map(|chosen| Choice { chosen, top: Vec::new() });
-                    let row = StepRow { id, n_tokens: 1, chooses: true };
+                    // The sequence holds its token already.
+                    let row = StepRow { id, n_tokens: 0, chooses: true };
                     self.deliver(mailbox, row, Some(choice), took)?;
                 }
                 Ok(())
