@@ -3,6 +3,7 @@
 //! The run belongs to the taker: [`Run`] knows its rows, what was sent and what was taken. The device thread has what it
 //! needs to send the next step ([`Followed`]), and the [`Pump`](crate::pump::Pump) is the way between the two.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use refrain_graph::{Committed, CommittedStep, Feedback, OutOfBounds, Ran, RowLimits, Run, StepFlags};
@@ -30,6 +31,14 @@ pub(crate) struct Followed {
     feedback: Feedback,
     /// The control block of the next step as far as the host knows it: a row that has ended seems to go on.
     control: Vec<u8>,
+    /// What was asked for and not sent yet, in order.
+    owed: VecDeque<Owed>,
+}
+
+/// Steps to send, and what changes in front of them.
+struct Owed {
+    edits: Vec<Edits>,
+    n_steps: usize,
 }
 
 impl Followed {
@@ -74,7 +83,7 @@ impl Machine {
         self.pump.restart(feedback.n_rows).map_err(CudaError::driver("beginning a run"))?;
         let sent = resident.send_control(&mut self.stream, Some(header), &control);
         sent.map_err(CudaError::driver("sending the control block"))?;
-        self.followed = Some(Followed { id, feedback, control });
+        self.followed = Some(Followed { id, feedback, control, owed: VecDeque::new() });
         Ok(())
     }
 
@@ -139,24 +148,42 @@ impl Machine {
         Ok((ran, vec![(feedback.token, tokens), (feedback.logprob, logprobs)]))
     }
 
-    /// Sends `n` steps, or fewer: while a graph has to be made or a step is to be compared, only when all those before
-    /// were taken, since both write to the ring. Whoever takes the last of them asks for the rest.
-    fn send_steps(&mut self, n: usize, edits: &[Edits]) {
-        if self.pump.is_stopped() {
-            return;
+    /// Sends `n` more steps behind those that are owed, with changes in front of them.
+    fn send_steps(&mut self, n_steps: usize, edits: Vec<Edits>) {
+        if let Some(followed) = &mut self.followed {
+            followed.owed.push_back(Owed { edits, n_steps });
         }
-        if let Err(error) = self.edit(edits) {
-            return self.pump.fail(error, true);
-        }
-        for _ in 0..n {
-            let id = self.followed.as_ref().map(|f| f.id);
-            let uses_ring = id.is_some_and(|id| self.wants_graph(id)) || self.is_next_compared();
-            if self.pump.is_stopped() || (uses_ring && self.pump.n_pending() > 0) {
-                break;
+        self.send_owed();
+    }
+
+    /// Sends what is owed, or a part of it: while a graph has to be made or a step is to be compared, only when all those
+    /// before were taken, since both write to the ring. Whoever takes the last of them asks for the rest. Changes keep
+    /// their place among the steps.
+    fn send_owed(&mut self) {
+        while let Some(followed) = &mut self.followed {
+            let id = followed.id;
+            let Some(owed) = followed.owed.front_mut() else { return };
+            let edits = std::mem::take(&mut owed.edits);
+            if owed.n_steps == 0 {
+                followed.owed.pop_front();
+                continue;
+            }
+            if self.pump.is_stopped() {
+                return;
+            }
+            if let Err(error) = self.edit(&edits) {
+                return self.pump.fail(error, true);
+            }
+            let uses_ring = self.wants_graph(id) || self.is_next_compared();
+            if uses_ring && self.pump.n_pending() > 0 {
+                return;
             }
             match self.send_next() {
                 Ok(ran) => self.pump.sent(ran),
                 Err(error) => return self.pump.fail(error, true),
+            }
+            if let Some(owed) = self.followed.as_mut().and_then(|followed| followed.owed.front_mut()) {
+                owed.n_steps -= 1;
             }
         }
     }
@@ -222,12 +249,12 @@ impl CudaBackend {
             let rows: Vec<_> = (0..n_rows).map(row).collect();
             let header = FeedLayout { n_rows }.header(0, &rows);
             return self.post(SEND, move |machine| match machine.begin(id, &header, control) {
-                Ok(()) => machine.send_steps(n, &[]),
+                Ok(()) => machine.send_steps(n, Vec::new()),
                 Err(error) => machine.pump.fail(error, true),
             });
         }
         let edits = if edits.is_empty() { Vec::new() } else { messages(run, &edits) };
-        let posted = self.post(SEND, move |machine| machine.send_steps(n, &edits));
+        let posted = self.post(SEND, move |machine| machine.send_steps(n, edits));
         if let Err(error) = posted {
             self.pump.fail(error, true);
         }
@@ -257,11 +284,10 @@ impl CudaBackend {
                 return Err(error);
             }
             if idle && !under_way {
-                let owed = (n_asked - n_taken) as usize;
-                if owed == 0 {
+                if n_asked == n_taken {
                     return Err(ended("no step of it is under way"));
                 }
-                self.post(SEND, move |machine| machine.send_steps(owed, &[]))?;
+                self.post(SEND, Machine::send_owed)?;
             }
             let waited = began.elapsed();
             if waited >= self.options.step_limit || self.pump.has_lost(n_taken) {
