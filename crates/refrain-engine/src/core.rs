@@ -35,6 +35,8 @@ pub struct SequenceState {
     pub(crate) context: usize,
     /// How its steps ran.
     pub(crate) ledger: Arc<Mutex<Ledger>>,
+    /// The row of a run that it was in last.
+    pub(crate) run_row: usize,
 }
 
 impl SequenceState {
@@ -46,6 +48,7 @@ impl SequenceState {
             table,
             context,
             ledger: Arc::default(),
+            run_row: 0,
         }
     }
 

@@ -155,8 +155,10 @@ impl Following {
         (self.n_sent - self.n_taken) as usize
     }
 
+    /// The row that a sequence is in, if its next step is the one that is asked for.
     fn find(&self, row: &FollowRow<'_>) -> Option<usize> {
-        self.rows.iter().position(|followed| followed.as_ref().is_some_and(|f| f.is_for(row)))
+        let at = row.sequence.run_row;
+        self.rows.get(at)?.as_ref().is_some_and(|followed| followed.is_for(row)).then_some(at)
     }
 
     /// Steps under way that a row takes part in.
@@ -328,7 +330,9 @@ impl Core {
         if let Some(following) = &self.following {
             let mut places: Vec<Option<usize>> = rows.iter().map(|row| following.find(row)).collect();
             if places.iter().any(Option::is_some) {
-                let is_stale = |at: &usize| following.rows[*at].is_some() && !places.contains(&Some(*at));
+                let mut is_there = vec![false; following.rows.len()];
+                places.iter().flatten().for_each(|at| is_there[*at] = true);
+                let is_stale = |at: &usize| following.rows[*at].is_some() && !is_there[*at];
                 let stale: Vec<usize> = (0..following.rows.len()).filter(is_stale).collect();
                 let (is_fitting, n_under_way) = (following.rows.len() == n_rows, following.n_under_way());
                 stale.into_iter().try_for_each(|at| self.clear_row(at))?;
@@ -348,12 +352,13 @@ impl Core {
         if sends == Sends::Nothing {
             return Ok((vec![None; rows.len()], sends));
         }
-        for FollowRow { sequence, row, token, .. } in rows.iter_mut() {
+        for (at, FollowRow { sequence, row, token, .. }) in rows.iter_mut().enumerate() {
             sequence.table.fit(sequence.tokens.len() + 1)?;
+            sequence.run_row = at;
             advance(sequence, *token, row);
         }
         let run_rows: Vec<RunRow<'_>> = rows.iter().map(FollowRow::run_row).collect();
-        let most = self.runner.begin(&run_rows)?;
+        let most = self.runner.begin(&run_rows, n_rows)?;
         let mut followed: Vec<_> = rows.iter().map(|row| Some(FollowedRow::new(row, 0))).collect();
         followed.resize_with(n_rows.max(rows.len()), || None);
         self.following = Some(Following { rows: followed, n_sent: 0, n_taken: 0, most, last: None });
@@ -367,6 +372,7 @@ impl Core {
         row.sequence.table.cover(row.sequence.tokens.len() + 1)?;
         advance(row.sequence, row.token, row.row);
         self.runner.set_row(at, &row.run_row())?;
+        row.sequence.run_row = at;
         following.rows[at] = Some(FollowedRow::new(row, following.n_sent));
         Ok(at)
     }

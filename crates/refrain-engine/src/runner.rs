@@ -3,7 +3,7 @@
 use crate::core::Chosen;
 use crate::error::EngineError;
 use crate::sampling::MAX_TOP;
-use crate::step::{StepRequest, Want, bucket, choice_rows, fill, fill_row, sample_head, spec};
+use crate::step::{StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, sample_head, spec};
 use refrain_graph::{Backend, CommittedStep, ControlBlock, Feedback, Io, Plan, Ran, RowLimits, Run};
 use refrain_graph::{RunError, StepFlags, StepInputs, fuse};
 use refrain_models::{KvSpec, Model, StepSpec};
@@ -65,11 +65,13 @@ pub trait Runner: Send {
     fn backend(&self) -> &'static str;
     /// Runs one step: tokens of different sequences, each followed by what it asks for.
     fn step(&mut self, requests: &[StepRequest<'_>], out: &mut StepOut) -> Result<Ran, EngineError>;
-    /// How many rows a run of so many sequences has; those that nobody is in are padding.
-    fn run_rows(&self, n_seqs: usize) -> usize;
-    /// Begins a run of decode steps that feed themselves, of one or more sequences in its first rows, and sends none of
+    /// How many rows the next step of so many sequences should have; those that nobody is in are padding. Asked once a
+    /// step: a size that is not ready yet is made ready when it was wanted for a while, and until then a larger one that is
+    /// ready serves.
+    fn run_rows(&mut self, n_seqs: usize) -> usize;
+    /// Begins a run of decode steps of `n_rows` that feed themselves, with sequences in its first rows, and sends none of
     /// them yet. Gives how many may be under way at once. A run before it must be finished.
-    fn begin(&mut self, rows: &[RunRow<'_>]) -> Result<usize, EngineError>;
+    fn begin(&mut self, rows: &[RunRow<'_>], n_rows: usize) -> Result<usize, EngineError>;
     /// Puts a sequence into a row of the run that nobody is in, from the next step that is sent on.
     fn set_row(&mut self, row: usize, with: &RunRow<'_>) -> Result<(), EngineError>;
     /// Makes a row padding, from the next step that is sent on.
@@ -145,6 +147,8 @@ pub struct BackendRunner<B: Backend> {
     // Most recently used last. Prompts end in pieces of any size, so old sizes are dropped.
     compiled: Vec<Prepared<B>>,
     run: Option<(StepSpec, Run)>,
+    /// The size of run that is not ready, and how many steps in a row have wanted it.
+    missing: (usize, usize),
 }
 
 struct Prepared<B: Backend> {
@@ -159,6 +163,8 @@ struct Prepared<B: Backend> {
 const MIN_COMPILED: usize = 8;
 /// The same for small steps, which decode any number of sequences.
 const MAX_COMPILED: usize = 96;
+/// Steps that want a size of run before it is made ready, where another one serves meanwhile: everybody waits for that.
+const PATIENCE: usize = 32;
 /// Bytes that more than [`MIN_COMPILED`] of them may take.
 const COMPILED_BYTES: usize = 128 << 20;
 
@@ -187,8 +193,18 @@ impl<B: Backend> BackendRunner<B> {
         let most = |buckets: &[usize]| buckets.last().copied().unwrap_or(usize::MAX).max(1);
         let max_tokens = options.max_tokens.clamp(1, most(backend.buckets()));
         let max_seqs = options.max_seqs.clamp(1, most(backend.row_buckets()).min(max_tokens));
-        let (compiled, run) = (Vec::new(), None);
-        Ok(BackendRunner { backend, model, weights, states, kv, max_tokens, max_seqs, compiled, run })
+        Ok(BackendRunner {
+            backend,
+            model,
+            weights,
+            states,
+            kv,
+            max_tokens,
+            max_seqs,
+            compiled: Vec::new(),
+            run: None,
+            missing: (0, 0),
+        })
     }
 
     /// The weights, for another runner of the same model.
@@ -321,14 +337,33 @@ where
         Ok(ran)
     }
 
-    fn run_rows(&self, n_seqs: usize) -> usize {
-        if n_seqs <= 1 { 1 } else { bucket(self.backend.row_buckets(), n_seqs) }
+    fn run_rows(&mut self, n_seqs: usize) -> usize {
+        if n_seqs <= 1 {
+            return 1;
+        }
+        let wanted = bucket(self.backend.row_buckets(), n_seqs);
+        let is_ready = |n: usize| self.compiled.iter().any(|c| c.spec == decode_spec(n));
+        let larger = |n: &usize| (wanted + 1..=2 * wanted).contains(n) && is_ready(*n);
+        let serving = match is_ready(wanted) {
+            true => None,
+            false => self.backend.row_buckets().iter().copied().find(larger),
+        };
+        let Some(serving) = serving else {
+            self.missing = (0, 0);
+            return wanted;
+        };
+        let n_waited = if self.missing.0 == wanted { self.missing.1 + 1 } else { 1 };
+        self.missing = (wanted, n_waited);
+        if n_waited > PATIENCE { wanted } else { serving }
     }
 
-    fn begin(&mut self, rows: &[RunRow<'_>]) -> Result<usize, EngineError> {
+    fn begin(&mut self, rows: &[RunRow<'_>], n_rows: usize) -> Result<usize, EngineError> {
         let requests: Vec<StepRequest<'_>> = rows.iter().map(|row| row.request).collect();
         let limits = rows.iter().map(|row| row.limits().map(Some)).collect::<Result<Vec<_>, _>>()?;
-        let spec = spec(&requests, self.backend.buckets(), self.backend.row_buckets());
+        let spec = match n_rows {
+            0 | 1 => spec(&requests, self.backend.buckets(), self.backend.row_buckets()),
+            _ => decode_spec(n_rows.max(rows.len())),
+        };
         let idx = self.prepare(spec)?;
         let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
         fill(inputs, control, &requests)?;

@@ -105,6 +105,12 @@ pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets:
     StepSpec { shape, head, act: DType::F32 }
 }
 
+/// A decode step of so many sequences, more than one.
+pub(crate) fn decode_spec(n_rows: usize) -> StepSpec {
+    let shape = StepShape { kind: StepKind::Decode, n_tokens: n_rows, n_seqs: n_rows, n_choices: n_rows };
+    StepSpec { shape, head: sample_head(0), act: DType::F32 }
+}
+
 /// Which row of the step's choices belongs to each request that chooses, in order. Where every row of the step has one,
 /// it is the row of the request's last token.
 pub(crate) fn choice_rows<'a>(

@@ -310,7 +310,7 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
         let request = StepRequest { tokens: &tokens[START..], start: START, table: &table[..1], want };
         let end = &[u32::MAX];
         let with = RunRow { request, n_positions: START + 300, n_choices: usize::MAX, end };
-        assert_eq!(runner.begin(&[with]).unwrap(), 1);
+        assert_eq!(runner.begin(&[with], 1).unwrap(), 1);
         let mut ended = false;
         while !ended {
             n_table = tokens.len().div_ceil(32).max(n_table);

@@ -208,15 +208,15 @@ impl Runner for FakeRunner {
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "fake" }))
     }
 
-    fn run_rows(&self, n_seqs: usize) -> usize {
+    fn run_rows(&mut self, n_seqs: usize) -> usize {
         // Sizes of which some leave room for others.
         if n_seqs <= 2 { n_seqs } else { n_seqs.next_multiple_of(4) }
     }
 
-    fn begin(&mut self, rows: &[RunRow<'_>]) -> Result<usize, EngineError> {
+    fn begin(&mut self, rows: &[RunRow<'_>], n_rows: usize) -> Result<usize, EngineError> {
         assert!(self.run.is_none(), "a run before it must be finished");
         let most = self.script.ahead.load(Ordering::Relaxed).max(1);
-        let n_rows = self.run_rows(rows.len());
+        assert!(n_rows >= rows.len());
         let mut rows: Vec<_> = rows.iter().map(|row| Some(FakeRow::new(row))).collect();
         rows.resize_with(n_rows, || None);
         self.run = Some(FakeRun { rows, most, ready: Default::default() });
