@@ -12,7 +12,7 @@ use crate::core::{Chosen, Core, SequenceState, check_tokens};
 use crate::error::EngineError;
 use crate::ledger::Ledger;
 use crate::request::lock;
-use crate::runner::RunRow;
+use crate::runner::{RunRow, RunShape};
 use crate::sampling::SamplingRow;
 use crate::step::{StepRequest, Want};
 use refrain_graph::{Committed, CommittedStep, Ran, StepFlags, StepKind};
@@ -86,6 +86,7 @@ pub struct FollowedStep {
 /// Who is in which row of the run.
 pub(crate) struct Following {
     rows: Vec<Option<FollowedRow>>,
+    shape: RunShape,
     n_sent: u64,
     n_taken: u64,
     /// How many may be under way.
@@ -326,7 +327,8 @@ impl Core {
         rows: &mut [FollowRow<'_>],
         sends: Sends,
     ) -> Result<(Vec<Option<usize>>, Sends), EngineError> {
-        let n_rows = self.runner.run_rows(rows.len());
+        let n_history = rows.iter().map(|row| row.row.n_history(row.sequence.context)).max().unwrap_or(0);
+        let shape = self.runner.run_shape(rows.len(), n_history);
         if let Some(following) = &self.following {
             let mut places: Vec<Option<usize>> = rows.iter().map(|row| following.find(row)).collect();
             if places.iter().any(Option::is_some) {
@@ -334,7 +336,7 @@ impl Core {
                 places.iter().flatten().for_each(|at| is_there[*at] = true);
                 let is_stale = |at: &usize| following.rows[*at].is_some() && !is_there[*at];
                 let stale: Vec<usize> = (0..following.rows.len()).filter(is_stale).collect();
-                let (is_fitting, n_under_way) = (following.rows.len() == n_rows, following.n_under_way());
+                let (is_fitting, n_under_way) = (following.shape == shape, following.n_under_way());
                 stale.into_iter().try_for_each(|at| self.clear_row(at))?;
                 if sends == Sends::Ahead && is_fitting {
                     for (row, place) in rows.iter_mut().zip(&mut places).filter(|(_, place)| place.is_none())
@@ -358,10 +360,10 @@ impl Core {
             advance(sequence, *token, row);
         }
         let run_rows: Vec<RunRow<'_>> = rows.iter().map(FollowRow::run_row).collect();
-        let most = self.runner.begin(&run_rows, n_rows)?;
+        let most = self.runner.begin(&run_rows, shape)?;
         let mut followed: Vec<_> = rows.iter().map(|row| Some(FollowedRow::new(row, 0))).collect();
-        followed.resize_with(n_rows.max(rows.len()), || None);
-        self.following = Some(Following { rows: followed, n_sent: 0, n_taken: 0, most, last: None });
+        followed.resize_with(shape.n_rows.max(rows.len()), || None);
+        self.following = Some(Following { rows: followed, shape, n_sent: 0, n_taken: 0, most, last: None });
         Ok(((0..rows.len()).map(Some).collect(), Sends::Ahead))
     }
 

@@ -3,7 +3,9 @@
 use crate::core::Chosen;
 use crate::error::EngineError;
 use crate::sampling::MAX_TOP;
-use crate::step::{StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, sample_head, spec};
+use crate::step::{
+    StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, history_places, sample_head, spec,
+};
 use refrain_graph::{Backend, CommittedStep, ControlBlock, Feedback, Io, Plan, Ran, RowLimits, Run};
 use refrain_graph::{RunError, StepFlags, StepInputs, fuse};
 use refrain_models::{KvSpec, Model, StepSpec};
@@ -42,12 +44,21 @@ pub struct RunRow<'a> {
     pub end: &'a [u32],
 }
 
+/// The size of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunShape {
+    /// Rows; those that nobody is in are padding.
+    pub n_rows: usize,
+    /// Places for recent tokens of each.
+    pub n_history: usize,
+}
+
 impl RunRow<'_> {
     fn limits(&self) -> Result<RowLimits, EngineError> {
         let (Want::Sample(row), [_]) = (self.request.want, self.request.tokens) else {
             return Err(EngineError::NoRun);
         };
-        let (window, history_next) = row.window();
+        let (window, history_next) = row.window(self.n_positions);
         Ok(RowLimits {
             n_positions: self.n_positions,
             n_choices: self.n_choices,
@@ -65,13 +76,13 @@ pub trait Runner: Send {
     fn backend(&self) -> &'static str;
     /// Runs one step: tokens of different sequences, each followed by what it asks for.
     fn step(&mut self, requests: &[StepRequest<'_>], out: &mut StepOut) -> Result<Ran, EngineError>;
-    /// How many rows the next step of so many sequences should have; those that nobody is in are padding. Asked once a
+    /// The size that the next step of so many sequences should have, whose penalties look at so many tokens. Asked once a
     /// step: a size that is not ready yet is made ready when it was wanted for a while, and until then a larger one that is
     /// ready serves.
-    fn run_rows(&mut self, n_seqs: usize) -> usize;
-    /// Begins a run of decode steps of `n_rows` that feed themselves, with sequences in its first rows, and sends none of
+    fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape;
+    /// Begins a run of decode steps of that size that feed themselves, with sequences in its first rows, and sends none of
     /// them yet. Gives how many may be under way at once. A run before it must be finished.
-    fn begin(&mut self, rows: &[RunRow<'_>], n_rows: usize) -> Result<usize, EngineError>;
+    fn begin(&mut self, rows: &[RunRow<'_>], shape: RunShape) -> Result<usize, EngineError>;
     /// Puts a sequence into a row of the run that nobody is in, from the next step that is sent on.
     fn set_row(&mut self, row: usize, with: &RunRow<'_>) -> Result<(), EngineError>;
     /// Makes a row padding, from the next step that is sent on.
@@ -148,7 +159,7 @@ pub struct BackendRunner<B: Backend> {
     compiled: Vec<Prepared<B>>,
     run: Option<(StepSpec, Run)>,
     /// The size of run that is not ready, and how many steps in a row have wanted it.
-    missing: (usize, usize),
+    missing: Option<(RunShape, usize)>,
 }
 
 struct Prepared<B: Backend> {
@@ -203,7 +214,7 @@ impl<B: Backend> BackendRunner<B> {
             max_seqs,
             compiled: Vec::new(),
             run: None,
-            missing: (0, 0),
+            missing: None,
         })
     }
 
@@ -219,7 +230,7 @@ impl<B: Backend> BackendRunner<B> {
 
     /// The step of that many tokens that ends in a choice.
     fn prepare_choice(&mut self, n_tokens: usize) -> Result<usize, EngineError> {
-        self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, sample_head(0)))
+        self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, sample_head(0, 0)))
     }
 
     /// Index into `compiled`, which is always the last.
@@ -337,32 +348,34 @@ where
         Ok(ran)
     }
 
-    fn run_rows(&mut self, n_seqs: usize) -> usize {
+    fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape {
+        let n_history = history_places(n_history);
+        let shape = |n_rows: usize| RunShape { n_rows, n_history };
         if n_seqs <= 1 {
-            return 1;
+            return shape(1);
         }
         let wanted = bucket(self.backend.row_buckets(), n_seqs);
-        let is_ready = |n: usize| self.compiled.iter().any(|c| c.spec == decode_spec(n));
+        let is_ready = |n: usize| self.compiled.iter().any(|c| c.spec == decode_spec(n, n_history));
         let larger = |n: &usize| (wanted + 1..=2 * wanted).contains(n) && is_ready(*n);
         let serving = match is_ready(wanted) {
             true => None,
             false => self.backend.row_buckets().iter().copied().find(larger),
         };
         let Some(serving) = serving else {
-            self.missing = (0, 0);
-            return wanted;
+            self.missing = None;
+            return shape(wanted);
         };
-        let n_waited = if self.missing.0 == wanted { self.missing.1 + 1 } else { 1 };
-        self.missing = (wanted, n_waited);
-        if n_waited > PATIENCE { wanted } else { serving }
+        let n_before = self.missing.filter(|(missing, _)| *missing == shape(wanted)).map_or(0, |(_, n)| n);
+        self.missing = Some((shape(wanted), n_before + 1));
+        shape(if n_before < PATIENCE { serving } else { wanted })
     }
 
-    fn begin(&mut self, rows: &[RunRow<'_>], n_rows: usize) -> Result<usize, EngineError> {
+    fn begin(&mut self, rows: &[RunRow<'_>], shape: RunShape) -> Result<usize, EngineError> {
         let requests: Vec<StepRequest<'_>> = rows.iter().map(|row| row.request).collect();
         let limits = rows.iter().map(|row| row.limits().map(Some)).collect::<Result<Vec<_>, _>>()?;
-        let spec = match n_rows {
-            0 | 1 => spec(&requests, self.backend.buckets(), self.backend.row_buckets()),
-            _ => decode_spec(n_rows.max(rows.len())),
+        let spec = match shape.n_rows.max(rows.len()) {
+            0 | 1 => StepSpec::of_one(bucket(self.backend.buckets(), 1), 1, sample_head(shape.n_history, 0)),
+            n_rows => decode_spec(n_rows, shape.n_history),
         };
         let idx = self.prepare(spec)?;
         let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];

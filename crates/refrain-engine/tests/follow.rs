@@ -238,7 +238,7 @@ fn rows_that_want_less_end_by_themselves_and_steps_are_sent_for_those_that_want_
 
 /// A backend that keeps every control block and chooses by a fixed rule.
 struct Keeping {
-    blocks: Arc<Mutex<Vec<Vec<u8>>>>,
+    blocks: Arc<Mutex<Vec<(ControlLayout, Vec<u8>)>>>,
 }
 
 impl Backend for Keeping {
@@ -274,8 +274,8 @@ impl Backend for Keeping {
         compiled
     }
 
-    fn run(&mut self, _: &mut Plan, io: Io<'_, Self>) -> Result<Ran, RunError> {
-        self.blocks.lock().unwrap().push(io.control.to_vec());
+    fn run(&mut self, plan: &mut Plan, io: Io<'_, Self>) -> Result<Ran, RunError> {
+        self.blocks.lock().unwrap().push((plan.control().clone(), io.control.to_vec()));
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "keeping" }))
     }
 
@@ -287,7 +287,7 @@ impl Backend for Keeping {
     }
 }
 
-fn words(layout: &ControlLayout, block: &[u8], name: &str) -> Vec<i32> {
+fn words((layout, block): &(ControlLayout, Vec<u8>), name: &str) -> Vec<i32> {
     let slot = layout.slot(layout.find(name).unwrap());
     let bytes = &block[slot.offset..slot.offset + slot.bytes];
     bytes.chunks_exact(4).map(|w| i32::from_le_bytes(w.try_into().unwrap())).collect()
@@ -296,9 +296,13 @@ fn words(layout: &ControlLayout, block: &[u8], name: &str) -> Vec<i32> {
 #[test]
 fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
     const START: usize = 3;
-    for window in [0, 1, 5, 40, HISTORY] {
-        let params =
-            SamplingParams { penalty_window: window, seed: 0x1234_5678_9ABC, ..SamplingParams::default() };
+    for window in [0, 1, 5, 40, HISTORY, usize::MAX] {
+        let params = SamplingParams {
+            penalty_window: window,
+            repeat_penalty: 1.1,
+            seed: 0x1234_5678_9ABC,
+            ..SamplingParams::default()
+        };
         let blocks = Arc::new(Mutex::new(Vec::new()));
         let options = RunnerOptions { context: 512, ..RunnerOptions::default() };
         let backend = Keeping { blocks: blocks.clone() };
@@ -310,7 +314,9 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
         let request = StepRequest { tokens: &tokens[START..], start: START, table: &table[..1], want };
         let end = &[u32::MAX];
         let with = RunRow { request, n_positions: START + 300, n_choices: usize::MAX, end };
-        assert_eq!(runner.begin(&[with], 1).unwrap(), 1);
+        let shape = runner.run_shape(1, window.min(START + 300));
+        assert_eq!(shape.n_history, if window > HISTORY { 4 * HISTORY } else { HISTORY });
+        assert_eq!(runner.begin(&[with], shape).unwrap(), 1);
         let mut ended = false;
         while !ended {
             n_table = tokens.len().div_ceil(32).max(n_table);
@@ -323,8 +329,7 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
         assert_eq!(tokens.len(), START + 1 + 300, "it ends when no position is left");
         assert_eq!(runner.finish().unwrap(), 0);
 
-        let fed: Vec<Vec<u8>> = std::mem::take(&mut *blocks.lock().unwrap());
-        let layout = runner.plan(1).unwrap().control().clone();
+        let fed = std::mem::take(&mut *blocks.lock().unwrap());
         for (i, fed) in fed.iter().enumerate() {
             let n = START + i;
             row.advance(n + 1, &tokens[..=n]);
@@ -333,13 +338,20 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
             runner.step(&[request], &mut StepOut::default()).unwrap();
             let alone = blocks.lock().unwrap().pop().unwrap();
             for name in ["tokens", "positions", "seqs", "tables", "params", "rng", "bias_ids", "bias"] {
-                assert_eq!(words(&layout, fed, name), words(&layout, &alone, name), "{name} of step {i}");
+                assert_eq!(words(fed, name), words(&alone, name), "{name} of step {i}");
             }
-            // The same tokens; their order does not matter.
-            let [mut fed, mut alone] = [fed, &alone].map(|block| words(&layout, block, "history"));
-            fed.sort_unstable();
-            alone.sort_unstable();
-            assert_eq!(fed, alone, "history of step {i}, window {window}");
+            // The same tokens; neither their order nor the number of places matters.
+            let held = |block: &(ControlLayout, Vec<u8>)| {
+                let mut held = words(block, "history");
+                held.retain(|token| *token >= 0);
+                held.sort_unstable();
+                held
+            };
+            let mut want: Vec<i32> =
+                tokens[(n + 1).saturating_sub(window)..=n].iter().map(|t| *t as i32).collect();
+            want.sort_unstable();
+            assert_eq!(held(fed), want, "history of step {i}, window {window}");
+            assert_eq!(held(&alone), want, "history of step {i}, window {window}");
         }
     }
 }

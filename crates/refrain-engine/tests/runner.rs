@@ -157,14 +157,14 @@ fn a_larger_run_that_is_ready_serves_until_a_size_was_wanted_for_a_while() {
     let row = SamplingRow::new(&SamplingParams::greedy());
     // One step of so many sequences; how many rows it had, and how many sizes are compiled.
     let mut step = |n_seqs: usize| {
-        let n_rows = runner.run_rows(n_seqs);
+        let shape = runner.run_shape(n_seqs, 0);
         let request = StepRequest { tokens: &[1], start: 3, table: &[0], want: Want::Sample(&row) };
         let with = RunRow { request, n_positions: 32, n_choices: 9, end: &[] };
-        runner.begin(&vec![with; n_seqs], n_rows).unwrap();
+        runner.begin(&vec![with; n_seqs], shape).unwrap();
         runner.send(1).unwrap();
         assert_eq!(runner.take().unwrap().rows.iter().flatten().count(), n_seqs);
         runner.finish().unwrap();
-        (n_rows, n_compiled.load(Ordering::Relaxed))
+        (shape.n_rows, n_compiled.load(Ordering::Relaxed))
     };
     // Nothing larger is there.
     assert_eq!([step(5), step(7), step(5)], [(6, 1), (8, 2), (6, 2)]);

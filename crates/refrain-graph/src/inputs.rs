@@ -224,11 +224,11 @@ impl<'a> Filler<'a> {
         &mut self,
         input: InputId,
         row: usize,
-        values: &[u32],
+        values: &[i32],
     ) -> Result<&mut Self, ControlError> {
         let width = self.control.layout().slot(input).ty.shape.dims().last().copied().unwrap_or(0);
         self.scratch.clear();
-        let padded = values.iter().map(|v| *v as i32).chain(std::iter::repeat(-1));
+        let padded = values.iter().copied().chain(std::iter::repeat(-1));
         self.scratch.extend(padded.take(width));
         self.control.set_row(input, row, &self.scratch)?;
         Ok(self)

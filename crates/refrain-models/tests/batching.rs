@@ -154,6 +154,37 @@ fn any_load_gives_each_request_the_tokens_that_it_gets_alone() {
 }
 
 #[test]
+fn penalties_over_the_whole_text_do_not_depend_on_neighbours_either() {
+    let model = Arc::new(Model::load(&ModelFiles::open(folder("llama")).unwrap()).unwrap());
+    let engine_of = |n_positions: usize| {
+        let options = RunnerOptions { context: 384, n_positions, kv_block: 16, ..RunnerOptions::default() };
+        let runner = BackendRunner::new(CpuBackend::shared(1).unwrap(), model.clone(), options).unwrap();
+        Engine::new(Box::new(runner), EngineOptions::default()).unwrap()
+    };
+    let request = |idx: u32| {
+        let mut request = Request::once(vec![idx, 3 * idx + 1]);
+        request.max_tokens = [40, 340, 90, 300][idx as usize];
+        let penalty_window = [64, usize::MAX, 20, usize::MAX][idx as usize];
+        let (temperature, presence_penalty, seed) = (1.0, 3.0, u64::from(idx));
+        request.sampling = SamplingParams {
+            temperature,
+            presence_penalty,
+            repeat_penalty: 1.3,
+            penalty_window,
+            seed,
+            ..SamplingParams::default()
+        };
+        request
+    };
+    let (alone, together) = (engine_of(384), engine_of(4 * 384));
+    let want: Vec<_> = (0..4).map(|idx| collect(alone.submit(request(idx)).unwrap())).collect();
+    assert_eq!(want[1].len(), 340);
+    let streams: Vec<_> = (0..4).map(|idx| together.submit(request(idx)).unwrap()).collect();
+    let got: Vec<_> = streams.into_iter().map(collect).collect();
+    assert_eq!(got, want);
+}
+
+#[test]
 fn a_fork_goes_on_as_a_sequence_that_evaluated_everything_itself() {
     let model = Arc::new(Model::load(&ModelFiles::open(folder("llama")).unwrap()).unwrap());
     let engine = engine(&model, 4 * CONTEXT, 16);

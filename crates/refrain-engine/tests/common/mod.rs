@@ -2,7 +2,7 @@
 #![allow(dead_code)] // Each test file uses its part.
 
 use refrain_engine::{
-    Choice, Chosen, Core, Engine, EngineError, EngineOptions, RunRow, Runner, SamplingRow, StepOut,
+    Choice, Chosen, Core, Engine, EngineError, EngineOptions, RunRow, RunShape, Runner, SamplingRow, StepOut,
     StepRequest, Want,
 };
 use refrain_formats::ModelFiles;
@@ -208,12 +208,16 @@ impl Runner for FakeRunner {
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "fake" }))
     }
 
-    fn run_rows(&mut self, n_seqs: usize) -> usize {
+    fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape {
         // Sizes of which some leave room for others.
-        if n_seqs <= 2 { n_seqs } else { n_seqs.next_multiple_of(4) }
+        RunShape { n_rows: if n_seqs <= 2 { n_seqs } else { n_seqs.next_multiple_of(4) }, n_history }
     }
 
-    fn begin(&mut self, rows: &[RunRow<'_>], n_rows: usize) -> Result<usize, EngineError> {
+    fn begin(
+        &mut self,
+        rows: &[RunRow<'_>],
+        RunShape { n_rows, .. }: RunShape,
+    ) -> Result<usize, EngineError> {
         assert!(self.run.is_none(), "a run before it must be finished");
         let most = self.script.ahead.load(Ordering::Relaxed).max(1);
         assert!(n_rows >= rows.len());
