@@ -83,6 +83,9 @@ pub struct FollowedStep {
     pub took: Duration,
 }
 
+/// As [`FollowedStep`] has them.
+type Choices = Vec<Option<Result<Chosen, EngineError>>>;
+
 /// Who is in which row of the run.
 pub(crate) struct Following {
     rows: Vec<Option<FollowedRow>>,
@@ -277,7 +280,7 @@ impl Core {
         &mut self,
         rows: &mut [FollowRow<'_>],
         sends: Sends,
-    ) -> Result<(Vec<Option<Result<Chosen, EngineError>>>, Option<Ran>), EngineError> {
+    ) -> Result<(Choices, Option<Ran>), EngineError> {
         let (places, sends) = self.place(rows, sends)?;
         match sends {
             Sends::Ahead => self.top_up(rows, &places)?,

@@ -236,9 +236,12 @@ fn rows_that_want_less_end_by_themselves_and_steps_are_sent_for_those_that_want_
     assert_eq!(core.ledger().tally(StepKind::Decode).unused, 0);
 }
 
+/// A control block, and where its inputs lie.
+type Block = (ControlLayout, Vec<u8>);
+
 /// A backend that keeps every control block and chooses by a fixed rule.
 struct Keeping {
-    blocks: Arc<Mutex<Vec<(ControlLayout, Vec<u8>)>>>,
+    blocks: Arc<Mutex<Vec<Block>>>,
 }
 
 impl Backend for Keeping {
@@ -287,7 +290,7 @@ impl Backend for Keeping {
     }
 }
 
-fn words((layout, block): &(ControlLayout, Vec<u8>), name: &str) -> Vec<i32> {
+fn words((layout, block): &Block, name: &str) -> Vec<i32> {
     let slot = layout.slot(layout.find(name).unwrap());
     let bytes = &block[slot.offset..slot.offset + slot.bytes];
     bytes.chunks_exact(4).map(|w| i32::from_le_bytes(w.try_into().unwrap())).collect()
@@ -341,7 +344,7 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
                 assert_eq!(words(fed, name), words(&alone, name), "{name} of step {i}");
             }
             // The same tokens; neither their order nor the number of places matters.
-            let held = |block: &(ControlLayout, Vec<u8>)| {
+            let held = |block: &Block| {
                 let mut held = words(block, "history");
                 held.retain(|token| *token >= 0);
                 held.sort_unstable();
