@@ -202,6 +202,49 @@ fn an_engine_serves_many(device: Device) {
     assert_eq!(device.take_reports(), Vec::<String>::new());
 }
 
+/// Some ask for the most probable tokens, others beside them do not.
+fn the_most_probable_tokens_come_with_each_choice(device: Device) {
+    let backend = CudaBackend::on(&device, cuda_options(GraphMode::Require)).unwrap();
+    let runner = BackendRunner::new(backend, model("llama"), runner_options()).unwrap();
+    let engine = Engine::new(Box::new(runner), EngineOptions::default()).unwrap();
+    let request = |idx: usize| {
+        let mut request =
+            Request::once((0..3 + idx as u32).map(|i| (7 * idx as u32 + 3 * i) % 100).collect());
+        (request.sampling, request.max_tokens) = (SamplingParams::greedy(), 6 + idx);
+        request.n_top_logprobs = [5, 0, 20, 1][idx % 4];
+        request
+    };
+    type Event = (u32, f32, Vec<(u32, f32)>);
+    let collect = |stream: refrain_engine::TokenStream| -> Vec<Event> {
+        let tokens = stream.filter_map(|event| match event.unwrap() {
+            TokenEvent::Token { token, logprob, top, .. } => Some((token, logprob, top)),
+            TokenEvent::Prompt { .. } | TokenEvent::End(_) => None,
+        });
+        tokens.collect()
+    };
+    let streams: Vec<_> = (0..6).map(|idx| engine.submit(request(idx)).unwrap()).collect();
+    for (idx, together) in streams.into_iter().map(collect).enumerate() {
+        let alone = collect(engine.submit(request(idx)).unwrap());
+        assert_eq!(together.len(), 6 + idx);
+        for ((token, logprob, top), (want, _, want_top)) in together.iter().zip(&alone) {
+            assert_eq!((token, top.len()), (want, request(idx).n_top_logprobs));
+            // Greedy takes the most probable one.
+            assert!(top.first().is_none_or(|best| best.0 == *token && (best.1 - logprob).abs() < 1e-4));
+            assert!(top.is_sorted_by(|a, b| a.1 >= b.1));
+            assert!(top.iter().map(|(_, p)| p.exp()).sum::<f32>() < 1.0001);
+            for (got, want) in top.iter().zip(want_top) {
+                assert!((got.1 - want.1).abs() < 2e-3, "request {idx}: {got:?} and {want:?}");
+            }
+        }
+    }
+    assert_eq!(device.take_reports(), Vec::<String>::new());
+}
+
+#[test]
+fn the_most_probable_tokens_come_with_the_choices_of_those_who_ask() {
+    the_most_probable_tokens_come_with_each_choice(sim("").1);
+}
+
 /// Every block is used by several requests, some of which leave nothing but NaN in it.
 fn nan_stays_with_its_request(device: Device) {
     const POISON: u32 = 7;
@@ -271,6 +314,13 @@ fn an_engine_on_the_device_serves_many_with_every_step_replayed() {
 
 mod on_a_gpu {
     use super::*;
+
+    #[test]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+    fn the_most_probable_tokens_come_with_the_choices_of_those_who_ask() {
+        let _turn = gpu_turn();
+        the_most_probable_tokens_come_with_each_choice(gpu());
+    }
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]

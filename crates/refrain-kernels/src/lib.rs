@@ -114,7 +114,7 @@ pub use registry::{KernelInfo, kernels};
 pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;
 pub use rows::{ReduceArgs, SoftmaxArgs};
-pub use sample::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
+pub use sample::{SampleArgs, SampleTop, sample_scratch_bytes, sample_state_bytes};
 pub use scatter::{ScatterAddRowsArgs, scatter_scratch_bytes};
 pub use source::{Family, KernelUnit};
 pub use span::{MAX_SPAN_HEAD_DIM, SpanArgs};
