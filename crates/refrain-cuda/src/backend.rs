@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use refrain_driver::{Device, DeviceKind, DriverError, Worker};
 use refrain_graph::{
-    Backend, Committed, CompileError, Fusion, Graph, GroupQuery, Io, Plan, PlanOptions, Query, Ran, Run,
+    Backend, CommittedStep, CompileError, Fusion, Graph, GroupQuery, Io, Plan, PlanOptions, Query, Ran, Run,
     RunError, State, StateId, Support, Weight, finish_stepwise, send_stepwise, take_stepwise,
 };
 use refrain_kernels::packed_bytes;
@@ -15,7 +15,6 @@ use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
 use crate::feed;
-use crate::follow::Taking;
 use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
 use crate::profile::{SharedTimeline, Timeline};
@@ -42,7 +41,7 @@ pub struct CudaBackend {
     fetched: Vec<(ProgramId, usize, Vec<u8>)>,
     pub(crate) pump: Arc<Pump>,
     /// The run that has begun and not finished.
-    pub(crate) taking: Option<Taking>,
+    pub(crate) running: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -70,9 +69,15 @@ pub struct CudaStates(u64);
 pub struct CudaCompiled {
     pub(crate) id: ProgramId,
     plan: Arc<Plan>,
-    /// Whether its choice becomes its next input on the device.
-    feeds_itself: bool,
+    /// Rows whose choices become their next inputs on the device.
+    n_fed_rows: usize,
     retired: Arc<Mutex<Vec<ProgramId>>>,
+}
+
+impl CudaCompiled {
+    pub(crate) fn plan(&self) -> &Plan {
+        &self.plan
+    }
 }
 
 impl Drop for CudaCompiled {
@@ -139,7 +144,7 @@ impl CudaBackend {
             timeline,
             fetched: Vec::new(),
             pump,
-            taking: None,
+            running: None,
         };
         backend.call("starting", backend.options.load_limit, |_| Ok(()))?;
         Ok(backend)
@@ -390,8 +395,8 @@ impl Backend for CudaBackend {
             | CudaError::Kernels(_)
             | CudaError::TooFewCases { .. }) => CompileError::Backend { backend, source: Arc::new(error) },
         })?;
-        let feeds_itself = feed::feedback(&plan).is_some();
-        Ok(CudaCompiled { id, plan, feeds_itself, retired: Arc::clone(&self.retired) })
+        let n_fed_rows = feed::feedback(&plan).map_or(0, |feedback| feedback.n_rows);
+        Ok(CudaCompiled { id, plan, n_fed_rows, retired: Arc::clone(&self.retired) })
     }
 
     fn plan<'c>(&self, compiled: &'c CudaCompiled) -> &'c Plan {
@@ -401,7 +406,7 @@ impl Backend for CudaBackend {
     fn run(&mut self, compiled: &mut CudaCompiled, io: Io<'_, CudaBackend>) -> Result<Ran, RunError> {
         self.fetched.clear();
         self.check_io(compiled, io.weights, io.states, io.control)?;
-        self.finish_ahead().map_err(self.run_error("a step sent ahead"))?;
+        self.finish_ahead(0).map_err(self.run_error("a step sent ahead"))?;
         let (id, control) = (compiled.id, io.control.to_vec());
         let ran = self.call(STEP, self.options.step_limit, move |m| m.run(id, &control));
         let (ran, found) = ran.map_err(self.run_error("a step"))?;
@@ -433,8 +438,13 @@ impl Backend for CudaBackend {
     }
 
     fn ahead(&self, compiled: &CudaCompiled) -> usize {
-        let feeds_itself = compiled.feeds_itself && !self.options.profile;
-        if feeds_itself { self.options.ahead.clamp(1, feed::MAX_AHEAD) } else { 1 }
+        let most = match compiled.n_fed_rows {
+            _ if self.options.profile => 1,
+            0 => 1,
+            1 => feed::MAX_AHEAD,
+            _ => feed::MAX_AHEAD_OF_ROWS,
+        };
+        self.options.ahead.clamp(1, most)
     }
 
     fn send(
@@ -445,7 +455,7 @@ impl Backend for CudaBackend {
         run: &mut Run,
         n: usize,
     ) -> Result<(), RunError> {
-        if !compiled.feeds_itself {
+        if compiled.n_fed_rows == 0 {
             return send_stepwise(self, compiled, weights, states, run, n);
         }
         self.fetched.clear();
@@ -453,17 +463,19 @@ impl Backend for CudaBackend {
         self.send_ahead(compiled, run, n).map_err(self.run_error("a step sent ahead"))
     }
 
-    fn take(&mut self, compiled: &mut CudaCompiled, run: &mut Run) -> Result<Committed, RunError> {
-        match compiled.feeds_itself {
-            true => self.take_ahead().map_err(self.run_error("a step sent ahead")),
-            false => take_stepwise(run),
+    fn take(&mut self, compiled: &mut CudaCompiled, run: &mut Run) -> Result<CommittedStep, RunError> {
+        match compiled.n_fed_rows {
+            0 => take_stepwise(run),
+            _ => self.take_ahead(run).map_err(self.run_error("a step sent ahead")),
         }
     }
 
     fn finish(&mut self, compiled: &mut CudaCompiled, run: &mut Run) -> Result<usize, RunError> {
-        match compiled.feeds_itself {
-            true => self.finish_ahead().map_err(self.run_error("a step sent ahead")),
-            false => Ok(finish_stepwise(run)),
+        match compiled.n_fed_rows {
+            0 => Ok(finish_stepwise(run)),
+            // Another one has begun since, and has ended this one.
+            _ if self.running != Some(run.id()) => Ok(0),
+            _ => self.finish_ahead(run.n_taken()).map_err(self.run_error("a step sent ahead")),
         }
     }
 

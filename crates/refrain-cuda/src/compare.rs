@@ -7,12 +7,11 @@
 use std::time::{Duration, Instant};
 
 use refrain_driver::{Buf, DriverError, RING_HEADER_BYTES, Ring};
-use refrain_graph::{Place, Plan, Ran, Segment, StateKind};
-use refrain_kernels::CommitEntry;
+use refrain_graph::{Feedback, Place, Plan, Ran, Segment, StateKind};
 
 use crate::cache::{GraphMode, Site};
 use crate::error::CudaError;
-use crate::feed::RING_ENTRIES;
+use crate::feed::{RING_ENTRIES, payload_bytes};
 use crate::machine::{Machine, ProgramId};
 use crate::resident::Resident;
 use crate::verify::{LiveStep, VerifyError, compare_live};
@@ -45,17 +44,18 @@ impl Machine {
     }
 
     /// Runs the next decode step both ways. `None` when there is no graph to compare: then it still has to be sent.
-    pub(crate) fn send_compared(&mut self, id: ProgramId, position: i32) -> Result<Option<Ran>, CudaError> {
+    pub(crate) fn send_compared(&mut self, id: ProgramId) -> Result<Option<Ran>, CudaError> {
         let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
             return Err(Machine::gone());
         };
         let (Some((segment, warm)), Some(followed)) = (program.only_segment(), &self.followed) else {
             return Ok(None);
         };
+        let Some(feedback) = program.feedback else { return Ok(None) };
         let key = (id, 0);
         let Some(graph) = self.cache.graph(&key) else { return Ok(None) };
         let began = Instant::now();
-        let step = live_step(&program.plan, segment, warm, resident, &followed.control, position)
+        let step = live_step(&program.plan, segment, warm, resident, (&feedback, followed.control()))
             .map_err(CudaError::driver("preparing a comparison"))?;
         let compared = compare_live(graph, &mut self.stream, &mut resident.lease, warm, &step);
         let error = match compared {
@@ -86,14 +86,14 @@ fn live_step(
     segment: &Segment,
     warm: &WarmPlan,
     resident: &Resident,
-    control: &[u8],
-    position: i32,
+    (feedback, control): (&Feedback, &[u8]),
 ) -> Result<LiveStep, DriverError> {
+    let feed = resident.feed_of(feedback.n_rows)?;
     let mut step = LiveStep {
-        inputs: vec![resident.feed, resident.control],
-        unheard: (resident.feed.slice(0, 8)?, UNHEARD),
-        entries: ring_entries(resident)?,
-        results: vec![resident.feed.slice(8, resident.feed.len() - 8)?, resident.control],
+        inputs: vec![feed, resident.control],
+        unheard: (feed.slice(0, 8)?, UNHEARD),
+        entries: ring_entries(resident, feedback.n_rows)?,
+        results: vec![feed.slice(8, feed.len() - 8)?, resident.control],
     };
     let in_arena = |buf: &Buf| warm.space().contains(resident.arena(), *buf);
     step.results
@@ -104,7 +104,7 @@ fn live_step(
         match resident.state(id.idx()).kind {
             // A row is written before it is read, so nothing of it has to be put back.
             StateKind::Paged => {
-                step.results.extend(written_block(plan, resident, id.idx(), control, position)?);
+                step.results.extend(written_blocks(plan, resident, id.idx(), control)?);
             }
             StateKind::Slots | StateKind::Whole => {
                 let whole = resident.state_buf(id.idx())?;
@@ -116,28 +116,35 @@ fn live_step(
     Ok(step)
 }
 
-fn ring_entries(resident: &Resident) -> Result<Vec<Buf>, DriverError> {
-    let payload = size_of::<CommitEntry>();
+fn ring_entries(resident: &Resident, n_rows: usize) -> Result<Vec<Buf>, DriverError> {
+    let payload = payload_bytes(n_rows);
     let stride = Ring::stride(payload).unwrap_or(0);
     let entry = |i: u32| resident.ring.slice(RING_HEADER_BYTES + u64::from(i) * stride + 8, payload as u64);
     (0..RING_ENTRIES).map(entry).collect()
 }
 
-/// The block of a cache that the step writes to.
-fn written_block(
+/// The blocks of a cache that the step's rows write to. A row that has ended writes nothing: then its block is the same
+/// both times.
+fn written_blocks(
     plan: &Plan,
     resident: &Resident,
     state: usize,
     control: &[u8],
-    position: i32,
-) -> Result<Option<Buf>, DriverError> {
-    let (Some(paged), Ok(position)) = (plan.bounds().paged.first(), usize::try_from(position)) else {
-        return Ok(None);
-    };
-    let Ok(block) = u64::try_from(paged.tables.at(control, position / paged.kv_block)) else {
-        return Ok(None);
-    };
+) -> Result<Vec<Buf>, DriverError> {
+    let Some(paged) = plan.bounds().paged.first() else { return Ok(Vec::new()) };
     let whole = resident.state_live(state)?;
     let bytes = whole.len() / paged.n_blocks.max(1) as u64;
-    whole.slice(block * bytes, bytes).map(Some)
+    let mut blocks = Vec::new();
+    for (row, position) in paged.positions.read(control).enumerate() {
+        let (Ok(position), Ok(seq)) =
+            (usize::try_from(position), usize::try_from(paged.seqs.at(control, row)))
+        else {
+            continue;
+        };
+        let column = (position / paged.kv_block).min(paged.max_blocks.saturating_sub(1));
+        if let Ok(block) = u64::try_from(paged.tables.at(control, seq * paged.max_blocks + column)) {
+            blocks.push(whole.slice(block * bytes, bytes)?);
+        }
+    }
+    Ok(blocks)
 }

@@ -1,16 +1,18 @@
-//! What a step that feeds itself has on the device besides the plan's control block, and the messages that fill it.
+//! What steps that feed themselves have on the device besides the plan's control block, and the messages that fill it.
 //!
 //! ```text
-//! control region   count u64 | CommitState | ids that end a row | the plan's control block
-//! ring region      pinned: one entry for each step that was sent and not taken
+//! control region   .. | count u64 | CommitState of each row | ids that end each row | the plan's control block
+//! ring region      pinned: one entry for each step that was sent and not taken, with a result for each row
+//! edits region     changes of rows on their way into the control region
 //! ```
 //!
-//! The host writes all of it at once when a run begins. From then on count, state and the changing fields of the control
-//! block are the device's, and the host writes nothing but the block table.
+//! The header of a run lies right before the control block, however many rows it has. The host writes both at once when a
+//! run begins. From then on count, states and the changing fields of the control block are the device's. The host changes
+//! rows and block tables by [`Edits`], which take effect between two steps.
 
-use refrain_driver::{Buf, Ring};
-use refrain_graph::{Feedback, Plan, SegmentKind};
-use refrain_kernels::{CommitArgs, CommitEntry, CommitRing, CommitState, Kernels};
+use refrain_driver::{Buf, DriverError, Launch, Ring};
+use refrain_graph::{Feedback, Field, Plan, RowLimits, Run, RunEdits, SegmentKind};
+use refrain_kernels::{CommitArgs, CommitEntry, CommitRing, CommitState, Edits, Kernels};
 
 use crate::error::CudaError;
 use crate::resident::Resident;
@@ -20,24 +22,96 @@ use crate::warm::WarmPlan;
 pub(crate) const RING_ENTRIES: u32 = 64;
 /// The most steps that may be under way.
 pub(crate) const MAX_AHEAD: usize = RING_ENTRIES as usize / 2;
+/// The most steps of several rows that may be under way: a sequence that joins waits for them.
+pub(crate) const MAX_AHEAD_OF_ROWS: usize = 4;
+/// The most rows that feed themselves.
+pub(crate) const MAX_ROWS: usize = 512;
 /// Bytes of the ring.
-pub(crate) const RING_BYTES: u64 =
-    Ring::bytes(RING_ENTRIES, size_of::<CommitEntry>()).expect("a few entries fit");
+pub(crate) const RING_BYTES: u64 = ring_bytes(MAX_ROWS);
+/// Bytes of the region for edits: about ten rows at once.
+pub(crate) const EDIT_BYTES: u64 = 64 << 10;
 
-const STATE_AT: usize = 32;
-const END_AT: usize = STATE_AT + size_of::<CommitState>();
-/// Ids that the device knows; the host finds a row's end by any others, and then drops what was sent ahead.
-const MAX_END: usize = 64;
-/// Bytes in front of the plan's control block.
-pub(crate) const FEED_BYTES: u64 = ((END_AT + 4 * MAX_END) as u64).next_multiple_of(256);
+/// Ids that the device knows of each row; the host finds a row's end by any others, and then drops what was sent ahead.
+const MAX_END: usize = 16;
+/// Bytes for the largest header.
+pub(crate) const FEED_BYTES: u64 = (FeedLayout { n_rows: MAX_ROWS }.bytes() as u64).next_multiple_of(256);
 
-/// The feedback of a plan of one sequence whose every step is on the device.
-pub(crate) fn feedback(plan: &Plan) -> Option<Feedback> {
-    let on_device = plan.segments().iter().all(|s| s.kind == SegmentKind::Recordable);
-    Feedback::of(plan).filter(|f| f.n_rows == 1 && on_device && plan.segments().len() == 1)
+/// What lies where in the header of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FeedLayout {
+    pub(crate) n_rows: usize,
 }
 
-/// Adds the commit of a plan's choice.
+impl FeedLayout {
+    const STATES: usize = 32;
+
+    /// All of it.
+    pub(crate) const fn bytes(self) -> usize {
+        self.ends() + 4 * MAX_END * self.n_rows
+    }
+
+    const fn ends(self) -> usize {
+        FeedLayout::STATES + size_of::<CommitState>() * self.n_rows
+    }
+
+    const fn state(self, row: usize) -> usize {
+        FeedLayout::STATES + size_of::<CommitState>() * row
+    }
+
+    /// The ids of one rank lie together, so that neighbouring rows read neighbouring words.
+    const fn end(self, row: usize, idx: usize) -> usize {
+        self.ends() + 4 * (idx * self.n_rows + row)
+    }
+
+    /// What the host writes in front of the control block when a run begins.
+    pub(crate) fn header(self, count: u64, rows: &[(CommitState, &[u32])]) -> Vec<u8> {
+        let mut bytes = vec![0; self.bytes()];
+        bytes[..8].copy_from_slice(&count.to_le_bytes());
+        bytes[self.ends()..].fill(0xFF);
+        for (row, (state, ends)) in rows.iter().enumerate().take(self.n_rows) {
+            let at = self.state(row);
+            bytes[at..at + size_of::<CommitState>()].copy_from_slice(bytemuck::bytes_of(state));
+            for (idx, id) in ends.iter().enumerate().take(MAX_END) {
+                bytes[self.end(row, idx)..][..4].copy_from_slice(&id.to_le_bytes());
+            }
+        }
+        bytes
+    }
+}
+
+/// Bytes of the part of the ring that a run of so many rows uses.
+pub(crate) const fn ring_bytes(n_rows: usize) -> u64 {
+    Ring::bytes(RING_ENTRIES, payload_bytes(n_rows)).expect("a few entries fit")
+}
+
+/// Bytes of the results of one step.
+pub(crate) const fn payload_bytes(n_rows: usize) -> usize {
+    n_rows * size_of::<CommitEntry>()
+}
+
+/// The feedback of a plan whose every step is on the device.
+pub(crate) fn feedback(plan: &Plan) -> Option<Feedback> {
+    let on_device = plan.segments().iter().all(|s| s.kind == SegmentKind::Recordable);
+    Feedback::of(plan).filter(|f| f.n_rows <= MAX_ROWS && on_device && plan.segments().len() == 1)
+}
+
+/// A row's state when it begins; padding has ended.
+pub(crate) fn commit_state(limits: Option<&RowLimits>) -> CommitState {
+    let word = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let Some(limits) = limits else { return CommitState { done: 1, ..bytemuck::Zeroable::zeroed() } };
+    CommitState {
+        done: 0,
+        n_left: word(limits.n_choices),
+        limit: word(limits.n_positions),
+        window: word(limits.window),
+        history_next: word(limits.history_next),
+        bias_until: limits.lapsing.map_or(0, |lapsing| lapsing.until),
+        n_bias_kept: limits.lapsing.map_or(0, |lapsing| word(lapsing.n_kept)),
+        unused: 0,
+    }
+}
+
+/// Adds the commit of a plan's choices.
 pub(crate) fn push_commit(
     kernels: &Kernels,
     plan: &Plan,
@@ -47,9 +121,11 @@ pub(crate) fn push_commit(
 ) -> Result<(), CudaError> {
     let failed = |source| CudaError::Driver { step: STEP.into(), source };
     let output = |idx: usize| resident.buffer(plan, plan.outputs()[idx].buffer).map_err(failed);
-    let field =
-        |f: refrain_graph::Field| resident.control.slice(f.offset as u64, 4 * f.len as u64).map_err(failed);
-    let feed = |at: usize, bytes: usize| resident.feed.slice(at as u64, bytes as u64).map_err(failed);
+    let field = |f: Field| resident.control.slice(f.offset as u64, 4 * f.len as u64).map_err(failed);
+    let layout = FeedLayout { n_rows: feedback.n_rows };
+    let header = resident.feed_of(feedback.n_rows).map_err(failed)?;
+    let feed = |at: usize, bytes: usize| header.slice(at as u64, bytes as u64).map_err(failed);
+    let ring = resident.ring.slice(0, ring_bytes(feedback.n_rows)).map_err(failed)?;
     let args = CommitArgs {
         token: output(feedback.token)?,
         logprob: output(feedback.logprob)?,
@@ -57,27 +133,25 @@ pub(crate) fn push_commit(
         positions: field(feedback.positions)?,
         rng: field(feedback.rng)?,
         history: field(feedback.history)?,
-        state: feed(STATE_AT, size_of::<CommitState>())?,
-        eog: feed(END_AT, 4 * MAX_END)?,
-        ring: Some(CommitRing { ring: resident.ring, count: feed(0, 8)?, n_entries: RING_ENTRIES }),
-        n: 1,
-        n_history: feedback.history.len,
+        bias_ids: field(feedback.bias_ids)?,
+        state: feed(FeedLayout::STATES, layout.ends() - FeedLayout::STATES)?,
+        eog: feed(layout.ends(), layout.bytes() - layout.ends())?,
+        ring: Some(CommitRing { ring, count: feed(0, 8)?, n_entries: RING_ENTRIES }),
+        n: feedback.n_rows,
+        n_history: feedback.history.len / feedback.n_rows.max(1),
+        n_bias: feedback.bias_ids.len / feedback.n_rows.max(1),
         n_eog: MAX_END,
         step: STEP,
     };
-    let because = |e: refrain_kernels::KernelError| e.to_string();
-    let launch = kernels.commit(&args).map_err(|e| CudaError::NoKernel {
-        op: "commit",
-        label: STEP.into(),
-        because: because(e),
-    })?;
-    let names: [(Buf, &str); 6] = [
-        (args.tokens, "the next token"),
-        (args.positions, "the next position"),
-        (args.rng, "the random position"),
+    let launch = kernels.commit(&args).map_err(|e| no_kernel("commit", &e))?;
+    let names: [(Buf, &str); 7] = [
+        (args.tokens, "the next tokens"),
+        (args.positions, "the next positions"),
+        (args.rng, "the random positions"),
         (args.history, "the recent tokens"),
+        (args.bias_ids, "the biased tokens"),
         (args.state, "the state of the run"),
-        (resident.ring, "the ring"),
+        (ring, "the ring"),
     ];
     names.into_iter().for_each(|(buf, name)| warm.name_buffer(buf, name, 4));
     warm.push(launch);
@@ -86,14 +160,75 @@ pub(crate) fn push_commit(
 
 const STEP: &str = "commit";
 
-/// What the host writes in front of the control block when a run begins.
-pub(crate) fn header(count: u64, state: &CommitState, end: &[u32]) -> [u8; FEED_BYTES as usize] {
-    let mut bytes = [0; FEED_BYTES as usize];
-    bytes[..8].copy_from_slice(&count.to_le_bytes());
-    bytes[STATE_AT..END_AT].copy_from_slice(bytemuck::bytes_of(state));
-    let ids = end.iter().copied().chain(std::iter::repeat(u32::MAX));
-    for (place, id) in bytes[END_AT..END_AT + 4 * MAX_END].chunks_exact_mut(4).zip(ids) {
-        place.copy_from_slice(&id.to_le_bytes());
+/// The launch that puts edits in place.
+pub(crate) fn edit_launch(kernels: &Kernels, resident: &Resident) -> Result<Launch, CudaError> {
+    kernels.edit(resident.message, resident.edits, "edit").map_err(|e| no_kernel("edit", &e))
+}
+
+fn no_kernel(op: &'static str, error: &refrain_kernels::KernelError) -> CudaError {
+    CudaError::NoKernel { op, label: op.into(), because: error.to_string() }
+}
+
+/// What has changed in a run, as messages that each fit into the region for edits.
+pub(crate) fn messages(run: &Run, edits: &RunEdits) -> Vec<Edits> {
+    let control = run.control();
+    let n_rows = run.feedback().n_rows;
+    let layout = FeedLayout { n_rows };
+    let control_at = FEED_BYTES as usize;
+    let header_at = control_at - layout.bytes();
+    // Of places that were changed more than once the last value counts, which all of them would read.
+    let mut pieces: Vec<(usize, usize)> = edits.fields.iter().map(|f| (f.offset / 4, f.len)).collect();
+    pieces.sort_unstable();
+    let mut messages = Messages(vec![Edits::default()]);
+    let mut done = 0;
+    for (start, n) in pieces {
+        let (from, end) = (start.max(done), start + n);
+        if from < end {
+            let words: Vec<u32> = (from..end)
+                .map(|i| control.get(4 * i..4 * i + 4).map_or(u32::MAX, bytemuck::pod_read_unaligned))
+                .collect();
+            messages.push(control_at / 4 + from, &words);
+            done = end;
+        }
     }
-    bytes
+    let mut rows = edits.rows.clone();
+    rows.sort_unstable();
+    rows.dedup();
+    for row in rows {
+        let limits = run.limits(row);
+        messages.push((header_at + layout.state(row)) / 4, bytemuck::cast_slice(&[commit_state(limits)]));
+        let ends = limits.map_or(&[][..], |limits| &limits.end);
+        let ids = ends.iter().copied().chain(std::iter::repeat(u32::MAX)).take(MAX_END);
+        ids.enumerate().for_each(|(idx, id)| messages.push((header_at + layout.end(row, idx)) / 4, &[id]));
+    }
+    messages.0.retain(|edits| !edits.is_empty());
+    messages.0
+}
+
+struct Messages(Vec<Edits>);
+
+impl Messages {
+    fn push(&mut self, to: usize, mut words: &[u32]) {
+        const MOST: usize = EDIT_BYTES as usize / 4;
+        let mut to = to as u32;
+        while !words.is_empty() {
+            let Some(last) = self.0.last_mut() else { unreachable!("there is always one") };
+            // A piece longer than a message is cut.
+            let n = words.len().min(MOST / 2);
+            if last.n_words_with(n) > MOST {
+                self.0.push(Edits::default());
+                continue;
+            }
+            last.push(to, &words[..n]);
+            (to, words) = (to + n as u32, &words[n..]);
+        }
+    }
+}
+
+impl Resident {
+    /// The header of a run of so many rows.
+    pub(crate) fn feed_of(&self, n_rows: usize) -> Result<Buf, DriverError> {
+        let bytes = FeedLayout { n_rows }.bytes() as u64;
+        self.feed.slice(FEED_BYTES.saturating_sub(bytes), bytes)
+    }
 }

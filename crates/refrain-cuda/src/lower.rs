@@ -11,8 +11,8 @@ use refrain_graph::{
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, CastArgs, CopyArgs, GateArgs, GatherRowsArgs,
     KernelError, Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, ReduceArgs,
-    RmsNormArgs, RopeArgs, RopeKvArgs, SampleArgs, SoftmaxArgs, UnaryArgs, View, attention_scratch_bytes,
-    sample_scratch_bytes, sample_state_bytes,
+    RmsNormArgs, RopeArgs, RopeKvArgs, SampleArgs, SampleTop, SoftmaxArgs, UnaryArgs, View,
+    attention_scratch_bytes, sample_scratch_bytes, sample_state_bytes,
 };
 use refrain_tensor::DType;
 
@@ -90,7 +90,6 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
                 "heads have an even number of elements, at most 256",
             )),
         Op::Sample(Sample { masked: true, .. }) => Some("no kernel applies a mask yet"),
-        Op::Sample(Sample { n_top: 1.., .. }) => Some("no kernel lists the most probable tokens yet"),
         Op::Sample(_) => no(ins[0].dtype != DType::F32, "logits are F32")
             .or(no(ins[0].shape.dim_back(0) > 1 << 20, "at most 2^20 tokens")),
     }
@@ -629,6 +628,14 @@ impl Lowering<'_> {
         let ins = &step.inputs;
         let logits = ins[0].layout.shape();
         let [n, vocab] = [logits.dims()[0], logits.dims()[1]];
+        let top = match &step.outputs[..] {
+            [_, _, ids, logprobs] => Some(SampleTop {
+                ids: self.dense(step, ids)?,
+                logprobs: self.dense(step, logprobs)?,
+                n_top: ids.layout.shape().dim_back(0),
+            }),
+            _ => None,
+        };
         let args = SampleArgs {
             logits: self.view(&ins[0])?,
             params: self.dense(step, &ins[1])?,
@@ -644,6 +651,7 @@ impl Lowering<'_> {
             vocab,
             n_history: ins[3].layout.shape().dim_back(0),
             n_bias: ins[4].layout.shape().dim_back(0),
+            top,
             step: &step.label,
         };
         self.kernels.sample(&args, launches)

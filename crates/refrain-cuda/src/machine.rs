@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use refrain_driver::{Buf, Context, DriverError, Stream};
+use refrain_driver::{Buf, Context, DriverError, Launch, Stream};
 use refrain_graph::{BufferId, Feedback, Op, OutOfBounds, Place, Plan, Ran, Reason, Segment, SegmentKind};
 use refrain_graph::{Capture, State, Weight};
 use refrain_kernels::{BlasLtShape, Compiling, Digester, KernelUnit, Kernels, sample_state_bytes};
@@ -94,6 +94,8 @@ pub(crate) struct Lowered {
     parts: Vec<Part>,
     /// Outputs that kernels write straight to pinned memory.
     results: HashMap<BufferId, Buf>,
+    /// Changes rows of a run, where the plan feeds itself.
+    pub(crate) edit: Option<Launch>,
 }
 
 pub(crate) enum Part {
@@ -421,7 +423,8 @@ impl Machine {
                 parts.push(Part::Device { segment: segment.clone(), warm });
             }
         }
-        Ok(Lowered { parts, results })
+        let edit = feedback.map(|_| feed::edit_launch(&self.kernels, resident)).transpose()?;
+        Ok(Lowered { parts, results, edit })
     }
 
     fn warm_up(&mut self, parts: &[Part]) -> Result<(), CudaError> {

@@ -1,4 +1,5 @@
-//! What the thread that takes tokens and the device thread that sends steps share.
+//! What the thread that takes tokens and the device thread that sends steps share: a channel between the two, no more.
+//! The run itself is the taker's ([`refrain_graph::Run`]).
 //!
 //! The device thread sends steps and counts them; their results come through the ring, which the other thread looks at
 //! itself, so that no token waits for a thread to wake up. A step is counted after it was sent, and the ring is looked at
@@ -10,11 +11,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use bytemuck::Zeroable;
 use refrain_driver::{DriverError, Ring, Stream};
 use refrain_graph::Ran;
 use refrain_kernels::CommitEntry;
 
 use crate::error::CudaError;
+use crate::feed::payload_bytes;
 
 /// See the module's documentation.
 #[derive(Default)]
@@ -119,14 +122,14 @@ impl Pump {
         self.n_done.load(Ordering::Acquire) > n_taken && !self.has_result()
     }
 
-    /// The result of the step behind the first `n_taken` and how it ran, if it is there.
-    pub(crate) fn next(&self, n_taken: u64) -> Result<Option<(CommitEntry, Ran)>, CudaError> {
+    /// The results of the step behind the first `n_taken`, one for each row, and how it ran, if they are there.
+    pub(crate) fn next(&self, n_taken: u64) -> Result<Option<(Vec<CommitEntry>, Ran)>, CudaError> {
         if self.n_sent() <= n_taken {
             return Ok(None);
         }
-        let entry = self.try_take().map_err(CudaError::driver("taking a token"))?;
+        let entries = self.try_take().map_err(CudaError::driver("taking a token"))?;
         // It was told before the step was counted.
-        Ok(entry.and_then(|entry| Some((entry, lock(&self.told).ran.pop_front()?))))
+        Ok(entries.and_then(|entries| Some((entries, lock(&self.told).ran.pop_front()?))))
     }
 
     pub(crate) fn is_idle(&self) -> bool {
@@ -143,13 +146,12 @@ impl Pump {
         lock(&self.ring).as_ref().is_some_and(Ring::has_next)
     }
 
-    /// The next result, if it is there.
-    fn try_take(&self) -> Result<Option<CommitEntry>, DriverError> {
-        let mut entry = [CommitEntry { token: -1, logprob: 0.0, flags: 0, position: -1 }];
-        match &mut *lock(&self.ring) {
-            Some(ring) => Ok(ring.try_take(bytemuck::cast_slice_mut(&mut entry))?.map(|_| entry[0])),
-            None => Ok(None),
-        }
+    /// The results of the next step, if they are there.
+    fn try_take(&self) -> Result<Option<Vec<CommitEntry>>, DriverError> {
+        let mut ring = lock(&self.ring);
+        let Some(ring) = ring.as_mut().filter(|ring| ring.has_next()) else { return Ok(None) };
+        let mut entries = vec![CommitEntry::zeroed(); ring.payload_bytes() / size_of::<CommitEntry>()];
+        Ok(ring.try_take(bytemuck::cast_slice_mut(&mut entries))?.map(|_| entries))
     }
 
     /// Counts a result that will come; false when there is no room for it.
@@ -162,27 +164,35 @@ impl Pump {
         lock(&self.ring).as_ref().map_or(0, Ring::n_pending)
     }
 
-    /// Begins the ring anew; the device's count must become 0.
-    pub(crate) fn restart(&self) {
+    /// Begins the ring anew, for steps of so many rows; the device's count must become 0.
+    pub(crate) fn restart(&self, n_rows: usize) -> Result<(), DriverError> {
+        match &mut *lock(&self.ring) {
+            Some(ring) => ring.restart_with(payload_bytes(n_rows)),
+            None => Ok(()),
+        }
+    }
+
+    /// Forgets what was on its way. Nothing writes to the ring any more.
+    pub(crate) fn forget(&self) {
         if let Some(ring) = &mut *lock(&self.ring) {
             ring.restart();
         }
     }
 
-    /// Waits for the next result on the device thread, and looks for errors of the stream meanwhile. The ring is free
+    /// Waits for the next results on the device thread, and looks for errors of the stream meanwhile. The ring is free
     /// for the other thread all the while: a driver call that does not return must not hold it.
-    pub(crate) fn take(&self, stream: &mut Stream, limit: Duration) -> Result<CommitEntry, DriverError> {
+    pub(crate) fn take(&self, stream: &mut Stream, limit: Duration) -> Result<Vec<CommitEntry>, DriverError> {
         let began = Instant::now();
         let mut next_look = LOOK;
         loop {
-            if let Some(entry) = self.try_take()? {
-                return Ok(entry);
+            if let Some(entries) = self.try_take()? {
+                return Ok(entries);
             }
             let waited = began.elapsed();
             if waited >= next_look {
                 let done = stream.is_done()?;
-                if let Some(entry) = self.try_take()? {
-                    return Ok(entry);
+                if let Some(entries) = self.try_take()? {
+                    return Ok(entries);
                 }
                 if done || waited >= limit {
                     return Err(DriverError::Timeout { what: "a step's result", waited, origin: None });

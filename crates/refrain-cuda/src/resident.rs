@@ -3,13 +3,15 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use refrain_driver::{Buf, Context, DriverError, Layout, Lease, Memory, Region, Ring, Staging, Stream};
+use refrain_driver::{
+    Buf, Context, DriverError, Launch, Layout, Lease, Memory, Region, Ring, Staging, Stream,
+};
 use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, StateKind, Step, Weight};
-use refrain_kernels::{CommitEntry, Kernels, PACKED_DTYPES, packed_bytes};
+use refrain_kernels::{Edits, Kernels, PACKED_DTYPES, packed_bytes};
 use refrain_tensor::{DType, HostTensor};
 
 use crate::error::CudaError;
-use crate::feed::{FEED_BYTES, RING_BYTES, RING_ENTRIES};
+use crate::feed::{EDIT_BYTES, FEED_BYTES, RING_BYTES, RING_ENTRIES, payload_bytes};
 use crate::progress::{LoadEvent, LoadListener};
 use crate::warm::Space;
 
@@ -167,7 +169,9 @@ pub(crate) struct Resident {
     pub(crate) feed: Buf,
     pub(crate) control: Buf,
     /// Both of them.
-    message: Buf,
+    pub(crate) message: Buf,
+    /// Changes of both on their way there.
+    pub(crate) edits: Buf,
     pub(crate) ring: Buf,
     /// Zero between launches: kernels that count their blocks, and choices behind [`COUNTER_BYTES`], leave it so.
     pub(crate) counters: Buf,
@@ -249,7 +253,12 @@ impl Places {
             weight_bytes: self.weight_bytes,
             kv_bytes: self.kv_bytes,
             arena_bytes: room.arena,
-            workspace_bytes: room.scratch + room.control + FEED_BYTES + COUNTER_BYTES + room.choices,
+            workspace_bytes: room.scratch
+                + room.control
+                + FEED_BYTES
+                + EDIT_BYTES
+                + COUNTER_BYTES
+                + room.choices,
             free_bytes: self.device.0,
             device_bytes: self.device.1,
             unified: self.unified,
@@ -446,6 +455,7 @@ impl Resident {
             ("scratch", room.scratch),
             ("control", FEED_BYTES + room.control),
             ("counters", COUNTER_BYTES + room.choices),
+            ("edits", EDIT_BYTES),
         ];
         let regions = sizes.map(|(name, bytes)| layout.device(name, bytes));
         let results = layout.pinned("results", RESULT_BYTES);
@@ -469,9 +479,9 @@ impl Resident {
         let held = [("weights", weights_buf), ("kv", kv_buf)];
         let others = sizes.iter().zip(bufs).map(|((name, _), buf)| (*name, buf));
         let names = held.into_iter().chain(others).map(|(name, buf)| (name.to_owned(), buf)).collect();
-        let [arena, scratch, message, counters] = bufs;
+        let [arena, scratch, message, counters, edits] = bufs;
         let made = || -> Result<_, DriverError> {
-            let ring_end = Ring::new(&memory, ring_region, RING_ENTRIES, size_of::<CommitEntry>())?;
+            let ring_end = Ring::new(&memory, ring_region, RING_ENTRIES, payload_bytes(1))?;
             let staging = Staging::new(ctx, CONTROL_SLOTS, (FEED_BYTES + room.control) as usize)?;
             Ok((ring_end, staging, message.slice(0, FEED_BYTES)?, message.slice(FEED_BYTES, room.control)?))
         };
@@ -498,6 +508,7 @@ impl Resident {
             feed,
             control,
             message,
+            edits,
             ring,
             counters,
             results,
@@ -532,7 +543,7 @@ impl Resident {
 
     /// Zeroes what was allocated.
     fn clear(&mut self, stream: &mut Stream, states: bool) -> Result<(), CudaError> {
-        let fresh = [self.arena, self.scratch, self.message, self.counters];
+        let fresh = [self.arena, self.scratch, self.message, self.counters, self.edits];
         let kv = states.then_some(self.kv);
         let cleared = stream
             .run(&mut self.lease, false, |q| fresh.into_iter().chain(kv).try_for_each(|buf| q.fill(buf, 0)));
@@ -554,11 +565,11 @@ impl Resident {
         self.ring_end.take()
     }
 
-    /// Sends a control block, with what lies in front of it if that is given, in stream order.
+    /// Sends a control block, with the header of a run in front of it if that is given, in stream order.
     pub(crate) fn send_control(
         &mut self,
         stream: &mut Stream,
-        header: Option<[u8; FEED_BYTES as usize]>,
+        header: Option<&[u8]>,
         control: &[u8],
     ) -> Result<(), DriverError> {
         let Some(header) = header else {
@@ -566,21 +577,32 @@ impl Resident {
             return stream.stage(&mut self.lease, &mut self.staging, to, control);
         };
         self.assembled.clear();
-        self.assembled.extend_from_slice(&header);
+        self.assembled.extend_from_slice(header);
         self.assembled.extend_from_slice(control);
-        let to = self.message.slice(0, self.assembled.len() as u64)?;
+        let start = FEED_BYTES.saturating_sub(header.len() as u64);
+        let to = self.message.slice(start, self.assembled.len() as u64)?;
         stream.stage(&mut self.lease, &mut self.staging, to, &self.assembled)
     }
 
-    /// Sends a part of the control block.
-    pub(crate) fn send_field(
+    /// Sends edits, and puts them in place with the launch for that, in stream order. A single piece, such as the next
+    /// block of a sequence that is alone, goes straight to its place.
+    pub(crate) fn send_edits(
         &mut self,
         stream: &mut Stream,
-        offset: usize,
-        bytes: &[u8],
+        launch: &Launch,
+        edits: &Edits,
     ) -> Result<(), DriverError> {
-        let to = self.control.slice(offset as u64, bytes.len() as u64)?;
-        stream.stage(&mut self.lease, &mut self.staging, to, bytes)
+        let mut pieces = edits.pieces();
+        if let (Some((to, words)), None) = (pieces.next(), pieces.next()) {
+            let bytes: &[u8] = bytemuck::cast_slice(words);
+            let to = self.message.slice(4 * to as u64, bytes.len() as u64)?;
+            return stream.stage(&mut self.lease, &mut self.staging, to, bytes);
+        }
+        let message = edits.message();
+        let bytes: &[u8] = bytemuck::cast_slice(&message);
+        let to = self.edits.slice(0, bytes.len() as u64)?;
+        stream.stage(&mut self.lease, &mut self.staging, to, bytes)?;
+        stream.run(&mut self.lease, false, |q| q.launch(launch)).map(|_| ())
     }
 
     pub(crate) fn accounting(&self) -> Accounting {

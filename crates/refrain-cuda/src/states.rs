@@ -13,7 +13,7 @@ use refrain_kernels::{CommitState, Digester};
 use refrain_tensor::DType;
 
 use crate::error::CudaError;
-use crate::feed::{FEED_BYTES, RING_ENTRIES, header};
+use crate::feed::{FeedLayout, RING_ENTRIES};
 use crate::resident::Resident;
 use crate::verify::{Case, Check, N_CASES};
 
@@ -52,7 +52,8 @@ pub(crate) fn check(
             uploads.push((resident.control.slice(0, control.len() as u64).map_err(failed)?, control));
         }
         if let Some(feedback) = feedback {
-            uploads.push((resident.feed, run_state(feedback, idx).to_vec()));
+            let feed = resident.feed_of(feedback.n_rows).map_err(failed)?;
+            uploads.push((feed, run_state(feedback, idx)));
         }
         for &(buffer, dtype) in &live_in {
             let buf = resident.buffer(plan, buffer).map_err(failed)?;
@@ -263,13 +264,28 @@ fn state_values(kind: StateKind, dtype: DType, n_bytes: usize, rng: &mut Random)
     bytes
 }
 
-/// In the middle of a run, at its last token with a ring that starts over, and with a history that does.
-fn run_state(feedback: &Feedback, case: usize) -> [u8; FEED_BYTES as usize] {
-    let window = (feedback.history.len >> (case / 2)) as u32;
+/// In the middle of a run, at its last token with a ring that starts over, and with a history that does. Some rows have
+/// ended, and of some the biases lapse.
+fn run_state(feedback: &Feedback, case: usize) -> Vec<u8> {
+    let n_rows = feedback.n_rows.max(1);
+    let window = ((feedback.history.len / n_rows) >> (case / 2)) as u32;
     let (count, n_left, history_next) =
         [(3, 100, 1), (u64::from(RING_ENTRIES), 1, 2), (250, 7, window.saturating_sub(1))][case.min(2)];
-    let state = CommitState { done: 0, n_left, limit: u32::MAX, window, history_next, unused: [0; 3] };
-    header(count, &state, &[1, 2])
+    let row = |row: usize| {
+        let state = CommitState {
+            done: u32::from(row > 0 && (row + case).is_multiple_of(5)),
+            n_left: n_left + (row % 3) as u32,
+            limit: u32::MAX,
+            window,
+            history_next,
+            bias_until: u32::from((row + case).is_multiple_of(2)),
+            n_bias_kept: (row % 4) as u32,
+            unused: 0,
+        };
+        (state, &[1, 2][..])
+    };
+    let rows: Vec<_> = (0..n_rows).map(row).collect();
+    FeedLayout { n_rows }.header(count, &rows)
 }
 
 /// Greedy, then all filters, then all penalties.

@@ -177,6 +177,29 @@ mod on_a_gpu {
     }
 }
 
+/// A penalty that outweighs every logit: of a hundred tokens, those come next that penalties have seen least often.
+#[test]
+fn penalties_look_at_the_whole_text_where_they_should() {
+    const N_ALLOWED: u32 = 100;
+    let row = |penalty_window: usize| {
+        let forbidden = (N_ALLOWED..128).map(|token| (token, f32::NEG_INFINITY));
+        let (frequency_penalty, logit_bias) = (1e4, forbidden.collect());
+        let greedy = SamplingParams::greedy();
+        SamplingRow::new(&SamplingParams { frequency_penalty, penalty_window, logit_bias, ..greedy })
+    };
+    let spread = |text: &Text| {
+        let mut times = [0; N_ALLOWED as usize];
+        text.session.tokens().iter().for_each(|token| times[*token as usize] += 1);
+        times.iter().max().unwrap() - times.iter().min().unwrap()
+    };
+    let (whole, window) = (row(usize::MAX), row(256));
+    let fed = text(&mut simulated(8).1, &whole, 305);
+    assert_eq!((fed.session.tokens().len(), spread(&fed)), (310, 1));
+    assert_eq!(fed.said, text(&mut simulated(1).1, &whole, 305).said);
+    // The first tokens are forgotten, and come again too early.
+    assert!(spread(&text(&mut simulated(8).1, &window, 305)) > 1);
+}
+
 #[test]
 fn a_caller_that_stops_or_changes_its_mind_gets_what_it_would_have_got() {
     let [greedy, random] = rows();

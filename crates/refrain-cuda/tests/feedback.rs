@@ -11,7 +11,7 @@ use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
 use refrain_graph::{
     Attention, Backend, CompileError, ControlBlock, Feedback, Graph, GraphBuilder, HostBuf, HostCall,
-    HostCallError, HostFn, Io, Op, Plan, PlanOptions, Ran, Reason, Run, RunLimits, SAMPLE_PARAMS, Sample,
+    HostCallError, HostFn, Io, Op, Plan, PlanOptions, Ran, Reason, RowLimits, Run, SAMPLE_PARAMS, Sample,
     SamplingInputs, State, StateId, StepInputs, StepKind, StepShape, TensorType, Weight, WeightId,
 };
 use refrain_tensor::{Bytes, DType, HostTensor};
@@ -105,6 +105,10 @@ fn step(n_tokens: usize, on_host: bool) -> Graph {
     b.finish()
 }
 
+fn limits(n_positions: usize) -> RowLimits {
+    RowLimits { n_positions, n_choices: usize::MAX, window: 5, ..RowLimits::default() }
+}
+
 struct Bed {
     backend: CudaBackend,
     weights: CudaWeights,
@@ -152,9 +156,7 @@ impl Bed {
 
     fn run(&self) -> Run {
         let feedback = Feedback::of(self.backend.plan(&self.compiled)).unwrap();
-        let n_positions = N_BLOCKS * KV_BLOCK;
-        let limits = RunLimits { n_positions, end: Vec::new(), window: 5, history_next: 0 };
-        Run::new(feedback, self.control(), limits)
+        Run::new(feedback, self.control(), vec![Some(limits(N_BLOCKS * KV_BLOCK))])
     }
 
     fn send(&mut self, run: &mut Run, n: usize) {
@@ -170,8 +172,9 @@ impl Bed {
             self.send(&mut run, batch);
             left -= batch;
             for _ in 0..batch {
-                let c = self.backend.take(&mut self.compiled, &mut run).unwrap();
-                said.push((c.token, c.logprob.to_bits(), c.ran));
+                let step = self.backend.take(&mut self.compiled, &mut run).unwrap();
+                let c = step.rows[0].unwrap();
+                said.push((c.token, c.logprob.to_bits(), step.ran));
             }
         }
         assert_eq!(self.backend.finish(&mut self.compiled, &mut run).unwrap(), 0);
@@ -290,7 +293,7 @@ fn logits_that_are_not_finite_end_a_run_and_say_so() {
         bed.compiled = bed.backend.compile(&graph).unwrap();
         let mut run = bed.run();
         bed.send(&mut run, 5);
-        let first = bed.backend.take(&mut bed.compiled, &mut run).unwrap();
+        let first = bed.backend.take(&mut bed.compiled, &mut run).unwrap().rows[0].unwrap();
         assert!(first.flags.has(refrain_graph::StepFlags::NON_FINITE), "{first:?}");
         assert!(first.ended() && first.logprob.is_nan() && first.position == 0, "{first:?}");
         // What was sent ahead of it commits nothing.
@@ -328,15 +331,13 @@ fn a_run_that_reaches_its_end_says_so_and_takes_no_more() {
     let mut bed = Bed::new(&step(1, false), GraphMode::Require);
     let want = bed.said(20);
     let feedback = Feedback::of(bed.backend.plan(&bed.compiled)).unwrap();
-    let limits = RunLimits { n_positions: 3, end: vec![], window: 5, history_next: 0 };
-    let mut run = Run::new(feedback, bed.control(), limits);
+    let mut run = Run::new(feedback, bed.control(), vec![Some(limits(3))]);
     bed.send(&mut run, 5);
     for (i, want) in want.iter().take(3).enumerate() {
-        let c = bed.backend.take(&mut bed.compiled, &mut run).unwrap();
+        let c = bed.backend.take(&mut bed.compiled, &mut run).unwrap().rows[0].unwrap();
         assert_eq!((c.token, c.logprob.to_bits(), c.ended()), (want.0, want.1, i == 2));
     }
-    let error = bed.backend.take(&mut bed.compiled, &mut run).unwrap_err().to_string();
-    assert!(error.contains("it had ended"), "{error}");
+    assert_eq!(bed.backend.take(&mut bed.compiled, &mut run).unwrap().rows, [None]);
     assert_eq!(bed.backend.finish(&mut bed.compiled, &mut run).unwrap(), 1);
     assert_eq!(bed.said(20), want);
 }
@@ -345,7 +346,7 @@ fn a_run_that_reaches_its_end_says_so_and_takes_no_more() {
 fn a_table_without_a_block_for_a_step_ahead_is_refused_before_it_is_sent() {
     let mut bed = Bed::new(&step(1, false), GraphMode::Require);
     let mut run = bed.run();
-    run.set_table(&[5]);
+    run.set_table(0, &[5]);
     bed.send(&mut run, 5);
     for _ in 0..5 {
         bed.backend.take(&mut bed.compiled, &mut run).unwrap();

@@ -110,6 +110,30 @@ impl Ring {
         self.clear();
     }
 
+    /// As [`Ring::restart`], with results of another size. [`DriverError::OutOfRange`] when they do not fit; then nothing has
+    /// changed.
+    pub fn restart_with(&mut self, payload_bytes: usize) -> Result<(), DriverError> {
+        let need = u32::try_from(self.n_entries).ok().and_then(|n| Ring::bytes(n, payload_bytes));
+        let fits = need.is_some_and(|need| need <= self.buf.len());
+        let Some(stride) = Ring::stride(payload_bytes).filter(|_| fits) else {
+            return Err(DriverError::OutOfRange {
+                what: "the pinned region of a ring".to_owned(),
+                offset: 0,
+                len: need.unwrap_or(u64::MAX),
+                bytes: self.buf.len(),
+            });
+        };
+        (self.payload_bytes, self.stride) = (payload_bytes, stride);
+        self.restart();
+        Ok(())
+    }
+
+    /// Bytes of a result.
+    #[must_use]
+    pub fn payload_bytes(&self) -> usize {
+        self.payload_bytes
+    }
+
     fn clear(&self) {
         (0..self.n_entries).for_each(|i| self.words.at(self.entry(i)).store(0, Ordering::Relaxed));
         self.words.at(0).store(0, Ordering::Release);
@@ -193,9 +217,9 @@ impl Ring {
 
 impl Words {
     fn at(&self, offset: u64) -> &AtomicU64 {
-        // SAFETY: `offset` is 0 or an entry's start, so `offset + 8` is inside the pinned region (`Ring::new` checked
-        // its size) and 8-byte aligned (the region is, and offsets are multiples of 16). `self.memory` keeps it
-        // allocated, and the host touches pinned regions only through `pinned`.
+        // SAFETY: `offset` is 0 or an entry's start, so `offset + 8` is inside the pinned region (`Ring::new` and
+        // `Ring::restart_with` checked its size) and 8-byte aligned (the region is, and offsets are multiples of 16).
+        // `self.memory` keeps it allocated, and the host touches pinned regions only through `pinned`.
         unsafe { pinned::word(HostPtr(self.base.0 + offset)) }
     }
 

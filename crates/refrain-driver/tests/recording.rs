@@ -156,7 +156,17 @@ fn a_ring_that_no_memory_holds_is_an_error() {
         assert!(matches!(ring, Err(DriverError::OutOfRange { .. })), "{ring:?}");
     }
     assert_eq!([Ring::bytes(u32::MAX, usize::MAX / 2), Ring::bytes(1, usize::MAX)], [None; 2]);
-    assert!(Ring::new(&memory, region, 4, 4).is_ok());
+    let mut ring = Ring::new(&memory, region, 4, 4).unwrap();
+    // Results of another size in the same region: as many of them, if they fit.
+    for payload_bytes in [48, usize::MAX, 1 << 40] {
+        let refused = ring.restart_with(payload_bytes);
+        assert!(matches!(refused, Err(DriverError::OutOfRange { bytes: 256, .. })), "{refused:?}");
+        assert_eq!(ring.payload_bytes(), 4);
+    }
+    ring.restart_with(40).unwrap();
+    assert_eq!(ring.payload_bytes(), 40);
+    assert!((0..4).all(|_| ring.reserve()) && !ring.reserve());
+    assert_eq!(ring.try_take(&mut [0; 40]).unwrap(), None);
 }
 
 both! {

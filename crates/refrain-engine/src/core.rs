@@ -35,6 +35,8 @@ pub struct SequenceState {
     pub(crate) context: usize,
     /// How its steps ran.
     pub(crate) ledger: Arc<Mutex<Ledger>>,
+    /// The row of a run that it was in last.
+    pub(crate) run_row: usize,
 }
 
 impl SequenceState {
@@ -46,6 +48,7 @@ impl SequenceState {
             table,
             context,
             ledger: Arc::default(),
+            run_row: 0,
         }
     }
 
@@ -351,12 +354,6 @@ impl Core {
         &mut self,
     ) -> impl Iterator<Item = Option<Result<Choice, EngineError>>> + use<> {
         std::mem::take(&mut self.out.choices).into_iter()
-    }
-
-    /// Makes an entry in the ledger of all steps and in that of a sequence.
-    pub(crate) fn enter(&mut self, of: &Mutex<Ledger>, entry: impl Fn(&mut Ledger)) {
-        entry(&mut self.ledger);
-        entry(&mut lock(of));
     }
 }
 

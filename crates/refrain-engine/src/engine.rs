@@ -45,7 +45,7 @@ pub struct EngineLoad {
 /// A model on a device, served by a thread of its own. Cloning gives another handle to the same engine.
 ///
 /// Requests come from any thread. All that run take part in every step, one token each or a piece of their prompts, as
-/// many as the device takes at once; the others wait. A request that is alone has its decode steps sent ahead. One
+/// many as the device takes at once; the others wait. Decode steps are sent ahead where the device feeds itself. A request
 /// whose consumer has enough for now ([`Pace::Asked`](crate::Pace)) is left out until it asks. Everything else is a call:
 /// it is made between two steps and its caller waits for it.
 ///
@@ -156,7 +156,7 @@ impl Engine {
             None => self.model().config().n_context.min(blocks.most_positions()),
         };
         request.check(self.model(), context)?;
-        let rows = request.rows(self.model())?;
+        let row = request.row()?;
         let channel = Arc::new(Channel::new(request.pace));
         let most = self.inner.options.max_requests;
         let id = self.inner.mailbox.submit(most, |id| {
@@ -171,7 +171,7 @@ impl Engine {
                 }
                 return Err(EngineError::ForeignSequence);
             }
-            Ok(Submitted::new(id, held, state, request, rows, channel.clone()))
+            Ok(Submitted::new(id, held, state, request, row, channel.clone()))
         })?;
         Ok(TokenStream::new(channel, self.clone(), id))
     }

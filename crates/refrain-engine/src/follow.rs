@@ -1,16 +1,21 @@
-//! One token after the other, with the next ones under way before they are asked for.
+//! One token of each sequence after the other, with the next steps under way before they are asked for.
 //!
-//! A decode step feeds itself: what it chooses is the next step's input. So when the caller is known to go on, steps are
-//! sent before their tokens are asked for, and nobody waits for the host between two tokens. Those that turn out not to
-//! be needed have only written KV behind what the sequence holds, which the next step there writes again.
+//! A decode step feeds itself: what it chooses is the next step's input. So steps are sent before their tokens are asked
+//! for, and nobody waits for the host between two tokens. Sequences join and leave between two steps: one that joins
+//! waits for the steps that were sent before. Those that turn out not to be needed have only written KV behind what a
+//! sequence holds. Its blocks can be given up all the same: whoever gets them writes to them in later steps, and steps run
+//! in the order in which they were sent.
+//!
+//! The run with its rows is the runner's. This knows who is in which row.
 
 use crate::core::{Chosen, Core, SequenceState, check_tokens};
 use crate::error::EngineError;
 use crate::ledger::Ledger;
-use crate::runner::RunEnd;
+use crate::request::lock;
+use crate::runner::{RunRow, RunShape};
 use crate::sampling::SamplingRow;
 use crate::step::{StepRequest, Want};
-use refrain_graph::StepKind;
+use refrain_graph::{Committed, CommittedStep, Ran, StepFlags, StepKind};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -28,39 +33,141 @@ impl Ahead<'_> {
     pub const NONE: Ahead<'static> = Ahead { n_tokens: 1, end: &[] };
 }
 
-/// Steps of one sequence that feed themselves.
+/// A sequence whose next token is evaluated and followed by a choice.
+#[derive(Debug)]
+pub struct FollowRow<'a> {
+    /// The sequence.
+    pub sequence: &'a mut SequenceState,
+    /// The token behind what it holds.
+    pub token: u32,
+    /// How the next one is chosen.
+    pub row: &'a mut SamplingRow,
+    /// What is wanted behind that.
+    pub ahead: Ahead<'a>,
+}
+
+impl FollowRow<'_> {
+    /// Choices that are wanted and have a position.
+    fn n_wanted(&self) -> usize {
+        self.ahead.n_tokens.max(1).min(self.sequence.context - self.sequence.tokens.len())
+    }
+
+    fn run_row(&self) -> RunRow<'_> {
+        let (tokens, table) = (std::slice::from_ref(&self.token), self.sequence.table.blocks());
+        let start = self.sequence.tokens.len();
+        RunRow {
+            request: StepRequest { tokens, start, table, want: Want::Sample(self.row) },
+            n_positions: self.sequence.context,
+            n_choices: self.n_wanted(),
+            end: self.ahead.end,
+        }
+    }
+}
+
+/// Whether a step may be followed by others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sends {
+    /// As many as may be under way.
+    Ahead,
+    /// None: those under way are taken, because something else comes after them.
+    Nothing,
+}
+
+/// What a step came to for each of the rows that were asked for.
+#[derive(Debug)]
+pub struct FollowedStep {
+    /// The token that was chosen; the one before it is held by the sequence now. `None` for a row that joins behind the
+    /// steps under way. Logits that make no sense fail their own row.
+    pub choices: Vec<Option<Result<Chosen, EngineError>>>,
+    /// The time that the ledger has for the step.
+    pub took: Duration,
+}
+
+/// As [`FollowedStep`] has them.
+type Choices = Vec<Option<Result<Chosen, EngineError>>>;
+
+/// Who is in which row of the run.
 pub(crate) struct Following {
-    sequence: u64,
-    /// Where its steps are entered, besides the ledger of all steps.
-    ledger: Arc<Mutex<Ledger>>,
-    row: SamplingRow,
-    end: Vec<u32>,
-    /// Tokens that the sequence held when it began.
-    start: usize,
-    /// The input of the oldest step that was not taken.
-    next: u32,
-    n_sent: usize,
-    n_taken: usize,
+    rows: Vec<Option<FollowedRow>>,
+    shape: RunShape,
+    n_sent: u64,
+    n_taken: u64,
     /// How many may be under way.
     most: usize,
-    ended: bool,
     /// When the last result came, while others were under way.
     last: Option<Instant>,
 }
 
-impl Following {
-    fn n_under_way(&self) -> usize {
-        self.n_sent - self.n_taken
+/// A sequence in a row.
+struct FollowedRow {
+    sequence: u64,
+    /// Where its steps are entered, besides the ledger of all steps.
+    ledger: Arc<Mutex<Ledger>>,
+    rules: SamplingRow,
+    end: Vec<u32>,
+    /// Which step of the run was its first.
+    first: u64,
+    /// Tokens that the sequence held then.
+    start: usize,
+    /// Behind the last position that it can have.
+    end_at: usize,
+    n_taken: usize,
+    /// The input of its oldest step that was not taken.
+    next: u32,
+    has_ended: bool,
+}
+
+impl FollowedRow {
+    fn new(of: &FollowRow<'_>, first: u64) -> FollowedRow {
+        let start = of.sequence.tokens.len();
+        FollowedRow {
+            sequence: of.sequence.id,
+            ledger: of.sequence.ledger.clone(),
+            rules: of.row.clone(),
+            end: of.ahead.end.to_vec(),
+            first,
+            start,
+            end_at: start + of.n_wanted(),
+            n_taken: 0,
+            next: of.token,
+            has_ended: false,
+        }
     }
 
-    /// Whether its next step is the one that a caller asks for.
-    fn is_for(&self, sequence: &SequenceState, token: u32, row: &SamplingRow, ahead: &Ahead<'_>) -> bool {
-        !self.ended
+    /// Whether its next step evaluates that token of a sequence.
+    fn is_at(&self, sequence: &SequenceState, token: u32) -> bool {
+        !self.has_ended
             && self.sequence == sequence.id
             && self.start + self.n_taken == sequence.tokens.len()
             && self.next == token
-            && self.end == ahead.end
-            && self.row.has_rules_of(row)
+    }
+
+    /// Whether its next step is the one that a caller asks for.
+    fn is_for(&self, row: &FollowRow<'_>) -> bool {
+        self.is_at(row.sequence, row.token) && self.end == row.ahead.end && self.rules.has_rules_of(row.row)
+    }
+
+    /// Positions that it needs for `n_sent` steps of the run.
+    fn n_positions(&self, n_sent: u64) -> usize {
+        let n_steps = usize::try_from(n_sent.saturating_sub(self.first)).unwrap_or(usize::MAX);
+        self.start.saturating_add(n_steps).min(self.end_at)
+    }
+}
+
+impl Following {
+    fn n_under_way(&self) -> usize {
+        (self.n_sent - self.n_taken) as usize
+    }
+
+    /// The row that a sequence is in, if its next step is the one that is asked for.
+    fn find(&self, row: &FollowRow<'_>) -> Option<usize> {
+        let at = row.sequence.run_row;
+        self.rows.get(at)?.as_ref().is_some_and(|followed| followed.is_for(row)).then_some(at)
+    }
+
+    /// Steps under way that a row takes part in.
+    fn n_left(&self, row: &FollowedRow) -> u64 {
+        self.n_sent - self.n_taken.max(row.first).min(self.n_sent)
     }
 }
 
@@ -86,45 +193,48 @@ impl Core {
         row: &mut SamplingRow,
         ahead: &Ahead<'_>,
     ) -> Result<Chosen, EngineError> {
-        self.follow_timed(sequence, token, row, ahead).map(|(chosen, _)| chosen)
+        let mut rows = [FollowRow { sequence, token, row, ahead: *ahead }];
+        let step = self.follow_rows(&mut rows, Sends::Ahead)?;
+        step.choices.into_iter().next().flatten().unwrap_or(Err(EngineError::NoRun))
     }
 
-    /// As [`Core::follow`], with the time that the ledger has for the step.
-    pub(crate) fn follow_timed(
+    /// As [`Core::follow`], one step of several sequences: those that were not in the last one join, and those that were
+    /// and are not given here leave. Whoever joins waits for the steps under way, of which there are few; the others get
+    /// a token from every call.
+    ///
+    /// An error is one of the whole step; each sequence is as it was.
+    pub fn follow_rows(
         &mut self,
-        sequence: &mut SequenceState,
-        token: u32,
-        row: &mut SamplingRow,
-        ahead: &Ahead<'_>,
-    ) -> Result<(Chosen, Duration), EngineError> {
-        self.check_sequence(sequence)?;
-        check_tokens(self.model(), &[token])?;
-        if sequence.tokens.len() >= sequence.context {
-            return Err(EngineError::ContextFull { context: sequence.context });
+        rows: &mut [FollowRow<'_>],
+        sends: Sends,
+    ) -> Result<FollowedStep, EngineError> {
+        for row in rows.iter() {
+            self.check_sequence(row.sequence)?;
+            check_tokens(self.model(), &[row.token])?;
+            if row.sequence.tokens.len() >= row.sequence.context {
+                return Err(EngineError::ContextFull { context: row.sequence.context });
+            }
         }
-        let mut began = Instant::now();
-        if !self.following.as_ref().is_some_and(|f| f.is_for(sequence, token, row, ahead)) {
-            self.settle();
-            sequence.table.fit(sequence.tokens.len() + 1)?;
-        } else if let Some(last) = self.following.as_ref().and_then(|f| f.last) {
-            began = last;
-        }
-        let chosen = self.begin_and_take(sequence, token, row, ahead);
+        let began = Instant::now();
+        let began = self.following.as_ref().and_then(|f| f.last).unwrap_or(began);
+        let step = self.try_follow(rows, sends);
         let took = began.elapsed();
-        match chosen {
-            Ok((chosen, ran)) => {
-                sequence.tokens.push(token);
-                row.advance(sequence.tokens.len(), &sequence.tokens);
-                self.enter(&sequence.ledger, |ledger| ledger.ran(StepKind::Decode, 1, took, &ran));
-                Ok((chosen, took))
+        match step {
+            Ok((choices, ran)) => {
+                self.enter_step(rows, &choices, ran.as_ref(), took);
+                Ok(FollowedStep { choices, took })
             }
             Err(error) => {
                 let reason = error.reason();
-                self.enter(&sequence.ledger, |ledger| ledger.failed(StepKind::Decode, took, &reason));
-                self.following = None;
+                self.ledger.failed(StepKind::Decode, took, &reason);
+                // Whose fault a step of several is shows when they run one by one.
+                if let [row] = rows {
+                    lock(&row.sequence.ledger).failed(StepKind::Decode, took, &reason);
+                }
+                let following = self.following.take();
                 // A second error of the same run says nothing new; what it left under way is not in the ledger.
-                if let Ok(n) = self.runner.finish() {
-                    self.enter(&sequence.ledger, |ledger| ledger.unused(StepKind::Decode, n as u64));
+                if let (Ok(n), Some(following)) = (self.runner.finish(), following) {
+                    self.enter_unused(&following, n as u64);
                 }
                 Err(error)
             }
@@ -136,84 +246,238 @@ impl Core {
     pub fn settle(&mut self) {
         let Some(following) = self.following.take() else { return };
         match self.runner.finish() {
-            Ok(n) => self.enter(&following.ledger, |ledger| ledger.unused(StepKind::Decode, n as u64)),
+            Ok(n) => self.enter_unused(&following, n as u64),
             // Whoever goes on hears of it again if it still matters.
             Err(error) => {
                 let reason = error.reason();
-                self.enter(&following.ledger, |l| l.failed(StepKind::Decode, Duration::ZERO, &reason));
+                self.ledger.failed(StepKind::Decode, Duration::ZERO, &reason);
+                for row in following.rows.iter().flatten() {
+                    lock(&row.ledger).failed(StepKind::Decode, Duration::ZERO, &reason);
+                }
             }
         }
     }
 
-    /// As [`Core::settle`], if the steps under way are those of this sequence.
-    pub(crate) fn settle_of(&mut self, sequence: &SequenceState) {
-        if self.following.as_ref().is_some_and(|f| f.sequence == sequence.id) {
+    /// A sequence takes part in no more steps. Where it was the only one, no step is under way afterwards; otherwise those
+    /// sent before go on for the others, and its row is padding in all that are sent from here on.
+    pub(crate) fn leave(&mut self, sequence: &SequenceState) {
+        let Some(following) = &mut self.following else { return };
+        let is_of = |row: &Option<FollowedRow>| row.as_ref().is_some_and(|f| f.sequence == sequence.id);
+        let Some(at) = following.rows.iter().position(is_of) else { return };
+        let is_other = |row: &FollowedRow| !row.has_ended && row.sequence != sequence.id;
+        if !following.rows.iter().flatten().any(is_other) || self.clear_row(at).is_err() {
             self.settle();
         }
     }
 
-    fn begin_and_take(
-        &mut self,
-        sequence: &mut SequenceState,
-        token: u32,
-        row: &mut SamplingRow,
-        ahead: &Ahead<'_>,
-    ) -> Result<(Chosen, refrain_graph::Ran), EngineError> {
-        if self.following.is_none() {
-            self.begin(sequence, token, row, ahead)?;
-        }
-        let Some(following) = &mut self.following else { unreachable!("begun above") };
-        // Sent in batches: half of what may be under way is left when the device thread is asked for more.
-        let (under_way, left) = (following.n_under_way(), sequence.context - sequence.tokens.len());
-        let most = following.most.min(ahead.n_tokens.max(1)).min(left);
-        if under_way == 0 || (most > under_way && under_way <= following.most / 2) {
-            let n_positions = following.start + following.n_sent;
-            let n = match sequence.table.cover(n_positions + most - under_way) {
-                Ok(()) => most - under_way,
-                // Other sequences hold the rest: what is under way will do, or one step at a time.
-                Err(_) if under_way > 0 => 0,
-                Err(_) => sequence.table.cover(n_positions + 1).map(|()| 1)?,
-            };
-            if n > 0 {
-                self.runner.send(sequence.table.blocks(), n)?;
-                following.n_sent += n;
-            }
-        }
-        let committed = self.runner.take()?;
-        following.n_taken += 1;
-        (following.next, following.ended) = (committed.token, committed.ended());
-        following.last = (following.n_under_way() > 0).then(Instant::now);
-        Ok((Chosen { token: committed.token, logprob: committed.logprob }, committed.ran))
+    /// Whether steps are under way that evaluate this token of a sequence.
+    pub(crate) fn is_ahead_of(&self, sequence: &SequenceState, token: u32) -> bool {
+        let under_way = self.following.as_ref().filter(|following| following.n_under_way() > 0);
+        under_way.is_some_and(|f| f.rows.iter().flatten().any(|row| row.is_at(sequence, token)))
     }
 
-    fn begin(
+    fn try_follow(
         &mut self,
-        sequence: &mut SequenceState,
-        token: u32,
-        row: &mut SamplingRow,
-        ahead: &Ahead<'_>,
-    ) -> Result<(), EngineError> {
-        let start = sequence.tokens.len();
-        sequence.tokens.push(token);
-        row.advance(start + 1, &sequence.tokens);
-        let tokens = &sequence.tokens[start..];
-        let request = StepRequest { tokens, start, table: sequence.table.blocks(), want: Want::Sample(row) };
-        let end = RunEnd { n_positions: sequence.context, tokens: ahead.end };
-        let begun = self.runner.begin(&request, end);
-        sequence.tokens.truncate(start);
-        self.following = Some(Following {
-            sequence: sequence.id,
-            ledger: sequence.ledger.clone(),
-            row: row.clone(),
-            end: ahead.end.to_vec(),
-            start,
-            next: token,
-            n_sent: 0,
-            n_taken: 0,
-            most: begun?,
-            ended: false,
-            last: None,
-        });
+        rows: &mut [FollowRow<'_>],
+        sends: Sends,
+    ) -> Result<(Choices, Option<Ran>), EngineError> {
+        let (places, sends) = self.place(rows, sends)?;
+        match sends {
+            Sends::Ahead => self.top_up(rows, &places)?,
+            Sends::Nothing if self.following.as_ref().is_none_or(|f| f.n_under_way() == 0) => {
+                return Ok((rows.iter().map(|_| None).collect(), None));
+            }
+            Sends::Nothing => {}
+        }
+        let CommittedStep { rows: committed, ran } = self.runner.take()?;
+        let Some(following) = &mut self.following else { return Err(EngineError::NoRun) };
+        let step = following.n_taken;
+        following.n_taken += 1;
+        following.last = (following.n_under_way() > 0).then(Instant::now);
+        let kv_dtype = self.runner.kv().dtype;
+        let mut choices = Vec::with_capacity(rows.len());
+        for (of, place) in rows.iter_mut().zip(places) {
+            let row = place.and_then(|at| Some((following.rows[at].as_mut()?, committed.get(at)?)));
+            let Some((row, committed)) = row.filter(|(row, _)| row.first <= step) else {
+                choices.push(None);
+                continue;
+            };
+            let Some(Committed { token, logprob, position, flags }) = *committed else {
+                return Err(EngineError::NoRun);
+            };
+            row.n_taken += 1;
+            (row.next, row.has_ended) = (token, flags != StepFlags::default());
+            choices.push(Some(match flags.has(StepFlags::NON_FINITE) {
+                true => Err(EngineError::NonFinite { position, kv_dtype }),
+                false => {
+                    of.sequence.tokens.push(of.token);
+                    Ok(Chosen { token, logprob })
+                }
+            }));
+        }
+        if let [Some(Err(_))] = choices[..]
+            && let Some(Some(Err(error))) = choices.pop()
+        {
+            return Err(error);
+        }
+        Ok((choices, Some(ran)))
+    }
+
+    /// Finds each sequence's row in the run, or gives it one; the others leave theirs. A run of another size begins once
+    /// all steps of the last one were taken, so until then nothing may be sent.
+    fn place(
+        &mut self,
+        rows: &mut [FollowRow<'_>],
+        sends: Sends,
+    ) -> Result<(Vec<Option<usize>>, Sends), EngineError> {
+        let n_history = rows.iter().map(|row| row.row.n_history(row.sequence.context)).max().unwrap_or(0);
+        let shape = self.runner.run_shape(rows.len(), n_history);
+        if let Some(following) = &self.following {
+            let mut places: Vec<Option<usize>> = rows.iter().map(|row| following.find(row)).collect();
+            if places.iter().any(Option::is_some) {
+                let mut is_there = vec![false; following.rows.len()];
+                places.iter().flatten().for_each(|at| is_there[*at] = true);
+                let is_stale = |at: &usize| following.rows[*at].is_some() && !is_there[*at];
+                let stale: Vec<usize> = (0..following.rows.len()).filter(is_stale).collect();
+                let (is_fitting, n_under_way) = (following.shape == shape, following.n_under_way());
+                stale.into_iter().try_for_each(|at| self.clear_row(at))?;
+                if sends == Sends::Ahead && is_fitting {
+                    for (row, place) in rows.iter_mut().zip(&mut places).filter(|(_, place)| place.is_none())
+                    {
+                        *place = Some(self.join(row)?);
+                    }
+                    return Ok((places, Sends::Ahead));
+                }
+                if sends == Sends::Nothing || n_under_way > 0 {
+                    return Ok((places, Sends::Nothing));
+                }
+            }
+        }
+        self.settle();
+        if sends == Sends::Nothing {
+            return Ok((vec![None; rows.len()], sends));
+        }
+        for (at, FollowRow { sequence, row, token, .. }) in rows.iter_mut().enumerate() {
+            sequence.table.fit(sequence.tokens.len() + 1)?;
+            sequence.run_row = at;
+            advance(sequence, *token, row);
+        }
+        let run_rows: Vec<RunRow<'_>> = rows.iter().map(FollowRow::run_row).collect();
+        let most = self.runner.begin(&run_rows, shape)?;
+        let mut followed: Vec<_> = rows.iter().map(|row| Some(FollowedRow::new(row, 0))).collect();
+        followed.resize_with(shape.n_rows.max(rows.len()), || None);
+        self.following = Some(Following { rows: followed, shape, n_sent: 0, n_taken: 0, most, last: None });
+        Ok(((0..rows.len()).map(Some).collect(), Sends::Ahead))
+    }
+
+    /// Gives a sequence a free row, behind the steps that were sent.
+    fn join(&mut self, row: &mut FollowRow<'_>) -> Result<usize, EngineError> {
+        let Some(following) = &mut self.following else { return Err(EngineError::NoRun) };
+        let at = following.rows.iter().position(Option::is_none).ok_or(EngineError::NoRun)?;
+        row.sequence.table.cover(row.sequence.tokens.len() + 1)?;
+        advance(row.sequence, row.token, row.row);
+        self.runner.set_row(at, &row.run_row())?;
+        row.sequence.run_row = at;
+        following.rows[at] = Some(FollowedRow::new(row, following.n_sent));
+        Ok(at)
+    }
+
+    /// Makes a row padding. What is under way of it counts as unused.
+    fn clear_row(&mut self, at: usize) -> Result<(), EngineError> {
+        let Some(following) = &mut self.following else { return Ok(()) };
+        let Some(row) = following.rows[at].take() else { return Ok(()) };
+        lock(&row.ledger).unused(StepKind::Decode, following.n_left(&row));
+        self.runner.clear_row(at)
+    }
+
+    /// Sends steps, in batches: half of what may be under way is left when the device is given more.
+    fn top_up(&mut self, rows: &mut [FollowRow<'_>], places: &[Option<usize>]) -> Result<(), EngineError> {
+        let Some(following) = &mut self.following else { return Err(EngineError::NoRun) };
+        let under_way = following.n_under_way();
+        // Until the last of them has what it wants; those that want less end by themselves.
+        let n_wanted = |(row, place): (&FollowRow<'_>, &Option<usize>)| {
+            let first = place.and_then(|at| following.rows[at].as_ref()).map_or(0, |row| row.first);
+            row.n_wanted().saturating_add(first.saturating_sub(following.n_taken) as usize)
+        };
+        let longest = rows.iter().zip(places).map(n_wanted).max().unwrap_or(1);
+        let most = following.most.min(longest);
+        if under_way > 0 && (most <= under_way || under_way > following.most / 2) {
+            return Ok(());
+        }
+        let mut n = most - under_way;
+        if let Err(error) = following.cover(rows, places, n) {
+            // Others hold the rest: what is under way will do, or one step at a time.
+            if under_way > 0 {
+                return Ok(());
+            }
+            if n == 1 {
+                return Err(error);
+            }
+            n = 1;
+            following.cover(rows, places, n)?;
+        }
+        for (row, at) in rows.iter().zip(places).filter_map(|(row, at)| Some((row, (*at)?))) {
+            self.runner.set_table(at, row.sequence.table.blocks())?;
+        }
+        self.runner.send(n)?;
+        following.n_sent += n as u64;
         Ok(())
     }
+
+    /// Enters a step that was taken: for all, and for each whose it was.
+    fn enter_step(
+        &mut self,
+        rows: &[FollowRow<'_>],
+        choices: &[Option<Result<Chosen, EngineError>>],
+        ran: Option<&Ran>,
+        took: Duration,
+    ) {
+        let Some(ran) = ran else { return };
+        let n_chosen = choices.iter().flatten().count();
+        if n_chosen == 0 {
+            return self.ledger.unused(StepKind::Decode, 1);
+        }
+        self.ledger.ran(StepKind::Decode, n_chosen, took, ran);
+        for (row, choice) in rows.iter().zip(choices) {
+            match choice {
+                Some(Ok(_)) => lock(&row.sequence.ledger).ran(StepKind::Decode, 1, took, ran),
+                Some(Err(error)) => {
+                    lock(&row.sequence.ledger).failed(StepKind::Decode, took, &error.reason());
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Enters steps of a run that is over and that nobody took.
+    fn enter_unused(&mut self, following: &Following, n: u64) {
+        self.ledger.unused(StepKind::Decode, n);
+        for row in following.rows.iter().flatten() {
+            lock(&row.ledger).unused(StepKind::Decode, n.min(following.n_left(row)));
+        }
+    }
+}
+
+impl Following {
+    /// Has blocks for `n` more steps of each.
+    fn cover(
+        &self,
+        rows: &mut [FollowRow<'_>],
+        places: &[Option<usize>],
+        n: usize,
+    ) -> Result<(), EngineError> {
+        for (row, place) in rows.iter_mut().zip(places) {
+            if let Some(followed) = place.and_then(|at| self.rows[at].as_ref()) {
+                row.sequence.table.cover(followed.n_positions(self.n_sent + n as u64))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Brings a row to the choice behind a token that its sequence does not hold yet.
+fn advance(sequence: &mut SequenceState, token: u32, row: &mut SamplingRow) {
+    sequence.tokens.push(token);
+    row.advance(sequence.tokens.len(), &sequence.tokens);
+    sequence.tokens.pop();
 }

@@ -32,7 +32,7 @@ mod sampling; // how a token is chosen
 mod step; // what a step is asked
 mod runner; // one step on one device
 mod core; // prompts, tokens, positions
-mod follow; // one token after the other
+mod follow; // decode steps sent ahead
 mod request; // what is asked for, and what comes back
 mod schedule; // who takes part in the next step
 mod stream; // the way from the engine to a consumer
@@ -48,12 +48,12 @@ pub use blocks::{BlockCounts, BlockPool, ContentName, OutOfBlocks};
 pub use core::{Chosen, Core, SequenceState};
 pub use engine::{Engine, EngineLoad, EngineOptions, WeakEngine};
 pub use error::{EngineError, Stopped};
-pub use follow::Ahead;
+pub use follow::{Ahead, FollowRow, FollowedStep, Sends};
 pub use ledger::{Ledger, Tally};
 pub use perplexity::{Perplexity, PerplexityOptions, perplexity};
 pub use refrain_graph::StepKind;
 pub use request::{AdapterId, FinishReason, Pace, Request, RequestId, Sequence, TokenEvent};
-pub use runner::{BackendRunner, Choice, RunEnd, Runner, RunnerOptions, StepOut};
+pub use runner::{BackendRunner, Choice, RunRow, RunShape, Runner, RunnerOptions, StepOut};
 pub use sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingError, SamplingParams, SamplingRow};
 pub use step::{StepRequest, Want, step_kind};
 pub use stop::{StopFilter, Verdict};

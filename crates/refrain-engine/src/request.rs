@@ -211,21 +211,14 @@ impl Request {
         }
     }
 
-    /// How tokens are chosen, and how while no end token may be among them.
-    pub(crate) fn rows(&self, model: &Model) -> Result<(SamplingRow, Option<SamplingRow>), EngineError> {
+    /// How tokens are chosen: no end token among the first ones.
+    pub(crate) fn row(&self) -> Result<SamplingRow, EngineError> {
         let mut row = SamplingRow::new(&self.sampling);
         row.n_top = self.n_top_logprobs;
-        if self.min_tokens == 0 || self.end.is_empty() {
-            return Ok((row, None));
+        if self.min_tokens > 0 && !self.end.is_empty() {
+            row.forbid(&self.end, self.prompt.len().saturating_add(self.min_tokens))?;
         }
-        let mut endless = self.sampling.clone();
-        endless.logit_bias.retain(|(token, _)| !self.end.contains(token));
-        endless.logit_bias.extend(self.end.iter().map(|&token| (token, f32::NEG_INFINITY)));
-        // There may be more end tokens than places.
-        endless.check(model.config().n_vocab)?;
-        let mut endless = SamplingRow::new(&endless);
-        endless.n_top = self.n_top_logprobs;
-        Ok((row, Some(endless)))
+        Ok(row)
     }
 }
 

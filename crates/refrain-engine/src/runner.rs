@@ -3,8 +3,10 @@
 use crate::core::Chosen;
 use crate::error::EngineError;
 use crate::sampling::MAX_TOP;
-use crate::step::{StepRequest, Want, bucket, choice_rows, fill, sample_head, spec};
-use refrain_graph::{Backend, Committed, ControlBlock, Feedback, Io, Plan, Ran, Run, RunLimits};
+use crate::step::{
+    StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, history_places, sample_head, spec,
+};
+use refrain_graph::{Backend, CommittedStep, ControlBlock, Feedback, Io, Plan, Ran, RowLimits, Run};
 use refrain_graph::{RunError, StepFlags, StepInputs, fuse};
 use refrain_models::{KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
@@ -29,13 +31,43 @@ pub struct StepOut {
     pub logits: Vec<f32>,
 }
 
-/// Where a run of decode steps ends by itself.
+/// A sequence that takes part in a run of decode steps.
 #[derive(Clone, Copy, Debug)]
-pub struct RunEnd<'a> {
-    /// Positions that the sequence may have.
+pub struct RunRow<'a> {
+    /// Its next token, and how the one behind it is chosen.
+    pub request: StepRequest<'a>,
+    /// Positions that it may have.
     pub n_positions: usize,
+    /// Choices that it may make.
+    pub n_choices: usize,
     /// Tokens that end it.
-    pub tokens: &'a [u32],
+    pub end: &'a [u32],
+}
+
+/// The size of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunShape {
+    /// Rows; those that nobody is in are padding.
+    pub n_rows: usize,
+    /// Places for recent tokens of each.
+    pub n_history: usize,
+}
+
+impl RunRow<'_> {
+    fn limits(&self) -> Result<RowLimits, EngineError> {
+        let (Want::Sample(row), [_]) = (self.request.want, self.request.tokens) else {
+            return Err(EngineError::NoRun);
+        };
+        let (window, history_next) = row.window(self.n_positions);
+        Ok(RowLimits {
+            n_positions: self.n_positions,
+            n_choices: self.n_choices,
+            end: self.end.to_vec(),
+            window,
+            history_next,
+            lapsing: row.lapsing(),
+        })
+    }
 }
 
 /// A model on a device.
@@ -44,13 +76,23 @@ pub trait Runner: Send {
     fn backend(&self) -> &'static str;
     /// Runs one step: tokens of different sequences, each followed by what it asks for.
     fn step(&mut self, requests: &[StepRequest<'_>], out: &mut StepOut) -> Result<Ran, EngineError>;
-    /// Begins a run of decode steps that feed themselves, at a request for one token and a choice, and sends none of
+    /// The size that the next step of so many sequences should have, whose penalties look at so many tokens. Asked once a
+    /// step: a size that is not ready yet is made ready when it was wanted for a while, and until then a larger one that is
+    /// ready serves.
+    fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape;
+    /// Begins a run of decode steps of that size that feed themselves, with sequences in its first rows, and sends none of
     /// them yet. Gives how many may be under way at once. A run before it must be finished.
-    fn begin(&mut self, request: &StepRequest<'_>, end: RunEnd<'_>) -> Result<usize, EngineError>;
-    /// Sends `n` more steps of the run; `table` covers their positions.
-    fn send(&mut self, table: &[u32], n: usize) -> Result<(), EngineError>;
+    fn begin(&mut self, rows: &[RunRow<'_>], shape: RunShape) -> Result<usize, EngineError>;
+    /// Puts a sequence into a row of the run that nobody is in, from the next step that is sent on.
+    fn set_row(&mut self, row: usize, with: &RunRow<'_>) -> Result<(), EngineError>;
+    /// Makes a row padding, from the next step that is sent on.
+    fn clear_row(&mut self, row: usize) -> Result<(), EngineError>;
+    /// Gives a row the blocks of the steps that are sent from now on. What it had before must be the beginning of that.
+    fn set_table(&mut self, row: usize, table: &[u32]) -> Result<(), EngineError>;
+    /// Sends `n` more steps of the run; the tables cover their positions as far as rows can go.
+    fn send(&mut self, n: usize) -> Result<(), EngineError>;
     /// Waits for the oldest step of the run that was not taken yet. After an error the run must be finished.
-    fn take(&mut self) -> Result<Committed, EngineError>;
+    fn take(&mut self) -> Result<CommittedStep, EngineError>;
     /// Ends the run, if there is one: waits until no step of it is under way, and says how many nobody took.
     fn finish(&mut self) -> Result<usize, EngineError>;
     /// The plan of a step over `n_tokens` tokens that ends in sampling.
@@ -116,6 +158,8 @@ pub struct BackendRunner<B: Backend> {
     // Most recently used last. Prompts end in pieces of any size, so old sizes are dropped.
     compiled: Vec<Prepared<B>>,
     run: Option<(StepSpec, Run)>,
+    /// The size of run that is not ready, and how many steps in a row have wanted it.
+    missing: Option<(RunShape, usize)>,
 }
 
 struct Prepared<B: Backend> {
@@ -130,6 +174,8 @@ struct Prepared<B: Backend> {
 const MIN_COMPILED: usize = 8;
 /// The same for small steps, which decode any number of sequences.
 const MAX_COMPILED: usize = 96;
+/// Steps that want a size of run before it is made ready, where another one serves meanwhile: everybody waits for that.
+const PATIENCE: usize = 32;
 /// Bytes that more than [`MIN_COMPILED`] of them may take.
 const COMPILED_BYTES: usize = 128 << 20;
 
@@ -158,8 +204,18 @@ impl<B: Backend> BackendRunner<B> {
         let most = |buckets: &[usize]| buckets.last().copied().unwrap_or(usize::MAX).max(1);
         let max_tokens = options.max_tokens.clamp(1, most(backend.buckets()));
         let max_seqs = options.max_seqs.clamp(1, most(backend.row_buckets()).min(max_tokens));
-        let (compiled, run) = (Vec::new(), None);
-        Ok(BackendRunner { backend, model, weights, states, kv, max_tokens, max_seqs, compiled, run })
+        Ok(BackendRunner {
+            backend,
+            model,
+            weights,
+            states,
+            kv,
+            max_tokens,
+            max_seqs,
+            compiled: Vec::new(),
+            run: None,
+            missing: None,
+        })
     }
 
     /// The weights, for another runner of the same model.
@@ -174,7 +230,7 @@ impl<B: Backend> BackendRunner<B> {
 
     /// The step of that many tokens that ends in a choice.
     fn prepare_choice(&mut self, n_tokens: usize) -> Result<usize, EngineError> {
-        self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, sample_head(0)))
+        self.prepare(StepSpec::of_one(bucket(self.backend.buckets(), n_tokens), 1, sample_head(0, 0)))
     }
 
     /// Index into `compiled`, which is always the last.
@@ -292,39 +348,82 @@ where
         Ok(ran)
     }
 
-    fn begin(&mut self, request: &StepRequest<'_>, end: RunEnd<'_>) -> Result<usize, EngineError> {
-        let Want::Sample(row) = request.want else { return Err(EngineError::NoRun) };
-        let spec = spec(&[*request], self.backend.buckets(), self.backend.row_buckets());
+    fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape {
+        let n_history = history_places(n_history);
+        let shape = |n_rows: usize| RunShape { n_rows, n_history };
+        if n_seqs <= 1 {
+            return shape(1);
+        }
+        let wanted = bucket(self.backend.row_buckets(), n_seqs);
+        let is_ready = |n: usize| self.compiled.iter().any(|c| c.spec == decode_spec(n, n_history));
+        let larger = |n: &usize| (wanted + 1..=2 * wanted).contains(n) && is_ready(*n);
+        let serving = match is_ready(wanted) {
+            true => None,
+            false => self.backend.row_buckets().iter().copied().find(larger),
+        };
+        let Some(serving) = serving else {
+            self.missing = None;
+            return shape(wanted);
+        };
+        let n_before = self.missing.filter(|(missing, _)| *missing == shape(wanted)).map_or(0, |(_, n)| n);
+        self.missing = Some((shape(wanted), n_before + 1));
+        shape(if n_before < PATIENCE { serving } else { wanted })
+    }
+
+    fn begin(&mut self, rows: &[RunRow<'_>], shape: RunShape) -> Result<usize, EngineError> {
+        let requests: Vec<StepRequest<'_>> = rows.iter().map(|row| row.request).collect();
+        let limits = rows.iter().map(|row| row.limits().map(Some)).collect::<Result<Vec<_>, _>>()?;
+        let spec = match shape.n_rows.max(rows.len()) {
+            0 | 1 => StepSpec::of_one(bucket(self.backend.buckets(), 1), 1, sample_head(shape.n_history, 0)),
+            n_rows => decode_spec(n_rows, shape.n_history),
+        };
         let idx = self.prepare(spec)?;
         let Prepared { compiled, control, inputs, .. } = &mut self.compiled[idx];
-        fill(inputs, control, &[*request])?;
+        fill(inputs, control, &requests)?;
         let feedback = Feedback::of(self.backend.plan(compiled)).ok_or(EngineError::NoFeedback)?;
-        let (window, history_next) = row.window();
-        let limits =
-            RunLimits { n_positions: end.n_positions, end: end.tokens.to_vec(), window, history_next };
         self.run = Some((spec, Run::new(feedback, control.clone(), limits)));
         Ok(self.backend.ahead(compiled).max(1))
     }
 
-    fn send(&mut self, table: &[u32], n: usize) -> Result<(), EngineError> {
+    fn set_row(&mut self, row: usize, with: &RunRow<'_>) -> Result<(), EngineError> {
+        let limits = with.limits()?;
+        let (Some((spec, run)), compiled) = (&mut self.run, &self.compiled) else {
+            return Err(EngineError::NoRun);
+        };
+        let prepared = compiled.iter().find(|c| c.spec == *spec).ok_or(EngineError::NoRun)?;
+        run.set_row(row, limits, |control| fill_row(&prepared.inputs, control, row, &with.request))
+    }
+
+    fn clear_row(&mut self, row: usize) -> Result<(), EngineError> {
+        let (_, run) = self.run.as_mut().ok_or(EngineError::NoRun)?;
+        run.clear_row(row);
+        Ok(())
+    }
+
+    fn set_table(&mut self, row: usize, table: &[u32]) -> Result<(), EngineError> {
+        let (_, run) = self.run.as_mut().ok_or(EngineError::NoRun)?;
+        run.set_table(row, table);
+        Ok(())
+    }
+
+    fn send(&mut self, n: usize) -> Result<(), EngineError> {
         let (backend, weights, states, compiled, run) = self.running()?;
-        run.set_table(table);
         Ok(backend.send(compiled, weights, states, run, n)?)
     }
 
-    fn take(&mut self) -> Result<Committed, EngineError> {
+    fn take(&mut self) -> Result<CommittedStep, EngineError> {
         let (backend, _, _, compiled, run) = self.running()?;
-        let committed = backend.take(compiled, run)?;
-        let (token, position, vocab) = (committed.token, committed.position, self.model.config().n_vocab);
-        if committed.flags.has(StepFlags::NON_FINITE) {
-            return Err(self.non_finite(position));
-        }
-        if token as usize >= vocab {
+        let step = backend.take(compiled, run)?;
+        let vocab = self.model.config().n_vocab;
+        let is_bad =
+            |c: &&refrain_graph::Committed| c.token as usize >= vocab && !c.flags.has(StepFlags::NON_FINITE);
+        if let Some(bad) = step.rows.iter().flatten().find(is_bad) {
+            let (token, position) = (bad.token, bad.position);
             // A device that makes up tokens may be lost without having said so yet: that is what to report then.
             self.finish()?;
             return Err(EngineError::BadChoice { token, vocab, position });
         }
-        Ok(committed)
+        Ok(step)
     }
 
     fn finish(&mut self) -> Result<usize, EngineError> {

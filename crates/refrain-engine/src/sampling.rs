@@ -1,8 +1,9 @@
 //! How tokens are chosen, as a user states it, and as a row of the control block.
 
-use refrain_graph::{SAMPLE_PARAMS, SampleParam};
+use refrain_graph::{LapsingBias, SAMPLE_PARAMS, SampleParam};
 
-/// How many tokens penalties can look back on.
+/// How many tokens penalties can look back on in the usual steps. Where they must look further, steps have four times as
+/// many places, or sixteen times, and so on.
 pub const HISTORY: usize = 256;
 /// How many tokens can have a bias.
 pub const MAX_BIAS: usize = 256;
@@ -26,7 +27,7 @@ pub struct SamplingParams {
     pub frequency_penalty: f32,
     /// Subtracted if a token appeared recently.
     pub presence_penalty: f32,
-    /// How many recent tokens the penalties look at, at most [`HISTORY`].
+    /// How many recent tokens the penalties look at, those of the prompt included; `usize::MAX` is the whole text.
     pub penalty_window: usize,
     /// Added to logits of single tokens.
     pub logit_bias: Vec<(u32, f32)>,
@@ -83,6 +84,10 @@ impl SamplingParams {
         SamplingParams { temperature: 0.0, ..SamplingParams::default() }
     }
 
+    fn has_penalties(&self) -> bool {
+        self.repeat_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
+    }
+
     /// Refuses values that make no sense, for a vocabulary of `vocab` tokens.
     pub fn check(&self, vocab: usize) -> Result<(), SamplingError> {
         let refuse = |name, got: String, want: &str| Err(SamplingError { name, got, want: want.into() });
@@ -103,9 +108,6 @@ impl SamplingParams {
             let got = format!("{} and {}", self.frequency_penalty, self.presence_penalty);
             return refuse("frequency or presence penalty", got, "a number");
         }
-        if self.penalty_window > HISTORY {
-            return refuse("penalty window", self.penalty_window.to_string(), &format!("at most {HISTORY}"));
-        }
         if self.logit_bias.len() > MAX_BIAS {
             let got = format!("{} entries", self.logit_bias.len());
             return refuse("logit bias", got, &format!("at most {MAX_BIAS} entries"));
@@ -121,22 +123,27 @@ impl SamplingParams {
     }
 }
 
-/// One row of the control block's sampling inputs. Made once, rewritten for every token.
+/// One row of the control block's sampling inputs. Made once, rewritten for every token that is chosen by itself.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingRow {
     /// As [`SampleParam`] lays them out.
     pub params: [f32; SAMPLE_PARAMS],
     /// Seed low, seed high, position, unused.
     pub rng: [u32; 4],
-    /// Recent tokens; -1 where there is none.
-    pub history: [i32; HISTORY],
+    /// The tokens that penalties look at, from the oldest; none where there are no penalties.
+    pub history: Vec<i32>,
     /// Tokens with a bias; -1 where there is none.
     pub bias_ids: [i32; MAX_BIAS],
     /// Their biases.
     pub bias: [f32; MAX_BIAS],
     /// How many of the most probable tokens are given with the choice, at most [`MAX_TOP`].
     pub n_top: usize,
+    /// Tokens that penalties look at, at most.
     window: usize,
+    /// Places of the bias in use.
+    n_bias: usize,
+    /// Tokens that may not be chosen at first have the last of those.
+    lapsing: Option<LapsingBias>,
 }
 
 impl SamplingRow {
@@ -145,11 +152,13 @@ impl SamplingRow {
         let mut row = SamplingRow {
             params: [0.0; SAMPLE_PARAMS],
             rng: [params.seed as u32, (params.seed >> 32) as u32, 0, 0],
-            history: [-1; HISTORY],
+            history: Vec::new(),
             bias_ids: [-1; MAX_BIAS],
             bias: [0.0; MAX_BIAS],
             n_top: 0,
-            window: params.penalty_window.min(HISTORY),
+            window: if params.has_penalties() { params.penalty_window } else { 0 },
+            n_bias: params.logit_bias.len().min(MAX_BIAS),
+            lapsing: None,
         };
         row.params[SampleParam::Temperature as usize] = params.temperature;
         // Beyond 2^24 an f32 skips whole numbers; no vocabulary is that large.
@@ -166,25 +175,60 @@ impl SamplingRow {
         row
     }
 
-    /// How many places of the history are in use, and which of them is written next.
-    pub(crate) fn window(&self) -> (usize, usize) {
-        let n = self.history[..self.window].iter().take_while(|t| **t >= 0).count();
-        (self.window, if n == self.window { 0 } else { n })
+    /// Forbids tokens for all choices before a position. Positions only grow from here on. There may be more of them than
+    /// places.
+    pub fn forbid(&mut self, tokens: &[u32], until: usize) -> Result<(), SamplingError> {
+        let (n_kept, n_bias) = (self.n_bias, self.n_bias + tokens.len());
+        if n_bias > MAX_BIAS {
+            let (got, want) = (format!("{n_bias} entries"), format!("at most {MAX_BIAS} entries"));
+            return Err(SamplingError { name: "logit bias", got, want });
+        }
+        for (place, token) in (n_kept..).zip(tokens) {
+            (self.bias_ids[place], self.bias[place]) = (*token as i32, f32::NEG_INFINITY);
+        }
+        self.n_bias = n_bias;
+        self.lapsing = Some(LapsingBias { n_kept, until: u32::try_from(until.max(1)).unwrap_or(u32::MAX) });
+        Ok(())
+    }
+
+    /// How many tokens penalties come to look at in a text of so many positions.
+    pub(crate) fn n_history(&self, n_positions: usize) -> usize {
+        self.window.min(n_positions)
+    }
+
+    /// How many places of the history are in use in such a text, and which of them is written next.
+    pub(crate) fn window(&self, n_positions: usize) -> (usize, usize) {
+        let (window, n) = (self.n_history(n_positions), self.history.len());
+        (window, if n >= window { 0 } else { n })
+    }
+
+    /// Biases that do not hold for all choices to come.
+    pub(crate) fn lapsing(&self) -> Option<LapsingBias> {
+        self.lapsing.filter(|lapsing| self.rng[2] < lapsing.until)
     }
 
     /// Whether another row chooses by the same rules, whatever its position and its recent tokens.
     pub(crate) fn has_rules_of(&self, other: &SamplingRow) -> bool {
-        let rules = |row: &SamplingRow| (row.params.map(f32::to_bits), row.window, row.rng[0], row.rng[1]);
-        rules(self) == rules(other) && self.bias_ids == other.bias_ids && self.bias == other.bias
+        let rules = |row: &SamplingRow| {
+            let seed = [row.rng[0], row.rng[1]];
+            (row.params.map(f32::to_bits), row.window, seed, row.n_top, row.n_bias, row.lapsing)
+        };
+        let n_kept = self.lapsing.map_or(self.n_bias, |lapsing| lapsing.n_kept);
+        rules(self) == rules(other)
+            && self.bias_ids[..n_kept] == other.bias_ids[..n_kept]
+            && self.bias[..self.n_bias] == other.bias[..self.n_bias]
     }
 
     /// Sets what changes from token to token: the position that is chosen and the tokens before it.
     pub fn advance(&mut self, position: usize, tokens: &[u32]) {
         self.rng[2] = position as u32;
-        let recent = &tokens[tokens.len().saturating_sub(self.window)..];
-        let places = recent.iter().map(|&t| t as i32).chain(std::iter::repeat(-1));
-        for (place, token) in self.history.iter_mut().zip(places) {
-            *place = token;
+        if let Some(LapsingBias { n_kept, until }) = self.lapsing
+            && self.rng[2] >= until
+        {
+            self.bias_ids[n_kept..self.n_bias].fill(-1);
         }
+        let recent = &tokens[tokens.len().saturating_sub(self.window)..];
+        self.history.clear();
+        self.history.extend(recent.iter().map(|&t| t as i32));
     }
 }

@@ -186,10 +186,22 @@ impl Scheduler {
         self.n_preempted
     }
 
-    /// Whether a request is the only one that anything could be done for.
-    pub(crate) fn is_alone(&self, id: RequestId) -> bool {
-        let mut others = self.running.iter().chain(&self.waiting).filter(|active| active.id != id);
-        others.all(|active| active.is_paused)
+    /// Running requests, given by their sorted numbers, in that order.
+    pub(crate) fn running_mut(&mut self, ids: &[RequestId]) -> Vec<&mut ActiveRequest> {
+        let is_one = |active: &&mut ActiveRequest| ids.binary_search(&active.id).is_ok();
+        let mut found: Vec<&mut ActiveRequest> = self.running.iter_mut().filter(is_one).collect();
+        found.sort_unstable_by_key(|active| active.id);
+        found
+    }
+
+    /// Notes that rows of a plan are not evaluated after all.
+    pub(crate) fn take_back(&mut self, rows: &[StepRow]) {
+        for row in rows {
+            let user = self.find(row.id).map(|active| active.user);
+            if let Some(served) = user.and_then(|user| self.served.get_mut(&user)) {
+                *served = served.saturating_sub(row.n_tokens as u64);
+            }
+        }
     }
 
     /// Notes that the next tokens of a request were evaluated, and what was chosen behind them.

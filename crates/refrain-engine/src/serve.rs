@@ -3,7 +3,7 @@
 use crate::core::{Core, SequenceState};
 use crate::engine::EngineLoad;
 use crate::error::{EngineError, Stopped};
-use crate::follow::Ahead;
+use crate::follow::{Ahead, FollowRow, FollowedStep, Sends};
 use crate::mailbox::Mailbox;
 use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent};
 use crate::runner::Choice;
@@ -60,7 +60,7 @@ impl Submitted {
         held: Option<HeldSequence>,
         state: SequenceState,
         request: Request,
-        (row, endless): (SamplingRow, Option<SamplingRow>),
+        row: SamplingRow,
         channel: Arc<Channel>,
     ) -> Submitted {
         // The last token is chosen and not evaluated.
@@ -74,7 +74,7 @@ impl Submitted {
             active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
         }
         let (prefill, n_chosen) = (Duration::ZERO, 0);
-        Submitted { active, job: Job { held, request, row, endless, channel, prefill, n_chosen } }
+        Submitted { active, job: Job { held, request, row, channel, prefill, n_chosen } }
     }
 }
 
@@ -116,13 +116,21 @@ impl Server {
                     job.fail(Some(active.state), error.into());
                 }
             }
-            let done = match plan.rows[..] {
+            let rows = &plan.rows[..];
+            let done = match rows {
                 [] => {
                     mailbox.wait();
                     continue;
                 }
-                [row] if self.may_run_ahead(row) => self.run_ahead(mailbox, row.id),
-                _ => self.step(mailbox, &plan.rows),
+                _ if self.may_follow(rows) => self.follow(mailbox, rows, Sends::Ahead),
+                _ => match self.ahead_of(rows) {
+                    under_way if under_way.is_empty() => self.step(mailbox, rows),
+                    // Steps that were sent are taken first: they are what the others would do now.
+                    under_way => {
+                        self.scheduler.take_back(rows);
+                        self.follow(mailbox, &under_way, Sends::Nothing)
+                    }
+                },
             };
             if let Err(stopped) = done {
                 return stopped;
@@ -152,39 +160,62 @@ impl Server {
         }
     }
 
-    /// Whether a step is one of a sequence that is alone and goes on, so that the next ones can be sent before their
-    /// tokens are asked for.
-    fn may_run_ahead(&self, row: StepRow) -> bool {
-        let has_begun = self.jobs.get(&row.id).is_some_and(|job| job.n_chosen > 0 && job.row.n_top == 0);
-        has_begun && row.n_tokens == 1 && row.chooses && self.scheduler.is_alone(row.id)
+    /// Whether a step is one that feeds itself, so that the next ones can be sent before their tokens are asked for.
+    fn may_follow(&self, rows: &[StepRow]) -> bool {
+        let is_fed = |row: &StepRow| {
+            row.n_tokens == 1 && row.chooses && self.jobs.get(&row.id).is_some_and(|job| job.row.n_top == 0)
+        };
+        // The last token of a prompt looks like a decoded one; alone, it is entered as what it is.
+        let is_prompt = match rows {
+            [row] => self.jobs.get(&row.id).is_some_and(|job| job.n_chosen == 0),
+            _ => false,
+        };
+        !is_prompt && rows.iter().all(is_fed)
     }
 
-    /// Decode steps of one request, until it ends, has enough for now, or something new has come.
-    fn run_ahead(&mut self, mailbox: &Mailbox, id: RequestId) -> Result<(), Stopped> {
-        loop {
-            let (Some(active), Some(job)) = (self.scheduler.get(id), self.jobs.get_mut(&id)) else {
-                return Ok(());
-            };
-            let Some(&last) = active.tokens.last() else { return Ok(()) };
-            let (choice, took) = match job.decode(&mut self.core, &mut active.state, last) {
-                Ok(decoded) => decoded,
-                // The scheduler makes room or says why not.
-                Err(EngineError::OutOfBlocks(_)) => return Ok(()),
-                Err(error) => return self.failed(mailbox, id, error),
-            };
-            active.tokens.push(choice.chosen.token);
-            if active.shares {
-                active.state.table.publish(&active.state.tokens);
+    /// The rows that have steps under way.
+    fn ahead_of(&self, rows: &[StepRow]) -> Vec<StepRow> {
+        let is_ahead = |row: &&StepRow| {
+            let active = self.scheduler.find(row.id).filter(|_| row.n_tokens == 1 && row.chooses);
+            let last = active.and_then(|active| Some((active, *active.tokens.last()?)));
+            last.is_some_and(|(active, token)| self.core.is_ahead_of(&active.state, token))
+        };
+        rows.iter().filter(is_ahead).copied().collect()
+    }
+
+    /// One decode step of some requests, with more of them sent behind it.
+    fn follow(&mut self, mailbox: &Mailbox, rows: &[StepRow], sends: Sends) -> Result<(), Stopped> {
+        let mut ids: Vec<RequestId> = rows.iter().map(|row| row.id).collect();
+        ids.sort_unstable();
+        let jobs = self.jobs.iter_mut().filter(|(id, _)| ids.binary_search(id).is_ok());
+        let actives = self.scheduler.running_mut(&ids);
+        let mut follow: Vec<FollowRow<'_>> = actives
+            .into_iter()
+            .zip(jobs)
+            .filter_map(|(active, (id, job))| {
+                debug_assert_eq!(active.id, *id);
+                let n_tokens = job.request.max_tokens - job.n_chosen;
+                let ahead = Ahead { n_tokens, end: &job.request.end };
+                let token = *active.tokens.last()?;
+                Some(FollowRow { sequence: &mut active.state, token, row: &mut job.row, ahead })
+            })
+            .collect();
+        let step = self.core.follow_rows(&mut follow, sends);
+        drop(follow);
+        match step {
+            Ok(FollowedStep { choices, took }) => {
+                for (id, choice) in ids.into_iter().zip(choices) {
+                    let Some(choice) = choice else { continue };
+                    let choice = choice.map(|chosen| Choice { chosen, top: Vec::new() });
+                    // The sequence holds its token already.
+                    let row = StepRow { id, n_tokens: 0, chooses: true };
+                    self.deliver(mailbox, row, Some(choice), took)?;
+                }
+                Ok(())
             }
-            let (demand, finish) = job.chosen(choice, took, &active.state);
-            active.is_paused = demand == Demand::Pause;
-            if let Some(finish) = finish {
-                self.end(mailbox, id, finish);
-                return Ok(());
-            }
-            if demand != Demand::GoOn || mailbox.is_new() {
-                return Ok(());
-            }
+            // The scheduler makes room or says why not.
+            Err(EngineError::OutOfBlocks(_)) => Ok(()),
+            Err(error) => self.step_failed(mailbox, rows, error),
         }
     }
 
@@ -199,12 +230,21 @@ impl Server {
                 }
                 Ok(())
             }
-            Err(error) => match rows {
-                [row] => self.failed(mailbox, row.id, error),
-                [row, ..] if error.stops().is_some() => self.failed(mailbox, row.id, error),
-                // A step can run twice: one by one, only those fail that cannot be run.
-                _ => rows.iter().try_for_each(|row| self.step(mailbox, &[*row])),
-            },
+            Err(error) => self.step_failed(mailbox, rows, error),
+        }
+    }
+
+    fn step_failed(
+        &mut self,
+        mailbox: &Mailbox,
+        rows: &[StepRow],
+        error: EngineError,
+    ) -> Result<(), Stopped> {
+        match rows {
+            [row] => self.failed(mailbox, row.id, error),
+            [row, ..] if error.stops().is_some() => self.failed(mailbox, row.id, error),
+            // A step can run twice: one by one, only those fail that cannot be run.
+            _ => rows.iter().try_for_each(|row| self.step(mailbox, &[*row])),
         }
     }
 
@@ -214,7 +254,7 @@ impl Server {
                 unreachable!("{} was scheduled", row.id)
             };
             let end = active.state.tokens.len() + row.n_tokens;
-            job.rules().0.advance(end, &active.tokens[..end]);
+            job.row.advance(end, &active.tokens[..end]);
         }
         let (mut requests, mut ledgers) = (Vec::with_capacity(rows.len()), Vec::with_capacity(rows.len()));
         let mut is_prompt = false;
@@ -224,7 +264,7 @@ impl Server {
             };
             let start = active.state.tokens.len();
             let tokens = &active.tokens[start..start + row.n_tokens];
-            let want = if row.chooses { Want::Sample(job.rules_now()) } else { Want::Nothing };
+            let want = if row.chooses { Want::Sample(&job.row) } else { Want::Nothing };
             requests.push(StepRequest { tokens, start, table: active.state.table.blocks(), want });
             ledgers.push(&active.state.ledger);
             is_prompt = job.n_chosen == 0;
@@ -261,10 +301,11 @@ impl Server {
         Ok(())
     }
 
-    /// Ends a request. Whoever hears of it finds no step of it under way, a complete ledger, and the sequence free.
+    /// Ends a request. Whoever hears of it finds a complete ledger, and the sequence free. What is under way of it runs
+    /// before anything that could be sent for the sequence or its blocks from here on.
     fn end(&mut self, mailbox: &Mailbox, id: RequestId, finish: FinishReason) {
         let (Some(active), Some(job)) = (self.scheduler.remove(id), self.jobs.remove(&id)) else { return };
-        self.core.settle_of(&active.state);
+        self.core.leave(&active.state);
         let channel = job.close(Some(active.state));
         mailbox.ended(id);
         channel.push(Ok(TokenEvent::End(finish)));
@@ -273,6 +314,9 @@ impl Server {
     /// Ends a request with an error, and the engine where it cannot go on.
     fn failed(&mut self, mailbox: &Mailbox, id: RequestId, error: EngineError) -> Result<(), Stopped> {
         let stops = error.stops();
+        if let Some(active) = self.scheduler.find(id) {
+            self.core.leave(&active.state);
+        }
         mailbox.ended(id);
         self.fail(id, error);
         stops.map_or(Ok(()), Err)
@@ -291,8 +335,6 @@ struct Job {
     held: Option<HeldSequence>,
     request: Request,
     row: SamplingRow,
-    /// How the first tokens are chosen, where no end token may be among them.
-    endless: Option<SamplingRow>,
     channel: Arc<Channel>,
     /// Time that the prompt's steps took.
     prefill: Duration,
@@ -300,37 +342,6 @@ struct Job {
 }
 
 impl Job {
-    /// How the next token is chosen, and for how many tokens that stays so.
-    fn rules(&mut self) -> (&mut SamplingRow, usize) {
-        let min_left = self.request.min_tokens.saturating_sub(self.n_chosen);
-        match &mut self.endless {
-            Some(endless) if min_left > 0 => (endless, min_left),
-            _ => (&mut self.row, self.request.max_tokens - self.n_chosen),
-        }
-    }
-
-    fn rules_now(&self) -> &SamplingRow {
-        match &self.endless {
-            Some(endless) if self.request.min_tokens > self.n_chosen => endless,
-            _ => &self.row,
-        }
-    }
-
-    /// The next token of a sequence that is alone.
-    fn decode(
-        &mut self,
-        core: &mut Core,
-        state: &mut SequenceState,
-        last: u32,
-    ) -> Result<(Choice, Duration), EngineError> {
-        let end = std::mem::take(&mut self.request.end);
-        // Nothing is sent ahead beyond where other rules begin.
-        let (row, n_tokens) = self.rules();
-        let decoded = core.follow_timed(state, last, row, &Ahead { n_tokens, end: &end });
-        self.request.end = end;
-        decoded.map(|(chosen, took)| (Choice { chosen, top: Vec::new() }, took))
-    }
-
     /// Passes a piece of a prompt on; what the consumer wants next.
     fn evaluated(&mut self, n_done: usize, took: Duration) -> Demand {
         self.prefill += took;

@@ -2,7 +2,7 @@
 
 use crate::error::EngineError;
 use crate::sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingRow};
-use refrain_graph::{ControlBlock, Filler, StepInputs, StepKind, StepShape};
+use refrain_graph::{ControlBlock, Filler, SamplingInputs, StepInputs, StepKind, StepShape};
 use refrain_models::{Head, SampleHead, StepSpec};
 use refrain_tensor::DType;
 
@@ -58,10 +58,20 @@ pub(crate) fn bucket(buckets: &[usize], n_tokens: usize) -> usize {
     buckets.iter().copied().find(|&b| b >= n_tokens).unwrap_or(n_tokens)
 }
 
-pub(crate) fn sample_head(n_top: usize) -> Head {
+pub(crate) fn sample_head(n_history: usize, n_top: usize) -> Head {
     // One list of the most probable tokens serves all who want some.
     let n_top = if n_top > 0 { MAX_TOP } else { 0 };
-    Head::Sample(SampleHead { n_history: HISTORY, n_bias: MAX_BIAS, masked: false, n_top })
+    let n_history = history_places(n_history);
+    Head::Sample(SampleHead { n_history, n_bias: MAX_BIAS, masked: false, n_top })
+}
+
+/// Places of a history that holds so many tokens: of few sizes, so that few plans serve all.
+pub(crate) fn history_places(n_tokens: usize) -> usize {
+    let mut places = HISTORY;
+    while places < n_tokens {
+        places = places.saturating_mul(4);
+    }
+    places
 }
 
 /// Sizes of mixed steps are multiples of this where the backend takes any: few sizes, little padding.
@@ -73,8 +83,11 @@ const MIXED_GRAIN: usize = 16;
 /// their sequences, so that there are no more than their square.
 pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets: &[usize]) -> StepSpec {
     let n_tokens = requests.iter().map(|r| r.tokens.len()).sum();
-    let n_top = requests.iter().map(|r| if let Want::Sample(row) = r.want { row.n_top } else { 0 }).max();
-    let head = sample_head(n_top.unwrap_or(0));
+    let choosing = |of: fn(&SamplingRow) -> usize| {
+        let rows = requests.iter().map(|r| if let Want::Sample(row) = r.want { of(row) } else { 0 });
+        rows.max().unwrap_or(0)
+    };
+    let head = sample_head(choosing(|row| row.history.len()), choosing(|row| row.n_top));
     let kind = step_kind(requests);
     let shape = match requests {
         [one] => {
@@ -103,6 +116,12 @@ pub(crate) fn spec(requests: &[StepRequest<'_>], buckets: &[usize], row_buckets:
     };
     let head = if shape.n_choices == 0 { Head::None } else { head };
     StepSpec { shape, head, act: DType::F32 }
+}
+
+/// A decode step of so many sequences, with so many places for recent tokens.
+pub(crate) fn decode_spec(n_rows: usize, n_history: usize) -> StepSpec {
+    let shape = StepShape { kind: StepKind::Decode, n_tokens: n_rows, n_seqs: n_rows, n_choices: n_rows };
+    StepSpec { shape, head: sample_head(n_history, 0), act: DType::F32 }
 }
 
 /// Which row of the step's choices belongs to each request that chooses, in order. Where every row of the step has one,
@@ -155,13 +174,46 @@ pub(crate) fn fill(
         let choosing =
             requests.iter().filter_map(|r| if let Want::Sample(row) = r.want { Some(row) } else { None });
         for (at, row) in choice_rows(inputs, requests).zip(choosing) {
-            filler.row(sampling.params, at, &row.params)?;
-            filler.row(sampling.rng, at, &row.rng)?;
-            filler.row(sampling.history, at, &row.history)?;
-            filler.row(sampling.bias_ids, at, &row.bias_ids)?;
-            filler.row(sampling.bias, at, &row.bias)?;
+            fill_sampling(&mut filler, sampling, at, row)?;
         }
     }
+    Ok(())
+}
+
+/// Puts a request for one token and a choice into a row of a decode step; the other rows stay as they are.
+pub(crate) fn fill_row(
+    inputs: &StepInputs,
+    control: &mut ControlBlock,
+    row: usize,
+    request: &StepRequest<'_>,
+) -> Result<(), EngineError> {
+    let (Want::Sample(chosen_by), [token]) = (request.want, request.tokens) else {
+        return Err(EngineError::NoRun);
+    };
+    let mut filler = Filler::new(control);
+    filler.row(inputs.tokens, row, &[*token as i32])?;
+    filler.row(inputs.positions, row, &[request.start as i32])?;
+    filler.row(inputs.seqs, row, &[row as i32])?;
+    if let Some(tables) = inputs.tables {
+        filler.padded_row(tables, row, bytemuck::cast_slice(request.table))?;
+    }
+    match &inputs.sampling {
+        Some(sampling) => fill_sampling(&mut filler, sampling, row, chosen_by),
+        None => Ok(()),
+    }
+}
+
+fn fill_sampling(
+    filler: &mut Filler<'_>,
+    sampling: &SamplingInputs,
+    at: usize,
+    row: &SamplingRow,
+) -> Result<(), EngineError> {
+    filler.row(sampling.params, at, &row.params)?;
+    filler.row(sampling.rng, at, &row.rng)?;
+    filler.padded_row(sampling.history, at, &row.history)?;
+    filler.row(sampling.bias_ids, at, &row.bias_ids)?;
+    filler.row(sampling.bias, at, &row.bias)?;
     Ok(())
 }
 

@@ -4,8 +4,8 @@ mod common;
 
 use common::{KV_BLOCK, core, tiny_model};
 use refrain_engine::{
-    Ahead, BackendRunner, EngineError, HISTORY, RunEnd, Runner, RunnerOptions, SamplingParams, SamplingRow,
-    StepKind, StepOut, StepRequest, Want,
+    Ahead, BackendRunner, Core, EngineError, FollowRow, HISTORY, RunRow, Runner, RunnerOptions,
+    SamplingParams, SamplingRow, Sends, SequenceState, StepKind, StepOut, StepRequest, Want,
 };
 use refrain_graph::{
     Backend, CompileError, ControlLayout, Graph, Io, Plan, PlanOptions, Query, Ran, Reason, RunError, State,
@@ -123,9 +123,125 @@ fn blocks_that_other_sessions_hold_are_not_waited_for() {
     assert_eq!(core.follow(&mut session, next, &mut row(), &many).unwrap().token, 9);
 }
 
+/// Sequences that count upwards, each from its own start.
+struct Text {
+    session: SequenceState,
+    next: u32,
+    row: SamplingRow,
+    /// The calls of [`step`] that gave it a token.
+    got_at: Vec<usize>,
+}
+
+fn texts(core: &mut Core, n: usize) -> Vec<Text> {
+    let text = |i: usize| {
+        let (mut session, mut row) = (core.open(), row());
+        let next = core.prompt(&mut session, &[10 * i as u32], &mut row, |_| true).unwrap().token;
+        Text { session, next, row, got_at: Vec::new() }
+    };
+    (0..n).map(text).collect()
+}
+
+fn step(core: &mut Core, call: usize, texts: &mut [&mut Text], ahead: Ahead<'_>) {
+    let mut rows: Vec<FollowRow<'_>> = Vec::new();
+    for text in texts.iter_mut() {
+        rows.push(FollowRow { sequence: &mut text.session, token: text.next, row: &mut text.row, ahead });
+    }
+    let choices = core.follow_rows(&mut rows, Sends::Ahead).unwrap().choices;
+    for (text, choice) in texts.iter_mut().zip(choices) {
+        if let Some(chosen) = choice {
+            let token = chosen.unwrap().token;
+            assert_eq!(token, text.next + 1);
+            text.next = token;
+            text.got_at.push(call);
+        }
+    }
+}
+
+#[test]
+fn a_sequence_joins_behind_the_steps_under_way_and_nobody_waits_for_it() {
+    const MOST: usize = 4;
+    let many = Ahead { n_tokens: 100, end: &[] };
+    // The third finds the run of two full, so that another one begins; the fourth takes the row that is free in that.
+    let (mut core, script) = core(256, 8);
+    script.allow(MOST);
+    let mut all = texts(&mut core, 4);
+    let joins_at = [0, 0, 5, 13];
+    for call in 0..25 {
+        let mut present: Vec<&mut Text> =
+            all.iter_mut().zip(joins_at).filter(|(_, at)| *at <= call).map(|(text, _)| text).collect();
+        step(&mut core, call, &mut present, many);
+    }
+    for (text, joined) in all.iter().zip(joins_at) {
+        let first = text.got_at[0];
+        assert!(first - joined <= MOST, "joined at {joined}, served from {first}");
+        assert_eq!(text.got_at, (first..25).collect::<Vec<_>>(), "joined at {joined}");
+    }
+    assert!(all[3].got_at[0] > 13, "steps were under way");
+    core.settle();
+    let tally = core.ledger().tally(StepKind::Decode);
+    assert_eq!((tally.steps(), tally.failed), (25, 0));
+    assert!(tally.unused <= MOST as u64, "{tally}");
+    assert_eq!(tally.tokens as usize, all.iter().map(|text| text.got_at.len()).sum::<usize>());
+}
+
+#[test]
+fn a_sequence_that_leaves_costs_the_others_nothing_and_comes_back_where_it_was() {
+    let many = Ahead { n_tokens: 100, end: &[] };
+    let (mut core, script) = core(256, 8);
+    script.allow(4);
+    let mut all = texts(&mut core, 4);
+    for call in 0..30 {
+        // The second is away for some calls, again and again; it never goes on from a token that nobody saw.
+        let is_away = |i: usize| i == 1 && call % 7 > 3;
+        let mut present: Vec<&mut Text> =
+            all.iter_mut().enumerate().filter(|(i, _)| !is_away(*i)).map(|(_, text)| text).collect();
+        step(&mut core, call, &mut present, many);
+    }
+    for i in [0, 2, 3] {
+        assert_eq!(all[i].got_at, (0..30).collect::<Vec<_>>(), "sequence {i}");
+    }
+    let mut away: Vec<u32> = all[1].session.tokens().to_vec();
+    assert!(all[1].got_at.len() >= 5, "{:?}", all[1].got_at);
+    away.push(all[1].next);
+    assert_eq!(away, (10..10 + away.len() as u32).collect::<Vec<_>>());
+    // What was under way when it left is in its own ledger.
+    assert!(script.seen().len() > 100);
+}
+
+#[test]
+fn rows_that_want_less_end_by_themselves_and_steps_are_sent_for_those_that_want_more() {
+    let (mut core, script) = core(256, 8);
+    script.allow(4);
+    let mut all = texts(&mut core, 3);
+    let n_before = script.seen().len();
+    let mut left = [3usize, 9, 5];
+    while left.iter().any(|n| *n > 0) {
+        let mut rows: Vec<FollowRow<'_>> = Vec::new();
+        for (text, n_tokens) in all.iter_mut().zip(left).filter(|(_, n)| *n > 0) {
+            let ahead = Ahead { n_tokens, end: &[] };
+            rows.push(FollowRow { sequence: &mut text.session, token: text.next, row: &mut text.row, ahead });
+        }
+        let choices = core.follow_rows(&mut rows, Sends::Ahead).unwrap().choices;
+        drop(rows);
+        let present = all.iter_mut().zip(&mut left).filter(|(_, n)| **n > 0);
+        for ((text, left), choice) in present.zip(choices) {
+            if let Some(chosen) = choice {
+                (text.next, *left) = (chosen.unwrap().token, *left - 1);
+            }
+        }
+    }
+    core.settle();
+    // Not one step of a row more than was wanted.
+    assert_eq!(script.seen().len() - n_before, 3 + 9 + 5);
+    assert_eq!(core.ledger().tally(StepKind::Decode).unused, 0);
+}
+
+/// A control block, and where its inputs lie.
+type Block = (ControlLayout, Vec<u8>);
+
 /// A backend that keeps every control block and chooses by a fixed rule.
 struct Keeping {
-    blocks: Arc<Mutex<Vec<Vec<u8>>>>,
+    blocks: Arc<Mutex<Vec<Block>>>,
 }
 
 impl Backend for Keeping {
@@ -161,8 +277,8 @@ impl Backend for Keeping {
         compiled
     }
 
-    fn run(&mut self, _: &mut Plan, io: Io<'_, Self>) -> Result<Ran, RunError> {
-        self.blocks.lock().unwrap().push(io.control.to_vec());
+    fn run(&mut self, plan: &mut Plan, io: Io<'_, Self>) -> Result<Ran, RunError> {
+        self.blocks.lock().unwrap().push((plan.control().clone(), io.control.to_vec()));
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "keeping" }))
     }
 
@@ -174,7 +290,7 @@ impl Backend for Keeping {
     }
 }
 
-fn words(layout: &ControlLayout, block: &[u8], name: &str) -> Vec<i32> {
+fn words((layout, block): &Block, name: &str) -> Vec<i32> {
     let slot = layout.slot(layout.find(name).unwrap());
     let bytes = &block[slot.offset..slot.offset + slot.bytes];
     bytes.chunks_exact(4).map(|w| i32::from_le_bytes(w.try_into().unwrap())).collect()
@@ -183,9 +299,13 @@ fn words(layout: &ControlLayout, block: &[u8], name: &str) -> Vec<i32> {
 #[test]
 fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
     const START: usize = 3;
-    for window in [0, 1, 5, 40, HISTORY] {
-        let params =
-            SamplingParams { penalty_window: window, seed: 0x1234_5678_9ABC, ..SamplingParams::default() };
+    for window in [0, 1, 5, 40, HISTORY, usize::MAX] {
+        let params = SamplingParams {
+            penalty_window: window,
+            repeat_penalty: 1.1,
+            seed: 0x1234_5678_9ABC,
+            ..SamplingParams::default()
+        };
         let blocks = Arc::new(Mutex::new(Vec::new()));
         let options = RunnerOptions { context: 512, ..RunnerOptions::default() };
         let backend = Keeping { blocks: blocks.clone() };
@@ -195,21 +315,24 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
         row.advance(START + 1, &tokens);
         let want = Want::Sample(&row);
         let request = StepRequest { tokens: &tokens[START..], start: START, table: &table[..1], want };
-        let end = RunEnd { n_positions: START + 300, tokens: &[u32::MAX] };
-        assert_eq!(runner.begin(&request, end).unwrap(), 1);
+        let end = &[u32::MAX];
+        let with = RunRow { request, n_positions: START + 300, n_choices: usize::MAX, end };
+        let shape = runner.run_shape(1, window.min(START + 300));
+        assert_eq!(shape.n_history, if window > HISTORY { 4 * HISTORY } else { HISTORY });
+        assert_eq!(runner.begin(&[with], shape).unwrap(), 1);
         let mut ended = false;
         while !ended {
             n_table = tokens.len().div_ceil(32).max(n_table);
-            runner.send(&table[..n_table], 1).unwrap();
-            let committed = runner.take().unwrap();
+            runner.set_table(0, &table[..n_table]).unwrap();
+            runner.send(1).unwrap();
+            let committed = runner.take().unwrap().rows[0].unwrap();
             tokens.push(committed.token);
             ended = committed.ended();
         }
         assert_eq!(tokens.len(), START + 1 + 300, "it ends when no position is left");
         assert_eq!(runner.finish().unwrap(), 0);
 
-        let fed: Vec<Vec<u8>> = std::mem::take(&mut *blocks.lock().unwrap());
-        let layout = runner.plan(1).unwrap().control().clone();
+        let fed = std::mem::take(&mut *blocks.lock().unwrap());
         for (i, fed) in fed.iter().enumerate() {
             let n = START + i;
             row.advance(n + 1, &tokens[..=n]);
@@ -218,13 +341,20 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
             runner.step(&[request], &mut StepOut::default()).unwrap();
             let alone = blocks.lock().unwrap().pop().unwrap();
             for name in ["tokens", "positions", "seqs", "tables", "params", "rng", "bias_ids", "bias"] {
-                assert_eq!(words(&layout, fed, name), words(&layout, &alone, name), "{name} of step {i}");
+                assert_eq!(words(fed, name), words(&alone, name), "{name} of step {i}");
             }
-            // The same tokens; their order does not matter.
-            let [mut fed, mut alone] = [fed, &alone].map(|block| words(&layout, block, "history"));
-            fed.sort_unstable();
-            alone.sort_unstable();
-            assert_eq!(fed, alone, "history of step {i}, window {window}");
+            // The same tokens; neither their order nor the number of places matters.
+            let held = |block: &Block| {
+                let mut held = words(block, "history");
+                held.retain(|token| *token >= 0);
+                held.sort_unstable();
+                held
+            };
+            let mut want: Vec<i32> =
+                tokens[(n + 1).saturating_sub(window)..=n].iter().map(|t| *t as i32).collect();
+            want.sort_unstable();
+            assert_eq!(held(fed), want, "history of step {i}, window {window}");
+            assert_eq!(held(&alone), want, "history of step {i}, window {window}");
         }
     }
 }

@@ -4,7 +4,7 @@ mod common;
 
 use common::tiny_model;
 use refrain_engine::{
-    BackendRunner, Chosen, EngineError, Runner, RunnerOptions, SamplingParams, SamplingRow,
+    BackendRunner, Chosen, EngineError, RunRow, Runner, RunnerOptions, SamplingParams, SamplingRow,
 };
 use refrain_engine::{StepOut, StepRequest, Want};
 use refrain_graph::{
@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 struct Counting {
     n_compiled: Arc<AtomicUsize>,
     supports: bool,
+    row_buckets: Vec<usize>,
 }
 
 impl Backend for Counting {
@@ -27,6 +28,10 @@ impl Backend for Counting {
 
     fn name(&self) -> &'static str {
         "counting"
+    }
+
+    fn row_buckets(&self) -> &[usize] {
+        &self.row_buckets
     }
 
     fn supports(&self, _: &Query<'_>) -> Support {
@@ -66,7 +71,7 @@ impl Backend for Counting {
 
 fn runner(supports: bool) -> (BackendRunner<Counting>, Arc<AtomicUsize>) {
     let n_compiled = Arc::new(AtomicUsize::new(0));
-    let backend = Counting { n_compiled: n_compiled.clone(), supports };
+    let backend = Counting { n_compiled: n_compiled.clone(), supports, row_buckets: Vec::new() };
     let options = RunnerOptions { context: 32, ..RunnerOptions::default() };
     (BackendRunner::new(backend, tiny_model(), options).unwrap(), n_compiled)
 }
@@ -136,8 +141,42 @@ fn wider_tables_are_compiled_anew_and_a_cache_that_cannot_grow_stays_as_it_is() 
 #[test]
 fn runners_share_the_weights_that_one_of_them_has_loaded() {
     let (one, _) = runner(true);
-    let backend = Counting { n_compiled: Arc::default(), supports: true };
+    let backend = Counting { n_compiled: Arc::default(), supports: true, row_buckets: Vec::new() };
     let options = RunnerOptions { context: 32, ..RunnerOptions::default() };
     let two = BackendRunner::with_weights(backend, tiny_model(), one.weights().clone(), options).unwrap();
     assert!(Arc::ptr_eq(one.weights(), two.weights()));
+}
+
+#[test]
+fn a_larger_run_that_is_ready_serves_until_a_size_was_wanted_for_a_while() {
+    let n_compiled = Arc::new(AtomicUsize::new(0));
+    let row_buckets = vec![1, 2, 4, 6, 8, 16];
+    let backend = Counting { n_compiled: n_compiled.clone(), supports: true, row_buckets };
+    let options = RunnerOptions { context: 32, ..RunnerOptions::default() };
+    let mut runner = BackendRunner::new(backend, tiny_model(), options).unwrap();
+    let row = SamplingRow::new(&SamplingParams::greedy());
+    // One step of so many sequences; how many rows it had, and how many sizes are compiled.
+    let mut step = |n_seqs: usize| {
+        let shape = runner.run_shape(n_seqs, 0);
+        let request = StepRequest { tokens: &[1], start: 3, table: &[0], want: Want::Sample(&row) };
+        let with = RunRow { request, n_positions: 32, n_choices: 9, end: &[] };
+        runner.begin(&vec![with; n_seqs], shape).unwrap();
+        runner.send(1).unwrap();
+        assert_eq!(runner.take().unwrap().rows.iter().flatten().count(), n_seqs);
+        runner.finish().unwrap();
+        (shape.n_rows, n_compiled.load(Ordering::Relaxed))
+    };
+    // Nothing larger is there.
+    assert_eq!([step(5), step(7), step(5)], [(6, 1), (8, 2), (6, 2)]);
+    // Half of a run may be padding for a while, not more.
+    assert_eq!([step(4), step(3)], [(6, 2), (6, 2)]);
+    assert_eq!(step(2), (2, 3));
+    // A size that comes and goes is not waited for; one that stays is.
+    for _ in 0..3 {
+        assert!((0..30).all(|_| step(4) == (6, 3)));
+        assert_eq!(step(8), (8, 3));
+    }
+    let sizes: Vec<_> = (0..40).map(|_| step(4).0).collect();
+    assert_eq!((sizes[31], sizes[32], sizes[39]), (6, 4, 4), "{sizes:?}");
+    assert_eq!(step(3), (4, 4));
 }

@@ -1,6 +1,6 @@
 //! Sampling parameters as people state them, and as a row of the control block.
 
-use refrain_engine::{HISTORY, MAX_BIAS, SamplingParams, SamplingRow};
+use refrain_engine::{MAX_BIAS, SamplingParams, SamplingRow};
 use refrain_graph::SampleParam;
 
 #[test]
@@ -22,7 +22,6 @@ fn parameters_that_make_no_sense_are_refused_with_their_bounds() {
             SamplingParams { frequency_penalty: nan, ..p() },
             "frequency or presence penalty is NaN and 0, must be a number",
         ),
-        (SamplingParams { penalty_window: 257, ..p() }, "penalty window is 257, must be at most 256"),
         (
             SamplingParams { logit_bias: vec![(0, 1.0); 257], ..p() },
             "logit bias is 257 entries, must be at most 256 entries",
@@ -57,7 +56,7 @@ fn the_bounds_themselves_are_allowed() {
     let high = SamplingParams {
         top_k: usize::MAX,
         min_p: 1.0,
-        penalty_window: HISTORY,
+        penalty_window: usize::MAX,
         logit_bias: vec![(0, 1.0); MAX_BIAS],
         ..SamplingParams::default()
     };
@@ -80,21 +79,29 @@ fn a_row_holds_the_parameters_and_the_seed_in_their_places() {
     assert_eq!(row.params[SampleParam::TopK as usize], (1 << 24) as f32);
     assert_eq!(row.rng, [0x89AB_CDEF, 0x0123_4567, 0, 0]);
     assert_eq!((row.bias_ids[0], row.bias[0], row.bias_ids[1]), (7, -2.0, -1));
-    assert_eq!(row.history, [-1; HISTORY]);
+    assert!(row.history.is_empty());
 }
 
 #[test]
 fn advancing_shows_the_last_tokens_of_the_window_and_forgets_the_ones_before() {
-    let mut row = SamplingRow::new(&SamplingParams { penalty_window: 3, ..SamplingParams::default() });
+    let with = |penalty_window: usize| {
+        let params = SamplingParams { penalty_window, presence_penalty: 0.5, ..SamplingParams::default() };
+        SamplingRow::new(&params)
+    };
+    let mut row = with(3);
     row.advance(5, &[1, 2, 3, 4, 5]);
-    assert_eq!((&row.history[..4], row.rng[2]), (&[3, 4, 5, -1][..], 5));
+    assert_eq!((&row.history[..], row.rng[2]), (&[3, 4, 5][..], 5));
     // A shorter text leaves nothing of the longer one behind.
     row.advance(1, &[9]);
-    assert_eq!((&row.history[..4], row.rng[2]), (&[9, -1, -1, -1][..], 1));
-    let mut none = SamplingRow::new(&SamplingParams { penalty_window: 0, ..SamplingParams::default() });
+    assert_eq!((&row.history[..], row.rng[2]), (&[9][..], 1));
+    let mut none = with(0);
     none.advance(2, &[1, 2]);
-    assert_eq!(none.history, [-1; HISTORY]);
-    let mut all = SamplingRow::new(&SamplingParams { penalty_window: HISTORY, ..SamplingParams::default() });
-    all.advance(300, &(0..300).collect::<Vec<u32>>());
-    assert_eq!((all.history[0], all.history[HISTORY - 1]), (44, 299));
+    assert!(none.history.is_empty());
+    let mut all = with(usize::MAX);
+    all.advance(900, &(0..900).collect::<Vec<u32>>());
+    assert_eq!(all.history, (0..900).collect::<Vec<i32>>());
+    // Without penalties nothing looks back.
+    let mut row = SamplingRow::new(&SamplingParams::default());
+    row.advance(2, &[1, 2]);
+    assert!(row.history.is_empty());
 }

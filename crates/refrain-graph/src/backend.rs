@@ -5,7 +5,7 @@ use crate::group::{Fusion, GroupQuery};
 use crate::op::{HostCallError, Op, TensorType};
 use crate::plan::{Plan, PlanError};
 use crate::report::{Ran, Reason};
-use crate::run::{Committed, Run};
+use crate::run::{CommittedStep, Run};
 use refrain_tensor::HostTensor;
 use std::borrow::Cow;
 
@@ -286,8 +286,9 @@ pub trait Backend {
         1
     }
 
-    /// Sends `n` more steps of a run, in order and without waiting for them where the backend can. The block table must
-    /// cover their positions. Between the first step of a run and [`Backend::finish`] nothing else is compiled or run.
+    /// Sends `n` more steps of a run, in order and without waiting for them where the backend can; what has changed in
+    /// the run's rows takes effect before them. Block tables must cover their positions. Between the first step of a run
+    /// and [`Backend::finish`] nothing else is compiled or run.
     ///
     /// An error may also show when a later step is taken.
     fn send(
@@ -303,7 +304,7 @@ pub trait Backend {
 
     /// Waits for the oldest step of a run that was not taken yet. After an error the run is over: what was taken is
     /// good, and what was not must be run again.
-    fn take(&mut self, _: &mut Self::Compiled, run: &mut Run) -> Result<Committed, RunError> {
+    fn take(&mut self, _: &mut Self::Compiled, run: &mut Run) -> Result<CommittedStep, RunError> {
         take_stepwise(run)
     }
 
@@ -340,7 +341,7 @@ pub trait Backend {
 }
 
 /// [`Backend::send`] for a backend, or a plan, whose steps cannot feed themselves: each one is run and read, and its
-/// choice put in place here.
+/// choices put in place here.
 pub fn send_stepwise<B: Backend + ?Sized>(
     backend: &mut B,
     compiled: &mut B::Compiled,
@@ -349,23 +350,26 @@ pub fn send_stepwise<B: Backend + ?Sized>(
     run: &mut Run,
     n: usize,
 ) -> Result<(), RunError> {
+    // The control block is what the next step reads.
+    run.take_edits();
+    let n_rows = run.feedback().n_rows;
+    let (mut tokens, mut logprobs) = (vec![0u32; n_rows], vec![0f32; n_rows]);
     for _ in 0..n {
         if run.has_ended() {
             break;
         }
         let ran = backend.run(compiled, Io { weights, states: &mut *states, control: run.control() })?;
-        let (mut token, mut logprob) = ([0u32], [0f32]);
         let (at, of) = (run.feedback().token, run.feedback().logprob);
-        backend.read(compiled, at, bytemuck::cast_slice_mut(&mut token))?;
-        backend.read(compiled, of, bytemuck::cast_slice_mut(&mut logprob))?;
+        backend.read(compiled, at, bytemuck::cast_slice_mut(&mut tokens))?;
+        backend.read(compiled, of, bytemuck::cast_slice_mut(&mut logprobs))?;
         run.sent(1);
-        run.commit(token[0], logprob[0], ran);
+        run.commit(&tokens, &logprobs, ran);
     }
     Ok(())
 }
 
 /// [`Backend::take`] to [`send_stepwise`].
-pub fn take_stepwise(run: &mut Run) -> Result<Committed, RunError> {
+pub fn take_stepwise(run: &mut Run) -> Result<CommittedStep, RunError> {
     let because = || "no step of the run is under way".to_owned();
     run.take().ok_or_else(|| RunError::Mismatch { what: "runs", because: because() })
 }

@@ -1,6 +1,7 @@
 //! The control block: everything that changes from step to step, in one piece of memory.
 
 use crate::graph::{Input, InputId};
+use crate::inputs::Field;
 use crate::op::TensorType;
 use crate::plan::{PlanError, whole_bytes};
 use refrain_tensor::DType;
@@ -52,6 +53,13 @@ impl ControlLayout {
     /// The input of that name.
     pub fn find(&self, name: &str) -> Option<InputId> {
         self.names.iter().position(|n| n == name).map(InputId::from_idx)
+    }
+
+    /// The places of one row, in every input that has `n_rows` rows.
+    pub fn row_fields(&self, n_rows: usize, row: usize) -> impl Iterator<Item = Field> + '_ {
+        let has_rows = move |slot: &&Slot| slot.ty.shape.dims().first() == Some(&n_rows);
+        let whole = |slot: &Slot| Field { offset: slot.offset, len: slot.bytes / 4 };
+        self.slots.iter().filter(has_rows).map(move |slot| whole(slot).row(n_rows, row))
     }
 
     /// Size of the block.

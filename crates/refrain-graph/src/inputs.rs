@@ -144,6 +144,12 @@ impl Field {
         self.offset..self.offset + 4 * self.len
     }
 
+    /// One of `n_rows` rows of equal length.
+    pub fn row(self, n_rows: usize, row: usize) -> Field {
+        let len = self.len / n_rows.max(1);
+        Field { offset: self.offset + 4 * row * len, len }
+    }
+
     pub(crate) fn words(self) -> std::ops::Range<usize> {
         self.offset / 4..self.offset / 4 + self.len
     }
@@ -210,6 +216,21 @@ impl<'a> Filler<'a> {
             to.iter_mut().zip(row).for_each(|(to, value)| *to = *value as i32);
         }
         self.control.set_i32(input, &self.scratch)?;
+        Ok(self)
+    }
+
+    /// Sets one row of an input of I32, `[n, width]`; places without a value hold -1.
+    pub fn padded_row(
+        &mut self,
+        input: InputId,
+        row: usize,
+        values: &[i32],
+    ) -> Result<&mut Self, ControlError> {
+        let width = self.control.layout().slot(input).ty.shape.dims().last().copied().unwrap_or(0);
+        self.scratch.clear();
+        let padded = values.iter().copied().chain(std::iter::repeat(-1));
+        self.scratch.extend(padded.take(width));
+        self.control.set_row(input, row, &self.scratch)?;
         Ok(self)
     }
 

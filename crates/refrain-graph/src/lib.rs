@@ -55,6 +55,6 @@ pub use op::{
 };
 pub use plan::{Buffer, BufferId, KvTraffic, Operand, Place, Plan, PlanError, PlanOptions, Step, Traffic};
 pub use report::{Ran, Reason};
-pub use run::{Committed, Feedback, Run, RunLimits, StepFlags};
+pub use run::{Committed, CommittedStep, Feedback, LapsingBias, RowLimits, Run, RunEdits, StepFlags};
 pub use schedule::{Segment, SegmentKind};
 pub use train_op::{ADAM_PARAMS, AdamParam, AdamSlots, AdamW, Dropout, TrainOp};

@@ -1,16 +1,22 @@
-//! Runs: decode steps whose choice is the next step's input.
+//! Runs: decode steps whose choices are the next step's inputs.
 //!
-//! A decode step can feed itself: of its inputs only the token, its position, the random position and the recent tokens
-//! change, and all of them follow from the choice. [`Feedback`] says where they lie, [`Run`] holds one sequence's run of
-//! such steps. A backend that changes them on the device keeps several steps in flight; for any other, [`Run::commit`]
-//! changes them here, one step after the other.
+//! A decode step feeds itself: of its inputs only tokens, positions, random positions, recent tokens and lapsing biases
+//! change, and all of them follow from the choices. [`Feedback`] says where they lie. A [`Run`] is a sequence of such
+//! steps over a fixed number of rows, and the one owner of its state on the host: which rows are in use, where each ends,
+//! what was sent and what was taken. A backend that changes the inputs on the device keeps several steps in flight; for
+//! any other, [`Run::commit`] changes them here, one step after the other.
+//!
+//! Rows come and go while a run goes on. [`Run::set_row`] and [`Run::clear_row`] take effect between the steps that were
+//! sent before and those that are sent after. A row that ends, by itself or because it is cleared, is padding from then on.
 
+use crate::bounds::{Bounds, OutOfBounds};
 use crate::control::ControlBlock;
 use crate::inputs::Field;
 use crate::plan::Plan;
 use crate::report::Ran;
 use std::collections::VecDeque;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What a step reports besides its choice: one word, the same on every device.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -50,7 +56,7 @@ impl fmt::Debug for StepFlags {
     }
 }
 
-/// Where the inputs lie that a decode step's choice changes for the next step.
+/// Where the inputs lie that a decode step's choices change for the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Feedback {
     /// Rows: sequences that are decoded together.
@@ -67,8 +73,12 @@ pub struct Feedback {
     pub rng: Field, // [n_rows, 4]
     /// Recent tokens.
     pub history: Field, // [n_rows, n_history]
+    /// Tokens with a bias.
+    pub bias_ids: Field, // [n_rows, n_bias]
     /// The sequences' KV blocks, which the host owns.
     pub tables: Field, // [n_seqs, max_blocks]
+    /// Sequences that there are tables for, at least `n_rows`.
+    pub n_seqs: usize,
 }
 
 impl Feedback {
@@ -84,26 +94,46 @@ impl Feedback {
             positions: plan.field(step.positions),
             rng: plan.field(sampling.rng),
             history: plan.field(sampling.history),
+            bias_ids: plan.field(sampling.bias_ids),
             tables: plan.field(tables),
+            n_seqs: step.shape.n_seqs,
         })
+    }
+
+    /// The block table of a row.
+    fn table(&self, row: usize) -> Field {
+        self.tables.row(self.n_seqs, row)
     }
 }
 
-/// Where a run ends by itself, and how far back its penalties look.
+/// Biases that hold for the first choices only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LapsingBias {
+    /// How many places of the bias, from the first, stay.
+    pub n_kept: usize,
+    /// The random position of the first choice without the others; not 0.
+    pub until: u32,
+}
+
+/// Where a row ends by itself, and how its inputs change from choice to choice.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RunLimits {
-    /// Positions of the sequence: the step at the last of them is the run's last.
+pub struct RowLimits {
+    /// Positions of the sequence: the step at the last of them is the row's last.
     pub n_positions: usize,
+    /// Choices that the row may make.
+    pub n_choices: usize,
     /// Tokens that end it.
     pub end: Vec<u32>,
     /// Places of the history in use, from the first.
     pub window: usize,
     /// Which of them the next token goes to.
     pub history_next: usize,
+    /// Biases that do not stay.
+    pub lapsing: Option<LapsingBias>,
 }
 
-/// What one step of a run came to.
-#[derive(Clone, Debug, PartialEq)]
+/// What one step of a run came to for one row.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Committed {
     /// The choice.
     pub token: u32,
@@ -111,44 +141,97 @@ pub struct Committed {
     pub logprob: f32,
     /// The position of the token that was evaluated.
     pub position: usize,
-    /// Whether the run ends with it, and why.
+    /// Whether the row ends with it, and why.
     pub flags: StepFlags,
-    /// How the step ran.
-    pub ran: Ran,
 }
 
 impl Committed {
-    /// Whether the run ends with this step.
+    /// Whether the row ends with this step.
     pub fn ended(&self) -> bool {
         self.flags != StepFlags::default()
     }
 }
 
-/// Steps of one sequence, each of which takes its input from the one before.
+/// What one step of a run came to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CommittedStep {
+    /// By row; `None` for padding, and for a row that had ended before.
+    pub rows: Vec<Option<Committed>>,
+    /// How the step ran.
+    pub ran: Ran,
+}
+
+/// Changes of a run's inputs that take effect between two steps.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RunEdits {
+    /// Places of the control block with new values.
+    pub fields: Vec<Field>,
+    /// Rows with new limits, or without any: those have ended.
+    pub rows: Vec<usize>,
+}
+
+impl RunEdits {
+    /// Whether nothing has changed.
+    pub fn is_empty(&self) -> bool {
+        self.fields.is_empty() && self.rows.is_empty()
+    }
+}
+
+/// A row in use.
+#[derive(Clone, Debug)]
+struct RunRow {
+    limits: RowLimits,
+    /// Position of the next step that is sent, as if nothing but its length ended the row.
+    next: usize,
+    /// Behind the last position that it can have.
+    end: usize,
+}
+
+impl RunRow {
+    fn new(limits: RowLimits, start: usize) -> RunRow {
+        let end = limits.n_positions.min(start.saturating_add(limits.n_choices)).max(start);
+        RunRow { limits, next: start, end }
+    }
+}
+
+/// Steps that take their inputs from the ones before. See the module's documentation.
 #[derive(Clone, Debug)]
 pub struct Run {
+    id: u64,
     feedback: Feedback,
-    limits: RunLimits,
-    /// The inputs of the first step, with the newest block table; where steps go one by one, of the next.
+    rows: Vec<Option<RunRow>>,
+    /// The inputs of the first step, with the newest block tables and what rows joined with; where steps go one by one,
+    /// the inputs of the next.
     control: ControlBlock,
-    tables_changed: bool,
+    edits: RunEdits,
     n_sent: u64,
-    ended: bool,
-    ready: VecDeque<Committed>,
+    n_taken: u64,
+    ready: VecDeque<CommittedStep>,
 }
 
 impl Run {
-    /// A run whose first step has the inputs in `control`. Nothing is sent yet.
-    pub fn new(feedback: Feedback, control: ControlBlock, limits: RunLimits) -> Run {
-        Run {
+    /// A run whose first step has the inputs in `control`; rows without limits are padding. Nothing is sent yet.
+    pub fn new(feedback: Feedback, control: ControlBlock, rows: Vec<Option<RowLimits>>) -> Run {
+        static N_RUNS: AtomicU64 = AtomicU64::new(0);
+        let mut run = Run {
+            id: N_RUNS.fetch_add(1, Ordering::Relaxed),
             feedback,
-            limits,
+            rows: Vec::new(),
             control,
-            tables_changed: false,
+            edits: RunEdits::default(),
             n_sent: 0,
-            ended: false,
+            n_taken: 0,
             ready: VecDeque::new(),
-        }
+        };
+        let limits = rows.into_iter().chain(std::iter::repeat(None)).take(feedback.n_rows);
+        let rows = limits.enumerate().map(|(row, limits)| Some(RunRow::new(limits?, run.position(row)?)));
+        run.rows = rows.collect();
+        run
+    }
+
+    /// Names the run; never given twice in a process.
+    pub fn id(&self) -> u64 {
+        self.id
     }
 
     /// Where its inputs lie.
@@ -156,12 +239,12 @@ impl Run {
         &self.feedback
     }
 
-    /// Where it ends.
-    pub fn limits(&self) -> &RunLimits {
-        &self.limits
+    /// Where a row ends; `None` for padding.
+    pub fn limits(&self, row: usize) -> Option<&RowLimits> {
+        self.rows.get(row)?.as_ref().map(|row| &row.limits)
     }
 
-    /// The first step's inputs, or the next one's where steps go one by one, with the newest block table.
+    /// The first step's inputs, or the next one's where steps go one by one, with all changes so far.
     pub fn control(&self) -> &[u8] {
         self.control.bytes()
     }
@@ -171,58 +254,139 @@ impl Run {
         self.n_sent
     }
 
+    /// Steps taken so far.
+    pub fn n_taken(&self) -> u64 {
+        self.n_taken
+    }
+
     /// Counts steps that were sent.
     pub fn sent(&mut self, n: usize) {
         self.n_sent += n as u64;
-    }
-
-    /// Puts a new block table in place for the steps that are not sent yet; places behind it hold -1.
-    pub fn set_table(&mut self, table: &[u32]) {
-        let words = &mut self.control.words_mut()[self.feedback.tables.words()];
-        let blocks = table.iter().copied().chain(std::iter::repeat(u32::MAX));
-        for (word, block) in words.iter_mut().zip(blocks) {
-            self.tables_changed |= *word != block;
-            *word = block;
+        for row in self.rows.iter_mut().flatten() {
+            row.next = row.next.saturating_add(n).min(row.end);
         }
     }
 
-    /// The bytes of the block table if it has changed since this was last asked.
-    pub fn changed_table(&mut self) -> Option<&[u8]> {
-        std::mem::take(&mut self.tables_changed).then(|| &self.control.bytes()[self.feedback.tables.range()])
+    /// Counts a step that was taken.
+    pub fn taken(&mut self) {
+        self.n_taken += 1;
     }
 
-    /// Makes a choice the next step's input, as a device does that feeds itself.
-    pub fn commit(&mut self, token: u32, logprob: f32, ran: Ran) {
-        let (feedback, limits) = (self.feedback, &mut self.limits);
-        let words = self.control.words_mut();
-        let next = &mut words[feedback.positions.offset / 4];
-        let position = *next as usize;
-        *next += 1;
+    /// Puts a sequence into a row, from the next step that is sent on. `fill` writes its inputs.
+    pub fn set_row<E>(
+        &mut self,
+        row: usize,
+        limits: RowLimits,
+        fill: impl FnOnce(&mut ControlBlock) -> Result<(), E>,
+    ) -> Result<(), E> {
+        fill(&mut self.control)?;
+        self.rows[row] = self.position(row).map(|start| RunRow::new(limits, start));
+        let n_rows = self.feedback.n_rows;
+        self.edits.fields.extend(self.control.layout().row_fields(n_rows, row));
+        if self.feedback.n_seqs != n_rows {
+            self.edits.fields.push(self.feedback.table(row));
+        }
+        self.edits.rows.push(row);
+        Ok(())
+    }
+
+    /// Ends a row: it is padding from the next step that is sent on.
+    pub fn clear_row(&mut self, row: usize) {
+        let Feedback { n_rows, tokens, positions, .. } = self.feedback;
+        for field in [tokens, positions].map(|field| field.row(n_rows, row)) {
+            self.control.words_mut()[field.words()].fill(u32::MAX);
+            self.edits.fields.push(field);
+        }
+        self.rows[row] = None;
+        self.edits.rows.push(row);
+    }
+
+    /// Puts a row's block table in place for the steps that are not sent yet; places behind it hold -1.
+    pub fn set_table(&mut self, row: usize, table: &[u32]) {
+        let field = self.feedback.table(row);
+        let words = &mut self.control.words_mut()[field.words()];
+        let blocks = table.iter().copied().chain(std::iter::repeat(u32::MAX));
+        let mut changed: Option<(usize, usize)> = None;
+        for (i, (word, block)) in words.iter_mut().zip(blocks).enumerate() {
+            if *word != block {
+                *word = block;
+                changed = Some((changed.map_or(i, |(first, _)| first), i));
+            }
+        }
+        if let Some((first, last)) = changed {
+            self.edits.fields.push(Field { offset: field.offset + 4 * first, len: last + 1 - first });
+        }
+    }
+
+    /// What has changed since this was last asked.
+    pub fn take_edits(&mut self) -> RunEdits {
+        std::mem::take(&mut self.edits)
+    }
+
+    /// Refuses to send `n` more steps if one of them would leave what its inputs index: a row stays inside of its blocks
+    /// as far as its length lets it go.
+    pub fn check(&mut self, bounds: &Bounds, n: usize) -> Result<(), OutOfBounds> {
+        let field = self.feedback.positions;
+        let words = &mut self.control.words_mut()[field.words()];
+        let before = words.to_vec();
+        for (word, row) in words.iter_mut().zip(&self.rows) {
+            let row = row.as_ref().filter(|row| row.next < row.end && n > 0);
+            *word = row.map_or(u32::MAX, |row| (row.next.saturating_add(n).min(row.end) - 1) as u32);
+        }
+        let checked = bounds.check(self.control.bytes());
+        self.control.words_mut()[field.words()].copy_from_slice(&before);
+        checked
+    }
+
+    /// Makes choices the next step's inputs, as a device does that feeds itself.
+    pub fn commit(&mut self, tokens: &[u32], logprobs: &[f32], ran: Ran) {
+        let rows = (0..self.feedback.n_rows).map(|row| self.commit_row(row, tokens[row], logprobs[row]));
+        let rows = rows.collect();
+        self.ready.push_back(CommittedStep { rows, ran });
+    }
+
+    fn commit_row(&mut self, row: usize, token: u32, logprob: f32) -> Option<Committed> {
+        let position = self.position(row)?;
+        let Feedback { n_rows, tokens, positions, rng, history, bias_ids, .. } = self.feedback;
+        let RunRow { limits, end, .. } = self.rows[row].as_mut()?;
         let flags = StepFlags::default()
             .with(StepFlags::ENDED, limits.end.contains(&token))
-            .with(StepFlags::LENGTH, position + 1 >= limits.n_positions)
+            .with(StepFlags::LENGTH, position + 1 >= *end)
             .with(StepFlags::NON_FINITE, !logprob.is_finite());
-        self.ended = flags != StepFlags::default();
-        words[feedback.tokens.offset / 4] = token;
-        let random = &mut words[feedback.rng.offset / 4 + 2];
+        let words = self.control.words_mut();
+        let at = |field: Field| field.row(n_rows, row).words();
+        words[at(tokens).start] = token;
+        words[at(positions).start] =
+            if flags == StepFlags::default() { position as u32 + 1 } else { u32::MAX };
+        let random = &mut words[at(rng).start + 2];
         *random = random.wrapping_add(1);
-        let window = limits.window.min(feedback.history.len);
-        if window > 0 {
-            let at = limits.history_next % window;
-            words[feedback.history.offset / 4 + at] = token;
-            limits.history_next = (at + 1) % window;
+        if limits.lapsing.is_some_and(|lapsing| *random >= lapsing.until)
+            && let Some(lapsing) = limits.lapsing.take()
+        {
+            let places = &mut words[at(bias_ids)];
+            let n_kept = lapsing.n_kept.min(places.len());
+            places[n_kept..].fill(u32::MAX);
         }
-        self.ready.push_back(Committed { token, logprob, position, flags, ran });
+        let places = &mut words[at(history)];
+        let window = limits.window.min(places.len());
+        if window > 0 {
+            let next = limits.history_next % window;
+            places[next] = token;
+            limits.history_next = (next + 1) % window;
+        }
+        Some(Committed { token, logprob, position, flags })
     }
 
-    /// Whether the last step committed was the run's last.
+    /// Whether no row goes on: what is sent now would be padding only.
     pub fn has_ended(&self) -> bool {
-        self.ended
+        (0..self.feedback.n_rows).all(|row| self.position(row).is_none())
     }
 
     /// The oldest step committed here that was not taken yet.
-    pub fn take(&mut self) -> Option<Committed> {
-        self.ready.pop_front()
+    pub fn take(&mut self) -> Option<CommittedStep> {
+        let step = self.ready.pop_front()?;
+        self.taken();
+        Some(step)
     }
 
     /// Forgets the steps committed here that were not taken, and says how many they were.
@@ -231,4 +395,12 @@ impl Run {
         self.ready.clear();
         n
     }
+
+    /// The position of a row in the control block; `None` for padding.
+    fn position(&self, row: usize) -> Option<usize> {
+        usize::try_from(self.feedback.positions.at(self.control.bytes(), row)).ok()
+    }
 }
+
+#[cfg(test)]
+mod tests;

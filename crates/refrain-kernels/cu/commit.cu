@@ -1,15 +1,18 @@
-// commit.cu: the chosen token becomes the next step's input, and the host hears of it
+// commit.cu: the chosen tokens become the next step's inputs, and the host hears of them
 //
+// commit
 //   tokens     [n]             i32, written
 //   positions  [n]             i32, plus one; -1 when the row ends
 //   rng        [n, 4]          u32, the position in it plus one
 //   history    [n, n_history]  i32, the token at state.history_next of the first state.window places
+//   bias_ids   [n, n_bias]     i32, -1 behind the first state.n_bias_kept places once the position in rng has reached
+//                              state.bias_until; 0: they stay
 //   state      [n]             CommitState
 //   count      u64 in device memory: ring entries so far; null without a ring
 //   ring       pinned: header of 64 bytes, then entries { u64 seq; CommitEntry rows[n]; } of `stride` bytes; or null
 //   token      [n]             i32, chosen
 //   logprob    [n]             f32
-//   eog        [n_eog]         i32, tokens that end a row; negative: empty
+//   eog        [n_eog, n]      i32, tokens that end each row; negative: empty
 //
 // A row that is done or whose position is negative changes nothing; its entry says so. A row whose logprob is not finite
 // ends: its logits were not. The k-th launch (from 1) fills
@@ -17,12 +20,20 @@
 //
 // Launch    grid (1), block (n rounded up to 32), shared 0
 // Requires  n at most 1024
+//
+// edit
+//   words      [n_words]       u32, written
+//   edits      [n_edits]       u32: how many pieces, three unused; then for each { to, from, n, unused }; then their words.
+//                              n words from edits[from] go to words[to]. Pieces do not overlap.
+//
+// Launch    grid (16), block (256), shared 0. What lies outside of either is left out.
+//
 // Exact. Capture: safe.
 #include "dtype.cuh"
 #include "overlap.cuh"
 
 struct CommitState {
-    u32 done, n_left, limit, window, history_next, unused[3];
+    u32 done, n_left, limit, window, history_next, bias_until, n_bias_kept, unused;
 };
 
 struct CommitEntry {
@@ -35,10 +46,10 @@ struct CommitEntry {
 const u32 ENDED = 1, LENGTH = 2, PAST_END = 4, NON_FINITE = 8;
 
 extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* positions, u32* rng, i32* history,
-                                                              CommitState* state, u64* count, u8* ring,
+                                                              i32* bias_ids, CommitState* state, u64* count, u8* ring,
                                                               const i32* token, const float* logprob, const i32* eog,
-                                                              u32 n, u32 n_history, u32 n_eog, u32 n_entries,
-                                                              u32 stride) {
+                                                              u32 n, u32 n_history, u32 n_bias, u32 n_eog,
+                                                              u32 n_entries, u32 stride) {
     start();
     u32 row = threadIdx.x;
     u64 seq = ring == nullptr ? 0 : *count;
@@ -50,7 +61,7 @@ extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* 
         if (s.done == 0 && position >= 0) {
             entry = CommitEntry{token[row], logprob[row], 0, position + 1};
             for (u32 i = 0; i < n_eog; i++) {
-                if (entry.token >= 0 && eog[i] == entry.token) entry.flags |= ENDED;
+                if (entry.token >= 0 && eog[(u64)i * n + row] == entry.token) entry.flags |= ENDED;
             }
             // NaN fails both comparisons.
             if (!(entry.logprob < inf_f32() && entry.logprob > -inf_f32())) entry.flags |= NON_FINITE;
@@ -58,7 +69,12 @@ extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* 
             if (s.n_left == 0 || (u32)entry.position >= s.limit) entry.flags |= LENGTH;
             tokens[row] = entry.token;
             positions[row] = entry.flags == 0 ? entry.position : -1;
-            rng[4 * row + 2] += 1;
+            u32 random = rng[4 * row + 2] + 1;
+            rng[4 * row + 2] = random;
+            if (s.bias_until != 0 && random >= s.bias_until) {
+                for (u32 i = s.n_bias_kept; i < n_bias; i++) bias_ids[(u64)row * n_bias + i] = -1;
+                s.bias_until = 0;
+            }
             u32 window = s.window < n_history ? s.window : n_history;
             if (window > 0) {
                 u32 at = s.history_next % window;
@@ -76,5 +92,16 @@ extern "C" __global__ __launch_bounds__(1024) void commit_i32(i32* tokens, i32* 
     if (row == 0) {
         *count = seq + 1;
         store_release_system((u64*)slot, seq + 1);
+    }
+}
+
+extern "C" __global__ __launch_bounds__(256) void edit_u32(u32* words, const u32* edits, u32 n_words, u32 n_edits) {
+    start();
+    for (u32 piece = blockIdx.x; piece < edits[0] && 4 * (u64)piece + 8 <= n_edits; piece += gridDim.x) {
+        const u32* p = edits + 4 + 4 * piece;
+        u64 to = p[0], from = p[1];
+        for (u32 i = threadIdx.x; i < p[2]; i += blockDim.x) {
+            if (to + i < n_words && from + i < n_edits) words[to + i] = edits[from + i];
+        }
     }
 }

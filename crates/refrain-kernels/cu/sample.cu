@@ -8,6 +8,8 @@
 //   rng       [n, 4]          u32: seed low, seed high, position
 //   token     [n]             i32
 //   logprob   [n]             f32: under the adjusted logits, at temperature 1
+//   ids       [n, n_top]      i32: the most probable tokens, best first
+//   logprobs  [n, n_top]      f32: theirs
 //   states    [n]             State (sample_bins.cuh); zero before the first launch, zero after every choice
 //   scratch   for each row, C = ceil(vocab / 1024): tokens [1024 C] Entry and a list of them [1024 C] Entry, or, with a
 //             top-k up to 64, keys [1024 C] u64 and the best of each 64 keys [16 C] u64; chunks [C] { best u64, sum
@@ -24,7 +26,12 @@
 // these every block of the second knows in which bins the filters cut and the choice lies, and lists those of its
 // tokens that are there; the last to come finds the keys in question on the list (sample_large.cuh).
 //
-// Launch    sample_chunks: grid (C, n), block (512), shared 0
+// The most probable tokens are listed behind the choice, in the same scratch: sample_list leaves the keys of all tokens
+// there, whatever the parameters, with the best of each 64. sample_top takes the best of these, and puts the next of its 64 in
+// its place, n_top times.
+//
+// Launch    sample_chunks, sample_list: grid (C, n), block (512), shared 0
+//           sample_top: grid (n), block (512), shared 0
 //           sample_select: grid (ceil(C / 4), n), block (512), shared_bytes, at least 96 KiB
 // Requires  vocab at most 2^20; scratch and states at multiples of 16 bytes. States are used by nothing else; one that is
 //           not as the last choice left it is found out by its count of chunks, and costs time.
@@ -111,12 +118,10 @@ inline void penalise(float* l, Deal deal, u32 vocab, const i32* history, u32 n_h
     }
 }
 
-// unit chunks
-extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch, State* states,
-                                                                    const float* logits, const float* params,
-                                                                    const i32* history, const i32* bias_ids,
-                                                                    const float* bias, Rows rows, u32 vocab,
-                                                                    u32 n_history, u32 n_bias) {
+// Adjusts the logits of one chunk and leaves what a choice needs of them. LISTS: the keys of all, for lists of the best.
+template <bool LISTS>
+inline void adjust_chunk(u8* scratch, State* states, const float* logits, const float* params, const i32* history,
+                         const i32* bias_ids, const float* bias, Rows rows, u32 vocab, u32 n_history, u32 n_bias) {
     __shared__ u32 warp_most[16], best_id;
     __shared__ double warp_sums[16];
     __shared__ ChunkBins chunk_bins;
@@ -176,7 +181,7 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
     float top = from_ordered(most);
 
     Chunk* chunks = (Chunk*)(out + n_keys * 32);
-    bool greedy = is_greedy(temperature), small = is_small(top_k);
+    bool greedy = !LISTS && is_greedy(temperature), small = LISTS || is_small(top_k);
     double sum = 0.0;
     if (greedy || small) {
 #pragma unroll
@@ -208,6 +213,15 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
     // Behind a barrier, whichever way it went.
     if (threadIdx.x == 0) chunks[deal.chunk] = Chunk{(u64)most << ID_BITS | best_id, sum};
     if (!greedy && small) ((Two*)out)[at / 2 + threadIdx.x] = Two{k[0], k[1]};
+}
+
+// unit chunks
+extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch, State* states,
+                                                                    const float* logits, const float* params,
+                                                                    const i32* history, const i32* bias_ids,
+                                                                    const float* bias, Rows rows, u32 vocab,
+                                                                    u32 n_history, u32 n_bias) {
+    adjust_chunk<false>(scratch, states, logits, params, history, bias_ids, bias, rows, vocab, n_history, n_bias);
 }
 
 // unit select
@@ -262,4 +276,65 @@ extern "C" __global__ __launch_bounds__(SELECT_THREADS + 128) void sample_select
     bool proper = row.top != inf_f32() && row.top != -inf_f32();
     token[index] = (i32)key_id(chosen);
     logprob[index] = proper ? (float)((double)key_logit(chosen) - (double)row.top - log_total) : nan_f32();
+}
+
+// unit top
+extern "C" __global__ __launch_bounds__(512) void sample_list_f32(u8* scratch, State* states, const float* logits,
+                                                                  const float* params, const i32* history,
+                                                                  const i32* bias_ids, const float* bias, Rows rows,
+                                                                  u32 vocab, u32 n_history, u32 n_bias) {
+    adjust_chunk<true>(scratch, states, logits, params, history, bias_ids, bias, rows, vocab, n_history, n_bias);
+}
+
+extern "C" __global__ __launch_bounds__(512) void sample_top_f32(i32* ids, float* logprobs, u8* scratch, u32 vocab,
+                                                                 u32 n_top) {
+    __shared__ u64 warp_best[16];
+    __shared__ u32 group;
+    __shared__ double log_total;
+    start();
+    u32 row = blockIdx.x, n_chunks = (vocab + CHUNK - 1) / CHUNK, n_groups = n_chunks * GROUPS;
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u8* in = scratch + row * row_bytes(n_chunks);
+    u64 n_keys = (u64)n_chunks * CHUNK;
+    const u64* keys = (const u64*)in;
+    u64* heads = (u64*)(in + n_keys * 8);
+    const Chunk* chunks = (const Chunk*)(in + n_keys * 32);
+    float top = 0.0f;
+    if (threadIdx.x == 0) group = 0;
+    for (u32 i = 0; i < n_top; i++) {
+        u64 mine = 0;
+        u32 from = 0;
+        for (u32 g = threadIdx.x; g < n_groups; g += blockDim.x) {
+            if (heads[g] > mine) mine = heads[g], from = g;
+        }
+        u64 best = warp_largest(mine);
+        if (lane == 0) warp_best[warp] = best;
+        __syncthreads();
+        best = warp_largest(warp_best[lane % 16]);
+        // Keys are unique.
+        if (best != 0 && mine == best) group = from;
+        if (i == 0) {
+            top = key_logit(best);
+            double sum = 0.0;
+            if (warp == 0) {
+                for (u32 c = lane; c < n_chunks; c += 32) sum += chunks[c].relative_to(top);
+                sum = warp_reduce(sum, Add());
+                if (lane == 0) log_total = log(sum);
+            }
+        }
+        __syncthreads();
+        if (warp == 0) {
+            const u64* place = keys + (u64)group * GROUP + 2 * lane;
+            u64 a = best != 0 && place[0] < best ? place[0] : 0, b = best != 0 && place[1] < best ? place[1] : 0;
+            u64 next = warp_largest(Larger()(a, b));
+            if (lane == 0) {
+                if (best != 0) heads[group] = next;
+                bool proper = best != 0 && top != inf_f32() && top != -inf_f32();
+                u64 at = (u64)row * n_top + i;
+                ids[at] = best != 0 ? (i32)key_id(best) : -1;
+                logprobs[at] = proper ? (float)((double)key_logit(best) - (double)top - log_total) : nan_f32();
+            }
+        }
+        __syncthreads();
+    }
 }

@@ -1,6 +1,7 @@
-//! The last kernel of a step: the chosen token becomes the next step's input, and the host hears of it.
+//! The last kernel of a step: the chosen tokens become the next step's inputs, and the host hears of them.
 //!
-//! Everything before it can run twice; this is the one place where a step changes what the next one reads.
+//! Everything before it can run twice; this is the one place where a step changes what the next one reads. Between two
+//! steps the host changes rows by an edit.
 
 use bytemuck::{Pod, Zeroable};
 use refrain_driver::sim::{KernelResult, SimKernel};
@@ -29,8 +30,12 @@ pub struct CommitState {
     pub window: u32,
     /// Which of them the next token goes to.
     pub history_next: u32,
+    /// The random position from which on biases lapse; 0: they stay.
+    pub bias_until: u32,
+    /// How many places of the bias, from the first, stay all the same.
+    pub n_bias_kept: u32,
     /// Nothing.
-    pub unused: [u32; 3],
+    pub unused: u32,
 }
 
 /// One row of a ring entry, which has one for each row.
@@ -50,7 +55,7 @@ pub struct CommitEntry {
 /// Where results go.
 #[derive(Clone, Copy, Debug)]
 pub struct CommitRing {
-    /// The whole [`Ring`], with a payload of one [`CommitEntry`] for each row.
+    /// The [`Ring`], with a payload of one [`CommitEntry`] for each row.
     pub ring: Buf,
     /// U64 in device memory: entries written so far; 0 when the ring is new.
     pub count: Buf,
@@ -61,8 +66,8 @@ pub struct CommitRing {
 /// Commits `token` and `logprob`, row by row.
 ///
 /// A row that is not done gets `tokens[i] = token[i]`, `positions[i] += 1` (-1 when it ends, so that steps launched
-/// ahead are padding), its random position plus one, and its token in the window of its history. Every launch writes one ring entry,
-/// past the end too: the host counts one entry for each step it sends.
+/// ahead are padding), its random position plus one, its token in the window of its history, and loses biases that lapse.
+/// Every launch writes one ring entry, past the end too: the host counts one entry for each step it sends.
 #[derive(Clone, Copy, Debug)]
 pub struct CommitArgs<'a> {
     /// `[n]` I32: what was chosen.
@@ -77,9 +82,11 @@ pub struct CommitArgs<'a> {
     pub rng: Buf,
     /// `[n, n_history]` I32.
     pub history: Buf,
+    /// `[n, n_bias]` I32.
+    pub bias_ids: Buf,
     /// `[n]` [`CommitState`].
     pub state: Buf,
-    /// `[n_eog]` I32: the tokens that end generation; negative places are empty.
+    /// `[n_eog, n]` I32: the tokens that end each row; negative places are empty.
     pub eog: Buf,
     /// Where results go, if anywhere.
     pub ring: Option<CommitRing>,
@@ -87,13 +94,80 @@ pub struct CommitArgs<'a> {
     pub n: usize,
     /// Columns of `history`; 0 is none.
     pub n_history: usize,
-    /// Entries of `eog`; 0 is none.
+    /// Columns of `bias_ids`; 0 is none.
+    pub n_bias: usize,
+    /// Rows of `eog`; 0 is none.
     pub n_eog: usize,
     /// Names the step.
     pub step: &'a str,
 }
 
+/// Pieces of memory that the host changes between two steps, in one launch.
+#[derive(Clone, Debug, Default)]
+pub struct Edits {
+    pieces: Vec<[u32; 4]>,
+    words: Vec<u32>,
+}
+
+/// Words in front of the pieces, and of each piece.
+const EDIT_WORDS: usize = 4;
+
+impl Edits {
+    /// Words that a message of this one and one more piece of `n` words has.
+    #[must_use]
+    pub fn n_words_with(&self, n: usize) -> usize {
+        EDIT_WORDS * (self.pieces.len() + 2) + self.words.len() + n
+    }
+
+    /// Adds a piece: the words that go to `to` and behind it. Pieces must not overlap.
+    pub fn push(&mut self, to: u32, words: &[u32]) {
+        self.pieces.push([to, self.words.len() as u32, words.len() as u32, 0]);
+        self.words.extend_from_slice(words);
+    }
+
+    /// Whether there is nothing to change.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    /// Each piece: where it goes and what it is.
+    pub fn pieces(&self) -> impl Iterator<Item = (usize, &[u32])> {
+        let words = |from: u32, n: u32| &self.words[from as usize..(from + n) as usize];
+        self.pieces.iter().map(move |&[to, from, n, _]| (to as usize, words(from, n)))
+    }
+
+    /// As the kernel reads it.
+    #[must_use]
+    pub fn message(&self) -> Vec<u32> {
+        let first = (EDIT_WORDS * (self.pieces.len() + 1)) as u32;
+        let mut message = vec![self.pieces.len() as u32, 0, 0, 0];
+        message.extend(self.pieces.iter().flat_map(|&[to, from, n, _]| [to, first + from, n, 0]));
+        message.extend_from_slice(&self.words);
+        message
+    }
+}
+
 impl Kernels {
+    /// The launch that brings the [`Edits`] in a buffer to the words they are for.
+    pub fn edit(&self, words: Buf, edits: Buf, step: &str) -> Result<Launch, KernelError> {
+        let [n_words, n_edits] =
+            [words, edits].map(|buf| usize::try_from(buf.len() / 4).unwrap_or(usize::MAX));
+        let shape = [("n_words", n_words), ("n_edits", n_edits)];
+        let case = Case { op: "edit", dtype: DType::U32, shape: &shape };
+        case.sizes()?;
+        crate::require!(case, n_edits >= EDIT_WORDS, "edits have a head of {EDIT_WORDS} words");
+        let sizes = [case.u32("n_words", n_words)?, case.u32("n_edits", n_edits)?];
+        Ok(self
+            .launch("edit_u32", 16, 256)?
+            .step(step)
+            .read_write(case.words("words", words, &[n_words])?)
+            .read(case.words("edits", edits, &[n_edits])?)
+            .baked(Baked(sizes[0]))
+            .baked(Baked(sizes[1]))
+            .vouch(&case))
+    }
+
     /// The launch of [`CommitArgs`].
     pub fn commit(&self, a: &CommitArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n)];
@@ -101,6 +175,7 @@ impl Kernels {
         case.sizes()?;
         crate::require!(case, a.n <= 1024, "at most 1024 rows");
         let (n_history, n_eog) = (case.u32("n_history", a.n_history)?, case.u32("n_eog", a.n_eog)?);
+        let n_bias = case.u32("n_bias", a.n_bias)?;
         let launch = self
             .launch("commit_i32", 1, a.n.next_multiple_of(32) as u32)?
             .step(a.step)
@@ -108,6 +183,7 @@ impl Kernels {
             .read_write(case.words("positions", a.positions, &[a.n])?)
             .read_write(case.words("rng", a.rng, &[a.n, 4])?)
             .read_write(case.words("history", a.history, &[a.n, a.n_history])?)
+            .read_write(case.words("bias_ids", a.bias_ids, &[a.n, a.n_bias])?)
             .read_write(case.buf("state", a.state, a.n.checked_mul(size_of::<CommitState>()), 16)?);
         let payload = a.n * size_of::<CommitEntry>();
         let stride = Ring::stride(payload).and_then(|bytes| u32::try_from(bytes).ok());
@@ -126,9 +202,10 @@ impl Kernels {
         Ok(launch
             .read(case.words("token", a.token, &[a.n])?)
             .read(case.words("logprob", a.logprob, &[a.n])?)
-            .read(case.words("eog", a.eog, &[a.n_eog])?)
+            .read(case.words("eog", a.eog, &[a.n_eog, a.n])?)
             .baked(Baked(a.n as u32))
             .baked(Baked(n_history))
+            .baked(Baked(n_bias))
             .baked(Baked(n_eog))
             .baked(Baked(a.ring.map_or(1, |r| r.n_entries)))
             .baked(Baked(stride))
@@ -137,22 +214,37 @@ impl Kernels {
 }
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
-    let params = [P, P, P, P, P, P, P, P, P, P, W, W, W, W, W];
+    let params = [P, P, P, P, P, P, P, P, P, P, P, W, W, W, W, W, W];
     all.push(Entry::new(Family::Commit, "commit_i32", &params, twin));
+    all.push(Entry::new(Family::Commit, "edit_u32", &[P, P, W, W], edit_twin));
+}
+
+fn edit_twin(k: &mut SimKernel<'_>) -> KernelResult {
+    let (n_words, n_edits) = (count(k, 2)?, count(k, 3)?);
+    let edits: Vec<u32> = k.read(k.ptr(1)?, n_edits)?;
+    for piece in edits[EDIT_WORDS..].chunks_exact(EDIT_WORDS).take(edits[0] as usize) {
+        let [to, from, n] = [piece[0], piece[1], piece[2]].map(|word| word as usize);
+        let n = n.min(n_words.saturating_sub(to)).min(n_edits.saturating_sub(from));
+        if n > 0 {
+            k.write(k.ptr(0)?.add(4 * to as u64), &edits[from..from + n])?;
+        }
+    }
+    Ok(())
 }
 
 fn twin(k: &mut SimKernel<'_>) -> KernelResult {
-    let (n, width, n_eog) = (count(k, 10)?, count(k, 11)?, count(k, 12)?);
-    let eog: Vec<i32> = k.read(k.ptr(9)?, n_eog)?;
+    let (n, widths, n_eog) = (count(k, 11)?, [count(k, 12)?, count(k, 13)?], count(k, 14)?);
+    let eog: Vec<i32> = k.read(k.ptr(10)?, n_eog * n)?;
     let mut entries = Vec::with_capacity(n);
     for row in 0..n {
-        entries.push(commit_row(k, row, width, &eog)?);
+        let ends: Vec<i32> = (0..n_eog).map(|i| eog[i * n + row]).collect();
+        entries.push(commit_row(k, row, widths, &ends)?);
     }
-    let (count_at, ring) = (k.ptr(5)?, k.ptr(6)?);
+    let (count_at, ring) = (k.ptr(6)?, k.ptr(7)?);
     if ring.0 == 0 {
         return Ok(());
     }
-    let (n_entries, stride) = (u64::from(k.arg::<u32>(13)?), u64::from(k.arg::<u32>(14)?));
+    let (n_entries, stride) = (u64::from(k.arg::<u32>(15)?), u64::from(k.arg::<u32>(16)?));
     let seq: u64 = k.read_one(count_at)?;
     let entry = ring.add(RING_HEADER_BYTES + seq % n_entries * stride);
     k.write(entry.add(8), &entries)?;
@@ -160,11 +252,17 @@ fn twin(k: &mut SimKernel<'_>) -> KernelResult {
     k.store_release_u64(entry, seq.wrapping_add(1))
 }
 
-fn commit_row(k: &mut SimKernel<'_>, row: usize, width: usize, eog: &[i32]) -> KernelResult<CommitEntry> {
+fn commit_row(
+    k: &mut SimKernel<'_>,
+    row: usize,
+    [n_history, n_bias]: [usize; 2],
+    eog: &[i32],
+) -> KernelResult<CommitEntry> {
     let at = |i: usize, bytes: u64| -> KernelResult<_> { Ok(k.ptr(i)?.add(row as u64 * bytes)) };
     let (tokens, positions, rng) = (at(0, 4)?, at(1, 4)?, at(2, 16)?.add(8));
-    let (history, state_at) = (at(3, 4 * width as u64)?, at(4, size_of::<CommitState>() as u64)?);
-    let (token, logprob) = (k.read_one::<i32>(at(7, 4)?)?, k.read_one::<f32>(at(8, 4)?)?);
+    let (history, bias_ids) = (at(3, 4 * n_history as u64)?, at(4, 4 * n_bias as u64)?);
+    let state_at = at(5, size_of::<CommitState>() as u64)?;
+    let (token, logprob) = (k.read_one::<i32>(at(8, 4)?)?, k.read_one::<f32>(at(9, 4)?)?);
     let mut state: CommitState = k.read_one(state_at)?;
     let position: i32 = k.read_one(positions)?;
     if state.done != 0 || position < 0 {
@@ -179,8 +277,14 @@ fn commit_row(k: &mut SimKernel<'_>, row: usize, width: usize, eog: &[i32]) -> K
         .0;
     k.write_one(tokens, token)?;
     k.write_one(positions, if flags == 0 { next } else { -1 })?;
-    k.update::<u32>(rng, 1, |p| p[0] = p[0].wrapping_add(1))?;
-    let window = width.min(state.window as usize);
+    let random = k.read_one::<u32>(rng)?.wrapping_add(1);
+    k.write_one(rng, random)?;
+    if state.bias_until != 0 && random >= state.bias_until {
+        let n_kept = n_bias.min(state.n_bias_kept as usize);
+        k.write(bias_ids.add(4 * n_kept as u64), &vec![-1_i32; n_bias - n_kept])?;
+        state.bias_until = 0;
+    }
+    let window = n_history.min(state.window as usize);
     if window > 0 {
         let slot = state.history_next as usize % window;
         k.write_one(history.add(4 * slot as u64), token)?;

@@ -89,7 +89,7 @@ pub use attend::{
 pub use attention::{AttentionArgs, attention_scratch_bytes, attention_splits};
 pub use batch::{BatchArgs, BatchPlan, MAX_BATCH_ROWS, has_batch};
 pub use blaslt::{BlasLt, BlasLtFactor, BlasLtProduct, BlasLtShape, BlasLtTimes};
-pub use commit::{CommitArgs, CommitEntry, CommitRing, CommitState};
+pub use commit::{CommitArgs, CommitEntry, CommitRing, CommitState, Edits};
 pub use compile::Compiling;
 pub use copy::{CastArgs, CopyArgs};
 pub use dequant::DequantArgs;
@@ -116,7 +116,7 @@ pub use registry::{KernelInfo, kernels};
 pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;
 pub use rows::{ReduceArgs, SoftmaxArgs};
-pub use sample::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
+pub use sample::{SampleArgs, SampleTop, sample_scratch_bytes, sample_state_bytes};
 pub use scatter::{ScatterAddRowsArgs, scatter_scratch_bytes};
 pub use source::{Family, KernelUnit};
 pub use span::{MAX_SPAN_HEAD_DIM, SpanArgs};

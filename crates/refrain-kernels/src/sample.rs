@@ -4,12 +4,12 @@
 //! With a small top-k the second lists the best keys (logit, id) of all chunks and applies the filters to that list.
 //! Without one the first also adds the weights up by bins of logits; in these the second finds where the filters can cut
 //! and where the choice can lie, lists the keys that are there, and finds both on the list. So at most a short list is
-//! sorted, and ties fall to the smaller id.
+//! sorted, and ties fall to the smaller id. Two more launches list the most probable tokens, where they are asked for.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{SAMPLE_PARAMS, SampleParam};
-use refrain_reference::{Sampling, apply_bias_and_penalties, sample_row};
+use refrain_reference::{Sampling, apply_bias_and_penalties, most_probable, sample_row};
 
 use crate::card::Card;
 use crate::error::{Case, KernelError};
@@ -29,6 +29,8 @@ const MAX_CHUNKS: usize = 1024;
 /// Chunks of a block of the second launch, and its threads.
 const SELECT_CHUNKS: usize = 4;
 const SELECT_THREADS: u32 = 512;
+/// Threads of the launch that lists the most probable tokens.
+const TOP_THREADS: u32 = 512;
 /// Key and two weights for each token, and a place on the list for them.
 const TOKEN_BYTES: u64 = 32;
 /// Maximum, its id, and the sum of each chunk.
@@ -76,8 +78,21 @@ pub struct SampleArgs<'a> {
     pub n_history: usize,
     /// Columns of `bias`; 0 is none.
     pub n_bias: usize,
+    /// The most probable tokens, if they are asked for.
+    pub top: Option<SampleTop>,
     /// Names the step.
     pub step: &'a str,
+}
+
+/// Where the most probable tokens go, best first.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleTop {
+    /// `[n, n_top]` I32.
+    pub ids: Buf,
+    /// `[n, n_top]` F32.
+    pub logprobs: Buf,
+    /// How many of each row, at most the vocabulary.
+    pub n_top: usize,
 }
 
 /// Scratch that [`Kernels::sample`] needs.
@@ -111,22 +126,27 @@ impl Kernels {
             case.buf("scratch", a.scratch, usize::try_from(sample_scratch_bytes(a.n, a.vocab)).ok(), 16)?;
         let state = case.buf("state", a.state, usize::try_from(sample_state_bytes(a.n)).ok(), 16)?;
         let (n_history, n_bias) = (case.u32("n_history", a.n_history)?, case.u32("n_bias", a.n_bias)?);
-        launches.push(
-            self.launch("sample_chunks_f32", [n_chunks as u32, a.n as u32], CHUNK_THREADS)?
+        let history = case.words("history", a.history, &[a.n, a.n_history])?;
+        let bias_ids = case.words("bias_ids", a.bias_ids, &[a.n, a.n_bias])?;
+        let bias = case.words("bias", a.bias, &[a.n, a.n_bias])?;
+        let chunks = |name: &'static str| -> Result<Launch, KernelError> {
+            Ok(self
+                .launch(name, [n_chunks as u32, a.n as u32], CHUNK_THREADS)?
                 .step(a.step)
                 .write(scratch)
                 .read_write(state)
                 .read(logits)
                 .read(params)
-                .read(case.words("history", a.history, &[a.n, a.n_history])?)
-                .read(case.words("bias_ids", a.bias_ids, &[a.n, a.n_bias])?)
-                .read(case.words("bias", a.bias, &[a.n, a.n_bias])?)
+                .read(history)
+                .read(bias_ids)
+                .read(bias)
                 .baked(Baked(rows))
                 .baked(Baked(a.vocab as u32))
                 .baked(Baked(n_history))
                 .baked(Baked(n_bias))
-                .vouch(&case),
-        );
+                .vouch(&case))
+        };
+        launches.push(chunks("sample_chunks_f32")?);
         launches.push(
             self.launch(
                 "sample_select_f32",
@@ -145,6 +165,20 @@ impl Kernels {
             .baked(Baked(select_shared(self.card())))
             .vouch(&case),
         );
+        if let Some(SampleTop { ids, logprobs, n_top }) = a.top {
+            crate::require!(case, (1..=a.vocab).contains(&n_top), "1 to {} most probable tokens", a.vocab);
+            launches.push(chunks("sample_list_f32")?);
+            launches.push(
+                self.launch("sample_top_f32", a.n as u32, TOP_THREADS)?
+                    .step(a.step)
+                    .write(case.words("ids", ids, &[a.n, n_top])?)
+                    .write(case.words("logprobs", logprobs, &[a.n, n_top])?)
+                    .read_write(scratch)
+                    .baked(Baked(a.vocab as u32))
+                    .baked(Baked(n_top as u32))
+                    .vouch(&case),
+            );
+        }
         Ok(())
     }
 }
@@ -162,6 +196,22 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     all.push(Entry::new(Family::Sample, "sample_chunks_f32", &params, chunks).unit("chunks"));
     let entry = Entry::new(Family::Sample, "sample_select_f32", &[P, P, P, P, P, P, W, W], select);
     all.push(entry.unit("select").shared(select_shared).starting_next_late());
+    all.push(Entry::new(Family::Sample, "sample_list_f32", &params, chunks).unit("top"));
+    all.push(Entry::new(Family::Sample, "sample_top_f32", &[P, P, P, W, W], top).unit("top"));
+}
+
+fn top(k: &mut SimKernel<'_>) -> KernelResult {
+    let (n, vocab, n_top) = (k.config().grid[0] as usize, count(k, 3)?, count(k, 4)?);
+    for row in 0..n {
+        let mut logits: Vec<f32> = k.read(k.ptr(2)?.add(row as u64 * row_bytes(vocab)), vocab)?;
+        logits.iter_mut().filter(|l| l.is_nan()).for_each(|l| *l = f32::INFINITY);
+        let (ids, logprobs): (Vec<i32>, Vec<f32>) =
+            most_probable(&logits, n_top).into_iter().map(|(id, logprob)| (id as i32, logprob)).unzip();
+        let at = 4 * (row * n_top) as u64;
+        k.write(k.ptr(0)?.add(at), &ids)?;
+        k.write(k.ptr(1)?.add(at), &logprobs)?;
+    }
+    Ok(())
 }
 
 /// Leaves the adjusted logits in scratch.

@@ -220,6 +220,7 @@ fn sampling_reads_its_parameters_before_it_waits_and_logits_behind_it() {
         vocab: VOCAB,
         n_history: 0,
         n_bias: 0,
+        top: None,
         step: "sample",
     };
     let mut sample = Vec::new();

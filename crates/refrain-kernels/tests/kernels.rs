@@ -14,7 +14,7 @@ use refrain_driver::sim::SimOptions;
 use refrain_driver::{Layout, Method, RecordOptions, Ring};
 use refrain_graph::StepFlags;
 use refrain_kernels::{
-    CommitArgs, CommitEntry, CommitRing, CommitState, GemmArgs, GemmPlan, KernelError, LINEAR_DTYPES,
+    CommitArgs, CommitEntry, CommitRing, CommitState, Edits, GemmArgs, GemmPlan, KernelError, LINEAR_DTYPES,
     LinearArgs, LinearPart, RmsNormArgs,
 };
 use refrain_tensor::DType;
@@ -199,6 +199,10 @@ both! {
     fn commit_feeds_the_token_back_and_stops_at_the_end(bed) {
         commit_until_done(&mut bed);
     }
+
+    fn an_edit_changes_the_words_it_names_and_no_other(bed) {
+        edit_pieces(&mut bed);
+    }
 }
 
 /// Compute capability 8.6, 8.9 and 12.0: attention has smaller rings there, a choice fewer tokens in view, and of products
@@ -339,22 +343,27 @@ fn commit_until_done(bed: &mut Bed) {
     let names =
         [("token", N), ("logprob", N), ("tokens", N), ("positions", N), ("rng", 4 * N), ("history", 3 * N)];
     let regions = names.map(|(name, n)| layout.device(name, words(n)));
-    let [state, eog, count] =
-        [("state", 32 * N), ("eog", 8), ("count", 8)].map(|(n, b)| layout.device(n, b as u64));
+    let [state, eog, count, bias_ids] =
+        [("state", 32 * N), ("eog", 8 * N), ("count", 8), ("bias_ids", 12 * N)]
+            .map(|(n, b)| layout.device(n, b as u64));
     let ring = layout.pinned(bed::PINNED, Ring::bytes(4, N * size_of::<CommitEntry>()).unwrap());
     let memory = bed.plan(&layout);
     let [token, logprob, tokens, positions, rng, history] = regions.map(|r| memory.buf(r));
-    let [state, eog, count] = [state, eog, count].map(|r| memory.buf(r));
+    let [state, eog, count, bias_ids] = [state, eog, count, bias_ids].map(|r| memory.buf(r));
     let mut host = Ring::new(&memory, ring, 4, N * size_of::<CommitEntry>()).unwrap();
     let mut lease = memory.lease().unwrap();
-    let states = [(100, 1000), (100, 13), (100, 1000)].map(|(n_left, limit)| CommitState {
-        done: 0,
-        n_left,
-        limit,
-        window: 2,
-        history_next: 1,
-        unused: [0; 3],
-    });
+    // The biases of the first row lapse behind its second choice, those of the second stay.
+    let states =
+        [(100, 1000, 32), (100, 13, 0), (100, 1000, 1)].map(|(n_left, limit, bias_until)| CommitState {
+            done: 0,
+            n_left,
+            limit,
+            window: 2,
+            history_next: 1,
+            bias_until,
+            n_bias_kept: 1,
+            unused: 0,
+        });
     let rng_before: Vec<i32> = (0..N as i32).flat_map(|i| [5, 6, 30 + i, 9]).collect();
     let mut set = |buf, bytes: &[u8]| bed.stream.upload(&mut lease, buf, bytes).unwrap();
     set(tokens, &i32s(&[-7; N]));
@@ -363,7 +372,9 @@ fn commit_until_done(bed: &mut Bed) {
     // The last place of each row is outside of the window.
     set(history, &i32s(&[-1; 3 * N]));
     set(state, bytemuck::bytes_of(&states));
-    set(eog, &i32s(&[-1, 42]));
+    // Each row has its own: what ends the first does not end the second.
+    set(eog, &i32s(&[-1, -1, -1, 42, 7, 42]));
+    set(bias_ids, &i32s(&[3, 4, 5, 3, 4, 5, 3, 4, 5]));
     set(count, &[0; 8]);
     let launch = bed
         .kernels
@@ -374,11 +385,13 @@ fn commit_until_done(bed: &mut Bed) {
             positions,
             rng,
             history,
+            bias_ids,
             state,
             eog,
             ring: Some(CommitRing { ring: host.buf(), count, n_entries: 4 }),
             n: N,
             n_history: 3,
+            n_bias: 3,
             n_eog: 2,
             step: "commit",
         })
@@ -396,6 +409,7 @@ fn commit_until_done(bed: &mut Bed) {
         [past, past, past],
         [past, past, past],
     ];
+    let lapsed = [&[3, 4, 5], &[3, -1, -1], &[3, -1, -1], &[3, -1, -1], &[3, -1, -1]];
     for (step, (chosen, expected)) in
         [[7, 8, 9], [-1, 8, 9], [42, 5, 5], [6, 6, 6], [6, 6, 6]].iter().zip(expected).enumerate()
     {
@@ -414,6 +428,10 @@ fn commit_until_done(bed: &mut Bed) {
             let logprob = if expected.1 == StepFlags::PAST_END.0 { 0.0 } else { logprobs[row] };
             assert_eq!(word(1) as u32, logprob.to_bits());
         }
+        let mut ids = [0; 36];
+        bed.stream.download(&lease, bias_ids, &mut ids).unwrap();
+        assert_eq!(ids[..12], i32s(lapsed[step]), "step {step}");
+        assert_eq!(ids[12..], i32s(&[3, 4, 5, 3, 4, 5]), "step {step}");
     }
     // From the start again: with the device's count at 0, numbers begin at 1.
     assert!(!host.has_next() && host.reserve() && host.n_pending() == 1);
@@ -434,10 +452,45 @@ fn commit_until_done(bed: &mut Bed) {
     assert_eq!(get(positions), [-1, -1, -1]);
     assert_eq!(get(rng), [5, 6, 33, 9, 5, 6, 33, 9, 5, 6, 32, 9]);
     assert_eq!(get(history), [-1, 42, -1, 8, 8, -1, -1, -1, -1]);
-    let [ended, full, padding] = [[1, 97, 1000, 2, 0], [1, 98, 13, 2, 1], [0, 100, 1000, 2, 1]];
-    let rows: Vec<i32> =
-        [ended, full, padding].iter().flat_map(|s| s.iter().copied().chain([0; 3])).collect();
-    assert_eq!(get(state), rows);
+    let ended = [1, 97, 1000, 2, 0, 0, 1, 0];
+    assert_eq!(get(state), [ended, [1, 98, 13, 2, 1, 0, 1, 0], [0, 100, 1000, 2, 1, 1, 1, 0]].concat());
+}
+
+/// Pieces of a word and of more than a block has threads; two messages one after the other, and nothing outside.
+fn edit_pieces(bed: &mut Bed) {
+    const N: usize = 1200;
+    let mut layout = Layout::new("edit");
+    let (words, edits) = (layout.device("words", 4 * N as u64), layout.device("edits", 4 * 1024));
+    let memory = bed.plan(&layout);
+    let (words, edits) = (memory.buf(words), memory.buf(edits));
+    let mut lease = memory.lease().unwrap();
+    let launch = bed.kernels.edit(words, edits, "edit").unwrap();
+    let mut want: Vec<i32> = (0..N as i32).map(|i| -i).collect();
+    bed.stream.upload(&mut lease, words, &i32s(&want)).unwrap();
+    let long: Vec<u32> = (0..700).map(|i| 3 * i).collect();
+    let (mut first, mut second) = (Edits::default(), Edits::default());
+    first.push(5, &[77]);
+    first.push(300, &long);
+    (0..20).for_each(|i| first.push(1100 + 2 * i, &[i]));
+    second.push(301, &[9]);
+    // Its end lies behind the last word.
+    second.push(N as u32 - 1, &[8, 8, 8]);
+    assert_eq!(first.n_words_with(5), first.message().len() + 4 + 5);
+    for all in [&first, &second] {
+        for (to, words) in all.pieces() {
+            for (place, word) in want[to..].iter_mut().zip(words) {
+                *place = *word as i32;
+            }
+        }
+        let mut message = all.message();
+        message.resize(1024, u32::MAX);
+        let message: Vec<i32> = message.into_iter().map(|word| word as i32).collect();
+        bed.stream.upload(&mut lease, edits, &i32s(&message)).unwrap();
+        bed.stream.run(&mut lease, false, |q| q.launch(&launch)).unwrap();
+    }
+    let mut bytes = vec![0; 4 * N];
+    bed.stream.download(&lease, words, &mut bytes).unwrap();
+    assert_eq!(bytes, i32s(&want));
 }
 
 #[test]

@@ -96,6 +96,7 @@ fn measure(bed: &mut Bed, vocab: usize, shape: Shape) -> Vec<f64> {
         vocab,
         n_history: N_HISTORY,
         n_bias: N_BIAS,
+        top: None,
         step: "sample",
     };
     let mut launches: Vec<Launch> = Vec::new();

@@ -7,8 +7,8 @@ mod common;
 use common::{CASES, folder};
 use refrain_cpu::CpuBackend;
 use refrain_engine::{
-    BackendRunner, Engine, EngineOptions, Pace, Request, RunnerOptions, SamplingParams, TokenEvent,
-    TokenStream,
+    Ahead, BackendRunner, Core, Engine, EngineOptions, FollowRow, Pace, Request, RunnerOptions,
+    SamplingParams, SamplingRow, Sends, TokenEvent, TokenStream,
 };
 use refrain_formats::ModelFiles;
 use refrain_models::Model;
@@ -151,6 +151,54 @@ fn any_load_gives_each_request_the_tokens_that_it_gets_alone() {
         }
     }
     assert!(n_preempted > 20, "the load was too light: {n_preempted}");
+}
+
+#[test]
+fn penalties_over_the_whole_text_do_not_depend_on_neighbours_either() {
+    const N_WANTED: [usize; 4] = [40, 340, 90, 300];
+    let model = Arc::new(Model::load(&ModelFiles::open(folder("llama")).unwrap()).unwrap());
+    // More positions than the usual step has places for recent tokens.
+    let options =
+        RunnerOptions { context: 384, n_positions: 4 * 384, kv_block: 16, ..RunnerOptions::default() };
+    let runner = BackendRunner::new(CpuBackend::shared(1).unwrap(), model, options).unwrap();
+    let mut core = Core::new(Box::new(runner), 384);
+    let mut texts = |which: &[usize]| -> Vec<Vec<Token>> {
+        let mut open: Vec<_> = which
+            .iter()
+            .map(|&idx| {
+                let mut row = SamplingRow::new(&SamplingParams {
+                    temperature: 1.0,
+                    presence_penalty: 3.0,
+                    repeat_penalty: 1.3,
+                    penalty_window: [64, usize::MAX, 20, usize::MAX][idx],
+                    seed: idx as u64,
+                    ..SamplingParams::default()
+                });
+                let mut session = core.open();
+                let first =
+                    core.prompt(&mut session, &[idx as u32, 3 * idx as u32 + 1], &mut row, |_| true).unwrap();
+                (session, row, vec![(first.token, first.logprob.to_bits())], N_WANTED[idx])
+            })
+            .collect();
+        while open.iter().any(|(_, _, said, n)| said.len() < *n) {
+            let mut left: Vec<_> = open.iter_mut().filter(|(_, _, said, n)| said.len() < *n).collect();
+            let mut rows: Vec<FollowRow<'_>> = Vec::new();
+            for (session, row, said, n) in left.iter_mut().map(|text| &mut **text) {
+                let ahead = Ahead { n_tokens: *n - said.len(), end: &[] };
+                rows.push(FollowRow { sequence: session, token: said[said.len() - 1].0, row, ahead });
+            }
+            let choices = core.follow_rows(&mut rows, Sends::Ahead).unwrap().choices;
+            drop(rows);
+            for ((_, _, said, _), choice) in left.into_iter().zip(choices) {
+                said.extend(choice.map(|chosen| chosen.unwrap()).map(|c| (c.token, c.logprob.to_bits())));
+            }
+        }
+        core.settle();
+        open.into_iter().map(|(_, _, said, _)| said).collect()
+    };
+    let want: Vec<Vec<Token>> = (0..4).flat_map(|idx| texts(&[idx])).collect();
+    assert_eq!(want[1].len(), 340);
+    assert_eq!(texts(&[0, 1, 2, 3]), want);
 }
 
 #[test]

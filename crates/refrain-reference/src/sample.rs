@@ -74,7 +74,7 @@ pub(crate) fn apply_mask(logits: &mut [f32], mask: &[u32]) {
 }
 
 /// The `n` most probable tokens with the logarithms of their probabilities, best first; NaN where there are none.
-fn most_probable(logits: &[f32], n: usize) -> Vec<(usize, f32)> {
+pub fn most_probable(logits: &[f32], n: usize) -> Vec<(usize, f32)> {
     let mut ids: Vec<usize> = (0..logits.len()).collect();
     ids.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
     let max = logits[ids[0]];

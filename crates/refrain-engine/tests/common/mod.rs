@@ -2,11 +2,11 @@
 #![allow(dead_code)] // Each test file uses its part.
 
 use refrain_engine::{
-    Choice, Chosen, Core, Engine, EngineError, EngineOptions, RunEnd, Runner, SamplingRow, StepOut,
+    Choice, Chosen, Core, Engine, EngineError, EngineOptions, RunRow, RunShape, Runner, SamplingRow, StepOut,
     StepRequest, Want,
 };
 use refrain_formats::ModelFiles;
-use refrain_graph::{Committed, Plan, Ran, Reason, RunError, StepFlags};
+use refrain_graph::{Committed, CommittedStep, Plan, Ran, Reason, RunError, StepFlags};
 use refrain_models::{KvSpec, Model};
 use refrain_tensor::DType;
 use std::path::Path;
@@ -92,12 +92,34 @@ struct FakeRunner {
 
 /// A run as the fake keeps it: steps happen when they are sent.
 struct FakeRun {
+    rows: Vec<Option<FakeRow>>,
+    most: usize,
+    ready: std::collections::VecDeque<Result<CommittedStep, EngineError>>,
+}
+
+struct FakeRow {
     next: u32,
     position: usize,
+    /// Behind its last position.
+    end_at: usize,
     row: SamplingRow,
     end: Vec<u32>,
-    most: usize,
-    ready: std::collections::VecDeque<Result<Committed, EngineError>>,
+    table: Vec<u32>,
+}
+
+impl FakeRow {
+    fn new(with: &RunRow<'_>) -> FakeRow {
+        let Want::Sample(row) = with.request.want else { panic!("a row without a choice") };
+        let position = with.request.start;
+        FakeRow {
+            next: with.request.tokens[0],
+            position,
+            end_at: with.n_positions.min(position.saturating_add(with.n_choices)),
+            row: row.clone(),
+            end: with.end.to_vec(),
+            table: with.request.table.to_vec(),
+        }
+    }
 }
 
 pub(crate) fn tiny_model() -> Arc<Model> {
@@ -186,29 +208,87 @@ impl Runner for FakeRunner {
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "fake" }))
     }
 
-    fn begin(&mut self, request: &StepRequest<'_>, end: RunEnd<'_>) -> Result<usize, EngineError> {
-        let Want::Sample(row) = request.want else { return Err(EngineError::NoRun) };
+    fn run_shape(&mut self, n_seqs: usize, n_history: usize) -> RunShape {
+        // Sizes of which some leave room for others.
+        RunShape { n_rows: if n_seqs <= 2 { n_seqs } else { n_seqs.next_multiple_of(4) }, n_history }
+    }
+
+    fn begin(
+        &mut self,
+        rows: &[RunRow<'_>],
+        RunShape { n_rows, .. }: RunShape,
+    ) -> Result<usize, EngineError> {
         assert!(self.run.is_none(), "a run before it must be finished");
         let most = self.script.ahead.load(Ordering::Relaxed).max(1);
-        let (next, position) = (request.tokens[0], request.start);
-        let (row, end, ready) = (row.clone(), end.tokens.to_vec(), Default::default());
-        self.run = Some(FakeRun { next, position, row, end, most, ready });
+        assert!(n_rows >= rows.len());
+        let mut rows: Vec<_> = rows.iter().map(|row| Some(FakeRow::new(row))).collect();
+        rows.resize_with(n_rows, || None);
+        self.run = Some(FakeRun { rows, most, ready: Default::default() });
         Ok(most)
     }
 
-    fn send(&mut self, table: &[u32], n: usize) -> Result<(), EngineError> {
+    fn set_row(&mut self, row: usize, with: &RunRow<'_>) -> Result<(), EngineError> {
+        let run = self.run.as_mut().ok_or(EngineError::NoRun)?;
+        assert!(run.rows[row].is_none(), "row {row} is in use");
+        run.rows[row] = Some(FakeRow::new(with));
+        Ok(())
+    }
+
+    fn clear_row(&mut self, row: usize) -> Result<(), EngineError> {
+        self.run.as_mut().ok_or(EngineError::NoRun)?.rows[row] = None;
+        Ok(())
+    }
+
+    fn set_table(&mut self, row: usize, table: &[u32]) -> Result<(), EngineError> {
+        // A row that has ended by itself is padding already.
+        if let Some(row) = &mut self.run.as_mut().ok_or(EngineError::NoRun)?.rows[row] {
+            assert!(table.starts_with(&row.table), "{table:?} behind {:?}", row.table);
+            row.table = table.to_vec();
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, n: usize) -> Result<(), EngineError> {
         let mut run = self.run.take().ok_or(EngineError::NoRun)?;
         for _ in 0..n {
-            let want = Want::Sample(&run.row);
             let mut out = StepOut::default();
-            let request = StepRequest { tokens: &[run.next], start: run.position, table, want };
-            let ran = self.step(&[request], &mut out);
+            let live: Vec<&FakeRow> = run.rows.iter().flatten().collect();
+            let requests: Vec<StepRequest<'_>> = live
+                .iter()
+                .map(|row| StepRequest {
+                    tokens: std::slice::from_ref(&row.next),
+                    start: row.position,
+                    table: &row.table,
+                    want: Want::Sample(&row.row),
+                })
+                .collect();
+            for request in &requests {
+                let n_covered = request.table.len() * KV_BLOCK;
+                assert!(n_covered > request.start, "position {} of {n_covered}", request.start);
+            }
+            let ran = self.step(&requests, &mut out);
+            drop(requests);
+            let mut choices = out.choices.into_iter();
             run.ready.push_back(ran.map(|ran| {
-                let Chosen { token, logprob } = out.choices.remove(0).unwrap().unwrap().chosen;
-                let position = run.position;
-                (run.next, run.position) = (token, position + 1);
-                let flags = StepFlags::default().with(StepFlags::ENDED, run.end.contains(&token));
-                Committed { token, logprob, position, flags, ran }
+                let rows = run.rows.iter_mut().map(|place| {
+                    let row = place.as_mut()?;
+                    let (token, logprob) = match choices.next().unwrap().unwrap() {
+                        Ok(Choice { chosen: Chosen { token, logprob }, .. }) => (token, logprob),
+                        Err(_) => (0, f32::NAN),
+                    };
+                    let position = row.position;
+                    (row.next, row.position) = (token, position + 1);
+                    row.row.advance(position + 2, &[]);
+                    let flags = StepFlags::default()
+                        .with(StepFlags::ENDED, row.end.contains(&token))
+                        .with(StepFlags::LENGTH, row.position >= row.end_at)
+                        .with(StepFlags::NON_FINITE, !logprob.is_finite());
+                    if flags != StepFlags::default() {
+                        *place = None;
+                    }
+                    Some(Committed { token, logprob, position, flags })
+                });
+                CommittedStep { rows: rows.collect(), ran }
             }));
         }
         assert!(run.ready.len() <= run.most);
@@ -216,7 +296,7 @@ impl Runner for FakeRunner {
         Ok(())
     }
 
-    fn take(&mut self) -> Result<Committed, EngineError> {
+    fn take(&mut self) -> Result<CommittedStep, EngineError> {
         let run = self.run.as_mut().ok_or(EngineError::NoRun)?;
         run.ready.pop_front().ok_or(EngineError::NoRun)?
     }

@@ -1,7 +1,7 @@
 //! Choosing tokens.
 
 use refrain_graph::{Op, SAMPLE_PARAMS, TensorType};
-use refrain_kernels::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
+use refrain_kernels::{SampleArgs, SampleTop, sample_scratch_bytes, sample_state_bytes};
 use refrain_tensor::DType;
 use refrain_testkit::{Rng, Tol};
 
@@ -84,7 +84,20 @@ pub fn sample() -> Vec<Case> {
     }));
     let counted = [with(&[(1, 100.0)]), with(&[(1, 900.0)]), with(&[(0, 0.02), (1, 900.0), (2, 0.9)]), OFF];
     cases.push(sample_case("masked chunks", 8192, &counted, Logits::MaskedChunks, 96));
+    cases.extend(top());
     cases
+}
+
+/// The most probable tokens beside each choice: all of them, fewer than a group of keys has, and more.
+fn top() -> Vec<Case> {
+    let rows = [with(&[(0, 0.0)]), with(&[(0, 1.2), (1, 40.0), (4, 1.3), (6, 0.4)]), with(&[(2, 0.9)])];
+    let sizes = [(1, 1, Logits::Normal), (50, 20, Logits::Ties), (1025, 70, Logits::Normal)];
+    let hard = [(5000, 20, Logits::OneChunk), (5000, 20, Logits::MostlyMinusInf), (1024, 5, Logits::SomeNan)];
+    let case = |(vocab, n_top, kind): (usize, usize, Logits)| {
+        let name = format!("{n_top} most probable, {kind:?}, vocab {vocab}");
+        sample_case_after((Left::Nothing, n_top), &name, vocab, &rows, kind, 97)
+    };
+    sizes.into_iter().chain(hard).map(case).collect()
 }
 
 const KINDS: [Logits; 11] = [
@@ -132,7 +145,7 @@ enum Left {
 fn broken_off(left: Left, vocab: usize) -> Case {
     let rows = [OFF, with(&[(0, 0.8), (2, 0.95)]), with(&[(1, 700.0), (2, 0.9)])];
     let name = format!("after {left:?}, vocab {vocab}");
-    sample_case_after(left, &name, vocab, &rows, Logits::Normal, 94)
+    sample_case_after((left, 0), &name, vocab, &rows, Logits::Normal, 94)
 }
 
 /// Filters that cut everywhere: inside the best few, far behind them, and nowhere.
@@ -220,11 +233,11 @@ fn logits(kind: Logits, n: usize, vocab: usize, seed: u64) -> Vec<f32> {
 }
 
 fn sample_case(name: &str, vocab: usize, rows: &[[f32; 7]], kind: Logits, seed: u64) -> Case {
-    sample_case_after(Left::Nothing, name, vocab, rows, kind, seed)
+    sample_case_after((Left::Nothing, 0), name, vocab, rows, kind, seed)
 }
 
 fn sample_case_after(
-    left: Left,
+    (left, n_top): (Left, usize),
     name: &str,
     vocab: usize,
     rows: &[[f32; 7]],
@@ -257,51 +270,57 @@ fn sample_case_after(
     ];
     let state = sample_state_bytes(n) as usize;
     let ty = |dtype| TensorType::new(dtype, shape(&[n]));
-    let mut outputs = [(ty(DType::I32), vec![0; 4 * n]), (ty(DType::F32), vec![0; 4 * n])];
-    reference(&Op::Sample(refrain_graph::Sample::default()), &inputs, &mut outputs);
-    let [(_, token), (_, logprob)] = outputs;
-    Case::new(
-        format!("sample {name}"),
-        vec![
-            Role::Exact(token),
-            Role::Out(decode(DType::F32, &logprob), Tol::Whole(1e-6)),
-            Role::In(logits),
-            Role::In(params),
-            Role::In(seeds),
-            Role::In(history),
-            Role::In(bias_ids),
-            Role::In(bias),
-            Role::Unordered(sample_scratch_bytes(n, vocab) as usize),
-            Role::InOut {
-                before: vec![if left == Left::Rubbish { 0xcd } else { 0 }; state],
-                after: vec![0; state],
-                dtype: DType::F32,
-                tol: Tol::Bits,
-            },
-        ],
-        move |kernels, b, out| {
-            let args = SampleArgs {
-                logits: dense(b[2], &[n, vocab]),
-                params: b[3],
-                rng: b[4],
-                history: b[5],
-                bias_ids: b[6],
-                bias: b[7],
-                token: b[0],
-                logprob: b[1],
-                scratch: b[8],
-                state: b[9],
-                n,
-                vocab,
-                n_history,
-                n_bias,
-                step: "case",
-            };
-            if left == Left::Chunks {
-                kernels.sample(&args, out)?;
-                out.pop();
-            }
-            kernels.sample(&args, out)
+    let mut outputs = vec![(ty(DType::I32), vec![0; 4 * n]), (ty(DType::F32), vec![0; 4 * n])];
+    if n_top > 0 {
+        let many = |dtype| (TensorType::new(dtype, shape(&[n, n_top])), vec![0; 4 * n * n_top]);
+        outputs.extend([DType::I32, DType::F32].map(many));
+    }
+    reference(&Op::Sample(refrain_graph::Sample { masked: false, n_top }), &inputs, &mut outputs);
+    let [token, logprob, ids, logprobs] =
+        [0, 1, 2, 3].map(|i| outputs.get(i).map_or_else(Vec::new, |(_, bytes)| bytes.clone()));
+    let mut roles = vec![
+        Role::Exact(token),
+        Role::Out(decode(DType::F32, &logprob), Tol::Whole(1e-6)),
+        Role::In(logits),
+        Role::In(params),
+        Role::In(seeds),
+        Role::In(history),
+        Role::In(bias_ids),
+        Role::In(bias),
+        Role::Unordered(sample_scratch_bytes(n, vocab) as usize),
+        Role::InOut {
+            before: vec![if left == Left::Rubbish { 0xcd } else { 0 }; state],
+            after: vec![0; state],
+            dtype: DType::F32,
+            tol: Tol::Bits,
         },
-    )
+    ];
+    if n_top > 0 {
+        roles.extend([Role::Exact(ids), Role::Out(decode(DType::F32, &logprobs), Tol::Whole(1e-6))]);
+    }
+    Case::new(format!("sample {name}"), roles, move |kernels, b, out| {
+        let args = SampleArgs {
+            logits: dense(b[2], &[n, vocab]),
+            params: b[3],
+            rng: b[4],
+            history: b[5],
+            bias_ids: b[6],
+            bias: b[7],
+            token: b[0],
+            logprob: b[1],
+            scratch: b[8],
+            state: b[9],
+            n,
+            vocab,
+            n_history,
+            n_bias,
+            top: (n_top > 0).then(|| SampleTop { ids: b[10], logprobs: b[11], n_top }),
+            step: "case",
+        };
+        if left == Left::Chunks {
+            kernels.sample(&SampleArgs { top: None, ..args }, out)?;
+            out.pop();
+        }
+        kernels.sample(&args, out)
+    })
 }
