@@ -184,6 +184,14 @@ fn measure_training(
         None => "none replayed".to_owned(),
     };
     out.line(format_args!("launches {launches}"))?;
+    if !report.host_seconds.0.is_empty() {
+        out.line(format_args!(
+            "host     {:.0} us a step, {} in flight; ready in {:.2} s",
+            report.host_us(),
+            counted(report.in_flight, "step"),
+            report.ready_seconds
+        ))?;
+    }
     let resident =
         report.resident.map_or_else(String::new, |r| format!(", {} resident at most", Bytes(r.most)));
     out.line(format_args!("memory   {} by the estimate{resident}", Bytes(report.estimated_bytes)))?;
@@ -221,6 +229,10 @@ fn training_json(report: &TrainBenchReport, bench: &TrainBench, args: &Args) -> 
         "flop_per_step": report.step_flops,
         "peak_flops": report.peak_flops,
         "peak_share": report.peak_share(),
+        "host_us_per_step": (!report.host_seconds.0.is_empty()).then(|| report.host_us()),
+        "sending_us_per_step": report.sending_seconds.map(|s| 1e6 * s),
+        "steps_in_flight": report.in_flight,
+        "ready_seconds": report.ready_seconds,
         "replayed_steps": report.n_replayed,
         "launches_per_step": report.launches,
         "estimated_bytes": report.estimated_bytes,
