@@ -142,8 +142,12 @@ fn measure_training(
     spinner: &Delayed,
     context: &Context,
 ) -> anyhow::Result<()> {
+    let session = args.device.tried_session(None, context)?;
     let bench = TrainBench {
-        device: args.device.tried_session(None, context)?.device,
+        device: session.device,
+        ahead: session.ahead,
+        verify_every: session.verify_every,
+        graph_choice: session.graph_choice,
         shape,
         batch: args.batch.get(),
         context: args.context.get(),
@@ -233,6 +237,7 @@ fn training_json(report: &TrainBenchReport, bench: &TrainBench, args: &Args) -> 
         "sending_us_per_step": report.sending_seconds.map(|s| 1e6 * s),
         "steps_in_flight": report.in_flight,
         "ready_seconds": report.ready_seconds,
+        "compared_steps": report.device.as_ref().map(|status| status.compared.n_steps),
         "replayed_steps": report.n_replayed,
         "launches_per_step": report.launches,
         "estimated_bytes": report.estimated_bytes,

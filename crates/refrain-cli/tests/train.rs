@@ -330,4 +330,8 @@ fn the_speed_of_training_on_a_device_is_told_with_what_it_costs_the_host() {
         json["steps_in_flight"].as_u64() > Some(1) && json["ready_seconds"].as_f64() > Some(0.0),
         "{json}"
     );
+    let alone = ["--device", "sim", "--ahead", "1", "--verify", "every:2", "--json"];
+    let json = cli.run(&[&args[..], &alone].concat()).json();
+    // Three steps that are not measured count as well.
+    assert_eq!((&json["steps_in_flight"], &json["compared_steps"]), (&1.into(), &2.into()), "{json}");
 }

@@ -3,9 +3,10 @@
 use crate::bench::{Resident, Samples};
 use crate::error::Error;
 use crate::session::Device;
-use crate::train::open::look;
+use crate::train::open::{GraphUse, look};
 use crate::train::{StepLearner, peak_flops};
 use refrain_cuda::{LoadListener, Status};
+use refrain_driver::trial::Choice;
 use refrain_graph::Ran;
 use refrain_models::{Model as Weights, NamedShape, TrainSpec};
 use refrain_tensor::DType;
@@ -14,6 +15,7 @@ use refrain_train::config::TrainConfig;
 use refrain_train::flops::step_flops;
 use refrain_train::learner::{AdamSettings, Rows};
 use refrain_train::memory::{MemoryCounts, MemoryEstimate};
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -34,6 +36,12 @@ pub struct TrainBench {
     pub masters: bool,
     /// Steps that are measured.
     pub n_steps: usize,
+    /// Steps that may be in flight, at most three; the usual number unless given.
+    pub ahead: Option<usize>,
+    /// Compares every so many replayed steps with their eager run, which takes time; `None`: none of them.
+    pub verify_every: Option<NonZeroU32>,
+    /// What a trial of stream capture says about the device's method.
+    pub graph_choice: Option<Choice>,
     /// Hears what a CUDA device is doing.
     pub on_load: LoadListener,
 }
@@ -131,8 +139,10 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
     };
     progress("preparing the step");
     let began = Instant::now();
+    let (choice, verify_every) = (bench.graph_choice.as_ref(), bench.verify_every);
+    let graphs = GraphUse { choice, verify_every, ahead: bench.ahead };
     let mut learner =
-        StepLearner::with_listener(model.clone(), &bench.device, spec, 1, bench.on_load.clone())?;
+        StepLearner::open((model.clone(), spec, 1), &bench.device, bench.on_load.clone(), graphs)?;
     let ready_seconds = began.elapsed().as_secs_f64();
     let n_vocab = model.config().n_vocab as u64;
     // Any tokens do; these repeat, so that there is something to learn.

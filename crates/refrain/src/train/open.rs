@@ -23,6 +23,8 @@ pub(super) struct GraphUse<'a> {
     pub(super) choice: Option<&'a Choice>,
     /// Compares every so many replayed steps with their eager run.
     pub(super) verify_every: Option<NonZeroU32>,
+    /// Steps that may be in flight, at most three; the usual number unless given.
+    pub(super) ahead: Option<usize>,
 }
 
 /// Opens the device.
@@ -36,7 +38,8 @@ pub(super) fn with_backend<W: WithBackend>(
         Err(threads) => return with.call(CpuBackend::new(threads)?, None),
         Ok(cuda) => cuda,
     };
-    let mut cuda = CudaOptions { on_load, verify_every: graphs.verify_every, ..cuda };
+    let ahead = graphs.ahead.unwrap_or(cuda.ahead);
+    let mut cuda = CudaOptions { on_load, verify_every: graphs.verify_every, ahead, ..cuda };
     if graphs.choice.is_some_and(Choice::avoids_capture) {
         // A library's calls become nodes by a capture, so they are left out too.
         (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);

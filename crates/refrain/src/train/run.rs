@@ -36,7 +36,8 @@ impl Training {
         self.check_memory()?;
         let (device, on_load) = (self.options.device.clone(), self.options.on_load.clone());
         let choice = self.options.graph_choice.clone();
-        let graphs = GraphUse { choice: choice.as_ref(), verify_every: self.options.verify_every };
+        let (choice, verify_every) = (choice.as_ref(), self.options.verify_every);
+        let graphs = GraphUse { choice, verify_every, ahead: None };
         with_backend(&device, on_load, graphs, Run { training: self, stop, observe })
     }
 }

@@ -42,7 +42,17 @@ impl StepLearner {
         n_batches: usize,
         on_load: LoadListener,
     ) -> Result<StepLearner, Error> {
-        with_backend(device, on_load, GraphUse::default(), Open { model, spec, n_batches })
+        StepLearner::open((model, spec, n_batches), device, on_load, GraphUse::default())
+    }
+
+    /// The same, with graphs that are recorded and watched as the caller says.
+    pub(super) fn open(
+        (model, spec, n_batches): (Arc<Weights>, TrainSpec, usize),
+        device: &Device,
+        on_load: LoadListener,
+        graphs: GraphUse<'_>,
+    ) -> Result<StepLearner, Error> {
+        with_backend(device, on_load, graphs, Open { model, spec, n_batches })
     }
 
     /// Name of the backend.
