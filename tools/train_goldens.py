@@ -9,7 +9,7 @@ The models are those of tools/goldens.py. Written beside each of them:
                           documents, the second one and padding (-1)
                           f32.losses [10], bf16.losses [10]: AdamW with clipping, learning rate falling from step to step
                           f32.norms [10]: gradient norms before clipping
-                          f32.grad.NAME: the gradient of each weight in the first step
+                          f32.grad.NAME, bf16.grad.NAME: the gradient of each weight in the first step
                           f32.last.NAME: each weight after the tenth step (llama alone)
 
 Weights in bf16 have f32 masters: the optimiser works on f32 weights, the model on copies of them in bf16.
@@ -111,8 +111,8 @@ def train(folder, dtype, out):
         loss.backward()
         for name, p in model.named_parameters():
             masters[name].grad = p.grad.float()
-            if step == 0 and dtype == torch.float32:
-                out[f"f32.grad.{name}"] = p.grad.clone()
+            if step == 0:
+                out[f"{key}.grad.{name}"] = p.grad.clone()
         norms.append(torch.nn.utils.clip_grad_norm_(masters.values(), CLIP).item())
         for group in adam.param_groups:
             group["lr"] = rate(step)

@@ -142,8 +142,12 @@ fn measure_training(
     spinner: &Delayed,
     context: &Context,
 ) -> anyhow::Result<()> {
+    let session = args.device.tried_session(None, context)?;
     let bench = TrainBench {
-        device: args.device.tried_session(None, context)?.device,
+        device: session.device,
+        ahead: session.ahead,
+        verify_every: session.verify_every,
+        graph_choice: session.graph_choice,
         shape,
         batch: args.batch.get(),
         context: args.context.get(),
@@ -184,6 +188,14 @@ fn measure_training(
         None => "none replayed".to_owned(),
     };
     out.line(format_args!("launches {launches}"))?;
+    if !report.host_seconds.0.is_empty() {
+        out.line(format_args!(
+            "host     {:.0} us a step, {} in flight; ready in {:.2} s",
+            report.host_us(),
+            counted(report.in_flight, "step"),
+            report.ready_seconds
+        ))?;
+    }
     let resident =
         report.resident.map_or_else(String::new, |r| format!(", {} resident at most", Bytes(r.most)));
     out.line(format_args!("memory   {} by the estimate{resident}", Bytes(report.estimated_bytes)))?;
@@ -221,6 +233,11 @@ fn training_json(report: &TrainBenchReport, bench: &TrainBench, args: &Args) -> 
         "flop_per_step": report.step_flops,
         "peak_flops": report.peak_flops,
         "peak_share": report.peak_share(),
+        "host_us_per_step": (!report.host_seconds.0.is_empty()).then(|| report.host_us()),
+        "sending_us_per_step": report.sending_seconds.map(|s| 1e6 * s),
+        "steps_in_flight": report.in_flight,
+        "ready_seconds": report.ready_seconds,
+        "compared_steps": report.device.as_ref().map(|status| status.compared.n_steps),
         "replayed_steps": report.n_replayed,
         "launches_per_step": report.launches,
         "estimated_bytes": report.estimated_bytes,

@@ -271,7 +271,7 @@ pub(crate) fn load_listener(phases: Phases, context: &Context) -> LoadListener {
     })
 }
 
-fn parse_verify(text: &str) -> Result<NonZeroU32, String> {
+pub(crate) fn parse_verify(text: &str) -> Result<NonZeroU32, String> {
     let n = text.strip_prefix("every:").and_then(|n| n.parse().ok());
     n.ok_or_else(|| "known is every:N, such as every:64, with N of 1 or more".to_owned())
 }

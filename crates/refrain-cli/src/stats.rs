@@ -84,7 +84,7 @@ pub(crate) fn print_graphs(status: &Status) {
     if compared.n_steps > 0 {
         let each = compared.took.as_secs_f64() / compared.n_steps as f64;
         talk!(
-            "verify   {} compared with eager while decoding, {} differed, {} each",
+            "verify   {} compared with eager, {} differed, {} each",
             crate::out::counted(compared.n_steps as usize, "step"),
             compared.n_mismatches,
             short_time(each)

@@ -4,7 +4,7 @@ use crate::bars::{Delayed, Phases};
 use crate::cli::Context;
 use crate::fail::{Hinted, Interrupted};
 use crate::opts::{self, DeviceArg, DeviceOpts, GraphArg, KvArg, MethodArg};
-use crate::out::{DIM, Out, short_count, short_rate, talk, thousands};
+use crate::out::{DIM, Out, counted, short_count, short_rate, talk, thousands};
 use crate::resolve::{self, Files};
 use refrain::graph::Ran;
 use refrain::train::{
@@ -16,7 +16,7 @@ use refrain::{ModelFiles, SessionOptions};
 use refrain_driver::DeviceKind;
 use serde_json::json;
 use std::io::IsTerminal;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -194,6 +194,10 @@ struct TrainDeviceOpts {
     /// How long the trial of stream capture may take, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 20_000, hide = true)]
     trial_limit: u64,
+    /// Compare micro-steps with their eager run while training goes on: every:N compares each Nth. One that differs counts
+    /// as the eager run has it; with --graph require the run ends, with auto its graph is given up for a while
+    #[arg(long, value_name = "every:N", value_parser = opts::parse_verify)]
+    verify: Option<NonZeroU32>,
     /// What shall go wrong on the simulated device, such as "on 3rd launch: illegal address"
     #[arg(long, value_name = "SCRIPT")]
     faults: Option<String>,
@@ -331,14 +335,14 @@ impl Args {
             None if has_card => GraphArg::Require,
             None | Some(GraphChoice::Auto) => GraphArg::Auto,
         };
-        let TrainDeviceOpts { graph_method, trial_limit, faults, threads, .. } = &self.device;
+        let TrainDeviceOpts { graph_method, trial_limit, verify, faults, threads, .. } = &self.device;
         let opts = DeviceOpts {
             device,
             graph,
             graph_method: *graph_method,
             trial_limit: *trial_limit,
             ahead: None,
-            verify: None,
+            verify: *verify,
             profile: None,
             faults: faults.clone(),
             threads: *threads,
@@ -346,12 +350,12 @@ impl Args {
         };
         let files = config.from.as_deref().map(|name| open(name, context)).transpose()?;
         // A trial of stream capture starts the program again: not for a run that is only looked at.
-        let SessionOptions { device, graph_choice, .. } = match self.run.dry_run {
+        let SessionOptions { device, graph_choice, verify_every, .. } = match self.run.dry_run {
             true => opts.session(None, context)?,
             false => opts.tried_session(None, context)?,
         };
         let on_load = opts::load_listener(Phases::default(), context);
-        Ok(TrainOptions { device, files, on_load, graph_choice })
+        Ok(TrainOptions { device, files, on_load, graph_choice, verify_every })
     }
 }
 
@@ -530,6 +534,15 @@ fn tell_end(
             (n, eager) => format!(", {} replayed and {} eager", thousands(n), thousands(eager)),
         };
         talk!("{} steps{loss}{best}{ran}", thousands(summary.step));
+        if let Some(compared) =
+            finished.device.as_ref().map(|status| status.compared).filter(|c| c.n_steps > 0)
+        {
+            talk!(
+                "verify   {} compared with eager, {} differed",
+                counted(compared.n_steps as usize, "micro-step"),
+                compared.n_mismatches
+            );
+        }
         if let Some(report) = &finished.report {
             talk!("curves   {}", report.display());
         }
@@ -562,6 +575,8 @@ fn to_json(finished: &Finished) -> serde_json::Value {
         "skipped_steps": summary.n_skipped,
         "replayed": summary.n_replayed,
         "eager": summary.n_eager,
+        "compared": finished.device.as_ref().map(|status| status.compared.n_steps),
+        "differed": finished.device.as_ref().map(|status| status.compared.n_mismatches),
         "checkpoint": summary.checkpoint.as_ref().map(|path| path.display().to_string()),
         "report": finished.report.as_ref().map(|path| path.display().to_string()),
         "gguf": path(ExportForm::Gguf),

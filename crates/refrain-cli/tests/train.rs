@@ -292,3 +292,46 @@ fn training_speed_is_measured_and_its_json_is_data() {
     assert!(json["last_loss"].as_f64() < json["first_loss"].as_f64(), "{json}");
     assert!(cli.run(&["bench", "--train", "lama"]).refused().contains("known are llama-1m"));
 }
+
+#[test]
+fn replays_are_compared_with_eager_steps_while_a_run_goes_on() {
+    let cli = cli();
+    let run = |out, graph, more: &[&'static str]| {
+        let tail = ["--device", "sim", "--steps", "4", "--out", out, "--graph", graph, "--export", "none"];
+        cli.run(&with(&[&tail[..], &["--verify", "every:2", "--json"], more].concat()))
+    };
+    let json = run("good", "require", &[]).json();
+    let counts = |json: &serde_json::Value| {
+        ["replayed", "eager", "compared", "differed"].map(|key| json[key].as_u64().unwrap_or(u64::MAX))
+    };
+    assert_eq!(counts(&json), [4, 0, 2, 0], "{json}");
+    // Verification before the first step replays three times: the fifth replay is the second step.
+    let wrong = ["--faults", "on 5th replay: wrong byte"];
+    let json = run("auto", "auto", &wrong).json();
+    let [replayed, eager, compared, differed] = counts(&json);
+    assert_eq!((replayed + eager, compared, differed), (4, 1, 1), "{json}");
+    let lines =
+        |run| log(&cli, run).into_iter().map(|line| (line["loss"].to_string(), line["step"].to_string()));
+    assert!(lines("good").eq(lines("auto")), "the eager step stands");
+    let refused = run("require", "require", &wrong).refused();
+    assert!(refused.contains("differ"), "{refused}");
+    let on_cpu = cli.run(&with(&["--verify", "every:2", "--out", "cpu"])).refused();
+    assert!(on_cpu.contains("--verify compares replays with eager runs"), "{on_cpu}");
+}
+
+#[test]
+fn the_speed_of_training_on_a_device_is_told_with_what_it_costs_the_host() {
+    let cli = Cli::new();
+    let args = ["bench", "--train", "llama-1m", "--batch", "1", "--context", "4", "--steps", "2"];
+    let json = cli.run(&[&args[..], &["--device", "sim", "--graph", "require", "--json"]].concat()).json();
+    assert_eq!((&json["replayed_steps"], &json["launches_per_step"]), (&2.into(), &1.into()), "{json}");
+    assert!(json["host_us_per_step"].as_f64() > json["sending_us_per_step"].as_f64(), "{json}");
+    assert!(
+        json["steps_in_flight"].as_u64() > Some(1) && json["ready_seconds"].as_f64() > Some(0.0),
+        "{json}"
+    );
+    let alone = ["--device", "sim", "--ahead", "1", "--verify", "every:2", "--json"];
+    let json = cli.run(&[&args[..], &alone].concat()).json();
+    // Three steps that are not measured count as well.
+    assert_eq!((&json["steps_in_flight"], &json["compared_steps"]), (&1.into(), &2.into()), "{json}");
+}

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use refrain_driver::{Device, DeviceKind, DriverError, Worker};
 use refrain_graph::{
-    Backend, CommittedStep, CompileError, Fusion, Graph, GroupQuery, Io, Plan, PlanOptions, Query, Ran, Run,
-    RunError, State, StateId, Support, Weight, finish_stepwise, send_stepwise, take_stepwise,
+    Backend, Collected, CommittedStep, CompileError, Fusion, Graph, GroupQuery, Io, Plan, PlanOptions, Query,
+    Ran, Run, RunError, State, StateId, StepQueue, Support, Weight, collect_stepwise, finish_stepwise,
+    queue_stepwise, send_stepwise, take_stepwise,
 };
 use refrain_kernels::packed_bytes;
 use refrain_tensor::{DType, HostTensor};
@@ -19,6 +20,7 @@ use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
 use crate::profile::{SharedTimeline, Timeline};
 use crate::pump::Pump;
+use crate::queue::{COLLECT, ControlPool, MAX_QUEUED};
 use crate::resident::packs;
 use crate::status::{KernelUnits, Status};
 use crate::{group, lower};
@@ -42,6 +44,7 @@ pub struct CudaBackend {
     pub(crate) pump: Arc<Pump>,
     /// The run that has begun and not finished.
     pub(crate) running: Option<u64>,
+    pub(crate) control_pool: ControlPool,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -145,6 +148,7 @@ impl CudaBackend {
             fetched: Vec::new(),
             pump,
             running: None,
+            control_pool: ControlPool::default(),
         };
         backend.call("starting", backend.options.load_limit, |_| Ok(()))?;
         Ok(backend)
@@ -205,7 +209,7 @@ impl CudaBackend {
             };
             retired.into_iter().for_each(|id| machine.drop_program(id));
             let result = f(machine);
-            show(&status, machine, what == STEP || what == READ);
+            show(&status, machine, [STEP, READ, COLLECT].contains(&what));
             Ok(result)
         });
         answer.unwrap_or_else(|source: DriverError| Err(CudaError::Driver { step: what.to_owned(), source }))
@@ -269,7 +273,7 @@ fn show(status: &Mutex<Status>, machine: &Machine, is_step: bool) {
     let now = machine.stats();
     let same = [now.recorded, now.demoted] == [shown.cache.recorded, shown.cache.demoted];
     if same && is_step {
-        (shown.cache, shown.compared) = (now, machine.compared);
+        (shown.cache, shown.compared, shown.queued) = (now, machine.compared, machine.queued.stats);
         if !machine.profile().is_empty() {
             shown.profile = machine.profile().to_vec();
         }
@@ -435,6 +439,42 @@ impl Backend for CudaBackend {
         }
         into.copy_from_slice(bytes);
         Ok(())
+    }
+
+    fn queue_depth(&self) -> usize {
+        if self.options.profile { 1 } else { self.options.ahead.clamp(1, MAX_QUEUED) }
+    }
+
+    fn queue(
+        &mut self,
+        compiled: &mut CudaCompiled,
+        io: Io<'_, CudaBackend>,
+        outputs: &[usize],
+        queue: &mut StepQueue,
+    ) -> Result<(), RunError> {
+        // A step that feeds itself has its results in the ring.
+        let feeds_itself = compiled.n_fed_rows > 0;
+        if feeds_itself && !queue.has_in_flight() {
+            return queue_stepwise(self, compiled, io, outputs, queue);
+        }
+        if feeds_itself || (!queue.is_empty() && !queue.has_in_flight()) {
+            let because = "steps that feed themselves and others are not queued together".to_owned();
+            return Err(RunError::Mismatch { what: "queues", because });
+        }
+        self.fetched.clear();
+        self.check_io(compiled, io.weights, io.states, io.control)?;
+        self.queue_ahead(compiled, io.control, outputs, queue).map_err(self.run_error("a queued step"))
+    }
+
+    fn collect(&mut self, queue: &mut StepQueue) -> Result<Collected, RunError> {
+        match queue.has_in_flight() {
+            true => self.collect_ahead(queue),
+            false => collect_stepwise(queue),
+        }
+    }
+
+    fn abandon(&mut self, queue: &mut StepQueue) -> Result<usize, RunError> {
+        self.abandon_ahead(queue).map_err(self.run_error("a queued step"))
     }
 
     fn ahead(&self, compiled: &CudaCompiled) -> usize {

@@ -111,6 +111,8 @@ pub struct GraphCache<K> {
     entries: HashMap<K, Entry>,
     stats: CacheStats,
     clock: u64,
+    /// How long work that was sent before a step may still take.
+    in_flight: Duration,
 }
 
 #[derive(Debug)]
@@ -130,7 +132,19 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
     /// An empty cache.
     #[must_use]
     pub fn new(options: CacheOptions) -> GraphCache<K> {
-        GraphCache { options, entries: HashMap::new(), stats: CacheStats::default(), clock: 0 }
+        GraphCache {
+            options,
+            entries: HashMap::new(),
+            stats: CacheStats::default(),
+            clock: 0,
+            in_flight: Duration::ZERO,
+        }
+    }
+
+    /// Says how long work that was sent before the next steps may still take. When one fails, that is waited for before the
+    /// health of the device is asked after.
+    pub fn set_in_flight(&mut self, limit: Duration) {
+        self.in_flight = limit;
     }
 
     /// What it has done so far.
@@ -375,6 +389,11 @@ impl<K: Clone + Eq + Hash + Debug> GraphCache<K> {
         let (n, s) = (entry.steps_left, if entry.steps_left == 1 { "" } else { "s" });
         tracing::warn!("{}: {reason}; eager for {n} step{s}", warm.name());
         let failed = |source| CudaError::Driver { step: warm.name().to_owned(), source };
+        if !self.in_flight.is_zero()
+            && let Err(error) = site.stream.wait(self.in_flight)
+        {
+            tracing::debug!("{}: waiting for the steps before: {error}", warm.name());
+        }
         let health = site.stream.health(options.health_limit).map_err(failed)?;
         if let Health::ContextLost(lost) = health {
             return Err(failed(refrain_driver::DriverError::ContextLost(lost)));

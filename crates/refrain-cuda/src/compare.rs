@@ -1,7 +1,7 @@
-//! Continuous verification: every so often a decode step of a running text is compared with its eager run.
+//! Continuous verification: every so often a step of a running text or of a training run is compared with its eager run.
 //!
 //! A graph is verified before it serves; this looks for what goes wrong later. The step runs twice from the same
-//! inputs: first as a replay that the host does not hear of, then eagerly. The eager run is the one whose token counts,
+//! inputs: first as a replay that the host does not hear of, then eagerly. The eager run is the one whose results count,
 //! so a replay that came out wrong changes nothing: it costs the graph its service, and the ledger says so.
 
 use std::time::{Duration, Instant};
@@ -14,13 +14,13 @@ use crate::error::CudaError;
 use crate::feed::{RING_ENTRIES, payload_bytes};
 use crate::machine::{Machine, ProgramId};
 use crate::resident::Resident;
-use crate::verify::{LiveStep, VerifyError, compare_live};
+use crate::verify::{LiveRing, LiveStep, VerifyError, compare_live};
 use crate::warm::WarmPlan;
 
 /// What continuous verification has done and cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Compared {
-    /// Decode steps that were run both ways.
+    /// Decode and training steps that were run both ways.
     pub n_steps: u64,
     /// Those among them that differed.
     pub n_mismatches: u64,
@@ -52,11 +52,32 @@ impl Machine {
             return Ok(None);
         };
         let Some(feedback) = program.feedback else { return Ok(None) };
+        let step = live_step(&program.plan, segment, warm, resident, Some((&feedback, followed.control())))
+            .map_err(CudaError::driver("preparing a comparison"))?;
+        self.compare(id, step)
+    }
+
+    /// Runs a step both ways whose control block is in place and which is not a step of a run. `None` as above.
+    pub(crate) fn send_queued_compared(&mut self, id: ProgramId) -> Result<Option<Ran>, CudaError> {
+        let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
+            return Err(Machine::gone());
+        };
+        let Some((segment, warm)) = program.only_segment() else { return Ok(None) };
+        let mut step = live_step(&program.plan, segment, warm, resident, None)
+            .map_err(CudaError::driver("preparing a comparison"))?;
+        step.digests = Some((self.digester.clone(), resident.scratch));
+        self.compare(id, step)
+    }
+
+    fn compare(&mut self, id: ProgramId, step: LiveStep) -> Result<Option<Ran>, CudaError> {
+        let (Some(program), Some(resident)) = (self.programs.get(&id), &mut self.resident) else {
+            return Err(Machine::gone());
+        };
+        let Some((_, warm)) = program.only_segment() else { return Ok(None) };
         let key = (id, 0);
         let Some(graph) = self.cache.graph(&key) else { return Ok(None) };
+        self.states_are_zero = false;
         let began = Instant::now();
-        let step = live_step(&program.plan, segment, warm, resident, (&feedback, followed.control()))
-            .map_err(CudaError::driver("preparing a comparison"))?;
         let compared = compare_live(graph, &mut self.stream, &mut resident.lease, warm, &step);
         let error = match compared {
             // Nothing was compared: the step is still to be sent, and meets the same failure as any other would.
@@ -80,21 +101,23 @@ impl Machine {
     }
 }
 
-/// What the step at hand changes and what comes out of it.
+/// What the step at hand changes and what comes out of it. A step that feeds itself comes with the control block as the host
+/// knows it and its position.
 fn live_step(
     plan: &Plan,
     segment: &Segment,
     warm: &WarmPlan,
     resident: &Resident,
-    (feedback, control): (&Feedback, &[u8]),
+    fed: Option<(&Feedback, &[u8])>,
 ) -> Result<LiveStep, DriverError> {
-    let feed = resident.feed_of(feedback.n_rows)?;
-    let mut step = LiveStep {
-        inputs: vec![feed, resident.control],
-        unheard: (feed.slice(0, 8)?, UNHEARD),
-        entries: ring_entries(resident, feedback.n_rows)?,
-        results: vec![feed.slice(8, feed.len() - 8)?, resident.control],
-    };
+    let mut step = LiveStep { inputs: Vec::new(), ring: None, results: Vec::new(), digests: None };
+    if let Some((feedback, _)) = fed {
+        let feed = resident.feed_of(feedback.n_rows)?;
+        step.inputs.extend([feed, resident.control]);
+        let unheard = (feed.slice(0, 8)?, UNHEARD);
+        step.ring = Some(LiveRing { unheard, entries: ring_entries(resident, feedback.n_rows)? });
+        step.results.extend([feed.slice(8, feed.len() - 8)?, resident.control]);
+    }
     let in_arena = |buf: &Buf| warm.space().contains(resident.arena(), *buf);
     step.results
         .extend(warm.work().iter().flat_map(|work| work.writes().collect::<Vec<_>>()).filter(in_arena));
@@ -104,7 +127,9 @@ fn live_step(
         match resident.state(id.idx()).kind {
             // A row is written before it is read, so nothing of it has to be put back.
             StateKind::Paged => {
-                step.results.extend(written_blocks(plan, resident, id.idx(), control)?);
+                if let Some((_, control)) = fed {
+                    step.results.extend(written_blocks(plan, resident, id.idx(), control)?);
+                }
             }
             StateKind::Slots | StateKind::Whole => {
                 let whole = resident.state_buf(id.idx())?;

@@ -7,6 +7,8 @@
 //!
 //! A decode step feeds itself: its last kernel makes the chosen token the next step's input, and tells the host through a
 //! ring in pinned memory. So steps are sent before their tokens are asked for, and nothing waits for the host between.
+//! Steps with control blocks of their own, such as those of a training run, are queued: each is sent before the results of
+//! the one before are known, and those come back through pinned slots, in order.
 //!
 //! ```
 //! use refrain_cuda::{CudaBackend, CudaOptions, GraphMode};
@@ -32,6 +34,7 @@
 mod error; // what can go wrong
 mod reason; // the driver's errors as reasons
 mod warm; // what a step enqueues
+mod saved; // what is put back after a graph was tried out
 mod verify; // is a graph the same as the eager run
 mod cache; // graphs by key
 mod progress; // what is heard while a model is loaded
@@ -55,7 +58,8 @@ mod profile; // where the time goes
 mod status; // for summaries
 mod machine; // what the device thread does
 mod follow; // decode steps one after the other
-mod compare; // decode steps compared with their eager run as the text goes on
+mod compare; // steps compared with their eager run as a text or a training run goes on
+mod queue; // steps with control blocks of their own, sent ahead
 mod backend; // the way in
 
 pub use backend::{CudaBackend, CudaCompiled, CudaStates, CudaWeights, Monitor};
@@ -66,6 +70,7 @@ pub use options::{CublasLt, CudaOptions};
 pub use prefill::PromptProducts;
 pub use profile::{ProfileRow, ProfileSpan, ProfileStep, Timeline};
 pub use progress::{LoadEvent, LoadListener};
+pub use queue::QueueStats;
 pub use reason::{Stage, reason_of};
 pub use resident::{Accounting, Upload};
 pub use status::{GraphLine, KernelUnits, Status};

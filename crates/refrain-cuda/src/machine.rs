@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use refrain_driver::{Buf, Context, DriverError, Launch, Stream};
 use refrain_graph::{BufferId, Feedback, Op, OutOfBounds, Place, Plan, Ran, Reason, Segment, SegmentKind};
-use refrain_graph::{Capture, State, Weight};
+use refrain_graph::{Capture, State, StateKind, Weight};
 use refrain_kernels::{BlasLtShape, Compiling, Digester, KernelUnit, Kernels, sample_state_bytes};
 use refrain_tensor::HostTensor;
 
@@ -21,6 +21,7 @@ use crate::prefill::{self, Areas, Products};
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
 use crate::progress::LoadEvent;
 use crate::pump::Pump;
+use crate::queue::SentSteps;
 use crate::resident::{HostModel, Kept, Places, Resident, Room, fitting_room};
 use crate::states;
 use crate::status::{GraphLine, KernelUnits, Status};
@@ -67,6 +68,11 @@ impl Program {
     /// Its launches, or why there are none.
     pub(crate) fn lowered(&self) -> Result<&Lowered, CudaError> {
         self.lowered.as_ref().map_err(Clone::clone)
+    }
+
+    /// Outputs that kernels write straight to pinned memory.
+    pub(crate) fn results(&self) -> Result<&HashMap<BufferId, Buf>, CudaError> {
+        Ok(&self.lowered()?.results)
     }
 
     /// Refuses a control block that points outside what it indexes.
@@ -132,9 +138,12 @@ pub(crate) struct Machine {
     /// Shapes that the library has multiplied.
     warmed: HashSet<BlasLtShape>,
     products: Products,
-    digester: Digester,
+    pub(crate) digester: Digester,
     kernels: Kernels,
     pub(crate) followed: Option<Followed>,
+    pub(crate) queued: SentSteps,
+    /// Whether nothing was written to the states since they were cleared.
+    pub(crate) states_are_zero: bool,
     pub(crate) pump: Arc<Pump>,
     pub(crate) stream: Stream,
     ctx: Context,
@@ -175,6 +184,8 @@ impl Machine {
             digester,
             kernels,
             followed: None,
+            queued: SentSteps::default(),
+            states_are_zero: false,
             pump,
             stream,
             ctx: ctx.clone(),
@@ -251,6 +262,7 @@ impl Machine {
     /// Puts values into a state.
     pub(crate) fn write_state(&mut self, idx: usize, bytes: &[u8]) -> Result<(), CudaError> {
         let buf = self.placed_state(idx, bytes.len())?;
+        self.states_are_zero = false;
         let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
         let written = self.stream.upload(&mut resident.lease, buf, bytes);
         written.map_err(CudaError::driver("writing a state"))
@@ -388,9 +400,11 @@ impl Machine {
         tasks: &Tasks,
     ) -> Result<Lowered, CudaError> {
         let n_sms = self.ctx.device().info().n_sms;
-        // The choice of a step that feeds itself is read on the device, and reaches the host through the ring.
+        // The choice of a step that feeds itself is read on the device, and reaches the host through the ring. Steps that
+        // learn are queued: the next one would write over results in one pinned place.
         let results = match feedback {
             Some(_) => HashMap::new(),
+            None if learns(plan, resident) => HashMap::new(),
             None => resident.results(plan).map_err(CudaError::driver("placing results"))?,
         };
         let lowering = Lowering {
@@ -454,7 +468,8 @@ impl Machine {
             let feedback = program.feedback.as_ref();
             let check = || {
                 let check = states::check(&program.plan, segment, feedback, resident, &self.digester)?;
-                Ok(check.transient(resident.arena(), live.clone()))
+                let check = check.transient(resident.arena(), live.clone());
+                Ok(if self.states_are_zero { check.zeroed(resident.states()) } else { check })
             };
             // Made before the lease is borrowed; skipped when graphs are off.
             let check = if self.options.graphs.mode == GraphMode::Off { None } else { Some(check()?) };
@@ -529,6 +544,7 @@ impl Machine {
         let (ctx, stream, model) = (&self.ctx, &mut self.stream, &self.model);
         let loading = (&self.kernels, &self.options.on_load);
         let kept = self.kept.take();
+        let has_states = kept.is_some();
         let mut resident = match Resident::plan(ctx, stream, model, places, rooms, loading, kept) {
             Ok(resident) => resident,
             Err((error, kept)) => {
@@ -549,6 +565,7 @@ impl Machine {
         self.resident = Some(resident);
         self.programs = programs;
         self.must_record = true;
+        self.states_are_zero |= !has_states;
         Ok(())
     }
 
@@ -577,6 +594,7 @@ impl Machine {
         self.followed = None;
         self.pump.uninstall();
         (self.resident, self.kept) = (None, None);
+        self.states_are_zero = false;
         // The stream keeps what its work uses until it has been waited for.
         self.stream.synchronize().map_err(CudaError::driver("waiting for the last step"))
     }
@@ -625,7 +643,13 @@ impl Machine {
     }
 
     /// Sends one step with its inputs.
-    fn send(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
+    pub(crate) fn send(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
+        self.send_inputs(id, control)?;
+        self.enqueue(id, control)
+    }
+
+    /// Sends a step's inputs, checked.
+    pub(crate) fn send_inputs(&mut self, id: ProgramId, control: &[u8]) -> Result<(), CudaError> {
         let Some(program) = self.programs.get(&id) else { return Err(Machine::gone()) };
         program.lowered()?;
         let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
@@ -634,12 +658,13 @@ impl Machine {
             let staged = resident.send_control(&mut self.stream, None, control);
             staged.map_err(CudaError::driver("sending the control block"))?;
         }
-        self.enqueue(id, control)
+        Ok(())
     }
 
     /// Enqueues one step: replayed if every segment that can be recorded was. Host steps read `control`. A program that
     /// has no launches for the memory as it is is an error, not an empty step.
     pub(crate) fn enqueue(&mut self, id: ProgramId, control: &[u8]) -> Result<Ran, CudaError> {
+        self.states_are_zero = false;
         let Some(program) = self.programs.get(&id) else { return Err(Machine::gone()) };
         program.lowered()?;
         let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
@@ -784,6 +809,7 @@ impl Machine {
             graphs,
             cache: self.cache.stats(),
             compared: self.compared,
+            queued: self.queued.stats,
             kernels: Some(self.kernels.origin()),
             prompt_products: Some(self.products.choice.clone()),
             apart,
@@ -799,6 +825,15 @@ fn tokens(plan: &Plan) -> String {
         1 => "1 token".to_owned(),
         n => format!("{n} tokens"),
     }
+}
+
+/// Whether a step of a plan changes states that hold more than rows of a cache.
+fn learns(plan: &Plan, resident: &Resident) -> bool {
+    let mut written = plan.steps().iter().flat_map(|step| &step.outputs);
+    written.any(|operand| match plan.buffer(operand.buffer).place {
+        Place::State(id) => resident.state(id.idx()).kind == StateKind::Whole,
+        Place::Arena { .. } | Place::Control { .. } | Place::Weight(_) => false,
+    })
 }
 
 /// Outputs that lie in the arena.

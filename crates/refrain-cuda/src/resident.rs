@@ -13,6 +13,7 @@ use refrain_tensor::{DType, HostTensor};
 use crate::error::CudaError;
 use crate::feed::{EDIT_BYTES, FEED_BYTES, RING_BYTES, RING_ENTRIES, payload_bytes};
 use crate::progress::{LoadEvent, LoadListener};
+use crate::queue::MAX_QUEUED;
 use crate::warm::Space;
 
 mod unified; // cards that share the host's memory
@@ -23,7 +24,7 @@ pub use upload::Upload;
 /// Alignment of everything that kernels read whole.
 const ALIGN: u64 = 256;
 /// Pinned slots that control blocks travel through: as many steps may be under way.
-const CONTROL_SLOTS: usize = 4;
+const CONTROL_SLOTS: usize = MAX_QUEUED + 1;
 /// Pinned bytes into which kernels write a step's few results, so that reading them takes no copy.
 const RESULT_BYTES: u64 = 4096;
 /// Each result has a cache line to itself.
@@ -617,6 +618,11 @@ impl Resident {
     /// Where values between ops lie.
     pub(crate) fn arena(&self) -> Buf {
         self.arena
+    }
+
+    /// Where all states lie.
+    pub(crate) fn states(&self) -> Buf {
+        self.kv
     }
 
     /// Scratch blocks of each cache.

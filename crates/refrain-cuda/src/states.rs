@@ -5,6 +5,7 @@
 //! scratch blocks only, so nothing that a session owns is read or written. States of other kinds are saved, filled,
 //! compared and put back as a whole.
 
+use refrain_driver::Buf;
 use refrain_graph::{
     ADAM_PARAMS, AdamParam, AdamW, Feedback, Field, Op, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam,
     Segment, StateKind, TrainOp,
@@ -21,8 +22,8 @@ use crate::verify::{Case, Check, N_CASES};
 /// verifying a long prompt's graph costs no more than a few decode steps.
 const MAX_PAIRS: usize = 1 << 15;
 
-/// States are filled by repeating this much: a model that is trained may have gigabytes of them.
-const PATTERN_BYTES: usize = 4 << 20;
+/// States are filled by repeating this much on the device: a model that is trained may have gigabytes of them.
+const PATTERN_BYTES: usize = 256 << 10;
 
 /// What a segment of a plan is verified with.
 pub(crate) fn check(
@@ -46,7 +47,7 @@ pub(crate) fn check(
     let mut cases = Vec::with_capacity(N_CASES);
     for idx in 0..N_CASES {
         let mut rng = Random(0x9E37_79B9 + idx as u64);
-        let mut uploads = Vec::new();
+        let (mut uploads, mut patterned) = (Vec::new(), Vec::<((DType, StateKind), Vec<Buf>)>::new());
         let control = control_block(plan, n_scratch, idx, &mut rng);
         if !control.is_empty() {
             uploads.push((resident.control.slice(0, control.len() as u64).map_err(failed)?, control));
@@ -69,13 +70,21 @@ pub(crate) fn check(
                 }
                 StateKind::Slots | StateKind::Whole => continue,
             };
-            if !buf.is_empty() {
-                let n_bytes = (buf.len() as usize).min(PATTERN_BYTES);
-                uploads.push((buf, state_values(placed.kind, placed.dtype, n_bytes, &mut rng)));
+            let key = (placed.dtype, placed.kind);
+            match patterned.iter_mut().find(|(of, _)| *of == key) {
+                _ if buf.is_empty() => {}
+                Some((_, bufs)) => bufs.push(buf),
+                None => patterned.push((key, vec![buf])),
             }
         }
+        let patterns = patterned.into_iter().map(|((dtype, kind), bufs)| {
+            let largest = bufs.iter().map(|buf| buf.len()).max().unwrap_or(0);
+            let n_bytes = PATTERN_BYTES.min(usize::try_from(largest).unwrap_or(usize::MAX));
+            (state_values(kind, dtype, n_bytes, &mut rng), bufs)
+        });
+        let patterns = patterns.collect();
         uploads.push((resident.counters, vec![0; resident.counters.len() as usize]));
-        cases.push(Case { uploads });
+        cases.push(Case { uploads, patterns });
     }
     // A plan that reads nothing but weights, or nothing but integers of unknown meaning, has one state only.
     let only_one = cases.iter().all(|case| *case == cases[0]);

@@ -9,6 +9,7 @@ use crate::cache::CacheStats;
 use crate::compare::Compared;
 use crate::prefill::PromptProducts;
 use crate::profile::ProfileRow;
+use crate::queue::QueueStats;
 use crate::resident::{Accounting, Upload};
 use crate::verify::Verified;
 
@@ -75,8 +76,10 @@ pub struct Status {
     pub graphs: Vec<GraphLine>,
     /// Recordings, replays, failures.
     pub cache: CacheStats,
-    /// Decode steps that were compared with their eager run while a text went on.
+    /// Steps that were compared with their eager run while a text or a training run went on.
     pub compared: Compared,
+    /// Steps that were queued.
+    pub queued: QueueStats,
     /// Where the kernels came from.
     pub kernels: Option<KernelOrigin>,
     /// What multiplies the rows of prompts.

@@ -15,6 +15,7 @@ use refrain_kernels::Digester;
 
 use crate::error::CudaError;
 use crate::reason::{Stage, reason_of};
+use crate::saved::{Saved, pieces};
 use crate::warm::{Range, WarmPlan, Work, merged};
 
 /// How many control-block states a graph is verified with.
@@ -33,6 +34,17 @@ pub struct Case {
     /// Buffers and their contents, repeated to the end of the buffer: the control block, and whatever the plan reads
     /// without having written it.
     pub uploads: Vec<(Buf, Vec<u8>)>,
+    /// Bytes that are sent once and repeated on the device through all of these buffers, from another place in each. They
+    /// are whole words of eight bytes, or as long as the largest buffer.
+    pub patterns: Vec<(Vec<u8>, Vec<Buf>)>,
+}
+
+impl Case {
+    /// A case of contents alone.
+    #[must_use]
+    pub fn of(uploads: Vec<(Buf, Vec<u8>)>) -> Case {
+        Case { uploads, patterns: Vec::new() }
+    }
 }
 
 /// What a graph is verified with.
@@ -45,6 +57,8 @@ pub struct Check {
     digester: Option<Digester>,
     /// Memory of which only these parts mean anything between steps.
     transient: Option<(Buf, Vec<Buf>)>,
+    /// Memory that holds nothing but zeros.
+    zero: Option<Buf>,
 }
 
 impl Check {
@@ -59,7 +73,7 @@ impl Check {
 
     /// For a plan that has one state only, whatever happens.
     pub(crate) fn of_one_state(cases: Vec<Case>) -> Check {
-        Check { cases, narrowed: Vec::new(), workspace: None, digester: None, transient: None }
+        Check { cases, narrowed: Vec::new(), workspace: None, digester: None, transient: None, zero: None }
     }
 
     /// Of what is declared as written in `whole`, these parts are all that the states of this check can reach: the
@@ -91,6 +105,13 @@ impl Check {
         self
     }
 
+    /// Nothing was written to `whole` since it was cleared: it is put back by clearing it again.
+    #[must_use]
+    pub fn zeroed(mut self, whole: Buf) -> Check {
+        self.zero = Some(whole);
+        self
+    }
+
     /// What the plan writes under this check.
     fn written(&self, warm: &WarmPlan) -> Vec<Range> {
         let space = warm.space();
@@ -115,7 +136,10 @@ impl Check {
     }
 
     fn uploaded(&self, warm: &WarmPlan) -> Vec<Range> {
-        let all = self.cases.iter().flat_map(|case| case.uploads.iter().map(|(buf, _)| *buf));
+        let patterned =
+            |case: &Case| case.patterns.iter().flat_map(|(_, bufs)| bufs.clone()).collect::<Vec<_>>();
+        let uploaded = |case: &Case| case.uploads.iter().map(|(buf, _)| *buf).collect::<Vec<_>>();
+        let all = self.cases.iter().flat_map(|case| [uploaded(case), patterned(case)].concat());
         all.filter_map(|buf| warm.space().range(buf)).collect()
     }
 }
@@ -222,27 +246,35 @@ pub fn verify(
     // Results are read before the next step is sent, so there is nothing of them to keep.
     let kept = written.iter().filter(|range| warm.space().is_kept(range)).copied();
     let touched = check.without_transient(warm, merged(kept.chain(check.uploaded(warm)).collect()));
-    let saved = download(stream, lease, warm, &touched)?;
+    let mut saved = Saved::take(stream, lease, warm.space(), &touched, check.zero)?;
     let compared = compare_cases(&graph, stream, lease, warm, check, &written);
     // Also after a mismatch or a failed replay: whoever runs next must not see what this left. An error of the
     // comparison goes before one of this.
-    let restored = restore(stream, lease, warm, &touched, &saved);
+    let restored = saved.put_back(stream, lease, warm.space());
     let mut report = compared?;
     restored?;
     report.took = began.elapsed();
     Ok(Verified { graph, report })
 }
 
-/// A decode step of a running text.
+/// A step at hand: a decode step of a running text, or a step of a training run.
 pub(crate) struct LiveStep {
     /// What it reads and changes: put back before it runs again.
     pub(crate) inputs: Vec<Buf>,
+    /// How its result reaches the host, where that is through the ring.
+    pub(crate) ring: Option<LiveRing>,
+    /// What comes out of it.
+    pub(crate) results: Vec<Buf>,
+    /// What compares many bytes where they lie, and where its numbers go.
+    pub(crate) digests: Option<(Digester, Buf)>,
+}
+
+/// The ring of a step that feeds itself.
+pub(crate) struct LiveRing {
     /// The ring's count, and its value for the run that the host does not hear of.
     pub(crate) unheard: (Buf, u64),
     /// Where each of the ring's entries has its payload.
     pub(crate) entries: Vec<Buf>,
-    /// What comes out of it.
-    pub(crate) results: Vec<Buf>,
 }
 
 /// Replays a step without the host hearing of it, then runs it eagerly, from the same inputs; the eager run stands.
@@ -255,31 +287,50 @@ pub(crate) fn compare_live(
 ) -> Result<(), VerifyError> {
     let ranges = |bufs: &[Buf]| merged(bufs.iter().filter_map(|buf| warm.space().range(*buf)).collect());
     let (inputs, results) = (ranges(&step.inputs), ranges(&step.results));
-    let saved = download(stream, lease, warm, &inputs)?;
-    let (count_at, unheard) = step.unheard;
+    let mut saved = Saved::take(stream, lease, warm.space(), &inputs, None)?;
     let mut count = [0; 8];
-    stream.download(lease, count_at, &mut count)?;
-    stream.upload(lease, count_at, &unheard.to_le_bytes())?;
+    if let Some(LiveRing { unheard: (count_at, unheard), .. }) = &step.ring {
+        stream.download(lease, *count_at, &mut count)?;
+        stream.upload(lease, *count_at, &unheard.to_le_bytes())?;
+    }
+    let entry = |stream: &mut Stream, lease: &Lease, count: u64| match &step.ring {
+        Some(ring) => read_entry(stream, lease, &ring.entries, count),
+        None => Ok(Vec::new()),
+    };
     if let Err(error) = graph.replay(lease, stream) {
         if !error.is_final() {
-            restore(stream, lease, warm, &inputs, &saved)?;
+            saved.put_back(stream, lease, warm.space())?;
         }
         return Err(error.into());
     }
-    let replayed = download(stream, lease, warm, &results)?;
-    let replayed_entry = read_entry(stream, lease, &step.entries, unheard)?;
-    restore(stream, lease, warm, &inputs, &saved)?;
+    let digests = step.digests.as_ref().and_then(|(by, into)| Digests::new(warm, by, *into, &results));
+    let take = |stream: &mut Stream, lease: &mut Lease| match &digests {
+        Some(digests) => digests.take(stream, lease, warm),
+        None => Ok((download(stream, lease, warm, &results)?, Vec::new())),
+    };
+    let (replayed, replayed_digests) = take(stream, lease)?;
+    let replayed_entry = entry(stream, lease, step.ring.as_ref().map_or(0, |ring| ring.unheard.1))?;
+    saved.put_back(stream, lease, warm.space())?;
     stream.run(lease, false, |q| warm.enqueue(q))?;
-    let eager = download(stream, lease, warm, &results)?;
-    let eager_entry = read_entry(stream, lease, &step.entries, u64::from_le_bytes(count))?;
+    let (eager, eager_digests) = take(stream, lease)?;
+    let eager_entry = entry(stream, lease, u64::from_le_bytes(count))?;
     if let Some(byte) = first_difference(&eager_entry, &replayed_entry) {
         let (buffer, launch) = ("the ring's entry".to_owned(), "the commit of the step".to_owned());
         return Err(VerifyError::Mismatch { buffer, element: byte / 4, launch, case: 0 });
     }
-    for ((range, eager), replayed) in results.iter().zip(&eager).zip(&replayed) {
+    let taken = digests.as_ref().map_or(results.as_slice(), |digests| &digests.small);
+    for ((range, eager), replayed) in taken.iter().zip(&eager).zip(&replayed) {
         compare(warm, *range, eager, replayed, 0)?;
     }
+    if let (Some(digests), Some(chunk)) = (&digests, differing_chunk(&eager_digests, &replayed_digests)) {
+        // What the replay had left there is gone: the chunk is as near as this comes.
+        return Err(digests.mismatch_in(warm, chunk, 0));
+    }
     Ok(())
+}
+
+fn differing_chunk(a: &[[u64; 2]], b: &[[u64; 2]]) -> Option<usize> {
+    a.iter().zip(b).position(|(a, b)| a[0] != b[0])
 }
 
 /// What the step that found `count` entries in the ring wrote there.
@@ -308,6 +359,43 @@ fn upload(stream: &mut Stream, lease: &mut Lease, buf: Buf, bytes: &[u8]) -> Res
     Ok(())
 }
 
+/// Sends a pattern to the largest of some buffers and repeats it on the device: through that one, and from another place of
+/// it through each of the others, so that no two hold the same.
+fn upload_pattern(
+    stream: &mut Stream,
+    lease: &mut Lease,
+    pattern: &[u8],
+    bufs: &[Buf],
+) -> Result<(), DriverError> {
+    let Some((first, source)) = bufs.iter().copied().enumerate().max_by_key(|(_, buf)| buf.len()) else {
+        return Ok(());
+    };
+    let n = source.len().min(pattern.len() as u64);
+    if n == 0 {
+        return Ok(());
+    }
+    stream.upload(lease, source.slice(0, n)?, &pattern[..n as usize])?;
+    let copied = stream.run(lease, false, |q| {
+        let mut filled = n;
+        while filled < source.len() {
+            let len = filled.min(source.len() - filled);
+            q.copy(source.slice(filled, len)?, source.slice(0, len)?)?;
+            filled += len;
+        }
+        for (idx, buf) in bufs.iter().enumerate().filter(|(idx, _)| *idx != first) {
+            let shift = (SHIFT * (idx as u64 + 1) % source.len()) & !7;
+            let head = buf.len().min(source.len() - shift);
+            q.copy(buf.slice(0, head)?, source.slice(shift, head)?)?;
+            q.copy(buf.slice(head, buf.len() - head)?, source.slice(0, buf.len() - head)?)?;
+        }
+        Ok(())
+    });
+    copied.map(|_| ())
+}
+
+/// How far one buffer's part of a pattern begins behind that of the one before; a prime number of words.
+const SHIFT: u64 = 8 * 10_007;
+
 fn compare_cases(
     graph: &Graph,
     stream: &mut Stream,
@@ -324,7 +412,8 @@ fn compare_cases(
         bit_exact: true,
         took: Duration::ZERO,
     };
-    if let Some(digests) = Digests::new(warm, check, written) {
+    let digests = check.digester.as_ref().zip(check.workspace);
+    if let Some(digests) = digests.and_then(|(by, into)| Digests::new(warm, by, into, written)) {
         for (idx, case) in check.cases.iter().enumerate() {
             report.unwritten_bytes = digests.compare(graph, stream, lease, warm, check, case, idx)?;
         }
@@ -360,8 +449,7 @@ struct Digests<'a> {
 
 impl<'a> Digests<'a> {
     /// `None` when everything has to be brought to the host: there is little of it, or a tolerance to apply.
-    fn new(warm: &WarmPlan, check: &'a Check, written: &'a [Range]) -> Option<Digests<'a>> {
-        let (digester, into) = (check.digester.as_ref()?, check.workspace?);
+    fn new(warm: &WarmPlan, digester: &'a Digester, into: Buf, written: &'a [Range]) -> Option<Digests<'a>> {
         let is_large = |r: &Range| !warm.space().is_pinned(r) && r.start.is_multiple_of(8);
         let (large, small): (Vec<Range>, Vec<Range>) = written.iter().partition(|r| is_large(r));
         let bytes = |f: fn(u64) -> u64| large.iter().map(|r| f(r.end - r.start)).sum::<u64>();
@@ -397,7 +485,7 @@ impl<'a> Digests<'a> {
         for ((range, eager), replayed) in self.small.iter().zip(&eager.0).zip(&small) {
             compare(warm, *range, eager, replayed, idx)?;
         }
-        if let Some(chunk) = eager.1.iter().zip(&digest).position(|(a, b)| a[0] != b[0]) {
+        if let Some(chunk) = differing_chunk(&eager.1, &digest) {
             let replayed = download(stream, lease, warm, &self.large)?;
             prepare(stream, lease, warm, self.written, check, case)?;
             stream.run(lease, false, |q| warm.enqueue(q))?;
@@ -405,14 +493,15 @@ impl<'a> Digests<'a> {
             for ((range, eager), replayed) in self.large.iter().zip(&eager).zip(&replayed) {
                 compare(warm, *range, eager, replayed, idx)?;
             }
-            return Err(self.unsteady(warm, chunk, idx));
+            // The second eager run was as the replay: it is the eager run that is not the same every time.
+            return Err(self.mismatch_in(warm, chunk, idx));
         }
         let few = eager.0.iter().flatten().filter(|b| **b == POISON).count() as u64;
         Ok(few + eager.1.iter().map(|chunk| chunk[1]).sum::<u64>())
     }
 
-    /// The second eager run was as the replay: then it is the eager run that is not the same every time.
-    fn unsteady(&self, warm: &WarmPlan, mut chunk: usize, case: usize) -> VerifyError {
+    /// A difference somewhere in a chunk.
+    fn mismatch_in(&self, warm: &WarmPlan, mut chunk: usize, case: usize) -> VerifyError {
         let mut at = self.large[0];
         for range in &self.large {
             let n = (range.end - range.start).div_ceil(Digester::CHUNK) as usize;
@@ -462,12 +551,15 @@ fn prepare(
         // Drivers promise copies to pinned memory, not fills: the poison comes from what was filled above.
         let Some(source) = largest(&others) else { return Ok(()) };
         let source = space.buf(source)?;
-        for range in pinned.iter().flat_map(|range| parts(*range, source.len())) {
+        for range in pinned.iter().flat_map(|range| pieces(*range, source.len())) {
             let part = space.buf(range)?;
             q.copy(part, source.slice(0, part.len())?)?;
         }
         Ok(())
     })?;
+    for (pattern, bufs) in &case.patterns {
+        upload_pattern(stream, lease, pattern, bufs)?;
+    }
     case.uploads.iter().try_for_each(|(buf, bytes)| upload(stream, lease, *buf, bytes))
 }
 
@@ -528,38 +620,6 @@ fn download(
     ranges.iter().map(read).collect()
 }
 
-/// Puts back what was there. Pinned memory comes first, by way of device memory that is put back after it.
-fn restore(
-    stream: &mut Stream,
-    lease: &mut Lease,
-    warm: &WarmPlan,
-    ranges: &[Range],
-    contents: &[Vec<u8>],
-) -> Result<(), DriverError> {
-    let space = warm.space();
-    let device: Vec<Range> = ranges.iter().filter(|range| !space.is_pinned(range)).copied().collect();
-    for (range, bytes) in ranges.iter().zip(contents).filter(|(range, _)| space.is_pinned(range)) {
-        let Some(way) = largest(&device) else { continue };
-        let way = space.buf(way)?;
-        for part in parts(*range, way.len()) {
-            let (from, to) = ((part.start - range.start) as usize, (part.end - range.start) as usize);
-            let (way, part) = (way.slice(0, part.end - part.start)?, space.buf(part)?);
-            stream.upload(lease, way, &bytes[from..to])?;
-            stream.run(lease, false, |q| q.copy(part, way))?;
-        }
-    }
-    for (range, bytes) in ranges.iter().zip(contents).filter(|(range, _)| !space.is_pinned(range)) {
-        stream.upload(lease, space.buf(*range)?, bytes)?;
-    }
-    stream.synchronize()
-}
-
 fn largest(ranges: &[Range]) -> Option<Range> {
     ranges.iter().max_by_key(|range| range.end - range.start).copied()
-}
-
-/// A range in pieces of at most `len` bytes.
-fn parts(range: Range, len: u64) -> impl Iterator<Item = Range> {
-    let starts = (range.start..range.end).step_by(len.max(1) as usize);
-    starts.map(move |start| Range { start, end: range.end.min(start + len), ..range })
 }

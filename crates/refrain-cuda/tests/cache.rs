@@ -304,7 +304,7 @@ fn a_stream_that_cannot_leave_a_capture_is_replaced() {
 #[test]
 fn equal_or_too_few_states_do_not_verify_anything() {
     let bed = Bed::new(plain(Method::Stream));
-    let case = |v: u32| Case { uploads: vec![(bed.a, words(v))] };
+    let case = |v: u32| Case::of(vec![(bed.a, words(v))]);
     let refused = Check::new(vec![case(1), case(2), case(2)]).unwrap_err();
     assert_eq!(
         refused.to_string(),

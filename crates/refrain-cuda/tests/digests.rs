@@ -47,7 +47,7 @@ fn bed(seed: u64) -> Bed {
     // SAFETY: it touches `N` words of each buffer, which is what they have.
     warm.push(unsafe { double.baked(Baked(N)).build() });
     warm.name_buffer(large, "doubled", 4);
-    let case = |v: u32| Case { uploads: vec![(a, v.to_le_bytes().repeat(N as usize))] };
+    let case = |v: u32| Case::of(vec![(a, v.to_le_bytes().repeat(N as usize))]);
     let check = Check::new((1..4).map(case).collect()).unwrap();
     let check = check.workspace(workspace).digests(kernels.digester().unwrap());
     let (stream, lease) = (ctx.stream().unwrap(), memory.lease().unwrap());

@@ -61,7 +61,7 @@
 //! | lay out memory | [`Layout`], [`Memory`], [`Buf`], [`Slot`], [`Lease`] |
 //! | describe work | [`Module`], [`Function`], [`LaunchBuilder`], [`Launch`], [`Baked`], [`LibraryCall`] |
 //! | enqueue it | [`Queue`], handed out by [`Stream::run`] (at once) and [`Stream::record`] (as a graph) |
-//! | move bytes between replays | [`Stream::upload`], [`Stream::bulk`], [`Staging`], [`Stream::set`]; results through a [`Ring`] |
+//! | move bytes between replays | [`Stream::upload`], [`Stream::bulk`], [`Staging`], [`Stream::set`]; results through a [`Ring`] or [`Returns`] |
 //! | replay | [`Graph::replay`], [`Outputs`] |
 //! | know whether a driver's stream capture can be used | [`trial`] |
 //! | know what went wrong | [`DriverError`] and its [`hint`](DriverError::hint), [`Device::health`], [`doctor`] |
@@ -91,6 +91,7 @@ mod worker; // the device thread
 mod memory; // planned memory and handles into it
 mod pinned; // what host and device touch at the same time
 mod ring; // pinned ring from the device
+mod returns; // pinned slots from the device
 mod staging; // pinned slots to the device
 
 mod launch; // one launch, described
@@ -133,6 +134,7 @@ pub use module::{Function, Module};
 pub use queue::{LibraryCall, LibraryStream, Queue};
 pub use real::raw_driver;
 pub use record::{Method, RecordOptions};
+pub use returns::Returns;
 pub use ring::{RING_HEADER_BYTES, Ring};
 pub use staging::Staging;
 pub use stream::Stream;

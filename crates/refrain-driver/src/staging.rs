@@ -34,9 +34,38 @@ enum SlotState {
 }
 
 /// A pinned allocation, kept by whoever sent a copy that uses it.
-struct Pinned {
+pub(crate) struct Pinned {
     shared: Arc<Shared>,
     ptr: HostPtr,
+}
+
+impl Pinned {
+    /// Room for `n_slots` slots of `slot_bytes`.
+    pub(crate) fn new(
+        shared: &Arc<Shared>,
+        n_slots: usize,
+        slot_bytes: usize,
+    ) -> Result<Arc<Pinned>, DriverError> {
+        let bytes = (n_slots as u64).checked_mul(slot_bytes as u64).filter(|&b| b <= i64::MAX as u64).ok_or(
+            DriverError::OutOfRange {
+                what: "the address space".to_owned(),
+                offset: 0,
+                len: u64::MAX,
+                bytes: i64::MAX as u64,
+            },
+        )?;
+        shared.refuse_while_recording("pinned allocation", bytes)?;
+        let ptr = shared.call("cuMemAllocHost", |api| api.alloc_host(bytes))?;
+        Ok(Arc::new(Pinned { shared: Arc::clone(shared), ptr }))
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    pub(crate) fn ptr(&self) -> HostPtr {
+        self.ptr
+    }
 }
 
 impl Drop for Pinned {
@@ -50,17 +79,7 @@ impl Staging {
     pub fn new(ctx: &Context, n_slots: usize, slot_bytes: usize) -> Result<Staging, DriverError> {
         let shared = ctx.shared();
         let (n_slots, slot_bytes) = (n_slots.max(1), slot_bytes.max(1));
-        let bytes = (n_slots as u64).checked_mul(slot_bytes as u64).filter(|&b| b <= i64::MAX as u64).ok_or(
-            DriverError::OutOfRange {
-                what: "the address space".to_owned(),
-                offset: 0,
-                len: u64::MAX,
-                bytes: i64::MAX as u64,
-            },
-        )?;
-        shared.refuse_while_recording("pinned allocation", bytes)?;
-        let ptr = shared.call("cuMemAllocHost", |api| api.alloc_host(bytes))?;
-        let pinned = Arc::new(Pinned { shared: Arc::clone(shared), ptr });
+        let pinned = Pinned::new(shared, n_slots, slot_bytes)?;
         let slot = |_| Ok(Slot { event: Event::new(shared, false)?, state: SlotState::Idle });
         let slots = (0..n_slots).map(slot).collect::<Result<_, DriverError>>()?;
         Ok(Staging { pinned, slot_bytes, slots, next: 0 })

@@ -199,6 +199,27 @@ impl Stream {
         self.stage(lease, staging, slot.buf(), bytemuck::bytes_of(&value))
     }
 
+    /// Copies a buffer of one memory to an equally long one of another, in stream order.
+    pub fn copy_across(
+        &mut self,
+        (to, dst): (&mut Lease, Buf),
+        (from, src): (&mut Lease, Buf),
+    ) -> Result<(), DriverError> {
+        self.usable("copy", src.len())?;
+        if dst.len() != src.len() {
+            let what = "a copy".to_owned();
+            return Err(DriverError::SizeMismatch { what, expected: dst.len(), given: src.len() });
+        }
+        let ends = (to.memory().resolve(dst)?.address(), from.memory().resolve(src)?.address());
+        self.begin_use(to)?;
+        self.begin_use(from)?;
+        if src.is_empty() {
+            return Ok(());
+        }
+        let (handle, [to, from]) = (self.handle, [ends.0, ends.1].map(crate::api::DevicePtr));
+        self.shared().call("cuMemcpyAsync", |api| api.memcpy_dtod_async(to, from, src.len(), handle))
+    }
+
     /// Waits for the stream and copies bytes of the memory to the host.
     pub fn download(&mut self, lease: &Lease, src: Buf, bytes: &mut [u8]) -> Result<(), DriverError> {
         self.usable("readback", bytes.len() as u64)?;
@@ -283,7 +304,7 @@ impl Stream {
         self.check_broken()
     }
 
-    fn same_device(&self, other: &Arc<Shared>, what: &'static str) -> Result<(), DriverError> {
+    pub(crate) fn same_device(&self, other: &Arc<Shared>, what: &'static str) -> Result<(), DriverError> {
         if Arc::ptr_eq(self.shared(), other) { Ok(()) } else { Err(DriverError::ForeignDevice { what }) }
     }
 

@@ -4,6 +4,7 @@ use crate::graph::{Graph, State, StateId, Weight};
 use crate::group::{Fusion, GroupQuery};
 use crate::op::{HostCallError, Op, TensorType};
 use crate::plan::{Plan, PlanError};
+use crate::queue::{Collected, StepQueue, collect_stepwise, queue_stepwise};
 use crate::report::{Ran, Reason};
 use crate::run::{CommittedStep, Run};
 use refrain_tensor::HostTensor;
@@ -280,6 +281,39 @@ pub trait Backend {
 
     /// Copies an output of the last run to the host, dense whatever its layout on the device.
     fn read(&mut self, compiled: &Self::Compiled, output: usize, into: &mut [u8]) -> Result<(), RunError>;
+
+    /// How many queued steps may be in flight at once; 1 where each is done before [`Backend::queue`] returns.
+    fn queue_depth(&self) -> usize {
+        1
+    }
+
+    /// Queues a step behind those queued before, without waiting for any of them where the backend can. Its control block
+    /// is copied, so the caller may change it at once. `outputs` names the outputs to bring back: few and small ones.
+    ///
+    /// At most [`Backend::queue_depth`] steps may be queued and not collected. Steps of several graphs may be queued, and
+    /// steps that are [`run`](Backend::run) meanwhile, and states that are read or written, come behind those queued.
+    ///
+    /// An error here leaves the queue as it was. An error may also show when the step is collected.
+    fn queue(
+        &mut self,
+        compiled: &mut Self::Compiled,
+        io: Io<'_, Self>,
+        outputs: &[usize],
+        queue: &mut StepQueue,
+    ) -> Result<(), RunError> {
+        queue_stepwise(self, compiled, io, outputs, queue)
+    }
+
+    /// Waits for the oldest queued step. After an error the queue is empty: the step that it belongs to and those queued
+    /// behind it did not run, or the device no longer runs anything.
+    fn collect(&mut self, queue: &mut StepQueue) -> Result<Collected, RunError> {
+        collect_stepwise(queue)
+    }
+
+    /// Waits until no queued step is in flight and forgets their results; how many there were.
+    fn abandon(&mut self, queue: &mut StepQueue) -> Result<usize, RunError> {
+        Ok(queue.clear())
+    }
 
     /// How many steps of a run may be under way at once; 1 where the host has a part in every step.
     fn ahead(&self, _: &Self::Compiled) -> usize {

@@ -26,6 +26,7 @@ mod bounds; // what a step's inputs may point at
 mod crossing; // what host steps cost
 mod control; // what changes from step to step
 mod run; // steps that feed themselves
+mod queue; // steps sent before the results of others are known
 mod backend; // who runs it
 mod report; // how a step ran, and why
 mod dot; // as a picture
@@ -54,6 +55,7 @@ pub use op::{
     Reduce, Rope, RopeStyle, SAMPLE_PARAMS, Sample, SampleParam, SpanAttention, TensorType, Unary, View,
 };
 pub use plan::{Buffer, BufferId, KvTraffic, Operand, Place, Plan, PlanError, PlanOptions, Step, Traffic};
+pub use queue::{Collected, StepQueue, collect_stepwise, nothing_queued, queue_stepwise};
 pub use report::{Ran, Reason};
 pub use run::{Committed, CommittedStep, Feedback, LapsingBias, RowLimits, Run, RunEdits, StepFlags};
 pub use schedule::{Segment, SegmentKind};

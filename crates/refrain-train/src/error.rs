@@ -50,6 +50,14 @@ pub enum TrainError {
         /// The last checkpoint.
         checkpoint: Option<PathBuf>,
     },
+    /// The run had failed before: its states are not those of its last good step.
+    #[error("the run failed at step {step} and cannot go on from there")]
+    Ended {
+        /// The step, counted from 0.
+        step: u64,
+        /// The last checkpoint before it.
+        checkpoint: Option<PathBuf>,
+    },
     /// The data ended.
     #[error("there is no batch for step {step}")]
     NoData {
@@ -86,6 +94,10 @@ impl TrainError {
                     }
                 })
             }
+            Self::Ended { checkpoint, .. } => Some(match checkpoint {
+                Some(path) => format!("go on from {}", path.display()),
+                None => "start it again".into(),
+            }),
             Self::NoData { .. } => None,
             Self::Report { .. } => Some("the log has all that the report shows".into()),
         }

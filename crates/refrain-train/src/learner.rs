@@ -3,14 +3,18 @@
 //! A [`Learner`] owns the states of a model that is trained (weights, masters, moments, the count of steps) where the
 //! backend keeps them, and the compiled steps that change them. A caller with a loop of its own gives it batches; the
 //! [`crate::trainer`] is such a loop.
+//!
+//! Steps can be sent ahead: [`Learner::queue`] sends the next one while others run, [`Learner::collect`] waits for the oldest.
+//! A step depends on those before it through the states alone, so what is queued is the same whether anybody waited.
 
 use refrain_graph::{
-    ADAM_PARAMS, AdamParam, Backend, CompileError, ControlBlock, ControlError, GradError, Io, Plan, Ran,
-    RunError, State, StateId, fuse, join_sums,
+    ADAM_PARAMS, AdamParam, Backend, Collected, CompileError, ControlBlock, ControlError, GradError, Io,
+    Plan, Ran, RunError, State, StateId, StepQueue, fuse, join_sums,
 };
 use refrain_models::{Model, ModelError, Param, TrainGraph, TrainInputs, TrainPhase, TrainSpec, TrainStates};
 use refrain_tensor::{DType, HostTensor, TensorError, quant};
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// The rows of one micro-step, sequence after sequence.
@@ -121,6 +125,15 @@ pub enum LearnError {
         /// Batches that came.
         got: usize,
     },
+    /// Steps are in flight where there must be none.
+    #[error("{n} steps are in flight; they must be collected first")]
+    InFlight {
+        /// How many.
+        n: usize,
+    },
+    /// A step was to be collected and none was queued.
+    #[error("no step is queued")]
+    NothingQueued,
     /// None of a step's rows has a target.
     #[error("none of the {n_rows} rows of the step has a target: there is nothing to learn from")]
     NoTargets {
@@ -143,7 +156,9 @@ impl LearnError {
             LearnError::Grad(_)
             | LearnError::Control(_)
             | LearnError::Tensor { .. }
-            | LearnError::Batches { .. } => None,
+            | LearnError::Batches { .. }
+            | LearnError::InFlight { .. }
+            | LearnError::NothingQueued => None,
         }
     }
 }
@@ -186,10 +201,49 @@ impl<B: Backend> Step<B> {
         Ok(backend.run(&mut self.compiled, io)?)
     }
 
+    /// Queues it; its loss comes back, and the sum of squares where it has one.
+    fn queue(
+        &mut self,
+        backend: &mut B,
+        weights: &B::Weights,
+        states: &mut B::States,
+        queue: &mut StepQueue,
+    ) -> Result<(), LearnError> {
+        let io = Io { weights, states, control: self.control.bytes() };
+        let both = [self.inputs.loss, self.inputs.sum_squares.unwrap_or(0)];
+        let outputs = &both[..1 + usize::from(self.inputs.sum_squares.is_some())];
+        Ok(backend.queue(&mut self.compiled, io, outputs, queue)?)
+    }
+
     fn read(&self, backend: &mut B, output: usize) -> Result<f32, LearnError> {
         let mut value = [0f32];
         backend.read(&self.compiled, output, bytemuck::cast_slice_mut(&mut value))?;
         Ok(value[0])
+    }
+}
+
+/// A step that was queued, as far as its micro-steps were collected.
+#[derive(Debug, Default)]
+struct QueuedStep {
+    loss: f32,
+    sum_squares: Option<f32>,
+    ran: Vec<Ran>,
+}
+
+impl QueuedStep {
+    fn add(&mut self, micro: Collected) {
+        let value = |i: usize| {
+            let bytes = micro.outputs.get(i).and_then(|bytes| bytes.first_chunk::<4>());
+            bytes.map(|bytes| f32::from_le_bytes(*bytes))
+        };
+        self.loss += value(0).unwrap_or(f32::NAN);
+        self.sum_squares = value(1).or(self.sum_squares);
+        self.ran.push(micro.ran);
+    }
+
+    fn outcome(self) -> StepOutcome {
+        let grad_norm = self.sum_squares.unwrap_or(f32::NAN).sqrt();
+        StepOutcome { loss: self.loss, grad_norm, ran: self.ran }
     }
 }
 
@@ -206,6 +260,10 @@ pub struct Learner<B: Backend> {
     spec: TrainSpec,
     table: TrainStates,
     n_batches: usize,
+    /// Micro-steps in flight.
+    queue: StepQueue,
+    /// Steps that were queued and not collected, oldest first.
+    queued: VecDeque<QueuedStep>,
 }
 
 impl<B: Backend> Learner<B> {
@@ -228,8 +286,21 @@ impl<B: Backend> Learner<B> {
             false => None,
         };
         let evaluate = None;
-        let mut learner =
-            Learner { update, accumulate, evaluate, weights, states, backend, model, spec, table, n_batches };
+        let (queue, queued) = (StepQueue::new(), VecDeque::new());
+        let mut learner = Learner {
+            update,
+            accumulate,
+            evaluate,
+            weights,
+            states,
+            backend,
+            model,
+            spec,
+            table,
+            n_batches,
+            queue,
+            queued,
+        };
         for idx in 0..learner.table.params.len() {
             let param = learner.table.params[idx];
             let tensor = learner.model.tensors()[param.weight.idx()].clone();
@@ -263,7 +334,17 @@ impl<B: Backend> Learner<B> {
         self.backend.plan(&self.update.compiled)
     }
 
-    /// One step: gradients of all batches, clipping, update.
+    /// How many steps may be in flight at once; 1 on a device whose every step is waited for.
+    pub fn depth(&self) -> usize {
+        self.backend.queue_depth().max(1)
+    }
+
+    /// Steps that were queued and not collected.
+    pub fn n_queued(&self) -> usize {
+        self.queued.len()
+    }
+
+    /// One step: gradients of all batches, clipping, update. No other may be in flight.
     ///
     /// `random` seeds dropout: the same numbers drop the same elements.
     pub fn step(
@@ -272,6 +353,25 @@ impl<B: Backend> Learner<B> {
         adam: &AdamSettings,
         random: [u32; 4],
     ) -> Result<StepOutcome, LearnError> {
+        if !self.queued.is_empty() {
+            return Err(LearnError::InFlight { n: self.queued.len() });
+        }
+        self.queue(batches, adam, random)?;
+        self.collect()
+    }
+
+    /// Sends a step behind those in flight, without waiting for it where the device can: nothing of it depends on what
+    /// those find. At most [`Learner::depth`] steps may be in flight.
+    ///
+    /// A step that is refused (too many in flight, another number of batches, no targets) changes nothing. After any other
+    /// error nothing is in flight. Steps whose outcome was not collected may be applied or not then, and sums of gradients
+    /// may be left of a part of a step: what goes on from there starts from a checkpoint.
+    pub fn queue(
+        &mut self,
+        batches: &[Rows<'_>],
+        adam: &AdamSettings,
+        random: [u32; 4],
+    ) -> Result<(), LearnError> {
         if batches.len() != self.n_batches {
             return Err(LearnError::Batches { want: self.n_batches, got: batches.len() });
         }
@@ -279,10 +379,28 @@ impl<B: Backend> Learner<B> {
         if n_targets == 0 {
             return Err(LearnError::NoTargets { n_rows: batches.len() * self.spec.n_tokens });
         }
-        let scale = 1.0 / n_targets as f32;
-        let mut ran = Vec::with_capacity(batches.len());
-        let (mut loss, mut sum_squares) = (0.0f32, f32::NAN);
+        if self.queued.len() >= self.depth() {
+            return Err(LearnError::InFlight { n: self.queued.len() });
+        }
+        self.queued.push_back(QueuedStep::default());
+        let sent = self.send(batches, adam, random, 1.0 / n_targets as f32);
+        if sent.is_err() {
+            self.forget();
+        }
+        sent
+    }
+
+    fn send(
+        &mut self,
+        batches: &[Rows<'_>],
+        adam: &AdamSettings,
+        random: [u32; 4],
+        scale: f32,
+    ) -> Result<(), LearnError> {
         for (i, rows) in batches.iter().enumerate() {
+            while self.queue.len() >= self.depth() {
+                self.collect_micro()?;
+            }
             let is_last = i + 1 == batches.len();
             let step = match &mut self.accumulate {
                 Some(step) if !is_last => step,
@@ -297,13 +415,45 @@ impl<B: Backend> Learner<B> {
             if let Some(id) = step.inputs.adam {
                 step.control.set_f32(id, &adam.params())?;
             }
-            ran.push(step.run(&mut self.backend, &self.weights, &mut self.states)?);
-            loss += step.read(&mut self.backend, step.inputs.loss)?;
-            if let Some(output) = step.inputs.sum_squares {
-                sum_squares = step.read(&mut self.backend, output)?;
+            step.queue(&mut self.backend, &self.weights, &mut self.states, &mut self.queue)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the oldest step in flight. After an error as [`Learner::queue`] says.
+    pub fn collect(&mut self) -> Result<StepOutcome, LearnError> {
+        let Some(step) = self.queued.front() else { return Err(LearnError::NothingQueued) };
+        for _ in step.ran.len()..self.n_batches {
+            if let Err(error) = self.collect_micro() {
+                self.forget();
+                return Err(error);
             }
         }
-        Ok(StepOutcome { loss, grad_norm: sum_squares.sqrt(), ran })
+        self.queued.pop_front().map(QueuedStep::outcome).ok_or(LearnError::NothingQueued)
+    }
+
+    /// Waits until nothing is in flight and forgets what came of it; how many steps there were. They may be applied.
+    pub fn abandon(&mut self) -> Result<usize, LearnError> {
+        let n = std::mem::take(&mut self.queued).len();
+        self.backend.abandon(&mut self.queue)?;
+        Ok(n)
+    }
+
+    /// Waits for the oldest micro-step in flight.
+    fn collect_micro(&mut self) -> Result<(), LearnError> {
+        let micro = self.backend.collect(&mut self.queue)?;
+        let n_batches = self.n_batches;
+        if let Some(step) = self.queued.iter_mut().find(|step| step.ran.len() < n_batches) {
+            step.add(micro);
+        }
+        Ok(())
+    }
+
+    /// After an error, which is the one to report.
+    fn forget(&mut self) {
+        if let Err(error) = self.abandon() {
+            tracing::debug!("steps in flight behind a failed one: {error}");
+        }
     }
 
     /// The summed loss of rows that are not learnt from, and how many of them have a target.
@@ -397,11 +547,15 @@ fn state_bytes(state: &State) -> usize {
 
 /// Numbers in one of the three float types.
 fn rounded(values: &[f32], dtype: DType) -> Vec<u8> {
+    let mut bytes = vec![0; 2 * values.len()];
+    let words = bytes.as_chunks_mut::<2>().0.iter_mut().zip(values);
     if dtype == DType::BF16 {
-        return values.iter().flat_map(|&v| half::bf16::from_f32(v).to_le_bytes()).collect();
+        words.for_each(|(word, v)| *word = half::bf16::from_f32(*v).to_le_bytes());
+        return bytes;
     }
     if dtype == DType::F16 {
-        return values.iter().flat_map(|&v| half::f16::from_f32(v).to_le_bytes()).collect();
+        words.for_each(|(word, v)| *word = half::f16::from_f32(*v).to_le_bytes());
+        return bytes;
     }
     bytemuck::cast_slice(values).to_vec()
 }

@@ -2,6 +2,11 @@
 //!
 //! The loop decides nothing about numbers: a run is a function of its configuration, its data and its weights. A run
 //! that was stopped and resumed takes the same steps, bit for bit, as one that was not.
+//!
+//! Steps are sent ahead where the device can: up to [`Learner::depth`] are in flight, but none beyond a step after which the
+//! states are looked at (a held-out loss, a checkpoint, a sample, the end). Outcomes come in order. A step whose gradients
+//! are not finite changes nothing on the device, so those behind it run as if it had not been; a step that ends the run
+//! ends it under its own number, and what was in flight behind it is neither logged nor saved.
 
 use crate::checkpoint::{
     BestLoss, Checkpoint, CheckpointStore, FileSpec, RandomState, RunProgress, RunState, SaveRequest,
@@ -19,6 +24,7 @@ use refrain_graph::{Backend, Ran, StateId};
 use refrain_models::{Model, TrainSpec};
 use refrain_tensor::DType;
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -130,6 +136,20 @@ pub struct Trainer<B: Backend> {
     n_skipped_in_row: u64,
     n_replayed: u64,
     n_eager: u64,
+    /// Steps in flight, oldest first.
+    sent: VecDeque<SentStep>,
+    /// Why no more steps can be sent; told when those in flight are done.
+    cannot_send: Option<TrainError>,
+    /// When the last step was done, or the first of those in flight was begun.
+    since: Instant,
+    /// The step that ended the run with an error.
+    failed: Option<u64>,
+}
+
+/// A step in flight: what is logged about it, and its rows, for messages.
+struct SentStep {
+    lr: f64,
+    batches: Vec<Batch>,
 }
 
 impl<B: Backend> Trainer<B> {
@@ -183,6 +203,10 @@ impl<B: Backend> Trainer<B> {
             n_skipped_in_row: 0,
             n_replayed: 0,
             n_eager: 0,
+            sent: VecDeque::new(),
+            cannot_send: None,
+            since: Instant::now(),
+            failed: None,
         };
         if let Some(checkpoint) = &checkpoint {
             trainer.restore(checkpoint)?;
@@ -190,12 +214,12 @@ impl<B: Backend> Trainer<B> {
         Ok(trainer)
     }
 
-    /// The learner.
+    /// The learner. Its states are those of [`Trainer::n_done`] steps once the run is [settled](Trainer::settle).
     pub fn learner(&self) -> &Learner<B> {
         &self.learner
     }
 
-    /// The learner, for a caller that looks into its states or changes them.
+    /// The learner, for a caller that looks into its states or changes them; see [`Trainer::settle`].
     pub fn learner_mut(&mut self) -> &mut Learner<B> {
         &mut self.learner
     }
@@ -236,12 +260,76 @@ impl<B: Backend> Trainer<B> {
         Ok(self.summary(interrupted))
     }
 
-    /// One step, with the held-out loss and the checkpoint that are due after it; nothing where all steps are done.
+    /// One step, with the held-out loss and the checkpoint that are due after it; nothing where all steps are done. The next
+    /// steps are in flight when it returns, up to the next one after which something is due.
     pub fn advance(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
         if self.is_done() {
             return Ok(());
         }
-        self.take_step(observe)?;
+        self.check_not_failed()?;
+        let sent = self.send_ahead();
+        self.note_failure(sent)?;
+        self.finish_step(observe)
+    }
+
+    /// Finishes the steps in flight, with what is due after them.
+    pub fn settle(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
+        while !self.sent.is_empty() {
+            self.finish_step(observe)?;
+        }
+        Ok(())
+    }
+
+    /// After a failed step the states are not those of the last good one.
+    fn note_failure(&mut self, result: Result<(), TrainError>) -> Result<(), TrainError> {
+        result.inspect_err(|_| self.failed = Some(self.step))
+    }
+
+    fn check_not_failed(&self) -> Result<(), TrainError> {
+        match self.failed {
+            Some(step) => Err(TrainError::Ended { step, checkpoint: self.saved_path() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Steps that will be done when something has to look at the states: nothing is sent beyond.
+    fn next_stop(&self) -> u64 {
+        let held_out = self.config.eval_every.filter(|_| self.held_out.is_some());
+        let every = [held_out, self.config.save_every, self.config.sample_every];
+        let next = |n: u64| (self.step / n + 1).saturating_mul(n);
+        every.into_iter().flatten().filter(|n| *n > 0).map(next).fold(self.config.steps, u64::min)
+    }
+
+    /// Sends steps until as many are in flight as may be.
+    fn send_ahead(&mut self) -> Result<(), TrainError> {
+        let stop = self.next_stop();
+        while self.cannot_send.is_none() && self.sent.len() < self.learner.depth() {
+            let step = self.step + self.sent.len() as u64;
+            if step >= stop {
+                break;
+            }
+            if self.sent.is_empty() {
+                self.since = Instant::now();
+            }
+            let sent = self.batches(step).and_then(|batches| self.send_step(step, batches));
+            if let Err(error) = sent {
+                if self.learner.n_queued() < self.sent.len() {
+                    // The device failed: those before it are gone with it.
+                    self.sent.clear();
+                }
+                self.cannot_send = Some(error);
+            }
+        }
+        match self.cannot_send.take_if(|_| self.sent.is_empty()) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits for the oldest step in flight and does what is due after it.
+    fn finish_step(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
+        let taken = self.take_step(observe);
+        self.note_failure(taken)?;
         let is_last = self.is_done();
         let due = |every: Option<u64>| every.is_some_and(|n| n > 0 && self.step.is_multiple_of(n)) || is_last;
         let (evaluates, saves) =
@@ -272,15 +360,14 @@ impl<B: Backend> Trainer<B> {
         }
     }
 
-    fn take_step(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
-        let began = Instant::now();
-        let mut batches: Vec<Batch> = Vec::with_capacity(self.config.accumulate);
-        for _ in 0..self.config.accumulate {
-            let next = self.loader.next();
-            batches.push(next.ok_or(TrainError::NoData { step: self.step })??);
-        }
+    fn batches(&mut self, step: u64) -> Result<Vec<Batch>, TrainError> {
+        let next = |_| self.loader.next().ok_or(TrainError::NoData { step })?.map_err(TrainError::from);
+        (0..self.config.accumulate).map(next).collect()
+    }
+
+    fn send_step(&mut self, step: u64, batches: Vec<Batch>) -> Result<(), TrainError> {
         let rows: Vec<Rows<'_>> = batches.iter().map(rows_of).collect();
-        let lr = self.schedule.at(self.step);
+        let lr = self.schedule.at(step);
         let adam = AdamSettings {
             lr,
             betas: self.config.betas,
@@ -292,9 +379,23 @@ impl<B: Backend> Trainer<B> {
             },
         };
         let seed = self.config.seed;
-        let random = [seed as u32, (seed >> 32) as u32, self.step as u32, 0];
-        let outcome = self.learner.step(&rows, &adam, random)?;
-        let seconds = began.elapsed().as_secs_f64();
+        let random = [seed as u32, (seed >> 32) as u32, step as u32, 0];
+        self.learner.queue(&rows, &adam, random)?;
+        self.sent.push_back(SentStep { lr, batches });
+        Ok(())
+    }
+
+    fn take_step(&mut self, observe: &mut dyn FnMut(&TrainEvent<'_>)) -> Result<(), TrainError> {
+        let Some(SentStep { lr, batches }) = self.sent.pop_front() else { return Ok(()) };
+        let outcome = match self.learner.collect() {
+            Ok(outcome) => outcome,
+            Err(error) => {
+                self.sent.clear();
+                return Err(error.into());
+            }
+        };
+        let seconds = self.since.elapsed().as_secs_f64();
+        self.since = Instant::now();
         let n_tokens = self.config.tokens_per_step();
         let record = StepRecord {
             step: self.step,
@@ -305,15 +406,27 @@ impl<B: Backend> Trainer<B> {
         };
         self.write_log(&LogLine::Step(record))?;
         if !outcome.loss.is_finite() {
+            self.drop_sent()?;
+            let rows: Vec<Rows<'_>> = batches.iter().map(rows_of).collect();
             let tensor = self.learner.first_not_finite(&rows)?;
             return Err(TrainError::NotFinite { step: self.step, tensor, checkpoint: self.saved_path() });
         }
-        self.count(&outcome)?;
+        if let Err(error) = self.count(&outcome) {
+            self.drop_sent()?;
+            return Err(error);
+        }
         self.progress.loss = Some(record.loss);
         self.progress.n_tokens += n_tokens;
         self.progress.seconds += seconds;
         self.step += 1;
         observe(&TrainEvent::Step { record, outcome: &outcome });
+        Ok(())
+    }
+
+    /// Waits for the steps in flight and forgets them: the run is over.
+    fn drop_sent(&mut self) -> Result<(), TrainError> {
+        self.sent.clear();
+        self.learner.abandon()?;
         Ok(())
     }
 
@@ -348,7 +461,7 @@ impl<B: Backend> Trainer<B> {
         }
     }
 
-    /// The mean loss of data that is not learnt from.
+    /// The mean loss of data that is not learnt from, after the steps that were sent.
     pub fn held_out_loss(&mut self) -> Result<Option<f64>, TrainError> {
         let Some(corpus) = self.held_out.clone() else { return Ok(None) };
         let options =
@@ -374,12 +487,14 @@ impl<B: Backend> Trainer<B> {
         Ok(is_best)
     }
 
-    /// Saves a checkpoint, where the run has a folder.
+    /// Saves a checkpoint, where the run has a folder. Steps in flight are finished first.
     pub fn save(
         &mut self,
         is_best: bool,
         observe: &mut dyn FnMut(&TrainEvent<'_>),
     ) -> Result<(), TrainError> {
+        self.check_not_failed()?;
+        self.settle(observe)?;
         let already = self.last_saved.as_ref().is_some_and(|(step, _)| *step == self.step) && !is_best;
         let Some(store) = self.store.as_ref().filter(|_| !already) else { return Ok(()) };
         let state = RunState {

@@ -59,7 +59,9 @@ fn learner(
     n: usize,
 ) -> Learner<CudaBackend> {
     let graphs = CacheOptions { mode, method, ..CacheOptions::default() };
-    let mut options = CudaOptions { graphs, ..CudaOptions::default() };
+    // Eager steps go one by one, replayed ones are sent ahead.
+    let ahead = if mode == GraphMode::Off { 1 } else { 4 };
+    let mut options = CudaOptions { graphs, ahead, ..CudaOptions::default() };
     options.kernels.cache = Some(std::env::temp_dir().join("refrain-test-kernels"));
     let backend = CudaBackend::on(device, options).unwrap();
     Learner::new(backend, Arc::clone(model), spec, n).unwrap_or_else(|e| panic!("{e}: {e:?}"))
@@ -70,7 +72,8 @@ fn adam(step: usize) -> AdamSettings {
     AdamSettings { lr, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, clip: Some(1.0) }
 }
 
-/// Runs steps and gives their losses and norms. Every micro-step must be one launch, or none of them.
+/// Runs steps, as many in flight as may be, and gives their losses and norms. Every micro-step must be one launch, or none
+/// of them.
 fn run(
     learner: &mut Learner<CudaBackend>,
     n_steps: usize,
@@ -79,19 +82,24 @@ fn run(
 ) -> Vec<(u32, u32)> {
     let n_vocab = learner.model().config().n_vocab;
     let n = learner.spec().n_tokens;
-    let step = |step: usize| {
-        let texts: Vec<Text> =
-            (0..n_batches).map(|i| Text::new(n, n_vocab, (step * 31 + i) as u64)).collect();
-        let rows: Vec<Rows<'_>> = texts.iter().map(Text::rows).collect();
-        let outcome =
-            learner.step(&rows, &adam(step), [7, 0, step as u32, 0]).unwrap_or_else(|e| panic!("{e}: {e:?}"));
+    let mut n_sent = 0;
+    let mut take = |step: usize| {
+        while n_sent < n_steps.min(step + learner.depth()) {
+            let seed = |i: usize| (n_sent * 31 + i) as u64;
+            let texts: Vec<Text> = (0..n_batches).map(|i| Text::new(n, n_vocab, seed(i))).collect();
+            let rows: Vec<Rows<'_>> = texts.iter().map(Text::rows).collect();
+            let queued = learner.queue(&rows, &adam(n_sent), [7, 0, n_sent as u32, 0]);
+            queued.unwrap_or_else(|e| panic!("{e}: {e:?}"));
+            n_sent += 1;
+        }
+        let outcome = learner.collect().unwrap_or_else(|e| panic!("{e}: {e:?}"));
         assert!(outcome.is_applied(), "step {step}: {outcome:?}");
         assert_eq!(outcome.ran.len(), n_batches);
         let one_launch = |ran: &Ran| matches!(ran, Ran::Replayed { n_launches: 1, n_host_steps: 0 });
         assert!(outcome.ran.iter().all(|ran| one_launch(ran) == replayed), "step {step}: {outcome:?}");
         (outcome.loss.to_bits(), outcome.grad_norm.to_bits())
     };
-    (0..n_steps).map(step).collect()
+    (0..n_steps).map(&mut take).collect()
 }
 
 fn states(learner: &Learner<CudaBackend>) -> Vec<(String, Vec<u8>)> {

@@ -107,7 +107,7 @@ impl Bed {
     }
 
     pub fn check(&self) -> Result<Check, CudaError> {
-        let case = |v: u32| Case { uploads: vec![(self.a, words(v)), (self.scratch(), words(77))] };
+        let case = |v: u32| Case::of(vec![(self.a, words(v)), (self.scratch(), words(77))]);
         Ok(Check::new(vec![case(3), case(1000), case(70_000)])?.narrow(self.kv, vec![self.scratch()]))
     }
 

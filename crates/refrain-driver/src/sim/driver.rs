@@ -256,6 +256,7 @@ impl Api for SimApi {
 
     fn memcpy_htod(&self, dst: DevicePtr, src: &[u8]) -> Raw<()> {
         let mut state = self.enter(Call::MemcpyHtod)?;
+        state.upload_bytes += src.len() as u64;
         state.ctx()?;
         state.check_range("a copy to the device", dst, src.len() as u64)?;
         self.copy_now(state, Op::Upload { dst: dst.0, data: src.into() })
@@ -279,6 +280,7 @@ impl Api for SimApi {
         stream: StreamHandle,
     ) -> Raw<()> {
         let mut state = self.enter(Call::MemcpyHtodAsync)?;
+        state.upload_bytes += bytes;
         let stream = state.stream(stream)?;
         let captured = state.capturing(stream)?.is_some();
         let to = state.copy_end(CopyEnd::Device(dst), bytes, false)?;

@@ -99,6 +99,8 @@ pub struct SimStats {
     pub live: Census,
     /// Calls sent, by kind; those that failed count too.
     pub calls: Vec<(Call, u64)>,
+    /// Bytes that were copied from the host to the device; those of copies that failed count too.
+    pub upload_bytes: u64,
     /// Threads inside a call that a script keeps from returning.
     pub n_hung: usize,
 }
@@ -242,7 +244,8 @@ impl SimDriver {
         let state = self.lock();
         let calls =
             Call::ALL.iter().map(|&call| (call, state.n_calls[call as usize])).filter(|(_, n)| *n > 0);
-        SimStats { live: state.census(), calls: calls.collect(), n_hung: state.n_hung }
+        let (upload_bytes, n_hung) = (state.upload_bytes, state.n_hung);
+        SimStats { live: state.census(), calls: calls.collect(), upload_bytes, n_hung }
     }
 
     /// Diagnostics so far, left in place; [`crate::Device::take_reports`] takes them.

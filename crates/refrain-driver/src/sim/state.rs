@@ -99,6 +99,7 @@ pub(super) struct State {
     /// What the script wants of the work that the call in progress hands over.
     pub(super) armed: Option<WorkFault>,
     pub(super) n_calls: Vec<u64>,
+    pub(super) upload_bytes: u64,
     pub(super) n_hung: usize,
     pub(super) n_releases: u64,
     pub(super) now_ns: u64,
@@ -142,6 +143,7 @@ impl State {
             faults: options.faults,
             armed: None,
             n_calls: vec![0; Call::ALL.len()],
+            upload_bytes: 0,
             n_hung: 0,
             n_releases: 0,
             now_ns: 0,

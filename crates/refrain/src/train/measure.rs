@@ -3,9 +3,10 @@
 use crate::bench::{Resident, Samples};
 use crate::error::Error;
 use crate::session::Device;
-use crate::train::open::look;
+use crate::train::open::{GraphUse, look};
 use crate::train::{StepLearner, peak_flops};
 use refrain_cuda::{LoadListener, Status};
+use refrain_driver::trial::Choice;
 use refrain_graph::Ran;
 use refrain_models::{Model as Weights, NamedShape, TrainSpec};
 use refrain_tensor::DType;
@@ -14,6 +15,7 @@ use refrain_train::config::TrainConfig;
 use refrain_train::flops::step_flops;
 use refrain_train::learner::{AdamSettings, Rows};
 use refrain_train::memory::{MemoryCounts, MemoryEstimate};
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -34,6 +36,12 @@ pub struct TrainBench {
     pub masters: bool,
     /// Steps that are measured.
     pub n_steps: usize,
+    /// Steps that may be in flight, at most three; the usual number unless given.
+    pub ahead: Option<usize>,
+    /// Compares every so many replayed steps with their eager run, which takes time; `None`: none of them.
+    pub verify_every: Option<NonZeroU32>,
+    /// What a trial of stream capture says about the device's method.
+    pub graph_choice: Option<Choice>,
     /// Hears what a CUDA device is doing.
     pub on_load: LoadListener,
 }
@@ -51,8 +59,16 @@ pub struct TrainBenchReport {
     pub n_parameters: usize,
     /// Tokens of a step.
     pub n_tokens: usize,
-    /// Seconds of each step.
+    /// Seconds of each step: from the end of the one before to its own.
     pub seconds: Samples,
+    /// Seconds that each step took the caller's thread: filling the control block and handing it over.
+    pub host_seconds: Samples,
+    /// Mean seconds that a step took the device thread: checks, upload, launch; `None` on the CPU.
+    pub sending_seconds: Option<f64>,
+    /// The most steps that were in flight at once.
+    pub in_flight: usize,
+    /// Seconds from the model to a compiled, recorded and verified step.
+    pub ready_seconds: f64,
     /// Operations of a step.
     pub step_flops: f64,
     /// Operations a second that the device computes at best, where that is known.
@@ -80,6 +96,11 @@ impl TrainBenchReport {
     /// Tokens a second.
     pub fn tokens_per_second(&self) -> f64 {
         self.n_tokens as f64 / self.seconds.median()
+    }
+
+    /// Microseconds that a step takes of the host, on both threads together.
+    pub fn host_us(&self) -> f64 {
+        1e6 * (self.host_seconds.median() + self.sending_seconds.unwrap_or(0.0))
     }
 
     /// The share of the peak, where that is known.
@@ -117,8 +138,12 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
         recompute: false,
     };
     progress("preparing the step");
+    let began = Instant::now();
+    let (choice, verify_every) = (bench.graph_choice.as_ref(), bench.verify_every);
+    let graphs = GraphUse { choice, verify_every, ahead: bench.ahead };
     let mut learner =
-        StepLearner::with_listener(model.clone(), &bench.device, spec, 1, bench.on_load.clone())?;
+        StepLearner::open((model.clone(), spec, 1), &bench.device, bench.on_load.clone(), graphs)?;
+    let ready_seconds = began.elapsed().as_secs_f64();
     let n_vocab = model.config().n_vocab as u64;
     // Any tokens do; these repeat, so that there is something to learn.
     let token = |i: usize| ((1000 + (i as u64 % 4096) * 7919) % n_vocab) as i32;
@@ -132,13 +157,29 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
     let spans: Vec<[i32; 2]> = (0..n_tokens).map(span).collect();
     let rows = Rows { tokens: &tokens, targets: &targets, positions: &positions, spans: &spans };
     let adam = AdamSettings { lr: 3e-4, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, clip: Some(1.0) };
-    let (mut seconds, mut losses) = (Samples(Vec::new()), [f32::NAN; 2]);
-    let (mut n_replayed, mut launches) = (0, None);
-    for step in 0..N_WARM + bench.n_steps {
-        progress(&format!("step {step} of {}", N_WARM + bench.n_steps));
-        let began = Instant::now();
-        let outcome = learner.step(&[rows], &adam, [0, 0, step as u32, 0])?;
-        let took = began.elapsed().as_secs_f64();
+    let queue_stats = |learner: &StepLearner| learner.device_status().map(|status| status.queued);
+    let (mut seconds, mut host_seconds) = (Samples(Vec::new()), Samples(Vec::new()));
+    let (mut n_replayed, mut launches, mut losses) = (0, None, [f32::NAN; 2]);
+    let n_steps = N_WARM + bench.n_steps;
+    let (mut n_sent, mut last, mut before) = (0, Instant::now(), None);
+    for step in 0..n_steps {
+        progress(&format!("step {step} of {n_steps}"));
+        // Warm steps are finished before the first measured one is sent.
+        let may_send = if step < N_WARM { N_WARM } else { n_steps };
+        if step == N_WARM {
+            (last, before) = (Instant::now(), queue_stats(&learner));
+        }
+        while n_sent < may_send.min(step + learner.depth()) {
+            let began = Instant::now();
+            learner.queue(&[rows], &adam, [0, 0, n_sent as u32, 0])?;
+            if n_sent >= N_WARM {
+                host_seconds.0.push(began.elapsed().as_secs_f64());
+            }
+            n_sent += 1;
+        }
+        let outcome = learner.collect()?;
+        let took = last.elapsed().as_secs_f64();
+        last = Instant::now();
         if step == 0 {
             losses[0] = outcome.loss;
         }
@@ -154,6 +195,11 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
             }
         }
     }
+    let after = queue_stats(&learner);
+    let sending_seconds = before.zip(after).and_then(|(before, after)| {
+        let n = after.n_steps.saturating_sub(before.n_steps);
+        (n > 0).then(|| after.took.saturating_sub(before.took).as_secs_f64() / n as f64)
+    });
     let (device_name, _) = look(&bench.device);
     Ok(TrainBenchReport {
         name: bench.shape.name.to_owned(),
@@ -163,6 +209,11 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
         n_parameters: model.n_parameters(),
         n_tokens,
         seconds,
+        // The CPU runs a step while it is queued.
+        host_seconds: if learner.depth() > 1 { host_seconds } else { Samples(Vec::new()) },
+        sending_seconds,
+        in_flight: after.map_or(1, |stats| stats.most_in_flight.max(1)),
+        ready_seconds,
         step_flops: step_flops(&model, n_tokens as u64, bench.context),
         n_replayed,
         launches,

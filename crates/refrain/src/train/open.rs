@@ -7,6 +7,7 @@ use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, LoadListener, Monitor};
 use refrain_driver::Method;
 use refrain_driver::trial::Choice;
 use refrain_graph::Backend;
+use std::num::NonZeroU32;
 
 /// What is done with a backend, whichever it is.
 pub(super) trait WithBackend {
@@ -15,19 +16,31 @@ pub(super) trait WithBackend {
     fn call<B: Backend + 'static>(self, backend: B, monitor: Option<Monitor>) -> Result<Self::Output, Error>;
 }
 
+/// How a device's graphs are recorded and watched, beyond what the device itself says.
+#[derive(Clone, Copy, Default)]
+pub(super) struct GraphUse<'a> {
+    /// What a trial of stream capture says.
+    pub(super) choice: Option<&'a Choice>,
+    /// Compares every so many replayed steps with their eager run.
+    pub(super) verify_every: Option<NonZeroU32>,
+    /// Steps that may be in flight, at most three; the usual number unless given.
+    pub(super) ahead: Option<usize>,
+}
+
 /// Opens the device.
 pub(super) fn with_backend<W: WithBackend>(
     device: &Device,
     on_load: LoadListener,
-    choice: Option<&Choice>,
+    graphs: GraphUse<'_>,
     with: W,
 ) -> Result<W::Output, Error> {
     let (kind, cuda) = match device.cuda() {
         Err(threads) => return with.call(CpuBackend::new(threads)?, None),
         Ok(cuda) => cuda,
     };
-    let mut cuda = CudaOptions { on_load, ..cuda };
-    if choice.is_some_and(Choice::avoids_capture) {
+    let ahead = graphs.ahead.unwrap_or(cuda.ahead);
+    let mut cuda = CudaOptions { on_load, verify_every: graphs.verify_every, ahead, ..cuda };
+    if graphs.choice.is_some_and(Choice::avoids_capture) {
         // A library's calls become nodes by a capture, so they are left out too.
         (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);
     }

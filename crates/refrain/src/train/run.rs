@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::train::export::{Exported, Exporter};
-use crate::train::open::{WithBackend, with_backend};
+use crate::train::open::{GraphUse, WithBackend, with_backend};
 use crate::train::sample::Sampler;
 use crate::train::setup::Training;
 use refrain_cuda::{Monitor, Status};
@@ -36,7 +36,9 @@ impl Training {
         self.check_memory()?;
         let (device, on_load) = (self.options.device.clone(), self.options.on_load.clone());
         let choice = self.options.graph_choice.clone();
-        with_backend(&device, on_load, choice.as_ref(), Run { training: self, stop, observe })
+        let (choice, verify_every) = (choice.as_ref(), self.options.verify_every);
+        let graphs = GraphUse { choice, verify_every, ahead: None };
+        with_backend(&device, on_load, graphs, Run { training: self, stop, observe })
     }
 }
 

@@ -17,6 +17,7 @@ use refrain_train::memory::{MemoryCounts, MemoryEstimate};
 use refrain_train::tokenize::{TokenizerPlan, TrainedTokenizer};
 use refrain_train::trainer::{TrainData, train_spec};
 use refrain_train::{TrainConfig, TrainError};
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -31,6 +32,8 @@ pub struct TrainOptions {
     pub on_load: LoadListener,
     /// What a trial of stream capture says about the device's method.
     pub graph_choice: Option<Choice>,
+    /// Compares every so many replayed micro-steps with their eager run, whose result stands; `None`: none of them.
+    pub verify_every: Option<NonZeroU32>,
 }
 
 /// Whether steps must be graphs where the configuration does not say: on a GPU they must.

@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::session::Device;
-use crate::train::open::{WithBackend, with_backend};
+use crate::train::open::{GraphUse, WithBackend, with_backend};
 use refrain_cuda::{LoadListener, Monitor, Status};
 use refrain_graph::{Backend, Plan};
 use refrain_models::{Model as Weights, TrainSpec};
@@ -42,7 +42,17 @@ impl StepLearner {
         n_batches: usize,
         on_load: LoadListener,
     ) -> Result<StepLearner, Error> {
-        with_backend(device, on_load, None, Open { model, spec, n_batches })
+        StepLearner::open((model, spec, n_batches), device, on_load, GraphUse::default())
+    }
+
+    /// The same, with graphs that are recorded and watched as the caller says.
+    pub(super) fn open(
+        (model, spec, n_batches): (Arc<Weights>, TrainSpec, usize),
+        device: &Device,
+        on_load: LoadListener,
+        graphs: GraphUse<'_>,
+    ) -> Result<StepLearner, Error> {
+        with_backend(device, on_load, graphs, Open { model, spec, n_batches })
     }
 
     /// Name of the backend.
@@ -50,7 +60,28 @@ impl StepLearner {
         self.learner.backend()
     }
 
-    /// One step: gradients of all batches, clipping, update. `random` seeds dropout.
+    /// How many steps may be in flight at once; 1 on the CPU.
+    pub fn depth(&self) -> usize {
+        self.learner.depth()
+    }
+
+    /// Sends a step behind those in flight, without waiting for it where the device can; at most
+    /// [`StepLearner::depth`] may be. [`StepLearner::collect`] has its outcome.
+    pub fn queue(
+        &mut self,
+        batches: &[Rows<'_>],
+        adam: &AdamSettings,
+        random: [u32; 4],
+    ) -> Result<(), Error> {
+        Ok(self.learner.queue(batches, adam, random)?)
+    }
+
+    /// Waits for the oldest step in flight. After an error nothing is in flight any more.
+    pub fn collect(&mut self) -> Result<StepOutcome, Error> {
+        Ok(self.learner.collect()?)
+    }
+
+    /// One step: gradients of all batches, clipping, update. `random` seeds dropout. None may be in flight.
     pub fn step(
         &mut self,
         batches: &[Rows<'_>],
@@ -99,6 +130,14 @@ impl WithBackend for Open {
 /// A learner of any backend.
 trait AnyLearner {
     fn backend(&self) -> &'static str;
+    fn depth(&self) -> usize;
+    fn queue(
+        &mut self,
+        batches: &[Rows<'_>],
+        adam: &AdamSettings,
+        random: [u32; 4],
+    ) -> Result<(), LearnError>;
+    fn collect(&mut self) -> Result<StepOutcome, LearnError>;
     fn step(
         &mut self,
         batches: &[Rows<'_>],
@@ -113,6 +152,23 @@ trait AnyLearner {
 impl<B: Backend> AnyLearner for Learner<B> {
     fn backend(&self) -> &'static str {
         Learner::backend(self).name()
+    }
+
+    fn depth(&self) -> usize {
+        Learner::depth(self)
+    }
+
+    fn queue(
+        &mut self,
+        batches: &[Rows<'_>],
+        adam: &AdamSettings,
+        random: [u32; 4],
+    ) -> Result<(), LearnError> {
+        Learner::queue(self, batches, adam, random)
+    }
+
+    fn collect(&mut self) -> Result<StepOutcome, LearnError> {
+        Learner::collect(self)
     }
 
     fn step(

@@ -1,0 +1,145 @@
+//! Pinned slots through which a few bytes of each step come back to the host, without a wait between steps.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::api::{DevicePtr, HostPtr};
+use crate::device::Context;
+use crate::error::DriverError;
+use crate::event::Event;
+use crate::memory::{Buf, Lease, Place};
+use crate::pinned;
+use crate::staging::Pinned;
+use crate::stream::Stream;
+
+/// A few pinned slots of equal size, used in turn: [`Stream::send_back`] fills the next one in stream order,
+/// [`Returns::take`] waits for the oldest. A slot is filled again only when it was taken.
+pub struct Returns {
+    pinned: Arc<Pinned>,
+    slot_bytes: usize,
+    slots: Vec<ReturnSlot>,
+    n_sent: u64,
+    n_taken: u64,
+}
+
+struct ReturnSlot {
+    /// Recorded behind the copies into the slot.
+    event: Event,
+    n_bytes: usize,
+}
+
+impl Returns {
+    /// Allocates `n_slots` slots of `slot_bytes`, rounded up to whole words; at least one of at least one word.
+    pub fn new(ctx: &Context, n_slots: usize, slot_bytes: usize) -> Result<Returns, DriverError> {
+        let shared = ctx.shared();
+        let n_slots = n_slots.max(1);
+        let slot_bytes = usize::try_from(pinned::whole_words(slot_bytes.max(1) as u64)).unwrap_or(usize::MAX);
+        let pinned = Pinned::new(shared, n_slots, slot_bytes)?;
+        let slot = |_| Ok(ReturnSlot { event: Event::new(shared, false)?, n_bytes: 0 });
+        let slots = (0..n_slots).map(slot).collect::<Result<_, DriverError>>()?;
+        Ok(Returns { pinned, slot_bytes, slots, n_sent: 0, n_taken: 0 })
+    }
+
+    /// Bytes a slot holds.
+    #[must_use]
+    pub fn slot_bytes(&self) -> usize {
+        self.slot_bytes
+    }
+
+    /// Slots that are on their way or not taken.
+    #[must_use]
+    pub fn n_pending(&self) -> usize {
+        (self.n_sent - self.n_taken) as usize
+    }
+
+    /// Waits for the oldest slot, at most `limit`, and gives its bytes. After an error it is still the oldest.
+    pub fn take(&mut self, limit: Duration) -> Result<Vec<u8>, DriverError> {
+        if self.n_pending() == 0 {
+            return Err(DriverError::Timeout {
+                what: "a slot that nothing was sent to",
+                waited: Duration::ZERO,
+                origin: None,
+            });
+        }
+        let idx = self.idx(self.n_taken);
+        let slot = &self.slots[idx];
+        slot.event.wait(limit)?;
+        let mut bytes = vec![0; slot.n_bytes];
+        // SAFETY: the slot is inside of our pinned allocation, starts at a whole word, and the host touches it only here.
+        unsafe { pinned::read(self.at(idx), &mut bytes) };
+        self.n_taken += 1;
+        Ok(bytes)
+    }
+
+    fn idx(&self, n: u64) -> usize {
+        (n % self.slots.len() as u64) as usize
+    }
+
+    fn at(&self, idx: usize) -> HostPtr {
+        HostPtr(self.pinned.ptr().0 + (idx * self.slot_bytes) as u64)
+    }
+}
+
+impl Stream {
+    /// Copies buffers, one behind the other, to the next slot of `returns` in stream order, without waiting for them.
+    ///
+    /// [`DriverError::OutOfRange`] where they are more than a slot holds, or where every slot is still to be taken.
+    pub fn send_back(
+        &mut self,
+        lease: &mut Lease,
+        returns: &mut Returns,
+        from: &[Buf],
+    ) -> Result<(), DriverError> {
+        let n_bytes = from.iter().fold(0u64, |sum, buf| sum.saturating_add(buf.len()));
+        self.usable("readback", n_bytes)?;
+        self.same_device(returns.pinned.shared(), "the slots of results")?;
+        let too_many = |what: &str, len: u64, bytes: usize| DriverError::OutOfRange {
+            what: what.to_owned(),
+            offset: 0,
+            len,
+            bytes: bytes as u64,
+        };
+        if n_bytes > returns.slot_bytes as u64 {
+            return Err(too_many("a slot of results", n_bytes, returns.slot_bytes));
+        }
+        if returns.n_pending() == returns.slots.len() {
+            return Err(too_many(
+                "the slots of results",
+                returns.n_pending() as u64 + 1,
+                returns.slots.len(),
+            ));
+        }
+        let from: Vec<(Place, u64)> = from
+            .iter()
+            .map(|buf| Ok((lease.memory().resolve(*buf)?, buf.len())))
+            .collect::<Result<_, DriverError>>()?;
+        self.begin_use(lease)?;
+        self.keep.add(&returns.pinned);
+        let idx = returns.idx(returns.n_sent);
+        let (mut to, handle) = (returns.at(idx), self.handle());
+        for (from, bytes) in from.into_iter().filter(|(_, bytes)| *bytes > 0) {
+            self.shared().call("cuMemcpyDtoHAsync", |api| match from {
+                // SAFETY: the slot has room for all buffers (checked above) and is not read before its event has passed;
+                // the stream keeps the allocation until it has waited for its work.
+                Place::Device(from) => unsafe { api.memcpy_dtoh_async(to, from, bytes, handle) },
+                Place::Host(from) => {
+                    let (to, from): (DevicePtr, DevicePtr) = (to.device(), from.device());
+                    api.memcpy_dtod_async(to, from, bytes, handle)
+                }
+            })?;
+            to = HostPtr(to.0 + bytes);
+        }
+        let slot = &mut returns.slots[idx];
+        slot.n_bytes = n_bytes as usize;
+        self.record_event(&slot.event)?;
+        returns.n_sent += 1;
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Returns {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (n, of, bytes) = (self.n_pending(), self.slots.len(), self.slot_bytes);
+        write!(f, "Returns ({n} of {of} slots of {bytes} bytes pending)")
+    }
+}
