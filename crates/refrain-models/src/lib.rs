@@ -18,6 +18,7 @@ mod shapes; // random weights of well-known sizes
 mod error;
 
 mod gemma3;
+mod gemma4;
 mod llama;
 mod qwen2;
 mod qwen3;

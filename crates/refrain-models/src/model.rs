@@ -4,7 +4,7 @@ use crate::error::ModelError;
 use crate::state::{LayerState, StateTable};
 use crate::step::{Architecture, Shared, Step};
 use crate::weights::{TensorSource, WeightTable};
-use crate::{gemma3, llama, qwen2, qwen3};
+use crate::{gemma3, gemma4, llama, qwen2, qwen3};
 use refrain_formats::ModelFiles;
 use refrain_formats::params::{Arch, ModelConfig};
 #[cfg(doc)]
@@ -95,6 +95,7 @@ impl Model {
             Arch::Qwen2 => qwen2::LAYER_NAMES,
             Arch::Qwen3 => qwen3::LAYER_NAMES,
             Arch::Gemma3 => gemma3::LAYER_NAMES,
+            Arch::Gemma4 => gemma4::LAYER_NAMES,
         };
         let mut table = WeightTable::new(&config, source, layer_names);
         let shared = Shared::declare(&mut table)?;
@@ -103,6 +104,7 @@ impl Model {
             Arch::Qwen2 => Arc::new(qwen2::Qwen2::declare(&mut table)?),
             Arch::Qwen3 => Arc::new(qwen3::Qwen3::declare(&mut table)?),
             Arch::Gemma3 => Arc::new(gemma3::Gemma3::declare(&mut table)?),
+            Arch::Gemma4 => Arc::new(gemma4::Gemma4::declare(&mut table)?),
         };
         let WeightTable { weights, tensors, hf_names, derived, .. } = table;
         Ok(Model { config, weights, tensors, hf_names, derived, shared, arch })
@@ -135,6 +137,11 @@ impl Model {
 
     pub(crate) fn shared(&self) -> &Shared {
         &self.shared
+    }
+
+    /// What enters the first layer of a step that is being built.
+    pub(crate) fn begin(&self, step: &mut Step<'_>) -> Result<ValueId, GraphError> {
+        step.begin(&*self.arch)
     }
 
     /// One layer of a step that is being built.
@@ -170,7 +177,7 @@ impl Model {
     pub fn graph(&self, spec: &StepSpec, kv: &KvSpec) -> Result<Graph, GraphError> {
         let mut step =
             Step::new(&self.config, &self.shared, self.weights.clone(), self.state_table(kv), spec, kv)?;
-        let mut x = step.embed()?;
+        let mut x = self.begin(&mut step)?;
         for layer in 0..self.config.n_layers {
             step.scope(format!("blk.{layer}"));
             x = self.arch.layer(&mut step, layer, x)?;

@@ -236,7 +236,7 @@ impl Model {
         scale: ValueId,
         traces: bool,
     ) -> Result<(ValueId, Vec<std::ops::Range<usize>>), GraphError> {
-        let mut x = step.embed()?;
+        let mut x = self.begin(step)?;
         if traces {
             step.builder.output("token_embd", x)?;
         }
