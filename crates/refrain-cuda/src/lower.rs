@@ -86,8 +86,8 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
                 "both caches are F16, BF16 or F32",
             ))
             .or(no(
-                !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 256,
-                "heads have an even number of elements, at most 256",
+                !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 512,
+                "heads have an even number of elements, at most 512",
             )),
         Op::Sample(Sample { masked: true, .. }) => Some("no kernel applies a mask yet"),
         Op::Sample(Sample { n_top: 1.., .. }) => Some("no kernel lists the most probable tokens yet"),
@@ -177,6 +177,7 @@ impl Lowering<'_> {
                 launches.into()
             }
             Task::Attend(attend) => self.attend(attend, self.resident.counters)?.into(),
+            Task::AttendStored(attend) => self.attend_stored(attend, self.resident.counters)?.into(),
             Task::RopeKv(group) => self.rope_kv(group)?.into(),
             Task::Flash(node) => self.kernels.flash(&self.attention_args(plan.step(*node))?, None)?.into(),
             Task::Narrowed { node, to } => self.narrowed(plan.step(*node), to)?.into(),
@@ -218,6 +219,7 @@ impl Lowering<'_> {
             | Task::Gemm { products: nodes, .. } => nodes.iter().flat_map(of).collect(),
             Task::Library { product, .. } | Task::LibraryOfValues(product) => of(product).collect(),
             Task::Attend(attend) => attend.appends.iter().chain([&attend.attention]).flat_map(of).collect(),
+            Task::AttendStored(attend) => of(&attend.attention).collect(),
             Task::RopeKv(group) => group.ropes.iter().chain(&group.appends).flat_map(of).collect(),
         }
     }

@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use refrain_driver::api::DeviceInfo;
 use refrain_graph::{
-    Attend, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer, ProductPart, Products, RopeAppend,
-    Step, TrainOp, Weight,
+    Attend, AttendStored, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer, ProductPart,
+    Products, RopeAppend, Step, TrainOp, Weight,
 };
 use refrain_kernels::{
     BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, attention_scratch_bytes,
@@ -37,6 +37,8 @@ pub(crate) enum Task {
     Few(Vec<NodeId>),
     /// All from the norms of queries and keys to attention, for one row.
     Attend(Attend),
+    /// The same over caches that other launches fill.
+    AttendStored(AttendStored),
     /// Ropes and appends.
     RopeKv(RopeAppend),
     /// Attention of many rows, in F32.
@@ -187,6 +189,11 @@ impl<'a> Choice<'a> {
                 let sizes = Sizes::of_step(self.step(attend.attention));
                 self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.n_sms)));
                 self.push(Task::Attend(*attend));
+            }
+            GroupKind::AttendStored(attend) => {
+                let sizes = Sizes::of_step(self.step(attend.attention));
+                self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.n_sms)));
+                self.push(Task::AttendStored(*attend));
             }
             GroupKind::RopeAppend(group) => self.push(Task::RopeKv(*group)),
         }

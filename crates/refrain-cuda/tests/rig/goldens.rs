@@ -36,7 +36,11 @@ goldens!(
     "qwen3",
     "qwen3-yarn",
     "gemma3",
-    "gemma3-linear"
+    "gemma3-linear",
+    "gemma4-e2b",
+    "gemma4-e4b",
+    "gemma4-dense",
+    "gemma4-heads"
 );
 
 pub fn model(case: &str) -> Arc<Model> {
