@@ -177,6 +177,10 @@ impl OwnInput {
 }
 
 impl Architecture for Gemma4 {
+    fn token_table(&self) -> Option<WeightId> {
+        self.per_layer.as_ref().map(|per_layer| per_layer.table)
+    }
+
     /// `(norm(proj(x) / sqrt(hidden)) + sqrt(dim) * table[token]) / sqrt(2)`
     fn inputs(&self, step: &mut Step<'_>, x: ValueId) -> Result<Option<ValueId>, GraphError> {
         let Some(w) = &self.per_layer else { return Ok(None) };

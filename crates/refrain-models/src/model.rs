@@ -80,6 +80,7 @@ pub struct Model {
     derived: Vec<WeightId>,
     shared: Shared,
     arch: Arc<dyn Architecture>,
+    tables_on_host: bool,
 }
 
 impl Model {
@@ -107,7 +108,19 @@ impl Model {
             Arch::Gemma4 => Arc::new(gemma4::Gemma4::declare(&mut table)?),
         };
         let WeightTable { weights, tensors, hf_names, derived, .. } = table;
-        Ok(Model { config, weights, tensors, hf_names, derived, shared, arch })
+        Ok(Model { config, weights, tensors, hf_names, derived, shared, arch, tables_on_host: false })
+    }
+
+    /// The table of which a step reads one row a token, where there is one besides the embedding: it need not be on the
+    /// device.
+    pub fn token_table(&self) -> Option<WeightId> {
+        self.arch.token_table()
+    }
+
+    /// The same model with steps that gather the rows of [`Model::token_table`] on the host, before all else.
+    #[must_use]
+    pub fn with_table_on_host(&self) -> Model {
+        Model { tables_on_host: true, ..self.clone() }
     }
 
     /// Hyperparameters.
@@ -177,6 +190,7 @@ impl Model {
     pub fn graph(&self, spec: &StepSpec, kv: &KvSpec) -> Result<Graph, GraphError> {
         let mut step =
             Step::new(&self.config, &self.shared, self.weights.clone(), self.state_table(kv), spec, kv)?;
+        step.tables_on_host = self.tables_on_host;
         let mut x = self.begin(&mut step)?;
         for layer in 0..self.config.n_layers {
             step.scope(format!("blk.{layer}"));

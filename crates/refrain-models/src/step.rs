@@ -1,6 +1,7 @@
 //! What every architecture's step has in common: inputs, embedding, attention over the cache, head.
 
 use crate::error::ModelError;
+use crate::host_rows::host_rows;
 use crate::model::{Head, KvSpec, SampleHead, StepSpec};
 use crate::rope::inverse_frequencies;
 use crate::state::{KvGeometry, LayerState, StateTable};
@@ -31,6 +32,11 @@ pub(crate) trait Architecture: fmt::Debug + Send + Sync {
     /// layer: `[n_layers, n_tokens, d]`, of which [`Step::own_input`] gives each layer its slice.
     fn inputs(&self, _step: &mut Step<'_>, _x: ValueId) -> Result<Option<ValueId>, GraphError> {
         Ok(None)
+    }
+
+    /// The table of which a step reads one row a token, and which therefore need not be on the device.
+    fn token_table(&self) -> Option<WeightId> {
+        None
     }
 
     /// One layer: `x[n_tokens, hidden]` -> the same.
@@ -123,6 +129,8 @@ pub(crate) struct Step<'m> {
     layer_inputs: Option<ValueId>, // [n_layers, n_tokens, d]
     /// What each layer so far attends to: its caches as they are behind it, or keys and values of whole documents.
     attended: Vec<[ValueId; 2]>,
+    /// Whether rows of tables that may stay on the host are gathered there.
+    pub(crate) tables_on_host: bool,
 }
 
 /// What the rows of a step see of each other, and what comes of them.
@@ -222,6 +230,7 @@ impl<'m> Step<'m> {
             rows,
             layer_inputs,
             attended,
+            tables_on_host: false,
         }
     }
 
@@ -264,10 +273,14 @@ impl<'m> Step<'m> {
         self.builder.reshape(slice, &[self.n_tokens, width])
     }
 
-    /// The tokens' rows of a table: `[n_tokens, width]`.
+    /// The tokens' rows of a table that may stay on the host: `[n_tokens, width]`.
     pub(crate) fn token_rows(&mut self, table: WeightId) -> Result<ValueId, GraphError> {
         let table = self.weight(table);
-        self.builder.gather_rows(table, self.tokens, self.act)
+        if !self.tables_on_host {
+            return self.builder.gather_rows(table, self.tokens, self.act);
+        }
+        let rows = self.builder.host_call(host_rows(), &[table, self.tokens])?[0];
+        if self.builder.ty(rows).dtype == self.act { Ok(rows) } else { self.builder.cast(rows, self.act) }
     }
 
     /// Rows `[n_tokens, n * d]` as `[n_tokens, n, d]`.

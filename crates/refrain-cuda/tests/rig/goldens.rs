@@ -77,7 +77,7 @@ impl TensorSource for Poisoned {
     }
 }
 
-fn model_files(case: &str) -> ModelFiles {
+pub fn model_files(case: &str) -> ModelFiles {
     // The files are mapped; nobody looks for them by name afterwards.
     let folder = tempfile::tempdir().unwrap();
     for (name, bytes) in &files(case)[..2] {

@@ -88,9 +88,7 @@ pub fn attend() -> Vec<Case> {
     }
     // Heads of more than 256 elements, values that are normed, and keys and values that another launch stored.
     for dtype in [DType::F16, DType::BF16, DType::F32] {
-        for (head_dim, n_heads, n_kv_heads) in
-            [(512, 6, 2), (264, 2, 2), (64, 8, 1)]
-        {
+        for (head_dim, n_heads, n_kv_heads) in [(512, 6, 2), (264, 2, 2), (64, 8, 1)] {
             let rope = Rope { style: RopeStyle::Neox, n_dims: head_dim, magnitude: 1.0 };
             let attention = Attention { scale: 0.05, ..base().attention };
             let (eps, positions) = (Some(1e-6), vec![0, 40, -1, 600]);
