@@ -23,7 +23,7 @@ impl Planner {
     pub fn new(files: &ModelFiles, options: &SessionOptions) -> Result<Planner, Error> {
         let weights = refrain_models::Model::load(files)?;
         let name = weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
-        let (MonitoredEngine { engine, monitor }, Room { context, .. }) =
+        let (MonitoredEngine { engine, monitor, .. }, Room { context, .. }) =
             lone_engine(&Arc::new(weights), &name, options, Room::of_one)?;
         Ok(Planner { name, engine, context, monitor })
     }
