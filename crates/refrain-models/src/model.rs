@@ -78,6 +78,7 @@ pub struct Model {
     pub(crate) tensors: Vec<HostTensor>,
     hf_names: Vec<String>,
     derived: Vec<WeightId>,
+    fixed: Vec<WeightId>,
     shared: Shared,
     arch: Arc<dyn Architecture>,
     tables_on_host: bool,
@@ -107,8 +108,8 @@ impl Model {
             Arch::Gemma3 => Arc::new(gemma3::Gemma3::declare(&mut table)?),
             Arch::Gemma4 => Arc::new(gemma4::Gemma4::declare(&mut table)?),
         };
-        let WeightTable { weights, tensors, hf_names, derived, .. } = table;
-        Ok(Model { config, weights, tensors, hf_names, derived, shared, arch, tables_on_host: false })
+        let WeightTable { weights, tensors, hf_names, derived, fixed, .. } = table;
+        Ok(Model { config, weights, tensors, hf_names, derived, fixed, shared, arch, tables_on_host: false })
     }
 
     /// The table of which a step reads one row a token, where there is one besides the embedding: it need not be on the
@@ -146,6 +147,11 @@ impl Model {
     /// Whether a weight is computed from hyperparameters, such as the frequencies of rotations.
     pub(crate) fn is_derived(&self, weight: usize) -> bool {
         self.derived.iter().any(|id| id.idx() == weight)
+    }
+
+    /// Whether a weight stays as it is while the others are trained.
+    pub(crate) fn is_frozen(&self, weight: usize) -> bool {
+        self.is_derived(weight) || self.fixed.iter().any(|id| id.idx() == weight)
     }
 
     pub(crate) fn shared(&self) -> &Shared {

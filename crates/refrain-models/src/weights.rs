@@ -58,13 +58,15 @@ pub(crate) struct WeightTable<'a> {
     pub hf_names: Vec<String>,
     /// Weights that are computed from hyperparameters: tables, not parameters.
     pub derived: Vec<WeightId>,
+    /// Weights of the files that are not trained: they are numbers in the graph.
+    pub fixed: Vec<WeightId>,
 }
 
 impl<'a> WeightTable<'a> {
     pub(crate) fn new(config: &'a ModelConfig, source: &'a dyn TensorSource, layer_names: HfNames) -> Self {
         let (weights, tensors) = (Vec::new(), Vec::new());
-        let (hf_names, derived) = (Vec::new(), Vec::new());
-        WeightTable { config, source, layer_names, weights, tensors, hf_names, derived }
+        let (hf_names, derived, fixed) = (Vec::new(), Vec::new(), Vec::new());
+        WeightTable { config, source, layer_names, weights, tensors, hf_names, derived, fixed }
     }
 
     /// A tensor outside the layers.
@@ -127,7 +129,8 @@ impl<'a> WeightTable<'a> {
         let tensor = in_f32(self.source.name(&gguf, &hf), tensor)?;
         let wrap = |source| ModelError::Tensor { name: self.source.name(&gguf, &hf).into(), source };
         let scalar = tensor.to_f32().map_err(wrap)?[0];
-        self.push(&gguf, &hf, tensor);
+        let id = self.push(&gguf, &hf, tensor);
+        self.fixed.push(id);
         Ok(scalar)
     }
 
