@@ -447,6 +447,8 @@ impl SamplingOpts {
 pub(crate) enum Think {
     /// Show it, dimmed on a terminal
     Show,
+    /// Ask the model to think, and show it: for models that do so only when asked, such as Gemma 4
+    On,
     /// Let the model think, show only the answer
     Hide,
     /// Ask the model not to think
@@ -454,10 +456,16 @@ pub(crate) enum Think {
 }
 
 impl Think {
+    /// Whether what the model thinks is shown.
+    pub(crate) fn shows(self) -> bool {
+        matches!(self, Think::Show | Think::On)
+    }
+
     /// What the chat template is told.
     pub(crate) fn asked(self) -> Option<bool> {
         match self {
             Think::Show | Think::Hide => None,
+            Think::On => Some(true),
             Think::Off => Some(false),
         }
     }
