@@ -1,6 +1,6 @@
 """Reference logits for every architecture, from `transformers`, for the tests of refrain-models.
 
-    python3 tools/goldens.py [OUT]        (default: crates/refrain-models/tests/goldens)
+    python3 tools/goldens.py [OUT [CASE ..]]        (default: crates/refrain-models/tests/goldens, all cases)
 
 Needs torch, transformers and safetensors; the versions used are in each golden's metadata. Runs on the CPU in a few
 seconds. Each case is a folder:
@@ -85,6 +85,44 @@ def gemma_rope(**full):
     )
 
 
+def gemma4_rope(share=0.25, local=10_000.0):
+    return dict(
+        rope_parameters=dict(
+            full_attention=dict(rope_type="proportional", partial_rotary_factor=share, rope_theta=1_000_000.0),
+            sliding_attention=dict(rope_type="default", rope_theta=local),
+        )
+    )
+
+
+def gemma4(kinds, **more):
+    """Settings from a word with one letter for each layer: s for sliding, f for full."""
+    names = dict(s="sliding_attention", f="full_attention")
+    settings = dict(
+        COMMON,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=len(kinds),
+        layer_types=[names[kind] for kind in kinds],
+        num_key_value_heads=1,
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=8,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=COMMON["vocab_size"],
+        final_logit_softcapping=4.0,
+        tie_word_embeddings=True,
+    )
+    return settings | gemma4_rope() | more
+
+
+GEMMA4_SHOWS = {
+    "no window": dict(sliding_window=256),
+    "window off by one": dict(sliding_window=9),
+    "share of rotated pairs": gemma4_rope(share=0.5),
+    "rope base of sliding layers": gemma4_rope(local=1_000_000.0),
+    "final soft cap": dict(final_logit_softcapping=None),
+}
+
 # name: (config class, settings, number of tokens, {what is changed: changed settings})
 CASES = {
     "llama": (
@@ -150,9 +188,52 @@ CASES = {
             "beta": rope(1_000_000.0, **YARN, beta_fast=16.0, beta_slow=2.0),
         },
     ),
+    # Like E2B: both kinds of layers share keys and values, with wider feed-forward parts.
+    "gemma4-e2b": (
+        transformers.Gemma4TextConfig,
+        gemma4("ssfsfsfsf", num_kv_shared_layers=4, use_double_wide_mlp=True),
+        40,
+        GEMMA4_SHOWS,
+    ),
+    # Like E4B: more heads, no wider parts, and only the last layer shares.
+    "gemma4-e4b": (
+        transformers.Gemma4TextConfig,
+        gemma4("sfsssf", num_key_value_heads=2, num_kv_shared_layers=1),
+        40,
+        GEMMA4_SHOWS,
+    ),
+    # Like 31B: no second embedding, nothing is shared, layers that see all have fewer heads and take keys for values.
+    "gemma4-dense": (
+        transformers.Gemma4TextConfig,
+        gemma4(
+            "sssff",
+            num_key_value_heads=2,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+        ),
+        40,
+        GEMMA4_SHOWS,
+    ),
+    # Heads of the real sizes.
+    "gemma4-heads": (
+        transformers.Gemma4TextConfig,
+        gemma4(
+            "sfsf",
+            num_attention_heads=2,
+            head_dim=256,
+            global_head_dim=512,
+            num_kv_shared_layers=2,
+            sliding_window=16,
+            vocab_size=96,
+            vocab_size_per_layer_input=96,
+        ),
+        36,
+        {"no window": dict(sliding_window=256)},
+    ),
 }
 # Flattening any one parameter of these kinds to its mean must show in the logits.
-NOTICED = ("norm", "bias")
+NOTICED = ("norm", "bias", "layer_scalar")
 
 
 def build(config_class, settings):
@@ -161,7 +242,8 @@ def build(config_class, settings):
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def randomise(model, gemma, seed):
+def randomise(model, case, seed):
+    gemma3, gemma4 = case.startswith("gemma3"), case.startswith("gemma4")
     generator = torch.Generator().manual_seed(seed)
 
     def normal(shape, std):
@@ -169,13 +251,19 @@ def randomise(model, gemma, seed):
 
     with torch.no_grad():
         for name, p in sorted(model.named_parameters()):
-            if "norm" in name:
-                # Gemma's norms multiply by one plus the stored weight.
-                p.copy_(normal(p.shape, 0.3) + (0.0 if gemma else 1.0))
+            if gemma4 and ("q_norm" in name or "k_norm" in name):
+                # Scores are not scaled: keep them where the softmax is sharp and not a choice of one.
+                p.copy_((normal(p.shape, 0.3) + 1.0) * p.numel() ** -0.25)
+            elif "norm" in name:
+                # Gemma 3's norms multiply by one plus the stored weight.
+                p.copy_(normal(p.shape, 0.3) + (0.0 if gemma3 else 1.0))
             elif name.endswith("bias"):
                 p.copy_(normal(p.shape, 0.5))
             else:
                 p.copy_(normal(p.shape, 0.2))
+        for name, b in sorted(model.named_buffers()):
+            if name.endswith("layer_scalar"):
+                b.copy_(normal(b.shape, 0.2) + 1.0)
 
 
 @torch.no_grad()
@@ -187,9 +275,15 @@ def difference(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def v4_config(config):
-    """The same configuration with the keys of transformers 4."""
+def v4_config(case, config):
+    """The same configuration with the keys of transformers 4, or for newer models of the first folders."""
     old = copy.deepcopy(config)
+    if old["model_type"] == "gemma4_text":
+        settings = CASES[case][1]
+        del old["per_layer_config"]
+        old["global_head_dim"] = settings["global_head_dim"]
+        old["num_global_key_value_heads"] = settings.get("num_global_key_value_heads")
+        return old
     old["transformers_version"] = "4.52.0"
     old["torch_dtype"] = old.pop("dtype", "float32")
     parameters = old.pop("rope_parameters")
@@ -207,12 +301,15 @@ def v4_config(config):
 def noticed(model, tokens, logits):
     """The least movement of the logits when one of the small parameters is flattened, and that parameter's name."""
     least = (float("inf"), "")
-    for name, p in model.named_parameters():
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:
         if not any(kind in name for kind in NOTICED):
+            continue
+        # The final norm undoes the last one.
+        if name == f"model.layers.{model.config.num_hidden_layers - 1}.layer_scalar":
             continue
         kept = p.detach().clone()
         with torch.no_grad():
-            p.fill_(kept.mean())
+            p.fill_(1.0 if name.endswith("layer_scalar") else kept.mean())
             moved = difference(logits_of(model, tokens), logits)
             p.copy_(kept)
         least = min(least, (moved, name))
@@ -222,7 +319,7 @@ def noticed(model, tokens, logits):
 def write_case(out, name, seed):
     config_class, settings, n_tokens, shows = CASES[name]
     model = build(config_class, settings)
-    randomise(model, name.startswith("gemma"), seed)
+    randomise(model, name, seed)
     tokens = torch.randint(3, settings["vocab_size"], (n_tokens,), generator=torch.Generator().manual_seed(seed + 1))
     tokens[0] = settings["bos_token_id"]
     logits = logits_of(model, tokens)
@@ -242,7 +339,7 @@ def write_case(out, name, seed):
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config-v4.json").write_text(json.dumps(v4_config(config), indent=2) + "\n")
+    (folder / "config-v4.json").write_text(json.dumps(v4_config(name, config), indent=2) + "\n")
     save_file(
         {"tokens": tokens.contiguous(), "logits": logits.contiguous()},
         folder / "golden.safetensors",
@@ -278,6 +375,8 @@ def main():
     here = pathlib.Path(__file__).resolve().parent.parent
     out = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else here / "crates/refrain-models/tests/goldens"
     for seed, name in enumerate(CASES):
+        if len(sys.argv) > 2 and name not in sys.argv[2:]:
+            continue
         write_case(out, name, 100 * seed)
 
 

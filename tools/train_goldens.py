@@ -1,6 +1,6 @@
 """Reference losses and gradients of training, from PyTorch, for the tests of refrain-models.
 
-    python3 tools/train_goldens.py [GOLDENS]      (default: crates/refrain-models/tests/goldens)
+    python3 tools/train_goldens.py [GOLDENS [CASE ..]]      (default: crates/refrain-models/tests/goldens, all cases)
 
 Needs torch, transformers and safetensors; the versions used are in each file's metadata. Runs on the CPU in a minute.
 The models are those of tools/goldens.py. Written beside each of them:
@@ -23,7 +23,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-CASES = ["llama", "llama-tied", "mistral-window", "qwen2", "qwen3", "gemma3"]
+CASES = ["llama", "llama-tied", "mistral-window", "qwen2", "qwen3", "gemma3", "gemma4-e4b", "gemma4-dense"]
 ROW, STEPS = 24, 10
 BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -128,7 +128,7 @@ def train(folder, dtype, out):
 
 def main():
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "crates/refrain-models/tests/goldens")
-    for case in CASES:
+    for case in sys.argv[2:] or CASES:
         out = {}
         for dtype in (torch.float32, torch.bfloat16):
             tokens, targets, positions, documents = train(root / case, dtype, out)

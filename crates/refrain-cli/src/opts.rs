@@ -9,7 +9,7 @@ use crate::trial;
 use clap::{Args, ValueEnum};
 use refrain::{
     DType, Device, FaultScript, Generate, GraphMode, LoadEvent, LoadListener, Method, Model, SamplingParams,
-    Session, SessionOptions,
+    Session, SessionOptions, TablePlacement,
 };
 use refrain_driver::DeviceKind;
 use refrain_driver::trial::Choice;
@@ -51,6 +51,9 @@ pub(crate) struct DeviceOpts {
     /// CPU threads; as many as suit the machine unless given
     #[arg(short, long, value_name = "N", value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
+    /// Where the table of per-layer embeddings lies, in models that have one (Gemma 4 E2B and E4B)
+    #[arg(long, value_name = "PLACE", default_value = "auto")]
+    pub(crate) ple: PleArg,
     /// Element type of the KV cache
     #[arg(long, alias = "kv-dtype", value_name = "TYPE", default_value = "f16")]
     pub(crate) kv: KvArg,
@@ -85,6 +88,18 @@ pub(crate) enum KvArg {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PleArg {
+    /// The first of the others that fits
+    Auto,
+    /// On the device
+    Device,
+    /// In pinned memory of the host, which the device reads over the bus
+    Pinned,
+    /// Where the file is mapped: the host gathers a token's row before each step
+    Host,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MethodArg {
     /// By stream, unless a trial in a process of its own found that this driver loses its context by it; then by nodes
     Auto,
@@ -113,6 +128,12 @@ impl DeviceOpts {
             kv_dtype,
             ahead,
             verify_every: self.verify,
+            table: match self.ple {
+                PleArg::Auto => TablePlacement::Auto,
+                PleArg::Device => TablePlacement::Device,
+                PleArg::Pinned => TablePlacement::Pinned,
+                PleArg::Host => TablePlacement::Host,
+            },
             ..SessionOptions::default()
         })
     }
@@ -124,7 +145,11 @@ impl DeviceOpts {
         n_context: Option<usize>,
         context: &Context,
     ) -> anyhow::Result<Session> {
-        self.start_with(n_context, context, |options| Session::new(model, options))
+        let session = self.start_with(n_context, context, |options| Session::new(model, options))?;
+        if !context.quiet {
+            say_what_is_elsewhere(&session);
+        }
+        Ok(session)
     }
 
     /// As [`DeviceOpts::start`], with what a command makes of the device.
@@ -254,6 +279,24 @@ impl DeviceOpts {
             // A card that is there and could not be used was named when it failed.
             _ => talk!("--device auto picked {backend}; `refrain doctor` tells what it looked at"),
         }
+    }
+}
+
+/// Names parts of a model that are not used, and a table that is not where the other weights are.
+fn say_what_is_elsewhere(session: &Session) {
+    let left_out = &session.model().config().left_out;
+    if !left_out.is_empty() {
+        let parts = left_out.join(" and ");
+        talk!("this is the text part of {}: what reads {parts} is left out", session.model().name());
+    }
+    match session.table_placement() {
+        Some(TablePlacement::Pinned) => {
+            talk!("the per-layer embeddings are in pinned memory, where the device reads a row a token");
+        }
+        Some(TablePlacement::Host) => {
+            talk!("the per-layer embeddings stay in the file: the host reads a row before each token");
+        }
+        Some(TablePlacement::Device | TablePlacement::Auto) | None => {}
     }
 }
 
@@ -404,6 +447,8 @@ impl SamplingOpts {
 pub(crate) enum Think {
     /// Show it, dimmed on a terminal
     Show,
+    /// Ask the model to think, and show it: for models that do so only when asked, such as Gemma 4
+    On,
     /// Let the model think, show only the answer
     Hide,
     /// Ask the model not to think
@@ -411,10 +456,16 @@ pub(crate) enum Think {
 }
 
 impl Think {
+    /// Whether what the model thinks is shown.
+    pub(crate) fn shows(self) -> bool {
+        matches!(self, Think::Show | Think::On)
+    }
+
     /// What the chat template is told.
     pub(crate) fn asked(self) -> Option<bool> {
         match self {
             Think::Show | Think::Hide => None,
+            Think::On => Some(true),
             Think::Off => Some(false),
         }
     }

@@ -108,6 +108,9 @@ fn facts(
     if let Some(status) = &status {
         facts.extend(cost::kernels(plan, kernels, args.device.graph != GraphArg::Off));
         facts.extend(cost::crossings(plan));
+        if let Some((needs, place)) = planner.table() {
+            facts.extend(cost::placements(&needs, place));
+        }
         facts.extend(status.apart.iter().map(|told| format!("apart    {told}")));
         facts.push(format!("memory   {}", stats::memory_line(&status.memory)));
     }

@@ -39,8 +39,8 @@ impl<'a> Show<'a> {
     /// A reply to a rendered prompt that may begin with a thinking part.
     pub(crate) fn chat(out: Option<&'a mut Out>, think: Think, prompt: &str) -> Show<'a> {
         // What a pipe shows of the thinking is what the model wrote, tags included.
-        let is_told_apart = think != Think::Show || out.as_ref().is_some_and(|out| out.is_terminal());
-        let filter = is_told_apart.then(|| ThinkFilter::for_prompt(ThinkTags::default(), prompt));
+        let is_told_apart = !think.shows() || out.as_ref().is_some_and(|out| out.is_terminal());
+        let filter = is_told_apart.then(|| ThinkFilter::for_prompt(ThinkTags::of_prompt(prompt), prompt));
         Show { out, filter, think }
     }
 
@@ -62,7 +62,7 @@ impl<'a> Show<'a> {
 
     fn part(&mut self, part: &Part, shown: &mut String) -> anyhow::Result<()> {
         let is_thinking = part.kind == PartKind::Thinking;
-        if is_thinking && self.think != Think::Show {
+        if is_thinking && !self.think.shows() {
             return Ok(());
         }
         shown.push_str(&part.text);

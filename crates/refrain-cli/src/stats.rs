@@ -114,8 +114,12 @@ pub(crate) fn memory_line(memory: &Accounting) -> String {
             format!(", shared with the host, which keeps {} of the weights as well", Bytes(bytes))
         }
     };
+    let pinned = match m.pinned_bytes {
+        0 => String::new(),
+        bytes => format!(", and {} of weights in pinned memory of the host", Bytes(bytes)),
+    };
     format!(
-        "{weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace: {all} of {free} free, {device} in all{shared}"
+        "{weights} of weights, {kv} of KV, {arena} of arena, {work} of workspace: {all} of {free} free, {device} in all{shared}{pinned}"
     )
 }
 

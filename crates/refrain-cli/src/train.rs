@@ -3,7 +3,7 @@
 use crate::bars::{Delayed, Phases};
 use crate::cli::Context;
 use crate::fail::{Hinted, Interrupted};
-use crate::opts::{self, DeviceArg, DeviceOpts, GraphArg, KvArg, MethodArg};
+use crate::opts::{self, DeviceArg, DeviceOpts, GraphArg, KvArg, MethodArg, PleArg};
 use crate::out::{DIM, Out, counted, short_count, short_rate, talk, thousands};
 use crate::resolve::{self, Files};
 use refrain::graph::Ran;
@@ -346,6 +346,7 @@ impl Args {
             profile: None,
             faults: faults.clone(),
             threads: *threads,
+            ple: PleArg::Auto,
             kv: KvArg::F16,
         };
         let files = config.from.as_deref().map(|name| open(name, context)).transpose()?;

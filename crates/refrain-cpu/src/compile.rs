@@ -243,9 +243,11 @@ pub(crate) fn fuses(query: &GroupQuery<'_>) -> Fusion {
         {
             Fusion::Staged
         }
-        GroupKind::One(_) | GroupKind::Products(_) | GroupKind::Attend(_) | GroupKind::RopeAppend(_) => {
-            Fusion::Smaller
-        }
+        GroupKind::One(_)
+        | GroupKind::Products(_)
+        | GroupKind::Attend(_)
+        | GroupKind::AttendStored(_)
+        | GroupKind::RopeAppend(_) => Fusion::Smaller,
     }
 }
 

@@ -347,24 +347,24 @@ impl Machine<'_> {
         }
     }
 
-    /// The reference version, over copies of the inputs.
+    /// The reference version, or a host function, over the inputs where they lie.
     fn reference(&mut self, plan: &Plan, step: usize, arena: &mut [f32]) -> Result<(), RunError> {
         let step = &plan.steps()[step];
         let updated = step.op.state_updates();
         let arena_bytes: &[u8] = bytemuck::cast_slice(arena);
-        let mut inputs: Vec<(&refrain_graph::Operand, Vec<u8>)> = Vec::new();
+        let mut inputs: Vec<(&refrain_graph::Operand, &[u8])> = Vec::new();
         // States that the step changes come as outputs that hold what is there.
         let read =
             step.inputs.iter().enumerate().filter(|(i, _)| updated.iter().all(|(_, input)| input != i));
         for (_, operand) in read {
             let buffer = plan.buffer(operand.buffer);
             let bytes = match buffer.place {
-                Place::Arena { offset } => arena_bytes[offset..offset + buffer.bytes].to_vec(),
-                Place::Control { offset, .. } => self.control[offset..offset + buffer.bytes].to_vec(),
-                Place::State(id) => self.states.get(id.idx()).to_vec(),
+                Place::Arena { offset } => &arena_bytes[offset..offset + buffer.bytes],
+                Place::Control { offset, .. } => &self.control[offset..offset + buffer.bytes],
+                Place::State(id) => self.states.get(id.idx()),
                 Place::Weight(id) => match self.weights.entry(id) {
-                    Entry::Matrix { tensor, .. } => tensor.bytes().as_slice().to_vec(),
-                    Entry::Vector(values) => bytemuck::cast_slice(values).to_vec(),
+                    Entry::Matrix { tensor, .. } => tensor.bytes().as_slice(),
+                    Entry::Vector(values) => bytemuck::cast_slice(values),
                 },
             };
             inputs.push((operand, bytes));

@@ -4,9 +4,11 @@ use std::collections::HashSet;
 
 use refrain_driver::Launch;
 use refrain_driver::api::DeviceInfo;
-use refrain_graph::{Attend, BufferId, Fusion, GroupKind, GroupQuery, Op, Operand, Place, Step};
+use refrain_graph::{
+    Attend, AttendStored, BufferId, Fusion, GroupKind, GroupQuery, NodeId, Op, Operand, Place, Step,
+};
 use refrain_kernels::{
-    AttendArgs, AttendNorm, KernelError, MAX_ATTEND_ROWS, attend_counter_bytes, attend_scratch_bytes,
+    AttendArgs, AttendNorm, KernelError, MAX_ATTEND_ROWS, View, attend_counter_bytes, attend_scratch_bytes,
     attend_splits, has_product,
 };
 use refrain_tensor::Shape;
@@ -36,20 +38,33 @@ pub(crate) struct Sizes {
 /// Whether one launch does a chain: of a single row or of rows of different sequences, so that no row sees what another one
 /// appends.
 pub(crate) fn fuses(query: &GroupQuery<'_>, attend: &Attend, card: &DeviceInfo) -> Fusion {
-    let shape = |i: usize| query.input(attend.attention, i).layout.shape();
+    let norms: Vec<NodeId> = attend.norms.iter().flatten().chain(&attend.value_norm).copied().collect();
+    fuses_around(query, attend.attention, &norms, attend.ropes[0], card)
+}
+
+/// The same over caches that other launches fill.
+pub(crate) fn fuses_stored(query: &GroupQuery<'_>, attend: &AttendStored, card: &DeviceInfo) -> Fusion {
+    fuses_around(query, attend.attention, attend.norm.as_slice(), attend.rope, card)
+}
+
+fn fuses_around(
+    query: &GroupQuery<'_>,
+    attention: NodeId,
+    norms: &[NodeId],
+    rope: NodeId,
+    card: &DeviceInfo,
+) -> Fusion {
+    let shape = |i: usize| query.input(attention, i).layout.shape();
     let [q, cache, tables] = [0, 1, 5].map(shape);
     let are_apart = |sizes: &Sizes| sizes.n == 1 || query.step().is_some_and(|step| step.is_decode());
     // Rows of the same sequences have kernels of their own for each of these.
     let Some(sizes) = Sizes::of(q, cache, tables).filter(are_apart) else {
         return Fusion::Smaller;
     };
-    let norms = attend.norms.is_none_or(|[q, k]| {
-        let weights = [q, k].map(|norm| query.input(norm, 1));
-        eps(query.op(q)) == eps(query.op(k)) && weights.iter().all(is_vector_weight)
-    });
-    let because = if !norms {
-        Some("queries and keys are normed in different ways".to_owned())
-    } else if !is_vector_weight(&query.input(attend.ropes[0], 2)) {
+    let alike = norms.windows(2).all(|pair| eps(query.op(pair[0])) == eps(query.op(pair[1])));
+    let because = if !alike || !norms.iter().all(|&norm| is_vector_weight(&query.input(norm, 1))) {
+        Some("queries, keys and values are normed in different ways".to_owned())
+    } else if !is_vector_weight(&query.input(rope, 2)) {
         Some("the frequencies of its rotation are no weights".to_owned())
     } else {
         sizes.misfit(card.n_sms)
@@ -80,8 +95,8 @@ impl Sizes {
         if !kv_block.is_power_of_two() || kv_block < 16 {
             return Some(format!("KV blocks have {kv_block} positions, not 16, 32 or another power of two"));
         }
-        if !head_dim.is_multiple_of(8) || !(8..=256).contains(&head_dim) {
-            return Some(format!("heads have {head_dim} elements, not a multiple of 8 up to 256"));
+        if !head_dim.is_multiple_of(8) || !(8..=512).contains(&head_dim) {
+            return Some(format!("heads have {head_dim} elements, not a multiple of 8 up to 512"));
         }
         if n > MAX_ATTEND_ROWS {
             return Some(format!("there are {n} rows, at most {MAX_ATTEND_ROWS} go in one launch"));
@@ -125,39 +140,78 @@ impl Lowering<'_> {
         let plan = self.plan;
         let [q, k] = attend.ropes.map(|node| plan.step(node));
         let [keys, values] = attend.appends.map(|node| plan.step(node));
-        let last = plan.step(attend.attention);
+        let norms = attend.norms.map(|norms| norms.map(|node| plan.step(node)));
+        let value_norm = attend.value_norm.map(|node| plan.step(node));
+        let norm = match norms {
+            None => None,
+            Some([q, k]) => Some(AttendNorm {
+                q: self.vector(q, 1)?,
+                k: Some(self.vector(k, 1)?),
+                v: value_norm.map(|v| self.vector(v, 1)).transpose()?,
+                eps: eps(&q.op).unwrap_or_default(),
+            }),
+        };
+        let [q_from, k_from] = norms.unwrap_or([q, k]);
+        let v_from = value_norm.map_or(&values.inputs[1], |norm| &norm.inputs[0]);
+        let kv = [self.view(&k_from.inputs[0])?, self.view(v_from)?];
+        let caches = [(keys, &keys.inputs[0]), (values, &values.inputs[0])];
+        let members = Members { q_from, rope: q, attention: plan.step(attend.attention), caches };
+        self.attend_over(&members, GroupKind::Attend(*attend), norm, Some(kv), narrow)
+    }
+
+    /// The launch of an attention over caches that other launches fill.
+    pub(crate) fn attend_stored(
+        &self,
+        attend: &AttendStored,
+        narrow: Option<&NarrowTo>,
+    ) -> Result<Launch, KernelError> {
+        let plan = self.plan;
+        let (rope, attention) = (plan.step(attend.rope), plan.step(attend.attention));
+        let norm = attend.norm.map(|node| plan.step(node));
+        let q_from = norm.unwrap_or(rope);
+        let norm = match norm {
+            None => None,
+            Some(norm) => {
+                let eps = eps(&norm.op).unwrap_or_default();
+                Some(AttendNorm { q: self.vector(norm, 1)?, k: None, v: None, eps })
+            }
+        };
+        let caches = [1, 2].map(|i| (attention, &attention.inputs[i]));
+        let members = Members { q_from, rope, attention, caches };
+        self.attend_over(&members, GroupKind::AttendStored(*attend), norm, None, narrow)
+    }
+
+    fn attend_over(
+        &self,
+        members: &Members<'_>,
+        kind: GroupKind,
+        norm: Option<AttendNorm>,
+        kv: Option<[View; 2]>,
+        narrow: Option<&NarrowTo>,
+    ) -> Result<Launch, KernelError> {
+        let Members { q_from, rope: q, attention: last, caches } = *members;
         let (Op::Rope(rope), Op::Attention(attention), Some(s)) = (&q.op, &last.op, Sizes::of_step(last))
         else {
             unreachable!("a chain has these ops");
         };
-        let ((k_cache, n_blocks), (v_cache, _)) =
-            (self.cache(keys, &keys.inputs[0])?, self.cache(values, &values.inputs[0])?);
-        let norms = attend.norms.map(|norms| norms.map(|node| plan.step(node)));
-        let norm = match norms {
-            None => None,
-            Some([q, k]) => {
-                let eps = eps(&q.op).unwrap_or_default();
-                Some(AttendNorm { q: self.vector(q, 1)?, k: self.vector(k, 1)?, eps })
-            }
-        };
-        let [q_from, k_from] = norms.unwrap_or([q, k]);
-        let nodes = GroupKind::Attend(*attend).nodes();
-        let labels: Vec<&str> = nodes.into_iter().map(|node| plan.step(node).label.as_str()).collect();
+        let [(k_cache, n_blocks), (v_cache, _)] =
+            [self.cache(caches[0].0, caches[0].1)?, self.cache(caches[1].0, caches[1].1)?];
+        let nodes = kind.nodes();
+        let labels: Vec<&str> = nodes.into_iter().map(|node| self.plan.step(node).label.as_str()).collect();
         self.kernels.attend(&AttendArgs {
             rope: *rope,
             attention: *attention,
             q: self.view(&q_from.inputs[0])?,
-            k: self.view(&k_from.inputs[0])?,
-            v: self.view(&values.inputs[1])?,
+            kv,
             norm,
             y: self.dense(last, &last.outputs[0])?,
             narrow: narrow.map(|to| to.narrow(&self.areas)).transpose()?,
             k_cache,
             v_cache,
-            cache_dtype: keys.inputs[0].dtype,
-            positions: self.dense(keys, &keys.inputs[2])?,
-            seqs: self.dense(keys, &keys.inputs[3])?,
-            tables: self.dense(keys, &keys.inputs[4])?,
+            cache_dtype: last.inputs[1].dtype,
+            positions: self.dense(last, &last.inputs[3])?,
+            seqs: self.dense(last, &last.inputs[4])?,
+            tables: self.dense(last, &last.inputs[5])?,
             inv_freq: self.vector(q, 2)?,
             scratch: Some(self.areas.own.slice(0, s.scratch_bytes(self.n_sms))?),
             counters: Some(self.resident.counters),
@@ -175,4 +229,13 @@ impl Lowering<'_> {
             step: &labels.join(" + "),
         })
     }
+}
+
+/// The steps of a launch: what makes the queries, what turns them, and the caches with the steps that name them.
+#[derive(Clone, Copy)]
+struct Members<'a> {
+    q_from: &'a Step,
+    rope: &'a Step,
+    attention: &'a Step,
+    caches: [(&'a Step, &'a Operand); 2],
 }

@@ -172,6 +172,17 @@ impl CudaBackend {
         self.call("looking at kernels", self.options.load_limit, |machine| machine.examine_kernels())
     }
 
+    /// Names weights that stay in pinned memory of the host, where kernels read them over the bus: tables of which a step
+    /// needs few rows. For the weights that are loaded next.
+    pub fn keep_pinned(&self, names: Vec<String>) -> Result<(), CudaError> {
+        self.call("naming pinned weights", self.options.load_limit, |machine| machine.keep_pinned(names))
+    }
+
+    /// Free bytes of the device and all of them.
+    pub fn memory_info(&self) -> Result<(u64, u64), CudaError> {
+        self.call("asking for free memory", self.options.load_limit, |machine| machine.memory_info())
+    }
+
     fn id(&self) -> u64 {
         self.ids.fetch_add(1, Ordering::Relaxed)
     }

@@ -16,6 +16,7 @@ pub(crate) fn fuses(query: &GroupQuery<'_>, card: &DeviceInfo) -> Fusion {
         }
         GroupKind::Products(products) => prefill::fuses(query, products, card),
         GroupKind::Attend(attend) => attend::fuses(query, attend, card),
+        GroupKind::AttendStored(attend) => attend::fuses_stored(query, attend, card),
         // Turning in place is allowed: whoever reads an element writes it.
         GroupKind::RopeAppend(_) => Fusion::Staged,
     }

@@ -1,5 +1,7 @@
 //! Host steps between segments, and operands as the host sees them.
 
+use std::borrow::Cow;
+
 use refrain_driver::{Buf, Stream};
 use refrain_graph::{HostBuf, Op, Operand, Place, Plan, Step};
 
@@ -18,7 +20,7 @@ pub(crate) fn run(
     let Op::HostCall(call) = &step.op else { return Ok(()) };
     let mut inputs = Vec::with_capacity(step.inputs.len());
     for operand in &step.inputs {
-        inputs.push(dense_bytes(step, plan, resident, model, stream, control, operand)?);
+        inputs.push(dense_bytes(step, plan, (resident, model, control), stream, operand)?);
     }
     let ins: Vec<HostBuf<'_>> =
         step.inputs.iter().zip(&inputs).map(|(operand, bytes)| HostBuf { ty: operand.ty(), bytes }).collect();
@@ -30,7 +32,7 @@ pub(crate) fn run(
     for (operand, bytes) in step.outputs.iter().zip(&outputs) {
         let sent = resident
             .buffer(plan, operand.buffer)
-            .and_then(|buf| stream.upload(&mut resident.lease, buf, bytes));
+            .and_then(|buf| stream.upload_ahead(&mut resident.lease, buf, bytes));
         sent.map_err(CudaError::driver(&step.label))?;
     }
     Ok(())
@@ -72,46 +74,48 @@ pub(crate) fn output_bytes(
     Ok(out)
 }
 
-/// An operand's elements in order, whatever its layout.
-fn dense_bytes(
+/// An operand's elements in order, whatever its layout: borrowed where the host has them so, since a table may be large.
+fn dense_bytes<'h>(
     step: &Step,
     plan: &Plan,
-    resident: &Resident,
-    model: &HostModel,
+    (resident, model, control): (&Resident, &'h HostModel, &'h [u8]),
     stream: &mut Stream,
-    control: &[u8],
     operand: &Operand,
-) -> Result<Vec<u8>, CudaError> {
+) -> Result<Cow<'h, [u8]>, CudaError> {
     let buffer = plan.buffer(operand.buffer);
-    let fetched;
-    let bytes: &[u8] = match buffer.place {
-        Place::Control { offset, .. } => control.get(offset..offset + buffer.bytes).unwrap_or_default(),
+    let bytes: Cow<'h, [u8]> = match buffer.place {
+        Place::Control { offset, .. } => {
+            Cow::Borrowed(control.get(offset..offset + buffer.bytes).unwrap_or_default())
+        }
         // As in the file: weights never change, and a table may be too large for the device.
-        Place::Weight(id) => model.tensors.get(id.idx()).map_or(&[], |t| t.bytes().as_slice()),
+        Place::Weight(id) => Cow::Borrowed(model.tensors.get(id.idx()).map_or(&[], |t| t.bytes().as_slice())),
         Place::Arena { .. } | Place::State(_) => {
             let mut copy = vec![0; buffer.bytes];
             let read = resident
                 .buffer(plan, operand.buffer)
                 .and_then(|buf| stream.download(&resident.lease, buf, &mut copy));
             read.map_err(CudaError::driver(&step.label))?;
-            fetched = copy;
-            &fetched
+            Cow::Owned(copy)
         }
     };
     let (layout, dtype) = (&operand.layout, operand.dtype);
+    let n_bytes = bytes.len();
     let unfit = || CudaError::Host {
         label: step.label.clone(),
-        because: format!("an input {} reaches over the end of its {} bytes", operand.ty(), bytes.len()),
+        because: format!("an input {} reaches over the end of its {n_bytes} bytes", operand.ty()),
     };
     if layout.is_contiguous() {
         let (start, len) = (dtype.bytes_for(layout.offset()), dtype.bytes_for(layout.shape().n_elements()));
-        let (start, len) = start.zip(len).ok_or_else(unfit)?;
-        return bytes.get(start..start + len).map(<[u8]>::to_vec).ok_or_else(unfit);
+        let range = start.zip(len).map(|(start, len)| start..start + len).ok_or_else(unfit)?;
+        return match bytes {
+            Cow::Borrowed(bytes) => bytes.get(range).map(Cow::Borrowed).ok_or_else(unfit),
+            Cow::Owned(bytes) => bytes.get(range).map(|part| Cow::Owned(part.to_vec())).ok_or_else(unfit),
+        };
     }
     let size = dtype.block_bytes();
     let mut out = Vec::with_capacity(layout.shape().n_elements() * size);
     for idx in layout.indices() {
         out.extend_from_slice(bytes.get(idx * size..(idx + 1) * size).ok_or_else(unfit)?);
     }
-    Ok(out)
+    Ok(Cow::Owned(out))
 }

@@ -86,8 +86,8 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
                 "both caches are F16, BF16 or F32",
             ))
             .or(no(
-                !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 256,
-                "heads have an even number of elements, at most 256",
+                !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 512,
+                "heads have an even number of elements, at most 512",
             )),
         Op::Sample(Sample { masked: true, .. }) => Some("no kernel applies a mask yet"),
         Op::Sample(_) => no(ins[0].dtype != DType::F32, "logits are F32")
@@ -176,6 +176,7 @@ impl Lowering<'_> {
                 launches.into()
             }
             Task::Attend { attend, narrow } => self.attend(attend, narrow.as_ref())?.into(),
+            Task::AttendStored { attend, narrow } => self.attend_stored(attend, narrow.as_ref())?.into(),
             Task::RopeKv(group) => self.rope_kv(group)?.into(),
             Task::Flash(node) => self.kernels.flash(&self.attention_args(plan.step(*node))?, None)?.into(),
             Task::Narrowed { node, to } => self.narrowed(plan.step(*node), to)?.into(),
@@ -222,6 +223,7 @@ impl Lowering<'_> {
             Task::Attend { attend, .. } => {
                 attend.appends.iter().chain([&attend.attention]).flat_map(of).collect()
             }
+            Task::AttendStored { attend, .. } => of(&attend.attention).collect(),
             Task::RopeKv(group) => group.ropes.iter().chain(&group.appends).flat_map(of).collect(),
         }
     }

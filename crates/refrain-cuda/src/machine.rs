@@ -199,6 +199,18 @@ impl Machine {
         Ok(())
     }
 
+    /// Names weights that stay in pinned memory; those of the next load.
+    pub(crate) fn keep_pinned(&mut self, names: Vec<String>) -> Result<(), CudaError> {
+        self.release()?;
+        self.model.pinned = names;
+        Ok(())
+    }
+
+    /// Free bytes of the device and all of them.
+    pub(crate) fn memory_info(&self) -> Result<(u64, u64), CudaError> {
+        self.ctx.mem_info().map_err(CudaError::driver("asking for free memory"))
+    }
+
     /// Takes the measures of a model's states, which begin as zeros.
     pub(crate) fn allocate(&mut self, states: Vec<State>) -> Result<(), CudaError> {
         self.release()?;

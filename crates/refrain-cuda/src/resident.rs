@@ -43,6 +43,8 @@ pub(crate) struct HostModel {
     pub(crate) weights: Vec<Weight>,
     pub(crate) tensors: Vec<HostTensor>,
     pub(crate) states: Vec<State>,
+    /// Names of weights that stay in pinned memory, which kernels read over the bus.
+    pub(crate) pinned: Vec<String>,
 }
 
 /// Bytes on the device, by what they are for.
@@ -62,6 +64,8 @@ pub struct Accounting {
     pub device_bytes: u64,
     /// Whether they are the host's: the device has no memory of its own.
     pub unified: bool,
+    /// Bytes of weights in pinned memory of the host, which kernels read over the bus; none of the device's.
+    pub pinned_bytes: u64,
     /// Bytes of weights that the host holds there besides, since no file backs them; 0 on a card with its own memory.
     pub host_weight_bytes: u64,
 }
@@ -110,7 +114,25 @@ struct Placed {
     dtype: DType,
     /// In the layout that products read, not the file's.
     packed: bool,
+    /// In pinned memory of the host.
+    pinned: bool,
     shape: refrain_tensor::Shape,
+}
+
+/// The two allocations of weights: on the device, and in pinned memory.
+#[derive(Clone, Copy, Debug)]
+struct WeightRegions {
+    device: Region,
+    pinned: Region,
+}
+
+impl WeightRegions {
+    fn inherit(self, layout: &mut Layout) -> WeightRegions {
+        WeightRegions {
+            device: layout.inherit("weights", self.device),
+            pinned: layout.inherit("pinned weights", self.pinned),
+        }
+    }
 }
 
 /// Whether a weight is kept in its packed layout: a quantised matrix that has one.
@@ -146,6 +168,7 @@ pub(crate) struct Places {
     weights: Vec<Option<Placed>>,
     states: Vec<PlacedState>,
     weight_bytes: u64,
+    pinned_bytes: u64,
     kv_bytes: u64,
     /// Free bytes of the device and all of them, before anything is allocated.
     device: (u64, u64),
@@ -161,8 +184,9 @@ pub(crate) struct Resident {
     pub(crate) lease: Lease,
     pub(crate) staging: Staging,
     /// Weights and states.
-    regions: (Region, Region),
+    regions: (WeightRegions, Region),
     weights: Buf,
+    pinned: Buf,
     kv: Buf,
     arena: Buf,
     pub(crate) scratch: Buf,
@@ -205,9 +229,10 @@ impl Places {
                 false => dtype.bytes_for(shape.n_elements()),
             };
             let bytes = bytes.ok_or_else(too_large)? as u64;
-            places.weights.push(Some(Placed { offset: places.weight_bytes, bytes, dtype, packed, shape }));
-            let end = places.weight_bytes.checked_add(bytes.next_multiple_of(ALIGN));
-            places.weight_bytes = end.ok_or_else(too_large)?;
+            let pinned = shape.rank() == 2 && model.pinned.contains(&weight.name);
+            let end = if pinned { &mut places.pinned_bytes } else { &mut places.weight_bytes };
+            places.weights.push(Some(Placed { offset: *end, bytes, dtype, packed, pinned, shape }));
+            *end = end.checked_add(bytes.next_multiple_of(ALIGN)).ok_or_else(too_large)?;
         }
         places.place_states(model, scratch_blocks)?;
         Ok(places)
@@ -263,6 +288,7 @@ impl Places {
             free_bytes: self.device.0,
             device_bytes: self.device.1,
             unified: self.unified,
+            pinned_bytes: self.pinned_bytes,
             host_weight_bytes: self.host_weight_bytes,
         }
     }
@@ -274,7 +300,7 @@ pub(crate) struct Kept {
     pub(crate) places: Places,
     lease: Lease,
     /// `None` when they have to be sent again.
-    weights: Option<Region>,
+    weights: Option<WeightRegions>,
     kv: Region,
     uploaded: Upload,
 }
@@ -312,7 +338,7 @@ impl Kept {
             return Err((error, Some(self)));
         }
         let mut layout = Layout::new("states of two sizes");
-        let weights = self.weights.map(|region| layout.inherit("weights", region));
+        let weights = self.weights.map(|regions| regions.inherit(&mut layout));
         let old = layout.inherit("old states", self.kv);
         let new = layout.device("kv", places.kv_bytes);
         let Kept { places: old_places, lease, weights: old_weights, kv: old_kv, uploaded } = self;
@@ -444,8 +470,11 @@ impl Resident {
     ) -> Result<Resident, (DriverError, Option<Kept>)> {
         let mut layout = Layout::new("model");
         let weights = match kept.as_ref().and_then(|k| k.weights) {
-            Some(region) => layout.inherit("weights", region),
-            None => layout.device("weights", places.weight_bytes),
+            Some(regions) => regions.inherit(&mut layout),
+            None => WeightRegions {
+                device: layout.device("weights", places.weight_bytes),
+                pinned: layout.pinned("pinned weights", places.pinned_bytes),
+            },
         };
         let kv = match &kept {
             Some(kept) => layout.inherit("kv", kept.kv),
@@ -474,10 +503,10 @@ impl Resident {
             }
         };
         let memory = Arc::clone(lease.memory());
-        let [weights_buf, kv_buf] = [weights, kv].map(|r| memory.buf(r));
+        let [weights_buf, pinned_buf, kv_buf] = [weights.device, weights.pinned, kv].map(|r| memory.buf(r));
         let bufs = regions.map(|r| memory.buf(r));
         let results = memory.buf(results);
-        let held = [("weights", weights_buf), ("kv", kv_buf)];
+        let held = [("weights", weights_buf), ("pinned weights", pinned_buf), ("kv", kv_buf)];
         let others = sizes.iter().zip(bufs).map(|((name, _), buf)| (*name, buf));
         let names = held.into_iter().chain(others).map(|(name, buf)| (name.to_owned(), buf)).collect();
         let [arena, scratch, message, counters, edits] = bufs;
@@ -503,6 +532,7 @@ impl Resident {
             staging,
             regions: (weights, kv),
             weights: weights_buf,
+            pinned: pinned_buf,
             kv: kv_buf,
             arena,
             scratch,
@@ -530,12 +560,12 @@ impl Resident {
     fn keep_regions(
         places: Places,
         lease: Lease,
-        weights: Option<Region>,
+        weights: Option<WeightRegions>,
         kv: Region,
         uploaded: Upload,
     ) -> Result<Kept, DriverError> {
         let mut layout = Layout::new("weights and states");
-        let weights = weights.map(|region| layout.inherit("weights", region));
+        let weights = weights.map(|regions| regions.inherit(&mut layout));
         let kv = layout.inherit("kv", kv);
         // Nothing is allocated: this fails only where nothing works any more.
         let lease = lease.succeed(&layout).map_err(|(_, error)| error)?;
@@ -650,6 +680,12 @@ impl Resident {
         self.kv.slice(s.offset, s.live_bytes)
     }
 
+    /// Where a weight lies.
+    fn weight(&self, place: &Placed) -> Result<Buf, DriverError> {
+        let region = if place.pinned { self.pinned } else { self.weights };
+        region.slice(place.offset, place.bytes)
+    }
+
     /// A plan's buffer on the device; a state without its scratch blocks.
     pub(crate) fn buffer(&self, plan: &Plan, id: BufferId) -> Result<Buf, DriverError> {
         let buffer = plan.buffer(id);
@@ -657,7 +693,7 @@ impl Resident {
             Place::Arena { offset } => self.arena.slice(offset as u64, buffer.bytes as u64),
             Place::Control { offset, .. } => self.control.slice(offset as u64, buffer.bytes as u64),
             Place::Weight(w) => match self.places.weights.get(w.idx()) {
-                Some(Some(place)) => self.weights.slice(place.offset, place.bytes),
+                Some(Some(place)) => self.weight(place),
                 Some(None) | None => Err(DriverError::OutOfRange {
                     what: "the weights on the device".into(),
                     offset: w.idx() as u64,

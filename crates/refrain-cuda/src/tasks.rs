@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use refrain_driver::api::DeviceInfo;
 use refrain_graph::{
-    Attend, BufferId, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer, ProductPart, Products,
-    RopeAppend, Step, TrainOp, Weight,
+    Attend, AttendStored, BufferId, Group, GroupKind, NodeId, Op, Operand, Place, Plan, Producer,
+    ProductPart, Products, RopeAppend, Step, TrainOp, Weight,
 };
 use refrain_kernels::{
     BlasLt, BlasLtShape, GEMM_DTYPES, GemmPlan, Kernels, MAX_FEW_ROWS, MAX_PRODUCTS, attention_scratch_bytes,
@@ -38,6 +38,8 @@ pub(crate) enum Task {
     /// All from the norms of queries and keys to attention, for rows of different sequences; in 16 bits where the products
     /// behind it take them so.
     Attend { attend: Attend, narrow: Option<NarrowTo> },
+    /// The same over caches that other launches fill.
+    AttendStored { attend: AttendStored, narrow: Option<NarrowTo> },
     /// Ropes and appends.
     RopeKv(RopeAppend),
     /// Attention of many rows, in F32.
@@ -198,6 +200,12 @@ impl<'a> Choice<'a> {
                 self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.n_sms)));
                 let narrow = self.narrow_for_next(attend.attention, next, false);
                 self.push(Task::Attend { attend: *attend, narrow });
+            }
+            GroupKind::AttendStored(attend) => {
+                let sizes = Sizes::of_step(self.step(attend.attention));
+                self.own(sizes.map_or(0, |sizes| sizes.scratch_bytes(self.by.n_sms)));
+                let narrow = self.narrow_for_next(attend.attention, next, false);
+                self.push(Task::AttendStored { attend: *attend, narrow });
             }
             GroupKind::RopeAppend(group) => self.push(Task::RopeKv(*group)),
         }

@@ -144,6 +144,26 @@ fn a_decoded_token_takes_five_launches_a_layer() {
 }
 
 #[test]
+fn every_layer_of_gemma_4_attends_in_one_launch_whoever_filled_the_cache() {
+    for (case, n_layers) in [("gemma4-e2b", 9), ("gemma4-dense", 5), ("gemma4-heads", 4)] {
+        let model = rig::goldens::model(case);
+        let (kernels, groups) = launches(&backend(&model), &graph(&model, 1, SAMPLE));
+        let n = |start: &str| kernels.iter().filter(|kernel| kernel.starts_with(start)).count();
+        assert_eq!(
+            (n("attend_"), n("attention_"), n("rope_"), n("kv_append")),
+            (n_layers, 0, 0, 0),
+            "{case}"
+        );
+        if case == "gemma4-e2b" {
+            let own = "blk.0.attn_q_norm + blk.0.attn_k_norm + blk.0.attn_v_norm";
+            assert!(groups.iter().any(|group| group.starts_with(own)), "{groups:?}");
+            let shared = "blk.8.attn_q_norm + blk.8.rope + blk.8.attention";
+            assert!(groups.contains(shared), "{groups:?}");
+        }
+    }
+}
+
+#[test]
 fn what_has_no_kernel_for_the_whole_of_a_group_is_told_and_what_has_is_not() {
     let told = |mix: Mix, n_tokens: usize| {
         let model = model("qwen3-0.6b", mix);

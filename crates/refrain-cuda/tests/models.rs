@@ -102,7 +102,11 @@ mod on_the_simulated_device {
 
     #[test]
     fn replayed_equals_eager() {
-        replayed_equals_eager_bit_for_bit(simulated, &["llama", "gemma3", "qwen3"], 70);
+        replayed_equals_eager_bit_for_bit(
+            simulated,
+            &["llama", "gemma3", "qwen3", "gemma4-e2b", "gemma4-dense"],
+            70,
+        );
     }
 
     #[test]

@@ -188,6 +188,20 @@ impl Stream {
         staging.send(self, crate::api::DevicePtr(to), bytes)
     }
 
+    /// Waits for the stream and writes bytes of a pinned region, by the host: no copy engine is asked. Bytes of a device
+    /// region are uploaded.
+    pub fn write_pinned(&mut self, lease: &mut Lease, dst: Buf, bytes: &[u8]) -> Result<(), DriverError> {
+        self.usable("upload", bytes.len() as u64)?;
+        check_len("a write", dst, bytes.len())?;
+        let Place::Host(to) = lease.memory().resolve(dst)? else { return self.upload(lease, dst, bytes) };
+        self.begin_use(lease)?;
+        self.synchronize()?;
+        // SAFETY: `resolve` found the range in a pinned region, which is of whole words, is kept by the lease and is
+        // touched by the host only this way.
+        unsafe { crate::pinned::write(to, bytes) };
+        Ok(())
+    }
+
     /// Writes one value in stream order.
     pub fn set<T: Pod>(
         &mut self,

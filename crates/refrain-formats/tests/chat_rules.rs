@@ -148,6 +148,19 @@ fn thinking_is_told_from_the_answer() {
     assert_eq!(filter(opened, &["hm</think>Yes"]), both("hm", "Yes"));
 }
 
+#[test]
+fn gemma_4_thinks_in_a_channel_that_its_template_closes_where_it_shall_not() {
+    let both = |t: &str, a: &str| (t.to_owned(), a.to_owned());
+    let run = |prompt: &str, reply: &str| {
+        filter(ThinkFilter::for_prompt(ThinkTags::of_prompt(prompt), prompt), &[reply])
+    };
+    let turn = "<bos><|turn>user\nhi<turn|>\n<|turn>model\n";
+    assert_eq!(run(turn, "<|channel>thought\nhm\n<channel|>Yes"), both("hm", "Yes"));
+    assert_eq!(run(turn, "Yes"), both("", "Yes"));
+    assert_eq!(run(&format!("{turn}<|channel>thought\n<channel|>"), "Yes"), both("", "Yes"));
+    assert_eq!(run("<|im_start|>user", "<think>hm</think>Yes"), both("hm", "Yes"));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 

@@ -28,7 +28,7 @@ fn errors_name_what_is_wrong_and_the_numbers_on_both_sides() {
     let cases = [
         (
             VocabSpec { model: "t5".into(), ..byte_level() },
-            r#"tokenizer model "t5" is not supported (known: gpt2, llama, bert)"#,
+            r#"tokenizer model "t5" is not supported (known: gpt2, llama, bert, gemma4)"#,
         ),
         (VocabSpec { tokens: StrArray::default(), ..byte_level() }, "no tokenizer: any token is missing"),
         (VocabSpec { merges: None, ..byte_level() }, "no tokenizer: tokenizer.ggml.merges is missing"),

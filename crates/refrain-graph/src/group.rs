@@ -31,6 +31,8 @@ pub enum GroupKind {
     Products(Products),
     /// A chain from queries, keys and values to what attention makes of them.
     Attend(Attend),
+    /// Queries rotated, and attention over what the caches hold.
+    AttendStored(AttendStored),
     /// Queries and keys rotated, keys and values put into the cache.
     RopeAppend(RopeAppend),
 }
@@ -80,11 +82,25 @@ pub enum Producer {
 pub struct Attend {
     /// `RmsNorm` of queries and of keys.
     pub norms: Option<[NodeId; 2]>,
+    /// `RmsNorm` of values, where there are the other two.
+    pub value_norm: Option<NodeId>,
     /// `Rope` of queries and of keys.
     pub ropes: [NodeId; 2],
     /// `KvAppend` of keys and of values.
     pub appends: [NodeId; 2],
     /// `Attention` over both.
+    pub attention: NodeId,
+}
+
+/// Attention over caches that are filled elsewhere, such as those of an earlier layer. Nothing outside reads what norm and
+/// rope make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttendStored {
+    /// `RmsNorm` of queries.
+    pub norm: Option<NodeId>,
+    /// `Rope` of queries.
+    pub rope: NodeId,
+    /// `Attention`.
     pub attention: NodeId,
 }
 
@@ -123,9 +139,12 @@ impl GroupKind {
                 let parts = parts.iter().flat_map(|part| [Some(part.product), part.bias]).flatten();
                 rows.chain(parts).chain(*gate).collect()
             }
-            GroupKind::Attend(Attend { norms, ropes, appends, attention }) => {
-                let norms = norms.iter().flatten().copied();
+            GroupKind::Attend(Attend { norms, value_norm, ropes, appends, attention }) => {
+                let norms = norms.iter().flatten().chain(value_norm).copied();
                 norms.chain(*ropes).chain(*appends).chain([*attention]).collect()
+            }
+            GroupKind::AttendStored(AttendStored { norm, rope, attention }) => {
+                norm.iter().chain([rope, attention]).copied().collect()
             }
             GroupKind::RopeAppend(RopeAppend { ropes, appends }) => {
                 ropes.iter().chain(appends).copied().collect()
@@ -144,9 +163,11 @@ impl GroupKind {
                 vec![1, 1, n - 2]
             }
             GroupKind::Products(Products { producer: Some(_), .. }) => vec![1, n - 1],
-            GroupKind::One(_) | GroupKind::Products(_) | GroupKind::Attend(_) | GroupKind::RopeAppend(_) => {
-                vec![n]
-            }
+            GroupKind::One(_)
+            | GroupKind::Products(_)
+            | GroupKind::Attend(_)
+            | GroupKind::AttendStored(_)
+            | GroupKind::RopeAppend(_) => vec![n],
         }
     }
 
@@ -156,6 +177,7 @@ impl GroupKind {
             GroupKind::One(node) => *node,
             GroupKind::Products(products) => products.parts[0].product,
             GroupKind::Attend(attend) => attend.attention,
+            GroupKind::AttendStored(attend) => attend.attention,
             GroupKind::RopeAppend(group) => group.ropes[0],
         }
     }
@@ -354,12 +376,16 @@ impl Pass<'_> {
     }
 
     fn attention(&mut self, node: NodeId) {
-        let Some(chain) = Chain::of(self.facts, node) else { return };
-        let attend = chain.attend(self.facts).into_iter().map(GroupKind::Attend);
-        if !self.propose(attend) {
+        if let Some(chain) = Chain::of(self.facts, node) {
+            let attend = chain.attend(self.facts).into_iter().map(GroupKind::Attend);
+            if self.propose(attend) {
+                return;
+            }
             let RopeAppend { ropes, appends } = chain.rope_append;
             self.propose([GroupKind::RopeAppend(RopeAppend { ropes, appends })]);
         }
+        let stored = AttendStored::of(self.facts, node);
+        self.propose(stored.into_iter().map(GroupKind::AttendStored));
     }
 
     fn products(&mut self, products: &[NodeId]) {
@@ -554,8 +580,39 @@ impl Chain {
             let is_norm = matches!(facts.graph.node(node).op, Op::RmsNorm { .. });
             (is_norm && facts.is_only_reader(rope, node, 0)).then_some(node)
         };
-        let norms = norm(q).zip(norm(k)).map(|(q, k)| Some([q, k]));
-        let attend = |norms| Attend { norms, ropes: [q, k], appends, attention: self.attention };
-        norms.into_iter().chain([None]).map(attend).collect()
+        let value_norm = facts.producer_of_same(&facts.input(appends[1], 1)).map(|made| made.0);
+        let value_norm = value_norm.filter(|&node| {
+            matches!(facts.graph.node(node).op, Op::RmsNorm { .. })
+                && facts.is_only_reader(appends[1], node, 0)
+        });
+        let attend = |norms, value_norm| {
+            let (ropes, attention) = ([q, k], self.attention);
+            Attend { norms, value_norm, ropes, appends, attention }
+        };
+        let norms = norm(q).zip(norm(k)).map(|(q, k)| [q, k]);
+        let all = norms.zip(value_norm).map(|(norms, value)| attend(Some(norms), Some(value)));
+        let without_values = norms.map(|norms| attend(Some(norms), None));
+        all.into_iter().chain(without_values).chain([attend(None, None)]).collect()
+    }
+}
+
+impl AttendStored {
+    /// Around an attention, with and without the norm of its queries.
+    fn of(facts: &Facts<'_>, attention: NodeId) -> Vec<AttendStored> {
+        let op = |node: NodeId| &facts.graph.node(node).op;
+        if !matches!(op(attention), Op::Attention(_)) || is_empty(&facts.output(attention, 0)) {
+            return Vec::new();
+        }
+        let made_by = |seen: Seen| facts.producer_of_same(&seen).map(|made| made.0);
+        let rope = made_by(facts.input(attention, 0)).filter(|&rope| {
+            matches!(op(rope), Op::Rope(_))
+                && facts.is_only_reader(attention, rope, 0)
+                && facts.input(rope, 1) == facts.input(attention, 3)
+        });
+        let Some(rope) = rope else { return Vec::new() };
+        let norm = made_by(facts.input(rope, 0))
+            .filter(|&norm| matches!(op(norm), Op::RmsNorm { .. }) && facts.is_only_reader(rope, norm, 0));
+        let with = |norm| AttendStored { norm, rope, attention };
+        norm.map(|norm| with(Some(norm))).into_iter().chain([with(None)]).collect()
     }
 }

@@ -46,7 +46,8 @@ pub use graph::{
     Value, ValueId, Weight, WeightId,
 };
 pub use group::{
-    Attend, Fusion, Group, GroupKind, GroupQuery, Producer, ProductPart, Products, Refusal, RopeAppend,
+    Attend, AttendStored, Fusion, Group, GroupKind, GroupQuery, Producer, ProductPart, Products, Refusal,
+    RopeAppend,
 };
 pub use infer::InferError;
 pub use inputs::{Field, Filler, SamplingInputs, StepInputs, StepKind, StepShape};

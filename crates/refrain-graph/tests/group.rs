@@ -1,9 +1,9 @@
 //! Groups: which nodes become one unit, whatever order they were built in, and what happens where a backend refuses.
 
 use refrain_graph::{
-    Attend, Attention, Binary, Fusion, Gate, Graph, GraphBuilder, GroupKind, GroupQuery, NodeId, Op, Plan,
-    PlanOptions, Producer, Products, Rope, RopeAppend, RopeStyle, State, StateId, TensorType, Unary, Weight,
-    WeightId, fuse,
+    Attend, AttendStored, Attention, Binary, Fusion, Gate, Graph, GraphBuilder, GroupKind, GroupQuery,
+    NodeId, Op, Plan, PlanOptions, Producer, Products, Rope, RopeAppend, RopeStyle, State, StateId,
+    TensorType, Unary, Weight, WeightId, fuse,
 };
 use refrain_tensor::{DType, Shape};
 use refrain_testkit::{Rng, reordered};
@@ -212,6 +212,7 @@ fn smaller_groups_are_proposed_until_one_has_a_kernel() {
         let text = match q.kind {
             GroupKind::One(_) => "one".to_owned(),
             GroupKind::Attend(Attend { norms, .. }) => format!("attend {}", norms.is_some()),
+            GroupKind::AttendStored(AttendStored { norm, .. }) => format!("attend stored {}", norm.is_some()),
             GroupKind::RopeAppend(RopeAppend { .. }) => "rope append".to_owned(),
             GroupKind::Products(Products { producer, parts, gate }) => {
                 let producer = match producer {
@@ -320,7 +321,7 @@ fn roles_name_the_nodes() {
     let (mut attends, mut gated) = (0, 0);
     for group in plan.groups() {
         match &group.kind {
-            GroupKind::Attend(Attend { norms: Some(norms), ropes, appends, attention }) => {
+            GroupKind::Attend(Attend { norms: Some(norms), ropes, appends, attention, .. }) => {
                 attends += 1;
                 assert_eq!(norms.map(op), ["rms_norm"; 2]);
                 assert_eq!(
@@ -337,7 +338,11 @@ fn roles_name_the_nodes() {
                 let sides: Vec<_> = parts.iter().map(|p| plan.step(p.product).outputs[0]).collect();
                 assert_eq!(sides, plan.step(*gate).inputs, "what goes through the function comes first");
             }
-            GroupKind::One(_) | GroupKind::Products(_) | GroupKind::Attend(_) | GroupKind::RopeAppend(_) => {}
+            GroupKind::One(_)
+            | GroupKind::Products(_)
+            | GroupKind::Attend(_)
+            | GroupKind::AttendStored(_)
+            | GroupKind::RopeAppend(_) => {}
         }
     }
     assert_eq!((attends, gated), (2, 2));

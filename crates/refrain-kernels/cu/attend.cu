@@ -5,16 +5,17 @@
 //   counters    [n, n_groups, WARPS]                        u32; zero before the first launch, zero after every one
 //   k_cache, v_cache  [n_blocks, n_kv_heads, kv_block, head_dim]  T
 //   q           [n, n_heads, head_dim]                      f32, rows (heads) of consecutive elements
-//   k, v        [n, n_kv_heads, head_dim]                   f32, likewise
+//   k, v        [n, n_kv_heads, head_dim]                   f32, likewise; or null: an earlier launch filled the caches
 //   positions, seqs   [n]                                   i32; negative: nothing goes into the caches, y gets zeros
 //   tables      [n_seqs, max_blocks]                        i32
 //   inv_freq    [n_dims / 2]                                f32
-//   q_norm, k_norm    [head_dim]                            f32, or null: no norm
+//   q_norm, k_norm, v_norm    [head_dim]                    f32, or null: no norm
 //   narrow      [n, n_heads, head_dim]                      y rounded to F16 or BF16 for the product behind, dense or in
 //                                                           planes (planes.cuh); or null
 //
-// Heads of q and k are normed (RMS) and turned (turn.cuh); the key, and the value as it is, go into the caches at the
-// row's position, rounded to T. Then y[i, h] = softmax(scale q . k) v over the positions that the row sees, its own
+// Heads of q, k and v are normed (RMS), and those of q and k turned (turn.cuh); key and value go into the caches at the
+// row's position, rounded to T, or are taken from there where k and v are null. Then y[i, h] = softmax(scale q . k) v over
+// the positions that the row sees, its own
 // included, from what the caches hold after that: the same as append, then attention.
 //
 // A block has one head of the caches, up to per_block of its query heads, and every n-th tile of the positions. The
@@ -131,8 +132,8 @@ template <u32 GROUPS> inline void add_partials(Sum& all, const Partial* partials
 template <typename T, int DIMS, int HEADS, typename Core>
 inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_cache, const float* q, const float* k,
                    const float* v, const i32* positions, const i32* seqs, const i32* tables, const float* inv_freq,
-                   const float* q_norm, const float* k_norm, u16* narrow, const Rows& q_rows, const Rows& k_rows,
-                   const Rows& v_rows, const Attend& s) {
+                   const float* q_norm, const float* k_norm, const float* v_norm, u16* narrow, const Rows& q_rows,
+                   const Rows& k_rows, const Rows& v_rows, const Attend& s) {
     const u32 PAIRS = DIMS / 64;                          // pairs of a head that a lane turns
     const u32 ITEMS = (HEADS + 2 + WARPS - 1) / WARPS;    // heads that a warp turns: queries, key, value
     const u32 KEY = HEADS, VALUE = HEADS + 1, TILE = Core::TILE;
@@ -184,11 +185,12 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         if (item < n_heads) {
             heads[t] = q + q_rows.start(row * s.n_heads + first_head + item);
             norm = q_norm;
-        } else if (item == KEY) {
+        } else if (item == KEY && k != nullptr) {
             heads[t] = k + k_rows.start(row * pages.n_kv_heads + kv_head);
             norm = k_norm;
-        } else if (item == VALUE) {
+        } else if (item == VALUE && k != nullptr) {
             heads[t] = v + v_rows.start(row * pages.n_kv_heads + kv_head);
+            norm = v_norm;
         }
 #pragma unroll
         for (int j = 0; j < PAIRS; j++) {
@@ -282,7 +284,8 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         u32 item = from_last + WARPS * t;
         if (item < HEADS || (item <= VALUE && has_new)) {
             float factor = 1.0f;
-            if ((item < HEADS && q_norm != nullptr) || (item == KEY && k_norm != nullptr)) {
+            const float* norm = item < HEADS ? q_norm : item == KEY ? k_norm : v_norm;
+            if (norm != nullptr) {
                 float squares = 0.0f;
 #pragma unroll
                 for (int j = 0; j < PAIRS; j++) {
@@ -297,12 +300,14 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
             for (int j = 0; j < PAIRS; j++) {
                 float& a = pairs[t][j][0];
                 float& b = pairs[t][j][1];
-                if (item != VALUE) {
-                    a = a * factor * weights[t][j][0];
-                    b = b * factor * weights[t][j][1];
-                    if (lane + 32 * j < half) turn_pair(a, b, sines[j], cosines[j]);
-                }
-                if (item < HEADS) {
+                a = a * factor * weights[t][j][0];
+                b = b * factor * weights[t][j][1];
+                if (item != VALUE && lane + 32 * j < half) turn_pair(a, b, sines[j], cosines[j]);
+                if (item >= HEADS && k == nullptr) {
+                    bool there = lane + 32 * j < head_dim / 2;
+                    a = there ? to_f32(cache[left[j]]) : 0.0f;
+                    b = there ? to_f32(cache[right[j]]) : 0.0f;
+                } else if (item < HEADS) {
                     a *= q_scale;
                     b *= q_scale;
                     most = Core::greatest(a, b, most);
@@ -397,11 +402,11 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         attend_d##dims##_h##heads##_##name(                                                                \
             float* y, float* partials, u32* counters, T* k_cache, T* v_cache, const float* q,              \
             const float* k, const float* v, const i32* positions, const i32* seqs, const i32* tables,      \
-            const float* inv_freq, const float* q_norm, const float* k_norm, u16* narrow, Rows q_rows,     \
-            Rows k_rows, Rows v_rows, Attend s) {                                                          \
+            const float* inv_freq, const float* q_norm, const float* k_norm, const float* v_norm,          \
+            u16* narrow, Rows q_rows, Rows k_rows, Rows v_rows, Attend s) {                                \
         attend<T, dims, heads, Core<T, dims, heads>>(y, partials, counters, k_cache, v_cache, q, k, v,     \
                                                      positions, seqs, tables, inv_freq, q_norm, k_norm,    \
-                                                     narrow, q_rows, k_rows, v_rows, s);                   \
+                                                     v_norm, narrow, q_rows, k_rows, v_rows, s);           \
     }
 #define ATTEND_SMALL(dims, name, T, Core) \
     ATTEND(dims, 2, name, T, Core)        \
@@ -429,3 +434,9 @@ ATTEND_LARGE(f16, F16)
 ATTEND_LARGE(bf16, BF16)
 // unit d256_f32
 ATTEND_LARGE(f32, float)
+// unit d512_f16
+ATTEND(512, 2, f16, F16, Lanes)
+// unit d512_bf16
+ATTEND(512, 2, bf16, BF16, Lanes)
+// unit d512_f32
+ATTEND(512, 2, f32, float, Lanes)

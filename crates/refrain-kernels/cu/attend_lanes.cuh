@@ -1,7 +1,7 @@
 // attend_lanes.cuh: keys and values in the lanes of a warp, in f32: for caches of f32 and the largest heads.
 //
 // LANES lanes share a row of the caches, eight elements each, so that a warp takes 32 / LANES rows with a load; a tile
-// is what it takes with all loads that it has under way.
+// is what it takes with all loads that it has under way. Rows of more than 256 elements are CHUNKS of 256.
 #pragma once
 #include "attend_seen.cuh"
 
@@ -45,7 +45,7 @@ template <typename T, int HEADS> struct Ahead { static const int N = HEADS > 4 ?
 template <int HEADS> struct Ahead<float, HEADS> { static const int N = 2; };
 
 template <typename T, int DIMS, int HEADS> struct Lanes {
-    static const int LANES = DIMS / 8, AHEAD = Ahead<T, HEADS>::N;
+    static const int CHUNKS = DIMS > 256 ? DIMS / 256 : 1, LANES = DIMS / (8 * CHUNKS), AHEAD = Ahead<T, HEADS>::N;
     static const u32 ROWS = 32 / LANES, TILE = ROWS * AHEAD;
     static const u32 ALONE_TILES = 2;  // of each warp, up to which a block works alone
     static const u32 PITCH = DIMS;  // of what a warp leaves
@@ -57,8 +57,8 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
     const T *k_cache, *v_cache;
     u32 lane, row, at;  // the lane's row of the ROWS that the warp takes at once, and its first element
     u32 tile, bits;
-    Eight<T> keys[AHEAD], values[AHEAD];
-    float max[HEADS], sum[HEADS], acc[8 * HEADS];
+    Eight<T> keys[AHEAD][CHUNKS], values[AHEAD][CHUNKS];
+    float max[HEADS], sum[HEADS], acc[8 * HEADS * CHUNKS];  // [CHUNKS][HEADS][8]
 
     inline static void keep(Queries&, u32, u32, u32, float, float, u32) {}
     inline static u32 greatest(float, float, u32) { return 0; }
@@ -73,12 +73,16 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
         return (u32)block < seen.n_blocks ? mask : 0;
     }
 
-    inline void load(Eight<T> (&rows)[AHEAD], const T* cache, const Seen& seen, i32 block) const {
+    inline void load(Eight<T> (&rows)[AHEAD][CHUNKS], const T* cache, const Seen& seen, i32 block) const {
         const T* from = cache + seen.offset(bits != 0 ? block : 0, tile + row) + at;
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            rows[i].clear();
-            if ((bits >> i & 1) != 0 && at < seen.head_dim) rows[i].load(from + (u64)(i * ROWS) * seen.head_dim);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                rows[i][c].clear();
+                bool there = (bits >> i & 1) != 0 && at + 256 * c < seen.head_dim;
+                if (there) rows[i][c].load(from + (u64)(i * ROWS) * seen.head_dim + 256 * c);
+            }
         }
     }
 
@@ -112,20 +116,20 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
             sum[h] = 0.0f;
         }
 #pragma unroll
-        for (int i = 0; i < 8 * HEADS; i++) acc[i] = 0.0f;
+        for (int i = 0; i < 8 * HEADS * CHUNKS; i++) acc[i] = 0.0f;
         u32 n = 1;
         i32 block = tiles.next(seen, n, lane);
 #pragma unroll 1
         while (tile < seen.end) {
             float scores[HEADS][AHEAD];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < 2 * CHUNKS; i++) {
                 float part_of[AHEAD][4];
 #pragma unroll
-                for (int a = 0; a < AHEAD; a++) keys[a].four(i, part_of[a]);
+                for (int a = 0; a < AHEAD; a++) keys[a][i / 2].four(i % 2, part_of[a]);
 #pragma unroll
                 for (int h = 0; h < HEADS; h++) {
-                    float4 query = *(const float4*)&turned[h][at + 4 * i];
+                    float4 query = *(const float4*)&turned[h][at + 256 * (i / 2) + 4 * (i % 2)];
 #pragma unroll
                     for (int a = 0; a < AHEAD; a++) {
                         float score = i == 0 ? __fmul_rn(query.x, part_of[a][0])
@@ -177,7 +181,7 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
             max[h] = top;
             sum[h] *= factor;
 #pragma unroll
-            for (int i = 0; i < 8; i++) acc[8 * h + i] *= factor;
+            for (int i = 0; i < 8 * CHUNKS; i++) acc[i / 8 * 8 * HEADS + 8 * h + i % 8] *= factor;
 #pragma unroll
             for (int a = 0; a < AHEAD; a++) {
                 scores[h][a] = power_of_2(scores[h][a] - top);
@@ -187,14 +191,14 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
 #pragma unroll
         for (int a = 0; a < AHEAD; a++) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < 2 * CHUNKS; i++) {
                 float part_of[4];
-                values[a].four(i, part_of);
+                values[a][i / 2].four(i % 2, part_of);
 #pragma unroll
                 for (int h = 0; h < HEADS; h++) {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        float& to = acc[8 * h + 4 * i + e];
+                        float& to = acc[i / 2 * 8 * HEADS + 8 * h + 4 * (i % 2) + e];
                         to = __fmaf_rn(scores[h][a], part_of[e], to);
                     }
                 }
@@ -214,16 +218,16 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
 #pragma unroll
             for (int step = LANES; step < 32; step <<= 1) sum[h] += __shfl_xor_sync(ALL_LANES, sum[h], step);
 #pragma unroll
-            for (int i = 0; i < 8; i++) acc[8 * h + i] *= factor;
+            for (int i = 0; i < 8 * CHUNKS; i++) acc[i / 8 * 8 * HEADS + 8 * h + i % 8] *= factor;
             if (lane == 0) shares[h] = make_float2(all, sum[h]);
         }
         u32 from = 0;
         if (LANES <= 16) from += halve<4 * HEADS, 16>();
         if (LANES <= 8) from += halve<2 * HEADS, 8>();
 #pragma unroll
-        for (int i = 0; i < 8 * HEADS * LANES / 32; i += 2) {
-            u32 to = from + i;
-            *(float2*)&sums[to / 8 * PITCH + at + to % 8] = make_float2(acc[i], acc[i + 1]);
+        for (int i = 0; i < 8 * HEADS * CHUNKS * LANES / 32; i += 2) {
+            u32 to = from + i, chunk = to / (8 * HEADS), head = to / 8 % HEADS;
+            *(float2*)&sums[head * PITCH + 256 * chunk + at + to % 8] = make_float2(acc[i], acc[i + 1]);
         }
     }
 

@@ -277,9 +277,12 @@ extern "C" __global__ __launch_bounds__(128) void attention_combine_f32(float* y
 // unit f16
 ATTENTION(128, 1, f16, F16)
 ATTENTION(256, 2, f16, F16)
+ATTENTION(512, 4, f16, F16)
 // unit bf16
 ATTENTION(128, 1, bf16, BF16)
 ATTENTION(256, 2, bf16, BF16)
+ATTENTION(512, 4, bf16, BF16)
 // unit f32
 ATTENTION(128, 1, f32, float)
 ATTENTION(256, 2, f32, float)
+ATTENTION(512, 4, f32, float)

@@ -12,7 +12,8 @@
 // head and walks over the positions that any of them sees, 64 at a time, once for each sequence among its rows: rows of
 // many sequences are right, and slow.
 //
-// Launch    grid (n_heads, ceil(n / 64)), block (128), shared as shared_bytes below says; a warp has 16 rows
+// Launch    grid (n_heads, ceil(n / 64), D / OUT), block (128), shared as shared_bytes below says; a warp has 16 rows. A
+//           block makes OUT elements of each row, those of part blockIdx.z: the sums of 512 do not fit in registers.
 // Requires  head_dim a multiple of 8, at most D; caches and rows of q at multiples of 16 bytes. A position whose block is out of range
 //           counts as not seen.
 // Queries and weights are rounded to T; scores, maxima and sums are f32, in tiles of 64 positions in order. Same bits
@@ -89,14 +90,15 @@ inline bool any_row_sees(const Shared& sh, i32 seq, i32 position) {
     return false;
 }
 
-template <typename T, int D>
+template <typename T, int D, int OUT>
 inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const T* v_cache, const i32* positions,
                   const i32* seqs, const i32* tables, const Rows& q_rows, const Sizes& s) {
     // Sixteen bytes more than a row needs, so that eight rows of a chunk lie in different banks.
-    const u32 STRIDE = 2 * D + 16, CHUNKS = D / 8, NT = TILE / 8, DT = D / 8;
+    const u32 STRIDE = 2 * D + 16, VALUE_STRIDE = 2 * OUT + 16, NT = TILE / 8, DT = OUT / 8;
     DYNAMIC_SHARED(pool);
     u8 *queries = pool, *keys = pool + ROWS * STRIDE, *values = keys + TILE * STRIDE;
-    Shared& sh = *(Shared*)(values + TILE * STRIDE);
+    Shared& sh = *(Shared*)(values + TILE * VALUE_STRIDE);
+    const u32 first_out = OUT < D ? blockIdx.z * OUT : 0;
 
     start();
     // The last rows see most: they begin first.
@@ -162,13 +164,25 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
             if (lane == 0) sh.there[buffer][warp] = bits;
         }
     };
-    auto load = [&](u8* to, const T* cache, u32 buffer) {
+    auto load_keys = [&](u32 buffer) {
+        const u32 CHUNKS = D / 8;
 #pragma unroll
         for (int j = 0; j < TILE * CHUNKS / THREADS; j++) {
             u32 i = threadIdx.x + THREADS * j, r = i / CHUNKS, chunk = i % CHUNKS;
             u64 at = sh.at[buffer][r];
             bool there = at != NOWHERE && 8 * chunk < s.head_dim;
-            copy_async(to + r * STRIDE + 16 * chunk, there ? cache + at + 8 * chunk : cache, there);
+            copy_async(keys + r * STRIDE + 16 * chunk, there ? k_cache + at + 8 * chunk : k_cache, there);
+        }
+        copies_end_group();
+    };
+    auto load_values = [&](u32 buffer) {
+        const u32 CHUNKS = OUT / 8;
+#pragma unroll
+        for (int j = 0; j < TILE * CHUNKS / THREADS; j++) {
+            u32 i = threadIdx.x + THREADS * j, r = i / CHUNKS, chunk = i % CHUNKS, d = first_out + 8 * chunk;
+            u64 at = sh.at[buffer][r];
+            bool there = at != NOWHERE && d < s.head_dim;
+            copy_async(values + r * VALUE_STRIDE + 16 * chunk, there ? v_cache + at + d : v_cache, there);
         }
         copies_end_group();
     };
@@ -186,10 +200,10 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
         __syncthreads();
         tell(find(table, seq, seen, begin), begin, 0);
         __syncthreads();
-        load(keys, k_cache, 0);
+        load_keys(0);
 #pragma unroll 1
         for (u32 tile = begin; tile < end; tile += TILE, buffer ^= 1) {
-            load(values, v_cache, buffer);
+            load_values(buffer);
             // The next tile's blocks are asked for here and needed after the products.
             i32 next = find(table, seq, seen, tile + TILE);
             copies_wait<1>();
@@ -212,7 +226,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
             u32 there[2] = {sh.there[buffer][0], sh.there[buffer][1]};
             tell(next, tile + TILE, buffer ^ 1);
             __syncthreads();
-            if (tile + TILE < end) load(keys, k_cache, buffer ^ 1);
+            if (tile + TILE < end) load_keys(buffer ^ 1);
             else copies_end_group();
 
             bool all = (i32)tile >= seen.highest && (i32)(tile + TILE - 1) <= seen.lowest && seen.alone &&
@@ -282,10 +296,10 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
                             pack(score[2 * j + 1][0], score[2 * j + 1][1], T()),
                             pack(score[2 * j + 1][2], score[2 * j + 1][3], T())};
 #pragma unroll
-                for (int d = 0; d < D / 16; d++) {
+                for (int d = 0; d < OUT / 16; d++) {
                     u32 b[4];
                     u32 r = 16 * j + lane / 8 % 2 * 8 + lane % 8;
-                    load_matrices_transposed(b, values + r * STRIDE + 32 * d + lane / 16 * 16);
+                    load_matrices_transposed(b, values + r * VALUE_STRIDE + 32 * d + lane / 16 * 16);
                     multiply(acc[2 * d], a, b, T());
                     multiply(acc[2 * d + 1], a, b + 2, T());
                 }
@@ -307,7 +321,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
             u64 at = ((u64)row * s.n_heads + head) * s.head_dim;
 #pragma unroll
             for (int d = 0; d < DT; d++) {
-                u32 column = 8 * d + 2 * t;
+                u32 column = first_out + 8 * d + 2 * t;
                 if (column < s.head_dim) {
                     float low = empty ? 0.0f : acc[d][2 * h] * inverse;
                     float high = empty ? 0.0f : acc[d][2 * h + 1] * inverse;
@@ -322,27 +336,31 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
     }
 }
 
-// shared_bytes: 192 (2 D + 16) and sizeof(Shared); src/flash.rs holds the same numbers.
-#define FLASH(size, name, T, BLOCKS)                                                                               \
+// shared_bytes: 128 (2 D + 16), 64 (2 OUT + 16) and sizeof(Shared); src/flash.rs holds the same numbers.
+#define FLASH(size, out, name, T, BLOCKS)                                                                          \
     extern "C" __global__ __launch_bounds__(128, BLOCKS) void flash_d##size##_##name(                              \
         float* y, u16* narrow, const float* q, const T* k_cache, const T* v_cache, const i32* positions,           \
         const i32* seqs, const i32* tables, Rows q_rows, Sizes s) {                                                \
-        flash<T, size>(y, narrow, q, k_cache, v_cache, positions, seqs, tables, q_rows, s);                        \
+        flash<T, size, out>(y, narrow, q, k_cache, v_cache, positions, seqs, tables, q_rows, s);                   \
     }
 
 // unit d64_f16
-FLASH(64, f16, F16, 3)
+FLASH(64, 64, f16, F16, 3)
 // unit d64_bf16
-FLASH(64, bf16, BF16, 3)
+FLASH(64, 64, bf16, BF16, 3)
 // unit d96_f16
-FLASH(96, f16, F16, 2)
+FLASH(96, 96, f16, F16, 2)
 // unit d96_bf16
-FLASH(96, bf16, BF16, 2)
+FLASH(96, 96, bf16, BF16, 2)
 // unit d128_f16
-FLASH(128, f16, F16, 2)
+FLASH(128, 128, f16, F16, 2)
 // unit d128_bf16
-FLASH(128, bf16, BF16, 2)
+FLASH(128, 128, bf16, BF16, 2)
 // unit d256_f16
-FLASH(256, f16, F16, 1)
+FLASH(256, 256, f16, F16, 1)
 // unit d256_bf16
-FLASH(256, bf16, BF16, 1)
+FLASH(256, 256, bf16, BF16, 1)
+// unit d512_f16
+FLASH(512, 256, f16, F16, 1)
+// unit d512_bf16
+FLASH(512, 256, bf16, BF16, 1)

@@ -4,13 +4,39 @@
 //   table  [n_rows, d]   plain or quantised, dense, as in the file; gather_packed: packed (packed.cuh)
 //   ids    [n_ids]       i32; negative: a row of zeros; n_rows or more: a row of NaN
 //
-// Launch    grid (n_ids), block (256), shared 0
+// Launch    grid (n_ids, parts), block (256), shared 0: part p of a plain row is its elements 2048 p and on, all of which a
+//           block asks for at once, since a table may lie behind the bus; other tables have one part
 // Requires  table at a multiple of 16 bytes; d whole blocks
 // Exact. Capture: safe; ids are read at each run. The first kernel of a step: the next starts only when the steps before have
 // ended (overlap.cuh).
 #include "overlap.cuh"
 #include "packed.cuh"
 #include "quant.cuh"
+
+const u32 PART = 2048;  // elements of a row that a block has
+
+// Eight elements, loaded at once.
+template <typename T> struct Words {
+    uint4 words;
+    inline void load(const T* p) { words = *(const uint4*)p; }
+    inline float at(int i) const {
+        u32 word = i < 2 ? words.x : i < 4 ? words.y : i < 6 ? words.z : words.w;
+        T t;
+        t.bits = (u16)(i % 2 == 0 ? word : word >> 16);
+        return to_f32(t);
+    }
+};
+template <> struct Words<float> {
+    float4 halves[2];
+    inline void load(const float* p) {
+        halves[0] = ((const float4*)p)[0];
+        halves[1] = ((const float4*)p)[1];
+    }
+    inline float at(int i) const {
+        float4 h = halves[i / 4];
+        return i % 4 == 0 ? h.x : i % 4 == 1 ? h.y : i % 4 == 2 ? h.z : h.w;
+    }
+};
 
 template <typename T> inline void gather_plain(float* y, const T* table, const i32* ids, u32 n_rows, u32 d) {
     wait_for_previous();
@@ -20,7 +46,27 @@ template <typename T> inline void gather_plain(float* y, const T* table, const i
     bool there = id >= 0 && (u32)id < n_rows;
     float filler = id < 0 ? 0.0f : nan_f32();
     const T* row = table + (there ? (u64)id * d : 0);
-    for (u32 i = threadIdx.x; i < d; i += blockDim.x) out[i] = there ? to_f32(row[i]) : filler;
+    // Whole rows of 16 bytes: eight elements to a thread.
+    if (d % 8 == 0) {
+        u32 at = 8 * (blockIdx.y * blockDim.x + threadIdx.x);
+        if (at >= d) return;
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = filler;
+        if (there) {
+            Words<T> words;
+            words.load(row + at);
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[i] = words.at(i);
+        }
+        ((float4*)(out + at))[0] = make_float4(v[0], v[1], v[2], v[3]);
+        ((float4*)(out + at))[1] = make_float4(v[4], v[5], v[6], v[7]);
+        return;
+    }
+    u32 end = min(d, (blockIdx.y + 1) * PART);
+    for (u32 i = blockIdx.y * PART + threadIdx.x; i < end; i += blockDim.x) {
+        out[i] = there ? to_f32(row[i]) : filler;
+    }
 }
 
 template <typename Q> inline void gather_quant(float* y, const u8* table, const i32* ids, u32 n_rows, u32 d) {

@@ -23,7 +23,7 @@ use crate::vouch::Vouch;
 const BLOCK: u32 = 256;
 const N_WARPS: u32 = BLOCK / 32;
 /// Head sizes there are kernels for, each for all up to it, and the most query heads that a block of it serves.
-const SIZES: [(usize, usize); 3] = [(64, 8), (128, 8), (256, 4)];
+const SIZES: [(usize, usize); 4] = [(64, 8), (128, 8), (256, 4), (512, 2)];
 /// Numbers of query heads there are kernels for, each for all up to it.
 const HEADS: [usize; 3] = [2, 4, 8];
 /// Contexts of at most so many positions have one block to a head; in longer ones the kernel chooses by the length.
@@ -45,11 +45,10 @@ pub struct AttendArgs<'a> {
     pub attention: Attention,
     /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
     pub q: View,
-    /// `[n, n_kv_heads, head_dim]` F32, heads of consecutive elements.
-    pub k: View,
-    /// As `k`.
-    pub v: View,
-    /// RMS norm of each head of queries and keys before they turn.
+    /// Keys and values, each `[n, n_kv_heads, head_dim]` F32, heads of consecutive elements. Without them the caches hold
+    /// those of the rows' positions already, from an earlier launch of the step.
+    pub kv: Option<[View; 2]>,
+    /// RMS norm of each head of queries, keys and values, of queries and keys before they turn.
     pub norm: Option<AttendNorm>,
     /// `[n, n_heads, head_dim]` F32.
     pub y: Buf,
@@ -84,7 +83,7 @@ pub struct AttendArgs<'a> {
     pub n_kv_heads: usize,
     /// Positions of a block: a power of two, at least 16.
     pub kv_block: usize,
-    /// Elements of a head: a multiple of 8, at most 256.
+    /// Elements of a head: a multiple of 8, at most 512.
     pub head_dim: usize,
     /// Rows of the tables.
     pub n_seqs: usize,
@@ -109,8 +108,10 @@ pub struct AttendArgs<'a> {
 pub struct AttendNorm {
     /// `[head_dim]` F32; written by nothing in a step.
     pub q: Buf,
-    /// As `q`.
-    pub k: Buf,
+    /// As `q`; `None` where keys are not normed here.
+    pub k: Option<Buf>,
+    /// As `q`; `None` where values are not normed.
+    pub v: Option<Buf>,
     /// Added to the mean of squares.
     pub eps: f32,
 }
@@ -194,8 +195,11 @@ impl Kernels {
         let (size, per_block) = check(&case, a)?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
         let (q, q_rows) = case.rows("q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
-        let (k, k_rows) = case.rows("k", &a.k, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
-        let (v, v_rows) = case.rows("v", &a.v, a.n.saturating_mul(a.n_kv_heads), a.head_dim)?;
+        let rows = |name, view: &View| case.rows(name, view, a.n.saturating_mul(a.n_kv_heads), a.head_dim);
+        let kv = match &a.kv {
+            Some([k, v]) => Some([rows("k", k)?, rows("v", v)?]),
+            None => None,
+        };
         let n_groups = a.n_kv_heads * (a.n_heads / a.n_kv_heads).div_ceil(per_block);
         let blocks = a.n_splits * n_groups;
         let (blocks, alone) = placed(blocks, a.n, a.fills, self.card().n_sms);
@@ -218,26 +222,34 @@ impl Kernels {
             }
             _ => return Err(case.refuse("several splits need scratch and counters".to_owned())),
         };
+        let (k_cache, v_cache) =
+            (case.cache("k_cache", a.k_cache, cells)?, case.cache("v_cache", a.v_cache, cells)?);
+        let launch = match kv {
+            Some([(k, _), (v, _)]) => launch.read_write(k_cache).read_write(v_cache).read(q).read(k).read(v),
+            None => launch.read(k_cache).read(v_cache).read(q).null().null(),
+        };
         let launch = launch
-            .read_write(case.cache("k_cache", a.k_cache, cells)?)
-            .read_write(case.cache("v_cache", a.v_cache, cells)?)
-            .read(q)
-            .read(k)
-            .read(v)
             .read(case.words("positions", a.positions, &[a.n])?)
             .read(case.words("seqs", a.seqs, &[a.n])?)
             .read(case.words("tables", a.tables, &[a.n_seqs, a.max_blocks])?)
             .read(case.words("inv_freq", a.inv_freq, &[a.rope.n_dims / 2])?);
-        let launch = match a.norm {
-            None => launch.null().null(),
-            Some(norm) => launch
-                .read(case.words("the norm of queries", norm.q, &[a.head_dim])?)
-                .read(case.words("the norm of keys", norm.k, &[a.head_dim])?),
-        };
+        let norms = [
+            ("the norm of queries", a.norm.map(|norm| norm.q)),
+            ("the norm of keys", a.norm.and_then(|norm| norm.k)),
+            ("the norm of values", a.norm.and_then(|norm| norm.v)),
+        ];
+        let mut launch = launch;
+        for (name, norm) in norms {
+            launch = match norm {
+                Some(norm) => launch.read(case.words(name, norm, &[a.head_dim])?),
+                None => launch.null(),
+            };
+        }
         let launch = match a.narrow {
             None => launch.null(),
             Some(narrow) => launch.write(narrow.check(&case, a.n, a.n_heads * a.head_dim)?),
         };
+        let [k_rows, v_rows] = kv.map_or([q_rows; 2], |kv| kv.map(|(_, rows)| rows));
         let launch = launch.baked(Baked(q_rows)).baked(Baked(k_rows)).baked(Baked(v_rows));
         Ok(launch.baked(Baked(sizes)).vouch(&case))
     }
@@ -278,7 +290,7 @@ fn check(case: &Case<'_>, a: &AttendArgs<'_>) -> Result<(usize, usize), KernelEr
     );
     let found = SIZES.into_iter().find(|&(d, _)| a.head_dim <= d && a.head_dim.is_multiple_of(8));
     let (size, most) =
-        found.ok_or_else(|| case.refuse("head_dim must be a multiple of 8, at most 256".to_owned()))?;
+        found.ok_or_else(|| case.refuse("head_dim must be a multiple of 8, at most 512".to_owned()))?;
     let group = a.n_heads / a.n_kv_heads;
     Ok((size, group.div_ceil(group.div_ceil(most))))
 }
@@ -346,7 +358,7 @@ fn all_kernels() -> impl Iterator<Item = (DType, usize, usize)> {
 
 pub(crate) fn entries(all: &mut Vec<Entry>) {
     const R: usize = size_of::<Rows>();
-    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<Sizes>()];
+    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<Sizes>()];
     for (dtype, size, heads) in all_kernels() {
         let name = name(size, heads, dtype);
         let entry = Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype));
@@ -357,7 +369,7 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
 
 /// The four ops one after the other.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let s = k.arg::<Sizes>(18)?;
+    let s = k.arg::<Sizes>(19)?;
     let n = k.config().grid[1] as usize;
     let [n_heads, n_kv_heads, head_dim] =
         [s.n_heads, s.pages.n_kv_heads, s.pages.head_dim].map(|n| n as usize);
@@ -367,20 +379,27 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let inv_freq = Dense::read(k, k.ptr(11)?, DType::F32, &[s.n_dims as usize / 2])?;
     let style = if s.interleaved == 0 { RopeStyle::Neox } else { RopeStyle::Interleaved };
     let rope = Op::Rope(Rope { style, n_dims: s.n_dims as usize, magnitude: s.magnitude });
-    let turned = |k: &SimKernel<'_>, [x, norm, rows]: [usize; 3], heads: usize| {
-        let dims = [n, heads, head_dim];
-        let mut x = Dense::f32(&read_rows(k, k.ptr(x)?, k.arg(rows)?, n * heads, head_dim)?, &dims)?;
-        if k.arg::<u64>(norm)? != 0 {
-            let w = Dense::read(k, k.ptr(norm)?, DType::F32, &[head_dim])?;
-            x = Dense::f32(&run_f32(&Op::RmsNorm { eps: s.eps }, &[&x, &w], &dims)?, &dims)?;
+    let normed = |k: &SimKernel<'_>, [x, norm, rows]: [usize; 3], heads: usize| {
+        let x = read_rows(k, k.ptr(x)?, k.arg(rows)?, n * heads, head_dim)?;
+        if k.arg::<u64>(norm)? == 0 {
+            return Ok(x);
         }
-        run_f32(&rope, &[&x, &positions, &inv_freq], &dims)
+        let dims = [n, heads, head_dim];
+        let w = Dense::read(k, k.ptr(norm)?, DType::F32, &[head_dim])?;
+        run_f32(&Op::RmsNorm { eps: s.eps }, &[&Dense::f32(&x, &dims)?, &w], &dims)
     };
-    let (q, keys) = (turned(k, [5, 12, 15], n_heads)?, turned(k, [6, 13, 16], n_kv_heads)?);
-    let values = read_rows(k, k.ptr(7)?, k.arg(17)?, n * n_kv_heads, head_dim)?;
-    let caches = [(k.ptr(3)?, keys.as_slice()), (k.ptr(4)?, values.as_slice())];
+    let turned = |x: Vec<f32>, heads: usize| {
+        let dims = [n, heads, head_dim];
+        run_f32(&rope, &[&Dense::f32(&x, &dims)?, &positions, &inv_freq], &dims)
+    };
+    let q = turned(normed(k, [5, 12, 16], n_heads)?, n_heads)?;
     let pointers = [k.ptr(8)?, k.ptr(9)?, k.ptr(10)?];
-    append(k, dtype, &caches, pointers, n, &s.pages)?;
+    if k.arg::<u64>(6)? != 0 {
+        let keys = turned(normed(k, [6, 13, 17], n_kv_heads)?, n_kv_heads)?;
+        let values = normed(k, [7, 14, 18], n_kv_heads)?;
+        let caches = [(k.ptr(3)?, keys.as_slice()), (k.ptr(4)?, values.as_slice())];
+        append(k, dtype, &caches, pointers, n, &s.pages)?;
+    }
     let sizes = attention::Sizes {
         n_heads: s.n_heads,
         n_kv_heads: s.pages.n_kv_heads,
@@ -398,7 +417,7 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
     let y = attention::whole(k, &sizes, dtype, &q, [k.ptr(3)?, k.ptr(4)?, positions, seqs, tables])?;
     let dtype = if s.narrow_bf16 != 0 { DType::BF16 } else { DType::F16 };
     let to = Narrowed { dtype, n_cols: n_heads * head_dim, plane_rows: s.narrow_rows as usize };
-    if k.arg::<u64>(14)? == 0 { k.write(k.ptr(0)?, &y) } else { to.write(k, &y, 14, Some(0)) }
+    if k.arg::<u64>(15)? == 0 { k.write(k.ptr(0)?, &y) } else { to.write(k, &y, 15, Some(0)) }
 }
 
 /// What the kernel reads before its wait: weights, and what rows see of the caches before their own position. Positions,
@@ -417,7 +436,7 @@ fn read_early(k: &mut SimKernel<'_>, n: usize, s: &Sizes, dtype: DType) -> Kerne
     let caches = [k.ptr(3)?, k.ptr(4)?];
     k.before_wait(|k| {
         k.view::<f32>(k.ptr(11)?, s.n_dims as usize / 2)?;
-        for norm in [k.ptr(12)?, k.ptr(13)?] {
+        for norm in [k.ptr(12)?, k.ptr(13)?, k.ptr(14)?] {
             if norm.0 != 0 {
                 k.view::<f32>(norm, head_dim)?;
             }

@@ -26,7 +26,7 @@ const BLOCK_HEADS: usize = 8;
 /// Threads of a block.
 const BLOCK: u32 = 128;
 /// Head sizes there are kernels for, each for all up to it.
-const HEAD_DIMS: [usize; 2] = [128, 256];
+const HEAD_DIMS: [usize; 3] = [128, 256, 512];
 /// A split is not shorter than this many positions.
 const MIN_SPLIT: usize = 32;
 /// More splits than this cost more to merge than they gain.
@@ -65,7 +65,7 @@ pub struct AttentionArgs<'a> {
     pub n_kv_heads: usize,
     /// Positions of a block.
     pub kv_block: usize,
-    /// Elements of a head: even, at most 256.
+    /// Elements of a head: even, at most 512.
     pub head_dim: usize,
     /// Rows of the tables.
     pub n_seqs: usize,
@@ -137,7 +137,7 @@ impl Kernels {
         );
         crate::require!(case, a.n_splits <= 65_535, "at most 65535 splits");
         let size = HEAD_DIMS.into_iter().find(|&d| a.head_dim <= d && a.head_dim.is_multiple_of(2));
-        let size = size.ok_or_else(|| case.refuse("head_dim must be even and at most 256".to_owned()))?;
+        let size = size.ok_or_else(|| case.refuse("head_dim must be even and at most 512".to_owned()))?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
         let (q, rows) = case.rows("q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
         let y = case.words("y", a.y, &[a.n, a.n_heads, a.head_dim])?;

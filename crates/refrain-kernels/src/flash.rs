@@ -24,7 +24,9 @@ use crate::vouch::Vouch;
 const ROWS: usize = 64;
 const BLOCK: u32 = 128;
 /// Head sizes there are kernels for, each for all up to it.
-const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+const HEAD_DIMS: [usize; 5] = [64, 96, 128, 256, 512];
+/// Elements of a row that a block makes at most.
+const MAX_OUT: usize = 256;
 /// Bytes of the structure behind the tiles.
 const SHARED: usize = 1808;
 
@@ -50,7 +52,8 @@ struct Sizes {
 }
 
 fn shared_bytes(size: usize) -> u32 {
-    (3 * ROWS * (2 * size + 16) + SHARED) as u32
+    let out = size.min(MAX_OUT);
+    (2 * ROWS * (2 * size + 16) + ROWS * (2 * out + 16) + SHARED) as u32
 }
 
 /// Whether a block of the card can have what the kernel of a size needs; the code declares none of its own.
@@ -90,7 +93,7 @@ impl Kernels {
         crate::require!(case, is_dense, "rows in 16 bits are written one behind the other");
         let size = size_for(a.head_dim);
         let size =
-            size.ok_or_else(|| case.refuse("head_dim must be a multiple of 16, at most 256".to_owned()))?;
+            size.ok_or_else(|| case.refuse("head_dim must be a multiple of 16, at most 512".to_owned()))?;
         crate::require!(
             case,
             a.n_heads.is_multiple_of(a.n_kv_heads),
@@ -121,8 +124,9 @@ impl Kernels {
         };
         let n_values = [a.n, a.n_heads, a.head_dim].iter().try_fold(1_usize, |x, &y| x.checked_mul(y));
         let bytes_of = |size: usize| n_values.and_then(|n| n.checked_mul(size));
+        let parts = size.div_ceil(MAX_OUT) as u32;
         let mut launch = self
-            .launch(&name(size, a.cache_dtype), [a.n_heads as u32, n_tiles as u32], BLOCK)?
+            .launch(&name(size, a.cache_dtype), [a.n_heads as u32, n_tiles as u32, parts], BLOCK)?
             .step(a.step)
             .shared(shared_bytes(size));
         launch = match narrow {

@@ -36,6 +36,9 @@ pub struct GatherRowsArgs<'a> {
     pub step: &'a str,
 }
 
+/// Elements of a plain row that a block has.
+const PART: usize = 2048;
+
 impl Kernels {
     /// The launch of [`GatherRowsArgs`]. An id past the table gives a row of NaN on a card; the simulated device faults.
     pub fn gather_rows(&self, a: &GatherRowsArgs<'_>) -> Result<Launch, KernelError> {
@@ -55,9 +58,13 @@ impl Kernels {
         };
         let table = case.buf("table", a.table, bytes, 16)?;
         let ids = case.words("ids", a.ids, &[a.n_ids])?;
-        let y = case.words("y", a.y, &[a.n_ids, a.d])?;
+        let y_bytes = a.n_ids.checked_mul(a.d).and_then(|n| n.checked_mul(4));
+        let y = case.buf("y", a.y, y_bytes, 16)?;
+        // Blocks of a plain row ask for all of it at once: see `gather.cu`.
+        let parts = if a.dtype.is_quantized() { 1 } else { a.d.div_ceil(PART).max(1) };
+        crate::require!(case, parts <= 65_535, "at most {} columns", 65_535 * PART);
         Ok(self
-            .launch(&name(a.dtype, a.packed), a.n_ids as u32, 256)?
+            .launch(&name(a.dtype, a.packed), [a.n_ids as u32, parts as u32], 256)?
             .step(a.step)
             .write(y)
             .read(table)

@@ -8,7 +8,7 @@ use crate::model::Model;
 use crate::rope::inverse_frequencies;
 use refrain_formats::gguf::{Gguf, GgufWriter};
 use refrain_formats::hf::{NewTensor, write_safetensors, write_whole};
-use refrain_formats::params::{Arch, RopeScaling, RopeStyle};
+use refrain_formats::params::{Arch, LayerAttention, RopeScaling, RopeStyle};
 use refrain_formats::tokenizer::VocabSpec;
 use refrain_graph::WeightId;
 use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
@@ -125,14 +125,25 @@ impl Model {
         }
     }
 
-    /// What the frequencies of the first layer are divided by, where no key of a GGUF file says it.
+    /// What the frequencies of layers that see all are divided by, where no key of a GGUF file says it.
     fn frequency_divisors(&self) -> Option<Vec<f32>> {
-        let rope = self.config().rope;
-        let in_tensor = rope.has_freq_factors || matches!(rope.scaling, RopeScaling::Llama3 { .. });
-        let idx = self.weights().iter().position(|w| w.name == "rope.inv_freq.0").filter(|_| in_tensor)?;
-        let scaled = self.tensors()[idx].to_f32().ok()?;
+        let config = self.config();
+        let rope = config.rope;
+        let scaled_in_tensor =
+            matches!(rope.scaling, RopeScaling::Llama3 { .. } | RopeScaling::Proportional { .. });
+        let layer = match rope.local_theta {
+            Some(_) => config.layers.iter().position(|layer| *layer == LayerAttention::Full)?,
+            None => 0,
+        };
+        let id = self.shared().frequencies(layer);
+        if !rope.has_freq_factors && !scaled_in_tensor {
+            return None;
+        }
+        let scaled = self.tensors()[id.idx()].to_f32().ok()?;
         let plain = inverse_frequencies(rope.theta, rope.dims, RopeScaling::None, None);
-        Some(plain.iter().zip(scaled).map(|(plain, scaled)| plain / scaled).collect())
+        // A pair that does not turn has an infinite divisor, for which files have this number.
+        let divisor = |(plain, scaled): (f32, f32)| if scaled == 0.0 { 1e30 } else { plain / scaled };
+        Some(plain.into_iter().zip(scaled).map(divisor).collect())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::error::ModelError;
 use crate::model::Model;
-use crate::shapes::{NamedShape, tensor_dims};
+use crate::shapes::{NamedShape, layer_and_part, tensor_dims};
 use crate::weights::TensorSource;
 use refrain_formats::FormatError;
 use refrain_formats::params::{ModelConfig, RopeStyle};
@@ -39,11 +39,8 @@ impl Model {
 
 impl TensorSource for Fresh<'_> {
     fn find(&self, gguf_name: &str, _: &str) -> Result<Option<HostTensor>, FormatError> {
-        let part = gguf_name
-            .strip_prefix("blk.")
-            .and_then(|rest| rest.split_once('.'))
-            .map_or(gguf_name, |(_, p)| p);
-        let Some(dims) = tensor_dims(self.config, part) else { return Ok(None) };
+        let (_, part) = layer_and_part(gguf_name);
+        let Some(dims) = tensor_dims(self.config, gguf_name) else { return Ok(None) };
         let n: usize = dims.iter().product();
         let joins = matches!(part, "attn_output.weight" | "ffn_down.weight");
         let spread = if joins { SPREAD / (2.0 * self.config.n_layers as f32).sqrt() } else { SPREAD };

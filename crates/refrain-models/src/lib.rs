@@ -11,6 +11,7 @@ mod state; // what layers keep between steps
 mod step; // what every architecture's step has in common
 mod weights; // finding, checking and naming weights
 mod train; // steps that learn
+mod host_rows; // tables that stay on the host
 mod rope; // frequencies of rotary embeddings
 mod init; // weights to start training from
 mod export; // back to files
@@ -18,6 +19,7 @@ mod shapes; // random weights of well-known sizes
 mod error;
 
 mod gemma3;
+mod gemma4;
 mod llama;
 mod qwen2;
 mod qwen3;

@@ -4,7 +4,7 @@ use crate::error::ModelError;
 use crate::state::{LayerState, StateTable};
 use crate::step::{Architecture, Shared, Step};
 use crate::weights::{TensorSource, WeightTable};
-use crate::{gemma3, llama, qwen2, qwen3};
+use crate::{gemma3, gemma4, llama, qwen2, qwen3};
 use refrain_formats::ModelFiles;
 use refrain_formats::params::{Arch, ModelConfig};
 #[cfg(doc)]
@@ -78,8 +78,10 @@ pub struct Model {
     pub(crate) tensors: Vec<HostTensor>,
     hf_names: Vec<String>,
     derived: Vec<WeightId>,
+    fixed: Vec<WeightId>,
     shared: Shared,
     arch: Arc<dyn Architecture>,
+    tables_on_host: bool,
 }
 
 impl Model {
@@ -95,6 +97,7 @@ impl Model {
             Arch::Qwen2 => qwen2::LAYER_NAMES,
             Arch::Qwen3 => qwen3::LAYER_NAMES,
             Arch::Gemma3 => gemma3::LAYER_NAMES,
+            Arch::Gemma4 => gemma4::LAYER_NAMES,
         };
         let mut table = WeightTable::new(&config, source, layer_names);
         let shared = Shared::declare(&mut table)?;
@@ -103,9 +106,22 @@ impl Model {
             Arch::Qwen2 => Arc::new(qwen2::Qwen2::declare(&mut table)?),
             Arch::Qwen3 => Arc::new(qwen3::Qwen3::declare(&mut table)?),
             Arch::Gemma3 => Arc::new(gemma3::Gemma3::declare(&mut table)?),
+            Arch::Gemma4 => Arc::new(gemma4::Gemma4::declare(&mut table)?),
         };
-        let WeightTable { weights, tensors, hf_names, derived, .. } = table;
-        Ok(Model { config, weights, tensors, hf_names, derived, shared, arch })
+        let WeightTable { weights, tensors, hf_names, derived, fixed, .. } = table;
+        Ok(Model { config, weights, tensors, hf_names, derived, fixed, shared, arch, tables_on_host: false })
+    }
+
+    /// The table of which a step reads one row a token, where there is one besides the embedding: it need not be on the
+    /// device.
+    pub fn token_table(&self) -> Option<WeightId> {
+        self.arch.token_table()
+    }
+
+    /// The same model with steps that gather the rows of [`Model::token_table`] on the host, before all else.
+    #[must_use]
+    pub fn with_table_on_host(&self) -> Model {
+        Model { tables_on_host: true, ..self.clone() }
     }
 
     /// Hyperparameters.
@@ -133,8 +149,18 @@ impl Model {
         self.derived.iter().any(|id| id.idx() == weight)
     }
 
+    /// Whether a weight stays as it is while the others are trained.
+    pub(crate) fn is_frozen(&self, weight: usize) -> bool {
+        self.is_derived(weight) || self.fixed.iter().any(|id| id.idx() == weight)
+    }
+
     pub(crate) fn shared(&self) -> &Shared {
         &self.shared
+    }
+
+    /// What enters the first layer of a step that is being built.
+    pub(crate) fn begin(&self, step: &mut Step<'_>) -> Result<ValueId, GraphError> {
+        step.begin(&*self.arch)
     }
 
     /// One layer of a step that is being built.
@@ -170,7 +196,8 @@ impl Model {
     pub fn graph(&self, spec: &StepSpec, kv: &KvSpec) -> Result<Graph, GraphError> {
         let mut step =
             Step::new(&self.config, &self.shared, self.weights.clone(), self.state_table(kv), spec, kv)?;
-        let mut x = step.embed()?;
+        step.tables_on_host = self.tables_on_host;
+        let mut x = self.begin(&mut step)?;
         for layer in 0..self.config.n_layers {
             step.scope(format!("blk.{layer}"));
             x = self.arch.layer(&mut step, layer, x)?;

@@ -26,6 +26,11 @@ pub fn inverse_frequencies(
             let keep = 1.0 - yarn_ramp(i, f64::from(theta), dims, &yarn);
             base(i) * (keep + (1.0 - keep) / f64::from(yarn.factor))
         }
+        RopeScaling::Proportional { share, factor } => {
+            // Rounded as `transformers` does: down to whole pairs.
+            let n_pairs = (f64::from(share) * dims as f64 / 2.0).floor() as usize;
+            if i < n_pairs { base(i) / f64::from(factor) } else { 0.0 }
+        }
         RopeScaling::None => base(i),
     };
     let divisor = |i: usize| factors.and_then(|f| f.get(i)).map_or(1.0, |&f| f64::from(f));

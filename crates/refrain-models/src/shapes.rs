@@ -4,7 +4,8 @@ use crate::error::ModelError;
 use crate::model::Model;
 use crate::weights::TensorSource;
 use refrain_formats::FormatError;
-use refrain_formats::params::{Activation, Arch, LayerAttention, ModelConfig, Rope, RopeScaling, RopeStyle};
+use refrain_formats::params::{Activation, Arch, ModelConfig, Rope, RopeScaling, RopeStyle};
+use refrain_formats::params::{LayerAttention, LayerSizes, PerLayerEmbedding};
 use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -22,6 +23,23 @@ pub struct NamedShape {
     n_heads: usize,
     n_kv_heads: usize,
     head_dim: usize,
+    gemma4: Option<Gemma4Shape>,
+}
+
+/// What Gemma 4 has besides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Gemma4Shape {
+    /// Every how many layers one sees all.
+    period: usize,
+    window: usize,
+    /// Key and value heads of a layer that sees all, and their size.
+    global_heads: [usize; 2],
+    n_shared_kv: usize,
+    /// Elements of the feed-forward part in layers that share keys and values.
+    shared_ffn: usize,
+    keys_as_values: bool,
+    /// Elements that the second embedding has for each layer; 0 where there is none.
+    per_layer: usize,
 }
 
 const fn shape(
@@ -31,11 +49,38 @@ const fn shape(
     heads: [usize; 3],
 ) -> NamedShape {
     let [n_heads, n_kv_heads, head_dim] = heads;
-    NamedShape { name, arch, n_vocab, hidden, ffn, n_layers, n_heads, n_kv_heads, head_dim }
+    NamedShape { name, arch, n_vocab, hidden, ffn, n_layers, n_heads, n_kv_heads, head_dim, gemma4: None }
 }
 
+const fn gemma4(name: &'static str, sizes: [usize; 3], heads: [usize; 2], more: Gemma4Shape) -> NamedShape {
+    let ([hidden, ffn, n_layers], [n_heads, n_kv_heads]) = (sizes, heads);
+    let shape = shape(name, Arch::Gemma4, [262_144, hidden, ffn, n_layers], [n_heads, n_kv_heads, 256]);
+    NamedShape { gemma4: Some(more), ..shape }
+}
+
+const E2B: Gemma4Shape = Gemma4Shape {
+    period: 5,
+    window: 512,
+    global_heads: [1, 512],
+    n_shared_kv: 20,
+    shared_ffn: 12_288,
+    keys_as_values: false,
+    per_layer: 256,
+};
+const E4B: Gemma4Shape =
+    Gemma4Shape { period: 6, global_heads: [2, 512], n_shared_kv: 18, shared_ffn: 10_240, ..E2B };
+const DENSE_31B: Gemma4Shape = Gemma4Shape {
+    period: 6,
+    window: 1024,
+    global_heads: [4, 512],
+    n_shared_kv: 0,
+    shared_ffn: 21_504,
+    keys_as_values: true,
+    per_layer: 0,
+};
+
 /// All shapes, from the smallest to the largest.
-pub const SHAPES: [NamedShape; 11] = [
+pub const SHAPES: [NamedShape; 14] = [
     shape("llama-1m", Arch::Llama, [2_048, 128, 384, 4], [4, 4, 32]),
     shape("llama-10m", Arch::Llama, [8_192, 320, 896, 6], [5, 5, 64]),
     shape("llama-110m", Arch::Llama, [32_768, 768, 2_048, 12], [12, 12, 64]),
@@ -45,8 +90,11 @@ pub const SHAPES: [NamedShape; 11] = [
     shape("qwen3-0.6b", Arch::Qwen3, [151_936, 1_024, 3_072, 28], [16, 8, 128]),
     shape("gemma3-1b", Arch::Gemma3, [262_144, 1_152, 6_912, 26], [4, 1, 256]),
     shape("llama-3.2-1b", Arch::Llama, [128_256, 2_048, 8_192, 16], [32, 8, 64]),
+    gemma4("gemma4-e2b", [1_536, 6_144, 35], [8, 1], E2B),
     shape("llama-3.2-3b", Arch::Llama, [128_256, 3_072, 8_192, 28], [24, 8, 128]),
+    gemma4("gemma4-e4b", [2_560, 10_240, 42], [8, 2], E4B),
     shape("llama-3.1-8b", Arch::Llama, [128_256, 4_096, 14_336, 32], [32, 8, 128]),
+    gemma4("gemma4-31b", [5_376, 21_504, 60], [32, 16], DENSE_31B),
 ];
 
 impl NamedShape {
@@ -62,10 +110,11 @@ impl NamedShape {
 
     /// Hyperparameters of a model of this shape, its head tied to the embedding.
     pub fn config(&self) -> ModelConfig {
-        let gemma = self.arch == Arch::Gemma3;
-        let every_sixth = |l: usize| {
-            if gemma && !(l + 1).is_multiple_of(6) { LayerAttention::Sliding } else { LayerAttention::Full }
-        };
+        let (gemma3, gemma4) = (self.arch == Arch::Gemma3, self.arch == Arch::Gemma4);
+        let gemma = gemma3 || gemma4;
+        let layers = self.layers();
+        let sizes = self.layer_sizes(&layers);
+        let global_dim = self.gemma4.map_or(self.head_dim, |more| more.global_heads[1]);
         ModelConfig {
             arch: self.arch,
             name: Some(self.name.into()),
@@ -82,26 +131,68 @@ impl NamedShape {
             rope: Rope {
                 theta: 500_000.0,
                 local_theta: gemma.then_some(10_000.0),
-                scaling: RopeScaling::None,
+                scaling: match gemma4 {
+                    true => RopeScaling::Proportional { share: 0.25, factor: 1.0 },
+                    false => RopeScaling::None,
+                },
                 has_freq_factors: false,
-                dims: self.head_dim,
+                dims: global_dim,
+                local_dims: gemma4.then_some(self.head_dim),
                 style: if self.arch == Arch::Llama { RopeStyle::Norm } else { RopeStyle::Neox },
             },
-            sliding_window: gemma.then_some(512),
-            layers: (0..self.n_layers).map(every_sixth).collect(),
+            sliding_window: gemma.then_some(self.gemma4.map_or(512, |more| more.window)),
+            layers,
             n_context: 131_072,
             tied_embeddings: true,
             qkv_bias: self.arch == Arch::Qwen2,
             attn_output_bias: false,
             ffn_bias: false,
-            qk_norm: matches!(self.arch, Arch::Qwen3 | Arch::Gemma3),
-            attn_scale: (self.head_dim as f32).powf(-0.5),
+            qk_norm: gemma || self.arch == Arch::Qwen3,
+            attn_scale: if gemma4 { 1.0 } else { (self.head_dim as f32).powf(-0.5) },
             attn_softcap: None,
-            final_softcap: None,
+            final_softcap: gemma4.then_some(30.0),
             embedding_scale: if gemma { (self.hidden as f32).sqrt() } else { 1.0 },
             bos: None,
             eos: Vec::new(),
+            sizes,
+            n_shared_kv: self.n_shared_kv(),
+            keys_as_values: self.gemma4.is_some_and(|more| more.keys_as_values),
+            per_layer: self
+                .gemma4
+                .filter(|more| more.per_layer > 0)
+                .map(|more| PerLayerEmbedding { n_vocab: self.n_vocab, dim: more.per_layer }),
+            left_out: Vec::new(),
         }
+    }
+
+    /// What each layer attends to: in Gemma, one of several sees all; in Gemma 4 the last one too.
+    fn layers(&self) -> Vec<LayerAttention> {
+        let period = self.gemma4.map_or(6, |more| more.period);
+        let is_full = |layer: usize| match self.arch {
+            Arch::Llama | Arch::Qwen2 | Arch::Qwen3 => true,
+            Arch::Gemma3 => (layer + 1).is_multiple_of(period),
+            Arch::Gemma4 => (layer + 1).is_multiple_of(period) || layer + 1 == self.n_layers,
+        };
+        let kind = |layer| if is_full(layer) { LayerAttention::Full } else { LayerAttention::Sliding };
+        (0..self.n_layers).map(kind).collect()
+    }
+
+    /// Only as many as leave a layer of each kind with keys and values of its own.
+    fn n_shared_kv(&self) -> usize {
+        self.gemma4.map_or(0, |more| more.n_shared_kv.min(self.n_layers.saturating_sub(more.period)))
+    }
+
+    fn layer_sizes(&self, layers: &[LayerAttention]) -> Vec<LayerSizes> {
+        let Some(more) = self.gemma4 else { return Vec::new() };
+        let n_own = self.n_layers - self.n_shared_kv();
+        let size = |(layer, kind): (usize, &LayerAttention)| {
+            let [n_kv_heads, head_dim] = match kind {
+                LayerAttention::Full => more.global_heads,
+                LayerAttention::Sliding => [self.n_kv_heads, self.head_dim],
+            };
+            LayerSizes { n_kv_heads, head_dim, ffn: if layer < n_own { self.ffn } else { more.shared_ffn } }
+        };
+        layers.iter().enumerate().map(size).collect()
     }
 }
 
@@ -125,6 +216,11 @@ impl QuantMix {
 
     fn dtype(self, name: &str, layer: Option<usize>, n_layers: usize, row: usize) -> DType {
         let wanted = match self {
+            // llama.cpp never quantises it.
+            QuantMix::All(dtype) if name == "per_layer_model_proj.weight" && dtype.is_quantized() => {
+                DType::BF16
+            }
+            QuantMix::Q4KM if name == "per_layer_model_proj.weight" => DType::BF16,
             QuantMix::All(dtype) => dtype,
             QuantMix::Q4KM => {
                 // llama.cpp gives more bits to the first and last eighth of the layers and to every third between.
@@ -162,25 +258,45 @@ impl Model {
     }
 }
 
-/// The size of a tensor by its name in GGUF, without the layer; `None` for one that such a model does not have.
-pub(crate) fn tensor_dims(c: &ModelConfig, part: &str) -> Option<Vec<usize>> {
-    let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
-    Some(match part {
-        "token_embd.weight" => vec![c.n_vocab, c.hidden],
-        "output.weight" if !c.tied_embeddings => vec![c.n_vocab, c.hidden],
-        "attn_q.weight" => vec![q, c.hidden],
-        "attn_k.weight" | "attn_v.weight" => vec![kv, c.hidden],
-        "attn_output.weight" => vec![c.hidden, q],
-        "ffn_gate.weight" | "ffn_up.weight" => vec![c.ffn, c.hidden],
-        "ffn_down.weight" => vec![c.hidden, c.ffn],
-        "attn_q.bias" => vec![q],
-        "attn_k.bias" | "attn_v.bias" => vec![kv],
-        "attn_q_norm.weight" | "attn_k_norm.weight" => vec![c.head_dim],
-        "output_norm.weight"
-        | "attn_norm.weight"
-        | "ffn_norm.weight"
-        | "post_attention_norm.weight"
-        | "post_ffw_norm.weight" => vec![c.hidden],
+/// The layer of a tensor by its name in GGUF, and the rest of the name.
+pub(crate) fn layer_and_part(gguf_name: &str) -> (Option<usize>, &str) {
+    match gguf_name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
+        Some((layer, part)) => (layer.parse().ok(), part),
+        None => (None, gguf_name),
+    }
+}
+
+/// The size of a tensor by its name in GGUF; `None` for one that such a model does not have.
+pub(crate) fn tensor_dims(c: &ModelConfig, gguf_name: &str) -> Option<Vec<usize>> {
+    let (layer, part) = layer_and_part(gguf_name);
+    let LayerSizes { n_kv_heads, head_dim, ffn } = c.layer_sizes(layer.unwrap_or(0));
+    let (q, kv) = (c.n_heads * head_dim, n_kv_heads * head_dim);
+    let per_layer = c.per_layer.map(|p| (p.n_vocab, p.dim));
+    Some(match (part, per_layer) {
+        ("token_embd.weight", _) => vec![c.n_vocab, c.hidden],
+        ("output.weight", _) if !c.tied_embeddings => vec![c.n_vocab, c.hidden],
+        ("attn_q.weight", _) => vec![q, c.hidden],
+        ("attn_k.weight" | "attn_v.weight", _) => vec![kv, c.hidden],
+        ("attn_output.weight", _) => vec![c.hidden, q],
+        ("ffn_gate.weight" | "ffn_up.weight", _) => vec![ffn, c.hidden],
+        ("ffn_down.weight", _) => vec![c.hidden, ffn],
+        ("attn_q.bias", _) => vec![q],
+        ("attn_k.bias" | "attn_v.bias", _) => vec![kv],
+        ("attn_q_norm.weight" | "attn_k_norm.weight", _) => vec![head_dim],
+        ("per_layer_token_embd.weight", Some((n_vocab, dim))) => vec![n_vocab, c.n_layers * dim],
+        ("per_layer_model_proj.weight", Some((_, dim))) => vec![c.n_layers * dim, c.hidden],
+        ("per_layer_proj_norm.weight", Some((_, dim))) => vec![dim],
+        ("inp_gate.weight", Some((_, dim))) => vec![dim, c.hidden],
+        ("proj.weight", Some((_, dim))) => vec![c.hidden, dim],
+        ("post_norm.weight", Some(_)) => vec![c.hidden],
+        (
+            "output_norm.weight"
+            | "attn_norm.weight"
+            | "ffn_norm.weight"
+            | "post_attention_norm.weight"
+            | "post_ffw_norm.weight",
+            _,
+        ) => vec![c.hidden],
         _ => return None,
     })
 }
@@ -206,11 +322,8 @@ impl RandomSource {
 
 impl TensorSource for RandomSource {
     fn find(&self, gguf_name: &str, _: &str) -> Result<Option<HostTensor>, FormatError> {
-        let (layer, part) = match gguf_name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
-            Some((layer, part)) => (layer.parse().ok(), part),
-            None => (None, gguf_name),
-        };
-        let Some(dims) = tensor_dims(&self.config, part) else { return Ok(None) };
+        let (layer, part) = layer_and_part(gguf_name);
+        let Some(dims) = tensor_dims(&self.config, gguf_name) else { return Ok(None) };
         let n: usize = dims.iter().product();
         let made = if dims.len() == 1 {
             let one = if part.contains("norm") { 1.0 } else { 0.0 };

@@ -1,11 +1,12 @@
 //! What every architecture's step has in common: inputs, embedding, attention over the cache, head.
 
 use crate::error::ModelError;
+use crate::host_rows::host_rows;
 use crate::model::{Head, KvSpec, SampleHead, StepSpec};
 use crate::rope::inverse_frequencies;
 use crate::state::{KvGeometry, LayerState, StateTable};
 use crate::weights::{Linear, WeightTable};
-use refrain_formats::params::{ModelConfig, RopeScaling, RopeStyle};
+use refrain_formats::params::{LayerAttention, LayerSizes, ModelConfig, RopeScaling, RopeStyle};
 use refrain_graph as ir;
 use refrain_graph::{
     Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StepInputs, TensorType,
@@ -17,8 +18,25 @@ use std::fmt;
 /// The layers of one architecture.
 pub(crate) trait Architecture: fmt::Debug + Send + Sync {
     /// What a layer keeps between steps.
-    fn state(&self, config: &ModelConfig, _layer: usize) -> LayerState {
-        LayerState::Kv(KvGeometry { n_kv_heads: config.n_kv_heads, head_dim: config.head_dim })
+    fn state(&self, config: &ModelConfig, layer: usize) -> LayerState {
+        match config.kv_layer(layer) {
+            own if own == layer => {
+                let LayerSizes { n_kv_heads, head_dim, .. } = config.layer_sizes(layer);
+                LayerState::Kv(KvGeometry { n_kv_heads, head_dim })
+            }
+            earlier => LayerState::SharedKv { layer: earlier },
+        }
+    }
+
+    /// What layers get besides the residual, made once from the embedded tokens `x[n_tokens, hidden]` before the first
+    /// layer: `[n_layers, n_tokens, d]`, of which [`Step::own_input`] gives each layer its slice.
+    fn inputs(&self, _step: &mut Step<'_>, _x: ValueId) -> Result<Option<ValueId>, GraphError> {
+        Ok(None)
+    }
+
+    /// The table of which a step reads one row a token, and which therefore need not be on the device.
+    fn token_table(&self) -> Option<WeightId> {
+        None
     }
 
     /// One layer: `x[n_tokens, hidden]` -> the same.
@@ -49,6 +67,11 @@ impl Shared {
         Ok(Shared { embedding, output_norm, output, inv_freq, magnitude })
     }
 
+    /// The frequencies of a layer.
+    pub(crate) fn frequencies(&self, layer: usize) -> WeightId {
+        self.inv_freq[layer]
+    }
+
     /// Layers of one kind share one table.
     fn declare_rope(w: &mut WeightTable<'_>) -> Result<(Vec<WeightId>, Vec<f32>), ModelError> {
         let c = w.config;
@@ -56,30 +79,40 @@ impl Shared {
             true => w.table("rope_freqs.weight", c.rope.dims / 2)?,
             false => None,
         };
-        let mut tables: Vec<(f32, RopeScaling, WeightId)> = Vec::new();
+        let mut tables: Vec<(RopeTable, WeightId)> = Vec::new();
         let mut inv_freq = Vec::with_capacity(c.n_layers);
         let mut magnitude = Vec::with_capacity(c.n_layers);
         for layer in 0..c.n_layers {
-            let (theta, scaling) = (c.rope_theta(layer), c.rope_scaling(layer));
-            let known = tables.iter().find(|(t, s, _)| (*t, *s) == (theta, scaling)).map(|(_, _, id)| *id);
+            let scaling = c.rope_scaling(layer);
+            // A table of divisors is about the layers whose frequencies are scaled.
+            let is_local = c.rope.local_theta.is_some() && c.layer(layer) == LayerAttention::Sliding;
+            let factors = factors.as_deref().filter(|_| !is_local);
+            let table = (c.rope_theta(layer), c.rope_dims(layer), scaling, factors.is_some());
+            let known = tables.iter().find(|(known, _)| *known == table).map(|(_, id)| *id);
             let id = match known {
                 Some(id) => id,
                 None => {
-                    let values = inverse_frequencies(theta, c.rope.dims, scaling, factors.as_deref());
+                    let values = inverse_frequencies(table.0, table.1, scaling, factors);
                     let id = w.derived(&format!("rope.inv_freq.{}", tables.len()), &values)?;
-                    tables.push((theta, scaling, id));
+                    tables.push((table, id));
                     id
                 }
             };
             inv_freq.push(id);
             magnitude.push(match scaling {
                 RopeScaling::Yarn(yarn) => yarn.attention_factor,
-                RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => 1.0,
+                RopeScaling::None
+                | RopeScaling::Linear { .. }
+                | RopeScaling::Llama3 { .. }
+                | RopeScaling::Proportional { .. } => 1.0,
             });
         }
         Ok((inv_freq, magnitude))
     }
 }
+
+/// What decides the frequencies of a layer: base, rotated elements, scaling and whether divisors apply.
+type RopeTable = (f32, usize, RopeScaling, bool);
 
 /// A step that is being built.
 pub(crate) struct Step<'m> {
@@ -93,6 +126,11 @@ pub(crate) struct Step<'m> {
     tokens: ValueId,    // [n_tokens]
     positions: ValueId, // [n_tokens]
     rows: RowContext,
+    layer_inputs: Option<ValueId>, // [n_layers, n_tokens, d]
+    /// What each layer so far attends to: its caches as they are behind it, or keys and values of whole documents.
+    attended: Vec<[ValueId; 2]>,
+    /// Whether rows of tables that may stay on the host are gathered there.
+    pub(crate) tables_on_host: bool,
 }
 
 /// What the rows of a step see of each other, and what comes of them.
@@ -153,7 +191,8 @@ impl<'m> Step<'m> {
             (0..builder.graph().weights().len()).map(|i| builder.weight(WeightId::from_idx(i))).collect();
         let rows = RowContext::Paged(Box::new(PagedRows { states, spec: *spec, inputs, paging }));
         let (n_tokens, act) = (shape.n_tokens, spec.act);
-        Ok(Step { config, shared, builder, weights, n_tokens, act, tokens, positions, rows })
+        let context = ([tokens, positions], n_tokens, act);
+        Ok(Step::over(config, shared, builder, weights, context, rows))
     }
 
     /// A step over whole documents, with the values to take for weights.
@@ -167,7 +206,32 @@ impl<'m> Step<'m> {
         rows: RowContext,
     ) -> Step<'m> {
         let n_tokens = builder.ty(tokens).shape.n_elements();
-        Step { config, shared, builder, weights, n_tokens, act, tokens, positions, rows }
+        Step::over(config, shared, builder, weights, ([tokens, positions], n_tokens, act), rows)
+    }
+
+    fn over(
+        config: &'m ModelConfig,
+        shared: &'m Shared,
+        builder: GraphBuilder,
+        weights: Vec<ValueId>,
+        ([tokens, positions], n_tokens, act): ([ValueId; 2], usize, DType),
+        rows: RowContext,
+    ) -> Step<'m> {
+        let (layer_inputs, attended) = (None, Vec::with_capacity(config.n_layers));
+        Step {
+            config,
+            shared,
+            builder,
+            weights,
+            n_tokens,
+            act,
+            tokens,
+            positions,
+            rows,
+            layer_inputs,
+            attended,
+            tables_on_host: false,
+        }
     }
 
     fn paged(&mut self) -> &mut PagedRows {
@@ -194,19 +258,64 @@ impl<'m> Step<'m> {
         self.builder.finish()
     }
 
-    /// RowContext of the embedding: `[n_tokens, hidden]`.
-    pub(crate) fn embed(&mut self) -> Result<ValueId, GraphError> {
-        let table = self.weight(self.shared.embedding);
-        let x = self.builder.gather_rows(table, self.tokens, self.act)?;
-        match self.config.embedding_scale {
+    /// The rows that enter the first layer, `[n_tokens, hidden]`, and what layers get besides them.
+    pub(crate) fn begin(&mut self, arch: &dyn Architecture) -> Result<ValueId, GraphError> {
+        let x = self.embed()?;
+        self.layer_inputs = arch.inputs(self, x)?;
+        Ok(x)
+    }
+
+    /// What a layer gets besides the residual: `[n_tokens, d]`.
+    pub(crate) fn own_input(&mut self, layer: usize) -> Result<ValueId, GraphError> {
+        let Some(inputs) = self.layer_inputs else { panic!("layer {layer} has no input of its own") };
+        let width = self.builder.ty(inputs).shape.dim_back(0);
+        let slice = self.builder.slice(inputs, 0, layer, 1)?;
+        self.builder.reshape(slice, &[self.n_tokens, width])
+    }
+
+    /// The tokens' rows of a table that may stay on the host: `[n_tokens, width]`.
+    pub(crate) fn token_rows(&mut self, table: WeightId) -> Result<ValueId, GraphError> {
+        let table = self.weight(table);
+        if !self.tables_on_host {
+            return self.builder.gather_rows(table, self.tokens, self.act);
+        }
+        let rows = self.builder.host_call(host_rows(), &[table, self.tokens])?[0];
+        if self.builder.ty(rows).dtype == self.act { Ok(rows) } else { self.builder.cast(rows, self.act) }
+    }
+
+    /// Rows `[n_tokens, n * d]` as `[n_tokens, n, d]`.
+    pub(crate) fn apart(&mut self, x: ValueId, n: usize, d: usize) -> Result<ValueId, GraphError> {
+        self.builder.reshape(x, &[self.n_tokens, n, d])
+    }
+
+    pub(crate) fn scaled(&mut self, x: ValueId, mul: f32) -> Result<ValueId, GraphError> {
+        match mul {
             1.0 => Ok(x),
-            scale => self.builder.unary(Unary::Affine { mul: scale, add: 0.0 }, x),
+            mul => self.builder.unary(Unary::Affine { mul, add: 0.0 }, x),
         }
     }
 
+    /// Rows of the embedding: `[n_tokens, hidden]`.
+    fn embed(&mut self) -> Result<ValueId, GraphError> {
+        let table = self.weight(self.shared.embedding);
+        let x = self.builder.gather_rows(table, self.tokens, self.act)?;
+        self.scaled(x, self.config.embedding_scale)
+    }
+
     pub(crate) fn norm(&mut self, x: ValueId, w: WeightId, label: &str) -> Result<ValueId, GraphError> {
+        self.norm_with(x, w, self.config.norm_eps, label)
+    }
+
+    /// A norm with an epsilon of its own.
+    pub(crate) fn norm_with(
+        &mut self,
+        x: ValueId,
+        w: WeightId,
+        eps: f32,
+        label: &str,
+    ) -> Result<ValueId, GraphError> {
         let w = self.weight(w);
-        self.builder.rms_norm(x, w, self.config.norm_eps, label)
+        self.builder.rms_norm(x, w, eps, label)
     }
 
     pub(crate) fn add(&mut self, a: ValueId, b: ValueId) -> Result<ValueId, GraphError> {
@@ -221,9 +330,20 @@ impl<'m> Step<'m> {
 
     /// A linear map into heads: `[n_tokens, n_heads, head_dim]`.
     pub(crate) fn heads(&mut self, x: ValueId, l: Linear, label: &str) -> Result<ValueId, GraphError> {
+        self.heads_of(x, l, self.config.head_dim, label)
+    }
+
+    /// A linear map into heads of a size of their own.
+    pub(crate) fn heads_of(
+        &mut self,
+        x: ValueId,
+        l: Linear,
+        head_dim: usize,
+        label: &str,
+    ) -> Result<ValueId, GraphError> {
         let y = self.linear(x, l, label)?;
-        let n_heads = self.builder.ty(y).shape.dim_back(0) / self.config.head_dim;
-        self.builder.reshape(y, &[self.n_tokens, n_heads, self.config.head_dim])
+        let n_heads = self.builder.ty(y).shape.dim_back(0) / head_dim;
+        self.builder.reshape(y, &[self.n_tokens, n_heads, head_dim])
     }
 
     /// Rotates heads by their positions.
@@ -232,7 +352,8 @@ impl<'m> Step<'m> {
             RopeStyle::Neox => ir::RopeStyle::Neox,
             RopeStyle::Norm => ir::RopeStyle::Interleaved,
         };
-        let rope = ir::Rope { style, n_dims: self.config.rope.dims, magnitude: self.shared.magnitude[layer] };
+        let rope =
+            ir::Rope { style, n_dims: self.config.rope_dims(layer), magnitude: self.shared.magnitude[layer] };
         let inv_freq = self.weight(self.shared.inv_freq[layer]);
         self.builder.rope(rope, x, self.positions, inv_freq)
     }
@@ -240,26 +361,44 @@ impl<'m> Step<'m> {
     /// Attends over what a row sees: `[n_tokens, n_heads * head_dim]`. Keys and values are appended to the layer's cache
     /// first, where there is one.
     pub(crate) fn attend(&mut self, layer: usize, [q, k, v]: [ValueId; 3]) -> Result<ValueId, GraphError> {
+        self.attend_over(layer, q, Some([k, v]))
+    }
+
+    /// The same with the keys and values of the layer that [`ModelConfig::kv_layer`] names, where the layer has none.
+    pub(crate) fn attend_over(
+        &mut self,
+        layer: usize,
+        q: ValueId,
+        own: Option<[ValueId; 2]>,
+    ) -> Result<ValueId, GraphError> {
         let c = self.config;
         let (scale, window, softcap) = (c.attn_scale, c.window(layer), c.attn_softcap);
+        let attended = match (&self.rows, own) {
+            (RowContext::Paged(paged), Some([k, v])) => {
+                let PagedRows { states, paging, .. } = &**paged;
+                let Some(kv) = states.kv(layer).filter(|kv| kv.is_own) else {
+                    panic!("layer {layer} has keys and no cache of its own for them")
+                };
+                let (k_cache, v_cache) = (self.builder.state(kv.k), self.builder.state(kv.v));
+                let k_cache = self.builder.kv_append(k_cache, k, *paging)?;
+                [k_cache, self.builder.kv_append(v_cache, v, *paging)?]
+            }
+            (RowContext::Documents { .. }, Some(own)) => own,
+            (_, None) => self.attended[c.kv_layer(layer)],
+        };
+        self.attended.push(attended);
         let y = match &self.rows {
             RowContext::Paged(paged) => {
-                let PagedRows { states, paging, .. } = &**paged;
-                let Some(kv) = states.kv(layer) else { panic!("layer {layer} attends and keeps no keys") };
-                let (mut k_cache, mut v_cache) = (self.builder.state(kv.k), self.builder.state(kv.v));
-                if kv.is_own {
-                    k_cache = self.builder.kv_append(k_cache, k, *paging)?;
-                    v_cache = self.builder.kv_append(v_cache, v, *paging)?;
-                }
                 let attention = ir::Attention { scale, window, softcap };
-                self.builder.attention(attention, q, [k_cache, v_cache], *paging)?
+                self.builder.attention(attention, q, attended, paged.paging)?
             }
             RowContext::Documents { spans, .. } => {
                 let attention = ir::SpanAttention { scale, causal: true, window, softcap };
+                let [k, v] = attended;
                 self.builder.node(Op::SpanAttention(attention), &[q, k, v, *spans], "attention")?[0]
             }
         };
-        self.builder.reshape(y, &[self.n_tokens, c.n_heads * c.head_dim])
+        self.builder.reshape(y, &[self.n_tokens, c.n_heads * c.layer_sizes(layer).head_dim])
     }
 
     /// A branch of a layer as it joins the residual: some elements dropped, where the step learns and drops any.

@@ -18,9 +18,14 @@ pub trait TensorSource {
 impl TensorSource for ModelFiles {
     fn find(&self, gguf_name: &str, hf_name: &str) -> Result<Option<HostTensor>, FormatError> {
         let name = self.name(gguf_name, hf_name);
-        match self.has_tensor(name) {
-            true => self.tensor(name).map(Some),
-            false => Ok(None),
+        if self.has_tensor(name) {
+            return self.tensor(name).map(Some);
+        }
+        // The text part of a multimodal model.
+        let inner = name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
+        match inner.filter(|name| matches!(self, ModelFiles::Hf(_)) && self.has_tensor(name)) {
+            Some(name) => self.tensor(&name).map(Some),
+            None => Ok(None),
         }
     }
 
@@ -53,13 +58,15 @@ pub(crate) struct WeightTable<'a> {
     pub hf_names: Vec<String>,
     /// Weights that are computed from hyperparameters: tables, not parameters.
     pub derived: Vec<WeightId>,
+    /// Weights of the files that are not trained: they are numbers in the graph.
+    pub fixed: Vec<WeightId>,
 }
 
 impl<'a> WeightTable<'a> {
     pub(crate) fn new(config: &'a ModelConfig, source: &'a dyn TensorSource, layer_names: HfNames) -> Self {
         let (weights, tensors) = (Vec::new(), Vec::new());
-        let (hf_names, derived) = (Vec::new(), Vec::new());
-        WeightTable { config, source, layer_names, weights, tensors, hf_names, derived }
+        let (hf_names, derived, fixed) = (Vec::new(), Vec::new(), Vec::new());
+        WeightTable { config, source, layer_names, weights, tensors, hf_names, derived, fixed }
     }
 
     /// A tensor outside the layers.
@@ -111,6 +118,20 @@ impl<'a> WeightTable<'a> {
             false => None,
         };
         Ok(Linear { weight, bias })
+    }
+
+    /// The factor on what a layer makes; 1 where the file has none. It is part of the graph, and a weight only so that it is
+    /// written back.
+    pub(crate) fn layer_scalar(&mut self, layer: usize) -> Result<f32, ModelError> {
+        let gguf = format!("blk.{layer}.layer_output_scale.weight");
+        let hf = format!("model.layers.{layer}.layer_scalar");
+        let Some(tensor) = self.find(&gguf, &hf, &[1])? else { return Ok(1.0) };
+        let tensor = in_f32(self.source.name(&gguf, &hf), tensor)?;
+        let wrap = |source| ModelError::Tensor { name: self.source.name(&gguf, &hf).into(), source };
+        let scalar = tensor.to_f32().map_err(wrap)?[0];
+        let id = self.push(&gguf, &hf, tensor);
+        self.fixed.push(id);
+        Ok(scalar)
     }
 
     /// A tensor that is computed, not read.

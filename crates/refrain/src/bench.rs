@@ -203,7 +203,7 @@ pub fn bench(
         max_requests: most_seqs.max(1),
         context,
     };
-    let (MonitoredEngine { engine, monitor }, Room { context, .. }) =
+    let (MonitoredEngine { engine, monitor, .. }, Room { context, .. }) =
         lone_engine(&weights, &name, &session, room)?;
     let sequence = engine.open(context)?;
     let load_seconds = began.elapsed().as_secs_f64();

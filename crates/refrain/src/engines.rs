@@ -8,6 +8,7 @@
 //! last engine the packed weights.
 
 use crate::error::Error;
+use crate::placement::{TableNeeds, TablePlacement, host_free_bytes};
 use crate::session::{Device, SessionOptions};
 use refrain_cpu::{CpuBackend, CpuWeights};
 use refrain_cuda::{CublasLt, CudaBackend, CudaOptions, Monitor};
@@ -16,7 +17,7 @@ use refrain_driver::trial::Choice;
 use refrain_engine::{
     BackendRunner, Engine, EngineError, EngineOptions, RunnerOptions, Sequence, WeakEngine,
 };
-use refrain_models::Model;
+use refrain_models::{KvSpec, Model};
 use refrain_tensor::DType;
 use std::fmt;
 use std::num::NonZeroU32;
@@ -29,6 +30,8 @@ const USUAL_CONTEXT: usize = 4096;
 pub(crate) struct MonitoredEngine {
     pub(crate) engine: Engine,
     pub(crate) monitor: Option<Monitor>,
+    /// Where the table of per-layer embeddings lies, on a CUDA device.
+    pub(crate) table: Option<TablePlacement>,
 }
 
 /// The engines of one model.
@@ -39,7 +42,7 @@ pub(crate) struct Engines {
 
 #[derive(Default)]
 struct Known {
-    engines: Vec<(Key, WeakEngine, Option<Monitor>)>,
+    engines: Vec<(Key, WeakEngine, Option<Monitor>, Option<TablePlacement>)>,
     packed: Weak<CpuWeights>,
 }
 
@@ -51,6 +54,7 @@ struct Key {
     ahead: Option<usize>,
     verify_every: Option<NonZeroU32>,
     avoids_capture: bool,
+    table: TablePlacement,
 }
 
 impl fmt::Debug for Engines {
@@ -77,15 +81,15 @@ impl Engines {
         };
         let SessionOptions { kv_dtype, ahead, verify_every, .. } = *options;
         let avoids_capture = options.graph_choice.as_ref().is_some_and(Choice::avoids_capture);
-        let key = Key { device, kv_dtype, ahead, verify_every, avoids_capture };
+        let key = Key { device, kv_dtype, ahead, verify_every, avoids_capture, table: options.table };
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.engines.retain(|(_, engine, _)| engine.upgrade().is_some());
-        for (_, engine, monitor) in known.engines.iter().filter(|(other, ..)| *other == key) {
+        known.engines.retain(|(_, engine, ..)| engine.upgrade().is_some());
+        for (_, engine, monitor, table) in known.engines.iter().filter(|(other, ..)| *other == key) {
             let Some(engine) = engine.upgrade() else { continue };
             match engine.open(context) {
                 Ok(sequence) => {
                     let monitor = monitor.clone();
-                    return Ok((MonitoredEngine { engine, monitor }, sequence));
+                    return Ok((MonitoredEngine { engine, monitor, table: *table }, sequence));
                 }
                 // Its cache cannot grow, or it has stopped: it stays with the sessions that it has.
                 Err(EngineError::CannotGrow { .. } | EngineError::Stopped(_)) => {}
@@ -94,7 +98,7 @@ impl Engines {
         }
         let made = make_engine(weights, &Room::of_one(context), options, &mut known.packed)?;
         let sequence = made.engine.open(context)?;
-        known.engines.push((key, made.engine.downgrade(), made.monitor.clone()));
+        known.engines.push((key, made.engine.downgrade(), made.monitor.clone(), made.table));
         Ok((made, sequence))
     }
 }
@@ -159,13 +163,17 @@ fn make_engine(
         Ok(cuda) => cuda,
         Err(threads) => {
             let backend = CpuBackend::shared(threads)?;
+            let weights = match options.table {
+                TablePlacement::Host => &Arc::new(weights.with_table_on_host()),
+                TablePlacement::Auto | TablePlacement::Device | TablePlacement::Pinned => weights,
+            };
             let runner = match packed.upgrade() {
                 Some(packed) => BackendRunner::with_weights(backend, weights.clone(), packed, runner)?,
                 None => BackendRunner::new(backend, weights.clone(), runner)?,
             };
             *packed = Arc::downgrade(runner.weights());
             let engine = Engine::new(Box::new(runner), engine_options)?;
-            return Ok(MonitoredEngine { engine, monitor: None });
+            return Ok(MonitoredEngine { engine, monitor: None, table: None });
         }
     };
     let ahead = options.ahead.unwrap_or(cuda.ahead);
@@ -177,11 +185,47 @@ fn make_engine(
     }
     // A prompt goes in pieces as large as the largest graph.
     let runner = RunnerOptions { max_tokens: cuda.buckets.iter().copied().max().unwrap_or(1), ..runner };
+    let needs = table_needs(weights, &runner);
+    // The one step on the host that comes of this; what is behind it must be replayed all the same.
+    cuda.graphs.allow_host_steps =
+        needs.is_some() && matches!(options.table, TablePlacement::Auto | TablePlacement::Host);
     let backend = CudaBackend::open(kind, cuda)?;
+    let table = match (needs, options.table) {
+        (None, _) => None,
+        (Some(needs), TablePlacement::Auto) => {
+            let (free, _) = backend.memory_info()?;
+            Some(needs.choose(free, host_free_bytes(), backend.device().info().unified))
+        }
+        (Some(_), place) => Some(place),
+    };
+    let mut model = Arc::clone(weights);
+    match table {
+        Some(TablePlacement::Pinned) => {
+            let table = weights.token_table().map(|table| weights.weights()[table.idx()].name.clone());
+            backend.keep_pinned(table.into_iter().collect())?;
+        }
+        Some(TablePlacement::Host) => model = Arc::new(weights.with_table_on_host()),
+        Some(TablePlacement::Auto | TablePlacement::Device) | None => {}
+    }
     let monitor = backend.monitor();
-    let runner = Box::new(BackendRunner::new(backend, weights.clone(), runner)?);
-    let engine = Engine::new(runner, engine_options)?;
-    // The graph of a decode step is recorded and verified here, so that no token waits for it.
-    engine.plan(1)?;
-    Ok(MonitoredEngine { engine, monitor: Some(monitor) })
+    let made = (|| {
+        let runner = Box::new(BackendRunner::new(backend, model, runner)?);
+        let engine = Engine::new(runner, engine_options)?;
+        // The graph of a decode step is recorded and verified here, so that no token waits for it.
+        engine.plan(1)?;
+        Ok(engine)
+    })();
+    let engine = made.map_err(|error: EngineError| match (needs, table) {
+        (Some(needs), Some(TablePlacement::Device)) => Error::with_table(error, needs.table_bytes),
+        _ => error.into(),
+    })?;
+    Ok(MonitoredEngine { engine, monitor: Some(monitor), table })
+}
+
+/// What decides where a model's table goes.
+pub(crate) fn table_needs(weights: &Model, runner: &RunnerOptions) -> Option<TableNeeds> {
+    let RunnerOptions { context, n_positions, kv_block, kv_dtype, .. } = *runner;
+    let max_blocks = context.div_ceil(kv_block.max(1));
+    let n_blocks = n_positions.div_ceil(kv_block.max(1)).max(max_blocks);
+    TableNeeds::of(weights, &KvSpec { n_blocks, kv_block, max_blocks, dtype: kv_dtype })
 }

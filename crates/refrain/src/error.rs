@@ -48,6 +48,14 @@ pub enum Error {
     /// A step failed.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// A model does not fit on its device, and a table that need not be there is part of it.
+    #[error("{source}; {} of the weights are the table of per-layer embeddings", Size(*table_bytes))]
+    TableOnDevice {
+        /// What did not fit.
+        source: EngineError,
+        /// Bytes of the table.
+        table_bytes: u64,
+    },
     /// A sampling parameter makes no sense.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
@@ -105,6 +113,14 @@ pub enum Error {
 }
 
 impl Error {
+    /// A failure to bring a model to a device that has a table there which could be elsewhere.
+    pub(crate) fn with_table(source: EngineError, table_bytes: u64) -> Error {
+        match cuda_cause(&source) {
+            Some(CudaError::DoesNotFit { .. }) => Error::TableOnDevice { source, table_bytes },
+            _ => Error::Engine(source),
+        }
+    }
+
     /// What to do about it.
     pub fn hint(&self) -> Option<String> {
         match self {
@@ -121,6 +137,10 @@ impl Error {
             Error::Pool(e) => e.hint().map(Into::into),
             Error::Cuda(e) => e.hint(),
             Error::Engine(e) => cuda_cause(e).and_then(CudaError::hint).or_else(|| e.hint()),
+            Error::TableOnDevice { .. } => Some(
+                "keep the table in pinned memory with --ple pinned, or where the file is mapped with --ple host"
+                    .into(),
+            ),
             Error::Sampling(e) => Some(e.hint()),
             Error::Context { most, .. } => Some(format!("ask for 1 to {most} tokens (-c)")),
             Error::KvDtype { .. } => Some("F16, BF16 and F32 are known (--kv)".into()),

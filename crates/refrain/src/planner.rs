@@ -1,10 +1,11 @@
 //! A model's steps on a device, to be looked at.
 
-use crate::engines::{MonitoredEngine, Room, lone_engine};
+use crate::engines::{MonitoredEngine, Room, lone_engine, table_needs};
 use crate::error::Error;
+use crate::placement::{TableNeeds, TablePlacement};
 use crate::session::SessionOptions;
 use refrain_cuda::{Monitor, Status};
-use refrain_engine::Engine;
+use refrain_engine::{Engine, RunnerOptions};
 use refrain_formats::ModelFiles;
 use refrain_graph::Plan;
 use std::borrow::Cow;
@@ -16,6 +17,7 @@ pub struct Planner {
     engine: Engine,
     context: usize,
     monitor: Option<Monitor>,
+    table: Option<(TableNeeds, TablePlacement)>,
 }
 
 impl Planner {
@@ -23,9 +25,19 @@ impl Planner {
     pub fn new(files: &ModelFiles, options: &SessionOptions) -> Result<Planner, Error> {
         let weights = refrain_models::Model::load(files)?;
         let name = weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
-        let (MonitoredEngine { engine, monitor }, Room { context, .. }) =
-            lone_engine(&Arc::new(weights), &name, options, Room::of_one)?;
-        Ok(Planner { name, engine, context, monitor })
+        let weights = Arc::new(weights);
+        let (MonitoredEngine { engine, monitor, table }, Room { context, n_positions, .. }) =
+            lone_engine(&weights, &name, options, Room::of_one)?;
+        let runner =
+            RunnerOptions { context, n_positions, kv_dtype: options.kv_dtype, ..RunnerOptions::default() };
+        let table = table_needs(&weights, &runner).zip(table);
+        Ok(Planner { name, engine, context, monitor, table })
+    }
+
+    /// What the table of per-layer embeddings needs and where it lies; `None` where the model has none or it runs on the
+    /// CPU.
+    pub fn table(&self) -> Option<(TableNeeds, TablePlacement)> {
+        self.table
     }
 
     /// The name the files give the model, or the file's.

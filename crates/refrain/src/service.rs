@@ -76,7 +76,7 @@ impl Service {
         };
         let (made, room) = lone_engine(model.weights(), model.name(), &options.session, room)?;
         model.files().release();
-        let MonitoredEngine { engine, monitor } = made;
+        let MonitoredEngine { engine, monitor, .. } = made;
         Ok(Service { model: model.clone(), engine, monitor, context: room.context })
     }
 

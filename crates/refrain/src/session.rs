@@ -4,6 +4,7 @@ use crate::engines::MonitoredEngine;
 use crate::error::Error;
 use crate::generate::{Generate, Generation, Prompt};
 use crate::model::Model;
+use crate::placement::TablePlacement;
 use refrain_cpu::pool::default_threads;
 use refrain_cuda::{CudaOptions, GraphMode, LoadListener, Monitor, Status, Timeline};
 use refrain_driver::sim::{FaultScript, SimOptions};
@@ -97,6 +98,9 @@ pub struct SessionOptions {
     pub verify_every: Option<NonZeroU32>,
     /// Hears how much memory a CUDA device needs, before any is allocated, and how far the weights are.
     pub on_load: LoadListener,
+    /// Where the table of per-layer embeddings lies, in a model that has one. On the CPU it is where the file is mapped,
+    /// whatever this says; [`TablePlacement::Host`] makes its rows a step of their own there too.
+    pub table: TablePlacement,
     /// What a trial of stream capture says about the device's method. Where captures are harmful it goes before the
     /// device's own, and no stream is captured for the calls of libraries either.
     pub graph_choice: Option<Choice>,
@@ -111,6 +115,7 @@ impl Default for SessionOptions {
             ahead: None,
             verify_every: None,
             on_load: LoadListener::default(),
+            table: TablePlacement::Auto,
             graph_choice: None,
         }
     }
@@ -125,6 +130,7 @@ pub struct Session {
     pub(crate) engine: Engine,
     pub(crate) sequence: Sequence,
     monitor: Option<Monitor>,
+    table: Option<TablePlacement>,
     graph_choice: Option<Choice>,
 }
 
@@ -138,9 +144,14 @@ impl Session {
         // What was repacked or is on the card is not read from the file again; what still is, as float weights are on
         // the CPU, comes back with the pages that are touched.
         model.files().release();
-        let MonitoredEngine { engine, monitor } = made;
+        let MonitoredEngine { engine, monitor, table } = made;
         let graph_choice = options.graph_choice.clone();
-        Ok(Session { model: model.clone(), engine, sequence, monitor, graph_choice })
+        Ok(Session { model: model.clone(), engine, sequence, monitor, table, graph_choice })
+    }
+
+    /// Where the table of per-layer embeddings lies; `None` where the model has none or it runs on the CPU.
+    pub fn table_placement(&self) -> Option<TablePlacement> {
+        self.table
     }
 
     /// Memory, graphs and timings of a CUDA device, real or simulated; `None` on the CPU.

@@ -2,6 +2,7 @@
 
 use crate::out::{counted, short_time};
 use refrain::graph::{Crossing, Plan, SegmentKind};
+use refrain::{TableNeeds, TablePlacement};
 use refrain_hub::Bytes;
 use std::borrow::Cow;
 
@@ -43,6 +44,37 @@ pub(super) fn crossings(plan: &Plan) -> Vec<String> {
     .collect()
 }
 
+/// What a read over the bus takes before its first byte is there, for an estimate.
+const BUS_LATENCY_SECONDS: f64 = 2e-6;
+
+/// Where the table of per-layer embeddings may lie: the segments of a decode step, what crosses the bus for a token, and
+/// about how long that takes.
+pub(super) fn placements(needs: &TableNeeds, here: TablePlacement) -> Vec<String> {
+    let (table, row) = (Bytes(needs.table_bytes), Bytes(needs.row_bytes));
+    let head =
+        format!("table    {table} of per-layer embeddings, {row} of it a token; --ple says where it lies:");
+    let row_seconds = needs.row_bytes as f64 / BUS_BYTES_PER_SECOND;
+    let line = |place: TablePlacement| {
+        let what = match place {
+            TablePlacement::Auto => unreachable!("auto is no place"),
+            TablePlacement::Device => format!("1 segment, nothing over the bus, {table} more on the device"),
+            TablePlacement::Pinned => {
+                let took = short_time(row_seconds + BUS_LATENCY_SECONDS);
+                format!("1 segment, {row} over the bus inside the graph, about {took} a token")
+            }
+            TablePlacement::Host => {
+                let took = short_time(row_seconds + COPY_SECONDS);
+                format!(
+                    "2 segments, {row} over the bus before the graph, about {took} a token, and none is sent ahead"
+                )
+            }
+        };
+        let mark = if place == here { '*' } else { ' ' };
+        format!("       {mark} {place:<6} {what}")
+    };
+    std::iter::once(head).chain(TablePlacement::PLACES.map(line)).collect()
+}
+
 fn seconds(crossing: &Crossing) -> f64 {
     let bytes = crossing.to_host_bytes + crossing.to_device_bytes;
     bytes as f64 / BUS_BYTES_PER_SECOND + crossing.n_copies as f64 * COPY_SECONDS
@@ -66,6 +98,21 @@ mod tests {
         fn call(&self, _: &[HostBuf<'_>], _: &mut [&mut [u8]]) -> Result<(), HostCallError> {
             Ok(())
         }
+    }
+
+    #[test]
+    fn every_place_of_a_table_is_told_with_its_cost() {
+        let needs = TableNeeds { table_bytes: 4_697_620_480, row_bytes: 17_920, other_bytes: 5 << 30 };
+        let said = placements(&needs, TablePlacement::Pinned);
+        assert_eq!(said.len(), 4);
+        assert!(said[0].contains("4.4 GiB of per-layer embeddings, 17.5 KiB of it a token"), "{said:?}");
+        assert!(said[1].starts_with("         device 1 segment, nothing over the bus"), "{said:?}");
+        // 17.5 KiB at 25 GB/s take 0.7 us.
+        assert!(
+            said[2].starts_with("       * pinned 1 segment") && said[2].contains("about 2.7 us"),
+            "{said:?}"
+        );
+        assert!(said[3].contains("2 segments") && said[3].contains("about 10.7 us"), "{said:?}");
     }
 
     #[test]

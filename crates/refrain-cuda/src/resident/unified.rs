@@ -48,7 +48,7 @@ mod tests {
     fn groups_cover_every_weight_once_and_are_bounded_where_memory_is_shared() {
         let place = |mib: u64| {
             let (dtype, shape) = (DType::F32, Shape::from([1, 1]));
-            Some(Placed { offset: 0, bytes: mib << 20, dtype, packed: false, shape })
+            Some(Placed { offset: 0, bytes: mib << 20, dtype, packed: false, pinned: false, shape })
         };
         let places = [place(100), None, place(200), place(10), place(300), None, place(1)];
         let of = |places: &[_], unified| -> Vec<(usize, usize)> {

@@ -75,7 +75,8 @@ impl Resident {
         // Vectors become F32 on the host; the rest is sent from where it was mapped.
         let vectors = vectors(model)?;
         let mut done_bytes = 0;
-        let (weights, scratch, places) = (self.weights, self.scratch, &self.places.weights);
+        let (weights, pinned, scratch, places) =
+            (self.weights, self.pinned, self.scratch, &self.places.weights);
         let options = BulkOptions::for_bytes(total_bytes);
         // The weight that was named last; what fails may be of one shortly before it.
         let mut name = String::new();
@@ -83,13 +84,17 @@ impl Resident {
             let sent = stream.bulk(&mut self.lease, options, |bulk| {
                 for idx in group.clone() {
                     let (weight, tensor) = (&model.weights[idx], &model.tensors[idx]);
-                    let Some(place) = &places[idx] else { continue };
+                    let Some(place) = places[idx].as_ref().filter(|place| !is_copied(place)) else {
+                        continue;
+                    };
                     name.clone_from(&weight.name);
                     // In pieces, so that a large table shows how far it is.
                     let mut hear = |bytes| {
                         listener.hear(LoadEvent::Sent { done_bytes: done_bytes + bytes, total_bytes });
                     };
-                    let dst = weights.slice(place.offset, place.bytes)?;
+                    // A packed one in pinned memory is written there by the kernels that pack it.
+                    let region = if place.pinned { pinned } else { weights };
+                    let dst = region.slice(place.offset, place.bytes)?;
                     match &vectors[idx] {
                         Some(values) => bulk.push(dst, bytemuck::cast_slice(values))?,
                         None => send(
@@ -111,12 +116,33 @@ impl Resident {
                 unified::evict(model.tensors[group.clone()].iter().zip(&places[group]));
             }
         }
+        for (idx, place) in self.places.weights.iter().enumerate() {
+            let Some(place) = place.as_ref().filter(|place| is_copied(place)) else { continue };
+            let (weight, tensor) = (&model.weights[idx], &model.tensors[idx]);
+            let copied = (|| {
+                let (dst, file) = (pinned.slice(place.offset, place.bytes)?, dense(weight, tensor)?);
+                for (i, piece) in file.chunks(PIECE_BYTES).enumerate() {
+                    let at = (i * PIECE_BYTES) as u64;
+                    stream.write_pinned(&mut self.lease, dst.slice(at, piece.len() as u64)?, piece)?;
+                    let done_bytes = done_bytes + at + piece.len() as u64;
+                    listener.hear(LoadEvent::Sent { done_bytes, total_bytes });
+                }
+                Ok::<_, Failure>(())
+            })();
+            copied.map_err(|failure| failure.of(&weight.name))?;
+            done_bytes += place.bytes;
+        }
         stream.synchronize().map_err(CudaError::driver("uploading weights"))?;
         self.uploaded = Upload { bytes: done_bytes, took: began.elapsed() };
         let (seconds, rate) = (began.elapsed().as_secs_f64(), self.uploaded.bytes_per_second() / 1e9);
         tracing::info!("{done_bytes} bytes of weights sent in {seconds:.3} s, {rate:.1} GB/s, {options:?}");
         Ok(())
     }
+}
+
+/// Whether the host writes a weight to its place itself.
+fn is_copied(place: &Placed) -> bool {
+    place.pinned && !place.packed
 }
 
 /// The values of each weight that is a vector.

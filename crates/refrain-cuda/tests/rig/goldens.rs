@@ -36,7 +36,11 @@ goldens!(
     "qwen3",
     "qwen3-yarn",
     "gemma3",
-    "gemma3-linear"
+    "gemma3-linear",
+    "gemma4-e2b",
+    "gemma4-e4b",
+    "gemma4-dense",
+    "gemma4-heads"
 );
 
 pub fn model(case: &str) -> Arc<Model> {
@@ -73,7 +77,7 @@ impl TensorSource for Poisoned {
     }
 }
 
-fn model_files(case: &str) -> ModelFiles {
+pub fn model_files(case: &str) -> ModelFiles {
     // The files are mapped; nobody looks for them by name afterwards.
     let folder = tempfile::tempdir().unwrap();
     for (name, bytes) in &files(case)[..2] {

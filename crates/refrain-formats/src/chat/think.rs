@@ -27,6 +27,17 @@ pub struct ThinkTags {
     pub close: String,
 }
 
+impl ThinkTags {
+    /// The tags of the model whose chat template wrote a prompt, known by what the template puts around turns.
+    pub fn of_prompt(prompt: &str) -> ThinkTags {
+        match prompt.contains("<|turn>") {
+            // Gemma 4.
+            true => ThinkTags { open: "<|channel>thought".to_owned(), close: "<channel|>".to_owned() },
+            false => ThinkTags::default(),
+        }
+    }
+}
+
 impl Default for ThinkTags {
     fn default() -> Self {
         Self { open: "<think>".to_owned(), close: "</think>".to_owned() }

@@ -34,6 +34,20 @@ pub enum ParamsFault {
     Unsupported { what: &'static str },
     #[error("layer_types has {found} entries for {n_layers} layers")]
     LayerTypes { found: usize, n_layers: usize },
+    #[error("{found} sizes of layers are given for {n_layers} layers")]
+    LayerSizes { found: usize, n_layers: usize },
+    #[error(
+        "{n_shared} of {n_layers} layers share the keys and values of earlier ones, so that none has its own"
+    )]
+    SharedKv { n_shared: usize, n_layers: usize },
+    #[error(
+        "layer {layer} shares keys and values, but none of the first {n_own} layers is of its kind with heads of its size"
+    )]
+    SharedLayer { layer: usize, n_own: usize },
+    #[error(
+        "a mixture of experts is not supported in {arch}: of Gemma 4, E2B, E4B and 31B are, 26B-A4B is not"
+    )]
+    Experts { arch: Arch },
     #[error("layer type {} is not supported, full_attention and sliding_attention are", quoted(found))]
     LayerType { found: String },
     #[error("some layers slide, but no window size is given")]
@@ -52,6 +66,7 @@ impl ParamsFault {
             F::UnknownArch { .. } | F::RopeScaling { .. } | F::Activation { .. } | F::Unsupported { .. } => {
                 format!("use a model of one of these architectures: {}", Arch::known())
             }
+            F::Experts { .. } => "use gemma4:e2b, gemma4:e4b or gemma4:31b, which are dense".into(),
             F::ValueDim { .. } | F::LayerType { .. } => {
                 "the model uses a variant of its architecture that is not supported".into()
             }
@@ -63,6 +78,9 @@ impl ParamsFault {
             | F::HeadDim { .. }
             | F::RopeDims { .. }
             | F::LayerTypes { .. }
+            | F::LayerSizes { .. }
+            | F::SharedKv { .. }
+            | F::SharedLayer { .. }
             | F::NoWindow
             | F::NoVocab => "the file is damaged or badly converted; fetch or convert it again".into(),
         };

@@ -1,10 +1,10 @@
 //! Hyperparameters from GGUF metadata.
 
 use super::rope::{Rope, RopeScaling, RopeStyle, Yarn};
-use super::{Activation, Arch, LayerAttention, ModelConfig, ParamsFault};
-use super::{checked_layers, default_head_dim, every_nth_full};
+use super::{Activation, Arch, LayerAttention, LayerSizes, ModelConfig, ParamsFault, PerLayerEmbedding};
+use super::{checked_layers, default_head_dim, every_nth_full, unless_alike};
 use crate::FormatError;
-use crate::gguf::{FromValue, Gguf, Metadata, StrArray};
+use crate::gguf::{FromValue, Gguf, Metadata, StrArray, Value};
 
 /// Keys of one architecture: `{arch}.{key}`.
 struct Keys<'a> {
@@ -19,6 +19,22 @@ impl<'a> Keys<'a> {
 
     fn optional<T: FromValue<'a>>(&self, key: &str) -> Result<Option<T>, FormatError> {
         self.meta.optional(&format!("{}.{key}", self.arch))
+    }
+
+    /// A number for each layer: the key holds one for all of them, or a list.
+    fn per_layer(&self, key: &str, n_layers: usize) -> Result<Option<Vec<usize>>, FormatError> {
+        let full = format!("{}.{key}", self.arch);
+        let Some(Value::Array(array)) = self.meta.get(&full) else {
+            return Ok(self.optional(key)?.map(|one: usize| vec![one; n_layers]));
+        };
+        if array.len() != n_layers {
+            return Err(self.blame(ParamsFault::LayerSizes { found: array.len(), n_layers }));
+        }
+        let size = |i| match array.get(i) {
+            Some(value) => usize::from_value(&value).map_err(|fault| self.meta.fault(&full, fault)),
+            None => Ok(0), // The length was compared above.
+        };
+        (0..n_layers).map(size).collect::<Result<_, _>>().map(Some)
     }
 
     fn blame(&self, fault: ParamsFault) -> FormatError {
@@ -37,20 +53,28 @@ impl ModelConfig {
         let n_layers = checked_layers(keys.required("block_count")?).map_err(|f| keys.blame(f))?;
         let hidden = keys.required("embedding_length")?;
         let n_heads = keys.required("attention.head_count")?;
-        let n_kv_heads = keys.optional("attention.head_count_kv")?.unwrap_or(n_heads);
-        let head_dim = head_dim(&keys, hidden, n_heads)?;
         if keys.optional::<u64>("expert_count")?.unwrap_or(0) > 0 {
-            return Err(keys.blame(ParamsFault::Unsupported { what: "a mixture of experts" }));
+            let what = "a mixture of experts";
+            let gemma4 = arch == Arch::Gemma4;
+            let fault =
+                if gemma4 { ParamsFault::Experts { arch } } else { ParamsFault::Unsupported { what } };
+            return Err(keys.blame(fault));
         }
         let sliding_window = keys.optional("attention.sliding_window")?.filter(|&w: &usize| w > 0);
-        let gemma = arch == Arch::Gemma3;
+        let layers = layers(&keys, n_layers, sliding_window)?;
+        if layers.len() != n_layers {
+            return Err(keys.blame(ParamsFault::LayerTypes { found: layers.len(), n_layers }));
+        }
+        let sizes = sizes(&keys, &layers, hidden, n_heads)?;
+        let LayerSizes { n_kv_heads, head_dim, ffn } = sizes[0];
+        let gemma = matches!(arch, Arch::Gemma3 | Arch::Gemma4);
         let config = ModelConfig {
             arch,
             name: meta.optional::<&str>("general.name")?.map(str::to_owned),
             n_vocab: n_vocab(gguf, &keys)?,
             n_layers,
             hidden,
-            ffn: keys.required("feed_forward_length")?,
+            ffn,
             n_heads,
             n_kv_heads,
             head_dim,
@@ -58,21 +82,29 @@ impl ModelConfig {
             // Converters add the one of Gemma's norms to the weights.
             norm_offset: 0.0,
             activation: if gemma { Activation::GeluTanh } else { Activation::Silu },
-            rope: rope(gguf, &keys, head_dim)?,
+            rope: rope(gguf, &keys, &layers, &sizes)?,
             sliding_window,
-            layers: layers(&keys, n_layers, sliding_window)?,
+            keys_as_values: keys_as_values(gguf, arch, &layers),
+            layers,
             n_context: keys.required("context_length")?,
             tied_embeddings: !gguf.has_tensor("output.weight"),
             qkv_bias: gguf.has_tensor("blk.0.attn_q.bias"),
             attn_output_bias: gguf.has_tensor("blk.0.attn_output.bias"),
             ffn_bias: gguf.has_tensor("blk.0.ffn_up.bias"),
-            qk_norm: matches!(arch, Arch::Qwen3 | Arch::Gemma3),
+            qk_norm: gemma || arch == Arch::Qwen3,
             attn_scale: attn_scale(&keys, n_layers, hidden, n_heads, head_dim)?,
             attn_softcap: keys.optional("attn_logit_softcapping")?.filter(|&cap: &f32| cap != 0.0),
             final_softcap: keys.optional("final_logit_softcapping")?.filter(|&cap: &f32| cap != 0.0),
             embedding_scale: if gemma { (hidden as f32).sqrt() } else { 1.0 },
             bos: meta.optional("tokenizer.ggml.bos_token_id")?,
             eos: end_tokens(meta)?,
+            sizes: unless_alike(sizes),
+            n_shared_kv: keys
+                .optional("attention.shared_kv_layers")?
+                .filter(|_| arch == Arch::Gemma4)
+                .unwrap_or(0),
+            per_layer: per_layer(gguf, &keys)?,
+            left_out: Vec::new(),
         };
         config.validate().map_err(|f| keys.blame(f))
     }
@@ -99,12 +131,57 @@ fn n_vocab(gguf: &Gguf, keys: &Keys<'_>) -> Result<usize, FormatError> {
     tokens.map(StrArray::len).ok_or_else(|| keys.blame(ParamsFault::NoVocab))
 }
 
-fn head_dim(keys: &Keys<'_>, hidden: usize, n_heads: usize) -> Result<usize, FormatError> {
-    let key = match keys.optional("attention.key_length")? {
-        Some(dim) => dim,
-        None => default_head_dim(hidden, n_heads).map_err(|f| keys.blame(f))?,
+/// The sizes of every layer, of which there is at least one.
+fn sizes(
+    keys: &Keys<'_>,
+    layers: &[LayerAttention],
+    hidden: usize,
+    n_heads: usize,
+) -> Result<Vec<LayerSizes>, FormatError> {
+    let n_layers = layers.len();
+    let head_dim = head_dim(keys, "", default_head_dim(hidden, n_heads))?;
+    if keys.arch != Arch::Gemma4 {
+        let n_kv_heads = keys.optional("attention.head_count_kv")?.unwrap_or(n_heads);
+        let ffn = keys.required("feed_forward_length")?;
+        return Ok(vec![LayerSizes { n_kv_heads, head_dim, ffn }; n_layers.max(1)]);
+    }
+    let local_dim = self::head_dim(keys, "_swa", Ok(head_dim))?;
+    let n_kv_heads =
+        keys.per_layer("attention.head_count_kv", n_layers)?.unwrap_or_else(|| vec![n_heads; n_layers]);
+    let ffn = match keys.per_layer("feed_forward_length", n_layers)? {
+        Some(ffn) => ffn,
+        None => vec![keys.required("feed_forward_length")?],
     };
-    let value = keys.optional("attention.value_length")?.unwrap_or(key);
+    let head_dim = |layer: &LayerAttention| match layer {
+        LayerAttention::Full => head_dim,
+        LayerAttention::Sliding => local_dim,
+    };
+    let all = layers.iter().map(head_dim).zip(n_kv_heads).zip(ffn);
+    Ok(all.map(|((head_dim, n_kv_heads), ffn)| LayerSizes { n_kv_heads, head_dim, ffn }).collect())
+}
+
+/// Layers that see all and have no matrix for values take their keys.
+fn keys_as_values(gguf: &Gguf, arch: Arch, layers: &[LayerAttention]) -> bool {
+    let full = layers.iter().position(|layer| *layer == LayerAttention::Full);
+    let full = full.filter(|_| arch == Arch::Gemma4);
+    full.is_some_and(|layer| !gguf.has_tensor(&format!("blk.{layer}.attn_v.weight")))
+}
+
+fn per_layer(gguf: &Gguf, keys: &Keys<'_>) -> Result<Option<PerLayerEmbedding>, FormatError> {
+    let dim = keys.optional("embedding_length_per_layer_input")?;
+    let Some(dim) = dim.filter(|&dim: &usize| dim > 0 && keys.arch == Arch::Gemma4) else { return Ok(None) };
+    let table = gguf.tensor_info("per_layer_token_embd.weight").filter(|t| t.shape().rank() == 2);
+    let n_vocab = table.map_or_else(|| n_vocab(gguf, keys), |t| Ok(t.shape().dims()[0]))?;
+    Ok(Some(PerLayerEmbedding { n_vocab, dim }))
+}
+
+/// The head size under a pair of keys; `kind` is the end of their names.
+fn head_dim(keys: &Keys<'_>, kind: &str, default: Result<usize, ParamsFault>) -> Result<usize, FormatError> {
+    let key = match keys.optional(&format!("attention.key_length{kind}"))? {
+        Some(dim) => dim,
+        None => default.map_err(|f| keys.blame(f))?,
+    };
+    let value = keys.optional(&format!("attention.value_length{kind}"))?.unwrap_or(key);
     if key != value {
         return Err(keys.blame(ParamsFault::ValueDim { key, value }));
     }
@@ -123,6 +200,9 @@ fn attn_scale(
     if let Some(scale) = keys.optional("attention.scale")?.filter(|&s: &f32| s != 0.0) {
         return Ok(scale);
     }
+    if keys.arch == Arch::Gemma4 {
+        return Ok(1.0);
+    }
     let per_head = if keys.arch == Arch::Gemma3 && n_layers == 62 {
         hidden as f32 / n_heads as f32
     } else {
@@ -137,7 +217,7 @@ fn layers(
     n_layers: usize,
     window: Option<usize>,
 ) -> Result<Vec<LayerAttention>, FormatError> {
-    use crate::gguf::{Array, Value};
+    use crate::gguf::Array;
     if window.is_none() {
         return Ok(vec![LayerAttention::Full; n_layers]);
     }
@@ -147,25 +227,37 @@ fn layers(
         return Ok(slides.iter().map(layer).collect());
     }
     let period = match keys.arch {
-        Arch::Gemma3 => 6,
+        Arch::Gemma3 | Arch::Gemma4 => 6,
         Arch::Llama | Arch::Qwen2 | Arch::Qwen3 => 0,
     };
     Ok(every_nth_full(n_layers, keys.meta.optional(&pattern)?.unwrap_or(period)))
 }
 
-fn rope(gguf: &Gguf, keys: &Keys<'_>, head_dim: usize) -> Result<Rope, FormatError> {
-    let gemma = keys.arch == Arch::Gemma3;
+fn rope(
+    gguf: &Gguf,
+    keys: &Keys<'_>,
+    layers: &[LayerAttention],
+    sizes: &[LayerSizes],
+) -> Result<Rope, FormatError> {
+    let head_dim = |kind| layers.iter().position(|layer| *layer == kind).map(|layer| sizes[layer].head_dim);
+    let [full, local] = [LayerAttention::Full, LayerAttention::Sliding].map(head_dim);
+    let local_dims = match keys.arch {
+        Arch::Gemma4 => keys.optional("rope.dimension_count_swa")?.or(local),
+        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Gemma3 => None,
+    };
+    let gemma = matches!(keys.arch, Arch::Gemma3 | Arch::Gemma4);
     let local_theta = keys.optional("rope.freq_base_swa")?;
     Ok(Rope {
         theta: keys.optional("rope.freq_base")?.unwrap_or(if gemma { 1e6 } else { 1e4 }),
         local_theta: local_theta.or(gemma.then_some(1e4)),
         scaling: scaling(keys)?,
         has_freq_factors: gguf.has_tensor("rope_freqs.weight"),
-        dims: keys.optional("rope.dimension_count")?.unwrap_or(head_dim),
+        dims: keys.optional("rope.dimension_count")?.or(full).unwrap_or(sizes[0].head_dim),
+        local_dims,
         // Converters permute the query and key rows of llama so that pairs are neighbours.
         style: match keys.arch {
             Arch::Llama => RopeStyle::Norm,
-            Arch::Qwen2 | Arch::Qwen3 | Arch::Gemma3 => RopeStyle::Neox,
+            Arch::Qwen2 | Arch::Qwen3 | Arch::Gemma3 | Arch::Gemma4 => RopeStyle::Neox,
         },
     })
 }

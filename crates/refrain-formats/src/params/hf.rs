@@ -1,8 +1,8 @@
 //! Hyperparameters from `config.json`.
 
 use super::rope::{Rope, RopeScaling, RopeStyle, Yarn};
-use super::{Activation, Arch, LayerAttention, ModelConfig, ParamsFault};
-use super::{checked_layers, default_head_dim, every_nth_full};
+use super::{Activation, Arch, LayerAttention, LayerSizes, ModelConfig, ParamsFault, PerLayerEmbedding};
+use super::{checked_layers, default_head_dim, every_nth_full, unless_alike};
 use crate::FormatError;
 use crate::hf::{HfFolder, JsonObject};
 
@@ -14,10 +14,15 @@ enum Family {
     Qwen2,
     Qwen3,
     Gemma3,
+    Gemma4,
 }
 
+/// Multimodal models whose text part is one of the families: the entry of `architectures` and the `model_type`.
+const MULTIMODAL: [(&str, &str); 1] = [("Gemma4ForConditionalGeneration", "gemma4")];
+
 impl Family {
-    const ALL: [Family; 5] = [Family::Llama, Family::Mistral, Family::Qwen2, Family::Qwen3, Family::Gemma3];
+    const ALL: [Family; 6] =
+        [Family::Llama, Family::Mistral, Family::Qwen2, Family::Qwen3, Family::Gemma3, Family::Gemma4];
 
     /// The entry of `architectures` and the `model_type`.
     fn names(self) -> (&'static str, &'static str) {
@@ -27,6 +32,7 @@ impl Family {
             Family::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
             Family::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
             Family::Gemma3 => ("Gemma3ForCausalLM", "gemma3_text"),
+            Family::Gemma4 => ("Gemma4ForCausalLM", "gemma4_text"),
         }
     }
 
@@ -36,6 +42,7 @@ impl Family {
             Family::Qwen2 => Arch::Qwen2,
             Family::Qwen3 => Arch::Qwen3,
             Family::Gemma3 => Arch::Gemma3,
+            Family::Gemma4 => Arch::Gemma4,
         }
     }
 
@@ -69,11 +76,26 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// Reads a `config.json`. Sizes must be there; for the rest the defaults are those of `transformers`.
+    /// Reads a `config.json`. Sizes must be there; for the rest the defaults are those of `transformers`. Of a multimodal
+    /// model the text part is read.
     pub fn from_hf_config(json: &JsonObject) -> Result<ModelConfig, FormatError> {
+        let Some(text) = text_part(json)? else { return ModelConfig::from_text_config(json) };
+        let mut config = ModelConfig::from_text_config(&text)?;
+        let towers = [("vision_config", "images"), ("audio_config", "sound")];
+        config.left_out =
+            towers.iter().filter(|(key, _)| json.get(key).is_some()).map(|(_, of)| *of).collect();
+        if config.eos.is_empty() {
+            config.eos = json.optional("eos_token_id")?.unwrap_or_default();
+        }
+        Ok(config)
+    }
+
+    fn from_text_config(json: &JsonObject) -> Result<ModelConfig, FormatError> {
         let family = Family::of(json)?;
         let blame = |fault| FormatError::params(json.path(), fault);
-        let gemma = family == Family::Gemma3;
+        let gemma3 = family == Family::Gemma3;
+        let gemma4 = family == Family::Gemma4;
+        let gemma = gemma3 || gemma4;
         let n_layers = checked_layers(json.required("num_hidden_layers")?).map_err(blame)?;
         let hidden = json.required("hidden_size")?;
         let n_heads = json.required("num_attention_heads")?;
@@ -83,26 +105,41 @@ impl ModelConfig {
             None if family == Family::Qwen3 => 128,
             None => default_head_dim(hidden, n_heads).map_err(blame)?,
         };
-        if json.optional("use_bidirectional_attention")?.unwrap_or(false) {
+        if gemma4 && json.optional("enable_moe_block")?.unwrap_or(false) {
+            return Err(blame(ParamsFault::Experts { arch: Arch::Gemma4 }));
+        }
+        // Gemma 4 says "vision" where only the tokens of images see later ones.
+        let sees_later = match gemma4 {
+            true => json.optional("use_bidirectional_attention")?.is_some_and(|of: &str| of != "vision"),
+            false => json.optional("use_bidirectional_attention")?.unwrap_or(false),
+        };
+        if sees_later {
             return Err(blame(ParamsFault::Unsupported { what: "attention to later tokens" }));
         }
         let (sliding_window, layers) = sliding(json, family, n_layers)?;
         let attention_bias = json.optional("attention_bias")?.unwrap_or(false);
-        let query_scalar = json.optional("query_pre_attn_scalar")?.filter(|_| gemma);
+        let query_scalar = json.optional("query_pre_attn_scalar")?.filter(|_| gemma3);
+        let n_kv_heads = json.optional("num_key_value_heads")?.unwrap_or(n_heads);
+        let usual = LayerSizes { n_kv_heads, head_dim, ffn: json.required("intermediate_size")? };
+        let n_shared_kv = json.optional("num_kv_shared_layers")?.filter(|_| gemma4).unwrap_or(0);
+        let sizes = match gemma4 {
+            true => gemma4_sizes(json, &layers, usual, n_shared_kv)?,
+            false => Vec::new(),
+        };
         let config = ModelConfig {
             arch: family.arch(),
             name: json.optional::<&str>("_name_or_path")?.filter(|n| !n.is_empty()).map(str::to_owned),
             n_vocab: json.required("vocab_size")?,
             n_layers,
             hidden,
-            ffn: json.required("intermediate_size")?,
+            ffn: usual.ffn,
             n_heads,
-            n_kv_heads: json.optional("num_key_value_heads")?.unwrap_or(n_heads),
+            n_kv_heads,
             head_dim,
             norm_eps: json.optional("rms_norm_eps")?.unwrap_or(1e-6),
-            norm_offset: if gemma { 1.0 } else { 0.0 },
+            norm_offset: if gemma3 { 1.0 } else { 0.0 },
             activation: activation(json, family)?,
-            rope: rope(json, family, head_dim)?,
+            rope: rope(json, family, head_dim, &layers, &sizes)?,
             sliding_window,
             layers,
             n_context: json.required("max_position_embeddings")?,
@@ -110,16 +147,80 @@ impl ModelConfig {
             qkv_bias: attention_bias || family == Family::Qwen2,
             attn_output_bias: attention_bias && family != Family::Qwen2,
             ffn_bias: json.optional("mlp_bias")?.unwrap_or(false),
-            qk_norm: matches!(family, Family::Qwen3 | Family::Gemma3),
-            attn_scale: query_scalar.unwrap_or(head_dim as f32).sqrt().recip(),
+            qk_norm: gemma || family == Family::Qwen3,
+            attn_scale: if gemma4 { 1.0 } else { query_scalar.unwrap_or(head_dim as f32).sqrt().recip() },
             attn_softcap: json.optional("attn_logit_softcapping")?,
             final_softcap: json.optional("final_logit_softcapping")?,
             embedding_scale: if gemma { (hidden as f32).sqrt() } else { 1.0 },
             bos: json.optional::<Vec<u32>>("bos_token_id")?.and_then(|ids| ids.first().copied()),
             eos: json.optional("eos_token_id")?.unwrap_or_default(),
+            sizes: unless_alike(sizes),
+            n_shared_kv,
+            keys_as_values: gemma4 && json.optional("attention_k_eq_v")?.unwrap_or(false),
+            per_layer: if gemma4 { per_layer(json)? } else { None },
+            left_out: Vec::new(),
         };
         config.validate().map_err(blame)
     }
+}
+
+/// The text part of a multimodal model; `None` where the file is about a text model.
+fn text_part(json: &JsonObject) -> Result<Option<JsonObject>, FormatError> {
+    let class = json.optional::<Vec<&str>>("architectures")?.and_then(|names| names.first().copied());
+    let model_type = json.optional::<&str>("model_type")?;
+    let is_multimodal = MULTIMODAL.iter().any(|(known, of_type)| match class {
+        Some(class) => class == *known,
+        None => model_type == Some(of_type),
+    });
+    if is_multimodal { json.object("text_config") } else { Ok(None) }
+}
+
+/// Sizes of each layer. Files have the sizes of layers that see all under keys of their own, or an entry for each layer
+/// that differs.
+fn gemma4_sizes(
+    json: &JsonObject,
+    layers: &[LayerAttention],
+    usual: LayerSizes,
+    n_shared_kv: usize,
+) -> Result<Vec<LayerSizes>, FormatError> {
+    let own = json.object("per_layer_config")?;
+    let global_dim = json.optional("global_head_dim")?.unwrap_or(512);
+    let has_global_heads = json.optional("attention_k_eq_v")?.unwrap_or(false);
+    let global_heads = json.optional("num_global_key_value_heads")?.filter(|_| has_global_heads);
+    let doubles = json.optional("use_double_wide_mlp")?.unwrap_or(false);
+    let n_own = layers.len().saturating_sub(n_shared_kv);
+    let mut sizes = Vec::with_capacity(layers.len());
+    for (idx, layer) in layers.iter().enumerate() {
+        let mut size = usual;
+        match &own {
+            Some(own) => {
+                if let Some(layer) = own.object(&idx.to_string())? {
+                    size.head_dim = layer.optional("head_dim")?.unwrap_or(size.head_dim);
+                    size.n_kv_heads = layer.optional("num_key_value_heads")?.unwrap_or(size.n_kv_heads);
+                }
+            }
+            None if *layer == LayerAttention::Full => {
+                size.head_dim = global_dim;
+                size.n_kv_heads = global_heads.unwrap_or(size.n_kv_heads);
+            }
+            None => {}
+        }
+        if doubles && n_shared_kv > 0 && idx >= n_own {
+            size.ffn = size.ffn.saturating_mul(2);
+        }
+        sizes.push(size);
+    }
+    Ok(sizes)
+}
+
+fn per_layer(json: &JsonObject) -> Result<Option<PerLayerEmbedding>, FormatError> {
+    // A missing key means the default, `null` and 0 mean none.
+    let dim = match json.optional("hidden_size_per_layer_input")? {
+        None if !json.map().contains_key("hidden_size_per_layer_input") => 256,
+        dim => dim.unwrap_or(0),
+    };
+    let n_vocab = json.optional("vocab_size_per_layer_input")?.unwrap_or(262_144);
+    Ok((dim > 0).then_some(PerLayerEmbedding { n_vocab, dim }))
 }
 
 fn activation(json: &JsonObject, family: Family) -> Result<Activation, FormatError> {
@@ -128,12 +229,13 @@ fn activation(json: &JsonObject, family: Family) -> Result<Activation, FormatErr
         None => json.optional::<&str>("hidden_act")?,
     };
     match (family, found) {
-        (Family::Gemma3, None | Some("gelu_pytorch_tanh")) => Ok(Activation::GeluTanh),
+        (Family::Gemma3 | Family::Gemma4, None | Some("gelu_pytorch_tanh")) => Ok(Activation::GeluTanh),
         (Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3, None | Some("silu" | "swish")) => {
             Ok(Activation::Silu)
         }
         (family, Some(found)) => {
-            let expected = if family == Family::Gemma3 { "gelu_pytorch_tanh" } else { "silu" };
+            let gemma = matches!(family, Family::Gemma3 | Family::Gemma4);
+            let expected = if gemma { "gelu_pytorch_tanh" } else { "silu" };
             let fault = ParamsFault::Activation { arch: family.arch(), found: found.into(), expected };
             Err(FormatError::params(json.path(), fault))
         }
@@ -150,11 +252,15 @@ fn sliding(
     let full = vec![LayerAttention::Full; n_layers];
     let qwen = matches!(family, Family::Qwen2 | Family::Qwen3);
     let disabled = qwen && !json.optional("use_sliding_window")?.unwrap_or(false);
-    // A missing key means the default of these two families, `null` means none.
-    let has_default = matches!(family, Family::Mistral | Family::Gemma3);
+    // A missing key means the default of the family, `null` means none.
+    let default = match family {
+        Family::Mistral | Family::Gemma3 => Some(4096),
+        Family::Gemma4 => Some(512),
+        Family::Llama | Family::Qwen2 | Family::Qwen3 => None,
+    };
     let window = match json.optional("sliding_window")? {
         _ if disabled || family == Family::Llama => None,
-        None if has_default && !json.map().contains_key("sliding_window") => Some(4096),
+        None if !json.map().contains_key("sliding_window") => default,
         window => window,
     };
     if let Some(types) = json.optional::<Vec<&str>>("layer_types")? {
@@ -166,7 +272,10 @@ fn sliding(
             "sliding_attention" => Ok(LayerAttention::Sliding),
             other => Err(blame(ParamsFault::LayerType { found: other.into() })),
         };
-        let layers = types.iter().map(kind).collect::<Result<Vec<_>, _>>()?;
+        let mut layers = types.iter().map(kind).collect::<Result<Vec<_>, _>>()?;
+        if let (Family::Gemma4, Some(last)) = (family, layers.last_mut()) {
+            *last = LayerAttention::Full; // whatever the file says, as `transformers` has it
+        }
         let slides = layers.contains(&LayerAttention::Sliding);
         return Ok((window.filter(|_| slides), layers));
     }
@@ -174,6 +283,13 @@ fn sliding(
         return Ok((None, full));
     }
     let layers = match family {
+        Family::Gemma4 => {
+            let mut layers = every_nth_full(n_layers, 6);
+            if let Some(last) = layers.last_mut() {
+                *last = LayerAttention::Full;
+            }
+            layers
+        }
         Family::Gemma3 => {
             let period =
                 json.optional("sliding_window_pattern")?.or(json.optional("_sliding_window_pattern")?);
@@ -191,8 +307,14 @@ fn sliding(
 
 /// Old files have `rope_theta` beside `rope_scaling`, new ones all of it in `rope_parameters`, which for models with
 /// two kinds of layers has one object for each kind.
-fn rope(json: &JsonObject, family: Family, head_dim: usize) -> Result<Rope, FormatError> {
-    let gemma = family == Family::Gemma3;
+fn rope(
+    json: &JsonObject,
+    family: Family,
+    head_dim: usize,
+    layers: &[LayerAttention],
+    sizes: &[LayerSizes],
+) -> Result<Rope, FormatError> {
+    let gemma = matches!(family, Family::Gemma3 | Family::Gemma4);
     let mut theta = json.optional("rope_theta")?;
     let mut local_theta = json.optional("rope_local_base_freq")?;
     let mut scaling_json = json.object("rope_scaling")?;
@@ -210,12 +332,27 @@ fn rope(json: &JsonObject, family: Family, head_dim: usize) -> Result<Rope, Form
     }
     let partial: Option<f32> = json.optional("partial_rotary_factor")?;
     let local_default = gemma.then_some(1e4);
+    if family == Family::Gemma4 {
+        // Heads are rotated whole: what does not turn has a frequency of 0.
+        let of = |kind| layers.iter().zip(sizes).find(|(layer, _)| **layer == kind).map(|(_, s)| s.head_dim);
+        let share = RopeScaling::Proportional { share: 0.25, factor: 1.0 };
+        return Ok(Rope {
+            theta: theta.unwrap_or(1e6),
+            local_theta: local_theta.or(local_default),
+            scaling: scaling_json.map_or(Ok(share), |s| scaling(&s, json))?,
+            has_freq_factors: false,
+            dims: of(LayerAttention::Full).unwrap_or(head_dim),
+            local_dims: of(LayerAttention::Sliding),
+            style: RopeStyle::Neox,
+        });
+    }
     Ok(Rope {
         theta: theta.unwrap_or(if gemma { 1e6 } else { 1e4 }),
         local_theta: local_theta.or(local_default).filter(|_| gemma),
         scaling: scaling_json.map_or(Ok(RopeScaling::None), |s| scaling(&s, json))?,
         has_freq_factors: false,
         dims: partial.map_or(head_dim, |p| (head_dim as f32 * p) as usize),
+        local_dims: None,
         style: RopeStyle::Neox,
     })
 }
@@ -228,6 +365,10 @@ fn scaling(rope: &JsonObject, config: &JsonObject) -> Result<RopeScaling, Format
     match kind {
         "default" => Ok(RopeScaling::None),
         "linear" => Ok(RopeScaling::Linear { factor: rope.required("factor")? }),
+        "proportional" => Ok(RopeScaling::Proportional {
+            share: rope.optional("partial_rotary_factor")?.unwrap_or(1.0),
+            factor: rope.optional("factor")?.unwrap_or(1.0),
+        }),
         "llama3" => Ok(RopeScaling::Llama3 {
             factor: rope.required("factor")?,
             low_freq_factor: rope.required("low_freq_factor")?,

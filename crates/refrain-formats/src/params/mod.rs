@@ -24,11 +24,13 @@ pub enum Arch {
     Qwen3,
     /// Gemma 3, text.
     Gemma3,
+    /// Gemma 4, the text part of its dense models.
+    Gemma4,
 }
 
 impl Arch {
     /// Every architecture.
-    pub const ALL: [Arch; 4] = [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Gemma3];
+    pub const ALL: [Arch; 5] = [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Gemma3, Arch::Gemma4];
 
     /// The name, as GGUF files spell it.
     pub const fn name(self) -> &'static str {
@@ -37,6 +39,7 @@ impl Arch {
             Arch::Qwen2 => "qwen2",
             Arch::Qwen3 => "qwen3",
             Arch::Gemma3 => "gemma3",
+            Arch::Gemma4 => "gemma4",
         }
     }
 
@@ -72,6 +75,26 @@ pub enum LayerAttention {
     Full,
     /// The tokens of a sliding window, the present one included.
     Sliding,
+}
+
+/// Sizes of one layer, where layers differ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerSizes {
+    /// Key and value heads; divides the number of query heads.
+    pub n_kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Elements of the feed-forward part.
+    pub ffn: usize,
+}
+
+/// A second embedding, of which every layer gets a slice of its own (Gemma 4 E2B and E4B).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PerLayerEmbedding {
+    /// Rows of its table.
+    pub n_vocab: usize,
+    /// Elements of one layer's slice; a row has as many for each layer.
+    pub dim: usize,
 }
 
 /// The hyperparameters of a model. Ranges are checked: sizes are positive, heads divide, nothing overflows.
@@ -131,6 +154,17 @@ pub struct ModelConfig {
     pub bos: Option<u32>,
     /// Tokens that end a text or a turn.
     pub eos: Vec<u32>,
+    /// The sizes of each layer, where they differ; empty when `n_kv_heads`, `head_dim` and `ffn` are those of all layers.
+    pub sizes: Vec<LayerSizes>,
+    /// Layers at the end that have no keys and values of their own: they attend to those of the last layer of their kind
+    /// before them.
+    pub n_shared_kv: usize,
+    /// Whether layers that see all take their keys, before norm and rotation, for values (Gemma 4 31B).
+    pub keys_as_values: bool,
+    /// The second embedding, where there is one.
+    pub per_layer: Option<PerLayerEmbedding>,
+    /// Encoders of a multimodal model that are left out: only its text part is used.
+    pub left_out: Vec<&'static str>,
 }
 
 impl ModelConfig {
@@ -142,6 +176,30 @@ impl ModelConfig {
     /// The window of layer `layer_idx`, if it slides.
     pub fn window(&self, layer_idx: usize) -> Option<usize> {
         self.sliding_window.filter(|_| self.layer(layer_idx) == LayerAttention::Sliding)
+    }
+
+    /// The sizes of layer `layer_idx`.
+    pub fn layer_sizes(&self, layer_idx: usize) -> LayerSizes {
+        let usual = LayerSizes { n_kv_heads: self.n_kv_heads, head_dim: self.head_dim, ffn: self.ffn };
+        self.sizes.get(layer_idx).copied().unwrap_or(usual)
+    }
+
+    /// The layer whose keys and values layer `layer_idx` attends to: itself, or an earlier one.
+    pub fn kv_layer(&self, layer_idx: usize) -> usize {
+        let n_own = self.n_layers.saturating_sub(self.n_shared_kv);
+        let alike = |layer: &usize| self.layer(*layer) == self.layer(layer_idx);
+        match layer_idx < n_own {
+            true => layer_idx,
+            false => (0..n_own).rev().find(alike).unwrap_or(layer_idx),
+        }
+    }
+
+    /// Elements of a head that layer `layer_idx` rotates.
+    pub fn rope_dims(&self, layer_idx: usize) -> usize {
+        match self.layer(layer_idx) {
+            LayerAttention::Sliding => self.rope.local_dims.unwrap_or(self.rope.dims),
+            LayerAttention::Full => self.rope.dims,
+        }
     }
 
     /// The base of the rotary embedding in layer `layer_idx`.
@@ -184,14 +242,50 @@ impl ModelConfig {
         check_number("the embedding scale", self.embedding_scale, 0.0, 1e6)?;
         check_number("the attention softcap", self.attn_softcap.unwrap_or(1.0), 0.0, 1e9)?;
         check_number("the final softcap", self.final_softcap.unwrap_or(1.0), 0.0, 1e9)?;
-        self.rope.validate(self.head_dim)?;
+        self.rope.validate()?;
         if self.layers.len() != self.n_layers {
             return Err(ParamsFault::LayerTypes { found: self.layers.len(), n_layers: self.n_layers });
         }
         if self.sliding_window.is_none() && self.layers.contains(&LayerAttention::Sliding) {
             return Err(ParamsFault::NoWindow);
         }
+        self.validate_layers()?;
         Ok(self)
+    }
+
+    /// Refuses layers that do not fit together.
+    fn validate_layers(&self) -> Result<(), ParamsFault> {
+        if !self.sizes.is_empty() && self.sizes.len() != self.n_layers {
+            return Err(ParamsFault::LayerSizes { found: self.sizes.len(), n_layers: self.n_layers });
+        }
+        if self.n_shared_kv >= self.n_layers {
+            let (n_shared, n_layers) = (self.n_shared_kv, self.n_layers);
+            return Err(ParamsFault::SharedKv { n_shared, n_layers });
+        }
+        for layer in 0..self.n_layers {
+            let LayerSizes { n_kv_heads, head_dim, ffn } = self.layer_sizes(layer);
+            check_range("the number of key-value heads of a layer", n_kv_heads, 1 << 16)?;
+            check_range("the head size of a layer", head_dim, 1 << 16)?;
+            check_range("the feed-forward size of a layer", ffn, 1 << 24)?;
+            if !self.n_heads.is_multiple_of(n_kv_heads) {
+                return Err(ParamsFault::Heads { n_heads: self.n_heads, n_kv_heads });
+            }
+            let dims = self.rope_dims(layer);
+            if dims == 0 || dims > head_dim || !dims.is_multiple_of(2) {
+                return Err(ParamsFault::RopeDims { dims, head_dim });
+            }
+            let from = self.kv_layer(layer);
+            let own = self.n_layers - self.n_shared_kv;
+            let heads = |l: usize| (self.layer_sizes(l).n_kv_heads, self.layer_sizes(l).head_dim);
+            if from >= own && layer >= own || heads(from) != heads(layer) {
+                return Err(ParamsFault::SharedLayer { layer, n_own: own });
+            }
+        }
+        if let Some(per_layer) = self.per_layer {
+            check_range("the vocabulary size of the per-layer embedding", per_layer.n_vocab, 1 << 24)?;
+            check_range("the size of the per-layer embedding", per_layer.dim, 1 << 16)?;
+        }
+        Ok(())
     }
 }
 
@@ -216,6 +310,11 @@ fn checked_layers(n_layers: usize) -> Result<usize, ParamsFault> {
 fn every_nth_full(n_layers: usize, period: usize) -> Vec<LayerAttention> {
     let is_full = |layer: usize| period != 0 && (layer + 1).is_multiple_of(period);
     (0..n_layers).map(|l| if is_full(l) { LayerAttention::Full } else { LayerAttention::Sliding }).collect()
+}
+
+/// The sizes of layers, or nothing where all are alike.
+fn unless_alike(sizes: Vec<LayerSizes>) -> Vec<LayerSizes> {
+    if sizes.windows(2).all(|pair| pair[0] == pair[1]) { Vec::new() } else { sizes }
 }
 
 /// The head size where no key gives it.

@@ -15,6 +15,8 @@ pub struct Rope {
     pub has_freq_factors: bool,
     /// Elements of a head that are rotated, from the first on.
     pub dims: usize,
+    /// The same in layers that slide, where it is another number (Gemma 4).
+    pub local_dims: Option<usize>,
     /// Which elements form a pair.
     pub style: RopeStyle,
 }
@@ -51,6 +53,13 @@ pub enum RopeScaling {
     },
     /// YaRN.
     Yarn(Yarn),
+    /// As in Gemma 4: only the first pairs turn, with the frequencies that they have among all of them.
+    Proportional {
+        /// The share of the pairs that turns.
+        share: f32,
+        /// Divisor of every frequency.
+        factor: f32,
+    },
 }
 
 /// The numbers of YaRN.
@@ -78,7 +87,7 @@ impl Yarn {
 }
 
 impl RopeScaling {
-    pub(crate) const KNOWN: &str = "linear, llama3 and yarn";
+    pub(crate) const KNOWN: &str = "linear, llama3, yarn and proportional";
 }
 
 impl Rope {
@@ -93,15 +102,16 @@ impl Rope {
         a == b
     }
 
-    pub(crate) fn validate(&self, head_dim: usize) -> Result<(), ParamsFault> {
+    pub(crate) fn validate(&self) -> Result<(), ParamsFault> {
         check_number("the rope base", self.theta, 0.0, 1e15)?;
         check_number("the rope base of sliding layers", self.local_theta.unwrap_or(1.0), 0.0, 1e15)?;
-        if self.dims == 0 || self.dims > head_dim || !self.dims.is_multiple_of(2) {
-            return Err(ParamsFault::RopeDims { dims: self.dims, head_dim });
-        }
         let (factor, n_original_context) = match self.scaling {
             RopeScaling::None => return Ok(()),
             RopeScaling::Linear { factor } => (factor, 1),
+            RopeScaling::Proportional { share, factor } => {
+                check_number("the share of rotated pairs", share, 0.0, 1.0)?;
+                (factor, 1)
+            }
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, n_original_context } => {
                 check_number("the low frequency factor", low_freq_factor, 0.0, 1e6)?;
                 check_number("the high frequency factor", high_freq_factor, low_freq_factor.into(), 1e6)?;

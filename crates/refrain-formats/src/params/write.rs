@@ -1,7 +1,7 @@
 //! Hyperparameters to GGUF metadata and to `config.json`.
 
 use super::rope::{RopeScaling, Yarn};
-use super::{Arch, LayerAttention, ModelConfig, ParamsFault, every_nth_full};
+use super::{Arch, LayerAttention, LayerSizes, ModelConfig, ParamsFault, every_nth_full};
 use crate::FormatError;
 use crate::gguf::{Array, Gguf, GgufWriter, Value};
 use crate::hf::JsonObject;
@@ -26,15 +26,17 @@ impl ModelConfig {
         set("context_length", number(self.n_context))?;
         set("embedding_length", number(self.hidden))?;
         set("block_count", number(self.n_layers))?;
-        set("feed_forward_length", number(self.ffn))?;
         set("attention.head_count", number(self.n_heads))?;
-        set("attention.head_count_kv", number(self.n_kv_heads))?;
-        set("attention.key_length", number(self.head_dim))?;
-        set("attention.value_length", number(self.head_dim))?;
         set("attention.layer_norm_rms_epsilon", self.norm_eps.into())?;
-        set("rope.dimension_count", number(self.rope.dims))?;
         set("rope.freq_base", self.rope.theta.into())?;
-        if self.attn_scale != (self.head_dim as f32).sqrt().recip() {
+        if arch != Arch::Gemma4 {
+            set("feed_forward_length", number(self.ffn))?;
+            set("attention.head_count_kv", number(self.n_kv_heads))?;
+            set("attention.key_length", number(self.head_dim))?;
+            set("attention.value_length", number(self.head_dim))?;
+            set("rope.dimension_count", number(self.rope.dims))?;
+        }
+        if arch != Arch::Gemma4 && self.attn_scale != (self.head_dim as f32).sqrt().recip() {
             set("attention.scale", self.attn_scale.into())?;
         }
         if let Some(cap) = self.attn_softcap {
@@ -46,16 +48,19 @@ impl ModelConfig {
         if let Some(window) = self.sliding_window {
             set("attention.sliding_window", number(window))?;
             let usual = if arch == Arch::Gemma3 { 6 } else { 0 };
-            if self.layers != every_nth_full(self.n_layers, usual) {
+            if arch == Arch::Gemma4 || self.layers != every_nth_full(self.n_layers, usual) {
                 let slides = self.layers.iter().map(|layer| *layer == LayerAttention::Sliding).collect();
                 set("attention.sliding_window_pattern", Value::Array(Array::Bool(slides)))?;
             }
         }
-        if let Some(local) = self.rope.local_theta.filter(|_| arch == Arch::Gemma3) {
+        if let Some(local) = self.rope.local_theta.filter(|_| matches!(arch, Arch::Gemma3 | Arch::Gemma4)) {
             set("rope.freq_base_swa", local.into())?;
         }
+        if arch == Arch::Gemma4 {
+            self.write_gguf_layers(&mut set)?;
+        }
         match self.rope.scaling {
-            RopeScaling::None | RopeScaling::Llama3 { .. } => {}
+            RopeScaling::None | RopeScaling::Llama3 { .. } | RopeScaling::Proportional { .. } => {}
             RopeScaling::Linear { factor } => {
                 set("rope.scaling.type", "linear".into())?;
                 set("rope.scaling.factor", factor.into())?;
@@ -73,10 +78,68 @@ impl ModelConfig {
         Ok(())
     }
 
+    /// What differs from layer to layer. Keys of layers that see all have the plain names.
+    fn write_gguf_layers(
+        &self,
+        set: &mut impl FnMut(&str, Value) -> Result<(), FormatError>,
+    ) -> Result<(), FormatError> {
+        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let list = |size: fn(LayerSizes) -> usize| {
+            let sizes = (0..self.n_layers).map(|layer| number(size(self.layer_sizes(layer))));
+            Value::Array(Array::U32(sizes.collect()))
+        };
+        set("attention.head_count_kv", list(|s| s.n_kv_heads))?;
+        set("feed_forward_length", list(|s| s.ffn))?;
+        for (kind, end) in [(LayerAttention::Full, ""), (LayerAttention::Sliding, "_swa")] {
+            if let Some(layer) = self.layers.iter().position(|layer| *layer == kind) {
+                let head_dim = number(self.layer_sizes(layer).head_dim);
+                set(&format!("attention.key_length{end}"), head_dim.into())?;
+                set(&format!("attention.value_length{end}"), head_dim.into())?;
+                set(&format!("rope.dimension_count{end}"), number(self.rope_dims(layer)).into())?;
+            }
+        }
+        set("attention.shared_kv_layers", number(self.n_shared_kv).into())?;
+        let dim = self.per_layer.map_or(0, |per_layer| per_layer.dim);
+        set("embedding_length_per_layer_input", number(dim).into())
+    }
+
+    /// The keys of `config.json` that only Gemma 4 has.
+    fn gemma4_json(&self, set: &mut impl FnMut(&str, serde_json::Value)) {
+        let n_own = self.n_layers - self.n_shared_kv;
+        let doubles = (n_own..self.n_layers).any(|layer| self.layer_sizes(layer).ffn != self.ffn);
+        let own = |(idx, size): (usize, &LayerSizes)| {
+            let entry = json!({ "head_dim": size.head_dim, "num_key_value_heads": size.n_kv_heads });
+            (idx.to_string(), entry)
+        };
+        let own: serde_json::Map<_, _> = self.sizes.iter().enumerate().map(own).collect();
+        set("per_layer_config", own.into());
+        // Versions before that key was read take these two.
+        if let Some(full) = self.layers.iter().position(|layer| *layer == LayerAttention::Full) {
+            set("global_head_dim", self.layer_sizes(full).head_dim.into());
+            set("num_global_key_value_heads", self.layer_sizes(full).n_kv_heads.into());
+        }
+        set("num_kv_shared_layers", self.n_shared_kv.into());
+        set("use_double_wide_mlp", doubles.into());
+        set("attention_k_eq_v", self.keys_as_values.into());
+        set("hidden_size_per_layer_input", self.per_layer.map_or(0, |p| p.dim).into());
+        set("vocab_size_per_layer_input", self.per_layer.map_or(self.n_vocab, |p| p.n_vocab).into());
+        set("enable_moe_block", false.into());
+        let mut full = scaling(&self.rope.scaling).unwrap_or_else(|| json!({ "rope_type": "default" }));
+        full["rope_theta"] = short(self.rope.theta).into();
+        let local = short(self.rope.local_theta.unwrap_or(self.rope.theta));
+        set(
+            "rope_parameters",
+            json!({
+                "full_attention": full,
+                "sliding_attention": { "rope_type": "default", "rope_theta": local },
+            }),
+        );
+    }
+
     /// Checks that a written file says the same.
     pub fn check_gguf(&self, gguf: &Gguf) -> Result<(), FormatError> {
         let mut wanted = self.clone();
-        if matches!(wanted.rope.scaling, RopeScaling::Llama3 { .. }) {
+        if matches!(wanted.rope.scaling, RopeScaling::Llama3 { .. } | RopeScaling::Proportional { .. }) {
             (wanted.rope.scaling, wanted.rope.has_freq_factors) = (RopeScaling::None, true);
         }
         let found = ModelConfig::from_gguf(gguf)?;
@@ -86,7 +149,8 @@ impl ModelConfig {
 
     /// The content of `config.json`, as `transformers` 4 and 5 read it. What it has no place for is an error.
     pub fn to_hf_json(&self, dtype: DType) -> Result<serde_json::Value, FormatError> {
-        let gemma = self.arch == Arch::Gemma3;
+        let gemma = matches!(self.arch, Arch::Gemma3 | Arch::Gemma4);
+        let gemma4 = self.arch == Arch::Gemma4;
         // Llama's class has no window.
         let mistral = self.arch == Arch::Llama && self.sliding_window.is_some();
         let (class, model_type) = match self.arch {
@@ -95,6 +159,7 @@ impl ModelConfig {
             Arch::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
             Arch::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
             Arch::Gemma3 => ("Gemma3ForCausalLM", "gemma3_text"),
+            Arch::Gemma4 => ("Gemma4ForCausalLM", "gemma4_text"),
         };
         let dtype = dtype_word(dtype);
         let mut config = json!({
@@ -123,14 +188,14 @@ impl ModelConfig {
             if gemma { "hidden_activation" } else { "hidden_act" },
             if gemma { "gelu_pytorch_tanh" } else { "silu" }.into(),
         );
-        if self.rope.dims != self.head_dim {
+        if self.rope.dims != self.head_dim && !gemma4 {
             set("partial_rotary_factor", (self.rope.dims as f64 / self.head_dim as f64).into());
         }
         if self.arch == Arch::Llama && !mistral {
             set("attention_bias", self.qkv_bias.into());
             set("mlp_bias", self.ffn_bias.into());
         }
-        if matches!(self.arch, Arch::Qwen3 | Arch::Gemma3) {
+        if matches!(self.arch, Arch::Qwen3 | Arch::Gemma3 | Arch::Gemma4) {
             set("attention_bias", self.qkv_bias.into());
         }
         if matches!(self.arch, Arch::Qwen2 | Arch::Qwen3) {
@@ -148,13 +213,16 @@ impl ModelConfig {
             };
             set("layer_types", self.layers.iter().map(word).collect());
         }
-        if gemma {
+        if gemma4 {
+            set("final_logit_softcapping", self.final_softcap.map(short).into());
+            self.gemma4_json(&mut set);
+        } else if gemma {
             set("query_pre_attn_scalar", query_scalar(self.attn_scale, self.head_dim));
             set("attn_logit_softcapping", self.attn_softcap.map(short).into());
             set("final_logit_softcapping", self.final_softcap.map(short).into());
             set("rope_local_base_freq", self.rope.local_theta.map(short).into());
         }
-        if let Some(scaling) = scaling(&self.rope.scaling) {
+        if let Some(scaling) = scaling(&self.rope.scaling).filter(|_| !gemma4) {
             set("rope_scaling", scaling);
         }
         if let Some(bos) = self.bos {
@@ -196,6 +264,10 @@ impl ModelConfig {
             || !near(self.embedding_scale, found.embedding_scale)
         {
             "soft caps, activation or embedding scale"
+        } else if (&self.sizes, self.n_shared_kv) != (&found.sizes, found.n_shared_kv)
+            || (self.keys_as_values, self.per_layer) != (found.keys_as_values, found.per_layer)
+        {
+            "sizes of layers, shared keys and values or per-layer embedding"
         } else {
             return Ok(());
         };
@@ -235,6 +307,11 @@ fn scaling(scaling: &RopeScaling) -> Option<serde_json::Value> {
                 "original_max_position_embeddings": n_original_context,
             }))
         }
+        RopeScaling::Proportional { share, factor } => Some(json!({
+            "rope_type": "proportional",
+            "partial_rotary_factor": short(share),
+            "factor": short(factor),
+        })),
         RopeScaling::Yarn(yarn) => Some(json!({
             "rope_type": "yarn",
             "factor": short(yarn.factor),

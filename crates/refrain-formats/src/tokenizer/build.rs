@@ -16,7 +16,7 @@ use super::pre::Pre;
 use super::scored::{ScoredPieces, plain_blanks};
 use super::spec::{SpecialIds, TokenKind, VocabSpec, Vocabulary};
 
-const KNOWN_MODELS: &[&str] = &["gpt2", "llama", "bert"];
+const KNOWN_MODELS: &[&str] = &["gpt2", "llama", "bert", "gemma4"];
 
 /// Texts that end a turn in one family of models or another.
 const END_OF_TURN: &[&str] = &[
@@ -45,6 +45,7 @@ pub(super) fn tokenizer(spec: &VocabSpec) -> Result<Tokenizer, TokenizerError> {
         "gpt2" => byte_level(spec, &vocabulary),
         "llama" => sentence_piece(spec, vocabulary),
         "bert" => word_piece(spec, &vocabulary),
+        "gemma4" => merged_pieces(spec, &vocabulary),
         other => Err(unknown_model(other)),
     }
 }
@@ -65,7 +66,7 @@ fn byte_level(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer
         );
     }
     let pre = Pre::by_name(spec.pre.as_deref())?;
-    let merges = byte_level_merges(spec, vocabulary)?;
+    let merges = listed_merges(spec, vocabulary)?;
     let texts = vocabulary.tokens.iter().zip(0..).filter(|(text, _)| !text.is_empty());
     let vocab: Vocab = texts.map(|(text, id)| (text.to_owned(), id)).collect();
     let mut builder = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(pre.ignore_merges);
@@ -88,7 +89,7 @@ fn byte_level(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer
     Ok(assemble(spec, pipelines, pieces, spec.specials, Defaults { add_bos: pre.add_bos, add_sep: false }))
 }
 
-fn byte_level_merges(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Merges, TokenizerError> {
+fn listed_merges(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Merges, TokenizerError> {
     let merges = spec.merges.as_ref().ok_or(TokenizerError::Missing { what: "tokenizer.ggml.merges" })?;
     let mut parsed = Merges::with_capacity(merges.len());
     let mut merged = String::new();
@@ -141,20 +142,60 @@ fn sentence_piece(spec: &VocabSpec, mut vocabulary: Vocabulary<'_>) -> Result<To
     for (text, &kind) in vocabulary.tokens.iter().zip(&vocabulary.kinds) {
         pieces.push(text, kind, Spelling::SentencePiece);
     }
-    let blanks =
-        Replace::new(" ", BLANK.to_string()).map_err(TokenizerError::library("build the normalizer"))?;
-    let mut normalizers = vec![NormalizerWrapper::Replace(blanks)];
-    if add_space {
-        normalizers.insert(0, NormalizerWrapper::Prepend(Prepend::new(BLANK.to_string())));
-    }
     let pipelines = Pipelines::new(Parts {
-        normalizer: Some(NormalizerWrapper::Sequence(Sequence::new(normalizers))),
+        normalizer: Some(blanks_shown(add_space)?),
         pre_tokenizer: None,
         added: added_tokens(&vocabulary, plain_blanks),
         model: TextModel::Scored(ScoredPieces::new(vocabulary, scores, specials.unk)),
         is_byte_level: false,
     })?;
     Ok(assemble(spec, pipelines, pieces, specials, Defaults { add_bos: true, add_sep: false }))
+}
+
+/// Pieces as SentencePiece spells them, joined by a list of merges: over the whole text, since nothing cuts it into words
+/// before. What has no piece is spelled byte by byte.
+fn merged_pieces(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, TokenizerError> {
+    let merges = listed_merges(spec, vocabulary)?;
+    let texts = vocabulary.tokens.iter().zip(0..).filter(|(text, _)| !text.is_empty());
+    let vocab: Vocab = texts.map(|(text, id)| (text.to_owned(), id)).collect();
+    let specials = with_names(spec.specials, vocabulary, &["<bos>"], &["<eos>"], "<unk>");
+    let mut builder = BPE::builder().vocab_and_merges(vocab, merges).byte_fallback(true).fuse_unk(true);
+    if let Some(unk) = specials.unk {
+        builder = builder.unk_token(vocabulary.text(unk).to_owned());
+    }
+    let bpe = builder.build().map_err(TokenizerError::library("build the vocabulary"))?;
+    let add_space = spec.add_space_prefix.unwrap_or(false);
+    let mut pieces = Pieces::new(add_space);
+    for (text, &kind) in vocabulary.tokens.iter().zip(&vocabulary.kinds) {
+        // Not every file says which tokens are bytes.
+        let is_byte = kind == TokenKind::Normal && byte_of(text).is_some();
+        pieces.push(text, if is_byte { TokenKind::Byte } else { kind }, Spelling::SentencePiece);
+    }
+    // Runs of blanks are found once blanks are written as in the vocabulary.
+    let written = |token: AddedToken| {
+        let has_blanks = token.content.contains(BLANK);
+        token.normalized(has_blanks)
+    };
+    let added = added_tokens(vocabulary, str::to_owned).into_iter().map(written).collect();
+    let pipelines = Pipelines::new(Parts {
+        normalizer: Some(blanks_shown(add_space)?),
+        pre_tokenizer: None,
+        added,
+        model: TextModel::Library(ModelWrapper::BPE(bpe)),
+        is_byte_level: false,
+    })?;
+    Ok(assemble(spec, pipelines, pieces, specials, Defaults { add_bos: true, add_sep: false }))
+}
+
+/// Blanks as SentencePiece writes them, with one in front of a text where that is asked for.
+fn blanks_shown(in_front: bool) -> Result<NormalizerWrapper, TokenizerError> {
+    let blanks =
+        Replace::new(" ", BLANK.to_string()).map_err(TokenizerError::library("build the normalizer"))?;
+    let mut normalizers = vec![NormalizerWrapper::Replace(blanks)];
+    if in_front {
+        normalizers.insert(0, NormalizerWrapper::Prepend(Prepend::new(BLANK.to_string())));
+    }
+    Ok(NormalizerWrapper::Sequence(Sequence::new(normalizers)))
 }
 
 fn word_piece(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, TokenizerError> {

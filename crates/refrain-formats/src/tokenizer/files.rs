@@ -185,6 +185,18 @@ fn spelled(file: &TokenizerJson) -> Result<Spelled, TokenizerError> {
     unsupported("decoder", &excerpt(&file.decoder.to_string()))
 }
 
+/// Control tokens of Gemma 4 that are shown in a reply: what thinks and what calls a tool is told apart by them. In texts
+/// of users they are not parsed.
+const SHOWN: [&str; 7] = [
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    "<|\"|>",
+];
+
 fn pieces(file: &TokenizerJson, spelled: &Spelled) -> Result<Pieces, TokenizerError> {
     let vocab = &file.model.vocab.0;
     let n_tokens = vocab.values().max().map_or(0, |&id| id as usize + 1);
@@ -207,6 +219,7 @@ fn pieces(file: &TokenizerJson, spelled: &Spelled) -> Result<Pieces, TokenizerEr
             });
         }
         let kind = match added.get(text.as_str()) {
+            Some(true) if SHOWN.contains(&text.as_str()) => TokenKind::UserDefined,
             Some(true) => TokenKind::Control,
             Some(false) => TokenKind::UserDefined,
             None if has_bytes && byte_of(text).is_some() => TokenKind::Byte,

@@ -91,7 +91,7 @@ impl SpecialIds {
 /// A vocabulary and the settings beside it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct VocabSpec {
-    /// Kind of tokenizer: `gpt2`, `llama` or `bert`.
+    /// Kind of tokenizer: `gpt2`, `llama`, `bert` or `gemma4`.
     pub model: String,
     /// Pre-tokenizer of a byte-level vocabulary.
     pub pre: Option<String>,
@@ -101,7 +101,7 @@ pub struct VocabSpec {
     pub scores: Option<Vec<f32>>,
     /// Token types by id, as numbers of the format; all normal when absent.
     pub token_types: Option<Vec<i32>>,
-    /// Merges in order, two tokens with a blank between them (byte-level).
+    /// Merges in order, two tokens with a blank between them (byte-level, and `gemma4`).
     pub merges: Option<StrArray>,
     /// Tokens with a role.
     pub specials: SpecialIds,

@@ -4,7 +4,8 @@ use crate::common::{llama_metadata, read, refused, zeroes};
 use refrain_formats::FormatError;
 use refrain_formats::gguf::{Array, GgufWriter, Value};
 use refrain_formats::params::{
-    Activation, Arch, GenerationDefaults, LayerAttention, ModelConfig, RopeScaling, RopeStyle, Yarn,
+    Activation, Arch, GenerationDefaults, LayerAttention, ModelConfig, PerLayerEmbedding, RopeScaling,
+    RopeStyle, Yarn,
 };
 use refrain_tensor::{DType, Shape};
 
@@ -45,6 +46,72 @@ fn gemma() -> GgufWriter {
     }
     w.set("gemma3.vocab_size", 262_144u32).unwrap();
     w
+}
+
+/// Four layers in the keys of llama.cpp: sizes of layers that see all have the plain names, lists one entry a layer.
+fn gemma4(changes: &[(&str, Value)]) -> GgufWriter {
+    let list = |sizes: [u32; 4]| Value::Array(Array::U32(sizes.into()));
+    let keys: [(&str, Value); 18] = [
+        ("context_length", 1024u32.into()),
+        ("embedding_length", 64u32.into()),
+        ("block_count", 4u32.into()),
+        ("feed_forward_length", list([96, 96, 192, 192])),
+        ("attention.head_count", 4u32.into()),
+        ("attention.head_count_kv", list([2, 1, 2, 1])),
+        ("attention.layer_norm_rms_epsilon", 1e-6f32.into()),
+        ("attention.key_length", 32u32.into()),
+        ("attention.value_length", 32u32.into()),
+        ("attention.key_length_swa", 16u32.into()),
+        ("attention.value_length_swa", 16u32.into()),
+        ("attention.sliding_window", 8u32.into()),
+        ("attention.sliding_window_pattern", Value::Array(Array::Bool([true, false, true, false].into()))),
+        ("attention.shared_kv_layers", 2u32.into()),
+        ("embedding_length_per_layer_input", 8u32.into()),
+        ("rope.freq_base_swa", 1e4f32.into()),
+        ("rope.dimension_count", 32u32.into()),
+        ("rope.dimension_count_swa", 16u32.into()),
+    ];
+    let mut w = GgufWriter::new();
+    w.set("general.architecture", "gemma4").unwrap();
+    w.set("gemma4.vocab_size", 128u32).unwrap();
+    for (key, value) in keys.iter().filter(|(k, _)| !changes.iter().any(|(c, _)| c == k)).chain(changes) {
+        w.set(&format!("gemma4.{key}"), value.clone()).unwrap();
+    }
+    w
+}
+
+#[test]
+fn gemma4_has_sizes_for_each_layer() {
+    let c = config(&gemma4(&[])).unwrap();
+    let sizes = |layer: usize| {
+        let s = c.layer_sizes(layer);
+        (s.n_kv_heads, s.head_dim, s.ffn)
+    };
+    assert_eq!([0, 1, 2, 3].map(sizes), [(2, 16, 96), (1, 32, 96), (2, 16, 192), (1, 32, 192)]);
+    assert_eq!([0, 1, 2, 3].map(|layer| c.kv_layer(layer)), [0, 1, 0, 1]);
+    assert_eq!((c.rope_dims(0), c.rope_dims(1)), (16, 32));
+    assert_eq!((c.attn_scale, c.embedding_scale, c.rope.theta), (1.0, 8.0, 1e6));
+    assert_eq!(c.per_layer, Some(PerLayerEmbedding { n_vocab: 128, dim: 8 }));
+    // No file of these keys has matrices of values for layers that see all.
+    assert!(c.keys_as_values);
+}
+
+#[test]
+fn lists_of_gemma4_that_do_not_fit_its_layers_are_refused() {
+    let refusal = |key, value| config(&gemma4(&[(key, value)])).unwrap_err().to_string();
+    let list = |sizes: &[u32]| Value::Array(Array::U32(sizes.into()));
+    let text = refusal("feed_forward_length", list(&[96, 96, 96]));
+    assert!(text.contains("3 sizes of layers are given for 4 layers"), "{text}");
+    let text = refusal("attention.head_count_kv", list(&[2, 1, 2, 0]));
+    assert!(text.contains("key-value heads of a layer is 0"), "{text}");
+    let text = refusal("attention.head_count_kv", list(&[2, 1, 1, 1]));
+    assert!(text.contains("layer 2 shares keys and values"), "{text}");
+    let text = refusal("attention.sliding_window_pattern", Value::Array(Array::Bool([].into())));
+    assert!(text.contains("layer_types has 0 entries for 4 layers"), "{text}");
+    let text = refusal("feed_forward_length", Value::Array(Array::F32([0.5; 4].into())));
+    assert!(text.contains("feed_forward_length"), "{text}");
+    let error = config(&gemma4(&[("expert_count", 128u32.into())])).unwrap_err();
+    assert!(error.to_string().contains("26B-A4B is not"), "{error}");
 }
 
 #[test]
@@ -136,7 +203,7 @@ fn yarn_and_other_scalings_are_read_or_refused() {
     assert_eq!(scaled("none").unwrap().rope.scaling, RopeScaling::None);
     assert_eq!(
         refused(scaled("longrope")),
-        "m.gguf: rope scaling \"longrope\" is not supported, linear, llama3 and yarn are"
+        "m.gguf: rope scaling \"longrope\" is not supported, linear, llama3, yarn and proportional are"
     );
 }
 
@@ -145,7 +212,7 @@ fn hyperparameters_that_no_model_has_are_refused() {
     let set = |key: &str, value: Value| refused(config(&with(&[(key, value)])));
     assert_eq!(
         set("general.architecture", "mamba".into()),
-        "m.gguf: unknown architecture \"mamba\", known are llama, qwen2, qwen3, gemma3"
+        "m.gguf: unknown architecture \"mamba\", known are llama, qwen2, qwen3, gemma3, gemma4"
     );
     assert_eq!(
         set("llama.block_count", 0u32.into()),

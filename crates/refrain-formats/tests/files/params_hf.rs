@@ -4,7 +4,8 @@ use crate::common::{llama_config, refused, write_safetensors};
 use refrain_formats::FormatError;
 use refrain_formats::hf::{HfFolder, JsonObject};
 use refrain_formats::params::{
-    Activation, Arch, GenerationDefaults, LayerAttention, ModelConfig, RopeScaling, RopeStyle, Yarn,
+    Activation, Arch, GenerationDefaults, LayerAttention, ModelConfig, PerLayerEmbedding, RopeScaling,
+    RopeStyle, Yarn,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -88,6 +89,89 @@ fn gemma_reads_the_same_in_both_spellings() {
     assert_eq!(old.activation, Activation::GeluTanh);
 }
 
+/// Seven layers, of which the third and the last see all and the last two share keys and values.
+fn gemma4(changes: Value) -> Value {
+    let mut config = with(json!({
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_act": null,
+        "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 7, "head_dim": 16, "global_head_dim": 32,
+        "num_key_value_heads": 2, "sliding_window": 8, "tie_word_embeddings": true, "rope_theta": null,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
+            "sliding_attention", "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": true, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 100, "final_logit_softcapping": 30.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0
+            },
+            "sliding_attention": { "rope_type": "default", "rope_theta": 10000.0 }
+        }
+    }));
+    changes.as_object().unwrap().iter().for_each(|(k, v)| config[k] = v.clone());
+    config
+}
+
+#[test]
+fn gemma4_has_two_head_sizes_shared_keys_and_a_second_embedding() {
+    let c = parse(gemma4(json!({}))).unwrap();
+    assert_eq!((c.arch, c.attn_scale, c.norm_offset), (Arch::Gemma4, 1.0, 0.0));
+    let sizes = |layer: usize| {
+        let s = c.layer_sizes(layer);
+        (s.n_kv_heads, s.head_dim, s.ffn)
+    };
+    assert_eq!([0, 2, 5, 6].map(sizes), [(2, 16, 96), (2, 32, 96), (2, 16, 192), (2, 32, 192)]);
+    assert_eq!([0, 4, 5, 6].map(|layer| c.kv_layer(layer)), [0, 4, 4, 2]);
+    assert_eq!((c.rope_dims(0), c.rope_dims(2)), (16, 32));
+    assert_eq!(c.rope_scaling(2), RopeScaling::Proportional { share: 0.25, factor: 1.0 });
+    assert_eq!((c.rope_scaling(0), c.rope_theta(0)), (RopeScaling::None, 1e4));
+    assert_eq!(c.per_layer, Some(PerLayerEmbedding { n_vocab: 100, dim: 8 }));
+    assert!(!c.keys_as_values);
+    // The newer spelling lists the layers that differ.
+    let listed = json!({ "2": { "head_dim": 32 }, "6": { "head_dim": 32 } });
+    let new = gemma4(json!({ "per_layer_config": listed, "global_head_dim": null }));
+    assert_eq!(parse(new).unwrap(), c);
+    let dense = json!({
+        "num_kv_shared_layers": 0, "attention_k_eq_v": true, "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"
+    });
+    let dense = parse(gemma4(dense)).unwrap();
+    assert!(dense.keys_as_values && dense.per_layer.is_none());
+    assert_eq!((dense.layer_sizes(2).n_kv_heads, dense.layer_sizes(6).ffn), (1, 96));
+}
+
+#[test]
+fn of_a_multimodal_model_the_text_part_is_read_and_what_is_left_out_is_named() {
+    let whole = json!({
+        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "eos_token_id": [1, 106],
+        "text_config": gemma4(json!({ "architectures": null })), "vision_config": {}, "audio_config": null
+    });
+    let c = parse(whole.clone()).unwrap();
+    assert_eq!(c.left_out, ["images"]);
+    assert_eq!(ModelConfig { left_out: Vec::new(), ..c }, parse(gemma4(json!({}))).unwrap());
+    let mut broken = whole;
+    broken["text_config"]["hidden_size"] = json!("wide");
+    let error = parse(broken).unwrap_err().to_string();
+    assert!(error.contains("text_config.hidden_size"), "{error}");
+}
+
+#[test]
+fn variants_of_gemma4_that_cannot_be_run_are_refused_by_name() {
+    let refusal = |changes: Value| {
+        let error = parse(gemma4(changes)).unwrap_err();
+        (error.to_string(), error.hint().unwrap_or_default())
+    };
+    let (text, hint) = refusal(json!({ "enable_moe_block": true, "num_experts": 128 }));
+    assert!(text.contains("26B-A4B is not") && hint.contains("gemma4:e4b"), "{text}: {hint}");
+    let (text, _) = refusal(json!({ "use_bidirectional_attention": "all" }));
+    assert!(text.contains("attention to later tokens"), "{text}");
+    let (text, _) = refusal(json!({ "num_kv_shared_layers": 7 }));
+    assert!(text.contains("7 of 7 layers share"), "{text}");
+    // The only layer that sees all and has keys of its own would be a shared one.
+    let (text, _) = refusal(json!({ "num_kv_shared_layers": 5 }));
+    assert!(text.contains("layer 2 shares keys and values, but none of the first 2 layers"), "{text}");
+    let (text, _) = refusal(json!({ "num_key_value_heads": 3 }));
+    assert!(text.contains("3 key-value heads"), "{text}");
+}
+
 #[test]
 fn mistral_slides_in_all_layers_unless_the_window_is_null() {
     let mistral = |window: Value| {
@@ -146,7 +230,7 @@ fn configurations_that_cannot_be_run_are_refused() {
     let set = |changes: Value| refused(parse(with(changes)));
     assert_eq!(
         set(json!({ "architectures": ["MambaForCausalLM"] })),
-        "config.json: unknown architecture \"MambaForCausalLM\", known are llama, qwen2, qwen3, gemma3"
+        "config.json: unknown architecture \"MambaForCausalLM\", known are llama, qwen2, qwen3, gemma3, gemma4"
     );
     assert!(
         set(json!({ "architectures": ["LlamaForSequenceClassification"] })).contains("unknown architecture")

@@ -105,3 +105,44 @@ pub(crate) fn obvious_sentence_piece(spec: &VocabSpec, text: &str) -> Vec<u32> {
     }
     symbols.iter().map(|symbol| ids[symbol.as_str()] as u32).collect()
 }
+
+/// `<pad>`, `<eos>`, `<bos>`, `<unk>`, all bytes, letters, pieces that merges make, and user-defined tokens at the end.
+pub(crate) fn merged_pieces() -> VocabSpec {
+    let mut tokens: Vec<String> = ["<pad>", "<eos>", "<bos>", "<unk>"].map(str::to_owned).to_vec();
+    tokens.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
+    let mut types = vec![3, 3, 3, 2];
+    types.extend([6; 256]);
+    tokens.extend(('a'..='z').chain(['\u{2581}', '\n', '.', 'é']).map(String::from));
+    let merges = [
+        "t h",
+        "th e",
+        "\u{2581} the",
+        "\u{2581} a",
+        "\n \n",
+        "l l",
+        "e ll",
+        "h ell",
+        "hell o",
+        "o \u{2581}",
+    ];
+    tokens.extend(merges.map(|merge| merge.replace(' ', "")));
+    types.resize(tokens.len(), 1);
+    for (text, kind) in
+        [("<|turn>", 3), ("<turn|>", 3), ("<|channel>", 4), ("<channel|>", 4), ("\u{2581}\u{2581}", 4)]
+    {
+        tokens.push(text.to_owned());
+        types.push(kind);
+    }
+    VocabSpec {
+        model: "gemma4".to_owned(),
+        pre: Some("gemma4".to_owned()),
+        scores: Some(vec![0.0; tokens.len()]),
+        tokens: tokens.into_iter().collect(),
+        token_types: Some(types),
+        merges: Some(merges.into_iter().collect()),
+        specials: SpecialIds { bos: Some(2), eos: Some(1), unk: Some(3), pad: Some(0), ..Default::default() },
+        add_bos: Some(true),
+        add_space_prefix: Some(false),
+        ..Default::default()
+    }
+}

@@ -24,6 +24,10 @@ pub struct Setup {
     pub rope: Rope,
     pub attention: Attention,
     pub eps: Option<f32>,
+    /// Values are normed as well.
+    pub norms_values: bool,
+    /// The caches hold the keys and values of the positions already.
+    pub stored: bool,
     /// Queries are so many times larger.
     pub gain: f32,
     /// For each row its position; row `i` is of sequence `n - 1 - i`, or `i` when `in_order`.
@@ -45,6 +49,8 @@ impl Default for Setup {
             rope: Rope { style: RopeStyle::Neox, n_dims: 64, magnitude: 1.0 },
             attention: Attention { scale: 0.2, window: None, softcap: None },
             eps: None,
+            norms_values: false,
+            stored: false,
             gain: 1.0,
             positions: vec![0, 1, -1, 31, 32, 33, 255, 256],
             in_order: false,
@@ -83,6 +89,20 @@ pub fn attend() -> Vec<Case> {
         for dtype in [DType::F16, DType::F32] {
             let (eps, positions) = (Some(1e-6), vec![0, 513]);
             all.push(Setup { dtype, head_dim, rope, eps, positions, n_heads: 16, n_kv_heads: 2, ..base() });
+        }
+    }
+    // Heads of more than 256 elements, values that are normed, and keys and values that another launch stored.
+    for dtype in [DType::F16, DType::BF16, DType::F32] {
+        for (head_dim, n_heads, n_kv_heads) in [(512, 6, 2), (264, 2, 2), (64, 8, 1)] {
+            let rope = Rope { style: RopeStyle::Neox, n_dims: head_dim, magnitude: 1.0 };
+            let attention = Attention { scale: 0.05, ..base().attention };
+            let (eps, positions) = (Some(1e-6), vec![0, 40, -1, 600]);
+            let own =
+                Setup { dtype, head_dim, n_heads, n_kv_heads, rope, attention, eps, positions, ..base() };
+            all.push(Setup { norms_values: true, ..own.clone() });
+            all.push(Setup { stored: true, ..own.clone() });
+            let attention = Attention { window: Some(33), ..attention };
+            all.push(Setup { stored: true, attention, eps: None, n_splits: 1, ..own });
         }
     }
     for group in [1, 2, 3, 4, 5, 7, 8, 12, 16] {
@@ -180,7 +200,15 @@ fn make(s: &Setup) -> Made {
     };
     let q = turned(&part(0, n_heads), n_heads, &norms[0]);
     let keys = turned(&part(n_heads, n_kv_heads), n_kv_heads, &norms[1]);
-    let values = f32s(&part(n_heads + n_kv_heads, n_kv_heads));
+    let mut values = f32s(&part(n_heads + n_kv_heads, n_kv_heads));
+    if let Some(eps) = s.eps.filter(|_| s.norms_values) {
+        let dims = [n, n_kv_heads, head_dim];
+        let inputs = [
+            Operand(DType::F32, contiguous(&dims), &values),
+            Operand(DType::F32, contiguous(&[head_dim]), &norms[1]),
+        ];
+        values = f32s(&reference_f32(&Op::RmsNorm { eps }, &inputs, &dims));
+    }
     let appended = |x: &[u8], seed: u64| {
         let before = poisoned(s, &seqs, &order, max_blocks, n_blocks, seed);
         let inputs = [
@@ -192,7 +220,7 @@ fn make(s: &Setup) -> Made {
         let mut outputs = [(TensorType::new(dtype, shape(&cells)), before.clone())];
         reference(&Op::KvAppend, &inputs, &mut outputs);
         let [(_, after)] = outputs;
-        (before, after)
+        (if s.stored { after.clone() } else { before }, after)
     };
     let ((k_before, k_after), (v_before, v_after)) = (appended(&keys, 4), appended(&values, 5));
     let inputs = [
@@ -226,7 +254,12 @@ fn make(s: &Setup) -> Made {
         // Zero before, and zero after.
         Role::In(counters),
         Role::InOut { before: k_before, after: k_after, dtype, tol: cache_tol },
-        Role::InOut { before: v_before, after: v_after, dtype, tol: Tol::Bits },
+        Role::InOut {
+            before: v_before,
+            after: v_after,
+            dtype,
+            tol: if s.norms_values { cache_tol } else { Tol::Bits },
+        },
         Role::In(f32s(&fused)),
         Role::In(positions),
         Role::In(seqs_bytes),
@@ -286,9 +319,13 @@ fn case(s: Setup) -> Case {
             rope: s.rope,
             attention: s.attention,
             q,
-            k,
-            v,
-            norm: s.eps.map(|eps| AttendNorm { q: b[10], k: b[11], eps }),
+            kv: (!s.stored).then_some([k, v]),
+            norm: s.eps.map(|eps| AttendNorm {
+                q: b[10],
+                k: (!s.stored).then_some(b[11]),
+                v: s.norms_values.then_some(b[11]),
+                eps,
+            }),
             y: b[0],
             narrow: s.narrow.map(|(dtype, also_wide)| Narrow { y: b[12], dtype, plane_rows: 0, also_wide }),
             k_cache: b[3],
@@ -381,8 +418,7 @@ pub fn same_bits_as_rope_kv(bed: &mut Bed) {
                 rope,
                 attention: Attention { scale: 0.1, window: Some(3), softcap: None },
                 q,
-                k,
-                v,
+                kv: Some([k, v]),
                 norm: None,
                 y: b[3],
                 narrow: None,

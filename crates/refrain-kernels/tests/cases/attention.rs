@@ -17,7 +17,9 @@ const ATTENTION: Tol = Tol::Whole(1e-5);
 pub fn rope() -> Vec<Case> {
     let mut cases = Vec::new();
     for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
-        for (n_dims, head_dim, magnitude) in [(64, 64, 1.0), (32, 80, 1.0), (2, 7, 0.5), (256, 256, 1.0)] {
+        for (n_dims, head_dim, magnitude) in
+            [(64, 64, 1.0), (32, 80, 1.0), (2, 7, 0.5), (256, 256, 1.0), (512, 512, 1.0)]
+        {
             let rope = Rope { style, n_dims, magnitude };
             cases.push(rope_case(rope, contiguous(&[4, 3, head_dim]), false));
             cases.push(rope_case(rope, contiguous(&[4, 3, head_dim]), true));
@@ -237,6 +239,7 @@ pub fn attention() -> Vec<Case> {
             cases.push(attention_case(plain, Shape { dtype, n_splits, ..base }, &positions));
         }
         cases.push(attention_case(plain, Shape { dtype, head_dim: 256, ..base }, &positions));
+        cases.push(attention_case(plain, Shape { dtype, head_dim: 512, ..base }, &positions));
     }
     for head_dim in [2, 80, 96, 128, 130] {
         cases.push(attention_case(plain, Shape { head_dim, ..base }, &positions));

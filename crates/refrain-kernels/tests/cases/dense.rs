@@ -134,7 +134,14 @@ pub fn gather() -> Vec<Case> {
         )
     };
     let mut cases: Vec<Case> = LINEAR_DTYPES.iter().map(|&dtype| case(dtype, 768, false)).collect();
-    cases.extend([case(DType::F32, 7, false), case(DType::F16, 33, false), case(DType::IQ4_NL, 32, false)]);
+    cases.extend([
+        case(DType::F32, 7, false),
+        case(DType::F16, 33, false),
+        case(DType::F16, 2049, false),
+        case(DType::BF16, 4104, false),
+        case(DType::F32, 2056, false),
+        case(DType::IQ4_NL, 32, false),
+    ]);
     cases.extend(PACKED_DTYPES.iter().map(|&dtype| case(dtype, 1280, true)));
     cases.extend([case(DType::Q8_0, 32, true), case(DType::Q5_1, 576, true)]);
     cases

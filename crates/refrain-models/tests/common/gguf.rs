@@ -19,9 +19,12 @@ pub(crate) struct Tensor {
 pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> ModelFiles {
     let config: Value =
         serde_json::from_slice(&std::fs::read(folder(case).join("config.json")).unwrap()).unwrap();
-    let arch = if case.starts_with("gemma3") { "gemma3" } else { case_arch(case) };
+    let arch = case_arch(case);
     let mut writer = GgufWriter::new();
     metadata(&mut writer, arch, &config);
+    if arch == "gemma4" {
+        gemma4_metadata(&mut writer, &config);
+    }
     let mut tensors = tensors(case, arch, &config);
     change(&mut tensors);
     for t in tensors {
@@ -48,11 +51,17 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     set("block_count", number("num_hidden_layers").into());
     set("context_length", number("max_position_embeddings").into());
     set("embedding_length", number("hidden_size").into());
-    set("feed_forward_length", number("intermediate_size").into());
     set("attention.head_count", number("num_attention_heads").into());
-    set("attention.head_count_kv", number("num_key_value_heads").into());
+    // Gemma 4 has these for each layer.
+    let alike = arch != "gemma4";
+    if config["use_double_wide_mlp"] != true {
+        set("feed_forward_length", number("intermediate_size").into());
+    }
+    if alike {
+        set("attention.head_count_kv", number("num_key_value_heads").into());
+    }
     set("attention.layer_norm_rms_epsilon", (config["rms_norm_eps"].as_f64().unwrap() as f32).into());
-    if let Some(dim) = config["head_dim"].as_u64() {
+    if let Some(dim) = config["head_dim"].as_u64().filter(|_| alike) {
         set("attention.key_length", (dim as u32).into());
         set("attention.value_length", (dim as u32).into());
     }
@@ -76,6 +85,59 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     }
 }
 
+/// Whether each layer slides.
+fn slides(config: &Value) -> Vec<bool> {
+    let types = config["layer_types"].as_array().unwrap();
+    types.iter().map(|kind| kind == "sliding_attention").collect()
+}
+
+/// A size of one layer: from its own entry, or the usual one.
+fn layer_size(config: &Value, layer: usize, key: &str) -> u32 {
+    let own = &config["per_layer_config"][layer.to_string()][key];
+    own.as_u64().or(config[key].as_u64()).unwrap() as u32
+}
+
+/// What differs between layers: sizes of layers that see all have the plain names.
+fn gemma4_metadata(writer: &mut GgufWriter, config: &Value) {
+    use refrain_formats::gguf::{Array, Value as Meta};
+    let mut set = |key: &str, value: Meta| {
+        writer.set(&format!("gemma4.{key}"), value).unwrap();
+    };
+    let slides = slides(config);
+    let n_layers = slides.len();
+    let n_shared = config["num_kv_shared_layers"].as_u64().unwrap() as usize;
+    set("attention.shared_kv_layers", (n_shared as u32).into());
+    let per_layer = config["hidden_size_per_layer_input"].as_u64().unwrap() as u32;
+    set("embedding_length_per_layer_input", per_layer.into());
+    for (end, is_sliding) in [("", false), ("_swa", true)] {
+        let layer = slides.iter().position(|slides| *slides == is_sliding).unwrap();
+        let head_dim = layer_size(config, layer, "head_dim");
+        for key in ["attention.key_length", "attention.value_length", "rope.dimension_count"] {
+            set(&format!("{key}{end}"), head_dim.into());
+        }
+    }
+    let kv_heads = (0..n_layers).map(|layer| layer_size(config, layer, "num_key_value_heads")).collect();
+    set("attention.head_count_kv", Meta::Array(Array::U32(kv_heads)));
+    if config["use_double_wide_mlp"] == true {
+        let ffn = config["intermediate_size"].as_u64().unwrap() as u32;
+        let wide = |layer| if layer < n_layers - n_shared { ffn } else { 2 * ffn };
+        set("feed_forward_length", Meta::Array(Array::U32((0..n_layers).map(wide).collect())));
+    }
+    set("attention.sliding_window_pattern", Meta::Array(Array::Bool(slides.into())));
+    let local = &config["rope_parameters"]["sliding_attention"]["rope_theta"];
+    set("rope.freq_base_swa", (local.as_f64().unwrap() as f32).into());
+    set("final_logit_softcapping", (config["final_logit_softcapping"].as_f64().unwrap() as f32).into());
+}
+
+/// Divisors for layers that see all: pairs that do not turn have one that stops them.
+fn gemma4_divisors(config: &Value) -> Vec<f32> {
+    let layer = slides(config).iter().position(|slides| !slides).unwrap();
+    let n_pairs = layer_size(config, layer, "head_dim") as usize / 2;
+    let share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"].as_f64().unwrap();
+    let n_turning = (n_pairs as f64 * share) as usize;
+    (0..n_pairs).map(|pair| if pair < n_turning { 1.0 } else { 1e30 }).collect()
+}
+
 fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
     let files = ModelFiles::open(folder(case)).unwrap();
     let n_heads = |key: &str| config[key].as_u64().unwrap() as usize;
@@ -95,6 +157,10 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
             values = neighbours(&values, n_heads("num_key_value_heads"), dims[0], dims[1]);
         }
         tensors.push(float(&name, dims, &values));
+    }
+    if arch == "gemma4" {
+        let divisors = gemma4_divisors(config);
+        tensors.push(float("rope_freqs.weight", vec![divisors.len()], &divisors));
     }
     if config["rope_parameters"]["rope_type"] == "llama3" {
         let factors = llama3_factors(&config["rope_parameters"], n_heads("head_dim"));
@@ -138,11 +204,14 @@ fn gguf_name(hf: &str, arch: &str) -> String {
         "model.embed_tokens.weight" => return "token_embd.weight".into(),
         "model.norm.weight" => return "output_norm.weight".into(),
         "lm_head.weight" => return "output.weight".into(),
+        "model.embed_tokens_per_layer.weight" => return "per_layer_token_embd.weight".into(),
+        "model.per_layer_model_projection.weight" => return "per_layer_model_proj.weight".into(),
+        "model.per_layer_projection_norm.weight" => return "per_layer_proj_norm.weight".into(),
         _ => {}
     }
     let rest = hf.strip_prefix("model.layers.").unwrap_or_else(|| panic!("{hf}"));
     let (layer, rest) = rest.split_once('.').unwrap();
-    let (part, kind) = rest.rsplit_once('.').unwrap();
+    let (part, kind) = rest.rsplit_once('.').unwrap_or((rest, "weight"));
     let name = match part {
         "input_layernorm" => "attn_norm",
         "self_attn.q_proj" => "attn_q",
@@ -151,7 +220,11 @@ fn gguf_name(hf: &str, arch: &str) -> String {
         "self_attn.o_proj" => "attn_output",
         "self_attn.q_norm" => "attn_q_norm",
         "self_attn.k_norm" => "attn_k_norm",
-        "post_attention_layernorm" if arch == "gemma3" => "post_attention_norm",
+        "layer_scalar" => "layer_output_scale",
+        "per_layer_input_gate" => "inp_gate",
+        "per_layer_projection" => "proj",
+        "post_per_layer_input_norm" => "post_norm",
+        "post_attention_layernorm" if arch.starts_with("gemma") => "post_attention_norm",
         "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
         "post_feedforward_layernorm" => "post_ffw_norm",
         "mlp.gate_proj" => "ffn_gate",

@@ -12,7 +12,7 @@ use safetensors::SafeTensors;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(crate) const CASES: [&str; 9] = [
+pub(crate) const CASES: [&str; 13] = [
     "llama",
     "llama-rope3",
     "llama-tied",
@@ -22,6 +22,10 @@ pub(crate) const CASES: [&str; 9] = [
     "qwen3-yarn",
     "gemma3",
     "gemma3-linear",
+    "gemma4-e2b",
+    "gemma4-e4b",
+    "gemma4-dense",
+    "gemma4-heads",
 ];
 
 pub(crate) struct Golden {

@@ -1,0 +1,109 @@
+//! Where a table lies of which a step reads one row a token: the per-layer embeddings of Gemma 4 E2B and E4B.
+
+use refrain_models::{KvSpec, Model};
+use std::fmt;
+
+/// Where the table of per-layer embeddings lies. All give the same bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TablePlacement {
+    /// The first of the others that fits.
+    #[default]
+    Auto,
+    /// On the device: rows are gathered inside the graph.
+    Device,
+    /// In pinned memory of the host, which the device reads itself: rows are gathered inside the graph, over the bus.
+    Pinned,
+    /// Where the file is mapped: a host step gathers rows before the graph, so that each token has to come back first.
+    Host,
+}
+
+impl TablePlacement {
+    /// All that are a place.
+    pub const PLACES: [TablePlacement; 3] =
+        [TablePlacement::Device, TablePlacement::Pinned, TablePlacement::Host];
+
+    /// As the command line spells it.
+    pub fn name(self) -> &'static str {
+        match self {
+            TablePlacement::Auto => "auto",
+            TablePlacement::Device => "device",
+            TablePlacement::Pinned => "pinned",
+            TablePlacement::Host => "host",
+        }
+    }
+}
+
+impl fmt::Display for TablePlacement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A model's table and what else takes room, as far as it decides where the table goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TableNeeds {
+    /// Bytes of the table.
+    pub table_bytes: u64,
+    /// Bytes of a row, which is what a token reads.
+    pub row_bytes: u64,
+    /// Bytes of all other weights and of the KV cache.
+    pub other_bytes: u64,
+}
+
+/// Room for what steps need besides weights and cache.
+const RESERVE_BYTES: u64 = 1 << 30;
+
+impl TableNeeds {
+    /// Those of a model with a cache of these measures; `None` where it has no such table.
+    pub(crate) fn of(model: &Model, kv: &KvSpec) -> Option<TableNeeds> {
+        let table = model.token_table()?.idx();
+        let bytes = model.tensors()[table].bytes().as_slice().len() as u64;
+        let n_rows = model.weights()[table].ty.shape.dims()[0].max(1) as u64;
+        let of_states = |state: &refrain_graph::State| state.ty.dtype.bytes_for(state.ty.shape.n_elements());
+        let kv_bytes: u64 = model.states(kv).iter().filter_map(of_states).map(|bytes| bytes as u64).sum();
+        let others = (model.weight_bytes() as u64).saturating_sub(bytes);
+        Some(TableNeeds {
+            table_bytes: bytes,
+            row_bytes: bytes / n_rows,
+            other_bytes: others.saturating_add(kv_bytes),
+        })
+    }
+
+    /// The first place that fits a device with so many free bytes and a host that has so many to give. A device that
+    /// shares the host's memory gains nothing by pinning.
+    pub fn choose(&self, device_free: u64, host_free: Option<u64>, unified: bool) -> TablePlacement {
+        let needed = self.other_bytes.saturating_add(RESERVE_BYTES);
+        if needed.saturating_add(self.table_bytes) <= device_free {
+            return TablePlacement::Device;
+        }
+        // Pinned pages are taken from everybody else: at most half of what is free.
+        match host_free {
+            Some(free) if !unified && self.table_bytes <= free / 2 => TablePlacement::Pinned,
+            _ => TablePlacement::Host,
+        }
+    }
+}
+
+/// Bytes that the system could give without swapping, where it tells.
+pub fn host_free_bytes() -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_goes_where_it_fits() {
+        const GIB: u64 = 1 << 30;
+        let needs = TableNeeds { table_bytes: 5 * GIB, row_bytes: 17_920, other_bytes: 4 * GIB };
+        assert_eq!(needs.choose(10 * GIB, Some(64 * GIB), false), TablePlacement::Device);
+        assert_eq!(needs.choose(10 * GIB - 1, Some(64 * GIB), false), TablePlacement::Pinned);
+        assert_eq!(needs.choose(6 * GIB, Some(10 * GIB), false), TablePlacement::Pinned);
+        assert_eq!(needs.choose(6 * GIB, Some(10 * GIB - 2), false), TablePlacement::Host);
+        assert_eq!(needs.choose(6 * GIB, None, false), TablePlacement::Host);
+        assert_eq!(needs.choose(6 * GIB, Some(64 * GIB), true), TablePlacement::Host);
+    }
+}
