@@ -1,5 +1,6 @@
 //! A model: hyperparameters and weights, from which the graph of any step is built.
 
+use crate::adapter::{Attached, LinearSite};
 use crate::error::ModelError;
 use crate::state::{LayerState, StateTable};
 use crate::step::{Architecture, Shared, Step};
@@ -78,6 +79,8 @@ pub struct Model {
     pub(crate) tensors: Vec<HostTensor>,
     hf_names: Vec<String>,
     derived: Vec<WeightId>,
+    sites: Vec<LinearSite>,
+    attached: Option<Attached>,
     shared: Shared,
     arch: Arc<dyn Architecture>,
 }
@@ -104,8 +107,8 @@ impl Model {
             Arch::Qwen3 => Arc::new(qwen3::Qwen3::declare(&mut table)?),
             Arch::Gemma3 => Arc::new(gemma3::Gemma3::declare(&mut table)?),
         };
-        let WeightTable { weights, tensors, hf_names, derived, .. } = table;
-        Ok(Model { config, weights, tensors, hf_names, derived, shared, arch })
+        let WeightTable { weights, tensors, hf_names, derived, sites, .. } = table;
+        Ok(Model { config, weights, tensors, hf_names, derived, sites, attached: None, shared, arch })
     }
 
     /// Hyperparameters.
@@ -131,6 +134,47 @@ impl Model {
     /// Whether a weight is computed from hyperparameters, such as the frequencies of rotations.
     pub(crate) fn is_derived(&self, weight: usize) -> bool {
         self.derived.iter().any(|id| id.idx() == weight)
+    }
+
+    /// Whether a weight belongs to the adapter that is attached.
+    pub(crate) fn is_of_adapter(&self, weight: usize) -> bool {
+        self.attached.as_ref().is_some_and(|attached| attached.owns(weight))
+    }
+
+    /// Whether a weight changes while the model is trained: those of the adapter where there is one, else all that are
+    /// no tables.
+    pub(crate) fn is_trained(&self, weight: usize) -> bool {
+        match &self.attached {
+            Some(attached) => attached.owns(weight),
+            None => !self.is_derived(weight),
+        }
+    }
+
+    /// The linear maps of all layers.
+    pub(crate) fn sites(&self) -> &[LinearSite] {
+        &self.sites
+    }
+
+    pub(crate) fn attached(&self) -> Option<&Attached> {
+        self.attached.as_ref()
+    }
+
+    pub(crate) fn attach(&mut self, attached: Attached) {
+        self.attached = Some(attached);
+    }
+
+    /// Adds a weight behind the others.
+    pub(crate) fn push(&mut self, weight: Weight, hf_name: String, tensor: HostTensor) -> WeightId {
+        self.weights.push(weight);
+        self.hf_names.push(hf_name);
+        self.tensors.push(tensor);
+        WeightId::from_idx(self.weights.len() - 1)
+    }
+
+    /// Numbers in the weights that change while the model is trained.
+    pub fn n_trained(&self) -> usize {
+        let trained = self.weights.iter().enumerate().filter(|(idx, _)| self.is_trained(*idx));
+        trained.map(|(_, weight)| weight.ty.shape.n_elements()).sum()
     }
 
     pub(crate) fn shared(&self) -> &Shared {
@@ -170,6 +214,7 @@ impl Model {
     pub fn graph(&self, spec: &StepSpec, kv: &KvSpec) -> Result<Graph, GraphError> {
         let mut step =
             Step::new(&self.config, &self.shared, self.weights.clone(), self.state_table(kv), spec, kv)?;
+        step.attached = self.attached.as_ref();
         let mut x = step.embed()?;
         for layer in 0..self.config.n_layers {
             step.scope(format!("blk.{layer}"));
