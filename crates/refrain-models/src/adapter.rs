@@ -15,7 +15,6 @@ use refrain_tensor::{DType, HostTensor, Shape};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
-use std::str::FromStr;
 
 /// What stands before the names of modules in files of adapters.
 const PREFIX: &str = "base_model.model.";
@@ -53,15 +52,14 @@ pub enum Targets {
     Modules(Vec<String>),
 }
 
-impl FromStr for Targets {
-    type Err = std::convert::Infallible;
-
-    fn from_str(text: &str) -> Result<Targets, Self::Err> {
-        Ok(match text.trim() {
+impl Targets {
+    /// `all`, `attention`, or names with commas between.
+    pub fn of_word(text: &str) -> Targets {
+        match text.trim() {
             "all" => Targets::All,
             "attention" => Targets::Attention,
             list => Targets::Modules(list.split(',').map(|name| name.trim().to_owned()).collect()),
-        })
+        }
     }
 }
 

@@ -143,10 +143,10 @@ impl Model {
 
     /// Whether a weight changes while the model is trained: those of the adapter where there is one, else all that are
     /// no tables.
-    pub(crate) fn is_trained(&self, weight: usize) -> bool {
+    pub fn is_trained(&self, weight: WeightId) -> bool {
         match &self.attached {
-            Some(attached) => attached.owns(weight),
-            None => !self.is_derived(weight),
+            Some(attached) => attached.owns(weight.idx()),
+            None => !self.is_derived(weight.idx()),
         }
     }
 
@@ -173,7 +173,8 @@ impl Model {
 
     /// Numbers in the weights that change while the model is trained.
     pub fn n_trained(&self) -> usize {
-        let trained = self.weights.iter().enumerate().filter(|(idx, _)| self.is_trained(*idx));
+        let trained =
+            self.weights.iter().enumerate().filter(|(idx, _)| self.is_trained(WeightId::from_idx(*idx)));
         trained.map(|(_, weight)| weight.ty.shape.n_elements()).sum()
     }
 

@@ -110,7 +110,9 @@ impl Model {
         let mut states = vec![State::whole("count", TensorType::new(DType::I32, [1]))];
         let mut params = Vec::new();
         let masters = spec.masters && spec.dtype != DType::F32;
-        for (idx, weight) in self.weights().iter().enumerate().filter(|(idx, _)| self.is_trained(*idx)) {
+        for (idx, weight) in
+            self.weights().iter().enumerate().filter(|(idx, _)| self.is_trained(WeightId::from_idx(*idx)))
+        {
             let mut add = |part: &str, dtype| {
                 let ty = TensorType { dtype, shape: weight.ty.shape };
                 states.push(State::whole(format!("{}{part}", weight.name), ty));
@@ -133,7 +135,9 @@ impl Model {
     /// Weights that are not trained, with their values: what a training step's graph has for weights.
     pub fn frozen(&self) -> (Vec<Weight>, Vec<HostTensor>) {
         let all = self.weights().iter().zip(self.tensors()).enumerate();
-        all.filter(|(idx, _)| !self.is_trained(*idx)).map(|(_, (w, t))| (w.clone(), t.clone())).unzip()
+        all.filter(|(idx, _)| !self.is_trained(WeightId::from_idx(*idx)))
+            .map(|(_, (w, t))| (w.clone(), t.clone()))
+            .unzip()
     }
 
     /// The graph of a training step.

@@ -305,7 +305,7 @@ fn targets_choose_linear_maps_by_either_name() {
         alpha: 4.0,
         rslora: false,
         dropout: 0.0,
-        targets: targets.parse().unwrap(),
+        targets: Targets::of_word(targets),
     };
     let modules = |targets: &str| -> Vec<String> {
         let made = model.fresh_adapter(&spec(targets), 0).unwrap();
