@@ -29,6 +29,7 @@ mod engines;
 mod error;
 mod examine;
 mod generate;
+mod merge;
 mod model;
 mod planner;
 mod service;
@@ -42,6 +43,7 @@ pub use bench::{
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
+pub use merge::merge;
 pub use model::{BUILTIN_NAME, Model};
 pub use planner::Planner;
 pub use service::{Reply, Service, ServiceOptions};
