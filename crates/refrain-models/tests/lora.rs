@@ -88,6 +88,7 @@ fn ten_steps_of_adapters_have_the_losses_and_norms_of_pytorch() {
     for case in FLOATS.into_iter().chain(QUANTISED) {
         let golden = golden(case);
         let mut bench = Bench::new(adapted(case), SPEC, TrainPhase::Update);
+        assert_eq!(bench.slow_steps(), Vec::<String>::new(), "{case}");
         let norms = golden.floats("f32.norms");
         for (step, (want, norm)) in golden.floats("f32.losses").into_iter().zip(norms).enumerate() {
             let loss = bench.run(&golden, step);
@@ -107,6 +108,7 @@ fn ten_steps_of_adapters_in_bf16_have_the_losses_of_pytorch() {
         let golden = golden(case);
         let spec = TrainSpec { dtype: DType::BF16, masters: true, ..SPEC };
         let mut bench = Bench::new(adapted(case), spec, TrainPhase::Update);
+        assert_eq!(bench.slow_steps(), Vec::<String>::new(), "{case}");
         for (step, want) in golden.floats("bf16.losses").into_iter().enumerate() {
             let loss = bench.run(&golden, step);
             assert!(

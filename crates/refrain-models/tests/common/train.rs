@@ -96,6 +96,12 @@ impl Bench {
         Bench { backend, model, states, held, weights, compiled, step }
     }
 
+    /// Steps that run the obvious version of their op.
+    pub(crate) fn slow_steps(&self) -> Vec<String> {
+        let slow = self.compiled.kernels().filter(|(_, kernel)| *kernel == "reference");
+        slow.map(|(label, _)| label.to_owned()).collect()
+    }
+
     /// Runs a step on the golden's batch: its loss.
     pub(crate) fn run(&mut self, golden: &Golden, step: usize) -> f32 {
         let inputs = self.step.inputs.clone();
