@@ -1,8 +1,9 @@
 """Reference losses, gradients and logits of LoRA, from PyTorch and peft, for the tests of refrain-models.
 
     python3 tools/lora_goldens.py [GOLDENS]            (default: crates/refrain-models/tests/goldens)
-    python3 tools/lora_goldens.py --check FOLDER BASE  loads an adapter that refrain wrote beside a Hugging Face folder
-                                                       with peft and prints the sum of the absolute logits
+    python3 tools/lora_goldens.py --check ADAPTER BASE MERGED
+                                                       compares an adapter that refrain trained over the folder BASE, as
+                                                       peft reads it, with what `refrain merge` made of both
 
 Needs torch, transformers, peft, gguf and safetensors; the versions used are in each file's metadata. Runs on the CPU in
 a minute. The batch, the optimiser and the schedule are those of tools/train_goldens.py. Written for each base:
@@ -18,7 +19,6 @@ What begins with f32 is computed in f64, so that only the rounding of what is te
 for PyTorch by the `gguf` package.
 """
 
-import json
 import pathlib
 import shutil
 import sys
@@ -207,16 +207,20 @@ def write(folder, config, weights, is_quantised):
     print("  bf16", [round(x, 4) for x in out["bf16.losses"].tolist()])
 
 
-def check(adapter, base):
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(model, adapter)
-    tokens = torch.arange(3, 13)
-    print(json.dumps({"sum": logits(model.eval(), tokens).abs().sum().item()}))
+def check(adapter, base, merged):
+    load = lambda folder: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = torch.arange(3, 35)
+    plain, want = logits(load(base), tokens), logits(load(merged), tokens)
+    found = logits(peft.PeftModel.from_pretrained(load(base), adapter).eval(), tokens)
+    largest = want.abs().max()
+    off, moved = ((found - want).abs().max() / largest).item(), ((plain - want).abs().max() / largest).item()
+    print(f"off by {off:.1e}; the adapter moves the logits by {moved:.1e}")
+    assert off < 1e-4 < moved
 
 
 def main():
     if sys.argv[1:2] == ["--check"]:
-        return check(*sys.argv[2:4])
+        return check(*sys.argv[2:5])
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "crates/refrain-models/tests/goldens")
     for case in BASES:
         config = transformers.AutoConfig.from_pretrained(root / case)
