@@ -3,6 +3,7 @@
 //! An [`Adapter`] is a value of its own, with its matrices as Hugging Face folders would have them.
 //! [`Model::with_adapter`] attaches one: its matrices become further weights of the model, and every step adds
 //! `scale · B(A x)` behind the maps that it belongs to. A model with an adapter attached is trained by its adapter alone.
+//! [`Model::with_live_adapter`] attaches one to generate with: the scale is in its matrices, and costs no step.
 
 use crate::error::ModelError;
 use crate::export::{Reorder, encode, reordered};
@@ -112,6 +113,8 @@ pub struct Adapter {
 #[derive(Clone, Debug)]
 pub(crate) struct Attached {
     config: AdapterConfig,
+    /// Whether the scale is in B already.
+    is_live: bool,
     /// The model's weights before those of the adapter.
     n_base: usize,
     pairs: Vec<Pair>,
@@ -279,8 +282,17 @@ impl Model {
         kinds
     }
 
-    /// The model with an adapter, whose effect is multiplied by `scale`. The model's own weights stay as they are.
-    pub fn with_adapter(&self, adapter: &Adapter, scale: f64) -> Result<Model, ModelError> {
+    /// The model with an adapter beside its own weights, which stay as they are: to be trained, or looked at.
+    pub fn with_adapter(&self, adapter: &Adapter) -> Result<Model, ModelError> {
+        self.with_parts(adapter, None)
+    }
+
+    /// The same to generate with. What the adapter adds is multiplied by `scale`; 1 is as it was trained.
+    pub fn with_live_adapter(&self, adapter: &Adapter, scale: f64) -> Result<Model, ModelError> {
+        self.with_parts(adapter, Some(scale))
+    }
+
+    fn with_parts(&self, adapter: &Adapter, live: Option<f64>) -> Result<Model, ModelError> {
         if self.attached().is_some() {
             return Err(ModelError::AdapterTwice);
         }
@@ -315,25 +327,40 @@ impl Model {
                 Ok(model.push(Weight { name, ty }, hf, tensor.clone()))
             };
             let a = add("a", &part.a, [rank, n_in])?;
-            let b = match self.row_order(site, Reorder::Join) {
-                None => add("b", &part.b, [n_out, rank])?,
-                Some(reorder) if part.b.shape().dims() == [n_out, rank] => {
-                    add("b", &self.in_order(&part.module, &part.b, reorder)?, [n_out, rank])?
-                }
-                // Refused by its shape.
-                Some(_) => add("b", &part.b, [n_out, rank])?,
+            let scale = config.scale(rank) as f32;
+            let b = match part.b.shape().dims() == [n_out, rank] && part.b.dtype().is_float() {
+                true => self.second_factor(site, &part.b, live.map(|live| scale * live as f32))?,
+                // Refused by its shape or type.
+                false => part.b.clone(),
             };
-            let scale = (config.scale(rank) * scale) as f32;
+            let b = add("b", &b, [n_out, rank])?;
+            let scale = if live.is_some() { 1.0 } else { scale };
             pairs.push(Pair { base: site.weight, a, b, scale });
         }
-        let (config, n_base) = (adapter.config.clone(), self.weights().len());
-        model.attach(Attached { config, n_base, pairs });
+        let (config, is_live, n_base) = (adapter.config.clone(), live.is_some(), self.weights().len());
+        model.attach(Attached { config, is_live, n_base, pairs });
         Ok(model)
     }
 
-    /// The adapter that is attached, with its present values.
+    /// B as a step multiplies with it: its rows in the model's order, and times a factor.
+    fn second_factor(
+        &self,
+        site: &LinearSite,
+        b: &HostTensor,
+        factor: Option<f32>,
+    ) -> Result<HostTensor, ModelError> {
+        let b = match self.row_order(site, Reorder::Join) {
+            Some(reorder) => self.in_order(&site.module, b, reorder)?,
+            None => b.clone(),
+        };
+        let Some(factor) = factor.filter(|&factor| factor != 1.0) else { return Ok(b) };
+        let values: Vec<f32> = numbers(&site.module, &b)?.iter().map(|v| v * factor).collect();
+        floats(&site.module, b.shape(), &values)
+    }
+
+    /// The adapter of [`Model::with_adapter`], with its present values.
     pub fn adapter(&self) -> Result<Option<Adapter>, ModelError> {
-        let Some(attached) = self.attached() else { return Ok(None) };
+        let Some(attached) = self.attached().filter(|attached| !attached.is_live) else { return Ok(None) };
         let mut parts = Vec::with_capacity(attached.pairs.len());
         for pair in &attached.pairs {
             let Some(site) = self.sites().iter().find(|site| site.weight == pair.base) else { continue };

@@ -58,7 +58,7 @@ mod tests {
         let config = NamedShape::find("llama-1m").unwrap().fresh_config(64);
         let model = Model::fresh(config, 0).unwrap();
         let adapter = model.fresh_adapter(&crate::config::LoraTable::default().spec(), 0).unwrap();
-        let adapted = model.with_adapter(&adapter, 1.0).unwrap();
+        let adapted = model.with_adapter(&adapter).unwrap();
         let attention = step_flops(&model, 1, 64) - 6.0 * matrices(&model);
         let want = 4.0 * matrices(&model) + 6.0 * adapted.n_trained() as f64 + attention;
         assert_eq!(step_flops(&adapted, 1, 64), want);

@@ -194,7 +194,7 @@ pub(crate) fn adapted(
         return Err(Error::AdapterScale { got: scale });
     }
     let adapter = Adapter::read(&AdapterFolder::open(folder)?)?;
-    Ok(weights.with_adapter(&adapter, scale)?)
+    Ok(weights.with_live_adapter(&adapter, scale)?)
 }
 
 /// The tokenizer of open files, in the form that they have it, with the chat template that belongs to it.

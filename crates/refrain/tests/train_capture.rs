@@ -175,7 +175,7 @@ fn adapted(shape: &NamedShape, mix: QuantMix, dropout: f64) -> Arc<Model> {
         let values: Vec<f32> = (0..n).map(|i| ((i * 37 % 101) as f32 - 50.0) * 1e-3).collect();
         part.b = HostTensor::from_f32(part.b.shape(), &values).unwrap();
     }
-    Arc::new(model.with_adapter(&adapter, 1.0).unwrap())
+    Arc::new(model.with_adapter(&adapter).unwrap())
 }
 
 /// Adapters over frozen weights: in the type of the activations, in another one, and quantised, which the graph decodes.
@@ -190,6 +190,7 @@ fn adapters_replayed_equal_eager(
     let cases = [
         (QuantMix::All(DType::F32), f32, 0.0, 1),
         (QuantMix::All(DType::BF16), bf16, 0.0, 1),
+        (QuantMix::All(DType::F16), bf16, 0.0, 1),
         (QuantMix::All(DType::Q8_0), TrainSpec { recompute: true, ..bf16 }, 0.1, 2),
         (QuantMix::Q4KM, bf16, 0.0, 1),
     ];
@@ -217,7 +218,7 @@ const THIN: NamedShape = NamedShape::new("thin", Arch::Llama, [96, 256, 256, 2],
 #[test]
 fn replayed_training_of_adapters_equals_eager_on_the_simulated_device() {
     let device = || refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
-    adapters_replayed_equal_eager(device, &THIN, 24, 3);
+    adapters_replayed_equal_eager(device, &THIN, 20, 2);
 }
 
 #[test]

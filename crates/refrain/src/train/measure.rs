@@ -124,7 +124,7 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
         None => Weights::fresh(bench.shape.fresh_config(bench.context), 0)?,
         Some(LoraBench { spec, base }) => {
             let model = Weights::random(&bench.shape, *base)?;
-            model.with_adapter(&model.fresh_adapter(spec, 0)?, 1.0)?
+            model.with_adapter(&model.fresh_adapter(spec, 0)?)?
         }
     });
     let counts = MemoryCounts::of(&model, &config).map_err(TrainError::from)?;

@@ -285,7 +285,7 @@ fn fresh(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<Weights, Error> 
 fn adapted(config: &TrainConfig, lora: &LoraTable, model: Weights) -> Result<Weights, Error> {
     let mut adapter = model.fresh_adapter(&lora.spec(), config.seed)?;
     adapter.config.base.clone_from(&config.from);
-    Ok(model.with_adapter(&adapter, 1.0)?)
+    Ok(model.with_adapter(&adapter)?)
 }
 
 /// CUDA decodes frozen weights to bf16 and to nothing else.
