@@ -454,3 +454,33 @@ fn halves_that_miss_their_other_half_and_tensors_of_other_kinds_are_refused() {
     assert!(write(&[&format!("{q}.lora_magnitude_vector")]).contains("neither lora_A nor lora_B"));
     assert!(write(&[]).contains("no tensors"));
 }
+
+#[test]
+fn damaged_adapters_are_errors_and_nothing_else() {
+    let from = folder("llama").join("lora");
+    let files = [AdapterFolder::CONFIG, AdapterFolder::WEIGHTS]
+        .map(|name| (name, std::fs::read(from.join(name)).unwrap()));
+    let (out, model) = (tempfile::tempdir().unwrap(), base("llama"));
+    let mut state = 9u64;
+    let mut random = |below: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below
+    };
+    let mut n_refused = 0;
+    for round in 0..400 {
+        for (i, (name, bytes)) in files.iter().enumerate() {
+            let mut bytes = bytes.clone();
+            // The header of the weights is where damage can do most.
+            let reach = if i == 0 { bytes.len() } else { 4096 };
+            for _ in 0..usize::from(round % 2 == i) * 3 {
+                let at = random(reach);
+                bytes[at] = random(256) as u8;
+            }
+            std::fs::write(out.path().join(name), bytes).unwrap();
+        }
+        let read = AdapterFolder::open(out.path()).map_err(ModelError::from);
+        let attached = read.and_then(|read| model.with_live_adapter(&Adapter::read(&read)?, 1.0));
+        n_refused += usize::from(attached.is_err());
+    }
+    assert!(n_refused > 200, "{n_refused}");
+}
