@@ -143,4 +143,5 @@ def main():
         print("  bf16", [round(x, 4) for x in out["bf16.losses"].tolist()])
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,7 @@ mod line;
 use crate::bars::Delayed;
 use crate::cli::Context;
 use crate::fail::{Hinted, Interrupted};
-use crate::opts::{DeviceOpts, SamplingOpts};
+use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts};
 use crate::out::{counted, short_rate, short_time, talk, thousands};
 use crate::resolve;
 use line::{Answer, Ask, Line};
@@ -65,6 +65,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N")]
     kv_tokens: Option<usize>,
     #[command(flatten)]
+    lora: LoraOpts,
+    #[command(flatten)]
     sampling: SamplingOpts,
     #[command(flatten)]
     device: DeviceOpts,
@@ -88,7 +90,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     if out.n_done as u64 == n_lines {
         return Ok(());
     }
-    let model = resolve::find(Some(&args.model), context)?.open()?;
+    let model = args.lora.apply(resolve::find(Some(&args.model), context)?.open()?)?;
     let service = args.device.start_with(args.context, context, |session| {
         let (max_seqs, kv_tokens) = (args.seqs.get(), args.kv_tokens);
         let max_requests = SUBMITTED_PER_ROW * max_seqs;

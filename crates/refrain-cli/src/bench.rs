@@ -6,7 +6,9 @@ use crate::fail::Hinted;
 use crate::opts::DeviceOpts;
 use crate::out::{Out, counted, short_count, short_rate, short_time, talk, thousands};
 use crate::{profile, resolve, stats};
-use refrain::train::{Masters, Precision, TrainBench, TrainBenchReport, bench_steps};
+use refrain::train::{
+    LoraBench, LoraSpec, Masters, Precision, Targets, TrainBench, TrainBenchReport, bench_steps,
+};
 use refrain::{
     BenchOptions, BenchReport, BenchTarget, DType, DecodeReport, LoadEvent, LoadListener, NamedShape,
     QuantMix, SHAPES, Samples, SessionOptions, bench,
@@ -27,7 +29,8 @@ Examples:
   refrain bench ./model.gguf -p 128 -n 64 -r 3 --json
   refrain bench smollm2 -p 0 --depth 16,512,2048       what a longer context costs
   refrain bench --shape smollm2-135m -p 0 --seqs 1,8,32   many sequences at once
-  refrain bench --train llama-10m --batch 32 --context 256 --dtype bf16 --device cuda")]
+  refrain bench --train llama-10m --batch 32 --context 256 --dtype bf16 --device cuda
+  refrain bench --train llama-3.1-8b --lora --base-type q4_k_m --batch 4 --context 2048 --dtype bf16 --device cuda")]
 pub(crate) struct Args {
     /// A path, a short name such as smollm2, or owner/repo[:QUANT]
     #[arg(value_name = "MODEL", required_unless_present_any = ["shape", "train"], conflicts_with_all = ["shape", "train"])]
@@ -68,6 +71,18 @@ pub(crate) struct Args {
     /// Master weights beside bf16 ones: f32 or none
     #[arg(long, value_name = "TYPE", default_value = "f32", requires = "train", help_heading = "Training")]
     masters: Masters,
+    /// Train a LoRA adapter of all linear layers over frozen weights
+    #[arg(long, requires = "train", help_heading = "Training")]
+    lora: bool,
+    /// Rank of the adapter
+    #[arg(long, value_name = "N", default_value = "16", requires = "lora", help_heading = "Training")]
+    rank: NonZeroUsize,
+    /// How the frozen weights are stored: BF16, Q8_0, Q4_K_M, ... [default: as --dtype]
+    #[arg(long, value_name = "TYPE", requires = "lora", help_heading = "Training")]
+    base_type: Option<String>,
+    /// Compute layers again in the backward pass
+    #[arg(long, requires = "train", help_heading = "Training")]
+    checkpoint_activations: bool,
     /// Training steps that are measured
     #[arg(long, value_name = "N", default_value = "20", requires = "train", help_heading = "Training")]
     steps: NonZeroUsize,
@@ -143,6 +158,20 @@ fn measure_training(
     context: &Context,
 ) -> anyhow::Result<()> {
     let session = args.device.tried_session(None, context)?;
+    let dtype = match args.dtype {
+        Precision::F32 => DType::F32,
+        Precision::Bf16 => DType::BF16,
+    };
+    let lora = match args.lora {
+        true => {
+            let base = args.base_type.as_deref().map_or(Ok(QuantMix::All(dtype)), find_mix)?;
+            let rank = args.rank.get();
+            let (alpha, targets) = (2.0 * rank as f64, Targets::All);
+            let spec = LoraSpec { rank, alpha, rslora: false, dropout: 0.0, targets };
+            Some(LoraBench { spec, base })
+        }
+        false => None,
+    };
     let bench = TrainBench {
         device: session.device,
         ahead: session.ahead,
@@ -151,11 +180,10 @@ fn measure_training(
         shape,
         batch: args.batch.get(),
         context: args.context.get(),
-        dtype: match args.dtype {
-            Precision::F32 => DType::F32,
-            Precision::Bf16 => DType::BF16,
-        },
+        dtype,
         masters: args.masters == Masters::F32,
+        lora,
+        recompute: args.checkpoint_activations,
         n_steps: args.steps.get(),
         on_load,
     };
@@ -165,8 +193,16 @@ fn measure_training(
         return out.json(&training_json(&report, &bench, args));
     }
     let parameters = short_count(report.n_parameters as u64);
+    let trained = match args.lora {
+        true => {
+            let stored = args.base_type.clone().unwrap_or_else(|| args.dtype.to_string()).to_uppercase();
+            let n = short_count(report.n_trained as u64);
+            format!(" in {stored}, {n} of an adapter of rank {}", args.rank)
+        }
+        false => String::new(),
+    };
     out.line(format_args!(
-        "{}: {parameters} parameters, {} x {} tokens in {}, on {}",
+        "{}: {parameters} parameters{trained}, {} x {} tokens in {}, on {}",
         report.name, bench.batch, bench.context, args.dtype, report.backend
     ))?;
     let (low, high) = report.seconds.range();
@@ -223,6 +259,9 @@ fn training_json(report: &TrainBenchReport, bench: &TrainBench, args: &Args) -> 
         "backend": report.backend,
         "device": report.device_name,
         "parameters": report.n_parameters,
+        "trained_parameters": report.n_trained,
+        "lora_rank": bench.lora.as_ref().map(|lora| lora.spec.rank),
+        "base_type": bench.lora.as_ref().map(|_| args.base_type.clone().unwrap_or_else(|| args.dtype.to_string())),
         "batch": bench.batch,
         "context": bench.context,
         "dtype": args.dtype.to_string(),

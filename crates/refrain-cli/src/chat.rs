@@ -4,7 +4,7 @@ mod input;
 
 use crate::cli::Context;
 use crate::fail::Hinted;
-use crate::opts::{DeviceOpts, SamplingOpts, Think};
+use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts, Think};
 use crate::out::{BOLD, DIM, Out, counted, talk};
 use crate::reply::{self, Show};
 use crate::run::say_context;
@@ -51,6 +51,8 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) stats: bool,
     #[command(flatten)]
+    pub(crate) lora: LoraOpts,
+    #[command(flatten)]
     pub(crate) sampling: SamplingOpts,
     #[command(flatten)]
     pub(crate) device: DeviceOpts,
@@ -61,7 +63,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     args.sampling.check()?;
     let began = Instant::now();
     let found = resolve::find(args.model.as_deref(), context)?;
-    let model = found.open()?;
+    let model = args.lora.apply(found.open()?)?;
     if model.chat_template().is_none() {
         return Err(refrain::Error::NoChatTemplate { model: model.name().into() }.into());
     }

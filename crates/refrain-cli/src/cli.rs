@@ -2,8 +2,8 @@
 
 use crate::interrupt::Interrupt;
 use crate::{
-    batch, bench, chat, completions, doctor, inspect, list, perplexity, plan, pull, reference, rm, run,
-    tokenize, train, trial,
+    batch, bench, chat, completions, doctor, finetune, inspect, list, merge, perplexity, plan, pull,
+    reference, rm, run, tokenize, train, trial,
 };
 use clap::{Args, Parser, Subcommand};
 use refrain_hub::{Env, Store};
@@ -63,6 +63,8 @@ enum Command {
     List(list::Args),
     Rm(rm::Args),
     Train(Box<train::Args>),
+    Finetune(Box<finetune::Args>),
+    Merge(merge::Args),
     Bench(bench::Args),
     Doctor(doctor::Args),
     Completions(completions::Args),
@@ -139,6 +141,8 @@ impl Cli {
             Command::List(args) => list::run(&args, &context),
             Command::Rm(args) => rm::run(&args, &context),
             Command::Train(args) => train::run(*args, &context),
+            Command::Finetune(args) => finetune::run(&args, &context),
+            Command::Merge(args) => merge::run(&args, &context),
             Command::Bench(args) => bench::run(&args, &context),
             Command::Doctor(args) => doctor::run(&args, &context),
             Command::Completions(args) => completions::run(&args),

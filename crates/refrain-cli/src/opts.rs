@@ -476,9 +476,58 @@ fn random_seed() -> u64 {
     std::hash::RandomState::new().build_hasher().finish() >> 32
 }
 
+/// An adapter beside the model.
+#[derive(clap::Args, Debug)]
+pub(crate) struct LoraOpts {
+    /// Use a LoRA adapter beside the model, unmerged; =SCALE multiplies what it adds
+    #[arg(long, value_name = "DIR[=SCALE]")]
+    pub(crate) lora: Option<LoraArg>,
+}
+
+impl LoraOpts {
+    /// The model, with the adapter where one was named.
+    pub(crate) fn apply(&self, model: refrain::Model) -> anyhow::Result<refrain::Model> {
+        match &self.lora {
+            Some(lora) => Ok(model.with_lora(&lora.folder, lora.scale)?),
+            None => Ok(model),
+        }
+    }
+}
+
+/// A folder of an adapter, and a factor on it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct LoraArg {
+    pub(crate) folder: std::path::PathBuf,
+    pub(crate) scale: f64,
+}
+
+impl std::str::FromStr for LoraArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<LoraArg, String> {
+        // A folder may have an equals sign in its name; what stands behind a scale's is a number.
+        match text.rsplit_once('=') {
+            Some((folder, scale)) if !std::path::Path::new(text).exists() => match scale.parse::<f64>() {
+                Ok(scale) if scale.is_finite() => Ok(LoraArg { folder: folder.into(), scale }),
+                _ => Err(format!("`{scale}` is no finite number; a scale such as 0.5 follows the folder")),
+            },
+            _ => Ok(LoraArg { folder: text.into(), scale: 1.0 }),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_adapter_is_a_folder_with_a_scale_or_without() {
+        let arg = |text: &str| text.parse::<LoraArg>();
+        assert_eq!(arg("a/b"), Ok(LoraArg { folder: "a/b".into(), scale: 1.0 }));
+        assert_eq!(arg("a=b=-0.5"), Ok(LoraArg { folder: "a=b".into(), scale: -0.5 }));
+        assert!(arg("a=b").unwrap_err().contains("`b` is no finite number"));
+        assert!(arg("a=inf").is_err());
+    }
 
     #[test]
     fn devices_are_read_with_their_number() {

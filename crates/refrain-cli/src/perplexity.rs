@@ -3,7 +3,7 @@
 use crate::bars::Delayed;
 use crate::cli::Context;
 use crate::fail::Hinted;
-use crate::opts::DeviceOpts;
+use crate::opts::{DeviceOpts, LoraOpts};
 use crate::out::{Out, short_rate, short_time, talk, thousands};
 use crate::{profile, prompt, resolve};
 use serde_json::json;
@@ -40,6 +40,8 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
+    lora: LoraOpts,
+    #[command(flatten)]
     device: DeviceOpts,
 }
 
@@ -52,7 +54,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         let message = format!("{} holds no text to score", args.file.display());
         return Err(Hinted::new(message, "give a text of some hundred words or more").into());
     }
-    let model = resolve::find(Some(&args.model), context)?.open()?;
+    let model = args.lora.apply(resolve::find(Some(&args.model), context)?.open()?)?;
     let window = args.context.unwrap_or(model.config().n_context.min(USUAL_WINDOW));
     let mut session = args.device.start(&model, Some(window), context)?;
     if !context.quiet {

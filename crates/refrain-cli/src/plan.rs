@@ -7,7 +7,7 @@ mod text;
 
 use crate::cli::Context;
 use crate::fail::Hinted;
-use crate::opts::{DeviceOpts, GraphArg};
+use crate::opts::{DeviceOpts, GraphArg, LoraOpts};
 use crate::out::{Out, counted, short_rate, short_time, talk, thousands};
 use crate::{resolve, stats};
 use bandwidth::Bandwidth;
@@ -50,6 +50,8 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "N")]
     context: Option<usize>,
     #[command(flatten)]
+    lora: LoraOpts,
+    #[command(flatten)]
     device: DeviceOpts,
 }
 
@@ -62,7 +64,10 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         Some(Bandwidth::Stated(rate)) => Some((rate, "")),
         None => None,
     };
-    let planner = args.device.start_with(args.context, context, |options| Planner::new(&files, options))?;
+    let planner = args.device.start_with(args.context, context, |options| match &args.lora.lora {
+        Some(lora) => Planner::with_lora(&files, &lora.folder, lora.scale, options),
+        None => Planner::new(&files, options),
+    })?;
     let n_tokens = args.tokens.clamp(1, planner.context());
     if n_tokens != args.tokens {
         talk!("a step has 1 to {} tokens; this is the plan for {n_tokens}", planner.context());

@@ -2,7 +2,7 @@
 
 use crate::cli::{Cli, Context};
 use crate::fail::{Hinted, Interrupted};
-use crate::opts::{DeviceOpts, SamplingOpts, Think};
+use crate::opts::{DeviceOpts, LoraOpts, SamplingOpts, Think};
 use crate::out::{DIM, Out, talk, thousands};
 use crate::prompt::Sources;
 use crate::reply::{self, Reply, Show};
@@ -70,6 +70,8 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
+    lora: LoraOpts,
+    #[command(flatten)]
     sampling: SamplingOpts,
     #[command(flatten)]
     device: DeviceOpts,
@@ -89,7 +91,7 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     };
     let began = Instant::now();
     let found = resolve::find(name.as_deref(), context)?;
-    let model = found.open()?;
+    let model = args.lora.apply(found.open()?)?;
     let mut session = args.device.start(&model, args.context, context)?;
     let load = began.elapsed();
     say_context(&session, &args.device, context);
@@ -181,6 +183,7 @@ impl Args {
                     think: self.think,
                     context: self.context,
                     stats: self.stats,
+                    lora: self.lora,
                     sampling: self.sampling,
                     device: self.device,
                 };

@@ -17,7 +17,7 @@ use refrain_driver::DeviceKind;
 use serde_json::json;
 use std::io::IsTerminal;
 use std::num::{NonZeroU32, NonZeroUsize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -48,7 +48,9 @@ pub(crate) struct Args {
     #[arg(value_name = "CONFIG.toml")]
     config: Option<PathBuf>,
     #[command(flatten)]
-    what: WhatOpts,
+    source: SourceOpts,
+    #[command(flatten)]
+    data: DataOpts,
     #[command(flatten)]
     steps: StepOpts,
     #[command(flatten)]
@@ -59,7 +61,7 @@ pub(crate) struct Args {
 
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Model and data")]
-struct WhatOpts {
+struct SourceOpts {
     /// Model to start from: a GGUF file, a Hugging Face folder or a name
     #[arg(long, value_name = "MODEL", conflicts_with = "new")]
     from: Option<String>,
@@ -74,6 +76,11 @@ struct WhatOpts {
     /// trained]
     #[arg(long, value_name = "TOKENIZER")]
     tokenizer: Option<TokenizerSource>,
+}
+
+#[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Model and data")]
+pub(crate) struct DataOpts {
     /// Tokens of a row [default: 256]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
@@ -90,7 +97,7 @@ struct WhatOpts {
 
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Steps")]
-struct StepOpts {
+pub(crate) struct StepOpts {
     /// Optimiser steps [default: 1000]
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
@@ -100,7 +107,7 @@ struct StepOpts {
     /// Micro-steps whose gradients are added up before the optimiser runs [default: 1]
     #[arg(long, value_name = "N")]
     accumulate: Option<usize>,
-    /// Peak learning rate [default: 3e-4]
+    /// Peak learning rate [default: 3e-4; finetune: 2e-4, with --full 2e-5]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     lr: Option<f64>,
     /// Learning rate that cosine and linear end at [default: 0]
@@ -112,7 +119,7 @@ struct StepOpts {
     /// Steps over which the learning rate rises to its peak [default: 0]
     #[arg(long, value_name = "N")]
     warmup: Option<u64>,
-    /// AdamW's weight decay, on matrices and embeddings only [default: 0.1]
+    /// AdamW's weight decay, on matrices and embeddings only [default: 0.1; finetune: 0]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     weight_decay: Option<f64>,
     /// AdamW's two decay rates of the moments [default: 0.9,0.95]
@@ -127,7 +134,7 @@ struct StepOpts {
     /// Share of activations that dropout zeroes [default: 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     dropout: Option<f64>,
-    /// Element type of weights and activations: f32 or bf16 [default: f32]
+    /// Element type of weights and activations: f32 or bf16 [default: f32; finetune: bf16]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<Precision>,
     /// Master weights beside bf16 ones: f32 or none [default: f32]
@@ -143,7 +150,7 @@ struct StepOpts {
 
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Run")]
-struct RunOpts {
+pub(crate) struct RunOpts {
     /// Folder for checkpoints, log, report and the trained model [default: run]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -181,7 +188,7 @@ struct RunOpts {
 
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Device")]
-struct TrainDeviceOpts {
+pub(crate) struct TrainDeviceOpts {
     /// Where to train: auto, cpu, cuda, cuda:N or sim (a simulated CUDA device: slow) [default: auto]
     #[arg(long, value_name = "DEVICE", value_parser = known_device)]
     device: Option<String>,
@@ -206,11 +213,37 @@ struct TrainDeviceOpts {
     threads: Option<NonZeroUsize>,
 }
 
+/// A run as a command asks for it.
+pub(crate) struct Request<'a> {
+    /// Keys that the command sets before anything else does.
+    pub(crate) usual: TrainConfig,
+    /// A file of keys and values.
+    pub(crate) file: Option<&'a Path>,
+    /// What flags say.
+    pub(crate) overlay: ConfigOverlay,
+    /// Whether the whole model is trained, whatever else says.
+    pub(crate) is_full: bool,
+    pub(crate) run: &'a RunOpts,
+    pub(crate) device: &'a TrainDeviceOpts,
+}
+
 pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
-    let config = args.configuration()?;
+    let mut overlay = overlay(&args.data, &args.steps, &args.run, &args.device);
+    overlay.from = args.source.from.clone();
+    overlay.new = args.source.new.clone();
+    overlay.data = args.source.data.clone().map(Paths);
+    overlay.tokenizer = args.source.tokenizer.clone();
+    let (usual, file) = (TrainConfig::default(), args.config.as_deref());
+    let (run, device) = (&args.run, &args.device);
+    train(&Request { usual, file, overlay, is_full: false, run, device }, context)
+}
+
+/// Trains as a command asks for it.
+pub(crate) fn train(request: &Request<'_>, context: &Context) -> anyhow::Result<()> {
+    let config = request.configuration()?;
     config.validate().map_err(TrainError::from).map_err(refrain::Error::from)?;
-    let options = args.options(&config, context)?;
-    let is_dry = args.run.dry_run;
+    let options = request.options(&config, context)?;
+    let is_dry = request.run.dry_run;
     // What is only looked at leaves no traces.
     let out = if is_dry { None } else { config.out.clone() };
     let save_every = config.save_every.filter(|_| !is_dry);
@@ -225,20 +258,78 @@ pub(crate) fn run(args: Args, context: &Context) -> anyhow::Result<()> {
     let pressed = listening.flag();
     let mut teller = Teller::new(&training, context);
     let out = training.config().out.clone().unwrap_or_default();
+    let from = training.config().from.clone();
     let finished = training.run(&|| pressed.load(Ordering::Relaxed), &mut |event| teller.hear(event));
     drop(teller);
     let finished = finished?;
-    tell_end(&finished, &out, &args, context)
+    tell_end(&finished, &out, from.as_deref(), request.run, context)
 }
 
-impl Args {
+/// What the flags that commands share say.
+pub(crate) fn overlay(
+    data: &DataOpts,
+    steps: &StepOpts,
+    run: &RunOpts,
+    device: &TrainDeviceOpts,
+) -> ConfigOverlay {
+    ConfigOverlay {
+        context: data.context,
+        order: data.order,
+        on_long: data.on_long,
+        eval: data.eval.clone(),
+        steps: steps.steps,
+        batch: steps.batch,
+        accumulate: steps.accumulate,
+        lr: steps.lr,
+        min_lr: steps.min_lr,
+        schedule: steps.schedule,
+        warmup: steps.warmup,
+        weight_decay: steps.weight_decay,
+        betas: steps.betas.map(|betas| betas.0),
+        eps: steps.eps,
+        clip: steps.clip,
+        dropout: steps.dropout,
+        dtype: steps.dtype,
+        masters: steps.masters,
+        checkpoint_activations: steps.checkpoint_activations,
+        seed: steps.seed,
+        out: run.out.clone(),
+        resume: run.resume(),
+        save_every: run.save_every,
+        keep: run.keep,
+        eval_every: run.eval_every,
+        sample_every: run.sample_every,
+        sample_prompt: run.sample_prompt.clone(),
+        export: run.export,
+        log: run.log.clone(),
+        device: device.device.clone(),
+        graph: device.graph,
+        ..ConfigOverlay::default()
+    }
+}
+
+impl RunOpts {
+    /// Whether the run may go on from a checkpoint.
+    pub(crate) fn resumes(&self) -> bool {
+        self.resume.is_some()
+    }
+
+    fn resume(&self) -> Option<Resume> {
+        self.resume.as_ref().map(|folder| match folder {
+            Some(folder) => Resume::From(folder.clone()),
+            None => Resume::Switch(true),
+        })
+    }
+}
+
+impl Request<'_> {
     /// The checkpoint's configuration where the run goes on, then the file, then the flags.
     fn configuration(&self) -> anyhow::Result<TrainConfig> {
         let refuse = |error: TrainError| anyhow::Error::from(refrain::Error::from(error));
-        let file = self.config.as_deref().map(ConfigOverlay::read).transpose();
+        let file = self.file.map(ConfigOverlay::read).transpose();
         let file = file.map_err(|error| refuse(error.into()))?.unwrap_or_default();
         let out = self.run.out.clone().or_else(|| file.out.clone());
-        let resume = self.resume().or_else(|| file.resume.clone());
+        let resume = self.run.resume().or_else(|| file.resume.clone());
         let folder = match &resume {
             Some(Resume::From(folder)) => Some(folder.clone()),
             Some(Resume::Switch(true)) => Some(out.clone().unwrap_or_else(|| USUAL_OUT.into())),
@@ -246,7 +337,7 @@ impl Args {
         };
         // With `--resume` alone a run that has not saved anything yet starts at its beginning.
         let may_start = resume == Some(Resume::Switch(true)) && self.names_model(&file);
-        let mut config = TrainConfig::default();
+        let mut config = self.usual.clone();
         if let Some(folder) = &folder {
             match Checkpoint::peek(folder) {
                 Ok((path, state)) => {
@@ -260,8 +351,11 @@ impl Args {
             }
         }
         let resumed = config.resume.clone();
-        let mut config = config.overlay(file).overlay(self.overlay());
+        let mut config = config.overlay(file).overlay(self.overlay.clone());
         config.resume = resumed;
+        if self.is_full {
+            config.lora = None;
+        }
         if config.out.is_none() {
             config.out = Some(USUAL_OUT.into());
         }
@@ -269,55 +363,8 @@ impl Args {
     }
 
     fn names_model(&self, file: &ConfigOverlay) -> bool {
-        self.what.from.is_some() || self.what.new.is_some() || file.from.is_some() || file.new.is_some()
-    }
-
-    fn resume(&self) -> Option<Resume> {
-        self.run.resume.as_ref().map(|folder| match folder {
-            Some(folder) => Resume::From(folder.clone()),
-            None => Resume::Switch(true),
-        })
-    }
-
-    fn overlay(&self) -> ConfigOverlay {
-        let Args { what, steps, run, device, .. } = self;
-        ConfigOverlay {
-            from: what.from.clone(),
-            new: what.new.clone(),
-            data: what.data.clone().map(Paths),
-            tokenizer: what.tokenizer.clone(),
-            context: what.context,
-            order: what.order,
-            on_long: what.on_long,
-            eval: what.eval.clone(),
-            steps: steps.steps,
-            batch: steps.batch,
-            accumulate: steps.accumulate,
-            lr: steps.lr,
-            min_lr: steps.min_lr,
-            schedule: steps.schedule,
-            warmup: steps.warmup,
-            weight_decay: steps.weight_decay,
-            betas: steps.betas.map(|betas| betas.0),
-            eps: steps.eps,
-            clip: steps.clip,
-            dropout: steps.dropout,
-            dtype: steps.dtype,
-            masters: steps.masters,
-            checkpoint_activations: steps.checkpoint_activations,
-            seed: steps.seed,
-            out: run.out.clone(),
-            resume: self.resume(),
-            save_every: run.save_every,
-            keep: run.keep,
-            eval_every: run.eval_every,
-            sample_every: run.sample_every,
-            sample_prompt: run.sample_prompt.clone(),
-            export: run.export,
-            log: run.log.clone(),
-            device: device.device.clone(),
-            graph: device.graph,
-        }
+        let flags = &self.overlay;
+        flags.from.is_some() || flags.new.is_some() || file.from.is_some() || file.new.is_some()
     }
 
     fn options(&self, config: &TrainConfig, context: &Context) -> anyhow::Result<TrainOptions> {
@@ -335,7 +382,7 @@ impl Args {
             None if has_card => GraphArg::Require,
             None | Some(GraphChoice::Auto) => GraphArg::Auto,
         };
-        let TrainDeviceOpts { graph_method, trial_limit, verify, faults, threads, .. } = &self.device;
+        let TrainDeviceOpts { graph_method, trial_limit, verify, faults, threads, .. } = self.device;
         let opts = DeviceOpts {
             device,
             graph,
@@ -389,8 +436,15 @@ fn say_start(training: &Training) {
     if let Some(held_out) = training.held_out_report() {
         talk!("held out {} tokens", thousands(held_out.n_tokens));
     }
+    let trained = match &config.lora {
+        Some(lora) => {
+            let n = short_count(model.n_trained() as u64);
+            format!(", {n} of them trained: LoRA of rank {}", lora.spec().rank)
+        }
+        None => String::new(),
+    };
     talk!(
-        "model    {} {}, {} parameters",
+        "model    {} {}, {} parameters{trained}",
         config.from.as_deref().map_or("new", |_| "from"),
         config.from.as_deref().or(model.config().name.as_deref()).unwrap_or(model.config().arch.name()),
         short_count(model.n_parameters() as u64)
@@ -507,13 +561,14 @@ fn short_duration(left: Duration) -> String {
 
 fn tell_end(
     finished: &Finished,
-    out: &std::path::Path,
-    args: &Args,
+    out: &Path,
+    from: Option<&str>,
+    run: &RunOpts,
     context: &Context,
 ) -> anyhow::Result<()> {
     let summary = &finished.summary;
     let mut stdout = Out::new();
-    if args.run.json {
+    if run.json {
         stdout.json(&to_json(finished))?;
     } else {
         for export in &finished.exports {
@@ -550,9 +605,17 @@ fn tell_end(
         if summary.interrupted {
             talk!("go on    refrain train --resume={}", out.display());
         } else if let Some(export) = finished.exports.first() {
-            let prompt = args.run.sample_prompt.as_deref().unwrap_or("Once upon a time");
-            let raw = if export.form == ExportForm::Hf { " --raw" } else { "" };
-            talk!("try it   refrain run{raw} {} {prompt:?}", export.path.display());
+            let prompt = run.sample_prompt.as_deref().unwrap_or("Once upon a time");
+            let path = export.path.display();
+            match (export.form, from) {
+                (ExportForm::Adapter, Some(from)) => {
+                    talk!("try it   refrain run --lora {path} {from} {prompt:?}");
+                }
+                (ExportForm::Hf, _) => talk!("try it   refrain run --raw {path} {prompt:?}"),
+                (ExportForm::Gguf | ExportForm::Adapter, _) => {
+                    talk!("try it   refrain run {path} {prompt:?}")
+                }
+            }
         }
     }
     if summary.interrupted { Err(Interrupted.into()) } else { Ok(()) }
@@ -582,6 +645,7 @@ fn to_json(finished: &Finished) -> serde_json::Value {
         "report": finished.report.as_ref().map(|path| path.display().to_string()),
         "gguf": path(ExportForm::Gguf),
         "hf": path(ExportForm::Hf),
+        "adapter": path(ExportForm::Adapter),
         "not_exported": finished.not_exported.iter().map(ToString::to_string).collect::<Vec<_>>(),
     })
 }

@@ -145,11 +145,20 @@ fn the_example_of_the_help_runs() {
 #[test]
 fn every_key_of_the_configuration_is_a_flag() {
     let cli = Cli::new();
-    let help = cli.run(&["train", "--help"]).ok();
-    for key in refrain::train::KEYS {
-        let flag = format!("--{}", key.name.replace('_', "-"));
-        let is_there = help.split_whitespace().any(|word| word.split(['[', '=']).next() == Some(&flag));
+    let has_flag = |command: &str, flag: &str| {
+        let help = cli.run(&[command, "--help"]).ok();
+        let is_there = help.split_whitespace().any(|word| word.split(['[', '=']).next() == Some(flag));
         assert!(is_there, "{flag} in {help}");
+    };
+    for key in refrain::train::KEYS.iter().filter(|key| key.name != "lora") {
+        has_flag("train", &format!("--{}", key.name.replace('_', "-")));
+    }
+    // The keys of the table `lora` are those of another command.
+    for key in refrain::train::LoraTable::KEYS {
+        has_flag(
+            "finetune",
+            &if *key == "dropout" { "--lora-dropout".to_owned() } else { format!("--{key}") },
+        );
     }
 }
 

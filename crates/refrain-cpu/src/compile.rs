@@ -192,7 +192,8 @@ pub(crate) struct Program {
 impl Program {
     pub(crate) fn new(plan: &Plan, weights: &[Weight], n_threads: usize) -> Program {
         let mut program = Program::default();
-        let plan = &Shaped { plan, weights };
+        let learns = plan.steps().iter().any(|step| matches!(step.op, Op::Train(_)));
+        let plan = &Shaped { plan, weights, learns };
         for group in plan.groups() {
             let n_calls = program.calls.len();
             for step in group.steps.clone() {
@@ -255,6 +256,8 @@ pub(crate) fn fuses(query: &GroupQuery<'_>) -> Fusion {
 struct Shaped<'a> {
     plan: &'a Plan,
     weights: &'a [Weight],
+    /// Whether it is a training step, whose products have many rows each.
+    learns: bool,
 }
 
 impl Deref for Shaped<'_> {
@@ -406,8 +409,12 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Op
     }
 }
 
-/// A product of dense rows with a whole weight matrix, transposed.
+/// A product of dense rows with a whole weight matrix, transposed. Training steps multiply floats as they do states, which
+/// is faster for many rows.
 fn products(plan: &Shaped<'_>, ins: &[Operand], out: Range<usize>) -> Option<Kernel> {
+    if plan.learns && ins[1].dtype.is_float() {
+        return None;
+    }
     let x = arena(plan, &ins[0])?;
     let w = Operand { layout: ins[1].layout.transpose().ok()?, ..ins[1] };
     let weight = whole_weight(plan, &w).filter(|_| w.layout.shape().rank() == 2)?;

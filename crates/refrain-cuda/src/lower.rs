@@ -9,9 +9,9 @@ use refrain_graph::{
     TrainOp,
 };
 use refrain_kernels::{
-    AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, CastArgs, CopyArgs, GateArgs, GatherRowsArgs,
-    KernelError, Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, ReduceArgs,
-    RmsNormArgs, RopeArgs, RopeKvArgs, SampleArgs, SampleTop, SoftmaxArgs, UnaryArgs, View,
+    AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, CastArgs, CopyArgs, DequantArgs, GateArgs,
+    GatherRowsArgs, KernelError, Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES,
+    ReduceArgs, RmsNormArgs, RopeArgs, RopeKvArgs, SampleArgs, SampleTop, SoftmaxArgs, UnaryArgs, View,
     attention_scratch_bytes, sample_scratch_bytes, sample_state_bytes,
 };
 use refrain_tensor::DType;
@@ -48,7 +48,12 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
             !matches!(ins[0].dtype.block_bytes(), 1 | 2 | 4) || ins[0].dtype.is_quantized(),
             "copies are of elements of 1, 2 or 4 bytes",
         ),
-        Op::Cast(_) => no(ins[0].dtype.is_quantized(), "casts are between float types and I32"),
+        Op::Cast(to) if ins[0].dtype.is_quantized() => {
+            no(*to != DType::BF16, "quantised weights are decoded to BF16")
+                .or(no(!is_weight_dtype(ins[0].dtype), "no kernel reads this dtype"))
+                .or(no(ins[0].shape.rank() != 2, "only matrices are decoded"))
+        }
+        Op::Cast(_) => None,
         // What they take was checked when the graph was built: floats of any type, and I32 where that makes sense.
         Op::Compare(_)
         | Op::Select
@@ -295,6 +300,7 @@ impl Lowering<'_> {
         match &step.op {
             Op::View(_) | Op::HostCall(_) => {}
             Op::Copy => launches.push(k.copy(&CopyArgs { x: view(0)?, y: out(0)?, step: label })?),
+            Op::Cast(_) if step.inputs[0].dtype.is_quantized() => launches.push(self.decoded_weight(step)?),
             Op::Cast(to) => {
                 launches.push(k.cast(&CastArgs { x: view(0)?, y: out(0)?, to: *to, step: label })?)
             }
@@ -440,6 +446,20 @@ impl Lowering<'_> {
             false if rows.is_contiguous() && rows.offset() == 0 => Ok(self.buffer(operand.buffer)?),
             false => Err(self.seen_in_part(step, operand)),
         }
+    }
+
+    /// A quantised weight as a value in BF16.
+    fn decoded_weight(&self, step: &Step) -> Result<Launch, KernelError> {
+        let operand = &step.inputs[0];
+        let layout = operand.layout;
+        let w = match self.resident.is_packed(self.plan, operand) {
+            true => self.packed(step, operand, layout)?,
+            false if PACKED_DTYPES.contains(&operand.dtype) => return Err(self.seen_in_part(step, operand)),
+            false => self.dense(step, operand)?,
+        };
+        let &[n, k] = layout.shape().dims() else { return Err(self.seen_in_part(step, operand)) };
+        let (dtype, y) = (operand.dtype, self.dense(step, &step.outputs[0])?);
+        self.kernels.dequant(&DequantArgs { w, dtype, y, n, k, step: &step.label })
     }
 
     /// The bytes of a packed weight that is seen as it was declared: its tiles have no other view.

@@ -395,6 +395,26 @@ impl<'b> Backward<'b> {
         Ok(self.builder.permute(value, order)?)
     }
 
+    /// A frozen weight in another dtype is decoded once more rather than kept: the decoded weights of all layers would be
+    /// larger than the model.
+    fn decoded_again(&mut self, value: ValueId) -> Result<ValueId, GradError> {
+        let Origin::Node { node, .. } = self.graph().value(value).origin else { return Ok(value) };
+        let Node { op, inputs, label, .. } = self.graph().node(node).clone();
+        let source = match (&op, inputs.as_slice()) {
+            (Op::Cast(_), &[weight]) if self.is_weight(weight) => weight,
+            (Op::View(_), &[viewed]) => match self.decoded_again(viewed)? {
+                same if same == viewed => return Ok(value),
+                again => again,
+            },
+            _ => return Ok(value),
+        };
+        self.one(op, &[source], &format!("{label}.again"))
+    }
+
+    fn is_weight(&self, value: ValueId) -> bool {
+        matches!(self.graph().value(value).origin, Origin::Weight(_))
+    }
+
     /// The last two dimensions exchanged.
     fn transpose(&mut self, value: ValueId) -> Result<ValueId, GradError> {
         let rank = self.builder.ty(value).shape.rank();
@@ -488,6 +508,7 @@ impl<'b> Backward<'b> {
         let (a_ty, b_ty) = (self.builder.ty(a), self.builder.ty(b));
         let da = match needs[0] {
             true => {
+                let b = if needs[1] { b } else { self.decoded_again(b)? };
                 let turned = self.transpose(b)?;
                 let da = self.one(Op::MatMul, &[dy, turned], label)?;
                 Some(self.sum_to(da, a_ty.shape, label)?)

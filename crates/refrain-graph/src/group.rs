@@ -13,6 +13,9 @@ use crate::schedule::Dependencies;
 use std::collections::HashMap;
 use std::ops::Range;
 
+/// Why what follows a product is not part of its group.
+const ADAPTED: &str = "an adapter adds to it, and no kernel adds what a second product makes";
+
 /// Steps of a plan that a backend runs as one unit. Each step is in exactly one group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
@@ -411,6 +414,10 @@ impl Pass<'_> {
                 || products.parts[0].bias.is_some()
         };
         let kinds = kinds.into_iter().filter(several).map(GroupKind::Products);
+        let adapted = products.iter().filter(|&&product| self.is_adapted(product));
+        let refusal = |&node: &NodeId| Refusal { node, because: ADAPTED.to_owned() };
+        let refusals: Vec<Refusal> = adapted.map(refusal).collect();
+        self.found.refusals.extend(refusals);
         if !self.propose(kinds) {
             for part in plain {
                 self.take(
@@ -479,6 +486,21 @@ impl Pass<'_> {
             && bias.layout.shape().dims() == [n]
             && self.facts.output(reader, 0).layout == made.layout;
         fits.then_some(reader)
+    }
+
+    /// Whether a product of a second weight is added to one of a first: an adapter beside a linear map. No group has it.
+    fn is_adapted(&self, product: NodeId) -> bool {
+        let &[reader] = self.facts.readers(product, 0) else { return false };
+        let is_sum = matches!(self.graph().node(reader).op, Op::Binary(Binary::Add));
+        let is_product = |seen: Seen| {
+            let made = self.facts.producer_of_same(&seen).map(|made| made.0);
+            made.filter(|&node| {
+                matches!(self.graph().node(node).op, Op::MatMul) && self.facts.input(node, 1).is_weight()
+            })
+        };
+        is_sum
+            && is_product(self.facts.input(reader, 0)) == Some(product)
+            && is_product(self.facts.input(reader, 1)).is_some()
     }
 
     /// The gate that is all that reads two products, with the one that goes through its function first.

@@ -49,7 +49,8 @@ pub enum Op {
     View(View),
     /// `x` -> a dense copy of `x`.
     Copy,
-    /// `x` -> `x` in another dtype: floats are rounded to nearest even, floats to I32 towards zero, and saturate there.
+    /// `x` -> `x` in another dtype: floats are rounded to nearest even, floats to I32 towards zero, and saturate there. A
+    /// quantised `x` is decoded.
     Cast(DType),
     /// `x` -> `f(x)`, element by element.
     Unary(Unary),

@@ -23,7 +23,7 @@ enum Form {
 
 /// How the rows of a matrix of heads are put in another order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reorder {
+pub(crate) enum Reorder {
     /// From half a head apart to neighbours.
     Join,
     /// From neighbours to half a head apart.
@@ -49,13 +49,13 @@ impl Model {
         Ok(model)
     }
 
-    /// Writes `config.json` and `model.safetensors` into a folder that exists.
+    /// Writes `config.json` and `model.safetensors` into a folder that exists. An adapter is merged into the weights.
     pub fn write_hf(&self, folder: &Path, dtype: DType) -> Result<(), ModelError> {
         if self.config().rope.has_freq_factors {
             return Err(ModelError::FreqFactors);
         }
         let config = self.config().to_hf_json(dtype)?;
-        let ids = self.trained_ids();
+        let ids = self.file_ids();
         let tensor = |id: &WeightId| NewTensor {
             name: self.hf_name(*id).to_owned(),
             dtype,
@@ -71,7 +71,7 @@ impl Model {
         Ok(write_whole(&folder.join("config.json"), format!("{config:#}\n").as_bytes())?)
     }
 
-    /// Writes a GGUF file: matrices as `dtype`, vectors in F32.
+    /// Writes a GGUF file: matrices as `dtype`, vectors in F32. An adapter is merged into the weights.
     pub fn write_gguf(&self, path: &Path, dtype: DType, vocab: &VocabSpec) -> Result<(), ModelError> {
         let mut writer = GgufWriter::new();
         self.config().write_gguf(&mut writer)?;
@@ -85,7 +85,7 @@ impl Model {
                 Bytes::new(bytes),
             )?;
         }
-        for id in self.trained_ids() {
+        for id in self.file_ids() {
             let weight = &self.weights()[id.idx()];
             let dtype = if weight.ty.shape.rank() < 2 { DType::F32 } else { dtype };
             let bytes = encode(&weight.name, dtype, &self.values_for(id, Form::Gguf)?)?;
@@ -95,9 +95,10 @@ impl Model {
         Ok(self.config().check_gguf(&Gguf::open(path)?)?)
     }
 
-    fn trained_ids(&self) -> Vec<WeightId> {
-        let ids = (0..self.weights().len()).filter(|idx| !self.is_derived(*idx));
-        ids.map(WeightId::from_idx).collect()
+    /// The weights that files of the model have.
+    fn file_ids(&self) -> Vec<WeightId> {
+        let is_file = |idx: &usize| !self.is_derived(*idx) && !self.is_of_adapter(*idx);
+        (0..self.weights().len()).filter(is_file).map(WeightId::from_idx).collect()
     }
 
     /// The numbers that a file has for a weight.
@@ -105,6 +106,7 @@ impl Model {
         let (weight, config) = (&self.weights()[id.idx()], self.config());
         let wrap = |source| ModelError::Tensor { name: weight.name.clone(), source };
         let mut values = self.tensors()[id.idx()].to_f32().map_err(wrap)?;
+        self.merge_into(id, &mut values)?;
         let part =
             weight.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')).map(|(_, part)| part);
         let is_norm = weight.name.contains("norm");
@@ -147,7 +149,7 @@ impl Model {
     }
 }
 
-fn encode(name: &str, dtype: DType, values: &[f32]) -> Result<Vec<u8>, ModelError> {
+pub(crate) fn encode(name: &str, dtype: DType, values: &[f32]) -> Result<Vec<u8>, ModelError> {
     let mut bytes = vec![0; dtype.bytes_for(values.len()).unwrap_or(0)];
     let wrap = |source| ModelError::Tensor { name: name.to_owned(), source };
     quant::quantize(dtype, values, &mut bytes).map_err(wrap)?;
@@ -155,7 +157,13 @@ fn encode(name: &str, dtype: DType, values: &[f32]) -> Result<Vec<u8>, ModelErro
 }
 
 /// The rows of each head in another order; the rows behind the `dims` that are rotated stay.
-fn reordered(values: &[f32], reorder: Reorder, shape: Shape, head_dim: usize, dims: usize) -> Vec<f32> {
+pub(crate) fn reordered(
+    values: &[f32],
+    reorder: Reorder,
+    shape: Shape,
+    head_dim: usize,
+    dims: usize,
+) -> Vec<f32> {
     let n_rows = shape.dims().first().copied().unwrap_or(1).max(1);
     let n_cols = values.len() / n_rows;
     let from = |row: usize| {

@@ -63,13 +63,13 @@ impl TensorSource for Fresh<'_> {
 }
 
 /// Normal numbers, a stream of its own for each tensor: the weights of a layer do not depend on those before it.
-struct Normal {
+pub(crate) struct Normal {
     state: u64,
     spare: Option<f32>,
 }
 
 impl Normal {
-    fn new(seed: u64, name: &str) -> Normal {
+    pub(crate) fn new(seed: u64, name: &str) -> Normal {
         let salt = name
             .bytes()
             .fold(0xcbf2_9ce4_8422_2325_u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
@@ -77,7 +77,7 @@ impl Normal {
     }
 
     /// A number in (0, 1] with 53 bits (splitmix64).
-    fn uniform(&mut self) -> f64 {
+    pub(crate) fn uniform(&mut self) -> f64 {
         self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let z = (self.state ^ (self.state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);

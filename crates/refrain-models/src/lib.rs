@@ -12,6 +12,7 @@ mod step; // what every architecture's step has in common
 mod weights; // finding, checking and naming weights
 mod train; // steps that learn
 mod host_rows; // tables that stay on the host
+mod adapter; // LoRA beside linear maps
 mod rope; // frequencies of rotary embeddings
 mod init; // weights to start training from
 mod export; // back to files
@@ -24,6 +25,7 @@ mod llama;
 mod qwen2;
 mod qwen3;
 
+pub use adapter::{Adapter, AdapterPart, LoraSpec, Targets};
 pub use error::ModelError;
 pub use model::{Head, KvSpec, Model, SampleHead, StepSpec};
 pub use rope::inverse_frequencies;

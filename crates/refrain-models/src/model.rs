@@ -1,5 +1,6 @@
 //! A model: hyperparameters and weights, from which the graph of any step is built.
 
+use crate::adapter::{Attached, LinearSite};
 use crate::error::ModelError;
 use crate::state::{LayerState, StateTable};
 use crate::step::{Architecture, Shared, Step};
@@ -79,6 +80,8 @@ pub struct Model {
     hf_names: Vec<String>,
     derived: Vec<WeightId>,
     fixed: Vec<WeightId>,
+    sites: Vec<LinearSite>,
+    attached: Option<Attached>,
     shared: Shared,
     arch: Arc<dyn Architecture>,
     tables_on_host: bool,
@@ -108,8 +111,21 @@ impl Model {
             Arch::Gemma3 => Arc::new(gemma3::Gemma3::declare(&mut table)?),
             Arch::Gemma4 => Arc::new(gemma4::Gemma4::declare(&mut table)?),
         };
-        let WeightTable { weights, tensors, hf_names, derived, fixed, .. } = table;
-        Ok(Model { config, weights, tensors, hf_names, derived, fixed, shared, arch, tables_on_host: false })
+        let WeightTable { weights, tensors, hf_names, derived, fixed, sites, .. } = table;
+        let (attached, tables_on_host) = (None, false);
+        Ok(Model {
+            config,
+            weights,
+            tensors,
+            hf_names,
+            derived,
+            fixed,
+            sites,
+            attached,
+            shared,
+            arch,
+            tables_on_host,
+        })
     }
 
     /// The table of which a step reads one row a token, where there is one besides the embedding: it need not be on the
@@ -149,9 +165,46 @@ impl Model {
         self.derived.iter().any(|id| id.idx() == weight)
     }
 
-    /// Whether a weight stays as it is while the others are trained.
-    pub(crate) fn is_frozen(&self, weight: usize) -> bool {
-        self.is_derived(weight) || self.fixed.iter().any(|id| id.idx() == weight)
+    /// Whether a weight belongs to the adapter that is attached.
+    pub(crate) fn is_of_adapter(&self, weight: usize) -> bool {
+        self.attached.as_ref().is_some_and(|attached| attached.owns(weight))
+    }
+
+    /// Whether a weight changes while the model is trained: those of the adapter where there is one, else all that are
+    /// neither tables nor numbers of the graph.
+    pub fn is_trained(&self, weight: WeightId) -> bool {
+        match &self.attached {
+            Some(attached) => attached.owns(weight.idx()),
+            None => !self.is_derived(weight.idx()) && !self.fixed.contains(&weight),
+        }
+    }
+
+    /// The linear maps of all layers.
+    pub(crate) fn sites(&self) -> &[LinearSite] {
+        &self.sites
+    }
+
+    pub(crate) fn attached(&self) -> Option<&Attached> {
+        self.attached.as_ref()
+    }
+
+    pub(crate) fn attach(&mut self, attached: Attached) {
+        self.attached = Some(attached);
+    }
+
+    /// Adds a weight behind the others.
+    pub(crate) fn push(&mut self, weight: Weight, hf_name: String, tensor: HostTensor) -> WeightId {
+        self.weights.push(weight);
+        self.hf_names.push(hf_name);
+        self.tensors.push(tensor);
+        WeightId::from_idx(self.weights.len() - 1)
+    }
+
+    /// Numbers in the weights that change while the model is trained.
+    pub fn n_trained(&self) -> usize {
+        let trained =
+            self.weights.iter().enumerate().filter(|(idx, _)| self.is_trained(WeightId::from_idx(*idx)));
+        trained.map(|(_, weight)| weight.ty.shape.n_elements()).sum()
     }
 
     pub(crate) fn shared(&self) -> &Shared {
@@ -197,6 +250,7 @@ impl Model {
         let mut step =
             Step::new(&self.config, &self.shared, self.weights.clone(), self.state_table(kv), spec, kv)?;
         step.tables_on_host = self.tables_on_host;
+        step.attached = self.attached.as_ref();
         let mut x = self.begin(&mut step)?;
         for layer in 0..self.config.n_layers {
             step.scope(format!("blk.{layer}"));

@@ -1,5 +1,6 @@
 //! What every architecture's step has in common: inputs, embedding, attention over the cache, head.
 
+use crate::adapter::Attached;
 use crate::error::ModelError;
 use crate::host_rows::host_rows;
 use crate::model::{Head, KvSpec, SampleHead, StepSpec};
@@ -118,6 +119,8 @@ type RopeTable = (f32, usize, RopeScaling, bool);
 pub(crate) struct Step<'m> {
     pub config: &'m ModelConfig,
     shared: &'m Shared,
+    /// The adapter beside the model's linear maps.
+    pub(crate) attached: Option<&'m Attached>,
     pub(crate) builder: GraphBuilder,
     /// The value of each weight: the weight itself, or the state that holds it while it is trained.
     weights: Vec<ValueId>,
@@ -154,6 +157,7 @@ pub(crate) struct PagedRows {
 
 /// Dropout in a step that is being built.
 pub(crate) struct Dropping {
+    /// Probability to drop an element of a layer's branches.
     pub p: f32,
     pub rng: ValueId, // [4]
     pub n_sites: u32,
@@ -221,6 +225,7 @@ impl<'m> Step<'m> {
         Step {
             config,
             shared,
+            attached: None,
             builder,
             weights,
             n_tokens,
@@ -298,7 +303,13 @@ impl<'m> Step<'m> {
     /// Rows of the embedding: `[n_tokens, hidden]`.
     fn embed(&mut self) -> Result<ValueId, GraphError> {
         let table = self.weight(self.shared.embedding);
-        let x = self.builder.gather_rows(table, self.tokens, self.act)?;
+        // Rows of a quantised table are decoded in F32 everywhere.
+        let is_quantized = self.builder.ty(table).dtype.is_quantized();
+        let dtype = if is_quantized { DType::F32 } else { self.act };
+        let mut x = self.builder.gather_rows(table, self.tokens, dtype)?;
+        if dtype != self.act {
+            x = self.builder.cast(x, self.act)?;
+        }
         self.scaled(x, self.config.embedding_scale)
     }
 
@@ -323,9 +334,36 @@ impl<'m> Step<'m> {
     }
 
     pub(crate) fn linear(&mut self, x: ValueId, l: Linear, label: &str) -> Result<ValueId, GraphError> {
-        let weight = self.weight(l.weight);
-        let bias = l.bias.map(|b| self.weight(b));
-        self.builder.linear(x, weight, bias, label)
+        let weight = self.factor(l.weight, label)?;
+        let bias = l.bias.map(|bias| self.factor(bias, label)).transpose()?;
+        let y = self.builder.linear(x, weight, bias, label)?;
+        let Some(&pair) = self.attached.and_then(|attached| attached.pair(l.weight)) else { return Ok(y) };
+        let (a, b) = (self.weight(pair.a), self.weight(pair.b));
+        let x = self.adapter_input(x)?;
+        let mut h = self.builder.linear(x, a, None, &format!("{label}.lora_a"))?;
+        if pair.scale != 1.0 {
+            h = self.builder.unary(Unary::Affine { mul: pair.scale, add: 0.0 }, h)?;
+        }
+        let more = self.builder.linear(h, b, None, &format!("{label}.lora_b"))?;
+        self.builder.add(y, more)
+    }
+
+    /// A weight as the rows of a step are multiplied with it. A step that learns multiplies in the type of its
+    /// activations: a frozen weight in any other type is decoded where it is used, once more in the backward pass, and is
+    /// never kept.
+    fn factor(&mut self, id: WeightId, label: &str) -> Result<ValueId, GraphError> {
+        let weight = self.weight(id);
+        let learns = matches!(self.rows, RowContext::Documents { .. });
+        match learns && self.builder.ty(weight).dtype != self.act {
+            true => Ok(self.builder.node(Op::Cast(self.act), &[weight], &format!("{label}.decode"))?[0]),
+            false => Ok(weight),
+        }
+    }
+
+    /// What an adapter multiplies: some elements dropped, where the step learns and its adapter drops any.
+    fn adapter_input(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
+        let p = self.attached.map_or(0.0, Attached::dropout);
+        self.dropped(x, p)
     }
 
     /// A linear map into heads: `[n_tokens, n_heads, head_dim]`.
@@ -403,8 +441,19 @@ impl<'m> Step<'m> {
 
     /// A branch of a layer as it joins the residual: some elements dropped, where the step learns and drops any.
     pub(crate) fn branch(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
+        let p = match &self.rows {
+            RowContext::Documents { dropout: Some(dropping), .. } => dropping.p,
+            RowContext::Documents { .. } | RowContext::Paged(_) => 0.0,
+        };
+        self.dropped(x, p)
+    }
+
+    fn dropped(&mut self, x: ValueId, p: f32) -> Result<ValueId, GraphError> {
         let RowContext::Documents { dropout: Some(dropping), .. } = &mut self.rows else { return Ok(x) };
-        let dropout = ir::Dropout { p: dropping.p, site: dropping.n_sites };
+        if p == 0.0 {
+            return Ok(x);
+        }
+        let dropout = ir::Dropout { p, site: dropping.n_sites };
         dropping.n_sites += 1;
         let rng = dropping.rng;
         Ok(self.builder.node(Op::Train(ir::TrainOp::Dropout(dropout)), &[x, rng], "dropout")?[0])

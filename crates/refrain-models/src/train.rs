@@ -110,7 +110,9 @@ impl Model {
         let mut states = vec![State::whole("count", TensorType::new(DType::I32, [1]))];
         let mut params = Vec::new();
         let masters = spec.masters && spec.dtype != DType::F32;
-        for (idx, weight) in self.weights().iter().enumerate().filter(|(idx, _)| !self.is_frozen(*idx)) {
+        for (idx, weight) in
+            self.weights().iter().enumerate().filter(|(idx, _)| self.is_trained(WeightId::from_idx(*idx)))
+        {
             let mut add = |part: &str, dtype| {
                 let ty = TensorType { dtype, shape: weight.ty.shape };
                 states.push(State::whole(format!("{}{part}", weight.name), ty));
@@ -133,7 +135,9 @@ impl Model {
     /// Weights that are not trained, with their values: what a training step's graph has for weights.
     pub fn frozen(&self) -> (Vec<Weight>, Vec<HostTensor>) {
         let all = self.weights().iter().zip(self.tensors()).enumerate();
-        all.filter(|(idx, _)| self.is_frozen(*idx)).map(|(_, (w, t))| (w.clone(), t.clone())).unzip()
+        all.filter(|(idx, _)| !self.is_trained(WeightId::from_idx(*idx)))
+            .map(|(_, (w, t))| (w.clone(), t.clone()))
+            .unzip()
     }
 
     /// The graph of a training step.
@@ -147,7 +151,8 @@ impl Model {
         let spans = builder.input("spans", TensorType::new(DType::I32, [spec.n_tokens, 2]))?;
         let scale = builder.input("scale", TensorType::new(DType::F32, [1]))?;
         let learns = matches!(phase, TrainPhase::Accumulate | TrainPhase::Update);
-        let drops = spec.dropout > 0.0 && learns;
+        let drops = spec.dropout > 0.0 || self.attached().is_some_and(|attached| attached.dropout() > 0.0);
+        let drops = drops && learns;
         let rng = match drops {
             true => Some(builder.input("rng", TensorType::new(DType::U32, [4]))?),
             false => None,
@@ -174,6 +179,7 @@ impl Model {
         let context = [tokens, positions];
         let (shared, config) = (self.shared(), self.config());
         let mut step = Step::of_documents(config, shared, builder, weights, spec.dtype, context, rows);
+        step.attached = self.attached();
         let (loss, layers) = self.loss(&mut step, targets, scale, phase == TrainPhase::Trace)?;
         let mut builder = step.builder;
         let total = builder.reshape(loss, &[1, spec.n_tokens])?;

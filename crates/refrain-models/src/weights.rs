@@ -1,5 +1,6 @@
 //! Finding, checking and naming weights.
 
+use crate::adapter::LinearSite;
 use crate::error::ModelError;
 use refrain_formats::params::ModelConfig;
 use refrain_formats::{FormatError, ModelFiles};
@@ -60,13 +61,15 @@ pub(crate) struct WeightTable<'a> {
     pub derived: Vec<WeightId>,
     /// Weights of the files that are not trained: they are numbers in the graph.
     pub fixed: Vec<WeightId>,
+    /// The linear maps of layers.
+    pub sites: Vec<LinearSite>,
 }
 
 impl<'a> WeightTable<'a> {
     pub(crate) fn new(config: &'a ModelConfig, source: &'a dyn TensorSource, layer_names: HfNames) -> Self {
         let (weights, tensors) = (Vec::new(), Vec::new());
-        let (hf_names, derived, fixed) = (Vec::new(), Vec::new(), Vec::new());
-        WeightTable { config, source, layer_names, weights, tensors, hf_names, derived, fixed }
+        let (hf_names, derived, fixed, sites) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        WeightTable { config, source, layer_names, weights, tensors, hf_names, derived, fixed, sites }
     }
 
     /// A tensor outside the layers.
@@ -108,6 +111,8 @@ impl<'a> WeightTable<'a> {
     ) -> Result<Linear, ModelError> {
         let (gguf, hf) = self.layer_tensor(layer, name, "weight");
         let weight = self.global(&gguf, &hf, &[n_out, n_in])?;
+        let of_module = |name: &str| name.strip_suffix(".weight").unwrap_or(name).to_owned();
+        self.sites.push(LinearSite { module: of_module(&hf), gguf: of_module(&gguf), weight });
         let bias = match has_bias {
             true => {
                 let (gguf, hf) = self.layer_tensor(layer, name, "bias");

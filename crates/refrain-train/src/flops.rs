@@ -1,18 +1,24 @@
 //! What a training step computes.
 
+use refrain_graph::WeightId;
 use refrain_models::Model;
 
 /// Floating-point operations of a training step over `n_tokens` tokens in rows of `context`, as they are usually counted:
-/// six for each token and each weight of a product (two forward, four backward), and causal attention over whole rows.
+/// six for each token and each weight of a product (two forward, four backward), four where the weight is frozen and has no
+/// gradient, and causal attention over whole rows.
 /// What is computed again to save memory does not count.
 pub fn step_flops(model: &Model, n_tokens: u64, context: usize) -> f64 {
     let config = model.config();
     let is_product = |name: &str| name != "token_embd.weight" || config.tied_embeddings;
-    let n_weights: usize = model
+    let weights: f64 = model
         .weights()
         .iter()
-        .filter(|weight| weight.ty.shape.rank() >= 2 && is_product(&weight.name))
-        .map(|weight| weight.ty.shape.n_elements())
+        .enumerate()
+        .filter(|(_, weight)| weight.ty.shape.rank() >= 2 && is_product(&weight.name))
+        .map(|(idx, weight)| {
+            let each = if model.is_trained(WeightId::from_idx(idx)) { 6.0 } else { 4.0 };
+            each * weight.ty.shape.n_elements() as f64
+        })
         .sum();
     let width = (config.n_heads * config.head_dim) as f64;
     let attention: f64 = (0..config.n_layers)
@@ -21,7 +27,7 @@ pub fn step_flops(model: &Model, n_tokens: u64, context: usize) -> f64 {
             12.0 * width * mean_seen(context, config.window(layer))
         })
         .sum();
-    n_tokens as f64 * (6.0 * n_weights as f64 + attention)
+    n_tokens as f64 * (weights + attention)
 }
 
 /// How many positions a token of a row sees, in the mean.
@@ -45,6 +51,22 @@ mod tests {
         let flops = step_flops(&model, 32 * 256, 256);
         // 10.24 M weights and six layers of five heads of 64.
         assert!((flops / 1e12 - (0.5032 + 0.0242)).abs() < 1e-3, "{flops}");
+    }
+
+    #[test]
+    fn a_frozen_weight_has_no_gradient_to_compute() {
+        let config = NamedShape::find("llama-1m").unwrap().fresh_config(64);
+        let model = Model::fresh(config, 0).unwrap();
+        let adapter = model.fresh_adapter(&crate::config::LoraTable::default().spec(), 0).unwrap();
+        let adapted = model.with_adapter(&adapter).unwrap();
+        let attention = step_flops(&model, 1, 64) - 6.0 * matrices(&model);
+        let want = 4.0 * matrices(&model) + 6.0 * adapted.n_trained() as f64 + attention;
+        assert_eq!(step_flops(&adapted, 1, 64), want);
+    }
+
+    fn matrices(model: &Model) -> f64 {
+        let matrices = model.weights().iter().filter(|weight| weight.ty.shape.rank() == 2);
+        matrices.map(|weight| weight.ty.shape.n_elements() as f64).sum()
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Configuration files, flags over them, and what is refused.
 
+use refrain_models::{LoraSpec, Targets};
 use refrain_train::config::{
-    Clip, ConfigError, EvalSource, KEYS, Masters, NewModel, Order, Paths, Precision, Resume, ScheduleKind,
-    TokenizerSource,
+    Clip, ConfigError, EvalSource, KEYS, LoraTable, Masters, NewModel, Order, Paths, Precision, Resume,
+    ScheduleKind, TokenizerSource,
 };
 use refrain_train::{ConfigOverlay, TrainConfig};
 
@@ -66,10 +67,38 @@ fn a_file_with_every_key_is_read() {
     assert_eq!(config.eval, Some(EvalSource::Share(0.05)));
     let Some(NewModel::Shape(shape)) = &config.new else { panic!("{:?}", config.new) };
     assert_eq!((shape.n_layers, shape.n_kv_heads), (6, None));
-    // The file above has every key but `from`, so that a new key must be added to it.
+    // The file above has every key but `from` and what needs it, so that a new key must be added to it.
     let keys = toml_keys(WHOLE);
     let missing: Vec<_> = KEYS.iter().filter(|key| !keys.contains(&key.name)).map(|key| key.name).collect();
-    assert_eq!(missing, ["from"]);
+    assert_eq!(missing, ["from", "lora"]);
+}
+
+#[test]
+fn adapters_are_a_table_whose_keys_may_be_left_out_and_are_taken_over_one_by_one() {
+    let whole =
+        "lora = { rank = 8, alpha = 4, dropout = 0.1, targets = ['q_proj', 'attn_v'], rslora = true }";
+    let config = with(whole).unwrap();
+    let spec = config.lora.as_ref().unwrap().spec();
+    let names = Targets::Modules(vec!["q_proj".into(), "attn_v".into()]);
+    let want = LoraSpec { rank: 8, alpha: 4.0, rslora: true, dropout: 0.1, targets: names };
+    assert_eq!(spec, want);
+    let flags = LoraTable { rank: Some(2), ..LoraTable::default() };
+    let after = config.clone().overlay(ConfigOverlay { lora: Some(flags), ..ConfigOverlay::default() });
+    assert_eq!(after.lora.as_ref().unwrap().spec(), LoraSpec { rank: 2, ..want });
+    assert_eq!(config.clone().overlay(ConfigOverlay::default()), config);
+    let usual = with("[lora]").unwrap().lora.unwrap().spec();
+    assert_eq!((usual.rank, usual.alpha, usual.targets), (16, 32.0, Targets::All));
+    let attention = with("lora = { targets = 'attention' }").unwrap().lora.unwrap().spec();
+    assert_eq!(attention.targets, Targets::Attention);
+    // In checkpoints and in reports.
+    let json = serde_json::to_string(&config).unwrap();
+    assert_eq!(serde_json::from_str::<TrainConfig>(&json).unwrap(), config);
+    let toml = toml::to_string_pretty(&config).unwrap();
+    assert_eq!(TrainConfig::default().overlay(ConfigOverlay::from_toml(&toml).unwrap()), config);
+    let error = with("[lora]\nrnk = 3").unwrap_err();
+    assert!(error.to_string().contains("lora.rnk"), "{error}");
+    assert!(error.hint().unwrap().contains("lora.rank"), "{:?}", error.hint());
+    assert!(with("lora = { targets = [] }").is_err() && with("lora = { targets = 'a,,b' }").is_err());
 }
 
 fn toml_keys(text: &str) -> Vec<&str> {

@@ -102,6 +102,24 @@ pub enum Error {
         /// Where it was looked for.
         folder: PathBuf,
     },
+    /// A factor on an adapter that is no number.
+    #[error("an adapter cannot be scaled by {got}")]
+    AdapterScale {
+        /// The factor.
+        got: f64,
+    },
+    /// A merged model was asked for in a type that is no float.
+    #[error("a merged model cannot have weights of {got}")]
+    MergeType {
+        /// The type asked for.
+        got: DType,
+    },
+    /// A merged model would replace something.
+    #[error("{} exists already", .path.display())]
+    MergeExists {
+        /// File or folder.
+        path: PathBuf,
+    },
     /// The tokenizer's vocabulary is larger than the model's.
     #[error("the tokenizer has {tokenizer} tokens, the model only {model}")]
     Vocabulary {
@@ -152,6 +170,11 @@ impl Error {
             Error::TrainMemory { advice, .. } => Some(advice.join("; ")),
             Error::Occupied { .. } => Some("go on with it (--resume), or name another folder (--out)".into()),
             Error::TokenizerGone { .. } => Some("put it back, or name it as the run's tokenizer".into()),
+            Error::AdapterScale { .. } => {
+                Some("give a finite number; 1 is as the adapter was trained".into())
+            }
+            Error::MergeType { .. } => Some("F32, F16 and BF16 are known (--type)".into()),
+            Error::MergeExists { .. } => Some("remove it, or name another place (-o)".into()),
             Error::Vocabulary { .. } => Some("use the tokenizer that belongs to the model".into()),
         }
     }

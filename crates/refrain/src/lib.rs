@@ -29,6 +29,7 @@ mod engines;
 mod error;
 mod examine;
 mod generate;
+mod merge;
 mod model;
 mod placement;
 mod planner;
@@ -43,6 +44,7 @@ pub use bench::{
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
+pub use merge::merge;
 pub use model::{BUILTIN_NAME, Model};
 pub use placement::{TableNeeds, TablePlacement, host_free_bytes};
 pub use planner::Planner;

@@ -5,10 +5,11 @@ use crate::error::Error;
 use refrain_engine::SamplingParams;
 use refrain_formats::chat::{ChatTemplate, Message, RenderOptions};
 use refrain_formats::gguf::Gguf;
-use refrain_formats::hf::HfFolder;
+use refrain_formats::hf::{AdapterFolder, HfFolder};
 use refrain_formats::params::{GenerationDefaults, ModelConfig};
 use refrain_formats::tokenizer::{Tokenizer, TokenizerForm, TokenizerSummary, VocabSpec};
 use refrain_formats::{FormatError, ModelFiles};
+use refrain_models::Adapter;
 use refrain_tensor::Bytes;
 use std::path::Path;
 use std::sync::Arc;
@@ -26,13 +27,19 @@ pub struct Model {
 
 #[derive(Debug)]
 struct Inner {
+    opened: Arc<Opened>,
+    weights: Arc<refrain_models::Model>,
+    engines: Engines,
+}
+
+/// What models with the same files share, whatever is beside their weights.
+#[derive(Debug)]
+struct Opened {
     name: String,
     files: ModelFiles,
-    weights: Arc<refrain_models::Model>,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     defaults: GenerationDefaults,
-    engines: Engines,
 }
 
 impl Model {
@@ -72,9 +79,19 @@ impl Model {
         let template =
             source.map(|source| ChatTemplate::new(&source, tokenizer.special_texts())).transpose()?;
         let name = weights.config().name.clone().unwrap_or_else(|| stem(files.path()));
-        let weights = Arc::new(weights);
-        let engines = Engines::default();
-        Ok(Model { inner: Arc::new(Inner { name, files, weights, tokenizer, template, defaults, engines }) })
+        let opened = Arc::new(Opened { name, files, tokenizer, template, defaults });
+        Ok(Model::of(opened, weights))
+    }
+
+    fn of(opened: Arc<Opened>, weights: refrain_models::Model) -> Model {
+        Model { inner: Arc::new(Inner { opened, weights: Arc::new(weights), engines: Engines::default() }) }
+    }
+
+    /// The model with a LoRA adapter beside its weights, live and unmerged. What the adapter adds is multiplied by `scale`:
+    /// 1 is as it was trained. The files are shared with this model; engines are not.
+    pub fn with_lora(&self, folder: impl AsRef<Path>, scale: f64) -> Result<Model, Error> {
+        let weights = adapted(self.weights(), folder.as_ref(), scale)?;
+        Ok(Model::of(self.inner.opened.clone(), weights))
     }
 
     /// The tokenizer of open files, also of files that hold nothing else.
@@ -95,12 +112,12 @@ impl Model {
 
     /// The name the files give the model, or the file's.
     pub fn name(&self) -> &str {
-        &self.inner.name
+        &self.inner.opened.name
     }
 
     /// The files.
     pub fn files(&self) -> &ModelFiles {
-        &self.inner.files
+        &self.inner.opened.files
     }
 
     /// Hyperparameters.
@@ -110,17 +127,17 @@ impl Model {
 
     /// The tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
-        &self.inner.tokenizer
+        &self.inner.opened.tokenizer
     }
 
     /// The chat template, if the model has one.
     pub fn chat_template(&self) -> Option<&ChatTemplate> {
-        self.inner.template.as_ref()
+        self.inner.opened.template.as_ref()
     }
 
     /// How the authors want the model to be sampled.
     pub fn defaults(&self) -> &GenerationDefaults {
-        &self.inner.defaults
+        &self.inner.opened.defaults
     }
 
     /// The authors' sampling parameters, and the usual ones where they say nothing.
@@ -165,6 +182,19 @@ impl Model {
     pub fn weight_bytes(&self) -> usize {
         self.inner.weights.weight_bytes()
     }
+}
+
+/// A model with the adapter of a folder.
+pub(crate) fn adapted(
+    weights: &refrain_models::Model,
+    folder: &Path,
+    scale: f64,
+) -> Result<refrain_models::Model, Error> {
+    if !scale.is_finite() {
+        return Err(Error::AdapterScale { got: scale });
+    }
+    let adapter = Adapter::read(&AdapterFolder::open(folder)?)?;
+    Ok(weights.with_live_adapter(&adapter, scale)?)
 }
 
 /// The tokenizer of open files, in the form that they have it, with the chat template that belongs to it.

@@ -2,6 +2,7 @@
 
 use crate::engines::{MonitoredEngine, Room, lone_engine, table_needs};
 use crate::error::Error;
+use crate::model::adapted;
 use crate::placement::{TableNeeds, TablePlacement};
 use crate::session::SessionOptions;
 use refrain_cuda::{Monitor, Status};
@@ -9,6 +10,7 @@ use refrain_engine::{Engine, RunnerOptions};
 use refrain_formats::ModelFiles;
 use refrain_graph::Plan;
 use std::borrow::Cow;
+use std::path::Path;
 use std::sync::Arc;
 
 /// A model on a device without a tokenizer: its steps can be planned and compiled, not talked to.
@@ -23,7 +25,25 @@ pub struct Planner {
 impl Planner {
     /// Brings a model to a device.
     pub fn new(files: &ModelFiles, options: &SessionOptions) -> Result<Planner, Error> {
+        Planner::of(files, refrain_models::Model::load(files)?, options)
+    }
+
+    /// The same with a LoRA adapter beside the model's weights.
+    pub fn with_lora(
+        files: &ModelFiles,
+        folder: &Path,
+        scale: f64,
+        options: &SessionOptions,
+    ) -> Result<Planner, Error> {
         let weights = refrain_models::Model::load(files)?;
+        Planner::of(files, adapted(&weights, folder, scale)?, options)
+    }
+
+    fn of(
+        files: &ModelFiles,
+        weights: refrain_models::Model,
+        options: &SessionOptions,
+    ) -> Result<Planner, Error> {
         let name = weights.config().name.clone().unwrap_or_else(|| files.path().display().to_string());
         let weights = Arc::new(weights);
         let (MonitoredEngine { engine, monitor, table }, Room { context, n_positions, .. }) =

@@ -1,11 +1,13 @@
 //! Training steps as recorded graphs: replayed they leave the same bits as eager ones, step after step.
 
+use refrain_cpu::CpuBackend;
 use refrain_cuda::{CacheOptions, CudaBackend, CudaOptions, GraphMode};
 use refrain_driver::sim::SimOptions;
 use refrain_driver::{Device, DeviceKind, Method};
+use refrain_formats::params::Arch;
 use refrain_graph::Ran;
-use refrain_models::{Model, NamedShape, TrainSpec};
-use refrain_tensor::DType;
+use refrain_models::{LoraSpec, Model, NamedShape, QuantMix, Targets, TrainSpec};
+use refrain_tensor::{DType, HostTensor};
 use refrain_train::learner::{AdamSettings, Learner, Rows};
 use std::sync::Arc;
 
@@ -108,6 +110,15 @@ fn states(learner: &Learner<CudaBackend>) -> Vec<(String, Vec<u8>)> {
     table.states.iter().enumerate().map(|(i, state)| (state.name.clone(), hold(i))).collect()
 }
 
+const PLAIN: TrainSpec = TrainSpec {
+    n_tokens: 40,
+    dtype: DType::F32,
+    masters: false,
+    accumulates: false,
+    dropout: 0.0,
+    recompute: false,
+};
+
 fn replayed_equals_eager(device: impl Fn() -> Device, shape: &NamedShape, n_tokens: usize, n_steps: usize) {
     let mut config = shape.fresh_config(64);
     if n_tokens < 256 {
@@ -118,42 +129,120 @@ fn replayed_equals_eager(device: impl Fn() -> Device, shape: &NamedShape, n_toke
         config.layers.truncate(2);
     }
     let model = Arc::new(Model::fresh(config, 3).unwrap());
-    let plain = TrainSpec {
-        n_tokens,
-        dtype: DType::F32,
-        masters: false,
-        accumulates: false,
-        dropout: 0.0,
-        recompute: false,
-    };
+    let plain = TrainSpec { n_tokens, ..PLAIN };
     let cases = [
         (TrainSpec { dtype: DType::BF16, masters: true, ..plain }, 1),
         (TrainSpec { dropout: 0.1, recompute: true, ..plain }, 2),
         (TrainSpec { dtype: DType::BF16, dropout: 0.2, ..plain }, 1),
     ];
     for (spec, n_batches) in cases {
-        let mut found = Vec::new();
-        for (mode, method) in [
-            (GraphMode::Off, Method::Stream),
-            (GraphMode::Require, Method::Stream),
-            (GraphMode::Require, Method::Nodes),
-        ] {
-            let device = device();
-            let mut learner = learner(&device, mode, method, &model, spec, n_batches);
-            let losses = run(&mut learner, n_steps, n_batches, mode == GraphMode::Require);
-            found.push((losses, states(&learner)));
-            drop(learner);
-            assert_eq!(device.take_reports(), Vec::<String>::new());
-        }
-        let first = f32::from_bits(found[0].0[0].0);
-        assert!(first.is_finite() && first > 1.0, "{first}");
-        for other in &found[1..] {
-            assert_eq!(found[0].0, other.0, "losses and norms of {spec:?}");
-            for ((name, eager), (_, replayed)) in found[0].1.iter().zip(&other.1) {
-                assert!(eager == replayed, "{name} differs after {n_steps} steps of {spec:?}");
-            }
+        same_bits(&device, &model, spec, n_batches, n_steps);
+    }
+}
+
+/// Runs the same steps eagerly and as graphs of both methods: losses, norms and all states are the same bits. Gives the
+/// losses.
+fn same_bits(
+    device: impl Fn() -> Device,
+    model: &Arc<Model>,
+    spec: TrainSpec,
+    n_batches: usize,
+    n_steps: usize,
+) -> Vec<f32> {
+    let mut found = Vec::new();
+    for (mode, method) in [
+        (GraphMode::Off, Method::Stream),
+        (GraphMode::Require, Method::Stream),
+        (GraphMode::Require, Method::Nodes),
+    ] {
+        let device = device();
+        let mut learner = learner(&device, mode, method, model, spec, n_batches);
+        let losses = run(&mut learner, n_steps, n_batches, mode == GraphMode::Require);
+        found.push((losses, states(&learner)));
+        drop(learner);
+        assert_eq!(device.take_reports(), Vec::<String>::new());
+    }
+    let first = f32::from_bits(found[0].0[0].0);
+    assert!(first.is_finite() && first > 1.0, "{first}");
+    for other in &found[1..] {
+        assert_eq!(found[0].0, other.0, "losses and norms of {spec:?}");
+        for ((name, eager), (_, replayed)) in found[0].1.iter().zip(&other.1) {
+            assert!(eager == replayed, "{name} differs after {n_steps} steps of {spec:?}");
         }
     }
+    found[0].0.iter().map(|(loss, _)| f32::from_bits(*loss)).collect()
+}
+
+/// A model with an adapter, both of whose factors have something to learn.
+fn adapted(shape: &NamedShape, mix: QuantMix, dropout: f64) -> Arc<Model> {
+    let model = Model::random(shape, mix).unwrap();
+    let spec = LoraSpec { rank: 8, alpha: 16.0, rslora: false, dropout, targets: Targets::All };
+    let mut adapter = model.fresh_adapter(&spec, 5).unwrap();
+    for part in &mut adapter.parts {
+        let n = part.b.shape().n_elements();
+        let values: Vec<f32> = (0..n).map(|i| ((i * 37 % 101) as f32 - 50.0) * 1e-3).collect();
+        part.b = HostTensor::from_f32(part.b.shape(), &values).unwrap();
+    }
+    Arc::new(model.with_adapter(&adapter).unwrap())
+}
+
+/// Adapters over frozen weights: in the type of the activations, in another one, and quantised, which the graph decodes.
+fn adapters_replayed_equal_eager(
+    device: impl Fn() -> Device,
+    shape: &NamedShape,
+    n_tokens: usize,
+    n_steps: usize,
+) {
+    let f32 = TrainSpec { n_tokens, ..PLAIN };
+    let bf16 = TrainSpec { dtype: DType::BF16, masters: true, ..f32 };
+    let cases = [
+        (QuantMix::All(DType::F32), f32, 0.0, 1),
+        (QuantMix::All(DType::BF16), bf16, 0.0, 1),
+        (QuantMix::All(DType::F16), bf16, 0.0, 1),
+        (QuantMix::All(DType::Q8_0), TrainSpec { recompute: true, ..bf16 }, 0.1, 2),
+        (QuantMix::Q4KM, bf16, 0.0, 1),
+    ];
+    for (mix, spec, dropout, n_batches) in cases {
+        let model = adapted(shape, mix, dropout);
+        let losses = same_bits(&device, &model, spec, n_batches, n_steps);
+        if dropout > 0.0 {
+            continue;
+        }
+        // The CPU finds the same.
+        let cpu = CpuBackend::new(2).unwrap().with_repacking(false);
+        let mut cpu = Learner::new(cpu, Arc::clone(&model), spec, n_batches).unwrap();
+        for (step, loss) in losses.iter().enumerate().take(3) {
+            let text = Text::new(n_tokens, model.config().n_vocab, (step * 31) as u64);
+            let want = cpu.step(&[text.rows()], &adam(step), [7, 0, step as u32, 0]).unwrap().loss;
+            let most = if spec.dtype == DType::F32 { 1e-4 } else { 1e-2 };
+            assert!((loss - want).abs() < most * want, "{mix:?}, step {step}: {loss}, the CPU has {want}");
+        }
+    }
+}
+
+/// Rows of whole blocks of 256, few of them.
+const THIN: NamedShape = NamedShape::new("thin", Arch::Llama, [96, 256, 256, 2], [4, 2, 64]);
+
+#[test]
+fn replayed_training_of_adapters_equals_eager_on_the_simulated_device() {
+    let device = || refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
+    adapters_replayed_equal_eager(device, &THIN, 20, 2);
+}
+
+#[test]
+fn a_device_refuses_to_decode_weights_to_f32_by_name() {
+    let device = refrain_kernels::simulated(SimOptions::default()).unwrap();
+    let backend = CudaBackend::on(&device, CudaOptions::default()).unwrap();
+    let made = Learner::new(backend, adapted(&THIN, QuantMix::Q4KM, 0.0), PLAIN, 1);
+    let error = made.err().expect("no kernel decodes to F32").to_string();
+    assert!(error.contains("quantised weights are decoded to BF16") && error.contains("decode"), "{error}");
+}
+
+#[test]
+#[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+fn replayed_training_of_adapters_equals_eager_on_a_gpu() {
+    let device = || Device::open(DeviceKind::Cuda(0)).unwrap();
+    adapters_replayed_equal_eager(device, NamedShape::find("smollm2-135m").unwrap(), 512, 20);
 }
 
 #[test]

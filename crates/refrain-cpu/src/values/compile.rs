@@ -66,6 +66,11 @@ pub(crate) fn value_call(
             ValueOp::Reduce { kind: *kind, outer, n: shape.dims()[*axis], inner }
         }),
         Op::Copy => (ins[0].dtype.block_len() == 1).then_some(ValueOp::Copy),
+        Op::Cast(_) if ins[0].dtype.is_quantized() => {
+            let is_whole = ins[0].layout.is_contiguous() && ins[0].layout.offset() == 0;
+            let is_blocks = PIECE.is_multiple_of(ins[0].dtype.block_len());
+            (is_whole && is_blocks && outs[0].is_float()).then_some(ValueOp::Decode)
+        }
         Op::Cast(_) => (floats(&ins) && outs[0].is_float()).then_some(ValueOp::Cast),
         Op::SpanAttention(attention) => {
             let is_read = floats(&ins[..3]) && is_ints(&ins[3]);
@@ -212,6 +217,7 @@ impl ValueCall {
                 let n_blocks = (self.ins[0].len() / d.max(1)).div_ceil(ROW_BLOCK);
                 d + n_blocks * d + own(&[ROW_BLOCK * d; 4], n_threads)
             }
+            ValueOp::Decode => own(&[PIECE], n_threads),
             ValueOp::Unary(_) | ValueOp::Cast | ValueOp::Dropout(_) => own(&[PIECE; 2], n_threads),
             ValueOp::UnaryGrad(_) | ValueOp::Gate(_) | ValueOp::Accumulate => own(&[PIECE; 3], n_threads),
             ValueOp::GateGrad(_) => own(&[PIECE; 5], n_threads),

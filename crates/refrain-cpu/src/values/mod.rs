@@ -118,6 +118,8 @@ pub(crate) enum ValueOp {
     },
     Copy,
     Cast,
+    /// A quantised weight as floats.
+    Decode,
     Accumulate,
     SumSquares,
     AdamW(AdamW),
@@ -156,6 +158,7 @@ impl ValueCall {
             ValueOp::Reduce { .. } => "reduce",
             ValueOp::Copy => "copy",
             ValueOp::Cast => "cast",
+            ValueOp::Decode => "decode",
             ValueOp::Accumulate => "accumulate",
             ValueOp::SumSquares => "sum_squares",
             ValueOp::AdamW(_) => "adamw",
@@ -264,6 +267,7 @@ impl Values<'_> {
             }
             ValueOp::Copy => self.copy(call, arena),
             ValueOp::Cast => self.cast(call, arena),
+            ValueOp::Decode => self.decode(call, arena),
             ValueOp::Accumulate => self.accumulate(call, arena),
             ValueOp::SumSquares => self.sum_squares(call, arena),
             ValueOp::AdamW(adam) => self.adamw(call, adam, arena),

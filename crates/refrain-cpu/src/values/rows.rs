@@ -8,7 +8,7 @@ use crate::run::row_of;
 use crate::simd;
 use refrain_graph::{Binary, Dropout, Gate, Reduce, Rope, RunError, Unary};
 use refrain_reference::philox4x32;
-use refrain_tensor::DType;
+use refrain_tensor::{DType, quant};
 
 /// Elements that are widened on the stack.
 const ON_STACK: usize = 512;
@@ -253,6 +253,22 @@ impl Values<'_> {
         let ins = [ops.read(call, 0, PIECE)];
         let outs = Operands::writes(&mut ops.carved.outs, call, [PIECE]);
         spread(pool, level, ins, outs, scratch, |_, [x], [y]| y.copy_from_slice(x));
+    }
+
+    pub(super) fn decode(&mut self, call: &ValueCall, arena: &mut [f32]) {
+        let (mut ops, tools) = self.open(&call.outs, arena);
+        let Tools { pool, level, scratch, .. } = tools;
+        let dtype = call.ins[0].dtype;
+        let Some(bytes) = ops.buffer(&call.ins[0]) else {
+            unreachable!("no output has the place of a weight")
+        };
+        let bytes_of = |n: usize| n / dtype.block_len() * dtype.block_bytes();
+        let outs = Operands::writes(&mut ops.carved.outs, call, [PIECE]);
+        spread(pool, level, [], outs, scratch, |idx, [], [y]| {
+            let blocks = &bytes[bytes_of(idx * PIECE)..][..bytes_of(y.len())];
+            // Sizes were checked when the weight was opened and the step compiled.
+            quant::dequantize(dtype, blocks, y).unwrap_or_else(|e| panic!("{dtype}: {e}"));
+        });
     }
 
     pub(super) fn gather(&mut self, call: &ValueCall, arena: &mut [f32]) -> Result<(), RunError> {

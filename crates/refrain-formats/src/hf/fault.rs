@@ -1,6 +1,6 @@
 //! What can be wrong in a Hugging Face folder.
 
-use crate::error::quoted;
+use crate::error::{listing, quoted};
 use refrain_tensor::MAX_RANK;
 
 /// What is wrong with a file of a Hugging Face folder.
@@ -53,6 +53,12 @@ pub enum HfFault {
     NoWeights,
     #[error("no weights in safetensors, only {}", quoted(found))]
     OtherWeights { found: String },
+    #[error("no adapter_config.json in this folder, which holds {}", listing(found))]
+    NoAdapter { found: Vec<String> },
+    #[error("no adapter_model.safetensors in this folder")]
+    NoAdapterWeights,
+    #[error("{} is {}: {because}", quoted(key), quoted(found))]
+    Adapter { key: String, found: String, because: &'static str },
     #[error("{n_files} *.safetensors files without model.safetensors.index.json")]
     NoIndex { n_files: usize },
 }
@@ -79,6 +85,13 @@ impl HfFault {
             F::NoConfig => "fetch config.json of the model into the folder",
             F::NoWeights => "fetch the *.safetensors files of the model into the folder",
             F::OtherWeights { .. } => "convert the weights to safetensors, or get the model as a GGUF file",
+            F::NoAdapter { .. } => {
+                "name the folder of a LoRA adapter, as `refrain finetune` or peft writes it"
+            }
+            F::NoAdapterWeights => "fetch adapter_model.safetensors into the folder",
+            F::Adapter { .. } => {
+                "merge the adapter with peft (merge_and_unload) and use the merged model, or train a plain LoRA adapter"
+            }
             F::NoIndex { .. } => "fetch model.safetensors.index.json into the folder",
         };
         Some(hint.into())

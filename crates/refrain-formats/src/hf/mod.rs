@@ -1,10 +1,12 @@
 //! Hugging Face folders: `config.json`, safetensors with or without an index, and the files around them.
 
+mod adapter; // folders of LoRA adapters
 mod fault; // what can be wrong
 mod json; // small files
 mod safetensors; // weights
 mod write; // back to files
 
+pub use adapter::{AdapterConfig, AdapterFolder};
 pub use fault::HfFault;
 pub use json::{FromJson, JsonObject};
 pub use write::{NewTensor, write_safetensors, write_whole};
@@ -117,22 +119,7 @@ impl HfFolder {
 
     /// A tensor over the bytes of its file; copied only where the file does not align its elements.
     pub fn tensor(&self, name: &str) -> Result<HostTensor, FormatError> {
-        let missing = || {
-            let unsupported = self.weights.unsupported.iter().find(|(n, _)| n == name);
-            let fault = match unsupported {
-                Some((name, found)) => HfFault::Dtype { name: name.clone(), found: found.clone() },
-                None => HfFault::MissingTensor { name: name.into() },
-            };
-            FormatError::hf(&self.path, fault)
-        };
-        let info = self.tensor_info(name).ok_or_else(missing)?;
-        let shard = &self.weights.files[info.file_idx as usize];
-        let file_bytes = shard.bytes.as_slice().len() as u64;
-        info.view(&shard.bytes).ok_or_else(|| {
-            let fault =
-                HfFault::DataLength { expected_bytes: info.offset + info.n_bytes, found_bytes: file_bytes };
-            FormatError::hf(&shard.path, fault)
-        })
+        self.weights.tensor(&self.path, name)
     }
 
     /// Asks the system to read the weights ahead.
@@ -147,6 +134,26 @@ impl HfFolder {
 }
 
 impl Weights {
+    /// A tensor of a folder's files.
+    fn tensor(&self, folder: &Path, name: &str) -> Result<HostTensor, FormatError> {
+        let missing = || {
+            let unsupported = self.unsupported.iter().find(|(n, _)| n == name);
+            let fault = match unsupported {
+                Some((name, found)) => HfFault::Dtype { name: name.clone(), found: found.clone() },
+                None => HfFault::MissingTensor { name: name.into() },
+            };
+            FormatError::hf(folder, fault)
+        };
+        let info = self.tensors.find(name).ok_or_else(missing)?;
+        let shard = &self.files[info.file_idx as usize];
+        let file_bytes = shard.bytes.as_slice().len() as u64;
+        info.view(&shard.bytes).ok_or_else(|| {
+            let fault =
+                HfFault::DataLength { expected_bytes: info.offset + info.n_bytes, found_bytes: file_bytes };
+            FormatError::hf(&shard.path, fault)
+        })
+    }
+
     /// One file, or the index and its shards.
     fn open(folder: &Path) -> Result<Weights, FormatError> {
         let single = folder.join("model.safetensors");

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // Each test file uses its part.
 
 pub(crate) mod gguf;
+pub(crate) mod train;
 
 use refrain_cpu::CpuBackend;
 use refrain_engine::{BackendRunner, Core, RunnerOptions};

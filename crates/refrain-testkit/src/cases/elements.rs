@@ -46,6 +46,14 @@ pub(super) fn moves() -> Vec<Case> {
         let name = format!("{dtype} transposed, to F32");
         cases.push(Case::one_node(name, Op::Cast(DType::F32), Tol::Bits, vec![transposed]));
     }
+    // Whole weights, as steps that learn decode them; rows that are no whole tiles.
+    for dtype in quantised() {
+        for to in FLOATS {
+            let whole = Arg::weight(dtype, [19, 2 * dtype.block_len()]);
+            let name = format!("{dtype} whole, to {to}");
+            cases.push(Case::one_node(name, Op::Cast(to), Tol::Bits, vec![whole]));
+        }
+    }
     let ids = Arg::ints([3, 4], (0..12).collect()).view(View::Permute(vec![1, 0]));
     cases.push(Case::one_node("I32 transposed", Op::Copy, Tol::Bits, vec![ids]));
     let args = vec![Arg::float(DType::F32, [3, 5]).view(View::Permute(vec![1, 0]))];

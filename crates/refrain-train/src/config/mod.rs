@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 pub use error::ConfigError;
 pub(crate) use parse::nearest;
 pub use value::{
-    BadWord, Clip, EvalSource, Export, GraphChoice, Masters, ModelShape, NewModel, OnLong, Order, Paths,
-    Precision, Resume, ScheduleKind, TokenizerSource, TrainTokenizer,
+    BadWord, Clip, EvalSource, Export, GraphChoice, LoraTable, LoraTargets, Masters, ModelShape, NewModel,
+    OnLong, Order, Paths, Precision, Resume, ScheduleKind, TokenizerSource, TrainTokenizer,
 };
 
 /// A configuration key.
@@ -125,6 +125,8 @@ config! {
     from: String;
     /// Model to make: the name of a shape, or a table of sizes.
     new: NewModel;
+    /// Train low-rank adapters and leave the model as it is: a table of `rank`, `alpha`, `dropout`, `targets` and `rslora`.
+    lora: LoraTable;
     /// Tokenizer: a `tokenizer.json`, or `{ train = { vocab_size = N } }`; without it, that of `from`, or one trained for `new`.
     tokenizer: TokenizerSource;
     /// Held-out data: a file, or the share of the training data to hold out.
@@ -147,7 +149,7 @@ config! {
 
 impl TrainConfig {
     /// The configuration with the keys of `source` in place of its own. `from` and `new` exclude each other, so one of
-    /// them in `source` takes the place of the other.
+    /// them in `source` takes the place of the other. The table `lora` is taken over key by key.
     #[must_use]
     pub fn overlay(mut self, source: ConfigOverlay) -> Self {
         if source.from.is_some() {
@@ -156,6 +158,11 @@ impl TrainConfig {
         if source.new.is_some() {
             self.from = None;
         }
+        let mut source = source;
+        source.lora = match (self.lora.take(), source.lora) {
+            (Some(own), Some(over)) => Some(own.overlay(over)),
+            (own, over) => over.or(own),
+        };
         source.apply(&mut self);
         self
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use toml::{Spanned, Table, Value};
 
-use super::value::ModelShape;
+use super::value::{LoraTable, ModelShape};
 use super::{ConfigError, ConfigOverlay, KEYS};
 
 /// A configuration has a few hundred bytes. A larger file is something else, most likely data.
@@ -50,6 +50,7 @@ fn check_keys(text: &str) -> Result<(), ConfigError> {
             ("new", Value::Table(shape)) => {
                 known_all("new.", shape, line, ModelShape::KEYS)?;
             }
+            ("lora", Value::Table(lora)) => known_all("lora.", lora, line, LoraTable::KEYS)?,
             ("tokenizer", Value::Table(tokenizer)) => {
                 known_all("tokenizer.", tokenizer, line, &["train"])?;
                 if let Some(Value::Table(train)) = tokenizer.get("train") {

@@ -2,6 +2,8 @@
 
 use std::fmt::Display;
 
+use refrain_models::{LoraSpec, Targets};
+
 use super::value::ModelShape;
 use super::{Clip, ConfigError, EvalSource, Masters, NewModel, Precision, TokenizerSource, TrainConfig};
 
@@ -15,6 +17,7 @@ impl TrainConfig {
         self.check_sources()?;
         self.check_sizes()?;
         self.check_optimiser()?;
+        self.check_lora()?;
         self.check_intervals()
     }
 
@@ -107,6 +110,27 @@ impl TrainConfig {
             });
         }
         Ok(())
+    }
+
+    fn check_lora(&self) -> Result<(), ConfigError> {
+        let Some(lora) = &self.lora else { return Ok(()) };
+        if self.new.is_some() {
+            let hint =
+                "an adapter belongs to a model that was trained; name it with `from`, or leave `lora` out";
+            return Err(ConfigError::Conflict { first: "`lora`", second: "`new`", hint });
+        }
+        let LoraSpec { rank, alpha, dropout, targets, .. } = lora.spec();
+        require((1..=4096).contains(&rank), "lora.rank", rank, "1 to 4096", "16 is usual")?;
+        let hint = "twice the rank is usual";
+        require(alpha.is_finite() && alpha > 0.0, "lora.alpha", alpha, "a finite number above 0", hint)?;
+        let hint = "0.05 is usual, 0 switches it off";
+        require((0.0..1.0).contains(&dropout), "lora.dropout", dropout, "from 0 to below 1", hint)?;
+        let is_named = match &targets {
+            Targets::Modules(names) => !names.is_empty() && names.iter().all(|name| !name.is_empty()),
+            Targets::All | Targets::Attention => true,
+        };
+        let hint = "say `all`, `attention`, or names such as q_proj,v_proj";
+        require(is_named, "lora.targets", targets, "linear layers", hint)
     }
 
     fn check_intervals(&self) -> Result<(), ConfigError> {

@@ -7,6 +7,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use refrain_models::{LoraSpec, Targets};
+
 use super::parse::nearest;
 
 /// Declares a choice between words: the enum, its words in files and flags, and parsing that names the words.
@@ -355,4 +357,68 @@ impl ModelShape {
         "rope_theta",
         "norm_eps",
     ];
+}
+
+/// The table `lora`: low-rank adapters are trained, and the model stays as it is. Every key may be left out.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LoraTable {
+    /// Rank of the adapters; 16 without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rank: Option<usize>,
+    /// What they add is multiplied by `alpha / rank`; 32 without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub alpha: Option<f64>,
+    /// Share of the adapters' inputs that dropout zeroes; 0 without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dropout: Option<f64>,
+    /// Linear layers that get an adapter: `all`, `attention`, or names; all without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub targets: Option<LoraTargets>,
+    /// Whether `alpha` is divided by the root of the rank.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rslora: Option<bool>,
+}
+
+/// Linear layers, as one word or as a list of names.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum LoraTargets {
+    /// `all`, `attention`, or names with commas between.
+    Word(String),
+    /// Names.
+    List(Vec<String>),
+}
+
+impl LoraTable {
+    /// The keys of the table.
+    pub const KEYS: &[&str] = &["rank", "alpha", "dropout", "targets", "rslora"];
+
+    /// The table with the keys of another in place of its own.
+    #[must_use]
+    pub fn overlay(self, over: LoraTable) -> LoraTable {
+        LoraTable {
+            rank: over.rank.or(self.rank),
+            alpha: over.alpha.or(self.alpha),
+            dropout: over.dropout.or(self.dropout),
+            targets: over.targets.or(self.targets),
+            rslora: over.rslora.or(self.rslora),
+        }
+    }
+
+    /// The adapter that it asks for.
+    pub fn spec(&self) -> LoraSpec {
+        let targets = match &self.targets {
+            None => Targets::All,
+            Some(LoraTargets::Word(word)) => Targets::of_word(word),
+            Some(LoraTargets::List(names)) => Targets::Modules(names.clone()),
+        };
+        LoraSpec {
+            rank: self.rank.unwrap_or(16),
+            alpha: self.alpha.unwrap_or(32.0),
+            rslora: self.rslora.unwrap_or(false),
+            dropout: self.dropout.unwrap_or(0.0),
+            targets,
+        }
+    }
 }

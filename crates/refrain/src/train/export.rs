@@ -18,6 +18,8 @@ pub enum ExportForm {
     Gguf,
     /// A Hugging Face folder.
     Hf,
+    /// A LoRA adapter, as `peft` reads it.
+    Adapter,
 }
 
 /// A model that was written.
@@ -29,9 +31,18 @@ pub struct Exported {
     pub path: PathBuf,
 }
 
-pub(super) struct Exporter<'e> {
-    pub(super) form: &'e TokenizerForm,
-    pub(super) tokenizer: &'e Tokenizer,
+/// A folder, made where it is not there.
+fn create(folder: &Path) -> Result<(), FormatError> {
+    std::fs::create_dir_all(folder).map_err(|source| FormatError::Io {
+        verb: "create",
+        path: folder.to_owned(),
+        source,
+    })
+}
+
+pub(crate) struct Exporter<'e> {
+    pub(crate) form: &'e TokenizerForm,
+    pub(crate) tokenizer: &'e Tokenizer,
 }
 
 impl Exporter<'_> {
@@ -43,10 +54,11 @@ impl Exporter<'_> {
     ) -> Result<(Vec<Exported>, Vec<Error>), Error> {
         let config = trainer.config();
         let forms: &[ExportForm] = match config.export {
+            Export::None => &[],
+            _ if config.lora.is_some() => &[ExportForm::Adapter],
             Export::Both => &[ExportForm::Gguf, ExportForm::Hf],
             Export::Gguf => &[ExportForm::Gguf],
             Export::Hf => &[ExportForm::Hf],
-            Export::None => &[],
         };
         let Some(out) = config.out.as_deref().filter(|_| !forms.is_empty()) else {
             return Ok((Vec::new(), Vec::new()));
@@ -75,21 +87,31 @@ impl Exporter<'_> {
             }
             ExportForm::Hf => {
                 let folder = out.join("model");
-                let TokenizerFiles { json, config } = self.form.to_files()?;
-                std::fs::create_dir_all(&folder).map_err(|source| FormatError::Io {
-                    verb: "create",
-                    path: folder.clone(),
-                    source,
-                })?;
-                model.write_hf(&folder, dtype)?;
-                write_whole(&folder.join("tokenizer.json"), &json)?;
-                if let Some(config) = config {
-                    write_whole(&folder.join("tokenizer_config.json"), &config)?;
+                self.write_hf(model, &folder, dtype)?;
+                Ok(folder)
+            }
+            ExportForm::Adapter => {
+                let folder = out.join("adapter");
+                create(&folder)?;
+                // From the masters, where there are some; the files are small.
+                if let Some(adapter) = model.adapter()? {
+                    adapter.write(&folder, DType::F32)?;
                 }
-                write_whole(&folder.join("generation_config.json"), self.generation_config().as_bytes())?;
                 Ok(folder)
             }
         }
+    }
+
+    /// Writes a Hugging Face folder, tokenizer included.
+    pub(crate) fn write_hf(&self, model: &Weights, folder: &Path, dtype: DType) -> Result<(), Error> {
+        let TokenizerFiles { json, config } = self.form.to_files()?;
+        create(folder)?;
+        model.write_hf(folder, dtype)?;
+        write_whole(&folder.join("tokenizer.json"), &json)?;
+        if let Some(config) = config {
+            write_whole(&folder.join("tokenizer_config.json"), &config)?;
+        }
+        Ok(write_whole(&folder.join("generation_config.json"), self.generation_config().as_bytes())?)
     }
 
     /// The tokens that begin and end a text, as generating programs look for them.

@@ -8,7 +8,7 @@ use crate::train::{StepLearner, peak_flops};
 use refrain_cuda::{LoadListener, Status};
 use refrain_driver::trial::Choice;
 use refrain_graph::Ran;
-use refrain_models::{Model as Weights, NamedShape, TrainSpec};
+use refrain_models::{LoraSpec, Model as Weights, NamedShape, QuantMix, TrainSpec};
 use refrain_tensor::DType;
 use refrain_train::TrainError;
 use refrain_train::config::TrainConfig;
@@ -34,6 +34,10 @@ pub struct TrainBench {
     pub dtype: DType,
     /// Whether bf16 weights have masters and moments in F32.
     pub masters: bool,
+    /// Train an adapter over frozen random weights instead of a fresh model.
+    pub lora: Option<LoraBench>,
+    /// Compute layers again in the backward pass.
+    pub recompute: bool,
     /// Steps that are measured.
     pub n_steps: usize,
     /// Steps that may be in flight, at most three; the usual number unless given.
@@ -44,6 +48,15 @@ pub struct TrainBench {
     pub graph_choice: Option<Choice>,
     /// Hears what a CUDA device is doing.
     pub on_load: LoadListener,
+}
+
+/// An adapter to measure.
+#[derive(Clone, Debug)]
+pub struct LoraBench {
+    /// The adapter.
+    pub spec: LoraSpec,
+    /// How the frozen weights are stored.
+    pub base: QuantMix,
 }
 
 /// What came out.
@@ -57,6 +70,8 @@ pub struct TrainBenchReport {
     pub device_name: String,
     /// Parameters.
     pub n_parameters: usize,
+    /// Those of them that are trained.
+    pub n_trained: usize,
     /// Tokens of a step.
     pub n_tokens: usize,
     /// Seconds of each step: from the end of the one before to its own.
@@ -122,10 +137,17 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
         } else {
             refrain_train::config::Precision::F32
         },
+        checkpoint_activations: bench.recompute,
         ..TrainConfig::default()
     };
     progress("making the model");
-    let model = Arc::new(Weights::fresh(bench.shape.fresh_config(bench.context), 0)?);
+    let model = Arc::new(match &bench.lora {
+        None => Weights::fresh(bench.shape.fresh_config(bench.context), 0)?,
+        Some(LoraBench { spec, base }) => {
+            let model = Weights::random(&bench.shape, *base)?;
+            model.with_adapter(&model.fresh_adapter(spec, 0)?)?
+        }
+    });
     let counts = MemoryCounts::of(&model, &config).map_err(TrainError::from)?;
     let estimated_bytes = MemoryEstimate::new(&config, counts).total_bytes();
     let n_tokens = bench.batch * bench.context;
@@ -135,7 +157,7 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
         masters: bench.masters,
         accumulates: false,
         dropout: 0.0,
-        recompute: false,
+        recompute: bench.recompute,
     };
     progress("preparing the step");
     let began = Instant::now();
@@ -207,6 +229,7 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
         peak_flops: peak_flops(&device_name, bench.dtype),
         device_name,
         n_parameters: model.n_parameters(),
+        n_trained: model.n_trained(),
         n_tokens,
         seconds,
         // The CPU runs a step while it is queued.

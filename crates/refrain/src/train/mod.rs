@@ -25,23 +25,23 @@ mod open; // a backend by its device
 mod setup; // model, tokenizer and data
 mod run; // a run on a device
 mod sample; // what the model says meanwhile
-mod export; // the trained model as files
+pub(crate) mod export; // the trained model as files
 mod steps; // the step API on any device
 mod peak; // what a device computes at best
 mod measure; // speed of a step
 
 pub use export::{ExportForm, Exported};
-pub use measure::{TrainBench, TrainBenchReport, bench_steps};
+pub use measure::{LoraBench, TrainBench, TrainBenchReport, bench_steps};
 pub use peak::peak_flops;
 pub use run::Finished;
 pub use setup::{Preparing, TrainOptions, Training, usual_graph};
 pub use steps::{StepLearner, train_flops};
 
-pub use refrain_models::{Model as TrainedModel, TrainSpec};
+pub use refrain_models::{LoraSpec, Model as TrainedModel, Targets, TrainSpec};
 pub use refrain_train::checkpoint::{BestLoss, Checkpoint, CheckpointError, RunProgress};
 pub use refrain_train::config::{
-    Clip, ConfigError, EvalSource, Export, GraphChoice, KEYS, Masters, ModelShape, NewModel, OnLong, Order,
-    Paths, Precision, Resume, ScheduleKind, TokenizerSource, TrainTokenizer,
+    Clip, ConfigError, EvalSource, Export, GraphChoice, KEYS, LoraTable, LoraTargets, Masters, ModelShape,
+    NewModel, OnLong, Order, Paths, Precision, Resume, ScheduleKind, TokenizerSource, TrainTokenizer,
 };
 pub use refrain_train::data::{
     Corpus, CorpusOptions, DataError, DataReport, Encoder, Loader, LoaderOptions, Passes,

@@ -35,7 +35,8 @@ pub(super) fn with_backend<W: WithBackend>(
     with: W,
 ) -> Result<W::Output, Error> {
     let (kind, cuda) = match device.cuda() {
-        Err(threads) => return with.call(CpuBackend::new(threads)?, None),
+        // Frozen weights are decoded where they are used: copies packed for products would only take room.
+        Err(threads) => return with.call(CpuBackend::new(threads)?.with_repacking(false), None),
         Ok(cuda) => cuda,
     };
     let ahead = graphs.ahead.unwrap_or(cuda.ahead);

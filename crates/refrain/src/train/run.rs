@@ -111,7 +111,11 @@ fn facts<B: Backend>(trainer: &Trainer<B>, device: &str, backend: &str) -> Vec<(
         (None, None) => "new".into(),
     };
     let summary = trainer.summary(false);
-    let model = format!("{}, {} parameters, {start}", model.config().arch, model.n_parameters());
+    let trained = match &config.lora {
+        Some(lora) => format!(", {} of them trained (LoRA, rank {})", model.n_trained(), lora.spec().rank),
+        None => String::new(),
+    };
+    let model = format!("{}, {} parameters{trained}, {start}", model.config().arch, model.n_parameters());
     let ran = format!(
         "{} replayed, {} eager, {} not applied",
         summary.n_replayed, summary.n_eager, summary.n_skipped

@@ -8,9 +8,12 @@ use refrain_cuda::{GraphMode, LoadListener};
 use refrain_driver::trial::Choice;
 use refrain_formats::ModelFiles;
 use refrain_formats::tokenizer::{Tokenizer, TokenizerForm};
+use refrain_graph::WeightId;
 use refrain_models::Model as Weights;
 use refrain_train::checkpoint::CheckpointStore;
-use refrain_train::config::{ConfigError, EvalSource, GraphChoice, Resume, TokenizerSource};
+use refrain_train::config::{
+    ConfigError, EvalSource, GraphChoice, LoraTable, Precision, Resume, TokenizerSource,
+};
 use refrain_train::data::{Corpus, CorpusOptions, DataReport, Encoder};
 use refrain_train::flops::step_flops;
 use refrain_train::memory::{MemoryCounts, MemoryEstimate};
@@ -100,6 +103,10 @@ impl Training {
             Some(files) => Weights::load(files)?,
             None => fresh(&config, &tokenizer)?,
         };
+        let model = match &config.lora {
+            Some(lora) => adapted(&config, lora, model)?,
+            None => model,
+        };
         tokenizer.add_end_of_generation(&model.config().eos);
         if let Some(files) = &files {
             tokenizer.add_end_of_generation(&files.generation_defaults()?.eos);
@@ -118,6 +125,7 @@ impl Training {
             };
             return Err(TrainError::from(error).into());
         }
+        check_decoding(&config, &options.device, &model)?;
         let (model, tokenizer) = (Arc::new(model), Arc::new(tokenizer));
         let data = read_data(&config, &tokenizer, progress)?;
         progress(Preparing::Memory);
@@ -274,6 +282,35 @@ fn fresh(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<Weights, Error> 
     made.bos = tokenizer.bos();
     made.eos = tokenizer.eos().into_iter().collect();
     Ok(Weights::fresh(made, config.seed)?)
+}
+
+/// The model with an adapter that changes nothing yet.
+fn adapted(config: &TrainConfig, lora: &LoraTable, model: Weights) -> Result<Weights, Error> {
+    let mut adapter = model.fresh_adapter(&lora.spec(), config.seed)?;
+    adapter.config.base.clone_from(&config.from);
+    Ok(model.with_adapter(&adapter)?)
+}
+
+/// CUDA decodes frozen weights to bf16 and to nothing else.
+fn check_decoding(config: &TrainConfig, device: &Device, model: &Weights) -> Result<(), Error> {
+    let is_frozen = |idx: usize| !model.is_trained(WeightId::from_idx(idx));
+    let quantised =
+        model.weights().iter().enumerate().find(|(idx, w)| is_frozen(*idx) && w.ty.dtype.is_quantized());
+    match quantised {
+        Some((_, weight)) if device.cuda().is_ok() && config.dtype == Precision::F32 => {
+            let error = ConfigError::Value {
+                key: "dtype",
+                found: "f32".to_owned(),
+                expected: format!(
+                    "bf16: {} is {}, which a GPU decodes to bf16",
+                    weight.name, weight.ty.dtype
+                ),
+                hint: "set dtype = \"bf16\", train on the CPU, or start from weights that are not quantised",
+            };
+            Err(TrainError::from(error).into())
+        }
+        _ => Ok(()),
+    }
 }
 
 fn read_data(

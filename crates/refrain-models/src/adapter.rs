@@ -1,0 +1,416 @@
+//! LoRA adapters: two thin matrices beside a linear map, whose product adds to what the map makes.
+//!
+//! An [`Adapter`] is a value of its own, with its matrices as Hugging Face folders would have them.
+//! [`Model::with_adapter`] attaches one: its matrices become further weights of the model, and every step adds
+//! `scale · B(A x)` behind the maps that it belongs to. A model with an adapter attached is trained by its adapter alone.
+//! [`Model::with_live_adapter`] attaches one to generate with: the scale is in its matrices, and costs no step.
+
+use crate::error::ModelError;
+use crate::export::{Reorder, encode, reordered};
+use crate::init::Normal;
+use crate::model::Model;
+use refrain_formats::hf::{AdapterConfig, AdapterFolder, NewTensor, write_safetensors, write_whole};
+use refrain_formats::params::{Arch, RopeStyle};
+use refrain_graph::{TensorType, Weight, WeightId};
+use refrain_tensor::{DType, HostTensor, Shape};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+
+/// What stands before the names of modules in files of adapters.
+const PREFIX: &str = "base_model.model.";
+
+/// A linear map of a layer, where an adapter can be.
+#[derive(Clone, Debug)]
+pub(crate) struct LinearSite {
+    /// Its name in Hugging Face folders, such as `model.layers.0.self_attn.q_proj`.
+    pub module: String,
+    /// The same in GGUF files, such as `blk.0.attn_q`.
+    pub gguf: String,
+    pub weight: WeightId, // [n_out, n_in]
+}
+
+impl LinearSite {
+    /// The last part of its name, which is the same in every layer: `q_proj`.
+    fn kind(&self) -> &str {
+        self.module.rsplit('.').next().unwrap_or(&self.module)
+    }
+
+    fn gguf_kind(&self) -> &str {
+        self.gguf.rsplit('.').next().unwrap_or(&self.gguf)
+    }
+}
+
+/// Which linear maps get an adapter.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Targets {
+    /// All of every layer; not the embedding and not the output.
+    #[default]
+    All,
+    /// Those of attention.
+    Attention,
+    /// Those of these names, such as `q_proj` or `attn_q`.
+    Modules(Vec<String>),
+}
+
+impl Targets {
+    /// `all`, `attention`, or names with commas between.
+    pub fn of_word(text: &str) -> Targets {
+        match text.trim() {
+            "all" => Targets::All,
+            "attention" => Targets::Attention,
+            list => Targets::Modules(list.split(',').map(|name| name.trim().to_owned()).collect()),
+        }
+    }
+}
+
+impl fmt::Display for Targets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Targets::All => f.write_str("all"),
+            Targets::Attention => f.write_str("attention"),
+            Targets::Modules(names) => f.write_str(&names.join(",")),
+        }
+    }
+}
+
+/// An adapter to start training from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraSpec {
+    /// Rank of the two factors.
+    pub rank: usize,
+    /// Numerator of the factor on what the adapter adds.
+    pub alpha: f64,
+    /// Whether that is divided by the root of the rank instead of the rank.
+    pub rslora: bool,
+    /// Share of the adapter's inputs that dropout zeroes in steps that learn.
+    pub dropout: f64,
+    /// Which linear maps get one.
+    pub targets: Targets,
+}
+
+/// The adapter of one linear map.
+#[derive(Clone, Debug)]
+pub struct AdapterPart {
+    /// The map's name in Hugging Face folders, such as `model.layers.0.self_attn.q_proj`.
+    pub module: String,
+    /// The factor that is applied first.
+    pub a: HostTensor, // [rank, n_in]
+    /// The second one, its rows in the order of Hugging Face folders.
+    pub b: HostTensor, // [n_out, rank]
+}
+
+/// A LoRA adapter.
+#[derive(Clone, Debug)]
+pub struct Adapter {
+    /// Rank, scale and where it comes from.
+    pub config: AdapterConfig,
+    /// Its matrices, one pair for each linear map.
+    pub parts: Vec<AdapterPart>,
+}
+
+/// An adapter in a model: where its matrices are among the weights.
+#[derive(Clone, Debug)]
+pub(crate) struct Attached {
+    config: AdapterConfig,
+    /// Whether the scale is in B already.
+    is_live: bool,
+    /// The model's weights before those of the adapter.
+    n_base: usize,
+    pairs: Vec<Pair>,
+}
+
+/// The adapter of one linear map in a model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pair {
+    /// The map's weight.
+    pub base: WeightId, // [n_out, n_in]
+    pub a: WeightId, // [rank, n_in]
+    pub b: WeightId, // [n_out, rank], rows in the order of the model
+    pub scale: f32,
+}
+
+impl Attached {
+    /// The adapter of a linear map.
+    pub(crate) fn pair(&self, base: WeightId) -> Option<&Pair> {
+        self.pairs.iter().find(|pair| pair.base == base)
+    }
+
+    /// Share of inputs that are dropped in steps that learn.
+    pub(crate) fn dropout(&self) -> f32 {
+        self.config.dropout as f32
+    }
+
+    /// Whether a weight of the model is the adapter's.
+    pub(crate) fn owns(&self, weight: usize) -> bool {
+        weight >= self.n_base
+    }
+}
+
+impl Adapter {
+    /// Reads a folder that `peft`, or this program, has written.
+    pub fn read(folder: &AdapterFolder) -> Result<Adapter, ModelError> {
+        let config = folder.config().clone();
+        let mut halves: BTreeMap<String, [Option<HostTensor>; 2]> = BTreeMap::new();
+        let mut order = Vec::new();
+        for name in folder.names() {
+            let unknown = || ModelError::AdapterTensor { name: name.into() };
+            let (module, half) = half_of(name).ok_or_else(unknown)?;
+            if !halves.contains_key(module) {
+                order.push(module.to_owned());
+            }
+            let halves = halves.entry(module.to_owned()).or_default();
+            halves[half] = Some(folder.tensor(name)?);
+        }
+        let mut parts = Vec::with_capacity(order.len());
+        for module in order {
+            let [a, b] = halves.remove(&module).unwrap_or_default();
+            let missing = |half: &str| ModelError::AdapterHalf { module: module.clone(), half: half.into() };
+            let (a, b) = (a.ok_or_else(|| missing("lora_A"))?, b.ok_or_else(|| missing("lora_B"))?);
+            parts.push(AdapterPart { module, a, b });
+        }
+        if parts.is_empty() {
+            return Err(ModelError::AdapterEmpty);
+        }
+        Ok(Adapter { config, parts })
+    }
+
+    /// Writes `adapter_config.json` and `adapter_model.safetensors` into a folder that exists.
+    pub fn write(&self, folder: &Path, dtype: DType) -> Result<(), ModelError> {
+        let halves: Vec<(String, &HostTensor)> = self
+            .parts
+            .iter()
+            .flat_map(|part| {
+                [("lora_A", &part.a), ("lora_B", &part.b)]
+                    .map(|(half, tensor)| (format!("{PREFIX}{}.{half}.weight", part.module), tensor))
+            })
+            .collect();
+        let tensors: Vec<NewTensor> = halves
+            .iter()
+            .map(|(name, tensor)| NewTensor { name: name.clone(), dtype, shape: tensor.shape() })
+            .collect();
+        write_safetensors(&folder.join(AdapterFolder::WEIGHTS), &tensors, |idx| {
+            let (name, tensor) = &halves[idx];
+            encode(name, dtype, &numbers(name, tensor)?)
+        })?;
+        // Last: a folder with a configuration is an adapter.
+        Ok(write_whole(&folder.join(AdapterFolder::CONFIG), self.config.to_json().as_bytes())?)
+    }
+}
+
+/// The module that a tensor of an adapter belongs to, and whether it is A (0) or B (1).
+fn half_of(name: &str) -> Option<(&str, usize)> {
+    let name = name.strip_prefix(PREFIX).unwrap_or(name);
+    let name = name.strip_suffix(".weight")?;
+    // With the name of the adapter behind it, as `peft` has it in memory.
+    let name = name.strip_suffix(".default").unwrap_or(name);
+    let halves = [(".lora_A", 0), (".lora_B", 1)];
+    halves.iter().find_map(|(suffix, half)| Some((name.strip_suffix(suffix)?, *half)))
+}
+
+fn numbers(name: &str, tensor: &HostTensor) -> Result<Vec<f32>, ModelError> {
+    tensor.to_f32().map_err(|source| ModelError::Tensor { name: name.to_owned(), source })
+}
+
+fn floats(name: &str, shape: Shape, values: &[f32]) -> Result<HostTensor, ModelError> {
+    HostTensor::from_f32(shape, values).map_err(|source| ModelError::Tensor { name: name.to_owned(), source })
+}
+
+impl Model {
+    /// An adapter that changes nothing yet: A uniform within one over the root of its inputs, as `peft` has it, and B
+    /// zero. The same seed gives the same numbers on every machine.
+    pub fn fresh_adapter(&self, spec: &LoraSpec, seed: u64) -> Result<Adapter, ModelError> {
+        let sites = self.targeted(&spec.targets)?;
+        let mut parts = Vec::with_capacity(sites.len());
+        for site in &sites {
+            let shape = self.weights()[site.weight.idx()].ty.shape;
+            let [n_out, n_in] = [shape.dims()[0], shape.dims()[1]];
+            let largest = n_out.min(n_in);
+            if spec.rank == 0 || spec.rank > largest {
+                let (rank, module) = (spec.rank, site.module.clone());
+                return Err(ModelError::AdapterRank { rank, module, largest });
+            }
+            let bound = 1.0 / (n_in as f64).sqrt();
+            let mut random = Normal::new(seed, &format!("{}.lora_a", site.gguf));
+            let a: Vec<f32> = (0..spec.rank * n_in)
+                .map(|_| (random.uniform() * 2.0 - 1.0) * bound)
+                .map(|v| v as f32)
+                .collect();
+            parts.push(AdapterPart {
+                module: site.module.clone(),
+                a: floats(&site.module, Shape::from([spec.rank, n_in]), &a)?,
+                b: floats(&site.module, Shape::from([n_out, spec.rank]), &vec![0.0; n_out * spec.rank])?,
+            });
+        }
+        let mut targets: Vec<String> = Vec::new();
+        for site in &sites {
+            if !targets.iter().any(|known| known == site.kind()) {
+                targets.push(site.kind().to_owned());
+            }
+        }
+        let LoraSpec { rank, alpha, rslora, dropout, .. } = *spec;
+        let base = self.config().name.clone();
+        let config = AdapterConfig { rank, ranks_vary: false, alpha, rslora, dropout, targets, base };
+        Ok(Adapter { config, parts })
+    }
+
+    fn targeted(&self, targets: &Targets) -> Result<Vec<&LinearSite>, ModelError> {
+        let matches = |name: &str, site: &LinearSite| name == site.kind() || name == site.gguf_kind();
+        if let Targets::Modules(names) = targets {
+            for name in names {
+                if !self.sites().iter().any(|site| matches(name, site)) {
+                    return Err(ModelError::AdapterTarget { name: name.clone(), known: self.site_kinds() });
+                }
+            }
+        }
+        let is_wanted = |site: &&LinearSite| match targets {
+            Targets::All => true,
+            Targets::Attention => site.gguf_kind().starts_with("attn"),
+            Targets::Modules(names) => names.iter().any(|name| matches(name, site)),
+        };
+        Ok(self.sites().iter().filter(is_wanted).collect())
+    }
+
+    /// The names of linear maps, one for all layers.
+    fn site_kinds(&self) -> Vec<String> {
+        let mut kinds: Vec<String> = Vec::new();
+        for site in self.sites() {
+            if !kinds.iter().any(|known| known == site.kind()) {
+                kinds.push(site.kind().to_owned());
+            }
+        }
+        kinds
+    }
+
+    /// The model with an adapter beside its own weights, which stay as they are: to be trained, or looked at.
+    pub fn with_adapter(&self, adapter: &Adapter) -> Result<Model, ModelError> {
+        self.with_parts(adapter, None)
+    }
+
+    /// The same to generate with. What the adapter adds is multiplied by `scale`; 1 is as it was trained.
+    pub fn with_live_adapter(&self, adapter: &Adapter, scale: f64) -> Result<Model, ModelError> {
+        self.with_parts(adapter, Some(scale))
+    }
+
+    fn with_parts(&self, adapter: &Adapter, live: Option<f64>) -> Result<Model, ModelError> {
+        if self.attached().is_some() {
+            return Err(ModelError::AdapterTwice);
+        }
+        let mut model = self.clone();
+        let mut pairs = Vec::with_capacity(adapter.parts.len());
+        for part in &adapter.parts {
+            let site = self.site(&part.module).ok_or_else(|| ModelError::AdapterModule {
+                module: part.module.clone(),
+                arch: self.config().arch.name(),
+                n_layers: self.config().n_layers,
+                known: self.site_kinds(),
+            })?;
+            let base = self.weights()[site.weight.idx()].ty.shape;
+            let [n_out, n_in] = [base.dims()[0], base.dims()[1]];
+            let config = &adapter.config;
+            let rank = match (config.ranks_vary, part.a.shape().dims()) {
+                (true, &[rank, _]) => rank,
+                _ => config.rank,
+            };
+            let mut add = |half: &str, tensor: &HostTensor, want: [usize; 2]| {
+                let name = format!("{}.lora_{half}", site.gguf);
+                if tensor.shape().dims() != want {
+                    let (module, base_model) = (format!("{}.lora_{half}", part.module), config.base.clone());
+                    let (got, want) = (tensor.shape(), Shape::from(want));
+                    return Err(ModelError::AdapterShape { module, got, want, base_model });
+                }
+                if !tensor.dtype().is_float() {
+                    return Err(ModelError::TensorType { name, dtype: tensor.dtype() });
+                }
+                let ty = TensorType { dtype: tensor.dtype(), shape: tensor.shape() };
+                let hf = format!("{PREFIX}{}.lora_{}.weight", site.module, half.to_uppercase());
+                Ok(model.push(Weight { name, ty }, hf, tensor.clone()))
+            };
+            let a = add("a", &part.a, [rank, n_in])?;
+            let scale = config.scale(rank) as f32;
+            let b = match part.b.shape().dims() == [n_out, rank] && part.b.dtype().is_float() {
+                true => self.second_factor(site, &part.b, live.map(|live| scale * live as f32))?,
+                // Refused by its shape or type.
+                false => part.b.clone(),
+            };
+            let b = add("b", &b, [n_out, rank])?;
+            let scale = if live.is_some() { 1.0 } else { scale };
+            pairs.push(Pair { base: site.weight, a, b, scale });
+        }
+        let (config, is_live, n_base) = (adapter.config.clone(), live.is_some(), self.weights().len());
+        model.attach(Attached { config, is_live, n_base, pairs });
+        Ok(model)
+    }
+
+    /// B as a step multiplies with it: its rows in the model's order, and times a factor.
+    fn second_factor(
+        &self,
+        site: &LinearSite,
+        b: &HostTensor,
+        factor: Option<f32>,
+    ) -> Result<HostTensor, ModelError> {
+        let b = match self.row_order(site, Reorder::Join) {
+            Some(reorder) => self.in_order(&site.module, b, reorder)?,
+            None => b.clone(),
+        };
+        let Some(factor) = factor.filter(|&factor| factor != 1.0) else { return Ok(b) };
+        let values: Vec<f32> = numbers(&site.module, &b)?.iter().map(|v| v * factor).collect();
+        floats(&site.module, b.shape(), &values)
+    }
+
+    /// The adapter of [`Model::with_adapter`], with its present values.
+    pub fn adapter(&self) -> Result<Option<Adapter>, ModelError> {
+        let Some(attached) = self.attached().filter(|attached| !attached.is_live) else { return Ok(None) };
+        let mut parts = Vec::with_capacity(attached.pairs.len());
+        for pair in &attached.pairs {
+            let Some(site) = self.sites().iter().find(|site| site.weight == pair.base) else { continue };
+            let (a, b) = (self.tensors()[pair.a.idx()].clone(), &self.tensors()[pair.b.idx()]);
+            let b = match self.row_order(site, Reorder::Part) {
+                Some(reorder) => self.in_order(&site.module, b, reorder)?,
+                None => b.clone(),
+            };
+            parts.push(AdapterPart { module: site.module.clone(), a, b });
+        }
+        Ok(Some(Adapter { config: attached.config.clone(), parts }))
+    }
+
+    /// Adds what an adapter makes of a weight to its values.
+    pub(crate) fn merge_into(&self, weight: WeightId, values: &mut [f32]) -> Result<(), ModelError> {
+        let Some(pair) = self.attached().and_then(|attached| attached.pair(weight)) else { return Ok(()) };
+        let values_of = |id: WeightId| numbers(&self.weights()[id.idx()].name, &self.tensors()[id.idx()]);
+        let (a, b) = (values_of(pair.a)?, values_of(pair.b)?);
+        let rank = self.weights()[pair.a.idx()].ty.shape.dims()[0];
+        let n_in = a.len() / rank.max(1);
+        let mut sum = vec![0.0f32; n_in];
+        for (row, b) in values.chunks_exact_mut(n_in.max(1)).zip(b.chunks_exact(rank.max(1))) {
+            sum.fill(0.0);
+            for (&b, a) in b.iter().zip(a.chunks_exact(n_in.max(1))) {
+                sum.iter_mut().zip(a).for_each(|(sum, a)| *sum += b * a);
+            }
+            row.iter_mut().zip(&sum).for_each(|(value, sum)| *value += pair.scale * sum);
+        }
+        Ok(())
+    }
+
+    /// The linear map of that name. Some models have more in front of their layers than others.
+    fn site(&self, module: &str) -> Option<&LinearSite> {
+        let from_layers = |name: &str| name.find("layers.").map(|at| name[at..].to_owned());
+        let wanted = from_layers(module)?;
+        self.sites().iter().find(|site| from_layers(&site.module).as_deref() == Some(&wanted))
+    }
+
+    /// How the rows of a map's outputs are put in another order between Hugging Face folders and this model, if they are.
+    fn row_order(&self, site: &LinearSite, reorder: Reorder) -> Option<Reorder> {
+        let config = self.config();
+        let is_rotated = matches!(site.gguf_kind(), "attn_q" | "attn_k");
+        let is_joined = config.arch == Arch::Llama && config.rope.style == RopeStyle::Norm;
+        (is_rotated && is_joined).then_some(reorder)
+    }
+
+    fn in_order(&self, name: &str, b: &HostTensor, reorder: Reorder) -> Result<HostTensor, ModelError> {
+        let config = self.config();
+        let values = numbers(name, b)?;
+        let values = reordered(&values, reorder, b.shape(), config.head_dim, config.rope.dims);
+        floats(name, b.shape(), &values)
+    }
+}
