@@ -41,7 +41,7 @@ pub use bench::{
     bench,
 };
 pub use error::Error;
-pub use examine::{KernelReport, examine_kernels, read_bandwidth};
+pub use examine::{KernelReport, examine_kernels, free_memory, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
 pub use model::{BUILTIN_NAME, Model};
 pub use placement::{TableNeeds, TablePlacement, host_free_bytes};
