@@ -7,10 +7,12 @@ use crate::trial;
 use anstyle::{AnsiColor, Style};
 use clap::ValueEnum;
 use refrain::{Device, FaultScript, GraphMode, KernelOrigin, Method, examine_kernels};
+use refrain::{NamedShape, SHAPES, TableNeeds, free_memory, host_free_bytes};
 use refrain_driver::DeviceKind;
 use refrain_driver::doctor::{Row, Verdict, examine};
 use refrain_driver::sim::SimOptions;
 use refrain_driver::trial::Finding;
+use refrain_hub::Bytes;
 use serde_json::json;
 use std::time::Duration;
 
@@ -59,13 +61,10 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
             let mut rows = with_compiler(examine(kind.clone()));
             rows.extend(graph_method(&kind, context));
             let (graph, method) = (GraphMode::Off, Method::Stream);
-            rows.push(kernels(&Device::Sim {
-                seed: 0,
-                faults: FaultScript::default(),
-                graph,
-                method,
-                profile: false,
-            }));
+            let device =
+                Device::Sim { seed: 0, faults: FaultScript::default(), graph, method, profile: false };
+            rows.push(kernels(&device));
+            rows.extend(tables(&device));
             rows
         }
     };
@@ -121,14 +120,16 @@ fn cuda(index: u32, context: &Context) -> Vec<Row> {
     // Nothing loads where there is no card, or a card that is lost; a row above says so.
     if rows.iter().all(|row| row.verdict != Verdict::Skipped) {
         let env = context.store.env();
-        rows.push(kernels(&Device::Cuda {
+        let device = Device::Cuda {
             ordinal: index,
             graph: GraphMode::Off,
             method: Method::Stream,
             profile: false,
             kernel_cache: Some(env.refrain_home.join("kernels")),
             nvrtc: env.nvrtc.clone(),
-        }));
+        };
+        rows.push(kernels(&device));
+        rows.extend(tables(&device));
     }
     rows
 }
@@ -140,6 +141,23 @@ fn graph_method(kind: &DeviceKind, context: &Context) -> Option<Row> {
     let measured = choice.method.to_string();
     let advice = choice.avoids_capture().then(|| "another driver version may do better".to_owned());
     Some(Row { name: "graph method", verdict, measured, words: choice.because, advice })
+}
+
+/// Where `--ple auto` puts the per-layer embeddings of the models that have some, with weights in 16 bits.
+fn tables(device: &Device) -> Option<Row> {
+    let (free, unified) = free_memory(device).ok()??;
+    let place = |shape: &NamedShape| {
+        let needs = TableNeeds::of_shape(shape)?;
+        Some(match needs.rest_fits(free) {
+            true => format!("{} {}", shape.name, needs.choose(free, host_free_bytes(), unified)),
+            false => format!("{} does not fit without its table either", shape.name),
+        })
+    };
+    let places: Vec<String> = SHAPES.iter().filter_map(place).collect();
+    let words = format!("where per-layer embeddings in 16 bits go, by {} of free memory", Bytes(free));
+    let advice = Some("--ple device, pinned or host says otherwise".to_owned());
+    let measured = places.join(", ");
+    Some(Row { name: "tables", verdict: Verdict::Note, measured, words, advice })
 }
 
 /// Where the kernels come from: the binary, the cache or the compiler.

@@ -630,6 +630,29 @@ fn what_is_remembered_of_a_driver_and_cannot_be_read_is_tried_again() {
 }
 
 #[test]
+fn the_doctor_tells_where_per_layer_embeddings_would_go() {
+    let rows = Cli::new().run(&["doctor", "--device", "sim", "--json"]).json();
+    let row = rows["rows"].as_array().unwrap().iter().find(|row| row["name"] == "tables").unwrap();
+    // The simulated card has 4 GiB: too few for what is not the table.
+    let measured = row["measured"].as_str().unwrap();
+    assert!(measured.contains("gemma4-e2b does not fit without its table either"), "{measured}");
+    assert!(row["advice"].as_str().unwrap().contains("--ple"), "{row}");
+}
+
+#[test]
+fn a_plan_shows_every_place_of_per_layer_embeddings() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../refrain-models/tests/goldens/gemma4-e2b");
+    let plan = Cli::new().run(&["plan", model, "--device", "sim", "--ple", "host"]).ok();
+    assert!(
+        plan.contains("segment 0: steps 0 to 0, runs on the host: its table stays on the host"),
+        "{plan}"
+    );
+    assert!(plan.contains("can be recorded and replayed as one launch"), "{plan}");
+    assert!(plan.contains("device 1 segment, nothing over the bus"), "{plan}");
+    assert!(plan.contains("* host   2 segments, 288 B over the bus before the graph"), "{plan}");
+}
+
+#[test]
 fn the_doctor_tells_how_graphs_are_recorded() {
     let rows = Cli::new().run(&["doctor", "--device", "sim", "--json"]).json();
     let rows = rows["rows"].as_array().expect("rows");

@@ -234,8 +234,9 @@ fn smaller_groups_are_proposed_until_one_has_a_kernel() {
     let names = groups(&graph, &refuse);
     assert!(names.iter().all(|name| !name.contains(' ')), "{names:?}");
     let asked = asked.into_inner();
-    assert_eq!(asked[..3], ["attend true", "attend false", "rope append"]);
-    let first = &asked[6..];
+    let chain = ["attend true", "attend false", "rope append", "attend stored true", "attend stored false"];
+    assert_eq!(asked[..5], chain);
+    let first = &asked[10..];
     assert_eq!(first[..4], ["3 of norm, biases", "3 of plain, biases", "3 of norm", "3 of plain"]);
     assert_eq!(first[4], "1 of attention");
     let gated = ["2 of sum with a norm, gated", "2 of sum, gated", "2 of plain, gated"];
@@ -268,7 +269,44 @@ fn nodes_that_wait_for_each_other_through_another_are_no_group() {
     let y = b.attention(attention, q, [keys, values], places).unwrap();
     b.output("y", y).unwrap();
     let got = groups(&b.finish(), &everything);
-    assert!(got.iter().all(|group| !group.contains(' ')), "{got:?}");
+    assert!(got.iter().all(|group| !group.contains(' ') || group == STORED), "{got:?}");
+}
+
+/// Queries and attention, which are a group wherever the caches are filled.
+const STORED: &str = "rope attention";
+
+#[test]
+fn attention_over_caches_that_another_fills_is_a_group_with_its_queries() {
+    let cache = ty(DType::F32, &[4, 1, 4, HEAD_DIM]);
+    let states = ["k", "v"].map(|name| State::paged(name, cache)).to_vec();
+    let weights = vec![
+        Weight { name: "inv_freq".into(), ty: ty(DType::F32, &[HEAD_DIM / 2]) },
+        Weight { name: "norm".into(), ty: ty(DType::F32, &[HEAD_DIM]) },
+    ];
+    let mut b = GraphBuilder::new(weights, states);
+    let x = b.input("x", ty(DType::F32, &[1, 1, HEAD_DIM])).unwrap();
+    let places = [("positions", &[1][..]), ("seqs", &[1]), ("tables", &[1, 4])]
+        .map(|(name, dims)| b.input(name, ty(DType::I32, dims)).unwrap());
+    let [inv_freq, norm] = [0, 1].map(|i| b.weight(WeightId::from_idx(i)));
+    let rope = Rope { style: RopeStyle::Neox, n_dims: HEAD_DIM, magnitude: 1.0 };
+    let attention = Attention { scale: 0.5, window: None, softcap: None };
+    let turned = |b: &mut GraphBuilder, x| {
+        let x = b.rms_norm(x, norm, 1e-6, "norm").unwrap();
+        b.rope(rope, x, places[0], inv_freq).unwrap()
+    };
+    let (q, k) = (turned(&mut b, x), turned(&mut b, x));
+    let v = b.rms_norm(x, norm, 1e-6, "value_norm").unwrap();
+    let [keys, values] = [0, 1].map(|i| b.state(StateId::from_idx(i)));
+    let keys = b.kv_append(keys, k, places).unwrap();
+    let values = b.kv_append(values, v, places).unwrap();
+    let y = b.attention(attention, q, [keys, values], places).unwrap();
+    // A later layer, with queries of its own.
+    let q = turned(&mut b, y);
+    let y = b.attention(attention, q, [keys, values], places).unwrap();
+    b.output("y", y).unwrap();
+    let got = groups(&b.finish(), &everything);
+    let own = "norm norm value_norm rope rope kv_append kv_append attention";
+    assert_eq!(got, [own, "norm rope attention"]);
 }
 
 /// Queries made of turned keys, and values that are turned keys.
@@ -294,7 +332,7 @@ fn members_that_read_each_other_besides_the_chain_are_no_group() {
         let y = b.attention(attention, q, [keys, values], places).unwrap();
         b.output("y", y).unwrap();
         let got = groups(&b.finish(), &everything);
-        assert!(got.iter().all(|group| !group.contains(' ')), "{got:?}");
+        assert!(got.iter().all(|group| !group.contains(' ') || group == STORED), "{got:?}");
     }
 }
 

@@ -165,6 +165,29 @@ impl NamedShape {
         }
     }
 
+    /// Numbers in all weights but the second embedding, and in that.
+    pub fn n_parameters(&self) -> [usize; 2] {
+        let config = self.config();
+        let size = |name: &str| tensor_dims(&config, name).map_or(0, |dims| dims.iter().product::<usize>());
+        let mut n = GLOBAL_NAMES.map(size).iter().sum::<usize>();
+        for layer in 0..self.n_layers {
+            let has_kv = config.kv_layer(layer) == layer;
+            let has_v = !(config.keys_as_values && config.layer(layer) == LayerAttention::Full);
+            let is_there = |part: &&&str| match part.strip_suffix(".weight").unwrap_or(part) {
+                "attn_k" => has_kv,
+                "attn_k_norm" => has_kv && config.qk_norm,
+                "attn_v" => has_kv && has_v,
+                "attn_q_norm" => config.qk_norm,
+                "post_attention_norm" | "post_ffw_norm" => config.activation == Activation::GeluTanh,
+                "attn_q.bias" | "attn_k.bias" | "attn_v.bias" => config.qkv_bias,
+                _ => true,
+            };
+            let parts = LAYER_PARTS.iter().filter(is_there);
+            n += parts.map(|part| size(&format!("blk.{layer}.{part}"))).sum::<usize>();
+        }
+        [n, size("per_layer_token_embd.weight")]
+    }
+
     /// What each layer attends to: in Gemma, one of several sees all; in Gemma 4 the last one too.
     fn layers(&self) -> Vec<LayerAttention> {
         let period = self.gemma4.map_or(6, |more| more.period);
@@ -195,6 +218,33 @@ impl NamedShape {
         layers.iter().enumerate().map(size).collect()
     }
 }
+
+/// Tensors outside the layers, but for the second embedding.
+const GLOBAL_NAMES: [&str; 4] =
+    ["token_embd.weight", "output_norm.weight", "per_layer_model_proj.weight", "per_layer_proj_norm.weight"];
+
+/// Tensors that layers of one architecture or another have.
+const LAYER_PARTS: [&str; 19] = [
+    "attn_norm.weight",
+    "attn_q.weight",
+    "attn_k.weight",
+    "attn_v.weight",
+    "attn_q.bias",
+    "attn_k.bias",
+    "attn_v.bias",
+    "attn_q_norm.weight",
+    "attn_k_norm.weight",
+    "attn_output.weight",
+    "post_attention_norm.weight",
+    "ffn_norm.weight",
+    "ffn_gate.weight",
+    "ffn_up.weight",
+    "ffn_down.weight",
+    "post_ffw_norm.weight",
+    "inp_gate.weight",
+    "proj.weight",
+    "post_norm.weight",
+];
 
 /// How the matrices of a random model are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -373,6 +423,22 @@ mod tests {
             let spec = StepSpec::of_one(1, 1, Head::Logits);
             model.graph(&spec, &kv).unwrap();
         }
+    }
+
+    #[test]
+    fn the_parameters_of_a_shape_are_those_of_its_model() {
+        for name in ["gemma4-e2b", "gemma4-31b", "gemma3-1b", "llama-1m", "qwen2.5-0.5b", "qwen3-0.6b"] {
+            let mut shape = *NamedShape::find(name).unwrap();
+            (shape.n_vocab, shape.hidden, shape.ffn) = (64, 64, 128);
+            shape.n_layers = shape.n_layers.min(12);
+            let model = Model::random(&shape, QuantMix::All(DType::F16)).unwrap();
+            let of_files = model.weights().iter().enumerate().filter(|(idx, _)| !model.is_derived(*idx));
+            let want: usize = of_files.map(|(_, w)| w.ty.shape.n_elements()).sum();
+            assert_eq!(shape.n_parameters().iter().sum::<usize>(), want, "{name}");
+        }
+        let [others, table] = NamedShape::find("gemma4-e2b").unwrap().n_parameters();
+        assert_eq!(table, 262_144 * 35 * 256);
+        assert!((2.2e9..2.4e9).contains(&(others as f64)), "{others}");
     }
 
     #[test]

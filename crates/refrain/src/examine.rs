@@ -31,6 +31,15 @@ pub fn examine_kernels(device: &Device) -> Result<Option<KernelReport>, Error> {
     Ok(origin.map(|origin| KernelReport { origin, units, took, prebuilt: prebuilt_archs() }))
 }
 
+/// Free bytes of a CUDA device, and whether they are the host's; `None` for the CPU.
+pub fn free_memory(device: &Device) -> Result<Option<(u64, bool)>, Error> {
+    let Ok((kind, _)) = device.cuda() else { return Ok(None) };
+    let failed = |source| Error::Cuda(CudaError::Driver { step: "asking for free memory".into(), source });
+    let device = refrain_driver::Device::open(kind).map_err(failed)?;
+    let free = device.context().and_then(|ctx| ctx.mem_info()).map_err(failed)?.0;
+    Ok(Some((free, device.info().unified)))
+}
+
 /// Bytes per second that a device reads from its memory at best, measured. Of a CUDA device it takes 4 GiB of memory for
 /// that, or a quarter of what is free, and nothing else may be using it from this process.
 pub fn read_bandwidth(device: &Device) -> Result<f64, Error> {

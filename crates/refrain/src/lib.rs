@@ -42,7 +42,7 @@ pub use bench::{
     bench,
 };
 pub use error::Error;
-pub use examine::{KernelReport, examine_kernels, read_bandwidth};
+pub use examine::{KernelReport, examine_kernels, free_memory, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
 pub use merge::merge;
 pub use model::{BUILTIN_NAME, Model};

@@ -1,6 +1,6 @@
 //! Where a table lies of which a step reads one row a token: the per-layer embeddings of Gemma 4 E2B and E4B.
 
-use refrain_models::{KvSpec, Model};
+use refrain_models::{KvSpec, Model, NamedShape};
 use std::fmt;
 
 /// Where the table of per-layer embeddings lies. All give the same bits.
@@ -67,6 +67,18 @@ impl TableNeeds {
             row_bytes: bytes / n_rows,
             other_bytes: others.saturating_add(kv_bytes),
         })
+    }
+
+    /// Those of a shape with weights in 16 bits and no cache; `None` where it has no such table.
+    pub fn of_shape(shape: &NamedShape) -> Option<TableNeeds> {
+        let [others, table] = shape.n_parameters().map(|n| 2 * n as u64);
+        let rows = shape.config().per_layer?.n_vocab.max(1) as u64;
+        Some(TableNeeds { table_bytes: table, row_bytes: table / rows, other_bytes: others })
+    }
+
+    /// Whether the rest of the model fits a device with so many free bytes.
+    pub fn rest_fits(&self, device_free: u64) -> bool {
+        self.other_bytes.saturating_add(RESERVE_BYTES) <= device_free
     }
 
     /// The first place that fits a device with so many free bytes and a host that has so many to give. A device that
