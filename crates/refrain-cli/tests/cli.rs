@@ -325,7 +325,7 @@ fn attention_that_takes_several_launches_is_told_with_the_reason() {
     let told: Vec<&str> = plan.lines().filter(|line| line.starts_with("apart ")).collect();
     assert_eq!(told.len(), 2, "{plan}");
     assert!(told.iter().all(|line| line.contains("more run as steps of their own")), "{told:?}");
-    assert!(told[0].ends_with("heads have 4 elements, not a multiple of 8 up to 256"), "{told:?}");
+    assert!(told[0].ends_with("heads have 4 elements, not a multiple of 8 up to 512"), "{told:?}");
     assert!(told[1].contains("no kernel multiplies one row with F32 weights"), "{told:?}");
     let log = cli.run(&with(&["bench", "./small-heads", "-p", "0", "-n", "2", "-r", "1", "-v"], &SIM)).stderr;
     assert!(log.contains(told[0]), "{log}");
