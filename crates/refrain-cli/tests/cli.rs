@@ -529,7 +529,7 @@ fn a_device_that_is_lost_mid_text_keeps_what_was_written_and_has_its_own_exit_co
     assert!(!written.is_empty() && whole.starts_with(written), "{written:?} of {whole:?}");
     assert!(ended.stderr.contains("700") && ended.stderr.contains("hint: "), "{}", ended.stderr);
     // A kernel that gets a byte wrong makes up a token and then loses the device: that is the error, not the token.
-    let wrong = ["--graph", "off", "--seed", "1", "-n", "40", "--faults", "on 400th launch: wrong byte"];
+    let wrong = ["--graph", "off", "--seed", "1", "-n", "40", "--faults", "on 1222nd launch: wrong byte"];
     let ended = cli.run(&with(&["run", "stories", "Once upon a time", "--device", "sim"], &wrong));
     assert!(ended.stderr.contains("context is lost"), "another launch has to be named: {}", ended.stderr);
     assert_eq!(ended.code, Some(3), "{}", ended.stderr);
