@@ -208,12 +208,12 @@ fn measure_training(
     let (low, high) = report.seconds.range();
     out.line(format_args!(
         "step     {}  ({} to {}), {} tok/s",
-        short_time(report.seconds.median()),
+        short_time(report.seconds.mean()),
         short_time(low),
         short_time(high),
         short_rate(report.tokens_per_second())
     ))?;
-    let rate = report.step_flops / report.seconds.median();
+    let rate = report.step_flops / report.seconds.mean();
     let share = report.peak_share().zip(report.peak_flops).map_or_else(String::new, |(share, peak)| {
         format!(", {:.1} % of the {}FLOPS of {}", 100.0 * share, short_flops(peak), report.device_name)
     });
@@ -267,7 +267,7 @@ fn training_json(report: &TrainBenchReport, bench: &TrainBench, args: &Args) -> 
         "dtype": args.dtype.to_string(),
         "masters": args.masters.to_string(),
         "steps": report.seconds.0.len(),
-        "ms_per_step": { "median": report.ms(), "samples": report.seconds.0.iter().map(|s| 1e3 * s).collect::<Vec<_>>() },
+        "ms_per_step": { "mean": report.ms(), "median": 1e3 * report.seconds.median(), "samples": report.seconds.0.iter().map(|s| 1e3 * s).collect::<Vec<_>>() },
         "tokens_per_second": report.tokens_per_second(),
         "flop_per_step": report.step_flops,
         "peak_flops": report.peak_flops,

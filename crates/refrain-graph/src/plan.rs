@@ -353,6 +353,8 @@ impl Plan {
                         let n = step.outputs[0].layout.shape().n_elements();
                         traffic.weight_bytes += n / operand.dtype.block_len() * operand.dtype.block_bytes();
                     }
+                    // What a function on the host looks up there never reaches the device's memory but as its result.
+                    Place::Weight(_) if matches!(step.op, Op::HostCall(_)) => {}
                     Place::Weight(_) => traffic.weight_bytes += distinct_bytes(operand),
                     Place::State(_) => {
                         if let Op::Attention(attention) = &step.op {

@@ -57,6 +57,11 @@ impl Samples {
         sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
     }
 
+    /// The mean.
+    pub fn mean(&self) -> f64 {
+        self.0.iter().sum::<f64>() / self.0.len() as f64
+    }
+
     /// The smallest and the largest.
     pub fn range(&self) -> (f64, f64) {
         let fold = |f: fn(f64, f64) -> f64, from| self.0.iter().copied().fold(from, f);

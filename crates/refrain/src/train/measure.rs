@@ -103,14 +103,14 @@ pub struct TrainBenchReport {
 }
 
 impl TrainBenchReport {
-    /// Milliseconds of a step: the median.
+    /// Milliseconds of a step: the mean, since several are in flight and results may come together.
     pub fn ms(&self) -> f64 {
-        1e3 * self.seconds.median()
+        1e3 * self.seconds.mean()
     }
 
     /// Tokens a second.
     pub fn tokens_per_second(&self) -> f64 {
-        self.n_tokens as f64 / self.seconds.median()
+        self.n_tokens as f64 / self.seconds.mean()
     }
 
     /// Microseconds that a step takes of the host, on both threads together.
@@ -120,7 +120,7 @@ impl TrainBenchReport {
 
     /// The share of the peak, where that is known.
     pub fn peak_share(&self) -> Option<f64> {
-        self.peak_flops.map(|peak| self.step_flops / self.seconds.median() / peak)
+        self.peak_flops.map(|peak| self.step_flops / self.seconds.mean() / peak)
     }
 }
 
