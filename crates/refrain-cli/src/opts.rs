@@ -147,7 +147,7 @@ impl DeviceOpts {
     ) -> anyhow::Result<Session> {
         let session = self.start_with(n_context, context, |options| Session::new(model, options))?;
         if !context.quiet {
-            say_what_is_elsewhere(&session);
+            say_what_is_elsewhere(&session, self.ple);
         }
         Ok(session)
     }
@@ -283,7 +283,7 @@ impl DeviceOpts {
 }
 
 /// Names parts of a model that are not used, and a table that is not where the other weights are.
-fn say_what_is_elsewhere(session: &Session) {
+fn say_what_is_elsewhere(session: &Session, asked: PleArg) {
     let left_out = &session.model().config().left_out;
     if !left_out.is_empty() {
         let parts = left_out.join(" and ");
@@ -296,7 +296,12 @@ fn say_what_is_elsewhere(session: &Session) {
         Some(TablePlacement::Host) => {
             talk!("the per-layer embeddings stay in the file: the host reads a row before each token");
         }
-        Some(TablePlacement::Device | TablePlacement::Auto) | None => {}
+        Some(TablePlacement::Device | TablePlacement::Auto) => {}
+        None if asked == PleArg::Auto => {}
+        None if session.backend() == "cpu" => {
+            talk!("--ple is for CUDA devices: the CPU reads per-layer embeddings where the file is mapped");
+        }
+        None => talk!("--ple changes nothing: {} has no per-layer embeddings", session.model().name()),
     }
 }
 

@@ -285,3 +285,14 @@ fn a_file_without_read_permission_is_refused() {
     let said = common::ended(command.output().expect("it runs")).refused();
     assert!(said.contains("secret.gguf") && said.contains("ermission"), "{said}");
 }
+
+#[test]
+fn a_place_for_a_table_that_is_not_there_or_not_moved_is_told() {
+    let cli = Cli::new();
+    let ended = cli.run(&["run", "stories", "Once", "-n", "2", "--device", "cpu", "--ple", "pinned"]);
+    assert!(ended.stderr.contains("--ple is for CUDA devices"), "{}", ended.stderr);
+    let ended = cli.run(&["run", "stories", "Once", "-n", "2", "--device", "sim", "--ple", "host"]);
+    assert!(ended.stderr.contains("has no per-layer embeddings"), "{}", ended.stderr);
+    let ended = cli.run(&["run", "stories", "Once", "-n", "2", "--device", "cpu"]);
+    assert!(!ended.stderr.contains("--ple"), "{}", ended.stderr);
+}

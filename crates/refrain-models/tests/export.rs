@@ -44,7 +44,9 @@ fn a_folder_written_in_both_forms_has_the_same_logits() {
         let golden = golden(case);
         let at = tempfile::tempdir().unwrap();
         let model = Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap();
-        for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 6e-2)] {
+        // Scores that are not scaled make more of what rounding does to the weights.
+        let rounded = if case.starts_with("gemma4") { 6e-2 } else { 3e-2 };
+        for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, rounded)] {
             for files in exported(&model, at.path(), dtype) {
                 let error = relative_error(&all_logits(&files, &golden.tokens), &golden.logits);
                 assert!(
