@@ -11,6 +11,8 @@ The models are those of tools/goldens.py. Written beside each of them:
                           f32.norms [10]: gradient norms before clipping
                           f32.grad.NAME, bf16.grad.NAME: the gradient of each weight in the first step
                           f32.last.NAME: each weight after the tenth step (llama alone)
+                          f64.losses, f64.norms [10]: the same run in f64, where steps amplify rounding (CHAOTIC): how far
+                          f32 is from them bounds how far two runs in f32 may be apart
 
 Weights in bf16 have f32 masters: the optimiser works on f32 weights, the model on copies of them in bf16.
 """
@@ -23,7 +25,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-CASES = ["llama", "llama-tied", "mistral-window", "qwen2", "qwen3", "gemma3", "gemma4-e4b", "gemma4-dense"]
+CASES = ["llama", "llama-tied", "mistral-window", "qwen2", "qwen3", "gemma3", "gemma4-e2b", "gemma4-e4b", "gemma4-dense"]
+CHAOTIC = ["gemma4-e2b"]
 ROW, STEPS = 24, 10
 BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -75,7 +78,7 @@ def loss_of(model, tokens, targets, positions, documents, dtype):
         attention_mask=mask,
         use_cache=False,
     )
-    logits = out.logits[0].float()
+    logits = out.logits[0] if dtype == torch.float64 else out.logits[0].float()
     return torch.nn.functional.cross_entropy(logits, torch.where(targets < 0, -100, targets))
 
 
@@ -97,11 +100,12 @@ def train(folder, dtype, out):
     model.train()
     names = {id(p): name for name, p in model.named_parameters()}
     # The module in bf16 reads copies of the masters, which the optimiser changes.
-    masters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    masters = {name: p.detach().to(wide, copy=True).requires_grad_() for name, p in model.named_parameters()}
     model = model.to(dtype)
     adam = optimiser(list(masters.values()))
     data = batch(config.vocab_size)
-    key = "f32" if dtype == torch.float32 else "bf16"
+    key = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16"}[dtype]
     losses, norms = [], []
     for step in range(STEPS):
         for name, p in model.named_parameters():
@@ -110,8 +114,8 @@ def train(folder, dtype, out):
         loss = loss_of(model, *data, dtype)
         loss.backward()
         for name, p in model.named_parameters():
-            masters[name].grad = p.grad.float()
-            if step == 0:
+            masters[name].grad = p.grad.to(wide)
+            if step == 0 and dtype != torch.float64:
                 out[f"{key}.grad.{name}"] = p.grad.clone()
         norms.append(torch.nn.utils.clip_grad_norm_(masters.values(), CLIP).item())
         for group in adam.param_groups:
@@ -119,9 +123,9 @@ def train(folder, dtype, out):
         adam.step()
         losses.append(loss.item())
     out[f"{key}.losses"] = torch.tensor(losses)
-    if dtype == torch.float32:
-        out["f32.norms"] = torch.tensor(norms)
-        if folder.name == "llama":
+    if dtype != torch.bfloat16:
+        out[f"{key}.norms"] = torch.tensor(norms)
+        if dtype == torch.float32 and folder.name == "llama":
             out |= {f"f32.last.{name}": p.detach().clone() for name, p in masters.items()}
     return data
 
@@ -130,7 +134,7 @@ def main():
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "crates/refrain-models/tests/goldens")
     for case in sys.argv[2:] or CASES:
         out = {}
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in [torch.float64] * (case in CHAOTIC) + [torch.float32, torch.bfloat16]:
             tokens, targets, positions, documents = train(root / case, dtype, out)
         out |= dict(tokens=tokens, targets=targets, positions=positions, documents=documents)
         made_with = dict(

@@ -7,8 +7,17 @@ use refrain_graph::{Graph, Op, TrainOp, fuse, join_sums};
 use refrain_models::{TrainPhase, TrainSpec};
 use refrain_tensor::DType;
 
-const CASES: [&str; 8] =
-    ["llama", "llama-tied", "mistral-window", "qwen2", "qwen3", "gemma3", "gemma4-e4b", "gemma4-dense"];
+const CASES: [&str; 9] = [
+    "llama",
+    "llama-tied",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "gemma4-e2b",
+    "gemma4-e4b",
+    "gemma4-dense",
+];
 
 #[test]
 fn gradients_of_every_architecture_agree_with_pytorch() {
@@ -62,18 +71,19 @@ fn ten_steps_have_the_losses_and_norms_of_pytorch() {
     for case in CASES {
         let golden = Golden::of(case);
         let mut bench = Bench::new(case, SPEC, TrainPhase::Update);
+        let most = [golden.amplified("losses", 1e-5), golden.amplified("norms", 1e-4)];
         for (step, (want, norm)) in
             golden.floats("f32.losses").into_iter().zip(golden.floats("f32.norms")).enumerate()
         {
             let loss = bench.run(&golden, step);
             assert!(
-                (loss - want).abs() < 1e-5 * want,
+                (loss - want).abs() < most[0][step] * want,
                 "{case}, step {step}: loss {loss}, PyTorch has {want}"
             );
             let squares = bench.output(bench.step.inputs.sum_squares.unwrap());
             assert!(
-                (squares.sqrt() - norm).abs() < 1e-4 * norm,
-                "{case}, step {step}: {} {norm}",
+                (squares.sqrt() - norm).abs() < most[1][step] * norm,
+                "{case}, step {step}: norm {}, PyTorch has {norm}",
                 squares.sqrt()
             );
         }
@@ -102,10 +112,16 @@ fn ten_steps_in_bf16_have_the_losses_of_pytorch() {
         let golden = Golden::of(case);
         let spec = TrainSpec { dtype: DType::BF16, masters: true, ..SPEC };
         let mut bench = Bench::new(case, spec, TrainPhase::Update);
-        // In PyTorch the losses of these models in BF16 are up to 2 % off those in F32: those are the ones to be near to.
-        let (key, tolerance) =
-            if case.starts_with("gemma4") { ("f32.losses", 1.5e-2) } else { ("bf16.losses", 1e-2) };
-        for (step, want) in golden.floats(key).into_iter().enumerate() {
+        let (exact, torch) = (golden.floats("f32.losses"), golden.floats("bf16.losses"));
+        let strays = exact.iter().zip(&torch).fold(0f32, |most, (e, t)| most.max((t - e).abs() / e));
+        // Gemma 4 does not scale its scores, and PyTorch's losses in BF16 stray from its own in F32 by 2 %. Ours must be near
+        // those in F32. The steps of gemma4-e2b amplify rounding: there half again PyTorch's distance is the limit.
+        let (want, tolerance) = match case {
+            "gemma4-e2b" => (exact, 1.5 * strays),
+            case if case.starts_with("gemma4") => (exact, 1.5e-2),
+            _ => (torch, 1e-2),
+        };
+        for (step, want) in want.into_iter().enumerate() {
             let loss = bench.run(&golden, step);
             assert!(
                 (loss - want).abs() < tolerance * want,

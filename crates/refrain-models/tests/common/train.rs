@@ -35,6 +35,23 @@ impl Golden {
         }
     }
 
+    /// How far apart two runs in F32 may be at each step: `least`, or where steps amplify rounding four times the largest
+    /// distance so far between PyTorch's runs in F32 and in F64.
+    pub(crate) fn amplified(&self, name: &str, least: f32) -> Vec<f32> {
+        let single = self.floats(&format!("f32.{name}"));
+        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
+        if tensors.tensor(&format!("f64.{name}")).is_err() {
+            return vec![least; single.len()];
+        }
+        let mut farthest = 0f32;
+        let both = single.iter().zip(self.floats(&format!("f64.{name}")));
+        both.map(|(single, double)| {
+            farthest = farthest.max((single - double).abs() / double);
+            least.max(4.0 * farthest)
+        })
+        .collect()
+    }
+
     pub(crate) fn ints(&self, name: &str) -> Vec<i32> {
         let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
         let data = tensors.tensor(name).unwrap().data().to_vec();
