@@ -8,6 +8,7 @@
 
 mod model; // hyperparameters and weights, made into graphs
 mod state; // what layers keep between steps
+mod layers; // the pieces that layers are made of
 mod step; // what every architecture's step has in common
 mod weights; // finding, checking and naming weights
 mod train; // steps that learn
@@ -22,8 +23,6 @@ mod error;
 mod gemma3;
 mod gemma4;
 mod llama;
-mod qwen2;
-mod qwen3;
 
 pub use adapter::{Adapter, AdapterPart, LoraSpec, Targets};
 pub use error::ModelError;

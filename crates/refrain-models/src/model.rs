@@ -2,10 +2,11 @@
 
 use crate::adapter::{Attached, LinearSite};
 use crate::error::ModelError;
+use crate::layers::Decoder;
 use crate::state::{LayerState, StateTable};
-use crate::step::{Architecture, Shared, Step};
-use crate::weights::{TensorSource, WeightTable};
-use crate::{gemma3, gemma4, llama, qwen2, qwen3};
+use crate::step::{Shared, Step};
+use crate::weights::{HfNames, TensorSource, WeightTable};
+use crate::{gemma3, gemma4, llama};
 use refrain_formats::ModelFiles;
 use refrain_formats::params::{Arch, ModelConfig};
 #[cfg(doc)]
@@ -83,8 +84,17 @@ pub struct Model {
     sites: Vec<LinearSite>,
     attached: Option<Attached>,
     shared: Shared,
-    arch: Arc<dyn Architecture>,
+    decoder: Arc<Decoder>,
     tables_on_host: bool,
+}
+
+/// The names of an architecture's tensors, and the function that declares its layers.
+fn architecture(arch: Arch) -> (HfNames, fn(&mut WeightTable<'_>) -> Result<Decoder, ModelError>) {
+    match arch {
+        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 => (llama::NAMES, llama::declare),
+        Arch::Gemma3 => (gemma3::NAMES, gemma3::declare),
+        Arch::Gemma4 => (gemma4::NAMES, gemma4::declare),
+    }
 }
 
 impl Model {
@@ -95,22 +105,10 @@ impl Model {
 
     /// A model whose tensors come from anywhere.
     pub fn from_source(config: ModelConfig, source: &dyn TensorSource) -> Result<Model, ModelError> {
-        let layer_names = match config.arch {
-            Arch::Llama => llama::LAYER_NAMES,
-            Arch::Qwen2 => qwen2::LAYER_NAMES,
-            Arch::Qwen3 => qwen3::LAYER_NAMES,
-            Arch::Gemma3 => gemma3::LAYER_NAMES,
-            Arch::Gemma4 => gemma4::LAYER_NAMES,
-        };
-        let mut table = WeightTable::new(&config, source, layer_names);
+        let (names, declare) = architecture(config.arch);
+        let mut table = WeightTable::new(&config, source, names);
         let shared = Shared::declare(&mut table)?;
-        let arch: Arc<dyn Architecture> = match config.arch {
-            Arch::Llama => Arc::new(llama::Llama::declare(&mut table)?),
-            Arch::Qwen2 => Arc::new(qwen2::Qwen2::declare(&mut table)?),
-            Arch::Qwen3 => Arc::new(qwen3::Qwen3::declare(&mut table)?),
-            Arch::Gemma3 => Arc::new(gemma3::Gemma3::declare(&mut table)?),
-            Arch::Gemma4 => Arc::new(gemma4::Gemma4::declare(&mut table)?),
-        };
+        let decoder = Arc::new(declare(&mut table)?);
         let WeightTable { weights, tensors, hf_names, derived, fixed, sites, .. } = table;
         let (attached, tables_on_host) = (None, false);
         Ok(Model {
@@ -123,7 +121,7 @@ impl Model {
             sites,
             attached,
             shared,
-            arch,
+            decoder,
             tables_on_host,
         })
     }
@@ -131,7 +129,7 @@ impl Model {
     /// The table of which a step reads one row a token, where there is one besides the embedding: it need not be on the
     /// device.
     pub fn token_table(&self) -> Option<WeightId> {
-        self.arch.token_table()
+        self.decoder.token_table()
     }
 
     /// The same model with steps that gather the rows of [`Model::token_table`] on the host, before all else.
@@ -213,12 +211,12 @@ impl Model {
 
     /// What enters the first layer of a step that is being built.
     pub(crate) fn begin(&self, step: &mut Step<'_>) -> Result<ValueId, GraphError> {
-        step.begin(&*self.arch)
+        step.begin(&self.decoder)
     }
 
     /// One layer of a step that is being built.
     pub(crate) fn layer(&self, step: &mut Step<'_>, layer: usize, x: ValueId) -> Result<ValueId, GraphError> {
-        self.arch.layer(step, layer, x)
+        self.decoder.blocks[layer].build(step, layer, x)
     }
 
     /// Numbers in all weights.
@@ -234,7 +232,7 @@ impl Model {
     /// What every layer keeps between steps.
     pub fn state_table(&self, kv: &KvSpec) -> StateTable {
         let layers: Vec<LayerState> =
-            (0..self.config.n_layers).map(|layer| self.arch.state(&self.config, layer)).collect();
+            (0..self.config.n_layers).map(|layer| self.decoder.state(&self.config, layer)).collect();
         StateTable::new(&layers, kv, kv.n_blocks)
     }
 
@@ -254,7 +252,7 @@ impl Model {
         let mut x = self.begin(&mut step)?;
         for layer in 0..self.config.n_layers {
             step.scope(format!("blk.{layer}"));
-            x = self.arch.layer(&mut step, layer, x)?;
+            x = self.layer(&mut step, layer, x)?;
         }
         step.scope("");
         step.head(x)?;

@@ -3,46 +3,18 @@
 use crate::adapter::Attached;
 use crate::error::ModelError;
 use crate::host_rows::host_rows;
+use crate::layers::Decoder;
 use crate::model::{Head, KvSpec, SampleHead, StepSpec};
 use crate::rope::inverse_frequencies;
-use crate::state::{KvGeometry, LayerState, StateTable};
+use crate::state::StateTable;
 use crate::weights::{Linear, WeightTable};
-use refrain_formats::params::{LayerAttention, LayerSizes, ModelConfig, RopeScaling, RopeStyle};
+use refrain_formats::params::{LayerAttention, ModelConfig, RopeScaling, RopeStyle};
 use refrain_graph as ir;
 use refrain_graph::{
     Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StepInputs, TensorType,
 };
 use refrain_graph::{Unary, ValueId, Weight, WeightId};
 use refrain_tensor::DType;
-use std::fmt;
-
-/// The layers of one architecture.
-pub(crate) trait Architecture: fmt::Debug + Send + Sync {
-    /// What a layer keeps between steps.
-    fn state(&self, config: &ModelConfig, layer: usize) -> LayerState {
-        match config.kv_layer(layer) {
-            own if own == layer => {
-                let LayerSizes { n_kv_heads, head_dim, .. } = config.layer_sizes(layer);
-                LayerState::Kv(KvGeometry { n_kv_heads, head_dim })
-            }
-            earlier => LayerState::SharedKv { layer: earlier },
-        }
-    }
-
-    /// What layers get besides the residual, made once from the embedded tokens `x[n_tokens, hidden]` before the first
-    /// layer: `[n_layers, n_tokens, d]`, of which [`Step::own_input`] gives each layer its slice.
-    fn inputs(&self, _step: &mut Step<'_>, _x: ValueId) -> Result<Option<ValueId>, GraphError> {
-        Ok(None)
-    }
-
-    /// The table of which a step reads one row a token, and which therefore need not be on the device.
-    fn token_table(&self) -> Option<WeightId> {
-        None
-    }
-
-    /// One layer: `x[n_tokens, hidden]` -> the same.
-    fn layer(&self, step: &mut Step<'_>, layer: usize, x: ValueId) -> Result<ValueId, GraphError>;
-}
 
 /// Weights outside the layers.
 #[derive(Clone, Debug)]
@@ -264,9 +236,12 @@ impl<'m> Step<'m> {
     }
 
     /// The rows that enter the first layer, `[n_tokens, hidden]`, and what layers get besides them.
-    pub(crate) fn begin(&mut self, arch: &dyn Architecture) -> Result<ValueId, GraphError> {
+    pub(crate) fn begin(&mut self, decoder: &Decoder) -> Result<ValueId, GraphError> {
         let x = self.embed()?;
-        self.layer_inputs = arch.inputs(self, x)?;
+        self.layer_inputs = match &decoder.layer_inputs {
+            Some(inputs) => Some(inputs.build(self, x)?),
+            None => None,
+        };
         Ok(x)
     }
 
@@ -329,6 +304,19 @@ impl<'m> Step<'m> {
         self.builder.rms_norm(x, w, eps, label)
     }
 
+    /// A norm that not every layer has.
+    pub(crate) fn maybe_norm(
+        &mut self,
+        x: ValueId,
+        w: Option<WeightId>,
+        label: &str,
+    ) -> Result<ValueId, GraphError> {
+        match w {
+            Some(w) => self.norm(x, w, label),
+            None => Ok(x),
+        }
+    }
+
     pub(crate) fn add(&mut self, a: ValueId, b: ValueId) -> Result<ValueId, GraphError> {
         self.builder.add(a, b)
     }
@@ -367,12 +355,7 @@ impl<'m> Step<'m> {
     }
 
     /// A linear map into heads: `[n_tokens, n_heads, head_dim]`.
-    pub(crate) fn heads(&mut self, x: ValueId, l: Linear, label: &str) -> Result<ValueId, GraphError> {
-        self.heads_of(x, l, self.config.head_dim, label)
-    }
-
-    /// A linear map into heads of a size of their own.
-    pub(crate) fn heads_of(
+    pub(crate) fn heads(
         &mut self,
         x: ValueId,
         l: Linear,
@@ -397,13 +380,8 @@ impl<'m> Step<'m> {
     }
 
     /// Attends over what a row sees: `[n_tokens, n_heads * head_dim]`. Keys and values are appended to the layer's cache
-    /// first, where there is one.
-    pub(crate) fn attend(&mut self, layer: usize, [q, k, v]: [ValueId; 3]) -> Result<ValueId, GraphError> {
-        self.attend_over(layer, q, Some([k, v]))
-    }
-
-    /// The same with the keys and values of the layer that [`ModelConfig::kv_layer`] names, where the layer has none.
-    pub(crate) fn attend_over(
+    /// first, where there is one. A layer without any attends to those of the layer that [`ModelConfig::kv_layer`] names.
+    pub(crate) fn attend(
         &mut self,
         layer: usize,
         q: ValueId,
@@ -439,13 +417,14 @@ impl<'m> Step<'m> {
         self.builder.reshape(y, &[self.n_tokens, c.n_heads * c.layer_sizes(layer).head_dim])
     }
 
-    /// A branch of a layer as it joins the residual: some elements dropped, where the step learns and drops any.
-    pub(crate) fn branch(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
+    /// Adds a branch of a layer to the residual: some of its elements dropped, where the step learns and drops any.
+    pub(crate) fn join(&mut self, residual: ValueId, branch: ValueId) -> Result<ValueId, GraphError> {
         let p = match &self.rows {
             RowContext::Documents { dropout: Some(dropping), .. } => dropping.p,
             RowContext::Documents { .. } | RowContext::Paged(_) => 0.0,
         };
-        self.dropped(x, p)
+        let branch = self.dropped(branch, p)?;
+        self.add(residual, branch)
     }
 
     fn dropped(&mut self, x: ValueId, p: f32) -> Result<ValueId, GraphError> {
@@ -457,27 +436,6 @@ impl<'m> Step<'m> {
         dropping.n_sites += 1;
         let rng = dropping.rng;
         Ok(self.builder.node(Op::Train(ir::TrainOp::Dropout(dropout)), &[x, rng], "dropout")?[0])
-    }
-
-    /// `down(f(gate(x)) * up(x))`
-    pub(crate) fn gated_ffn(
-        &mut self,
-        x: ValueId,
-        function: Unary,
-        [gate, up, down]: [Linear; 3],
-    ) -> Result<ValueId, GraphError> {
-        let up = self.linear(x, up, "ffn_up")?;
-        let gate = self.linear(x, gate, "ffn_gate")?;
-        // As one node, so that the backward pass keeps the two products and nothing between.
-        let h = match function {
-            Unary::Silu => self.builder.gate(ir::Gate::Silu, gate, up)?,
-            Unary::GeluTanh => self.builder.gate(ir::Gate::GeluTanh, gate, up)?,
-            other => {
-                let gate = self.builder.unary(other, gate)?;
-                self.builder.binary(ir::Binary::Mul, gate, up)?
-            }
-        };
-        self.linear(h, down, "ffn_down")
     }
 
     /// The final norm, the logits of the rows that are asked for, and the choice among them.

@@ -41,6 +41,20 @@ impl TensorSource for ModelFiles {
 /// The names of a layer's tensors: in GGUF behind `blk.N.`, in Hugging Face folders behind `model.layers.N.`.
 pub(crate) type HfNames = &'static [(&'static str, &'static str)];
 
+/// Names that most architectures share. A table of an architecture's own comes before it.
+const USUAL_NAMES: HfNames = &[
+    ("attn_norm", "input_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_q_norm", "self_attn.q_norm"),
+    ("attn_k_norm", "self_attn.k_norm"),
+    ("attn_output", "self_attn.o_proj"),
+    ("ffn_gate", "mlp.gate_proj"),
+    ("ffn_up", "mlp.up_proj"),
+    ("ffn_down", "mlp.down_proj"),
+];
+
 /// A linear map.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Linear {
@@ -52,7 +66,8 @@ pub(crate) struct Linear {
 pub(crate) struct WeightTable<'a> {
     pub config: &'a ModelConfig,
     source: &'a dyn TensorSource,
-    layer_names: HfNames,
+    /// Names of this architecture, before the usual ones.
+    own_names: HfNames,
     pub weights: Vec<Weight>,
     pub tensors: Vec<HostTensor>,
     /// The name of each in Hugging Face folders.
@@ -66,10 +81,10 @@ pub(crate) struct WeightTable<'a> {
 }
 
 impl<'a> WeightTable<'a> {
-    pub(crate) fn new(config: &'a ModelConfig, source: &'a dyn TensorSource, layer_names: HfNames) -> Self {
+    pub(crate) fn new(config: &'a ModelConfig, source: &'a dyn TensorSource, own_names: HfNames) -> Self {
         let (weights, tensors) = (Vec::new(), Vec::new());
         let (hf_names, derived, fixed, sites) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        WeightTable { config, source, layer_names, weights, tensors, hf_names, derived, fixed, sites }
+        WeightTable { config, source, own_names, weights, tensors, hf_names, derived, fixed, sites }
     }
 
     /// A tensor outside the layers.
@@ -156,7 +171,8 @@ impl<'a> WeightTable<'a> {
     }
 
     fn layer_tensor(&self, layer: usize, name: &str, part: &str) -> (String, String) {
-        let hf = self.layer_names.iter().find(|(gguf, _)| *gguf == name).map_or(name, |(_, hf)| hf);
+        let known = self.own_names.iter().chain(USUAL_NAMES).find(|(gguf, _)| *gguf == name);
+        let hf = known.map_or(name, |(_, hf)| hf);
         (format!("blk.{layer}.{name}.{part}"), format!("model.layers.{layer}.{hf}.{part}"))
     }
 
