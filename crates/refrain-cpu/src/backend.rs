@@ -6,8 +6,8 @@ use crate::run::{Line, Machine, Scratch};
 use crate::simd::{ActError, Level};
 use crate::weights::{CpuStates, CpuWeights};
 use refrain_graph::{
-    Backend, CompileError, Fusion, Graph, GroupQuery, Io, Op, Place, Plan, PlanOptions, Query, Ran, Reason,
-    RunError, State, StateId, Support, Weight,
+    Backend, ByteEdit, CompileError, Fusion, Graph, GroupQuery, Io, Op, Place, Plan, PlanOptions, Query, Ran,
+    Reason, RunError, State, StateEdit, StatePart, Support, Weight,
 };
 use refrain_reference::ReferenceError;
 use refrain_tensor::{DType, HostTensor, TensorError};
@@ -185,15 +185,40 @@ impl Backend for CpuBackend {
         states.resize(to).map_err(|bytes| no_memory("growing states", bytes))
     }
 
-    fn read_state(&self, states: &CpuStates, state: StateId, into: &mut [u8]) -> Result<(), RunError> {
-        same_size(states.get(state.idx()), into.len())?;
-        into.copy_from_slice(states.get(state.idx()));
+    fn read_state(
+        &self,
+        states: &CpuStates,
+        part: impl Into<StatePart>,
+        into: &mut [u8],
+    ) -> Result<(), RunError> {
+        let part = part.into();
+        let range = states.layout(part.state)?.range_for(&part, into.len())?;
+        into.copy_from_slice(&states.get(part.state.idx())[range]);
         Ok(())
     }
 
-    fn write_state(&self, states: &mut CpuStates, state: StateId, from: &[u8]) -> Result<(), RunError> {
-        same_size(states.get(state.idx()), from.len())?;
-        states.get_mut(state.idx()).copy_from_slice(from);
+    fn write_state(
+        &self,
+        states: &mut CpuStates,
+        part: impl Into<StatePart>,
+        from: &[u8],
+    ) -> Result<(), RunError> {
+        let part = part.into();
+        let range = states.layout(part.state)?.range_for(&part, from.len())?;
+        states.get_mut(part.state.idx())[range].copy_from_slice(from);
+        Ok(())
+    }
+
+    fn edit_states(&mut self, states: &mut CpuStates, edits: &[StateEdit]) -> Result<(), RunError> {
+        let in_bytes =
+            |edit: &StateEdit| Ok((edit.state().idx(), edit.in_bytes(states.layout(edit.state())?)?));
+        let edits: Vec<(usize, ByteEdit)> = edits.iter().map(in_bytes).collect::<Result<_, RunError>>()?;
+        for (state, edit) in edits {
+            match edit {
+                ByteEdit::Copy { from, to } => states.get_mut(state).copy_within(from, to.start),
+                ByteEdit::Clear(range) => states.get_mut(state)[range].fill(0),
+            }
+        }
         Ok(())
     }
 
@@ -293,12 +318,4 @@ fn check_io(compiled: &Compiled, io: &Io<'_, CpuBackend>) -> Result<(), RunError
         return mismatch("states", format!("{n_states} are needed, got {}", io.states.len()));
     }
     Ok(())
-}
-
-fn same_size(state: &[u8], got: usize) -> Result<(), RunError> {
-    if state.len() == got {
-        return Ok(());
-    }
-    let because = format!("one has {} bytes, {got} were given", state.len());
-    Err(RunError::Mismatch { what: "states", because })
 }

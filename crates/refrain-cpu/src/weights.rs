@@ -2,7 +2,7 @@
 
 use crate::pool::Pool;
 use crate::simd::{Level, Packed, WeightError, WeightMatrix, pack};
-use refrain_graph::{State, StateId, WeightId};
+use refrain_graph::{RunError, SlotLayout, State, StateId, WeightId};
 use refrain_tensor::{DType, HostTensor, TensorError};
 
 /// Fresh zeros take no memory until they are written, a page at a time.
@@ -93,10 +93,6 @@ fn matrix_of(tensor: &HostTensor) -> Option<Result<WeightMatrix<'_>, WeightError
     Some(WeightMatrix::new(tensor.dtype(), tensor.bytes().as_slice(), n_rows, k, row_bytes))
 }
 
-fn state_bytes(state: &State) -> usize {
-    state.ty.dtype.bytes_for(state.ty.shape.n_elements()).unwrap_or(0)
-}
-
 fn zeros(n_bytes: usize) -> Result<Vec<u64>, usize> {
     // Zeros from the system, which take no memory until they are written; `vec![0; n]` would abort where there are none.
     bytemuck::try_zeroed_vec(n_bytes.div_ceil(8)).map_err(|()| n_bytes)
@@ -106,19 +102,15 @@ fn zeros(n_bytes: usize) -> Result<Vec<u64>, usize> {
 pub struct CpuStates {
     // Words, so that every element type is aligned.
     words: Vec<Vec<u64>>,
-    bytes: Vec<usize>,
+    layouts: Vec<SlotLayout>,
 }
 
 impl CpuStates {
     /// Fails with the bytes that could not be had.
     pub(crate) fn new(states: &[State]) -> Result<CpuStates, usize> {
-        let (mut words, mut bytes) = (Vec::new(), Vec::new());
-        for state in states {
-            let n = state_bytes(state);
-            words.push(zeros(n)?);
-            bytes.push(n);
-        }
-        Ok(CpuStates { words, bytes })
+        let layouts: Vec<SlotLayout> = states.iter().map(SlotLayout::of).collect();
+        let words = layouts.iter().map(|layout| zeros(layout.bytes())).collect::<Result<_, _>>()?;
+        Ok(CpuStates { words, layouts })
     }
 
     /// Gives each state another size and keeps what it holds. Fails with the bytes that could not be had; some states
@@ -127,19 +119,20 @@ impl CpuStates {
     /// One state at a time, so that old and new are never both in memory as a whole, and only pages that were written:
     /// the rest of the new memory stays untouched.
     pub(crate) fn resize(&mut self, to: &[State]) -> Result<(), usize> {
-        for ((words, bytes), state) in self.words.iter_mut().zip(&mut self.bytes).zip(to) {
-            let n = state_bytes(state);
-            if n == *bytes {
+        for ((words, layout), state) in self.words.iter_mut().zip(&mut self.layouts).zip(to) {
+            let other = SlotLayout::of(state);
+            if other.bytes() == layout.bytes() {
+                *layout = other;
                 continue;
             }
-            let mut grown = zeros(n)?;
+            let mut grown = zeros(other.bytes())?;
             for (new, old) in grown.chunks_mut(PAGE_WORDS).zip(words.chunks(PAGE_WORDS)) {
                 if old.iter().any(|&word| word != 0) {
                     let n = new.len().min(old.len());
                     new[..n].copy_from_slice(&old[..n]);
                 }
             }
-            (*words, *bytes) = (grown, n);
+            (*words, *layout) = (grown, other);
         }
         Ok(())
     }
@@ -148,19 +141,27 @@ impl CpuStates {
         self.words.len()
     }
 
+    /// Where the slots of a state lie.
+    pub(crate) fn layout(&self, id: StateId) -> Result<SlotLayout, RunError> {
+        self.layouts.get(id.idx()).copied().ok_or_else(|| {
+            let because = format!("there are {}, asked for number {}", self.len(), id.idx());
+            RunError::Mismatch { what: "states", because }
+        })
+    }
+
     /// What a state holds.
     pub fn bytes(&self, id: StateId) -> &[u8] {
         self.get(id.idx())
     }
 
     pub(crate) fn get(&self, idx: usize) -> &[u8] {
-        &bytemuck::cast_slice(&self.words[idx])[..self.bytes[idx]]
+        &bytemuck::cast_slice(&self.words[idx])[..self.layouts[idx].bytes()]
     }
 
     /// Several states at once; `None` when two are the same.
     pub(crate) fn several_mut<const N: usize>(&mut self, idx: [usize; N]) -> Option<[&mut [u8]; N]> {
-        let bytes = &self.bytes;
-        let mut lens = idx.iter().map(|&idx| bytes[idx]);
+        let layouts = &self.layouts;
+        let mut lens = idx.iter().map(|&idx| layouts[idx].bytes());
         let words = self.words.get_disjoint_mut(idx).ok()?;
         Some(words.map(|words| match lens.next() {
             Some(len) => &mut bytemuck::cast_slice_mut(words)[..len],
@@ -169,7 +170,7 @@ impl CpuStates {
     }
 
     pub(crate) fn get_mut(&mut self, idx: usize) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.words[idx])[..self.bytes[idx]]
+        &mut bytemuck::cast_slice_mut(&mut self.words[idx])[..self.layouts[idx].bytes()]
     }
 }
 
@@ -177,7 +178,7 @@ impl CpuStates {
 mod tests {
     use super::*;
     use crate::CpuBackend;
-    use refrain_graph::{Backend, RunError, TensorType};
+    use refrain_graph::{Backend, StateEdit, StatePart, TensorType};
 
     /// Two caches; a block has three pages and a half.
     fn caches(n_blocks: usize) -> Vec<State> {
@@ -207,5 +208,33 @@ mod tests {
         assert!(states.get(1) == &before[1][..7 * 16 * 64 * 2]);
         let error = backend.resize(&mut states, &caches(4)[..1]).unwrap_err();
         assert!(matches!(error, RunError::Mismatch { what: "states", .. }), "{error}");
+    }
+
+    #[test]
+    fn slots_are_copied_and_cleared_and_a_refused_edit_leaves_all_as_it_was() {
+        let mut backend = CpuBackend::new(1).unwrap();
+        let state = State::whole("slots", TensorType::new(DType::F16, [4, 3]));
+        let id = StateId::from_idx(0);
+        let mut states = backend.allocate(&[state]).unwrap();
+        let values: Vec<u8> = (0..24).collect();
+        backend.write_state(&mut states, id, &values).unwrap();
+        backend.write_state(&mut states, StatePart::slots(id, 1..2), &[60; 6]).unwrap();
+        let copy = StateEdit::Copy { state: id, from: 0..2, to: 2 };
+        let clear = StateEdit::Clear(StatePart::slots(id, 0..1));
+        backend.edit_states(&mut states, &[copy, clear.clone()]).unwrap();
+        let want = [&[0; 6][..], &[60; 6], &[0, 1, 2, 3, 4, 5], &[60; 6]].concat();
+        assert_eq!(states.bytes(id), want);
+        let mut part = [0; 12];
+        backend.read_state(&states, StatePart::slots(id, 2..4), &mut part).unwrap();
+        assert_eq!(part, want[12..]);
+        let beyond = StateEdit::Copy { state: id, from: 1..3, to: 3 };
+        let unknown = StateEdit::Clear(StateId::from_idx(1).into());
+        let all = StateEdit::Clear(id.into());
+        for bad in [beyond, unknown] {
+            let refused = backend.edit_states(&mut states, &[all.clone(), bad]);
+            assert!(matches!(refused, Err(RunError::Mismatch { what: "states", .. })), "{refused:?}");
+        }
+        assert_eq!(states.bytes(id), want);
+        assert!(backend.read_state(&states, StatePart::slots(id, 3..5), &mut part).is_err());
     }
 }

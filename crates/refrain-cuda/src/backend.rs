@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use refrain_driver::{Device, DeviceKind, DriverError, Worker};
 use refrain_graph::{
-    Backend, Collected, CommittedStep, CompileError, Fusion, Graph, GroupQuery, Io, Plan, PlanOptions, Query,
-    Ran, Run, RunError, State, StateId, StepQueue, Support, Weight, collect_stepwise, finish_stepwise,
-    queue_stepwise, send_stepwise, take_stepwise,
+    Backend, ByteEdit, Collected, CommittedStep, CompileError, Fusion, Graph, GroupQuery, Io, Plan,
+    PlanOptions, Query, Ran, Run, RunError, SlotLayout, State, StateEdit, StateId, StatePart, StepQueue,
+    Support, Weight, collect_stepwise, finish_stepwise, queue_stepwise, send_stepwise, take_stepwise,
 };
 use refrain_kernels::packed_bytes;
 use refrain_tensor::{DType, HostTensor};
@@ -44,6 +44,8 @@ pub struct CudaBackend {
     pub(crate) pump: Arc<Pump>,
     /// The run that has begun and not finished.
     pub(crate) running: Option<u64>,
+    /// Whether edits of states may still wait behind steps of that run.
+    pub(crate) owes_edits: bool,
     pub(crate) control_pool: ControlPool,
 }
 
@@ -66,7 +68,10 @@ pub struct CudaWeights {
 
 /// A model's states on a [`CudaBackend`].
 #[derive(Debug)]
-pub struct CudaStates(u64);
+pub struct CudaStates {
+    id: u64,
+    layouts: Vec<SlotLayout>,
+}
 
 /// A graph made ready for a [`CudaBackend`]. Dropping it frees its recordings.
 pub struct CudaCompiled {
@@ -113,11 +118,20 @@ impl Monitor {
 impl CudaBackend {
     /// Refuses states that others have taken the place of.
     fn check_states(&self, states: &CudaStates) -> Result<(), RunError> {
-        if states.0 == lock(&self.current).states {
+        if states.id == lock(&self.current).states {
             return Ok(());
         }
         let because = "others were allocated since".to_owned();
         Err(RunError::Mismatch { what: "states", because })
+    }
+
+    /// Where the slots of a state lie.
+    fn layout_of(&self, states: &CudaStates, state: StateId) -> Result<SlotLayout, RunError> {
+        self.check_states(states)?;
+        states.layouts.get(state.idx()).copied().ok_or_else(|| {
+            let because = format!("there are {}, asked for number {}", states.layouts.len(), state.idx());
+            RunError::Mismatch { what: "states", because }
+        })
     }
 
     /// Opens a device and loads the kernels.
@@ -148,6 +162,7 @@ impl CudaBackend {
             fetched: Vec::new(),
             pump,
             running: None,
+            owes_edits: false,
             control_pool: ControlPool::default(),
         };
         backend.call("starting", backend.options.load_limit, |_| Ok(()))?;
@@ -239,7 +254,7 @@ impl CudaBackend {
         if weights.id != current.weights {
             return mismatch("weights", "others were loaded since");
         }
-        if states.0 != current.states {
+        if states.id != current.states {
             return mismatch("states", "others were allocated since");
         }
         let need = compiled.plan.control().bytes();
@@ -295,6 +310,7 @@ fn show(status: &Mutex<Status>, machine: &Machine, is_step: bool) {
 
 const STEP: &str = "a step";
 const READ: &str = "reading results";
+const EDIT: &str = "editing states";
 
 impl Backend for CudaBackend {
     type Weights = CudaWeights;
@@ -345,34 +361,59 @@ impl Backend for CudaBackend {
     }
 
     fn allocate(&self, states: &[State]) -> Result<CudaStates, RunError> {
+        let layouts = states.iter().map(SlotLayout::of).collect();
         let (id, states) = (self.id(), states.to_vec());
         let made = self.call("allocating states", self.options.load_limit, move |m| m.allocate(states));
         made.map_err(self.run_error("allocating states"))?;
         lock(&self.current).states = id;
-        Ok(CudaStates(id))
+        Ok(CudaStates { id, layouts })
     }
 
     fn resize(&self, states: &mut CudaStates, to: &[State]) -> Result<(), RunError> {
         self.check_states(states)?;
-        let to = to.to_vec();
+        let (layouts, to) = (to.iter().map(SlotLayout::of).collect(), to.to_vec());
         let resized = self.call("resizing states", self.options.load_limit, move |m| m.resize(to));
-        resized.map_err(self.run_error("resizing states"))
+        resized.map_err(self.run_error("resizing states"))?;
+        states.layouts = layouts;
+        Ok(())
     }
 
-    fn read_state(&self, states: &CudaStates, state: StateId, into: &mut [u8]) -> Result<(), RunError> {
-        self.check_states(states)?;
-        let (idx, n) = (state.idx(), into.len());
-        let read = self.call("reading a state", self.options.load_limit, move |m| m.read_state(idx, n));
+    fn read_state(
+        &self,
+        states: &CudaStates,
+        part: impl Into<StatePart>,
+        into: &mut [u8],
+    ) -> Result<(), RunError> {
+        let part = part.into();
+        let range = self.layout_of(states, part.state)?.range_for(&part, into.len())?;
+        let limit = self.options.load_limit;
+        let read = self.call("reading a state", limit, move |m| m.read_state(part.state.idx(), range));
         into.copy_from_slice(&read.map_err(self.run_error("reading a state"))?);
         Ok(())
     }
 
-    fn write_state(&self, states: &mut CudaStates, state: StateId, from: &[u8]) -> Result<(), RunError> {
-        self.check_states(states)?;
-        let (idx, bytes) = (state.idx(), from.to_vec());
-        let limit = self.options.load_limit;
-        let written = self.call("writing a state", limit, move |m| m.write_state(idx, &bytes));
+    fn write_state(
+        &self,
+        states: &mut CudaStates,
+        part: impl Into<StatePart>,
+        from: &[u8],
+    ) -> Result<(), RunError> {
+        let part = part.into();
+        let range = self.layout_of(states, part.state)?.range_for(&part, from.len())?;
+        let (limit, bytes) = (self.options.load_limit, from.to_vec());
+        let written =
+            self.call("writing a state", limit, move |m| m.write_state(part.state.idx(), range, &bytes));
         written.map_err(self.run_error("writing a state"))
+    }
+
+    fn edit_states(&mut self, states: &mut CudaStates, edits: &[StateEdit]) -> Result<(), RunError> {
+        let in_bytes = |edit: &StateEdit| {
+            Ok((edit.state().idx(), edit.in_bytes(self.layout_of(states, edit.state())?)?))
+        };
+        let edits: Vec<(usize, ByteEdit)> = edits.iter().map(in_bytes).collect::<Result<_, RunError>>()?;
+        let edited = self.call(EDIT, self.options.step_limit, move |m| m.edit_states(edits));
+        self.owes_edits |= edited.map_err(self.run_error(EDIT))?;
+        Ok(())
     }
 
     fn compile(&self, graph: &Graph) -> Result<CudaCompiled, CompileError> {

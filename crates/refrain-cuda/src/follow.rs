@@ -6,7 +6,9 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use refrain_graph::{Committed, CommittedStep, Feedback, OutOfBounds, Ran, RowLimits, Run, StepFlags};
+use refrain_graph::{
+    ByteEdit, Committed, CommittedStep, Feedback, OutOfBounds, Ran, RowLimits, Run, StepFlags,
+};
 use refrain_kernels::{CommitEntry, Edits};
 
 use crate::backend::{CudaBackend, CudaCompiled};
@@ -36,7 +38,9 @@ pub(crate) struct Followed {
 }
 
 /// Steps to send, and what changes in front of them.
+#[derive(Default)]
 struct Owed {
+    states: Vec<(usize, ByteEdit)>,
     edits: Vec<Edits>,
     n_steps: usize,
 }
@@ -151,9 +155,23 @@ impl Machine {
     /// Sends `n` more steps behind those that are owed, with changes in front of them.
     fn send_steps(&mut self, n_steps: usize, edits: Vec<Edits>) {
         if let Some(followed) = &mut self.followed {
-            followed.owed.push_back(Owed { edits, n_steps });
+            followed.owed.push_back(Owed { edits, n_steps, ..Owed::default() });
         }
         self.send_owed();
+    }
+
+    /// Has edits of states wait behind the steps that are owed; gives them back where none is.
+    pub(crate) fn owe_state_edits(
+        &mut self,
+        states: Vec<(usize, ByteEdit)>,
+    ) -> Option<Vec<(usize, ByteEdit)>> {
+        match &mut self.followed {
+            Some(followed) if !followed.owed.is_empty() => {
+                followed.owed.push_back(Owed { states, ..Owed::default() });
+                None
+            }
+            _ => Some(states),
+        }
     }
 
     /// Sends what is owed, or a part of it: while a graph has to be made or a step is to be compared, only when all those
@@ -163,16 +181,20 @@ impl Machine {
         while let Some(followed) = &mut self.followed {
             let id = followed.id;
             let Some(owed) = followed.owed.front_mut() else { return };
-            let edits = std::mem::take(&mut owed.edits);
-            if owed.n_steps == 0 {
+            if owed.n_steps == 0 && owed.states.is_empty() {
                 followed.owed.pop_front();
                 continue;
             }
             if self.pump.is_stopped() {
                 return;
             }
-            if let Err(error) = self.edit(&edits) {
+            let (states, edits) = (std::mem::take(&mut owed.states), std::mem::take(&mut owed.edits));
+            let edited = if states.is_empty() { Ok(()) } else { self.enqueue_state_edits(&states) };
+            if let Err(error) = edited.and_then(|()| self.edit(&edits)) {
                 return self.pump.fail(error, true);
+            }
+            if self.followed.as_ref().and_then(|f| f.owed.front()).is_some_and(|owed| owed.n_steps == 0) {
+                continue;
             }
             let uses_ring = self.wants_graph(id) || self.is_next_compared();
             if uses_ring && self.pump.n_pending() > 0 {
@@ -202,12 +224,14 @@ impl Machine {
         }
     }
 
-    /// Waits for every step that was sent.
+    /// Waits for every step that was sent. Steps that are owed are not sent; edits of states behind them are made.
     pub(crate) fn settle(&mut self) -> Result<(), CudaError> {
-        self.followed = None;
+        let owed = self.followed.take().map(|followed| followed.owed).unwrap_or_default();
+        let mut owed = owed.iter().filter(|owed| !owed.states.is_empty());
+        let edited = owed.try_for_each(|owed| self.enqueue_state_edits(&owed.states));
         self.stream.synchronize().map_err(CudaError::driver(SETTLE))?;
         self.pump.forget();
-        Ok(())
+        edited
     }
 }
 
@@ -310,7 +334,7 @@ impl CudaBackend {
         }
         // A step that failed may have left a place in the ring that nothing will come to.
         let quiet = self.pump.is_idle() && self.pump.n_pending() == 0 && self.pump.n_sent() == n_taken;
-        if !quiet {
+        if !quiet || std::mem::take(&mut self.owes_edits) {
             self.pump.stop();
             self.call(SETTLE, self.options.step_limit, Machine::settle)?;
         }

@@ -1,10 +1,13 @@
 //! What lives on the device thread: stream, kernels, memory, programs and graphs.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 use refrain_driver::{Buf, Context, DriverError, Launch, Stream};
-use refrain_graph::{BufferId, Feedback, Op, OutOfBounds, Place, Plan, Ran, Reason, Segment, SegmentKind};
+use refrain_graph::{
+    BufferId, ByteEdit, Feedback, Op, OutOfBounds, Place, Plan, Ran, Reason, Segment, SegmentKind,
+};
 use refrain_graph::{Capture, State, StateKind, Weight};
 use refrain_kernels::{BlasLtShape, Compiling, Digester, KernelUnit, Kernels, sample_state_bytes};
 use refrain_tensor::HostTensor;
@@ -261,30 +264,91 @@ impl Machine {
         }
     }
 
-    /// What a state holds, once every step that was sent is done.
-    pub(crate) fn read_state(&mut self, idx: usize, n_bytes: usize) -> Result<Vec<u8>, CudaError> {
-        let buf = self.placed_state(idx, n_bytes)?;
+    /// What a part of a state holds, once every step that was sent is done.
+    pub(crate) fn read_state(&mut self, idx: usize, part: Range<usize>) -> Result<Vec<u8>, CudaError> {
+        self.settle_if_over()?;
+        let buf = self.placed_state(idx, &part)?;
         let Some(resident) = &self.resident else { return Err(Machine::gone()) };
-        let mut bytes = vec![0; n_bytes];
+        let mut bytes = vec![0; part.len()];
         let read = self.stream.download(&resident.lease, buf, &mut bytes);
         read.map_err(CudaError::driver("reading a state"))?;
         Ok(bytes)
     }
 
-    /// Puts values into a state.
-    pub(crate) fn write_state(&mut self, idx: usize, bytes: &[u8]) -> Result<(), CudaError> {
-        let buf = self.placed_state(idx, bytes.len())?;
+    /// Puts values into a part of a state.
+    pub(crate) fn write_state(
+        &mut self,
+        idx: usize,
+        part: Range<usize>,
+        bytes: &[u8],
+    ) -> Result<(), CudaError> {
+        self.settle_if_over()?;
+        let buf = self.placed_state(idx, &part)?;
         self.states_are_zero = false;
         let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
         let written = self.stream.upload(&mut resident.lease, buf, bytes);
         written.map_err(CudaError::driver("writing a state"))
     }
 
-    /// Where a state lies, if it is there and of that size.
-    fn placed_state(&mut self, idx: usize, n_bytes: usize) -> Result<Buf, CudaError> {
-        if self.pump.n_pending() > 0 {
-            self.settle()?;
+    /// Enqueues edits of states behind the steps that were sent, or has them wait behind those that are owed: whether they
+    /// wait.
+    pub(crate) fn edit_states(&mut self, edits: Vec<(usize, ByteEdit)>) -> Result<bool, CudaError> {
+        for (idx, edit) in &edits {
+            match edit {
+                ByteEdit::Copy { from, to } => {
+                    self.placed_state(*idx, from)?;
+                    self.placed_state(*idx, to)?;
+                }
+                ByteEdit::Clear(range) => drop(self.placed_state(*idx, range)?),
+            }
         }
+        match self.owe_state_edits(edits) {
+            Some(edits) => self.enqueue_state_edits(&edits).map(|()| false),
+            None => Ok(true),
+        }
+    }
+
+    /// Enqueues edits of states, without waiting for them.
+    pub(crate) fn enqueue_state_edits(&mut self, edits: &[(usize, ByteEdit)]) -> Result<(), CudaError> {
+        let failed = |source| CudaError::Driver { step: "editing states".into(), source };
+        self.states_are_zero = false;
+        let Some(resident) = &mut self.resident else { return Err(Machine::gone()) };
+        let part = |idx: usize, range: &Range<usize>| {
+            resident.state_live(idx)?.slice(range.start as u64, range.len() as u64)
+        };
+        let mut placed = Vec::with_capacity(edits.len());
+        for (idx, edit) in edits {
+            let ends = match edit {
+                ByteEdit::Copy { from, to } => {
+                    part(*idx, to).and_then(|to| Ok((to, Some(part(*idx, from)?))))
+                }
+                ByteEdit::Clear(range) => part(*idx, range).map(|to| (to, None)),
+            };
+            placed.push(ends.map_err(failed)?);
+        }
+        let enqueued = self.stream.run(&mut resident.lease, false, |q| {
+            placed.iter().try_for_each(|(to, from)| match from {
+                Some(from) => q.copy(*to, *from),
+                None => q.fill(*to, 0),
+            })
+        });
+        enqueued.map(drop).map_err(failed)
+    }
+
+    /// Waits for what a run has left; refuses while one goes on.
+    fn settle_if_over(&mut self) -> Result<(), CudaError> {
+        if self.pump.n_pending() == 0 {
+            return Ok(());
+        }
+        if self.followed.is_some() && !self.pump.is_stopped() {
+            let because = "steps of one are in flight; it must be finished first".to_owned();
+            return Err(CudaError::Mismatch { what: "runs", because });
+        }
+        self.settle()
+    }
+
+    /// Where a part of a state lies, if it is there.
+    fn placed_state(&self, idx: usize, part: &Range<usize>) -> Result<Buf, CudaError> {
         let mismatch = |because: String| CudaError::Mismatch { what: "states", because };
         let Some(resident) = &self.resident else {
             return Err(mismatch("there are none before a graph is compiled".into()));
@@ -292,11 +356,8 @@ impl Machine {
         if idx >= self.model.states.len() {
             return Err(mismatch(format!("there are {}, asked for number {idx}", self.model.states.len())));
         }
-        let buf = resident.state_live(idx).map_err(CudaError::driver("finding a state"))?;
-        if buf.len() != n_bytes as u64 {
-            return Err(mismatch(format!("one has {} bytes, {n_bytes} were given", buf.len())));
-        }
-        Ok(buf)
+        let placed = resident.state_live(idx).and_then(|s| s.slice(part.start as u64, part.len() as u64));
+        placed.map_err(CudaError::driver("finding a state"))
     }
 
     /// Refuses a graph of other weights or states than those here.
@@ -329,14 +390,8 @@ impl Machine {
 
     /// Makes sure that weights, states and room for a plan are on the device. Sending weights may take long.
     pub(crate) fn place(&mut self, plan: &Plan) -> Result<Tasks, CudaError> {
-        if self.pump.n_pending() > 0 {
-            // Verification writes to the ring.
-            if self.followed.is_some() && !self.pump.is_stopped() {
-                let because = "steps of one are in flight; it must be finished first".to_owned();
-                return Err(CudaError::Mismatch { what: "runs", because });
-            }
-            self.settle()?;
-        }
+        // Verification writes to the ring.
+        self.settle_if_over()?;
         let tasks = self.choose(plan);
         self.ensure(plan, &tasks)?;
         Ok(tasks)

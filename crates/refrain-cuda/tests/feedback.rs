@@ -11,8 +11,9 @@ use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{Device, Method};
 use refrain_graph::{
     Attention, Backend, CompileError, ControlBlock, Feedback, Graph, GraphBuilder, HostBuf, HostCall,
-    HostCallError, HostFn, Io, Op, Plan, PlanOptions, Ran, Reason, RowLimits, Run, SAMPLE_PARAMS, Sample,
-    SamplingInputs, State, StateId, StepInputs, StepKind, StepShape, TensorType, Weight, WeightId,
+    HostCallError, HostFn, Io, Op, Plan, PlanOptions, Ran, Reason, RowLimits, Run, RunError, SAMPLE_PARAMS,
+    Sample, SamplingInputs, State, StateEdit, StateId, StatePart, StepInputs, StepKind, StepShape,
+    TensorType, Weight, WeightId,
 };
 use refrain_tensor::{Bytes, DType, HostTensor};
 use refrain_testkit::{Fill, tensor};
@@ -299,6 +300,74 @@ fn logits_that_are_not_finite_end_a_run_and_say_so() {
         // What was sent ahead of it commits nothing.
         assert_eq!(bed.backend.finish(&mut bed.compiled, &mut run).unwrap(), 4);
     }
+}
+
+#[test]
+fn edits_of_states_keep_their_place_among_the_steps_of_a_run() {
+    const ROW: usize = 4 * D;
+    const BLOCK: usize = KV_BLOCK * ROW;
+    let k = StateId::from_idx(0);
+    let block = |bed: &Bed, at: usize| {
+        let mut bytes = vec![0; BLOCK];
+        bed.backend.read_state(&bed.states, StatePart::slots(k, at..at + 1), &mut bytes).unwrap();
+        bytes
+    };
+    // The second is compared every other step, which is not sent while others are under way; the third ends while steps
+    // are still to be sent.
+    for (verify_every, n_taken) in [(None, 5), (NonZeroU32::new(2), 5), (NonZeroU32::new(2), 1)] {
+        let device = refrain_kernels::simulated(SimOptions { seed: 8, ..SimOptions::default() }).unwrap();
+        let graphs = CacheOptions { mode: GraphMode::Require, ..CacheOptions::default() };
+        let options = CudaOptions { graphs, ahead: 5, verify_every, ..CudaOptions::default() };
+        let mut bed = Bed::with(&device, &step(1, false), options);
+        let full = vec![7; BLOCK];
+        bed.backend.write_state(&mut bed.states, StatePart::slots(k, 6..7), &full).unwrap();
+        let mut run = bed.run();
+        bed.send(&mut run, 3);
+        let copy = StateEdit::Copy { state: k, from: 5..6, to: 0 };
+        let clear = StateEdit::Clear(StatePart::slots(k, 6..7));
+        bed.backend.edit_states(&mut bed.states, &[copy, clear]).unwrap();
+        bed.send(&mut run, 2);
+        for _ in 0..n_taken {
+            let step = bed.backend.take(&mut bed.compiled, &mut run).unwrap();
+            assert_eq!(step.ran, Ran::REPLAYED);
+        }
+        bed.backend.finish(&mut bed.compiled, &mut run).unwrap();
+        let (written, copied) = (block(&bed, 5), block(&bed, 0));
+        let n_rows = |bytes: &[u8]| bytes.chunks(ROW).take_while(|row| row.iter().any(|b| *b != 0)).count();
+        // Three rows were there when it was copied, or as many as were sent at all.
+        let n_copied = n_rows(&copied);
+        assert!(if n_taken == 5 { n_copied == 3 } else { (1..=3).contains(&n_copied) }, "{n_copied}");
+        assert_eq!(copied[..n_copied * ROW], written[..n_copied * ROW]);
+        if n_taken == 5 {
+            assert_eq!(n_rows(&written), 5);
+        }
+        assert_eq!(block(&bed, 6), vec![0; BLOCK]);
+    }
+}
+
+#[test]
+fn edits_of_slots_that_are_not_there_change_nothing() {
+    let mut bed = Bed::new(&step(1, false), GraphMode::Require);
+    let k = StateId::from_idx(0);
+    let full = vec![7; 4 * N_BLOCKS * KV_BLOCK * D];
+    bed.backend.write_state(&mut bed.states, k, &full).unwrap();
+    let good = StateEdit::Clear(k.into());
+    let beyond = StateEdit::Copy { state: k, from: 0..1, to: N_BLOCKS };
+    let onto_itself = StateEdit::Copy { state: k, from: 0..3, to: 2 };
+    let of_none = StateEdit::Clear(StateId::from_idx(2).into());
+    for bad in [beyond, onto_itself, of_none] {
+        let refused = bed.backend.edit_states(&mut bed.states, &[good.clone(), bad]);
+        assert!(matches!(refused, Err(RunError::Mismatch { what: "states", .. })), "{refused:?}");
+    }
+    let mut found = vec![0; full.len()];
+    bed.backend.read_state(&bed.states, k, &mut found).unwrap();
+    assert_eq!(found, full);
+    // While steps are under way, nobody can know what a state holds.
+    let mut run = bed.run();
+    bed.send(&mut run, 2);
+    let refused = bed.backend.read_state(&bed.states, k, &mut found);
+    assert!(matches!(refused, Err(RunError::Mismatch { what: "runs", .. })), "{refused:?}");
+    assert!(bed.backend.take(&mut bed.compiled, &mut run).is_ok(), "the run goes on");
 }
 
 #[test]

@@ -1,12 +1,13 @@
 //! What a backend must do.
 
-use crate::graph::{Graph, State, StateId, Weight};
+use crate::graph::{Graph, State, Weight};
 use crate::group::{Fusion, GroupQuery};
 use crate::op::{HostCallError, Op, TensorType};
 use crate::plan::{Plan, PlanError};
 use crate::queue::{Collected, StepQueue, collect_stepwise, queue_stepwise};
 use crate::report::{Ran, Reason};
 use crate::run::{CommittedStep, Run};
+use crate::state_part::{StateEdit, StatePart};
 use refrain_tensor::HostTensor;
 use std::borrow::Cow;
 
@@ -260,13 +261,34 @@ pub trait Backend {
         Err(RunError::CannotResize { backend: self.name() })
     }
 
-    /// Copies what a state holds to the host. Between steps only.
-    fn read_state(&self, _: &Self::States, _: StateId, _into: &mut [u8]) -> Result<(), RunError> {
+    /// Copies what a state, or a part of it, holds to the host, behind all steps that were queued. Not while a run is
+    /// under way.
+    fn read_state(
+        &self,
+        _: &Self::States,
+        _: impl Into<StatePart>,
+        _into: &mut [u8],
+    ) -> Result<(), RunError> {
         Err(RunError::NoAccess { backend: self.name() })
     }
 
-    /// Puts values into a state. Between steps only, and after a graph that uses the state was compiled.
-    fn write_state(&self, _: &mut Self::States, _: StateId, _from: &[u8]) -> Result<(), RunError> {
+    /// Puts values into a state or a part of it, behind all steps that were queued. Not while a run is under way, and after
+    /// a graph that uses the state was compiled.
+    fn write_state(
+        &self,
+        _: &mut Self::States,
+        _: impl Into<StatePart>,
+        _from: &[u8],
+    ) -> Result<(), RunError> {
+        Err(RunError::NoAccess { backend: self.name() })
+    }
+
+    /// Copies and clears slots of states on the device, in that order, between the steps that were sent or queued before
+    /// and those that come after, without waiting for any of them; also while a run is under way. After a graph that uses
+    /// the states was compiled.
+    ///
+    /// An edit that is refused leaves all states as they were.
+    fn edit_states(&mut self, _: &mut Self::States, _: &[StateEdit]) -> Result<(), RunError> {
         Err(RunError::NoAccess { backend: self.name() })
     }
 

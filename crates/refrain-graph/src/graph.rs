@@ -110,8 +110,8 @@ pub struct State {
 /// What a step may change of a state, which decides how it is saved, compared and restored when a graph is verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateKind {
-    /// Blocks of a paged cache, `[n_blocks, n_kv_heads, kv_block, head_dim]`: a step writes rows that block tables
-    /// name. Verified on spare blocks behind the pool.
+    /// Blocks of a paged cache, `[n_blocks, n_kv_heads, kv_block, ..]`: rows of heads, or their scales. A step writes rows
+    /// that block tables name. Verified on spare blocks behind the pool.
     Paged,
     /// One slot for each sequence, `[n_slots, ..]`: a step writes the slots of its sequences. Verified whole.
     Slots,

@@ -27,6 +27,7 @@ mod crossing; // what host steps cost
 mod control; // what changes from step to step
 mod run; // steps that feed themselves
 mod queue; // steps sent before the results of others are known
+mod state_part; // states slot by slot
 mod backend; // who runs it
 mod report; // how a step ran, and why
 mod dot; // as a picture
@@ -60,4 +61,5 @@ pub use queue::{Collected, StepQueue, collect_stepwise, nothing_queued, queue_st
 pub use report::{Ran, Reason};
 pub use run::{Committed, CommittedStep, Feedback, LapsingBias, RowLimits, Run, RunEdits, StepFlags};
 pub use schedule::{Segment, SegmentKind};
+pub use state_part::{ByteEdit, SlotLayout, StateEdit, StatePart};
 pub use train_op::{ADAM_PARAMS, AdamParam, AdamSlots, AdamW, Dropout, TrainOp};

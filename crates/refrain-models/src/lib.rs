@@ -29,6 +29,6 @@ pub use error::ModelError;
 pub use model::{Head, KvSpec, Model, SampleHead, StepSpec};
 pub use rope::inverse_frequencies;
 pub use shapes::{NamedShape, QuantMix, SHAPES};
-pub use state::{KvGeometry, LayerKv, LayerState, SlotSpec, StateTable};
+pub use state::{KvGeometry, KvScales, LayerKv, LayerState, SlotSpec, StateTable};
 pub use train::{Param, TrainGraph, TrainInputs, TrainPhase, TrainSpec, TrainStates};
 pub use weights::TensorSource;

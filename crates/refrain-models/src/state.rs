@@ -27,7 +27,7 @@ pub struct SlotSpec {
 /// What one layer keeps between steps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayerState {
-    /// Keys and values of its own, in blocks of a paged cache.
+    /// Keys and values of its own, in blocks of a paged cache; with a scale for each row where the cache is of bytes.
     Kv(KvGeometry),
     /// Nothing: it reads the keys and values of an earlier layer.
     SharedKv {
@@ -38,6 +38,16 @@ pub enum LayerState {
     Slots(Vec<SlotSpec>),
 }
 
+/// Where the scales of a layer's keys and values are, one for each head and position: a number is its byte times the scale
+/// of its row. They are paged as the rows are, so that a block and its scales are named, copied and freed together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvScales {
+    /// Those of keys.
+    pub k: StateId, // [n_blocks, n_kv_heads, kv_block] F32
+    /// Those of values.
+    pub v: StateId, // [n_blocks, n_kv_heads, kv_block] F32
+}
+
 /// Where a layer's keys and values are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerKv {
@@ -45,6 +55,8 @@ pub struct LayerKv {
     pub k: StateId,
     /// Values.
     pub v: StateId,
+    /// Their scales, where rows are stored in 8 bits.
+    pub scales: Option<KvScales>,
     /// Their heads.
     pub geometry: KvGeometry,
     /// Whether this layer writes them; otherwise an earlier one does.
@@ -76,7 +88,12 @@ impl StateTable {
                 LayerState::Kv(geometry) => {
                     let [k, v] =
                         ["k_cache", "v_cache"].map(|name| table.add_cache(layer, name, *geometry, kv));
-                    LayerStates::Kv(LayerKv { k, v, geometry: *geometry, is_own: true })
+                    let scales = (kv.dtype == DType::U8).then(|| {
+                        let [k, v] =
+                            ["k_scale", "v_scale"].map(|name| table.add_scales(layer, name, *geometry, kv));
+                        KvScales { k, v }
+                    });
+                    LayerStates::Kv(LayerKv { k, v, scales, geometry: *geometry, is_own: true })
                 }
                 LayerState::SharedKv { layer: with } => match table.layers.get(*with) {
                     Some(LayerStates::Kv(shared)) => LayerStates::Kv(LayerKv { is_own: false, ..*shared }),
@@ -117,6 +134,11 @@ impl StateTable {
         // [n_blocks, n_kv_heads, kv_block, head_dim]: the rows of one head in one block lie together.
         let KvGeometry { n_kv_heads, head_dim } = geometry;
         let ty = TensorType::new(kv.dtype, [kv.n_blocks, n_kv_heads, kv.kv_block, head_dim]);
+        self.add(State::paged(format!("blk.{layer}.{name}"), ty))
+    }
+
+    fn add_scales(&mut self, layer: usize, name: &str, geometry: KvGeometry, kv: &KvSpec) -> StateId {
+        let ty = TensorType::new(DType::F32, [kv.n_blocks, geometry.n_kv_heads, kv.kv_block]);
         self.add(State::paged(format!("blk.{layer}.{name}"), ty))
     }
 
@@ -161,6 +183,22 @@ mod tests {
         assert!(own.is_own && !shared.is_own);
         assert_eq!(table.states()[4].ty.shape.dims(), [5, 3, 8]);
         assert_eq!((table.kv(3), table.slots(3)), (None, &[StateId::from_idx(4)][..]));
+    }
+
+    #[test]
+    fn a_cache_of_bytes_has_a_scale_for_each_head_and_position() {
+        let geometry = KvGeometry { n_kv_heads: 2, head_dim: 64 };
+        let layers = [LayerState::Kv(geometry), LayerState::SharedKv { layer: 0 }];
+        assert_eq!(StateTable::new(&layers, &KV, 0).kv(0).unwrap().scales, None);
+        let table = StateTable::new(&layers, &KvSpec { dtype: DType::U8, ..KV }, 0);
+        let LayerKv { k, v, scales: Some(scales), .. } = table.kv(0).unwrap() else { panic!() };
+        assert_eq!(table.kv(1).unwrap().scales, Some(scales));
+        let state = |id: StateId| &table.states()[id.idx()];
+        for (rows, scales) in [(k, scales.k), (v, scales.v)] {
+            assert_eq!(state(rows).ty, TensorType::new(DType::U8, [6, 2, 16, 64]));
+            assert_eq!(state(scales).ty, TensorType::new(DType::F32, [6, 2, 16]));
+            assert_eq!(state(scales).kind, StateKind::Paged);
+        }
     }
 
     #[test]
