@@ -54,6 +54,7 @@ pub(crate) fn eps(op: &Op) -> Option<f32> {
         | Op::Pad { .. }
         | Op::ScatterAddRows { .. }
         | Op::SpanAttention(_)
+        | Op::Moe(_)
         | Op::Train(_)
         | Op::Softmax
         | Op::MatMul

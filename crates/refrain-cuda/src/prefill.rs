@@ -387,6 +387,7 @@ impl Lowering<'_> {
             | Op::Pad { .. }
             | Op::ScatterAddRows { .. }
             | Op::SpanAttention(_)
+            | Op::Moe(_)
             | Op::Train(_)
             | Op::Softmax
             | Op::MatMul

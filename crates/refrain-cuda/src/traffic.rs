@@ -80,6 +80,7 @@ impl Moved {
                 | Op::Pad { .. }
                 | Op::ScatterAddRows { .. }
                 | Op::SpanAttention(_)
+                | Op::Moe(_)
                 | Op::Train(_)
                 | Op::Softmax
                 | Op::MatMul

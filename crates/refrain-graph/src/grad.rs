@@ -63,6 +63,9 @@ impl GraphBuilder {
     }
 }
 
+/// Why nothing flows through a router or the experts behind it.
+const NO_EXPERTS: &str = "training of mixtures of experts is not supported";
+
 struct Backward<'b> {
     builder: &'b mut GraphBuilder,
     /// Values that depend on what gradients are asked of.
@@ -217,6 +220,9 @@ impl<'b> Backward<'b> {
             if matches!(node.op, Op::AddRmsNorm { .. }) {
                 return self.add_rms_norm(node, dys, &ins, &label);
             }
+            if matches!(node.op, Op::Moe(_)) {
+                return none(NO_EXPERTS);
+            }
             return none("only its first output is differentiated");
         };
         match &node.op {
@@ -358,6 +364,7 @@ impl<'b> Backward<'b> {
                 none("a paged cache is for generation; train with attention among the rows of a step")
             }
             Op::Sample(_) => none("a choice is not smooth"),
+            Op::Moe(_) => none(NO_EXPERTS),
             Op::Accumulate | Op::Train(TrainOp::AdamW(_)) => none("it changes a state"),
             Op::Train(
                 TrainOp::UnaryGrad(_)

@@ -458,6 +458,7 @@ impl Pass<'_> {
             | Op::Pad { .. }
             | Op::ScatterAddRows { .. }
             | Op::SpanAttention(_)
+            | Op::Moe(_)
             | Op::Train(_)
             | Op::Softmax
             | Op::MatMul

@@ -12,6 +12,7 @@
 
 mod op; // what a node computes
 mod train_op; // what only training computes
+mod moe; // what mixtures of experts compute
 mod infer; // which types come out
 mod inputs; // what a step's inputs mean
 mod graph; // values, nodes, state
@@ -52,6 +53,7 @@ pub use group::{
 };
 pub use infer::InferError;
 pub use inputs::{Field, Filler, SamplingInputs, StepInputs, StepKind, StepShape};
+pub use moe::{ExpertActivation, ExpertGate, MoeOp, Route, RouteGroups, RouteScore};
 pub use op::{
     Attention, Binary, Capture, Compare, Gate, HostBuf, HostCall, HostCallError, HostFn, Indexing, Op,
     Reduce, Rope, RopeStyle, SAMPLE_PARAMS, Sample, SampleParam, SpanAttention, TensorType, Unary, View,

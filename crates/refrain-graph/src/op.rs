@@ -1,5 +1,6 @@
 //! Every op there is, and for each whether it can be recorded.
 
+use crate::moe::MoeOp;
 use crate::train_op::TrainOp;
 use refrain_tensor::{DType, Shape};
 use std::fmt;
@@ -130,6 +131,8 @@ pub enum Op {
     Sample(Sample),
     /// `state[..]` F32 (state), `x[..]`, floats of the same shape -> `state + x`.
     Accumulate,
+    /// A router, and products with the experts that it chose.
+    Moe(MoeOp),
     /// What only a training step computes.
     Train(TrainOp),
     /// A function on the host: a table too large for the device, or a caller's own code.
@@ -164,6 +167,7 @@ impl Op {
             | Op::SpanAttention(_)
             | Op::Sample(_)
             | Op::Accumulate
+            | Op::Moe(_)
             | Op::Train(_) => Capture::Safe,
             Op::HostCall(call) => Capture::Unsafe(call.because),
         }
@@ -203,6 +207,7 @@ impl Op {
             Op::SpanAttention(_) => "span_attention",
             Op::Sample(_) => "sample",
             Op::Accumulate => "accumulate",
+            Op::Moe(op) => op.name(),
             Op::Train(op) => op.name(),
             Op::HostCall(call) => call.name,
         }
@@ -220,6 +225,7 @@ impl Op {
             | Op::PlaceColumns { .. }
             | Op::Pad { .. }
             | Op::ScatterAddRows { .. }
+            | Op::Moe(_)
             | Op::SpanAttention(_) => Vec::new(),
             Op::View(_)
             | Op::Copy
@@ -258,6 +264,7 @@ impl Op {
             }
             Op::PlaceColumns { width } => vec![Indexing::Below { ids: 0, limit: *width }],
             Op::ScatterAddRows { n_rows } => vec![Indexing::Below { ids: 0, limit: *n_rows }],
+            Op::Moe(op) => op.indexing(),
             Op::SpanAttention(_) => vec![Indexing::Spans { spans: 3 }],
             Op::Train(TrainOp::SpanAttentionGrad(_)) => vec![Indexing::Spans { spans: 4 }],
             Op::Train(
@@ -315,6 +322,7 @@ impl Op {
             | Op::PlaceColumns { .. }
             | Op::Pad { .. }
             | Op::ScatterAddRows { .. }
+            | Op::Moe(_)
             | Op::SpanAttention(_)
             | Op::View(_)
             | Op::Copy

@@ -2,8 +2,9 @@
 
 use proptest::prelude::*;
 use refrain_graph::{
-    ADAM_PARAMS, AdamW, Attention, Binary, Compare, Dropout, Gate, HostBuf, HostCall, HostCallError, HostFn,
-    InferError, Op, Reduce, Rope, RopeStyle, SAMPLE_PARAMS, SpanAttention, TensorType, TrainOp, Unary, View,
+    ADAM_PARAMS, AdamW, Attention, Binary, Compare, Dropout, ExpertActivation, ExpertGate, Gate, HostBuf,
+    HostCall, HostCallError, HostFn, InferError, MoeOp, Op, Reduce, Rope, RopeStyle, Route, RouteGroups,
+    RouteScore, SAMPLE_PARAMS, SpanAttention, TensorType, TrainOp, Unary, View,
 };
 use refrain_tensor::{DType, Shape};
 use std::sync::Arc;
@@ -19,6 +20,22 @@ fn f(dims: &[usize]) -> TensorType {
 fn i(dims: &[usize]) -> TensorType {
     t(DType::I32, dims)
 }
+
+fn q(dims: &[usize]) -> TensorType {
+    t(DType::Q4_0, dims)
+}
+
+const ROUTE: Route = Route {
+    n_choices: 2,
+    score: RouteScore::Sigmoid,
+    biased: true,
+    scaled: true,
+    groups: Some(RouteGroups { n_groups: 4, n_kept: 2, n_best: 2 }),
+    renormalise: true,
+    scale: 1.0,
+};
+
+const GATE: ExpertGate = ExpertGate { activation: ExpertActivation::Silu, joined: false, biased: true };
 
 struct Never;
 
@@ -74,6 +91,22 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
             Op::SpanAttention(span),
             vec![f(&[5, 6, 8]), f(&[5, 2, 8]), f(&[5, 2, 8]), i(&[5, 2])],
             vec![f(&[5, 6, 8]), f(&[5, 6])],
+        ),
+        (Op::Moe(MoeOp::Route(ROUTE)), vec![f(&[3, 8]), f(&[8]), f(&[8])], vec![i(&[3, 2]), f(&[3, 2])]),
+        (
+            Op::Moe(MoeOp::Gated(GATE)),
+            vec![f(&[3, 32]), i(&[3, 2]), q(&[8, 5, 32]), q(&[8, 5, 32]), f(&[8, 5]), f(&[8, 5])],
+            vec![f(&[3, 2, 5])],
+        ),
+        (
+            Op::Moe(MoeOp::Gated(ExpertGate { joined: true, ..GATE })),
+            vec![f(&[3, 32]), i(&[3, 2]), q(&[8, 10, 32]), f(&[8, 10])],
+            vec![f(&[3, 2, 5])],
+        ),
+        (
+            Op::Moe(MoeOp::Summed { biased: true }),
+            vec![f(&[3, 2, 32]), i(&[3, 2]), f(&[3, 2]), q(&[8, 7, 32]), f(&[8, 7])],
+            vec![f(&[3, 7])],
         ),
         (Op::Train(TrainOp::UnaryGrad(Unary::Tanh)), vec![f(&[3]), f(&[3])], vec![f(&[3])]),
         (
@@ -289,4 +322,63 @@ proptest! {
         };
         let _ = op.infer(&inputs);
     }
+}
+
+#[test]
+fn a_router_that_asks_for_more_experts_than_there_are_is_refused_with_both_numbers() {
+    let refused = |route: Route, n_experts: usize| {
+        let inputs = [f(&[3, n_experts]), f(&[n_experts]), f(&[n_experts])];
+        Op::Moe(MoeOp::Route(route)).infer(&inputs).unwrap_err().to_string()
+    };
+    let of = |n_groups, n_kept, n_best| Some(RouteGroups { n_groups, n_kept, n_best });
+    for (route, n_experts, want) in [
+        (
+            Route { n_choices: 9, groups: None, ..ROUTE },
+            8,
+            "F32[3, 8], expected at least the 9 experts to choose",
+        ),
+        (
+            Route { n_choices: 0, groups: None, ..ROUTE },
+            8,
+            "F32[3, 8], expected at least the 0 experts to choose",
+        ),
+        (Route { groups: of(3, 1, 1), ..ROUTE }, 8, "F32[3, 8], expected 3 groups of one size"),
+        (
+            Route { groups: of(4, 5, 1), ..ROUTE },
+            8,
+            "F32[3, 8], expected groups of which 5 can stay, judged by 1 experts",
+        ),
+        (
+            Route { groups: of(4, 2, 3), ..ROUTE },
+            8,
+            "F32[3, 8], expected groups of which 2 can stay, judged by 3 experts",
+        ),
+        (
+            Route { n_choices: 5, groups: of(4, 2, 2), ..ROUTE },
+            8,
+            "F32[3, 8], expected 2 groups with at least 5 experts",
+        ),
+    ] {
+        assert_eq!(refused(route, n_experts), format!("route: input 0 is {want}"));
+    }
+}
+
+#[test]
+fn experts_of_unequal_shapes_are_refused() {
+    let op = Op::Moe(MoeOp::Gated(ExpertGate { biased: false, ..GATE }));
+    let refused = |gate: &[usize], up: &[usize]| {
+        op.infer(&[f(&[3, 32]), i(&[3, 2]), q(gate), q(up)]).unwrap_err().to_string()
+    };
+    assert_eq!(
+        refused(&[8, 5, 32], &[7, 5, 32]),
+        "expert_gate: input 3 is Q4_0[7, 5, 32], expected [8, 5, 32]"
+    );
+    assert_eq!(
+        refused(&[8, 5, 32], &[8, 6, 32]),
+        "expert_gate: input 3 is Q4_0[8, 6, 32], expected [8, 5, 32]"
+    );
+    assert_eq!(
+        refused(&[8, 5, 64], &[8, 5, 64]),
+        "expert_gate: input 2 is Q4_0[8, 5, 64], expected [8, 5, 32]"
+    );
 }

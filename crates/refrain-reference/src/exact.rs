@@ -82,8 +82,8 @@ pub(crate) fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result
     Ok(())
 }
 
-/// The outputs of an op in double precision. Ops with a paged cache, a choice of tokens, the host or the optimiser have
-/// none.
+/// The outputs of an op in double precision. Ops with a paged cache, a choice of tokens or experts, the host or the
+/// optimiser have none.
 pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError> {
     let one = |array| Ok(vec![array]);
     match op {
@@ -214,6 +214,7 @@ pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError>
         | Op::Attention(_)
         | Op::Sample(_)
         | Op::Accumulate
+        | Op::Moe(_)
         | Op::Train(TrainOp::AdamW(_))
         | Op::HostCall(_) => Err(ReferenceError::Unsupported {
             op: op.name(),

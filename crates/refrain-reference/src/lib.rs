@@ -12,10 +12,12 @@ mod attention;
 mod dense;
 mod elementwise;
 pub mod exact;
+mod moe;
 mod philox;
 mod sample;
 
 pub use dense::{In, Out, ReferenceError};
+pub use moe::route_row;
 pub use philox::{philox4x32, uniform};
 pub use sample::{Sampling, apply_bias_and_penalties, most_probable, sample_row};
 
@@ -50,6 +52,7 @@ pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), Re
         | Op::ScatterAddRows { .. }
         | Op::SpanAttention(_)
         | Op::Train(_) => exact::run(op, inputs, outputs),
+        Op::Moe(op) => moe::run(op, inputs, outputs),
         Op::Softmax => elementwise::softmax(&inputs[0], &mut outputs[0]),
         Op::MatMul => dense::matmul(&inputs[0], &inputs[1], &mut outputs[0]),
         Op::GatherRows(_) => dense::gather_rows(&inputs[0], &inputs[1], &mut outputs[0]),

@@ -1,8 +1,8 @@
 //! Gradients against differences, in double precision, over the table of op cases.
 
 use refrain_graph::{
-    Binary, GradError, Graph, GraphBuilder, GraphError, Op, Origin, Reduce, State, TensorType, Unary,
-    ValueId, Weight, WeightId,
+    Binary, GradError, Graph, GraphBuilder, GraphError, MoeOp, Op, Origin, Reduce, Route, RouteScore, State,
+    TensorType, Unary, ValueId, Weight, WeightId,
 };
 use refrain_reference::exact::{self, Array};
 use refrain_tensor::{DType, HostTensor};
@@ -127,7 +127,10 @@ fn float_leaves(graph: &Graph) -> Vec<ValueId> {
 fn runs_in_doubles(case: &Case) -> bool {
     let graph = &case.graph;
     let exact = |op: &Op| {
-        !matches!(op, Op::KvAppend | Op::Attention(_) | Op::Sample(_) | Op::Accumulate | Op::HostCall(_))
+        !matches!(
+            op,
+            Op::KvAppend | Op::Attention(_) | Op::Sample(_) | Op::Accumulate | Op::Moe(_) | Op::HostCall(_)
+        )
     };
     let plain = |w: &Weight| !w.ty.dtype.is_quantized();
     let small = graph.values().iter().map(|v| v.ty.shape.n_elements()).sum::<usize>() < 60_000;
@@ -264,6 +267,21 @@ fn what_has_no_gradient_says_why() -> Result<(), GraphError> {
     let rows = b.gather_rows(table, ids, DType::F32)?;
     let error = b.gradients(rows, &[table], &[]).unwrap_err();
     assert_eq!(error.to_string(), "gather_rows: gather_rows has no gradient: its table is quantised");
+    // A router, and whatever is behind it.
+    let logits = b.input("logits", f(&[2, 5]))?;
+    let route = Route {
+        n_choices: 2,
+        score: RouteScore::Softmax,
+        biased: false,
+        scaled: false,
+        groups: None,
+        renormalise: true,
+        scale: 1.0,
+    };
+    let made = b.node(Op::Moe(MoeOp::Route(route)), &[logits], "router")?;
+    let error = b.gradients(made[1], &[logits], &[]).unwrap_err();
+    let text = "router: route has no gradient: training of mixtures of experts is not supported";
+    assert_eq!(error.to_string(), text);
     // What the loss does not depend on has none either, and that is no error.
     let other = b.input("other", f(&[2]))?;
     assert_eq!(b.gradients(rows, &[other], &[]).unwrap(), [None]);

@@ -3,6 +3,7 @@
 mod attention;
 mod elements;
 mod matrix;
+mod moe;
 mod rows;
 mod sample;
 mod train;
@@ -26,6 +27,8 @@ pub fn cases() -> Vec<Case> {
         attention::kv_append(),
         attention::attention(),
         sample::cases(),
+        moe::route(),
+        moe::experts(),
         train::cases(),
     ];
     families.into_iter().flatten().collect()

@@ -1,0 +1,239 @@
+//! Ops of a mixture of experts: a router, and products with the experts that it chose for each row.
+//!
+//! A choice is an expert of a row. Ids of choices are computed inside the step, so no backend can check them beforehand: a
+//! negative id is an empty choice, and kernels take an id past the last expert for an empty choice too, where they cannot
+//! report it. Neither reads a weight.
+
+use crate::infer::{InferError, Rule};
+use crate::op::{Indexing, TensorType};
+use refrain_tensor::DType;
+
+/// What a node of a mixture of experts computes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum MoeOp {
+    /// `logits[n, n_experts]` F32, then as [`Route`] says `bias[n_experts]` and `scales[n_experts]` (F32) ->
+    /// `ids[n, n_choices]` I32 and `weights[n, n_choices]` F32, the best choice first.
+    Route(Route),
+    /// `x[n, d]`, `ids[n, n_choices]` I32, `gate[n_experts, f, d]`, `up[n_experts, f, d]`, then with biases
+    /// `gate_bias[n_experts, f]` and `up_bias[n_experts, f]` -> `[n, n_choices, f]`: for each choice the gated product of
+    /// the row with that expert. An empty choice gives zeros.
+    ///
+    /// [`ExpertGate::joined`]: one weight `[n_experts, 2 f, d]` (and one bias `[n_experts, 2 f]`) has the rows of the gate,
+    /// then those of up.
+    Gated(ExpertGate),
+    /// `h[n, n_choices, f]`, `ids[n, n_choices]` I32, `weights[n, n_choices]` F32, `down[n_experts, d, f]`, then with biases
+    /// `down_bias[n_experts, d]` -> `[n, d]`: the sum over the choices of a row, each product with its expert (plus the
+    /// bias) times its weight. An empty choice adds nothing.
+    Summed {
+        /// Whether experts have biases.
+        biased: bool,
+    },
+}
+
+/// How a router turns a row of logits into choices.
+///
+/// In order: scores of all experts; what is compared, which is the score plus a bias; whole groups drop out; the experts
+/// with the most remain, the lower id first where two are equal; weights of these are their scores without the bias,
+/// divided by their sum, times `scale`, times the expert's own scale.
+///
+/// A row that holds a NaN, whose largest logit is infinite, or for which the comparison meets a NaN has no choice to make:
+/// its ids are `0..n_choices`, and all its weights are NaN.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Route {
+    /// Experts of a row.
+    pub n_choices: usize,
+    /// What a score is.
+    pub score: RouteScore,
+    /// Takes a bias as an input, which decides about the choice alone.
+    pub biased: bool,
+    /// Takes a scale of each expert as its last input.
+    pub scaled: bool,
+    /// Only experts of some groups are chosen.
+    pub groups: Option<RouteGroups>,
+    /// Divides the weights of a row by their sum.
+    pub renormalise: bool,
+    /// Factor on all weights.
+    pub scale: f32,
+}
+
+/// What a router makes of logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RouteScore {
+    /// The softmax over all experts.
+    Softmax,
+    /// The sigmoid of each.
+    Sigmoid,
+    /// The softmax over the chosen experts alone.
+    SoftmaxOfChosen,
+}
+
+/// Experts in groups of consecutive ids. A group is as good as the sum of its best experts; lower groups win ties.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RouteGroups {
+    /// Groups; they divide the experts evenly.
+    pub n_groups: usize,
+    /// Groups that stay.
+    pub n_kept: usize,
+    /// How many of its experts a group is judged by.
+    pub n_best: usize,
+}
+
+/// The first half of an expert's feed-forward.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ExpertGate {
+    /// What joins the two products.
+    pub activation: ExpertActivation,
+    /// Gate and up are one weight.
+    pub joined: bool,
+    /// Whether experts have biases.
+    pub biased: bool,
+}
+
+/// What joins the gate of an expert with its up projection.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ExpertActivation {
+    /// `silu(gate) * up`
+    Silu,
+    /// `gelu(gate) * up`, with the tanh approximation.
+    GeluTanh,
+    /// `g * sigmoid(alpha * g) * (u + 1)` with `g = min(gate, limit)` and `u` = up within `-limit..limit`.
+    ClampedSilu {
+        /// Factor inside the sigmoid.
+        alpha: f32,
+        /// Largest gate, and largest magnitude of up.
+        limit: f32,
+    },
+}
+
+impl ExpertActivation {
+    /// The function, in double precision.
+    #[must_use]
+    pub fn apply(self, gate: f64, up: f64) -> f64 {
+        match self {
+            ExpertActivation::Silu => gate / (1.0 + (-gate).exp()) * up,
+            ExpertActivation::GeluTanh => {
+                let inner = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044715 * gate * gate * gate);
+                gate / (1.0 + (-2.0 * inner).exp()) * up
+            }
+            ExpertActivation::ClampedSilu { alpha, limit } => {
+                let limit = f64::from(limit);
+                // A NaN stays one.
+                let g = if gate > limit { limit } else { gate };
+                let u = if up.is_nan() { up } else { up.clamp(-limit, limit) };
+                g / (1.0 + (-f64::from(alpha) * g).exp()) * (u + 1.0)
+            }
+        }
+    }
+}
+
+impl ExpertGate {
+    /// How many weights follow the ids.
+    #[must_use]
+    pub fn n_weights(&self) -> usize {
+        if self.joined { 1 } else { 2 }
+    }
+}
+
+impl MoeOp {
+    /// The op's name, for messages and tables.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            MoeOp::Route(_) => "route",
+            MoeOp::Gated(_) => "expert_gate",
+            MoeOp::Summed { .. } => "expert_sum",
+        }
+    }
+
+    pub(crate) fn indexing(&self) -> Vec<Indexing> {
+        let experts = |table| vec![Indexing::Rows { ids: 1, table, axis: 0, strict: true }];
+        match self {
+            MoeOp::Route(_) => Vec::new(),
+            MoeOp::Gated(_) => experts(2),
+            MoeOp::Summed { .. } => experts(3),
+        }
+    }
+
+    pub(crate) fn infer(&self, rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+        match self {
+            MoeOp::Route(route) => route.infer(rule),
+            MoeOp::Gated(gate) => gate.infer(rule),
+            MoeOp::Summed { biased } => infer_summed(rule, *biased),
+        }
+    }
+}
+
+impl Route {
+    fn infer(&self, rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+        rule.arity(1 + usize::from(self.biased) + usize::from(self.scaled))?;
+        let (n, n_experts) = (rule.rank(0, 2)?[0], rule.rank(0, 2)?[1]);
+        rule.require(0, rule.inputs[0].dtype == DType::F32, "F32")?;
+        for index in 1..rule.inputs.len() {
+            rule.exact(index, DType::F32, &[n_experts])?;
+        }
+        let k = self.n_choices;
+        rule.require(0, (1..=n_experts).contains(&k), format!("at least the {k} experts to choose"))?;
+        if let Some(g) = self.groups {
+            let divides = g.n_groups > 0 && n_experts.is_multiple_of(g.n_groups);
+            rule.require(0, divides, format!("{} groups of one size", g.n_groups))?;
+            let size = n_experts / g.n_groups;
+            let fits = (1..=g.n_groups).contains(&g.n_kept) && (1..=size).contains(&g.n_best);
+            let want = format!("groups of which {} can stay, judged by {} experts", g.n_kept, g.n_best);
+            rule.require(0, fits, want)?;
+            let enough = g.n_kept * size >= k;
+            rule.require(0, enough, format!("{} groups with at least {k} experts", g.n_kept))?;
+        }
+        let shape = rule.shape(&[n, k])?;
+        Ok(vec![TensorType { dtype: DType::I32, shape }, TensorType { dtype: DType::F32, shape }])
+    }
+}
+
+impl ExpertGate {
+    fn infer(&self, rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+        let n_weights = self.n_weights();
+        rule.arity(2 + n_weights * (1 + usize::from(self.biased)))?;
+        rule.float(0)?;
+        let (n, d) = (rule.rank(0, 2)?[0], rule.rank(0, 2)?[1]);
+        let k = rule.rank(1, 2)?[1];
+        rule.exact(1, DType::I32, &[n, k])?;
+        let (n_experts, rows) = (rule.rank(2, 3)?[0], rule.rank(2, 3)?[1]);
+        for index in 2..2 + n_weights {
+            experts(rule, index, [n_experts, rows, d])?;
+        }
+        rule.require(2, !self.joined || rows.is_multiple_of(2), "as many rows for the gate as for up")?;
+        for index in 2 + n_weights..rule.inputs.len() {
+            rule.float(index)?;
+            bias(rule, index, [n_experts, rows])?;
+        }
+        let f = if self.joined { rows / 2 } else { rows };
+        Ok(vec![TensorType { dtype: rule.inputs[0].dtype, shape: rule.shape(&[n, k, f])? }])
+    }
+}
+
+fn infer_summed(rule: &Rule<'_>, biased: bool) -> Result<Vec<TensorType>, InferError> {
+    rule.arity(4 + usize::from(biased))?;
+    rule.float(0)?;
+    let h = rule.rank(0, 3)?;
+    let (n, k, f) = (h[0], h[1], h[2]);
+    rule.exact(1, DType::I32, &[n, k])?;
+    rule.exact(2, DType::F32, &[n, k])?;
+    let (n_experts, d) = (rule.rank(3, 3)?[0], rule.rank(3, 3)?[1]);
+    experts(rule, 3, [n_experts, d, f])?;
+    if biased {
+        rule.float(4)?;
+        bias(rule, 4, [n_experts, d])?;
+    }
+    Ok(vec![TensorType { dtype: rule.inputs[0].dtype, shape: rule.shape(&[n, d])? }])
+}
+
+/// A matrix for each expert, of any type that products take.
+fn experts(rule: &Rule<'_>, index: usize, dims: [usize; 3]) -> Result<(), InferError> {
+    let ty = rule.inputs[index];
+    let numbers = ty.dtype.is_float() || ty.dtype.is_quantized();
+    rule.require(index, numbers, "matrices of numbers")?;
+    rule.require(index, ty.shape.dims() == dims, format!("{dims:?}"))
+}
+
+fn bias(rule: &Rule<'_>, index: usize, dims: [usize; 2]) -> Result<(), InferError> {
+    rule.require(index, rule.inputs[index].shape.dims() == dims, format!("{dims:?}"))
+}
