@@ -115,6 +115,14 @@ def gemma4(kinds, **more):
     return settings | gemma4_rope() | more
 
 
+QWEN3MOE = COMMON | rope(1_000_000.0) | dict(
+    head_dim=32,
+    use_sliding_window=False,
+    num_experts=12,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    norm_topk_prob=True,
+)
 GEMMA4_SHOWS = {
     "no window": dict(sliding_window=256),
     "window off by one": dict(sliding_window=9),
@@ -231,14 +239,48 @@ CASES = {
         36,
         {"no window": dict(sliding_window=256)},
     ),
+    # Like 26B-A4B: experts beside the dense part, no second embedding, keys for values where all is seen.
+    "gemma4-experts": (
+        transformers.Gemma4TextConfig,
+        gemma4(
+            "sssf",
+            num_key_value_heads=2,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=9,
+            top_k_experts=2,
+            moe_intermediate_size=24,
+        ),
+        40,
+        GEMMA4_SHOWS | {"choices": dict(top_k_experts=3)},
+    ),
+    # Few experts, so that some rows share one and some experts have none.
+    "qwen3moe": (
+        transformers.Qwen3MoeConfig,
+        QWEN3MOE,
+        32,
+        {
+            "choices": dict(num_experts_per_tok=2),
+            "weights that sum to one": dict(norm_topk_prob=False),
+        },
+    ),
+    "qwen3moe-plain": (
+        transformers.Qwen3MoeConfig,
+        QWEN3MOE | dict(num_experts=5, num_experts_per_tok=1, moe_intermediate_size=33, norm_topk_prob=False),
+        24,
+        {"weights that sum to one": dict(norm_topk_prob=True)},
+    ),
 }
 # Flattening any one parameter of these kinds to its mean must show in the logits.
-NOTICED = ("norm", "bias", "layer_scalar")
+NOTICED = ("norm", "bias", "layer_scalar", "router.scale", "per_expert_scale")
 
 
 def build(config_class, settings):
     config = config_class(**settings)
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -257,6 +299,8 @@ def randomise(model, case, seed):
             elif "norm" in name:
                 # Gemma 3's norms multiply by one plus the stored weight.
                 p.copy_(normal(p.shape, 0.3) + (0.0 if gemma3 else 1.0))
+            elif name.endswith(("router.scale", "per_expert_scale")):
+                p.copy_(normal(p.shape, 0.3) + 1.0)
             elif name.endswith("bias"):
                 p.copy_(normal(p.shape, 0.5))
             else:
@@ -365,6 +409,7 @@ def check_reload(folder, file, tokens, logits):
     settings = json.loads((folder / file).read_text())
     config = CASES[folder.name][0].from_dict(settings)
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     moved = difference(logits_of(model, tokens), logits)
     assert moved < 1e-6, f"{folder.name}: reloaded with {file} the logits differ by {moved:.1e}"

@@ -21,7 +21,7 @@ use crate::options::CudaOptions;
 use crate::profile::{SharedTimeline, Timeline};
 use crate::pump::Pump;
 use crate::queue::{COLLECT, ControlPool, MAX_QUEUED};
-use crate::resident::packs;
+use crate::resident::{matrix, packs};
 use crate::status::{KernelUnits, Status};
 use crate::{group, lower};
 
@@ -591,7 +591,7 @@ fn layouts(weights: &[Weight]) -> Vec<(String, usize)> {
         let dtype = if is_vector { DType::F32 } else { weight.ty.dtype };
         let (name, bytes) = match packs(weight) {
             true => {
-                let [n, k] = [weight.ty.shape.dims()[0], weight.ty.shape.dims()[1]];
+                let [n, k] = matrix(&weight.ty.shape);
                 (format!("{dtype} in tiles of 8 rows"), packed_bytes(dtype, n, k))
             }
             false if is_vector => {

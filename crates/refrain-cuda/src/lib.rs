@@ -51,6 +51,7 @@ mod train_products; // products and attention of a training step
 mod tasks; // which kernels a plan is
 mod lower; // tasks into launches
 mod train; // those of a training step
+mod experts; // those of mixtures of experts
 mod states; // what a graph is verified with
 mod host; // steps on the host
 mod traffic; // how many bytes it takes

@@ -17,6 +17,7 @@ use refrain_kernels::{
 use refrain_tensor::DType;
 
 use crate::error::CudaError;
+use crate::experts;
 use crate::prefill::{BatchProducts, PlacedAreas};
 use crate::resident::{COUNTER_BYTES, Resident};
 use crate::tasks::{SegmentTasks, Task, splits};
@@ -69,6 +70,7 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
         | Op::RmsNorm { .. }
         | Op::AddRmsNorm { .. }
         | Op::Accumulate => None,
+        Op::Moe(op) => experts::unsupported(op, ins),
         Op::SpanAttention(_) => train_products::unsupported_attention(&ins[0]),
         Op::Train(TrainOp::SpanAttentionGrad(_)) => train_products::unsupported_attention(&ins[1]),
         Op::Train(TrainOp::AddProduct) => train_products::unsupported_product(&ins[1], &ins[2]),
@@ -397,6 +399,7 @@ impl Lowering<'_> {
             | Op::PlaceColumns { .. }
             | Op::Pad { .. }
             | Op::ScatterAddRows { .. } => unreachable!("lowered by `typed`"),
+            Op::Moe(op) => self.experts(step, op, launches)?,
             Op::SpanAttention(attention) => launches.push(self.span_attention(step, *attention)?),
             Op::Train(TrainOp::SpanAttentionGrad(attention)) => {
                 self.span_attention_grad(step, *attention, launches)?;
@@ -463,7 +466,7 @@ impl Lowering<'_> {
     }
 
     /// The bytes of a packed weight that is seen as it was declared: its tiles have no other view.
-    fn packed(
+    pub(crate) fn packed(
         &self,
         step: &Step,
         operand: &Operand,

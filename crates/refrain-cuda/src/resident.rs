@@ -135,16 +135,28 @@ impl WeightRegions {
     }
 }
 
-/// Whether a weight is kept in its packed layout: a quantised matrix that has one.
+/// Whether a weight is kept in its packed layout: a quantised matrix that has one, or the matrices of experts, if each is
+/// whole tiles.
 pub(crate) fn packs(weight: &Weight) -> bool {
-    weight.ty.shape.rank() == 2 && PACKED_DTYPES.contains(&weight.ty.dtype)
+    let is_matrices = match *weight.ty.shape.dims() {
+        [_, _] => true,
+        [_, n, _] => n.is_multiple_of(PACK_ROWS),
+        _ => false,
+    };
+    is_matrices && PACKED_DTYPES.contains(&weight.ty.dtype)
+}
+
+/// Rows and columns of a weight of two dimensions or more, the matrices of experts one after another.
+pub(crate) fn matrix(shape: &refrain_tensor::Shape) -> [usize; 2] {
+    let k = shape.dim_back(0);
+    [shape.n_elements() / k.max(1), k]
 }
 
 /// Bytes of scratch through which weights go to be packed: rows of a file are uploaded there, piece by piece.
 fn staging_bytes(model: &HostModel) -> u64 {
     let bytes = |w: &Weight| {
         let row = w.ty.dtype.bytes_for(w.ty.shape.dim_back(0)).unwrap_or(0) as u64;
-        let all = row.saturating_mul(w.ty.shape.dims()[0] as u64);
+        let all = row.saturating_mul(matrix(&w.ty.shape)[0] as u64);
         all.min(PACK_BYTES).max(row.saturating_mul(PACK_ROWS as u64))
     };
     model.weights.iter().filter(|w| packs(w)).map(bytes).max().unwrap_or(0)
@@ -225,7 +237,7 @@ impl Places {
             let dtype = if weight.ty.shape.rank() < 2 { DType::F32 } else { weight.ty.dtype };
             let (shape, packed) = (weight.ty.shape, packs(weight));
             let bytes = match packed {
-                true => packed_bytes(dtype, shape.dims()[0], shape.dims()[1]),
+                true => packed_bytes(dtype, matrix(&shape)[0], matrix(&shape)[1]),
                 false => dtype.bytes_for(shape.n_elements()),
             };
             let bytes = bytes.ok_or_else(too_large)? as u64;

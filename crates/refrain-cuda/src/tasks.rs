@@ -17,6 +17,7 @@ use refrain_kernels::{
 use refrain_tensor::{DType, Layout};
 
 use crate::attend::{NO_CHAIN, Sizes};
+use crate::experts;
 use crate::fused::{RowProducts, is_single, sets};
 use crate::group::n_rows;
 use crate::prefill::{Areas, BatchProducts, MIN_ROWS, NarrowTo, Shape};
@@ -228,6 +229,10 @@ impl<'a> Choice<'a> {
                 let [n, vocab] = [logits.dims()[0], logits.dims()[1]];
                 self.own(sample_scratch_bytes(n, vocab));
                 self.tasks.choice_bytes = self.tasks.choice_bytes.max(sample_state_bytes(n));
+                self.push(Task::Op(node));
+            }
+            Op::Moe(op) => {
+                self.own(experts::scratch_bytes(op, step));
                 self.push(Task::Op(node));
             }
             Op::SpanAttention(_) => self.span_attention(node, 0..3),

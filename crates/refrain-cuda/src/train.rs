@@ -57,6 +57,7 @@ pub(crate) fn scratch_bytes(step: &Step) -> u64 {
         | Op::KvAppend
         | Op::Attention(_)
         | Op::SpanAttention(_)
+        | Op::Moe(_)
         | Op::Sample(_)
         | Op::Accumulate
         | Op::HostCall(_) => 0,
@@ -166,6 +167,7 @@ impl Lowering<'_> {
             | Op::Rope(_)
             | Op::KvAppend
             | Op::Attention(_)
+            | Op::Moe(_)
             | Op::SpanAttention(_)
             | Op::Sample(_)
             | Op::Accumulate

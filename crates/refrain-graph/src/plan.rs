@@ -355,6 +355,14 @@ impl Plan {
                     }
                     // What a function on the host looks up there never reaches the device's memory but as its result.
                     Place::Weight(_) if matches!(step.op, Op::HostCall(_)) => {}
+                    // Of experts what the choices of all rows name, at most each once.
+                    Place::Weight(_)
+                        if matches!(step.op, Op::Moe(_)) && operand.layout.shape().rank() > 1 =>
+                    {
+                        let n_experts = operand.layout.shape().dims()[0].max(1);
+                        let n_choices = step.inputs[1].layout.shape().n_elements().min(n_experts);
+                        traffic.weight_bytes += distinct_bytes(operand) / n_experts * n_choices;
+                    }
                     Place::Weight(_) => traffic.weight_bytes += distinct_bytes(operand),
                     Place::State(_) => {
                         if let Op::Attention(attention) = &step.op {

@@ -12,7 +12,7 @@
 // depends on k alone, so a row has the same bits every run, for every m and beside any other columns. The first parts of
 // w are asked for before the kernel waits for x: w must be a weight, or the launch must not overlap. Capture: safe.
 #include "overlap.cuh"
-#include "quant.cuh"
+#include "plain.cuh"
 #include "reduce.cuh"
 #include "view.cuh"
 
@@ -20,35 +20,6 @@ const u32 WARPS = 4;
 
 struct Ends {
     u32 at[4];
-};
-
-// Plain elements in the shape of a quantised type: blocks of eight.
-template <typename T> struct Plain {
-    static const int LEN = 8, BYTES = 8 * sizeof(T);
-    inline static int first(int) { return 0; }
-    inline static int second(int) { return 4; }
-    struct Raw { uint4 v[sizeof(T) / 2]; };
-    inline static Raw load(const u8* b, int) {
-        Raw raw;
-#pragma unroll
-        for (int i = 0; i < sizeof(T) / 2; i++) raw.v[i] = ((const uint4*)b)[i];
-        return raw;
-    }
-    inline static void decode(const Raw& raw, int, float* out) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const uint4& v = raw.v[i * sizeof(T) / 16];
-            int at = i * sizeof(T) % 16;
-            u32 word = at < 8 ? (at < 4 ? v.x : v.y) : (at < 12 ? v.z : v.w);
-            out[i] = element(word, at % 4 != 0, T());
-        }
-    }
-    inline static float element(u32 word, bool, float) { return __uint_as_float(word); }
-    template <typename H> inline static float element(u32 word, bool high, H) {
-        H x;
-        x.bits = (u16)(high ? word >> 16 : word);
-        return to_f32(x);
-    }
 };
 
 // A column of one of the y, and its row of w.
@@ -143,15 +114,6 @@ inline void ragged_sums(const Column* columns, const Inputs<M>& x, u32 k, float 
         }
     }
 }
-
-template <typename Q> struct Ragged {
-    static const bool ALLOWED = false;
-    typedef u8 Element;
-};
-template <typename T> struct Ragged<Plain<T>> {
-    static const bool ALLOWED = true;
-    typedef T Element;
-};
 
 template <typename Q, int M, int C, int DEPTH>
 inline void linear_sums(float* const* y, const float* x, const u8* const* w, const Rows& x_rows, const Ends& ends, u32 m,

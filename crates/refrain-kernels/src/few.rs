@@ -219,7 +219,7 @@ fn rows_twin(kernel: &mut SimKernel<'_>, padded: usize) -> KernelResult {
 }
 
 /// 32 numbers as signed bytes with a scale.
-fn round(block: &[f32]) -> ([i8; SUB], f32) {
+pub(crate) fn round(block: &[f32]) -> ([i8; SUB], f32) {
     let most = block.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
     let most = f32::from_bits(most);
     if most < 1e-35 {

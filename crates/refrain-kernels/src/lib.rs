@@ -76,6 +76,7 @@ mod typed; // elements of any type
 mod map; // functions of them, and their gradients
 mod train_rows; // norms, softmax, reductions, and their gradients
 mod moves; // rows and elements by ids; zeros around them; rotary embedding
+mod experts; // routing, and products with experts
 mod scatter; // rows that share an id, summed
 mod loss; // cross-entropy
 mod adamw; // the optimiser
@@ -96,6 +97,10 @@ pub use dequant::DequantArgs;
 pub use digest::Digester;
 pub use elementwise::{BinaryArgs, GateArgs, UnaryArgs};
 pub use error::KernelError;
+pub use experts::{
+    ExpertGateArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, MAX_CHOICES, MAX_EXPERTS, MAX_ROUTE_GROUPS,
+    MIN_SORTED_ROWS, RouteArgs, expert_scratch_bytes, has_experts,
+};
 pub use few::{FewArgs, FewPart, FewRowsArgs, MAX_FEW_PARTS, MAX_FEW_ROWS, few_bytes};
 pub use gather::GatherRowsArgs;
 pub use gemm::{GEMM_DTYPES, GemmArgs, GemmPlan};

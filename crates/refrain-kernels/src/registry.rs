@@ -110,6 +110,7 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::map::entries(&mut all);
     crate::train_rows::entries(&mut all);
     crate::moves::entries(&mut all);
+    crate::experts::entries(&mut all);
     crate::scatter::entries(&mut all);
     crate::loss::entries(&mut all);
     crate::adamw::entries(&mut all);

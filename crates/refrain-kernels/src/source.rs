@@ -54,6 +54,8 @@ pub enum Family {
     TrainRows,
     /// `moves.cu`
     Moves,
+    /// `experts.cu`
+    Experts,
     /// `scatter.cu`
     Scatter,
     /// `loss.cu`
@@ -70,7 +72,7 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 30] = [
+    pub const ALL: [Family; 31] = [
         Family::Linear,
         Family::Gather,
         Family::Norm,
@@ -95,6 +97,7 @@ impl Family {
         Family::Map,
         Family::TrainRows,
         Family::Moves,
+        Family::Experts,
         Family::Scatter,
         Family::Loss,
         Family::AdamW,
@@ -131,6 +134,7 @@ impl Family {
             Family::Map => "map",
             Family::TrainRows => "train_rows",
             Family::Moves => "moves",
+            Family::Experts => "experts",
             Family::Scatter => "scatter",
             Family::Loss => "loss",
             Family::AdamW => "adamw",
@@ -168,6 +172,7 @@ impl Family {
             Family::Map => include_str!("../cu/map.cu"),
             Family::TrainRows => include_str!("../cu/train_rows.cu"),
             Family::Moves => include_str!("../cu/moves.cu"),
+            Family::Experts => include_str!("../cu/experts.cu"),
             Family::Scatter => include_str!("../cu/scatter.cu"),
             Family::Loss => include_str!("../cu/loss.cu"),
             Family::AdamW => include_str!("../cu/adamw.cu"),
@@ -255,7 +260,7 @@ impl fmt::Debug for KernelUnit {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 25] = [
+pub(crate) const HEADERS: [(&str, &str); 26] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
@@ -267,6 +272,7 @@ pub(crate) const HEADERS: [(&str, &str); 25] = [
     ("overlap.cuh", include_str!("../cu/overlap.cuh")),
     ("packed.cuh", include_str!("../cu/packed.cuh")),
     ("paged.cuh", include_str!("../cu/paged.cuh")),
+    ("plain.cuh", include_str!("../cu/plain.cuh")),
     ("planes.cuh", include_str!("../cu/planes.cuh")),
     ("quant.cuh", include_str!("../cu/quant.cuh")),
     ("reduce.cuh", include_str!("../cu/reduce.cuh")),

@@ -76,6 +76,14 @@ both! {
         run_all(&mut bed, cases::batch::batch());
     }
 
+    fn routers_choose_as_the_reference_does(bed) {
+        run_all(&mut bed, cases::experts::routes());
+    }
+
+    fn rows_times_the_experts_chosen_for_them_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::experts::products());
+    }
+
     fn packing_gives_the_layout_that_products_read(bed) {
         run_all(&mut bed, cases::product::packing());
     }

@@ -36,6 +36,16 @@ pub enum ModelError {
         /// Its element type.
         dtype: DType,
     },
+    /// Experts of one layer in several types.
+    #[error("tensor {name:?} is of type {got}, the first expert of its layer is of type {first}")]
+    ExpertType {
+        /// Name of the tensor.
+        name: String,
+        /// Its element type.
+        got: DType,
+        /// That of the first.
+        first: DType,
+    },
     /// A table of divisors of rotary frequencies, which `config.json` cannot hold.
     #[error("config.json cannot hold the table of rotary frequencies that came with the GGUF file")]
     FreqFactors,
@@ -122,7 +132,9 @@ impl ModelError {
             ModelError::MissingTensor { .. } => {
                 Some("the file is incomplete or was converted wrongly; download or convert it again".into())
             }
-            ModelError::TensorShape { .. } | ModelError::TensorType { .. } => {
+            ModelError::TensorShape { .. }
+            | ModelError::TensorType { .. }
+            | ModelError::ExpertType { .. } => {
                 Some("the file's metadata and tensors disagree; convert the model again".into())
             }
             ModelError::FreqFactors => {

@@ -109,6 +109,10 @@ impl Model {
         self.merge_into(id, &mut values)?;
         let part =
             weight.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')).map(|(_, part)| part);
+        // The router of Gemma 4 reads a norm times one over the root of the hidden size.
+        if part == Some("ffn_gate_inp.scale") {
+            values.iter_mut().for_each(|v| *v *= (config.hidden as f32).sqrt());
+        }
         let is_norm = weight.name.contains("norm");
         if form == Form::Hf && config.arch == Arch::Gemma3 && is_norm {
             values.iter_mut().for_each(|v| *v -= 1.0);

@@ -1,16 +1,19 @@
-//! Gemma 4, the text part of its dense models: E2B, E4B and 31B.
+//! Gemma 4, the text part: E2B, E4B, 31B and 26B-A4B.
 //!
 //! Like Gemma 3, with heads of one size in sliding layers and of another in layers that see all, scores that are not
 //! scaled, and values that are normed. The last layers may attend to the keys and values of an earlier layer of their kind.
 //! E2B and E4B have a second embedding, of which every layer gets a slice, gated by its residual. A layer ends with a factor
-//! on all of its residual.
+//! on all of its residual. 26B-A4B has experts beside the dense feed-forward part, chosen by the residual before it.
 
 use crate::error::ModelError;
-use crate::layers::{Attention, Block, Decoder, FeedForward, HeadNorm, KeysValues, Mixer, Placement};
+use crate::layers::{
+    Attention, Block, Decoder, DenseAndExperts, FeedForward, GatedFfn, HeadNorm, KeysValues, Mixer, Mixture,
+    Placement,
+};
 use crate::step::Step;
 use crate::weights::{HfNames, Linear, WeightTable};
-use refrain_formats::params::{LayerAttention, LayerSizes};
-use refrain_graph::{Gate, GraphError, ValueId, WeightId};
+use refrain_formats::params::{Experts, LayerAttention, LayerSizes};
+use refrain_graph::{ExpertActivation, ExpertGate, Gate, GraphError, Route, ValueId, WeightId};
 use std::collections::BTreeMap;
 
 pub(crate) const NAMES: HfNames = &[
@@ -20,6 +23,10 @@ pub(crate) const NAMES: HfNames = &[
     ("inp_gate", "per_layer_input_gate"),
     ("proj", "per_layer_projection"),
     ("post_norm", "post_per_layer_input_norm"),
+    ("ffn_gate_inp", "router.proj"),
+    ("pre_ffw_norm_2", "pre_feedforward_layernorm_2"),
+    ("post_ffw_norm_1", "post_feedforward_layernorm_1"),
+    ("post_ffw_norm_2", "post_feedforward_layernorm_2"),
 ];
 
 /// The second embedding: what layers get besides the residual.
@@ -50,7 +57,7 @@ pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
     let mut blocks = Vec::with_capacity(c.n_layers);
     for layer in 0..c.n_layers {
         let mixer = |w: &mut WeightTable<'_>, layer| attention(w, layer, &mut ones);
-        let mut block = Block::declare(w, layer, Placement::Sandwich, mixer, FeedForward::gated)?;
+        let mut block = Block::declare(w, layer, Placement::Sandwich, mixer, feed_forward)?;
         if let Some(per_layer) = c.per_layer {
             block.input = Some(LayerInput::declare(w, layer, per_layer.dim)?);
         }
@@ -58,6 +65,47 @@ pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
         blocks.push(block);
     }
     Ok(Decoder { blocks, layer_inputs })
+}
+
+/// A dense part, with experts beside it where the configuration has some.
+fn feed_forward(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
+    let c = w.config;
+    let Some(experts) = c.experts else { return FeedForward::gated(w, layer) };
+    let Experts { n_experts, ffn, .. } = experts;
+    let hidden = c.hidden;
+    let dense = GatedFfn::declare(w, layer)?;
+    let after_dense = w.norm(layer, "post_ffw_norm_1", hidden)?;
+    let before_router = w.scaled_vector(
+        layer,
+        ["ffn_gate_inp.scale", "router.scale"],
+        hidden,
+        (hidden as f32).sqrt().recip(),
+    )?;
+    let router = w.matrix(layer, "ffn_gate_inp", [n_experts, hidden])?;
+    let before_experts = w.norm(layer, "pre_ffw_norm_2", hidden)?;
+    let names = ["ffn_gate_up_exps.weight", "experts.gate_up_proj"];
+    let gate_up = w.in_layer(layer, names, &[n_experts, 2 * ffn, hidden])?;
+    let names = ["ffn_down_exps.weight", "experts.down_proj"];
+    let down = w.in_layer(layer, names, &[n_experts, hidden, ffn])?;
+    let scales =
+        w.scaled_vector(layer, ["ffn_down_exps.scale", "router.per_expert_scale"], n_experts, 1.0)?;
+    let after_experts = w.norm(layer, "post_ffw_norm_2", hidden)?;
+    let experts = Mixture {
+        router,
+        route: Route { scaled: true, ..Mixture::route(experts) },
+        scales: Some(scales),
+        gate: ExpertGate { activation: ExpertActivation::GeluTanh, joined: true, biased: false },
+        gate_up: vec![gate_up],
+        down,
+    };
+    Ok(FeedForward::DenseAndExperts(Box::new(DenseAndExperts {
+        dense,
+        after_dense,
+        before_router,
+        before_experts,
+        experts,
+        after_experts,
+    })))
 }
 
 /// `ones` holds the weights of norms that have none, by head size.

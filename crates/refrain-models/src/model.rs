@@ -91,7 +91,7 @@ pub struct Model {
 /// The names of an architecture's tensors, and the function that declares its layers.
 fn architecture(arch: Arch) -> (HfNames, fn(&mut WeightTable<'_>) -> Result<Decoder, ModelError>) {
     match arch {
-        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 => (llama::NAMES, llama::declare),
+        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe => (llama::NAMES, llama::declare),
         Arch::Gemma3 => (gemma3::NAMES, gemma3::declare),
         Arch::Gemma4 => (gemma4::NAMES, gemma4::declare),
     }

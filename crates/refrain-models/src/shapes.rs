@@ -5,7 +5,7 @@ use crate::model::Model;
 use crate::weights::TensorSource;
 use refrain_formats::FormatError;
 use refrain_formats::params::{Activation, Arch, ModelConfig, Rope, RopeScaling, RopeStyle};
-use refrain_formats::params::{LayerAttention, LayerSizes, PerLayerEmbedding};
+use refrain_formats::params::{Experts, LayerAttention, LayerSizes, PerLayerEmbedding};
 use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -24,6 +24,7 @@ pub struct NamedShape {
     n_kv_heads: usize,
     head_dim: usize,
     gemma4: Option<Gemma4Shape>,
+    experts: Option<Experts>,
 }
 
 /// What Gemma 4 has besides.
@@ -49,7 +50,8 @@ const fn shape(
     heads: [usize; 3],
 ) -> NamedShape {
     let [n_heads, n_kv_heads, head_dim] = heads;
-    NamedShape { name, arch, n_vocab, hidden, ffn, n_layers, n_heads, n_kv_heads, head_dim, gemma4: None }
+    let (gemma4, experts) = (None, None);
+    NamedShape { name, arch, n_vocab, hidden, ffn, n_layers, n_heads, n_kv_heads, head_dim, gemma4, experts }
 }
 
 const fn gemma4(name: &'static str, sizes: [usize; 3], heads: [usize; 2], more: Gemma4Shape) -> NamedShape {
@@ -79,8 +81,25 @@ const DENSE_31B: Gemma4Shape = Gemma4Shape {
     per_layer: 0,
 };
 
+const fn qwen3_moe(
+    name: &'static str,
+    sizes: [usize; 4],
+    heads: [usize; 3],
+    experts: [usize; 3],
+) -> NamedShape {
+    let [n_experts, n_choices, ffn] = experts;
+    let experts = Experts { n_experts, n_choices, ffn, renormalise: true };
+    NamedShape { experts: Some(experts), ..shape(name, Arch::Qwen3Moe, sizes, heads) }
+}
+
+const MOE_26B: Gemma4Shape = Gemma4Shape { global_heads: [2, 512], shared_ffn: 2_112, ..DENSE_31B };
+
+const fn gemma4_experts(shape: NamedShape, [n_experts, n_choices, ffn]: [usize; 3]) -> NamedShape {
+    NamedShape { experts: Some(Experts { n_experts, n_choices, ffn, renormalise: true }), ..shape }
+}
+
 /// All shapes, from the smallest to the largest.
-pub const SHAPES: [NamedShape; 14] = [
+pub const SHAPES: [NamedShape; 16] = [
     shape("llama-1m", Arch::Llama, [2_048, 128, 384, 4], [4, 4, 32]),
     shape("llama-10m", Arch::Llama, [8_192, 320, 896, 6], [5, 5, 64]),
     shape("llama-110m", Arch::Llama, [32_768, 768, 2_048, 12], [12, 12, 64]),
@@ -94,6 +113,8 @@ pub const SHAPES: [NamedShape; 14] = [
     shape("llama-3.2-3b", Arch::Llama, [128_256, 3_072, 8_192, 28], [24, 8, 128]),
     gemma4("gemma4-e4b", [2_560, 10_240, 42], [8, 2], E4B),
     shape("llama-3.1-8b", Arch::Llama, [128_256, 4_096, 14_336, 32], [32, 8, 128]),
+    qwen3_moe("qwen3-30b-a3b", [151_936, 2_048, 6_144, 48], [32, 4, 128], [128, 8, 768]),
+    gemma4_experts(gemma4("gemma4-26b-a4b", [2_816, 2_112, 30], [16, 8], MOE_26B), [128, 8, 704]),
     gemma4("gemma4-31b", [5_376, 21_504, 60], [32, 16], DENSE_31B),
 ];
 
@@ -147,7 +168,7 @@ impl NamedShape {
             qkv_bias: self.arch == Arch::Qwen2,
             attn_output_bias: false,
             ffn_bias: false,
-            qk_norm: gemma || self.arch == Arch::Qwen3,
+            qk_norm: gemma || matches!(self.arch, Arch::Qwen3 | Arch::Qwen3Moe),
             attn_scale: if gemma4 { 1.0 } else { (self.head_dim as f32).powf(-0.5) },
             attn_softcap: None,
             final_softcap: gemma4.then_some(30.0),
@@ -161,6 +182,7 @@ impl NamedShape {
                 .gemma4
                 .filter(|more| more.per_layer > 0)
                 .map(|more| PerLayerEmbedding { n_vocab: self.n_vocab, dim: more.per_layer }),
+            experts: self.experts,
             left_out: Vec::new(),
         }
     }
@@ -180,6 +202,14 @@ impl NamedShape {
                 "attn_q_norm" => config.qk_norm,
                 "post_attention_norm" | "post_ffw_norm" => config.activation == Activation::GeluTanh,
                 "attn_q.bias" | "attn_k.bias" | "attn_v.bias" => config.qkv_bias,
+                "ffn_gate_exps" | "ffn_up_exps" => self.gemma4.is_none(),
+                "ffn_gate_up_exps"
+                | "ffn_gate_inp.scale"
+                | "ffn_down_exps.scale"
+                | "pre_ffw_norm_2"
+                | "post_ffw_norm_1"
+                | "post_ffw_norm_2" => self.gemma4.is_some(),
+                "ffn_gate" | "ffn_up" | "ffn_down" => config.experts.is_none() || self.gemma4.is_some(),
                 _ => true,
             };
             let parts = LAYER_PARTS.iter().filter(is_there);
@@ -192,7 +222,7 @@ impl NamedShape {
     fn layers(&self) -> Vec<LayerAttention> {
         let period = self.gemma4.map_or(6, |more| more.period);
         let is_full = |layer: usize| match self.arch {
-            Arch::Llama | Arch::Qwen2 | Arch::Qwen3 => true,
+            Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe => true,
             Arch::Gemma3 => (layer + 1).is_multiple_of(period),
             Arch::Gemma4 => (layer + 1).is_multiple_of(period) || layer + 1 == self.n_layers,
         };
@@ -224,7 +254,17 @@ const GLOBAL_NAMES: [&str; 4] =
     ["token_embd.weight", "output_norm.weight", "per_layer_model_proj.weight", "per_layer_proj_norm.weight"];
 
 /// Tensors that layers of one architecture or another have.
-const LAYER_PARTS: [&str; 19] = [
+const LAYER_PARTS: [&str; 29] = [
+    "ffn_gate_up_exps.weight",
+    "ffn_gate_inp.scale",
+    "ffn_down_exps.scale",
+    "pre_ffw_norm_2.weight",
+    "post_ffw_norm_1.weight",
+    "post_ffw_norm_2.weight",
+    "ffn_gate_inp.weight",
+    "ffn_gate_exps.weight",
+    "ffn_up_exps.weight",
+    "ffn_down_exps.weight",
     "attn_norm.weight",
     "attn_q.weight",
     "attn_k.weight",
@@ -271,6 +311,9 @@ impl QuantMix {
                 DType::BF16
             }
             QuantMix::Q4KM if name == "per_layer_model_proj.weight" => DType::BF16,
+            // Nor a router.
+            QuantMix::All(dtype) if name == "ffn_gate_inp.weight" && dtype.is_quantized() => DType::F32,
+            QuantMix::Q4KM if name == "ffn_gate_inp.weight" => DType::F32,
             QuantMix::All(dtype) => dtype,
             QuantMix::Q4KM => {
                 // llama.cpp gives more bits to the first and last eighth of the layers and to every third between.
@@ -328,6 +371,24 @@ pub(crate) fn tensor_dims(c: &ModelConfig, gguf_name: &str) -> Option<Vec<usize>
         ("attn_q.weight", _) => vec![q, c.hidden],
         ("attn_k.weight" | "attn_v.weight", _) => vec![kv, c.hidden],
         ("attn_output.weight", _) => vec![c.hidden, q],
+        ("ffn_gate_inp.weight", _) => vec![c.experts?.n_experts, c.hidden],
+        ("ffn_gate_exps.weight" | "ffn_up_exps.weight", _) => {
+            let Experts { n_experts, ffn, .. } = c.experts?;
+            vec![n_experts, ffn, c.hidden]
+        }
+        ("ffn_gate_up_exps.weight", _) => {
+            let Experts { n_experts, ffn, .. } = c.experts?;
+            vec![n_experts, 2 * ffn, c.hidden]
+        }
+        (
+            "ffn_gate_inp.scale"
+            | "pre_ffw_norm_2.weight"
+            | "post_ffw_norm_1.weight"
+            | "post_ffw_norm_2.weight",
+            _,
+        ) => c.experts.map(|_| vec![c.hidden])?,
+        ("ffn_down_exps.scale", _) => vec![c.experts?.n_experts],
+        ("ffn_down_exps.weight", _) => vec![c.experts?.n_experts, c.hidden, c.experts?.ffn],
         ("ffn_gate.weight" | "ffn_up.weight", _) => vec![ffn, c.hidden],
         ("ffn_down.weight", _) => vec![c.hidden, ffn],
         ("attn_q.bias", _) => vec![q],
@@ -376,12 +437,12 @@ impl TensorSource for RandomSource {
         let Some(dims) = tensor_dims(&self.config, gguf_name) else { return Ok(None) };
         let n: usize = dims.iter().product();
         let made = if dims.len() == 1 {
-            let one = if part.contains("norm") { 1.0 } else { 0.0 };
+            let one = if part.contains("norm") || part.contains("scale") { 1.0 } else { 0.0 };
             HostTensor::from_f32(Shape::from([n]), &vec![one; n])
         } else {
-            let dtype = self.mix.dtype(part, layer, self.config.n_layers, dims[1]);
+            let dtype = self.mix.dtype(part, layer, self.config.n_layers, dims[dims.len() - 1]);
             let bytes = self.bytes(dtype, n);
-            bytes.and_then(|bytes| HostTensor::new(dtype, Shape::from([dims[0], dims[1]]), Bytes::new(bytes)))
+            bytes.and_then(|bytes| HostTensor::new(dtype, Shape::new(&dims)?, Bytes::new(bytes)))
         };
         // Sizes come from the table above and types from the mix: both always fit.
         Ok(Some(made.unwrap_or_else(|e| panic!("{gguf_name}: {e}"))))
@@ -427,7 +488,16 @@ mod tests {
 
     #[test]
     fn the_parameters_of_a_shape_are_those_of_its_model() {
-        for name in ["gemma4-e2b", "gemma4-31b", "gemma3-1b", "llama-1m", "qwen2.5-0.5b", "qwen3-0.6b"] {
+        for name in [
+            "gemma4-e2b",
+            "gemma4-31b",
+            "gemma3-1b",
+            "llama-1m",
+            "qwen2.5-0.5b",
+            "qwen3-0.6b",
+            "qwen3-30b-a3b",
+            "gemma4-26b-a4b",
+        ] {
             let mut shape = *NamedShape::find(name).unwrap();
             (shape.n_vocab, shape.hidden, shape.ffn) = (64, 64, 128);
             shape.n_layers = shape.n_layers.min(12);

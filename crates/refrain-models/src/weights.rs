@@ -5,7 +5,7 @@ use crate::error::ModelError;
 use refrain_formats::params::ModelConfig;
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_graph::{TensorType, Weight, WeightId};
-use refrain_tensor::{DType, HostTensor, Shape};
+use refrain_tensor::{Bytes, DType, HostTensor, Shape};
 
 /// Where a model's tensors come from.
 pub trait TensorSource {
@@ -53,6 +53,7 @@ const USUAL_NAMES: HfNames = &[
     ("ffn_gate", "mlp.gate_proj"),
     ("ffn_up", "mlp.up_proj"),
     ("ffn_down", "mlp.down_proj"),
+    ("ffn_gate_inp", "mlp.gate"),
 ];
 
 /// A linear map.
@@ -138,6 +139,78 @@ impl<'a> WeightTable<'a> {
             false => None,
         };
         Ok(Linear { weight, bias })
+    }
+
+    /// A matrix in a layer that adapters leave alone: a router's.
+    pub(crate) fn matrix(
+        &mut self,
+        layer: usize,
+        name: &str,
+        dims: [usize; 2],
+    ) -> Result<WeightId, ModelError> {
+        let (gguf, hf) = self.layer_tensor(layer, name, "weight");
+        self.global(&gguf, &hf, &dims)
+    }
+
+    /// A tensor in a layer by the ends of its two names.
+    pub(crate) fn in_layer(
+        &mut self,
+        layer: usize,
+        [gguf, hf]: [&str; 2],
+        dims: &[usize],
+    ) -> Result<WeightId, ModelError> {
+        self.global(&format!("blk.{layer}.{gguf}"), &format!("model.layers.{layer}.{hf}"), dims)
+    }
+
+    /// A vector in a layer, times a number.
+    pub(crate) fn scaled_vector(
+        &mut self,
+        layer: usize,
+        [gguf, hf]: [&str; 2],
+        n: usize,
+        scale: f32,
+    ) -> Result<WeightId, ModelError> {
+        let (gguf, hf) = (format!("blk.{layer}.{gguf}"), format!("model.layers.{layer}.{hf}"));
+        let tensor = self.find(&gguf, &hf, &[n])?.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let wrap = |source| ModelError::Tensor { name: self.source.name(&gguf, &hf).into(), source };
+        let values: Vec<f32> = tensor.to_f32().map_err(wrap)?.iter().map(|v| v * scale).collect();
+        let tensor = HostTensor::from_f32(tensor.shape(), &values).map_err(wrap)?;
+        Ok(self.push(&gguf, &hf, tensor))
+    }
+
+    /// The matrices of all experts of a layer as one weight, `[n_experts, n_out, n_in]`. Folders have a tensor for each
+    /// expert, which are copied behind one another: `{}` in `hf_name` is the expert.
+    pub(crate) fn experts(
+        &mut self,
+        layer: usize,
+        name: &str,
+        hf_name: &str,
+        dims: [usize; 3],
+    ) -> Result<WeightId, ModelError> {
+        let gguf = format!("blk.{layer}.{name}.weight");
+        let hf = |expert: &str| format!("model.layers.{layer}.{}.weight", hf_name.replace("{}", expert));
+        let whole = hf("{}");
+        if self.source.name(&gguf, &whole) == gguf {
+            return self.global(&gguf, &whole, &dims);
+        }
+        let [n_experts, n_out, n_in] = dims;
+        let mut bytes = Vec::new();
+        let mut dtype = None;
+        for expert in 0..n_experts {
+            let one = hf(&expert.to_string());
+            let tensor = self.find(&one, &one, &[n_out, n_in])?.ok_or_else(|| self.missing(&one, &one))?;
+            let first = *dtype.get_or_insert(tensor.dtype());
+            if tensor.dtype() != first {
+                return Err(ModelError::ExpertType { name: one, got: tensor.dtype(), first });
+            }
+            bytes.extend_from_slice(tensor.bytes().as_slice());
+            // What was copied need not stay in memory twice.
+            tensor.bytes().release();
+        }
+        let wrap = |source| ModelError::Tensor { name: whole.clone(), source };
+        let shape = Shape::new(&dims).map_err(wrap)?;
+        let tensor = HostTensor::new(dtype.unwrap_or(DType::F32), shape, Bytes::new(bytes)).map_err(wrap)?;
+        Ok(self.push(&gguf, &whole, tensor))
     }
 
     /// The factor on what a layer makes; 1 where the file has none. It is part of the graph, and a weight only so that it is

@@ -8,7 +8,7 @@ use refrain_graph::Weight;
 use refrain_kernels::{KernelError, Kernels, PackArgs, packed_bytes};
 use refrain_tensor::HostTensor;
 
-use super::{HostModel, PACK_ROWS, Placed, Resident, unified};
+use super::{HostModel, PACK_ROWS, Placed, Resident, matrix, unified};
 use crate::error::CudaError;
 use crate::progress::{LoadEvent, LoadListener};
 
@@ -186,7 +186,7 @@ fn send<'b>(
         }
         return Ok(());
     }
-    let (dtype, n, k) = (weight.ty.dtype, weight.ty.shape.dims()[0], weight.ty.shape.dims()[1]);
+    let (dtype, [n, k]) = (weight.ty.dtype, matrix(&weight.ty.shape));
     let row_bytes = (file.len() / n.max(1)).max(1);
     let most = (scratch.len() as usize / row_bytes / PACK_ROWS * PACK_ROWS).max(PACK_ROWS);
     for rows in file.chunks(most * row_bytes) {

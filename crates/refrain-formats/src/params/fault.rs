@@ -44,10 +44,10 @@ pub enum ParamsFault {
         "layer {layer} shares keys and values, but none of the first {n_own} layers is of its kind with heads of its size"
     )]
     SharedLayer { layer: usize, n_own: usize },
-    #[error(
-        "a mixture of experts is not supported in {arch}: of Gemma 4, E2B, E4B and 31B are, 26B-A4B is not"
-    )]
-    Experts { arch: Arch },
+    #[error("a token goes through {n_choices} experts, but a layer has {n_experts}")]
+    Choices { n_choices: usize, n_experts: usize },
+    #[error("{arch} models have experts in every layer, but {found}")]
+    DenseLayers { arch: Arch, found: &'static str },
     #[error("layer type {} is not supported, full_attention and sliding_attention are", quoted(found))]
     LayerType { found: String },
     #[error("some layers slide, but no window size is given")]
@@ -66,8 +66,7 @@ impl ParamsFault {
             F::UnknownArch { .. } | F::RopeScaling { .. } | F::Activation { .. } | F::Unsupported { .. } => {
                 format!("use a model of one of these architectures: {}", Arch::known())
             }
-            F::Experts { .. } => "use gemma4:e2b, gemma4:e4b or gemma4:31b, which are dense".into(),
-            F::ValueDim { .. } | F::LayerType { .. } => {
+            F::DenseLayers { .. } | F::ValueDim { .. } | F::LayerType { .. } => {
                 "the model uses a variant of its architecture that is not supported".into()
             }
             F::NoPlace { .. } => "export the model in the other form: GGUF or a Hugging Face folder".into(),
@@ -80,6 +79,7 @@ impl ParamsFault {
             | F::LayerTypes { .. }
             | F::LayerSizes { .. }
             | F::SharedKv { .. }
+            | F::Choices { .. }
             | F::SharedLayer { .. }
             | F::NoWindow
             | F::NoVocab => "the file is damaged or badly converted; fetch or convert it again".into(),

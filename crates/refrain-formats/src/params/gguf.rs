@@ -1,7 +1,9 @@
 //! Hyperparameters from GGUF metadata.
 
 use super::rope::{Rope, RopeScaling, RopeStyle, Yarn};
-use super::{Activation, Arch, LayerAttention, LayerSizes, ModelConfig, ParamsFault, PerLayerEmbedding};
+use super::{
+    Activation, Arch, Experts, LayerAttention, LayerSizes, ModelConfig, ParamsFault, PerLayerEmbedding,
+};
 use super::{checked_layers, default_head_dim, every_nth_full, unless_alike};
 use crate::FormatError;
 use crate::gguf::{FromValue, Gguf, Metadata, StrArray, Value};
@@ -53,13 +55,6 @@ impl ModelConfig {
         let n_layers = checked_layers(keys.required("block_count")?).map_err(|f| keys.blame(f))?;
         let hidden = keys.required("embedding_length")?;
         let n_heads = keys.required("attention.head_count")?;
-        if keys.optional::<u64>("expert_count")?.unwrap_or(0) > 0 {
-            let what = "a mixture of experts";
-            let gemma4 = arch == Arch::Gemma4;
-            let fault =
-                if gemma4 { ParamsFault::Experts { arch } } else { ParamsFault::Unsupported { what } };
-            return Err(keys.blame(fault));
-        }
         let sliding_window = keys.optional("attention.sliding_window")?.filter(|&w: &usize| w > 0);
         let layers = layers(&keys, n_layers, sliding_window)?;
         if layers.len() != n_layers {
@@ -91,7 +86,7 @@ impl ModelConfig {
             qkv_bias: gguf.has_tensor("blk.0.attn_q.bias"),
             attn_output_bias: gguf.has_tensor("blk.0.attn_output.bias"),
             ffn_bias: gguf.has_tensor("blk.0.ffn_up.bias"),
-            qk_norm: gemma || arch == Arch::Qwen3,
+            qk_norm: gemma || matches!(arch, Arch::Qwen3 | Arch::Qwen3Moe),
             attn_scale: attn_scale(&keys, n_layers, hidden, n_heads, head_dim)?,
             attn_softcap: keys.optional("attn_logit_softcapping")?.filter(|&cap: &f32| cap != 0.0),
             final_softcap: keys.optional("final_logit_softcapping")?.filter(|&cap: &f32| cap != 0.0),
@@ -104,6 +99,7 @@ impl ModelConfig {
                 .filter(|_| arch == Arch::Gemma4)
                 .unwrap_or(0),
             per_layer: per_layer(gguf, &keys)?,
+            experts: experts(&keys)?,
             left_out: Vec::new(),
         };
         config.validate().map_err(|f| keys.blame(f))
@@ -167,6 +163,33 @@ fn keys_as_values(gguf: &Gguf, arch: Arch, layers: &[LayerAttention]) -> bool {
     full.is_some_and(|layer| !gguf.has_tensor(&format!("blk.{layer}.attn_v.weight")))
 }
 
+/// Experts, in the architectures that have them. Weights of a token's experts sum to one in all of these, unless a key
+/// says otherwise.
+fn experts(keys: &Keys<'_>) -> Result<Option<Experts>, FormatError> {
+    let n_experts: usize = keys.optional("expert_count")?.unwrap_or(0);
+    match keys.arch {
+        Arch::Qwen3Moe if n_experts == 0 => {
+            let found = "the number of experts is zero or not given";
+            return Err(keys.blame(ParamsFault::DenseLayers { arch: keys.arch, found }));
+        }
+        Arch::Qwen3Moe | Arch::Gemma4 if n_experts > 0 => {}
+        Arch::Gemma4 => return Ok(None),
+        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe | Arch::Gemma3 => {
+            let what = "a mixture of experts";
+            return match n_experts {
+                0 => Ok(None),
+                _ => Err(keys.blame(ParamsFault::Unsupported { what })),
+            };
+        }
+    }
+    Ok(Some(Experts {
+        n_experts,
+        n_choices: keys.required("expert_used_count")?,
+        ffn: keys.required("expert_feed_forward_length")?,
+        renormalise: keys.optional("expert_weights_norm")?.unwrap_or(true),
+    }))
+}
+
 fn per_layer(gguf: &Gguf, keys: &Keys<'_>) -> Result<Option<PerLayerEmbedding>, FormatError> {
     let dim = keys.optional("embedding_length_per_layer_input")?;
     let Some(dim) = dim.filter(|&dim: &usize| dim > 0 && keys.arch == Arch::Gemma4) else { return Ok(None) };
@@ -228,7 +251,7 @@ fn layers(
     }
     let period = match keys.arch {
         Arch::Gemma3 | Arch::Gemma4 => 6,
-        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 => 0,
+        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe => 0,
     };
     Ok(every_nth_full(n_layers, keys.meta.optional(&pattern)?.unwrap_or(period)))
 }
@@ -243,7 +266,7 @@ fn rope(
     let [full, local] = [LayerAttention::Full, LayerAttention::Sliding].map(head_dim);
     let local_dims = match keys.arch {
         Arch::Gemma4 => keys.optional("rope.dimension_count_swa")?.or(local),
-        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Gemma3 => None,
+        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe | Arch::Gemma3 => None,
     };
     let gemma = matches!(keys.arch, Arch::Gemma3 | Arch::Gemma4);
     let local_theta = keys.optional("rope.freq_base_swa")?;
@@ -257,7 +280,7 @@ fn rope(
         // Converters permute the query and key rows of llama so that pairs are neighbours.
         style: match keys.arch {
             Arch::Llama => RopeStyle::Norm,
-            Arch::Qwen2 | Arch::Qwen3 | Arch::Gemma3 | Arch::Gemma4 => RopeStyle::Neox,
+            Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe | Arch::Gemma3 | Arch::Gemma4 => RopeStyle::Neox,
         },
     })
 }

@@ -1,7 +1,9 @@
 //! Hyperparameters from `config.json`.
 
 use super::rope::{Rope, RopeScaling, RopeStyle, Yarn};
-use super::{Activation, Arch, LayerAttention, LayerSizes, ModelConfig, ParamsFault, PerLayerEmbedding};
+use super::{
+    Activation, Arch, Experts, LayerAttention, LayerSizes, ModelConfig, ParamsFault, PerLayerEmbedding,
+};
 use super::{checked_layers, default_head_dim, every_nth_full, unless_alike};
 use crate::FormatError;
 use crate::hf::{HfFolder, JsonObject};
@@ -13,6 +15,7 @@ enum Family {
     Mistral,
     Qwen2,
     Qwen3,
+    Qwen3Moe,
     Gemma3,
     Gemma4,
 }
@@ -21,8 +24,15 @@ enum Family {
 const MULTIMODAL: [(&str, &str); 1] = [("Gemma4ForConditionalGeneration", "gemma4")];
 
 impl Family {
-    const ALL: [Family; 6] =
-        [Family::Llama, Family::Mistral, Family::Qwen2, Family::Qwen3, Family::Gemma3, Family::Gemma4];
+    const ALL: [Family; 7] = [
+        Family::Llama,
+        Family::Mistral,
+        Family::Qwen2,
+        Family::Qwen3,
+        Family::Qwen3Moe,
+        Family::Gemma3,
+        Family::Gemma4,
+    ];
 
     /// The entry of `architectures` and the `model_type`.
     fn names(self) -> (&'static str, &'static str) {
@@ -31,6 +41,7 @@ impl Family {
             Family::Mistral => ("MistralForCausalLM", "mistral"),
             Family::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
             Family::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
+            Family::Qwen3Moe => ("Qwen3MoeForCausalLM", "qwen3_moe"),
             Family::Gemma3 => ("Gemma3ForCausalLM", "gemma3_text"),
             Family::Gemma4 => ("Gemma4ForCausalLM", "gemma4_text"),
         }
@@ -41,6 +52,7 @@ impl Family {
             Family::Llama | Family::Mistral => Arch::Llama,
             Family::Qwen2 => Arch::Qwen2,
             Family::Qwen3 => Arch::Qwen3,
+            Family::Qwen3Moe => Arch::Qwen3Moe,
             Family::Gemma3 => Arch::Gemma3,
             Family::Gemma4 => Arch::Gemma4,
         }
@@ -105,9 +117,6 @@ impl ModelConfig {
             None if family == Family::Qwen3 => 128,
             None => default_head_dim(hidden, n_heads).map_err(blame)?,
         };
-        if gemma4 && json.optional("enable_moe_block")?.unwrap_or(false) {
-            return Err(blame(ParamsFault::Experts { arch: Arch::Gemma4 }));
-        }
         // Gemma 4 says "vision" where only the tokens of images see later ones.
         let sees_later = match gemma4 {
             true => json.optional("use_bidirectional_attention")?.is_some_and(|of: &str| of != "vision"),
@@ -147,7 +156,7 @@ impl ModelConfig {
             qkv_bias: attention_bias || family == Family::Qwen2,
             attn_output_bias: attention_bias && family != Family::Qwen2,
             ffn_bias: json.optional("mlp_bias")?.unwrap_or(false),
-            qk_norm: gemma || family == Family::Qwen3,
+            qk_norm: gemma || matches!(family, Family::Qwen3 | Family::Qwen3Moe),
             attn_scale: if gemma4 { 1.0 } else { query_scalar.unwrap_or(head_dim as f32).sqrt().recip() },
             attn_softcap: json.optional("attn_logit_softcapping")?,
             final_softcap: json.optional("final_logit_softcapping")?,
@@ -158,6 +167,7 @@ impl ModelConfig {
             n_shared_kv,
             keys_as_values: gemma4 && json.optional("attention_k_eq_v")?.unwrap_or(false),
             per_layer: if gemma4 { per_layer(json)? } else { None },
+            experts: experts(json, family, n_layers)?,
             left_out: Vec::new(),
         };
         config.validate().map_err(blame)
@@ -223,6 +233,47 @@ fn per_layer(json: &JsonObject) -> Result<Option<PerLayerEmbedding>, FormatError
     Ok((dim > 0).then_some(PerLayerEmbedding { n_vocab, dim }))
 }
 
+/// Experts, of which the two families have the keys under different names.
+fn experts(json: &JsonObject, family: Family, n_layers: usize) -> Result<Option<Experts>, FormatError> {
+    let size = |names: [&str; 2], usual: usize| -> Result<usize, FormatError> {
+        let given = match json.optional(names[0])? {
+            Some(size) => Some(size),
+            None => json.optional(names[1])?,
+        };
+        Ok(given.unwrap_or(usual))
+    };
+    match family {
+        Family::Qwen3Moe => {
+            let dense = json.optional::<Vec<u32>>("mlp_only_layers")?.unwrap_or_default();
+            let step = json.optional("decoder_sparse_step")?.unwrap_or(1_u32);
+            let found = match (dense.iter().any(|&layer| (layer as usize) < n_layers), step) {
+                (true, _) => Some("mlp_only_layers names layers without"),
+                (false, 1) => None,
+                (false, _) => Some("decoder_sparse_step is not 1"),
+            };
+            if let Some(found) = found {
+                let fault = ParamsFault::DenseLayers { arch: Arch::Qwen3Moe, found };
+                return Err(FormatError::params(json.path(), fault));
+            }
+            Ok(Some(Experts {
+                n_experts: size(["num_experts", "num_local_experts"], 128)?,
+                n_choices: size(["num_experts_per_tok", "num_experts_per_tok"], 8)?,
+                ffn: size(["moe_intermediate_size", "moe_intermediate_size"], 768)?,
+                renormalise: json.optional("norm_topk_prob")?.unwrap_or(false),
+            }))
+        }
+        Family::Gemma4 if json.optional("enable_moe_block")?.unwrap_or(false) => Ok(Some(Experts {
+            n_experts: json.required("num_experts")?,
+            n_choices: json.required("top_k_experts")?,
+            ffn: json.required("moe_intermediate_size")?,
+            renormalise: true,
+        })),
+        Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Gemma3 | Family::Gemma4 => {
+            Ok(None)
+        }
+    }
+}
+
 fn activation(json: &JsonObject, family: Family) -> Result<Activation, FormatError> {
     let found = match json.optional::<&str>("hidden_activation")? {
         Some(name) => Some(name),
@@ -230,9 +281,10 @@ fn activation(json: &JsonObject, family: Family) -> Result<Activation, FormatErr
     };
     match (family, found) {
         (Family::Gemma3 | Family::Gemma4, None | Some("gelu_pytorch_tanh")) => Ok(Activation::GeluTanh),
-        (Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3, None | Some("silu" | "swish")) => {
-            Ok(Activation::Silu)
-        }
+        (
+            Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe,
+            None | Some("silu" | "swish"),
+        ) => Ok(Activation::Silu),
         (family, Some(found)) => {
             let gemma = matches!(family, Family::Gemma3 | Family::Gemma4);
             let expected = if gemma { "gelu_pytorch_tanh" } else { "silu" };
@@ -250,13 +302,13 @@ fn sliding(
 ) -> Result<(Option<usize>, Vec<LayerAttention>), FormatError> {
     let blame = |fault| FormatError::params(json.path(), fault);
     let full = vec![LayerAttention::Full; n_layers];
-    let qwen = matches!(family, Family::Qwen2 | Family::Qwen3);
+    let qwen = matches!(family, Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe);
     let disabled = qwen && !json.optional("use_sliding_window")?.unwrap_or(false);
     // A missing key means the default of the family, `null` means none.
     let default = match family {
         Family::Mistral | Family::Gemma3 => Some(4096),
         Family::Gemma4 => Some(512),
-        Family::Llama | Family::Qwen2 | Family::Qwen3 => None,
+        Family::Llama | Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe => None,
     };
     let window = match json.optional("sliding_window")? {
         _ if disabled || family == Family::Llama => None,
@@ -295,6 +347,8 @@ fn sliding(
                 json.optional("sliding_window_pattern")?.or(json.optional("_sliding_window_pattern")?);
             every_nth_full(n_layers, period.unwrap_or(6))
         }
+        // All layers alike, whatever `max_window_layers` says.
+        Family::Qwen3Moe => vec![LayerAttention::Sliding; n_layers],
         Family::Qwen2 | Family::Qwen3 => {
             let first = json.optional("max_window_layers")?.unwrap_or(28);
             let kind = |l| if l >= first { LayerAttention::Sliding } else { LayerAttention::Full };

@@ -22,15 +22,18 @@ pub enum Arch {
     Qwen2,
     /// Qwen 3, dense.
     Qwen3,
+    /// Qwen 3 with experts in every layer.
+    Qwen3Moe,
     /// Gemma 3, text.
     Gemma3,
-    /// Gemma 4, the text part of its dense models.
+    /// Gemma 4, the text part.
     Gemma4,
 }
 
 impl Arch {
     /// Every architecture.
-    pub const ALL: [Arch; 5] = [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Gemma3, Arch::Gemma4];
+    pub const ALL: [Arch; 6] =
+        [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe, Arch::Gemma3, Arch::Gemma4];
 
     /// The name, as GGUF files spell it.
     pub const fn name(self) -> &'static str {
@@ -38,6 +41,7 @@ impl Arch {
             Arch::Llama => "llama",
             Arch::Qwen2 => "qwen2",
             Arch::Qwen3 => "qwen3",
+            Arch::Qwen3Moe => "qwen3moe",
             Arch::Gemma3 => "gemma3",
             Arch::Gemma4 => "gemma4",
         }
@@ -95,6 +99,19 @@ pub struct PerLayerEmbedding {
     pub n_vocab: usize,
     /// Elements of one layer's slice; a row has as many for each layer.
     pub dim: usize,
+}
+
+/// A mixture of experts, which every layer has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Experts {
+    /// Experts of a layer.
+    pub n_experts: usize,
+    /// Experts that a token goes through.
+    pub n_choices: usize,
+    /// Elements of an expert's feed-forward part.
+    pub ffn: usize,
+    /// Whether the weights of a token's experts sum to one.
+    pub renormalise: bool,
 }
 
 /// The hyperparameters of a model. Ranges are checked: sizes are positive, heads divide, nothing overflows.
@@ -163,6 +180,8 @@ pub struct ModelConfig {
     pub keys_as_values: bool,
     /// The second embedding, where there is one.
     pub per_layer: Option<PerLayerEmbedding>,
+    /// The experts, where there are some: in place of the feed-forward part, or beside it (Gemma 4).
+    pub experts: Option<Experts>,
     /// Encoders of a multimodal model that are left out: only its text part is used.
     pub left_out: Vec<&'static str>,
 }
@@ -279,6 +298,15 @@ impl ModelConfig {
             let heads = |l: usize| (self.layer_sizes(l).n_kv_heads, self.layer_sizes(l).head_dim);
             if from >= own && layer >= own || heads(from) != heads(layer) {
                 return Err(ParamsFault::SharedLayer { layer, n_own: own });
+            }
+        }
+        if let Some(experts) = self.experts {
+            check_range("the number of experts", experts.n_experts, 1 << 16)?;
+            check_range("the number of experts of a token", experts.n_choices, 1 << 10)?;
+            check_range("the feed-forward size of an expert", experts.ffn, 1 << 24)?;
+            if experts.n_choices > experts.n_experts {
+                let Experts { n_experts, n_choices, .. } = experts;
+                return Err(ParamsFault::Choices { n_choices, n_experts });
             }
         }
         if let Some(per_layer) = self.per_layer {

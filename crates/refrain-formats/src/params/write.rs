@@ -39,6 +39,12 @@ impl ModelConfig {
         if arch != Arch::Gemma4 && self.attn_scale != (self.head_dim as f32).sqrt().recip() {
             set("attention.scale", self.attn_scale.into())?;
         }
+        if let Some(experts) = self.experts {
+            set("expert_count", number(experts.n_experts))?;
+            set("expert_used_count", number(experts.n_choices))?;
+            set("expert_feed_forward_length", number(experts.ffn))?;
+            set("expert_weights_norm", experts.renormalise.into())?;
+        }
         if let Some(cap) = self.attn_softcap {
             set("attn_logit_softcapping", cap.into())?;
         }
@@ -151,6 +157,11 @@ impl ModelConfig {
     pub fn to_hf_json(&self, dtype: DType) -> Result<serde_json::Value, FormatError> {
         let gemma = matches!(self.arch, Arch::Gemma3 | Arch::Gemma4);
         let gemma4 = self.arch == Arch::Gemma4;
+        if self.experts.is_some() {
+            let (format, what) = ("a Hugging Face folder", "experts");
+            let fault = ParamsFault::NoPlace { format, arch: self.arch, what };
+            return Err(FormatError::params(Path::new(CONFIG_JSON), fault));
+        }
         // Llama's class has no window.
         let mistral = self.arch == Arch::Llama && self.sliding_window.is_some();
         let (class, model_type) = match self.arch {
@@ -158,6 +169,7 @@ impl ModelConfig {
             Arch::Llama => ("LlamaForCausalLM", "llama"),
             Arch::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
             Arch::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
+            Arch::Qwen3Moe => ("Qwen3MoeForCausalLM", "qwen3_moe"),
             Arch::Gemma3 => ("Gemma3ForCausalLM", "gemma3_text"),
             Arch::Gemma4 => ("Gemma4ForCausalLM", "gemma4_text"),
         };
@@ -195,10 +207,10 @@ impl ModelConfig {
             set("attention_bias", self.qkv_bias.into());
             set("mlp_bias", self.ffn_bias.into());
         }
-        if matches!(self.arch, Arch::Qwen3 | Arch::Gemma3 | Arch::Gemma4) {
+        if matches!(self.arch, Arch::Qwen3 | Arch::Qwen3Moe | Arch::Gemma3 | Arch::Gemma4) {
             set("attention_bias", self.qkv_bias.into());
         }
-        if matches!(self.arch, Arch::Qwen2 | Arch::Qwen3) {
+        if matches!(self.arch, Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe) {
             set("use_sliding_window", self.sliding_window.is_some().into());
             let full = self.layers.iter().take_while(|layer| **layer == LayerAttention::Full).count();
             set("max_window_layers", full.into());
@@ -266,8 +278,9 @@ impl ModelConfig {
             "soft caps, activation or embedding scale"
         } else if (&self.sizes, self.n_shared_kv) != (&found.sizes, found.n_shared_kv)
             || (self.keys_as_values, self.per_layer) != (found.keys_as_values, found.per_layer)
+            || self.experts != found.experts
         {
-            "sizes of layers, shared keys and values or per-layer embedding"
+            "sizes of layers, shared keys and values, per-layer embedding or experts"
         } else {
             return Ok(());
         };

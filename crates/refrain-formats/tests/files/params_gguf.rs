@@ -4,8 +4,8 @@ use crate::common::{llama_metadata, read, refused, zeroes};
 use refrain_formats::FormatError;
 use refrain_formats::gguf::{Array, GgufWriter, Value};
 use refrain_formats::params::{
-    Activation, Arch, GenerationDefaults, LayerAttention, ModelConfig, PerLayerEmbedding, RopeScaling,
-    RopeStyle, Yarn,
+    Activation, Arch, Experts, GenerationDefaults, LayerAttention, ModelConfig, PerLayerEmbedding,
+    RopeScaling, RopeStyle, Yarn,
 };
 use refrain_tensor::{DType, Shape};
 
@@ -110,8 +110,23 @@ fn lists_of_gemma4_that_do_not_fit_its_layers_are_refused() {
     assert!(text.contains("layer_types has 0 entries for 4 layers"), "{text}");
     let text = refusal("feed_forward_length", Value::Array(Array::F32([0.5; 4].into())));
     assert!(text.contains("feed_forward_length"), "{text}");
+}
+
+#[test]
+fn experts_of_gemma4_are_read_and_checked() {
+    let with = |used: u32| {
+        config(&gemma4(&[
+            ("expert_count", 128u32.into()),
+            ("expert_used_count", used.into()),
+            ("expert_feed_forward_length", 704u32.into()),
+        ]))
+    };
+    let experts = Experts { n_experts: 128, n_choices: 8, ffn: 704, renormalise: true };
+    assert_eq!(with(8).unwrap().experts, Some(experts));
+    let text = with(129).unwrap_err().to_string();
+    assert!(text.contains("a token goes through 129 experts, but a layer has 128"), "{text}");
     let error = config(&gemma4(&[("expert_count", 128u32.into())])).unwrap_err();
-    assert!(error.to_string().contains("26B-A4B is not"), "{error}");
+    assert!(error.to_string().contains("expert_used_count"), "{error}");
 }
 
 #[test]

@@ -5,6 +5,7 @@ pub mod attention;
 pub mod batch;
 pub mod dense;
 pub mod elementwise;
+pub mod experts;
 pub mod few;
 pub mod product;
 pub mod prompt;

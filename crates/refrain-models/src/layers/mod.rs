@@ -5,9 +5,11 @@
 
 mod attention; // queries, keys and values over a cache or among rows
 mod ffn; // feed-forward parts
+mod experts; // mixtures of experts
 
 pub(crate) use attention::{Attention, HeadNorm, KeysValues};
-pub(crate) use ffn::FeedForward;
+pub(crate) use experts::Mixture;
+pub(crate) use ffn::{DenseAndExperts, FeedForward, GatedFfn};
 
 use crate::error::ModelError;
 use crate::gemma4::{LayerInput, LayerInputs};
@@ -127,7 +129,7 @@ impl Block {
         let x = step.join(x, h)?;
 
         let h = step.maybe_norm(x, norms.before_ffn, "ffn_norm")?;
-        let h = self.ffn.build(step, h)?;
+        let h = self.ffn.build(step, x, h)?;
         let h = step.maybe_norm(h, norms.after_ffn, "post_ffn_norm")?;
         let x = step.join(x, h)?;
 

@@ -71,6 +71,17 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     if let Some(scalar) = config["query_pre_attn_scalar"].as_f64() {
         set("attention.scale", (scalar.powf(-0.5) as f32).into());
     }
+    let experts = ["num_experts", "num_local_experts"].map(|key| config[key].as_u64());
+    if let Some(n) = experts[0].or(experts[1]) {
+        set("expert_count", (n as u32).into());
+        let per_token = if arch == "gemma4" { "top_k_experts" } else { "num_experts_per_tok" };
+        set("expert_used_count", number(per_token).into());
+        set("expert_feed_forward_length", number("moe_intermediate_size").into());
+        // No key means that they do.
+        if config["norm_topk_prob"] == false {
+            set("expert_weights_norm", false.into());
+        }
+    }
     let rope = &config["rope_parameters"];
     let rope = rope.get("full_attention").unwrap_or(rope);
     set("rope.freq_base", (rope["rope_theta"].as_f64().unwrap() as f32).into());
@@ -142,10 +153,25 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
     let files = ModelFiles::open(folder(case)).unwrap();
     let n_heads = |key: &str| config[key].as_u64().unwrap() as usize;
     let mut tensors = Vec::new();
-    for info in files.tensors() {
+    // Experts in the order of their numbers.
+    let mut infos: Vec<_> = files.tensors().iter().collect();
+    infos.sort_by_key(|info| expert_name(info.name()));
+    for info in infos {
         let tensor = files.tensor(info.name()).unwrap();
         let dims = tensor.shape().dims().to_vec();
         let mut values = tensor.to_f32().unwrap();
+        // Experts lie in one tensor, behind one another.
+        if let Some((name, expert)) = expert_name(info.name()) {
+            match tensors.iter_mut().find(|t: &&mut Tensor| t.name == name) {
+                Some(all) => {
+                    assert_eq!(all.dims[0], expert, "{name}");
+                    all.dims[0] += 1;
+                    all.bytes.extend(float("", Vec::new(), &values).bytes);
+                }
+                None => tensors.push(float(&name, [&[1], &dims[..]].concat(), &values)),
+            }
+            continue;
+        }
         let name = gguf_name(info.name(), arch);
         if arch == "gemma3" && name.ends_with("norm.weight") {
             values.iter_mut().for_each(|v| *v += 1.0);
@@ -199,6 +225,19 @@ fn llama3_factors(rope: &Value, head_dim: usize) -> Vec<f32> {
     (0..head_dim / 2).map(|i| factor_of(i) as f32).collect()
 }
 
+/// The tensor that has an expert's matrix, and which expert that is.
+fn expert_name(hf: &str) -> Option<(String, usize)> {
+    let (layer, rest) = hf.strip_prefix("model.layers.")?.split_once(".mlp.experts.")?;
+    let (expert, part) = rest.split_once('.')?;
+    let name = match part {
+        "gate_proj.weight" => "ffn_gate_exps",
+        "up_proj.weight" => "ffn_up_exps",
+        "down_proj.weight" => "ffn_down_exps",
+        _ => return None,
+    };
+    Some((format!("blk.{layer}.{name}.weight"), expert.parse().ok()?))
+}
+
 fn gguf_name(hf: &str, arch: &str) -> String {
     match hf {
         "model.embed_tokens.weight" => return "token_embd.weight".into(),
@@ -211,6 +250,13 @@ fn gguf_name(hf: &str, arch: &str) -> String {
     }
     let rest = hf.strip_prefix("model.layers.").unwrap_or_else(|| panic!("{hf}"));
     let (layer, rest) = rest.split_once('.').unwrap();
+    match rest {
+        "router.scale" => return format!("blk.{layer}.ffn_gate_inp.scale"),
+        "router.per_expert_scale" => return format!("blk.{layer}.ffn_down_exps.scale"),
+        "experts.gate_up_proj" => return format!("blk.{layer}.ffn_gate_up_exps.weight"),
+        "experts.down_proj" => return format!("blk.{layer}.ffn_down_exps.weight"),
+        _ => {}
+    }
     let (part, kind) = rest.rsplit_once('.').unwrap_or((rest, "weight"));
     let name = match part {
         "input_layernorm" => "attn_norm",
@@ -227,9 +273,14 @@ fn gguf_name(hf: &str, arch: &str) -> String {
         "post_attention_layernorm" if arch.starts_with("gemma") => "post_attention_norm",
         "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
         "post_feedforward_layernorm" => "post_ffw_norm",
+        "router.proj" => "ffn_gate_inp",
+        "pre_feedforward_layernorm_2" => "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1" => "post_ffw_norm_1",
+        "post_feedforward_layernorm_2" => "post_ffw_norm_2",
         "mlp.gate_proj" => "ffn_gate",
         "mlp.up_proj" => "ffn_up",
         "mlp.down_proj" => "ffn_down",
+        "mlp.gate" => "ffn_gate_inp",
         other => panic!("{other} has no name in GGUF files"),
     };
     format!("blk.{layer}.{name}.{kind}")

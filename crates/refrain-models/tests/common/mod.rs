@@ -13,7 +13,7 @@ use safetensors::SafeTensors;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(crate) const CASES: [&str; 13] = [
+pub(crate) const CASES: [&str; 16] = [
     "llama",
     "llama-rope3",
     "llama-tied",
@@ -27,6 +27,9 @@ pub(crate) const CASES: [&str; 13] = [
     "gemma4-e4b",
     "gemma4-dense",
     "gemma4-heads",
+    "gemma4-experts",
+    "qwen3moe",
+    "qwen3moe-plain",
 ];
 
 pub(crate) struct Golden {

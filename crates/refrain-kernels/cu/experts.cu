@@ -1,0 +1,512 @@
+// experts.cu: routing, and products of rows with the experts that were chosen for them
+//
+//   ids        [n, n_choices]     i32: experts of each row; one outside 0 .. n_experts - 1 is an empty choice
+//   weights    [n, n_choices]     f32
+//   w          [n_experts, n, k]  packed (packed.cuh) or as in the file; experts lie p.expert_bytes apart
+//   bias       [n_experts, n]     f32, p.bias_stride apart, or null
+//   p          sizes; see Params
+//
+// expert_route turns logits into ids and weights: one block for a row, each thread ranks its experts among all.
+// expert_gate and expert_sum are for few rows: a block reads the experts of one row. A warp has a tile of eight rows of w,
+// lane 4 r + s has row r; all of its tile is asked for before the activations are rounded, since nothing of it can be
+// asked for before the kernel knows the expert.
+// For many rows expert_sort lists the choices of each expert in their order; expert_rows multiplies eight of them with a
+// tile at a time, so that each weight is read once for eight rows; expert_join and expert_combine finish.
+//
+// Launch    expert_route: grid (n), block (128), shared 8 n_experts
+//           expert_gate: grid (ceil(tiles / 2), n_choices, n), block (128), shared one row of x
+//           expert_sum: grid (tiles, n), block (256), shared n_choices rows of x
+//           expert_sort: grid (n_experts), block (256), shared 0
+//           expert_rows: grid (ceil(tiles / 8), n_experts, weights), block (256), shared eight rows of x
+//           expert_join, expert_combine: grid (ceil(columns / 256), rows), block (256), shared 0
+// Requires  packed: k a multiple of the dtype's blocks, n of 8; w and rows of x at multiples of 16 bytes where k % 8 == 0
+// Aliasing  none
+// Packed weights multiply rows rounded to bytes in blocks of 32 (packed.cuh). Sums over sub-blocks in f32, a lane's in their
+// order, then four lanes; over choices in their order. A row has the same bits for any n and in both forms: same bits every
+// run. Capture: safe.
+#include "overlap.cuh"
+#include "packed.cuh"
+#include "plain.cuh"
+#include "reduce.cuh"
+
+struct Params {
+    u64 expert_bytes;
+    u32 k;            // columns of w
+    u32 n;            // rows of an expert
+    u32 n_experts;
+    u32 n_choices;    // choices that a row of x serves
+    u32 n_pairs;      // choices of all rows
+    u32 bias_stride;
+    u32 x_stride;     // floats from one row of x to the next
+    u32 activation;   // 0: SiLU, 1: GELU (tanh), 2: clamped SiLU
+    float alpha;
+    float limit;
+};
+
+struct RouteParams {
+    u32 n_experts;
+    u32 n_choices;
+    u32 score;        // 0: softmax, 1: sigmoid, 2: softmax of the chosen
+    u32 n_groups;     // 0: none
+    u32 n_kept;
+    u32 n_best;
+    u32 renormalise;
+    float scale;
+};
+
+const u32 MAX_CHOICES = 64, MAX_GROUPS = 64;
+
+inline bool is_nan(float x) { return !(x == x); }
+
+inline float joined(float gate, float up, const Params& p) {
+    if (p.activation == 2) {
+        float g = gate > p.limit ? p.limit : gate;
+        float u = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
+        return __fdividef(g, 1.0f + __expf(-p.alpha * g)) * (u + 1.0f);
+    }
+    // x / (1 + e^-x); and 0.5 x (1 + tanh u) is x / (1 + e^-2u).
+    float u = p.activation == 0 ? gate : 1.5957691216057308f * __fmaf_rn(0.044715f * gate * gate, gate, gate);
+    return __fdividef(gate, 1.0f + __expf(-u)) * up;
+}
+
+inline bool is_chosen(i32 id, const Params& p) { return id >= 0 && (u32)id < p.n_experts; }
+
+inline void prefetch(const u8* from, u32 bytes) {
+#ifndef REFRAIN_ON_HOST
+    for (u32 at = 128 * (threadIdx.x % 32); at < bytes; at += 128 * 32) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+    }
+#endif
+}
+
+// Packed weights and rows of bytes.
+template <typename Q> struct Packed {
+    inline static u32 units(u32 k) { return (k + Q::COLS - 1) / Q::COLS; }
+    inline static u32 row_bytes(u32 k) { return units(k) * Q::COLS / 4 * 5; }
+    inline static const u8* tile(const u8* w, u32 tile, u32 k) { return w + (u64)tile * units(k) * Q::BYTES; }
+    inline static void ask(const u8* w, u32 at, const Params& p) { prefetch(tile(w, at, p.k), units(p.k) * Q::BYTES); }
+
+    // All threads of the block.
+    inline static void keep(u8* row, const float* x, u32 k) {
+        u32 padded = units(k) * Q::COLS, lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (u32 start = 8 * (threadIdx.x - lane); start < padded; start += 8 * blockDim.x) {
+            u32 at = start + 8 * lane;
+            float v[8] = {};
+            if (at < k) {
+                float4 a = *(const float4*)(x + at), b = *(const float4*)(x + at + 4);
+                v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+            }
+            ByteBlock block(v);
+            if (at >= padded) continue;
+            *(uint2*)(row + at) = make_uint2(block.low, block.high);
+            if (at % 32 == 0) *(float2*)(row + padded + at / 4) = block.scale;
+        }
+    }
+
+    template <int M> inline static void sums(const u8* w, u32 at, const u8* x, const Params& p, float* acc) {
+        u32 lane = threadIdx.x % 32, n_units = units(p.k), padded = n_units * Q::COLS, bytes = row_bytes(p.k);
+        const u8* unit = tile(w, at, p.k);
+#pragma unroll(M == 1 ? 4 : 1)
+        for (u32 u = 0; u < n_units; u++) {
+#pragma unroll
+            for (int c = 0; c < Q::SUBS; c++) {
+                Sub sub = Q::load(unit + u * Q::BYTES, c, lane);
+                u32 block = u * (Q::COLS / 32) + TILE_SUBS * c + lane % TILE_SUBS;
+#pragma unroll
+                for (int i = 0; i < M; i++) {
+                    const u8* row = x + i * bytes;
+                    const uint4* q = (const uint4*)(row + 32 * block);
+                    float2 scale = *(const float2*)(row + padded + 8 * block);
+                    uint4 a = q[0], b = q[1];
+                    i32 low = dot_bytes(sub.q[0], a.x, 0, Q::SIGNED), high = dot_bytes(sub.q[4], b.x, 0, Q::SIGNED);
+                    low = dot_bytes(sub.q[1], a.y, low, Q::SIGNED), high = dot_bytes(sub.q[5], b.y, high, Q::SIGNED);
+                    low = dot_bytes(sub.q[2], a.z, low, Q::SIGNED), high = dot_bytes(sub.q[6], b.z, high, Q::SIGNED);
+                    low = dot_bytes(sub.q[3], a.w, low, Q::SIGNED), high = dot_bytes(sub.q[7], b.w, high, Q::SIGNED);
+                    float s = __fmaf_rn(sub.scale[0], (float)low, sub.scale[1] * (float)high);
+                    acc[i] = __fmaf_rn(s, scale.x, acc[i]);
+                    acc[i] = __fmaf_rn(-sub.min, scale.y, acc[i]);
+                }
+            }
+        }
+    }
+};
+
+// Weights as in the file and rows of floats.
+template <typename Q> struct File {
+    inline static u32 row_bytes(u32 k) { return 4 * ((k + 7) / 8 * 8); }
+    inline static u64 w_bytes(u32 k) { return (u64)k * Q::BYTES / Q::LEN; }
+    inline static const u8* row(const u8* w, u32 at, const Params& p) {
+        // Rows past the end are computed like the last one and not stored.
+        return w + min(at * TILE_ROWS + threadIdx.x % 32 / 4, p.n - 1) * w_bytes(p.k);
+    }
+    inline static void ask(const u8* w, u32 at, const Params& p) {
+        u32 rows = min(TILE_ROWS, p.n - at * TILE_ROWS);
+        prefetch(w + at * TILE_ROWS * w_bytes(p.k), rows * (u32)w_bytes(p.k));
+    }
+
+    inline static void keep(u8* to, const float* x, u32 k) {
+        for (u32 at = threadIdx.x; at < row_bytes(k) / 4; at += blockDim.x) ((float*)to)[at] = at < k ? x[at] : 0.0f;
+    }
+
+    template <int M> inline static void sums(const u8* w, u32 at, const u8* x, const Params& p, float* acc) {
+        const u32 PARTS = Q::LEN / 8;
+        const u8* mine = row(w, at, p);
+        u32 lane = threadIdx.x % 4, bytes = row_bytes(p.k);
+        if (Ragged<Q>::ALLOWED && p.k % 8 != 0) {
+            typedef typename Ragged<Q>::Element T;
+            for (u32 first = 8 * lane; first < p.k; first += 32) {
+                for (u32 e = first; e < min(first + 8, p.k); e++) {
+                    float v = to_f32(((const T*)mine)[e]);
+#pragma unroll
+                    for (int i = 0; i < M; i++) acc[i] = __fmaf_rn(v, ((const float*)(x + i * bytes))[e], acc[i]);
+                }
+            }
+            return;
+        }
+        u32 n = p.k / 8;
+#pragma unroll(M == 1 ? 4 : 1)
+        for (u32 i = lane; i < n; i += 4) {
+            u32 block = i / PARTS, part = i % PARTS;
+            typename Q::Raw raw = Q::load(mine + (u64)block * Q::BYTES, part);
+            float v[8];
+            Q::decode(raw, part, v);
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                const float* start = (const float*)(x + m * bytes) + block * Q::LEN;
+                float4 a = *(const float4*)(start + Q::first(part)), b = *(const float4*)(start + Q::second(part));
+                float even = __fmaf_rn(v[0], a.x, acc[m]), odd = v[1] * a.y;
+                even = __fmaf_rn(v[2], a.z, even), odd = __fmaf_rn(v[3], a.w, odd);
+                even = __fmaf_rn(v[4], b.x, even), odd = __fmaf_rn(v[5], b.y, odd);
+                even = __fmaf_rn(v[6], b.z, even), odd = __fmaf_rn(v[7], b.w, odd);
+                acc[m] = even + odd;
+            }
+        }
+    }
+};
+
+// The sum of row r, in lanes 4 r to 4 r + 3.
+inline float of_row(float acc) {
+    float sum = acc + __shfl_xor_sync(0xffffffffu, acc, 1);
+    return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+}
+
+template <typename X>
+inline void expert_gate(float* y, const float* x, const i32* ids, const u8* gate, const u8* up, const float* gate_bias,
+                        const float* up_bias, const Params& p) {
+    DYNAMIC_SHARED(shared);
+    __shared__ float ups[2][TILE_ROWS];
+    start();
+    u32 pair = blockIdx.z * p.n_choices + blockIdx.y;
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = (p.n + TILE_ROWS - 1) / TILE_ROWS;
+    u32 tile = blockIdx.x * 2 + warp / 2, row = tile * TILE_ROWS + lane / 4;
+    bool is_up = warp & 1;
+    i32 id = ids[pair];
+    float* to = y + (u64)pair * p.n;
+    if (!is_chosen(id, p)) {
+        u32 at = blockIdx.x * 2 * TILE_ROWS + threadIdx.x;
+        if (threadIdx.x < 2 * TILE_ROWS && at < p.n) to[at] = 0.0f;
+        return;
+    }
+    const u8* w = (is_up ? up : gate) + id * p.expert_bytes;
+    if (tile < tiles) X::ask(w, tile, p);
+    X::keep(shared, x + (u64)blockIdx.z * p.x_stride, p.k);
+    __syncthreads();
+    float acc[1] = {0.0f};
+    if (tile < tiles) X::template sums<1>(w, tile, shared, p, acc);
+    float sum = of_row(acc[0]);
+    if (is_up && lane % 4 == 0) ups[warp / 2][lane / 4] = sum;
+    __syncthreads();
+    if (is_up || lane % 4 != 0 || row >= p.n) return;
+    float other = ups[warp / 2][lane / 4];
+    if (gate_bias != nullptr) {
+        sum += gate_bias[(u64)id * p.bias_stride + row];
+        other += up_bias[(u64)id * p.bias_stride + row];
+    }
+    to[row] = joined(sum, other, p);
+}
+
+template <typename X>
+inline void expert_sum(float* y, const float* x, const i32* ids, const float* weights, const u8* down, const float* bias,
+                       const Params& p) {
+    DYNAMIC_SHARED(shared);
+    __shared__ float parts[MAX_CHOICES][TILE_ROWS];
+    start();
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, first = blockIdx.y * p.n_choices;
+    u32 bytes = X::row_bytes(p.k);
+    for (u32 choice = warp; choice < p.n_choices; choice += 8) {
+        i32 id = ids[first + choice];
+        if (is_chosen(id, p)) X::ask(down + id * p.expert_bytes, tile, p);
+    }
+    for (u32 choice = 0; choice < p.n_choices; choice++) {
+        X::keep(shared + choice * bytes, x + (u64)(first + choice) * p.x_stride, p.k);
+    }
+    __syncthreads();
+    for (u32 choice = warp; choice < p.n_choices; choice += 8) {
+        i32 id = ids[first + choice];
+        if (!is_chosen(id, p)) continue;
+        float acc[1] = {0.0f};
+        X::template sums<1>(down + id * p.expert_bytes, tile, shared + choice * bytes, p, acc);
+        float sum = of_row(acc[0]);
+        if (lane % 4 == 0) parts[choice][lane / 4] = sum;
+    }
+    __syncthreads();
+    u32 row = tile * TILE_ROWS + threadIdx.x;
+    if (threadIdx.x >= TILE_ROWS || row >= p.n) return;
+    float total = 0.0f;
+    for (u32 choice = 0; choice < p.n_choices; choice++) {
+        i32 id = ids[first + choice];
+        if (!is_chosen(id, p)) continue;
+        float part = parts[choice][threadIdx.x];
+        if (bias != nullptr) part += bias[(u64)id * p.bias_stride + row];
+        total = __fmaf_rn(weights[first + choice], part, total);
+    }
+    y[(u64)blockIdx.y * p.n + row] = total;
+}
+
+// z[weight, choice, row of w]: eight choices of an expert at a time.
+template <typename X>
+inline void expert_rows(float* z, const float* x, const u32* order, const u32* begin, const u8* w0, const u8* w1,
+                        const Params& p) {
+    const int M = 8;
+    DYNAMIC_SHARED(shared);
+    start();
+    u32 expert = blockIdx.y, first = begin[expert], end = begin[expert + 1];
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = (p.n + TILE_ROWS - 1) / TILE_ROWS;
+    u32 tile = blockIdx.x * 8 + warp, row = tile * TILE_ROWS + lane / 4, bytes = X::row_bytes(p.k);
+    const u8* w = (blockIdx.z == 0 ? w0 : w1) + expert * p.expert_bytes;
+    float* to = z + (u64)blockIdx.z * p.n_pairs * p.n;
+#pragma unroll 1
+    for (; first < end; first += M) {
+        __syncthreads();
+#pragma unroll 1
+        for (u32 i = 0; i < M; i++) {
+            u32 pair = order[min(first + i, end - 1)];
+            X::keep(shared + i * bytes, x + (u64)(pair / p.n_choices) * p.x_stride, p.k);
+        }
+        __syncthreads();
+        if (tile >= tiles) continue;
+        float acc[M] = {};
+        X::template sums<M>(w, tile, shared, p, acc);
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            float sum = of_row(acc[i]);
+            if (lane % 4 == 0 && row < p.n && first + i < end) to[(u64)order[first + i] * p.n + row] = sum;
+        }
+    }
+}
+
+#define EXPERTS(name, X)                                                                                            \
+    extern "C" __global__ __launch_bounds__(128) void expert_gate_##name(                                           \
+        float* y, const float* x, const i32* ids, const u8* gate, const u8* up, const float* gate_bias,             \
+        const float* up_bias, Params p) {                                                                           \
+        expert_gate<X>(y, x, ids, gate, up, gate_bias, up_bias, p);                                                 \
+    }                                                                                                               \
+    extern "C" __global__ __launch_bounds__(256) void expert_sum_##name(                                            \
+        float* y, const float* x, const i32* ids, const float* weights, const u8* down, const float* bias, Params p) { \
+        expert_sum<X>(y, x, ids, weights, down, bias, p);                                                           \
+    }                                                                                                               \
+    extern "C" __global__ __launch_bounds__(256) void expert_rows_##name(                                           \
+        float* z, const float* x, const u32* order, const u32* begin, const u8* w0, const u8* w1, Params p) {       \
+        expert_rows<X>(z, x, order, begin, w0, w1, p);                                                              \
+    }
+
+// unit route
+extern "C" __global__ __launch_bounds__(128) void expert_route_f32(i32* ids, float* weights, const float* logits,
+                                                                  const float* bias, const float* scales, RouteParams p) {
+    DYNAMIC_SHARED(shared);
+    __shared__ u32 chosen[MAX_CHOICES];
+    __shared__ float worths[MAX_GROUPS], factors[MAX_CHOICES];
+    float* scores = (float*)shared;
+    float* compared = scores + p.n_experts;
+    start();
+    logits += (u64)blockIdx.x * p.n_experts;
+    ids += (u64)blockIdx.x * p.n_choices;
+    weights += (u64)blockIdx.x * p.n_choices;
+    float most = -inf_f32(), bad = 0.0f;
+    for (u32 i = threadIdx.x; i < p.n_experts; i += blockDim.x) {
+        float v = logits[i];
+        most = fmaxf(most, v);
+        if (is_nan(v)) bad = 1.0f;
+    }
+    most = block_reduce(most, Max(), -inf_f32());
+    float sum = 0.0f;
+    for (u32 i = threadIdx.x; i < p.n_experts; i += blockDim.x) {
+        float v = logits[i];
+        scores[i] = p.score == 0 ? expf(v - most) : p.score == 1 ? 1.0f / (1.0f + expf(-v)) : v;
+        sum += scores[i];
+    }
+    if (p.score == 0) sum = block_reduce(sum, Add(), 0.0f);
+    bool sums = p.n_groups != 0 && p.n_best > 1;
+    for (u32 i = threadIdx.x; i < p.n_experts; i += blockDim.x) {
+        if (p.score == 0) scores[i] = scores[i] / sum;
+        compared[i] = bias != nullptr ? scores[i] + bias[i] : sums ? scores[i] : logits[i];
+        if (is_nan(compared[i])) bad = 1.0f;
+    }
+    bad = block_reduce(bad, Add(), 0.0f);
+    bool is_odd = bad != 0.0f || most == inf_f32() || most == -inf_f32();
+    if (is_odd) {
+        for (u32 i = threadIdx.x; i < p.n_choices; i += blockDim.x) {
+            ids[i] = (i32)i;
+            weights[i] = nan_f32();
+        }
+        return;
+    }
+    __syncthreads();
+    if (p.n_groups != 0) {
+        u32 size = p.n_experts / p.n_groups;
+        for (u32 g = threadIdx.x; g < p.n_groups; g += blockDim.x) {
+            // The best of the group, each behind the one before in their order.
+            const float* of = compared + g * size;
+            float total = 0.0f, last = 0.0f;
+            u32 last_at = 0;
+            for (u32 i = 0; i < p.n_best; i++) {
+                u32 at = size;
+                for (u32 j = 0; j < size; j++) {
+                    bool is_left = i == 0 || of[j] < last || of[j] == last && j > last_at;
+                    if (is_left && (at == size || of[j] > of[at])) at = j;
+                }
+                last = of[at];
+                last_at = at;
+                total += last;
+            }
+            worths[g] = total;
+        }
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < p.n_experts; i += blockDim.x) {
+            u32 own = i / size, better = 0;
+            for (u32 g = 0; g < p.n_groups; g++) {
+                better += worths[g] > worths[own] || worths[g] == worths[own] && g < own ? 1 : 0;
+            }
+            // Nothing is larger than a NaN, or smaller.
+            if (better >= p.n_kept) compared[i] = nan_f32();
+        }
+        __syncthreads();
+    }
+    for (u32 i = threadIdx.x; i < p.n_experts; i += blockDim.x) {
+        float own = compared[i];
+        if (is_nan(own)) continue;
+        u32 rank = 0;
+        for (u32 j = 0; j < p.n_experts; j++) rank += compared[j] > own || compared[j] == own && j < i ? 1 : 0;
+        if (rank < p.n_choices) chosen[rank] = i;
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    float high = -inf_f32(), total = 0.0f;
+    for (u32 i = 0; i < p.n_choices; i++) {
+        factors[i] = scores[chosen[i]];
+        high = fmaxf(high, factors[i]);
+    }
+    if (p.score == 2) {
+        for (u32 i = 0; i < p.n_choices; i++) {
+            factors[i] = expf(factors[i] - high);
+            total += factors[i];
+        }
+        for (u32 i = 0; i < p.n_choices; i++) factors[i] = factors[i] / total;
+    }
+    total = 1.0f;
+    if (p.renormalise != 0) {
+        total = 1e-20f;
+        for (u32 i = 0; i < p.n_choices; i++) total += factors[i];
+    }
+    for (u32 i = 0; i < p.n_choices; i++) {
+        float scale = scales != nullptr ? p.scale * scales[chosen[i]] : p.scale;
+        ids[i] = (i32)chosen[i];
+        weights[i] = factors[i] / total * scale;
+    }
+}
+// unit sort
+// begin[expert]: where its choices begin in `order`; choices of an expert in their order.
+extern "C" __global__ __launch_bounds__(256) void expert_sort_i32(u32* order, u32* begin, const i32* ids, u32 n_pairs) {
+    __shared__ u32 counts[8];
+    start();
+    i32 expert = (i32)blockIdx.x, last = (i32)gridDim.x - 1;
+    u32 before = 0, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (u32 i = threadIdx.x; i < n_pairs; i += 256) before += ids[i] >= 0 && ids[i] < expert ? 1 : 0;
+    u32 next = block_reduce(before, Add(), 0u);
+    if (threadIdx.x == 0) begin[blockIdx.x] = next;
+    for (u32 base = 0; base < n_pairs; base += 256) {
+        u32 i = base + threadIdx.x;
+        bool is_mine = i < n_pairs && ids[i] == expert;
+        u32 mine = is_mine ? 1 : 0, upto = mine;
+        for (u32 step = 1; step < 32; step *= 2) {
+            u32 other = __shfl_sync(0xffffffffu, upto, lane >= step ? lane - step : lane);
+            if (lane >= step) upto += other;
+        }
+        __syncthreads();
+        if (lane == 31) counts[warp] = upto;
+        __syncthreads();
+        u32 at = next + upto - mine, all = 0;
+        for (u32 w = 0; w < 8; w++) {
+            if (w < warp) at += counts[w];
+            all += counts[w];
+        }
+        if (is_mine) order[at] = i;
+        next += all;
+    }
+    if (threadIdx.x == 0 && expert == last) begin[gridDim.x] = next;
+}
+// unit finish
+extern "C" __global__ __launch_bounds__(256) void expert_join_f32(float* y, const float* z, const i32* ids,
+                                                                 const float* gate_bias, const float* up_bias, Params p) {
+    start();
+    u32 row = blockIdx.x * 256 + threadIdx.x, pair = blockIdx.y;
+    if (row >= p.n) return;
+    i32 id = ids[pair];
+    u64 at = (u64)pair * p.n + row;
+    float sum = 0.0f;
+    if (is_chosen(id, p)) {
+        float gate = z[at], up = z[(u64)p.n_pairs * p.n + at];
+        if (gate_bias != nullptr) {
+            gate += gate_bias[(u64)id * p.bias_stride + row];
+            up += up_bias[(u64)id * p.bias_stride + row];
+        }
+        sum = joined(gate, up, p);
+    }
+    y[at] = sum;
+}
+extern "C" __global__ __launch_bounds__(256) void expert_combine_f32(float* y, const float* z, const i32* ids,
+                                                                    const float* weights, const float* bias, Params p) {
+    start();
+    u32 row = blockIdx.x * 256 + threadIdx.x, first = blockIdx.y * p.n_choices;
+    if (row >= p.n) return;
+    float total = 0.0f;
+    for (u32 pair = first; pair < first + p.n_choices; pair++) {
+        i32 id = ids[pair];
+        if (!is_chosen(id, p)) continue;
+        float part = z[(u64)pair * p.n + row];
+        if (bias != nullptr) part += bias[(u64)id * p.bias_stride + row];
+        total = __fmaf_rn(weights[pair], part, total);
+    }
+    y[(u64)blockIdx.y * p.n + row] = total;
+}
+// unit f32
+EXPERTS(f32, File<Plain<float>>)
+// unit f16
+EXPERTS(f16, File<Plain<F16>>)
+// unit bf16
+EXPERTS(bf16, File<Plain<BF16>>)
+// unit q2_k
+EXPERTS(q2_k, File<Q2_K>)
+// unit q3_k
+EXPERTS(q3_k, File<Q3_K>)
+// unit iq4_nl
+EXPERTS(iq4_nl, File<IQ4_NL>)
+// unit iq4_xs
+EXPERTS(iq4_xs, File<IQ4_XS>)
+// unit q4_0
+EXPERTS(q4_0, Packed<PackedQ4_0>)
+// unit q4_1
+EXPERTS(q4_1, Packed<PackedQ4_1>)
+// unit q5_0
+EXPERTS(q5_0, Packed<PackedQ5_0>)
+// unit q5_1
+EXPERTS(q5_1, Packed<PackedQ5_1>)
+// unit q8_0
+EXPERTS(q8_0, Packed<PackedQ8_0>)
+// unit q4_k
+EXPERTS(q4_k, Packed<PackedQ4_K>)
+// unit q5_k
+EXPERTS(q5_k, Packed<PackedQ5_K>)
+// unit q6_k
+EXPERTS(q6_k, Packed<PackedQ6_K>)

@@ -1,0 +1,725 @@
+//! Routing, and products of rows with the experts that were chosen for them.
+
+use bytemuck::{Pod, Zeroable};
+use refrain_driver::sim::{KernelResult, SimKernel};
+use refrain_driver::{Baked, Buf, Launch};
+use refrain_graph::{ExpertActivation, Route, RouteGroups, RouteScore};
+use refrain_reference::route_row;
+use refrain_tensor::{DType, quant};
+
+use crate::card::Card;
+use crate::error::{Case, KernelError};
+use crate::few::round;
+use crate::linear::LINEAR_DTYPES;
+use crate::load::Kernels;
+use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
+use crate::registry::{Entry, P, W, lowercase};
+use crate::source::Family;
+use crate::twin::{count, fault};
+use crate::vouch::Vouch;
+
+/// Choices that a row can have on a card.
+pub const MAX_CHOICES: usize = 64;
+/// Groups of experts that a router can have on a card.
+pub const MAX_ROUTE_GROUPS: usize = 64;
+/// Experts that a router can choose among on a card.
+pub const MAX_EXPERTS: usize = 4096;
+/// Rows of a step from which on choices are sorted by expert, so that each weight is read once for eight of them.
+pub const MIN_SORTED_ROWS: usize = 16;
+
+/// Choices of an expert that are multiplied with a tile at once.
+const AT_ONCE: usize = 8;
+/// Bytes of shared memory that the compiled code itself declares, rounded up.
+const STATIC_BYTES: usize = 4096;
+const SUB: usize = 32;
+
+/// Logits into choices: `ids[n, n_choices]` and `weights[n, n_choices]`.
+#[derive(Clone, Copy, Debug)]
+pub struct RouteArgs<'a> {
+    /// How.
+    pub route: Route,
+    /// `[n, n_experts]` F32
+    pub logits: Buf,
+    /// `[n_experts]` F32, added to scores that are compared.
+    pub bias: Option<Buf>,
+    /// `[n_experts]` F32, factors on weights.
+    pub scales: Option<Buf>,
+    /// `[n, n_choices]` I32
+    pub ids: Buf,
+    /// `[n, n_choices]` F32
+    pub weights: Buf,
+    /// Rows.
+    pub n: usize,
+    /// Experts.
+    pub n_experts: usize,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+/// The matrices of experts.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertWeight {
+    /// `[n_experts, .., k]`: packed if the dtype has that layout, else as in the file.
+    pub w: Buf,
+    /// Its dtype.
+    pub dtype: DType,
+    /// Rows of an expert's matrix, of which a product has `n` from `first` on.
+    pub rows: usize,
+    /// The first of them.
+    pub first: usize,
+    /// `[n_experts, rows]` F32, if any.
+    pub bias: Option<Buf>,
+}
+
+/// Sizes of products with experts.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertSizes {
+    /// Rows of the step.
+    pub n_rows: usize,
+    /// Choices of a row.
+    pub n_choices: usize,
+    /// Experts.
+    pub n_experts: usize,
+    /// Rows of an expert's product.
+    pub n: usize,
+    /// Columns.
+    pub k: usize,
+}
+
+/// `y[row, choice] = f(x[row] . gate[expert]^T, x[row] . up[expert]^T)`
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertGateArgs<'a> {
+    /// What joins the products.
+    pub activation: ExpertActivation,
+    /// `[n_rows, k]` F32
+    pub x: Buf,
+    /// `[n_rows, n_choices]` I32
+    pub ids: Buf,
+    /// The gate.
+    pub gate: ExpertWeight,
+    /// The other factor, of the same dtype and rows.
+    pub up: ExpertWeight,
+    /// `[n_rows, n_choices, n]` F32
+    pub y: Buf,
+    /// Sizes.
+    pub sizes: ExpertSizes,
+    /// [`expert_scratch_bytes`] for two products.
+    pub scratch: Option<Buf>,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+/// `y[row] = sum over choices of weight * (x[row, choice] . down[expert]^T)`
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertSumArgs<'a> {
+    /// `[n_rows, n_choices, k]` F32
+    pub x: Buf,
+    /// `[n_rows, n_choices]` I32
+    pub ids: Buf,
+    /// `[n_rows, n_choices]` F32
+    pub weights: Buf,
+    /// The experts.
+    pub down: ExpertWeight,
+    /// `[n_rows, n]` F32
+    pub y: Buf,
+    /// Sizes.
+    pub sizes: ExpertSizes,
+    /// [`expert_scratch_bytes`] for one product.
+    pub scratch: Option<Buf>,
+    /// Names the step.
+    pub step: &'a str,
+}
+
+/// Scratch of [`Kernels::expert_gate`] (two products) and [`Kernels::expert_sum`] (one): none for few rows. `None` on
+/// overflow.
+#[must_use]
+pub fn expert_scratch_bytes(s: &ExpertSizes, n_products: usize) -> Option<u64> {
+    if s.n_rows < MIN_SORTED_ROWS {
+        return Some(0);
+    }
+    let pairs = s.n_rows.checked_mul(s.n_choices)?;
+    let products = pairs.checked_mul(s.n)?.checked_mul(4 * n_products)?;
+    Some(products.checked_add(list_bytes(pairs, s.n_experts))? as u64)
+}
+
+/// Bytes of the list of choices and of where experts begin in it, up to a multiple of 16.
+const fn list_bytes(pairs: usize, n_experts: usize) -> usize {
+    (4 * (pairs + n_experts + 1)).next_multiple_of(16)
+}
+
+/// Whether there are kernels for experts of this dtype.
+#[must_use]
+pub fn has_experts(dtype: DType) -> bool {
+    LINEAR_DTYPES.contains(&dtype) || PACKED_DTYPES.contains(&dtype)
+}
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Params {
+    expert_bytes: u64,
+    k: u32,
+    n: u32,
+    n_experts: u32,
+    n_choices: u32,
+    n_pairs: u32,
+    bias_stride: u32,
+    x_stride: u32,
+    activation: u32,
+    alpha: f32,
+    limit: f32,
+}
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct RouteParams {
+    n_experts: u32,
+    n_choices: u32,
+    score: u32,
+    n_groups: u32,
+    n_kept: u32,
+    n_best: u32,
+    renormalise: u32,
+    scale: f32,
+}
+
+/// A weight as kernels get it: all its bytes, where the first row is, and how far experts are apart.
+struct Placed {
+    all: Buf,
+    start: u64,
+    expert_bytes: u64,
+}
+
+/// Bytes of a row of x in shared memory.
+fn row_bytes(dtype: DType, k: usize) -> usize {
+    match Unit::of(dtype) {
+        Some(unit) => k.next_multiple_of(unit.cols) / 4 * 5,
+        None => 4 * k.next_multiple_of(8),
+    }
+}
+
+fn weight_bytes(dtype: DType, n: usize, k: usize) -> Option<usize> {
+    match PACKED_DTYPES.contains(&dtype) {
+        true => packed_bytes(dtype, n, k),
+        false => dtype.bytes_for(n.checked_mul(k)?).filter(|_| k.is_multiple_of(dtype.block_len())),
+    }
+}
+
+impl Kernels {
+    /// The launch of [`RouteArgs`].
+    pub fn route(&self, a: &RouteArgs<'_>) -> Result<Launch, KernelError> {
+        let route = &a.route;
+        let k = route.n_choices;
+        let shape = [("n", a.n), ("n_experts", a.n_experts), ("n_choices", k)];
+        let case = Case { op: "route", dtype: DType::F32, shape: &shape };
+        case.sizes()?;
+        crate::require!(case, k <= MAX_CHOICES, "at most {MAX_CHOICES} choices of a row");
+        crate::require!(case, k <= a.n_experts, "fewer experts than choices");
+        crate::require!(case, a.n_experts <= MAX_EXPERTS, "at most {MAX_EXPERTS} experts");
+        let groups = route.groups.unwrap_or(RouteGroups { n_groups: 0, n_kept: 0, n_best: 0 });
+        crate::require!(case, groups.n_groups <= MAX_ROUTE_GROUPS, "at most {MAX_ROUTE_GROUPS} groups");
+        let vector =
+            |what, buf: Option<Buf>| buf.map(|buf| case.words(what, buf, &[a.n_experts])).transpose();
+        let params = RouteParams {
+            n_experts: case.u32("n_experts", a.n_experts)?,
+            n_choices: case.u32("n_choices", k)?,
+            score: match route.score {
+                RouteScore::Softmax => 0,
+                RouteScore::Sigmoid => 1,
+                RouteScore::SoftmaxOfChosen => 2,
+            },
+            n_groups: groups.n_groups as u32,
+            n_kept: groups.n_kept as u32,
+            n_best: groups.n_best as u32,
+            renormalise: u32::from(route.renormalise),
+            scale: route.scale,
+        };
+        let mut launch = self
+            .launch("expert_route_f32", case.u32("n", a.n)?, 128)?
+            .shared(8 * a.n_experts as u32)
+            .step(a.step)
+            .write(case.words("ids", a.ids, &[a.n, k])?)
+            .write(case.words("weights", a.weights, &[a.n, k])?)
+            .read(case.words("logits", a.logits, &[a.n, a.n_experts])?);
+        for vector in [vector("bias", a.bias)?, vector("scales", a.scales)?] {
+            launch = match vector {
+                Some(vector) => launch.read(vector),
+                None => launch.null(),
+            };
+        }
+        Ok(launch.baked(Baked(params)).vouch(&case))
+    }
+
+    /// The launches of [`ExpertGateArgs`].
+    pub fn expert_gate(&self, a: &ExpertGateArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        let s = &a.sizes;
+        let shape = shape(s);
+        let case = Case { op: "expert_gate", dtype: a.gate.dtype, shape: &shape };
+        self.check(&case, s, &[a.gate, a.up])?;
+        let (gate, up) = (place(&case, s, &a.gate)?, place(&case, s, &a.up)?);
+        let pairs = [s.n_rows, s.n_choices];
+        let (n, dtype) = (s.n, a.gate.dtype);
+        let x = case.buf("x", a.x, s.n_rows.checked_mul(s.k).and_then(|n| n.checked_mul(4)), 16)?;
+        let ids = case.words("ids", a.ids, &pairs)?;
+        let y = case.words("y", a.y, &[s.n_rows, s.n_choices, n])?;
+        let mut params = params(&case, s, &a.gate, gate.expert_bytes, s.k)?;
+        (params.activation, params.alpha, params.limit) = match a.activation {
+            ExpertActivation::Silu => (0, 0.0, 0.0),
+            ExpertActivation::GeluTanh => (1, 0.0, 0.0),
+            ExpertActivation::ClampedSilu { alpha, limit } => (2, alpha, limit),
+        };
+        let biases = [bias(&case, s, &a.gate)?, bias(&case, s, &a.up)?];
+        let tiles = n.div_ceil(TILE_ROWS);
+        if s.n_rows < MIN_SORTED_ROWS {
+            let grid = [tiles.div_ceil(2) as u32, s.n_choices as u32, s.n_rows as u32];
+            let mut launch = self
+                .launch(&name("expert_gate", dtype), grid, 128)?
+                .shared(row_bytes(dtype, s.k) as u32)
+                .step(a.step)
+                .write(y)
+                .read(x)
+                .read(ids);
+            for w in [&gate, &up] {
+                launch = launch.read(w.all.slice(w.start, w.all.len() - w.start)?);
+            }
+            for bias in biases {
+                launch = match bias {
+                    Some(bias) => launch.read(bias),
+                    None => launch.null(),
+                };
+            }
+            launches.push(launch.baked(Baked(params)).vouch(&case));
+            return Ok(());
+        }
+        let z = self.sorted_rows(
+            &case,
+            s,
+            (dtype, [Some(&gate), Some(&up)]),
+            (x, ids, a.scratch),
+            params,
+            a.step,
+            launches,
+        )?;
+        let grid = [n.div_ceil(256) as u32, params.n_pairs];
+        let mut launch = self.launch("expert_join_f32", grid, 256)?.step(a.step).write(y).read(z).read(ids);
+        for bias in biases {
+            launch = match bias {
+                Some(bias) => launch.read(bias),
+                None => launch.null(),
+            };
+        }
+        launches.push(launch.baked(Baked(params)).vouch(&case));
+        Ok(())
+    }
+
+    /// The launches of [`ExpertSumArgs`].
+    pub fn expert_sum(&self, a: &ExpertSumArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
+        let s = &a.sizes;
+        let shape = shape(s);
+        let case = Case { op: "expert_sum", dtype: a.down.dtype, shape: &shape };
+        self.check(&case, s, &[a.down])?;
+        let down = place(&case, s, &a.down)?;
+        let (n, dtype, pairs) = (s.n, a.down.dtype, s.n_rows * s.n_choices);
+        let x = case.buf("x", a.x, pairs.checked_mul(s.k).and_then(|n| n.checked_mul(4)), 16)?;
+        let ids = case.words("ids", a.ids, &[pairs])?;
+        let weights = case.words("weights", a.weights, &[pairs])?;
+        let y = case.words("y", a.y, &[s.n_rows, n])?;
+        let params = params(&case, s, &a.down, down.expert_bytes, s.k)?;
+        let bias = bias(&case, s, &a.down)?;
+        if s.n_rows < MIN_SORTED_ROWS {
+            let grid = [n.div_ceil(TILE_ROWS) as u32, s.n_rows as u32];
+            let launch = self
+                .launch(&name("expert_sum", dtype), grid, 256)?
+                .shared((s.n_choices * row_bytes(dtype, s.k)) as u32)
+                .step(a.step)
+                .write(y)
+                .read(x)
+                .read(ids)
+                .read(weights)
+                .read(down.all);
+            let launch = match bias {
+                Some(bias) => launch.read(bias),
+                None => launch.null(),
+            };
+            launches.push(launch.baked(Baked(params)).vouch(&case));
+            return Ok(());
+        }
+        let each = Params { n_choices: 1, ..params };
+        let z = self.sorted_rows(
+            &case,
+            s,
+            (dtype, [Some(&down), None]),
+            (x, ids, a.scratch),
+            each,
+            a.step,
+            launches,
+        )?;
+        let grid = [n.div_ceil(256) as u32, case.u32("n_rows", s.n_rows)?];
+        let launch = self
+            .launch("expert_combine_f32", grid, 256)?
+            .step(a.step)
+            .write(y)
+            .read(z)
+            .read(ids)
+            .read(weights);
+        let launch = match bias {
+            Some(bias) => launch.read(bias),
+            None => launch.null(),
+        };
+        launches.push(launch.baked(Baked(params)).vouch(&case));
+        Ok(())
+    }
+
+    /// Products of all choices, `[weights, pairs, n]`, sorted by expert.
+    #[expect(clippy::too_many_arguments, reason = "what two launchers share")]
+    fn sorted_rows(
+        &self,
+        case: &Case<'_>,
+        s: &ExpertSizes,
+        (dtype, weights): (DType, [Option<&Placed>; 2]),
+        (x, ids, scratch): (Buf, Buf, Option<Buf>),
+        params: Params,
+        step: &str,
+        launches: &mut Vec<Launch>,
+    ) -> Result<Buf, KernelError> {
+        let n_weights = weights.iter().flatten().count();
+        let Some(bytes) = expert_scratch_bytes(s, n_weights) else {
+            return Err(case.refuse("its scratch overflows".to_owned()));
+        };
+        let Some(scratch) = scratch else {
+            return Err(case.refuse(format!("{bytes} bytes of scratch are missing")));
+        };
+        let scratch = case.buf("scratch", scratch, usize::try_from(bytes).ok(), 16)?;
+        let pairs = s.n_rows * s.n_choices;
+        let lists = list_bytes(pairs, s.n_experts) as u64;
+        let order = scratch.slice(0, 4 * pairs as u64)?;
+        let begin = scratch.slice(4 * pairs as u64, 4 * (s.n_experts as u64 + 1))?;
+        let z = scratch.slice(lists, bytes - lists)?;
+        let experts = case.u32("n_experts", s.n_experts)?;
+        launches.push(
+            self.launch("expert_sort_i32", experts, 256)?
+                .step(step)
+                .write(order)
+                .write(begin)
+                .read(ids)
+                .baked(Baked(params.n_pairs))
+                .vouch(case),
+        );
+        let grid = [s.n.div_ceil(8 * TILE_ROWS) as u32, experts, n_weights as u32];
+        let mut launch = self
+            .launch(&name("expert_rows", dtype), grid, 256)?
+            .shared((AT_ONCE * row_bytes(dtype, s.k)) as u32)
+            .step(step)
+            .write(z)
+            .read(x)
+            .read(order)
+            .read(begin);
+        for w in weights {
+            launch = match w {
+                Some(w) => launch.read(w.all.slice(w.start, w.all.len() - w.start)?),
+                None => launch.null(),
+            };
+        }
+        launches.push(launch.baked(Baked(params)).vouch(case));
+        Ok(z)
+    }
+
+    fn check(&self, case: &Case<'_>, s: &ExpertSizes, weights: &[ExpertWeight]) -> Result<(), KernelError> {
+        case.sizes()?;
+        let dtype = weights[0].dtype;
+        crate::require!(case, has_experts(dtype), "no kernel multiplies with experts of this dtype");
+        crate::require!(case, s.n_choices <= MAX_CHOICES, "at most {MAX_CHOICES} choices of a row");
+        crate::require!(case, s.n_experts <= 65_535, "at most 65535 experts");
+        let pairs = s.n_rows.saturating_mul(s.n_choices);
+        crate::require!(case, pairs <= 65_535, "{pairs} choices of all rows, at most 65535 go in one launch");
+        let alike = weights.iter().all(|w| w.dtype == dtype && w.rows == weights[0].rows);
+        crate::require!(case, alike, "both matrices must be of one dtype and shape");
+        let need = self.shared_need(dtype, s);
+        let limit = self.card().shared_limit.saturating_sub(STATIC_BYTES);
+        crate::require!(
+            case,
+            need <= limit,
+            "a block needs {need} bytes of shared memory, {limit} are there"
+        );
+        Ok(())
+    }
+
+    fn shared_need(&self, dtype: DType, s: &ExpertSizes) -> usize {
+        let rows = if s.n_rows < MIN_SORTED_ROWS { s.n_choices } else { AT_ONCE };
+        rows * row_bytes(dtype, s.k)
+    }
+}
+
+fn shape(s: &ExpertSizes) -> [(&'static str, usize); 5] {
+    [("n_rows", s.n_rows), ("n_choices", s.n_choices), ("n_experts", s.n_experts), ("n", s.n), ("k", s.k)]
+}
+
+fn place(case: &Case<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<Placed, KernelError> {
+    let packed = PACKED_DTYPES.contains(&w.dtype);
+    let whole_tiles = w.rows.is_multiple_of(TILE_ROWS) && w.first.is_multiple_of(TILE_ROWS);
+    crate::require!(case, !packed || whole_tiles, "rows of an expert must be whole tiles of {TILE_ROWS}");
+    let inside = w.first.checked_add(s.n).is_some_and(|end| end <= w.rows);
+    crate::require!(case, inside, "{} rows from {} on of {}", s.n, w.first, w.rows);
+    let bytes = |rows| weight_bytes(w.dtype, rows, s.k);
+    let (Some(expert), Some(start)) = (bytes(w.rows), bytes(w.first)) else {
+        return Err(case.refuse("rows of partial blocks".to_owned()));
+    };
+    let all = case.buf("w", w.w, s.n_experts.checked_mul(expert), 16)?;
+    Ok(Placed { all, start: start as u64, expert_bytes: expert as u64 })
+}
+
+fn bias(case: &Case<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<Option<Buf>, KernelError> {
+    let Some(bias) = w.bias else { return Ok(None) };
+    let all = case.words("bias", bias, &[s.n_experts, w.rows])?;
+    Ok(Some(all.slice(4 * w.first as u64, all.len() - 4 * w.first as u64)?))
+}
+
+fn params(
+    case: &Case<'_>,
+    s: &ExpertSizes,
+    w: &ExpertWeight,
+    expert_bytes: u64,
+    x_stride: usize,
+) -> Result<Params, KernelError> {
+    Ok(Params {
+        expert_bytes,
+        k: case.u32("k", s.k)?,
+        n: case.u32("n", s.n)?,
+        n_experts: case.u32("n_experts", s.n_experts)?,
+        n_choices: case.u32("n_choices", s.n_choices)?,
+        n_pairs: case.u32("n_pairs", s.n_rows * s.n_choices)?,
+        bias_stride: case.u32("rows", w.rows)?,
+        x_stride: case.u32("k", x_stride)?,
+        activation: 0,
+        alpha: 0.0,
+        limit: 0.0,
+    })
+}
+
+fn name(kernel: &str, dtype: DType) -> String {
+    format!("{kernel}_{}", lowercase(dtype))
+}
+
+pub(crate) fn entries(all: &mut Vec<Entry>) {
+    const R: usize = size_of::<RouteParams>();
+    const S: usize = size_of::<Params>();
+    let shared = |card: &Card| card.shared_limit.saturating_sub(STATIC_BYTES) as u32;
+    let entry = |name: &str, params: &[usize], twin: fn(&mut SimKernel<'_>) -> KernelResult| {
+        Entry::new(Family::Experts, name, params, twin)
+    };
+    all.push(
+        entry("expert_route_f32", &[P, P, P, P, P, R], route_twin)
+            .unit("route")
+            .shared(|_| 8 * MAX_EXPERTS as u32),
+    );
+    all.push(entry("expert_sort_i32", &[P, P, P, W], sort_twin).unit("sort"));
+    all.push(entry("expert_join_f32", &[P, P, P, P, P, S], join_twin).unit("finish"));
+    all.push(entry("expert_combine_f32", &[P, P, P, P, P, S], combine_twin).unit("finish"));
+    for dtype in LINEAR_DTYPES.into_iter().chain(PACKED_DTYPES) {
+        let unit = lowercase(dtype);
+        let gate =
+            Entry::new(Family::Experts, name("expert_gate", dtype), &[P, P, P, P, P, P, P, S], move |k| {
+                gate_twin(k, dtype)
+            });
+        let sum = Entry::new(Family::Experts, name("expert_sum", dtype), &[P, P, P, P, P, P, S], move |k| {
+            sum_twin(k, dtype)
+        });
+        let rows =
+            Entry::new(Family::Experts, name("expert_rows", dtype), &[P, P, P, P, P, P, S], move |k| {
+                rows_twin(k, dtype)
+            });
+        all.extend([gate, sum, rows].map(|entry| entry.unit(&unit).shared(shared)));
+    }
+}
+
+fn route_twin(k: &mut SimKernel<'_>) -> KernelResult {
+    let (p, n): (RouteParams, usize) = (k.arg(5)?, k.config().grid[0] as usize);
+    let (n_experts, n_choices) = (p.n_experts as usize, p.n_choices as usize);
+    let vector = |k: &SimKernel<'_>, i: usize| -> KernelResult<Option<Vec<f32>>> {
+        let at = k.ptr(i)?;
+        if at.0 == 0 { Ok(None) } else { k.read(at, n_experts).map(Some) }
+    };
+    let (bias, scales) = (vector(k, 3)?, vector(k, 4)?);
+    let groups =
+        RouteGroups { n_groups: p.n_groups as usize, n_kept: p.n_kept as usize, n_best: p.n_best as usize };
+    let route = Route {
+        n_choices,
+        score: [RouteScore::Softmax, RouteScore::Sigmoid, RouteScore::SoftmaxOfChosen][p.score as usize % 3],
+        biased: bias.is_some(),
+        scaled: scales.is_some(),
+        groups: (p.n_groups > 0).then_some(groups),
+        renormalise: p.renormalise != 0,
+        scale: p.scale,
+    };
+    let logits: Vec<f32> = k.read(k.ptr(2)?, n * n_experts)?;
+    let rows = logits.chunks_exact(n_experts);
+    let chosen: Vec<(usize, f32)> =
+        rows.flat_map(|row| route_row(&route, row, bias.as_deref(), scales.as_deref())).collect();
+    k.write(k.ptr(0)?, &chosen.iter().map(|(id, _)| *id as i32).collect::<Vec<_>>())?;
+    k.write(k.ptr(1)?, &chosen.iter().map(|(_, weight)| *weight).collect::<Vec<_>>())
+}
+
+/// The expert of a choice, if it is one.
+fn chosen(id: i32, p: &Params) -> Option<usize> {
+    usize::try_from(id).ok().filter(|id| *id < p.n_experts as usize)
+}
+
+/// A row as it is multiplied: rounded to bytes for packed weights.
+fn kept(dtype: DType, x: &[f32]) -> Vec<f32> {
+    if !PACKED_DTYPES.contains(&dtype) {
+        return x.to_vec();
+    }
+    let blocks = x.chunks(SUB).flat_map(|block| {
+        let (q, d) = round(block);
+        q.map(|q| f32::from(q) * d)
+    });
+    blocks.take(x.len()).collect()
+}
+
+/// Products of an expert with one row.
+fn products(
+    k: &SimKernel<'_>,
+    dtype: DType,
+    w: usize,
+    p: &Params,
+    expert: usize,
+    x: &[f32],
+) -> KernelResult<Vec<f32>> {
+    let (n, cols) = (p.n as usize, p.k as usize);
+    let partial = || fault("rows of partial blocks");
+    let bytes = weight_bytes(dtype, n, cols).ok_or_else(partial)?;
+    let w = k.view::<u8>(k.ptr(w)?.add(expert as u64 * p.expert_bytes), bytes)?;
+    let x = kept(dtype, x);
+    let mut row = vec![0.0; cols];
+    let mut y = Vec::with_capacity(n);
+    for i in 0..n {
+        match PACKED_DTYPES.contains(&dtype) {
+            true => unpack_row(dtype, &w, i, cols, &mut row).ok_or_else(partial)?,
+            false => {
+                let size = bytes / n;
+                quant::dequantize(dtype, &w[i * size..(i + 1) * size], &mut row).map_err(fault)?;
+            }
+        }
+        let dot: f64 = x.iter().zip(&row).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
+        y.push(dot as f32);
+    }
+    Ok(y)
+}
+
+fn add_bias(k: &SimKernel<'_>, arg: usize, p: &Params, expert: usize, y: &mut [f32]) -> KernelResult {
+    let at = k.ptr(arg)?;
+    if at.0 == 0 {
+        return Ok(());
+    }
+    let start = at.add(4 * (expert * p.bias_stride as usize) as u64);
+    let bias: Vec<f32> = k.read(start, y.len())?;
+    y.iter_mut().zip(&bias).for_each(|(y, b)| *y += b);
+    Ok(())
+}
+
+fn joined(p: &Params, gate: &[f32], up: &[f32]) -> Vec<f32> {
+    let activation = match p.activation {
+        0 => ExpertActivation::Silu,
+        1 => ExpertActivation::GeluTanh,
+        _ => ExpertActivation::ClampedSilu { alpha: p.alpha, limit: p.limit },
+    };
+    gate.iter().zip(up).map(|(&g, &u)| activation.apply(g.into(), u.into()) as f32).collect()
+}
+
+fn gate_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let p: Params = k.arg(7)?;
+    let (n, cols) = (p.n as usize, p.k as usize);
+    let ids: Vec<i32> = k.read(k.ptr(2)?, p.n_pairs as usize)?;
+    let mut y = vec![0.0_f32; ids.len() * n];
+    for (pair, (&id, y)) in ids.iter().zip(y.chunks_exact_mut(n)).enumerate() {
+        let Some(expert) = chosen(id, &p) else { continue };
+        let row = pair / p.n_choices as usize * p.x_stride as usize;
+        let x: Vec<f32> = k.read(k.ptr(1)?.add(4 * row as u64), cols)?;
+        let mut gate = products(k, dtype, 3, &p, expert, &x)?;
+        let mut up = products(k, dtype, 4, &p, expert, &x)?;
+        add_bias(k, 5, &p, expert, &mut gate)?;
+        add_bias(k, 6, &p, expert, &mut up)?;
+        y.copy_from_slice(&joined(&p, &gate, &up));
+    }
+    k.write(k.ptr(0)?, &y)
+}
+
+fn sum_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let p: Params = k.arg(6)?;
+    let (n, cols, n_choices) = (p.n as usize, p.k as usize, p.n_choices as usize);
+    let ids: Vec<i32> = k.read(k.ptr(2)?, p.n_pairs as usize)?;
+    let weights: Vec<f32> = k.read(k.ptr(3)?, ids.len())?;
+    let mut y = vec![0.0_f32; ids.len() / n_choices.max(1) * n];
+    for (pair, &id) in ids.iter().enumerate() {
+        let Some(expert) = chosen(id, &p) else { continue };
+        let x: Vec<f32> = k.read(k.ptr(1)?.add(4 * (pair * p.x_stride as usize) as u64), cols)?;
+        let mut part = products(k, dtype, 4, &p, expert, &x)?;
+        add_bias(k, 5, &p, expert, &mut part)?;
+        let y = &mut y[pair / n_choices * n..][..n];
+        y.iter_mut().zip(&part).for_each(|(y, part)| *y = weights[pair].mul_add(*part, *y));
+    }
+    k.write(k.ptr(0)?, &y)
+}
+
+fn sort_twin(k: &mut SimKernel<'_>) -> KernelResult {
+    let (n_pairs, n_experts) = (count(k, 3)?, k.config().grid[0] as usize);
+    let ids: Vec<i32> = k.read(k.ptr(2)?, n_pairs)?;
+    let is_expert = |pair: &u32| usize::try_from(ids[*pair as usize]).is_ok_and(|id| id < n_experts);
+    let mut order: Vec<u32> = (0..n_pairs as u32).filter(is_expert).collect();
+    order.sort_by_key(|&pair| ids[pair as usize]);
+    let begin = |expert: usize| order.partition_point(|&pair| (ids[pair as usize] as usize) < expert) as u32;
+    let begin: Vec<u32> = (0..=n_experts).map(begin).collect();
+    k.write(k.ptr(0)?, &order)?;
+    k.write(k.ptr(1)?, &begin)
+}
+
+fn rows_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
+    let p: Params = k.arg(6)?;
+    let (n, cols) = (p.n as usize, p.k as usize);
+    let begin: Vec<u32> = k.read(k.ptr(3)?, p.n_experts as usize + 1)?;
+    let order: Vec<u32> = k.read(k.ptr(2)?, begin[p.n_experts as usize] as usize)?;
+    for weight in 0..k.config().grid[2] as usize {
+        for expert in 0..p.n_experts as usize {
+            for &pair in &order[begin[expert] as usize..begin[expert + 1] as usize] {
+                let row = pair as usize / p.n_choices as usize * p.x_stride as usize;
+                let x: Vec<f32> = k.read(k.ptr(1)?.add(4 * row as u64), cols)?;
+                let y = products(k, dtype, 4 + weight, &p, expert, &x)?;
+                let at = (weight * p.n_pairs as usize + pair as usize) * n;
+                k.write(k.ptr(0)?.add(4 * at as u64), &y)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn join_twin(k: &mut SimKernel<'_>) -> KernelResult {
+    let p: Params = k.arg(5)?;
+    let n = p.n as usize;
+    let ids: Vec<i32> = k.read(k.ptr(2)?, p.n_pairs as usize)?;
+    let mut y = vec![0.0_f32; ids.len() * n];
+    for (pair, (&id, y)) in ids.iter().zip(y.chunks_exact_mut(n)).enumerate() {
+        let Some(expert) = chosen(id, &p) else { continue };
+        let at = |weight: usize| 4 * ((weight * ids.len() + pair) * n) as u64;
+        let mut gate: Vec<f32> = k.read(k.ptr(1)?.add(at(0)), n)?;
+        let mut up: Vec<f32> = k.read(k.ptr(1)?.add(at(1)), n)?;
+        add_bias(k, 3, &p, expert, &mut gate)?;
+        add_bias(k, 4, &p, expert, &mut up)?;
+        y.copy_from_slice(&joined(&p, &gate, &up));
+    }
+    k.write(k.ptr(0)?, &y)
+}
+
+fn combine_twin(k: &mut SimKernel<'_>) -> KernelResult {
+    let p: Params = k.arg(5)?;
+    let (n, n_choices) = (p.n as usize, p.n_choices as usize);
+    let ids: Vec<i32> = k.read(k.ptr(2)?, p.n_pairs as usize)?;
+    let weights: Vec<f32> = k.read(k.ptr(3)?, ids.len())?;
+    let mut y = vec![0.0_f32; ids.len() / n_choices.max(1) * n];
+    for (pair, &id) in ids.iter().enumerate() {
+        let Some(expert) = chosen(id, &p) else { continue };
+        let mut part: Vec<f32> = k.read(k.ptr(1)?.add(4 * (pair * n) as u64), n)?;
+        add_bias(k, 4, &p, expert, &mut part)?;
+        let y = &mut y[pair / n_choices * n..][..n];
+        y.iter_mut().zip(&part).for_each(|(y, part)| *y = weights[pair].mul_add(*part, *y));
+    }
+    k.write(k.ptr(0)?, &y)
+}

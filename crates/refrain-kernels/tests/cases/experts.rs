@@ -1,0 +1,257 @@
+//! Routers, and rows times the experts that were chosen for them.
+
+use refrain_graph::{ExpertActivation, Route, RouteGroups, RouteScore};
+use refrain_kernels::{
+    ExpertGateArgs, ExpertSizes, ExpertSumArgs, ExpertWeight, LINEAR_DTYPES, PACKED_DTYPES, RouteArgs,
+    expert_scratch_bytes, pack,
+};
+use refrain_reference::route_row;
+use refrain_tensor::DType;
+use refrain_testkit::{Rng, Tol, encode};
+
+use crate::bed::{Case, Role, decode, f32s, i32s, normals};
+
+const ROUTE: Route = Route {
+    n_choices: 3,
+    score: RouteScore::Softmax,
+    biased: false,
+    scaled: false,
+    groups: None,
+    renormalise: true,
+    scale: 1.0,
+};
+
+pub fn routes() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let groups = |n_groups, n_kept, n_best| Some(RouteGroups { n_groups, n_kept, n_best });
+    for score in [RouteScore::Softmax, RouteScore::Sigmoid, RouteScore::SoftmaxOfChosen] {
+        for (n, n_experts, n_choices) in [(1, 1, 1), (3, 7, 7), (2, 128, 8), (1, 300, 4), (40, 32, 2)] {
+            for renormalise in [false, true] {
+                let route = Route { score, n_choices, renormalise, ..ROUTE };
+                cases.push(route_case(route, normals(n * n_experts, 3), n_experts));
+            }
+        }
+        let biased = Route { score, biased: true, scaled: true, scale: 2.5, ..ROUTE };
+        cases.push(route_case(biased, normals(5 * 24, 4), 24));
+        cases.push(route_case(Route { groups: groups(4, 2, 2), ..biased }, normals(5 * 32, 5), 32));
+        cases.push(route_case(Route { groups: groups(8, 3, 1), score, ..ROUTE }, normals(4 * 64, 6), 64));
+        // Ties, and both zeros.
+        let ties = |n: usize| (0..n).map(|i| [0.0, 1.0, -0.0, 1.0, 0.5][i * 7 % 5]).collect();
+        cases.push(route_case(Route { score, n_choices: 6, ..ROUTE }, ties(3 * 40), 40));
+        cases.push(route_case(Route { score, groups: groups(4, 2, 2), ..ROUTE }, vec![0.25; 40], 40));
+        for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38, -3e38] {
+            let row = |i: usize| if i % 12 == 5 { odd } else { (i % 12) as f32 * 0.25 };
+            cases.push(route_case(Route { score, ..ROUTE }, (0..24).map(row).collect(), 12));
+        }
+        cases.push(route_case(Route { score, ..ROUTE }, vec![f32::NEG_INFINITY; 8], 8));
+    }
+    cases
+}
+
+fn route_case(route: Route, logits: Vec<f32>, n_experts: usize) -> Case {
+    let n = logits.len() / n_experts;
+    let mut rng = Rng::new(9);
+    let bias: Vec<f32> = (0..n_experts).map(|_| 0.2 * rng.normal()).collect();
+    let scales: Vec<f32> = (0..n_experts).map(|_| 0.5 + rng.unit()).collect();
+    let row = |row: &[f32]| {
+        route_row(&route, row, route.biased.then_some(&bias[..]), route.scaled.then_some(&scales[..]))
+    };
+    let chosen: Vec<(usize, f32)> = logits.chunks_exact(n_experts).flat_map(row).collect();
+    let ids: Vec<i32> = chosen.iter().map(|(id, _)| *id as i32).collect();
+    let weights: Vec<f32> = chosen.iter().map(|(_, weight)| *weight).collect();
+    let name = format!("{route:?} of {n_experts}, {n} rows, first {}", logits[5.min(logits.len() - 1)]);
+    let roles = vec![
+        Role::Exact(i32s(&ids)),
+        Role::Out(weights, Tol::Whole(4e-6)),
+        Role::In(f32s(&logits)),
+        Role::In(f32s(&bias)),
+        Role::In(f32s(&scales)),
+    ];
+    Case::new(name, roles, move |kernels, b, out| {
+        out.push(kernels.route(&RouteArgs {
+            route,
+            logits: b[2],
+            bias: route.biased.then_some(b[3]),
+            scales: route.scaled.then_some(b[4]),
+            ids: b[0],
+            weights: b[1],
+            n,
+            n_experts,
+            step: "case",
+        })?);
+        Ok(())
+    })
+}
+
+pub fn products() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for dtype in LINEAR_DTYPES.into_iter().chain(PACKED_DTYPES) {
+        let unit = dtype.block_len().max(32);
+        let sizes = |n_rows, n_choices, n_experts, n, k| ExpertSizes { n_rows, n_choices, n_experts, n, k };
+        // One row, a few, and as many as are sorted: some experts have none, one has more than eight rows.
+        for s in [sizes(1, 3, 5, 24, 2 * unit), sizes(3, 2, 4, 16, unit), sizes(19, 2, 4, 72, unit)] {
+            cases.push(gate_case(dtype, s, ExpertActivation::Silu, false, false));
+            cases.push(sum_case(dtype, s, false));
+        }
+    }
+    let clamped = ExpertActivation::ClampedSilu { alpha: 1.702, limit: 1.5 };
+    for dtype in [DType::F32, DType::BF16, DType::Q8_0, DType::Q4_K] {
+        for n_rows in [2, 17] {
+            let k = if dtype.is_quantized() { dtype.block_len() } else { 40 };
+            let s = ExpertSizes { n_rows, n_choices: 3, n_experts: 7, n: 8, k };
+            for activation in [ExpertActivation::GeluTanh, clamped] {
+                cases.push(gate_case(dtype, s, activation, true, true));
+            }
+            cases.push(gate_case(dtype, s, ExpertActivation::Silu, false, true));
+            cases.push(sum_case(dtype, s, true));
+        }
+    }
+    // Rows that end in the middle of a part, and an expert that ends in the middle of a tile.
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for n_rows in [1, 16] {
+            let s = ExpertSizes { n_rows, n_choices: 2, n_experts: 3, n: 5, k: 33 };
+            cases.push(gate_case(dtype, s, ExpertActivation::Silu, false, false));
+            cases.push(sum_case(dtype, s, false));
+        }
+    }
+    cases
+}
+
+/// Choices of which some are empty, one is past the last expert, and most are of one expert. Experts between have none.
+fn choices(s: &ExpertSizes) -> Vec<i32> {
+    let last = s.n_experts as i32 - 1;
+    let id = |i: usize| match i {
+        i if i % 11 == 7 => -1,
+        i if i % 13 == 9 => last + 1,
+        i if i % 3 == 0 => last,
+        i => (i * 5 % s.n_experts / 2 * 2) as i32,
+    };
+    (0..s.n_rows * s.n_choices).map(id).collect()
+}
+
+fn rounded(dtype: DType, x: &[f32]) -> Vec<f32> {
+    let mut out = x.to_vec();
+    if PACKED_DTYPES.contains(&dtype) {
+        for block in out.chunks_mut(32) {
+            let most = block.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
+            block.iter_mut().for_each(|v| *v = (*v * (127.0 / most)).round_ties_even() * (most / 127.0));
+        }
+    }
+    out
+}
+
+/// The bytes of experts and their numbers.
+fn experts(dtype: DType, n_experts: usize, rows: usize, k: usize, seed: u64) -> (Vec<u8>, Vec<f32>) {
+    let file = encode(dtype, &normals(n_experts * rows * k, seed));
+    let values = decode(dtype, &file);
+    match PACKED_DTYPES.contains(&dtype) {
+        true => (pack(dtype, &file, n_experts * rows, k).unwrap(), values),
+        false => (file, values),
+    }
+}
+
+fn dot(x: &[f32], w: &[f32]) -> f64 {
+    x.iter().zip(w).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+}
+
+fn tol(dtype: DType) -> Tol {
+    // A quant that lies half-way between two may be rounded to the other.
+    if dtype.is_quantized() { Tol::Whole(8e-3) } else { Tol::Whole(8e-6) }
+}
+
+fn gate_case(dtype: DType, s: ExpertSizes, f: ExpertActivation, joined: bool, biased: bool) -> Case {
+    let rows = if joined { 2 * s.n } else { s.n };
+    let (x, ids) = (normals(s.n_rows * s.k, 1), choices(&s));
+    let n_weights: u64 = if joined { 1 } else { 2 };
+    let weights: Vec<_> = (0..n_weights).map(|i| experts(dtype, s.n_experts, rows, s.k, 2 + i)).collect();
+    let biases: Vec<_> = (0..n_weights).map(|i| normals(s.n_experts * rows, 8 + i)).collect();
+    let mut y = Vec::new();
+    for (pair, &id) in ids.iter().enumerate() {
+        let Some(expert) = usize::try_from(id).ok().filter(|id| *id < s.n_experts) else {
+            y.extend(vec![0.0; s.n]);
+            continue;
+        };
+        let x = rounded(dtype, &x[pair / s.n_choices * s.k..][..s.k]);
+        let product = |which: usize, row: usize| {
+            let at = expert * rows + row;
+            let bias = if biased { f64::from(biases[which][at]) } else { 0.0 };
+            dot(&x, &weights[which].1[at * s.k..][..s.k]) + bias
+        };
+        y.extend((0..s.n).map(|row| {
+            let up = if joined { product(0, s.n + row) } else { product(1, row) };
+            f.apply(product(0, row), up) as f32
+        }));
+    }
+    let scratch = expert_scratch_bytes(&s, 2).unwrap();
+    let name = format!("gate {dtype} {s:?} {f:?} joined={joined} bias={biased}");
+    let mut roles = vec![Role::Out(y, tol(dtype)), Role::In(f32s(&x)), Role::In(i32s(&ids))];
+    roles.push(Role::Scratch(scratch as usize));
+    roles.extend(weights.into_iter().map(|(bytes, _)| Role::In(bytes)));
+    roles.extend(biases.iter().map(|bias| Role::In(f32s(bias))));
+    Case::new(name, roles, move |kernels, b, out| {
+        let weight = |i: usize| ExpertWeight {
+            w: b[4 + i],
+            dtype,
+            rows,
+            first: 0,
+            bias: biased.then_some(b[4 + n_weights as usize + i]),
+        };
+        let (gate, up) = match joined {
+            true => (weight(0), ExpertWeight { first: s.n, ..weight(0) }),
+            false => (weight(0), weight(1)),
+        };
+        let args = ExpertGateArgs {
+            activation: f,
+            x: b[1],
+            ids: b[2],
+            gate,
+            up,
+            y: b[0],
+            sizes: s,
+            scratch: (scratch > 0).then_some(b[3]),
+            step: "case",
+        };
+        kernels.expert_gate(&args, out)
+    })
+}
+
+fn sum_case(dtype: DType, s: ExpertSizes, biased: bool) -> Case {
+    let (x, ids) = (normals(s.n_rows * s.n_choices * s.k, 1), choices(&s));
+    let (bytes, values) = experts(dtype, s.n_experts, s.n, s.k, 2);
+    let (bias, factors) = (normals(s.n_experts * s.n, 3), normals(ids.len(), 4));
+    let mut y = vec![0.0_f64; s.n_rows * s.n];
+    for (pair, &id) in ids.iter().enumerate() {
+        let Some(expert) = usize::try_from(id).ok().filter(|id| *id < s.n_experts) else { continue };
+        let x = rounded(dtype, &x[pair * s.k..][..s.k]);
+        for row in 0..s.n {
+            let at = expert * s.n + row;
+            let bias = if biased { f64::from(bias[at]) } else { 0.0 };
+            let part = dot(&x, &values[at * s.k..][..s.k]) + bias;
+            y[pair / s.n_choices * s.n + row] += f64::from(factors[pair]) * part;
+        }
+    }
+    let scratch = expert_scratch_bytes(&s, 1).unwrap();
+    let roles = vec![
+        Role::Out(y.iter().map(|v| *v as f32).collect(), tol(dtype)),
+        Role::In(f32s(&x)),
+        Role::In(i32s(&ids)),
+        Role::In(f32s(&factors)),
+        Role::In(bytes),
+        Role::In(f32s(&bias)),
+        Role::Scratch(scratch as usize),
+    ];
+    Case::new(format!("sum {dtype} {s:?} bias={biased}"), roles, move |kernels, b, out| {
+        let down = ExpertWeight { w: b[4], dtype, rows: s.n, first: 0, bias: biased.then_some(b[5]) };
+        let args = ExpertSumArgs {
+            x: b[1],
+            ids: b[2],
+            weights: b[3],
+            down,
+            y: b[0],
+            sizes: s,
+            scratch: (scratch > 0).then_some(b[6]),
+            step: "case",
+        };
+        kernels.expert_sum(&args, out)
+    })
+}

@@ -1,0 +1,83 @@
+//! Mixtures of experts: a router and, for each row, the experts that it chooses.
+
+use crate::error::ModelError;
+use crate::step::Step;
+use crate::weights::WeightTable;
+use refrain_formats::params::{Activation, Experts};
+use refrain_graph::{
+    ExpertActivation, ExpertGate, GraphError, MoeOp, Op, Route, RouteScore, ValueId, WeightId,
+};
+
+/// A router with its experts.
+#[derive(Debug)]
+pub(crate) struct Mixture {
+    pub router: WeightId, // [n_experts, hidden]
+    pub route: Route,
+    /// A factor on the weight of each expert, where [`Route::scaled`]: `[n_experts]`
+    pub scales: Option<WeightId>,
+    pub gate: ExpertGate,
+    /// `[n_experts, ffn, hidden]` each; one of twice as many rows where [`ExpertGate::joined`].
+    pub gate_up: Vec<WeightId>,
+    pub down: WeightId, // [n_experts, hidden, ffn]
+}
+
+impl Mixture {
+    /// Experts with a softmax over all of them and gate and up apart, as most models have them.
+    pub(crate) fn declare(
+        w: &mut WeightTable<'_>,
+        layer: usize,
+        experts: Experts,
+    ) -> Result<Mixture, ModelError> {
+        let hidden = w.config.hidden;
+        let Experts { n_experts, ffn, .. } = experts;
+        let router = w.matrix(layer, "ffn_gate_inp", [n_experts, hidden])?;
+        let gate = w.experts(layer, "ffn_gate_exps", "mlp.experts.{}.gate_proj", [n_experts, ffn, hidden])?;
+        let up = w.experts(layer, "ffn_up_exps", "mlp.experts.{}.up_proj", [n_experts, ffn, hidden])?;
+        let down = w.experts(layer, "ffn_down_exps", "mlp.experts.{}.down_proj", [n_experts, hidden, ffn])?;
+        Ok(Mixture {
+            router,
+            route: Mixture::route(experts),
+            scales: None,
+            gate: ExpertGate { activation: activation(w.config.activation), joined: false, biased: false },
+            gate_up: vec![gate, up],
+            down,
+        })
+    }
+
+    /// Weights from a softmax over all experts.
+    pub(crate) fn route(experts: Experts) -> Route {
+        Route {
+            n_choices: experts.n_choices,
+            score: RouteScore::Softmax,
+            biased: false,
+            scaled: false,
+            groups: None,
+            renormalise: experts.renormalise,
+            scale: 1.0,
+        }
+    }
+
+    /// What the router makes of `r[n_tokens, hidden]`, done with `h[n_tokens, hidden]`.
+    pub(crate) fn build(&self, step: &mut Step<'_>, r: ValueId, h: ValueId) -> Result<ValueId, GraphError> {
+        let router = step.weight(self.router);
+        let logits = step.builder.linear(r, router, None, "ffn_gate_inp")?;
+        let mut inputs = vec![logits];
+        inputs.extend(self.scales.map(|scales| step.weight(scales)));
+        let [ids, weights] = step.builder.node(Op::Moe(MoeOp::Route(self.route)), &inputs, "ffn_route")?[..]
+        else {
+            unreachable!("a router has two outputs")
+        };
+        let mut inputs = vec![h, ids];
+        inputs.extend(self.gate_up.iter().map(|&weight| step.weight(weight)));
+        let h = step.builder.node(Op::Moe(MoeOp::Gated(self.gate)), &inputs, "ffn_gate_up_exps")?[0];
+        let inputs = [h, ids, weights, step.weight(self.down)];
+        Ok(step.builder.node(Op::Moe(MoeOp::Summed { biased: false }), &inputs, "ffn_down_exps")?[0])
+    }
+}
+
+fn activation(of: Activation) -> ExpertActivation {
+    match of {
+        Activation::Silu => ExpertActivation::Silu,
+        Activation::GeluTanh => ExpertActivation::GeluTanh,
+    }
+}
