@@ -40,7 +40,10 @@ goldens!(
     "gemma4-e2b",
     "gemma4-e4b",
     "gemma4-dense",
-    "gemma4-heads"
+    "gemma4-heads",
+    "gemma4-experts",
+    "qwen3moe",
+    "qwen3moe-plain"
 );
 
 pub fn model(case: &str) -> Arc<Model> {
