@@ -214,12 +214,11 @@ impl Program {
                 if let Kernel::Value(call) = &kernel {
                     program.value_floats = program.value_floats.max(call.scratch(n_threads));
                 }
-                match &kernel {
-                    Kernel::Route(call) => {
-                        program.value_floats = program.value_floats.max(ROUTE_FLOATS * call.n_experts);
-                    }
-                    Kernel::Experts(call) => program.make_room(call),
-                    _ => {}
+                if let Kernel::Route(call) = &kernel {
+                    program.value_floats = program.value_floats.max(ROUTE_FLOATS * call.n_experts);
+                }
+                if let Kernel::Experts(call) = &kernel {
+                    program.make_room(call);
                 }
                 program.push(Call { kernel, step }, n_calls);
             }
