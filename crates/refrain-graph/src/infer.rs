@@ -268,6 +268,7 @@ impl Op {
                 rule.require(1, alike, format!("a shape of {}", inputs[0].shape))?;
                 Ok(vec![inputs[0]])
             }
+            Op::Recurrent(op) => op.infer(&rule),
             Op::Train(op) => op.infer(&rule),
             Op::HostCall(call) => {
                 let host = |e: crate::op::HostCallError| InferError::Host { op: rule.op, because: e.0 };

@@ -3,6 +3,7 @@
 mod attention;
 mod elements;
 mod matrix;
+mod recurrent;
 mod rows;
 mod sample;
 mod train;
@@ -25,6 +26,8 @@ pub fn cases() -> Vec<Case> {
         attention::rope(),
         attention::kv_append(),
         attention::attention(),
+        recurrent::short_conv(),
+        recurrent::gated_delta(),
         sample::cases(),
         train::cases(),
     ];
