@@ -20,6 +20,7 @@ mod memory; // slices of the arena
 mod compile; // steps into calls
 mod run; // calls, one after another
 mod attention; // the KV cache
+mod recurrent; // slots
 mod rows; // ops on rows
 mod values; // operands of any float type, for training
 mod sample; // choosing a token

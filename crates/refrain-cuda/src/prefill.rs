@@ -394,6 +394,7 @@ impl Lowering<'_> {
             | Op::GatherRows(_)
             | Op::Rope(_)
             | Op::KvAppend
+            | Op::Recurrent(_)
             | Op::Sample(_)
             | Op::Accumulate => unreachable!("{label} makes no rows of products"),
         }

@@ -254,6 +254,7 @@ impl<'a> Choice<'a> {
             | Op::Gate(_)
             | Op::Rope(_)
             | Op::KvAppend
+            | Op::Recurrent(_)
             | Op::Accumulate => {
                 self.own(train::scratch_bytes(step));
                 self.push(Task::Op(node));

@@ -57,6 +57,7 @@ pub(crate) fn scratch_bytes(step: &Step) -> u64 {
         | Op::KvAppend
         | Op::Attention(_)
         | Op::SpanAttention(_)
+        | Op::Recurrent(_)
         | Op::Sample(_)
         | Op::Accumulate
         | Op::HostCall(_) => 0,
@@ -167,6 +168,7 @@ impl Lowering<'_> {
             | Op::KvAppend
             | Op::Attention(_)
             | Op::SpanAttention(_)
+            | Op::Recurrent(_)
             | Op::Sample(_)
             | Op::Accumulate
             | Op::HostCall(_) => return Ok(false),

@@ -88,8 +88,11 @@ pub struct Model {
     tables_on_host: bool,
 }
 
+/// Declares the layers of an architecture.
+type Declare = fn(&mut WeightTable<'_>) -> Result<Decoder, ModelError>;
+
 /// The names of an architecture's tensors, and the function that declares its layers.
-fn architecture(arch: Arch) -> (HfNames, fn(&mut WeightTable<'_>) -> Result<Decoder, ModelError>) {
+fn architecture(arch: Arch) -> (HfNames, Declare) {
     match arch {
         Arch::Llama | Arch::Qwen2 | Arch::Qwen3 => (llama::NAMES, llama::declare),
         Arch::Gemma3 => (gemma3::NAMES, gemma3::declare),

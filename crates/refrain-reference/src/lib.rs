@@ -14,6 +14,7 @@ mod elementwise;
 pub mod exact;
 mod moe;
 mod philox;
+mod recurrent;
 mod sample;
 
 pub use dense::{In, Out, ReferenceError};
@@ -73,6 +74,7 @@ pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), Re
         Op::Rope(rope) => attention::rope(rope, inputs, &mut outputs[0]),
         Op::KvAppend => attention::kv_append(inputs, &mut outputs[0]),
         Op::Attention(attention) => attention::attention(attention, inputs, &mut outputs[0]),
+        Op::Recurrent(op) => recurrent::recurrent(op, inputs, outputs),
         Op::Sample(op) => sample::sample(*op, inputs, outputs),
         Op::Accumulate => elementwise::accumulate(&inputs[0], &mut outputs[0]),
         Op::HostCall(call) => {

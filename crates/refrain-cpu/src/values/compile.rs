@@ -109,6 +109,7 @@ pub(crate) fn value_call(
         | Op::Pad { .. }
         | Op::KvAppend
         | Op::Attention(_)
+        | Op::Recurrent(_)
         | Op::Sample(_)
         | Op::HostCall(_) => None,
     };
