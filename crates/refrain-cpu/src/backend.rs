@@ -1,6 +1,7 @@
 //! The CPU behind the [`Backend`] trait.
 
 use crate::compile::{Program, fuses, is_cache_dtype};
+use crate::experts::Sorted;
 use crate::pool::{Pool, PoolError};
 use crate::run::{Line, Machine, Scratch};
 use crate::simd::{ActError, Level};
@@ -229,7 +230,9 @@ impl Backend for CpuBackend {
         let lines = |bytes: usize| vec![Line::default(); bytes.div_ceil(64)];
         let angles = program.tables.iter().map(|t| vec![0.0; t.positions.len() * t.n_dims]).collect();
         let (acts, values) = (lines(program.acts_bytes), lines(4 * program.value_floats));
-        let scratch = Scratch { acts, angles, values, ..Scratch::default() };
+        let mut sorted = Sorted::default();
+        sorted.reserve(program.choices[0], program.choices[1]);
+        let scratch = Scratch { acts, angles, values, sorted, ..Scratch::default() };
         let arena = lines(plan.arena_bytes());
         Ok(Compiled { plan, program, arena, scratch })
     }

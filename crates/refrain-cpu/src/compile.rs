@@ -1,12 +1,13 @@
 //! Steps of a plan into calls of kernels.
 
+use crate::experts::{ExpertCall, MAX_GROUPS, ROUTE_FLOATS, RouteCall, Then};
 use crate::memory::MAX_OUTS;
 use crate::recurrent::{DeltaOperands, MAX_K_DIM, MAX_WIDTH, SlotPaging};
 use crate::simd::{ActKind, act_bytes, act_kind};
 use crate::values::{ValueCall, value_call};
 use refrain_graph::{
-    Attention, Binary, Fusion, Gate, GatedDelta, GroupKind, GroupQuery, Op, Operand, Place, Plan, Products,
-    Recurrent, Rope, Unary, Weight, WeightId,
+    Attention, Binary, Fusion, Gate, GatedDelta, GroupKind, GroupQuery, MoeOp, Op, Operand, Place, Plan,
+    Products, Recurrent, Rope, Unary, Weight, WeightId,
 };
 use refrain_tensor::DType;
 use std::ops::{Deref, Range};
@@ -159,6 +160,8 @@ pub(crate) enum Kernel {
         logprob: Range<usize>,
         vocab: usize,
     },
+    Route(Box<RouteCall>),
+    Experts(Box<ExpertCall>),
     /// Operands of any float type that lie anywhere.
     Value(Box<ValueCall>),
     /// The reference version of an op, or a host function.
@@ -181,6 +184,8 @@ impl Kernel {
             Kernel::ShortConv { .. } => "short_conv",
             Kernel::GatedDelta { .. } => "gated_delta",
             Kernel::Sample { .. } => "sample",
+            Kernel::Route(_) => "route",
+            Kernel::Experts(_) => "experts",
             Kernel::Value(call) => call.name(),
             Kernel::Reference => "reference",
         }
@@ -223,8 +228,10 @@ pub(crate) struct Program {
     pub tables: Vec<RopeTable>,
     /// The largest set of prepared activations.
     pub acts_bytes: usize,
-    /// The most floats that a call on values needs.
+    /// The most floats that a call on values or experts needs.
     pub value_floats: usize,
+    /// The most choices that rows make among experts, and the most experts.
+    pub choices: [usize; 2],
 }
 
 impl Program {
@@ -245,10 +252,25 @@ impl Program {
                 if let Kernel::Value(call) = &kernel {
                     program.value_floats = program.value_floats.max(call.scratch(n_threads));
                 }
+                match &kernel {
+                    Kernel::Route(call) => {
+                        program.value_floats = program.value_floats.max(ROUTE_FLOATS * call.n_experts);
+                    }
+                    Kernel::Experts(call) => program.make_room(call),
+                    _ => {}
+                }
                 program.push(Call { kernel, step }, n_calls);
             }
         }
         program
+    }
+
+    fn make_room(&mut self, call: &ExpertCall) {
+        let act_bytes = act_bytes(call.kind, call.k).unwrap_or(0);
+        self.acts_bytes = self.acts_bytes.max(call.n_acts() * act_bytes);
+        self.value_floats = self.value_floats.max(call.floats());
+        self.choices[0] = self.choices[0].max(call.n_pairs());
+        self.choices[1] = self.choices[1].max(call.n_experts);
     }
 
     /// Products of one group become one call, or share the activations that the one before prepared. Calls of the group
@@ -475,6 +497,7 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Op
             let fits = keys.dims()[2] <= MAX_K_DIM;
             fits.then_some(Kernel::GatedDelta { delta, state, operands, decay, dt_bias, out, paging })
         }
+        Op::Moe(op) => experts(plan, op, ins, outs),
         // A mask and a list of the most probable run the reference version.
         Op::Sample(sample) if *sample != refrain_graph::Sample::default() => None,
         Op::Sample(_) => {
@@ -518,6 +541,76 @@ fn products(plan: &Shaped<'_>, ins: &[Operand], out: Range<usize>) -> Option<Ker
     let kind = act_kind(w.dtype)?;
     act_bytes(kind, k)?;
     Some(Kernel::Products { x, k, kind, prepared: false, parts: vec![Part { weight, out }] })
+}
+
+/// A router, or products with experts.
+fn experts(plan: &Shaped<'_>, op: &MoeOp, ins: &[Operand], outs: &[Operand]) -> Option<Kernel> {
+    let vectors = |operands: &[Operand]| -> Option<Vec<WeightId>> {
+        operands.iter().map(|operand| whole_weight(plan, operand)).collect()
+    };
+    match op {
+        MoeOp::Route(route) => {
+            if route.groups.is_some_and(|groups| groups.n_groups > MAX_GROUPS) {
+                return None;
+            }
+            let mut vectors = vectors(&ins[1..])?.into_iter();
+            let bias = if route.biased { vectors.next() } else { None };
+            Some(Kernel::Route(Box::new(RouteCall {
+                route: *route,
+                logits: dense(plan, &ins[0])?,
+                n_experts: ins[0].layout.shape().dims()[1],
+                bias,
+                scales: vectors.next(),
+                ids: arena(plan, &outs[0])?,
+                weights: arena(plan, &outs[1])?,
+            })))
+        }
+        MoeOp::Gated(gate) => {
+            let (weights, biases) = ins[2..].split_at(gate.n_weights());
+            expert_call(plan, ins, [weights, biases], &outs[0], Then::Gated(*gate))
+        }
+        MoeOp::Summed { .. } => {
+            let (weights, biases) = ins[3..].split_at(1);
+            let factors = dense(plan, &ins[2])?;
+            expert_call(plan, ins, [weights, biases], &outs[0], Then::Summed(factors))
+        }
+    }
+}
+
+/// Products of F32 rows with whole weights.
+fn expert_call(
+    plan: &Shaped<'_>,
+    ins: &[Operand],
+    [weights, biases]: [&[Operand]; 2],
+    out: &Operand,
+    then: Then,
+) -> Option<Kernel> {
+    let whole = |operands: &[Operand]| -> Option<Vec<WeightId>> {
+        operands.iter().map(|operand| whole_weight(plan, operand)).collect()
+    };
+    let w = weights[0].layout.shape();
+    let &[n_experts, n_rows, k] = w.dims() else { return None };
+    let kind = act_kind(weights[0].dtype)?;
+    act_bytes(kind, k)?;
+    let is_float = ins[0].dtype == DType::F32 && out.dtype == DType::F32;
+    let is_one_kind = weights.iter().all(|w| act_kind(w.dtype) == Some(kind));
+    if !is_float || !is_one_kind || k == 0 {
+        return None;
+    }
+    let call = ExpertCall {
+        x: dense(plan, &ins[0])?,
+        ids: dense(plan, &ins[1])?,
+        kind,
+        n_choices: ins[1].layout.shape().dims()[1],
+        k,
+        weights: whole(weights)?,
+        biases: whole(biases)?,
+        n_experts,
+        n_rows,
+        out: arena(plan, out)?,
+        then,
+    };
+    Some(Kernel::Experts(Box::new(call)))
 }
 
 fn binary(plan: &Shaped<'_>, f: Binary, ins: &[Operand], out: Range<usize>) -> Option<Kernel> {

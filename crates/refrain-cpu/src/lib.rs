@@ -18,6 +18,7 @@ pub mod simd;
 mod weights; // where weights lie
 mod memory; // slices of the arena
 mod compile; // steps into calls
+mod experts; // mixtures of experts
 mod run; // calls, one after another
 mod attention; // the KV cache
 mod recurrent; // slots

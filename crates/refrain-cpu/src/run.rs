@@ -3,12 +3,13 @@
 use crate::attention::{Caches, Pages, attend, kv_append};
 use crate::backend::{Compiled, CpuError};
 use crate::compile::{Call, Kernel, Loc, RopeTable};
-use crate::memory::carve;
+use crate::experts::{ExpertCall, ExpertFault, ExpertRun, RouteCall, Sorted, Then, route_row};
+use crate::memory::{Carved, carve};
 use crate::pool::Pool;
 use crate::recurrent::{self, Rows};
 use crate::rows;
 use crate::sample::{Candidates, choose};
-use crate::simd::{self, Level, Product, matmul_parallel, prepare_parallel};
+use crate::simd::{self, ExpertBias, Level, Product, matmul_parallel, prepare_parallel};
 use crate::values::Values;
 use crate::weights::{CpuStates, CpuWeights, Entry};
 use refrain_graph::{Place, Plan, RunError, SAMPLE_PARAMS, WeightId};
@@ -24,8 +25,10 @@ pub(crate) struct Scratch {
     /// Cosines and sines, one table after another; `[n, n_dims]` each.
     pub angles: Vec<Vec<f32>>,
     pub candidates: Candidates,
-    /// What calls on values need.
+    /// What calls on values need, and products with experts.
     pub values: Vec<Line>,
+    /// Rows sorted by expert.
+    pub sorted: Sorted,
 }
 
 #[derive(Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
@@ -257,6 +260,8 @@ impl Machine<'_> {
             Kernel::Sample { logits, control, token, logprob, vocab } => {
                 self.sample(arena, logits, control, [token, logprob], *vocab, &mut scratch.candidates);
             }
+            Kernel::Route(call) => self.route(call, arena, scratch),
+            Kernel::Experts(call) => self.experts(label, call, arena, scratch)?,
             Kernel::Value(call) => {
                 let mut values = Values {
                     pool: self.pool,
@@ -344,6 +349,69 @@ impl Machine<'_> {
             }
         }
         Ok(())
+    }
+
+    fn route(&self, call: &RouteCall, arena: &mut [f32], scratch: &mut Scratch) {
+        let vectors = [call.bias, call.scales].map(|id| id.map(|id| self.vector(id)));
+        let numbers: &mut [f32] = bytemuck::cast_slice_mut(&mut scratch.values);
+        let carved = carve(arena, &[call.ids.clone(), call.weights.clone()]);
+        let logits = self.read(&carved, &call.logits);
+        let [ids, weights, ..] = carved.outs;
+        let k = call.route.n_choices;
+        let rows = ids.chunks_exact_mut(k).zip(weights.chunks_exact_mut(k));
+        for (logits, (ids, weights)) in logits.chunks_exact(call.n_experts).zip(rows) {
+            route_row(&call.route, logits, vectors, numbers, ids, weights);
+        }
+    }
+
+    fn experts(
+        &self,
+        label: &str,
+        call: &ExpertCall,
+        arena: &mut [f32],
+        scratch: &mut Scratch,
+    ) -> Result<(), RunError> {
+        let carved = carve(arena, std::slice::from_ref(&call.out));
+        let bias = |id: &WeightId| match self.weights.entry(*id) {
+            Entry::Matrix { tensor, .. } => {
+                Some(ExpertBias { dtype: tensor.dtype(), bytes: tensor.bytes().as_slice() })
+            }
+            Entry::Vector(_) => None,
+        };
+        let acts = call.n_acts() * simd::act_bytes(call.kind, call.k).unwrap_or(0);
+        let products: &mut [f32] = bytemuck::cast_slice_mut(&mut scratch.values);
+        let run = ExpertRun {
+            label,
+            x: self.read(&carved, &call.x),
+            ids: bytemuck::cast_slice(self.read(&carved, &call.ids)),
+            factors: match &call.then {
+                Then::Gated(_) => &[],
+                Then::Summed(factors) => self.read(&carved, factors),
+            },
+            weights: std::array::from_fn(|i| call.weights.get(i).and_then(|id| self.weights.matrix(*id))),
+            biases: std::array::from_fn(|i| call.biases.get(i).and_then(bias)),
+            acts: &mut bytemuck::cast_slice_mut(&mut scratch.acts)[..acts],
+            products: &mut products[..call.floats()],
+            sorted: &mut scratch.sorted,
+        };
+        let [out, ..] = carved.outs;
+        run.run(self.pool, self.level, call, out).map_err(|fault| match fault {
+            ExpertFault::Ids(error) => error,
+            ExpertFault::Acts(error) => broken(label, CpuError::Acts(error)),
+            ExpertFault::NotAMatrix => broken(label, CpuError::NotAMatrix),
+        })
+    }
+
+    /// An operand of 4-byte elements that no output covers.
+    fn read<'s>(&'s self, carved: &Carved<'s>, at: &Loc) -> &'s [f32] {
+        match at {
+            Loc::Arena(range) => match carved.read(range) {
+                Some(values) => values,
+                None => unreachable!("its output never takes the bytes of an input"),
+            },
+            Loc::Control(range) => &bytemuck::cast_slice(self.control)[range.clone()],
+            Loc::Weight(_) => unreachable!("compiled for the arena and the control block alone"),
+        }
     }
 
     fn sample(

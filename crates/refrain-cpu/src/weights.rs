@@ -52,7 +52,7 @@ impl CpuWeights {
         &self.entries[id.idx()]
     }
 
-    /// The matrix of a product.
+    /// The matrix of a product; those of all experts, one after another, for a weight of three dimensions.
     pub(crate) fn matrix(&self, id: WeightId) -> Option<WeightMatrix<'_>> {
         match self.entry(id) {
             Entry::Matrix { packed: Some(packed), .. } => Some(packed.matrix()),
@@ -88,7 +88,12 @@ impl CpuWeights {
 
 fn matrix_of(tensor: &HostTensor) -> Option<Result<WeightMatrix<'_>, WeightError>> {
     let shape = tensor.shape();
-    let &[n_rows, k] = shape.dims() else { return None };
+    let (n_rows, k) = match *shape.dims() {
+        [n_rows, k] => (n_rows, k),
+        // Experts one after another.
+        [n_experts, n_rows, k] => (n_experts.checked_mul(n_rows)?, k),
+        _ => return None,
+    };
     let row_bytes = tensor.dtype().bytes_for(k)?;
     Some(WeightMatrix::new(tensor.dtype(), tensor.bytes().as_slice(), n_rows, k, row_bytes))
 }

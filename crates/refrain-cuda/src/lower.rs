@@ -94,7 +94,7 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
                 !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 512,
                 "heads have an even number of elements, at most 512",
             )),
-        Op::Recurrent(_) => Some("no kernel yet"),
+        Op::Moe(_) | Op::Recurrent(_) => Some("no kernel yet"),
         Op::Sample(Sample { masked: true, .. }) => Some("no kernel applies a mask yet"),
         Op::Sample(_) => no(ins[0].dtype != DType::F32, "logits are F32")
             .or(no(ins[0].shape.dim_back(0) > 1 << 20, "at most 2^20 tokens")),
@@ -391,7 +391,7 @@ impl Lowering<'_> {
             }
             Op::KvAppend => launches.push(self.kv_append(step)?),
             Op::Attention(_) => self.attention(step, launches)?,
-            Op::Recurrent(_) => unreachable!("refused when the plan was compiled"),
+            Op::Moe(_) | Op::Recurrent(_) => unreachable!("refused when the plan was compiled"),
             Op::Sample(_) => self.sample(step, launches)?,
             Op::Compare(_)
             | Op::Select

@@ -255,6 +255,7 @@ impl<'a> Choice<'a> {
             | Op::Rope(_)
             | Op::KvAppend
             | Op::Recurrent(_)
+            | Op::Moe(_)
             | Op::Accumulate => {
                 self.own(train::scratch_bytes(step));
                 self.push(Task::Op(node));

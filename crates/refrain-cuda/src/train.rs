@@ -58,6 +58,7 @@ pub(crate) fn scratch_bytes(step: &Step) -> u64 {
         | Op::Attention(_)
         | Op::SpanAttention(_)
         | Op::Recurrent(_)
+        | Op::Moe(_)
         | Op::Sample(_)
         | Op::Accumulate
         | Op::HostCall(_) => 0,
@@ -169,6 +170,7 @@ impl Lowering<'_> {
             | Op::Attention(_)
             | Op::SpanAttention(_)
             | Op::Recurrent(_)
+            | Op::Moe(_)
             | Op::Sample(_)
             | Op::Accumulate
             | Op::HostCall(_) => return Ok(false),

@@ -29,7 +29,10 @@ pub use elementwise::{
 };
 pub use gemm::{Factor, Rounded, gemm, gemm_scratch};
 pub use level::Level;
-pub use matmul::{Acts, OutTile, Product, ROW_ALIGN, matmul, matmul_parallel, prepare_parallel};
+pub use matmul::{
+    Acts, ExpertBias, ExpertProduct, ExpertRows, OutTile, Product, ROW_ALIGN, experts_parallel, matmul,
+    matmul_parallel, prepare_parallel,
+};
 pub use recurrent::{DeltaHead, gated_delta_row, short_conv_row};
 pub use train::{AdamStep, adam, cross_entropy, gate_grad, reduce, rms_norm_grad, softmax_grad, sum_squares};
 pub use weights::{Packed, WeightError, WeightMatrix, pack};

@@ -107,6 +107,7 @@ pub(crate) fn value_call(
         | Op::Pick
         | Op::PlaceColumns { .. }
         | Op::Pad { .. }
+        | Op::Moe(_)
         | Op::KvAppend
         | Op::Attention(_)
         | Op::Recurrent(_)

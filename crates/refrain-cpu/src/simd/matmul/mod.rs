@@ -8,10 +8,12 @@
 //! the processor's own BF16 dot products take as zero.
 
 mod block32;
+mod experts;
 mod float;
 mod parallel;
 mod superblock;
 
+pub use experts::{ExpertBias, ExpertProduct, ExpertRows, experts_parallel};
 pub use parallel::{Product, matmul_parallel, prepare_parallel};
 
 use std::marker::PhantomData;
@@ -35,8 +37,10 @@ pub struct Acts<'a> {
     m: usize,
     k: usize,
     row_bytes: usize,
-    /// Invariant, kept by `new`: `m * row_bytes` long.
+    /// Whole rows; `m` of them unless some are selected.
     bytes: &'a [u8],
+    /// Which of them, where it is not the first `m` in their order.
+    selected: Option<&'a [u32]>,
 }
 
 impl<'a> Acts<'a> {
@@ -48,7 +52,7 @@ impl<'a> Acts<'a> {
         if bytes.len() != need {
             return Err(ActError::BufferSize { need, got: bytes.len() });
         }
-        Ok(Acts { kind, m, k, row_bytes, bytes })
+        Ok(Acts { kind, m, k, row_bytes, bytes, selected: None })
     }
 
     /// Number of rows.
@@ -56,7 +60,17 @@ impl<'a> Acts<'a> {
         self.m
     }
 
+    /// Some of the rows, in the order of their numbers.
+    pub(crate) fn select<'s>(&self, rows: &'s [u32]) -> Acts<'s>
+    where
+        'a: 's,
+    {
+        debug_assert!(self.selected.is_none(), "rows are selected once");
+        Acts { m: rows.len(), selected: Some(rows), ..*self }
+    }
+
     fn row(&self, row: usize) -> *const u8 {
+        let row = self.selected.map_or(row, |selected| selected[row] as usize);
         self.bytes[row * self.row_bytes..][..self.row_bytes].as_ptr()
     }
 }
@@ -84,6 +98,17 @@ impl<'a> OutTile<'a> {
     /// `out` is row-major `[m, stride]`, writable for 'a, and nobody else touches columns `cols` of it meanwhile.
     unsafe fn columns(out: *mut f32, m: usize, stride: usize, cols: Range<usize>) -> OutTile<'a> {
         OutTile { first: out.wrapping_add(cols.start), stride, m, n_cols: cols.len(), borrow: PhantomData }
+    }
+
+    /// Adds a row to each of its rows.
+    fn add_row(&mut self, value: impl Fn(usize) -> f32) {
+        for column in 0..self.n_cols {
+            let value = value(column);
+            for row in 0..self.m {
+                // SAFETY: inside row `row` of the rectangle that `new` or `columns` was given exclusively.
+                unsafe { *self.first.add(row * self.stride + column) += value };
+            }
+        }
     }
 
     #[inline(always)]
