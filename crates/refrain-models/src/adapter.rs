@@ -175,8 +175,9 @@ impl Adapter {
         Ok(Adapter { config, parts })
     }
 
-    /// Writes `adapter_config.json` and `adapter_model.safetensors` into a folder that exists.
-    pub fn write(&self, folder: &Path, dtype: DType) -> Result<(), ModelError> {
+    /// Writes `adapter_config.json` and `adapter_model.safetensors` into a folder that exists. The second one has `notes`,
+    /// pairs of key and value, among its metadata.
+    pub fn write(&self, folder: &Path, dtype: DType, notes: &[(&str, &str)]) -> Result<(), ModelError> {
         let halves: Vec<(String, &HostTensor)> = self
             .parts
             .iter()
@@ -189,7 +190,7 @@ impl Adapter {
             .iter()
             .map(|(name, tensor)| NewTensor { name: name.clone(), dtype, shape: tensor.shape() })
             .collect();
-        write_safetensors(&folder.join(AdapterFolder::WEIGHTS), &tensors, |idx| {
+        write_safetensors(&folder.join(AdapterFolder::WEIGHTS), &tensors, notes, |idx| {
             let (name, tensor) = &halves[idx];
             encode(name, dtype, &numbers(name, tensor)?)
         })?;
@@ -356,6 +357,13 @@ impl Model {
         let Some(factor) = factor.filter(|&factor| factor != 1.0) else { return Ok(b) };
         let values: Vec<f32> = numbers(&site.module, &b)?.iter().map(|v| v * factor).collect();
         floats(&site.module, b.shape(), &values)
+    }
+
+    /// Names and values of the weights below the adapter, which stay as they are while it is trained; `None` without one.
+    pub fn below_adapter(&self) -> Option<impl Iterator<Item = (&str, &HostTensor)>> {
+        let n_base = self.attached()?.n_base;
+        let weights = self.weights()[..n_base].iter().map(|weight| weight.name.as_str());
+        Some(weights.zip(&self.tensors()[..n_base]))
     }
 
     /// The adapter of [`Model::with_adapter`], with its present values.

@@ -63,7 +63,7 @@ impl Model {
         };
         let tensors: Vec<NewTensor> = ids.iter().map(tensor).collect();
         let path = folder.join("model.safetensors");
-        write_safetensors(&path, &tensors, |idx| {
+        write_safetensors(&path, &tensors, &[], |idx| {
             let id = ids[idx];
             encode(self.hf_name(id), dtype, &self.values_for(id, Form::Hf)?)
         })?;

@@ -7,6 +7,7 @@ use refrain::{
 };
 use std::path::{Path, PathBuf};
 
+const BUILTIN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/stories.gguf");
 const TEXT: &str = "The old clock on the wall said five, and the five small mice said nothing at all. ";
 
 fn cpu() -> Device {
@@ -109,6 +110,58 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     let nowhere = folder.path().join("never");
     let error = refrain::merge(&files, &adapter, 1.0, &nowhere, DType::Q8_0).unwrap_err();
     assert!(error.to_string().contains("Q8_0") && !nowhere.exists(), "{error}");
+}
+
+/// The built-in model with one bit of one of its weights changed.
+fn changed_files(folder: &Path) -> ModelFiles {
+    let files = Model::builtin_files().unwrap();
+    let mut bytes = std::fs::read(BUILTIN).unwrap();
+    // The last tensor is a vector of floats; behind it is at most padding.
+    let last = files.tensors().iter().next_back().unwrap().name().to_owned();
+    assert_eq!(last, "output_norm.weight");
+    let at = bytes.len() - 64;
+    bytes[at] ^= 1;
+    let path = folder.join("changed.gguf");
+    std::fs::write(&path, bytes).unwrap();
+    ModelFiles::open(path).unwrap()
+}
+
+#[test]
+fn a_checkpoint_of_an_adapter_is_refused_over_other_frozen_weights_with_both_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let with = |more: &str| config(folder.path(), "run", &format!("{more}\n[lora]\nrank = 2"));
+    let (_, adapter) = train(with("steps = 1"), cpu()).unwrap();
+    let state = folder.path().join("run/step-00000001/state.json");
+    let state: serde_json::Value = serde_json::from_slice(&std::fs::read(state).unwrap()).unwrap();
+    let base = &state["state"]["base"];
+    assert_eq!(base["name"], "stories");
+    let sha256 = base["sha256"].as_str().unwrap();
+    assert_eq!(sha256.len(), 64);
+
+    // The adapter says it as well, where `peft` does not mind.
+    let bytes = tensors(&adapter);
+    let n_header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + n_header]).unwrap();
+    let notes = &header["__metadata__"];
+    assert_eq!((&notes["format"], &notes["base_model"]), (&"pt".into(), &"stories".into()));
+    assert_eq!(notes["base_sha256"], sha256);
+
+    let resume = |name: &str, files: ModelFiles| {
+        let mut config = with("steps = 2\nresume = true");
+        config.from = Some(name.into());
+        let options = TrainOptions { files: Some(files), ..options(cpu()) };
+        Training::prepare(config, options, &mut |_| {}).unwrap().run(&|| false, &mut |_| {})
+    };
+    let error = resume("other.gguf", changed_files(folder.path())).unwrap_err();
+    let said = error.to_string();
+    assert!(said.contains(&format!("belongs to stories (sha256 {}...)", &sha256[..12])), "{said}");
+    assert!(said.contains("has other.gguf (sha256 "), "{said}");
+    assert_eq!(error.hint().unwrap(), "resume over stories");
+    let error = resume("stories", changed_files(folder.path())).unwrap_err();
+    assert!(error.hint().unwrap().contains("the model has changed"), "{error}");
+
+    // The same weights under another name are the same weights.
+    resume("copy.gguf", Model::builtin_files().unwrap()).unwrap();
 }
 
 #[test]
