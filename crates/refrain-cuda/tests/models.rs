@@ -104,7 +104,17 @@ mod on_the_simulated_device {
     fn replayed_equals_eager() {
         replayed_equals_eager_bit_for_bit(
             simulated,
-            &["llama", "gemma3", "qwen3", "gemma4-e2b", "gemma4-dense"],
+            &[
+                "llama",
+                "gemma3",
+                "qwen3",
+                "gemma4-e2b",
+                "gemma4-dense",
+                "phi3",
+                "mistral3",
+                "olmo3",
+                "cohere2",
+            ],
             70,
         );
     }

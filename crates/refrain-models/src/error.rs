@@ -36,6 +36,18 @@ pub enum ModelError {
         /// Its element type.
         dtype: DType,
     },
+    /// A matrix that cannot be cut between rows.
+    #[error(
+        "tensor {name:?} cannot be cut between its rows: {n_cols} elements are no whole blocks of {dtype}"
+    )]
+    FusedRows {
+        /// Name of the tensor.
+        name: String,
+        /// Its element type.
+        dtype: DType,
+        /// Elements of a row.
+        n_cols: usize,
+    },
     /// A table of divisors of rotary frequencies, which `config.json` cannot hold.
     #[error("config.json cannot hold the table of rotary frequencies that came with the GGUF file")]
     FreqFactors,
@@ -122,7 +134,7 @@ impl ModelError {
             ModelError::MissingTensor { .. } => {
                 Some("the file is incomplete or was converted wrongly; download or convert it again".into())
             }
-            ModelError::TensorShape { .. } | ModelError::TensorType { .. } => {
+            ModelError::TensorShape { .. } | ModelError::TensorType { .. } | ModelError::FusedRows { .. } => {
                 Some("the file's metadata and tensors disagree; convert the model again".into())
             }
             ModelError::FreqFactors => {

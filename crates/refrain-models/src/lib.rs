@@ -20,9 +20,13 @@ mod export; // back to files
 mod shapes; // random weights of well-known sizes
 mod error;
 
+mod cohere2;
 mod gemma3;
 mod gemma4;
+mod glm4;
 mod llama;
+mod olmo2;
+mod phi3;
 
 pub use adapter::{Adapter, AdapterPart, LoraSpec, Targets};
 pub use error::ModelError;

@@ -6,7 +6,7 @@ use crate::layers::Decoder;
 use crate::state::{LayerState, StateTable};
 use crate::step::{Shared, Step};
 use crate::weights::{HfNames, TensorSource, WeightTable};
-use crate::{gemma3, gemma4, llama};
+use crate::{cohere2, gemma3, gemma4, glm4, llama, olmo2, phi3};
 use refrain_formats::ModelFiles;
 use refrain_formats::params::{Arch, ModelConfig};
 #[cfg(doc)]
@@ -94,8 +94,14 @@ type Declare = fn(&mut WeightTable<'_>) -> Result<Decoder, ModelError>;
 /// The names of an architecture's tensors, and the function that declares its layers.
 fn architecture(arch: Arch) -> (HfNames, Declare) {
     match arch {
-        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 => (llama::NAMES, llama::declare),
-        Arch::Gemma3 => (gemma3::NAMES, gemma3::declare),
+        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Mistral3 | Arch::SmolLm3 | Arch::Granite => {
+            (llama::NAMES, llama::declare)
+        }
+        Arch::Phi3 => (phi3::NAMES, phi3::declare),
+        Arch::Olmo2 => (olmo2::NAMES, olmo2::declare),
+        Arch::Glm4 => (glm4::NAMES, glm4::declare),
+        Arch::Cohere2 => (cohere2::NAMES, cohere2::declare),
+        Arch::Gemma2 | Arch::Gemma3 => (gemma3::NAMES, gemma3::declare),
         Arch::Gemma4 => (gemma4::NAMES, gemma4::declare),
     }
 }

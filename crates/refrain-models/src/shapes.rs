@@ -4,7 +4,7 @@ use crate::error::ModelError;
 use crate::model::Model;
 use crate::weights::TensorSource;
 use refrain_formats::FormatError;
-use refrain_formats::params::{Activation, Arch, ModelConfig, Rope, RopeScaling, RopeStyle};
+use refrain_formats::params::{Activation, Arch, ModelConfig, NormKind, Rope, RopeScaling};
 use refrain_formats::params::{LayerAttention, LayerSizes, PerLayerEmbedding};
 use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
 use std::cell::RefCell;
@@ -80,7 +80,7 @@ const DENSE_31B: Gemma4Shape = Gemma4Shape {
 };
 
 /// All shapes, from the smallest to the largest.
-pub const SHAPES: [NamedShape; 14] = [
+pub const SHAPES: [NamedShape; 15] = [
     shape("llama-1m", Arch::Llama, [2_048, 128, 384, 4], [4, 4, 32]),
     shape("llama-10m", Arch::Llama, [8_192, 320, 896, 6], [5, 5, 64]),
     shape("llama-110m", Arch::Llama, [32_768, 768, 2_048, 12], [12, 12, 64]),
@@ -92,6 +92,7 @@ pub const SHAPES: [NamedShape; 14] = [
     shape("llama-3.2-1b", Arch::Llama, [128_256, 2_048, 8_192, 16], [32, 8, 64]),
     gemma4("gemma4-e2b", [1_536, 6_144, 35], [8, 1], E2B),
     shape("llama-3.2-3b", Arch::Llama, [128_256, 3_072, 8_192, 28], [24, 8, 128]),
+    shape("phi-4-mini", Arch::Phi3, [200_064, 3_072, 8_192, 32], [24, 8, 128]),
     gemma4("gemma4-e4b", [2_560, 10_240, 42], [8, 2], E4B),
     shape("llama-3.1-8b", Arch::Llama, [128_256, 4_096, 14_336, 32], [32, 8, 128]),
     gemma4("gemma4-31b", [5_376, 21_504, 60], [32, 16], DENSE_31B),
@@ -108,15 +109,35 @@ impl NamedShape {
         shape(name, arch, sizes, heads)
     }
 
+    /// Its architecture.
+    pub fn arch(&self) -> Arch {
+        self.arch
+    }
+
     /// Hyperparameters of a model of this shape, its head tied to the embedding.
     pub fn config(&self) -> ModelConfig {
-        let (gemma3, gemma4) = (self.arch == Arch::Gemma3, self.arch == Arch::Gemma4);
-        let gemma = gemma3 || gemma4;
+        let (arch, gemma4) = (self.arch, self.arch == Arch::Gemma4);
         let layers = self.layers();
         let sizes = self.layer_sizes(&layers);
         let global_dim = self.gemma4.map_or(self.head_dim, |more| more.global_heads[1]);
+        let rotated = match arch {
+            Arch::Phi3 => self.head_dim * 3 / 4,
+            Arch::Glm4 => self.head_dim / 2,
+            _ => global_dim,
+        };
+        let window = match arch {
+            Arch::Gemma2 | Arch::Cohere2 => Some(4096),
+            Arch::Gemma3 | Arch::Gemma4 => Some(self.gemma4.map_or(512, |more| more.window)),
+            _ => None,
+        };
+        let unrotated = |(idx, layer): (usize, &LayerAttention)| match arch {
+            Arch::SmolLm3 => (idx + 1).is_multiple_of(4),
+            Arch::Cohere2 => *layer == LayerAttention::Full,
+            _ => false,
+        };
+        let unrotated: Vec<bool> = layers.iter().enumerate().map(unrotated).collect();
         ModelConfig {
-            arch: self.arch,
+            arch,
             name: Some(self.name.into()),
             n_vocab: self.n_vocab,
             n_layers: self.n_layers,
@@ -125,33 +146,39 @@ impl NamedShape {
             n_heads: self.n_heads,
             n_kv_heads: self.n_kv_heads,
             head_dim: self.head_dim,
+            norm: if arch == Arch::Cohere2 { NormKind::Layer } else { NormKind::Rms },
             norm_eps: 1e-5,
             norm_offset: 0.0,
-            activation: if gemma { Activation::GeluTanh } else { Activation::Silu },
+            activation: if arch.is_gemma() { Activation::GeluTanh } else { Activation::Silu },
             rope: Rope {
                 theta: 500_000.0,
-                local_theta: gemma.then_some(10_000.0),
+                local_theta: matches!(arch, Arch::Gemma3 | Arch::Gemma4).then_some(10_000.0),
                 scaling: match gemma4 {
                     true => RopeScaling::Proportional { share: 0.25, factor: 1.0 },
                     false => RopeScaling::None,
                 },
                 has_freq_factors: false,
-                dims: global_dim,
+                dims: rotated / 2 * 2,
                 local_dims: gemma4.then_some(self.head_dim),
-                style: if self.arch == Arch::Llama { RopeStyle::Norm } else { RopeStyle::Neox },
+                style: arch.gguf_rope_style(),
             },
-            sliding_window: gemma.then_some(self.gemma4.map_or(512, |more| more.window)),
+            sliding_window: window.filter(|_| layers.contains(&LayerAttention::Sliding)),
             layers,
             n_context: 131_072,
             tied_embeddings: true,
-            qkv_bias: self.arch == Arch::Qwen2,
+            qkv_bias: matches!(arch, Arch::Qwen2 | Arch::Glm4),
             attn_output_bias: false,
             ffn_bias: false,
-            qk_norm: gemma || self.arch == Arch::Qwen3,
+            qk_norm: matches!(arch, Arch::Qwen3 | Arch::Gemma3 | Arch::Gemma4 | Arch::Olmo2),
             attn_scale: if gemma4 { 1.0 } else { (self.head_dim as f32).powf(-0.5) },
-            attn_softcap: None,
-            final_softcap: gemma4.then_some(30.0),
-            embedding_scale: if gemma { (self.hidden as f32).sqrt() } else { 1.0 },
+            attn_softcap: (arch == Arch::Gemma2).then_some(50.0),
+            final_softcap: matches!(arch, Arch::Gemma2 | Arch::Gemma4).then_some(30.0),
+            embedding_scale: if arch.is_gemma() { (self.hidden as f32).sqrt() } else { 1.0 },
+            residual_scale: 1.0,
+            logit_scale: 1.0,
+            unrotated: if unrotated.contains(&true) { unrotated } else { Vec::new() },
+            query_temperature: None,
+            long_rope: None,
             bos: None,
             eos: Vec::new(),
             sizes,
@@ -173,12 +200,20 @@ impl NamedShape {
         for layer in 0..self.n_layers {
             let has_kv = config.kv_layer(layer) == layer;
             let has_v = !(config.keys_as_values && config.layer(layer) == LayerAttention::Full);
+            let fuses = self.arch == Arch::Phi3;
             let is_there = |part: &&&str| match part.strip_suffix(".weight").unwrap_or(part) {
-                "attn_k" => has_kv,
+                "attn_qkv" => fuses,
+                "attn_q" => !fuses,
+                "attn_k" => has_kv && !fuses,
                 "attn_k_norm" => has_kv && config.qk_norm,
-                "attn_v" => has_kv && has_v,
+                "attn_v" => has_kv && has_v && !fuses,
+                "ffn_gate" => !fuses_gate(self.arch),
                 "attn_q_norm" => config.qk_norm,
-                "post_attention_norm" | "post_ffw_norm" => config.activation == Activation::GeluTanh,
+                "attn_norm" => self.arch != Arch::Olmo2,
+                "ffn_norm" => !matches!(self.arch, Arch::Olmo2 | Arch::Cohere2),
+                "post_attention_norm" | "post_ffw_norm" => {
+                    self.arch.is_gemma() || matches!(self.arch, Arch::Olmo2 | Arch::Glm4)
+                }
                 "attn_q.bias" | "attn_k.bias" | "attn_v.bias" => config.qkv_bias,
                 _ => true,
             };
@@ -188,13 +223,17 @@ impl NamedShape {
         [n, size("per_layer_token_embd.weight")]
     }
 
-    /// What each layer attends to: in Gemma, one of several sees all; in Gemma 4 the last one too.
+    /// What each layer attends to: in Gemma and Command R, one of several sees all; in Gemma 4 the last one too.
     fn layers(&self) -> Vec<LayerAttention> {
-        let period = self.gemma4.map_or(6, |more| more.period);
-        let is_full = |layer: usize| match self.arch {
-            Arch::Llama | Arch::Qwen2 | Arch::Qwen3 => true,
-            Arch::Gemma3 => (layer + 1).is_multiple_of(period),
-            Arch::Gemma4 => (layer + 1).is_multiple_of(period) || layer + 1 == self.n_layers,
+        let is_nth = |layer: usize, period| (layer + 1).is_multiple_of(period);
+        let is_full = |layer: usize| match (self.arch, self.gemma4) {
+            (Arch::Gemma2, _) => is_nth(layer, 2),
+            (Arch::Gemma3, _) => is_nth(layer, 6),
+            (Arch::Gemma4, more) => {
+                is_nth(layer, more.map_or(6, |more| more.period)) || layer + 1 == self.n_layers
+            }
+            (Arch::Cohere2, _) => is_nth(layer, 4),
+            _ => true,
         };
         let kind = |layer| if is_full(layer) { LayerAttention::Full } else { LayerAttention::Sliding };
         (0..self.n_layers).map(kind).collect()
@@ -224,8 +263,9 @@ const GLOBAL_NAMES: [&str; 4] =
     ["token_embd.weight", "output_norm.weight", "per_layer_model_proj.weight", "per_layer_proj_norm.weight"];
 
 /// Tensors that layers of one architecture or another have.
-const LAYER_PARTS: [&str; 19] = [
+const LAYER_PARTS: [&str; 20] = [
     "attn_norm.weight",
+    "attn_qkv.weight",
     "attn_q.weight",
     "attn_k.weight",
     "attn_v.weight",
@@ -245,6 +285,11 @@ const LAYER_PARTS: [&str; 19] = [
     "proj.weight",
     "post_norm.weight",
 ];
+
+/// Whether a file has the gate of the feed-forward part and what is gated as one tensor.
+fn fuses_gate(arch: Arch) -> bool {
+    matches!(arch, Arch::Phi3 | Arch::Glm4)
+}
 
 /// How the matrices of a random model are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -277,6 +322,9 @@ impl QuantMix {
                 let more = layer.is_some_and(|l| {
                     l < n_layers / 8 || l >= 7 * n_layers / 8 || (l - n_layers / 8) % 3 == 2
                 });
+                if name.contains("attn_qkv") && row.is_multiple_of(DType::Q5_K.block_len()) {
+                    return DType::Q5_K;
+                }
                 let sensitive = name.contains("attn_v") || name.contains("ffn_down");
                 if layer.is_none() || (more && sensitive) { DType::Q6_K } else { DType::Q4_K }
             }
@@ -328,10 +376,14 @@ pub(crate) fn tensor_dims(c: &ModelConfig, gguf_name: &str) -> Option<Vec<usize>
         ("attn_q.weight", _) => vec![q, c.hidden],
         ("attn_k.weight" | "attn_v.weight", _) => vec![kv, c.hidden],
         ("attn_output.weight", _) => vec![c.hidden, q],
+        ("attn_qkv.weight", _) => vec![q + 2 * kv, c.hidden],
+        ("ffn_up.weight", _) if fuses_gate(c.arch) => vec![2 * ffn, c.hidden],
         ("ffn_gate.weight" | "ffn_up.weight", _) => vec![ffn, c.hidden],
         ("ffn_down.weight", _) => vec![c.hidden, ffn],
         ("attn_q.bias", _) => vec![q],
         ("attn_k.bias" | "attn_v.bias", _) => vec![kv],
+        ("attn_q_norm.weight", _) if c.arch == Arch::Olmo2 => vec![q],
+        ("attn_k_norm.weight", _) if c.arch == Arch::Olmo2 => vec![kv],
         ("attn_q_norm.weight" | "attn_k_norm.weight", _) => vec![head_dim],
         ("per_layer_token_embd.weight", Some((n_vocab, dim))) => vec![n_vocab, c.n_layers * dim],
         ("per_layer_model_proj.weight", Some((_, dim))) => vec![c.n_layers * dim, c.hidden],
@@ -427,8 +479,13 @@ mod tests {
 
     #[test]
     fn the_parameters_of_a_shape_are_those_of_its_model() {
-        for name in ["gemma4-e2b", "gemma4-31b", "gemma3-1b", "llama-1m", "qwen2.5-0.5b", "qwen3-0.6b"] {
-            let mut shape = *NamedShape::find(name).unwrap();
+        let named = ["gemma4-e2b", "gemma4-31b", "gemma3-1b", "llama-1m", "qwen2.5-0.5b", "phi-4-mini"];
+        let named = named.map(|name| *NamedShape::find(name).unwrap());
+        // Gemma 4 has no shape without what its table has besides.
+        let others = Arch::ALL.into_iter().filter(|arch| *arch != Arch::Gemma4);
+        let others = others.map(|arch| NamedShape::new(arch.name(), arch, [64, 64, 128, 8], [4, 2, 16]));
+        for mut shape in named.into_iter().chain(others) {
+            let name = shape.name;
             (shape.n_vocab, shape.hidden, shape.ffn) = (64, 64, 128);
             shape.n_layers = shape.n_layers.min(12);
             let model = Model::random(&shape, QuantMix::All(DType::F16)).unwrap();

@@ -8,22 +8,33 @@ use crate::model::{Head, KvSpec, SampleHead, StepSpec};
 use crate::rope::inverse_frequencies;
 use crate::state::StateTable;
 use crate::weights::{Linear, WeightTable};
-use refrain_formats::params::{LayerAttention, ModelConfig, RopeScaling, RopeStyle};
+use refrain_formats::params::{LayerAttention, ModelConfig, NormKind, QueryTemperature};
+use refrain_formats::params::{RopeScaling, RopeStyle};
 use refrain_graph as ir;
 use refrain_graph::{
     Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StepInputs, TensorType,
 };
 use refrain_graph::{Unary, ValueId, Weight, WeightId};
-use refrain_tensor::DType;
+use refrain_tensor::{DType, Shape};
 
 /// Weights outside the layers.
 #[derive(Clone, Debug)]
 pub(crate) struct Shared {
-    embedding: WeightId,     // [vocab, hidden]
-    output_norm: WeightId,   // [hidden]
-    output: WeightId,        // [vocab, hidden]; the embedding when they are tied
-    inv_freq: Vec<WeightId>, // for each layer: [rope.dims / 2]
-    magnitude: Vec<f32>,     // for each layer: factor on sine and cosine
+    embedding: WeightId,            // [vocab, hidden]
+    output_norm: WeightId,          // [hidden]
+    output: WeightId,               // [vocab, hidden]; the embedding when they are tied
+    rotations: Vec<Frequencies>,    // for each layer
+    temperatures: Option<WeightId>, // [n_context, 1]
+}
+
+/// How the heads of a layer turn.
+#[derive(Clone, Copy, Debug)]
+struct Frequencies {
+    inv_freq: WeightId, // [rope.dims / 2]
+    /// Those of sequences longer than so many tokens, where they are others.
+    long: Option<(usize, WeightId)>,
+    /// Factor on sine and cosine.
+    magnitude: f32,
 }
 
 impl Shared {
@@ -36,56 +47,93 @@ impl Shared {
             true => embedding,
             false => w.optional("output.weight", "lm_head.weight", &table)?.unwrap_or(embedding),
         };
-        let (inv_freq, magnitude) = Shared::declare_rope(w)?;
-        Ok(Shared { embedding, output_norm, output, inv_freq, magnitude })
+        let rotations = Shared::declare_rope(w)?;
+        let temperatures = match c.query_temperature {
+            Some(temperature) => {
+                let values = temperatures(temperature, c.n_context);
+                Some(w.derived_of("query_temperature", Shape::from([c.n_context, 1]), &values)?)
+            }
+            None => None,
+        };
+        Ok(Shared { embedding, output_norm, output, rotations, temperatures })
     }
 
-    /// The frequencies of a layer.
+    /// The frequencies of a layer, for sequences that are not long.
     pub(crate) fn frequencies(&self, layer: usize) -> WeightId {
-        self.inv_freq[layer]
+        self.rotations[layer].inv_freq
     }
 
     /// Layers of one kind share one table.
-    fn declare_rope(w: &mut WeightTable<'_>) -> Result<(Vec<WeightId>, Vec<f32>), ModelError> {
+    fn declare_rope(w: &mut WeightTable<'_>) -> Result<Vec<Frequencies>, ModelError> {
         let c = w.config;
-        let factors = match c.rope.has_freq_factors {
+        let of_file = match c.rope.has_freq_factors {
             true => w.table("rope_freqs.weight", c.rope.dims / 2)?,
             false => None,
         };
         let mut tables: Vec<(RopeTable, WeightId)> = Vec::new();
-        let mut inv_freq = Vec::with_capacity(c.n_layers);
-        let mut magnitude = Vec::with_capacity(c.n_layers);
+        let mut table = |w: &mut WeightTable<'_>, table: RopeTable, factors: Option<&[f32]>| {
+            let known = tables.iter().find(|(known, _)| *known == table).map(|(_, id)| *id);
+            match known {
+                Some(id) => Ok(id),
+                None => {
+                    let (theta, dims, scaling, _) = table;
+                    let values = match theta {
+                        0.0 => vec![0.0; dims / 2],
+                        theta => inverse_frequencies(theta, dims, scaling, factors),
+                    };
+                    let id = w.derived(&format!("rope.inv_freq.{}", tables.len()), &values)?;
+                    tables.push((table, id));
+                    Ok::<_, ModelError>(id)
+                }
+            }
+        };
+        let mut rotations = Vec::with_capacity(c.n_layers);
         for layer in 0..c.n_layers {
+            if !c.rotates(layer) {
+                // Heads that turn by nothing stay as they are, bit for bit, and run like those of other layers.
+                let dims = c.rope_dims(layer);
+                let key = (0.0, dims, RopeScaling::None, Divisors::None);
+                let inv_freq = table(w, key, None)?;
+                rotations.push(Frequencies { inv_freq, long: None, magnitude: 1.0 });
+                continue;
+            }
             let scaling = c.rope_scaling(layer);
             // A table of divisors is about the layers whose frequencies are scaled.
             let is_local = c.rope.local_theta.is_some() && c.layer(layer) == LayerAttention::Sliding;
-            let factors = factors.as_deref().filter(|_| !is_local);
-            let table = (c.rope_theta(layer), c.rope_dims(layer), scaling, factors.is_some());
-            let known = tables.iter().find(|(known, _)| *known == table).map(|(_, id)| *id);
-            let id = match known {
-                Some(id) => id,
-                None => {
-                    let values = inverse_frequencies(table.0, table.1, scaling, factors);
-                    let id = w.derived(&format!("rope.inv_freq.{}", tables.len()), &values)?;
-                    tables.push((table, id));
-                    id
+            let (theta, dims) = (c.rope_theta(layer), c.rope_dims(layer));
+            let (factors, long) = match (scaling, &c.long_rope) {
+                (RopeScaling::Long { n_original_context, .. }, Some(factors)) => {
+                    let long = table(w, (theta, dims, scaling, Divisors::Long), Some(&factors.long))?;
+                    (Some(&factors.short), Some((n_original_context, long)))
                 }
+                _ => (of_file.as_ref().filter(|_| !is_local), None),
             };
-            inv_freq.push(id);
-            magnitude.push(match scaling {
-                RopeScaling::Yarn(yarn) => yarn.attention_factor,
-                RopeScaling::None
-                | RopeScaling::Linear { .. }
-                | RopeScaling::Llama3 { .. }
-                | RopeScaling::Proportional { .. } => 1.0,
-            });
+            let divisors = if factors.is_some() { Divisors::Usual } else { Divisors::None };
+            let key = (theta, dims, scaling, divisors);
+            let inv_freq = table(w, key, factors.map(Vec::as_slice))?;
+            rotations.push(Frequencies { inv_freq, long, magnitude: scaling.magnitude() });
         }
-        Ok((inv_freq, magnitude))
+        Ok(rotations)
     }
 }
 
-/// What decides the frequencies of a layer: base, rotated elements, scaling and whether divisors apply.
-type RopeTable = (f32, usize, RopeScaling, bool);
+/// What decides the frequencies of a layer: base, 0 for none, rotated elements, scaling and divisors.
+type RopeTable = (f32, usize, RopeScaling, Divisors);
+
+/// What divides frequencies one by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Divisors {
+    None,
+    Usual,
+    Long,
+}
+
+/// The factor on queries at each position.
+fn temperatures(temperature: QueryTemperature, n_context: usize) -> Vec<f32> {
+    let QueryTemperature { beta, n_original_context } = temperature;
+    let at = |position: usize| 1.0 + beta * ((position / n_original_context.max(1)) as f32).ln_1p();
+    (0..n_context).map(at).collect()
+}
 
 /// A step that is being built.
 pub(crate) struct Step<'m> {
@@ -97,10 +145,13 @@ pub(crate) struct Step<'m> {
     /// The value of each weight: the weight itself, or the state that holds it while it is trained.
     weights: Vec<ValueId>,
     n_tokens: usize,
+    /// Tokens that a sequence can have.
+    n_context: usize,
     act: DType,
     tokens: ValueId,    // [n_tokens]
     positions: ValueId, // [n_tokens]
     rows: RowContext,
+    temperatures: Option<ValueId>, // [n_tokens, 1, 1]
     layer_inputs: Option<ValueId>, // [n_layers, n_tokens, d]
     /// What each layer so far attends to: its caches as they are behind it, or keys and values of whole documents.
     attended: Vec<[ValueId; 2]>,
@@ -117,6 +168,8 @@ pub(crate) enum RowContext {
         spans: ValueId, // [n_tokens, 2]
         /// Which elements are dropped, where some are.
         dropout: Option<Dropping>,
+        /// Tokens of the longest of them.
+        n_context: usize,
     },
 }
 
@@ -125,6 +178,7 @@ pub(crate) struct PagedRows {
     spec: StepSpec,
     inputs: StepInputs,
     paging: [ValueId; 3], // positions[n_tokens], seqs[n_tokens], tables[n_seqs, max_blocks]
+    n_context: usize,
 }
 
 /// Dropout in a step that is being built.
@@ -162,10 +216,10 @@ impl<'m> Step<'m> {
             sampling: None,
             logits: None,
         };
-        let paging = [positions, seqs, tables];
+        let (paging, n_context) = ([positions, seqs, tables], kv.max_blocks * kv.kv_block);
         let weights =
             (0..builder.graph().weights().len()).map(|i| builder.weight(WeightId::from_idx(i))).collect();
-        let rows = RowContext::Paged(Box::new(PagedRows { states, spec: *spec, inputs, paging }));
+        let rows = RowContext::Paged(Box::new(PagedRows { states, spec: *spec, inputs, paging, n_context }));
         let (n_tokens, act) = (shape.n_tokens, spec.act);
         let context = ([tokens, positions], n_tokens, act);
         Ok(Step::over(config, shared, builder, weights, context, rows))
@@ -194,9 +248,15 @@ impl<'m> Step<'m> {
         rows: RowContext,
     ) -> Step<'m> {
         let (layer_inputs, attended) = (None, Vec::with_capacity(config.n_layers));
+        let n_context = match &rows {
+            RowContext::Paged(paged) => paged.n_context,
+            RowContext::Documents { n_context, .. } => *n_context,
+        };
         Step {
             config,
             shared,
+            n_context,
+            temperatures: None,
             attached: None,
             builder,
             weights,
@@ -242,7 +302,30 @@ impl<'m> Step<'m> {
             Some(inputs) => Some(inputs.build(self, x)?),
             None => None,
         };
+        self.temperatures = self.temperatures()?;
         Ok(x)
+    }
+
+    /// The factors on the queries of each row; `None` where all of them are 1.
+    fn temperatures(&mut self) -> Result<Option<ValueId>, GraphError> {
+        let (Some(temperature), Some(table)) = (self.config.query_temperature, self.shared.temperatures)
+        else {
+            return Ok(None);
+        };
+        if self.n_context <= temperature.n_original_context {
+            return Ok(None);
+        }
+        let table = self.weight(table);
+        let factors = self.builder.gather_rows(table, self.positions, self.act)?;
+        self.builder.reshape(factors, &[self.n_tokens, 1, 1]).map(Some)
+    }
+
+    /// Queries `[n_tokens, n_heads, head_dim]` times the factor of their position, where the model has one.
+    pub(crate) fn tempered(&mut self, q: ValueId) -> Result<ValueId, GraphError> {
+        match self.temperatures {
+            Some(factors) => self.builder.binary(ir::Binary::Mul, q, factors),
+            None => Ok(q),
+        }
     }
 
     /// What a layer gets besides the residual: `[n_tokens, d]`.
@@ -285,7 +368,7 @@ impl<'m> Step<'m> {
         if dtype != self.act {
             x = self.builder.cast(x, self.act)?;
         }
-        self.scaled(x, self.config.embedding_scale)
+        self.scaled(x, self.config.embedding_scale / self.config.residual_scale)
     }
 
     pub(crate) fn norm(&mut self, x: ValueId, w: WeightId, label: &str) -> Result<ValueId, GraphError> {
@@ -301,11 +384,20 @@ impl<'m> Step<'m> {
         label: &str,
     ) -> Result<ValueId, GraphError> {
         let w = self.weight(w);
+        let x = match self.config.norm {
+            NormKind::Rms => x,
+            NormKind::Layer => {
+                let axis = self.builder.ty(x).shape.rank() - 1;
+                let op = Op::Reduce { kind: ir::Reduce::Mean, axis };
+                let mean = self.builder.node(op, &[x], &format!("{label}.mean"))?[0];
+                self.builder.binary(ir::Binary::Sub, x, mean)?
+            }
+        };
         self.builder.rms_norm(x, w, eps, label)
     }
 
-    /// A norm that not every layer has.
-    pub(crate) fn maybe_norm(
+    /// The norm of what a branch makes, in layers that have one.
+    pub(crate) fn branch_norm(
         &mut self,
         x: ValueId,
         w: Option<WeightId>,
@@ -315,6 +407,19 @@ impl<'m> Step<'m> {
             Some(w) => self.norm(x, w, label),
             None => Ok(x),
         }
+    }
+
+    /// The norm of the residual, in layers that have one. The residual is kept divided by the factor on branches, which
+    /// then add to it as they are; its norm is the same with an epsilon that is divided by the square.
+    pub(crate) fn residual_norm(
+        &mut self,
+        x: ValueId,
+        w: Option<WeightId>,
+        label: &str,
+    ) -> Result<ValueId, GraphError> {
+        let Some(w) = w else { return Ok(x) };
+        let scale = self.config.residual_scale;
+        self.norm_with(x, w, self.config.norm_eps / (scale * scale), label)
     }
 
     pub(crate) fn add(&mut self, a: ValueId, b: ValueId) -> Result<ValueId, GraphError> {
@@ -354,17 +459,10 @@ impl<'m> Step<'m> {
         self.dropped(x, p)
     }
 
-    /// A linear map into heads: `[n_tokens, n_heads, head_dim]`.
-    pub(crate) fn heads(
-        &mut self,
-        x: ValueId,
-        l: Linear,
-        head_dim: usize,
-        label: &str,
-    ) -> Result<ValueId, GraphError> {
-        let y = self.linear(x, l, label)?;
-        let n_heads = self.builder.ty(y).shape.dim_back(0) / head_dim;
-        self.builder.reshape(y, &[self.n_tokens, n_heads, head_dim])
+    /// Rows `[n_tokens, n_heads * head_dim]` as `[n_tokens, n_heads, head_dim]`.
+    pub(crate) fn as_heads(&mut self, x: ValueId, head_dim: usize) -> Result<ValueId, GraphError> {
+        let n_heads = self.builder.ty(x).shape.dim_back(0) / head_dim;
+        self.apart(x, n_heads, head_dim)
     }
 
     /// Rotates heads by their positions.
@@ -373,9 +471,13 @@ impl<'m> Step<'m> {
             RopeStyle::Neox => ir::RopeStyle::Neox,
             RopeStyle::Norm => ir::RopeStyle::Interleaved,
         };
-        let rope =
-            ir::Rope { style, n_dims: self.config.rope_dims(layer), magnitude: self.shared.magnitude[layer] };
-        let inv_freq = self.weight(self.shared.inv_freq[layer]);
+        let Frequencies { inv_freq, long, magnitude } = self.shared.rotations[layer];
+        let rope = ir::Rope { style, n_dims: self.config.rope_dims(layer), magnitude };
+        let inv_freq = match long {
+            Some((n_original_context, long)) if self.n_context > n_original_context => long,
+            _ => inv_freq,
+        };
+        let inv_freq = self.weight(inv_freq);
         self.builder.rope(rope, x, self.positions, inv_freq)
     }
 
@@ -468,12 +570,13 @@ impl<'m> Step<'m> {
     /// The final norm and the logits of rows, in F32 where they are chosen from. Where the step learns they stay as short
     /// as activations are.
     pub(crate) fn logits(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
-        let x = self.norm(x, self.shared.output_norm, "output_norm")?;
+        let x = self.residual_norm(x, Some(self.shared.output_norm), "output_norm")?;
         let output = Linear { weight: self.shared.output, bias: None };
         let mut logits = self.linear(x, output, "output")?;
         if self.act != DType::F32 && matches!(self.rows, RowContext::Paged(_)) {
             logits = self.builder.cast(logits, DType::F32)?;
         }
+        let logits = self.scaled(logits, self.config.logit_scale)?;
         match self.config.final_softcap {
             Some(cap) => self.builder.unary(Unary::SoftCap(cap), logits),
             None => Ok(logits),

@@ -17,6 +17,8 @@ use refrain_tensor::{DType, HostTensor};
 pub struct TrainSpec {
     /// Rows of a step: all tokens of all its sequences.
     pub n_tokens: usize,
+    /// Tokens of its longest sequence: models may rotate long ones by other frequencies.
+    pub n_context: usize,
     /// Element type of weights, activations and gradients.
     pub dtype: DType,
     /// Whether weights have masters in F32, and moments in F32 with them. Of no use when `dtype` is F32 anyway.
@@ -174,7 +176,7 @@ impl Model {
             sum_squares: None,
         };
         let dropout = rng.map(|rng| Dropping { p: spec.dropout, rng, n_sites: 0 });
-        let rows = RowContext::Documents { spans, dropout };
+        let rows = RowContext::Documents { spans, dropout, n_context: spec.n_context };
         let weights = self.train_values(&builder, &params);
         let context = [tokens, positions];
         let (shared, config) = (self.shared(), self.config());

@@ -22,12 +22,11 @@ impl TensorSource for ModelFiles {
         if self.has_tensor(name) {
             return self.tensor(name).map(Some);
         }
-        // The text part of a multimodal model.
-        let inner = name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
-        match inner.filter(|name| matches!(self, ModelFiles::Hf(_)) && self.has_tensor(name)) {
-            Some(name) => self.tensor(&name).map(Some),
-            None => Ok(None),
-        }
+        // The text part of a multimodal model, as new folders and old ones have it.
+        let new = name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
+        let inner = new.into_iter().chain([format!("language_model.{name}")]);
+        let is_there = |name: &String| matches!(self, ModelFiles::Hf(_)) && self.has_tensor(name);
+        inner.into_iter().find(is_there).map(|name| self.tensor(&name)).transpose()
     }
 
     fn name<'n>(&self, gguf_name: &'n str, hf_name: &'n str) -> &'n str {
@@ -83,7 +82,8 @@ pub(crate) struct WeightTable<'a> {
 impl<'a> WeightTable<'a> {
     pub(crate) fn new(config: &'a ModelConfig, source: &'a dyn TensorSource, own_names: HfNames) -> Self {
         let (weights, tensors) = (Vec::new(), Vec::new());
-        let (hf_names, derived, fixed, sites) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (hf_names, derived, fixed) = (Vec::new(), Vec::new(), Vec::new());
+        let sites = Vec::new();
         WeightTable { config, source, own_names, weights, tensors, hf_names, derived, fixed, sites }
     }
 
@@ -127,7 +127,7 @@ impl<'a> WeightTable<'a> {
         let (gguf, hf) = self.layer_tensor(layer, name, "weight");
         let weight = self.global(&gguf, &hf, &[n_out, n_in])?;
         let of_module = |name: &str| name.strip_suffix(".weight").unwrap_or(name).to_owned();
-        self.sites.push(LinearSite { module: of_module(&hf), gguf: of_module(&gguf), weight });
+        self.sites.push(LinearSite { module: of_module(&hf), gguf: of_module(&gguf), parts: vec![weight] });
         let bias = match has_bias {
             true => {
                 let (gguf, hf) = self.layer_tensor(layer, name, "bias");
@@ -138,6 +138,31 @@ impl<'a> WeightTable<'a> {
             false => None,
         };
         Ok(Linear { weight, bias })
+    }
+
+    /// Linear maps that are one tensor in the file: each gets a view of its rows, and the name that it would have by itself.
+    pub(crate) fn fused<const N: usize>(
+        &mut self,
+        layer: usize,
+        [gguf, hf]: [&str; 2],
+        parts: [(&str, usize); N],
+        n_in: usize,
+    ) -> Result<[Linear; N], ModelError> {
+        let (gguf, module) = (format!("blk.{layer}.{gguf}"), format!("model.layers.{layer}.{hf}"));
+        let names = [format!("{gguf}.weight"), format!("{module}.weight")];
+        let n_out = parts.iter().map(|(_, rows)| rows).sum();
+        let whole = self.find(&names[0], &names[1], &[n_out, n_in])?;
+        let whole = whole.ok_or_else(|| self.missing(&names[0], &names[1]))?;
+        let mut first = 0;
+        let mut maps = [Linear { weight: WeightId::from_idx(0), bias: None }; N];
+        for (map, (part, rows)) in maps.iter_mut().zip(parts) {
+            let tensor = rows_of(self.source.name(&names[0], &names[1]), &whole, first..first + rows)?;
+            let (gguf, hf) = self.layer_tensor(layer, part, "weight");
+            map.weight = self.push(&gguf, &hf, tensor);
+            first += rows;
+        }
+        self.sites.push(LinearSite { module, gguf, parts: maps.iter().map(|map| map.weight).collect() });
+        Ok(maps)
     }
 
     /// The factor on what a layer makes; 1 where the file has none. It is part of the graph, and a weight only so that it is
@@ -156,7 +181,17 @@ impl<'a> WeightTable<'a> {
 
     /// A tensor that is computed, not read.
     pub(crate) fn derived(&mut self, name: &str, values: &[f32]) -> Result<WeightId, ModelError> {
-        let tensor = HostTensor::from_f32(Shape::from([values.len()]), values)
+        self.derived_of(name, Shape::from([values.len()]), values)
+    }
+
+    /// The same of any shape.
+    pub(crate) fn derived_of(
+        &mut self,
+        name: &str,
+        shape: Shape,
+        values: &[f32],
+    ) -> Result<WeightId, ModelError> {
+        let tensor = HostTensor::from_f32(shape, values)
             .map_err(|source| ModelError::Tensor { name: name.into(), source })?;
         let id = self.push(name, name, tensor);
         self.derived.push(id);
@@ -211,6 +246,21 @@ impl<'a> WeightTable<'a> {
         self.tensors.push(tensor);
         WeightId::from_idx(self.weights.len() - 1)
     }
+}
+
+/// Rows of a matrix, over the same bytes.
+pub(crate) fn rows_of(
+    name: &str,
+    tensor: &HostTensor,
+    rows: std::ops::Range<usize>,
+) -> Result<HostTensor, ModelError> {
+    let wrap = |source| ModelError::Tensor { name: name.into(), source };
+    let n_cols = tensor.shape().dim_back(0);
+    let row_bytes = tensor.dtype().bytes_for(n_cols);
+    let bytes = row_bytes.and_then(|n| tensor.bytes().slice(rows.start * n..rows.end * n));
+    let bytes =
+        bytes.ok_or_else(|| ModelError::FusedRows { name: name.into(), dtype: tensor.dtype(), n_cols })?;
+    HostTensor::new(tensor.dtype(), Shape::from([rows.len(), n_cols]), bytes).map_err(wrap)
 }
 
 /// A vector as it is added to activations.

@@ -7,7 +7,7 @@ use refrain_graph::{Graph, Op, TrainOp, fuse, join_sums};
 use refrain_models::{TrainPhase, TrainSpec};
 use refrain_tensor::DType;
 
-const CASES: [&str; 9] = [
+const CASES: [&str; 13] = [
     "llama",
     "llama-tied",
     "mistral-window",
@@ -17,6 +17,10 @@ const CASES: [&str; 9] = [
     "gemma4-e2b",
     "gemma4-e4b",
     "gemma4-dense",
+    "gemma2",
+    "olmo2",
+    "granite",
+    "cohere2",
 ];
 
 #[test]

@@ -108,6 +108,7 @@ pub struct TrainData {
 pub fn train_spec(config: &TrainConfig) -> TrainSpec {
     TrainSpec {
         n_tokens: config.batch * config.context,
+        n_context: config.context,
         dtype: match config.dtype {
             Precision::F32 => DType::F32,
             Precision::Bf16 => DType::BF16,

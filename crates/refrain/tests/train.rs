@@ -13,6 +13,7 @@ const N_VOCAB: usize = 320;
 
 const SPEC: TrainSpec = TrainSpec {
     n_tokens: 2 * CONTEXT,
+    n_context: CONTEXT,
     dtype: DType::F32,
     masters: true,
     accumulates: false,

@@ -40,7 +40,18 @@ goldens!(
     "gemma4-e2b",
     "gemma4-e4b",
     "gemma4-dense",
-    "gemma4-heads"
+    "gemma4-heads",
+    "phi3",
+    "phi3-short",
+    "mistral3",
+    "gemma2",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "qwen3vl",
+    "glm4",
+    "cohere2"
 );
 
 pub fn model(case: &str) -> Arc<Model> {

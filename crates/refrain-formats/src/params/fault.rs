@@ -28,6 +28,17 @@ pub enum ParamsFault {
     RopeDims { dims: usize, head_dim: usize },
     #[error("rope scaling {} is not supported, {} are", quoted(found), super::RopeScaling::KNOWN)]
     RopeScaling { found: String },
+    #[error(
+        "{found} {name} factors for the rotary embedding, one for each pair of {dims} rotated elements is needed: {}",
+        dims / 2
+    )]
+    RopeFactors { name: &'static str, found: usize, dims: usize },
+    #[error("tensor {name:?}: {source}")]
+    RopeTensor { name: &'static str, source: refrain_tensor::TensorError },
+    #[error("longrope needs a list of short factors and one of long ones")]
+    NoRopeFactors,
+    #[error("{found} entries say which layers are rotated, there are {n_layers} layers")]
+    Unrotated { found: usize, n_layers: usize },
     #[error("activation {} is not supported for {arch}, {expected} is", quoted(found))]
     Activation { arch: Arch, found: String, expected: &'static str },
     #[error("{what} is not supported")]
@@ -77,6 +88,10 @@ impl ParamsFault {
             | F::Heads { .. }
             | F::HeadDim { .. }
             | F::RopeDims { .. }
+            | F::RopeFactors { .. }
+            | F::NoRopeFactors
+            | F::RopeTensor { .. }
+            | F::Unrotated { .. }
             | F::LayerTypes { .. }
             | F::LayerSizes { .. }
             | F::SharedKv { .. }

@@ -9,7 +9,7 @@ mod write; // to GGUF metadata and config.json
 
 pub use fault::ParamsFault;
 pub use generation::GenerationDefaults;
-pub use rope::{Rope, RopeScaling, RopeStyle, Yarn};
+pub use rope::{LongRope, Rope, RopeScaling, RopeStyle, Yarn};
 
 use std::fmt;
 
@@ -26,11 +26,45 @@ pub enum Arch {
     Gemma3,
     /// Gemma 4, the text part of its dense models.
     Gemma4,
+    /// Gemma 2.
+    Gemma2,
+    /// Phi 3, 3.5 and 4.
+    Phi3,
+    /// Ministral 3.
+    Mistral3,
+    /// SmolLM 3.
+    SmolLm3,
+    /// OLMo 2 and 3.
+    Olmo2,
+    /// Granite 3, dense.
+    Granite,
+    /// GLM 4 of April 2025.
+    Glm4,
+    /// Command R7B and Command A.
+    Cohere2,
 }
 
 impl Arch {
     /// Every architecture.
-    pub const ALL: [Arch; 5] = [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Gemma3, Arch::Gemma4];
+    pub const ALL: [Arch; 13] = [
+        Arch::Llama,
+        Arch::Qwen2,
+        Arch::Qwen3,
+        Arch::Gemma3,
+        Arch::Gemma4,
+        Arch::Gemma2,
+        Arch::Phi3,
+        Arch::Mistral3,
+        Arch::SmolLm3,
+        Arch::Olmo2,
+        Arch::Granite,
+        Arch::Glm4,
+        Arch::Cohere2,
+    ];
+
+    /// Other names in GGUF files. The text part of Qwen 3 VL is Qwen 3: rotations by three coordinates are those by one
+    /// where all three are the same.
+    const ALIASES: [(&str, Arch); 1] = [("qwen3vl", Arch::Qwen3)];
 
     /// The name, as GGUF files spell it.
     pub const fn name(self) -> &'static str {
@@ -40,12 +74,55 @@ impl Arch {
             Arch::Qwen3 => "qwen3",
             Arch::Gemma3 => "gemma3",
             Arch::Gemma4 => "gemma4",
+            Arch::Gemma2 => "gemma2",
+            Arch::Phi3 => "phi3",
+            Arch::Mistral3 => "mistral3",
+            Arch::SmolLm3 => "smollm3",
+            Arch::Olmo2 => "olmo2",
+            Arch::Granite => "granite",
+            Arch::Glm4 => "glm4",
+            Arch::Cohere2 => "cohere2",
+        }
+    }
+
+    /// Whether it is one of the Gemma family: GeGLU, and an embedding that is scaled.
+    pub const fn is_gemma(self) -> bool {
+        matches!(self, Arch::Gemma2 | Arch::Gemma3 | Arch::Gemma4)
+    }
+
+    /// Whether GGUF files store the rows of queries and keys so that elements that are rotated together are neighbours,
+    /// while Hugging Face folders store them half a head apart.
+    pub const fn is_joined_in_gguf(self) -> bool {
+        matches!(self, Arch::Llama | Arch::Mistral3 | Arch::SmolLm3 | Arch::Granite)
+    }
+
+    /// Which elements Hugging Face folders rotate together.
+    pub const fn hf_rope_style(self) -> RopeStyle {
+        match self {
+            Arch::Glm4 | Arch::Cohere2 => RopeStyle::Norm,
+            _ => RopeStyle::Neox,
+        }
+    }
+
+    /// Which elements GGUF files rotate together.
+    pub const fn gguf_rope_style(self) -> RopeStyle {
+        if self.is_joined_in_gguf() { RopeStyle::Norm } else { self.hf_rope_style() }
+    }
+
+    /// Every how many layers one sees all, where there is a window and nothing else is said; 0 where all slide.
+    pub(crate) const fn usual_period(self) -> usize {
+        match self {
+            Arch::Gemma3 | Arch::Gemma4 => 6,
+            Arch::Olmo2 | Arch::Cohere2 => 4,
+            Arch::Gemma2 => 2,
+            _ => 0,
         }
     }
 
     /// The architecture that GGUF files call so.
     pub fn from_name(name: &str) -> Option<Arch> {
-        Arch::ALL.into_iter().find(|a| a.name() == name)
+        let alias = Arch::ALIASES.into_iter().find(|(alias, _)| *alias == name).map(|(_, arch)| arch);
+        Arch::ALL.into_iter().find(|a| a.name() == name).or(alias)
     }
 
     pub(crate) fn known() -> String {
@@ -66,6 +143,25 @@ pub enum Activation {
     Silu,
     /// GELU by the tanh formula.
     GeluTanh,
+}
+
+/// How rows are normed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormKind {
+    /// Divided by their root mean square.
+    Rms,
+    /// The same after their mean is subtracted: layer norm without biases.
+    Layer,
+}
+
+/// Queries that grow with their position, so that attention stays sharp over long texts: `1 + beta * ln(1 + p)` for the
+/// `p`-th repetition of the original context, from 0.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryTemperature {
+    /// Weight of the logarithm.
+    pub beta: f32,
+    /// Context of the first training.
+    pub n_original_context: usize,
 }
 
 /// What a layer attends to.
@@ -118,7 +214,9 @@ pub struct ModelConfig {
     pub n_kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Added to the mean square in RMS norms.
+    /// How rows are normed.
+    pub norm: NormKind,
+    /// Added to the mean square in norms.
     pub norm_eps: f32,
     /// Added to the weights of RMS norms: 1 where the file stores them less one (Gemma in safetensors), else 0.
     pub norm_offset: f32,
@@ -150,6 +248,16 @@ pub struct ModelConfig {
     pub final_softcap: Option<f32>,
     /// Factor on the embedding.
     pub embedding_scale: f32,
+    /// Factor on what a branch adds to the residual.
+    pub residual_scale: f32,
+    /// Factor on the logits.
+    pub logit_scale: f32,
+    /// Layers whose queries and keys are not rotated; empty when all are.
+    pub unrotated: Vec<bool>,
+    /// Factor on queries by their position, where there is one.
+    pub query_temperature: Option<QueryTemperature>,
+    /// Divisors of the frequencies of [`RopeScaling::Long`].
+    pub long_rope: Option<LongRope>,
     /// First token of a text, where the model wants one.
     pub bos: Option<u32>,
     /// Tokens that end a text or a turn.
@@ -202,6 +310,11 @@ impl ModelConfig {
         }
     }
 
+    /// Whether layer `layer_idx` rotates its queries and keys.
+    pub fn rotates(&self, layer_idx: usize) -> bool {
+        !self.unrotated.get(layer_idx).copied().unwrap_or(false)
+    }
+
     /// The base of the rotary embedding in layer `layer_idx`.
     pub fn rope_theta(&self, layer_idx: usize) -> f32 {
         match (self.layer(layer_idx), self.rope.local_theta) {
@@ -240,9 +353,12 @@ impl ModelConfig {
         check_number("the norm epsilon", self.norm_eps, 0.0, 1.0)?;
         check_number("the attention scale", self.attn_scale, 0.0, 1e6)?;
         check_number("the embedding scale", self.embedding_scale, 0.0, 1e6)?;
+        check_number("the residual scale", self.residual_scale, 0.0, 1e6)?;
+        check_number("the logit scale", self.logit_scale, 0.0, 1e6)?;
         check_number("the attention softcap", self.attn_softcap.unwrap_or(1.0), 0.0, 1e9)?;
         check_number("the final softcap", self.final_softcap.unwrap_or(1.0), 0.0, 1e9)?;
         self.rope.validate()?;
+        self.validate_rotations()?;
         if self.layers.len() != self.n_layers {
             return Err(ParamsFault::LayerTypes { found: self.layers.len(), n_layers: self.n_layers });
         }
@@ -251,6 +367,25 @@ impl ModelConfig {
         }
         self.validate_layers()?;
         Ok(self)
+    }
+
+    /// Refuses lists about rotations of another length than they are about.
+    fn validate_rotations(&self) -> Result<(), ParamsFault> {
+        if let Some(temperature) = self.query_temperature {
+            check_number("the query temperature", temperature.beta, 0.0, 1e6)?;
+            check_range("the original context length", temperature.n_original_context, 1 << 31)?;
+            // A table has a factor for each position.
+            check_range("the context length of queries with a temperature", self.n_context, 1 << 24)?;
+        }
+        if !self.unrotated.is_empty() && self.unrotated.len() != self.n_layers {
+            let (found, n_layers) = (self.unrotated.len(), self.n_layers);
+            return Err(ParamsFault::Unrotated { found, n_layers });
+        }
+        match (&self.long_rope, self.rope.scaling) {
+            (Some(factors), RopeScaling::Long { .. }) => factors.validate(self.rope.dims),
+            (None, RopeScaling::Long { .. }) => Err(ParamsFault::NoRopeFactors),
+            (_, _) => Ok(()),
+        }
     }
 
     /// Refuses layers that do not fit together.
@@ -310,6 +445,11 @@ fn checked_layers(n_layers: usize) -> Result<usize, ParamsFault> {
 fn every_nth_full(n_layers: usize, period: usize) -> Vec<LayerAttention> {
     let is_full = |layer: usize| period != 0 && (layer + 1).is_multiple_of(period);
     (0..n_layers).map(|l| if is_full(l) { LayerAttention::Full } else { LayerAttention::Sliding }).collect()
+}
+
+/// Which layers are not rotated, or nothing where all are rotated.
+fn unless_all_rotate(unrotated: Vec<bool>) -> Vec<bool> {
+    if unrotated.contains(&true) { unrotated } else { Vec::new() }
 }
 
 /// The sizes of layers, or nothing where all are alike.

@@ -4,8 +4,8 @@ use crate::common::{llama_config, refused, write_safetensors};
 use refrain_formats::FormatError;
 use refrain_formats::hf::{HfFolder, JsonObject};
 use refrain_formats::params::{
-    Activation, Arch, GenerationDefaults, LayerAttention, ModelConfig, PerLayerEmbedding, RopeScaling,
-    RopeStyle, Yarn,
+    Activation, Arch, GenerationDefaults, LayerAttention, ModelConfig, NormKind, PerLayerEmbedding,
+    QueryTemperature, RopeScaling, RopeStyle, Yarn,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -230,7 +230,8 @@ fn configurations_that_cannot_be_run_are_refused() {
     let set = |changes: Value| refused(parse(with(changes)));
     assert_eq!(
         set(json!({ "architectures": ["MambaForCausalLM"] })),
-        "config.json: unknown architecture \"MambaForCausalLM\", known are llama, qwen2, qwen3, gemma3, gemma4"
+        "config.json: unknown architecture \"MambaForCausalLM\", known are \
+         llama, qwen2, qwen3, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2"
     );
     assert!(
         set(json!({ "architectures": ["LlamaForSequenceClassification"] })).contains("unknown architecture")
@@ -269,6 +270,122 @@ fn configurations_that_cannot_be_run_are_refused() {
     let mut both_ways = gemma();
     both_ways["use_bidirectional_attention"] = json!(true);
     assert!(refused(parse(both_ways)).contains("attention to later tokens is not supported"));
+}
+
+/// The tiny llama as a class of another name.
+fn class(class: &str, changes: Value) -> Value {
+    let mut config = with(json!({ "architectures": [class], "model_type": null }));
+    changes.as_object().unwrap().iter().for_each(|(k, v)| config[k] = v.clone());
+    config
+}
+
+#[test]
+fn phi_3_has_factors_for_short_and_long_texts() {
+    let of = |rope: Value| {
+        class(
+            "Phi3ForCausalLM",
+            json!({
+                "rope_scaling": rope, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5,
+                "sliding_window": null
+            }),
+        )
+    };
+    let factors = json!({ "short_factor": [1, 1, 1, 2.5], "long_factor": [1.5, 2, 3, 4] });
+    for name in ["longrope", "su", "yarn"] {
+        let mut rope = factors.clone();
+        rope["type"] = json!(name);
+        let c = parse(of(rope)).unwrap();
+        assert_eq!((c.arch, c.rope.dims, c.sliding_window), (Arch::Phi3, 8, None));
+        let RopeScaling::Long { n_original_context, attention_factor } = c.rope.scaling else {
+            panic!("{name}: {:?}", c.rope.scaling)
+        };
+        // The root of one and the quotient of two logarithms: 256 over 64 tokens.
+        assert_eq!(n_original_context, 64);
+        assert!((attention_factor - (4f32 / 3.0).sqrt()).abs() < 1e-6, "{attention_factor}");
+        assert_eq!(c.long_rope.unwrap().short, [1.0, 1.0, 1.0, 2.5]);
+    }
+    let refusal = |key: &str, value: Value| {
+        let mut rope = factors.clone();
+        (rope["type"], rope[key]) = (json!("longrope"), value);
+        refused(parse(of(rope)))
+    };
+    assert!(refusal("long_factor", json!([1.0, 2.0])).contains("2 long factors"));
+    assert!(
+        refusal("short_factor", json!([1.0, 2.0, 3.0, 0.0])).contains("a divisor of rotary frequencies is 0")
+    );
+    assert!(refusal("short_factor", json!("1")).contains("expected an array of numbers, found a string"));
+    assert!(refusal("long_factor", Value::Null).contains("longrope needs a list of short factors"));
+}
+
+#[test]
+fn families_have_their_own_defaults_windows_and_factors() {
+    let gemma2 = json!({
+        "hidden_act": null, "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 4, "head_dim": 16,
+        "query_pre_attn_scalar": 24, "sliding_window": 8
+    });
+    let c = parse(class("Gemma2ForCausalLM", gemma2)).unwrap();
+    assert_eq!((c.attn_softcap, c.final_softcap, c.norm_offset), (Some(50.0), Some(30.0), 1.0));
+    assert_eq!([0, 1, 2, 3].map(|layer| c.window(layer)), [Some(8), None, Some(8), None]);
+    assert!(!c.qk_norm);
+
+    let c = parse(class("SmolLM3ForCausalLM", json!({ "num_hidden_layers": 5 }))).unwrap();
+    assert_eq!(c.unrotated, [false, false, false, true, false]);
+    let c = parse(class("SmolLM3ForCausalLM", json!({ "no_rope_layers": [0, 1, 1] }))).unwrap();
+    assert_eq!([0, 1].map(|layer| c.rotates(layer)), [false, true]);
+    let short = refused(parse(class("SmolLM3ForCausalLM", json!({ "no_rope_layers": [1] }))));
+    assert!(short.contains("1 entries say which layers are rotated, there are 2 layers"), "{short}");
+
+    let olmo = json!({ "num_hidden_layers": 4, "rope_scaling": { "type": "yarn", "factor": 8.0 } });
+    let c = parse(class("Olmo3ForCausalLM", olmo)).unwrap();
+    assert_eq!((c.arch, c.window(2), c.window(3)), (Arch::Olmo2, Some(4096), None));
+    assert_eq!(c.rope_scaling(2), RopeScaling::None);
+    assert!(matches!(c.rope_scaling(3), RopeScaling::Yarn(_)));
+
+    let scales = json!({
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.0156, "residual_multiplier": 0.22,
+        "logits_scaling": 8.0
+    });
+    let c = parse(class("GraniteForCausalLM", scales)).unwrap();
+    let scales = (c.embedding_scale, c.attn_scale, c.residual_scale, c.logit_scale);
+    assert_eq!(scales, (12.0, 0.0156, 0.22, 0.125));
+    let zero = refused(parse(class("GraniteForCausalLM", json!({ "residual_multiplier": 0 }))));
+    assert!(zero.contains("the residual scale is 0"), "{zero}");
+
+    let c = parse(class("Glm4ForCausalLM", json!({ "head_dim": 16, "attention_bias": null }))).unwrap();
+    assert_eq!(
+        (c.rope.dims, c.rope.style, c.qkv_bias, c.attn_output_bias),
+        (8, RopeStyle::Norm, true, false)
+    );
+
+    let command = json!({ "num_hidden_layers": 4, "layer_norm_eps": 1e-4, "sliding_window_pattern": 2 });
+    let c = parse(class("Cohere2ForCausalLM", command)).unwrap();
+    assert_eq!((c.norm, c.norm_eps, c.logit_scale), (NormKind::Layer, 1e-4, 0.0625));
+    assert_eq!(c.unrotated, [false, true, false, true]);
+}
+
+#[test]
+fn ministral_3_has_queries_that_grow_with_their_position() {
+    let rope = json!({
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1
+    });
+    let text = class("Ministral3ForCausalLM", json!({ "rope_theta": null, "rope_parameters": rope }));
+    let c = parse(text.clone()).unwrap();
+    assert_eq!(c.query_temperature, Some(QueryTemperature { beta: 0.1, n_original_context: 64 }));
+    assert_eq!((c.arch, c.rope.scaling.magnitude()), (Arch::Mistral3, 1.0));
+    // As the text part of a model with a tower; what the inner object leaves out the outer one says.
+    let mut inner = text;
+    (inner["architectures"], inner["model_type"]) = (Value::Null, json!("ministral3"));
+    inner["tie_word_embeddings"] = Value::Null;
+    let whole = json!({
+        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": inner,
+        "vision_config": {}, "tie_word_embeddings": true
+    });
+    let c = parse(whole).unwrap();
+    assert_eq!((c.left_out, c.tied_embeddings, c.arch), (vec!["images"], true, Arch::Mistral3));
+    let huge = json!({ "rope_theta": null, "rope_parameters": rope, "max_position_embeddings": 1u64 << 30 });
+    let huge = refused(parse(class("Ministral3ForCausalLM", huge)));
+    assert!(huge.contains("the context length of queries with a temperature is 1073741824"), "{huge}");
 }
 
 #[test]

@@ -26,15 +26,27 @@ impl FeedForward {
     pub(crate) fn gated(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
         let c = w.config;
         let ffn = c.layer_sizes(layer).ffn;
-        Ok(FeedForward::Gated(GatedFfn {
-            function: match c.activation {
-                Activation::Silu => Gate::Silu,
-                Activation::GeluTanh => Gate::GeluTanh,
-            },
-            gate: w.linear(layer, "ffn_gate", [ffn, c.hidden], c.ffn_bias)?,
-            up: w.linear(layer, "ffn_up", [ffn, c.hidden], c.ffn_bias)?,
-            down: w.linear(layer, "ffn_down", [c.hidden, ffn], c.ffn_bias)?,
-        }))
+        let gate = w.linear(layer, "ffn_gate", [ffn, c.hidden], c.ffn_bias)?;
+        let up = w.linear(layer, "ffn_up", [ffn, c.hidden], c.ffn_bias)?;
+        FeedForward::of(w, layer, [gate, up])
+    }
+
+    /// The same with the gate and what is gated as one tensor in the file, in this order.
+    pub(crate) fn fused(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
+        let ffn = w.config.layer_sizes(layer).ffn;
+        let parts = [("ffn_gate", ffn), ("ffn_up", ffn)];
+        let maps = w.fused(layer, ["ffn_up", "mlp.gate_up_proj"], parts, w.config.hidden)?;
+        FeedForward::of(w, layer, maps)
+    }
+
+    fn of(w: &mut WeightTable<'_>, layer: usize, [gate, up]: [Linear; 2]) -> Result<FeedForward, ModelError> {
+        let c = w.config;
+        let function = match c.activation {
+            Activation::Silu => Gate::Silu,
+            Activation::GeluTanh => Gate::GeluTanh,
+        };
+        let down = w.linear(layer, "ffn_down", [c.hidden, c.layer_sizes(layer).ffn], c.ffn_bias)?;
+        Ok(FeedForward::Gated(GatedFfn { function, gate, up, down }))
     }
 
     /// `h[n_tokens, hidden]` -> the same.

@@ -6,7 +6,7 @@
 mod attention; // queries, keys and values over a cache or among rows
 mod ffn; // feed-forward parts
 
-pub(crate) use attention::{Attention, HeadNorm, KeysValues};
+pub(crate) use attention::{Attention, HeadNorm, KeysValues, NormSpan};
 pub(crate) use ffn::FeedForward;
 
 use crate::error::ModelError;
@@ -29,6 +29,8 @@ pub(crate) struct Decoder {
 #[derive(Debug)]
 pub(crate) struct Block {
     pub norms: Norms,
+    /// Whether the feed-forward part gets the rows that the mixer gets.
+    pub parallel: bool,
     pub mixer: Mixer,
     pub ffn: FeedForward,
     /// A third branch, from this layer's slice of [`Decoder::layer_inputs`].
@@ -48,8 +50,12 @@ pub(crate) enum Mixer {
 pub(crate) enum Placement {
     /// What enters a branch: `x + f(norm(x))`.
     Pre,
+    /// What a branch adds: `x + norm(f(x))`.
+    Post,
     /// Both ends of a branch: `x + norm(f(norm(x)))`.
     Sandwich,
+    /// What enters both branches, which run beside each other: `x + f(norm(x)) + g(norm(x))`.
+    Parallel,
 }
 
 /// The norms of a layer, each `[hidden]`.
@@ -67,7 +73,7 @@ impl Placement {
     }
 
     fn after(self) -> bool {
-        matches!(self, Placement::Sandwich)
+        matches!(self, Placement::Post | Placement::Sandwich)
     }
 }
 
@@ -105,30 +111,34 @@ impl Block {
         ffn: impl FnOnce(&mut WeightTable<'_>, usize) -> Result<FeedForward, ModelError>,
     ) -> Result<Block, ModelError> {
         let hidden = w.config.hidden;
+        let parallel = placement == Placement::Parallel;
         let norm = |w: &mut WeightTable<'_>, name: &str, is_there: bool| match is_there {
             true => w.norm(layer, name, hidden).map(Some),
             false => Ok(None),
         };
-        let before_mixer = norm(w, "attn_norm", placement.before())?;
+        let before_mixer = norm(w, "attn_norm", placement.before() || parallel)?;
         let mixer = mixer(w, layer)?;
         let after_mixer = norm(w, "post_attention_norm", placement.after())?;
         let before_ffn = norm(w, "ffn_norm", placement.before())?;
         let ffn = ffn(w, layer)?;
         let after_ffn = norm(w, "post_ffw_norm", placement.after())?;
         let norms = Norms { before_mixer, after_mixer, before_ffn, after_ffn };
-        Ok(Block { norms, mixer, ffn, input: None, output_scale: 1.0 })
+        Ok(Block { norms, parallel, mixer, ffn, input: None, output_scale: 1.0 })
     }
 
     pub(crate) fn build(&self, step: &mut Step<'_>, layer: usize, x: ValueId) -> Result<ValueId, GraphError> {
         let norms = &self.norms;
-        let h = step.maybe_norm(x, norms.before_mixer, "attn_norm")?;
-        let h = self.mixer.build(step, layer, h)?;
-        let h = step.maybe_norm(h, norms.after_mixer, "post_attn_norm")?;
+        let mixed = step.residual_norm(x, norms.before_mixer, "attn_norm")?;
+        let h = self.mixer.build(step, layer, mixed)?;
+        let h = step.branch_norm(h, norms.after_mixer, "post_attn_norm")?;
         let x = step.join(x, h)?;
 
-        let h = step.maybe_norm(x, norms.before_ffn, "ffn_norm")?;
+        let h = match self.parallel {
+            true => mixed,
+            false => step.residual_norm(x, norms.before_ffn, "ffn_norm")?,
+        };
         let h = self.ffn.build(step, h)?;
-        let h = step.maybe_norm(h, norms.after_ffn, "post_ffn_norm")?;
+        let h = step.branch_norm(h, norms.after_ffn, "post_ffn_norm")?;
         let x = step.join(x, h)?;
 
         let x = match &self.input {

@@ -2,7 +2,7 @@
 
 use super::folder;
 use refrain_formats::ModelFiles;
-use refrain_formats::gguf::{Gguf, GgufWriter};
+use refrain_formats::gguf::{Array, Gguf, GgufWriter};
 use refrain_tensor::{Bytes, DType, Shape};
 use serde_json::Value;
 
@@ -19,6 +19,8 @@ pub(crate) struct Tensor {
 pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> ModelFiles {
     let config: Value =
         serde_json::from_slice(&std::fs::read(folder(case).join("config.json")).unwrap()).unwrap();
+    // Of a multimodal model the text part: its towers go to a file of their own.
+    let config = config.get("text_config").unwrap_or(&config).clone();
     let arch = case_arch(case);
     let mut writer = GgufWriter::new();
     metadata(&mut writer, arch, &config);
@@ -35,8 +37,9 @@ pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> Mode
 
 fn case_arch(case: &str) -> &str {
     match case.split('-').next() {
-        // Files of Mistral say llama.
+        // Files of Mistral say llama, those of OLMo 3 its predecessor's name.
         Some("mistral") => "llama",
+        Some("olmo3") => "olmo2",
         Some(arch) => arch,
         None => case,
     }
@@ -60,13 +63,38 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     if alike {
         set("attention.head_count_kv", number("num_key_value_heads").into());
     }
-    set("attention.layer_norm_rms_epsilon", (config["rms_norm_eps"].as_f64().unwrap() as f32).into());
+    let float = |value: &Value| value.as_f64().unwrap() as f32;
+    match arch {
+        "cohere2" => set("attention.layer_norm_epsilon", float(&config["layer_norm_eps"]).into()),
+        _ => set("attention.layer_norm_rms_epsilon", float(&config["rms_norm_eps"]).into()),
+    }
     if let Some(dim) = config["head_dim"].as_u64().filter(|_| alike) {
         set("attention.key_length", (dim as u32).into());
         set("attention.value_length", (dim as u32).into());
     }
     if let Some(window) = config["sliding_window"].as_u64() {
         set("attention.sliding_window", (window as u32).into());
+    }
+    // Converters write 0 for Phi 3 without a window, and no pattern but for OLMo 3.
+    if arch == "phi3" && config["sliding_window"].is_null() {
+        set("attention.sliding_window", 0u32.into());
+    }
+    if arch == "olmo2" && config["sliding_window"].is_u64() {
+        let slides = Array::Bool(slides(config).into());
+        set("attention.sliding_window_pattern", refrain_formats::gguf::Value::Array(slides));
+    }
+    for (key, name) in [
+        ("embedding_multiplier", "embedding_scale"),
+        ("attention_multiplier", "attention.scale"),
+        ("residual_multiplier", "residual_scale"),
+        ("logits_scaling", "logit_scale"),
+        ("logit_scale", "logit_scale"),
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "final_logit_softcapping"),
+    ] {
+        if config[key].is_f64() && arch != "gemma4" {
+            set(name, float(&config[key]).into());
+        }
     }
     if let Some(scalar) = config["query_pre_attn_scalar"].as_f64() {
         set("attention.scale", (scalar.powf(-0.5) as f32).into());
@@ -79,9 +107,30 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
         set("rope.scaling.type", kind.into());
         set("rope.scaling.factor", (rope["factor"].as_f64().unwrap() as f32).into());
     }
-    if rope["rope_type"] == "yarn" {
-        let original = rope["original_max_position_embeddings"].as_u64().unwrap() as u32;
-        set("rope.scaling.original_context_length", original.into());
+    if let Some(original) =
+        rope["original_max_position_embeddings"].as_u64().filter(|_| rope["rope_type"] != "llama3")
+    {
+        set("rope.scaling.original_context_length", (original as u32).into());
+    }
+    if let Some(factor) = rope["attention_factor"].as_f64() {
+        set("rope.scaling.yarn_attn_factor", (factor as f32).into());
+    }
+    if let Some(multiplier) = rope["mscale_all_dim"].as_f64() {
+        set("rope.scaling.yarn_log_multiplier", (multiplier as f32).into());
+    }
+    if let Some(beta) = rope["llama_4_scaling_beta"].as_f64() {
+        set("attention.temperature_scale", (beta as f32).into());
+    }
+    let head_dim = config["head_dim"].as_u64();
+    let head_dim =
+        head_dim.unwrap_or_else(|| u64::from(number("hidden_size") / number("num_attention_heads")));
+    if let Some(share) = rope["partial_rotary_factor"].as_f64().filter(|_| alike) {
+        set("rope.dimension_count", ((head_dim as f64 * share) as u32).into());
+    }
+    if rope["rope_type"] == "longrope" {
+        let original = rope["original_max_position_embeddings"].as_f64().unwrap();
+        let ratio = f64::from(number("max_position_embeddings")) / original;
+        set("rope.scaling.attn_factor", ((1.0 + ratio.ln() / original.ln()).sqrt() as f32).into());
     }
 }
 
@@ -99,7 +148,7 @@ fn layer_size(config: &Value, layer: usize, key: &str) -> u32 {
 
 /// What differs between layers: sizes of layers that see all have the plain names.
 fn gemma4_metadata(writer: &mut GgufWriter, config: &Value) {
-    use refrain_formats::gguf::{Array, Value as Meta};
+    use refrain_formats::gguf::Value as Meta;
     let mut set = |key: &str, value: Meta| {
         writer.set(&format!("gemma4.{key}"), value).unwrap();
     };
@@ -143,17 +192,21 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
     let n_heads = |key: &str| config[key].as_u64().unwrap() as usize;
     let mut tensors = Vec::new();
     for info in files.tensors() {
+        if info.name().starts_with("model.visual.") {
+            continue;
+        }
         let tensor = files.tensor(info.name()).unwrap();
         let dims = tensor.shape().dims().to_vec();
         let mut values = tensor.to_f32().unwrap();
         let name = gguf_name(info.name(), arch);
-        if arch == "gemma3" && name.ends_with("norm.weight") {
+        if matches!(arch, "gemma2" | "gemma3") && name.ends_with("norm.weight") {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
-        if arch == "llama" && name.ends_with("attn_q.weight") {
+        let is_joined = matches!(arch, "llama" | "mistral3" | "smollm3" | "granite");
+        if is_joined && name.ends_with("attn_q.weight") {
             values = neighbours(&values, n_heads("num_attention_heads"), dims[0], dims[1]);
         }
-        if arch == "llama" && name.ends_with("attn_k.weight") {
+        if is_joined && name.ends_with("attn_k.weight") {
             values = neighbours(&values, n_heads("num_key_value_heads"), dims[0], dims[1]);
         }
         tensors.push(float(&name, dims, &values));
@@ -161,6 +214,13 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
     if arch == "gemma4" {
         let divisors = gemma4_divisors(config);
         tensors.push(float("rope_freqs.weight", vec![divisors.len()], &divisors));
+    }
+    if config["rope_parameters"]["rope_type"] == "longrope" {
+        for kind in ["long", "short"] {
+            let factors = config["rope_parameters"][format!("{kind}_factor")].as_array().unwrap();
+            let factors: Vec<f32> = factors.iter().map(|f| f.as_f64().unwrap() as f32).collect();
+            tensors.push(float(&format!("rope_factors_{kind}.weight"), vec![factors.len()], &factors));
+        }
     }
     if config["rope_parameters"]["rope_type"] == "llama3" {
         let factors = llama3_factors(&config["rope_parameters"], n_heads("head_dim"));
@@ -200,7 +260,8 @@ fn llama3_factors(rope: &Value, head_dim: usize) -> Vec<f32> {
 }
 
 fn gguf_name(hf: &str, arch: &str) -> String {
-    match hf {
+    let hf = &hf.replace("model.language_model.", "model.");
+    match hf.as_str() {
         "model.embed_tokens.weight" => return "token_embd.weight".into(),
         "model.norm.weight" => return "output_norm.weight".into(),
         "lm_head.weight" => return "output.weight".into(),
@@ -224,7 +285,11 @@ fn gguf_name(hf: &str, arch: &str) -> String {
         "per_layer_input_gate" => "inp_gate",
         "per_layer_projection" => "proj",
         "post_per_layer_input_norm" => "post_norm",
-        "post_attention_layernorm" if arch.starts_with("gemma") => "post_attention_norm",
+        "self_attn.qkv_proj" => "attn_qkv",
+        "mlp.gate_up_proj" => "ffn_up",
+        "post_self_attn_layernorm" => "post_attention_norm",
+        "post_mlp_layernorm" => "post_ffw_norm",
+        "post_attention_layernorm" if arch.starts_with("gemma") || arch == "olmo2" => "post_attention_norm",
         "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
         "post_feedforward_layernorm" => "post_ffw_norm",
         "mlp.gate_proj" => "ffn_gate",

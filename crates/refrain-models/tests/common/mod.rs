@@ -13,7 +13,7 @@ use safetensors::SafeTensors;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(crate) const CASES: [&str; 13] = [
+pub(crate) const CASES: [&str; 24] = [
     "llama",
     "llama-rope3",
     "llama-tied",
@@ -27,6 +27,17 @@ pub(crate) const CASES: [&str; 13] = [
     "gemma4-e4b",
     "gemma4-dense",
     "gemma4-heads",
+    "phi3",
+    "phi3-short",
+    "mistral3",
+    "gemma2",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "qwen3vl",
+    "glm4",
+    "cohere2",
 ];
 
 pub(crate) struct Golden {
