@@ -10,7 +10,7 @@ use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, StateKind, Step, 
 use refrain_kernels::{Edits, Kernels, PACKED_DTYPES, packed_bytes};
 use refrain_tensor::{DType, HostTensor};
 
-use crate::error::CudaError;
+use crate::error::{CudaError, MemoryRefusal};
 use crate::feed::{EDIT_BYTES, FEED_BYTES, RING_BYTES, RING_ENTRIES, payload_bytes};
 use crate::progress::{LoadEvent, LoadListener};
 use crate::queue::MAX_QUEUED;
@@ -307,7 +307,7 @@ pub(crate) struct Kept {
 
 impl Kept {
     /// Bytes that a new plan takes over.
-    fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.places.kept_bytes(self.weights.is_some())
     }
 }
@@ -385,17 +385,14 @@ pub(crate) fn fitting_room(
     if fits(&needed) {
         return Ok(needed);
     }
-    let (accounting, device) = (places.accounting(&needed), ctx.device());
-    Err(CudaError::DoesNotFit {
-        need_bytes: accounting.total(),
-        weight_bytes: accounting.weight_bytes,
-        kv_bytes: accounting.kv_bytes,
-        arena_bytes: accounting.arena_bytes,
-        workspace_bytes: accounting.workspace_bytes,
+    let device = ctx.device();
+    Err(CudaError::DoesNotFit(Box::new(MemoryRefusal {
+        need: places.accounting(&needed),
         free_bytes: free_bytes.saturating_add(taken_over),
         total_bytes,
         device: format!("{}:{}", device.backend(), device.ordinal()),
-    })
+        others: Vec::new(),
+    })))
 }
 
 impl Resident {

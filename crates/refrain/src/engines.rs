@@ -96,7 +96,7 @@ impl Engines {
                 Err(error) => return Err(error.into()),
             }
         }
-        let made = make_engine(weights, &Room::of_one(context), options, &mut known.packed)?;
+        let made = make_engine(weights, name, &Room::of_one(context), options, &mut known.packed)?;
         let sequence = made.engine.open(context)?;
         known.engines.push((key, made.engine.downgrade(), made.monitor.clone(), made.table));
         Ok((made, sequence))
@@ -133,7 +133,7 @@ pub(crate) fn lone_engine(
     room: impl FnOnce(usize) -> Room,
 ) -> Result<(MonitoredEngine, Room), Error> {
     let room = room(check(weights, name, options)?);
-    Ok((make_engine(weights, &room, options, &mut Weak::new())?, room))
+    Ok((make_engine(weights, name, &room, options, &mut Weak::new())?, room))
 }
 
 /// The context that is asked for.
@@ -151,6 +151,7 @@ fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize,
 
 fn make_engine(
     weights: &Arc<Model>,
+    name: &str,
     room: &Room,
     options: &SessionOptions,
     packed: &mut Weak<CpuWeights>,
@@ -178,7 +179,7 @@ fn make_engine(
     };
     let ahead = options.ahead.unwrap_or(cuda.ahead);
     let (on_load, verify_every) = (options.on_load.clone(), options.verify_every);
-    let mut cuda = CudaOptions { ahead, on_load, verify_every, ..cuda };
+    let mut cuda = CudaOptions { model: name.to_owned(), ahead, on_load, verify_every, ..cuda };
     if options.graph_choice.as_ref().is_some_and(Choice::avoids_capture) {
         // A library's calls become nodes by a capture, so they are left out too.
         (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);
