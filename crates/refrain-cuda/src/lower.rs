@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{
-    Binary, BufferId, NodeId, Op, Operand, Place, Plan, Query, RopeAppend, Sample, Step, Support, TensorType,
+    Binary, BufferId, NodeId, Op, Operand, Place, Plan, Query, RopeAppend, Step, Support, TensorType,
     TrainOp,
 };
 use refrain_kernels::{
@@ -95,7 +95,6 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
                 "heads have an even number of elements, at most 512",
             )),
         Op::Moe(_) | Op::Recurrent(_) => Some("no kernel yet"),
-        Op::Sample(Sample { masked: true, .. }) => Some("no kernel applies a mask yet"),
         Op::Sample(_) => no(ins[0].dtype != DType::F32, "logits are F32")
             .or(no(ins[0].shape.dim_back(0) > 1 << 20, "at most 2^20 tokens")),
     }
@@ -667,6 +666,7 @@ impl Lowering<'_> {
             history: self.dense(step, &ins[3])?,
             bias_ids: self.dense(step, &ins[4])?,
             bias: self.dense(step, &ins[5])?,
+            mask: ins.get(6).map(|mask| self.dense(step, mask)).transpose()?,
             token: self.dense(step, &step.outputs[0])?,
             logprob: self.dense(step, &step.outputs[1])?,
             scratch: self.areas.own.slice(0, sample_scratch_bytes(n, vocab))?,

@@ -20,7 +20,7 @@ mod sample;
 pub use dense::{In, Out, ReferenceError};
 pub use moe::route_row;
 pub use philox::{philox4x32, uniform};
-pub use sample::{Sampling, apply_bias_and_penalties, most_probable, sample_row};
+pub use sample::{Sampling, apply_bias_and_penalties, apply_mask, most_probable, sample_row};
 
 use refrain_graph::{HostBuf, Op, TrainOp};
 use refrain_tensor::DType;
