@@ -86,7 +86,6 @@ fn step(n_tokens: usize, on_host: bool) -> Graph {
         bias_ids: id(bias_ids),
         bias: id(bias),
         mask: None,
-        min_tokens: None,
         token: 0,
         logprob: 1,
         top: None,

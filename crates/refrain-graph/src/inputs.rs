@@ -98,14 +98,13 @@ pub struct SamplingInputs {
     pub rng: InputId, // [n_choices, 4] U32
     /// Tokens that penalties look at; -1 where there is none.
     pub history: InputId, // [n_choices, n_history] I32
-    /// Tokens with a bias; -1 where there is none.
+    /// Tokens with a bias; -1 where there is none. Tokens that may not be chosen at first have the last places in use: these
+    /// lapse on the device, at the choice that [`crate::LapsingBias`] names.
     pub bias_ids: InputId, // [n_choices, n_bias] I32
     /// Their biases.
     pub bias: InputId, // [n_choices, n_bias] F32
     /// One bit for each token that may be chosen. Absent where every token may.
     pub mask: Option<InputId>, // [n_choices, vocab.div_ceil(32)] U32
-    /// Choices left during which end tokens may not be chosen. Absent where the graph does not count them.
-    pub min_tokens: Option<InputId>, // [n_choices] I32
     /// Which output of the graph is the chosen token.
     pub token: usize, // [n_choices] I32
     /// Which is its log-probability; not finite when the row's logits were not.

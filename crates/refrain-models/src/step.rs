@@ -613,7 +613,6 @@ impl<'m> Step<'m> {
             bias_ids: id(bias_ids),
             bias: id(bias),
             mask: mask.map(id),
-            min_tokens: None,
             token,
             logprob,
             top,
