@@ -468,6 +468,8 @@ impl<'m> Step<'m> {
         };
         let Frequencies { inv_freq, long, magnitude } = self.shared.rotations[layer];
         let rope = ir::Rope { style, n_dims: self.config.rope_dims(layer), magnitude };
+        // By the context that there is room for, as llama.cpp chooses: keys in the cache cannot be rotated again when a text
+        // outgrows the original context.
         let inv_freq = match long {
             Some((n_original_context, long)) if self.n_context > n_original_context => long,
             _ => inv_freq,
