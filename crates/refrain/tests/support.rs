@@ -190,7 +190,8 @@ fn types(device: &Device, arch: Arch, table: &mut Table) {
                 let ran = run(on, device, load(), &TOKENS);
                 let error = relative_error(&ran.logits, &want);
                 assert!(error < near(arch), "{arch} in {dtype} on {on:?}: relative error {error:.2e}");
-                let found = table.get_mut(&(position(arch), format, on)).unwrap();
+                let found = table.get_mut(&(position(arch), format, on));
+                let found = found.unwrap_or_else(|| panic!("{arch} has no golden model"));
                 found.dtypes.push(dtype);
                 found.replayed &= ran.replayed;
             }
