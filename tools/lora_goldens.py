@@ -33,7 +33,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from train_goldens import CLIP, STEPS, batch, loss_of, optimiser, rate
 
-BASES = ["llama", "qwen3", "gemma3", "phi3"]
+BASES = ["llama", "qwen3", "gemma3", "phi3-short"]
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Several maps as one tensor, with one adapter.
 FUSED_MODULES = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]

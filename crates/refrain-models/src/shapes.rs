@@ -121,8 +121,9 @@ impl NamedShape {
         let sizes = self.layer_sizes(&layers);
         let global_dim = self.gemma4.map_or(self.head_dim, |more| more.global_heads[1]);
         let rotated = match arch {
-            Arch::Phi3 => self.head_dim * 3 / 4,
-            Arch::Glm4 => self.head_dim / 2,
+            // Whole pairs of three quarters, and of a half.
+            Arch::Phi3 => self.head_dim * 3 / 8 * 2,
+            Arch::Glm4 => self.head_dim / 4 * 2,
             _ => global_dim,
         };
         let window = match arch {
@@ -158,7 +159,7 @@ impl NamedShape {
                     false => RopeScaling::None,
                 },
                 has_freq_factors: false,
-                dims: rotated / 2 * 2,
+                dims: rotated,
                 local_dims: gemma4.then_some(self.head_dim),
                 style: arch.gguf_rope_style(),
             },

@@ -15,16 +15,15 @@ use refrain_graph::{
     Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StepInputs, TensorType,
 };
 use refrain_graph::{Unary, ValueId, Weight, WeightId};
-use refrain_tensor::{DType, Shape};
+use refrain_tensor::DType;
 
 /// Weights outside the layers.
 #[derive(Clone, Debug)]
 pub(crate) struct Shared {
-    embedding: WeightId,            // [vocab, hidden]
-    output_norm: WeightId,          // [hidden]
-    output: WeightId,               // [vocab, hidden]; the embedding when they are tied
-    rotations: Vec<Frequencies>,    // for each layer
-    temperatures: Option<WeightId>, // [n_context, 1]
+    embedding: WeightId,         // [vocab, hidden]
+    output_norm: WeightId,       // [hidden]
+    output: WeightId,            // [vocab, hidden]; the embedding when they are tied
+    rotations: Vec<Frequencies>, // for each layer
 }
 
 /// How the heads of a layer turn.
@@ -48,14 +47,7 @@ impl Shared {
             false => w.optional("output.weight", "lm_head.weight", &table)?.unwrap_or(embedding),
         };
         let rotations = Shared::declare_rope(w)?;
-        let temperatures = match c.query_temperature {
-            Some(temperature) => {
-                let values = temperatures(temperature, c.n_context);
-                Some(w.derived_of("query_temperature", Shape::from([c.n_context, 1]), &values)?)
-            }
-            None => None,
-        };
-        Ok(Shared { embedding, output_norm, output, rotations, temperatures })
+        Ok(Shared { embedding, output_norm, output, rotations })
     }
 
     /// The frequencies of a layer, for sequences that are not long.
@@ -126,13 +118,6 @@ enum Divisors {
     None,
     Usual,
     Long,
-}
-
-/// The factor on queries at each position.
-fn temperatures(temperature: QueryTemperature, n_context: usize) -> Vec<f32> {
-    let QueryTemperature { beta, n_original_context } = temperature;
-    let at = |position: usize| 1.0 + beta * ((position / n_original_context.max(1)) as f32).ln_1p();
-    (0..n_context).map(at).collect()
 }
 
 /// A step that is being built.
@@ -306,18 +291,28 @@ impl<'m> Step<'m> {
         Ok(x)
     }
 
-    /// The factors on the queries of each row; `None` where all of them are 1.
+    /// The factors on the queries of each row, `[n_tokens, 1, 1]`; `None` where all of them are 1.
     fn temperatures(&mut self) -> Result<Option<ValueId>, GraphError> {
-        let (Some(temperature), Some(table)) = (self.config.query_temperature, self.shared.temperatures)
-        else {
+        let Some(QueryTemperature { beta, n_original_context }) = self.config.query_temperature else {
             return Ok(None);
         };
-        if self.n_context <= temperature.n_original_context {
+        if self.n_context <= n_original_context {
             return Ok(None);
         }
-        let table = self.weight(table);
-        let factors = self.builder.gather_rows(table, self.positions, self.act)?;
-        self.builder.reshape(factors, &[self.n_tokens, 1, 1]).map(Some)
+        let b = &mut self.builder;
+        // Whole repetitions of the original context. Half a position keeps multiples of it from being rounded down.
+        let share = 1.0 / n_original_context as f32;
+        let positions = b.cast(self.positions, DType::F32)?;
+        let turns = b.unary(Unary::Affine { mul: share, add: 0.5 * share }, positions)?;
+        let turns = b.cast(turns, DType::I32)?;
+        let turns = b.cast(turns, DType::F32)?;
+        let turns = b.unary(Unary::Affine { mul: 1.0, add: 1.0 }, turns)?;
+        let log = b.unary(Unary::Log, turns)?;
+        let mut factors = b.unary(Unary::Affine { mul: beta, add: 1.0 }, log)?;
+        if self.act != DType::F32 {
+            factors = b.cast(factors, self.act)?;
+        }
+        b.reshape(factors, &[self.n_tokens, 1, 1]).map(Some)
     }
 
     /// Queries `[n_tokens, n_heads, head_dim]` times the factor of their position, where the model has one.
@@ -473,6 +468,8 @@ impl<'m> Step<'m> {
         };
         let Frequencies { inv_freq, long, magnitude } = self.shared.rotations[layer];
         let rope = ir::Rope { style, n_dims: self.config.rope_dims(layer), magnitude };
+        // By the context that there is room for, as llama.cpp chooses: keys in the cache cannot be rotated again when a text
+        // outgrows the original context.
         let inv_freq = match long {
             Some((n_original_context, long)) if self.n_context > n_original_context => long,
             _ => inv_freq,

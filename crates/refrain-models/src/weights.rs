@@ -181,17 +181,7 @@ impl<'a> WeightTable<'a> {
 
     /// A tensor that is computed, not read.
     pub(crate) fn derived(&mut self, name: &str, values: &[f32]) -> Result<WeightId, ModelError> {
-        self.derived_of(name, Shape::from([values.len()]), values)
-    }
-
-    /// The same of any shape.
-    pub(crate) fn derived_of(
-        &mut self,
-        name: &str,
-        shape: Shape,
-        values: &[f32],
-    ) -> Result<WeightId, ModelError> {
-        let tensor = HostTensor::from_f32(shape, values)
+        let tensor = HostTensor::from_f32(Shape::from([values.len()]), values)
             .map_err(|source| ModelError::Tensor { name: name.into(), source })?;
         let id = self.push(name, name, tensor);
         self.derived.push(id);

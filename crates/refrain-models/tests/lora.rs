@@ -15,7 +15,7 @@ use refrain_tensor::{DType, Shape};
 use std::path::Path;
 use std::sync::Arc;
 
-const FLOATS: [&str; 4] = ["llama", "qwen3", "gemma3", "phi3"];
+const FLOATS: [&str; 4] = ["llama", "qwen3", "gemma3", "phi3-short"];
 const QUANTISED: [&str; 2] = ["llama-q8_0", "llama-q4_k_m"];
 
 fn golden(case: &str) -> Golden {

@@ -29,7 +29,8 @@ enum Family {
 }
 
 /// Multimodal models whose text part is one of the families: the entry of `architectures` and the `model_type`.
-const MULTIMODAL: [(&str, &str); 3] = [
+const MULTIMODAL: [(&str, &str); 4] = [
+    ("Gemma3ForConditionalGeneration", "gemma3"),
     ("Gemma4ForConditionalGeneration", "gemma4"),
     ("Mistral3ForConditionalGeneration", "mistral3"),
     ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
@@ -46,6 +47,33 @@ struct Defaults {
     window: Option<usize>,
     tied: bool,
     attention_bias: bool,
+    /// Sizes that the text part of a multimodal folder may leave out.
+    sizes: Option<TextSizes>,
+}
+
+/// Vocabulary, heads and context.
+#[derive(Clone, Copy)]
+struct TextSizes {
+    n_vocab: usize,
+    n_heads: usize,
+    n_kv_heads: usize,
+    n_context: usize,
+}
+
+impl Defaults {
+    /// A size that a file must have, unless the family has a default for it.
+    fn size(
+        &self,
+        json: &JsonObject,
+        key: &str,
+        default: fn(&TextSizes) -> usize,
+    ) -> Result<usize, FormatError> {
+        match (json.optional(key)?, &self.sizes) {
+            (Some(size), _) => Ok(size),
+            (None, Some(sizes)) => Ok(default(sizes)),
+            (None, None) => json.required(key),
+        }
+    }
 }
 
 impl Family {
@@ -117,6 +145,7 @@ impl Family {
             window: None,
             tied: false,
             attention_bias: false,
+            sizes: None,
         };
         let gemma = Defaults { head_dim: Some(256), tied: true, ..usual };
         match self {
@@ -126,7 +155,10 @@ impl Family {
             Family::Qwen3 => Defaults { head_dim: Some(128), ..usual },
             Family::Qwen3Vl => Defaults { head_dim: Some(128), theta: 5e5, ..usual },
             Family::Gemma2 => Defaults { window: Some(4096), ..gemma },
-            Family::Gemma3 => Defaults { window: Some(4096), theta: 1e6, ..gemma },
+            Family::Gemma3 => {
+                let sizes = TextSizes { n_vocab: 262_208, n_heads: 8, n_kv_heads: 4, n_context: 131_072 };
+                Defaults { window: Some(4096), theta: 1e6, sizes: Some(sizes), ..gemma }
+            }
             Family::Gemma4 => Defaults { window: Some(512), theta: 1e6, ..gemma },
             Family::Phi3 | Family::Olmo2 => Defaults { norm_eps: 1e-5, ..usual },
             Family::SmolLm3 => Defaults { theta: 2e6, tied: true, ..usual },
@@ -200,7 +232,7 @@ impl ModelConfig {
         let less_one = matches!(family, Family::Gemma2 | Family::Gemma3);
         let n_layers = checked_layers(json.required("num_hidden_layers")?).map_err(blame)?;
         let hidden = json.required("hidden_size")?;
-        let n_heads = json.required("num_attention_heads")?;
+        let n_heads = defaults.size(json, "num_attention_heads", |sizes| sizes.n_heads)?;
         let head_dim = match json.optional("head_dim")?.or(defaults.head_dim) {
             Some(dim) => dim,
             None => default_head_dim(hidden, n_heads).map_err(blame)?,
@@ -237,7 +269,10 @@ impl ModelConfig {
             None if family == Family::Gemma2 && !json.map().contains_key(key) => Ok(Some(default)),
             cap => Ok::<_, FormatError>(cap),
         };
-        let n_kv_heads = json.optional("num_key_value_heads")?.unwrap_or(n_heads);
+        let n_kv_heads = match json.optional("num_key_value_heads")? {
+            Some(n_kv_heads) => n_kv_heads,
+            None => defaults.sizes.map_or(n_heads, |sizes| sizes.n_kv_heads),
+        };
         let usual = LayerSizes { n_kv_heads, head_dim, ffn: json.required("intermediate_size")? };
         let n_shared_kv = json.optional("num_kv_shared_layers")?.filter(|_| gemma4).unwrap_or(0);
         let sizes = match gemma4 {
@@ -247,7 +282,7 @@ impl ModelConfig {
         let config = ModelConfig {
             arch,
             name: json.optional::<&str>("_name_or_path")?.filter(|n| !n.is_empty()).map(str::to_owned),
-            n_vocab: json.required("vocab_size")?,
+            n_vocab: defaults.size(json, "vocab_size", |sizes| sizes.n_vocab)?,
             n_layers,
             hidden,
             ffn: usual.ffn,
@@ -261,7 +296,7 @@ impl ModelConfig {
             rope: rope(json, family, head_dim, &layers, &sizes)?,
             sliding_window,
             layers,
-            n_context: json.required("max_position_embeddings")?,
+            n_context: defaults.size(json, "max_position_embeddings", |sizes| sizes.n_context)?,
             tied_embeddings: json.optional("tie_word_embeddings")?.unwrap_or(defaults.tied),
             qkv_bias: attention_bias || family == Family::Qwen2,
             attn_output_bias: attention_bias && !matches!(family, Family::Qwen2 | Family::Glm4),

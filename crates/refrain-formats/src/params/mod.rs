@@ -374,8 +374,6 @@ impl ModelConfig {
         if let Some(temperature) = self.query_temperature {
             check_number("the query temperature", temperature.beta, 0.0, 1e6)?;
             check_range("the original context length", temperature.n_original_context, 1 << 31)?;
-            // A table has a factor for each position.
-            check_range("the context length of queries with a temperature", self.n_context, 1 << 24)?;
         }
         if !self.unrotated.is_empty() && self.unrotated.len() != self.n_layers {
             let (found, n_layers) = (self.unrotated.len(), self.n_layers);

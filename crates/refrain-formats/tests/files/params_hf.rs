@@ -364,6 +364,23 @@ fn families_have_their_own_defaults_windows_and_factors() {
 }
 
 #[test]
+fn the_text_part_of_gemma_3_may_leave_out_sizes() {
+    // As gemma-3-4b-it has it.
+    let text = json!({
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "rope_scaling": { "factor": 8.0, "rope_type": "linear" }, "sliding_window": 1024
+    });
+    let whole = json!({
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
+        "eos_token_id": [1, 106], "vision_config": {}
+    });
+    let c = parse(whole).unwrap();
+    assert_eq!((c.n_vocab, c.n_heads, c.n_kv_heads, c.head_dim), (262_208, 8, 4, 256));
+    assert_eq!((c.n_context, c.tied_embeddings, c.window(0), c.window(5)), (131_072, true, Some(1024), None));
+    assert_eq!((c.eos, c.left_out), (vec![1, 106], vec!["images"]));
+}
+
+#[test]
 fn ministral_3_has_queries_that_grow_with_their_position() {
     let rope = json!({
         "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64,
@@ -383,9 +400,11 @@ fn ministral_3_has_queries_that_grow_with_their_position() {
     });
     let c = parse(whole).unwrap();
     assert_eq!((c.left_out, c.tied_embeddings, c.arch), (vec!["images"], true, Arch::Mistral3));
-    let huge = json!({ "rope_theta": null, "rope_parameters": rope, "max_position_embeddings": 1u64 << 30 });
-    let huge = refused(parse(class("Ministral3ForCausalLM", huge)));
-    assert!(huge.contains("the context length of queries with a temperature is 1073741824"), "{huge}");
+    let mut endless = rope.clone();
+    endless["original_max_position_embeddings"] = json!(0);
+    let endless = json!({ "rope_theta": null, "rope_parameters": endless });
+    let refusal = refused(parse(class("Ministral3ForCausalLM", endless)));
+    assert!(refusal.contains("the original context length is 0"), "{refusal}");
 }
 
 #[test]
