@@ -24,6 +24,7 @@ fn runner_options() -> RunnerOptions {
         kv_dtype: DType::F32,
         max_tokens: 64,
         max_seqs: 64,
+        n_recurrent: 0,
     }
 }
 
@@ -71,7 +72,8 @@ fn step(runner: &mut dyn Runner, seqs: &mut [Seq], which: &[(usize, usize)]) -> 
             let seq = &seqs[idx];
             let end = seq.tokens.len().min(seq.n_done + most);
             let want = if end == seq.tokens.len() { Want::Sample(&seq.row) } else { Want::Nothing };
-            StepRequest { tokens: &seq.tokens[seq.n_done..end], start: seq.n_done, table: &seq.table, want }
+            let (start, slots) = (seq.n_done, [-1; 2]);
+            StepRequest { tokens: &seq.tokens[start..end], start, table: &seq.table, slots, want }
         })
         .collect();
     let mut out = StepOut::default();

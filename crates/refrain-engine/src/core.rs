@@ -64,9 +64,27 @@ impl SequenceState {
     }
 
     /// Makes another sequence hold the same tokens, as far as they fill blocks, in the same blocks.
+    /// A recurrent state is that behind all tokens, so nothing of such a sequence is shared.
     pub(crate) fn share_with(&self, to: &mut SequenceState) {
+        if self.table.has_slots() {
+            return to.clear();
+        }
         let n_tokens = self.table.fork(self.tokens.len().min(to.context), &mut to.table);
         to.tokens = self.tokens[..n_tokens].to_vec();
+    }
+
+    /// Tokens behind what it holds, for a step.
+    pub(crate) fn request<'a>(&'a self, tokens: &'a [u32], want: Want<'a>) -> StepRequest<'a> {
+        let (start, table, slots) = (self.tokens.len(), self.table.blocks(), self.table.slot_row());
+        StepRequest { tokens, start, table, slots, want }
+    }
+
+    /// Notes that a step has evaluated the next tokens. It holds them once they are added.
+    pub(crate) fn evaluated(&mut self, n_tokens: usize) {
+        let start = self.tokens.len();
+        if let Some(slots) = self.table.slots_mut() {
+            slots.evaluated(start, start + n_tokens);
+        }
     }
 
     /// Keeps what it holds of a prompt's beginning, and prepares for writing behind it.
@@ -79,7 +97,10 @@ impl SequenceState {
     /// token after the prompt is chosen from what comes out of its last one.
     pub fn n_cached(&self, prompt: &[u32]) -> usize {
         let shared = self.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
-        shared.min(prompt.len().saturating_sub(1))
+        let n_cached = shared.min(prompt.len().saturating_sub(1));
+        // A recurrent state goes on behind all of its tokens or from the beginning.
+        let goes_on = n_cached == self.tokens.len() && self.table.holds_state(n_cached);
+        if self.table.has_slots() && !goes_on { 0 } else { n_cached }
     }
 }
 
@@ -101,7 +122,8 @@ impl Core {
     /// A core whose sequences hold at most `context` positions.
     pub fn new(runner: Box<dyn Runner>, context: usize) -> Core {
         let kv = *runner.kv();
-        let blocks = SharedPool::new(BlockPool::new(kv.n_blocks, kv.kv_block), kv.max_blocks);
+        let pool = BlockPool::new(kv.n_blocks, kv.kv_block);
+        let blocks = SharedPool::with_slots(pool, kv.max_blocks, kv.n_slots / 2);
         let context = context.min(kv.max_blocks * kv.kv_block);
         let out = StepOut::default();
         Core { runner, blocks, ledger: Ledger::new(), context, out, following: None }
@@ -161,10 +183,10 @@ impl Core {
             if let Some(table) = self.blocks.reserve(context) {
                 break table;
             }
-            let (n_blocks, max_blocks) = self.blocks.size_for(context);
+            let (n_blocks, max_blocks, n_pairs) = self.blocks.size_for(context);
             self.settle();
-            self.runner.resize(n_blocks, max_blocks)?;
-            self.blocks.extend(n_blocks, max_blocks);
+            self.runner.resize(n_blocks, max_blocks, 2 * n_pairs)?;
+            self.blocks.extend(n_blocks, max_blocks, n_pairs);
         };
         Ok(SequenceState::new(table, context))
     }
@@ -232,9 +254,9 @@ impl Core {
         let end = prompt.len().min(start + self.runner.max_tokens());
         let is_last = end == prompt.len();
         let want = if is_last { Want::Sample(row) } else { Want::Nothing };
-        let request =
-            StepRequest { tokens: &prompt[start..end], start, table: sequence.table.blocks(), want };
+        let request = sequence.request(&prompt[start..end], want);
         self.step(StepKind::Prompt, &[request], &[&sequence.ledger])?;
+        sequence.evaluated(end - start);
         let choice = self.take_choices().next().flatten().transpose()?;
         sequence.tokens.extend_from_slice(&prompt[start..end]);
         Ok(choice.map(|choice| choice.chosen))
@@ -253,9 +275,11 @@ impl Core {
         self.settle();
         let start = sequence.tokens.len();
         sequence.table.fit(start + tokens.len())?;
+        self.restore(sequence)?;
         let want = if n_rows == 0 { Want::Nothing } else { Want::Logits { n_rows } };
-        let request = StepRequest { tokens, start, table: sequence.table.blocks(), want };
+        let request = sequence.request(tokens, want);
         self.step(StepKind::Prompt, &[request], &[&sequence.ledger])?;
+        sequence.evaluated(tokens.len());
         sequence.tokens.extend_from_slice(tokens);
         Ok(if n_rows == 0 { &[] } else { &self.out.logits })
     }
@@ -275,6 +299,26 @@ impl Core {
             into.clear();
         }
         done
+    }
+
+    /// Evaluates what a sequence holds again where its recurrent state has gone further: steps were sent ahead that nobody
+    /// took. Nothing may be under way, and the sequence has its blocks.
+    pub(crate) fn restore(&mut self, sequence: &mut SequenceState) -> Result<(), EngineError> {
+        if sequence.table.holds_state(sequence.tokens.len()) {
+            return Ok(());
+        }
+        let tokens = std::mem::take(&mut sequence.tokens);
+        for piece in tokens.chunks(self.max_tokens()) {
+            let request = sequence.request(piece, Want::Nothing);
+            if let Err(error) = self.step(StepKind::Prompt, &[request], &[&sequence.ledger]) {
+                // It holds what it did, and still without its state.
+                sequence.tokens = tokens;
+                return Err(error);
+            }
+            sequence.evaluated(piece.len());
+            sequence.tokens.extend_from_slice(piece);
+        }
+        Ok(())
     }
 
     /// The most tokens that one step takes.

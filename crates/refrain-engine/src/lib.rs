@@ -28,6 +28,7 @@
 #![forbid(unsafe_code)]
 
 mod blocks; // who owns which part of the cache
+mod slots; // who has which recurrent state
 mod sampling; // how a token is chosen
 mod step; // what a step is asked
 mod runner; // one step on one device

@@ -68,6 +68,8 @@ pub struct KvSpec {
     pub kv_block: usize,
     /// Blocks that one sequence may have.
     pub max_blocks: usize,
+    /// Slots in the states of recurrent layers: two for each sequence that may have such a state.
+    pub n_slots: usize,
     /// Element type.
     pub dtype: DType,
 }
@@ -242,7 +244,13 @@ impl Model {
     pub fn state_table(&self, kv: &KvSpec) -> StateTable {
         let layers: Vec<LayerState> =
             (0..self.config.n_layers).map(|layer| self.decoder.state(&self.config, layer)).collect();
-        StateTable::new(&layers, kv, kv.n_blocks)
+        StateTable::new(&layers, kv, kv.n_slots)
+    }
+
+    /// Whether sequences have recurrent states: in slots, and not shareable as KV is.
+    pub fn has_slots(&self) -> bool {
+        let is_recurrent = |layer| matches!(self.decoder.state(&self.config, layer), LayerState::Slots(_));
+        (0..self.config.n_layers).any(is_recurrent)
     }
 
     /// The states, in the order of their ids.

@@ -471,7 +471,7 @@ mod tests {
             shape.n_layers = 2;
             shape.ffn = 256;
             let model = Model::random(&shape, QuantMix::Q4KM).unwrap();
-            let kv = KvSpec { n_blocks: 2, kv_block: 32, max_blocks: 2, dtype: DType::F16 };
+            let kv = KvSpec { n_blocks: 2, kv_block: 32, max_blocks: 2, n_slots: 0, dtype: DType::F16 };
             let spec = StepSpec::of_one(1, 1, Head::Logits);
             model.graph(&spec, &kv).unwrap();
         }

@@ -12,7 +12,7 @@ use refrain_formats::params::{LayerAttention, ModelConfig, NormKind, QueryTemper
 use refrain_formats::params::{RopeScaling, RopeStyle};
 use refrain_graph as ir;
 use refrain_graph::{
-    Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StepInputs, TensorType,
+    Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StateId, StepInputs, TensorType,
 };
 use refrain_graph::{Unary, ValueId, Weight, WeightId};
 use refrain_tensor::{DType, Shape};
@@ -178,6 +178,7 @@ pub(crate) struct PagedRows {
     spec: StepSpec,
     inputs: StepInputs,
     paging: [ValueId; 3], // positions[n_tokens], seqs[n_tokens], tables[n_seqs, max_blocks]
+    slots: Option<ValueId>, // [n_seqs, 2]
     n_context: usize,
 }
 
@@ -205,12 +206,17 @@ impl<'m> Step<'m> {
         let positions = builder.input("positions", per_token)?;
         let seqs = builder.input("seqs", per_token)?;
         let tables = builder.input("tables", TensorType::new(DType::I32, [shape.n_seqs, kv.max_blocks]))?;
+        let slots = match states.has_slots() {
+            true => Some(builder.input("slots", TensorType::new(DType::I32, [shape.n_seqs, 2]))?),
+            false => None,
+        };
         let inputs = StepInputs {
             shape,
             tokens: builder.input_id(tokens),
             positions: builder.input_id(positions),
             seqs: builder.input_id(seqs),
             tables: Some(builder.input_id(tables)),
+            slots: slots.map(|slots| builder.input_id(slots)),
             adapters: None,
             rows: None,
             sampling: None,
@@ -219,7 +225,8 @@ impl<'m> Step<'m> {
         let (paging, n_context) = ([positions, seqs, tables], kv.max_blocks * kv.kv_block);
         let weights =
             (0..builder.graph().weights().len()).map(|i| builder.weight(WeightId::from_idx(i))).collect();
-        let rows = RowContext::Paged(Box::new(PagedRows { states, spec: *spec, inputs, paging, n_context }));
+        let paged = PagedRows { states, spec: *spec, inputs, paging, slots, n_context };
+        let rows = RowContext::Paged(Box::new(paged));
         let (n_tokens, act) = (shape.n_tokens, spec.act);
         let context = ([tokens, positions], n_tokens, act);
         Ok(Step::over(config, shared, builder, weights, context, rows))
@@ -278,6 +285,16 @@ impl<'m> Step<'m> {
                 panic!("a step over whole documents has no cache and chooses nothing")
             }
         }
+    }
+
+    /// The recurrent states of a layer, and what finds the slots of its rows.
+    ///
+    /// # Panics
+    /// When the layer has none, or the step is over whole documents.
+    pub(crate) fn slots(&mut self, layer: usize) -> (Vec<StateId>, [ValueId; 3]) {
+        let PagedRows { states, paging: [positions, seqs, _], slots, .. } = self.paged();
+        let Some(slots) = *slots else { panic!("layer {layer} has no recurrent state") };
+        (states.slots(layer).to_vec(), [*positions, *seqs, slots])
     }
 
     pub(crate) fn weight(&self, id: WeightId) -> ValueId {

@@ -227,5 +227,5 @@ pub(crate) fn table_needs(weights: &Model, runner: &RunnerOptions) -> Option<Tab
     let RunnerOptions { context, n_positions, kv_block, kv_dtype, .. } = *runner;
     let max_blocks = context.div_ceil(kv_block.max(1));
     let n_blocks = n_positions.div_ceil(kv_block.max(1)).max(max_blocks);
-    TableNeeds::of(weights, &KvSpec { n_blocks, kv_block, max_blocks, dtype: kv_dtype })
+    TableNeeds::of(weights, &KvSpec { n_blocks, kv_block, max_blocks, n_slots: 0, dtype: kv_dtype })
 }

@@ -148,7 +148,7 @@ pub(crate) fn shared_engine(n_positions: usize, max_tokens: usize, max_requests:
 fn runner(context: usize, max_tokens: usize) -> (Box<dyn Runner>, Script) {
     let script = Script::default();
     let max_blocks = context.div_ceil(KV_BLOCK);
-    let kv = KvSpec { n_blocks: max_blocks, kv_block: KV_BLOCK, max_blocks, dtype: DType::F16 };
+    let kv = KvSpec { n_blocks: max_blocks, kv_block: KV_BLOCK, max_blocks, n_slots: 0, dtype: DType::F16 };
     let runner = FakeRunner { model: tiny_model(), kv, max_tokens, script: script.clone(), run: None };
     (Box::new(runner), script)
 }
@@ -259,6 +259,7 @@ impl Runner for FakeRunner {
                     tokens: std::slice::from_ref(&row.next),
                     start: row.position,
                     table: &row.table,
+                    slots: [-1; 2],
                     want: Want::Sample(&row.row),
                 })
                 .collect();
@@ -321,7 +322,7 @@ impl Runner for FakeRunner {
         &self.kv
     }
 
-    fn resize(&mut self, n_blocks: usize, max_blocks: usize) -> Result<(), EngineError> {
+    fn resize(&mut self, n_blocks: usize, max_blocks: usize, _: usize) -> Result<(), EngineError> {
         assert!(self.run.is_none(), "no step may be under way");
         if self.script.fixed.load(Ordering::Relaxed) {
             return Err(EngineError::CannotGrow { backend: "fake", has: self.kv.n_blocks, need: n_blocks });
