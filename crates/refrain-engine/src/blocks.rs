@@ -8,7 +8,7 @@
 //! two contents are the same exactly if their keys are: the hash of a key only says where to look. A block that is
 //! written loses its name first, and a content whose predecessor is gone cannot be found.
 
-use crate::slots::{OutOfSlots, SlotPool, Slots};
+use crate::slots::{N_PAIR, OutOfSlots, SlotCounts, SlotPool, Slots};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -51,11 +51,11 @@ pub struct BlockPool {
     kv_block: usize,
 }
 
-/// All blocks are taken, or all pairs of slots.
+/// All blocks are taken, or all slots of recurrent states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{}", self.text())]
 pub struct OutOfBlocks {
-    /// Blocks asked for, or pairs of slots.
+    /// Blocks asked for, or slots.
     pub need: usize,
     /// Blocks left.
     pub free: usize,
@@ -69,7 +69,9 @@ impl OutOfBlocks {
     fn text(&self) -> String {
         let OutOfBlocks { need, free, total, kv_block } = self;
         match kv_block {
-            0 => format!("all recurrent states are taken: {need} is needed, {free} of {total} are free"),
+            0 => format!(
+                "all slots for recurrent states are taken: {need} are needed, {free} of {total} are free"
+            ),
             _ => format!(
                 "the KV cache is full: {need} blocks of {kv_block} positions are needed, {free} of {total} are free"
             ),
@@ -79,7 +81,7 @@ impl OutOfBlocks {
 
 impl From<OutOfSlots> for OutOfBlocks {
     fn from(OutOfSlots { free, total }: OutOfSlots) -> OutOfBlocks {
-        OutOfBlocks { need: 1, free, total, kv_block: 0 }
+        OutOfBlocks { need: N_PAIR, free, total, kv_block: 0 }
     }
 }
 
@@ -280,13 +282,14 @@ impl Books {
 
 impl SharedPool {
     /// A pool whose tables have at most `max_blocks` blocks.
+    #[cfg(test)]
     pub(crate) fn new(pool: BlockPool, max_blocks: usize) -> SharedPool {
         SharedPool::with_slots(pool, max_blocks, 0)
     }
 
-    /// A pool whose tables have a pair of slots as well, of which there are `n_pairs`; 0 for a model that needs none.
-    pub(crate) fn with_slots(pool: BlockPool, max_blocks: usize, n_pairs: usize) -> SharedPool {
-        let slots = SlotPool::new(n_pairs);
+    /// A pool whose tables have slots as well, of which there are `n_slots`; 0 for a model that needs none.
+    pub(crate) fn with_slots(pool: BlockPool, max_blocks: usize, n_slots: usize) -> SharedPool {
+        let slots = SlotPool::new(n_slots);
         SharedPool(Arc::new(Mutex::new(Books { pool, n_promised: 0, n_kept: 0, max_blocks, slots })))
     }
 
@@ -319,19 +322,18 @@ impl SharedPool {
         Some(table)
     }
 
-    /// Blocks of the pool and of a table, and pairs of slots, that a further sequence of `n_positions` needs.
+    /// Blocks of the pool and of a table, and slots, that a further sequence of `n_positions` needs.
     pub(crate) fn size_for(&self, n_positions: usize) -> (usize, usize, usize) {
         let books = self.lock();
         let need = n_positions.div_ceil(books.pool.kv_block());
-        let n_pairs =
-            books.slots.n_pairs() + usize::from(books.slots.is_used() && books.slots.n_unpromised() == 0);
-        (books.pool.n_blocks().max(books.n_promised + need), books.max_blocks.max(need), n_pairs)
+        let n_slots = books.slots.size_for_promise();
+        (books.pool.n_blocks().max(books.n_promised + need), books.max_blocks.max(need), n_slots)
     }
 
     /// Makes the pool and its tables larger.
-    pub(crate) fn extend(&self, n_blocks: usize, max_blocks: usize, n_pairs: usize) {
+    pub(crate) fn extend(&self, n_blocks: usize, max_blocks: usize, n_slots: usize) {
         let mut books = self.lock();
-        books.slots.extend(n_pairs);
+        books.slots.extend(n_slots);
         books.pool.extend(n_blocks);
         books.max_blocks = max_blocks;
     }
@@ -353,7 +355,7 @@ impl SharedPool {
     /// The most positions that a table without a promise can ever have.
     pub(crate) fn most_positions(&self) -> usize {
         let books = self.lock();
-        if books.slots.is_used() && books.slots.n_unpromised() == 0 {
+        if !books.slots.has_pair() {
             return 0;
         }
         (books.pool.n_blocks() - books.n_promised).min(books.max_blocks) * books.pool.kv_block()
@@ -364,11 +366,8 @@ impl SharedPool {
         self.lock().slots.is_used()
     }
 
-    /// Pairs of slots that nobody holds, and pairs in all.
-    #[cfg(test)]
-    pub(crate) fn slot_counts(&self) -> (usize, usize) {
-        let books = self.lock();
-        (books.slots.n_free(), books.slots.n_pairs())
+    pub(crate) fn slot_counts(&self) -> SlotCounts {
+        self.lock().slots.counts()
     }
 
     pub(crate) fn is(&self, other: &SharedPool) -> bool {
@@ -390,7 +389,7 @@ pub(crate) struct Table {
     root: u64,
     /// Blocks that it can count on; without a promise it takes what is left.
     n_promised: Option<usize>,
-    /// Its pair of slots, while it covers any position.
+    /// Its slots, while it covers any position.
     slots: Option<Slots>,
     pool: SharedPool,
 }
@@ -403,6 +402,15 @@ impl Table {
     /// The slots that a step reads and writes; negative ones where there are none.
     pub(crate) fn slot_row(&self) -> [i32; 2] {
         self.slots.as_ref().map_or(NO_SLOTS, Slots::row)
+    }
+
+    /// How many of a sequence's `n_tokens` can stay, where `n_shared` are to.
+    pub(crate) fn most_kept(&self, n_shared: usize, n_tokens: usize) -> usize {
+        match &self.slots {
+            Some(slots) => slots.most(n_shared, n_tokens),
+            None if self.has_slots() => 0,
+            None => n_shared,
+        }
     }
 
     /// Whether its recurrent state, if it has one, is that behind `n_tokens`.
@@ -549,7 +557,7 @@ impl Table {
 
     fn give_back_slots(&mut self, books: &mut Books) {
         if let Some(slots) = self.slots.take() {
-            books.slots.give_back(&slots, self.n_promised.is_some());
+            books.slots.give_back(&slots);
         }
     }
 

@@ -7,6 +7,7 @@ use crate::ledger::Ledger;
 use crate::request::lock;
 use crate::runner::{Choice, Runner, StepOut};
 use crate::sampling::SamplingRow;
+use crate::slots::SlotCounts;
 use crate::step::{StepRequest, Want};
 use refrain_graph::{Plan, StepKind};
 use refrain_models::Model;
@@ -91,6 +92,9 @@ impl SequenceState {
     pub(crate) fn begin(&mut self, prompt: &[u32]) {
         let n_held = self.table.write_from(self.n_cached(prompt));
         self.tokens.truncate(n_held);
+        if let Some(slots) = self.table.slots_mut() {
+            slots.cut(n_held);
+        }
     }
 
     /// How many tokens of a prompt's beginning are in the cache and need not be evaluated again. Never all of them: the
@@ -98,9 +102,8 @@ impl SequenceState {
     pub fn n_cached(&self, prompt: &[u32]) -> usize {
         let shared = self.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
         let n_cached = shared.min(prompt.len().saturating_sub(1));
-        // A recurrent state goes on behind all of its tokens or from the beginning.
-        let goes_on = n_cached == self.tokens.len() && self.table.holds_state(n_cached);
-        if self.table.has_slots() && !goes_on { 0 } else { n_cached }
+        // A recurrent state goes on behind all of its tokens, behind its last prompt, or from the beginning.
+        self.table.most_kept(n_cached, self.tokens.len())
     }
 }
 
@@ -123,7 +126,7 @@ impl Core {
     pub fn new(runner: Box<dyn Runner>, context: usize) -> Core {
         let kv = *runner.kv();
         let pool = BlockPool::new(kv.n_blocks, kv.kv_block);
-        let blocks = SharedPool::with_slots(pool, kv.max_blocks, kv.n_slots / 2);
+        let blocks = SharedPool::with_slots(pool, kv.max_blocks, kv.n_slots);
         let context = context.min(kv.max_blocks * kv.kv_block);
         let out = StepOut::default();
         Core { runner, blocks, ledger: Ledger::new(), context, out, following: None }
@@ -183,10 +186,10 @@ impl Core {
             if let Some(table) = self.blocks.reserve(context) {
                 break table;
             }
-            let (n_blocks, max_blocks, n_pairs) = self.blocks.size_for(context);
+            let (n_blocks, max_blocks, n_slots) = self.blocks.size_for(context);
             self.settle();
-            self.runner.resize(n_blocks, max_blocks, 2 * n_pairs)?;
-            self.blocks.extend(n_blocks, max_blocks, n_pairs);
+            self.runner.resize(n_blocks, max_blocks, n_slots)?;
+            self.blocks.extend(n_blocks, max_blocks, n_slots);
         };
         Ok(SequenceState::new(table, context))
     }
@@ -194,6 +197,11 @@ impl Core {
     /// How many KV blocks are free, cached and used.
     pub fn block_counts(&self) -> BlockCounts {
         self.blocks.counts()
+    }
+
+    /// How many slots of recurrent states are free.
+    pub fn slot_counts(&self) -> SlotCounts {
+        self.blocks.slot_counts()
     }
 
     pub(crate) fn blocks(&self) -> &SharedPool {
@@ -238,7 +246,8 @@ impl Core {
         check_prompt(self.model(), prompt, sequence.context)?;
         self.settle();
         sequence.begin(prompt);
-        Ok(sequence.table.fit(prompt.len())?)
+        sequence.table.fit(prompt.len())?;
+        self.restore(sequence)
     }
 
     /// Evaluates the next piece of a prompt that was begun, and chooses a token after the last one.
@@ -301,10 +310,24 @@ impl Core {
         done
     }
 
-    /// Evaluates what a sequence holds again where its recurrent state has gone further: steps were sent ahead that nobody
+    /// Keeps the recurrent state behind a prompt, in a sequence that has room for that: a conversation whose answer is told
+    /// differently goes on from here.
+    pub(crate) fn keep_state(&mut self, sequence: &mut SequenceState) -> Result<(), EngineError> {
+        let n_tokens = sequence.tokens.len();
+        match sequence.table.slots_mut().and_then(|slots| slots.keep(n_tokens)) {
+            Some(copy) => self.runner.copy_slot(copy),
+            None => Ok(()),
+        }
+    }
+
+    /// Puts a kept recurrent state back, and evaluates what a sequence holds again where its recurrent state has gone further: steps were sent ahead that nobody
     /// took. Nothing may be under way, and the sequence has its blocks.
     pub(crate) fn restore(&mut self, sequence: &mut SequenceState) -> Result<(), EngineError> {
-        if sequence.table.holds_state(sequence.tokens.len()) {
+        let n_tokens = sequence.tokens.len();
+        if let Some(copy) = sequence.table.slots_mut().and_then(|slots| slots.resume(n_tokens)) {
+            self.runner.copy_slot(copy)?;
+        }
+        if sequence.table.holds_state(n_tokens) {
             return Ok(());
         }
         let tokens = std::mem::take(&mut sequence.tokens);

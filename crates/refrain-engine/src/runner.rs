@@ -3,11 +3,12 @@
 use crate::core::Chosen;
 use crate::error::EngineError;
 use crate::sampling::MAX_TOP;
+use crate::slots::{N_PAIR, SlotCopy};
 use crate::step::{
     StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, history_places, sample_head, spec,
 };
 use refrain_graph::{Backend, CommittedStep, ControlBlock, Feedback, Io, Plan, Ran, RowLimits, Run};
-use refrain_graph::{RunError, StepFlags, StepInputs, fuse};
+use refrain_graph::{RunError, StateEdit, StateId, StateKind, StepFlags, StepInputs, fuse};
 use refrain_models::{KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
 use std::borrow::Cow;
@@ -108,6 +109,8 @@ pub trait Runner: Send {
     ///
     /// After [`EngineError::CannotGrow`] all is as it was.
     fn resize(&mut self, n_blocks: usize, max_blocks: usize, n_slots: usize) -> Result<(), EngineError>;
+    /// Copies one slot of every recurrent state onto another, behind the steps that were sent.
+    fn copy_slot(&mut self, copy: SlotCopy) -> Result<(), EngineError>;
     /// The model.
     fn model(&self) -> &Arc<Model>;
     /// The most tokens a step may have.
@@ -213,7 +216,8 @@ impl<B: Backend> BackendRunner<B> {
             (true, 0) => max_seqs.min((n_blocks / LIKELY_BLOCKS).max(1)),
             (true, n) => n,
         };
-        let n_slots = 2 * n_recurrent;
+        // One of them may be opened, which takes one more.
+        let n_slots = if n_recurrent == 0 { 0 } else { N_PAIR * n_recurrent + 1 };
         let kv =
             KvSpec { n_blocks, kv_block: options.kv_block, max_blocks, n_slots, dtype: options.kv_dtype };
         let states = backend.allocate(&model.states(&kv))?;
@@ -480,6 +484,14 @@ where
         self.kv = kv;
         self.compiled.clear();
         Ok(())
+    }
+
+    fn copy_slot(&mut self, SlotCopy { from, to }: SlotCopy) -> Result<(), EngineError> {
+        let states = self.model.states(&self.kv);
+        let in_slots = states.iter().enumerate().filter(|(_, state)| state.kind == StateKind::Slots);
+        let copy = |(idx, _)| StateEdit::Copy { state: StateId::from_idx(idx), from: from..from + 1, to };
+        let edits: Vec<StateEdit> = in_slots.map(copy).collect();
+        Ok(self.backend.edit_states(&mut self.states, &edits)?)
     }
 
     fn model(&self) -> &Arc<Model> {

@@ -9,7 +9,7 @@ use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent}
 use crate::runner::Choice;
 use crate::sampling::SamplingRow;
 use crate::schedule::{ActiveRequest, ScheduleLimits, Scheduler, StepRow};
-use crate::step::{StepRequest, Want, step_kind};
+use crate::step::{Want, step_kind};
 use crate::stream::{Channel, Demand};
 use refrain_graph::StepKind;
 use std::any::Any;
@@ -96,7 +96,7 @@ impl Server {
     pub(crate) fn load(&self) -> EngineLoad {
         let (n_running, n_waiting) = self.scheduler.n_running_and_waiting();
         let (n_preempted, blocks) = (self.scheduler.n_preempted(), self.core.block_counts());
-        EngineLoad { n_running, n_waiting, n_preempted, blocks }
+        EngineLoad { n_running, n_waiting, n_preempted, blocks, slots: self.core.slot_counts() }
     }
 
     /// Serves until nobody is left, or until the device is lost.
@@ -298,6 +298,12 @@ impl Server {
         let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
             return Ok(());
         };
+        if choice.is_some()
+            && job.n_chosen == 0
+            && let Err(error) = self.core.keep_state(&mut active.state)
+        {
+            return self.failed(mailbox, row.id, error);
+        }
         let (demand, finish) = match choice {
             Some(choice) => job.chosen(choice, took, &active.state),
             None => (job.evaluated(active.state.tokens.len(), took), None),

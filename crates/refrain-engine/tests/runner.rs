@@ -130,10 +130,10 @@ fn wider_tables_are_compiled_anew_and_a_cache_that_cannot_grow_stays_as_it_is() 
         layout.slot(layout.find("tables").unwrap()).ty.shape.n_elements()
     };
     assert_eq!(width(&mut runner), kv.max_blocks);
-    let error = runner.resize(kv.n_blocks + 2, kv.max_blocks).unwrap_err();
+    let error = runner.resize(kv.n_blocks + 2, kv.max_blocks, 0).unwrap_err();
     assert_eq!(error.to_string(), "the KV cache of counting has 1 blocks and cannot grow to 3");
     assert_eq!((width(&mut runner), n_compiled.load(Ordering::Relaxed)), (kv.max_blocks, 1));
-    runner.resize(kv.n_blocks, kv.max_blocks + 3).unwrap();
+    runner.resize(kv.n_blocks, kv.max_blocks + 3, 0).unwrap();
     assert_eq!((width(&mut runner), n_compiled.load(Ordering::Relaxed)), (kv.max_blocks + 3, 2));
     assert_eq!(runner.kv().max_blocks, kv.max_blocks + 3);
 }

@@ -164,6 +164,7 @@ impl StateTable {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use refrain_graph::StateKind;
 
     const KV: KvSpec = KvSpec { n_blocks: 6, kv_block: 16, max_blocks: 3, n_slots: 0, dtype: DType::F16 };
 
