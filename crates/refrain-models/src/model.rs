@@ -6,7 +6,7 @@ use crate::layers::Decoder;
 use crate::state::{LayerState, StateTable};
 use crate::step::{Shared, Step};
 use crate::weights::{HfNames, TensorSource, WeightTable};
-use crate::{cohere2, gemma3, gemma4, glm4, llama, olmo2, phi3};
+use crate::{cohere2, gemma3, gemma4, glm4, lfm2, llama, olmo2, phi3, qwen35};
 use refrain_formats::ModelFiles;
 use refrain_formats::params::{Arch, ModelConfig};
 #[cfg(doc)]
@@ -105,6 +105,8 @@ fn architecture(arch: Arch) -> (HfNames, Declare) {
         Arch::Cohere2 => (cohere2::NAMES, cohere2::declare),
         Arch::Gemma2 | Arch::Gemma3 => (gemma3::NAMES, gemma3::declare),
         Arch::Gemma4 => (gemma4::NAMES, gemma4::declare),
+        Arch::Qwen35 => (qwen35::NAMES, qwen35::declare),
+        Arch::Lfm2 => (lfm2::NAMES, lfm2::declare),
     }
 }
 

@@ -8,7 +8,7 @@ use crate::model::{Head, KvSpec, SampleHead, StepSpec};
 use crate::rope::inverse_frequencies;
 use crate::state::StateTable;
 use crate::weights::{Linear, WeightTable};
-use refrain_formats::params::{LayerAttention, ModelConfig, NormKind, QueryTemperature};
+use refrain_formats::params::{Arch, LayerAttention, ModelConfig, NormKind, QueryTemperature};
 use refrain_formats::params::{RopeScaling, RopeStyle};
 use refrain_graph as ir;
 use refrain_graph::{
@@ -42,7 +42,11 @@ impl Shared {
         let c = w.config;
         let table = [c.n_vocab, c.hidden];
         let embedding = w.global("token_embd.weight", "model.embed_tokens.weight", &table)?;
-        let output_norm = w.global_norm("output_norm.weight", "model.norm.weight", c.hidden)?;
+        let [gguf, hf] = match c.arch {
+            Arch::Lfm2 => ["token_embd_norm.weight", "model.embedding_norm.weight"],
+            _ => ["output_norm.weight", "model.norm.weight"],
+        };
+        let output_norm = w.global_norm(gguf, hf, c.hidden)?;
         let output = match c.tied_embeddings {
             true => embedding,
             false => w.optional("output.weight", "lm_head.weight", &table)?.unwrap_or(embedding),
@@ -366,6 +370,29 @@ impl<'m> Step<'m> {
     /// Rows `[n_tokens, n * d]` as `[n_tokens, n, d]`.
     pub(crate) fn apart(&mut self, x: ValueId, n: usize, d: usize) -> Result<ValueId, GraphError> {
         self.builder.reshape(x, &[self.n_tokens, n, d])
+    }
+
+    /// Columns of rows, as heads: `[n_tokens, n, d]` from column `start` on.
+    pub(crate) fn columns(
+        &mut self,
+        x: ValueId,
+        start: usize,
+        [n, d]: [usize; 2],
+    ) -> Result<ValueId, GraphError> {
+        let part = self.builder.slice(x, 1, start, n * d)?;
+        self.apart(part, n, d)
+    }
+
+    /// Heads as rows: `[n_tokens, n * d]`.
+    pub(crate) fn flat(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
+        let width = self.builder.ty(x).shape.n_elements() / self.n_tokens.max(1);
+        self.builder.reshape(x, &[self.n_tokens, width])
+    }
+
+    /// `x * sigmoid(gate)`
+    pub(crate) fn times_sigmoid(&mut self, x: ValueId, gate: ValueId) -> Result<ValueId, GraphError> {
+        let gate = self.builder.unary(Unary::Sigmoid, gate)?;
+        self.builder.binary(ir::Binary::Mul, gate, x)
     }
 
     pub(crate) fn scaled(&mut self, x: ValueId, mul: f32) -> Result<ValueId, GraphError> {
