@@ -183,6 +183,24 @@ QWEN3_VL = dict(
 OLMO3_YARN = dict(YARN, attention_factor=1.25)
 
 
+def qwen35(kinds, **more):
+    """Settings from a word with one letter for each layer: l for linear, f for full."""
+    names = dict(l="linear_attention", f="full_attention")
+    settings = dict(
+        COMMON,
+        num_hidden_layers=len(kinds),
+        layer_types=[names[kind] for kind in kinds],
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=4,
+        tie_word_embeddings=False,
+    )
+    return settings | rope(10_000.0, partial_rotary_factor=0.25, mrope_section=[2, 1, 1]) | more
+
+
 GEMMA4_SHOWS = {
     "no window": dict(sliding_window=256),
     "window off by one": dict(sliding_window=9),
@@ -396,9 +414,53 @@ CASES = {
         40,
         {"logit scale": dict(logit_scale=1.0), "norm epsilon": dict(layer_norm_eps=1e-5)},
     ),
+    # Three value heads for each key head, every other layer attends.
+    "qwen35": (
+        transformers.Qwen3_5TextConfig,
+        qwen35("lflf", hidden_size=48, intermediate_size=64),
+        40,
+        {
+            "rope base": rope(500_000.0, partial_rotary_factor=0.25, mrope_section=[2, 1, 1]),
+            "share of rotated elements": rope(10_000.0, partial_rotary_factor=0.5, mrope_section=[4, 2, 2]),
+        },
+    ),
+    # One value head for each key head, odd sizes, a shorter filter, three layers of four.
+    "qwen35-odd": (
+        transformers.Qwen3_5TextConfig,
+        qwen35(
+            "lllf",
+            hidden_size=48,
+            linear_num_key_heads=3,
+            linear_num_value_heads=3,
+            linear_key_head_dim=20,
+            linear_value_head_dim=12,
+            linear_conv_kernel_dim=3,
+            tie_word_embeddings=True,
+        ),
+        40,
+        {},
+    ),
+    # Two layers of convolutions for each that attends.
+    "lfm2": (
+        transformers.Lfm2Config,
+        COMMON
+        | rope(1_000_000.0)
+        | dict(
+            num_hidden_layers=5,
+            layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
+            hidden_size=48,
+            norm_eps=1e-3,
+            intermediate_size=96,
+            block_multiple_of=20,
+            block_ffn_dim_multiplier=1.1,
+            tie_word_embeddings=True,
+        ),
+        40,
+        {"feed-forward epsilon": dict(norm_eps=1e-5)},
+    ),
 }
 # Flattening any one parameter of these kinds to its mean must show in the logits.
-NOTICED = ("norm", "bias", "layer_scalar")
+NOTICED = ("norm", "bias", "layer_scalar", "A_log", "conv1d", "conv.conv")
 
 
 def build(config_class, settings):
@@ -416,6 +478,7 @@ def auto_class(config):
 def randomise(model, case, seed):
     # Whose norms multiply by one plus the stored weight.
     less_one, gemma4 = case.startswith(("gemma2", "gemma3")), case.startswith("gemma4")
+    qwen35 = case.startswith("qwen35")
     generator = torch.Generator().manual_seed(seed)
 
     def normal(shape, std):
@@ -426,6 +489,14 @@ def randomise(model, case, seed):
             if gemma4 and ("q_norm" in name or "k_norm" in name):
                 # Scores are not scaled: keep them where the softmax is sharp and not a choice of one.
                 p.copy_((normal(p.shape, 0.3) + 1.0) * p.numel() ** -0.25)
+            elif qwen35 and name.endswith("A_log"):
+                # States that fade slowly, and some that fade at once.
+                p.copy_(normal(p.shape, 1.5) - 2.0)
+            elif name.endswith(("conv1d.weight", "conv.conv.weight")):
+                p.copy_(normal(p.shape, 0.5))
+            elif qwen35 and "norm" in name and "linear_attn" not in name:
+                # They multiply by one plus the stored weight, but for that of the recurrent layers.
+                p.copy_(normal(p.shape, 0.3))
             elif "norm" in name:
                 p.copy_(normal(p.shape, 0.3) + (0.0 if less_one else 1.0))
             elif name.endswith("bias"):
@@ -458,6 +529,16 @@ def v4_config(case, config):
     if old["model_type"] == "ministral3":
         # Only transformers 5 knows it.
         old["rope_parameters"]["type"] = old["rope_parameters"].pop("rope_type")
+        return old
+    if old["model_type"] == "qwen3_5_text":
+        old["full_attention_interval"] = old.pop("layer_types").index("full_attention") + 1
+        return old
+    if old["model_type"] == "lfm2":
+        types = old.pop("layer_types")
+        old["full_attn_idxs"] = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        old["block_ff_dim"] = old.pop("intermediate_size")
+        old["tie_embedding"] = old.pop("tie_word_embeddings")
+        old["rope_theta"] = old.pop("rope_parameters")["rope_theta"]
         return old
     old["transformers_version"] = "4.52.0"
     old["torch_dtype"] = old.pop("dtype", "float32")

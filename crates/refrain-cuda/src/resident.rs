@@ -14,6 +14,7 @@ use crate::error::{CudaError, MemoryRefusal};
 use crate::feed::{EDIT_BYTES, FEED_BYTES, RING_BYTES, RING_ENTRIES, payload_bytes};
 use crate::progress::{LoadEvent, LoadListener};
 use crate::queue::MAX_QUEUED;
+use crate::states::SCRATCH_SLOTS;
 use crate::warm::Space;
 
 mod unified; // cards that share the host's memory
@@ -251,8 +252,12 @@ impl Places {
         for state in &model.states {
             let (shape, dtype) = (state.ty.shape, state.ty.dtype);
             let live_bytes = dtype.bytes_for(shape.n_elements()).ok_or_else(too_large)? as u64;
-            let blocks = shape.dims().first().copied().filter(|_| state.kind == StateKind::Paged);
-            let n_scratch = blocks.filter(|n| *n > 0).map_or(0, |_| scratch_blocks);
+            let (blocks, n_scratch) = match state.kind {
+                StateKind::Paged => (shape.dims().first().copied(), scratch_blocks),
+                StateKind::Slots => (shape.dims().first().copied(), SCRATCH_SLOTS),
+                StateKind::Whole => (None, 0),
+            };
+            let n_scratch = blocks.filter(|n| *n > 0).map_or(0, |_| n_scratch);
             let block_bytes = live_bytes / blocks.unwrap_or(1).max(1) as u64;
             let scratch_bytes = block_bytes.checked_mul(n_scratch as u64).ok_or_else(too_large)?;
             let (offset, kind) = (places.kv_bytes, state.kind);
@@ -654,7 +659,8 @@ impl Resident {
 
     /// Scratch blocks of each cache.
     pub(crate) fn n_scratch(&self) -> usize {
-        self.places.states.iter().map(|s| s.n_scratch).max().unwrap_or(0)
+        let paged = self.places.states.iter().filter(|s| s.kind == StateKind::Paged);
+        paged.map(|s| s.n_scratch).max().unwrap_or(0)
     }
 
     pub(crate) fn state(&self, idx: usize) -> PlacedState {

@@ -96,6 +96,7 @@ fn step(n_tokens: usize, on_host: bool) -> Graph {
         positions: id(positions),
         seqs: id(seqs),
         tables: Some(id(tables)),
+        slots: None,
         adapters: None,
         rows: None,
         sampling: Some(sampling),

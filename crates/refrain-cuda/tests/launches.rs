@@ -76,7 +76,7 @@ fn model(shape: &str, mix: Mix) -> Model {
     Model::from_source(config.clone(), &Zeros { config, mix }).unwrap()
 }
 
-const KV: KvSpec = KvSpec { n_blocks: 16, kv_block: 32, max_blocks: 16, dtype: DType::F16 };
+const KV: KvSpec = KvSpec { n_blocks: 16, kv_block: 32, max_blocks: 16, n_slots: 0, dtype: DType::F16 };
 
 fn backend(model: &Model) -> CudaBackend {
     let backend = CudaBackend::on(&rig::sim("").1, rig::options(GraphMode::Off, Method::Stream)).unwrap();

@@ -114,6 +114,8 @@ mod on_the_simulated_device {
                 "mistral3",
                 "olmo3",
                 "cohere2",
+                "qwen35",
+                "lfm2",
             ],
             70,
         );

@@ -14,7 +14,7 @@ use crate::ledger::Ledger;
 use crate::request::lock;
 use crate::runner::{RunRow, RunShape};
 use crate::sampling::SamplingRow;
-use crate::step::{StepRequest, Want};
+use crate::step::Want;
 use refrain_graph::{Committed, CommittedStep, Ran, StepFlags, StepKind};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -53,10 +53,9 @@ impl FollowRow<'_> {
     }
 
     fn run_row(&self) -> RunRow<'_> {
-        let (tokens, table) = (std::slice::from_ref(&self.token), self.sequence.table.blocks());
-        let start = self.sequence.tokens.len();
+        let tokens = std::slice::from_ref(&self.token);
         RunRow {
-            request: StepRequest { tokens, start, table, want: Want::Sample(self.row) },
+            request: self.sequence.request(tokens, Want::Sample(self.row)),
             n_positions: self.sequence.context,
             n_choices: self.n_wanted(),
             end: self.ahead.end,
@@ -311,6 +310,10 @@ impl Core {
                 true => Err(EngineError::NonFinite { position, kv_dtype }),
                 false => {
                     of.sequence.tokens.push(of.token);
+                    // The device has not gone on behind its end.
+                    if let Some(slots) = of.sequence.table.slots_mut().filter(|_| row.has_ended) {
+                        slots.ended_at(position + 1);
+                    }
                     Ok(Chosen { token, logprob })
                 }
             }));
@@ -359,6 +362,7 @@ impl Core {
         }
         for (at, FollowRow { sequence, row, token, .. }) in rows.iter_mut().enumerate() {
             sequence.table.fit(sequence.tokens.len() + 1)?;
+            self.restore(sequence)?;
             sequence.run_row = at;
             advance(sequence, *token, row);
         }
@@ -418,6 +422,12 @@ impl Core {
         }
         for (row, at) in rows.iter().zip(places).filter_map(|(row, at)| Some((row, (*at)?))) {
             self.runner.set_table(at, row.sequence.table.blocks())?;
+        }
+        for (row, place) in rows.iter_mut().zip(places) {
+            let followed = place.and_then(|at| following.rows[at].as_ref());
+            if let (Some(slots), Some(followed)) = (row.sequence.table.slots_mut(), followed) {
+                slots.may_reach(followed.n_positions(following.n_sent + n as u64));
+            }
         }
         self.runner.send(n)?;
         following.n_sent += n as u64;

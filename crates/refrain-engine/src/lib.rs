@@ -28,6 +28,7 @@
 #![forbid(unsafe_code)]
 
 mod blocks; // who owns which part of the cache
+mod slots; // who has which recurrent state
 mod sampling; // how a token is chosen
 mod step; // what a step is asked
 mod runner; // one step on one device
@@ -55,6 +56,7 @@ pub use refrain_graph::StepKind;
 pub use request::{AdapterId, FinishReason, Pace, Request, RequestId, Sequence, TokenEvent};
 pub use runner::{BackendRunner, Choice, RunRow, RunShape, Runner, RunnerOptions, StepOut};
 pub use sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingError, SamplingParams, SamplingRow};
+pub use slots::{SlotCopy, SlotCounts};
 pub use step::{StepRequest, Want, step_kind};
 pub use stop::{StopFilter, Verdict};
 pub use stream::TokenStream;

@@ -79,6 +79,9 @@ pub struct StepInputs {
     pub seqs: InputId, // [n_tokens] I32
     /// KV blocks of each sequence; -1 where there is none.
     pub tables: Option<InputId>, // [n_seqs, max_blocks] I32
+    /// The two slots of each sequence in the states of recurrent layers, as [`crate::Recurrent`] reads them; -1 where
+    /// there is none. Absent where no layer has such a state.
+    pub slots: Option<InputId>, // [n_seqs, 2] I32
     /// Adapter of each sequence; -1 for none. Absent where the graph applies none.
     pub adapters: Option<InputId>, // [n_seqs] I32
     /// Rows whose logits are computed; absent where that is every row, in order.

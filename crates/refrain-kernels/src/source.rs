@@ -66,11 +66,13 @@ pub enum Family {
     Span,
     /// `span_grad.cu`
     SpanGrad,
+    /// `recurrent.cu`
+    Recurrent,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 30] = [
+    pub const ALL: [Family; 31] = [
         Family::Linear,
         Family::Gather,
         Family::Norm,
@@ -101,6 +103,7 @@ impl Family {
         Family::MatMul,
         Family::Span,
         Family::SpanGrad,
+        Family::Recurrent,
     ];
 
     /// The file's name without `.cu`.
@@ -137,6 +140,7 @@ impl Family {
             Family::MatMul => "matmul",
             Family::Span => "span",
             Family::SpanGrad => "span_grad",
+            Family::Recurrent => "recurrent",
         }
     }
 
@@ -174,6 +178,7 @@ impl Family {
             Family::MatMul => include_str!("../cu/matmul.cu"),
             Family::Span => include_str!("../cu/span.cu"),
             Family::SpanGrad => include_str!("../cu/span_grad.cu"),
+            Family::Recurrent => include_str!("../cu/recurrent.cu"),
         }
     }
 }

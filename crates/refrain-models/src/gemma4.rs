@@ -94,7 +94,7 @@ fn attention(
         false => None,
     };
     let o = w.linear(layer, "attn_output", [c.hidden, q_rows], c.attn_output_bias)?;
-    Ok(Mixer::Attention(Attention { head_dim, q, q_norm, kv, o }))
+    Ok(Mixer::Attention(Attention { head_dim, q, q_norm, gate: None, kv, o }))
 }
 
 impl LayerInputs {

@@ -27,6 +27,8 @@ mod glm4;
 mod llama;
 mod olmo2;
 mod phi3;
+mod lfm2;
+mod qwen35;
 
 pub use adapter::{Adapter, AdapterPart, LoraSpec, Targets};
 pub use error::ModelError;

@@ -6,7 +6,7 @@ use crate::layers::Decoder;
 use crate::state::{LayerState, StateTable};
 use crate::step::{Shared, Step};
 use crate::weights::{HfNames, TensorSource, WeightTable};
-use crate::{cohere2, gemma3, gemma4, glm4, llama, olmo2, phi3};
+use crate::{cohere2, gemma3, gemma4, glm4, lfm2, llama, olmo2, phi3, qwen35};
 use refrain_formats::ModelFiles;
 use refrain_formats::params::{Arch, ModelConfig};
 #[cfg(doc)]
@@ -68,6 +68,8 @@ pub struct KvSpec {
     pub kv_block: usize,
     /// Blocks that one sequence may have.
     pub max_blocks: usize,
+    /// Slots in the states of recurrent layers: two for each sequence that may have such a state.
+    pub n_slots: usize,
     /// Element type.
     pub dtype: DType,
 }
@@ -103,6 +105,8 @@ fn architecture(arch: Arch) -> (HfNames, Declare) {
         Arch::Cohere2 => (cohere2::NAMES, cohere2::declare),
         Arch::Gemma2 | Arch::Gemma3 => (gemma3::NAMES, gemma3::declare),
         Arch::Gemma4 => (gemma4::NAMES, gemma4::declare),
+        Arch::Qwen35 => (qwen35::NAMES, qwen35::declare),
+        Arch::Lfm2 => (lfm2::NAMES, lfm2::declare),
     }
 }
 
@@ -242,7 +246,13 @@ impl Model {
     pub fn state_table(&self, kv: &KvSpec) -> StateTable {
         let layers: Vec<LayerState> =
             (0..self.config.n_layers).map(|layer| self.decoder.state(&self.config, layer)).collect();
-        StateTable::new(&layers, kv, kv.n_blocks)
+        StateTable::new(&layers, kv, kv.n_slots)
+    }
+
+    /// Whether sequences have recurrent states: in slots, and not shareable as KV is.
+    pub fn has_slots(&self) -> bool {
+        let is_recurrent = |layer| matches!(self.decoder.state(&self.config, layer), LayerState::Slots(_));
+        (0..self.config.n_layers).any(is_recurrent)
     }
 
     /// The states, in the order of their ids.

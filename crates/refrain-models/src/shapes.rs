@@ -5,7 +5,8 @@ use crate::model::Model;
 use crate::weights::TensorSource;
 use refrain_formats::FormatError;
 use refrain_formats::params::{Activation, Arch, ModelConfig, NormKind, Rope, RopeScaling};
-use refrain_formats::params::{LayerAttention, LayerSizes, PerLayerEmbedding};
+use refrain_formats::params::{DeltaNetSizes, LayerAttention, LayerSizes, PerLayerEmbedding};
+use refrain_formats::params::{RecurrentLayers, VHeads};
 use refrain_tensor::{Bytes, DType, HostTensor, Shape, quant};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -79,8 +80,19 @@ const DENSE_31B: Gemma4Shape = Gemma4Shape {
     per_layer: 0,
 };
 
+/// Of all models up to 9B: heads of 128 elements, two for each key head.
+const QWEN35_9B: DeltaNetSizes = DeltaNetSizes {
+    n_key_heads: 16,
+    n_heads: 32,
+    key_dim: 128,
+    value_dim: 128,
+    conv_width: 4,
+    v_heads: VHeads::Tiled,
+    decay_is_log: false,
+};
+
 /// All shapes, from the smallest to the largest.
-pub const SHAPES: [NamedShape; 15] = [
+pub const SHAPES: [NamedShape; 16] = [
     shape("llama-1m", Arch::Llama, [2_048, 128, 384, 4], [4, 4, 32]),
     shape("llama-10m", Arch::Llama, [8_192, 320, 896, 6], [5, 5, 64]),
     shape("llama-110m", Arch::Llama, [32_768, 768, 2_048, 12], [12, 12, 64]),
@@ -95,6 +107,7 @@ pub const SHAPES: [NamedShape; 15] = [
     shape("phi-4-mini", Arch::Phi3, [200_064, 3_072, 8_192, 32], [24, 8, 128]),
     gemma4("gemma4-e4b", [2_560, 10_240, 42], [8, 2], E4B),
     shape("llama-3.1-8b", Arch::Llama, [128_256, 4_096, 14_336, 32], [32, 8, 128]),
+    shape("qwen3.5-9b", Arch::Qwen35, [248_320, 4_096, 12_288, 32], [16, 4, 256]),
     gemma4("gemma4-31b", [5_376, 21_504, 60], [32, 16], DENSE_31B),
 ];
 
@@ -124,6 +137,7 @@ impl NamedShape {
             // Whole pairs of three quarters, and of a half.
             Arch::Phi3 => self.head_dim * 3 / 8 * 2,
             Arch::Glm4 => self.head_dim / 4 * 2,
+            Arch::Qwen35 => self.head_dim / 4,
             _ => global_dim,
         };
         let window = match arch {
@@ -170,7 +184,7 @@ impl NamedShape {
             qkv_bias: matches!(arch, Arch::Qwen2 | Arch::Glm4),
             attn_output_bias: false,
             ffn_bias: false,
-            qk_norm: matches!(arch, Arch::Qwen3 | Arch::Gemma3 | Arch::Gemma4 | Arch::Olmo2),
+            qk_norm: arch.has_qk_norm(),
             attn_scale: if gemma4 { 1.0 } else { (self.head_dim as f32).powf(-0.5) },
             attn_softcap: (arch == Arch::Gemma2).then_some(50.0),
             final_softcap: matches!(arch, Arch::Gemma2 | Arch::Gemma4).then_some(30.0),
@@ -189,6 +203,11 @@ impl NamedShape {
                 .gemma4
                 .filter(|more| more.per_layer > 0)
                 .map(|more| PerLayerEmbedding { n_vocab: self.n_vocab, dim: more.per_layer }),
+            recurrent: match arch {
+                Arch::Qwen35 => Some(RecurrentLayers::DeltaNet(QWEN35_9B)),
+                Arch::Lfm2 => Some(RecurrentLayers::ShortConv { width: 3 }),
+                _ => None,
+            },
             left_out: Vec::new(),
         }
     }
@@ -203,7 +222,7 @@ impl NamedShape {
             let has_v = !(config.keys_as_values && config.layer(layer) == LayerAttention::Full);
             let fuses = self.arch == Arch::Phi3;
             let is_there = |part: &&&str| match part.strip_suffix(".weight").unwrap_or(part) {
-                "attn_qkv" => fuses,
+                "attn_qkv" => fuses || self.arch == Arch::Qwen35,
                 "attn_q" => !fuses,
                 "attn_k" => has_kv && !fuses,
                 "attn_k_norm" => has_kv && config.qk_norm,
@@ -211,7 +230,8 @@ impl NamedShape {
                 "ffn_gate" => !fuses_gate(self.arch),
                 "attn_q_norm" => config.qk_norm,
                 "attn_norm" => self.arch != Arch::Olmo2,
-                "ffn_norm" => !matches!(self.arch, Arch::Olmo2 | Arch::Cohere2),
+                "ffn_norm" => !matches!(self.arch, Arch::Olmo2 | Arch::Cohere2 | Arch::Qwen35),
+                "post_attention_norm" if self.arch == Arch::Qwen35 => true,
                 "post_attention_norm" | "post_ffw_norm" => {
                     self.arch.is_gemma() || matches!(self.arch, Arch::Olmo2 | Arch::Glm4)
                 }
@@ -233,10 +253,15 @@ impl NamedShape {
             (Arch::Gemma4, more) => {
                 is_nth(layer, more.map_or(6, |more| more.period)) || layer + 1 == self.n_layers
             }
-            (Arch::Cohere2, _) => is_nth(layer, 4),
+            (Arch::Cohere2 | Arch::Qwen35, _) => is_nth(layer, 4),
+            (Arch::Lfm2, _) => is_nth(layer, 3),
             _ => true,
         };
-        let kind = |layer| if is_full(layer) { LayerAttention::Full } else { LayerAttention::Sliding };
+        let other = match self.arch {
+            Arch::Qwen35 | Arch::Lfm2 => LayerAttention::Recurrent,
+            _ => LayerAttention::Sliding,
+        };
+        let kind = |layer| if is_full(layer) { LayerAttention::Full } else { other };
         (0..self.n_layers).map(kind).collect()
     }
 
@@ -251,7 +276,7 @@ impl NamedShape {
         let size = |(layer, kind): (usize, &LayerAttention)| {
             let [n_kv_heads, head_dim] = match kind {
                 LayerAttention::Full => more.global_heads,
-                LayerAttention::Sliding => [self.n_kv_heads, self.head_dim],
+                LayerAttention::Sliding | LayerAttention::Recurrent => [self.n_kv_heads, self.head_dim],
             };
             LayerSizes { n_kv_heads, head_dim, ffn: if layer < n_own { self.ffn } else { more.shared_ffn } }
         };
@@ -260,11 +285,16 @@ impl NamedShape {
 }
 
 /// Tensors outside the layers, but for the second embedding.
-const GLOBAL_NAMES: [&str; 4] =
-    ["token_embd.weight", "output_norm.weight", "per_layer_model_proj.weight", "per_layer_proj_norm.weight"];
+const GLOBAL_NAMES: [&str; 5] = [
+    "token_embd.weight",
+    "output_norm.weight",
+    "token_embd_norm.weight",
+    "per_layer_model_proj.weight",
+    "per_layer_proj_norm.weight",
+];
 
 /// Tensors that layers of one architecture or another have.
-const LAYER_PARTS: [&str; 20] = [
+const LAYER_PARTS: [&str; 31] = [
     "attn_norm.weight",
     "attn_qkv.weight",
     "attn_q.weight",
@@ -285,6 +315,17 @@ const LAYER_PARTS: [&str; 20] = [
     "inp_gate.weight",
     "proj.weight",
     "post_norm.weight",
+    "attn_gate.weight",
+    "ssm_alpha.weight",
+    "ssm_beta.weight",
+    "ssm_conv1d.weight",
+    "ssm_a",
+    "ssm_dt.bias",
+    "ssm_norm.weight",
+    "ssm_out.weight",
+    "shortconv.in_proj.weight",
+    "shortconv.conv.weight",
+    "shortconv.out_proj.weight",
 ];
 
 /// Whether a file has the gate of the feed-forward part and what is gated as one tensor.
@@ -371,8 +412,15 @@ pub(crate) fn tensor_dims(c: &ModelConfig, gguf_name: &str) -> Option<Vec<usize>
     let LayerSizes { n_kv_heads, head_dim, ffn } = c.layer_sizes(layer.unwrap_or(0));
     let (q, kv) = (c.n_heads * head_dim, n_kv_heads * head_dim);
     let per_layer = c.per_layer.map(|p| (p.n_vocab, p.dim));
+    if let (Some(recurrent), Some(layer)) = (&c.recurrent, layer)
+        && let Some(dims) = mixer_dims(c, recurrent, c.layer(layer), part)
+    {
+        return dims;
+    }
     Some(match (part, per_layer) {
         ("token_embd.weight", _) => vec![c.n_vocab, c.hidden],
+        ("token_embd_norm.weight", _) if c.arch == Arch::Lfm2 => vec![c.hidden],
+        ("output_norm.weight", _) if c.arch == Arch::Lfm2 => return None,
         ("output.weight", _) if !c.tied_embeddings => vec![c.n_vocab, c.hidden],
         ("attn_q.weight", _) => vec![q, c.hidden],
         ("attn_k.weight" | "attn_v.weight", _) => vec![kv, c.hidden],
@@ -404,6 +452,49 @@ pub(crate) fn tensor_dims(c: &ModelConfig, gguf_name: &str) -> Option<Vec<usize>
     })
 }
 
+/// The size of a mixer's tensor in a model with recurrent layers, which may be that there is none; `None` for tensors that
+/// other models have as well.
+fn mixer_dims(
+    c: &ModelConfig,
+    recurrent: &RecurrentLayers,
+    kind: LayerAttention,
+    part: &str,
+) -> Option<Option<Vec<usize>>> {
+    let is_recurrent = kind == LayerAttention::Recurrent;
+    match part {
+        "attn_q.weight" | "attn_k.weight" | "attn_v.weight" | "attn_output.weight" if is_recurrent => {
+            return Some(None);
+        }
+        "attn_q_norm.weight" | "attn_k_norm.weight" if is_recurrent => return Some(None),
+        _ => {}
+    }
+    let own = |dims: Vec<usize>| Some(is_recurrent.then_some(dims));
+    let net = match recurrent {
+        RecurrentLayers::DeltaNet(net) => net,
+        RecurrentLayers::ShortConv { width } => {
+            return match part {
+                "shortconv.in_proj.weight" => own(vec![3 * c.hidden, c.hidden]),
+                "shortconv.conv.weight" => own(vec![c.hidden, *width]),
+                "shortconv.out_proj.weight" => own(vec![c.hidden, c.hidden]),
+                _ => None,
+            };
+        }
+    };
+    let values = net.n_heads * net.value_dim;
+    match part {
+        "attn_qkv.weight" => own(vec![net.conv_dim(), c.hidden]),
+        "attn_gate.weight" => own(vec![values, c.hidden]),
+        "ssm_alpha.weight" | "ssm_beta.weight" => own(vec![net.n_heads, c.hidden]),
+        "ssm_conv1d.weight" => own(vec![net.conv_dim(), net.conv_width]),
+        "ssm_a" | "ssm_dt.bias" => own(vec![net.n_heads]),
+        "ssm_norm.weight" => own(vec![net.value_dim]),
+        "ssm_out.weight" => own(vec![c.hidden, values]),
+        // Query and output gate of each head.
+        "attn_q.weight" => Some(Some(vec![2 * c.n_heads * c.head_dim, c.hidden])),
+        _ => None,
+    }
+}
+
 impl RandomSource {
     fn bytes(&self, dtype: DType, n: usize) -> Result<Vec<u8>, refrain_tensor::TensorError> {
         const PATTERN: usize = 1 << 16;
@@ -429,7 +520,12 @@ impl TensorSource for RandomSource {
         let Some(dims) = tensor_dims(&self.config, gguf_name) else { return Ok(None) };
         let n: usize = dims.iter().product();
         let made = if dims.len() == 1 {
-            let one = if part.contains("norm") { 1.0 } else { 0.0 };
+            let one = match part {
+                // What a state holds fades.
+                "ssm_a" => -1.0,
+                _ if part.contains("norm") => 1.0,
+                _ => 0.0,
+            };
             HostTensor::from_f32(Shape::from([n]), &vec![one; n])
         } else {
             let dtype = self.mix.dtype(part, layer, self.config.n_layers, dims[1]);
@@ -472,7 +568,7 @@ mod tests {
             shape.n_layers = 2;
             shape.ffn = 256;
             let model = Model::random(&shape, QuantMix::Q4KM).unwrap();
-            let kv = KvSpec { n_blocks: 2, kv_block: 32, max_blocks: 2, dtype: DType::F16 };
+            let kv = KvSpec { n_blocks: 2, kv_block: 32, max_blocks: 2, n_slots: 2, dtype: DType::F16 };
             let spec = StepSpec::of_one(1, 1, Head::Logits);
             model.graph(&spec, &kv).unwrap();
         }

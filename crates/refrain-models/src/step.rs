@@ -8,11 +8,11 @@ use crate::model::{Head, KvSpec, SampleHead, StepSpec};
 use crate::rope::inverse_frequencies;
 use crate::state::StateTable;
 use crate::weights::{Linear, WeightTable};
-use refrain_formats::params::{LayerAttention, ModelConfig, NormKind, QueryTemperature};
+use refrain_formats::params::{Arch, LayerAttention, ModelConfig, NormKind, QueryTemperature};
 use refrain_formats::params::{RopeScaling, RopeStyle};
 use refrain_graph as ir;
 use refrain_graph::{
-    Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StepInputs, TensorType,
+    Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StateId, StepInputs, TensorType,
 };
 use refrain_graph::{Unary, ValueId, Weight, WeightId};
 use refrain_tensor::DType;
@@ -41,7 +41,11 @@ impl Shared {
         let c = w.config;
         let table = [c.n_vocab, c.hidden];
         let embedding = w.global("token_embd.weight", "model.embed_tokens.weight", &table)?;
-        let output_norm = w.global_norm("output_norm.weight", "model.norm.weight", c.hidden)?;
+        let [gguf, hf] = match c.arch {
+            Arch::Lfm2 => ["token_embd_norm.weight", "model.embedding_norm.weight"],
+            _ => ["output_norm.weight", "model.norm.weight"],
+        };
+        let output_norm = w.global_norm(gguf, hf, c.hidden)?;
         let output = match c.tied_embeddings {
             true => embedding,
             false => w.optional("output.weight", "lm_head.weight", &table)?.unwrap_or(embedding),
@@ -163,6 +167,7 @@ pub(crate) struct PagedRows {
     spec: StepSpec,
     inputs: StepInputs,
     paging: [ValueId; 3], // positions[n_tokens], seqs[n_tokens], tables[n_seqs, max_blocks]
+    slots: Option<ValueId>, // [n_seqs, 2]
     n_context: usize,
 }
 
@@ -190,12 +195,17 @@ impl<'m> Step<'m> {
         let positions = builder.input("positions", per_token)?;
         let seqs = builder.input("seqs", per_token)?;
         let tables = builder.input("tables", TensorType::new(DType::I32, [shape.n_seqs, kv.max_blocks]))?;
+        let slots = match states.has_slots() {
+            true => Some(builder.input("slots", TensorType::new(DType::I32, [shape.n_seqs, 2]))?),
+            false => None,
+        };
         let inputs = StepInputs {
             shape,
             tokens: builder.input_id(tokens),
             positions: builder.input_id(positions),
             seqs: builder.input_id(seqs),
             tables: Some(builder.input_id(tables)),
+            slots: slots.map(|slots| builder.input_id(slots)),
             adapters: None,
             rows: None,
             sampling: None,
@@ -204,7 +214,8 @@ impl<'m> Step<'m> {
         let (paging, n_context) = ([positions, seqs, tables], kv.max_blocks * kv.kv_block);
         let weights =
             (0..builder.graph().weights().len()).map(|i| builder.weight(WeightId::from_idx(i))).collect();
-        let rows = RowContext::Paged(Box::new(PagedRows { states, spec: *spec, inputs, paging, n_context }));
+        let paged = PagedRows { states, spec: *spec, inputs, paging, slots, n_context };
+        let rows = RowContext::Paged(Box::new(paged));
         let (n_tokens, act) = (shape.n_tokens, spec.act);
         let context = ([tokens, positions], n_tokens, act);
         Ok(Step::over(config, shared, builder, weights, context, rows))
@@ -263,6 +274,16 @@ impl<'m> Step<'m> {
                 panic!("a step over whole documents has no cache and chooses nothing")
             }
         }
+    }
+
+    /// The recurrent states of a layer, and what finds the slots of its rows.
+    ///
+    /// # Panics
+    /// When the layer has none, or the step is over whole documents.
+    pub(crate) fn slots(&mut self, layer: usize) -> (Vec<StateId>, [ValueId; 3]) {
+        let PagedRows { states, paging: [positions, seqs, _], slots, .. } = self.paged();
+        let Some(slots) = *slots else { panic!("layer {layer} has no recurrent state") };
+        (states.slots(layer).to_vec(), [*positions, *seqs, slots])
     }
 
     pub(crate) fn weight(&self, id: WeightId) -> ValueId {
@@ -344,6 +365,29 @@ impl<'m> Step<'m> {
     /// Rows `[n_tokens, n * d]` as `[n_tokens, n, d]`.
     pub(crate) fn apart(&mut self, x: ValueId, n: usize, d: usize) -> Result<ValueId, GraphError> {
         self.builder.reshape(x, &[self.n_tokens, n, d])
+    }
+
+    /// Columns of rows, as heads: `[n_tokens, n, d]` from column `start` on.
+    pub(crate) fn columns(
+        &mut self,
+        x: ValueId,
+        start: usize,
+        [n, d]: [usize; 2],
+    ) -> Result<ValueId, GraphError> {
+        let part = self.builder.slice(x, 1, start, n * d)?;
+        self.apart(part, n, d)
+    }
+
+    /// Heads as rows: `[n_tokens, n * d]`.
+    pub(crate) fn flat(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
+        let width = self.builder.ty(x).shape.n_elements() / self.n_tokens.max(1);
+        self.builder.reshape(x, &[self.n_tokens, width])
+    }
+
+    /// `x * sigmoid(gate)`
+    pub(crate) fn times_sigmoid(&mut self, x: ValueId, gate: ValueId) -> Result<ValueId, GraphError> {
+        let gate = self.builder.unary(Unary::Sigmoid, gate)?;
+        self.builder.binary(ir::Binary::Mul, gate, x)
     }
 
     pub(crate) fn scaled(&mut self, x: ValueId, mul: f32) -> Result<ValueId, GraphError> {

@@ -144,6 +144,11 @@ impl Model {
 
     /// The graph of a training step.
     pub fn train_graph(&self, spec: &TrainSpec, phase: TrainPhase) -> Result<TrainGraph, GradError> {
+        if self.has_slots() {
+            let because = "recurrent layers are for generation; they have no backward pass yet";
+            let label = format!("a step that trains {}", self.config().arch);
+            return Err(GradError::NotDifferentiable { label, op: "gated_delta", because });
+        }
         let TrainStates { states, count, params } = self.train_states(spec);
         let mut builder = GraphBuilder::new(self.frozen().0, states);
         let per_token = TensorType::new(DType::I32, [spec.n_tokens]);

@@ -5,7 +5,7 @@ use crate::error::ModelError;
 use refrain_formats::params::ModelConfig;
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_graph::{TensorType, Weight, WeightId};
-use refrain_tensor::{DType, HostTensor, Shape};
+use refrain_tensor::{Bytes, DType, HostTensor, Shape};
 
 /// Where a model's tensors come from.
 pub trait TensorSource {
@@ -179,6 +179,112 @@ impl<'a> WeightTable<'a> {
         Ok(scalar)
     }
 
+    /// A linear map whose rows hold two parts in turn, `head_dim` rows of the one and then of the other for each head, taken
+    /// apart: the first under its own name, the second under another one.
+    pub(crate) fn interleaved(
+        &mut self,
+        layer: usize,
+        [name, second]: [&str; 2],
+        [n_heads, head_dim, n_in]: [usize; 3],
+    ) -> Result<[Linear; 2], ModelError> {
+        let (gguf, hf) = self.layer_tensor(layer, name, "weight");
+        let found = self.find(&gguf, &hf, &[2 * n_heads * head_dim, n_in])?;
+        let tensor = found.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let wrap = |source| ModelError::Tensor { name: self.source.name(&gguf, &hf).into(), source };
+        let part_bytes = tensor.bytes().as_slice().len() / (2 * n_heads).max(1);
+        let part = |first: usize| {
+            let parts = tensor.bytes().as_slice().chunks_exact(part_bytes.max(1));
+            let bytes: Vec<u8> = parts.skip(first).step_by(2).flatten().copied().collect();
+            HostTensor::new(tensor.dtype(), Shape::from([n_heads * head_dim, n_in]), Bytes::new(bytes))
+        };
+        let (rows, others) = (part(0).map_err(wrap)?, part(1).map_err(wrap)?);
+        let weight = self.push(&gguf, &hf, rows);
+        let (gguf, hf) = self.layer_tensor(layer, second, "weight");
+        let gate = self.push(&gguf, &hf, others);
+        Ok([weight, gate].map(|weight| Linear { weight, bias: None }))
+    }
+
+    /// The filters of a short convolution, one for each channel: a row for each lag, so that neighbouring channels lie
+    /// together.
+    pub(crate) fn filters(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        [n_channels, width]: [usize; 2],
+    ) -> Result<WeightId, ModelError> {
+        let by_channel = self.values(layer, names, &[&[n_channels, width], &[n_channels, 1, width]])?;
+        let lag = |lag| by_channel.iter().skip(lag).step_by(width).copied();
+        let by_lag: Vec<f32> = (0..width).flat_map(lag).collect();
+        self.fixed_vector(layer, names, &by_lag)
+    }
+
+    /// Two small linear maps of the same rows as one, the second below the first: one product instead of two. Where the file
+    /// has them in different types they become F32.
+    pub(crate) fn stacked(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        [n_out, n_in]: [usize; 2],
+    ) -> Result<Linear, ModelError> {
+        let names = names.map(|name| self.layer_tensor(layer, name, "weight"));
+        let find = |(gguf, hf): &(String, String)| {
+            self.find(gguf, hf, &[n_out, n_in])?.ok_or_else(|| self.missing(gguf, hf))
+        };
+        let (first, second) = (find(&names[0])?, find(&names[1])?);
+        let (gguf, hf) = &names[0];
+        let wrap = |source| ModelError::Tensor { name: self.source.name(gguf, hf).into(), source };
+        let shape = Shape::from([2 * n_out, n_in]);
+        let stacked = match first.dtype() == second.dtype() {
+            true => {
+                let bytes = [first.bytes().as_slice(), second.bytes().as_slice()].concat();
+                HostTensor::new(first.dtype(), shape, Bytes::new(bytes))
+            }
+            false => {
+                let values = [first.to_f32().map_err(wrap)?, second.to_f32().map_err(wrap)?].concat();
+                HostTensor::from_f32(shape, &values)
+            }
+        };
+        let weight = self.push(gguf, hf, stacked.map_err(wrap)?);
+        Ok(Linear { weight, bias: None })
+    }
+
+    /// The values of a tensor in a layer, which may have one of several shapes. Names are what follows the layer's, in GGUF
+    /// and in Hugging Face folders.
+    pub(crate) fn values(
+        &self,
+        layer: usize,
+        names: [&str; 2],
+        shapes: &[&[usize]],
+    ) -> Result<Vec<f32>, ModelError> {
+        let (gguf, hf) = plain_names(layer, names);
+        let tensor = self.source.find(&gguf, &hf)?.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let name = || self.source.name(&gguf, &hf).to_string();
+        let wrap = |source| ModelError::Tensor { name: name(), source };
+        if !shapes.iter().any(|dims| tensor.shape().dims() == *dims) {
+            let want = Shape::new(shapes[0]).map_err(wrap)?;
+            return Err(ModelError::TensorShape { name: name(), got: tensor.shape(), want });
+        }
+        if !(tensor.dtype().is_float() || tensor.dtype().is_quantized()) {
+            return Err(ModelError::TensorType { name: name(), dtype: tensor.dtype() });
+        }
+        tensor.to_f32().map_err(wrap)
+    }
+
+    /// A vector of a layer that is part of the graph and not trained, made of what the files have under these names.
+    pub(crate) fn fixed_vector(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        values: &[f32],
+    ) -> Result<WeightId, ModelError> {
+        let (gguf, hf) = plain_names(layer, names);
+        let tensor = HostTensor::from_f32(Shape::from([values.len()]), values)
+            .map_err(|source| ModelError::Tensor { name: self.source.name(&gguf, &hf).into(), source })?;
+        let id = self.push(&gguf, &hf, tensor);
+        self.fixed.push(id);
+        Ok(id)
+    }
+
     /// A tensor that is computed, not read.
     pub(crate) fn derived(&mut self, name: &str, values: &[f32]) -> Result<WeightId, ModelError> {
         let tensor = HostTensor::from_f32(Shape::from([values.len()]), values)
@@ -251,6 +357,11 @@ pub(crate) fn rows_of(
     let bytes =
         bytes.ok_or_else(|| ModelError::FusedRows { name: name.into(), dtype: tensor.dtype(), n_cols })?;
     HostTensor::new(tensor.dtype(), Shape::from([rows.len(), n_cols]), bytes).map_err(wrap)
+}
+
+/// A tensor in a layer by what follows the layer's name in GGUF and in Hugging Face folders.
+fn plain_names(layer: usize, [gguf, hf]: [&str; 2]) -> (String, String) {
+    (format!("blk.{layer}.{gguf}"), format!("model.layers.{layer}.{hf}"))
 }
 
 /// A vector as it is added to activations.

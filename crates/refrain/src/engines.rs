@@ -112,6 +112,8 @@ pub(crate) struct Room {
     pub(crate) n_positions: usize,
     /// How many take part in one step.
     pub(crate) max_seqs: usize,
+    /// Sequences with recurrent states, in a model that has such.
+    pub(crate) n_recurrent: usize,
     /// Requests that may be running or waiting.
     pub(crate) max_requests: usize,
 }
@@ -121,7 +123,7 @@ impl Room {
     pub(crate) fn of_one(context: usize) -> Room {
         let (runner, engine) = (RunnerOptions::default(), EngineOptions::default());
         let (max_seqs, max_requests) = (runner.max_seqs, engine.max_requests);
-        Room { context, n_positions: context, max_seqs, max_requests }
+        Room { context, n_positions: context, max_seqs, n_recurrent: 1, max_requests }
     }
 }
 
@@ -156,9 +158,10 @@ fn make_engine(
     options: &SessionOptions,
     packed: &mut Weak<CpuWeights>,
 ) -> Result<MonitoredEngine, Error> {
-    let Room { context, n_positions, max_seqs, max_requests } = *room;
+    let Room { context, n_positions, max_seqs, n_recurrent, max_requests } = *room;
     let kv_dtype = options.kv_dtype;
-    let runner = RunnerOptions { context, n_positions, kv_dtype, max_seqs, ..RunnerOptions::default() };
+    let runner =
+        RunnerOptions { context, n_positions, kv_dtype, max_seqs, n_recurrent, ..RunnerOptions::default() };
     let engine_options = EngineOptions { max_requests };
     let (kind, cuda) = match options.device.cuda() {
         Ok(cuda) => cuda,
@@ -228,5 +231,5 @@ pub(crate) fn table_needs(weights: &Model, runner: &RunnerOptions) -> Option<Tab
     let RunnerOptions { context, n_positions, kv_block, kv_dtype, .. } = *runner;
     let max_blocks = context.div_ceil(kv_block.max(1));
     let n_blocks = n_positions.div_ceil(kv_block.max(1)).max(max_blocks);
-    TableNeeds::of(weights, &KvSpec { n_blocks, kv_block, max_blocks, dtype: kv_dtype })
+    TableNeeds::of(weights, &KvSpec { n_blocks, kv_block, max_blocks, n_slots: 0, dtype: kv_dtype })
 }

@@ -51,7 +51,10 @@ goldens!(
     "granite",
     "qwen3vl",
     "glm4",
-    "cohere2"
+    "cohere2",
+    "qwen35",
+    "qwen35-odd",
+    "lfm2"
 );
 
 pub fn model(case: &str) -> Arc<Model> {

@@ -20,6 +20,12 @@ pub enum ParamsFault {
         "{n_heads} heads cannot share {n_kv_heads} key-value heads: the one must be a multiple of the other"
     )]
     Heads { n_heads: usize, n_kv_heads: usize },
+    #[error(
+        "{n_heads} heads of recurrent layers cannot share {n_key_heads} key heads: the one must be a multiple of the other"
+    )]
+    KeyHeads { n_heads: usize, n_key_heads: usize },
+    #[error("some layers are recurrent, but no sizes of them are given")]
+    NoRecurrent,
     #[error("a hidden size of {hidden} cannot be divided among {n_heads} heads, and no head size is given")]
     HeadDim { hidden: usize, n_heads: usize },
     #[error("keys of {key} and values of {value} elements per head; only equal sizes are supported")]
@@ -59,7 +65,10 @@ pub enum ParamsFault {
         "a mixture of experts is not supported in {arch}: of Gemma 4, E2B, E4B and 31B are, 26B-A4B is not"
     )]
     Experts { arch: Arch },
-    #[error("layer type {} is not supported, full_attention and sliding_attention are", quoted(found))]
+    #[error(
+        "layer type {} is not supported, full_attention, sliding_attention, linear_attention and conv are",
+        quoted(found)
+    )]
     LayerType { found: String },
     #[error("some layers slide, but no window size is given")]
     NoWindow,
@@ -87,6 +96,8 @@ impl ParamsFault {
             | F::Number { .. }
             | F::Heads { .. }
             | F::HeadDim { .. }
+            | F::KeyHeads { .. }
+            | F::NoRecurrent
             | F::RopeDims { .. }
             | F::RopeFactors { .. }
             | F::NoRopeFactors

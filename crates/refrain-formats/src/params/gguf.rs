@@ -2,8 +2,9 @@
 
 use super::rope::{LongRope, Rope, RopeScaling, Yarn};
 use super::{Activation, Arch, LayerAttention, LayerSizes, ModelConfig, NormKind, ParamsFault};
-use super::{PerLayerEmbedding, QueryTemperature};
-use super::{checked_layers, default_head_dim, every_nth_full, unless_alike, unless_all_rotate};
+use super::{DeltaNetSizes, PerLayerEmbedding, QueryTemperature, RecurrentLayers, VHeads};
+use super::{checked_layers, default_head_dim, every_nth_attends, every_nth_full};
+use super::{unless_alike, unless_all_rotate};
 use crate::FormatError;
 use crate::gguf::{FromValue, Gguf, Metadata, StrArray, Value};
 
@@ -59,7 +60,10 @@ impl ModelConfig {
         let unknown = || FormatError::params(meta.file(), ParamsFault::UnknownArch { found: name.into() });
         let arch = Arch::from_name(name).ok_or_else(unknown)?;
         let keys = Keys { meta, arch, prefix: name };
-        let n_layers = checked_layers(keys.required("block_count")?).map_err(|f| keys.blame(f))?;
+        let n_blocks: usize = keys.required("block_count")?;
+        // Layers that predict further tokens stand behind the others; they are left out.
+        let n_more = keys.optional("nextn_predict_layers")?.filter(|_| arch == Arch::Qwen35).unwrap_or(0);
+        let n_layers = checked_layers(n_blocks.saturating_sub(n_more)).map_err(|f| keys.blame(f))?;
         let hidden = keys.required("embedding_length")?;
         let n_heads = keys.required("attention.head_count")?;
         if keys.optional::<u64>("expert_count")?.unwrap_or(0) > 0 {
@@ -109,7 +113,7 @@ impl ModelConfig {
             qkv_bias: gguf.has_tensor("blk.0.attn_q.bias"),
             attn_output_bias: gguf.has_tensor("blk.0.attn_output.bias"),
             ffn_bias: gguf.has_tensor("blk.0.ffn_up.bias"),
-            qk_norm: matches!(arch, Arch::Qwen3 | Arch::Gemma3 | Arch::Gemma4 | Arch::Olmo2),
+            qk_norm: arch.has_qk_norm(),
             attn_scale: attn_scale(&keys, n_layers, hidden, n_heads, head_dim)?,
             attn_softcap: keys.optional("attn_logit_softcapping")?.filter(|&cap: &f32| cap != 0.0),
             final_softcap: keys.optional("final_logit_softcapping")?.filter(|&cap: &f32| cap != 0.0),
@@ -128,6 +132,7 @@ impl ModelConfig {
                 .filter(|_| arch == Arch::Gemma4)
                 .unwrap_or(0),
             per_layer: per_layer(gguf, &keys)?,
+            recurrent: recurrent(&keys)?,
             // Its towers are in a file of their own.
             left_out: if name == "qwen3vl" { vec!["images"] } else { Vec::new() },
         };
@@ -166,7 +171,14 @@ fn sizes(
     let n_layers = layers.len();
     let head_dim = head_dim(keys, "", default_head_dim(hidden, n_heads))?;
     if keys.arch != Arch::Gemma4 {
-        let n_kv_heads = keys.optional("attention.head_count_kv")?.unwrap_or(n_heads);
+        let n_kv_heads = match keys.arch {
+            // A list, with zeros for layers that do not attend.
+            Arch::Lfm2 => {
+                let heads = keys.per_layer("attention.head_count_kv", n_layers)?;
+                heads.and_then(|heads| heads.into_iter().max()).filter(|&n| n > 0).unwrap_or(n_heads)
+            }
+            _ => keys.optional("attention.head_count_kv")?.unwrap_or(n_heads),
+        };
         let ffn = keys.required("feed_forward_length")?;
         return Ok(vec![LayerSizes { n_kv_heads, head_dim, ffn }; n_layers.max(1)]);
     }
@@ -178,7 +190,7 @@ fn sizes(
         None => vec![keys.required("feed_forward_length")?],
     };
     let head_dim = |layer: &LayerAttention| match layer {
-        LayerAttention::Full => head_dim,
+        LayerAttention::Full | LayerAttention::Recurrent => head_dim,
         LayerAttention::Sliding => local_dim,
     };
     let all = layers.iter().map(head_dim).zip(n_kv_heads).zip(ffn);
@@ -276,6 +288,12 @@ fn layers(
     window: Option<usize>,
 ) -> Result<Vec<LayerAttention>, FormatError> {
     use crate::gguf::Array;
+    if keys.arch == Arch::Qwen35 {
+        return recurrent_layers(keys, n_layers);
+    }
+    if keys.arch == Arch::Lfm2 {
+        return lfm2_layers(keys, n_layers);
+    }
     if window.is_none() {
         return Ok(vec![LayerAttention::Full; n_layers]);
     }
@@ -286,6 +304,50 @@ fn layers(
     }
     let period = keys.arch.usual_period();
     Ok(every_nth_full(n_layers, keys.meta.optional(&pattern)?.unwrap_or(period)))
+}
+
+/// Which layers are recurrent: a flag for each, or all but every so many.
+fn recurrent_layers(keys: &Keys<'_>, n_layers: usize) -> Result<Vec<LayerAttention>, FormatError> {
+    use crate::gguf::Array;
+    let list = format!("{}.attention.recurrent_layers", keys.arch);
+    if let Some(Value::Array(Array::Bool(recurrent))) = keys.meta.get(&list) {
+        let kind = |&is: &bool| if is { LayerAttention::Recurrent } else { LayerAttention::Full };
+        return Ok(recurrent.iter().take(n_layers).map(kind).collect());
+    }
+    Ok(every_nth_attends(n_layers, keys.optional("full_attention_interval")?.unwrap_or(4)))
+}
+
+/// Layers without heads of keys are convolutions.
+fn lfm2_layers(keys: &Keys<'_>, n_layers: usize) -> Result<Vec<LayerAttention>, FormatError> {
+    let heads = keys.per_layer("attention.head_count_kv", n_layers)?.unwrap_or_else(|| vec![1; n_layers]);
+    let kind = |&n: &usize| if n == 0 { LayerAttention::Recurrent } else { LayerAttention::Full };
+    Ok(heads.iter().map(kind).collect())
+}
+
+fn recurrent(keys: &Keys<'_>) -> Result<Option<RecurrentLayers>, FormatError> {
+    Ok(match keys.arch {
+        Arch::Qwen35 => Some(RecurrentLayers::DeltaNet(delta_net(keys)?)),
+        Arch::Lfm2 => Some(RecurrentLayers::ShortConv { width: keys.required("shortconv.l_cache")? }),
+        _ => None,
+    })
+}
+
+/// The sizes of recurrent layers. Heads of values lie in tiles and the decay as it is used, as converters leave them.
+fn delta_net(keys: &Keys<'_>) -> Result<DeltaNetSizes, FormatError> {
+    let n_heads: usize = keys.required("ssm.time_step_rank")?;
+    let inner: usize = keys.required("ssm.inner_size")?;
+    if n_heads == 0 || !inner.is_multiple_of(n_heads) {
+        return Err(keys.blame(ParamsFault::HeadDim { hidden: inner, n_heads }));
+    }
+    Ok(DeltaNetSizes {
+        n_key_heads: keys.required("ssm.group_count")?,
+        n_heads,
+        key_dim: keys.required("ssm.state_size")?,
+        value_dim: inner / n_heads,
+        conv_width: keys.required("ssm.conv_kernel")?,
+        v_heads: VHeads::Tiled,
+        decay_is_log: false,
+    })
 }
 
 fn rope(

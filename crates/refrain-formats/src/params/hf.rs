@@ -2,8 +2,9 @@
 
 use super::rope::{LongRope, Rope, RopeScaling, RopeStyle, Yarn};
 use super::{Activation, Arch, LayerAttention, LayerSizes, ModelConfig, NormKind, ParamsFault};
-use super::{PerLayerEmbedding, QueryTemperature};
-use super::{checked_layers, default_head_dim, every_nth_full, unless_alike, unless_all_rotate};
+use super::{DeltaNetSizes, PerLayerEmbedding, QueryTemperature, RecurrentLayers, VHeads};
+use super::{checked_layers, default_head_dim, every_nth_attends, every_nth_full};
+use super::{unless_alike, unless_all_rotate};
 use crate::FormatError;
 use crate::hf::{HfFolder, JsonObject};
 
@@ -26,11 +27,14 @@ enum Family {
     Granite,
     Glm4,
     Cohere2,
+    Qwen35,
+    Lfm2,
 }
 
 /// Multimodal models whose text part is one of the families: the entry of `architectures` and the `model_type`.
-const MULTIMODAL: [(&str, &str); 4] = [
+const MULTIMODAL: [(&str, &str); 5] = [
     ("Gemma3ForConditionalGeneration", "gemma3"),
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
     ("Gemma4ForConditionalGeneration", "gemma4"),
     ("Mistral3ForConditionalGeneration", "mistral3"),
     ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
@@ -77,7 +81,7 @@ impl Defaults {
 }
 
 impl Family {
-    const ALL: [Family; 16] = [
+    const ALL: [Family; 18] = [
         Family::Llama,
         Family::Mistral,
         Family::Ministral3,
@@ -94,6 +98,8 @@ impl Family {
         Family::Granite,
         Family::Glm4,
         Family::Cohere2,
+        Family::Qwen35,
+        Family::Lfm2,
     ];
 
     /// The entry of `architectures` and the `model_type`.
@@ -115,6 +121,8 @@ impl Family {
             Family::Granite => ("GraniteForCausalLM", "granite"),
             Family::Glm4 => ("Glm4ForCausalLM", "glm4"),
             Family::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
+            Family::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+            Family::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
         }
     }
 
@@ -133,6 +141,8 @@ impl Family {
             Family::Granite => Arch::Granite,
             Family::Glm4 => Arch::Glm4,
             Family::Cohere2 => Arch::Cohere2,
+            Family::Qwen35 => Arch::Qwen35,
+            Family::Lfm2 => Arch::Lfm2,
         }
     }
 
@@ -168,12 +178,23 @@ impl Family {
                 Defaults { head_dim, norm_eps, rotated: 0.5, attention_bias: true, ..usual }
             }
             Family::Cohere2 => Defaults { norm_eps: 1e-5, window: Some(4096), tied: true, ..usual },
+            Family::Qwen35 => Defaults { head_dim: Some(256), rotated: 0.25, ..usual },
+            Family::Lfm2 => Defaults { norm_eps: 1e-5, theta: 1e6, tied: true, ..usual },
         }
     }
 
     /// Whether its class has a window at all.
     fn may_slide(self) -> bool {
-        !matches!(self, Family::Llama | Family::Qwen3Vl | Family::Olmo2 | Family::Granite | Family::Glm4)
+        !matches!(
+            self,
+            Family::Llama
+                | Family::Qwen3Vl
+                | Family::Olmo2
+                | Family::Granite
+                | Family::Glm4
+                | Family::Qwen35
+                | Family::Lfm2
+        )
     }
 
     fn of(config: &JsonObject) -> Result<Family, FormatError> {
@@ -229,7 +250,8 @@ impl ModelConfig {
         let (arch, defaults) = (family.arch(), family.defaults());
         let gemma4 = family == Family::Gemma4;
         // Whose norms multiply by one plus the stored weight.
-        let less_one = matches!(family, Family::Gemma2 | Family::Gemma3);
+        let less_one = matches!(family, Family::Gemma2 | Family::Gemma3 | Family::Qwen35);
+        let lfm2 = family == Family::Lfm2;
         let n_layers = checked_layers(json.required("num_hidden_layers")?).map_err(blame)?;
         let hidden = json.required("hidden_size")?;
         let n_heads = defaults.size(json, "num_attention_heads", |sizes| sizes.n_heads)?;
@@ -237,6 +259,12 @@ impl ModelConfig {
             Some(dim) => dim,
             None => default_head_dim(hidden, n_heads).map_err(blame)?,
         };
+        if family == Family::Qwen35 && json.optional("attention_bias")?.unwrap_or(false) {
+            return Err(blame(ParamsFault::Unsupported { what: "attention with biases and an output gate" }));
+        }
+        if family == Family::Lfm2 && json.optional("conv_bias")?.unwrap_or(false) {
+            return Err(blame(ParamsFault::Unsupported { what: "a short convolution with biases" }));
+        }
         if gemma4 && json.optional("enable_moe_block")?.unwrap_or(false) {
             return Err(blame(ParamsFault::Experts { arch: Arch::Gemma4 }));
         }
@@ -249,14 +277,17 @@ impl ModelConfig {
             return Err(blame(ParamsFault::Unsupported { what: "attention to later tokens" }));
         }
         let mut unrotated = unrotated(json, family, n_layers)?;
-        let (sliding_window, layers) = sliding(json, family, &unrotated)?;
+        let (sliding_window, layers) = match family {
+            Family::Qwen35 | Family::Lfm2 => (None, recurrent_layers(json, family, n_layers)?),
+            _ => sliding(json, family, &unrotated)?,
+        };
         if family == Family::Cohere2 {
             unrotated = layers.iter().map(|layer| *layer == LayerAttention::Full).collect();
         }
         let attention_bias = json.optional("attention_bias")?.unwrap_or(defaults.attention_bias);
         let norm = if family == Family::Cohere2 { NormKind::Layer } else { NormKind::Rms };
         let norm_eps = match norm {
-            NormKind::Rms => json.optional("rms_norm_eps")?,
+            NormKind::Rms => json.optional(if lfm2 { "norm_eps" } else { "rms_norm_eps" })?,
             NormKind::Layer => json.optional("layer_norm_eps")?,
         };
         let query_scalar = json.optional("query_pre_attn_scalar")?.filter(|_| less_one);
@@ -273,7 +304,8 @@ impl ModelConfig {
             Some(n_kv_heads) => n_kv_heads,
             None => defaults.sizes.map_or(n_heads, |sizes| sizes.n_kv_heads),
         };
-        let usual = LayerSizes { n_kv_heads, head_dim, ffn: json.required("intermediate_size")? };
+        let ffn = if lfm2 { lfm2_ffn(json)? } else { json.required("intermediate_size")? };
+        let usual = LayerSizes { n_kv_heads, head_dim, ffn };
         let n_shared_kv = json.optional("num_kv_shared_layers")?.filter(|_| gemma4).unwrap_or(0);
         let sizes = match gemma4 {
             true => gemma4_sizes(json, &layers, usual, n_shared_kv)?,
@@ -297,11 +329,14 @@ impl ModelConfig {
             sliding_window,
             layers,
             n_context: defaults.size(json, "max_position_embeddings", |sizes| sizes.n_context)?,
-            tied_embeddings: json.optional("tie_word_embeddings")?.unwrap_or(defaults.tied),
+            tied_embeddings: match json.optional("tie_embedding")?.filter(|_| lfm2) {
+                Some(tied) => tied,
+                None => json.optional("tie_word_embeddings")?.unwrap_or(defaults.tied),
+            },
             qkv_bias: attention_bias || family == Family::Qwen2,
             attn_output_bias: attention_bias && !matches!(family, Family::Qwen2 | Family::Glm4),
             ffn_bias: json.optional("mlp_bias")?.unwrap_or(false),
-            qk_norm: matches!(arch, Arch::Qwen3 | Arch::Gemma3 | Arch::Gemma4 | Arch::Olmo2),
+            qk_norm: arch.has_qk_norm(),
             attn_scale: match family {
                 Family::Gemma4 => 1.0,
                 Family::Granite => granite("attention_multiplier")?,
@@ -327,6 +362,7 @@ impl ModelConfig {
             n_shared_kv,
             keys_as_values: gemma4 && json.optional("attention_k_eq_v")?.unwrap_or(false),
             per_layer: if gemma4 { per_layer(json)? } else { None },
+            recurrent: recurrent(json, family)?,
             left_out: Vec::new(),
         };
         config.validate().map_err(blame)
@@ -380,6 +416,71 @@ fn gemma4_sizes(
         sizes.push(size);
     }
     Ok(sizes)
+}
+
+/// Which layers are recurrent: a name for each, or all but every so many.
+fn recurrent_layers(
+    json: &JsonObject,
+    family: Family,
+    n_layers: usize,
+) -> Result<Vec<LayerAttention>, FormatError> {
+    let blame = |fault| FormatError::params(json.path(), fault);
+    let lfm2 = family == Family::Lfm2;
+    let Some(types) = json.optional::<Vec<&str>>("layer_types")? else {
+        if !lfm2 {
+            return Ok(every_nth_attends(n_layers, json.optional("full_attention_interval")?.unwrap_or(4)));
+        }
+        let attending = json.optional::<Vec<u32>>("full_attn_idxs")?;
+        let is_full = |layer| attending.as_ref().is_none_or(|list| list.contains(&(layer as u32)));
+        let kind = |layer| if is_full(layer) { LayerAttention::Full } else { LayerAttention::Recurrent };
+        return Ok((0..n_layers).map(kind).collect());
+    };
+    let kind = |name: &&str| match *name {
+        "full_attention" => Ok(LayerAttention::Full),
+        "linear_attention" if !lfm2 => Ok(LayerAttention::Recurrent),
+        "conv" if lfm2 => Ok(LayerAttention::Recurrent),
+        other => Err(blame(ParamsFault::LayerType { found: other.into() })),
+    };
+    types.iter().map(kind).collect()
+}
+
+fn recurrent(json: &JsonObject, family: Family) -> Result<Option<RecurrentLayers>, FormatError> {
+    Ok(match family {
+        Family::Qwen35 => Some(RecurrentLayers::DeltaNet(delta_net(json)?)),
+        Family::Lfm2 => {
+            Some(RecurrentLayers::ShortConv { width: json.optional("conv_L_cache")?.unwrap_or(3) })
+        }
+        _ => None,
+    })
+}
+
+/// The feed-forward size of LFM2, of which the file gives the one that a layer without a gate would have.
+fn lfm2_ffn(json: &JsonObject) -> Result<usize, FormatError> {
+    let size: usize = match json.optional("block_ff_dim")? {
+        Some(size) => size,
+        None => json.required("intermediate_size")?,
+    };
+    if !json.optional("block_auto_adjust_ff_dim")?.unwrap_or(true) {
+        return Ok(size);
+    }
+    let two_thirds = (2.0 * size as f64 / 3.0) as usize;
+    let multiplier: f32 = json.optional("block_ffn_dim_multiplier")?.unwrap_or(1.0);
+    let multiple: usize = json.optional("block_multiple_of")?.unwrap_or(256);
+    let size = (f64::from(multiplier) * two_thirds as f64) as usize;
+    Ok(size.checked_next_multiple_of(multiple.max(1)).unwrap_or(size))
+}
+
+/// The sizes of recurrent layers.
+fn delta_net(json: &JsonObject) -> Result<DeltaNetSizes, FormatError> {
+    Ok(DeltaNetSizes {
+        n_key_heads: json.optional("linear_num_key_heads")?.unwrap_or(16),
+        n_heads: json.optional("linear_num_value_heads")?.unwrap_or(32),
+        key_dim: json.optional("linear_key_head_dim")?.unwrap_or(128),
+        value_dim: json.optional("linear_value_head_dim")?.unwrap_or(128),
+        conv_width: json.optional("linear_conv_kernel_dim")?.unwrap_or(4),
+        v_heads: VHeads::Grouped,
+        decay_is_log: true,
+    })
 }
 
 fn per_layer(json: &JsonObject) -> Result<Option<PerLayerEmbedding>, FormatError> {
@@ -487,6 +588,8 @@ fn sliding(
         Family::SmolLm3 => slides_where(&|l| unrotated[l]),
         Family::Mistral | Family::Ministral3 | Family::Phi3 => vec![LayerAttention::Sliding; n_layers],
         Family::Llama | Family::Qwen3Vl | Family::Olmo2 | Family::Granite | Family::Glm4 => full,
+        // They have no window, and layers of other kinds.
+        Family::Qwen35 | Family::Lfm2 => full,
     };
     Ok((window.filter(|_| layers.contains(&LayerAttention::Sliding)), layers))
 }

@@ -42,11 +42,15 @@ pub enum Arch {
     Glm4,
     /// Command R7B and Command A.
     Cohere2,
+    /// Qwen 3.5 and 3.6, the text part of their dense models.
+    Qwen35,
+    /// LFM2, dense.
+    Lfm2,
 }
 
 impl Arch {
     /// Every architecture.
-    pub const ALL: [Arch; 13] = [
+    pub const ALL: [Arch; 15] = [
         Arch::Llama,
         Arch::Qwen2,
         Arch::Qwen3,
@@ -60,6 +64,8 @@ impl Arch {
         Arch::Granite,
         Arch::Glm4,
         Arch::Cohere2,
+        Arch::Qwen35,
+        Arch::Lfm2,
     ];
 
     /// Other names in GGUF files. The text part of Qwen 3 VL is Qwen 3: rotations by three coordinates are those by one
@@ -82,7 +88,15 @@ impl Arch {
             Arch::Granite => "granite",
             Arch::Glm4 => "glm4",
             Arch::Cohere2 => "cohere2",
+            Arch::Qwen35 => "qwen35",
+            Arch::Lfm2 => "lfm2",
         }
+    }
+
+    /// Whether layers that attend norm their queries and keys.
+    pub const fn has_qk_norm(self) -> bool {
+        use Arch as A;
+        matches!(self, A::Qwen3 | A::Gemma3 | A::Gemma4 | A::Olmo2 | A::Qwen35 | A::Lfm2)
     }
 
     /// Whether it is one of the Gemma family: GeGLU, and an embedding that is scaled.
@@ -171,6 +185,55 @@ pub enum LayerAttention {
     Full,
     /// The tokens of a sliding window, the present one included.
     Sliding,
+    /// None: the layer is recurrent.
+    Recurrent,
+}
+
+/// What recurrent layers are, and their sizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecurrentLayers {
+    /// Gated DeltaNets (Qwen 3.5).
+    DeltaNet(DeltaNetSizes),
+    /// Gated short convolutions (LFM2).
+    ShortConv {
+        /// Elements of a channel's filter.
+        width: usize,
+    },
+}
+
+/// Sizes of gated DeltaNet layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeltaNetSizes {
+    /// Heads of queries and keys; divides `n_heads`.
+    pub n_key_heads: usize,
+    /// Heads of values and states.
+    pub n_heads: usize,
+    /// Elements of a query or key.
+    pub key_dim: usize,
+    /// Elements of a value.
+    pub value_dim: usize,
+    /// Elements of a channel's filter.
+    pub conv_width: usize,
+    /// How the file orders heads of values.
+    pub v_heads: VHeads,
+    /// Whether the file holds the logarithm of the decay instead of minus the decay.
+    pub decay_is_log: bool,
+}
+
+impl DeltaNetSizes {
+    /// Channels of the convolution: queries, keys and values.
+    pub fn conv_dim(&self) -> usize {
+        2 * self.n_key_heads * self.key_dim + self.n_heads * self.value_dim
+    }
+}
+
+/// The order of the heads of values that share key heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VHeads {
+    /// Those of one key head are neighbours, as in Hugging Face folders.
+    Grouped,
+    /// The first of every key head, then the second of every one, as in GGUF files.
+    Tiled,
 }
 
 /// Sizes of one layer, where layers differ.
@@ -271,6 +334,8 @@ pub struct ModelConfig {
     pub keys_as_values: bool,
     /// The second embedding, where there is one.
     pub per_layer: Option<PerLayerEmbedding>,
+    /// The sizes of recurrent layers, where there are some.
+    pub recurrent: Option<RecurrentLayers>,
     /// Encoders of a multimodal model that are left out: only its text part is used.
     pub left_out: Vec<&'static str>,
 }
@@ -306,7 +371,7 @@ impl ModelConfig {
     pub fn rope_dims(&self, layer_idx: usize) -> usize {
         match self.layer(layer_idx) {
             LayerAttention::Sliding => self.rope.local_dims.unwrap_or(self.rope.dims),
-            LayerAttention::Full => self.rope.dims,
+            LayerAttention::Full | LayerAttention::Recurrent => self.rope.dims,
         }
     }
 
@@ -361,6 +426,12 @@ impl ModelConfig {
         self.validate_rotations()?;
         if self.layers.len() != self.n_layers {
             return Err(ParamsFault::LayerTypes { found: self.layers.len(), n_layers: self.n_layers });
+        }
+        match &self.recurrent {
+            None if self.layers.contains(&LayerAttention::Recurrent) => return Err(ParamsFault::NoRecurrent),
+            None => {}
+            Some(RecurrentLayers::DeltaNet(net)) => net.validate()?,
+            Some(RecurrentLayers::ShortConv { width }) => check_filter(*width)?,
         }
         if self.sliding_window.is_none() && self.layers.contains(&LayerAttention::Sliding) {
             return Err(ParamsFault::NoWindow);
@@ -422,6 +493,25 @@ impl ModelConfig {
     }
 }
 
+impl DeltaNetSizes {
+    fn validate(&self) -> Result<(), ParamsFault> {
+        check_range("the number of key heads of recurrent layers", self.n_key_heads, 1 << 12)?;
+        check_range("the number of heads of recurrent layers", self.n_heads, 1 << 12)?;
+        check_range("the key size of recurrent layers", self.key_dim, 256)?;
+        check_range("the value size of recurrent layers", self.value_dim, 1 << 12)?;
+        check_filter(self.conv_width)?;
+        match self.n_heads.is_multiple_of(self.n_key_heads) {
+            true => Ok(()),
+            false => Err(ParamsFault::KeyHeads { n_heads: self.n_heads, n_key_heads: self.n_key_heads }),
+        }
+    }
+}
+
+fn check_filter(value: usize) -> Result<(), ParamsFault> {
+    let name = "the width of the short convolution";
+    if (2..=8).contains(&value) { Ok(()) } else { Err(ParamsFault::Range { name, value, low: 2, high: 8 }) }
+}
+
 const MAX_LAYERS: usize = 4096;
 
 fn check_range(name: &'static str, value: usize, high: usize) -> Result<(), ParamsFault> {
@@ -448,6 +538,12 @@ fn every_nth_full(n_layers: usize, period: usize) -> Vec<LayerAttention> {
 /// Which layers are not rotated, or nothing where all are rotated.
 fn unless_all_rotate(unrotated: Vec<bool>) -> Vec<bool> {
     if unrotated.contains(&true) { unrotated } else { Vec::new() }
+}
+
+/// Every `period`-th layer sees all, the others are recurrent.
+fn every_nth_attends(n_layers: usize, period: usize) -> Vec<LayerAttention> {
+    let is_full = |layer: usize| period != 0 && (layer + 1).is_multiple_of(period);
+    (0..n_layers).map(|l| if is_full(l) { LayerAttention::Full } else { LayerAttention::Recurrent }).collect()
 }
 
 /// The sizes of layers, or nothing where all are alike.

@@ -16,6 +16,7 @@ impl ModelConfig {
     /// of divisors, `rope_freqs.weight`.
     pub fn write_gguf(&self, writer: &mut GgufWriter) -> Result<(), FormatError> {
         let arch = self.arch;
+        self.refuse_recurrent("GGUF metadata")?;
         writer.set("general.architecture", arch.name())?;
         if let Some(name) = &self.name {
             writer.set("general.name", name.as_str())?;
@@ -218,6 +219,7 @@ impl ModelConfig {
 
     /// The content of `config.json`, as `transformers` 4 and 5 read it. What it has no place for is an error.
     pub fn to_hf_json(&self, dtype: DType) -> Result<serde_json::Value, FormatError> {
+        self.refuse_recurrent(CONFIG_JSON)?;
         let (gemma, gemma4) = (self.arch.is_gemma(), self.arch == Arch::Gemma4);
         // The classes of Llama and OLMo 2 have no window.
         let slides = self.sliding_window.is_some();
@@ -237,6 +239,8 @@ impl ModelConfig {
             Arch::Granite => ("GraniteForCausalLM", "granite"),
             Arch::Glm4 => ("Glm4ForCausalLM", "glm4"),
             Arch::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
+            Arch::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+            Arch::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
         };
         let dtype = dtype_word(dtype);
         let mut config = json!({
@@ -289,6 +293,7 @@ impl ModelConfig {
             let word = |layer: &LayerAttention| match layer {
                 LayerAttention::Full => "full_attention",
                 LayerAttention::Sliding => "sliding_attention",
+                LayerAttention::Recurrent => "linear_attention",
             };
             set("layer_types", self.layers.iter().map(word).collect());
         }
@@ -323,6 +328,15 @@ impl ModelConfig {
         let found = ModelConfig::from_hf_config(&JsonObject::new(path, config.clone())?)?;
         wanted.compare(&found, CONFIG_JSON, path)?;
         Ok(config)
+    }
+
+    /// Models with recurrent layers are read, not written: they are not trained here.
+    fn refuse_recurrent(&self, format: &'static str) -> Result<(), FormatError> {
+        let fault = ParamsFault::NoPlace { format, arch: self.arch, what: "recurrent layers" };
+        match self.recurrent {
+            Some(_) => Err(FormatError::params(Path::new(format), fault)),
+            None => Ok(()),
+        }
     }
 
     /// Refuses to lose a hyperparameter on its way to a file.

@@ -4,8 +4,8 @@ use crate::common::{llama_config, refused, write_safetensors};
 use refrain_formats::FormatError;
 use refrain_formats::hf::{HfFolder, JsonObject};
 use refrain_formats::params::{
-    Activation, Arch, GenerationDefaults, LayerAttention, ModelConfig, NormKind, PerLayerEmbedding,
-    QueryTemperature, RopeScaling, RopeStyle, Yarn,
+    Activation, Arch, DeltaNetSizes, GenerationDefaults, LayerAttention, ModelConfig, NormKind,
+    PerLayerEmbedding, QueryTemperature, RecurrentLayers, RopeScaling, RopeStyle, VHeads, Yarn,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -231,7 +231,7 @@ fn configurations_that_cannot_be_run_are_refused() {
     assert_eq!(
         set(json!({ "architectures": ["MambaForCausalLM"] })),
         "config.json: unknown architecture \"MambaForCausalLM\", known are \
-         llama, qwen2, qwen3, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2"
+         llama, qwen2, qwen3, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2"
     );
     assert!(
         set(json!({ "architectures": ["LlamaForSequenceClassification"] })).contains("unknown architecture")
@@ -429,4 +429,88 @@ fn generation_defaults_come_from_their_own_file() {
     };
     assert_eq!(GenerationDefaults::from_hf(&open()).unwrap(), expected);
     assert_eq!(ModelConfig::from_hf(&open()).unwrap().eos, [2, 5]);
+}
+
+fn qwen35(changes: Value) -> Value {
+    let mut config = with(json!({
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 5, "head_dim": 32,
+        "rope_theta": null, "rope_parameters": { "rope_type": "default", "rope_theta": 1e7, "mrope_section": [2, 1, 1] },
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 8
+    }));
+    for (key, value) in changes.as_object().unwrap() {
+        config[key] = value.clone();
+    }
+    config
+}
+
+#[test]
+fn recurrent_layers_of_qwen35_come_from_a_list_or_an_interval() {
+    use LayerAttention::{Full, Recurrent};
+    let c = parse(qwen35(json!({}))).unwrap();
+    assert_eq!(c.layers, [Recurrent, Recurrent, Recurrent, Full, Recurrent]);
+    assert_eq!((c.arch, c.rope.dims, c.rope.theta, c.norm_offset), (Arch::Qwen35, 8, 1e7, 1.0));
+    let sizes = DeltaNetSizes {
+        n_key_heads: 2,
+        n_heads: 6,
+        key_dim: 16,
+        value_dim: 8,
+        conv_width: 4,
+        v_heads: VHeads::Grouped,
+        decay_is_log: true,
+    };
+    assert_eq!(c.recurrent, Some(RecurrentLayers::DeltaNet(sizes)));
+    assert_eq!(sizes.conv_dim(), 2 * 2 * 16 + 6 * 8);
+    assert_eq!(parse(qwen35(json!({ "full_attention_interval": 4 }))).unwrap(), c);
+    let listed = json!({ "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention",
+        "linear_attention"], "partial_rotary_factor": 0.5 });
+    let listed = parse(qwen35(listed)).unwrap();
+    assert_eq!((&listed.layers[..2], listed.rope.dims), (&[Full, Recurrent][..], 16));
+    let whole = json!({ "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+        "text_config": qwen35(json!({ "architectures": null })), "vision_config": {} });
+    let whole = parse(whole).unwrap();
+    assert_eq!((whole.left_out.clone(), whole.layers), (vec!["images"], c.layers));
+}
+
+#[test]
+fn sizes_of_recurrent_layers_that_cannot_be_are_refused_with_the_numbers() {
+    let refusal = |changes: Value| parse(qwen35(changes)).unwrap_err().to_string();
+    let text = refusal(json!({ "linear_num_value_heads": 5 }));
+    assert!(text.contains("5 heads of recurrent layers cannot share 2 key heads"), "{text}");
+    let text = refusal(json!({ "linear_conv_kernel_dim": 1 }));
+    assert!(text.contains("the width of the short convolution is 1, it must be from 2 to 8"), "{text}");
+    let text = refusal(json!({ "linear_key_head_dim": 4096 }));
+    assert!(text.contains("the key size of recurrent layers is 4096, it must be from 1 to 256"), "{text}");
+    let text = refusal(json!({ "linear_num_key_heads": 0 }));
+    assert!(text.contains("the number of key heads of recurrent layers is 0"), "{text}");
+    let text = refusal(json!({ "layer_types": ["full_attention", "conv"] }));
+    assert!(text.contains("\"conv\""), "{text}");
+    let text = refusal(json!({ "layer_types": ["full_attention", "linear_attention"] }));
+    assert!(text.contains("2 entries for 5 layers"), "{text}");
+    let text = refusal(json!({ "attention_bias": true }));
+    assert!(text.contains("attention with biases and an output gate is not supported"), "{text}");
+}
+
+#[test]
+fn the_feed_forward_size_of_lfm2_is_two_thirds_of_what_the_file_says() {
+    let lfm2 = |changes: Value| {
+        let mut config = with(json!({
+            "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 3,
+            "intermediate_size": 3000, "norm_eps": 1e-4, "tie_word_embeddings": null, "layer_types": ["conv", "full_attention", "conv"]
+        }));
+        for (key, value) in changes.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        parse(config)
+    };
+    let c = lfm2(json!({})).unwrap();
+    assert_eq!((c.ffn, c.norm_eps, c.tied_embeddings), (2048, 1e-4, true));
+    assert_eq!(c.recurrent, Some(RecurrentLayers::ShortConv { width: 3 }));
+    assert_eq!(c.layers, [LayerAttention::Recurrent, LayerAttention::Full, LayerAttention::Recurrent]);
+    assert_eq!(lfm2(json!({ "block_auto_adjust_ff_dim": false })).unwrap().ffn, 3000);
+    let old = json!({ "layer_types": null, "full_attn_idxs": [1], "block_ff_dim": 3000, "intermediate_size": null,
+        "tie_embedding": false });
+    let old = lfm2(old).unwrap();
+    assert_eq!((old.ffn, old.layers, old.tied_embeddings), (c.ffn, c.layers, false));
+    let error = lfm2(json!({ "conv_bias": true })).unwrap_err().to_string();
+    assert!(error.contains("a short convolution with biases is not supported"), "{error}");
 }

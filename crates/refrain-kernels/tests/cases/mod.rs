@@ -8,6 +8,7 @@ pub mod elementwise;
 pub mod few;
 pub mod product;
 pub mod prompt;
+pub mod recurrent;
 pub mod sample;
 pub mod train;
 pub mod training;

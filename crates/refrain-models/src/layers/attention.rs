@@ -14,6 +14,8 @@ pub(crate) struct Attention {
     pub head_dim: usize,
     pub q: Linear, // [n_heads * head_dim, hidden]
     pub q_norm: Option<HeadNorm>,
+    /// Of the result: it is multiplied by the sigmoid of this.
+    pub gate: Option<Linear>, // [n_heads * head_dim, hidden]
     /// A layer without keys of its own attends to those of [`ModelConfig::kv_layer`].
     pub kv: Option<KeysValues>,
     pub o: Linear, // [hidden, n_heads * head_dim]
@@ -101,7 +103,22 @@ impl Attention {
         let k_norm = as_norm(norm(w, "attn_k_norm", kv_rows)?);
         let o = w.linear(layer, "attn_output", [c.hidden, q_rows], c.attn_output_bias)?;
         let kv = Some(KeysValues { k, v: Some(v), k_norm, v_norm: None });
-        Ok(Mixer::Attention(Attention { head_dim, q, q_norm, kv, o }))
+        Ok(Mixer::Attention(Attention { head_dim, q, q_norm, gate: None, kv, o }))
+    }
+
+    /// The same with an output gate, which lies behind the query in the rows of each head (Qwen 3.5).
+    pub(crate) fn gated(w: &mut WeightTable<'_>, layer: usize) -> Result<Mixer, ModelError> {
+        let c = w.config;
+        let [_, kv_rows] = Attention::rows(c, layer);
+        let head_dim = c.layer_sizes(layer).head_dim;
+        let [q, gate] = w.interleaved(layer, ["attn_q", "attn_q_gate"], [c.n_heads, head_dim, c.hidden])?;
+        let k = w.linear(layer, "attn_k", [kv_rows, c.hidden], false)?;
+        let v = w.linear(layer, "attn_v", [kv_rows, c.hidden], false)?;
+        let mut mixer = Attention::of(w, layer, [q, k, v], NormSpan::Head)?;
+        if let Mixer::Attention(attention) = &mut mixer {
+            attention.gate = Some(gate);
+        }
+        Ok(mixer)
     }
 
     pub(super) fn state(&self, config: &ModelConfig, layer: usize) -> LayerState {
@@ -142,7 +159,15 @@ impl Attention {
             Some([k, v]) => Some([step.rope(k, layer)?, v]),
             None => None,
         };
+        let gate = match self.gate {
+            Some(gate) => Some(step.linear(h, gate, "attn_gate")?),
+            None => None,
+        };
         let h = step.attend(layer, q, own)?;
+        let h = match gate {
+            Some(gate) => step.times_sigmoid(h, gate)?,
+            None => h,
+        };
         step.linear(h, self.o, "attn_output")
     }
 

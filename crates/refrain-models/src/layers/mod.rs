@@ -4,10 +4,14 @@
 //! around them. Its file declares which pieces it has; the graph of a step follows from them, here and nowhere else.
 
 mod attention; // queries, keys and values over a cache or among rows
+mod delta_net; // the gated delta rule over a state
 mod ffn; // feed-forward parts
+mod short_conv; // a filter over a few rows
 
 pub(crate) use attention::{Attention, HeadNorm, KeysValues, NormSpan};
+pub(crate) use delta_net::DeltaNet;
 pub(crate) use ffn::FeedForward;
+pub(crate) use short_conv::ShortConv;
 
 use crate::error::ModelError;
 use crate::gemma4::{LayerInput, LayerInputs};
@@ -43,6 +47,8 @@ pub(crate) struct Block {
 #[derive(Debug)]
 pub(crate) enum Mixer {
     Attention(Attention),
+    DeltaNet(DeltaNet),
+    ShortConv(ShortConv),
 }
 
 /// Where a layer norms its rows.
@@ -91,6 +97,8 @@ impl Decoder {
     pub(crate) fn state(&self, config: &ModelConfig, layer: usize) -> LayerState {
         match &self.blocks[layer].mixer {
             Mixer::Attention(attention) => attention.state(config, layer),
+            Mixer::DeltaNet(net) => net.state(),
+            Mixer::ShortConv(conv) => conv.state(config.hidden),
         }
     }
 
@@ -154,6 +162,8 @@ impl Mixer {
     fn build(&self, step: &mut Step<'_>, layer: usize, h: ValueId) -> Result<ValueId, GraphError> {
         match self {
             Mixer::Attention(attention) => attention.build(step, layer, h),
+            Mixer::DeltaNet(net) => net.build(step, layer, h),
+            Mixer::ShortConv(conv) => conv.build(step, layer, h),
         }
     }
 }

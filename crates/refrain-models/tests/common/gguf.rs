@@ -27,6 +27,12 @@ pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> Mode
     if arch == "gemma4" {
         gemma4_metadata(&mut writer, &config);
     }
+    if arch == "qwen35" {
+        qwen35_metadata(&mut writer, &config);
+    }
+    if arch == "lfm2" {
+        lfm2_metadata(&mut writer, &config);
+    }
     let mut tensors = tensors(case, arch, &config);
     change(&mut tensors);
     for t in tensors {
@@ -56,8 +62,8 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     set("embedding_length", number("hidden_size").into());
     set("attention.head_count", number("num_attention_heads").into());
     // Gemma 4 has these for each layer.
-    let alike = arch != "gemma4";
-    if config["use_double_wide_mlp"] != true {
+    let alike = !matches!(arch, "gemma4" | "lfm2");
+    if config["use_double_wide_mlp"] != true && arch != "lfm2" {
         set("feed_forward_length", number("intermediate_size").into());
     }
     if alike {
@@ -66,6 +72,7 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     let float = |value: &Value| value.as_f64().unwrap() as f32;
     match arch {
         "cohere2" => set("attention.layer_norm_epsilon", float(&config["layer_norm_eps"]).into()),
+        "lfm2" => set("attention.layer_norm_rms_epsilon", float(&config["norm_eps"]).into()),
         _ => set("attention.layer_norm_rms_epsilon", float(&config["rms_norm_eps"]).into()),
     }
     if let Some(dim) = config["head_dim"].as_u64().filter(|_| alike) {
@@ -178,6 +185,79 @@ fn gemma4_metadata(writer: &mut GgufWriter, config: &Value) {
     set("final_logit_softcapping", (config["final_logit_softcapping"].as_f64().unwrap() as f32).into());
 }
 
+/// Heads of keys for each layer, none for convolutions; the feed-forward size as it is.
+fn lfm2_metadata(writer: &mut GgufWriter, config: &Value) {
+    use refrain_formats::gguf::{Array, Value as Meta};
+    let number = |key: &str| config[key].as_u64().unwrap() as u32;
+    let kinds = config["layer_types"].as_array().unwrap();
+    let heads = kinds.iter().map(|kind| if kind == "conv" { 0 } else { number("num_key_value_heads") });
+    writer.set("lfm2.attention.head_count_kv", Meta::Array(Array::U32(heads.collect()))).unwrap();
+    writer.set("lfm2.shortconv.l_cache", number("conv_L_cache")).unwrap();
+    let ffn = (1.1 * f64::from(2 * number("intermediate_size") / 3)) as u32;
+    writer.set("lfm2.feed_forward_length", ffn.next_multiple_of(number("block_multiple_of"))).unwrap();
+}
+
+/// Sizes of recurrent layers. Dimensions of images are of no interest to text.
+fn qwen35_metadata(writer: &mut GgufWriter, config: &Value) {
+    let number = |key: &str| config[key].as_u64().unwrap() as u32;
+    let interval =
+        1 + config["layer_types"].as_array().unwrap().iter().position(|t| t == "full_attention").unwrap();
+    for (key, value) in [
+        ("ssm.conv_kernel", number("linear_conv_kernel_dim")),
+        ("ssm.state_size", number("linear_key_head_dim")),
+        ("ssm.group_count", number("linear_num_key_heads")),
+        ("ssm.time_step_rank", number("linear_num_value_heads")),
+        ("ssm.inner_size", number("linear_num_value_heads") * number("linear_value_head_dim")),
+        ("full_attention_interval", interval as u32),
+    ] {
+        writer.set(&format!("qwen35.{key}"), value).unwrap();
+    }
+}
+
+/// A tensor of a recurrent layer as the converter leaves it: heads of values in tiles, the decay as it is used, a filter
+/// without its middle dimension.
+fn qwen35_tensor(name: &str, config: &Value, dims: &mut Vec<usize>, values: &mut Vec<f32>) {
+    let number = |key: &str| config[key].as_u64().unwrap() as usize;
+    let (n_keys, n_values) = (number("linear_num_key_heads"), number("linear_num_value_heads"));
+    let (key_dim, value_dim) = (number("linear_key_head_dim"), number("linear_value_head_dim"));
+    let keys = 2 * n_keys * key_dim;
+    if name.ends_with("norm.weight") && !name.ends_with("ssm_norm.weight") {
+        values.iter_mut().for_each(|v| *v += 1.0);
+    }
+    if name.ends_with("ssm_conv1d.weight") {
+        *dims = vec![dims[0], dims[2]];
+    }
+    if name.ends_with("ssm_a") {
+        values.iter_mut().for_each(|v| *v = -v.exp());
+    }
+    let width = values.len() / dims[0];
+    let part = name.split('.').nth(2).unwrap_or_default();
+    // First row of the heads, rows of a head, elements of a row.
+    let (first, rows) = match part {
+        "attn_qkv" | "ssm_conv1d" => (keys, value_dim),
+        "attn_gate" => (0, value_dim),
+        "ssm_alpha" | "ssm_beta" | "ssm_a" | "ssm_dt" => (0, 1),
+        "ssm_out" => {
+            for row in values.chunks_exact_mut(width) {
+                tile(row, n_keys, n_values, value_dim);
+            }
+            return;
+        }
+        _ => return,
+    };
+    tile(&mut values[first * width..], n_keys, n_values, rows * width);
+}
+
+/// Heads that are grouped by key head, as tiles: the first of each key head, then the second of each.
+fn tile(values: &mut [f32], n_keys: usize, n_values: usize, head_len: usize) {
+    let grouped = values.to_vec();
+    let each = n_values / n_keys;
+    for (to, head) in values.chunks_exact_mut(head_len).enumerate().take(n_values) {
+        let from = to % n_keys * each + to / n_keys;
+        head.copy_from_slice(&grouped[from * head_len..][..head_len]);
+    }
+}
+
 /// Divisors for layers that see all: pairs that do not turn have one that stops them.
 fn gemma4_divisors(config: &Value) -> Vec<f32> {
     let layer = slides(config).iter().position(|slides| !slides).unwrap();
@@ -196,11 +276,17 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
             continue;
         }
         let tensor = files.tensor(info.name()).unwrap();
-        let dims = tensor.shape().dims().to_vec();
+        let mut dims = tensor.shape().dims().to_vec();
         let mut values = tensor.to_f32().unwrap();
         let name = gguf_name(info.name(), arch);
         if matches!(arch, "gemma2" | "gemma3") && name.ends_with("norm.weight") {
             values.iter_mut().for_each(|v| *v += 1.0);
+        }
+        if arch == "qwen35" {
+            qwen35_tensor(&name, config, &mut dims, &mut values);
+        }
+        if name.ends_with("shortconv.conv.weight") {
+            dims = vec![dims[0], dims[2]];
         }
         let is_joined = matches!(arch, "llama" | "mistral3" | "smollm3" | "granite");
         if is_joined && name.ends_with("attn_q.weight") {
@@ -264,6 +350,7 @@ fn gguf_name(hf: &str, arch: &str) -> String {
     match hf.as_str() {
         "model.embed_tokens.weight" => return "token_embd.weight".into(),
         "model.norm.weight" => return "output_norm.weight".into(),
+        "model.embedding_norm.weight" => return "token_embd_norm.weight".into(),
         "lm_head.weight" => return "output.weight".into(),
         "model.embed_tokens_per_layer.weight" => return "per_layer_token_embd.weight".into(),
         "model.per_layer_model_projection.weight" => return "per_layer_model_proj.weight".into(),
@@ -289,7 +376,29 @@ fn gguf_name(hf: &str, arch: &str) -> String {
         "mlp.gate_up_proj" => "ffn_up",
         "post_self_attn_layernorm" => "post_attention_norm",
         "post_mlp_layernorm" => "post_ffw_norm",
-        "post_attention_layernorm" if arch.starts_with("gemma") || arch == "olmo2" => "post_attention_norm",
+        "post_attention_layernorm" if arch.starts_with("gemma") || matches!(arch, "olmo2" | "qwen35") => {
+            "post_attention_norm"
+        }
+        "linear_attn" if kind == "A_log" => return format!("blk.{layer}.ssm_a"),
+        "linear_attn" if kind == "dt_bias" => return format!("blk.{layer}.ssm_dt.bias"),
+        "operator_norm" => "attn_norm",
+        "ffn_norm" => "ffn_norm",
+        "self_attn.out_proj" => "attn_output",
+        "self_attn.q_layernorm" => "attn_q_norm",
+        "self_attn.k_layernorm" => "attn_k_norm",
+        "conv.in_proj" => "shortconv.in_proj",
+        "conv.conv" => "shortconv.conv",
+        "conv.out_proj" => "shortconv.out_proj",
+        "feed_forward.w1" => "ffn_gate",
+        "feed_forward.w3" => "ffn_up",
+        "feed_forward.w2" => "ffn_down",
+        "linear_attn.in_proj_qkv" => "attn_qkv",
+        "linear_attn.in_proj_z" => "attn_gate",
+        "linear_attn.in_proj_a" => "ssm_alpha",
+        "linear_attn.in_proj_b" => "ssm_beta",
+        "linear_attn.conv1d" => "ssm_conv1d",
+        "linear_attn.norm" => "ssm_norm",
+        "linear_attn.out_proj" => "ssm_out",
         "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
         "post_feedforward_layernorm" => "post_ffw_norm",
         "mlp.gate_proj" => "ffn_gate",

@@ -13,7 +13,7 @@ use safetensors::SafeTensors;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(crate) const CASES: [&str; 24] = [
+pub(crate) const CASES: [&str; 27] = [
     "llama",
     "llama-rope3",
     "llama-tied",
@@ -38,6 +38,9 @@ pub(crate) const CASES: [&str; 24] = [
     "qwen3vl",
     "glm4",
     "cohere2",
+    "qwen35",
+    "qwen35-odd",
+    "lfm2",
 ];
 
 pub(crate) struct Golden {
