@@ -195,7 +195,7 @@ fn a_layer_of_many_rows_agrees_with_the_reference_on_a_gpu() {
 }
 
 #[test]
-fn many_rows_go_to_tensor_cores_up_to_64_read_weights_as_they_lie_and_f32_weights_have_their_own() {
+fn many_rows_go_to_tensor_cores_up_to_256_read_weights_as_they_lie_and_f32_weights_have_their_own() {
     let kernels = |n: usize, dtype: DType, kv: DType| {
         let device = refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
         let (graph, feed) = layer(n, dtype, kv);
@@ -221,7 +221,7 @@ fn many_rows_go_to_tensor_cores_up_to_64_read_weights_as_they_lie_and_f32_weight
             "binary_add_f32"
         ]
     );
-    let quantised = kernels(70, DType::Q4_K, DType::F16);
+    let quantised = kernels(260, DType::Q4_K, DType::F16);
     assert_eq!(quantised[..3], ["narrow_rms_norm_bf16", "dequant_q4_k_bf16", "gemm_m64_bf16"]);
     let wide = |names: &[String]| {
         names.iter().any(|n| n.starts_with("gemm") || n.starts_with("narrow") || n.starts_with("flash"))
@@ -238,6 +238,8 @@ fn many_rows_go_to_tensor_cores_up_to_64_read_weights_as_they_lie_and_f32_weight
         (15, DType::Q4_K, "batch_m16_q4_k"),
         (32, DType::Q8_0, "batch_m32_q8_0"),
         (64, DType::Q4_K, "batch_m64_q4_k"),
+        (65, DType::Q8_0, "batch_m128_q8_0"),
+        (140, DType::Q4_K, "batch_m128_q4_k"),
     ] {
         let names = kernels(n, dtype, DType::F16);
         // Queries, keys and values; the output; gate and up, joined; down: each reads its weights once.
