@@ -27,6 +27,7 @@ fn ty(dtype: DType, dims: &[usize]) -> TensorType {
 /// One layer as models have it, without positions: attention over the cache, then gate, up and down.
 fn layer(n: usize, dtype: DType, kv: DType) -> (Graph, Feed) {
     let kv_dim = N_KV_HEADS * HEAD_DIM;
+    let n_blocks = N_BLOCKS.max(n.div_ceil(KV_BLOCK));
     let dims: [(&str, DType, &[usize]); 9] = [
         ("norm", DType::F32, &[D]),
         ("q", dtype, &[D, D]),
@@ -44,14 +45,14 @@ fn layer(n: usize, dtype: DType, kv: DType) -> (Graph, Feed) {
         .collect();
     let small = Fill::Uniform(-0.1, 0.1);
     let tensors = weights.iter().enumerate().map(|(i, w)| tensor(w.ty, &small, i as u64)).collect();
-    let cache = ty(kv, &[N_BLOCKS, N_KV_HEADS, KV_BLOCK, HEAD_DIM]);
+    let cache = ty(kv, &[n_blocks, N_KV_HEADS, KV_BLOCK, HEAD_DIM]);
     let states = ["k", "v"].map(|name| State::paged(name, cache));
     let mut b = GraphBuilder::new(weights, states.to_vec());
     let ints =
         |b: &mut GraphBuilder, name: &str, dims: &[usize]| b.input(name, ty(DType::I32, dims)).unwrap();
     let x = b.input("x", ty(DType::F32, &[n, D])).unwrap();
     let (positions, seqs) = (ints(&mut b, "positions", &[n]), ints(&mut b, "seqs", &[n]));
-    let tables = ints(&mut b, "tables", &[1, N_BLOCKS]);
+    let tables = ints(&mut b, "tables", &[1, n_blocks]);
     let w: Vec<_> = (0..9).map(|i| b.weight(WeightId::from_idx(i))).collect();
     let h = b.rms_norm(x, w[0], 1e-5, "norm").unwrap();
     let heads = |b: &mut GraphBuilder, h, w, n_heads: usize, name: &str| {
@@ -84,7 +85,7 @@ fn layer(n: usize, dtype: DType, kv: DType) -> (Graph, Feed) {
         tensor(ty(DType::F32, &[n, D]), &Fill::Normal, 99),
         ints((0..n as i32).collect(), &[n]),
         ints(vec![0; n], &[n]),
-        ints((0..N_BLOCKS as i32).rev().collect(), &[1, N_BLOCKS]),
+        ints((0..n_blocks as i32).rev().collect(), &[1, n_blocks]),
     ];
     let states = vec![tensor(cache, &Fill::Zero, 0); 2];
     (fuse(&b.finish()).unwrap(), Feed { weights: tensors, inputs, states })
