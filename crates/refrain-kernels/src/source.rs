@@ -260,10 +260,11 @@ impl fmt::Debug for KernelUnit {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 25] = [
+pub(crate) const HEADERS: [(&str, &str); 27] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
+    ("cluster.cuh", include_str!("../cu/cluster.cuh")),
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("eight.cuh", include_str!("../cu/eight.cuh")),
     ("functions.cuh", include_str!("../cu/functions.cuh")),
@@ -286,6 +287,7 @@ pub(crate) const HEADERS: [(&str, &str); 25] = [
     ("span.cuh", include_str!("../cu/span.cuh")),
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
+    ("wgmma.cuh", include_str!("../cu/wgmma.cuh")),
 ];
 
 #[cfg(test)]
