@@ -55,9 +55,9 @@ of the Refrain repository."
 stage chat model
 wait "$talks" || { cat talks.log; exit 1; }
 cat talks.log
-rm -rf chat-base
-cp -r stories/model chat-base
-cp "$here/chat_template.jinja" chat-base/
+# The weights of the built-in file as they are, and the form of a chat beside them.
+python3 "$here/pack.py" stories.gguf chat-base.gguf --name "Refrain Stories" --description "The base of Refrain Chat." \
+    --chat-template "$here/chat_template.jinja"
 # shellcheck disable=SC2086
 "$refrain" finetune "$here/chat.toml" --full --device "$device" ${CHAT_ARGS:-}
 python3 "$here/pack.py" chat/model.gguf chat.gguf --name "Refrain Chat" --description \

@@ -1,6 +1,6 @@
 """Makes of a trained GGUF file the one that is built in: matrices in Q8_0, a name, and a description.
 
-    python3 pack.py TRAINED.gguf OUT.gguf --name NAME --description TEXT
+    python3 pack.py TRAINED.gguf OUT.gguf --name NAME --description TEXT [--chat-template FILE]
 """
 
 import argparse
@@ -32,6 +32,7 @@ def main():
     args.add_argument("out", type=pathlib.Path)
     args.add_argument("--name", required=True)
     args.add_argument("--description", required=True)
+    args.add_argument("--chat-template", type=pathlib.Path, help="the template to store, in place of the file's own")
     a = args.parse_args()
     reader = g.Reader(a.trained)
     tensors = [packed(reader, name) for name in reader.tensors]
@@ -46,6 +47,8 @@ def main():
         ("general.quantization_version", g.UINT32, 2),
         ("general.file_type", g.UINT32, 7),
     ]
+    if a.chat_template:
+        own.append(("tokenizer.chat_template", g.STRING, a.chat_template.read_text()))
     g.write(a.out, metadata(reader, own), tensors)
     again = g.Reader(a.out)
     off = 0.0

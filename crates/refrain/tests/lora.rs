@@ -2,7 +2,7 @@
 
 use refrain::train::{ConfigOverlay, ExportForm, TrainConfig, TrainEvent, TrainOptions, Training};
 use refrain::{
-    DType, Device, Error, FaultScript, Generate, GraphMode, Method, Model, ModelFiles, Prompt,
+    Builtin, DType, Device, Error, FaultScript, Generate, GraphMode, Method, Model, ModelFiles, Prompt,
     SamplingParams, Session, SessionOptions, StepKind,
 };
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ fn config(folder: &Path, out: &str, more: &str) -> TrainConfig {
 }
 
 fn options(device: Device) -> TrainOptions {
-    TrainOptions { device, files: Some(Model::builtin_files().unwrap()), ..TrainOptions::default() }
+    TrainOptions { device, files: Some(Builtin::Stories.files().unwrap()), ..TrainOptions::default() }
 }
 
 fn train(config: TrainConfig, device: Device) -> Result<(Vec<f64>, PathBuf), Error> {
@@ -92,7 +92,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     assert!(near(on_device, after), "{on_device} {after}");
     assert_eq!(perplexity(&base.with_lora(&adapter, 0.0).unwrap(), cpu()), before);
 
-    let files = Model::builtin_files().unwrap();
+    let files = Builtin::Stories.files().unwrap();
     let (gguf, hf) = (folder.path().join("merged.gguf"), folder.path().join("merged"));
     for (path, form) in [(gguf, ExportForm::Gguf), (hf, ExportForm::Hf)] {
         match refrain::merge(&files, &adapter, 1.0, &path, DType::F32) {
@@ -114,11 +114,11 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
 
 /// The built-in model with one bit of one of its weights changed.
 fn changed_files(folder: &Path) -> ModelFiles {
-    let files = Model::builtin_files().unwrap();
+    let files = Builtin::Stories.files().unwrap();
     let mut bytes = std::fs::read(BUILTIN).unwrap();
-    // The last tensor is a vector of floats; behind it is at most padding.
-    let last = files.tensors().iter().next_back().unwrap().name().to_owned();
-    assert_eq!(last, "output_norm.weight");
+    // The last tensor is a matrix of Q8_0 blocks that ends with the file: every bit is one of a weight or of a scale.
+    let last = files.tensors().iter().next_back().unwrap();
+    assert_eq!((last.name(), last.dtype()), ("blk.7.ffn_down.weight", DType::Q8_0));
     let at = bytes.len() - 64;
     bytes[at] ^= 1;
     let path = folder.join("changed.gguf");
@@ -161,7 +161,7 @@ fn a_checkpoint_of_an_adapter_is_refused_over_other_frozen_weights_with_both_nam
     assert!(error.hint().unwrap().contains("the model has changed"), "{error}");
 
     // The same weights under another name are the same weights.
-    resume("copy.gguf", Model::builtin_files().unwrap()).unwrap();
+    resume("copy.gguf", Builtin::Stories.files().unwrap()).unwrap();
 }
 
 #[test]
@@ -193,7 +193,7 @@ fn an_adapter_on_a_device_is_part_of_the_graph_and_the_plan_says_what_it_costs()
 #[test]
 fn a_step_over_quantised_weights_is_replayed_on_a_device_and_refused_in_f32() {
     let folder = tempfile::tempdir().unwrap();
-    let files = Model::builtin_files().unwrap();
+    let files = Builtin::Stories.files().unwrap();
     assert!(files.tensors().iter().any(|tensor| tensor.dtype().is_quantized()));
     // Few rows: kernels on the simulated device are slow.
     let lora = "steps = 2\ncontext = 8\nbatch = 1\ngraph = 'require'\n[lora]\nrank = 4";
