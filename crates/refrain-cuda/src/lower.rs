@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{
-    Binary, BufferId, NodeId, Op, Operand, Place, Plan, Query, RopeAppend, Step, Support, TensorType,
-    TrainOp,
+    Binary, BufferId, NodeId, Op, Operand, Place, Plan, Query, RopeAppend, Step, Support, TensorType, TrainOp,
 };
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, CastArgs, CopyArgs, DequantArgs, GateArgs,
