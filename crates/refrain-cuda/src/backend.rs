@@ -18,7 +18,7 @@ use crate::error::CudaError;
 use crate::feed;
 use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
-use crate::owner::{self, ModelId, Opened, Owner};
+use crate::owner::{self, DeviceOwner, DeviceRef, ModelId};
 use crate::profile::{SharedTimeline, Timeline};
 use crate::pump::Pump;
 use crate::queue::{COLLECT, ControlPool, MAX_QUEUED};
@@ -33,7 +33,7 @@ use crate::{group, lower};
 /// allocating states again replaces those before, and what was compiled for them is refused. Dropping it frees what the
 /// model holds.
 pub struct CudaBackend {
-    pub(crate) worker: Worker<Owner>,
+    pub(crate) worker: Worker<DeviceOwner>,
     model: ModelId,
     pub(crate) options: CudaOptions,
     ids: AtomicU64,
@@ -137,20 +137,20 @@ impl CudaBackend {
 
     /// Opens a device and finds its kernels, or joins those in this process that have it open.
     pub fn open(kind: DeviceKind, options: CudaOptions) -> Result<CudaBackend, CudaError> {
-        CudaBackend::attach(Opened::Kind(kind), options)
+        CudaBackend::attach(DeviceRef::Kind(kind), options)
     }
 
     /// On a device that is open. A simulated one must know the kernels' twins.
     pub fn on(device: &Device, options: CudaOptions) -> Result<CudaBackend, CudaError> {
-        CudaBackend::attach(Opened::Device(device), options)
+        CudaBackend::attach(DeviceRef::Device(device), options)
     }
 
-    fn attach(opened: Opened<'_>, options: CudaOptions) -> Result<CudaBackend, CudaError> {
+    fn attach(opened: DeviceRef<'_>, options: CudaOptions) -> Result<CudaBackend, CudaError> {
         let mut worker = owner::attach(opened, options.load_limit)?;
         worker.set_call_limit(options.call_limit);
         let (pump, timeline) = (Arc::<Pump>::default(), SharedTimeline::default());
         let (sent, to_pump, to_timeline) = (options.clone(), Arc::clone(&pump), Arc::clone(&timeline));
-        let admit = move |owner: &mut Owner| Ok(owner.admit(sent, to_pump, to_timeline));
+        let admit = move |owner: &mut DeviceOwner| Ok(owner.admit(sent, to_pump, to_timeline));
         let model = owner::answered("starting", worker.call("starting", options.load_limit, admit))?;
         Ok(CudaBackend {
             worker,
@@ -291,7 +291,7 @@ impl CudaBackend {
 }
 
 /// Brings the status up to date. A step seldom changes what graphs there are.
-fn show(status: &Mutex<Status>, owner: &mut Owner, model: ModelId, is_step: bool) {
+fn show(status: &Mutex<Status>, owner: &mut DeviceOwner, model: ModelId, is_step: bool) {
     let Some(machine) = owner.machine(model) else { return };
     let mut shown = lock(status);
     let now = machine.stats();

@@ -1,9 +1,9 @@
 //! The one owner of a device in a process: its context, its thread, its loaded kernels, and the models on it.
 //!
 //! ```text
-//! CudaBackend (a model) ──┐                         ┌── Machine: weights, states, programs, graphs, stream
-//! CudaBackend (a model) ──┼──► device thread: Owner ┤   Machine
-//! CudaBackend (a model) ──┘                         └── kernels and libraries, loaded once
+//! CudaBackend (a model) ──┐                               ┌── Machine: weights, states, programs, graphs, stream
+//! CudaBackend (a model) ──┼──► device thread: DeviceOwner ┤   Machine
+//! CudaBackend (a model) ──┘                               └── kernels and libraries, loaded once
 //! ```
 //!
 //! Who opens a device that somebody in this process has open gets a handle to the same thread: no second context is made
@@ -29,7 +29,7 @@ use crate::pump::Pump;
 pub(crate) type ModelId = u64;
 
 /// What the device thread holds.
-pub(crate) struct Owner {
+pub(crate) struct DeviceOwner {
     // Before what they use.
     machines: BTreeMap<ModelId, Machine>,
     n_models: ModelId,
@@ -45,12 +45,12 @@ pub(crate) struct Supplies {
 }
 
 /// Device threads of this process that have a handle.
-static OWNERS: Mutex<Vec<Known>> = Mutex::new(Vec::new());
+static OWNERS: Mutex<Vec<KnownOwner>> = Mutex::new(Vec::new());
 
-struct Known {
+struct KnownOwner {
     /// How it was opened, where it may be opened that way again.
     kind: Option<DeviceKind>,
-    worker: WeakWorker<Owner>,
+    worker: WeakWorker<DeviceOwner>,
 }
 
 /// Whether two ways to open a device lead to the same one. A simulated device with faults belongs to who asked for them.
@@ -63,7 +63,7 @@ fn is_same_kind(a: &DeviceKind, b: &DeviceKind) -> bool {
 }
 
 /// Who opens a device.
-pub(crate) enum Opened<'a> {
+pub(crate) enum DeviceRef<'a> {
     /// By what it is.
     Kind(DeviceKind),
     /// It is open already.
@@ -71,15 +71,15 @@ pub(crate) enum Opened<'a> {
 }
 
 /// A handle to the thread that owns a device, which is started if there is none.
-pub(crate) fn attach(opened: Opened<'_>, limit: Duration) -> Result<Worker<Owner>, CudaError> {
+pub(crate) fn attach(opened: DeviceRef<'_>, limit: Duration) -> Result<Worker<DeviceOwner>, CudaError> {
     // Held to the end: who opens the same device meanwhile finds this one.
     let mut owners = OWNERS.lock().unwrap_or_else(PoisonError::into_inner);
     let (mut found, mut others) = (None, Vec::new());
     owners.retain(|known| {
         let Some(worker) = known.worker.upgrade() else { return false };
         let is_it = match &opened {
-            Opened::Kind(kind) => known.kind.as_ref().is_some_and(|known| is_same_kind(known, kind)),
-            Opened::Device(device) => worker.device().is_same(device),
+            DeviceRef::Kind(kind) => known.kind.as_ref().is_some_and(|known| is_same_kind(known, kind)),
+            DeviceRef::Device(device) => worker.device().is_same(device),
         };
         if is_it && found.is_none() {
             found = Some(worker)
@@ -93,8 +93,8 @@ pub(crate) fn attach(opened: Opened<'_>, limit: Duration) -> Result<Worker<Owner
         return Ok(worker);
     }
     let (device, kind) = match opened {
-        Opened::Device(device) => (device.clone(), None),
-        Opened::Kind(kind) => {
+        DeviceRef::Device(device) => (device.clone(), None),
+        DeviceRef::Kind(kind) => {
             let device = match kind.clone() {
                 DeviceKind::Sim(sim) => refrain_kernels::simulated(sim),
                 cuda @ DeviceKind::Cuda(_) => Device::open(cuda),
@@ -102,18 +102,18 @@ pub(crate) fn attach(opened: Opened<'_>, limit: Duration) -> Result<Worker<Owner
             (device.map_err(CudaError::driver("opening the device"))?, Some(kind))
         }
     };
-    let worker = device.spawn(limit, |ctx| Ok(Owner::new(ctx)));
+    let worker = device.spawn(limit, |ctx| Ok(DeviceOwner::new(ctx)));
     let worker = worker.map_err(CudaError::driver("starting the device thread"))?;
-    owners.push(Known { kind, worker: worker.downgrade() });
+    owners.push(KnownOwner { kind, worker: worker.downgrade() });
     // Not before the list is free: dropping the last handle to a thread waits for its end.
     drop(owners);
     drop(others);
     Ok(worker)
 }
 
-impl Owner {
-    fn new(ctx: &Context) -> Owner {
-        Owner { machines: BTreeMap::new(), n_models: 0, supplies: Vec::new(), ctx: ctx.clone() }
+impl DeviceOwner {
+    fn new(ctx: &Context) -> DeviceOwner {
+        DeviceOwner { machines: BTreeMap::new(), n_models: 0, supplies: Vec::new(), ctx: ctx.clone() }
     }
 
     /// Takes in a model, which has nothing yet.

@@ -20,12 +20,12 @@ const DROP_LIMIT: Duration = Duration::from_secs(5);
 /// How long one driver call may take before its caller is told, however long the work as a whole may take.
 const CALL_LIMIT: Duration = Duration::from_secs(5);
 
-type Work<S> = Box<dyn FnOnce(&mut S) + Send>;
+type JobBody<S> = Box<dyn FnOnce(&mut S) + Send>;
 
 /// Work that waits in line.
-struct Job<S> {
+struct QueuedJob<S> {
     what: &'static str,
-    work: Work<S>,
+    work: JobBody<S>,
     handle: u64,
     limit: Duration,
     /// When its turn came.
@@ -43,7 +43,7 @@ struct Running {
 /// handle.
 struct DeviceThread<S> {
     device: Device,
-    jobs: Option<mpsc::Sender<Job<S>>>,
+    jobs: Option<mpsc::Sender<QueuedJob<S>>>,
     thread: Option<JoinHandle<()>>,
     turn: Arc<Turn>,
     running: Arc<Mutex<Option<Running>>>,
@@ -79,7 +79,7 @@ impl Device {
         limit: Duration,
         init: impl FnOnce(&Context) -> Result<S, DriverError> + Send + 'static,
     ) -> Result<Worker<S>, DriverError> {
-        let (jobs, queue) = mpsc::channel::<Job<S>>();
+        let (jobs, queue) = mpsc::channel::<QueuedJob<S>>();
         let (ready, started) = mpsc::channel();
         let turn = Arc::new(Turn::new());
         let running = Arc::new(Mutex::new(None));
@@ -99,7 +99,7 @@ impl Device {
                 Ok((ctx, mut state)) => {
                     // The caller may have given up; then the queue is closed and the loop ends at once.
                     let _ = ready.send(Ok(()));
-                    for Job { what, work, handle, limit, begun } in queue {
+                    for QueuedJob { what, work, handle, limit, begun } in queue {
                         shown.begin(what);
                         let since = *begun.get_or_init(Instant::now);
                         *lock(&now) = Some(Running { handle, since, limit });
@@ -141,7 +141,7 @@ impl<S: 'static> Worker<S> {
         f: impl FnOnce(&mut S) -> Result<R, DriverError> + Send + 'static,
     ) -> Result<R, DriverError> {
         let (answer, answered) = mpsc::channel();
-        let work: Work<S> = Box::new(move |state| {
+        let work: JobBody<S> = Box::new(move |state| {
             // Unwind safety: the state belongs to the caller's closures; each keeps its own invariants.
             let result = catch_unwind(AssertUnwindSafe(|| f(state)))
                 .unwrap_or_else(|payload| Err(panicked(what, &*payload)));
@@ -178,14 +178,14 @@ impl<S: 'static> Worker<S> {
         &self,
         what: &'static str,
         limit: Duration,
-        work: Work<S>,
+        work: JobBody<S>,
     ) -> Result<Arc<OnceLock<Instant>>, DriverError> {
         self.device().shared.check_lost()?;
         if self.thread.turn.is_stuck() {
             return Err(self.no_answer(what, Duration::ZERO));
         }
         let begun = Arc::<OnceLock<Instant>>::default();
-        let job = Job { what, work, handle: self.handle, limit, begun: Arc::clone(&begun) };
+        let job = QueuedJob { what, work, handle: self.handle, limit, begun: Arc::clone(&begun) };
         let gone = || DriverError::WorkerGone { what };
         self.thread.jobs.as_ref().ok_or_else(gone)?.send(job).map_err(|_| gone())?;
         Ok(begun)
@@ -242,7 +242,7 @@ impl<S: 'static> Worker<S> {
         limit: Duration,
         f: impl FnOnce(&mut S) + Send + 'static,
     ) -> Result<(), DriverError> {
-        let work: Work<S> = Box::new(move |state| {
+        let work: JobBody<S> = Box::new(move |state| {
             // Unwind safety: as in `call`.
             if let Err(payload) = catch_unwind(AssertUnwindSafe(|| f(state))) {
                 tracing::error!("{}", panicked(what, &*payload));

@@ -54,7 +54,7 @@ pub use ledger::{Ledger, Tally};
 pub use perplexity::{Perplexity, PerplexityOptions, perplexity};
 pub use refrain_graph::StepKind;
 pub use request::{AdapterId, FinishReason, Pace, Request, RequestId, Sequence, TokenEvent};
-pub use runner::{BackendRunner, Choice, RunRow, RunShape, Runner, RunnerOptions, StepOut};
+pub use runner::{BackendRunner, Choice, RunProgress, RunRow, RunShape, Runner, RunnerOptions, StepOut};
 pub use sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingError, SamplingParams, SamplingRow};
 pub use slots::{SlotCopy, SlotCounts};
 pub use step::{StepRequest, Want, step_kind};

@@ -94,6 +94,8 @@ pub trait Runner: Send {
     fn send(&mut self, n: usize) -> Result<(), EngineError>;
     /// Waits for the oldest step of the run that was not taken yet. After an error the run must be finished.
     fn take(&mut self) -> Result<CommittedStep, EngineError>;
+    /// How far the run is; nothing of it was sent or taken where there is none.
+    fn progress(&self) -> RunProgress;
     /// Ends the run, if there is one: waits until no step of it is under way, and says how many nobody took.
     fn finish(&mut self) -> Result<usize, EngineError>;
     /// The plan of a step over `n_tokens` tokens that ends in sampling.
@@ -117,6 +119,22 @@ pub trait Runner: Send {
     fn max_tokens(&self) -> usize;
     /// The most sequences a step may have.
     fn max_seqs(&self) -> usize;
+}
+
+/// Steps of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RunProgress {
+    /// Steps that were sent.
+    pub n_sent: u64,
+    /// Steps among them that were taken.
+    pub n_taken: u64,
+}
+
+impl RunProgress {
+    /// Steps that were sent and not taken.
+    pub fn n_under_way(self) -> usize {
+        self.n_sent.saturating_sub(self.n_taken) as usize
+    }
 }
 
 /// How a runner is laid out.
@@ -441,6 +459,14 @@ where
             return Err(EngineError::BadChoice { token, vocab, position });
         }
         Ok(step)
+    }
+
+    fn progress(&self) -> RunProgress {
+        let run = self.run.as_ref().map(|(_, run)| run);
+        run.map_or_else(RunProgress::default, |run| RunProgress {
+            n_sent: run.n_sent(),
+            n_taken: run.n_taken(),
+        })
     }
 
     fn finish(&mut self) -> Result<usize, EngineError> {

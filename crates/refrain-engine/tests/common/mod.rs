@@ -2,8 +2,8 @@
 #![allow(dead_code)] // Each test file uses its part.
 
 use refrain_engine::{
-    Choice, Chosen, Core, Engine, EngineError, EngineOptions, RunRow, RunShape, Runner, SamplingRow,
-    SlotCopy, StepOut, StepRequest, Want,
+    Choice, Chosen, Core, Engine, EngineError, EngineOptions, RunProgress, RunRow, RunShape, Runner,
+    SamplingRow, SlotCopy, StepOut, StepRequest, Want,
 };
 use refrain_formats::ModelFiles;
 use refrain_graph::{Committed, CommittedStep, Plan, Ran, Reason, RunError, StepFlags};
@@ -97,6 +97,7 @@ struct FakeRun {
     rows: Vec<Option<FakeRow>>,
     most: usize,
     ready: std::collections::VecDeque<Result<CommittedStep, EngineError>>,
+    progress: RunProgress,
 }
 
 struct FakeRow {
@@ -270,7 +271,7 @@ impl Runner for FakeRunner {
         assert!(n_rows >= rows.len());
         let mut rows: Vec<_> = rows.iter().map(|row| Some(FakeRow::new(row))).collect();
         rows.resize_with(n_rows, || None);
-        self.run = Some(FakeRun { rows, most, ready: Default::default() });
+        self.run = Some(FakeRun { rows, most, ready: Default::default(), progress: RunProgress::default() });
         Ok(most)
     }
 
@@ -339,6 +340,7 @@ impl Runner for FakeRunner {
                 CommittedStep { rows: rows.collect(), ran }
             }));
         }
+        run.progress.n_sent += n as u64;
         assert!(run.ready.len() <= run.most);
         self.run = Some(run);
         Ok(())
@@ -346,7 +348,13 @@ impl Runner for FakeRunner {
 
     fn take(&mut self) -> Result<CommittedStep, EngineError> {
         let run = self.run.as_mut().ok_or(EngineError::NoRun)?;
-        run.ready.pop_front().ok_or(EngineError::NoRun)?
+        let step = run.ready.pop_front().ok_or(EngineError::NoRun)??;
+        run.progress.n_taken += 1;
+        Ok(step)
+    }
+
+    fn progress(&self) -> RunProgress {
+        self.run.as_ref().map(|run| run.progress).unwrap_or_default()
     }
 
     fn finish(&mut self) -> Result<usize, EngineError> {
