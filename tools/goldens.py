@@ -123,6 +123,92 @@ QWEN3MOE = COMMON | rope(1_000_000.0) | dict(
     moe_intermediate_size=40,
     norm_topk_prob=True,
 )
+def longrope(original, share, **more):
+    """Long and short factors for 16 elements a head, of which a share is rotated."""
+    n_pairs = int(16 * share) // 2
+    return dict(
+        original_max_position_embeddings=original,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=10_000.0,
+            partial_rotary_factor=share,
+            short_factor=[1.0 + 0.25 * pair for pair in range(n_pairs)],
+            long_factor=[1.5 + 0.75 * pair for pair in range(n_pairs)],
+            original_max_position_embeddings=original,
+        )
+        | more,
+    )
+
+
+def ministral_rope(beta=0.5, **more):
+    return rope(
+        1_000_000.0,
+        rope_type="yarn",
+        factor=4.0,
+        # Short, so that queries of 40 tokens have three temperatures.
+        original_max_position_embeddings=16,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        llama_4_scaling_beta=beta,
+        **more,
+    )
+
+
+def olmo3_rope(**full):
+    return dict(
+        rope_parameters=dict(
+            full_attention=dict(rope_type="default", rope_theta=500_000.0) | full,
+            sliding_attention=dict(rope_type="default", rope_theta=500_000.0),
+        )
+    )
+
+
+def vision(**text):
+    """Settings of a model with a tower for images, which the text part does without."""
+    return dict(
+        text_config=text,
+        vision_config=dict(
+            depth=1,
+            hidden_size=16,
+            intermediate_size=16,
+            num_heads=2,
+            out_hidden_size=text["hidden_size"],
+            patch_size=2,
+            num_position_embeddings=16,
+            deepstack_visual_indexes=[0],
+        ),
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )
+
+
+QWEN3_VL = dict(
+    COMMON | rope(5_000_000.0, mrope_section=[6, 5, 5], mrope_interleaved=True),
+    head_dim=32,
+    tie_word_embeddings=True,
+)
+OLMO3_YARN = dict(YARN, attention_factor=1.25)
+
+
+def qwen35(kinds, **more):
+    """Settings from a word with one letter for each layer: l for linear, f for full."""
+    names = dict(l="linear_attention", f="full_attention")
+    settings = dict(
+        COMMON,
+        num_hidden_layers=len(kinds),
+        layer_types=[names[kind] for kind in kinds],
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=4,
+        tie_word_embeddings=False,
+    )
+    return settings | rope(10_000.0, partial_rotary_factor=0.25, mrope_section=[2, 1, 1]) | more
+
+
 GEMMA4_SHOWS = {
     "no window": dict(sliding_window=256),
     "window off by one": dict(sliding_window=9),
@@ -272,20 +358,169 @@ CASES = {
         24,
         {"weights that sum to one": dict(norm_topk_prob=True)},
     ),
+    # Sequences longer than the first training: long factors. Three of four elements are rotated.
+    "phi3": (
+        transformers.Phi3Config,
+        COMMON | longrope(32, 0.75),
+        40,
+        {
+            "short factors": longrope(64, 0.75),
+            "attention factor": longrope(32, 0.75, attention_factor=1.0),
+            "rope base": longrope(32, 0.75, rope_theta=500_000.0),
+        },
+    ),
+    "phi3-short": (
+        transformers.Phi3Config,
+        COMMON | longrope(128, 1.0) | dict(sliding_window=8, tie_word_embeddings=True),
+        40,
+        {"long factors": longrope(32, 1.0), "no window": dict(sliding_window=None)},
+    ),
+    "mistral3": (
+        transformers.Ministral3Config,
+        COMMON | ministral_rope() | dict(head_dim=32),
+        40,
+        {
+            "query temperature": ministral_rope(beta=0.0),
+            "attention factor": ministral_rope(attention_factor=1.2),
+        },
+    ),
+    "gemma2": (
+        transformers.Gemma2Config,
+        GEMMA
+        | rope(10_000.0)
+        | dict(
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=4.0,
+        ),
+        40,
+        {
+            "window off by one": dict(sliding_window=9),
+            "attention soft cap": dict(attn_logit_softcapping=None),
+            "final soft cap": dict(final_logit_softcapping=None),
+            "query scale": dict(query_pre_attn_scalar=16),
+            "other layers slide": dict(layer_types=["full_attention", "sliding_attention"] * 2),
+        },
+    ),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        COMMON | rope(2_000_000.0) | dict(num_hidden_layers=5, tie_word_embeddings=True),
+        32,
+        {"a layer without rotation": dict(no_rope_layers=[1] * 5)},
+    ),
+    "olmo2": (transformers.Olmo2Config, COMMON | rope(10_000.0), 32, {"rope base": rope(500_000.0)}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        COMMON | olmo3_rope(**OLMO3_YARN) | dict(num_hidden_layers=5, sliding_window=8),
+        40,
+        {
+            "rope scaling": olmo3_rope(),
+            "attention factor": olmo3_rope(**YARN),
+            "window off by one": dict(sliding_window=9),
+        },
+    ),
+    "granite": (
+        transformers.GraniteConfig,
+        COMMON
+        | rope(10_000.0)
+        | dict(
+            embedding_multiplier=3.0,
+            attention_multiplier=0.125,
+            residual_multiplier=0.5,
+            logits_scaling=2.0,
+            attention_bias=False,
+            tie_word_embeddings=True,
+        ),
+        32,
+        {
+            "embedding scale": dict(embedding_multiplier=1.0),
+            "attention scale": dict(attention_multiplier=0.25),
+            "residual scale": dict(residual_multiplier=1.0),
+            "logit scale": dict(logits_scaling=1.0),
+        },
+    ),
+    "qwen3vl": (transformers.Qwen3VLConfig, vision(**QWEN3_VL), 32, {}),
+    "glm4": (
+        transformers.Glm4Config,
+        COMMON | rope(10_000.0, partial_rotary_factor=0.5) | dict(head_dim=16),
+        32,
+        {"share of rotated elements": rope(10_000.0, partial_rotary_factor=1.0)},
+    ),
+    "cohere2": (
+        transformers.Cohere2Config,
+        COMMON
+        | rope(10_000.0)
+        | dict(num_hidden_layers=5, sliding_window=8, logit_scale=0.5, layer_norm_eps=1e-3, tie_word_embeddings=True),
+        40,
+        {"logit scale": dict(logit_scale=1.0), "norm epsilon": dict(layer_norm_eps=1e-5)},
+    ),
+    # Three value heads for each key head, every other layer attends.
+    "qwen35": (
+        transformers.Qwen3_5TextConfig,
+        qwen35("lflf", hidden_size=48, intermediate_size=64),
+        40,
+        {
+            "rope base": rope(500_000.0, partial_rotary_factor=0.25, mrope_section=[2, 1, 1]),
+            "share of rotated elements": rope(10_000.0, partial_rotary_factor=0.5, mrope_section=[4, 2, 2]),
+        },
+    ),
+    # One value head for each key head, odd sizes, a shorter filter, three layers of four.
+    "qwen35-odd": (
+        transformers.Qwen3_5TextConfig,
+        qwen35(
+            "lllf",
+            hidden_size=48,
+            linear_num_key_heads=3,
+            linear_num_value_heads=3,
+            linear_key_head_dim=20,
+            linear_value_head_dim=12,
+            linear_conv_kernel_dim=3,
+            tie_word_embeddings=True,
+        ),
+        40,
+        {},
+    ),
+    # Two layers of convolutions for each that attends.
+    "lfm2": (
+        transformers.Lfm2Config,
+        COMMON
+        | rope(1_000_000.0)
+        | dict(
+            num_hidden_layers=5,
+            layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
+            hidden_size=48,
+            norm_eps=1e-3,
+            intermediate_size=96,
+            block_multiple_of=20,
+            block_ffn_dim_multiplier=1.1,
+            tie_word_embeddings=True,
+        ),
+        40,
+        {"feed-forward epsilon": dict(norm_eps=1e-5)},
+    ),
 }
 # Flattening any one parameter of these kinds to its mean must show in the logits.
-NOTICED = ("norm", "bias", "layer_scalar", "router.scale", "per_expert_scale")
+NOTICED = ("norm", "bias", "layer_scalar", "A_log", "conv1d", "conv.conv", "router.scale", "per_expert_scale")
 
 
 def build(config_class, settings):
     config = config_class(**settings)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return auto_class(config).from_config(config, dtype=torch.float32).eval()
+
+
+def auto_class(config):
+    if hasattr(config, "vision_config"):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def randomise(model, case, seed):
-    gemma3, gemma4 = case.startswith("gemma3"), case.startswith("gemma4")
+    # Whose norms multiply by one plus the stored weight.
+    less_one, gemma4 = case.startswith(("gemma2", "gemma3")), case.startswith("gemma4")
+    qwen35 = case.startswith("qwen35")
     generator = torch.Generator().manual_seed(seed)
 
     def normal(shape, std):
@@ -296,9 +531,16 @@ def randomise(model, case, seed):
             if gemma4 and ("q_norm" in name or "k_norm" in name):
                 # Scores are not scaled: keep them where the softmax is sharp and not a choice of one.
                 p.copy_((normal(p.shape, 0.3) + 1.0) * p.numel() ** -0.25)
+            elif qwen35 and name.endswith("A_log"):
+                # States that fade slowly, and some that fade at once.
+                p.copy_(normal(p.shape, 1.5) - 2.0)
+            elif name.endswith(("conv1d.weight", "conv.conv.weight")):
+                p.copy_(normal(p.shape, 0.5))
+            elif qwen35 and "norm" in name and "linear_attn" not in name:
+                # They multiply by one plus the stored weight, but for that of the recurrent layers.
+                p.copy_(normal(p.shape, 0.3))
             elif "norm" in name:
-                # Gemma 3's norms multiply by one plus the stored weight.
-                p.copy_(normal(p.shape, 0.3) + (0.0 if gemma3 else 1.0))
+                p.copy_(normal(p.shape, 0.3) + (0.0 if less_one else 1.0))
             elif name.endswith(("router.scale", "per_expert_scale")):
                 p.copy_(normal(p.shape, 0.3) + 1.0)
             elif name.endswith("bias"):
@@ -328,8 +570,29 @@ def v4_config(case, config):
         old["global_head_dim"] = settings["global_head_dim"]
         old["num_global_key_value_heads"] = settings.get("num_global_key_value_heads")
         return old
+    if old["model_type"] == "ministral3":
+        # Only transformers 5 knows it.
+        old["rope_parameters"]["type"] = old["rope_parameters"].pop("rope_type")
+        return old
+    if old["model_type"] == "qwen3_5_text":
+        old["full_attention_interval"] = old.pop("layer_types").index("full_attention") + 1
+        return old
+    if old["model_type"] == "lfm2":
+        types = old.pop("layer_types")
+        old["full_attn_idxs"] = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        old["block_ff_dim"] = old.pop("intermediate_size")
+        old["tie_embedding"] = old.pop("tie_word_embeddings")
+        old["rope_theta"] = old.pop("rope_parameters")["rope_theta"]
+        return old
     old["transformers_version"] = "4.52.0"
     old["torch_dtype"] = old.pop("dtype", "float32")
+    if "text_config" in old:
+        old["text_config"] = v4_keys(old["text_config"])
+        return old
+    return v4_keys(old)
+
+
+def v4_keys(old):
     parameters = old.pop("rope_parameters")
     layer_types = old.pop("layer_types", None)
     old.pop("_sliding_window_pattern", None)
@@ -338,7 +601,16 @@ def v4_config(case, config):
         parameters = parameters["full_attention"]
         old["sliding_window_pattern"] = layer_types.index("full_attention") + 1
     old["rope_theta"] = parameters.pop("rope_theta")
-    old["rope_scaling"] = None if parameters["rope_type"] == "default" else parameters
+    if "partial_rotary_factor" in parameters:
+        old["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
+    is_plain = parameters["rope_type"] == "default" and "mrope_section" not in parameters
+    old["rope_scaling"] = None if is_plain else parameters
+    if old["model_type"] == "phi3":
+        del parameters["original_max_position_embeddings"]
+    if old["model_type"] == "olmo3":
+        del old["rope_local_base_freq"], old["sliding_window_pattern"]
+    if old["model_type"] == "cohere2":
+        old["sliding_window_pattern"] = layer_types.index("full_attention") + 1
     return old
 
 
@@ -346,10 +618,10 @@ def noticed(model, tokens, logits):
     """The least movement of the logits when one of the small parameters is flattened, and that parameter's name."""
     least = (float("inf"), "")
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
-        if not any(kind in name for kind in NOTICED):
+        if not any(kind in name for kind in NOTICED) or "visual" in name:
             continue
         # The final norm undoes the last one.
-        if name == f"model.layers.{model.config.num_hidden_layers - 1}.layer_scalar":
+        if name == f"model.layers.{model.config.get_text_config().num_hidden_layers - 1}.layer_scalar":
             continue
         kept = p.detach().clone()
         with torch.no_grad():
@@ -364,8 +636,9 @@ def write_case(out, name, seed):
     config_class, settings, n_tokens, shows = CASES[name]
     model = build(config_class, settings)
     randomise(model, name, seed)
-    tokens = torch.randint(3, settings["vocab_size"], (n_tokens,), generator=torch.Generator().manual_seed(seed + 1))
-    tokens[0] = settings["bos_token_id"]
+    text = settings.get("text_config", settings)
+    tokens = torch.randint(3, text["vocab_size"], (n_tokens,), generator=torch.Generator().manual_seed(seed + 1))
+    tokens[0] = text["bos_token_id"]
     logits = logits_of(model, tokens)
     rounding = difference(logits_of(copy.deepcopy(model).double(), tokens), logits)
     assert rounding < TOLERANCE / 10, f"{name}: f32 and f64 differ by {rounding:.1e}"
@@ -410,7 +683,7 @@ def check_reload(folder, file, tokens, logits):
     config = CASES[folder.name][0].from_dict(settings)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    model = auto_class(config).from_pretrained(folder, config=config, dtype=torch.float32).eval()
     moved = difference(logits_of(model, tokens), logits)
     assert moved < 1e-6, f"{folder.name}: reloaded with {file} the logits differ by {moved:.1e}"
 

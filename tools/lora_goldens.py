@@ -1,6 +1,6 @@
 """Reference losses, gradients and logits of LoRA, from PyTorch and peft, for the tests of refrain-models.
 
-    python3 tools/lora_goldens.py [GOLDENS]            (default: crates/refrain-models/tests/goldens)
+    python3 tools/lora_goldens.py [GOLDENS [CASE ..]]  (default: crates/refrain-models/tests/goldens)
     python3 tools/lora_goldens.py --check ADAPTER BASE MERGED
                                                        compares an adapter that refrain trained over the folder BASE, as
                                                        peft reads it, with what `refrain merge` made of both
@@ -33,8 +33,10 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from train_goldens import CLIP, STEPS, batch, loss_of, optimiser, rate
 
-BASES = ["llama", "qwen3", "gemma3"]
+BASES = ["llama", "qwen3", "gemma3", "phi3-short"]
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# Several maps as one tensor, with one adapter.
+FUSED_MODULES = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -138,7 +140,8 @@ def plain(name):
 def adapted(model, folder):
     """The model with an adapter whose halves are both random, saved as peft does."""
     torch.manual_seed(3)
-    settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=MODULES, task_type="CAUSAL_LM")
+    modules = FUSED_MODULES if model.config.model_type == "phi3" else MODULES
+    settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules, task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, settings)
     for name, p in model.named_parameters():
         if "lora_B" in name:
@@ -222,10 +225,15 @@ def main():
     if sys.argv[1:2] == ["--check"]:
         return check(*sys.argv[2:5])
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "crates/refrain-models/tests/goldens")
+    only = sys.argv[2:]
     for case in BASES:
+        if only and case not in only:
+            continue
         config = transformers.AutoConfig.from_pretrained(root / case)
         config._attn_implementation = "eager"
         write(root / case, config, load_file(root / case / "model.safetensors"), False)
+    if only:
+        return
     for name, hidden, usual, finer in (("q8_0", 64, Type.Q8_0, Type.Q8_0), ("q4_k_m", 256, Type.Q4_K, Type.Q6_K)):
         folder = root / f"llama-{name}"
         config, weights = quantised(folder, f"llama-{name}", hidden, usual, finer)

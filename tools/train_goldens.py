@@ -25,7 +25,21 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-CASES = ["llama", "llama-tied", "mistral-window", "qwen2", "qwen3", "gemma3", "gemma4-e2b", "gemma4-e4b", "gemma4-dense"]
+CASES = [
+    "llama",
+    "llama-tied",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "gemma4-e2b",
+    "gemma4-e4b",
+    "gemma4-dense",
+    "gemma2",
+    "olmo2",
+    "granite",
+    "cohere2",
+]
 CHAOTIC = ["gemma4-e2b"]
 ROW, STEPS = 24, 10
 BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0

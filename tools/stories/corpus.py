@@ -1,8 +1,9 @@
-"""Cuts the log of generate.py into stories, keeps the clean ones, and trains and applies the tokenizer.
+"""Cuts the log of generate.py into stories and keeps the clean ones.
 
-    python3 corpus.py SMOLLM2.gguf LOG.npy OUT_DIR [--length 288] [--vocab 4096]
+    python3 corpus.py SMOLLM2.gguf LOG.npy OUT_DIR [--length 288]
 
-OUT_DIR gets tokenizer.json and tokens.npy (uint16: <|endoftext|>, story, <|endoftext|>, story, ...).
+OUT_DIR gets stories.txt and heldout-stories.txt, with <|endoftext|> between stories, and chains.txt: some stories of
+stories.txt again, three to a document, so that the model sees positions beyond a story's end.
 """
 
 import argparse
@@ -14,12 +15,11 @@ import re
 import time
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import smollm
 from gguf_io import Reader
 
-END = "<|endoftext|>"
+END = "<|endoftext|>\n"
 FIRST = 1 << 20
 WORD = re.compile(r"[A-Za-z']+")
 LEAKS = re.compile(
@@ -86,18 +86,10 @@ def known_words(stories, least):
     return [s for s in stories if all(counts[w] >= least for w in WORD.findall(s))]
 
 
-def train_tokenizer(stories, n_vocab):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=n_vocab,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(stories, trainer)
-    return tokenizer
+def chains(stories):
+    """A fiftieth of the stories, three to a document."""
+    few = stories[: max(3, len(stories) // 50)]
+    return ["\n\n".join(few[i : i + 3]) for i in range(0, len(few) - 2, 3)]
 
 
 def setup(path, length):
@@ -120,7 +112,6 @@ def main():
     args.add_argument("log")
     args.add_argument("out", type=pathlib.Path)
     args.add_argument("--length", type=int, default=288)
-    args.add_argument("--vocab", type=int, default=4096)
     args.add_argument("--least", type=int, default=20, help="drop stories with a word that fewer stories use")
     a = args.parse_args()
     began = time.perf_counter()
@@ -135,16 +126,13 @@ def main():
     np.random.default_rng(0).shuffle(stories)
     words = sum(s.count(" ") + 1 for s in stories)
     print(f"{len(stories)} stories, {words / 1e6:.2f} M words, {time.perf_counter() - began:.1f} s", flush=True)
-    tokenizer = train_tokenizer(stories[:120_000], a.vocab)
-    end = tokenizer.token_to_id(END)
-    encoded = [e.ids for e in tokenizer.encode_batch_fast(stories, add_special_tokens=False)]
-    tokens = np.concatenate([np.array([end, *ids], np.uint16) for ids in encoded] + [np.array([end], np.uint16)])
+    n_held = min(len(stories) // 20, 6000)
     a.out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(a.out / "tokenizer.json"))
-    np.save(a.out / "tokens.npy", tokens)
-    summary = dict(dropped=why, stories=len(stories), words=words, tokens=len(tokens))
+    parts = {"heldout-stories": stories[:n_held], "stories": stories[n_held:], "chains": chains(stories[n_held:])}
+    for name, texts in parts.items():
+        (a.out / f"{name}.txt").write_text(END.join(text + "\n" for text in texts))
+    summary = dict(dropped=why, stories=len(stories), held_out=n_held, words=words)
     (a.out / "corpus.json").write_text(json.dumps(summary))
-    print(f"{len(tokens) / 1e6:.2f} M tokens of {tokenizer.get_vocab_size()}, {time.perf_counter() - began:.1f} s")
     for story in stories[:12]:
         print("-", story)
 

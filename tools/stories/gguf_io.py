@@ -1,18 +1,19 @@
-"""Just enough GGUF for the recipe: reads F32, Q4_1 and Q8_0 tensors, writes F32 and Q8_0 ones. Needs only numpy."""
+"""Just enough GGUF for the recipe: reads F32, BF16, Q4_1 and Q8_0 tensors, writes F32 and Q8_0 ones. Needs only numpy."""
 
 import struct
 
 import numpy as np
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
-F32, Q4_1, Q8_0 = 0, 3, 8
+F32, Q4_1, Q8_0, BF16 = 0, 3, 8, 30
 BLOCK = 32
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", UINT32: "I", INT32: "i", FLOAT32: "f", BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 class Reader:
-    """`meta` maps keys to values, `tensors` maps names to (type, shape with the longest stride first, offset)."""
+    """`meta` maps keys to values and `types` to their types, `tensors` maps names to (type, shape with the longest stride
+    first, offset)."""
 
     def __init__(self, path):
         self.data = np.memmap(path, dtype=np.uint8, mode="r")
@@ -20,10 +21,13 @@ class Reader:
         assert self._take(4) == MAGIC, f"{path} is no GGUF file"
         version, n_tensors, n_meta = self._unpack("IQQ")
         assert version in (2, 3), f"GGUF version {version}"
-        self.meta = {}
+        self.meta, self.types = {}, {}
         for _ in range(n_meta):
             key = self._string()
-            self.meta[key] = self._value(*self._unpack("I"))
+            (kind,) = self._unpack("I")
+            if kind == ARRAY:
+                kind = (ARRAY, *self._unpack("I"))
+            self.types[key], self.meta[key] = kind, self._value(kind)
         infos = {}
         for _ in range(n_tensors):
             name = self._string()
@@ -48,8 +52,8 @@ class Reader:
     def _value(self, kind):
         if kind == STRING:
             return self._string()
-        if kind == ARRAY:
-            item, n = self._unpack("IQ")
+        if isinstance(kind, tuple):
+            (_, item), (n,) = kind, self._unpack("Q")
             if item == STRING:
                 return [self._string() for _ in range(n)]
             return list(self._unpack(f"{n}{SCALARS[item]}"))
@@ -61,6 +65,9 @@ class Reader:
         n = int(np.prod(shape))
         if kind == F32:
             return self.data[offset : offset + 4 * n].view(np.float32).reshape(shape).copy()
+        if kind == BF16:
+            upper = self.data[offset : offset + 2 * n].view(np.uint16).astype(np.uint32)
+            return (upper << 16).view(np.float32).reshape(shape)
         n_bytes = {Q4_1: 20, Q8_0: 34}[kind] * n // BLOCK
         blocks = self.data[offset : offset + n_bytes].reshape(n // BLOCK, -1)
         scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)

@@ -10,7 +10,7 @@ use crate::reply::{self, Show};
 use crate::run::say_context;
 use crate::{fail, profile, resolve, stats};
 use input::{Command, Input, Line};
-use refrain::{Finish, Message, Model, RenderOptions, SamplingParams, Session};
+use refrain::{Builtin, Finish, Message, Model, RenderOptions, SamplingParams, Session};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 /// quotes begin and end a text of several lines. Ctrl-C stops the reply, Ctrl-D ends the chat.
 ///
 /// What the model has read stays in its cache: each turn costs only what is new.
+///
+/// Without a model, the built-in one chats: it is small, uses simple words and is often wrong.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 In the chat:
@@ -30,12 +32,13 @@ In the chat:
   /exit           leave
 
 Examples:
+  refrain chat                        the built-in model
   refrain chat smollm2
   refrain chat qwen3 --think hide
   refrain chat ./model.gguf --system \"You answer in one sentence.\" --temp 0.3
   printf 'Hello!\\nWhat did I say?\\n' | refrain chat smollm2")]
 pub(crate) struct Args {
-    /// A path, a short name such as smollm2, or owner/repo[:QUANT]
+    /// A path, a short name such as smollm2, or owner/repo[:QUANT]; the built-in chat model unless given
     #[arg(value_name = "MODEL")]
     pub(crate) model: Option<String>,
     /// What the model is told before the conversation
@@ -62,7 +65,7 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     args.device.session(args.context, context)?;
     args.sampling.check()?;
     let began = Instant::now();
-    let found = resolve::find(args.model.as_deref(), context)?;
+    let found = resolve::find_or(args.model.as_deref(), Builtin::Chat, context)?;
     let model = args.lora.apply(found.open()?)?;
     if model.chat_template().is_none() {
         return Err(refrain::Error::NoChatTemplate { model: model.name().into() }.into());
@@ -70,6 +73,11 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     let session = args.device.start(&model, args.context, context)?;
     let load = began.elapsed();
     say_context(&session, &args.device, context);
+    if args.model.is_none() && !context.quiet {
+        talk!(
+            "{DIM}this built-in model is small and simple, and often wrong; refrain chat smollm2 pulls a better one{DIM:#}"
+        );
+    }
     let sampling = args.sampling.params(&model);
     let mut chat =
         Chat { args, context, session, model, sampling, load, messages: Vec::new(), out: Out::new() };

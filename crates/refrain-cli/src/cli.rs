@@ -13,7 +13,7 @@ use tracing_subscriber::prelude::*;
 /// Runs language models on this machine, from one binary.
 ///
 /// Give it a GGUF file, a Hugging Face folder, or the name of a model. Without one, it uses a small model that is
-/// built in and continues simple stories.
+/// built in: one continues simple stories, one chats.
 #[derive(Parser, Debug)]
 #[command(
     name = "refrain",
@@ -25,6 +25,7 @@ use tracing_subscriber::prelude::*;
 Examples:
   refrain run \"Once upon a time\"                 a story by the built-in model
   refrain run smollm2 \"Why is the sky blue?\"     pulls the model the first time
+  refrain chat                                   a chat with the built-in model
   refrain chat ./model.gguf                      a chat with a model of your own
   refrain train --new llama-1m --data story.txt  a model of your own, from scratch
   refrain COMMAND --help                         more about a command, with examples"

@@ -2,7 +2,7 @@
 
 use crate::cli::Context;
 use crate::out::{Out, talk};
-use refrain::{BUILTIN_NAME, Model};
+use refrain::Builtin;
 use refrain_hub::{Bytes, CATALOGUE, Format, LocalModel, Origin};
 use serde_json::{Value, json};
 
@@ -24,14 +24,14 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
     let inventory = context.store.list();
-    let builtin_bytes: u64 = Model::builtin()?.files().files().iter().map(|(_, bytes)| bytes).sum();
+    let builtin = builtin_bytes()?;
     let mut out = Out::new();
     if args.json {
         let partial = inventory.partial.iter();
         let partial: Vec<Value> =
             partial.map(|p| json!({ "name": p.name, "path": p.path, "bytes": p.bytes })).collect();
         let mut all = json!({
-            "builtin": { "name": BUILTIN_NAME, "bytes": builtin_bytes },
+            "builtin": builtin.map(|(name, bytes)| json!({ "name": name, "bytes": bytes })),
             "models": inventory.models.iter().map(to_json).collect::<Vec<_>>(),
             "partial": partial,
         });
@@ -41,12 +41,10 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         }
         return out.json(&all);
     }
-    let mut rows = vec![[
-        BUILTIN_NAME.to_owned(),
-        Bytes(builtin_bytes).to_string(),
-        "built in".to_owned(),
-        String::new(),
-    ]];
+    let row = |(name, bytes): (&str, u64)| {
+        [name.to_owned(), Bytes(bytes).to_string(), "built in".to_owned(), String::new()]
+    };
+    let mut rows = builtin.map(row).to_vec();
     for model in &inventory.models {
         let licence = model.licence.as_ref().map_or_else(|| "licence unknown".to_owned(), |l| l.name.clone());
         rows.push([model.name.clone(), Bytes(model.bytes).to_string(), licence, origin(model)]);
@@ -66,6 +64,15 @@ pub(crate) fn run(args: &Args, context: &Context) -> anyhow::Result<()> {
         talk!("nothing is pulled yet; `refrain list --known` shows names for `refrain pull`");
     }
     Ok(())
+}
+
+/// Names and sizes of the built-in models.
+fn builtin_bytes() -> anyhow::Result<[(&'static str, u64); Builtin::ALL.len()]> {
+    let mut all = Builtin::ALL.map(|builtin| (builtin.name(), 0));
+    for ((_, bytes), builtin) in all.iter_mut().zip(Builtin::ALL) {
+        *bytes = builtin.files()?.files().iter().map(|(_, bytes)| bytes).sum();
+    }
+    Ok(all)
 }
 
 fn print(out: &mut Out, rows: &[[String; 4]]) -> anyhow::Result<()> {

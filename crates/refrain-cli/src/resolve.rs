@@ -4,7 +4,7 @@ use crate::bars::Delayed;
 use crate::cli::Context;
 use crate::out::talk;
 use crate::pull;
-use refrain::{BUILTIN_NAME, Model, ModelFiles};
+use refrain::{Builtin, Model, ModelFiles};
 use refrain_hub::{HubError, Licence, LocalModel, ModelName};
 use std::path::{Path, PathBuf};
 
@@ -16,72 +16,64 @@ const NEAR_ENOUGH: f64 = 0.7;
 pub(crate) struct Found {
     /// The name it was found by.
     pub(crate) name: String,
-    /// Where it lies; `None` for the built-in model.
-    pub(crate) path: Option<PathBuf>,
+    location: Location,
     /// The terms it comes under, where they are known.
     pub(crate) licence: Option<Licence>,
 }
 
-/// Open files of a model, or of the built-in one.
-pub(crate) enum Files {
-    Builtin(Box<Model>),
-    Open(ModelFiles),
-}
-
-impl std::ops::Deref for Files {
-    type Target = ModelFiles;
-
-    fn deref(&self) -> &ModelFiles {
-        match self {
-            Files::Builtin(model) => model.files(),
-            Files::Open(files) => files,
-        }
-    }
+#[derive(Debug, Clone)]
+enum Location {
+    Builtin(Builtin),
+    Path(PathBuf),
 }
 
 impl Found {
-    fn builtin() -> Found {
-        Found { name: BUILTIN_NAME.to_owned(), path: None, licence: None }
+    fn builtin(builtin: Builtin) -> Found {
+        Found { name: builtin.name().to_owned(), location: Location::Builtin(builtin), licence: None }
+    }
+
+    fn at(name: String, path: PathBuf, licence: Option<Licence>) -> Found {
+        Found { name, location: Location::Path(path), licence }
     }
 
     /// Opens and checks the model.
     pub(crate) fn open(&self) -> anyhow::Result<Model> {
         let _waiting = Delayed::spinner(&format!("opening {}", self.name));
-        match &self.path {
-            None => Ok(Model::builtin()?),
-            Some(path) => Model::open(path).map_err(|error| with_nearest_file(path, error.into())),
+        match &self.location {
+            Location::Builtin(builtin) => Ok(builtin.open()?),
+            Location::Path(path) => Model::open(path).map_err(|error| with_nearest_file(path, error.into())),
         }
     }
 
     /// Opens the files only: they may hold less than a whole model.
-    pub(crate) fn files(&self) -> anyhow::Result<Files> {
-        match &self.path {
-            None => Ok(Files::Builtin(Box::new(Model::builtin()?))),
-            Some(path) => {
-                let files = ModelFiles::open(path);
-                Ok(Files::Open(
-                    files.map_err(|error| with_nearest_file(path, refrain::Error::from(error).into()))?,
-                ))
-            }
+    pub(crate) fn files(&self) -> anyhow::Result<ModelFiles> {
+        match &self.location {
+            Location::Builtin(builtin) => Ok(builtin.files()?),
+            Location::Path(path) => ModelFiles::open(path)
+                .map_err(|error| with_nearest_file(path, refrain::Error::from(error).into())),
         }
     }
 }
 
-/// The model of that name, or the built-in one. A known name that is not here is pulled.
+/// The model of that name, or the built-in story model. A known name that is not here is pulled.
 pub(crate) fn find(name: Option<&str>, context: &Context) -> anyhow::Result<Found> {
-    let Some(text) = name else { return Ok(Found::builtin()) };
-    if is_builtin(text) {
-        return Ok(Found::builtin());
+    find_or(name, Builtin::Stories, context)
+}
+
+/// As [`find`], with another built-in model to use without a name.
+pub(crate) fn find_or(name: Option<&str>, default: Builtin, context: &Context) -> anyhow::Result<Found> {
+    let Some(text) = name else { return Ok(Found::builtin(default)) };
+    if let Some(builtin) = builtin(text) {
+        return Ok(Found::builtin(builtin));
     }
     let name = parse(text, context)?;
-    let found =
-        |model: LocalModel| Found { name: model.name, path: Some(model.path), licence: model.licence };
+    let found = |model: LocalModel| Found::at(model.name, model.path, model.licence);
     if let Some(model) = context.store.find(&name)? {
         return Ok(found(model));
     }
     if let ModelName::Path(path) = name {
         // Opening it says what the system has against it.
-        return Ok(Found { name: text.to_owned(), path: Some(path), licence: None });
+        return Ok(Found::at(text.to_owned(), path, None));
     }
     if !context.quiet && !context.store.env().offline {
         talk!("{name} is not here yet: pulling it");
@@ -118,13 +110,24 @@ pub(crate) fn has_white_space(text: &str) -> bool {
 }
 
 pub(crate) fn is_builtin(text: &str) -> bool {
+    builtin(text).is_some()
+}
+
+fn builtin(text: &str) -> Option<Builtin> {
     // A file of that name is meant by those who have one.
-    text.eq_ignore_ascii_case(BUILTIN_NAME) && !Path::new(text).exists()
+    Builtin::named(text).filter(|_| !Path::new(text).exists())
 }
 
 fn near_builtin(name: &str) -> Option<String> {
-    let score = strsim::normalized_damerau_levenshtein(&name.to_lowercase(), BUILTIN_NAME);
-    (score >= NEAR_ENOUGH).then(|| BUILTIN_NAME.to_owned())
+    // Too many words are one letter from `chat`: `cat` is more probably a prompt.
+    const ONE_SLIP_IN_FIVE: f64 = 0.8;
+    let name = name.to_lowercase();
+    Builtin::ALL
+        .map(|builtin| (strsim::normalized_damerau_levenshtein(&name, builtin.name()), builtin.name()))
+        .into_iter()
+        .filter(|(score, _)| *score >= ONE_SLIP_IN_FIVE)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, name)| name.to_owned())
 }
 
 /// For a path that does not exist, names the file beside it that was probably meant.

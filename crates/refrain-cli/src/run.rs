@@ -29,14 +29,14 @@ const SHOWN_PROMPT_CHARS: usize = 400;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
-  refrain run \"Once upon a time\"                        the built-in model
+  refrain run \"Once upon a time\"                        the built-in story model
   refrain run smollm2 \"Why is the sky blue?\" --stats
   refrain run ./model.gguf -f question.txt --temp 0
   git diff | refrain run qwen3 \"Write a commit message for this:\"
   refrain run --raw --temp 0 -n 48 smollm2 \"The capital of France is\"
   refrain run smollm2 \"Three colours, please\" --json | jq -r .text")]
 pub(crate) struct Args {
-    /// A path, a short name such as smollm2, or owner/repo[:QUANT]; the built-in model unless given
+    /// A path, a short name such as smollm2, or owner/repo[:QUANT]; the built-in story model unless given
     #[arg(value_name = "MODEL")]
     first: Option<String>,
     /// What to reply to

@@ -5,7 +5,7 @@ use crate::cli::Context;
 use crate::fail::{Hinted, Interrupted};
 use crate::opts::{self, DeviceArg, DeviceOpts, GraphArg, KvArg, MethodArg, PleArg};
 use crate::out::{DIM, Out, counted, short_count, short_rate, talk, thousands};
-use crate::resolve::{self, Files};
+use crate::resolve;
 use refrain::graph::Ran;
 use refrain::train::{
     Checkpoint, Clip, ConfigOverlay, EvalSource, Export, ExportForm, Finished, GraphChoice, Masters,
@@ -408,10 +408,7 @@ impl Request<'_> {
 }
 
 fn open(name: &str, context: &Context) -> anyhow::Result<ModelFiles> {
-    match resolve::find(Some(name), context)?.files()? {
-        Files::Open(files) => Ok(files),
-        Files::Builtin(_) => Ok(refrain::Model::builtin_files()?),
-    }
+    resolve::find(Some(name), context)?.files()
 }
 
 fn prepare(config: TrainConfig, options: TrainOptions) -> anyhow::Result<Training> {

@@ -168,6 +168,22 @@ fn chat_answers_line_by_line_and_obeys_commands() {
 }
 
 #[test]
+fn chat_without_a_model_answers_with_the_built_in_one_and_says_what_it_is() {
+    let cli = Cli::new();
+    let ended = cli.pipe(&["chat", "--temp", "0", "--device", "cpu"], b"Hello!\nWhat is your name?\n");
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let answers: Vec<_> = ended.stdout.lines().collect();
+    assert!(answers.len() == 2 && answers.iter().all(|a| a.split(' ').count() > 1), "{answers:?}");
+    assert!(ended.stderr.contains("often wrong"), "{}", ended.stderr);
+    let named =
+        cli.pipe(&["chat", "Chat", "--temp", "0", "--device", "cpu"], b"Hello!\nWhat is your name?\n");
+    assert_eq!(named.stdout, ended.stdout);
+    assert!(!named.stderr.contains("often wrong"), "{}", named.stderr);
+    let quiet = cli.pipe(&["chat", "-q", "--temp", "0", "--device", "cpu"], b"Hello!\n");
+    assert_eq!(quiet.stderr, "");
+}
+
+#[test]
 fn chat_reads_only_what_is_new() {
     let cli = Cli::new();
     let model = cli.tiny_chat_model();
@@ -395,14 +411,25 @@ fn bench_at_several_depths_has_a_decode_line_for_each_and_tells_launches_and_ste
 }
 
 #[test]
-fn an_empty_store_lists_the_built_in_model() {
+fn an_empty_store_lists_the_built_in_models() {
     let cli = Cli::new();
-    assert!(cli.run(&["list"]).ok().starts_with("stories"));
+    let listed = cli.run(&["list"]).ok();
+    let names: Vec<_> = listed.lines().filter_map(|line| line.split_whitespace().next()).collect();
+    assert_eq!(names, ["stories", "chat"], "{listed}");
     assert!(cli.run(&["list", "--known"]).ok().contains("smollm2:135m"));
     let json = cli.run(&["list", "--json"]).json();
-    assert_eq!(json["builtin"]["name"], "stories");
+    let builtin = json["builtin"].as_array().expect("a list");
+    let names: Vec<_> = builtin.iter().map(|model| model["name"].as_str().expect("a name")).collect();
+    assert_eq!(names, ["stories", "chat"]);
+    for model in builtin {
+        let bytes = model["bytes"].as_u64().expect("a number");
+        assert!((1_000_000..=8_000_000).contains(&bytes), "{model}");
+    }
     assert_eq!(json["models"].as_array().map(Vec::len), Some(0));
-    cli.run(&["pull", "stories"]).ok();
+    for name in names {
+        cli.run(&["pull", name]).ok();
+        cli.run(&["rm", name]).refused();
+    }
 }
 
 #[test]

@@ -161,3 +161,24 @@ fn steps_over_quantised_weights_are_measured() {
     assert_eq!(trained, Some(4 * (4 * 2 * 128 * 4 + 3 * 4 * (128 + 384))));
     assert!(all > trained && report["first_loss"].as_f64() > Some(1.0), "{report}");
 }
+
+#[test]
+fn conversations_longer_than_a_row_are_counted_before_the_first_step() {
+    let cli = Cli::new();
+    let talk = |answer: &str| {
+        let messages = serde_json::json!([
+            { "role": "user", "content": "Hello!" },
+            { "role": "assistant", "content": answer },
+        ]);
+        serde_json::json!({ "messages": messages }).to_string() + "\n"
+    };
+    cli.file("talks.jsonl", talk("Hi!") + &talk(&"I like cats. ".repeat(40)));
+    for (what, counted) in
+        [("truncate", "1 truncated at the context"), ("drop", "1 left out: longer than the context")]
+    {
+        let args = ["finetune", "chat", "talks.jsonl", "--context", "48", "--on-long", what, "--dry-run"];
+        let ended = cli.run(&[&args[..], &["--device", "cpu"]].concat());
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        assert!(ended.stderr.contains(counted), "{what}: {}", ended.stderr);
+    }
+}

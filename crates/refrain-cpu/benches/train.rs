@@ -26,6 +26,7 @@ fn main() {
     let model = Model::random(shape, QuantMix::All(DType::F32)).expect("a model");
     let spec = TrainSpec {
         n_tokens,
+        n_context: n_tokens,
         dtype,
         masters: dtype != DType::F32,
         accumulates: false,

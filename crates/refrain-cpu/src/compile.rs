@@ -2,11 +2,12 @@
 
 use crate::experts::{ExpertCall, MAX_GROUPS, ROUTE_FLOATS, RouteCall, Then};
 use crate::memory::MAX_OUTS;
+use crate::recurrent::{DeltaOperands, MAX_K_DIM, MAX_WIDTH, SlotPaging};
 use crate::simd::{ActKind, act_bytes, act_kind};
 use crate::values::{ValueCall, value_call};
 use refrain_graph::{
-    Attention, Binary, Fusion, Gate, GroupKind, GroupQuery, MoeOp, Op, Operand, Place, Plan, Products, Rope,
-    Unary, Weight, WeightId,
+    Attention, Binary, Fusion, Gate, GatedDelta, GroupKind, GroupQuery, MoeOp, Op, Operand, Place, Plan,
+    Products, Recurrent, Rope, Unary, Weight, WeightId,
 };
 use refrain_tensor::DType;
 use std::ops::{Deref, Range};
@@ -37,6 +38,24 @@ pub(crate) struct Paging {
     pub n_kv_heads: usize,
     pub kv_block: usize,
     pub head_dim: usize,
+}
+
+/// Rows of the arena, each of consecutive elements.
+#[derive(Clone, Debug)]
+pub(crate) struct RowsAt {
+    pub start: usize,
+    pub stride: usize,
+    /// Elements of a row.
+    pub len: usize,
+    pub n: usize,
+}
+
+impl RowsAt {
+    /// From the first element to the last.
+    pub(crate) fn range(&self) -> Range<usize> {
+        let n_before = self.n.saturating_sub(1) * self.stride;
+        self.start..self.start + if self.n == 0 { 0 } else { n_before + self.len }
+    }
 }
 
 /// A kernel with its operands.
@@ -117,6 +136,23 @@ pub(crate) enum Kernel {
         n_heads: usize,
         paging: Paging,
     },
+    ShortConv {
+        state: usize,
+        x: RowsAt,
+        w: WeightId,
+        silu: bool,
+        out: Range<usize>,
+        paging: SlotPaging,
+    },
+    GatedDelta {
+        delta: GatedDelta,
+        state: usize,
+        operands: Box<DeltaOperands>,
+        decay: WeightId,
+        dt_bias: WeightId,
+        out: Range<usize>,
+        paging: SlotPaging,
+    },
     Sample {
         logits: Range<usize>,
         control: [Range<usize>; 5],
@@ -145,6 +181,8 @@ impl Kernel {
             Kernel::Rope { .. } => "rope",
             Kernel::KvAppend { .. } => "kv_append",
             Kernel::Attention { .. } => "attention",
+            Kernel::ShortConv { .. } => "short_conv",
+            Kernel::GatedDelta { .. } => "gated_delta",
             Kernel::Sample { .. } => "sample",
             Kernel::Route(_) => "route",
             Kernel::Experts(_) => "experts",
@@ -327,6 +365,39 @@ fn vector_weight(plan: &Shaped<'_>, operand: &Operand) -> Option<WeightId> {
     whole_weight(plan, operand).filter(|_| operand.layout.shape().rank() == 1)
 }
 
+/// A vector of weights under any shape.
+fn flat_weight(plan: &Shaped<'_>, operand: &Operand) -> Option<WeightId> {
+    let Place::Weight(id) = plan.buffer(operand.buffer).place else { return None };
+    let shape = plan.weights[id.idx()].ty.shape;
+    let whole = operand.layout.is_contiguous() && operand.layout.shape().n_elements() == shape.n_elements();
+    (whole && shape.rank() == 1).then_some(id)
+}
+
+/// Rows of F32 in the arena, of which each is dense.
+fn rows_at(plan: &Shaped<'_>, operand: &Operand) -> Option<RowsAt> {
+    let Place::Arena { offset } = plan.buffer(operand.buffer).place else { return None };
+    let shape = operand.layout.shape();
+    let (&n, inner) = shape.dims().split_first()?;
+    let row = if n == 0 { operand.layout } else { operand.layout.slice(0, 0, 1).ok()? };
+    let is_row = operand.dtype == DType::F32 && row.is_contiguous();
+    let stride = operand.layout.strides()[0];
+    let start = offset / 4 + operand.layout.offset();
+    is_row.then(|| RowsAt { start, stride, len: inner.iter().product(), n })
+}
+
+fn slot_paging(
+    plan: &Shaped<'_>,
+    state: &Operand,
+    [positions, seqs, slots]: [&Operand; 3],
+) -> Option<SlotPaging> {
+    Some(SlotPaging {
+        positions: control(plan, positions)?,
+        seqs: control(plan, seqs)?,
+        slots: control(plan, slots)?,
+        n_slots: state.layout.shape().dims()[0],
+    })
+}
+
 fn state(plan: &Shaped<'_>, operand: &Operand) -> Option<usize> {
     let Place::State(id) = plan.buffer(operand.buffer).place else { return None };
     (operand.layout.is_contiguous() && is_cache_dtype(operand.dtype)).then(|| id.idx())
@@ -399,6 +470,31 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Op
                 n_heads,
                 paging,
             })
+        }
+        Op::Recurrent(Recurrent::ShortConv(conv)) => {
+            let (x, w) = (rows_at(plan, &ins[1])?, flat_weight(plan, &ins[2])?);
+            let paging = slot_paging(plan, &ins[0], [&ins[3], &ins[4], &ins[5]])?;
+            let fits = ins[2].layout.shape().dims()[0] <= MAX_WIDTH;
+            let state = state(plan, &ins[0])?;
+            fits.then_some(Kernel::ShortConv { state, x, w, silu: conv.silu, out: out(0)?, paging })
+        }
+        Op::Recurrent(Recurrent::GatedDelta(delta)) => {
+            let rows = |i: usize| rows_at(plan, &ins[i]);
+            let (keys, heads) = (ins[1].layout.shape(), ins[3].layout.shape());
+            let operands = DeltaOperands {
+                q: rows(1)?,
+                k: rows(2)?,
+                v: rows(3)?,
+                a: rows(4)?,
+                b: rows(5)?,
+                n_key_heads: keys.dims()[1],
+                n_heads: heads.dims()[1],
+            };
+            let (decay, dt_bias) = (vector_weight(plan, &ins[6])?, vector_weight(plan, &ins[7])?);
+            let paging = slot_paging(plan, &ins[0], [&ins[8], &ins[9], &ins[10]])?;
+            let (delta, state, operands, out) = (*delta, state(plan, &ins[0])?, Box::new(operands), out(0)?);
+            let fits = keys.dims()[2] <= MAX_K_DIM;
+            fits.then_some(Kernel::GatedDelta { delta, state, operands, decay, dt_bias, out, paging })
         }
         Op::Moe(op) => experts(plan, op, ins, outs),
         // A mask and a list of the most probable run the reference version.

@@ -21,6 +21,7 @@ mod compile; // steps into calls
 mod experts; // mixtures of experts
 mod run; // calls, one after another
 mod attention; // the KV cache
+mod recurrent; // slots
 mod rows; // ops on rows
 mod values; // operands of any float type, for training
 mod sample; // choosing a token

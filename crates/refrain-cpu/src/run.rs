@@ -6,6 +6,7 @@ use crate::compile::{Call, Kernel, Loc, RopeTable};
 use crate::experts::{ExpertCall, ExpertFault, ExpertRun, RouteCall, Sorted, Then, route_row};
 use crate::memory::{Carved, carve};
 use crate::pool::Pool;
+use crate::recurrent::{self, Rows};
 use crate::rows;
 use crate::sample::{Candidates, choose};
 use crate::simd::{self, ExpertBias, Level, Product, matmul_parallel, prepare_parallel};
@@ -224,6 +225,37 @@ impl Machine<'_> {
                 let caches = states.map(|s| self.states.get(s));
                 let caches = Caches { dtype: *dtype, keys: caches[0], values: caches[1] };
                 attend(self.pool, level, &pages, attention, q, caches, *n_heads, carved.outs[0]);
+            }
+            Kernel::ShortConv { state, x, w, silu, out, paging } => {
+                let words: &[i32] = bytemuck::cast_slice(self.control);
+                let Entry::Vector(w) = self.weights.entry(*w) else {
+                    unreachable!("compiled for filters in vectors")
+                };
+                let carved = carve(arena, std::slice::from_ref(out));
+                let x = Rows::new(&carved, x);
+                let [y, ..] = carved.outs;
+                y.fill(0.0);
+                let slots: &mut [f32] = bytemuck::cast_slice_mut(self.states.get_mut(*state));
+                paging.each(words, label, |piece| {
+                    recurrent::short_conv(self.pool, level, piece, (x, w, *silu), slots, y);
+                })?;
+            }
+            Kernel::GatedDelta { delta, state, operands, decay, dt_bias, out, paging } => {
+                let words: &[i32] = bytemuck::cast_slice(self.control);
+                let vector = |id: WeightId| match self.weights.entry(id) {
+                    Entry::Vector(values) => &values[..],
+                    Entry::Matrix { .. } => unreachable!("compiled for vectors"),
+                };
+                let heads = [vector(*decay), vector(*dt_bias)];
+                let carved = carve(arena, std::slice::from_ref(out));
+                let o = &**operands;
+                let rows = [&o.q, &o.k, &o.v, &o.a, &o.b].map(|at| Rows::new(&carved, at));
+                let [y, ..] = carved.outs;
+                y.fill(0.0);
+                let slots: &mut [f32] = bytemuck::cast_slice_mut(self.states.get_mut(*state));
+                paging.each(words, label, |piece| {
+                    recurrent::gated_delta((self.pool, level), piece, (delta, o), rows, heads, slots, y);
+                })?;
             }
             Kernel::Sample { logits, control, token, logprob, vocab } => {
                 self.sample(arena, logits, control, [token, logprob], *vocab, &mut scratch.candidates);

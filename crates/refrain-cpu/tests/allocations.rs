@@ -12,7 +12,7 @@ static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 #[test]
 fn a_decoded_token_allocates_nothing() {
     let model = Model::random(NamedShape::find("smollm2-135m").unwrap(), QuantMix::All(DType::Q8_0)).unwrap();
-    let kv = KvSpec { n_blocks: 4, kv_block: 32, max_blocks: 4, dtype: DType::F16 };
+    let kv = KvSpec { n_blocks: 4, kv_block: 32, max_blocks: 4, n_slots: 0, dtype: DType::F16 };
     let spec =
         StepSpec::of_one(1, 1, Head::Sample(SampleHead { n_history: 4, n_bias: 1, masked: false, n_top: 0 }));
     let mut backend = CpuBackend::new(2).unwrap();

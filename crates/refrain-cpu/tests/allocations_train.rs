@@ -16,6 +16,7 @@ fn a_training_step_allocates_nothing_and_has_a_kernel_for_every_call() {
         let n_tokens = 32;
         let spec = TrainSpec {
             n_tokens,
+            n_context: n_tokens,
             dtype,
             masters: dtype != DType::F32,
             accumulates: true,

@@ -64,6 +64,7 @@ fn a_training_step_has_the_same_bits_with_any_threads_and_instructions() {
     for dtype in [DType::F32, DType::BF16] {
         let spec = TrainSpec {
             n_tokens: 96,
+            n_context: 96,
             dtype,
             masters: dtype != DType::F32,
             accumulates: false,

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use refrain_driver::{Device, DeviceKind, DriverError, Worker};
+use refrain_driver::{Device, DeviceKind, Worker};
 use refrain_graph::{
     Backend, ByteEdit, Collected, CommittedStep, CompileError, Fusion, Graph, GroupQuery, Io, Plan,
     PlanOptions, Query, Ran, Run, RunError, SlotLayout, State, StateEdit, StateId, StatePart, StepQueue,
@@ -18,6 +18,7 @@ use crate::error::CudaError;
 use crate::feed;
 use crate::machine::{Machine, ProgramId};
 use crate::options::CudaOptions;
+use crate::owner::{self, DeviceOwner, DeviceRef, ModelId};
 use crate::profile::{SharedTimeline, Timeline};
 use crate::pump::Pump;
 use crate::queue::{COLLECT, ControlPool, MAX_QUEUED};
@@ -27,10 +28,13 @@ use crate::{group, lower};
 
 /// Runs graphs of one model on one CUDA device, or on the simulated one.
 ///
-/// The device belongs to a thread of its own; every call is sent there and has a deadline. A backend serves one model:
-/// loading weights or allocating states again replaces those before, and what was compiled for them is refused.
+/// The device belongs to a thread of its own, which the backends of all models on it share, with its context and the
+/// kernels that are loaded; every call is sent there and has a deadline. A backend serves one model: loading weights or
+/// allocating states again replaces those before, and what was compiled for them is refused. Dropping it frees what the
+/// model holds.
 pub struct CudaBackend {
-    pub(crate) worker: Worker<Holder>,
+    pub(crate) worker: Worker<DeviceOwner>,
+    model: ModelId,
     pub(crate) options: CudaOptions,
     ids: AtomicU64,
     /// Weights and states that calls must come with.
@@ -54,9 +58,6 @@ struct Current {
     weights: u64,
     states: u64,
 }
-
-/// The machine, or why there is none.
-pub(crate) struct Holder(Result<Machine, CudaError>);
 
 /// A model's weights on a [`CudaBackend`].
 #[derive(Debug)]
@@ -134,25 +135,26 @@ impl CudaBackend {
         })
     }
 
-    /// Opens a device and loads the kernels.
+    /// Opens a device and finds its kernels, or joins those in this process that have it open.
     pub fn open(kind: DeviceKind, options: CudaOptions) -> Result<CudaBackend, CudaError> {
-        let device = match kind {
-            DeviceKind::Sim(sim) => refrain_kernels::simulated(sim),
-            DeviceKind::Cuda(_) => Device::open(kind),
-        };
-        CudaBackend::on(&device.map_err(CudaError::driver("opening the device"))?, options)
+        CudaBackend::attach(DeviceRef::Kind(kind), options)
     }
 
     /// On a device that is open. A simulated one must know the kernels' twins.
     pub fn on(device: &Device, options: CudaOptions) -> Result<CudaBackend, CudaError> {
+        CudaBackend::attach(DeviceRef::Device(device), options)
+    }
+
+    fn attach(opened: DeviceRef<'_>, options: CudaOptions) -> Result<CudaBackend, CudaError> {
+        let mut worker = owner::attach(opened, options.load_limit)?;
+        worker.set_call_limit(options.call_limit);
         let (pump, timeline) = (Arc::<Pump>::default(), SharedTimeline::default());
         let (sent, to_pump, to_timeline) = (options.clone(), Arc::clone(&pump), Arc::clone(&timeline));
-        let mut worker = device
-            .spawn(options.load_limit, move |ctx| Ok(Holder(Machine::new(ctx, sent, to_pump, to_timeline))))
-            .map_err(CudaError::driver("starting the device thread"))?;
-        worker.set_call_limit(options.call_limit);
-        let backend = CudaBackend {
+        let admit = move |owner: &mut DeviceOwner| Ok(owner.admit(sent, to_pump, to_timeline));
+        let model = owner::answered("starting", worker.call("starting", options.load_limit, admit))?;
+        Ok(CudaBackend {
             worker,
+            model,
             options,
             ids: AtomicU64::new(1),
             current: Mutex::default(),
@@ -164,9 +166,7 @@ impl CudaBackend {
             running: None,
             owes_edits: false,
             control_pool: ControlPool::default(),
-        };
-        backend.call("starting", backend.options.load_limit, |_| Ok(()))?;
-        Ok(backend)
+        })
     }
 
     /// What it holds and has done, from anywhere.
@@ -208,13 +208,13 @@ impl CudaBackend {
         what: &'static str,
         f: impl FnOnce(&mut Machine) + Send + 'static,
     ) -> Result<(), CudaError> {
-        let (status, job) = (Arc::clone(&self.status), self.pump.job());
-        let posted = self.worker.post(what, move |holder| {
+        let (status, job, model) = (Arc::clone(&self.status), self.pump.job(), self.model);
+        let posted = self.worker.post(what, self.options.step_limit, move |owner| {
             // Ends last, when all of this can be seen.
             let _job = job;
-            if let Ok(machine) = &mut holder.0 {
+            if let Some(machine) = owner.machine(model) {
                 f(machine);
-                show(&status, machine, true);
+                show(&status, owner, model, true);
             }
         });
         posted.map_err(CudaError::driver(what))
@@ -227,18 +227,15 @@ impl CudaBackend {
         f: impl FnOnce(&mut Machine) -> Result<R, CudaError> + Send + 'static,
     ) -> Result<R, CudaError> {
         let retired = std::mem::take(&mut *lock(&self.retired));
-        let status = Arc::clone(&self.status);
-        let answer = self.worker.call(what, limit, move |holder| {
-            let machine = match &mut holder.0 {
-                Ok(machine) => machine,
-                Err(error) => return Ok(Err(error.clone())),
-            };
+        let (status, model) = (Arc::clone(&self.status), self.model);
+        let answer = self.worker.call(what, limit, move |owner| {
+            let Some(machine) = owner.machine(model) else { return Ok(Err(Machine::gone())) };
             retired.into_iter().for_each(|id| machine.drop_program(id));
             let result = f(machine);
-            show(&status, machine, [STEP, READ, COLLECT].contains(&what));
-            Ok(result)
+            show(&status, owner, model, [STEP, READ, COLLECT].contains(&what));
+            Ok(result.map_err(|error| owner.explain(error, model)))
         });
-        answer.unwrap_or_else(|source: DriverError| Err(CudaError::Driver { step: what.to_owned(), source }))
+        owner::answered(what, answer)
     }
 
     /// Refuses things of another model.
@@ -281,7 +278,7 @@ impl CudaBackend {
                 CudaError::Mismatch { what, because } => RunError::Mismatch { what, because },
                 error @ (CudaError::Required { .. }
                 | CudaError::Driver { .. }
-                | CudaError::DoesNotFit { .. }
+                | CudaError::DoesNotFit(_)
                 | CudaError::ArenaTooLarge { .. }
                 | CudaError::NoKernel { .. }
                 | CudaError::Kernels(_)
@@ -294,7 +291,8 @@ impl CudaBackend {
 }
 
 /// Brings the status up to date. A step seldom changes what graphs there are.
-fn show(status: &Mutex<Status>, machine: &Machine, is_step: bool) {
+fn show(status: &Mutex<Status>, owner: &mut DeviceOwner, model: ModelId, is_step: bool) {
+    let Some(machine) = owner.machine(model) else { return };
     let mut shown = lock(status);
     let now = machine.stats();
     let same = [now.recorded, now.demoted] == [shown.cache.recorded, shown.cache.demoted];
@@ -305,6 +303,7 @@ fn show(status: &Mutex<Status>, machine: &Machine, is_step: bool) {
         }
     } else {
         *shown = machine.status();
+        shown.others = owner.others(model);
     }
 }
 
@@ -444,7 +443,7 @@ impl Backend for CudaBackend {
             }
             error @ (CudaError::Required { .. }
             | CudaError::Driver { .. }
-            | CudaError::DoesNotFit { .. }
+            | CudaError::DoesNotFit(_)
             | CudaError::Mismatch { .. }
             | CudaError::Host { .. }
             | CudaError::OutOfRange { .. }
@@ -606,6 +605,15 @@ fn layouts(weights: &[Weight]) -> Vec<(String, usize)> {
         }
     }
     layouts
+}
+
+impl Drop for CudaBackend {
+    fn drop(&mut self) {
+        let model = self.model;
+        // A thread that takes no more work has lost its device, or frees everything when it ends.
+        let _ =
+            self.worker.post("freeing a model", self.options.load_limit, move |owner| owner.release(model));
+    }
 }
 
 impl std::fmt::Debug for CudaBackend {

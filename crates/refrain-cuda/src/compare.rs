@@ -131,7 +131,13 @@ fn live_step(
                     step.results.extend(written_blocks(plan, resident, id.idx(), control)?);
                 }
             }
-            StateKind::Slots | StateKind::Whole => {
+            // What is read is not written.
+            StateKind::Slots => {
+                if let Some((_, control)) = fed {
+                    step.results.extend(written_slots(plan, resident, id.idx(), control)?);
+                }
+            }
+            StateKind::Whole => {
                 let whole = resident.state_buf(id.idx())?;
                 step.inputs.push(whole);
                 step.results.push(whole);
@@ -146,6 +152,31 @@ fn ring_entries(resident: &Resident, n_rows: usize) -> Result<Vec<Buf>, DriverEr
     let stride = Ring::stride(payload).unwrap_or(0);
     let entry = |i: u32| resident.ring.slice(RING_HEADER_BYTES + u64::from(i) * stride + 8, payload as u64);
     (0..RING_ENTRIES).map(entry).collect()
+}
+
+/// The slots that the step's rows write to.
+fn written_slots(
+    plan: &Plan,
+    resident: &Resident,
+    state: usize,
+    control: &[u8],
+) -> Result<Vec<Buf>, DriverError> {
+    let Some(slots) = plan.bounds().slots.first() else { return Ok(Vec::new()) };
+    let whole = resident.state_live(state)?;
+    let bytes = whole.len() / slots.n_slots.max(1) as u64;
+    let mut written = Vec::new();
+    // A step that feeds itself has one row of each sequence.
+    for (row, position) in slots.positions.read(control).enumerate() {
+        let (Ok(position), Ok(seq)) =
+            (usize::try_from(position), usize::try_from(slots.seqs.at(control, row)))
+        else {
+            continue;
+        };
+        if let Ok(slot) = u64::try_from(slots.written(control, seq, position)) {
+            written.push(whole.slice(slot * bytes, bytes)?);
+        }
+    }
+    Ok(written)
 }
 
 /// The blocks of a cache that the step's rows write to. A row that has ended writes nothing: then its block is the same

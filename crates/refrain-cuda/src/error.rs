@@ -3,6 +3,8 @@
 use refrain_driver::DriverError;
 use refrain_graph::Reason;
 
+use crate::resident::Accounting;
+
 /// Any failure of this crate.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -25,29 +27,8 @@ pub enum CudaError {
         source: DriverError,
     },
     /// A model, its cache and what a step needs do not fit on the device.
-    #[error(
-        "{} are needed (weights {}, KV cache {}, arena {}, workspace {}), {} of {} are free on {device}",
-        Size(*.need_bytes), Size(*.weight_bytes), Size(*.kv_bytes), Size(*.arena_bytes), Size(*.workspace_bytes),
-        Size(*.free_bytes), Size(*.total_bytes)
-    )]
-    DoesNotFit {
-        /// All of it.
-        need_bytes: u64,
-        /// Bytes of weights.
-        weight_bytes: u64,
-        /// Bytes of the KV cache, scratch blocks included.
-        kv_bytes: u64,
-        /// Bytes of the arena.
-        arena_bytes: u64,
-        /// Bytes of control block and workspaces.
-        workspace_bytes: u64,
-        /// Bytes free on the device.
-        free_bytes: u64,
-        /// Bytes of the device.
-        total_bytes: u64,
-        /// The device.
-        device: String,
-    },
+    #[error("{0}")]
+    DoesNotFit(Box<MemoryRefusal>),
     /// A plan needs a larger arena than allowed.
     #[error("the plan needs an arena of {need_bytes} bytes, {limit_bytes} are allowed")]
     ArenaTooLarge {
@@ -124,7 +105,7 @@ impl CudaError {
                 Some("pass --graph auto to go on without a graph, or --graph off".into())
             }
             CudaError::Driver { source, .. } => source.hint().map(str::to_owned),
-            CudaError::DoesNotFit { .. } => Some(
+            CudaError::DoesNotFit(_) => Some(
                 "lower the context with -c, use a smaller or more quantised model, or free the card".into(),
             ),
             CudaError::ArenaTooLarge { .. } => Some("use smaller steps, or raise the arena's limit".into()),
@@ -145,7 +126,7 @@ impl CudaError {
         match self {
             CudaError::Driver { source, .. } => source.code().map(|c| c.0),
             CudaError::Required { .. }
-            | CudaError::DoesNotFit { .. }
+            | CudaError::DoesNotFit(_)
             | CudaError::ArenaTooLarge { .. }
             | CudaError::NoKernel { .. }
             | CudaError::Kernels(_)
@@ -170,7 +151,7 @@ impl CudaError {
         match self {
             CudaError::Driver { source, .. } => source.is_final(),
             CudaError::Required { reason, .. } => matches!(reason, Reason::ContextLost { .. }),
-            CudaError::DoesNotFit { .. }
+            CudaError::DoesNotFit(_)
             | CudaError::ArenaTooLarge { .. }
             | CudaError::NoKernel { .. }
             | CudaError::Kernels(_)
@@ -197,27 +178,80 @@ impl std::fmt::Display for Size {
     }
 }
 
+/// A model, its cache and what a step needs do not fit on a device.
+#[derive(Clone, Debug)]
+pub struct MemoryRefusal {
+    /// What is needed.
+    pub need: Accounting,
+    /// Bytes free on the device.
+    pub free_bytes: u64,
+    /// Bytes of the device.
+    pub total_bytes: u64,
+    /// The device.
+    pub device: String,
+    /// What other models of this process hold there.
+    pub others: Vec<HeldBytes>,
+}
+
+/// What a model holds on a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeldBytes {
+    /// The model, as [`crate::CudaOptions::model`] calls it.
+    pub model: String,
+    /// Its bytes: weights, states, and room for steps.
+    pub bytes: u64,
+}
+
+impl std::fmt::Display for MemoryRefusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let MemoryRefusal { need, free_bytes, total_bytes, device, others } = self;
+        write!(
+            f,
+            "{} are needed (weights {}, KV cache {}, arena {}, workspace {}), {} of {} are free on {device}",
+            Size(need.total()),
+            Size(need.weight_bytes),
+            Size(need.kv_bytes),
+            Size(need.arena_bytes),
+            Size(need.workspace_bytes),
+            Size(*free_bytes),
+            Size(*total_bytes),
+        )?;
+        let mut others = others.iter();
+        if let Some(first) = others.next() {
+            write!(f, "; {} holds {}", first.model, Size(first.bytes))?;
+        }
+        others.try_for_each(|held| write!(f, ", {} holds {}", held.model, Size(held.bytes)))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn what_does_not_fit_is_told_in_numbers_with_a_way_out() {
-        let error = CudaError::DoesNotFit {
-            need_bytes: 17 << 30,
+        let need = Accounting {
             weight_bytes: 16 << 30,
             kv_bytes: 1 << 30,
             arena_bytes: 20 << 20,
             workspace_bytes: 64 << 10,
+            ..Accounting::default()
+        };
+        let mut refusal = MemoryRefusal {
+            need,
             free_bytes: 12 << 30,
             total_bytes: 24 << 30,
             device: "cuda:0".into(),
+            others: Vec::new(),
         };
-        assert_eq!(
-            error.to_string(),
-            "17.00 GiB are needed (weights 16.00 GiB, KV cache 1024.0 MiB, arena 20.0 MiB, workspace 64.0 KiB), \
-             12.00 GiB of 24.00 GiB are free on cuda:0"
-        );
+        let error = CudaError::DoesNotFit(Box::new(refusal.clone()));
+        let text = "17.02 GiB are needed (weights 16.00 GiB, KV cache 1024.0 MiB, arena 20.0 MiB, workspace 64.0 KiB), \
+                    12.00 GiB of 24.00 GiB are free on cuda:0";
+        assert_eq!(error.to_string(), text);
+        let held = |model: &str, bytes| HeldBytes { model: model.into(), bytes };
+        refusal.others = vec![held("llama", 11 << 30), held("qwen3", 20 << 20)];
+        let error = CudaError::DoesNotFit(Box::new(refusal));
+        assert_eq!(error.to_string(), format!("{text}; llama holds 11.00 GiB, qwen3 holds 20.0 MiB"));
         assert!(error.hint().unwrap().contains("-c"));
     }
 }

@@ -63,6 +63,7 @@ pub(crate) fn eps(op: &Op) -> Option<f32> {
         | Op::Rope(_)
         | Op::KvAppend
         | Op::Attention(_)
+        | Op::Recurrent(_)
         | Op::Sample(_)
         | Op::Accumulate
         | Op::HostCall(_) => None,

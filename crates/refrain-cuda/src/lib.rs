@@ -57,7 +57,8 @@ mod host; // steps on the host
 mod traffic; // how many bytes it takes
 mod profile; // where the time goes
 mod status; // for summaries
-mod machine; // what the device thread does
+mod machine; // what the device thread does for a model
+mod owner; // what the models on a device share
 mod follow; // decode steps one after the other
 mod compare; // steps compared with their eager run as a text or a training run goes on
 mod queue; // steps with control blocks of their own, sent ahead
@@ -66,7 +67,7 @@ mod backend; // the way in
 pub use backend::{CudaBackend, CudaCompiled, CudaStates, CudaWeights, Monitor};
 pub use cache::{CacheOptions, CacheStats, GraphCache, GraphMode, Site};
 pub use compare::Compared;
-pub use error::CudaError;
+pub use error::{CudaError, HeldBytes, MemoryRefusal};
 pub use options::{CublasLt, CudaOptions};
 pub use prefill::PromptProducts;
 pub use profile::{ProfileRow, ProfileSpan, ProfileStep, Timeline};

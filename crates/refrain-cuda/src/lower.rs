@@ -5,14 +5,15 @@ use std::sync::Arc;
 
 use refrain_driver::{Buf, DriverError, Launch};
 use refrain_graph::{
-    Binary, BufferId, NodeId, Op, Operand, Place, Plan, Query, RopeAppend, Sample, Step, Support, TensorType,
-    TrainOp,
+    Binary, BufferId, NodeId, Op, Operand, Place, Plan, Query, Recurrent, RopeAppend, Step, Support,
+    TensorType, TrainOp,
 };
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, BinaryArgs, BlasLt, CastArgs, CopyArgs, DequantArgs, GateArgs,
-    GatherRowsArgs, KernelError, Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES,
-    ReduceArgs, RmsNormArgs, RopeArgs, RopeKvArgs, SampleArgs, SampleTop, SoftmaxArgs, UnaryArgs, View,
-    attention_scratch_bytes, sample_scratch_bytes, sample_state_bytes,
+    GatedDeltaArgs, GatherRowsArgs, KernelError, Kernels, KvAppendArgs, LINEAR_DTYPES, LinearArgs,
+    LinearPart, MAX_CONV_WIDTH, MAX_DELTA_KEY, PACKED_DTYPES, ReduceArgs, RmsNormArgs, RopeArgs, RopeKvArgs,
+    SampleArgs, SampleTop, ShortConvArgs, SlotArgs, SoftmaxArgs, UnaryArgs, View, attention_scratch_bytes,
+    sample_scratch_bytes, sample_state_bytes,
 };
 use refrain_tensor::DType;
 
@@ -96,9 +97,21 @@ fn unsupported(query: &Query<'_>) -> Option<&'static str> {
                 !ins[0].shape.dim_back(0).is_multiple_of(2) || ins[0].shape.dim_back(0) > 512,
                 "heads have an even number of elements, at most 512",
             )),
-        Op::Sample(Sample { masked: true, .. }) => Some("no kernel applies a mask yet"),
+        Op::Recurrent(op) => unsupported_recurrent(op, ins),
         Op::Sample(_) => no(ins[0].dtype != DType::F32, "logits are F32")
             .or(no(ins[0].shape.dim_back(0) > 1 << 20, "at most 2^20 tokens")),
+    }
+}
+
+fn unsupported_recurrent(op: &Recurrent, ins: &[TensorType]) -> Option<&'static str> {
+    let no = |bad: bool, because| bad.then_some(because);
+    match op {
+        Recurrent::ShortConv(_) => no(ins[1].dtype != DType::F32, "activations are F32")
+            .or(no(ins[2].shape.dims()[0] > MAX_CONV_WIDTH, "filters are at most 8 wide")),
+        Recurrent::GatedDelta(_) => {
+            no(ins[1..6].iter().any(|x| x.dtype != DType::F32), "activations are F32")
+                .or(no(ins[1].shape.dim_back(0) > MAX_DELTA_KEY, "keys have at most 256 elements"))
+        }
     }
 }
 
@@ -392,6 +405,7 @@ impl Lowering<'_> {
             }
             Op::KvAppend => launches.push(self.kv_append(step)?),
             Op::Attention(_) => self.attention(step, launches)?,
+            Op::Recurrent(op) => launches.push(self.recurrent(step, op)?),
             Op::Sample(_) => self.sample(step, launches)?,
             Op::Compare(_)
             | Op::Select
@@ -575,6 +589,55 @@ impl Lowering<'_> {
         })
     }
 
+    /// A state in slots, with those of verification, and what finds the slots of rows.
+    fn slots(&self, step: &Step, positions: usize) -> Result<SlotArgs, KernelError> {
+        let ins = &step.inputs;
+        let (state, n_slots) = self.cache(step, &ins[0])?;
+        Ok(SlotArgs {
+            state,
+            positions: self.dense(step, &ins[positions])?,
+            seqs: self.dense(step, &ins[positions + 1])?,
+            slots: self.dense(step, &ins[positions + 2])?,
+            n_tokens: ins[positions].layout.shape().dims()[0],
+            n_seqs: ins[positions + 2].layout.shape().dims()[0],
+            n_slots,
+        })
+    }
+
+    fn recurrent(&self, step: &Step, op: &Recurrent) -> Result<Launch, KernelError> {
+        let (ins, label) = (&step.inputs, step.label.as_str());
+        let slots = self.slots(step, op.positions())?;
+        let y = self.dense(step, &step.outputs[0])?;
+        match op {
+            Recurrent::ShortConv(conv) => {
+                let filter = ins[2].layout.shape();
+                let [width, d] = [filter.dims()[0], filter.dims()[1]];
+                let (x, w) = (self.view(&ins[1])?, self.dense(step, &ins[2])?);
+                self.kernels.short_conv(&ShortConvArgs { slots, x, w, y, d, width, conv: *conv, step: label })
+            }
+            Recurrent::GatedDelta(delta) => {
+                let (keys, values) = (ins[1].layout.shape(), ins[3].layout.shape());
+                self.kernels.gated_delta(&GatedDeltaArgs {
+                    slots,
+                    q: self.view(&ins[1])?,
+                    k: self.view(&ins[2])?,
+                    v: self.view(&ins[3])?,
+                    a: self.view(&ins[4])?,
+                    b: self.view(&ins[5])?,
+                    decay: self.vector(step, 6)?,
+                    dt_bias: self.vector(step, 7)?,
+                    y,
+                    n_key_heads: keys.dims()[1],
+                    n_heads: values.dims()[1],
+                    k_dim: keys.dims()[2],
+                    v_dim: values.dims()[2],
+                    delta: *delta,
+                    step: label,
+                })
+            }
+        }
+    }
+
     fn rope_kv(&self, group: &RopeAppend) -> Result<Launch, KernelError> {
         let [q, k] = group.ropes.map(|node| self.plan.step(node));
         let [keys, values] = group.appends.map(|node| self.plan.step(node));
@@ -668,6 +731,7 @@ impl Lowering<'_> {
             history: self.dense(step, &ins[3])?,
             bias_ids: self.dense(step, &ins[4])?,
             bias: self.dense(step, &ins[5])?,
+            mask: ins.get(6).map(|mask| self.dense(step, mask)).transpose()?,
             token: self.dense(step, &step.outputs[0])?,
             logprob: self.dense(step, &step.outputs[1])?,
             scratch: self.areas.own.slice(0, sample_scratch_bytes(n, vocab))?,

@@ -1,7 +1,8 @@
-//! What lives on the device thread: stream, kernels, memory, programs and graphs.
+//! What a model has on the device thread: stream, kernels, memory, programs and graphs.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use refrain_driver::{Buf, Context, DriverError, Launch, Stream};
@@ -9,7 +10,7 @@ use refrain_graph::{
     BufferId, ByteEdit, Feedback, Op, OutOfBounds, Place, Plan, Ran, Reason, Segment, SegmentKind,
 };
 use refrain_graph::{Capture, State, StateKind, Weight};
-use refrain_kernels::{BlasLtShape, Compiling, Digester, KernelUnit, Kernels, sample_state_bytes};
+use refrain_kernels::{BlasLtShape, Compiling, Digester, KernelUnit, sample_state_bytes};
 use refrain_tensor::HostTensor;
 
 use crate::cache::{CacheStats, GraphCache, GraphMode, Site};
@@ -20,7 +21,8 @@ use crate::follow::Followed;
 use crate::host;
 use crate::lower::Lowering;
 use crate::options::CudaOptions;
-use crate::prefill::{self, Areas, Products};
+use crate::owner::Supplies;
+use crate::prefill::{self, Areas};
 use crate::profile::{Profile, ProfileRow, SharedTimeline};
 use crate::progress::LoadEvent;
 use crate::pump::Pump;
@@ -122,7 +124,7 @@ impl Part {
     }
 }
 
-/// Everything of one device.
+/// Everything of one model on the device.
 pub(crate) struct Machine {
     // Before the stream and the context: graphs and memory go first.
     pub(crate) cache: GraphCache<(ProgramId, usize)>,
@@ -140,9 +142,8 @@ pub(crate) struct Machine {
     pub(crate) options: CudaOptions,
     /// Shapes that the library has multiplied.
     warmed: HashSet<BlasLtShape>,
-    products: Products,
     pub(crate) digester: Digester,
-    kernels: Kernels,
+    supplies: Rc<Supplies>,
     pub(crate) followed: Option<Followed>,
     pub(crate) queued: SentSteps,
     /// Whether nothing was written to the states since they were cleared.
@@ -162,13 +163,12 @@ impl Drop for Machine {
 impl Machine {
     pub(crate) fn new(
         ctx: &Context,
+        supplies: Rc<Supplies>,
         options: CudaOptions,
         pump: Arc<Pump>,
         timeline: SharedTimeline,
     ) -> Result<Machine, CudaError> {
-        let kernels = Kernels::load(ctx, &options.kernels).map_err(|e| CudaError::Kernels(Arc::new(e)))?;
-        let digester = kernels.digester().map_err(|e| CudaError::Kernels(Arc::new(e)))?;
-        let products = Products::open(ctx, &options.cublaslt);
+        let digester = supplies.kernels.digester().map_err(|e| CudaError::Kernels(Arc::new(e)))?;
         let mut stream = ctx.stream().map_err(CudaError::driver("making a stream"))?;
         stream.set_limit(options.step_limit);
         Ok(Machine {
@@ -183,9 +183,8 @@ impl Machine {
             profile: Profile::new(timeline),
             options,
             warmed: HashSet::new(),
-            products,
             digester,
-            kernels,
+            supplies,
             followed: None,
             queued: SentSteps::default(),
             states_are_zero: false,
@@ -207,6 +206,12 @@ impl Machine {
         self.release()?;
         self.model.pinned = names;
         Ok(())
+    }
+
+    /// Bytes that it holds on the device.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        let resident = self.resident.as_ref().map(|resident| resident.accounting().total());
+        resident.or(self.kept.as_ref().map(Kept::bytes)).unwrap_or(0)
     }
 
     /// Free bytes of the device and all of them.
@@ -431,8 +436,8 @@ impl Machine {
         let device = self.ctx.device();
         let info = device.info();
         let chooser = Chooser {
-            kernels: &self.kernels,
-            blas: self.products.blas.as_deref(),
+            kernels: &self.supplies.kernels,
+            blas: self.supplies.products.blas.as_deref(),
             weights: &self.model.weights,
             n_sms: info.n_sms,
             card: info,
@@ -456,7 +461,7 @@ impl Machine {
         let mut hear = |Compiling { n_done, n_total }| {
             self.options.on_load.hear(LoadEvent::Compiling { n_done, n_total });
         };
-        self.kernels.prepared(&mut hear, describe).map_err(|e| CudaError::Kernels(Arc::new(e)))?
+        self.supplies.kernels.prepared(&mut hear, describe).map_err(|e| CudaError::Kernels(Arc::new(e)))?
     }
 
     fn describe(
@@ -475,13 +480,13 @@ impl Machine {
             None => resident.results(plan).map_err(CudaError::driver("placing results"))?,
         };
         let lowering = Lowering {
-            kernels: &self.kernels,
+            kernels: &self.supplies.kernels,
             plan,
             resident,
             results: &results,
             n_sms,
             overlaps: !self.options.profile,
-            blas: self.products.blas.as_ref(),
+            blas: self.supplies.products.blas.as_ref(),
             areas: tasks.areas.place(resident.scratch).map_err(CudaError::driver("placing workspaces"))?,
         };
         let one = plan.segments().iter().filter(|s| s.kind == SegmentKind::Recordable).count() <= 1;
@@ -498,18 +503,18 @@ impl Machine {
             let mut warm = WarmPlan::new(&name, &resident.space);
             lowering.push(&tasks.segments[idx], &mut warm)?;
             if let Some(feedback) = feedback {
-                feed::push_commit(&self.kernels, plan, resident, feedback, &mut warm)?;
+                feed::push_commit(&self.supplies.kernels, plan, resident, feedback, &mut warm)?;
             }
             if !warm.work().is_empty() {
                 parts.push(Part::Device { segment: segment.clone(), warm });
             }
         }
-        let edit = feedback.map(|_| feed::edit_launch(&self.kernels, resident)).transpose()?;
+        let edit = feedback.map(|_| feed::edit_launch(&self.supplies.kernels, resident)).transpose()?;
         Ok(Lowered { parts, results, edit })
     }
 
     fn warm_up(&mut self, parts: &[Part]) -> Result<(), CudaError> {
-        let Some(resident) = self.resident.as_mut().filter(|_| self.products.blas.is_some()) else {
+        let Some(resident) = self.resident.as_mut().filter(|_| self.supplies.products.blas.is_some()) else {
             return Ok(());
         };
         parts.iter().try_for_each(|part| match part {
@@ -606,10 +611,10 @@ impl Machine {
     fn plan_memory(&mut self, places: Places, rooms: [Room; 2]) -> Result<(), CudaError> {
         self.with_kernels(|| {
             let dtypes = self.model.weights.iter().map(|weight| weight.ty.dtype);
-            self.kernels.ask_for_pack(dtypes).map_err(|e| CudaError::Kernels(Arc::new(e)))
+            self.supplies.kernels.ask_for_pack(dtypes).map_err(|e| CudaError::Kernels(Arc::new(e)))
         })?;
         let (ctx, stream, model) = (&self.ctx, &mut self.stream, &self.model);
-        let loading = (&self.kernels, &self.options.on_load);
+        let loading = (&self.supplies.kernels, &self.options.on_load);
         let kept = self.kept.take();
         let has_states = kept.is_some();
         let mut resident = match Resident::plan(ctx, stream, model, places, rooms, loading, kept) {
@@ -647,7 +652,7 @@ impl Machine {
         let scratch = needed.scratch.saturating_add(reserve.min(SCRATCH_RESERVE));
         // Sending the weights again would cost more than the workspace of prompts, which no small step shows.
         let n_sms = self.ctx.device().info().n_sms;
-        let prompts = Areas::of_prompts(plan, largest, n_sms, self.products.blas.is_some()).bytes();
+        let prompts = Areas::of_prompts(plan, largest, n_sms, self.supplies.products.blas.is_some()).bytes();
         let scratch = scratch.max(prompts.next_multiple_of(GRAIN));
         // A step that chooses nothing may come before those that do.
         let choices = needed.choices.max(sample_state_bytes(CHOICES_RESERVE));
@@ -837,9 +842,9 @@ impl Machine {
 
     /// How many units of kernels there are and how many need no compiler. If that is all of them, they are loaded.
     pub(crate) fn examine_kernels(&self) -> Result<KernelUnits, CudaError> {
-        let units = KernelUnits { n_ready: self.kernels.n_ready(), n_all: KernelUnit::all().len() };
+        let units = KernelUnits { n_ready: self.supplies.kernels.n_ready(), n_all: KernelUnit::all().len() };
         if units.n_ready == units.n_all {
-            let loaded = self.kernels.load_all(&mut |_| {});
+            let loaded = self.supplies.kernels.load_all(&mut |_| {});
             loaded.map_err(|e| CudaError::Kernels(Arc::new(e)))?;
         }
         Ok(units)
@@ -872,13 +877,14 @@ impl Machine {
         let profile = self.profile.rows().to_vec();
         Status {
             memory,
+            others: Vec::new(),
             upload: self.resident.as_ref().map(Resident::uploaded).unwrap_or_default(),
             graphs,
             cache: self.cache.stats(),
             compared: self.compared,
             queued: self.queued.stats,
-            kernels: Some(self.kernels.origin()),
-            prompt_products: Some(self.products.choice.clone()),
+            kernels: Some(self.supplies.kernels.origin()),
+            prompt_products: Some(self.supplies.products.choice.clone()),
             apart,
             profile,
             peak_bytes_per_second: self.ctx.device().info().peak_bytes_per_second(),

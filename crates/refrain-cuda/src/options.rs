@@ -29,6 +29,8 @@ pub enum CublasLt {
 /// How a [`crate::CudaBackend`] works.
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
+    /// What messages call the model.
+    pub model: String,
     /// Whether steps run as graphs, and how graphs are recorded, kept and given up.
     pub graphs: CacheOptions,
     /// Times every launch with events; steps then run eagerly.
@@ -65,6 +67,7 @@ pub struct CudaOptions {
 impl Default for CudaOptions {
     fn default() -> CudaOptions {
         CudaOptions {
+            model: "another model".into(),
             graphs: CacheOptions::default(),
             profile: false,
             kernels: LoadOptions::default(),

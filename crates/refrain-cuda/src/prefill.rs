@@ -326,9 +326,14 @@ pub(crate) struct NarrowTo {
 }
 
 impl NarrowTo {
+    /// Rows that there is room for: planes are whole.
+    pub(crate) fn n_placed(&self) -> usize {
+        self.m.next_multiple_of(self.plane_rows.max(1))
+    }
+
     fn buf(&self, areas: &PlacedAreas) -> Result<Buf, DriverError> {
         let area = if self.is_gated { areas.gated } else { areas.rows };
-        area.slice(0, 2 * (self.m.max(self.plane_rows) * self.k) as u64)
+        area.slice(0, 2 * (self.n_placed() * self.k) as u64)
     }
 
     pub(crate) fn narrow(&self, areas: &PlacedAreas) -> Result<Narrow, DriverError> {
@@ -394,6 +399,7 @@ impl Lowering<'_> {
             | Op::GatherRows(_)
             | Op::Rope(_)
             | Op::KvAppend
+            | Op::Recurrent(_)
             | Op::Sample(_)
             | Op::Accumulate => unreachable!("{label} makes no rows of products"),
         }

@@ -137,9 +137,9 @@ impl Pump {
     }
 
     /// A job that is about to be posted; it ends when the guard is dropped.
-    pub(crate) fn job(self: &Arc<Self>) -> Job {
+    pub(crate) fn job(self: &Arc<Self>) -> PostedJob {
         self.n_jobs.fetch_add(1, Ordering::AcqRel);
-        Job(Arc::clone(self))
+        PostedJob(Arc::clone(self))
     }
 
     fn has_result(&self) -> bool {
@@ -208,9 +208,9 @@ impl Pump {
 const LOOK: Duration = Duration::from_micros(100);
 
 /// A job posted to the device thread.
-pub(crate) struct Job(Arc<Pump>);
+pub(crate) struct PostedJob(Arc<Pump>);
 
-impl Drop for Job {
+impl Drop for PostedJob {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let message = "see the log".to_owned();

@@ -10,10 +10,11 @@ use refrain_graph::{BufferId, Op, Operand, Place, Plan, State, StateKind, Step, 
 use refrain_kernels::{Edits, Kernels, PACKED_DTYPES, packed_bytes};
 use refrain_tensor::{DType, HostTensor};
 
-use crate::error::CudaError;
+use crate::error::{CudaError, MemoryRefusal};
 use crate::feed::{EDIT_BYTES, FEED_BYTES, RING_BYTES, RING_ENTRIES, payload_bytes};
 use crate::progress::{LoadEvent, LoadListener};
 use crate::queue::MAX_QUEUED;
+use crate::states::SCRATCH_SLOTS;
 use crate::warm::Space;
 
 mod unified; // cards that share the host's memory
@@ -263,8 +264,12 @@ impl Places {
         for state in &model.states {
             let (shape, dtype) = (state.ty.shape, state.ty.dtype);
             let live_bytes = dtype.bytes_for(shape.n_elements()).ok_or_else(too_large)? as u64;
-            let blocks = shape.dims().first().copied().filter(|_| state.kind == StateKind::Paged);
-            let n_scratch = blocks.filter(|n| *n > 0).map_or(0, |_| scratch_blocks);
+            let (blocks, n_scratch) = match state.kind {
+                StateKind::Paged => (shape.dims().first().copied(), scratch_blocks),
+                StateKind::Slots => (shape.dims().first().copied(), SCRATCH_SLOTS),
+                StateKind::Whole => (None, 0),
+            };
+            let n_scratch = blocks.filter(|n| *n > 0).map_or(0, |_| n_scratch);
             let block_bytes = live_bytes / blocks.unwrap_or(1).max(1) as u64;
             let scratch_bytes = block_bytes.checked_mul(n_scratch as u64).ok_or_else(too_large)?;
             let (offset, kind) = (places.kv_bytes, state.kind);
@@ -319,7 +324,7 @@ pub(crate) struct Kept {
 
 impl Kept {
     /// Bytes that a new plan takes over.
-    fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.places.kept_bytes(self.weights.is_some())
     }
 }
@@ -397,17 +402,14 @@ pub(crate) fn fitting_room(
     if fits(&needed) {
         return Ok(needed);
     }
-    let (accounting, device) = (places.accounting(&needed), ctx.device());
-    Err(CudaError::DoesNotFit {
-        need_bytes: accounting.total(),
-        weight_bytes: accounting.weight_bytes,
-        kv_bytes: accounting.kv_bytes,
-        arena_bytes: accounting.arena_bytes,
-        workspace_bytes: accounting.workspace_bytes,
+    let device = ctx.device();
+    Err(CudaError::DoesNotFit(Box::new(MemoryRefusal {
+        need: places.accounting(&needed),
         free_bytes: free_bytes.saturating_add(taken_over),
         total_bytes,
         device: format!("{}:{}", device.backend(), device.ordinal()),
-    })
+        others: Vec::new(),
+    })))
 }
 
 impl Resident {
@@ -669,7 +671,8 @@ impl Resident {
 
     /// Scratch blocks of each cache.
     pub(crate) fn n_scratch(&self) -> usize {
-        self.places.states.iter().map(|s| s.n_scratch).max().unwrap_or(0)
+        let paged = self.places.states.iter().filter(|s| s.kind == StateKind::Paged);
+        paged.map(|s| s.n_scratch).max().unwrap_or(0)
     }
 
     pub(crate) fn state(&self, idx: usize) -> PlacedState {

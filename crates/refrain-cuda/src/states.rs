@@ -2,13 +2,13 @@
 //!
 //! Three blocks in which every number that the ops index with points somewhere allowed: early in a sequence, in the
 //! middle, and at the end of the context, past every boundary between splits of attention. Block tables point at
-//! scratch blocks only, so nothing that a session owns is read or written. States of other kinds are saved, filled,
-//! compared and put back as a whole.
+//! scratch blocks only, so nothing that a session owns is read or written, and so do slots of recurrent states. Other
+//! states are saved, filled, compared and put back as a whole.
 
 use refrain_driver::Buf;
 use refrain_graph::{
     ADAM_PARAMS, AdamParam, AdamW, Feedback, Field, Op, PagedBound, Place, Plan, SAMPLE_PARAMS, SampleParam,
-    Segment, StateKind, TrainOp,
+    Segment, SlotBound, StateKind, TrainOp,
 };
 use refrain_kernels::{CommitState, Digester};
 use refrain_tensor::DType;
@@ -64,11 +64,10 @@ pub(crate) fn check(
             let placed = resident.state(state);
             let buf = match placed.kind {
                 StateKind::Paged => scratch_of(state)?,
+                StateKind::Slots => resident.state_scratch(state).map_err(failed)?,
                 // What no launch writes is read as it is.
-                StateKind::Slots | StateKind::Whole if updated.contains(&state) => {
-                    resident.state_buf(state).map_err(failed)?
-                }
-                StateKind::Slots | StateKind::Whole => continue,
+                StateKind::Whole if updated.contains(&state) => resident.state_buf(state).map_err(failed)?,
+                StateKind::Whole => continue,
             };
             let key = (placed.dtype, placed.kind);
             match patterned.iter_mut().find(|(of, _)| *of == key) {
@@ -94,6 +93,11 @@ pub(crate) fn check(
     // Rows that are found through numbers which are not in the control block may be anywhere in the pool.
     for &state in touched.iter().filter(paged).filter(|s| !plan.bounds().computed.contains(s)) {
         check = check.narrow(resident.state_buf(state).map_err(failed)?, vec![scratch_of(state)?]);
+    }
+    let in_slots = |state: &&usize| resident.state(**state).kind == StateKind::Slots;
+    for &state in touched.iter().filter(in_slots).filter(|s| !plan.bounds().computed.contains(s)) {
+        let scratch = resident.state_scratch(state).map_err(failed)?;
+        check = check.narrow(resident.state_buf(state).map_err(failed)?, vec![scratch]);
     }
     Ok(check)
 }
@@ -175,11 +179,49 @@ fn control_block(plan: &Plan, n_scratch: usize, case: usize, rng: &mut Random) -
         let rows = put_pages(&mut block, paged, n_scratch, case);
         tables.push((paged.tables, rows));
     }
+    for slots in &plan.bounds().slots {
+        let has_rows = plan.bounds().paged.iter().any(|p| p.positions == slots.positions);
+        put_slots(&mut block, slots, has_rows, case);
+    }
     for spans in &plan.bounds().spans {
         spans.spans.put(&mut block, &documents(spans.n_rows(), case, rng));
     }
     put_training(plan, &mut block, case, rng);
     block
+}
+
+/// Slots for verification behind those of sequences. Rows read the last two of them and write the others, so that no two
+/// write to one place and nobody writes what another one reads.
+pub(crate) const SCRATCH_SLOTS: usize = 6;
+const READ_SLOTS: usize = 2;
+
+/// Slots of the sequences that have rows: spare ones for as many as there are, none for the others, which begin with zeros
+/// and leave nothing. Where nothing else has put rows in place, each sequence gets one or more.
+fn put_slots(block: &mut [u8], slots: &SlotBound, has_rows: bool, case: usize) {
+    let (n, n_seqs) = (slots.positions.len, slots.n_seqs().max(1));
+    if !has_rows {
+        let each = n.div_ceil(n_seqs);
+        let first = |seq: usize| case * (seq + 1) + seq % 2;
+        let rows: Vec<(i32, i32)> =
+            (0..n).map(|row| ((first(row / each) + row % each) as i32, (row / each) as i32)).collect();
+        slots.positions.put(block, &rows.iter().map(|row| row.0).collect::<Vec<_>>());
+        slots.seqs.put(block, &rows.iter().map(|row| row.1).collect::<Vec<_>>());
+    }
+    let mut table = vec![-1; slots.slots.len];
+    let mut n_given = 0;
+    for row in 0..n {
+        let (position, seq) = (slots.positions.at(block, row), slots.seqs.at(block, row));
+        let (Ok(position), Ok(seq)) = (usize::try_from(position), usize::try_from(seq)) else { continue };
+        let Some(versions) = table.get_mut(2 * seq..2 * seq + 2) else { continue };
+        if versions != [-1, -1] || n_given == SCRATCH_SLOTS - READ_SLOTS {
+            continue;
+        }
+        let read = SCRATCH_SLOTS - READ_SLOTS + n_given % READ_SLOTS;
+        versions[position % 2] = (slots.n_slots + read) as i32;
+        versions[(position + 1) % 2] = (slots.n_slots + n_given) as i32;
+        n_given += 1;
+    }
+    slots.slots.put(block, &table);
 }
 
 /// One document of all rows, then several of different lengths, then such with padding behind them.

@@ -7,6 +7,7 @@ use refrain_kernels::KernelOrigin;
 
 use crate::cache::CacheStats;
 use crate::compare::Compared;
+use crate::error::HeldBytes;
 use crate::prefill::PromptProducts;
 use crate::profile::ProfileRow;
 use crate::queue::QueueStats;
@@ -70,6 +71,8 @@ impl GraphLine {
 pub struct Status {
     /// Bytes on the device.
     pub memory: Accounting,
+    /// What other models of this process held there when a plan was last made ready.
+    pub others: Vec<HeldBytes>,
     /// How the weights came to the device.
     pub upload: Upload,
     /// Graphs in service, by size of step.

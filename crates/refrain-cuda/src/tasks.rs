@@ -259,6 +259,7 @@ impl<'a> Choice<'a> {
             | Op::Gate(_)
             | Op::Rope(_)
             | Op::KvAppend
+            | Op::Recurrent(_)
             | Op::Accumulate => {
                 self.own(train::scratch_bytes(step));
                 self.push(Task::Op(node));
@@ -342,7 +343,7 @@ impl<'a> Choice<'a> {
     }
 
     fn add_rows(&mut self, to: &NarrowTo) {
-        let m = to.m.max(to.plane_rows);
+        let m = to.n_placed();
         match to.is_gated {
             true => self.tasks.areas.add_gated(m, to.k),
             false => self.tasks.areas.add_rows(m, to.k),

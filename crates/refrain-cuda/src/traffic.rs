@@ -88,6 +88,7 @@ impl Moved {
                 | Op::AddRmsNorm { .. }
                 | Op::Gate(_)
                 | Op::Rope(_)
+                | Op::Recurrent(_)
                 | Op::Sample(_)
                 | Op::Accumulate
                 | Op::HostCall(_) => {}

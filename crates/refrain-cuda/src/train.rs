@@ -57,6 +57,7 @@ pub(crate) fn scratch_bytes(step: &Step) -> u64 {
         | Op::KvAppend
         | Op::Attention(_)
         | Op::SpanAttention(_)
+        | Op::Recurrent(_)
         | Op::Moe(_)
         | Op::Sample(_)
         | Op::Accumulate
@@ -167,8 +168,9 @@ impl Lowering<'_> {
             | Op::Rope(_)
             | Op::KvAppend
             | Op::Attention(_)
-            | Op::Moe(_)
             | Op::SpanAttention(_)
+            | Op::Recurrent(_)
+            | Op::Moe(_)
             | Op::Sample(_)
             | Op::Accumulate
             | Op::HostCall(_) => return Ok(false),

@@ -24,6 +24,7 @@ fn runner_options() -> RunnerOptions {
         kv_dtype: DType::F32,
         max_tokens: 64,
         max_seqs: 64,
+        n_recurrent: N_SEQS,
     }
 }
 
@@ -40,6 +41,8 @@ struct Seq {
     tokens: Vec<u32>,
     n_done: usize,
     table: Vec<u32>,
+    /// Its slots, where the model has recurrent layers.
+    slots: [i32; 2],
     row: SamplingRow,
     said: Vec<Chosen>,
 }
@@ -55,7 +58,8 @@ impl Seq {
             1 => SamplingParams { temperature: 0.9, top_k: 20, seed: idx as u64, ..greedy },
             _ => SamplingParams { temperature: 1.1, repeat_penalty: 1.2, seed: idx as u64, ..greedy },
         };
-        Seq { tokens: prompt, n_done: 0, table, row: SamplingRow::new(&params), said: Vec::new() }
+        let slots = [1, 0].map(|i| (2 * (N_SEQS - 1 - idx) + i) as i32);
+        Seq { tokens: prompt, n_done: 0, table, slots, row: SamplingRow::new(&params), said: Vec::new() }
     }
 }
 
@@ -71,7 +75,8 @@ fn step(runner: &mut dyn Runner, seqs: &mut [Seq], which: &[(usize, usize)]) -> 
             let seq = &seqs[idx];
             let end = seq.tokens.len().min(seq.n_done + most);
             let want = if end == seq.tokens.len() { Want::Sample(&seq.row) } else { Want::Nothing };
-            StepRequest { tokens: &seq.tokens[seq.n_done..end], start: seq.n_done, table: &seq.table, want }
+            let (start, slots) = (seq.n_done, seq.slots);
+            StepRequest { tokens: &seq.tokens[start..end], start, table: &seq.table, slots, want }
         })
         .collect();
     let mut out = StepOut::default();
@@ -81,6 +86,10 @@ fn step(runner: &mut dyn Runner, seqs: &mut [Seq], which: &[(usize, usize)]) -> 
     for ((&(idx, _), n), choice) in which.iter().zip(n_tokens).zip(out.choices) {
         let seq = &mut seqs[idx];
         seq.n_done += n;
+        // The state behind n tokens is in slot n % 2.
+        if n.is_multiple_of(2) {
+            seq.slots.swap(0, 1);
+        }
         if let Some(choice) = choice {
             let chosen = choice.unwrap().chosen;
             seq.tokens.push(chosen.token);
@@ -135,7 +144,7 @@ fn bits(said: &[Vec<Chosen>]) -> Vec<Vec<(u32, u32)>> {
 }
 
 fn replayed_equals_eager_and_each_alone(device: impl Fn() -> Device) {
-    for case in ["llama", "qwen3", "gemma3"] {
+    for case in ["llama", "qwen3", "gemma3", "qwen35", "lfm2"] {
         let cuda = |mode| {
             let device = device();
             let backend = CudaBackend::on(&device, cuda_options(mode)).unwrap();
@@ -167,10 +176,10 @@ fn replayed_equals_eager_and_each_alone(device: impl Fn() -> Device) {
     }
 }
 
-fn an_engine_serves_many(device: Device) {
+fn an_engine_serves_many(device: Device, case: &str) {
     let backend = CudaBackend::on(&device, cuda_options(GraphMode::Require)).unwrap();
-    let runner = RunnerOptions { n_positions: 12 * KV_BLOCK, ..runner_options() };
-    let runner = BackendRunner::new(backend, model("llama"), runner).unwrap();
+    let runner = RunnerOptions { n_positions: 12 * KV_BLOCK, n_recurrent: 7, ..runner_options() };
+    let runner = BackendRunner::new(backend, model(case), runner).unwrap();
     let engine = Engine::new(Box::new(runner), EngineOptions::default()).unwrap();
     let request = |idx: u32| {
         let mut request = Request::once((0..3 + idx % 7).map(|i| (idx + 5 * i) % 100).collect());
@@ -199,6 +208,60 @@ fn an_engine_serves_many(device: Device) {
     }
     let load = engine.load().unwrap();
     assert_eq!((load.blocks.used, load.n_running, load.n_waiting), (0, 0, 0));
+    assert_eq!(device.take_reports(), Vec::<String>::new());
+}
+
+/// A conversation whose answer comes back changed goes on from the state behind its prompt, and one that was told ahead
+/// of its end from the beginning; decode steps are sent ahead, and every third is compared with its eager run.
+fn a_conversation_goes_on(device: Device, case: &str) {
+    let options = CudaOptions {
+        ahead: 5,
+        verify_every: std::num::NonZeroU32::new(3),
+        ..cuda_options(GraphMode::Require)
+    };
+    let backend = CudaBackend::on(&device, options).unwrap();
+    let monitor = backend.monitor();
+    let runner = BackendRunner::new(backend, model(case), runner_options()).unwrap();
+    let engine = Engine::new(Box::new(runner), EngineOptions::default()).unwrap();
+    let ask = |sequence: &refrain_engine::Sequence, prompt: &[u32], n: usize| -> Vec<(u32, f32)> {
+        let mut request = Request::new(sequence, prompt.to_vec());
+        (request.sampling, request.max_tokens) = (SamplingParams::greedy(), 12);
+        let mut stream = engine.submit(request).unwrap();
+        let mut said = Vec::new();
+        while said.len() < n {
+            if let TokenEvent::Token { token, logprob, .. } = stream.next().unwrap().unwrap() {
+                said.push((token, logprob));
+            }
+        }
+        // The sequence is free behind the end.
+        while n == 12 && stream.next().is_some() {}
+        said
+    };
+    let n_evaluated = |sequence: &refrain_engine::Sequence| {
+        let ledger = sequence.ledger();
+        sequence.reset_ledger();
+        ledger.tally(StepKind::Prompt).tokens
+    };
+    let [one, fresh] = [(); 2].map(|()| engine.open(KV_BLOCK * MAX_BLOCKS).unwrap());
+    let mut prompt: Vec<u32> = (0..11).map(|i| 3 + 9 * i).collect();
+    let first = ask(&one, &prompt, 12);
+    assert_eq!(n_evaluated(&one), 11);
+    // The same first token, then other ones.
+    prompt.extend([first[0].0, (first[1].0 + 1) % 120, 5, 6]);
+    for n in [12, 4] {
+        // The second time it stops in the middle, with steps under way.
+        let got = ask(&one, &prompt, n);
+        let want = ask(&fresh, &prompt, n);
+        for ((token, logprob), (want, want_logprob)) in got.iter().zip(&want) {
+            assert_eq!(token, want, "{case}: {got:?}");
+            assert!((logprob - want_logprob).abs() < 2e-3, "{case}: {got:?}");
+        }
+        let expected = [(4, 15), (15, 15)][usize::from(n == 4)];
+        assert_eq!((n_evaluated(&one), n_evaluated(&fresh)), expected, "{case}");
+    }
+    let compared = monitor.status().compared;
+    assert!(compared.n_steps > 5, "{compared:?}");
+    assert_eq!(compared.n_mismatches, 0);
     assert_eq!(device.take_reports(), Vec::<String>::new());
 }
 
@@ -308,8 +371,17 @@ fn steps_of_several_sequences_replay_as_they_run_eagerly_and_say_what_each_says_
 }
 
 #[test]
+fn a_conversation_with_a_recurrent_model_goes_on_from_the_state_behind_its_prompt() {
+    for case in ["qwen35", "lfm2"] {
+        a_conversation_goes_on(sim("").1, case);
+    }
+}
+
+#[test]
 fn an_engine_on_the_device_serves_many_with_every_step_replayed() {
-    an_engine_serves_many(sim("").1);
+    for case in ["llama", "qwen35", "lfm2"] {
+        an_engine_serves_many(sim("").1, case);
+    }
 }
 
 mod on_a_gpu {
@@ -345,9 +417,20 @@ mod on_a_gpu {
 
     #[test]
     #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
+    fn a_conversation_with_a_recurrent_model_goes_on_from_the_state_behind_its_prompt() {
+        let _turn = gpu_turn();
+        for case in ["qwen35", "lfm2"] {
+            a_conversation_goes_on(gpu(), case);
+        }
+    }
+
+    #[test]
+    #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
     fn an_engine_serves_many_with_every_step_replayed() {
         let _turn = gpu_turn();
-        an_engine_serves_many(gpu());
+        for case in ["llama", "qwen35", "lfm2"] {
+            an_engine_serves_many(gpu(), case);
+        }
     }
 }
 

@@ -285,7 +285,7 @@ impl Direct {
     fn with(options: CudaOptions, sim: SimOptions, tensors: Vec<HostTensor>) -> Direct {
         let device = refrain_kernels::simulated(sim).unwrap();
         let (backend, model) = (CudaBackend::on(&device, options).unwrap(), model("llama"));
-        let kv = KvSpec { n_blocks: 4, kv_block: 16, max_blocks: 4, dtype: DType::F16 };
+        let kv = KvSpec { n_blocks: 4, kv_block: 16, max_blocks: 4, n_slots: 0, dtype: DType::F16 };
         let spec = StepSpec::of_one(1, 1, Head::Logits);
         let weights = backend.load(model.weights(), tensors).unwrap();
         let states = backend.allocate(&model.states(&kv)).unwrap();

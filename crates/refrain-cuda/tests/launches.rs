@@ -7,9 +7,9 @@ use std::collections::BTreeSet;
 use refrain_cuda::{CudaBackend, GraphMode};
 use refrain_driver::Method;
 use refrain_formats::FormatError;
-use refrain_formats::params::ModelConfig;
+use refrain_formats::params::{Arch, ModelConfig};
 use refrain_graph::{Backend, Graph, fuse};
-use refrain_models::{Head, KvSpec, Model, NamedShape, SampleHead, StepSpec, TensorSource};
+use refrain_models::{Head, KvSpec, Model, NamedShape, QuantMix, SampleHead, StepSpec, TensorSource};
 use refrain_tensor::{Bytes, DType, HostTensor, Shape};
 use refrain_testkit::{Rng, reordered};
 
@@ -76,7 +76,7 @@ fn model(shape: &str, mix: Mix) -> Model {
     Model::from_source(config.clone(), &Zeros { config, mix }).unwrap()
 }
 
-const KV: KvSpec = KvSpec { n_blocks: 16, kv_block: 32, max_blocks: 16, dtype: DType::F16 };
+const KV: KvSpec = KvSpec { n_blocks: 16, kv_block: 32, max_blocks: 16, n_slots: 0, dtype: DType::F16 };
 
 fn backend(model: &Model) -> CudaBackend {
     let backend = CudaBackend::on(&rig::sim("").1, rig::options(GraphMode::Off, Method::Stream)).unwrap();
@@ -194,4 +194,30 @@ fn what_has_no_kernel_for_the_whole_of_a_group_is_told_and_what_has_is_not() {
         *line,
         format!("blk.0.attn_q and 1 more run as steps of their own, not as one launch: {because}")
     );
+}
+
+#[test]
+fn what_architectures_have_besides_costs_no_launches_around_attention() {
+    let n_of = |model: &Model, start: &str| {
+        let (kernels, _) = launches(&backend(model), &graph(model, 1, SAMPLE));
+        kernels.iter().filter(|kernel| kernel.starts_with(start)).count()
+    };
+    // Layers without rotation, a part of the head rotated, soft caps, queries that grow with their position.
+    for (case, n_layers) in
+        [("phi3", 2), ("smollm3", 5), ("cohere2", 5), ("gemma2", 4), ("mistral3", 2), ("glm4", 2)]
+    {
+        let model = rig::goldens::model(case);
+        let counts = ["attend_", "attention_", "rope_", "kv_append"].map(|start| n_of(&model, start));
+        assert_eq!(counts, [n_layers, 0, 0, 0], "{case}");
+    }
+    // The factor on branches is in the epsilon of norms, and one on the embedding remains.
+    let granite = rig::goldens::model("granite");
+    assert_eq!(n_of(&granite, "unary_affine"), 2, "embedding and logits");
+    let phi = NamedShape::new("phi", Arch::Phi3, [512, 512, 768, N_LAYERS], [4, 2, 128]);
+    for mix in [QuantMix::All(DType::BF16), QuantMix::Q4KM] {
+        let phi = Model::random(&phi, mix).unwrap();
+        let (kernels, _) = launches(&backend(&phi), &graph(&phi, 1, SAMPLE));
+        // Five a layer, the embedding, the logits, and the choice.
+        assert_eq!(kernels.len(), 5 * N_LAYERS + 5, "{kernels:?}");
+    }
 }

@@ -13,7 +13,7 @@ use refrain_models::{Head, KvSpec, StepSpec};
 use refrain_tensor::DType;
 use rig::{model, options};
 
-const KV: KvSpec = KvSpec { n_blocks: 8, kv_block: 16, max_blocks: 8, dtype: DType::F16 };
+const KV: KvSpec = KvSpec { n_blocks: 8, kv_block: 16, max_blocks: 8, n_slots: 0, dtype: DType::F16 };
 
 /// Steps of the small llama without an engine around them, on a device with so much memory.
 struct Bed {

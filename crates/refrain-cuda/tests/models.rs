@@ -104,7 +104,21 @@ mod on_the_simulated_device {
     fn replayed_equals_eager() {
         replayed_equals_eager_bit_for_bit(
             simulated,
-            &["llama", "gemma3", "qwen3", "gemma4-e2b", "gemma4-dense", "gemma4-experts", "qwen3moe"],
+            &[
+                "llama",
+                "gemma3",
+                "qwen3",
+                "gemma4-e2b",
+                "gemma4-dense",
+                "gemma4-experts",
+                "qwen3moe",
+                "phi3",
+                "mistral3",
+                "olmo3",
+                "cohere2",
+                "qwen35",
+                "lfm2",
+            ],
             70,
         );
     }

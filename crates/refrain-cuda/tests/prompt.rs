@@ -27,6 +27,7 @@ fn ty(dtype: DType, dims: &[usize]) -> TensorType {
 /// One layer as models have it, without positions: attention over the cache, then gate, up and down.
 fn layer(n: usize, dtype: DType, kv: DType) -> (Graph, Feed) {
     let kv_dim = N_KV_HEADS * HEAD_DIM;
+    let n_blocks = N_BLOCKS.max(n.div_ceil(KV_BLOCK));
     let dims: [(&str, DType, &[usize]); 9] = [
         ("norm", DType::F32, &[D]),
         ("q", dtype, &[D, D]),
@@ -44,14 +45,14 @@ fn layer(n: usize, dtype: DType, kv: DType) -> (Graph, Feed) {
         .collect();
     let small = Fill::Uniform(-0.1, 0.1);
     let tensors = weights.iter().enumerate().map(|(i, w)| tensor(w.ty, &small, i as u64)).collect();
-    let cache = ty(kv, &[N_BLOCKS, N_KV_HEADS, KV_BLOCK, HEAD_DIM]);
+    let cache = ty(kv, &[n_blocks, N_KV_HEADS, KV_BLOCK, HEAD_DIM]);
     let states = ["k", "v"].map(|name| State::paged(name, cache));
     let mut b = GraphBuilder::new(weights, states.to_vec());
     let ints =
         |b: &mut GraphBuilder, name: &str, dims: &[usize]| b.input(name, ty(DType::I32, dims)).unwrap();
     let x = b.input("x", ty(DType::F32, &[n, D])).unwrap();
     let (positions, seqs) = (ints(&mut b, "positions", &[n]), ints(&mut b, "seqs", &[n]));
-    let tables = ints(&mut b, "tables", &[1, N_BLOCKS]);
+    let tables = ints(&mut b, "tables", &[1, n_blocks]);
     let w: Vec<_> = (0..9).map(|i| b.weight(WeightId::from_idx(i))).collect();
     let h = b.rms_norm(x, w[0], 1e-5, "norm").unwrap();
     let heads = |b: &mut GraphBuilder, h, w, n_heads: usize, name: &str| {
@@ -84,7 +85,7 @@ fn layer(n: usize, dtype: DType, kv: DType) -> (Graph, Feed) {
         tensor(ty(DType::F32, &[n, D]), &Fill::Normal, 99),
         ints((0..n as i32).collect(), &[n]),
         ints(vec![0; n], &[n]),
-        ints((0..N_BLOCKS as i32).rev().collect(), &[1, N_BLOCKS]),
+        ints((0..n_blocks as i32).rev().collect(), &[1, n_blocks]),
     ];
     let states = vec![tensor(cache, &Fill::Zero, 0); 2];
     (fuse(&b.finish()).unwrap(), Feed { weights: tensors, inputs, states })
@@ -195,7 +196,7 @@ fn a_layer_of_many_rows_agrees_with_the_reference_on_a_gpu() {
 }
 
 #[test]
-fn many_rows_go_to_tensor_cores_up_to_64_read_weights_as_they_lie_and_f32_weights_have_their_own() {
+fn many_rows_go_to_tensor_cores_up_to_256_read_weights_as_they_lie_and_f32_weights_have_their_own() {
     let kernels = |n: usize, dtype: DType, kv: DType| {
         let device = refrain_kernels::simulated(SimOptions { seed: 3, ..SimOptions::default() }).unwrap();
         let (graph, feed) = layer(n, dtype, kv);
@@ -221,7 +222,7 @@ fn many_rows_go_to_tensor_cores_up_to_64_read_weights_as_they_lie_and_f32_weight
             "binary_add_f32"
         ]
     );
-    let quantised = kernels(70, DType::Q4_K, DType::F16);
+    let quantised = kernels(260, DType::Q4_K, DType::F16);
     assert_eq!(quantised[..3], ["narrow_rms_norm_bf16", "dequant_q4_k_bf16", "gemm_m64_bf16"]);
     let wide = |names: &[String]| {
         names.iter().any(|n| n.starts_with("gemm") || n.starts_with("narrow") || n.starts_with("flash"))
@@ -238,6 +239,8 @@ fn many_rows_go_to_tensor_cores_up_to_64_read_weights_as_they_lie_and_f32_weight
         (15, DType::Q4_K, "batch_m16_q4_k"),
         (32, DType::Q8_0, "batch_m32_q8_0"),
         (64, DType::Q4_K, "batch_m64_q4_k"),
+        (65, DType::Q8_0, "batch_m128_q8_0"),
+        (140, DType::Q4_K, "batch_m128_q4_k"),
     ] {
         let names = kernels(n, dtype, DType::F16);
         // Queries, keys and values; the output; gate and up, joined; down: each reads its weights once.

@@ -42,6 +42,7 @@ fn core(device: &Device, options: CudaOptions, n_seqs: usize) -> (Core, Monitor)
         kv_dtype: DType::F32,
         max_tokens: 64,
         max_seqs: 64,
+        n_recurrent: 0,
     };
     let runner = BackendRunner::new(backend, model("llama"), runner).unwrap();
     (Core::new(Box::new(runner), CONTEXT), monitor)

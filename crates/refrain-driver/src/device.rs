@@ -82,6 +82,12 @@ impl Device {
         Ok(ctx)
     }
 
+    /// Whether the other one is the same open device.
+    #[must_use]
+    pub fn is_same(&self, other: &Device) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
     /// `cuda` or `sim`.
     #[must_use]
     pub fn backend(&self) -> &'static str {

@@ -138,4 +138,4 @@ pub use returns::Returns;
 pub use ring::{RING_HEADER_BYTES, Ring};
 pub use staging::Staging;
 pub use stream::Stream;
-pub use worker::Worker;
+pub use worker::{WeakWorker, Worker};

@@ -1,7 +1,11 @@
 //! The device thread: one thread owns a context, others send it work and wait with a deadline.
+//!
+//! Several handles may share the thread ([`Worker::share`]): the models of one device each have one. Work is done in the
+//! order in which it was sent, and its time begins when it does: nobody is blamed for the work of others in front of it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, mpsc};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -16,19 +20,56 @@ const DROP_LIMIT: Duration = Duration::from_secs(5);
 /// How long one driver call may take before its caller is told, however long the work as a whole may take.
 const CALL_LIMIT: Duration = Duration::from_secs(5);
 
-type Job<S> = Box<dyn FnOnce(&mut S) + Send>;
+type JobBody<S> = Box<dyn FnOnce(&mut S) + Send>;
 
-/// A thread that owns a device and a state `S` (streams, memory, graphs), which never leaves it.
+/// Work that waits in line.
+struct QueuedJob<S> {
+    what: &'static str,
+    work: JobBody<S>,
+    handle: u64,
+    limit: Duration,
+    /// When its turn came.
+    begun: Arc<OnceLock<Instant>>,
+}
+
+/// The job whose turn it is.
+struct Running {
+    handle: u64,
+    since: Instant,
+    limit: Duration,
+}
+
+/// A thread that owns a device and a state `S` (streams, memory, graphs), which never leaves it. It ends with its last
+/// handle.
+struct DeviceThread<S> {
+    device: Device,
+    jobs: Option<mpsc::Sender<QueuedJob<S>>>,
+    thread: Option<JoinHandle<()>>,
+    turn: Arc<Turn>,
+    running: Arc<Mutex<Option<Running>>>,
+    n_handles: AtomicU64,
+}
+
+/// A handle to the thread that owns a device and a state `S`.
 ///
 /// A call that is not answered by its deadline is reported to the caller ([`DriverError::NoAnswer`]) even though
 /// nothing can unblock it; calls after it fail at once for as long as the thread is stuck. So is, much earlier, one
 /// whose thread is in a driver call that does not return; allocations and modules being loaded may take their time.
 pub struct Worker<S> {
-    device: Device,
-    jobs: Option<mpsc::Sender<(&'static str, Job<S>)>>,
-    thread: Option<JoinHandle<()>>,
-    turn: Arc<Turn>,
+    thread: Arc<DeviceThread<S>>,
+    handle: u64,
     call_limit: Duration,
+}
+
+/// Finds a device thread as long as somebody has a handle to it.
+pub struct WeakWorker<S>(Weak<DeviceThread<S>>);
+
+impl<S> WeakWorker<S> {
+    /// A handle of its own, if the thread is still there.
+    #[must_use]
+    pub fn upgrade(&self) -> Option<Worker<S>> {
+        self.0.upgrade().map(Worker::of)
+    }
 }
 
 impl Device {
@@ -38,10 +79,11 @@ impl Device {
         limit: Duration,
         init: impl FnOnce(&Context) -> Result<S, DriverError> + Send + 'static,
     ) -> Result<Worker<S>, DriverError> {
-        let (jobs, queue) = mpsc::channel::<(&'static str, Job<S>)>();
+        let (jobs, queue) = mpsc::channel::<QueuedJob<S>>();
         let (ready, started) = mpsc::channel();
         let turn = Arc::new(Turn::new());
-        let (device, shown) = (self.clone(), Arc::clone(&turn));
+        let running = Arc::new(Mutex::new(None));
+        let (device, shown, now) = (self.clone(), Arc::clone(&turn), Arc::clone(&running));
         let body = move || {
             Inside::watch_this_thread();
             shown.begin("starting");
@@ -57,9 +99,12 @@ impl Device {
                 Ok((ctx, mut state)) => {
                     // The caller may have given up; then the queue is closed and the loop ends at once.
                     let _ = ready.send(Ok(()));
-                    for (what, job) in queue {
+                    for QueuedJob { what, work, handle, limit, begun } in queue {
                         shown.begin(what);
-                        job(&mut state);
+                        let since = *begun.get_or_init(Instant::now);
+                        *lock(&now) = Some(Running { handle, since, limit });
+                        work(&mut state);
+                        *lock(&now) = None;
                         shown.finish();
                     }
                     drop(state);
@@ -77,7 +122,8 @@ impl Device {
             .spawn(body)
             .map_err(DriverError::caller)?;
         let (device, jobs, thread) = (self.clone(), Some(jobs), Some(thread));
-        let worker = Worker { device, jobs, thread, turn, call_limit: CALL_LIMIT };
+        let n_handles = AtomicU64::new(0);
+        let worker = Worker::of(Arc::new(DeviceThread { device, jobs, thread, turn, running, n_handles }));
         match started.recv_timeout(limit) {
             Ok(result) => result.map(|()| worker),
             Err(_) => Err(worker.no_answer("starting", limit)),
@@ -94,23 +140,18 @@ impl<S: 'static> Worker<S> {
         limit: Duration,
         f: impl FnOnce(&mut S) -> Result<R, DriverError> + Send + 'static,
     ) -> Result<R, DriverError> {
-        self.device.shared.check_lost()?;
-        if self.turn.is_stuck() {
-            return Err(self.no_answer(what, Duration::ZERO));
-        }
         let (answer, answered) = mpsc::channel();
-        let job: Job<S> = Box::new(move |state| {
+        let work: JobBody<S> = Box::new(move |state| {
             // Unwind safety: the state belongs to the caller's closures; each keeps its own invariants.
             let result = catch_unwind(AssertUnwindSafe(|| f(state)))
                 .unwrap_or_else(|payload| Err(panicked(what, &*payload)));
             // The caller may have given up.
             let _ = answer.send(result);
         });
-        let gone = || DriverError::WorkerGone { what };
-        self.jobs.as_ref().ok_or_else(gone)?.send((what, job)).map_err(|_| gone())?;
-        match self.wait(&answered, limit) {
+        let begun = self.send(what, limit, work)?;
+        match self.wait(&answered, &begun, limit) {
             Ok(result) => result,
-            Err(None) => Err(gone()),
+            Err(None) => Err(DriverError::WorkerGone { what }),
             Err(Some(waited)) => Err(self.no_answer(what, waited)),
         }
     }
@@ -120,15 +161,50 @@ impl<S: 'static> Worker<S> {
         self.call_limit = limit;
     }
 
+    /// Another handle to the same thread.
+    #[must_use]
+    pub fn share(&self) -> Worker<S> {
+        Worker::of(Arc::clone(&self.thread))
+    }
+
+    /// A way to find the thread again that does not keep it alive.
+    #[must_use]
+    pub fn downgrade(&self) -> WeakWorker<S> {
+        WeakWorker(Arc::downgrade(&self.thread))
+    }
+
+    /// Puts work in line; says when its turn comes.
+    fn send(
+        &self,
+        what: &'static str,
+        limit: Duration,
+        work: JobBody<S>,
+    ) -> Result<Arc<OnceLock<Instant>>, DriverError> {
+        self.device().shared.check_lost()?;
+        if self.thread.turn.is_stuck() {
+            return Err(self.no_answer(what, Duration::ZERO));
+        }
+        let begun = Arc::<OnceLock<Instant>>::default();
+        let job = QueuedJob { what, work, handle: self.handle, limit, begun: Arc::clone(&begun) };
+        let gone = || DriverError::WorkerGone { what };
+        self.thread.jobs.as_ref().ok_or_else(gone)?.send(job).map_err(|_| gone())?;
+        Ok(begun)
+    }
+
     /// An answer, or how long there was none; `None` when there will never be one.
-    fn wait<R>(&self, answered: &mpsc::Receiver<R>, limit: Duration) -> Result<R, Option<Duration>> {
-        let shared = &self.device.shared;
+    fn wait<R>(
+        &self,
+        answered: &mpsc::Receiver<R>,
+        begun: &OnceLock<Instant>,
+        limit: Duration,
+    ) -> Result<R, Option<Duration>> {
+        let shared = &self.device().shared;
         let look = || (shared.inside.look(), shared.api.n_done());
         let interval = (self.call_limit / 8).clamp(Duration::from_millis(1), Duration::from_millis(250));
         let start = Instant::now();
         let (mut seen, mut since) = (look(), start);
         loop {
-            let left = limit.saturating_sub(start.elapsed());
+            let left = limit.saturating_sub(begun.get().map_or(Duration::ZERO, Instant::elapsed));
             match answered.recv_timeout(left.min(interval)) {
                 Ok(answer) => return Ok(answer),
                 Err(mpsc::RecvTimeoutError::Disconnected) => return Err(None),
@@ -139,43 +215,52 @@ impl<S: 'static> Worker<S> {
                 (seen, since) = (now, Instant::now());
             }
             let hung = now.0.1.is_some() && since.elapsed() >= self.call_limit;
-            if hung || start.elapsed() >= limit {
+            // While it waits in line, the deadline is that of the work in front of it.
+            let overdue = match begun.get() {
+                Some(begun) => begun.elapsed() >= limit,
+                None => self.thread.is_overdue(),
+            };
+            if hung || overdue {
                 return Err(Some(start.elapsed()));
             }
         }
     }
 
+    /// Whether the thread does the work of another handle, which is not overdue: what this one has sent waits for it.
+    #[must_use]
+    pub fn is_serving_another(&self) -> bool {
+        let running = lock(&self.thread.running);
+        running.as_ref().is_some_and(|r| r.handle != self.handle && r.since.elapsed() < r.limit)
+    }
+
     /// Sends `f` to the device thread without waiting for it: its sender hears of it through what the two share, and
-    /// asks [`Worker::overdue`] when that takes too long. A panic in it is logged and ends nothing but `f`.
+    /// asks [`Worker::overdue`] when that takes too long. Whoever is behind it in line waits for it at most `limit`. A
+    /// panic in it is logged and ends nothing but `f`.
     pub fn post(
         &self,
         what: &'static str,
+        limit: Duration,
         f: impl FnOnce(&mut S) + Send + 'static,
     ) -> Result<(), DriverError> {
-        self.device.shared.check_lost()?;
-        if self.turn.is_stuck() {
-            return Err(self.no_answer(what, Duration::ZERO));
-        }
-        let job: Job<S> = Box::new(move |state| {
+        let work: JobBody<S> = Box::new(move |state| {
             // Unwind safety: as in `call`.
             if let Err(payload) = catch_unwind(AssertUnwindSafe(|| f(state))) {
                 tracing::error!("{}", panicked(what, &*payload));
             }
         });
-        let gone = || DriverError::WorkerGone { what };
-        self.jobs.as_ref().ok_or_else(gone)?.send((what, job)).map_err(|_| gone())
+        self.send(what, limit, work).map(drop)
     }
 
     /// The error of work that was posted and whose end did not show in time: the thread is stuck in it, or the device
     /// does not come to an end.
     #[must_use]
     pub fn overdue(&self, what: &'static str, waited: Duration) -> DriverError {
-        if let Err(lost) = self.device.shared.check_lost() {
+        if let Err(lost) = self.device().shared.check_lost() {
             return lost;
         }
-        match self.turn.give_up() {
+        match self.thread.turn.give_up() {
             Some(_) => self.no_answer(what, waited),
-            None => DriverError::Timeout { what, waited, origin: self.device.shared.last() },
+            None => DriverError::Timeout { what, waited, origin: self.device().shared.last() },
         }
     }
 
@@ -188,30 +273,42 @@ impl<S: 'static> Worker<S> {
         limit: Duration,
         f: impl FnOnce(&mut S) -> Result<R, DriverError> + Send + 'static,
     ) -> Result<R, DriverError> {
-        self.device.shared.refuse_while_recording(what, bytes)?;
+        self.device().shared.refuse_while_recording(what, bytes)?;
         self.call(what, limit, f)
-    }
-
-    /// The device it owns.
-    #[must_use]
-    pub fn device(&self) -> &Device {
-        &self.device
     }
 }
 
 impl<S> Worker<S> {
+    fn of(thread: Arc<DeviceThread<S>>) -> Worker<S> {
+        let handle = thread.n_handles.fetch_add(1, Ordering::Relaxed);
+        Worker { thread, handle, call_limit: CALL_LIMIT }
+    }
+
+    /// The device that the thread owns.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.thread.device
+    }
+
     fn no_answer(&self, what: &'static str, waited: Duration) -> DriverError {
-        let mut busy = self.turn.give_up().unwrap_or("nothing").to_owned();
-        if let (_, Some(call)) = self.device.shared.inside.look() {
+        let mut busy = self.thread.turn.give_up().unwrap_or("nothing").to_owned();
+        if let (_, Some(call)) = self.device().shared.inside.look() {
             busy = format!("{busy}, in {call}");
         }
-        let origin = self.device.shared.last();
+        let origin = self.device().shared.last();
         tracing::error!("the device thread gave no answer to {what:?} in {waited:?}; busy with {busy:?}");
         DriverError::NoAnswer { what, waited, busy, origin }
     }
 }
 
-impl<S> Drop for Worker<S> {
+impl<S> DeviceThread<S> {
+    /// Whether the work at hand takes longer than it may.
+    fn is_overdue(&self) -> bool {
+        lock(&self.running).as_ref().is_some_and(|running| running.since.elapsed() >= running.limit)
+    }
+}
+
+impl<S> Drop for DeviceThread<S> {
     fn drop(&mut self) {
         self.jobs = None;
         let Some(thread) = self.thread.take() else { return };
@@ -232,8 +329,12 @@ impl<S> Drop for Worker<S> {
 
 impl<S> std::fmt::Debug for Worker<S> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Worker of {:?}", self.device)
+        write!(f, "Worker of {:?}", self.device())
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn panicked(what: &str, payload: &(dyn std::any::Any + Send)) -> DriverError {

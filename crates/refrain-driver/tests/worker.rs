@@ -152,10 +152,10 @@ fn posted_work_runs_in_order_and_a_panic_in_it_ends_nothing_else() {
     let (_sim, device) = device();
     let worker = device.spawn(LONG, |_| Ok(Vec::new())).unwrap();
     for i in 0..5 {
-        worker.post("counting", move |seen: &mut Vec<i32>| seen.push(i)).unwrap();
+        worker.post("counting", LONG, move |seen: &mut Vec<i32>| seen.push(i)).unwrap();
     }
-    worker.post("a mistake", |_| panic!("of the poster")).unwrap();
-    worker.post("counting", |seen| seen.push(5)).unwrap();
+    worker.post("a mistake", LONG, |_| panic!("of the poster")).unwrap();
+    worker.post("counting", LONG, |seen| seen.push(5)).unwrap();
     assert_eq!(worker.call("asking", LONG, |seen| Ok(seen.clone())).unwrap(), [0, 1, 2, 3, 4, 5]);
 }
 
@@ -164,12 +164,58 @@ fn posted_work_that_hangs_is_overdue_and_then_nothing_more_is_taken() {
     let (sim, device) = device();
     let worker = device.spawn(LONG, Bed::with_context).unwrap();
     sim.inject(faults("on 1st launch: hang"));
-    worker.post("recording", |bed| drop(bed.record(Method::Stream))).unwrap();
+    worker.post("recording", LONG, |bed| drop(bed.record(Method::Stream))).unwrap();
     while sim.stats().n_hung == 0 {
         std::thread::yield_now();
     }
     let error = worker.overdue("a step", Duration::from_millis(50)).to_string();
     assert!(error.contains("a step") && error.contains("\"recording, in cuLaunchKernelEx\""), "{error}");
-    assert!(matches!(worker.post("more", |_| ()), Err(DriverError::NoAnswer { .. })));
+    assert!(matches!(worker.post("more", LONG, |_| ()), Err(DriverError::NoAnswer { .. })));
+    sim.release_hung();
+}
+
+#[test]
+fn handles_share_one_thread_and_the_time_of_each_begins_with_its_own_work() {
+    let (_sim, device) = device();
+    let first = device.spawn(LONG, |_| Ok(Vec::new())).unwrap();
+    let second = first.share();
+    let short = Duration::from_millis(40);
+    first
+        .post("loading", LONG, |seen: &mut Vec<i32>| {
+            std::thread::sleep(Duration::from_millis(250));
+            seen.push(1);
+        })
+        .unwrap();
+    // Far longer in line than it may take itself.
+    let seen = second.call("a step", short, |seen| {
+        seen.push(2);
+        Ok(seen.clone())
+    });
+    assert_eq!(seen.unwrap(), [1, 2]);
+    let weak = first.downgrade();
+    drop(first);
+    assert_eq!(second.call("another step", short, |seen| Ok(seen.len())).unwrap(), 2);
+    assert!(matches!(device.context(), Err(DriverError::DeviceOwned)));
+    drop((second, weak.upgrade().unwrap()));
+    assert!(weak.upgrade().is_none());
+    device.context().unwrap();
+}
+
+#[test]
+fn who_waits_behind_work_that_is_overdue_is_told_by_that_works_limit() {
+    let (sim, device) = device();
+    let first = device.spawn(LONG, Bed::with_context).unwrap();
+    let second = first.share();
+    sim.inject(faults("on 1st launch: hang"));
+    first.post("recording", Duration::from_millis(60), |bed| drop(bed.record(Method::Stream))).unwrap();
+    let start = Instant::now();
+    while !second.is_serving_another() {
+        std::thread::yield_now();
+    }
+    assert!(!first.is_serving_another(), "its own work");
+    let error = second.call("a step", LONG, |_| Ok(())).unwrap_err();
+    assert!(matches!(error, DriverError::NoAnswer { .. }), "{error}");
+    assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+    assert!(!second.is_serving_another(), "that work is overdue");
     sim.release_hung();
 }

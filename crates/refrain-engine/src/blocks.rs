@@ -8,6 +8,7 @@
 //! two contents are the same exactly if their keys are: the hash of a key only says where to look. A block that is
 //! written loses its name first, and a content whose predecessor is gone cannot be found.
 
+use crate::slots::{N_PAIR, OutOfSlots, SlotCounts, SlotPool, Slots};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -50,18 +51,38 @@ pub struct BlockPool {
     kv_block: usize,
 }
 
-/// All blocks are taken.
+/// All blocks are taken, or all slots of recurrent states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the KV cache is full: {need} blocks of {kv_block} positions are needed, {free} of {total} are free")]
+#[error("{}", self.text())]
 pub struct OutOfBlocks {
-    /// Blocks asked for.
+    /// Blocks asked for, or slots.
     pub need: usize,
     /// Blocks left.
     pub free: usize,
     /// Blocks in the pool.
     pub total: usize,
-    /// Positions in a block.
+    /// Positions in a block; 0 for slots of recurrent layers.
     pub kv_block: usize,
+}
+
+impl OutOfBlocks {
+    fn text(&self) -> String {
+        let OutOfBlocks { need, free, total, kv_block } = self;
+        match kv_block {
+            0 => format!(
+                "all slots for recurrent states are taken: {need} are needed, {free} of {total} are free"
+            ),
+            _ => format!(
+                "the KV cache is full: {need} blocks of {kv_block} positions are needed, {free} of {total} are free"
+            ),
+        }
+    }
+}
+
+impl From<OutOfSlots> for OutOfBlocks {
+    fn from(OutOfSlots { free, total }: OutOfSlots) -> OutOfBlocks {
+        OutOfBlocks { need: N_PAIR, free, total, kv_block: 0 }
+    }
 }
 
 impl BlockPool {
@@ -219,6 +240,9 @@ impl BlockPool {
     }
 }
 
+/// The slots of a sequence that has none.
+pub(crate) const NO_SLOTS: [i32; 2] = [-1, -1];
+
 /// Figures of a pool at one moment. `free + cached + used = total`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCounts {
@@ -245,6 +269,8 @@ struct Books {
     n_kept: usize,
     /// Blocks that one table may have.
     max_blocks: usize,
+    /// Of recurrent layers, where the model has some.
+    slots: SlotPool,
 }
 
 impl Books {
@@ -256,13 +282,27 @@ impl Books {
 
 impl SharedPool {
     /// A pool whose tables have at most `max_blocks` blocks.
+    #[cfg(test)]
     pub(crate) fn new(pool: BlockPool, max_blocks: usize) -> SharedPool {
-        SharedPool(Arc::new(Mutex::new(Books { pool, n_promised: 0, n_kept: 0, max_blocks })))
+        SharedPool::with_slots(pool, max_blocks, 0)
+    }
+
+    /// A pool whose tables have slots as well, of which there are `n_slots`; 0 for a model that needs none.
+    pub(crate) fn with_slots(pool: BlockPool, max_blocks: usize, n_slots: usize) -> SharedPool {
+        let slots = SlotPool::new(n_slots);
+        SharedPool(Arc::new(Mutex::new(Books { pool, n_promised: 0, n_kept: 0, max_blocks, slots })))
     }
 
     /// A table without blocks, which takes what nobody was promised.
     pub(crate) fn table(&self) -> Table {
-        Table { blocks: Vec::new(), names: Vec::new(), root: 0, n_promised: None, pool: self.clone() }
+        Table {
+            blocks: Vec::new(),
+            names: Vec::new(),
+            root: 0,
+            n_promised: None,
+            slots: None,
+            pool: self.clone(),
+        }
     }
 
     /// A table that is promised blocks for `n_positions`, if so many are promised to nobody else. Blocks that others hold
@@ -273,22 +313,27 @@ impl SharedPool {
         if n_blocks > books.max_blocks || n_blocks > books.pool.n_blocks() - books.n_promised {
             return None;
         }
+        if !books.slots.promise() {
+            return None;
+        }
         books.n_promised += n_blocks;
         let mut table = self.table();
         table.n_promised = Some(n_blocks);
         Some(table)
     }
 
-    /// Blocks of the pool and of a table that a further sequence of `n_positions` needs.
-    pub(crate) fn size_for(&self, n_positions: usize) -> (usize, usize) {
+    /// Blocks of the pool and of a table, and slots, that a further sequence of `n_positions` needs.
+    pub(crate) fn size_for(&self, n_positions: usize) -> (usize, usize, usize) {
         let books = self.lock();
         let need = n_positions.div_ceil(books.pool.kv_block());
-        (books.pool.n_blocks().max(books.n_promised + need), books.max_blocks.max(need))
+        let n_slots = books.slots.size_for_promise();
+        (books.pool.n_blocks().max(books.n_promised + need), books.max_blocks.max(need), n_slots)
     }
 
     /// Makes the pool and its tables larger.
-    pub(crate) fn extend(&self, n_blocks: usize, max_blocks: usize) {
+    pub(crate) fn extend(&self, n_blocks: usize, max_blocks: usize, n_slots: usize) {
         let mut books = self.lock();
+        books.slots.extend(n_slots);
         books.pool.extend(n_blocks);
         books.max_blocks = max_blocks;
     }
@@ -310,7 +355,19 @@ impl SharedPool {
     /// The most positions that a table without a promise can ever have.
     pub(crate) fn most_positions(&self) -> usize {
         let books = self.lock();
+        if !books.slots.has_pair() {
+            return 0;
+        }
         (books.pool.n_blocks() - books.n_promised).min(books.max_blocks) * books.pool.kv_block()
+    }
+
+    /// Whether sequences have recurrent states, which hold exactly what was evaluated.
+    pub(crate) fn has_slots(&self) -> bool {
+        self.lock().slots.is_used()
+    }
+
+    pub(crate) fn slot_counts(&self) -> SlotCounts {
+        self.lock().slots.counts()
     }
 
     pub(crate) fn is(&self, other: &SharedPool) -> bool {
@@ -332,12 +389,46 @@ pub(crate) struct Table {
     root: u64,
     /// Blocks that it can count on; without a promise it takes what is left.
     n_promised: Option<usize>,
+    /// Its slots, while it covers any position.
+    slots: Option<Slots>,
     pool: SharedPool,
 }
 
 impl Table {
     pub(crate) fn blocks(&self) -> &[u32] {
         &self.blocks
+    }
+
+    /// The slots that a step reads and writes; negative ones where there are none.
+    pub(crate) fn slot_row(&self) -> [i32; 2] {
+        self.slots.as_ref().map_or(NO_SLOTS, Slots::row)
+    }
+
+    /// How many of a sequence's `n_tokens` can stay, where `n_shared` are to.
+    pub(crate) fn most_kept(&self, n_shared: usize, n_tokens: usize) -> usize {
+        match &self.slots {
+            Some(slots) => slots.most(n_shared, n_tokens),
+            None if self.has_slots() => 0,
+            None => n_shared,
+        }
+    }
+
+    /// Whether its recurrent state, if it has one, is that behind `n_tokens`.
+    pub(crate) fn holds_state(&self, n_tokens: usize) -> bool {
+        match &self.slots {
+            Some(slots) => slots.holds(n_tokens),
+            None => n_tokens == 0 || !self.has_slots(),
+        }
+    }
+
+    /// Whether it has a recurrent state, which cannot be cut shorter or shared.
+    pub(crate) fn has_slots(&self) -> bool {
+        self.pool.has_slots()
+    }
+
+    /// Its slots, to note what steps do to them.
+    pub(crate) fn slots_mut(&mut self) -> Option<&mut Slots> {
+        self.slots.as_mut()
     }
 
     pub(crate) fn belongs_to(&self, pool: &SharedPool) -> bool {
@@ -367,6 +458,9 @@ impl Table {
         self.update(|table, books| {
             books.pool.shrink(&mut table.blocks, n_positions);
             table.names.truncate(table.blocks.len());
+            if n_positions == 0 {
+                table.give_back_slots(books);
+            }
         });
         self.cover(n_positions)
     }
@@ -379,6 +473,9 @@ impl Table {
             if table.n_promised.is_none() && need > free {
                 let (total, kv_block) = (books.pool.n_blocks(), books.pool.kv_block());
                 return Err(OutOfBlocks { need, free, total, kv_block });
+            }
+            if n_positions > 0 && books.slots.is_used() && table.slots.is_none() {
+                table.slots = Some(books.slots.take(table.n_promised.is_some())?);
             }
             books.pool.grow(&mut table.blocks, n_positions)
         })
@@ -458,6 +555,12 @@ impl Table {
         n_positions
     }
 
+    fn give_back_slots(&mut self, books: &mut Books) {
+        if let Some(slots) = self.slots.take() {
+            books.slots.give_back(&slots);
+        }
+    }
+
     /// Changes what it holds, and keeps the books on promised blocks.
     fn update<R>(&mut self, change: impl FnOnce(&mut Table, &mut Books) -> R) -> R {
         let pool = self.pool.clone();
@@ -477,8 +580,16 @@ impl Table {
 impl Drop for Table {
     fn drop(&mut self) {
         let promised = self.n_promised.unwrap_or(0);
-        self.update(|table, books| books.pool.shrink(&mut table.blocks, 0));
-        self.pool.lock().n_promised -= promised;
+        self.update(|table, books| {
+            books.pool.shrink(&mut table.blocks, 0);
+            table.give_back_slots(books);
+        });
+        let pool = self.pool.clone();
+        let mut books = pool.lock();
+        books.n_promised -= promised;
+        if self.n_promised.is_some() {
+            books.slots.forget_promise();
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use crate::ledger::Ledger;
 use crate::request::lock;
 use crate::runner::{Choice, Runner, StepOut};
 use crate::sampling::SamplingRow;
+use crate::slots::SlotCounts;
 use crate::step::{StepRequest, Want};
 use refrain_graph::{Plan, StepKind};
 use refrain_models::Model;
@@ -64,22 +65,45 @@ impl SequenceState {
     }
 
     /// Makes another sequence hold the same tokens, as far as they fill blocks, in the same blocks.
+    /// A recurrent state is that behind all tokens, so nothing of such a sequence is shared.
     pub(crate) fn share_with(&self, to: &mut SequenceState) {
+        if self.table.has_slots() {
+            return to.clear();
+        }
         let n_tokens = self.table.fork(self.tokens.len().min(to.context), &mut to.table);
         to.tokens = self.tokens[..n_tokens].to_vec();
+    }
+
+    /// Tokens behind what it holds, for a step.
+    pub(crate) fn request<'a>(&'a self, tokens: &'a [u32], want: Want<'a>) -> StepRequest<'a> {
+        let (start, table, slots) = (self.tokens.len(), self.table.blocks(), self.table.slot_row());
+        StepRequest { tokens, start, table, slots, want }
+    }
+
+    /// Notes that a step has evaluated the next tokens. It holds them once they are added.
+    pub(crate) fn evaluated(&mut self, n_tokens: usize) {
+        let start = self.tokens.len();
+        if let Some(slots) = self.table.slots_mut() {
+            slots.evaluated(start, start + n_tokens);
+        }
     }
 
     /// Keeps what it holds of a prompt's beginning, and prepares for writing behind it.
     pub(crate) fn begin(&mut self, prompt: &[u32]) {
         let n_held = self.table.write_from(self.n_cached(prompt));
         self.tokens.truncate(n_held);
+        if let Some(slots) = self.table.slots_mut() {
+            slots.cut(n_held);
+        }
     }
 
     /// How many tokens of a prompt's beginning are in the cache and need not be evaluated again. Never all of them: the
     /// token after the prompt is chosen from what comes out of its last one.
     pub fn n_cached(&self, prompt: &[u32]) -> usize {
         let shared = self.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
-        shared.min(prompt.len().saturating_sub(1))
+        let n_cached = shared.min(prompt.len().saturating_sub(1));
+        // A recurrent state goes on behind all of its tokens, behind its last prompt, or from the beginning.
+        self.table.most_kept(n_cached, self.tokens.len())
     }
 }
 
@@ -101,7 +125,8 @@ impl Core {
     /// A core whose sequences hold at most `context` positions.
     pub fn new(runner: Box<dyn Runner>, context: usize) -> Core {
         let kv = *runner.kv();
-        let blocks = SharedPool::new(BlockPool::new(kv.n_blocks, kv.kv_block), kv.max_blocks);
+        let pool = BlockPool::new(kv.n_blocks, kv.kv_block);
+        let blocks = SharedPool::with_slots(pool, kv.max_blocks, kv.n_slots);
         let context = context.min(kv.max_blocks * kv.kv_block);
         let out = StepOut::default();
         Core { runner, blocks, ledger: Ledger::new(), context, out, following: None }
@@ -161,10 +186,10 @@ impl Core {
             if let Some(table) = self.blocks.reserve(context) {
                 break table;
             }
-            let (n_blocks, max_blocks) = self.blocks.size_for(context);
+            let (n_blocks, max_blocks, n_slots) = self.blocks.size_for(context);
             self.settle();
-            self.runner.resize(n_blocks, max_blocks)?;
-            self.blocks.extend(n_blocks, max_blocks);
+            self.runner.resize(n_blocks, max_blocks, n_slots)?;
+            self.blocks.extend(n_blocks, max_blocks, n_slots);
         };
         Ok(SequenceState::new(table, context))
     }
@@ -172,6 +197,11 @@ impl Core {
     /// How many KV blocks are free, cached and used.
     pub fn block_counts(&self) -> BlockCounts {
         self.blocks.counts()
+    }
+
+    /// How many slots of recurrent states are free.
+    pub fn slot_counts(&self) -> SlotCounts {
+        self.blocks.slot_counts()
     }
 
     pub(crate) fn blocks(&self) -> &SharedPool {
@@ -216,7 +246,8 @@ impl Core {
         check_prompt(self.model(), prompt, sequence.context)?;
         self.settle();
         sequence.begin(prompt);
-        Ok(sequence.table.fit(prompt.len())?)
+        sequence.table.fit(prompt.len())?;
+        self.restore(sequence)
     }
 
     /// Evaluates the next piece of a prompt that was begun, and chooses a token after the last one.
@@ -232,9 +263,9 @@ impl Core {
         let end = prompt.len().min(start + self.runner.max_tokens());
         let is_last = end == prompt.len();
         let want = if is_last { Want::Sample(row) } else { Want::Nothing };
-        let request =
-            StepRequest { tokens: &prompt[start..end], start, table: sequence.table.blocks(), want };
+        let request = sequence.request(&prompt[start..end], want);
         self.step(StepKind::Prompt, &[request], &[&sequence.ledger])?;
+        sequence.evaluated(end - start);
         let choice = self.take_choices().next().flatten().transpose()?;
         sequence.tokens.extend_from_slice(&prompt[start..end]);
         Ok(choice.map(|choice| choice.chosen))
@@ -253,9 +284,11 @@ impl Core {
         self.settle();
         let start = sequence.tokens.len();
         sequence.table.fit(start + tokens.len())?;
+        self.restore(sequence)?;
         let want = if n_rows == 0 { Want::Nothing } else { Want::Logits { n_rows } };
-        let request = StepRequest { tokens, start, table: sequence.table.blocks(), want };
+        let request = sequence.request(tokens, want);
         self.step(StepKind::Prompt, &[request], &[&sequence.ledger])?;
+        sequence.evaluated(tokens.len());
         sequence.tokens.extend_from_slice(tokens);
         Ok(if n_rows == 0 { &[] } else { &self.out.logits })
     }
@@ -275,6 +308,40 @@ impl Core {
             into.clear();
         }
         done
+    }
+
+    /// Keeps the recurrent state behind a prompt, in a sequence that has room for that: a conversation whose answer is told
+    /// differently goes on from here.
+    pub(crate) fn keep_state(&mut self, sequence: &mut SequenceState) -> Result<(), EngineError> {
+        let n_tokens = sequence.tokens.len();
+        match sequence.table.slots_mut().and_then(|slots| slots.keep(n_tokens)) {
+            Some(copy) => self.runner.copy_slot(copy),
+            None => Ok(()),
+        }
+    }
+
+    /// Puts a kept recurrent state back, and evaluates what a sequence holds again where its recurrent state has gone further: steps were sent ahead that nobody
+    /// took. Nothing may be under way, and the sequence has its blocks.
+    pub(crate) fn restore(&mut self, sequence: &mut SequenceState) -> Result<(), EngineError> {
+        let n_tokens = sequence.tokens.len();
+        if let Some(copy) = sequence.table.slots_mut().and_then(|slots| slots.resume(n_tokens)) {
+            self.runner.copy_slot(copy)?;
+        }
+        if sequence.table.holds_state(n_tokens) {
+            return Ok(());
+        }
+        let tokens = std::mem::take(&mut sequence.tokens);
+        for piece in tokens.chunks(self.max_tokens()) {
+            let request = sequence.request(piece, Want::Nothing);
+            if let Err(error) = self.step(StepKind::Prompt, &[request], &[&sequence.ledger]) {
+                // It holds what it did, and still without its state.
+                sequence.tokens = tokens;
+                return Err(error);
+            }
+            sequence.evaluated(piece.len());
+            sequence.tokens.extend_from_slice(piece);
+        }
+        Ok(())
     }
 
     /// The most tokens that one step takes.

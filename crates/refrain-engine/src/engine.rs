@@ -8,6 +8,7 @@ use crate::mailbox::{Call, Mailbox};
 use crate::request::{Request, RequestId, Sequence};
 use crate::runner::Runner;
 use crate::serve::{Server, Submitted, serve};
+use crate::slots::SlotCounts;
 use crate::stream::{Channel, TokenStream};
 use refrain_graph::Plan;
 use refrain_models::Model;
@@ -40,6 +41,8 @@ pub struct EngineLoad {
     pub n_preempted: u64,
     /// KV blocks.
     pub blocks: BlockCounts,
+    /// Recurrent states, where the model has such.
+    pub slots: SlotCounts,
 }
 
 /// A model on a device, served by a thread of its own. Cloning gives another handle to the same engine.

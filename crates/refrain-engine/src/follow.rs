@@ -12,9 +12,9 @@ use crate::core::{Chosen, Core, SequenceState, check_tokens};
 use crate::error::EngineError;
 use crate::ledger::Ledger;
 use crate::request::lock;
-use crate::runner::{RunRow, RunShape};
+use crate::runner::{RunProgress, RunRow, RunShape};
 use crate::sampling::SamplingRow;
-use crate::step::{StepRequest, Want};
+use crate::step::Want;
 use refrain_graph::{Committed, CommittedStep, Ran, StepFlags, StepKind};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -53,10 +53,9 @@ impl FollowRow<'_> {
     }
 
     fn run_row(&self) -> RunRow<'_> {
-        let (tokens, table) = (std::slice::from_ref(&self.token), self.sequence.table.blocks());
-        let start = self.sequence.tokens.len();
+        let tokens = std::slice::from_ref(&self.token);
         RunRow {
-            request: StepRequest { tokens, start, table, want: Want::Sample(self.row) },
+            request: self.sequence.request(tokens, Want::Sample(self.row)),
             n_positions: self.sequence.context,
             n_choices: self.n_wanted(),
             end: self.ahead.end,
@@ -86,12 +85,10 @@ pub struct FollowedStep {
 /// As [`FollowedStep`] has them.
 type Choices = Vec<Option<Result<Chosen, EngineError>>>;
 
-/// Who is in which row of the run.
+/// Who is in which row of the run. How far the run is the runner knows ([`RunProgress`]).
 pub(crate) struct Following {
     rows: Vec<Option<FollowedRow>>,
     shape: RunShape,
-    n_sent: u64,
-    n_taken: u64,
     /// How many may be under way.
     most: usize,
     /// When the last result came, while others were under way.
@@ -147,6 +144,11 @@ impl FollowedRow {
         self.is_at(row.sequence, row.token) && self.end == row.ahead.end && self.rules.has_rules_of(row.row)
     }
 
+    /// Steps under way that it takes part in.
+    fn n_left(&self, run: RunProgress) -> u64 {
+        run.n_sent.saturating_sub(run.n_taken.max(self.first))
+    }
+
     /// Positions that it needs for `n_sent` steps of the run.
     fn n_positions(&self, n_sent: u64) -> usize {
         let n_steps = usize::try_from(n_sent.saturating_sub(self.first)).unwrap_or(usize::MAX);
@@ -155,19 +157,10 @@ impl FollowedRow {
 }
 
 impl Following {
-    fn n_under_way(&self) -> usize {
-        (self.n_sent - self.n_taken) as usize
-    }
-
     /// The row that a sequence is in, if its next step is the one that is asked for.
     fn find(&self, row: &FollowRow<'_>) -> Option<usize> {
         let at = row.sequence.run_row;
         self.rows.get(at)?.as_ref().is_some_and(|followed| followed.is_for(row)).then_some(at)
-    }
-
-    /// Steps under way that a row takes part in.
-    fn n_left(&self, row: &FollowedRow) -> u64 {
-        self.n_sent - self.n_taken.max(row.first).min(self.n_sent)
     }
 }
 
@@ -231,10 +224,10 @@ impl Core {
                 if let [row] = rows {
                     lock(&row.sequence.ledger).failed(StepKind::Decode, took, &reason);
                 }
-                let following = self.following.take();
+                let (following, run) = (self.following.take(), self.runner.progress());
                 // A second error of the same run says nothing new; what it left under way is not in the ledger.
                 if let (Ok(n), Some(following)) = (self.runner.finish(), following) {
-                    self.enter_unused(&following, n as u64);
+                    self.enter_unused(&following, run, n as u64);
                 }
                 Err(error)
             }
@@ -245,8 +238,9 @@ impl Core {
     /// other call of the core does so first.
     pub fn settle(&mut self) {
         let Some(following) = self.following.take() else { return };
+        let run = self.runner.progress();
         match self.runner.finish() {
-            Ok(n) => self.enter_unused(&following, n as u64),
+            Ok(n) => self.enter_unused(&following, run, n as u64),
             // Whoever goes on hears of it again if it still matters.
             Err(error) => {
                 let reason = error.reason();
@@ -272,7 +266,7 @@ impl Core {
 
     /// Whether steps are under way that evaluate this token of a sequence.
     pub(crate) fn is_ahead_of(&self, sequence: &SequenceState, token: u32) -> bool {
-        let under_way = self.following.as_ref().filter(|following| following.n_under_way() > 0);
+        let under_way = self.following.as_ref().filter(|_| self.runner.progress().n_under_way() > 0);
         under_way.is_some_and(|f| f.rows.iter().flatten().any(|row| row.is_at(sequence, token)))
     }
 
@@ -284,16 +278,15 @@ impl Core {
         let (places, sends) = self.place(rows, sends)?;
         match sends {
             Sends::Ahead => self.top_up(rows, &places)?,
-            Sends::Nothing if self.following.as_ref().is_none_or(|f| f.n_under_way() == 0) => {
+            Sends::Nothing if self.following.is_none() || self.runner.progress().n_under_way() == 0 => {
                 return Ok((rows.iter().map(|_| None).collect(), None));
             }
             Sends::Nothing => {}
         }
+        let step = self.runner.progress().n_taken;
         let CommittedStep { rows: committed, ran } = self.runner.take()?;
         let Some(following) = &mut self.following else { return Err(EngineError::NoRun) };
-        let step = following.n_taken;
-        following.n_taken += 1;
-        following.last = (following.n_under_way() > 0).then(Instant::now);
+        following.last = (self.runner.progress().n_under_way() > 0).then(Instant::now);
         let kv_dtype = self.runner.kv().dtype;
         let mut choices = Vec::with_capacity(rows.len());
         for (of, place) in rows.iter_mut().zip(places) {
@@ -311,6 +304,10 @@ impl Core {
                 true => Err(EngineError::NonFinite { position, kv_dtype }),
                 false => {
                     of.sequence.tokens.push(of.token);
+                    // The device has not gone on behind its end.
+                    if let Some(slots) = of.sequence.table.slots_mut().filter(|_| row.has_ended) {
+                        slots.ended_at(position + 1);
+                    }
                     Ok(Chosen { token, logprob })
                 }
             }));
@@ -339,7 +336,8 @@ impl Core {
                 places.iter().flatten().for_each(|at| is_there[*at] = true);
                 let is_stale = |at: &usize| following.rows[*at].is_some() && !is_there[*at];
                 let stale: Vec<usize> = (0..following.rows.len()).filter(is_stale).collect();
-                let (is_fitting, n_under_way) = (following.shape == shape, following.n_under_way());
+                let (is_fitting, n_under_way) =
+                    (following.shape == shape, self.runner.progress().n_under_way());
                 stale.into_iter().try_for_each(|at| self.clear_row(at))?;
                 if sends == Sends::Ahead && is_fitting {
                     for (row, place) in rows.iter_mut().zip(&mut places).filter(|(_, place)| place.is_none())
@@ -359,6 +357,7 @@ impl Core {
         }
         for (at, FollowRow { sequence, row, token, .. }) in rows.iter_mut().enumerate() {
             sequence.table.fit(sequence.tokens.len() + 1)?;
+            self.restore(sequence)?;
             sequence.run_row = at;
             advance(sequence, *token, row);
         }
@@ -366,7 +365,7 @@ impl Core {
         let most = self.runner.begin(&run_rows, shape)?;
         let mut followed: Vec<_> = rows.iter().map(|row| Some(FollowedRow::new(row, 0))).collect();
         followed.resize_with(shape.n_rows.max(rows.len()), || None);
-        self.following = Some(Following { rows: followed, shape, n_sent: 0, n_taken: 0, most, last: None });
+        self.following = Some(Following { rows: followed, shape, most, last: None });
         Ok(((0..rows.len()).map(Some).collect(), Sends::Ahead))
     }
 
@@ -378,7 +377,7 @@ impl Core {
         advance(row.sequence, row.token, row.row);
         self.runner.set_row(at, &row.run_row())?;
         row.sequence.run_row = at;
-        following.rows[at] = Some(FollowedRow::new(row, following.n_sent));
+        following.rows[at] = Some(FollowedRow::new(row, self.runner.progress().n_sent));
         Ok(at)
     }
 
@@ -386,18 +385,19 @@ impl Core {
     fn clear_row(&mut self, at: usize) -> Result<(), EngineError> {
         let Some(following) = &mut self.following else { return Ok(()) };
         let Some(row) = following.rows[at].take() else { return Ok(()) };
-        lock(&row.ledger).unused(StepKind::Decode, following.n_left(&row));
+        lock(&row.ledger).unused(StepKind::Decode, row.n_left(self.runner.progress()));
         self.runner.clear_row(at)
     }
 
     /// Sends steps, in batches: half of what may be under way is left when the device is given more.
     fn top_up(&mut self, rows: &mut [FollowRow<'_>], places: &[Option<usize>]) -> Result<(), EngineError> {
         let Some(following) = &mut self.following else { return Err(EngineError::NoRun) };
-        let under_way = following.n_under_way();
+        let run = self.runner.progress();
+        let under_way = run.n_under_way();
         // Until the last of them has what it wants; those that want less end by themselves.
         let n_wanted = |(row, place): (&FollowRow<'_>, &Option<usize>)| {
             let first = place.and_then(|at| following.rows[at].as_ref()).map_or(0, |row| row.first);
-            row.n_wanted().saturating_add(first.saturating_sub(following.n_taken) as usize)
+            row.n_wanted().saturating_add(first.saturating_sub(run.n_taken) as usize)
         };
         let longest = rows.iter().zip(places).map(n_wanted).max().unwrap_or(1);
         let most = following.most.min(longest);
@@ -405,7 +405,7 @@ impl Core {
             return Ok(());
         }
         let mut n = most - under_way;
-        if let Err(error) = following.cover(rows, places, n) {
+        if let Err(error) = following.cover(rows, places, run.n_sent + n as u64) {
             // Others hold the rest: what is under way will do, or one step at a time.
             if under_way > 0 {
                 return Ok(());
@@ -414,14 +414,18 @@ impl Core {
                 return Err(error);
             }
             n = 1;
-            following.cover(rows, places, n)?;
+            following.cover(rows, places, run.n_sent + n as u64)?;
         }
         for (row, at) in rows.iter().zip(places).filter_map(|(row, at)| Some((row, (*at)?))) {
             self.runner.set_table(at, row.sequence.table.blocks())?;
         }
-        self.runner.send(n)?;
-        following.n_sent += n as u64;
-        Ok(())
+        for (row, place) in rows.iter_mut().zip(places) {
+            let followed = place.and_then(|at| following.rows[at].as_ref());
+            if let (Some(slots), Some(followed)) = (row.sequence.table.slots_mut(), followed) {
+                slots.may_reach(followed.n_positions(run.n_sent + n as u64));
+            }
+        }
+        self.runner.send(n)
     }
 
     /// Enters a step that was taken: for all, and for each whose it was.
@@ -450,25 +454,25 @@ impl Core {
     }
 
     /// Enters steps of a run that is over and that nobody took.
-    fn enter_unused(&mut self, following: &Following, n: u64) {
+    fn enter_unused(&mut self, following: &Following, run: RunProgress, n: u64) {
         self.ledger.unused(StepKind::Decode, n);
         for row in following.rows.iter().flatten() {
-            lock(&row.ledger).unused(StepKind::Decode, n.min(following.n_left(row)));
+            lock(&row.ledger).unused(StepKind::Decode, n.min(row.n_left(run)));
         }
     }
 }
 
 impl Following {
-    /// Has blocks for `n` more steps of each.
+    /// Has blocks for the first `n_sent` steps of each.
     fn cover(
         &self,
         rows: &mut [FollowRow<'_>],
         places: &[Option<usize>],
-        n: usize,
+        n_sent: u64,
     ) -> Result<(), EngineError> {
         for (row, place) in rows.iter_mut().zip(places) {
             if let Some(followed) = place.and_then(|at| self.rows[at].as_ref()) {
-                row.sequence.table.cover(followed.n_positions(self.n_sent + n as u64))?;
+                row.sequence.table.cover(followed.n_positions(n_sent))?;
             }
         }
         Ok(())

@@ -28,6 +28,7 @@
 #![forbid(unsafe_code)]
 
 mod blocks; // who owns which part of the cache
+mod slots; // who has which recurrent state
 mod sampling; // how a token is chosen
 mod step; // what a step is asked
 mod runner; // one step on one device
@@ -53,8 +54,9 @@ pub use ledger::{Ledger, Tally};
 pub use perplexity::{Perplexity, PerplexityOptions, perplexity};
 pub use refrain_graph::StepKind;
 pub use request::{AdapterId, FinishReason, Pace, Request, RequestId, Sequence, TokenEvent};
-pub use runner::{BackendRunner, Choice, RunRow, RunShape, Runner, RunnerOptions, StepOut};
+pub use runner::{BackendRunner, Choice, RunProgress, RunRow, RunShape, Runner, RunnerOptions, StepOut};
 pub use sampling::{HISTORY, MAX_BIAS, MAX_TOP, SamplingError, SamplingParams, SamplingRow};
+pub use slots::{SlotCopy, SlotCounts};
 pub use step::{StepRequest, Want, step_kind};
 pub use stop::{StopFilter, Verdict};
 pub use stream::TokenStream;

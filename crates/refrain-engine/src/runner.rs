@@ -3,11 +3,12 @@
 use crate::core::Chosen;
 use crate::error::EngineError;
 use crate::sampling::MAX_TOP;
+use crate::slots::{N_PAIR, SlotCopy};
 use crate::step::{
     StepRequest, Want, bucket, choice_rows, decode_spec, fill, fill_row, history_places, sample_head, spec,
 };
 use refrain_graph::{Backend, CommittedStep, ControlBlock, Feedback, Io, Plan, Ran, RowLimits, Run};
-use refrain_graph::{RunError, StepFlags, StepInputs, fuse};
+use refrain_graph::{RunError, StateEdit, StateId, StateKind, StepFlags, StepInputs, fuse};
 use refrain_models::{KvSpec, Model, StepSpec};
 use refrain_tensor::DType;
 use std::borrow::Cow;
@@ -93,6 +94,8 @@ pub trait Runner: Send {
     fn send(&mut self, n: usize) -> Result<(), EngineError>;
     /// Waits for the oldest step of the run that was not taken yet. After an error the run must be finished.
     fn take(&mut self) -> Result<CommittedStep, EngineError>;
+    /// How far the run is; nothing of it was sent or taken where there is none.
+    fn progress(&self) -> RunProgress;
     /// Ends the run, if there is one: waits until no step of it is under way, and says how many nobody took.
     fn finish(&mut self) -> Result<usize, EngineError>;
     /// The plan of a step over `n_tokens` tokens that ends in sampling.
@@ -103,17 +106,35 @@ pub trait Runner: Send {
     fn layouts(&self) -> Vec<(String, usize)>;
     /// The cache's measures.
     fn kv(&self) -> &KvSpec;
-    /// Makes the cache `n_blocks` large and block tables `max_blocks` wide, and keeps what the cache holds. No run may
+    /// Makes the cache `n_blocks` large, block tables `max_blocks` wide and recurrent states `n_slots` long, and keeps what they hold. No run may
     /// be under way. Steps are compiled again when they are next needed.
     ///
     /// After [`EngineError::CannotGrow`] all is as it was.
-    fn resize(&mut self, n_blocks: usize, max_blocks: usize) -> Result<(), EngineError>;
+    fn resize(&mut self, n_blocks: usize, max_blocks: usize, n_slots: usize) -> Result<(), EngineError>;
+    /// Copies one slot of every recurrent state onto another, behind the steps that were sent.
+    fn copy_slot(&mut self, copy: SlotCopy) -> Result<(), EngineError>;
     /// The model.
     fn model(&self) -> &Arc<Model>;
     /// The most tokens a step may have.
     fn max_tokens(&self) -> usize;
     /// The most sequences a step may have.
     fn max_seqs(&self) -> usize;
+}
+
+/// Steps of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RunProgress {
+    /// Steps that were sent.
+    pub n_sent: u64,
+    /// Steps among them that were taken.
+    pub n_taken: u64,
+}
+
+impl RunProgress {
+    /// Steps that were sent and not taken.
+    pub fn n_under_way(self) -> usize {
+        self.n_sent.saturating_sub(self.n_taken) as usize
+    }
 }
 
 /// How a runner is laid out.
@@ -131,6 +152,9 @@ pub struct RunnerOptions {
     pub max_tokens: usize,
     /// The most sequences in a step.
     pub max_seqs: usize,
+    /// Sequences that may have recurrent states at once, where the model has recurrent layers; each is many times as large
+    /// as a KV block. 0: as many as the cache makes likely.
+    pub n_recurrent: usize,
 }
 
 impl Default for RunnerOptions {
@@ -142,6 +166,7 @@ impl Default for RunnerOptions {
             kv_dtype: DType::F16,
             max_tokens: 256,
             max_seqs: 64,
+            n_recurrent: 0,
         }
     }
 }
@@ -169,6 +194,8 @@ struct Prepared<B: Backend> {
     inputs: StepInputs,
 }
 
+/// KV blocks that a sequence is likely to hold: for each so many there is room for a recurrent state.
+const LIKELY_BLOCKS: usize = 8;
 /// Steps that are kept compiled where there are no buckets: decode, full prompt pieces, and some of the sizes that prompts
 /// ended in.
 const MIN_COMPILED: usize = 8;
@@ -199,11 +226,19 @@ impl<B: Backend> BackendRunner<B> {
     ) -> Result<BackendRunner<B>, EngineError> {
         let max_blocks = options.context.div_ceil(options.kv_block);
         let n_blocks = options.n_positions.div_ceil(options.kv_block).max(max_blocks);
-        let kv = KvSpec { n_blocks, kv_block: options.kv_block, max_blocks, dtype: options.kv_dtype };
-        let states = backend.allocate(&model.states(&kv))?;
         let most = |buckets: &[usize]| buckets.last().copied().unwrap_or(usize::MAX).max(1);
         let max_tokens = options.max_tokens.clamp(1, most(backend.buckets()));
         let max_seqs = options.max_seqs.clamp(1, most(backend.row_buckets()).min(max_tokens));
+        let n_recurrent = match (model.has_slots(), options.n_recurrent) {
+            (false, _) => 0,
+            (true, 0) => max_seqs.min((n_blocks / LIKELY_BLOCKS).max(1)),
+            (true, n) => n,
+        };
+        // One of them may be opened, which takes one more.
+        let n_slots = if n_recurrent == 0 { 0 } else { N_PAIR * n_recurrent + 1 };
+        let kv =
+            KvSpec { n_blocks, kv_block: options.kv_block, max_blocks, n_slots, dtype: options.kv_dtype };
+        let states = backend.allocate(&model.states(&kv))?;
         Ok(BackendRunner {
             backend,
             model,
@@ -426,6 +461,14 @@ where
         Ok(step)
     }
 
+    fn progress(&self) -> RunProgress {
+        let run = self.run.as_ref().map(|(_, run)| run);
+        run.map_or_else(RunProgress::default, |run| RunProgress {
+            n_sent: run.n_sent(),
+            n_taken: run.n_taken(),
+        })
+    }
+
     fn finish(&mut self) -> Result<usize, EngineError> {
         if self.run.is_none() {
             return Ok(0);
@@ -454,9 +497,9 @@ where
         &self.kv
     }
 
-    fn resize(&mut self, n_blocks: usize, max_blocks: usize) -> Result<(), EngineError> {
-        let kv = KvSpec { n_blocks, max_blocks, ..self.kv };
-        if n_blocks != self.kv.n_blocks {
+    fn resize(&mut self, n_blocks: usize, max_blocks: usize, n_slots: usize) -> Result<(), EngineError> {
+        let kv = KvSpec { n_blocks, max_blocks, n_slots, ..self.kv };
+        if (n_blocks, n_slots) != (self.kv.n_blocks, self.kv.n_slots) {
             self.backend.resize(&mut self.states, &self.model.states(&kv)).map_err(|error| match error {
                 RunError::CannotResize { backend } => {
                     EngineError::CannotGrow { backend, has: self.kv.n_blocks, need: n_blocks }
@@ -467,6 +510,14 @@ where
         self.kv = kv;
         self.compiled.clear();
         Ok(())
+    }
+
+    fn copy_slot(&mut self, SlotCopy { from, to }: SlotCopy) -> Result<(), EngineError> {
+        let states = self.model.states(&self.kv);
+        let in_slots = states.iter().enumerate().filter(|(_, state)| state.kind == StateKind::Slots);
+        let copy = |(idx, _)| StateEdit::Copy { state: StateId::from_idx(idx), from: from..from + 1, to };
+        let edits: Vec<StateEdit> = in_slots.map(copy).collect();
+        Ok(self.backend.edit_states(&mut self.states, &edits)?)
     }
 
     fn model(&self) -> &Arc<Model> {

@@ -9,7 +9,7 @@ use crate::request::{FinishReason, HeldSequence, Request, RequestId, TokenEvent}
 use crate::runner::Choice;
 use crate::sampling::SamplingRow;
 use crate::schedule::{ActiveRequest, ScheduleLimits, Scheduler, StepRow};
-use crate::step::{StepRequest, Want, step_kind};
+use crate::step::{Want, step_kind};
 use crate::stream::{Channel, Demand};
 use refrain_graph::StepKind;
 use std::any::Any;
@@ -68,7 +68,8 @@ impl Submitted {
         let mut active =
             ActiveRequest::new(id, request.prompt.clone(), n_positions.min(state.context), state);
         (active.priority, active.user) = (request.priority, request.user);
-        active.shares = held.is_none();
+        // A recurrent state cannot be shared: it is that behind all tokens.
+        active.shares = held.is_none() && !active.state.table.has_slots();
         if active.shares {
             // KV depends on the adapter too.
             active.state.table.set_root(request.adapter.map_or(0, |adapter| 1 + u64::from(adapter.0)));
@@ -95,7 +96,7 @@ impl Server {
     pub(crate) fn load(&self) -> EngineLoad {
         let (n_running, n_waiting) = self.scheduler.n_running_and_waiting();
         let (n_preempted, blocks) = (self.scheduler.n_preempted(), self.core.block_counts());
-        EngineLoad { n_running, n_waiting, n_preempted, blocks }
+        EngineLoad { n_running, n_waiting, n_preempted, blocks, slots: self.core.slot_counts() }
     }
 
     /// Serves until nobody is left, or until the device is lost.
@@ -253,6 +254,7 @@ impl Server {
             let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
                 unreachable!("{} was scheduled", row.id)
             };
+            self.core.restore(&mut active.state)?;
             let end = active.state.tokens.len() + row.n_tokens;
             job.row.advance(end, &active.tokens[..end]);
         }
@@ -265,13 +267,19 @@ impl Server {
             let start = active.state.tokens.len();
             let tokens = &active.tokens[start..start + row.n_tokens];
             let want = if row.chooses { Want::Sample(&job.row) } else { Want::Nothing };
-            requests.push(StepRequest { tokens, start, table: active.state.table.blocks(), want });
+            requests.push(active.state.request(tokens, want));
             ledgers.push(&active.state.ledger);
             is_prompt = job.n_chosen == 0;
         }
         // The last token of a prompt looks like a decoded one.
         let kind = if rows.len() == 1 && is_prompt { StepKind::Prompt } else { step_kind(&requests) };
-        self.core.step(kind, &requests, &ledgers)
+        let took = self.core.step(kind, &requests, &ledgers)?;
+        for row in rows {
+            if let Some(active) = self.scheduler.get(row.id) {
+                active.state.evaluated(row.n_tokens);
+            }
+        }
+        Ok(took)
     }
 
     /// Passes on what a step came to for one request.
@@ -290,6 +298,12 @@ impl Server {
         let (Some(active), Some(job)) = (self.scheduler.get(row.id), self.jobs.get_mut(&row.id)) else {
             return Ok(());
         };
+        if choice.is_some()
+            && job.n_chosen == 0
+            && let Err(error) = self.core.keep_state(&mut active.state)
+        {
+            return self.failed(mailbox, row.id, error);
+        }
         let (demand, finish) = match choice {
             Some(choice) => job.chosen(choice, took, &active.state),
             None => (job.evaluated(active.state.tokens.len(), took), None),

@@ -29,6 +29,8 @@ pub struct StepRequest<'a> {
     pub start: usize,
     /// The sequence's KV blocks.
     pub table: &'a [u32],
+    /// Its slots in the states of recurrent layers, as [`refrain_graph::Recurrent`] reads them; negative where it has none.
+    pub slots: [i32; 2],
     /// What to compute.
     pub want: Want<'a>,
 }
@@ -155,6 +157,9 @@ pub(crate) fn fill(
     if let Some(tables) = inputs.tables {
         filler.padded_rows(tables, requests.iter().map(|r| r.table))?;
     }
+    if let Some(slots) = inputs.slots {
+        filler.padded(slots, requests.iter().flat_map(|r| r.slots))?;
+    }
     if let Some(rows) = inputs.rows {
         let ends = requests.iter().scan(0, |end, r| {
             *end += r.tokens.len();
@@ -197,6 +202,9 @@ pub(crate) fn fill_row(
     if let Some(tables) = inputs.tables {
         filler.padded_row(tables, row, bytemuck::cast_slice(request.table))?;
     }
+    if let Some(slots) = inputs.slots {
+        filler.row(slots, row, &request.slots)?;
+    }
     match &inputs.sampling {
         Some(sampling) => fill_sampling(&mut filler, sampling, row, chosen_by),
         None => Ok(()),
@@ -220,6 +228,7 @@ fn fill_sampling(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::blocks::NO_SLOTS;
     use refrain_graph::{GraphBuilder, Plan, PlanOptions, TensorType};
 
     #[test]
@@ -242,11 +251,13 @@ mod tests {
         let rows = Some(input("d", 2));
         let shape = StepShape { kind: StepKind::Prompt, n_tokens: 4, n_seqs: 1, n_choices: 2 };
         let (tables, adapters, sampling, logits) = (None, None, None, None);
-        let inputs = StepInputs { shape, tokens, positions, seqs, tables, adapters, rows, sampling, logits };
+        let slots = None;
+        let inputs =
+            StepInputs { shape, tokens, positions, seqs, tables, slots, adapters, rows, sampling, logits };
         let plan = Plan::new(&b.finish(), PlanOptions { align: 16, ..PlanOptions::default() }).unwrap();
         let mut control = ControlBlock::new(plan.control());
         let want = Want::Logits { n_rows: 2 };
-        let request = StepRequest { tokens: &[7, 8, 9], start: 20, table: &[0], want };
+        let request = StepRequest { tokens: &[7, 8, 9], start: 20, table: &[0], slots: NO_SLOTS, want };
         fill(&inputs, &mut control, &[request]).unwrap();
         let words: &[i32] = bytemuck::cast_slice(control.bytes());
         assert_eq!(words[..4], [7, 8, 9, -1]);
@@ -254,8 +265,10 @@ mod tests {
         assert_eq!(words[12..14], [1, 2]);
         // A piece of a prompt that goes on, and a decoded token behind it.
         let row = SamplingRow::new(&crate::SamplingParams::greedy());
-        let piece = StepRequest { tokens: &[5, 6], start: 3, table: &[1], want: Want::Nothing };
-        let last = StepRequest { tokens: &[4], start: 9, table: &[2], want: Want::Sample(&row) };
+        let piece =
+            StepRequest { tokens: &[5, 6], start: 3, table: &[1], slots: NO_SLOTS, want: Want::Nothing };
+        let last =
+            StepRequest { tokens: &[4], start: 9, table: &[2], slots: NO_SLOTS, want: Want::Sample(&row) };
         fill(&inputs, &mut control, &[piece, last]).unwrap();
         let words: &[i32] = bytemuck::cast_slice(control.bytes());
         assert_eq!(words[..4], [5, 6, 4, -1]);
@@ -270,8 +283,10 @@ mod tests {
     #[test]
     fn decoded_rows_have_their_buckets_and_mixed_steps_no_more_than_the_square_of_theirs() {
         let row = SamplingRow::new(&crate::SamplingParams::greedy());
-        let decode = StepRequest { tokens: &[4], start: 9, table: &[2], want: Want::Sample(&row) };
-        let piece = StepRequest { tokens: &[5; 20], start: 0, table: &[1], want: Want::Nothing };
+        let decode =
+            StepRequest { tokens: &[4], start: 9, table: &[2], slots: NO_SLOTS, want: Want::Sample(&row) };
+        let piece =
+            StepRequest { tokens: &[5; 20], start: 0, table: &[1], slots: NO_SLOTS, want: Want::Nothing };
         let shape = |requests: &[StepRequest<'_>], buckets: &[usize], rows: &[usize]| {
             let StepShape { kind, n_tokens, n_seqs, n_choices } = spec(requests, buckets, rows).shape;
             (kind, [n_tokens, n_seqs, n_choices])

@@ -314,7 +314,8 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
         let (mut tokens, mut row, mut n_table) = (vec![7, 8, 9, 1], SamplingRow::new(&params), 1);
         row.advance(START + 1, &tokens);
         let want = Want::Sample(&row);
-        let request = StepRequest { tokens: &tokens[START..], start: START, table: &table[..1], want };
+        let request =
+            StepRequest { tokens: &tokens[START..], start: START, table: &table[..1], slots: [-1; 2], want };
         let end = &[u32::MAX];
         let with = RunRow { request, n_positions: START + 300, n_choices: usize::MAX, end };
         let shape = runner.run_shape(1, window.min(START + 300));
@@ -337,7 +338,13 @@ fn a_step_that_follows_another_has_the_inputs_that_it_would_have_had_alone() {
             let n = START + i;
             row.advance(n + 1, &tokens[..=n]);
             let table = &table[..(n + 1).div_ceil(32)];
-            let request = StepRequest { tokens: &tokens[n..=n], start: n, table, want: Want::Sample(&row) };
+            let request = StepRequest {
+                tokens: &tokens[n..=n],
+                start: n,
+                table,
+                slots: [-1; 2],
+                want: Want::Sample(&row),
+            };
             runner.step(&[request], &mut StepOut::default()).unwrap();
             let alone = blocks.lock().unwrap().pop().unwrap();
             for name in ["tokens", "positions", "seqs", "tables", "params", "rng", "bias_ids", "bias"] {

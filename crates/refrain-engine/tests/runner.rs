@@ -100,7 +100,7 @@ fn the_same_number_of_tokens_with_another_head_is_another_step() {
     let mut out = StepOut::default();
     for want in [Want::Nothing, Want::Logits { n_rows: 1 }, Want::Logits { n_rows: 2 }, Want::Sample(&row)] {
         for _ in 0..2 {
-            let request = StepRequest { tokens: &[1, 2], start: 0, table: &[0], want };
+            let request = StepRequest { tokens: &[1, 2], start: 0, table: &[0], slots: [-1; 2], want };
             runner.step(&[request], &mut out).unwrap();
         }
     }
@@ -130,10 +130,10 @@ fn wider_tables_are_compiled_anew_and_a_cache_that_cannot_grow_stays_as_it_is() 
         layout.slot(layout.find("tables").unwrap()).ty.shape.n_elements()
     };
     assert_eq!(width(&mut runner), kv.max_blocks);
-    let error = runner.resize(kv.n_blocks + 2, kv.max_blocks).unwrap_err();
+    let error = runner.resize(kv.n_blocks + 2, kv.max_blocks, 0).unwrap_err();
     assert_eq!(error.to_string(), "the KV cache of counting has 1 blocks and cannot grow to 3");
     assert_eq!((width(&mut runner), n_compiled.load(Ordering::Relaxed)), (kv.max_blocks, 1));
-    runner.resize(kv.n_blocks, kv.max_blocks + 3).unwrap();
+    runner.resize(kv.n_blocks, kv.max_blocks + 3, 0).unwrap();
     assert_eq!((width(&mut runner), n_compiled.load(Ordering::Relaxed)), (kv.max_blocks + 3, 2));
     assert_eq!(runner.kv().max_blocks, kv.max_blocks + 3);
 }
@@ -158,7 +158,8 @@ fn a_larger_run_that_is_ready_serves_until_a_size_was_wanted_for_a_while() {
     // One step of so many sequences; how many rows it had, and how many sizes are compiled.
     let mut step = |n_seqs: usize| {
         let shape = runner.run_shape(n_seqs, 0);
-        let request = StepRequest { tokens: &[1], start: 3, table: &[0], want: Want::Sample(&row) };
+        let request =
+            StepRequest { tokens: &[1], start: 3, table: &[0], slots: [-1; 2], want: Want::Sample(&row) };
         let with = RunRow { request, n_positions: 32, n_choices: 9, end: &[] };
         runner.begin(&vec![with; n_seqs], shape).unwrap();
         runner.send(1).unwrap();

@@ -190,3 +190,32 @@ proptest! {
         prop_assert_eq!(ids, obvious_sentence_piece(&spec, &text));
     }
 }
+
+/// The words and ids of `transformers`, over a small vocabulary (`tools/qwen35_tokens.py`).
+#[test]
+fn text_is_cut_as_qwen_3_5_does_with_marks_inside_of_words() {
+    let data: serde_json::Value = serde_json::from_str(include_str!("data/qwen35_tokens.json")).unwrap();
+    let list = |key: &str| -> Vec<String> {
+        data[key].as_array().unwrap().iter().map(|text| text.as_str().unwrap().to_owned()).collect()
+    };
+    let tokenizer = |pre: &str| {
+        let spec = VocabSpec {
+            model: "gpt2".to_owned(),
+            pre: Some(pre.to_owned()),
+            tokens: list("tokens").into_iter().collect(),
+            merges: Some(list("merges").iter().map(String::as_str).collect()),
+            ..Default::default()
+        };
+        Tokenizer::from_spec(&spec).unwrap()
+    };
+    let (own, others) = (tokenizer("qwen35"), tokenizer("qwen2"));
+    let mut n_different = 0;
+    for case in data["cases"].as_array().unwrap() {
+        let text = case["text"].as_str().unwrap();
+        let want: Vec<u32> =
+            case["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
+        assert_eq!(own.encode(text, false, false).unwrap(), want, "{text:?}");
+        n_different += usize::from(others.encode(text, false, false).unwrap() != want);
+    }
+    assert!(n_different > 0, "Qwen 2 cuts all of it alike");
+}

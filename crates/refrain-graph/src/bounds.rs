@@ -42,6 +42,66 @@ pub struct PagedBound {
     label: String,
 }
 
+/// Slots of recurrent states that the rows of a step read and write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlotBound {
+    /// Position of each row.
+    pub positions: Field, // [n]
+    /// Sequence of each row.
+    pub seqs: Field, // [n]
+    /// The two slots of each sequence.
+    pub slots: Field, // [n_seqs, 2]
+    /// Slots there are.
+    pub n_slots: usize,
+    label: String,
+}
+
+impl SlotBound {
+    /// Sequences.
+    pub fn n_seqs(&self) -> usize {
+        self.slots.len / 2
+    }
+
+    /// The slot that a sequence's rows write to when the first of them has this position; negative where it has none.
+    pub fn written(&self, control: &[u8], seq: usize, first: usize) -> i32 {
+        self.slots.at(control, 2 * seq + (first + 1) % 2)
+    }
+
+    /// What is wrong with the rows: a number outside, or rows of one sequence that do not stand together.
+    fn find_bad(&self, control: &[u8]) -> Option<(&'static str, i64, usize)> {
+        let (mut before, mut highest) = (None, -1);
+        for row in 0..self.positions.len {
+            let (position, seq) = (self.positions.at(control, row), self.seqs.at(control, row));
+            if position < 0 {
+                before = None;
+                continue;
+            }
+            if seq < 0 || seq as usize >= self.n_seqs() {
+                return Some(("a sequence", seq.into(), self.n_seqs()));
+            }
+            let goes_on = before == Some((seq, position - 1));
+            before = Some((seq, position));
+            if goes_on {
+                continue;
+            }
+            // Rows mostly stand in the order of their sequences, so that nothing has to be searched.
+            let is_row_of = |r: usize| self.positions.at(control, r) >= 0 && self.seqs.at(control, r) == seq;
+            if seq <= highest && (0..row).any(is_row_of) {
+                return Some(("a sequence in two places", seq.into(), self.n_seqs()));
+            }
+            highest = highest.max(seq);
+            let slots = [0, 1].map(|version| self.slots.at(control, 2 * seq as usize + version));
+            if let Some(slot) = slots.iter().find(|&&s| s < 0 || s as usize >= self.n_slots) {
+                return Some(("a slot", (*slot).into(), self.n_slots));
+            }
+            if slots[0] == slots[1] {
+                return Some(("the second version of a slot", slots[1].into(), self.n_slots));
+            }
+        }
+        None
+    }
+}
+
 /// Documents that the rows of a step belong to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpanBound {
@@ -114,6 +174,8 @@ pub struct Bounds {
     pub paged: Vec<PagedBound>,
     /// Documents of rows.
     pub spans: Vec<SpanBound>,
+    /// Slots of rows.
+    pub slots: Vec<SlotBound>,
     /// States of which some rows are found through numbers that are not in the control block.
     pub computed: Vec<usize>,
 }
@@ -132,7 +194,8 @@ impl Bounds {
 
     /// Tokens of the step, as far as a cache sees them; 1 for a plan without one.
     pub fn n_tokens(&self) -> usize {
-        self.paged.iter().map(|p| p.positions.len).max().unwrap_or(1)
+        let (paged, slots) = (self.paged.iter().map(|p| p.positions), self.slots.iter().map(|s| s.positions));
+        paged.chain(slots).map(|positions| positions.len).max().unwrap_or(1)
     }
 
     fn add(&mut self, plan: &Plan, step: &Step, indexing: Indexing) {
@@ -145,6 +208,10 @@ impl Bounds {
             Indexing::Paged { cache, positions, reach } => {
                 let places = [&ins[positions], &ins[positions + 1], &ins[positions + 2]];
                 self.add_paged(plan, &ins[cache], places, reach, step);
+            }
+            Indexing::Slots { state, positions } => {
+                let places = [&ins[positions], &ins[positions + 1], &ins[positions + 2]];
+                self.add_slots(plan, &ins[state], places, step);
             }
             Indexing::Below { ids, limit } => self.add_ids(plan, &ins[ids], limit, step, true),
             Indexing::Spans { spans } => {
@@ -165,6 +232,30 @@ impl Bounds {
                 known.strict |= strict;
             }
             None => self.ids.push(IdBound { field, limit, strict, label: step.label.clone() }),
+        }
+    }
+
+    fn add_slots(
+        &mut self,
+        plan: &Plan,
+        state: &Operand,
+        [positions, seqs, slots]: [&Operand; 3],
+        step: &Step,
+    ) {
+        let found = (plan.field_of(positions), plan.field_of(seqs), plan.field_of(slots));
+        let (Some(positions), Some(seqs), Some(slots)) = found else {
+            if let Place::State(id) = plan.buffer(state.buffer).place {
+                self.computed.push(id.idx());
+            }
+            return;
+        };
+        let n_slots = state.layout.shape().dims()[0];
+        let same = |s: &&mut SlotBound| (s.positions, s.seqs, s.slots) == (positions, seqs, slots);
+        match self.slots.iter_mut().find(same) {
+            Some(known) => known.n_slots = known.n_slots.min(n_slots),
+            None => {
+                self.slots.push(SlotBound { positions, seqs, slots, n_slots, label: step.label.clone() });
+            }
         }
     }
 
@@ -215,6 +306,11 @@ impl Bounds {
         for spans in &self.spans {
             if let Some(got) = spans.find_bad(control) {
                 return out(&spans.label, "the span of a document", got, spans.n_rows());
+            }
+        }
+        for slots in &self.slots {
+            if let Some((what, got, limit)) = slots.find_bad(control) {
+                return out(&slots.label, what, got, limit);
             }
         }
         for p in &self.paged {

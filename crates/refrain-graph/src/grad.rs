@@ -363,6 +363,7 @@ impl<'b> Backward<'b> {
             Op::KvAppend | Op::Attention(_) => {
                 none("a paged cache is for generation; train with attention among the rows of a step")
             }
+            Op::Recurrent(_) => none("recurrent layers are for generation; they have no backward pass yet"),
             Op::Sample(_) => none("a choice is not smooth"),
             Op::Moe(_) => none(NO_EXPERTS),
             Op::Accumulate | Op::Train(TrainOp::AdamW(_)) => none("it changes a state"),

@@ -113,7 +113,8 @@ pub enum StateKind {
     /// Blocks of a paged cache, `[n_blocks, n_kv_heads, kv_block, ..]`: rows of heads, or their scales. A step writes rows
     /// that block tables name. Verified on spare blocks behind the pool.
     Paged,
-    /// One slot for each sequence, `[n_slots, ..]`: a step writes the slots of its sequences. Verified whole.
+    /// Slots of recurrent layers, `[n_slots, ..]`, two for each sequence: a step reads one and writes the other.
+    /// Verified on spare slots behind the pool.
     Slots,
     /// Parameters, moments, counters: a step may write all of it. Verified whole.
     Whole,
@@ -123,6 +124,11 @@ impl State {
     /// A paged cache.
     pub fn paged(name: impl Into<String>, ty: TensorType) -> State {
         State { name: name.into(), ty, kind: StateKind::Paged }
+    }
+
+    /// A state in slots.
+    pub fn slots(name: impl Into<String>, ty: TensorType) -> State {
+        State { name: name.into(), ty, kind: StateKind::Slots }
     }
 
     /// A state that a step may change as a whole.

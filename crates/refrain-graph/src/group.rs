@@ -468,6 +468,7 @@ impl Pass<'_> {
             | Op::KvAppend
             | Op::Sample(_)
             | Op::Accumulate
+            | Op::Recurrent(_)
             | Op::HostCall(_) => vec![None],
         }
     }

@@ -269,6 +269,7 @@ impl Op {
                 Ok(vec![inputs[0]])
             }
             Op::Moe(op) => op.infer(&rule),
+            Op::Recurrent(op) => op.infer(&rule),
             Op::Train(op) => op.infer(&rule),
             Op::HostCall(call) => {
                 let host = |e: crate::op::HostCallError| InferError::Host { op: rule.op, because: e.0 };

@@ -79,6 +79,9 @@ pub struct StepInputs {
     pub seqs: InputId, // [n_tokens] I32
     /// KV blocks of each sequence; -1 where there is none.
     pub tables: Option<InputId>, // [n_seqs, max_blocks] I32
+    /// The two slots of each sequence in the states of recurrent layers, as [`crate::Recurrent`] reads them; -1 where
+    /// there is none. Absent where no layer has such a state.
+    pub slots: Option<InputId>, // [n_seqs, 2] I32
     /// Adapter of each sequence; -1 for none. Absent where the graph applies none.
     pub adapters: Option<InputId>, // [n_seqs] I32
     /// Rows whose logits are computed; absent where that is every row, in order.
@@ -98,14 +101,13 @@ pub struct SamplingInputs {
     pub rng: InputId, // [n_choices, 4] U32
     /// Tokens that penalties look at; -1 where there is none.
     pub history: InputId, // [n_choices, n_history] I32
-    /// Tokens with a bias; -1 where there is none.
+    /// Tokens with a bias; -1 where there is none. Tokens that may not be chosen at first have the last places in use: these
+    /// lapse on the device, at the choice that [`crate::LapsingBias`] names.
     pub bias_ids: InputId, // [n_choices, n_bias] I32
     /// Their biases.
     pub bias: InputId, // [n_choices, n_bias] F32
     /// One bit for each token that may be chosen. Absent where every token may.
     pub mask: Option<InputId>, // [n_choices, vocab.div_ceil(32)] U32
-    /// Choices left during which end tokens may not be chosen. Absent where the graph does not count them.
-    pub min_tokens: Option<InputId>, // [n_choices] I32
     /// Which output of the graph is the chosen token.
     pub token: usize, // [n_choices] I32
     /// Which is its log-probability; not finite when the row's logits were not.

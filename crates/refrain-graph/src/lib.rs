@@ -11,6 +11,7 @@
 #![deny(clippy::wildcard_enum_match_arm)]
 
 mod op; // what a node computes
+mod recurrent; // what recurrent layers compute
 mod train_op; // what only training computes
 mod moe; // what mixtures of experts compute
 mod infer; // which types come out
@@ -37,7 +38,7 @@ pub use arena::{Arena, Span};
 pub use backend::{
     Backend, CompileError, Io, Query, RunError, Support, finish_stepwise, send_stepwise, take_stepwise,
 };
-pub use bounds::{Bounds, IdBound, OutOfBounds, PagedBound, SpanBound};
+pub use bounds::{Bounds, IdBound, OutOfBounds, PagedBound, SlotBound, SpanBound};
 pub use control::{ControlBlock, ControlError, ControlLayout, Slot};
 pub use crossing::Crossing;
 pub use facts::Seen;
@@ -60,6 +61,7 @@ pub use op::{
 };
 pub use plan::{Buffer, BufferId, KvTraffic, Operand, Place, Plan, PlanError, PlanOptions, Step, Traffic};
 pub use queue::{Collected, StepQueue, collect_stepwise, nothing_queued, queue_stepwise};
+pub use recurrent::{GatedDelta, KeyHeads, Recurrent, ShortConv};
 pub use report::{Ran, Reason};
 pub use run::{Committed, CommittedStep, Feedback, LapsingBias, RowLimits, Run, RunEdits, StepFlags};
 pub use schedule::{Segment, SegmentKind};

@@ -1,6 +1,7 @@
 //! Every op there is, and for each whether it can be recorded.
 
 use crate::moe::MoeOp;
+use crate::recurrent::Recurrent;
 use crate::train_op::TrainOp;
 use refrain_tensor::{DType, Shape};
 use std::fmt;
@@ -133,6 +134,8 @@ pub enum Op {
     Accumulate,
     /// A router, and products with the experts that it chose.
     Moe(MoeOp),
+    /// What a recurrent layer computes; its state is in slots.
+    Recurrent(Recurrent),
     /// What only a training step computes.
     Train(TrainOp),
     /// A function on the host: a table too large for the device, or a caller's own code.
@@ -168,6 +171,7 @@ impl Op {
             | Op::Sample(_)
             | Op::Accumulate
             | Op::Moe(_)
+            | Op::Recurrent(_)
             | Op::Train(_) => Capture::Safe,
             Op::HostCall(call) => Capture::Unsafe(call.because),
         }
@@ -208,6 +212,7 @@ impl Op {
             Op::Sample(_) => "sample",
             Op::Accumulate => "accumulate",
             Op::Moe(op) => op.name(),
+            Op::Recurrent(op) => op.name(),
             Op::Train(op) => op.name(),
             Op::HostCall(call) => call.name,
         }
@@ -217,6 +222,7 @@ impl Op {
     pub fn state_updates(&self) -> Vec<(usize, usize)> {
         match self {
             Op::KvAppend | Op::Accumulate => vec![(0, 0)],
+            Op::Recurrent(_) => vec![(1, 0)],
             Op::Train(TrainOp::AdamW(adam)) => adam.state_updates(),
             Op::Train(_)
             | Op::Compare(_)
@@ -255,6 +261,7 @@ impl Op {
                 let reach = attention.window.unwrap_or(usize::MAX).max(1);
                 vec![Indexing::Paged { cache: 1, positions: 3, reach }]
             }
+            Op::Recurrent(op) => vec![Indexing::Slots { state: 0, positions: op.positions() }],
             Op::Sample(_) => {
                 let tokens = |ids| Indexing::Rows { ids, table: 0, axis: 1, strict: false };
                 vec![tokens(3), tokens(4)]
@@ -334,6 +341,7 @@ impl Op {
             | Op::Attention(_)
             | Op::Sample(_)
             | Op::Accumulate
+            | Op::Recurrent(_)
             | Op::HostCall(_) => &[],
         }
     }
@@ -361,6 +369,13 @@ pub enum Indexing {
         positions: usize,
         /// How many positions back from its own a row looks; its own counts.
         reach: usize,
+    },
+    /// Slots of a recurrent state, found by three inputs: positions, sequences and the two slots of each sequence.
+    Slots {
+        /// Which input is the state.
+        state: usize,
+        /// Which holds the positions; sequences and slots follow it.
+        positions: usize,
     },
     /// Ids below a fixed number; negative ones are empty.
     Below {

@@ -77,6 +77,8 @@ pub struct Feedback {
     pub bias_ids: Field, // [n_rows, n_bias]
     /// The sequences' KV blocks, which the host owns.
     pub tables: Field, // [n_seqs, max_blocks]
+    /// The sequences' recurrent slots, which the host owns.
+    pub slots: Option<Field>, // [n_seqs, 2]
     /// Sequences that there are tables for, at least `n_rows`.
     pub n_seqs: usize,
 }
@@ -96,6 +98,7 @@ impl Feedback {
             history: plan.field(sampling.history),
             bias_ids: plan.field(sampling.bias_ids),
             tables: plan.field(tables),
+            slots: step.slots.map(|slots| plan.field(slots)),
             n_seqs: step.shape.n_seqs,
         })
     }
@@ -285,6 +288,8 @@ impl Run {
         self.edits.fields.extend(self.control.layout().row_fields(n_rows, row));
         if self.feedback.n_seqs != n_rows {
             self.edits.fields.push(self.feedback.table(row));
+            let n_seqs = self.feedback.n_seqs;
+            self.edits.fields.extend(self.feedback.slots.map(|slots| slots.row(n_seqs, row)));
         }
         self.edits.rows.push(row);
         Ok(())

@@ -2,9 +2,10 @@
 
 use proptest::prelude::*;
 use refrain_graph::{
-    ADAM_PARAMS, AdamW, Attention, Binary, Compare, Dropout, ExpertActivation, ExpertGate, Gate, HostBuf,
-    HostCall, HostCallError, HostFn, InferError, MoeOp, Op, Reduce, Rope, RopeStyle, Route, RouteGroups,
-    RouteScore, SAMPLE_PARAMS, SpanAttention, TensorType, TrainOp, Unary, View,
+    ADAM_PARAMS, AdamW, Attention, Binary, Compare, Dropout, ExpertActivation, ExpertGate, Gate, GatedDelta,
+    HostBuf, HostCall, HostCallError, HostFn, InferError, KeyHeads, MoeOp, Op, Recurrent, Reduce, Rope,
+    RopeStyle, Route, RouteGroups, RouteScore, SAMPLE_PARAMS, ShortConv, SpanAttention, TensorType, TrainOp,
+    Unary, View,
 };
 use refrain_tensor::{DType, Shape};
 use std::sync::Arc;
@@ -53,6 +54,7 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
     let rope = Rope { style: RopeStyle::Neox, n_dims: 6, magnitude: 1.0 };
     let attention = Attention { scale: 1.0, window: None, softcap: None };
     let span = SpanAttention { scale: 1.0, causal: true, window: None, softcap: None };
+    let delta = GatedDelta { scale: 1.0, eps: 1e-6, key_heads: KeyHeads::Grouped };
     let bf = t(DType::BF16, &[3, 4]);
     let cache = t(DType::F16, &[9, 2, 16, 8]);
     let sample =
@@ -74,6 +76,28 @@ fn good() -> Vec<(Op, Vec<TensorType>, Vec<TensorType>)> {
         (Op::AddRmsNorm { eps: 1e-5 }, vec![f(&[3, 4]), f(&[3, 4]), f(&[4])], vec![f(&[3, 4]), f(&[3, 4])]),
         (Op::Gate(Gate::Silu), vec![f(&[3, 4]), f(&[3, 4])], vec![f(&[3, 4])]),
         (Op::Rope(rope), vec![f(&[5, 2, 8]), i(&[5]), f(&[3])], vec![f(&[5, 2, 8])]),
+        (
+            Op::Recurrent(Recurrent::ShortConv(ShortConv { silu: true })),
+            vec![f(&[7, 3, 6]), f(&[5, 6]), f(&[4, 6]), i(&[5]), i(&[5]), i(&[3, 2])],
+            vec![f(&[5, 6]), f(&[7, 3, 6])],
+        ),
+        (
+            Op::Recurrent(Recurrent::GatedDelta(delta)),
+            vec![
+                f(&[7, 4, 3, 8]),
+                f(&[5, 2, 8]),
+                f(&[5, 2, 8]),
+                f(&[5, 4, 3]),
+                f(&[5, 4]),
+                f(&[5, 4]),
+                f(&[4]),
+                f(&[4]),
+                i(&[5]),
+                i(&[5]),
+                i(&[3, 2]),
+            ],
+            vec![f(&[5, 4, 3]), f(&[7, 4, 3, 8])],
+        ),
         (Op::KvAppend, vec![cache, f(&[5, 2, 8]), i(&[5]), i(&[5]), i(&[3, 4])], vec![cache]),
         (
             Op::Attention(attention),

@@ -91,6 +91,7 @@ pub struct PackagePart {
 }
 
 const APACHE: (&str, &str) = ("apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0");
+const MIT: (&str, &str) = ("mit", "https://opensource.org/license/mit");
 const GEMMA: (&str, &str) = ("gemma", "https://ai.google.dev/gemma/terms");
 const LLAMA_3_2: (&str, &str) = ("llama3.2", "https://www.llama.com/llama3_2/license/");
 
@@ -212,6 +213,48 @@ pub const CATALOGUE: &[Entry] = &[
         &[],
         "Gemma 4 31B Instruct, its text part",
         "ggml-org/gemma-4-31B-it-GGUF",
+        "Q4_K_M",
+        APACHE,
+    ),
+    on_hub("gemma2:2b", &["gemma2"], "Gemma 2 2B Instruct", "bartowski/gemma-2-2b-it-GGUF", "Q4_K_M", GEMMA),
+    on_hub(
+        "phi4-mini:3.8b",
+        &["phi4-mini"],
+        "Phi-4 mini Instruct",
+        "unsloth/Phi-4-mini-instruct-GGUF",
+        "Q4_K_M",
+        MIT,
+    ),
+    on_hub("phi4:14b", &["phi4"], "Phi-4", "bartowski/phi-4-GGUF", "Q4_K_M", MIT),
+    on_hub(
+        "phi3.5:3.8b",
+        &["phi3.5"],
+        "Phi-3.5 mini Instruct",
+        "bartowski/Phi-3.5-mini-instruct-GGUF",
+        "Q4_K_M",
+        MIT,
+    ),
+    on_hub(
+        "smollm3:3b",
+        &["smollm3"],
+        "SmolLM3 3B",
+        "bartowski/HuggingFaceTB_SmolLM3-3B-GGUF",
+        "Q4_K_M",
+        APACHE,
+    ),
+    on_hub(
+        "ministral3:3b",
+        &["ministral3"],
+        "Ministral 3 3B Instruct, its text part",
+        "mistralai/Ministral-3-3B-Instruct-2512-GGUF",
+        "Q4_K_M",
+        APACHE,
+    ),
+    on_hub(
+        "qwen3-vl:2b",
+        &["qwen3-vl"],
+        "Qwen3-VL 2B Instruct, its text part",
+        "Qwen/Qwen3-VL-2B-Instruct-GGUF",
         "Q4_K_M",
         APACHE,
     ),

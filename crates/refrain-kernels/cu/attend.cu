@@ -84,7 +84,7 @@ struct Result {
         if (narrow != nullptr) {
             uint2 words = bf16 ? make_uint2(pack(x.x, x.y, BF16()), pack(x.z, x.w, BF16()))
                                : make_uint2(pack(x.x, x.y, F16()), pack(x.z, x.w, F16()));
-            *(uint2*)(narrow + narrow_at(row, column, n_cols, plane_rows)) = words;
+            narrow_store(narrow, row, column, n_cols, plane_rows, words.x, words.y);
         }
     }
 };

@@ -84,6 +84,13 @@ inline u32 pack(float low, float high, BF16) {
     return y;
 }
 
+// Of two pairs: a b + c, rounded once.
+inline u32 multiply_add(u32 a, u32 b, u32 c, BF16) {
+    u32 y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+    return y;
+}
+
 inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -171,6 +178,14 @@ template <typename T> inline void multiply(float* c, const u32* a, const u32* b,
 
 template <typename T> inline u32 pack(float low, float high, T) {
     return from_f32<T>(low).bits | (u32)from_f32<T>(high).bits << 16;
+}
+
+inline u32 multiply_add(u32 a, u32 b, u32 c, BF16) {
+    float y[2];
+    for (u32 i = 0; i < 2; i++) {
+        y[i] = fmaf(half_of<BF16>(a, i), half_of<BF16>(b, i), half_of<BF16>(c, i));
+    }
+    return pack(y[0], y[1], BF16());
 }
 
 inline float exp2_fast(float x) { return exp2f(x); }

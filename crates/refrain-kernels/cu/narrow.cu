@@ -35,8 +35,7 @@ inline float squares(float4 v, float sum) {
 }
 
 template <typename T> inline void store(T* y, float* wide, u32 row, u32 column, u32 n_cols, u32 plane_rows, float4 v) {
-    struct alignas(8) Four { u32 a, b; };
-    *(Four*)(y + narrow_at(row, column, n_cols, plane_rows)) = Four{pack(v.x, v.y, T()), pack(v.z, v.w, T())};
+    narrow_store((u16*)y, row, column, n_cols, plane_rows, pack(v.x, v.y, T()), pack(v.z, v.w, T()));
     if (wide != nullptr) *(float4*)(wide + (u64)row * n_cols + column) = v;
 }
 

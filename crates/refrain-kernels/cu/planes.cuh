@@ -1,21 +1,34 @@
 // planes.cuh: where rows of 16 bits lie for the products of many rows (batch.cu).
 //
-// A plane has 128 columns of all rows. Its 16 chunks of eight columns lie in another order: chunk 4 t + j is at 4 j + t,
-// with the halves of odd rows exchanged. Lane 4 g + t of a warp reads chunk j of its 32 columns of row g, so that eight lanes
-// side by side find theirs in different banks; and a plane is copied to shared memory as it lies.
+// A plane has 128 columns of `plane_rows` rows. It is cut into 16 chunks of eight columns, and a chunk has 16 bytes of each
+// row, row after row: what tensor cores read at once lies together, and a plane is copied to shared memory as it is.
+// Multiplication s = 0 .. 7 of a plane takes chunks 2 s and 2 s + 1. Lane t = 0 .. 3 of four brings the weights of columns
+// 32 t .. 32 t + 31, four of them at a time, since that is how packed weights lie: so columns 32 t + 4 s + e are at element
+// 2 t + e of chunk 2 s where e is 0 or 1, and at 2 t + e - 2 of chunk 2 s + 1 where it is 2 or 3.
+//
+// More rows than a plane has are in further planes, behind those of all columns.
 #pragma once
 #include "dtype.cuh"
 
 const u32 PLANE = 128;  // columns
-const u32 PLANE_BYTES = 2 * PLANE;
+const u32 PLANE_CHUNKS = PLANE / 8;
+const u32 PLANE_BYTES = 2 * PLANE;  // of a row
 
-// Chunk j of lane t of a row, in bytes from the start of the plane.
-inline u32 chunk_at(u32 row, u32 t, u32 j) { return row * PLANE_BYTES + 16 * ((4 * j + t) ^ (4 * (row & 1))); }
-
-// Where an element lies among rows of `n_cols` columns: row after row, or in planes of `plane_rows` rows. Those that follow
-// up to the next multiple of eight lie behind it.
+// Where an element lies among rows of `n_cols` columns: row after row, or in planes. plane_rows is a power of two.
 inline u64 narrow_at(u32 row, u32 column, u32 n_cols, u32 plane_rows) {
     if (plane_rows == 0) return (u64)row * n_cols + column;
-    u32 chunk = column % PLANE / 8;
-    return (u64)(column / PLANE) * plane_rows * PLANE + chunk_at(row, chunk / 4, chunk % 4) / 2 + column % 8;
+    u32 tile = row / plane_rows, c = column % PLANE, t = c / 32, s = c % 32 / 4, e = c % 4;
+    u32 chunk = 2 * s + e / 2, plane = tile * (n_cols / PLANE) + column / PLANE;
+    return ((u64)plane * PLANE_CHUNKS + chunk) * (8 * plane_rows) + 8 * (row - tile * plane_rows) + 2 * t + e % 2;
+}
+
+// Four elements, from a column on that is a multiple of four: `low` has the first two.
+inline void narrow_store(u16* y, u32 row, u32 column, u32 n_cols, u32 plane_rows, u32 low, u32 high) {
+    u16* to = y + narrow_at(row, column, n_cols, plane_rows);
+    if (plane_rows == 0) {
+        *(uint2*)to = make_uint2(low, high);
+    } else {
+        *(u32*)to = low;
+        *(u32*)(to + 8 * plane_rows) = high;
+    }
 }

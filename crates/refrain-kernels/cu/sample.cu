@@ -5,6 +5,7 @@
 //   history   [n, n_history]  i32, negative: empty
 //   bias_ids  [n, n_bias]     i32, negative: empty
 //   bias      [n, n_bias]     f32
+//   mask      [n, ceil(vocab / 32)]  u32: tokens whose bit is 0 are not chosen
 //   rng       [n, 4]          u32: seed low, seed high, position
 //   token     [n]             i32
 //   logprob   [n]             f32: under the adjusted logits, at temperature 1
@@ -15,7 +16,8 @@
 //             top-k up to 64, keys [1024 C] u64 and the best of each 64 keys [16 C] u64; chunks [C] { best u64, sum
 //             f64 }; Tail
 //
-// Bias and penalties change the logits. NaN counts as +inf; a row with either has the logprob NaN. Candidates are ordered by logit, then by the smaller id.
+// A mask, in the kernels that have one, makes the logits of the tokens that it forbids -inf, but for NaN. Then bias and
+// penalties change the logits. NaN counts as +inf; a row with either has the logprob NaN. Candidates are ordered by logit, then by the smaller id.
 // Top-k, top-p and min-p cut that order; Philox at (seed, position) chooses among the rest at the temperature. A
 // temperature of 0 or less takes the best.
 //
@@ -30,7 +32,7 @@
 // there, whatever the parameters, with the best of each 64. sample_top takes the best of these, and puts the next of its 64 in
 // its place, n_top times.
 //
-// Launch    sample_chunks, sample_list: grid (C, n), block (512), shared 0
+// Launch    sample_chunks, sample_list, and both with a mask: grid (C, n), block (512), shared 0
 //           sample_top: grid (n), block (512), shared 0
 //           sample_select: grid (ceil(C / 4), n), block (512), shared_bytes, at least 96 KiB
 // Requires  vocab at most 2^20; scratch and states at multiples of 16 bytes. States are used by nothing else; one that is
@@ -119,9 +121,11 @@ inline void penalise(float* l, Deal deal, u32 vocab, const i32* history, u32 n_h
 }
 
 // Adjusts the logits of one chunk and leaves what a choice needs of them. LISTS: the keys of all, for lists of the best.
-template <bool LISTS>
+// MASKED: under a mask.
+template <bool LISTS, bool MASKED>
 inline void adjust_chunk(u8* scratch, State* states, const float* logits, const float* params, const i32* history,
-                         const i32* bias_ids, const float* bias, Rows rows, u32 vocab, u32 n_history, u32 n_bias) {
+                         const i32* bias_ids, const float* bias, Rows rows, u32 vocab, u32 n_history, u32 n_bias,
+                         const u32* mask) {
     __shared__ u32 warp_most[16], best_id;
     __shared__ double warp_sums[16];
     __shared__ ChunkBins chunk_bins;
@@ -148,6 +152,15 @@ inline void adjust_chunk(u8* scratch, State* states, const float* logits, const 
     } else {
 #pragma unroll
         for (int r = 0; r < 2; r++) l[r] = first + r < vocab ? in[first + r] : 0.0f;
+    }
+    if (MASKED && first < vocab) {
+        // Both are in one word: the first is even.
+        u32 allowed = mask[(u64)row * ((vocab + 31) / 32) + first / 32] >> first % 32;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            // NaN stays, so that it is seen whatever the mask.
+            if ((allowed >> r & 1) == 0 && l[r] == l[r]) l[r] = -inf_f32();
+        }
     }
     bool penalties = n_history > 0 && (repeat != 1.0f || frequency != 0.0f || presence != 0.0f);
     if (n_bias > 0 || penalties) {
@@ -221,7 +234,8 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
                                                                     const i32* history, const i32* bias_ids,
                                                                     const float* bias, Rows rows, u32 vocab,
                                                                     u32 n_history, u32 n_bias) {
-    adjust_chunk<false>(scratch, states, logits, params, history, bias_ids, bias, rows, vocab, n_history, n_bias);
+    adjust_chunk<false, false>(scratch, states, logits, params, history, bias_ids, bias, rows, vocab, n_history, n_bias,
+                               nullptr);
 }
 
 // unit select
@@ -283,7 +297,8 @@ extern "C" __global__ __launch_bounds__(512) void sample_list_f32(u8* scratch, S
                                                                   const float* params, const i32* history,
                                                                   const i32* bias_ids, const float* bias, Rows rows,
                                                                   u32 vocab, u32 n_history, u32 n_bias) {
-    adjust_chunk<true>(scratch, states, logits, params, history, bias_ids, bias, rows, vocab, n_history, n_bias);
+    adjust_chunk<true, false>(scratch, states, logits, params, history, bias_ids, bias, rows, vocab, n_history, n_bias,
+                              nullptr);
 }
 
 extern "C" __global__ __launch_bounds__(512) void sample_top_f32(i32* ids, float* logprobs, u8* scratch, u32 vocab,
@@ -337,4 +352,24 @@ extern "C" __global__ __launch_bounds__(512) void sample_top_f32(i32* ids, float
         }
         __syncthreads();
     }
+}
+
+// unit masked
+extern "C" __global__ __launch_bounds__(512) void sample_masked_chunks_f32(u8* scratch, State* states,
+                                                                           const float* logits, const float* params,
+                                                                           const i32* history, const i32* bias_ids,
+                                                                           const float* bias, Rows rows, u32 vocab,
+                                                                           u32 n_history, u32 n_bias,
+                                                                           const u32* mask) {
+    adjust_chunk<false, true>(scratch, states, logits, params, history, bias_ids, bias, rows, vocab, n_history, n_bias,
+                              mask);
+}
+
+extern "C" __global__ __launch_bounds__(512) void sample_masked_list_f32(u8* scratch, State* states,
+                                                                         const float* logits, const float* params,
+                                                                         const i32* history, const i32* bias_ids,
+                                                                         const float* bias, Rows rows, u32 vocab,
+                                                                         u32 n_history, u32 n_bias, const u32* mask) {
+    adjust_chunk<true, true>(scratch, states, logits, params, history, bias_ids, bias, rows, vocab, n_history, n_bias,
+                             mask);
 }

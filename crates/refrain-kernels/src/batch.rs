@@ -1,9 +1,9 @@
-//! Products of the rows of many sequences with packed weights: up to 64 rows in 16 bits, each weight read once. Weights of 16
-//! bits are left to the library, which is as fast as memory.
+//! Products of the rows of many sequences: rows in 16 bits times packed weights, each weight read once. Weights of 16 bits are
+//! left to the library, which is as fast as memory.
 
 use bytemuck::{Pod, Zeroable};
-use half::bf16;
-use refrain_driver::api::DeviceInfo;
+use half::{bf16, f16};
+use refrain_driver::api::{DeviceInfo, DevicePtr};
 use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Gate, Op};
@@ -23,55 +23,71 @@ use crate::twin::{Dense, fault, run_f32};
 use crate::vouch::Vouch;
 
 /// The most rows that one launch multiplies.
-pub const MAX_BATCH_ROWS: usize = 64;
+pub const MAX_BATCH_ROWS: usize = 256;
 
-/// More splits than this cost more to add than they gain.
-const MAX_SPLITS: usize = 16;
-/// Rows of x there are kernels for, each for all up to it.
-const SIZES: [usize; 4] = [8, 16, 32, 64];
+/// More splits than this cost more to add than they gain; the most blocks that every card takes as a cluster.
+const MAX_SPLITS: usize = 8;
+/// Rows of x there are kernels for, each for all up to it. The last has tiles of so many rows for more than that.
+const SIZES: [usize; 5] = [8, 16, 32, 64, 128];
+/// Warps that multiply, and barriers in front of the rings, as in `batch.cu`.
+const WARPS: usize = 8;
+const HEAD_BYTES: usize = 256;
 
 /// How a block of a kernel is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Division {
     /// The most rows of x.
     m: usize,
-    warps: usize,
     /// Rows of weights.
     rows: usize,
-    /// Planes of a stage.
+    /// Planes of a unit of weights.
     planes: usize,
-    /// Bytes of a stage.
-    stage: usize,
+    /// Bytes of a slot of the ring of weights, which holds one unit of all rows.
+    w_bytes: usize,
+    /// Slots of the ring of x, each for a plane.
+    x_slots: usize,
 }
 
 impl Division {
     /// Of the kernel for `m` rows at most, `None` where no kernel has this dtype.
     fn of(m: usize, dtype: DType) -> Option<Division> {
+        let rows = if m == 128 { 256 } else { 128 };
         let unit = Unit::of(dtype)?;
-        let unit_planes = unit.cols / PLANE;
-        let warps = if m == 64 { 16 } else { 8 };
-        let groups = match m {
-            8 => 2,
-            16 => 4,
-            _ => 8,
+        let planes = unit.cols / PLANE;
+        let x_slots = match m {
+            8 | 16 => 4 * planes,
+            32 => 4,
+            64 if unit.bytes / TILE_ROWS >= 210 => 2,
+            _ => 3,
         };
-        let (rows, planes) = (16 * groups, (warps / groups).max(unit_planes));
-        let weights = rows / TILE_ROWS * (planes / unit_planes) * unit.bytes;
-        Some(Division { m, warps, rows, planes, stage: weights + m * planes * 2 * PLANE })
+        Some(Division { m, rows, planes, w_bytes: rows / TILE_ROWS * unit.bytes, x_slots })
+    }
+
+    /// For `m` rows on a card.
+    fn for_rows(m: usize, dtype: DType, card: &Card) -> Option<Division> {
+        let size = SIZES.into_iter().find(|&size| m <= size).unwrap_or(SIZES[SIZES.len() - 1]);
+        Division::of(size, dtype).filter(|division| m <= MAX_BATCH_ROWS && division.fits(card))
     }
 
     fn shared_bytes(&self, tuning: BatchTuning) -> u32 {
-        let room = if self.m == 64 { 2 * tuning.shared_bytes } else { tuning.shared_bytes };
-        ((room / self.stage).clamp(2, 6) * self.stage) as u32
+        let room = if self.m == 128 { 2 * tuning.shared_bytes } else { tuning.shared_bytes };
+        let x_bytes = HEAD_BYTES + self.x_slots * self.m * 2 * PLANE;
+        (x_bytes + (room.saturating_sub(x_bytes) / self.w_bytes).clamp(2, 6) * self.w_bytes) as u32
     }
 
     fn fits(&self, card: &Card) -> bool {
-        self.shared_bytes(card.tuning.batch) as usize <= card.shared_limit
+        let has_registers = self.m <= 64 || card.is_hopper;
+        has_registers && self.shared_bytes(card.tuning.batch) as usize <= card.shared_limit
     }
 
     /// Blocks that a multiprocessor has at a time.
     const fn per_sm(&self) -> usize {
-        if self.m == 64 { 1 } else { 2 }
+        if self.m == 128 { 1 } else { 2 }
+    }
+
+    /// One warp more than those that multiply asks for copies; where threads give registers to others, four warps do so together.
+    const fn threads(&self) -> u32 {
+        32 * (WARPS as u32 + if self.m == 128 { 4 } else { 1 })
     }
 
     fn name(&self, dtype: DType) -> String {
@@ -85,8 +101,10 @@ pub struct BatchPlan {
     division: Division,
     /// Parts of `k` that run side by side and are added afterwards.
     n_splits: usize,
-    /// Stages of a split.
+    /// Units of a split.
     per_split: usize,
+    /// Whether splits are blocks of a cluster, which add what they have themselves.
+    clustered: bool,
 }
 
 impl BatchPlan {
@@ -95,6 +113,7 @@ impl BatchPlan {
     pub fn scratch_bytes(&self, m: usize, n: usize) -> u64 {
         match self.n_splits {
             1 => 0,
+            _ if self.clustered => 0,
             splits => [m, n, splits].iter().fold(4, |bytes: u64, &n| bytes.saturating_mul(n as u64)),
         }
     }
@@ -108,9 +127,15 @@ impl BatchPlan {
     /// With as many splits, to compare.
     #[must_use]
     pub fn with_splits(self, n_splits: usize, k: usize) -> BatchPlan {
-        let stages = k.div_ceil(self.division.planes * PLANE).max(1);
-        let per_split = stages.div_ceil(n_splits.max(1));
-        BatchPlan { n_splits: stages.div_ceil(per_split), per_split, ..self }
+        let units = k.div_ceil(self.division.planes * PLANE).max(1);
+        let per_split = units.div_ceil(n_splits.max(1));
+        BatchPlan { n_splits: units.div_ceil(per_split), per_split, ..self }
+    }
+
+    /// With splits that are added by a launch of their own, as on cards without clusters.
+    #[must_use]
+    pub fn without_clusters(self) -> BatchPlan {
+        BatchPlan { clustered: false, ..self }
     }
 }
 
@@ -132,19 +157,25 @@ pub struct BatchArgs<'a> {
     pub plan: BatchPlan,
     /// [`BatchPlan::scratch_bytes`]; unused with one split.
     pub scratch: Option<Buf>,
-    /// The gate that joins both products, with the rows in BF16 that come of it. There are no splits then.
+    /// The gate that joins both products, with the rows in BF16 that come of it. Splits are in clusters then.
     pub gate: Option<(Gate, Narrow)>,
     /// Names the step.
     pub step: &'a str,
 }
 
+/// Clusters of so many blocks that run at once. The blocks of a cluster are in one group of multiprocessors; an H200 has six of
+/// 18 and two of 12, by what clusters of each size took, and other cards are taken to be divided alike.
+fn clusters_at_once(n_sms: usize, per_sm: usize, n_blocks: usize) -> usize {
+    let in_groups = |sms: usize| sms * per_sm / n_blocks;
+    ((6 * in_groups(18) + 2 * in_groups(12)) * n_sms / 132).max(1)
+}
+
 /// Whether a card has a kernel for `m` rows of `k` columns and weights of a dtype.
 #[must_use]
 pub fn has_batch(dtype: DType, m: usize, k: usize, card: &DeviceInfo) -> bool {
-    let division = SIZES.into_iter().find(|&size| m <= size).and_then(|size| Division::of(size, dtype));
     let arch = Arch { major: card.compute.0, minor: card.compute.1 };
     let card = Card::new(card, Tuning::of(arch));
-    division.is_some_and(|division| division.fits(&card)) && k.is_multiple_of(PLANE.max(dtype.block_len()))
+    Division::for_rows(m, dtype, &card).is_some() && k.is_multiple_of(PLANE.max(dtype.block_len()))
 }
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -171,24 +202,30 @@ impl Kernels {
         gated: bool,
     ) -> Option<BatchPlan> {
         let card = self.card();
-        let division = Division::of(SIZES.into_iter().find(|&size| m <= size)?, dtype)?;
-        if !division.fits(card) || !k.is_multiple_of(PLANE.max(dtype.block_len())) {
+        let division = Division::for_rows(m, dtype, card)?;
+        if !k.is_multiple_of(PLANE.max(dtype.block_len())) {
             return None;
         }
         let per_tile = if gated { division.rows / 2 } else { division.rows };
         let tiles: usize =
             if gated { ns[0].div_ceil(per_tile) } else { ns.iter().map(|n| n.div_ceil(per_tile)).sum() };
-        let stages = k.div_ceil(division.planes * PLANE).max(1);
-        let places = card.n_sms * division.per_sm();
-        let most = if gated { 1 } else { MAX_SPLITS.min(stages) };
-        // In stages: each block has a start and an end, and splits are read once more.
+        let tiles = tiles * m.div_ceil(division.m);
+        let units = k.div_ceil(division.planes * PLANE).max(1);
+        let clustered = card.has_clusters;
+        let most = if gated && !clustered { 1 } else { MAX_SPLITS.min(units) };
+        // In units: each block has a start and an end, and splits are read once more.
         let cost = |splits: usize| {
-            let per_split = stages.div_ceil(splits);
-            let rounds = (tiles * stages.div_ceil(per_split)).div_ceil(places);
-            2 * rounds * (per_split + 1) + if splits > 1 { 3 + splits / 2 } else { 0 }
+            let per_split = units.div_ceil(splits);
+            let n_splits = units.div_ceil(per_split);
+            let places = match clustered {
+                true => clusters_at_once(card.n_sms, division.per_sm(), n_splits),
+                false => (card.n_sms * division.per_sm() / n_splits).max(1),
+            };
+            let rounds = tiles.div_ceil(places);
+            2 * rounds * (per_split + 1) + if splits > 1 { 1 + splits / 2 } else { 0 }
         };
         let n_splits = (1..=most).min_by_key(|&splits| cost(splits))?;
-        let plan = BatchPlan { division, n_splits: 1, per_split: stages };
+        let plan = BatchPlan { division, n_splits: 1, per_split: units, clustered };
         Some(plan.with_splits(n_splits, k))
     }
 
@@ -198,10 +235,16 @@ impl Kernels {
         let shape = [("m", a.m), ("n", n), ("k", a.k)];
         let case = Case { op: "batch", dtype: a.dtype, shape: &shape };
         case.sizes()?;
-        let BatchPlan { division, n_splits, per_split } = a.plan;
+        let BatchPlan { division, n_splits, per_split, clustered } = a.plan;
         let n_parts = a.parts.len();
         let block_len = a.dtype.block_len();
-        crate::require!(case, a.m <= division.m, "it was planned for {} rows", division.m);
+        let n_tiles = a.m.div_ceil(division.m);
+        crate::require!(
+            case,
+            n_tiles == 1 || (division.m == SIZES[SIZES.len() - 1] && a.m <= MAX_BATCH_ROWS),
+            "it was planned for {} rows",
+            division.m
+        );
         crate::require!(
             case,
             Division::of(division.m, a.dtype) == Some(division),
@@ -209,8 +252,8 @@ impl Kernels {
         );
         crate::require!(
             case,
-            a.k.is_multiple_of(8.max(block_len)),
-            "k must be whole blocks, and a multiple of 8"
+            a.k.is_multiple_of(PLANE.max(block_len)),
+            "k must be whole blocks, and a multiple of {PLANE}"
         );
         crate::require!(
             case,
@@ -218,37 +261,42 @@ impl Kernels {
             "{n_parts} products, at most {MAX_PRODUCTS} go in one launch"
         );
         crate::require!(case, a.parts.iter().all(|part| part.n > 0), "one of the products is empty");
-        let stages = a.k.div_ceil(division.planes * PLANE);
+        let units = a.k.div_ceil(division.planes * PLANE);
         crate::require!(
             case,
-            (n_splits - 1).saturating_mul(per_split) < stages && n_splits * per_split >= stages,
+            (n_splits - 1).saturating_mul(per_split) < units && n_splits * per_split >= units,
             "it was planned for another k"
         );
         let gated = a.gate.is_some();
         let gate_is_wide = a.gate.is_some_and(|(_, to)| to.also_wide);
         crate::require!(
             case,
-            !gated || (n_splits == 1 && n_parts == 2 && a.parts[0].n == a.parts[1].n),
-            "a gate joins two products of one size, without splits"
+            !gated || ((n_splits == 1 || clustered) && n_parts == 2 && a.parts[0].n == a.parts[1].n),
+            "a gate joins two products of one size, without splits that another launch adds"
         );
         let partials = match (n_splits, a.scratch) {
             (1, _) => None,
+            _ if clustered => None,
             (_, Some(scratch)) => Some(case.words("scratch", scratch, &[n_splits, a.m, n])?),
             (_, None) => return Err(case.refuse("several splits need scratch".to_owned())),
         };
         let per_tile = if gated { division.rows / 2 } else { division.rows };
         let tiled = if gated { &a.parts[..1] } else { a.parts };
         let tiles: usize = tiled.iter().map(|part| part.n.div_ceil(per_tile)).sum();
-        let grid = [case.u32("n", tiles)?, n_splits as u32, 1];
+        let grid = [case.u32("n", tiles)?, n_splits as u32, n_tiles as u32];
         let mut launch = self
-            .launch(&division.name(a.dtype), grid, 32 * (division.warps as u32 + 1))?
+            .launch(&division.name(a.dtype), grid, division.threads())?
             .shared(division.shared_bytes(self.card().tuning.batch))
             .step(a.step);
+        if n_splits > 1 && clustered {
+            launch = launch.cluster([1, n_splits as u32, 1]);
+        }
         for i in 0..MAX_PRODUCTS {
             launch = match a.parts.get(i) {
                 // With a gate the first is its result.
                 Some(part) if partials.is_none() && (!gated || (i == 0 && gate_is_wide)) => {
-                    launch.write(case.words("y", part.y, &[a.m, part.n])?)
+                    let words = a.m.checked_mul(part.n).and_then(|n| n.checked_mul(4));
+                    launch.write(case.buf("y", part.y, words, if gated { 16 } else { 4 })?)
                 }
                 Some(_) | None => launch.null(),
             };
@@ -265,7 +313,7 @@ impl Kernels {
             }
             None => launch.null(),
         };
-        launch = launch.read(case.buf("x", a.x, elements(division.m, a.k), 16)?);
+        launch = launch.read(case.buf("x", a.x, elements(n_tiles * division.m, a.k), 16)?);
         let mut params = Params {
             m: case.u32("m", a.m)?,
             k: case.u32("k", a.k)?,
@@ -317,9 +365,40 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
 /// A packed row as the numbers of 16 bits that are multiplied.
 fn packed_row(dtype: DType, packed: &[u8], row: usize, out: &mut [f32]) -> KernelResult {
     let k = out.len();
+    if matches!(dtype, DType::Q4_0 | DType::Q4_1 | DType::Q4_K) {
+        four_bits_row(dtype, packed, row, out);
+        return Ok(());
+    }
     unpack_row(dtype, packed, row, k, out).ok_or_else(|| fault("rows of partial blocks"))?;
     out.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
     Ok(())
+}
+
+/// Quants of four bits: the distance from a centre of 8 is exact, scale and what is left of the minimum are rounded.
+fn four_bits_row(dtype: DType, packed: &[u8], row: usize, out: &mut [f32]) {
+    let Some(unit) = Unit::of(dtype) else { unreachable!("{dtype} is packed") };
+    let tile = row / TILE_ROWS * (out.len() / unit.cols);
+    for (i, out) in out.chunks_exact_mut(32).enumerate() {
+        let (of_unit, sub) = (32 * i / unit.cols, i % (unit.cols / 32));
+        let unit = &packed[(tile + of_unit) * unit.bytes..][..unit.bytes];
+        let (plane, lane) = (sub / 4, 4 * (row % TILE_ROWS) + sub % 4);
+        let half = |at: usize| f16::from_le_bytes([unit[at], unit[at + 1]]).to_f32();
+        let (scale, min) = match dtype {
+            DType::Q4_0 => (half(512 + 2 * lane), 8.0 * half(512 + 2 * lane)),
+            DType::Q4_1 => (half(512 + 4 * lane), -half(514 + 4 * lane)),
+            _ => {
+                let (bytes, row) = (&unit[1024 + 4 * lane + 2 * plane..], 1152 + 4 * (row % TILE_ROWS));
+                (half(row) * f32::from(bytes[0]), half(row + 2) * f32::from(bytes[1]))
+            }
+        };
+        let round = |v: f32| bf16::from_f32(v).to_f32();
+        let (scale, left) = (round(scale), round(scale.mul_add(8.0, -min)));
+        let nibbles = &unit[512 * plane + 16 * lane..][..16];
+        for (e, v) in out.iter_mut().enumerate() {
+            let quant = nibbles[e % 16] >> (4 * (e / 16)) & 15;
+            *v = round((f32::from(quant) - 8.0).mul_add(scale, left));
+        }
+    }
 }
 
 /// The whole sums in the first split; the others are zeros.
@@ -332,7 +411,7 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType, plane_rows: usize) -> KernelResult 
     let weights = weights.collect::<KernelResult<Vec<_>>>()?;
     k.before_wait(|k| weights.iter().try_for_each(|&(at, bytes)| k.view::<u8>(at, bytes).map(|_| ())))?;
     // Rows behind m may hold anything.
-    let planes = gemm::read(k, k.ptr(6)?, plane_rows * cols, DType::BF16)?;
+    let planes = gemm::read(k, k.ptr(6)?, m.next_multiple_of(plane_rows) * cols, DType::BF16)?;
     let element = |i: usize| planes[narrow_at(i / cols, i % cols, cols, plane_rows)];
     let x: Vec<f32> = (0..m * cols).map(element).collect();
     let mut ys = Vec::new();
@@ -356,7 +435,7 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType, plane_rows: usize) -> KernelResult 
         let to = Narrowed { dtype: DType::BF16, n_cols: ns[0], plane_rows: p.narrow_rows as usize };
         return to.write(k, &y, 5, Some(0));
     }
-    if n_splits == 1 {
+    if k.ptr(4)? == DevicePtr(0) {
         return ys.iter().enumerate().try_for_each(|(i, y)| k.write(k.ptr(i)?, y));
     }
     let n: usize = ns.iter().sum();

@@ -13,6 +13,10 @@ pub(crate) struct Card {
     pub(crate) shared_limit: usize,
     /// Shared memory of a multiprocessor, in bytes.
     pub(crate) shared_sm: usize,
+    /// Whether blocks can form clusters.
+    pub(crate) has_clusters: bool,
+    /// Compute capability 9.0: kernels are compiled for what no later card has.
+    pub(crate) is_hopper: bool,
     /// Cycles that a multiprocessor has for each byte if memory delivers as its clock and width allow; 0 where that is
     /// unknown.
     byte_cycles: f64,
@@ -28,6 +32,8 @@ impl Card {
             n_sms,
             shared_limit: info.shared_block_bytes as usize,
             shared_sm: info.shared_sm_bytes as usize,
+            has_clusters: info.compute.0 >= 9,
+            is_hopper: info.compute == (9, 0),
             byte_cycles: info.peak_bytes_per_second().map_or(0.0, |peak| n_sms as f64 * clock / peak),
             tuning,
         }
@@ -36,7 +42,16 @@ impl Card {
     /// A card of which only the shared memory of a block is known.
     #[cfg(test)]
     pub(crate) fn with_shared(shared_limit: usize, tuning: &'static Tuning) -> Card {
-        Card { n_sms: 1, shared_limit, shared_sm: shared_limit, byte_cycles: 0.0, tuning }
+        let (has_clusters, is_hopper) = (false, false);
+        Card {
+            n_sms: 1,
+            shared_limit,
+            shared_sm: shared_limit,
+            has_clusters,
+            is_hopper,
+            byte_cycles: 0.0,
+            tuning,
+        }
     }
 
     /// Cycles in which a multiprocessor gets so many bytes while all of them read; `None` where clocks are not known.

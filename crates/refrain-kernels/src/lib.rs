@@ -68,6 +68,7 @@ mod blaslt; // the same by cuBLASLt
 mod dequant; // quantised weights for them
 mod narrow; // rows for them
 mod flash; // attention of many rows
+mod recurrent; // layers with a state in slots
 mod span; // attention among rows
 mod span_grad; // its gradient
 mod digest; // comparing memory where it lies
@@ -117,6 +118,7 @@ pub use nvrtc::{Image, Nvrtc, compile_all};
 pub use packed::{PACKED_DTYPES, PackArgs, pack, packed_bytes};
 pub use prebuilt::{prebuild, prebuilt_archs};
 pub use product::{MAX_PARTS, ProductArgs, ProductPart, has_product, product_too_long, products_join};
+pub use recurrent::{GatedDeltaArgs, MAX_CONV_WIDTH, MAX_DELTA_KEY, ShortConvArgs, SlotArgs};
 pub use registry::{KernelInfo, kernels};
 pub use rope::RopeArgs;
 pub use rope_kv::RopeKvArgs;

@@ -43,7 +43,7 @@ impl fmt::Display for Arch {
 }
 
 /// Where kernels may come from.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadOptions {
     /// Folder of compiled code, made when it is not there; without one every load compiles.
     pub cache: Option<PathBuf>,

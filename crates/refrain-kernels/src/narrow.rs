@@ -31,8 +31,8 @@ pub struct Narrow {
     pub y: Buf,
     /// F16 or BF16.
     pub dtype: DType,
-    /// 0: dense. Otherwise in planes of so many rows, as [`crate::BatchArgs`] takes them: `n_cols` is a multiple of 128, and
-    /// there are no more rows.
+    /// 0: dense. Otherwise in planes of so many rows, as [`crate::BatchArgs`] takes them: a power of two, and `n_cols` is a
+    /// multiple of 128. More rows are in further planes.
     pub plane_rows: usize,
     /// Whether the F32 result is written as well.
     pub also_wide: bool,
@@ -43,9 +43,10 @@ impl Narrow {
         crate::require!(case, GEMM_DTYPES.contains(&self.dtype), "rows become F16 or BF16");
         crate::require!(case, n_cols.is_multiple_of(4), "n_cols must be a multiple of 4");
         crate::require!(case, n_rows <= 65_535, "at most 65535 rows go in one launch");
-        let placed = self.plane_rows == 0 || (n_rows <= self.plane_rows && n_cols.is_multiple_of(PLANE));
+        let placed =
+            self.plane_rows == 0 || (self.plane_rows.is_power_of_two() && n_cols.is_multiple_of(PLANE));
         crate::require!(case, placed, "planes of {} rows have 128 columns each", self.plane_rows);
-        let n_rows = if self.plane_rows == 0 { n_rows } else { self.plane_rows };
+        let n_rows = n_rows.next_multiple_of(self.plane_rows.max(1));
         case.buf("narrow y", self.y, n_rows.checked_mul(n_cols).and_then(|n| n.checked_mul(2)), 16)
     }
 
@@ -209,9 +210,10 @@ pub(crate) fn narrow_at(row: usize, column: usize, n_cols: usize, plane_rows: us
     if plane_rows == 0 {
         return row * n_cols + column;
     }
-    let chunk = column % PLANE / 8;
-    let placed = (4 * (chunk % 4) + chunk / 4) ^ (4 * (row & 1));
-    (column / PLANE * plane_rows + row) * PLANE + 8 * placed + column % 8
+    let (tile, column_of_plane) = (row / plane_rows, column % PLANE);
+    let (lane, four, element) = (column_of_plane / 32, column_of_plane % 32 / 4, column % 4);
+    let chunk = tile * n_cols / 8 + column / PLANE * (PLANE / 8) + 2 * four + element / 2;
+    (chunk * plane_rows + row % plane_rows) * 8 + 2 * lane + element % 2
 }
 
 /// Rows of 16 bits that a kernel writes.
@@ -239,10 +241,13 @@ impl Narrowed {
             k.write(y, &values.iter().map(|&v| bits(v)).collect::<Vec<_>>())?;
         } else {
             // Rows that are not there keep what they hold.
-            for (i, chunk) in values.chunks_exact(8).enumerate() {
-                let at = narrow_at(8 * i / n_cols, 8 * i % n_cols, n_cols, plane_rows);
-                let chunk: Vec<u16> = chunk.iter().map(|&v| bits(v)).collect();
-                k.write(y.add(2 * at as u64), &chunk)?;
+            for (row, values) in values.chunks_exact(n_cols).enumerate() {
+                for (plane, chunk) in (0..n_cols / PLANE).flat_map(|plane| (0..16).map(move |c| (plane, c))) {
+                    let first = plane * PLANE + 2 * chunk;
+                    let eight: Vec<u16> =
+                        (0..8).map(|i| bits(values[first + 32 * (i / 2) + i % 2])).collect();
+                    k.write(y.add(2 * narrow_at(row, first, n_cols, plane_rows) as u64), &eight)?;
+                }
             }
         }
         let wide = wide.map(|wide| k.ptr(wide)).transpose()?;

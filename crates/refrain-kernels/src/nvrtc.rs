@@ -10,10 +10,12 @@ use crate::cache::KernelCache;
 use crate::compile::{Compiler, compile, n_threads};
 use crate::error::KernelError;
 use crate::load::Arch;
-use crate::source::{HEADERS, KernelUnit};
+use crate::source::{Family, HEADERS, KernelUnit};
 use crate::tuning::Tuning;
 
 type Program = *mut std::ffi::c_void;
+
+const HOPPER: Arch = Arch { major: 9, minor: 0 };
 
 /// What every unit is compiled with, besides the architecture.
 pub(crate) const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
@@ -262,7 +264,9 @@ fn compile_unit(
     let name_ptrs: Vec<*const c_char> = names.iter().map(|n| n.as_ptr()).collect();
     let text_ptrs: Vec<*const c_char> = texts.iter().map(|t| t.as_ptr()).collect();
     let kind = if target.ptx { "compute" } else { "sm" };
-    let arch = c(&format!("--gpu-architecture={kind}_{}{}", target.arch.major, target.arch.minor))?;
+    // Instructions that only this one card has; text is for later ones too.
+    let only = if unit.family() == Family::Batch && !target.ptx && target.arch == HOPPER { "a" } else { "" };
+    let arch = c(&format!("--gpu-architecture={kind}_{}{}{only}", target.arch.major, target.arch.minor))?;
     let options: Vec<*const c_char> = OPTIONS.iter().map(|o| o.as_ptr()).chain([arch.as_ptr()]).collect();
     let mut program = null_mut();
     // SAFETY: all strings end in a zero and live until the program is destroyed at the end of this function; the

@@ -117,6 +117,7 @@ pub(crate) fn entries() -> Vec<Entry> {
     crate::matmul::entries(&mut all);
     crate::span::entries(&mut all);
     crate::span_grad::entries(&mut all);
+    crate::recurrent::entries(&mut all);
     all
 }
 

@@ -7,9 +7,9 @@
 //! sorted, and ties fall to the smaller id. Two more launches list the most probable tokens, where they are asked for.
 
 use refrain_driver::sim::{KernelResult, SimKernel};
-use refrain_driver::{Baked, Buf, Launch};
+use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
 use refrain_graph::{SAMPLE_PARAMS, SampleParam};
-use refrain_reference::{Sampling, apply_bias_and_penalties, most_probable, sample_row};
+use refrain_reference::{Sampling, apply_bias_and_penalties, apply_mask, most_probable, sample_row};
 
 use crate::card::Card;
 use crate::error::{Case, KernelError};
@@ -61,6 +61,8 @@ pub struct SampleArgs<'a> {
     pub bias_ids: Buf,
     /// `[n, n_bias]` F32, read at each run.
     pub bias: Buf,
+    /// `[n, vocab.div_ceil(32)]` U32, if there is one, read at each run: tokens whose bit is 0 are not chosen.
+    pub mask: Option<Buf>,
     /// `[n]` I32.
     pub token: Buf,
     /// `[n]` F32.
@@ -129,9 +131,16 @@ impl Kernels {
         let history = case.words("history", a.history, &[a.n, a.n_history])?;
         let bias_ids = case.words("bias_ids", a.bias_ids, &[a.n, a.n_bias])?;
         let bias = case.words("bias", a.bias, &[a.n, a.n_bias])?;
-        let chunks = |name: &'static str| -> Result<Launch, KernelError> {
-            Ok(self
-                .launch(name, [n_chunks as u32, a.n as u32], CHUNK_THREADS)?
+        let n_words = a.vocab.div_ceil(32);
+        let mask = a.mask.map(|mask| case.words("mask", mask, &[a.n, n_words])).transpose()?;
+        // A choice without a mask has kernels that know of none.
+        let chunks = |plain: &'static str, masked: &'static str| -> Result<Launch, KernelError> {
+            let launch = self
+                .launch(
+                    if mask.is_some() { masked } else { plain },
+                    [n_chunks as u32, a.n as u32],
+                    CHUNK_THREADS,
+                )?
                 .step(a.step)
                 .write(scratch)
                 .read_write(state)
@@ -143,10 +152,10 @@ impl Kernels {
                 .baked(Baked(rows))
                 .baked(Baked(a.vocab as u32))
                 .baked(Baked(n_history))
-                .baked(Baked(n_bias))
-                .vouch(&case))
+                .baked(Baked(n_bias));
+            Ok(mask.into_iter().fold(launch, LaunchBuilder::read).vouch(&case))
         };
-        launches.push(chunks("sample_chunks_f32")?);
+        launches.push(chunks("sample_chunks_f32", "sample_masked_chunks_f32")?);
         launches.push(
             self.launch(
                 "sample_select_f32",
@@ -167,7 +176,7 @@ impl Kernels {
         );
         if let Some(SampleTop { ids, logprobs, n_top }) = a.top {
             crate::require!(case, (1..=a.vocab).contains(&n_top), "1 to {} most probable tokens", a.vocab);
-            launches.push(chunks("sample_list_f32")?);
+            launches.push(chunks("sample_list_f32", "sample_masked_list_f32")?);
             launches.push(
                 self.launch("sample_top_f32", a.n as u32, TOP_THREADS)?
                     .step(a.step)
@@ -198,6 +207,10 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     all.push(entry.unit("select").shared(select_shared).starting_next_late());
     all.push(Entry::new(Family::Sample, "sample_list_f32", &params, chunks).unit("top"));
     all.push(Entry::new(Family::Sample, "sample_top_f32", &[P, P, P, W, W], top).unit("top"));
+    let params = [P, P, P, P, P, P, P, size_of::<Rows>(), W, W, W, P];
+    for name in ["sample_masked_chunks_f32", "sample_masked_list_f32"] {
+        all.push(Entry::new(Family::Sample, name, &params, masked_chunks).unit("masked"));
+    }
 }
 
 fn top(k: &mut SimKernel<'_>) -> KernelResult {
@@ -216,6 +229,18 @@ fn top(k: &mut SimKernel<'_>) -> KernelResult {
 
 /// Leaves the adjusted logits in scratch.
 fn chunks(k: &mut SimKernel<'_>) -> KernelResult {
+    adjust(k, |_, _| Ok(Vec::new()))
+}
+
+/// The same under a mask.
+fn masked_chunks(k: &mut SimKernel<'_>) -> KernelResult {
+    adjust(k, |k, n_words| k.read(k.ptr(11)?, n_words))
+}
+
+fn adjust(
+    k: &mut SimKernel<'_>,
+    mask: impl FnOnce(&mut SimKernel<'_>, usize) -> KernelResult<Vec<u32>>,
+) -> KernelResult {
     let (n, vocab, width, n_bias) = (k.config().grid[1] as usize, count(k, 8)?, count(k, 9)?, count(k, 10)?);
     // No kernel of a step writes the parameters.
     let params: Vec<f32> = k.before_wait(|k| k.read(k.ptr(3)?, n * SAMPLE_PARAMS))?;
@@ -223,7 +248,12 @@ fn chunks(k: &mut SimKernel<'_>) -> KernelResult {
     let history: Vec<i32> = k.read(k.ptr(4)?, n * width)?;
     let bias_ids: Vec<i32> = k.read(k.ptr(5)?, n * n_bias)?;
     let bias: Vec<f32> = k.read(k.ptr(6)?, n * n_bias)?;
+    let n_words = vocab.div_ceil(32);
+    let mask = mask(k, n * n_words)?;
     for (row, logits) in logits.chunks_exact_mut(vocab).enumerate() {
+        if let Some(mask) = mask.get(row * n_words..(row + 1) * n_words) {
+            apply_mask(logits, mask);
+        }
         let sampling = Sampling {
             params: &params[row * SAMPLE_PARAMS..][..SAMPLE_PARAMS],
             history: &history[row * width..][..width],

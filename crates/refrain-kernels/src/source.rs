@@ -68,11 +68,13 @@ pub enum Family {
     Span,
     /// `span_grad.cu`
     SpanGrad,
+    /// `recurrent.cu`
+    Recurrent,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 31] = [
+    pub const ALL: [Family; 32] = [
         Family::Linear,
         Family::Gather,
         Family::Norm,
@@ -104,6 +106,7 @@ impl Family {
         Family::MatMul,
         Family::Span,
         Family::SpanGrad,
+        Family::Recurrent,
     ];
 
     /// The file's name without `.cu`.
@@ -141,6 +144,7 @@ impl Family {
             Family::MatMul => "matmul",
             Family::Span => "span",
             Family::SpanGrad => "span_grad",
+            Family::Recurrent => "recurrent",
         }
     }
 
@@ -179,6 +183,7 @@ impl Family {
             Family::MatMul => include_str!("../cu/matmul.cu"),
             Family::Span => include_str!("../cu/span.cu"),
             Family::SpanGrad => include_str!("../cu/span_grad.cu"),
+            Family::Recurrent => include_str!("../cu/recurrent.cu"),
         }
     }
 }
@@ -260,10 +265,11 @@ impl fmt::Debug for KernelUnit {
 }
 
 /// What the families include, by name: no header of a toolkit is needed.
-pub(crate) const HEADERS: [(&str, &str); 26] = [
+pub(crate) const HEADERS: [(&str, &str); 28] = [
     ("attend_lanes.cuh", include_str!("../cu/attend_lanes.cuh")),
     ("attend_seen.cuh", include_str!("../cu/attend_seen.cuh")),
     ("attend_tiles.cuh", include_str!("../cu/attend_tiles.cuh")),
+    ("cluster.cuh", include_str!("../cu/cluster.cuh")),
     ("dtype.cuh", include_str!("../cu/dtype.cuh")),
     ("eight.cuh", include_str!("../cu/eight.cuh")),
     ("functions.cuh", include_str!("../cu/functions.cuh")),
@@ -287,6 +293,7 @@ pub(crate) const HEADERS: [(&str, &str); 26] = [
     ("span.cuh", include_str!("../cu/span.cuh")),
     ("turn.cuh", include_str!("../cu/turn.cuh")),
     ("view.cuh", include_str!("../cu/view.cuh")),
+    ("wgmma.cuh", include_str!("../cu/wgmma.cuh")),
 ];
 
 #[cfg(test)]

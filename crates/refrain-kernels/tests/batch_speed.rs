@@ -39,9 +39,9 @@ const SHAPES: [Shape; 9] = [
 #[cfg_attr(not(feature = "gpu-tests"), ignore = "needs a CUDA device: cargo xtask gpu-bundle")]
 fn products_of_many_rows_with_the_splits_that_are_chosen_and_with_others() {
     let mut bed = Bed::gpu();
-    for dtype in [DType::Q8_0, DType::Q4_K, DType::Q6_K] {
+    for dtype in [DType::Q4_K, DType::Q6_K, DType::Q8_0] {
         for shape in &SHAPES {
-            for m in [8, 16, 32, 64] {
+            for m in [8, 16, 32, 64, 128, 256] {
                 let plan = bed.kernels.batch_plan(dtype, m, shape.ns, shape.k, shape.gated);
                 let Some(chosen) = plan.map(|plan| plan.shape().1) else { continue };
                 let mut line = format!("{dtype} {:12} m={m:2}", shape.name);
@@ -63,8 +63,8 @@ fn measure(bed: &mut Bed, dtype: DType, shape: &Shape, m: usize, n_splits: usize
     let n: usize = shape.ns.iter().sum();
     let mut layout = Layout::new("speed");
     let weights = layout.device("weights", copies * bytes);
-    let x = layout.device("x", (2 * 64 * shape.k) as u64);
-    let y = layout.device("y", (4 * 64 * n) as u64);
+    let x = layout.device("x", (2 * 256 * shape.k) as u64);
+    let y = layout.device("y", (4 * 256 * n) as u64);
     let scratch = layout.device("scratch", (4 * m * n * 16) as u64);
     let memory = bed.plan(&layout);
     let mut lease = memory.lease().unwrap();

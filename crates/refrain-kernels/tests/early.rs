@@ -211,6 +211,7 @@ fn sampling_reads_its_parameters_before_it_waits_and_logits_behind_it() {
         history: bed.words(0),
         bias_ids: bed.words(0),
         bias: bed.words(0),
+        mask: None,
         token: bed.words(1),
         logprob: bed.words(1),
         scratch: bed.words(words(sample_scratch_bytes(1, VOCAB))),

@@ -124,6 +124,11 @@ both! {
         run_all(&mut bed, cases::attention::kv_append());
     }
 
+    fn recurrent_layers_agree_with_the_reference(bed) {
+        run_all(&mut bed, cases::recurrent::short_conv());
+        run_all(&mut bed, cases::recurrent::gated_delta());
+    }
+
     fn rope_with_kv_append_agrees_with_the_reference(bed) {
         run_all(&mut bed, cases::attention::rope_kv());
     }

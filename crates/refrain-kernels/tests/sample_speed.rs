@@ -88,6 +88,7 @@ fn measure(bed: &mut Bed, vocab: usize, shape: Shape) -> Vec<f64> {
         history,
         bias_ids,
         bias,
+        mask: None,
         token,
         logprob,
         scratch,

@@ -9,8 +9,9 @@ use crate::error::ModelError;
 use crate::export::{Reorder, encode, reordered};
 use crate::init::Normal;
 use crate::model::Model;
+use crate::weights::rows_of;
 use refrain_formats::hf::{AdapterConfig, AdapterFolder, NewTensor, write_safetensors, write_whole};
-use refrain_formats::params::{Arch, RopeStyle};
+use refrain_formats::params::RopeStyle;
 use refrain_graph::{TensorType, Weight, WeightId};
 use refrain_tensor::{DType, HostTensor, Shape};
 use std::collections::BTreeMap;
@@ -27,10 +28,16 @@ pub(crate) struct LinearSite {
     pub module: String,
     /// The same in GGUF files, such as `blk.0.attn_q`.
     pub gguf: String,
-    pub weight: WeightId, // [n_out, n_in]
+    /// Its weights, more than one where the file has several maps as one tensor: their rows follow each other.
+    pub parts: Vec<WeightId>, // [n_out of the part, n_in]
 }
 
 impl LinearSite {
+    /// Whether it is several maps of the model.
+    pub(crate) fn is_fused(&self) -> bool {
+        self.parts.len() > 1
+    }
+
     /// The last part of its name, which is the same in every layer: `q_proj`.
     fn kind(&self) -> &str {
         self.module.rsplit('.').next().unwrap_or(&self.module)
@@ -175,8 +182,9 @@ impl Adapter {
         Ok(Adapter { config, parts })
     }
 
-    /// Writes `adapter_config.json` and `adapter_model.safetensors` into a folder that exists.
-    pub fn write(&self, folder: &Path, dtype: DType) -> Result<(), ModelError> {
+    /// Writes `adapter_config.json` and `adapter_model.safetensors` into a folder that exists. The second one has `notes`,
+    /// pairs of key and value, among its metadata.
+    pub fn write(&self, folder: &Path, dtype: DType, notes: &[(&str, &str)]) -> Result<(), ModelError> {
         let halves: Vec<(String, &HostTensor)> = self
             .parts
             .iter()
@@ -189,7 +197,7 @@ impl Adapter {
             .iter()
             .map(|(name, tensor)| NewTensor { name: name.clone(), dtype, shape: tensor.shape() })
             .collect();
-        write_safetensors(&folder.join(AdapterFolder::WEIGHTS), &tensors, |idx| {
+        write_safetensors(&folder.join(AdapterFolder::WEIGHTS), &tensors, notes, |idx| {
             let (name, tensor) = &halves[idx];
             encode(name, dtype, &numbers(name, tensor)?)
         })?;
@@ -223,8 +231,7 @@ impl Model {
         let sites = self.targeted(&spec.targets)?;
         let mut parts = Vec::with_capacity(sites.len());
         for site in &sites {
-            let shape = self.weights()[site.weight.idx()].ty.shape;
-            let [n_out, n_in] = [shape.dims()[0], shape.dims()[1]];
+            let [n_out, n_in] = self.site_dims(site);
             let largest = n_out.min(n_in);
             if spec.rank == 0 || spec.rank > largest {
                 let (rank, module) = (spec.rank, site.module.clone());
@@ -305,8 +312,7 @@ impl Model {
                 n_layers: self.config().n_layers,
                 known: self.site_kinds(),
             })?;
-            let base = self.weights()[site.weight.idx()].ty.shape;
-            let [n_out, n_in] = [base.dims()[0], base.dims()[1]];
+            let [n_out, n_in] = self.site_dims(site);
             let config = &adapter.config;
             let rank = match (config.ranks_vary, part.a.shape().dims()) {
                 (true, &[rank, _]) => rank,
@@ -333,9 +339,25 @@ impl Model {
                 // Refused by its shape or type.
                 false => part.b.clone(),
             };
-            let b = add("b", &b, [n_out, rank])?;
             let scale = if live.is_some() { 1.0 } else { scale };
-            pairs.push(Pair { base: site.weight, a, b, scale });
+            if !site.is_fused() {
+                let b = add("b", &b, [n_out, rank])?;
+                pairs.push(Pair { base: site.parts[0], a, b, scale });
+                continue;
+            }
+            if b.shape().dims() != [n_out, rank] {
+                // Refused by its shape.
+                add("b", &b, [n_out, rank])?;
+            }
+            // All parts share A, and each has its rows of B.
+            let mut first = 0;
+            for (idx, &base) in site.parts.iter().enumerate() {
+                let n_rows = self.weights()[base.idx()].ty.shape.dims()[0];
+                let rows = rows_of(&part.module, &b, first..first + n_rows)?;
+                let b = add(&format!("b.{idx}"), &rows, [n_rows, rank])?;
+                pairs.push(Pair { base, a, b, scale });
+                first += n_rows;
+            }
         }
         let (config, is_live, n_base) = (adapter.config.clone(), live.is_some(), self.weights().len());
         model.attach(Attached { config, is_live, n_base, pairs });
@@ -358,13 +380,23 @@ impl Model {
         floats(&site.module, b.shape(), &values)
     }
 
+    /// Names and values of the weights below the adapter, which stay as they are while it is trained; `None` without one.
+    pub fn below_adapter(&self) -> Option<impl Iterator<Item = (&str, &HostTensor)>> {
+        let n_base = self.attached()?.n_base;
+        let weights = self.weights()[..n_base].iter().map(|weight| weight.name.as_str());
+        Some(weights.zip(&self.tensors()[..n_base]))
+    }
+
     /// The adapter of [`Model::with_adapter`], with its present values.
     pub fn adapter(&self) -> Result<Option<Adapter>, ModelError> {
         let Some(attached) = self.attached().filter(|attached| !attached.is_live) else { return Ok(None) };
         let mut parts = Vec::with_capacity(attached.pairs.len());
         for pair in &attached.pairs {
-            let Some(site) = self.sites().iter().find(|site| site.weight == pair.base) else { continue };
-            let (a, b) = (self.tensors()[pair.a.idx()].clone(), &self.tensors()[pair.b.idx()]);
+            // The first part of a site speaks for all of them.
+            let Some(site) = self.sites().iter().find(|site| site.parts.first() == Some(&pair.base)) else {
+                continue;
+            };
+            let (a, b) = (self.tensors()[pair.a.idx()].clone(), &self.rows_of_parts(attached, site)?);
             let b = match self.row_order(site, Reorder::Part) {
                 Some(reorder) => self.in_order(&site.module, b, reorder)?,
                 None => b.clone(),
@@ -372,6 +404,25 @@ impl Model {
             parts.push(AdapterPart { module: site.module.clone(), a, b });
         }
         Ok(Some(Adapter { config: attached.config.clone(), parts }))
+    }
+
+    /// B of a site: the rows of all its parts.
+    fn rows_of_parts(&self, attached: &Attached, site: &LinearSite) -> Result<HostTensor, ModelError> {
+        let factors = site.parts.iter().filter_map(|&part| attached.pair(part));
+        let factors: Vec<&HostTensor> = factors.map(|pair| &self.tensors()[pair.b.idx()]).collect();
+        if let [one] = factors[..] {
+            return Ok(one.clone());
+        }
+        let rank = factors.first().map_or(0, |b| b.shape().dim_back(0));
+        let values = factors.iter().map(|b| numbers(&site.module, b)).collect::<Result<Vec<_>, _>>()?;
+        let values = values.concat();
+        floats(&site.module, Shape::from([values.len() / rank.max(1), rank]), &values)
+    }
+
+    /// Outputs and inputs of a site.
+    fn site_dims(&self, site: &LinearSite) -> [usize; 2] {
+        let shapes = site.parts.iter().map(|part| self.weights()[part.idx()].ty.shape);
+        shapes.fold([0, 0], |[n_out, _], shape| [n_out + shape.dims()[0], shape.dims()[1]])
     }
 
     /// Adds what an adapter makes of a weight to its values.
@@ -403,7 +454,7 @@ impl Model {
     fn row_order(&self, site: &LinearSite, reorder: Reorder) -> Option<Reorder> {
         let config = self.config();
         let is_rotated = matches!(site.gguf_kind(), "attn_q" | "attn_k");
-        let is_joined = config.arch == Arch::Llama && config.rope.style == RopeStyle::Norm;
+        let is_joined = config.arch.is_joined_in_gguf() && config.rope.style == RopeStyle::Norm;
         (is_rotated && is_joined).then_some(reorder)
     }
 

@@ -46,6 +46,18 @@ pub enum ModelError {
         /// That of the first.
         first: DType,
     },
+    /// A matrix that cannot be cut between rows.
+    #[error(
+        "tensor {name:?} cannot be cut between its rows: {n_cols} elements are no whole blocks of {dtype}"
+    )]
+    FusedRows {
+        /// Name of the tensor.
+        name: String,
+        /// Its element type.
+        dtype: DType,
+        /// Elements of a row.
+        n_cols: usize,
+    },
     /// A table of divisors of rotary frequencies, which `config.json` cannot hold.
     #[error("config.json cannot hold the table of rotary frequencies that came with the GGUF file")]
     FreqFactors,
@@ -134,7 +146,8 @@ impl ModelError {
             }
             ModelError::TensorShape { .. }
             | ModelError::TensorType { .. }
-            | ModelError::ExpertType { .. } => {
+            | ModelError::ExpertType { .. }
+            | ModelError::FusedRows { .. } => {
                 Some("the file's metadata and tensors disagree; convert the model again".into())
             }
             ModelError::FreqFactors => {

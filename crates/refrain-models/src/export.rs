@@ -21,6 +21,12 @@ enum Form {
     Gguf,
 }
 
+/// A tensor of a file: the rows of one weight, or of several.
+struct FileTensor {
+    name: String,
+    parts: Vec<WeightId>,
+}
+
 /// How the rows of a matrix of heads are put in another order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reorder {
@@ -55,17 +61,14 @@ impl Model {
             return Err(ModelError::FreqFactors);
         }
         let config = self.config().to_hf_json(dtype)?;
-        let ids = self.file_ids();
-        let tensor = |id: &WeightId| NewTensor {
-            name: self.hf_name(*id).to_owned(),
-            dtype,
-            shape: self.weights()[id.idx()].ty.shape,
-        };
-        let tensors: Vec<NewTensor> = ids.iter().map(tensor).collect();
+        let files = self.file_tensors(Form::Hf);
+        let tensor =
+            |file: &FileTensor| NewTensor { name: file.name.clone(), dtype, shape: self.shape_of(file) };
+        let tensors: Vec<NewTensor> = files.iter().map(tensor).collect();
         let path = folder.join("model.safetensors");
-        write_safetensors(&path, &tensors, |idx| {
-            let id = ids[idx];
-            encode(self.hf_name(id), dtype, &self.values_for(id, Form::Hf)?)
+        write_safetensors(&path, &tensors, &[], |idx| {
+            let file = &files[idx];
+            encode(&file.name, dtype, &self.values_of(file, Form::Hf)?)
         })?;
         // Last: a folder with a configuration is a model.
         Ok(write_whole(&folder.join("config.json"), format!("{config:#}\n").as_bytes())?)
@@ -76,29 +79,57 @@ impl Model {
         let mut writer = GgufWriter::new();
         self.config().write_gguf(&mut writer)?;
         vocab.write_gguf(&mut writer, self.config().n_vocab)?;
-        if let Some(factors) = self.frequency_divisors() {
-            let bytes = encode("rope_freqs.weight", DType::F32, &factors)?;
-            writer.tensor(
-                "rope_freqs.weight",
-                DType::F32,
-                Shape::from([factors.len()]),
-                Bytes::new(bytes),
-            )?;
+        for (name, factors) in self.frequency_divisors() {
+            let bytes = Bytes::new(encode(name, DType::F32, &factors)?);
+            writer.tensor(name, DType::F32, Shape::from([factors.len()]), bytes)?;
         }
-        for id in self.file_ids() {
-            let weight = &self.weights()[id.idx()];
-            let dtype = if weight.ty.shape.rank() < 2 { DType::F32 } else { dtype };
-            let bytes = encode(&weight.name, dtype, &self.values_for(id, Form::Gguf)?)?;
-            writer.tensor(&weight.name, dtype, weight.ty.shape, Bytes::new(bytes))?;
+        for file in self.file_tensors(Form::Gguf) {
+            let shape = self.shape_of(&file);
+            let dtype = if shape.rank() < 2 { DType::F32 } else { dtype };
+            let bytes = encode(&file.name, dtype, &self.values_of(&file, Form::Gguf)?)?;
+            writer.tensor(&file.name, dtype, shape, Bytes::new(bytes))?;
         }
         writer.write(path)?;
         Ok(self.config().check_gguf(&Gguf::open(path)?)?)
     }
 
-    /// The weights that files of the model have.
-    fn file_ids(&self) -> Vec<WeightId> {
+    /// The tensors that files of the model have, in the order of its weights.
+    fn file_tensors(&self, form: Form) -> Vec<FileTensor> {
         let is_file = |idx: &usize| !self.is_derived(*idx) && !self.is_of_adapter(*idx);
-        (0..self.weights().len()).filter(is_file).map(WeightId::from_idx).collect()
+        let mut files = Vec::new();
+        for id in (0..self.weights().len()).filter(is_file).map(WeightId::from_idx) {
+            let name = |gguf: &str, hf: &str| if form == Form::Hf { hf.to_owned() } else { gguf.to_owned() };
+            match self.sites().iter().find(|site| site.is_fused() && site.parts.contains(&id)) {
+                None => {
+                    let name = name(&self.weights()[id.idx()].name, self.hf_name(id));
+                    files.push(FileTensor { name, parts: vec![id] });
+                }
+                // The others of its parts come with the first.
+                Some(site) if site.parts.first() == Some(&id) => {
+                    let name = format!("{}.weight", name(&site.gguf, &site.module));
+                    files.push(FileTensor { name, parts: site.parts.clone() });
+                }
+                Some(_) => {}
+            }
+        }
+        files
+    }
+
+    /// The rows of all parts.
+    fn shape_of(&self, file: &FileTensor) -> Shape {
+        let shape = |id: &WeightId| self.weights()[id.idx()].ty.shape;
+        match file.parts.as_slice() {
+            [one] => shape(one),
+            parts => {
+                let n_rows = parts.iter().map(|id| shape(id).dims()[0]).sum::<usize>();
+                Shape::from([n_rows, shape(&parts[0]).dims()[1]])
+            }
+        }
+    }
+
+    fn values_of(&self, file: &FileTensor, form: Form) -> Result<Vec<f32>, ModelError> {
+        let parts = file.parts.iter().map(|&id| self.values_for(id, form)).collect::<Result<Vec<_>, _>>()?;
+        Ok(parts.concat())
     }
 
     /// The numbers that a file has for a weight.
@@ -114,16 +145,17 @@ impl Model {
             values.iter_mut().for_each(|v| *v *= (config.hidden as f32).sqrt());
         }
         let is_norm = weight.name.contains("norm");
-        if form == Form::Hf && config.arch == Arch::Gemma3 && is_norm {
+        let less_one = matches!(config.arch, Arch::Gemma2 | Arch::Gemma3);
+        if form == Form::Hf && less_one && is_norm {
             values.iter_mut().for_each(|v| *v -= 1.0);
         }
         let is_rotated = matches!(part, Some(p) if (p.starts_with("attn_q.") || p.starts_with("attn_k.")));
-        let reorder = match (config.arch, form, config.rope.style) {
-            (Arch::Llama, Form::Gguf, RopeStyle::Neox) => Some(Reorder::Join),
-            (Arch::Llama, Form::Hf, RopeStyle::Norm) => Some(Reorder::Part),
+        let reorder = match (form, config.rope.style) {
+            (Form::Gguf, RopeStyle::Neox) => Some(Reorder::Join),
+            (Form::Hf, RopeStyle::Norm) => Some(Reorder::Part),
             _ => None,
         };
-        match reorder.filter(|_| is_rotated) {
+        match reorder.filter(|_| is_rotated && config.arch.is_joined_in_gguf()) {
             Some(reorder) => {
                 Ok(reordered(&values, reorder, weight.ty.shape, config.head_dim, config.rope.dims))
             }
@@ -131,8 +163,19 @@ impl Model {
         }
     }
 
-    /// What the frequencies of layers that see all are divided by, where no key of a GGUF file says it.
-    fn frequency_divisors(&self) -> Option<Vec<f32>> {
+    /// Tables of what frequencies are divided by, where no key of a GGUF file says it.
+    fn frequency_divisors(&self) -> Vec<(&'static str, Vec<f32>)> {
+        let long = self.config().long_rope.as_ref();
+        let long = long.map(|factors| {
+            let (short, long) = (factors.short.clone(), factors.long.clone());
+            [("rope_factors_short.weight", short), ("rope_factors_long.weight", long)]
+        });
+        let usual = self.usual_divisors().map(|divisors| ("rope_freqs.weight", divisors));
+        long.into_iter().flatten().chain(usual).collect()
+    }
+
+    /// The table for layers that see all.
+    fn usual_divisors(&self) -> Option<Vec<f32>> {
         let config = self.config();
         let rope = config.rope;
         let scaled_in_tensor =

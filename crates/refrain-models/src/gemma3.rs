@@ -1,5 +1,6 @@
-//! Gemma 3, text: norms before and after attention and feed-forward, queries and keys normed per head, five sliding
-//! layers to each full one with a rotary base of their own, GeGLU, and a scaled embedding.
+//! Gemma 2, and the text part of Gemma 3: norms before and after attention and feed-forward, GeGLU, and a scaled embedding.
+//! Gemma 3 norms queries and keys per head, and has five sliding layers to each full one with a rotary base of their own.
+//! Gemma 2 caps scores and logits, and slides in every other layer.
 
 use crate::error::ModelError;
 use crate::layers::{Attention, Block, Decoder, FeedForward, Placement};

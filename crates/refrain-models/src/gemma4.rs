@@ -8,7 +8,7 @@
 use crate::error::ModelError;
 use crate::layers::{
     Attention, Block, Decoder, DenseAndExperts, FeedForward, GatedFfn, HeadNorm, KeysValues, Mixer, Mixture,
-    Placement,
+    NormSpan, Placement,
 };
 use crate::step::Step;
 use crate::weights::{HfNames, Linear, WeightTable};
@@ -115,17 +115,18 @@ fn attention(
     ones: &mut BTreeMap<usize, WeightId>,
 ) -> Result<Mixer, ModelError> {
     let c = w.config;
+    let of_heads = |weight| HeadNorm { weight, span: NormSpan::Head };
     let LayerSizes { n_kv_heads, head_dim, .. } = c.layer_sizes(layer);
     let q_rows = c.n_heads * head_dim;
     let q = w.linear(layer, "attn_q", [q_rows, c.hidden], c.qkv_bias)?;
-    let q_norm = Some(HeadNorm(w.norm(layer, "attn_q_norm", head_dim)?));
+    let q_norm = Some(of_heads(w.norm(layer, "attn_q_norm", head_dim)?));
     let kv = match c.kv_layer(layer) == layer {
         true => {
             let dims = [n_kv_heads * head_dim, c.hidden];
             let takes_keys = c.keys_as_values && c.layer(layer) == LayerAttention::Full;
             let k = w.linear(layer, "attn_k", dims, c.qkv_bias)?;
             let v = if takes_keys { None } else { Some(w.linear(layer, "attn_v", dims, c.qkv_bias)?) };
-            let k_norm = Some(HeadNorm(w.norm(layer, "attn_k_norm", head_dim)?));
+            let k_norm = Some(of_heads(w.norm(layer, "attn_k_norm", head_dim)?));
             let ones = match ones.get(&head_dim) {
                 Some(&known) => known,
                 None => {
@@ -134,12 +135,12 @@ fn attention(
                     new
                 }
             };
-            Some(KeysValues { k, v, k_norm, v_norm: Some(HeadNorm(ones)) })
+            Some(KeysValues { k, v, k_norm, v_norm: Some(of_heads(ones)) })
         }
         false => None,
     };
     let o = w.linear(layer, "attn_output", [c.hidden, q_rows], c.attn_output_bias)?;
-    Ok(Mixer::Attention(Attention { head_dim, q, q_norm, kv, o }))
+    Ok(Mixer::Attention(Attention { head_dim, q, q_norm, gate: None, kv, o }))
 }
 
 impl LayerInputs {

@@ -5,7 +5,7 @@ use crate::model::Model;
 use crate::shapes::{NamedShape, layer_and_part, tensor_dims};
 use crate::weights::TensorSource;
 use refrain_formats::FormatError;
-use refrain_formats::params::{ModelConfig, RopeStyle};
+use refrain_formats::params::ModelConfig;
 use refrain_tensor::{HostTensor, Shape};
 
 /// Standard deviation of matrices.
@@ -24,7 +24,7 @@ impl NamedShape {
         let mut config = ModelConfig { n_context, ..self.config() };
         config.rope.theta = 10_000.0;
         // As Hugging Face folders have it; a GGUF file of it stores queries and keys in another order.
-        config.rope.style = RopeStyle::Neox;
+        config.rope.style = self.arch().hf_rope_style();
         config
     }
 }

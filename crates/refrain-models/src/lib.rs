@@ -20,9 +20,15 @@ mod export; // back to files
 mod shapes; // random weights of well-known sizes
 mod error;
 
+mod cohere2;
 mod gemma3;
 mod gemma4;
+mod glm4;
 mod llama;
+mod olmo2;
+mod phi3;
+mod lfm2;
+mod qwen35;
 
 pub use adapter::{Adapter, AdapterPart, LoraSpec, Targets};
 pub use error::ModelError;

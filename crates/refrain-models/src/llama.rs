@@ -1,7 +1,8 @@
-//! Llama 2 and 3, and those built like it: SmolLM2, TinyLlama, Mistral (with its sliding window).
+//! Llama 2 and 3, and those built like it.
 //!
-//! Pre-norm attention with grouped heads and rotary positions, then a SwiGLU feed-forward. Biases come with the
-//! configuration, as in Qwen 2 and 2.5, and so do norms of heads and experts, as in Qwen 3.
+//! Pre-norm attention with grouped heads and rotary positions, then a SwiGLU feed-forward. The configuration has the rest:
+//! biases (Qwen 2), norms of heads and experts (Qwen 3), windows (Mistral), queries that grow with their position (Ministral 3), layers
+//! without rotation (SmolLM 3), factors on embedding, branches and logits (Granite).
 
 use crate::error::ModelError;
 use crate::layers::{Attention, Block, Decoder, FeedForward, Placement};

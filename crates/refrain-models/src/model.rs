@@ -6,7 +6,7 @@ use crate::layers::Decoder;
 use crate::state::{LayerState, StateTable};
 use crate::step::{Shared, Step};
 use crate::weights::{HfNames, TensorSource, WeightTable};
-use crate::{gemma3, gemma4, llama};
+use crate::{cohere2, gemma3, gemma4, glm4, lfm2, llama, olmo2, phi3, qwen35};
 use refrain_formats::ModelFiles;
 use refrain_formats::params::{Arch, ModelConfig};
 #[cfg(doc)]
@@ -68,6 +68,8 @@ pub struct KvSpec {
     pub kv_block: usize,
     /// Blocks that one sequence may have.
     pub max_blocks: usize,
+    /// Slots in the states of recurrent layers: two for each sequence that may have such a state.
+    pub n_slots: usize,
     /// Element type.
     pub dtype: DType,
 }
@@ -88,12 +90,27 @@ pub struct Model {
     tables_on_host: bool,
 }
 
+/// Declares the layers of an architecture.
+type Declare = fn(&mut WeightTable<'_>) -> Result<Decoder, ModelError>;
+
 /// The names of an architecture's tensors, and the function that declares its layers.
-fn architecture(arch: Arch) -> (HfNames, fn(&mut WeightTable<'_>) -> Result<Decoder, ModelError>) {
+fn architecture(arch: Arch) -> (HfNames, Declare) {
     match arch {
-        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe => (llama::NAMES, llama::declare),
-        Arch::Gemma3 => (gemma3::NAMES, gemma3::declare),
+        Arch::Llama
+        | Arch::Qwen2
+        | Arch::Qwen3
+        | Arch::Qwen3Moe
+        | Arch::Mistral3
+        | Arch::SmolLm3
+        | Arch::Granite => (llama::NAMES, llama::declare),
+        Arch::Phi3 => (phi3::NAMES, phi3::declare),
+        Arch::Olmo2 => (olmo2::NAMES, olmo2::declare),
+        Arch::Glm4 => (glm4::NAMES, glm4::declare),
+        Arch::Cohere2 => (cohere2::NAMES, cohere2::declare),
+        Arch::Gemma2 | Arch::Gemma3 => (gemma3::NAMES, gemma3::declare),
         Arch::Gemma4 => (gemma4::NAMES, gemma4::declare),
+        Arch::Qwen35 => (qwen35::NAMES, qwen35::declare),
+        Arch::Lfm2 => (lfm2::NAMES, lfm2::declare),
     }
 }
 
@@ -233,7 +250,13 @@ impl Model {
     pub fn state_table(&self, kv: &KvSpec) -> StateTable {
         let layers: Vec<LayerState> =
             (0..self.config.n_layers).map(|layer| self.decoder.state(&self.config, layer)).collect();
-        StateTable::new(&layers, kv, kv.n_blocks)
+        StateTable::new(&layers, kv, kv.n_slots)
+    }
+
+    /// Whether sequences have recurrent states: in slots, and not shareable as KV is.
+    pub fn has_slots(&self) -> bool {
+        let is_recurrent = |layer| matches!(self.decoder.state(&self.config, layer), LayerState::Slots(_));
+        (0..self.config.n_layers).any(is_recurrent)
     }
 
     /// The states, in the order of their ids.

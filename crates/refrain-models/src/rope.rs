@@ -31,7 +31,8 @@ pub fn inverse_frequencies(
             let n_pairs = (f64::from(share) * dims as f64 / 2.0).floor() as usize;
             if i < n_pairs { base(i) / f64::from(factor) } else { 0.0 }
         }
-        RopeScaling::None => base(i),
+        // Its divisors are `factors`.
+        RopeScaling::None | RopeScaling::Long { .. } => base(i),
     };
     let divisor = |i: usize| factors.and_then(|f| f.get(i)).map_or(1.0, |&f| f64::from(f));
     (0..dims / 2).map(|i| (scaled(i) / divisor(i)) as f32).collect()

@@ -1,7 +1,7 @@
 //! What each layer keeps between steps, and where.
 
 use crate::model::KvSpec;
-use refrain_graph::{State, StateId, StateKind, TensorType};
+use refrain_graph::{State, StateId, TensorType};
 use refrain_tensor::DType;
 
 /// Heads of a layer's keys and values.
@@ -122,6 +122,11 @@ impl StateTable {
         }
     }
 
+    /// Whether any layer keeps its state in slots.
+    pub fn has_slots(&self) -> bool {
+        self.layers.iter().any(|layer| matches!(layer, LayerStates::Slots(_)))
+    }
+
     /// The recurrent states of a layer, in the order of its specification.
     pub fn slots(&self, layer: usize) -> &[StateId] {
         match self.layers.get(layer) {
@@ -147,7 +152,7 @@ impl StateTable {
         let shape = refrain_tensor::Shape::new(&dims)
             .unwrap_or_else(|e| panic!("slots {} of layer {layer}: {e}", slot.name));
         let ty = TensorType { dtype: slot.dtype, shape };
-        self.add(State { name: format!("blk.{layer}.{}", slot.name), ty, kind: StateKind::Slots })
+        self.add(State::slots(format!("blk.{layer}.{}", slot.name), ty))
     }
 
     fn add(&mut self, state: State) -> StateId {
@@ -159,8 +164,9 @@ impl StateTable {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use refrain_graph::StateKind;
 
-    const KV: KvSpec = KvSpec { n_blocks: 6, kv_block: 16, max_blocks: 3, dtype: DType::F16 };
+    const KV: KvSpec = KvSpec { n_blocks: 6, kv_block: 16, max_blocks: 3, n_slots: 0, dtype: DType::F16 };
 
     #[test]
     fn layers_may_differ_in_geometry_share_a_cache_or_keep_slots() {

@@ -8,10 +8,11 @@ use crate::model::{Head, KvSpec, SampleHead, StepSpec};
 use crate::rope::inverse_frequencies;
 use crate::state::StateTable;
 use crate::weights::{Linear, WeightTable};
-use refrain_formats::params::{LayerAttention, ModelConfig, RopeScaling, RopeStyle};
+use refrain_formats::params::{Arch, LayerAttention, ModelConfig, NormKind, QueryTemperature};
+use refrain_formats::params::{RopeScaling, RopeStyle};
 use refrain_graph as ir;
 use refrain_graph::{
-    Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StepInputs, TensorType,
+    Graph, GraphBuilder, GraphError, Op, SAMPLE_PARAMS, SamplingInputs, StateId, StepInputs, TensorType,
 };
 use refrain_graph::{Unary, ValueId, Weight, WeightId};
 use refrain_tensor::DType;
@@ -19,11 +20,20 @@ use refrain_tensor::DType;
 /// Weights outside the layers.
 #[derive(Clone, Debug)]
 pub(crate) struct Shared {
-    embedding: WeightId,     // [vocab, hidden]
-    output_norm: WeightId,   // [hidden]
-    output: WeightId,        // [vocab, hidden]; the embedding when they are tied
-    inv_freq: Vec<WeightId>, // for each layer: [rope.dims / 2]
-    magnitude: Vec<f32>,     // for each layer: factor on sine and cosine
+    embedding: WeightId,         // [vocab, hidden]
+    output_norm: WeightId,       // [hidden]
+    output: WeightId,            // [vocab, hidden]; the embedding when they are tied
+    rotations: Vec<Frequencies>, // for each layer
+}
+
+/// How the heads of a layer turn.
+#[derive(Clone, Copy, Debug)]
+struct Frequencies {
+    inv_freq: WeightId, // [rope.dims / 2]
+    /// Those of sequences longer than so many tokens, where they are others.
+    long: Option<(usize, WeightId)>,
+    /// Factor on sine and cosine.
+    magnitude: f32,
 }
 
 impl Shared {
@@ -31,61 +41,88 @@ impl Shared {
         let c = w.config;
         let table = [c.n_vocab, c.hidden];
         let embedding = w.global("token_embd.weight", "model.embed_tokens.weight", &table)?;
-        let output_norm = w.global_norm("output_norm.weight", "model.norm.weight", c.hidden)?;
+        let [gguf, hf] = match c.arch {
+            Arch::Lfm2 => ["token_embd_norm.weight", "model.embedding_norm.weight"],
+            _ => ["output_norm.weight", "model.norm.weight"],
+        };
+        let output_norm = w.global_norm(gguf, hf, c.hidden)?;
         let output = match c.tied_embeddings {
             true => embedding,
             false => w.optional("output.weight", "lm_head.weight", &table)?.unwrap_or(embedding),
         };
-        let (inv_freq, magnitude) = Shared::declare_rope(w)?;
-        Ok(Shared { embedding, output_norm, output, inv_freq, magnitude })
+        let rotations = Shared::declare_rope(w)?;
+        Ok(Shared { embedding, output_norm, output, rotations })
     }
 
-    /// The frequencies of a layer.
+    /// The frequencies of a layer, for sequences that are not long.
     pub(crate) fn frequencies(&self, layer: usize) -> WeightId {
-        self.inv_freq[layer]
+        self.rotations[layer].inv_freq
     }
 
     /// Layers of one kind share one table.
-    fn declare_rope(w: &mut WeightTable<'_>) -> Result<(Vec<WeightId>, Vec<f32>), ModelError> {
+    fn declare_rope(w: &mut WeightTable<'_>) -> Result<Vec<Frequencies>, ModelError> {
         let c = w.config;
-        let factors = match c.rope.has_freq_factors {
+        let of_file = match c.rope.has_freq_factors {
             true => w.table("rope_freqs.weight", c.rope.dims / 2)?,
             false => None,
         };
         let mut tables: Vec<(RopeTable, WeightId)> = Vec::new();
-        let mut inv_freq = Vec::with_capacity(c.n_layers);
-        let mut magnitude = Vec::with_capacity(c.n_layers);
+        let mut table = |w: &mut WeightTable<'_>, table: RopeTable, factors: Option<&[f32]>| {
+            let known = tables.iter().find(|(known, _)| *known == table).map(|(_, id)| *id);
+            match known {
+                Some(id) => Ok(id),
+                None => {
+                    let (theta, dims, scaling, _) = table;
+                    let values = match theta {
+                        0.0 => vec![0.0; dims / 2],
+                        theta => inverse_frequencies(theta, dims, scaling, factors),
+                    };
+                    let id = w.derived(&format!("rope.inv_freq.{}", tables.len()), &values)?;
+                    tables.push((table, id));
+                    Ok::<_, ModelError>(id)
+                }
+            }
+        };
+        let mut rotations = Vec::with_capacity(c.n_layers);
         for layer in 0..c.n_layers {
+            if !c.rotates(layer) {
+                // Heads that turn by nothing stay as they are, bit for bit, and run like those of other layers.
+                let dims = c.rope_dims(layer);
+                let key = (0.0, dims, RopeScaling::None, Divisors::None);
+                let inv_freq = table(w, key, None)?;
+                rotations.push(Frequencies { inv_freq, long: None, magnitude: 1.0 });
+                continue;
+            }
             let scaling = c.rope_scaling(layer);
             // A table of divisors is about the layers whose frequencies are scaled.
             let is_local = c.rope.local_theta.is_some() && c.layer(layer) == LayerAttention::Sliding;
-            let factors = factors.as_deref().filter(|_| !is_local);
-            let table = (c.rope_theta(layer), c.rope_dims(layer), scaling, factors.is_some());
-            let known = tables.iter().find(|(known, _)| *known == table).map(|(_, id)| *id);
-            let id = match known {
-                Some(id) => id,
-                None => {
-                    let values = inverse_frequencies(table.0, table.1, scaling, factors);
-                    let id = w.derived(&format!("rope.inv_freq.{}", tables.len()), &values)?;
-                    tables.push((table, id));
-                    id
+            let (theta, dims) = (c.rope_theta(layer), c.rope_dims(layer));
+            let (factors, long) = match (scaling, &c.long_rope) {
+                (RopeScaling::Long { n_original_context, .. }, Some(factors)) => {
+                    let long = table(w, (theta, dims, scaling, Divisors::Long), Some(&factors.long))?;
+                    (Some(&factors.short), Some((n_original_context, long)))
                 }
+                _ => (of_file.as_ref().filter(|_| !is_local), None),
             };
-            inv_freq.push(id);
-            magnitude.push(match scaling {
-                RopeScaling::Yarn(yarn) => yarn.attention_factor,
-                RopeScaling::None
-                | RopeScaling::Linear { .. }
-                | RopeScaling::Llama3 { .. }
-                | RopeScaling::Proportional { .. } => 1.0,
-            });
+            let divisors = if factors.is_some() { Divisors::Usual } else { Divisors::None };
+            let key = (theta, dims, scaling, divisors);
+            let inv_freq = table(w, key, factors.map(Vec::as_slice))?;
+            rotations.push(Frequencies { inv_freq, long, magnitude: scaling.magnitude() });
         }
-        Ok((inv_freq, magnitude))
+        Ok(rotations)
     }
 }
 
-/// What decides the frequencies of a layer: base, rotated elements, scaling and whether divisors apply.
-type RopeTable = (f32, usize, RopeScaling, bool);
+/// What decides the frequencies of a layer: base, 0 for none, rotated elements, scaling and divisors.
+type RopeTable = (f32, usize, RopeScaling, Divisors);
+
+/// What divides frequencies one by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Divisors {
+    None,
+    Usual,
+    Long,
+}
 
 /// A step that is being built.
 pub(crate) struct Step<'m> {
@@ -97,10 +134,13 @@ pub(crate) struct Step<'m> {
     /// The value of each weight: the weight itself, or the state that holds it while it is trained.
     weights: Vec<ValueId>,
     n_tokens: usize,
+    /// Tokens that a sequence can have.
+    n_context: usize,
     act: DType,
     tokens: ValueId,    // [n_tokens]
     positions: ValueId, // [n_tokens]
     rows: RowContext,
+    temperatures: Option<ValueId>, // [n_tokens, 1, 1]
     layer_inputs: Option<ValueId>, // [n_layers, n_tokens, d]
     /// What each layer so far attends to: its caches as they are behind it, or keys and values of whole documents.
     attended: Vec<[ValueId; 2]>,
@@ -117,6 +157,8 @@ pub(crate) enum RowContext {
         spans: ValueId, // [n_tokens, 2]
         /// Which elements are dropped, where some are.
         dropout: Option<Dropping>,
+        /// Tokens of the longest of them.
+        n_context: usize,
     },
 }
 
@@ -125,6 +167,8 @@ pub(crate) struct PagedRows {
     spec: StepSpec,
     inputs: StepInputs,
     paging: [ValueId; 3], // positions[n_tokens], seqs[n_tokens], tables[n_seqs, max_blocks]
+    slots: Option<ValueId>, // [n_seqs, 2]
+    n_context: usize,
 }
 
 /// Dropout in a step that is being built.
@@ -151,21 +195,27 @@ impl<'m> Step<'m> {
         let positions = builder.input("positions", per_token)?;
         let seqs = builder.input("seqs", per_token)?;
         let tables = builder.input("tables", TensorType::new(DType::I32, [shape.n_seqs, kv.max_blocks]))?;
+        let slots = match states.has_slots() {
+            true => Some(builder.input("slots", TensorType::new(DType::I32, [shape.n_seqs, 2]))?),
+            false => None,
+        };
         let inputs = StepInputs {
             shape,
             tokens: builder.input_id(tokens),
             positions: builder.input_id(positions),
             seqs: builder.input_id(seqs),
             tables: Some(builder.input_id(tables)),
+            slots: slots.map(|slots| builder.input_id(slots)),
             adapters: None,
             rows: None,
             sampling: None,
             logits: None,
         };
-        let paging = [positions, seqs, tables];
+        let (paging, n_context) = ([positions, seqs, tables], kv.max_blocks * kv.kv_block);
         let weights =
             (0..builder.graph().weights().len()).map(|i| builder.weight(WeightId::from_idx(i))).collect();
-        let rows = RowContext::Paged(Box::new(PagedRows { states, spec: *spec, inputs, paging }));
+        let paged = PagedRows { states, spec: *spec, inputs, paging, slots, n_context };
+        let rows = RowContext::Paged(Box::new(paged));
         let (n_tokens, act) = (shape.n_tokens, spec.act);
         let context = ([tokens, positions], n_tokens, act);
         Ok(Step::over(config, shared, builder, weights, context, rows))
@@ -194,9 +244,15 @@ impl<'m> Step<'m> {
         rows: RowContext,
     ) -> Step<'m> {
         let (layer_inputs, attended) = (None, Vec::with_capacity(config.n_layers));
+        let n_context = match &rows {
+            RowContext::Paged(paged) => paged.n_context,
+            RowContext::Documents { n_context, .. } => *n_context,
+        };
         Step {
             config,
             shared,
+            n_context,
+            temperatures: None,
             attached: None,
             builder,
             weights,
@@ -218,6 +274,16 @@ impl<'m> Step<'m> {
                 panic!("a step over whole documents has no cache and chooses nothing")
             }
         }
+    }
+
+    /// The recurrent states of a layer, and what finds the slots of its rows.
+    ///
+    /// # Panics
+    /// When the layer has none, or the step is over whole documents.
+    pub(crate) fn slots(&mut self, layer: usize) -> (Vec<StateId>, [ValueId; 3]) {
+        let PagedRows { states, paging: [positions, seqs, _], slots, .. } = self.paged();
+        let Some(slots) = *slots else { panic!("layer {layer} has no recurrent state") };
+        (states.slots(layer).to_vec(), [*positions, *seqs, slots])
     }
 
     pub(crate) fn weight(&self, id: WeightId) -> ValueId {
@@ -242,7 +308,40 @@ impl<'m> Step<'m> {
             Some(inputs) => Some(inputs.build(self, x)?),
             None => None,
         };
+        self.temperatures = self.temperatures()?;
         Ok(x)
+    }
+
+    /// The factors on the queries of each row, `[n_tokens, 1, 1]`; `None` where all of them are 1.
+    fn temperatures(&mut self) -> Result<Option<ValueId>, GraphError> {
+        let Some(QueryTemperature { beta, n_original_context }) = self.config.query_temperature else {
+            return Ok(None);
+        };
+        if self.n_context <= n_original_context {
+            return Ok(None);
+        }
+        let b = &mut self.builder;
+        // Whole repetitions of the original context. Half a position keeps multiples of it from being rounded down.
+        let share = 1.0 / n_original_context as f32;
+        let positions = b.cast(self.positions, DType::F32)?;
+        let turns = b.unary(Unary::Affine { mul: share, add: 0.5 * share }, positions)?;
+        let turns = b.cast(turns, DType::I32)?;
+        let turns = b.cast(turns, DType::F32)?;
+        let turns = b.unary(Unary::Affine { mul: 1.0, add: 1.0 }, turns)?;
+        let log = b.unary(Unary::Log, turns)?;
+        let mut factors = b.unary(Unary::Affine { mul: beta, add: 1.0 }, log)?;
+        if self.act != DType::F32 {
+            factors = b.cast(factors, self.act)?;
+        }
+        b.reshape(factors, &[self.n_tokens, 1, 1]).map(Some)
+    }
+
+    /// Queries `[n_tokens, n_heads, head_dim]` times the factor of their position, where the model has one.
+    pub(crate) fn tempered(&mut self, q: ValueId) -> Result<ValueId, GraphError> {
+        match self.temperatures {
+            Some(factors) => self.builder.binary(ir::Binary::Mul, q, factors),
+            None => Ok(q),
+        }
     }
 
     /// What a layer gets besides the residual: `[n_tokens, d]`.
@@ -268,6 +367,29 @@ impl<'m> Step<'m> {
         self.builder.reshape(x, &[self.n_tokens, n, d])
     }
 
+    /// Columns of rows, as heads: `[n_tokens, n, d]` from column `start` on.
+    pub(crate) fn columns(
+        &mut self,
+        x: ValueId,
+        start: usize,
+        [n, d]: [usize; 2],
+    ) -> Result<ValueId, GraphError> {
+        let part = self.builder.slice(x, 1, start, n * d)?;
+        self.apart(part, n, d)
+    }
+
+    /// Heads as rows: `[n_tokens, n * d]`.
+    pub(crate) fn flat(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
+        let width = self.builder.ty(x).shape.n_elements() / self.n_tokens.max(1);
+        self.builder.reshape(x, &[self.n_tokens, width])
+    }
+
+    /// `x * sigmoid(gate)`
+    pub(crate) fn times_sigmoid(&mut self, x: ValueId, gate: ValueId) -> Result<ValueId, GraphError> {
+        let gate = self.builder.unary(Unary::Sigmoid, gate)?;
+        self.builder.binary(ir::Binary::Mul, gate, x)
+    }
+
     pub(crate) fn scaled(&mut self, x: ValueId, mul: f32) -> Result<ValueId, GraphError> {
         match mul {
             1.0 => Ok(x),
@@ -285,7 +407,7 @@ impl<'m> Step<'m> {
         if dtype != self.act {
             x = self.builder.cast(x, self.act)?;
         }
-        self.scaled(x, self.config.embedding_scale)
+        self.scaled(x, self.config.embedding_scale / self.config.residual_scale)
     }
 
     pub(crate) fn norm(&mut self, x: ValueId, w: WeightId, label: &str) -> Result<ValueId, GraphError> {
@@ -301,11 +423,20 @@ impl<'m> Step<'m> {
         label: &str,
     ) -> Result<ValueId, GraphError> {
         let w = self.weight(w);
+        let x = match self.config.norm {
+            NormKind::Rms => x,
+            NormKind::Layer => {
+                let axis = self.builder.ty(x).shape.rank() - 1;
+                let op = Op::Reduce { kind: ir::Reduce::Mean, axis };
+                let mean = self.builder.node(op, &[x], &format!("{label}.mean"))?[0];
+                self.builder.binary(ir::Binary::Sub, x, mean)?
+            }
+        };
         self.builder.rms_norm(x, w, eps, label)
     }
 
-    /// A norm that not every layer has.
-    pub(crate) fn maybe_norm(
+    /// The norm of what a branch makes, in layers that have one.
+    pub(crate) fn branch_norm(
         &mut self,
         x: ValueId,
         w: Option<WeightId>,
@@ -315,6 +446,19 @@ impl<'m> Step<'m> {
             Some(w) => self.norm(x, w, label),
             None => Ok(x),
         }
+    }
+
+    /// The norm of the residual, in layers that have one. The residual is kept divided by the factor on branches, which
+    /// then add to it as they are; its norm is the same with an epsilon that is divided by the square.
+    pub(crate) fn residual_norm(
+        &mut self,
+        x: ValueId,
+        w: Option<WeightId>,
+        label: &str,
+    ) -> Result<ValueId, GraphError> {
+        let Some(w) = w else { return Ok(x) };
+        let scale = self.config.residual_scale;
+        self.norm_with(x, w, self.config.norm_eps / (scale * scale), label)
     }
 
     pub(crate) fn add(&mut self, a: ValueId, b: ValueId) -> Result<ValueId, GraphError> {
@@ -354,17 +498,10 @@ impl<'m> Step<'m> {
         self.dropped(x, p)
     }
 
-    /// A linear map into heads: `[n_tokens, n_heads, head_dim]`.
-    pub(crate) fn heads(
-        &mut self,
-        x: ValueId,
-        l: Linear,
-        head_dim: usize,
-        label: &str,
-    ) -> Result<ValueId, GraphError> {
-        let y = self.linear(x, l, label)?;
-        let n_heads = self.builder.ty(y).shape.dim_back(0) / head_dim;
-        self.builder.reshape(y, &[self.n_tokens, n_heads, head_dim])
+    /// Rows `[n_tokens, n_heads * head_dim]` as `[n_tokens, n_heads, head_dim]`.
+    pub(crate) fn as_heads(&mut self, x: ValueId, head_dim: usize) -> Result<ValueId, GraphError> {
+        let n_heads = self.builder.ty(x).shape.dim_back(0) / head_dim;
+        self.apart(x, n_heads, head_dim)
     }
 
     /// Rotates heads by their positions.
@@ -373,9 +510,15 @@ impl<'m> Step<'m> {
             RopeStyle::Neox => ir::RopeStyle::Neox,
             RopeStyle::Norm => ir::RopeStyle::Interleaved,
         };
-        let rope =
-            ir::Rope { style, n_dims: self.config.rope_dims(layer), magnitude: self.shared.magnitude[layer] };
-        let inv_freq = self.weight(self.shared.inv_freq[layer]);
+        let Frequencies { inv_freq, long, magnitude } = self.shared.rotations[layer];
+        let rope = ir::Rope { style, n_dims: self.config.rope_dims(layer), magnitude };
+        // By the context that there is room for, as llama.cpp chooses: keys in the cache cannot be rotated again when a text
+        // outgrows the original context.
+        let inv_freq = match long {
+            Some((n_original_context, long)) if self.n_context > n_original_context => long,
+            _ => inv_freq,
+        };
+        let inv_freq = self.weight(inv_freq);
         self.builder.rope(rope, x, self.positions, inv_freq)
     }
 
@@ -468,12 +611,13 @@ impl<'m> Step<'m> {
     /// The final norm and the logits of rows, in F32 where they are chosen from. Where the step learns they stay as short
     /// as activations are.
     pub(crate) fn logits(&mut self, x: ValueId) -> Result<ValueId, GraphError> {
-        let x = self.norm(x, self.shared.output_norm, "output_norm")?;
+        let x = self.residual_norm(x, Some(self.shared.output_norm), "output_norm")?;
         let output = Linear { weight: self.shared.output, bias: None };
         let mut logits = self.linear(x, output, "output")?;
         if self.act != DType::F32 && matches!(self.rows, RowContext::Paged(_)) {
             logits = self.builder.cast(logits, DType::F32)?;
         }
+        let logits = self.scaled(logits, self.config.logit_scale)?;
         match self.config.final_softcap {
             Some(cap) => self.builder.unary(Unary::SoftCap(cap), logits),
             None => Ok(logits),
@@ -510,7 +654,6 @@ impl<'m> Step<'m> {
             bias_ids: id(bias_ids),
             bias: id(bias),
             mask: mask.map(id),
-            min_tokens: None,
             token,
             logprob,
             top,

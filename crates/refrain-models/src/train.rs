@@ -17,6 +17,8 @@ use refrain_tensor::{DType, HostTensor};
 pub struct TrainSpec {
     /// Rows of a step: all tokens of all its sequences.
     pub n_tokens: usize,
+    /// Tokens of its longest sequence: models may rotate long ones by other frequencies.
+    pub n_context: usize,
     /// Element type of weights, activations and gradients.
     pub dtype: DType,
     /// Whether weights have masters in F32, and moments in F32 with them. Of no use when `dtype` is F32 anyway.
@@ -142,6 +144,11 @@ impl Model {
 
     /// The graph of a training step.
     pub fn train_graph(&self, spec: &TrainSpec, phase: TrainPhase) -> Result<TrainGraph, GradError> {
+        if self.has_slots() {
+            let because = "recurrent layers are for generation; they have no backward pass yet";
+            let label = format!("a step that trains {}", self.config().arch);
+            return Err(GradError::NotDifferentiable { label, op: "gated_delta", because });
+        }
         let TrainStates { states, count, params } = self.train_states(spec);
         let mut builder = GraphBuilder::new(self.frozen().0, states);
         let per_token = TensorType::new(DType::I32, [spec.n_tokens]);
@@ -174,7 +181,7 @@ impl Model {
             sum_squares: None,
         };
         let dropout = rng.map(|rng| Dropping { p: spec.dropout, rng, n_sites: 0 });
-        let rows = RowContext::Documents { spans, dropout };
+        let rows = RowContext::Documents { spans, dropout, n_context: spec.n_context };
         let weights = self.train_values(&builder, &params);
         let context = [tokens, positions];
         let (shared, config) = (self.shared(), self.config());

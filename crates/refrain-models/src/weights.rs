@@ -22,12 +22,11 @@ impl TensorSource for ModelFiles {
         if self.has_tensor(name) {
             return self.tensor(name).map(Some);
         }
-        // The text part of a multimodal model.
-        let inner = name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
-        match inner.filter(|name| matches!(self, ModelFiles::Hf(_)) && self.has_tensor(name)) {
-            Some(name) => self.tensor(&name).map(Some),
-            None => Ok(None),
-        }
+        // The text part of a multimodal model, as new folders and old ones have it.
+        let new = name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
+        let inner = new.into_iter().chain([format!("language_model.{name}")]);
+        let is_there = |name: &String| matches!(self, ModelFiles::Hf(_)) && self.has_tensor(name);
+        inner.into_iter().find(is_there).map(|name| self.tensor(&name)).transpose()
     }
 
     fn name<'n>(&self, gguf_name: &'n str, hf_name: &'n str) -> &'n str {
@@ -84,7 +83,8 @@ pub(crate) struct WeightTable<'a> {
 impl<'a> WeightTable<'a> {
     pub(crate) fn new(config: &'a ModelConfig, source: &'a dyn TensorSource, own_names: HfNames) -> Self {
         let (weights, tensors) = (Vec::new(), Vec::new());
-        let (hf_names, derived, fixed, sites) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (hf_names, derived, fixed) = (Vec::new(), Vec::new(), Vec::new());
+        let sites = Vec::new();
         WeightTable { config, source, own_names, weights, tensors, hf_names, derived, fixed, sites }
     }
 
@@ -128,7 +128,7 @@ impl<'a> WeightTable<'a> {
         let (gguf, hf) = self.layer_tensor(layer, name, "weight");
         let weight = self.global(&gguf, &hf, &[n_out, n_in])?;
         let of_module = |name: &str| name.strip_suffix(".weight").unwrap_or(name).to_owned();
-        self.sites.push(LinearSite { module: of_module(&hf), gguf: of_module(&gguf), weight });
+        self.sites.push(LinearSite { module: of_module(&hf), gguf: of_module(&gguf), parts: vec![weight] });
         let bias = match has_bias {
             true => {
                 let (gguf, hf) = self.layer_tensor(layer, name, "bias");
@@ -213,6 +213,31 @@ impl<'a> WeightTable<'a> {
         Ok(self.push(&gguf, &whole, tensor))
     }
 
+    /// Linear maps that are one tensor in the file: each gets a view of its rows, and the name that it would have by itself.
+    pub(crate) fn fused<const N: usize>(
+        &mut self,
+        layer: usize,
+        [gguf, hf]: [&str; 2],
+        parts: [(&str, usize); N],
+        n_in: usize,
+    ) -> Result<[Linear; N], ModelError> {
+        let (gguf, module) = (format!("blk.{layer}.{gguf}"), format!("model.layers.{layer}.{hf}"));
+        let names = [format!("{gguf}.weight"), format!("{module}.weight")];
+        let n_out = parts.iter().map(|(_, rows)| rows).sum();
+        let whole = self.find(&names[0], &names[1], &[n_out, n_in])?;
+        let whole = whole.ok_or_else(|| self.missing(&names[0], &names[1]))?;
+        let mut first = 0;
+        let mut maps = [Linear { weight: WeightId::from_idx(0), bias: None }; N];
+        for (map, (part, rows)) in maps.iter_mut().zip(parts) {
+            let tensor = rows_of(self.source.name(&names[0], &names[1]), &whole, first..first + rows)?;
+            let (gguf, hf) = self.layer_tensor(layer, part, "weight");
+            map.weight = self.push(&gguf, &hf, tensor);
+            first += rows;
+        }
+        self.sites.push(LinearSite { module, gguf, parts: maps.iter().map(|map| map.weight).collect() });
+        Ok(maps)
+    }
+
     /// The factor on what a layer makes; 1 where the file has none. It is part of the graph, and a weight only so that it is
     /// written back.
     pub(crate) fn layer_scalar(&mut self, layer: usize) -> Result<f32, ModelError> {
@@ -225,6 +250,112 @@ impl<'a> WeightTable<'a> {
         let id = self.push(&gguf, &hf, tensor);
         self.fixed.push(id);
         Ok(scalar)
+    }
+
+    /// A linear map whose rows hold two parts in turn, `head_dim` rows of the one and then of the other for each head, taken
+    /// apart: the first under its own name, the second under another one.
+    pub(crate) fn interleaved(
+        &mut self,
+        layer: usize,
+        [name, second]: [&str; 2],
+        [n_heads, head_dim, n_in]: [usize; 3],
+    ) -> Result<[Linear; 2], ModelError> {
+        let (gguf, hf) = self.layer_tensor(layer, name, "weight");
+        let found = self.find(&gguf, &hf, &[2 * n_heads * head_dim, n_in])?;
+        let tensor = found.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let wrap = |source| ModelError::Tensor { name: self.source.name(&gguf, &hf).into(), source };
+        let part_bytes = tensor.bytes().as_slice().len() / (2 * n_heads).max(1);
+        let part = |first: usize| {
+            let parts = tensor.bytes().as_slice().chunks_exact(part_bytes.max(1));
+            let bytes: Vec<u8> = parts.skip(first).step_by(2).flatten().copied().collect();
+            HostTensor::new(tensor.dtype(), Shape::from([n_heads * head_dim, n_in]), Bytes::new(bytes))
+        };
+        let (rows, others) = (part(0).map_err(wrap)?, part(1).map_err(wrap)?);
+        let weight = self.push(&gguf, &hf, rows);
+        let (gguf, hf) = self.layer_tensor(layer, second, "weight");
+        let gate = self.push(&gguf, &hf, others);
+        Ok([weight, gate].map(|weight| Linear { weight, bias: None }))
+    }
+
+    /// The filters of a short convolution, one for each channel: a row for each lag, so that neighbouring channels lie
+    /// together.
+    pub(crate) fn filters(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        [n_channels, width]: [usize; 2],
+    ) -> Result<WeightId, ModelError> {
+        let by_channel = self.values(layer, names, &[&[n_channels, width], &[n_channels, 1, width]])?;
+        let lag = |lag| by_channel.iter().skip(lag).step_by(width).copied();
+        let by_lag: Vec<f32> = (0..width).flat_map(lag).collect();
+        self.fixed_vector(layer, names, &by_lag)
+    }
+
+    /// Two small linear maps of the same rows as one, the second below the first: one product instead of two. Where the file
+    /// has them in different types they become F32.
+    pub(crate) fn stacked(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        [n_out, n_in]: [usize; 2],
+    ) -> Result<Linear, ModelError> {
+        let names = names.map(|name| self.layer_tensor(layer, name, "weight"));
+        let find = |(gguf, hf): &(String, String)| {
+            self.find(gguf, hf, &[n_out, n_in])?.ok_or_else(|| self.missing(gguf, hf))
+        };
+        let (first, second) = (find(&names[0])?, find(&names[1])?);
+        let (gguf, hf) = &names[0];
+        let wrap = |source| ModelError::Tensor { name: self.source.name(gguf, hf).into(), source };
+        let shape = Shape::from([2 * n_out, n_in]);
+        let stacked = match first.dtype() == second.dtype() {
+            true => {
+                let bytes = [first.bytes().as_slice(), second.bytes().as_slice()].concat();
+                HostTensor::new(first.dtype(), shape, Bytes::new(bytes))
+            }
+            false => {
+                let values = [first.to_f32().map_err(wrap)?, second.to_f32().map_err(wrap)?].concat();
+                HostTensor::from_f32(shape, &values)
+            }
+        };
+        let weight = self.push(gguf, hf, stacked.map_err(wrap)?);
+        Ok(Linear { weight, bias: None })
+    }
+
+    /// The values of a tensor in a layer, which may have one of several shapes. Names are what follows the layer's, in GGUF
+    /// and in Hugging Face folders.
+    pub(crate) fn values(
+        &self,
+        layer: usize,
+        names: [&str; 2],
+        shapes: &[&[usize]],
+    ) -> Result<Vec<f32>, ModelError> {
+        let (gguf, hf) = plain_names(layer, names);
+        let tensor = self.source.find(&gguf, &hf)?.ok_or_else(|| self.missing(&gguf, &hf))?;
+        let name = || self.source.name(&gguf, &hf).to_string();
+        let wrap = |source| ModelError::Tensor { name: name(), source };
+        if !shapes.iter().any(|dims| tensor.shape().dims() == *dims) {
+            let want = Shape::new(shapes[0]).map_err(wrap)?;
+            return Err(ModelError::TensorShape { name: name(), got: tensor.shape(), want });
+        }
+        if !(tensor.dtype().is_float() || tensor.dtype().is_quantized()) {
+            return Err(ModelError::TensorType { name: name(), dtype: tensor.dtype() });
+        }
+        tensor.to_f32().map_err(wrap)
+    }
+
+    /// A vector of a layer that is part of the graph and not trained, made of what the files have under these names.
+    pub(crate) fn fixed_vector(
+        &mut self,
+        layer: usize,
+        names: [&str; 2],
+        values: &[f32],
+    ) -> Result<WeightId, ModelError> {
+        let (gguf, hf) = plain_names(layer, names);
+        let tensor = HostTensor::from_f32(Shape::from([values.len()]), values)
+            .map_err(|source| ModelError::Tensor { name: self.source.name(&gguf, &hf).into(), source })?;
+        let id = self.push(&gguf, &hf, tensor);
+        self.fixed.push(id);
+        Ok(id)
     }
 
     /// A tensor that is computed, not read.
@@ -284,6 +415,26 @@ impl<'a> WeightTable<'a> {
         self.tensors.push(tensor);
         WeightId::from_idx(self.weights.len() - 1)
     }
+}
+
+/// Rows of a matrix, over the same bytes.
+pub(crate) fn rows_of(
+    name: &str,
+    tensor: &HostTensor,
+    rows: std::ops::Range<usize>,
+) -> Result<HostTensor, ModelError> {
+    let wrap = |source| ModelError::Tensor { name: name.into(), source };
+    let n_cols = tensor.shape().dim_back(0);
+    let row_bytes = tensor.dtype().bytes_for(n_cols);
+    let bytes = row_bytes.and_then(|n| tensor.bytes().slice(rows.start * n..rows.end * n));
+    let bytes =
+        bytes.ok_or_else(|| ModelError::FusedRows { name: name.into(), dtype: tensor.dtype(), n_cols })?;
+    HostTensor::new(tensor.dtype(), Shape::from([rows.len(), n_cols]), bytes).map_err(wrap)
+}
+
+/// A tensor in a layer by what follows the layer's name in GGUF and in Hugging Face folders.
+fn plain_names(layer: usize, [gguf, hf]: [&str; 2]) -> (String, String) {
+    (format!("blk.{layer}.{gguf}"), format!("model.layers.{layer}.{hf}"))
 }
 
 /// A vector as it is added to activations.

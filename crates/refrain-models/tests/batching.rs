@@ -36,6 +36,7 @@ fn engine(model: &Arc<Model>, n_positions: usize, max_tokens: usize) -> Engine {
         kv_dtype: DType::F16,
         max_tokens,
         max_seqs: 40,
+        n_recurrent: 0,
     };
     let runner = BackendRunner::new(CpuBackend::shared(1).unwrap(), model.clone(), options).unwrap();
     Engine::new(Box::new(runner), EngineOptions::default()).unwrap()

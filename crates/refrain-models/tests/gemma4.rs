@@ -38,7 +38,7 @@ fn the_text_part_of_a_multimodal_folder_has_the_logits_of_the_text_model() {
 #[test]
 fn layers_that_share_keys_have_no_cache_and_no_matrices_for_them() {
     let model = Model::load(&ModelFiles::open(folder("gemma4-e2b")).unwrap()).unwrap();
-    let kv = KvSpec { n_blocks: 2, kv_block: 32, max_blocks: 2, dtype: DType::F32 };
+    let kv = KvSpec { n_blocks: 2, kv_block: 32, max_blocks: 2, n_slots: 0, dtype: DType::F32 };
     let caches: Vec<(String, Vec<usize>)> = model
         .states(&kv)
         .iter()

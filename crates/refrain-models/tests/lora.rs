@@ -15,7 +15,7 @@ use refrain_tensor::{DType, Shape};
 use std::path::Path;
 use std::sync::Arc;
 
-const FLOATS: [&str; 3] = ["llama", "qwen3", "gemma3"];
+const FLOATS: [&str; 4] = ["llama", "qwen3", "gemma3", "phi3-short"];
 const QUANTISED: [&str; 2] = ["llama-q8_0", "llama-q4_k_m"];
 
 fn golden(case: &str) -> Golden {
@@ -252,7 +252,7 @@ fn an_adapter_belongs_to_a_gguf_file_of_its_model_too() {
 #[test]
 fn an_adapter_is_written_as_it_was_read() {
     let (folder, before) = (tempfile::tempdir().unwrap(), adapter("qwen3"));
-    before.write(folder.path(), DType::F32).unwrap();
+    before.write(folder.path(), DType::F32, &[]).unwrap();
     let after = Adapter::read(&AdapterFolder::open(folder.path()).unwrap()).unwrap();
     assert_eq!(after.config, before.config);
     assert_eq!(after.parts.len(), before.parts.len());
@@ -410,7 +410,7 @@ fn adapters_that_do_not_fit_say_why() {
         let mut other = adapter("llama");
         other.parts.iter_mut().for_each(|part| part.module = part.module.replace(from, to));
         let out = tempfile::tempdir().unwrap();
-        other.write(out.path(), DType::F32).unwrap();
+        other.write(out.path(), DType::F32, &[]).unwrap();
         out
     };
     case(change("layers.1", "layers.7").path(), &["model.layers.7.mlp.down_proj", "2 layers", "q_proj, "]);
@@ -444,7 +444,7 @@ fn halves_that_miss_their_other_half_and_tensors_of_other_kinds_are_refused() {
             .collect();
         let path = out.path().join(AdapterFolder::WEIGHTS);
         let bytes = |_| Ok::<_, refrain_formats::FormatError>(vec![0; 4 * 64 * 4]);
-        refrain_formats::hf::write_safetensors(&path, &tensors, bytes).unwrap();
+        refrain_formats::hf::write_safetensors(&path, &tensors, &[], bytes).unwrap();
         attach(out.path()).unwrap_err().to_string()
     };
     let q = "base_model.model.model.layers.0.self_attn.q_proj";

@@ -7,7 +7,7 @@ use refrain_graph::{Graph, Op, TrainOp, fuse, join_sums};
 use refrain_models::{TrainPhase, TrainSpec};
 use refrain_tensor::DType;
 
-const CASES: [&str; 9] = [
+const CASES: [&str; 13] = [
     "llama",
     "llama-tied",
     "mistral-window",
@@ -17,6 +17,10 @@ const CASES: [&str; 9] = [
     "gemma4-e2b",
     "gemma4-e4b",
     "gemma4-dense",
+    "gemma2",
+    "olmo2",
+    "granite",
+    "cohere2",
 ];
 
 #[test]
@@ -131,6 +135,19 @@ fn ten_steps_in_bf16_have_the_losses_of_pytorch() {
     }
 }
 
+/// Those without a golden of training have all the same pieces, and text that is longer than the first training was.
+#[test]
+fn every_architecture_learns() {
+    let golden = Golden::of("llama");
+    // Its vocabulary is smaller than that of the batch.
+    for case in common::CASES.into_iter().filter(|case| *case != "gemma4-heads") {
+        let spec = TrainSpec { n_context: 48, ..SPEC };
+        let mut bench = Bench::new(case, spec, TrainPhase::Update);
+        let losses: Vec<f32> = (0..4).map(|step| bench.run(&golden, step)).collect();
+        assert!(losses.windows(2).all(|pair| pair[1] < pair[0]), "{case}: {losses:?}");
+    }
+}
+
 /// How far a tensor is off on average, relative to its largest magnitude.
 fn rms_error(got: &[f32], want: &[f32]) -> f64 {
     assert_eq!(got.len(), want.len());
@@ -164,8 +181,13 @@ fn gradients_in_bf16_are_as_near_to_those_in_f32_as_the_ones_of_pytorch() {
             theirs += rms_error(&torch, &exact).powi(2);
         }
         let times = (ours / theirs).sqrt();
-        // 0.8 to 1.13 were found; 1.29 for the dense model of Gemma 4, whose scores are not scaled.
-        let most = if case == "gemma4-dense" { 1.4 } else { 1.25 };
+        // 0.8 to 1.13 were found; 1.29 for the dense model of Gemma 4, whose scores are not scaled, and 1.40 for Gemma 2,
+        // whose scores and logits are capped.
+        let most = match case {
+            "gemma4-dense" => 1.4,
+            "gemma2" => 1.5,
+            _ => 1.25,
+        };
         assert!(times < most, "{case}: {times:.2} times as far from F32 as PyTorch");
     }
 }

@@ -212,6 +212,7 @@ pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError>
         }
         Op::KvAppend
         | Op::Attention(_)
+        | Op::Recurrent(_)
         | Op::Sample(_)
         | Op::Accumulate
         | Op::Moe(_)

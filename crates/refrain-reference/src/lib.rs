@@ -14,12 +14,13 @@ mod elementwise;
 pub mod exact;
 mod moe;
 mod philox;
+mod recurrent;
 mod sample;
 
 pub use dense::{In, Out, ReferenceError};
 pub use moe::route_row;
 pub use philox::{philox4x32, uniform};
-pub use sample::{Sampling, apply_bias_and_penalties, most_probable, sample_row};
+pub use sample::{Sampling, apply_bias_and_penalties, apply_mask, most_probable, sample_row};
 
 use refrain_graph::{HostBuf, Op, TrainOp};
 use refrain_tensor::DType;
@@ -73,6 +74,7 @@ pub fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), Re
         Op::Rope(rope) => attention::rope(rope, inputs, &mut outputs[0]),
         Op::KvAppend => attention::kv_append(inputs, &mut outputs[0]),
         Op::Attention(attention) => attention::attention(attention, inputs, &mut outputs[0]),
+        Op::Recurrent(op) => recurrent::recurrent(op, inputs, outputs),
         Op::Sample(op) => sample::sample(*op, inputs, outputs),
         Op::Accumulate => elementwise::accumulate(&inputs[0], &mut outputs[0]),
         Op::HostCall(call) => {

@@ -63,8 +63,8 @@ pub(crate) fn sample(op: Sample, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> 
     Ok(())
 }
 
-/// Forbids the tokens whose bit is 0.
-pub(crate) fn apply_mask(logits: &mut [f32], mask: &[u32]) {
+/// Forbids the tokens whose bit is 0, before biases and penalties.
+pub fn apply_mask(logits: &mut [f32], mask: &[u32]) {
     for (id, l) in logits.iter_mut().enumerate() {
         // NaN stays, so that it is seen whatever the mask.
         if mask[id / 32] >> (id % 32) & 1 == 0 && !l.is_nan() {

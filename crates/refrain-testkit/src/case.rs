@@ -38,6 +38,7 @@ pub(crate) enum ArgKind {
     Input,
     Weight,
     State,
+    Slots,
 }
 
 impl Arg {
@@ -61,6 +62,11 @@ impl Arg {
     /// A state, zero before the step.
     pub fn state(dtype: DType, dims: impl Into<Shape>) -> Arg {
         Arg { ty: TensorType::new(dtype, dims), fill: Fill::Zero, kind: ArgKind::State, views: vec![] }
+    }
+
+    /// A state in slots, zero before the step.
+    pub fn slots(dims: impl Into<Shape>) -> Arg {
+        Arg { kind: ArgKind::Slots, ..Arg::state(DType::F32, dims) }
     }
 
     /// The same operand with other values.
@@ -127,11 +133,13 @@ where
     let of = |kind| args.iter().enumerate().filter(move |(_, a)| a.kind == kind);
     let name = |i: usize| format!("arg{i}");
     let weights = of(ArgKind::Weight).map(|(i, a)| Weight { name: name(i), ty: a.ty }).collect();
-    let state = |(i, a): (usize, &Arg)| match a.ty.shape.rank() {
-        4 => State::paged(name(i), a.ty),
+    let state = |(i, a): (usize, &Arg)| match (a.kind, a.ty.shape.rank()) {
+        (ArgKind::Slots, _) => State::slots(name(i), a.ty),
+        (_, 4) => State::paged(name(i), a.ty),
         _ => State::whole(name(i), a.ty),
     };
-    let states = of(ArgKind::State).map(state).collect();
+    let is_state = |(_, a): &(usize, &Arg)| matches!(a.kind, ArgKind::State | ArgKind::Slots);
+    let states = args.iter().enumerate().filter(is_state).map(state).collect();
     let mut builder = GraphBuilder::new(weights, states);
     let mut feed = Feed::default();
     let mut values = Vec::with_capacity(args.len());
@@ -142,7 +150,7 @@ where
                 let id = WeightId::from_idx(feed.weights.len());
                 (&mut feed.weights, builder.weight(id))
             }
-            ArgKind::State => {
+            ArgKind::State | ArgKind::Slots => {
                 let id = StateId::from_idx(feed.states.len());
                 (&mut feed.states, builder.state(id))
             }

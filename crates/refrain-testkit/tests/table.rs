@@ -1,6 +1,6 @@
 //! The table itself: complete, unique, and runnable.
 
-use refrain_graph::{Op, View};
+use refrain_graph::{Op, Recurrent, View};
 use refrain_tensor::{Bytes, DType, HostTensor};
 use refrain_testkit::{Case, Rng, cases, check_all, evaluate, random_graph, run_case};
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,15 +38,19 @@ fn family(op: &Op) -> &'static str {
         Op::Attention(_) => "attention",
         Op::Sample(_) => "sample",
         Op::Accumulate => "accumulate",
+        Op::Recurrent(Recurrent::ShortConv(_)) => "short_conv",
+        Op::Recurrent(Recurrent::GatedDelta(_)) => "gated_delta",
         Op::HostCall(_) => "host_call",
     }
 }
 
-const N_FAMILIES: usize = 42;
+const N_FAMILIES: usize = 44;
 /// Of these, what no forward pass of a model that generates has.
 const N_TRAINING: usize = 18;
 /// Routers and experts, which random graphs have not either: a routing that is nearly a tie may go either way.
 const N_EXPERTS: usize = 3;
+/// What needs slots, which random graphs have none of.
+const N_RECURRENT: usize = 2;
 
 #[test]
 fn every_op_has_cases_and_every_case_a_name_of_its_own() {
@@ -113,6 +117,7 @@ fn random_graphs_draw_every_op_that_can_run_twice() {
         let finite = |t: &HostTensor| t.to_f32().unwrap().iter().all(|v| v.is_finite());
         assert!(outputs.iter().all(finite));
     }
-    // All but sampling and sums, which go on where the last run left them, and what only training has.
-    assert_eq!(seen.len(), N_FAMILIES - 2 - N_TRAINING - N_EXPERTS, "{seen:?}");
+    // All but sampling and sums, which go on where the last run left them, routers and experts, recurrent layers, and what
+    // only training has.
+    assert_eq!(seen.len(), N_FAMILIES - 2 - N_TRAINING - N_EXPERTS - N_RECURRENT, "{seen:?}");
 }

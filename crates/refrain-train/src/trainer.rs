@@ -9,8 +9,8 @@
 //! ends it under its own number, and what was in flight behind it is neither logged nor saved.
 
 use crate::checkpoint::{
-    BestLoss, Checkpoint, CheckpointStore, FileSpec, RandomState, RunProgress, RunState, SaveRequest,
-    TensorSpec,
+    BestLoss, Checkpoint, CheckpointStore, FileSpec, FrozenBase, RandomState, RunProgress, RunState,
+    SaveRequest, TensorSpec,
 };
 use crate::config::{Clip, Masters, Precision, Resume, TrainConfig};
 use crate::data::{Batch, Corpus, DataPosition, Loader, LoaderOptions, Passes};
@@ -108,6 +108,7 @@ pub struct TrainData {
 pub fn train_spec(config: &TrainConfig) -> TrainSpec {
     TrainSpec {
         n_tokens: config.batch * config.context,
+        n_context: config.context,
         dtype: match config.dtype {
             Precision::F32 => DType::F32,
             Precision::Bf16 => DType::BF16,
@@ -129,6 +130,7 @@ pub struct Trainer<B: Backend> {
     store: Option<CheckpointStore>,
     log: Option<LogWriter>,
     resumed: Option<PathBuf>,
+    base: Option<FrozenBase>,
     last_saved: Option<(u64, PathBuf)>,
     step: u64,
     progress: RunProgress,
@@ -161,7 +163,7 @@ impl<B: Backend> Trainer<B> {
         data: TrainData,
     ) -> Result<Trainer<B>, TrainError> {
         config.validate()?;
-        let learner = Learner::new(backend, model, train_spec(&config), config.accumulate)?;
+        let learner = Learner::new(backend, model.clone(), train_spec(&config), config.accumulate)?;
         let store = match &config.out {
             Some(out) => Some(CheckpointStore::open(out)?),
             None => None,
@@ -172,6 +174,13 @@ impl<B: Backend> Trainer<B> {
             (Resume::Switch(_), _) => None,
         };
         let checkpoint = from.as_deref().map(Checkpoint::open).transpose()?;
+        // Reads all of the model, so only where somebody will ask.
+        let is_kept = store.is_some() || checkpoint.is_some();
+        let name = config.from.as_deref().or(model.config().name.as_deref()).unwrap_or("the model");
+        let base = is_kept.then(|| FrozenBase::of(&model, name)).flatten();
+        if let Some(checkpoint) = &checkpoint {
+            checkpoint.expect_base(base.as_ref())?;
+        }
         let state = checkpoint.as_ref().map(Checkpoint::state);
         let options = LoaderOptions {
             n_seqs: config.batch,
@@ -196,6 +205,7 @@ impl<B: Backend> Trainer<B> {
             store,
             log,
             resumed: from,
+            base,
             last_saved: None,
             step,
             progress,
@@ -227,6 +237,11 @@ impl<B: Backend> Trainer<B> {
     /// The checkpoint that the run goes on from, where it does.
     pub fn resumed(&self) -> Option<&Path> {
         self.resumed.as_deref()
+    }
+
+    /// The frozen weights below the adapter, where the run trains one and saves it.
+    pub fn base(&self) -> Option<&FrozenBase> {
+        self.base.as_ref()
     }
 
     /// Steps that are done.
@@ -503,6 +518,7 @@ impl<B: Backend> Trainer<B> {
             random: RandomState { seed: self.config.seed, counter: self.step },
             config: self.config.clone(),
             progress: self.progress,
+            base: self.base.clone(),
         };
         let (files, ids) = self.files();
         let request = SaveRequest { state: &state, files: &files, is_best, keep: self.config.keep };

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use refrain_tensor::DType;
 use refrain_train::checkpoint::{
-    BestLoss, Checkpoint, CheckpointError, CheckpointStore, FileSpec, RandomState, RunProgress, RunState,
-    SaveRequest, TensorSpec,
+    BestLoss, Checkpoint, CheckpointError, CheckpointStore, FileSpec, FrozenBase, RandomState, RunProgress,
+    RunState, SaveRequest, TensorSpec,
 };
 use refrain_train::data::DataPosition;
 use refrain_train::{RealStorage, Storage, StorageFile, TrainConfig};
@@ -30,6 +30,7 @@ fn state(step: u64) -> RunState {
             n_tokens: 1 << 60,
             seconds: 1e-9,
         },
+        base: Some(FrozenBase { name: "base".into(), sha256: "ab".repeat(32) }),
     }
 }
 

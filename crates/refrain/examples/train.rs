@@ -87,6 +87,7 @@ fn own_loop() -> Result<(), Box<dyn std::error::Error>> {
     let model = Arc::new(refrain::train::TrainedModel::fresh(shape.model_config(64, context)?, 0)?);
     let spec = TrainSpec {
         n_tokens: n,
+        n_context: n,
         dtype: DType::F32,
         masters: true,
         accumulates: false,

@@ -205,6 +205,7 @@ pub fn bench(
         // Whole blocks for each, and for the sequence that is measured alone.
         n_positions: (most_seqs + 1) * context.next_multiple_of(RunnerOptions::default().kv_block),
         max_seqs: most_seqs.max(1),
+        n_recurrent: most_seqs + 1,
         max_requests: most_seqs.max(1),
         context,
     };

@@ -96,7 +96,7 @@ impl Engines {
                 Err(error) => return Err(error.into()),
             }
         }
-        let made = make_engine(weights, &Room::of_one(context), options, &mut known.packed)?;
+        let made = make_engine(weights, name, &Room::of_one(context), options, &mut known.packed)?;
         let sequence = made.engine.open(context)?;
         known.engines.push((key, made.engine.downgrade(), made.monitor.clone(), made.table));
         Ok((made, sequence))
@@ -112,6 +112,8 @@ pub(crate) struct Room {
     pub(crate) n_positions: usize,
     /// How many take part in one step.
     pub(crate) max_seqs: usize,
+    /// Sequences with recurrent states, in a model that has such.
+    pub(crate) n_recurrent: usize,
     /// Requests that may be running or waiting.
     pub(crate) max_requests: usize,
 }
@@ -121,7 +123,7 @@ impl Room {
     pub(crate) fn of_one(context: usize) -> Room {
         let (runner, engine) = (RunnerOptions::default(), EngineOptions::default());
         let (max_seqs, max_requests) = (runner.max_seqs, engine.max_requests);
-        Room { context, n_positions: context, max_seqs, max_requests }
+        Room { context, n_positions: context, max_seqs, n_recurrent: 1, max_requests }
     }
 }
 
@@ -133,7 +135,7 @@ pub(crate) fn lone_engine(
     room: impl FnOnce(usize) -> Room,
 ) -> Result<(MonitoredEngine, Room), Error> {
     let room = room(check(weights, name, options)?);
-    Ok((make_engine(weights, &room, options, &mut Weak::new())?, room))
+    Ok((make_engine(weights, name, &room, options, &mut Weak::new())?, room))
 }
 
 /// The context that is asked for.
@@ -151,13 +153,15 @@ fn check(weights: &Model, name: &str, options: &SessionOptions) -> Result<usize,
 
 fn make_engine(
     weights: &Arc<Model>,
+    name: &str,
     room: &Room,
     options: &SessionOptions,
     packed: &mut Weak<CpuWeights>,
 ) -> Result<MonitoredEngine, Error> {
-    let Room { context, n_positions, max_seqs, max_requests } = *room;
+    let Room { context, n_positions, max_seqs, n_recurrent, max_requests } = *room;
     let kv_dtype = options.kv_dtype;
-    let runner = RunnerOptions { context, n_positions, kv_dtype, max_seqs, ..RunnerOptions::default() };
+    let runner =
+        RunnerOptions { context, n_positions, kv_dtype, max_seqs, n_recurrent, ..RunnerOptions::default() };
     let engine_options = EngineOptions { max_requests };
     let (kind, cuda) = match options.device.cuda() {
         Ok(cuda) => cuda,
@@ -178,7 +182,7 @@ fn make_engine(
     };
     let ahead = options.ahead.unwrap_or(cuda.ahead);
     let (on_load, verify_every) = (options.on_load.clone(), options.verify_every);
-    let mut cuda = CudaOptions { ahead, on_load, verify_every, ..cuda };
+    let mut cuda = CudaOptions { model: name.to_owned(), ahead, on_load, verify_every, ..cuda };
     if options.graph_choice.as_ref().is_some_and(Choice::avoids_capture) {
         // A library's calls become nodes by a capture, so they are left out too.
         (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);
@@ -227,5 +231,5 @@ pub(crate) fn table_needs(weights: &Model, runner: &RunnerOptions) -> Option<Tab
     let RunnerOptions { context, n_positions, kv_block, kv_dtype, .. } = *runner;
     let max_blocks = context.div_ceil(kv_block.max(1));
     let n_blocks = n_positions.div_ceil(kv_block.max(1)).max(max_blocks);
-    TableNeeds::of(weights, &KvSpec { n_blocks, kv_block, max_blocks, dtype: kv_dtype })
+    TableNeeds::of(weights, &KvSpec { n_blocks, kv_block, max_blocks, n_slots: 0, dtype: kv_dtype })
 }

@@ -134,7 +134,7 @@ impl Error {
     /// A failure to bring a model to a device that has a table there which could be elsewhere.
     pub(crate) fn with_table(source: EngineError, table_bytes: u64) -> Error {
         match cuda_cause(&source) {
-            Some(CudaError::DoesNotFit { .. }) => Error::TableOnDevice { source, table_bytes },
+            Some(CudaError::DoesNotFit(_)) => Error::TableOnDevice { source, table_bytes },
             _ => Error::Engine(source),
         }
     }

@@ -25,6 +25,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod builtin;
 mod engines;
 mod error;
 mod examine;
@@ -41,11 +42,12 @@ pub use bench::{
     BatchReport, BenchOptions, BenchReport, BenchTarget, CpuInfo, DecodeReport, Launches, Resident, Samples,
     bench,
 };
+pub use builtin::Builtin;
 pub use error::Error;
 pub use examine::{KernelReport, examine_kernels, free_memory, read_bandwidth};
 pub use generate::{Finish, Generate, Generation, Piece, Prompt, Summary};
 pub use merge::merge;
-pub use model::{BUILTIN_NAME, Model};
+pub use model::Model;
 pub use placement::{TableNeeds, TablePlacement, host_free_bytes};
 pub use planner::Planner;
 pub use service::{Reply, Service, ServiceOptions};

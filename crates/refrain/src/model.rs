@@ -1,23 +1,17 @@
 //! An open model: files, weights, tokenizer and chat template.
 
+use crate::builtin::Builtin;
 use crate::engines::Engines;
 use crate::error::Error;
 use refrain_engine::SamplingParams;
 use refrain_formats::chat::{ChatTemplate, Message, RenderOptions};
-use refrain_formats::gguf::Gguf;
 use refrain_formats::hf::{AdapterFolder, HfFolder};
 use refrain_formats::params::{GenerationDefaults, ModelConfig};
 use refrain_formats::tokenizer::{Tokenizer, TokenizerForm, TokenizerSummary, VocabSpec};
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_models::Adapter;
-use refrain_tensor::Bytes;
 use std::path::Path;
 use std::sync::Arc;
-
-/// The name of the model inside the library.
-pub const BUILTIN_NAME: &str = "stories";
-
-static BUILTIN: &[u8] = include_bytes!("../assets/stories.gguf");
 
 /// A model, opened and checked. Cloning shares it.
 #[derive(Clone, Debug)]
@@ -48,14 +42,9 @@ impl Model {
         Model::from_files(ModelFiles::open(path)?)
     }
 
-    /// The small model inside the library: it continues simple stories.
+    /// The small story model inside the library, [`Builtin::Stories`].
     pub fn builtin() -> Result<Model, Error> {
-        Model::from_files(Model::builtin_files()?)
-    }
-
-    /// The files of that model.
-    pub fn builtin_files() -> Result<ModelFiles, Error> {
-        Ok(ModelFiles::Gguf(Gguf::from_named_bytes("the built-in model", Bytes::new(BUILTIN))?))
+        Builtin::Stories.open()
     }
 
     /// A model from files that are open already.

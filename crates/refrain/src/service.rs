@@ -72,6 +72,7 @@ impl Service {
             context,
             n_positions: options.kv_tokens.unwrap_or(USUAL_KV_TOKENS.min(max_seqs * context)),
             max_seqs,
+            n_recurrent: max_seqs,
             max_requests: options.max_requests,
         };
         let (made, room) = lone_engine(model.weights(), model.name(), &options.session, room)?;

@@ -1,6 +1,6 @@
 //! Text from the built-in model: where it ends, what is evaluated, and that it is the same every time.
 
-use refrain::{BUILTIN_NAME, Device, EngineError, Error, Finish, Generate, Model, Prompt, SamplingParams};
+use refrain::{Builtin, Device, EngineError, Error, Finish, Generate, Model, Prompt, SamplingParams};
 use refrain::{Session, SessionOptions, StepKind, Summary};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,7 +45,7 @@ fn the_builtin_model_continues_a_story_for_as_many_tokens_as_asked_for() {
     assert!(summary.n_prompt > 0 && summary.n_evaluated == summary.n_prompt);
     assert_eq!(session.ledger().tally(StepKind::Decode).steps(), 23);
     assert_eq!(session.backend(), "cpu");
-    assert!(BUILTIN_NAME == "stories" && session.model().chat_template().is_none());
+    assert!(Builtin::Stories.name() == "stories" && session.model().chat_template().is_none());
 
     let (nothing, summary) = text(&mut session, START, &greedy(0));
     assert_eq!((nothing.as_str(), summary.finish, summary.n_generated), ("", Some(Finish::MaxTokens), 0));

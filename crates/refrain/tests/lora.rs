@@ -2,11 +2,12 @@
 
 use refrain::train::{ConfigOverlay, ExportForm, TrainConfig, TrainEvent, TrainOptions, Training};
 use refrain::{
-    DType, Device, Error, FaultScript, Generate, GraphMode, Method, Model, ModelFiles, Prompt,
+    Builtin, DType, Device, Error, FaultScript, Generate, GraphMode, Method, Model, ModelFiles, Prompt,
     SamplingParams, Session, SessionOptions, StepKind,
 };
 use std::path::{Path, PathBuf};
 
+const BUILTIN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/stories.gguf");
 const TEXT: &str = "The old clock on the wall said five, and the five small mice said nothing at all. ";
 
 fn cpu() -> Device {
@@ -36,7 +37,7 @@ fn config(folder: &Path, out: &str, more: &str) -> TrainConfig {
 }
 
 fn options(device: Device) -> TrainOptions {
-    TrainOptions { device, files: Some(Model::builtin_files().unwrap()), ..TrainOptions::default() }
+    TrainOptions { device, files: Some(Builtin::Stories.files().unwrap()), ..TrainOptions::default() }
 }
 
 fn train(config: TrainConfig, device: Device) -> Result<(Vec<f64>, PathBuf), Error> {
@@ -91,7 +92,7 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     assert!(near(on_device, after), "{on_device} {after}");
     assert_eq!(perplexity(&base.with_lora(&adapter, 0.0).unwrap(), cpu()), before);
 
-    let files = Model::builtin_files().unwrap();
+    let files = Builtin::Stories.files().unwrap();
     let (gguf, hf) = (folder.path().join("merged.gguf"), folder.path().join("merged"));
     for (path, form) in [(gguf, ExportForm::Gguf), (hf, ExportForm::Hf)] {
         match refrain::merge(&files, &adapter, 1.0, &path, DType::F32) {
@@ -109,6 +110,58 @@ fn an_adapter_is_trained_resumed_used_and_merged() {
     let nowhere = folder.path().join("never");
     let error = refrain::merge(&files, &adapter, 1.0, &nowhere, DType::Q8_0).unwrap_err();
     assert!(error.to_string().contains("Q8_0") && !nowhere.exists(), "{error}");
+}
+
+/// The built-in model with one bit of one of its weights changed.
+fn changed_files(folder: &Path) -> ModelFiles {
+    let files = Builtin::Stories.files().unwrap();
+    let mut bytes = std::fs::read(BUILTIN).unwrap();
+    // The last tensor is a matrix of Q8_0 blocks that ends with the file: every bit is one of a weight or of a scale.
+    let last = files.tensors().iter().next_back().unwrap();
+    assert_eq!((last.name(), last.dtype()), ("blk.7.ffn_down.weight", DType::Q8_0));
+    let at = bytes.len() - 64;
+    bytes[at] ^= 1;
+    let path = folder.join("changed.gguf");
+    std::fs::write(&path, bytes).unwrap();
+    ModelFiles::open(path).unwrap()
+}
+
+#[test]
+fn a_checkpoint_of_an_adapter_is_refused_over_other_frozen_weights_with_both_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let with = |more: &str| config(folder.path(), "run", &format!("{more}\n[lora]\nrank = 2"));
+    let (_, adapter) = train(with("steps = 1"), cpu()).unwrap();
+    let state = folder.path().join("run/step-00000001/state.json");
+    let state: serde_json::Value = serde_json::from_slice(&std::fs::read(state).unwrap()).unwrap();
+    let base = &state["state"]["base"];
+    assert_eq!(base["name"], "stories");
+    let sha256 = base["sha256"].as_str().unwrap();
+    assert_eq!(sha256.len(), 64);
+
+    // The adapter says it as well, where `peft` does not mind.
+    let bytes = tensors(&adapter);
+    let n_header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + n_header]).unwrap();
+    let notes = &header["__metadata__"];
+    assert_eq!((&notes["format"], &notes["base_model"]), (&"pt".into(), &"stories".into()));
+    assert_eq!(notes["base_sha256"], sha256);
+
+    let resume = |name: &str, files: ModelFiles| {
+        let mut config = with("steps = 2\nresume = true");
+        config.from = Some(name.into());
+        let options = TrainOptions { files: Some(files), ..options(cpu()) };
+        Training::prepare(config, options, &mut |_| {}).unwrap().run(&|| false, &mut |_| {})
+    };
+    let error = resume("other.gguf", changed_files(folder.path())).unwrap_err();
+    let said = error.to_string();
+    assert!(said.contains(&format!("belongs to stories (sha256 {}...)", &sha256[..12])), "{said}");
+    assert!(said.contains("has other.gguf (sha256 "), "{said}");
+    assert_eq!(error.hint().unwrap(), "resume over stories");
+    let error = resume("stories", changed_files(folder.path())).unwrap_err();
+    assert!(error.hint().unwrap().contains("the model has changed"), "{error}");
+
+    // The same weights under another name are the same weights.
+    resume("copy.gguf", Builtin::Stories.files().unwrap()).unwrap();
 }
 
 #[test]
@@ -140,7 +193,7 @@ fn an_adapter_on_a_device_is_part_of_the_graph_and_the_plan_says_what_it_costs()
 #[test]
 fn a_step_over_quantised_weights_is_replayed_on_a_device_and_refused_in_f32() {
     let folder = tempfile::tempdir().unwrap();
-    let files = Model::builtin_files().unwrap();
+    let files = Builtin::Stories.files().unwrap();
     assert!(files.tensors().iter().any(|tensor| tensor.dtype().is_quantized()));
     // Few rows: kernels on the simulated device are slow.
     let lora = "steps = 2\ncontext = 8\nbatch = 1\ngraph = 'require'\n[lora]\nrank = 4";

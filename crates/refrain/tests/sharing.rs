@@ -151,3 +151,30 @@ fn a_device_whose_cache_cannot_grow_gives_a_further_session_an_engine_of_its_own
     assert_eq!((one.weight_bytes, one.kv_bytes), (two.weight_bytes, two.kv_bytes));
     assert!(one.kv_bytes > 0);
 }
+
+#[test]
+fn two_models_on_one_device_share_its_owner() {
+    let device = Device::Sim {
+        seed: 77,
+        faults: FaultScript::default(),
+        graph: GraphMode::Require,
+        method: Method::Stream,
+        profile: false,
+    };
+    let options = SessionOptions { device, context: Some(64), ..SessionOptions::default() };
+    let generate =
+        Generate { max_tokens: Some(8), sampling: Some(SamplingParams::greedy()), ..Generate::default() };
+    let say = |session: &mut Session| -> String {
+        let pieces = session.generate(Prompt::Text(PROMPTS[0]), &generate).unwrap();
+        pieces.map(|p| p.unwrap().text).collect()
+    };
+    // Models that were opened apart share no engine.
+    let models = [(); 2].map(|()| Model::builtin().unwrap());
+    let mut sessions = models.each_ref().map(|model| Session::new(model, &options).unwrap());
+    let texts = sessions.each_mut().map(say);
+    assert_eq!(texts[0], texts[1]);
+    let status = sessions.each_ref().map(|session| session.device_status().unwrap());
+    let held: Vec<u64> = status[1].others.iter().map(|held| held.bytes).collect();
+    assert_eq!(held, [status[0].memory.total()]);
+    assert_eq!(status[1].others[0].model, models[0].name());
+}

@@ -4,7 +4,7 @@ use refrain::train::{
     AdamSettings, ConfigOverlay, ModelShape, NewModel, Rows, StepLearner, TrainConfig, TrainEvent,
     TrainOptions, TrainSpec, TrainedModel, Training,
 };
-use refrain::{DType, Device, Error, Model, ModelFiles};
+use refrain::{Builtin, DType, Device, Error, Model, ModelFiles};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,6 +13,7 @@ const N_VOCAB: usize = 320;
 
 const SPEC: TrainSpec = TrainSpec {
     n_tokens: 2 * CONTEXT,
+    n_context: CONTEXT,
     dtype: DType::F32,
     masters: true,
     accumulates: false,
@@ -178,7 +179,7 @@ fn a_context_or_a_vocabulary_beyond_the_models_is_refused() {
         matches!(error, Error::Vocabulary { model: 64, .. }) || error.to_string().contains("vocab"),
         "{error}"
     );
-    let files = Some(Model::builtin_files().unwrap());
+    let files = Some(Builtin::Stories.files().unwrap());
     let long = TrainConfig { context: 1 << 16, ..base.clone() };
     let error = Training::prepare(long, TrainOptions { files, ..options() }, &mut |_| {}).unwrap_err();
     assert!(error.to_string().contains("context is 65536, it must be at most 512"), "{error}");

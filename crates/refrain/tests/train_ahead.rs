@@ -165,6 +165,7 @@ fn learner(bench: &Bench, how: How) -> Learner<CudaBackend> {
     let (_, backend) = backend(&sim, how);
     let spec = TrainSpec {
         n_tokens: 16,
+        n_context: 16,
         dtype: DType::F32,
         masters: false,
         accumulates: false,

@@ -112,6 +112,7 @@ fn states(learner: &Learner<CudaBackend>) -> Vec<(String, Vec<u8>)> {
 
 const PLAIN: TrainSpec = TrainSpec {
     n_tokens: 40,
+    n_context: 40,
     dtype: DType::F32,
     masters: false,
     accumulates: false,

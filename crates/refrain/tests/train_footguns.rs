@@ -15,6 +15,7 @@ const PLAIN: AdamSettings =
 
 const SPEC: TrainSpec = TrainSpec {
     n_tokens: 16,
+    n_context: 16,
     dtype: DType::F32,
     masters: false,
     accumulates: false,

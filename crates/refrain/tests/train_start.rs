@@ -14,6 +14,7 @@ use runs::{AHEAD, How, ONE_BY_ONE, OwnRows, assert_same, backend, states};
 
 const SPEC: TrainSpec = TrainSpec {
     n_tokens: 8,
+    n_context: 8,
     dtype: DType::BF16,
     masters: true,
     accumulates: false,

@@ -14,6 +14,7 @@ mod lanes;
 mod level;
 mod math;
 mod matmul;
+mod recurrent;
 mod span;
 mod tile;
 mod train;
@@ -32,6 +33,7 @@ pub use matmul::{
     Acts, ExpertBias, ExpertProduct, ExpertRows, OutTile, Product, ROW_ALIGN, experts_parallel, matmul,
     matmul_parallel, prepare_parallel,
 };
+pub use recurrent::{DeltaHead, gated_delta_row, short_conv_row};
 pub use train::{AdamStep, adam, cross_entropy, gate_grad, reduce, rms_norm_grad, softmax_grad, sum_squares};
 pub use weights::{Packed, WeightError, WeightMatrix, pack};
 

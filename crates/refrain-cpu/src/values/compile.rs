@@ -110,6 +110,7 @@ pub(crate) fn value_call(
         | Op::Moe(_)
         | Op::KvAppend
         | Op::Attention(_)
+        | Op::Recurrent(_)
         | Op::Sample(_)
         | Op::HostCall(_) => None,
     };

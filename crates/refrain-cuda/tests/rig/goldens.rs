@@ -43,7 +43,21 @@ goldens!(
     "gemma4-heads",
     "gemma4-experts",
     "qwen3moe",
-    "qwen3moe-plain"
+    "qwen3moe-plain",
+    "phi3",
+    "phi3-short",
+    "mistral3",
+    "gemma2",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "qwen3vl",
+    "glm4",
+    "cohere2",
+    "qwen35",
+    "qwen35-odd",
+    "lfm2"
 );
 
 pub fn model(case: &str) -> Arc<Model> {

@@ -52,8 +52,14 @@ impl Rig {
     pub fn new(device: Device, case: &str, options: CudaOptions, context: usize, kv_dtype: DType) -> Rig {
         let backend = CudaBackend::on(&device, options).unwrap();
         let monitor = backend.monitor();
-        let runner =
-            RunnerOptions { context, kv_block: 16, kv_dtype, max_tokens: 64, ..RunnerOptions::default() };
+        let runner = RunnerOptions {
+            context,
+            kv_block: 16,
+            kv_dtype,
+            max_tokens: 64,
+            n_recurrent: 4,
+            ..RunnerOptions::default()
+        };
         let runner = BackendRunner::new(backend, model(case), runner).unwrap();
         Rig { engine: Core::new(Box::new(runner), context), monitor, device }
     }

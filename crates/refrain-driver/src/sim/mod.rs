@@ -54,7 +54,7 @@ pub enum Schedule {
 }
 
 /// How a simulated device is made.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimOptions {
     /// Names the run: schedules, orders of graphs and falsified bytes follow from it.
     pub seed: u64,

@@ -151,7 +151,7 @@ proptest! {
                 Act::Drop { seq } if n > 0 => drop(sim.seqs.swap_remove(seq % n)),
                 Act::Extend { by } => {
                     let total = sim.pool.counts().total + by;
-                    sim.pool.extend(total, total);
+                    sim.pool.extend(total, total, 0);
                 }
                 _ => {}
             }

@@ -2,8 +2,8 @@
 #![allow(dead_code)] // Each test file uses its part.
 
 use refrain_engine::{
-    Choice, Chosen, Core, Engine, EngineError, EngineOptions, RunRow, RunShape, Runner, SamplingRow, StepOut,
-    StepRequest, Want,
+    Choice, Chosen, Core, Engine, EngineError, EngineOptions, RunProgress, RunRow, RunShape, Runner,
+    SamplingRow, SlotCopy, StepOut, StepRequest, Want,
 };
 use refrain_formats::ModelFiles;
 use refrain_graph::{Committed, CommittedStep, Plan, Ran, Reason, RunError, StepFlags};
@@ -88,6 +88,8 @@ struct FakeRunner {
     max_tokens: usize,
     script: Script,
     run: Option<FakeRun>,
+    /// The tokens in each slot, where there are slots.
+    slots: Vec<Vec<u32>>,
 }
 
 /// A run as the fake keeps it: steps happen when they are sent.
@@ -95,6 +97,7 @@ struct FakeRun {
     rows: Vec<Option<FakeRow>>,
     most: usize,
     ready: std::collections::VecDeque<Result<CommittedStep, EngineError>>,
+    progress: RunProgress,
 }
 
 struct FakeRow {
@@ -105,6 +108,7 @@ struct FakeRow {
     row: SamplingRow,
     end: Vec<u32>,
     table: Vec<u32>,
+    slots: [i32; 2],
 }
 
 impl FakeRow {
@@ -118,6 +122,7 @@ impl FakeRow {
             row: row.clone(),
             end: with.end.to_vec(),
             table: with.request.table.to_vec(),
+            slots: with.request.slots,
         }
     }
 }
@@ -145,12 +150,53 @@ pub(crate) fn shared_engine(n_positions: usize, max_tokens: usize, max_requests:
     (Engine::new(runner, EngineOptions { max_requests }).unwrap(), script)
 }
 
+/// As [`shared_engine`], for a model with recurrent states of which there are `n_slots`.
+pub(crate) fn recurrent_engine(n_positions: usize, max_tokens: usize, n_slots: usize) -> (Engine, Script) {
+    let (runner, script) = runner_with_slots(n_positions, max_tokens, n_slots);
+    (Engine::new(runner, EngineOptions { max_requests: 64 }).unwrap(), script)
+}
+
+/// As [`core`], for a model with recurrent states of which there are `n_slots`.
+pub(crate) fn recurrent_core(context: usize, max_tokens: usize, n_slots: usize) -> (Core, Script) {
+    let (runner, script) = runner_with_slots(context, max_tokens, n_slots);
+    (Core::new(runner, context), script)
+}
+
 fn runner(context: usize, max_tokens: usize) -> (Box<dyn Runner>, Script) {
+    runner_with_slots(context, max_tokens, 0)
+}
+
+fn runner_with_slots(context: usize, max_tokens: usize, n_slots: usize) -> (Box<dyn Runner>, Script) {
     let script = Script::default();
     let max_blocks = context.div_ceil(KV_BLOCK);
-    let kv = KvSpec { n_blocks: max_blocks, kv_block: KV_BLOCK, max_blocks, dtype: DType::F16 };
-    let runner = FakeRunner { model: tiny_model(), kv, max_tokens, script: script.clone(), run: None };
+    let kv = KvSpec { n_blocks: max_blocks, kv_block: KV_BLOCK, max_blocks, n_slots, dtype: DType::F16 };
+    let runner = FakeRunner {
+        model: tiny_model(),
+        kv,
+        max_tokens,
+        script: script.clone(),
+        run: None,
+        slots: vec![Vec::new(); n_slots],
+    };
     (Box::new(runner), script)
+}
+
+impl FakeRunner {
+    /// Does with slots what a recurrent layer does: a state that does not hold exactly the tokens before is a broken
+    /// engine.
+    fn recur(&mut self, request: &StepRequest<'_>) {
+        if self.slots.is_empty() {
+            return assert_eq!(request.slots, [-1; 2]);
+        }
+        let [read, write] = [0, 1].map(|i| request.slots[(request.start + i) % 2] as usize);
+        assert!(read != write, "{:?}", request.slots);
+        let mut state = if request.start == 0 { Vec::new() } else { self.slots[read].clone() };
+        assert_eq!(state.len(), request.start, "slot {read} holds {state:?}");
+        state.extend_from_slice(request.tokens);
+        // Texts are of ascending tokens.
+        assert!(state.windows(2).all(|pair| pair[0] < pair[1]), "slot {read}: {state:?}");
+        self.slots[write] = state;
+    }
 }
 
 impl Runner for FakeRunner {
@@ -178,6 +224,8 @@ impl Runner for FakeRunner {
             let source = Box::new(std::io::Error::other("the cable is cut"));
             return Err(RunError::Backend { backend: "fake", label: "blk.0.attn_q".into(), source }.into());
         }
+        drop((log, failures));
+        requests.iter().for_each(|request| self.recur(request));
         let poison = self.script.poison.load(Ordering::Relaxed) as u32;
         out.choices.clear();
         for request in requests {
@@ -223,7 +271,7 @@ impl Runner for FakeRunner {
         assert!(n_rows >= rows.len());
         let mut rows: Vec<_> = rows.iter().map(|row| Some(FakeRow::new(row))).collect();
         rows.resize_with(n_rows, || None);
-        self.run = Some(FakeRun { rows, most, ready: Default::default() });
+        self.run = Some(FakeRun { rows, most, ready: Default::default(), progress: RunProgress::default() });
         Ok(most)
     }
 
@@ -259,6 +307,7 @@ impl Runner for FakeRunner {
                     tokens: std::slice::from_ref(&row.next),
                     start: row.position,
                     table: &row.table,
+                    slots: row.slots,
                     want: Want::Sample(&row.row),
                 })
                 .collect();
@@ -291,6 +340,7 @@ impl Runner for FakeRunner {
                 CommittedStep { rows: rows.collect(), ran }
             }));
         }
+        run.progress.n_sent += n as u64;
         assert!(run.ready.len() <= run.most);
         self.run = Some(run);
         Ok(())
@@ -298,7 +348,13 @@ impl Runner for FakeRunner {
 
     fn take(&mut self) -> Result<CommittedStep, EngineError> {
         let run = self.run.as_mut().ok_or(EngineError::NoRun)?;
-        run.ready.pop_front().ok_or(EngineError::NoRun)?
+        let step = run.ready.pop_front().ok_or(EngineError::NoRun)??;
+        run.progress.n_taken += 1;
+        Ok(step)
+    }
+
+    fn progress(&self) -> RunProgress {
+        self.run.as_ref().map(|run| run.progress).unwrap_or_default()
     }
 
     fn finish(&mut self) -> Result<usize, EngineError> {
@@ -321,12 +377,18 @@ impl Runner for FakeRunner {
         &self.kv
     }
 
-    fn resize(&mut self, n_blocks: usize, max_blocks: usize) -> Result<(), EngineError> {
+    fn resize(&mut self, n_blocks: usize, max_blocks: usize, n_slots: usize) -> Result<(), EngineError> {
         assert!(self.run.is_none(), "no step may be under way");
         if self.script.fixed.load(Ordering::Relaxed) {
             return Err(EngineError::CannotGrow { backend: "fake", has: self.kv.n_blocks, need: n_blocks });
         }
-        self.kv = KvSpec { n_blocks, max_blocks, ..self.kv };
+        self.kv = KvSpec { n_blocks, max_blocks, n_slots, ..self.kv };
+        self.slots.resize(n_slots, Vec::new());
+        Ok(())
+    }
+
+    fn copy_slot(&mut self, copy: SlotCopy) -> Result<(), EngineError> {
+        self.slots[copy.to] = self.slots[copy.from].clone();
         Ok(())
     }
 

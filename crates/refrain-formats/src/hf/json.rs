@@ -175,6 +175,13 @@ impl<'a> FromJson<'a> for Vec<&'a str> {
     }
 }
 
+impl FromJson<'_> for Vec<f32> {
+    const EXPECTED: &'static str = "an array of numbers";
+    fn from_json(value: &Value) -> Option<Vec<f32>> {
+        value.as_array()?.iter().map(f32::from_json).collect()
+    }
+}
+
 /// Token ids, which are written as one number or as several.
 impl FromJson<'_> for Vec<u32> {
     const EXPECTED: &'static str = "a whole number or an array of them";

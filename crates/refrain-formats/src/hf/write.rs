@@ -18,18 +18,19 @@ pub struct NewTensor {
     pub shape: Shape,
 }
 
-/// Writes a safetensors file. `fetch` gives the bytes of a tensor when its turn comes, so that only one is in memory. A
-/// file that is there is replaced when all is written; after a failure it is as before.
+/// Writes a safetensors file, with `notes` among its metadata. `fetch` gives the bytes of a tensor when its turn comes, so
+/// that only one is in memory. A file that is there is replaced when all is written; after a failure it is as before.
 pub fn write_safetensors<E: From<FormatError>>(
     path: &Path,
     tensors: &[NewTensor],
+    notes: &[(&str, &str)],
     mut fetch: impl FnMut(usize) -> Result<Vec<u8>, E>,
 ) -> Result<(), E> {
     let part = part_of(path);
     let failed = |source: io::Error| E::from(FormatError::io("write", path, source));
     let mut write = || {
         let mut out = BufWriter::new(File::create(&part).map_err(failed)?);
-        let header = header(tensors);
+        let header = header(tensors, notes);
         out.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
         out.write_all(header.as_bytes()).map_err(failed)?;
         for (idx, tensor) in tensors.iter().enumerate() {
@@ -69,9 +70,11 @@ fn n_bytes(tensor: &NewTensor) -> usize {
     tensor.dtype.bytes_for(tensor.shape.n_elements()).unwrap_or(0)
 }
 
-fn header(tensors: &[NewTensor]) -> String {
+fn header(tensors: &[NewTensor], notes: &[(&str, &str)]) -> String {
     const ALIGNMENT: usize = 8;
-    let mut entries = Map::from_iter([("__metadata__".to_owned(), json!({ "format": "pt" }))]);
+    let mut metadata = Map::from_iter([("format".to_owned(), "pt".into())]);
+    metadata.extend(notes.iter().map(|(key, value)| ((*key).to_owned(), (*value).into())));
+    let mut entries = Map::from_iter([("__metadata__".to_owned(), metadata.into())]);
     let mut start = 0;
     for tensor in tensors {
         let end = start + n_bytes(tensor);

@@ -20,6 +20,12 @@ pub enum ParamsFault {
         "{n_heads} heads cannot share {n_kv_heads} key-value heads: the one must be a multiple of the other"
     )]
     Heads { n_heads: usize, n_kv_heads: usize },
+    #[error(
+        "{n_heads} heads of recurrent layers cannot share {n_key_heads} key heads: the one must be a multiple of the other"
+    )]
+    KeyHeads { n_heads: usize, n_key_heads: usize },
+    #[error("some layers are recurrent, but no sizes of them are given")]
+    NoRecurrent,
     #[error("a hidden size of {hidden} cannot be divided among {n_heads} heads, and no head size is given")]
     HeadDim { hidden: usize, n_heads: usize },
     #[error("keys of {key} and values of {value} elements per head; only equal sizes are supported")]
@@ -28,6 +34,17 @@ pub enum ParamsFault {
     RopeDims { dims: usize, head_dim: usize },
     #[error("rope scaling {} is not supported, {} are", quoted(found), super::RopeScaling::KNOWN)]
     RopeScaling { found: String },
+    #[error(
+        "{found} {name} factors for the rotary embedding, one for each pair of {dims} rotated elements is needed: {}",
+        dims / 2
+    )]
+    RopeFactors { name: &'static str, found: usize, dims: usize },
+    #[error("tensor {name:?}: {source}")]
+    RopeTensor { name: &'static str, source: refrain_tensor::TensorError },
+    #[error("longrope needs a list of short factors and one of long ones")]
+    NoRopeFactors,
+    #[error("{found} entries say which layers are rotated, there are {n_layers} layers")]
+    Unrotated { found: usize, n_layers: usize },
     #[error("activation {} is not supported for {arch}, {expected} is", quoted(found))]
     Activation { arch: Arch, found: String, expected: &'static str },
     #[error("{what} is not supported")]
@@ -48,7 +65,10 @@ pub enum ParamsFault {
     Choices { n_choices: usize, n_experts: usize },
     #[error("{arch} models have experts in every layer, but {found}")]
     DenseLayers { arch: Arch, found: &'static str },
-    #[error("layer type {} is not supported, full_attention and sliding_attention are", quoted(found))]
+    #[error(
+        "layer type {} is not supported, full_attention, sliding_attention, linear_attention and conv are",
+        quoted(found)
+    )]
     LayerType { found: String },
     #[error("some layers slide, but no window size is given")]
     NoWindow,
@@ -75,7 +95,13 @@ impl ParamsFault {
             | F::Number { .. }
             | F::Heads { .. }
             | F::HeadDim { .. }
+            | F::KeyHeads { .. }
+            | F::NoRecurrent
             | F::RopeDims { .. }
+            | F::RopeFactors { .. }
+            | F::NoRopeFactors
+            | F::RopeTensor { .. }
+            | F::Unrotated { .. }
             | F::LayerTypes { .. }
             | F::LayerSizes { .. }
             | F::SharedKv { .. }

@@ -1,31 +1,33 @@
 //! Hyperparameters from GGUF metadata.
 
-use super::rope::{Rope, RopeScaling, RopeStyle, Yarn};
-use super::{
-    Activation, Arch, Experts, LayerAttention, LayerSizes, ModelConfig, ParamsFault, PerLayerEmbedding,
-};
-use super::{checked_layers, default_head_dim, every_nth_full, unless_alike};
+use super::rope::{LongRope, Rope, RopeScaling, Yarn};
+use super::{Activation, Arch, Experts, LayerAttention, LayerSizes, ModelConfig, NormKind, ParamsFault};
+use super::{DeltaNetSizes, PerLayerEmbedding, QueryTemperature, RecurrentLayers, VHeads};
+use super::{checked_layers, default_head_dim, every_nth_attends, every_nth_full};
+use super::{unless_alike, unless_all_rotate};
 use crate::FormatError;
 use crate::gguf::{FromValue, Gguf, Metadata, StrArray, Value};
 
-/// Keys of one architecture: `{arch}.{key}`.
+/// Keys of one architecture: `{prefix}.{key}`.
 struct Keys<'a> {
     meta: &'a Metadata,
     arch: Arch,
+    /// The architecture as the file spells it.
+    prefix: &'a str,
 }
 
 impl<'a> Keys<'a> {
     fn required<T: FromValue<'a>>(&self, key: &str) -> Result<T, FormatError> {
-        self.meta.required(&format!("{}.{key}", self.arch))
+        self.meta.required(&format!("{}.{key}", self.prefix))
     }
 
     fn optional<T: FromValue<'a>>(&self, key: &str) -> Result<Option<T>, FormatError> {
-        self.meta.optional(&format!("{}.{key}", self.arch))
+        self.meta.optional(&format!("{}.{key}", self.prefix))
     }
 
     /// A number for each layer: the key holds one for all of them, or a list.
     fn per_layer(&self, key: &str, n_layers: usize) -> Result<Option<Vec<usize>>, FormatError> {
-        let full = format!("{}.{key}", self.arch);
+        let full = format!("{}.{key}", self.prefix);
         let Some(Value::Array(array)) = self.meta.get(&full) else {
             return Ok(self.optional(key)?.map(|one: usize| vec![one; n_layers]));
         };
@@ -37,6 +39,12 @@ impl<'a> Keys<'a> {
             None => Ok(0), // The length was compared above.
         };
         (0..n_layers).map(size).collect::<Result<_, _>>().map(Some)
+    }
+
+    /// A factor that few architectures have; 0 means none.
+    fn scale(&self, key: &str, of: &[Arch]) -> Result<f32, FormatError> {
+        let scale = if of.contains(&self.arch) { self.optional(key)? } else { None };
+        Ok(scale.filter(|&scale: &f32| scale != 0.0).unwrap_or(1.0))
     }
 
     fn blame(&self, fault: ParamsFault) -> FormatError {
@@ -51,8 +59,11 @@ impl ModelConfig {
         let name = meta.str("general.architecture")?;
         let unknown = || FormatError::params(meta.file(), ParamsFault::UnknownArch { found: name.into() });
         let arch = Arch::from_name(name).ok_or_else(unknown)?;
-        let keys = Keys { meta, arch };
-        let n_layers = checked_layers(keys.required("block_count")?).map_err(|f| keys.blame(f))?;
+        let keys = Keys { meta, arch, prefix: name };
+        let n_blocks: usize = keys.required("block_count")?;
+        // Layers that predict further tokens stand behind the others; they are left out.
+        let n_more = keys.optional("nextn_predict_layers")?.filter(|_| arch == Arch::Qwen35).unwrap_or(0);
+        let n_layers = checked_layers(n_blocks.saturating_sub(n_more)).map_err(|f| keys.blame(f))?;
         let hidden = keys.required("embedding_length")?;
         let n_heads = keys.required("attention.head_count")?;
         let sliding_window = keys.optional("attention.sliding_window")?.filter(|&w: &usize| w > 0);
@@ -62,7 +73,9 @@ impl ModelConfig {
         }
         let sizes = sizes(&keys, &layers, hidden, n_heads)?;
         let LayerSizes { n_kv_heads, head_dim, ffn } = sizes[0];
-        let gemma = matches!(arch, Arch::Gemma3 | Arch::Gemma4);
+        let norm = if arch == Arch::Cohere2 { NormKind::Layer } else { NormKind::Rms };
+        let rope = rope(gguf, &keys, &layers, &sizes)?;
+        let logit_scale = keys.scale("logit_scale", &[Arch::Granite, Arch::Cohere2])?;
         let config = ModelConfig {
             arch,
             name: meta.optional::<&str>("general.name")?.map(str::to_owned),
@@ -73,24 +86,37 @@ impl ModelConfig {
             n_heads,
             n_kv_heads,
             head_dim,
-            norm_eps: keys.required("attention.layer_norm_rms_epsilon")?,
+            norm,
+            norm_eps: keys.required(match norm {
+                NormKind::Rms => "attention.layer_norm_rms_epsilon",
+                NormKind::Layer => "attention.layer_norm_epsilon",
+            })?,
             // Converters add the one of Gemma's norms to the weights.
             norm_offset: 0.0,
-            activation: if gemma { Activation::GeluTanh } else { Activation::Silu },
-            rope: rope(gguf, &keys, &layers, &sizes)?,
+            activation: if arch.is_gemma() { Activation::GeluTanh } else { Activation::Silu },
+            query_temperature: query_temperature(&keys, &rope)?,
+            long_rope: long_rope(gguf, &rope)?,
+            rope,
             sliding_window,
             keys_as_values: keys_as_values(gguf, arch, &layers),
+            unrotated: unrotated(arch, &layers),
             layers,
             n_context: keys.required("context_length")?,
             tied_embeddings: !gguf.has_tensor("output.weight"),
             qkv_bias: gguf.has_tensor("blk.0.attn_q.bias"),
             attn_output_bias: gguf.has_tensor("blk.0.attn_output.bias"),
             ffn_bias: gguf.has_tensor("blk.0.ffn_up.bias"),
-            qk_norm: gemma || matches!(arch, Arch::Qwen3 | Arch::Qwen3Moe),
+            qk_norm: arch.has_qk_norm(),
             attn_scale: attn_scale(&keys, n_layers, hidden, n_heads, head_dim)?,
             attn_softcap: keys.optional("attn_logit_softcapping")?.filter(|&cap: &f32| cap != 0.0),
             final_softcap: keys.optional("final_logit_softcapping")?.filter(|&cap: &f32| cap != 0.0),
-            embedding_scale: if gemma { (hidden as f32).sqrt() } else { 1.0 },
+            embedding_scale: match arch.is_gemma() {
+                true => (hidden as f32).sqrt(),
+                false => keys.scale("embedding_scale", &[Arch::Granite])?,
+            },
+            residual_scale: keys.scale("residual_scale", &[Arch::Granite])?,
+            // Granite's is a divisor.
+            logit_scale: if arch == Arch::Granite { logit_scale.recip() } else { logit_scale },
             bos: meta.optional("tokenizer.ggml.bos_token_id")?,
             eos: end_tokens(meta)?,
             sizes: unless_alike(sizes),
@@ -100,7 +126,9 @@ impl ModelConfig {
                 .unwrap_or(0),
             per_layer: per_layer(gguf, &keys)?,
             experts: experts(&keys)?,
-            left_out: Vec::new(),
+            recurrent: recurrent(&keys)?,
+            // Its towers are in a file of their own.
+            left_out: if name == "qwen3vl" { vec!["images"] } else { Vec::new() },
         };
         config.validate().map_err(|f| keys.blame(f))
     }
@@ -137,7 +165,14 @@ fn sizes(
     let n_layers = layers.len();
     let head_dim = head_dim(keys, "", default_head_dim(hidden, n_heads))?;
     if keys.arch != Arch::Gemma4 {
-        let n_kv_heads = keys.optional("attention.head_count_kv")?.unwrap_or(n_heads);
+        let n_kv_heads = match keys.arch {
+            // A list, with zeros for layers that do not attend.
+            Arch::Lfm2 => {
+                let heads = keys.per_layer("attention.head_count_kv", n_layers)?;
+                heads.and_then(|heads| heads.into_iter().max()).filter(|&n| n > 0).unwrap_or(n_heads)
+            }
+            _ => keys.optional("attention.head_count_kv")?.unwrap_or(n_heads),
+        };
         let ffn = keys.required("feed_forward_length")?;
         return Ok(vec![LayerSizes { n_kv_heads, head_dim, ffn }; n_layers.max(1)]);
     }
@@ -149,7 +184,7 @@ fn sizes(
         None => vec![keys.required("feed_forward_length")?],
     };
     let head_dim = |layer: &LayerAttention| match layer {
-        LayerAttention::Full => head_dim,
+        LayerAttention::Full | LayerAttention::Recurrent => head_dim,
         LayerAttention::Sliding => local_dim,
     };
     let all = layers.iter().map(head_dim).zip(n_kv_heads).zip(ffn);
@@ -174,7 +209,7 @@ fn experts(keys: &Keys<'_>) -> Result<Option<Experts>, FormatError> {
         }
         Arch::Qwen3Moe | Arch::Gemma4 if n_experts > 0 => {}
         Arch::Gemma4 => return Ok(None),
-        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe | Arch::Gemma3 => {
+        _ => {
             let what = "a mixture of experts";
             return match n_experts {
                 0 => Ok(None),
@@ -211,8 +246,8 @@ fn head_dim(keys: &Keys<'_>, kind: &str, default: Result<usize, ParamsFault>) ->
     Ok(key)
 }
 
-/// Gemma 3 27B, known by its 62 layers, scales by its hidden size per head instead of its head size. No key says so
-/// in files of the reference converter, so its loader decides by the layers as well.
+/// Gemma 2 and 3 27B, known by their 46 and 62 layers, scale by the hidden size per head instead of the head size. No key
+/// says so in files of the reference converter, so its loader decides by the layers as well.
 fn attn_scale(
     keys: &Keys<'_>,
     n_layers: usize,
@@ -226,34 +261,114 @@ fn attn_scale(
     if keys.arch == Arch::Gemma4 {
         return Ok(1.0);
     }
-    let per_head = if keys.arch == Arch::Gemma3 && n_layers == 62 {
-        hidden as f32 / n_heads as f32
-    } else {
-        head_dim as f32
+    let per_head = match (keys.arch, n_layers) {
+        (Arch::Gemma2, 46) | (Arch::Gemma3, 62) => hidden as f32 / n_heads as f32,
+        _ => head_dim as f32,
     };
     Ok(per_head.sqrt().recip())
 }
 
-/// Gemma 3 sees all in every sixth layer; other architectures slide in all layers when they have a window.
+/// No key says so: every fourth layer of SmolLM 3, and those of Command R that see all.
+fn unrotated(arch: Arch, layers: &[LayerAttention]) -> Vec<bool> {
+    let unrotated = |(idx, layer): (usize, &LayerAttention)| match arch {
+        Arch::SmolLm3 => (idx + 1).is_multiple_of(4),
+        Arch::Cohere2 => *layer == LayerAttention::Full,
+        _ => false,
+    };
+    unless_all_rotate(layers.iter().enumerate().map(unrotated).collect())
+}
+
+fn query_temperature(keys: &Keys<'_>, rope: &Rope) -> Result<Option<QueryTemperature>, FormatError> {
+    let beta = keys.optional("attention.temperature_scale")?;
+    let Some(beta) = beta.filter(|&beta: &f32| beta != 0.0 && keys.arch == Arch::Mistral3) else {
+        return Ok(None);
+    };
+    let n_original_context = match rope.scaling {
+        RopeScaling::Yarn(yarn) => yarn.n_original_context,
+        _ => keys.required("rope.scaling.original_context_length")?,
+    };
+    Ok(Some(QueryTemperature { beta, n_original_context }))
+}
+
+const LONG_FACTORS: &str = "rope_factors_long.weight";
+const SHORT_FACTORS: &str = "rope_factors_short.weight";
+
+fn long_rope(gguf: &Gguf, rope: &Rope) -> Result<Option<LongRope>, FormatError> {
+    let RopeScaling::Long { .. } = rope.scaling else { return Ok(None) };
+    let list = |name| {
+        let wrap = |source| FormatError::params(gguf.path(), ParamsFault::RopeTensor { name, source });
+        gguf.tensor(name)?.to_f32().map_err(wrap)
+    };
+    Ok(Some(LongRope { short: list(SHORT_FACTORS)?, long: list(LONG_FACTORS)? }))
+}
+
+/// What each layer attends to where there is a window: a pattern of the file, or what is usual for the architecture.
 fn layers(
     keys: &Keys<'_>,
     n_layers: usize,
     window: Option<usize>,
 ) -> Result<Vec<LayerAttention>, FormatError> {
     use crate::gguf::Array;
+    if keys.arch == Arch::Qwen35 {
+        return recurrent_layers(keys, n_layers);
+    }
+    if keys.arch == Arch::Lfm2 {
+        return lfm2_layers(keys, n_layers);
+    }
     if window.is_none() {
         return Ok(vec![LayerAttention::Full; n_layers]);
     }
-    let pattern = format!("{}.attention.sliding_window_pattern", keys.arch);
+    let pattern = format!("{}.attention.sliding_window_pattern", keys.prefix);
     if let Some(Value::Array(Array::Bool(slides))) = keys.meta.get(&pattern) {
         let layer = |&slides: &bool| if slides { LayerAttention::Sliding } else { LayerAttention::Full };
         return Ok(slides.iter().map(layer).collect());
     }
-    let period = match keys.arch {
-        Arch::Gemma3 | Arch::Gemma4 => 6,
-        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe => 0,
-    };
+    let period = keys.arch.usual_period();
     Ok(every_nth_full(n_layers, keys.meta.optional(&pattern)?.unwrap_or(period)))
+}
+
+/// Which layers are recurrent: a flag for each, or all but every so many.
+fn recurrent_layers(keys: &Keys<'_>, n_layers: usize) -> Result<Vec<LayerAttention>, FormatError> {
+    use crate::gguf::Array;
+    let list = format!("{}.attention.recurrent_layers", keys.arch);
+    if let Some(Value::Array(Array::Bool(recurrent))) = keys.meta.get(&list) {
+        let kind = |&is: &bool| if is { LayerAttention::Recurrent } else { LayerAttention::Full };
+        return Ok(recurrent.iter().take(n_layers).map(kind).collect());
+    }
+    Ok(every_nth_attends(n_layers, keys.optional("full_attention_interval")?.unwrap_or(4)))
+}
+
+/// Layers without heads of keys are convolutions.
+fn lfm2_layers(keys: &Keys<'_>, n_layers: usize) -> Result<Vec<LayerAttention>, FormatError> {
+    let heads = keys.per_layer("attention.head_count_kv", n_layers)?.unwrap_or_else(|| vec![1; n_layers]);
+    let kind = |&n: &usize| if n == 0 { LayerAttention::Recurrent } else { LayerAttention::Full };
+    Ok(heads.iter().map(kind).collect())
+}
+
+fn recurrent(keys: &Keys<'_>) -> Result<Option<RecurrentLayers>, FormatError> {
+    Ok(match keys.arch {
+        Arch::Qwen35 => Some(RecurrentLayers::DeltaNet(delta_net(keys)?)),
+        Arch::Lfm2 => Some(RecurrentLayers::ShortConv { width: keys.required("shortconv.l_cache")? }),
+        _ => None,
+    })
+}
+
+/// The sizes of recurrent layers. Heads of values lie in tiles and the decay as it is used, as converters leave them.
+fn delta_net(keys: &Keys<'_>) -> Result<DeltaNetSizes, FormatError> {
+    let n_heads: usize = keys.required("ssm.time_step_rank")?;
+    let inner: usize = keys.required("ssm.inner_size")?;
+    if n_heads == 0 || !inner.is_multiple_of(n_heads) {
+        return Err(keys.blame(ParamsFault::HeadDim { hidden: inner, n_heads }));
+    }
+    Ok(DeltaNetSizes {
+        n_key_heads: keys.required("ssm.group_count")?,
+        n_heads,
+        key_dim: keys.required("ssm.state_size")?,
+        value_dim: inner / n_heads,
+        conv_width: keys.required("ssm.conv_kernel")?,
+        v_heads: VHeads::Tiled,
+        decay_is_log: false,
+    })
 }
 
 fn rope(
@@ -266,26 +381,31 @@ fn rope(
     let [full, local] = [LayerAttention::Full, LayerAttention::Sliding].map(head_dim);
     let local_dims = match keys.arch {
         Arch::Gemma4 => keys.optional("rope.dimension_count_swa")?.or(local),
-        Arch::Llama | Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe | Arch::Gemma3 => None,
+        _ => None,
     };
     let gemma = matches!(keys.arch, Arch::Gemma3 | Arch::Gemma4);
+    let theta = keys.optional("rope.freq_base")?.unwrap_or(if gemma { 1e6 } else { 1e4 });
     let local_theta = keys.optional("rope.freq_base_swa")?;
+    // The scaling of OLMo 3 is that of layers that see all.
+    let is_local = keys.arch == Arch::Olmo2 && local.is_some();
     Ok(Rope {
-        theta: keys.optional("rope.freq_base")?.unwrap_or(if gemma { 1e6 } else { 1e4 }),
-        local_theta: local_theta.or(gemma.then_some(1e4)),
-        scaling: scaling(keys)?,
+        theta,
+        local_theta: local_theta.or(gemma.then_some(1e4)).or(is_local.then_some(theta)),
+        scaling: scaling(gguf, keys)?,
         has_freq_factors: gguf.has_tensor("rope_freqs.weight"),
         dims: keys.optional("rope.dimension_count")?.or(full).unwrap_or(sizes[0].head_dim),
         local_dims,
-        // Converters permute the query and key rows of llama so that pairs are neighbours.
-        style: match keys.arch {
-            Arch::Llama => RopeStyle::Norm,
-            Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe | Arch::Gemma3 | Arch::Gemma4 => RopeStyle::Neox,
-        },
+        style: keys.arch.gguf_rope_style(),
     })
 }
 
-fn scaling(keys: &Keys<'_>) -> Result<RopeScaling, FormatError> {
+fn scaling(gguf: &Gguf, keys: &Keys<'_>) -> Result<RopeScaling, FormatError> {
+    if gguf.has_tensor(LONG_FACTORS) {
+        return Ok(RopeScaling::Long {
+            n_original_context: keys.required("rope.scaling.original_context_length")?,
+            attention_factor: keys.optional("rope.scaling.attn_factor")?.unwrap_or(1.0),
+        });
+    }
     let factor = match keys.optional("rope.scaling.factor")? {
         Some(factor) => Some(factor),
         None => keys.optional("rope.scale_linear")?, // the key of old converters
@@ -294,21 +414,24 @@ fn scaling(keys: &Keys<'_>) -> Result<RopeScaling, FormatError> {
     let kind = keys.optional("rope.scaling.type")?.unwrap_or("linear");
     match (kind, factor) {
         ("none", _) | ("linear" | "yarn", None) => Ok(RopeScaling::None),
+        ("longrope", _) => Err(keys.blame(ParamsFault::NoRopeFactors)),
         ("linear", Some(factor)) => Ok(RopeScaling::Linear { factor }),
         ("yarn", Some(factor)) => {
             let n_original_context = match keys.optional("rope.scaling.original_context_length")? {
                 Some(n) => n,
                 None => keys.required("context_length")?,
             };
-            let own = keys
-                .optional("rope.scaling.yarn_attn_factor")?
-                .or(keys.optional("rope.scaling.attn_factor")?);
+            let multiplier = keys.optional("rope.scaling.yarn_log_multiplier")?.unwrap_or(0.0);
+            let usual = Yarn::recommended_attention_factor(factor) / Yarn::magnitude(factor, multiplier);
+            let on_top = keys.optional("rope.scaling.attn_factor")?.unwrap_or(1.0);
+            // Converters write the whole factor of config.json; earlier versions of this program wrote 1 for the usual one.
+            let whole = keys.optional("rope.scaling.yarn_attn_factor")?.filter(|&whole: &f32| whole != 1.0);
             Ok(RopeScaling::Yarn(Yarn {
                 factor,
                 n_original_context,
                 beta_fast: keys.optional("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                 beta_slow: keys.optional("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
-                attention_factor: own.unwrap_or(1.0) * Yarn::recommended_attention_factor(factor),
+                attention_factor: whole.unwrap_or(usual * on_top),
                 truncate: true,
             }))
         }

@@ -1,10 +1,10 @@
 //! Hyperparameters from `config.json`.
 
-use super::rope::{Rope, RopeScaling, RopeStyle, Yarn};
-use super::{
-    Activation, Arch, Experts, LayerAttention, LayerSizes, ModelConfig, ParamsFault, PerLayerEmbedding,
-};
-use super::{checked_layers, default_head_dim, every_nth_full, unless_alike};
+use super::rope::{LongRope, Rope, RopeScaling, RopeStyle, Yarn};
+use super::{Activation, Arch, Experts, LayerAttention, LayerSizes, ModelConfig, NormKind, ParamsFault};
+use super::{DeltaNetSizes, PerLayerEmbedding, QueryTemperature, RecurrentLayers, VHeads};
+use super::{checked_layers, default_head_dim, every_nth_attends, every_nth_full};
+use super::{unless_alike, unless_all_rotate};
 use crate::FormatError;
 use crate::hf::{HfFolder, JsonObject};
 
@@ -13,25 +13,95 @@ use crate::hf::{HfFolder, JsonObject};
 enum Family {
     Llama,
     Mistral,
+    Ministral3,
     Qwen2,
     Qwen3,
     Qwen3Moe,
+    Qwen3Vl,
+    Gemma2,
     Gemma3,
     Gemma4,
+    Phi3,
+    SmolLm3,
+    Olmo2,
+    Olmo3,
+    Granite,
+    Glm4,
+    Cohere2,
+    Qwen35,
+    Lfm2,
 }
 
 /// Multimodal models whose text part is one of the families: the entry of `architectures` and the `model_type`.
-const MULTIMODAL: [(&str, &str); 1] = [("Gemma4ForConditionalGeneration", "gemma4")];
+const MULTIMODAL: [(&str, &str); 5] = [
+    ("Gemma3ForConditionalGeneration", "gemma3"),
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    ("Gemma4ForConditionalGeneration", "gemma4"),
+    ("Mistral3ForConditionalGeneration", "mistral3"),
+    ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
+];
+
+/// What `transformers` takes where a file does not say it.
+struct Defaults {
+    /// Elements of a head; `None` for the hidden size divided among the heads.
+    head_dim: Option<usize>,
+    norm_eps: f32,
+    theta: f32,
+    /// The share of a head that is rotated.
+    rotated: f32,
+    window: Option<usize>,
+    tied: bool,
+    attention_bias: bool,
+    /// Sizes that the text part of a multimodal folder may leave out.
+    sizes: Option<TextSizes>,
+}
+
+/// Vocabulary, heads and context.
+#[derive(Clone, Copy)]
+struct TextSizes {
+    n_vocab: usize,
+    n_heads: usize,
+    n_kv_heads: usize,
+    n_context: usize,
+}
+
+impl Defaults {
+    /// A size that a file must have, unless the family has a default for it.
+    fn size(
+        &self,
+        json: &JsonObject,
+        key: &str,
+        default: fn(&TextSizes) -> usize,
+    ) -> Result<usize, FormatError> {
+        match (json.optional(key)?, &self.sizes) {
+            (Some(size), _) => Ok(size),
+            (None, Some(sizes)) => Ok(default(sizes)),
+            (None, None) => json.required(key),
+        }
+    }
+}
 
 impl Family {
-    const ALL: [Family; 7] = [
+    const ALL: [Family; 19] = [
         Family::Llama,
         Family::Mistral,
+        Family::Ministral3,
         Family::Qwen2,
         Family::Qwen3,
         Family::Qwen3Moe,
+        Family::Qwen3Vl,
+        Family::Gemma2,
         Family::Gemma3,
         Family::Gemma4,
+        Family::Phi3,
+        Family::SmolLm3,
+        Family::Olmo2,
+        Family::Olmo3,
+        Family::Granite,
+        Family::Glm4,
+        Family::Cohere2,
+        Family::Qwen35,
+        Family::Lfm2,
     ];
 
     /// The entry of `architectures` and the `model_type`.
@@ -39,23 +109,96 @@ impl Family {
         match self {
             Family::Llama => ("LlamaForCausalLM", "llama"),
             Family::Mistral => ("MistralForCausalLM", "mistral"),
+            Family::Ministral3 => ("Ministral3ForCausalLM", "ministral3"),
             Family::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
             Family::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
             Family::Qwen3Moe => ("Qwen3MoeForCausalLM", "qwen3_moe"),
+            Family::Qwen3Vl => ("Qwen3VLTextModel", "qwen3_vl_text"),
+            Family::Gemma2 => ("Gemma2ForCausalLM", "gemma2"),
             Family::Gemma3 => ("Gemma3ForCausalLM", "gemma3_text"),
             Family::Gemma4 => ("Gemma4ForCausalLM", "gemma4_text"),
+            Family::Phi3 => ("Phi3ForCausalLM", "phi3"),
+            Family::SmolLm3 => ("SmolLM3ForCausalLM", "smollm3"),
+            Family::Olmo2 => ("Olmo2ForCausalLM", "olmo2"),
+            Family::Olmo3 => ("Olmo3ForCausalLM", "olmo3"),
+            Family::Granite => ("GraniteForCausalLM", "granite"),
+            Family::Glm4 => ("Glm4ForCausalLM", "glm4"),
+            Family::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
+            Family::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+            Family::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
         }
     }
 
     fn arch(self) -> Arch {
         match self {
             Family::Llama | Family::Mistral => Arch::Llama,
+            Family::Ministral3 => Arch::Mistral3,
             Family::Qwen2 => Arch::Qwen2,
-            Family::Qwen3 => Arch::Qwen3,
             Family::Qwen3Moe => Arch::Qwen3Moe,
+            Family::Qwen3 | Family::Qwen3Vl => Arch::Qwen3,
+            Family::Gemma2 => Arch::Gemma2,
             Family::Gemma3 => Arch::Gemma3,
             Family::Gemma4 => Arch::Gemma4,
+            Family::Phi3 => Arch::Phi3,
+            Family::SmolLm3 => Arch::SmolLm3,
+            Family::Olmo2 | Family::Olmo3 => Arch::Olmo2,
+            Family::Granite => Arch::Granite,
+            Family::Glm4 => Arch::Glm4,
+            Family::Cohere2 => Arch::Cohere2,
+            Family::Qwen35 => Arch::Qwen35,
+            Family::Lfm2 => Arch::Lfm2,
         }
+    }
+
+    fn defaults(self) -> Defaults {
+        let usual = Defaults {
+            head_dim: None,
+            norm_eps: 1e-6,
+            theta: 1e4,
+            rotated: 1.0,
+            window: None,
+            tied: false,
+            attention_bias: false,
+            sizes: None,
+        };
+        let gemma = Defaults { head_dim: Some(256), tied: true, ..usual };
+        match self {
+            Family::Llama | Family::Qwen2 | Family::Granite => usual,
+            Family::Mistral => Defaults { window: Some(4096), ..usual },
+            Family::Ministral3 => Defaults { head_dim: Some(128), norm_eps: 1e-5, theta: 1e6, ..usual },
+            Family::Qwen3 | Family::Qwen3Moe => Defaults { head_dim: Some(128), ..usual },
+            Family::Qwen3Vl => Defaults { head_dim: Some(128), theta: 5e5, ..usual },
+            Family::Gemma2 => Defaults { window: Some(4096), ..gemma },
+            Family::Gemma3 => {
+                let sizes = TextSizes { n_vocab: 262_208, n_heads: 8, n_kv_heads: 4, n_context: 131_072 };
+                Defaults { window: Some(4096), theta: 1e6, sizes: Some(sizes), ..gemma }
+            }
+            Family::Gemma4 => Defaults { window: Some(512), theta: 1e6, ..gemma },
+            Family::Phi3 | Family::Olmo2 => Defaults { norm_eps: 1e-5, ..usual },
+            Family::SmolLm3 => Defaults { theta: 2e6, tied: true, ..usual },
+            Family::Olmo3 => Defaults { norm_eps: 1e-5, theta: 5e5, window: Some(4096), ..usual },
+            Family::Glm4 => {
+                let (head_dim, norm_eps) = (Some(128), 1.5625e-7);
+                Defaults { head_dim, norm_eps, rotated: 0.5, attention_bias: true, ..usual }
+            }
+            Family::Cohere2 => Defaults { norm_eps: 1e-5, window: Some(4096), tied: true, ..usual },
+            Family::Qwen35 => Defaults { head_dim: Some(256), rotated: 0.25, ..usual },
+            Family::Lfm2 => Defaults { norm_eps: 1e-5, theta: 1e6, tied: true, ..usual },
+        }
+    }
+
+    /// Whether its class has a window at all.
+    fn may_slide(self) -> bool {
+        !matches!(
+            self,
+            Family::Llama
+                | Family::Qwen3Vl
+                | Family::Olmo2
+                | Family::Granite
+                | Family::Glm4
+                | Family::Qwen35
+                | Family::Lfm2
+        )
     }
 
     fn of(config: &JsonObject) -> Result<Family, FormatError> {
@@ -93,6 +236,9 @@ impl ModelConfig {
     pub fn from_hf_config(json: &JsonObject) -> Result<ModelConfig, FormatError> {
         let Some(text) = text_part(json)? else { return ModelConfig::from_text_config(json) };
         let mut config = ModelConfig::from_text_config(&text)?;
+        if let (None, Some(tied)) = (text.get("tie_word_embeddings"), json.optional("tie_word_embeddings")?) {
+            config.tied_embeddings = tied;
+        }
         let towers = [("vision_config", "images"), ("audio_config", "sound")];
         config.left_out =
             towers.iter().filter(|(key, _)| json.get(key).is_some()).map(|(_, of)| *of).collect();
@@ -105,18 +251,24 @@ impl ModelConfig {
     fn from_text_config(json: &JsonObject) -> Result<ModelConfig, FormatError> {
         let family = Family::of(json)?;
         let blame = |fault| FormatError::params(json.path(), fault);
-        let gemma3 = family == Family::Gemma3;
+        let (arch, defaults) = (family.arch(), family.defaults());
         let gemma4 = family == Family::Gemma4;
-        let gemma = gemma3 || gemma4;
+        // Whose norms multiply by one plus the stored weight.
+        let less_one = matches!(family, Family::Gemma2 | Family::Gemma3 | Family::Qwen35);
+        let lfm2 = family == Family::Lfm2;
         let n_layers = checked_layers(json.required("num_hidden_layers")?).map_err(blame)?;
         let hidden = json.required("hidden_size")?;
-        let n_heads = json.required("num_attention_heads")?;
-        let head_dim = match json.optional("head_dim")? {
+        let n_heads = defaults.size(json, "num_attention_heads", |sizes| sizes.n_heads)?;
+        let head_dim = match json.optional("head_dim")?.or(defaults.head_dim) {
             Some(dim) => dim,
-            None if gemma => 256,
-            None if family == Family::Qwen3 => 128,
             None => default_head_dim(hidden, n_heads).map_err(blame)?,
         };
+        if family == Family::Qwen35 && json.optional("attention_bias")?.unwrap_or(false) {
+            return Err(blame(ParamsFault::Unsupported { what: "attention with biases and an output gate" }));
+        }
+        if family == Family::Lfm2 && json.optional("conv_bias")?.unwrap_or(false) {
+            return Err(blame(ParamsFault::Unsupported { what: "a short convolution with biases" }));
+        }
         // Gemma 4 says "vision" where only the tokens of images see later ones.
         let sees_later = match gemma4 {
             true => json.optional("use_bidirectional_attention")?.is_some_and(|of: &str| of != "vision"),
@@ -125,42 +277,86 @@ impl ModelConfig {
         if sees_later {
             return Err(blame(ParamsFault::Unsupported { what: "attention to later tokens" }));
         }
-        let (sliding_window, layers) = sliding(json, family, n_layers)?;
-        let attention_bias = json.optional("attention_bias")?.unwrap_or(false);
-        let query_scalar = json.optional("query_pre_attn_scalar")?.filter(|_| gemma3);
-        let n_kv_heads = json.optional("num_key_value_heads")?.unwrap_or(n_heads);
-        let usual = LayerSizes { n_kv_heads, head_dim, ffn: json.required("intermediate_size")? };
+        let mut unrotated = unrotated(json, family, n_layers)?;
+        let (sliding_window, layers) = match family {
+            Family::Qwen35 | Family::Lfm2 => (None, recurrent_layers(json, family, n_layers)?),
+            _ => sliding(json, family, &unrotated)?,
+        };
+        if family == Family::Cohere2 {
+            unrotated = layers.iter().map(|layer| *layer == LayerAttention::Full).collect();
+        }
+        let attention_bias = json.optional("attention_bias")?.unwrap_or(defaults.attention_bias);
+        let norm = if family == Family::Cohere2 { NormKind::Layer } else { NormKind::Rms };
+        let norm_eps = match norm {
+            NormKind::Rms => json.optional(if lfm2 { "norm_eps" } else { "rms_norm_eps" })?,
+            NormKind::Layer => json.optional("layer_norm_eps")?,
+        };
+        let query_scalar = json.optional("query_pre_attn_scalar")?.filter(|_| less_one);
+        let granite = |key| match family {
+            Family::Granite => json.optional(key).map(|factor| factor.unwrap_or(1.0f32)),
+            _ => Ok(1.0),
+        };
+        // A missing key means Gemma 2's default, `null` means none.
+        let softcap = |key, default| match json.optional(key)? {
+            None if family == Family::Gemma2 && !json.map().contains_key(key) => Ok(Some(default)),
+            cap => Ok::<_, FormatError>(cap),
+        };
+        let n_kv_heads = match json.optional("num_key_value_heads")? {
+            Some(n_kv_heads) => n_kv_heads,
+            None => defaults.sizes.map_or(n_heads, |sizes| sizes.n_kv_heads),
+        };
+        let ffn = if lfm2 { lfm2_ffn(json)? } else { json.required("intermediate_size")? };
+        let usual = LayerSizes { n_kv_heads, head_dim, ffn };
         let n_shared_kv = json.optional("num_kv_shared_layers")?.filter(|_| gemma4).unwrap_or(0);
         let sizes = match gemma4 {
             true => gemma4_sizes(json, &layers, usual, n_shared_kv)?,
             false => Vec::new(),
         };
         let config = ModelConfig {
-            arch: family.arch(),
+            arch,
             name: json.optional::<&str>("_name_or_path")?.filter(|n| !n.is_empty()).map(str::to_owned),
-            n_vocab: json.required("vocab_size")?,
+            n_vocab: defaults.size(json, "vocab_size", |sizes| sizes.n_vocab)?,
             n_layers,
             hidden,
             ffn: usual.ffn,
             n_heads,
             n_kv_heads,
             head_dim,
-            norm_eps: json.optional("rms_norm_eps")?.unwrap_or(1e-6),
-            norm_offset: if gemma3 { 1.0 } else { 0.0 },
+            norm,
+            norm_eps: norm_eps.unwrap_or(defaults.norm_eps),
+            norm_offset: if less_one { 1.0 } else { 0.0 },
             activation: activation(json, family)?,
             rope: rope(json, family, head_dim, &layers, &sizes)?,
             sliding_window,
             layers,
-            n_context: json.required("max_position_embeddings")?,
-            tied_embeddings: json.optional("tie_word_embeddings")?.unwrap_or(gemma),
+            n_context: defaults.size(json, "max_position_embeddings", |sizes| sizes.n_context)?,
+            tied_embeddings: match json.optional("tie_embedding")?.filter(|_| lfm2) {
+                Some(tied) => tied,
+                None => json.optional("tie_word_embeddings")?.unwrap_or(defaults.tied),
+            },
             qkv_bias: attention_bias || family == Family::Qwen2,
-            attn_output_bias: attention_bias && family != Family::Qwen2,
+            attn_output_bias: attention_bias && !matches!(family, Family::Qwen2 | Family::Glm4),
             ffn_bias: json.optional("mlp_bias")?.unwrap_or(false),
-            qk_norm: gemma || matches!(family, Family::Qwen3 | Family::Qwen3Moe),
-            attn_scale: if gemma4 { 1.0 } else { query_scalar.unwrap_or(head_dim as f32).sqrt().recip() },
-            attn_softcap: json.optional("attn_logit_softcapping")?,
-            final_softcap: json.optional("final_logit_softcapping")?,
-            embedding_scale: if gemma { (hidden as f32).sqrt() } else { 1.0 },
+            qk_norm: arch.has_qk_norm(),
+            attn_scale: match family {
+                Family::Gemma4 => 1.0,
+                Family::Granite => granite("attention_multiplier")?,
+                _ => query_scalar.unwrap_or(head_dim as f32).sqrt().recip(),
+            },
+            attn_softcap: softcap("attn_logit_softcapping", 50.0)?,
+            final_softcap: softcap("final_logit_softcapping", 30.0)?,
+            embedding_scale: match arch.is_gemma() {
+                true => (hidden as f32).sqrt(),
+                false => granite("embedding_multiplier")?,
+            },
+            residual_scale: granite("residual_multiplier")?,
+            logit_scale: match family {
+                Family::Cohere2 => json.optional("logit_scale")?.unwrap_or(0.0625),
+                _ => granite("logits_scaling")?.recip(),
+            },
+            unrotated: unless_all_rotate(unrotated),
+            query_temperature: query_temperature(json, family)?,
+            long_rope: long_rope(json, family)?,
             bos: json.optional::<Vec<u32>>("bos_token_id")?.and_then(|ids| ids.first().copied()),
             eos: json.optional("eos_token_id")?.unwrap_or_default(),
             sizes: unless_alike(sizes),
@@ -168,6 +364,7 @@ impl ModelConfig {
             keys_as_values: gemma4 && json.optional("attention_k_eq_v")?.unwrap_or(false),
             per_layer: if gemma4 { per_layer(json)? } else { None },
             experts: experts(json, family, n_layers)?,
+            recurrent: recurrent(json, family)?,
             left_out: Vec::new(),
         };
         config.validate().map_err(blame)
@@ -223,6 +420,71 @@ fn gemma4_sizes(
     Ok(sizes)
 }
 
+/// Which layers are recurrent: a name for each, or all but every so many.
+fn recurrent_layers(
+    json: &JsonObject,
+    family: Family,
+    n_layers: usize,
+) -> Result<Vec<LayerAttention>, FormatError> {
+    let blame = |fault| FormatError::params(json.path(), fault);
+    let lfm2 = family == Family::Lfm2;
+    let Some(types) = json.optional::<Vec<&str>>("layer_types")? else {
+        if !lfm2 {
+            return Ok(every_nth_attends(n_layers, json.optional("full_attention_interval")?.unwrap_or(4)));
+        }
+        let attending = json.optional::<Vec<u32>>("full_attn_idxs")?;
+        let is_full = |layer| attending.as_ref().is_none_or(|list| list.contains(&(layer as u32)));
+        let kind = |layer| if is_full(layer) { LayerAttention::Full } else { LayerAttention::Recurrent };
+        return Ok((0..n_layers).map(kind).collect());
+    };
+    let kind = |name: &&str| match *name {
+        "full_attention" => Ok(LayerAttention::Full),
+        "linear_attention" if !lfm2 => Ok(LayerAttention::Recurrent),
+        "conv" if lfm2 => Ok(LayerAttention::Recurrent),
+        other => Err(blame(ParamsFault::LayerType { found: other.into() })),
+    };
+    types.iter().map(kind).collect()
+}
+
+fn recurrent(json: &JsonObject, family: Family) -> Result<Option<RecurrentLayers>, FormatError> {
+    Ok(match family {
+        Family::Qwen35 => Some(RecurrentLayers::DeltaNet(delta_net(json)?)),
+        Family::Lfm2 => {
+            Some(RecurrentLayers::ShortConv { width: json.optional("conv_L_cache")?.unwrap_or(3) })
+        }
+        _ => None,
+    })
+}
+
+/// The feed-forward size of LFM2, of which the file gives the one that a layer without a gate would have.
+fn lfm2_ffn(json: &JsonObject) -> Result<usize, FormatError> {
+    let size: usize = match json.optional("block_ff_dim")? {
+        Some(size) => size,
+        None => json.required("intermediate_size")?,
+    };
+    if !json.optional("block_auto_adjust_ff_dim")?.unwrap_or(true) {
+        return Ok(size);
+    }
+    let two_thirds = (2.0 * size as f64 / 3.0) as usize;
+    let multiplier: f32 = json.optional("block_ffn_dim_multiplier")?.unwrap_or(1.0);
+    let multiple: usize = json.optional("block_multiple_of")?.unwrap_or(256);
+    let size = (f64::from(multiplier) * two_thirds as f64) as usize;
+    Ok(size.checked_next_multiple_of(multiple.max(1)).unwrap_or(size))
+}
+
+/// The sizes of recurrent layers.
+fn delta_net(json: &JsonObject) -> Result<DeltaNetSizes, FormatError> {
+    Ok(DeltaNetSizes {
+        n_key_heads: json.optional("linear_num_key_heads")?.unwrap_or(16),
+        n_heads: json.optional("linear_num_value_heads")?.unwrap_or(32),
+        key_dim: json.optional("linear_key_head_dim")?.unwrap_or(128),
+        value_dim: json.optional("linear_value_head_dim")?.unwrap_or(128),
+        conv_width: json.optional("linear_conv_kernel_dim")?.unwrap_or(4),
+        v_heads: VHeads::Grouped,
+        decay_is_log: true,
+    })
+}
+
 fn per_layer(json: &JsonObject) -> Result<Option<PerLayerEmbedding>, FormatError> {
     // A missing key means the default, `null` and 0 mean none.
     let dim = match json.optional("hidden_size_per_layer_input")? {
@@ -268,9 +530,7 @@ fn experts(json: &JsonObject, family: Family, n_layers: usize) -> Result<Option<
             ffn: json.required("moe_intermediate_size")?,
             renormalise: true,
         })),
-        Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Gemma3 | Family::Gemma4 => {
-            Ok(None)
-        }
+        _ => Ok(None),
     }
 }
 
@@ -279,40 +539,50 @@ fn activation(json: &JsonObject, family: Family) -> Result<Activation, FormatErr
         Some(name) => Some(name),
         None => json.optional::<&str>("hidden_act")?,
     };
-    match (family, found) {
-        (Family::Gemma3 | Family::Gemma4, None | Some("gelu_pytorch_tanh")) => Ok(Activation::GeluTanh),
-        (
-            Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe,
-            None | Some("silu" | "swish"),
-        ) => Ok(Activation::Silu),
-        (family, Some(found)) => {
-            let gemma = matches!(family, Family::Gemma3 | Family::Gemma4);
+    let gemma = family.arch().is_gemma();
+    match found {
+        None | Some("gelu_pytorch_tanh") if gemma => Ok(Activation::GeluTanh),
+        None | Some("silu" | "swish") if !gemma => Ok(Activation::Silu),
+        found => {
+            let found = found.unwrap_or_default().into();
             let expected = if gemma { "gelu_pytorch_tanh" } else { "silu" };
-            let fault = ParamsFault::Activation { arch: family.arch(), found: found.into(), expected };
+            let fault = ParamsFault::Activation { arch: family.arch(), found, expected };
             Err(FormatError::params(json.path(), fault))
         }
     }
+}
+
+/// Which layers do not rotate queries and keys, for families where a key says so.
+fn unrotated(json: &JsonObject, family: Family, n_layers: usize) -> Result<Vec<bool>, FormatError> {
+    if family != Family::SmolLm3 {
+        return Ok(vec![false; n_layers]);
+    }
+    let Some(rotated) = json.optional::<Vec<u32>>("no_rope_layers")? else {
+        let interval = json.optional("no_rope_layer_interval")?.unwrap_or(4usize);
+        return Ok((0..n_layers).map(|l| interval != 0 && (l + 1).is_multiple_of(interval)).collect());
+    };
+    if rotated.len() < n_layers {
+        let fault = ParamsFault::Unrotated { found: rotated.len(), n_layers };
+        return Err(FormatError::params(json.path(), fault));
+    }
+    Ok(rotated[..n_layers].iter().map(|&is_rotated| is_rotated == 0).collect())
 }
 
 /// The window and what each layer attends to.
 fn sliding(
     json: &JsonObject,
     family: Family,
-    n_layers: usize,
+    unrotated: &[bool],
 ) -> Result<(Option<usize>, Vec<LayerAttention>), FormatError> {
     let blame = |fault| FormatError::params(json.path(), fault);
+    let n_layers = unrotated.len();
     let full = vec![LayerAttention::Full; n_layers];
-    let qwen = matches!(family, Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe);
-    let disabled = qwen && !json.optional("use_sliding_window")?.unwrap_or(false);
+    let asks = matches!(family, Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe | Family::SmolLm3);
+    let disabled = asks && !json.optional("use_sliding_window")?.unwrap_or(false);
     // A missing key means the default of the family, `null` means none.
-    let default = match family {
-        Family::Mistral | Family::Gemma3 => Some(4096),
-        Family::Gemma4 => Some(512),
-        Family::Llama | Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe => None,
-    };
     let window = match json.optional("sliding_window")? {
-        _ if disabled || family == Family::Llama => None,
-        None if !json.map().contains_key("sliding_window") => default,
+        _ if disabled || !family.may_slide() => None,
+        None if !json.map().contains_key("sliding_window") => family.defaults().window,
         window => window,
     };
     if let Some(types) = json.optional::<Vec<&str>>("layer_types")? {
@@ -334,6 +604,10 @@ fn sliding(
     if window.is_none() {
         return Ok((None, full));
     }
+    let slides_where = |slides: &dyn Fn(usize) -> bool| {
+        let kind = |l| if slides(l) { LayerAttention::Sliding } else { LayerAttention::Full };
+        (0..n_layers).map(kind).collect()
+    };
     let layers = match family {
         Family::Gemma4 => {
             let mut layers = every_nth_full(n_layers, 6);
@@ -342,19 +616,23 @@ fn sliding(
             }
             layers
         }
-        Family::Gemma3 => {
+        Family::Gemma3 | Family::Cohere2 => {
             let period =
                 json.optional("sliding_window_pattern")?.or(json.optional("_sliding_window_pattern")?);
-            every_nth_full(n_layers, period.unwrap_or(6))
+            every_nth_full(n_layers, period.unwrap_or(family.arch().usual_period()))
         }
         // All layers alike, whatever `max_window_layers` says.
         Family::Qwen3Moe => vec![LayerAttention::Sliding; n_layers],
+        Family::Gemma2 | Family::Olmo3 => every_nth_full(n_layers, family.arch().usual_period()),
         Family::Qwen2 | Family::Qwen3 => {
             let first = json.optional("max_window_layers")?.unwrap_or(28);
-            let kind = |l| if l >= first { LayerAttention::Sliding } else { LayerAttention::Full };
-            (0..n_layers).map(kind).collect()
+            slides_where(&|l| l >= first)
         }
-        Family::Llama | Family::Mistral => vec![LayerAttention::Sliding; n_layers],
+        Family::SmolLm3 => slides_where(&|l| unrotated[l]),
+        Family::Mistral | Family::Ministral3 | Family::Phi3 => vec![LayerAttention::Sliding; n_layers],
+        Family::Llama | Family::Qwen3Vl | Family::Olmo2 | Family::Granite | Family::Glm4 => full,
+        // They have no window, and layers of other kinds.
+        Family::Qwen35 | Family::Lfm2 => full,
     };
     Ok((window.filter(|_| layers.contains(&LayerAttention::Sliding)), layers))
 }
@@ -368,32 +646,37 @@ fn rope(
     layers: &[LayerAttention],
     sizes: &[LayerSizes],
 ) -> Result<Rope, FormatError> {
-    let gemma = matches!(family, Family::Gemma3 | Family::Gemma4);
     let mut theta = json.optional("rope_theta")?;
     let mut local_theta = json.optional("rope_local_base_freq")?;
     let mut scaling_json = json.object("rope_scaling")?;
+    let mut partial: Option<f32> = json.optional("partial_rotary_factor")?;
     if let Some(parameters) = json.object("rope_parameters")? {
         let full = parameters.object("full_attention")?.unwrap_or_else(|| parameters.clone());
         if let Some(sliding) = parameters.object("sliding_attention")? {
             local_theta = sliding.optional("rope_theta")?.or(local_theta);
-            if scaling(&sliding, json)? != RopeScaling::None {
+            if self::scaling(&sliding, json, family)? != RopeScaling::None {
                 let what = "rope scaling in sliding layers";
                 return Err(FormatError::params(json.path(), ParamsFault::Unsupported { what }));
             }
         }
         theta = full.optional("rope_theta")?.or(theta);
+        partial = full.optional("partial_rotary_factor")?.or(partial);
         scaling_json = Some(full);
     }
-    let partial: Option<f32> = json.optional("partial_rotary_factor")?;
-    let local_default = gemma.then_some(1e4);
+    let defaults = family.defaults();
+    let theta = theta.unwrap_or(defaults.theta);
+    let scaling = |default| match &scaling_json {
+        Some(rope) => scaling(rope, json, family),
+        None => Ok(default),
+    };
     if family == Family::Gemma4 {
         // Heads are rotated whole: what does not turn has a frequency of 0.
         let of = |kind| layers.iter().zip(sizes).find(|(layer, _)| **layer == kind).map(|(_, s)| s.head_dim);
         let share = RopeScaling::Proportional { share: 0.25, factor: 1.0 };
         return Ok(Rope {
-            theta: theta.unwrap_or(1e6),
-            local_theta: local_theta.or(local_default),
-            scaling: scaling_json.map_or(Ok(share), |s| scaling(&s, json))?,
+            theta,
+            local_theta: local_theta.or(Some(1e4)),
+            scaling: scaling(share)?,
             has_freq_factors: false,
             dims: of(LayerAttention::Full).unwrap_or(head_dim),
             local_dims: of(LayerAttention::Sliding),
@@ -401,23 +684,52 @@ fn rope(
         });
     }
     Ok(Rope {
-        theta: theta.unwrap_or(if gemma { 1e6 } else { 1e4 }),
-        local_theta: local_theta.or(local_default).filter(|_| gemma),
-        scaling: scaling_json.map_or(Ok(RopeScaling::None), |s| scaling(&s, json))?,
+        theta,
+        local_theta: match family {
+            Family::Gemma3 => local_theta.or(Some(1e4)),
+            // The scaling of OLMo 3 is that of layers that see all.
+            Family::Olmo3 => local_theta.or(Some(theta)),
+            _ => None,
+        },
+        scaling: scaling(RopeScaling::None)?,
         has_freq_factors: false,
-        dims: partial.map_or(head_dim, |p| (head_dim as f32 * p) as usize),
+        dims: (head_dim as f32 * partial.unwrap_or(defaults.rotated)) as usize,
         local_dims: None,
-        style: RopeStyle::Neox,
+        style: family.arch().hf_rope_style(),
     })
 }
 
-fn scaling(rope: &JsonObject, config: &JsonObject) -> Result<RopeScaling, FormatError> {
+/// What says how the frequencies are stretched.
+fn rope_parameters(json: &JsonObject) -> Result<Option<JsonObject>, FormatError> {
+    Ok(json.object("rope_parameters")?.or(json.object("rope_scaling")?))
+}
+
+fn query_temperature(json: &JsonObject, family: Family) -> Result<Option<QueryTemperature>, FormatError> {
+    let Some(rope) = rope_parameters(json)?.filter(|_| family == Family::Ministral3) else { return Ok(None) };
+    let beta = rope.optional("llama_4_scaling_beta")?.filter(|&beta: &f32| beta != 0.0);
+    let Some(beta) = beta else { return Ok(None) };
+    let n_original_context = rope.required("original_max_position_embeddings")?;
+    Ok(Some(QueryTemperature { beta, n_original_context }))
+}
+
+fn long_rope(json: &JsonObject, family: Family) -> Result<Option<LongRope>, FormatError> {
+    let Some(rope) = rope_parameters(json)?.filter(|_| family == Family::Phi3) else { return Ok(None) };
+    match (rope.optional("short_factor")?, rope.optional("long_factor")?) {
+        (Some(short), Some(long)) => Ok(Some(LongRope { short, long })),
+        _ => Ok(None),
+    }
+}
+
+fn scaling(rope: &JsonObject, config: &JsonObject, family: Family) -> Result<RopeScaling, FormatError> {
     let kind = match rope.optional::<&str>("rope_type")? {
         Some(kind) => kind,
         None => rope.optional::<&str>("type")?.unwrap_or("default"),
     };
     match kind {
         "default" => Ok(RopeScaling::None),
+        // Earlier folders of Phi 3 have other names for it.
+        "longrope" => longrope(rope, config),
+        "su" | "yarn" if family == Family::Phi3 => longrope(rope, config),
         "linear" => Ok(RopeScaling::Linear { factor: rope.required("factor")? }),
         "proportional" => Ok(RopeScaling::Proportional {
             share: rope.optional("partial_rotary_factor")?.unwrap_or(1.0),
@@ -449,11 +761,24 @@ fn scaling(rope: &JsonObject, config: &JsonObject) -> Result<RopeScaling, Format
     }
 }
 
+fn longrope(rope: &JsonObject, config: &JsonObject) -> Result<RopeScaling, FormatError> {
+    let n_context: usize = config.required("max_position_embeddings")?;
+    let original = "original_max_position_embeddings";
+    let n_original_context = rope.optional(original)?.or(config.optional(original)?).unwrap_or(n_context);
+    let ratio = n_context as f32 / n_original_context as f32;
+    let factor = rope.optional("factor")?.unwrap_or(ratio);
+    let attention_factor = match rope.optional("attention_factor")? {
+        Some(given) => given,
+        None => LongRope::recommended_attention_factor(factor, n_original_context),
+    };
+    Ok(RopeScaling::Long { n_original_context, attention_factor })
+}
+
 fn yarn_attention_factor(rope: &JsonObject, factor: f32) -> Result<f32, FormatError> {
     if let Some(given) = rope.optional("attention_factor")? {
         return Ok(given);
     }
-    let mscale = |m: f32| if factor > 1.0 { 0.1 * m * factor.ln() + 1.0 } else { 1.0 };
+    let mscale = |m: f32| Yarn::magnitude(factor, m);
     let (one, all) = (rope.optional("mscale")?, rope.optional("mscale_all_dim")?);
     Ok(match (one, all) {
         (Some(one), Some(all)) if one != 0.0 && all != 0.0 => mscale(one) / mscale(all),

@@ -9,7 +9,7 @@ mod write; // to GGUF metadata and config.json
 
 pub use fault::ParamsFault;
 pub use generation::GenerationDefaults;
-pub use rope::{Rope, RopeScaling, RopeStyle, Yarn};
+pub use rope::{LongRope, Rope, RopeScaling, RopeStyle, Yarn};
 
 use std::fmt;
 
@@ -28,12 +28,52 @@ pub enum Arch {
     Gemma3,
     /// Gemma 4, the text part.
     Gemma4,
+    /// Gemma 2.
+    Gemma2,
+    /// Phi 3, 3.5 and 4.
+    Phi3,
+    /// Ministral 3.
+    Mistral3,
+    /// SmolLM 3.
+    SmolLm3,
+    /// OLMo 2 and 3.
+    Olmo2,
+    /// Granite 3, dense.
+    Granite,
+    /// GLM 4 of April 2025.
+    Glm4,
+    /// Command R7B and Command A.
+    Cohere2,
+    /// Qwen 3.5 and 3.6, the text part of their dense models.
+    Qwen35,
+    /// LFM2, dense.
+    Lfm2,
 }
 
 impl Arch {
     /// Every architecture.
-    pub const ALL: [Arch; 6] =
-        [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe, Arch::Gemma3, Arch::Gemma4];
+    pub const ALL: [Arch; 16] = [
+        Arch::Llama,
+        Arch::Qwen2,
+        Arch::Qwen3,
+        Arch::Qwen3Moe,
+        Arch::Gemma3,
+        Arch::Gemma4,
+        Arch::Gemma2,
+        Arch::Phi3,
+        Arch::Mistral3,
+        Arch::SmolLm3,
+        Arch::Olmo2,
+        Arch::Granite,
+        Arch::Glm4,
+        Arch::Cohere2,
+        Arch::Qwen35,
+        Arch::Lfm2,
+    ];
+
+    /// Other names in GGUF files. The text part of Qwen 3 VL is Qwen 3: rotations by three coordinates are those by one
+    /// where all three are the same.
+    const ALIASES: [(&str, Arch); 1] = [("qwen3vl", Arch::Qwen3)];
 
     /// The name, as GGUF files spell it.
     pub const fn name(self) -> &'static str {
@@ -44,12 +84,63 @@ impl Arch {
             Arch::Qwen3Moe => "qwen3moe",
             Arch::Gemma3 => "gemma3",
             Arch::Gemma4 => "gemma4",
+            Arch::Gemma2 => "gemma2",
+            Arch::Phi3 => "phi3",
+            Arch::Mistral3 => "mistral3",
+            Arch::SmolLm3 => "smollm3",
+            Arch::Olmo2 => "olmo2",
+            Arch::Granite => "granite",
+            Arch::Glm4 => "glm4",
+            Arch::Cohere2 => "cohere2",
+            Arch::Qwen35 => "qwen35",
+            Arch::Lfm2 => "lfm2",
+        }
+    }
+
+    /// Whether layers that attend norm their queries and keys.
+    pub const fn has_qk_norm(self) -> bool {
+        use Arch as A;
+        matches!(self, A::Qwen3 | A::Qwen3Moe | A::Gemma3 | A::Gemma4 | A::Olmo2 | A::Qwen35 | A::Lfm2)
+    }
+
+    /// Whether it is one of the Gemma family: GeGLU, and an embedding that is scaled.
+    pub const fn is_gemma(self) -> bool {
+        matches!(self, Arch::Gemma2 | Arch::Gemma3 | Arch::Gemma4)
+    }
+
+    /// Whether GGUF files store the rows of queries and keys so that elements that are rotated together are neighbours,
+    /// while Hugging Face folders store them half a head apart.
+    pub const fn is_joined_in_gguf(self) -> bool {
+        matches!(self, Arch::Llama | Arch::Mistral3 | Arch::SmolLm3 | Arch::Granite)
+    }
+
+    /// Which elements Hugging Face folders rotate together.
+    pub const fn hf_rope_style(self) -> RopeStyle {
+        match self {
+            Arch::Glm4 | Arch::Cohere2 => RopeStyle::Norm,
+            _ => RopeStyle::Neox,
+        }
+    }
+
+    /// Which elements GGUF files rotate together.
+    pub const fn gguf_rope_style(self) -> RopeStyle {
+        if self.is_joined_in_gguf() { RopeStyle::Norm } else { self.hf_rope_style() }
+    }
+
+    /// Every how many layers one sees all, where there is a window and nothing else is said; 0 where all slide.
+    pub(crate) const fn usual_period(self) -> usize {
+        match self {
+            Arch::Gemma3 | Arch::Gemma4 => 6,
+            Arch::Olmo2 | Arch::Cohere2 => 4,
+            Arch::Gemma2 => 2,
+            _ => 0,
         }
     }
 
     /// The architecture that GGUF files call so.
     pub fn from_name(name: &str) -> Option<Arch> {
-        Arch::ALL.into_iter().find(|a| a.name() == name)
+        let alias = Arch::ALIASES.into_iter().find(|(alias, _)| *alias == name).map(|(_, arch)| arch);
+        Arch::ALL.into_iter().find(|a| a.name() == name).or(alias)
     }
 
     pub(crate) fn known() -> String {
@@ -72,6 +163,25 @@ pub enum Activation {
     GeluTanh,
 }
 
+/// How rows are normed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormKind {
+    /// Divided by their root mean square.
+    Rms,
+    /// The same after their mean is subtracted: layer norm without biases.
+    Layer,
+}
+
+/// Queries that grow with their position, so that attention stays sharp over long texts: `1 + beta * ln(1 + p)` for the
+/// `p`-th repetition of the original context, from 0.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryTemperature {
+    /// Weight of the logarithm.
+    pub beta: f32,
+    /// Context of the first training.
+    pub n_original_context: usize,
+}
+
 /// What a layer attends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerAttention {
@@ -79,6 +189,55 @@ pub enum LayerAttention {
     Full,
     /// The tokens of a sliding window, the present one included.
     Sliding,
+    /// None: the layer is recurrent.
+    Recurrent,
+}
+
+/// What recurrent layers are, and their sizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecurrentLayers {
+    /// Gated DeltaNets (Qwen 3.5).
+    DeltaNet(DeltaNetSizes),
+    /// Gated short convolutions (LFM2).
+    ShortConv {
+        /// Elements of a channel's filter.
+        width: usize,
+    },
+}
+
+/// Sizes of gated DeltaNet layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeltaNetSizes {
+    /// Heads of queries and keys; divides `n_heads`.
+    pub n_key_heads: usize,
+    /// Heads of values and states.
+    pub n_heads: usize,
+    /// Elements of a query or key.
+    pub key_dim: usize,
+    /// Elements of a value.
+    pub value_dim: usize,
+    /// Elements of a channel's filter.
+    pub conv_width: usize,
+    /// How the file orders heads of values.
+    pub v_heads: VHeads,
+    /// Whether the file holds the logarithm of the decay instead of minus the decay.
+    pub decay_is_log: bool,
+}
+
+impl DeltaNetSizes {
+    /// Channels of the convolution: queries, keys and values.
+    pub fn conv_dim(&self) -> usize {
+        2 * self.n_key_heads * self.key_dim + self.n_heads * self.value_dim
+    }
+}
+
+/// The order of the heads of values that share key heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VHeads {
+    /// Those of one key head are neighbours, as in Hugging Face folders.
+    Grouped,
+    /// The first of every key head, then the second of every one, as in GGUF files.
+    Tiled,
 }
 
 /// Sizes of one layer, where layers differ.
@@ -135,7 +294,9 @@ pub struct ModelConfig {
     pub n_kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Added to the mean square in RMS norms.
+    /// How rows are normed.
+    pub norm: NormKind,
+    /// Added to the mean square in norms.
     pub norm_eps: f32,
     /// Added to the weights of RMS norms: 1 where the file stores them less one (Gemma in safetensors), else 0.
     pub norm_offset: f32,
@@ -167,6 +328,16 @@ pub struct ModelConfig {
     pub final_softcap: Option<f32>,
     /// Factor on the embedding.
     pub embedding_scale: f32,
+    /// Factor on what a branch adds to the residual.
+    pub residual_scale: f32,
+    /// Factor on the logits.
+    pub logit_scale: f32,
+    /// Layers whose queries and keys are not rotated; empty when all are.
+    pub unrotated: Vec<bool>,
+    /// Factor on queries by their position, where there is one.
+    pub query_temperature: Option<QueryTemperature>,
+    /// Divisors of the frequencies of [`RopeScaling::Long`].
+    pub long_rope: Option<LongRope>,
     /// First token of a text, where the model wants one.
     pub bos: Option<u32>,
     /// Tokens that end a text or a turn.
@@ -182,6 +353,8 @@ pub struct ModelConfig {
     pub per_layer: Option<PerLayerEmbedding>,
     /// The experts, where there are some: in place of the feed-forward part, or beside it (Gemma 4).
     pub experts: Option<Experts>,
+    /// The sizes of recurrent layers, where there are some.
+    pub recurrent: Option<RecurrentLayers>,
     /// Encoders of a multimodal model that are left out: only its text part is used.
     pub left_out: Vec<&'static str>,
 }
@@ -217,8 +390,13 @@ impl ModelConfig {
     pub fn rope_dims(&self, layer_idx: usize) -> usize {
         match self.layer(layer_idx) {
             LayerAttention::Sliding => self.rope.local_dims.unwrap_or(self.rope.dims),
-            LayerAttention::Full => self.rope.dims,
+            LayerAttention::Full | LayerAttention::Recurrent => self.rope.dims,
         }
+    }
+
+    /// Whether layer `layer_idx` rotates its queries and keys.
+    pub fn rotates(&self, layer_idx: usize) -> bool {
+        !self.unrotated.get(layer_idx).copied().unwrap_or(false)
     }
 
     /// The base of the rotary embedding in layer `layer_idx`.
@@ -259,17 +437,43 @@ impl ModelConfig {
         check_number("the norm epsilon", self.norm_eps, 0.0, 1.0)?;
         check_number("the attention scale", self.attn_scale, 0.0, 1e6)?;
         check_number("the embedding scale", self.embedding_scale, 0.0, 1e6)?;
+        check_number("the residual scale", self.residual_scale, 0.0, 1e6)?;
+        check_number("the logit scale", self.logit_scale, 0.0, 1e6)?;
         check_number("the attention softcap", self.attn_softcap.unwrap_or(1.0), 0.0, 1e9)?;
         check_number("the final softcap", self.final_softcap.unwrap_or(1.0), 0.0, 1e9)?;
         self.rope.validate()?;
+        self.validate_rotations()?;
         if self.layers.len() != self.n_layers {
             return Err(ParamsFault::LayerTypes { found: self.layers.len(), n_layers: self.n_layers });
+        }
+        match &self.recurrent {
+            None if self.layers.contains(&LayerAttention::Recurrent) => return Err(ParamsFault::NoRecurrent),
+            None => {}
+            Some(RecurrentLayers::DeltaNet(net)) => net.validate()?,
+            Some(RecurrentLayers::ShortConv { width }) => check_filter(*width)?,
         }
         if self.sliding_window.is_none() && self.layers.contains(&LayerAttention::Sliding) {
             return Err(ParamsFault::NoWindow);
         }
         self.validate_layers()?;
         Ok(self)
+    }
+
+    /// Refuses lists about rotations of another length than they are about.
+    fn validate_rotations(&self) -> Result<(), ParamsFault> {
+        if let Some(temperature) = self.query_temperature {
+            check_number("the query temperature", temperature.beta, 0.0, 1e6)?;
+            check_range("the original context length", temperature.n_original_context, 1 << 31)?;
+        }
+        if !self.unrotated.is_empty() && self.unrotated.len() != self.n_layers {
+            let (found, n_layers) = (self.unrotated.len(), self.n_layers);
+            return Err(ParamsFault::Unrotated { found, n_layers });
+        }
+        match (&self.long_rope, self.rope.scaling) {
+            (Some(factors), RopeScaling::Long { .. }) => factors.validate(self.rope.dims),
+            (None, RopeScaling::Long { .. }) => Err(ParamsFault::NoRopeFactors),
+            (_, _) => Ok(()),
+        }
     }
 
     /// Refuses layers that do not fit together.
@@ -317,6 +521,25 @@ impl ModelConfig {
     }
 }
 
+impl DeltaNetSizes {
+    fn validate(&self) -> Result<(), ParamsFault> {
+        check_range("the number of key heads of recurrent layers", self.n_key_heads, 1 << 12)?;
+        check_range("the number of heads of recurrent layers", self.n_heads, 1 << 12)?;
+        check_range("the key size of recurrent layers", self.key_dim, 256)?;
+        check_range("the value size of recurrent layers", self.value_dim, 1 << 12)?;
+        check_filter(self.conv_width)?;
+        match self.n_heads.is_multiple_of(self.n_key_heads) {
+            true => Ok(()),
+            false => Err(ParamsFault::KeyHeads { n_heads: self.n_heads, n_key_heads: self.n_key_heads }),
+        }
+    }
+}
+
+fn check_filter(value: usize) -> Result<(), ParamsFault> {
+    let name = "the width of the short convolution";
+    if (2..=8).contains(&value) { Ok(()) } else { Err(ParamsFault::Range { name, value, low: 2, high: 8 }) }
+}
+
 const MAX_LAYERS: usize = 4096;
 
 fn check_range(name: &'static str, value: usize, high: usize) -> Result<(), ParamsFault> {
@@ -338,6 +561,17 @@ fn checked_layers(n_layers: usize) -> Result<usize, ParamsFault> {
 fn every_nth_full(n_layers: usize, period: usize) -> Vec<LayerAttention> {
     let is_full = |layer: usize| period != 0 && (layer + 1).is_multiple_of(period);
     (0..n_layers).map(|l| if is_full(l) { LayerAttention::Full } else { LayerAttention::Sliding }).collect()
+}
+
+/// Which layers are not rotated, or nothing where all are rotated.
+fn unless_all_rotate(unrotated: Vec<bool>) -> Vec<bool> {
+    if unrotated.contains(&true) { unrotated } else { Vec::new() }
+}
+
+/// Every `period`-th layer sees all, the others are recurrent.
+fn every_nth_attends(n_layers: usize, period: usize) -> Vec<LayerAttention> {
+    let is_full = |layer: usize| period != 0 && (layer + 1).is_multiple_of(period);
+    (0..n_layers).map(|l| if is_full(l) { LayerAttention::Full } else { LayerAttention::Recurrent }).collect()
 }
 
 /// The sizes of layers, or nothing where all are alike.

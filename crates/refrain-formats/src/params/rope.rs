@@ -60,6 +60,43 @@ pub enum RopeScaling {
         /// Divisor of every frequency.
         factor: f32,
     },
+    /// LongRoPE: every frequency has a divisor of its own, another one for sequences longer than the original context.
+    /// [`LongRope`] has them.
+    Long {
+        /// Context of the first training.
+        n_original_context: usize,
+        /// Factor on the rotated elements, of queries and keys alike.
+        attention_factor: f32,
+    },
+}
+
+/// The divisors of LongRoPE, one for each rotated pair.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LongRope {
+    /// For sequences within the original context.
+    pub short: Vec<f32>,
+    /// For longer ones.
+    pub long: Vec<f32>,
+}
+
+impl LongRope {
+    /// The factor on rotated elements that the paper recommends.
+    pub(crate) fn recommended_attention_factor(factor: f32, n_original_context: usize) -> f32 {
+        let original = n_original_context as f32;
+        if factor > 1.0 && original > 1.0 { (1.0 + factor.ln() / original.ln()).sqrt() } else { 1.0 }
+    }
+
+    pub(crate) fn validate(&self, dims: usize) -> Result<(), ParamsFault> {
+        for (name, list) in [("short", &self.short), ("long", &self.long)] {
+            if list.len() != dims / 2 {
+                return Err(ParamsFault::RopeFactors { name, found: list.len(), dims });
+            }
+            for &factor in list {
+                check_number("a divisor of rotary frequencies", factor, 0.0, 1e30)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The numbers of YaRN.
@@ -82,22 +119,42 @@ pub struct Yarn {
 impl Yarn {
     /// The factor on rotated elements that the paper recommends.
     pub(crate) fn recommended_attention_factor(factor: f32) -> f32 {
-        if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 }
+        Yarn::magnitude(factor, 1.0)
+    }
+
+    /// `0.1 * scale * ln(factor) + 1`, of which files may give a quotient.
+    pub(crate) fn magnitude(factor: f32, scale: f32) -> f32 {
+        if factor > 1.0 { 0.1 * scale * factor.ln() + 1.0 } else { 1.0 }
     }
 }
 
 impl RopeScaling {
-    pub(crate) const KNOWN: &str = "linear, llama3, yarn and proportional";
+    pub(crate) const KNOWN: &str = "linear, llama3, yarn, longrope and proportional";
+
+    /// The factor on rotated elements.
+    pub fn magnitude(&self) -> f32 {
+        match *self {
+            RopeScaling::Yarn(Yarn { attention_factor, .. }) | RopeScaling::Long { attention_factor, .. } => {
+                attention_factor
+            }
+            RopeScaling::None
+            | RopeScaling::Linear { .. }
+            | RopeScaling::Llama3 { .. }
+            | RopeScaling::Proportional { .. } => 1.0,
+        }
+    }
 }
 
 impl Rope {
-    /// Whether two are the same but for the last bits of YaRN's factor.
+    /// Whether two are the same but for the last bits of the factor on rotated elements.
     pub(crate) fn is_near(&self, other: &Rope) -> bool {
-        let (mut a, mut b) = (*self, *other);
-        if let (RopeScaling::Yarn(x), RopeScaling::Yarn(y)) = (&mut a.scaling, &mut b.scaling)
-            && (x.attention_factor - y.attention_factor).abs() <= 1e-5 * x.attention_factor
+        let (a, mut b) = (*self, *other);
+        let magnitude = a.scaling.magnitude();
+        if (magnitude - b.scaling.magnitude()).abs() <= 1e-5 * magnitude
+            && let RopeScaling::Yarn(Yarn { attention_factor, .. })
+            | RopeScaling::Long { attention_factor, .. } = &mut b.scaling
         {
-            y.attention_factor = x.attention_factor;
+            *attention_factor = magnitude;
         }
         a == b
     }
@@ -122,6 +179,10 @@ impl Rope {
                 check_number("beta_fast", yarn.beta_fast, 0.0, 1e6)?;
                 check_number("the attention factor", yarn.attention_factor, 0.0, 1e6)?;
                 (yarn.factor, yarn.n_original_context)
+            }
+            RopeScaling::Long { n_original_context, attention_factor } => {
+                check_number("the attention factor", attention_factor, 0.0, 1e6)?;
+                (1.0, n_original_context)
             }
         };
         check_number("the rope scaling factor", factor, 0.0, 1e6)?;

@@ -1,7 +1,7 @@
 //! Hyperparameters to GGUF metadata and to `config.json`.
 
-use super::rope::{RopeScaling, Yarn};
-use super::{Arch, LayerAttention, LayerSizes, ModelConfig, ParamsFault, every_nth_full};
+use super::rope::{LongRope, RopeScaling, Yarn};
+use super::{Arch, LayerAttention, LayerSizes, ModelConfig, NormKind, ParamsFault, every_nth_full};
 use crate::FormatError;
 use crate::gguf::{Array, Gguf, GgufWriter, Value};
 use crate::hf::JsonObject;
@@ -16,6 +16,7 @@ impl ModelConfig {
     /// of divisors, `rope_freqs.weight`.
     pub fn write_gguf(&self, writer: &mut GgufWriter) -> Result<(), FormatError> {
         let arch = self.arch;
+        self.refuse_recurrent("GGUF metadata")?;
         writer.set("general.architecture", arch.name())?;
         if let Some(name) = &self.name {
             writer.set("general.name", name.as_str())?;
@@ -27,7 +28,11 @@ impl ModelConfig {
         set("embedding_length", number(self.hidden))?;
         set("block_count", number(self.n_layers))?;
         set("attention.head_count", number(self.n_heads))?;
-        set("attention.layer_norm_rms_epsilon", self.norm_eps.into())?;
+        let eps = match self.norm {
+            NormKind::Rms => "attention.layer_norm_rms_epsilon",
+            NormKind::Layer => "attention.layer_norm_epsilon",
+        };
+        set(eps, self.norm_eps.into())?;
         set("rope.freq_base", self.rope.theta.into())?;
         if arch != Arch::Gemma4 {
             set("feed_forward_length", number(self.ffn))?;
@@ -53,20 +58,35 @@ impl ModelConfig {
         }
         if let Some(window) = self.sliding_window {
             set("attention.sliding_window", number(window))?;
-            let usual = if arch == Arch::Gemma3 { 6 } else { 0 };
-            if arch == Arch::Gemma4 || self.layers != every_nth_full(self.n_layers, usual) {
+            if arch == Arch::Gemma4 || self.layers != every_nth_full(self.n_layers, arch.usual_period()) {
                 let slides = self.layers.iter().map(|layer| *layer == LayerAttention::Sliding).collect();
                 set("attention.sliding_window_pattern", Value::Array(Array::Bool(slides)))?;
             }
         }
-        if let Some(local) = self.rope.local_theta.filter(|_| matches!(arch, Arch::Gemma3 | Arch::Gemma4)) {
+        if let Some(local) = self.rope.local_theta {
             set("rope.freq_base_swa", local.into())?;
+        }
+        if arch == Arch::Granite {
+            set("embedding_scale", self.embedding_scale.into())?;
+            set("residual_scale", self.residual_scale.into())?;
+            set("logit_scale", self.logit_scale.recip().into())?;
+        }
+        if arch == Arch::Cohere2 {
+            set("logit_scale", self.logit_scale.into())?;
+        }
+        if let Some(temperature) = self.query_temperature {
+            set("attention.temperature_scale", temperature.beta.into())?;
         }
         if arch == Arch::Gemma4 {
             self.write_gguf_layers(&mut set)?;
         }
         match self.rope.scaling {
             RopeScaling::None | RopeScaling::Llama3 { .. } | RopeScaling::Proportional { .. } => {}
+            RopeScaling::Long { n_original_context, attention_factor } => {
+                set("rope.scaling.type", "longrope".into())?;
+                set("rope.scaling.original_context_length", number(n_original_context))?;
+                set("rope.scaling.attn_factor", attention_factor.into())?;
+            }
             RopeScaling::Linear { factor } => {
                 set("rope.scaling.type", "linear".into())?;
                 set("rope.scaling.factor", factor.into())?;
@@ -78,7 +98,7 @@ impl ModelConfig {
                 set("rope.scaling.yarn_beta_fast", yarn.beta_fast.into())?;
                 set("rope.scaling.yarn_beta_slow", yarn.beta_slow.into())?;
                 let own = yarn.attention_factor / Yarn::recommended_attention_factor(yarn.factor);
-                set("rope.scaling.yarn_attn_factor", own.into())?;
+                set("rope.scaling.attn_factor", own.into())?;
             }
         }
         Ok(())
@@ -142,6 +162,56 @@ impl ModelConfig {
         );
     }
 
+    /// How rotary frequencies are stretched.
+    fn scaling_json(&self) -> Option<serde_json::Value> {
+        let mut scaling = scaling(&self.rope.scaling)?;
+        if let (RopeScaling::Long { n_original_context, attention_factor }, Some(factors)) =
+            (self.rope.scaling, &self.long_rope)
+        {
+            let numbers = |list: &[f32]| list.iter().map(|&factor| short(factor)).collect::<Vec<_>>();
+            scaling["short_factor"] = numbers(&factors.short).into();
+            scaling["long_factor"] = numbers(&factors.long).into();
+            // Phi 3 takes no more keys than these in transformers 4, unless the factor is an unusual one.
+            let ratio = self.n_context as f32 / n_original_context as f32;
+            let usual = LongRope::recommended_attention_factor(ratio, n_original_context);
+            if (usual - attention_factor).abs() > 1e-5 * usual {
+                scaling["attention_factor"] = short(attention_factor).into();
+            }
+        }
+        if self.arch == Arch::Mistral3 {
+            scaling["rope_theta"] = short(self.rope.theta).into();
+            scaling["llama_4_scaling_beta"] = self.query_temperature.map_or(0.0, |t| short(t.beta)).into();
+        }
+        Some(scaling)
+    }
+
+    /// Factors, norms and layers without rotation, under the keys of the few classes that have them.
+    fn scales_json(&self, set: &mut impl FnMut(&str, serde_json::Value)) {
+        match self.arch {
+            Arch::Granite => {
+                set("embedding_multiplier", short(self.embedding_scale).into());
+                set("attention_multiplier", short(self.attn_scale).into());
+                set("residual_multiplier", short(self.residual_scale).into());
+                set("logits_scaling", short(self.logit_scale.recip()).into());
+            }
+            Arch::Cohere2 => {
+                set("logit_scale", short(self.logit_scale).into());
+                set("layer_norm_eps", short(self.norm_eps).into());
+            }
+            Arch::SmolLm3 => {
+                let rotated = (0..self.n_layers).map(|layer| u32::from(self.rotates(layer)));
+                set("no_rope_layers", rotated.collect());
+                set("use_sliding_window", self.sliding_window.is_some().into());
+            }
+            Arch::Phi3 => {
+                if let RopeScaling::Long { n_original_context, .. } = self.rope.scaling {
+                    set("original_max_position_embeddings", n_original_context.into());
+                }
+            }
+            _ => {}
+        }
+    }
+
     /// Checks that a written file says the same.
     pub fn check_gguf(&self, gguf: &Gguf) -> Result<(), FormatError> {
         let mut wanted = self.clone();
@@ -155,23 +225,34 @@ impl ModelConfig {
 
     /// The content of `config.json`, as `transformers` 4 and 5 read it. What it has no place for is an error.
     pub fn to_hf_json(&self, dtype: DType) -> Result<serde_json::Value, FormatError> {
-        let gemma = matches!(self.arch, Arch::Gemma3 | Arch::Gemma4);
-        let gemma4 = self.arch == Arch::Gemma4;
+        self.refuse_recurrent(CONFIG_JSON)?;
         if self.experts.is_some() {
             let (format, what) = ("a Hugging Face folder", "experts");
             let fault = ParamsFault::NoPlace { format, arch: self.arch, what };
             return Err(FormatError::params(Path::new(CONFIG_JSON), fault));
         }
-        // Llama's class has no window.
-        let mistral = self.arch == Arch::Llama && self.sliding_window.is_some();
+        let (gemma, gemma4) = (self.arch.is_gemma(), self.arch == Arch::Gemma4);
+        // The classes of Llama and OLMo 2 have no window.
+        let slides = self.sliding_window.is_some();
         let (class, model_type) = match self.arch {
-            Arch::Llama if mistral => ("MistralForCausalLM", "mistral"),
+            Arch::Llama if slides => ("MistralForCausalLM", "mistral"),
             Arch::Llama => ("LlamaForCausalLM", "llama"),
             Arch::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
             Arch::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
             Arch::Qwen3Moe => ("Qwen3MoeForCausalLM", "qwen3_moe"),
+            Arch::Gemma2 => ("Gemma2ForCausalLM", "gemma2"),
             Arch::Gemma3 => ("Gemma3ForCausalLM", "gemma3_text"),
             Arch::Gemma4 => ("Gemma4ForCausalLM", "gemma4_text"),
+            Arch::Phi3 => ("Phi3ForCausalLM", "phi3"),
+            Arch::Mistral3 => ("Ministral3ForCausalLM", "ministral3"),
+            Arch::SmolLm3 => ("SmolLM3ForCausalLM", "smollm3"),
+            Arch::Olmo2 if slides => ("Olmo3ForCausalLM", "olmo3"),
+            Arch::Olmo2 => ("Olmo2ForCausalLM", "olmo2"),
+            Arch::Granite => ("GraniteForCausalLM", "granite"),
+            Arch::Glm4 => ("Glm4ForCausalLM", "glm4"),
+            Arch::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
+            Arch::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+            Arch::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
         };
         let dtype = dtype_word(dtype);
         let mut config = json!({
@@ -203,11 +284,12 @@ impl ModelConfig {
         if self.rope.dims != self.head_dim && !gemma4 {
             set("partial_rotary_factor", (self.rope.dims as f64 / self.head_dim as f64).into());
         }
-        if self.arch == Arch::Llama && !mistral {
-            set("attention_bias", self.qkv_bias.into());
+        let has_mlp_bias = matches!(self.arch, Arch::Llama | Arch::SmolLm3 | Arch::Granite);
+        if has_mlp_bias && class != "MistralForCausalLM" {
             set("mlp_bias", self.ffn_bias.into());
         }
-        if matches!(self.arch, Arch::Qwen3 | Arch::Qwen3Moe | Arch::Gemma3 | Arch::Gemma4) {
+        let has_no_bias = matches!(self.arch, Arch::Phi3 | Arch::Mistral3 | Arch::Qwen2);
+        if !has_no_bias && class != "MistralForCausalLM" {
             set("attention_bias", self.qkv_bias.into());
         }
         if matches!(self.arch, Arch::Qwen2 | Arch::Qwen3 | Arch::Qwen3Moe) {
@@ -218,10 +300,12 @@ impl ModelConfig {
         if let Some(window) = self.sliding_window {
             set("sliding_window", window.into());
         }
-        if !matches!(self.arch, Arch::Llama) {
+        let has_types = matches!(self.arch, Arch::Qwen2 | Arch::Qwen3 | Arch::Cohere2 | Arch::SmolLm3);
+        if gemma || has_types || model_type == "olmo3" {
             let word = |layer: &LayerAttention| match layer {
                 LayerAttention::Full => "full_attention",
                 LayerAttention::Sliding => "sliding_attention",
+                LayerAttention::Recurrent => "linear_attention",
             };
             set("layer_types", self.layers.iter().map(word).collect());
         }
@@ -232,11 +316,15 @@ impl ModelConfig {
             set("query_pre_attn_scalar", query_scalar(self.attn_scale, self.head_dim));
             set("attn_logit_softcapping", self.attn_softcap.map(short).into());
             set("final_logit_softcapping", self.final_softcap.map(short).into());
-            set("rope_local_base_freq", self.rope.local_theta.map(short).into());
+            if self.arch == Arch::Gemma3 {
+                set("rope_local_base_freq", self.rope.local_theta.map(short).into());
+            }
         }
-        if let Some(scaling) = scaling(&self.rope.scaling).filter(|_| !gemma4) {
-            set("rope_scaling", scaling);
+        if let Some(scaling) = self.scaling_json().filter(|_| !gemma4) {
+            let is_new = matches!(self.arch, Arch::Mistral3);
+            set(if is_new { "rope_parameters" } else { "rope_scaling" }, scaling);
         }
+        self.scales_json(&mut set);
         if let Some(bos) = self.bos {
             set("bos_token_id", bos.into());
         }
@@ -247,11 +335,20 @@ impl ModelConfig {
         }
         let path = Path::new(CONFIG_JSON);
         let mut wanted = self.clone();
-        // Folders have rotated pairs apart from each other, and no table of divisors.
-        wanted.rope.style = super::RopeStyle::Neox;
+        // Rotated pairs may lie in another order there.
+        wanted.rope.style = self.arch.hf_rope_style();
         let found = ModelConfig::from_hf_config(&JsonObject::new(path, config.clone())?)?;
         wanted.compare(&found, CONFIG_JSON, path)?;
         Ok(config)
+    }
+
+    /// Models with recurrent layers are read, not written: they are not trained here.
+    fn refuse_recurrent(&self, format: &'static str) -> Result<(), FormatError> {
+        let fault = ParamsFault::NoPlace { format, arch: self.arch, what: "recurrent layers" };
+        match self.recurrent {
+            Some(_) => Err(FormatError::params(Path::new(format), fault)),
+            None => Ok(()),
+        }
     }
 
     /// Refuses to lose a hyperparameter on its way to a file.
@@ -267,15 +364,21 @@ impl ModelConfig {
             "biases and matrices"
         } else if (&self.layers, self.sliding_window) != (&found.layers, found.sliding_window) {
             "attention windows"
-        } else if !self.rope.is_near(&found.rope) {
+        } else if !self.rope.is_near(&found.rope)
+            || (&self.unrotated, &self.long_rope) != (&found.unrotated, &found.long_rope)
+            || self.query_temperature != found.query_temperature
+        {
             "rotary embedding"
         } else if !near(self.attn_scale, found.attn_scale) || !near(self.norm_eps, found.norm_eps) {
             "attention scale or norm epsilon"
         } else if (self.attn_softcap, self.final_softcap) != (found.attn_softcap, found.final_softcap)
             || self.activation != found.activation
             || !near(self.embedding_scale, found.embedding_scale)
+            || !near(self.residual_scale, found.residual_scale)
+            || !near(self.logit_scale, found.logit_scale)
+            || self.norm != found.norm
         {
-            "soft caps, activation or embedding scale"
+            "soft caps, activation, kind of norm or factors"
         } else if (&self.sizes, self.n_shared_kv) != (&found.sizes, found.n_shared_kv)
             || (self.keys_as_values, self.per_layer) != (found.keys_as_values, found.per_layer)
             || self.experts != found.experts
@@ -310,6 +413,7 @@ fn dtype_word(dtype: DType) -> &'static str {
 fn scaling(scaling: &RopeScaling) -> Option<serde_json::Value> {
     match *scaling {
         RopeScaling::None => None,
+        RopeScaling::Long { .. } => Some(json!({ "rope_type": "longrope", "type": "longrope" })),
         RopeScaling::Linear { factor } => Some(json!({ "rope_type": "linear", "factor": short(factor) })),
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, n_original_context } => {
             Some(json!({

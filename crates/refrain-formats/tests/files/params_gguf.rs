@@ -4,10 +4,10 @@ use crate::common::{llama_metadata, read, refused, zeroes};
 use refrain_formats::FormatError;
 use refrain_formats::gguf::{Array, GgufWriter, Value};
 use refrain_formats::params::{
-    Activation, Arch, Experts, GenerationDefaults, LayerAttention, ModelConfig, PerLayerEmbedding,
-    RopeScaling, RopeStyle, Yarn,
+    Activation, Arch, Experts, GenerationDefaults, LayerAttention, ModelConfig, NormKind, PerLayerEmbedding,
+    QueryTemperature, RopeScaling, RopeStyle, Yarn,
 };
-use refrain_tensor::{DType, Shape};
+use refrain_tensor::{Bytes, DType, Shape};
 
 fn config(w: &GgufWriter) -> Result<ModelConfig, FormatError> {
     ModelConfig::from_gguf(&read(w.to_vec()).unwrap())
@@ -217,8 +217,12 @@ fn yarn_and_other_scalings_are_read_or_refused() {
     assert_eq!(scaled("linear").unwrap().rope.scaling, RopeScaling::Linear { factor: 4.0 });
     assert_eq!(scaled("none").unwrap().rope.scaling, RopeScaling::None);
     assert_eq!(
+        refused(scaled("dynamic")),
+        "m.gguf: rope scaling \"dynamic\" is not supported, linear, llama3, yarn, longrope and proportional are"
+    );
+    assert_eq!(
         refused(scaled("longrope")),
-        "m.gguf: rope scaling \"longrope\" is not supported, linear, llama3, yarn and proportional are"
+        "m.gguf: longrope needs a list of short factors and one of long ones"
     );
 }
 
@@ -227,7 +231,8 @@ fn hyperparameters_that_no_model_has_are_refused() {
     let set = |key: &str, value: Value| refused(config(&with(&[(key, value)])));
     assert_eq!(
         set("general.architecture", "mamba".into()),
-        "m.gguf: unknown architecture \"mamba\", known are llama, qwen2, qwen3, gemma3, gemma4"
+        "m.gguf: unknown architecture \"mamba\", known are \
+         llama, qwen2, qwen3, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2"
     );
     assert_eq!(
         set("llama.block_count", 0u32.into()),
@@ -252,6 +257,94 @@ fn hyperparameters_that_no_model_has_are_refused() {
     assert!(set("llama.rope.dimension_count", 64u32.into()).contains("over 64 elements of heads of 8"));
     assert!(set("llama.attention.value_length", 4u32.into()).contains("keys of 8 and values of 4"));
     assert!(set("llama.expert_count", 8u32.into()).contains("a mixture of experts is not supported"));
+}
+
+/// The tiny llama as another architecture, with some keys besides.
+fn as_arch(arch: &str, changes: &[(&str, Value)]) -> GgufWriter {
+    let intact = read(llama_metadata().to_vec()).unwrap();
+    let mut w = GgufWriter::new();
+    w.set("general.architecture", arch).unwrap();
+    for (key, value) in intact.metadata().iter().filter(|(key, _)| *key != "general.architecture") {
+        match key.strip_prefix("llama.") {
+            Some(rest) if changes.iter().any(|(changed, _)| *changed == rest) => {}
+            Some(rest) => w.set(&format!("{arch}.{rest}"), value.clone()).map(drop).unwrap(),
+            None => w.set(key, value.clone()).map(drop).unwrap(),
+        }
+    }
+    for (key, value) in changes {
+        w.set(&format!("{arch}.{key}"), value.clone()).unwrap();
+    }
+    w
+}
+
+#[test]
+fn what_no_key_says_follows_from_the_architecture() {
+    let smollm = config(&as_arch("smollm3", &[("block_count", 5u32.into())])).unwrap();
+    assert_eq!(smollm.unrotated, [false, false, false, true, false]);
+    assert_eq!((smollm.arch, smollm.rope.style), (Arch::SmolLm3, RopeStyle::Norm));
+
+    let window = ("attention.sliding_window", 8u32.into());
+    let eps = ("attention.layer_norm_epsilon", 1e-5f32.into());
+    let keys = [("block_count", 4u32.into()), window.clone(), eps, ("logit_scale", 0.25f32.into())];
+    let command = config(&as_arch("cohere2", &keys)).unwrap();
+    assert_eq!(command.unrotated, [false, false, false, true]);
+    assert_eq!((command.norm, command.logit_scale, command.norm_eps), (NormKind::Layer, 0.25, 1e-5));
+
+    let scales = [("embedding_scale", 12f32.into()), ("residual_scale", 0.5f32.into())];
+    let granite =
+        [&scales[..], &[("logit_scale", 8f32.into()), ("attention.scale", 0.25f32.into())]].concat();
+    let granite = config(&as_arch("granite", &granite)).unwrap();
+    let scales = (granite.embedding_scale, granite.residual_scale, granite.logit_scale, granite.attn_scale);
+    assert_eq!(scales, (12.0, 0.5, 0.125, 0.25));
+
+    let yarn = [("rope.scaling.type", "yarn".into()), ("rope.scaling.factor", 16f32.into())];
+    let more = [
+        ("rope.scaling.original_context_length", 32u32.into()),
+        ("rope.scaling.yarn_log_multiplier", 1f32.into()),
+        ("attention.temperature_scale", 0.1f32.into()),
+    ];
+    let ministral = config(&as_arch("mistral3", &[&yarn[..], &more].concat())).unwrap();
+    assert_eq!(ministral.query_temperature, Some(QueryTemperature { beta: 0.1, n_original_context: 32 }));
+    let RopeScaling::Yarn(yarn) = ministral.rope.scaling else { panic!("{:?}", ministral.rope.scaling) };
+    assert_eq!(yarn.attention_factor, 1.0);
+
+    let olmo = config(&as_arch("olmo2", &[window, ("block_count", 4u32.into())])).unwrap();
+    let slides = olmo.layers.iter().filter(|layer| **layer == LayerAttention::Sliding).count();
+    assert_eq!((slides, olmo.rope.local_theta), (3, Some(olmo.rope.theta)));
+
+    let qwen = config(&as_arch("qwen3vl", &[])).unwrap();
+    assert_eq!((qwen.arch, qwen.left_out), (Arch::Qwen3, vec!["images"]));
+}
+
+#[test]
+fn factors_of_long_texts_are_tensors_and_their_lengths_are_checked() {
+    let phi = |n_long: usize, n_short: usize| {
+        let mut w = as_arch(
+            "phi3",
+            &[
+                ("rope.scaling.original_context_length", 16u32.into()),
+                ("rope.scaling.attn_factor", 1.25f32.into()),
+                ("attention.sliding_window", 0u32.into()),
+            ],
+        );
+        for (kind, n) in [("long", n_long), ("short", n_short)] {
+            let bytes: Vec<u8> =
+                [1f32, 2.0, 3.0, 4.0, 5.0][..n].iter().flat_map(|v| v.to_le_bytes()).collect();
+            let name = format!("rope_factors_{kind}.weight");
+            w.tensor(&name, DType::F32, Shape::from([n]), Bytes::new(bytes)).unwrap();
+        }
+        w
+    };
+    let c = config(&phi(4, 4)).unwrap();
+    assert_eq!(c.rope.scaling, RopeScaling::Long { n_original_context: 16, attention_factor: 1.25 });
+    let factors = c.long_rope.unwrap();
+    assert_eq!((factors.short.len(), factors.long), (4, vec![1.0, 2.0, 3.0, 4.0]));
+    assert_eq!(c.sliding_window, None);
+    assert_eq!(
+        refused(config(&phi(5, 4))),
+        "m.gguf: 5 long factors for the rotary embedding, one for each pair of 8 rotated elements is needed: 4"
+    );
+    assert!(refused(config(&phi(4, 3))).contains("3 short factors"));
 }
 
 #[test]

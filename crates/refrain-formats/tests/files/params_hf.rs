@@ -4,8 +4,8 @@ use crate::common::{llama_config, refused, write_safetensors};
 use refrain_formats::FormatError;
 use refrain_formats::hf::{HfFolder, JsonObject};
 use refrain_formats::params::{
-    Activation, Arch, GenerationDefaults, LayerAttention, ModelConfig, PerLayerEmbedding, RopeScaling,
-    RopeStyle, Yarn,
+    Activation, Arch, DeltaNetSizes, GenerationDefaults, LayerAttention, ModelConfig, NormKind,
+    PerLayerEmbedding, QueryTemperature, RecurrentLayers, RopeScaling, RopeStyle, VHeads, Yarn,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -234,7 +234,8 @@ fn configurations_that_cannot_be_run_are_refused() {
     let set = |changes: Value| refused(parse(with(changes)));
     assert_eq!(
         set(json!({ "architectures": ["MambaForCausalLM"] })),
-        "config.json: unknown architecture \"MambaForCausalLM\", known are llama, qwen2, qwen3, gemma3, gemma4"
+        "config.json: unknown architecture \"MambaForCausalLM\", known are \
+         llama, qwen2, qwen3, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2"
     );
     assert!(
         set(json!({ "architectures": ["LlamaForSequenceClassification"] })).contains("unknown architecture")
@@ -275,6 +276,141 @@ fn configurations_that_cannot_be_run_are_refused() {
     assert!(refused(parse(both_ways)).contains("attention to later tokens is not supported"));
 }
 
+/// The tiny llama as a class of another name.
+fn class(class: &str, changes: Value) -> Value {
+    let mut config = with(json!({ "architectures": [class], "model_type": null }));
+    changes.as_object().unwrap().iter().for_each(|(k, v)| config[k] = v.clone());
+    config
+}
+
+#[test]
+fn phi_3_has_factors_for_short_and_long_texts() {
+    let of = |rope: Value| {
+        class(
+            "Phi3ForCausalLM",
+            json!({
+                "rope_scaling": rope, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5,
+                "sliding_window": null
+            }),
+        )
+    };
+    let factors = json!({ "short_factor": [1, 1, 1, 2.5], "long_factor": [1.5, 2, 3, 4] });
+    for name in ["longrope", "su", "yarn"] {
+        let mut rope = factors.clone();
+        rope["type"] = json!(name);
+        let c = parse(of(rope)).unwrap();
+        assert_eq!((c.arch, c.rope.dims, c.sliding_window), (Arch::Phi3, 8, None));
+        let RopeScaling::Long { n_original_context, attention_factor } = c.rope.scaling else {
+            panic!("{name}: {:?}", c.rope.scaling)
+        };
+        // The root of one and the quotient of two logarithms: 256 over 64 tokens.
+        assert_eq!(n_original_context, 64);
+        assert!((attention_factor - (4f32 / 3.0).sqrt()).abs() < 1e-6, "{attention_factor}");
+        assert_eq!(c.long_rope.unwrap().short, [1.0, 1.0, 1.0, 2.5]);
+    }
+    let refusal = |key: &str, value: Value| {
+        let mut rope = factors.clone();
+        (rope["type"], rope[key]) = (json!("longrope"), value);
+        refused(parse(of(rope)))
+    };
+    assert!(refusal("long_factor", json!([1.0, 2.0])).contains("2 long factors"));
+    assert!(
+        refusal("short_factor", json!([1.0, 2.0, 3.0, 0.0])).contains("a divisor of rotary frequencies is 0")
+    );
+    assert!(refusal("short_factor", json!("1")).contains("expected an array of numbers, found a string"));
+    assert!(refusal("long_factor", Value::Null).contains("longrope needs a list of short factors"));
+}
+
+#[test]
+fn families_have_their_own_defaults_windows_and_factors() {
+    let gemma2 = json!({
+        "hidden_act": null, "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 4, "head_dim": 16,
+        "query_pre_attn_scalar": 24, "sliding_window": 8
+    });
+    let c = parse(class("Gemma2ForCausalLM", gemma2)).unwrap();
+    assert_eq!((c.attn_softcap, c.final_softcap, c.norm_offset), (Some(50.0), Some(30.0), 1.0));
+    assert_eq!([0, 1, 2, 3].map(|layer| c.window(layer)), [Some(8), None, Some(8), None]);
+    assert!(!c.qk_norm);
+
+    let c = parse(class("SmolLM3ForCausalLM", json!({ "num_hidden_layers": 5 }))).unwrap();
+    assert_eq!(c.unrotated, [false, false, false, true, false]);
+    let c = parse(class("SmolLM3ForCausalLM", json!({ "no_rope_layers": [0, 1, 1] }))).unwrap();
+    assert_eq!([0, 1].map(|layer| c.rotates(layer)), [false, true]);
+    let short = refused(parse(class("SmolLM3ForCausalLM", json!({ "no_rope_layers": [1] }))));
+    assert!(short.contains("1 entries say which layers are rotated, there are 2 layers"), "{short}");
+
+    let olmo = json!({ "num_hidden_layers": 4, "rope_scaling": { "type": "yarn", "factor": 8.0 } });
+    let c = parse(class("Olmo3ForCausalLM", olmo)).unwrap();
+    assert_eq!((c.arch, c.window(2), c.window(3)), (Arch::Olmo2, Some(4096), None));
+    assert_eq!(c.rope_scaling(2), RopeScaling::None);
+    assert!(matches!(c.rope_scaling(3), RopeScaling::Yarn(_)));
+
+    let scales = json!({
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.0156, "residual_multiplier": 0.22,
+        "logits_scaling": 8.0
+    });
+    let c = parse(class("GraniteForCausalLM", scales)).unwrap();
+    let scales = (c.embedding_scale, c.attn_scale, c.residual_scale, c.logit_scale);
+    assert_eq!(scales, (12.0, 0.0156, 0.22, 0.125));
+    let zero = refused(parse(class("GraniteForCausalLM", json!({ "residual_multiplier": 0 }))));
+    assert!(zero.contains("the residual scale is 0"), "{zero}");
+
+    let c = parse(class("Glm4ForCausalLM", json!({ "head_dim": 16, "attention_bias": null }))).unwrap();
+    assert_eq!(
+        (c.rope.dims, c.rope.style, c.qkv_bias, c.attn_output_bias),
+        (8, RopeStyle::Norm, true, false)
+    );
+
+    let command = json!({ "num_hidden_layers": 4, "layer_norm_eps": 1e-4, "sliding_window_pattern": 2 });
+    let c = parse(class("Cohere2ForCausalLM", command)).unwrap();
+    assert_eq!((c.norm, c.norm_eps, c.logit_scale), (NormKind::Layer, 1e-4, 0.0625));
+    assert_eq!(c.unrotated, [false, true, false, true]);
+}
+
+#[test]
+fn the_text_part_of_gemma_3_may_leave_out_sizes() {
+    // As gemma-3-4b-it has it.
+    let text = json!({
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "rope_scaling": { "factor": 8.0, "rope_type": "linear" }, "sliding_window": 1024
+    });
+    let whole = json!({
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
+        "eos_token_id": [1, 106], "vision_config": {}
+    });
+    let c = parse(whole).unwrap();
+    assert_eq!((c.n_vocab, c.n_heads, c.n_kv_heads, c.head_dim), (262_208, 8, 4, 256));
+    assert_eq!((c.n_context, c.tied_embeddings, c.window(0), c.window(5)), (131_072, true, Some(1024), None));
+    assert_eq!((c.eos, c.left_out), (vec![1, 106], vec!["images"]));
+}
+
+#[test]
+fn ministral_3_has_queries_that_grow_with_their_position() {
+    let rope = json!({
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1
+    });
+    let text = class("Ministral3ForCausalLM", json!({ "rope_theta": null, "rope_parameters": rope }));
+    let c = parse(text.clone()).unwrap();
+    assert_eq!(c.query_temperature, Some(QueryTemperature { beta: 0.1, n_original_context: 64 }));
+    assert_eq!((c.arch, c.rope.scaling.magnitude()), (Arch::Mistral3, 1.0));
+    // As the text part of a model with a tower; what the inner object leaves out the outer one says.
+    let mut inner = text;
+    (inner["architectures"], inner["model_type"]) = (Value::Null, json!("ministral3"));
+    inner["tie_word_embeddings"] = Value::Null;
+    let whole = json!({
+        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": inner,
+        "vision_config": {}, "tie_word_embeddings": true
+    });
+    let c = parse(whole).unwrap();
+    assert_eq!((c.left_out, c.tied_embeddings, c.arch), (vec!["images"], true, Arch::Mistral3));
+    let mut endless = rope.clone();
+    endless["original_max_position_embeddings"] = json!(0);
+    let endless = json!({ "rope_theta": null, "rope_parameters": endless });
+    let refusal = refused(parse(class("Ministral3ForCausalLM", endless)));
+    assert!(refusal.contains("the original context length is 0"), "{refusal}");
+}
+
 #[test]
 fn generation_defaults_come_from_their_own_file() {
     let folder = tempfile::tempdir().unwrap();
@@ -297,4 +433,88 @@ fn generation_defaults_come_from_their_own_file() {
     };
     assert_eq!(GenerationDefaults::from_hf(&open()).unwrap(), expected);
     assert_eq!(ModelConfig::from_hf(&open()).unwrap().eos, [2, 5]);
+}
+
+fn qwen35(changes: Value) -> Value {
+    let mut config = with(json!({
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 5, "head_dim": 32,
+        "rope_theta": null, "rope_parameters": { "rope_type": "default", "rope_theta": 1e7, "mrope_section": [2, 1, 1] },
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 8
+    }));
+    for (key, value) in changes.as_object().unwrap() {
+        config[key] = value.clone();
+    }
+    config
+}
+
+#[test]
+fn recurrent_layers_of_qwen35_come_from_a_list_or_an_interval() {
+    use LayerAttention::{Full, Recurrent};
+    let c = parse(qwen35(json!({}))).unwrap();
+    assert_eq!(c.layers, [Recurrent, Recurrent, Recurrent, Full, Recurrent]);
+    assert_eq!((c.arch, c.rope.dims, c.rope.theta, c.norm_offset), (Arch::Qwen35, 8, 1e7, 1.0));
+    let sizes = DeltaNetSizes {
+        n_key_heads: 2,
+        n_heads: 6,
+        key_dim: 16,
+        value_dim: 8,
+        conv_width: 4,
+        v_heads: VHeads::Grouped,
+        decay_is_log: true,
+    };
+    assert_eq!(c.recurrent, Some(RecurrentLayers::DeltaNet(sizes)));
+    assert_eq!(sizes.conv_dim(), 2 * 2 * 16 + 6 * 8);
+    assert_eq!(parse(qwen35(json!({ "full_attention_interval": 4 }))).unwrap(), c);
+    let listed = json!({ "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention",
+        "linear_attention"], "partial_rotary_factor": 0.5 });
+    let listed = parse(qwen35(listed)).unwrap();
+    assert_eq!((&listed.layers[..2], listed.rope.dims), (&[Full, Recurrent][..], 16));
+    let whole = json!({ "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+        "text_config": qwen35(json!({ "architectures": null })), "vision_config": {} });
+    let whole = parse(whole).unwrap();
+    assert_eq!((whole.left_out.clone(), whole.layers), (vec!["images"], c.layers));
+}
+
+#[test]
+fn sizes_of_recurrent_layers_that_cannot_be_are_refused_with_the_numbers() {
+    let refusal = |changes: Value| parse(qwen35(changes)).unwrap_err().to_string();
+    let text = refusal(json!({ "linear_num_value_heads": 5 }));
+    assert!(text.contains("5 heads of recurrent layers cannot share 2 key heads"), "{text}");
+    let text = refusal(json!({ "linear_conv_kernel_dim": 1 }));
+    assert!(text.contains("the width of the short convolution is 1, it must be from 2 to 8"), "{text}");
+    let text = refusal(json!({ "linear_key_head_dim": 4096 }));
+    assert!(text.contains("the key size of recurrent layers is 4096, it must be from 1 to 256"), "{text}");
+    let text = refusal(json!({ "linear_num_key_heads": 0 }));
+    assert!(text.contains("the number of key heads of recurrent layers is 0"), "{text}");
+    let text = refusal(json!({ "layer_types": ["full_attention", "conv"] }));
+    assert!(text.contains("\"conv\""), "{text}");
+    let text = refusal(json!({ "layer_types": ["full_attention", "linear_attention"] }));
+    assert!(text.contains("2 entries for 5 layers"), "{text}");
+    let text = refusal(json!({ "attention_bias": true }));
+    assert!(text.contains("attention with biases and an output gate is not supported"), "{text}");
+}
+
+#[test]
+fn the_feed_forward_size_of_lfm2_is_two_thirds_of_what_the_file_says() {
+    let lfm2 = |changes: Value| {
+        let mut config = with(json!({
+            "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 3,
+            "intermediate_size": 3000, "norm_eps": 1e-4, "tie_word_embeddings": null, "layer_types": ["conv", "full_attention", "conv"]
+        }));
+        for (key, value) in changes.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        parse(config)
+    };
+    let c = lfm2(json!({})).unwrap();
+    assert_eq!((c.ffn, c.norm_eps, c.tied_embeddings), (2048, 1e-4, true));
+    assert_eq!(c.recurrent, Some(RecurrentLayers::ShortConv { width: 3 }));
+    assert_eq!(c.layers, [LayerAttention::Recurrent, LayerAttention::Full, LayerAttention::Recurrent]);
+    assert_eq!(lfm2(json!({ "block_auto_adjust_ff_dim": false })).unwrap().ffn, 3000);
+    let old = json!({ "layer_types": null, "full_attn_idxs": [1], "block_ff_dim": 3000, "intermediate_size": null,
+        "tie_embedding": false });
+    let old = lfm2(old).unwrap();
+    assert_eq!((old.ffn, old.layers, old.tied_embeddings), (c.ffn, c.layers, false));
+    let error = lfm2(json!({ "conv_bias": true })).unwrap_err().to_string();
+    assert!(error.contains("a short convolution with biases is not supported"), "{error}");
 }

@@ -35,6 +35,7 @@ fn feedback() -> (Feedback, ControlLayout) {
         history: field("history"),
         bias_ids: field("bias_ids"),
         tables: field("tables"),
+        slots: None,
         n_seqs: N_ROWS,
     };
     (feedback, layout)

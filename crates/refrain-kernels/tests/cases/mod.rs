@@ -9,6 +9,7 @@ pub mod experts;
 pub mod few;
 pub mod product;
 pub mod prompt;
+pub mod recurrent;
 pub mod sample;
 pub mod train;
 pub mod training;

@@ -85,7 +85,57 @@ pub fn sample() -> Vec<Case> {
     let counted = [with(&[(1, 100.0)]), with(&[(1, 900.0)]), with(&[(0, 0.02), (1, 900.0), (2, 0.9)]), OFF];
     cases.push(sample_case("masked chunks", 8192, &counted, Logits::MaskedChunks, 96));
     cases.extend(top());
+    cases.extend(masked());
     cases
+}
+
+/// Under a mask, with and without lists of the most probable.
+fn masked() -> Vec<Case> {
+    let rows = [
+        with(&[(0, 0.0)]),
+        with(&[(0, 1.2), (1, 40.0), (4, 1.3), (6, 0.4)]),
+        with(&[(2, 0.9)]),
+        with(&[(0, 0.8), (1, 700.0), (3, 0.01)]),
+        OFF,
+    ];
+    let mut cases = Vec::new();
+    for (vocab, n_top) in [(1, 0), (31, 3), (33, 0), (1025, 20), (5000, 0)] {
+        for (mask, kind) in [
+            (Mask::Half, Logits::Normal),
+            (Mask::Half, Logits::SomeNan),
+            (Mask::One, Logits::Ties),
+            (Mask::None, Logits::Normal),
+            (Mask::All, Logits::OneChunk),
+        ] {
+            let name = format!("mask {mask:?}, {n_top} most probable, {kind:?}, vocab {vocab}");
+            cases.push(sample_case_with((Left::Nothing, n_top, Some(mask)), &name, vocab, &rows, kind, 98));
+        }
+    }
+    cases
+}
+
+/// Which tokens a mask allows.
+#[derive(Clone, Copy, Debug)]
+enum Mask {
+    Half,
+    /// The last.
+    One,
+    None,
+    All,
+}
+
+fn mask_words(mask: Mask, n: usize, vocab: usize, seed: u64) -> Vec<u32> {
+    let n_words = vocab.div_ceil(32);
+    let mut rng = Rng::new(seed + 7);
+    let last = |i: usize| if i % n_words == n_words - 1 { 1 << ((vocab - 1) % 32) } else { 0 };
+    let word = |i: usize| match mask {
+        // Bits behind the vocabulary mean nothing.
+        Mask::Half => rng.word(),
+        Mask::One => last(i),
+        Mask::None => 0,
+        Mask::All => u32::MAX,
+    };
+    (0..n * n_words).map(word).collect()
 }
 
 /// The most probable tokens beside each choice: all of them, fewer than a group of keys has, and more.
@@ -244,6 +294,17 @@ fn sample_case_after(
     kind: Logits,
     seed: u64,
 ) -> Case {
+    sample_case_with((left, n_top, None), name, vocab, rows, kind, seed)
+}
+
+fn sample_case_with(
+    (left, n_top, mask): (Left, usize, Option<Mask>),
+    name: &str,
+    vocab: usize,
+    rows: &[[f32; 7]],
+    kind: Logits,
+    seed: u64,
+) -> Case {
     // In the larger ones more history than a block has threads.
     let (n, n_history, n_bias) = (rows.len(), if vocab < 1000 { 9 } else { 300 }, 4);
     let mut rng = Rng::new(seed + 1000);
@@ -260,7 +321,10 @@ fn sample_case_after(
     // One token twice, so that the order of biases shows.
     let bias_ids: Vec<i32> = (0..n).flat_map(|_| [id(&mut rng), 0, id(&mut rng), 0]).collect();
     let (history, bias_ids, bias) = (i32s(&history), i32s(&bias_ids), f32s(&normals(n * n_bias, seed + 1)));
-    let inputs = [
+    let n_words = vocab.div_ceil(32);
+    let allowed: Option<Vec<u8>> =
+        mask.map(|mask| mask_words(mask, n, vocab, seed).into_iter().flat_map(u32::to_le_bytes).collect());
+    let mut inputs = vec![
         Operand(DType::F32, contiguous(&[n, vocab]), &logits),
         Operand(DType::F32, contiguous(&[n, SAMPLE_PARAMS]), &params),
         Operand(DType::U32, contiguous(&[n, 4]), &seeds),
@@ -268,6 +332,7 @@ fn sample_case_after(
         Operand(DType::I32, contiguous(&[n, n_bias]), &bias_ids),
         Operand(DType::F32, contiguous(&[n, n_bias]), &bias),
     ];
+    inputs.extend(allowed.as_ref().map(|mask| Operand(DType::U32, contiguous(&[n, n_words]), mask)));
     let state = sample_state_bytes(n) as usize;
     let ty = |dtype| TensorType::new(dtype, shape(&[n]));
     let mut outputs = vec![(ty(DType::I32), vec![0; 4 * n]), (ty(DType::F32), vec![0; 4 * n])];
@@ -275,7 +340,7 @@ fn sample_case_after(
         let many = |dtype| (TensorType::new(dtype, shape(&[n, n_top])), vec![0; 4 * n * n_top]);
         outputs.extend([DType::I32, DType::F32].map(many));
     }
-    reference(&Op::Sample(refrain_graph::Sample { masked: false, n_top }), &inputs, &mut outputs);
+    reference(&Op::Sample(refrain_graph::Sample { masked: mask.is_some(), n_top }), &inputs, &mut outputs);
     let [token, logprob, ids, logprobs] =
         [0, 1, 2, 3].map(|i| outputs.get(i).map_or_else(Vec::new, |(_, bytes)| bytes.clone()));
     let mut roles = vec![
@@ -298,6 +363,10 @@ fn sample_case_after(
     if n_top > 0 {
         roles.extend([Role::Exact(ids), Role::Out(decode(DType::F32, &logprobs), Tol::Whole(1e-6))]);
     }
+    let mask_at = allowed.map(|mask| {
+        roles.push(Role::In(mask));
+        roles.len() - 1
+    });
     Case::new(format!("sample {name}"), roles, move |kernels, b, out| {
         let args = SampleArgs {
             logits: dense(b[2], &[n, vocab]),
@@ -306,6 +375,7 @@ fn sample_case_after(
             history: b[5],
             bias_ids: b[6],
             bias: b[7],
+            mask: mask_at.map(|at| b[at]),
             token: b[0],
             logprob: b[1],
             scratch: b[8],

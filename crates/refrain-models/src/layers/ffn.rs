@@ -42,6 +42,14 @@ impl FeedForward {
         GatedFfn::declare(w, layer).map(FeedForward::Gated)
     }
 
+    /// The same with the gate and what is gated as one tensor in the file, in this order.
+    pub(crate) fn fused(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
+        let ffn = w.config.layer_sizes(layer).ffn;
+        let parts = [("ffn_gate", ffn), ("ffn_up", ffn)];
+        let maps = w.fused(layer, ["ffn_up", "mlp.gate_up_proj"], parts, w.config.hidden)?;
+        GatedFfn::of(w, layer, maps).map(FeedForward::Gated)
+    }
+
     /// Experts where the configuration has some, else a gated one.
     pub(crate) fn of_config(w: &mut WeightTable<'_>, layer: usize) -> Result<FeedForward, ModelError> {
         match w.config.experts {
@@ -76,15 +84,20 @@ impl GatedFfn {
     pub(crate) fn declare(w: &mut WeightTable<'_>, layer: usize) -> Result<GatedFfn, ModelError> {
         let c = w.config;
         let ffn = c.layer_sizes(layer).ffn;
-        Ok(GatedFfn {
-            function: match c.activation {
-                Activation::Silu => Gate::Silu,
-                Activation::GeluTanh => Gate::GeluTanh,
-            },
-            gate: w.linear(layer, "ffn_gate", [ffn, c.hidden], c.ffn_bias)?,
-            up: w.linear(layer, "ffn_up", [ffn, c.hidden], c.ffn_bias)?,
-            down: w.linear(layer, "ffn_down", [c.hidden, ffn], c.ffn_bias)?,
-        })
+        let gate = w.linear(layer, "ffn_gate", [ffn, c.hidden], c.ffn_bias)?;
+        let up = w.linear(layer, "ffn_up", [ffn, c.hidden], c.ffn_bias)?;
+        GatedFfn::of(w, layer, [gate, up])
+    }
+
+    /// The rest of one whose gate and what is gated are declared.
+    fn of(w: &mut WeightTable<'_>, layer: usize, [gate, up]: [Linear; 2]) -> Result<GatedFfn, ModelError> {
+        let c = w.config;
+        let function = match c.activation {
+            Activation::Silu => Gate::Silu,
+            Activation::GeluTanh => Gate::GeluTanh,
+        };
+        let down = w.linear(layer, "ffn_down", [c.hidden, c.layer_sizes(layer).ffn], c.ffn_bias)?;
+        Ok(GatedFfn { function, gate, up, down })
     }
 
     fn build(&self, step: &mut Step<'_>, h: ValueId) -> Result<ValueId, GraphError> {

@@ -4,12 +4,16 @@
 //! around them. Its file declares which pieces it has; the graph of a step follows from them, here and nowhere else.
 
 mod attention; // queries, keys and values over a cache or among rows
+mod delta_net; // the gated delta rule over a state
 mod ffn; // feed-forward parts
 mod experts; // mixtures of experts
+mod short_conv; // a filter over a few rows
 
-pub(crate) use attention::{Attention, HeadNorm, KeysValues};
+pub(crate) use attention::{Attention, HeadNorm, KeysValues, NormSpan};
+pub(crate) use delta_net::DeltaNet;
 pub(crate) use experts::Mixture;
 pub(crate) use ffn::{DenseAndExperts, FeedForward, GatedFfn};
+pub(crate) use short_conv::ShortConv;
 
 use crate::error::ModelError;
 use crate::gemma4::{LayerInput, LayerInputs};
@@ -31,6 +35,8 @@ pub(crate) struct Decoder {
 #[derive(Debug)]
 pub(crate) struct Block {
     pub norms: Norms,
+    /// Whether the feed-forward part gets the rows that the mixer gets.
+    pub parallel: bool,
     pub mixer: Mixer,
     pub ffn: FeedForward,
     /// A third branch, from this layer's slice of [`Decoder::layer_inputs`].
@@ -43,6 +49,8 @@ pub(crate) struct Block {
 #[derive(Debug)]
 pub(crate) enum Mixer {
     Attention(Attention),
+    DeltaNet(DeltaNet),
+    ShortConv(ShortConv),
 }
 
 /// Where a layer norms its rows.
@@ -50,8 +58,12 @@ pub(crate) enum Mixer {
 pub(crate) enum Placement {
     /// What enters a branch: `x + f(norm(x))`.
     Pre,
+    /// What a branch adds: `x + norm(f(x))`.
+    Post,
     /// Both ends of a branch: `x + norm(f(norm(x)))`.
     Sandwich,
+    /// What enters both branches, which run beside each other: `x + f(norm(x)) + g(norm(x))`.
+    Parallel,
 }
 
 /// The norms of a layer, each `[hidden]`.
@@ -69,7 +81,7 @@ impl Placement {
     }
 
     fn after(self) -> bool {
-        matches!(self, Placement::Sandwich)
+        matches!(self, Placement::Post | Placement::Sandwich)
     }
 }
 
@@ -87,6 +99,8 @@ impl Decoder {
     pub(crate) fn state(&self, config: &ModelConfig, layer: usize) -> LayerState {
         match &self.blocks[layer].mixer {
             Mixer::Attention(attention) => attention.state(config, layer),
+            Mixer::DeltaNet(net) => net.state(),
+            Mixer::ShortConv(conv) => conv.state(config.hidden),
         }
     }
 
@@ -107,30 +121,34 @@ impl Block {
         ffn: impl FnOnce(&mut WeightTable<'_>, usize) -> Result<FeedForward, ModelError>,
     ) -> Result<Block, ModelError> {
         let hidden = w.config.hidden;
+        let parallel = placement == Placement::Parallel;
         let norm = |w: &mut WeightTable<'_>, name: &str, is_there: bool| match is_there {
             true => w.norm(layer, name, hidden).map(Some),
             false => Ok(None),
         };
-        let before_mixer = norm(w, "attn_norm", placement.before())?;
+        let before_mixer = norm(w, "attn_norm", placement.before() || parallel)?;
         let mixer = mixer(w, layer)?;
         let after_mixer = norm(w, "post_attention_norm", placement.after())?;
         let before_ffn = norm(w, "ffn_norm", placement.before())?;
         let ffn = ffn(w, layer)?;
         let after_ffn = norm(w, "post_ffw_norm", placement.after())?;
         let norms = Norms { before_mixer, after_mixer, before_ffn, after_ffn };
-        Ok(Block { norms, mixer, ffn, input: None, output_scale: 1.0 })
+        Ok(Block { norms, parallel, mixer, ffn, input: None, output_scale: 1.0 })
     }
 
     pub(crate) fn build(&self, step: &mut Step<'_>, layer: usize, x: ValueId) -> Result<ValueId, GraphError> {
         let norms = &self.norms;
-        let h = step.maybe_norm(x, norms.before_mixer, "attn_norm")?;
-        let h = self.mixer.build(step, layer, h)?;
-        let h = step.maybe_norm(h, norms.after_mixer, "post_attn_norm")?;
+        let mixed = step.residual_norm(x, norms.before_mixer, "attn_norm")?;
+        let h = self.mixer.build(step, layer, mixed)?;
+        let h = step.branch_norm(h, norms.after_mixer, "post_attn_norm")?;
         let x = step.join(x, h)?;
 
-        let h = step.maybe_norm(x, norms.before_ffn, "ffn_norm")?;
+        let h = match self.parallel {
+            true => mixed,
+            false => step.residual_norm(x, norms.before_ffn, "ffn_norm")?,
+        };
         let h = self.ffn.build(step, x, h)?;
-        let h = step.maybe_norm(h, norms.after_ffn, "post_ffn_norm")?;
+        let h = step.branch_norm(h, norms.after_ffn, "post_ffn_norm")?;
         let x = step.join(x, h)?;
 
         let x = match &self.input {
@@ -146,6 +164,8 @@ impl Mixer {
     fn build(&self, step: &mut Step<'_>, layer: usize, h: ValueId) -> Result<ValueId, GraphError> {
         match self {
             Mixer::Attention(attention) => attention.build(step, layer, h),
+            Mixer::DeltaNet(net) => net.build(step, layer, h),
+            Mixer::ShortConv(conv) => conv.build(step, layer, h),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::folder;
 use refrain_formats::ModelFiles;
-use refrain_formats::gguf::{Gguf, GgufWriter};
+use refrain_formats::gguf::{Array, Gguf, GgufWriter};
 use refrain_tensor::{Bytes, DType, Shape};
 use serde_json::Value;
 
@@ -19,11 +19,19 @@ pub(crate) struct Tensor {
 pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> ModelFiles {
     let config: Value =
         serde_json::from_slice(&std::fs::read(folder(case).join("config.json")).unwrap()).unwrap();
+    // Of a multimodal model the text part: its towers go to a file of their own.
+    let config = config.get("text_config").unwrap_or(&config).clone();
     let arch = case_arch(case);
     let mut writer = GgufWriter::new();
     metadata(&mut writer, arch, &config);
     if arch == "gemma4" {
         gemma4_metadata(&mut writer, &config);
+    }
+    if arch == "qwen35" {
+        qwen35_metadata(&mut writer, &config);
+    }
+    if arch == "lfm2" {
+        lfm2_metadata(&mut writer, &config);
     }
     let mut tensors = tensors(case, arch, &config);
     change(&mut tensors);
@@ -35,8 +43,9 @@ pub(crate) fn convert(case: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> Mode
 
 fn case_arch(case: &str) -> &str {
     match case.split('-').next() {
-        // Files of Mistral say llama.
+        // Files of Mistral say llama, those of OLMo 3 its predecessor's name.
         Some("mistral") => "llama",
+        Some("olmo3") => "olmo2",
         Some(arch) => arch,
         None => case,
     }
@@ -53,20 +62,46 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
     set("embedding_length", number("hidden_size").into());
     set("attention.head_count", number("num_attention_heads").into());
     // Gemma 4 has these for each layer.
-    let alike = arch != "gemma4";
-    if config["use_double_wide_mlp"] != true {
+    let alike = !matches!(arch, "gemma4" | "lfm2");
+    if config["use_double_wide_mlp"] != true && arch != "lfm2" {
         set("feed_forward_length", number("intermediate_size").into());
     }
     if alike {
         set("attention.head_count_kv", number("num_key_value_heads").into());
     }
-    set("attention.layer_norm_rms_epsilon", (config["rms_norm_eps"].as_f64().unwrap() as f32).into());
+    let float = |value: &Value| value.as_f64().unwrap() as f32;
+    match arch {
+        "cohere2" => set("attention.layer_norm_epsilon", float(&config["layer_norm_eps"]).into()),
+        "lfm2" => set("attention.layer_norm_rms_epsilon", float(&config["norm_eps"]).into()),
+        _ => set("attention.layer_norm_rms_epsilon", float(&config["rms_norm_eps"]).into()),
+    }
     if let Some(dim) = config["head_dim"].as_u64().filter(|_| alike) {
         set("attention.key_length", (dim as u32).into());
         set("attention.value_length", (dim as u32).into());
     }
     if let Some(window) = config["sliding_window"].as_u64() {
         set("attention.sliding_window", (window as u32).into());
+    }
+    // Converters write 0 for Phi 3 without a window, and no pattern but for OLMo 3.
+    if arch == "phi3" && config["sliding_window"].is_null() {
+        set("attention.sliding_window", 0u32.into());
+    }
+    if arch == "olmo2" && config["sliding_window"].is_u64() {
+        let slides = Array::Bool(slides(config).into());
+        set("attention.sliding_window_pattern", refrain_formats::gguf::Value::Array(slides));
+    }
+    for (key, name) in [
+        ("embedding_multiplier", "embedding_scale"),
+        ("attention_multiplier", "attention.scale"),
+        ("residual_multiplier", "residual_scale"),
+        ("logits_scaling", "logit_scale"),
+        ("logit_scale", "logit_scale"),
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "final_logit_softcapping"),
+    ] {
+        if config[key].is_f64() && arch != "gemma4" {
+            set(name, float(&config[key]).into());
+        }
     }
     if let Some(scalar) = config["query_pre_attn_scalar"].as_f64() {
         set("attention.scale", (scalar.powf(-0.5) as f32).into());
@@ -90,9 +125,30 @@ fn metadata(writer: &mut GgufWriter, arch: &str, config: &Value) {
         set("rope.scaling.type", kind.into());
         set("rope.scaling.factor", (rope["factor"].as_f64().unwrap() as f32).into());
     }
-    if rope["rope_type"] == "yarn" {
-        let original = rope["original_max_position_embeddings"].as_u64().unwrap() as u32;
-        set("rope.scaling.original_context_length", original.into());
+    if let Some(original) =
+        rope["original_max_position_embeddings"].as_u64().filter(|_| rope["rope_type"] != "llama3")
+    {
+        set("rope.scaling.original_context_length", (original as u32).into());
+    }
+    if let Some(factor) = rope["attention_factor"].as_f64() {
+        set("rope.scaling.yarn_attn_factor", (factor as f32).into());
+    }
+    if let Some(multiplier) = rope["mscale_all_dim"].as_f64() {
+        set("rope.scaling.yarn_log_multiplier", (multiplier as f32).into());
+    }
+    if let Some(beta) = rope["llama_4_scaling_beta"].as_f64() {
+        set("attention.temperature_scale", (beta as f32).into());
+    }
+    let head_dim = config["head_dim"].as_u64();
+    let head_dim =
+        head_dim.unwrap_or_else(|| u64::from(number("hidden_size") / number("num_attention_heads")));
+    if let Some(share) = rope["partial_rotary_factor"].as_f64().filter(|_| alike) {
+        set("rope.dimension_count", ((head_dim as f64 * share) as u32).into());
+    }
+    if rope["rope_type"] == "longrope" {
+        let original = rope["original_max_position_embeddings"].as_f64().unwrap();
+        let ratio = f64::from(number("max_position_embeddings")) / original;
+        set("rope.scaling.attn_factor", ((1.0 + ratio.ln() / original.ln()).sqrt() as f32).into());
     }
 }
 
@@ -110,7 +166,7 @@ fn layer_size(config: &Value, layer: usize, key: &str) -> u32 {
 
 /// What differs between layers: sizes of layers that see all have the plain names.
 fn gemma4_metadata(writer: &mut GgufWriter, config: &Value) {
-    use refrain_formats::gguf::{Array, Value as Meta};
+    use refrain_formats::gguf::Value as Meta;
     let mut set = |key: &str, value: Meta| {
         writer.set(&format!("gemma4.{key}"), value).unwrap();
     };
@@ -140,6 +196,79 @@ fn gemma4_metadata(writer: &mut GgufWriter, config: &Value) {
     set("final_logit_softcapping", (config["final_logit_softcapping"].as_f64().unwrap() as f32).into());
 }
 
+/// Heads of keys for each layer, none for convolutions; the feed-forward size as it is.
+fn lfm2_metadata(writer: &mut GgufWriter, config: &Value) {
+    use refrain_formats::gguf::{Array, Value as Meta};
+    let number = |key: &str| config[key].as_u64().unwrap() as u32;
+    let kinds = config["layer_types"].as_array().unwrap();
+    let heads = kinds.iter().map(|kind| if kind == "conv" { 0 } else { number("num_key_value_heads") });
+    writer.set("lfm2.attention.head_count_kv", Meta::Array(Array::U32(heads.collect()))).unwrap();
+    writer.set("lfm2.shortconv.l_cache", number("conv_L_cache")).unwrap();
+    let ffn = (1.1 * f64::from(2 * number("intermediate_size") / 3)) as u32;
+    writer.set("lfm2.feed_forward_length", ffn.next_multiple_of(number("block_multiple_of"))).unwrap();
+}
+
+/// Sizes of recurrent layers. Dimensions of images are of no interest to text.
+fn qwen35_metadata(writer: &mut GgufWriter, config: &Value) {
+    let number = |key: &str| config[key].as_u64().unwrap() as u32;
+    let interval =
+        1 + config["layer_types"].as_array().unwrap().iter().position(|t| t == "full_attention").unwrap();
+    for (key, value) in [
+        ("ssm.conv_kernel", number("linear_conv_kernel_dim")),
+        ("ssm.state_size", number("linear_key_head_dim")),
+        ("ssm.group_count", number("linear_num_key_heads")),
+        ("ssm.time_step_rank", number("linear_num_value_heads")),
+        ("ssm.inner_size", number("linear_num_value_heads") * number("linear_value_head_dim")),
+        ("full_attention_interval", interval as u32),
+    ] {
+        writer.set(&format!("qwen35.{key}"), value).unwrap();
+    }
+}
+
+/// A tensor of a recurrent layer as the converter leaves it: heads of values in tiles, the decay as it is used, a filter
+/// without its middle dimension.
+fn qwen35_tensor(name: &str, config: &Value, dims: &mut Vec<usize>, values: &mut [f32]) {
+    let number = |key: &str| config[key].as_u64().unwrap() as usize;
+    let (n_keys, n_values) = (number("linear_num_key_heads"), number("linear_num_value_heads"));
+    let (key_dim, value_dim) = (number("linear_key_head_dim"), number("linear_value_head_dim"));
+    let keys = 2 * n_keys * key_dim;
+    if name.ends_with("norm.weight") && !name.ends_with("ssm_norm.weight") {
+        values.iter_mut().for_each(|v| *v += 1.0);
+    }
+    if name.ends_with("ssm_conv1d.weight") {
+        *dims = vec![dims[0], dims[2]];
+    }
+    if name.ends_with("ssm_a") {
+        values.iter_mut().for_each(|v| *v = -v.exp());
+    }
+    let width = values.len() / dims[0];
+    let part = name.split('.').nth(2).unwrap_or_default();
+    // First row of the heads, rows of a head, elements of a row.
+    let (first, rows) = match part {
+        "attn_qkv" | "ssm_conv1d" => (keys, value_dim),
+        "attn_gate" => (0, value_dim),
+        "ssm_alpha" | "ssm_beta" | "ssm_a" | "ssm_dt" => (0, 1),
+        "ssm_out" => {
+            for row in values.chunks_exact_mut(width) {
+                tile(row, n_keys, n_values, value_dim);
+            }
+            return;
+        }
+        _ => return,
+    };
+    tile(&mut values[first * width..], n_keys, n_values, rows * width);
+}
+
+/// Heads that are grouped by key head, as tiles: the first of each key head, then the second of each.
+fn tile(values: &mut [f32], n_keys: usize, n_values: usize, head_len: usize) {
+    let grouped = values.to_vec();
+    let each = n_values / n_keys;
+    for (to, head) in values.chunks_exact_mut(head_len).enumerate().take(n_values) {
+        let from = to % n_keys * each + to / n_keys;
+        head.copy_from_slice(&grouped[from * head_len..][..head_len]);
+    }
+}
+
 /// Divisors for layers that see all: pairs that do not turn have one that stops them.
 fn gemma4_divisors(config: &Value) -> Vec<f32> {
     let layer = slides(config).iter().position(|slides| !slides).unwrap();
@@ -157,8 +286,11 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
     let mut infos: Vec<_> = files.tensors().iter().collect();
     infos.sort_by_key(|info| expert_name(info.name()));
     for info in infos {
+        if info.name().starts_with("model.visual.") {
+            continue;
+        }
         let tensor = files.tensor(info.name()).unwrap();
-        let dims = tensor.shape().dims().to_vec();
+        let mut dims = tensor.shape().dims().to_vec();
         let mut values = tensor.to_f32().unwrap();
         // Experts lie in one tensor, behind one another.
         if let Some((name, expert)) = expert_name(info.name()) {
@@ -173,13 +305,20 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
             continue;
         }
         let name = gguf_name(info.name(), arch);
-        if arch == "gemma3" && name.ends_with("norm.weight") {
+        if matches!(arch, "gemma2" | "gemma3") && name.ends_with("norm.weight") {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
-        if arch == "llama" && name.ends_with("attn_q.weight") {
+        if arch == "qwen35" {
+            qwen35_tensor(&name, config, &mut dims, &mut values);
+        }
+        if name.ends_with("shortconv.conv.weight") {
+            dims = vec![dims[0], dims[2]];
+        }
+        let is_joined = matches!(arch, "llama" | "mistral3" | "smollm3" | "granite");
+        if is_joined && name.ends_with("attn_q.weight") {
             values = neighbours(&values, n_heads("num_attention_heads"), dims[0], dims[1]);
         }
-        if arch == "llama" && name.ends_with("attn_k.weight") {
+        if is_joined && name.ends_with("attn_k.weight") {
             values = neighbours(&values, n_heads("num_key_value_heads"), dims[0], dims[1]);
         }
         tensors.push(float(&name, dims, &values));
@@ -187,6 +326,13 @@ fn tensors(case: &str, arch: &str, config: &Value) -> Vec<Tensor> {
     if arch == "gemma4" {
         let divisors = gemma4_divisors(config);
         tensors.push(float("rope_freqs.weight", vec![divisors.len()], &divisors));
+    }
+    if config["rope_parameters"]["rope_type"] == "longrope" {
+        for kind in ["long", "short"] {
+            let factors = config["rope_parameters"][format!("{kind}_factor")].as_array().unwrap();
+            let factors: Vec<f32> = factors.iter().map(|f| f.as_f64().unwrap() as f32).collect();
+            tensors.push(float(&format!("rope_factors_{kind}.weight"), vec![factors.len()], &factors));
+        }
     }
     if config["rope_parameters"]["rope_type"] == "llama3" {
         let factors = llama3_factors(&config["rope_parameters"], n_heads("head_dim"));
@@ -239,9 +385,11 @@ fn expert_name(hf: &str) -> Option<(String, usize)> {
 }
 
 fn gguf_name(hf: &str, arch: &str) -> String {
-    match hf {
+    let hf = &hf.replace("model.language_model.", "model.");
+    match hf.as_str() {
         "model.embed_tokens.weight" => return "token_embd.weight".into(),
         "model.norm.weight" => return "output_norm.weight".into(),
+        "model.embedding_norm.weight" => return "token_embd_norm.weight".into(),
         "lm_head.weight" => return "output.weight".into(),
         "model.embed_tokens_per_layer.weight" => return "per_layer_token_embd.weight".into(),
         "model.per_layer_model_projection.weight" => return "per_layer_model_proj.weight".into(),
@@ -270,7 +418,33 @@ fn gguf_name(hf: &str, arch: &str) -> String {
         "per_layer_input_gate" => "inp_gate",
         "per_layer_projection" => "proj",
         "post_per_layer_input_norm" => "post_norm",
-        "post_attention_layernorm" if arch.starts_with("gemma") => "post_attention_norm",
+        "self_attn.qkv_proj" => "attn_qkv",
+        "mlp.gate_up_proj" => "ffn_up",
+        "post_self_attn_layernorm" => "post_attention_norm",
+        "post_mlp_layernorm" => "post_ffw_norm",
+        "post_attention_layernorm" if arch.starts_with("gemma") || matches!(arch, "olmo2" | "qwen35") => {
+            "post_attention_norm"
+        }
+        "linear_attn" if kind == "A_log" => return format!("blk.{layer}.ssm_a"),
+        "linear_attn" if kind == "dt_bias" => return format!("blk.{layer}.ssm_dt.bias"),
+        "operator_norm" => "attn_norm",
+        "ffn_norm" => "ffn_norm",
+        "self_attn.out_proj" => "attn_output",
+        "self_attn.q_layernorm" => "attn_q_norm",
+        "self_attn.k_layernorm" => "attn_k_norm",
+        "conv.in_proj" => "shortconv.in_proj",
+        "conv.conv" => "shortconv.conv",
+        "conv.out_proj" => "shortconv.out_proj",
+        "feed_forward.w1" => "ffn_gate",
+        "feed_forward.w3" => "ffn_up",
+        "feed_forward.w2" => "ffn_down",
+        "linear_attn.in_proj_qkv" => "attn_qkv",
+        "linear_attn.in_proj_z" => "attn_gate",
+        "linear_attn.in_proj_a" => "ssm_alpha",
+        "linear_attn.in_proj_b" => "ssm_beta",
+        "linear_attn.conv1d" => "ssm_conv1d",
+        "linear_attn.norm" => "ssm_norm",
+        "linear_attn.out_proj" => "ssm_out",
         "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
         "post_feedforward_layernorm" => "post_ffw_norm",
         "router.proj" => "ffn_gate_inp",

@@ -13,7 +13,7 @@ use safetensors::SafeTensors;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(crate) const CASES: [&str; 16] = [
+pub(crate) const CASES: [&str; 30] = [
     "llama",
     "llama-rope3",
     "llama-tied",
@@ -30,6 +30,20 @@ pub(crate) const CASES: [&str; 16] = [
     "gemma4-experts",
     "qwen3moe",
     "qwen3moe-plain",
+    "phi3",
+    "phi3-short",
+    "mistral3",
+    "gemma2",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "qwen3vl",
+    "glm4",
+    "cohere2",
+    "qwen35",
+    "qwen35-odd",
+    "lfm2",
 ];
 
 pub(crate) struct Golden {

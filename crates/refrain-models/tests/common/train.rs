@@ -179,6 +179,7 @@ impl Bench {
 
 pub(crate) const SPEC: TrainSpec = TrainSpec {
     n_tokens: 48,
+    n_context: 24,
     dtype: DType::F32,
     masters: false,
     accumulates: false,

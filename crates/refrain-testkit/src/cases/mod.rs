@@ -4,6 +4,7 @@ mod attention;
 mod elements;
 mod matrix;
 mod moe;
+mod recurrent;
 mod rows;
 mod sample;
 mod train;
@@ -26,6 +27,8 @@ pub fn cases() -> Vec<Case> {
         attention::rope(),
         attention::kv_append(),
         attention::attention(),
+        recurrent::short_conv(),
+        recurrent::gated_delta(),
         sample::cases(),
         moe::route(),
         moe::experts(),

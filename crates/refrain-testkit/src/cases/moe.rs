@@ -41,12 +41,12 @@ pub(super) fn route() -> Vec<Case> {
     let sigmoid = Route { score: RouteScore::Sigmoid, biased: true, n_choices: 4, groups, ..SOFTMAX };
     add("sigmoid with a bias in groups", Route { scale: 2.5, ..sigmoid }, [5, 32], Fill::Normal);
     add("sigmoid with a bias", Route { groups: None, ..sigmoid }, [5, 32], Fill::Normal);
-    let best = Some(RouteGroups { n_groups: 8, n_kept: 3, n_best: 1 });
-    let of_best = Route { groups: best, n_choices: 6, renormalise: false, scale: 16.0, ..SOFTMAX };
+    let best = RouteGroups { n_groups: 8, n_kept: 3, n_best: 1 };
+    let of_best = Route { groups: Some(best), n_choices: 6, renormalise: false, scale: 16.0, ..SOFTMAX };
     add("softmax in groups by their best", of_best, [4, 64], Fill::Normal);
     add(
         "all groups stay",
-        Route { groups: Some(RouteGroups { n_kept: 8, ..best.unwrap_or(ALL) }), ..of_best },
+        Route { groups: Some(RouteGroups { n_kept: 8, ..best }), ..of_best },
         [4, 64],
         Fill::Normal,
     );
@@ -57,7 +57,7 @@ pub(super) fn route() -> Vec<Case> {
         add(&format!("{score:?}, ties go to the lower id"), route, [3, 40], ties(120));
         add(&format!("{score:?}, all equal"), route, [2, 40], Fill::Zero);
     }
-    let in_groups = Route { groups: Some(ALL), n_choices: 5, ..SOFTMAX };
+    let in_groups = Route { groups, n_choices: 5, ..SOFTMAX };
     add("ties among groups", in_groups, [2, 40], Fill::Zero);
     let odd = |first: f32| {
         let value = |i: usize| if i % 12 == 5 { first } else { (i % 12) as f32 * 0.25 };
@@ -79,8 +79,6 @@ pub(super) fn route() -> Vec<Case> {
     add("extreme: all minus infinity", SOFTMAX, [1, 8], nothing);
     cases
 }
-
-const ALL: RouteGroups = RouteGroups { n_groups: 4, n_kept: 2, n_best: 2 };
 
 /// Choices of rows among experts: some experts have none, one has many, some choices are empty.
 fn choices(n: usize, k: usize, n_experts: usize) -> Vec<i32> {

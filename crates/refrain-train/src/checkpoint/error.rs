@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::FrozenBase;
 use crate::storage::is_disk_full;
 
 /// What can go wrong when state is saved or loaded.
@@ -115,6 +116,16 @@ pub enum CheckpointError {
         /// Of the bytes that were saved.
         expected: String,
     },
+    /// The adapter was trained over other weights.
+    #[error("{path} belongs to {saved}, but this run has {given} below its adapter")]
+    OtherBase {
+        /// The folder of the checkpoint.
+        path: PathBuf,
+        /// The weights it was trained over.
+        saved: FrozenBase,
+        /// The weights of this run.
+        given: FrozenBase,
+    },
     /// The tensors are not those of the model.
     #[error("{path} does not fit the model: {}", .differences.join("; "))]
     Differs {
@@ -144,6 +155,10 @@ impl CheckpointError {
             Self::State { .. } | Self::MissingFile { .. } | Self::Size { .. } | Self::Checksum { .. } => {
                 "resume from an earlier checkpoint"
             }
+            Self::OtherBase { saved, given, .. } if saved.name == given.name => {
+                "the model has changed since it was saved: bring the earlier one back, or start a new run"
+            }
+            Self::OtherBase { saved, .. } => return Some(format!("resume over {}", saved.name)),
             Self::Differs { .. } => "resume with the model, dtype and optimiser of the checkpoint",
         };
         Some(text.to_owned())

@@ -13,7 +13,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::error::CheckpointError;
 use super::store::resolve;
-use super::{FileRecord, NO_SEAL, RunState, STATE, StateFile, TensorSpec, VERSION, hex};
+use super::{FileRecord, FrozenBase, NO_SEAL, RunState, STATE, StateFile, TensorSpec, VERSION, hex};
 
 /// More than any `state.json` has.
 const MAX_STATE_BYTES: u64 = 16 << 20;
@@ -75,6 +75,19 @@ impl Checkpoint {
     /// The tensors of a file, by name.
     pub fn tensors(&self, file: &str) -> impl Iterator<Item = &TensorSpec> {
         self.files.get(file).into_iter().flat_map(|tensors| tensors.values().map(|place| &place.spec))
+    }
+
+    /// Checks that it was trained over these frozen weights, where it says over which.
+    pub fn expect_base(&self, given: Option<&FrozenBase>) -> Result<(), CheckpointError> {
+        match (&self.state.base, given) {
+            (Some(saved), Some(given)) if !saved.is(given) => Err(CheckpointError::OtherBase {
+                path: self.path.clone(),
+                saved: saved.clone(),
+                given: given.clone(),
+            }),
+            // Without an adapter on both sides, the tensors differ and say so.
+            _ => Ok(()),
+        }
     }
 
     /// Checks that a file holds these tensors and no others.

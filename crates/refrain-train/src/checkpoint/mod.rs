@@ -9,6 +9,7 @@
 //!
 //! `state.json` has the size and the SHA-256 of every file, and a seal over itself: a changed byte anywhere is found.
 
+mod base; // the frozen weights of an adapter
 mod error; // what can go wrong
 mod load; // from a folder
 mod save; // to a folder
@@ -22,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::TrainConfig;
 use crate::data::DataPosition;
 
+pub use base::FrozenBase;
 pub use error::CheckpointError;
 pub use load::Checkpoint;
 pub use save::Fetch;
@@ -47,6 +49,9 @@ pub struct RunState {
     pub config: TrainConfig,
     /// How far it has come.
     pub progress: RunProgress,
+    /// The weights below its adapter; none where every weight is trained, or where an earlier program saved it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<FrozenBase>,
 }
 
 /// Where random numbers go on: they are a function of seed and counter.

@@ -65,9 +65,14 @@ impl Exporter<'_> {
         };
         let model = trainer.learner().trained()?;
         let dtype = trainer.learner().spec().dtype;
+        let base = trainer.base();
+        let notes: Vec<(&str, &str)> = base
+            .iter()
+            .flat_map(|base| [("base_model", base.name.as_str()), ("base_sha256", base.sha256.as_str())])
+            .collect();
         let (mut written, mut failed) = (Vec::new(), Vec::new());
         for &form in forms {
-            match self.write(&model, form, dtype, out) {
+            match self.write(&model, form, dtype, out, &notes) {
                 Ok(path) => written.push(Exported { form, path }),
                 Err(error) => failed.push(error),
             }
@@ -78,7 +83,15 @@ impl Exporter<'_> {
         }
     }
 
-    fn write(&self, model: &Weights, form: ExportForm, dtype: DType, out: &Path) -> Result<PathBuf, Error> {
+    /// `notes` are for an adapter: the weights it was trained over.
+    fn write(
+        &self,
+        model: &Weights,
+        form: ExportForm,
+        dtype: DType,
+        out: &Path,
+        notes: &[(&str, &str)],
+    ) -> Result<PathBuf, Error> {
         match form {
             ExportForm::Gguf => {
                 let path = out.join("model.gguf");
@@ -95,7 +108,7 @@ impl Exporter<'_> {
                 create(&folder)?;
                 // From the masters, where there are some; the files are small.
                 if let Some(adapter) = model.adapter()? {
-                    adapter.write(&folder, DType::F32)?;
+                    adapter.write(&folder, DType::F32, notes)?;
                 }
                 Ok(folder)
             }

@@ -153,6 +153,7 @@ pub fn bench_steps(bench: &TrainBench, mut progress: impl FnMut(&str)) -> Result
     let n_tokens = bench.batch * bench.context;
     let spec = TrainSpec {
         n_tokens,
+        n_context: bench.context,
         dtype: bench.dtype,
         masters: bench.masters,
         accumulates: false,

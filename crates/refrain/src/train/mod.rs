@@ -38,7 +38,7 @@ pub use setup::{Preparing, TrainOptions, Training, usual_graph};
 pub use steps::{StepLearner, train_flops};
 
 pub use refrain_models::{LoraSpec, Model as TrainedModel, Targets, TrainSpec};
-pub use refrain_train::checkpoint::{BestLoss, Checkpoint, CheckpointError, RunProgress};
+pub use refrain_train::checkpoint::{BestLoss, Checkpoint, CheckpointError, FrozenBase, RunProgress};
 pub use refrain_train::config::{
     Clip, ConfigError, EvalSource, Export, GraphChoice, KEYS, LoraTable, LoraTargets, Masters, ModelShape,
     NewModel, OnLong, Order, Paths, Precision, Resume, ScheduleKind, TokenizerSource, TrainTokenizer,

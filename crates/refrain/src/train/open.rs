@@ -40,7 +40,13 @@ pub(super) fn with_backend<W: WithBackend>(
         Ok(cuda) => cuda,
     };
     let ahead = graphs.ahead.unwrap_or(cuda.ahead);
-    let mut cuda = CudaOptions { on_load, verify_every: graphs.verify_every, ahead, ..cuda };
+    let mut cuda = CudaOptions {
+        model: "a training run".into(),
+        on_load,
+        verify_every: graphs.verify_every,
+        ahead,
+        ..cuda
+    };
     if graphs.choice.is_some_and(Choice::avoids_capture) {
         // A library's calls become nodes by a capture, so they are left out too.
         (cuda.graphs.method, cuda.cublaslt) = (Method::Nodes, CublasLt::Never);

@@ -1,0 +1,208 @@
+//! Recurrent layers over their slots.
+
+use crate::compile::RowsAt;
+use crate::memory::Carved;
+use crate::pool::Pool;
+use crate::simd::{self, DeltaHead, Level};
+use refrain_graph::{GatedDelta, RunError};
+use std::ops::Range;
+
+/// Which slots belong to which row. Ranges count words of the control block.
+#[derive(Clone, Debug)]
+pub(crate) struct SlotPaging {
+    pub positions: Range<usize>, // [n]
+    pub seqs: Range<usize>,      // [n]
+    pub slots: Range<usize>,     // [n_seqs, 2]
+    pub n_slots: usize,
+}
+
+/// Rows of one sequence that stand together.
+pub(crate) struct Piece {
+    rows: Range<usize>,
+    /// Where its state is; `None` for one that begins.
+    read: Option<usize>,
+    write: usize,
+}
+
+impl SlotPaging {
+    /// The piece that begins at the first row from `from` on that is no padding. Refuses numbers that point outside.
+    fn next(&self, control: &[i32], from: usize, label: &str) -> Result<Option<Piece>, RunError> {
+        let (positions, seqs) = (&control[self.positions.clone()], &control[self.seqs.clone()]);
+        let slots = &control[self.slots.clone()];
+        let refuse = |what, got: i32, limit| {
+            Err(RunError::OutOfRange { label: label.into(), what, got: got.into(), limit })
+        };
+        let Some(first) = (from..positions.len()).find(|&row| positions[row] >= 0) else { return Ok(None) };
+        let (position, seq, n_seqs) = (positions[first] as usize, seqs[first], slots.len() / 2);
+        if usize::try_from(seq).map_or(true, |s| s >= n_seqs) {
+            return refuse("sequence", seq, n_seqs);
+        }
+        let versions = &slots[2 * seq as usize..][..2];
+        if let Some(&slot) =
+            versions.iter().find(|&&s| usize::try_from(s).map_or(true, |s| s >= self.n_slots))
+        {
+            return refuse("slot", slot, self.n_slots);
+        }
+        if versions[0] == versions[1] {
+            return refuse("second version of a slot", versions[1], self.n_slots);
+        }
+        let goes_on = |&row: &usize| positions[row] >= 0 && seqs[row] == seq;
+        let n_rows = (first..positions.len()).take_while(goes_on).count();
+        Ok(Some(Piece {
+            rows: first..first + n_rows,
+            read: (position > 0).then_some(versions[position % 2] as usize),
+            write: versions[(position + 1) % 2] as usize,
+        }))
+    }
+
+    /// Calls `f` with each piece.
+    pub(crate) fn each(
+        &self,
+        control: &[i32],
+        label: &str,
+        mut f: impl FnMut(&Piece),
+    ) -> Result<(), RunError> {
+        let mut from = 0;
+        while let Some(piece) = self.next(control, from, label)? {
+            f(&piece);
+            from = piece.rows.end;
+        }
+        Ok(())
+    }
+}
+
+impl Piece {
+    /// The slot that is read, if any, and the one that is written.
+    fn slots<'s>(&self, state: &'s mut [f32], len: usize) -> (Option<&'s [f32]>, &'s mut [f32]) {
+        let Some(read) = self.read else { return (None, &mut state[self.write * len..][..len]) };
+        let (low, high) = state.split_at_mut(read.max(self.write) * len);
+        match read < self.write {
+            true => (Some(&low[read * len..][..len]), &mut high[..len]),
+            false => (Some(&high[..len]), &mut low[self.write * len..][..len]),
+        }
+    }
+}
+
+/// The widest filter there is a kernel for.
+pub(crate) const MAX_WIDTH: usize = 8;
+
+/// A convolution of one piece: `y[n, d]`, `w[width, d]`, a state of `[n_slots, width - 1, d]`.
+pub(crate) fn short_conv(
+    pool: &Pool,
+    level: Level,
+    piece: &Piece,
+    (x, w, silu): (Rows<'_>, &[f32], bool),
+    state: &mut [f32],
+    y: &mut [f32],
+) {
+    let d = x.at.len;
+    let n_before = w.len() / d.max(1) - 1;
+    let (read, write) = piece.slots(state, n_before * d);
+    let first = piece.rows.start;
+    // The input `lag` rows before row `i` of the piece; empty for zeros.
+    let input = |i: usize, lag: usize| match i.checked_sub(lag) {
+        Some(i) => x.row(first + i),
+        None => read.map_or(&[][..], |slot| &slot[(n_before + i - lag) * d..][..d]),
+    };
+    let rows = &mut y[first * d..piece.rows.end * d];
+    let one = |i: usize, out: &mut [f32]| {
+        let seen: [&[f32]; MAX_WIDTH] =
+            std::array::from_fn(|j| if j <= n_before { input(i, n_before - j) } else { &[] });
+        simd::short_conv_row(level, &seen[..=n_before], w, silu, out);
+    };
+    match piece.rows.len() {
+        1 => one(0, rows),
+        _ => pool.chunks_mut(rows, d, one),
+    }
+    let n = piece.rows.len();
+    for (j, to) in write.chunks_exact_mut(d).enumerate() {
+        let from = input(n - 1, n_before - 1 - j);
+        match from.is_empty() {
+            true => to.fill(0.0),
+            false => to.copy_from_slice(from),
+        }
+    }
+}
+
+/// Longest keys there is a kernel for.
+pub(crate) const MAX_K_DIM: usize = 256;
+
+/// Operands of the gated delta rule.
+#[derive(Clone, Debug)]
+pub(crate) struct DeltaOperands {
+    pub q: RowsAt, // [n, n_key_heads, k_dim]
+    pub k: RowsAt,
+    pub v: RowsAt, // [n, n_heads, v_dim]
+    pub a: RowsAt, // [n, n_heads]
+    pub b: RowsAt,
+    pub n_key_heads: usize,
+    pub n_heads: usize,
+}
+
+/// Rows of the arena.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    at: &'a RowsAt,
+    data: &'a [f32],
+}
+
+impl<'a> Rows<'a> {
+    pub(crate) fn new(carved: &Carved<'a>, at: &'a RowsAt) -> Rows<'a> {
+        let Some(data) = carved.read(&at.range()) else {
+            unreachable!("a recurrent layer never overwrites its inputs")
+        };
+        Rows { at, data }
+    }
+
+    fn row(&self, row: usize) -> &'a [f32] {
+        &self.data[row * self.at.stride..][..self.at.len]
+    }
+}
+
+/// The gated delta rule over one piece, row by row and in each row head by head.
+pub(crate) fn gated_delta(
+    (pool, level): (&Pool, Level),
+    piece: &Piece,
+    (delta, operands): (&GatedDelta, &DeltaOperands),
+    [q, k, v, a, b]: [Rows<'_>; 5],
+    [decay, dt_bias]: [&[f32]; 2],
+    state: &mut [f32],
+    y: &mut [f32],
+) {
+    let &DeltaOperands { n_key_heads, n_heads, .. } = operands;
+    let (k_dim, v_dim) = (q.at.len / n_key_heads, v.at.len / n_heads);
+    let head_len = k_dim * v_dim;
+    let (mut read, write) = piece.slots(state, n_heads * head_len);
+    if read.is_none() {
+        write.fill(0.0);
+    }
+    for row in piece.rows.clone() {
+        let (q, k, v, a, b) = (q.row(row), k.row(row), v.row(row), a.row(row), b.row(row));
+        let y = &mut y[row * n_heads * v_dim..][..n_heads * v_dim];
+        let before = read.take();
+        pool.zip_chunks([(&mut *write, head_len), (y, v_dim)], &mut [0u8; 0], |head, [state, y], _| {
+            let at = delta.key_heads.of(head, n_heads, n_key_heads) * k_dim;
+            let (mut unit_q, mut unit_k) = ([0f32; MAX_K_DIM], [0f32; MAX_K_DIM]);
+            let (unit_q, unit_k) = (&mut unit_q[..k_dim], &mut unit_k[..k_dim]);
+            normalise(level, &q[at..at + k_dim], delta.scale, delta.eps, unit_q);
+            normalise(level, &k[at..at + k_dim], 1.0, delta.eps, unit_k);
+            let dt = a[head] + dt_bias[head];
+            let softplus = dt.max(0.0) + (-dt.abs()).exp().ln_1p();
+            let head = DeltaHead {
+                q: unit_q,
+                k: unit_k,
+                v: &v[head * v_dim..][..v_dim],
+                keep: (decay[head] * softplus).exp(),
+                beta: 1.0 / (1.0 + (-b[head]).exp()),
+                before: before.map(|slot| &slot[head * head_len..][..head_len]),
+            };
+            simd::gated_delta_row(level, head, state, y);
+        });
+    }
+}
+
+/// `to = scale * x / sqrt(sum of x^2 + eps)`.
+fn normalise(level: Level, x: &[f32], scale: f32, eps: f32, to: &mut [f32]) {
+    to.copy_from_slice(x);
+    simd::scale_inplace(level, to, scale / (simd::dot(level, x, x) + eps).sqrt());
+}

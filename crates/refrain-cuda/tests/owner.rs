@@ -1,0 +1,211 @@
+//! Several models on one device of one process: one context, one thread, kernels loaded once.
+
+mod rig;
+
+use refrain_cuda::{CudaBackend, CudaOptions, GraphMode};
+use refrain_driver::sim::{Call, SimDriver, SimOptions};
+use refrain_driver::{Device, DeviceKind, Method};
+use refrain_engine::{
+    Ahead, BackendRunner, Chosen, Core, EngineError, RunnerOptions, SamplingParams, SamplingRow,
+    SequenceState,
+};
+use refrain_tensor::DType;
+use rig::{Rig, model, options, sim};
+
+const N_TOKENS: usize = 24;
+const CONTEXT: usize = 128;
+
+/// A model of its own on a device, in the middle of a text.
+struct Speaker {
+    rig: Rig,
+    sequence: SequenceState,
+    row: SamplingRow,
+    last: Chosen,
+    /// Each token with the bits of its log-probability.
+    said: Vec<(u32, u32)>,
+}
+
+impl Speaker {
+    fn open(device: &Device, case: &str, name: &str) -> Rig {
+        let options =
+            CudaOptions { model: name.into(), ahead: 4, ..options(GraphMode::Require, Method::Stream) };
+        Rig::new(device.clone(), case, options, CONTEXT, DType::F32)
+    }
+
+    fn begin(mut rig: Rig) -> Speaker {
+        let sampling = SamplingParams { temperature: 0.9, seed: 3, ..SamplingParams::greedy() };
+        let (mut sequence, mut row) = (rig.engine.open(), SamplingRow::new(&sampling));
+        let last = rig.engine.prompt(&mut sequence, &[1, 17, 5, 90, 3], &mut row, |_| true).unwrap();
+        Speaker { rig, sequence, row, last, said: vec![(last.token, last.logprob.to_bits())] }
+    }
+
+    /// The next token, with steps for those behind it under way.
+    fn step(&mut self) -> Result<(), EngineError> {
+        let ahead = Ahead { n_tokens: N_TOKENS - self.said.len() + 1, end: &[] };
+        let Speaker { rig, sequence, row, last, .. } = self;
+        self.last = rig.engine.follow(sequence, last.token, row, &ahead)?;
+        self.said.push((self.last.token, self.last.logprob.to_bits()));
+        Ok(())
+    }
+
+    fn go_on(&mut self) {
+        while self.said.len() < N_TOKENS {
+            self.step().unwrap();
+        }
+        // Nothing was evaluated eagerly: the mode allows no such step.
+        assert!(self.rig.monitor.status().cache.replayed > 0);
+    }
+}
+
+fn alone(case: &str) -> Vec<(u32, u32)> {
+    let mut speaker = Speaker::begin(Speaker::open(&sim("").1, case, case));
+    speaker.go_on();
+    speaker.said
+}
+
+#[test]
+fn a_second_model_makes_no_context_and_loads_no_kernels() {
+    let (sim, device) = sim("");
+    let mut first = Speaker::begin(Speaker::open(&device, "llama", "one"));
+    first.go_on();
+    let before = sim.stats();
+    let mut second = Speaker::begin(Speaker::open(&device, "llama", "two"));
+    second.go_on();
+    let after = sim.stats();
+    for call in [Call::PrimaryCtxRetain, Call::CtxCreate, Call::ModuleLoad] {
+        assert_eq!(after.n_calls(call), before.n_calls(call), "{call:?}");
+    }
+    assert!(before.n_calls(Call::PrimaryCtxRetain) == 1 && before.n_calls(Call::ModuleLoad) > 0);
+    assert_eq!((after.live.contexts, after.live.modules), (1, before.live.modules));
+    assert_eq!(first.said, second.said);
+    // Each knows of the other.
+    let others = second.rig.monitor.status().others;
+    let memory = first.rig.monitor.status().memory;
+    assert_eq!(others.iter().map(|o| (&*o.model, o.bytes)).collect::<Vec<_>>(), [("one", memory.total())]);
+    drop((first, second));
+    assert_eq!(device.take_reports(), Vec::<String>::new());
+}
+
+#[test]
+fn two_models_that_take_turns_say_what_each_says_alone() {
+    let (sim, device) = sim("");
+    let rigs = ["llama", "gemma3"].map(|case| Speaker::open(&device, case, case));
+    let mut speakers = rigs.map(Speaker::begin);
+    for _ in 1..N_TOKENS {
+        // Steps of the other are under way all the while.
+        speakers.iter_mut().for_each(|speaker| speaker.step().unwrap());
+    }
+    for (speaker, case) in speakers.iter().zip(["llama", "gemma3"]) {
+        assert_eq!(speaker.said, alone(case), "{case}");
+        let status = speaker.rig.monitor.status();
+        assert!(status.cache.replayed as usize >= N_TOKENS - 1 && status.cache.demoted == 0);
+    }
+    assert_eq!(sim.stats().live.contexts, 1);
+    assert_eq!(device.take_reports(), Vec::<String>::new());
+}
+
+#[test]
+fn two_models_on_threads_of_their_own_say_what_each_says_alone() {
+    let (_, device) = sim("");
+    let said = std::thread::scope(|scope| {
+        let running = ["llama", "qwen3", "gemma3"].map(|case| {
+            let device = &device;
+            scope.spawn(move || {
+                let mut speaker = Speaker::begin(Speaker::open(device, case, case));
+                speaker.go_on();
+                speaker.said
+            })
+        });
+        running.map(|thread| thread.join().unwrap())
+    });
+    assert_eq!(said, ["llama", "qwen3", "gemma3"].map(alone));
+    assert_eq!(device.take_reports(), Vec::<String>::new());
+}
+
+#[test]
+fn a_lost_device_is_reported_by_every_model_on_it() {
+    let (sim, device) = sim("");
+    let mut speakers = ["llama", "qwen3"].map(|case| Speaker::begin(Speaker::open(&device, case, case)));
+    speakers.iter_mut().for_each(|speaker| speaker.step().unwrap());
+    sim.inject(refrain_driver::sim::FaultScript::parse("on 1st replay: illegal address").unwrap());
+    for speaker in &mut speakers {
+        let error = loop {
+            match speaker.step() {
+                Ok(()) => assert!(speaker.said.len() < N_TOKENS, "nothing was lost"),
+                Err(error) => break error,
+            }
+        };
+        let reason = format!("{:?}", error.reason());
+        assert!(reason.contains("ContextLost"), "{reason}");
+    }
+}
+
+#[test]
+fn a_model_that_goes_frees_what_it_held_while_the_other_runs_ahead() {
+    let want = alone("llama");
+    let (sim, device) = sim("");
+    let mut stays = Speaker::begin(Speaker::open(&device, "llama", "stays"));
+    stays.step().unwrap();
+    let before = sim.stats().live;
+    let mut goes = Speaker::begin(Speaker::open(&device, "gemma3", "goes"));
+    goes.step().unwrap();
+    // Both have steps under way when one is dropped.
+    assert!(sim.stats().live.bytes > before.bytes && sim.stats().live.execs > before.execs);
+    drop(goes);
+    stays.go_on();
+    assert_eq!(stays.said, want);
+    stays.rig.engine.settle();
+    let after = sim.stats().live;
+    assert_eq!((after.bytes, after.execs, after.streams), (before.bytes, before.execs, before.streams));
+    assert_eq!(device.take_reports(), Vec::<String>::new());
+    drop(stays);
+    drop(device);
+    assert_eq!(sim.stats().live, Default::default());
+}
+
+#[test]
+fn a_refusal_for_memory_names_what_the_other_models_hold() {
+    let sim = SimDriver::new(SimOptions { memory_bytes: 3 << 20, ..SimOptions::default() });
+    refrain_kernels::register_twins(&sim);
+    let device = Device::simulated(&sim).unwrap();
+    let small = |name: &str| CudaOptions {
+        model: name.into(),
+        arena_reserve_bytes: 0,
+        ..options(GraphMode::Require, Method::Stream)
+    };
+    let mut held = Speaker::begin(Rig::new(device.clone(), "llama", small("the first"), CONTEXT, DType::F32));
+    let memory = held.rig.monitor.status().memory.total();
+    let backend = CudaBackend::on(&device, small("the second")).unwrap();
+    // A context that no room is left for.
+    let runner =
+        RunnerOptions { context: 4096, kv_block: 16, kv_dtype: DType::F32, ..RunnerOptions::default() };
+    let mut second = Core::new(Box::new(BackendRunner::new(backend, model("llama"), runner).unwrap()), 128);
+    let mut sequence = second.open();
+    let error = second.logits(&mut sequence, &[1], 1).unwrap_err();
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(&error);
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    let holds = format!("are free on sim:0; the first holds {:.1} KiB", memory as f64 / 1024.0);
+    assert!(text.contains(&holds), "{text}, not {holds}");
+    held.go_on();
+}
+
+#[test]
+fn simulated_devices_that_are_opened_alike_are_one_unless_they_have_faults() {
+    let open =
+        |options: SimOptions| CudaBackend::open(DeviceKind::Sim(options), CudaOptions::default()).unwrap();
+    let plain = SimOptions { seed: 0xA11CE, ..SimOptions::default() };
+    let (a, b) = (open(plain.clone()), open(plain.clone()));
+    assert!(a.device().is_same(b.device()));
+    assert!(!open(SimOptions { seed: 1, ..plain.clone() }).device().is_same(a.device()));
+    let faults = refrain_driver::sim::FaultScript::parse("on 900th launch: wrong byte").unwrap();
+    let faulty = SimOptions { faults, ..plain.clone() };
+    assert!(!open(faulty.clone()).device().is_same(open(faulty).device()));
+    let before = a.device().clone();
+    drop((a, b));
+    // The owner went with its last model.
+    assert!(!open(plain).device().is_same(&before));
+}

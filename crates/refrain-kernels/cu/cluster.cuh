@@ -1,0 +1,107 @@
+// cluster.cuh: sums that the blocks of a cluster, one above the other in y, leave in shared memory and add together.
+//
+// On the host blocks run one after another: the last of a cluster adds for all of them.
+#pragma once
+#include "mma.cuh"
+
+#ifndef REFRAIN_ON_HOST
+
+// All threads of a block but those behind the first THREADS.
+template <u32 THREADS> inline void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+// N floats of each block, a multiple of four, written by its first THREADS threads. Its others have returned, or will.
+template <u32 N, u32 THREADS> struct Cluster {
+    u32 sums, rank, n_blocks;
+    bool many;
+
+    // When all blocks have written theirs.
+    inline Cluster(float* sums, bool many)
+        : sums(shared_address(sums)), rank(many ? blockIdx.y : 0), n_blocks(many ? gridDim.y : 1), many(many) {
+        if (many) wait();
+        else sync_threads<THREADS>();
+    }
+
+    inline static void wait() {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+    }
+
+    // Four floats, added in the order of the blocks.
+    inline float4 sum(u32 at) const {
+        float4 sum = {};
+#if __CUDA_ARCH__ >= 900
+#pragma unroll 4
+        for (u32 block = 0; block < n_blocks; block++) {
+            u32 from;
+            float4 v;
+            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(from) : "r"(sums + 4 * at), "r"(block));
+            asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                         : "r"(from)
+                         : "memory");
+            sum.x += v.x;
+            sum.y += v.y;
+            sum.z += v.z;
+            sum.w += v.w;
+        }
+#endif
+        return sum;
+    }
+
+    // Calls f for each of n things, here or in another block.
+    template <typename F> inline void share(u32 n, F f) const {
+        for (u32 i = rank * THREADS + threadIdx.x; i < n; i += n_blocks * THREADS) f(i);
+    }
+
+    // Shared memory stays until all blocks have read it.
+    inline void leave() const {
+        if (many) wait();
+    }
+};
+
+#else
+
+template <u32 THREADS> inline void sync_threads() { group_wait(1, THREADS); }
+
+template <u32 N, u32 THREADS> struct Cluster {
+    bool many, is_last = false;
+    // What blocks have left, by their place.
+    static std::map<std::tuple<u32, u32, u32>, std::vector<float>>& left() {
+        static std::map<std::tuple<u32, u32, u32>, std::vector<float>> all;
+        return all;
+    }
+
+    Cluster(float* sums, bool many) : many(many) {
+        sync_threads<THREADS>();
+        if (!many) return;
+        if (threadIdx.x == 0) left()[{blockIdx.x, blockIdx.y, blockIdx.z}].assign(sums, sums + N);
+        sync_threads<THREADS>();
+        is_last = true;
+        for (u32 y = 0; y < gridDim.y; y++) is_last = is_last && left().count({blockIdx.x, y, blockIdx.z}) > 0;
+    }
+
+    float4 sum(u32 at) const {
+        float4 sum = {};
+        for (u32 y = 0; y < gridDim.y; y++) {
+            const float* v = left()[{blockIdx.x, y, blockIdx.z}].data() + at;
+            sum = {sum.x + v[0], sum.y + v[1], sum.z + v[2], sum.w + v[3]};
+        }
+        return sum;
+    }
+
+    template <typename F> void share(u32 n, F f) const {
+        if (many && !is_last) return;
+        for (u32 i = threadIdx.x; i < n; i += THREADS) f(i);
+    }
+
+    void leave() const {
+        if (!many || !is_last) return;
+        sync_threads<THREADS>();
+        if (threadIdx.x == 0) {
+            for (u32 y = 0; y < gridDim.y; y++) left().erase({blockIdx.x, y, blockIdx.z});
+        }
+    }
+};
+
+#endif

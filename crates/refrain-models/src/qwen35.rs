@@ -1,0 +1,34 @@
+//! Qwen 3.5 and 3.6, the text part of their dense models: three of four layers are gated DeltaNets, the others attend with
+//! an output gate and turn a quarter of each head. Norms are pre-norms and SwiGLU follows; the norm before that is called
+//! `post_attention_norm` in GGUF files too.
+
+use crate::error::ModelError;
+use crate::layers::{Attention, Block, Decoder, DeltaNet, FeedForward, Norms};
+use crate::weights::{HfNames, WeightTable};
+use refrain_formats::params::{LayerAttention, RecurrentLayers};
+
+pub(crate) const NAMES: HfNames = &[
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("attn_qkv", "linear_attn.in_proj_qkv"),
+    ("attn_gate", "linear_attn.in_proj_z"),
+    ("ssm_alpha", "linear_attn.in_proj_a"),
+    ("ssm_beta", "linear_attn.in_proj_b"),
+    ("ssm_out", "linear_attn.out_proj"),
+];
+
+pub(crate) fn declare(w: &mut WeightTable<'_>) -> Result<Decoder, ModelError> {
+    Decoder::of_blocks(w, |w, layer| {
+        let hidden = w.config.hidden;
+        let before_mixer = Some(w.norm(layer, "attn_norm", hidden)?);
+        let mixer = match (w.config.layer(layer), w.config.recurrent) {
+            (LayerAttention::Recurrent, Some(RecurrentLayers::DeltaNet(sizes))) => {
+                DeltaNet::declare(w, layer, sizes)?
+            }
+            _ => Attention::gated(w, layer)?,
+        };
+        let before_ffn = Some(w.norm(layer, "post_attention_norm", hidden)?);
+        let ffn = FeedForward::gated(w, layer)?;
+        let norms = Norms { before_mixer, before_ffn, ..Norms::default() };
+        Ok(Block { norms, parallel: false, mixer, ffn, input: None, output_scale: 1.0 })
+    })
+}
