@@ -88,16 +88,11 @@ const fn qwen3_moe(
     heads: [usize; 3],
     experts: [usize; 3],
 ) -> NamedShape {
-    let [n_experts, n_choices, ffn] = experts;
-    let experts = Experts { n_experts, n_choices, ffn, renormalise: true };
-    NamedShape { experts: Some(experts), ..shape(name, Arch::Qwen3Moe, sizes, heads) }
+    shape(name, Arch::Qwen3Moe, sizes, heads).with_experts(experts)
 }
 
 const MOE_26B: Gemma4Shape = Gemma4Shape { global_heads: [2, 512], shared_ffn: 2_112, ..DENSE_31B };
 
-const fn gemma4_experts(shape: NamedShape, [n_experts, n_choices, ffn]: [usize; 3]) -> NamedShape {
-    NamedShape { experts: Some(Experts { n_experts, n_choices, ffn, renormalise: true }), ..shape }
-}
 /// Of all models up to 9B: heads of 128 elements, two for each key head.
 const QWEN35_9B: DeltaNetSizes = DeltaNetSizes {
     n_key_heads: 16,
@@ -127,7 +122,7 @@ pub const SHAPES: [NamedShape; 18] = [
     shape("llama-3.1-8b", Arch::Llama, [128_256, 4_096, 14_336, 32], [32, 8, 128]),
     shape("qwen3.5-9b", Arch::Qwen35, [248_320, 4_096, 12_288, 32], [16, 4, 256]),
     qwen3_moe("qwen3-30b-a3b", [151_936, 2_048, 6_144, 48], [32, 4, 128], [128, 8, 768]),
-    gemma4_experts(gemma4("gemma4-26b-a4b", [2_816, 2_112, 30], [16, 8], MOE_26B), [128, 8, 704]),
+    gemma4("gemma4-26b-a4b", [2_816, 2_112, 30], [16, 8], MOE_26B).with_experts([128, 8, 704]),
     gemma4("gemma4-31b", [5_376, 21_504, 60], [32, 16], DENSE_31B),
 ];
 
@@ -140,6 +135,12 @@ impl NamedShape {
     /// A shape of one's own: vocabulary, hidden size, feed-forward size and layers; heads, key-value heads and head size.
     pub const fn new(name: &'static str, arch: Arch, sizes: [usize; 4], heads: [usize; 3]) -> NamedShape {
         shape(name, arch, sizes, heads)
+    }
+
+    /// The same with experts: how many, how many a token goes through, and their feed-forward size.
+    #[must_use]
+    pub const fn with_experts(self, [n_experts, n_choices, ffn]: [usize; 3]) -> NamedShape {
+        NamedShape { experts: Some(Experts { n_experts, n_choices, ffn, renormalise: true }), ..self }
     }
 
     /// Its architecture.
