@@ -204,7 +204,7 @@ fn an_engine_serves_many(device: Device, case: &str) {
     assert!(ledger.tally(StepKind::Decode).tokens > 2 * ledger.tally(StepKind::Decode).steps());
     // Float weights and greedy choices: the same tokens, whoever else was there.
     for (idx, together) in together.iter().enumerate() {
-        assert_eq!(&collect(engine.submit(request(idx as u32)).unwrap()), together, "request {idx}");
+        assert_eq!(&collect(engine.submit(request(idx as u32)).unwrap()), together, "{case}, request {idx}");
     }
     let load = engine.load().unwrap();
     assert_eq!((load.blocks.used, load.n_running, load.n_waiting), (0, 0, 0));

@@ -339,7 +339,12 @@ impl Core {
                 let (is_fitting, n_under_way) =
                     (following.shape == shape, self.runner.progress().n_under_way());
                 stale.into_iter().try_for_each(|at| self.clear_row(at))?;
-                if sends == Sends::Ahead && is_fitting {
+                // A recurrent state that steps of an earlier row have carried too far is put back when a run begins.
+                let is_whole = |(row, place): (&FollowRow<'_>, &Option<usize>)| {
+                    place.is_some() || row.sequence.table.holds_state(row.sequence.tokens.len())
+                };
+                let may_join = rows.iter().zip(&places).all(is_whole);
+                if sends == Sends::Ahead && is_fitting && may_join {
                     for (row, place) in rows.iter_mut().zip(&mut places).filter(|(_, place)| place.is_none())
                     {
                         *place = Some(self.join(row)?);

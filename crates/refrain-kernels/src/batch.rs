@@ -462,8 +462,9 @@ mod tests {
                 // Two blocks of a multiprocessor have less than 228 KiB between them, 1 KiB of each the card's own.
                 let fits = shared <= limit
                     && (division.per_sm() == 1 || tuning.measured_on.is_none() || shared <= 113 << 10);
+                // Of those for 64 rows and more, `Division::fits` asks the card.
                 assert!(
-                    fits || division.m == 64,
+                    fits || division.m >= 64,
                     "{} on {:?}: {shared}",
                     division.name(dtype),
                     tuning.measured_on

@@ -235,7 +235,7 @@ fn configurations_that_cannot_be_run_are_refused() {
     assert_eq!(
         set(json!({ "architectures": ["MambaForCausalLM"] })),
         "config.json: unknown architecture \"MambaForCausalLM\", known are \
-         llama, qwen2, qwen3, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2"
+         llama, qwen2, qwen3, qwen3moe, gemma3, gemma4, gemma2, phi3, mistral3, smollm3, olmo2, granite, glm4, cohere2, qwen35, lfm2"
     );
     assert!(
         set(json!({ "architectures": ["LlamaForSequenceClassification"] })).contains("unknown architecture")
