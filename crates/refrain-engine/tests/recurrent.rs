@@ -5,8 +5,8 @@ mod common;
 
 use common::{recurrent_core, recurrent_engine};
 use refrain_engine::{
-    Ahead, Engine, EngineError, FinishReason, Pace, Request, SamplingParams, SamplingRow, TokenEvent,
-    TokenStream,
+    Ahead, Engine, EngineError, FinishReason, FollowRow, Pace, Request, SamplingParams, SamplingRow, Sends,
+    SequenceState, TokenEvent, TokenStream,
 };
 use std::collections::VecDeque;
 
@@ -149,4 +149,46 @@ fn sequences_that_are_opened_have_states_of_their_own_and_forks_begin_anew() {
     assert!(refused.is_err());
     drop(fork);
     assert_eq!(collect(engine.submit(greedy(Request::once(from(1, 2)), 1)).unwrap()).0, [3]);
+}
+
+#[test]
+fn a_sequence_that_was_left_out_joins_again_only_with_its_state() {
+    let (mut core, script) = recurrent_core(128, 8, 4);
+    script.allow(4);
+    let many = Ahead { n_tokens: 30, end: &[] };
+    let mut texts: Vec<(SequenceState, SamplingRow, u32)> = [1, 40]
+        .map(|first| {
+            let (mut sequence, mut row) = (core.open(), SamplingRow::new(&SamplingParams::greedy()));
+            let next = core.prompt(&mut sequence, &from(first, 3), &mut row, |_| true).unwrap().token;
+            (sequence, row, next)
+        })
+        .into();
+    let mut step = |texts: &mut [(SequenceState, SamplingRow, u32)]| {
+        let mut rows = Vec::new();
+        for (sequence, row, next) in texts.iter_mut() {
+            rows.push(FollowRow { sequence, token: *next, row, ahead: many });
+        }
+        let choices = core.follow_rows(&mut rows, Sends::Ahead).unwrap().choices;
+        drop(rows);
+        for ((_, _, next), choice) in texts.iter_mut().zip(choices) {
+            if let Some(chosen) = choice {
+                let token = chosen.unwrap().token;
+                assert_eq!(token, *next + 1);
+                *next = token;
+            }
+        }
+    };
+    for n_others in [1, 2, 3] {
+        step(&mut texts);
+        step(&mut texts);
+        // Steps under way evaluate tokens of the first that nobody takes.
+        for _ in 0..n_others {
+            step(&mut texts[1..]);
+        }
+        let before = texts[0].2;
+        for _ in 0..12 {
+            step(&mut texts);
+        }
+        assert!(texts[0].2 > before, "the first one goes on");
+    }
 }
