@@ -29,13 +29,19 @@ fn all_logits(files: &ModelFiles, tokens: &[u32]) -> Vec<f32> {
     logits(&mut engine(files, 64, DType::F32, 2), tokens)
 }
 
-fn exported(model: &Model, at: &Path, dtype: DType) -> [ModelFiles; 2] {
-    let hf = at.join(format!("hf-{}", dtype.name()));
-    std::fs::create_dir(&hf).unwrap();
-    model.write_hf(&hf, dtype).unwrap();
+/// As a GGUF file, and as a folder unless the model has experts: those are refused.
+fn exported(model: &Model, at: &Path, dtype: DType) -> Vec<ModelFiles> {
     let gguf = at.join(format!("model-{}.gguf", dtype.name()));
     model.write_gguf(&gguf, dtype, &vocabulary()).unwrap();
-    [ModelFiles::open(hf).unwrap(), ModelFiles::open(gguf).unwrap()]
+    let mut files = vec![ModelFiles::open(gguf).unwrap()];
+    let hf = at.join(format!("hf-{}", dtype.name()));
+    std::fs::create_dir(&hf).unwrap();
+    match (model.write_hf(&hf, dtype), model.config().experts) {
+        (Ok(()), None) => files.push(ModelFiles::open(hf).unwrap()),
+        (Err(refused), Some(_)) => assert!(refused.to_string().contains("experts"), "{refused}"),
+        (result, experts) => panic!("{experts:?}: {result:?}"),
+    }
+    files
 }
 
 #[test]
@@ -114,7 +120,8 @@ fn other_values_are_the_ones_that_are_written() {
 fn a_vocabulary_in_a_gguf_file_is_padded_to_the_models_rows() {
     let at = tempfile::tempdir().unwrap();
     let model = Model::load(&ModelFiles::open(folder("llama")).unwrap()).unwrap();
-    let [_, ModelFiles::Gguf(gguf)] = exported(&model, at.path(), DType::F32) else { panic!("a GGUF file") };
+    let files = exported(&model, at.path(), DType::F32);
+    let ModelFiles::Gguf(gguf) = &files[0] else { panic!("a GGUF file") };
     let spec = VocabSpec::from_gguf(gguf.metadata()).unwrap();
     assert_eq!(spec.tokens.len(), model.config().n_vocab);
     let n = vocabulary().tokens.len();

@@ -129,7 +129,13 @@ fn runs_in_doubles(case: &Case) -> bool {
     let exact = |op: &Op| {
         !matches!(
             op,
-            Op::KvAppend | Op::Attention(_) | Op::Sample(_) | Op::Accumulate | Op::Moe(_) | Op::HostCall(_)
+            Op::KvAppend
+                | Op::Attention(_)
+                | Op::Sample(_)
+                | Op::Accumulate
+                | Op::Moe(_)
+                | Op::Recurrent(_)
+                | Op::HostCall(_)
         )
     };
     let plain = |w: &Weight| !w.ty.dtype.is_quantized();
