@@ -43,10 +43,11 @@ impl ModelShape {
         let unknown = || ConfigError::Value {
             key: "new.arch",
             found: self.arch.clone(),
-            expected: format!("one of {}", Arch::ALL.map(Arch::name).join(", ")),
+            expected: format!("one of {}", learning().map(Arch::name).collect::<Vec<_>>().join(", ")),
             hint: "llama is the usual choice",
         };
-        let arch = Arch::from_name(&self.arch).ok_or_else(unknown)?;
+        let arch = Arch::from_name(&self.arch).filter(|arch| learning().any(|known| known == *arch));
+        let arch = arch.ok_or_else(unknown)?;
         let ModelShape { n_layers, hidden, ffn, n_heads, .. } = *self;
         let n_kv_heads = self.n_kv_heads.unwrap_or(n_heads);
         let head_dim = self.head_dim.unwrap_or(hidden / n_heads.max(1));
@@ -80,6 +81,11 @@ impl ModelShape {
     }
 }
 
+/// Architectures whose training steps have gradients: neither experts nor recurrent layers do.
+fn learning() -> impl Iterator<Item = Arch> {
+    Arch::ALL.into_iter().filter(|arch| !matches!(arch, Arch::Qwen3Moe | Arch::Qwen35 | Arch::Lfm2))
+}
+
 fn find(name: &str) -> Result<&'static NamedShape, ConfigError> {
     NamedShape::find(name).ok_or_else(|| ConfigError::UnknownShape {
         name: name.to_owned(),
@@ -101,7 +107,7 @@ mod tests {
 
     #[test]
     fn a_table_makes_a_model_of_each_architecture() {
-        for arch in Arch::ALL {
+        for arch in learning() {
             let config = NewModel::Shape(table(arch.name())).model_config(300, 64).unwrap();
             assert_eq!((config.n_vocab, config.head_dim, config.n_context), (320, 8, 64), "{arch}");
             let model = Model::fresh(config, 1).unwrap();
@@ -122,8 +128,10 @@ mod tests {
         let error = NewModel::Named("lama-10m".into()).usual_vocab().unwrap_err();
         assert!(error.to_string().contains("lama-10m"), "{error}");
         assert!(error.hint().unwrap().contains("llama-10m"), "{error:?}");
-        let error = NewModel::Shape(table("mamba")).model_config(300, 64).unwrap_err();
-        assert!(error.to_string().contains("one of llama, qwen2, qwen3, gemma3"), "{error}");
+        for arch in ["mamba", "qwen3moe", "qwen35", "lfm2"] {
+            let error = NewModel::Shape(table(arch)).model_config(300, 64).unwrap_err();
+            assert!(error.to_string().contains("one of llama, qwen2, qwen3, gemma3"), "{error}");
+        }
         for change in [
             |s: &mut ModelShape| s.hidden = usize::MAX,
             |s: &mut ModelShape| s.n_layers = 1 << 23,

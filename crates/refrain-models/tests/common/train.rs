@@ -95,6 +95,10 @@ fn rounded(tensor: &HostTensor, dtype: DType) -> Vec<u8> {
     }
 }
 
+pub(crate) fn load(case: &str) -> Model {
+    Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap()
+}
+
 impl Bench {
     pub(crate) fn new(case: &str, spec: TrainSpec, phase: TrainPhase) -> Bench {
         Bench::with(case, spec, phase, |graph| graph)
@@ -107,8 +111,7 @@ impl Bench {
         phase: TrainPhase,
         change: impl FnOnce(Graph) -> Graph,
     ) -> Bench {
-        let model = Model::load(&ModelFiles::open(folder(case)).unwrap()).unwrap();
-        Bench::of(model, spec, phase, change)
+        Bench::of(load(case), spec, phase, change)
     }
 
     /// The same of any model.
