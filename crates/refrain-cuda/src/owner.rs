@@ -50,6 +50,7 @@ static OWNERS: Mutex<Vec<KnownOwner>> = Mutex::new(Vec::new());
 struct KnownOwner {
     /// How it was opened, where it may be opened that way again.
     kind: Option<DeviceKind>,
+    device: Device,
     worker: WeakWorker<DeviceOwner>,
 }
 
@@ -74,22 +75,13 @@ pub(crate) enum DeviceRef<'a> {
 pub(crate) fn attach(opened: DeviceRef<'_>, limit: Duration) -> Result<Worker<DeviceOwner>, CudaError> {
     // Held to the end: who opens the same device meanwhile finds this one.
     let mut owners = OWNERS.lock().unwrap_or_else(PoisonError::into_inner);
-    let (mut found, mut others) = (None, Vec::new());
-    owners.retain(|known| {
-        let Some(worker) = known.worker.upgrade() else { return false };
-        let is_it = match &opened {
-            DeviceRef::Kind(kind) => known.kind.as_ref().is_some_and(|known| is_same_kind(known, kind)),
-            DeviceRef::Device(device) => worker.device().is_same(device),
-        };
-        if is_it && found.is_none() {
-            found = Some(worker)
-        } else {
-            others.push(worker)
-        }
-        true
-    });
-    if let Some(worker) = found {
-        drop(owners);
+    owners.retain(|known| known.worker.is_alive());
+    // Only the one that is asked for gets a further handle: whoever drops the last one waits for the end of the thread.
+    let is_it = |known: &&KnownOwner| match &opened {
+        DeviceRef::Kind(kind) => known.kind.as_ref().is_some_and(|known| is_same_kind(known, kind)),
+        DeviceRef::Device(device) => known.device.is_same(device),
+    };
+    if let Some(worker) = owners.iter().filter(is_it).find_map(|known| known.worker.upgrade()) {
         return Ok(worker);
     }
     let (device, kind) = match opened {
@@ -104,10 +96,7 @@ pub(crate) fn attach(opened: DeviceRef<'_>, limit: Duration) -> Result<Worker<De
     };
     let worker = device.spawn(limit, |ctx| Ok(DeviceOwner::new(ctx)));
     let worker = worker.map_err(CudaError::driver("starting the device thread"))?;
-    owners.push(KnownOwner { kind, worker: worker.downgrade() });
-    // Not before the list is free: dropping the last handle to a thread waits for its end.
-    drop(owners);
-    drop(others);
+    owners.push(KnownOwner { kind, device, worker: worker.downgrade() });
     Ok(worker)
 }
 

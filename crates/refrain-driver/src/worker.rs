@@ -65,6 +65,12 @@ pub struct Worker<S> {
 pub struct WeakWorker<S>(Weak<DeviceThread<S>>);
 
 impl<S> WeakWorker<S> {
+    /// Whether the thread still has a handle.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        self.0.strong_count() > 0
+    }
+
     /// A handle of its own, if the thread is still there.
     #[must_use]
     pub fn upgrade(&self) -> Option<Worker<S>> {

@@ -26,7 +26,9 @@ impl NewModel {
         let padded = n_tokens.next_multiple_of(VOCAB_MULTIPLE);
         let config = match self {
             NewModel::Named(name) => {
-                let mut config = find(name)?.fresh_config(context);
+                let shape = find(name)?;
+                learns(shape.arch().name())?;
+                let mut config = shape.fresh_config(context);
                 config.n_vocab = padded;
                 config
             }
@@ -40,14 +42,7 @@ impl NewModel {
 
 impl ModelShape {
     fn model_config(&self, usual_vocab: usize, context: usize) -> Result<ModelConfig, ConfigError> {
-        let unknown = || ConfigError::Value {
-            key: "new.arch",
-            found: self.arch.clone(),
-            expected: format!("one of {}", learning().map(Arch::name).collect::<Vec<_>>().join(", ")),
-            hint: "llama is the usual choice",
-        };
-        let arch = Arch::from_name(&self.arch).filter(|arch| learning().any(|known| known == *arch));
-        let arch = arch.ok_or_else(unknown)?;
+        let arch = learns(&self.arch)?;
         let ModelShape { n_layers, hidden, ffn, n_heads, .. } = *self;
         let n_kv_heads = self.n_kv_heads.unwrap_or(n_heads);
         let head_dim = self.head_dim.unwrap_or(hidden / n_heads.max(1));
@@ -84,6 +79,17 @@ impl ModelShape {
 /// Architectures whose training steps have gradients: neither experts nor recurrent layers do.
 fn learning() -> impl Iterator<Item = Arch> {
     Arch::ALL.into_iter().filter(|arch| !matches!(arch, Arch::Qwen3Moe | Arch::Qwen35 | Arch::Lfm2))
+}
+
+/// The architecture of that name, if it can be trained.
+fn learns(name: &str) -> Result<Arch, ConfigError> {
+    let arch = Arch::from_name(name).filter(|arch| learning().any(|known| known == *arch));
+    arch.ok_or_else(|| ConfigError::Value {
+        key: "new.arch",
+        found: name.to_owned(),
+        expected: format!("one of {}", learning().map(Arch::name).collect::<Vec<_>>().join(", ")),
+        hint: "llama is the usual choice",
+    })
 }
 
 fn find(name: &str) -> Result<&'static NamedShape, ConfigError> {
@@ -132,6 +138,8 @@ mod tests {
             let error = NewModel::Shape(table(arch)).model_config(300, 64).unwrap_err();
             assert!(error.to_string().contains("one of llama, qwen2, qwen3, gemma3"), "{error}");
         }
+        let named = NewModel::Named("qwen3-30b-a3b".into()).model_config(300, 64).unwrap_err();
+        assert!(named.to_string().contains("qwen3moe"), "{named}");
         for change in [
             |s: &mut ModelShape| s.hidden = usize::MAX,
             |s: &mut ModelShape| s.n_layers = 1 << 23,
