@@ -15,7 +15,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use refrain_driver::{Context, Device, DeviceKind, DriverError, WeakWorker, Worker};
+use refrain_driver::{Context, Device, DeviceKind, DriverError, WeakDevice, WeakWorker, Worker};
 use refrain_kernels::{Kernels, LoadOptions};
 
 use crate::error::{CudaError, HeldBytes};
@@ -50,7 +50,7 @@ static OWNERS: Mutex<Vec<KnownOwner>> = Mutex::new(Vec::new());
 struct KnownOwner {
     /// How it was opened, where it may be opened that way again.
     kind: Option<DeviceKind>,
-    device: Device,
+    device: WeakDevice,
     worker: WeakWorker<DeviceOwner>,
 }
 
@@ -79,7 +79,7 @@ pub(crate) fn attach(opened: DeviceRef<'_>, limit: Duration) -> Result<Worker<De
     // Only the one that is asked for gets a further handle: whoever drops the last one waits for the end of the thread.
     let is_it = |known: &&KnownOwner| match &opened {
         DeviceRef::Kind(kind) => known.kind.as_ref().is_some_and(|known| is_same_kind(known, kind)),
-        DeviceRef::Device(device) => known.device.is_same(device),
+        DeviceRef::Device(device) => known.device.is(device),
     };
     if let Some(worker) = owners.iter().filter(is_it).find_map(|known| known.worker.upgrade()) {
         return Ok(worker);
@@ -96,7 +96,7 @@ pub(crate) fn attach(opened: DeviceRef<'_>, limit: Duration) -> Result<Worker<De
     };
     let worker = device.spawn(limit, |ctx| Ok(DeviceOwner::new(ctx)));
     let worker = worker.map_err(CudaError::driver("starting the device thread"))?;
-    owners.push(KnownOwner { kind, device, worker: worker.downgrade() });
+    owners.push(KnownOwner { kind, device: device.downgrade(), worker: worker.downgrade() });
     Ok(worker)
 }
 

@@ -30,6 +30,18 @@ pub struct Device {
     pub(crate) shared: Arc<Shared>,
 }
 
+/// A device that may be closed meanwhile.
+#[derive(Clone, Debug)]
+pub struct WeakDevice(std::sync::Weak<Shared>);
+
+impl WeakDevice {
+    /// Whether it is this open device.
+    #[must_use]
+    pub fn is(&self, device: &Device) -> bool {
+        std::ptr::eq(self.0.as_ptr(), Arc::as_ptr(&device.shared))
+    }
+}
+
 impl Device {
     /// Opens a device and checks that its probe kernels load.
     pub fn open(kind: DeviceKind) -> Result<Device, DriverError> {
@@ -86,6 +98,12 @@ impl Device {
     #[must_use]
     pub fn is_same(&self, other: &Device) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// Tells this device from others without keeping it open.
+    #[must_use]
+    pub fn downgrade(&self) -> WeakDevice {
+        WeakDevice(Arc::downgrade(&self.shared))
     }
 
     /// `cuda` or `sim`.

@@ -123,7 +123,7 @@ mod real; // the real driver
 
 pub use api::{CaptureStatus, Code, DeviceInfo, EdgeKind, FunctionAttribute, NodeKind};
 pub use bulk::{Bulk, BulkOptions};
-pub use device::{Context, Device, DeviceKind, capture_status};
+pub use device::{Context, Device, DeviceKind, WeakDevice, capture_status};
 pub use error::{DriverError, Lost, Origin};
 pub use event::Event;
 pub use graph::{Graph, GraphInfo, Outputs};
