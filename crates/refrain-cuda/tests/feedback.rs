@@ -297,8 +297,8 @@ fn logits_that_are_not_finite_end_a_run_and_say_so() {
         let first = bed.backend.take(&mut bed.compiled, &mut run).unwrap().rows[0].unwrap();
         assert!(first.flags.has(refrain_graph::StepFlags::NON_FINITE), "{first:?}");
         assert!(first.ended() && first.logprob.is_nan() && first.position == 0, "{first:?}");
-        // What was sent ahead of it commits nothing.
-        assert_eq!(bed.backend.finish(&mut bed.compiled, &mut run).unwrap(), 4);
+        // What was sent ahead of it commits nothing. Steps that the device thread has not sent yet when the end is seen never are.
+        assert!(bed.backend.finish(&mut bed.compiled, &mut run).unwrap() <= 4);
     }
 }
 
