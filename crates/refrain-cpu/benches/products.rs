@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use refrain_cpu::pool::{Pool, default_threads, static_range};
 use refrain_cpu::simd::{
-    Acts, Level, Product, WeightMatrix, act_bytes, act_kind, matmul_parallel, pack, quantize_row,
+    Acts, Level, WeightMatrix, WeightProduct, act_bytes, act_kind, matmul_parallel, pack, quantize_row,
 };
 use refrain_tensor::DType;
 
@@ -125,7 +125,9 @@ fn time_products(
     let mut times = Vec::new();
     for _ in 0..n_rounds {
         for &w in slices {
-            times.push(time(|| matmul_parallel(pool, level, &acts, &mut [Product { w, out: &mut out }])));
+            times.push(time(|| {
+                matmul_parallel(pool, level, &acts, &mut [WeightProduct { w, out: &mut out }])
+            }));
         }
     }
     black_box(&out);

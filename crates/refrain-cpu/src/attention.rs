@@ -9,18 +9,22 @@ use refrain_tensor::DType;
 use std::ops::Range;
 
 /// Where the rows of a step lie in the cache. Made once the control block was found to point inside it.
-pub(crate) struct Pages<'a> {
+pub(crate) struct CachePages<'a> {
     paging: &'a Paging,
     positions: &'a [i32],
     seqs: &'a [i32],
     tables: &'a [i32],
 }
 
-impl<'a> Pages<'a> {
+impl<'a> CachePages<'a> {
     /// Refuses positions, sequences and blocks outside the cache.
-    pub(crate) fn new(paging: &'a Paging, control: &'a [i32], label: &str) -> Result<Pages<'a>, RunError> {
+    pub(crate) fn new(
+        paging: &'a Paging,
+        control: &'a [i32],
+        label: &str,
+    ) -> Result<CachePages<'a>, RunError> {
         let (positions, seqs) = (&control[paging.positions.clone()], &control[paging.seqs.clone()]);
-        let pages = Pages { paging, positions, seqs, tables: &control[paging.tables.clone()] };
+        let pages = CachePages { paging, positions, seqs, tables: &control[paging.tables.clone()] };
         let refuse = |what, got: i32, limit| {
             Err(RunError::OutOfRange { label: label.into(), what, got: got.into(), limit })
         };
@@ -55,7 +59,7 @@ impl<'a> Pages<'a> {
 }
 
 /// Writes the rows of a step into the cache.
-pub(crate) fn kv_append(level: Level, pages: &Pages<'_>, dtype: DType, x: &[f32], cache: &mut [u8]) {
+pub(crate) fn kv_append(level: Level, pages: &CachePages<'_>, dtype: DType, x: &[f32], cache: &mut [u8]) {
     let Paging { n_kv_heads, kv_block, head_dim, .. } = *pages.paging;
     for (row, (&position, &seq)) in pages.positions.iter().zip(pages.seqs).enumerate() {
         let Ok(position) = usize::try_from(position) else { continue };
@@ -104,7 +108,7 @@ const MAX_GROUP: usize = 32;
 pub(crate) fn attend(
     pool: &Pool,
     level: Level,
-    pages: &Pages<'_>,
+    pages: &CachePages<'_>,
     attention: &Attention,
     q: &[f32],
     caches: Caches<'_>,
@@ -127,7 +131,7 @@ pub(crate) fn attend(
 /// Heads of one row that share a KV head.
 fn attend_row(
     level: Level,
-    pages: &Pages<'_>,
+    pages: &CachePages<'_>,
     attention: &Attention,
     q: &[f32],
     caches: Caches<'_>,

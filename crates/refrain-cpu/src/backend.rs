@@ -1,9 +1,9 @@
 //! The CPU behind the [`Backend`] trait.
 
-use crate::compile::{Program, fuses, is_cache_dtype};
+use crate::compile::{CpuProgram, fuses, is_cache_dtype};
 use crate::experts::Sorted;
 use crate::pool::{Pool, PoolError};
-use crate::run::{Line, Machine, Scratch};
+use crate::run::{AlignedLine, Executor, RunScratch};
 use crate::simd::{ActError, Level};
 use crate::weights::{CpuStates, CpuWeights};
 use refrain_graph::{
@@ -83,10 +83,10 @@ impl CpuBackend {
         &self.pool
     }
 
-    /// Runs a compiled graph and tells how long each of its calls took, in the order of [`Compiled::kernels`].
+    /// Runs a compiled graph and tells how long each of its calls took, in the order of [`CpuCompiled::kernels`].
     pub fn run_timed(
         &mut self,
-        compiled: &mut Compiled,
+        compiled: &mut CpuCompiled,
         io: Io<'_, CpuBackend>,
     ) -> Result<Vec<Duration>, RunError> {
         check_io(compiled, &io)?;
@@ -94,7 +94,7 @@ impl CpuBackend {
         let _step = pool.step();
         let mut times = Vec::with_capacity(compiled.program.calls.len());
         let (weights, states, control) = (io.weights, io.states, io.control);
-        let mut machine = Machine { pool: &pool, level: self.level, weights, states, control };
+        let mut machine = Executor { pool: &pool, level: self.level, weights, states, control };
         machine.run(compiled, Some(&mut times))?;
         Ok(times)
     }
@@ -106,14 +106,14 @@ impl CpuBackend {
 }
 
 /// A graph made ready for the CPU.
-pub struct Compiled {
+pub struct CpuCompiled {
     pub(crate) plan: Plan,
-    pub(crate) program: Program,
-    pub(crate) arena: Vec<Line>,
-    pub(crate) scratch: Scratch,
+    pub(crate) program: CpuProgram,
+    pub(crate) arena: Vec<AlignedLine>,
+    pub(crate) scratch: RunScratch,
 }
 
-impl Compiled {
+impl CpuCompiled {
     /// Each call with the label of its (first) step and the kernel that runs it.
     pub fn kernels(&self) -> impl Iterator<Item = (&str, &'static str)> {
         self.program.calls.iter().map(|c| (self.plan.steps()[c.step].label.as_str(), c.kernel.name()))
@@ -128,7 +128,7 @@ impl Compiled {
 impl Backend for CpuBackend {
     type Weights = CpuWeights;
     type States = CpuStates;
-    type Compiled = Compiled;
+    type Compiled = CpuCompiled;
 
     fn name(&self) -> &'static str {
         "cpu"
@@ -223,21 +223,21 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn compile(&self, graph: &Graph) -> Result<Compiled, CompileError> {
+    fn compile(&self, graph: &Graph) -> Result<CpuCompiled, CompileError> {
         self.check(graph)?;
         let plan = Plan::fused(graph, PlanOptions::default(), &|query| self.fuses(query))?;
-        let program = Program::new(&plan, graph.weights(), self.n_threads());
-        let lines = |bytes: usize| vec![Line::default(); bytes.div_ceil(64)];
+        let program = CpuProgram::new(&plan, graph.weights(), self.n_threads());
+        let lines = |bytes: usize| vec![AlignedLine::default(); bytes.div_ceil(64)];
         let angles = program.tables.iter().map(|t| vec![0.0; t.positions.len() * t.n_dims]).collect();
         let (acts, values) = (lines(program.acts_bytes), lines(4 * program.value_floats));
         let mut sorted = Sorted::default();
         sorted.reserve(program.choices[0], program.choices[1]);
-        let scratch = Scratch { acts, angles, values, sorted, ..Scratch::default() };
+        let scratch = RunScratch { acts, angles, values, sorted, ..RunScratch::default() };
         let arena = lines(plan.arena_bytes());
-        Ok(Compiled { plan, program, arena, scratch })
+        Ok(CpuCompiled { plan, program, arena, scratch })
     }
 
-    fn kernels(&self, compiled: &Compiled) -> Vec<(usize, Cow<'static, str>)> {
+    fn kernels(&self, compiled: &CpuCompiled) -> Vec<(usize, Cow<'static, str>)> {
         compiled.program.calls.iter().map(|c| (c.step, c.kernel.name().into())).collect()
     }
 
@@ -253,22 +253,22 @@ impl Backend for CpuBackend {
         layouts
     }
 
-    fn plan<'c>(&self, compiled: &'c Compiled) -> &'c Plan {
+    fn plan<'c>(&self, compiled: &'c CpuCompiled) -> &'c Plan {
         &compiled.plan
     }
 
-    fn run(&mut self, compiled: &mut Compiled, io: Io<'_, CpuBackend>) -> Result<Ran, RunError> {
+    fn run(&mut self, compiled: &mut CpuCompiled, io: Io<'_, CpuBackend>) -> Result<Ran, RunError> {
         check_io(compiled, &io)?;
         let pool = self.pool.clone();
         let _step = pool.step();
         let level = self.level;
         let mut machine =
-            Machine { pool: &pool, level, weights: io.weights, states: io.states, control: io.control };
+            Executor { pool: &pool, level, weights: io.weights, states: io.states, control: io.control };
         machine.run(compiled, None)?;
         Ok(Ran::Eager(Reason::NoGraphsHere { backend: "cpu" }))
     }
 
-    fn read(&mut self, compiled: &Compiled, output: usize, into: &mut [u8]) -> Result<(), RunError> {
+    fn read(&mut self, compiled: &CpuCompiled, output: usize, into: &mut [u8]) -> Result<(), RunError> {
         let mismatch = |because| RunError::Mismatch { what: "outputs", because };
         let Some(operand) = compiled.plan.outputs().get(output) else {
             return Err(mismatch(format!("the plan has no output {output}")));
@@ -300,7 +300,7 @@ fn no_memory(label: &str, bytes: usize) -> RunError {
     RunError::Backend { backend: "cpu", label: label.into(), source: Box::new(CpuError::NoMemory { bytes }) }
 }
 
-fn check_io(compiled: &Compiled, io: &Io<'_, CpuBackend>) -> Result<(), RunError> {
+fn check_io(compiled: &CpuCompiled, io: &Io<'_, CpuBackend>) -> Result<(), RunError> {
     let mismatch = |what, because| Err(RunError::Mismatch { what, because });
     let need = compiled.plan.control().bytes();
     if io.control.len() != need {

@@ -22,7 +22,7 @@ pub(crate) enum Loc {
 
 /// One of the products that share activations.
 #[derive(Clone, Debug)]
-pub(crate) struct Part {
+pub(crate) struct ProductOutput {
     pub weight: WeightId,
     pub out: Range<usize>, // [m, n]
 }
@@ -66,7 +66,7 @@ pub(crate) enum Kernel {
         k: usize,
         kind: ActKind,
         prepared: bool,
-        parts: Vec<Part>,
+        parts: Vec<ProductOutput>,
     },
     GatherWeight {
         table: WeightId,
@@ -194,14 +194,14 @@ impl Kernel {
 
 /// A kernel and the (first) step it stands for.
 #[derive(Clone, Debug)]
-pub(crate) struct Call {
+pub(crate) struct KernelCall {
     pub kernel: Kernel,
     pub step: usize,
 }
 
 /// Sines and cosines for one set of frequencies, computed once per run.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct RopeTable {
+pub(crate) struct AngleTable {
     pub inv_freq: WeightId,
     pub positions: Range<usize>,
     pub magnitude: f32,
@@ -210,9 +210,9 @@ pub(crate) struct RopeTable {
     pub back: bool,
 }
 
-impl RopeTable {
+impl AngleTable {
     /// The number of a table among all, to which it is added if it is new.
-    pub(crate) fn find(tables: &mut Vec<RopeTable>, table: RopeTable) -> usize {
+    pub(crate) fn find(tables: &mut Vec<AngleTable>, table: AngleTable) -> usize {
         let known = tables.iter().position(|t| *t == table);
         known.unwrap_or_else(|| {
             tables.push(table);
@@ -223,9 +223,9 @@ impl RopeTable {
 
 /// The calls of a plan, and what they need besides the arena.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Program {
-    pub calls: Vec<Call>,
-    pub tables: Vec<RopeTable>,
+pub(crate) struct CpuProgram {
+    pub calls: Vec<KernelCall>,
+    pub tables: Vec<AngleTable>,
     /// The largest set of prepared activations.
     pub acts_bytes: usize,
     /// The most floats that a call on values or experts needs.
@@ -234,9 +234,9 @@ pub(crate) struct Program {
     pub choices: [usize; 2],
 }
 
-impl Program {
-    pub(crate) fn new(plan: &Plan, weights: &[Weight], n_threads: usize) -> Program {
-        let mut program = Program::default();
+impl CpuProgram {
+    pub(crate) fn new(plan: &Plan, weights: &[Weight], n_threads: usize) -> CpuProgram {
+        let mut program = CpuProgram::default();
         let learns = plan.steps().iter().any(|step| matches!(step.op, Op::Train(_)));
         let plan = &Shaped { plan, weights, learns };
         for group in plan.groups() {
@@ -258,7 +258,7 @@ impl Program {
                 if let Kernel::Experts(call) = &kernel {
                     program.make_room(call);
                 }
-                program.push(Call { kernel, step }, n_calls);
+                program.push(KernelCall { kernel, step }, n_calls);
             }
         }
         program
@@ -274,15 +274,16 @@ impl Program {
 
     /// Products of one group become one call, or share the activations that the one before prepared. Calls of the group
     /// begin at `first`.
-    fn push(&mut self, mut call: Call, first: usize) {
+    fn push(&mut self, mut call: KernelCall, first: usize) {
         let Kernel::Products { x, k, kind, prepared, parts } = &mut call.kernel else {
             self.calls.push(call);
             return;
         };
         let m = x.len() / (*k).max(1);
         self.acts_bytes = self.acts_bytes.max(m * act_bytes(*kind, *k).unwrap_or(0));
-        if let Some(Call { kernel: Kernel::Products { x: x0, kind: kind0, parts: parts0, .. }, .. }) =
-            self.calls[first..].last_mut()
+        if let Some(KernelCall {
+            kernel: Kernel::Products { x: x0, kind: kind0, parts: parts0, .. }, ..
+        }) = self.calls[first..].last_mut()
         {
             debug_assert_eq!(x0, x, "products of one group have the same rows");
             if kind0 == kind && parts0.len() < MAX_OUTS {
@@ -409,7 +410,7 @@ pub(crate) fn is_cache_dtype(dtype: DType) -> bool {
 }
 
 /// The kernel for a step; `None` when its layout has none.
-fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Option<Kernel> {
+fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<AngleTable>) -> Option<Kernel> {
     let step = &plan.steps()[step_idx];
     let (ins, outs) = (&step.inputs, &step.outputs);
     let out = |i: usize| arena(plan, &outs[i]);
@@ -439,7 +440,7 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Op
         }
         Op::Rope(rope) => {
             let x = arena(plan, &ins[0])?;
-            let table = RopeTable {
+            let table = AngleTable {
                 inv_freq: vector_weight(plan, &ins[2])?,
                 positions: control(plan, &ins[1])?,
                 magnitude: rope.magnitude,
@@ -448,7 +449,7 @@ fn kernel(plan: &Shaped<'_>, step_idx: usize, tables: &mut Vec<RopeTable>) -> Op
             };
             let dims = ins[0].layout.shape();
             let (n_heads, head_dim) = (dims.dims()[1], dims.dims()[2]);
-            let table = RopeTable::find(tables, table);
+            let table = AngleTable::find(tables, table);
             Some(Kernel::Rope { rope: *rope, table, x, out: out(0)?, n_heads, head_dim })
         }
         Op::KvAppend => {
@@ -539,7 +540,7 @@ fn products(plan: &Shaped<'_>, ins: &[Operand], out: Range<usize>) -> Option<Ker
     let k = w.layout.shape().dims()[1];
     let kind = act_kind(w.dtype)?;
     act_bytes(kind, k)?;
-    Some(Kernel::Products { x, k, kind, prepared: false, parts: vec![Part { weight, out }] })
+    Some(Kernel::Products { x, k, kind, prepared: false, parts: vec![ProductOutput { weight, out }] })
 }
 
 /// A router, or products with experts.

@@ -3,7 +3,7 @@
 //! A compiled graph is a list of calls over one arena. Products with weights take the weights as
 //! the file has them, or repacked without loss into the order in which they are read. Training steps, whose weights are
 //! states and whose values may be F16 or BF16, have kernels of their own (`values`). An op in a layout that has no
-//! kernel of its own runs as its reference version; [`Compiled::kernels`] tells which calls do.
+//! kernel of its own runs as its reference version; [`CpuCompiled::kernels`] tells which calls do.
 //!
 //! Invariant: no slow path is hidden; `unsafe` lives in `simd` and `pool` alone.
 //! Invariant: results do not depend on the number of threads.
@@ -28,6 +28,6 @@ mod sample; // choosing a token
 mod backend; // all of it behind the trait
 mod bandwidth; // what memory can deliver
 
-pub use backend::{Compiled, CpuBackend, CpuError};
+pub use backend::{CpuBackend, CpuCompiled, CpuError};
 pub use sample::sample_row;
 pub use weights::{CpuStates, CpuWeights};

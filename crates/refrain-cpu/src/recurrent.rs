@@ -17,7 +17,7 @@ pub(crate) struct SlotPaging {
 }
 
 /// Rows of one sequence that stand together.
-pub(crate) struct Piece {
+pub(crate) struct SequenceChunk {
     rows: Range<usize>,
     /// Where its state is; `None` for one that begins.
     read: Option<usize>,
@@ -26,7 +26,7 @@ pub(crate) struct Piece {
 
 impl SlotPaging {
     /// The piece that begins at the first row from `from` on that is no padding. Refuses numbers that point outside.
-    fn next(&self, control: &[i32], from: usize, label: &str) -> Result<Option<Piece>, RunError> {
+    fn next(&self, control: &[i32], from: usize, label: &str) -> Result<Option<SequenceChunk>, RunError> {
         let (positions, seqs) = (&control[self.positions.clone()], &control[self.seqs.clone()]);
         let slots = &control[self.slots.clone()];
         let refuse = |what, got: i32, limit| {
@@ -48,7 +48,7 @@ impl SlotPaging {
         }
         let goes_on = |&row: &usize| positions[row] >= 0 && seqs[row] == seq;
         let n_rows = (first..positions.len()).take_while(goes_on).count();
-        Ok(Some(Piece {
+        Ok(Some(SequenceChunk {
             rows: first..first + n_rows,
             read: (position > 0).then_some(versions[position % 2] as usize),
             write: versions[(position + 1) % 2] as usize,
@@ -60,7 +60,7 @@ impl SlotPaging {
         &self,
         control: &[i32],
         label: &str,
-        mut f: impl FnMut(&Piece),
+        mut f: impl FnMut(&SequenceChunk),
     ) -> Result<(), RunError> {
         let mut from = 0;
         while let Some(piece) = self.next(control, from, label)? {
@@ -71,7 +71,7 @@ impl SlotPaging {
     }
 }
 
-impl Piece {
+impl SequenceChunk {
     /// The slot that is read, if any, and the one that is written.
     fn slots<'s>(&self, state: &'s mut [f32], len: usize) -> (Option<&'s [f32]>, &'s mut [f32]) {
         let Some(read) = self.read else { return (None, &mut state[self.write * len..][..len]) };
@@ -90,8 +90,8 @@ pub(crate) const MAX_WIDTH: usize = 8;
 pub(crate) fn short_conv(
     pool: &Pool,
     level: Level,
-    piece: &Piece,
-    (x, w, silu): (Rows<'_>, &[f32], bool),
+    piece: &SequenceChunk,
+    (x, w, silu): (ArenaRows<'_>, &[f32], bool),
     state: &mut [f32],
     y: &mut [f32],
 ) {
@@ -141,17 +141,17 @@ pub(crate) struct DeltaOperands {
 
 /// Rows of the arena.
 #[derive(Clone, Copy)]
-pub(crate) struct Rows<'a> {
+pub(crate) struct ArenaRows<'a> {
     at: &'a RowsAt,
     data: &'a [f32],
 }
 
-impl<'a> Rows<'a> {
-    pub(crate) fn new(carved: &Carved<'a>, at: &'a RowsAt) -> Rows<'a> {
+impl<'a> ArenaRows<'a> {
+    pub(crate) fn new(carved: &Carved<'a>, at: &'a RowsAt) -> ArenaRows<'a> {
         let Some(data) = carved.read(&at.range()) else {
             unreachable!("a recurrent layer never overwrites its inputs")
         };
-        Rows { at, data }
+        ArenaRows { at, data }
     }
 
     fn row(&self, row: usize) -> &'a [f32] {
@@ -162,9 +162,9 @@ impl<'a> Rows<'a> {
 /// The gated delta rule over one piece, row by row and in each row head by head.
 pub(crate) fn gated_delta(
     (pool, level): (&Pool, Level),
-    piece: &Piece,
+    piece: &SequenceChunk,
     (delta, operands): (&GatedDelta, &DeltaOperands),
-    [q, k, v, a, b]: [Rows<'_>; 5],
+    [q, k, v, a, b]: [ArenaRows<'_>; 5],
     [decay, dt_bias]: [&[f32]; 2],
     state: &mut [f32],
     y: &mut [f32],

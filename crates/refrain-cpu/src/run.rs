@@ -1,17 +1,17 @@
 //! Runs the calls of a compiled graph, one after another.
 
-use crate::attention::{Caches, Pages, attend, kv_append};
-use crate::backend::{Compiled, CpuError};
-use crate::compile::{Call, Kernel, Loc, RopeTable};
+use crate::attention::{CachePages, Caches, attend, kv_append};
+use crate::backend::{CpuCompiled, CpuError};
+use crate::compile::{AngleTable, Kernel, KernelCall, Loc};
 use crate::experts::{ExpertCall, ExpertFault, ExpertRun, RouteCall, Sorted, Then, route_row};
 use crate::memory::{Carved, carve};
 use crate::pool::Pool;
-use crate::recurrent::{self, Rows};
+use crate::recurrent::{self, ArenaRows};
 use crate::rows;
 use crate::sample::{Candidates, choose};
-use crate::simd::{self, ExpertBias, Level, Product, matmul_parallel, prepare_parallel};
+use crate::simd::{self, ExpertBias, Level, WeightProduct, matmul_parallel, prepare_parallel};
 use crate::values::Values;
-use crate::weights::{CpuStates, CpuWeights, Entry};
+use crate::weights::{CpuStates, CpuWeights, WeightEntry};
 use refrain_graph::{Place, Plan, RunError, SAMPLE_PARAMS, WeightId};
 use refrain_reference::{In, Out, ReferenceError, Sampling};
 use std::ops::Range;
@@ -19,24 +19,24 @@ use std::time::{Duration, Instant};
 
 /// Memory that calls share and that lives from run to run, so that no run allocates.
 #[derive(Default)]
-pub(crate) struct Scratch {
+pub(crate) struct RunScratch {
     /// Prepared activations, as cache lines so that they are aligned.
-    pub acts: Vec<Line>,
+    pub acts: Vec<AlignedLine>,
     /// Cosines and sines, one table after another; `[n, n_dims]` each.
     pub angles: Vec<Vec<f32>>,
     pub candidates: Candidates,
     /// What calls on values need, and products with experts.
-    pub values: Vec<Line>,
+    pub values: Vec<AlignedLine>,
     /// Rows sorted by expert.
     pub sorted: Sorted,
 }
 
 #[derive(Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
-pub(crate) struct Line([u32; 16]);
+pub(crate) struct AlignedLine([u32; 16]);
 
 /// What a call may touch.
-pub(crate) struct Machine<'a> {
+pub(crate) struct Executor<'a> {
     pub pool: &'a Pool,
     pub level: Level,
     pub weights: &'a CpuWeights,
@@ -47,14 +47,14 @@ pub(crate) struct Machine<'a> {
 // Rows shorter than this in all are not worth waking threads for.
 const PARALLEL_ELEMENTS: usize = 16 * 1024;
 
-impl Machine<'_> {
+impl Executor<'_> {
     /// Runs all calls, and notes how long each took where that is asked for.
     pub(crate) fn run(
         &mut self,
-        compiled: &mut Compiled,
+        compiled: &mut CpuCompiled,
         mut times: Option<&mut Vec<Duration>>,
     ) -> Result<(), RunError> {
-        let Compiled { plan, program, arena, scratch } = compiled;
+        let CpuCompiled { plan, program, arena, scratch } = compiled;
         let arena: &mut [f32] = bytemuck::cast_slice_mut(arena);
         for (table, angles) in program.tables.iter().zip(&mut scratch.angles) {
             self.fill_angles(table, angles);
@@ -75,12 +75,14 @@ impl Machine<'_> {
 
     fn vector(&self, id: refrain_graph::WeightId) -> &[f32] {
         match self.weights.entry(id) {
-            Entry::Vector(values) => values,
-            Entry::Matrix { .. } => unreachable!("only weights of one dimension are compiled as vectors"),
+            WeightEntry::Vector(values) => values,
+            WeightEntry::Matrix { .. } => {
+                unreachable!("only weights of one dimension are compiled as vectors")
+            }
         }
     }
 
-    fn fill_angles(&self, table: &RopeTable, angles: &mut [f32]) {
+    fn fill_angles(&self, table: &AngleTable, angles: &mut [f32]) {
         let inv_freq = self.vector(table.inv_freq);
         let positions = &self.words()[table.positions.clone()];
         let sign = if table.back { -1.0 } else { 1.0 };
@@ -93,9 +95,9 @@ impl Machine<'_> {
     fn call(
         &mut self,
         plan: &Plan,
-        call: &Call,
+        call: &KernelCall,
         arena: &mut [f32],
-        scratch: &mut Scratch,
+        scratch: &mut RunScratch,
     ) -> Result<(), RunError> {
         let level = self.level;
         let label = &plan.steps()[call.step].label;
@@ -114,10 +116,11 @@ impl Machine<'_> {
                 };
                 let acts = acts.map_err(|e| broken(label, CpuError::Acts(e)))?;
                 let product = |i: usize, out| match self.weights.matrix(parts[i].weight) {
-                    Some(w) => Ok(Product { w, out }),
+                    Some(w) => Ok(WeightProduct { w, out }),
                     None => Err(broken(label, CpuError::NotAMatrix)),
                 };
-                let run = |products: &mut [Product<'_>]| matmul_parallel(self.pool, level, &acts, products);
+                let run =
+                    |products: &mut [WeightProduct<'_>]| matmul_parallel(self.pool, level, &acts, products);
                 let [a, b, c, d] = carved.outs;
                 match parts.len() {
                     1 => run(&mut [product(0, a)?]),
@@ -215,11 +218,11 @@ impl Machine<'_> {
             }
             Kernel::KvAppend { state, dtype, x, paging } => {
                 let words: &[i32] = bytemuck::cast_slice(self.control);
-                let pages = Pages::new(paging, words, label)?;
+                let pages = CachePages::new(paging, words, label)?;
                 kv_append(level, &pages, *dtype, &arena[x.clone()], self.states.get_mut(*state));
             }
             Kernel::Attention { attention, q, out, states, dtype, n_heads, paging } => {
-                let pages = Pages::new(paging, self.words(), label)?;
+                let pages = CachePages::new(paging, self.words(), label)?;
                 let carved = carve(arena, std::slice::from_ref(out));
                 let Some(q) = carved.read(q) else { unreachable!("attention never overwrites its input") };
                 let caches = states.map(|s| self.states.get(s));
@@ -228,11 +231,11 @@ impl Machine<'_> {
             }
             Kernel::ShortConv { state, x, w, silu, out, paging } => {
                 let words: &[i32] = bytemuck::cast_slice(self.control);
-                let Entry::Vector(w) = self.weights.entry(*w) else {
+                let WeightEntry::Vector(w) = self.weights.entry(*w) else {
                     unreachable!("compiled for filters in vectors")
                 };
                 let carved = carve(arena, std::slice::from_ref(out));
-                let x = Rows::new(&carved, x);
+                let x = ArenaRows::new(&carved, x);
                 let [y, ..] = carved.outs;
                 y.fill(0.0);
                 let slots: &mut [f32] = bytemuck::cast_slice_mut(self.states.get_mut(*state));
@@ -243,13 +246,13 @@ impl Machine<'_> {
             Kernel::GatedDelta { delta, state, operands, decay, dt_bias, out, paging } => {
                 let words: &[i32] = bytemuck::cast_slice(self.control);
                 let vector = |id: WeightId| match self.weights.entry(id) {
-                    Entry::Vector(values) => &values[..],
-                    Entry::Matrix { .. } => unreachable!("compiled for vectors"),
+                    WeightEntry::Vector(values) => &values[..],
+                    WeightEntry::Matrix { .. } => unreachable!("compiled for vectors"),
                 };
                 let heads = [vector(*decay), vector(*dt_bias)];
                 let carved = carve(arena, std::slice::from_ref(out));
                 let o = &**operands;
-                let rows = [&o.q, &o.k, &o.v, &o.a, &o.b].map(|at| Rows::new(&carved, at));
+                let rows = [&o.q, &o.k, &o.v, &o.a, &o.b].map(|at| ArenaRows::new(&carved, at));
                 let [y, ..] = carved.outs;
                 y.fill(0.0);
                 let slots: &mut [f32] = bytemuck::cast_slice_mut(self.states.get_mut(*state));
@@ -333,7 +336,7 @@ impl Machine<'_> {
         d: usize,
         out: &mut [f32],
     ) -> Result<(), RunError> {
-        let Entry::Matrix { tensor, .. } = self.weights.entry(table) else {
+        let WeightEntry::Matrix { tensor, .. } = self.weights.entry(table) else {
             return Err(broken(label, CpuError::NotAMatrix));
         };
         let row_bytes = tensor.dtype().bytes_for(d).unwrap_or(0);
@@ -351,7 +354,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    fn route(&self, call: &RouteCall, arena: &mut [f32], scratch: &mut Scratch) {
+    fn route(&self, call: &RouteCall, arena: &mut [f32], scratch: &mut RunScratch) {
         let vectors = [call.bias, call.scales].map(|id| id.map(|id| self.vector(id)));
         let numbers: &mut [f32] = bytemuck::cast_slice_mut(&mut scratch.values);
         let carved = carve(arena, &[call.ids.clone(), call.weights.clone()]);
@@ -369,14 +372,14 @@ impl Machine<'_> {
         label: &str,
         call: &ExpertCall,
         arena: &mut [f32],
-        scratch: &mut Scratch,
+        scratch: &mut RunScratch,
     ) -> Result<(), RunError> {
         let carved = carve(arena, std::slice::from_ref(&call.out));
         let bias = |id: &WeightId| match self.weights.entry(*id) {
-            Entry::Matrix { tensor, .. } => {
+            WeightEntry::Matrix { tensor, .. } => {
                 Some(ExpertBias { dtype: tensor.dtype(), bytes: tensor.bytes().as_slice() })
             }
-            Entry::Vector(_) => None,
+            WeightEntry::Vector(_) => None,
         };
         let acts = call.n_acts() * simd::act_bytes(call.kind, call.k).unwrap_or(0);
         let products: &mut [f32] = bytemuck::cast_slice_mut(&mut scratch.values);
@@ -463,15 +466,15 @@ impl Machine<'_> {
                 Place::Control { offset, .. } => &self.control[offset..offset + buffer.bytes],
                 Place::State(id) => self.states.get(id.idx()),
                 Place::Weight(id) => match self.weights.entry(id) {
-                    Entry::Matrix { tensor, .. } => tensor.bytes().as_slice(),
-                    Entry::Vector(values) => bytemuck::cast_slice(values),
+                    WeightEntry::Matrix { tensor, .. } => tensor.bytes().as_slice(),
+                    WeightEntry::Vector(values) => bytemuck::cast_slice(values),
                 },
             };
             inputs.push((operand, bytes));
         }
         let dtype_of = |operand: &refrain_graph::Operand| match plan.buffer(operand.buffer).place {
             // Vectors were decoded when they were loaded.
-            Place::Weight(id) if matches!(self.weights.entry(id), Entry::Vector(_)) => {
+            Place::Weight(id) if matches!(self.weights.entry(id), WeightEntry::Vector(_)) => {
                 refrain_tensor::DType::F32
             }
             Place::Weight(_) | Place::Arena { .. } | Place::Control { .. } | Place::State(_) => operand.dtype,

@@ -1,7 +1,7 @@
 //! Where weights and states lie.
 
 use crate::pool::Pool;
-use crate::simd::{Level, Packed, WeightError, WeightMatrix, pack};
+use crate::simd::{Level, PackedMatrix, WeightError, WeightMatrix, pack};
 use refrain_graph::{RunError, SlotLayout, State, StateId, WeightId};
 use refrain_tensor::{DType, HostTensor, TensorError};
 
@@ -10,14 +10,14 @@ const PAGE_WORDS: usize = 4096 / 8;
 
 /// The weights of a model, ready for products.
 pub struct CpuWeights {
-    entries: Vec<Entry>,
+    entries: Vec<WeightEntry>,
 }
 
-pub(crate) enum Entry {
+pub(crate) enum WeightEntry {
     /// Norms, biases and tables, as floats.
     Vector(Vec<f32>),
     /// A matrix over the file's bytes, with a repacked copy where products are faster from it.
-    Matrix { tensor: HostTensor, packed: Option<Box<Packed>> },
+    Matrix { tensor: HostTensor, packed: Option<Box<PackedMatrix>> },
 }
 
 impl CpuWeights {
@@ -29,7 +29,7 @@ impl CpuWeights {
     ) -> Result<CpuWeights, TensorError> {
         let entry = |tensor: HostTensor| {
             if tensor.shape().rank() < 2 {
-                return tensor.to_f32().map(Entry::Vector);
+                return tensor.to_f32().map(WeightEntry::Vector);
             }
             let packed = match (repack, matrix_of(&tensor)) {
                 (true, Some(Ok(matrix))) => pack(pool, level, &matrix).map(Box::new),
@@ -39,7 +39,7 @@ impl CpuWeights {
                 // One tensor at a time, so that file and copy are never both in memory as a whole.
                 tensor.bytes().release();
             }
-            Ok(Entry::Matrix { tensor, packed })
+            Ok(WeightEntry::Matrix { tensor, packed })
         };
         Ok(CpuWeights { entries: tensors.into_iter().map(entry).collect::<Result<_, _>>()? })
     }
@@ -48,16 +48,16 @@ impl CpuWeights {
         self.entries.len()
     }
 
-    pub(crate) fn entry(&self, id: WeightId) -> &Entry {
+    pub(crate) fn entry(&self, id: WeightId) -> &WeightEntry {
         &self.entries[id.idx()]
     }
 
     /// The matrix of a product; those of all experts, one after another, for a weight of three dimensions.
     pub(crate) fn matrix(&self, id: WeightId) -> Option<WeightMatrix<'_>> {
         match self.entry(id) {
-            Entry::Matrix { packed: Some(packed), .. } => Some(packed.matrix()),
-            Entry::Matrix { tensor, packed: None } => matrix_of(tensor)?.ok(),
-            Entry::Vector(_) => None,
+            WeightEntry::Matrix { packed: Some(packed), .. } => Some(packed.matrix()),
+            WeightEntry::Matrix { tensor, packed: None } => matrix_of(tensor)?.ok(),
+            WeightEntry::Vector(_) => None,
         }
     }
 
@@ -66,8 +66,8 @@ impl CpuWeights {
         self.entries
             .iter()
             .map(|e| match e {
-                Entry::Matrix { packed: Some(packed), .. } => packed.n_bytes(),
-                Entry::Matrix { packed: None, .. } | Entry::Vector(_) => 0,
+                WeightEntry::Matrix { packed: Some(packed), .. } => packed.n_bytes(),
+                WeightEntry::Matrix { packed: None, .. } | WeightEntry::Vector(_) => 0,
             })
             .sum()
     }
@@ -75,13 +75,13 @@ impl CpuWeights {
     /// For each matrix, its type, its layout in memory and its bytes.
     pub(crate) fn layouts(&self) -> impl Iterator<Item = (DType, &'static str, usize)> {
         self.entries.iter().filter_map(|e| match e {
-            Entry::Matrix { tensor, packed: Some(packed) } => {
+            WeightEntry::Matrix { tensor, packed: Some(packed) } => {
                 Some((tensor.dtype(), packed.layout_name(), packed.n_bytes()))
             }
-            Entry::Matrix { tensor, packed: None } => {
+            WeightEntry::Matrix { tensor, packed: None } => {
                 Some((tensor.dtype(), "as in the file", tensor.bytes().as_slice().len()))
             }
-            Entry::Vector(_) => None,
+            WeightEntry::Vector(_) => None,
         })
     }
 }

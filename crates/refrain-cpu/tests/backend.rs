@@ -3,7 +3,8 @@
 use refrain_cpu::CpuBackend;
 use refrain_cpu::simd::Level;
 use refrain_graph::{
-    Backend, CompileError, Graph, GraphBuilder, Io, Op, Origin, Place, Ran, Reason, StateKind, Unary, ValueId,
+    Backend, CompileError, Graph, GraphBuilder, Io, Op, Place, Ran, Reason, StateKind, Unary, ValueId,
+    ValueOrigin,
 };
 use refrain_tensor::{Bytes, DType, HostTensor};
 use refrain_testkit::{Arg, Case, Feed, Tol, cases, check_all};
@@ -72,7 +73,7 @@ fn through_arena(case: &Case) -> Case {
     for (idx, value) in graph.values().iter().enumerate() {
         let id = ValueId::from_idx(idx);
         let made = match value.origin {
-            Origin::Input(i) => {
+            ValueOrigin::Input(i) => {
                 let input = &graph.inputs()[i.idx()];
                 let made = builder.input(&input.name, input.ty).unwrap();
                 // A sampler's parameters stay in the control block; only its logits are computed.
@@ -80,9 +81,9 @@ fn through_arena(case: &Case) -> Case {
                     input.ty.dtype == DType::F32 && (i.idx() == 0 || !matches!(case.op, Op::Sample(_)));
                 if moved { builder.unary(Unary::Affine { mul: 1.0, add: 0.0 }, made).unwrap() } else { made }
             }
-            Origin::Weight(w) => builder.weight(w),
-            Origin::State(s) => builder.state(s),
-            Origin::Node { .. } => continue,
+            ValueOrigin::Weight(w) => builder.weight(w),
+            ValueOrigin::State(s) => builder.state(s),
+            ValueOrigin::Node { .. } => continue,
         };
         map.insert(id, made);
     }

@@ -16,7 +16,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicBool, Ordering};
 use loom::thread::{self, JoinHandle, Thread};
 
-use region::Shared;
+use region::PoolShared;
 
 /// A thread that is joined by spinning. An `unpark` may come late, after the one it was meant for has gone on, and then
 /// loom's own `join` would take it for the end of the thread.
@@ -46,14 +46,14 @@ impl Joined {
 
 /// The pool without the parts that have nothing to do with other threads.
 struct Pool {
-    shared: Arc<Shared>,
+    shared: Arc<PoolShared>,
     workers: Vec<Joined>,
     wake: Vec<Thread>,
 }
 
 impl Pool {
     fn new(n_threads: usize) -> Pool {
-        let shared = Arc::new(Shared::new(n_threads));
+        let shared = Arc::new(PoolShared::new(n_threads));
         let start = |worker_idx| {
             let shared = Arc::clone(&shared);
             Joined::spawn(move || region::work(&shared, worker_idx))

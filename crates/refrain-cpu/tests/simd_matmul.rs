@@ -5,7 +5,7 @@ mod common;
 use common::*;
 use refrain_cpu::pool::Pool;
 use refrain_cpu::simd::{
-    Acts, Level, OutTile, Product, WeightError, WeightMatrix, act_kind, matmul, matmul_parallel, pack,
+    Acts, Level, OutTile, WeightError, WeightMatrix, WeightProduct, act_kind, matmul, matmul_parallel, pack,
     prepare_parallel,
 };
 use refrain_tensor::DType;
@@ -221,7 +221,7 @@ fn any_number_of_threads_gives_the_same_bits() {
         let mut prepared = vec![0; m * refrain_cpu::simd::act_bytes(w.act_kind(), k).unwrap()];
         let acts = prepare_parallel(&pool, level, w.act_kind(), &x, k, &mut prepared).unwrap();
         let mut outs: Vec<Vec<f32>> = (0..6).map(|_| vec![f32::NAN; m * n_rows]).collect();
-        let mut products: Vec<Product> = outs.iter_mut().map(|out| Product { w, out }).collect();
+        let mut products: Vec<WeightProduct> = outs.iter_mut().map(|out| WeightProduct { w, out }).collect();
         matmul_parallel(&pool, level, &acts, &mut products);
         for out in outs {
             assert_eq!(bits(&out), bits(&want), "{n_threads} threads");

@@ -1,6 +1,6 @@
 //! What a pass knows of a graph: values through their views, and who reads them.
 
-use crate::graph::{Graph, NodeId, Origin, ValueId};
+use crate::graph::{Graph, NodeId, ValueId, ValueOrigin};
 use crate::op::Op;
 use crate::plan::PlanError;
 use refrain_tensor::{DType, Layout};
@@ -11,7 +11,7 @@ pub struct Seen {
     /// The value whose elements these are; never a view.
     pub source: ValueId,
     /// Where that comes from.
-    pub origin: Origin,
+    pub origin: ValueOrigin,
     /// Element type.
     pub dtype: DType,
     /// Where each element lies among those of the source.
@@ -21,12 +21,12 @@ pub struct Seen {
 impl Seen {
     /// Whether these are elements of a weight.
     pub fn is_weight(&self) -> bool {
-        matches!(self.origin, Origin::Weight(_))
+        matches!(self.origin, ValueOrigin::Weight(_))
     }
 }
 
 /// Views looked through, and readers.
-pub(crate) struct Facts<'g> {
+pub(crate) struct GraphFacts<'g> {
     pub(crate) graph: &'g Graph,
     // For each value.
     seen: Vec<Seen>,
@@ -36,17 +36,17 @@ pub(crate) struct Facts<'g> {
     is_output: Vec<bool>,
 }
 
-impl<'g> Facts<'g> {
-    pub(crate) fn of(graph: &'g Graph) -> Result<Facts<'g>, PlanError> {
+impl<'g> GraphFacts<'g> {
+    pub(crate) fn of(graph: &'g Graph) -> Result<GraphFacts<'g>, PlanError> {
         let n = graph.values().len();
         let (seen, readers, is_output) = (Vec::with_capacity(n), vec![Vec::new(); n], vec![false; n]);
-        let mut facts = Facts { graph, seen, readers, is_output };
+        let mut facts = GraphFacts { graph, seen, readers, is_output };
         for (idx, value) in graph.values().iter().enumerate() {
             let (source, layout) = (ValueId::from_idx(idx), Layout::contiguous(value.ty.shape));
             let whole = Seen { source, origin: value.origin, dtype: value.ty.dtype, layout };
             facts.seen.push(match value.origin {
-                Origin::Node { node, .. } => facts.through_view(node)?.unwrap_or(whole),
-                Origin::Input(_) | Origin::Weight(_) | Origin::State(_) => whole,
+                ValueOrigin::Node { node, .. } => facts.through_view(node)?.unwrap_or(whole),
+                ValueOrigin::Input(_) | ValueOrigin::Weight(_) | ValueOrigin::State(_) => whole,
             });
         }
         for (idx, node) in graph.nodes().iter().enumerate() {
@@ -107,13 +107,13 @@ impl<'g> Facts<'g> {
     /// The node that makes what is seen, and which of its outputs it is, if that is seen whole and in order. Its shape
     /// may be another one.
     pub(crate) fn producer(&self, seen: &Seen) -> Option<(NodeId, usize)> {
-        let Origin::Node { node, output } = seen.origin else { return None };
+        let ValueOrigin::Node { node, output } = seen.origin else { return None };
         let whole = self.graph.value(seen.source).ty.shape.n_elements();
         let in_order = seen.layout.is_contiguous() && seen.layout.offset() == 0;
         (in_order && seen.layout.shape().n_elements() == whole).then_some((node, output))
     }
 
-    /// As [`Facts::producer`], of something that is seen in its own shape.
+    /// As [`GraphFacts::producer`], of something that is seen in its own shape.
     pub(crate) fn producer_of_same(&self, seen: &Seen) -> Option<(NodeId, usize)> {
         let same = seen.layout.shape() == self.graph.value(seen.source).ty.shape;
         self.producer(seen).filter(|_| same)

@@ -1,6 +1,6 @@
 //! Nodes that run better as one node, and nodes that nobody reads.
 
-use crate::graph::{Graph, NodeId, Origin, ValueId};
+use crate::graph::{Graph, NodeId, ValueId, ValueOrigin};
 use crate::op::{Binary, Gate, Op, Unary};
 use crate::schedule::{Dependencies, is_view, source};
 use crate::train_op::TrainOp;
@@ -60,7 +60,7 @@ fn add_to_made(
     uses: &Uses,
     joins: &Joins,
     place: &[usize],
-) -> Option<(NodeId, Joined)> {
+) -> Option<(NodeId, JoinedNode)> {
     let node = graph.node(add);
     if !matches!(node.op, Op::Binary(Binary::Add)) {
         return None;
@@ -70,7 +70,7 @@ fn add_to_made(
         return None;
     }
     [(right, left), (left, right)].into_iter().find_map(|(made, other)| {
-        let Origin::Node { node: maker, output: 0 } = graph.value(made).origin else { return None };
+        let ValueOrigin::Node { node: maker, output: 0 } = graph.value(made).origin else { return None };
         let by = graph.node(maker);
         if !uses.is_only(made, add) || joins.at.contains_key(&maker) || joins.absorbed[maker.idx()] {
             return None;
@@ -78,11 +78,12 @@ fn add_to_made(
         let outputs = node.outputs.clone();
         if matches!(by.op, Op::MatMul) {
             let [a, b] = [by.inputs[0], by.inputs[1]];
-            let of_weight = matches!(graph.value(source(graph, b)).origin, Origin::Weight(_));
+            let of_weight = matches!(graph.value(source(graph, b)).origin, ValueOrigin::Weight(_));
             let dtype = graph.value(made).ty.dtype;
             let types = [a, b].map(|value| graph.value(value).ty);
             let fits = types.iter().all(|ty| ty.shape.rank() == 2 && ty.dtype == dtype);
-            let joined = Joined { op: Op::Train(TrainOp::AddProduct), inputs: vec![other, a, b], outputs };
+            let joined =
+                JoinedNode { op: Op::Train(TrainOp::AddProduct), inputs: vec![other, a, b], outputs };
             return (!of_weight && fits).then_some((maker, joined));
         }
         let Op::Train(TrainOp::RmsNormGrad { eps, adds: false }) = by.op else { return None };
@@ -91,7 +92,7 @@ fn add_to_made(
         let op = Op::Train(TrainOp::RmsNormGrad { eps, adds: true });
         let inputs = [by.inputs.as_slice(), &[other]].concat();
         let outputs = vec![outputs[0], by.outputs[1]];
-        later.then_some((maker, Joined { op, inputs, outputs }))
+        later.then_some((maker, JoinedNode { op, inputs, outputs }))
     })
 }
 
@@ -108,13 +109,13 @@ impl<'g> Rebuilt<'g> {
         let mut map = HashMap::new();
         for (idx, value) in graph.values().iter().enumerate() {
             let new = match value.origin {
-                Origin::Input(i) => {
+                ValueOrigin::Input(i) => {
                     let input = &graph.inputs()[i.idx()];
                     builder.input(&input.name, input.ty)?
                 }
-                Origin::Weight(w) => builder.weight(w),
-                Origin::State(s) => builder.state(s),
-                Origin::Node { .. } => continue,
+                ValueOrigin::Weight(w) => builder.weight(w),
+                ValueOrigin::State(s) => builder.state(s),
+                ValueOrigin::Node { .. } => continue,
             };
             map.insert(ValueId::from_idx(idx), new);
         }
@@ -133,7 +134,7 @@ impl<'g> Rebuilt<'g> {
         let mut views = Vec::new();
         let mut at = value;
         while !self.map.contains_key(&at) {
-            let Origin::Node { node, .. } = self.graph.value(at).origin else {
+            let ValueOrigin::Node { node, .. } = self.graph.value(at).origin else {
                 unreachable!("inputs, weights and states were mapped first");
             };
             assert!(is_view(self.graph, node.idx()), "{} is read too early", self.graph.node(node).label);
@@ -163,7 +164,7 @@ impl<'g> Rebuilt<'g> {
     }
 }
 
-struct Joined {
+struct JoinedNode {
     op: Op,
     inputs: Vec<ValueId>,
     outputs: Vec<ValueId>,
@@ -171,7 +172,7 @@ struct Joined {
 
 /// Joined nodes by the node whose place each takes, and the nodes that go into one elsewhere.
 struct Joins {
-    at: HashMap<NodeId, Joined>,
+    at: HashMap<NodeId, JoinedNode>,
     absorbed: Vec<bool>,
 }
 
@@ -232,7 +233,7 @@ fn live_nodes(graph: &Graph) -> Vec<bool> {
         }
     }
     while let Some(value) = stack.pop() {
-        if let Origin::Node { node, .. } = graph.value(value).origin
+        if let ValueOrigin::Node { node, .. } = graph.value(value).origin
             && !std::mem::replace(&mut live[node.idx()], true)
         {
             stack.extend(&graph.node(node).inputs);
@@ -243,28 +244,28 @@ fn live_nodes(graph: &Graph) -> Vec<bool> {
 
 /// A product, one factor of which is an activation that nobody else reads, of the other's shape. The gate takes the
 /// product's place, where both factors are known.
-fn gate(graph: &Graph, product: NodeId, uses: &Uses) -> Option<(NodeId, Joined)> {
+fn gate(graph: &Graph, product: NodeId, uses: &Uses) -> Option<(NodeId, JoinedNode)> {
     let node = graph.node(product);
     if !matches!(node.op, Op::Binary(Binary::Mul)) {
         return None;
     }
     let &[left, right] = node.inputs.as_slice() else { return None };
     [(left, right), (right, left)].into_iter().find_map(|(activated, up)| {
-        let Origin::Node { node: maker, .. } = graph.value(activated).origin else { return None };
+        let ValueOrigin::Node { node: maker, .. } = graph.value(activated).origin else { return None };
         let Op::Unary(function) = graph.node(maker).op else { return None };
         let gate = [(Unary::Silu, Gate::Silu), (Unary::GeluTanh, Gate::GeluTanh)]
             .into_iter()
             .find_map(|(unary, gate)| (unary == function).then_some(gate))?;
         let x = graph.node(maker).inputs[0];
         let fits = uses.is_only(activated, product) && graph.value(up).ty == graph.value(x).ty;
-        let joined = Joined { op: Op::Gate(gate), inputs: vec![x, up], outputs: node.outputs.clone() };
+        let joined = JoinedNode { op: Op::Gate(gate), inputs: vec![x, up], outputs: node.outputs.clone() };
         fits.then_some((maker, joined))
     })
 }
 
 /// A sum that an RMS norm reads, whose weights are there before any node runs. The joined node takes the sum's place,
 /// where others may read it.
-fn add_norm(graph: &Graph, add: NodeId, uses: &Uses) -> Option<(NodeId, Joined)> {
+fn add_norm(graph: &Graph, add: NodeId, uses: &Uses) -> Option<(NodeId, JoinedNode)> {
     let node = graph.node(add);
     if !matches!(node.op, Op::Binary(Binary::Add)) {
         return None;
@@ -278,9 +279,9 @@ fn add_norm(graph: &Graph, add: NodeId, uses: &Uses) -> Option<(NodeId, Joined)>
         let norm = graph.node(reader);
         let Op::RmsNorm { eps } = norm.op else { return None };
         let w = norm.inputs[1];
-        let is_made = matches!(graph.value(source(graph, w)).origin, Origin::Node { .. });
+        let is_made = matches!(graph.value(source(graph, w)).origin, ValueOrigin::Node { .. });
         let fits = norm.inputs[0] == sum && !is_made;
         let outputs = vec![sum, norm.outputs[0]];
-        fits.then(|| (reader, Joined { op: Op::AddRmsNorm { eps }, inputs: vec![a, b, w], outputs }))
+        fits.then(|| (reader, JoinedNode { op: Op::AddRmsNorm { eps }, inputs: vec![a, b, w], outputs }))
     })
 }

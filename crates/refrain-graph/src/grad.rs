@@ -7,7 +7,7 @@
 //! Nodes that are appended read the incoming gradient first. A node runs right before what needs it, operands from left
 //! to right, so a value that is computed again (see [`Recompute`]) is computed when the backward pass gets there.
 
-use crate::graph::{Graph, GraphBuilder, GraphError, Node, NodeId, Origin, ValueId};
+use crate::graph::{Graph, GraphBuilder, GraphError, Node, NodeId, ValueId, ValueOrigin};
 use crate::op::{Binary, Compare, Op, Reduce, Unary, View};
 use crate::train_op::TrainOp;
 use refrain_tensor::{DType, Shape};
@@ -157,7 +157,7 @@ impl<'b> Backward<'b> {
                 let more = self.materialise(adjoint, value)?;
                 // What a weight gets from its last use waits for its first one, across the whole backward pass: better
                 // as a gradient than as the larger values that it is made of.
-                if !matches!(self.graph().value(value).origin, Origin::Node { .. }) {
+                if !matches!(self.graph().value(value).origin, ValueOrigin::Node { .. }) {
                     self.builder.compute_early(known);
                 }
                 Adjoint::Value(self.builder.add(known, more)?)
@@ -394,7 +394,7 @@ impl<'b> Backward<'b> {
 
     /// The dimensions in another order. Turning back what was turned gives the original.
     fn permute(&mut self, value: ValueId, order: &[usize]) -> Result<ValueId, GradError> {
-        if let Origin::Node { node, .. } = self.graph().value(value).origin
+        if let ValueOrigin::Node { node, .. } = self.graph().value(value).origin
             && let Op::View(View::Permute(first)) = &self.graph().node(node).op
             && order.iter().enumerate().all(|(to, &from)| first[from] == to)
         {
@@ -406,7 +406,7 @@ impl<'b> Backward<'b> {
     /// A frozen weight in another dtype is decoded once more rather than kept: the decoded weights of all layers would be
     /// larger than the model.
     fn decoded_again(&mut self, value: ValueId) -> Result<ValueId, GradError> {
-        let Origin::Node { node, .. } = self.graph().value(value).origin else { return Ok(value) };
+        let ValueOrigin::Node { node, .. } = self.graph().value(value).origin else { return Ok(value) };
         let Node { op, inputs, label, .. } = self.graph().node(node).clone();
         let source = match (&op, inputs.as_slice()) {
             (Op::Cast(_), &[weight]) if self.is_weight(weight) => weight,
@@ -420,7 +420,7 @@ impl<'b> Backward<'b> {
     }
 
     fn is_weight(&self, value: ValueId) -> bool {
-        matches!(self.graph().value(value).origin, Origin::Weight(_))
+        matches!(self.graph().value(value).origin, ValueOrigin::Weight(_))
     }
 
     /// The last two dimensions exchanged.
@@ -435,7 +435,7 @@ impl<'b> Backward<'b> {
     fn dense(&mut self, value: ValueId) -> Result<ValueId, GradError> {
         let mut at = value;
         loop {
-            let Origin::Node { node, .. } = self.graph().value(at).origin else { return Ok(value) };
+            let ValueOrigin::Node { node, .. } = self.graph().value(at).origin else { return Ok(value) };
             let Op::View(view) = &self.graph().node(node).op else { return Ok(value) };
             match view {
                 View::Reshape(_) => at = self.graph().node(node).inputs[0],

@@ -40,7 +40,7 @@ ids! {
 
 /// Where a value comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
+pub enum ValueOrigin {
     /// Set before each step.
     Input(InputId),
     /// Loaded once.
@@ -62,7 +62,7 @@ pub struct Value {
     /// Type.
     pub ty: TensorType,
     /// Source.
-    pub origin: Origin,
+    pub origin: ValueOrigin,
 }
 
 /// One computation.
@@ -225,9 +225,9 @@ impl Graph {
         let mut value = value;
         loop {
             match self.value(value).origin {
-                Origin::State(id) => return Some(id),
-                Origin::Input(_) | Origin::Weight(_) => return None,
-                Origin::Node { node, output } => {
+                ValueOrigin::State(id) => return Some(id),
+                ValueOrigin::Input(_) | ValueOrigin::Weight(_) => return None,
+                ValueOrigin::Node { node, output } => {
                     let node = self.node(node);
                     let updated = node.op.state_updates().into_iter().find(|(out, _)| *out == output);
                     value = match updated {
@@ -243,7 +243,7 @@ impl Graph {
     /// The version of a state that a value is or is a view of.
     fn state_version(&self, value: ValueId) -> Option<(StateId, ValueId)> {
         let mut version = value;
-        while let Origin::Node { node, .. } = self.value(version).origin
+        while let ValueOrigin::Node { node, .. } = self.value(version).origin
             && matches!(self.node(node).op, Op::View(_))
         {
             version = self.node(node).inputs[0];
@@ -314,10 +314,10 @@ impl GraphBuilder {
         let mut graph = Graph { weights, states, ..Graph::default() };
         let mut values = Vec::new();
         for (i, w) in graph.weights.iter().enumerate() {
-            values.push(Value { ty: w.ty, origin: Origin::Weight(WeightId::from_idx(i)) });
+            values.push(Value { ty: w.ty, origin: ValueOrigin::Weight(WeightId::from_idx(i)) });
         }
         for (i, s) in graph.states.iter().enumerate() {
-            values.push(Value { ty: s.ty, origin: Origin::State(StateId::from_idx(i)) });
+            values.push(Value { ty: s.ty, origin: ValueOrigin::State(StateId::from_idx(i)) });
         }
         let n_weights = graph.weights.len();
         let ids: Vec<ValueId> = (0..values.len()).map(ValueId::from_idx).collect();
@@ -362,7 +362,7 @@ impl GraphBuilder {
         }
         let id = InputId::from_idx(self.graph.inputs.len());
         self.graph.inputs.push(Input { name: name.into(), ty });
-        Ok(self.push_value(ty, Origin::Input(id)))
+        Ok(self.push_value(ty, ValueOrigin::Input(id)))
     }
 
     /// The value of a weight.
@@ -408,7 +408,7 @@ impl GraphBuilder {
 
     /// Whether a value is a step input.
     pub fn is_input(&self, value: ValueId) -> bool {
-        matches!(self.graph.value(value).origin, Origin::Input(_))
+        matches!(self.graph.value(value).origin, ValueOrigin::Input(_))
     }
 
     /// The input that a value is.
@@ -417,8 +417,8 @@ impl GraphBuilder {
     /// When the value is something else.
     pub fn input_id(&self, value: ValueId) -> InputId {
         match self.graph.value(value).origin {
-            Origin::Input(id) => id,
-            other @ (Origin::Weight(_) | Origin::State(_) | Origin::Node { .. }) => {
+            ValueOrigin::Input(id) => id,
+            other @ (ValueOrigin::Weight(_) | ValueOrigin::State(_) | ValueOrigin::Node { .. }) => {
                 panic!("{other:?} is not a step input")
             }
         }
@@ -454,7 +454,7 @@ impl GraphBuilder {
         let outputs: Vec<ValueId> = out_types
             .into_iter()
             .enumerate()
-            .map(|(output, ty)| self.push_value(ty, Origin::Node { node, output }))
+            .map(|(output, ty)| self.push_value(ty, ValueOrigin::Node { node, output }))
             .collect();
         for (output, state) in changed {
             self.state_values[state.idx()] = outputs[output];
@@ -485,7 +485,7 @@ impl GraphBuilder {
         }
     }
 
-    fn push_value(&mut self, ty: TensorType, origin: Origin) -> ValueId {
+    fn push_value(&mut self, ty: TensorType, origin: ValueOrigin) -> ValueId {
         let id = ValueId::from_idx(self.graph.values.len());
         self.graph.values.push(Value { ty, origin });
         id

@@ -5,7 +5,7 @@
 //! members stand next to each other in the plan, and every buffer that one of them touches lives as long as they run
 //! together. So nothing depends on the order in which a model builds its nodes.
 
-use crate::facts::{Facts, Seen};
+use crate::facts::{GraphFacts, Seen};
 use crate::graph::{Graph, NodeId};
 use crate::inputs::StepInputs;
 use crate::op::{Binary, Op};
@@ -206,7 +206,7 @@ pub enum Fusion {
 pub struct GroupQuery<'a> {
     /// What it is.
     pub kind: &'a GroupKind,
-    facts: &'a Facts<'a>,
+    facts: &'a GraphFacts<'a>,
 }
 
 impl<'a> GroupQuery<'a> {
@@ -248,19 +248,19 @@ pub struct Refusal {
 }
 
 /// A group with what the backend said of it.
-pub(crate) struct Found {
+pub(crate) struct CheckedGroup {
     pub(crate) kind: GroupKind,
     pub(crate) is_staged: bool,
 }
 
 /// Every node but views in a group, and why some groups are not larger.
 pub(crate) struct Grouping {
-    pub(crate) groups: Vec<Found>,
+    pub(crate) groups: Vec<CheckedGroup>,
     pub(crate) refusals: Vec<Refusal>,
 }
 
 pub(crate) fn find(
-    facts: &Facts<'_>,
+    facts: &GraphFacts<'_>,
     dependencies: &Dependencies,
     fuses: &dyn Fn(&GroupQuery<'_>) -> Fusion,
 ) -> Grouping {
@@ -290,7 +290,7 @@ pub(crate) fn find(
 }
 
 struct Pass<'a> {
-    facts: &'a Facts<'a>,
+    facts: &'a GraphFacts<'a>,
     fuses: &'a dyn Fn(&GroupQuery<'_>) -> Fusion,
     levels: Vec<usize>,
     after: Vec<Vec<usize>>,
@@ -311,7 +311,7 @@ impl Pass<'_> {
     fn take(&mut self, kind: GroupKind, is_staged: bool) {
         let group = self.found.groups.len();
         kind.nodes().iter().for_each(|node| self.group_of[node.idx()] = Some(group));
-        self.found.groups.push(Found { kind, is_staged });
+        self.found.groups.push(CheckedGroup { kind, is_staged });
     }
 
     /// Takes the first of some groups, from the largest, that can be one and that the backend runs as one.
@@ -525,7 +525,7 @@ impl Pass<'_> {
 }
 
 /// Products with weights, those of the same rows together, in canonical order.
-fn products(facts: &Facts<'_>, order: &[NodeId]) -> Vec<Vec<NodeId>> {
+fn products(facts: &GraphFacts<'_>, order: &[NodeId]) -> Vec<Vec<NodeId>> {
     let mut sets: Vec<Vec<NodeId>> = Vec::new();
     let mut by_source: HashMap<_, Vec<usize>> = HashMap::new();
     for &node in order {
@@ -558,7 +558,7 @@ struct Chain {
 }
 
 impl Chain {
-    fn of(facts: &Facts<'_>, attention: NodeId) -> Option<Chain> {
+    fn of(facts: &GraphFacts<'_>, attention: NodeId) -> Option<Chain> {
         let op = |node: NodeId| &facts.graph.node(node).op;
         if !matches!(op(attention), Op::Attention(_)) || is_empty(&facts.output(attention, 0)) {
             return None;
@@ -593,7 +593,7 @@ impl Chain {
     }
 
     /// The chain as one group, with and without the norms before it; none where others read what lies between.
-    fn attend(&self, facts: &Facts<'_>) -> Vec<Attend> {
+    fn attend(&self, facts: &GraphFacts<'_>) -> Vec<Attend> {
         let RopeAppend { ropes: [q, k], appends } = self.rope_append;
         let is_alone = facts.is_only_reader(self.attention, q, 0) && facts.is_only_reader(appends[0], k, 0);
         if !is_alone {
@@ -622,7 +622,7 @@ impl Chain {
 
 impl AttendStored {
     /// Around an attention, with and without the norm of its queries.
-    fn of(facts: &Facts<'_>, attention: NodeId) -> Vec<AttendStored> {
+    fn of(facts: &GraphFacts<'_>, attention: NodeId) -> Vec<AttendStored> {
         let op = |node: NodeId| &facts.graph.node(node).op;
         if !matches!(op(attention), Op::Attention(_)) || is_empty(&facts.output(attention, 0)) {
             return Vec::new();

@@ -49,12 +49,12 @@ pub enum InferError {
 }
 
 /// The inputs of an op, as its rule looks at them.
-pub(crate) struct Rule<'a> {
+pub(crate) struct RuleInputs<'a> {
     pub(crate) op: &'static str,
     pub(crate) inputs: &'a [TensorType],
 }
 
-impl Rule<'_> {
+impl RuleInputs<'_> {
     pub(crate) fn arity(&self, want: usize) -> Result<(), InferError> {
         if self.inputs.len() == want {
             return Ok(());
@@ -97,7 +97,7 @@ impl Rule<'_> {
 impl Op {
     /// The types of the outputs for those inputs, or why there are none.
     pub fn infer(&self, inputs: &[TensorType]) -> Result<Vec<TensorType>, InferError> {
-        let rule = Rule { op: self.name(), inputs };
+        let rule = RuleInputs { op: self.name(), inputs };
         match self {
             Op::View(view) => {
                 rule.arity(1)?;
@@ -291,14 +291,14 @@ impl View {
     }
 }
 
-fn infer_binary(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+fn infer_binary(rule: &RuleInputs<'_>) -> Result<Vec<TensorType>, InferError> {
     rule.arity(2)?;
     rule.float(0)?;
     Ok(vec![infer_broadcast(rule, [0, 1])?])
 }
 
 /// The type of two inputs of one dtype, broadcast to one shape.
-fn infer_broadcast(rule: &Rule<'_>, [i, j]: [usize; 2]) -> Result<TensorType, InferError> {
+fn infer_broadcast(rule: &RuleInputs<'_>, [i, j]: [usize; 2]) -> Result<TensorType, InferError> {
     let [a, b] = [rule.inputs[i], rule.inputs[j]];
     rule.require(j, a.dtype == b.dtype, format!("{}", a.dtype))?;
     let shape = a.shape.broadcast(&b.shape);
@@ -307,7 +307,7 @@ fn infer_broadcast(rule: &Rule<'_>, [i, j]: [usize; 2]) -> Result<TensorType, In
 }
 
 /// The rule of a rotation and of its gradient.
-pub(crate) fn infer_rope(rule: &Rule<'_>, rope: &Rope) -> Result<Vec<TensorType>, InferError> {
+pub(crate) fn infer_rope(rule: &RuleInputs<'_>, rope: &Rope) -> Result<Vec<TensorType>, InferError> {
     rule.arity(3)?;
     rule.float(0)?;
     let dims = rule.rank(0, 3)?;
@@ -318,7 +318,7 @@ pub(crate) fn infer_rope(rule: &Rule<'_>, rope: &Rope) -> Result<Vec<TensorType>
     Ok(vec![rule.inputs[0]])
 }
 
-fn infer_matmul(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+fn infer_matmul(rule: &RuleInputs<'_>) -> Result<Vec<TensorType>, InferError> {
     rule.arity(2)?;
     rule.float(0)?;
     let [a, b] = [rule.inputs[0], rule.inputs[1]];
@@ -334,7 +334,7 @@ fn infer_matmul(rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
     Ok(vec![TensorType { dtype: a.dtype, shape: rule.shape(&dims)? }])
 }
 
-fn infer_sample(rule: &Rule<'_>, sample: Sample) -> Result<Vec<TensorType>, InferError> {
+fn infer_sample(rule: &RuleInputs<'_>, sample: Sample) -> Result<Vec<TensorType>, InferError> {
     rule.arity(6 + usize::from(sample.masked))?;
     let (n, vocab) = (rule.rank(0, 2)?[0], rule.rank(0, 2)?[1]);
     rule.require(0, rule.inputs[0].dtype == DType::F32, "F32")?;

@@ -45,8 +45,8 @@ pub use facts::Seen;
 pub use fuse::{fuse, join_sums};
 pub use grad::{GradError, Recompute};
 pub use graph::{
-    Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Origin, Output, State, StateId, StateKind,
-    Value, ValueId, Weight, WeightId,
+    Graph, GraphBuilder, GraphError, Input, InputId, Node, NodeId, Output, State, StateId, StateKind, Value,
+    ValueId, ValueOrigin, Weight, WeightId,
 };
 pub use group::{
     Attend, AttendStored, Fusion, Group, GroupKind, GroupQuery, Producer, ProductPart, Products, Refusal,

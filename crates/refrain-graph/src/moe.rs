@@ -4,7 +4,7 @@
 //! negative id is an empty choice, and kernels take an id past the last expert for an empty choice too, where they cannot
 //! report it. Neither reads a weight.
 
-use crate::infer::{InferError, Rule};
+use crate::infer::{InferError, RuleInputs};
 use crate::op::{Indexing, TensorType};
 use refrain_tensor::DType;
 
@@ -154,7 +154,7 @@ impl MoeOp {
         }
     }
 
-    pub(crate) fn infer(&self, rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+    pub(crate) fn infer(&self, rule: &RuleInputs<'_>) -> Result<Vec<TensorType>, InferError> {
         match self {
             MoeOp::Route(route) => route.infer(rule),
             MoeOp::Gated(gate) => gate.infer(rule),
@@ -164,7 +164,7 @@ impl MoeOp {
 }
 
 impl Route {
-    fn infer(&self, rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+    fn infer(&self, rule: &RuleInputs<'_>) -> Result<Vec<TensorType>, InferError> {
         rule.arity(1 + usize::from(self.biased) + usize::from(self.scaled))?;
         let (n, n_experts) = (rule.rank(0, 2)?[0], rule.rank(0, 2)?[1]);
         rule.require(0, rule.inputs[0].dtype == DType::F32, "F32")?;
@@ -189,7 +189,7 @@ impl Route {
 }
 
 impl ExpertGate {
-    fn infer(&self, rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+    fn infer(&self, rule: &RuleInputs<'_>) -> Result<Vec<TensorType>, InferError> {
         let n_weights = self.n_weights();
         rule.arity(2 + n_weights * (1 + usize::from(self.biased)))?;
         rule.float(0)?;
@@ -210,7 +210,7 @@ impl ExpertGate {
     }
 }
 
-fn infer_summed(rule: &Rule<'_>, biased: bool) -> Result<Vec<TensorType>, InferError> {
+fn infer_summed(rule: &RuleInputs<'_>, biased: bool) -> Result<Vec<TensorType>, InferError> {
     rule.arity(4 + usize::from(biased))?;
     rule.float(0)?;
     let h = rule.rank(0, 3)?;
@@ -227,13 +227,13 @@ fn infer_summed(rule: &Rule<'_>, biased: bool) -> Result<Vec<TensorType>, InferE
 }
 
 /// A matrix for each expert, of any type that products take.
-fn experts(rule: &Rule<'_>, index: usize, dims: [usize; 3]) -> Result<(), InferError> {
+fn experts(rule: &RuleInputs<'_>, index: usize, dims: [usize; 3]) -> Result<(), InferError> {
     let ty = rule.inputs[index];
     let numbers = ty.dtype.is_float() || ty.dtype.is_quantized();
     rule.require(index, numbers, "matrices of numbers")?;
     rule.require(index, ty.shape.dims() == dims, format!("{dims:?}"))
 }
 
-fn bias(rule: &Rule<'_>, index: usize, dims: [usize; 2]) -> Result<(), InferError> {
+fn bias(rule: &RuleInputs<'_>, index: usize, dims: [usize; 2]) -> Result<(), InferError> {
     rule.require(index, rule.inputs[index].shape.dims() == dims, format!("{dims:?}"))
 }

@@ -3,9 +3,9 @@
 use crate::arena::{Arena, Span};
 use crate::bounds::Bounds;
 use crate::control::ControlLayout;
-use crate::facts::Facts;
-use crate::graph::{Graph, InputId, NodeId, Origin, StateId, ValueId, WeightId};
-use crate::group::{self, Found, Fusion, Group, GroupQuery, Refusal};
+use crate::facts::GraphFacts;
+use crate::graph::{Graph, InputId, NodeId, StateId, ValueId, ValueOrigin, WeightId};
+use crate::group::{self, CheckedGroup, Fusion, Group, GroupQuery, Refusal};
 use crate::inputs::{Field, StepInputs};
 use crate::op::{Op, TensorType};
 use crate::schedule::{self, Dependencies, Segment, SegmentKind};
@@ -204,7 +204,7 @@ impl Plan {
         options: PlanOptions,
         fuses: &dyn Fn(&GroupQuery<'_>) -> Fusion,
     ) -> Result<Plan, PlanError> {
-        let (facts, dependencies) = (Facts::of(graph)?, Dependencies::of(graph));
+        let (facts, dependencies) = (GraphFacts::of(graph)?, Dependencies::of(graph));
         let group::Grouping { groups: found, refusals } = group::find(&facts, &dependencies, fuses);
         let units: Vec<Vec<NodeId>> = found.iter().map(|found| found.kind.nodes()).collect();
         let order = schedule::order(graph, &dependencies, &units);
@@ -404,13 +404,13 @@ struct RunOrder<'a> {
 }
 
 impl<'a> RunOrder<'a> {
-    fn new(graph: &Graph, order: &'a [NodeId], found: &[Found], in_place: bool) -> RunOrder<'a> {
+    fn new(graph: &Graph, order: &'a [NodeId], found: &[CheckedGroup], in_place: bool) -> RunOrder<'a> {
         let mut step_of = vec![usize::MAX; graph.nodes().len()];
         for (step, id) in order.iter().enumerate() {
             step_of[id.idx()] = step;
         }
         let (mut span_of, mut overwrites) = (vec![(0, 0); order.len()], vec![false; order.len()]);
-        for Found { kind, is_staged } in found {
+        for CheckedGroup { kind, is_staged } in found {
             let nodes = kind.nodes();
             let mut first = step_of[nodes[0].idx()];
             for n in if *is_staged { kind.stages() } else { vec![nodes.len()] } {
@@ -430,7 +430,7 @@ impl<'a> RunOrder<'a> {
 }
 
 struct Placer<'g> {
-    facts: &'g Facts<'g>,
+    facts: &'g GraphFacts<'g>,
     run: &'g RunOrder<'g>,
     buffers: Vec<Buffer>,
     // For each value that is no view, its bytes; versions of a state share them.
@@ -441,7 +441,7 @@ struct Placer<'g> {
 
 impl<'g> Placer<'g> {
     fn new(
-        facts: &'g Facts<'g>,
+        facts: &'g GraphFacts<'g>,
         run: &'g RunOrder<'g>,
         control: &ControlLayout,
     ) -> Result<Placer<'g>, PlanError> {
@@ -451,13 +451,13 @@ impl<'g> Placer<'g> {
         placer.last_use = placer.last_uses();
         for (idx, value) in graph.values().iter().enumerate() {
             let (place, name) = match value.origin {
-                Origin::Input(input) => {
+                ValueOrigin::Input(input) => {
                     let offset = control.slot(input).offset;
                     (Place::Control { input, offset }, &graph.inputs()[input.idx()].name)
                 }
-                Origin::Weight(w) => (Place::Weight(w), &graph.weights()[w.idx()].name),
-                Origin::State(s) => (Place::State(s), &graph.states()[s.idx()].name),
-                Origin::Node { .. } => continue,
+                ValueOrigin::Weight(w) => (Place::Weight(w), &graph.weights()[w.idx()].name),
+                ValueOrigin::State(s) => (Place::State(s), &graph.states()[s.idx()].name),
+                ValueOrigin::Node { .. } => continue,
             };
             let bytes = whole_bytes(name, value.ty)?;
             placer.places[idx] = Some(placer.push(Buffer { place, bytes, first: 0, last: run.order.len() }));

@@ -8,7 +8,7 @@
 //! position 0 starts from zeros, whatever its slot holds. Rows with a negative position are padding: they write to no
 //! slot, and what comes out of them is zero.
 
-use crate::infer::{InferError, Rule};
+use crate::infer::{InferError, RuleInputs};
 use crate::op::TensorType;
 use refrain_tensor::DType;
 
@@ -89,7 +89,7 @@ impl Recurrent {
         }
     }
 
-    pub(crate) fn infer(&self, rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+    pub(crate) fn infer(&self, rule: &RuleInputs<'_>) -> Result<Vec<TensorType>, InferError> {
         rule.arity(self.positions() + 3)?;
         let inputs = rule.inputs;
         rule.require(0, inputs[0].dtype == DType::F32, "F32")?;

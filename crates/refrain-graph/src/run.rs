@@ -182,7 +182,7 @@ impl RunEdits {
 
 /// A row in use.
 #[derive(Clone, Debug)]
-struct RunRow {
+struct LiveRow {
     limits: RowLimits,
     /// Position of the next step that is sent, as if nothing but its length ended the row.
     next: usize,
@@ -190,10 +190,10 @@ struct RunRow {
     end: usize,
 }
 
-impl RunRow {
-    fn new(limits: RowLimits, start: usize) -> RunRow {
+impl LiveRow {
+    fn new(limits: RowLimits, start: usize) -> LiveRow {
         let end = limits.n_positions.min(start.saturating_add(limits.n_choices)).max(start);
-        RunRow { limits, next: start, end }
+        LiveRow { limits, next: start, end }
     }
 }
 
@@ -202,7 +202,7 @@ impl RunRow {
 pub struct Run {
     id: u64,
     feedback: Feedback,
-    rows: Vec<Option<RunRow>>,
+    rows: Vec<Option<LiveRow>>,
     /// The inputs of the first step, with the newest block tables and what rows joined with; where steps go one by one,
     /// the inputs of the next.
     control: ControlBlock,
@@ -227,7 +227,7 @@ impl Run {
             ready: VecDeque::new(),
         };
         let limits = rows.into_iter().chain(std::iter::repeat(None)).take(feedback.n_rows);
-        let rows = limits.enumerate().map(|(row, limits)| Some(RunRow::new(limits?, run.position(row)?)));
+        let rows = limits.enumerate().map(|(row, limits)| Some(LiveRow::new(limits?, run.position(row)?)));
         run.rows = rows.collect();
         run
     }
@@ -283,7 +283,7 @@ impl Run {
         fill: impl FnOnce(&mut ControlBlock) -> Result<(), E>,
     ) -> Result<(), E> {
         fill(&mut self.control)?;
-        self.rows[row] = self.position(row).map(|start| RunRow::new(limits, start));
+        self.rows[row] = self.position(row).map(|start| LiveRow::new(limits, start));
         let n_rows = self.feedback.n_rows;
         self.edits.fields.extend(self.control.layout().row_fields(n_rows, row));
         if self.feedback.n_seqs != n_rows {
@@ -353,7 +353,7 @@ impl Run {
     fn commit_row(&mut self, row: usize, token: u32, logprob: f32) -> Option<Committed> {
         let position = self.position(row)?;
         let Feedback { n_rows, tokens, positions, rng, history, bias_ids, .. } = self.feedback;
-        let RunRow { limits, end, .. } = self.rows[row].as_mut()?;
+        let LiveRow { limits, end, .. } = self.rows[row].as_mut()?;
         let flags = StepFlags::default()
             .with(StepFlags::ENDED, limits.end.contains(&token))
             .with(StepFlags::LENGTH, position + 1 >= *end)

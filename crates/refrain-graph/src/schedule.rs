@@ -7,7 +7,7 @@
 //! The order follows from the data dependencies: a node runs right before what needs it, operands from left to right.
 //! In which order a model builds independent nodes makes no difference.
 
-use crate::graph::{Graph, NodeId, Origin, StateId, ValueId};
+use crate::graph::{Graph, NodeId, StateId, ValueId, ValueOrigin};
 use crate::op::Op;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -33,7 +33,7 @@ pub struct Segment {
 /// The value whose elements a value shows: itself, or what it is a view of.
 pub(crate) fn source(graph: &Graph, value: ValueId) -> ValueId {
     let mut value = value;
-    while let Origin::Node { node, .. } = graph.value(value).origin
+    while let ValueOrigin::Node { node, .. } = graph.value(value).origin
         && is_view(graph, node.idx())
     {
         value = graph.node(node).inputs[0];
@@ -63,7 +63,7 @@ impl Dependencies {
                 continue;
             }
             for &input in &node.inputs {
-                if let Origin::Node { node, .. } = graph.value(source(graph, input)).origin {
+                if let ValueOrigin::Node { node, .. } = graph.value(source(graph, input)).origin {
                     push_new(&mut before, node.idx());
                 }
             }
@@ -86,8 +86,8 @@ impl Dependencies {
         changes.sort_unstable();
         let wanted = graph.early().iter().copied().chain(graph.outputs().iter().map(|o| o.value));
         let makers = wanted.filter_map(|value| match graph.value(source(graph, value)).origin {
-            Origin::Node { node, .. } => Some(node.idx()),
-            Origin::Input(_) | Origin::Weight(_) | Origin::State(_) => None,
+            ValueOrigin::Node { node, .. } => Some(node.idx()),
+            ValueOrigin::Input(_) | ValueOrigin::Weight(_) | ValueOrigin::State(_) => None,
         });
         // What is left is there for what it does on the host, or nobody needs it.
         let roots = makers.chain(changes.iter().map(|c| c.1)).chain(0..graph.nodes().len());

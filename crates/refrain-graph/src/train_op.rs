@@ -3,7 +3,7 @@
 //! Gradients take what comes from the output first: a node runs right before what needs it, operands from left to
 //! right, so that values which are computed again are not computed before they are needed.
 
-use crate::infer::{InferError, Rule, infer_rope};
+use crate::infer::{InferError, RuleInputs, infer_rope};
 use crate::op::{Gate, Rope, SpanAttention, TensorType, Unary};
 use refrain_tensor::{DType, Shape};
 use std::sync::Arc;
@@ -183,7 +183,7 @@ impl TrainOp {
     }
 
     /// The types of the outputs.
-    pub(crate) fn infer(&self, rule: &Rule<'_>) -> Result<Vec<TensorType>, InferError> {
+    pub(crate) fn infer(&self, rule: &RuleInputs<'_>) -> Result<Vec<TensorType>, InferError> {
         let ins = rule.inputs;
         match self {
             TrainOp::UnaryGrad(_) | TrainOp::SoftmaxGrad => {
@@ -258,7 +258,7 @@ impl TrainOp {
 
 /// Rules for `q`, `k`, `v` and `spans`, which begin at input `first`.
 pub(crate) fn infer_span_attention(
-    rule: &Rule<'_>,
+    rule: &RuleInputs<'_>,
     attention: &SpanAttention,
     first: usize,
 ) -> Result<Vec<TensorType>, InferError> {
@@ -279,7 +279,7 @@ pub(crate) fn infer_span_attention(
     Ok(vec![q, TensorType { dtype: DType::F32, shape: rule.shape(&[dims[0], dims[1]])? }])
 }
 
-fn infer_adamw(rule: &Rule<'_>, adam: &AdamW) -> Result<Vec<TensorType>, InferError> {
+fn infer_adamw(rule: &RuleInputs<'_>, adam: &AdamW) -> Result<Vec<TensorType>, InferError> {
     rule.arity(adam.n_inputs())?;
     rule.exact(AdamW::COUNT, DType::I32, &[1])?;
     rule.exact(AdamW::PARAMS, DType::F32, &[ADAM_PARAMS])?;

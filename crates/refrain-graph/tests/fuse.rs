@@ -3,10 +3,10 @@
 use proptest::prelude::*;
 use refrain_graph::{Binary, Graph, GraphBuilder, Op, TensorType, Unary, ValueId, Weight, WeightId, fuse};
 use refrain_tensor::DType;
-use refrain_testkit::{Choice, Rng, Tol, compare, evaluate, random_graph, reordered};
+use refrain_testkit::{NodeSeed, Rng, Tol, compare, evaluate, random_graph, reordered};
 
-fn choices(most: usize) -> impl Strategy<Value = Vec<Choice>> {
-    prop::collection::vec(any::<Choice>(), 0..most)
+fn choices(most: usize) -> impl Strategy<Value = Vec<NodeSeed>> {
+    prop::collection::vec(any::<NodeSeed>(), 0..most)
 }
 
 fn count(graph: &Graph, op: impl Fn(&Op) -> bool) -> usize {
@@ -14,7 +14,7 @@ fn count(graph: &Graph, op: impl Fn(&Op) -> bool) -> usize {
 }
 
 /// Short floats turn the last bit of an f32 into a visible step, which a comparison could not tell from a bug.
-fn without_casts(choices: Vec<Choice>) -> Vec<Choice> {
+fn without_casts(choices: Vec<NodeSeed>) -> Vec<NodeSeed> {
     choices
         .into_iter()
         .map(|[kind, a, b, c]| [kind, a, if kind % 24 == 17 { b - b % 3 } else { b }, c])

@@ -10,14 +10,15 @@ use refrain_graph::{
     WeightId,
 };
 use refrain_tensor::{DType, Shape};
-use refrain_testkit::{Choice, Feed, Fill, RandomGraph, Rng, random_graph, tensor};
+use refrain_testkit::{Feed, Fill, NodeSeed, RandomGraph, Rng, random_graph, tensor};
 
 fn float(dims: impl Into<Shape>) -> TensorType {
     TensorType::new(DType::F32, dims)
 }
 
 fn graphs(most: usize, with_host: bool) -> impl Strategy<Value = RandomGraph> {
-    prop::collection::vec(any::<Choice>(), 0..most).prop_map(move |choices| random_graph(&choices, with_host))
+    prop::collection::vec(any::<NodeSeed>(), 0..most)
+        .prop_map(move |choices| random_graph(&choices, with_host))
 }
 
 fn options() -> impl Strategy<Value = PlanOptions> {
@@ -182,7 +183,7 @@ fn random_plans_have_what_can_go_wrong_in_them() {
     let mut rng = Rng::new(1);
     let [mut n_in_place, mut n_boundaries, mut n_views, mut n_appends, mut n_groups] = [0; 5];
     for _ in 0..100 {
-        let choices: Vec<Choice> = (0..50).map(|_| std::array::from_fn(|_| rng.word() as u16)).collect();
+        let choices: Vec<NodeSeed> = (0..50).map(|_| std::array::from_fn(|_| rng.word() as u16)).collect();
         let plan = fused(&random_graph(&choices, true).graph, PlanOptions::default(), true);
         n_groups += plan.groups().iter().filter(|group| group.steps.len() > 1).count();
         n_boundaries += plan.boundaries().len();

@@ -3,20 +3,20 @@
 use proptest::prelude::*;
 use refrain_graph::{
     Crossing, Fusion, Graph, GraphBuilder, GraphError, GroupQuery, HostBuf, HostCall, HostCallError, HostFn,
-    NodeId, Op, Origin, Plan, PlanOptions, SegmentKind, State, StateId, TensorType, Unary, ValueId,
+    NodeId, Op, Plan, PlanOptions, SegmentKind, State, StateId, TensorType, Unary, ValueId, ValueOrigin,
 };
 use refrain_tensor::DType;
-use refrain_testkit::{Choice, random_graph};
+use refrain_testkit::{NodeSeed, random_graph};
 use std::sync::Arc;
 
 /// The node that computes a value, seen through views.
 fn maker(graph: &Graph, value: ValueId) -> Option<NodeId> {
     match graph.value(value).origin {
-        Origin::Node { node, .. } => match &graph.node(node).op {
+        ValueOrigin::Node { node, .. } => match &graph.node(node).op {
             Op::View(_) => maker(graph, graph.node(node).inputs[0]),
             _ => Some(node),
         },
-        Origin::Input(_) | Origin::Weight(_) | Origin::State(_) => None,
+        ValueOrigin::Input(_) | ValueOrigin::Weight(_) | ValueOrigin::State(_) => None,
     }
 }
 
@@ -72,7 +72,7 @@ proptest! {
 
     #[test]
     fn every_order_respects_the_graph_and_is_cut_as_seldom_as_possible(
-        choices in prop::collection::vec(any::<Choice>(), 0..60),
+        choices in prop::collection::vec(any::<NodeSeed>(), 0..60),
         fused in any::<bool>(),
     ) {
         let graph = &random_graph(&choices, true).graph;

@@ -9,7 +9,7 @@ use refrain_cpu::CpuBackend;
 use refrain_engine::{BackendRunner, Core, RunnerOptions};
 use refrain_formats::ModelFiles;
 use refrain_formats::hf::AdapterFolder;
-use refrain_graph::{Op, Origin, Plan, PlanOptions, fuse, join_sums};
+use refrain_graph::{Op, ValueOrigin, Plan, PlanOptions, fuse, join_sums};
 use refrain_models::{Adapter, LoraSpec, Model, ModelError, Targets, TrainPhase, TrainSpec};
 use refrain_tensor::{DType, Shape};
 use std::path::Path;
@@ -162,7 +162,7 @@ fn decoded_weights_are_not_kept_for_the_backward_pass() {
     let graph = &fuse(&step.graph).unwrap();
     let of_weight = |node: &&refrain_graph::Node| {
         matches!(node.op, Op::Cast(_))
-            && matches!(graph.value(node.inputs[0]).origin, Origin::Weight(_))
+            && matches!(graph.value(node.inputs[0]).origin, ValueOrigin::Weight(_))
             && graph.value(node.inputs[0]).ty.dtype.is_quantized()
     };
     let decoded: Vec<_> = graph.nodes().iter().filter(of_weight).collect();

@@ -1,6 +1,6 @@
 //! What a graph means: every value evaluated by the reference, each in memory of its own.
 
-use refrain_graph::{ControlBlock, ControlLayout, Graph, InputId, Op, Origin, TensorType, View};
+use refrain_graph::{ControlBlock, ControlLayout, Graph, InputId, Op, ValueOrigin, TensorType, View};
 use refrain_reference::{In, Out, ReferenceError};
 use refrain_tensor::{Bytes, DType, HostTensor, TensorError};
 
@@ -63,10 +63,10 @@ pub fn evaluate_values(graph: &Graph, feed: &Feed) -> Result<Vec<HostTensor>, Re
     let mut values: Vec<Option<HostTensor>> = vec![None; graph.values().len()];
     for (slot, value) in values.iter_mut().zip(graph.values()) {
         *slot = match value.origin {
-            Origin::Input(id) => Some(feed.inputs[id.idx()].clone()),
-            Origin::Weight(id) => Some(feed.weights[id.idx()].clone()),
-            Origin::State(id) => Some(feed.states[id.idx()].clone()),
-            Origin::Node { .. } => None,
+            ValueOrigin::Input(id) => Some(feed.inputs[id.idx()].clone()),
+            ValueOrigin::Weight(id) => Some(feed.weights[id.idx()].clone()),
+            ValueOrigin::State(id) => Some(feed.states[id.idx()].clone()),
+            ValueOrigin::Node { .. } => None,
         };
     }
     for node in graph.nodes() {

@@ -1,7 +1,7 @@
 //! The same graph, its independent nodes built in another order.
 
 use crate::fill::Rng;
-use refrain_graph::{Graph, GraphBuilder, GraphError, Op, Origin, ValueId};
+use refrain_graph::{Graph, GraphBuilder, GraphError, Op, ValueOrigin, ValueId};
 use std::collections::HashMap;
 
 /// A graph that computes the same, its nodes built in a random order that their data allow. Host calls keep the order
@@ -11,13 +11,13 @@ pub fn reordered(graph: &Graph, rng: &mut Rng) -> Result<Graph, GraphError> {
     let mut map: HashMap<ValueId, ValueId> = HashMap::new();
     for (idx, value) in graph.values().iter().enumerate() {
         let new = match value.origin {
-            Origin::Input(i) => {
+            ValueOrigin::Input(i) => {
                 let input = &graph.inputs()[i.idx()];
                 builder.input(&input.name, input.ty)?
             }
-            Origin::Weight(w) => builder.weight(w),
-            Origin::State(s) => builder.state(s),
-            Origin::Node { .. } => continue,
+            ValueOrigin::Weight(w) => builder.weight(w),
+            ValueOrigin::State(s) => builder.state(s),
+            ValueOrigin::Node { .. } => continue,
         };
         map.insert(ValueId::from_idx(idx), new);
     }
@@ -49,8 +49,8 @@ fn before(graph: &Graph) -> Vec<Vec<usize>> {
     let mut all = Vec::new();
     for (idx, node) in graph.nodes().iter().enumerate() {
         let maker = |&v: &ValueId| match graph.value(v).origin {
-            Origin::Node { node, .. } => Some(node.idx()),
-            Origin::Input(_) | Origin::Weight(_) | Origin::State(_) => None,
+            ValueOrigin::Node { node, .. } => Some(node.idx()),
+            ValueOrigin::Input(_) | ValueOrigin::Weight(_) | ValueOrigin::State(_) => None,
         };
         let mut before: Vec<usize> = node.inputs.iter().filter_map(maker).collect();
         for state in node.inputs.iter().filter_map(|&v| graph.state_of(v)) {

@@ -1,15 +1,15 @@
 //! Gradients against differences, in double precision, over the table of op cases.
 
 use refrain_graph::{
-    Binary, GradError, Graph, GraphBuilder, GraphError, MoeOp, Op, Origin, Reduce, Route, RouteScore, State,
+    Binary, GradError, Graph, GraphBuilder, GraphError, MoeOp, Op, ValueOrigin, Reduce, Route, RouteScore, State,
     TensorType, Unary, ValueId, Weight, WeightId,
 };
-use refrain_reference::exact::{self, Array};
+use refrain_reference::exact::{self, F64Array};
 use refrain_tensor::{DType, HostTensor};
 use refrain_testkit::{Case, Feed, Rng, cases};
 use std::collections::BTreeMap;
 
-fn array(tensor: &HostTensor) -> Array {
+fn array(tensor: &HostTensor) -> F64Array {
     let values = match tensor.dtype() {
         DType::I32 => tensor
             .bytes()
@@ -29,17 +29,17 @@ fn array(tensor: &HostTensor) -> Array {
             .collect(),
         _ => tensor.to_f32().unwrap().into_iter().map(f64::from).collect(),
     };
-    Array::new(tensor.shape(), values)
+    F64Array::new(tensor.shape(), values)
 }
 
 /// What a graph starts from: inputs, weights and states, by value.
-fn leaves(graph: &Graph, feed: &Feed) -> BTreeMap<ValueId, Array> {
+fn leaves(graph: &Graph, feed: &Feed) -> BTreeMap<ValueId, F64Array> {
     let leaf = |(idx, value): (usize, &refrain_graph::Value)| {
         let tensor = match value.origin {
-            Origin::Input(id) => &feed.inputs[id.idx()],
-            Origin::Weight(id) => &feed.weights[id.idx()],
-            Origin::State(id) => &feed.states[id.idx()],
-            Origin::Node { .. } => return None,
+            ValueOrigin::Input(id) => &feed.inputs[id.idx()],
+            ValueOrigin::Weight(id) => &feed.weights[id.idx()],
+            ValueOrigin::State(id) => &feed.states[id.idx()],
+            ValueOrigin::Node { .. } => return None,
         };
         Some((ValueId::from_idx(idx), array(tensor)))
     };
@@ -47,11 +47,11 @@ fn leaves(graph: &Graph, feed: &Feed) -> BTreeMap<ValueId, Array> {
 }
 
 /// Every value of a graph in double precision.
-fn evaluate(graph: &Graph, leaves: &BTreeMap<ValueId, Array>) -> Vec<Option<Array>> {
-    let mut values: Vec<Option<Array>> = vec![None; graph.values().len()];
+fn evaluate(graph: &Graph, leaves: &BTreeMap<ValueId, F64Array>) -> Vec<Option<F64Array>> {
+    let mut values: Vec<Option<F64Array>> = vec![None; graph.values().len()];
     leaves.iter().for_each(|(id, array)| values[id.idx()] = Some(array.clone()));
     for node in graph.nodes() {
-        let inputs: Vec<Array> = node.inputs.iter().map(|v| values[v.idx()].clone().unwrap()).collect();
+        let inputs: Vec<F64Array> = node.inputs.iter().map(|v| values[v.idx()].clone().unwrap()).collect();
         let made = exact::evaluate(&node.op, &inputs).unwrap_or_else(|e| panic!("{}: {e}", node.label));
         node.outputs.iter().zip(made).for_each(|(id, array)| values[id.idx()] = Some(array));
     }
@@ -77,7 +77,7 @@ fn check(
     let graph = builder.finish();
     let start = leaves(&graph, feed);
     let values = evaluate(&graph, &start);
-    let total = |leaves: &BTreeMap<ValueId, Array>| -> f64 {
+    let total = |leaves: &BTreeMap<ValueId, F64Array>| -> f64 {
         evaluate(&graph, leaves)[loss.idx()].as_ref().unwrap().values.iter().sum()
     };
     // Differences of values that overflow, or of which one is far larger than the others, show nothing.
@@ -119,7 +119,7 @@ fn check(
 /// Leaves that have gradients: floats.
 fn float_leaves(graph: &Graph) -> Vec<ValueId> {
     let is_float = |(_, value): &(usize, &refrain_graph::Value)| {
-        value.ty.dtype.is_float() && !matches!(value.origin, Origin::Node { .. })
+        value.ty.dtype.is_float() && !matches!(value.origin, ValueOrigin::Node { .. })
     };
     graph.values().iter().enumerate().filter(is_float).map(|(i, _)| ValueId::from_idx(i)).collect()
 }
@@ -245,11 +245,11 @@ fn recomputed_values_give_the_same_gradients() -> Result<(), GraphError> {
     let mut rng = Rng::new(3);
     let mut found = Vec::new();
     let (plain, ..) = build(false)?;
-    let start: BTreeMap<ValueId, Array> = float_leaves(&plain)
+    let start: BTreeMap<ValueId, F64Array> = float_leaves(&plain)
         .into_iter()
         .map(|id| {
             let shape = plain.value(id).ty.shape;
-            (id, Array::new(shape, (0..shape.n_elements()).map(|_| rng.normal().into()).collect()))
+            (id, F64Array::new(shape, (0..shape.n_elements()).map(|_| rng.normal().into()).collect()))
         })
         .collect();
     for recompute in [false, true] {

@@ -16,7 +16,7 @@ pub use split::{Chunks, Zipped, chunk_range, static_range};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle, Thread};
 
-use region::Shared;
+use region::PoolShared;
 
 /// Why a pool could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -73,7 +73,7 @@ pub fn default_threads() -> usize {
 /// # Ok::<(), refrain_cpu::pool::PoolError>(())
 /// ```
 pub struct Pool {
-    shared: Arc<Shared>,
+    shared: Arc<PoolShared>,
     workers: Vec<JoinHandle<()>>,
     /// The same threads as `workers`, for waking them without touching the handles.
     wake: Vec<Thread>,
@@ -86,7 +86,7 @@ impl Pool {
             return Err(PoolError::NoThreads);
         }
         let mut pool = Pool {
-            shared: Arc::new(Shared::new(n_threads)),
+            shared: Arc::new(PoolShared::new(n_threads)),
             workers: Vec::with_capacity(n_threads - 1),
             wake: Vec::with_capacity(n_threads - 1),
         };
@@ -125,9 +125,9 @@ impl Pool {
     }
 
     /// Keeps the workers spinning, not parked, until the guard is dropped. Steps may nest.
-    pub fn step(&self) -> Step<'_> {
+    pub fn step(&self) -> StepGuard<'_> {
         self.shared.begin_step(&self.wake);
-        Step { pool: self }
+        StepGuard { pool: self }
     }
 
     /// Runs `f(thread_idx, n_threads)` on every thread and returns when all have finished.
@@ -161,7 +161,7 @@ impl Pool {
         own: &mut [O],
         f: impl Fn(usize, [&mut [T]; N], &mut [O]) + Sync,
     ) {
-        let (chunks, own) = (Zipped::new(slices), split::Parts::new(own, self.n_threads()));
+        let (chunks, own) = (Zipped::new(slices), split::ThreadParts::new(own, self.n_threads()));
         self.run(|thread_idx, _| {
             // SAFETY: a region calls this once for each thread, whose index is below the number of threads.
             let own = unsafe { own.part(thread_idx) };
@@ -184,11 +184,11 @@ impl Drop for Pool {
 
 /// While this lives, the pool's workers spin between regions. Made by [`Pool::step`].
 #[must_use = "the workers park again when the step is dropped"]
-pub struct Step<'a> {
+pub struct StepGuard<'a> {
     pool: &'a Pool,
 }
 
-impl Drop for Step<'_> {
+impl Drop for StepGuard<'_> {
     fn drop(&mut self) {
         self.pool.shared.end_step();
     }

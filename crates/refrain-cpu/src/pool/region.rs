@@ -14,34 +14,34 @@ use super::sync::{
 
 /// A region's closure, type-erased without allocation.
 #[derive(Clone, Copy)]
-struct Task {
+struct RegionTask {
     data: *const (),
     call: unsafe fn(*const (), usize, usize),
 }
 
-impl Task {
-    const NONE: Task = Task { data: std::ptr::null(), call: |_, _, _| {} };
+impl RegionTask {
+    const NONE: RegionTask = RegionTask { data: std::ptr::null(), call: |_, _, _| {} };
 
-    fn new<F: Fn(usize, usize) + Sync>(f: &F) -> Task {
+    fn new<F: Fn(usize, usize) + Sync>(f: &F) -> RegionTask {
         unsafe fn call<F: Fn(usize, usize) + Sync>(data: *const (), thread_idx: usize, n_threads: usize) {
-            // SAFETY: `data` came from `&F` in `Task::new`, and `Shared::run` keeps that borrow alive for as long as
+            // SAFETY: `data` came from `&F` in `RegionTask::new`, and `PoolShared::run` keeps that borrow alive for as long as
             // any worker may call it.
             let f = unsafe { &*data.cast::<F>() };
             f(thread_idx, n_threads);
         }
-        Task { data: std::ptr::from_ref(f).cast(), call: call::<F> }
+        RegionTask { data: std::ptr::from_ref(f).cast(), call: call::<F> }
     }
 }
 
 /// What the caller and the workers of one pool share.
-pub(super) struct Shared {
+pub(super) struct PoolShared {
     /// Set while a region runs; whoever sets it owns `task`.
     busy: AtomicBool,
     /// Moves on by one for each region; a worker runs the task when it sees a number it has not run.
     epoch: AtomicU32,
     /// Workers that have not finished the current region.
     remaining: AtomicUsize,
-    task: UnsafeCell<Task>,
+    task: UnsafeCell<RegionTask>,
     /// Number of living `Step` guards.
     in_step: AtomicUsize,
     stop: AtomicBool,
@@ -55,9 +55,9 @@ pub(super) struct Shared {
 // SAFETY: `task` is written by the thread that holds `busy`, only while `remaining == 0`, and read by workers
 // only between an epoch change (which the writer publishes after the write) and their decrement of `remaining`.
 // The pointer in it is to a `Sync` closure. Every other field is `Sync` by itself.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for PoolShared {}
 // SAFETY: as above; nothing in it belongs to a particular thread.
-unsafe impl Send for Shared {}
+unsafe impl Send for PoolShared {}
 
 /// A lock that a panic elsewhere cannot take away: what these mutexes hold is valid at every point.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -65,7 +65,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The life of worker `worker_idx`.
-pub(super) fn work(shared: &Shared, worker_idx: usize) {
+pub(super) fn work(shared: &PoolShared, worker_idx: usize) {
     let mut seen = 0;
     loop {
         seen = shared.wait_for_epoch(seen, worker_idx);
@@ -76,7 +76,7 @@ pub(super) fn work(shared: &Shared, worker_idx: usize) {
         // cell (see `unsafe impl Sync`).
         let task = shared.task.with(|task| unsafe { *task });
         let result = panic::catch_unwind(AssertUnwindSafe(|| {
-            // SAFETY: `Shared::run` keeps the closure alive until `remaining` is zero, which needs our decrement below.
+            // SAFETY: `PoolShared::run` keeps the closure alive until `remaining` is zero, which needs our decrement below.
             unsafe { (task.call)(task.data, worker_idx + 1, shared.n_threads) }
         }));
         if let Err(payload) = result {
@@ -93,14 +93,14 @@ pub(super) fn work(shared: &Shared, worker_idx: usize) {
     }
 }
 
-impl Shared {
+impl PoolShared {
     /// For the caller and `n_threads - 1` workers.
-    pub(super) fn new(n_threads: usize) -> Shared {
-        Shared {
+    pub(super) fn new(n_threads: usize) -> PoolShared {
+        PoolShared {
             busy: AtomicBool::new(false),
             epoch: AtomicU32::new(0),
             remaining: AtomicUsize::new(0),
-            task: UnsafeCell::new(Task::NONE),
+            task: UnsafeCell::new(RegionTask::NONE),
             in_step: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             asleep: (1..n_threads).map(|_| AtomicBool::new(false)).collect(),
@@ -134,7 +134,7 @@ impl Shared {
         // SAFETY: `busy` was false and is now ours, and the previous region ended with `remaining == 0`, so no
         // worker reads the cell until the epoch moves. The task borrows `f`; `run` keeps `f` alive until
         // `wait_for_workers` has seen every worker leave it, on the panic path too.
-        self.task.with_mut(|task| unsafe { *task = Task::new(&f) });
+        self.task.with_mut(|task| unsafe { *task = RegionTask::new(&f) });
         self.remaining.store(workers.len(), Ordering::Relaxed);
         self.epoch.fetch_add(1, Ordering::SeqCst);
         self.wake_sleepers(workers);
@@ -157,7 +157,7 @@ impl Shared {
 
     fn wake_sleepers(&self, workers: &[Thread]) {
         for (asleep, worker) in self.asleep.iter().zip(workers) {
-            // Pairs with the store in `Shared::sleep`: either we see the flag, or the worker sees the new epoch.
+            // Pairs with the store in `PoolShared::sleep`: either we see the flag, or the worker sees the new epoch.
             if asleep.load(Ordering::SeqCst) {
                 worker.unpark();
             }

@@ -96,18 +96,18 @@ impl<'a, T, const N: usize> Zipped<'a, T, N> {
 }
 
 /// A slice of which each thread of a region has a part of its own.
-pub(super) struct Parts<'a, T> {
+pub(super) struct ThreadParts<'a, T> {
     data: *mut T,
     part_len: usize,
     borrow: PhantomData<&'a mut [T]>,
 }
 
 // SAFETY: threads take the parts of their own index, which are disjoint.
-unsafe impl<T: Send> Sync for Parts<'_, T> {}
+unsafe impl<T: Send> Sync for ThreadParts<'_, T> {}
 
-impl<'a, T> Parts<'a, T> {
-    pub(super) fn new(data: &'a mut [T], n_parts: usize) -> Parts<'a, T> {
-        Parts { data: data.as_mut_ptr(), part_len: data.len() / n_parts.max(1), borrow: PhantomData }
+impl<'a, T> ThreadParts<'a, T> {
+    pub(super) fn new(data: &'a mut [T], n_parts: usize) -> ThreadParts<'a, T> {
+        ThreadParts { data: data.as_mut_ptr(), part_len: data.len() / n_parts.max(1), borrow: PhantomData }
     }
 
     /// # Safety

@@ -11,7 +11,7 @@
 use refrain_tensor::DType;
 
 use super::Level;
-use super::lanes::{Kernel, Simd};
+use super::lanes::{Simd, SimdKernel};
 
 /// How an activation row is stored for a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -178,7 +178,7 @@ struct RoundBf16<'a> {
     dst: &'a mut [u8],
 }
 
-impl Kernel for RoundBf16<'_> {
+impl SimdKernel for RoundBf16<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -210,7 +210,7 @@ struct QuantizeQ8<'a> {
     dst: &'a mut [u8],
 }
 
-impl Kernel for QuantizeQ8<'_> {
+impl SimdKernel for QuantizeQ8<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -232,7 +232,7 @@ struct QuantizeQ8K<'a> {
     dst: &'a mut [u8],
 }
 
-impl Kernel for QuantizeQ8K<'_> {
+impl SimdKernel for QuantizeQ8K<'_> {
     type Out = ();
 
     #[inline(always)]

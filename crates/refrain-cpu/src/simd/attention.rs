@@ -10,7 +10,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::Level;
-use super::lanes::{GROUP, Kernel, Simd};
+use super::lanes::{GROUP, Simd, SimdKernel};
 use super::math;
 
 /// Keys that share one rescaling.
@@ -135,9 +135,9 @@ pub fn attend_block(
             };
             let chunk = chunk.clone();
             if n == 4 {
-                level.dispatch(Chunk::<4> { scores, q, head_dim, kv, chunk, visible: seen, state });
+                level.dispatch(AttendChunk::<4> { scores, q, head_dim, kv, chunk, visible: seen, state });
             } else {
-                level.dispatch(Chunk::<1> { scores, q, head_dim, kv, chunk, visible: seen, state });
+                level.dispatch(AttendChunk::<1> { scores, q, head_dim, kv, chunk, visible: seen, state });
             }
             first += n;
         }
@@ -145,7 +145,7 @@ pub fn attend_block(
 }
 
 /// `Q` queries against at most [`KEY_CHUNK`] keys. `attend_block` has checked all sizes.
-struct Chunk<'a, const Q: usize> {
+struct AttendChunk<'a, const Q: usize> {
     scores: Scores,
     q: &'a [f32],
     head_dim: usize,
@@ -155,12 +155,12 @@ struct Chunk<'a, const Q: usize> {
     state: AttendState<'a>,
 }
 
-impl<const Q: usize> Kernel for Chunk<'_, Q> {
+impl<const Q: usize> SimdKernel for AttendChunk<'_, Q> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Chunk { scores, q, head_dim, kv, chunk, visible, state } = self;
+        let AttendChunk { scores, q, head_dim, kv, chunk, visible, state } = self;
         let mut weights = [[f32::NEG_INFINITY; KEY_CHUNK]; Q];
         // The keys that any of the queries sees; a query's own range is a part of it.
         let seen = |r: usize| visible[r].start.max(chunk.start)..visible[r].end.min(chunk.end);
@@ -262,7 +262,7 @@ fn soften<S: Simd>(s: S, weights: &mut [f32; KEY_CHUNK], old_max: f32) -> ((f32,
 }
 
 /// How a row of the cache is read.
-trait Row {
+trait CacheRow {
     const BYTES: usize;
     /// # Safety
     /// `LANES` elements are readable at `p`.
@@ -274,7 +274,7 @@ trait Row {
 
 struct HalfRow;
 
-impl Row for HalfRow {
+impl CacheRow for HalfRow {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F {
@@ -290,7 +290,7 @@ impl Row for HalfRow {
 
 struct Bf16Row;
 
-impl Row for Bf16Row {
+impl CacheRow for Bf16Row {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F {
@@ -306,7 +306,7 @@ impl Row for Bf16Row {
 
 struct FloatRow;
 
-impl Row for FloatRow {
+impl CacheRow for FloatRow {
     const BYTES: usize = 4;
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F {
@@ -322,7 +322,7 @@ impl Row for FloatRow {
 
 /// Register `g` of the elements `at ..` of a row of `head_dim`, zeros past its end.
 #[inline(always)]
-fn row16<S: Simd, R: Row>(s: S, row: *const u8, at: usize, g: usize, head_dim: usize) -> S::F {
+fn row16<S: Simd, R: CacheRow>(s: S, row: *const u8, at: usize, g: usize, head_dim: usize) -> S::F {
     let begin = at + g * S::LANES;
     if begin + S::LANES <= head_dim {
         // SAFETY: `row` is a row of `head_dim` elements, checked in `attend_block`.
@@ -342,7 +342,7 @@ fn row16<S: Simd, R: Row>(s: S, row: *const u8, at: usize, g: usize, head_dim: u
 
 /// The 16 chains of the products of one key with `Q` queries, into row `slot` of each query's part.
 #[inline(always)]
-fn key_products<S: Simd, R: Row, const Q: usize>(
+fn key_products<S: Simd, R: CacheRow, const Q: usize>(
     s: S,
     q: &[f32],
     head_dim: usize,
@@ -406,7 +406,7 @@ fn gather<S: Simd, const Q: usize>(
 
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a kernel's inner part, called in two places")]
-fn gather_rows<S: Simd, R: Row, const Q: usize>(
+fn gather_rows<S: Simd, R: CacheRow, const Q: usize>(
     s: S,
     weights: &[[f32; KEY_CHUNK]; Q],
     factors: &[f32; Q],

@@ -4,51 +4,51 @@
 //! tables; on huge pages there is one walk where there were 512.
 
 /// Zeroed bytes on a cache line.
-pub(crate) struct Buffer {
-    memory: Memory,
+pub(crate) struct AlignedBuffer {
+    memory: Backing,
     n_bytes: usize,
 }
 
-enum Memory {
+enum Backing {
     /// `n_lines` lines.
-    Heap(Vec<Line>),
+    Heap(Vec<CacheLine>),
     /// A mapping of `map_bytes` at `map`, in which the bytes begin at `begin`.
     #[cfg(target_os = "linux")]
     Mapped { map: *mut u8, map_bytes: usize, begin: *mut u8 },
 }
 
-// SAFETY: a `Buffer` owns its memory alone, like a `Vec`; the pointers are into a mapping that only `drop` ends.
-unsafe impl Send for Buffer {}
+// SAFETY: a `AlignedBuffer` owns its memory alone, like a `Vec`; the pointers are into a mapping that only `drop` ends.
+unsafe impl Send for AlignedBuffer {}
 // SAFETY: as above, and it is changed through `&mut` only.
-unsafe impl Sync for Buffer {}
+unsafe impl Sync for AlignedBuffer {}
 
 /// Sixty-four bytes on a cache line.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
-struct Line(#[expect(dead_code, reason = "read as bytes only")] [u8; 64]);
+struct CacheLine(#[expect(dead_code, reason = "read as bytes only")] [u8; 64]);
 
 /// Buffers from this size on are worth a mapping of their own.
 const HUGE: usize = 2 << 20;
 
-impl Buffer {
+impl AlignedBuffer {
     /// `n_bytes` zeros, or `None` when there is no memory for them.
-    pub(crate) fn zeroed(n_bytes: usize) -> Option<Buffer> {
+    pub(crate) fn zeroed(n_bytes: usize) -> Option<AlignedBuffer> {
         #[cfg(target_os = "linux")]
         if n_bytes >= HUGE {
-            return Some(Buffer { memory: map(n_bytes)?, n_bytes });
+            return Some(AlignedBuffer { memory: map(n_bytes)?, n_bytes });
         }
         let n_lines = n_bytes.div_ceil(64);
         let mut lines = Vec::new();
         lines.try_reserve_exact(n_lines).ok()?;
-        lines.resize(n_lines, Line([0; 64]));
-        Some(Buffer { memory: Memory::Heap(lines), n_bytes })
+        lines.resize(n_lines, CacheLine([0; 64]));
+        Some(AlignedBuffer { memory: Backing::Heap(lines), n_bytes })
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
         let begin = match &self.memory {
-            Memory::Heap(lines) => lines.as_ptr().cast(),
+            Backing::Heap(lines) => lines.as_ptr().cast(),
             #[cfg(target_os = "linux")]
-            Memory::Mapped { begin, .. } => begin.cast_const(),
+            Backing::Mapped { begin, .. } => begin.cast_const(),
         };
         // SAFETY: `zeroed` made at least `n_bytes` initialised bytes there, which live as long as `self`.
         unsafe { std::slice::from_raw_parts(begin, self.n_bytes) }
@@ -56,9 +56,9 @@ impl Buffer {
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         let begin = match &mut self.memory {
-            Memory::Heap(lines) => lines.as_mut_ptr().cast(),
+            Backing::Heap(lines) => lines.as_mut_ptr().cast(),
             #[cfg(target_os = "linux")]
-            Memory::Mapped { begin, .. } => *begin,
+            Backing::Mapped { begin, .. } => *begin,
         };
         // SAFETY: as in `bytes`; the borrow of `self` is exclusive.
         unsafe { std::slice::from_raw_parts_mut(begin, self.n_bytes) }
@@ -66,7 +66,7 @@ impl Buffer {
 }
 
 #[cfg(target_os = "linux")]
-fn map(n_bytes: usize) -> Option<Memory> {
+fn map(n_bytes: usize) -> Option<Backing> {
     let map_bytes = n_bytes.checked_add(HUGE)?;
     // SAFETY: a new private mapping, nothing of ours is at its address; the kernel gives it filled with zeros.
     let map = unsafe {
@@ -87,15 +87,15 @@ fn map(n_bytes: usize) -> Option<Memory> {
     // SAFETY: the range lies in the mapping made above (HUGE more than `n_bytes`). This is advice: where huge pages are
     // switched off it fails and small ones serve.
     let _ = unsafe { libc::madvise(begin.cast(), n_bytes, libc::MADV_HUGEPAGE) };
-    Some(Memory::Mapped { map, map_bytes, begin })
+    Some(Backing::Mapped { map, map_bytes, begin })
 }
 
-impl Drop for Buffer {
+impl Drop for AlignedBuffer {
     fn drop(&mut self) {
         match self.memory {
-            Memory::Heap(_) => {}
+            Backing::Heap(_) => {}
             #[cfg(target_os = "linux")]
-            Memory::Mapped { map, map_bytes, .. } => {
+            Backing::Mapped { map, map_bytes, .. } => {
                 // SAFETY: the mapping that `map` made, ended once, after the last borrow of it.
                 unsafe { libc::munmap(map.cast(), map_bytes) };
             }

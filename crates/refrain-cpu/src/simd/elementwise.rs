@@ -5,7 +5,7 @@
 use half::{bf16, f16};
 
 use super::Level;
-use super::lanes::{GROUP, Kernel, Simd};
+use super::lanes::{GROUP, Simd, SimdKernel};
 use super::math;
 
 /// A function of two registers.
@@ -22,7 +22,7 @@ struct MapRows<F> {
     n: usize,
 }
 
-impl<F: Map2> Kernel for MapRows<F> {
+impl<F: Map2> SimdKernel for MapRows<F> {
     type Out = ();
 
     #[inline(always)]
@@ -73,14 +73,14 @@ macro_rules! map2_ops {
             /// If the rows differ in length.
             pub fn $name(level: Level, a: &[f32], b: &[f32], out: &mut [f32]) {
                 #[derive(Clone, Copy)]
-                struct F;
-                impl Map2 for F {
+                struct Apply;
+                impl Map2 for Apply {
                     #[inline(always)]
                     fn apply<S: Simd>(self, $s: S, $a: S::F, $b: S::F) -> S::F {
                         $body
                     }
                 }
-                map2(level, F, a, b, out);
+                map2(level, Apply, a, b, out);
             }
 
             #[doc = concat!("[`", stringify!($name), "`] with the result in `a`.")]
@@ -89,14 +89,14 @@ macro_rules! map2_ops {
             /// If the rows differ in length.
             pub fn $inplace(level: Level, a: &mut [f32], b: &[f32]) {
                 #[derive(Clone, Copy)]
-                struct F;
-                impl Map2 for F {
+                struct ApplyInplace;
+                impl Map2 for ApplyInplace {
                     #[inline(always)]
                     fn apply<S: Simd>(self, $s: S, $a: S::F, $b: S::F) -> S::F {
                         $body
                     }
                 }
-                map2_inplace(level, F, a, b);
+                map2_inplace(level, ApplyInplace, a, b);
             }
         )*
     };
@@ -114,9 +114,9 @@ map2_ops! {
 }
 
 #[derive(Clone, Copy)]
-struct Scale(f32);
+struct ScaleMap(f32);
 
-impl Map2 for Scale {
+impl Map2 for ScaleMap {
     #[inline(always)]
     fn apply<S: Simd>(self, s: S, a: S::F, _: S::F) -> S::F {
         s.fmul(a, s.fsplat(self.0))
@@ -126,7 +126,7 @@ impl Map2 for Scale {
 /// `x *= factor`.
 pub fn scale_inplace(level: Level, x: &mut [f32], factor: f32) {
     let (out, n) = (x.as_mut_ptr(), x.len());
-    level.dispatch(MapRows { f: Scale(factor), a: out, b: out, out, n });
+    level.dispatch(MapRows { f: ScaleMap(factor), a: out, b: out, out, n });
 }
 
 #[derive(Clone, Copy)]
@@ -179,7 +179,7 @@ pub(super) fn load16<S: Simd, const FILL: u32>(s: S, x: &[f32], at: usize, g: us
 
 struct DotF32<'a>(&'a [f32], &'a [f32]);
 
-impl Kernel for DotF32<'_> {
+impl SimdKernel for DotF32<'_> {
     type Out = f32;
 
     #[inline(always)]
@@ -203,12 +203,12 @@ pub fn dot(level: Level, a: &[f32], b: &[f32]) -> f32 {
     level.dispatch(DotF32(a, b))
 }
 
-struct Reduce<'a> {
+struct ReduceRow<'a> {
     x: &'a [f32],
     max: bool,
 }
 
-impl Kernel for Reduce<'_> {
+impl SimdKernel for ReduceRow<'_> {
     type Out = f32;
 
     #[inline(always)]
@@ -240,12 +240,12 @@ impl Kernel for Reduce<'_> {
 
 /// The largest element, NaN passed over; minus infinity for an empty row.
 pub fn max(level: Level, x: &[f32]) -> f32 {
-    level.dispatch(Reduce { x, max: true })
+    level.dispatch(ReduceRow { x, max: true })
 }
 
 /// The sum, in 16 chains.
 pub fn sum(level: Level, x: &[f32]) -> f32 {
-    level.dispatch(Reduce { x, max: false })
+    level.dispatch(ReduceRow { x, max: false })
 }
 
 /// The index of the first largest element, NaN passed over; 0 if there is none.
@@ -318,7 +318,7 @@ struct RopeHalves<'a> {
     sin: &'a [f32],
 }
 
-impl Kernel for RopeHalves<'_> {
+impl SimdKernel for RopeHalves<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -382,7 +382,7 @@ pub fn rope_interleaved(_: Level, x: &mut [f32], cos: &[f32], sin: &[f32]) {
 
 struct ToF16<'a>(&'a [f32], &'a mut [f16]);
 
-impl Kernel for ToF16<'_> {
+impl SimdKernel for ToF16<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -411,7 +411,7 @@ pub fn f32_to_f16(level: Level, src: &[f32], dst: &mut [f16]) {
 
 struct FromF16<'a>(&'a [f16], &'a mut [f32]);
 
-impl Kernel for FromF16<'_> {
+impl SimdKernel for FromF16<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -441,7 +441,7 @@ pub fn f16_to_f32(level: Level, src: &[f16], dst: &mut [f32]) {
 
 struct FromBf16<'a>(&'a [bf16], &'a mut [f32]);
 
-impl Kernel for FromBf16<'_> {
+impl SimdKernel for FromBf16<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -464,7 +464,7 @@ pub fn bf16_to_f32(level: Level, src: &[bf16], dst: &mut [f32]) {
 
 struct ToBf16<'a>(&'a [f32], &'a mut [bf16]);
 
-impl Kernel for ToBf16<'_> {
+impl SimdKernel for ToBf16<'_> {
     type Out = ();
 
     #[inline(always)]

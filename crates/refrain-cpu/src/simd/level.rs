@@ -2,17 +2,17 @@
 
 use std::fmt;
 
-use super::lanes::{Kernel, Portable};
+use super::lanes::{Portable, SimdKernel};
 
 /// A set of instructions that this processor has been seen to have.
 ///
 /// A `Level` other than [`Level::PORTABLE`] can only be had from [`Level::detect`], [`Level::available`] or
 /// [`Level::by_name`], all of which ask the processor first; that is what makes the kernels safe to call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Level(Kind);
+pub struct Level(InstructionSet);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-enum Kind {
+enum InstructionSet {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -32,7 +32,7 @@ enum Kind {
 
 impl Level {
     /// Plain Rust; always there.
-    pub const PORTABLE: Level = Level(Kind::Portable);
+    pub const PORTABLE: Level = Level(InstructionSet::Portable);
 
     /// The best level of this processor.
     pub fn detect() -> Level {
@@ -53,21 +53,24 @@ impl Level {
                 && is_x86_feature_detected!("avx512dq");
             let vnni = avx512 && is_x86_feature_detected!("avx512vnni");
             [
-                (Kind::Avx2, avx2),
-                (Kind::Avx2Vnni, avx2 && is_x86_feature_detected!("avxvnni")),
-                (Kind::Avx512, avx512),
-                (Kind::Avx512Vnni, vnni),
-                (Kind::Avx512Bf16, vnni && is_x86_feature_detected!("avx512bf16")),
+                (InstructionSet::Avx2, avx2),
+                (InstructionSet::Avx2Vnni, avx2 && is_x86_feature_detected!("avxvnni")),
+                (InstructionSet::Avx512, avx512),
+                (InstructionSet::Avx512Vnni, vnni),
+                (InstructionSet::Avx512Bf16, vnni && is_x86_feature_detected!("avx512bf16")),
             ]
         };
         #[cfg(target_arch = "aarch64")]
         let more = {
             use std::arch::is_aarch64_feature_detected;
             let neon = is_aarch64_feature_detected!("neon") && is_aarch64_feature_detected!("fp16");
-            [(Kind::Neon, neon), (Kind::NeonDot, neon && is_aarch64_feature_detected!("dotprod"))]
+            [
+                (InstructionSet::Neon, neon),
+                (InstructionSet::NeonDot, neon && is_aarch64_feature_detected!("dotprod")),
+            ]
         };
         #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-        let more: [(Kind, bool); 0] = [];
+        let more: [(InstructionSet, bool); 0] = [];
         let found = more.into_iter().filter(|&(_, there)| there).map(|(kind, _)| Level(kind));
         std::iter::once(Level::PORTABLE).chain(found).collect()
     }
@@ -80,55 +83,55 @@ impl Level {
     /// The name that command lines and reports use.
     pub const fn name(self) -> &'static str {
         match self.0 {
-            Kind::Portable => "portable",
+            InstructionSet::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2 => "avx2",
+            InstructionSet::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2Vnni => "avx2-vnni",
+            InstructionSet::Avx2Vnni => "avx2-vnni",
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 => "avx512",
+            InstructionSet::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512Vnni => "avx512-vnni",
+            InstructionSet::Avx512Vnni => "avx512-vnni",
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512Bf16 => "avx512-bf16",
+            InstructionSet::Avx512Bf16 => "avx512-bf16",
             #[cfg(target_arch = "aarch64")]
-            Kind::Neon => "neon",
+            InstructionSet::Neon => "neon",
             #[cfg(target_arch = "aarch64")]
-            Kind::NeonDot => "neon-dot",
+            InstructionSet::NeonDot => "neon-dot",
         }
     }
 
     /// Runs a kernel compiled for this level.
     #[inline]
-    pub(crate) fn dispatch<K: Kernel>(self, kernel: K) -> K::Out {
+    pub(crate) fn dispatch<K: SimdKernel>(self, kernel: K) -> K::Out {
         #[cfg(target_arch = "aarch64")]
         use super::lanes::neon;
         #[cfg(target_arch = "x86_64")]
         use super::lanes::x86;
         match self.0 {
-            Kind::Portable => kernel.run(Portable),
+            InstructionSet::Portable => kernel.run(Portable),
             // SAFETY: this `Level` exists only because `available` saw every feature that the called
             // function enables; its fields are private to this file.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2 => unsafe { x86::call_avx2(kernel) },
+            InstructionSet::Avx2 => unsafe { x86::call_avx2(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2Vnni => unsafe { x86::call_avx2_vnni(kernel) },
+            InstructionSet::Avx2Vnni => unsafe { x86::call_avx2_vnni(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 => unsafe { x86::call_avx512(kernel) },
+            InstructionSet::Avx512 => unsafe { x86::call_avx512(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512Vnni => unsafe { x86::call_avx512_vnni(kernel) },
+            InstructionSet::Avx512Vnni => unsafe { x86::call_avx512_vnni(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512Bf16 => unsafe { x86::call_avx512_bf16(kernel) },
+            InstructionSet::Avx512Bf16 => unsafe { x86::call_avx512_bf16(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "aarch64")]
-            Kind::Neon => unsafe { neon::call_neon(kernel) },
+            InstructionSet::Neon => unsafe { neon::call_neon(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "aarch64")]
-            Kind::NeonDot => unsafe { neon::call_neon_dot(kernel) },
+            InstructionSet::NeonDot => unsafe { neon::call_neon_dot(kernel) },
         }
     }
 }

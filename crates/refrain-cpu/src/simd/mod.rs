@@ -30,11 +30,11 @@ pub use elementwise::{
 pub use gemm::{Factor, Rounded, gemm, gemm_scratch};
 pub use level::Level;
 pub use matmul::{
-    Acts, ExpertBias, ExpertProduct, ExpertRows, OutTile, Product, ROW_ALIGN, experts_parallel, matmul,
+    Acts, ExpertBias, ExpertProduct, ExpertRows, OutTile, ROW_ALIGN, WeightProduct, experts_parallel, matmul,
     matmul_parallel, prepare_parallel,
 };
 pub use recurrent::{DeltaHead, gated_delta_row, short_conv_row};
 pub use train::{AdamStep, adam, cross_entropy, gate_grad, reduce, rms_norm_grad, softmax_grad, sum_squares};
-pub use weights::{Packed, WeightError, WeightMatrix, pack};
+pub use weights::{PackedMatrix, WeightError, WeightMatrix, pack};
 
 pub(crate) use span::{BLOCK, Gathered, NOTHING, SCORES, Side, dots, panels, product, score_grads, soften};

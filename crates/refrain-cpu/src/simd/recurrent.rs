@@ -2,7 +2,7 @@
 
 use super::Level;
 use super::elementwise::load16;
-use super::lanes::{GROUP, Kernel, Simd};
+use super::lanes::{GROUP, Simd, SimdKernel};
 use super::math;
 
 /// Writes the register of elements from `at` on; those past the end are dropped.
@@ -27,7 +27,7 @@ struct ConvRow<'a> {
     out: &'a mut [f32],
 }
 
-impl Kernel for ConvRow<'_> {
+impl SimdKernel for ConvRow<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -79,7 +79,7 @@ struct DeltaRow<'a> {
     y: &'a mut [f32],
 }
 
-impl Kernel for DeltaRow<'_> {
+impl SimdKernel for DeltaRow<'_> {
     type Out = ();
 
     #[inline(always)]

@@ -5,7 +5,7 @@
 
 use super::Level;
 use super::gemm::{Sums, tile};
-use super::lanes::{GROUP, Kernel, Simd};
+use super::lanes::{GROUP, Simd, SimdKernel};
 use super::math;
 
 /// Rows or keys that are handled together.
@@ -43,7 +43,7 @@ impl<'a> Side<'a> {
     }
 }
 
-struct Product<'a> {
+struct SpanProduct<'a> {
     k: usize,
     a: Side<'a>,
     b: Side<'a>,
@@ -53,12 +53,12 @@ struct Product<'a> {
     add: bool,
 }
 
-impl Kernel for Product<'_> {
+impl SimdKernel for SpanProduct<'_> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Product { k, a, b, n_groups: [n_rows, n_cols], out, stride, add } = self;
+        let SpanProduct { k, a, b, n_groups: [n_rows, n_cols], out, stride, add } = self;
         for col in 0..n_cols {
             for row in 0..n_rows {
                 // SAFETY: `product` has checked that both sides have `k` steps of these groups, and that the output has
@@ -91,16 +91,16 @@ pub(crate) fn product(
     let [n_rows, n_cols] = n_groups;
     assert!(a.fits(k, n_rows) && b.fits(k, n_cols), "operands of a block of {n_groups:?} over {k}");
     assert!(n_cols * GROUP <= stride && n_rows * GROUP * stride <= out.len(), "results of {n_groups:?}");
-    level.dispatch(Product { k, a, b, n_groups, out, stride, add });
+    level.dispatch(SpanProduct { k, a, b, n_groups, out, stride, add });
 }
 
-struct Turn<'a> {
+struct PanelTranspose<'a> {
     rows: &'a [f32],
     d: usize,
     out: &'a mut [f32],
 }
 
-impl Kernel for Turn<'_> {
+impl SimdKernel for PanelTranspose<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -123,7 +123,7 @@ impl Kernel for Turn<'_> {
 /// If either has another size.
 pub(crate) fn panels(level: Level, rows: &[f32], d: usize, out: &mut [f32]) {
     assert!(rows.len() == BLOCK * d && out.len() == BLOCK * d, "a block of rows of {d}");
-    level.dispatch(Turn { rows, d, out });
+    level.dispatch(PanelTranspose { rows, d, out });
 }
 
 /// What a block of rows has gathered so far.
@@ -141,7 +141,7 @@ struct Soften<'a> {
     factor: &'a mut [f32],
 }
 
-impl Kernel for Soften<'_> {
+impl SimdKernel for Soften<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -194,7 +194,7 @@ struct ScoreGrads<'a> {
     along: bool,
 }
 
-impl Kernel for ScoreGrads<'_> {
+impl SimdKernel for ScoreGrads<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -252,7 +252,7 @@ struct Dots<'a> {
     out: &'a mut [f32],
 }
 
-impl Kernel for Dots<'_> {
+impl SimdKernel for Dots<'_> {
     type Out = ();
 
     #[inline(always)]

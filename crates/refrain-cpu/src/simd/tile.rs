@@ -9,7 +9,7 @@
 
 use refrain_tensor::DType;
 
-use super::lanes::{Kernel, Simd};
+use super::lanes::{Simd, SimdKernel};
 
 /// Rows in a tile.
 pub(crate) const TILE_ROWS: usize = 16;
@@ -110,7 +110,7 @@ impl<'a> MakeTiles<'a> {
     }
 }
 
-impl Kernel for MakeTiles<'_> {
+impl SimdKernel for MakeTiles<'_> {
     type Out = ();
 
     #[inline(always)]

@@ -4,7 +4,7 @@
 
 use super::Level;
 use super::elementwise::{dot, load16, max, sum};
-use super::lanes::{GROUP, Kernel, Simd};
+use super::lanes::{GROUP, Simd, SimdKernel};
 use super::math;
 
 /// `a`, `b`, `c` -> two results, element by element. All slices are equally long.
@@ -18,7 +18,7 @@ trait Function3: Copy {
     fn apply<S: Simd>(self, s: S, x: [S::F; 3]) -> [S::F; 2];
 }
 
-impl<F: Function3> Kernel for Map3<'_, F> {
+impl<F: Function3> SimdKernel for Map3<'_, F> {
     type Out = ();
 
     #[inline(always)]
@@ -111,7 +111,7 @@ struct NormGrad<'a> {
     dw: &'a mut [f32],
 }
 
-impl Kernel for NormGrad<'_> {
+impl SimdKernel for NormGrad<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -172,7 +172,7 @@ struct ExpSum<'a> {
     max: f32,
 }
 
-impl Kernel for ExpSum<'_> {
+impl SimdKernel for ExpSum<'_> {
     type Out = f32;
 
     #[inline(always)]
@@ -221,7 +221,7 @@ struct SoftmaxGrad<'a> {
     total: f32,
 }
 
-impl Kernel for SoftmaxGrad<'_> {
+impl SimdKernel for SoftmaxGrad<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -274,7 +274,7 @@ struct Adam<'a> {
     v: &'a mut [f32],
 }
 
-impl Kernel for Adam<'_> {
+impl SimdKernel for Adam<'_> {
     type Out = ();
 
     #[inline(always)]

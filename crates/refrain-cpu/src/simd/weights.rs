@@ -6,7 +6,7 @@ use refrain_tensor::DType;
 
 use super::Level;
 use super::acts::{ActKind, act_kind};
-use super::buffer::Buffer;
+use super::buffer::AlignedBuffer;
 use super::tile::{MakeTiles, TILE_ROWS, TileSpec};
 use crate::pool::Pool;
 
@@ -58,7 +58,7 @@ pub struct WeightMatrix<'a> {
 enum Source<'a> {
     /// Row `i` begins at byte `i * row_bytes`. Invariant, kept by `WeightMatrix::new`: every row is inside.
     File { bytes: &'a [u8], row_bytes: usize },
-    /// Tiles of row group 0 by block, then of group 1, and so on. Invariant, kept by `Packed::new`: all are inside.
+    /// Tiles of row group 0 by block, then of group 1, and so on. Invariant, kept by `PackedMatrix::new`: all are inside.
     Tiles { bytes: &'a [u8] },
 }
 
@@ -181,39 +181,39 @@ impl<'a> WeightMatrix<'a> {
 
 /// A weight matrix repacked into tiles of 16 rows: the same information in the same number of bytes (rows rounded up
 /// to 16), in the order in which a product reads it.
-pub struct Packed {
+pub struct PackedMatrix {
     dtype: DType,
     kind: ActKind,
     spec: TileSpec,
     n_rows: usize,
     k: usize,
-    buffer: Buffer,
+    buffer: AlignedBuffer,
 }
 
 /// Repacks a matrix in the file's layout, on the threads of `pool`.
 ///
 /// `None` where it would not pay (floats, whose rows are read as they are; a matrix that is packed already, or has so
 /// few rows that the padding counts), and where there is no memory for it: the matrix as it is serves then.
-pub fn pack(pool: &Pool, level: Level, w: &WeightMatrix<'_>) -> Option<Packed> {
+pub fn pack(pool: &Pool, level: Level, w: &WeightMatrix<'_>) -> Option<PackedMatrix> {
     if w.is_packed() || w.k == 0 || (w.n_rows < TILE_ROWS) {
         return None;
     }
     let spec = w.spec?;
     let group_bytes = w.n_blocks() * spec.tile_bytes();
     let n_bytes = group_bytes.checked_mul(w.n_rows.div_ceil(TILE_ROWS))?;
-    let mut buffer = Buffer::zeroed(n_bytes)?;
+    let mut buffer = AlignedBuffer::zeroed(n_bytes)?;
     pool.chunks_mut(buffer.bytes_mut(), group_bytes, |group_idx, group| {
         assert_eq!(group.len(), group_bytes);
         // SAFETY: `group_bytes` are the tiles of all blocks of a group of rows.
         unsafe { w.make_tiles(level, group_idx * TILE_ROWS, 0..w.n_blocks(), group.as_mut_ptr()) };
     });
-    Some(Packed { dtype: w.dtype, kind: w.kind, spec, n_rows: w.n_rows, k: w.k, buffer })
+    Some(PackedMatrix { dtype: w.dtype, kind: w.kind, spec, n_rows: w.n_rows, k: w.k, buffer })
 }
 
-impl Packed {
+impl PackedMatrix {
     /// The matrix, to multiply with.
     pub fn matrix(&self) -> WeightMatrix<'_> {
-        let Packed { dtype, kind, n_rows, k, .. } = *self;
+        let PackedMatrix { dtype, kind, n_rows, k, .. } = *self;
         let source = Source::Tiles { bytes: self.buffer.bytes() };
         WeightMatrix { dtype, spec: Some(self.spec), kind, n_rows, k, source }
     }

@@ -4,7 +4,7 @@
 //! of rows (of keys, for the gradients of keys and values) with all its heads: it writes rows that lie side by side.
 
 use super::spread::{round, widen};
-use super::{Operands, Tools, Value, ValueCall, Values};
+use super::{Operands, Tools, ValueCall, ValueOperand, Values};
 use crate::simd::{
     self, BLOCK, Gathered, Level, NOTHING, SCORES, Side, dots, panels, product, score_grads, soften,
 };
@@ -14,7 +14,7 @@ use std::ops::Range;
 
 /// The sizes that everything here depends on.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sizes {
+pub(super) struct SpanSizes {
     n: usize,
     n_heads: usize,
     n_kv_heads: usize,
@@ -23,11 +23,11 @@ pub(super) struct Sizes {
     d: usize,
 }
 
-impl Sizes {
-    pub(super) fn of(q: &Value, k: &Value) -> Sizes {
+impl SpanSizes {
+    pub(super) fn of(q: &ValueOperand, k: &ValueOperand) -> SpanSizes {
         let head_dim = q.dim(2);
         let d = head_dim.next_multiple_of(16);
-        Sizes { n: q.dim(0), n_heads: q.dim(1), n_kv_heads: k.dim(1), head_dim, d }
+        SpanSizes { n: q.dim(0), n_heads: q.dim(1), n_kv_heads: k.dim(1), head_dim, d }
     }
 
     /// Heads that share keys.
@@ -54,7 +54,7 @@ impl Sizes {
 
 /// Rows of an operand `[n, n_heads, head_dim]`.
 #[derive(Clone, Copy)]
-struct Heads<'a> {
+struct HeadRows<'a> {
     dtype: DType,
     bytes: &'a [u8],
     n_heads: usize,
@@ -62,10 +62,10 @@ struct Heads<'a> {
     d: usize,
 }
 
-impl<'a> Heads<'a> {
-    fn new(ops: &Operands<'a>, value: &Value, sizes: &Sizes) -> Heads<'a> {
+impl<'a> HeadRows<'a> {
+    fn new(ops: &Operands<'a>, value: &ValueOperand, sizes: &SpanSizes) -> HeadRows<'a> {
         let Some(bytes) = ops.dense(value) else { unreachable!("attention never overwrites its input") };
-        Heads { dtype: value.dtype, bytes, n_heads: value.dim(1), head_dim: sizes.head_dim, d: sizes.d }
+        HeadRows { dtype: value.dtype, bytes, n_heads: value.dim(1), head_dim: sizes.head_dim, d: sizes.d }
     }
 
     /// One head of a block of rows: `[64, d]`, zeros where there is nothing.
@@ -85,20 +85,20 @@ impl<'a> Heads<'a> {
 }
 
 /// Which keys each row sees.
-struct Seen<'a> {
+struct VisibleKeys<'a> {
     attention: &'a SpanAttention,
     spans: &'a [i32],
     n: usize,
 }
 
-impl<'a> Seen<'a> {
+impl<'a> VisibleKeys<'a> {
     /// Refuses spans that do not hold their row.
     fn new(
         attention: &'a SpanAttention,
         spans: &'a [i32],
         n: usize,
         label: &str,
-    ) -> Result<Seen<'a>, RunError> {
+    ) -> Result<VisibleKeys<'a>, RunError> {
         for (row, span) in spans.as_chunks::<2>().0.iter().enumerate() {
             let [first, end] = span.map(i64::from);
             let is_padding = first == end;
@@ -111,7 +111,7 @@ impl<'a> Seen<'a> {
                 });
             }
         }
-        Ok(Seen { attention, spans, n })
+        Ok(VisibleKeys { attention, spans, n })
     }
 
     fn span(&self, row: usize) -> Range<usize> {
@@ -192,9 +192,9 @@ impl Values<'_> {
     ) -> Result<(), RunError> {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, label, .. } = tools;
-        let sizes = Sizes::of(&call.ins[0], &call.ins[1]);
-        let [q, k, v] = [0, 1, 2].map(|i| Heads::new(&ops, &call.ins[i], &sizes));
-        let seen = Seen::new(attention, ops.ints(&call.ins[3]), sizes.n, label)?;
+        let sizes = SpanSizes::of(&call.ins[0], &call.ins[1]);
+        let [q, k, v] = [0, 1, 2].map(|i| HeadRows::new(&ops, &call.ins[i], &sizes));
+        let seen = VisibleKeys::new(attention, ops.ints(&call.ins[3]), sizes.n, label)?;
         let size = call.outs[0].dtype.block_bytes();
         let y_chunk = BLOCK * sizes.n_heads * sizes.head_dim;
         let [y, lse] = Operands::writes(&mut ops.carved.outs, call, [y_chunk, BLOCK * sizes.n_heads]);
@@ -223,10 +223,10 @@ impl Values<'_> {
     ) -> Result<(), RunError> {
         let (mut ops, tools) = self.open(&call.outs, arena);
         let Tools { pool, level, scratch, label, .. } = tools;
-        let sizes = Sizes::of(&call.ins[1], &call.ins[2]);
-        let [dy, q, k, v] = [0, 1, 2, 3].map(|i| Heads::new(&ops, &call.ins[i], &sizes));
-        let y = Heads::new(&ops, &call.ins[5], &sizes);
-        let seen = Seen::new(attention, ops.ints(&call.ins[4]), sizes.n, label)?;
+        let sizes = SpanSizes::of(&call.ins[1], &call.ins[2]);
+        let [dy, q, k, v] = [0, 1, 2, 3].map(|i| HeadRows::new(&ops, &call.ins[i], &sizes));
+        let y = HeadRows::new(&ops, &call.ins[5], &sizes);
+        let seen = VisibleKeys::new(attention, ops.ints(&call.ins[4]), sizes.n, label)?;
         let Some(lse) = ops.dense(&call.ins[6]) else { unreachable!("attention never overwrites its input") };
         let lse: &[f32] = bytemuck::cast_slice(lse);
         let size = q.dtype.block_bytes();
@@ -237,7 +237,7 @@ impl Values<'_> {
         let q_chunk = BLOCK * sizes.n_heads * sizes.head_dim * size;
         let k_chunk = BLOCK * sizes.n_kv_heads * sizes.head_dim * size;
         let [dq, dk, dv] = Operands::writes(&mut ops.carved.outs, call, [0; 3]);
-        let backward = Backward { level, attention, sizes, seen: &seen, dy, q, k, v, lse, mean: &*mean };
+        let backward = SpanBackward { level, attention, sizes, seen: &seen, dy, q, k, v, lse, mean: &*mean };
         pool.zip_chunks([(dq.bytes, q_chunk)], own, |block, [dq], own| {
             for kv_head in 0..sizes.n_kv_heads {
                 backward.queries(block, kv_head, own, |head, tile| {
@@ -257,7 +257,7 @@ impl Values<'_> {
 }
 
 /// Rounds one head of a block of rows into its place.
-fn store(level: Level, like: Heads<'_>, n_heads: usize, head: usize, tile: &[f32], to: &mut [u8]) {
+fn store(level: Level, like: HeadRows<'_>, n_heads: usize, head: usize, tile: &[f32], to: &mut [u8]) {
     let row_bytes = like.head_dim * like.dtype.block_bytes();
     for (row, values) in tile.chunks_exact(like.d).enumerate() {
         let at = (row * n_heads + head) * row_bytes;
@@ -268,7 +268,7 @@ fn store(level: Level, like: Heads<'_>, n_heads: usize, head: usize, tile: &[f32
 }
 
 /// The sum of `dy y` for each row of a block and each head: `[64, n_heads]`.
-fn row_means(level: Level, [dy, y]: [Heads<'_>; 2], block: usize, own: &mut [f32], mean: &mut [f32]) {
+fn row_means(level: Level, [dy, y]: [HeadRows<'_>; 2], block: usize, own: &mut [f32], mean: &mut [f32]) {
     let tile = BLOCK * dy.d;
     let mut own = own;
     let [rows, dy_panels, y_panels] = [(); 3].map(|()| take(&mut own, tile));
@@ -287,11 +287,11 @@ fn row_means(level: Level, [dy, y]: [Heads<'_>; 2], block: usize, own: &mut [f32
 struct Forward<'a> {
     level: Level,
     attention: &'a SpanAttention,
-    sizes: Sizes,
-    seen: &'a Seen<'a>,
-    q: Heads<'a>,
-    k: Heads<'a>,
-    v: Heads<'a>,
+    sizes: SpanSizes,
+    seen: &'a VisibleKeys<'a>,
+    q: HeadRows<'a>,
+    k: HeadRows<'a>,
+    v: HeadRows<'a>,
 }
 
 impl Forward<'_> {
@@ -349,20 +349,20 @@ impl Forward<'_> {
     }
 }
 
-struct Backward<'a> {
+struct SpanBackward<'a> {
     level: Level,
     attention: &'a SpanAttention,
-    sizes: Sizes,
-    seen: &'a Seen<'a>,
-    dy: Heads<'a>,
-    q: Heads<'a>,
-    k: Heads<'a>,
-    v: Heads<'a>,
+    sizes: SpanSizes,
+    seen: &'a VisibleKeys<'a>,
+    dy: HeadRows<'a>,
+    q: HeadRows<'a>,
+    k: HeadRows<'a>,
+    v: HeadRows<'a>,
     lse: &'a [f32],  // [n, n_heads]
     mean: &'a [f32], // [n, n_heads]
 }
 
-impl Backward<'_> {
+impl SpanBackward<'_> {
     /// What belongs to the rows of a block, for one head.
     fn of_rows(&self, values: &[f32], block: usize, head: usize, to: &mut [f32]) {
         for (i, to) in to.iter_mut().enumerate() {
@@ -377,7 +377,7 @@ impl Backward<'_> {
 
     /// The gradients of a block of queries, for the heads that share a KV head: `done(head, tile)`.
     fn queries(&self, block: usize, kv_head: usize, own: &mut [f32], mut done: impl FnMut(usize, &[f32])) {
-        let Backward { level, attention, sizes, seen, .. } = *self;
+        let SpanBackward { level, attention, sizes, seen, .. } = *self;
         let (d, group, tile) = (sizes.d, sizes.group(), sizes.tile());
         let mut own = own;
         let [k_rows, v_rows, k_panels, v_panels] = [(); 4].map(|()| take(&mut own, tile));
@@ -422,7 +422,7 @@ impl Backward<'_> {
 
     /// The gradients of a block of keys and of their values, for one KV head.
     fn keys<'o>(&self, block: usize, kv_head: usize, own: &'o mut [f32]) -> [&'o [f32]; 2] {
-        let Backward { level, attention, sizes, seen, .. } = *self;
+        let SpanBackward { level, attention, sizes, seen, .. } = *self;
         let (d, group, tile) = (sizes.d, sizes.group(), sizes.tile());
         let mut own = own;
         let [k_panels, v_panels, dk, dv] = [(); 4].map(|()| take(&mut own, tile));

@@ -1,10 +1,10 @@
 //! Steps of a plan into calls on values.
 
-use super::attention::Sizes;
+use super::attention::SpanSizes;
 use super::matrix::factor;
 use super::spread::{PIECE, own, piece_of_rows};
-use super::{At, Value, ValueCall, ValueOp};
-use crate::compile::RopeTable;
+use super::{ValueCall, ValueLoc, ValueOp, ValueOperand};
+use crate::compile::AngleTable;
 use crate::simd::gemm_scratch;
 
 use refrain_graph::{Op, Operand, Place, Plan, Rope, TrainOp, Weight};
@@ -20,28 +20,28 @@ pub(crate) fn value_call(
     plan: &Plan,
     weights: &[Weight],
     step_idx: usize,
-    tables: &mut Vec<RopeTable>,
+    tables: &mut Vec<AngleTable>,
 ) -> Option<ValueCall> {
     let step = &plan.steps()[step_idx];
     let value = |operand: &Operand| value(plan, weights, operand);
-    let mut ins: Vec<Value> = step.inputs.iter().map(value).collect();
-    let outs: Vec<Value> = step.outputs.iter().map(value).collect();
+    let mut ins: Vec<ValueOperand> = step.inputs.iter().map(value).collect();
+    let outs: Vec<ValueOperand> = step.outputs.iter().map(value).collect();
     if ins.iter().chain(&outs).any(|value| value.len() == 0) {
         return None;
     }
-    let floats = |values: &[Value]| values.iter().all(Value::is_dense_float);
-    let is_arena = |value: &Value| matches!(value.at, At::Arena(_));
+    let floats = |values: &[ValueOperand]| values.iter().all(ValueOperand::is_dense_float);
+    let is_arena = |value: &ValueOperand| matches!(value.at, ValueLoc::Arena(_));
     // Integers that say where to read lie in the control block, which was checked, or are checked when they are read.
-    let is_ints = |value: &Value| value.dtype == DType::I32 && value.layout.is_contiguous();
+    let is_ints = |value: &ValueOperand| value.dtype == DType::I32 && value.layout.is_contiguous();
     let in_arena = outs.iter().all(|out| is_arena(out) && out.layout.is_contiguous());
     let op = match &step.op {
         Op::Accumulate => floats(&ins).then_some(ValueOp::Accumulate),
         Op::Train(TrainOp::AdamW(adam)) => {
-            let are_states = outs.iter().all(|out| matches!(out.at, At::State(_)));
+            let are_states = outs.iter().all(|out| matches!(out.at, ValueLoc::State(_)));
             let is_held = (0..adam.decays.len()).all(|tensor| {
                 let slots = adam.slots(tensor);
                 let of_tensor = [slots.grad, slots.weight, slots.m, slots.v].into_iter().chain(slots.master);
-                let is_computed = matches!(ins[slots.grad].at, At::Arena(_) | At::Control(_));
+                let is_computed = matches!(ins[slots.grad].at, ValueLoc::Arena(_) | ValueLoc::Control(_));
                 of_tensor.into_iter().all(|i| ins[i].is_dense_float()) && (adam.clears || is_computed)
             });
             (are_states && is_held).then(|| ValueOp::AdamW(adam.clone()))
@@ -117,23 +117,23 @@ pub(crate) fn value_call(
     Some(ValueCall { op: op?, ins, outs })
 }
 
-fn value(plan: &Plan, weights: &[Weight], operand: &Operand) -> Value {
+fn value(plan: &Plan, weights: &[Weight], operand: &Operand) -> ValueOperand {
     let buffer = plan.buffer(operand.buffer);
     let at = match buffer.place {
-        Place::Arena { offset } => At::Arena(offset / 4..(offset + buffer.bytes).div_ceil(4)),
-        Place::Control { offset, .. } => At::Control(offset..offset + buffer.bytes),
-        Place::State(id) => At::State(id.idx()),
-        Place::Weight(id) => At::Weight(id),
+        Place::Arena { offset } => ValueLoc::Arena(offset / 4..(offset + buffer.bytes).div_ceil(4)),
+        Place::Control { offset, .. } => ValueLoc::Control(offset..offset + buffer.bytes),
+        Place::State(id) => ValueLoc::State(id.idx()),
+        Place::Weight(id) => ValueLoc::Weight(id),
     };
     let dtype = match buffer.place {
         // Vectors were decoded when they were loaded.
         Place::Weight(id) if weights[id.idx()].ty.shape.rank() < 2 => DType::F32,
         Place::Weight(_) | Place::Arena { .. } | Place::Control { .. } | Place::State(_) => operand.dtype,
     };
-    Value { at, dtype, layout: operand.layout }
+    ValueOperand { at, dtype, layout: operand.layout }
 }
 
-fn matmul(ins: &mut [Value], out: &Value) -> Option<ValueOp> {
+fn matmul(ins: &mut [ValueOperand], out: &ValueOperand) -> Option<ValueOp> {
     let (a, b) = (&ins[0], &ins[1]);
     let (m, k, n) =
         (a.layout.shape().dim_back(1), a.layout.shape().dim_back(0), b.layout.shape().dim_back(0));
@@ -156,7 +156,7 @@ fn matmul(ins: &mut [Value], out: &Value) -> Option<ValueOp> {
     }
     let shape = out.layout.shape();
     let outer = shape.dims()[..shape.rank() - 2].to_vec();
-    let starts = |value: &Value| -> Option<Vec<usize>> {
+    let starts = |value: &ValueOperand| -> Option<Vec<usize>> {
         let rank = value.layout.shape().rank();
         // The first element of each matrix, with what is broadcast repeated.
         let mut first = value.layout;
@@ -171,8 +171,8 @@ fn matmul(ins: &mut [Value], out: &Value) -> Option<ValueOp> {
 }
 
 /// Whether rows or columns of both operands lie side by side.
-fn fits(ins: &[Value], m: usize, k: usize, n: usize) -> bool {
-    let side_by_side = |value: &Value, len: usize, turned: usize| {
+fn fits(ins: &[ValueOperand], m: usize, k: usize, n: usize) -> bool {
+    let side_by_side = |value: &ValueOperand, len: usize, turned: usize| {
         let x = factor(value, &[], 0, [len, k], turned);
         x.stride == 1 || x.k_stride == 1 || len <= 1 || k <= 1
     };
@@ -180,34 +180,36 @@ fn fits(ins: &[Value], m: usize, k: usize, n: usize) -> bool {
 }
 
 /// Whether the second operand is as long as the output, or one row of it.
-fn is_row(ins: &[Value], out: &Value) -> bool {
+fn is_row(ins: &[ValueOperand], out: &ValueOperand) -> bool {
     let row = ins[1].len();
     let is_row = ins[1].layout.shape().dim_back(0) == row && out.layout.shape().dim_back(0) == row;
     ins[0].len() == out.len() && (row == out.len() || (is_row && row > 0))
 }
 
-fn turn(rope: &Rope, ins: &[Value], tables: &mut Vec<RopeTable>, back: bool) -> Option<ValueOp> {
-    let (At::Control(bytes), At::Weight(inv_freq)) = (&ins[1].at, &ins[2].at) else { return None };
+fn turn(rope: &Rope, ins: &[ValueOperand], tables: &mut Vec<AngleTable>, back: bool) -> Option<ValueOp> {
+    let (ValueLoc::Control(bytes), ValueLoc::Weight(inv_freq)) = (&ins[1].at, &ins[2].at) else {
+        return None;
+    };
     let is_whole = ins[1].layout.is_contiguous() && ins[2].layout.is_contiguous();
     if !ins[0].is_dense_float() || !is_whole || ins[2].layout.shape().rank() != 1 {
         return None;
     }
     let start = bytes.start / 4 + ins[1].layout.offset();
-    let table = RopeTable {
+    let table = AngleTable {
         inv_freq: *inv_freq,
         positions: start..start + ins[1].len(),
         magnitude: rope.magnitude,
         n_dims: rope.n_dims,
         back,
     };
-    let table = RopeTable::find(tables, table);
+    let table = AngleTable::find(tables, table);
     Some(ValueOp::Rope { rope: *rope, table, back })
 }
 
 impl ValueCall {
     /// Floats of scratch that the call needs with so many threads.
     pub(crate) fn scratch(&self, n_threads: usize) -> usize {
-        let d = self.ins.first().map_or(1, Value::width);
+        let d = self.ins.first().map_or(1, ValueOperand::width);
         let rows = piece_of_rows(d);
         match &self.op {
             ValueOp::MatMul { k, n, .. } => gemm_scratch(*k, *n, n_threads),
@@ -244,12 +246,12 @@ impl ValueCall {
             }
             ValueOp::Copy => 0,
             ValueOp::SumSquares => {
-                let n_parts = |x: &Value| x.len().div_ceil(SQUARES);
+                let n_parts = |x: &ValueOperand| x.len().div_ceil(SQUARES);
                 self.ins.iter().map(n_parts).max().unwrap_or(0) + own(&[SQUARES, 1], n_threads)
             }
             ValueOp::AdamW(_) => own(&[PIECE; 9], n_threads),
-            ValueOp::SpanAttention(_) => Sizes::of(&self.ins[0], &self.ins[1]).forward(n_threads),
-            ValueOp::SpanAttentionGrad(_) => Sizes::of(&self.ins[1], &self.ins[2]).backward(n_threads),
+            ValueOp::SpanAttention(_) => SpanSizes::of(&self.ins[0], &self.ins[1]).forward(n_threads),
+            ValueOp::SpanAttentionGrad(_) => SpanSizes::of(&self.ins[1], &self.ins[2]).backward(n_threads),
         }
     }
 }

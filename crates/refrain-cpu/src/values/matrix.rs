@@ -1,6 +1,6 @@
 //! Products of two values.
 
-use super::{Operands, Tools, Value, ValueCall, Values};
+use super::{Operands, Tools, ValueCall, ValueOperand, Values};
 use crate::simd::{Factor, Rounded, gemm};
 
 impl Values<'_> {
@@ -29,7 +29,7 @@ impl Values<'_> {
 
 /// An operand of a product; `k` is its last dimension but `turned`.
 pub(super) fn factor<'a>(
-    value: &Value,
+    value: &ValueOperand,
     bytes: &'a [u8],
     offset: usize,
     [len, k]: [usize; 2],

@@ -15,15 +15,15 @@ pub(crate) use compile::value_call;
 use crate::memory::{Carved, MAX_OUTS, carve};
 use crate::pool::Pool;
 use crate::simd::Level;
-use crate::weights::{CpuStates, CpuWeights, Entry};
+use crate::weights::{CpuStates, CpuWeights, WeightEntry};
 use refrain_graph::{AdamW, Binary, Dropout, Gate, Reduce, Rope, RunError, SpanAttention, Unary, WeightId};
 use refrain_tensor::{DType, Layout};
-use spread::{Read, Write};
+use spread::{ReadOperand, WriteOperand};
 use std::ops::Range;
 
 /// Where the bytes of an operand's buffer lie.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum At {
+pub(crate) enum ValueLoc {
     /// 32-bit words.
     Arena(Range<usize>),
     /// Bytes.
@@ -34,13 +34,13 @@ pub(crate) enum At {
 
 /// An operand.
 #[derive(Clone, Debug)]
-pub(crate) struct Value {
-    pub at: At,
+pub(crate) struct ValueOperand {
+    pub at: ValueLoc,
     pub dtype: DType,
     pub layout: Layout,
 }
 
-impl Value {
+impl ValueOperand {
     pub(crate) fn len(&self) -> usize {
         self.layout.shape().n_elements()
     }
@@ -131,8 +131,8 @@ pub(crate) enum ValueOp {
 #[derive(Clone, Debug)]
 pub(crate) struct ValueCall {
     pub op: ValueOp,
-    pub ins: Vec<Value>,
-    pub outs: Vec<Value>,
+    pub ins: Vec<ValueOperand>,
+    pub outs: Vec<ValueOperand>,
 }
 
 impl ValueCall {
@@ -192,25 +192,25 @@ struct Operands<'a> {
 
 impl<'a> Operands<'a> {
     /// The whole buffer of an operand; `None` when an output has its place.
-    fn buffer(&self, value: &Value) -> Option<&'a [u8]> {
+    fn buffer(&self, value: &ValueOperand) -> Option<&'a [u8]> {
         match &value.at {
-            At::Arena(words) => Some(bytemuck::cast_slice(self.carved.read(words)?)),
-            At::Control(bytes) => Some(&self.control[bytes.clone()]),
-            At::State(idx) => Some(self.states.get(*idx)),
-            At::Weight(id) => Some(match self.weights.entry(*id) {
-                Entry::Vector(values) => bytemuck::cast_slice(values),
-                Entry::Matrix { tensor, .. } => tensor.bytes().as_slice(),
+            ValueLoc::Arena(words) => Some(bytemuck::cast_slice(self.carved.read(words)?)),
+            ValueLoc::Control(bytes) => Some(&self.control[bytes.clone()]),
+            ValueLoc::State(idx) => Some(self.states.get(*idx)),
+            ValueLoc::Weight(id) => Some(match self.weights.entry(*id) {
+                WeightEntry::Vector(values) => bytemuck::cast_slice(values),
+                WeightEntry::Matrix { tensor, .. } => tensor.bytes().as_slice(),
             }),
         }
     }
 
     /// The elements of a dense operand; `None` when an output has its place.
-    fn dense(&self, value: &Value) -> Option<&'a [u8]> {
+    fn dense(&self, value: &ValueOperand) -> Option<&'a [u8]> {
         Some(&self.buffer(value)?[value.span()])
     }
 
     /// 32-bit integers.
-    fn ints(&self, value: &Value) -> &'a [i32] {
+    fn ints(&self, value: &ValueOperand) -> &'a [i32] {
         match self.dense(value) {
             Some(bytes) => bytemuck::cast_slice(bytes),
             None => unreachable!("no output takes the place of integers"),
@@ -219,10 +219,10 @@ impl<'a> Operands<'a> {
 
     /// A dense operand that is read `chunk` elements at a time. Where an output has its place, it holds what the output
     /// does.
-    fn read(&self, call: &ValueCall, input: usize, chunk: usize) -> Read<'a> {
+    fn read(&self, call: &ValueCall, input: usize, chunk: usize) -> ReadOperand<'a> {
         let value = &call.ins[input];
         let held = call.outs.iter().position(|out| out.at == value.at).unwrap_or(usize::MAX);
-        Read { dtype: value.dtype, bytes: self.dense(value), held, chunk }
+        ReadOperand { dtype: value.dtype, bytes: self.dense(value), held, chunk }
     }
 
     /// The outputs, as bytes, each with its chunk.
@@ -230,12 +230,12 @@ impl<'a> Operands<'a> {
         outs: &'b mut [&'a mut [f32]],
         call: &ValueCall,
         chunks: [usize; N],
-    ) -> [Write<'b>; N] {
+    ) -> [WriteOperand<'b>; N] {
         let mut outs = outs.iter_mut().zip(&call.outs);
         chunks.map(|chunk| match outs.next() {
             Some((words, value)) => {
                 let bytes = &mut bytemuck::cast_slice_mut::<f32, u8>(words)[value.span()];
-                Write { dtype: value.dtype, bytes, chunk }
+                WriteOperand { dtype: value.dtype, bytes, chunk }
             }
             None => unreachable!("a call has as many outputs as it writes"),
         })
@@ -278,10 +278,10 @@ impl Values<'_> {
     }
 
     /// The operands, the scratch and what else the kernels of a call use side by side.
-    fn open<'b>(&'b mut self, outs: &[Value], arena: &'b mut [f32]) -> (Operands<'b>, Tools<'b>) {
+    fn open<'b>(&'b mut self, outs: &[ValueOperand], arena: &'b mut [f32]) -> (Operands<'b>, Tools<'b>) {
         let mut ranges: [Range<usize>; MAX_OUTS] = std::array::from_fn(|_| 0..0);
         for (range, out) in ranges.iter_mut().zip(outs) {
-            if let At::Arena(words) = &out.at {
+            if let ValueLoc::Arena(words) = &out.at {
                 *range = words.clone();
             }
         }

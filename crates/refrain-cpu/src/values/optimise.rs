@@ -1,8 +1,8 @@
 //! The optimiser and what it needs.
 
 use super::compile::SQUARES;
-use super::spread::{PIECE, Read, Write, spread};
-use super::{At, Tools, ValueCall, Values};
+use super::spread::{PIECE, ReadOperand, WriteOperand, spread};
+use super::{Tools, ValueCall, ValueLoc, Values};
 use crate::simd::{self, AdamStep};
 use refrain_graph::{AdamParam, AdamW};
 use refrain_tensor::DType;
@@ -17,7 +17,7 @@ impl Values<'_> {
             let n_parts = input.len().div_ceil(SQUARES);
             let (parts, own) = scratch.split_at_mut(n_parts);
             let read = ops.read(call, i, SQUARES);
-            let write = Write { dtype: DType::F32, bytes: bytemuck::cast_slice_mut(parts), chunk: 1 };
+            let write = WriteOperand { dtype: DType::F32, bytes: bytemuck::cast_slice_mut(parts), chunk: 1 };
             spread(pool, level, [read], [write], own, |_, [x], [part]| part[0] = simd::sum_squares(level, x));
             total += parts.iter().map(|&part| f64::from(part)).sum::<f64>();
         }
@@ -27,34 +27,34 @@ impl Values<'_> {
 
     /// `state += x`
     pub(super) fn accumulate(&mut self, call: &ValueCall, arena: &mut [f32]) {
-        let At::State(state) = call.outs[0].at else { unreachable!("what is added to is a state") };
+        let ValueLoc::State(state) = call.outs[0].at else { unreachable!("what is added to is a state") };
         let Values { pool, level, states, scratch, .. } = self;
         let level = *level;
         let dtype = call.ins[1].dtype;
         let apply = |to: &mut [u8], bytes: &[u8], own: &mut [f32]| {
-            let held = Read { dtype: DType::F32, bytes: None, held: 0, chunk: PIECE };
-            let read = Read { dtype, bytes: Some(bytes), held: 0, chunk: PIECE };
-            let write = Write { dtype: DType::F32, bytes: to, chunk: PIECE };
+            let held = ReadOperand { dtype: DType::F32, bytes: None, held: 0, chunk: PIECE };
+            let read = ReadOperand { dtype, bytes: Some(bytes), held: 0, chunk: PIECE };
+            let write = WriteOperand { dtype: DType::F32, bytes: to, chunk: PIECE };
             spread(pool, level, [held, read], [write], own, |_, [sum, x], [out]| {
                 simd::add(level, sum, x, out)
             });
         };
         match &call.ins[1].at {
-            At::Arena(words) => {
+            ValueLoc::Arena(words) => {
                 let bytes: &[u8] = bytemuck::cast_slice(&arena[words.clone()]);
                 apply(states.get_mut(state), &bytes[call.ins[1].span()], scratch);
             }
-            At::State(other) => {
+            ValueLoc::State(other) => {
                 let Some([to, bytes]) = states.several_mut([state, *other]) else {
                     unreachable!("a state is not added to itself")
                 };
                 apply(to, &bytes[call.ins[1].span()], scratch);
             }
-            At::Control(range) => {
+            ValueLoc::Control(range) => {
                 let bytes = &self.control[range.clone()];
                 apply(states.get_mut(state), &bytes[call.ins[1].span()], scratch);
             }
-            At::Weight(_) => unreachable!("compiled for what a step computes or is given"),
+            ValueLoc::Weight(_) => unreachable!("compiled for what a step computes or is given"),
         }
     }
 
@@ -68,7 +68,7 @@ impl Values<'_> {
         };
         let of = |param: AdamParam| params[param as usize];
         let is_applied = sum_squares.is_finite();
-        let At::State(count) = call.ins[AdamW::COUNT].at else { unreachable!("the count is a state") };
+        let ValueLoc::State(count) = call.ins[AdamW::COUNT].at else { unreachable!("the count is a state") };
         let count = bytemuck::cast_slice_mut::<u8, i32>(self.states.get_mut(count));
         count[0] = count[0].saturating_add(i32::from(is_applied));
         let n_applied = count[0] as f32;
@@ -92,7 +92,7 @@ impl Values<'_> {
             let decay = if decays { 1.0 - of(AdamParam::Lr) * of(AdamParam::WeightDecay) } else { 1.0 };
             let slots = adam.slots(tensor);
             if !is_applied {
-                if let (true, At::State(grad)) = (adam.clears, &call.ins[slots.grad].at) {
+                if let (true, ValueLoc::State(grad)) = (adam.clears, &call.ins[slots.grad].at) {
                     self.states.get_mut(*grad).fill(0);
                 }
                 continue;
@@ -129,33 +129,37 @@ impl Values<'_> {
         let Values { pool, level, states, scratch, .. } = self;
         let level = *level;
         let ids = changed.map(|input| match call.ins[input].at {
-            At::State(idx) => idx,
-            At::Arena(_) | At::Control(_) | At::Weight(_) => unreachable!("compiled for states"),
+            ValueLoc::State(idx) => idx,
+            ValueLoc::Arena(_) | ValueLoc::Control(_) | ValueLoc::Weight(_) => {
+                unreachable!("compiled for states")
+            }
         });
         let clears = changed[0] == grad;
         let masters = O == 4 + usize::from(clears);
         // The gradient comes from a state that the optimiser does not change only where a caller built it so: copied.
         let grad_bytes: Option<&[u8]> = match &call.ins[grad].at {
             _ if clears => None,
-            At::Arena(words) => {
+            ValueLoc::Arena(words) => {
                 Some(&bytemuck::cast_slice::<f32, u8>(&arena[words.clone()])[call.ins[grad].span()])
             }
-            At::Control(bytes) => Some(&self.control[bytes.clone()][call.ins[grad].span()]),
-            At::State(_) | At::Weight(_) => unreachable!("compiled for gradients that a step computes"),
+            ValueLoc::Control(bytes) => Some(&self.control[bytes.clone()][call.ins[grad].span()]),
+            ValueLoc::State(_) | ValueLoc::Weight(_) => {
+                unreachable!("compiled for gradients that a step computes")
+            }
         };
         let Some(slices) = states.several_mut(ids) else { unreachable!("states of a tensor are distinct") };
         let mut slices = slices.into_iter();
         let outs = changed.map(|input| match slices.next() {
-            Some(bytes) => Write { dtype: call.ins[input].dtype, bytes, chunk: PIECE },
+            Some(bytes) => WriteOperand { dtype: call.ins[input].dtype, bytes, chunk: PIECE },
             None => unreachable!("as many slices as states"),
         });
-        let held = |from_end: usize| Read {
+        let held = |from_end: usize| ReadOperand {
             dtype: call.ins[changed[O - from_end]].dtype,
             bytes: None,
             held: O - from_end,
             chunk: PIECE,
         };
-        let read = Read { dtype: call.ins[grad].dtype, bytes: grad_bytes, held: 0, chunk: PIECE };
+        let read = ReadOperand { dtype: call.ins[grad].dtype, bytes: grad_bytes, held: 0, chunk: PIECE };
         spread(
             pool,
             level,

@@ -1,8 +1,8 @@
 //! Ops on elements and rows.
 
 use super::compile::ROW_BLOCK;
-use super::spread::{PIECE, Write, floats, piece_of_rows, spread, widen};
-use super::{Operands, Tools, Value, ValueCall, Values};
+use super::spread::{PIECE, WriteOperand, floats, piece_of_rows, spread, widen};
+use super::{Operands, Tools, ValueCall, ValueOperand, Values};
 use crate::rows;
 use crate::run::row_of;
 use crate::simd;
@@ -138,7 +138,7 @@ impl Values<'_> {
         let chunk = ROW_BLOCK * d;
         let ins = [ops.read(call, 0, chunk), ops.read(call, 1, chunk)];
         let [dx, dw] = Operands::writes(&mut ops.carved.outs, call, [chunk, d]);
-        let part = Write { dtype: DType::F32, bytes: bytemuck::cast_slice_mut(&mut *parts), chunk: d };
+        let part = WriteOperand { dtype: DType::F32, bytes: bytemuck::cast_slice_mut(&mut *parts), chunk: d };
         spread(pool, level, ins, [dx, part], own, |_, [dy, x], [dx, dw]| {
             dw.fill(0.0);
             let rows = dy.chunks_exact(d).zip(x.chunks_exact(d)).zip(dx.chunks_exact_mut(d));
@@ -344,7 +344,8 @@ impl Values<'_> {
         let n_outer = x.len() / (n * inner).max(1);
         let (parts, own) = scratch.split_at_mut(n_outer * n_blocks * inner);
         let start = if kind == Reduce::Max { f32::NEG_INFINITY } else { 0.0 };
-        let part = Write { dtype: DType::F32, bytes: bytemuck::cast_slice_mut(&mut *parts), chunk: inner };
+        let part =
+            WriteOperand { dtype: DType::F32, bytes: bytemuck::cast_slice_mut(&mut *parts), chunk: inner };
         let join = |y: &mut [f32], bytes: &[u8], dtype: DType| match kind {
             Reduce::Max => max_elements(level, dtype, bytes, y),
             Reduce::Sum | Reduce::Mean => add_elements(level, dtype, bytes, y),
@@ -380,7 +381,7 @@ impl Values<'_> {
             rank => (&shape.dims()[..rank - 1], strides[rank - 1]),
         };
         let chunk = piece_of_rows(d);
-        let [Write { bytes: out, .. }] = Operands::writes(&mut ops.carved.outs, call, [chunk]);
+        let [WriteOperand { bytes: out, .. }] = Operands::writes(&mut ops.carved.outs, call, [chunk]);
         tools.pool.zip_chunks([(out, chunk * size)], &mut [(); 0], |idx, [out], _| {
             for (i, out) in out.chunks_exact_mut((d * size).max(1)).enumerate() {
                 let mut row = idx * (chunk / d.max(1)) + i;
@@ -402,7 +403,7 @@ impl Values<'_> {
 }
 
 /// The elements of a short operand, as floats.
-fn whole(level: simd::Level, ops: &Operands<'_>, value: &Value, to: &mut [f32]) {
+fn whole(level: simd::Level, ops: &Operands<'_>, value: &ValueOperand, to: &mut [f32]) {
     match ops.dense(value) {
         Some(bytes) => widen(level, value.dtype, bytes, to),
         None => unreachable!("no output takes the place of a weight"),

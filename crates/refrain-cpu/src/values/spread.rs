@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use refrain_tensor::DType;
 
 /// A dense operand that is read, `chunk` elements for each piece.
-pub(super) struct Read<'a> {
+pub(super) struct ReadOperand<'a> {
     pub dtype: DType,
     /// `None` when the output `held` has its place: it holds the operand until it is written.
     pub bytes: Option<&'a [u8]>,
@@ -15,7 +15,7 @@ pub(super) struct Read<'a> {
 }
 
 /// A dense operand that is written, `chunk` elements for each piece.
-pub(super) struct Write<'a> {
+pub(super) struct WriteOperand<'a> {
     pub dtype: DType,
     pub bytes: &'a mut [u8],
     pub chunk: usize,
@@ -71,22 +71,22 @@ pub(super) fn round(level: Level, dtype: DType, from: &[f32], to: &mut [u8]) {
 }
 
 /// A piece of an output as it is computed.
-enum Target<'a> {
+enum WriteTarget<'a> {
     Floats(&'a mut [f32]),
     Rounded(DType, &'a mut [u8], &'a mut [f32]),
 }
 
-impl Target<'_> {
+impl WriteTarget<'_> {
     fn floats(&mut self) -> &mut [f32] {
         match self {
-            Target::Floats(floats) | Target::Rounded(_, _, floats) => floats,
+            WriteTarget::Floats(floats) | WriteTarget::Rounded(_, _, floats) => floats,
         }
     }
 
     fn finish(self, level: Level) {
         match self {
-            Target::Floats(_) => {}
-            Target::Rounded(dtype, bytes, floats) => round(level, dtype, floats, bytes),
+            WriteTarget::Floats(_) => {}
+            WriteTarget::Rounded(dtype, bytes, floats) => round(level, dtype, floats, bytes),
         }
     }
 }
@@ -96,8 +96,8 @@ impl Target<'_> {
 pub(super) fn spread<const I: usize, const O: usize>(
     pool: &Pool,
     level: Level,
-    ins: [Read<'_>; I],
-    outs: [Write<'_>; O],
+    ins: [ReadOperand<'_>; I],
+    outs: [WriteOperand<'_>; O],
     own: &mut [f32],
     f: impl Fn(usize, [&[f32]; I], [&mut [f32]; O]) + Sync,
 ) {
@@ -112,7 +112,7 @@ pub(super) fn spread<const I: usize, const O: usize>(
             buf
         };
         let xs: [&[f32]; I] = std::array::from_fn(|i| {
-            let Read { dtype, bytes, held, chunk } = &ins[i];
+            let ReadOperand { dtype, bytes, held, chunk } = &ins[i];
             let size = dtype.block_bytes();
             match bytes {
                 Some(bytes) => {
@@ -132,13 +132,13 @@ pub(super) fn spread<const I: usize, const O: usize>(
         });
         let mut kinds = kinds.iter();
         let mut targets = chunks.map(|bytes| match kinds.next() {
-            Some((DType::F32, _)) | None => Target::Floats(bytemuck::cast_slice_mut(bytes)),
+            Some((DType::F32, _)) | None => WriteTarget::Floats(bytemuck::cast_slice_mut(bytes)),
             Some((dtype, _)) => {
                 let n = bytes.len() / dtype.block_bytes();
-                Target::Rounded(*dtype, bytes, take(n))
+                WriteTarget::Rounded(*dtype, bytes, take(n))
             }
         });
-        f(idx, xs, targets.each_mut().map(Target::floats));
+        f(idx, xs, targets.each_mut().map(WriteTarget::floats));
         targets.into_iter().for_each(|target| target.finish(level));
     };
     if n_bytes < 4 * ALONE {

@@ -18,7 +18,7 @@ use refrain_tensor::DType;
 use super::lanes::GROUP;
 use super::{Level, f32_to_bf16, f32_to_f16};
 use crate::pool::Pool;
-use tile::{PACK_COLUMNS, Pack, Rows};
+use tile::{GemmRows, PACK_COLUMNS, Pack};
 
 /// The longest chain of sums; a panel of as many takes 20 KB, and stays in the first-level cache.
 const MAX_CHAIN: usize = 320;
@@ -54,12 +54,12 @@ fn thread_scratch(k: usize) -> usize {
 
 /// A pointer that threads use for disjoint parts of what it points at.
 #[derive(Clone, Copy)]
-struct Shared<T>(*mut T);
+struct GemmPtr<T>(*mut T);
 
 // SAFETY: `gemm` alone uses it, and there each thread writes the parts that it drew, or its own scratch.
-unsafe impl<T> Sync for Shared<T> {}
+unsafe impl<T> Sync for GemmPtr<T> {}
 
-impl<T> Shared<T> {
+impl<T> GemmPtr<T> {
     fn get(&self) -> *mut T {
         self.0
     }
@@ -95,7 +95,7 @@ pub fn gemm(
     assert!(scratch.len() >= gemm_scratch(k, n, n_threads), "{} floats of scratch", scratch.len());
     let (kc, n_padded) = (chain(k), n.next_multiple_of(GROUP));
     let (panels, rest) = scratch.split_at_mut(k * n_padded);
-    let (panels, own) = (Shared(panels.as_mut_ptr()), Shared(rest.as_mut_ptr()));
+    let (panels, own) = (GemmPtr(panels.as_mut_ptr()), GemmPtr(rest.as_mut_ptr()));
     let alone = m.saturating_mul(n).saturating_mul(k) < ALONE;
     // `f(thread, task)` for every task, each once.
     let spread = |n_tasks: usize, f: &(dyn Fn(usize, usize) + Sync)| {
@@ -128,7 +128,7 @@ pub fn gemm(
     let wanted = (4 * n_threads).div_ceil(n_row_pieces);
     let cols = (n.div_ceil(wanted)).next_multiple_of(GROUP).max(4 * GROUP);
     let n_col_pieces = n.div_ceil(cols);
-    let to = Shared(out.bytes.as_mut_ptr());
+    let to = GemmPtr(out.bytes.as_mut_ptr());
     spread(n_row_pieces * n_col_pieces, &|thread, task| {
         let (row, col) = (task / n_col_pieces * rows, task % n_col_pieces * cols);
         let (rows, cols) = ([row, m.min(row + rows)], [col, n.min(col + cols)]);
@@ -136,7 +136,7 @@ pub fn gemm(
         let sums = own.wrapping_add(MAX_ROWS * kc);
         let piece = |cols, out, out_stride| {
             let b = panels.get().cast_const();
-            level.dispatch(Rows { a, rows, cols, b, n_padded, kc, panels: own, out, out_stride });
+            level.dispatch(GemmRows { a, rows, cols, b, n_padded, kc, panels: own, out, out_stride });
         };
         if out.dtype == DType::F32 {
             let first = to.get().cast::<f32>().wrapping_add(rows[0] * n + cols[0]);

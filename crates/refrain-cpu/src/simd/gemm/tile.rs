@@ -7,7 +7,7 @@
 use half::f16;
 use refrain_tensor::DType;
 
-use crate::simd::lanes::{GROUP, Kernel, Simd};
+use crate::simd::lanes::{GROUP, Simd, SimdKernel};
 
 /// One operand of a product, as what is multiplied along `k` for each of its `len` rows (or columns).
 #[derive(Clone, Copy)]
@@ -290,7 +290,7 @@ unsafe fn part<S: Simd, const ROWS: usize, const REGS: usize>(
 }
 
 /// Rows `rows` of a product by columns `cols`, from a right operand in panels.
-pub(super) struct Rows<'a> {
+pub(super) struct GemmRows<'a> {
     pub a: &'a Factor<'a>,
     /// First row and end.
     pub rows: [usize; 2],
@@ -314,12 +314,12 @@ pub(super) const PACK_COLUMNS: usize = 256;
 /// Columns whose panels stay in the second-level cache while all rows pass by.
 const COLUMNS: usize = 256;
 
-impl Kernel for Rows<'_> {
+impl SimdKernel for GemmRows<'_> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Rows { a, rows: [first, end], cols: [first_col, end_col], .. } = self;
+        let GemmRows { a, rows: [first, end], cols: [first_col, end_col], .. } = self;
         for k0 in (0..a.k).step_by(self.kc) {
             let kl = self.kc.min(a.k - k0);
             // SAFETY: `end <= a.len`, and `panels` has room for the groups of sixteen rows.
@@ -358,7 +358,7 @@ pub(super) struct Pack<'a> {
     pub to: *mut f32,
 }
 
-impl Kernel for Pack<'_> {
+impl SimdKernel for Pack<'_> {
     type Out = ();
 
     #[inline(always)]

@@ -13,7 +13,7 @@ pub(crate) mod x86;
 pub(crate) use portable::Portable;
 
 /// A computation that is compiled once per level.
-pub(crate) trait Kernel {
+pub(crate) trait SimdKernel {
     type Out;
     /// Must be `#[inline(always)]`, and so must every function between it and the operations of `S`: only then is
     /// the code compiled with the instructions of the level. Closures (and so `from_fn` and `map` on arrays) cannot be

@@ -3,17 +3,17 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::{Kernel, Simd};
+use super::{Simd, SimdKernel};
 
 /// Runs `kernel` with NEON.
 #[target_feature(enable = "neon,fp16")]
-pub(crate) fn call_neon<K: Kernel>(kernel: K) -> K::Out {
+pub(crate) fn call_neon<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Neon::<false>(()))
 }
 
 /// Runs `kernel` with NEON and its dot products.
 #[target_feature(enable = "neon,fp16,dotprod")]
-pub(crate) fn call_neon_dot<K: Kernel>(kernel: K) -> K::Out {
+pub(crate) fn call_neon_dot<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Neon::<true>(()))
 }
 

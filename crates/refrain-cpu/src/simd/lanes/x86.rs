@@ -3,35 +3,35 @@
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use super::{Kernel, Simd};
+use super::{Simd, SimdKernel};
 
 /// Runs `kernel` with AVX2.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(crate) fn call_avx2<K: Kernel>(kernel: K) -> K::Out {
+pub(crate) fn call_avx2<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Avx2::<false>(()))
 }
 
 /// Runs `kernel` with AVX2 and AVX-VNNI.
 #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
-pub(crate) fn call_avx2_vnni<K: Kernel>(kernel: K) -> K::Out {
+pub(crate) fn call_avx2_vnni<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Avx2::<true>(()))
 }
 
 /// Runs `kernel` with AVX-512.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
-pub(crate) fn call_avx512<K: Kernel>(kernel: K) -> K::Out {
+pub(crate) fn call_avx512<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Avx512::<false, false>(()))
 }
 
 /// Runs `kernel` with AVX-512 and its VNNI.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub(crate) fn call_avx512_vnni<K: Kernel>(kernel: K) -> K::Out {
+pub(crate) fn call_avx512_vnni<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Avx512::<true, false>(()))
 }
 
 /// Runs `kernel` with AVX-512, its VNNI and its BF16 dot products.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")]
-pub(crate) fn call_avx512_bf16<K: Kernel>(kernel: K) -> K::Out {
+pub(crate) fn call_avx512_bf16<K: SimdKernel>(kernel: K) -> K::Out {
     kernel.run(Avx512::<true, true>(()))
 }
 

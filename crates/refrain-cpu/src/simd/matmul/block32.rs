@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use super::{SUMS, TileArgs, prefetch};
 use crate::simd::acts::Q8Layout;
-use crate::simd::lanes::{GROUP, Kernel, Simd, fsplat_at, splat_at};
+use crate::simd::lanes::{GROUP, Simd, SimdKernel, fsplat_at, splat_at};
 
 /// A weight type in blocks of 32.
 pub(super) trait Block32 {
@@ -39,7 +39,7 @@ impl<B, const M: usize> TileQ8<B, M> {
     }
 }
 
-impl<B: Block32, const M: usize> Kernel for TileQ8<B, M> {
+impl<B: Block32, const M: usize> SimdKernel for TileQ8<B, M> {
     type Out = ();
 
     #[inline(always)]

@@ -54,12 +54,12 @@ pub struct ExpertProduct<'a> {
 }
 
 /// The pointer to an output of which threads write disjoint rectangles.
-struct Shared(*mut f32);
+struct ExpertOutPtr(*mut f32);
 
 // SAFETY: only `experts_parallel` uses it, and there each thread writes the rectangles that it drew.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for ExpertOutPtr {}
 
-impl Shared {
+impl ExpertOutPtr {
     fn get(&self) -> *mut f32 {
         self.0
     }
@@ -87,12 +87,12 @@ pub fn experts_parallel(
     products: &mut [ExpertProduct<'_>],
 ) {
     assert!(products.len() <= AT_ONCE, "{} products of experts", products.len());
-    let mut outs = [const { Shared(std::ptr::null_mut()) }; AT_ONCE];
+    let mut outs = [const { ExpertOutPtr(std::ptr::null_mut()) }; AT_ONCE];
     for (out, product) in outs.iter_mut().zip(products.iter_mut()) {
         assert_eq!(Some(product.out.len()), sorted.len().checked_mul(product.n), "rows of {}", product.n);
         let n_experts = product.w.n_rows() / product.n.max(1);
         assert!(groups.iter().all(|group| group.expert < n_experts), "an expert past {n_experts}");
-        *out = Shared(product.out.as_mut_ptr());
+        *out = ExpertOutPtr(product.out.as_mut_ptr());
     }
     let in_order = groups.windows(2).all(|pair| pair[0].rows.end <= pair[1].rows.start);
     let inside = groups.iter().all(|g| g.rows.start <= g.rows.end && g.rows.end <= sorted.len());

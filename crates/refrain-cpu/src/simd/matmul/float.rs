@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use super::{Acts, OutTile};
 use crate::simd::Level;
-use crate::simd::lanes::{GROUP, Kernel, Simd};
+use crate::simd::lanes::{GROUP, Simd, SimdKernel};
 use crate::simd::weights::WeightMatrix;
 use refrain_tensor::DType;
 
@@ -54,8 +54,11 @@ pub(super) fn products(
     out: &mut OutTile<'_>,
 ) {
     let x_block = (X_BYTES / x.row_bytes.max(1) / 12 * 12).clamp(12, MAX_X);
-    let mut scratch =
-        Scratch { weights: MaybeUninit::uninit(), lanes: MaybeUninit::uninit(), values: [0.0; MAX_X * ROWS] };
+    let mut scratch = FloatScratch {
+        weights: MaybeUninit::uninit(),
+        lanes: MaybeUninit::uninit(),
+        values: [0.0; MAX_X * ROWS],
+    };
     for first_x in (0..x.m).step_by(x_block) {
         let xs = first_x..x.m.min(first_x + x_block);
         for first_row in rows.clone().step_by(ROWS) {
@@ -64,11 +67,11 @@ pub(super) fn products(
                 Some(bytes) => bytes,
                 None => panic!("float weights lie as in the file"),
             };
-            let group = Group { rows: std::array::from_fn(row), n_rows, x, xs: xs.clone() };
+            let group = RowGroup { rows: std::array::from_fn(row), n_rows, x, xs: xs.clone() };
             match w.dtype() {
-                DType::F32 => level.dispatch(RowProducts::<F32>::new(group, &mut scratch)),
-                DType::F16 => level.dispatch(RowProducts::<F16>::new(group, &mut scratch)),
-                DType::BF16 => level.dispatch(RowProducts::<Bf16>::new(group, &mut scratch)),
+                DType::F32 => level.dispatch(FloatRowProducts::<F32>::new(group, &mut scratch)),
+                DType::F16 => level.dispatch(FloatRowProducts::<F16>::new(group, &mut scratch)),
+                DType::BF16 => level.dispatch(FloatRowProducts::<Bf16>::new(group, &mut scratch)),
                 DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::IQ4_NL => {
                     tiled(w)
                 }
@@ -91,7 +94,7 @@ fn tiled(w: &WeightMatrix<'_>) -> ! {
 }
 
 /// Weight rows and activation rows, all of which are multiplied with each other.
-struct Group<'a> {
+struct RowGroup<'a> {
     /// All of one length; those past `n_rows` are there to fill up.
     rows: [&'a [u8]; ROWS],
     n_rows: usize,
@@ -101,7 +104,7 @@ struct Group<'a> {
 }
 
 #[repr(align(64))]
-struct Scratch {
+struct FloatScratch {
     /// A chunk of the weight rows. As they lie in the file, the rows are often a multiple of 4 KiB apart and drive each
     /// other out of the cache.
     weights: MaybeUninit<[u8; CHUNK * ROWS * X_STEP]>,
@@ -111,27 +114,27 @@ struct Scratch {
     values: [f32; MAX_X * ROWS],
 }
 
-struct RowProducts<'a, B> {
-    group: Group<'a>,
-    scratch: &'a mut Scratch,
+struct FloatRowProducts<'a, B> {
+    group: RowGroup<'a>,
+    scratch: &'a mut FloatScratch,
     weights: PhantomData<B>,
 }
 
-impl<'a, B: Float> RowProducts<'a, B> {
-    fn new(group: Group<'a>, scratch: &'a mut Scratch) -> Self {
+impl<'a, B: Float> FloatRowProducts<'a, B> {
+    fn new(group: RowGroup<'a>, scratch: &'a mut FloatScratch) -> Self {
         assert!(group.xs.len() <= MAX_X && group.rows.iter().all(|r| r.len() == group.rows[0].len()));
         let n_steps = group.rows[0].len().div_ceil(B::STEP);
         assert!(n_steps * X_STEP <= group.x.row_bytes, "the activations are padded to whole steps");
-        RowProducts { group, scratch, weights: PhantomData }
+        FloatRowProducts { group, scratch, weights: PhantomData }
     }
 }
 
-impl<B: Float> Kernel for RowProducts<'_, B> {
+impl<B: Float> SimdKernel for FloatRowProducts<'_, B> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Group { rows, n_rows, x, xs } = self.group;
+        let RowGroup { rows, n_rows, x, xs } = self.group;
         let (n_whole, rest) = (rows[0].len() / B::STEP, rows[0].len() % B::STEP);
         // What is left of a row, with zeros up to a whole step.
         let mut tails = [[0u8; X_STEP]; ROWS];
@@ -160,7 +163,7 @@ impl<B: Float> Kernel for RowProducts<'_, B> {
         let lanes = self.scratch.lanes.as_mut_ptr().cast::<f32>();
         let n_steps = n_whole + usize::from(rest > 0);
         for first in (0..n_steps).step_by(CHUNK) {
-            let chunk = Chunk { weights, n: CHUNK.min(n_steps - first), first, lanes };
+            let chunk = WeightChunk { weights, n: CHUNK.min(n_steps - first), first, lanes };
             // SAFETY: a chunk has room for its steps, and the lanes for all `xs`; steps before `n_whole` are in the rows,
             // the one after is in the tails, and all are in the activations. The lanes were written by the first chunk.
             unsafe {
@@ -185,7 +188,7 @@ impl<B: Float> Kernel for RowProducts<'_, B> {
 }
 
 /// Some steps of [`ROWS`] weight rows.
-struct Chunk {
+struct WeightChunk {
     /// Register by register, see `weights_at`.
     weights: *mut u8,
     /// Steps, at most [`CHUNK`].
@@ -196,7 +199,7 @@ struct Chunk {
     lanes: *mut f32,
 }
 
-impl Chunk {
+impl WeightChunk {
     /// Where the register of a part of a step of a row lies: in the order in which `tile` reads.
     #[inline(always)]
     fn weights_at<S: Simd>(&self, part: usize, step: usize, row: usize) -> *mut u8 {
@@ -210,7 +213,7 @@ impl Chunk {
 /// The chunk's weights are there, its steps are readable in the activation rows, and the lanes are writable, and written
 /// before unless these are the first steps.
 #[inline(always)]
-unsafe fn add_chunk<S: Simd, B: Float>(s: S, x: &Acts<'_>, xs: &Range<usize>, chunk: &Chunk) {
+unsafe fn add_chunk<S: Simd, B: Float>(s: S, x: &Acts<'_>, xs: &Range<usize>, chunk: &WeightChunk) {
     let row = |i: usize| x.row(i).wrapping_add(chunk.first * X_STEP);
     let mut i = xs.start;
     while i < xs.end {
@@ -243,7 +246,12 @@ unsafe fn add_chunk<S: Simd, B: Float>(s: S, x: &Acts<'_>, xs: &Range<usize>, ch
 /// # Safety
 /// As [`add_chunk`].
 #[inline(always)]
-unsafe fn tile<S: Simd, B: Float, const M: usize>(s: S, chunk: &Chunk, x: [*const u8; M], lanes: *mut f32) {
+unsafe fn tile<S: Simd, B: Float, const M: usize>(
+    s: S,
+    chunk: &WeightChunk,
+    x: [*const u8; M],
+    lanes: *mut f32,
+) {
     for part in 0..LANES / S::LANES {
         // SAFETY: by the contract of this function; the parts of a sum lie one after the other.
         unsafe {

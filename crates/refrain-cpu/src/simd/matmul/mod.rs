@@ -14,7 +14,7 @@ mod parallel;
 mod superblock;
 
 pub use experts::{ExpertBias, ExpertProduct, ExpertRows, experts_parallel};
-pub use parallel::{Product, matmul_parallel, prepare_parallel};
+pub use parallel::{WeightProduct, matmul_parallel, prepare_parallel};
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -146,7 +146,7 @@ struct TileArgs<const M: usize> {
 
 /// Left uninitialised: a product of one row with a small matrix is shorter than clearing this.
 #[repr(align(64))]
-struct Scratch {
+struct TileScratch {
     tiles: MaybeUninit<[u8; CHUNK_BYTES]>,
     sums: MaybeUninit<[f32; MAX_ROWS * SUMS]>,
 }
@@ -171,7 +171,7 @@ pub fn matmul(level: Level, w: &WeightMatrix<'_>, x: &Acts<'_>, rows: Range<usiz
     assert!(w.act_kind() == x.kind && w.k() == x.k, "activations of {} for weights of {}", x.k, w.k());
     assert!(out.m == x.m && out.n_cols == rows.len(), "an output for {} rows", rows.len());
     let Some(spec) = w.spec() else { return float::products(level, w, x, rows, out) };
-    let mut scratch = Scratch { tiles: MaybeUninit::uninit(), sums: MaybeUninit::uninit() };
+    let mut scratch = TileScratch { tiles: MaybeUninit::uninit(), sums: MaybeUninit::uninit() };
     // Packed rows come in whole tiles; the rows of a tile that were not asked for are dropped at the end.
     let begin = if w.is_packed() { rows.start / TILE_ROWS * TILE_ROWS } else { rows.start };
     for first_row in (begin..rows.end).step_by(TILE_ROWS) {
@@ -196,7 +196,7 @@ fn row_group<'a>(
     x: &Acts<'_>,
     first_row: usize,
     xs: Range<usize>,
-    scratch: &'a mut Scratch,
+    scratch: &'a mut TileScratch,
 ) -> &'a [f32] {
     let n_sums = if xs.len() == 1 { 1 } else { xs.len().next_multiple_of(8) };
     let tiles_dst = scratch.tiles.as_mut_ptr();

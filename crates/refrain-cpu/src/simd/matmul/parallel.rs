@@ -9,7 +9,7 @@ use crate::simd::acts::{ActError, ActKind, act_bytes, quantize_row};
 use crate::simd::weights::WeightMatrix;
 
 /// One product: `out[m, n_rows] = x · wᵀ`, row-major.
-pub struct Product<'a> {
+pub struct WeightProduct<'a> {
     /// The weights.
     pub w: WeightMatrix<'a>,
     /// `[m, w.n_rows()]`
@@ -17,12 +17,12 @@ pub struct Product<'a> {
 }
 
 /// The pointer to an output that threads write disjoint columns of.
-struct Shared(*mut f32);
+struct ProductOutPtr(*mut f32);
 
 // SAFETY: only `matmul_parallel` uses it, and there each thread writes the columns that it drew.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for ProductOutPtr {}
 
-impl Shared {
+impl ProductOutPtr {
     fn get(&self) -> *mut f32 {
         self.0
     }
@@ -42,15 +42,15 @@ const AT_ONCE: usize = 4;
 ///
 /// # Panics
 /// If a product's output is not `[x.m(), w.n_rows()]`, or weights and activations do not fit together.
-pub fn matmul_parallel(pool: &Pool, level: Level, x: &Acts<'_>, products: &mut [Product<'_>]) {
+pub fn matmul_parallel(pool: &Pool, level: Level, x: &Acts<'_>, products: &mut [WeightProduct<'_>]) {
     for product in &*products {
         let n = product.w.n_rows();
         assert_eq!(Some(product.out.len()), x.m().checked_mul(n), "an output of {} rows of {n}", x.m());
     }
     for products in products.chunks_mut(AT_ONCE) {
-        let mut outs = [const { Shared(std::ptr::null_mut()) }; AT_ONCE];
+        let mut outs = [const { ProductOutPtr(std::ptr::null_mut()) }; AT_ONCE];
         for (out, product) in outs.iter_mut().zip(products.iter_mut()) {
-            *out = Shared(product.out.as_mut_ptr());
+            *out = ProductOutPtr(product.out.as_mut_ptr());
         }
         let next = [const { AtomicUsize::new(0) }; AT_ONCE];
         let products = &*products;

@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use super::block32::IQ4_VALUES;
 use super::{SUMS, TileArgs, prefetch};
 use crate::simd::acts::Q8KLayout;
-use crate::simd::lanes::{GROUP, Kernel, Simd, fsplat_at, splat_at};
+use crate::simd::lanes::{GROUP, Simd, SimdKernel, fsplat_at, splat_at};
 
 /// A weight type in blocks of 256.
 pub(super) trait SuperBlock {
@@ -26,7 +26,7 @@ pub(super) trait SuperBlock {
     /// What the parts of the block have in common, for the lanes of register `g`.
     /// # Safety
     /// `tile` points at a tile of this type, `g < 16 / LANES`.
-    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S>;
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S>;
 
     /// Register `t < 64 / PARTS` holds elements `4 t .. 4 t + 4` of part `part` of each lane's block.
     /// # Safety
@@ -35,7 +35,7 @@ pub(super) trait SuperBlock {
 
     /// The scale of part `part`.
     #[inline(always)]
-    fn scale<S: Simd>(s: S, head: &Head<S>, part: usize) -> S::I {
+    fn scale<S: Simd>(s: S, head: &BlockScales<S>, part: usize) -> S::I {
         byte(s, head.scales[part / 4], part % 4)
     }
 
@@ -57,7 +57,7 @@ pub(super) trait SuperBlock {
 pub(super) struct One<'a, S: Simd> {
     tile: *const u8,
     g: usize,
-    head: &'a Head<S>,
+    head: &'a BlockScales<S>,
     x: *const u8,
     at: &'a Q8KLayout,
     block_idx: usize,
@@ -94,7 +94,7 @@ impl<S: Simd> One<'_, S> {
 }
 
 /// The scales and minima of a block, one byte for each part.
-pub(super) struct Head<S: Simd> {
+pub(super) struct BlockScales<S: Simd> {
     d: S::F,
     d_min: S::F,
     scales: [S::I; 4],
@@ -113,7 +113,7 @@ impl<B, const M: usize> TileQ8K<B, M> {
     }
 }
 
-impl<B: SuperBlock, const M: usize> Kernel for TileQ8K<B, M> {
+impl<B: SuperBlock, const M: usize> SimdKernel for TileQ8K<B, M> {
     type Out = ();
 
     #[inline(always)]
@@ -166,7 +166,7 @@ unsafe fn block_dots<S: Simd, B: SuperBlock, const M: usize>(
     s: S,
     tile: *const u8,
     g: usize,
-    head: &Head<S>,
+    head: &BlockScales<S>,
     x: &[*const u8; M],
     at: &Q8KLayout,
     block_idx: usize,
@@ -190,7 +190,7 @@ unsafe fn part_dots<S: Simd, B: SuperBlock, const M: usize>(
     s: S,
     tile: *const u8,
     g: usize,
-    head: &Head<S>,
+    head: &BlockScales<S>,
     x: &[*const u8; M],
     at: &Q8KLayout,
     block_idx: usize,
@@ -252,7 +252,7 @@ unsafe fn shift<S: Simd, B: SuperBlock>(
 #[inline(always)]
 unsafe fn min_dots<S: Simd, B: SuperBlock>(
     s: S,
-    head: &Head<S>,
+    head: &BlockScales<S>,
     x: *const u8,
     at: &Q8KLayout,
     block_idx: usize,
@@ -311,14 +311,14 @@ unsafe fn lone_half<S: Simd>(s: S, tile: *const u8, g: usize) -> S::F {
 /// # Safety
 /// `tile` points at a tile of Q4_K or Q5_K.
 #[inline(always)]
-unsafe fn head_6_bits<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+unsafe fn head_6_bits<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
     // SAFETY: inside the tile by the contract of this function.
     let [pair, a, b, c] = unsafe { words(s, tile, g, 0) };
     let (six, low4, high2) = (s.splat(0x3f3f_3f3f), s.splat(0x0f0f_0f0f), s.splat(0x3030_3030));
     let last_scales = s.or(s.and(c, low4), s.and(s.shr(a, 2), high2));
     let last_mins = s.or(s.and(s.shr(c, 4), low4), s.and(s.shr(b, 2), high2));
     let zero = s.splat(0);
-    Head {
+    BlockScales {
         d: s.f16_lo(pair),
         d_min: s.f16_lo(s.shr(pair, 16)),
         scales: [s.and(a, six), last_scales, zero, zero],
@@ -336,7 +336,7 @@ impl SuperBlock for Q4K {
     const MIN: bool = true;
 
     #[inline(always)]
-    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
         // SAFETY: the caller vouches for the tile.
         unsafe { head_6_bits(s, tile, g) }
     }
@@ -395,7 +395,7 @@ impl SuperBlock for Q5K {
     const MIN: bool = true;
 
     #[inline(always)]
-    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
         // SAFETY: the caller vouches for the tile.
         unsafe { head_6_bits(s, tile, g) }
     }
@@ -426,7 +426,7 @@ impl SuperBlock for Q2K {
     const MIN: bool = true;
 
     #[inline(always)]
-    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
         let low = s.splat(0x0f0f_0f0f);
         // SAFETY: word 0 is the pair of half floats, words 1 .. 5 are the scales and minima.
         let (pair, mut scales): (_, [S::I; 4]) = unsafe { (word(s, tile, g, 0), words(s, tile, g, 1)) };
@@ -435,7 +435,7 @@ impl SuperBlock for Q2K {
             *mins = s.and(s.shr(*mins, 4), low);
             *scales = s.and(*scales, low);
         }
-        Head { d: s.f16_lo(pair), d_min: s.f16_lo(s.shr(pair, 16)), scales, mins }
+        BlockScales { d: s.f16_lo(pair), d_min: s.f16_lo(s.shr(pair, 16)), scales, mins }
     }
 
     #[inline(always)]
@@ -462,7 +462,7 @@ impl SuperBlock for Q3K {
     const MIN: bool = false;
 
     #[inline(always)]
-    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
         let (low4, low2) = (s.splat(0x0f0f_0f0f), s.splat(0x0303_0303));
         // SAFETY: the scales are words 0 .. 3, 16 half floats come before the words.
         let [a, b, c] = unsafe { words(s, tile.add(32), g, 0) };
@@ -473,7 +473,7 @@ impl SuperBlock for Q3K {
         }
         // SAFETY: as above.
         let d = unsafe { lone_half(s, tile, g) };
-        Head { d, d_min: s.fsplat(0.0), scales, mins: [s.splat(0); 4] }
+        BlockScales { d, d_min: s.fsplat(0.0), scales, mins: [s.splat(0); 4] }
     }
 
     #[inline(always)]
@@ -495,7 +495,7 @@ impl SuperBlock for Q3K {
     }
 
     #[inline(always)]
-    fn scale<S: Simd>(s: S, head: &Head<S>, part: usize) -> S::I {
+    fn scale<S: Simd>(s: S, head: &BlockScales<S>, part: usize) -> S::I {
         s.sub(byte(s, head.scales[part / 4], part % 4), s.splat(32))
     }
 }
@@ -510,8 +510,8 @@ impl SuperBlock for Q6K {
     const MIN: bool = false;
 
     #[inline(always)]
-    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
-        Head {
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
+        BlockScales {
             // SAFETY: 16 half floats come before the words.
             d: unsafe { lone_half(s, tile, g) },
             d_min: s.fsplat(0.0),
@@ -544,7 +544,7 @@ impl SuperBlock for Q6K {
     }
 
     #[inline(always)]
-    fn scale<S: Simd>(s: S, head: &Head<S>, part: usize) -> S::I {
+    fn scale<S: Simd>(s: S, head: &BlockScales<S>, part: usize) -> S::I {
         s.sar(s.shl(head.scales[part / 4], 24 - 8 * (part % 4) as u32), 24)
     }
 
@@ -597,12 +597,12 @@ impl SuperBlock for Iq4Xs {
     const MIN: bool = false;
 
     #[inline(always)]
-    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> Head<S> {
+    unsafe fn head<S: Simd>(s: S, tile: *const u8, g: usize) -> BlockScales<S> {
         // SAFETY: word 0 is a half float and the high bits of the scales, word 1 their low nibbles.
         let (first, low) = unsafe { (word(s, tile, g, 0), word(s, tile, g, 1)) };
         let zero = s.splat(0);
         let (d, high) = (s.f16_lo(first), s.shr(first, 16));
-        Head { d, d_min: s.fsplat(0.0), scales: [low, high, zero, zero], mins: [zero; 4] }
+        BlockScales { d, d_min: s.fsplat(0.0), scales: [low, high, zero, zero], mins: [zero; 4] }
     }
 
     #[inline(always)]
@@ -619,7 +619,7 @@ impl SuperBlock for Iq4Xs {
     }
 
     #[inline(always)]
-    fn scale<S: Simd>(s: S, head: &Head<S>, part: usize) -> S::I {
+    fn scale<S: Simd>(s: S, head: &BlockScales<S>, part: usize) -> S::I {
         let low = s.and(s.shr(head.scales[0], 4 * part as u32), s.splat(15));
         let high = s.and(s.shr(head.scales[1], 2 * part as u32), s.splat(3));
         s.sub(s.or(low, s.shl(high, 4)), s.splat(32))
