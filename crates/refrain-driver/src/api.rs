@@ -19,7 +19,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 /// What a raw call returns: the driver's code when it is not success.
-pub type Raw<T> = Result<T, Code>;
+pub type RawResult<T> = Result<T, Code>;
 
 /// A `CUresult` other than success.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -478,7 +478,7 @@ pub struct Census {
 }
 
 /// A function the driver calls on a thread of its own. It must not call the driver and must not panic.
-pub type HostFn = extern "C" fn(*mut c_void);
+pub type RawHostFn = extern "C" fn(*mut c_void);
 
 /// A CUDA driver, real or simulated. Each method is one driver call of the same name; see the module docs for the
 /// contract.
@@ -505,46 +505,46 @@ pub trait Api: Send + Sync {
     }
 
     /// `cuDriverGetVersion`: 13000 for CUDA 13.0.
-    fn driver_version(&self) -> Raw<u32>;
+    fn driver_version(&self) -> RawResult<u32>;
     /// `cuDeviceGetCount`.
-    fn device_count(&self) -> Raw<u32>;
+    fn device_count(&self) -> RawResult<u32>;
     /// Name, attributes and identity of a device.
-    fn device_info(&self, ordinal: u32) -> Raw<DeviceInfo>;
+    fn device_info(&self, ordinal: u32) -> RawResult<DeviceInfo>;
 
     /// `cuDevicePrimaryCtxRetain`, made current on the calling thread.
-    fn primary_ctx_retain(&self, ordinal: u32) -> Raw<CtxHandle>;
+    fn primary_ctx_retain(&self, ordinal: u32) -> RawResult<CtxHandle>;
     /// `cuDevicePrimaryCtxRelease`.
-    fn primary_ctx_release(&self, ordinal: u32) -> Raw<()>;
+    fn primary_ctx_release(&self, ordinal: u32) -> RawResult<()>;
     /// `cuCtxCreate`, made current on the calling thread.
-    fn ctx_create(&self, ordinal: u32) -> Raw<CtxHandle>;
+    fn ctx_create(&self, ordinal: u32) -> RawResult<CtxHandle>;
     /// `cuCtxDestroy`.
-    fn ctx_destroy(&self, ctx: CtxHandle) -> Raw<()>;
+    fn ctx_destroy(&self, ctx: CtxHandle) -> RawResult<()>;
     /// `cuCtxSetCurrent` for the calling thread; `None` detaches it.
-    fn ctx_set_current(&self, ctx: Option<CtxHandle>) -> Raw<()>;
+    fn ctx_set_current(&self, ctx: Option<CtxHandle>) -> RawResult<()>;
     /// `cuCtxSynchronize`: waits for everything of the current context, and kills every capture in it.
-    fn ctx_synchronize(&self) -> Raw<()>;
+    fn ctx_synchronize(&self) -> RawResult<()>;
 
     /// `cuMemGetInfo`: free and total bytes.
-    fn mem_info(&self) -> Raw<(u64, u64)>;
+    fn mem_info(&self) -> RawResult<(u64, u64)>;
     /// `cuMemAlloc`. At least 256-byte aligned; `bytes` of 0 is `INVALID_VALUE`.
-    fn alloc(&self, bytes: u64) -> Raw<DevicePtr>;
+    fn alloc(&self, bytes: u64) -> RawResult<DevicePtr>;
     /// `cuMemFree`.
-    fn free(&self, ptr: DevicePtr) -> Raw<()>;
+    fn free(&self, ptr: DevicePtr) -> RawResult<()>;
     /// `cuMemAllocHost`: pinned, and visible to the device at [`HostPtr::device`].
-    fn alloc_host(&self, bytes: u64) -> Raw<HostPtr>;
+    fn alloc_host(&self, bytes: u64) -> RawResult<HostPtr>;
     /// `cuMemFreeHost`.
-    fn free_host(&self, ptr: HostPtr) -> Raw<()>;
+    fn free_host(&self, ptr: HostPtr) -> RawResult<()>;
     /// `cuMemAllocManaged` (global attachment); freed with [`Api::free`].
-    fn alloc_managed(&self, bytes: u64) -> Raw<DevicePtr>;
+    fn alloc_managed(&self, bytes: u64) -> RawResult<DevicePtr>;
     /// `cuMemAllocAsync` from the default pool. On a capturing stream it becomes a memory node.
-    fn alloc_async(&self, bytes: u64, stream: StreamHandle) -> Raw<DevicePtr>;
+    fn alloc_async(&self, bytes: u64, stream: StreamHandle) -> RawResult<DevicePtr>;
     /// `cuMemFreeAsync`.
-    fn free_async(&self, ptr: DevicePtr, stream: StreamHandle) -> Raw<()>;
+    fn free_async(&self, ptr: DevicePtr, stream: StreamHandle) -> RawResult<()>;
 
     /// `cuMemcpyHtoD`: synchronous, on the legacy stream.
-    fn memcpy_htod(&self, dst: DevicePtr, src: &[u8]) -> Raw<()>;
+    fn memcpy_htod(&self, dst: DevicePtr, src: &[u8]) -> RawResult<()>;
     /// `cuMemcpyDtoH`: synchronous, on the legacy stream.
-    fn memcpy_dtoh(&self, dst: &mut [u8], src: DevicePtr) -> Raw<()>;
+    fn memcpy_dtoh(&self, dst: &mut [u8], src: DevicePtr) -> RawResult<()>;
     /// `cuMemcpyHtoDAsync`.
     ///
     /// # Safety
@@ -555,7 +555,7 @@ pub trait Api: Send + Sync {
         src: HostPtr,
         bytes: u64,
         stream: StreamHandle,
-    ) -> Raw<()>;
+    ) -> RawResult<()>;
     /// `cuMemcpyDtoHAsync`.
     ///
     /// # Safety
@@ -567,70 +567,77 @@ pub trait Api: Send + Sync {
         src: DevicePtr,
         bytes: u64,
         stream: StreamHandle,
-    ) -> Raw<()>;
+    ) -> RawResult<()>;
     /// `cuMemcpyDtoDAsync`.
-    fn memcpy_dtod_async(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: StreamHandle) -> Raw<()>;
+    fn memcpy_dtod_async(
+        &self,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+        stream: StreamHandle,
+    ) -> RawResult<()>;
     /// `cuMemsetD8Async`.
-    fn memset_async(&self, dst: DevicePtr, byte: u8, bytes: u64, stream: StreamHandle) -> Raw<()>;
+    fn memset_async(&self, dst: DevicePtr, byte: u8, bytes: u64, stream: StreamHandle) -> RawResult<()>;
 
     /// `cuStreamCreate`.
-    fn stream_create(&self, kind: StreamKind) -> Raw<StreamHandle>;
+    fn stream_create(&self, kind: StreamKind) -> RawResult<StreamHandle>;
     /// `cuStreamDestroy`.
-    fn stream_destroy(&self, stream: StreamHandle) -> Raw<()>;
+    fn stream_destroy(&self, stream: StreamHandle) -> RawResult<()>;
     /// `cuStreamSynchronize`.
-    fn stream_synchronize(&self, stream: StreamHandle) -> Raw<()>;
+    fn stream_synchronize(&self, stream: StreamHandle) -> RawResult<()>;
     /// `cuStreamQuery`: `Err(NOT_READY)` while work is left.
-    fn stream_query(&self, stream: StreamHandle) -> Raw<()>;
+    fn stream_query(&self, stream: StreamHandle) -> RawResult<()>;
     /// `cuStreamWaitEvent`.
-    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Raw<()>;
+    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> RawResult<()>;
     /// `cuStreamBeginCapture`.
-    fn stream_begin_capture(&self, stream: StreamHandle, mode: CaptureMode) -> Raw<()>;
+    fn stream_begin_capture(&self, stream: StreamHandle, mode: CaptureMode) -> RawResult<()>;
     /// `cuStreamEndCapture`. On an error no graph exists and the stream is no longer being captured.
-    fn stream_end_capture(&self, stream: StreamHandle) -> Raw<GraphHandle>;
+    fn stream_end_capture(&self, stream: StreamHandle) -> RawResult<GraphHandle>;
     /// `cuStreamIsCapturing`.
-    fn stream_is_capturing(&self, stream: StreamHandle) -> Raw<CaptureStatus>;
+    fn stream_is_capturing(&self, stream: StreamHandle) -> RawResult<CaptureStatus>;
     /// `cuStreamGetCaptureInfo`: the status, and the id of the capture while it is active.
-    fn stream_capture_info(&self, stream: StreamHandle) -> Raw<(CaptureStatus, Option<u64>)>;
+    fn stream_capture_info(&self, stream: StreamHandle) -> RawResult<(CaptureStatus, Option<u64>)>;
     /// `cuLaunchHostFunc`.
     ///
     /// # Safety
     /// `f(user)` may be called from any thread, once per execution, until the last one has run.
-    unsafe fn launch_host_func(&self, stream: StreamHandle, f: HostFn, user: *mut c_void) -> Raw<()>;
+    unsafe fn launch_host_func(&self, stream: StreamHandle, f: RawHostFn, user: *mut c_void)
+    -> RawResult<()>;
 
     /// `cuEventCreate`; without timing when `timing` is false.
-    fn event_create(&self, timing: bool) -> Raw<EventHandle>;
+    fn event_create(&self, timing: bool) -> RawResult<EventHandle>;
     /// `cuEventDestroy`.
-    fn event_destroy(&self, event: EventHandle) -> Raw<()>;
+    fn event_destroy(&self, event: EventHandle) -> RawResult<()>;
     /// `cuEventRecord`.
-    fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Raw<()>;
+    fn event_record(&self, event: EventHandle, stream: StreamHandle) -> RawResult<()>;
     /// `cuEventQuery`: `Err(NOT_READY)` while the work before it is not done. One never recorded is done.
-    fn event_query(&self, event: EventHandle) -> Raw<()>;
+    fn event_query(&self, event: EventHandle) -> RawResult<()>;
     /// `cuEventSynchronize`.
-    fn event_synchronize(&self, event: EventHandle) -> Raw<()>;
+    fn event_synchronize(&self, event: EventHandle) -> RawResult<()>;
     /// `cuEventElapsedTime` in milliseconds.
-    fn event_elapsed(&self, start: EventHandle, end: EventHandle) -> Raw<f32>;
+    fn event_elapsed(&self, start: EventHandle, end: EventHandle) -> RawResult<f32>;
 
     /// `cuModuleLoadData` of a cubin, fatbin or PTX text (without a closing zero). The simulated device reads the
     /// `.entry` names of PTX text, or a text whose first line is `sim` and whose further lines are kernel names.
-    fn module_load(&self, image: &[u8]) -> Raw<ModuleHandle>;
+    fn module_load(&self, image: &[u8]) -> RawResult<ModuleHandle>;
     /// `cuModuleUnload`.
-    fn module_unload(&self, module: ModuleHandle) -> Raw<()>;
+    fn module_unload(&self, module: ModuleHandle) -> RawResult<()>;
     /// `cuModuleGetFunction`: `NOT_FOUND` for a name the module has not (on the simulated device also one that has
     /// no registered twin).
-    fn module_function(&self, module: ModuleHandle, name: &str) -> Raw<FunctionHandle>;
+    fn module_function(&self, module: ModuleHandle, name: &str) -> RawResult<FunctionHandle>;
     /// `cuFuncGetParamInfo` for every parameter, in order.
-    fn function_params(&self, function: FunctionHandle) -> Raw<Vec<ParamInfo>>;
+    fn function_params(&self, function: FunctionHandle) -> RawResult<Vec<ParamInfo>>;
     /// `cuFuncGetAttribute`.
-    fn function_attribute(&self, function: FunctionHandle, attribute: FunctionAttribute) -> Raw<i32>;
+    fn function_attribute(&self, function: FunctionHandle, attribute: FunctionAttribute) -> RawResult<i32>;
     /// `cuFuncSetAttribute`.
     fn function_set_attribute(
         &self,
         function: FunctionHandle,
         attribute: FunctionAttribute,
         value: i32,
-    ) -> Raw<()>;
+    ) -> RawResult<()>;
     /// `cuOccupancyMaxActiveBlocksPerMultiprocessor`.
-    fn occupancy(&self, function: FunctionHandle, block_threads: u32, shared_bytes: u32) -> Raw<u32>;
+    fn occupancy(&self, function: FunctionHandle, block_threads: u32, shared_bytes: u32) -> RawResult<u32>;
     /// `cuLaunchKernelEx` with the parameters packed as [`Api::function_params`] says.
     fn launch(
         &self,
@@ -638,12 +645,12 @@ pub trait Api: Send + Sync {
         config: &LaunchConfig,
         stream: StreamHandle,
         params: &[u8],
-    ) -> Raw<()>;
+    ) -> RawResult<()>;
 
     /// `cuGraphCreate`.
-    fn graph_create(&self) -> Raw<GraphHandle>;
+    fn graph_create(&self) -> RawResult<GraphHandle>;
     /// `cuGraphDestroy`.
-    fn graph_destroy(&self, graph: GraphHandle) -> Raw<()>;
+    fn graph_destroy(&self, graph: GraphHandle) -> RawResult<()>;
     /// `cuGraphAddKernelNode`; the parameter bytes are copied.
     fn graph_add_kernel(
         &self,
@@ -652,7 +659,7 @@ pub trait Api: Send + Sync {
         function: FunctionHandle,
         config: &LaunchConfig,
         params: &[u8],
-    ) -> Raw<NodeHandle>;
+    ) -> RawResult<NodeHandle>;
     /// `cuGraphAddMemcpyNode`, one-dimensional.
     ///
     /// # Safety
@@ -664,7 +671,7 @@ pub trait Api: Send + Sync {
         dst: CopyEnd,
         src: CopyEnd,
         bytes: u64,
-    ) -> Raw<NodeHandle>;
+    ) -> RawResult<NodeHandle>;
     /// `cuGraphAddMemsetNode`, bytes.
     fn graph_add_memset(
         &self,
@@ -673,12 +680,16 @@ pub trait Api: Send + Sync {
         dst: DevicePtr,
         byte: u8,
         bytes: u64,
-    ) -> Raw<NodeHandle>;
+    ) -> RawResult<NodeHandle>;
     /// `cuGraphAddChildGraphNode`; the child is cloned and can be destroyed afterwards.
-    fn graph_add_child(&self, graph: GraphHandle, deps: &[Dependency], child: GraphHandle)
-    -> Raw<NodeHandle>;
+    fn graph_add_child(
+        &self,
+        graph: GraphHandle,
+        deps: &[Dependency],
+        child: GraphHandle,
+    ) -> RawResult<NodeHandle>;
     /// `cuGraphAddEmptyNode`.
-    fn graph_add_empty(&self, graph: GraphHandle, deps: &[Dependency]) -> Raw<NodeHandle>;
+    fn graph_add_empty(&self, graph: GraphHandle, deps: &[Dependency]) -> RawResult<NodeHandle>;
     /// `cuGraphAddHostNode`.
     ///
     /// # Safety
@@ -687,23 +698,23 @@ pub trait Api: Send + Sync {
         &self,
         graph: GraphHandle,
         deps: &[Dependency],
-        f: HostFn,
+        f: RawHostFn,
         user: *mut c_void,
-    ) -> Raw<NodeHandle>;
+    ) -> RawResult<NodeHandle>;
     /// `cuGraphGetNodes` with each node's type, in an order that the driver chooses.
-    fn graph_nodes(&self, graph: GraphHandle) -> Raw<Vec<(NodeHandle, NodeKind)>>;
+    fn graph_nodes(&self, graph: GraphHandle) -> RawResult<Vec<(NodeHandle, NodeKind)>>;
     /// `cuGraphGetEdges`.
-    fn graph_edges(&self, graph: GraphHandle) -> Raw<Vec<Edge>>;
+    fn graph_edges(&self, graph: GraphHandle) -> RawResult<Vec<Edge>>;
     /// `cuGraphChildGraphNodeGetGraph`: borrowed from the parent, not to be destroyed.
-    fn graph_child(&self, node: NodeHandle) -> Raw<GraphHandle>;
+    fn graph_child(&self, node: NodeHandle) -> RawResult<GraphHandle>;
     /// `cuGraphInstantiate`. The graph can be destroyed afterwards.
-    fn graph_instantiate(&self, graph: GraphHandle) -> Raw<ExecHandle>;
+    fn graph_instantiate(&self, graph: GraphHandle) -> RawResult<ExecHandle>;
     /// `cuGraphExecDestroy`.
-    fn exec_destroy(&self, exec: ExecHandle) -> Raw<()>;
+    fn exec_destroy(&self, exec: ExecHandle) -> RawResult<()>;
     /// `cuGraphUpload`: moves what the graph needs to the device ahead of the first launch.
-    fn exec_upload(&self, exec: ExecHandle, stream: StreamHandle) -> Raw<()>;
+    fn exec_upload(&self, exec: ExecHandle, stream: StreamHandle) -> RawResult<()>;
     /// `cuGraphLaunch`.
-    fn exec_launch(&self, exec: ExecHandle, stream: StreamHandle) -> Raw<()>;
+    fn exec_launch(&self, exec: ExecHandle, stream: StreamHandle) -> RawResult<()>;
 }
 
 #[cfg(test)]

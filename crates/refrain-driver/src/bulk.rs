@@ -47,14 +47,14 @@ pub struct Bulk<'s, 'b> {
     stream: &'s mut Stream,
     lease: &'s mut Lease,
     staging: &'s mut Staging,
-    fillers: Vec<Filler<'b>>,
+    fillers: Vec<SlotFiller<'b>>,
     next_filler: usize,
     /// Named and not sent yet, in order.
-    pending: VecDeque<Pending>,
+    pending: VecDeque<PendingSend>,
     n_pending_copies: usize,
 }
 
-enum Pending {
+enum PendingSend {
     /// A slot that is full when its filler says so; the caller's own are full already.
     Copy {
         slot: usize,
@@ -67,12 +67,12 @@ enum Pending {
 }
 
 /// A thread that fills slots, as its caller sees it. It answers in the order of its jobs.
-struct Filler<'b> {
-    jobs: Sender<Job<'b>>,
+struct SlotFiller<'b> {
+    jobs: Sender<FillJob<'b>>,
     done: Receiver<()>,
 }
 
-struct Job<'b> {
+struct FillJob<'b> {
     to: HostPtr,
     bytes: &'b [u8],
 }
@@ -93,13 +93,13 @@ impl Stream {
         let mut staging = Staging::new(self.context(), n_slots, options.slot_bytes)?;
         thread::scope(|scope| {
             let start = |idx: usize| {
-                let (jobs, asked) = channel::<Job<'b>>();
+                let (jobs, asked) = channel::<FillJob<'b>>();
                 let (tell, done) = channel();
                 let name = format!("refrain-fill-{idx}");
                 let started =
                     thread::Builder::new().name(name).spawn_scoped(scope, move || fill(&asked, &tell));
                 // With fewer threads it takes longer, that is all.
-                started.is_ok().then_some(Filler { jobs, done })
+                started.is_ok().then_some(SlotFiller { jobs, done })
             };
             let mut bulk = Bulk {
                 stream: self,
@@ -122,8 +122,8 @@ impl Stream {
 }
 
 /// What a thread does until nobody has jobs for it any more.
-fn fill(jobs: &Receiver<Job<'_>>, done: &Sender<()>) {
-    while let Ok(Job { to, bytes }) = jobs.recv() {
+fn fill(jobs: &Receiver<FillJob<'_>>, done: &Sender<()>) {
+    while let Ok(FillJob { to, bytes }) = jobs.recv() {
         // SAFETY: `Bulk::push` asked `Staging::acquire` for a slot of at least that many bytes, which nobody else writes
         // or reads until this job was answered; the staging outlives the scope of this thread.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
@@ -148,14 +148,14 @@ impl<'b> Bulk<'_, 'b> {
             let filler = (n > 0).then(|| self.next_filler % n);
             self.next_filler += 1;
             let asked =
-                filler.is_some_and(|i| self.fillers[i].jobs.send(Job { to: from, bytes: part }).is_ok());
+                filler.is_some_and(|i| self.fillers[i].jobs.send(FillJob { to: from, bytes: part }).is_ok());
             if !asked {
                 // SAFETY: the slot is as large as `part`, and `acquire` has seen it idle; no filler knows of it.
                 unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), from.as_ptr(), part.len()) };
             }
             let filler = filler.filter(|_| asked);
             let bytes = part.len() as u64;
-            self.pending.push_back(Pending::Copy { slot, from, to: at, bytes, filler });
+            self.pending.push_back(PendingSend::Copy { slot, from, to: at, bytes, filler });
             self.n_pending_copies += 1;
             at = at.add(bytes);
             self.send_ready()?;
@@ -165,7 +165,7 @@ impl<'b> Bulk<'_, 'b> {
 
     /// Names a launch behind the bytes so far.
     pub fn launch(&mut self, launch: Launch) -> Result<(), DriverError> {
-        self.pending.push_back(Pending::Launch(Box::new(launch)));
+        self.pending.push_back(PendingSend::Launch(Box::new(launch)));
         self.send_ready()
     }
 
@@ -173,8 +173,8 @@ impl<'b> Bulk<'_, 'b> {
     fn send_ready(&mut self) -> Result<(), DriverError> {
         loop {
             let filler = match self.pending.front() {
-                Some(Pending::Copy { filler, .. }) => *filler,
-                Some(Pending::Launch(_)) => None,
+                Some(PendingSend::Copy { filler, .. }) => *filler,
+                Some(PendingSend::Launch(_)) => None,
                 None => return Ok(()),
             };
             if filler.is_some_and(|i| self.fillers[i].done.try_recv().is_err()) {
@@ -186,7 +186,7 @@ impl<'b> Bulk<'_, 'b> {
 
     /// Waits until what is first is ready, and sends it.
     fn send_first(&mut self) -> Result<(), DriverError> {
-        if let Some(Pending::Copy { filler: Some(i), .. }) = self.pending.front()
+        if let Some(PendingSend::Copy { filler: Some(i), .. }) = self.pending.front()
             && self.fillers[*i].done.recv().is_err()
         {
             unreachable!("a thread that fills slots ends only when it has no jobs")
@@ -197,12 +197,12 @@ impl<'b> Bulk<'_, 'b> {
     /// Sends what is first; its filler has answered.
     fn send_filled(&mut self) -> Result<(), DriverError> {
         match self.pending.pop_front() {
-            Some(Pending::Copy { slot, from, to, bytes, .. }) => {
+            Some(PendingSend::Copy { slot, from, to, bytes, .. }) => {
                 self.n_pending_copies -= 1;
                 self.stream.begin_use(self.lease)?;
                 self.staging.send_slot(self.stream, slot, from, to, bytes)
             }
-            Some(Pending::Launch(launch)) => {
+            Some(PendingSend::Launch(launch)) => {
                 self.stream.run(self.lease, false, |q| q.launch(&launch)).map(|_| ())
             }
             None => Ok(()),

@@ -17,7 +17,7 @@ pub(crate) struct Touch {
 
 /// What happened to a range last. Keyed by its start.
 #[derive(Clone, Debug)]
-struct Span {
+struct HazardSpan {
     end: u64,
     writer: Option<usize>,
     readers: Vec<usize>,
@@ -26,7 +26,7 @@ struct Span {
 /// The table. Work is numbered in the order in which it is added.
 #[derive(Debug, Default)]
 pub(crate) struct Hazards {
-    spans: BTreeMap<u64, Span>,
+    spans: BTreeMap<u64, HazardSpan>,
     /// For each piece of work, everything it waits for, directly or not, as a bit set.
     ancestors: Vec<Vec<u64>>,
 }
@@ -88,7 +88,7 @@ impl Hazards {
             gaps.push((at, touch.end));
         }
         for (start, end) in gaps {
-            self.spans.insert(start, Span { end, writer: None, readers: vec![work] });
+            self.spans.insert(start, HazardSpan { end, writer: None, readers: vec![work] });
         }
     }
 
@@ -99,7 +99,7 @@ impl Hazards {
         for start in covered {
             self.spans.remove(&start);
         }
-        let span = Span { end: touch.end, writer: Some(work), readers: Vec::new() };
+        let span = HazardSpan { end: touch.end, writer: Some(work), readers: Vec::new() };
         self.spans.insert(touch.start, span);
     }
 

@@ -10,7 +10,7 @@ use crate::error::DriverError;
 use crate::event::Event;
 use crate::health::{self, Health};
 use crate::probe::Probe;
-use crate::shared::Shared;
+use crate::shared::DeviceShared;
 use crate::sim::{SimDriver, SimOptions};
 use crate::stream::Stream;
 
@@ -27,17 +27,17 @@ pub enum DeviceKind {
 /// thread.
 #[derive(Clone)]
 pub struct Device {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<DeviceShared>,
 }
 
 /// A device that may be closed meanwhile.
 #[derive(Clone, Debug)]
-pub struct WeakDevice(std::sync::Weak<Shared>);
+pub struct WeakDevice(std::sync::Weak<DeviceShared>);
 
 impl WeakDevice {
     /// Whether it is this open device.
     #[must_use]
-    pub fn is(&self, device: &Device) -> bool {
+    pub fn refers_to(&self, device: &Device) -> bool {
         std::ptr::eq(self.0.as_ptr(), Arc::as_ptr(&device.shared))
     }
 }
@@ -52,7 +52,7 @@ impl Device {
     }
 
     /// Whether there is such a device, without opening it: the driver is loaded, and no context is made.
-    pub fn look(kind: DeviceKind) -> Result<DeviceInfo, DriverError> {
+    pub fn query(kind: DeviceKind) -> Result<DeviceInfo, DriverError> {
         let (api, ordinal) = match kind {
             DeviceKind::Cuda(ordinal) => (crate::real::load()?, ordinal),
             DeviceKind::Sim(options) => (SimDriver::new(options).interface(), 0),
@@ -69,7 +69,7 @@ impl Device {
     fn with_api(api: Arc<dyn Api>, ordinal: u32) -> Result<Device, DriverError> {
         let (info, driver_version) = find(&*api, ordinal)?;
         let ctx = api.primary_ctx_retain(ordinal).map_err(plain("cuDevicePrimaryCtxRetain"))?;
-        let shared = Arc::new(Shared::new(api, ctx, ordinal, info, driver_version));
+        let shared = Arc::new(DeviceShared::new(api, ctx, ordinal, info, driver_version));
         let probe = Probe::load(&shared)?;
         // The cell is empty: nobody else has seen `shared` yet.
         let _ = shared.probe.set(probe);
@@ -156,7 +156,7 @@ impl Device {
 
     /// How many recordings the watchdog broke off.
     #[must_use]
-    pub fn n_broken_off(&self) -> u64 {
+    pub fn n_aborted(&self) -> u64 {
         self.shared.watchdog.fired()
     }
 
@@ -225,7 +225,7 @@ pub struct Context {
 }
 
 struct Claim {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceShared>,
     _not_send: PhantomData<*const ()>,
 }
 
@@ -236,7 +236,7 @@ impl Drop for Claim {
 }
 
 impl Context {
-    pub(crate) fn shared(&self) -> &Arc<Shared> {
+    pub(crate) fn shared(&self) -> &Arc<DeviceShared> {
         &self.claim.shared
     }
 
@@ -282,7 +282,7 @@ mod tests {
         let sim = SimDriver::new(SimOptions::default());
         let (info, _) = find(&*sim.interface(), 0).unwrap();
         assert_eq!(sim.stats().live.contexts, 0);
-        let looked = Device::look(DeviceKind::Sim(SimOptions::default())).unwrap();
+        let looked = Device::query(DeviceKind::Sim(SimOptions::default())).unwrap();
         assert_eq!(looked.name, info.name);
         let open = Device::simulated(&sim).unwrap();
         assert_eq!((sim.stats().live.contexts, &open.info().name), (1, &info.name));

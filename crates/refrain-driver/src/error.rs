@@ -39,37 +39,37 @@ pub enum DriverError {
         count: u32,
     },
     /// A driver call failed; the context lives on.
-    #[error("{call} failed: {code}{}", Suffix(.origin))]
+    #[error("{call} failed: {code}{}", OriginSuffix(.origin))]
     Driver {
         /// The call.
         call: &'static str,
         /// What the driver answered.
         code: Code,
         /// The last work that was sent before the call.
-        origin: Option<Origin>,
+        origin: Option<WorkOrigin>,
     },
     /// The device, or the host for pinned memory, has not enough memory.
     #[error("{what} needs {need_bytes} bytes, {free_bytes} of {total_bytes} are free on the device")]
     OutOfMemory {
         /// What the memory was for.
         what: String,
-        /// Bytes asked for.
+        /// ByteSuffix asked for.
         need_bytes: u64,
-        /// Bytes free when it failed.
+        /// ByteSuffix free when it failed.
         free_bytes: u64,
-        /// Bytes of the whole device.
+        /// ByteSuffix of the whole device.
         total_bytes: u64,
     },
     /// The call would break a recording that is under way, so it was not made.
-    #[error("{what}{} was refused: a recording is under way on this device", Bytes(*.bytes))]
+    #[error("{what}{} was refused: a recording is under way on this device", ByteSuffix(*.bytes))]
     CaptureIncompatible {
         /// The refused call.
         what: &'static str,
-        /// Bytes it was about; 0 where that means nothing.
+        /// ByteSuffix it was about; 0 where that means nothing.
         bytes: u64,
     },
     /// A recording took too long and was broken off.
-    #[error("recording {name:?} was broken off after {limit:?}, with {n_enqueued} calls enqueued{}", Suffix(.last))]
+    #[error("recording {name:?} was broken off after {limit:?}, with {n_enqueued} calls enqueued{}", OriginSuffix(.last))]
     RecordingDeadline {
         /// The recording.
         name: String,
@@ -78,7 +78,7 @@ pub enum DriverError {
         /// How much it had enqueued.
         n_enqueued: usize,
         /// The last thing it enqueued.
-        last: Option<Origin>,
+        last: Option<WorkOrigin>,
     },
     /// Code that this crate was asked to run panicked. Nothing is left half done.
     #[error("{what} panicked: {message}")]
@@ -104,7 +104,7 @@ pub enum DriverError {
     },
     /// The driver captured another number of nodes than this recording enqueued.
     #[error("recording {name:?} enqueued {n_enqueued} calls, but the driver captured {n_captured} nodes")]
-    CapturedOther {
+    CapturedNodeCount {
         /// The recording.
         name: String,
         /// What was enqueued here.
@@ -173,7 +173,7 @@ pub enum DriverError {
         found: u64,
     },
     /// A launch has another number of arguments than the kernel has parameters.
-    #[error("kernel {kernel:?} takes {expected} parameters, {given} were given{}", InStep(.step))]
+    #[error("kernel {kernel:?} takes {expected} parameters, {given} were given{}", StepSuffix(.step))]
     ParamCount {
         /// The kernel.
         kernel: String,
@@ -185,7 +185,7 @@ pub enum DriverError {
         given: usize,
     },
     /// An argument has another size than the kernel's parameter.
-    #[error("parameter {index} of kernel {kernel:?} has {expected} bytes, {given} were given{}", InStep(.step))]
+    #[error("parameter {index} of kernel {kernel:?} has {expected} bytes, {given} were given{}", StepSuffix(.step))]
     ParamSize {
         /// The kernel.
         kernel: String,
@@ -199,7 +199,7 @@ pub enum DriverError {
         given: usize,
     },
     /// A launch asks for more than the kernel or the card allows.
-    #[error("kernel {kernel:?} cannot be launched with {what} {given}; the limit is {limit}{}", InStep(.step))]
+    #[error("kernel {kernel:?} cannot be launched with {what} {given}; the limit is {limit}{}", StepSuffix(.step))]
     LaunchShape {
         /// The kernel.
         kernel: String,
@@ -229,17 +229,17 @@ pub enum DriverError {
         kernel: String,
     },
     /// Work on the device did not finish in time. It may still finish.
-    #[error("{what} was not done after {waited:?}{}", Suffix(.origin))]
+    #[error("{what} was not done after {waited:?}{}", OriginSuffix(.origin))]
     Timeout {
         /// What was waited for.
         what: &'static str,
         /// How long.
         waited: Duration,
         /// The last work that was sent.
-        origin: Option<Origin>,
+        origin: Option<WorkOrigin>,
     },
     /// The device thread did not answer in time: a driver call that does not return, or work that is too long.
-    #[error("the device thread gave no answer to {what:?} in {waited:?}; it is busy with {busy:?}{}", Suffix(.origin))]
+    #[error("the device thread gave no answer to {what:?} in {waited:?}; it is busy with {busy:?}{}", OriginSuffix(.origin))]
     NoAnswer {
         /// The request.
         what: &'static str,
@@ -248,7 +248,7 @@ pub enum DriverError {
         /// The request it is working on.
         busy: String,
         /// The last work that was sent to the driver.
-        origin: Option<Origin>,
+        origin: Option<WorkOrigin>,
     },
     /// The device thread has ended.
     #[error("the device thread has ended; {what:?} was not done")]
@@ -281,7 +281,7 @@ pub struct Lost {
     /// The call that showed it.
     pub call: &'static str,
     /// The step and kernel that were sent last.
-    pub origin: Option<Origin>,
+    pub origin: Option<WorkOrigin>,
 }
 
 impl fmt::Display for Lost {
@@ -290,13 +290,13 @@ impl fmt::Display for Lost {
             Some(code) => write!(f, "the device context is lost: {} returned {code}", self.call)?,
             None => write!(f, "the device context is lost: {} did not return", self.call)?,
         }
-        write!(f, "{}", Suffix(&self.origin))
+        write!(f, "{}", OriginSuffix(&self.origin))
     }
 }
 
 /// Which piece of work something was: a launch in a step, or a replay of a graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Origin {
+pub struct WorkOrigin {
     /// The step, or the graph's name for a replay.
     pub step: Arc<str>,
     /// The kernel or call; for a replay, the graph's last kernel.
@@ -305,7 +305,7 @@ pub struct Origin {
     pub replay: Option<u64>,
 }
 
-impl fmt::Display for Origin {
+impl fmt::Display for WorkOrigin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.replay {
             Some(n) => {
@@ -317,25 +317,25 @@ impl fmt::Display for Origin {
     }
 }
 
-struct Suffix<'a>(&'a Option<Origin>);
+struct OriginSuffix<'a>(&'a Option<WorkOrigin>);
 
-impl fmt::Display for Suffix<'_> {
+impl fmt::Display for OriginSuffix<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.as_ref().map_or(Ok(()), |o| write!(f, "; sent last: {o}"))
     }
 }
 
-struct Bytes(u64);
+struct ByteSuffix(u64);
 
-impl fmt::Display for Bytes {
+impl fmt::Display for ByteSuffix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0 == 0 { Ok(()) } else { write!(f, " ({} bytes)", self.0) }
     }
 }
 
-struct InStep<'a>(&'a String);
+struct StepSuffix<'a>(&'a String);
 
-impl fmt::Display for InStep<'_> {
+impl fmt::Display for StepSuffix<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() { Ok(()) } else { write!(f, " (step {:?})", self.0) }
     }
@@ -368,7 +368,7 @@ impl DriverError {
             DriverError::RecordingDeadline { .. } => {
                 "nothing was replayed; look at what the last call named here waits for"
             }
-            DriverError::MemoryNodes { .. } | DriverError::CapturedOther { .. } => {
+            DriverError::MemoryNodes { .. } | DriverError::CapturedNodeCount { .. } => {
                 "give the library call an explicit workspace from the planned memory"
             }
             DriverError::ModuleLoad { code, .. } if matches!(code.0, 209 | 218 | 222) => {

@@ -5,16 +5,16 @@ use std::time::Duration;
 
 use crate::api::EventHandle;
 use crate::error::DriverError;
-use crate::shared::{Garbage, Shared};
+use crate::shared::{DeviceShared, Garbage};
 
 /// A point on a stream, set by [`crate::Stream::record_event`].
 pub struct Event {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<DeviceShared>,
     pub(crate) handle: EventHandle,
 }
 
 impl Event {
-    pub(crate) fn new(shared: &Arc<Shared>, timing: bool) -> Result<Event, DriverError> {
+    pub(crate) fn new(shared: &Arc<DeviceShared>, timing: bool) -> Result<Event, DriverError> {
         shared.refuse_while_recording("creating an event", 0)?;
         let handle = shared.call("cuEventCreate", |api| api.event_create(timing))?;
         Ok(Event { shared: Arc::clone(shared), handle })

@@ -8,23 +8,23 @@ use std::time::Duration;
 use bytemuck::Pod;
 
 use crate::api::{EdgeKind, ExecHandle, GraphHandle, NodeHandle, NodeKind, StreamHandle};
-use crate::error::{DriverError, Origin};
+use crate::error::{DriverError, WorkOrigin};
 use crate::memory::{Buf, Lease, Memory};
-use crate::nodes::Parts;
+use crate::nodes::RecordedNodes;
 use crate::queue::{Keep, call_origin};
-use crate::record::{Job, Method, OwnedGraph};
-use crate::shared::{Garbage, Shared};
+use crate::record::{Method, OwnedGraph, RecordJob};
+use crate::shared::{DeviceShared, Garbage};
 use crate::stream::Stream;
 
 /// A recorded step. It owns what it points at: the memory, the modules, library handles. So replaying it is safe.
 pub struct Graph {
-    inner: Arc<Inner>,
+    inner: Arc<GraphInner>,
     info: GraphInfo,
 }
 
 /// What must live as long as a replay may run. A stream keeps it until it has been waited for.
-struct Inner {
-    shared: Arc<Shared>,
+struct GraphInner {
+    shared: Arc<DeviceShared>,
     exec: ExecHandle,
     memory: Arc<Memory>,
     _keep: Keep,
@@ -133,7 +133,7 @@ impl Graph {
         stream.begin_use(lease)?;
         stream.keep.add(inner);
         let n = inner.n_replays.fetch_add(1, Ordering::Relaxed) + 1;
-        inner.shared.set_last(Origin {
+        inner.shared.set_last(WorkOrigin {
             step: Arc::clone(&inner.name),
             kernel: Arc::clone(&inner.last_kernel),
             replay: Some(n),
@@ -145,10 +145,10 @@ impl Graph {
 
     /// Makes a graph of an ended stream capture.
     pub(crate) fn finish_captured(
-        job: &Job<'_>,
+        job: &RecordJob<'_>,
         graph: OwnedGraph,
         keep: Keep,
-        log: Vec<(NodeKind, Origin)>,
+        log: Vec<(NodeKind, WorkOrigin)>,
         stream: StreamHandle,
     ) -> Result<Graph, DriverError> {
         let shared = job.shared;
@@ -161,7 +161,7 @@ impl Graph {
         let has_library = log.iter().any(|(kind, _)| *kind == NodeKind::Child);
         if !has_library && nodes.len() != log.len() {
             let (n_enqueued, n_captured) = (log.len(), nodes.len());
-            return Err(DriverError::CapturedOther { name: name.clone(), n_enqueued, n_captured });
+            return Err(DriverError::CapturedNodeCount { name: name.clone(), n_enqueued, n_captured });
         }
         let edges = shared.call("cuGraphGetEdges", |api| api.graph_edges(graph.handle))?;
         let edges: Vec<(NodeHandle, NodeHandle, EdgeKind)> =
@@ -182,9 +182,9 @@ impl Graph {
 
     /// Makes a graph of recorded nodes.
     pub(crate) fn finish_nodes(
-        job: &Job<'_>,
+        job: &RecordJob<'_>,
         graph: OwnedGraph,
-        parts: Parts,
+        parts: RecordedNodes,
         stream: StreamHandle,
     ) -> Result<Graph, DriverError> {
         if parts.log.is_empty() {
@@ -199,11 +199,11 @@ impl Graph {
         reason = "the last step of both methods, called from the two above only"
     )]
     fn instantiate(
-        job: &Job<'_>,
+        job: &RecordJob<'_>,
         method: Method,
         graph: OwnedGraph,
         keep: Keep,
-        log: &[(NodeKind, Origin)],
+        log: &[(NodeKind, WorkOrigin)],
         nodes: Vec<(NodeKind, String)>,
         edges: Vec<(u32, u32, EdgeKind)>,
         stream: StreamHandle,
@@ -211,7 +211,7 @@ impl Graph {
         let shared = job.shared;
         let exec = shared.call("cuGraphInstantiate", |api| api.graph_instantiate(graph.handle))?;
         let last = log.last().map_or_else(|| call_origin("nothing"), |(_, origin)| origin.clone());
-        let inner = Inner {
+        let inner = GraphInner {
             shared: Arc::clone(shared),
             exec,
             memory: Arc::clone(job.memory),
@@ -233,7 +233,7 @@ impl Graph {
     }
 }
 
-impl Drop for Inner {
+impl Drop for GraphInner {
     fn drop(&mut self) {
         self.shared.discard(Garbage::Exec(self.exec));
     }
@@ -245,7 +245,7 @@ impl fmt::Debug for Graph {
     }
 }
 
-fn check_memory_nodes(job: &Job<'_>, graph: &OwnedGraph) -> Result<(), DriverError> {
+fn check_memory_nodes(job: &RecordJob<'_>, graph: &OwnedGraph) -> Result<(), DriverError> {
     match memory_nodes(job.shared, graph.handle)? {
         0 => Ok(()),
         n_nodes => Err(DriverError::MemoryNodes { name: job.options.name.clone(), n_nodes }),
@@ -253,7 +253,7 @@ fn check_memory_nodes(job: &Job<'_>, graph: &OwnedGraph) -> Result<(), DriverErr
 }
 
 /// Allocation and free nodes of a graph, child graphs included.
-pub(crate) fn memory_nodes(shared: &Shared, graph: GraphHandle) -> Result<usize, DriverError> {
+pub(crate) fn memory_nodes(shared: &DeviceShared, graph: GraphHandle) -> Result<usize, DriverError> {
     let mut count = 0;
     for (node, kind) in shared.call("cuGraphGetNodes", |api| api.graph_nodes(graph))? {
         match kind {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::api::Code;
 use crate::error::{DriverError, Lost};
-use crate::shared::Shared;
+use crate::shared::DeviceShared;
 
 /// The answer of a health check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub enum Health {
 }
 
 /// Runs the probe on a thread of its own, so that a driver that does not return cannot keep the caller.
-pub(crate) fn check(shared: &Arc<Shared>, limit: Duration) -> Result<Health, DriverError> {
+pub(crate) fn check(shared: &Arc<DeviceShared>, limit: Duration) -> Result<Health, DriverError> {
     match shared.refuse_while_recording("a health check", 0) {
         Err(DriverError::ContextLost(lost)) => return Ok(Health::ContextLost(lost)),
         other => other?,

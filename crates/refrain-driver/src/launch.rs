@@ -5,15 +5,15 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use crate::api::LaunchConfig;
-use crate::error::{DriverError, Origin};
-use crate::memory::{Buf, Memory, Slot};
+use crate::error::{DriverError, WorkOrigin};
+use crate::memory::{Buf, DeviceSlot, Memory};
 use crate::module::Function;
-use crate::shared::Shared;
+use crate::shared::DeviceShared;
 
 /// A kernel argument that is frozen when the launch is recorded.
 ///
 /// Scalars must be wrapped in `Baked`, which states that the value is fixed for every replay. What changes from replay to
-/// replay lives in a [`Slot`].
+/// replay lives in a [`DeviceSlot`].
 #[derive(Clone, Copy, Debug)]
 pub struct Baked<T>(pub T);
 
@@ -182,13 +182,13 @@ impl LaunchBuilder {
 
     /// A pointer to a value that may differ at each replay.
     #[must_use]
-    pub fn slot<T: Pod>(self, slot: Slot<T>) -> LaunchBuilder {
+    pub fn slot<T: Pod>(self, slot: DeviceSlot<T>) -> LaunchBuilder {
         self.buf(slot.buf(), Access::Read)
     }
 
     /// A pointer to such a value, which the kernel changes.
     #[must_use]
-    pub fn slot_mut<T: Pod>(self, slot: Slot<T>) -> LaunchBuilder {
+    pub fn slot_mut<T: Pod>(self, slot: DeviceSlot<T>) -> LaunchBuilder {
         self.buf(slot.buf(), Access::ReadWrite)
     }
 
@@ -226,8 +226,8 @@ impl LaunchBuilder {
 impl Launch {
     /// Step and kernel.
     #[must_use]
-    pub fn origin(&self) -> Origin {
-        Origin { step: Arc::clone(&self.step), kernel: Arc::clone(self.function.name()), replay: None }
+    pub fn origin(&self) -> WorkOrigin {
+        WorkOrigin { step: Arc::clone(&self.step), kernel: Arc::clone(self.function.name()), replay: None }
     }
 
     /// The buffers it names and how it uses them, arguments first.
@@ -256,7 +256,7 @@ impl Launch {
     /// Checks everything and packs the parameters as the compiled kernel lays them out.
     pub(crate) fn pack(
         &self,
-        shared: &Arc<Shared>,
+        shared: &Arc<DeviceShared>,
         memory: &Memory,
         out: &mut Vec<u8>,
     ) -> Result<(), DriverError> {
@@ -312,7 +312,7 @@ impl Launch {
         self.also.iter().try_for_each(|(buf, _)| memory.resolve(*buf).map(|_| ()))
     }
 
-    fn check_shape(&self, shared: &Shared) -> Result<(), DriverError> {
+    fn check_shape(&self, shared: &DeviceShared) -> Result<(), DriverError> {
         let c = &self.config;
         let fail = |what, given, limit| {
             let (kernel, step) = (self.function.name().to_string(), self.step.to_string());

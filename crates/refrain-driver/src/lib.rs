@@ -14,7 +14,7 @@
 //!
 //! ```
 //! use refrain_driver::{
-//!     Baked, Device, DeviceKind, LaunchBuilder, Layout, Memory, Method, Module, RecordOptions, probe, sim::SimOptions,
+//!     Baked, Device, DeviceKind, LaunchBuilder, MemoryLayout, Memory, Method, Module, RecordOptions, probe, sim::SimOptions,
 //! };
 //!
 //! # fn main() -> Result<(), refrain_driver::DriverError> {
@@ -23,8 +23,8 @@
 //! let ctx = device.context()?; // this thread owns the device now
 //! let mut stream = ctx.stream()?;
 //!
-//! // Plan: every address is fixed here. A `Buf` is a small handle, a `Slot` a value that kernels read from memory.
-//! let mut layout = Layout::new("example");
+//! // Plan: every address is fixed here. A `Buf` is a small handle, a `DeviceSlot` a value that kernels read from memory.
+//! let mut layout = MemoryLayout::new("example");
 //! let (x, y) = (layout.device("x", 4096), layout.device("y", 4096));
 //! let memory = Memory::plan(&ctx, &layout)?;
 //! let (x, y) = (memory.buf(x), memory.buf(y));
@@ -58,10 +58,10 @@
 //! |---|---|
 //! | open a card or the simulation | [`Device`]; [`Context`] is the right to use it, on one thread |
 //! | own it from a thread and send that thread work, with deadlines | [`Device::spawn`], [`Worker`] |
-//! | lay out memory | [`Layout`], [`Memory`], [`Buf`], [`Slot`], [`Lease`] |
+//! | lay out memory | [`MemoryLayout`], [`Memory`], [`Buf`], [`DeviceSlot`], [`Lease`] |
 //! | describe work | [`Module`], [`Function`], [`LaunchBuilder`], [`Launch`], [`Baked`], [`LibraryCall`] |
 //! | enqueue it | [`Queue`], handed out by [`Stream::run`] (at once) and [`Stream::record`] (as a graph) |
-//! | move bytes between replays | [`Stream::upload`], [`Stream::bulk`], [`Staging`], [`Stream::set`]; results through a [`Ring`] or [`Returns`] |
+//! | move bytes between replays | [`Stream::upload`], [`Stream::bulk`], [`Staging`], [`Stream::set`]; results through a [`Ring`] or [`Readback`] |
 //! | replay | [`Graph::replay`], [`Outputs`] |
 //! | know whether a driver's stream capture can be used | [`trial`] |
 //! | know what went wrong | [`DriverError`] and its [`hint`](DriverError::hint), [`Device::health`], [`doctor`] |
@@ -91,7 +91,7 @@ mod worker; // the device thread
 mod memory; // planned memory and handles into it
 mod pinned; // what host and device touch at the same time
 mod ring; // pinned ring from the device
-mod returns; // pinned slots from the device
+mod readback; // pinned slots from the device
 mod staging; // pinned slots to the device
 
 mod launch; // one launch, described
@@ -109,7 +109,7 @@ mod stream;
 mod bulk; // many bytes to the device
 
 mod health; // is the device still good
-mod inside; // which driver call the device thread is in
+mod current_call; // which driver call the device thread is in
 mod protocol; // what threads agree on, checked under every interleaving
 mod shared; // what all handles of a device share
 mod watchdog; // breaks a recording off
@@ -124,17 +124,17 @@ mod real; // the real driver
 pub use api::{CaptureStatus, Code, DeviceInfo, EdgeKind, FunctionAttribute, NodeKind};
 pub use bulk::{Bulk, BulkOptions};
 pub use device::{Context, Device, DeviceKind, WeakDevice, capture_status};
-pub use error::{DriverError, Lost, Origin};
+pub use error::{DriverError, Lost, WorkOrigin};
 pub use event::Event;
 pub use graph::{Graph, GraphInfo, Outputs};
 pub use health::Health;
 pub use launch::{Access, Baked, Dim, Launch, LaunchBuilder};
-pub use memory::{Buf, Layout, Lease, Memory, Region, Slot};
+pub use memory::{Buf, DeviceSlot, Lease, Memory, MemoryLayout, Region};
 pub use module::{Function, Module};
 pub use queue::{LibraryCall, LibraryStream, Queue};
+pub use readback::Readback;
 pub use real::raw_driver;
 pub use record::{Method, RecordOptions};
-pub use returns::Returns;
 pub use ring::{RING_HEADER_BYTES, Ring};
 pub use staging::Staging;
 pub use stream::Stream;

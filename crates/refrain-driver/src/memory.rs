@@ -11,8 +11,8 @@ use crate::api::{Code, DevicePtr, HostPtr};
 use crate::device::Context;
 use crate::error::DriverError;
 use crate::protocol::sync::lock;
-use crate::shared::{Garbage, Shared};
-use crate::stream::Progress;
+use crate::shared::{DeviceShared, Garbage};
+use crate::stream::StreamProgress;
 
 /// Allocations are at least this large, so that an empty region has an address too.
 const MIN_REGION_BYTES: u64 = 256;
@@ -21,46 +21,46 @@ static NEXT_MEMORY: AtomicU32 = AtomicU32::new(1);
 
 /// What a [`Memory`] shall hold: a few named regions, each one allocation.
 #[derive(Clone, Debug, Default)]
-pub struct Layout {
+pub struct MemoryLayout {
     name: String,
-    regions: Vec<(String, u64, Kind)>,
+    regions: Vec<(String, u64, RegionKind)>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum RegionKind {
     Device,
     Pinned,
     /// The allocation of a region of the memory that this one succeeds.
     Inherited(Region),
 }
 
-/// A region of a [`Layout`], and of every memory planned from it.
+/// A region of a [`MemoryLayout`], and of every memory planned from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Region(u32);
 
-impl Layout {
+impl MemoryLayout {
     /// An empty layout.
     #[must_use]
-    pub fn new(name: &str) -> Layout {
-        Layout { name: name.to_owned(), regions: Vec::new() }
+    pub fn new(name: &str) -> MemoryLayout {
+        MemoryLayout { name: name.to_owned(), regions: Vec::new() }
     }
 
     /// Adds a region of device memory.
     pub fn device(&mut self, name: &str, bytes: u64) -> Region {
-        self.add(name, bytes, Kind::Device)
+        self.add(name, bytes, RegionKind::Device)
     }
 
     /// Adds a region of pinned host memory, which kernels and copies in a graph can reach.
     pub fn pinned(&mut self, name: &str, bytes: u64) -> Region {
-        self.add(name, bytes, Kind::Pinned)
+        self.add(name, bytes, RegionKind::Pinned)
     }
 
     /// Takes a region over, with its contents, from the memory that this one succeeds: see [`Lease::succeed`].
     pub fn inherit(&mut self, name: &str, region: Region) -> Region {
-        self.add(name, 0, Kind::Inherited(region))
+        self.add(name, 0, RegionKind::Inherited(region))
     }
 
-    fn add(&mut self, name: &str, bytes: u64, kind: Kind) -> Region {
+    fn add(&mut self, name: &str, bytes: u64, kind: RegionKind) -> Region {
         self.regions.push((name.to_owned(), bytes, kind));
         Region(self.regions.len() as u32 - 1)
     }
@@ -68,14 +68,14 @@ impl Layout {
     /// Bytes of device memory it asks for.
     #[must_use]
     pub fn device_bytes(&self) -> u64 {
-        self.regions.iter().filter(|r| r.2 == Kind::Device).fold(0, |sum, r| sum.saturating_add(r.1))
+        self.regions.iter().filter(|r| r.2 == RegionKind::Device).fold(0, |sum, r| sum.saturating_add(r.1))
     }
 }
 
 /// A set of allocations with fixed addresses. Graphs hold on to it (`Arc`), so an address in a recording never dangles;
 /// growing it means planning a new one, which may take regions over, and recording again.
 pub struct Memory {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceShared>,
     id: u32,
     name: String,
     regions: Vec<Arc<Allocation>>,
@@ -83,15 +83,15 @@ pub struct Memory {
     /// Set when another memory took regions over: this one is never leased again.
     succeeded: AtomicBool,
     /// What the last lease knew about who uses the memory.
-    last_user: Mutex<Option<(Arc<Progress>, u64)>>,
+    last_user: Mutex<Option<(Arc<StreamProgress>, u64)>>,
 }
 
 /// Memory of the driver, freed when the last [`Memory`] that holds it is gone.
 struct Allocation {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceShared>,
     name: String,
     bytes: u64,
-    place: Place,
+    place: BufAddress,
     /// Set while a [`crate::Ring`] reads the region.
     taken: AtomicBool,
 }
@@ -99,45 +99,45 @@ struct Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         self.shared.discard(match self.place {
-            Place::Device(p) => Garbage::Device(p),
-            Place::Host(p) => Garbage::Host(p),
+            BufAddress::Device(p) => Garbage::Device(p),
+            BufAddress::Host(p) => Garbage::Host(p),
         });
     }
 }
 
 /// Where a buffer really is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum BufAddress {
     Device(DevicePtr),
     Host(HostPtr),
 }
 
-impl Place {
+impl BufAddress {
     /// The address as a kernel sees it.
     pub(crate) fn address(self) -> u64 {
         match self {
-            Place::Device(p) => p.0,
-            Place::Host(p) => p.0,
+            BufAddress::Device(p) => p.0,
+            BufAddress::Host(p) => p.0,
         }
     }
 
-    fn add(self, bytes: u64) -> Place {
+    fn add(self, bytes: u64) -> BufAddress {
         match self {
-            Place::Device(p) => Place::Device(p.add(bytes)),
-            Place::Host(p) => Place::Host(HostPtr(p.0 + bytes)),
+            BufAddress::Device(p) => BufAddress::Device(p.add(bytes)),
+            BufAddress::Host(p) => BufAddress::Host(HostPtr(p.0 + bytes)),
         }
     }
 }
 
 impl Memory {
     /// Allocates everything the layout names, or nothing.
-    pub fn plan(ctx: &Context, layout: &Layout) -> Result<Arc<Memory>, DriverError> {
+    pub fn plan(ctx: &Context, layout: &MemoryLayout) -> Result<Arc<Memory>, DriverError> {
         Memory::build(ctx.shared(), layout, None)
     }
 
     fn build(
-        shared: &Arc<Shared>,
-        layout: &Layout,
+        shared: &Arc<DeviceShared>,
+        layout: &MemoryLayout,
         before: Option<&Memory>,
     ) -> Result<Arc<Memory>, DriverError> {
         shared.refuse_while_recording("allocation", layout.device_bytes())?;
@@ -154,7 +154,7 @@ impl Memory {
         for (name, bytes, kind) in &layout.regions {
             let size = crate::pinned::whole_words((*bytes).max(MIN_REGION_BYTES));
             let got = match kind {
-                Kind::Inherited(region) => {
+                RegionKind::Inherited(region) => {
                     let inherited = before.and_then(|m| m.regions.get(region.0 as usize));
                     let Some(inherited) = inherited else {
                         return Err(DriverError::OutOfRange {
@@ -167,12 +167,12 @@ impl Memory {
                     memory.regions.push(Arc::clone(inherited));
                     continue;
                 }
-                Kind::Device => shared.raw(|api| api.alloc(size).map(Place::Device))?,
-                Kind::Pinned => shared.raw(|api| api.alloc_host(size).map(Place::Host))?,
+                RegionKind::Device => shared.raw(|api| api.alloc(size).map(BufAddress::Device))?,
+                RegionKind::Pinned => shared.raw(|api| api.alloc_host(size).map(BufAddress::Host))?,
             };
             // On an error the memory as far as it got is dropped, which frees it.
             let place = got.map_err(|code| allocation_failed(shared, &layout.name, name, size, code))?;
-            if let Place::Host(p) = place {
+            if let BufAddress::Host(p) = place {
                 // SAFETY: `p` is a fresh pinned allocation of `size` bytes that only this function knows.
                 unsafe { std::ptr::write_bytes(p.as_ptr(), 0, size as usize) };
             }
@@ -226,7 +226,7 @@ impl Memory {
         self.regions.iter().map(|r| (r.name.as_str(), r.bytes, r.place.address()))
     }
 
-    pub(crate) fn shared(&self) -> &Arc<Shared> {
+    pub(crate) fn shared(&self) -> &Arc<DeviceShared> {
         &self.shared
     }
 
@@ -236,7 +236,7 @@ impl Memory {
 
     /// Looks a handle up; refuses one of another memory or out of its region.
     #[inline]
-    pub(crate) fn resolve(&self, buf: Buf) -> Result<Place, DriverError> {
+    pub(crate) fn resolve(&self, buf: Buf) -> Result<BufAddress, DriverError> {
         if buf.memory != self.id {
             return Err(self.foreign("a buffer", buf.memory));
         }
@@ -270,7 +270,13 @@ fn out_of_range(what: String, buf: Buf, bytes: u64) -> DriverError {
     DriverError::OutOfRange { what, offset: buf.offset, len: buf.len, bytes }
 }
 
-fn allocation_failed(shared: &Shared, memory: &str, region: &str, size: u64, code: Code) -> DriverError {
+fn allocation_failed(
+    shared: &DeviceShared,
+    memory: &str,
+    region: &str,
+    size: u64,
+    code: Code,
+) -> DriverError {
     if code != Code::OUT_OF_MEMORY {
         return shared.fail("cuMemAlloc", code);
     }
@@ -338,21 +344,21 @@ impl Buf {
         }
     }
 
-    /// The value at a byte offset as a [`Slot`].
-    pub fn slot<T: Pod>(self, offset: u64) -> Result<Slot<T>, DriverError> {
-        Ok(Slot { buf: self.slice(offset, size_of::<T>() as u64)?, _type: PhantomData })
+    /// The value at a byte offset as a [`DeviceSlot`].
+    pub fn slot<T: Pod>(self, offset: u64) -> Result<DeviceSlot<T>, DriverError> {
+        Ok(DeviceSlot { buf: self.slice(offset, size_of::<T>() as u64)?, _type: PhantomData })
     }
 }
 
 /// A typed value that lives in device memory and may differ at each replay: kernels read it there.
 ///
 /// The counterpart is [`crate::Baked`]: a value that is frozen when a launch is recorded.
-pub struct Slot<T> {
+pub struct DeviceSlot<T> {
     buf: Buf,
     _type: PhantomData<fn() -> T>,
 }
 
-impl<T: Pod> Slot<T> {
+impl<T: Pod> DeviceSlot<T> {
     /// Where it lives.
     #[must_use]
     pub const fn buf(self) -> Buf {
@@ -360,17 +366,17 @@ impl<T: Pod> Slot<T> {
     }
 }
 
-impl<T> Clone for Slot<T> {
+impl<T> Clone for DeviceSlot<T> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<T> Copy for Slot<T> {}
+impl<T> Copy for DeviceSlot<T> {}
 
-impl<T> fmt::Debug for Slot<T> {
+impl<T> fmt::Debug for DeviceSlot<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Slot<{}> at {:?}", std::any::type_name::<T>(), self.buf)
+        write!(f, "DeviceSlot<{}> at {:?}", std::any::type_name::<T>(), self.buf)
     }
 }
 
@@ -380,7 +386,7 @@ impl<T> fmt::Debug for Slot<T> {
 pub struct Lease {
     memory: Arc<Memory>,
     /// The stream that last got work on this memory, and its count then.
-    user: Option<(Arc<Progress>, u64)>,
+    user: Option<(Arc<StreamProgress>, u64)>,
 }
 
 impl Lease {
@@ -393,7 +399,7 @@ impl Lease {
     /// Plans a memory that takes regions over from this lease's, with their contents and addresses, and gives its lease.
     /// Nothing can be replayed on the old memory any more; what is in flight on it goes on. The lease comes back when
     /// something could not be allocated: then nothing has changed.
-    pub fn succeed(mut self, layout: &Layout) -> Result<Lease, (Lease, DriverError)> {
+    pub fn succeed(mut self, layout: &MemoryLayout) -> Result<Lease, (Lease, DriverError)> {
         let shared = Arc::clone(self.memory.shared());
         let memory = match Memory::build(&shared, layout, Some(&self.memory)) {
             Ok(memory) => memory,
@@ -408,7 +414,7 @@ impl Lease {
 
     /// Notes a use by a stream; refused while another stream's use may still run, since nothing orders the two.
     #[inline]
-    pub(crate) fn enter(&mut self, stream: &Arc<Progress>, n_sent: u64) -> Result<(), DriverError> {
+    pub(crate) fn enter(&mut self, stream: &Arc<StreamProgress>, n_sent: u64) -> Result<(), DriverError> {
         if let Some((user, n)) = &mut self.user
             && Arc::ptr_eq(user, stream)
         {
@@ -420,7 +426,7 @@ impl Lease {
         Ok(())
     }
 
-    pub(crate) fn check_stream(&self, stream: &Arc<Progress>) -> Result<(), DriverError> {
+    pub(crate) fn check_stream(&self, stream: &Arc<StreamProgress>) -> Result<(), DriverError> {
         match &self.user {
             Some((user, n)) if !Arc::ptr_eq(user, stream) && !user.reached(*n) => {
                 Err(DriverError::LeaseBusy { name: self.memory.name.clone() })

@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::api::{Code, FunctionAttribute, FunctionHandle, ModuleHandle, ParamInfo};
 use crate::device::Context;
 use crate::error::DriverError;
-use crate::shared::{Garbage, Shared};
+use crate::shared::{DeviceShared, Garbage};
 
 /// Code on the device. Kept alive by its [`Function`]s and by every graph that launches one.
 pub struct Module {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceShared>,
     handle: ModuleHandle,
     name: String,
 }
@@ -52,7 +52,7 @@ impl Module {
         let max_shared = attribute(FunctionAttribute::MaxDynamicSharedBytes)?;
         let static_shared = attribute(FunctionAttribute::StaticSharedBytes)?;
         Ok(Function {
-            inner: Arc::new(Inner {
+            inner: Arc::new(FunctionInner {
                 module: Arc::clone(self),
                 handle,
                 name: Arc::from(name),
@@ -70,7 +70,7 @@ impl Module {
         &self.name
     }
 
-    pub(crate) fn shared(&self) -> &Arc<Shared> {
+    pub(crate) fn shared(&self) -> &Arc<DeviceShared> {
         &self.shared
     }
 }
@@ -91,10 +91,10 @@ impl fmt::Debug for Module {
 /// `unsafe`.
 #[derive(Clone)]
 pub struct Function {
-    inner: Arc<Inner>,
+    inner: Arc<FunctionInner>,
 }
 
-struct Inner {
+struct FunctionInner {
     module: Arc<Module>,
     handle: FunctionHandle,
     name: Arc<str>,

@@ -6,25 +6,25 @@ use crate::api::{
     CaptureMode, CopyEnd, Dependency, DevicePtr, EdgeKind, NodeHandle, NodeKind, StreamHandle, StreamKind,
 };
 use crate::depend::{Hazards, Touch};
-use crate::error::{DriverError, Origin};
+use crate::error::{DriverError, WorkOrigin};
 use crate::graph::memory_nodes;
 use crate::launch::{Access, Launch};
-use crate::memory::{Buf, Memory, Place};
+use crate::memory::{Buf, BufAddress, Memory};
 use crate::queue::{
     Keep, LibraryCall, LibraryStream, Queue, Recording, call_origin, copy_ends, library_origin, sealed,
 };
-use crate::record::{Capture, Job, OwnedGraph};
-use crate::shared::Shared;
+use crate::record::{OwnedGraph, RecordJob, StreamCapture};
+use crate::shared::DeviceShared;
 
 /// Turns calls into nodes of a graph, with edges from the bytes they touch.
 pub(crate) struct NodeSink<'a> {
-    job: &'a Job<'a>,
+    job: &'a RecordJob<'a>,
     graph: &'a OwnedGraph,
     recording: Recording<'a>,
-    state: State,
+    state: NodeSinkState,
 }
 
-struct State {
+struct NodeSinkState {
     hazards: Hazards,
     nodes: Vec<(NodeHandle, NodeKind)>,
     edges: Vec<(u32, u32, EdgeKind)>,
@@ -34,20 +34,20 @@ struct State {
 }
 
 /// What a recording of nodes leaves for the graph.
-pub(crate) struct Parts {
-    pub(crate) log: Vec<(NodeKind, Origin)>,
+pub(crate) struct RecordedNodes {
+    pub(crate) log: Vec<(NodeKind, WorkOrigin)>,
     pub(crate) edges: Vec<(u32, u32, EdgeKind)>,
     pub(crate) keep: Keep,
 }
 
 /// The stream on which library calls are captured.
 struct SideStream {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceShared>,
     handle: StreamHandle,
 }
 
 impl SideStream {
-    fn create(shared: &Arc<Shared>) -> Result<SideStream, DriverError> {
+    fn create(shared: &Arc<DeviceShared>) -> Result<SideStream, DriverError> {
         let handle = shared.call("cuStreamCreate", |api| api.stream_create(StreamKind::NonBlocking))?;
         Ok(SideStream { shared: Arc::clone(shared), handle })
     }
@@ -60,8 +60,8 @@ impl Drop for SideStream {
 }
 
 impl<'a> NodeSink<'a> {
-    pub(crate) fn new(job: &'a Job<'a>, graph: &'a OwnedGraph) -> NodeSink<'a> {
-        let state = State {
+    pub(crate) fn new(job: &'a RecordJob<'a>, graph: &'a OwnedGraph) -> NodeSink<'a> {
+        let state = NodeSinkState {
             hazards: Hazards::default(),
             nodes: Vec::new(),
             edges: Vec::new(),
@@ -69,16 +69,16 @@ impl<'a> NodeSink<'a> {
             params: Vec::new(),
             side: None,
         };
-        NodeSink { job, graph, recording: Recording::new(job.watch, job.bark), state }
+        NodeSink { job, graph, recording: Recording::new(job.watch, job.progress), state }
     }
 
-    pub(crate) fn into_parts(self) -> (Option<DriverError>, Parts) {
-        let parts = Parts { log: self.recording.log, edges: self.state.edges, keep: self.state.keep };
+    pub(crate) fn into_parts(self) -> (Option<DriverError>, RecordedNodes) {
+        let parts = RecordedNodes { log: self.recording.log, edges: self.state.edges, keep: self.state.keep };
         (self.recording.failed, parts)
     }
 }
 
-impl State {
+impl NodeSinkState {
     /// Adds one node: finds its dependencies, lets `add` make it, and notes the edges.
     fn add(
         &mut self,
@@ -150,8 +150,8 @@ impl Queue for NodeSink<'_> {
             return Ok(());
         }
         let end = |place| match place {
-            Place::Device(p) => CopyEnd::Device(p),
-            Place::Host(p) => CopyEnd::Host(p),
+            BufAddress::Device(p) => CopyEnd::Device(p),
+            BufAddress::Host(p) => CopyEnd::Host(p),
         };
         recording.step(NodeKind::Memcpy, call_origin("copy"), || {
             let touched = touches(job.memory, [(src, Access::Read), (dst, Access::Write)].into_iter())?;
@@ -206,12 +206,12 @@ impl Queue for NodeSink<'_> {
 
 /// Captures one library call on the side stream, as a graph of its own.
 fn capture_library(
-    job: &Job<'_>,
+    job: &RecordJob<'_>,
     side: StreamHandle,
     call: &LibraryCall<'_>,
 ) -> Result<OwnedGraph, DriverError> {
     let mode = if job.options.global { CaptureMode::Global } else { CaptureMode::ThreadLocal };
-    let capture = Capture::begin(job.shared, side, mode)?;
+    let capture = StreamCapture::begin(job.shared, side, mode)?;
     // Named before the call and unnamed after it, also when it panics: the watchdog must not ask for a stream that
     // is gone.
     let named = Named::new(job, side);
@@ -228,10 +228,10 @@ fn capture_library(
     Ok(child)
 }
 
-struct Named<'a>(&'a Job<'a>);
+struct Named<'a>(&'a RecordJob<'a>);
 
 impl<'a> Named<'a> {
-    fn new(job: &'a Job<'a>, stream: StreamHandle) -> Named<'a> {
+    fn new(job: &'a RecordJob<'a>, stream: StreamHandle) -> Named<'a> {
         job.watch.set_stream(Some(stream));
         Named(job)
     }

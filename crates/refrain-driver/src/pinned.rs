@@ -34,7 +34,7 @@ pub(crate) unsafe fn word<'a>(at: HostPtr) -> &'a AtomicU64 {
 /// Every word that the range reaches into is as [`word`] demands.
 pub(crate) unsafe fn read(from: HostPtr, to: &mut [u8]) {
     let mut to = to;
-    for Part { at, first, len } in parts(from, to.len()) {
+    for WordPart { at, first, len } in parts(from, to.len()) {
         // SAFETY: the range reaches into this word.
         let bytes = unsafe { word(at) }.load(Ordering::Relaxed).to_ne_bytes();
         let (now, rest) = to.split_at_mut(len);
@@ -49,7 +49,7 @@ pub(crate) unsafe fn read(from: HostPtr, to: &mut [u8]) {
 /// As for [`read`].
 pub(crate) unsafe fn write(to: HostPtr, from: &[u8]) {
     let mut from = from;
-    for Part { at, first, len } in parts(to, from.len()) {
+    for WordPart { at, first, len } in parts(to, from.len()) {
         let (now, rest) = from.split_at(len);
         // SAFETY: the range reaches into this word.
         let word = unsafe { word(at) };
@@ -73,18 +73,18 @@ pub(crate) unsafe fn write(to: HostPtr, from: &[u8]) {
 }
 
 /// A word, and which of its bytes are meant.
-struct Part {
+struct WordPart {
     at: HostPtr,
     first: usize,
     len: usize,
 }
 
-fn parts(start: HostPtr, len: usize) -> impl Iterator<Item = Part> {
+fn parts(start: HostPtr, len: usize) -> impl Iterator<Item = WordPart> {
     let (mut at, mut left) = (start.0, len);
     std::iter::from_fn(move || {
         let first = (at % WORD as u64) as usize;
         let len = left.min(WORD - first);
-        let part = Part { at: HostPtr(at - first as u64), first, len };
+        let part = WordPart { at: HostPtr(at - first as u64), first, len };
         at += len as u64;
         left -= len;
         (len > 0).then_some(part)

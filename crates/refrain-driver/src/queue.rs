@@ -4,11 +4,11 @@ use std::any::Any;
 use std::sync::Arc;
 
 use crate::api::{NodeKind, StreamHandle};
-use crate::error::{DriverError, Origin};
+use crate::error::{DriverError, WorkOrigin};
 use crate::launch::Launch;
-use crate::memory::{Buf, Memory, Place};
-use crate::shared::Shared;
-use crate::watchdog::{Bark, WatchGuard};
+use crate::memory::{Buf, BufAddress, Memory};
+use crate::shared::DeviceShared;
+use crate::watchdog::{RecordingProgress, WatchGuard};
 
 /// Takes work in order. It can enqueue and nothing else: not allocate, not wait, not read back. So whatever is written
 /// against a `Queue` can be recorded.
@@ -123,23 +123,23 @@ impl Keep {
 /// What a recording sink has besides its way to the driver.
 pub(crate) struct Recording<'a> {
     pub(crate) watch: &'a WatchGuard,
-    pub(crate) bark: &'a Bark,
+    pub(crate) progress: &'a RecordingProgress,
     /// What was enqueued, in order.
-    pub(crate) log: Vec<(NodeKind, Origin)>,
+    pub(crate) log: Vec<(NodeKind, WorkOrigin)>,
     /// The first error, which is the one to report: later ones are its victims.
     pub(crate) failed: Option<DriverError>,
 }
 
 impl<'a> Recording<'a> {
-    pub(crate) fn new(watch: &'a WatchGuard, bark: &'a Bark) -> Recording<'a> {
-        Recording { watch, bark, log: Vec::new(), failed: None }
+    pub(crate) fn new(watch: &'a WatchGuard, progress: &'a RecordingProgress) -> Recording<'a> {
+        Recording { watch, progress, log: Vec::new(), failed: None }
     }
 
     /// Runs one enqueue: not past the deadline, not after a failure, noted before it starts.
     pub(crate) fn step(
         &mut self,
         kind: NodeKind,
-        origin: Origin,
+        origin: WorkOrigin,
         f: impl FnOnce() -> Result<(), DriverError>,
     ) -> Result<(), DriverError> {
         if let Some(error) = &self.failed {
@@ -148,7 +148,7 @@ impl<'a> Recording<'a> {
         if self.watch.expired() {
             return Err(self.watch.deadline_error());
         }
-        self.bark.note(origin.clone());
+        self.progress.note(origin.clone());
         match f() {
             Ok(()) => {
                 self.log.push((kind, origin));
@@ -164,7 +164,7 @@ impl<'a> Recording<'a> {
 
 /// The sink over a stream: live, or under capture when it has a `Recording`.
 pub(crate) struct StreamSink<'a> {
-    pub(crate) shared: &'a Arc<Shared>,
+    pub(crate) shared: &'a Arc<DeviceShared>,
     pub(crate) memory: &'a Arc<Memory>,
     pub(crate) stream: StreamHandle,
     pub(crate) keep: &'a mut Keep,
@@ -177,7 +177,7 @@ impl StreamSink<'_> {
     fn step(
         &mut self,
         kind: NodeKind,
-        origin: Origin,
+        origin: WorkOrigin,
         f: impl FnOnce() -> Result<(), DriverError>,
     ) -> Result<(), DriverError> {
         match &mut self.recording {
@@ -215,18 +215,20 @@ impl Queue for StreamSink<'_> {
         let (shared, stream) = (self.shared, self.stream);
         self.step(NodeKind::Memcpy, call_origin("copy"), || {
             shared.call("cuMemcpyAsync", |api| match (to, from) {
-                (Place::Device(to), Place::Device(from)) => api.memcpy_dtod_async(to, from, bytes, stream),
+                (BufAddress::Device(to), BufAddress::Device(from)) => {
+                    api.memcpy_dtod_async(to, from, bytes, stream)
+                }
                 // SAFETY: `from` is pinned and inside `self.memory`, which the stream (live) or the graph
                 // (recorded) keeps alive until the last use; only kernels and copies write pinned regions.
-                (Place::Device(to), Place::Host(from)) => unsafe {
+                (BufAddress::Device(to), BufAddress::Host(from)) => unsafe {
                     api.memcpy_htod_async(to, from, bytes, stream)
                 },
                 // SAFETY: as above, for `to`; the host reads pinned regions only through `Ring`, atomically.
-                (Place::Host(to), Place::Device(from)) => unsafe {
+                (BufAddress::Host(to), BufAddress::Device(from)) => unsafe {
                     api.memcpy_dtoh_async(to, from, bytes, stream)
                 },
                 // Pinned memory has a device address too.
-                (Place::Host(to), Place::Host(from)) => {
+                (BufAddress::Host(to), BufAddress::Host(from)) => {
                     api.memcpy_dtod_async(to.device(), from.device(), bytes, stream)
                 }
             })
@@ -258,7 +260,11 @@ impl Queue for StreamSink<'_> {
 }
 
 /// Resolves both ends of a copy and checks their lengths.
-pub(crate) fn copy_ends(memory: &Memory, dst: Buf, src: Buf) -> Result<(Place, Place, u64), DriverError> {
+pub(crate) fn copy_ends(
+    memory: &Memory,
+    dst: Buf,
+    src: Buf,
+) -> Result<(BufAddress, BufAddress, u64), DriverError> {
     let (to, from) = (memory.resolve(dst)?, memory.resolve(src)?);
     if dst.len() != src.len() {
         let what = "a copy".to_owned();
@@ -267,10 +273,10 @@ pub(crate) fn copy_ends(memory: &Memory, dst: Buf, src: Buf) -> Result<(Place, P
     Ok((to, from, dst.len()))
 }
 
-pub(crate) fn call_origin(what: &str) -> Origin {
-    Origin { step: Arc::from(""), kernel: Arc::from(what), replay: None }
+pub(crate) fn call_origin(what: &str) -> WorkOrigin {
+    WorkOrigin { step: Arc::from(""), kernel: Arc::from(what), replay: None }
 }
 
-pub(crate) fn library_origin(call: &LibraryCall<'_>) -> Origin {
-    Origin { step: Arc::clone(&call.step), kernel: Arc::clone(&call.name), replay: None }
+pub(crate) fn library_origin(call: &LibraryCall<'_>) -> WorkOrigin {
+    WorkOrigin { step: Arc::clone(&call.step), kernel: Arc::clone(&call.name), replay: None }
 }

@@ -10,9 +10,9 @@ use crate::graph::Graph;
 use crate::memory::Memory;
 use crate::nodes::NodeSink;
 use crate::queue::{Keep, Queue, Recording, StreamSink};
-use crate::shared::Shared;
+use crate::shared::DeviceShared;
 use crate::stream::Stream;
-use crate::watchdog::{Bark, WatchGuard};
+use crate::watchdog::{RecordingProgress, WatchGuard};
 
 /// How a graph comes about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -113,9 +113,9 @@ impl Stream {
         let started = Instant::now();
         // Dropped last: the device is free for other calls again only when nothing of the recording is left.
         let _flag = shared.begin_recording()?;
-        let bark = Bark::new(&options.name);
-        let watch = shared.watchdog.arm(&shared, options.limit, &bark);
-        let job = Job { shared: &shared, memory, options, watch: &watch, bark: &bark, started };
+        let progress = RecordingProgress::new(&options.name);
+        let watch = shared.watchdog.arm(&shared, options.limit, &progress);
+        let job = RecordJob { shared: &shared, memory, options, watch: &watch, progress: &progress, started };
         match method {
             Method::Stream => self.record_stream(&job, f),
             Method::Nodes => record_nodes(&job, self.handle(), f),
@@ -124,12 +124,12 @@ impl Stream {
 
     fn record_stream(
         &mut self,
-        job: &Job<'_>,
+        job: &RecordJob<'_>,
         f: impl FnOnce(&mut dyn Queue) -> Result<(), DriverError>,
     ) -> Result<Graph, DriverError> {
         let mut keep = Keep::default();
         let mode = if job.options.global { CaptureMode::Global } else { CaptureMode::ThreadLocal };
-        let capture = Capture::begin(job.shared, self.handle(), mode)?;
+        let capture = StreamCapture::begin(job.shared, self.handle(), mode)?;
         job.watch.set_stream(Some(self.handle()));
         let mut sink = StreamSink {
             shared: job.shared,
@@ -137,7 +137,7 @@ impl Stream {
             stream: self.handle(),
             keep: &mut keep,
             overlap: job.options.overlap,
-            recording: Some(Recording::new(job.watch, job.bark)),
+            recording: Some(Recording::new(job.watch, job.progress)),
             params: Vec::new(),
         };
         let outcome = job.enqueue(f, &mut sink);
@@ -156,7 +156,7 @@ impl Stream {
 }
 
 fn record_nodes(
-    job: &Job<'_>,
+    job: &RecordJob<'_>,
     stream: StreamHandle,
     f: impl FnOnce(&mut dyn Queue) -> Result<(), DriverError>,
 ) -> Result<Graph, DriverError> {
@@ -169,16 +169,16 @@ fn record_nodes(
 }
 
 /// What one recording is about.
-pub(crate) struct Job<'a> {
-    pub(crate) shared: &'a Arc<Shared>,
+pub(crate) struct RecordJob<'a> {
+    pub(crate) shared: &'a Arc<DeviceShared>,
     pub(crate) memory: &'a Arc<Memory>,
     pub(crate) options: &'a RecordOptions,
     pub(crate) watch: &'a WatchGuard,
-    pub(crate) bark: &'a Bark,
+    pub(crate) progress: &'a RecordingProgress,
     pub(crate) started: Instant,
 }
 
-impl Job<'_> {
+impl RecordJob<'_> {
     /// Runs the closure; a panic becomes an error, after which everything is taken down as for any error.
     fn enqueue(
         &self,
@@ -212,20 +212,20 @@ impl Job<'_> {
 }
 
 /// A stream capture under way; dropping it ends and discards it.
-pub(crate) struct Capture<'a> {
-    shared: &'a Arc<Shared>,
+pub(crate) struct StreamCapture<'a> {
+    shared: &'a Arc<DeviceShared>,
     stream: StreamHandle,
     active: bool,
 }
 
-impl<'a> Capture<'a> {
+impl<'a> StreamCapture<'a> {
     pub(crate) fn begin(
-        shared: &'a Arc<Shared>,
+        shared: &'a Arc<DeviceShared>,
         stream: StreamHandle,
         mode: CaptureMode,
-    ) -> Result<Capture<'a>, DriverError> {
+    ) -> Result<StreamCapture<'a>, DriverError> {
         shared.call("cuStreamBeginCapture", |api| api.stream_begin_capture(stream, mode))?;
-        Ok(Capture { shared, stream, active: true })
+        Ok(StreamCapture { shared, stream, active: true })
     }
 
     /// Ends the capture. The second part of an error is set when the stream could not be brought out of it.
@@ -237,7 +237,7 @@ impl<'a> Capture<'a> {
     fn end_now(&self) -> Result<OwnedGraph, (DriverError, Option<Code>)> {
         let shared = self.shared;
         let end = || {
-            let _inside = shared.inside.enter("cuStreamEndCapture");
+            let _call = shared.current_call.enter("cuStreamEndCapture");
             shared.raw(|api| api.stream_end_capture(self.stream))
         };
         let code = match end() {
@@ -262,7 +262,7 @@ impl<'a> Capture<'a> {
     }
 }
 
-impl Drop for Capture<'_> {
+impl Drop for StreamCapture<'_> {
     fn drop(&mut self) {
         if self.active
             && let Err((error, _)) = self.end_now()
@@ -274,12 +274,12 @@ impl Drop for Capture<'_> {
 
 /// A graph that can be edited, destroyed when it goes.
 pub(crate) struct OwnedGraph {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceShared>,
     pub(crate) handle: GraphHandle,
 }
 
 impl OwnedGraph {
-    pub(crate) fn create(shared: &Arc<Shared>) -> Result<OwnedGraph, DriverError> {
+    pub(crate) fn create(shared: &Arc<DeviceShared>) -> Result<OwnedGraph, DriverError> {
         let handle = shared.call("cuGraphCreate", |api| api.graph_create())?;
         Ok(OwnedGraph { shared: Arc::clone(shared), handle })
     }

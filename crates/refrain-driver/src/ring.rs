@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use crate::api::HostPtr;
 use crate::error::DriverError;
-use crate::memory::{Buf, Memory, Place, Region};
+use crate::memory::{Buf, BufAddress, Memory, Region};
 use crate::pinned;
 use crate::protocol::entries::{Entries, Next};
 use crate::stream::Stream;
@@ -29,7 +29,7 @@ pub const RING_HEADER_BYTES: u64 = 64;
 /// The host's end of a ring.
 #[derive(Debug)]
 pub struct Ring {
-    words: Words,
+    words: RingWords,
     buf: Buf,
     payload_bytes: usize,
     /// Bytes from one entry to the next.
@@ -40,7 +40,7 @@ pub struct Ring {
 
 /// The pinned region, as the words in it that the host and the device both touch.
 #[derive(Debug)]
-struct Words {
+struct RingWords {
     memory: Arc<Memory>,
     base: HostPtr,
 }
@@ -76,10 +76,10 @@ impl Ring {
         let buf = memory.buf(region);
         let (need, stride) = (Ring::bytes(n_entries, payload_bytes), Ring::stride(payload_bytes));
         let (base, stride) = match (memory.resolve(buf)?, need, stride) {
-            (Place::Host(base), Some(need), Some(stride)) if n_entries > 0 && need <= buf.len() => {
+            (BufAddress::Host(base), Some(need), Some(stride)) if n_entries > 0 && need <= buf.len() => {
                 (base, stride)
             }
-            (Place::Host(_) | Place::Device(_), ..) => {
+            (BufAddress::Host(_) | BufAddress::Device(_), ..) => {
                 return Err(DriverError::OutOfRange {
                     what: "the pinned region of a ring".to_owned(),
                     offset: 0,
@@ -92,7 +92,7 @@ impl Ring {
             return Err(DriverError::LeaseTaken { name: "ring".to_owned() });
         }
         let ring = Ring {
-            words: Words { memory: Arc::clone(memory), base },
+            words: RingWords { memory: Arc::clone(memory), base },
             buf,
             payload_bytes,
             stride,
@@ -215,7 +215,7 @@ impl Ring {
     }
 }
 
-impl Words {
+impl RingWords {
     fn at(&self, offset: u64) -> &AtomicU64 {
         // SAFETY: `offset` is 0 or an entry's start, so `offset + 8` is inside the pinned region (`Ring::new` and
         // `Ring::restart_with` checked its size) and 8-byte aligned (the region is, and offsets are multiples of 16).

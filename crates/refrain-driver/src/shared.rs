@@ -8,17 +8,17 @@ use std::time::{Duration, Instant};
 
 use crate::api::{
     Api, CaptureStatus, Code, CtxHandle, DeviceInfo, DevicePtr, EventHandle, ExecHandle, HostPtr,
-    ModuleHandle, Raw, StreamHandle,
+    ModuleHandle, RawResult, StreamHandle,
 };
-use crate::error::{DriverError, Lost, Origin};
-use crate::inside::Inside;
+use crate::current_call::CurrentCall;
+use crate::error::{DriverError, Lost, WorkOrigin};
 use crate::probe::Probe;
-use crate::protocol::gate::Gate;
+use crate::protocol::gate::RecordingGate;
 use crate::protocol::sync::lock;
 use crate::watchdog::Watchdog;
 
-/// State of one open device. Everything that calls its driver goes through [`Shared::call`].
-pub(crate) struct Shared {
+/// State of one open device. Everything that calls its driver goes through [`DeviceShared::call`].
+pub(crate) struct DeviceShared {
     pub(crate) api: Arc<dyn Api>,
     pub(crate) ctx: CtxHandle,
     pub(crate) ordinal: u32,
@@ -26,12 +26,12 @@ pub(crate) struct Shared {
     pub(crate) driver_version: u32,
     id: u64,
     lost: OnceLock<Arc<Lost>>,
-    last: Mutex<Option<Origin>>,
-    gate: Gate<Garbage>,
+    last: Mutex<Option<WorkOrigin>>,
+    gate: RecordingGate<Garbage>,
     recorded_stream: Mutex<Option<StreamHandle>>,
     pub(crate) watchdog: Watchdog,
     /// The driver call that the device thread is in.
-    pub(crate) inside: Inside,
+    pub(crate) current_call: CurrentCall,
     /// Set once, right after opening.
     pub(crate) probe: OnceLock<Probe>,
 }
@@ -55,17 +55,17 @@ thread_local! {
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
-impl Shared {
+impl DeviceShared {
     pub(crate) fn new(
         api: Arc<dyn Api>,
         ctx: CtxHandle,
         ordinal: u32,
         info: DeviceInfo,
         driver_version: u32,
-    ) -> Shared {
+    ) -> DeviceShared {
         // Retaining the context has made it current behind the back of whichever device was.
         CURRENT.set(0);
-        Shared {
+        DeviceShared {
             api,
             ctx,
             ordinal,
@@ -74,10 +74,10 @@ impl Shared {
             id: NEXT_TAG.fetch_add(1, Ordering::Relaxed),
             lost: OnceLock::new(),
             last: Mutex::new(None),
-            gate: Gate::new(),
+            gate: RecordingGate::new(),
             recorded_stream: Mutex::new(None),
             watchdog: Watchdog::new(),
-            inside: Inside::new(),
+            current_call: CurrentCall::new(),
             probe: OnceLock::new(),
         }
     }
@@ -87,16 +87,19 @@ impl Shared {
     pub(crate) fn call<T>(
         &self,
         what: &'static str,
-        f: impl FnOnce(&dyn Api) -> Raw<T>,
+        f: impl FnOnce(&dyn Api) -> RawResult<T>,
     ) -> Result<T, DriverError> {
-        let _inside = self.inside.enter(what);
+        let _call = self.current_call.enter(what);
         self.raw(f)?.map_err(|code| self.fail(what, code))
     }
 
-    /// Like [`Shared::call`], for a caller that decides itself what a code means. What takes its time by nature (an
+    /// Like [`DeviceShared::call`], for a caller that decides itself what a code means. What takes its time by nature (an
     /// allocation, a module's compilation) comes this way too: it is not watched for not returning.
     #[inline]
-    pub(crate) fn raw<T>(&self, f: impl FnOnce(&dyn Api) -> Raw<T>) -> Result<Raw<T>, DriverError> {
+    pub(crate) fn raw<T>(
+        &self,
+        f: impl FnOnce(&dyn Api) -> RawResult<T>,
+    ) -> Result<RawResult<T>, DriverError> {
         self.check_lost()?;
         if CURRENT.get() != self.id {
             if let Err(code) = self.api.ctx_set_current(Some(self.ctx)) {
@@ -113,13 +116,13 @@ impl Shared {
         &self,
         what: &'static str,
         limit: Duration,
-        mut ready: impl FnMut(&dyn Api) -> Raw<()>,
+        mut ready: impl FnMut(&dyn Api) -> RawResult<()>,
     ) -> Result<(), DriverError> {
         let start = Instant::now();
         loop {
-            let inside = self.inside.enter(what);
+            let call = self.current_call.enter(what);
             let answer = self.raw(&mut ready)?;
-            drop(inside);
+            drop(call);
             match answer {
                 Ok(()) => return Ok(()),
                 Err(Code::NOT_READY) => {}
@@ -170,11 +173,11 @@ impl Shared {
     }
 
     /// The last work that was sent.
-    pub(crate) fn last(&self) -> Option<Origin> {
+    pub(crate) fn last(&self) -> Option<WorkOrigin> {
         lock(&self.last).clone()
     }
 
-    pub(crate) fn set_last(&self, origin: Origin) {
+    pub(crate) fn set_last(&self, origin: WorkOrigin) {
         *lock(&self.last) = Some(origin);
     }
 
@@ -196,7 +199,7 @@ impl Shared {
         Ok(RecordingFlag { shared: Arc::clone(self) })
     }
 
-    /// Names the stream that the driver is capturing, for [`Shared::capture_status`].
+    /// Names the stream that the driver is capturing, for [`DeviceShared::capture_status`].
     pub(crate) fn set_recorded_stream(&self, stream: Option<StreamHandle>) {
         *lock(&self.recorded_stream) = stream;
     }
@@ -214,9 +217,9 @@ impl Shared {
 
     /// Asks the driver about one stream. A code of the capture family is itself an answer.
     pub(crate) fn probe_status(&self, stream: StreamHandle) -> Result<CaptureStatus, DriverError> {
-        let inside = self.inside.enter("cuStreamIsCapturing");
+        let call = self.current_call.enter("cuStreamIsCapturing");
         let answer = self.raw(|api| api.stream_is_capturing(stream))?;
-        drop(inside);
+        drop(call);
         match answer {
             Ok(status) => Ok(status),
             Err(Code::STREAM_CAPTURE_INVALIDATED | Code::STREAM_CAPTURE_ISOLATION) => {
@@ -281,7 +284,7 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for DeviceShared {
     fn drop(&mut self) {
         self.gate.set_recording(false);
         if let Some(probe) = self.probe.take() {
@@ -301,7 +304,7 @@ impl Drop for Shared {
 
 /// While it lives, the device is being recorded on; dropping it frees what was put off.
 pub(crate) struct RecordingFlag {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceShared>,
 }
 
 impl Drop for RecordingFlag {

@@ -1,23 +1,23 @@
-//! Pinned slots through which bytes travel to and from the device.
+//! PinnedSlots slots through which bytes travel to and from the device.
 
 use std::sync::Arc;
 
-use crate::api::{Api, DevicePtr, HostPtr, Raw};
+use crate::api::{Api, DevicePtr, HostPtr, RawResult};
 use crate::device::Context;
 use crate::error::DriverError;
 use crate::event::Event;
-use crate::shared::{Garbage, Shared};
+use crate::shared::{DeviceShared, Garbage};
 use crate::stream::{Sent, Stream};
 
 /// A few pinned slots of equal size, used in turn. A slot is written again only when the copy out of it is done.
 pub struct Staging {
-    pinned: Arc<Pinned>,
+    pinned: Arc<PinnedSlots>,
     slot_bytes: usize,
-    slots: Vec<Slot>,
+    slots: Vec<StagingSlot>,
     next: usize,
 }
 
-struct Slot {
+struct StagingSlot {
     /// Recorded behind the copy that used the slot last.
     event: Event,
     state: SlotState,
@@ -34,18 +34,18 @@ enum SlotState {
 }
 
 /// A pinned allocation, kept by whoever sent a copy that uses it.
-pub(crate) struct Pinned {
-    shared: Arc<Shared>,
+pub(crate) struct PinnedSlots {
+    shared: Arc<DeviceShared>,
     ptr: HostPtr,
 }
 
-impl Pinned {
+impl PinnedSlots {
     /// Room for `n_slots` slots of `slot_bytes`.
     pub(crate) fn new(
-        shared: &Arc<Shared>,
+        shared: &Arc<DeviceShared>,
         n_slots: usize,
         slot_bytes: usize,
-    ) -> Result<Arc<Pinned>, DriverError> {
+    ) -> Result<Arc<PinnedSlots>, DriverError> {
         let bytes = (n_slots as u64).checked_mul(slot_bytes as u64).filter(|&b| b <= i64::MAX as u64).ok_or(
             DriverError::OutOfRange {
                 what: "the address space".to_owned(),
@@ -56,10 +56,10 @@ impl Pinned {
         )?;
         shared.refuse_while_recording("pinned allocation", bytes)?;
         let ptr = shared.call("cuMemAllocHost", |api| api.alloc_host(bytes))?;
-        Ok(Arc::new(Pinned { shared: Arc::clone(shared), ptr }))
+        Ok(Arc::new(PinnedSlots { shared: Arc::clone(shared), ptr }))
     }
 
-    pub(crate) fn shared(&self) -> &Arc<Shared> {
+    pub(crate) fn shared(&self) -> &Arc<DeviceShared> {
         &self.shared
     }
 
@@ -68,7 +68,7 @@ impl Pinned {
     }
 }
 
-impl Drop for Pinned {
+impl Drop for PinnedSlots {
     fn drop(&mut self) {
         self.shared.discard(Garbage::Host(self.ptr));
     }
@@ -79,8 +79,8 @@ impl Staging {
     pub fn new(ctx: &Context, n_slots: usize, slot_bytes: usize) -> Result<Staging, DriverError> {
         let shared = ctx.shared();
         let (n_slots, slot_bytes) = (n_slots.max(1), slot_bytes.max(1));
-        let pinned = Pinned::new(shared, n_slots, slot_bytes)?;
-        let slot = |_| Ok(Slot { event: Event::new(shared, false)?, state: SlotState::Idle });
+        let pinned = PinnedSlots::new(shared, n_slots, slot_bytes)?;
+        let slot = |_| Ok(StagingSlot { event: Event::new(shared, false)?, state: SlotState::Idle });
         let slots = (0..n_slots).map(slot).collect::<Result<_, DriverError>>()?;
         Ok(Staging { pinned, slot_bytes, slots, next: 0 })
     }
@@ -186,7 +186,7 @@ impl Staging {
         stream: &mut Stream,
         slot: usize,
         call: &'static str,
-        copy: impl FnOnce(&dyn Api) -> Raw<()>,
+        copy: impl FnOnce(&dyn Api) -> RawResult<()>,
     ) -> Result<(), DriverError> {
         let slot = &mut self.slots[slot];
         // In use from here on: a call that fails may have sent the copy, and an event that was not recorded again still

@@ -13,9 +13,9 @@ use crate::error::{DriverError, panic_message};
 use crate::event::Event;
 use crate::graph::Outputs;
 use crate::health::Health;
-use crate::memory::{Buf, Lease, Place, Slot};
+use crate::memory::{Buf, BufAddress, DeviceSlot, Lease};
 use crate::queue::{Keep, Queue, StreamSink};
-use crate::shared::{Garbage, Shared};
+use crate::shared::{DeviceShared, Garbage};
 use crate::staging::Staging;
 
 /// How long a wait may take unless [`Stream::set_limit`] says otherwise.
@@ -29,7 +29,7 @@ const TRANSFER_SLOTS: usize = 2;
 pub struct Stream {
     ctx: Context,
     handle: StreamHandle,
-    progress: Arc<Progress>,
+    progress: Arc<StreamProgress>,
     n_sent: u64,
     limit: Duration,
     broken: Option<Code>,
@@ -40,13 +40,13 @@ pub struct Stream {
 /// A point in what was sent to a stream.
 #[derive(Clone, Debug)]
 pub(crate) struct Sent {
-    progress: Arc<Progress>,
+    progress: Arc<StreamProgress>,
     n: u64,
 }
 
 /// How far a stream is known to be, for those who must know that its work on a memory is done.
 #[derive(Debug, Default)]
-pub(crate) struct Progress {
+pub(crate) struct StreamProgress {
     n_done: AtomicU64,
 }
 
@@ -193,7 +193,9 @@ impl Stream {
     pub fn write_pinned(&mut self, lease: &mut Lease, dst: Buf, bytes: &[u8]) -> Result<(), DriverError> {
         self.usable("upload", bytes.len() as u64)?;
         check_len("a write", dst, bytes.len())?;
-        let Place::Host(to) = lease.memory().resolve(dst)? else { return self.upload(lease, dst, bytes) };
+        let BufAddress::Host(to) = lease.memory().resolve(dst)? else {
+            return self.upload(lease, dst, bytes);
+        };
         self.begin_use(lease)?;
         self.synchronize()?;
         // SAFETY: `resolve` found the range in a pinned region, which is of whole words, is kept by the lease and is
@@ -207,7 +209,7 @@ impl Stream {
         &mut self,
         lease: &mut Lease,
         staging: &mut Staging,
-        slot: Slot<T>,
+        slot: DeviceSlot<T>,
         value: T,
     ) -> Result<(), DriverError> {
         self.stage(lease, staging, slot.buf(), bytemuck::bytes_of(&value))
@@ -242,13 +244,13 @@ impl Stream {
         lease.check_stream(&self.progress)?;
         self.keep.add(lease.memory());
         match from {
-            Place::Device(from) => {
+            BufAddress::Device(from) => {
                 let mut transfers = self.take_transfers()?;
                 let result = transfers.receive(self, from, bytes);
                 self.transfers = Some(transfers);
                 result
             }
-            Place::Host(from) => {
+            BufAddress::Host(from) => {
                 self.synchronize()?;
                 // SAFETY: `resolve` found the range in a pinned region, which is of whole words, is kept by the lease and is
                 // touched by the host only this way.
@@ -291,7 +293,7 @@ impl Stream {
         }
     }
 
-    pub(crate) fn shared(&self) -> &Arc<Shared> {
+    pub(crate) fn shared(&self) -> &Arc<DeviceShared> {
         self.ctx.shared()
     }
 
@@ -318,7 +320,11 @@ impl Stream {
         self.check_broken()
     }
 
-    pub(crate) fn same_device(&self, other: &Arc<Shared>, what: &'static str) -> Result<(), DriverError> {
+    pub(crate) fn same_device(
+        &self,
+        other: &Arc<DeviceShared>,
+        what: &'static str,
+    ) -> Result<(), DriverError> {
         if Arc::ptr_eq(self.shared(), other) { Ok(()) } else { Err(DriverError::ForeignDevice { what }) }
     }
 
@@ -358,7 +364,7 @@ impl Stream {
     }
 }
 
-impl Progress {
+impl StreamProgress {
     /// True when the stream was seen to have finished its first `n` pieces of work.
     #[inline]
     pub(crate) fn reached(&self, n: u64) -> bool {

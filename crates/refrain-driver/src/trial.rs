@@ -98,18 +98,18 @@ impl fmt::Display for Finding {
 /// A text that is no finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not the finding of a trial")]
-pub struct NoFinding;
+pub struct ParseFindingError;
 
 impl FromStr for Finding {
-    type Err = NoFinding;
+    type Err = ParseFindingError;
 
-    fn from_str(text: &str) -> Result<Finding, NoFinding> {
+    fn from_str(text: &str) -> Result<Finding, ParseFindingError> {
         let text = text.trim();
         if text == Finding::Usable.to_string() {
             return Ok(Finding::Usable);
         }
         let because = text.strip_prefix("stream capture is harmful: ").filter(|b| !b.contains('\n'));
-        because.map(|because| Finding::Harmful { because: because.to_owned() }).ok_or(NoFinding)
+        because.map(|because| Finding::Harmful { because: because.to_owned() }).ok_or(ParseFindingError)
     }
 }
 
@@ -136,7 +136,7 @@ pub enum Outcome {
 
 /// How graphs are to be recorded, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Choice {
+pub struct MethodChoice {
     /// The method.
     pub method: Method,
     /// What is known of stream capture; `None` where no trial could be made.
@@ -147,7 +147,7 @@ pub struct Choice {
     pub because: String,
 }
 
-impl Choice {
+impl MethodChoice {
     /// Whether no stream may be captured at all, not even for the calls of a library inside a recording.
     #[must_use]
     pub fn avoids_capture(&self) -> bool {
@@ -156,7 +156,11 @@ impl Choice {
 }
 
 /// Chooses by what is remembered, or else by a trial, whose finding is then remembered.
-pub fn choose(subject: &Subject, findings: Option<&Findings>, trial: impl FnOnce() -> Outcome) -> Choice {
+pub fn choose(
+    subject: &Subject,
+    findings: Option<&Findings>,
+    trial: impl FnOnce() -> Outcome,
+) -> MethodChoice {
     let known = findings.and_then(|findings| findings.read(subject));
     let remembered = known.is_some();
     let finding = match known {
@@ -170,7 +174,7 @@ pub fn choose(subject: &Subject, findings: Option<&Findings>, trial: impl FnOnce
             }
             Err(why) => {
                 let because = format!("no trial of stream capture could be made: {why}");
-                return Choice { method: Method::Stream, finding: None, remembered, because };
+                return MethodChoice { method: Method::Stream, finding: None, remembered, because };
             }
         },
     };
@@ -182,7 +186,7 @@ pub fn choose(subject: &Subject, findings: Option<&Findings>, trial: impl FnOnce
             format!("{when} found stream capture harmful on driver {}: {because}", subject.driver),
         ),
     };
-    Choice { method, finding: Some(finding), remembered, because }
+    MethodChoice { method, finding: Some(finding), remembered, because }
 }
 
 fn found(outcome: Outcome) -> Result<Finding, String> {

@@ -9,21 +9,21 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use crate::api::StreamHandle;
-use crate::error::{DriverError, Lost, Origin};
+use crate::error::{DriverError, Lost, WorkOrigin};
 use crate::protocol::sync::lock;
-use crate::protocol::watch::{Look, Watch};
-use crate::shared::Shared;
+use crate::protocol::watch::{Watch, WatchDecision};
+use crate::shared::DeviceShared;
 
 /// How long the owner waits for the watchdog to finish a query it has begun.
 const QUERY_LIMIT: Duration = Duration::from_secs(5);
 
 /// One per device; its thread starts with the first recording.
 pub(crate) struct Watchdog {
-    state: Arc<State>,
+    state: Arc<WatchdogState>,
     started: AtomicBool,
 }
 
-struct State {
+struct WatchdogState {
     watch: Watch<Armed>,
     fired: AtomicU64,
 }
@@ -32,20 +32,24 @@ struct Armed {
     deadline: Instant,
     limit: Duration,
     stream: Option<StreamHandle>,
-    shared: Weak<Shared>,
-    bark: Arc<Bark>,
+    shared: Weak<DeviceShared>,
+    progress: Arc<RecordingProgress>,
 }
 
 /// What the recording and the watchdog tell each other.
-pub(crate) struct Bark {
+pub(crate) struct RecordingProgress {
     expired: AtomicBool,
     name: String,
-    last: Mutex<(usize, Option<Origin>)>,
+    last: Mutex<(usize, Option<WorkOrigin>)>,
 }
 
-impl Bark {
-    pub(crate) fn new(name: &str) -> Arc<Bark> {
-        Arc::new(Bark { expired: AtomicBool::new(false), name: name.to_owned(), last: Mutex::new((0, None)) })
+impl RecordingProgress {
+    pub(crate) fn new(name: &str) -> Arc<RecordingProgress> {
+        Arc::new(RecordingProgress {
+            expired: AtomicBool::new(false),
+            name: name.to_owned(),
+            last: Mutex::new((0, None)),
+        })
     }
 
     /// True once the deadline has passed.
@@ -55,21 +59,21 @@ impl Bark {
     }
 
     /// Notes what is about to be enqueued.
-    pub(crate) fn note(&self, origin: Origin) {
+    pub(crate) fn note(&self, origin: WorkOrigin) {
         let mut last = lock(&self.last);
         last.0 += 1;
         last.1 = Some(origin);
     }
 
     /// How much was enqueued, and what last.
-    pub(crate) fn progress(&self) -> (usize, Option<Origin>) {
+    pub(crate) fn progress(&self) -> (usize, Option<WorkOrigin>) {
         lock(&self.last).clone()
     }
 }
 
 impl Watchdog {
     pub(crate) fn new() -> Watchdog {
-        let state = State { watch: Watch::new(), fired: AtomicU64::new(0) };
+        let state = WatchdogState { watch: Watch::new(), fired: AtomicU64::new(0) };
         Watchdog { state: Arc::new(state), started: AtomicBool::new(false) }
     }
 
@@ -79,7 +83,12 @@ impl Watchdog {
     }
 
     /// Watches a recording until the returned guard is dropped.
-    pub(crate) fn arm(&self, shared: &Arc<Shared>, limit: Duration, bark: &Arc<Bark>) -> WatchGuard {
+    pub(crate) fn arm(
+        &self,
+        shared: &Arc<DeviceShared>,
+        limit: Duration,
+        progress: &Arc<RecordingProgress>,
+    ) -> WatchGuard {
         if !self.started.swap(true, Ordering::AcqRel) {
             let state = Arc::clone(&self.state);
             let thread =
@@ -92,15 +101,20 @@ impl Watchdog {
         }
         let now = Instant::now();
         let deadline = now.checked_add(limit).unwrap_or(now + Duration::from_secs(86_400));
-        let armed =
-            Armed { deadline, limit, stream: None, shared: Arc::downgrade(shared), bark: Arc::clone(bark) };
+        let armed = Armed {
+            deadline,
+            limit,
+            stream: None,
+            shared: Arc::downgrade(shared),
+            progress: Arc::clone(progress),
+        };
         self.state.watch.arm(armed);
         WatchGuard {
             state: Arc::clone(&self.state),
             shared: Arc::clone(shared),
             deadline,
             limit,
-            bark: Arc::clone(bark),
+            progress: Arc::clone(progress),
         }
     }
 }
@@ -113,25 +127,30 @@ impl Drop for Watchdog {
 
 /// A recording that is being watched.
 pub(crate) struct WatchGuard {
-    state: Arc<State>,
-    shared: Arc<Shared>,
+    state: Arc<WatchdogState>,
+    shared: Arc<DeviceShared>,
     deadline: Instant,
     limit: Duration,
-    bark: Arc<Bark>,
+    progress: Arc<RecordingProgress>,
 }
 
 impl WatchGuard {
     /// The error of a recording that is past its deadline.
     pub(crate) fn deadline_error(&self) -> DriverError {
-        let (n_enqueued, last) = self.bark.progress();
-        DriverError::RecordingDeadline { name: self.bark.name.clone(), limit: self.limit, n_enqueued, last }
+        let (n_enqueued, last) = self.progress.progress();
+        DriverError::RecordingDeadline {
+            name: self.progress.name.clone(),
+            limit: self.limit,
+            n_enqueued,
+            last,
+        }
     }
 
     /// The stream that is being captured from now on, or none. Waits for a query that the watchdog has begun, so that
     /// the stream outlives it.
     pub(crate) fn set_stream(&self, stream: Option<StreamHandle>) {
         if !self.state.watch.edit(QUERY_LIMIT, |armed| armed.stream = stream) {
-            let origin = self.bark.progress().1;
+            let origin = self.progress.progress().1;
             self.shared.lose(Lost { code: None, call: "cuStreamQuery by the watchdog", origin });
         }
         self.shared.set_recorded_stream(stream);
@@ -139,7 +158,7 @@ impl WatchGuard {
 
     /// True once the recording must not go on; looks at the clock too, in case the watchdog thread is late.
     pub(crate) fn expired(&self) -> bool {
-        self.bark.expired() || Instant::now() >= self.deadline
+        self.progress.expired() || Instant::now() >= self.deadline
     }
 }
 
@@ -150,7 +169,7 @@ impl Drop for WatchGuard {
     }
 }
 
-impl State {
+impl WatchdogState {
     fn run(&self) {
         self.watch.run(
             |armed| self.look(armed),
@@ -164,23 +183,23 @@ impl State {
         );
     }
 
-    fn look(&self, armed: &Armed) -> Look<(Option<StreamHandle>, Option<Arc<Shared>>)> {
+    fn look(&self, armed: &Armed) -> WatchDecision<(Option<StreamHandle>, Option<Arc<DeviceShared>>)> {
         let now = Instant::now();
-        if armed.bark.expired() {
-            return Look::Rest;
+        if armed.progress.expired() {
+            return WatchDecision::Idle;
         }
         if armed.deadline > now {
-            return Look::Wait(armed.deadline - now);
+            return WatchDecision::Wait(armed.deadline - now);
         }
-        armed.bark.expired.store(true, Ordering::Release);
+        armed.progress.expired.store(true, Ordering::Release);
         self.fired.fetch_add(1, Ordering::Relaxed);
-        let (n, last) = armed.bark.progress();
+        let (n, last) = armed.progress.progress();
         let last = last.map_or_else(|| "nothing".to_owned(), |o| o.to_string());
         tracing::error!(
             "recording {:?} is over its limit of {:?}: {n} calls enqueued, last {last}",
-            armed.bark.name,
+            armed.progress.name,
             armed.limit
         );
-        Look::Act((armed.stream, armed.shared.upgrade()))
+        WatchDecision::Act((armed.stream, armed.shared.upgrade()))
     }
 }

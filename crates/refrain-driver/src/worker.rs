@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::current_call::CurrentCall;
 use crate::device::{Context, Device};
 use crate::error::{DriverError, panic_message};
-use crate::inside::Inside;
-use crate::protocol::turn::Turn;
+use crate::protocol::busy::BusyState;
 
 /// How long dropping a worker waits for its thread.
 const DROP_LIMIT: Duration = Duration::from_secs(5);
@@ -45,7 +45,7 @@ struct DeviceThread<S> {
     device: Device,
     jobs: Option<mpsc::Sender<QueuedJob<S>>>,
     thread: Option<JoinHandle<()>>,
-    turn: Arc<Turn>,
+    turn: Arc<BusyState>,
     running: Arc<Mutex<Option<Running>>>,
     n_handles: AtomicU64,
 }
@@ -87,11 +87,11 @@ impl Device {
     ) -> Result<Worker<S>, DriverError> {
         let (jobs, queue) = mpsc::channel::<QueuedJob<S>>();
         let (ready, started) = mpsc::channel();
-        let turn = Arc::new(Turn::new());
+        let turn = Arc::new(BusyState::new());
         let running = Arc::new(Mutex::new(None));
         let (device, shown, now) = (self.clone(), Arc::clone(&turn), Arc::clone(&running));
         let body = move || {
-            Inside::watch_this_thread();
+            CurrentCall::watch_this_thread();
             shown.begin("starting");
             // Unwind safety: after a panic nothing of `init` is used.
             let made = catch_unwind(AssertUnwindSafe(|| {
@@ -205,7 +205,7 @@ impl<S: 'static> Worker<S> {
         limit: Duration,
     ) -> Result<R, Option<Duration>> {
         let shared = &self.device().shared;
-        let look = || (shared.inside.look(), shared.api.n_done());
+        let look = || (shared.current_call.look(), shared.api.n_done());
         let interval = (self.call_limit / 8).clamp(Duration::from_millis(1), Duration::from_millis(250));
         let start = Instant::now();
         let (mut seen, mut since) = (look(), start);
@@ -298,7 +298,7 @@ impl<S> Worker<S> {
 
     fn no_answer(&self, what: &'static str, waited: Duration) -> DriverError {
         let mut busy = self.thread.turn.give_up().unwrap_or("nothing").to_owned();
-        if let (_, Some(call)) = self.device().shared.inside.look() {
+        if let (_, Some(call)) = self.device().shared.current_call.look() {
             busy = format!("{busy}, in {call}");
         }
         let origin = self.device().shared.last();

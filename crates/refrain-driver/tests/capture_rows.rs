@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use common::{Bed, faults};
 use refrain_driver::api::{DevicePtr, StreamHandle};
-use refrain_driver::sim::{Call, SimDriver, SimOptions};
+use refrain_driver::sim::{DriverCall, SimDriver, SimOptions};
 use refrain_driver::{
-    CaptureStatus, Code, Device, DriverError, Health, Layout, LibraryCall, Memory, Method, Module, NodeKind,
-    RecordOptions, Staging, capture_status, probe,
+    CaptureStatus, Code, Device, DriverError, Health, LibraryCall, Memory, MemoryLayout, Method, Module,
+    NodeKind, RecordOptions, Staging, capture_status, probe,
 };
 
 const METHODS: [Method; 2] = [Method::Stream, Method::Nodes];
@@ -136,7 +136,7 @@ both! {
             seen.push(std::thread::scope(|s| s.spawn(|| device.capture_status()).join().unwrap())?);
             step.enqueue(q)?;
             let start = Instant::now();
-            while device.n_broken_off() == 0 && start.elapsed() < Duration::from_secs(5) {
+            while device.n_aborted() == 0 && start.elapsed() < Duration::from_secs(5) {
                 std::thread::sleep(Duration::from_millis(1));
             }
             std::thread::sleep(Duration::from_millis(20));
@@ -169,7 +169,7 @@ both! {
         for method in METHODS {
             let start = Instant::now();
             let graph = bed.stream.record(&bed.memory, method, &RecordOptions::named("weights"), |q| {
-                let mut layout = Layout::new("weights");
+                let mut layout = MemoryLayout::new("weights");
                 layout.device("w", 1 << 30);
                 match Memory::plan(&ctx, &layout) {
                     Err(DriverError::CaptureIncompatible { what: "allocation", bytes }) => assert_eq!(bytes, 1 << 30),
@@ -384,8 +384,16 @@ fn row_19_uploads_while_another_thread_records_on_the_simulated_device() {
     uploads_while_recording(&device);
     drop(device.context().unwrap()); // frees what was dropped elsewhere
     assert_eq!(sim.stats().live, before);
-    assert_eq!(sim.stats().n_calls(Call::CtxSynchronize), 0, "a context-wide wait would kill every capture");
-    assert_eq!(sim.stats().n_calls(Call::MemcpyHtod), 0, "a synchronous copy would run at once, in no graph");
+    assert_eq!(
+        sim.stats().n_calls(DriverCall::CtxSynchronize),
+        0,
+        "a context-wide wait would kill every capture"
+    );
+    assert_eq!(
+        sim.stats().n_calls(DriverCall::MemcpyHtod),
+        0,
+        "a synchronous copy would run at once, in no graph"
+    );
 }
 
 #[test]
@@ -397,7 +405,7 @@ fn row_19_uploads_while_another_thread_records_on_a_gpu() {
 
 both! {
     fn frees_during_a_recording_wait_for_its_end(bed) {
-        let mut layout = Layout::new("temporary");
+        let mut layout = MemoryLayout::new("temporary");
         layout.device("t", 1 << 16);
         layout.pinned("p", 1 << 12);
         for method in METHODS {

@@ -7,9 +7,9 @@ use std::ffi::c_void;
 
 use refrain_driver::api::{
     Api, CaptureMode, CaptureStatus, Code, CtxHandle, DevicePtr, EventHandle, ExecHandle, FunctionAttribute,
-    FunctionHandle, GraphHandle, HostPtr, LaunchConfig, ModuleHandle, Raw, StreamHandle, StreamKind,
+    FunctionHandle, GraphHandle, HostPtr, LaunchConfig, ModuleHandle, RawResult, StreamHandle, StreamKind,
 };
-use refrain_driver::sim::{Schedule, SimDriver, SimOptions};
+use refrain_driver::sim::{SimDriver, SimOptions, SimSchedule};
 
 const TABLE: &str = include_str!("data/capture-truth.tsv");
 
@@ -104,7 +104,7 @@ fn check_table(api: &dyn Api, ctx: CtxHandle, table: &'static str) -> Vec<String
     mismatches
 }
 
-fn name<T>(result: &Raw<T>) -> String {
+fn name<T>(result: &RawResult<T>) -> String {
     match result {
         Ok(_) => "OK".to_owned(),
         Err(code) => code.name().to_owned(),
@@ -218,12 +218,12 @@ impl<'a> Bench<'a> {
         self.memory.add(512 * i)
     }
 
-    fn launch(&self, stream: StreamHandle, ptr: DevicePtr) -> Raw<()> {
+    fn launch(&self, stream: StreamHandle, ptr: DevicePtr) -> RawResult<()> {
         launch(self.api, self.store, stream, ptr)
     }
 
     /// Runs something on another thread, with the same context current.
-    fn elsewhere<T: Send>(&self, f: impl FnOnce(&dyn Api) -> Raw<T> + Send) -> Raw<T> {
+    fn on_other_thread<T: Send>(&self, f: impl FnOnce(&dyn Api) -> RawResult<T> + Send) -> RawResult<T> {
         let (api, ctx) = (self.api, self.ctx);
         std::thread::scope(|scope| {
             let thread = scope.spawn(move || {
@@ -236,9 +236,9 @@ impl<'a> Bench<'a> {
         })
     }
 
-    fn call(&mut self, call: &str) -> Raw<()> {
+    fn call(&mut self, call: &str) -> RawResult<()> {
         match call.strip_prefix("other thread ") {
-            Some(call) => self.call_elsewhere(call),
+            Some(call) => self.call_on_other_thread(call),
             None if call.starts_with("then ") => {
                 // A second call after one that broke the capture.
                 let broke = self.call("cuStreamQuery(s)");
@@ -250,7 +250,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    fn memory_call(&mut self, call: &str) -> Raw<()> {
+    fn memory_call(&mut self, call: &str) -> RawResult<()> {
         let api = self.api;
         let (s, dst) = (self.s, self.buffer(1));
         match call {
@@ -304,7 +304,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    fn stream_call(&mut self, call: &str) -> Raw<()> {
+    fn stream_call(&mut self, call: &str) -> RawResult<()> {
         let api = self.api;
         let (s, event) = (self.s, self.event);
         let o = self.other.expect("still there");
@@ -399,52 +399,54 @@ impl<'a> Bench<'a> {
         }
     }
 
-    fn fork(&self, o: StreamHandle) -> Raw<()> {
+    fn fork(&self, o: StreamHandle) -> RawResult<()> {
         self.api.event_record(self.event, self.s)?;
         self.api.stream_wait_event(o, self.event)?;
         self.launch(o, self.buffer(3))
     }
 
-    fn call_elsewhere(&mut self, call: &str) -> Raw<()> {
+    fn call_on_other_thread(&mut self, call: &str) -> RawResult<()> {
         let (s, store, captured, dst) = (self.s, self.store, self.buffer(0), self.buffer(1));
         let spare = self.spare.expect("still there");
         match call {
-            "cuMemAlloc" => self.elsewhere(|api| api.alloc(1024)).map(|p| self.device.push(p)),
-            "cuMemFree" => self.elsewhere(move |api| api.free(spare)).map(|()| self.spare = None),
-            "sync HtoD" => self.elsewhere(move |api| api.memcpy_htod(dst, &[1; 256])),
+            "cuMemAlloc" => self.on_other_thread(|api| api.alloc(1024)).map(|p| self.device.push(p)),
+            "cuMemFree" => self.on_other_thread(move |api| api.free(spare)).map(|()| self.spare = None),
+            "sync HtoD" => self.on_other_thread(move |api| api.memcpy_htod(dst, &[1; 256])),
             "end-capture(s)" => {
-                self.elsewhere(move |api| api.stream_end_capture(s)).map(|g| self.graphs.push(g))
+                self.on_other_thread(move |api| api.stream_end_capture(s)).map(|g| self.graphs.push(g))
             }
-            "cuStreamQuery(s)" => self.elsewhere(move |api| api.stream_query(s)),
-            "cuStreamSynchronize(s)" => self.elsewhere(move |api| api.stream_synchronize(s)),
-            "cuStreamIsCapturing(s)" => self.elsewhere(move |api| api.stream_is_capturing(s)).map(drop),
-            "launch on s" => self.elsewhere(move |api| launch(api, store, s, captured)),
-            "cuCtxSynchronize" => self.elsewhere(|api| api.ctx_synchronize()),
+            "cuStreamQuery(s)" => self.on_other_thread(move |api| api.stream_query(s)),
+            "cuStreamSynchronize(s)" => self.on_other_thread(move |api| api.stream_synchronize(s)),
+            "cuStreamIsCapturing(s)" => self.on_other_thread(move |api| api.stream_is_capturing(s)).map(drop),
+            "launch on s" => self.on_other_thread(move |api| launch(api, store, s, captured)),
+            "cuCtxSynchronize" => self.on_other_thread(|api| api.ctx_synchronize()),
             "cuEventQuery other" => {
                 let recorded = self.recorded;
-                self.elsewhere(move |api| api.event_query(recorded))
+                self.on_other_thread(move |api| api.event_query(recorded))
             }
             "cuStreamSynchronize(o)" => {
                 let o = self.other.expect("still there");
-                self.elsewhere(move |api| api.stream_synchronize(o))
+                self.on_other_thread(move |api| api.stream_synchronize(o))
             }
             "cuStreamQuery(o)" => {
                 let o = self.other.expect("still there");
-                self.elsewhere(move |api| api.stream_query(o))
+                self.on_other_thread(move |api| api.stream_query(o))
             }
             "cuModuleUnload(other)" => {
                 let spare = self.modules.pop().expect("made with the bench");
-                let result = self.elsewhere(move |api| api.module_unload(spare));
+                let result = self.on_other_thread(move |api| api.module_unload(spare));
                 result.inspect_err(|_| self.modules.push(spare))
             }
-            "cuMemAllocHost" => self.elsewhere(|api| api.alloc_host(1024)).map(|p| self.pinned_too.push(p)),
+            "cuMemAllocHost" => {
+                self.on_other_thread(|api| api.alloc_host(1024)).map(|p| self.pinned_too.push(p))
+            }
             "cuMemFreeHost" => {
                 let spare = self.pinned_too.pop().expect("made with the bench");
-                let result = self.elsewhere(move |api| api.free_host(spare));
+                let result = self.on_other_thread(move |api| api.free_host(spare));
                 result.inspect_err(|_| self.pinned_too.push(spare))
             }
             "cuStreamBeginCapture(s) again" => {
-                self.elsewhere(move |api| api.stream_begin_capture(s, CaptureMode::ThreadLocal))
+                self.on_other_thread(move |api| api.stream_begin_capture(s, CaptureMode::ThreadLocal))
             }
             other => panic!("the table names a call this test does not know: {other}"),
         }
@@ -470,11 +472,11 @@ impl<'a> Bench<'a> {
     }
 }
 
-fn launch(api: &dyn Api, store: FunctionHandle, stream: StreamHandle, ptr: DevicePtr) -> Raw<()> {
+fn launch(api: &dyn Api, store: FunctionHandle, stream: StreamHandle, ptr: DevicePtr) -> RawResult<()> {
     api.launch(store, &PLAIN, stream, &ptr.0.to_ne_bytes())
 }
 
-fn simulated(seed: u64, schedule: Schedule) -> SimDriver {
+fn simulated(seed: u64, schedule: SimSchedule) -> SimDriver {
     let sim = SimDriver::new(SimOptions { seed, schedule, memory_bytes: 1 << 20, ..SimOptions::default() });
     sim.register("truth_store", &[8], |k| k.write_one(k.ptr(0)?, 7u32));
     sim
@@ -494,7 +496,7 @@ fn the_table_has_all_its_rows_and_every_code_has_a_name() {
 #[test]
 fn the_simulated_device_answers_every_row_as_measured() {
     for (seed, schedule) in
-        [(1, Schedule::Seeded), (2, Schedule::Lazy), (3, Schedule::Eager), (4, Schedule::Seeded)]
+        [(1, SimSchedule::Seeded), (2, SimSchedule::Lazy), (3, SimSchedule::Eager), (4, SimSchedule::Seeded)]
     {
         let sim = simulated(seed, schedule);
         // SAFETY: the handles passed are those the device returned, and each is destroyed once, in `Bench::clean_up`.
@@ -510,7 +512,7 @@ fn the_simulated_device_answers_every_row_as_measured() {
 
 #[test]
 fn a_device_that_answers_differently_is_noticed_in_every_row_it_touches() {
-    let sim = simulated(5, Schedule::Seeded);
+    let sim = simulated(5, SimSchedule::Seeded);
     sim.inject("on every alloc during capture: fail 1".parse().expect("script"));
     // SAFETY: as above.
     let api = unsafe { sim.api() };

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use common::Bed;
 use refrain_driver::Method;
 use refrain_driver::api::StreamKind;
-use refrain_driver::sim::{Schedule, SimDriver, SimOptions};
+use refrain_driver::sim::{SimDriver, SimOptions, SimSchedule};
 
 const PER_BATCH: u32 = 100;
 const BATCHES: usize = 60;
@@ -19,7 +19,7 @@ fn cheapest(mut batch: impl FnMut() -> Duration) -> Duration {
 
 #[test]
 fn a_replay_costs_the_host_less_than_two_microseconds_of_its_own() {
-    let sim = SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() });
+    let sim = SimDriver::new(SimOptions { schedule: SimSchedule::Lazy, ..SimOptions::default() });
     let mut bed = Bed::on(&sim);
     let graph = bed.record(Method::Nodes).unwrap();
     let ours = cheapest(|| {

@@ -3,15 +3,15 @@
 mod common;
 
 use common::faults;
-use refrain_driver::doctor::{Row, Verdict, examine, examine_device};
+use refrain_driver::doctor::{CheckVerdict, DoctorRow, examine, examine_device};
 use refrain_driver::sim::{SimDriver, SimOptions};
 use refrain_driver::{Device, DeviceKind};
 
-fn row<'a>(rows: &'a [Row], name: &str) -> &'a Row {
+fn row<'a>(rows: &'a [DoctorRow], name: &str) -> &'a DoctorRow {
     rows.iter().find(|r| r.name == name).unwrap_or_else(|| panic!("no row {name} in {rows:#?}"))
 }
 
-fn print(rows: &[Row]) {
+fn print(rows: &[DoctorRow]) {
     for r in rows {
         let advice = r.advice.as_deref().unwrap_or_default();
         println!("{:26} {:7} {}: {} {advice}", r.name, r.verdict.word(), r.measured, r.words);
@@ -25,7 +25,7 @@ fn everything_is_good_on_the_simulated_device_and_nothing_is_left() {
     let live = sim.stats().live;
     let rows = examine_device(&device);
     print(&rows);
-    assert!(rows.iter().all(|r| r.verdict == Verdict::Good && !r.words.is_empty()), "{rows:#?}");
+    assert!(rows.iter().all(|r| r.verdict == CheckVerdict::Good && !r.words.is_empty()), "{rows:#?}");
     assert_eq!(rows.len(), 12);
     assert_eq!(sim.stats().live, live);
 }
@@ -34,10 +34,10 @@ fn everything_is_good_on_the_simulated_device_and_nothing_is_left() {
 fn a_driver_on_which_capture_fails_gets_one_bad_row_for_it() {
     let faults = faults("on every begin_capture: fail 901");
     let rows = examine(DeviceKind::Sim(SimOptions { faults, ..SimOptions::default() }));
-    assert_eq!(row(&rows, "record by stream capture").verdict, Verdict::Bad);
+    assert_eq!(row(&rows, "record by stream capture").verdict, CheckVerdict::Bad);
     assert!(row(&rows, "record by stream capture").measured.contains("901"));
-    assert_eq!(row(&rows, "record by explicit nodes").verdict, Verdict::Good);
-    assert_eq!(row(&rows, "context survived").verdict, Verdict::Good);
+    assert_eq!(row(&rows, "record by explicit nodes").verdict, CheckVerdict::Good);
+    assert_eq!(row(&rows, "context survived").verdict, CheckVerdict::Good);
 }
 
 #[test]
@@ -45,7 +45,7 @@ fn a_replay_with_one_wrong_byte_is_found() {
     let faults = faults("on every replay: wrong byte");
     let rows = examine(DeviceKind::Sim(SimOptions { faults, ..SimOptions::default() }));
     for name in ["record by stream capture", "record by explicit nodes"] {
-        assert_eq!(row(&rows, name).verdict, Verdict::Bad);
+        assert_eq!(row(&rows, name).verdict, CheckVerdict::Bad);
         assert!(row(&rows, name).measured.contains("replay"), "{:?}", row(&rows, name));
     }
 }
@@ -55,16 +55,16 @@ fn a_context_that_is_lost_on_the_way_leaves_rows_that_say_so() {
     let faults = faults("on 2nd replay: illegal address");
     let rows = examine(DeviceKind::Sim(SimOptions { faults, ..SimOptions::default() }));
     let bad = row(&rows, "launch cost");
-    assert!(bad.verdict == Verdict::Bad && bad.words.contains("700") && bad.advice.is_some(), "{bad:?}");
-    assert_eq!(row(&rows, "read bandwidth").verdict, Verdict::Skipped);
+    assert!(bad.verdict == CheckVerdict::Bad && bad.words.contains("700") && bad.advice.is_some(), "{bad:?}");
+    assert_eq!(row(&rows, "read bandwidth").verdict, CheckVerdict::Skipped);
 }
 
 #[test]
 #[cfg_attr(feature = "gpu-tests", ignore = "this machine has a CUDA device")]
 fn a_machine_without_a_gpu_gets_a_row_that_says_what_is_missing() {
     let rows = examine(DeviceKind::Cuda(0));
-    assert!(rows[0].verdict == Verdict::Bad && rows[0].advice.is_some(), "{rows:#?}");
-    assert!(rows[1..].iter().all(|r| r.verdict == Verdict::Skipped));
+    assert!(rows[0].verdict == CheckVerdict::Bad && rows[0].advice.is_some(), "{rows:#?}");
+    assert!(rows[1..].iter().all(|r| r.verdict == CheckVerdict::Skipped));
 }
 
 #[test]
@@ -72,5 +72,5 @@ fn a_machine_without_a_gpu_gets_a_row_that_says_what_is_missing() {
 fn everything_works_on_a_gpu() {
     let rows = examine(DeviceKind::Cuda(0));
     print(&rows);
-    assert!(rows.iter().all(|r| matches!(r.verdict, Verdict::Good | Verdict::Note)), "{rows:#?}");
+    assert!(rows.iter().all(|r| matches!(r.verdict, CheckVerdict::Good | CheckVerdict::Note)), "{rows:#?}");
 }

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use refrain_driver::sim::SimOptions;
-use refrain_driver::{Code, Device, DeviceKind, DriverError, Lost, Origin};
+use refrain_driver::{Code, Device, DeviceKind, DriverError, Lost, WorkOrigin};
 
-fn origin() -> Option<Origin> {
-    Some(Origin { step: Arc::from("layer 3"), kernel: Arc::from("rope_bf16"), replay: None })
+fn origin() -> Option<WorkOrigin> {
+    Some(WorkOrigin { step: Arc::from("layer 3"), kernel: Arc::from("rope_bf16"), replay: None })
 }
 
 #[test]
@@ -39,7 +39,7 @@ fn texts_say_what_and_where_with_numbers_on_both_sides() {
             DriverError::ContextLost(Arc::new(Lost {
                 code: Some(Code::ILLEGAL_ADDRESS),
                 call: "cuStreamQuery",
-                origin: Some(Origin { replay: Some(17), ..origin().unwrap() }),
+                origin: Some(WorkOrigin { replay: Some(17), ..origin().unwrap() }),
             })),
             "the device context is lost: cuStreamQuery returned CUDA_ERROR_ILLEGAL_ADDRESS (700); sent last: replay 17 \
              of graph \"layer 3\" (ends in kernel \"rope_bf16\")",

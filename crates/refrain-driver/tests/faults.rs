@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::{Bed, faults};
 use refrain_driver::api::Census;
-use refrain_driver::sim::{Call, SimDriver, SimOptions};
+use refrain_driver::sim::{DriverCall, SimDriver, SimOptions};
 use refrain_driver::{Code, Device, DriverError, Health, Method};
 
 /// From opening to replaying.
@@ -32,18 +32,18 @@ fn life(sim: &SimDriver, method: Method) -> Result<Health, DriverError> {
     bed.stream.health(Duration::from_secs(1))
 }
 
-fn is_teardown(call: Call) -> bool {
+fn is_teardown(call: DriverCall) -> bool {
     matches!(
         call,
-        Call::Free
-            | Call::FreeHost
-            | Call::ModuleUnload
-            | Call::ExecDestroy
-            | Call::EventDestroy
-            | Call::StreamDestroy
-            | Call::GraphDestroy
-            | Call::PrimaryCtxRelease
-            | Call::CtxSetCurrent
+        DriverCall::Free
+            | DriverCall::FreeHost
+            | DriverCall::ModuleUnload
+            | DriverCall::ExecDestroy
+            | DriverCall::EventDestroy
+            | DriverCall::StreamDestroy
+            | DriverCall::GraphDestroy
+            | DriverCall::PrimaryCtxRelease
+            | DriverCall::CtxSetCurrent
     )
 }
 
@@ -52,7 +52,7 @@ fn fresh() -> SimDriver {
 }
 
 /// How often each call is made in a life without faults.
-fn calls_of(method: Method) -> Vec<(Call, u64)> {
+fn calls_of(method: Method) -> Vec<(DriverCall, u64)> {
     let sim = fresh();
     life(&sim, method).unwrap();
     assert_eq!(sim.stats().live, Census::default(), "a life without faults leaves nothing");
@@ -92,9 +92,13 @@ fn a_call_that_fails_at_any_point_leaks_nothing_and_the_next_life_is_good() {
 #[test]
 fn a_sticky_fault_at_any_point_is_final_for_the_device_and_nothing_is_sent_any_more() {
     for method in [Method::Stream, Method::Nodes] {
-        for call in
-            [Call::Launch, Call::ExecLaunch, Call::MemcpyHtodAsync, Call::Alloc, Call::GraphInstantiate]
-        {
+        for call in [
+            DriverCall::Launch,
+            DriverCall::ExecLaunch,
+            DriverCall::MemcpyHtodAsync,
+            DriverCall::Alloc,
+            DriverCall::GraphInstantiate,
+        ] {
             for nth in 1..=4 {
                 let sim = fresh();
                 let device = Device::simulated(&sim).unwrap();
@@ -204,7 +208,7 @@ fn memory_that_does_not_fit_says_how_much_is_free_and_leaves_nothing() {
     let sim = SimDriver::new(SimOptions { memory_bytes: 1 << 20, ..SimOptions::default() });
     let bed = Bed::on(&sim);
     let live = sim.stats().live;
-    let mut layout = refrain_driver::Layout::new("large");
+    let mut layout = refrain_driver::MemoryLayout::new("large");
     layout.device("fits", 1 << 16);
     layout.device("does not", 1 << 30);
     match refrain_driver::Memory::plan(&bed.ctx, &layout) {

@@ -16,8 +16,8 @@ mod entries;
 #[expect(dead_code, reason = "filling the bin at the end of a device is not concurrent with anything")]
 #[path = "../src/protocol/gate.rs"]
 mod gate;
-#[path = "../src/protocol/turn.rs"]
-mod turn;
+#[path = "../src/protocol/busy.rs"]
+mod busy;
 #[expect(dead_code, reason = "a model has no clock to wait by")]
 #[path = "../src/protocol/watch.rs"]
 mod watch;
@@ -29,11 +29,11 @@ use loom::cell::UnsafeCell;
 use loom::model;
 use loom::thread;
 
+use busy::BusyState;
 use entries::{Entries, Next};
-use gate::Gate;
+use gate::RecordingGate;
 use sync::{AtomicBool, AtomicU64, Ordering};
-use turn::Turn;
-use watch::{Look, Watch};
+use watch::{Watch, WatchDecision};
 
 /// A ring as both sides see it. `sent` stands for the launches, which the device runs after the host has made them.
 struct Ring {
@@ -164,7 +164,7 @@ fn a_result_without_room_is_reported_as_an_overrun() {
 #[test]
 fn one_of_two_threads_owns_the_device_and_hands_it_on_whole() {
     model(|| {
-        let gate = Arc::new(Gate::<u32>::new());
+        let gate = Arc::new(RecordingGate::<u32>::new());
         let device = Arc::new(UnsafeCell::new(0));
         let use_it = |tag: u64| {
             let (gate, device) = (Arc::clone(&gate), Arc::clone(&device));
@@ -191,7 +191,7 @@ fn one_of_two_threads_owns_the_device_and_hands_it_on_whole() {
 fn what_another_thread_throws_away_is_freed_once_by_the_owner_and_never_while_it_records() {
     const OWNER: u64 = 1;
     model(|| {
-        let gate = Arc::new(Gate::new());
+        let gate = Arc::new(RecordingGate::new());
         assert!(gate.claim(OWNER));
         let thrower = Arc::clone(&gate);
         let other = thread::spawn(move || {
@@ -216,7 +216,7 @@ fn what_another_thread_throws_away_is_freed_once_by_the_owner_and_never_while_it
 #[test]
 fn what_is_thrown_away_while_the_owner_leaves_is_left_for_the_next_one() {
     model(|| {
-        let gate = Arc::new(Gate::new());
+        let gate = Arc::new(RecordingGate::new());
         assert!(gate.claim(1));
         let thrower = Arc::clone(&gate);
         let other = thread::spawn(move || assert_eq!(thrower.throw(10, 2), None));
@@ -232,7 +232,7 @@ fn what_is_thrown_away_while_the_owner_leaves_is_left_for_the_next_one() {
 #[test]
 fn a_thread_that_sees_a_recording_end_sees_all_of_it() {
     model(|| {
-        let gate = Arc::new(Gate::<u32>::new());
+        let gate = Arc::new(RecordingGate::<u32>::new());
         let recorded = Arc::new(UnsafeCell::new(0));
         gate.set_recording(true);
         let (asker, result) = (Arc::clone(&gate), Arc::clone(&recorded));
@@ -266,9 +266,9 @@ fn watched_recordings(n: usize, settle: bool) {
         watching.run(
             |armed| {
                 if armed.barked.swap(true, Ordering::AcqRel) {
-                    Look::Rest
+                    WatchDecision::Idle
                 } else {
-                    Look::Act(armed.capturing)
+                    WatchDecision::Act(armed.capturing)
                 }
             },
             |capturing| {
@@ -315,7 +315,7 @@ fn an_owner_that_does_not_wait_for_the_watchdog_is_found() {
 #[test]
 fn a_thread_that_answers_late_is_not_stuck_for_ever() {
     model(|| {
-        let turn = Arc::new(Turn::new());
+        let turn = Arc::new(BusyState::new());
         let working = Arc::clone(&turn);
         let device = thread::spawn(move || {
             for what in ["first", "second"] {
@@ -338,7 +338,7 @@ fn a_thread_that_answers_late_is_not_stuck_for_ever() {
 #[test]
 fn a_thread_is_stuck_exactly_while_the_request_given_up_on_lasts() {
     model(|| {
-        let turn = Arc::new(Turn::new());
+        let turn = Arc::new(BusyState::new());
         turn.begin("long");
         let caller = Arc::clone(&turn);
         let other = thread::spawn(move || caller.give_up().is_some());

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use common::{BYTES, Bed, N, built};
 use refrain_driver::api::{DevicePtr, StreamHandle};
-use refrain_driver::sim::{Schedule, SimDriver, SimOptions};
+use refrain_driver::sim::{SimDriver, SimOptions, SimSchedule};
 use refrain_driver::{
-    Access, Baked, Buf, Device, DriverError, EdgeKind, LaunchBuilder, Layout, LibraryCall, Memory, Method,
-    Module, NodeKind, RecordOptions, Ring, Staging, probe,
+    Access, Baked, Buf, Device, DriverError, EdgeKind, LaunchBuilder, LibraryCall, Memory, MemoryLayout,
+    Method, Module, NodeKind, RecordOptions, Ring, Staging, probe,
 };
 
 const METHODS: [Method; 2] = [Method::Stream, Method::Nodes];
@@ -148,7 +148,7 @@ both! {
 fn a_ring_that_no_memory_holds_is_an_error() {
     assert_eq!(Ring::bytes(4, 4), Some(64 + 4 * 16));
     let bed = Bed::sim();
-    let mut layout = Layout::new("ring");
+    let mut layout = MemoryLayout::new("ring");
     let region = layout.pinned("ring", 256);
     let memory = Memory::plan(&bed.ctx, &layout).unwrap();
     for (n_entries, payload_bytes) in [(u32::MAX, usize::MAX / 2), (1, usize::MAX), (u32::MAX, 1 << 31)] {
@@ -171,7 +171,7 @@ fn a_ring_that_no_memory_holds_is_an_error() {
 
 both! {
     fn results_come_through_the_ring_in_order_without_a_wait(bed) {
-        let mut layout = Layout::new("ring");
+        let mut layout = MemoryLayout::new("ring");
         let (ring, count, token) = (layout.pinned("ring", Ring::bytes(4, 4).unwrap()), layout.device("count", 8), layout.device("token", 4));
         let memory = Memory::plan(&bed.ctx, &layout).unwrap();
         let mut lease = memory.lease().unwrap();
@@ -218,7 +218,7 @@ both! {
 
 both! {
     fn copies_between_pinned_and_device_memory_are_recorded_with_memory_the_graph_owns(bed) {
-        let mut layout = Layout::new("pinned");
+        let mut layout = MemoryLayout::new("pinned");
         let (pinned, device, other) = (layout.pinned("p", 64), layout.device("d", 64), layout.pinned("o", 64));
         let memory = Memory::plan(&bed.ctx, &layout).unwrap();
         let mut lease = memory.lease().unwrap();
@@ -238,7 +238,7 @@ both! {
 
 both! {
     fn a_buffer_of_another_memory_or_out_of_range_is_refused(bed) {
-        let mut layout = Layout::new("other");
+        let mut layout = MemoryLayout::new("other");
         let region = layout.device("x", BYTES);
         let other = Memory::plan(&bed.ctx, &layout).unwrap();
         let foreign = other.buf(region);
@@ -333,7 +333,7 @@ impl BufOfNothing for Memory {
     fn buf_of_nothing() -> Buf {
         let device = Device::open(refrain_driver::DeviceKind::Sim(Default::default())).unwrap();
         let ctx = device.context().unwrap();
-        let mut layout = Layout::new("gone");
+        let mut layout = MemoryLayout::new("gone");
         let region = layout.device("x", 8);
         let memory = Memory::plan(&ctx, &layout).unwrap();
         memory.buf(region)
@@ -396,7 +396,7 @@ both! {
 both! {
     fn large_transfers_go_through_pinned_slots_in_parts(bed) {
         let bytes = (9 << 20) + 12345;
-        let mut layout = Layout::new("large");
+        let mut layout = MemoryLayout::new("large");
         let region = layout.device("x", bytes);
         let memory = Memory::plan(&bed.ctx, &layout).unwrap();
         let mut lease = memory.lease().unwrap();
@@ -431,7 +431,7 @@ both! {
 #[test]
 fn explicit_graphs_give_the_same_bytes_in_every_order_the_device_may_choose() {
     for seed in 0..40 {
-        let options = SimOptions { seed, schedule: Schedule::Lazy, ..SimOptions::default() };
+        let options = SimOptions { seed, schedule: SimSchedule::Lazy, ..SimOptions::default() };
         let mut bed = Bed::on(&SimDriver::new(options));
         bed.check_good();
     }
@@ -479,11 +479,11 @@ both! {
             memory.regions().map(|(name, _, address)| (name.to_owned(), address)).collect()
         };
         let before = names(&bed.memory);
-        let mut layout = Layout::new("bed");
+        let mut layout = MemoryLayout::new("bed");
         let sources = bed.regions;
         let c = layout.inherit("c", sources[2]);
         let more = layout.device("more", 4 * BYTES);
-        let spare = Memory::plan(&bed.ctx, &Layout::new("spare")).unwrap();
+        let spare = Memory::plan(&bed.ctx, &MemoryLayout::new("spare")).unwrap();
         let lease = std::mem::replace(&mut bed.lease, spare.lease().unwrap());
         // With work in flight: what is taken over is what it leaves.
         let mut lease = lease.succeed(&layout).map_err(|(_, error)| error).unwrap();
@@ -501,7 +501,7 @@ both! {
         assert!(graph.replay(&mut lease, &mut bed.stream).is_err());
         assert!(matches!(bed.memory.lease(), Err(DriverError::LeaseTaken { .. })));
         // A region that is not there gives the lease back.
-        let mut wrong = Layout::new("wrong");
+        let mut wrong = MemoryLayout::new("wrong");
         wrong.inherit("nothing", more);
         wrong.inherit("nothing either", sources[4]);
         let (lease, error) = lease.succeed(&wrong).unwrap_err();

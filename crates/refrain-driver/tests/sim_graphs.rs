@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use refrain_driver::api::{
     CaptureMode, Code, CopyEnd, Dependency, DevicePtr, EdgeKind, GraphHandle, NodeHandle, NodeKind,
 };
-use refrain_driver::sim::{Schedule, SimOptions};
+use refrain_driver::sim::{SimOptions, SimSchedule};
 use sim_common::{Bench, PLAIN, add_params, early_params, fill_params, options};
 
 fn after(nodes: &[NodeHandle]) -> Vec<Dependency> {
@@ -37,7 +37,7 @@ fn replay(b: &Bench, graph: GraphHandle) -> Vec<String> {
 #[test]
 fn a_diamond_computes_the_same_in_every_order() {
     for seed in 0..50 {
-        let b = Bench::new(SimOptions { seed, strict: true, ..options(Schedule::Seeded) });
+        let b = Bench::new(SimOptions { seed, strict: true, ..options(SimSchedule::Seeded) });
         let (x, l, r, out) = (b.words(4), b.words(4), b.words(4), b.words(4));
         let g = b.sim.graph_create().expect("graph");
         let top = kernel(&b, g, &[], "fill", &fill_params(x, 3, 4));
@@ -130,7 +130,7 @@ fn unordered_nodes_over_the_same_bytes_are_reported() {
 
 #[test]
 fn a_race_in_a_graph_fails_the_replay_in_strict_mode() {
-    let b = Bench::new(SimOptions { strict: true, ..options(Schedule::Seeded) });
+    let b = Bench::new(SimOptions { strict: true, ..options(SimSchedule::Seeded) });
     let (g, p) = (b.sim.graph_create().expect("graph"), b.words(4));
     kernel(&b, g, &[], "fill", &fill_params(p, 1, 4));
     kernel(&b, g, &[], "fill", &fill_params(p, 2, 4));
@@ -160,7 +160,7 @@ fn a_programmatic_edge_orders_what_follows_the_wait_and_nothing_before_it() {
     let cases = [("add", true, false), ("early", true, true), ("early", false, false), ("rude", true, true)];
     for (name, programmatic, races) in cases {
         for seed in 0..8 {
-            let b = Bench::new(SimOptions { seed, ..options(Schedule::Seeded) });
+            let b = Bench::new(SimOptions { seed, ..options(SimSchedule::Seeded) });
             let (g, p, q) = (b.sim.graph_create().expect("graph"), b.words(4), b.words(4));
             let first = kernel(&b, g, &[], "fill", &fill_params(p, 1, 4));
             let params = match name {
@@ -207,7 +207,7 @@ fn an_early_read_behind_a_kernel_that_lets_the_next_one_start_late_finds_what_is
 fn a_kernel_that_never_waits_may_really_run_first() {
     let mut seen = BTreeSet::new();
     for seed in 0..40 {
-        let b = Bench::new(SimOptions { seed, ..options(Schedule::Seeded) });
+        let b = Bench::new(SimOptions { seed, ..options(SimSchedule::Seeded) });
         let (g, p) = (b.sim.graph_create().expect("graph"), b.words(1));
         let first = kernel(&b, g, &[], "fill", &fill_params(p, 1, 1));
         kernel(&b, g, &overlapping(first), "rude", &fill_params(p, 2, 1));
@@ -234,7 +234,7 @@ fn programmatic_edges_join_kernels_only_and_dependencies_are_nodes_of_the_graph(
 
 #[test]
 fn a_child_graph_is_a_copy_that_runs_in_its_place() {
-    let b = Bench::new(SimOptions { strict: true, ..options(Schedule::Seeded) });
+    let b = Bench::new(SimOptions { strict: true, ..options(SimSchedule::Seeded) });
     let (child, g) = (b.sim.graph_create().expect("graph"), b.sim.graph_create().expect("graph"));
     let (x, y, z) = (b.words(4), b.words(4), b.words(4));
     let inner = kernel(&b, child, &[], "add", &add_params(y, x, x, 4));
@@ -343,7 +343,7 @@ extern "C" fn count(_: *mut c_void) {
 
 #[test]
 fn a_graph_of_many_nodes_replays_many_times() {
-    let b = Bench::new(SimOptions { strict: true, ..options(Schedule::Seeded) });
+    let b = Bench::new(SimOptions { strict: true, ..options(SimSchedule::Seeded) });
     let g = b.sim.graph_create().expect("graph");
     let (p, one) = (b.words(16), b.words(1));
     b.sim.memcpy_htod(one, &1u32.to_ne_bytes()).expect("upload");

@@ -3,7 +3,7 @@
 mod sim_common;
 
 use refrain_driver::api::{Census, Code, CopyEnd, DevicePtr, HostPtr, StreamKind};
-use refrain_driver::sim::{Call, Schedule, SimOptions};
+use refrain_driver::sim::{DriverCall, SimOptions, SimSchedule};
 use sim_common::{Bench, options};
 
 #[test]
@@ -65,7 +65,7 @@ fn device_addresses_are_aligned_never_reused_and_never_pointers() {
 
 #[test]
 fn memory_ends_where_it_was_said_to() {
-    let b = Bench::new(SimOptions { memory_bytes: 1000, ..options(Schedule::Seeded) });
+    let b = Bench::new(SimOptions { memory_bytes: 1000, ..options(SimSchedule::Seeded) });
     assert_eq!(b.sim.mem_info(), Ok((1000, 1000)));
     let p = b.sim.alloc(600).expect("memory");
     assert_eq!(b.sim.alloc(600), Err(Code::OUT_OF_MEMORY));
@@ -194,7 +194,7 @@ fn a_graph_replays_over_freed_memory_and_is_found_out() {
 
 #[test]
 fn everything_is_counted_and_comes_back_to_nothing() {
-    let b = Bench::new(options(Schedule::Seeded));
+    let b = Bench::new(options(SimSchedule::Seeded));
     let p = b.words(4);
     let host = b.sim.alloc_host(128).expect("pinned memory");
     let event = b.event();
@@ -223,7 +223,7 @@ fn everything_is_counted_and_comes_back_to_nothing() {
     assert_eq!(b.driver.stats().live, Census { contexts: 1, ..Census::default() });
     b.sim.primary_ctx_release(0).expect("context");
     assert_eq!(b.driver.stats().live, Census::default());
-    assert_eq!(b.driver.stats().n_calls(Call::Alloc), 1);
+    assert_eq!(b.driver.stats().n_calls(DriverCall::Alloc), 1);
     assert!(b.driver.stats().n_calls_total() >= 14);
 }
 

@@ -11,7 +11,7 @@ use refrain_driver::api::{
     CaptureMode, CaptureStatus, Code, EdgeKind, FunctionAttribute, LaunchConfig, NodeKind, StreamHandle,
     StreamKind,
 };
-use refrain_driver::sim::{Schedule, SimOptions};
+use refrain_driver::sim::{SimOptions, SimSchedule};
 use sim_common::{Bench, PLAIN, PROGRAMMATIC, early_params, fill_params, options};
 
 #[test]
@@ -91,7 +91,7 @@ fn a_host_wait_orders_streams_too() {
 
 #[test]
 fn a_race_fails_the_launch_in_strict_mode() {
-    let b = Bench::new(SimOptions { strict: true, ..options(Schedule::Lazy) });
+    let b = Bench::new(SimOptions { strict: true, ..options(SimSchedule::Lazy) });
     let (p, other) = (b.words(4), b.stream());
     b.fill(b.s, p, 1, 4).expect("launch");
     b.fill(other, p, 2, 4).expect("launch");
@@ -356,7 +356,7 @@ fn generator(seed: u64) -> impl FnMut(usize) -> usize {
 #[test]
 fn ordered_programs_compute_what_a_plain_loop_does_on_every_schedule_without_a_false_alarm() {
     for seed in 0..40 {
-        for schedule in [Schedule::Seeded, Schedule::Lazy, Schedule::Eager] {
+        for schedule in [SimSchedule::Seeded, SimSchedule::Lazy, SimSchedule::Eager] {
             let b = Bench::new(SimOptions { seed, strict: true, ..options(schedule) });
             let (got, expected) = random_program(&b, generator(seed), None);
             assert_eq!(got, expected, "seed {seed}, {schedule:?}");
@@ -369,7 +369,7 @@ fn ordered_programs_compute_what_a_plain_loop_does_on_every_schedule_without_a_f
 fn a_program_that_forgets_to_wait_is_found_out_whatever_the_schedule() {
     let mut n_found = 0;
     for seed in 0..40 {
-        let found = [Schedule::Seeded, Schedule::Lazy, Schedule::Eager].map(|schedule| {
+        let found = [SimSchedule::Seeded, SimSchedule::Lazy, SimSchedule::Eager].map(|schedule| {
             let b = Bench::new(SimOptions { seed, ..options(schedule) });
             random_program(&b, generator(seed), Some(40));
             !b.reports().is_empty()

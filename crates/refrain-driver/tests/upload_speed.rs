@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use refrain_driver::{BulkOptions, Device, DeviceKind, DriverError, Layout, Memory};
+use refrain_driver::{BulkOptions, Device, DeviceKind, DriverError, Memory, MemoryLayout};
 
 /// About a model with 1.2 billion weights of 16 bits, in tensors as it has them.
 const TENSORS: [(usize, usize); 3] = [(1, 525 << 20), (48, 32 << 20), (32, 8 << 20)];
@@ -16,7 +16,7 @@ fn prints_how_fast_uploads_in_bulk_are() {
     let tensors: Vec<Vec<u8>> =
         TENSORS.iter().flat_map(|&(n, bytes)| (0..n).map(move |i| vec![i as u8 | 1; bytes])).collect();
     let total: usize = tensors.iter().map(Vec::len).sum();
-    let mut layout = Layout::new("weights");
+    let mut layout = MemoryLayout::new("weights");
     let region = layout.device("weights", total as u64);
     let memory = Memory::plan(&ctx, &layout).unwrap();
     let (mut lease, buf) = (memory.lease().unwrap(), memory.buf(region));

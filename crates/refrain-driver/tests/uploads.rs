@@ -1,9 +1,9 @@
 //! Uploads through pinned slots: some are filled, by one thread or several, while others are on their way.
 
-use refrain_driver::sim::{Call, FaultScript, Schedule, SimDriver, SimOptions};
+use refrain_driver::sim::{DriverCall, FaultScript, SimDriver, SimOptions, SimSchedule};
 use refrain_driver::{
-    Baked, BulkOptions, Device, DeviceKind, DriverError, LaunchBuilder, Layout, Memory, Module, Staging,
-    probe,
+    Baked, BulkOptions, Device, DeviceKind, DriverError, LaunchBuilder, Memory, MemoryLayout, Module,
+    Staging, probe,
 };
 
 /// The size of a slot.
@@ -11,10 +11,10 @@ const SLOT: usize = 4 << 20;
 
 #[test]
 fn the_host_fills_one_slot_while_the_device_copies_the_other_and_waits_only_for_a_third() {
-    let sim = SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() });
+    let sim = SimDriver::new(SimOptions { schedule: SimSchedule::Lazy, ..SimOptions::default() });
     let ctx = Device::simulated(&sim).unwrap().context().unwrap();
     let mut stream = ctx.stream().unwrap();
-    let mut layout = Layout::new("uploads");
+    let mut layout = MemoryLayout::new("uploads");
     let region = layout.device("weights", 5 * SLOT as u64);
     let memory = Memory::plan(&ctx, &layout).unwrap();
     let (mut lease, buf) = (memory.lease().unwrap(), memory.buf(region));
@@ -23,10 +23,10 @@ fn the_host_fills_one_slot_while_the_device_copies_the_other_and_waits_only_for_
         let part = buf.slice(from as u64, (to - from) as u64).unwrap();
         stream.upload_ahead(&mut lease, part, &bytes[from..to]).unwrap();
         let stats = sim.stats();
-        let waits =
-            [Call::EventSynchronize, Call::StreamQuery, Call::StreamSynchronize].map(|c| stats.n_calls(c));
+        let waits = [DriverCall::EventSynchronize, DriverCall::StreamQuery, DriverCall::StreamSynchronize]
+            .map(|c| stats.n_calls(c));
         assert_eq!(waits, [0; 3], "nothing waits for the whole stream");
-        (stats.n_calls(Call::MemcpyHtodAsync), stats.n_calls(Call::EventQuery) > 0)
+        (stats.n_calls(DriverCall::MemcpyHtodAsync), stats.n_calls(DriverCall::EventQuery) > 0)
     };
     // Two tensors of a slot each: both are on their way, neither was waited for.
     assert_eq!(send(0, SLOT - 5), (1, false));
@@ -41,11 +41,11 @@ fn the_host_fills_one_slot_while_the_device_copies_the_other_and_waits_only_for_
 
 /// Pieces of these sizes, one behind the other, through slots of 1,000 bytes; what is on the device then.
 fn in_bulk(n_threads: usize, sizes: &[usize]) -> (Vec<u8>, Vec<u8>) {
-    let sim = SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() });
+    let sim = SimDriver::new(SimOptions { schedule: SimSchedule::Lazy, ..SimOptions::default() });
     let ctx = Device::simulated(&sim).unwrap().context().unwrap();
     let mut stream = ctx.stream().unwrap();
     let total: usize = sizes.iter().sum();
-    let mut layout = Layout::new("uploads");
+    let mut layout = MemoryLayout::new("uploads");
     let region = layout.device("weights", total as u64);
     let memory = Memory::plan(&ctx, &layout).unwrap();
     let (mut lease, buf) = (memory.lease().unwrap(), memory.buf(region));
@@ -61,10 +61,10 @@ fn in_bulk(n_threads: usize, sizes: &[usize]) -> (Vec<u8>, Vec<u8>) {
     });
     assert_eq!(sent.unwrap(), total);
     let stats = sim.stats();
-    let waits = [Call::StreamQuery, Call::StreamSynchronize].map(|c| stats.n_calls(c));
+    let waits = [DriverCall::StreamQuery, DriverCall::StreamSynchronize].map(|c| stats.n_calls(c));
     assert_eq!(waits, [0; 2], "nothing waits for the whole stream");
     let n_parts: usize = sizes.iter().map(|size| size.div_ceil(1000)).sum();
-    assert_eq!(stats.n_calls(Call::MemcpyHtodAsync) as usize, n_parts);
+    assert_eq!(stats.n_calls(DriverCall::MemcpyHtodAsync) as usize, n_parts);
     let mut back = vec![0; total];
     stream.synchronize().unwrap();
     stream.download(&lease, buf, &mut back).unwrap();
@@ -87,7 +87,7 @@ fn a_launch_in_bulk_sees_what_was_named_before_it_and_nothing_later() {
         let device = Device::open(DeviceKind::Sim(SimOptions::default())).unwrap();
         let ctx = device.context().unwrap();
         let mut stream = ctx.stream().unwrap();
-        let mut layout = Layout::new("uploads");
+        let mut layout = MemoryLayout::new("uploads");
         let [staged, sums] = [("staged", 4096), ("sums", 4 * 4096)].map(|(n, b)| layout.device(n, b));
         let memory = Memory::plan(&ctx, &layout).unwrap();
         let [staged, sums] = [staged, sums].map(|r| memory.buf(r));
@@ -122,7 +122,7 @@ fn a_transfer_that_fails_or_panics_half_way_ends_its_threads_and_the_next_one_wo
     let sim = SimDriver::new(SimOptions::default());
     let ctx = Device::simulated(&sim).unwrap().context().unwrap();
     let mut stream = ctx.stream().unwrap();
-    let mut layout = Layout::new("uploads");
+    let mut layout = MemoryLayout::new("uploads");
     let region = layout.device("weights", 10_000);
     let memory = Memory::plan(&ctx, &layout).unwrap();
     let (mut lease, buf) = (memory.lease().unwrap(), memory.buf(region));
@@ -148,10 +148,10 @@ fn a_transfer_that_fails_or_panics_half_way_ends_its_threads_and_the_next_one_wo
 
 /// One slot, a copy out of it whose event is not recorded, and another one right behind it.
 fn copies_when_an_event_fails(nth: u64) -> [Vec<u8>; 2] {
-    let sim = SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() });
+    let sim = SimDriver::new(SimOptions { schedule: SimSchedule::Lazy, ..SimOptions::default() });
     let ctx = Device::simulated(&sim).unwrap().context().unwrap();
     let mut stream = ctx.stream().unwrap();
-    let mut layout = Layout::new("uploads");
+    let mut layout = MemoryLayout::new("uploads");
     let regions = ["first", "second"].map(|name| layout.device(name, 64));
     let memory = Memory::plan(&ctx, &layout).unwrap();
     let (mut lease, [first, second]) = (memory.lease().unwrap(), regions.map(|r| memory.buf(r)));
@@ -181,11 +181,11 @@ fn a_slot_whose_event_was_not_recorded_is_not_written_before_its_copy_has_run() 
 
 #[test]
 fn a_slot_that_is_in_flight_on_another_stream_without_an_event_is_refused() {
-    let sim = SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() });
+    let sim = SimDriver::new(SimOptions { schedule: SimSchedule::Lazy, ..SimOptions::default() });
     let ctx = Device::simulated(&sim).unwrap().context().unwrap();
     let [mut one, mut other] = [(); 2].map(|()| ctx.stream().unwrap());
     let [a, b] = ["a", "b"].map(|name| {
-        let mut layout = Layout::new(name);
+        let mut layout = MemoryLayout::new(name);
         let region = layout.device("bytes", 64);
         let memory = Memory::plan(&ctx, &layout).unwrap();
         (memory.lease().unwrap(), memory.buf(region))

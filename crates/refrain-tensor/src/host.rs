@@ -34,20 +34,20 @@ pub trait Owner: AsRef<[u8]> + Send + Sync {
 }
 
 /// An owner that keeps its bytes where they are.
-struct Kept<T>(T);
+struct PlainOwner<T>(T);
 
-impl<T: AsRef<[u8]>> AsRef<[u8]> for Kept<T> {
+impl<T: AsRef<[u8]>> AsRef<[u8]> for PlainOwner<T> {
     fn as_ref(&self) -> &[u8] {
         self.0.as_ref()
     }
 }
 
-impl<T: AsRef<[u8]> + Send + Sync> Owner for Kept<T> {}
+impl<T: AsRef<[u8]> + Send + Sync> Owner for PlainOwner<T> {}
 
 impl Bytes {
     /// All bytes of an owner, such as a `Vec<u8>` or a memory map.
     pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Bytes {
-        Bytes::shared(Arc::new(Kept(owner)))
+        Bytes::shared(Arc::new(PlainOwner(owner)))
     }
 
     /// All bytes of an owner that others share.

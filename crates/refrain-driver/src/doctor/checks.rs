@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Row, Verdict};
+use super::{CheckVerdict, DoctorRow};
 use crate::api::CaptureStatus;
 use crate::device::{Context, Device};
 use crate::error::DriverError;
 use crate::graph::Outputs;
 use crate::health::Health;
 use crate::launch::{Baked, LaunchBuilder};
-use crate::memory::{Buf, Layout, Lease, Memory};
+use crate::memory::{Buf, Lease, Memory, MemoryLayout};
 use crate::module::{Function, Module};
 use crate::probe::PROBE_PTX;
 use crate::queue::Queue;
@@ -37,7 +37,7 @@ pub(super) struct Bench {
     stream: Stream,
     memory: Arc<Memory>,
     lease: Lease,
-    step: Step,
+    step: ProbeStep,
     nothing: Function,
     publish: Function,
     read: Function,
@@ -49,7 +49,7 @@ pub(super) struct Bench {
 
 /// A small step: `b = a + a; c = b + a; d = c`, with `b` and `e = fill` independent of each other.
 #[derive(Clone)]
-struct Step {
+struct ProbeStep {
     fill: Function,
     add: Function,
     a: Buf,
@@ -59,11 +59,11 @@ struct Step {
     e: Buf,
 }
 
-impl Step {
+impl ProbeStep {
     fn enqueue(&self, q: &mut dyn Queue) -> Result<(), DriverError> {
         let add = |dst, x, y| {
             let add = LaunchBuilder::new(&self.add, N / 256, 256).step("doctor");
-            // SAFETY: `add` touches `N` words of three buffers, and every buffer of a `Step` has so many.
+            // SAFETY: `add` touches `N` words of three buffers, and every buffer of a `ProbeStep` has so many.
             unsafe { add.write(dst).read(x).read(y).baked(Baked(N)).build() }
         };
         q.launch(&add(self.b, self.a, self.a))?;
@@ -86,14 +86,14 @@ impl Bench {
         // SAFETY: the crate's own PTX text.
         let module = unsafe { Module::load(ctx, "probe", PROBE_PTX) }?;
         let function = |name: &str| module.function(&format!("refrain_probe_{name}"));
-        let mut layout = Layout::new("doctor");
+        let mut layout = MemoryLayout::new("doctor");
         let bytes = u64::from(N) * 4;
         let regions = ["a", "b", "c", "d", "e"].map(|name| layout.device(name, bytes));
         let count = layout.device("count", 8);
         let ring = layout.pinned("ring", RING_BYTES);
         let memory = Memory::plan(ctx, &layout)?;
         let [a, b, c, d, e] = regions.map(|r| memory.buf(r));
-        let step = Step { fill: function("fill")?, add: function("add")?, a, b, c, d, e };
+        let step = ProbeStep { fill: function("fill")?, add: function("add")?, a, b, c, d, e };
         Ok(Bench {
             stream: ctx.stream()?,
             lease: memory.lease()?,
@@ -110,17 +110,17 @@ impl Bench {
     }
 }
 
-pub(super) fn driver(device: &Device) -> Row {
+pub(super) fn driver(device: &Device) -> DoctorRow {
     let v = device.driver_version();
     let from = device.library_path().map_or_else(String::new, |p| format!(", {}", p.display()));
     let words = match device.backend() {
         "sim" => "the simulated device: no GPU is used",
         _ => "the driver is loaded",
     };
-    Row::new("driver", Verdict::Good, format!("CUDA {}.{}{from}", v / 1000, v % 1000 / 10), words)
+    DoctorRow::new("driver", CheckVerdict::Good, format!("CUDA {}.{}{from}", v / 1000, v % 1000 / 10), words)
 }
 
-pub(super) fn card(device: &Device) -> Row {
+pub(super) fn card(device: &Device) -> DoctorRow {
     let i = device.info();
     let measured = format!(
         "{}, compute {}.{}, {} SMs, {} MiB L2, {} KiB shared per block{}{}",
@@ -134,8 +134,12 @@ pub(super) fn card(device: &Device) -> Row {
         i.pci
     );
     if device.backend() == "cuda" && i.compute < (7, 0) {
-        let mut row =
-            Row::new("card", Verdict::Bad, measured, "the card is older than compute capability 7.0");
+        let mut row = DoctorRow::new(
+            "card",
+            CheckVerdict::Bad,
+            measured,
+            "the card is older than compute capability 7.0",
+        );
         row.advice = Some("use the CPU backend on this machine".to_owned());
         return row;
     }
@@ -144,33 +148,37 @@ pub(super) fn card(device: &Device) -> Row {
     } else {
         "works; kernels do not overlap before compute capability 9.0"
     };
-    Row::new("card", Verdict::Good, measured, words)
+    DoctorRow::new("card", CheckVerdict::Good, measured, words)
 }
 
-pub(super) fn memory(bench: &mut Bench) -> Result<Row, DriverError> {
+pub(super) fn memory(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let (free, total) = bench.ctx.mem_info()?;
     let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
     let whose = if bench.ctx.device().info().unified { ", shared with the host" } else { "" };
     let measured = format!("{:.1} of {:.1} GiB free{whose}", gib(free), gib(total));
     if free < total / 2 {
-        let mut row =
-            Row::new("memory", Verdict::Note, measured, "more than half of the card's memory is in use");
+        let mut row = DoctorRow::new(
+            "memory",
+            CheckVerdict::Note,
+            measured,
+            "more than half of the card's memory is in use",
+        );
         row.advice = Some("`nvidia-smi` shows which processes use it".to_owned());
         return Ok(row);
     }
-    Ok(Row::new("memory", Verdict::Good, measured, "most of the card's memory is free"))
+    Ok(DoctorRow::new("memory", CheckVerdict::Good, measured, "most of the card's memory is free"))
 }
 
-pub(super) fn record_stream(bench: &mut Bench) -> Result<Row, DriverError> {
+pub(super) fn record_stream(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     record(bench, Method::Stream, "record by stream capture")
 }
 
-pub(super) fn record_nodes(bench: &mut Bench) -> Result<Row, DriverError> {
+pub(super) fn record_nodes(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     record(bench, Method::Nodes, "record by explicit nodes")
 }
 
 /// Records the small step and compares replays with an eager run, for inputs it was not recorded with.
-fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<Row, DriverError> {
+fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<DoctorRow, DriverError> {
     let step = bench.step.clone();
     let options = RecordOptions::named(name);
     let graph = bench.stream.record(&bench.memory, method, &options, |q| step.enqueue(q))?;
@@ -187,7 +195,7 @@ fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<Row, 
             .stream
             .run(&mut bench.lease, false, |q| written.iter().try_for_each(|(_, buf)| q.fill(*buf, 0xA5)))?;
         let replayed = read(graph.replay(&mut bench.lease, &mut bench.stream)?, &mut bench.stream)?;
-        let expected = Step::expected(input);
+        let expected = ProbeStep::expected(input);
         let wrong = (0..written.len()).find_map(|i| {
             let at = (0..N as usize).find(|&at| replayed[i][at] != eager[i][at])?;
             Some(format!("{}[{at}]: replay {}, eager {}", written[i].0, replayed[i][at], eager[i][at]))
@@ -197,8 +205,12 @@ fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<Row, 
             Some(format!("c[{at}]: {}, right is {expected}", replayed[1][at]))
         });
         if let Some(measured) = wrong {
-            let mut row =
-                Row::new(name, Verdict::Bad, measured, "a replay gives other bytes than the eager run");
+            let mut row = DoctorRow::new(
+                name,
+                CheckVerdict::Bad,
+                measured,
+                "a replay gives other bytes than the eager run",
+            );
             row.advice = Some("do not use graphs recorded this way on this machine".to_owned());
             return Ok(row);
         }
@@ -210,10 +222,15 @@ fn record(bench: &mut Bench, method: Method, name: &'static str) -> Result<Row, 
         info.edges.len(),
         info.record_time.as_secs_f64() * 1e3
     );
-    Ok(Row::new(name, Verdict::Good, measured, "works, and a replay is equal to an eager run bit for bit"))
+    Ok(DoctorRow::new(
+        name,
+        CheckVerdict::Good,
+        measured,
+        "works, and a replay is equal to an eager run bit for bit",
+    ))
 }
 
-pub(super) fn ring(bench: &mut Bench) -> Result<Row, DriverError> {
+pub(super) fn ring(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let name = "results without waiting";
     bench.stream.upload(&mut bench.lease, bench.count, &[0; 8])?;
     let launch = LaunchBuilder::new(&bench.publish, 1, 1)
@@ -240,17 +257,22 @@ pub(super) fn ring(bench: &mut Bench) -> Result<Row, DriverError> {
     }
     bench.stream.synchronize()?;
     let measured = format!("{taken} results through {RING_ENTRIES} entries");
-    Ok(Row::new(name, Verdict::Good, measured, "kernels hand results to the host through pinned memory"))
+    Ok(DoctorRow::new(
+        name,
+        CheckVerdict::Good,
+        measured,
+        "kernels hand results to the host through pinned memory",
+    ))
 }
 
-pub(super) fn allocate_under_capture(bench: &mut Bench) -> Result<Row, DriverError> {
+pub(super) fn allocate_under_capture(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let name = "allocate while recording";
     let (ctx, step) = (bench.ctx.clone(), bench.step.clone());
     let mut refused = None;
     let mut status = None;
     let options = RecordOptions::named(name);
     let graph = bench.stream.record(&bench.memory, Method::Stream, &options, |q| {
-        let mut layout = Layout::new("too late");
+        let mut layout = MemoryLayout::new("too late");
         layout.device("region", 1 << 20);
         refused = Some(Memory::plan(&ctx, &layout));
         status = Some(ctx.device().capture_status()?);
@@ -258,24 +280,24 @@ pub(super) fn allocate_under_capture(bench: &mut Bench) -> Result<Row, DriverErr
     });
     Ok(match (refused, status, graph) {
         (Some(Err(DriverError::CaptureIncompatible { bytes, .. })), Some(CaptureStatus::Active), Ok(_)) => {
-            Row::new(
+            DoctorRow::new(
                 name,
-                Verdict::Good,
+                CheckVerdict::Good,
                 format!("{bytes} bytes refused"),
                 "an allocation during a recording is refused at once, and the recording goes on",
             )
         }
-        (_, _, Err(error)) => Row::failed(name, &error),
-        (refused, status, Ok(_)) => Row::new(
+        (_, _, Err(error)) => DoctorRow::failed(name, &error),
+        (refused, status, Ok(_)) => DoctorRow::new(
             name,
-            Verdict::Bad,
+            CheckVerdict::Bad,
             format!("status {status:?}, refused {}", matches!(refused, Some(Err(_)))),
             "an allocation during a recording was not refused",
         ),
     })
 }
 
-pub(super) fn watchdog(bench: &mut Bench) -> Result<Row, DriverError> {
+pub(super) fn watchdog(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let name = "break a recording off";
     let step = bench.step.clone();
     let limit = Duration::from_millis(40);
@@ -299,36 +321,41 @@ pub(super) fn watchdog(bench: &mut Bench) -> Result<Row, DriverError> {
                     .stream
                     .record(&bench.memory, Method::Stream, &RecordOptions::named(name), |q| step.enqueue(q));
             let good = status == CaptureStatus::None && again.is_ok();
-            let verdict = if good { Verdict::Good } else { Verdict::Bad };
+            let verdict = if good { CheckVerdict::Good } else { CheckVerdict::Bad };
             let words = if good {
                 "a recording that does not end is broken off, and the next one works"
             } else {
                 "a recording was broken off, but the stream cannot be recorded on any more"
             };
-            Ok(Row::new(name, verdict, measured, words))
+            Ok(DoctorRow::new(name, verdict, measured, words))
         }
-        Err(error) => Ok(Row::failed(name, &error)),
-        Ok(_) => Ok(Row::new(name, Verdict::Bad, measured, "the watchdog did not break the recording off")),
+        Err(error) => Ok(DoctorRow::failed(name, &error)),
+        Ok(_) => Ok(DoctorRow::new(
+            name,
+            CheckVerdict::Bad,
+            measured,
+            "the watchdog did not break the recording off",
+        )),
     }
 }
 
-pub(super) fn survived(bench: &mut Bench) -> Result<Row, DriverError> {
+pub(super) fn survived(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let name = "context survived";
     let start = Instant::now();
     let health = bench.stream.health(Duration::from_secs(5))?;
     let measured = format!("{:.2} ms", start.elapsed().as_secs_f64() * 1e3);
     Ok(match health {
-        Health::Healthy => Row::new(
+        Health::Healthy => DoctorRow::new(
             name,
-            Verdict::Good,
+            CheckVerdict::Good,
             measured,
             "a launch, a copy and a wait work after the failures above",
         ),
         Health::StreamLost { code } => {
-            Row::new(name, Verdict::Bad, code.to_string(), "the stream is lost, the context works")
+            DoctorRow::new(name, CheckVerdict::Bad, code.to_string(), "the stream is lost, the context works")
         }
         Health::ContextLost(lost) => {
-            let mut row = Row::new(name, Verdict::Bad, measured, &lost.to_string());
+            let mut row = DoctorRow::new(name, CheckVerdict::Bad, measured, &lost.to_string());
             row.advice = Some("use `--graph off` on this driver, and report its version".to_owned());
             row
         }
@@ -395,7 +422,7 @@ fn replay_empty_launches(bench: &mut Bench) -> Result<(StepTime, Duration), Driv
 }
 
 /// Time of a step of many empty launches, sent one by one and as a graph.
-pub(super) fn launch_cost(bench: &mut Bench) -> Result<Row, DriverError> {
+pub(super) fn launch_cost(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let many = empty_launches(&bench.nothing);
     let one_by_one = time_train(bench, |b| b.stream.run(&mut b.lease, true, &many).map(drop))?;
     let (as_graph, record_time) = replay_empty_launches(bench)?;
@@ -418,33 +445,41 @@ pub(super) fn launch_cost(bench: &mut Bench) -> Result<Row, DriverError> {
     } else {
         "a graph saves nothing here"
     };
-    let verdict =
-        if replayed < eager || bench.ctx.device().backend() == "sim" { Verdict::Good } else { Verdict::Note };
-    Ok(Row::new("launch cost", verdict, measured, words))
+    let verdict = if replayed < eager || bench.ctx.device().backend() == "sim" {
+        CheckVerdict::Good
+    } else {
+        CheckVerdict::Note
+    };
+    Ok(DoctorRow::new("launch cost", verdict, measured, words))
 }
 
 /// The same graph again, behind all that the other checks did with the context.
-pub(super) fn launch_cost_at_the_end(bench: &mut Bench) -> Result<Row, DriverError> {
+pub(super) fn launch_cost_at_the_end(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let name = "launch cost at the end";
     let (as_graph, _) = replay_empty_launches(bench)?;
     let on_card = bench.ctx.device().backend() != "sim";
     let replayed = as_graph.seconds(on_card);
     let mut measured = format!("{LAUNCHES} launches: {:.3} ms as a graph", replayed * 1e3);
     let Some(first) = bench.first_cost else {
-        return Ok(Row::new(name, Verdict::Note, measured, "there is no first figure to compare it with"));
+        return Ok(DoctorRow::new(
+            name,
+            CheckVerdict::Note,
+            measured,
+            "there is no first figure to compare it with",
+        ));
     };
     measured += &format!(", {:.3} ms at first", first * 1e3);
     // Two runs on a card differ by a percent; the simulated device shares the host with everything else.
     if on_card && replayed > 1.1 * first {
         let words =
             "the same graph is slower than in a fresh context: the checks in between left something behind";
-        return Ok(Row::new(name, Verdict::Note, measured, words));
+        return Ok(DoctorRow::new(name, CheckVerdict::Note, measured, words));
     }
     let words = match on_card {
         true => "the checks in between left nothing behind that slows a graph",
         false => "the simulated device has no clock of its own: nothing is compared",
     };
-    Ok(Row::new(name, Verdict::Good, measured, words))
+    Ok(DoctorRow::new(name, CheckVerdict::Good, measured, words))
 }
 
 /// Bytes per second that the device reads at best, and over how many bytes.
@@ -454,7 +489,7 @@ pub(super) fn read_rate(bench: &mut Bench) -> Result<(f64, u64), DriverError> {
     // Many times the L2, so that it is the memory that is measured; small on the simulated device, which is slow.
     let most = if device.backend() == "sim" { 4 << 20 } else { 4 << 30 };
     let bytes = (free / 4).min(most) & !0xFFFF;
-    let mut layout = Layout::new("bandwidth");
+    let mut layout = MemoryLayout::new("bandwidth");
     let (src, sink) = (layout.device("src", bytes), layout.device("sink", 256));
     let memory = Memory::plan(&bench.ctx, &layout)?;
     let mut lease = memory.lease()?;
@@ -479,7 +514,7 @@ pub(super) fn read_rate(bench: &mut Bench) -> Result<(f64, u64), DriverError> {
     Ok((if best > 0.0 { bytes as f64 / best } else { 0.0 }, bytes))
 }
 
-pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
+pub(super) fn bandwidth(bench: &mut Bench) -> Result<DoctorRow, DriverError> {
     let (rate, bytes) = read_rate(bench)?;
     let device = bench.ctx.device();
     let info = device.info();
@@ -489,17 +524,17 @@ pub(super) fn bandwidth(bench: &mut Bench) -> Result<Row, DriverError> {
         measured += &format!(", {:.0} % of {:.0} GB/s", rate / peak * 100.0, peak / 1e9);
     }
     if device.backend() == "sim" {
-        return Ok(Row::new(
+        return Ok(DoctorRow::new(
             "read bandwidth",
-            Verdict::Good,
+            CheckVerdict::Good,
             measured,
             "simulated: says nothing about a card",
         ));
     }
     let slow = peak > 0.0 && rate < 0.6 * peak;
-    let mut row = Row::new(
+    let mut row = DoctorRow::new(
         "read bandwidth",
-        if slow { Verdict::Note } else { Verdict::Good },
+        if slow { CheckVerdict::Note } else { CheckVerdict::Good },
         measured,
         "decoding reads every weight once per token, so this bounds tokens per second",
     );

@@ -1,6 +1,6 @@
 //! What works on this machine: the checks behind `refrain doctor`.
 //!
-//! Each check is one [`Row`] with a verdict in plain words. All of them run on a device thread with a deadline, so a
+//! Each check is one [`DoctorRow`] with a verdict in plain words. All of them run on a device thread with a deadline, so a
 //! driver that hangs is a row too, and nothing a check makes is left behind.
 
 mod checks;
@@ -16,11 +16,11 @@ const CHECK_LIMIT: Duration = Duration::from_secs(30);
 
 /// One line of the report.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Row {
+pub struct DoctorRow {
     /// What was checked.
     pub name: &'static str,
     /// How it went.
-    pub verdict: Verdict,
+    pub verdict: CheckVerdict,
     /// The figures, short.
     pub measured: String,
     /// What that means.
@@ -31,7 +31,7 @@ pub struct Row {
 
 /// How a check went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Verdict {
+pub enum CheckVerdict {
     /// As it should be.
     Good,
     /// Works, with something to know.
@@ -42,28 +42,28 @@ pub enum Verdict {
     Skipped,
 }
 
-impl Verdict {
+impl CheckVerdict {
     /// In one word.
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
-            Verdict::Good => "good",
-            Verdict::Note => "note",
-            Verdict::Bad => "bad",
-            Verdict::Skipped => "skipped",
+            CheckVerdict::Good => "good",
+            CheckVerdict::Note => "note",
+            CheckVerdict::Bad => "bad",
+            CheckVerdict::Skipped => "skipped",
         }
     }
 }
 
-impl Row {
-    fn new(name: &'static str, verdict: Verdict, measured: String, words: &str) -> Row {
-        Row { name, verdict, measured, words: words.to_owned(), advice: None }
+impl DoctorRow {
+    fn new(name: &'static str, verdict: CheckVerdict, measured: String, words: &str) -> DoctorRow {
+        DoctorRow { name, verdict, measured, words: words.to_owned(), advice: None }
     }
 
-    fn failed(name: &'static str, error: &DriverError) -> Row {
-        Row {
+    fn failed(name: &'static str, error: &DriverError) -> DoctorRow {
+        DoctorRow {
             name,
-            verdict: Verdict::Bad,
+            verdict: CheckVerdict::Bad,
             measured: error.code().map_or_else(|| "failed".to_owned(), |c| c.to_string()),
             words: error.to_string(),
             advice: error.hint().map(str::to_owned),
@@ -71,10 +71,10 @@ impl Row {
     }
 }
 
-type Check = fn(&mut checks::Bench) -> Result<Row, DriverError>;
+type DoctorCheck = fn(&mut checks::Bench) -> Result<DoctorRow, DriverError>;
 
 /// In this order: what a launch costs is measured before anything is broken off on purpose, and again behind it.
-const CHECKS: &[(&str, Check)] = &[
+const CHECKS: &[(&str, DoctorCheck)] = &[
     ("launch cost", checks::launch_cost),
     ("record by stream capture", checks::record_stream),
     ("record by explicit nodes", checks::record_nodes),
@@ -88,11 +88,11 @@ const CHECKS: &[(&str, Check)] = &[
 
 /// Examines a device. Never panics and never hangs: what cannot be opened is a row that says why.
 #[must_use]
-pub fn examine(kind: DeviceKind) -> Vec<Row> {
+pub fn examine(kind: DeviceKind) -> Vec<DoctorRow> {
     match Device::open(kind) {
         Ok(device) => examine_device(&device),
         Err(error) => {
-            let mut rows = vec![Row::failed("driver", &error)];
+            let mut rows = vec![DoctorRow::failed("driver", &error)];
             rows.extend(CHECKS.iter().map(|(name, _)| skipped(name)));
             rows
         }
@@ -114,7 +114,7 @@ pub(crate) fn try_capture(kind: DeviceKind) -> Result<Finding, DriverError> {
     worker.call("record by explicit nodes", CHECK_LIMIT, checks::record_nodes)?;
     let captured = worker.call("record by stream capture", CHECK_LIMIT, checks::record_stream);
     let what = match captured {
-        Ok(Row { verdict: Verdict::Bad, words, measured, .. }) => {
+        Ok(DoctorRow { verdict: CheckVerdict::Bad, words, measured, .. }) => {
             return Ok(Finding::Harmful { because: format!("{words} ({measured})") });
         }
         Ok(_) => "a capture was made".to_owned(),
@@ -131,29 +131,29 @@ pub(crate) fn try_capture(kind: DeviceKind) -> Result<Finding, DriverError> {
 
 /// Examines an open device that no other thread owns.
 #[must_use]
-pub fn examine_device(device: &Device) -> Vec<Row> {
+pub fn examine_device(device: &Device) -> Vec<DoctorRow> {
     let mut rows = vec![checks::driver(device), checks::card(device)];
     let worker = match device.spawn(CHECK_LIMIT, checks::Bench::new) {
         Ok(worker) => worker,
         Err(error) => {
-            rows.push(Row::failed("memory", &error));
+            rows.push(DoctorRow::failed("memory", &error));
             rows.extend(CHECKS.iter().map(|(name, _)| skipped(name)));
             return rows;
         }
     };
     let free = worker.call("memory", CHECK_LIMIT, checks::memory);
-    rows.push(free.unwrap_or_else(|error| Row::failed("memory", &error)));
+    rows.push(free.unwrap_or_else(|error| DoctorRow::failed("memory", &error)));
     for &(name, check) in CHECKS {
         if device.lost().is_some() {
             rows.push(skipped(name));
             continue;
         }
         let row = worker.call(name, CHECK_LIMIT, check);
-        rows.push(row.unwrap_or_else(|error| Row::failed(name, &error)));
+        rows.push(row.unwrap_or_else(|error| DoctorRow::failed(name, &error)));
     }
-    rows.extend(device.take_reports().into_iter().map(|report| Row {
+    rows.extend(device.take_reports().into_iter().map(|report| DoctorRow {
         name: "report of the simulated device",
-        verdict: Verdict::Bad,
+        verdict: CheckVerdict::Bad,
         measured: String::new(),
         words: report,
         advice: None,
@@ -161,6 +161,6 @@ pub fn examine_device(device: &Device) -> Vec<Row> {
     rows
 }
 
-fn skipped(name: &'static str) -> Row {
-    Row::new(name, Verdict::Skipped, String::new(), "not checked: something before it failed")
+fn skipped(name: &'static str) -> DoctorRow {
+    DoctorRow::new(name, CheckVerdict::Skipped, String::new(), "not checked: something before it failed")
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use crate::api::{DevicePtr, FunctionHandle, HostPtr, LaunchConfig, ModuleHandle, StreamKind};
 use crate::error::DriverError;
 use crate::protocol::sync::lock;
-use crate::shared::{Garbage, Shared};
+use crate::shared::{DeviceShared, Garbage};
 
 pub(crate) use twins::register_twins;
 
@@ -35,7 +35,7 @@ pub(crate) struct Probe {
 }
 
 impl Probe {
-    pub(crate) fn load(shared: &Shared) -> Result<Probe, DriverError> {
+    pub(crate) fn load(shared: &DeviceShared) -> Result<Probe, DriverError> {
         let module = shared
             .raw(|api| api.module_load(PROBE_PTX))?
             .map_err(|code| DriverError::ModuleLoad { module: "probe".to_owned(), code })?;
@@ -60,7 +60,7 @@ impl Probe {
     }
 
     /// A launch, a copy and a wait on a fresh stream. `Ok(false)` when it ran and the bytes are wrong.
-    pub(crate) fn run(&self, shared: &Arc<Shared>, limit: Duration) -> Result<bool, DriverError> {
+    pub(crate) fn run(&self, shared: &Arc<DeviceShared>, limit: Duration) -> Result<bool, DriverError> {
         let mut turn = lock(&self.turn);
         *turn = turn.wrapping_add(1);
         let value = 0x5EED_0000 ^ *turn;
@@ -74,7 +74,7 @@ impl Probe {
 
     fn run_on(
         &self,
-        shared: &Shared,
+        shared: &DeviceShared,
         stream: crate::api::StreamHandle,
         value: u32,
         limit: Duration,
@@ -89,7 +89,7 @@ impl Probe {
         shared.call("cuMemcpyDtoDAsync", |api| {
             api.memcpy_dtod_async(second, self.device, HALF_BYTES, stream)
         })?;
-        // SAFETY: `host` has `HALF_BYTES` bytes and lives until `Shared` is dropped; only one probe runs at a time
+        // SAFETY: `host` has `HALF_BYTES` bytes and lives until `DeviceShared` is dropped; only one probe runs at a time
         // (`turn`), and nobody else touches it.
         shared.call("cuMemcpyDtoHAsync", |api| unsafe {
             api.memcpy_dtoh_async(self.host, second, HALF_BYTES, stream)

@@ -5,16 +5,20 @@
 use super::sync::{AtomicBool, AtomicU64, Mutex, Ordering, lock};
 
 /// `G` is a driver object that is no longer needed.
-pub(crate) struct Gate<G> {
+pub(crate) struct RecordingGate<G> {
     /// The owning thread's tag, or 0.
     owner: AtomicU64,
     recording: AtomicBool,
     bin: Mutex<Vec<G>>,
 }
 
-impl<G> Gate<G> {
-    pub(crate) fn new() -> Gate<G> {
-        Gate { owner: AtomicU64::new(0), recording: AtomicBool::new(false), bin: Mutex::new(Vec::new()) }
+impl<G> RecordingGate<G> {
+    pub(crate) fn new() -> RecordingGate<G> {
+        RecordingGate {
+            owner: AtomicU64::new(0),
+            recording: AtomicBool::new(false),
+            bin: Mutex::new(Vec::new()),
+        }
     }
 
     /// Makes the thread with this tag (not 0) the owner; false when there is one.

@@ -7,5 +7,5 @@ pub(crate) mod sync;
 
 pub(crate) mod entries; // whose turn an entry of the ring is
 pub(crate) mod gate; // who owns the device, whether it records, what waits to be freed
-pub(crate) mod turn; // what the device thread is busy with
+pub(crate) mod busy; // what the device thread is busy with
 pub(crate) mod watch; // breaking a recording off without touching one that has ended

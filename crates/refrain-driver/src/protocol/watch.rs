@@ -9,20 +9,20 @@ use super::sync::{Condvar, Mutex, MutexGuard, PoisonError, lock};
 
 /// `A` is what is watched.
 pub(crate) struct Watch<A> {
-    state: Mutex<State<A>>,
+    state: Mutex<WatchState<A>>,
     changed: Condvar,
 }
 
-struct State<A> {
+struct WatchState<A> {
     armed: Option<A>,
     acting: bool,
     quit: bool,
 }
 
 /// What the watching thread decides.
-pub(crate) enum Look<Q> {
+pub(crate) enum WatchDecision<Q> {
     /// There is nothing to do until something changes.
-    Rest,
+    Idle,
     /// There may be something to do after this long.
     Wait(Duration),
     /// Act on this, now.
@@ -31,7 +31,7 @@ pub(crate) enum Look<Q> {
 
 impl<A> Watch<A> {
     pub(crate) fn new() -> Watch<A> {
-        let state = State { armed: None, acting: false, quit: false };
+        let state = WatchState { armed: None, acting: false, quit: false };
         Watch { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -66,15 +66,15 @@ impl<A> Watch<A> {
     }
 
     /// The life of the watching thread. `look` runs under the lock, `act` outside it.
-    pub(crate) fn run<Q>(&self, mut look: impl FnMut(&A) -> Look<Q>, mut act: impl FnMut(Q)) {
+    pub(crate) fn run<Q>(&self, mut look: impl FnMut(&A) -> WatchDecision<Q>, mut act: impl FnMut(Q)) {
         let mut state = lock(&self.state);
         while !state.quit {
-            state = match state.armed.as_ref().map_or(Look::Rest, &mut look) {
-                Look::Rest => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
-                Look::Wait(time) => {
+            state = match state.armed.as_ref().map_or(WatchDecision::Idle, &mut look) {
+                WatchDecision::Idle => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                WatchDecision::Wait(time) => {
                     self.changed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
                 }
-                Look::Act(on) => {
+                WatchDecision::Act(on) => {
                     state.acting = true;
                     drop(state);
                     act(on);
@@ -84,7 +84,7 @@ impl<A> Watch<A> {
         }
     }
 
-    fn acted(&self) -> MutexGuard<'_, State<A>> {
+    fn acted(&self) -> MutexGuard<'_, WatchState<A>> {
         let mut state = lock(&self.state);
         state.acting = false;
         self.changed.notify_all();

@@ -5,18 +5,18 @@ use std::ffi::{CStr, c_char};
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
 use super::{RealDriver, check, out};
-use crate::api::{Code, DeviceInfo, Raw};
+use crate::api::{Code, DeviceInfo, RawResult};
 
 impl RealDriver {
     /// The driver's number for a device.
-    pub(super) fn device(&self, ordinal: u32) -> Raw<i32> {
+    pub(super) fn device(&self, ordinal: u32) -> RawResult<i32> {
         let ordinal = i32::try_from(ordinal).map_err(|_| Code::INVALID_DEVICE)?;
         out!(self, cuDeviceGet(ordinal))
     }
 
-    pub(super) fn info(&self, ordinal: u32) -> Raw<DeviceInfo> {
+    pub(super) fn info(&self, ordinal: u32) -> RawResult<DeviceInfo> {
         let device = self.device(ordinal)?;
-        let attribute = |a: Attribute| -> Raw<u32> {
+        let attribute = |a: Attribute| -> RawResult<u32> {
             let value: i32 = out!(self, cuDeviceGetAttribute(a as i32, device))?;
             Ok(u32::try_from(value).unwrap_or(0))
         };
@@ -53,7 +53,7 @@ impl RealDriver {
     }
 
     /// A string that the driver writes into a buffer.
-    fn text(&self, fill: impl FnOnce(*mut c_char, i32) -> Raw<()>) -> Raw<String> {
+    fn text(&self, fill: impl FnOnce(*mut c_char, i32) -> RawResult<()>) -> RawResult<String> {
         let mut buf = [0_u8; 256];
         fill(buf.as_mut_ptr().cast(), buf.len() as i32 - 1)?;
         Ok(CStr::from_bytes_until_nul(&buf).unwrap_or_default().to_string_lossy().into_owned())

@@ -2,10 +2,10 @@
 
 use cudarc::driver::sys;
 
-use super::{Packed, RealDriver, attributes, call, check, out};
+use super::{PackedParams, RealDriver, attributes, call, check, out};
 use crate::api::{
     Code, CopyEnd, Dependency, DevicePtr, Edge, EdgeKind, FunctionHandle, GraphHandle, LaunchConfig,
-    NodeHandle, NodeKind, Raw,
+    NodeHandle, NodeKind, RawResult,
 };
 
 /// The edge that lets a kernel start early.
@@ -23,7 +23,7 @@ impl RealDriver {
         graph: GraphHandle,
         deps: &[Dependency],
         add: impl FnOnce(*mut u64, &[u64]) -> u32,
-    ) -> Raw<NodeHandle> {
+    ) -> RawResult<NodeHandle> {
         let of = |kind| -> Vec<u64> { deps.iter().filter(|d| d.kind == kind).map(|d| d.on.0).collect() };
         let full = of(EdgeKind::Full);
         let mut node = 0;
@@ -47,7 +47,7 @@ impl RealDriver {
         Ok(NodeHandle(node))
     }
 
-    fn undo_unless(&self, result: Raw<()>, node: u64) -> Raw<()> {
+    fn undo_unless(&self, result: RawResult<()>, node: u64) -> RawResult<()> {
         if result.is_err() {
             let _ = call!(self, cuGraphDestroyNode(node));
         }
@@ -61,8 +61,8 @@ impl RealDriver {
         function: FunctionHandle,
         config: &LaunchConfig,
         params: &[u8],
-    ) -> Raw<NodeHandle> {
-        let mut packed = Packed::new(params);
+    ) -> RawResult<NodeHandle> {
+        let mut packed = PackedParams::new(params);
         let kernel = sys::CUDA_KERNEL_NODE_PARAMS {
             func: function.0 as sys::CUfunction,
             gridDimX: config.grid[0],
@@ -101,7 +101,7 @@ impl RealDriver {
         dst: CopyEnd,
         src: CopyEnd,
         bytes: u64,
-    ) -> Raw<NodeHandle> {
+    ) -> RawResult<NodeHandle> {
         use sys::CUmemorytype::{CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST};
         let split = |end| match end {
             CopyEnd::Device(p) => (CU_MEMORYTYPE_DEVICE, std::ptr::null_mut(), p.0),
@@ -151,7 +151,7 @@ impl RealDriver {
         dst: DevicePtr,
         byte: u8,
         bytes: u64,
-    ) -> Raw<NodeHandle> {
+    ) -> RawResult<NodeHandle> {
         let fill = sys::CUDA_MEMSET_NODE_PARAMS {
             dst: dst.0,
             pitch: 0,
@@ -167,7 +167,7 @@ impl RealDriver {
         })
     }
 
-    pub(super) fn nodes(&self, graph: GraphHandle) -> Raw<Vec<(NodeHandle, NodeKind)>> {
+    pub(super) fn nodes(&self, graph: GraphHandle) -> RawResult<Vec<(NodeHandle, NodeKind)>> {
         let mut n = 0;
         // SAFETY: with a null list the driver only counts.
         check(unsafe { (self.table.cuGraphGetNodes)(graph.0, std::ptr::null_mut(), &mut n) })?;
@@ -188,7 +188,7 @@ impl RealDriver {
             .collect()
     }
 
-    pub(super) fn edges(&self, graph: GraphHandle) -> Raw<Vec<Edge>> {
+    pub(super) fn edges(&self, graph: GraphHandle) -> RawResult<Vec<Edge>> {
         let null = std::ptr::null_mut();
         let mut n = 0;
         // SAFETY: with null lists the driver only counts.

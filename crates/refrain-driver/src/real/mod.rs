@@ -12,15 +12,15 @@ use cudarc::driver::sys;
 
 use crate::api::{
     Api, CaptureMode, CaptureStatus, Code, CopyEnd, CtxHandle, Dependency, DeviceInfo, DevicePtr, Edge,
-    EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostFn, HostPtr, LaunchConfig,
-    ModuleHandle, NodeHandle, NodeKind, ParamInfo, Raw, StreamHandle, StreamKind,
+    EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostPtr, LaunchConfig,
+    ModuleHandle, NodeHandle, NodeKind, ParamInfo, RawHostFn, RawResult, StreamHandle, StreamKind,
 };
 use crate::error::DriverError;
-use table::Table;
+use table::DriverTable;
 
 /// The CUDA driver of this machine.
 pub(crate) struct RealDriver {
-    table: Table,
+    table: DriverTable,
     path: Option<PathBuf>,
 }
 
@@ -44,7 +44,7 @@ pub unsafe fn raw_driver() -> Result<Arc<dyn Api>, DriverError> {
 }
 
 #[inline]
-fn check(code: u32) -> Raw<()> {
+fn check(code: u32) -> RawResult<()> {
     if code == 0 { Ok(()) } else { Err(Code(code)) }
 }
 
@@ -100,14 +100,14 @@ fn attributes(config: &LaunchConfig) -> ([sys::CUlaunchAttribute; 3], usize) {
 }
 
 /// The driver's list form of packed parameters: pointer, size, end.
-struct Packed {
+struct PackedParams {
     size: usize,
     list: [*mut c_void; 5],
 }
 
-impl Packed {
-    fn new(params: &[u8]) -> Packed {
-        Packed { size: params.len(), list: [std::ptr::null_mut(); 5] }
+impl PackedParams {
+    fn new(params: &[u8]) -> PackedParams {
+        PackedParams { size: params.len(), list: [std::ptr::null_mut(); 5] }
     }
 
     /// The list; valid while `self` and `params` stay where they are. Null for a kernel without parameters.
@@ -127,7 +127,7 @@ impl Packed {
     }
 }
 
-fn status(value: u32) -> Raw<CaptureStatus> {
+fn status(value: u32) -> RawResult<CaptureStatus> {
     match value {
         0 => Ok(CaptureStatus::None),
         1 => Ok(CaptureStatus::Active),
@@ -160,19 +160,19 @@ impl Api for RealDriver {
         self.path.clone()
     }
 
-    fn driver_version(&self) -> Raw<u32> {
+    fn driver_version(&self) -> RawResult<u32> {
         out!(self, cuDriverGetVersion()).map(|v: i32| v as u32)
     }
 
-    fn device_count(&self) -> Raw<u32> {
+    fn device_count(&self) -> RawResult<u32> {
         out!(self, cuDeviceGetCount()).map(|n: i32| n as u32)
     }
 
-    fn device_info(&self, ordinal: u32) -> Raw<DeviceInfo> {
+    fn device_info(&self, ordinal: u32) -> RawResult<DeviceInfo> {
         self.info(ordinal)
     }
 
-    fn primary_ctx_retain(&self, ordinal: u32) -> Raw<CtxHandle> {
+    fn primary_ctx_retain(&self, ordinal: u32) -> RawResult<CtxHandle> {
         let device = self.device(ordinal)?;
         let ctx: u64 = out!(self, cuDevicePrimaryCtxRetain(device))?;
         if let Err(code) = call!(self, cuCtxSetCurrent(ctx)) {
@@ -182,67 +182,67 @@ impl Api for RealDriver {
         Ok(CtxHandle(ctx))
     }
 
-    fn primary_ctx_release(&self, ordinal: u32) -> Raw<()> {
+    fn primary_ctx_release(&self, ordinal: u32) -> RawResult<()> {
         call!(self, cuDevicePrimaryCtxRelease_v2(self.device(ordinal)?))
     }
 
-    fn ctx_create(&self, ordinal: u32) -> Raw<CtxHandle> {
+    fn ctx_create(&self, ordinal: u32) -> RawResult<CtxHandle> {
         out!(self, cuCtxCreate_v2(0, self.device(ordinal)?)).map(CtxHandle)
     }
 
-    fn ctx_destroy(&self, ctx: CtxHandle) -> Raw<()> {
+    fn ctx_destroy(&self, ctx: CtxHandle) -> RawResult<()> {
         call!(self, cuCtxDestroy_v2(ctx.0))
     }
 
-    fn ctx_set_current(&self, ctx: Option<CtxHandle>) -> Raw<()> {
+    fn ctx_set_current(&self, ctx: Option<CtxHandle>) -> RawResult<()> {
         call!(self, cuCtxSetCurrent(ctx.map_or(0, |c| c.0)))
     }
 
-    fn ctx_synchronize(&self) -> Raw<()> {
+    fn ctx_synchronize(&self) -> RawResult<()> {
         call!(self, cuCtxSynchronize())
     }
 
-    fn mem_info(&self) -> Raw<(u64, u64)> {
+    fn mem_info(&self) -> RawResult<(u64, u64)> {
         let mut total = 0;
         let free: usize = out!(self, cuMemGetInfo_v2(&mut total))?;
         Ok((free as u64, total as u64))
     }
 
-    fn alloc(&self, bytes: u64) -> Raw<DevicePtr> {
+    fn alloc(&self, bytes: u64) -> RawResult<DevicePtr> {
         out!(self, cuMemAlloc_v2(bytes as usize)).map(DevicePtr)
     }
 
-    fn free(&self, ptr: DevicePtr) -> Raw<()> {
+    fn free(&self, ptr: DevicePtr) -> RawResult<()> {
         call!(self, cuMemFree_v2(ptr.0))
     }
 
-    fn alloc_host(&self, bytes: u64) -> Raw<HostPtr> {
+    fn alloc_host(&self, bytes: u64) -> RawResult<HostPtr> {
         out!(self, cuMemAllocHost_v2(bytes as usize)).map(HostPtr)
     }
 
-    fn free_host(&self, ptr: HostPtr) -> Raw<()> {
+    fn free_host(&self, ptr: HostPtr) -> RawResult<()> {
         call!(self, cuMemFreeHost(ptr.0))
     }
 
-    fn alloc_managed(&self, bytes: u64) -> Raw<DevicePtr> {
+    fn alloc_managed(&self, bytes: u64) -> RawResult<DevicePtr> {
         let global = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL as u32;
         out!(self, cuMemAllocManaged(bytes as usize, global)).map(DevicePtr)
     }
 
-    fn alloc_async(&self, bytes: u64, stream: StreamHandle) -> Raw<DevicePtr> {
+    fn alloc_async(&self, bytes: u64, stream: StreamHandle) -> RawResult<DevicePtr> {
         out!(self, cuMemAllocAsync(bytes as usize, stream.0)).map(DevicePtr)
     }
 
-    fn free_async(&self, ptr: DevicePtr, stream: StreamHandle) -> Raw<()> {
+    fn free_async(&self, ptr: DevicePtr, stream: StreamHandle) -> RawResult<()> {
         call!(self, cuMemFreeAsync(ptr.0, stream.0))
     }
 
-    fn memcpy_htod(&self, dst: DevicePtr, src: &[u8]) -> Raw<()> {
+    fn memcpy_htod(&self, dst: DevicePtr, src: &[u8]) -> RawResult<()> {
         // SAFETY: `src` is readable for its length, and a synchronous copy has read it when it returns.
         check(unsafe { (self.table.cuMemcpyHtoD_v2)(dst.0, src.as_ptr(), src.len()) })
     }
 
-    fn memcpy_dtoh(&self, dst: &mut [u8], src: DevicePtr) -> Raw<()> {
+    fn memcpy_dtoh(&self, dst: &mut [u8], src: DevicePtr) -> RawResult<()> {
         // SAFETY: `dst` is writable for its length, and a synchronous copy has written it when it returns.
         check(unsafe { (self.table.cuMemcpyDtoH_v2)(dst.as_mut_ptr(), src.0, dst.len()) })
     }
@@ -253,7 +253,7 @@ impl Api for RealDriver {
         src: HostPtr,
         bytes: u64,
         stream: StreamHandle,
-    ) -> Raw<()> {
+    ) -> RawResult<()> {
         // SAFETY: the caller keeps `src` readable until the copy has run.
         check(unsafe { (self.table.cuMemcpyHtoDAsync_v2)(dst.0, src.as_ptr(), bytes as usize, stream.0) })
     }
@@ -264,20 +264,26 @@ impl Api for RealDriver {
         src: DevicePtr,
         bytes: u64,
         stream: StreamHandle,
-    ) -> Raw<()> {
+    ) -> RawResult<()> {
         // SAFETY: the caller keeps `dst` writable and unused until the copy has run.
         check(unsafe { (self.table.cuMemcpyDtoHAsync_v2)(dst.as_ptr(), src.0, bytes as usize, stream.0) })
     }
 
-    fn memcpy_dtod_async(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: StreamHandle) -> Raw<()> {
+    fn memcpy_dtod_async(
+        &self,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+        stream: StreamHandle,
+    ) -> RawResult<()> {
         call!(self, cuMemcpyDtoDAsync_v2(dst.0, src.0, bytes as usize, stream.0))
     }
 
-    fn memset_async(&self, dst: DevicePtr, byte: u8, bytes: u64, stream: StreamHandle) -> Raw<()> {
+    fn memset_async(&self, dst: DevicePtr, byte: u8, bytes: u64, stream: StreamHandle) -> RawResult<()> {
         call!(self, cuMemsetD8Async(dst.0, byte, bytes as usize, stream.0))
     }
 
-    fn stream_create(&self, kind: StreamKind) -> Raw<StreamHandle> {
+    fn stream_create(&self, kind: StreamKind) -> RawResult<StreamHandle> {
         let flags = match kind {
             StreamKind::Blocking => sys::CUstream_flags::CU_STREAM_DEFAULT,
             StreamKind::NonBlocking => sys::CUstream_flags::CU_STREAM_NON_BLOCKING,
@@ -285,23 +291,23 @@ impl Api for RealDriver {
         out!(self, cuStreamCreate(flags as u32)).map(StreamHandle)
     }
 
-    fn stream_destroy(&self, stream: StreamHandle) -> Raw<()> {
+    fn stream_destroy(&self, stream: StreamHandle) -> RawResult<()> {
         call!(self, cuStreamDestroy_v2(stream.0))
     }
 
-    fn stream_synchronize(&self, stream: StreamHandle) -> Raw<()> {
+    fn stream_synchronize(&self, stream: StreamHandle) -> RawResult<()> {
         call!(self, cuStreamSynchronize(stream.0))
     }
 
-    fn stream_query(&self, stream: StreamHandle) -> Raw<()> {
+    fn stream_query(&self, stream: StreamHandle) -> RawResult<()> {
         call!(self, cuStreamQuery(stream.0))
     }
 
-    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Raw<()> {
+    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> RawResult<()> {
         call!(self, cuStreamWaitEvent(stream.0, event.0, 0))
     }
 
-    fn stream_begin_capture(&self, stream: StreamHandle, mode: CaptureMode) -> Raw<()> {
+    fn stream_begin_capture(&self, stream: StreamHandle, mode: CaptureMode) -> RawResult<()> {
         use sys::CUstreamCaptureMode as Mode;
         let mode = match mode {
             CaptureMode::Global => Mode::CU_STREAM_CAPTURE_MODE_GLOBAL,
@@ -311,21 +317,21 @@ impl Api for RealDriver {
         call!(self, cuStreamBeginCapture_v2(stream.0, mode as u32))
     }
 
-    fn stream_end_capture(&self, stream: StreamHandle) -> Raw<GraphHandle> {
+    fn stream_end_capture(&self, stream: StreamHandle) -> RawResult<GraphHandle> {
         let mut graph = 0;
         // SAFETY: `graph` outlives the call; the stream is live (see `raw_driver`).
         check(unsafe { (self.table.cuStreamEndCapture)(stream.0, &mut graph) })?;
         Ok(GraphHandle(graph))
     }
 
-    fn stream_is_capturing(&self, stream: StreamHandle) -> Raw<CaptureStatus> {
+    fn stream_is_capturing(&self, stream: StreamHandle) -> RawResult<CaptureStatus> {
         let mut value = 0;
         // SAFETY: `value` outlives the call; the stream is live (see `raw_driver`).
         check(unsafe { (self.table.cuStreamIsCapturing)(stream.0, &mut value) })?;
         status(value)
     }
 
-    fn stream_capture_info(&self, stream: StreamHandle) -> Raw<(CaptureStatus, Option<u64>)> {
+    fn stream_capture_info(&self, stream: StreamHandle) -> RawResult<(CaptureStatus, Option<u64>)> {
         let (mut value, mut id) = (0, 0);
         let null = std::ptr::null_mut();
         // SAFETY: both results outlive the call, and the driver allows null for the others.
@@ -343,12 +349,17 @@ impl Api for RealDriver {
         Ok((status, (status == CaptureStatus::Active).then_some(id)))
     }
 
-    unsafe fn launch_host_func(&self, stream: StreamHandle, f: HostFn, user: *mut c_void) -> Raw<()> {
+    unsafe fn launch_host_func(
+        &self,
+        stream: StreamHandle,
+        f: RawHostFn,
+        user: *mut c_void,
+    ) -> RawResult<()> {
         // SAFETY: the caller keeps `f(user)` callable until it has run.
         check(unsafe { (self.table.cuLaunchHostFunc)(stream.0, f, user) })
     }
 
-    fn event_create(&self, timing: bool) -> Raw<EventHandle> {
+    fn event_create(&self, timing: bool) -> RawResult<EventHandle> {
         let flags = if timing {
             sys::CUevent_flags::CU_EVENT_DEFAULT
         } else {
@@ -357,27 +368,27 @@ impl Api for RealDriver {
         out!(self, cuEventCreate(flags as u32)).map(EventHandle)
     }
 
-    fn event_destroy(&self, event: EventHandle) -> Raw<()> {
+    fn event_destroy(&self, event: EventHandle) -> RawResult<()> {
         call!(self, cuEventDestroy_v2(event.0))
     }
 
-    fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Raw<()> {
+    fn event_record(&self, event: EventHandle, stream: StreamHandle) -> RawResult<()> {
         call!(self, cuEventRecord(event.0, stream.0))
     }
 
-    fn event_query(&self, event: EventHandle) -> Raw<()> {
+    fn event_query(&self, event: EventHandle) -> RawResult<()> {
         call!(self, cuEventQuery(event.0))
     }
 
-    fn event_synchronize(&self, event: EventHandle) -> Raw<()> {
+    fn event_synchronize(&self, event: EventHandle) -> RawResult<()> {
         call!(self, cuEventSynchronize(event.0))
     }
 
-    fn event_elapsed(&self, start: EventHandle, end: EventHandle) -> Raw<f32> {
+    fn event_elapsed(&self, start: EventHandle, end: EventHandle) -> RawResult<f32> {
         out!(self, cuEventElapsedTime(start.0, end.0))
     }
 
-    fn module_load(&self, image: &[u8]) -> Raw<ModuleHandle> {
+    fn module_load(&self, image: &[u8]) -> RawResult<ModuleHandle> {
         // PTX must end in a zero; binary images carry their own length and do not mind one.
         let mut terminated = Vec::with_capacity(image.len() + 1);
         terminated.extend_from_slice(image);
@@ -385,11 +396,11 @@ impl Api for RealDriver {
         out!(self, cuModuleLoadData(terminated.as_ptr())).map(ModuleHandle)
     }
 
-    fn module_unload(&self, module: ModuleHandle) -> Raw<()> {
+    fn module_unload(&self, module: ModuleHandle) -> RawResult<()> {
         call!(self, cuModuleUnload(module.0))
     }
 
-    fn module_function(&self, module: ModuleHandle, name: &str) -> Raw<FunctionHandle> {
+    fn module_function(&self, module: ModuleHandle, name: &str) -> RawResult<FunctionHandle> {
         let name = CString::new(name).map_err(|_| Code::NOT_FOUND)?;
         let function: u64 = out!(self, cuModuleGetFunction(module.0, name.as_ptr()))?;
         // Lazy loading would otherwise put this off to the first launch, which may be in a capture.
@@ -397,7 +408,7 @@ impl Api for RealDriver {
         Ok(FunctionHandle(function))
     }
 
-    fn function_params(&self, function: FunctionHandle) -> Raw<Vec<ParamInfo>> {
+    fn function_params(&self, function: FunctionHandle) -> RawResult<Vec<ParamInfo>> {
         let mut params = Vec::new();
         loop {
             let (mut offset, mut size) = (0, 0);
@@ -413,7 +424,7 @@ impl Api for RealDriver {
         }
     }
 
-    fn function_attribute(&self, function: FunctionHandle, attribute: FunctionAttribute) -> Raw<i32> {
+    fn function_attribute(&self, function: FunctionHandle, attribute: FunctionAttribute) -> RawResult<i32> {
         out!(self, cuFuncGetAttribute(attribute_id(attribute), function.0))
     }
 
@@ -422,11 +433,11 @@ impl Api for RealDriver {
         function: FunctionHandle,
         attribute: FunctionAttribute,
         value: i32,
-    ) -> Raw<()> {
+    ) -> RawResult<()> {
         call!(self, cuFuncSetAttribute(function.0, attribute_id(attribute), value))
     }
 
-    fn occupancy(&self, function: FunctionHandle, block_threads: u32, shared_bytes: u32) -> Raw<u32> {
+    fn occupancy(&self, function: FunctionHandle, block_threads: u32, shared_bytes: u32) -> RawResult<u32> {
         let threads = i32::try_from(block_threads).map_err(|_| Code::INVALID_VALUE)?;
         let blocks: i32 = out!(
             self,
@@ -441,7 +452,7 @@ impl Api for RealDriver {
         config: &LaunchConfig,
         stream: StreamHandle,
         params: &[u8],
-    ) -> Raw<()> {
+    ) -> RawResult<()> {
         let (mut attrs, n_attrs) = attributes(config);
         let launch = sys::CUlaunchConfig {
             gridDimX: config.grid[0],
@@ -455,18 +466,18 @@ impl Api for RealDriver {
             attrs: attrs.as_mut_ptr(),
             numAttrs: n_attrs as u32,
         };
-        let mut packed = Packed::new(params);
+        let mut packed = PackedParams::new(params);
         let list = packed.list(params);
         // SAFETY: `launch`, `attrs`, `packed` and `params` outlive the call, which copies them; that the parameters
         // are laid out for this function and name live memory, the caller keeps (`Launch::pack` in this crate).
         check(unsafe { (self.table.cuLaunchKernelEx)(&launch, function.0, std::ptr::null_mut(), list) })
     }
 
-    fn graph_create(&self) -> Raw<GraphHandle> {
+    fn graph_create(&self) -> RawResult<GraphHandle> {
         out!(self, cuGraphCreate(0)).map(GraphHandle)
     }
 
-    fn graph_destroy(&self, graph: GraphHandle) -> Raw<()> {
+    fn graph_destroy(&self, graph: GraphHandle) -> RawResult<()> {
         call!(self, cuGraphDestroy(graph.0))
     }
 
@@ -477,7 +488,7 @@ impl Api for RealDriver {
         function: FunctionHandle,
         config: &LaunchConfig,
         params: &[u8],
-    ) -> Raw<NodeHandle> {
+    ) -> RawResult<NodeHandle> {
         self.add_kernel(graph, deps, function, config, params)
     }
 
@@ -488,7 +499,7 @@ impl Api for RealDriver {
         dst: CopyEnd,
         src: CopyEnd,
         bytes: u64,
-    ) -> Raw<NodeHandle> {
+    ) -> RawResult<NodeHandle> {
         self.add_memcpy(graph, deps, dst, src, bytes)
     }
 
@@ -499,7 +510,7 @@ impl Api for RealDriver {
         dst: DevicePtr,
         byte: u8,
         bytes: u64,
-    ) -> Raw<NodeHandle> {
+    ) -> RawResult<NodeHandle> {
         self.add_memset(graph, deps, dst, byte, bytes)
     }
 
@@ -508,14 +519,14 @@ impl Api for RealDriver {
         graph: GraphHandle,
         deps: &[Dependency],
         child: GraphHandle,
-    ) -> Raw<NodeHandle> {
+    ) -> RawResult<NodeHandle> {
         self.add_node(graph, deps, |node, on| {
             // SAFETY: `node` and `on` outlive the call; both graphs are live (see `raw_driver`).
             unsafe { (self.table.cuGraphAddChildGraphNode)(node, graph.0, on.as_ptr(), on.len(), child.0) }
         })
     }
 
-    fn graph_add_empty(&self, graph: GraphHandle, deps: &[Dependency]) -> Raw<NodeHandle> {
+    fn graph_add_empty(&self, graph: GraphHandle, deps: &[Dependency]) -> RawResult<NodeHandle> {
         self.add_node(graph, deps, |node, on| {
             // SAFETY: `node` and `on` outlive the call; the graph is live (see `raw_driver`).
             unsafe { (self.table.cuGraphAddEmptyNode)(node, graph.0, on.as_ptr(), on.len()) }
@@ -526,9 +537,9 @@ impl Api for RealDriver {
         &self,
         graph: GraphHandle,
         deps: &[Dependency],
-        f: HostFn,
+        f: RawHostFn,
         user: *mut c_void,
-    ) -> Raw<NodeHandle> {
+    ) -> RawResult<NodeHandle> {
         let params = sys::CUDA_HOST_NODE_PARAMS { fn_: Some(f), userData: user };
         self.add_node(graph, deps, |node, on| {
             // SAFETY: all pointers outlive the call; the caller keeps `f(user)` callable for every execution.
@@ -536,34 +547,34 @@ impl Api for RealDriver {
         })
     }
 
-    fn graph_nodes(&self, graph: GraphHandle) -> Raw<Vec<(NodeHandle, NodeKind)>> {
+    fn graph_nodes(&self, graph: GraphHandle) -> RawResult<Vec<(NodeHandle, NodeKind)>> {
         self.nodes(graph)
     }
 
-    fn graph_edges(&self, graph: GraphHandle) -> Raw<Vec<Edge>> {
+    fn graph_edges(&self, graph: GraphHandle) -> RawResult<Vec<Edge>> {
         self.edges(graph)
     }
 
-    fn graph_child(&self, node: NodeHandle) -> Raw<GraphHandle> {
+    fn graph_child(&self, node: NodeHandle) -> RawResult<GraphHandle> {
         let mut graph = 0;
         // SAFETY: `graph` outlives the call; the node is live (see `raw_driver`).
         check(unsafe { (self.table.cuGraphChildGraphNodeGetGraph)(node.0, &mut graph) })?;
         Ok(GraphHandle(graph))
     }
 
-    fn graph_instantiate(&self, graph: GraphHandle) -> Raw<ExecHandle> {
+    fn graph_instantiate(&self, graph: GraphHandle) -> RawResult<ExecHandle> {
         out!(self, cuGraphInstantiateWithFlags(graph.0, 0)).map(ExecHandle)
     }
 
-    fn exec_destroy(&self, exec: ExecHandle) -> Raw<()> {
+    fn exec_destroy(&self, exec: ExecHandle) -> RawResult<()> {
         call!(self, cuGraphExecDestroy(exec.0))
     }
 
-    fn exec_upload(&self, exec: ExecHandle, stream: StreamHandle) -> Raw<()> {
+    fn exec_upload(&self, exec: ExecHandle, stream: StreamHandle) -> RawResult<()> {
         call!(self, cuGraphUpload(exec.0, stream.0))
     }
 
-    fn exec_launch(&self, exec: ExecHandle, stream: StreamHandle) -> Raw<()> {
+    fn exec_launch(&self, exec: ExecHandle, stream: StreamHandle) -> RawResult<()> {
         call!(self, cuGraphLaunch(exec.0, stream.0))
     }
 }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use cudarc::driver::sys;
 
-use crate::api::HostFn;
+use crate::api::RawHostFn;
 use crate::error::DriverError;
 
 /// A handle or device address: the size of a pointer on every platform CUDA supports.
@@ -19,17 +19,17 @@ macro_rules! table {
     ($($since:literal { $($name:ident($($arg:ty),* $(,)?);)* })*) => {
         /// One pointer per driver function; all return a `CUresult` as a number.
         #[expect(non_snake_case, reason = "named as the driver names them")]
-        pub(super) struct Table {
+        pub(super) struct DriverTable {
             $($(pub(super) $name: unsafe extern "C" fn($($arg),*) -> u32,)*)*
         }
 
-        impl Table {
+        impl DriverTable {
             /// Looks every function up in the library, which must be present, or names the first that is missing.
-            fn look_up() -> Result<Table, DriverError> {
+            fn look_up() -> Result<DriverTable, DriverError> {
                 // SAFETY: opening the driver library runs its initialisers, which is what loading a driver means;
                 // the caller has checked that it is there, so cudarc does not panic.
                 let library = unsafe { sys::culib() };
-                Ok(Table {
+                Ok(DriverTable {
                     $($($name: {
                         let symbol = concat!(stringify!($name), "\0").as_bytes();
                         // SAFETY: the type is the function's C signature from cuda.h, where every handle is a pointer
@@ -87,7 +87,7 @@ table! {
         cuStreamEndCapture(H, *mut H);
         cuStreamIsCapturing(H, *mut c_uint);
         cuStreamGetCaptureInfo_v2(H, *mut c_uint, *mut u64, *mut H, *mut *const H, *mut usize);
-        cuLaunchHostFunc(H, HostFn, *mut c_void);
+        cuLaunchHostFunc(H, RawHostFn, *mut c_void);
         cuEventCreate(*mut H, c_uint);
         cuEventDestroy_v2(H);
         cuEventRecord(H, H);
@@ -132,12 +132,12 @@ table! {
 }
 
 /// Opens the driver library.
-pub(super) fn open() -> Result<(Table, Option<PathBuf>), DriverError> {
+pub(super) fn open() -> Result<(DriverTable, Option<PathBuf>), DriverError> {
     // SAFETY: opens and closes the driver library, whose initialisers and finalisers may run at any time.
     if !unsafe { sys::is_culib_present() } {
         return Err(DriverError::LibraryMissing { library: "libcuda.so.1" });
     }
-    let table = Table::look_up()?;
+    let table = DriverTable::look_up()?;
     let path = path_of(table.cuInit as *const c_void);
     Ok((table, path))
 }

@@ -5,18 +5,18 @@ macro_rules! calls {
         /// A driver call: one per method of [`crate::api::Api`] that the real driver would be sent.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[non_exhaustive]
-        pub enum Call {
+        pub enum DriverCall {
             $(#[doc = concat!("`Api::", $name, "`.")] $variant),*
         }
 
-        impl Call {
+        impl DriverCall {
             /// Every call, in the order of the interface.
-            pub const ALL: &'static [Call] = &[$(Call::$variant),*];
+            pub const ALL: &'static [DriverCall] = &[$(DriverCall::$variant),*];
 
             /// The name of the interface's method.
             #[must_use]
             pub const fn name(self) -> &'static str {
-                match self { $(Call::$variant => $name),* }
+                match self { $(DriverCall::$variant => $name),* }
             }
         }
     };
@@ -87,28 +87,28 @@ calls! {
     ExecLaunch "exec_launch",
 }
 
-impl Call {
+impl DriverCall {
     /// Whether the call hands over device work that runs after it has returned, so that a sticky fault shows later.
     pub(super) const fn runs_later(self) -> bool {
         matches!(
             self,
-            Call::Launch
-                | Call::ExecLaunch
-                | Call::MemcpyHtodAsync
-                | Call::MemcpyDtohAsync
-                | Call::MemcpyDtodAsync
-                | Call::MemsetAsync
+            DriverCall::Launch
+                | DriverCall::ExecLaunch
+                | DriverCall::MemcpyHtodAsync
+                | DriverCall::MemcpyDtohAsync
+                | DriverCall::MemcpyDtodAsync
+                | DriverCall::MemsetAsync
         )
     }
 
     /// Whether the call's work writes bytes, one of which a fault can falsify.
     pub(super) const fn writes(self) -> bool {
-        self.runs_later() || matches!(self, Call::MemcpyHtod | Call::MemcpyDtoh)
+        self.runs_later() || matches!(self, DriverCall::MemcpyHtod | DriverCall::MemcpyDtoh)
     }
 
     /// Whether the call still answers after a sticky fault: those that need no context.
     pub(super) const fn survives_sticky(self) -> bool {
-        matches!(self, Call::DriverVersion | Call::DeviceCount | Call::DeviceInfo)
+        matches!(self, DriverCall::DriverVersion | DriverCall::DeviceCount | DriverCall::DeviceInfo)
     }
 }
 
@@ -116,27 +116,27 @@ impl Call {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CallSet(u128);
 
-const _: () = assert!(Call::ALL.len() <= 128);
+const _: () = assert!(DriverCall::ALL.len() <= 128);
 
 impl CallSet {
     pub(super) const ANY: CallSet = CallSet(u128::MAX);
 
-    pub(super) fn of(calls: &[Call]) -> CallSet {
+    pub(super) fn of(calls: &[DriverCall]) -> CallSet {
         CallSet(calls.iter().fold(0, |set, &call| set | 1 << call as u32))
     }
 
-    pub(super) const fn contains(self, call: Call) -> bool {
+    pub(super) const fn contains(self, call: DriverCall) -> bool {
         self.0 >> call as u32 & 1 == 1
     }
 
-    pub(super) fn all(self, test: impl Fn(Call) -> bool) -> bool {
-        Call::ALL.iter().all(|&call| !self.contains(call) || test(call))
+    pub(super) fn all(self, test: impl Fn(DriverCall) -> bool) -> bool {
+        DriverCall::ALL.iter().all(|&call| !self.contains(call) || test(call))
     }
 
     /// The calls a script's word names: a method's name, its short form, or a family.
     pub(super) fn from_word(word: &str) -> Option<CallSet> {
-        use Call as C;
-        let set: &[Call] = match word {
+        use DriverCall as C;
+        let set: &[DriverCall] = match word {
             "call" => return Some(CallSet::ANY),
             "allocation" => &[C::Alloc, C::AllocHost, C::AllocManaged, C::AllocAsync],
             "copy" => {

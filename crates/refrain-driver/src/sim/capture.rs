@@ -10,16 +10,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-use super::graphs::{GraphDef, GraphSlot, Node, NodeWork};
-use super::ops::Op;
-use super::state::{EventState, State};
-use super::streams::{Kind, Work};
+use super::graphs::{GraphDef, GraphSlot, NodeWork, SimNode};
+use super::ops::SimOp;
+use super::state::{EventState, SimState};
+use super::streams::{SimStreamKind, SimWork};
 use crate::api::{
     CaptureMode, CaptureStatus, Code, CtxHandle, Dependency, EdgeKind, EventHandle, GraphHandle, NodeHandle,
-    NodeKind, Raw, StreamHandle,
+    NodeKind, RawResult, StreamHandle,
 };
 
-pub(super) struct Capture {
+pub(super) struct SimCapture {
     pub(super) ctx: CtxHandle,
     pub(super) mode: CaptureMode,
     pub(super) owner: ThreadId,
@@ -30,7 +30,7 @@ pub(super) struct Capture {
     frontiers: BTreeMap<StreamHandle, Vec<Dependency>>,
 }
 
-impl Capture {
+impl SimCapture {
     pub(super) fn invalidate(&mut self) {
         self.broken = true;
     }
@@ -52,16 +52,16 @@ impl Capture {
     }
 }
 
-impl State {
+impl SimState {
     fn capture_id(&self, stream: StreamHandle) -> Option<u64> {
         self.captures.iter().find(|(_, c)| c.takes_part(stream)).map(|(&id, _)| id)
     }
 
     /// A stream's capture and its id while it is active. Asked of the legacy stream while a blocking one is being
     /// captured it is an error that, as the driver documents, breaks nothing.
-    pub(super) fn capture_status(&self, stream: StreamHandle) -> Raw<(CaptureStatus, Option<u64>)> {
+    pub(super) fn capture_status(&self, stream: StreamHandle) -> RawResult<(CaptureStatus, Option<u64>)> {
         let (ctx, kind) = (self.streams[&stream].ctx, self.streams[&stream].kind);
-        if kind == Kind::Legacy && self.captures.values().any(|c| self.captures_blocking(c, ctx)) {
+        if kind == SimStreamKind::Legacy && self.captures.values().any(|c| self.captures_blocking(c, ctx)) {
             return Err(Code::STREAM_CAPTURE_IMPLICIT);
         }
         Ok(match self.capture_id(stream) {
@@ -73,14 +73,14 @@ impl State {
         })
     }
 
-    fn captures_blocking(&self, capture: &Capture, ctx: CtxHandle) -> bool {
+    fn captures_blocking(&self, capture: &SimCapture, ctx: CtxHandle) -> bool {
         let kind = |s: &StreamHandle| self.streams.get(s).map(|s| s.kind);
-        capture.ctx == ctx && capture.frontiers.keys().any(|s| kind(s) == Some(Kind::Blocking))
+        capture.ctx == ctx && capture.frontiers.keys().any(|s| kind(s) == Some(SimStreamKind::Blocking))
     }
 
-    fn break_captures(&mut self, which: impl Fn(&Capture) -> bool) -> bool {
+    fn break_captures(&mut self, which: impl Fn(&SimCapture) -> bool) -> bool {
         let hit = self.captures.values_mut().filter(|c| which(c));
-        hit.map(Capture::invalidate).count() > 0
+        hit.map(SimCapture::invalidate).count() > 0
     }
 
     /// What a scripted fault does to the captures that are on.
@@ -89,35 +89,35 @@ impl State {
     }
 
     /// Work for the legacy stream would wait for every blocking stream; one that is being captured cannot be.
-    pub(super) fn check_legacy(&mut self, ctx: CtxHandle) -> Raw<()> {
+    pub(super) fn check_legacy(&mut self, ctx: CtxHandle) -> RawResult<()> {
         let hit: Vec<u64> =
             self.captures.iter().filter(|(_, c)| self.captures_blocking(c, ctx)).map(|(&id, _)| id).collect();
         for id in &hit {
-            self.captures.get_mut(id).into_iter().for_each(Capture::invalidate);
+            self.captures.get_mut(id).into_iter().for_each(SimCapture::invalidate);
         }
         if hit.is_empty() { Ok(()) } else { Err(Code::STREAM_CAPTURE_IMPLICIT) }
     }
 
     /// Waiting for, or asking after, a stream.
-    pub(super) fn check_stream_wait(&mut self, stream: StreamHandle) -> Raw<()> {
+    pub(super) fn check_stream_wait(&mut self, stream: StreamHandle) -> RawResult<()> {
         if let Some(capture) = self.capture_id(stream).and_then(|id| self.captures.get_mut(&id)) {
             capture.invalidate();
             return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
         }
         // The legacy stream stands for all blocking ones.
-        if self.streams[&stream].kind == Kind::Legacy {
+        if self.streams[&stream].kind == SimStreamKind::Legacy {
             self.check_legacy(self.streams[&stream].ctx)?;
         }
         self.check_unsafe_call()
     }
 
     /// Waiting for the whole context, from any thread, in any mode.
-    pub(super) fn check_ctx_wait(&mut self, ctx: CtxHandle) -> Raw<()> {
+    pub(super) fn check_ctx_wait(&mut self, ctx: CtxHandle) -> RawResult<()> {
         if self.break_captures(|c| c.ctx == ctx) { Err(Code::STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
     }
 
     /// Waiting for, or asking after, an event.
-    pub(super) fn check_event_wait(&mut self, event: EventHandle) -> Raw<()> {
+    pub(super) fn check_event_wait(&mut self, event: EventHandle) -> RawResult<()> {
         if let EventState::Captured { capture, .. } = self.events[&event].state {
             if let Some(c) = self.captures.get_mut(&capture) {
                 c.invalidate();
@@ -127,9 +127,9 @@ impl State {
         self.check_unsafe_call()
     }
 
-    pub(super) fn begin_capture(&mut self, stream: StreamHandle, mode: CaptureMode) -> Raw<()> {
+    pub(super) fn begin_capture(&mut self, stream: StreamHandle, mode: CaptureMode) -> RawResult<()> {
         let (ctx, kind) = (self.streams[&stream].ctx, self.streams[&stream].kind);
-        if kind == Kind::Legacy {
+        if kind == SimStreamKind::Legacy {
             return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
         }
         if self.capture_id(stream).is_some() {
@@ -138,7 +138,7 @@ impl State {
         let id = self.handle();
         self.captures.insert(
             id,
-            Capture {
+            SimCapture {
                 ctx,
                 mode,
                 owner: std::thread::current().id(),
@@ -153,7 +153,7 @@ impl State {
 
     /// Ends the capture; whatever the answer, the stream is not being captured afterwards, except when it is not the
     /// stream on which the capture began.
-    pub(super) fn end_capture(&mut self, stream: StreamHandle) -> Raw<GraphHandle> {
+    pub(super) fn end_capture(&mut self, stream: StreamHandle) -> RawResult<GraphHandle> {
         let id = self.capture_id(stream).ok_or(Code::ILLEGAL_STATE)?;
         if self.captures[&id].origin != stream {
             self.break_captures(|c| c.takes_part(stream));
@@ -182,7 +182,7 @@ impl State {
     }
 
     /// The capture a stream's work goes into, if it is being captured.
-    pub(super) fn capturing(&self, stream: StreamHandle) -> Raw<Option<u64>> {
+    pub(super) fn capturing(&self, stream: StreamHandle) -> RawResult<Option<u64>> {
         match self.capture_id(stream) {
             Some(id) if self.captures[&id].broken => Err(Code::STREAM_CAPTURE_INVALIDATED),
             id => Ok(id),
@@ -190,16 +190,16 @@ impl State {
     }
 
     /// Gives work to a stream: a node when it is being captured, else a place in its queue.
-    pub(super) fn submit(&mut self, stream: StreamHandle, op: Op) -> Raw<Option<u64>> {
+    pub(super) fn submit(&mut self, stream: StreamHandle, op: SimOp) -> RawResult<Option<u64>> {
         if let Some(id) = self.capturing(stream)? {
             let fault = self.armed.take();
             self.add_captured(id, stream, NodeWork::Op(op, fault));
             return Ok(None);
         }
-        if self.streams[&stream].kind == Kind::Legacy {
+        if self.streams[&stream].kind == SimStreamKind::Legacy {
             self.check_legacy(self.streams[&stream].ctx)?;
         }
-        Ok(Some(self.enqueue(stream, Work::Op(op), None)))
+        Ok(Some(self.enqueue(stream, SimWork::Op(op), None)))
     }
 
     pub(super) fn add_captured(&mut self, id: u64, stream: StreamHandle, work: NodeWork) {
@@ -208,28 +208,28 @@ impl State {
         let frontier = capture.frontiers.entry(stream).or_default();
         let mut deps = std::mem::replace(frontier, vec![Dependency { on: handle, kind: EdgeKind::Full }]);
         // A programmatic launch right behind one kernel becomes a programmatic edge; behind anything else it waits.
-        if let NodeWork::Op(Op::Kernel(k), _) = &work
+        if let NodeWork::Op(SimOp::Kernel(k), _) = &work
             && k.config.programmatic
             && let [dep] = deps.as_mut_slice()
             && capture.def.position(dep.on).is_some_and(|i| capture.def.nodes[i].kind() == NodeKind::Kernel)
         {
             dep.kind = EdgeKind::Programmatic;
         }
-        capture.def.nodes.push(Node { handle, work, deps });
+        capture.def.nodes.push(SimNode { handle, work, deps });
     }
 
     /// `cuEventRecord`.
-    pub(super) fn record_event(&mut self, event: EventHandle, stream: StreamHandle) -> Raw<()> {
+    pub(super) fn record_event(&mut self, event: EventHandle, stream: StreamHandle) -> RawResult<()> {
         let state = match self.capturing(stream)? {
             Some(id) => {
                 let frontier = self.captures[&id].frontiers[&stream].clone();
                 EventState::Captured { capture: id, frontier }
             }
             None => {
-                if self.streams[&stream].kind == Kind::Legacy {
+                if self.streams[&stream].kind == SimStreamKind::Legacy {
                     self.check_legacy(self.streams[&stream].ctx)?;
                 }
-                let item = self.enqueue(stream, Work::Event(event), None);
+                let item = self.enqueue(stream, SimWork::Event(event), None);
                 EventState::Recorded { item, clock: self.streams[&stream].clock.clone(), done_at_ns: None }
             }
         };
@@ -240,7 +240,7 @@ impl State {
     }
 
     /// `cuStreamWaitEvent`: an ordering between streams, a fork or a join of a capture, or a breach of its isolation.
-    pub(super) fn wait_event(&mut self, stream: StreamHandle, event: EventHandle) -> Raw<()> {
+    pub(super) fn wait_event(&mut self, stream: StreamHandle, event: EventHandle) -> RawResult<()> {
         let mine = self.capturing(stream)?;
         match (mine, self.events[&event].state.clone()) {
             (Some(id), EventState::Captured { capture, frontier }) if capture == id => {
@@ -249,25 +249,25 @@ impl State {
             }
             (Some(id), EventState::Captured { capture, .. }) if self.captures.contains_key(&capture) => {
                 for id in [id, capture] {
-                    self.captures.get_mut(&id).into_iter().for_each(Capture::invalidate);
+                    self.captures.get_mut(&id).into_iter().for_each(SimCapture::invalidate);
                 }
                 Err(Code::STREAM_CAPTURE_MERGE)
             }
             (_, EventState::Never) => Ok(()),
             (Some(id), _) => {
-                self.captures.get_mut(&id).into_iter().for_each(Capture::invalidate);
+                self.captures.get_mut(&id).into_iter().for_each(SimCapture::invalidate);
                 Err(Code::STREAM_CAPTURE_ISOLATION)
             }
             (None, EventState::Recorded { item, clock, .. }) => {
-                if self.streams[&stream].kind == Kind::Legacy {
+                if self.streams[&stream].kind == SimStreamKind::Legacy {
                     self.check_legacy(self.streams[&stream].ctx)?;
                 }
-                self.enqueue(stream, Work::Op(Op::Empty), Some((item, &clock)));
+                self.enqueue(stream, SimWork::Op(SimOp::Empty), Some((item, &clock)));
                 Ok(())
             }
             (None, EventState::Captured { capture, frontier }) => match self.captures.get_mut(&capture) {
                 Some(c) if c.broken => Err(Code::STREAM_CAPTURE_INVALIDATED),
-                Some(c) if self.streams[&stream].kind == Kind::Legacy => {
+                Some(c) if self.streams[&stream].kind == SimStreamKind::Legacy => {
                     c.invalidate();
                     Err(Code::STREAM_CAPTURE_IMPLICIT)
                 }

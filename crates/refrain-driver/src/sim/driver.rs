@@ -4,24 +4,24 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::capture::Capture;
+use super::capture::SimCapture;
 use super::functions::{MAX_BLOCK_THREADS, N_SMS, SHARED_SM_BYTES, blocks_per_sm};
 use super::graphs::{FlatGraph, GraphDef, GraphRun, GraphSlot, NodeWork};
-use super::memory::Owner;
+use super::memory::AllocationOwner;
 use super::modules::entries;
-use super::ops::{HostCall, Op};
-use super::state::{Event, EventState, Exec, Module, State};
-use super::streams::{Kind, Work};
-use super::{Call, SimApi, SimDriver};
+use super::ops::{SimHostCall, SimOp};
+use super::state::{EventState, SimEvent, SimExec, SimModule, SimState};
+use super::streams::{SimStreamKind, SimWork};
+use super::{DriverCall, SimApi, SimDriver};
 use crate::api::{
     Api, CaptureMode, CaptureStatus, Census, Code, CopyEnd, CtxHandle, Dependency, DeviceInfo, DevicePtr,
-    Edge, EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostFn, HostPtr,
-    LaunchConfig, ModuleHandle, NodeHandle, NodeKind, ParamInfo, Raw, StreamHandle, StreamKind,
+    Edge, EventHandle, ExecHandle, FunctionAttribute, FunctionHandle, GraphHandle, HostPtr, LaunchConfig,
+    ModuleHandle, NodeHandle, NodeKind, ParamInfo, RawHostFn, RawResult, StreamHandle, StreamKind,
 };
 
-impl State {
+impl SimState {
     /// Checks a range that a copy or a fill names, when the call is made.
-    fn check_range(&mut self, what: &str, ptr: DevicePtr, bytes: u64) -> Raw<()> {
+    fn check_range(&mut self, what: &str, ptr: DevicePtr, bytes: u64) -> RawResult<()> {
         if bytes == 0 {
             return Ok(());
         }
@@ -32,7 +32,7 @@ impl State {
     }
 
     /// A host end that is pinned is checked like device memory whenever the copy runs.
-    fn copy_end(&mut self, end: CopyEnd, bytes: u64, pinned_only: bool) -> Raw<CopyEnd> {
+    fn copy_end(&mut self, end: CopyEnd, bytes: u64, pinned_only: bool) -> RawResult<CopyEnd> {
         match end {
             CopyEnd::Device(ptr) => self.check_range("a copy", ptr, bytes).map(|()| end),
             CopyEnd::Host(p) if self.memory.is_pinned(p.0, bytes) => Ok(CopyEnd::Device(p.device())),
@@ -52,20 +52,25 @@ impl State {
         }
     }
 
-    fn event(&self, event: EventHandle) -> Raw<()> {
+    fn event(&self, event: EventHandle) -> RawResult<()> {
         self.ctx()?;
         if self.events.contains_key(&event) { Ok(()) } else { Err(Code::INVALID_HANDLE) }
     }
 }
 
 impl SimDriver {
-    fn submit(&self, mut state: std::sync::MutexGuard<'_, State>, stream: StreamHandle, op: Op) -> Raw<()> {
+    fn submit(
+        &self,
+        mut state: std::sync::MutexGuard<'_, SimState>,
+        stream: StreamHandle,
+        op: SimOp,
+    ) -> RawResult<()> {
         state.submit(stream, op)?;
         self.queued(state)
     }
 
     /// A synchronous copy: queued on the legacy stream, and waited for.
-    fn copy_now(&self, mut state: std::sync::MutexGuard<'_, State>, op: Op) -> Raw<()> {
+    fn copy_now(&self, mut state: std::sync::MutexGuard<'_, SimState>, op: SimOp) -> RawResult<()> {
         let legacy = state.stream(StreamHandle::LEGACY)?;
         if let Some(item) = state.submit(legacy, op)? {
             let clock = state.streams[&legacy].clock.clone();
@@ -92,16 +97,16 @@ impl Api for SimApi {
         self.shared.n_steps.load(Ordering::Relaxed)
     }
 
-    fn driver_version(&self) -> Raw<u32> {
-        self.enter(Call::DriverVersion).map(|_| 13000)
+    fn driver_version(&self) -> RawResult<u32> {
+        self.enter(DriverCall::DriverVersion).map(|_| 13000)
     }
 
-    fn device_count(&self) -> Raw<u32> {
-        self.enter(Call::DeviceCount).map(|s| s.n_devices)
+    fn device_count(&self) -> RawResult<u32> {
+        self.enter(DriverCall::DeviceCount).map(|s| s.n_devices)
     }
 
-    fn device_info(&self, ordinal: u32) -> Raw<DeviceInfo> {
-        let state = self.enter(Call::DeviceInfo)?;
+    fn device_info(&self, ordinal: u32) -> RawResult<DeviceInfo> {
+        let state = self.enter(DriverCall::DeviceInfo)?;
         if ordinal >= state.n_devices {
             return Err(Code::INVALID_DEVICE);
         }
@@ -122,8 +127,8 @@ impl Api for SimApi {
         })
     }
 
-    fn primary_ctx_retain(&self, ordinal: u32) -> Raw<CtxHandle> {
-        let mut state = self.enter(Call::PrimaryCtxRetain)?;
+    fn primary_ctx_retain(&self, ordinal: u32) -> RawResult<CtxHandle> {
+        let mut state = self.enter(DriverCall::PrimaryCtxRetain)?;
         let found = state.contexts.iter_mut().find(|(_, c)| c.ordinal == ordinal && c.primary.is_some());
         if let Some((&ctx, context)) = found {
             context.primary = context.primary.map(|n| n + 1);
@@ -133,8 +138,8 @@ impl Api for SimApi {
         state.create_context(ordinal, Some(1))
     }
 
-    fn primary_ctx_release(&self, ordinal: u32) -> Raw<()> {
-        let mut state = self.enter(Call::PrimaryCtxRelease)?;
+    fn primary_ctx_release(&self, ordinal: u32) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::PrimaryCtxRelease)?;
         let found = state.contexts.iter_mut().find(|(_, c)| c.ordinal == ordinal && c.primary.is_some());
         let (&ctx, context) = found.ok_or(Code::INVALID_CONTEXT)?;
         context.primary = context.primary.map(|n| n - 1);
@@ -144,12 +149,12 @@ impl Api for SimApi {
         Ok(())
     }
 
-    fn ctx_create(&self, ordinal: u32) -> Raw<CtxHandle> {
-        self.enter(Call::CtxCreate)?.create_context(ordinal, None)
+    fn ctx_create(&self, ordinal: u32) -> RawResult<CtxHandle> {
+        self.enter(DriverCall::CtxCreate)?.create_context(ordinal, None)
     }
 
-    fn ctx_destroy(&self, ctx: CtxHandle) -> Raw<()> {
-        let mut state = self.enter(Call::CtxDestroy)?;
+    fn ctx_destroy(&self, ctx: CtxHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::CtxDestroy)?;
         match state.contexts.get(&ctx) {
             Some(context) if context.primary.is_none() => {}
             _ => return Err(Code::INVALID_CONTEXT),
@@ -158,8 +163,8 @@ impl Api for SimApi {
         Ok(())
     }
 
-    fn ctx_set_current(&self, ctx: Option<CtxHandle>) -> Raw<()> {
-        let mut state = self.enter(Call::CtxSetCurrent)?;
+    fn ctx_set_current(&self, ctx: Option<CtxHandle>) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::CtxSetCurrent)?;
         let me = std::thread::current().id();
         match ctx {
             Some(ctx) if !state.contexts.contains_key(&ctx) => return Err(Code::INVALID_CONTEXT),
@@ -169,27 +174,27 @@ impl Api for SimApi {
         Ok(())
     }
 
-    fn ctx_synchronize(&self) -> Raw<()> {
-        let mut state = self.enter(Call::CtxSynchronize)?;
+    fn ctx_synchronize(&self) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::CtxSynchronize)?;
         let ctx = state.ctx()?;
         state.check_ctx_wait(ctx)?;
         self.drain(state).map(drop)
     }
 
-    fn mem_info(&self) -> Raw<(u64, u64)> {
-        let state = self.enter(Call::MemInfo)?;
+    fn mem_info(&self) -> RawResult<(u64, u64)> {
+        let state = self.enter(DriverCall::MemInfo)?;
         state.ctx().map(|_| state.memory.info())
     }
 
-    fn alloc(&self, bytes: u64) -> Raw<DevicePtr> {
-        let mut state = self.enter(Call::Alloc)?;
+    fn alloc(&self, bytes: u64) -> RawResult<DevicePtr> {
+        let mut state = self.enter(DriverCall::Alloc)?;
         let ctx = state.ctx()?;
         state.check_unsafe_call()?;
         state.memory.alloc(ctx, bytes).map(DevicePtr)
     }
 
-    fn free(&self, ptr: DevicePtr) -> Raw<()> {
-        let mut state = self.enter(Call::Free)?;
+    fn free(&self, ptr: DevicePtr) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::Free)?;
         state.ctx()?;
         state.check_unsafe_call()?;
         // The driver waits for the device before it takes memory away.
@@ -199,15 +204,15 @@ impl Api for SimApi {
         })
     }
 
-    fn alloc_host(&self, bytes: u64) -> Raw<HostPtr> {
-        let mut state = self.enter(Call::AllocHost)?;
+    fn alloc_host(&self, bytes: u64) -> RawResult<HostPtr> {
+        let mut state = self.enter(DriverCall::AllocHost)?;
         let ctx = state.ctx()?;
         state.check_unsafe_call()?;
         state.memory.alloc_host(ctx, bytes).map(HostPtr)
     }
 
-    fn free_host(&self, ptr: HostPtr) -> Raw<()> {
-        let mut state = self.enter(Call::FreeHost)?;
+    fn free_host(&self, ptr: HostPtr) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::FreeHost)?;
         state.ctx()?;
         state.check_unsafe_call()?;
         let mut state = self.drain(state)?;
@@ -216,60 +221,60 @@ impl Api for SimApi {
         Ok(())
     }
 
-    fn alloc_managed(&self, bytes: u64) -> Raw<DevicePtr> {
-        let mut state = self.enter(Call::AllocManaged)?;
+    fn alloc_managed(&self, bytes: u64) -> RawResult<DevicePtr> {
+        let mut state = self.enter(DriverCall::AllocManaged)?;
         let ctx = state.ctx()?;
         state.check_unsafe_call()?;
         state.memory.alloc(ctx, bytes).map(DevicePtr)
     }
 
-    fn alloc_async(&self, bytes: u64, stream: StreamHandle) -> Raw<DevicePtr> {
-        let mut state = self.enter(Call::AllocAsync)?;
+    fn alloc_async(&self, bytes: u64, stream: StreamHandle) -> RawResult<DevicePtr> {
+        let mut state = self.enter(DriverCall::AllocAsync)?;
         let stream = state.stream(stream)?;
         let ctx = state.streams[&stream].ctx;
         let owner = if state.capturing(stream)?.is_some() {
-            Owner::Graph
+            AllocationOwner::Graph
         } else {
             state.check_unsafe_call()?;
-            Owner::Stream
+            AllocationOwner::Stream
         };
         let start = state.memory.reserve(ctx, bytes, owner)?;
-        self.submit(state, stream, Op::Alloc(start))?;
+        self.submit(state, stream, SimOp::Alloc(start))?;
         Ok(DevicePtr(start))
     }
 
-    fn free_async(&self, ptr: DevicePtr, stream: StreamHandle) -> Raw<()> {
-        let mut state = self.enter(Call::FreeAsync)?;
+    fn free_async(&self, ptr: DevicePtr, stream: StreamHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::FreeAsync)?;
         let stream = state.stream(stream)?;
         let capturing = state.capturing(stream)?.is_some();
         if !capturing {
             state.check_unsafe_call()?;
         }
         match state.memory.owner(ptr.0) {
-            Some((Owner::Graph, _)) if capturing => {}
-            Some((Owner::Graph, live)) if !live => return Err(Code::INVALID_VALUE),
+            Some((AllocationOwner::Graph, _)) if capturing => {}
+            Some((AllocationOwner::Graph, live)) if !live => return Err(Code::INVALID_VALUE),
             Some(_) if !capturing => state.memory.mark_freeing(ptr.0)?,
             _ => return Err(Code::INVALID_VALUE),
         }
-        self.submit(state, stream, Op::Free(ptr.0))
+        self.submit(state, stream, SimOp::Free(ptr.0))
     }
 
-    fn memcpy_htod(&self, dst: DevicePtr, src: &[u8]) -> Raw<()> {
-        let mut state = self.enter(Call::MemcpyHtod)?;
+    fn memcpy_htod(&self, dst: DevicePtr, src: &[u8]) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::MemcpyHtod)?;
         state.upload_bytes += src.len() as u64;
         state.ctx()?;
         state.check_range("a copy to the device", dst, src.len() as u64)?;
-        self.copy_now(state, Op::Upload { dst: dst.0, data: src.into() })
+        self.copy_now(state, SimOp::Upload { dst: dst.0, data: src.into() })
     }
 
-    fn memcpy_dtoh(&self, dst: &mut [u8], src: DevicePtr) -> Raw<()> {
-        let mut state = self.enter(Call::MemcpyDtoh)?;
+    fn memcpy_dtoh(&self, dst: &mut [u8], src: DevicePtr) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::MemcpyDtoh)?;
         state.ctx()?;
         let bytes = dst.len() as u64;
         state.check_range("a copy to the host", src, bytes)?;
         // Waited for below while `dst` is borrowed; when the context is lost first, nothing queued ever runs again.
         let dst = CopyEnd::Host(HostPtr::of(dst.as_mut_ptr()));
-        self.copy_now(state, Op::Copy { dst, src: CopyEnd::Device(src), bytes })
+        self.copy_now(state, SimOp::Copy { dst, src: CopyEnd::Device(src), bytes })
     }
 
     unsafe fn memcpy_htod_async(
@@ -278,8 +283,8 @@ impl Api for SimApi {
         src: HostPtr,
         bytes: u64,
         stream: StreamHandle,
-    ) -> Raw<()> {
-        let mut state = self.enter(Call::MemcpyHtodAsync)?;
+    ) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::MemcpyHtodAsync)?;
         state.upload_bytes += bytes;
         let stream = state.stream(stream)?;
         let captured = state.capturing(stream)?.is_some();
@@ -289,9 +294,9 @@ impl Api for SimApi {
             CopyEnd::Host(src) if !captured => {
                 let mut data = vec![0; usize::try_from(bytes).map_err(|_| Code::INVALID_VALUE)?];
                 super::memory::read_host(src.0, &mut data);
-                Op::Upload { dst: dst.0, data: data.into() }
+                SimOp::Upload { dst: dst.0, data: data.into() }
             }
-            src => Op::Copy { dst: to, src, bytes },
+            src => SimOp::Copy { dst: to, src, bytes },
         };
         self.submit(state, stream, op)
     }
@@ -302,12 +307,12 @@ impl Api for SimApi {
         src: DevicePtr,
         bytes: u64,
         stream: StreamHandle,
-    ) -> Raw<()> {
-        let mut state = self.enter(Call::MemcpyDtohAsync)?;
+    ) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::MemcpyDtohAsync)?;
         let stream = state.stream(stream)?;
         let src = state.copy_end(CopyEnd::Device(src), bytes, false)?;
         let dst = state.copy_end(CopyEnd::Host(dst), bytes, false)?;
-        let item = state.submit(stream, Op::Copy { dst, src, bytes })?;
+        let item = state.submit(stream, SimOp::Copy { dst, src, bytes })?;
         match (item, dst) {
             // To pageable memory the call returns when the copy is done, except in a capture.
             (Some(item), CopyEnd::Host(_)) => {
@@ -318,40 +323,46 @@ impl Api for SimApi {
         }
     }
 
-    fn memcpy_dtod_async(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: StreamHandle) -> Raw<()> {
-        let mut state = self.enter(Call::MemcpyDtodAsync)?;
+    fn memcpy_dtod_async(
+        &self,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+        stream: StreamHandle,
+    ) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::MemcpyDtodAsync)?;
         let stream = state.stream(stream)?;
         let dst = state.copy_end(CopyEnd::Device(dst), bytes, false)?;
         let src = state.copy_end(CopyEnd::Device(src), bytes, false)?;
-        self.submit(state, stream, Op::Copy { dst, src, bytes })
+        self.submit(state, stream, SimOp::Copy { dst, src, bytes })
     }
 
-    fn memset_async(&self, dst: DevicePtr, byte: u8, bytes: u64, stream: StreamHandle) -> Raw<()> {
-        let mut state = self.enter(Call::MemsetAsync)?;
+    fn memset_async(&self, dst: DevicePtr, byte: u8, bytes: u64, stream: StreamHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::MemsetAsync)?;
         let stream = state.stream(stream)?;
         state.check_range("a fill", dst, bytes)?;
-        self.submit(state, stream, Op::Memset { dst: dst.0, byte, bytes })
+        self.submit(state, stream, SimOp::Memset { dst: dst.0, byte, bytes })
     }
 
-    fn stream_create(&self, kind: StreamKind) -> Raw<StreamHandle> {
-        let mut state = self.enter(Call::StreamCreate)?;
+    fn stream_create(&self, kind: StreamKind) -> RawResult<StreamHandle> {
+        let mut state = self.enter(DriverCall::StreamCreate)?;
         let ctx = state.ctx()?;
         let kind = match kind {
-            StreamKind::Blocking => Kind::Blocking,
-            StreamKind::NonBlocking => Kind::NonBlocking,
+            StreamKind::Blocking => SimStreamKind::Blocking,
+            StreamKind::NonBlocking => SimStreamKind::NonBlocking,
         };
         Ok(state.create_stream(ctx, kind))
     }
 
-    fn stream_destroy(&self, stream: StreamHandle) -> Raw<()> {
-        let mut state = self.enter(Call::StreamDestroy)?;
+    fn stream_destroy(&self, stream: StreamHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::StreamDestroy)?;
         let stream = state.stream(stream)?;
-        if state.streams[&stream].kind == Kind::Legacy {
+        if state.streams[&stream].kind == SimStreamKind::Legacy {
             return Err(Code::INVALID_HANDLE);
         }
         // A stream in a capture takes the capture with it; not in the measured table.
         let capture = state.captures.values_mut().find(|c| c.takes_part(stream));
-        capture.into_iter().for_each(Capture::invalidate);
+        capture.into_iter().for_each(SimCapture::invalidate);
         let idle = state.streams[&stream].queue.is_empty() && !state.streams[&stream].busy;
         if idle {
             state.remove_stream(stream);
@@ -361,85 +372,90 @@ impl Api for SimApi {
         Ok(())
     }
 
-    fn stream_synchronize(&self, stream: StreamHandle) -> Raw<()> {
-        let mut state = self.enter(Call::StreamSynchronize)?;
+    fn stream_synchronize(&self, stream: StreamHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::StreamSynchronize)?;
         let stream = state.stream(stream)?;
         state.check_stream_wait(stream)?;
         let (last, clock) = (state.streams[&stream].last, state.streams[&stream].clock.clone());
         self.wait_for(state, last, &clock).map(drop)
     }
 
-    fn stream_query(&self, stream: StreamHandle) -> Raw<()> {
-        let mut state = self.enter(Call::StreamQuery)?;
+    fn stream_query(&self, stream: StreamHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::StreamQuery)?;
         let stream = state.stream(stream)?;
         state.check_stream_wait(stream)?;
         let (last, clock) = (state.streams[&stream].last, state.streams[&stream].clock.clone());
         self.poll(state, last, &clock).map(drop)
     }
 
-    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Raw<()> {
-        let mut state = self.enter(Call::StreamWaitEvent)?;
+    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::StreamWaitEvent)?;
         let stream = state.stream(stream)?;
         state.event(event)?;
         state.wait_event(stream, event)?;
         self.queued(state)
     }
 
-    fn stream_begin_capture(&self, stream: StreamHandle, mode: CaptureMode) -> Raw<()> {
-        let mut state = self.enter(Call::StreamBeginCapture)?;
+    fn stream_begin_capture(&self, stream: StreamHandle, mode: CaptureMode) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::StreamBeginCapture)?;
         let stream = state.stream(stream)?;
         state.begin_capture(stream, mode)
     }
 
-    fn stream_end_capture(&self, stream: StreamHandle) -> Raw<GraphHandle> {
-        let mut state = self.enter_or(Call::StreamEndCapture, |s| s.abandon_capture(stream))?;
+    fn stream_end_capture(&self, stream: StreamHandle) -> RawResult<GraphHandle> {
+        let mut state = self.enter_or(DriverCall::StreamEndCapture, |s| s.abandon_capture(stream))?;
         let stream = state.stream(stream)?;
         state.end_capture(stream)
     }
 
-    fn stream_is_capturing(&self, stream: StreamHandle) -> Raw<CaptureStatus> {
-        let state = self.enter(Call::StreamIsCapturing)?;
+    fn stream_is_capturing(&self, stream: StreamHandle) -> RawResult<CaptureStatus> {
+        let state = self.enter(DriverCall::StreamIsCapturing)?;
         let stream = state.stream(stream)?;
         state.capture_status(stream).map(|(status, _)| status)
     }
 
-    fn stream_capture_info(&self, stream: StreamHandle) -> Raw<(CaptureStatus, Option<u64>)> {
-        let state = self.enter(Call::StreamCaptureInfo)?;
+    fn stream_capture_info(&self, stream: StreamHandle) -> RawResult<(CaptureStatus, Option<u64>)> {
+        let state = self.enter(DriverCall::StreamCaptureInfo)?;
         let stream = state.stream(stream)?;
         state.capture_status(stream)
     }
 
-    unsafe fn launch_host_func(&self, stream: StreamHandle, f: HostFn, user: *mut c_void) -> Raw<()> {
-        let state = self.enter(Call::LaunchHostFunc)?;
+    unsafe fn launch_host_func(
+        &self,
+        stream: StreamHandle,
+        f: RawHostFn,
+        user: *mut c_void,
+    ) -> RawResult<()> {
+        let state = self.enter(DriverCall::LaunchHostFunc)?;
         let stream = state.stream(stream)?;
-        self.submit(state, stream, Op::Host(HostCall { f, user }))
+        self.submit(state, stream, SimOp::Host(SimHostCall { f, user }))
     }
 
-    fn event_create(&self, timing: bool) -> Raw<EventHandle> {
-        let mut state = self.enter(Call::EventCreate)?;
+    fn event_create(&self, timing: bool) -> RawResult<EventHandle> {
+        let mut state = self.enter(DriverCall::EventCreate)?;
         let ctx = state.ctx()?;
         let handle = EventHandle(state.handle());
-        state.events.insert(handle, Event { ctx, timing, state: EventState::Never });
+        state.events.insert(handle, SimEvent { ctx, timing, state: EventState::Never });
         Ok(handle)
     }
 
-    fn event_destroy(&self, event: EventHandle) -> Raw<()> {
-        let mut state = self.enter(Call::EventDestroy)?;
+    fn event_destroy(&self, event: EventHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::EventDestroy)?;
         state.event(event)?;
         state.events.remove(&event);
         Ok(())
     }
 
-    fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Raw<()> {
-        let mut state = self.enter(Call::EventRecord)?;
+    fn event_record(&self, event: EventHandle, stream: StreamHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::EventRecord)?;
         let stream = state.stream(stream)?;
         state.event(event)?;
         state.record_event(event, stream)?;
         self.queued(state)
     }
 
-    fn event_query(&self, event: EventHandle) -> Raw<()> {
-        let mut state = self.enter(Call::EventQuery)?;
+    fn event_query(&self, event: EventHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::EventQuery)?;
         state.event(event)?;
         state.check_event_wait(event)?;
         match state.event_item(event) {
@@ -448,8 +464,8 @@ impl Api for SimApi {
         }
     }
 
-    fn event_synchronize(&self, event: EventHandle) -> Raw<()> {
-        let mut state = self.enter(Call::EventSynchronize)?;
+    fn event_synchronize(&self, event: EventHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::EventSynchronize)?;
         state.event(event)?;
         state.check_event_wait(event)?;
         match state.event_item(event) {
@@ -458,8 +474,8 @@ impl Api for SimApi {
         }
     }
 
-    fn event_elapsed(&self, start: EventHandle, end: EventHandle) -> Raw<f32> {
-        let state = self.enter(Call::EventElapsed)?;
+    fn event_elapsed(&self, start: EventHandle, end: EventHandle) -> RawResult<f32> {
+        let state = self.enter(DriverCall::EventElapsed)?;
         let mut times = [0u64; 2];
         for (time, event) in times.iter_mut().zip([start, end]) {
             state.event(event)?;
@@ -473,17 +489,17 @@ impl Api for SimApi {
         Ok((times[1] as f64 - times[0] as f64) as f32 / 1e6)
     }
 
-    fn module_load(&self, image: &[u8]) -> Raw<ModuleHandle> {
-        let mut state = self.enter(Call::ModuleLoad)?;
+    fn module_load(&self, image: &[u8]) -> RawResult<ModuleHandle> {
+        let mut state = self.enter(DriverCall::ModuleLoad)?;
         let ctx = state.ctx()?;
         let entries = entries(image)?;
         let handle = ModuleHandle(state.handle());
-        state.modules.insert(handle, Module { ctx, entries, functions: Vec::new() });
+        state.modules.insert(handle, SimModule { ctx, entries, functions: Vec::new() });
         Ok(handle)
     }
 
-    fn module_unload(&self, module: ModuleHandle) -> Raw<()> {
-        let mut state = self.enter(Call::ModuleUnload)?;
+    fn module_unload(&self, module: ModuleHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::ModuleUnload)?;
         state.ctx()?;
         state.check_unsafe_call()?;
         let mut state = self.drain(state)?;
@@ -494,19 +510,19 @@ impl Api for SimApi {
         Ok(())
     }
 
-    fn module_function(&self, module: ModuleHandle, name: &str) -> Raw<FunctionHandle> {
-        let mut state = self.enter(Call::ModuleFunction)?;
+    fn module_function(&self, module: ModuleHandle, name: &str) -> RawResult<FunctionHandle> {
+        let mut state = self.enter(DriverCall::ModuleFunction)?;
         state.ctx()?;
         state.find_function(module, name)
     }
 
-    fn function_params(&self, function: FunctionHandle) -> Raw<Vec<ParamInfo>> {
-        let state = self.enter(Call::FunctionParams)?;
+    fn function_params(&self, function: FunctionHandle) -> RawResult<Vec<ParamInfo>> {
+        let state = self.enter(DriverCall::FunctionParams)?;
         state.function(function).map(|f| f.twin.params.clone())
     }
 
-    fn function_attribute(&self, function: FunctionHandle, attribute: FunctionAttribute) -> Raw<i32> {
-        let state = self.enter(Call::FunctionAttribute)?;
+    fn function_attribute(&self, function: FunctionHandle, attribute: FunctionAttribute) -> RawResult<i32> {
+        let state = self.enter(DriverCall::FunctionAttribute)?;
         state.function(function).map(|f| f.attribute(attribute))
     }
 
@@ -515,15 +531,15 @@ impl Api for SimApi {
         function: FunctionHandle,
         attribute: FunctionAttribute,
         value: i32,
-    ) -> Raw<()> {
-        let mut state = self.enter(Call::FunctionSetAttribute)?;
+    ) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::FunctionSetAttribute)?;
         let shared_block_bytes = state.shared_block_bytes;
         let f = state.functions.get_mut(&function).ok_or(Code::INVALID_HANDLE)?;
         f.set_attribute(attribute, value, shared_block_bytes)
     }
 
-    fn occupancy(&self, function: FunctionHandle, block_threads: u32, shared_bytes: u32) -> Raw<u32> {
-        let state = self.enter(Call::Occupancy)?;
+    fn occupancy(&self, function: FunctionHandle, block_threads: u32, shared_bytes: u32) -> RawResult<u32> {
+        let state = self.enter(DriverCall::Occupancy)?;
         let f = state.function(function)?;
         if !(1..=MAX_BLOCK_THREADS).contains(&block_threads) {
             return Err(Code::INVALID_VALUE);
@@ -537,25 +553,25 @@ impl Api for SimApi {
         config: &LaunchConfig,
         stream: StreamHandle,
         params: &[u8],
-    ) -> Raw<()> {
-        let state = self.enter(Call::Launch)?;
+    ) -> RawResult<()> {
+        let state = self.enter(DriverCall::Launch)?;
         let stream = state.stream(stream)?;
         let (ctx, op) = state.kernel_op(function, config, params)?;
         if ctx != state.streams[&stream].ctx {
             return Err(Code::INVALID_HANDLE);
         }
-        self.submit(state, stream, Op::Kernel(op))
+        self.submit(state, stream, SimOp::Kernel(op))
     }
 
-    fn graph_create(&self) -> Raw<GraphHandle> {
-        let mut state = self.enter(Call::GraphCreate)?;
+    fn graph_create(&self) -> RawResult<GraphHandle> {
+        let mut state = self.enter(DriverCall::GraphCreate)?;
         let handle = GraphHandle(state.handle());
         state.graphs.insert(handle, GraphSlot { def: Arc::new(GraphDef::default()), parent: None });
         Ok(handle)
     }
 
-    fn graph_destroy(&self, graph: GraphHandle) -> Raw<()> {
-        let mut state = self.enter(Call::GraphDestroy)?;
+    fn graph_destroy(&self, graph: GraphHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::GraphDestroy)?;
         if state.graph(graph)?.parent.is_some() {
             return Err(Code::INVALID_VALUE);
         }
@@ -570,10 +586,10 @@ impl Api for SimApi {
         function: FunctionHandle,
         config: &LaunchConfig,
         params: &[u8],
-    ) -> Raw<NodeHandle> {
-        let mut state = self.enter(Call::GraphAddKernel)?;
+    ) -> RawResult<NodeHandle> {
+        let mut state = self.enter(DriverCall::GraphAddKernel)?;
         let (_, op) = state.kernel_op(function, config, params)?;
-        state.add_node(graph, deps, NodeWork::Op(Op::Kernel(op), None))
+        state.add_node(graph, deps, NodeWork::Op(SimOp::Kernel(op), None))
     }
 
     unsafe fn graph_add_memcpy(
@@ -583,12 +599,12 @@ impl Api for SimApi {
         dst: CopyEnd,
         src: CopyEnd,
         bytes: u64,
-    ) -> Raw<NodeHandle> {
-        let mut state = self.enter(Call::GraphAddMemcpy)?;
+    ) -> RawResult<NodeHandle> {
+        let mut state = self.enter(DriverCall::GraphAddMemcpy)?;
         state.ctx()?;
         let dst = state.copy_end(dst, bytes, true)?;
         let src = state.copy_end(src, bytes, true)?;
-        state.add_node(graph, deps, NodeWork::Op(Op::Copy { dst, src, bytes }, None))
+        state.add_node(graph, deps, NodeWork::Op(SimOp::Copy { dst, src, bytes }, None))
     }
 
     fn graph_add_memset(
@@ -598,11 +614,11 @@ impl Api for SimApi {
         dst: DevicePtr,
         byte: u8,
         bytes: u64,
-    ) -> Raw<NodeHandle> {
-        let mut state = self.enter(Call::GraphAddMemset)?;
+    ) -> RawResult<NodeHandle> {
+        let mut state = self.enter(DriverCall::GraphAddMemset)?;
         state.ctx()?;
         state.check_range("a fill node", dst, bytes)?;
-        state.add_node(graph, deps, NodeWork::Op(Op::Memset { dst: dst.0, byte, bytes }, None))
+        state.add_node(graph, deps, NodeWork::Op(SimOp::Memset { dst: dst.0, byte, bytes }, None))
     }
 
     fn graph_add_child(
@@ -610,62 +626,62 @@ impl Api for SimApi {
         graph: GraphHandle,
         deps: &[Dependency],
         child: GraphHandle,
-    ) -> Raw<NodeHandle> {
-        let mut state = self.enter(Call::GraphAddChild)?;
+    ) -> RawResult<NodeHandle> {
+        let mut state = self.enter(DriverCall::GraphAddChild)?;
         let child = state.graph(child)?.def.clone();
         let child = Arc::new(child.renamed(&mut || state.handle()));
         state.add_node(graph, deps, NodeWork::Child(child))
     }
 
-    fn graph_add_empty(&self, graph: GraphHandle, deps: &[Dependency]) -> Raw<NodeHandle> {
-        self.enter(Call::GraphAddEmpty)?.add_node(graph, deps, NodeWork::Op(Op::Empty, None))
+    fn graph_add_empty(&self, graph: GraphHandle, deps: &[Dependency]) -> RawResult<NodeHandle> {
+        self.enter(DriverCall::GraphAddEmpty)?.add_node(graph, deps, NodeWork::Op(SimOp::Empty, None))
     }
 
     unsafe fn graph_add_host(
         &self,
         graph: GraphHandle,
         deps: &[Dependency],
-        f: HostFn,
+        f: RawHostFn,
         user: *mut c_void,
-    ) -> Raw<NodeHandle> {
-        let work = NodeWork::Op(Op::Host(HostCall { f, user }), None);
-        self.enter(Call::GraphAddHost)?.add_node(graph, deps, work)
+    ) -> RawResult<NodeHandle> {
+        let work = NodeWork::Op(SimOp::Host(SimHostCall { f, user }), None);
+        self.enter(DriverCall::GraphAddHost)?.add_node(graph, deps, work)
     }
 
-    fn graph_nodes(&self, graph: GraphHandle) -> Raw<Vec<(NodeHandle, NodeKind)>> {
-        let mut state = self.enter(Call::GraphNodes)?;
+    fn graph_nodes(&self, graph: GraphHandle) -> RawResult<Vec<(NodeHandle, NodeKind)>> {
+        let mut state = self.enter(DriverCall::GraphNodes)?;
         let mut nodes: Vec<_> = state.graph(graph)?.def.nodes.iter().map(|n| (n.handle, n.kind())).collect();
         // The driver promises no order, so nobody may count on one.
         state.rng.shuffle(&mut nodes);
         Ok(nodes)
     }
 
-    fn graph_edges(&self, graph: GraphHandle) -> Raw<Vec<Edge>> {
-        let state = self.enter(Call::GraphEdges)?;
+    fn graph_edges(&self, graph: GraphHandle) -> RawResult<Vec<Edge>> {
+        let state = self.enter(DriverCall::GraphEdges)?;
         let nodes = &state.graph(graph)?.def.nodes;
         let edges =
             nodes.iter().flat_map(|n| n.deps.iter().map(|d| Edge { from: d.on, to: n.handle, kind: d.kind }));
         Ok(edges.collect())
     }
 
-    fn graph_child(&self, node: NodeHandle) -> Raw<GraphHandle> {
-        let mut state = self.enter(Call::GraphChild)?;
+    fn graph_child(&self, node: NodeHandle) -> RawResult<GraphHandle> {
+        let mut state = self.enter(DriverCall::GraphChild)?;
         state.child_graph(node)
     }
 
-    fn graph_instantiate(&self, graph: GraphHandle) -> Raw<ExecHandle> {
-        let mut state = self.enter(Call::GraphInstantiate)?;
+    fn graph_instantiate(&self, graph: GraphHandle) -> RawResult<ExecHandle> {
+        let mut state = self.enter(DriverCall::GraphInstantiate)?;
         let ctx = state.ctx()?;
         state.graph(graph)?;
         state.check_unsafe_call()?;
         let flat = Arc::new(FlatGraph::new(&state.graph(graph)?.def));
         let handle = ExecHandle(state.handle());
-        state.execs.insert(handle, Exec { ctx, graph: flat, last: None });
+        state.execs.insert(handle, SimExec { ctx, graph: flat, last: None });
         Ok(handle)
     }
 
-    fn exec_destroy(&self, exec: ExecHandle) -> Raw<()> {
-        let mut state = self.enter(Call::ExecDestroy)?;
+    fn exec_destroy(&self, exec: ExecHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::ExecDestroy)?;
         if !state.execs.contains_key(&exec) {
             return Err(Code::INVALID_HANDLE);
         }
@@ -674,8 +690,8 @@ impl Api for SimApi {
         Ok(())
     }
 
-    fn exec_upload(&self, exec: ExecHandle, stream: StreamHandle) -> Raw<()> {
-        let mut state = self.enter(Call::ExecUpload)?;
+    fn exec_upload(&self, exec: ExecHandle, stream: StreamHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::ExecUpload)?;
         let stream = state.stream(stream)?;
         if !state.execs.contains_key(&exec) {
             return Err(Code::INVALID_HANDLE);
@@ -683,11 +699,11 @@ impl Api for SimApi {
         if state.capturing(stream)?.is_some() {
             return state.check_stream_wait(stream);
         }
-        self.submit(state, stream, Op::Empty)
+        self.submit(state, stream, SimOp::Empty)
     }
 
-    fn exec_launch(&self, exec: ExecHandle, stream: StreamHandle) -> Raw<()> {
-        let mut state = self.enter(Call::ExecLaunch)?;
+    fn exec_launch(&self, exec: ExecHandle, stream: StreamHandle) -> RawResult<()> {
+        let mut state = self.enter(DriverCall::ExecLaunch)?;
         let stream = state.stream(stream)?;
         let found = state.execs.get(&exec).ok_or(Code::INVALID_HANDLE)?;
         let (graph, last, ctx) = (found.graph.clone(), found.last.clone(), found.ctx);
@@ -698,7 +714,7 @@ impl Api for SimApi {
         if state.capturing(stream)?.is_some() {
             return state.check_stream_wait(stream);
         }
-        if state.streams[&stream].kind == Kind::Legacy {
+        if state.streams[&stream].kind == SimStreamKind::Legacy {
             state.check_legacy(ctx)?;
         }
         // Memory that an earlier launch allocated and nobody freed: the graph cannot allocate it again.
@@ -710,7 +726,7 @@ impl Api for SimApi {
             return Err(Code::OUT_OF_MEMORY);
         }
         let after = last.as_ref().map(|(item, clock)| (*item, clock));
-        let item = state.enqueue(stream, Work::Graph(GraphRun::new(graph)), after);
+        let item = state.enqueue(stream, SimWork::Graph(GraphRun::new(graph)), after);
         let clock = state.streams[&stream].clock.clone();
         if let Some(e) = state.execs.get_mut(&exec) {
             e.last = Some((item, clock));

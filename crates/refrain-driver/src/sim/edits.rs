@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use super::graphs::{GraphSlot, Node, NodeWork};
-use super::state::State;
-use crate::api::{Code, Dependency, EdgeKind, GraphHandle, NodeHandle, NodeKind, Raw};
+use super::graphs::{GraphSlot, NodeWork, SimNode};
+use super::state::SimState;
+use crate::api::{Code, Dependency, EdgeKind, GraphHandle, NodeHandle, NodeKind, RawResult};
 
-impl State {
-    pub(super) fn graph(&self, handle: GraphHandle) -> Raw<&GraphSlot> {
+impl SimState {
+    pub(super) fn graph(&self, handle: GraphHandle) -> RawResult<&GraphSlot> {
         self.graphs.get(&handle).ok_or(Code::INVALID_HANDLE)
     }
 
@@ -16,12 +16,12 @@ impl State {
         graph: GraphHandle,
         deps: &[Dependency],
         work: NodeWork,
-    ) -> Raw<NodeHandle> {
+    ) -> RawResult<NodeHandle> {
         let slot = self.graph(graph)?;
         if slot.parent.is_some() {
             return Err(Code::NOT_SUPPORTED);
         }
-        let node = Node { handle: NodeHandle(0), work, deps: deps.to_vec() };
+        let node = SimNode { handle: NodeHandle(0), work, deps: deps.to_vec() };
         for (i, dep) in deps.iter().enumerate() {
             let on = slot.def.position(dep.on).ok_or(Code::INVALID_VALUE)?;
             let kernels = [slot.def.nodes[on].kind(), node.kind()] == [NodeKind::Kernel; 2];
@@ -31,7 +31,7 @@ impl State {
         }
         let handle = NodeHandle(self.handle());
         if let Some(slot) = self.graphs.get_mut(&graph) {
-            Arc::make_mut(&mut slot.def).nodes.push(Node { handle, ..node });
+            Arc::make_mut(&mut slot.def).nodes.push(SimNode { handle, ..node });
         }
         Ok(handle)
     }
@@ -47,7 +47,7 @@ impl State {
     }
 
     /// The child graph of a node, borrowed from the graph that the node is in.
-    pub(super) fn child_graph(&mut self, node: NodeHandle) -> Raw<GraphHandle> {
+    pub(super) fn child_graph(&mut self, node: NodeHandle) -> RawResult<GraphHandle> {
         if let Some(&handle) = self.children.get(&node) {
             return Ok(handle);
         }

@@ -18,7 +18,7 @@
 
 use std::time::Duration;
 
-use super::calls::{Call, CallSet};
+use super::calls::{CallSet, DriverCall};
 use crate::api::Code;
 
 /// What a call does instead of, or besides, its work.
@@ -39,7 +39,7 @@ enum When {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Rule {
+struct FaultRule {
     text: String,
     when: When,
     calls: CallSet,
@@ -52,7 +52,7 @@ struct Rule {
 /// A parsed list of faults; empty by default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FaultScript {
-    rules: Vec<Rule>,
+    rules: Vec<FaultRule>,
 }
 
 /// Why a fault script cannot be read.
@@ -171,7 +171,7 @@ impl FaultScript {
     }
 
     /// Counts one call and returns what happens on it.
-    pub(super) fn fire(&mut self, call: Call, capturing: bool) -> Vec<Action> {
+    pub(super) fn fire(&mut self, call: DriverCall, capturing: bool) -> Vec<Action> {
         let mut actions = Vec::new();
         for rule in &mut self.rules {
             if !rule.calls.contains(call) || (rule.during_capture && !capturing) {
@@ -207,7 +207,7 @@ impl std::str::FromStr for FaultScript {
     }
 }
 
-fn parse_rule(rule: usize, text: &str) -> Result<Rule, FaultScriptError> {
+fn parse_rule(rule: usize, text: &str) -> Result<FaultRule, FaultScriptError> {
     let owned = || text.to_owned();
     let lower = text.to_lowercase();
     let Some((trigger, action)) = lower.split_once(':') else {
@@ -237,10 +237,10 @@ fn parse_rule(rule: usize, text: &str) -> Result<Rule, FaultScriptError> {
         word,
     })?;
     let action = parse_action(rule, text, action.trim())?;
-    if action == Action::WrongByte && !calls.all(Call::writes) {
+    if action == Action::WrongByte && !calls.all(DriverCall::writes) {
         return Err(FaultScriptError::WritesNothing { rule, text: owned() });
     }
-    Ok(Rule { text: owned(), when, calls, during_capture, action, n_seen: 0, n_fired: 0 })
+    Ok(FaultRule { text: owned(), when, calls, during_capture, action, n_seen: 0, n_fired: 0 })
 }
 
 fn parse_action(rule: usize, text: &str, action: &str) -> Result<Action, FaultScriptError> {

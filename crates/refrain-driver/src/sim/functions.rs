@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::kernels::Twin;
 use super::ops::KernelOp;
-use super::state::State;
-use crate::api::{Code, CtxHandle, FunctionAttribute, FunctionHandle, LaunchConfig, ModuleHandle, Raw};
+use super::state::SimState;
+use crate::api::{Code, CtxHandle, FunctionAttribute, FunctionHandle, LaunchConfig, ModuleHandle, RawResult};
 
 pub(super) const SHARED_BLOCK_BYTES: u32 = 227 * 1024;
 pub(super) const SHARED_SM_BYTES: u32 = 228 * 1024;
@@ -17,14 +17,14 @@ const MAX_SM_THREADS: u32 = 2048;
 const INVALID_CLUSTER_SIZE: Code = Code(912);
 
 /// A kernel of a loaded module.
-pub(super) struct Function {
+pub(super) struct SimFunction {
     pub(super) module: ModuleHandle,
     pub(super) ctx: CtxHandle,
     pub(super) twin: Arc<Twin>,
     attributes: HashMap<FunctionAttribute, i32>,
 }
 
-impl Function {
+impl SimFunction {
     pub(super) fn attribute(&self, attribute: FunctionAttribute) -> i32 {
         if let Some(&value) = self.attributes.get(&attribute) {
             return value;
@@ -45,7 +45,7 @@ impl Function {
         attribute: FunctionAttribute,
         value: i32,
         shared_block_bytes: u32,
-    ) -> Raw<()> {
+    ) -> RawResult<()> {
         let most_shared = shared_block_bytes.saturating_sub(self.twin.static_shared_bytes) as i32;
         let legal = match attribute {
             FunctionAttribute::MaxDynamicSharedBytes => (0..=most_shared).contains(&value),
@@ -60,7 +60,7 @@ impl Function {
         Ok(())
     }
 
-    fn check_launch(&self, config: &LaunchConfig) -> Raw<()> {
+    fn check_launch(&self, config: &LaunchConfig) -> RawResult<()> {
         let product = |d: [u32; 3]| d.iter().map(|&n| u64::from(n)).product::<u64>();
         let block_threads = product(config.block);
         let limit = self.attribute(FunctionAttribute::MaxDynamicSharedBytes) as u32;
@@ -96,8 +96,8 @@ pub(super) fn blocks_per_sm(block_threads: u32, shared_bytes: u32) -> u32 {
     by_threads.min(SHARED_SM_BYTES / shared_bytes.saturating_add(1024)).min(32)
 }
 
-impl State {
-    pub(super) fn function(&self, handle: FunctionHandle) -> Raw<&Function> {
+impl SimState {
+    pub(super) fn function(&self, handle: FunctionHandle) -> RawResult<&SimFunction> {
         self.functions.get(&handle).ok_or(Code::INVALID_HANDLE)
     }
 
@@ -107,7 +107,7 @@ impl State {
         function: FunctionHandle,
         config: &LaunchConfig,
         params: &[u8],
-    ) -> Raw<(CtxHandle, KernelOp)> {
+    ) -> RawResult<(CtxHandle, KernelOp)> {
         let f = self.function(function)?;
         f.check_launch(config)?;
         if params.len() != f.twin.param_bytes {
@@ -118,7 +118,7 @@ impl State {
     }
 
     /// A kernel that the module's image names and a twin is registered for.
-    pub(super) fn find_function(&mut self, module: ModuleHandle, name: &str) -> Raw<FunctionHandle> {
+    pub(super) fn find_function(&mut self, module: ModuleHandle, name: &str) -> RawResult<FunctionHandle> {
         let found = self.modules.get(&module).ok_or(Code::INVALID_HANDLE)?;
         let ctx = found.ctx;
         let entry = found.entries.iter().find(|e| e.name == name).ok_or(Code::NOT_FOUND)?.clone();
@@ -134,7 +134,7 @@ impl State {
             return Err(Code::INVALID_IMAGE);
         }
         let handle = FunctionHandle(self.handle());
-        self.functions.insert(handle, Function { module, ctx, twin, attributes: HashMap::new() });
+        self.functions.insert(handle, SimFunction { module, ctx, twin, attributes: HashMap::new() });
         if let Some(m) = self.modules.get_mut(&module) {
             m.functions.push(handle);
         }

@@ -2,26 +2,26 @@
 
 use std::sync::Arc;
 
-use super::ops::{Op, WorkFault};
-use super::races::{Access, AccessLog, describe};
-use super::rng::Rng;
+use super::ops::{SimOp, WorkFault};
+use super::races::{AccessLog, SimAccess, describe};
+use super::rng::SimRng;
 use crate::api::{Dependency, EdgeKind, GraphHandle, NodeHandle, NodeKind};
 
 /// What a node does.
 #[derive(Clone)]
 pub(super) enum NodeWork {
-    Op(Op, Option<WorkFault>),
+    Op(SimOp, Option<WorkFault>),
     Child(Arc<GraphDef>),
 }
 
 #[derive(Clone)]
-pub(super) struct Node {
+pub(super) struct SimNode {
     pub(super) handle: NodeHandle,
     pub(super) work: NodeWork,
     pub(super) deps: Vec<Dependency>, // on earlier nodes of the same graph only
 }
 
-impl Node {
+impl SimNode {
     pub(super) fn kind(&self) -> NodeKind {
         match &self.work {
             NodeWork::Op(op, _) => op.kind(),
@@ -33,7 +33,7 @@ impl Node {
 /// A graph that can be edited and instantiated.
 #[derive(Clone, Default)]
 pub(super) struct GraphDef {
-    pub(super) nodes: Vec<Node>,
+    pub(super) nodes: Vec<SimNode>,
 }
 
 impl GraphDef {
@@ -56,7 +56,7 @@ impl GraphDef {
 
     /// The same graph with nodes of its own.
     pub(super) fn renamed(&self, next_handle: &mut impl FnMut() -> u64) -> GraphDef {
-        let mut nodes: Vec<Node> = Vec::with_capacity(self.nodes.len());
+        let mut nodes: Vec<SimNode> = Vec::with_capacity(self.nodes.len());
         for node in &self.nodes {
             let deps = node
                 .deps
@@ -67,7 +67,7 @@ impl GraphDef {
                 NodeWork::Child(child) => NodeWork::Child(Arc::new(child.renamed(next_handle))),
                 NodeWork::Op(..) => node.work.clone(),
             };
-            nodes.push(Node { handle: NodeHandle(next_handle()), work, deps });
+            nodes.push(SimNode { handle: NodeHandle(next_handle()), work, deps });
         }
         GraphDef { nodes }
     }
@@ -81,7 +81,7 @@ pub(super) struct GraphSlot {
 }
 
 struct FlatNode {
-    op: Op,
+    op: SimOp,
     fault: Option<WorkFault>,
     deps: Vec<(usize, EdgeKind)>,
 }
@@ -111,7 +111,7 @@ impl FlatGraph {
         flatten(source, &[], &mut nodes);
         let allocs = nodes
             .iter()
-            .filter_map(|n: &FlatNode| if let Op::Alloc(start) = n.op { Some(start) } else { None })
+            .filter_map(|n: &FlatNode| if let SimOp::Alloc(start) = n.op { Some(start) } else { None })
             .collect();
         let chain = nodes
             .iter()
@@ -128,16 +128,16 @@ impl FlatGraph {
         self.nodes.len()
     }
 
-    pub(super) fn node(&self, i: usize) -> (&Op, Option<WorkFault>) {
+    pub(super) fn node(&self, i: usize) -> (&SimOp, Option<WorkFault>) {
         (&self.nodes[i].op, self.nodes[i].fault)
     }
 
     fn waits(&self, i: usize) -> bool {
-        !matches!(&self.nodes[i].op, Op::Kernel(k) if !k.twin.waits)
+        !matches!(&self.nodes[i].op, SimOp::Kernel(k) if !k.twin.waits)
     }
 
     fn starts_next_late(&self, i: usize) -> bool {
-        matches!(&self.nodes[i].op, Op::Kernel(k) if k.twin.starts_next_late)
+        matches!(&self.nodes[i].op, SimOp::Kernel(k) if k.twin.starts_next_late)
     }
 
     /// What a kernel waits for inside.
@@ -183,7 +183,7 @@ impl FlatGraph {
     }
 
     /// A random order in which the nodes may run.
-    pub(super) fn random_order(&self, rng: &mut Rng) -> Vec<u32> {
+    pub(super) fn random_order(&self, rng: &mut SimRng) -> Vec<u32> {
         let n = self.nodes.len();
         if self.chain {
             return (0..n as u32).collect();
@@ -220,7 +220,7 @@ impl FlatGraph {
         if self.before.is_empty() {
             return Vec::new();
         }
-        let mut all: Vec<(usize, Access)> = logs
+        let mut all: Vec<(usize, SimAccess)> = logs
             .iter()
             .enumerate()
             .flat_map(|(node, log)| log.as_slice().iter().map(move |&a| (node, a)))
@@ -228,7 +228,7 @@ impl FlatGraph {
         all.sort_unstable_by_key(|(_, a)| a.start);
         let mut reports = Vec::new();
         let mut seen = std::collections::BTreeSet::new();
-        let mut open: Vec<(usize, Access)> = Vec::new();
+        let mut open: Vec<(usize, SimAccess)> = Vec::new();
         for (node, a) in all {
             open.retain(|(_, o)| o.end > a.start);
             for (other, o) in &open {
@@ -250,7 +250,7 @@ impl FlatGraph {
 
     /// An early access lies between the two points of its node, so it is after another node's main point only if the
     /// node's start is.
-    fn ordered(&self, x: usize, ax: &Access, y: usize, ay: &Access) -> bool {
+    fn ordered(&self, x: usize, ax: &SimAccess, y: usize, ay: &SimAccess) -> bool {
         self.is_before(point(x, true), point(y, !ay.early))
             || self.is_before(point(y, true), point(x, !ax.early))
     }
@@ -278,7 +278,7 @@ fn flatten(def: &GraphDef, entry: &[(usize, EdgeKind)], out: &mut Vec<FlatNode>)
                 let sinks = flatten(child, &deps, out);
                 let sinks = sinks.into_iter().map(|i| (i, EdgeKind::Full));
                 let deps = if child.nodes.is_empty() { deps } else { sinks.collect() };
-                out.push(FlatNode { op: Op::Empty, fault: None, deps });
+                out.push(FlatNode { op: SimOp::Empty, fault: None, deps });
             }
         }
         at.push(out.len() - 1);
@@ -301,7 +301,7 @@ impl GraphRun {
     }
 
     /// The next node to run, if any is left.
-    pub(super) fn advance(&mut self, rng: &mut Rng) -> Option<usize> {
+    pub(super) fn advance(&mut self, rng: &mut SimRng) -> Option<usize> {
         let order = self.order.get_or_insert_with(|| self.graph.random_order(rng));
         let node = order.get(self.next).map(|&i| i as usize);
         self.next += 1;

@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering;
 
 use bytemuck::Pod;
 
-use super::memory::{Fault, Memory, Place, read_pinned};
-use super::races::{Access, AccessLog};
+use super::memory::{Fault, SimLocation, SimMemory, read_pinned};
+use super::races::{AccessLog, SimAccess};
 use crate::api::{Code, DevicePtr, HostPtr, LaunchConfig, ParamInfo};
 
 /// What a twin returns: the first fault ends the kernel, as on a card.
@@ -85,7 +85,7 @@ pub struct SimKernel<'a> {
     config: &'a LaunchConfig,
     params: &'a [u8],
     layout: &'a [ParamInfo],
-    memory: &'a mut Memory,
+    memory: &'a mut SimMemory,
     log: RefCell<AccessLog>,
     fault: RefCell<Option<Fault>>,
     early: bool,
@@ -96,7 +96,7 @@ impl<'a> SimKernel<'a> {
         twin: &'a Twin,
         config: &'a LaunchConfig,
         params: &'a [u8],
-        memory: &'a mut Memory,
+        memory: &'a mut SimMemory,
     ) -> SimKernel<'a> {
         SimKernel {
             name: &twin.name,
@@ -162,14 +162,14 @@ impl<'a> SimKernel<'a> {
             return Ok(Cow::Borrowed(&[]));
         }
         match self.check::<T>(ptr, n, false)? {
-            Place::Device { start, offset } => {
+            SimLocation::Device { start, offset } => {
                 let bytes = &self.memory.device(start)[offset..offset + n * size_of::<T>()];
                 Ok(match bytemuck::try_cast_slice(bytes) {
                     Ok(slice) => Cow::Borrowed(slice),
                     Err(_) => Cow::Owned(bytemuck::pod_collect_to_vec(bytes)),
                 })
             }
-            Place::Pinned { addr } => {
+            SimLocation::Pinned { addr } => {
                 let mut out = vec![T::zeroed(); n];
                 read_pinned(addr, bytemuck::cast_slice_mut(&mut out));
                 Ok(Cow::Owned(out))
@@ -234,8 +234,8 @@ impl<'a> SimKernel<'a> {
     /// As [`SimKernel::view`].
     pub fn load_acquire_u64(&self, ptr: DevicePtr) -> KernelResult<u64> {
         match self.check::<u64>(ptr, 1, false)? {
-            Place::Device { .. } => self.read_one(ptr),
-            Place::Pinned { addr } => {
+            SimLocation::Device { .. } => self.read_one(ptr),
+            SimLocation::Pinned { addr } => {
                 // SAFETY: the word was located in live pinned memory and is aligned; host and device touch such memory only
                 // through `pinned`.
                 Ok(unsafe { crate::pinned::word(HostPtr(addr)) }.load(Ordering::Acquire))
@@ -250,8 +250,8 @@ impl<'a> SimKernel<'a> {
     /// As [`SimKernel::write`].
     pub fn store_release_u64(&mut self, ptr: DevicePtr, value: u64) -> KernelResult {
         match self.check::<u64>(ptr, 1, true)? {
-            Place::Device { .. } => return self.memory.write(ptr.0, &value.to_ne_bytes()),
-            Place::Pinned { addr } => {
+            SimLocation::Device { .. } => return self.memory.write(ptr.0, &value.to_ne_bytes()),
+            SimLocation::Pinned { addr } => {
                 // SAFETY: as in `load_acquire_u64`.
                 unsafe { crate::pinned::word(HostPtr(addr)) }.store(value, Ordering::Release);
             }
@@ -273,7 +273,7 @@ impl<'a> SimKernel<'a> {
         result
     }
 
-    fn check<T>(&self, ptr: DevicePtr, n: usize, write: bool) -> KernelResult<Place> {
+    fn check<T>(&self, ptr: DevicePtr, n: usize, write: bool) -> KernelResult<SimLocation> {
         let doing = if write { "writes" } else { "reads" };
         let bytes = (n as u64).checked_mul(size_of::<T>() as u64);
         let place = match bytes {
@@ -287,7 +287,7 @@ impl<'a> SimKernel<'a> {
         match place {
             Ok(place) => {
                 let end = ptr.0 + bytes.unwrap_or(0);
-                self.log.borrow_mut().push(Access { start: ptr.0, end, write, early: self.early });
+                self.log.borrow_mut().push(SimAccess { start: ptr.0, end, write, early: self.early });
                 Ok(place)
             }
             Err(fault) => Err(self.record(Fault::new(

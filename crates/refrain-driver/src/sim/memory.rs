@@ -39,7 +39,7 @@ impl Fault {
 
 /// What an allocation belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Owner {
+pub(super) enum AllocationOwner {
     /// `cuMemAlloc`, managed memory.
     Program,
     /// Stream-ordered: comes alive when its stream gets there.
@@ -48,11 +48,11 @@ pub(super) enum Owner {
     Graph,
 }
 
-struct Allocation {
+struct SimAllocation {
     bytes: u64,
     words: Vec<u64>, // backing store, 8-byte aligned so that typed views need no copy
     ctx: CtxHandle,
-    owner: Owner,
+    owner: AllocationOwner,
     live: bool,
     /// Its bytes are taken from the capacity: a graph's only while it is alive, others from the call on.
     counted: bool,
@@ -60,7 +60,7 @@ struct Allocation {
     freeing: bool,
 }
 
-struct Pinned {
+struct SimPinned {
     base: *mut u8,
     layout: Layout,
     bytes: usize,
@@ -69,16 +69,16 @@ struct Pinned {
 
 // SAFETY: `base` is a heap allocation that only this value owns; threads that use the bytes do so by the rules of
 // pinned memory (the driver's own), not through this struct.
-unsafe impl Send for Pinned {}
+unsafe impl Send for SimPinned {}
 
-impl Drop for Pinned {
+impl Drop for SimPinned {
     fn drop(&mut self) {
-        // SAFETY: `base` came from `alloc` with this very layout in `Memory::alloc_host` and is freed once, here.
+        // SAFETY: `base` came from `alloc` with this very layout in `SimMemory::alloc_host` and is freed once, here.
         unsafe { dealloc(self.base, self.layout) }
     }
 }
 
-impl Pinned {
+impl SimPinned {
     fn addr(&self) -> u64 {
         self.base as u64 + HOST_GUARD as u64
     }
@@ -98,28 +98,28 @@ impl Pinned {
 
 /// Where a checked access lands.
 #[derive(Clone, Copy)]
-pub(super) enum Place {
+pub(super) enum SimLocation {
     /// Byte offset in the allocation that starts there.
     Device { start: u64, offset: usize },
     /// A host address inside pinned memory.
     Pinned { addr: u64 },
 }
 
-pub(super) struct Memory {
-    allocations: BTreeMap<u64, Allocation>,
+pub(super) struct SimMemory {
+    allocations: BTreeMap<u64, SimAllocation>,
     freed: BTreeMap<u64, u64>, // start -> bytes
     next: u64,
     used: u64,
     capacity: u64,
-    pinned: BTreeMap<u64, Pinned>,
-    quarantine: VecDeque<Pinned>,
+    pinned: BTreeMap<u64, SimPinned>,
+    quarantine: VecDeque<SimPinned>,
     host_used: u64,
     host_capacity: u64,
 }
 
-impl Memory {
-    pub(super) fn new(capacity: u64, host_capacity: u64) -> Memory {
-        Memory {
+impl SimMemory {
+    pub(super) fn new(capacity: u64, host_capacity: u64) -> SimMemory {
+        SimMemory {
             allocations: BTreeMap::new(),
             freed: BTreeMap::new(),
             next: BASE,
@@ -147,7 +147,12 @@ impl Memory {
     }
 
     /// Picks the address of an allocation; it holds bytes once it is brought to life.
-    pub(super) fn reserve(&mut self, ctx: CtxHandle, bytes: u64, owner: Owner) -> Result<u64, Code> {
+    pub(super) fn reserve(
+        &mut self,
+        ctx: CtxHandle,
+        bytes: u64,
+        owner: AllocationOwner,
+    ) -> Result<u64, Code> {
         if bytes == 0 {
             return Err(Code::INVALID_VALUE);
         }
@@ -156,9 +161,9 @@ impl Memory {
         }
         let start = (self.next + GUARD).next_multiple_of(ALIGN);
         self.next = start + bytes;
-        let counted = owner != Owner::Graph;
+        let counted = owner != AllocationOwner::Graph;
         self.used += if counted { bytes } else { 0 };
-        let a = Allocation { bytes, words: Vec::new(), ctx, owner, live: false, counted, freeing: false };
+        let a = SimAllocation { bytes, words: Vec::new(), ctx, owner, live: false, counted, freeing: false };
         self.allocations.insert(start, a);
         Ok(start)
     }
@@ -183,7 +188,7 @@ impl Memory {
     }
 
     pub(super) fn alloc(&mut self, ctx: CtxHandle, bytes: u64) -> Result<u64, Code> {
-        let start = self.reserve(ctx, bytes, Owner::Program)?;
+        let start = self.reserve(ctx, bytes, AllocationOwner::Program)?;
         match self.bring_to_life(start) {
             Ok(()) => Ok(start),
             Err(code) => {
@@ -195,7 +200,7 @@ impl Memory {
     }
 
     /// Who owns the live or reserved allocation that starts exactly at `start`.
-    pub(super) fn owner(&self, start: u64) -> Option<(Owner, bool)> {
+    pub(super) fn owner(&self, start: u64) -> Option<(AllocationOwner, bool)> {
         self.allocations.get(&start).map(|a| (a.owner, a.live))
     }
 
@@ -215,7 +220,9 @@ impl Memory {
     /// alive later.
     pub(super) fn check_named(&self, addr: u64, bytes: u64) -> Result<(), String> {
         let later = self.allocations.range(..=addr).next_back().is_some_and(|(&start, a)| {
-            a.owner != Owner::Program && addr - start <= a.bytes && bytes <= a.bytes - (addr - start)
+            a.owner != AllocationOwner::Program
+                && addr - start <= a.bytes
+                && bytes <= a.bytes - (addr - start)
         });
         if later { Ok(()) } else { self.locate(addr, bytes).map(drop).map_err(|fault| fault.what) }
     }
@@ -229,7 +236,7 @@ impl Memory {
         a.words = Vec::new();
         self.used -= a.bytes;
         let bytes = a.bytes;
-        if a.owner != Owner::Graph {
+        if a.owner != AllocationOwner::Graph {
             self.allocations.remove(&start);
             self.freed.insert(start, bytes);
         }
@@ -256,7 +263,7 @@ impl Memory {
             base.write_bytes(GUARD_BYTE, layout.size());
             base.add(HOST_GUARD).write_bytes(POISON, n);
         }
-        let pinned = Pinned { base, layout, bytes: n, ctx };
+        let pinned = SimPinned { base, layout, bytes: n, ctx };
         let addr = pinned.addr();
         self.host_used += bytes;
         self.pinned.insert(addr, pinned);
@@ -296,23 +303,23 @@ impl Memory {
 
     /// True when the whole range lies in pinned memory.
     pub(super) fn is_pinned(&self, addr: u64, bytes: u64) -> bool {
-        matches!(self.locate(addr, bytes), Ok(Place::Pinned { .. }))
+        matches!(self.locate(addr, bytes), Ok(SimLocation::Pinned { .. }))
     }
 
     /// Checks a range against what is alive.
-    pub(super) fn locate(&self, addr: u64, bytes: u64) -> Result<Place, Fault> {
+    pub(super) fn locate(&self, addr: u64, bytes: u64) -> Result<SimLocation, Fault> {
         if let Some((&start, a)) = self.allocations.range(..=addr).next_back()
             && a.live
             && addr - start <= a.bytes
             && bytes <= a.bytes - (addr - start)
         {
-            return Ok(Place::Device { start, offset: (addr - start) as usize });
+            return Ok(SimLocation::Device { start, offset: (addr - start) as usize });
         }
         if let Some((&start, p)) = self.pinned.range(..=addr).next_back()
             && addr - start <= p.bytes as u64
             && bytes <= p.bytes as u64 - (addr - start)
         {
-            return Ok(Place::Pinned { addr });
+            return Ok(SimLocation::Pinned { addr });
         }
         Err(Fault::new(Code::ILLEGAL_ADDRESS, self.describe_miss(addr, bytes)))
     }
@@ -356,21 +363,21 @@ impl Memory {
 
     pub(super) fn read(&self, addr: u64, out: &mut [u8]) -> Result<(), Fault> {
         match self.locate(addr, out.len() as u64)? {
-            Place::Device { start, offset } => {
+            SimLocation::Device { start, offset } => {
                 out.copy_from_slice(&self.device(start)[offset..offset + out.len()]);
             }
-            Place::Pinned { addr } => read_pinned(addr, out),
+            SimLocation::Pinned { addr } => read_pinned(addr, out),
         }
         Ok(())
     }
 
     pub(super) fn write(&mut self, addr: u64, bytes: &[u8]) -> Result<(), Fault> {
         match self.locate(addr, bytes.len() as u64)? {
-            Place::Device { start, offset } => {
+            SimLocation::Device { start, offset } => {
                 self.device_mut(start)[offset..offset + bytes.len()].copy_from_slice(bytes);
             }
             // SAFETY: the range was just located in live pinned memory; a last word reaches into its guard zone at most.
-            Place::Pinned { addr } => unsafe { crate::pinned::write(HostPtr(addr), bytes) },
+            SimLocation::Pinned { addr } => unsafe { crate::pinned::write(HostPtr(addr), bytes) },
         }
         Ok(())
     }

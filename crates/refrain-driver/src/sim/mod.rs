@@ -29,21 +29,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-pub use calls::Call;
+pub use calls::DriverCall;
 pub use faults::{FaultScript, FaultScriptError};
 pub use kernels::{KernelResult, SimKernel, Twin};
 pub use memory::Fault;
 
-use crate::api::{Api, Census, Code, Raw, StreamHandle};
+use crate::api::{Api, Census, Code, RawResult, StreamHandle};
 use faults::Action;
 use ops::WorkFault;
 use races::Clock;
-use state::State;
-use streams::Step;
+use state::SimState;
+use streams::StepOutcome;
 
 /// When queued work runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Schedule {
+pub enum SimSchedule {
     /// When somebody waits for it or asks after it, and now and then by chance.
     #[default]
     Seeded,
@@ -67,7 +67,7 @@ pub struct SimOptions {
     /// Pinned host memory in bytes.
     pub host_bytes: u64,
     /// When queued work runs.
-    pub schedule: Schedule,
+    pub schedule: SimSchedule,
     /// Number of devices.
     pub n_devices: u32,
     /// The most shared memory that a block can have: 227 KiB on compute capability 9.0, 99 KiB on 8.6, 8.9 and 12.0.
@@ -84,7 +84,7 @@ impl Default for SimOptions {
             strict: true,
             memory_bytes: 4 << 30,
             host_bytes: 1 << 30,
-            schedule: Schedule::Seeded,
+            schedule: SimSchedule::Seeded,
             n_devices: 1,
             shared_block_bytes: functions::SHARED_BLOCK_BYTES,
             unified: false,
@@ -98,7 +98,7 @@ pub struct SimStats {
     /// Live objects and bytes.
     pub live: Census,
     /// Calls sent, by kind; those that failed count too.
-    pub calls: Vec<(Call, u64)>,
+    pub calls: Vec<(DriverCall, u64)>,
     /// Bytes that were copied from the host to the device; those of copies that failed count too.
     pub upload_bytes: u64,
     /// Threads inside a call that a script keeps from returning.
@@ -108,7 +108,7 @@ pub struct SimStats {
 impl SimStats {
     /// How often a call was sent.
     #[must_use]
-    pub fn n_calls(&self, call: Call) -> u64 {
+    pub fn n_calls(&self, call: DriverCall) -> u64 {
         self.calls.iter().find(|(c, _)| *c == call).map_or(0, |(_, n)| *n)
     }
 
@@ -119,15 +119,15 @@ impl SimStats {
     }
 }
 
-struct Shared {
-    state: Mutex<State>,
+struct SimShared {
+    state: Mutex<SimState>,
     /// A hung call was released, a call began to hang, or a host function returned.
     changed: Condvar,
     /// Pieces of work done, readable while a call holds the state.
     n_steps: AtomicU64,
 }
 
-impl Drop for Shared {
+impl Drop for SimShared {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         for (rule, n_seen) in state.faults.unused() {
@@ -139,7 +139,7 @@ impl Drop for Shared {
 /// A simulated driver. Clones are the same device.
 #[derive(Clone)]
 pub struct SimDriver {
-    shared: Arc<Shared>,
+    shared: Arc<SimShared>,
 }
 
 /// The driver interface of a simulated device. Apart from it, so that holding a device does not give the right to free what
@@ -171,8 +171,8 @@ impl SimDriver {
     #[must_use]
     pub fn new(options: SimOptions) -> SimDriver {
         SimDriver {
-            shared: Arc::new(Shared {
-                state: Mutex::new(State::new(options)),
+            shared: Arc::new(SimShared {
+                state: Mutex::new(SimState::new(options)),
                 changed: Condvar::new(),
                 n_steps: AtomicU64::new(0),
             }),
@@ -243,7 +243,7 @@ impl SimDriver {
     pub fn stats(&self) -> SimStats {
         let state = self.lock();
         let calls =
-            Call::ALL.iter().map(|&call| (call, state.n_calls[call as usize])).filter(|(_, n)| *n > 0);
+            DriverCall::ALL.iter().map(|&call| (call, state.n_calls[call as usize])).filter(|(_, n)| *n > 0);
         let (upload_bytes, n_hung) = (state.upload_bytes, state.n_hung);
         SimStats { live: state.census(), calls: calls.collect(), upload_bytes, n_hung }
     }
@@ -268,17 +268,21 @@ impl SimDriver {
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, SimState> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts a call and lets scripted faults happen to it.
-    fn enter(&self, call: Call) -> Raw<MutexGuard<'_, State>> {
+    fn enter(&self, call: DriverCall) -> RawResult<MutexGuard<'_, SimState>> {
         self.enter_or(call, |_| ())
     }
 
     /// As [`SimDriver::enter`]; `on_fail` runs when a script makes the call fail.
-    fn enter_or(&self, call: Call, on_fail: impl FnOnce(&mut State)) -> Raw<MutexGuard<'_, State>> {
+    fn enter_or(
+        &self,
+        call: DriverCall,
+        on_fail: impl FnOnce(&mut SimState),
+    ) -> RawResult<MutexGuard<'_, SimState>> {
         let mut state = self.lock();
         state.n_calls[call as usize] += 1;
         state.armed = None;
@@ -316,7 +320,11 @@ impl SimDriver {
         Ok(state)
     }
 
-    fn hang<'a>(&'a self, mut state: MutexGuard<'a, State>, time: Option<Duration>) -> MutexGuard<'a, State> {
+    fn hang<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, SimState>,
+        time: Option<Duration>,
+    ) -> MutexGuard<'a, SimState> {
         let until = time.map(|t| Instant::now() + t);
         let n_releases = state.n_releases;
         state.n_hung += 1;
@@ -342,19 +350,19 @@ impl SimDriver {
     /// called without the lock.
     fn drive<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
-        mut pick: impl FnMut(&mut State) -> Option<StreamHandle>,
-    ) -> MutexGuard<'a, State> {
+        mut state: MutexGuard<'a, SimState>,
+        mut pick: impl FnMut(&mut SimState) -> Option<StreamHandle>,
+    ) -> MutexGuard<'a, SimState> {
         while state.lost.is_none()
             && let Some(stream) = pick(&mut state)
         {
             self.shared.n_steps.fetch_add(1, Ordering::Relaxed);
             match state.step(stream) {
-                Step::Ran | Step::Idle | Step::Blocked => {}
-                Step::Busy => {
+                StepOutcome::Ran | StepOutcome::Idle | StepOutcome::Blocked => {}
+                StepOutcome::Busy => {
                     state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
-                Step::Call(call) => {
+                StepOutcome::HostCall(call) => {
                     drop(state);
                     (call.f)(call.user);
                     state = self.lock();
@@ -369,16 +377,16 @@ impl SimDriver {
     /// Waits for an item; `clock` is what the host then has seen.
     fn wait_for<'a>(
         &'a self,
-        state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, SimState>,
         item: u64,
         clock: &Clock,
-    ) -> Raw<MutexGuard<'a, State>> {
+    ) -> RawResult<MutexGuard<'a, SimState>> {
         let mut state = self.drive(state, |s| {
             if !s.pending.contains_key(&item) {
                 return None;
             }
             // Now and then something else runs first, as it would on a card.
-            if s.schedule != Schedule::Lazy
+            if s.schedule != SimSchedule::Lazy
                 && s.rng.one_in(4)
                 && let Some(other) = s.any_runnable()
             {
@@ -392,7 +400,7 @@ impl SimDriver {
     }
 
     /// Waits for everything of the current context.
-    fn drain<'a>(&'a self, state: MutexGuard<'a, State>) -> Raw<MutexGuard<'a, State>> {
+    fn drain<'a>(&'a self, state: MutexGuard<'a, SimState>) -> RawResult<MutexGuard<'a, SimState>> {
         let ctx = state.ctx()?;
         let mut state = self.drive(state, |s| {
             s.any_runnable().or_else(|| {
@@ -411,10 +419,10 @@ impl SimDriver {
     /// Brings an item a few steps closer, for a query; whether it is done.
     fn poll<'a>(
         &'a self,
-        state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, SimState>,
         item: u64,
         clock: &Clock,
-    ) -> Raw<MutexGuard<'a, State>> {
+    ) -> RawResult<MutexGuard<'a, SimState>> {
         let mut n_left = 0;
         let mut first = true;
         let mut state = self.drive(state, |s| {
@@ -437,13 +445,13 @@ impl SimDriver {
     }
 
     /// Work was queued: perhaps some of it runs before the call returns.
-    fn queued(&self, mut state: MutexGuard<'_, State>) -> Raw<()> {
+    fn queued(&self, mut state: MutexGuard<'_, SimState>) -> RawResult<()> {
         let schedule = state.schedule;
         let mut n_left = match schedule {
-            Schedule::Lazy => 0,
-            Schedule::Eager => usize::MAX,
-            Schedule::Seeded if state.rng.one_in(3) => 1 + state.rng.below(8),
-            Schedule::Seeded => 0,
+            SimSchedule::Lazy => 0,
+            SimSchedule::Eager => usize::MAX,
+            SimSchedule::Seeded if state.rng.one_in(3) => 1 + state.rng.below(8),
+            SimSchedule::Seeded => 0,
         };
         drop(self.drive(state, |s| {
             n_left = n_left.checked_sub(1)?;

@@ -4,13 +4,13 @@ use crate::api::Code;
 
 /// A kernel an image names, with its parameter sizes where the image tells them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct KernelEntry {
     pub(super) name: String,
     pub(super) param_sizes: Option<Vec<usize>>,
 }
 
 /// Reads the kernel names of an image.
-pub(super) fn entries(image: &[u8]) -> Result<Vec<Entry>, Code> {
+pub(super) fn entries(image: &[u8]) -> Result<Vec<KernelEntry>, Code> {
     if image.starts_with(b"\x7fELF") {
         return Ok(cubin_entries(image));
     }
@@ -18,7 +18,7 @@ pub(super) fn entries(image: &[u8]) -> Result<Vec<Entry>, Code> {
     let text = text.trim_end_matches('\0');
     let mut lines = text.lines().map(str::trim);
     if lines.next() == Some("sim") {
-        let named = |name: &str| Entry { name: name.to_owned(), param_sizes: None };
+        let named = |name: &str| KernelEntry { name: name.to_owned(), param_sizes: None };
         return Ok(lines.filter(|l| !l.is_empty()).map(named).collect());
     }
     if text.trim().is_empty() {
@@ -32,9 +32,9 @@ pub(super) fn entries(image: &[u8]) -> Result<Vec<Entry>, Code> {
 }
 
 /// A kernel's code lies in a section called `.text.NAME`; the names stand in the file as they are.
-fn cubin_entries(image: &[u8]) -> Vec<Entry> {
+fn cubin_entries(image: &[u8]) -> Vec<KernelEntry> {
     const PREFIX: &[u8] = b"\0.text.";
-    let mut found: Vec<Entry> = Vec::new();
+    let mut found: Vec<KernelEntry> = Vec::new();
     for at in memchr_all(image, PREFIX) {
         let rest = &image[at + PREFIX.len()..];
         let end = rest.iter().position(|&b| b == 0).unwrap_or(rest.len());
@@ -42,7 +42,7 @@ fn cubin_entries(image: &[u8]) -> Vec<Entry> {
             && !name.is_empty()
             && found.iter().all(|e| e.name != name)
         {
-            found.push(Entry { name: name.to_owned(), param_sizes: None });
+            found.push(KernelEntry { name: name.to_owned(), param_sizes: None });
         }
     }
     found
@@ -52,7 +52,7 @@ fn memchr_all<'a>(bytes: &'a [u8], needle: &'a [u8]) -> impl Iterator<Item = usi
     bytes.windows(needle.len()).enumerate().filter(move |(_, w)| *w == needle).map(|(i, _)| i)
 }
 
-fn ptx_entries(code: &str) -> Option<Vec<Entry>> {
+fn ptx_entries(code: &str) -> Option<Vec<KernelEntry>> {
     let mut found = Vec::new();
     for (at, _) in code.match_indices(".entry") {
         let rest = code[at + ".entry".len()..].trim_start();
@@ -70,7 +70,7 @@ fn ptx_entries(code: &str) -> Option<Vec<Entry>> {
             }
             None => Some(Vec::new()),
         };
-        found.push(Entry { name: name.to_owned(), param_sizes });
+        found.push(KernelEntry { name: name.to_owned(), param_sizes });
     }
     Some(found)
 }
@@ -113,7 +113,7 @@ mod tests {
             .param .u64 .ptr .global .align 1 add_0,\n.param .u32 add_1,\n.param .align 8 .b8 add_2[24]\n)\n{ ret; }\n\
             .entry bare\n{ ret; }";
         let found = entries(ptx.as_bytes()).unwrap();
-        assert_eq!(found[0], Entry { name: "add".into(), param_sizes: Some(vec![8, 4, 24]) });
+        assert_eq!(found[0], KernelEntry { name: "add".into(), param_sizes: Some(vec![8, 4, 24]) });
         assert_eq!(found[1].name, "bare");
         assert_eq!(found.len(), 2);
     }

@@ -4,10 +4,10 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::kernels::{SimKernel, Twin};
-use super::memory::{Fault, Memory, read_host, write_host};
+use super::memory::{Fault, SimMemory, read_host, write_host};
 use super::races::AccessLog;
-use super::rng::Rng;
-use crate::api::{Code, CopyEnd, HostFn, HostPtr, LaunchConfig, ModuleHandle, NodeKind};
+use super::rng::SimRng;
+use crate::api::{Code, CopyEnd, HostPtr, LaunchConfig, ModuleHandle, NodeKind, RawHostFn};
 
 /// What a script makes a piece of work do wrong when it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,16 +18,16 @@ pub(super) enum WorkFault {
 
 /// A function to call on the host.
 #[derive(Clone, Copy)]
-pub(super) struct HostCall {
-    pub(super) f: HostFn,
+pub(super) struct SimHostCall {
+    pub(super) f: RawHostFn,
     pub(super) user: *mut c_void,
 }
 
 // SAFETY: whoever handed the pair over (`launch_host_func`, `graph_add_host`, both `unsafe`) vouched that it may be
 // called from any thread.
-unsafe impl Send for HostCall {}
+unsafe impl Send for SimHostCall {}
 // SAFETY: as above; the value itself is plain data.
-unsafe impl Sync for HostCall {}
+unsafe impl Sync for SimHostCall {}
 
 #[derive(Clone)]
 pub(super) struct KernelOp {
@@ -38,7 +38,7 @@ pub(super) struct KernelOp {
 }
 
 #[derive(Clone)]
-pub(super) enum Op {
+pub(super) enum SimOp {
     Empty,
     Kernel(KernelOp),
     Copy {
@@ -56,89 +56,89 @@ pub(super) enum Op {
         byte: u8,
         bytes: u64,
     },
-    Host(HostCall),
+    Host(SimHostCall),
     Alloc(u64),
     Free(u64),
 }
 
-impl Op {
+impl SimOp {
     pub(super) fn kind(&self) -> NodeKind {
         match self {
-            Op::Empty => NodeKind::Empty,
-            Op::Kernel(_) => NodeKind::Kernel,
-            Op::Copy { .. } | Op::Upload { .. } => NodeKind::Memcpy,
-            Op::Memset { .. } => NodeKind::Memset,
-            Op::Host(_) => NodeKind::Host,
-            Op::Alloc(_) => NodeKind::MemAlloc,
-            Op::Free(_) => NodeKind::MemFree,
+            SimOp::Empty => NodeKind::Empty,
+            SimOp::Kernel(_) => NodeKind::Kernel,
+            SimOp::Copy { .. } | SimOp::Upload { .. } => NodeKind::Memcpy,
+            SimOp::Memset { .. } => NodeKind::Memset,
+            SimOp::Host(_) => NodeKind::Host,
+            SimOp::Alloc(_) => NodeKind::MemAlloc,
+            SimOp::Free(_) => NodeKind::MemFree,
         }
     }
 
     /// For reports.
     pub(super) fn what(&self) -> String {
         match self {
-            Op::Empty => "an empty node".into(),
-            Op::Kernel(k) => format!("kernel {}", k.twin.name),
-            Op::Copy { bytes, .. } => format!("a copy of {bytes} bytes"),
-            Op::Upload { data, .. } => format!("a copy of {} bytes", data.len()),
-            Op::Memset { bytes, .. } => format!("a fill of {bytes} bytes"),
-            Op::Host(_) => "a host function".into(),
-            Op::Alloc(_) => "an allocation".into(),
-            Op::Free(_) => "a free".into(),
+            SimOp::Empty => "an empty node".into(),
+            SimOp::Kernel(k) => format!("kernel {}", k.twin.name),
+            SimOp::Copy { bytes, .. } => format!("a copy of {bytes} bytes"),
+            SimOp::Upload { data, .. } => format!("a copy of {} bytes", data.len()),
+            SimOp::Memset { bytes, .. } => format!("a fill of {bytes} bytes"),
+            SimOp::Host(_) => "a host function".into(),
+            SimOp::Alloc(_) => "an allocation".into(),
+            SimOp::Free(_) => "a free".into(),
         }
     }
 
     /// Simulated time it takes.
     pub(super) fn cost_ns(&self) -> u64 {
         match self {
-            Op::Empty => 0,
-            Op::Kernel(_) | Op::Host(_) | Op::Alloc(_) | Op::Free(_) => 2_000,
-            Op::Copy { bytes, .. } | Op::Memset { bytes, .. } => 1_000 + bytes / 50,
-            Op::Upload { data, .. } => 1_000 + data.len() as u64 / 50,
+            SimOp::Empty => 0,
+            SimOp::Kernel(_) | SimOp::Host(_) | SimOp::Alloc(_) | SimOp::Free(_) => 2_000,
+            SimOp::Copy { bytes, .. } | SimOp::Memset { bytes, .. } => 1_000 + bytes / 50,
+            SimOp::Upload { data, .. } => 1_000 + data.len() as u64 / 50,
         }
     }
 
     /// Runs it, except for a host function, which is the scheduler's.
     pub(super) fn run(
         &self,
-        memory: &mut Memory,
+        memory: &mut SimMemory,
         module_is_live: impl Fn(ModuleHandle) -> bool,
     ) -> (AccessLog, Result<(), Fault>) {
         let mut log = AccessLog::default();
         let result = match self {
-            Op::Empty | Op::Host(_) => Ok(()),
-            Op::Copy { bytes: 0, .. } | Op::Memset { bytes: 0, .. } => Ok(()),
-            Op::Upload { data, .. } if data.is_empty() => Ok(()),
-            Op::Kernel(k) if !module_is_live(k.module) => Err(Fault::new(
+            SimOp::Empty | SimOp::Host(_) => Ok(()),
+            SimOp::Copy { bytes: 0, .. } | SimOp::Memset { bytes: 0, .. } => Ok(()),
+            SimOp::Upload { data, .. } if data.is_empty() => Ok(()),
+            SimOp::Kernel(k) if !module_is_live(k.module) => Err(Fault::new(
                 Code::ILLEGAL_ADDRESS,
                 format!("kernel {} runs after its module was unloaded", k.twin.name),
             )),
-            Op::Kernel(k) => return run_kernel(k, memory),
-            Op::Copy { dst, src, bytes } => run_copy(*dst, *src, *bytes, memory, &mut log),
-            Op::Upload { dst, data } => {
+            SimOp::Kernel(k) => return run_kernel(k, memory),
+            SimOp::Copy { dst, src, bytes } => run_copy(*dst, *src, *bytes, memory, &mut log),
+            SimOp::Upload { dst, data } => {
                 log.touch(*dst, data.len() as u64, true);
                 memory.write(*dst, data)
             }
-            Op::Memset { dst, byte, bytes } => {
+            SimOp::Memset { dst, byte, bytes } => {
                 log.touch(*dst, *bytes, true);
                 memory.locate(*dst, *bytes).and_then(|_| memory.write(*dst, &vec![*byte; *bytes as usize]))
             }
-            Op::Alloc(start) => memory
+            SimOp::Alloc(start) => memory
                 .bring_to_life(*start)
                 .map_err(|code| Fault::new(code, "stream-ordered allocation failed when its turn came")),
-            Op::Free(start) => memory.free(*start).map_err(|_| {
+            SimOp::Free(start) => memory.free(*start).map_err(|_| {
                 Fault::new(Code::ILLEGAL_ADDRESS, format!("free of {start:#x}, which is not allocated"))
             }),
         };
         let result = result.map_err(|fault| match self {
-            Op::Kernel(_) => fault,
+            SimOp::Kernel(_) => fault,
             _ => Fault::new(fault.code, format!("{}: {}", self.what(), fault.what)),
         });
         (log, result)
     }
 }
 
-fn run_kernel(k: &KernelOp, memory: &mut Memory) -> (AccessLog, Result<(), Fault>) {
+fn run_kernel(k: &KernelOp, memory: &mut SimMemory) -> (AccessLog, Result<(), Fault>) {
     let mut kernel = SimKernel::new(&k.twin, &k.config, &k.params, memory);
     // A twin that panics is a kernel that crashes: the report says so, and no panic crosses the driver interface.
     let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| (k.twin.body)(&mut kernel)));
@@ -165,7 +165,7 @@ fn run_copy(
     dst: CopyEnd,
     src: CopyEnd,
     bytes: u64,
-    memory: &mut Memory,
+    memory: &mut SimMemory,
     log: &mut AccessLog,
 ) -> Result<(), Fault> {
     let n = usize::try_from(bytes).map_err(|_| Fault::new(Code::ILLEGAL_ADDRESS, "a copy beyond memory"))?;
@@ -191,7 +191,7 @@ fn run_copy(
 }
 
 /// Flips a bit in one of the bytes that `log` says were written.
-pub(super) fn falsify(memory: &mut Memory, log: &AccessLog, rng: &mut Rng) {
+pub(super) fn falsify(memory: &mut SimMemory, log: &AccessLog, rng: &mut SimRng) {
     let written: Vec<_> = log.as_slice().iter().filter(|a| a.write).collect();
     if written.is_empty() {
         return;
@@ -207,7 +207,7 @@ pub(super) fn falsify(memory: &mut Memory, log: &AccessLog, rng: &mut Rng) {
 }
 
 /// The same for what a copy just wrote to pageable host memory.
-pub(super) fn falsify_host(dst: HostPtr, bytes: u64, rng: &mut Rng) {
+pub(super) fn falsify_host(dst: HostPtr, bytes: u64, rng: &mut SimRng) {
     if bytes == 0 {
         return;
     }

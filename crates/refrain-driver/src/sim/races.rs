@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 /// One range of bytes touched by one piece of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Access {
+pub(super) struct SimAccess {
     pub(super) start: u64,
     pub(super) end: u64,
     pub(super) write: bool,
@@ -13,8 +13,8 @@ pub(super) struct Access {
     pub(super) early: bool,
 }
 
-impl Access {
-    pub(super) fn conflicts(&self, other: &Access) -> bool {
+impl SimAccess {
+    pub(super) fn conflicts(&self, other: &SimAccess) -> bool {
         (self.write || other.write) && self.start < other.end && other.start < self.end
     }
 }
@@ -22,14 +22,14 @@ impl Access {
 /// The accesses of one launch, neighbours merged.
 #[derive(Clone, Debug, Default)]
 pub(super) struct AccessLog {
-    accesses: Vec<Access>,
+    accesses: Vec<SimAccess>,
 }
 
 /// Past this many ranges a log is sorted and merged, so that element-wise twins stay affordable.
 const COMPACT_AT: usize = 4096;
 
 impl AccessLog {
-    pub(super) fn push(&mut self, a: Access) {
+    pub(super) fn push(&mut self, a: SimAccess) {
         if a.start == a.end {
             return;
         }
@@ -49,14 +49,14 @@ impl AccessLog {
     }
 
     pub(super) fn touch(&mut self, start: u64, bytes: u64, write: bool) {
-        self.push(Access { start, end: start + bytes, write, early: false });
+        self.push(SimAccess { start, end: start + bytes, write, early: false });
     }
 
     pub(super) fn extend(&mut self, other: &AccessLog) {
         other.accesses.iter().for_each(|&a| self.push(a));
     }
 
-    pub(super) fn as_slice(&self) -> &[Access] {
+    pub(super) fn as_slice(&self) -> &[SimAccess] {
         &self.accesses
     }
 
@@ -108,7 +108,7 @@ pub(super) struct History {
 
 struct Past {
     count: u64,
-    access: Access,
+    access: SimAccess,
     what: Arc<str>,
 }
 
@@ -149,9 +149,9 @@ impl History {
 }
 
 /// The text of a race report.
-pub(super) fn describe(a_what: &str, a: &Access, b_what: &str, b: &Access, between: &str) -> String {
+pub(super) fn describe(a_what: &str, a: &SimAccess, b_what: &str, b: &SimAccess, between: &str) -> String {
     let (start, end) = (a.start.max(b.start), a.end.min(b.end));
-    let verb = |x: &Access| match (x.write, x.early) {
+    let verb = |x: &SimAccess| match (x.write, x.early) {
         (true, false) => "writes",
         (false, false) => "reads",
         (true, true) => "writes (before its dependency wait)",

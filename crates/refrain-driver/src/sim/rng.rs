@@ -2,11 +2,11 @@
 
 /// SplitMix64: small, fast, and good enough to shuffle with.
 #[derive(Clone, Debug)]
-pub(super) struct Rng(u64);
+pub(super) struct SimRng(u64);
 
-impl Rng {
-    pub(super) fn new(seed: u64) -> Rng {
-        Rng(seed)
+impl SimRng {
+    pub(super) fn new(seed: u64) -> SimRng {
+        SimRng(seed)
     }
 
     pub(super) fn next(&mut self) -> u64 {

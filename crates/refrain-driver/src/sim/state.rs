@@ -4,25 +4,25 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-use super::calls::Call;
-use super::capture::Capture;
+use super::calls::DriverCall;
+use super::capture::SimCapture;
 use super::faults::FaultScript;
-use super::functions::Function;
+use super::functions::SimFunction;
 use super::graphs::{FlatGraph, GraphSlot};
 use super::kernels::Twin;
-use super::memory::Memory;
-use super::modules::Entry;
+use super::memory::SimMemory;
+use super::modules::KernelEntry;
 use super::ops::WorkFault;
 use super::races::{Clock, History};
-use super::rng::Rng;
-use super::streams::{Kind, Stream};
-use super::{Schedule, SimOptions};
+use super::rng::SimRng;
+use super::streams::{SimStream, SimStreamKind};
+use super::{SimOptions, SimSchedule};
 use crate::api::{
     CaptureMode, Census, Code, CtxHandle, EventHandle, ExecHandle, FunctionHandle, GraphHandle, ModuleHandle,
-    NodeHandle, Raw, StreamHandle,
+    NodeHandle, RawResult, StreamHandle,
 };
 
-pub(super) struct Context {
+pub(super) struct SimContext {
     pub(super) ordinal: u32,
     /// How often it was retained, for a primary context.
     pub(super) primary: Option<u32>,
@@ -46,52 +46,52 @@ pub(super) enum EventState {
     },
 }
 
-pub(super) struct Event {
+pub(super) struct SimEvent {
     pub(super) ctx: CtxHandle,
     pub(super) timing: bool,
     pub(super) state: EventState,
 }
 
-pub(super) struct Module {
+pub(super) struct SimModule {
     pub(super) ctx: CtxHandle,
-    pub(super) entries: Vec<Entry>,
+    pub(super) entries: Vec<KernelEntry>,
     pub(super) functions: Vec<FunctionHandle>,
 }
 
-pub(super) struct Exec {
+pub(super) struct SimExec {
     pub(super) ctx: CtxHandle,
     pub(super) graph: Arc<FlatGraph>,
     /// The queue item of its latest launch: launches of one executable never overlap.
     pub(super) last: Option<(u64, Clock)>,
 }
 
-pub(super) struct State {
-    pub(super) rng: Rng,
+pub(super) struct SimState {
+    pub(super) rng: SimRng,
     pub(super) strict: bool,
-    pub(super) schedule: Schedule,
+    pub(super) schedule: SimSchedule,
     pub(super) n_devices: u32,
     pub(super) shared_block_bytes: u32,
     pub(super) unified: bool,
     next_handle: u64,
     /// The sticky fault: what every call returns from now on.
     pub(super) lost: Option<Code>,
-    pub(super) contexts: BTreeMap<CtxHandle, Context>,
+    pub(super) contexts: BTreeMap<CtxHandle, SimContext>,
     pub(super) current: HashMap<ThreadId, CtxHandle>,
-    pub(super) memory: Memory,
-    pub(super) streams: BTreeMap<StreamHandle, Stream>,
+    pub(super) memory: SimMemory,
+    pub(super) streams: BTreeMap<StreamHandle, SimStream>,
     pub(super) free_indices: Vec<usize>,
     pub(super) n_indices: usize,
     pub(super) counts: Clock,
     pub(super) pending: HashMap<u64, StreamHandle>,
     pub(super) next_item: u64,
-    pub(super) events: BTreeMap<EventHandle, Event>,
-    pub(super) modules: BTreeMap<ModuleHandle, Module>,
-    pub(super) functions: BTreeMap<FunctionHandle, Function>,
+    pub(super) events: BTreeMap<EventHandle, SimEvent>,
+    pub(super) modules: BTreeMap<ModuleHandle, SimModule>,
+    pub(super) functions: BTreeMap<FunctionHandle, SimFunction>,
     pub(super) twins: HashMap<String, Arc<Twin>>,
-    pub(super) captures: BTreeMap<u64, Capture>,
+    pub(super) captures: BTreeMap<u64, SimCapture>,
     pub(super) graphs: BTreeMap<GraphHandle, GraphSlot>,
     pub(super) children: BTreeMap<NodeHandle, GraphHandle>,
-    pub(super) execs: BTreeMap<ExecHandle, Exec>,
+    pub(super) execs: BTreeMap<ExecHandle, SimExec>,
     pub(super) host_clock: Clock,
     pub(super) history: History,
     pub(super) reports: Vec<String>,
@@ -108,10 +108,10 @@ pub(super) struct State {
 /// Reports beyond this many are dropped, so that a test in a loop does not fill memory.
 const MAX_REPORTS: usize = 1000;
 
-impl State {
-    pub(super) fn new(options: SimOptions) -> State {
-        State {
-            rng: Rng::new(options.seed),
+impl SimState {
+    pub(super) fn new(options: SimOptions) -> SimState {
+        SimState {
+            rng: SimRng::new(options.seed),
             strict: options.strict,
             schedule: options.schedule,
             n_devices: options.n_devices,
@@ -122,7 +122,7 @@ impl State {
             lost: None,
             contexts: BTreeMap::new(),
             current: HashMap::new(),
-            memory: Memory::new(options.memory_bytes, options.host_bytes),
+            memory: SimMemory::new(options.memory_bytes, options.host_bytes),
             streams: BTreeMap::new(),
             free_indices: Vec::new(),
             n_indices: 0,
@@ -142,7 +142,7 @@ impl State {
             reports: Vec::new(),
             faults: options.faults,
             armed: None,
-            n_calls: vec![0; Call::ALL.len()],
+            n_calls: vec![0; DriverCall::ALL.len()],
             upload_bytes: 0,
             n_hung: 0,
             n_releases: 0,
@@ -168,12 +168,12 @@ impl State {
         self.lost.get_or_insert(code);
     }
 
-    pub(super) fn check_lost(&self) -> Raw<()> {
+    pub(super) fn check_lost(&self) -> RawResult<()> {
         self.lost.map_or(Ok(()), Err)
     }
 
     /// The calling thread's context.
-    pub(super) fn ctx(&self) -> Raw<CtxHandle> {
+    pub(super) fn ctx(&self) -> RawResult<CtxHandle> {
         self.current
             .get(&std::thread::current().id())
             .copied()
@@ -182,24 +182,24 @@ impl State {
     }
 
     /// The stream a handle means; the legacy one is the current context's.
-    pub(super) fn stream(&self, handle: StreamHandle) -> Raw<StreamHandle> {
+    pub(super) fn stream(&self, handle: StreamHandle) -> RawResult<StreamHandle> {
         let ctx = self.ctx()?;
         if handle == StreamHandle::LEGACY || handle.0 == 0 {
             return Ok(self.contexts[&ctx].legacy);
         }
         match self.streams.get(&handle) {
-            Some(s) if !s.destroyed && s.kind != Kind::Legacy => Ok(handle),
+            Some(s) if !s.destroyed && s.kind != SimStreamKind::Legacy => Ok(handle),
             _ => Err(Code::INVALID_HANDLE),
         }
     }
 
-    pub(super) fn create_context(&mut self, ordinal: u32, primary: Option<u32>) -> Raw<CtxHandle> {
+    pub(super) fn create_context(&mut self, ordinal: u32, primary: Option<u32>) -> RawResult<CtxHandle> {
         if ordinal >= self.n_devices {
             return Err(Code::INVALID_DEVICE);
         }
         let ctx = CtxHandle(self.handle());
-        let legacy = self.create_stream(ctx, Kind::Legacy);
-        self.contexts.insert(ctx, Context { ordinal, primary, legacy });
+        let legacy = self.create_stream(ctx, SimStreamKind::Legacy);
+        self.contexts.insert(ctx, SimContext { ordinal, primary, legacy });
         self.current.insert(std::thread::current().id(), ctx);
         Ok(ctx)
     }
@@ -230,7 +230,11 @@ impl State {
             bytes,
             host_allocations,
             host_bytes,
-            streams: self.streams.values().filter(|s| s.kind != Kind::Legacy && !s.destroyed).count(),
+            streams: self
+                .streams
+                .values()
+                .filter(|s| s.kind != SimStreamKind::Legacy && !s.destroyed)
+                .count(),
             events: self.events.len(),
             modules: self.modules.len(),
             graphs: self.graphs.values().filter(|g| g.parent.is_none()).count(),
@@ -240,7 +244,7 @@ impl State {
 
     /// Whether the thread may make a call that the driver counts as unsafe while a capture is on; breaks the captures
     /// that forbid it.
-    pub(super) fn check_unsafe_call(&mut self) -> Raw<()> {
+    pub(super) fn check_unsafe_call(&mut self) -> RawResult<()> {
         let me = std::thread::current().id();
         let mut broken = false;
         for capture in self.captures.values_mut() {

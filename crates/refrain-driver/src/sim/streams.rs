@@ -4,37 +4,37 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::graphs::GraphRun;
-use super::ops::{HostCall, Op, WorkFault, falsify, falsify_host};
-use super::races::{Access, AccessLog, Clock, describe};
-use super::state::{EventState, State};
+use super::ops::{SimHostCall, SimOp, WorkFault, falsify, falsify_host};
+use super::races::{AccessLog, Clock, SimAccess, describe};
+use super::state::{EventState, SimState};
 use crate::api::{Code, CopyEnd, CtxHandle, EventHandle, StreamHandle};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum SimStreamKind {
     Legacy,
     Blocking,
     NonBlocking,
 }
 
-pub(super) enum Work {
-    Op(Op),
+pub(super) enum SimWork {
+    Op(SimOp),
     Event(EventHandle),
     Graph(GraphRun),
 }
 
-pub(super) struct Item {
+pub(super) struct QueueItem {
     id: u64,
     /// Items of other streams that come first.
     waits: Vec<u64>,
-    work: Work,
+    work: SimWork,
     fault: Option<WorkFault>,
     clock: Clock,
 }
 
-pub(super) struct Stream {
+pub(super) struct SimStream {
     pub(super) ctx: CtxHandle,
-    pub(super) kind: Kind,
-    pub(super) queue: VecDeque<Item>,
+    pub(super) kind: SimStreamKind,
+    pub(super) queue: VecDeque<QueueItem>,
     /// Its place in clocks.
     pub(super) idx: usize,
     pub(super) clock: Clock,
@@ -45,26 +45,26 @@ pub(super) struct Stream {
     /// Destroyed while work was left: it goes when the queue is empty.
     pub(super) destroyed: bool,
     /// What the running chain of programmatic launches touched: its next link may start before they end.
-    chain: Vec<(Arc<str>, Access)>,
+    chain: Vec<(Arc<str>, SimAccess)>,
 }
 
 /// Ranges of a chain that are remembered; older links can be taken to have ended.
 const CHAIN: usize = 1024;
 
 /// What one step of a stream came to.
-pub(super) enum Step {
+pub(super) enum StepOutcome {
     Ran,
     Idle,
     /// Waits for another stream.
     Blocked,
     /// A host function of it is being called by another thread.
     Busy,
-    /// The caller must call it without the lock, and then [`State::host_call_done`].
-    Call(HostCall),
+    /// The caller must call it without the lock, and then [`SimState::host_call_done`].
+    HostCall(SimHostCall),
 }
 
-impl State {
-    pub(super) fn create_stream(&mut self, ctx: CtxHandle, kind: Kind) -> StreamHandle {
+impl SimState {
+    pub(super) fn create_stream(&mut self, ctx: CtxHandle, kind: SimStreamKind) -> StreamHandle {
         let handle = StreamHandle(self.handle());
         let idx = self.free_indices.pop().unwrap_or_else(|| {
             self.n_indices += 1;
@@ -74,7 +74,7 @@ impl State {
         clock.set(idx, self.counts.get(idx));
         self.streams.insert(
             handle,
-            Stream {
+            SimStream {
                 ctx,
                 kind,
                 queue: VecDeque::new(),
@@ -99,7 +99,12 @@ impl State {
     }
 
     /// Queues work behind everything the stream must wait for, and `after`.
-    pub(super) fn enqueue(&mut self, handle: StreamHandle, work: Work, after: Option<(u64, &Clock)>) -> u64 {
+    pub(super) fn enqueue(
+        &mut self,
+        handle: StreamHandle,
+        work: SimWork,
+        after: Option<(u64, &Clock)>,
+    ) -> u64 {
         let id = self.next_item;
         self.next_item += 1;
         let (ctx, kind, idx) = {
@@ -115,7 +120,11 @@ impl State {
         }
         // The legacy stream waits for every blocking one, and every blocking one for it.
         for other in self.streams.values().filter(|s| s.ctx == ctx) {
-            if matches!((kind, other.kind), (Kind::Legacy, Kind::Blocking) | (Kind::Blocking, Kind::Legacy)) {
+            if matches!(
+                (kind, other.kind),
+                (SimStreamKind::Legacy, SimStreamKind::Blocking)
+                    | (SimStreamKind::Blocking, SimStreamKind::Legacy)
+            ) {
                 waits.push(other.last);
                 clock.join(&other.clock);
             }
@@ -128,47 +137,47 @@ impl State {
         if let Some(stream) = self.streams.get_mut(&handle) {
             stream.clock = clock.clone();
             stream.last = id;
-            stream.queue.push_back(Item { id, waits, work, fault, clock });
+            stream.queue.push_back(QueueItem { id, waits, work, fault, clock });
         }
         self.pending.insert(id, handle);
         id
     }
 
     /// Runs the next piece of a stream's work: an operation, or one node of a graph.
-    pub(super) fn step(&mut self, handle: StreamHandle) -> Step {
-        let Some(stream) = self.streams.get_mut(&handle) else { return Step::Idle };
+    pub(super) fn step(&mut self, handle: StreamHandle) -> StepOutcome {
+        let Some(stream) = self.streams.get_mut(&handle) else { return StepOutcome::Idle };
         if stream.busy {
-            return Step::Busy;
+            return StepOutcome::Busy;
         }
-        let Some(item) = stream.queue.front() else { return Step::Idle };
+        let Some(item) = stream.queue.front() else { return StepOutcome::Idle };
         if item.waits.iter().any(|w| self.pending.contains_key(w)) {
-            return Step::Blocked;
+            return StepOutcome::Blocked;
         }
-        let Some(mut item) = stream.queue.pop_front() else { return Step::Idle };
+        let Some(mut item) = stream.queue.pop_front() else { return StepOutcome::Idle };
         if let Some(WorkFault::Sticky(code)) = item.fault {
             self.lose(code, format!("scripted fault: {code} while {} runs", item.what()));
-            return Step::Ran;
+            return StepOutcome::Ran;
         }
-        if let Work::Op(Op::Host(call)) = item.work {
-            item.work = Work::Op(Op::Empty);
+        if let SimWork::Op(SimOp::Host(call)) = item.work {
+            item.work = SimWork::Op(SimOp::Empty);
             return self.call_host(handle, item, call);
         }
-        if let Work::Graph(run) = &mut item.work
+        if let SimWork::Graph(run) = &mut item.work
             && let Some(node) = run.advance(&mut self.rng)
         {
             return self.step_graph(handle, item, node);
         }
         self.complete(handle, item);
-        Step::Ran
+        StepOutcome::Ran
     }
 
-    fn call_host(&mut self, handle: StreamHandle, item: Item, call: HostCall) -> Step {
+    fn call_host(&mut self, handle: StreamHandle, item: QueueItem, call: SimHostCall) -> StepOutcome {
         if let Some(stream) = self.streams.get_mut(&handle) {
             stream.queue.push_front(item);
             stream.busy = true;
         }
         self.now_ns += 2_000;
-        Step::Call(call)
+        StepOutcome::HostCall(call)
     }
 
     pub(super) fn host_call_done(&mut self, handle: StreamHandle) {
@@ -177,11 +186,11 @@ impl State {
         }
     }
 
-    fn step_graph(&mut self, handle: StreamHandle, mut item: Item, node: usize) -> Step {
-        let Work::Graph(run) = &mut item.work else { return Step::Ran };
+    fn step_graph(&mut self, handle: StreamHandle, mut item: QueueItem, node: usize) -> StepOutcome {
+        let SimWork::Graph(run) = &mut item.work else { return StepOutcome::Ran };
         let graph = run.graph.clone();
         let (op, fault) = graph.node(node);
-        if let Op::Host(call) = op {
+        if let SimOp::Host(call) = op {
             return self.call_host(handle, item, *call);
         }
         self.now_ns += op.cost_ns();
@@ -194,11 +203,11 @@ impl State {
             }
             None => self.report(format!("the fault was in node {node} of a graph of {} nodes", graph.len())),
         }
-        Step::Ran
+        StepOutcome::Ran
     }
 
     /// Runs an operation; `None` when it lost the context.
-    fn run_op(&mut self, op: &Op, fault: Option<WorkFault>) -> Option<AccessLog> {
+    fn run_op(&mut self, op: &SimOp, fault: Option<WorkFault>) -> Option<AccessLog> {
         if let Some(WorkFault::Sticky(code)) = fault {
             self.lose(code, format!("scripted fault: {code} while {} runs", op.what()));
             return None;
@@ -211,7 +220,9 @@ impl State {
         }
         if fault == Some(WorkFault::WrongByte) {
             match op {
-                Op::Copy { dst: CopyEnd::Host(dst), bytes, .. } => falsify_host(*dst, *bytes, &mut self.rng),
+                SimOp::Copy { dst: CopyEnd::Host(dst), bytes, .. } => {
+                    falsify_host(*dst, *bytes, &mut self.rng)
+                }
                 _ => falsify(&mut self.memory, &log, &mut self.rng),
             }
         }
@@ -219,12 +230,12 @@ impl State {
     }
 
     /// Ends an item: runs what it still has to, looks for races, and lets others go on.
-    fn complete(&mut self, handle: StreamHandle, item: Item) {
+    fn complete(&mut self, handle: StreamHandle, item: QueueItem) {
         let what = item.what();
-        let Item { id, work, fault, clock, .. } = item;
+        let QueueItem { id, work, fault, clock, .. } = item;
         let mut races = Vec::new();
         let log = match work {
-            Work::Event(event) => {
+            SimWork::Event(event) => {
                 let now = self.now_ns;
                 if let Some(EventState::Recorded { item, done_at_ns, .. }) =
                     self.events.get_mut(&event).map(|e| &mut e.state)
@@ -234,13 +245,13 @@ impl State {
                 }
                 AccessLog::default()
             }
-            Work::Op(op) => {
+            SimWork::Op(op) => {
                 self.now_ns += op.cost_ns();
                 let Some(log) = self.run_op(&op, fault) else { return };
                 races.extend(self.check_chain(handle, &op, &log));
                 log
             }
-            Work::Graph(run) => {
+            SimWork::Graph(run) => {
                 let (log, found) = run.finish();
                 races = found;
                 if fault == Some(WorkFault::WrongByte) {
@@ -266,9 +277,9 @@ impl State {
     }
 
     /// A programmatic launch may start while the launches before it in its chain still run.
-    fn check_chain(&mut self, handle: StreamHandle, op: &Op, log: &AccessLog) -> Option<String> {
+    fn check_chain(&mut self, handle: StreamHandle, op: &SimOp, log: &AccessLog) -> Option<String> {
         let stream = self.streams.get_mut(&handle)?;
-        let Op::Kernel(kernel) = op else {
+        let SimOp::Kernel(kernel) = op else {
             stream.chain.clear();
             return None;
         };
@@ -327,12 +338,12 @@ impl State {
     }
 }
 
-impl Item {
+impl QueueItem {
     fn what(&self) -> String {
         match &self.work {
-            Work::Op(op) => op.what(),
-            Work::Event(_) => "an event".into(),
-            Work::Graph(run) => format!("a graph of {} nodes", run.graph.len()),
+            SimWork::Op(op) => op.what(),
+            SimWork::Event(_) => "an event".into(),
+            SimWork::Graph(run) => format!("a graph of {} nodes", run.graph.len()),
         }
     }
 }

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use refrain_driver::api::Api;
 use refrain_driver::sim::{FaultScript, SimDriver, SimOptions};
 use refrain_driver::{
-    Baked, Buf, Context, Device, DeviceKind, DriverError, Function, Graph, Launch, LaunchBuilder, Layout,
-    Lease, Memory, Method, Module, Queue, RecordOptions, Region, Stream, probe,
+    Baked, Buf, Context, Device, DeviceKind, DriverError, Function, Graph, Launch, LaunchBuilder, Lease,
+    Memory, MemoryLayout, Method, Module, Queue, RecordOptions, Region, Stream, probe,
 };
 
 pub const N: u32 = 256;
@@ -89,7 +89,7 @@ impl Bed {
         let (ctx, device) = (ctx.clone(), ctx.device());
         // SAFETY: the crate's own PTX text.
         let module = unsafe { Module::load(&ctx, "probe", probe::PROBE_PTX) }?;
-        let mut layout = Layout::new("bed");
+        let mut layout = MemoryLayout::new("bed");
         let regions = ["a", "b", "c", "d", "e"].map(|name| layout.device(name, BYTES));
         let memory = Memory::plan(&ctx, &layout)?;
         let [a, b, c, d, e] = regions.map(|r| memory.buf(r));

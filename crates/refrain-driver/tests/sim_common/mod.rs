@@ -5,10 +5,10 @@
 use std::sync::Arc;
 
 use refrain_driver::api::{
-    Api, Code, CtxHandle, DevicePtr, EventHandle, FunctionHandle, LaunchConfig, ModuleHandle, Raw,
+    Api, Code, CtxHandle, DevicePtr, EventHandle, FunctionHandle, LaunchConfig, ModuleHandle, RawResult,
     StreamHandle, StreamKind,
 };
-use refrain_driver::sim::{FaultScript, Schedule, SimDriver, SimOptions, Twin};
+use refrain_driver::sim::{FaultScript, SimDriver, SimOptions, SimSchedule, Twin};
 
 /// `fill(dst, value, n)`, `add(dst, a, b, n)`, `early(dst, src, n)` which reads `src` before its dependency wait,
 /// `late(dst, value, n)` which lets the next one start behind its own, and `rude(dst, value, n)` which never waits.
@@ -26,7 +26,7 @@ pub(crate) struct Bench {
     pub(crate) s: StreamHandle,
 }
 
-pub(crate) fn options(schedule: Schedule) -> SimOptions {
+pub(crate) fn options(schedule: SimSchedule) -> SimOptions {
     SimOptions { seed: 7, schedule, strict: false, memory_bytes: 16 << 20, ..SimOptions::default() }
 }
 
@@ -73,11 +73,11 @@ impl Bench {
 
     /// Nothing runs before it is waited for, and races are only reported.
     pub(crate) fn lazy() -> Bench {
-        Bench::new(options(Schedule::Lazy))
+        Bench::new(options(SimSchedule::Lazy))
     }
 
     pub(crate) fn with_faults(text: &str) -> Bench {
-        Bench::new(SimOptions { faults: script(text), ..options(Schedule::Seeded) })
+        Bench::new(SimOptions { faults: script(text), ..options(SimSchedule::Seeded) })
     }
 
     pub(crate) fn function(&self, name: &str) -> FunctionHandle {
@@ -99,11 +99,18 @@ impl Bench {
         ptr
     }
 
-    pub(crate) fn fill(&self, s: StreamHandle, dst: DevicePtr, value: u32, n: u32) -> Raw<()> {
+    pub(crate) fn fill(&self, s: StreamHandle, dst: DevicePtr, value: u32, n: u32) -> RawResult<()> {
         self.sim.launch(self.function("fill"), &PLAIN, s, &fill_params(dst, value, n))
     }
 
-    pub(crate) fn add(&self, s: StreamHandle, dst: DevicePtr, a: DevicePtr, b: DevicePtr, n: u32) -> Raw<()> {
+    pub(crate) fn add(
+        &self,
+        s: StreamHandle,
+        dst: DevicePtr,
+        a: DevicePtr,
+        b: DevicePtr,
+        n: u32,
+    ) -> RawResult<()> {
         self.sim.launch(self.function("add"), &PLAIN, s, &add_params(dst, a, b, n))
     }
 

@@ -67,14 +67,14 @@ impl Block<32> for BlockIq4Nl {
 
     fn decode(&self) -> [f32; 32] {
         let d = self.d.to_f32();
-        from_fn(|i| d * Table.value(nibble(self.qs[i % 16], i / 16)))
+        from_fn(|i| d * Iq4Levels.value(nibble(self.qs[i % 16], i / 16)))
     }
 
     /// Searches a scale with little squared error; each element takes the nearest level under it as rounded.
     fn encode(values: &[f32; 32]) -> Option<Self> {
-        let d = F16Le::from_f32(fit_scale(values, &Table))?;
+        let d = F16Le::from_f32(fit_scale(values, &Iq4Levels))?;
         let inv = inverse(d.to_f32());
-        let q = values.map(|v| Table.nearest(v * inv));
+        let q = values.map(|v| Iq4Levels.nearest(v * inv));
         Some(BlockIq4Nl { d, qs: pack_nibbles(&q) })
     }
 }
@@ -85,12 +85,12 @@ impl Block<256> for BlockIq4Xs {
     fn decode(&self) -> [f32; 256] {
         let d = self.d.to_f32();
         let scales = self.unpack_scales().map(|s| d * f32::from(s));
-        from_fn(|i| scales[i / 32] * Table.value(nibble(self.qs[16 * (i / 32) + i % 16], i % 32 / 16)))
+        from_fn(|i| scales[i / 32] * Iq4Levels.value(nibble(self.qs[16 * (i / 32) + i % 16], i % 32 / 16)))
     }
 
     /// Searches scales with little squared error, under which each element takes the nearest level.
     fn encode(values: &[f32; 256]) -> Option<Self> {
-        let fit = encode_symmetric(values, &Table, SymmetricSpec { sub_len: 32, scale_min: -32 })?;
+        let fit = encode_symmetric(values, &Iq4Levels, SymmetricSpec { sub_len: 32, scale_min: -32 })?;
         let stored: [u8; 8] = from_fn(|s| (fit.scales[s] + 32) as u8);
         let scales_l = from_fn(|t| stored[2 * t] & 0x0f | stored[2 * t + 1] << 4);
         let scales_h = (0..8).fold(0u16, |bits, s| bits | u16::from(stored[s] >> 4) << (2 * s)).to_le_bytes();
@@ -103,9 +103,9 @@ impl Block<256> for BlockIq4Xs {
 }
 
 /// The levels of [`IQ4_NL_VALUES`].
-struct Table;
+struct Iq4Levels;
 
-impl Levels for Table {
+impl Levels for Iq4Levels {
     fn nearest(&self, v: f32) -> u8 {
         // The number of mid-points below v.
         IQ4_NL_VALUES.windows(2).map(|w| u8::from(v > (f32::from(w[0]) + f32::from(w[1])) / 2.0)).sum()

@@ -13,15 +13,15 @@ thread_local! {
 }
 
 /// Between the device thread and its callers.
-pub(crate) struct Inside {
+pub(crate) struct CurrentCall {
     /// Calls begun and ended: odd inside one.
     n: AtomicU64,
     what: Mutex<&'static str>,
 }
 
-impl Inside {
-    pub(crate) fn new() -> Inside {
-        Inside { n: AtomicU64::new(0), what: Mutex::new("nothing") }
+impl CurrentCall {
+    pub(crate) fn new() -> CurrentCall {
+        CurrentCall { n: AtomicU64::new(0), what: Mutex::new("nothing") }
     }
 
     /// Has this thread's calls watched from now on.
@@ -31,13 +31,13 @@ impl Inside {
 
     /// A call begins; it ends when the result is dropped.
     #[inline]
-    pub(crate) fn enter(&self, what: &'static str) -> Option<Call<'_>> {
+    pub(crate) fn enter(&self, what: &'static str) -> Option<CallGuard<'_>> {
         if !WATCHED.get() {
             return None;
         }
         *lock(&self.what) = what;
         self.n.fetch_add(1, Ordering::AcqRel);
-        Some(Call(self))
+        Some(CallGuard(self))
     }
 
     /// A number that changes whenever a call begins or ends, and the call that it is in, if any.
@@ -48,9 +48,9 @@ impl Inside {
 }
 
 /// A call that has not returned.
-pub(crate) struct Call<'a>(&'a Inside);
+pub(crate) struct CallGuard<'a>(&'a CurrentCall);
 
-impl Drop for Call<'_> {
+impl Drop for CallGuard<'_> {
     fn drop(&mut self) {
         self.0.n.fetch_add(1, Ordering::AcqRel);
     }

@@ -3,7 +3,7 @@
 use super::sync::{AtomicBool, Mutex, Ordering, lock};
 
 /// Between the device thread and its callers.
-pub(crate) struct Turn {
+pub(crate) struct BusyState {
     /// The request that is being worked on.
     busy: Mutex<Option<&'static str>>,
     /// Set when a caller gave up on it; reset when it ends after all.
@@ -11,9 +11,9 @@ pub(crate) struct Turn {
     ended: AtomicBool,
 }
 
-impl Turn {
-    pub(crate) fn new() -> Turn {
-        Turn { busy: Mutex::new(None), stuck: AtomicBool::new(false), ended: AtomicBool::new(false) }
+impl BusyState {
+    pub(crate) fn new() -> BusyState {
+        BusyState { busy: Mutex::new(None), stuck: AtomicBool::new(false), ended: AtomicBool::new(false) }
     }
 
     /// The device thread begins a request.

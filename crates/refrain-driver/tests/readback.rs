@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use refrain_driver::sim::{Call, FaultScript, Schedule, SimDriver, SimOptions};
-use refrain_driver::{Buf, Device, DriverError, Layout, Lease, Memory, Returns, Staging, Stream};
+use refrain_driver::sim::{DriverCall, FaultScript, SimDriver, SimOptions, SimSchedule};
+use refrain_driver::{Buf, Device, DriverError, Lease, Memory, MemoryLayout, Readback, Staging, Stream};
 
 const LIMIT: Duration = Duration::from_secs(5);
 
@@ -11,14 +11,14 @@ struct Bed {
     stream: Stream,
     lease: Lease,
     staging: Staging,
-    returns: Returns,
+    returns: Readback,
     x: Buf,
     pinned: Buf,
 }
 
 fn bed(sim: &SimDriver) -> Bed {
     let ctx = Device::simulated(sim).unwrap().context().unwrap();
-    let mut layout = Layout::new("results");
+    let mut layout = MemoryLayout::new("results");
     let (x, pinned) = (layout.device("x", 12), layout.pinned("pinned", 8));
     let memory = Memory::plan(&ctx, &layout).unwrap();
     Bed {
@@ -27,7 +27,7 @@ fn bed(sim: &SimDriver) -> Bed {
         pinned: memory.buf(pinned),
         lease: memory.lease().unwrap(),
         staging: Staging::new(&ctx, 4, 12).unwrap(),
-        returns: Returns::new(&ctx, 3, 20).unwrap(),
+        returns: Readback::new(&ctx, 3, 20).unwrap(),
     }
 }
 
@@ -38,7 +38,7 @@ impl Bed {
         self.stream.stage(&mut self.lease, &mut self.staging, self.x, &bytes)?;
         let (part, pinned) = (self.x.slice(8, 4).unwrap(), self.pinned.slice(0, 4).unwrap());
         self.stream.run(&mut self.lease, false, |q| q.copy(pinned, part))?;
-        self.stream.send_back(&mut self.lease, &mut self.returns, &[part, self.x, pinned])
+        self.stream.start_readback(&mut self.lease, &mut self.returns, &[part, self.x, pinned])
     }
 
     fn take(&mut self) -> Vec<u8> {
@@ -47,7 +47,7 @@ impl Bed {
 }
 
 fn lazy() -> SimDriver {
-    SimDriver::new(SimOptions { schedule: Schedule::Lazy, ..SimOptions::default() })
+    SimDriver::new(SimOptions { schedule: SimSchedule::Lazy, ..SimOptions::default() })
 }
 
 #[test]
@@ -63,8 +63,8 @@ fn each_step_has_its_own_results_though_the_next_ones_were_sent_before_they_were
         bed.send(n + 3).unwrap();
     }
     let stats = sim.stats();
-    let waits =
-        [Call::StreamQuery, Call::StreamSynchronize, Call::EventSynchronize].map(|c| stats.n_calls(c));
+    let waits = [DriverCall::StreamQuery, DriverCall::StreamSynchronize, DriverCall::EventSynchronize]
+        .map(|c| stats.n_calls(c));
     assert_eq!(waits, [0; 3], "nothing waits for the whole stream");
     assert_eq!(sim.reports(), Vec::<String>::new());
 }
@@ -79,7 +79,7 @@ fn results_that_have_no_slot_are_refused_and_nothing_is_overwritten() {
     assert!(matches!(bed.send(10), Err(DriverError::OutOfRange { len: 4, bytes: 3, .. })));
     let x = bed.x;
     bed.take();
-    let large = bed.stream.send_back(&mut bed.lease, &mut bed.returns, &[x, x, x]);
+    let large = bed.stream.start_readback(&mut bed.lease, &mut bed.returns, &[x, x, x]);
     assert!(matches!(large, Err(DriverError::OutOfRange { len: 36, bytes: 24, .. })), "{large:?}");
     assert_eq!(bed.take(), 8u32.to_le_bytes().repeat(5));
     assert_eq!(bed.take(), 9u32.to_le_bytes().repeat(5));
@@ -103,7 +103,7 @@ fn bytes_go_from_one_memory_to_another_and_back() {
     let ctx = Device::simulated(&sim).unwrap().context().unwrap();
     let mut stream = ctx.stream().unwrap();
     let memory = |n: u64| {
-        let mut layout = Layout::new("memory");
+        let mut layout = MemoryLayout::new("memory");
         let region = layout.device("x", n);
         let memory = Memory::plan(&ctx, &layout).unwrap();
         (memory.buf(region), memory.lease().unwrap())

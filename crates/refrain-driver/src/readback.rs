@@ -1,4 +1,4 @@
-//! Pinned slots through which a few bytes of each step come back to the host, without a wait between steps.
+//! PinnedSlots slots through which a few bytes of each step come back to the host, without a wait between steps.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,37 +7,37 @@ use crate::api::{DevicePtr, HostPtr};
 use crate::device::Context;
 use crate::error::DriverError;
 use crate::event::Event;
-use crate::memory::{Buf, Lease, Place};
+use crate::memory::{Buf, BufAddress, Lease};
 use crate::pinned;
-use crate::staging::Pinned;
+use crate::staging::PinnedSlots;
 use crate::stream::Stream;
 
-/// A few pinned slots of equal size, used in turn: [`Stream::send_back`] fills the next one in stream order,
-/// [`Returns::take`] waits for the oldest. A slot is filled again only when it was taken.
-pub struct Returns {
-    pinned: Arc<Pinned>,
+/// A few pinned slots of equal size, used in turn: [`Stream::start_readback`] fills the next one in stream order,
+/// [`Readback::take`] waits for the oldest. A slot is filled again only when it was taken.
+pub struct Readback {
+    pinned: Arc<PinnedSlots>,
     slot_bytes: usize,
-    slots: Vec<ReturnSlot>,
+    slots: Vec<ReadbackSlot>,
     n_sent: u64,
     n_taken: u64,
 }
 
-struct ReturnSlot {
+struct ReadbackSlot {
     /// Recorded behind the copies into the slot.
     event: Event,
     n_bytes: usize,
 }
 
-impl Returns {
+impl Readback {
     /// Allocates `n_slots` slots of `slot_bytes`, rounded up to whole words; at least one of at least one word.
-    pub fn new(ctx: &Context, n_slots: usize, slot_bytes: usize) -> Result<Returns, DriverError> {
+    pub fn new(ctx: &Context, n_slots: usize, slot_bytes: usize) -> Result<Readback, DriverError> {
         let shared = ctx.shared();
         let n_slots = n_slots.max(1);
         let slot_bytes = usize::try_from(pinned::whole_words(slot_bytes.max(1) as u64)).unwrap_or(usize::MAX);
-        let pinned = Pinned::new(shared, n_slots, slot_bytes)?;
-        let slot = |_| Ok(ReturnSlot { event: Event::new(shared, false)?, n_bytes: 0 });
+        let pinned = PinnedSlots::new(shared, n_slots, slot_bytes)?;
+        let slot = |_| Ok(ReadbackSlot { event: Event::new(shared, false)?, n_bytes: 0 });
         let slots = (0..n_slots).map(slot).collect::<Result<_, DriverError>>()?;
-        Ok(Returns { pinned, slot_bytes, slots, n_sent: 0, n_taken: 0 })
+        Ok(Readback { pinned, slot_bytes, slots, n_sent: 0, n_taken: 0 })
     }
 
     /// Bytes a slot holds.
@@ -84,10 +84,10 @@ impl Stream {
     /// Copies buffers, one behind the other, to the next slot of `returns` in stream order, without waiting for them.
     ///
     /// [`DriverError::OutOfRange`] where they are more than a slot holds, or where every slot is still to be taken.
-    pub fn send_back(
+    pub fn start_readback(
         &mut self,
         lease: &mut Lease,
-        returns: &mut Returns,
+        returns: &mut Readback,
         from: &[Buf],
     ) -> Result<(), DriverError> {
         let n_bytes = from.iter().fold(0u64, |sum, buf| sum.saturating_add(buf.len()));
@@ -109,7 +109,7 @@ impl Stream {
                 returns.slots.len(),
             ));
         }
-        let from: Vec<(Place, u64)> = from
+        let from: Vec<(BufAddress, u64)> = from
             .iter()
             .map(|buf| Ok((lease.memory().resolve(*buf)?, buf.len())))
             .collect::<Result<_, DriverError>>()?;
@@ -121,8 +121,8 @@ impl Stream {
             self.shared().call("cuMemcpyDtoHAsync", |api| match from {
                 // SAFETY: the slot has room for all buffers (checked above) and is not read before its event has passed;
                 // the stream keeps the allocation until it has waited for its work.
-                Place::Device(from) => unsafe { api.memcpy_dtoh_async(to, from, bytes, handle) },
-                Place::Host(from) => {
+                BufAddress::Device(from) => unsafe { api.memcpy_dtoh_async(to, from, bytes, handle) },
+                BufAddress::Host(from) => {
                     let (to, from): (DevicePtr, DevicePtr) = (to.device(), from.device());
                     api.memcpy_dtod_async(to, from, bytes, handle)
                 }
@@ -137,9 +137,9 @@ impl Stream {
     }
 }
 
-impl std::fmt::Debug for Returns {
+impl std::fmt::Debug for Readback {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (n, of, bytes) = (self.n_pending(), self.slots.len(), self.slot_bytes);
-        write!(f, "Returns ({n} of {of} slots of {bytes} bytes pending)")
+        write!(f, "Readback ({n} of {of} slots of {bytes} bytes pending)")
     }
 }
