@@ -7,7 +7,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use refrain_kernels::{Arch, Nvrtc, prebuild};
+use refrain_kernels::{GpuArch, Nvrtc, prebuild};
 
 /// Data centre and desktop cards from Ampere on; those that the compiler does not know are left out.
 const USUAL: [&str; 6] = ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"];
@@ -50,7 +50,7 @@ fn run(args: &[String]) -> Result<String, Box<dyn std::error::Error>> {
     Ok(format!("{output}: {} bytes for {}", archive.len(), names.join(", ")))
 }
 
-fn parse(text: &str) -> Option<Arch> {
+fn parse(text: &str) -> Option<GpuArch> {
     let (major, minor) = text.split_once('.')?;
-    Some(Arch { major: major.parse().ok()?, minor: minor.parse().ok()? })
+    Some(GpuArch { major: major.parse().ok()?, minor: minor.parse().ok()? })
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use refrain_kernels::{Arch, Family, KernelUnit, Nvrtc};
+use refrain_kernels::{GpuArch, KernelFamily, KernelUnit, Nvrtc};
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -25,11 +25,11 @@ fn run(args: &[String]) -> Result<(), Box<dyn std::error::Error>> {
     let [nvrtc, rest @ ..] = args else { return Err("usage: unit_times NVRTC [ARCH]".into()) };
     let (major, minor) =
         rest.first().map_or("9.0", String::as_str).split_once('.').ok_or("9.0, for example")?;
-    let arch = Arch { major: major.parse()?, minor: minor.parse()? };
+    let arch = GpuArch { major: major.parse()?, minor: minor.parse()? };
     let nvrtc = Nvrtc::open(Some(Path::new(nvrtc)))?;
     let mut all = 0.0;
     println!("{:<16} {:>5} {:>8} {:>8}  longest unit", "file", "units", "sum, s", "longest");
-    for family in Family::ALL {
+    for family in KernelFamily::ALL {
         let mut times = Vec::new();
         for &unit in KernelUnit::all().iter().filter(|unit| unit.family() == family) {
             let began = Instant::now();

@@ -11,10 +11,10 @@ use refrain_graph::{ADAM_PARAMS, AdamW, Op, TrainOp};
 use refrain_reference::Out;
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::{count, fault};
 use crate::typed::{FLOATS, Typed, dtype_of, is_aligned};
 use crate::vouch::Vouch;
@@ -131,7 +131,7 @@ impl Kernels {
     /// The launches of [`SumSquaresArgs`]: two for up to 128 tensors.
     pub fn sum_squares(&self, a: &SumSquaresArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let shape = [("n_tensors", a.tensors.len())];
-        let case = Case { op: "sum_squares", dtype: DType::F32, shape: &shape };
+        let case = OpCase { op: "sum_squares", dtype: DType::F32, shape: &shape };
         case.sizes()?;
         let n_blocks = |tensors: &[(Floats, usize)]| tensors.iter().map(|(_, n)| n.div_ceil(CHUNK)).sum();
         let n_parts: usize = n_blocks(a.tensors);
@@ -178,7 +178,7 @@ impl Kernels {
     /// count.
     pub fn adamw(&self, a: &AdamWArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let shape = [("n_tensors", a.tensors.len())];
-        let case = Case { op: "adamw", dtype: DType::F32, shape: &shape };
+        let case = OpCase { op: "adamw", dtype: DType::F32, shape: &shape };
         let count = case.words("count", a.count, &[1])?;
         let params = case.words("params", a.params, &[ADAM_PARAMS])?;
         let sum_squares = case.words("sum_squares", a.sum_squares, &[1])?;
@@ -253,22 +253,22 @@ impl AdamTensor {
     }
 }
 
-impl Case<'_> {
+impl OpCase<'_> {
     fn floats(&self, what: &'static str, floats: &Floats, n: usize) -> Result<Buf, KernelError> {
         crate::require!(self, FLOATS.contains(&floats.dtype), "{what} is {}, must be floats", floats.dtype);
         self.elements(what, floats.buf, floats.dtype, &[n])
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const S: usize = size_of::<SquaresTable>();
     const A: usize = size_of::<AdamTable>();
-    all.push(Entry::new(Family::AdamW, "adamw_sum_squares", &[P, S, W], squares));
-    all.push(Entry::new(Family::AdamW, "adamw_sum_squares_finish", &[P, P, W], finish));
+    all.push(KernelEntry::new(KernelFamily::AdamW, "adamw_sum_squares", &[P, S, W], squares));
+    all.push(KernelEntry::new(KernelFamily::AdamW, "adamw_sum_squares_finish", &[P, P, W], finish));
     for kernel in STEPS {
-        all.push(Entry::new(Family::AdamW, kernel, &[P, P, P, A, W, W], step));
+        all.push(KernelEntry::new(KernelFamily::AdamW, kernel, &[P, P, P, A, W, W], step));
     }
-    all.push(Entry::new(Family::AdamW, "adamw_count", &[P, P], advance));
+    all.push(KernelEntry::new(KernelFamily::AdamW, "adamw_count", &[P, P], advance));
 }
 
 fn squares(k: &mut SimKernel<'_>) -> KernelResult {

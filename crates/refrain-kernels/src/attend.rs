@@ -8,15 +8,15 @@ use refrain_tensor::DType;
 
 use crate::attention;
 use crate::card::Card;
-use crate::error::{Case, KernelError};
-use crate::kv::{PageSizes, Pages, append};
+use crate::error::{OpCase, KernelError};
+use crate::kv::{PageSizes, PageTables, append};
 use crate::load::Kernels;
 use crate::narrow::{Narrow, Narrowed};
-use crate::registry::{Entry, P, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, lowercase};
+use crate::source::KernelFamily;
 use crate::tuning::AttendTuning;
 use crate::twin::{Dense, fault, read_rows, run_f32};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// Threads of a block, and its warps.
@@ -44,10 +44,10 @@ pub struct AttendArgs<'a> {
     /// Scale, window and soft cap.
     pub attention: Attention,
     /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
-    pub q: View,
+    pub q: BufView,
     /// Keys and values, each `[n, n_kv_heads, head_dim]` F32, heads of consecutive elements. Without them the caches hold
     /// those of the rows' positions already, from an earlier launch of the step.
-    pub kv: Option<[View; 2]>,
+    pub kv: Option<[BufView; 2]>,
     /// RMS norm of each head of queries, keys and values, of queries and keys before they turn.
     pub norm: Option<AttendNorm>,
     /// `[n, n_heads, head_dim]` F32.
@@ -150,7 +150,7 @@ pub fn attend_counter_bytes(n: usize, n_heads: usize, n_splits: usize) -> u64 {
 /// As the kernel takes them.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Sizes {
+struct AttendSizes {
     n_heads: u32,
     /// Query heads of one KV head that a block serves.
     per_block: u32,
@@ -190,12 +190,12 @@ impl Kernels {
             ("max_blocks", a.max_blocks),
             ("n_splits", a.n_splits),
         ];
-        let case = Case { op: "attend", dtype: a.cache_dtype, shape: &shape };
+        let case = OpCase { op: "attend", dtype: a.cache_dtype, shape: &shape };
         case.sizes()?;
         let (size, per_block) = check(&case, a)?;
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
         let (q, q_rows) = case.rows("q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
-        let rows = |name, view: &View| case.rows(name, view, a.n.saturating_mul(a.n_kv_heads), a.head_dim);
+        let rows = |name, view: &BufView| case.rows(name, view, a.n.saturating_mul(a.n_kv_heads), a.head_dim);
         let kv = match &a.kv {
             Some([k, v]) => Some([rows("k", k)?, rows("v", v)?]),
             None => None,
@@ -262,7 +262,7 @@ fn placed(blocks: usize, n: usize, fills: bool, n_sms: usize) -> (usize, bool) {
 }
 
 /// The size of the kernel that serves these heads, and how many of them a block of it has.
-fn check(case: &Case<'_>, a: &AttendArgs<'_>) -> Result<(usize, usize), KernelError> {
+fn check(case: &OpCase<'_>, a: &AttendArgs<'_>) -> Result<(usize, usize), KernelError> {
     crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
     crate::require!(case, a.n <= MAX_ATTEND_ROWS, "at most {MAX_ATTEND_ROWS} rows");
     crate::require!(
@@ -296,14 +296,14 @@ fn check(case: &Case<'_>, a: &AttendArgs<'_>) -> Result<(usize, usize), KernelEr
 }
 
 fn sizes(
-    case: &Case<'_>,
+    case: &OpCase<'_>,
     a: &AttendArgs<'_>,
     per_block: usize,
     alone: bool,
     warp_bytes: u32,
-) -> Result<Sizes, KernelError> {
+) -> Result<AttendSizes, KernelError> {
     let window = a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
-    Ok(Sizes {
+    Ok(AttendSizes {
         n_heads: a.n_heads as u32,
         per_block: per_block as u32,
         splits_shift: a.n_splits.trailing_zeros(),
@@ -356,12 +356,12 @@ fn all_kernels() -> impl Iterator<Item = (DType, usize, usize)> {
     })
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    const R: usize = size_of::<Rows>();
-    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<Sizes>()];
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    const R: usize = size_of::<RowLayout>();
+    let params = [P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<AttendSizes>()];
     for (dtype, size, heads) in all_kernels() {
         let name = name(size, heads, dtype);
-        let entry = Entry::new(Family::Attend, name, &params, move |k| twin(k, dtype));
+        let entry = KernelEntry::new(KernelFamily::Attend, name, &params, move |k| twin(k, dtype));
         let shared = move |card: &Card| N_WARPS * warp_bytes(card, size, heads, dtype);
         all.push(entry.unit(&format!("d{size}_{}", lowercase(dtype))).shared(shared));
     }
@@ -369,7 +369,7 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
 
 /// The four ops one after the other.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let s = k.arg::<Sizes>(19)?;
+    let s = k.arg::<AttendSizes>(19)?;
     let n = k.config().grid[1] as usize;
     let [n_heads, n_kv_heads, head_dim] =
         [s.n_heads, s.pages.n_kv_heads, s.pages.head_dim].map(|n| n as usize);
@@ -400,7 +400,7 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
         let caches = [(k.ptr(3)?, keys.as_slice()), (k.ptr(4)?, values.as_slice())];
         append(k, dtype, &caches, pointers, n, &s.pages)?;
     }
-    let sizes = attention::Sizes {
+    let sizes = attention::AttentionSizes {
         n_heads: s.n_heads,
         n_kv_heads: s.pages.n_kv_heads,
         head_dim: s.pages.head_dim,
@@ -422,10 +422,10 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 
 /// What the kernel reads before its wait: weights, and what rows see of the caches before their own position. Positions,
 /// sequences and tables it reads early too, but as a guess: what it keeps of the caches is what they say behind the wait.
-fn read_early(k: &mut SimKernel<'_>, n: usize, s: &Sizes, dtype: DType) -> KernelResult {
+fn read_early(k: &mut SimKernel<'_>, n: usize, s: &AttendSizes, dtype: DType) -> KernelResult {
     let [n_kv_heads, head_dim, kv_block] =
         [s.pages.n_kv_heads, s.pages.head_dim, s.pages.kv_block].map(|n| n as usize);
-    let pages = Pages {
+    let pages = PageTables {
         tables: k.read(k.ptr(10)?, (s.pages.n_seqs * s.pages.max_blocks) as usize)?,
         n_seqs: s.pages.n_seqs as usize,
         max_blocks: s.pages.max_blocks as usize,
@@ -463,7 +463,7 @@ fn read_early(k: &mut SimKernel<'_>, n: usize, s: &Sizes, dtype: DType) -> Kerne
 }
 
 /// What the kernel relies on and cannot check.
-fn check_state(k: &SimKernel<'_>, n: usize, s: &Sizes) -> KernelResult {
+fn check_state(k: &SimKernel<'_>, n: usize, s: &AttendSizes) -> KernelResult {
     let (positions, seqs) = (k.read::<i32>(k.ptr(8)?, n)?, k.read::<i32>(k.ptr(9)?, n)?);
     let rows: Vec<usize> = (0..n).filter(|&i| positions[i] >= 0).collect();
     if let Some(i) = (1..rows.len()).find(|&i| rows[..i].iter().any(|&j| seqs[j] == seqs[rows[i]])) {
@@ -482,13 +482,13 @@ fn check_state(k: &SimKernel<'_>, n: usize, s: &Sizes) -> KernelResult {
 #[cfg(test)]
 mod tests {
     use super::{Card, N_WARPS, all_kernels, placed, warp_bytes};
-    use crate::load::Arch;
+    use crate::load::GpuArch;
     use crate::tuning::Tuning;
 
     #[test]
     fn rings_leave_room_for_what_the_code_declares_on_every_card_there_are_kernels_for() {
         for kib in [99, 163, 227] {
-            let card = Card::with_shared(kib << 10, Tuning::of(Arch { major: 9, minor: 0 }));
+            let card = Card::with_shared(kib << 10, Tuning::of(GpuArch { major: 9, minor: 0 }));
             for (dtype, size, heads) in all_kernels() {
                 // Queries, key and value as f32, queries in two parts, what the warps found, and some room.
                 let declared = 4 * (heads + 2) * size + 64 * size + 2048;

@@ -12,13 +12,13 @@ use refrain_tensor::DType;
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::error::{Case, KernelError};
-use crate::kv::Pages;
+use crate::error::{OpCase, KernelError};
+use crate::kv::PageTables;
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::{count, read_rows};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// Query heads of one KV head that a block serves at once.
@@ -38,7 +38,7 @@ pub struct AttentionArgs<'a> {
     /// Scale, window and soft cap.
     pub attention: Attention,
     /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
-    pub q: View,
+    pub q: BufView,
     /// `[n_blocks, n_kv_heads, kv_block, head_dim]`.
     pub k_cache: Buf,
     /// As `k_cache`.
@@ -96,7 +96,7 @@ pub fn attention_scratch_bytes(n: usize, n_heads: usize, head_dim: usize, n_spli
 /// Sizes as the split kernel takes them.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(crate) struct Sizes {
+pub(crate) struct AttentionSizes {
     pub(crate) n_heads: u32,
     pub(crate) n_kv_heads: u32,
     pub(crate) head_dim: u32,
@@ -126,7 +126,7 @@ impl Kernels {
             ("max_blocks", a.max_blocks),
             ("n_splits", a.n_splits),
         ];
-        let case = Case { op: "attention", dtype: a.cache_dtype, shape: &shape };
+        let case = OpCase { op: "attention", dtype: a.cache_dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
         crate::require!(
@@ -149,7 +149,7 @@ impl Kernels {
         };
         let window =
             a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
-        let sizes = Sizes {
+        let sizes = AttentionSizes {
             n_heads: a.n_heads as u32,
             n_kv_heads: a.n_kv_heads as u32,
             head_dim: a.head_dim as u32,
@@ -202,22 +202,22 @@ fn split_name(head_dim: usize, dtype: DType) -> String {
     format!("attention_split_d{head_dim}_{}", dtype.name().to_ascii_lowercase())
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in [DType::F16, DType::BF16, DType::F32] {
         for size in HEAD_DIMS {
-            let params = [P, P, P, P, P, P, P, P, size_of::<Rows>(), size_of::<Sizes>()];
+            let params = [P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<AttentionSizes>()];
             let entry =
-                Entry::new(Family::Attention, split_name(size, dtype), &params, move |k| split(k, dtype));
+                KernelEntry::new(KernelFamily::Attention, split_name(size, dtype), &params, move |k| split(k, dtype));
             all.push(entry.unit(&lowercase(dtype)));
         }
     }
-    let entry = Entry::new(Family::Attention, "attention_combine_f32", &[P, P, W, W], combine);
+    let entry = KernelEntry::new(KernelFamily::Attention, "attention_combine_f32", &[P, P, W, W], combine);
     all.push(entry.unit("combine"));
 }
 
 /// The whole of it in the first split; the others are neutral.
 fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let s: Sizes = k.arg(9)?;
+    let s: AttentionSizes = k.arg(9)?;
     let [n_heads, head_dim, n_splits] = [s.n_heads as usize, s.head_dim as usize, s.n_splits as usize];
     let n = k.config().grid[0] as usize;
     let q = read_rows(k, k.ptr(2)?, k.arg(8)?, n * n_heads, head_dim)?;
@@ -244,7 +244,7 @@ fn split(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 /// Attention of rows of queries; `pointers` are those of keys, values, positions, sequences and tables.
 pub(crate) fn whole(
     k: &SimKernel<'_>,
-    s: &Sizes,
+    s: &AttentionSizes,
     dtype: DType,
     q: &[f32],
     pointers: [DevicePtr; 5],
@@ -252,7 +252,7 @@ pub(crate) fn whole(
     let [n_heads, head_dim] = [s.n_heads as usize, s.head_dim as usize];
     let n = q.len() / (n_heads * head_dim);
     let [k_cache, v_cache, positions, seqs, tables] = pointers;
-    let pages = Pages {
+    let pages = PageTables {
         tables: k.read(tables, (s.n_seqs * s.max_blocks) as usize)?,
         n_seqs: s.n_seqs as usize,
         max_blocks: s.max_blocks as usize,
@@ -278,8 +278,8 @@ pub(crate) fn whole(
 
 /// The rows of one cache that one position sees.
 struct Rows1<'a> {
-    s: &'a Sizes,
-    pages: &'a Pages,
+    s: &'a AttentionSizes,
+    pages: &'a PageTables,
     seq: i32,
     position: usize,
     dtype: DType,
@@ -307,7 +307,7 @@ impl Rows1<'_> {
     }
 }
 
-fn attend(s: &Sizes, q: &[f32], keys: &[f32], values: &[f32], y: &mut [f32]) {
+fn attend(s: &AttentionSizes, q: &[f32], keys: &[f32], values: &[f32], y: &mut [f32]) {
     let score = |key: &[f32]| {
         let dot: f64 = q.iter().zip(key).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
         let score = dot * f64::from(s.scale);

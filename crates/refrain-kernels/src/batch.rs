@@ -10,14 +10,14 @@ use refrain_graph::{Gate, Op};
 use refrain_tensor::DType;
 
 use crate::card::Card;
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::gemm;
 use crate::linear::{LinearPart, MAX_PRODUCTS};
-use crate::load::{Arch, Kernels};
+use crate::load::{GpuArch, Kernels};
 use crate::narrow::{Narrow, Narrowed, PLANE, narrow_at};
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
-use crate::registry::{Entry, P, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, lowercase};
+use crate::source::KernelFamily;
 use crate::tuning::{BatchTuning, Tuning};
 use crate::twin::{Dense, fault, run_f32};
 use crate::vouch::Vouch;
@@ -173,14 +173,14 @@ fn clusters_at_once(n_sms: usize, per_sm: usize, n_blocks: usize) -> usize {
 /// Whether a card has a kernel for `m` rows of `k` columns and weights of a dtype.
 #[must_use]
 pub fn has_batch(dtype: DType, m: usize, k: usize, card: &DeviceInfo) -> bool {
-    let arch = Arch { major: card.compute.0, minor: card.compute.1 };
+    let arch = GpuArch { major: card.compute.0, minor: card.compute.1 };
     let card = Card::new(card, Tuning::of(arch));
     Division::for_rows(m, dtype, &card).is_some() && k.is_multiple_of(PLANE.max(dtype.block_len()))
 }
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Params {
+struct BatchParams {
     m: u32,
     k: u32,
     n: [u32; MAX_PRODUCTS],
@@ -233,7 +233,7 @@ impl Kernels {
     pub fn batch(&self, a: &BatchArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
         let shape = [("m", a.m), ("n", n), ("k", a.k)];
-        let case = Case { op: "batch", dtype: a.dtype, shape: &shape };
+        let case = OpCase { op: "batch", dtype: a.dtype, shape: &shape };
         case.sizes()?;
         let BatchPlan { division, n_splits, per_split, clustered } = a.plan;
         let n_parts = a.parts.len();
@@ -314,7 +314,7 @@ impl Kernels {
             None => launch.null(),
         };
         launch = launch.read(case.buf("x", a.x, elements(n_tiles * division.m, a.k), 16)?);
-        let mut params = Params {
+        let mut params = BatchParams {
             m: case.u32("m", a.m)?,
             k: case.u32("k", a.k)?,
             n: [0; MAX_PRODUCTS],
@@ -350,11 +350,11 @@ fn variants() -> impl Iterator<Item = (Division, DType)> {
     })
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for (division, dtype) in variants() {
-        let params = [P, P, P, P, P, P, P, P, P, P, P, size_of::<Params>()];
+        let params = [P, P, P, P, P, P, P, P, P, P, P, size_of::<BatchParams>()];
         let entry =
-            Entry::new(Family::Batch, division.name(dtype), &params, move |k| twin(k, dtype, division.m));
+            KernelEntry::new(KernelFamily::Batch, division.name(dtype), &params, move |k| twin(k, dtype, division.m));
         // A card whose blocks have less is never given this one.
         let shared =
             move |card: &Card| division.shared_bytes(card.tuning.batch).min(card.shared_limit as u32);
@@ -403,7 +403,7 @@ fn four_bits_row(dtype: DType, packed: &[u8], row: usize, out: &mut [f32]) {
 
 /// The whole sums in the first split; the others are zeros.
 fn twin(k: &mut SimKernel<'_>, dtype: DType, plane_rows: usize) -> KernelResult {
-    let p: Params = k.arg(11)?;
+    let p: BatchParams = k.arg(11)?;
     let (m, cols, n_splits) = (p.m as usize, p.k as usize, k.config().grid[1] as usize);
     let bytes_of = |n: usize| packed_bytes(dtype, n, cols).ok_or_else(|| fault("rows of partial blocks"));
     let ns: Vec<usize> = p.n.iter().map(|&n| n as usize).filter(|&n| n > 0).collect();

@@ -18,7 +18,7 @@ use refrain_driver::{
 };
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::matmul::MATMUL_DTYPES;
 
 type Handle = *mut c_void;
@@ -62,7 +62,7 @@ struct Algorithm([u64; 8]);
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Candidate {
+struct AlgorithmCandidate {
     algorithm: Algorithm,
     workspace_bytes: usize,
     status: u32,
@@ -72,14 +72,14 @@ struct Candidate {
 
 /// The algorithms of a shape, and which of them runs.
 #[derive(Debug)]
-struct Choice {
+struct AlgorithmChoice {
     candidates: Vec<Algorithm>,
     chosen: OnceLock<usize>,
 }
 
-impl Choice {
-    fn new(candidates: Vec<Algorithm>) -> Choice {
-        Choice { candidates, chosen: OnceLock::new() }
+impl AlgorithmChoice {
+    fn new(candidates: Vec<Algorithm>) -> AlgorithmChoice {
+        AlgorithmChoice { candidates, chosen: OnceLock::new() }
     }
 
     /// What runs, from now on for good: the first one where nothing was measured.
@@ -97,12 +97,12 @@ fn fastest(ms: &[f32]) -> usize {
 type ChoiceKey = (String, [u8; 16], BlasLtShape);
 
 /// The choices of this process.
-static CHOICES: LazyLock<Mutex<HashMap<ChoiceKey, Arc<Choice>>>> = LazyLock::new(Mutex::default);
+static CHOICES: LazyLock<Mutex<HashMap<ChoiceKey, Arc<AlgorithmChoice>>>> = LazyLock::new(Mutex::default);
 
 /// The choice for a key, which stays what it was when it was first made.
-fn shared_choice(key: ChoiceKey, candidates: Vec<Algorithm>) -> Arc<Choice> {
+fn shared_choice(key: ChoiceKey, candidates: Vec<Algorithm>) -> Arc<AlgorithmChoice> {
     let mut all = CHOICES.lock().unwrap_or_else(PoisonError::into_inner);
-    Arc::clone(all.entry(key).or_insert_with(|| Arc::new(Choice::new(candidates))))
+    Arc::clone(all.entry(key).or_insert_with(|| Arc::new(AlgorithmChoice::new(candidates))))
 }
 
 /// How long the algorithms of a shape took.
@@ -116,15 +116,15 @@ pub struct BlasLtTimes {
 
 macro_rules! functions {
     ($($field:ident: $symbol:literal fn($($arg:ty),*);)*) => {
-        struct Functions {
+        struct BlasLtFunctions {
             version: unsafe extern "C" fn() -> usize,
             $($field: unsafe extern "C" fn($($arg),*) -> u32,)*
         }
 
-        impl Functions {
-            fn look_up(library: &libloading::Library, file: &str) -> Result<Functions, KernelError> {
+        impl BlasLtFunctions {
+            fn look_up(library: &libloading::Library, file: &str) -> Result<BlasLtFunctions, KernelError> {
                 let missing = |symbol: &'static str| KernelError::BlasLtSymbol { library: file.to_owned(), symbol };
-                Ok(Functions {
+                Ok(BlasLtFunctions {
                     version: {
                         // SAFETY: the type is the function's signature in cublasLt.h; `BlasLt` keeps the library open
                         // as long as the pointer.
@@ -156,13 +156,13 @@ functions! {
     pref_create: b"cublasLtMatmulPreferenceCreate\0" fn(*mut Handle);
     pref_set: b"cublasLtMatmulPreferenceSetAttribute\0" fn(Handle, u32, *const c_void, usize);
     pref_destroy: b"cublasLtMatmulPreferenceDestroy\0" fn(Handle);
-    heuristic: b"cublasLtMatmulAlgoGetHeuristic\0" fn(Handle, Handle, Handle, Handle, Handle, Handle, Handle, i32, *mut Candidate, *mut i32);
+    heuristic: b"cublasLtMatmulAlgoGetHeuristic\0" fn(Handle, Handle, Handle, Handle, Handle, Handle, Handle, i32, *mut AlgorithmCandidate, *mut i32);
     matmul: b"cublasLtMatmul\0" fn(Handle, Handle, *const c_void, *const c_void, Handle, *const c_void, Handle, *const c_void, *const c_void, Handle, *mut c_void, Handle, *const Algorithm, *mut c_void, usize, *mut c_void);
 }
 
 /// The library with a handle of one context.
 pub struct BlasLt {
-    functions: Functions,
+    functions: BlasLtFunctions,
     handle: Handle,
     version: usize,
     file: String,
@@ -233,7 +233,7 @@ struct Planned {
     desc: Handle,
     /// Of `b`, `a` and `y`, as columns.
     layouts: [Handle; 3],
-    choice: Arc<Choice>,
+    choice: Arc<AlgorithmChoice>,
     destroy: [unsafe extern "C" fn(Handle) -> u32; 2],
 }
 
@@ -296,7 +296,7 @@ impl BlasLt {
 
     fn from_library(library: libloading::Library, path: &Path, ctx: &Context) -> Result<BlasLt, KernelError> {
         let file = path.display().to_string();
-        let functions = Functions::look_up(&library, &file)?;
+        let functions = BlasLtFunctions::look_up(&library, &file)?;
         let mut handle = null_mut();
         // SAFETY: the version takes nothing; `handle` outlives the call that writes it, and the thread's context is
         // current because the caller has a `Context`.
@@ -323,10 +323,10 @@ impl BlasLt {
 
     /// Refuses a shape that the library has no algorithm for. The first time it asks the heuristic.
     pub fn check(&self, shape: BlasLtShape) -> Result<(), KernelError> {
-        self.planned(shape, &Case { op: "product", dtype: shape.dtype, shape: &dims(&shape) }).map(|_| ())
+        self.planned(shape, &OpCase { op: "product", dtype: shape.dtype, shape: &dims(&shape) }).map(|_| ())
     }
 
-    fn planned(&self, shape: BlasLtShape, case: &Case<'_>) -> Result<Arc<Planned>, KernelError> {
+    fn planned(&self, shape: BlasLtShape, case: &OpCase<'_>) -> Result<Arc<Planned>, KernelError> {
         case.sizes()?;
         crate::require!(case, MATMUL_DTYPES.contains(&shape.dtype), "factors are F32, F16 or BF16");
         crate::require!(
@@ -364,7 +364,7 @@ impl BlasLt {
         step: &str,
     ) -> Result<BlasLtProduct, KernelError> {
         let dims = dims(&shape);
-        let case = Case { op: "product", dtype: shape.dtype, shape: &dims };
+        let case = OpCase { op: "product", dtype: shape.dtype, shape: &dims };
         let planned = self.planned(shape, &case)?;
         let bytes = |n: Option<usize>, dtype: DType| n.and_then(|n| n.checked_mul(dtype.block_bytes()));
         let extents = [shape.extent(&shape.a, shape.m, shape.k), shape.extent(&shape.b, shape.k, shape.n)];
@@ -384,7 +384,7 @@ impl BlasLt {
         })
     }
 
-    fn choose(&self, shape: BlasLtShape, case: &Case<'_>) -> Result<Planned, KernelError> {
+    fn choose(&self, shape: BlasLtShape, case: &OpCase<'_>) -> Result<Planned, KernelError> {
         let f = &self.functions;
         let kind = |dtype: DType| match dtype {
             DType::F16 => R_16F,
@@ -396,11 +396,11 @@ impl BlasLt {
         let mut planned = Planned {
             desc: null_mut(),
             layouts: [null_mut(); 3],
-            choice: Arc::new(Choice::new(Vec::new())),
+            choice: Arc::new(AlgorithmChoice::new(Vec::new())),
             destroy: [f.desc_destroy, f.layout_destroy],
         };
         let mut preference = Preference { destroy: f.pref_destroy, handle: null_mut() };
-        let nothing = Candidate {
+        let nothing = AlgorithmCandidate {
             algorithm: Algorithm([0; 8]),
             workspace_bytes: 0,
             status: 0,
@@ -488,7 +488,7 @@ impl BlasLt {
             ok("cublasLtMatmulAlgoGetHeuristic", asked)?;
         }
         let found = &found[..usize::try_from(n_found).unwrap_or(0).min(CANDIDATES)];
-        let usable = |found: &&Candidate| found.status == 0 && found.workspace_bytes as u64 <= WORKSPACE;
+        let usable = |found: &&AlgorithmCandidate| found.status == 0 && found.workspace_bytes as u64 <= WORKSPACE;
         let candidates: Vec<Algorithm> = found.iter().filter(usable).map(|found| found.algorithm).collect();
         crate::require!(case, !candidates.is_empty(), "cuBLASLt has no algorithm for it");
         planned.choice = shared_choice((self.file.clone(), self.card, shape), candidates);
@@ -572,7 +572,7 @@ impl BlasLtProduct {
     /// The same product, added to what lies in `c`: as large as the result, which it may be.
     pub fn adding(mut self, c: Buf) -> Result<BlasLtProduct, KernelError> {
         let dims = dims(&self.shape);
-        let case = Case { op: "product", dtype: self.shape.dtype, shape: &dims };
+        let case = OpCase { op: "product", dtype: self.shape.dtype, shape: &dims };
         let align = if self.shape.align < ALIGNMENT { self.shape.align as u64 } else { 16 };
         self.c = Some(case.buf("c", c, usize::try_from(self.y.len()).ok(), align)?);
         Ok(self)

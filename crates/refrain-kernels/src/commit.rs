@@ -9,10 +9,10 @@ use refrain_driver::{Baked, Buf, Launch, RING_HEADER_BYTES, Ring};
 use refrain_graph::StepFlags;
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::count;
 use crate::vouch::Vouch;
 
@@ -154,7 +154,7 @@ impl Kernels {
         let [n_words, n_edits] =
             [words, edits].map(|buf| usize::try_from(buf.len() / 4).unwrap_or(usize::MAX));
         let shape = [("n_words", n_words), ("n_edits", n_edits)];
-        let case = Case { op: "edit", dtype: DType::U32, shape: &shape };
+        let case = OpCase { op: "edit", dtype: DType::U32, shape: &shape };
         case.sizes()?;
         crate::require!(case, n_edits >= EDIT_WORDS, "edits have a head of {EDIT_WORDS} words");
         let sizes = [case.u32("n_words", n_words)?, case.u32("n_edits", n_edits)?];
@@ -171,7 +171,7 @@ impl Kernels {
     /// The launch of [`CommitArgs`].
     pub fn commit(&self, a: &CommitArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n)];
-        let case = Case { op: "commit", dtype: DType::I32, shape: &shape };
+        let case = OpCase { op: "commit", dtype: DType::I32, shape: &shape };
         case.sizes()?;
         crate::require!(case, a.n <= 1024, "at most 1024 rows");
         let (n_history, n_eog) = (case.u32("n_history", a.n_history)?, case.u32("n_eog", a.n_eog)?);
@@ -213,10 +213,10 @@ impl Kernels {
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     let params = [P, P, P, P, P, P, P, P, P, P, P, W, W, W, W, W, W];
-    all.push(Entry::new(Family::Commit, "commit_i32", &params, twin));
-    all.push(Entry::new(Family::Commit, "edit_u32", &[P, P, W, W], edit_twin));
+    all.push(KernelEntry::new(KernelFamily::Commit, "commit_i32", &params, twin));
+    all.push(KernelEntry::new(KernelFamily::Commit, "edit_u32", &[P, P, W, W], edit_twin));
 }
 
 fn edit_twin(k: &mut SimKernel<'_>) -> KernelResult {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 
 use crate::error::KernelError;
-use crate::load::Arch;
+use crate::load::GpuArch;
 use crate::source::KernelUnit;
 use crate::tuning::Tuning;
 
@@ -19,7 +19,7 @@ pub(crate) trait Compiler: Sync {
     /// The code of a unit.
     fn compile(&self, unit: KernelUnit) -> Result<Vec<u8>, KernelError>;
     /// What the code is for.
-    fn arch(&self) -> Arch;
+    fn arch(&self) -> GpuArch;
     /// What it is compiled with.
     fn tuning(&self) -> &'static Tuning;
 }

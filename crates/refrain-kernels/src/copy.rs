@@ -6,19 +6,19 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::DType;
 
 use crate::elementwise::{BLOCK, walked};
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::count;
-use crate::view::{View, Walk};
+use crate::view::{BufView, Walk};
 use crate::vouch::Vouch;
 
 /// `y = x`, dense.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyArgs<'a> {
     /// Elements of 1, 2 or 4 bytes, any layout.
-    pub x: View,
+    pub x: BufView,
     /// Dense, of the same dtype and shape; not `x`.
     pub y: Buf,
     /// Names the step.
@@ -29,7 +29,7 @@ pub struct CopyArgs<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct CastArgs<'a> {
     /// F32, F16 or BF16, any layout.
-    pub x: View,
+    pub x: BufView,
     /// Dense, of the same shape; not `x`.
     pub y: Buf,
     /// F32, F16 or BF16.
@@ -43,7 +43,7 @@ impl Kernels {
     pub fn copy(&self, a: &CopyArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.x.layout.shape().n_elements();
         let shape = [("n", n)];
-        let case = Case { op: "copy", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "copy", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let size = a.x.dtype.block_bytes();
         crate::require!(
@@ -59,7 +59,7 @@ impl Kernels {
     pub fn cast(&self, a: &CastArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.x.layout.shape().n_elements();
         let shape = [("n", n)];
-        let case = Case { op: "cast", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "cast", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, a.x.dtype.is_float() && a.to.is_float(), "no cast to {}", a.to);
         let size = a.to.block_bytes();
@@ -69,9 +69,9 @@ impl Kernels {
 
     fn walk(
         &self,
-        case: &Case<'_>,
+        case: &OpCase<'_>,
         kernel: &str,
-        x: View,
+        x: BufView,
         y: Buf,
         step: &str,
     ) -> Result<Launch, KernelError> {
@@ -95,14 +95,14 @@ fn cast_name(from: DType, to: DType) -> String {
     format!("cast_{}_{}", from.name().to_ascii_lowercase(), to.name().to_ascii_lowercase())
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const PARAMS: [usize; 4] = [P, P, size_of::<Walk>(), W];
-    all.push(Entry::new(Family::Copy, "copy_b8", &PARAMS, copy::<u8>));
-    all.push(Entry::new(Family::Copy, "copy_b16", &PARAMS, copy::<u16>));
-    all.push(Entry::new(Family::Copy, "copy_b32", &PARAMS, copy::<u32>));
+    all.push(KernelEntry::new(KernelFamily::Copy, "copy_b8", &PARAMS, copy::<u8>));
+    all.push(KernelEntry::new(KernelFamily::Copy, "copy_b16", &PARAMS, copy::<u16>));
+    all.push(KernelEntry::new(KernelFamily::Copy, "copy_b32", &PARAMS, copy::<u32>));
     for from in FLOATS {
         for to in FLOATS {
-            all.push(Entry::new(Family::Copy, cast_name(from, to), &PARAMS, move |k| cast(k, from, to)));
+            all.push(KernelEntry::new(KernelFamily::Copy, cast_name(from, to), &PARAMS, move |k| cast(k, from, to)));
         }
     }
 }

@@ -5,12 +5,12 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::{DType, quant};
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::linear::LINEAR_DTYPES;
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, packed_bytes, unpack_row};
-use crate::registry::{Entry, P, W, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
 
@@ -37,7 +37,7 @@ impl Kernels {
     /// The launch of [`DequantArgs`].
     pub fn dequant(&self, a: &DequantArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n), ("k", a.k)];
-        let case = Case { op: "dequant", dtype: a.dtype, shape: &shape };
+        let case = OpCase { op: "dequant", dtype: a.dtype, shape: &shape };
         case.sizes()?;
         let packed = PACKED_DTYPES.contains(&a.dtype);
         let known = packed || (a.dtype.is_quantized() && LINEAR_DTYPES.contains(&a.dtype));
@@ -72,9 +72,9 @@ fn dtypes() -> impl Iterator<Item = DType> {
     PACKED_DTYPES.into_iter().chain(LINEAR_DTYPES.into_iter().filter(|d| d.is_quantized()))
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in dtypes() {
-        let entry = Entry::new(Family::Dequant, name(dtype), &[P, P, W, W], move |k| twin(k, dtype));
+        let entry = KernelEntry::new(KernelFamily::Dequant, name(dtype), &[P, P, W, W], move |k| twin(k, dtype));
         all.push(entry.unit(&lowercase(dtype)));
     }
 }

@@ -4,10 +4,10 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Function, Launch, LaunchBuilder};
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P};
+use crate::source::KernelFamily;
 use crate::vouch::Vouch;
 
 const BLOCK: u32 = 256;
@@ -31,7 +31,7 @@ impl Digester {
     /// The launch that writes the digest of `x` to `y`.
     pub fn launch(&self, x: Buf, y: Buf) -> Result<Launch, KernelError> {
         let shape = [("n_bytes", usize::try_from(x.len()).unwrap_or(usize::MAX))];
-        let case = Case { op: "digest", dtype: DType::U8, shape: &shape };
+        let case = OpCase { op: "digest", dtype: DType::U8, shape: &shape };
         crate::require!(case, !x.is_empty(), "there is nothing to launch");
         crate::require!(case, x.offset().is_multiple_of(8), "x must start at a multiple of 8 bytes");
         let blocks = case.u32("the number of chunks", x.len().div_ceil(Digester::CHUNK) as usize)?;
@@ -53,8 +53,8 @@ impl Kernels {
 
 const NAME: &str = "digest_chunks";
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    all.push(Entry::new(Family::Digest, NAME, &[P, P, 8], twin));
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    all.push(KernelEntry::new(KernelFamily::Digest, NAME, &[P, P, 8], twin));
 }
 
 fn mixed(word: u64, at: u64) -> u64 {

@@ -5,12 +5,12 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Binary, Gate, Op, Unary};
 use refrain_tensor::{DType, Shape};
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::{Dense, count, read_rows, run_f32};
-use crate::view::{Rows, View, Walk};
+use crate::view::{RowLayout, BufView, Walk};
 use crate::vouch::Vouch;
 
 /// Elements of a block.
@@ -22,7 +22,7 @@ pub struct UnaryArgs<'a> {
     /// The function.
     pub f: Unary,
     /// F32, any layout.
-    pub x: View,
+    pub x: BufView,
     /// Dense F32 of the same shape; may be `x` when that is dense.
     pub y: Buf,
     /// Names the step.
@@ -35,9 +35,9 @@ pub struct BinaryArgs<'a> {
     /// The function.
     pub f: Binary,
     /// F32, any layout that broadcasts to `shape`.
-    pub a: View,
+    pub a: BufView,
     /// As `a`.
-    pub b: View,
+    pub b: BufView,
     /// Dense F32 of `shape`; may be `a` or `b` when that is dense and of that shape.
     pub y: Buf,
     /// The shape of the result.
@@ -52,9 +52,9 @@ pub struct GateArgs<'a> {
     /// The activation.
     pub kind: Gate,
     /// `[.., n_cols]` F32, rows of consecutive elements.
-    pub gate: View,
+    pub gate: BufView,
     /// As `gate`.
-    pub up: View,
+    pub up: BufView,
     /// `[n_rows, n_cols]` F32; may be `gate` or `up` when that is dense.
     pub y: Buf,
     /// Rows.
@@ -70,7 +70,7 @@ impl Kernels {
     pub fn unary(&self, a: &UnaryArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.x.layout.shape().n_elements();
         let shape = [("n", n)];
-        let case = Case { op: a.f.name(), dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: a.f.name(), dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, a.x.dtype == DType::F32, "x must be F32");
         let walk = case.walk(a.x.layout.shape(), &a.x.layout, None)?;
@@ -102,7 +102,7 @@ impl Kernels {
     pub fn binary(&self, a: &BinaryArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.shape.n_elements();
         let shape = [("n", n)];
-        let case = Case { op: a.f.name(), dtype: a.a.dtype, shape: &shape };
+        let case = OpCase { op: a.f.name(), dtype: a.a.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, a.a.dtype == DType::F32 && a.b.dtype == DType::F32, "a and b must be F32");
         let walk = case.walk(a.shape, &a.a.layout, Some(&a.b.layout))?;
@@ -120,7 +120,7 @@ impl Kernels {
     /// The launch of [`GateArgs`].
     pub fn gate(&self, a: &GateArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
-        let case = Case { op: "gate", dtype: a.gate.dtype, shape: &shape };
+        let case = OpCase { op: "gate", dtype: a.gate.dtype, shape: &shape };
         case.sizes()?;
         let (gate, gate_rows) = case.rows("gate", &a.gate, a.n_rows, a.n_cols)?;
         let (up, up_rows) = case.rows("up", &a.up, a.n_rows, a.n_cols)?;
@@ -168,20 +168,20 @@ fn gate_name(kind: Gate) -> &'static str {
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const WALK: usize = size_of::<Walk>();
-    const R: usize = size_of::<Rows>();
+    const R: usize = size_of::<RowLayout>();
     for f in UNARY {
-        all.push(Entry::new(Family::Elementwise, unary_name(f), &[P, P, WALK, W, W, W], move |k| {
+        all.push(KernelEntry::new(KernelFamily::Elementwise, unary_name(f), &[P, P, WALK, W, W, W], move |k| {
             unary(k, f)
         }));
     }
     for f in BINARY {
-        all.push(Entry::new(Family::Elementwise, binary_name(f), &[P, P, P, WALK, W], move |k| binary(k, f)));
+        all.push(KernelEntry::new(KernelFamily::Elementwise, binary_name(f), &[P, P, P, WALK, W], move |k| binary(k, f)));
     }
     for kind in [Gate::Silu, Gate::GeluTanh] {
         let params = [P, P, P, R, R, W, W];
-        all.push(Entry::new(Family::Elementwise, gate_name(kind), &params, move |k| gate(k, kind)));
+        all.push(KernelEntry::new(KernelFamily::Elementwise, gate_name(kind), &params, move |k| gate(k, kind)));
     }
 }
 

@@ -159,13 +159,13 @@ impl KernelError {
 
 /// An op with its dtype and sizes, for checks whose messages name them.
 #[derive(Clone, Copy)]
-pub(crate) struct Case<'a> {
+pub(crate) struct OpCase<'a> {
     pub(crate) op: &'static str,
     pub(crate) dtype: DType,
     pub(crate) shape: &'a [(&'static str, usize)],
 }
 
-impl Case<'_> {
+impl OpCase<'_> {
     fn shape(&self) -> String {
         self.shape.iter().map(|(name, n)| format!("{name}={n}")).collect::<Vec<_>>().join(", ")
     }

@@ -8,13 +8,13 @@ use refrain_reference::route_row;
 use refrain_tensor::{DType, quant};
 
 use crate::card::Card;
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::few::round;
 use crate::linear::LINEAR_DTYPES;
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
-use crate::registry::{Entry, P, W, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
 
@@ -155,7 +155,7 @@ pub fn has_experts(dtype: DType) -> bool {
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Params {
+struct ExpertParams {
     expert_bytes: u64,
     k: u32,
     n: u32,
@@ -183,7 +183,7 @@ struct RouteParams {
 }
 
 /// A weight as kernels get it: all its bytes, where the first row is, and how far experts are apart.
-struct Placed {
+struct PlacedExperts {
     all: Buf,
     start: u64,
     expert_bytes: u64,
@@ -210,7 +210,7 @@ impl Kernels {
         let route = &a.route;
         let k = route.n_choices;
         let shape = [("n", a.n), ("n_experts", a.n_experts), ("n_choices", k)];
-        let case = Case { op: "route", dtype: DType::F32, shape: &shape };
+        let case = OpCase { op: "route", dtype: DType::F32, shape: &shape };
         case.sizes()?;
         crate::require!(case, k <= MAX_CHOICES, "at most {MAX_CHOICES} choices of a row");
         crate::require!(case, k <= a.n_experts, "fewer experts than choices");
@@ -253,7 +253,7 @@ impl Kernels {
     pub fn expert_gate(&self, a: &ExpertGateArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let s = &a.sizes;
         let shape = shape(s);
-        let case = Case { op: "expert_gate", dtype: a.gate.dtype, shape: &shape };
+        let case = OpCase { op: "expert_gate", dtype: a.gate.dtype, shape: &shape };
         self.check(&case, s, &[a.gate, a.up])?;
         let (gate, up) = (place(&case, s, &a.gate)?, place(&case, s, &a.up)?);
         let pairs = [s.n_rows, s.n_choices];
@@ -315,7 +315,7 @@ impl Kernels {
     pub fn expert_sum(&self, a: &ExpertSumArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let s = &a.sizes;
         let shape = shape(s);
-        let case = Case { op: "expert_sum", dtype: a.down.dtype, shape: &shape };
+        let case = OpCase { op: "expert_sum", dtype: a.down.dtype, shape: &shape };
         self.check(&case, s, &[a.down])?;
         let down = place(&case, s, &a.down)?;
         let (n, dtype, pairs) = (s.n, a.down.dtype, s.n_rows * s.n_choices);
@@ -343,7 +343,7 @@ impl Kernels {
             launches.push(launch.baked(Baked(params)).vouch(&case));
             return Ok(());
         }
-        let each = Params { n_choices: 1, ..params };
+        let each = ExpertParams { n_choices: 1, ..params };
         let z = self.sorted_rows(
             &case,
             s,
@@ -373,11 +373,11 @@ impl Kernels {
     #[expect(clippy::too_many_arguments, reason = "what two launchers share")]
     fn sorted_rows(
         &self,
-        case: &Case<'_>,
+        case: &OpCase<'_>,
         s: &ExpertSizes,
-        (dtype, weights): (DType, [Option<&Placed>; 2]),
+        (dtype, weights): (DType, [Option<&PlacedExperts>; 2]),
         (x, ids, scratch): (Buf, Buf, Option<Buf>),
-        params: Params,
+        params: ExpertParams,
         step: &str,
         launches: &mut Vec<Launch>,
     ) -> Result<Buf, KernelError> {
@@ -423,7 +423,7 @@ impl Kernels {
         Ok(z)
     }
 
-    fn check(&self, case: &Case<'_>, s: &ExpertSizes, weights: &[ExpertWeight]) -> Result<(), KernelError> {
+    fn check(&self, case: &OpCase<'_>, s: &ExpertSizes, weights: &[ExpertWeight]) -> Result<(), KernelError> {
         case.sizes()?;
         let dtype = weights[0].dtype;
         crate::require!(case, has_experts(dtype), "no kernel multiplies with experts of this dtype");
@@ -453,7 +453,7 @@ fn shape(s: &ExpertSizes) -> [(&'static str, usize); 5] {
     [("n_rows", s.n_rows), ("n_choices", s.n_choices), ("n_experts", s.n_experts), ("n", s.n), ("k", s.k)]
 }
 
-fn place(case: &Case<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<Placed, KernelError> {
+fn place(case: &OpCase<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<PlacedExperts, KernelError> {
     let packed = PACKED_DTYPES.contains(&w.dtype);
     let whole_tiles = w.rows.is_multiple_of(TILE_ROWS) && w.first.is_multiple_of(TILE_ROWS);
     crate::require!(case, !packed || whole_tiles, "rows of an expert must be whole tiles of {TILE_ROWS}");
@@ -464,23 +464,23 @@ fn place(case: &Case<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<Placed, K
         return Err(case.refuse("rows of partial blocks".to_owned()));
     };
     let all = case.buf("w", w.w, s.n_experts.checked_mul(expert), 16)?;
-    Ok(Placed { all, start: start as u64, expert_bytes: expert as u64 })
+    Ok(PlacedExperts { all, start: start as u64, expert_bytes: expert as u64 })
 }
 
-fn bias(case: &Case<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<Option<Buf>, KernelError> {
+fn bias(case: &OpCase<'_>, s: &ExpertSizes, w: &ExpertWeight) -> Result<Option<Buf>, KernelError> {
     let Some(bias) = w.bias else { return Ok(None) };
     let all = case.words("bias", bias, &[s.n_experts, w.rows])?;
     Ok(Some(all.slice(4 * w.first as u64, all.len() - 4 * w.first as u64)?))
 }
 
 fn params(
-    case: &Case<'_>,
+    case: &OpCase<'_>,
     s: &ExpertSizes,
     w: &ExpertWeight,
     expert_bytes: u64,
     x_stride: usize,
-) -> Result<Params, KernelError> {
-    Ok(Params {
+) -> Result<ExpertParams, KernelError> {
+    Ok(ExpertParams {
         expert_bytes,
         k: case.u32("k", s.k)?,
         n: case.u32("n", s.n)?,
@@ -499,12 +499,12 @@ fn name(kernel: &str, dtype: DType) -> String {
     format!("{kernel}_{}", lowercase(dtype))
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const R: usize = size_of::<RouteParams>();
-    const S: usize = size_of::<Params>();
+    const S: usize = size_of::<ExpertParams>();
     let shared = |card: &Card| card.shared_limit.saturating_sub(STATIC_BYTES) as u32;
     let entry = |name: &str, params: &[usize], twin: fn(&mut SimKernel<'_>) -> KernelResult| {
-        Entry::new(Family::Experts, name, params, twin)
+        KernelEntry::new(KernelFamily::Experts, name, params, twin)
     };
     all.push(
         entry("expert_route_f32", &[P, P, P, P, P, R], route_twin)
@@ -517,14 +517,14 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     for dtype in LINEAR_DTYPES.into_iter().chain(PACKED_DTYPES) {
         let unit = lowercase(dtype);
         let gate =
-            Entry::new(Family::Experts, name("expert_gate", dtype), &[P, P, P, P, P, P, P, S], move |k| {
+            KernelEntry::new(KernelFamily::Experts, name("expert_gate", dtype), &[P, P, P, P, P, P, P, S], move |k| {
                 gate_twin(k, dtype)
             });
-        let sum = Entry::new(Family::Experts, name("expert_sum", dtype), &[P, P, P, P, P, P, S], move |k| {
+        let sum = KernelEntry::new(KernelFamily::Experts, name("expert_sum", dtype), &[P, P, P, P, P, P, S], move |k| {
             sum_twin(k, dtype)
         });
         let rows =
-            Entry::new(Family::Experts, name("expert_rows", dtype), &[P, P, P, P, P, P, S], move |k| {
+            KernelEntry::new(KernelFamily::Experts, name("expert_rows", dtype), &[P, P, P, P, P, P, S], move |k| {
                 rows_twin(k, dtype)
             });
         all.extend([gate, sum, rows].map(|entry| entry.unit(&unit).shared(shared)));
@@ -559,7 +559,7 @@ fn route_twin(k: &mut SimKernel<'_>) -> KernelResult {
 }
 
 /// The expert of a choice, if it is one.
-fn chosen(id: i32, p: &Params) -> Option<usize> {
+fn chosen(id: i32, p: &ExpertParams) -> Option<usize> {
     usize::try_from(id).ok().filter(|id| *id < p.n_experts as usize)
 }
 
@@ -580,7 +580,7 @@ fn products(
     k: &SimKernel<'_>,
     dtype: DType,
     w: usize,
-    p: &Params,
+    p: &ExpertParams,
     expert: usize,
     x: &[f32],
 ) -> KernelResult<Vec<f32>> {
@@ -605,7 +605,7 @@ fn products(
     Ok(y)
 }
 
-fn add_bias(k: &SimKernel<'_>, arg: usize, p: &Params, expert: usize, y: &mut [f32]) -> KernelResult {
+fn add_bias(k: &SimKernel<'_>, arg: usize, p: &ExpertParams, expert: usize, y: &mut [f32]) -> KernelResult {
     let at = k.ptr(arg)?;
     if at.0 == 0 {
         return Ok(());
@@ -616,7 +616,7 @@ fn add_bias(k: &SimKernel<'_>, arg: usize, p: &Params, expert: usize, y: &mut [f
     Ok(())
 }
 
-fn joined(p: &Params, gate: &[f32], up: &[f32]) -> Vec<f32> {
+fn joined(p: &ExpertParams, gate: &[f32], up: &[f32]) -> Vec<f32> {
     let activation = match p.activation {
         0 => ExpertActivation::Silu,
         1 => ExpertActivation::GeluTanh,
@@ -626,7 +626,7 @@ fn joined(p: &Params, gate: &[f32], up: &[f32]) -> Vec<f32> {
 }
 
 fn gate_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let p: Params = k.arg(7)?;
+    let p: ExpertParams = k.arg(7)?;
     let (n, cols) = (p.n as usize, p.k as usize);
     let ids: Vec<i32> = k.read(k.ptr(2)?, p.n_pairs as usize)?;
     let mut y = vec![0.0_f32; ids.len() * n];
@@ -644,7 +644,7 @@ fn gate_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 }
 
 fn sum_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let p: Params = k.arg(6)?;
+    let p: ExpertParams = k.arg(6)?;
     let (n, cols, n_choices) = (p.n as usize, p.k as usize, p.n_choices as usize);
     let ids: Vec<i32> = k.read(k.ptr(2)?, p.n_pairs as usize)?;
     let weights: Vec<f32> = k.read(k.ptr(3)?, ids.len())?;
@@ -673,7 +673,7 @@ fn sort_twin(k: &mut SimKernel<'_>) -> KernelResult {
 }
 
 fn rows_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let p: Params = k.arg(6)?;
+    let p: ExpertParams = k.arg(6)?;
     let (n, cols) = (p.n as usize, p.k as usize);
     let begin: Vec<u32> = k.read(k.ptr(3)?, p.n_experts as usize + 1)?;
     let order: Vec<u32> = k.read(k.ptr(2)?, begin[p.n_experts as usize] as usize)?;
@@ -692,7 +692,7 @@ fn rows_twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 }
 
 fn join_twin(k: &mut SimKernel<'_>) -> KernelResult {
-    let p: Params = k.arg(5)?;
+    let p: ExpertParams = k.arg(5)?;
     let n = p.n as usize;
     let ids: Vec<i32> = k.read(k.ptr(2)?, p.n_pairs as usize)?;
     let mut y = vec![0.0_f32; ids.len() * n];
@@ -709,7 +709,7 @@ fn join_twin(k: &mut SimKernel<'_>) -> KernelResult {
 }
 
 fn combine_twin(k: &mut SimKernel<'_>) -> KernelResult {
-    let p: Params = k.arg(5)?;
+    let p: ExpertParams = k.arg(5)?;
     let (n, n_choices) = (p.n as usize, p.n_choices as usize);
     let ids: Vec<i32> = k.read(k.ptr(2)?, p.n_pairs as usize)?;
     let weights: Vec<f32> = k.read(k.ptr(3)?, ids.len())?;

@@ -6,11 +6,11 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::DType;
 
 use crate::card::Card;
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
-use crate::registry::{Entry, P, W, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W, lowercase};
+use crate::source::KernelFamily;
 use crate::tuning::FewTuning;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
@@ -88,7 +88,7 @@ pub struct FewArgs<'a> {
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Params {
+struct FewParams {
     m: u32,
     k: u32,
     n: [u32; MAX_FEW_PARTS],
@@ -98,7 +98,7 @@ impl Kernels {
     /// The launch of [`FewRowsArgs`].
     pub fn few_rows(&self, a: &FewRowsArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("m", a.m), ("k", a.k)];
-        let case = Case { op: "few_rows", dtype: DType::F32, shape: &shape };
+        let case = OpCase { op: "few_rows", dtype: DType::F32, shape: &shape };
         case.sizes()?;
         crate::require!(case, a.m <= MAX_FEW_ROWS, "at most {MAX_FEW_ROWS} rows go together");
         crate::require!(case, a.k.is_multiple_of(SUB), "k must be a multiple of {SUB}");
@@ -119,7 +119,7 @@ impl Kernels {
     pub fn few(&self, a: &FewArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
         let shape = [("m", a.m), ("n", n), ("k", a.k)];
-        let case = Case { op: "few", dtype: a.dtype, shape: &shape };
+        let case = OpCase { op: "few", dtype: a.dtype, shape: &shape };
         case.sizes()?;
         let Some(unit) = Unit::of(a.dtype) else {
             return Err(case.refuse("no kernel multiplies a few rows with this dtype".to_owned()));
@@ -148,7 +148,7 @@ impl Kernels {
             };
         }
         launch = launch.read(case.buf("rows", a.rows, few_bytes(a.m, a.k), 16)?);
-        let mut params = Params { m: case.u32("m", a.m)?, k: case.u32("k", a.k)?, n: [0; MAX_FEW_PARTS] };
+        let mut params = FewParams { m: case.u32("m", a.m)?, k: case.u32("k", a.k)?, n: [0; MAX_FEW_PARTS] };
         for i in 0..MAX_FEW_PARTS {
             launch = match a.parts.get(i) {
                 Some(part) => {
@@ -180,14 +180,14 @@ fn variants() -> impl Iterator<Item = (usize, DType)> {
     [8, 16].into_iter().flat_map(|m| PACKED_DTYPES.map(|dtype| (m, dtype)))
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for m in [8, 16] {
-        let entry = Entry::new(Family::Few, rows_name(m), &[P, P, W, W, W], move |k| rows_twin(k, m));
+        let entry = KernelEntry::new(KernelFamily::Few, rows_name(m), &[P, P, W, W, W], move |k| rows_twin(k, m));
         all.push(entry.unit("rows"));
     }
     for (m, dtype) in variants() {
-        let params = [P, P, P, P, P, P, P, size_of::<Params>()];
-        let entry = Entry::new(Family::Few, name(m, dtype), &params, move |k| twin(k, m, dtype));
+        let params = [P, P, P, P, P, P, P, size_of::<FewParams>()];
+        let entry = KernelEntry::new(KernelFamily::Few, name(m, dtype), &params, move |k| twin(k, m, dtype));
         let ring = move |card: &Card| Unit::of(dtype).map_or(0, |unit| ring_bytes(card, unit));
         all.push(entry.unit(&lowercase(dtype)).shared(ring));
     }
@@ -243,7 +243,7 @@ fn unround(rows: &[u8], padded: usize, row: usize, k: usize) -> Vec<f32> {
 }
 
 fn twin(kernel: &mut SimKernel<'_>, padded: usize, dtype: DType) -> KernelResult {
-    let p: Params = kernel.arg(7)?;
+    let p: FewParams = kernel.arg(7)?;
     let (m, k) = (p.m as usize, p.k as usize);
     let partial = || fault("rows of partial blocks");
     let mut parts = Vec::with_capacity(MAX_FEW_PARTS);

@@ -10,14 +10,14 @@ use refrain_tensor::DType;
 
 use crate::attention::AttentionArgs;
 use crate::card::Card;
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::gemm::GEMM_DTYPES;
 use crate::load::Kernels;
 use crate::narrow::{Narrow, aligned};
-use crate::registry::{Entry, P, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::{Dense, read_rows, run_f32};
-use crate::view::Rows;
+use crate::view::RowLayout;
 use crate::vouch::Vouch;
 
 /// Rows and threads of a block, as in `flash.cu`.
@@ -33,7 +33,7 @@ const SHARED: usize = 1808;
 /// Sizes as the kernel takes them.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Sizes {
+struct FlashSizes {
     n_heads: u32,
     n_kv_heads: u32,
     head_dim: u32,
@@ -86,7 +86,7 @@ impl Kernels {
             ("n_seqs", a.n_seqs),
             ("max_blocks", a.max_blocks),
         ];
-        let case = Case { op: "flash", dtype: a.cache_dtype, shape: &shape };
+        let case = OpCase { op: "flash", dtype: a.cache_dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, GEMM_DTYPES.contains(&a.cache_dtype), "the cache must be F16 or BF16");
         let is_dense = narrow.is_none_or(|narrow| narrow.plane_rows == 0);
@@ -108,7 +108,7 @@ impl Kernels {
         let (q, rows) = aligned(&case, "q", &a.q, a.n.saturating_mul(a.n_heads), a.head_dim)?;
         let window =
             a.attention.window.map_or(Ok(0), |w| case.u32("window", w.clamp(1, i32::MAX as usize)))?;
-        let sizes = Sizes {
+        let sizes = FlashSizes {
             n_heads: a.n_heads as u32,
             n_kv_heads: a.n_kv_heads as u32,
             head_dim: a.head_dim as u32,
@@ -157,11 +157,11 @@ fn name(size: usize, dtype: DType) -> String {
     format!("flash_d{size}_{}", lowercase(dtype))
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in GEMM_DTYPES {
         for size in HEAD_DIMS {
-            let params = [P, P, P, P, P, P, P, P, size_of::<Rows>(), size_of::<Sizes>()];
-            let entry = Entry::new(Family::Flash, name(size, dtype), &params, move |k| twin(k, dtype));
+            let params = [P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<FlashSizes>()];
+            let entry = KernelEntry::new(KernelFamily::Flash, name(size, dtype), &params, move |k| twin(k, dtype));
             let shared = move |card: &Card| if fits(card, size) { shared_bytes(size) } else { 0 };
             all.push(entry.unit(&format!("d{size}_{}", lowercase(dtype))).shared(shared));
         }
@@ -170,7 +170,7 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
 
 /// The reference, over the whole of both caches.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let s: Sizes = k.arg(9)?;
+    let s: FlashSizes = k.arg(9)?;
     let [n, n_heads, head_dim] = [s.n, s.n_heads, s.head_dim].map(|n| n as usize);
     let cells = [s.n_blocks, s.n_kv_heads, s.kv_block, s.head_dim].map(|n| n as usize);
     let [n_seqs, max_blocks] = [s.n_seqs, s.max_blocks].map(|n| n as usize);

@@ -4,12 +4,12 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::{DType, quant};
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::linear::LINEAR_DTYPES;
 use crate::load::Kernels;
 use crate::packed::{PACKED_DTYPES, packed_bytes, unpack_row};
-use crate::registry::{Entry, P, W, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
 
@@ -43,7 +43,7 @@ impl Kernels {
     /// The launch of [`GatherRowsArgs`]. An id past the table gives a row of NaN on a card; the simulated device faults.
     pub fn gather_rows(&self, a: &GatherRowsArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_ids", a.n_ids), ("n_rows", a.n_rows), ("d", a.d)];
-        let case = Case { op: "gather_rows", dtype: a.dtype, shape: &shape };
+        let case = OpCase { op: "gather_rows", dtype: a.dtype, shape: &shape };
         case.sizes()?;
         let block_len = a.dtype.block_len();
         crate::require!(case, a.d.is_multiple_of(block_len), "d must be whole blocks of {block_len}");
@@ -84,14 +84,14 @@ fn suffix(dtype: DType, packed: bool) -> String {
     format!("{}{}", if packed { "packed_" } else { "" }, lowercase(dtype))
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const PARAMS: [usize; 5] = [P, P, P, W, W];
     for dtype in LINEAR_DTYPES {
-        let entry = Entry::new(Family::Gather, name(dtype, false), &PARAMS, move |k| twin(k, dtype));
+        let entry = KernelEntry::new(KernelFamily::Gather, name(dtype, false), &PARAMS, move |k| twin(k, dtype));
         all.push(entry.unit(&suffix(dtype, false)).starting_next_late());
     }
     for dtype in PACKED_DTYPES {
-        let entry = Entry::new(Family::Gather, name(dtype, true), &PARAMS, move |k| packed_twin(k, dtype));
+        let entry = KernelEntry::new(KernelFamily::Gather, name(dtype, true), &PARAMS, move |k| packed_twin(k, dtype));
         all.push(entry.unit(&suffix(dtype, true)).starting_next_late());
     }
 }

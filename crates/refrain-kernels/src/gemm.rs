@@ -7,11 +7,11 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::linear::{LinearPart, MAX_PRODUCTS};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::count;
 use crate::vouch::Vouch;
 
@@ -124,14 +124,14 @@ pub struct GemmArgs<'a> {
 /// Where the columns of each product end, counted over all of them.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Ends([u32; MAX_PRODUCTS]);
+struct GemmEnds([u32; MAX_PRODUCTS]);
 
 impl Kernels {
     /// Pushes the launches of [`GemmArgs`]: one, and a second that adds when there are several splits.
     pub fn gemm(&self, a: &GemmArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
         let shape = [("m", a.m), ("n", n), ("k", a.k)];
-        let case = Case { op: "gemm", dtype: a.dtype, shape: &shape };
+        let case = OpCase { op: "gemm", dtype: a.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, GEMM_DTYPES.contains(&a.dtype), "tensor cores multiply F16 and BF16");
         crate::require!(case, a.k.is_multiple_of(8), "k must be a multiple of 8");
@@ -155,7 +155,7 @@ impl Kernels {
             (_, Some(scratch)) => Some(case.words("scratch", scratch, &[n_splits, a.m, n])?),
             (_, None) => return Err(case.refuse("several splits need scratch".to_owned())),
         };
-        let ends = Ends::of(a.parts);
+        let ends = GemmEnds::of(a.parts);
         let elements = |rows: usize| rows.checked_mul(a.k).and_then(|n| n.checked_mul(2));
         let grid = [a.m.div_ceil(tile.rows) as u32, columns as u32, n_splits as u32];
         let mut launch =
@@ -186,7 +186,7 @@ impl Kernels {
     #[allow(clippy::too_many_arguments, reason = "the second launch of two kinds of products")]
     pub(crate) fn add_splits(
         &self,
-        case: &Case<'_>,
+        case: &OpCase<'_>,
         parts: &[LinearPart],
         m: usize,
         partials: Buf,
@@ -198,7 +198,7 @@ impl Kernels {
         let blocks = case.u32("m * n", m * n)?.div_ceil(REDUCE as u32);
         let launch = self.launch("gemm_reduce_f32", blocks, (REDUCE / 4) as u32)?.step(step);
         let launch = outputs(case, parts, m, launch, false)?;
-        let launch = launch.read(partials).baked(Baked(Ends::of(parts)));
+        let launch = launch.read(partials).baked(Baked(GemmEnds::of(parts)));
         let launch = launch.baked(Baked(case.u32("m", m)?)).baked(Baked(n_splits as u32));
         launches.push(launch.vouch(case));
         Ok(())
@@ -206,7 +206,7 @@ impl Kernels {
 }
 
 fn outputs(
-    case: &Case<'_>,
+    case: &OpCase<'_>,
     parts: &[LinearPart],
     m: usize,
     mut launch: LaunchBuilder,
@@ -221,9 +221,9 @@ fn outputs(
     Ok(launch)
 }
 
-impl Ends {
-    fn of(parts: &[LinearPart]) -> Ends {
-        let mut ends = Ends([0; MAX_PRODUCTS]);
+impl GemmEnds {
+    fn of(parts: &[LinearPart]) -> GemmEnds {
+        let mut ends = GemmEnds([0; MAX_PRODUCTS]);
         let mut end = 0;
         for i in 0..MAX_PRODUCTS {
             end += parts.get(i).map_or(0, |part| part.n);
@@ -233,21 +233,21 @@ impl Ends {
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    const ENDS: usize = size_of::<Ends>();
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    const ENDS: usize = size_of::<GemmEnds>();
     for dtype in GEMM_DTYPES {
         for tile in [LOW, HIGH] {
             let params = [P, P, P, P, P, P, P, P, P, P, ENDS, W, W, W];
-            let entry = Entry::new(Family::Gemm, tile.name(dtype), &params, move |k| twin(k, dtype));
+            let entry = KernelEntry::new(KernelFamily::Gemm, tile.name(dtype), &params, move |k| twin(k, dtype));
             all.push(entry.unit(&lowercase(dtype)).shared(move |_| tile.shared_bytes()));
         }
     }
-    let entry = Entry::new(Family::Gemm, "gemm_reduce_f32", &[P, P, P, P, P, ENDS, W, W], reduce);
+    let entry = KernelEntry::new(KernelFamily::Gemm, "gemm_reduce_f32", &[P, P, P, P, P, ENDS, W, W], reduce);
     all.push(entry.unit("reduce"));
 }
 
 /// Where each product's columns begin and how many it has.
-fn parts(ends: Ends) -> Vec<(usize, usize)> {
+fn parts(ends: GemmEnds) -> Vec<(usize, usize)> {
     let begins = std::iter::once(0).chain(ends.0);
     begins.zip(ends.0).map(|(begin, end)| (begin as usize, (end - begin) as usize)).collect()
 }
@@ -261,7 +261,7 @@ pub(crate) fn read(k: &SimKernel<'_>, at: DevicePtr, n: usize, dtype: DType) -> 
 
 /// The whole sums in the first split; the others are zeros.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let (ends, m, cols) = (k.arg::<Ends>(10)?, count(k, 11)?, count(k, 12)?);
+    let (ends, m, cols) = (k.arg::<GemmEnds>(10)?, count(k, 11)?, count(k, 12)?);
     let (n, n_splits) = (ends.0[MAX_PRODUCTS - 1] as usize, k.config().grid[2] as usize);
     let x = read(k, k.ptr(5)?, m * cols, dtype)?;
     let mut partials = vec![0.0_f32; if n_splits > 1 { n_splits * m * n } else { 0 }];
@@ -285,7 +285,7 @@ fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 }
 
 fn reduce(k: &mut SimKernel<'_>) -> KernelResult {
-    let (ends, m, n_splits) = (k.arg::<Ends>(5)?, count(k, 6)?, count(k, 7)?);
+    let (ends, m, n_splits) = (k.arg::<GemmEnds>(5)?, count(k, 6)?, count(k, 7)?);
     let n = ends.0[MAX_PRODUCTS - 1] as usize;
     let partials: Vec<f32> = k.read(k.ptr(4)?, n_splits * m * n)?;
     let sum = |at: usize| partials.iter().skip(at).step_by(m * n).sum::<f32>();

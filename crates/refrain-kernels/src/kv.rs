@@ -7,12 +7,12 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P};
+use crate::source::KernelFamily;
 use crate::twin::{fault, read_rows};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// `cache[tables[seqs[i]][positions[i] / kv_block], h, positions[i] % kv_block] = x[i, h]`; nothing for a negative
@@ -24,7 +24,7 @@ pub struct KvAppendArgs<'a> {
     /// F16, BF16 or F32.
     pub cache_dtype: DType,
     /// `[n, n_kv_heads, head_dim]` F32, heads of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// `[n]` I32, read at each run.
     pub positions: Buf,
     /// `[n]` I32, read at each run.
@@ -49,7 +49,7 @@ pub struct KvAppendArgs<'a> {
     pub step: &'a str,
 }
 
-impl Case<'_> {
+impl OpCase<'_> {
     /// A cache `[n_blocks, n_kv_heads, kv_block, head_dim]`, whole.
     pub(crate) fn cache(
         &self,
@@ -75,7 +75,7 @@ impl Kernels {
             ("n_seqs", a.n_seqs),
             ("max_blocks", a.max_blocks),
         ];
-        let case = Case { op: "kv_append", dtype: a.cache_dtype, shape: &shape };
+        let case = OpCase { op: "kv_append", dtype: a.cache_dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
         let cells = [a.n_blocks, a.n_kv_heads, a.kv_block, a.head_dim];
@@ -110,10 +110,10 @@ fn name(dtype: DType) -> String {
     format!("kv_append_{}", dtype.name().to_ascii_lowercase())
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in [DType::F16, DType::BF16, DType::F32] {
-        let params = [P, P, P, P, P, size_of::<Rows>(), size_of::<PageSizes>()];
-        all.push(Entry::new(Family::Kv, name(dtype), &params, move |k| twin(k, dtype)));
+        let params = [P, P, P, P, P, size_of::<RowLayout>(), size_of::<PageSizes>()];
+        all.push(KernelEntry::new(KernelFamily::Kv, name(dtype), &params, move |k| twin(k, dtype)));
     }
 }
 
@@ -130,7 +130,7 @@ pub(crate) struct PageSizes {
 }
 
 /// Where a position of a sequence lies in a paged cache.
-pub(crate) struct Pages {
+pub(crate) struct PageTables {
     pub(crate) tables: Vec<i32>,
     pub(crate) n_seqs: usize,
     pub(crate) max_blocks: usize,
@@ -138,7 +138,7 @@ pub(crate) struct Pages {
     pub(crate) kv_block: usize,
 }
 
-impl Pages {
+impl PageTables {
     /// The block that holds a position, and the row in it.
     pub(crate) fn find(&self, seq: i32, position: usize) -> KernelResult<(usize, usize)> {
         let (seq_idx, column) = (usize::try_from(seq).unwrap_or(usize::MAX), position / self.kv_block);
@@ -178,7 +178,7 @@ pub(crate) fn append(
     let [n_seqs, max_blocks, n_blocks] = [sizes.n_seqs, sizes.max_blocks, sizes.n_blocks].map(size);
     let [positions, seqs, tables] = pointers;
     let tables = k.read(tables, n_seqs * max_blocks)?;
-    let pages = Pages { tables, n_seqs, max_blocks, n_blocks, kv_block };
+    let pages = PageTables { tables, n_seqs, max_blocks, n_blocks, kv_block };
     let (positions, seqs) = (k.read::<i32>(positions, n)?, k.read::<i32>(seqs, n)?);
     for (row, &position) in positions.iter().enumerate() {
         let Ok(position) = usize::try_from(position) else { continue };

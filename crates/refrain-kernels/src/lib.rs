@@ -22,7 +22,7 @@
 //! # Conventions
 //!
 //! Activations of a model that is only run are F32; a training step has kernels for F32, F16 and BF16. Inputs are
-//! [`View`]s, mirrors of a plan's operands, and may be strided as far as the launcher
+//! [`BufView`]s, mirrors of a plan's operands, and may be strided as far as the launcher
 //! says; outputs are dense. One-dimensional weights are F32; matrices `[n, k]` are in their file's dtype, dense, and
 //! start at a multiple of 16 bytes. Positions, sequences, block tables and ids are I32 in device memory and are read by
 //! the kernel at each run; a negative position marks a row of padding, which writes nothing to a cache.
@@ -107,7 +107,7 @@ pub use gather::GatherRowsArgs;
 pub use gemm::{GEMM_DTYPES, GemmArgs, GemmPlan};
 pub use kv::KvAppendArgs;
 pub use linear::{LINEAR_DTYPES, LinearArgs, LinearPart, MAX_PRODUCTS};
-pub use load::{Arch, KernelOrigin, Kernels, LoadOptions, register_twins, simulated};
+pub use load::{GpuArch, KernelOrigin, Kernels, LoadOptions, register_twins, simulated};
 pub use loss::CrossEntropyArgs;
 pub use map::{MapArgs, MapOp};
 pub use matmul::{MATMUL_DTYPES, MatMulArgs, library_product};
@@ -117,7 +117,7 @@ pub use norm::{AddRmsNormArgs, RmsNormArgs};
 pub use nvrtc::{Image, Nvrtc, compile_all};
 pub use packed::{PACKED_DTYPES, PackArgs, pack, packed_bytes};
 pub use prebuilt::{prebuild, prebuilt_archs};
-pub use product::{MAX_PARTS, ProductArgs, ProductPart, has_product, product_too_long, products_join};
+pub use product::{MAX_PARTS, ProductArgs, ProductWeight, has_product, product_too_long, products_join};
 pub use recurrent::{GatedDeltaArgs, MAX_CONV_WIDTH, MAX_DELTA_KEY, ShortConvArgs, SlotArgs};
 pub use registry::{KernelInfo, kernels};
 pub use rope::RopeArgs;
@@ -125,7 +125,7 @@ pub use rope_kv::RopeKvArgs;
 pub use rows::{ReduceArgs, SoftmaxArgs};
 pub use sample::{SampleArgs, SampleTop, sample_scratch_bytes, sample_state_bytes};
 pub use scatter::{ScatterAddRowsArgs, scatter_scratch_bytes};
-pub use source::{Family, KernelUnit};
+pub use source::{KernelFamily, KernelUnit};
 pub use span::{MAX_SPAN_HEAD_DIM, SpanArgs};
 pub use span_grad::{SpanGradArgs, span_grad_scratch_bytes};
 pub use train_rows::{
@@ -133,4 +133,4 @@ pub use train_rows::{
     TypedSoftmaxArgs, reduce_scratch_bytes, rms_norm_grad_scratch_bytes,
 };
 pub use tuning::tuning_header;
-pub use view::{View, unaligned_rows};
+pub use view::{BufView, unaligned_rows};

@@ -5,12 +5,12 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
 use refrain_tensor::{DType, quant};
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::{count, fault, read_rows};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// The dtypes of weights that are used as they are in the file; the other quantised ones are packed
@@ -53,7 +53,7 @@ pub struct LinearPart {
 #[derive(Clone, Copy, Debug)]
 pub struct LinearArgs<'a> {
     /// `[.., m, k]` F32, rows of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// The dtype of all weights, one of [`LINEAR_DTYPES`].
     pub w_dtype: DType,
     /// At most [`MAX_PRODUCTS`].
@@ -71,14 +71,14 @@ pub struct LinearArgs<'a> {
 /// Where the columns of each product end, counted over all of them.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Ends([u32; MAX_PRODUCTS]);
+struct LinearEnds([u32; MAX_PRODUCTS]);
 
 impl Kernels {
     /// The launch of [`LinearArgs`]. Each output's sum has the same order, whatever `m` is and whatever is beside it.
     pub fn linear(&self, a: &LinearArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.parts.iter().fold(0_usize, |n, part| n.saturating_add(part.n));
         let shape = [("m", a.m), ("n", n), ("k", a.k)];
-        let case = Case { op: "linear", dtype: a.w_dtype, shape: &shape };
+        let case = OpCase { op: "linear", dtype: a.w_dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, LINEAR_DTYPES.contains(&a.w_dtype), "no kernel multiplies with this dtype");
         let n_parts = a.parts.len();
@@ -124,7 +124,7 @@ impl Kernels {
             };
         }
         launch = launch.read(x);
-        let (mut ends, mut end) = (Ends([0; MAX_PRODUCTS]), 0);
+        let (mut ends, mut end) = (LinearEnds([0; MAX_PRODUCTS]), 0);
         for i in 0..MAX_PRODUCTS {
             launch = match a.parts.get(i) {
                 Some(part) => {
@@ -145,11 +145,11 @@ fn name(dtype: DType, variant: Variant) -> String {
     format!("linear_{}_{}", variant.name, lowercase(dtype))
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in LINEAR_DTYPES {
         for variant in VARIANTS {
-            let params = [P, P, P, P, P, P, P, P, P, size_of::<Rows>(), size_of::<Ends>(), W, W];
-            let entry = Entry::new(Family::Linear, name(dtype, variant), &params, move |k| twin(k, dtype));
+            let params = [P, P, P, P, P, P, P, P, P, size_of::<RowLayout>(), size_of::<LinearEnds>(), W, W];
+            let entry = KernelEntry::new(KernelFamily::Linear, name(dtype, variant), &params, move |k| twin(k, dtype));
             all.push(entry.unit(&lowercase(dtype)));
         }
     }
@@ -157,7 +157,7 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
 
 /// Weights are decoded a row at a time: a vocabulary's worth of them in f32 would not fit a small machine.
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let (ends, m, cols) = (k.arg::<Ends>(10)?, count(k, 11)?, count(k, 12)?);
+    let (ends, m, cols) = (k.arg::<LinearEnds>(10)?, count(k, 11)?, count(k, 12)?);
     let row_bytes = dtype.bytes_for(cols).ok_or_else(|| fault("rows of partial blocks"))?;
     let mut begin = 0;
     let mut parts = Vec::with_capacity(MAX_PRODUCTS);

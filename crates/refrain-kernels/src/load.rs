@@ -14,29 +14,29 @@ use crate::compile::Compiling;
 use crate::error::KernelError;
 use crate::nvrtc::Image;
 use crate::prebuilt::{self, Archive, Unusable};
-use crate::registry::{Entry, KernelInfo, entries};
+use crate::registry::{KernelEntry, KernelInfo, entries};
 use crate::source::KernelUnit;
 use crate::supply::Supply;
 use crate::tuning::Tuning;
 
 /// A compute capability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Arch {
+pub struct GpuArch {
     /// 9 of 9.0.
     pub major: u32,
     /// 0 of 9.0.
     pub minor: u32,
 }
 
-impl Arch {
+impl GpuArch {
     /// Whether machine code for `self` runs on a card of `card`.
     #[must_use]
-    pub(crate) fn runs_on(self, card: Arch) -> bool {
+    pub(crate) fn runs_on(self, card: GpuArch) -> bool {
         self.major == card.major && self.minor <= card.minor
     }
 }
 
-impl fmt::Display for Arch {
+impl fmt::Display for GpuArch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "sm_{}{}", self.major, self.minor)
     }
@@ -51,7 +51,7 @@ pub struct LoadOptions {
     pub nvrtc: Option<PathBuf>,
     /// Compiles for this architecture instead of the card's. The simulated device compiles only when it is given: it
     /// then runs the twins of what the machine code names.
-    pub arch: Option<Arch>,
+    pub arch: Option<GpuArch>,
 }
 
 /// Where loaded kernels came from.
@@ -60,7 +60,7 @@ pub enum KernelOrigin {
     /// Reference functions on the simulated device.
     Twins,
     /// Code compiled ahead of time.
-    Prebuilt(Arch),
+    Prebuilt(GpuArch),
     /// The compiler, or its results on disk.
     Compiled {
         /// Units that were read from the cache so far.
@@ -75,7 +75,7 @@ pub enum KernelOrigin {
 /// A kernel is loaded, with the other kernels of its unit, when a launch of it is first described; that is refused while
 /// something records. [`Kernels::prepared`] finds all that a plan needs first, and compiles what is missing on all cores.
 pub struct Kernels {
-    entries: HashMap<String, Entry>,
+    entries: HashMap<String, KernelEntry>,
     card: Card,
     supply: RefCell<Supply>,
     loaded: RefCell<HashMap<String, Loaded>>,
@@ -94,7 +94,7 @@ pub(crate) struct Loaded {
 }
 
 /// The first architecture whose kernels can start early; `overlap.cuh` is compiled to nothing before it.
-const OVERLAPS: Arch = Arch { major: 9, minor: 0 };
+const OVERLAPS: GpuArch = GpuArch { major: 9, minor: 0 };
 
 impl Kernels {
     /// Finds out where kernels come from: the twins on the simulated device, else what the binary holds for the card, else
@@ -131,7 +131,7 @@ impl Kernels {
         archive: &[u8],
     ) -> Result<Kernels, KernelError> {
         let (major, minor) = ctx.device().info().compute;
-        let card = options.arch.unwrap_or(Arch { major, minor });
+        let card = options.arch.unwrap_or(GpuArch { major, minor });
         if runs_twins(ctx, options) {
             return Ok(Kernels::of(ctx, Supply::Twins(card)));
         }
@@ -299,7 +299,7 @@ impl Kernels {
         // launchers are written against.
         let module = unsafe { Module::load(&self.ctx, &unit.to_string(), code) }?;
         let mut functions = Vec::new();
-        for Entry { info, shared, .. } in self.entries.values().filter(|entry| entry.info.unit == unit) {
+        for KernelEntry { info, shared, .. } in self.entries.values().filter(|entry| entry.info.unit == unit) {
             let function = module.function(&info.name)?;
             check(info, &function)?;
             function.allow_shared(shared(&self.card))?;

@@ -5,20 +5,20 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Op, TrainOp};
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::count;
 use crate::typed::{FLOATS, Typed, is_aligned, named, rows_are_wide, run_typed};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// The loss of each row, and the gradient of their sum.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyArgs<'a> {
     /// `[n, vocab]` floats, rows of consecutive elements.
-    pub logits: View,
+    pub logits: BufView,
     /// `[n]` I32, in device memory, read at each run; negative: no loss.
     pub targets: Buf,
     /// `[1]` F32, in device memory, read at each run: a factor on every loss.
@@ -43,7 +43,7 @@ impl Kernels {
         let vocab = a.logits.layout.shape().dim_back(0);
         let n = a.logits.layout.shape().n_elements() / vocab.max(1);
         let shape = [("n", n), ("vocab", vocab)];
-        let case = Case { op: "cross_entropy", dtype: a.logits.dtype, shape: &shape };
+        let case = OpCase { op: "cross_entropy", dtype: a.logits.dtype, shape: &shape };
         case.sizes()?;
         let (logits, rows) = case.float_rows("logits", &a.logits, [n, vocab])?;
         let dx = case.elements("dx", a.dx, a.logits.dtype, &[n, vocab])?;
@@ -63,11 +63,11 @@ impl Kernels {
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in FLOATS {
-        let params = [P, P, P, P, P, size_of::<Rows>(), W, W];
+        let params = [P, P, P, P, P, size_of::<RowLayout>(), W, W];
         let name = named("loss_cross_entropy", dtype);
-        let entry = Entry::new(Family::Loss, name, &params, move |k| cross_entropy(k, dtype));
+        let entry = KernelEntry::new(KernelFamily::Loss, name, &params, move |k| cross_entropy(k, dtype));
         all.push(entry.unit(&lowercase(dtype)));
     }
 }

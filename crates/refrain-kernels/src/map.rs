@@ -6,13 +6,13 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Binary, Compare, Dropout, Gate, Op, TrainOp, Unary};
 use refrain_tensor::{DType, Layout, MAX_RANK, Shape};
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::fault;
 use crate::typed::{Typed, dtype_of, is_aligned, named, run_typed};
-use crate::view::{View, merge};
+use crate::view::{BufView, merge};
 use crate::vouch::Vouch;
 
 /// What happens to each element.
@@ -49,7 +49,7 @@ pub struct MapArgs<'a> {
     /// What happens.
     pub op: MapOp,
     /// As many as the op takes, each in a layout that broadcasts to `shape`.
-    pub inputs: &'a [View],
+    pub inputs: &'a [BufView],
     /// Dense, of `shape`, as many as the op makes; may be inputs that are dense and of that shape.
     pub outputs: &'a [Buf],
     /// The type of the results.
@@ -178,7 +178,7 @@ impl Kernels {
     pub fn map(&self, a: &MapArgs<'_>) -> Result<Launch, KernelError> {
         let n = a.shape.n_elements();
         let shape = [("n", n)];
-        let case = Case { op: a.op.kernel(), dtype: a.dtype, shape: &shape };
+        let case = OpCase { op: a.op.kernel(), dtype: a.dtype, shape: &shape };
         case.sizes()?;
         let [n_in, n_out] = a.op.arity();
         crate::require!(
@@ -188,7 +188,7 @@ impl Kernels {
             a.inputs.len(),
             a.outputs.len()
         );
-        let is_integer = |view: &View| view.dtype == DType::I32;
+        let is_integer = |view: &BufView| view.dtype == DType::I32;
         let types_fit = match a.op {
             MapOp::Compare(_) => {
                 is_integer(&a.inputs[0]) == is_integer(&a.inputs[1]) && a.dtype == DType::I32
@@ -239,11 +239,11 @@ impl Kernels {
     }
 }
 
-impl Case<'_> {
+impl OpCase<'_> {
     /// A walk over `shape` with up to three operands broadcast to it; `wide` where eight elements at a time lie together
     /// or are one.
-    fn map(&self, shape: Shape, views: &[View]) -> Result<Map, KernelError> {
-        let fit = |view: &View| view.layout.broadcast_to(shape).map_err(|e| self.refuse(e.to_string()));
+    fn map(&self, shape: Shape, views: &[BufView]) -> Result<Map, KernelError> {
+        let fit = |view: &BufView| view.layout.broadcast_to(shape).map_err(|e| self.refuse(e.to_string()));
         let layouts = views.iter().map(fit).collect::<Result<Vec<Layout>, _>>()?;
         let strides: Vec<&[usize]> = layouts.iter().map(Layout::strides).collect();
         let runs = merge(shape.dims(), &strides);
@@ -257,7 +257,7 @@ impl Case<'_> {
         }
         layouts.iter().try_for_each(|l| self.u32("the extent", l.end()).map(|_| ()))?;
         let inner_is_whole = runs.len() < 2 || runs.last().is_some_and(|(n, _)| n.is_multiple_of(LANES));
-        let is_wide = |(operand, view): (usize, &View)| {
+        let is_wide = |(operand, view): (usize, &BufView)| {
             let strides = || runs.iter().rev().map(move |(_, strides)| strides[operand]);
             let start = view.buf.offset() + (view.layout.offset() * view.dtype.block_bytes()) as u64;
             match strides().next() {
@@ -290,7 +290,7 @@ const BINARY: [Binary; 5] = [Binary::Add, Binary::Sub, Binary::Mul, Binary::Div,
 const GATES: [Gate; 2] = [Gate::Silu, Gate::GeluTanh];
 const COMPARISONS: [Compare; 2] = [Compare::Equal, Compare::Less];
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const PARAMS: [usize; 9] = [P, P, P, P, P, size_of::<Map>(), W, W, W];
     type Meaning = fn(&SimKernel<'_>) -> KernelResult<(Op, [usize; 2])>;
     let kernels: [(&str, &str, Meaning); 9] = [
@@ -311,12 +311,12 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
         for dtype in ROWS_TYPES.iter().filter(|_| ["map_binary", "map_gate", "map_gate_grad"].contains(&name))
         {
             let name = named(&format!("{name}_rows"), *dtype);
-            let entry = Entry::new(Family::Map, name, &PARAMS, move |k| twin(k, meaning(k)?));
+            let entry = KernelEntry::new(KernelFamily::Map, name, &PARAMS, move |k| twin(k, meaning(k)?));
             all.push(entry.unit(&named("rows", *dtype)));
         }
     }
     for (unit, name, meaning) in kernels {
-        all.push(Entry::new(Family::Map, name, &PARAMS, move |k| twin(k, meaning(k)?)).unit(unit));
+        all.push(KernelEntry::new(KernelFamily::Map, name, &PARAMS, move |k| twin(k, meaning(k)?)).unit(unit));
     }
 }
 

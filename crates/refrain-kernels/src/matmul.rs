@@ -8,11 +8,11 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::{DType, Layout, Shape};
 
 use crate::blaslt::{BlasLtFactor, BlasLtShape};
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, lowercase};
-use crate::source::Family;
-use crate::view::{View, Walk};
+use crate::registry::{KernelEntry, P, lowercase};
+use crate::source::KernelFamily;
+use crate::view::{BufView, Walk};
 use crate::vouch::Vouch;
 
 /// The dtypes that both factors and the result may have.
@@ -35,9 +35,9 @@ const VECTOR_B: u32 = 2;
 #[derive(Clone, Copy, Debug)]
 pub struct MatMulArgs<'a> {
     /// One of [`MATMUL_DTYPES`], any layout.
-    pub a: View,
+    pub a: BufView,
     /// Of the same dtype, any layout; its outer dimensions broadcast with those of `a`.
-    pub b: View,
+    pub b: BufView,
     /// Dense, of the same dtype; may be `c`.
     pub y: Buf,
     /// As `y`: what is added to the product, if anything.
@@ -49,7 +49,7 @@ pub struct MatMulArgs<'a> {
 /// Sizes as the kernels take them.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Sizes {
+struct MatMulSizes {
     m: u32,
     n: u32,
     k: u32,
@@ -97,7 +97,7 @@ impl Matrix {
 
 /// What a product's layouts come to.
 #[derive(Clone, Copy, Debug)]
-struct Product {
+struct BatchedProduct {
     a: Matrix,
     b: Matrix,
     a_layout: Layout,
@@ -110,13 +110,13 @@ fn outer(layout: &Layout) -> Option<Layout> {
     layout.slice(rank.checked_sub(2)?, 0, 1).and_then(|l| l.slice(rank - 1, 0, 1)).ok()
 }
 
-impl Product {
-    fn new(a: &Layout, b: &Layout) -> Option<Product> {
+impl BatchedProduct {
+    fn new(a: &Layout, b: &Layout) -> Option<BatchedProduct> {
         let a = &flattened(a, b);
         let batch = outer(a)?.shape().broadcast(&outer(b)?.shape())?;
         let (a_matrix, b_matrix) = (Matrix::of(a)?, Matrix::of(b)?);
         let fits = a_matrix.cols == b_matrix.rows;
-        fits.then_some(Product { a: a_matrix, b: b_matrix, a_layout: *a, batch })
+        fits.then_some(BatchedProduct { a: a_matrix, b: b_matrix, a_layout: *a, batch })
     }
 }
 
@@ -133,7 +133,7 @@ fn flattened(a: &Layout, b: &Layout) -> Layout {
 
 /// The product as cuBLASLt takes it, for buffers at multiples of 64 bytes; why it cannot, otherwise.
 pub fn library_product(a: &Layout, b: &Layout, dtype: DType) -> Result<BlasLtShape, String> {
-    let Some(product) = Product::new(a, b) else { return Err("the factors do not fit".to_owned()) };
+    let Some(product) = BatchedProduct::new(a, b) else { return Err("the factors do not fit".to_owned()) };
     let (m, n, k) = (product.a.rows, product.b.cols, product.a.cols);
     let n_batch = product.batch.n_elements();
     let factor = |matrix: &Matrix, layout: &Layout| {
@@ -172,11 +172,11 @@ impl Kernels {
             shape: format!("{} by {}", a.a.layout.shape(), a.b.layout.shape()),
             because: "the factors do not fit".to_owned(),
         };
-        let product = Product::new(&a.a.layout, &a.b.layout).ok_or_else(bad)?;
+        let product = BatchedProduct::new(&a.a.layout, &a.b.layout).ok_or_else(bad)?;
         let (m, n, k) = (product.a.rows, product.b.cols, product.a.cols);
         let n_batch = product.batch.n_elements();
         let shape = [("n_batch", n_batch), ("m", m), ("n", n), ("k", k)];
-        let case = Case { op: "matmul", dtype: a.a.dtype, shape: &shape };
+        let case = OpCase { op: "matmul", dtype: a.a.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, MATMUL_DTYPES.contains(&a.a.dtype), "factors are F32, F16 or BF16");
         crate::require!(case, a.b.dtype == a.a.dtype, "the other factor is {}", a.b.dtype);
@@ -202,7 +202,7 @@ impl Kernels {
         };
         let flag = |on: bool, flag: u32| if on && !is_f32 { flag } else { 0 };
         // A matrix with neither rows nor columns of consecutive elements is read element by element.
-        let sizes = Sizes {
+        let sizes = MatMulSizes {
             m: m as u32,
             n: n as u32,
             k: k as u32,
@@ -234,15 +234,15 @@ fn name(dtype: DType, [a, b]: [bool; 2]) -> String {
     format!("matmul_{}_{}_{}", word(a), word(b), lowercase(dtype))
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    let params = [P, P, P, size_of::<Walk>(), size_of::<Sizes>(), P];
-    let entry = Entry::new(Family::MatMul, "matmul_f32", &params, |k| twin(k, DType::F32));
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    let params = [P, P, P, size_of::<Walk>(), size_of::<MatMulSizes>(), P];
+    let entry = KernelEntry::new(KernelFamily::MatMul, "matmul_f32", &params, |k| twin(k, DType::F32));
     all.push(entry.unit("f32"));
     for dtype in [DType::F16, DType::BF16] {
         for a in [true, false] {
             for b in [true, false] {
                 let kernel = name(dtype, [a, b]);
-                let entry = Entry::new(Family::MatMul, &kernel, &params, move |k| twin(k, dtype));
+                let entry = KernelEntry::new(KernelFamily::MatMul, &kernel, &params, move |k| twin(k, dtype));
                 all.push(entry.unit(kernel.trim_start_matches("matmul_")).shared(|_| SHARED));
             }
         }
@@ -279,7 +279,7 @@ pub(crate) fn write_floats(
 }
 
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let (walk, s): (Walk, Sizes) = (k.arg(3)?, k.arg(4)?);
+    let (walk, s): (Walk, MatMulSizes) = (k.arg(3)?, k.arg(4)?);
     let [m, n, depth] = [s.m, s.n, s.k].map(|n| n as usize);
     let [a_row, a_col, b_row, b_col] = [s.a_row, s.a_col, s.b_row, s.b_col].map(|n| n as usize);
     let n_batch = k.config().grid[2] as usize;

@@ -6,13 +6,13 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Op, Rope, RopeStyle, TrainOp};
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::{count, fault};
 use crate::typed::{FLOATS, Typed, dtype_of, is_aligned, named, rows_are_wide, run_typed};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// `y[i] = table[ids[i]]` in another type; a negative id gives zeros.
@@ -42,7 +42,7 @@ pub struct TypedGatherArgs<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct PickArgs<'a> {
     /// `[n_rows, n_cols]` floats, rows of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// `[n_rows]` I32, in device memory, read at each run.
     pub ids: Buf,
     /// `[n_rows]` of the same type.
@@ -74,7 +74,7 @@ pub struct PlaceColumnsArgs<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct PadArgs<'a> {
     /// Floats. From the dimension on it is dense, and what lies before it has one stride.
-    pub x: View,
+    pub x: BufView,
     /// Which dimension.
     pub axis: usize,
     /// Zeros before.
@@ -95,7 +95,7 @@ pub struct TypedRopeArgs<'a> {
     /// By minus the angle.
     pub is_back: bool,
     /// `[n, n_heads, head_dim]` floats, heads of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// `[n]` I32, in device memory, read at each run.
     pub positions: Buf,
     /// `[n_dims / 2]` F32.
@@ -125,7 +125,7 @@ const MANY_THREADS: usize = 1 << 15;
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Heads {
+struct RopeHeads {
     n: u32,
     n_heads: u32,
     head_dim: u32,
@@ -152,7 +152,7 @@ impl Kernels {
     /// The launch of [`TypedGatherArgs`]. An id past the table gives a row of NaN on a card; the simulated device faults.
     pub fn typed_gather(&self, a: &TypedGatherArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_ids", a.n_ids), ("n_rows", a.n_rows), ("d", a.d)];
-        let case = Case { op: "gather_rows", dtype: a.dtype, shape: &shape };
+        let case = OpCase { op: "gather_rows", dtype: a.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(
             case,
@@ -184,7 +184,7 @@ impl Kernels {
         let n_cols = a.x.layout.shape().dim_back(0);
         let n_rows = a.x.layout.shape().n_elements() / n_cols.max(1);
         let shape = [("n_rows", n_rows), ("n_cols", n_cols)];
-        let case = Case { op: "pick", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "pick", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let (x, rows) = case.float_rows("x", &a.x, [n_rows, n_cols])?;
         Ok(self
@@ -203,7 +203,7 @@ impl Kernels {
     /// The launch of [`PlaceColumnsArgs`]. An id past the row is for no column on a card; the simulated device faults.
     pub fn place_columns(&self, a: &PlaceColumnsArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("width", a.width)];
-        let case = Case { op: "place_columns", dtype: a.dtype, shape: &shape };
+        let case = OpCase { op: "place_columns", dtype: a.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, FLOATS.contains(&a.dtype), "x must be floats");
         let y = case.elements("y", a.y, a.dtype, &[a.n_rows, a.width])?;
@@ -230,7 +230,7 @@ impl Kernels {
         let [before, after, length] = [a.before, a.after, dims[axis]].map(|n| n.saturating_mul(inner));
         let total = before.saturating_add(length).saturating_add(after);
         let shape = [("n_outer", n_outer), ("length", length), ("total", total)];
-        let case = Case { op: "pad", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "pad", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, FLOATS.contains(&a.x.dtype), "x must be floats");
         let [stride, inner_stride] = case.strides_around(&a.x.layout, axis)?;
@@ -266,7 +266,7 @@ impl Kernels {
     /// The launch of [`TypedRopeArgs`].
     pub fn typed_rope(&self, a: &TypedRopeArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n), ("n_heads", a.n_heads), ("head_dim", a.head_dim)];
-        let case = Case { op: "rope", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "rope", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let n_dims = a.rope.n_dims;
         crate::require!(
@@ -284,7 +284,7 @@ impl Kernels {
         let n_each = heads_each(n_rows.saturating_mul(n_items), a.n_heads);
         let n_threads = a.n.saturating_mul(a.n_heads.div_ceil(n_each)).saturating_mul(n_items);
         let n_threads = case.u32("the number of threads", n_threads)?;
-        let heads = Heads {
+        let heads = RopeHeads {
             n: a.n as u32,
             n_heads: a.n_heads as u32,
             head_dim: a.head_dim as u32,
@@ -323,19 +323,19 @@ fn rope_name(style: RopeStyle, dtype: DType) -> String {
     )
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    const R: usize = size_of::<Rows>();
-    let mut add = |entry: Entry, unit: &str| all.push(entry.unit(unit));
-    let gather = Entry::new(Family::Moves, "move_gather", &[P, P, P, W, W, W, W, W, W], gather);
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    const R: usize = size_of::<RowLayout>();
+    let mut add = |entry: KernelEntry, unit: &str| all.push(entry.unit(unit));
+    let gather = KernelEntry::new(KernelFamily::Moves, "move_gather", &[P, P, P, W, W, W, W, W, W], gather);
     add(gather.starting_next_late(), "any");
-    add(Entry::new(Family::Moves, "move_pick", &[P, P, P, R, W, W, W], pick), "any");
-    add(Entry::new(Family::Moves, "move_place", &[P, P, P, W, W, W], place), "any");
-    add(Entry::new(Family::Moves, "move_pad", &[P, P, size_of::<Padding>()], pad), "any");
+    add(KernelEntry::new(KernelFamily::Moves, "move_pick", &[P, P, P, R, W, W, W], pick), "any");
+    add(KernelEntry::new(KernelFamily::Moves, "move_place", &[P, P, P, W, W, W], place), "any");
+    add(KernelEntry::new(KernelFamily::Moves, "move_pad", &[P, P, size_of::<Padding>()], pad), "any");
     for dtype in FLOATS {
         for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
-            let params = [P, P, P, P, R, size_of::<Heads>()];
+            let params = [P, P, P, P, R, size_of::<RopeHeads>()];
             let entry =
-                Entry::new(Family::Moves, rope_name(style, dtype), &params, move |k| rope(k, style, dtype));
+                KernelEntry::new(KernelFamily::Moves, rope_name(style, dtype), &params, move |k| rope(k, style, dtype));
             add(entry, &lowercase(dtype));
         }
     }
@@ -382,7 +382,7 @@ fn pad(k: &mut SimKernel<'_>) -> KernelResult {
     let [length, before, total, stride] =
         [padding.length, padding.before, padding.total, padding.stride].map(|n| n as usize);
     let n_outer = k.config().grid[0] as usize / total.div_ceil(CHUNK).max(1);
-    let rows = Rows { n_inner: n_outer as u32, inner_stride: stride as u32, outer_stride: 0 };
+    let rows = RowLayout { n_inner: n_outer as u32, inner_stride: stride as u32, outer_stride: 0 };
     let x = Typed::rows(k, k.ptr(1)?, dtype, rows, &[n_outer, length])?;
     let op = Op::Pad { axis: 1, before, after: total - before - length };
     let y = run_typed(&op, &[&x], &[(dtype, &[n_outer, total])])?;
@@ -390,7 +390,7 @@ fn pad(k: &mut SimKernel<'_>) -> KernelResult {
 }
 
 fn rope(k: &mut SimKernel<'_>, style: RopeStyle, dtype: DType) -> KernelResult {
-    let (rows, heads): (Rows, Heads) = (k.arg(4)?, k.arg(5)?);
+    let (rows, heads): (RowLayout, RopeHeads) = (k.arg(4)?, k.arg(5)?);
     let dims = [heads.n, heads.n_heads, heads.head_dim].map(|n| n as usize);
     let rope = Rope { style, n_dims: heads.n_dims as usize, magnitude: heads.magnitude };
     if rope.n_dims > dims[2] {

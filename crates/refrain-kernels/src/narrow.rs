@@ -8,14 +8,14 @@ use refrain_graph::{Gate, Op};
 use refrain_tensor::DType;
 
 use crate::elementwise::GateArgs;
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::gemm::GEMM_DTYPES;
 use crate::load::Kernels;
 use crate::norm::{AddRmsNormArgs, RmsNormArgs};
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::{Dense, count, read_rows, run_f32};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 const BLOCK: u32 = 256;
@@ -39,7 +39,7 @@ pub struct Narrow {
 }
 
 impl Narrow {
-    pub(crate) fn check(&self, case: &Case<'_>, n_rows: usize, n_cols: usize) -> Result<Buf, KernelError> {
+    pub(crate) fn check(&self, case: &OpCase<'_>, n_rows: usize, n_cols: usize) -> Result<Buf, KernelError> {
         crate::require!(case, GEMM_DTYPES.contains(&self.dtype), "rows become F16 or BF16");
         crate::require!(case, n_cols.is_multiple_of(4), "n_cols must be a multiple of 4");
         crate::require!(case, n_rows <= 65_535, "at most 65535 rows go in one launch");
@@ -57,12 +57,12 @@ impl Narrow {
 
 /// Rows whose every start is a multiple of 16 bytes.
 pub(crate) fn aligned(
-    case: &Case<'_>,
+    case: &OpCase<'_>,
     what: &'static str,
-    view: &View,
+    view: &BufView,
     n_rows: usize,
     n_cols: usize,
-) -> Result<(Buf, Rows), KernelError> {
+) -> Result<(Buf, RowLayout), KernelError> {
     let (buf, rows) = case.rows(what, view, n_rows, n_cols)?;
     let strides = [rows.inner_stride, rows.outer_stride];
     crate::require!(
@@ -75,7 +75,7 @@ pub(crate) fn aligned(
 }
 
 fn wide(
-    case: &Case<'_>,
+    case: &OpCase<'_>,
     launch: LaunchBuilder,
     narrow: &Narrow,
     y: Buf,
@@ -92,14 +92,14 @@ impl Kernels {
     /// `y = x` in 16 bits, rounded to nearest even.
     pub fn narrow_rows(
         &self,
-        x: &View,
+        x: &BufView,
         n_rows: usize,
         n_cols: usize,
         to: &Narrow,
         step: &str,
     ) -> Result<Launch, KernelError> {
         let shape = [("n_rows", n_rows), ("n_cols", n_cols)];
-        let case = Case { op: "narrow_rows", dtype: x.dtype, shape: &shape };
+        let case = OpCase { op: "narrow_rows", dtype: x.dtype, shape: &shape };
         case.sizes()?;
         let y = to.check(&case, n_rows, n_cols)?;
         let (x, rows) = aligned(&case, "x", x, n_rows, n_cols)?;
@@ -118,7 +118,7 @@ impl Kernels {
     /// [`Kernels::rms_norm`] in 16 bits.
     pub fn narrow_rms_norm(&self, a: &RmsNormArgs<'_>, to: &Narrow) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
-        let case = Case { op: "narrow_rms_norm", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "narrow_rms_norm", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let y = to.check(&case, a.n_rows, a.n_cols)?;
         let (x, rows) = aligned(&case, "x", &a.x, a.n_rows, a.n_cols)?;
@@ -136,7 +136,7 @@ impl Kernels {
     /// [`Kernels::add_rms_norm`] with the norm in 16 bits.
     pub fn narrow_add_rms_norm(&self, a: &AddRmsNormArgs<'_>, to: &Narrow) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
-        let case = Case { op: "narrow_add_rms_norm", dtype: a.a.dtype, shape: &shape };
+        let case = OpCase { op: "narrow_add_rms_norm", dtype: a.a.dtype, shape: &shape };
         case.sizes()?;
         let y = to.check(&case, a.n_rows, a.n_cols)?;
         let (left, a_rows) = aligned(&case, "a", &a.a, a.n_rows, a.n_cols)?;
@@ -162,7 +162,7 @@ impl Kernels {
     /// [`Kernels::gate`] in 16 bits.
     pub fn narrow_gate(&self, a: &GateArgs<'_>, to: &Narrow) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
-        let case = Case { op: "narrow_gate", dtype: a.gate.dtype, shape: &shape };
+        let case = OpCase { op: "narrow_gate", dtype: a.gate.dtype, shape: &shape };
         case.sizes()?;
         let y = to.check(&case, a.n_rows, a.n_cols)?;
         let (gate, gate_rows) = aligned(&case, "gate", &a.gate, a.n_rows, a.n_cols)?;
@@ -191,11 +191,11 @@ fn gate_name(kind: Gate) -> &'static str {
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    const R: usize = size_of::<Rows>();
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    const R: usize = size_of::<RowLayout>();
     for dtype in GEMM_DTYPES {
         let mut add = |what: &str, params: &[usize], twin: fn(&mut SimKernel<'_>, DType) -> KernelResult| {
-            all.push(Entry::new(Family::Narrow, name(what, dtype), params, move |k| twin(k, dtype)));
+            all.push(KernelEntry::new(KernelFamily::Narrow, name(what, dtype), params, move |k| twin(k, dtype)));
         };
         add("rows", &[P, P, R, W, W], rows);
         add("rms_norm", &[P, P, P, P, R, W, W, W], rms_norm);

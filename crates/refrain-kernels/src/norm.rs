@@ -5,19 +5,19 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::Op;
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::{Dense, count, read_rows, run_f32};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// `y = x * rsqrt(mean(x^2) + eps) * w`, row by row.
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNormArgs<'a> {
     /// `[.., n_cols]` F32, rows of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// `[n_cols]` F32.
     pub w: Buf,
     /// `[n_rows, n_cols]` F32; may be `x`.
@@ -36,9 +36,9 @@ pub struct RmsNormArgs<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct AddRmsNormArgs<'a> {
     /// `[.., n_cols]` F32, rows of consecutive elements.
-    pub a: View,
+    pub a: BufView,
     /// As `a`.
-    pub b: View,
+    pub b: BufView,
     /// `[n_cols]` F32.
     pub w: Buf,
     /// `[n_rows, n_cols]` F32; may be `a`.
@@ -59,7 +59,7 @@ impl Kernels {
     /// The launch of [`RmsNormArgs`].
     pub fn rms_norm(&self, a: &RmsNormArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
-        let case = Case { op: "rms_norm", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "rms_norm", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let (x, rows) = case.rows("x", &a.x, a.n_rows, a.n_cols)?;
         Ok(self
@@ -77,7 +77,7 @@ impl Kernels {
     /// The launch of [`AddRmsNormArgs`].
     pub fn add_rms_norm(&self, a: &AddRmsNormArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
-        let case = Case { op: "add_rms_norm", dtype: a.a.dtype, shape: &shape };
+        let case = OpCase { op: "add_rms_norm", dtype: a.a.dtype, shape: &shape };
         case.sizes()?;
         let (left, a_rows) = case.rows("a", &a.a, a.n_rows, a.n_cols)?;
         let (right, b_rows) = case.rows("b", &a.b, a.n_rows, a.n_cols)?;
@@ -102,10 +102,10 @@ fn block(n_cols: usize) -> u32 {
     (n_cols.div_ceil(4).next_multiple_of(32)).clamp(32, 512) as u32
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    const R: usize = size_of::<Rows>();
-    all.push(Entry::new(Family::Norm, "rms_norm_f32", &[P, P, P, R, W, W], rms_norm));
-    all.push(Entry::new(Family::Norm, "rms_norm_add_f32", &[P, P, P, P, P, R, R, W, W], add_rms_norm));
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    const R: usize = size_of::<RowLayout>();
+    all.push(KernelEntry::new(KernelFamily::Norm, "rms_norm_f32", &[P, P, P, R, W, W], rms_norm));
+    all.push(KernelEntry::new(KernelFamily::Norm, "rms_norm_add_f32", &[P, P, P, P, P, R, R, W, W], add_rms_norm));
 }
 
 fn rms_norm(k: &mut SimKernel<'_>) -> KernelResult {

@@ -9,13 +9,13 @@ use std::sync::{Arc, OnceLock};
 use crate::cache::KernelCache;
 use crate::compile::{Compiler, compile, n_threads};
 use crate::error::KernelError;
-use crate::load::Arch;
-use crate::source::{Family, HEADERS, KernelUnit};
+use crate::load::GpuArch;
+use crate::source::{KernelFamily, HEADERS, KernelUnit};
 use crate::tuning::Tuning;
 
-type Program = *mut std::ffi::c_void;
+type NvrtcProgram = *mut std::ffi::c_void;
 
-const HOPPER: Arch = Arch { major: 9, minor: 0 };
+const HOPPER: GpuArch = GpuArch { major: 9, minor: 0 };
 
 /// What every unit is compiled with, besides the architecture.
 pub(crate) const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
@@ -23,11 +23,11 @@ pub(crate) const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
 macro_rules! functions {
     ($($field:ident: $symbol:literal fn($($arg:ty),*);)*) => {
         #[derive(Clone, Copy)]
-        struct Functions { $($field: unsafe extern "C" fn($($arg),*) -> u32,)* }
+        struct NvrtcFunctions { $($field: unsafe extern "C" fn($($arg),*) -> u32,)* }
 
-        impl Functions {
-            fn look_up(library: &libloading::Library, file: &str) -> Result<Functions, KernelError> {
-                Ok(Functions {
+        impl NvrtcFunctions {
+            fn look_up(library: &libloading::Library, file: &str) -> Result<NvrtcFunctions, KernelError> {
+                Ok(NvrtcFunctions {
                     $($field: {
                         // SAFETY: the type is the function's signature in nvrtc.h, with its result as the number it
                         // is; `Nvrtc` keeps the library open as long as the pointer.
@@ -47,21 +47,21 @@ functions! {
     version: b"nvrtcVersion\0" fn(*mut c_int, *mut c_int);
     n_archs: b"nvrtcGetNumSupportedArchs\0" fn(*mut c_int);
     archs: b"nvrtcGetSupportedArchs\0" fn(*mut c_int);
-    create: b"nvrtcCreateProgram\0" fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char);
-    destroy: b"nvrtcDestroyProgram\0" fn(*mut Program);
-    compile: b"nvrtcCompileProgram\0" fn(Program, c_int, *const *const c_char);
-    log_size: b"nvrtcGetProgramLogSize\0" fn(Program, *mut usize);
-    log: b"nvrtcGetProgramLog\0" fn(Program, *mut c_char);
-    cubin_size: b"nvrtcGetCUBINSize\0" fn(Program, *mut usize);
-    cubin: b"nvrtcGetCUBIN\0" fn(Program, *mut c_char);
-    ptx_size: b"nvrtcGetPTXSize\0" fn(Program, *mut usize);
-    ptx: b"nvrtcGetPTX\0" fn(Program, *mut c_char);
+    create: b"nvrtcCreateProgram\0" fn(*mut NvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char);
+    destroy: b"nvrtcDestroyProgram\0" fn(*mut NvrtcProgram);
+    compile: b"nvrtcCompileProgram\0" fn(NvrtcProgram, c_int, *const *const c_char);
+    log_size: b"nvrtcGetProgramLogSize\0" fn(NvrtcProgram, *mut usize);
+    log: b"nvrtcGetProgramLog\0" fn(NvrtcProgram, *mut c_char);
+    cubin_size: b"nvrtcGetCUBINSize\0" fn(NvrtcProgram, *mut usize);
+    cubin: b"nvrtcGetCUBIN\0" fn(NvrtcProgram, *mut c_char);
+    ptx_size: b"nvrtcGetPTXSize\0" fn(NvrtcProgram, *mut usize);
+    ptx: b"nvrtcGetPTX\0" fn(NvrtcProgram, *mut c_char);
 }
 
 /// What code is made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Target {
-    pub(crate) arch: Arch,
+pub(crate) struct CompileTarget {
+    pub(crate) arch: GpuArch,
     /// Text that the driver compiles further, for a card newer than the compiler.
     pub(crate) ptx: bool,
 }
@@ -69,9 +69,9 @@ pub(crate) struct Target {
 /// The compiler library. Cheap to clone.
 #[derive(Clone)]
 pub struct Nvrtc {
-    functions: Functions,
+    functions: NvrtcFunctions,
     version: (i32, i32),
-    archs: Vec<Arch>,
+    archs: Vec<GpuArch>,
     file: String,
     _library: Arc<libloading::Library>,
     /// NVRTC opens this one itself, by name: it is found because it is already open.
@@ -98,7 +98,7 @@ impl Nvrtc {
 
     fn from_library(library: libloading::Library, path: &Path) -> Result<Nvrtc, KernelError> {
         let file = loaded_from(path).display().to_string();
-        let functions = Functions::look_up(&library, &file)?;
+        let functions = NvrtcFunctions::look_up(&library, &file)?;
         let (mut major, mut minor, mut n) = (0, 0, 0);
         // SAFETY: both functions write to the integers whose addresses they get.
         unsafe {
@@ -108,7 +108,7 @@ impl Nvrtc {
         let mut archs = vec![0; usize::try_from(n).unwrap_or(0)];
         // SAFETY: it writes as many integers as the call above said, which is the length of the vector.
         unsafe { ok("nvrtcGetSupportedArchs", (functions.archs)(archs.as_mut_ptr()))? };
-        let arch = |a: c_int| Arch { major: a as u32 / 10, minor: a as u32 % 10 };
+        let arch = |a: c_int| GpuArch { major: a as u32 / 10, minor: a as u32 % 10 };
         let archs = archs.into_iter().map(arch).collect();
         Ok(Nvrtc {
             functions,
@@ -134,30 +134,30 @@ impl Nvrtc {
 
     /// Whether it compiles machine code for an architecture.
     #[must_use]
-    pub fn knows(&self, arch: Arch) -> bool {
+    pub fn knows(&self, arch: GpuArch) -> bool {
         self.archs.contains(&arch)
     }
 
     /// The machine code of a unit.
-    pub fn compile(&self, unit: KernelUnit, arch: Arch) -> Result<Vec<u8>, KernelError> {
-        compile_unit(self, unit, Target { arch, ptx: false }, Tuning::of(arch))
+    pub fn compile(&self, unit: KernelUnit, arch: GpuArch) -> Result<Vec<u8>, KernelError> {
+        compile_unit(self, unit, CompileTarget { arch, ptx: false }, Tuning::of(arch))
     }
 
     /// What to compile for a card: machine code, or text when the library is older than the card.
-    pub(crate) fn target(&self, card: Arch) -> Result<Target, KernelError> {
+    pub(crate) fn target(&self, card: GpuArch) -> Result<CompileTarget, KernelError> {
         if self.archs.contains(&card) {
-            return Ok(Target { arch: card, ptx: false });
+            return Ok(CompileTarget { arch: card, ptx: false });
         }
         let newest = self.archs.iter().copied().filter(|&a| a < card).max();
         let arch = newest.ok_or(KernelError::TooOld { compute: (card.major, card.minor) })?;
-        Ok(Target { arch, ptx: !arch.runs_on(card) })
+        Ok(CompileTarget { arch, ptx: !arch.runs_on(card) })
     }
 
     fn text(
         &self,
-        program: Program,
-        size: unsafe extern "C" fn(Program, *mut usize) -> u32,
-        get: unsafe extern "C" fn(Program, *mut c_char) -> u32,
+        program: NvrtcProgram,
+        size: unsafe extern "C" fn(NvrtcProgram, *mut usize) -> u32,
+        get: unsafe extern "C" fn(NvrtcProgram, *mut c_char) -> u32,
         call: &'static str,
     ) -> Result<Vec<u8>, KernelError> {
         let mut n = 0;
@@ -189,7 +189,7 @@ fn ok(call: &'static str, code: u32) -> Result<(), KernelError> {
 }
 
 /// Destroys a program on every way out.
-struct Owned<'a>(&'a Nvrtc, Program);
+struct Owned<'a>(&'a Nvrtc, NvrtcProgram);
 
 impl Drop for Owned<'_> {
     fn drop(&mut self) {
@@ -202,7 +202,7 @@ impl Drop for Owned<'_> {
 /// The library with what it compiles for.
 pub(crate) struct NvrtcFor {
     nvrtc: Nvrtc,
-    target: Target,
+    target: CompileTarget,
     tuning: &'static Tuning,
 }
 
@@ -210,7 +210,7 @@ impl NvrtcFor {
     /// For a card.
     pub(crate) fn open(
         path: Option<&Path>,
-        card: Arch,
+        card: GpuArch,
         tuning: &'static Tuning,
     ) -> Result<NvrtcFor, KernelError> {
         let nvrtc = Nvrtc::open(path)?;
@@ -242,7 +242,7 @@ impl Compiler for NvrtcFor {
         self.tuning
     }
 
-    fn arch(&self) -> Arch {
+    fn arch(&self) -> GpuArch {
         self.target.arch
     }
 }
@@ -250,7 +250,7 @@ impl Compiler for NvrtcFor {
 fn compile_unit(
     nvrtc: &Nvrtc,
     unit: KernelUnit,
-    target: Target,
+    target: CompileTarget,
     tuning: &Tuning,
 ) -> Result<Vec<u8>, KernelError> {
     let c = |text: &str| {
@@ -265,7 +265,7 @@ fn compile_unit(
     let text_ptrs: Vec<*const c_char> = texts.iter().map(|t| t.as_ptr()).collect();
     let kind = if target.ptx { "compute" } else { "sm" };
     // Instructions that only this one card has; text is for later ones too.
-    let only = if unit.family() == Family::Batch && !target.ptx && target.arch == HOPPER { "a" } else { "" };
+    let only = if unit.family() == KernelFamily::Batch && !target.ptx && target.arch == HOPPER { "a" } else { "" };
     let arch = c(&format!("--gpu-architecture={kind}_{}{}{only}", target.arch.major, target.arch.minor))?;
     let options: Vec<*const c_char> = OPTIONS.iter().map(|o| o.as_ptr()).chain([arch.as_ptr()]).collect();
     let mut program = null_mut();
@@ -347,8 +347,8 @@ impl std::fmt::Debug for Image {
 }
 
 /// Compiles every unit for an architecture: machine code, or PTX text.
-pub fn compile_all(nvrtc: &Nvrtc, arch: Arch, ptx: bool) -> Result<Image, KernelError> {
-    let (target, tuning) = (Target { arch, ptx }, Tuning::of(arch));
+pub fn compile_all(nvrtc: &Nvrtc, arch: GpuArch, ptx: bool) -> Result<Image, KernelError> {
+    let (target, tuning) = (CompileTarget { arch, ptx }, Tuning::of(arch));
     let compiler = NvrtcFor { nvrtc: nvrtc.clone(), target, tuning };
     Ok(Image::new(compile(&compiler, KernelUnit::all(), n_threads(), &mut |_| {})?))
 }

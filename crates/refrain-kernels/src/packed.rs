@@ -8,10 +8,10 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::{count, fault};
 use crate::vouch::Vouch;
 
@@ -300,7 +300,7 @@ impl Kernels {
     /// The launch of [`PackArgs`].
     pub fn pack(&self, a: &PackArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n), ("k", a.k)];
-        let case = Case { op: "pack", dtype: a.dtype, shape: &shape };
+        let case = OpCase { op: "pack", dtype: a.dtype, shape: &shape };
         case.sizes()?;
         let block_len = a.dtype.block_len();
         crate::require!(case, PACKED_DTYPES.contains(&a.dtype), "this dtype has no packed layout");
@@ -329,9 +329,9 @@ fn name(dtype: DType) -> String {
     format!("pack_{}", lowercase(dtype))
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for dtype in PACKED_DTYPES {
-        let entry = Entry::new(Family::Pack, name(dtype), &[P, P, W, W], move |k| twin(k, dtype));
+        let entry = KernelEntry::new(KernelFamily::Pack, name(dtype), &[P, P, W, W], move |k| twin(k, dtype));
         all.push(entry.unit(&lowercase(dtype)));
     }
 }

@@ -11,9 +11,9 @@ use flate2::write::DeflateEncoder;
 use sha2::{Digest, Sha256};
 
 use crate::error::KernelError;
-use crate::load::Arch;
+use crate::load::GpuArch;
 use crate::nvrtc::{Image, Nvrtc, OPTIONS, compile_all};
-use crate::source::{Family, HEADERS};
+use crate::source::{KernelFamily, HEADERS};
 use crate::tuning::Tuning;
 
 const MAGIC: &[u8; 8] = b"refrainP";
@@ -38,12 +38,12 @@ pub(crate) enum Unusable {
 /// Code for several architectures, as [`prebuild`] packs it.
 #[derive(Debug, Default)]
 pub(crate) struct Archive<'a> {
-    entries: Vec<Entry<'a>>,
+    entries: Vec<ArchiveEntry<'a>>,
 }
 
 #[derive(Debug)]
-struct Entry<'a> {
-    arch: Arch,
+struct ArchiveEntry<'a> {
+    arch: GpuArch,
     image_bytes: usize,
     digest: &'a [u8],
     packed: &'a [u8],
@@ -66,26 +66,26 @@ impl<'a> Archive<'a> {
             let word = |i: usize| u32::from_le_bytes(std::array::from_fn(|b| head[4 * i + b]));
             let (digest, after) = after.split_at_checked(DIGEST_BYTES).ok_or(Unusable::Damaged)?;
             let (packed, after) = after.split_at_checked(word(3) as usize).ok_or(Unusable::Damaged)?;
-            let arch = Arch { major: word(0), minor: word(1) };
-            entries.push(Entry { arch, image_bytes: word(2) as usize, digest, packed });
+            let arch = GpuArch { major: word(0), minor: word(1) };
+            entries.push(ArchiveEntry { arch, image_bytes: word(2) as usize, digest, packed });
             rest = after;
         }
         Ok(Archive { entries })
     }
 
     /// What it holds code for.
-    pub(crate) fn archs(&self) -> Vec<Arch> {
+    pub(crate) fn archs(&self) -> Vec<GpuArch> {
         self.entries.iter().map(|e| e.arch).collect()
     }
 
     /// The image that suits a card best, unpacked; `None` where none fits.
-    pub(crate) fn image_for(&self, card: Arch) -> Option<Result<(Arch, Vec<u8>), Unusable>> {
+    pub(crate) fn image_for(&self, card: GpuArch) -> Option<Result<(GpuArch, Vec<u8>), Unusable>> {
         let fitting = self.entries.iter().filter(|e| e.arch.runs_on(card)).max_by_key(|e| e.arch)?;
         Some(fitting.unpack().map(|bytes| (fitting.arch, bytes)))
     }
 }
 
-impl Entry<'_> {
+impl ArchiveEntry<'_> {
     fn unpack(&self) -> Result<Vec<u8>, Unusable> {
         if Sha256::digest(self.packed)[..] != *self.digest || self.image_bytes > MAX_IMAGE_BYTES {
             return Err(Unusable::Damaged);
@@ -100,13 +100,13 @@ impl Entry<'_> {
 }
 
 /// Compiles every kernel for some architectures, packed for a binary to hold.
-pub fn prebuild(nvrtc: &Nvrtc, archs: &[Arch]) -> Result<Vec<u8>, KernelError> {
+pub fn prebuild(nvrtc: &Nvrtc, archs: &[GpuArch]) -> Result<Vec<u8>, KernelError> {
     let images = archs.iter().map(|&arch| Ok((arch, compile_all(nvrtc, arch, false)?)));
     Ok(pack(&images.collect::<Result<Vec<_>, KernelError>>()?))
 }
 
 /// Images in an archive.
-pub(crate) fn pack(images: &[(Arch, Image)]) -> Vec<u8> {
+pub(crate) fn pack(images: &[(GpuArch, Image)]) -> Vec<u8> {
     let mut out = [MAGIC.as_slice(), &source_digest()].concat();
     for (arch, image) in images {
         let bytes = image.to_bytes();
@@ -129,7 +129,7 @@ pub(crate) fn embedded() -> &'static [u8] {
 
 /// Architectures that this binary holds compiled kernels for.
 #[must_use]
-pub fn prebuilt_archs() -> Vec<Arch> {
+pub fn prebuilt_archs() -> Vec<GpuArch> {
     Archive::parse(EMBEDDED).map(|archive| archive.archs()).unwrap_or_default()
 }
 
@@ -141,7 +141,7 @@ fn source_digest() -> [u8; DIGEST_BYTES] {
         digest.update((part.len() as u64).to_le_bytes());
         digest.update(part);
     };
-    for family in Family::ALL {
+    for family in KernelFamily::ALL {
         add(family.name().as_bytes());
         add(family.source().as_bytes());
     }
@@ -159,9 +159,9 @@ mod tests {
     use crate::supply::twins;
     use refrain_driver::sim::SimOptions;
 
-    const SM_80: Arch = Arch { major: 8, minor: 0 };
-    const SM_86: Arch = Arch { major: 8, minor: 6 };
-    const SM_90: Arch = Arch { major: 9, minor: 0 };
+    const SM_80: GpuArch = GpuArch { major: 8, minor: 0 };
+    const SM_86: GpuArch = GpuArch { major: 8, minor: 6 };
+    const SM_90: GpuArch = GpuArch { major: 9, minor: 0 };
 
     /// What the simulated device takes for machine code: the names of the kernels.
     fn image() -> Image {
@@ -173,7 +173,7 @@ mod tests {
     }
 
     /// Loads on a machine without NVRTC.
-    fn load(archive: &[u8], card: Arch) -> Result<KernelOrigin, KernelError> {
+    fn load(archive: &[u8], card: GpuArch) -> Result<KernelOrigin, KernelError> {
         let device = simulated(SimOptions::default()).unwrap();
         let nvrtc = Some("/nowhere/libnvrtc.so".into());
         let options = LoadOptions { arch: Some(card), nvrtc, ..LoadOptions::default() };
@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn a_card_that_none_fits_is_an_error_that_says_what_there_is_and_what_to_install() {
-        let error = load(&archive(), Arch { major: 12, minor: 0 }).unwrap_err();
+        let error = load(&archive(), GpuArch { major: 12, minor: 0 }).unwrap_err();
         let text = error.to_string();
         assert!(text.contains("sm_120") && text.contains("sm_80, sm_90"), "{text}");
         assert!(text.contains("/nowhere/libnvrtc.so"), "{text}");

@@ -8,11 +8,11 @@ use refrain_graph::Gate;
 use refrain_tensor::{DType, quant};
 
 use crate::card::Card;
-use crate::error::{Case, KernelError};
-use crate::load::{Arch, Kernels};
+use crate::error::{OpCase, KernelError};
+use crate::load::{GpuArch, Kernels};
 use crate::packed::{PACKED_DTYPES, TILE_ROWS, Unit, packed_bytes, unpack_row};
-use crate::registry::{Entry, P, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, lowercase};
+use crate::source::KernelFamily;
 use crate::tuning::{ChunkTuning, ProductTuning, Tuning};
 use crate::twin::fault;
 use crate::vouch::Vouch;
@@ -25,7 +25,7 @@ const STATIC_BYTES: usize = 4096;
 
 /// What a warp fetches at once, and how many warps a block has.
 #[derive(Clone, Copy, Debug)]
-struct Chunk {
+struct RingChunk {
     rows: usize,
     cols: usize,
     bytes: usize,
@@ -34,8 +34,8 @@ struct Chunk {
     ring: usize,
 }
 
-impl Chunk {
-    fn of(dtype: DType, tuning: &ProductTuning) -> Option<Chunk> {
+impl RingChunk {
+    fn of(dtype: DType, tuning: &ProductTuning) -> Option<RingChunk> {
         let (chunk, rows, cols, bytes) = match (dtype, Unit::of(dtype)) {
             (DType::BF16 | DType::F16, _) => (tuning.plain, 2, 1024, 4096),
             (DType::Q8_0, Some(unit)) => (tuning.q8_0, TILE_ROWS, unit.cols, unit.bytes),
@@ -44,7 +44,7 @@ impl Chunk {
             (_, None) => return None,
         };
         let ChunkTuning { units, warps, ring_bytes: ring } = chunk;
-        Some(Chunk { rows, cols: units * cols, bytes: units * bytes, warps, ring })
+        Some(RingChunk { rows, cols: units * cols, bytes: units * bytes, warps, ring })
     }
 }
 
@@ -59,7 +59,7 @@ pub fn has_product(dtype: DType) -> bool {
 
 /// One of the products of a [`ProductArgs`].
 #[derive(Clone, Copy, Debug)]
-pub struct ProductPart {
+pub struct ProductWeight {
     /// `[n, k]`: packed if quantised, else dense.
     pub w: Buf,
     /// Its dtype; see [`has_product`].
@@ -90,7 +90,7 @@ pub struct ProductArgs<'a> {
     /// `[k]` F32: gets `a + b`.
     pub sum: Option<Buf>,
     /// At most [`MAX_PARTS`]; exactly two with a gate. One dtype, or one of a few pairs.
-    pub parts: &'a [ProductPart],
+    pub parts: &'a [ProductWeight],
     /// What joins two products.
     pub gate: Option<Gate>,
     /// Columns of every `w`.
@@ -104,7 +104,7 @@ pub struct ProductArgs<'a> {
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Params {
+struct ProductParams {
     k: u32,
     n: [u32; MAX_PARTS],
     /// Tiles of a block; the first `extra` blocks have one more.
@@ -147,7 +147,7 @@ struct Cut {
 }
 
 /// The dtypes of a launch: the first, and another if there are two.
-fn dtypes(case: &Case<'_>, parts: &[ProductPart]) -> Result<(DType, DType), KernelError> {
+fn dtypes(case: &OpCase<'_>, parts: &[ProductWeight]) -> Result<(DType, DType), KernelError> {
     let first = parts[0].dtype;
     let second = parts.iter().map(|p| p.dtype).find(|d| *d != first);
     let Some(second) = second else { return Ok((first, first)) };
@@ -171,8 +171,8 @@ pub fn products_join(dtypes: &[DType]) -> bool {
 #[must_use]
 pub fn product_too_long(dtypes: &[DType], k: usize, card: &DeviceInfo) -> Option<String> {
     let (major, minor) = card.compute;
-    let tuning = &Tuning::of(Arch { major, minor }).product;
-    let chunks: Vec<Chunk> = dtypes.iter().filter_map(|&dtype| Chunk::of(dtype, tuning)).collect();
+    let tuning = &Tuning::of(GpuArch { major, minor }).product;
+    let chunks: Vec<RingChunk> = dtypes.iter().filter_map(|&dtype| RingChunk::of(dtype, tuning)).collect();
     let slot = chunks.iter().map(|chunk| chunk.bytes).max()?;
     let limit = product_limit(card.shared_block_bytes as usize);
     let need = block_bytes(chunks[0], slot, k, 1);
@@ -184,7 +184,7 @@ const fn product_limit(shared_block_bytes: usize) -> usize {
 }
 
 /// Shared memory of a block with so many chunks in each warp's ring.
-fn block_bytes(chunk: Chunk, slot: usize, k: usize, stages: usize) -> usize {
+fn block_bytes(chunk: RingChunk, slot: usize, k: usize, stages: usize) -> usize {
     let is_plain = chunk.rows != TILE_ROWS;
     // Quantised: a byte to an element and two floats to 32, up to whole units.
     let x = if is_plain { 4 * k } else { k.next_multiple_of(256) / 4 * 5 };
@@ -210,7 +210,7 @@ impl Kernels {
         Ok(cut.beside.then(|| weights.saturating_add(4 * rows * a.k)))
     }
 
-    fn cut(&self, case: &Case<'_>, a: &ProductArgs<'_>) -> Result<Cut, KernelError> {
+    fn cut(&self, case: &OpCase<'_>, a: &ProductArgs<'_>) -> Result<Cut, KernelError> {
         case.sizes()?;
         let n_parts = a.parts.len();
         crate::require!(
@@ -221,7 +221,7 @@ impl Kernels {
         crate::require!(case, a.parts.iter().all(|p| p.n > 0), "one of the products is empty");
         let (first, second) = dtypes(case, a.parts)?;
         let tuning = &self.card().tuning.product;
-        let (Some(chunk), Some(other)) = (Chunk::of(first, tuning), Chunk::of(second, tuning)) else {
+        let (Some(chunk), Some(other)) = (RingChunk::of(first, tuning), RingChunk::of(second, tuning)) else {
             return Err(case.refuse("no kernel multiplies a row with this dtype".to_owned()));
         };
         let gated = a.gate.is_some();
@@ -234,7 +234,7 @@ impl Kernels {
         let whole = if first.is_quantized() { first.block_len().max(second.block_len()) } else { 8 };
         crate::require!(case, a.k.is_multiple_of(whole), "k must be a multiple of {whole}");
 
-        let tiles = |p: &ProductPart| p.n.div_ceil(chunk.rows);
+        let tiles = |p: &ProductWeight| p.n.div_ceil(chunk.rows);
         let n_tiles: usize = if gated { tiles(&a.parts[0]) } else { a.parts.iter().map(tiles).sum() };
         let grid = n_tiles.min(self.card().n_sms);
         let of_tile = a.k.div_ceil(chunk.cols) * if gated { 2 } else { 1 };
@@ -284,7 +284,7 @@ impl Kernels {
                 None => launch.null(),
             };
         }
-        let mut params = Params {
+        let mut params = ProductParams {
             k: case.u32("k", a.k)?,
             n: [0; MAX_PARTS],
             tiles: (n_tiles / grid) as u32,
@@ -332,9 +332,9 @@ impl Kernels {
     /// Chunks in a warp's ring, at most `most`, the shared memory of a block, and whether another block has a place beside it.
     fn product_shared(
         &self,
-        case: &Case<'_>,
+        case: &OpCase<'_>,
         k: usize,
-        [chunk, other]: [Chunk; 2],
+        [chunk, other]: [RingChunk; 2],
         most: usize,
     ) -> Result<(u8, u32, bool), KernelError> {
         let slot = chunk.bytes.max(other.bytes);
@@ -363,7 +363,7 @@ fn limit(card: &Card) -> usize {
 
 /// What of a product is known when its kernel is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum ProductVariant {
     /// One weight without a bias, and x is `a` as it is.
     Bare,
     /// Two weights, joined by a gate.
@@ -373,14 +373,14 @@ enum Kind {
 }
 
 impl ProductArgs<'_> {
-    fn kind(&self) -> Kind {
-        let is_bare = matches!(self.parts, [ProductPart { bias: None, .. }]);
+    fn kind(&self) -> ProductVariant {
+        let is_bare = matches!(self.parts, [ProductWeight { bias: None, .. }]);
         if self.gate.is_some() {
-            Kind::Gated
+            ProductVariant::Gated
         } else if is_bare && self.b.is_none() && self.norm.is_none() {
-            Kind::Bare
+            ProductVariant::Bare
         } else {
-            Kind::Several
+            ProductVariant::Several
         }
     }
 }
@@ -391,17 +391,17 @@ fn shape(a: &ProductArgs<'_>) -> [(&'static str, usize); 3] {
     [("m", 1), ("n", n), ("k", a.k)]
 }
 
-fn case<'a>(a: &ProductArgs<'_>, shape: &'a [(&'static str, usize)]) -> Case<'a> {
-    Case { op: "product", dtype: a.parts.first().map_or(DType::F32, |p| p.dtype), shape }
+fn case<'a>(a: &ProductArgs<'_>, shape: &'a [(&'static str, usize)]) -> OpCase<'a> {
+    OpCase { op: "product", dtype: a.parts.first().map_or(DType::F32, |p| p.dtype), shape }
 }
 
-/// [`Params::pace`] for chunks of so many bytes.
+/// [`ProductParams::pace`] for chunks of so many bytes.
 fn pace(tuning: &ProductTuning, bytes: usize, gated: bool) -> u8 {
     let fours = bytes * if gated { tuning.gated_pace } else { tuning.pace } / (64 * 4);
     if fours < 255 { fours as u8 } else { 255 }
 }
 
-/// [`Params::early`] and [`Params::late`] for so many chunks, behind a launch that reads for so many cycles or behind none.
+/// [`ProductParams::early`] and [`ProductParams::late`] for so many chunks, behind a launch that reads for so many cycles or behind none.
 fn filling(tuning: &ProductTuning, chunks: u32, pace: u8, behind: Option<usize>) -> (u32, u32) {
     let Some(cycles) = behind else { return (chunks, 0) };
     let half = chunks.div_ceil(2);
@@ -424,17 +424,17 @@ const fn gate_code(gate: Gate) -> u8 {
 }
 
 /// Every kernel: what it does, and what it multiplies with: one dtype, or two.
-fn launches() -> impl Iterator<Item = (Kind, [DType; 2])> {
+fn launches() -> impl Iterator<Item = (ProductVariant, [DType; 2])> {
     let one = [DType::BF16, DType::F16].into_iter().chain(PACKED_DTYPES);
-    let kinds = |d: DType| [Kind::Bare, Kind::Gated, Kind::Several].map(|kind| (kind, [d, d]));
-    one.flat_map(kinds).chain(PAIRS.map(|pair| (Kind::Several, pair)))
+    let kinds = |d: DType| [ProductVariant::Bare, ProductVariant::Gated, ProductVariant::Several].map(|kind| (kind, [d, d]));
+    one.flat_map(kinds).chain(PAIRS.map(|pair| (ProductVariant::Several, pair)))
 }
 
-fn name(kind: Kind, first: DType, second: DType) -> String {
+fn name(kind: ProductVariant, first: DType, second: DType) -> String {
     let kind = match kind {
-        Kind::Bare => "bare",
-        Kind::Gated => "gated",
-        Kind::Several => "several",
+        ProductVariant::Bare => "bare",
+        ProductVariant::Gated => "gated",
+        ProductVariant::Several => "several",
     };
     format!("product_{kind}_{}", suffix(first, second))
 }
@@ -447,12 +447,12 @@ fn suffix(first: DType, second: DType) -> String {
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    let params = [P, P, P, size_of::<Params>(), P, P, P, P, P, P, P, P, P, P, P];
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    let params = [P, P, P, size_of::<ProductParams>(), P, P, P, P, P, P, P, P, P, P, P];
     for (kind, [first, second]) in launches() {
         let kernel = name(kind, first, second);
         let unit = suffix(first, second);
-        let entry = Entry::new(Family::Product, kernel, &params, move |k| twin(k, kind, first, second));
+        let entry = KernelEntry::new(KernelFamily::Product, kernel, &params, move |k| twin(k, kind, first, second));
         all.push(entry.unit(&unit).shared(|card| limit(card) as u32));
     }
 }
@@ -479,7 +479,7 @@ fn rms(values: &[f32], eps: f32) -> f32 {
 }
 
 /// The row that is multiplied, but for the factor that a norm puts behind the product; and `a + b`.
-fn make_x(k: &SimKernel<'_>, p: &Params, quantised: bool) -> KernelResult<(Vec<f32>, f32, Vec<f32>)> {
+fn make_x(k: &SimKernel<'_>, p: &ProductParams, quantised: bool) -> KernelResult<(Vec<f32>, f32, Vec<f32>)> {
     let n = p.k as usize;
     let row = |i: usize| -> KernelResult<Option<Vec<f32>>> {
         let at = k.ptr(i)?;
@@ -504,14 +504,14 @@ fn make_x(k: &SimKernel<'_>, p: &Params, quantised: bool) -> KernelResult<(Vec<f
     Ok((x, scale, sum))
 }
 
-fn twin(k: &mut SimKernel<'_>, kind: Kind, first: DType, second: DType) -> KernelResult {
-    let p: Params = k.arg(3)?;
+fn twin(k: &mut SimKernel<'_>, kind: ProductVariant, first: DType, second: DType) -> KernelResult {
+    let p: ProductParams = k.arg(3)?;
     let has = |args: &[usize]| args.iter().any(|&i| k.ptr(i).is_ok_and(|at| at.0 != 0));
     // The kernels do not look at what their kind has not.
     let is_of_kind = match kind {
-        Kind::Bare => p.gate == 0 && p.n[1] == 0 && !has(&[5, 6, 7, 8, 12, 13, 14]),
-        Kind::Gated => p.gate != 0,
-        Kind::Several => p.gate == 0,
+        ProductVariant::Bare => p.gate == 0 && p.n[1] == 0 && !has(&[5, 6, 7, 8, 12, 13, 14]),
+        ProductVariant::Gated => p.gate != 0,
+        ProductVariant::Several => p.gate == 0,
     };
     if !is_of_kind {
         return Err(fault(format!("this is no {kind:?} product")));
@@ -595,7 +595,7 @@ mod tests {
 
     #[test]
     fn half_of_a_filling_waits_behind_a_long_launch_and_never_before_the_first_half() {
-        let tuning = Tuning::of(Arch { major: 9, minor: 0 }).product;
+        let tuning = Tuning::of(GpuArch { major: 9, minor: 0 }).product;
         let filling = |chunks, pace, behind| filling(&tuning, chunks, pace, behind);
         assert_eq!(filling(64, 18, None), (64, 0));
         assert_eq!(filling(64, 18, Some(5000)), (32, 2000 + 5000));

@@ -7,12 +7,12 @@ use refrain_graph::{GatedDelta, KeyHeads, Op, Recurrent, ShortConv, TensorType};
 use refrain_reference::{In, Out};
 use refrain_tensor::{DType, Shape};
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::{Dense, count, fault, read_rows};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// The slots of a recurrent state and the rows that find theirs in it. All integers are read at each run.
@@ -40,7 +40,7 @@ pub struct ShortConvArgs<'a> {
     /// Its state, `[n_slots, width - 1, d]`.
     pub slots: SlotArgs,
     /// `[n_tokens, d]` F32, rows of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// `[width, d]` F32.
     pub w: Buf,
     /// `[n_tokens, d]` F32.
@@ -61,15 +61,15 @@ pub struct GatedDeltaArgs<'a> {
     /// Its state, `[n_slots, n_heads, v_dim, k_dim]`.
     pub slots: SlotArgs,
     /// `[n_tokens, n_key_heads, k_dim]` F32, heads of consecutive elements.
-    pub q: View,
+    pub q: BufView,
     /// As `q`.
-    pub k: View,
+    pub k: BufView,
     /// `[n_tokens, n_heads, v_dim]` F32, heads of consecutive elements.
-    pub v: View,
+    pub v: BufView,
     /// `[n_tokens, n_heads]` F32, rows of consecutive elements.
-    pub a: View,
+    pub a: BufView,
     /// As `a`.
-    pub b: View,
+    pub b: BufView,
     /// `[n_heads]` F32.
     pub decay: Buf,
     /// `[n_heads]` F32.
@@ -122,7 +122,7 @@ struct DeltaSizes {
 /// Of queries, keys, values and the two gates.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct DeltaStrides([Rows; 5]);
+struct DeltaStrides([RowLayout; 5]);
 
 impl SlotArgs {
     fn sizes(&self) -> SlotSizes {
@@ -131,7 +131,7 @@ impl SlotArgs {
     }
 
     /// The state whole, positions, sequences and slots, as they were checked.
-    fn check(&self, case: &Case<'_>, slot: &[usize]) -> Result<[Buf; 4], KernelError> {
+    fn check(&self, case: &OpCase<'_>, slot: &[usize]) -> Result<[Buf; 4], KernelError> {
         let state = [&[self.n_slots], slot].concat();
         crate::require!(case, self.n_seqs <= 65_535, "at most 65535 sequences");
         Ok([
@@ -149,7 +149,7 @@ impl Kernels {
         let (n, n_seqs) = (a.slots.n_tokens, a.slots.n_seqs);
         let shape =
             [("n", n), ("d", a.d), ("width", a.width), ("n_seqs", n_seqs), ("n_slots", a.slots.n_slots)];
-        let case = Case { op: "short_conv", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "short_conv", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(
             case,
@@ -191,7 +191,7 @@ impl Kernels {
             ("n_seqs", n_seqs),
             ("n_slots", a.slots.n_slots),
         ];
-        let case = Case { op: "gated_delta", dtype: a.q.dtype, shape: &shape };
+        let case = OpCase { op: "gated_delta", dtype: a.q.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, a.n_heads.is_multiple_of(a.n_key_heads), "heads must share key heads evenly");
         crate::require!(case, a.k_dim <= MAX_DELTA_KEY, "keys have at most {MAX_DELTA_KEY} elements");
@@ -243,14 +243,14 @@ fn delta_name(n: usize) -> String {
     format!("recurrent_gated_delta_{n}_f32")
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    let (rows, sizes) = (size_of::<Rows>(), size_of::<SlotSizes>());
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    let (rows, sizes) = (size_of::<RowLayout>(), size_of::<SlotSizes>());
     let params = [P, P, P, P, P, P, P, rows, sizes, W, W, W];
-    all.push(Entry::new(Family::Recurrent, "recurrent_short_conv_f32", &params, short_conv));
+    all.push(KernelEntry::new(KernelFamily::Recurrent, "recurrent_short_conv_f32", &params, short_conv));
     let params =
         [P, P, P, P, P, P, P, P, P, P, P, P, size_of::<DeltaStrides>(), sizes, size_of::<DeltaSizes>()];
     for n in [1, 2, 4, 8] {
-        all.push(Entry::new(Family::Recurrent, delta_name(n), &params, gated_delta));
+        all.push(KernelEntry::new(KernelFamily::Recurrent, delta_name(n), &params, gated_delta));
     }
 }
 

@@ -6,7 +6,7 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_tensor::DType;
 
 use crate::card::Card;
-use crate::source::{Family, KernelUnit};
+use crate::source::{KernelFamily, KernelUnit};
 
 pub(crate) type TwinBody = Arc<dyn Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync>;
 
@@ -35,23 +35,23 @@ pub struct KernelInfo {
 pub(crate) type SharedBytes = Arc<dyn Fn(&Card) -> u32 + Send + Sync>;
 
 #[derive(Clone)]
-pub(crate) struct Entry {
+pub(crate) struct KernelEntry {
     pub(crate) info: KernelInfo,
     pub(crate) twin: TwinBody,
-    /// See [`Entry::starting_next_late`].
+    /// See [`KernelEntry::starting_next_late`].
     pub(crate) starts_next_late: bool,
     pub(crate) shared: SharedBytes,
 }
 
-impl Entry {
+impl KernelEntry {
     /// A kernel of a file that is one unit, without dynamic shared memory.
     pub(crate) fn new(
-        family: Family,
+        family: KernelFamily,
         name: impl Into<String>,
         params: &[usize],
         twin: impl Fn(&mut SimKernel<'_>) -> KernelResult + Send + Sync + 'static,
-    ) -> Entry {
-        Entry {
+    ) -> KernelEntry {
+        KernelEntry {
             info: KernelInfo { name: name.into(), unit: KernelUnit::whole(family), params: params.to_vec() },
             twin: Arc::new(twin),
             shared: Arc::new(|_| 0),
@@ -60,20 +60,20 @@ impl Entry {
     }
 
     /// For a kernel that lets the next one start only behind its own wait (`overlap.cuh`).
-    pub(crate) fn starting_next_late(mut self) -> Entry {
+    pub(crate) fn starting_next_late(mut self) -> KernelEntry {
         self.starts_next_late = true;
         self
     }
 
     /// Of a unit of its file, by the name that stands there.
-    pub(crate) fn unit(mut self, name: &str) -> Entry {
+    pub(crate) fn unit(mut self, name: &str) -> KernelEntry {
         self.info.unit = KernelUnit::named(self.info.unit.family(), name);
         self
     }
 
     /// With dynamic shared memory.
-    pub(crate) fn shared(self, bytes: impl Fn(&Card) -> u32 + Send + Sync + 'static) -> Entry {
-        Entry { shared: Arc::new(bytes), ..self }
+    pub(crate) fn shared(self, bytes: impl Fn(&Card) -> u32 + Send + Sync + 'static) -> KernelEntry {
+        KernelEntry { shared: Arc::new(bytes), ..self }
     }
 }
 
@@ -83,7 +83,7 @@ pub fn kernels() -> Vec<KernelInfo> {
     entries().into_iter().map(|e| e.info).collect()
 }
 
-pub(crate) fn entries() -> Vec<Entry> {
+pub(crate) fn entries() -> Vec<KernelEntry> {
     let mut all = Vec::new();
     crate::linear::entries(&mut all);
     crate::gather::entries(&mut all);

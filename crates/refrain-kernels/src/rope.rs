@@ -5,12 +5,12 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Op, Rope, RopeStyle};
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::{Dense, count, fault, read_rows, run_f32};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// `y` is `x` turned by each row's position; rows with a negative position come out as they went in.
@@ -19,7 +19,7 @@ pub struct RopeArgs<'a> {
     /// Which pairs turn, how many, and by what factor.
     pub rope: Rope,
     /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// `[n]` I32, in device memory, read at each run.
     pub positions: Buf,
     /// `[n_dims / 2]` F32.
@@ -42,7 +42,7 @@ impl Kernels {
     /// The launch of [`RopeArgs`].
     pub fn rope(&self, a: &RopeArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n", a.n), ("n_heads", a.n_heads), ("head_dim", a.head_dim)];
-        let case = Case { op: "rope", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "rope", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let n_dims = a.rope.n_dims;
         crate::require!(
@@ -80,10 +80,10 @@ fn name(style: RopeStyle) -> &'static str {
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
-        let params = [P, P, P, P, size_of::<Rows>(), W, W, W, W, W];
-        all.push(Entry::new(Family::Rope, name(style), &params, move |k| twin(k, style)));
+        let params = [P, P, P, P, size_of::<RowLayout>(), W, W, W, W, W];
+        all.push(KernelEntry::new(KernelFamily::Rope, name(style), &params, move |k| twin(k, style)));
     }
 }
 

@@ -6,13 +6,13 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Op, Rope, RopeStyle};
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::kv::{PageSizes, append};
 use crate::load::Kernels;
-use crate::registry::{Entry, P};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P};
+use crate::source::KernelFamily;
 use crate::twin::{Dense, fault, read_rows, run_f32};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// [`crate::RopeArgs`] of queries and of keys, and [`crate::KvAppendArgs`] of the turned keys and of values, at once.
@@ -21,11 +21,11 @@ pub struct RopeKvArgs<'a> {
     /// Which pairs turn, how many, and by what factor.
     pub rope: Rope,
     /// `[n, n_heads, head_dim]` F32, heads of consecutive elements.
-    pub q: View,
+    pub q: BufView,
     /// `[n, n_kv_heads, head_dim]` F32, heads of consecutive elements.
-    pub k: View,
+    pub k: BufView,
     /// As `k`.
-    pub v: View,
+    pub v: BufView,
     /// `[n, n_heads, head_dim]` F32; may be `q` when that is dense, and overlaps nothing else.
     pub q_out: Buf,
     /// `[n, n_kv_heads, head_dim]` F32; may be `k` when that is dense, and overlaps nothing else.
@@ -67,7 +67,7 @@ pub struct RopeKvArgs<'a> {
 /// As the kernel takes them.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Sizes {
+struct RopeKvSizes {
     n: u32,
     n_heads: u32,
     n_dims: u32,
@@ -90,7 +90,7 @@ impl Kernels {
             ("n_seqs", a.n_seqs),
             ("max_blocks", a.max_blocks),
         ];
-        let case = Case { op: "rope_kv", dtype: a.cache_dtype, shape: &shape };
+        let case = OpCase { op: "rope_kv", dtype: a.cache_dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, a.cache_dtype.is_float(), "the cache must be F16, BF16 or F32");
         let n_dims = a.rope.n_dims;
@@ -110,7 +110,7 @@ impl Kernels {
         let turned = n_q.saturating_add(n_kv).saturating_mul(per_head);
         let n_threads =
             case.u32("the number of elements", turned.saturating_add(n_kv.saturating_mul(a.head_dim)))?;
-        let sizes = Sizes {
+        let sizes = RopeKvSizes {
             n: a.n as u32,
             n_heads: a.n_heads as u32,
             n_dims: n_dims as u32,
@@ -154,18 +154,18 @@ fn name(style: RopeStyle, dtype: DType) -> String {
     format!("rope_kv_{style}_{}", dtype.name().to_ascii_lowercase())
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    const R: usize = size_of::<Rows>();
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    const R: usize = size_of::<RowLayout>();
     for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
         for dtype in [DType::F16, DType::BF16, DType::F32] {
-            let params = [P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<Sizes>()];
-            all.push(Entry::new(Family::Rope, name(style, dtype), &params, move |k| twin(k, style, dtype)));
+            let params = [P, P, P, P, P, P, P, P, P, P, P, R, R, R, size_of::<RopeKvSizes>()];
+            all.push(KernelEntry::new(KernelFamily::Rope, name(style, dtype), &params, move |k| twin(k, style, dtype)));
         }
     }
 }
 
 fn twin(k: &mut SimKernel<'_>, style: RopeStyle, dtype: DType) -> KernelResult {
-    let sizes = k.arg::<Sizes>(14)?;
+    let sizes = k.arg::<RopeKvSizes>(14)?;
     let [n, n_heads, n_dims] = [sizes.n, sizes.n_heads, sizes.n_dims].map(|n| n as usize);
     let [n_kv_heads, head_dim] = [sizes.pages.n_kv_heads, sizes.pages.head_dim].map(|n| n as usize);
     if n_dims > head_dim {

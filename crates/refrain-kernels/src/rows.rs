@@ -4,12 +4,12 @@ use refrain_driver::sim::{KernelResult, SimKernel};
 use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::{Op, Reduce};
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::{Dense, count, read_rows, run_f32};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// `y[r]` is the sum, mean or maximum of row `r`.
@@ -18,7 +18,7 @@ pub struct ReduceArgs<'a> {
     /// Which of them.
     pub kind: Reduce,
     /// `[.., n_cols]` F32, rows of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// `[n_rows]` F32.
     pub y: Buf,
     /// Rows.
@@ -33,7 +33,7 @@ pub struct ReduceArgs<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct SoftmaxArgs<'a> {
     /// `[.., n_cols]` F32, rows of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// `[n_rows, n_cols]` F32; may be `x` when that is dense.
     pub y: Buf,
     /// Rows.
@@ -50,7 +50,7 @@ impl Kernels {
     /// The launch of [`ReduceArgs`].
     pub fn reduce(&self, a: &ReduceArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
-        let case = Case { op: "reduce", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "reduce", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let (x, rows) = case.rows("x", &a.x, a.n_rows, a.n_cols)?;
         Ok(self
@@ -66,7 +66,7 @@ impl Kernels {
     /// The launch of [`SoftmaxArgs`].
     pub fn softmax(&self, a: &SoftmaxArgs<'_>) -> Result<Launch, KernelError> {
         let shape = [("n_rows", a.n_rows), ("n_cols", a.n_cols)];
-        let case = Case { op: "softmax", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "softmax", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let (x, rows) = case.rows("x", &a.x, a.n_rows, a.n_cols)?;
         Ok(self
@@ -88,14 +88,14 @@ fn name(kind: Reduce) -> &'static str {
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    const PARAMS: [usize; 4] = [P, P, size_of::<Rows>(), W];
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    const PARAMS: [usize; 4] = [P, P, size_of::<RowLayout>(), W];
     for kind in [Reduce::Sum, Reduce::Mean, Reduce::Max] {
-        all.push(Entry::new(Family::Rows, name(kind), &PARAMS, move |k| {
+        all.push(KernelEntry::new(KernelFamily::Rows, name(kind), &PARAMS, move |k| {
             twin(k, &Op::Reduce { kind, axis: 1 }, true)
         }));
     }
-    all.push(Entry::new(Family::Rows, "softmax_f32", &PARAMS, |k| twin(k, &Op::Softmax, false)));
+    all.push(KernelEntry::new(KernelFamily::Rows, "softmax_f32", &PARAMS, |k| twin(k, &Op::Softmax, false)));
 }
 
 fn twin(k: &mut SimKernel<'_>, op: &Op, reduces: bool) -> KernelResult {

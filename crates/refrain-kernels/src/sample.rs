@@ -12,12 +12,12 @@ use refrain_graph::{SAMPLE_PARAMS, SampleParam};
 use refrain_reference::{Sampling, apply_bias_and_penalties, apply_mask, most_probable, sample_row};
 
 use crate::card::Card;
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::{count, read_rows};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// Tokens of one block of the first launch.
@@ -50,7 +50,7 @@ const SELECT_LEAST_SHARED_BYTES: u32 = 96 << 10;
 #[derive(Clone, Copy, Debug)]
 pub struct SampleArgs<'a> {
     /// `[n, vocab]` F32, rows of consecutive elements.
-    pub logits: View,
+    pub logits: BufView,
     /// `[n, SAMPLE_PARAMS]` F32, read at each run.
     pub params: Buf,
     /// `[n, 4]` U32 (seed low, seed high, position, unused), read at each run.
@@ -117,7 +117,7 @@ impl Kernels {
     /// Pushes the launches of [`SampleArgs`].
     pub fn sample(&self, a: &SampleArgs<'_>, launches: &mut Vec<Launch>) -> Result<(), KernelError> {
         let shape = [("n", a.n), ("vocab", a.vocab)];
-        let case = Case { op: "sample", dtype: a.logits.dtype, shape: &shape };
+        let case = OpCase { op: "sample", dtype: a.logits.dtype, shape: &shape };
         case.sizes()?;
         let n_chunks = a.vocab.div_ceil(CHUNK);
         crate::require!(case, n_chunks <= MAX_CHUNKS, "at most {} tokens", CHUNK * MAX_CHUNKS);
@@ -200,16 +200,16 @@ fn select_shared(card: &Card) -> u32 {
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    let params = [P, P, P, P, P, P, P, size_of::<Rows>(), W, W, W];
-    all.push(Entry::new(Family::Sample, "sample_chunks_f32", &params, chunks).unit("chunks"));
-    let entry = Entry::new(Family::Sample, "sample_select_f32", &[P, P, P, P, P, P, W, W], select);
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    let params = [P, P, P, P, P, P, P, size_of::<RowLayout>(), W, W, W];
+    all.push(KernelEntry::new(KernelFamily::Sample, "sample_chunks_f32", &params, chunks).unit("chunks"));
+    let entry = KernelEntry::new(KernelFamily::Sample, "sample_select_f32", &[P, P, P, P, P, P, W, W], select);
     all.push(entry.unit("select").shared(select_shared).starting_next_late());
-    all.push(Entry::new(Family::Sample, "sample_list_f32", &params, chunks).unit("top"));
-    all.push(Entry::new(Family::Sample, "sample_top_f32", &[P, P, P, W, W], top).unit("top"));
-    let params = [P, P, P, P, P, P, P, size_of::<Rows>(), W, W, W, P];
+    all.push(KernelEntry::new(KernelFamily::Sample, "sample_list_f32", &params, chunks).unit("top"));
+    all.push(KernelEntry::new(KernelFamily::Sample, "sample_top_f32", &[P, P, P, W, W], top).unit("top"));
+    let params = [P, P, P, P, P, P, P, size_of::<RowLayout>(), W, W, W, P];
     for name in ["sample_masked_chunks_f32", "sample_masked_list_f32"] {
-        all.push(Entry::new(Family::Sample, name, &params, masked_chunks).unit("masked"));
+        all.push(KernelEntry::new(KernelFamily::Sample, name, &params, masked_chunks).unit("masked"));
     }
 }
 

@@ -5,13 +5,13 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::Op;
 use refrain_tensor::DType;
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::count;
 use crate::typed::{FLOATS, Typed, is_aligned, named, rows_are_wide, run_typed};
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 use crate::vouch::Vouch;
 
 /// `y[r]` is the sum of the rows of `x` whose id is `r`, in their order; zero for ids that nobody has.
@@ -20,7 +20,7 @@ pub struct ScatterAddRowsArgs<'a> {
     /// `[n]` I32, in device memory, read at each run; a negative id counts for no row.
     pub ids: Buf,
     /// `[n, d]` floats, rows of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// `[n_rows, d]` of the same type.
     pub y: Buf,
     /// [`scatter_scratch_bytes`]
@@ -52,7 +52,7 @@ impl Kernels {
         let d = a.x.layout.shape().dim_back(0);
         let n = a.x.layout.shape().n_elements() / d.max(1);
         let shape = [("n", n), ("n_rows", a.n_rows), ("d", d)];
-        let case = Case { op: "scatter_add_rows", dtype: a.x.dtype, shape: &shape };
+        let case = OpCase { op: "scatter_add_rows", dtype: a.x.dtype, shape: &shape };
         case.sizes()?;
         let (x, rows) = case.float_rows("x", &a.x, [n, d])?;
         let ids = case.words("ids", a.ids, &[n])?;
@@ -87,11 +87,11 @@ impl Kernels {
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
-    all.push(Entry::new(Family::Scatter, "scatter_rank", &[P, P, P, W], rank).unit("rank"));
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
+    all.push(KernelEntry::new(KernelFamily::Scatter, "scatter_rank", &[P, P, P, W], rank).unit("rank"));
     for dtype in FLOATS {
-        let params = [P, P, P, P, size_of::<Rows>(), W, W, W];
-        let entry = Entry::new(Family::Scatter, named("scatter_sum", dtype), &params, move |k| sum(k, dtype));
+        let params = [P, P, P, P, size_of::<RowLayout>(), W, W, W];
+        let entry = KernelEntry::new(KernelFamily::Scatter, named("scatter_sum", dtype), &params, move |k| sum(k, dtype));
         all.push(entry.unit(&lowercase(dtype)));
     }
 }

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 /// A file of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Family {
+pub enum KernelFamily {
     /// `linear.cu`
     Linear,
     /// `gather.cu`
@@ -72,79 +72,79 @@ pub enum Family {
     Recurrent,
 }
 
-impl Family {
+impl KernelFamily {
     /// Every family.
-    pub const ALL: [Family; 32] = [
-        Family::Linear,
-        Family::Gather,
-        Family::Norm,
-        Family::Elementwise,
-        Family::Copy,
-        Family::Rope,
-        Family::Kv,
-        Family::Attention,
-        Family::Attend,
-        Family::Rows,
-        Family::Sample,
-        Family::Commit,
-        Family::Product,
-        Family::Few,
-        Family::Batch,
-        Family::Pack,
-        Family::Gemm,
-        Family::Dequant,
-        Family::Narrow,
-        Family::Flash,
-        Family::Digest,
-        Family::Map,
-        Family::TrainRows,
-        Family::Moves,
-        Family::Experts,
-        Family::Scatter,
-        Family::Loss,
-        Family::AdamW,
-        Family::MatMul,
-        Family::Span,
-        Family::SpanGrad,
-        Family::Recurrent,
+    pub const ALL: [KernelFamily; 32] = [
+        KernelFamily::Linear,
+        KernelFamily::Gather,
+        KernelFamily::Norm,
+        KernelFamily::Elementwise,
+        KernelFamily::Copy,
+        KernelFamily::Rope,
+        KernelFamily::Kv,
+        KernelFamily::Attention,
+        KernelFamily::Attend,
+        KernelFamily::Rows,
+        KernelFamily::Sample,
+        KernelFamily::Commit,
+        KernelFamily::Product,
+        KernelFamily::Few,
+        KernelFamily::Batch,
+        KernelFamily::Pack,
+        KernelFamily::Gemm,
+        KernelFamily::Dequant,
+        KernelFamily::Narrow,
+        KernelFamily::Flash,
+        KernelFamily::Digest,
+        KernelFamily::Map,
+        KernelFamily::TrainRows,
+        KernelFamily::Moves,
+        KernelFamily::Experts,
+        KernelFamily::Scatter,
+        KernelFamily::Loss,
+        KernelFamily::AdamW,
+        KernelFamily::MatMul,
+        KernelFamily::Span,
+        KernelFamily::SpanGrad,
+        KernelFamily::Recurrent,
     ];
 
     /// The file's name without `.cu`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
-            Family::Linear => "linear",
-            Family::Gather => "gather",
-            Family::Norm => "norm",
-            Family::Elementwise => "elementwise",
-            Family::Copy => "copy",
-            Family::Rope => "rope",
-            Family::Kv => "kv",
-            Family::Attention => "attention",
-            Family::Attend => "attend",
-            Family::Rows => "rows",
-            Family::Sample => "sample",
-            Family::Commit => "commit",
-            Family::Product => "product",
-            Family::Few => "few",
-            Family::Batch => "batch",
-            Family::Pack => "pack",
-            Family::Gemm => "gemm",
-            Family::Dequant => "dequant",
-            Family::Narrow => "narrow",
-            Family::Flash => "flash",
-            Family::Digest => "digest",
-            Family::Map => "map",
-            Family::TrainRows => "train_rows",
-            Family::Moves => "moves",
-            Family::Experts => "experts",
-            Family::Scatter => "scatter",
-            Family::Loss => "loss",
-            Family::AdamW => "adamw",
-            Family::MatMul => "matmul",
-            Family::Span => "span",
-            Family::SpanGrad => "span_grad",
-            Family::Recurrent => "recurrent",
+            KernelFamily::Linear => "linear",
+            KernelFamily::Gather => "gather",
+            KernelFamily::Norm => "norm",
+            KernelFamily::Elementwise => "elementwise",
+            KernelFamily::Copy => "copy",
+            KernelFamily::Rope => "rope",
+            KernelFamily::Kv => "kv",
+            KernelFamily::Attention => "attention",
+            KernelFamily::Attend => "attend",
+            KernelFamily::Rows => "rows",
+            KernelFamily::Sample => "sample",
+            KernelFamily::Commit => "commit",
+            KernelFamily::Product => "product",
+            KernelFamily::Few => "few",
+            KernelFamily::Batch => "batch",
+            KernelFamily::Pack => "pack",
+            KernelFamily::Gemm => "gemm",
+            KernelFamily::Dequant => "dequant",
+            KernelFamily::Narrow => "narrow",
+            KernelFamily::Flash => "flash",
+            KernelFamily::Digest => "digest",
+            KernelFamily::Map => "map",
+            KernelFamily::TrainRows => "train_rows",
+            KernelFamily::Moves => "moves",
+            KernelFamily::Experts => "experts",
+            KernelFamily::Scatter => "scatter",
+            KernelFamily::Loss => "loss",
+            KernelFamily::AdamW => "adamw",
+            KernelFamily::MatMul => "matmul",
+            KernelFamily::Span => "span",
+            KernelFamily::SpanGrad => "span_grad",
+            KernelFamily::Recurrent => "recurrent",
         }
     }
 
@@ -152,38 +152,38 @@ impl Family {
     #[must_use]
     pub const fn source(self) -> &'static str {
         match self {
-            Family::Linear => include_str!("../cu/linear.cu"),
-            Family::Gather => include_str!("../cu/gather.cu"),
-            Family::Norm => include_str!("../cu/norm.cu"),
-            Family::Elementwise => include_str!("../cu/elementwise.cu"),
-            Family::Copy => include_str!("../cu/copy.cu"),
-            Family::Rope => include_str!("../cu/rope.cu"),
-            Family::Kv => include_str!("../cu/kv.cu"),
-            Family::Attention => include_str!("../cu/attention.cu"),
-            Family::Attend => include_str!("../cu/attend.cu"),
-            Family::Rows => include_str!("../cu/rows.cu"),
-            Family::Sample => include_str!("../cu/sample.cu"),
-            Family::Commit => include_str!("../cu/commit.cu"),
-            Family::Product => include_str!("../cu/product.cu"),
-            Family::Few => include_str!("../cu/few.cu"),
-            Family::Batch => include_str!("../cu/batch.cu"),
-            Family::Pack => include_str!("../cu/pack.cu"),
-            Family::Gemm => include_str!("../cu/gemm.cu"),
-            Family::Dequant => include_str!("../cu/dequant.cu"),
-            Family::Narrow => include_str!("../cu/narrow.cu"),
-            Family::Flash => include_str!("../cu/flash.cu"),
-            Family::Digest => include_str!("../cu/digest.cu"),
-            Family::Map => include_str!("../cu/map.cu"),
-            Family::TrainRows => include_str!("../cu/train_rows.cu"),
-            Family::Moves => include_str!("../cu/moves.cu"),
-            Family::Experts => include_str!("../cu/experts.cu"),
-            Family::Scatter => include_str!("../cu/scatter.cu"),
-            Family::Loss => include_str!("../cu/loss.cu"),
-            Family::AdamW => include_str!("../cu/adamw.cu"),
-            Family::MatMul => include_str!("../cu/matmul.cu"),
-            Family::Span => include_str!("../cu/span.cu"),
-            Family::SpanGrad => include_str!("../cu/span_grad.cu"),
-            Family::Recurrent => include_str!("../cu/recurrent.cu"),
+            KernelFamily::Linear => include_str!("../cu/linear.cu"),
+            KernelFamily::Gather => include_str!("../cu/gather.cu"),
+            KernelFamily::Norm => include_str!("../cu/norm.cu"),
+            KernelFamily::Elementwise => include_str!("../cu/elementwise.cu"),
+            KernelFamily::Copy => include_str!("../cu/copy.cu"),
+            KernelFamily::Rope => include_str!("../cu/rope.cu"),
+            KernelFamily::Kv => include_str!("../cu/kv.cu"),
+            KernelFamily::Attention => include_str!("../cu/attention.cu"),
+            KernelFamily::Attend => include_str!("../cu/attend.cu"),
+            KernelFamily::Rows => include_str!("../cu/rows.cu"),
+            KernelFamily::Sample => include_str!("../cu/sample.cu"),
+            KernelFamily::Commit => include_str!("../cu/commit.cu"),
+            KernelFamily::Product => include_str!("../cu/product.cu"),
+            KernelFamily::Few => include_str!("../cu/few.cu"),
+            KernelFamily::Batch => include_str!("../cu/batch.cu"),
+            KernelFamily::Pack => include_str!("../cu/pack.cu"),
+            KernelFamily::Gemm => include_str!("../cu/gemm.cu"),
+            KernelFamily::Dequant => include_str!("../cu/dequant.cu"),
+            KernelFamily::Narrow => include_str!("../cu/narrow.cu"),
+            KernelFamily::Flash => include_str!("../cu/flash.cu"),
+            KernelFamily::Digest => include_str!("../cu/digest.cu"),
+            KernelFamily::Map => include_str!("../cu/map.cu"),
+            KernelFamily::TrainRows => include_str!("../cu/train_rows.cu"),
+            KernelFamily::Moves => include_str!("../cu/moves.cu"),
+            KernelFamily::Experts => include_str!("../cu/experts.cu"),
+            KernelFamily::Scatter => include_str!("../cu/scatter.cu"),
+            KernelFamily::Loss => include_str!("../cu/loss.cu"),
+            KernelFamily::AdamW => include_str!("../cu/adamw.cu"),
+            KernelFamily::MatMul => include_str!("../cu/matmul.cu"),
+            KernelFamily::Span => include_str!("../cu/span.cu"),
+            KernelFamily::SpanGrad => include_str!("../cu/span_grad.cu"),
+            KernelFamily::Recurrent => include_str!("../cu/recurrent.cu"),
         }
     }
 }
@@ -195,7 +195,7 @@ impl Family {
 /// out.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct KernelUnit {
-    family: Family,
+    family: KernelFamily,
     /// Empty for a whole file.
     name: &'static str,
 }
@@ -205,29 +205,29 @@ impl KernelUnit {
     #[must_use]
     pub fn all() -> &'static [KernelUnit] {
         static ALL: OnceLock<Vec<KernelUnit>> = OnceLock::new();
-        ALL.get_or_init(|| Family::ALL.into_iter().flat_map(KernelUnit::of_file).collect())
+        ALL.get_or_init(|| KernelFamily::ALL.into_iter().flat_map(KernelUnit::of_file).collect())
     }
 
-    fn of_file(family: Family) -> Vec<KernelUnit> {
+    fn of_file(family: KernelFamily) -> Vec<KernelUnit> {
         let names: Vec<&str> = family.source().lines().filter_map(named_by).collect();
         let names = if names.is_empty() { vec![""] } else { names };
         names.into_iter().map(|name| KernelUnit { family, name }).collect()
     }
 
     /// A file that is one unit.
-    pub(crate) const fn whole(family: Family) -> KernelUnit {
+    pub(crate) const fn whole(family: KernelFamily) -> KernelUnit {
         KernelUnit { family, name: "" }
     }
 
     /// The unit of that name, which stands in the file.
-    pub(crate) fn named(family: Family, name: &str) -> KernelUnit {
+    pub(crate) fn named(family: KernelFamily, name: &str) -> KernelUnit {
         let found = KernelUnit::all().iter().find(|unit| unit.family == family && unit.name == name);
         *found.unwrap_or_else(|| panic!("{}.cu has no unit {name:?}", family.name()))
     }
 
     /// The file.
     #[must_use]
-    pub fn family(self) -> Family {
+    pub fn family(self) -> KernelFamily {
         self.family
     }
 
@@ -302,7 +302,7 @@ mod tests {
 
     #[test]
     fn the_units_of_a_file_have_each_of_its_lines_once_below_what_they_share() {
-        for family in Family::ALL {
+        for family in KernelFamily::ALL {
             let whole: Vec<&str> = family.source().lines().collect();
             let shared = whole.iter().position(|line| named_by(line).is_some()).unwrap_or(whole.len());
             let units = KernelUnit::of_file(family);
@@ -321,7 +321,7 @@ mod tests {
         units.sort();
         units.dedup();
         assert_eq!(units.len(), KernelUnit::all().len());
-        assert_eq!(KernelUnit::named(Family::Product, "q4_k").to_string(), "product.cu (q4_k)");
-        assert_eq!(KernelUnit::whole(Family::Commit).to_string(), "commit.cu");
+        assert_eq!(KernelUnit::named(KernelFamily::Product, "q4_k").to_string(), "product.cu (q4_k)");
+        assert_eq!(KernelUnit::whole(KernelFamily::Commit).to_string(), "commit.cu");
     }
 }

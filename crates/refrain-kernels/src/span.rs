@@ -9,14 +9,14 @@ use refrain_reference::{In, Out};
 use refrain_tensor::{DType, Layout, Shape};
 
 use crate::card::Card;
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::gemm::GEMM_DTYPES;
 use crate::load::Kernels;
 use crate::matmul::{MATMUL_DTYPES, read_floats, write_floats};
-use crate::registry::{Entry, P, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, lowercase};
+use crate::source::KernelFamily;
 use crate::twin::fault;
-use crate::view::View;
+use crate::view::BufView;
 use crate::vouch::Vouch;
 
 /// Threads of a block, as in `span.cuh`.
@@ -38,11 +38,11 @@ pub struct SpanArgs<'a> {
     /// The op.
     pub attention: SpanAttention,
     /// `[n, n_heads, head_dim]`, F32, F16 or BF16, any layout.
-    pub q: View,
+    pub q: BufView,
     /// `[n, n_kv_heads, head_dim]` of the same dtype, any layout.
-    pub k: View,
+    pub k: BufView,
     /// As `k`.
-    pub v: View,
+    pub v: BufView,
     /// `[n, 2]` I32: the rows of each row's document.
     pub spans: Buf,
     /// Like `q`, dense.
@@ -56,7 +56,7 @@ pub struct SpanArgs<'a> {
 /// Sizes as the kernels take them.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(crate) struct Sizes {
+pub(crate) struct SpanSizes {
     pub(crate) n: u32,
     pub(crate) n_heads: u32,
     pub(crate) n_kv_heads: u32,
@@ -92,15 +92,15 @@ pub(crate) struct Strides {
 }
 
 /// An operand that a launch reads: its bytes, and how it lies.
-pub(crate) struct Heads {
+pub(crate) struct HeadOperand {
     pub(crate) buf: Buf,
     pub(crate) strides: HeadStrides,
     /// Whether tensor cores can read it.
     pub(crate) is_aligned: bool,
 }
 
-impl Sizes {
-    pub(crate) fn new(case: &Case<'_>, a: &SpanAttention, q: Shape, k: Shape) -> Result<Sizes, KernelError> {
+impl SpanSizes {
+    pub(crate) fn new(case: &OpCase<'_>, a: &SpanAttention, q: Shape, k: Shape) -> Result<SpanSizes, KernelError> {
         let (&[n, n_heads, head_dim], &[rows, n_kv_heads, width]) = (q.dims(), k.dims()) else {
             return Err(case.refuse(format!("queries are {q} and keys {k}")));
         };
@@ -113,7 +113,7 @@ impl Sizes {
             "heads have at most {MAX_SPAN_HEAD_DIM} elements"
         );
         let window = a.window.filter(|_| a.causal).map_or(0, |w| w.clamp(1, i32::MAX as usize) as u32);
-        Ok(Sizes {
+        Ok(SpanSizes {
             n: n as u32,
             n_heads: n_heads as u32,
             n_kv_heads: n_kv_heads as u32,
@@ -136,14 +136,14 @@ impl Sizes {
     }
 }
 
-impl Case<'_> {
+impl OpCase<'_> {
     /// An operand of attention: rows of heads, of the case's dtype.
     pub(crate) fn heads(
         &self,
         what: &'static str,
-        view: &View,
+        view: &BufView,
         dims: &[usize],
-    ) -> Result<Heads, KernelError> {
+    ) -> Result<HeadOperand, KernelError> {
         let shape = view.layout.shape();
         crate::require!(self, view.dtype == self.dtype, "{what} is {}", view.dtype);
         crate::require!(self, shape.dims() == dims, "{what} is {shape}, must be {dims:?}");
@@ -158,7 +158,7 @@ impl Case<'_> {
             && (even(row) || dims[0] == 1)
             && (even(head) || dims[1] == 1);
         let strides = HeadStrides { row: row as u32, head: head as u32, element: element as u32 };
-        Ok(Heads { buf, strides, is_aligned })
+        Ok(HeadOperand { buf, strides, is_aligned })
     }
 }
 
@@ -228,10 +228,10 @@ impl Kernels {
         let dim = |shape: Shape, i: usize| shape.dims().get(i).copied().unwrap_or(0);
         let shape =
             [("n", dim(q, 0)), ("n_heads", dim(q, 1)), ("n_kv_heads", dim(k, 1)), ("head_dim", dim(q, 2))];
-        let case = Case { op: "span_attention", dtype: a.q.dtype, shape: &shape };
+        let case = OpCase { op: "span_attention", dtype: a.q.dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, MATMUL_DTYPES.contains(&a.q.dtype), "heads are F32, F16 or BF16");
-        let sizes = Sizes::new(&case, &a.attention, q, k)?;
+        let sizes = SpanSizes::new(&case, &a.attention, q, k)?;
         let [n, n_heads, head_dim] = [dim(q, 0), dim(q, 1), dim(q, 2)];
         let of_q = case.heads("q", &a.q, q.dims())?;
         let (of_k, of_v) = (case.heads("k", &a.k, k.dims())?, case.heads("v", &a.v, k.dims())?);
@@ -278,17 +278,17 @@ fn name(size: usize, dtype: DType) -> String {
 }
 
 pub(crate) const STRIDES: usize = size_of::<Strides>();
-pub(crate) const SIZES_BYTES: usize = size_of::<Sizes>();
+pub(crate) const SIZES_BYTES: usize = size_of::<SpanSizes>();
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     let params = [P, P, P, P, P, P, STRIDES, SIZES_BYTES];
     for dtype in MATMUL_DTYPES {
         let name = format!("span_exact_{}", lowercase(dtype));
-        all.push(Entry::new(Family::Span, name, &params, move |k| twin(k, dtype)).unit("exact"));
+        all.push(KernelEntry::new(KernelFamily::Span, name, &params, move |k| twin(k, dtype)).unit("exact"));
     }
     for dtype in GEMM_DTYPES {
         for (size, times) in SIZES {
-            let entry = Entry::new(Family::Span, name(size, dtype), &params, move |k| twin(k, dtype));
+            let entry = KernelEntry::new(KernelFamily::Span, name(size, dtype), &params, move |k| twin(k, dtype));
             let unit = format!("d{size}_{}", lowercase(dtype));
             all.push(entry.unit(&unit).shared(move |card| if_fits(card, shared_bytes((size, TILE * times)))));
         }
@@ -333,7 +333,7 @@ fn in_f32(values: &[f64]) -> Vec<u8> {
 }
 
 fn twin(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let (strides, s): (Strides, Sizes) = (k.arg(6)?, k.arg(7)?);
+    let (strides, s): (Strides, SpanSizes) = (k.arg(6)?, k.arg(7)?);
     let [n, n_heads, n_kv_heads, head_dim] = [s.n, s.n_heads, s.n_kv_heads, s.head_dim].map(|n| n as usize);
     let (dims, kv_dims) = ([n, n_heads, head_dim], [n, n_kv_heads, head_dim]);
     let inputs = [

@@ -5,17 +5,17 @@ use refrain_driver::{Baked, Buf, Launch};
 use refrain_graph::SpanAttention;
 use refrain_tensor::{DType, Shape};
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::gemm::GEMM_DTYPES;
 use crate::load::Kernels;
 use crate::matmul::{MATMUL_DTYPES, write_floats};
-use crate::registry::{Entry, P, lowercase};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, lowercase};
+use crate::source::KernelFamily;
 use crate::span::{
-    BLOCK, EXACT_ROWS, SIZES, SIZES_BYTES, STRIDES, Sizes, Strides, fits, if_fits, lines, read_heads,
+    BLOCK, EXACT_ROWS, SIZES, SIZES_BYTES, STRIDES, SpanSizes, Strides, fits, if_fits, lines, read_heads,
     read_spans, tile_for,
 };
-use crate::view::View;
+use crate::view::BufView;
 use crate::vouch::Vouch;
 
 /// Rows and heads that a block of the first launch has.
@@ -27,17 +27,17 @@ pub struct SpanGradArgs<'a> {
     /// The op.
     pub attention: SpanAttention,
     /// `[n, n_heads, head_dim]`, F32, F16 or BF16, any layout: the gradient of `y`.
-    pub dy: View,
+    pub dy: BufView,
     /// Of the same dtype and shape.
-    pub q: View,
+    pub q: BufView,
     /// `[n, n_kv_heads, head_dim]`.
-    pub k: View,
+    pub k: BufView,
     /// As `k`.
-    pub v: View,
+    pub v: BufView,
     /// `[n, 2]` I32: the rows of each row's document.
     pub spans: Buf,
     /// What attention gave, any layout.
-    pub y: View,
+    pub y: BufView,
     /// `[n, n_heads]` F32.
     pub lse: Buf,
     /// Like `q`, dense.
@@ -77,10 +77,10 @@ impl Kernels {
         let dim = |shape: Shape, i: usize| shape.dims().get(i).copied().unwrap_or(0);
         let [n, n_heads, head_dim, n_kv_heads] = [dim(q, 0), dim(q, 1), dim(q, 2), dim(k, 1)];
         let shape = [("n", n), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim)];
-        let case = Case { op: "span_attention_grad", dtype, shape: &shape };
+        let case = OpCase { op: "span_attention_grad", dtype, shape: &shape };
         case.sizes()?;
         crate::require!(case, MATMUL_DTYPES.contains(&dtype), "heads are F32, F16 or BF16");
-        let sizes = Sizes::new(&case, &a.attention, q, k)?;
+        let sizes = SpanSizes::new(&case, &a.attention, q, k)?;
         let (of_q, of_k, of_v) = (
             case.heads("q", &a.q, q.dims())?,
             case.heads("k", &a.k, k.dims())?,
@@ -156,12 +156,12 @@ impl Kernels {
     }
 }
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     let of_pairs = [P, P, P, P, STRIDES, SIZES_BYTES];
     let of_keys = [P, P, P, P, P, P, P, P, STRIDES, SIZES_BYTES];
     let of_queries = [P, P, P, P, P, P, P, STRIDES, SIZES_BYTES];
     let new = |name: String, params: &[usize], twin: fn(&mut SimKernel<'_>, DType) -> KernelResult, dtype| {
-        Entry::new(Family::SpanGrad, name, params, move |k| twin(k, dtype))
+        KernelEntry::new(KernelFamily::SpanGrad, name, params, move |k| twin(k, dtype))
     };
     for dtype in MATMUL_DTYPES {
         let name = lowercase(dtype);
@@ -185,7 +185,7 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
 }
 
 fn pairs(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
-    let (strides, s): (Strides, Sizes) = (k.arg(4)?, k.arg(5)?);
+    let (strides, s): (Strides, SpanSizes) = (k.arg(4)?, k.arg(5)?);
     let [n, n_heads, head_dim, pitch] = [s.n, s.n_heads, s.head_dim, s.pitch].map(|n| n as usize);
     let dims = [n, n_heads, head_dim];
     let dy = read_heads(k, k.ptr(1)?, strides.dy, dims, dtype)?;
@@ -204,7 +204,7 @@ fn pairs(k: &mut SimKernel<'_>, dtype: DType) -> KernelResult {
 
 /// Which of the operands come first, and what both kernels read.
 struct Given {
-    s: Sizes,
+    s: SpanSizes,
     dy: Vec<f64>,
     q: Vec<f64>,
     k: Vec<f64>,
@@ -216,7 +216,7 @@ struct Given {
 impl Given {
     /// From parameter `first` on.
     fn read(k: &SimKernel<'_>, first: usize, dtype: DType) -> KernelResult<Given> {
-        let (strides, s): (Strides, Sizes) = (k.arg(first + 6)?, k.arg(first + 7)?);
+        let (strides, s): (Strides, SpanSizes) = (k.arg(first + 6)?, k.arg(first + 7)?);
         let [n, n_heads, n_kv_heads, head_dim] =
             [s.n, s.n_heads, s.n_kv_heads, s.head_dim].map(|n| n as usize);
         let (dims, kv_dims) = ([n, n_heads, head_dim], [n, n_kv_heads, head_dim]);

@@ -3,7 +3,7 @@
 use crate::cache::KernelCache;
 use crate::compile::{Compiler, Compiling, compile, n_threads};
 use crate::error::KernelError;
-use crate::load::{Arch, KernelOrigin, LoadOptions};
+use crate::load::{GpuArch, KernelOrigin, LoadOptions};
 use crate::nvrtc::{Image, NvrtcFor};
 use crate::registry::kernels;
 use crate::source::KernelUnit;
@@ -12,15 +12,15 @@ use crate::tuning::Tuning;
 /// Gives code for units.
 pub(crate) enum Supply {
     /// Names of reference functions, which the simulated device takes for code.
-    Twins(Arch),
+    Twins(GpuArch),
     /// Code that was compiled ahead of time, and how to compile for a card whose driver refuses it.
-    Prebuilt { arch: Arch, image: Image, card: Arch, options: LoadOptions },
+    Prebuilt { arch: GpuArch, image: Image, card: GpuArch, options: LoadOptions },
     /// Code that is compiled when it is needed.
-    Compiled(Compiled),
+    Compiled(UnitCompiler),
 }
 
 /// The compiler and its cache.
-pub(crate) struct Compiled {
+pub(crate) struct UnitCompiler {
     compiler: Box<dyn Compiler>,
     cache: Option<KernelCache>,
     n_threads: usize,
@@ -36,12 +36,12 @@ impl Supply {
     /// The compiler on this machine, for a card.
     pub(crate) fn nvrtc(
         options: &LoadOptions,
-        card: Arch,
+        card: GpuArch,
         tuning: &'static Tuning,
     ) -> Result<Supply, KernelError> {
         let compiler = Box::new(NvrtcFor::open(options.nvrtc.as_deref(), card, tuning)?);
         let cache = options.cache.as_deref().map(KernelCache::open);
-        Ok(Supply::Compiled(Compiled::new(compiler, cache, n_threads())))
+        Ok(Supply::Compiled(UnitCompiler::new(compiler, cache, n_threads())))
     }
 
     /// The code of each of these units.
@@ -81,7 +81,7 @@ impl Supply {
     }
 
     /// What its code is for.
-    pub(crate) fn arch(&self) -> Arch {
+    pub(crate) fn arch(&self) -> GpuArch {
         match self {
             Supply::Twins(arch) | Supply::Prebuilt { arch, .. } => *arch,
             Supply::Compiled(compiled) => compiled.compiler.arch(),
@@ -100,7 +100,7 @@ impl Supply {
         match self {
             Supply::Twins(_) => KernelOrigin::Twins,
             Supply::Prebuilt { arch, .. } => KernelOrigin::Prebuilt(*arch),
-            Supply::Compiled(Compiled { n_cached, n_compiled, .. }) => {
+            Supply::Compiled(UnitCompiler { n_cached, n_compiled, .. }) => {
                 KernelOrigin::Compiled { n_cached: *n_cached, n_compiled: *n_compiled }
             }
         }
@@ -118,9 +118,9 @@ impl Supply {
     }
 }
 
-impl Compiled {
-    pub(crate) fn new(compiler: Box<dyn Compiler>, cache: Option<KernelCache>, n_threads: usize) -> Compiled {
-        Compiled {
+impl UnitCompiler {
+    pub(crate) fn new(compiler: Box<dyn Compiler>, cache: Option<KernelCache>, n_threads: usize) -> UnitCompiler {
+        UnitCompiler {
             compiler,
             cache,
             n_threads,
@@ -173,9 +173,9 @@ pub(crate) fn twins(units: &[KernelUnit]) -> Vec<Vec<u8>> {
 mod tests {
     use super::*;
     use crate::load::{Kernels, simulated};
-    use crate::source::Family;
+    use crate::source::KernelFamily;
     use refrain_driver::sim::SimOptions;
-    use refrain_driver::{Context, DriverError, Layout, Memory, Method, RecordOptions};
+    use refrain_driver::{Context, DriverError, MemoryLayout, Memory, Method, RecordOptions};
     use refrain_tensor::DType;
     use std::path::Path;
     use std::sync::{Arc, Condvar, Mutex};
@@ -211,8 +211,8 @@ mod tests {
             Ok(twins(&[unit]).remove(0))
         }
 
-        fn arch(&self) -> Arch {
-            Arch { major: 9, minor: 0 }
+        fn arch(&self) -> GpuArch {
+            GpuArch { major: 9, minor: 0 }
         }
 
         fn tuning(&self) -> &'static Tuning {
@@ -223,7 +223,7 @@ mod tests {
     impl Fake {
         fn kernels(&self, ctx: &Context, n_threads: usize, cache: Option<&Path>) -> Kernels {
             let cache = cache.map(KernelCache::open);
-            Kernels::of(ctx, Supply::Compiled(Compiled::new(Box::new(self.clone()), cache, n_threads)))
+            Kernels::of(ctx, Supply::Compiled(UnitCompiler::new(Box::new(self.clone()), cache, n_threads)))
         }
 
         fn compiled(&self) -> Vec<KernelUnit> {
@@ -238,11 +238,11 @@ mod tests {
     }
 
     fn digest() -> KernelUnit {
-        KernelUnit::whole(Family::Digest)
+        KernelUnit::whole(KernelFamily::Digest)
     }
 
     fn pack(name: &str) -> KernelUnit {
-        KernelUnit::named(Family::Pack, name)
+        KernelUnit::named(KernelFamily::Pack, name)
     }
 
     /// Asks for the kernels of [`digest`] and of two packed dtypes.
@@ -344,7 +344,7 @@ mod tests {
     #[test]
     fn prebuilt_code_that_the_driver_refuses_is_compiled_or_an_error_says_what_to_install() {
         let ctx = context();
-        let arch = Arch { major: 9, minor: 0 };
+        let arch = GpuArch { major: 9, minor: 0 };
         let mut code = twins(KernelUnit::all());
         code[KernelUnit::all().iter().position(|unit| *unit == digest()).unwrap()] = vec![0xff, 0xfe];
         let options = LoadOptions { nvrtc: Some("/nowhere/libnvrtc.so".into()), ..LoadOptions::default() };
@@ -361,7 +361,7 @@ mod tests {
     fn a_launch_that_was_described_without_its_kernel_is_refused_by_every_stream() {
         let (ctx, fake) = (context(), Fake::default());
         let kernels = fake.kernels(&ctx, 2, None);
-        let mut layout = Layout::new("memory");
+        let mut layout = MemoryLayout::new("memory");
         let (x, y) = (layout.device("x", 256), layout.device("y", 256));
         let memory = Memory::plan(&ctx, &layout).unwrap();
         let [x, y] = [x, y].map(|name| memory.buf(name));
@@ -383,7 +383,7 @@ mod tests {
     fn nothing_is_compiled_or_loaded_while_something_records() {
         let (ctx, fake) = (context(), Fake::default());
         let kernels = fake.kernels(&ctx, 2, None);
-        let mut layout = Layout::new("memory");
+        let mut layout = MemoryLayout::new("memory");
         layout.device("x", 256);
         let memory = Memory::plan(&ctx, &layout).unwrap();
         let mut stream = ctx.stream().unwrap();

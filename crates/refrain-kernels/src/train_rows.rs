@@ -6,13 +6,13 @@ use refrain_driver::{Baked, Buf, Launch, LaunchBuilder};
 use refrain_graph::{Op, Reduce, TrainOp};
 use refrain_tensor::{DType, Layout};
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::load::Kernels;
-use crate::registry::{Entry, P, W};
-use crate::source::Family;
+use crate::registry::{KernelEntry, P, W};
+use crate::source::KernelFamily;
 use crate::twin::fault;
 use crate::typed::{FLOATS, Typed, dtype_of, is_aligned, named, rows_are_wide, run_typed};
-use crate::view::{Rows, View, merge};
+use crate::view::{RowLayout, BufView, merge};
 use crate::vouch::Vouch;
 
 /// A norm's weights.
@@ -28,7 +28,7 @@ pub struct NormWeights {
 #[derive(Clone, Copy, Debug)]
 pub struct TypedRmsNormArgs<'a> {
     /// `[.., n_cols]` floats, rows of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// `[n_cols]`
     pub w: NormWeights,
     /// `[n_rows, n_cols]` of the same type; may be `x`.
@@ -47,9 +47,9 @@ pub struct TypedRmsNormArgs<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct TypedAddRmsNormArgs<'a> {
     /// `[.., n_cols]` floats, rows of consecutive elements.
-    pub a: View,
+    pub a: BufView,
     /// As `a`.
-    pub b: View,
+    pub b: BufView,
     /// `[n_cols]`
     pub w: NormWeights,
     /// `[n_rows, n_cols]` of the same type; may be `a`.
@@ -70,9 +70,9 @@ pub struct TypedAddRmsNormArgs<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNormGradArgs<'a> {
     /// `[.., n_cols]` floats: the gradient of what came out.
-    pub dy: View,
+    pub dy: BufView,
     /// As `dy`: what went in.
-    pub x: View,
+    pub x: BufView,
     /// `[n_cols]`
     pub w: NormWeights,
     /// `[n_rows, n_cols]` of the type of `x`.
@@ -99,7 +99,7 @@ pub struct RmsNormGradArgs<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct TypedSoftmaxArgs<'a> {
     /// `[.., n_cols]` floats, rows of consecutive elements.
-    pub x: View,
+    pub x: BufView,
     /// `[n_rows, n_cols]` of the same type; may be `x` when that is dense.
     pub y: Buf,
     /// Rows.
@@ -114,9 +114,9 @@ pub struct TypedSoftmaxArgs<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct SoftmaxGradArgs<'a> {
     /// `[.., n_cols]` floats: the gradient of what came out.
-    pub dy: View,
+    pub dy: BufView,
     /// As `dy`: what came out.
-    pub y: View,
+    pub y: BufView,
     /// `[n_rows, n_cols]` of the same type; may be `dy` or `y` when that is dense.
     pub dx: Buf,
     /// Rows.
@@ -133,7 +133,7 @@ pub struct TypedReduceArgs<'a> {
     /// Which of them.
     pub kind: Reduce,
     /// Floats. What lies behind the dimension is dense, and what lies before it has one stride.
-    pub x: View,
+    pub x: BufView,
     /// Which dimension.
     pub axis: usize,
     /// Dense, of the same type.
@@ -162,8 +162,8 @@ const SLICE: usize = 64;
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 struct RowShape {
-    a: Rows,
-    b: Rows,
+    a: RowLayout,
+    b: RowLayout,
     n_rows: u32,
     n_cols: u32,
     wide: u32,
@@ -221,15 +221,15 @@ pub fn reduce_scratch_bytes(dims: &[usize], axis: usize) -> u64 {
 
 /// Rows of one launch: one or two views, weights if there are some, and results.
 struct RowCase<'a> {
-    case: Case<'a>,
+    case: OpCase<'a>,
     shape: RowShape,
     inputs: Vec<Buf>,
 }
 
 impl<'a> RowCase<'a> {
     fn new(
-        case: Case<'a>,
-        views: &[(&'static str, &View)],
+        case: OpCase<'a>,
+        views: &[(&'static str, &BufView)],
         w: Option<NormWeights>,
         [n_rows, n_cols]: [usize; 2],
     ) -> Result<RowCase<'a>, KernelError> {
@@ -292,7 +292,7 @@ impl Kernels {
     /// The launch of [`TypedRmsNormArgs`].
     pub fn typed_rms_norm(&self, a: &TypedRmsNormArgs<'_>) -> Result<Launch, KernelError> {
         let (sizes, dims) = ([("n_rows", a.n_rows), ("n_cols", a.n_cols)], [a.n_rows, a.n_cols]);
-        let case = Case { op: "rms_norm", dtype: a.x.dtype, shape: &sizes };
+        let case = OpCase { op: "rms_norm", dtype: a.x.dtype, shape: &sizes };
         let mut rows = RowCase::new(case, &[("x", &a.x)], Some(a.w), dims)?;
         rows.shape.eps = a.eps;
         let y = rows.output("y", a.y, &dims)?;
@@ -303,7 +303,7 @@ impl Kernels {
     /// The launch of [`TypedAddRmsNormArgs`].
     pub fn typed_add_rms_norm(&self, a: &TypedAddRmsNormArgs<'_>) -> Result<Launch, KernelError> {
         let (sizes, dims) = ([("n_rows", a.n_rows), ("n_cols", a.n_cols)], [a.n_rows, a.n_cols]);
-        let case = Case { op: "add_rms_norm", dtype: a.a.dtype, shape: &sizes };
+        let case = OpCase { op: "add_rms_norm", dtype: a.a.dtype, shape: &sizes };
         let mut rows = RowCase::new(case, &[("a", &a.a), ("b", &a.b)], Some(a.w), dims)?;
         rows.shape.eps = a.eps;
         let outputs = [rows.output("sum", a.sum, &dims)?, rows.output("y", a.y, &dims)?];
@@ -319,7 +319,7 @@ impl Kernels {
         launches: &mut Vec<Launch>,
     ) -> Result<(), KernelError> {
         let (sizes, dims) = ([("n_rows", a.n_rows), ("n_cols", a.n_cols)], [a.n_rows, a.n_cols]);
-        let case = Case { op: "rms_norm_grad", dtype: a.x.dtype, shape: &sizes };
+        let case = OpCase { op: "rms_norm_grad", dtype: a.x.dtype, shape: &sizes };
         let mut rows = RowCase::new(case, &[("dy", &a.dy), ("x", &a.x)], Some(a.w), dims)?;
         rows.shape.eps = a.eps;
         let dx = rows.output("dx", a.dx, &dims)?;
@@ -350,7 +350,7 @@ impl Kernels {
     /// The launch of [`TypedSoftmaxArgs`].
     pub fn typed_softmax(&self, a: &TypedSoftmaxArgs<'_>) -> Result<Launch, KernelError> {
         let (sizes, dims) = ([("n_rows", a.n_rows), ("n_cols", a.n_cols)], [a.n_rows, a.n_cols]);
-        let case = Case { op: "softmax", dtype: a.x.dtype, shape: &sizes };
+        let case = OpCase { op: "softmax", dtype: a.x.dtype, shape: &sizes };
         let mut rows = RowCase::new(case, &[("x", &a.x)], None, dims)?;
         let y = rows.output("y", a.y, &dims)?;
         let launch = rows.launch(self, "train_softmax", (blocks(a.n_rows, a.n_cols), a.step), &[y])?;
@@ -360,7 +360,7 @@ impl Kernels {
     /// The launch of [`SoftmaxGradArgs`].
     pub fn softmax_grad(&self, a: &SoftmaxGradArgs<'_>) -> Result<Launch, KernelError> {
         let (sizes, dims) = ([("n_rows", a.n_rows), ("n_cols", a.n_cols)], [a.n_rows, a.n_cols]);
-        let case = Case { op: "softmax_grad", dtype: a.y.dtype, shape: &sizes };
+        let case = OpCase { op: "softmax_grad", dtype: a.y.dtype, shape: &sizes };
         let mut rows = RowCase::new(case, &[("dy", &a.dy), ("y", &a.y)], None, dims)?;
         let dx = rows.output("dx", a.dx, &dims)?;
         let n_blocks = blocks(a.n_rows, a.n_cols);
@@ -379,13 +379,13 @@ impl Kernels {
         let dims = around(shape.dims(), axis);
         let [n_outer, n, n_inner] = dims;
         let sizes = [("n_outer", n_outer), ("n", n), ("n_inner", n_inner)];
-        let case = Case { op: "reduce", dtype: a.x.dtype, shape: &sizes };
+        let case = OpCase { op: "reduce", dtype: a.x.dtype, shape: &sizes };
         case.sizes()?;
         crate::require!(case, FLOATS.contains(&a.x.dtype), "x is {}, must be floats", a.x.dtype);
         let kind = KINDS.iter().position(|kind| *kind == a.kind).map_or(0, |at| at as u32);
         let strides = case.strides_around(&a.x.layout, axis)?;
         if n_inner == 1 {
-            let rows = Rows { n_inner: n_outer as u32, inner_stride: strides[0], outer_stride: 0 };
+            let rows = RowLayout { n_inner: n_outer as u32, inner_stride: strides[0], outer_stride: 0 };
             crate::require!(case, strides[1] == 1 || n == 1, "x has strided rows; copy it first");
             let buf = case.extent("x", &a.x)?;
             let y = case.elements("y", a.y, a.x.dtype, &[n_outer])?;
@@ -426,7 +426,7 @@ impl Kernels {
 
     fn finish_columns(
         &self,
-        case: &Case<'_>,
+        case: &OpCase<'_>,
         columns: Columns,
         parts: Buf,
         (y, dtype): (Buf, DType),
@@ -444,7 +444,7 @@ impl Kernels {
     }
 }
 
-impl Case<'_> {
+impl OpCase<'_> {
     /// The strides of what lies before a dimension, and of the dimension; what lies behind it must be dense.
     pub(crate) fn strides_around(&self, layout: &Layout, axis: usize) -> Result<[u32; 2], KernelError> {
         let (dims, strides) = (layout.shape(), layout.strides());
@@ -466,7 +466,7 @@ impl Case<'_> {
 /// In the order of the kernels' numbers.
 const KINDS: [Reduce; 3] = [Reduce::Sum, Reduce::Mean, Reduce::Max];
 
-pub(crate) fn entries(all: &mut Vec<Entry>) {
+pub(crate) fn entries(all: &mut Vec<KernelEntry>) {
     const S: usize = size_of::<RowShape>();
     const C: usize = size_of::<Columns>();
     type Twin = fn(&mut SimKernel<'_>, DType) -> KernelResult;
@@ -481,11 +481,11 @@ pub(crate) fn entries(all: &mut Vec<Entry>) {
     ];
     for dtype in FLOATS {
         for (unit, name, params, twin) in kernels {
-            let entry = Entry::new(Family::TrainRows, named(name, dtype), params, move |k| twin(k, dtype));
+            let entry = KernelEntry::new(KernelFamily::TrainRows, named(name, dtype), params, move |k| twin(k, dtype));
             all.push(entry.unit(&named(unit, dtype)));
         }
     }
-    let entry = Entry::new(Family::TrainRows, "train_finish_columns", &[P, P, C, W], finish_columns);
+    let entry = KernelEntry::new(KernelFamily::TrainRows, "train_finish_columns", &[P, P, C, W], finish_columns);
     all.push(entry.unit("finish"));
 }
 

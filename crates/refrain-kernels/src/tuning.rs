@@ -6,7 +6,7 @@
 
 use std::fmt::Write;
 
-use crate::load::Arch;
+use crate::load::GpuArch;
 
 /// One card's numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -118,7 +118,7 @@ const UNMEASURED: Tuning =
 
 impl Tuning {
     /// The numbers for a compute capability.
-    pub(crate) fn of(arch: Arch) -> &'static Tuning {
+    pub(crate) fn of(arch: GpuArch) -> &'static Tuning {
         match (arch.major, arch.minor) {
             (9, 0) => &SM_90,
             _ => &UNMEASURED,
@@ -152,7 +152,7 @@ impl Tuning {
 
 /// The header that kernels for an architecture are compiled with beside those of `cu/`: its name and its text.
 #[must_use]
-pub fn tuning_header(arch: Arch) -> (&'static str, String) {
+pub fn tuning_header(arch: GpuArch) -> (&'static str, String) {
     ("tuning.cuh", Tuning::of(arch).header())
 }
 
@@ -162,10 +162,10 @@ mod tests {
 
     #[test]
     fn a_card_that_was_never_measured_has_the_numbers_of_the_one_that_was_and_says_so() {
-        let h200 = Tuning::of(Arch { major: 9, minor: 0 });
+        let h200 = Tuning::of(GpuArch { major: 9, minor: 0 });
         assert_eq!(h200.measured_on, Some("H200"));
         for (major, minor) in [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)] {
-            let other = Tuning::of(Arch { major, minor });
+            let other = Tuning::of(GpuArch { major, minor });
             assert_eq!(*other, Tuning { measured_on: None, batch: other.batch, ..*h200 });
             assert!(other.batch.shared_bytes < h200.batch.shared_bytes);
         }
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn kernels_are_compiled_with_the_numbers_that_launchers_use() {
-        let (name, text) = tuning_header(Arch { major: 9, minor: 0 });
+        let (name, text) = tuning_header(GpuArch { major: 9, minor: 0 });
         assert_eq!(name, "tuning.cuh");
         for line in
             ["PRODUCT_Q8_0_UNITS 2", "PRODUCT_256_WARPS 16", "ATTEND_RING_BYTES 12288", "FEW_STAGES 3"]

@@ -6,7 +6,7 @@ use refrain_graph::{Op, TensorType};
 use refrain_reference::{In, Out};
 use refrain_tensor::{DType, Layout, Shape};
 
-use crate::view::Rows;
+use crate::view::RowLayout;
 
 /// A fault of the twin's own making: the values it was given make no sense.
 pub(crate) fn fault(what: impl std::fmt::Display) -> Fault {
@@ -53,7 +53,7 @@ impl Dense {
 pub(crate) fn read_rows(
     k: &SimKernel<'_>,
     ptr: DevicePtr,
-    rows: Rows,
+    rows: RowLayout,
     n_rows: usize,
     n_cols: usize,
 ) -> KernelResult<Vec<f32>> {

@@ -7,10 +7,10 @@ use refrain_graph::{Op, TensorType};
 use refrain_reference::{In, Out};
 use refrain_tensor::{DType, Layout, Shape};
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 use crate::registry::lowercase;
 use crate::twin::fault;
-use crate::view::{Rows, View};
+use crate::view::{RowLayout, BufView};
 
 /// Float types that kernels compute with.
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -33,12 +33,12 @@ pub(crate) fn is_aligned(buf: Buf) -> bool {
 }
 
 /// Whether eight elements of a row at a time are sixteen bytes or two times that, in every row.
-pub(crate) fn rows_are_wide(buf: Buf, rows: Rows, n_cols: usize) -> bool {
+pub(crate) fn rows_are_wide(buf: Buf, rows: RowLayout, n_cols: usize) -> bool {
     is_aligned(buf)
         && [rows.inner_stride, rows.outer_stride, n_cols as u32].iter().all(|n| n.is_multiple_of(8))
 }
 
-impl Case<'_> {
+impl OpCase<'_> {
     /// What kernels know a type by.
     pub(crate) fn code(&self, what: &'static str, dtype: DType) -> Result<u32, KernelError> {
         let at = TYPES.iter().position(|t| *t == dtype);
@@ -62,9 +62,9 @@ impl Case<'_> {
     pub(crate) fn float_rows(
         &self,
         what: &'static str,
-        view: &View,
+        view: &BufView,
         [n_rows, n_cols]: [usize; 2],
-    ) -> Result<(Buf, Rows), KernelError> {
+    ) -> Result<(Buf, RowLayout), KernelError> {
         crate::require!(
             self,
             view.dtype == self.dtype && FLOATS.contains(&view.dtype),
@@ -102,7 +102,7 @@ impl Typed {
         k: &SimKernel<'_>,
         ptr: DevicePtr,
         dtype: DType,
-        rows: Rows,
+        rows: RowLayout,
         dims: &[usize],
     ) -> KernelResult<Typed> {
         let n_cols = dims.last().copied().unwrap_or(1);

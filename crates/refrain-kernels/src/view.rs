@@ -4,11 +4,11 @@ use bytemuck::{Pod, Zeroable};
 use refrain_driver::Buf;
 use refrain_tensor::{DType, Layout, MAX_RANK, Shape};
 
-use crate::error::{Case, KernelError};
+use crate::error::{OpCase, KernelError};
 
 /// A buffer seen through a layout: what a plan's operand becomes once its buffer has an address.
 #[derive(Clone, Copy, Debug)]
-pub struct View {
+pub struct BufView {
     /// The whole buffer.
     pub buf: Buf,
     /// Element type.
@@ -17,24 +17,24 @@ pub struct View {
     pub layout: Layout,
 }
 
-impl View {
+impl BufView {
     /// A dense tensor at the start of a buffer.
     #[must_use]
-    pub fn dense(buf: Buf, dtype: DType, shape: Shape) -> View {
-        View { buf, dtype, layout: Layout::contiguous(shape) }
+    pub fn dense(buf: Buf, dtype: DType, shape: Shape) -> BufView {
+        BufView { buf, dtype, layout: Layout::contiguous(shape) }
     }
 }
 
 /// Where rows of consecutive elements lie: row `r` starts at `r / n_inner * outer_stride + r % n_inner * inner_stride`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable, PartialEq, Eq)]
 #[repr(C)]
-pub(crate) struct Rows {
+pub(crate) struct RowLayout {
     pub(crate) n_inner: u32,
     pub(crate) inner_stride: u32,
     pub(crate) outer_stride: u32,
 }
 
-impl Rows {
+impl RowLayout {
     /// The first element of a row.
     pub(crate) fn start(self, row: usize) -> usize {
         let n_inner = self.n_inner as usize;
@@ -66,9 +66,9 @@ impl Walk {
     }
 }
 
-impl Case<'_> {
+impl OpCase<'_> {
     /// The bytes of a view, from its first element to its last.
-    pub(crate) fn extent(&self, what: &'static str, view: &View) -> Result<Buf, KernelError> {
+    pub(crate) fn extent(&self, what: &'static str, view: &BufView) -> Result<Buf, KernelError> {
         let size = view.dtype.block_bytes();
         crate::require!(self, !view.dtype.is_quantized(), "{what} is {}, which has no strides", view.dtype);
         let (start, end) = (view.layout.offset(), view.layout.end());
@@ -86,10 +86,10 @@ impl Case<'_> {
     pub(crate) fn rows(
         &self,
         what: &'static str,
-        view: &View,
+        view: &BufView,
         n_rows: usize,
         n_cols: usize,
-    ) -> Result<(Buf, Rows), KernelError> {
+    ) -> Result<(Buf, RowLayout), KernelError> {
         crate::require!(self, view.dtype == DType::F32, "{what} is {}, must be F32", view.dtype);
         self.rows_of_any(what, view, n_rows, n_cols)
     }
@@ -98,10 +98,10 @@ impl Case<'_> {
     pub(crate) fn rows_of_any(
         &self,
         what: &'static str,
-        view: &View,
+        view: &BufView,
         n_rows: usize,
         n_cols: usize,
-    ) -> Result<(Buf, Rows), KernelError> {
+    ) -> Result<(Buf, RowLayout), KernelError> {
         let shape = view.layout.shape();
         let given = shape.n_elements();
         crate::require!(
@@ -113,7 +113,7 @@ impl Case<'_> {
         let Some((n_inner, [inner, outer])) = strides_of_rows(&view.layout) else {
             return Err(self.refuse(format!("{what} has rows in more than two strides; copy it first")));
         };
-        let rows = Rows {
+        let rows = RowLayout {
             n_inner: self.u32("a row count", n_inner)?,
             inner_stride: self.u32("a row stride", inner)?,
             outer_stride: self.u32("a row stride", outer)?,

@@ -7,7 +7,7 @@ mod bed;
 use std::time::Instant;
 
 use bed::Bed;
-use refrain_driver::{Buf, Launch, Layout, Method, RecordOptions};
+use refrain_driver::{Buf, Launch, MemoryLayout, Method, RecordOptions};
 use refrain_graph::Gate;
 use refrain_kernels::{BatchArgs, LinearPart, Narrow, packed_bytes};
 use refrain_tensor::DType;
@@ -61,7 +61,7 @@ fn measure(bed: &mut Bed, dtype: DType, shape: &Shape, m: usize, n_splits: usize
     let bytes: u64 = shape.ns.iter().map(|&n| weight_bytes(n).next_multiple_of(256)).sum();
     let copies = (WEIGHT_BYTES / bytes).max(2);
     let n: usize = shape.ns.iter().sum();
-    let mut layout = Layout::new("speed");
+    let mut layout = MemoryLayout::new("speed");
     let weights = layout.device("weights", copies * bytes);
     let x = layout.device("x", (2 * 256 * shape.k) as u64);
     let y = layout.device("y", (4 * 256 * n) as u64);

@@ -8,9 +8,9 @@ mod bed;
 use std::sync::Arc;
 
 use bed::{Bed, normals};
-use refrain_driver::{Buf, Layout, Method, Queue, RecordOptions};
+use refrain_driver::{Buf, MemoryLayout, Method, Queue, RecordOptions};
 use refrain_kernels::{
-    BlasLt, BlasLtShape, DequantArgs, GemmArgs, GemmPlan, LinearPart, MatMulArgs, Narrow, View,
+    BlasLt, BlasLtShape, DequantArgs, GemmArgs, GemmPlan, LinearPart, MatMulArgs, Narrow, BufView,
     library_product, packed_bytes,
 };
 use refrain_tensor::{DType, Layout as Tensor};
@@ -23,7 +23,7 @@ struct Room {
 
 /// x, w, y, scratch, workspace, wide.
 fn room(bed: &Bed, m: usize, n: usize, k: usize, scratch: u64) -> Room {
-    let mut layout = Layout::new("products");
+    let mut layout = MemoryLayout::new("products");
     let sizes = [
         ("x", 2 * (m * k) as u64),
         ("w", 2 * (n * k) as u64),
@@ -89,7 +89,7 @@ fn product_of_values(bed: &mut Bed, blas: &Arc<BlasLt>, dtype: DType, a: Tensor,
     let shape = library_product(&a, &b, dtype).unwrap_or_else(|e| panic!("{name}: {e}"));
     let n_results = shape.n_batch * shape.m * shape.n;
     let size = dtype.block_bytes();
-    let mut layout = Layout::new("values");
+    let mut layout = MemoryLayout::new("values");
     let sizes = [
         ("a", size * a.end()),
         ("b", size * b.end()),
@@ -103,7 +103,7 @@ fn product_of_values(bed: &mut Bed, blas: &Arc<BlasLt>, dtype: DType, a: Tensor,
     for (buf, layout, seed) in [(left, &a, 1), (right, &b, 2)] {
         bed.stream.upload(&mut lease, buf, &encode(dtype, &normals(layout.end(), seed))).unwrap();
     }
-    let view = |buf, layout| View { buf, dtype, layout };
+    let view = |buf, layout| BufView { buf, dtype, layout };
     let args = MatMulArgs { a: view(left, a), b: view(right, b), y, c: None, step: "own" };
     let own = bed.kernels.matmul(&args).unwrap();
     let out = bed.stream.run(&mut lease, false, |q| q.launch(&own)).unwrap();
@@ -166,7 +166,7 @@ fn a_measured_product_has_the_same_bits_in_every_library_of_the_process() {
     let mut bed = Bed::gpu();
     let (m, k, n) = (1024, 320, 896);
     let dtype = DType::BF16;
-    let mut layout = Layout::new("measured");
+    let mut layout = MemoryLayout::new("measured");
     let sizes = [2 * m * k, 2 * k * n, 2 * m * n, BlasLt::WORKSPACE_BYTES as usize];
     let regions = sizes.map(|bytes| layout.device("values", bytes as u64));
     let memory = bed.plan(&layout);

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use refrain_driver::sim::SimOptions;
 use refrain_kernels::{
-    Arch, Family, Image, KernelOrigin, KernelUnit, Kernels, LoadOptions, Nvrtc, compile_all, kernels,
+    GpuArch, KernelFamily, Image, KernelOrigin, KernelUnit, Kernels, LoadOptions, Nvrtc, compile_all, kernels,
     prebuild,
 };
 
@@ -21,10 +21,10 @@ fn nvrtc() -> Nvrtc {
 }
 
 /// Every unit as text, for the oldest cards and for the first whose kernels overlap. Compiled once.
-fn ptx() -> &'static [(Arch, Image); 2] {
-    static PTX: OnceLock<[(Arch, Image); 2]> = OnceLock::new();
+fn ptx() -> &'static [(GpuArch, Image); 2] {
+    static PTX: OnceLock<[(GpuArch, Image); 2]> = OnceLock::new();
     PTX.get_or_init(|| {
-        [Arch { major: 8, minor: 0 }, Arch { major: 9, minor: 0 }]
+        [GpuArch { major: 8, minor: 0 }, GpuArch { major: 9, minor: 0 }]
             .map(|arch| (arch, compile_all(&nvrtc(), arch, true).unwrap_or_else(|e| panic!("{e}"))))
     })
 }
@@ -100,7 +100,7 @@ fn every_kernel_lets_the_next_one_start_and_waits_before_it_stores_or_leaves() {
             // nothing else.
             let may_load = matches!(
                 unit.family(),
-                Family::Linear | Family::Product | Family::Attend | Family::Sample | Family::Recurrent
+                KernelFamily::Linear | KernelFamily::Product | KernelFamily::Attend | KernelFamily::Sample | KernelFamily::Recurrent
             );
             if !may_load {
                 assert!(!before.contains("ld.global"), "{name} loads before the wait");
@@ -116,7 +116,7 @@ fn machine_code_is_compiled_once_and_a_damaged_or_read_only_cache_costs_only_tim
     let ctx = device.context().unwrap();
     let folder = tempfile::tempdir().unwrap();
     let cache = folder.path().join("kernels");
-    let arch = Some(Arch { major: 9, minor: 0 });
+    let arch = Some(GpuArch { major: 9, minor: 0 });
     let open = |cache: &Path| {
         let options = LoadOptions { cache: Some(cache.to_owned()), nvrtc: nvrtc_path(), arch };
         Kernels::load(&ctx, &options).unwrap_or_else(|e| panic!("{e}"))
@@ -156,7 +156,7 @@ fn machine_code_is_compiled_once_and_a_damaged_or_read_only_cache_costs_only_tim
 fn prebuilt_kernels_are_used_where_they_fit_and_replaced_where_they_are_damaged() {
     let device = refrain_kernels::simulated(SimOptions::default()).unwrap();
     let ctx = device.context().unwrap();
-    let card = Arch { major: 9, minor: 0 };
+    let card = GpuArch { major: 9, minor: 0 };
     let folder = tempfile::tempdir().unwrap();
     let options =
         LoadOptions { cache: Some(folder.path().to_owned()), nvrtc: nvrtc_path(), arch: Some(card) };
@@ -182,7 +182,7 @@ fn prebuilt_kernels_are_used_where_they_fit_and_replaced_where_they_are_damaged(
 fn a_unit_that_does_not_compile_is_told_with_its_file_and_line() {
     let nvrtc = nvrtc();
     // Too old for instructions that the kernels use.
-    let old = Arch { major: 7, minor: 5 };
+    let old = GpuArch { major: 7, minor: 5 };
     assert!(nvrtc.knows(old));
     let error = compile_all(&nvrtc, old, false).unwrap_err().to_string();
     assert!(error.contains(".cu (") && error.contains("sm_75"), "{error}");

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use refrain_driver::sim::SimOptions;
-use refrain_driver::{Buf, Context, Device, Launch, Layout, Lease, Memory, Method, RecordOptions, Stream};
+use refrain_driver::{Buf, Context, Device, Launch, MemoryLayout, Lease, Memory, Method, RecordOptions, Stream};
 use refrain_graph::{Attention, Rope, RopeStyle, SAMPLE_PARAMS};
 use refrain_kernels::{
-    AttendArgs, AttendNorm, CopyArgs, GatherRowsArgs, Kernels, KvAppendArgs, LoadOptions, SampleArgs, View,
+    AttendArgs, AttendNorm, CopyArgs, GatherRowsArgs, Kernels, KvAppendArgs, LoadOptions, SampleArgs, BufView,
     sample_scratch_bytes, sample_state_bytes, simulated,
 };
 use refrain_tensor::{DType, Shape};
@@ -35,7 +35,7 @@ impl Bed {
         let device = simulated(SimOptions { strict: false, ..SimOptions::default() }).unwrap();
         let ctx = device.context().unwrap();
         let kernels = Kernels::load(&ctx, &LoadOptions::default()).unwrap();
-        let mut layout = Layout::new("early");
+        let mut layout = MemoryLayout::new("early");
         let pool = layout.device("pool", 1 << 20);
         let memory = Memory::plan(&ctx, &layout).unwrap();
         let (pool, mut lease, mut stream) =
@@ -69,7 +69,7 @@ impl Bed {
     /// A launch that writes a buffer.
     fn writes(&mut self, y: Buf) -> Launch {
         let n = (y.len() / 4) as usize;
-        let x = View::dense(self.words(n), DType::F32, Shape::new(&[n]).unwrap());
+        let x = BufView::dense(self.words(n), DType::F32, Shape::new(&[n]).unwrap());
         self.kernels.copy(&CopyArgs { x, y, step: "write" }).unwrap()
     }
 
@@ -109,7 +109,7 @@ fn token(bed: &mut Bed) -> Token {
     let [q, k, v, y] = [(); 4].map(|()| bed.words(N_HEADS * HEAD_DIM));
     let (inv_freq, norm, seqs) = (bed.words(HEAD_DIM / 2), bed.words(HEAD_DIM), bed.words(1));
     let (positions, tables) = (bed.ints(&[20]), bed.ints(&[3, 1]));
-    let heads = |buf| View::dense(buf, DType::F32, Shape::new(&[1, N_HEADS, HEAD_DIM]).unwrap());
+    let heads = |buf| BufView::dense(buf, DType::F32, Shape::new(&[1, N_HEADS, HEAD_DIM]).unwrap());
     let attend = bed.kernels.attend(&AttendArgs {
         rope: Rope { style: RopeStyle::Neox, n_dims: HEAD_DIM, magnitude: 1.0 },
         attention: Attention { scale: 0.1, window: None, softcap: None },
@@ -205,7 +205,7 @@ fn sampling_reads_its_parameters_before_it_waits_and_logits_behind_it() {
     let words = |bytes: u64| bytes.div_ceil(4) as usize;
     let params = bed.words(SAMPLE_PARAMS);
     let args = SampleArgs {
-        logits: View::dense(logits, DType::F32, Shape::new(&[1, VOCAB]).unwrap()),
+        logits: BufView::dense(logits, DType::F32, Shape::new(&[1, VOCAB]).unwrap()),
         params,
         rng: bed.words(4),
         history: bed.words(0),

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use bed::{Bed, Case, Role, dense, f32s, i32s, normals, run_all};
 use refrain_driver::sim::SimOptions;
-use refrain_driver::{Layout, Method, RecordOptions, Ring};
+use refrain_driver::{MemoryLayout, Method, RecordOptions, Ring};
 use refrain_graph::StepFlags;
 use refrain_kernels::{
     CommitArgs, CommitEntry, CommitRing, CommitState, Edits, GemmArgs, GemmPlan, KernelError, LINEAR_DTYPES,
@@ -273,7 +273,7 @@ fn same_bits_for_every_m(bed: &mut Bed) {
         let (m, n, k) = (11, 9, if dtype.is_quantized() { 768 } else { 203 });
         let x = normals(m * k, 1);
         let w = encode(dtype, &normals(n * k, 2));
-        let mut layout = Layout::new("rows");
+        let mut layout = MemoryLayout::new("rows");
         let [x_at, w_at] = [("x", 4 * m * k), ("w", w.len())].map(|(name, n)| layout.device(name, n as u64));
         let [all_at, one_at] =
             [("all", 4 * m * n), ("one", 4 * n)].map(|(name, n)| layout.device(name, n as u64));
@@ -307,7 +307,7 @@ fn same_bits_beside_others(bed: &mut Bed) {
         let n: usize = ns.iter().sum();
         let w = encode(dtype, &normals(n * k, 2));
         let row_bytes = w.len() / n;
-        let mut layout = Layout::new("products");
+        let mut layout = MemoryLayout::new("products");
         let regions = [("x", 4 * k), ("w", w.len() + 64), ("together", 4 * n), ("alone", 4 * n)]
             .map(|(name, n)| layout.device(name, n as u64));
         let memory = bed.plan(&layout);
@@ -351,7 +351,7 @@ fn same_bits_beside_others(bed: &mut Bed) {
 /// Three rows: one ends by a token, one by its limit, one is padding. Replayed past the end of all.
 fn commit_until_done(bed: &mut Bed) {
     const N: usize = 3;
-    let mut layout = Layout::new("commit");
+    let mut layout = MemoryLayout::new("commit");
     let words = |n: usize| 4 * n as u64;
     let names =
         [("token", N), ("logprob", N), ("tokens", N), ("positions", N), ("rng", 4 * N), ("history", 3 * N)];
@@ -472,7 +472,7 @@ fn commit_until_done(bed: &mut Bed) {
 /// Pieces of a word and of more than a block has threads; two messages one after the other, and nothing outside.
 fn edit_pieces(bed: &mut Bed) {
     const N: usize = 1200;
-    let mut layout = Layout::new("edit");
+    let mut layout = MemoryLayout::new("edit");
     let (words, edits) = (layout.device("words", 4 * N as u64), layout.device("edits", 4 * 1024));
     let memory = bed.plan(&layout);
     let (words, edits) = (memory.buf(words), memory.buf(edits));
@@ -509,14 +509,14 @@ fn edit_pieces(bed: &mut Bed) {
 #[test]
 fn launchers_of_a_training_step_refuse_what_their_kernels_cannot_do() {
     use refrain_graph::{Binary, Reduce};
-    use refrain_kernels::{CrossEntropyArgs, MapArgs, MapOp, TypedReduceArgs, View};
+    use refrain_kernels::{CrossEntropyArgs, MapArgs, MapOp, TypedReduceArgs, BufView};
     let bed = Bed::sim();
-    let mut layout = Layout::new("refused");
+    let mut layout = MemoryLayout::new("refused");
     let (small, large) = (layout.device("small", 64), layout.device("large", 1 << 16));
     let memory = bed.plan(&layout);
     let (small, large) = (memory.buf(small), memory.buf(large));
-    let view = |dtype, dims: &[usize]| View::dense(large, dtype, bed::shape(dims));
-    let map = |inputs: &[View], y, dtype| {
+    let view = |dtype, dims: &[usize]| BufView::dense(large, dtype, bed::shape(dims));
+    let map = |inputs: &[BufView], y, dtype| {
         let (op, shape) = (MapOp::Binary(Binary::Add), bed::shape(&[4, 40]));
         let args = MapArgs { op, inputs, outputs: &[y], dtype, shape, step: "s" };
         bed.kernels.map(&args).unwrap_err().to_string()
@@ -524,7 +524,7 @@ fn launchers_of_a_training_step_refuse_what_their_kernels_cannot_do() {
     let rows = view(DType::BF16, &[4, 40]);
     let layout = bed::contiguous(&[4, 8, 5]).permute(&[1, 0, 2]).unwrap();
     let reduce = |layout: refrain_tensor::Layout, axis, scratch| {
-        let x = View { buf: large, dtype: DType::BF16, layout };
+        let x = BufView { buf: large, dtype: DType::BF16, layout };
         let args = TypedReduceArgs { kind: Reduce::Sum, x, axis, y: large, scratch, step: "s" };
         bed.kernels.typed_reduce(&args, &mut Vec::new()).unwrap_err().to_string()
     };
@@ -563,7 +563,7 @@ fn launchers_of_a_training_step_refuse_what_their_kernels_cannot_do() {
 #[test]
 fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
     let bed = Bed::sim();
-    let mut layout = Layout::new("refused");
+    let mut layout = MemoryLayout::new("refused");
     let (small, large) = (layout.device("small", 64), layout.device("large", 1 << 20));
     let memory = bed.plan(&layout);
     let (small, large) = (memory.buf(small), memory.buf(large));
@@ -606,7 +606,7 @@ fn a_launcher_refuses_what_its_kernel_cannot_do_and_names_op_dtype_and_shape() {
         ]
     );
     let strided = bed::contiguous(&[4, 8]).transpose().unwrap();
-    let x = refrain_kernels::View { buf: large, dtype: DType::F32, layout: strided };
+    let x = refrain_kernels::BufView { buf: large, dtype: DType::F32, layout: strided };
     let args = RmsNormArgs { x, w: large, y: large, n_rows: 8, n_cols: 4, eps: 0.0, step: "s" };
     let error = bed.kernels.rms_norm(&args).unwrap_err();
     assert!(matches!(error, KernelError::Unsupported { .. }));

@@ -7,9 +7,9 @@ mod bed;
 use std::time::Instant;
 
 use bed::{Bed, dense};
-use refrain_driver::{Buf, Launch, Layout, Method, RecordOptions};
+use refrain_driver::{Buf, Launch, MemoryLayout, Method, RecordOptions};
 use refrain_graph::Gate;
-use refrain_kernels::{ProductArgs, ProductPart, RmsNormArgs, packed_bytes};
+use refrain_kernels::{ProductArgs, ProductWeight, RmsNormArgs, packed_bytes};
 use refrain_tensor::DType;
 
 const N_REPLAYS: u32 = 10;
@@ -68,7 +68,7 @@ impl Weights {
 fn step_ms(bed: &mut Bed, dtype: DType, head: DType, between: Between) -> (f64, u64) {
     let of_layer: u64 = LAYER.iter().flat_map(|(ns, k)| ns.iter().map(|n| weight_bytes(dtype, *n, *k))).sum();
     let bytes = N_LAYERS as u64 * of_layer + weight_bytes(head, VOCAB, HIDDEN);
-    let mut layout = Layout::new("speed");
+    let mut layout = MemoryLayout::new("speed");
     let weights = layout.device("weights", bytes);
     // Two of each, taken in turn: nothing is read where the same launch writes.
     let rows: Vec<_> = (0..8).map(|i| layout.device(format!("row {i}").as_str(), 4 * VOCAB as u64)).collect();
@@ -110,14 +110,14 @@ fn launches(
     let (mut turn, mut behind) = (0, None);
     let mut product = |ns: &[usize], k: usize, dtype: DType, is_normed: bool, gate: Option<Gate>| {
         turn ^= 1;
-        let part = |(i, &n): (usize, &usize)| ProductPart {
+        let part = |(i, &n): (usize, &usize)| ProductWeight {
             w: weights.take(dtype, n, k),
             dtype,
             bias: None,
             y: row[if i == 0 { turn } else { 1 + i }],
             n,
         };
-        let parts: Vec<ProductPart> = ns.iter().enumerate().map(part).collect();
+        let parts: Vec<ProductWeight> = ns.iter().enumerate().map(part).collect();
         let args = ProductArgs {
             a: row[if is_normed { 4 + turn } else { turn ^ 1 }],
             b: is_normed.then_some(row[turn ^ 1]),

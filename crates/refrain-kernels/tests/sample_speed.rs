@@ -4,7 +4,7 @@
 mod bed;
 
 use bed::{Bed, dense, f32s, i32s, normals};
-use refrain_driver::{Launch, Layout, Method, RecordOptions};
+use refrain_driver::{Launch, MemoryLayout, Method, RecordOptions};
 use refrain_graph::SAMPLE_PARAMS;
 use refrain_kernels::{SampleArgs, sample_scratch_bytes, sample_state_bytes};
 use refrain_testkit::Rng;
@@ -63,7 +63,7 @@ impl Shape {
 
 /// Microseconds for one choice in the middle of a chain, for each mode.
 fn measure(bed: &mut Bed, vocab: usize, shape: Shape) -> Vec<f64> {
-    let mut layout = Layout::new("speed");
+    let mut layout = MemoryLayout::new("speed");
     let scratch = sample_scratch_bytes(1, vocab);
     let regions = [
         ("logits", 4 * vocab as u64),

@@ -6,7 +6,7 @@ mod bed;
 use std::time::Instant;
 
 use bed::{Bed, dense, i32s};
-use refrain_driver::{Layout, Method, RecordOptions};
+use refrain_driver::{MemoryLayout, Method, RecordOptions};
 use refrain_graph::{Attention, Rope, RopeStyle};
 use refrain_kernels::{AttendArgs, attend_counter_bytes, attend_scratch_bytes, attend_splits};
 use refrain_tensor::DType;
@@ -39,7 +39,7 @@ fn attend_us(bed: &mut Bed, dtype: DType, head_dim: usize, context: usize) -> f6
     let (n_heads, n_kv_heads, kv_block, max_blocks) = (32, 8, 32, 1024);
     let n_splits = attend_splits(1, n_kv_heads, kv_block * max_blocks, bed.ctx.device().info().n_sms);
     let cache_bytes = 2 * max_blocks * n_kv_heads * kv_block * head_dim;
-    let mut layout = Layout::new("speed");
+    let mut layout = MemoryLayout::new("speed");
     let mut region = |name: &str, bytes: usize| layout.device(name, bytes as u64);
     let names = ["q", "k", "v", "y", "position", "seq", "table", "inv_freq"];
     let sizes = [n_heads, n_kv_heads, n_kv_heads, n_heads].map(|n| 4 * n * head_dim);

@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use bed::{Bed, i32s, normals, shape};
 use refrain_driver::{
-    Buf, DriverError, Launch, Layout as MemoryLayout, Memory, Method, Queue, RecordOptions,
+    Buf, DriverError, Launch, MemoryLayout, Memory, Method, Queue, RecordOptions,
 };
 use refrain_graph::SpanAttention;
 use refrain_kernels::{
-    BlasLt, MatMulArgs, SpanArgs, SpanGradArgs, View, library_product, span_grad_scratch_bytes,
+    BlasLt, MatMulArgs, SpanArgs, SpanGradArgs, BufView, library_product, span_grad_scratch_bytes,
 };
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::encode;
@@ -115,7 +115,7 @@ fn product_times(bed: &mut Bed, blas: &Arc<BlasLt>, name: &str, layout: &str, [m
     fill(bed, &room, a, dtype, 1);
     fill(bed, &room, b, dtype, 2);
     let (a_lies, b_lies) = (factor(layout.starts_with('T'), m, k), factor(layout.ends_with('T'), k, n));
-    let view = |buf, layout| View { buf, dtype, layout };
+    let view = |buf, layout| BufView { buf, dtype, layout };
     let args = MatMulArgs { a: view(a, a_lies), b: view(b, b_lies), y, c: None, step: "own" };
     let own = bed.kernels.matmul(&args).unwrap();
     let shape = library_product(&a_lies, &b_lies, dtype).unwrap();
@@ -210,7 +210,7 @@ fn attention_times(bed: &mut Bed, s: Shape) {
         let all: Vec<i32> = (0..n).flat_map(span).collect();
         bed.stream.upload(&mut lease, spans, &i32s(&all)).unwrap();
     }
-    let view = |buf, heads| View::dense(buf, dtype, shape(&[n, heads, d]));
+    let view = |buf, heads| BufView::dense(buf, dtype, shape(&[n, heads, d]));
     let attention = SpanAttention { scale: (d as f32).powf(-0.5), causal: true, window: None, softcap: None };
     let (of_queries, of_keys, of_values) = (view(q, n_heads), view(k, n_kv_heads), view(v, n_kv_heads));
     let forward = bed

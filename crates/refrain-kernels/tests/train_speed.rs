@@ -7,12 +7,12 @@ mod bed;
 use std::time::Instant;
 
 use bed::{Bed, i32s, shape};
-use refrain_driver::{Buf, Launch, Layout, Method, RecordOptions};
+use refrain_driver::{Buf, Launch, MemoryLayout, Method, RecordOptions};
 use refrain_graph::{Binary, Dropout, Gate, Reduce, Rope, RopeStyle};
 use refrain_kernels::{
     AdamTensor, AdamWArgs, CrossEntropyArgs, Floats, KernelError, Kernels, MapArgs, MapOp, NormWeights,
     RmsNormGradArgs, ScatterAddRowsArgs, SumSquaresArgs, TypedAddRmsNormArgs, TypedGatherArgs,
-    TypedReduceArgs, TypedRmsNormArgs, TypedRopeArgs, View, reduce_scratch_bytes,
+    TypedReduceArgs, TypedRmsNormArgs, TypedRopeArgs, BufView, reduce_scratch_bytes,
     rms_norm_grad_scratch_bytes, scatter_scratch_bytes, sum_squares_scratch_bytes,
 };
 use refrain_tensor::DType;
@@ -38,7 +38,7 @@ fn measure(
     of: &Measured<'_>,
     build: impl Fn(&Kernels, &[Buf], &mut Vec<Launch>) -> Result<(), KernelError>,
 ) {
-    let mut layout = Layout::new("speed");
+    let mut layout = MemoryLayout::new("speed");
     let regions: Vec<Vec<_>> = (0..of.n_sets)
         .map(|set| {
             let region = |(i, &bytes): (usize, &usize)| layout.device(&format!("{set} {i}"), bytes as u64);
@@ -84,8 +84,8 @@ fn of<'a>(name: &'a str, sizes: &'a [usize], bytes: usize) -> Measured<'a> {
     Measured { name, sizes, ints: None, bytes, n_sets: 16 }
 }
 
-fn rows(buf: Buf, n_cols: usize) -> View {
-    View::dense(buf, T, shape(&[N, n_cols]))
+fn rows(buf: Buf, n_cols: usize) -> BufView {
+    BufView::dense(buf, T, shape(&[N, n_cols]))
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn rows(buf: Buf, n_cols: usize) -> View {
 fn elements_rows_and_moves() {
     let mut bed = Bed::gpu();
     let (x, h) = (2 * N * D, 2 * N * HIDDEN);
-    let map = |op: MapOp, inputs: &[View], outputs: &[Buf], n_cols: usize| {
+    let map = |op: MapOp, inputs: &[BufView], outputs: &[Buf], n_cols: usize| {
         let (inputs, outputs) = (inputs.to_vec(), outputs.to_vec());
         move |kernels: &Kernels| {
             let dims = shape(&[N, n_cols]);
@@ -195,7 +195,7 @@ fn elements_rows_and_moves() {
         out.push(k.typed_rope(&TypedRopeArgs {
             rope: Rope { style: RopeStyle::Neox, n_dims: 64, magnitude: 1.0 },
             is_back: false,
-            x: View::dense(b[1], T, shape(&[N, D / 64, 64])),
+            x: BufView::dense(b[1], T, shape(&[N, D / 64, 64])),
             positions: b[2],
             inv_freq: b[3],
             y: b[0],
@@ -266,7 +266,7 @@ fn loss_and_optimiser() {
     };
     measure(&mut bed, &loss, |k, b, out| {
         out.push(k.cross_entropy(&CrossEntropyArgs {
-            logits: View::dense(b[1], T, shape(&[N, VOCAB])),
+            logits: BufView::dense(b[1], T, shape(&[N, VOCAB])),
             targets: b[2],
             scale: b[3],
             loss: b[0],

@@ -30,17 +30,17 @@ pub(crate) fn rope(rope: &Rope, inputs: &[In<'_>], out: &mut Out<'_>) -> Result<
 }
 
 /// Where a position of a sequence lies in a cache `[n_blocks, n_kv_heads, kv_block, head_dim]`.
-struct Pages {
+struct CachePages {
     tables: Vec<i32>,
     max_blocks: usize,
     n_blocks: usize,
     kv_block: usize,
 }
 
-impl Pages {
-    fn new(cache: &[usize], tables: &In<'_>) -> Result<Pages, ReferenceError> {
+impl CachePages {
+    fn new(cache: &[usize], tables: &In<'_>) -> Result<CachePages, ReferenceError> {
         let max_blocks = tables.dim(1);
-        Ok(Pages { tables: tables.to_i32()?, max_blocks, n_blocks: cache[0], kv_block: cache[2] })
+        Ok(CachePages { tables: tables.to_i32()?, max_blocks, n_blocks: cache[0], kv_block: cache[2] })
     }
 
     /// The block and the row in it.
@@ -72,7 +72,7 @@ pub(crate) fn kv_append(inputs: &[In<'_>], cache: &mut Out<'_>) -> Result<(), Re
     let [x, positions, seqs, tables] = [&inputs[0], &inputs[1], &inputs[2], &inputs[3]];
     let dims = cache.ty.shape.dims().to_vec();
     let (n_heads, kv_block, head_dim) = (dims[1], dims[2], dims[3]);
-    let pages = Pages::new(&dims, tables)?;
+    let pages = CachePages::new(&dims, tables)?;
     let (positions, seqs, x) = (positions.to_i32()?, seqs.to_i32()?, x.to_f32()?);
     let size = cache.ty.dtype.block_bytes();
     for (row, &position) in positions.iter().enumerate() {
@@ -98,7 +98,7 @@ pub(crate) fn attention(
     let (n_heads, head_dim) = (q.dim(1), q.dim(2));
     let cache = k.layout.shape();
     let (n_kv_heads, kv_block) = (cache.dims()[1], cache.dims()[2]);
-    let pages = Pages::new(cache.dims(), tables)?;
+    let pages = CachePages::new(cache.dims(), tables)?;
     let (positions, seqs) = (positions.to_i32()?, seqs.to_i32()?);
     let (q, k, v) = (q.to_f32()?, k.to_f32()?, v.to_f32()?);
     let mut y = vec![0.0; q.len()];

@@ -13,24 +13,24 @@ use refrain_tensor::{DType, Layout, Shape};
 
 /// Dense numbers of some shape. Integers are numbers too: a double holds 32 bits of them.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Array {
+pub struct F64Array {
     /// Dimensions.
     pub shape: Shape,
     /// Elements in row-major order.
     pub values: Vec<f64>,
 }
 
-impl Array {
+impl F64Array {
     /// An array.
     ///
     /// # Panics
     /// When there are not as many values as elements.
-    pub fn new(shape: Shape, values: Vec<f64>) -> Array {
+    pub fn new(shape: Shape, values: Vec<f64>) -> F64Array {
         assert_eq!(shape.n_elements(), values.len(), "values of an array {shape}");
-        Array { shape, values }
+        F64Array { shape, values }
     }
 
-    fn of(input: &In<'_>) -> Result<Array, ReferenceError> {
+    fn of(input: &In<'_>) -> Result<F64Array, ReferenceError> {
         let values = if input.dtype == DType::I32 {
             input.to_i32()?.into_iter().map(f64::from).collect()
         } else if input.dtype == DType::U32 {
@@ -38,28 +38,28 @@ impl Array {
         } else {
             input.to_f32()?.into_iter().map(f64::from).collect()
         };
-        Ok(Array { shape: input.layout.shape(), values })
+        Ok(F64Array { shape: input.layout.shape(), values })
     }
 
     fn dims(&self) -> &[usize] {
         self.shape.dims()
     }
 
-    fn map(&self, f: impl Fn(f64) -> f64) -> Array {
-        Array { shape: self.shape, values: self.values.iter().map(|&v| f(v)).collect() }
+    fn map(&self, f: impl Fn(f64) -> f64) -> F64Array {
+        F64Array { shape: self.shape, values: self.values.iter().map(|&v| f(v)).collect() }
     }
 
-    fn zip(&self, other: &Array, f: impl Fn(f64, f64) -> f64) -> Array {
+    fn zip(&self, other: &F64Array, f: impl Fn(f64, f64) -> f64) -> F64Array {
         let values = self.values.iter().zip(&other.values).map(|(&a, &b)| f(a, b)).collect();
-        Array { shape: self.shape, values }
+        F64Array { shape: self.shape, values }
     }
 
     /// The elements that a layout over this array's shows.
-    fn seen(&self, layout: &Layout) -> Array {
-        Array { shape: layout.shape(), values: layout.indices().map(|i| self.values[i]).collect() }
+    fn seen(&self, layout: &Layout) -> F64Array {
+        F64Array { shape: layout.shape(), values: layout.indices().map(|i| self.values[i]).collect() }
     }
 
-    fn broadcast(&self, shape: Shape) -> Result<Array, ReferenceError> {
+    fn broadcast(&self, shape: Shape) -> Result<F64Array, ReferenceError> {
         Ok(self.seen(&Layout::contiguous(self.shape).broadcast_to(shape)?))
     }
 
@@ -70,7 +70,7 @@ impl Array {
 
 /// Runs an op through double precision.
 pub(crate) fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result<(), ReferenceError> {
-    let inputs = inputs.iter().map(Array::of).collect::<Result<Vec<_>, _>>()?;
+    let inputs = inputs.iter().map(F64Array::of).collect::<Result<Vec<_>, _>>()?;
     for (made, out) in evaluate(op, &inputs)?.iter().zip(outputs) {
         if out.ty.dtype == DType::I32 {
             let words = made.values.iter().flat_map(|&v| (v as i32).to_le_bytes());
@@ -84,7 +84,7 @@ pub(crate) fn run(op: &Op, inputs: &[In<'_>], outputs: &mut [Out<'_>]) -> Result
 
 /// The outputs of an op in double precision. Ops with a paged cache, a choice of tokens or experts, the host or the
 /// optimiser have none.
-pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError> {
+pub fn evaluate(op: &Op, inputs: &[F64Array]) -> Result<Vec<F64Array>, ReferenceError> {
     let one = |array| Ok(vec![array]);
     match op {
         Op::View(view) => one(self::view(view, &inputs[0])?),
@@ -109,13 +109,13 @@ pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError>
             let b = b.broadcast(a.shape)?;
             let chosen = mask.values.iter().zip(a.values.iter().zip(&b.values));
             let values = chosen.map(|(&m, (&a, &b))| if m == 0.0 { b } else { a }).collect();
-            one(Array { shape: a.shape, values })
+            one(F64Array { shape: a.shape, values })
         }
         Op::Pick => {
             let rows = inputs[0].rows().zip(&inputs[1].values);
             let picked = rows.map(|(row, &id)| Ok(column(id, row.len())?.map_or(0.0, |id| row[id])));
             let values = picked.collect::<Result<Vec<f64>, ReferenceError>>()?;
-            one(Array { shape: Shape::new(&[values.len(), 1])?, values })
+            one(F64Array { shape: Shape::new(&[values.len(), 1])?, values })
         }
         Op::PlaceColumns { width } => {
             let mut values = vec![0.0; inputs[0].values.len() * width];
@@ -124,7 +124,7 @@ pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError>
                     values[row * width + id] = x;
                 }
             }
-            one(Array { shape: Shape::new(&[inputs[0].values.len(), *width])?, values })
+            one(F64Array { shape: Shape::new(&[inputs[0].values.len(), *width])?, values })
         }
         Op::Pad { axis, before, after } => one(pad(&inputs[0], *axis, *before, *after)?),
         Op::Softmax => one(softmax(&inputs[0])),
@@ -138,7 +138,7 @@ pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError>
                     None => values.extend(std::iter::repeat_n(0.0, d)),
                 }
             }
-            one(Array { shape: Shape::new(&[inputs[1].values.len(), d])?, values })
+            one(F64Array { shape: Shape::new(&[inputs[1].values.len(), d])?, values })
         }
         Op::ScatterAddRows { n_rows } => {
             let d = inputs[1].dims()[1];
@@ -148,7 +148,7 @@ pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError>
                     values[row * d..][..d].iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
                 }
             }
-            one(Array { shape: Shape::new(&[*n_rows, d])?, values })
+            one(F64Array { shape: Shape::new(&[*n_rows, d])?, values })
         }
         Op::RmsNorm { eps } => one(rms_norm(&inputs[0], &inputs[1], *eps)),
         Op::AddRmsNorm { eps } => {
@@ -173,7 +173,7 @@ pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError>
                 let dot: f64 = dy.iter().zip(y).map(|(dy, y)| dy * y).sum();
                 dy.iter().zip(y).map(move |(dy, y)| y * (dy - dot))
             });
-            one(Array { shape: y.shape, values: rows.collect() })
+            one(F64Array { shape: y.shape, values: rows.collect() })
         }
         Op::Train(TrainOp::AddProduct) => {
             let product = matmul(&inputs[1], &inputs[2])?;
@@ -193,7 +193,7 @@ pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError>
             if *adds {
                 dx.iter_mut().zip(&inputs[3].values).for_each(|(dx, more)| *dx += more);
             }
-            Ok(vec![Array { shape: x.shape, values: dx }, Array { shape: w.shape, values: dw }])
+            Ok(vec![F64Array { shape: x.shape, values: dx }, F64Array { shape: w.shape, values: dw }])
         }
         Op::Train(TrainOp::RopeGrad(rope)) => one(turn(rope, inputs, -1.0)),
         Op::Train(TrainOp::SpanAttentionGrad(attention)) => span_attention_grad(attention, inputs),
@@ -204,11 +204,11 @@ pub fn evaluate(op: &Op, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError>
                 false => 0.0,
             };
             let values = inputs[0].values.iter().enumerate().map(keep).collect();
-            one(Array { shape: inputs[0].shape, values })
+            one(F64Array { shape: inputs[0].shape, values })
         }
         Op::Train(TrainOp::SumSquares) => {
             let sum = inputs.iter().flat_map(|x| &x.values).map(|v| v * v).sum();
-            one(Array { shape: Shape::from([1]), values: vec![sum] })
+            one(F64Array { shape: Shape::from([1]), values: vec![sum] })
         }
         Op::KvAppend
         | Op::Attention(_)
@@ -233,16 +233,16 @@ fn column(id: f64, limit: usize) -> Result<Option<usize>, ReferenceError> {
     }
 }
 
-fn view(view: &View, x: &Array) -> Result<Array, ReferenceError> {
+fn view(view: &View, x: &F64Array) -> Result<F64Array, ReferenceError> {
     Ok(x.seen(&view.apply(&Layout::contiguous(x.shape))?))
 }
 
-fn both(a: &Array, b: &Array) -> Result<(Array, Array), ReferenceError> {
+fn both(a: &F64Array, b: &F64Array) -> Result<(F64Array, F64Array), ReferenceError> {
     let shape = a.shape.broadcast(&b.shape).unwrap_or(a.shape);
     Ok((a.broadcast(shape)?, b.broadcast(shape)?))
 }
 
-fn binary(f: Binary, a: &Array, b: &Array) -> Result<Array, ReferenceError> {
+fn binary(f: Binary, a: &F64Array, b: &F64Array) -> Result<F64Array, ReferenceError> {
     let (a, b) = both(a, b)?;
     Ok(a.zip(&b, |a, b| match f {
         Binary::Add => a + b,
@@ -253,7 +253,7 @@ fn binary(f: Binary, a: &Array, b: &Array) -> Result<Array, ReferenceError> {
     }))
 }
 
-fn reduce(kind: Reduce, axis: usize, x: &Array) -> Result<Array, ReferenceError> {
+fn reduce(kind: Reduce, axis: usize, x: &F64Array) -> Result<F64Array, ReferenceError> {
     let dims = x.dims();
     let (n, inner) = (dims[axis], dims[axis + 1..].iter().product::<usize>());
     let mut shape = dims.to_vec();
@@ -268,10 +268,10 @@ fn reduce(kind: Reduce, axis: usize, x: &Array) -> Result<Array, ReferenceError>
             Reduce::Max => column.fold(f64::NEG_INFINITY, f64::max),
         }
     };
-    Ok(Array { shape, values: (0..shape.n_elements()).map(one).collect() })
+    Ok(F64Array { shape, values: (0..shape.n_elements()).map(one).collect() })
 }
 
-fn pad(x: &Array, axis: usize, before: usize, after: usize) -> Result<Array, ReferenceError> {
+fn pad(x: &F64Array, axis: usize, before: usize, after: usize) -> Result<F64Array, ReferenceError> {
     let dims = x.dims();
     let mut shape = dims.to_vec();
     shape[axis] += before + after;
@@ -283,43 +283,43 @@ fn pad(x: &Array, axis: usize, before: usize, after: usize) -> Result<Array, Ref
         values.extend_from_slice(&x.values[i * dims[axis] * inner..][..dims[axis] * inner]);
         values.extend(std::iter::repeat_n(0.0, after * inner));
     }
-    Ok(Array { shape: Shape::new(&shape)?, values })
+    Ok(F64Array { shape: Shape::new(&shape)?, values })
 }
 
-fn softmax(x: &Array) -> Array {
+fn softmax(x: &F64Array) -> F64Array {
     let mut values = Vec::with_capacity(x.values.len());
     for row in x.rows() {
         let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = row.iter().map(|v| (v - max).exp()).sum();
         values.extend(row.iter().map(|v| (v - max).exp() / sum));
     }
-    Array { shape: x.shape, values }
+    F64Array { shape: x.shape, values }
 }
 
-fn matmul(a: &Array, b: &Array) -> Result<Array, ReferenceError> {
+fn matmul(a: &F64Array, b: &F64Array) -> Result<F64Array, ReferenceError> {
     let (m, k, n) = (a.shape.dim_back(1), a.shape.dim_back(0), b.shape.dim_back(0));
-    let outer = |x: &Array| Shape::new(&x.dims()[..x.dims().len() - 2]);
+    let outer = |x: &F64Array| Shape::new(&x.dims()[..x.dims().len() - 2]);
     let batch = outer(a)?;
     let batch = batch.broadcast(&outer(b)?).unwrap_or(batch);
     let wide =
-        |x: &Array, rows, columns| x.broadcast(Shape::new(&[batch.dims(), &[rows, columns]].concat())?);
+        |x: &F64Array, rows, columns| x.broadcast(Shape::new(&[batch.dims(), &[rows, columns]].concat())?);
     let (a, b) = (wide(a, m, k)?, wide(b, k, n)?);
     let mut values = Vec::with_capacity(batch.n_elements() * m * n);
     for i in 0..batch.n_elements() * m {
         let (row, b) = (&a.values[i * k..][..k], &b.values[i / m.max(1) * k * n..][..k * n]);
         values.extend((0..n).map(|j| row.iter().enumerate().map(|(l, x)| x * b[l * n + j]).sum::<f64>()));
     }
-    Ok(Array { shape: Shape::new(&[batch.dims(), &[m, n]].concat())?, values })
+    Ok(F64Array { shape: Shape::new(&[batch.dims(), &[m, n]].concat())?, values })
 }
 
-fn rms_norm(x: &Array, w: &Array, eps: f32) -> Array {
+fn rms_norm(x: &F64Array, w: &F64Array, eps: f32) -> F64Array {
     let d = w.values.len();
     let mut values = Vec::with_capacity(x.values.len());
     for row in x.rows() {
         let r = 1.0 / (row.iter().map(|v| v * v).sum::<f64>() / d as f64 + f64::from(eps)).sqrt();
         values.extend(row.iter().zip(&w.values).map(|(v, w)| v * r * w));
     }
-    Array { shape: x.shape, values }
+    F64Array { shape: x.shape, values }
 }
 
 fn activation(kind: Gate) -> Unary {
@@ -353,7 +353,7 @@ fn derivative(f: Unary, x: f64) -> f64 {
 }
 
 /// Heads turned by their positions, in one direction or the other.
-fn turn(rope: &Rope, inputs: &[Array], direction: f64) -> Array {
+fn turn(rope: &Rope, inputs: &[F64Array], direction: f64) -> F64Array {
     let [x, positions, inv_freq] = [&inputs[0], &inputs[1], &inputs[2]];
     let (n_heads, head_dim) = (x.dims()[1], x.dims()[2]);
     let mut y = x.clone();
@@ -378,17 +378,17 @@ fn turn(rope: &Rope, inputs: &[Array], direction: f64) -> Array {
 }
 
 /// What attention reads, by row and head.
-struct Heads<'a> {
+struct SpanHeads<'a> {
     attention: &'a SpanAttention,
-    q: &'a Array,
-    k: &'a Array,
-    v: &'a Array,
-    spans: &'a Array,
+    q: &'a F64Array,
+    k: &'a F64Array,
+    v: &'a F64Array,
+    spans: &'a F64Array,
 }
 
-impl<'a> Heads<'a> {
-    fn new(attention: &'a SpanAttention, inputs: &'a [Array]) -> Heads<'a> {
-        Heads { attention, q: &inputs[0], k: &inputs[1], v: &inputs[2], spans: &inputs[3] }
+impl<'a> SpanHeads<'a> {
+    fn new(attention: &'a SpanAttention, inputs: &'a [F64Array]) -> SpanHeads<'a> {
+        SpanHeads { attention, q: &inputs[0], k: &inputs[1], v: &inputs[2], spans: &inputs[3] }
     }
 
     fn n_heads(&self) -> usize {
@@ -435,8 +435,8 @@ impl<'a> Heads<'a> {
     }
 }
 
-fn span_attention(attention: &SpanAttention, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError> {
-    let heads = Heads::new(attention, inputs);
+fn span_attention(attention: &SpanAttention, inputs: &[F64Array]) -> Result<Vec<F64Array>, ReferenceError> {
+    let heads = SpanHeads::new(attention, inputs);
     let (n, n_heads, d) = (heads.q.dims()[0], heads.n_heads(), heads.head_dim());
     let mut y = vec![0.0; heads.q.values.len()];
     let mut lse = vec![f64::NEG_INFINITY; n * n_heads];
@@ -458,13 +458,13 @@ fn span_attention(attention: &SpanAttention, inputs: &[Array]) -> Result<Vec<Arr
             }
         }
     }
-    let lse = Array { shape: Shape::new(&[n, n_heads])?, values: lse };
-    Ok(vec![Array { shape: heads.q.shape, values: y }, lse])
+    let lse = F64Array { shape: Shape::new(&[n, n_heads])?, values: lse };
+    Ok(vec![F64Array { shape: heads.q.shape, values: y }, lse])
 }
 
-fn span_attention_grad(attention: &SpanAttention, inputs: &[Array]) -> Result<Vec<Array>, ReferenceError> {
+fn span_attention_grad(attention: &SpanAttention, inputs: &[F64Array]) -> Result<Vec<F64Array>, ReferenceError> {
     let (dy, y, lse) = (&inputs[0], &inputs[5], &inputs[6]);
-    let heads = Heads::new(attention, &inputs[1..5]);
+    let heads = SpanHeads::new(attention, &inputs[1..5]);
     let (n, n_heads, d) = (heads.q.dims()[0], heads.n_heads(), heads.head_dim());
     let mut dq = vec![0.0; heads.q.values.len()];
     let [mut dk, mut dv] = [vec![0.0; heads.k.values.len()], vec![0.0; heads.k.values.len()]];
@@ -488,11 +488,11 @@ fn span_attention_grad(attention: &SpanAttention, inputs: &[Array]) -> Result<Ve
             }
         }
     }
-    let like = |x: &Array, values| Array { shape: x.shape, values };
+    let like = |x: &F64Array, values| F64Array { shape: x.shape, values };
     Ok(vec![like(heads.q, dq), like(heads.k, dk), like(heads.v, dv)])
 }
 
-fn cross_entropy(inputs: &[Array]) -> Result<Vec<Array>, ReferenceError> {
+fn cross_entropy(inputs: &[F64Array]) -> Result<Vec<F64Array>, ReferenceError> {
     let (logits, targets, scale) = (&inputs[0], &inputs[1], inputs[2].values[0]);
     let mut loss = Vec::with_capacity(targets.values.len());
     let mut gradient = Vec::with_capacity(logits.values.len());
@@ -508,8 +508,8 @@ fn cross_entropy(inputs: &[Array]) -> Result<Vec<Array>, ReferenceError> {
         let is_target = |i: usize| if i == target { 1.0 } else { 0.0 };
         gradient.extend(row.iter().enumerate().map(|(i, v)| scale * ((v - lse).exp() - is_target(i))));
     }
-    let loss = Array { shape: targets.shape, values: loss };
-    Ok(vec![loss, Array { shape: logits.shape, values: gradient }])
+    let loss = F64Array { shape: targets.shape, values: loss };
+    Ok(vec![loss, F64Array { shape: logits.shape, values: gradient }])
 }
 
 /// Whether an element stays.

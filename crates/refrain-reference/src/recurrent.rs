@@ -5,7 +5,7 @@ use refrain_graph::{GatedDelta, Recurrent, ShortConv};
 use refrain_tensor::DType;
 
 /// Rows of one sequence that stand together in a step.
-struct Piece {
+struct SequenceRows {
     first: usize,
     n_rows: usize,
     /// Where its state is read; `None` for zeros.
@@ -14,10 +14,10 @@ struct Piece {
     write: Option<usize>,
 }
 
-fn pieces([positions, seqs, slots]: [&In<'_>; 3], n_slots: usize) -> Result<Vec<Piece>, ReferenceError> {
+fn pieces([positions, seqs, slots]: [&In<'_>; 3], n_slots: usize) -> Result<Vec<SequenceRows>, ReferenceError> {
     let (positions, seqs, slots) = (positions.to_i32()?, seqs.to_i32()?, slots.to_i32()?);
     let n_seqs = slots.len() / 2;
-    let mut pieces: Vec<Piece> = Vec::new();
+    let mut pieces: Vec<SequenceRows> = Vec::new();
     for (row, (&position, &seq)) in positions.iter().zip(&seqs).enumerate() {
         let Ok(position) = usize::try_from(position) else { continue };
         if row > 0 && positions[row - 1] >= 0 && seqs[row - 1] == seq {
@@ -37,7 +37,7 @@ fn pieces([positions, seqs, slots]: [&In<'_>; 3], n_slots: usize) -> Result<Vec<
         };
         let (read, write) = (slot(position % 2)?, slot((position + 1) % 2)?);
         let read = read.filter(|_| position > 0);
-        pieces.push(Piece { first: row, n_rows: 1, read, write });
+        pieces.push(SequenceRows { first: row, n_rows: 1, read, write });
     }
     Ok(pieces)
 }
@@ -76,7 +76,7 @@ pub(crate) fn recurrent(
 fn short_conv(
     conv: &ShortConv,
     inputs: &[In<'_>],
-    piece: &Piece,
+    piece: &SequenceRows,
     slot: &mut [f64], // [width - 1, d]
     y: &mut [f32],    // [n, d]
 ) -> Result<(), ReferenceError> {
@@ -99,7 +99,7 @@ fn short_conv(
 fn gated_delta(
     delta: &GatedDelta,
     inputs: &[In<'_>],
-    piece: &Piece,
+    piece: &SequenceRows,
     slot: &mut [f64], // [n_heads, v_dim, k_dim]
     y: &mut [f32],    // [n, n_heads, v_dim]
 ) -> Result<(), ReferenceError> {

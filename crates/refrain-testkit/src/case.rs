@@ -169,14 +169,14 @@ where
 
 /// A case that did not come out as the reference says.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failure {
+pub struct CaseFailure {
     /// Name of the case.
     pub case: String,
     /// What went wrong.
     pub because: String,
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for CaseFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.case, self.because)
     }
@@ -186,8 +186,8 @@ impl fmt::Display for Failure {
 pub fn run_case<E: fmt::Display>(
     case: &Case,
     backend: impl FnOnce(&Graph, &Feed) -> Result<Vec<HostTensor>, E>,
-) -> Result<(), Failure> {
-    let fail = |because: String| Failure { case: case.name.clone(), because };
+) -> Result<(), CaseFailure> {
+    let fail = |because: String| CaseFailure { case: case.name.clone(), because };
     let want = evaluate(&case.graph, &case.feed).map_err(|e| fail(format!("the reference refuses: {e}")))?;
     let got = backend(&case.graph, &case.feed).map_err(|e| fail(e.to_string()))?;
     if got.len() != want.len() {
@@ -205,9 +205,9 @@ pub fn check_all<E: fmt::Display>(
     cases: &[Case],
     mut backend: impl FnMut(&Graph, &Feed) -> Result<Vec<HostTensor>, E>,
 ) {
-    let failures: Vec<Failure> = cases.iter().filter_map(|c| run_case(c, &mut backend).err()).collect();
+    let failures: Vec<CaseFailure> = cases.iter().filter_map(|c| run_case(c, &mut backend).err()).collect();
     if !failures.is_empty() {
-        let lines: Vec<String> = failures.iter().map(Failure::to_string).collect();
+        let lines: Vec<String> = failures.iter().map(CaseFailure::to_string).collect();
         panic!("{} of {} cases failed:\n{}", failures.len(), cases.len(), lines.join("\n"));
     }
 }

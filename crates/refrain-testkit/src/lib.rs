@@ -30,12 +30,12 @@ mod random; // graphs that nobody would write
 mod reorder; // the same graph, built in another order
 
 pub use alloc::CountingAllocator;
-pub use case::{Arg, Case, Failure, check_all, run_case};
+pub use case::{Arg, Case, CaseFailure, check_all, run_case};
 pub use cases::cases;
 pub use compare::{Mismatch, Tol, assert_close, compare};
 pub use data::{load_golden, require_shared_data, shared_data};
 pub use eval::{Feed, evaluate, evaluate_values};
 pub use fill::{Fill, Rng, encode, tensor};
 pub use guard::{Guarded, Trespass};
-pub use random::{Choice, RandomGraph, random_graph};
+pub use random::{NodeSeed, RandomGraph, random_graph};
 pub use reorder::reordered;

@@ -11,7 +11,7 @@ use refrain_tensor::{DType, Layout, Shape};
 use std::collections::HashMap;
 
 /// What decides one node: its kind and three numbers that pick operands and sizes.
-pub type Choice = [u16; 4];
+pub type NodeSeed = [u16; 4];
 
 /// A graph and what it runs on.
 #[derive(Clone, Debug)]
@@ -29,7 +29,7 @@ pub struct RandomGraph {
 ///
 /// # Panics
 /// When a rule of the IR refuses a node that the drawing holds for right.
-pub fn random_graph(choices: &[Choice], with_host: bool) -> RandomGraph {
+pub fn random_graph(choices: &[NodeSeed], with_host: bool) -> RandomGraph {
     let mut draft = Draft::new();
     for choice in choices {
         if let Err(e) = draft.add(*choice, with_host) {
@@ -149,7 +149,7 @@ impl Draft {
         (len > 0).then(|| fitting[from + n / 4 % len])
     }
 
-    fn add(&mut self, [kind, a, b, c]: Choice, with_host: bool) -> Result<(), GraphError> {
+    fn add(&mut self, [kind, a, b, c]: NodeSeed, with_host: bool) -> Result<(), GraphError> {
         match kind % 24 {
             0..=2 => self.unary(a, b),
             3..=6 => self.binary(a, b, c),

@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex};
 
 use refrain_driver::sim::SimOptions;
 use refrain_driver::{
-    Buf, Context, Device, DeviceKind, Launch, Layout as MemoryLayout, Memory, Method, RecordOptions, Stream,
+    Buf, Context, Device, DeviceKind, Launch, MemoryLayout, Memory, Method, RecordOptions, Stream,
 };
 use refrain_graph::{Op, TensorType};
-use refrain_kernels::{KernelError, Kernels, LoadOptions, View, simulated};
+use refrain_kernels::{KernelError, Kernels, LoadOptions, BufView, simulated};
 use refrain_reference::{In, Out};
 use refrain_tensor::{DType, Layout, Shape};
 use refrain_testkit::{Rng, Tol, compare, encode};
@@ -223,8 +223,8 @@ pub fn shape(dims: &[usize]) -> Shape {
     Shape::new(dims).unwrap()
 }
 
-pub fn dense(buf: Buf, dims: &[usize]) -> View {
-    View::dense(buf, DType::F32, shape(dims))
+pub fn dense(buf: Buf, dims: &[usize]) -> BufView {
+    BufView::dense(buf, DType::F32, shape(dims))
 }
 
 pub fn normals(n: usize, seed: u64) -> Vec<f32> {

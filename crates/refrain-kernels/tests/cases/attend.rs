@@ -1,9 +1,9 @@
 //! A token's norm, rope, append and attention in one launch.
 
-use refrain_driver::{Buf, Layout};
+use refrain_driver::{Buf, MemoryLayout};
 use refrain_graph::{Attention, Op, Rope, RopeStyle, TensorType};
 use refrain_kernels::{
-    AttendArgs, AttendNorm, Narrow, RopeKvArgs, View, attend_counter_bytes, attend_scratch_bytes,
+    AttendArgs, AttendNorm, Narrow, RopeKvArgs, BufView, attend_counter_bytes, attend_scratch_bytes,
 };
 use refrain_tensor::DType;
 use refrain_testkit::{Rng, Tol, encode};
@@ -300,9 +300,9 @@ fn poisoned(
 }
 
 /// Queries, keys and values of fused rows.
-fn parts(buf: Buf, n: usize, [n_heads, n_kv_heads, head_dim]: [usize; 3]) -> [View; 3] {
+fn parts(buf: Buf, n: usize, [n_heads, n_kv_heads, head_dim]: [usize; 3]) -> [BufView; 3] {
     let fused = contiguous(&[n, n_heads + 2 * n_kv_heads, head_dim]);
-    [(0, n_heads), (n_heads, n_kv_heads), (n_heads + n_kv_heads, n_kv_heads)].map(|(first, heads)| View {
+    [(0, n_heads), (n_heads, n_kv_heads), (n_heads + n_kv_heads, n_kv_heads)].map(|(first, heads)| BufView {
         buf,
         dtype: DType::F32,
         layout: fused.slice(1, first, heads).unwrap(),
@@ -364,7 +364,7 @@ pub fn same_bits_as_rope_kv(bed: &mut Bed) {
             let rope = Rope { style, n_dims: 64, magnitude: 1.25 };
             let cells = n_blocks * n_kv_heads * kv_block * head_dim * dtype.block_bytes();
             let max_blocks = 6_000;
-            let mut layout = Layout::new("bits");
+            let mut layout = MemoryLayout::new("bits");
             let regions = [
                 ("fused", 4 * 8 * head_dim),
                 ("q", 4 * n_heads * head_dim),

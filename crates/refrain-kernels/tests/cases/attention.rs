@@ -1,7 +1,7 @@
 //! Positions, the cache, and attention over it.
 
 use refrain_graph::{Attention, Op, Rope, RopeStyle, TensorType};
-use refrain_kernels::{AttentionArgs, KvAppendArgs, RopeArgs, RopeKvArgs, View, attention_scratch_bytes};
+use refrain_kernels::{AttentionArgs, KvAppendArgs, RopeArgs, RopeKvArgs, BufView, attention_scratch_bytes};
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Rng, Tol, encode};
 
@@ -52,7 +52,7 @@ fn rope_case(rope: Rope, layout: Layout, in_place: bool) -> Case {
         format!("rope {rope:?} {} in_place={in_place}", layout.shape()),
         vec![first, Role::In(x), Role::In(positions), Role::In(inv_freq)],
         move |kernels, b, out| {
-            let x = View { buf: b[usize::from(!in_place)], dtype: DType::F32, layout };
+            let x = BufView { buf: b[usize::from(!in_place)], dtype: DType::F32, layout };
             let (positions, inv_freq) = (b[2], b[3]);
             let args = RopeArgs { rope, x, positions, inv_freq, y: b[0], n, n_heads, head_dim, step: "case" };
             out.push(kernels.rope(&args)?);

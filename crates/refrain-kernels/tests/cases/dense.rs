@@ -2,7 +2,7 @@
 
 use refrain_graph::Op;
 use refrain_kernels::{
-    AddRmsNormArgs, GatherRowsArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, RmsNormArgs, View,
+    AddRmsNormArgs, GatherRowsArgs, LINEAR_DTYPES, LinearArgs, LinearPart, PACKED_DTYPES, RmsNormArgs, BufView,
     pack,
 };
 use refrain_tensor::{DType, Layout};
@@ -46,7 +46,7 @@ fn linear_case(dtype: DType, [m, n, k]: [usize; 3], gap: usize) -> Case {
         format!("linear {dtype} m={m} n={n} k={k} gap={gap}"),
         vec![Role::Out(y, LINEAR), Role::In(x_bytes.clone()), Role::In(w.clone())],
         move |kernels, b, out| {
-            let x = View { buf: b[1], dtype: DType::F32, layout };
+            let x = BufView { buf: b[1], dtype: DType::F32, layout };
             let parts = &[LinearPart { w: b[2], y: b[0], n }];
             out.push(kernels.linear(&LinearArgs {
                 x,
@@ -175,7 +175,7 @@ fn rms_case(layout: Layout, in_place: bool) -> Case {
         }
     };
     Case::new(format!("rms_norm {} in_place={in_place}", layout.shape()), roles, move |kernels, b, out| {
-        let x = View { buf: b[usize::from(!in_place)], dtype: DType::F32, layout };
+        let x = BufView { buf: b[usize::from(!in_place)], dtype: DType::F32, layout };
         out.push(kernels.rms_norm(&RmsNormArgs {
             x,
             w: b[2],

@@ -1,7 +1,7 @@
 //! Functions of elements, gates, copies, casts, reductions.
 
 use refrain_graph::{Binary, Gate, Op, Reduce, TensorType, Unary};
-use refrain_kernels::{BinaryArgs, CastArgs, CopyArgs, GateArgs, ReduceArgs, SoftmaxArgs, UnaryArgs, View};
+use refrain_kernels::{BinaryArgs, CastArgs, CopyArgs, GateArgs, ReduceArgs, SoftmaxArgs, UnaryArgs, BufView};
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Tol, encode};
 
@@ -73,7 +73,7 @@ fn unary_case(f: Unary, name: &str, layout: Layout) -> Case {
         format!("{} {name}", f.name()),
         vec![Role::Out(y, FUNCTION), Role::In(x)],
         move |kernels, b, out| {
-            let x = View { buf: b[1], dtype: DType::F32, layout };
+            let x = BufView { buf: b[1], dtype: DType::F32, layout };
             out.push(kernels.unary(&UnaryArgs { f, x, y: b[0], step: "case" })?);
             Ok(())
         },
@@ -106,7 +106,7 @@ fn binary_case(f: Binary, name: &str, a: Layout, b: Layout) -> Case {
         format!("{} {name}", f.name()),
         vec![Role::Out(y, Tol::Bits), Role::In(left), Role::In(right)],
         move |kernels, bufs, out| {
-            let view = |i: usize, layout| View { buf: bufs[i], dtype: DType::F32, layout };
+            let view = |i: usize, layout| BufView { buf: bufs[i], dtype: DType::F32, layout };
             let args =
                 BinaryArgs { f, a: view(1, a), b: view(2, b), y: bufs[0], shape: result, step: "case" };
             out.push(kernels.binary(&args)?);
@@ -134,7 +134,7 @@ pub fn gate() -> Vec<Case> {
                 format!("gate {kind:?} fused={fused}"),
                 vec![Role::Out(y, FUNCTION), Role::In(x), Role::In(z)],
                 move |kernels, b, out| {
-                    let view = |i: usize, layout| View { buf: b[i], dtype: DType::F32, layout };
+                    let view = |i: usize, layout| BufView { buf: b[i], dtype: DType::F32, layout };
                     let (gate, up) = (view(1, gate), view(if fused { 1 } else { 2 }, up));
                     out.push(kernels.gate(&GateArgs {
                         kind,
@@ -166,7 +166,7 @@ pub fn copies() -> Vec<Case> {
                 format!("copy {dtype} {name}"),
                 vec![Role::Exact(y), Role::In(x)],
                 move |kernels, b, out| {
-                    let x = View { buf: b[1], dtype, layout };
+                    let x = BufView { buf: b[1], dtype, layout };
                     out.push(kernels.copy(&CopyArgs { x, y: b[0], step: "case" })?);
                     Ok(())
                 },
@@ -196,7 +196,7 @@ fn cast_case(from: DType, to: DType, name: &str, layout: Layout) -> Case {
         format!("cast {from} to {to} {name}"),
         vec![Role::Exact(y), Role::In(x)],
         move |kernels, b, out| {
-            let x = View { buf: b[1], dtype: from, layout };
+            let x = BufView { buf: b[1], dtype: from, layout };
             out.push(kernels.cast(&CastArgs { x, y: b[0], to, step: "case" })?);
             Ok(())
         },

@@ -1,7 +1,7 @@
 //! One row times weights with what is around it; packing.
 
 use refrain_graph::{Gate, Op, Unary};
-use refrain_kernels::{PACKED_DTYPES, PackArgs, ProductArgs, ProductPart, pack};
+use refrain_kernels::{PACKED_DTYPES, PackArgs, ProductArgs, ProductWeight, pack};
 use refrain_tensor::DType;
 use refrain_testkit::{Tol, encode};
 
@@ -154,8 +154,8 @@ fn case(s: &Shape<'_>) -> Case {
     Case::new(name, roles, move |kernels, bufs, out| {
         let (w_at, bias_at) = (n_ys, n_ys + n_weights);
         let rows = bias_at + n_weights;
-        let parts: Vec<ProductPart> = (0..n_weights)
-            .map(|i| ProductPart {
+        let parts: Vec<ProductWeight> = (0..n_weights)
+            .map(|i| ProductWeight {
                 w: bufs[w_at + i],
                 dtype: dtypes[i],
                 bias: with_bias.then_some(bufs[bias_at + i]),

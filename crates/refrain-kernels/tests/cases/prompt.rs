@@ -3,7 +3,7 @@
 use refrain_graph::{Attention, Gate, Op, TensorType};
 use refrain_kernels::{
     AddRmsNormArgs, AttentionArgs, DequantArgs, GateArgs, GemmArgs, GemmPlan, LINEAR_DTYPES, LinearPart,
-    Narrow, PACKED_DTYPES, RmsNormArgs, View, pack,
+    Narrow, PACKED_DTYPES, RmsNormArgs, BufView, pack,
 };
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Rng, Tol, encode};
@@ -123,7 +123,7 @@ fn rows_case(dtype: DType, layout: Layout) -> Case {
         vec![Role::Exact(y), Role::In(x)],
         move |kernels, b, out| {
             let (x, to) = (
-                View { buf: b[1], dtype: DType::F32, layout },
+                BufView { buf: b[1], dtype: DType::F32, layout },
                 Narrow { y: b[0], dtype, plane_rows: 0, also_wide: false },
             );
             out.push(kernels.narrow_rows(&x, n_rows, n_cols, &to, "case")?);
@@ -143,7 +143,7 @@ fn norm_case(dtype: DType, layout: Layout, also_wide: bool) -> Case {
         format!("narrow_rms_norm {dtype} {} also_wide={also_wide}", layout.shape()),
         vec![narrow, wide, Role::In(x), Role::In(w)],
         move |kernels, b, out| {
-            let x = View { buf: b[2], dtype: DType::F32, layout };
+            let x = BufView { buf: b[2], dtype: DType::F32, layout };
             let args = RmsNormArgs { x, w: b[3], y: b[1], n_rows, n_cols, eps: 1e-5, step: "case" };
             out.push(kernels.narrow_rms_norm(&args, &Narrow { y: b[0], dtype, plane_rows: 0, also_wide })?);
             Ok(())

@@ -1,7 +1,7 @@
 //! Recurrent layers over slots that hold something already.
 
 use refrain_graph::{GatedDelta, KeyHeads, Op, Recurrent, ShortConv, TensorType};
-use refrain_kernels::{GatedDeltaArgs, ShortConvArgs, SlotArgs, View};
+use refrain_kernels::{GatedDeltaArgs, ShortConvArgs, SlotArgs, BufView};
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::Tol;
 
@@ -110,7 +110,7 @@ fn conv_case(name: &str, rows: Rows, d: usize, width: usize, silu: bool) -> Case
         Role::In(w),
     ];
     Case::new(format!("short_conv d={d} width={width}: {name}"), roles, move |kernels, b, out| {
-        let (slots, x) = (rows.args(b), View { buf: b[5], dtype: DType::F32, layout });
+        let (slots, x) = (rows.args(b), BufView { buf: b[5], dtype: DType::F32, layout });
         out.push(kernels.short_conv(&ShortConvArgs {
             slots,
             x,
@@ -188,7 +188,7 @@ fn delta_case(
     let name =
         format!("gated_delta {n_heads}/{n_key_heads} heads of {k_dim} and {v_dim} {key_heads:?}: {name}");
     Case::new(name, roles, move |kernels, bufs, out| {
-        let view = |buf, layout| View { buf, dtype: DType::F32, layout };
+        let view = |buf, layout| BufView { buf, dtype: DType::F32, layout };
         out.push(kernels.gated_delta(&GatedDeltaArgs {
             slots: rows.args(bufs),
             q: view(bufs[5], layouts[0]),

@@ -1,7 +1,7 @@
 //! What a training step multiplies and attends: values in any layout, rows in documents.
 
 use refrain_graph::{Op, SpanAttention, TensorType, TrainOp};
-use refrain_kernels::{MatMulArgs, SpanArgs, SpanGradArgs, View, span_grad_scratch_bytes};
+use refrain_kernels::{MatMulArgs, SpanArgs, SpanGradArgs, BufView, span_grad_scratch_bytes};
 use refrain_tensor::{DType, Layout};
 use refrain_testkit::{Rng, Tol, encode};
 
@@ -68,7 +68,7 @@ fn matmul_case(dtype: DType, a: Layout, b: Layout) -> Case {
     let name = format!("matmul {dtype} {a:?} by {b:?}");
     let roles = vec![out(y, dtype, rounded_once(dtype)), Role::In(left), Role::In(right)];
     Case::new(name, roles, move |kernels, bufs, launches| {
-        let (a, b) = (View { buf: bufs[1], dtype, layout: a }, View { buf: bufs[2], dtype, layout: b });
+        let (a, b) = (BufView { buf: bufs[1], dtype, layout: a }, BufView { buf: bufs[2], dtype, layout: b });
         launches.push(kernels.matmul(&MatMulArgs { a, b, y: bufs[0], c: None, step: "case" })?);
         Ok(())
     })
@@ -242,7 +242,7 @@ fn attention_case(attention: SpanAttention, rows: Rows) -> Case {
         Role::In(v.bytes),
     ];
     Case::new(name, roles, move |kernels, b, launches| {
-        let view = |i: usize| View { buf: b[3 + i], dtype: rows.dtype, layout: layouts[i] };
+        let view = |i: usize| BufView { buf: b[3 + i], dtype: rows.dtype, layout: layouts[i] };
         launches.push(kernels.span_attention(&SpanArgs {
             attention,
             q: view(0),
@@ -290,7 +290,7 @@ fn grad_case(attention: SpanAttention, rows: Rows) -> Case {
     roles.extend([dy.bytes, q.bytes, k.bytes, v.bytes, y, spans, lse].map(Role::In));
     let name = rows.name("span_attention_grad", &attention);
     Case::new(name, roles, move |kernels, b, launches| {
-        let view = |i: usize| View { buf: b[4 + i], dtype, layout: layouts[i] };
+        let view = |i: usize| BufView { buf: b[4 + i], dtype, layout: layouts[i] };
         let args = SpanGradArgs {
             attention,
             dy: view(0),

@@ -8,7 +8,7 @@ use refrain_kernels::{
     AdamTensor, AdamWArgs, CrossEntropyArgs, Floats, MapArgs, MapOp, NormWeights, PadArgs, PickArgs,
     PlaceColumnsArgs, RmsNormGradArgs, ScatterAddRowsArgs, SoftmaxGradArgs, SumSquaresArgs,
     TypedAddRmsNormArgs, TypedGatherArgs, TypedReduceArgs, TypedRmsNormArgs, TypedRopeArgs, TypedSoftmaxArgs,
-    View, reduce_scratch_bytes, rms_norm_grad_scratch_bytes, scatter_scratch_bytes,
+    BufView, reduce_scratch_bytes, rms_norm_grad_scratch_bytes, scatter_scratch_bytes,
     sum_squares_scratch_bytes,
 };
 use refrain_tensor::{DType, Layout};
@@ -56,8 +56,8 @@ fn map_case(name: String, map: MapOp, op: &Op, dtype: DType, tol: Tol, inputs: V
     roles.extend(inputs.into_iter().map(|(_, _, bytes)| Role::In(bytes)));
     Case::new(name, roles, move |kernels, b, out| {
         let view =
-            |(i, &(dtype, layout)): (usize, &(DType, Layout))| View { buf: b[n_out + i], dtype, layout };
-        let inputs: Vec<View> = views.iter().enumerate().map(view).collect();
+            |(i, &(dtype, layout)): (usize, &(DType, Layout))| BufView { buf: b[n_out + i], dtype, layout };
+        let inputs: Vec<BufView> = views.iter().enumerate().map(view).collect();
         let args =
             MapArgs { op: map, inputs: &inputs, outputs: &b[..n_out], dtype, shape: dims, step: "case" };
         out.push(kernels.map(&args)?);
@@ -228,7 +228,7 @@ fn dropout_case(name: String, dropout: Dropout, dtype: DType, inputs: Vec<Input>
     let mut roles = vec![made(dtype, y, tol)];
     roles.extend(inputs.into_iter().map(|(_, _, bytes)| Role::In(bytes)));
     Case::new(name, roles, move |kernels, b, out| {
-        let x = View { buf: b[1], dtype, layout };
+        let x = BufView { buf: b[1], dtype, layout };
         let op = MapOp::Dropout { dropout, rng: b[2] };
         let args = MapArgs { op, inputs: &[x], outputs: &b[..1], dtype, shape: dims, step: "case" };
         out.push(kernels.map(&args)?);
@@ -244,8 +244,8 @@ fn accumulate(dtype: DType) -> Case {
     let after: Vec<f32> = sum.iter().zip(&values).map(|(a, b)| a + b).collect();
     let state = Role::InOut { before: f32s(&sum), after: f32s(&after), dtype: DType::F32, tol: Tol::Bits };
     Case::new(format!("accumulate {dtype}"), vec![state, Role::In(x.2)], move |kernels, b, out| {
-        let state = View { buf: b[0], dtype: DType::F32, layout: contiguous(&[n]) };
-        let x = View { buf: b[1], dtype, layout: contiguous(&[n]) };
+        let state = BufView { buf: b[0], dtype: DType::F32, layout: contiguous(&[n]) };
+        let x = BufView { buf: b[1], dtype, layout: contiguous(&[n]) };
         out.push(kernels.map(&MapArgs {
             op: MapOp::Binary(Binary::Add),
             inputs: &[state, x],
@@ -312,7 +312,7 @@ fn norms(dtype: DType, w_dtype: DType, [n_rows, n_cols]: [usize; 2]) -> Vec<Case
         Role::InOut { before: x.clone(), after: y, dtype, tol: tol.rounded_to(dtype) },
         Role::In(w.clone()),
     ];
-    let view = move |buf| View::dense(buf, dtype, shape(&dims));
+    let view = move |buf| BufView::dense(buf, dtype, shape(&dims));
     let norm = Case::new(name("rms norm"), roles, move |kernels, b, out| {
         let w = NormWeights { buf: b[1], dtype: w_dtype };
         let args = TypedRmsNormArgs { x: view(b[0]), w, y: b[0], n_rows, n_cols, eps, step: "case" };
@@ -379,7 +379,7 @@ fn softmax(dtype: DType, [n_rows, n_cols]: [usize; 2]) -> Vec<Case> {
     let y = run(&Op::Softmax, &[Operand(dtype, contiguous(&dims), &x)], &[(dtype, &dims)]).remove(0);
     let operands = [Operand(dtype, contiguous(&dims), &dy), Operand(dtype, contiguous(&dims), &y)];
     let dx = run(&Op::Train(TrainOp::SoftmaxGrad), &operands, &[(dtype, &dims)]).remove(0);
-    let view = move |buf| View::dense(buf, dtype, shape(&dims));
+    let view = move |buf| BufView::dense(buf, dtype, shape(&dims));
     let forward = vec![Role::InOut { before: x, after: y.clone(), dtype, tol }];
     let backward = vec![Role::InOut { before: dy, after: dx, dtype, tol }, Role::In(y)];
     vec![
@@ -408,7 +408,7 @@ fn reduce(dtype: DType, kind: Reduce, layout: Layout, axis: usize) -> Case {
     let roles = vec![made(dtype, y, tol), Role::In(x), Role::Scratch(n_scratch)];
     let name = format!("{kind:?} {dtype} {layout:?} along {axis}");
     Case::new(name, roles, move |kernels, b, out| {
-        let x = View { buf: b[1], dtype, layout };
+        let x = BufView { buf: b[1], dtype, layout };
         let args = TypedReduceArgs { kind, x, axis, y: b[0], scratch: b[2], step: "case" };
         kernels.typed_reduce(&args, out)
     })
@@ -485,7 +485,7 @@ fn pick(dtype: DType, n_cols: usize) -> Case {
     let y = run(&Op::Pick, &operands, &[(dtype, &[5, 1])]).remove(0);
     let roles = vec![Role::Exact(y), Role::In(x), Role::In(ids)];
     Case::new(format!("pick {dtype} {n_cols}"), roles, move |kernels, b, out| {
-        let x = View { buf: b[1], dtype, layout };
+        let x = BufView { buf: b[1], dtype, layout };
         out.push(kernels.pick(&PickArgs { x, ids: b[2], y: b[0], step: "case" })?);
         Ok(())
     })
@@ -513,7 +513,7 @@ fn pad(dtype: DType, layout: Layout, axis: usize, before: usize, after: usize) -
     let y = run(&op, &[Operand(dtype, layout, &x)], &[(dtype, &dims)]).remove(0);
     let name = format!("pad {dtype} {layout:?} along {axis} {before} {after}");
     Case::new(name, vec![Role::Exact(y), Role::In(x)], move |kernels, b, out| {
-        let x = View { buf: b[1], dtype, layout };
+        let x = BufView { buf: b[1], dtype, layout };
         out.push(kernels.pad(&PadArgs { x, axis, before, after, y: b[0], step: "case" })?);
         Ok(())
     })
@@ -542,7 +542,7 @@ fn rope(dtype: DType, style: RopeStyle, [n_dims, head_dim]: [usize; 2], is_back:
         out.push(kernels.typed_rope(&TypedRopeArgs {
             rope,
             is_back,
-            x: View::dense(b[0], dtype, shape(&dims)),
+            x: BufView::dense(b[0], dtype, shape(&dims)),
             positions: b[1],
             inv_freq: b[2],
             y: b[0],
@@ -580,7 +580,7 @@ fn scatter_case(dtype: DType, n: usize, n_rows: usize, d: usize) -> Case {
         Role::Scratch(scatter_scratch_bytes(n) as usize),
     ];
     Case::new(format!("{n} rows into {n_rows} of {d} {dtype}"), roles, move |kernels, b, out| {
-        let x = View::dense(b[2], dtype, shape(&[n, d]));
+        let x = BufView::dense(b[2], dtype, shape(&[n, d]));
         let args = ScatterAddRowsArgs { ids: b[1], x, y: b[0], scratch: b[3], n_rows, step: "case" };
         kernels.scatter_add_rows(&args, out)
     })
@@ -620,7 +620,7 @@ fn loss_case(dtype: DType, n: usize, vocab: usize, spread: f32) -> Case {
     ];
     Case::new(format!("cross entropy {dtype} {n} x {vocab}"), roles, move |kernels, b, out| {
         out.push(kernels.cross_entropy(&CrossEntropyArgs {
-            logits: View::dense(b[1], dtype, shape(&[n, vocab])),
+            logits: BufView::dense(b[1], dtype, shape(&[n, vocab])),
             targets: b[2],
             scale: b[3],
             loss: b[0],

@@ -43,16 +43,16 @@ fn heads(n: usize, n_heads: usize, head_dim: usize) -> View {
 }
 
 /// Sequences in a paged cache.
-struct Pages {
+struct CaseBlockTables {
     kv_block: usize,
     max_blocks: usize,
     n_blocks: usize,
     tables: Vec<i32>,
 }
 
-impl Pages {
+impl CaseBlockTables {
     /// Shuffled blocks for sequences of those lengths; what no sequence needs is -1.
-    fn new(kv_block: usize, lengths: &[usize], seed: u64) -> Pages {
+    fn new(kv_block: usize, lengths: &[usize], seed: u64) -> CaseBlockTables {
         let n_used: usize = lengths.iter().map(|l| l.div_ceil(kv_block)).sum();
         let n_blocks = n_used + 2;
         let max_blocks = lengths.iter().map(|l| l.div_ceil(kv_block)).max().unwrap_or(0) + 1;
@@ -63,7 +63,7 @@ impl Pages {
                 tables[seq * max_blocks + column] = blocks.next().map_or(-1, |b| b as i32);
             }
         }
-        Pages { kv_block, max_blocks, n_blocks, tables }
+        CaseBlockTables { kv_block, max_blocks, n_blocks, tables }
     }
 
     fn tables(&self) -> Arg {
@@ -90,7 +90,7 @@ pub(super) fn kv_append() -> Vec<Case> {
         (DType::BF16, DType::F32),
         (DType::F16, DType::F16),
     ] {
-        let pages = Pages::new(4, &[6, 1, 9], 3);
+        let pages = CaseBlockTables::new(4, &[6, 1, 9], 3);
         let (mut positions, mut seqs) = all_rows(&[6, 1, 9], 4);
         // Padding rows: their sequence is anything.
         positions.extend([-1, -1]);
@@ -113,7 +113,7 @@ pub(super) fn kv_append() -> Vec<Case> {
     cases
 }
 
-struct Shape {
+struct AttentionShape {
     name: &'static str,
     n_heads: usize,
     n_kv_heads: usize,
@@ -128,7 +128,7 @@ struct Shape {
     sharpness: f32,
 }
 
-const PLAIN: Shape = Shape {
+const PLAIN: AttentionShape = AttentionShape {
     name: "one row",
     n_heads: 1,
     n_kv_heads: 1,
@@ -146,7 +146,7 @@ pub(super) fn attention() -> Vec<Case> {
     const BATCH: &[(i32, i32)] = &[(2, 40), (0, 4), (-1, -1), (1, 16), (7, -1), (0, 2)];
     let shapes = [
         PLAIN,
-        Shape {
+        AttentionShape {
             name: "prefill",
             n_heads: 4,
             n_kv_heads: 2,
@@ -156,7 +156,7 @@ pub(super) fn attention() -> Vec<Case> {
             rows: PREFILL,
             ..PLAIN
         },
-        Shape {
+        AttentionShape {
             name: "batch with padding",
             n_heads: 6,
             n_kv_heads: 2,
@@ -166,7 +166,7 @@ pub(super) fn attention() -> Vec<Case> {
             rows: BATCH,
             ..PLAIN
         },
-        Shape {
+        AttentionShape {
             name: "one kv head",
             n_heads: 5,
             head_dim: 64,
@@ -174,7 +174,7 @@ pub(super) fn attention() -> Vec<Case> {
             rows: &[(0, 32), (0, 31)],
             ..PLAIN
         },
-        Shape {
+        AttentionShape {
             name: "long",
             n_heads: 2,
             head_dim: 32,
@@ -183,7 +183,7 @@ pub(super) fn attention() -> Vec<Case> {
             rows: &[(0, 699), (0, 600)],
             ..PLAIN
         },
-        Shape {
+        AttentionShape {
             name: "window of one",
             head_dim: 8,
             lengths: &[9],
@@ -191,7 +191,7 @@ pub(super) fn attention() -> Vec<Case> {
             window: Some(1),
             ..PLAIN
         },
-        Shape {
+        AttentionShape {
             name: "window across blocks",
             head_dim: 8,
             kv_block: 4,
@@ -200,14 +200,14 @@ pub(super) fn attention() -> Vec<Case> {
             window: Some(7),
             ..PLAIN
         },
-        Shape {
+        AttentionShape {
             name: "window wider than the past",
             lengths: &[5],
             rows: &[(0, 4)],
             window: Some(100),
             ..PLAIN
         },
-        Shape {
+        AttentionShape {
             name: "softcap",
             head_dim: 8,
             lengths: &[12],
@@ -216,7 +216,7 @@ pub(super) fn attention() -> Vec<Case> {
             sharpness: 10.0,
             ..PLAIN
         },
-        Shape {
+        AttentionShape {
             name: "one key wins",
             head_dim: 16,
             lengths: &[21],
@@ -236,9 +236,9 @@ pub(super) fn attention() -> Vec<Case> {
 }
 
 /// Two appends fill the caches, then one attention reads them.
-fn attention_case(shape: &Shape, q: DType, kv: DType) -> Case {
-    let &Shape { n_heads, n_kv_heads, head_dim, lengths, .. } = shape;
-    let pages = Pages::new(shape.kv_block, lengths, 5);
+fn attention_case(shape: &AttentionShape, q: DType, kv: DType) -> Case {
+    let &AttentionShape { n_heads, n_kv_heads, head_dim, lengths, .. } = shape;
+    let pages = CaseBlockTables::new(shape.kv_block, lengths, 5);
     let (positions, seqs) = all_rows(lengths, 6);
     let (n_past, n) = (positions.len(), shape.rows.len());
     let scale = 1.0 / (head_dim as f32).sqrt();

@@ -93,14 +93,14 @@ fn choices(n: usize, k: usize, n_experts: usize) -> Vec<i32> {
 const SILU: ExpertGate = ExpertGate { activation: ExpertActivation::Silu, joined: false, biased: false };
 
 /// `[n, d]` by `[n_experts, f, d]`.
-type Sizes = [usize; 5];
+type MoeSizes = [usize; 5];
 
 fn gated_case(
     name: &str,
     gate: ExpertGate,
     dtype: DType,
     weight: DType,
-    sizes: Sizes,
+    sizes: MoeSizes,
     ids: Vec<i32>,
 ) -> Case {
     let [n, k, n_experts, f, d] = sizes;
@@ -114,7 +114,7 @@ fn gated_case(
     Case::one_node(format!("{name}, {n}x{k} of {n_experts}, {f}x{d}"), Op::Moe(MoeOp::Gated(gate)), tol, args)
 }
 
-fn summed_case(name: &str, biased: bool, dtype: DType, weight: DType, sizes: Sizes, ids: Vec<i32>) -> Case {
+fn summed_case(name: &str, biased: bool, dtype: DType, weight: DType, sizes: MoeSizes, ids: Vec<i32>) -> Case {
     let [n, k, n_experts, f, d] = sizes;
     let mut args = vec![
         Arg::float(dtype, [n, k, f]),
@@ -132,7 +132,7 @@ fn summed_case(name: &str, biased: bool, dtype: DType, weight: DType, sizes: Siz
 
 pub(super) fn experts() -> Vec<Case> {
     let mut cases = Vec::new();
-    let mut both = |name: &str, dtype, weight, gate: ExpertGate, [n, k, e, f, d]: Sizes, ids: Vec<i32>| {
+    let mut both = |name: &str, dtype, weight, gate: ExpertGate, [n, k, e, f, d]: MoeSizes, ids: Vec<i32>| {
         cases.push(gated_case(name, gate, dtype, weight, [n, k, e, f, d], ids.clone()));
         cases.push(summed_case(name, gate.biased, dtype, weight, [n, k, e, d, f], ids));
     };

@@ -9,7 +9,7 @@ use refrain_graph::{
 use refrain_tensor::DType;
 
 /// Pieces of sequences: each has rows in a first node, and goes on in a second one that reads what the first wrote.
-struct Pieces {
+struct SequenceChunks {
     name: &'static str,
     /// Rows of each sequence in the two nodes.
     rows: &'static [[usize; 2]],
@@ -17,16 +17,16 @@ struct Pieces {
     n_padding: usize,
 }
 
-const PIECES: [Pieces; 4] = [
-    Pieces { name: "one token after one", rows: &[[1, 1]], n_padding: 0 },
-    Pieces { name: "a prompt, then a token", rows: &[[7, 1]], n_padding: 1 },
-    Pieces { name: "prompts and tokens of several", rows: &[[2, 5], [1, 1], [6, 2], [1, 3]], n_padding: 3 },
-    Pieces { name: "pieces shorter and longer than the filter", rows: &[[3, 2], [4, 9]], n_padding: 0 },
+const PIECES: [SequenceChunks; 4] = [
+    SequenceChunks { name: "one token after one", rows: &[[1, 1]], n_padding: 0 },
+    SequenceChunks { name: "a prompt, then a token", rows: &[[7, 1]], n_padding: 1 },
+    SequenceChunks { name: "prompts and tokens of several", rows: &[[2, 5], [1, 1], [6, 2], [1, 3]], n_padding: 3 },
+    SequenceChunks { name: "pieces shorter and longer than the filter", rows: &[[3, 2], [4, 9]], n_padding: 0 },
 ];
 
 const N_SPARE: usize = 3;
 
-impl Pieces {
+impl SequenceChunks {
     fn n_slots(&self) -> usize {
         2 * self.rows.len() + N_SPARE
     }
@@ -127,7 +127,7 @@ pub(super) fn short_conv() -> Vec<Case> {
     cases
 }
 
-struct Heads {
+struct DeltaHeads {
     n_key_heads: usize,
     n_heads: usize,
     k_dim: usize,
@@ -142,14 +142,14 @@ pub(super) fn gated_delta() -> Vec<Case> {
     use KeyHeads::{Grouped, Tiled};
     let heads = |n_key_heads, n_heads, k_dim, v_dim, key_heads| {
         let (dtype, joined) = (DType::F32, false);
-        Heads { n_key_heads, n_heads, k_dim, v_dim, key_heads, dtype, joined }
+        DeltaHeads { n_key_heads, n_heads, k_dim, v_dim, key_heads, dtype, joined }
     };
     let shapes = [
         heads(1, 1, 1, 1, Grouped),
         heads(2, 4, 16, 24, Grouped),
-        Heads { joined: true, ..heads(2, 6, 20, 9, Tiled) },
-        Heads { joined: true, ..heads(1, 2, 128, 128, Grouped) },
-        Heads { dtype: DType::BF16, ..heads(2, 4, 40, 8, Tiled) },
+        DeltaHeads { joined: true, ..heads(2, 6, 20, 9, Tiled) },
+        DeltaHeads { joined: true, ..heads(1, 2, 128, 128, Grouped) },
+        DeltaHeads { dtype: DType::BF16, ..heads(2, 4, 40, 8, Tiled) },
         heads(1, 1, 200, 3, Grouped),
     ];
     let mut cases = Vec::new();
@@ -165,8 +165,8 @@ pub(super) fn gated_delta() -> Vec<Case> {
     cases
 }
 
-fn delta_case(shape: &Heads, pieces: &Pieces, gates: f32, values: &str) -> Case {
-    let &Heads { n_key_heads, n_heads, k_dim, v_dim, key_heads, dtype, joined } = shape;
+fn delta_case(shape: &DeltaHeads, pieces: &SequenceChunks, gates: f32, values: &str) -> Case {
+    let &DeltaHeads { n_key_heads, n_heads, k_dim, v_dim, key_heads, dtype, joined } = shape;
     let delta = GatedDelta { scale: (k_dim as f32).powf(-0.5), eps: 1e-6, key_heads };
     let name = format!(
         "{dtype}, {n_heads} heads of {v_dim}, {n_key_heads} key heads of {k_dim} {key_heads:?}, {values}: {}",
