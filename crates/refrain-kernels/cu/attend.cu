@@ -1,41 +1,46 @@
-// attend.cu: all that a decoded token does between its q, k, v products and the output product
+// attend.cu: attention of decoded tokens: norm and RoPE of q and k, the append to the KV cache, and
+// attention, in one launch
+//
+//   y[i, h] = softmax(scale q[i, h] . k) v over the positions that row i sees, including its own
 //
 //   y           [n, n_heads, head_dim]                      f32, or null: only narrow is written
 //   partials    [n, n_heads, n_splits, head_dim / 4]        Partial; scratch
-//   counters    [n, n_groups, WARPS]                        u32; zero before the first launch, zero after every one
+//   counters    [n, n_groups, WARPS]                        u32; zero before the first launch and after each
 //   k_cache, v_cache  [n_blocks, n_kv_heads, kv_block, head_dim]  T
 //   q           [n, n_heads, head_dim]                      f32, rows (heads) of consecutive elements
-//   k, v        [n, n_kv_heads, head_dim]                   f32, likewise; or null: an earlier launch filled the caches
-//   positions, seqs   [n]                                   i32; negative: nothing goes into the caches, y gets zeros
+//   k, v        [n, n_kv_heads, head_dim]                   f32, likewise; or null: the caches already hold them
+//   positions, seqs   [n]                                   i32; negative: nothing is appended, y gets zeros
 //   tables      [n_seqs, max_blocks]                        i32
 //   inv_freq    [n_dims / 2]                                f32
 //   q_norm, k_norm, v_norm    [head_dim]                    f32, or null: no norm
-//   narrow      [n, n_heads, head_dim]                      y rounded to F16 or BF16 for the product behind, dense or in
-//                                                           planes (planes.cuh); or null
+//   narrow      [n, n_heads, head_dim]                      y rounded to F16 or BF16 for the next matmul, dense
+//                                                           or in planes (planes.cuh); or null
 //
-// Heads of q, k and v are normed (RMS), and those of q and k turned (turn.cuh); key and value go into the caches at the
-// row's position, rounded to T, or are taken from there where k and v are null. Then y[i, h] = softmax(scale q . k) v over
-// the positions that the row sees, its own
-// included, from what the caches hold after that: the same as append, then attention.
+// Heads of q, k and v are RMS-normed, and those of q and k rotated (turn.cuh). Key and value are rounded to T
+// and written to the caches at the row's position; if k and v are null, the kernel reads them from there. The
+// result is the same as append followed by attention.
 //
-// A block has one head of the caches, up to per_block of its query heads, and every n-th tile of the positions. The
-// length says what n is (1 in short contexts, at most n_splits) and which block makes and stores the new key and value.
-// That one takes them from shared memory, so that no block reads what another one of the launch writes. Several blocks
-// leave partials and count themselves; the last to come merges them, in their order, and sets the count back to zero.
-// Caches of 16 bits go through tensor cores (attend_tiles.cuh), f32 and the largest heads through lanes
-// (attend_lanes.cuh).
+// A block has one KV head, up to per_block of its query heads, and every n-th tile of the positions. The
+// context length determines n (1 in short contexts, at most n_splits) and which block computes and stores the
+// new key and value. That block reads them from shared memory, so no block reads what another block of the
+// launch writes. With several blocks, each writes its partials and increments a counter; the last one merges
+// all partials in block order and resets the counter. 16-bit caches use tensor cores (attend_tiles.cuh); f32
+// caches and the largest heads use FMA in the lanes (attend_lanes.cuh).
 //
-// Launch    grid (n_splits n_groups or more, n), n_groups being n_kv_heads ceil(group / per_block); block (256), shared
-//           WARPS * warp_bytes. More blocks than that do nothing but be there (src/attend.rs says why).
-// Requires  head_dim a multiple of 8, at most DIMS; kv_block a power of two, at least 16; per_block at most HEADS;
-//           n_splits a power of two; caches and partials at multiples of 16 bytes; rows are of different sequences.
-//           inv_freq and norms are weights: they are read before the wait; so are positions, seqs and tables, as a
-//           guess that is checked behind it, and the first tiles of the caches by that guess: what a row sees before
-//           its own position is from earlier steps. A position whose block is out of range counts as not seen, and is not
-//           written.
-// Scores, sums and partials in f32, in an order that follows from the length and the grid alone: same bits every run.
-// Queries and weights that meet 16 bits on tensor cores are sums of two numbers of 16 bits.
-// Capture: safe; the grid is fixed and all lengths are read on the device.
+// Launch       grid (n_splits n_groups or more, n), with n_groups = n_kv_heads ceil(group / per_block); block
+//              (256), shared WARPS * warp_bytes. Surplus blocks exit after their wait (src/attend.rs gives
+//              the reason for them)
+// Requires     head_dim a multiple of 8, at most DIMS; kv_block a power of two, at least 16; per_block at
+//              most HEADS; n_splits a power of two; caches and partials 16-byte aligned; all rows of
+//              different sequences. inv_freq and norms are weights: the kernel reads them before its wait. It
+//              also reads positions, seqs and tables before the wait, as a guess that it checks after the
+//              wait, and loads the first cache tiles by that guess: earlier steps wrote everything before a
+//              row's own position. A position whose block is out of range is neither seen nor written
+// Aliasing     none
+// Accumulation scores, sums and partials in f32. On tensor cores, queries and softmax weights are split into
+//              two 16-bit numbers
+// Determinism  same bits every run: the order of additions depends only on the context length and the grid
+// Capture      safe: the grid is fixed and all lengths are read on the device
 #include "attend_lanes.cuh"
 #include "attend_tiles.cuh"
 #include "last.cuh"
@@ -45,28 +50,28 @@
 #include "view.cuh"
 
 const u32 MAX_TILE = 16;
-// More blocks to a head than these, as powers of two, only where each has at least half as much to do as one that works
-// alone: what they leave is merged in batches.
+// A head uses more than 2^MERGED_SHIFT blocks only where each then has at least half the work of a block that
+// works alone: their partials are merged in batches.
 const u32 MERGED_SHIFT = 4;
 
 struct Attend {
     u32 n_heads, per_block;
     u32 splits_shift;  // n_splits = 1 << splits_shift
-    u32 window;  // 0: all
+    u32 window;  // 0: no window
     float scale;
     float softcap;  // 0: none
     u32 n_dims, interleaved;
     float magnitude, eps;
     u32 kv_shift;  // kv_block = 1 << kv_shift
-    u32 alone;     // the next kernel starts only when this one has ended
-    u32 early;     // all of a ring is asked for before the wait, else two thirds of it
+    u32 alone;     // 1: the next kernel starts only when this one has ended
+    u32 early;     // 1: prefetch the whole ring before the wait; 0: two thirds of it
     u32 warp_bytes;
     u32 narrow_bf16;  // narrow is BF16, else F16
-    u32 narrow_rows;  // of a plane of narrow; 0: dense
+    u32 narrow_rows;  // rows in a plane of narrow; 0: dense
     Pages pages;
 };
 
-// Where the results of a row go: four elements at a time.
+// Destination of a row's results, stored four elements at a time.
 struct Result {
     float* y;
     u16* narrow;
@@ -90,7 +95,7 @@ struct Result {
 };
 
 #ifndef REFRAIN_ON_HOST
-// The greatest of all lanes.
+// Returns the maximum over all lanes.
 inline u32 warp_most(u32 x) {
     u32 most;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(x));
@@ -103,14 +108,14 @@ struct Most {
 inline u32 warp_most(u32 x) { return warp_reduce(x, Most()); }
 #endif
 
-// What a block leaves of four elements of a head.
+// A block's partial result for four elements of a head.
 struct Partial {
     float4 sum, scale;  // scale: top and total
 };
 
 // Adds every GROUPS-th of n partials, which are `stride` apart.
 template <u32 GROUPS> inline void add_partials(Sum& all, const Partial* partials, u32 first, u32 n, u32 stride) {
-    const u32 BATCH = GROUPS == 1 ? 8 : 16 / GROUPS;  // so many are loaded at once
+    const u32 BATCH = GROUPS == 1 ? 8 : 16 / GROUPS;  // partials loaded at once
 #pragma unroll 1
     for (u32 b = first; b < n; b += GROUPS * BATCH) {
         Partial found[BATCH];
@@ -134,13 +139,13 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
                    const float* v, const i32* positions, const i32* seqs, const i32* tables, const float* inv_freq,
                    const float* q_norm, const float* k_norm, const float* v_norm, u16* narrow, const Rows& q_rows,
                    const Rows& k_rows, const Rows& v_rows, const Attend& s) {
-    const u32 PAIRS = DIMS / 64;                          // pairs of a head that a lane turns
-    const u32 ITEMS = (HEADS + 2 + WARPS - 1) / WARPS;    // heads that a warp turns: queries, key, value
+    const u32 PAIRS = DIMS / 64;                          // rotation pairs per lane of a head
+    const u32 ITEMS = (HEADS + 2 + WARPS - 1) / WARPS;    // heads that a warp prepares: queries, key, value
     const u32 KEY = HEADS, VALUE = HEADS + 1, TILE = Core::TILE;
     const u32 FOURS = DIMS / 4, ALL_FOURS = HEADS * FOURS;
 
-    DYNAMIC_SHARED(space);  // warp_bytes of each warp: its own, then what it leaves
-    // Queries, key and value; zero behind head_dim.
+    DYNAMIC_SHARED(space);  // warp_bytes per warp: its ring, then its results
+    // Queries, key and value after norm and rotation; zero past head_dim.
     alignas(16) __shared__ float turned[HEADS + 2][DIMS];
     __shared__ typename Core::Queries queries;
     __shared__ float2 shares[WARPS][8];  // of each warp's heads: the largest score and the total weight
@@ -158,13 +163,14 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     u32 kv_head = member_of / chunks, chunk = member_of % chunks;
     u32 first_head = kv_head * group + chunk * s.per_block;
     u32 n_heads = min(s.per_block, (kv_head + 1) * group - first_head);
-    // From lane 0, so that the compiler knows it to be the same in all lanes.
+    // Broadcast from lane 0, so that the compiler knows the value is warp-uniform.
     u32 warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32, half = s.n_dims / 2;
 
-    // The last warps have the fewest tiles: they are the first to get other work.
+    // The last warps have the fewest tiles, so they get the other work first.
     u32 from_last = WARPS - 1 - warp;
 
-    // Which elements the lane has of each head, where the heads are, and the weights.
+    // The elements of each head that this lane holds, the addresses of its warp's heads, and their norm
+    // weights.
     u32 left[PAIRS], right[PAIRS];
     float freqs[PAIRS];
 #pragma unroll
@@ -199,11 +205,12 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
             weights[t][j][1] = there ? norm[right[j]] : 1.0f;
         }
     }
-    // Scores come out in powers of two, or as what the cap is applied to.
+    // Scores are scaled for exp2, or for the softcap's tanh.
     float q_scale = s.softcap > 0.0f ? s.scale / s.softcap : s.scale * LOG2_E, cap = s.softcap * LOG2_E;
 
-    // Position, sequence and table are mostly there long before what this launch waits for. All that follows from them
-    // is made from what they seem to be, and made again where they turn out to be something else behind the wait.
+    // Position, sequence and table are usually final long before the kernel that this launch waits for ends.
+    // Everything derived from them is computed from their current values, and recomputed if they differ after
+    // the wait.
     i32 position = __shfl_sync(ALL_LANES, peek(positions + row), 0);
     i32 seq = __shfl_sync(ALL_LANES, peek(seqs + row), 0);
     Seen seen;
@@ -230,7 +237,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         u32 start = seen.begin / MAX_TILE * MAX_TILE;
         u32 more = (seen.end - start) / (Core::ALONE_TILES * WARPS * TILE);
         blocks_shift = more == 0 ? 0 : min(s.splits_shift, max(MERGED_SHIFT, 32 - __clz(more)));
-        // Those who have nothing to do have no tiles.
+        // Idle blocks get no tiles.
         bool works = is_row && split >> blocks_shift == 0;
         tiles.first = works ? start + ((warp << blocks_shift) + split) * TILE : seen.end;
         tiles.step = (WARPS << blocks_shift) * TILE;
@@ -253,7 +260,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
                 pairs[t][j][1] = there ? heads[t][right[j]] : 0.0f;
             }
         }
-        // Keeps the compiler from asking for anything else first.
+        // Keeps the compiler from issuing other loads first.
         __syncwarp();
         i32 position_now = positions[row], seq_now = seqs[row];
         i32 held_now = seen.block_of(tiles.position(lane));
@@ -276,7 +283,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
         return;
     }
     if (split >> blocks_shift != 0) return;
-    // Where the new position has no block, it is neither stored nor seen.
+    // Without a block for it, the new position is neither stored nor seen.
     has_new = (u32)new_block < pages.n_blocks;
 
 #pragma unroll
@@ -334,7 +341,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     }
     __syncthreads();
 
-    // The new position, taken from here and not from the caches: one warp for each head.
+    // The new position's scores, from shared memory and not from the caches: one warp per head.
     if (has_new && from_last < HEADS) {
         float score = 0.0f;
 #pragma unroll
@@ -348,8 +355,8 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     core.leave((float*)own, shares[warp]);
     __syncthreads();
 
-    // Each warp puts its part of the heads together, four elements to a lane: first what the block's warps found, which
-    // GROUPS lanes share, then what the blocks did.
+    // Each warp merges its part of the heads, four elements per lane: first the results of the block's warps,
+    // which GROUPS lanes share, then those of all blocks.
     const u32 PART = ALL_FOURS / WARPS, GROUPS = 32 / PART;
     static_assert(PART * WARPS == ALL_FOURS && PART * GROUPS == 32, "parts are powers of two, at most a warp");
     u32 four = warp * PART + lane % PART, member = lane / PART, h = four / FOURS, d = four % FOURS;
@@ -391,7 +398,7 @@ inline void attend(float* y, float* partials, u32* counters, T* k_cache, T* v_ca
     __syncwarp();
     if (!last) return;
     all.clear();
-    // Heads and elements that are not there have left nothing.
+    // Heads and elements that do not exist have no partials.
     if (is_there) add_partials<GROUPS>(all, left_by, member, n_blocks, stride);
     all.add_lanes(PART);
     if (stores) result.store(out, all.mean());

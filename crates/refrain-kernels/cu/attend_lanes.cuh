@@ -1,18 +1,19 @@
-// attend_lanes.cuh: keys and values in the lanes of a warp, in f32: for caches of f32 and the largest heads.
+// attend_lanes.cuh: attention in f32 in the lanes of a warp, for f32 caches and the largest heads
 //
-// LANES lanes share a row of the caches, eight elements each, so that a warp takes 32 / LANES rows with a load; a tile
-// is what it takes with all loads that it has under way. Rows of more than 256 elements are CHUNKS of 256.
+// LANES lanes share a row of the caches, eight elements each, so one load instruction reads 32 / LANES rows.
+// A tile is everything that the warp's loads in flight cover. Rows of more than 256 elements are CHUNKS of
+// 256.
 #pragma once
 #include "attend_seen.cuh"
 
-// Eight elements of a row, as they lie there.
+// Eight elements of a row, in the cache's type.
 template <typename T> struct Eight {
     uint4 words;
 
     inline void clear() { words = make_uint4(0, 0, 0, 0); }
     inline void load(const T* p) { words = *(const uint4*)p; }
 
-    // Elements 4 i to 4 i + 3.
+    // Returns elements 4 i to 4 i + 3.
     inline void four(int i, float (&out)[4]) const {
         u32 a = i == 0 ? words.x : words.z, b = i == 0 ? words.y : words.w;
         T t[4];
@@ -47,15 +48,15 @@ template <int HEADS> struct Ahead<float, HEADS> { static const int N = 2; };
 template <typename T, int DIMS, int HEADS> struct Lanes {
     static const int CHUNKS = DIMS > 256 ? DIMS / 256 : 1, LANES = DIMS / (8 * CHUNKS), AHEAD = Ahead<T, HEADS>::N;
     static const u32 ROWS = 32 / LANES, TILE = ROWS * AHEAD;
-    static const u32 ALONE_TILES = 2;  // of each warp, up to which a block works alone
-    static const u32 PITCH = DIMS;  // of what a warp leaves
-    // Two blocks to a multiprocessor, but for the many sums of eight heads.
+    static const u32 ALONE_TILES = 2;  // tiles per warp up to which a block works alone
+    static const u32 PITCH = DIMS;  // of a warp's results
+    // Two blocks per SM, except for eight heads, whose sums need too many registers.
     static const int BLOCKS = HEADS > 4 ? 1 : 2;
 
     struct Queries {};
 
     const T *k_cache, *v_cache;
-    u32 lane, row, at;  // the lane's row of the ROWS that the warp takes at once, and its first element
+    u32 lane, row, at;  // the lane's row among the ROWS of one load, and its first element in it
     u32 tile, bits;
     Eight<T> keys[AHEAD][CHUNKS], values[AHEAD][CHUNKS];
     float max[HEADS], sum[HEADS], acc[8 * HEADS * CHUNKS];  // [CHUNKS][HEADS][8]
@@ -63,7 +64,7 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
     inline static void keep(Queries&, u32, u32, u32, float, float, u32) {}
     inline static u32 greatest(float, float, u32) { return 0; }
 
-    // Bit i: position i of the lane's in the tile is there.
+    // Bit i: the lane's i-th position in the tile is seen.
     inline u32 there(const Seen& seen, i32 block) const {
         u32 mask = 0;
 #pragma unroll
@@ -99,7 +100,7 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
         bits = there(seen, first_block);
     }
 
-    // Plain loads go through the multiprocessor's own cache, which is only sure to have what is new behind the wait.
+    // Plain loads go through the L1 cache, which is certain to hold new data only after the wait.
     inline void begin(const Seen&, Tiles&, bool) {}
 
     inline void go_on(const Seen& seen, Tiles&, bool) {
@@ -151,7 +152,7 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
         }
     }
 
-    // Takes the values in, by what their keys scored.
+    // Adds the values, weighted by their keys' scores.
     inline void weigh(float (&scores)[HEADS][AHEAD], u32 seen_bits, float cap) {
 #pragma unroll
         for (int step = LANES / 2; step > 0; step >>= 1) {
@@ -173,7 +174,7 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
             float top = max[h];
 #pragma unroll
             for (int a = 0; a < AHEAD; a++) {
-                // What is not there weighs nothing.
+                // An unseen position has no weight.
                 if ((seen_bits >> a & 1) == 0) scores[h][a] = -inf_f32();
                 top = fmaxf(top, scores[h][a]);
             }
@@ -206,7 +207,7 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
         }
     }
 
-    // Brings the rows of the warp together.
+    // Merges the warp's rows.
     inline void leave(float* sums, float2* shares) {
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
@@ -231,7 +232,8 @@ template <typename T, int DIMS, int HEADS> struct Lanes {
         }
     }
 
-    // Of 2 N sums each lane keeps the first or the last N, and gives the others to the lane that keeps those.
+    // Of 2 N sums, each lane keeps the first or the last N and adds its others to the partner lane that keeps
+    // those.
     template <int N, int STEP> inline u32 halve() {
         bool upper = (lane & STEP) != 0;
 #pragma unroll

@@ -1,5 +1,5 @@
-// attend_seen.cuh: what attend.cu and its two ways through the caches share: the positions that a row sees, the blocks
-// they lie in, and sums of weighted vectors.
+// attend_seen.cuh: shared by attend.cu and its two cores: the positions that a row sees, their KV blocks, and
+// sums of weighted vectors
 #pragma once
 #include "paged.cuh"
 
@@ -7,11 +7,11 @@ const u32 WARPS = 8;
 const u32 THREADS = 32 * WARPS;
 const u32 ALL_LANES = 0xffffffffu;
 const float LOG2_E = 1.44269504088896340736f;
-// Lower than any score that counts, and finite: differences with it are numbers.
+// Lower than any real score, and finite, so that differences with it are numbers.
 const float NONE = -3.0e38f;
 
 #ifndef REFRAIN_ON_HOST
-// To two units in the last place; what is below the normal numbers becomes zero.
+// 2^x to two units in the last place; denormal results are flushed to zero.
 inline float power_of_2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -24,7 +24,8 @@ inline float reciprocal(float x) {
     return y;
 }
 
-// What another kernel may be writing, past this multiprocessor's own cache: a guess, to be checked behind the wait.
+// Reads, past the L1 cache, a value that another kernel may be writing: a guess, to be checked after the
+// wait.
 inline i32 peek(const i32* p) {
     i32 x;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
@@ -32,12 +33,12 @@ inline i32 peek(const i32* p) {
 }
 #endif
 
-// cap tanh(x), in powers of two.
+// cap tanh(x), with 2^x as the only transcendental function.
 inline float capped(float x, float cap) {
     return cap - 2.0f * cap * reciprocal(power_of_2(2.0f * LOG2_E * x) + 1.0f);
 }
 
-// The positions in the caches that a row sees of one head, and where they lie.
+// The cached positions of one head that a row sees, and their location.
 struct Seen {
     const i32* table;
     u32 max_blocks, n_blocks, n_kv_heads, head_dim, kv_shift;
@@ -52,12 +53,12 @@ struct Seen {
         return position < end && is_listed(position) ? table[position >> kv_shift] : -1;
     }
 
-    // The same while the table may be changing.
+    // Like block_of, while the table may be changing.
     inline i32 peek_block_of(u32 position) const {
         return position < end && is_listed(position) ? peek(table + (position >> kv_shift)) : -1;
     }
 
-    // The first element of a position, which the block holds.
+    // Returns the offset of a position's first element in its block.
     inline u64 offset(i32 block, u32 position) const {
         u32 in_block = position & ((1u << kv_shift) - 1);
         u64 first = (u64)((u32)block * n_kv_heads + kv_head) << kv_shift;
@@ -65,14 +66,15 @@ struct Seen {
     }
 };
 
-// The tiles of a warp, `step` positions apart. Lane i holds the block of tile i, so that one load finds 32 of them.
+// The tiles of a warp, `step` positions apart. Lane i holds the block of tile i, so one load finds 32 of
+// them.
 struct Tiles {
     u32 first, step;
     i32 held, ahead;
 
     inline u32 position(u32 i) const { return first + i * step; }
 
-    // The block of tile i; called for one tile after the other, by all lanes.
+    // Returns the block of tile i. All lanes call it for one tile after the other.
     inline i32 next(const Seen& seen, u32 i, u32 lane) {
         if (i % 32 == 0 && i != 0) {
             held = ahead;
@@ -82,7 +84,7 @@ struct Tiles {
     }
 };
 
-// A sum of vectors with weights 2^top: the vectors, their total weight, and the largest power among them.
+// A sum of vectors with weights relative to 2^top: the vectors, their total weight, and the largest exponent.
 struct Sum {
     float top, total;
     float4 sum;
@@ -100,7 +102,7 @@ struct Sum {
         sum = make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
     }
 
-    // `top` is at least the other's (scale: top and total).
+    // Adds another sum whose top is at most this one's (scale: its top and total).
     inline void add(float2 scale, float4 other) {
         float factor = power_of_2(scale.x - top);
         total = __fmaf_rn(scale.y, factor, total);
@@ -110,7 +112,7 @@ struct Sum {
         sum.w = __fmaf_rn(other.w, factor, sum.w);
     }
 
-    // All of the lanes that are a multiple of `first` apart.
+    // Adds across the lanes whose distance is a multiple of `first`.
     inline void add_lanes(u32 first) {
 #pragma unroll
         for (u32 step = first; step < 32; step <<= 1) {
@@ -124,7 +126,7 @@ struct Sum {
     }
 
     inline float4 mean() const {
-        // Something that is seen has the weight one, so that totals are zero or at least that.
+        // The best score has weight one, so the total is either zero or at least one.
         float inverse = total == 0.0f ? 0.0f : reciprocal(total);
         return make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
     }

@@ -1,30 +1,31 @@
-// attend_tiles.cuh: keys and values of 16 bits on tensor cores, from a ring of each warp in shared memory.
+// attend_tiles.cuh: attention over 16-bit keys and values on tensor cores, from one ring per warp in shared
+// memory
 //
-// A tile is 16 positions. Its keys are one slot of the ring, its values the next; copies into all other slots are under
-// way while one is used. Rows lie in slots as in the caches, with the 16-byte pieces of a row exchanged so that eight
-// rows of one piece share no bank.
+// A tile is 16 positions. Its keys fill one slot of the ring, its values the next; while one slot is used,
+// the copies into all others are in flight. Slots hold rows as the caches do, with the 16-byte chunks of a
+// row swizzled so that the same chunk of eight rows has no bank conflicts.
 //
-// A query is the sum of two numbers of the cache's type, rows h and h + 8 of a matrix, and so is the weight of a value;
-// the two products are added up again. That is 22 bits of F16 and 16 of BF16, and costs nothing: the matrix has 16 rows
-// and there are at most 8 heads.
+// A query is split into two numbers of the cache's type, high and low part, in rows h and h + 8 of a matrix,
+// and so is the weight of a value; the two products are added afterwards. This gives 22 significant bits with
+// F16 and 16 with BF16 at no cost: the matrix has 16 rows and there are at most 8 heads.
 #pragma once
 #include "attend_seen.cuh"
 #include "mma.cuh"
 #include "tuning.cuh"
 
-// Scores may rise by so much (as powers of two) before sums are brought down to a new largest one.
+// Scores may exceed the running maximum by this much (log2) before the sums are rescaled.
 const float SLACK = 8.0f;
 
 template <typename T, int DIMS, int HEADS> struct Ring {
     static const u32 TILE = 16, CHUNKS = DIMS / 8, ROW_BYTES = 2 * DIMS, SLOT = TILE * ROW_BYTES;
-    // The launcher chooses one of these by what the card has of shared memory.
+    // The launcher picks one of these ring sizes by the GPU's shared memory.
     static const u32 MOST_SLOTS = ATTEND_RING_BYTES / SLOT, LEAST_SLOTS = ATTEND_SMALL_RING_BYTES / SLOT;
-    static const u32 ALONE_TILES = 128 / DIMS;  // of each warp, up to which a block works alone: 64 KiB
-    static const u32 PITCH = DIMS + 8;  // of what a warp leaves, for heads that share no bank
+    static const u32 ALONE_TILES = 128 / DIMS;  // tiles per warp up to which a block works alone: 64 KiB
+    static const u32 PITCH = DIMS + 8;  // of a warp's results: no bank conflicts between heads
     static const int BLOCKS = 2;
     static const bool HOLDS_QUERIES = DIMS <= 64;
 
-    // Both parts of each query, and what its scores are to be multiplied with.
+    // Both parts of each query, and the factor of its scores.
     struct Queries {
         alignas(16) T parts[16][DIMS];
         float factor[8];
@@ -33,20 +34,21 @@ template <typename T, int DIMS, int HEADS> struct Ring {
     const T *k_cache, *v_cache;
     Place ring;
     u32 slots, lane;
-    // The next copy: its number, of slots, and its tile's place; bit i of `missing`: tile i (of 32) is not there.
+    // The next copy: its number (in slots), its slot, and its tile's offset in the cache. Bit i of `missing`:
+    // tile i (mod 32) has no block.
     u32 issued, slot_ahead, missing;
     u64 from;
     u32 ahead;
 
     inline static u32 swizzled(u32 row, u32 chunk) { return row * ROW_BYTES + 16 * (chunk ^ row % 8); }
 
-    // The greater magnitude's bits; magnitudes compare as their bits do.
+    // Returns the larger magnitude as bits; magnitudes compare like their bits.
     inline static u32 greatest(float a, float b, u32 most) {
         return max(most, max(__float_as_uint(a) & 0x7fffffffu, __float_as_uint(b) & 0x7fffffffu));
     }
 
-    // Elements `left` and `right` of a query whose greatest magnitude has the bits `most`. It is brought near 2^7,
-    // where both parts are normal numbers.
+    // Stores elements `left` and `right` of a query whose largest magnitude has the bits `most`. The query is
+    // scaled to about 2^7, where both parts are normal numbers.
     inline static void keep(Queries& to, u32 head, u32 left, u32 right, float a, float b, u32 most) {
         u32 exponent = most >> 23;
         exponent = exponent == 255 ? 134 : max(exponent, 8u);
@@ -73,19 +75,19 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         prepare(seen, tiles);
     }
 
-    // Asks for slots before the wait; what the launch before still fetches waits behind them.
+    // Prefetches slots before the wait; loads that the previous launch has yet to issue queue after these.
     inline void begin(const Seen& seen, Tiles& tiles, bool all) {
 #pragma unroll 1
         for (u32 i = 0; i < (all ? slots : slots * 2 / 3); i++) issue(seen, tiles);
     }
 
-    // Asks for the others behind it.
+    // Prefetches the remaining slots after the wait.
     inline void go_on(const Seen& seen, Tiles& tiles, bool had_all) {
 #pragma unroll 1
         for (u32 i = had_all ? slots : slots * 2 / 3; i < slots; i++) issue(seen, tiles);
     }
 
-    // Until the slot that was asked for first is there.
+    // Waits for the oldest slot in flight.
     inline void wait_for_first() const {
         if (slots == MOST_SLOTS) {
             copies_wait<MOST_SLOTS - 1>();
@@ -95,13 +97,13 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         __syncwarp();
     }
 
-    // Waits until nothing is under way.
+    // Waits until no copy is in flight.
     inline static void drop() {
         copies_wait<0>();
         __syncwarp();
     }
 
-    // Where the next tile is.
+    // Computes the location of the next tile.
     inline void prepare(const Seen& seen, Tiles& tiles) {
         if (ahead >= seen.end) return;
         u32 tile = issued / 2, bit = 1u << tile % 32;
@@ -112,7 +114,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         from = seen.offset(there ? block : 0, ahead) + lane / CHUNKS * seen.head_dim + (at < seen.head_dim ? at : 0);
     }
 
-    // Asks for the next slot: the keys of a tile, then its values.
+    // Issues the next slot's copies: the keys of a tile, then its values.
     inline void issue(const Seen& seen, Tiles& tiles) {
         if (ahead < seen.end) {
             bool is_value = issued % 2 != 0;
@@ -144,8 +146,8 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         total = 0.0f;
 #pragma unroll
         for (u32 j = 0; j < DIMS / 8; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f;
-        // Lane 8 i + r names row r of matrix i: of queries rows r and r + 8 of a piece, then of the next; of keys two
-        // pieces of rows r, then of r + 8; of values both rows of one piece, then of the next.
+        // Lane 8 i + r supplies row r of matrix i. Queries: rows r and r + 8 of one chunk, then of the next.
+        // Keys: two chunks of rows r, then of rows r + 8. Values: both rows of one chunk, then of the next.
         u32 r = lane % 8, odd = lane / 8 % 2, upper = lane / 16, g = lane / 4, t = lane % 4;
         Place query_rows = place_of(queries.parts) + (r + 8 * odd) * ROW_BYTES;
         u32 key_rows = (r + 8 * upper) * ROW_BYTES, value_rows = (r + 8 * odd) * ROW_BYTES;
@@ -162,7 +164,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         for (u32 tile = tiles.first; tile < seen.end; tile += tiles.step) {
             bool is_missing = (missing >> n++ % 32 & 1) != 0;
             wait_for_first();
-            // All slots are asked for: the next to be filled is the first that was.
+            // All slots are in flight: the next to be refilled is the oldest.
             Place keys = ring + slot_ahead * SLOT + key_rows;
             float s[2][4] = {};
 #pragma unroll
@@ -220,7 +222,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
     inline static float lower(u32 word, BF16) { return __uint_as_float(word << 16); }
     inline static float higher(u32 word, BF16) { return __uint_as_float(word & 0xffff0000u); }
 
-    // Brings sums down to a new largest score; there are none at first.
+    // Rescales the sums to a new maximum score; the first tile has no sums yet.
     inline void raise(float most, bool is_first) {
         most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
         most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
@@ -236,7 +238,7 @@ template <typename T, int DIMS, int HEADS> struct Ring {
         }
     }
 
-    // The ring is used no more: what is left takes its place.
+    // Stores the results over the ring, which is no longer used.
     inline void leave(float* sums, float2* shares) {
         total += __shfl_xor_sync(ALL_LANES, total, 1);
         total += __shfl_xor_sync(ALL_LANES, total, 2);

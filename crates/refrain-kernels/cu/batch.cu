@@ -1,30 +1,35 @@
-// batch.cu: many rows in 16 bits times up to four packed weights, each weight read once
+// batch.cu: GEMM of many 16-bit activation rows with up to four packed weights; each weight is read once
 //
-//   y0 .. y3   [m, n]         f32; null behind the last, and all of them with partials. With a gate y0 alone, the same as
-//                             narrow, or null
-//   partials   [S, m, sum n]  f32, where S, the number of splits, is above 1 and blocks form no clusters (gemm_reduce_f32
-//                             adds them); else null
-//   narrow     [m, n]         BF16, dense or in planes of narrow_rows rows: act(x w0^T) * (x w1^T) with a gate; else null
-//   x          [m, k]         BF16, in planes of M rows (planes.cuh); rows behind m are read and used for nothing
-//   w0 .. w3   [n, k]         quantised and packed (packed.cuh); null behind the last
-//   p          sizes; see Params
+//   y_i = x . w_i^T, or with a gate y0 = narrow = act(x . w0^T) * (x . w1^T)
 //
-// The products of a decode step of many sequences. A block has ROWS rows of weights and M rows of x, and walks along k,
-// one unit of weights (one or two planes of 128 columns) after the other. A warp of its own brings weights and planes of x to two
-// rings in shared memory: weights are asked for before the kernel waits for x, and further ahead. Eight other warps, four of
-// them together, multiply 64 rows of weights: each takes 16 rows to registers, decoded to BF16 where they are packed, half
-// a plane at a time, while tensor cores multiply the half before.
+//   y0 .. y3   [m, n]         f32; unused ones null, all null with partials. With a gate: y0 only, with the
+//                             values of narrow, or null
+//   partials   [S, m, sum n]  f32, for S > 1 splits without clusters (gemm_reduce_f32 adds them); else null
+//   narrow     [m, n]         BF16, with a gate: dense, or in planes of narrow_rows rows; else null
+//   x          [m, k]         BF16, in planes of M rows (planes.cuh); rows past m are read, their results unused
+//   w0 .. w3   [n, k]         quantised and packed (packed.cuh); unused ones null
+//   p                         sizes; see Params
 //
-// Splits of k are blocks of a cluster where there are clusters: each leaves its sums in its shared memory, and adds a part of
-// them all.
+// The matrix products of a decode step of many sequences. A block has ROWS rows of weights and M rows of x,
+// and walks along k one unit of weights (one or two planes of 128 columns) at a time. A producer warp loads
+// weights and planes of x into two rings in shared memory; the weight loads are issued before the kernel
+// waits for x, and prefetch further ahead. Eight consumer warps work in groups of four; a group multiplies 64
+// rows of weights. Each warp decodes 16 rows to BF16 in registers, half a plane at a time, while the tensor
+// cores multiply the previous half.
 //
-// Launch    grid (tiles of ROWS of each weight, S, tiles of M rows of x), block (288; 384 for 128 rows on compute capability 9.0,
-//           where threads give registers to others in fours of warps), shared as shared_bytes of src/batch.rs says, cluster (1, S, 1) if partials is null and S is above 1. With a gate a tile has half as many rows of each of
-//           both.
-// Requires  x, weights at multiples of 16 bytes; k a multiple of 128, and whole blocks of a quantised type; weights are not
-//           written by any launch; with a gate partials is null and both weights have the same n
-// Aliasing  none
-// Sums in f32 in an order that follows from the sizes alone: same bits every run. Capture: safe.
+// On devices with clusters, the splits of k are the blocks of a cluster: each block keeps its partial sums in
+// shared memory and reduces a share of the tile across all of them.
+//
+// Launch       grid (tiles of ROWS rows of each weight, S, tiles of M rows of x), block (288; 384 for M = 128
+//              on compute capability 9.0, where registers are reallocated per warpgroup), shared memory as
+//              shared_bytes of src/batch.rs, cluster (1, S, 1) if partials is null and S > 1. With a gate, a
+//              tile has ROWS / 2 rows of each of the two weights
+// Requires     x and weights 16-byte aligned; k a multiple of 128 and of the quantisation block; no launch
+//              writes the weights; with a gate, partials is null and both weights have the same n
+// Aliasing     none
+// Accumulation f32
+// Determinism  same bits every run: the order of additions depends only on the sizes
+// Capture      safe
 #include "cluster.cuh"
 #include "functions.cuh"
 #include "overlap.cuh"
@@ -34,20 +39,20 @@
 #include "wgmma.cuh"
 
 const u32 PARTS = 4;
-const u32 WARPS = 8;  // that multiply
+const u32 WARPS = 8;  // consumer warps
 const u32 MULTIPLIERS = 32 * WARPS;
-const u32 HEAD_BYTES = 256;  // barriers, in front of the rings
+const u32 HEAD_BYTES = 256;  // barriers, before the rings
 
 struct Params {
     u32 m;
     u32 k;
-    u32 n[PARTS];     // rows of each weight; 0 behind the last
-    u32 per_split;    // units
+    u32 n[PARTS];     // rows of each weight; 0 for unused ones
+    u32 per_split;    // units of each split
     u32 gate;         // 0: none, 1: SiLU, 2: GELU
     u32 narrow_rows;  // 0: narrow is dense
 };
 
-// Slots of a ring that are filled and emptied in turn.
+// Position in a ring: the slot, and how many times the ring has wrapped around.
 struct Turn {
     u32 slot = 0, turn = 0;
 
@@ -59,7 +64,7 @@ struct Turn {
     }
 };
 
-// Rows of weights of a block: those of one weight, or of two that a gate joins, half of the rows each.
+// The block's rows of weights: of one weight, or with a gate half of them of each of two.
 struct Tile {
     const u8 *w, *up;
     u32 first, n, k;
@@ -90,7 +95,7 @@ inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
-// Of what is read once in a step: what else is in the cache should stay there.
+// Cache policy for data that is read once per step: it should not displace the rest of the L2 cache.
 inline u64 once() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -105,11 +110,10 @@ inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 poli
 }
 #endif
 
-// The 32 elements of a lane as numbers of 16 bits, two at a time. Bytes are put into the mantissa of a power of two: a number
-// that is the power and the byte.
-//
-// In general their scale is applied in f32, the offset takes the power back, and the result is rounded. What rounding the
-// offset costs is far less than what rounding to 16 bits does.
+// Decodes a lane's 32 elements to BF16, two at a time. A byte is inserted into the mantissa of a power of
+// two, which gives the float power + byte. In the general case the scale is applied in f32, the offset
+// subtracts the power, and the result is rounded. Rounding the offset costs far less than rounding the result
+// to 16 bits.
 template <typename Q> struct WideDecoder {
     Sub sub;
     float offsets[2];  // of each half of 16 elements
@@ -125,7 +129,7 @@ template <typename Q> struct WideDecoder {
             offsets[half] = __fmaf_rn(sub.scale[half], Q::SIGNED ? -32896.0f : -32768.0f, -sub.min);
         }
     }
-    // Of word s, from byte `at` on.
+    // Returns the elements at bytes `at` and `at` + 1 of word s.
     inline u32 two(u32 s, u32 at) const {
         float low = __uint_as_float(__byte_perm(sub.q[s], 0x47000000u, 0x7404u | at << 4));
         float high = __uint_as_float(__byte_perm(sub.q[s], 0x47000000u, 0x7404u | (at + 1) << 4));
@@ -134,8 +138,9 @@ template <typename Q> struct WideDecoder {
     }
 };
 
-// Four bits are exact in 16: two at a time are moved to a centre of 8, and their scale, rounded to 16 bits, is applied with
-// what is then left of the minimum. That costs about as much as rounding the result, and half of the instructions.
+// Four-bit quants are exact in BF16. They are centred at 8 two at a time, and the scale, rounded to BF16, is
+// applied together with the remaining minimum. This costs about as much accuracy as rounding the result, and
+// half the instructions.
 struct FourBits {
     u32 q[8], scale, offset;
 
@@ -148,7 +153,7 @@ struct FourBits {
     }
     inline u32 two(u32 s, u32 at) const {
         u32 word = s < 4 ? q[s] : q[s] >> 4;
-        // 128 and the quant; less 136 is exact.
+        // 128 + quant; subtracting 136 is exact.
         u32 v = __byte_perm(word, 0x43434343u, at == 0 ? 0x4140 : 0x4342);
         v = multiply_add(v, 0x3f803f80u, 0xc308c308u, BF16());
         return multiply_add(v, scale, offset, BF16());
@@ -158,10 +163,10 @@ struct FourBits {
 template <typename Q, bool FOUR_BITS> struct Decoder { typedef WideDecoder<Q> Type; };
 template <typename Q> struct Decoder<Q, true> { typedef FourBits Type; };
 
-// Packed weights. A slot has tiles of eight rows, one unit of each.
+// Packed weights. A slot holds one unit of each of the block's tiles of eight rows.
 template <typename Q> struct Quantised {
     static const u32 PLANES = Q::COLS / PLANE;
-    static const u32 ROW_BYTES = Q::BYTES / TILE_ROWS;  // of a slot, for each row of weights
+    static const u32 ROW_BYTES = Q::BYTES / TILE_ROWS;  // bytes of a slot per row of weights
 
     inline static const u8* unit_of(const Tile& tile, u32 i, u32 rows, u32 unit) {
         u32 half = rows / TILE_ROWS / 2;
@@ -172,7 +177,7 @@ template <typename Q> struct Quantised {
     }
 
 #ifdef BULK_COPIES
-    // Asks for one unit of all rows of a tile after the other; the lanes of one warp together.
+    // Loads consecutive units of all rows of a tile; the lanes of one warp call it together.
     template <u32 ROWS> struct Source {
         const u8* from;
         u64 policy;
@@ -205,14 +210,14 @@ template <typename Q> struct Quantised {
 
     typename Decoder<Q, !Q::SIGNED && Q::HIGH == 0>::Type first, second;
 
-    // One plane of 16 rows, from `row` of the slot on.
+    // Loads one plane of 16 rows, starting at `row` of the slot.
     inline void open(const u8* slot, u32 row, u32 plane, u32 lane) {
         const u8* at = slot + row / TILE_ROWS * Q::BYTES;
         first.open(Q::load(at, plane, lane));
         second.open(Q::load(at + Q::BYTES, plane, lane));
     }
 
-    // The left side of multiplication s of a plane.
+    // Returns the A fragment of multiplication s of a plane.
     inline void get(u32* a, u32 s) const {
         a[0] = first.two(s, 0);
         a[1] = second.two(s, 0);
@@ -222,7 +227,7 @@ template <typename Q> struct Quantised {
 };
 
 #if !defined(REFRAIN_ON_HOST) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Registers that four warps which only copy leave to those which multiply.
+// Moves registers from the producer warpgroup to the consumer warpgroups.
 template <int M> struct Registers {
     static inline void fewer() {
         if (M == 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -238,9 +243,9 @@ template <int M> struct Registers {
 };
 #endif
 
-// How a block is divided for up to M rows of x; src/batch.rs has the same numbers.
+// Division of a block for up to M rows of x; src/batch.rs has the same numbers.
 template <typename W, int M> struct Division {
-    static const u32 GROUPS = M == 128 ? 2 : 1;  // of 64 rows of weights, for four warps
+    static const u32 GROUPS = M == 128 ? 2 : 1;  // of 64 rows of weights per warpgroup
     static const u32 ROWS = 128 * GROUPS;
     static const u32 PLANES = W::PLANES;
     static const u32 X_BYTES = M * PLANE_BYTES, W_BYTES = ROWS * W::ROW_BYTES;
@@ -248,7 +253,7 @@ template <typename W, int M> struct Division {
     static const u32 SHARED = (M == 128 ? 2 : 1) * BATCH_SHARED_BYTES - HEAD_BYTES - X_SLOTS * X_BYTES;
     static const u32 FITTING = SHARED / W_BYTES;
     static const u32 W_SLOTS = FITTING < 2 ? 2 : FITTING > 6 ? 6 : FITTING;
-    static const u32 PITCH = ROWS + 4;  // of sums in shared memory: rows of x that a warp writes at once share no bank
+    static const u32 PITCH = ROWS + 4;  // of the sums in shared memory: a warp's simultaneous stores have no bank conflicts
     static_assert(16 * (X_SLOTS + W_SLOTS) <= HEAD_BYTES, "barriers");
     static_assert(X_SLOTS >= PLANES && X_SLOTS >= 2, "a unit's planes, and one while another is multiplied");
     static_assert(M * PITCH * 4 <= X_SLOTS * X_BYTES + W_SLOTS * W_BYTES, "sums take the place of rings");
@@ -262,7 +267,7 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
     let_next_start();
     u8 *x_ring = shared + HEAD_BYTES, *w_ring = x_ring + X_SLOTS * D::X_BYTES;
 
-    // Which rows of which weight.
+    // Find this block's weight and rows.
     u32 per_tile = p.gate != 0 ? ROWS / 2 : ROWS, tile_idx = blockIdx.x, begin_of_part = 0, all = 0, part = 0;
     Tile tile = {ws[0], p.gate != 0 ? ws[1] : nullptr, 0, p.n[0], p.k};
     float* y = ys[0];
@@ -286,11 +291,12 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
     const u8* x_tile = x + (u64)blockIdx.z * n_planes * D::X_BYTES;
 
     u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    u32 first_row = warp / 4 * 64 * D::GROUPS + warp % 4 * 16;  // of the block's; further groups follow at 64 rows
+    u32 first_row = warp / 4 * 64 * D::GROUPS + warp % 4 * 16;  // within the block; further groups follow at 64-row intervals
     float acc[D::GROUPS][M / 8][4] = {};
 
     auto leave = [&] {
-        // Sums side by side in shared memory, then out along the rows of weights. All that was asked for has come.
+        // Epilogue: sums go to shared memory, then out along the rows of weights. All copies into the rings
+        // have completed.
         float* sums = (float*)x_ring;
         sync_threads<MULTIPLIERS>();
 #pragma unroll
@@ -309,7 +315,7 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
         Cluster<M * D::PITCH, MULTIPLIERS> cluster(sums, clustered);
 
         u32 first_of = blockIdx.z * M, n_of = min((u32)M, p.m - first_of);
-        // Four columns of a row of x.
+        // Returns four columns of a row of x.
         auto sum_of = [&](u32 of, u32 column) {
             u32 at = of * D::PITCH + column;
             return clustered ? cluster.sum(at) : *(const float4*)(sums + at);
@@ -384,11 +390,11 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
 #pragma unroll 1
         for (u32 i = 0; i < W_SLOTS && begin + i < end; i++) load_w(i);
         wait_for_previous();
-        // What kernels before have written by plain stores is read by bulk copies.
+        // Bulk copies are about to read what previous kernels wrote with ordinary stores.
         asm volatile("fence.proxy.async;" ::: "memory");
 #pragma unroll 1
         for (u32 i = 0; i < X_SLOTS && plane + i < last_plane; i++) load_x(plane + i, i);
-        // Slots are filled again in the order in which they become free.
+        // Slots are refilled in the order in which they become free.
         Turn w_turn, x_turn;
 #pragma unroll 1
         for (u32 unit = begin; unit < end; unit++) {
@@ -411,7 +417,8 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
         Registers<M>::more();
         wait_for_previous();
         Turn w_turn, x_turn;
-        // Half a plane of 64 rows of weights is a piece. Each is decoded while the one before is multiplied.
+        // A piece is half a plane of 64 rows of weights. Each is decoded while the previous one is
+        // multiplied.
         const u32 PIECES = 2 * D::GROUPS;
         u32 a[2][4][4];
         W left;
@@ -435,7 +442,7 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
                         __syncwarp();
                         if (lane == 0) barrier_arrive(w_empty + 8 * w_turn.slot);
                         w_turn.next(W_SLOTS);
-                        // Behind the last unit what a slot holds is opened for nothing.
+                        // After the last unit, the stale contents of a slot are decoded and ignored.
                         if (unit + 1 < end) barrier_wait(w_full + 8 * w_turn.slot, w_turn.turn);
                         __syncwarp();
                     }
@@ -473,7 +480,7 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
     for (u32 i = 0; i < AHEAD; i++) load(begin + i);
 #pragma unroll 1
     for (u32 unit = begin; unit < end; unit++) {
-        // Groups end in order: all but the newest AHEAD - 1 are there.
+        // Groups complete in order: all but the newest AHEAD - 1 have arrived.
         copies_wait<AHEAD - 1>();
         __syncthreads();
         u32 slot = (unit - begin) % AHEAD;
@@ -494,7 +501,7 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
                 right.end();
             }
         }
-        // The slot is filled again only after everybody has read it.
+        // The slot may be refilled only after every warp has read it.
         __syncthreads();
         load(unit + AHEAD);
     }

@@ -1,29 +1,33 @@
-// experts.cu: routing, and products of rows with the experts that were chosen for them
+// experts.cu: mixture of experts: routing, and matmuls of rows with their chosen experts
 //
 //   ids        [n, n_choices]     i32: experts of each row; one outside 0 .. n_experts - 1 is an empty choice
 //   weights    [n, n_choices]     f32
-//   w          [n_experts, n, k]  packed (packed.cuh) or as in the file; experts lie p.expert_bytes apart
-//   bias       [n_experts, n]     f32, p.bias_stride apart, or null
+//   w          [n_experts, n, k]  packed (packed.cuh) or in file layout; stride p.expert_bytes between experts
+//   bias       [n_experts, n]     f32, stride p.bias_stride, or null
 //   p          sizes; see Params
 //
-// expert_route turns logits into ids and weights: one block for a row, each thread ranks its experts among all.
-// expert_gate and expert_sum are for few rows: a block reads the experts of one row. A warp has a tile of eight rows of w,
-// lane 4 r + s has row r; all of its tile is asked for before the activations are rounded, since nothing of it can be
-// asked for before the kernel knows the expert.
-// For many rows expert_sort lists the choices of each expert in their order; expert_rows multiplies eight of them with a
-// tile at a time, so that each weight is read once for eight rows; expert_join and expert_combine finish.
+// expert_route turns logits into ids and weights: one block per row, each thread ranks its experts among all.
 //
-// Launch    expert_route: grid (n), block (128), shared 8 n_experts
-//           expert_gate: grid (ceil(tiles / 2), n_choices, n), block (128), shared one row of x
-//           expert_sum: grid (tiles, n), block (256), shared n_choices rows of x
-//           expert_sort: grid (n_experts), block (256), shared 0
-//           expert_rows: grid (ceil(tiles / 8), n_experts, weights), block (256), shared eight rows of x
-//           expert_join, expert_combine: grid (ceil(columns / 256), rows), block (256), shared 0
-// Requires  packed: k a multiple of the dtype's blocks, n of 8; w and rows of x at multiples of 16 bytes where k % 8 == 0
-// Aliasing  none
-// Packed weights multiply rows rounded to bytes in blocks of 32 (packed.cuh). Sums over sub-blocks in f32, a lane's in their
-// order, then four lanes; over choices in their order. A row has the same bits for any n and in both forms: same bits every
-// run. Capture: safe.
+// For few rows, expert_gate and expert_sum read the experts of one row per block. A warp has a tile of eight
+// rows of w; lane 4 r + s has row r. The kernel learns its experts only after the wait, so it cannot load
+// weights earlier; it then prefetches the whole tile before it quantises the activations.
+//
+// For many rows, expert_sort lists the choices of each expert in order; expert_rows multiplies eight of them
+// with a tile at a time, so each weight is read once per eight rows; expert_join and expert_combine finish.
+//
+// Launch       expert_route: grid (n), block (128), shared 8 n_experts. expert_gate: grid (ceil(tiles / 2),
+//              n_choices, n), block (128), shared one row of x. expert_sum: grid (tiles, n), block (256),
+//              shared n_choices rows of x. expert_sort: grid (n_experts), block (256), shared 0. expert_rows:
+//              grid (ceil(tiles / 8), n_experts, weights), block (256), shared eight rows of x. expert_join,
+//              expert_combine: grid (ceil(columns / 256), rows), block (256), shared 0
+// Requires     packed: k a multiple of the dtype's block length, n of 8; w and rows of x 16-byte aligned
+//              where k % 8 == 0
+// Aliasing     none
+// Accumulation packed weights multiply rows rounded to bytes in blocks of 32 (packed.cuh); sums over
+//              sub-blocks in f32
+// Determinism  same bits every run: each lane adds its sub-blocks in order, then four lanes are added;
+//              choices are added in order. A row has the same bits for any n and in both forms
+// Capture      safe
 #include "overlap.cuh"
 #include "packed.cuh"
 #include "plain.cuh"
@@ -34,10 +38,10 @@ struct Params {
     u32 k;            // columns of w
     u32 n;            // rows of an expert
     u32 n_experts;
-    u32 n_choices;    // choices that a row of x serves
+    u32 n_choices;    // choices per row of x
     u32 n_pairs;      // choices of all rows
     u32 bias_stride;
-    u32 x_stride;     // floats from one row of x to the next
+    u32 x_stride;     // floats between rows of x
     u32 activation;   // 0: SiLU, 1: GELU (tanh), 2: clamped SiLU
     float alpha;
     float limit;
@@ -46,8 +50,8 @@ struct Params {
 struct RouteParams {
     u32 n_experts;
     u32 n_choices;
-    u32 score;        // 0: softmax, 1: sigmoid, 2: softmax of the chosen
-    u32 n_groups;     // 0: none
+    u32 score;        // 0: softmax, 1: sigmoid, 2: softmax over the chosen experts
+    u32 n_groups;     // 0: no groups
     u32 n_kept;
     u32 n_best;
     u32 renormalise;
@@ -64,7 +68,7 @@ inline float joined(float gate, float up, const Params& p) {
         float u = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
         return __fdividef(g, 1.0f + __expf(-p.alpha * g)) * (u + 1.0f);
     }
-    // x / (1 + e^-x); and 0.5 x (1 + tanh u) is x / (1 + e^-2u).
+    // SiLU is x / (1 + e^-x). GELU is 0.5 x (1 + tanh u) = x / (1 + e^-2u).
     float u = p.activation == 0 ? gate : 1.5957691216057308f * __fmaf_rn(0.044715f * gate * gate, gate, gate);
     return __fdividef(gate, 1.0f + __expf(-u)) * up;
 }
@@ -79,14 +83,14 @@ inline void prefetch(const u8* from, u32 bytes) {
 #endif
 }
 
-// Packed weights and rows of bytes.
+// Packed weights and byte rows.
 template <typename Q> struct Packed {
     inline static u32 units(u32 k) { return (k + Q::COLS - 1) / Q::COLS; }
     inline static u32 row_bytes(u32 k) { return units(k) * Q::COLS / 4 * 5; }
     inline static const u8* tile(const u8* w, u32 tile, u32 k) { return w + (u64)tile * units(k) * Q::BYTES; }
     inline static void ask(const u8* w, u32 at, const Params& p) { prefetch(tile(w, at, p.k), units(p.k) * Q::BYTES); }
 
-    // All threads of the block.
+    // Stores a row of x as bytes; all threads of the block call it.
     inline static void keep(u8* row, const float* x, u32 k) {
         u32 padded = units(k) * Q::COLS, lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -132,12 +136,12 @@ template <typename Q> struct Packed {
     }
 };
 
-// Weights as in the file and rows of floats.
+// Weights in file layout and float rows.
 template <typename Q> struct File {
     inline static u32 row_bytes(u32 k) { return 4 * ((k + 7) / 8 * 8); }
     inline static u64 w_bytes(u32 k) { return (u64)k * Q::BYTES / Q::LEN; }
     inline static const u8* row(const u8* w, u32 at, const Params& p) {
-        // Rows past the end are computed like the last one and not stored.
+        // Rows past the end repeat the last one; their results are not stored.
         return w + min(at * TILE_ROWS + threadIdx.x % 32 / 4, p.n - 1) * w_bytes(p.k);
     }
     inline static void ask(const u8* w, u32 at, const Params& p) {
@@ -185,7 +189,7 @@ template <typename Q> struct File {
     }
 };
 
-// The sum of row r, in lanes 4 r to 4 r + 3.
+// Returns the sum of row r, in lanes 4 r to 4 r + 3.
 inline float of_row(float acc) {
     float sum = acc + __shfl_xor_sync(0xffffffffu, acc, 1);
     return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
@@ -264,7 +268,7 @@ inline void expert_sum(float* y, const float* x, const i32* ids, const float* we
     y[(u64)blockIdx.y * p.n + row] = total;
 }
 
-// z[weight, choice, row of w]: eight choices of an expert at a time.
+// Computes z[weight, choice, row of w], eight choices of an expert at a time.
 template <typename X>
 inline void expert_rows(float* z, const float* x, const u32* order, const u32* begin, const u8* w0, const u8* w1,
                         const Params& p) {
@@ -356,7 +360,7 @@ extern "C" __global__ __launch_bounds__(128) void expert_route_f32(i32* ids, flo
     if (p.n_groups != 0) {
         u32 size = p.n_experts / p.n_groups;
         for (u32 g = threadIdx.x; g < p.n_groups; g += blockDim.x) {
-            // The best of the group, each behind the one before in their order.
+            // The n_best largest scores of the group in descending order; ties by index.
             const float* of = compared + g * size;
             float total = 0.0f, last = 0.0f;
             u32 last_at = 0;
@@ -378,7 +382,7 @@ extern "C" __global__ __launch_bounds__(128) void expert_route_f32(i32* ids, flo
             for (u32 g = 0; g < p.n_groups; g++) {
                 better += worths[g] > worths[own] || worths[g] == worths[own] && g < own ? 1 : 0;
             }
-            // Nothing is larger than a NaN, or smaller.
+            // NaN compares neither larger nor smaller, so experts of dropped groups are never ranked.
             if (better >= p.n_kept) compared[i] = nan_f32();
         }
         __syncthreads();
@@ -416,7 +420,7 @@ extern "C" __global__ __launch_bounds__(128) void expert_route_f32(i32* ids, flo
     }
 }
 // unit sort
-// begin[expert]: where its choices begin in `order`; choices of an expert in their order.
+// begin[expert] is the start of its choices in `order`. The choices of an expert are in ascending order.
 extern "C" __global__ __launch_bounds__(256) void expert_sort_i32(u32* order, u32* begin, const i32* ids, u32 n_pairs) {
     __shared__ u32 counts[8];
     start();

@@ -1,45 +1,50 @@
-// few.cu: two to sixteen rows of activations times up to three packed weights, each weight read once
+// few.cu: two to sixteen activation rows times up to three packed weights; each weight is read once
 //
-// few_rows rounds the rows for the products behind it:
-//   rows       [subs, 40 M]  of each 32 columns: the bytes of M rows, then M times the scale and the scaled sum
+//   few_rows quantises the rows for the matmul that follows:
+//   rows       [subs, 40 M]  per 32 columns: the bytes of M rows, then M pairs of scale and scaled sum
 //   x          [m, k]        f32, dense
-// few multiplies:
-//   y0 .. y2   [m, n]        f32; null behind the last
-//   rows       as few_rows writes it
-//   w0 .. w2   [n, k]        quantised and packed (packed.cuh); null behind the last
-//   p          sizes; see Params
 //
-// M is 8 or 16; rows past m are zeros in `rows` and are not stored. Blocks of 32 elements of a row become signed bytes with
-// a scale: the largest magnitude becomes 127, ties to even. Eight rows lie together, 32 bytes each; of these words w and
-// 4 + w are neighbours, as a lane needs them. subs counts the sub-blocks of whole units; those past k are zeros.
+//   few multiplies, y_i = x . w_i^T:
+//   y0 .. y2   [m, n]        f32; unused ones null
+//   rows                     as written by few_rows
+//   w0 .. w2   [n, k]        quantised and packed (packed.cuh); unused ones null
+//   p                        sizes; see Params
 //
-// A block has two tiles of eight weight rows at a time, its warps every eighth unit of them. Units come by asynchronous
-// copies into a ring of each warp, the first ones before the kernel waits for its rows. Tensor cores multiply bytes: 16
-// weight rows by 8 rows of x over half a sub-block.
+// M is 8 or 16; rows past m are zeros in `rows` and are not stored. Each block of 32 elements of a row
+// becomes signed bytes with one scale: the largest magnitude maps to 127, ties round to even. Eight rows are
+// stored together, 32 bytes each; their words w and 4 + w are adjacent, as one lane needs both. subs counts
+// the sub-blocks of whole units; those past k are zeros.
 //
-// Launch    few_rows: grid (ceil(subs / 32), M), block (128), shared 0: four threads have a sub-block
-//           few: grid (at most two blocks for each multiprocessor), block (256), shared for the rings (src/few.rs)
-// Requires  k a multiple of the dtype's blocks; all pointers at multiples of 16 bytes; weights are not written by any launch
-// Aliasing  none
-// Integer products are exact within half a sub-block; sums over sub-blocks in f32, a warp's units in their order, then the
-// warps in theirs: same bits every run. Capture: safe.
+// A block works on two tiles of eight weight rows at a time; each of its warps takes every eighth unit of
+// them. Asynchronous copies load units into one ring per warp, the first ones before the kernel waits for its
+// rows. Tensor cores multiply bytes: 16 weight rows by 8 rows of x over half a sub-block.
+//
+// Launch       few_rows: grid (ceil(subs / 32), M), block (128), shared 0; four threads share a sub-block.
+//              few: grid (at most two blocks per SM), block (256), shared for the rings (src/few.rs)
+// Requires     k a multiple of the dtype's block length; all pointers 16-byte aligned; no launch writes the
+//              weights
+// Aliasing     none
+// Accumulation integer dot products, exact within half a sub-block; sums over sub-blocks in f32
+// Determinism  same bits every run: each warp adds its units in order, then the warps are added in order
+// Capture      safe
 #include "mma.cuh"
 #include "overlap.cuh"
 #include "packed.cuh"
 #include "tuning.cuh"
 
 const u32 WARPS = FEW_WARPS;
-const u32 STAGES = FEW_STAGES;  // units in a warp's ring
+const u32 STAGES = FEW_STAGES;  // pairs of units in a warp's ring
 const u32 PAIR_ROWS = 2 * TILE_ROWS;
 
 struct Params {
     u32 m;
     u32 k;
-    u32 n[3];  // columns of each y; 0 behind the last
+    u32 n[3];  // rows of each weight; 0 for unused ones
 };
 
-// Half a sub-block: bytes of 16 rows of w (a[0] row g, a[1] row g + 8, elements 4 t to 4 t + 3) times bytes of 8 rows of x
-// (b: row g, the same elements). Sums as in mma.cuh: c[0], c[1] row g, columns 2 t and 2 t + 1; c[2], c[3] row g + 8.
+// Multiplies half a sub-block: bytes of 16 rows of w (a[0] row g, a[1] row g + 8, elements 4 t to 4 t + 3) by
+// bytes of 8 rows of x (b: row g, the same elements). Sums are laid out as in mma.cuh: c[0], c[1] row g,
+// columns 2 t and 2 t + 1; c[2], c[3] row g + 8.
 #ifndef REFRAIN_ON_HOST
 template <bool SIGNED> inline void multiply_bytes(i32* c, u32 a0, u32 a1, u32 b) {
     if (SIGNED) {
@@ -72,7 +77,7 @@ template <int M> inline void few_rows(u8* rows, const float* x, u32 m, u32 k, u3
     start();
     u32 sub = blockIdx.x * 32 + threadIdx.x / 4, part = threadIdx.x % 4, row = blockIdx.y;
     float v[8] = {};
-    // Sub-blocks past k are zeros, and so are rows past m. Whole warps stay together.
+    // Sub-blocks past k and rows past m are zeros. Whole warps stay together.
     if (row < m && 32 * sub < k) {
         const float4* from = (const float4*)(x + (u64)row * k + 32 * sub + 8 * part);
         float4 a = from[0], b = from[1];
@@ -81,14 +86,14 @@ template <int M> inline void few_rows(u8* rows, const float* x, u32 m, u32 k, u3
     ByteBlock block(v);
     if (sub >= subs) return;
     u8* to = rows + (u64)sub * 40 * M;
-    // Words 2 part and 2 part + 1: a word w below 4 lies at 2 w, one above at 2 (w - 4) + 1.
+    // Words 2 part and 2 part + 1: word w is at 2 w if w < 4, else at 2 (w - 4) + 1.
     u32* words = (u32*)(to + 32 * row) + (part < 2 ? 4 * part : 4 * part - 7);
     words[0] = block.low;
     words[2] = block.high;
     if (part == 0) *(float2*)(to + 32 * M + 8 * row) = block.scale;
 }
 
-// Four words of each of four lanes side by side: word j of lane t becomes word t of lane j.
+// Transposes four words across four adjacent lanes: word j of lane t becomes word t of lane j.
 inline void transpose(u32* q) {
     bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
 #pragma unroll
@@ -105,8 +110,8 @@ inline void transpose(u32* q) {
     }
 }
 
-// A tile's part of a plane: lane 4 g + t has sub-block t of row g. Afterwards word j has elements 4 t of sub-block j, and
-// word 4 + j elements 16 + 4 t of it.
+// Loads a tile's part of a plane: lane 4 g + t has sub-block t of row g. After the transposition, word j
+// holds elements 4 t to 4 t + 3 of sub-block j, and word 4 + j its elements 16 + 4 t to 19 + 4 t.
 template <typename Q> inline Sub load_tile(const u8* unit, u32 c, u32 lane) {
     Sub sub = Q::load(unit, c, lane);
     transpose(sub.q);
@@ -114,12 +119,12 @@ template <typename Q> inline Sub load_tile(const u8* unit, u32 c, u32 lane) {
     return sub;
 }
 
-// What a warp has gathered: of each eight rows of x the sums c of multiply_bytes.
+// A warp's sums, per eight rows of x as c of multiply_bytes.
 template <int M> struct Sums {
     float of[M / 8][4];
 };
 
-// Adds one unit of two tiles. `rows` is what the unit's first sub-block has of x.
+// Adds one unit of two tiles. `rows` points at x's data for the unit's first sub-block.
 template <typename Q, int M> inline void add_unit(Sums<M>& sums, const u8* units, const u8* rows) {
     const int GROUPS = M / 8;
     u32 lane = threadIdx.x % 32, t = lane % 4;
@@ -173,12 +178,12 @@ template <typename Q, int M> inline void add_unit(Sums<M>& sums, const u8* units
 
 struct Weights {
     const u8* w[3];
-    u32 pairs[3];  // two tiles each; a last one may be alone
+    u32 pairs[3];  // pairs of tiles; the last tile may be single
 
     inline u32 n_pairs() const { return pairs[0] + pairs[1] + pairs[2]; }
 };
 
-// Where a pair of all weights lies.
+// Location of a pair, given its index over all weights: the weight, and the pair's index within it.
 struct Spot {
     u32 which, pair;
 
@@ -194,13 +199,14 @@ struct Spot {
             }
         }
     }
-    // Constant indices keep the parameters where they are.
+    // Constant indices, so that parameters stay in constant memory.
     template <typename T> inline T of(const T* each) const {
         return which == 0 ? each[0] : which == 1 ? each[1] : each[2];
     }
 };
 
-// Copies a unit of a pair into its slot. The other half of a tile that is alone is the tile again, which nobody stores.
+// Copies a unit of a pair of tiles into its slot. A single last tile is copied twice; the second half's
+// results are not stored.
 template <typename Q> inline void fetch(u8* slot, const Weights& weights, const Params& p, u32 of_all, u32 unit, u32 units) {
     const u32 PIECES = Q::BYTES / 16;
     Spot place(weights, of_all);
@@ -217,7 +223,7 @@ template <typename Q, int M>
 inline void few(float* const* y, const u8* rows, const u8* const* w, const Params& p) {
     const u32 SLOT = 2 * Q::BYTES;
     DYNAMIC_SHARED(shared);
-    // Two sets, so that a warp may begin the next pair while the last one is added up.
+    // Two sets, so that a warp may start the next pair while the last one is summed.
     __shared__ float parts[2][WARPS][M][PAIR_ROWS];
     let_next_start();
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = (p.k + Q::COLS - 1) / Q::COLS;
@@ -230,7 +236,7 @@ inline void few(float* const* y, const u8* rows, const u8* const* w, const Param
     }
     u32 n_pairs = weights.n_pairs();
 
-    // What is fetched next.
+    // The next unit to prefetch.
     u32 ahead_pair = warp < units ? blockIdx.x : n_pairs, ahead_unit = warp, ahead_slot = 0;
     auto fetch_next = [&]() {
         if (ahead_pair < n_pairs) {
@@ -251,11 +257,11 @@ inline void few(float* const* y, const u8* rows, const u8* const* w, const Param
     for (u32 pair = blockIdx.x; pair < n_pairs; pair += gridDim.x) {
         Sums<M> sums = {};
         for (u32 unit = warp; unit < units; unit += WARPS) {
-            // Groups end in order: all but the newest STAGES - 1 are there.
+            // Groups complete in order: all but the newest STAGES - 1 have arrived.
             copies_wait<STAGES - 1>();
             __syncwarp();
             add_unit<Q, M>(sums, ring + slot * SLOT, rows + (u64)unit * (Q::COLS / 32) * 40 * M);
-            // The slot is filled again only after every lane has read it.
+            // The slot may be refilled only after every lane has read it.
             __syncwarp();
             fetch_next();
             slot = slot + 1 == STAGES ? 0 : slot + 1;

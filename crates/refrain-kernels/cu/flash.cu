@@ -1,23 +1,28 @@
-// flash.cu: y[i, h] = softmax(scale q[i, h] . k) v over the positions row i sees, many rows at a time on tensor cores
+// flash.cu: attention of many rows on tensor cores (prefill)
+//
+//   y[i, h] = softmax(scale q[i, h] . k) v over the positions that row i sees
 //
 //   y          [n, n_heads, head_dim]                      f32, or null
-//   narrow     [n, n_heads, head_dim]                      the same in 16 bits as narrow_kind says, or null
+//   narrow     [n, n_heads, head_dim]                      y in 16 bits, F16 or BF16 by narrow_kind; or null
 //   q          [n, n_heads, head_dim]                      f32, rows (heads) of consecutive elements
 //   k, v       [n_blocks, n_kv_heads, kv_block, head_dim]  T
-//   positions  [n]                                         i32; negative: zeros
+//   positions  [n]                                         i32; negative: the row gets zeros
 //   seqs       [n]                                         i32
 //   tables     [n_seqs, max_blocks]                        i32
 //
-// Row i sees positions first .. positions[i], where first is 0 or what the window leaves. A block has 64 rows of one
-// head and walks over the positions that any of them sees, 64 at a time, once for each sequence among its rows: rows of
-// many sequences are right, and slow.
+// Row i sees positions first .. positions[i]; first is 0 or the start of the window. A block has 64 rows of
+// one head. It walks over the positions that any of them sees, 64 at a time, once per sequence among its
+// rows: rows of many sequences give correct results, slowly.
 //
-// Launch    grid (n_heads, ceil(n / 64), D / OUT), block (128), shared as shared_bytes below says; a warp has 16 rows. A
-//           block makes OUT elements of each row, those of part blockIdx.z: the sums of 512 do not fit in registers.
-// Requires  head_dim a multiple of 8, at most D; caches and rows of q at multiples of 16 bytes. A position whose block is out of range
-//           counts as not seen.
-// Queries and weights are rounded to T; scores, maxima and sums are f32, in tiles of 64 positions in order. Same bits
-// every run. Capture: safe; the grid is fixed and all lengths are read on the device.
+// Launch       grid (n_heads, ceil(n / 64), D / OUT), block (128), shared as shared_bytes below; a warp has
+//              16 rows. A block computes OUT elements of each row, part blockIdx.z of them: the sums of 512
+//              do not fit in registers
+// Requires     head_dim a multiple of 8, at most D; caches and rows of q 16-byte aligned. A position whose
+//              block is out of range is not seen
+// Aliasing     none
+// Accumulation queries and softmax weights are rounded to T; scores, maxima and sums are f32
+// Determinism  same bits every run: tiles of 64 positions in order
+// Capture      safe: the grid is fixed and all lengths are read on the device
 #include "mma.cuh"
 #include "reduce.cuh"
 #include "view.cuh"
@@ -25,7 +30,7 @@
 struct Sizes {
     u32 n_heads, n_kv_heads, head_dim, n_blocks, kv_block, n_seqs, max_blocks;
     u32 n;
-    u32 window;  // 0: all
+    u32 window;  // 0: no window
     float scale;
     float softcap;    // 0: none
     u32 narrow_kind;  // 1: F16, 2: BF16
@@ -42,19 +47,20 @@ struct Or {
     inline u32 operator()(u32 a, u32 b) const { return a | b; }
 };
 
-// What the rows of one sequence see: all of them lowest .. highest, any of them first .. last.
+// Positions that the rows of one sequence see: every row sees highest .. lowest; together they see first ..
+// last, except for gaps that windows leave.
 struct Seen {
     i32 first, highest, lowest, last;
-    bool alone;  // no row of another sequence is in the block
+    bool alone;  // the block has no row of another sequence
 };
 
 struct Shared {
     i32 last[ROWS], first[ROWS], seq[ROWS];  // last is negative for a row without a position
-    u64 at[2][TILE];                         // rows of the cache, of this tile and of the next
-    u32 there[2][2];                         // a bit for each position of a tile
+    u64 at[2][TILE];                         // cache offsets for this tile and the next; or NOWHERE
+    u32 there[2][2];                         // one bit per position of a tile
 };
 
-// Each warp works it out for itself.
+// Each warp computes this for itself.
 inline Seen look_at_rows(const Shared& sh, i32 seq) {
     u32 lane = threadIdx.x % 32;
     const i32 most = 0x7fffffff;
@@ -93,7 +99,7 @@ inline bool any_row_sees(const Shared& sh, i32 seq, i32 position) {
 template <typename T, int D, int OUT>
 inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const T* v_cache, const i32* positions,
                   const i32* seqs, const i32* tables, const Rows& q_rows, const Sizes& s) {
-    // Sixteen bytes more than a row needs, so that eight rows of a chunk lie in different banks.
+    // 16 bytes of padding per row, so that eight rows of a chunk lie in different banks.
     const u32 STRIDE = 2 * D + 16, VALUE_STRIDE = 2 * OUT + 16, NT = TILE / 8, DT = OUT / 8;
     DYNAMIC_SHARED(pool);
     u8 *queries = pool, *keys = pool + ROWS * STRIDE, *values = keys + TILE * STRIDE;
@@ -101,7 +107,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
     const u32 first_out = OUT < D ? blockIdx.z * OUT : 0;
 
     start();
-    // The last rows see most: they begin first.
+    // The last rows see the most positions, so their blocks start first.
     u32 head = blockIdx.x, first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
     u32 kv_head = head / (s.n_heads / s.n_kv_heads);
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -128,7 +134,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
     }
     __syncthreads();
 
-    // Of the lane's two rows, g and g + 8 of its warp.
+    // State of the lane's two rows, g and g + 8 of its warp.
     i32 row_last[2], row_first[2], row_seq[2];
     float max_score[2], sum[2];
 #pragma unroll
@@ -142,7 +148,8 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
     }
     float acc[DT][4] = {};
 
-    // Positions that no row sees are not read: whatever lies there, zero times it must be zero.
+    // Positions that no row sees are not loaded: their content could be NaN or infinity, and zero times it
+    // must be zero.
     auto find = [&](const i32* table, i32 seq, const Seen& seen, u32 tile) {
         i32 block = -1;
         if (threadIdx.x < TILE) {
@@ -204,7 +211,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
 #pragma unroll 1
         for (u32 tile = begin; tile < end; tile += TILE, buffer ^= 1) {
             load_values(buffer);
-            // The next tile's blocks are asked for here and needed after the products.
+            // Loads the next tile's block indices here, so they arrive during the matrix products.
             i32 next = find(table, seq, seen, tile + TILE);
             copies_wait<1>();
             __syncthreads();
@@ -231,7 +238,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
 
             bool all = (i32)tile >= seen.highest && (i32)(tile + TILE - 1) <= seen.lowest && seen.alone &&
                        (there[0] & there[1]) == ~0u;
-            // Scores times log2 e, so that weights are powers of two.
+            // Scores are scaled by log2 e, so that weights are powers of two.
             float factor_in = s.softcap > 0.0f ? s.scale / s.softcap : s.scale * LOG2_E;
 #pragma unroll
             for (int j = 0; j < NT; j++) {
@@ -267,7 +274,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
                 most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
                 most = fmaxf(most, max_score[h]);
-                // Nothing seen yet: any finite number will do as the maximum.
+                // No position seen so far: any finite maximum works.
                 float base = most == -inf_f32() ? 0.0f : most;
                 float factor = exp2_fast(max_score[h] - base), weights = 0.0f;
                 max_score[h] = most;
@@ -280,7 +287,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
                         weights += w;
                     }
                 }
-                // Each lane sums its own columns; they are added at the end.
+                // Each lane sums its own columns; the lanes are added at the end.
                 sum[h] = __fmaf_rn(sum[h], factor, weights);
 #pragma unroll
                 for (int d = 0; d < DT; d++) {
@@ -336,7 +343,7 @@ inline void flash(float* y, u16* narrow, const float* q, const T* k_cache, const
     }
 }
 
-// shared_bytes: 128 (2 D + 16), 64 (2 OUT + 16) and sizeof(Shared); src/flash.rs holds the same numbers.
+// shared_bytes: 128 (2 D + 16) + 64 (2 OUT + 16) + sizeof(Shared); src/flash.rs has the same numbers.
 #define FLASH(size, out, name, T, BLOCKS)                                                                          \
     extern "C" __global__ __launch_bounds__(128, BLOCKS) void flash_d##size##_##name(                              \
         float* y, u16* narrow, const float* q, const T* k_cache, const T* v_cache, const i32* positions,           \

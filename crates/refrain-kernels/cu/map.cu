@@ -1,28 +1,32 @@
-// map.cu: functions of elements for every type of element, and their gradients
+// map.cu: elementwise functions for every element type, and their gradients
 //
 //   map_unary       y = f(a)                    map_unary_grad  y = a f'(b)
 //   map_binary      y = f(a, b)                 map_gate        y = f(a) b
-//   map_gate_grad   y = a c f'(b), z = a f(b): a is the gradient of what came out, b the gate, c the other factor
+//   map_gate_grad   y = a c f'(b), z = a f(b): a is the gradient of the result, b the gate, c the other factor
 //   map_compare     y = a == b or a < b, i32    map_select      y = a != 0 ? b : c
 //   map_cast        y = a in another type       map_dropout     y = a / (1 - p) or 0
 //
-//   a, b, c  [n]  element i at map.at(i); types in map.types, one byte each from the second on. map_select: a is i32
-//   y, z     [n]  dense; type in the lowest byte of map.types
-//   map_dropout: c is [4] u32, the random state; f is the site, p0 the probability, p1 the factor on what stays
+//   a, b, c  [n]  element i at map.at(i); types in bytes 1 .. 3 of map.types. map_select: a is i32
+//   y, z     [n]  dense; type in byte 0 of map.types
+//   map_dropout: c is [4] u32, the random state; f is the site, p0 the probability, p1 the factor of kept elements
 //
-// map_binary_rows, map_gate_rows and map_gate_grad_rows are these for operands and results of one type of 16 bits, in rows of
-// consecutive elements: map.rank is 1 or 2, map.wide is set, and the innermost strides are 1.
+// map_binary_rows, map_gate_rows and map_gate_grad_rows do the same for operands and results of one 16-bit
+// type, in rows of consecutive elements: map.rank is 1 or 2, map.wide is set, and the innermost strides are
+// 1.
 //
-// Launch    grid (ceil(n / 2048)), block (256), shared 0; _rows: grid (ceil(n / 4096))
-// Requires  map.wide: eight elements at a multiple of eight lie together in each operand, at a multiple of 16 bytes, or are
-//           the same one
-// Aliasing  y and z may be operands that are dense and of y's shape: a thread reads its elements before it writes them
-// Computed in f32, rounded once; the same bits every run. Capture: safe.
+// Launch       grid (ceil(n / 2048)), block (256), shared 0; _rows: grid (ceil(n / 4096))
+// Requires     map.wide: in each operand, eight elements that start at a multiple of eight are contiguous and
+//              16-byte aligned, or all the same element
+// Aliasing     y and z may be operands that are dense and of y's shape: a thread reads its elements before it
+//              writes them
+// Accumulation computed in f32, rounded once
+// Determinism  same bits every run
+// Capture      safe
 #include "eight.cuh"
 #include "functions.cuh"
 #include "overlap.cuh"
 
-// Up to six dimensions of three operands, walked in row-major order.
+// Up to six dimensions of three operands, traversed in row-major order.
 struct Map {
     u32 rank;
     u32 dims[6];
@@ -57,7 +61,7 @@ struct Map {
     }
 };
 
-// What a thread works on: elements i to i + n.
+// A thread's elements, i to i + n.
 struct Share {
     u32 i, n;
     bool wide;
@@ -69,7 +73,7 @@ inline Share share_of(const Map& map) {
     return Share{i, n, map.wide != 0};
 }
 
-// The bits of operand K at the places of `at`, each element in a word of its own or two in one.
+// Loads the bits of operand K at the indices `at`: one element per word, or two 16-bit elements per word.
 template <int K> inline Eight<u32> operand_at(const Map& map, const Share& s, const u8* p, u32 at) {
     u32 type = map.type(K + 1);
     if (!map.repeats<K>()) return load_any(p, type, at, s.n, true);
@@ -79,7 +83,7 @@ template <int K> inline Eight<u32> operand_at(const Map& map, const Share& s, co
     return e;
 }
 
-// The first N operands of a thread's elements, as bits.
+// Loads the first N operands of a thread's elements, as bits.
 template <int N> inline void operands(const Map& map, const Share& s, const u8* a, const u8* b, const u8* c, Eight<u32>* e) {
     u32 at[N];
     if (s.wide) {
@@ -107,7 +111,7 @@ template <int N> inline void operands(const Map& map, const Share& s, const u8* 
     }
 }
 
-// The same as floats.
+// Loads the first N operands as floats.
 template <int N>
 inline void values(const Map& map, const Share& s, const u8* a, const u8* b, const u8* c, float (*v)[8]) {
     Eight<u32> e[N];
@@ -130,7 +134,7 @@ template <typename F> inline void each(float* v, const float* a, const float* b,
     for (int i = 0; i < 8; i++) v[i] = f(a[i], b[i]);
 }
 
-// In the order of UNARY in src/map.rs.
+// Codes are in the order of UNARY in src/map.rs.
 inline void unary(u32 f, float p0, float p1, float* v, const float* x) {
     switch (f) {
         case 0: return each(v, x, [](float x) { return -x; });
@@ -161,7 +165,7 @@ inline void unary_slope(u32 f, float p0, float* v, const float* x) {
     }
 }
 
-// In the order of BINARY in src/map.rs.
+// Codes are in the order of BINARY in src/map.rs.
 inline void binary(u32 f, float* v, const float* a, const float* b) {
     switch (f) {
         case 0: return each(v, a, b, [](float a, float b) { return a + b; });
@@ -186,7 +190,7 @@ inline void philox(u32* c, u32 k0, u32 k1) {
     }
 }
 
-// Towards zero, and to the nearest that there is; a NaN becomes 0.
+// Rounds towards zero and saturates; NaN becomes 0.
 inline u32 to_i32(float x) {
     if (x != x) return 0;
     if (x >= 2147483648.0f) return 0x7fffffffu;
@@ -194,10 +198,10 @@ inline u32 to_i32(float x) {
     return (u32)(i32)x;
 }
 
-// Eights of a thread; the loads of all are on their way before the first is used.
+// Groups of eight elements per thread; all their loads are issued before the first is used.
 enum : u32 { AT_ONCE = 2 };
 
-// Calls f(eights of N operands, results as floats), and stores M results. WHOLE: all eights are there as a whole.
+// Calls f(groups of N operands, results as floats), and stores M results. WHOLE: no group is partial.
 template <int N, int M, bool WHOLE, typename T, typename F>
 inline void of_eights(const Map& map, u32 first, T* y, T* z, const T* a, const T* b, const T* c, F f) {
     Eight<T> e[AT_ONCE][N];
@@ -397,7 +401,8 @@ MAP(cast) {
     store_words(y, s.i, v, s.n, s.wide);
 }
 
-// Element i stays by word i % 4 of Philox with the counter [i / 4, site, state 2, state 3] and the key [state 0, state 1].
+// Element i is kept or dropped by word i % 4 of Philox with the counter [i / 4, site, state 2, state 3] and
+// the key [state 0, state 1].
 MAP(dropout) {
     start();
     Share s = share_of(map);

@@ -1,33 +1,33 @@
-// packed.cuh: quantised weights in the layout that products read, and its decoding (src/packed.rs makes the same bytes).
+// packed.cuh: the packed layout of quantised weights, and its decoding (src/packed.rs produces the same
+// bytes)
 //
-// Eight rows make a tile. A tile is cut along its columns into units of COLS: 128 for types with blocks of 32, 256 for
-// those with blocks of 256; a last unit of 32-element blocks is filled up with zeros. A unit holds all bytes of its
-// columns one after the other: one bulk copy fetches it. The units of a tile follow each other, then come the next tile's;
-// a last tile is filled up with rows of zeros.
+// Eight rows form a tile. A tile is cut along its columns into units of COLS columns: 128 for types with
+// blocks of 32, 256 for those with blocks of 256; a last unit of 32-element blocks is padded with zeros. A
+// unit holds all bytes of its columns contiguously, so that one bulk copy loads it. The units of a tile are
+// consecutive, followed by the next tile's; a last tile is padded with rows of zeros.
 //
-// In a unit lane 4 r + s has sub-blocks s, s + 4, .. of 32 elements of row r. What a lane has of one sub-block lies
-// together in a plane of 32 such pieces:
+// In a unit, lane 4 r + s has the sub-blocks s, s + 4, .. of 32 elements of row r. A plane holds one part of
+// a sub-block for each of the 32 lanes. The planes of a unit, in order:
 //
 //   Q8_0  quants 0 .. 15 of each lane (16 bytes), quants 16 .. 31, then d (2 bytes)
-//   Q4_0  nibbles (16 bytes: byte j is element j below, element 16 + j above), then d
+//   Q4_0  nibbles (16 bytes: byte j is element j in the low half, element 16 + j in the high half), then d
 //   Q4_1  nibbles, then d and m (4 bytes)
 //   Q5_0  nibbles, fifth bits (4 bytes: bit e is element e), then d
 //   Q5_1  nibbles, fifth bits, then d and m
-//   Q4_K  nibbles of sub-block s, of s + 4; scale and minimum of both as bytes (4 bytes); then d and dmin of each row
-//   Q5_K  nibbles twice, fifth bits of both (8 bytes), scales and minima, then d and dmin of each row
-//   Q6_K  nibbles twice, upper bits of both (8 bytes each: bits 2 w of byte i are element 4 w + i, then 16 more), four
-//         scales (4 bytes), then d of each row
+//   Q4_K  nibbles of sub-block s, of s + 4; scale and minimum of both as bytes (4 bytes); then d and dmin per row
+//   Q5_K  nibbles twice, fifth bits of both (8 bytes), scales and minima, then d and dmin per row
+//   Q6_K  nibbles twice, upper bits of both (8 bytes each: bits 2 w of byte i are element 4 w + i, then 16
+//         more), four scales (4 bytes), then d per row
 //
-// Values are formed as the codecs of refrain-tensor form them, so they agree to the bit with the file's.
+// Decoding follows the codecs of refrain-tensor, so values agree bit for bit with the file's.
 #pragma once
 #include "dtype.cuh"
 
 const u32 TILE_ROWS = 8;
 const u32 TILE_SUBS = 4;  // sub-blocks side by side in a plane
 
-// 32 elements as bytes, four to a word, with what they are multiplied with: element e is scale[e / 16] q[e] - min.
-//
-// Quants are signed bytes, or unsigned ones: `Q::SIGNED` says which.
+// 32 elements as bytes, four to a word, with their scales and minimum: element e is scale[e / 16] q[e] - min.
+// Quants are signed or unsigned bytes, by Q::SIGNED.
 struct Sub {
     u32 q[8];
     float scale[2];
@@ -35,7 +35,7 @@ struct Sub {
 };
 
 #ifndef REFRAIN_ON_HOST
-// Four products of bytes, those of x signed.
+// Adds four byte products to sum; the bytes of x are signed.
 inline i32 dot_bytes(u32 q, u32 x, i32 sum, bool is_signed) {
     if (is_signed) {
         asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(q), "r"(x));
@@ -46,14 +46,14 @@ inline i32 dot_bytes(u32 q, u32 x, i32 sum, bool is_signed) {
 }
 #endif
 
-// 32 activations as signed bytes, the largest magnitude being 127, ties to even. Four lanes side by side have eight each; all
-// lanes of a warp make one together.
+// 32 activations as signed bytes; the largest magnitude maps to 127, ties round to even. Four adjacent lanes
+// hold eight each; all lanes of a warp call this together.
 struct ByteBlock {
-    u32 low, high;  // the lane's eight
-    float2 scale;   // what a byte is worth, and the sum of all 32 times that
+    u32 low, high;  // this lane's eight
+    float2 scale;   // the scale of a byte, and the sum of all 32 times that
 
     inline explicit ByteBlock(const float (&v)[8]) {
-        // Magnitudes compare as their bits do, and a NaN is the largest of all.
+        // Magnitudes compare like their bits; NaN is the largest.
         u32 most = 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) most = max(most, __float_as_uint(v[i]) & 0x7fffffffu);
@@ -61,10 +61,10 @@ struct ByteBlock {
         most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
         float largest = __uint_as_float(most);
         bool none = largest < 1e-35f;
-        // What is too large to be divided by, infinite or no number makes the product no number.
+        // Magnitudes too large to scale, infinities and NaN give NaN results.
         float d = none ? 0.0f : largest < 8e37f ? largest * (1.0f / 127.0f) : nan_f32();
         float inverse = none ? 0.0f : __fdividef(127.0f, largest);
-        // Added to 1.5 * 2^23 a number is rounded to an integer, ties to even, whose low byte is in the low bits.
+        // Adding 1.5 * 2^23 rounds to an integer, ties to even; its low byte is in the low bits.
         u32 bits[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) bits[i] = __float_as_uint(__fmaf_rn(v[i], inverse, 12582912.0f));
@@ -85,7 +85,7 @@ inline u32 plane2(const u8* unit, u32 at, u32 lane) { return *(const u16*)(unit 
 inline float low_f16(u32 word) { return f16_to_f32((u16)word); }
 inline float high_f16(u32 word) { return f16_to_f32((u16)(word >> 16)); }
 
-// Nibbles as bytes: elements 0 .. 15 as they are, the others times 16, which their scale takes back.
+// Expands nibbles to bytes: elements 0 .. 15 unchanged, the others times 16, which their scale compensates.
 inline void nibbles(const uint4& v, u32* q) {
     const u32 w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -95,13 +95,13 @@ inline void nibbles(const uint4& v, u32* q) {
     }
 }
 
-// Bits 4 i .. 4 i + 3 of a word as bit 0 of four bytes.
+// Spreads bits 4 i .. 4 i + 3 of a word to bit 0 of four bytes.
 inline u32 spread_bits(u32 bits, int i) {
     u32 b = bits >> (4 * i) & 0xfu;
     return (b * 0x00204081u) & 0x01010101u;
 }
 
-// As many bits more, for types with a fifth one; all elements times 8.
+// Adds the fifth bit of five-bit types; all elements are then multiplied by 8.
 inline void add_fifth_bits(u32* q, u32 bits) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -110,13 +110,13 @@ inline void add_fifth_bits(u32* q, u32 bits) {
     }
 }
 
-// d, m and the fifth bits of types with blocks of 32 lie behind the nibbles.
+// Types with blocks of 32; the fifth bits, d and m follow the nibbles.
 template <int BITS, bool HAS_MIN> struct Packed32 {
     static const int COLS = 128, SUBS = 1;
     static const bool SIGNED = false;
     static const int HIGH = BITS == 5 ? 128 : 0;
     static const int BYTES = 512 + HIGH + (HAS_MIN ? 128 : 64);
-    // Where quants count from, for types that have no minimum.
+    // Zero point of the quants, for types without a minimum.
     static const int CENTRE = HAS_MIN ? 0 : BITS == 5 ? 16 : 8;
     inline static Sub load(const u8* unit, u32, u32 lane) {
         Sub sub;
@@ -185,7 +185,7 @@ struct PackedQ6_K {
         float d = f16_to_f32((u16)plane2(unit, 1664, lane / TILE_SUBS)) * 0.25f;
         const u32 w[4] = {low.x, low.y, low.z, low.w};
         Sub sub;
-        // Four times q - 32: the six bits moved to the top of the byte, the sign bit turned round.
+        // Four times (q - 32): the six bits are shifted to the top of the byte and the sign bit is flipped.
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 a = w[i] << 2 & 0x3c3c3c3cu, b = w[i] >> 2 & 0x3c3c3c3cu;
@@ -199,13 +199,13 @@ struct PackedQ6_K {
     }
 };
 
-// Element e. Scales by powers of two are exact, so it is as if the quant were multiplied as it is in the file; a type
-// whose quants count from a centre has them moved first, as its codec has.
+// Returns element e. Scaling by powers of two is exact, so the result equals the file's quant times its
+// scale; for types with a zero point, the quant is centred first, as in its codec.
 template <typename Q> inline float sub_value(const Sub& sub, int e) {
     u32 byte = sub.q[e / 4] >> (8 * (e % 4)) & 0xffu;
     float q = Q::SIGNED ? (float)(i8)byte : (float)byte, scale = sub.scale[e / 16];
     if (Q::CENTRE != 0) {
-        // The minimum is the centre times d, and the scale d over a power of two.
+        // The minimum is CENTRE times d, and the scale is d over a power of two.
         float d = sub.min / (float)(Q::CENTRE != 0 ? Q::CENTRE : 1);
         float step = Q::HIGH != 0 ? 0.125f : e < 16 ? 1.0f : 0.0625f;
         return __fmul_rn(d, q * step - (float)Q::CENTRE);

@@ -1,36 +1,45 @@
-// product.cu: one row of activations times up to three weights, with what comes before and after in the same launch
+// product.cu: GEMV of one activation row with up to three weights, fused with its norm, residual add, bias
+// and gate
 //
-//   w0 .. w2   [n, k]       BF16 or F16 as in the file, or quantised and packed (packed.cuh)
-//   p          sizes; see Params
+//   y_i = x . w_i^T (+ bias_i), or with a gate y0 = act(x . w0^T) * (x . w1^T)
+//   x = rms_norm(s, norm) or s;  s = a, a + b, or a + rms_norm(b, inner)
+//
+//   w0 .. w2   [n, k]       BF16 or F16 in file layout, or quantised and packed (packed.cuh); unused ones null
+//   p                       sizes; see Params
 //   a          [k]          f32
-//   b          [k]          f32, or null: x is made of a alone
-//   inner      [k]          f32, or null: b is replaced by its RMS norm with these weights
-//   norm       [k]          f32, or null: x is the RMS norm of a (+ b) with these weights, else a (+ b) itself
-//   sum        [k]          f32: a + b, or null
-//   y0 .. y2   [n]          f32; null behind the last. With a gate: y0 alone, act(x w0^T) * (x w1^T)
-//   bias0 .. bias2  [n]     f32, added to the products; or null
+//   b          [k]          f32, or null: s is a
+//   inner      [k]          f32, or null: b is added as it is
+//   norm       [k]          f32, or null: x is s
+//   sum        [k]          f32: receives s when b is set; or null
+//   y0 .. y2   [n]          f32; unused ones null. With a gate only y0 is written
+//   bias0 .. bias2  [n]     f32, added to the results; or null
 //
-// A launch of a step lasts a few microseconds, and what it waits for is its time: parameters are fetched from memory when
-// they are first touched, so those that the first copies need come first and the others are touched before the wait. An
-// instruction that runs once costs five to eight cycles, so what comes behind the wait is kept short: there is a kernel for
-// each Kind, what is the same in all lanes is known to be so, and what can be found out before the wait is.
+// A decode launch lasts a few microseconds, so latency dominates. Touching a kernel parameter for the first
+// time fetches it from memory: the parameters that the first copies need are declared first, and the
+// remaining ones are touched before the wait. An instruction that runs once costs five to eight cycles, so
+// the code after the wait is short: there is one kernel per Kind, warp-uniform values are made uniform for
+// the compiler, and everything that can be computed before the wait is.
 //
-// Every block makes x for itself, from a row that is in the L2 cache, and keeps it in shared memory: as f32 for plain
-// weights, rounded to blocks of 32 signed bytes with a scale (the largest magnitude becomes 127, ties to even) for
-// quantised ones. Weights come in chunks by bulk copies into a ring of each warp, the first ones before the kernel waits
-// for x, and not all at once: the launch before is about to fetch its own x, and would wait behind them. Behind a long
-// launch half of them are left until that has asked for about all of its own. A copy costs a multiprocessor about 25 cycles
-// however small it is, and a warp some hundred cycles for each chunk: chunks are as large as shared memory allows.
+// Every block builds x itself, from a row in the L2 cache, and keeps it in shared memory. Plain weights read
+// x as f32. Quantised weights read x rounded to blocks of 32 signed bytes with one scale (the largest
+// magnitude maps to 127, ties round to even). Bulk copies load chunks of weights into one ring per warp. The
+// first chunks are issued before the kernel waits for x. They are paced: the previous launch is about to read
+// its own x and would queue after them. After a long launch, half of them are held back until that launch has
+// requested nearly all of its weights. A copy costs an SM about 25 cycles whatever its size, and a chunk
+// costs a warp about 100 cycles, so chunks are as large as shared memory allows.
 //
-// Launch    grid (at most one block for each multiprocessor), block (32 WARPS of the type), shared for the rings and x
-//           (src/product.rs)
-// Requires  k a multiple of 8 (plain), 32 or 256 (packed); all pointers at multiples of 16 bytes; weights are not
-//           written by any launch
-// Aliasing  none: every block reads a and b while the first writes sum, and y is written while others read
-// A block has consecutive tiles, a warp an equal share of their chunks, one after the other; sums of tiles that several
-// warps share are added in a fixed order. Integer products are exact within a sub-block of 32; sums over sub-blocks in
-// f32. The order depends on the sizes and the grid alone: same bits every run.
-// Capture: safe.
+// Launch       grid (at most one block per SM), block (32 WARPS of the weight type), dynamic shared memory
+//              for the rings and x (src/product.rs)
+// Requires     k a multiple of 8 (plain), 32 or 256 (packed); all pointers 16-byte aligned; no launch writes
+//              the weights
+// Aliasing     none: blocks read a and b while the first block writes sum, and write y while other blocks
+//              still read
+// Accumulation packed: integer dot products, exact within a sub-block of 32; sums over sub-blocks in f32.
+//              Plain: f32
+// Determinism  same bits every run. A block owns consecutive tiles and each warp an equal, consecutive share
+//              of their chunks. Partial sums of tiles shared by several warps are added in an order that
+//              depends only on the sizes and the grid
+// Capture      safe
 #include "overlap.cuh"
 #include "packed.cuh"
 #include "reduce.cuh"
@@ -38,21 +47,22 @@
 
 struct Params {
     u32 k;
-    u32 n[3];           // columns of each y
-    u32 tiles;          // of a block; the first `extra` blocks have one more
+    u32 n[3];           // rows of each weight
+    u32 tiles;          // tiles per block; the first `extra` blocks have one more
     u32 extra;
-    u32 tile_inverse;   // 2^32 over the chunks of a tile, rounded up; 0: one chunk
-    u8 stages;          // chunks in a warp's ring
-    u8 second;          // bit i: weight i is of the second type
+    u32 tile_inverse;   // 2^32 / (chunks per tile), rounded up; 0 if a tile is one chunk
+    u8 stages;          // chunks in each warp's ring
+    u8 second;          // bit i: weight i has the second type
     u8 gate;            // 0: none, 1: SiLU, 2: GELU (tanh)
-    u8 pace;            // cycles, in fours, from one chunk of the first filling of the rings to the next
+    u8 pace;            // pacing of the initial prefetch: cycles between two chunks, divided by 4
     float inverse_k;
     float eps;
-    u32 early;          // chunks of the first filling that do not wait for `late`
-    u32 late;           // cycles from the start of the block
+    u32 early;          // chunks of the initial prefetch that do not wait for `late`
+    u32 late;           // cycles after the block's start
 };
 
-// Asynchronous copies into a warp's ring, in order. Before compute capability 9.0 lanes copy 16 bytes each.
+// Asynchronous copies into one warp's ring, in order. Before compute capability 9.0 each lane copies 16 bytes
+// at a time.
 #if !defined(REFRAIN_ON_HOST) && __CUDA_ARCH__ >= 900
 struct Ring {
     u32 data, barriers;
@@ -71,7 +81,7 @@ struct Ring {
         __syncwarp();
     }
     inline static void copy(u32 to, const u8* from, u32 bytes, u32 bar) {
-        // Weights are read once in a step: what else is in the cache should stay there.
+        // Each weight is read once per step; evict_first keeps it from displacing the rest of the L2 cache.
         u64 policy;
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         asm volatile(
@@ -88,7 +98,7 @@ struct Ring {
         expect(barriers + 8 * slot, bytes);
         copy(data + offset, from, bytes, barriers + 8 * slot);
     }
-    // One or two pieces of `bytes`, `stride` apart, to places `pitch` apart.
+    // Copies one or two rows of `bytes`, `stride` apart in memory, to rows `pitch` apart in the slot.
     inline void issue_rows(u32 slot, u32 offset, const u8* from, u32 n, u32 bytes, u64 stride, u32 pitch) {
         if (threadIdx.x % 32 != 0) return;
         expect(barriers + 8 * slot, n * bytes);
@@ -96,7 +106,7 @@ struct Ring {
         if (n > 1) copy(data + offset + pitch, from + stride, bytes, barriers + 8 * slot);
     }
     inline void nothing() {}
-    // The chunk of a slot, used for the `turn`-th time.
+    // Waits for the chunk of a slot in its `turn`-th use.
     inline void wait(u32 slot, u32 turn, u32) {
         asm volatile(
             "{ .reg .pred p; \n"
@@ -127,7 +137,7 @@ struct Ring {
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
     inline void nothing() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-    // Groups end in order: when at most as many as there are slots but one are under way, this one is there.
+    // Groups complete in order: once at most `stages` - 1 are in flight, this one has arrived.
     inline void wait(u32, u32, u32 stages) {
         switch (stages) {
             case 1: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
@@ -157,16 +167,17 @@ struct Ring {
 
 // Activations in shared memory.
 struct X {
-    // Plain: elements 0 .. 3 of every eight in one plane, 4 .. 7 in the other, so that a warp's reads share no bank.
+    // Plain: of every eight elements, 0 .. 3 are in one plane and 4 .. 7 in the other, so a warp's reads have
+    // no bank conflicts.
     float* plane[2];
-    // Quantised: bytes, and of each 32 the scale and the scaled sum.
+    // Quantised: the bytes, and for each block of 32 its scale and scaled sum.
     u8* q;
     float2* scale;
 };
 
-// Sum of the partial sums of all warps.
+// Returns the sum of all warps' partial sums.
 template <u32 WARPS> inline float total(const float* partial) {
-    // In four chains: each addition waits for the one before.
+    // Four independent chains, because each addition waits for the previous one of its chain.
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < WARPS; i += 4) {
@@ -175,7 +186,7 @@ template <u32 WARPS> inline float total(const float* partial) {
     return (sum.x + sum.y) + (sum.z + sum.w);
 }
 
-// What a thread handles at a time.
+// The eight elements that a thread handles at a time; zero past k.
 struct Eight {
     float v[8];
 
@@ -197,7 +208,7 @@ struct Eight {
     }
 };
 
-// Four lanes have the 32 elements of a block; all lanes of a warp call this together.
+// Stores x quantised. Four lanes hold the 32 elements of a block; all lanes of a warp call this together.
 inline void keep_quantised(const X& x, u32 at, u32 padded, const Eight& e) {
     ByteBlock block(e.v);
     if (at >= padded) return;
@@ -219,19 +230,20 @@ template <bool QUANTISED> inline void keep(const X& x, u32 at, u32 padded, const
     }
 }
 
-// The factor of an RMS norm, from the warps' sums of squares.
+// Returns the factor of an RMS norm, from the warps' sums of squares.
 template <u32 WARPS> inline float norm_factor(const float* partial, const Params& p) {
     return rsqrtf(__fmaf_rn(total<WARPS>(partial), p.inverse_k, p.eps));
 }
 
-// Where x comes from.
+// Inputs that x is computed from.
 struct Source {
     const float *a, *b, *inner, *norm;
     float* sum;
 };
 
-// x is a (+ b), times the norm's weights. `partial` gets each warp's sum of squares, to be read after the caller's barrier.
-// `early` is what this thread needs first of the norm's weights.
+// Computes x in shared memory: s times the norm's weights. The factor of the norm is applied to the results.
+// `partial` receives each warp's sum of squares; the caller synchronises before it reads them. `early` holds
+// the first norm weights that this thread needs.
 template <typename W>
 inline void make_x(const X& x, u32 padded, const Source& from, float* partial, const Eight& early, const Params& p) {
     const u32 STEP = 8 * 32 * W::WARPS;
@@ -248,8 +260,8 @@ inline void make_x(const X& x, u32 padded, const Source& from, float* partial, c
         __syncthreads();
     }
     float squares = 0.0f;
-    // Whole warps stay together. Elements of several rounds are asked for before the first are used: a load takes as long as
-    // all else.
+    // Whole warps stay together. The elements of several rounds are loaded before the first are used: one
+    // load takes as long as everything else.
 #pragma unroll 1
     for (u32 start = 8 * (threadIdx.x - lane); start < padded; start += W::X_AHEAD * STEP) {
         Eight ahead[W::X_AHEAD];
@@ -286,8 +298,8 @@ inline void make_x(const X& x, u32 padded, const Source& from, float* partial, c
     if (lane == 0) partial[warp] = squares;
 }
 
-// Quantised weights: tiles of eight rows, lane 4 r + s. A chunk is UNITS units. Few warps with large chunks read faster, many
-// compute faster: what is better depends on how much there is to do for each byte.
+// Quantised weights in tiles of eight rows, lane 4 r + s. A chunk is UNITS units. Few warps with large chunks
+// read faster, many warps compute faster; the best choice depends on the work per byte.
 template <typename Q, int UNITS, u32 N_WARPS> struct Packed {
     static const bool QUANTISED = true;
     static const u32 WARPS = N_WARPS, X_AHEAD = 32 / WARPS;
@@ -331,14 +343,14 @@ template <typename Q, int UNITS, u32 N_WARPS> struct Packed {
             acc[0] = __fmaf_rn(-sub.min, scale.y, acc[0]);
         }
     }
-    // The sum of row r, in lanes 4 r to 4 r + 3.
+    // Returns the sum of row r, in lanes 4 r to 4 r + 3.
     inline static float reduce(const float* acc) {
         float sum = acc[0] + __shfl_xor_sync(0xffffffffu, acc[0], 1);
         return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
     }
 };
 
-// Plain weights, as in the file: tiles of two rows, so that x is read once for both.
+// Plain weights in the file's layout, in tiles of two rows, so that one read of x serves both.
 template <typename T> struct Plain {
     static const bool QUANTISED = false;
     static const u32 WARPS = PRODUCT_PLAIN_WARPS, X_AHEAD = 4;
@@ -346,7 +358,7 @@ template <typename T> struct Plain {
 
     inline static u32 padded(u32 k) { return k; }
     inline static u64 start(u32 tile, u32 chunk, u32 k) { return 2 * ((u64)tile * ROWS * k + chunk * COLS); }
-    // Rows past the end are not fetched; what is computed for them is not stored.
+    // Rows past the end are not loaded; the results computed for them are not stored.
     inline static void issue(Ring& ring, u32 slot, u32 offset, const u8* from, u32 tile, u32 chunk, u32 n, u32 k) {
         ring.issue_rows(slot, offset, from, min(ROWS, n - tile * ROWS), 2 * min(COLS, k - chunk * COLS), 2 * (u64)k, PITCH);
     }
@@ -380,7 +392,8 @@ template <typename T> struct Plain {
             acc[i] = even + odd;
         }
     }
-    // The sum of row r, in lanes 16 r to 16 r + 15: halves are exchanged so that each lane has one row left.
+    // Returns the sum of row r, in lanes 16 r to 16 r + 15. The half-warps exchange sums, so that each lane
+    // keeps one row.
     inline static float reduce(const float* acc) {
         bool upper = threadIdx.x & 16;
         float sum = (upper ? acc[1] : acc[0]) + __shfl_xor_sync(0xffffffffu, upper ? acc[0] : acc[1], 16);
@@ -391,7 +404,7 @@ template <typename T> struct Plain {
 };
 
 inline float activation(float x, u32 gate) {
-    // x / (1 + e^-x); and 0.5 x (1 + tanh u) is x / (1 + e^-2u).
+    // SiLU is x / (1 + e^-x). GELU is 0.5 x (1 + tanh u) = x / (1 + e^-2u).
     float u = gate == 1 ? x : 1.5957691216057308f * __fmaf_rn(0.044715f * x * x, x, x);
     return __fdividef(x, 1.0f + __expf(-u));
 }
@@ -399,24 +412,24 @@ inline float activation(float x, u32 gate) {
 template <typename A, typename B> struct Same { static const bool YES = false; };
 template <typename A> struct Same<A, A> { static const bool YES = true; };
 
-// What a launch multiplies with and where it goes.
+// Weights, biases and destinations of a launch.
 struct Outputs {
     float* y[3];
     const u8* w[3];
     const float* bias[3];
 };
 
-// Constant indices keep the parameters where they are.
+// Constant indices, so that parameters stay in constant memory and are not copied to a local array.
 template <typename T> inline T pick(T const (&of)[3], u32 i) { return i == 0 ? of[0] : i == 1 ? of[1] : of[2]; }
 
-// What a launch does, known when it is compiled: what runs once should be short.
+// What a launch computes, known at compile time: code that runs once should be short.
 enum Kind {
-    BARE,     // one weight, no bias, and x is a as it is
-    GATED,    // two weights, joined by a gate
+    BARE,     // one weight, no bias; x is a
+    GATED,    // two weights joined by a gate
     SEVERAL,  // up to three weights
 };
 
-// A tile of all weights together, and which tile of which weight that is.
+// Location of a tile, given its index over all weights: the weight, and the tile's index within it.
 struct Place {
     u32 local, which;
 
@@ -432,16 +445,17 @@ struct Place {
     }
 };
 
-// Where a warp is in its share: a chunk of a pass of a tile. A tile has two passes when a gate joins two weights.
+// A warp's position in its share: the chunk of a pass over a tile. A tile has two passes when a gate joins
+// two weights.
 struct Walk {
     u32 tile, pass, chunk;
 
-    // Whether that was the last of a pass.
+    // Advances by one chunk; returns whether that was the last of a pass.
     inline bool next(u32 chunks) {
         chunk++;
         return chunk == chunks;
     }
-    // Whether that was the last of a tile.
+    // Ends a pass; returns whether that was the last of a tile.
     template <u32 PASSES> inline bool next_pass() {
         chunk = 0;
         if (PASSES == 2) {
@@ -453,7 +467,8 @@ struct Walk {
     }
 };
 
-// Stores a row: `left` is its sum, or the one that goes through the gate and `right` the other.
+// Stores one row. `left` is its sum; with a gate, `left` passes through the gate and `right` is the other
+// factor.
 template <Kind KIND>
 inline void finish(const Outputs& out, const Params& p, const Place& place, u32 row, float scale, float left, float right) {
     u32 which = KIND == SEVERAL ? place.which : 0;
@@ -475,12 +490,13 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     DYNAMIC_SHARED(shared);
     __shared__ float partial[WARPS];
     const u32 PASSES = KIND == GATED ? 2 : 1;
-    // What a warp found of tiles that others share: the one that it ends, and the one that it leaves to the next.
+    // A warp's partial sums of tiles that it shares with other warps: [0] of the tile it finishes, [1] of the
+    // one it leaves to the next warp.
     __shared__ float parts[WARPS][2][PASSES][ROWS];
     u32 began = cycles_now();
     let_next_start();
 
-    // From lane 0, so that the compiler knows it to be the same in all lanes.
+    // Broadcast from lane 0, so that the compiler knows the value is warp-uniform.
     u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, stages = p.stages;
     u32 ring_bytes = WARPS * stages * SLOT;
     u64* barriers = (u64*)(shared + ring_bytes);
@@ -491,7 +507,7 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     u32 tiles[3];
 #pragma unroll
     for (int i = 0; i < 3; i++) tiles[i] = (p.n[i] + ROWS - 1) / ROWS;
-    // The block's chunks, and the warp's share of them.
+    // The block's chunks, and this warp's share of them.
     u32 of_tile = PASSES * chunks;
     u32 first_tile = blockIdx.x * p.tiles + min(blockIdx.x, p.extra);
     u32 all = (p.tiles + (blockIdx.x < p.extra ? 1 : 0)) * of_tile;
@@ -542,7 +558,8 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
 
     touch(from.a);
     touch(out.y[0]);
-    // The tile that this warp ends first began `in_tile` chunks before its share: in this warp.
+    // The first tile that this warp finishes began `in_tile` chunks before its share: find the warp that
+    // started it.
     u32 tile_from = warp;
 #pragma unroll 1
     for (u32 other_begin = begin; other_begin + in_tile > begin;) other_begin = --tile_from * all / WARPS;
@@ -567,7 +584,7 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
         } else {
             A::dot(data, at.chunk, p.k, x, acc);
         }
-        // The slot is filled again only after every lane has read it.
+        // The slot may be refilled only after every lane has read it.
         __syncwarp();
         issue();
         if (++slot == stages) {
@@ -601,7 +618,7 @@ inline void product(const Outputs& out, const Source& from, const Params& p) {
     __syncthreads();
     if (!ends_shared) return;
 
-    // Lanes of a row share what the warps before left of this tile.
+    // The lanes of a row divide the partial sums that the preceding warps left of this tile.
     left = right = 0.0f;
     if (lane % LANES == 0) {
         left = parts[warp][0][0][row];

@@ -1,18 +1,18 @@
-// quant.cuh: blocks of quantised types, as files hold them, decoded eight elements at a time.
+// quant.cuh: blocks of quantised types in file layout, decoded eight elements at a time
 //
-// Each type says how many elements and bytes a block has, loads what part p (of LEN / 8) needs, and decodes it into eight
-// values: the first four are elements first(p) .. first(p) + 3 of the block, the others second(p) .. second(p) + 3.
-// Loads are apart so that many can be under way at once. Values are formed as the codecs of refrain-tensor form them, so
-// they agree to the bit with its tables.
+// Each type declares the elements (LEN) and bytes of a block, loads the bytes of part p (of LEN / 8), and
+// decodes them to eight values: the first four are elements first(p) .. first(p) + 3 of the block, the others
+// second(p) .. second(p) + 3. Loading is separate from decoding so that many loads can be in flight. Decoding
+// follows the codecs of refrain-tensor, so values agree bit for bit.
 //
-// Tensors start at a multiple of 16 bytes; a block starts at a multiple of what its size is a multiple of.
+// Tensors are 16-byte aligned; a block's alignment is the largest power of two that divides its size.
 #pragma once
 #include "dtype.cuh"
 
 inline float byte_f32(u32 word, int i) { return (float)(word >> (8 * i) & 0xffu); }
 
 
-// Types whose byte j holds element j below and element 16 + j above.
+// Types whose byte j holds element j in the low nibble and element 16 + j in the high nibble.
 struct Nibbles32 {
     static const int LEN = 32;
     inline static int first(int p) { return 4 * p; }
@@ -40,7 +40,7 @@ struct IQ4_NL : Nibbles32 {
     }
 };
 
-// d, scales_h, scales_l[4], qs[128]: x = d (scale - 32) level[q]; sub-blocks of 32 are laid out as in IQ4_NL
+// d, scales_h, scales_l[4], qs[128]: x = d (scale - 32) level[q]; sub-blocks of 32 have the layout of IQ4_NL
 struct IQ4_XS {
     static const int LEN = 256, BYTES = 136;
     inline static int first(int p) { return 32 * (p / 4) + 4 * (p % 4); }
@@ -61,8 +61,8 @@ struct IQ4_XS {
     }
 };
 
-// Types whose byte 32 h + l holds two-bit fields of elements 128 h + 32 g + l. Part p is h, then l / 4, then which half
-// of the four g: elements of g = 2 j and g = 2 j + 1.
+// Types whose byte 32 h + l holds the two-bit fields of elements 128 h + 32 g + l, for g = 0 .. 3. Part p
+// enumerates h, then which half of the four g (elements of g = 2 j and 2 j + 1), then l / 4.
 struct Crumbs256 {
     static const int LEN = 256;
     inline static int h(int p) { return p / 16; }

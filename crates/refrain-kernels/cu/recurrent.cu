@@ -1,16 +1,20 @@
-// recurrent.cu: layers whose state lies in slots
+// recurrent.cu: recurrent layers, whose state is in slots: short convolution and gated delta rule
 //
-//   positions  [n_tokens]   i32; negative: padding, which writes to no slot and comes out as zeros
-//   seqs       [n_tokens]   i32
-//   slots      [n_seqs, 2]  i32; the two versions of each sequence's slot, negative where there is none
+//   positions  [n_tokens]    i32; negative: padding, which writes no slot and yields zeros
+//   seqs       [n_tokens]    i32
+//   slots      [n_seqs, 2]   i32; the two versions of each sequence's slot, negative: none
 //   state      [n_slots, ..] f32
 //
-// The rows of one sequence stand together, with positions that follow each other. With p the position of the first, version
-// p % 2 is read and the other one written. A sequence that begins at position 0, or whose slot is out of range, starts from
-// zeros; a slot out of range is not written.
+// The rows of a sequence are contiguous, with consecutive positions. With p the first row's position, the
+// kernel reads version p % 2 and writes the other one. A sequence that begins at position 0, or whose slot is
+// out of range, starts from zeros; a slot out of range is not written.
 //
-// Requires  no two sequences of a launch share a slot. Sums in f32, fixed order: same bits every run, however a prompt is
-// cut. Aliasing none. Capture: safe; positions, sequences and slots are read at each run.
+// Launch       see each kernel
+// Requires     no two sequences of a launch share a slot
+// Aliasing     none
+// Accumulation f32
+// Determinism  same bits every run, however a prompt is split into chunks: additions are in a fixed order
+// Capture      safe: positions, sequences and slots are read at each run
 #include "functions.cuh"
 #include "reduce.cuh"
 #include "view.cuh"
@@ -19,7 +23,7 @@ struct SlotSizes {
     u32 n_tokens, n_seqs, n_slots;
 };
 
-// A sequence's rows in the launch, and the slots it reads and writes; -1 for none.
+// A sequence's rows in this launch, and the slots it reads and writes (-1: none).
 struct Piece {
     u32 first, n_rows;
     i32 read, write;
@@ -27,7 +31,7 @@ struct Piece {
 
 inline i32 slot_or_none(i32 slot, u32 n_slots) { return slot >= 0 && (u32)slot < n_slots ? slot : -1; }
 
-// Every lane of a warp calls it.
+// Returns the rows and slots of a sequence. Every lane of a warp calls this.
 inline Piece find_piece(const i32* positions, const i32* seqs, const i32* slots, const SlotSizes& sizes, u32 seq) {
     u32 lane = threadIdx.x % 32, first = sizes.n_tokens, n_rows = 0;
     for (u32 base = 0; base < sizes.n_tokens; base += 32) {
@@ -53,15 +57,15 @@ inline Piece find_piece(const i32* positions, const i32* seqs, const i32* slots,
     return Piece{first, n_rows, read, slot_or_none(slots[2 * seq + 1 - version], sizes.n_slots)};
 }
 
-// y[i, c] = f(sum over j of w[j, c] x[i - width + 1 + j, c])
+// Short convolution: y[i, c] = f(sum over j of w[j, c] x[i - width + 1 + j, c])
 //
-//   state  [n_slots, width - 1, d]  the last inputs, from the oldest
+//   state  [n_slots, width - 1, d]  the last inputs, oldest first
 //   x      [n_tokens, d]            f32, rows of consecutive elements
 //   w      [width, d]               f32
 //   y      [n_tokens, d]            f32
 //
-// Launch    grid (d / 128, n_seqs, n_tokens / 32), each rounded up, block 128, shared 0
-// Requires  2 <= width <= 8
+// Launch       grid (ceil(d / 128), n_seqs, ceil(n_tokens / 32)), block (128), shared 0
+// Requires     2 <= width <= 8
 const u32 CONV_ROWS = 32;
 const int MAX_WIDTH = 8;
 
@@ -84,7 +88,7 @@ extern "C" __global__ __launch_bounds__(128) void recurrent_short_conv_f32(
     if (begin >= piece.n_rows) return;
     u32 end = min(begin + CONV_ROWS, piece.n_rows), n_before = width - 1;
     u64 slot_len = (u64)n_before * d;
-    // seen[j] is the input n_before - j rows before the present one.
+    // seen[j] is the input n_before - j rows before the current one.
     float seen[MAX_WIDTH];
 #pragma unroll
     for (int j = 0; j < MAX_WIDTH; j++) {
@@ -114,7 +118,7 @@ extern "C" __global__ __launch_bounds__(128) void recurrent_short_conv_f32(
         if (j < (int)n_before) state[piece.write * slot_len + (u64)j * d + c] = seen[j];
 }
 
-// The gated delta rule, row by row (refrain-graph/src/recurrent.rs has the formula)
+// Gated delta rule, row by row (refrain-graph/src/recurrent.rs has the formula)
 //
 //   state    [n_slots, n_heads, v_dim, k_dim]
 //   q, k     [n_tokens, n_key_heads, k_dim]  f32, heads of consecutive elements
@@ -123,12 +127,13 @@ extern "C" __global__ __launch_bounds__(128) void recurrent_short_conv_f32(
 //   decay    [n_heads], dt_bias [n_heads]    f32
 //   y        [n_tokens, n_heads, v_dim]      f32
 //
-// A warp holds DELTA_COLUMNS rows of a head's state in registers, each spread over its lanes, and walks through the rows of a
-// sequence. All sums of a row are reduced together:
+// A warp keeps DELTA_COLUMNS rows of a head's state in registers, each spread over its lanes, and walks
+// through the rows of a sequence. All sums of a row are reduced at once, because the output does not need the
+// updated state S':
 //   S' q = keep (S q) + change (k q), with change = beta (v - keep (S k)).
 //
-// Launch    grid (v_dim / DELTA_BLOCK rounded up, n_heads, n_seqs), block 128, shared 0
-// Requires  k_dim <= 32 * N, n_heads a multiple of n_key_heads
+// Launch       grid (ceil(v_dim / DELTA_BLOCK), n_heads, n_seqs), block (128), shared 0
+// Requires     k_dim <= 32 * N, n_heads a multiple of n_key_heads
 const int DELTA_COLUMNS = 4;
 const u32 DELTA_BLOCK = 4 * DELTA_COLUMNS;
 
@@ -137,7 +142,7 @@ struct DeltaSizes {
     float scale, eps;
 };
 
-// One row's operands, as a lane has them.
+// One row's operands, as held by a lane.
 template <int N> struct DeltaRow {
     float q[N], k[N], v[DELTA_COLUMNS], a, b;
 };

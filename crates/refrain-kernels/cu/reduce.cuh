@@ -1,4 +1,4 @@
-// reduce.cuh: sums and maxima over warps and blocks, always in the same order.
+// reduce.cuh: reductions over warps and blocks, always in the same order
 #pragma once
 #include "dtype.cuh"
 
@@ -16,7 +16,7 @@ template <typename T, typename F> inline T warp_reduce(T x, F f) {
     return x;
 }
 
-// Every thread of the block calls it and gets the result. blockDim.x is a multiple of 32, at most 1024.
+// Every thread of the block calls this and gets the result. blockDim.x is a multiple of 32, at most 1024.
 template <typename T, typename F> inline T block_reduce(T x, F f, T neutral) {
     __shared__ T partial[32];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_warps = blockDim.x / 32;

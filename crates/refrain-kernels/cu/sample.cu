@@ -1,50 +1,54 @@
-// sample.cu: one token from each row of logits
+// sample.cu: sampling: one token from each row of logits
 //
 //   logits    [n, vocab]      f32, rows of consecutive elements
 //   params    [n, 8]          f32: temperature, top-k, top-p, min-p, repeat, frequency, presence
 //   history   [n, n_history]  i32, negative: empty
 //   bias_ids  [n, n_bias]     i32, negative: empty
 //   bias      [n, n_bias]     f32
-//   mask      [n, ceil(vocab / 32)]  u32: tokens whose bit is 0 are not chosen
+//   mask      [n, ceil(vocab / 32)]  u32: a token whose bit is 0 is never chosen
 //   rng       [n, 4]          u32: seed low, seed high, position
 //   token     [n]             i32
 //   logprob   [n]             f32: under the adjusted logits, at temperature 1
 //   ids       [n, n_top]      i32: the most probable tokens, best first
-//   logprobs  [n, n_top]      f32: theirs
-//   states    [n]             State (sample_bins.cuh); zero before the first launch, zero after every choice
-//   scratch   for each row, C = ceil(vocab / 1024): tokens [1024 C] Entry and a list of them [1024 C] Entry, or, with a
-//             top-k up to 64, keys [1024 C] u64 and the best of each 64 keys [16 C] u64; chunks [C] { best u64, sum
-//             f64 }; Tail
+//   logprobs  [n, n_top]      f32: their log-probabilities
+//   states    [n]             State (sample_bins.cuh); zero before the first launch and after every choice
+//   scratch   per row, with C = ceil(vocab / 1024): tokens [1024 C] Entry and a list of them [1024 C] Entry, or, for
+//             a top-k up to 64, keys [1024 C] u64 and the best of each 64 keys [16 C] u64; chunks [C] { best u64,
+//             sum f64 }; Tail
 //
-// A mask, in the kernels that have one, makes the logits of the tokens that it forbids -inf, but for NaN. Then bias and
-// penalties change the logits. NaN counts as +inf; a row with either has the logprob NaN. Candidates are ordered by logit, then by the smaller id.
-// Top-k, top-p and min-p cut that order; Philox at (seed, position) chooses among the rest at the temperature. A
-// temperature of 0 or less takes the best.
+// Kernels with a mask first set the logits of forbidden tokens to -inf, except NaN. Bias and penalties then
+// change the logits. NaN counts as +inf; a row with either has the logprob NaN. Candidates are ordered by
+// logit, then by smaller id. Top-k, top-p and min-p cut that order; Philox at (seed, position) chooses among
+// the remaining candidates at the temperature. A temperature of 0 or less takes the best.
 //
-// A candidate's key is its logit's bits, made to compare as numbers do, over its id's complement, so that keys are
-// unique and larger is better. The first kernel deals the tokens to C chunks, four at a time. With a top-k up to 64 the
-// second lists every key from the k-th best of the chunks' heads upward, sorts nothing but that, and chooses
-// (sample_small.cuh). Otherwise the first kernel adds up what the tokens weigh by bins of logits (sample_bins.cuh). From
-// these every block of the second knows in which bins the filters cut and the choice lies, and lists those of its
-// tokens that are there; the last to come finds the keys in question on the list (sample_large.cuh).
+// A candidate's key is its logit's bits, mapped so that they compare like the numbers, above the complement
+// of its id: keys are unique and larger is better. The first kernel deals the tokens to C chunks, four at a
+// time. For a top-k up to 64, the second kernel lists every key that is at least the k-th best of the chunks'
+// best keys, sorts only that list, and chooses (sample_small.cuh). Otherwise, the first kernel adds up the
+// tokens' weights by bins of logits (sample_bins.cuh). From these, every block of the second kernel knows in
+// which bins the filters cut and the choice falls, and lists its tokens in those bins; the last block to
+// arrive finds the keys of the cuts and of the choice on the list (sample_large.cuh).
 //
-// The most probable tokens are listed behind the choice, in the same scratch: sample_list leaves the keys of all tokens
-// there, whatever the parameters, with the best of each 64. sample_top takes the best of these, and puts the next of its 64 in
-// its place, n_top times.
+// The most probable tokens are listed after the choice, in the same scratch: sample_list writes the keys of
+// all tokens, whatever the parameters, with the best of each 64. sample_top takes the best of these and
+// replaces it by the next best of its 64 keys, n_top times.
 //
-// Launch    sample_chunks, sample_list, and both with a mask: grid (C, n), block (512), shared 0
-//           sample_top: grid (n), block (512), shared 0
-//           sample_select: grid (ceil(C / 4), n), block (512), shared_bytes, at least 96 KiB
-// Requires  vocab at most 2^20; scratch and states at multiples of 16 bytes. States are used by nothing else; one that is
-//           not as the last choice left it is found out by its count of chunks, and costs time.
-// Adjusted logits are rounded as on the CPU, so the best is the same to the bit. Weights of a bin are whole numbers of
-// 32 bits, their sums are exact, and what is made of these is f64 in fixed order: same choice every run, whatever the
-// order of the list, which is scratch. Capture: safe; all parameters are read at each run.
+// Launch       sample_chunks, sample_list, and their masked forms: grid (C, n), block (512), shared 0.
+//              sample_top: grid (n), block (512), shared 0. sample_select: grid (ceil(C / 4), n), block
+//              (512), shared_bytes, at least 96 KiB
+// Requires     vocab at most 2^20; scratch and states 16-byte aligned. Nothing else uses states; one that the
+//              last choice did not leave in order is detected by its count of chunks, which costs time
+// Aliasing     none
+// Accumulation adjusted logits are rounded as on the CPU, so the best token is the same to the bit. The
+//              weights in a bin are 32-bit integers and their sums exact; everything derived from them is f64
+//              in a fixed order
+// Determinism  same choice every run, whatever the order of the list, which is scratch
+// Capture      safe: all parameters are read at each run
 #include "sample_choose.cuh"
 #include "sample_small.cuh"
 #include "view.cuh"
 
-// Ids of tokens, of which each thread has asked for one early.
+// Token ids, of which each thread prefetches one.
 struct Ids {
     const i32* ids;
     u32 n;
@@ -54,7 +58,7 @@ struct Ids {
         if (threadIdx.x < n) mine = ids[threadIdx.x];
     }
 
-    // Whether any of those that this thread looks at is a token of the chunk.
+    // Whether any id that this thread checks belongs to the chunk.
     inline bool any_here(Deal deal, u32 vocab) const {
         bool any = deal.has(mine) && (u32)mine < vocab;
         for (u32 j = threadIdx.x + blockDim.x; j < n; j += blockDim.x) {
@@ -64,7 +68,7 @@ struct Ids {
     }
 };
 
-// Adds the biases of this chunk, each token's in their order.
+// Adds the chunk's biases, those of one token in their order.
 inline void add_bias(float* l, Deal deal, u32 vocab, const i32* ids, const float* bias, u32 n_bias) {
     __shared__ float logits[CHUNK];
     __shared__ u32 times[CHUNK];
@@ -82,7 +86,7 @@ inline void add_bias(float* l, Deal deal, u32 vocab, const i32* ids, const float
         i32 id = ids[j];
         if (!deal.has(id) || (u32)id >= vocab) continue;
         u32 place = deal.place(id);
-        // A token's first entry adds all of them.
+        // A token's first entry adds all of its entries.
         bool first = true;
         if (times[place] > 1) {
             for (u32 i = 0; i < j; i++) first = first && ids[i] != id;
@@ -120,8 +124,8 @@ inline void penalise(float* l, Deal deal, u32 vocab, const i32* history, u32 n_h
     }
 }
 
-// Adjusts the logits of one chunk and leaves what a choice needs of them. LISTS: the keys of all, for lists of the best.
-// MASKED: under a mask.
+// Adjusts the logits of one chunk and writes the data that the choice needs. LISTS: writes the keys of all
+// tokens, for top-n lists. MASKED: applies a mask.
 template <bool LISTS, bool MASKED>
 inline void adjust_chunk(u8* scratch, State* states, const float* logits, const float* params, const i32* history,
                          const i32* bias_ids, const float* bias, Rows rows, u32 vocab, u32 n_history, u32 n_bias,
@@ -138,13 +142,13 @@ inline void adjust_chunk(u8* scratch, State* states, const float* logits, const 
     u32 first = deal.first_id(threadIdx.x);
     u8* out = scratch + row * row_bytes(n_chunks);
     u64 n_keys = (u64)n_chunks * CHUNK, at = (u64)deal.chunk * CHUNK;
-    // No kernel of a step writes these.
+    // No kernel of a step writes the parameters.
     float temperature = p[0], repeat = p[4], frequency = p[5], presence = p[6], l[2];
     u32 top_k = top_k_of(p[1]);
     double coldness = 1.0 / (double)temperature;
     wait_for_previous();
 
-    // All that is read is asked for before any of it is needed.
+    // All loads are issued before the first result is used.
     Ids biased(bias_ids, row, n_bias), seen(history, row, n_history);
     if (first + 2 <= vocab && (u64)in % 8 == 0) {
         float2 two = *(const float2*)(in + first);
@@ -154,11 +158,11 @@ inline void adjust_chunk(u8* scratch, State* states, const float* logits, const 
         for (int r = 0; r < 2; r++) l[r] = first + r < vocab ? in[first + r] : 0.0f;
     }
     if (MASKED && first < vocab) {
-        // Both are in one word: the first is even.
+        // Both tokens are in one word: the first id is even.
         u32 allowed = mask[(u64)row * ((vocab + 31) / 32) + first / 32] >> first % 32;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            // NaN stays, so that it is seen whatever the mask.
+            // NaN stays, so that it is detected whatever the mask.
             if ((allowed >> r & 1) == 0 && l[r] == l[r]) l[r] = -inf_f32();
         }
     }
@@ -172,11 +176,11 @@ inline void adjust_chunk(u8* scratch, State* states, const float* logits, const 
     }
 
     u64 k[2];
-    // As numbers -0 and +0 are equal, and the smaller id wins.
+    // As numbers, -0 and +0 are equal, and the smaller id wins.
     u32 number[2], warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        // As +inf, with which a row has no probabilities either.
+        // Treated as +inf, with which a row has no probabilities either.
         if (l[r] != l[r]) l[r] = inf_f32();
         bool there = first + r < vocab;
         k[r] = there ? key_of(l[r], first + r) : 0;
@@ -218,12 +222,12 @@ inline void adjust_chunk(u8* scratch, State* states, const float* logits, const 
         __syncthreads();
         chunk_bins.add_to(states + row, bins);
         clear_tail(*tail, deal.chunk * 512 + threadIdx.x, n_chunks * 512);
-        // In whatever order: keys have the ids.
+        // In any order: keys contain the ids.
         Entry* all = (Entry*)out + at + threadIdx.x;
         all[0] = tokens[0];
         all[CHUNK / 2] = tokens[1];
     }
-    // Behind a barrier, whichever way it went.
+    // Both branches above end with a barrier.
     if (threadIdx.x == 0) chunks[deal.chunk] = Chunk{(u64)most << ID_BITS | best_id, sum};
     if (!greedy && small) ((Two*)out)[at / 2 + threadIdx.x] = Two{k[0], k[1]};
 }
@@ -239,8 +243,8 @@ extern "C" __global__ __launch_bounds__(512) void sample_chunks_f32(u8* scratch,
 }
 
 // unit select
-// Bounds for more threads than there are leave registers for blocks of the first kernel on the same multiprocessor, so
-// that this one's are there when those end.
+// The launch bound exceeds the actual thread count to limit registers: blocks then fit on an SM next to
+// blocks of the first kernel, so they are resident when those end.
 extern "C" __global__ __launch_bounds__(SELECT_THREADS + 128) void sample_select_f32(i32* token, float* logprob, u8* scratch,
                                                                                State* states, const float* params,
                                                                                const u32* rng, u32 vocab, u32 shared_bytes) {
@@ -253,20 +257,21 @@ extern "C" __global__ __launch_bounds__(SELECT_THREADS + 128) void sample_select
     // No kernel of a step writes the parameters.
     Row row = {(const u64*)in, (const u64*)(in + n_keys * 8), {}, n_chunks, vocab, p[0], top_k_of(p[1]), p[2], p[3]};
     bool greedy = is_greedy(row.temperature), small = is_small(row.top_k);
-    // They touch nothing, so they need not wait: block 0 of each row does, and the launch has not ended before that.
+    // These blocks touch no memory, so they need not wait: block 0 of each row does, and the launch does not
+    // end before it.
     if (blockIdx.x > 0 && (greedy || small)) return;
     if (!greedy && !small) prepare(*(Table*)shared, row, shared_bytes);
     wait_for_previous();
-    // Not before: blocks of the next kernel would come to lie unevenly beside those of the first.
+    // Not earlier: blocks of the next kernel would be distributed unevenly next to those of the first.
     let_next_start();
-    // Asked for before it is known what for.
+    // Prefetch: the consumer is decided below.
     Chunk mine = c < n_chunks ? chunks[c] : Chunk{0, 0.0};
 #pragma unroll
     for (int i = 0; i < 3; i++) row.rng[i] = rng[4 * index + i];
     u64 chosen = 0;
     double log_total = 0.0;
     if (greedy) {
-        // One warp, and no barrier.
+        // One warp, without barriers.
         if (c >= 32) return;
         Chunk all = together(chunks, n_chunks, mine);
         row.top = key_logit(all.best);
@@ -284,7 +289,7 @@ extern "C" __global__ __launch_bounds__(SELECT_THREADS + 128) void sample_select
     }
     if (c > 0) return;
     if (chosen == 0) {
-        // Nothing to weigh: the best.
+        // No candidate has weight: take the best.
         for (u32 i = 0; i < n_chunks; i++) chosen = Larger()(chosen, chunks[i].best);
     }
     bool proper = row.top != inf_f32() && row.top != -inf_f32();

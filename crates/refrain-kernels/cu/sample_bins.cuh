@@ -1,10 +1,11 @@
-// sample_bins.cuh: what the tokens of a row weigh, by bins of logits. The bins say where to look before any key is looked
-// at.
+// sample_bins.cuh: the weight of a row's tokens in bins of logits, which narrow the search before any key is
+// read
 //
-// A token's weight is a whole number, relative to the upper edge of its bin: sums do not depend on their order, so all
-// blocks add to one table. It has BINS entries, and bins lie in it modulo that. A chunk adds only what is less than
-// REACH bins below its best, so entries are not ambiguous as long as no chunk's best is further below the row's. What
-// is left out weighs less than e^-32 beside the best, at temperature 1 and at the row's.
+// A token's weight is an integer, relative to the upper edge of its bin. Integer sums do not depend on their
+// order, so all blocks add to one table. The table has BINS entries; a bin's entry is its index modulo BINS.
+// A chunk adds only tokens less than REACH bins below its best, so entries are unambiguous as long as no
+// chunk's best is further than that below the row's. The omitted tokens together weigh less than e^-32 of the
+// best, at temperature 1 and at the row's temperature.
 #pragma once
 #include "sample_keys.cuh"
 
@@ -12,21 +13,22 @@
 const u32 BINS_PER_UNIT = 16;
 const u32 BINS = 64 * BINS_PER_UNIT;
 const u32 REACH = BINS / 2;
-// Bins are exact for logits up to this.
+// Bins are exact for logits up to this magnitude.
 const float MOST_BINNED = 262144.0f;
-// Temperatures that bins are for: below, weights differ too much inside of one, above they reach too far.
+// Temperatures that bins support: below, weights differ too much within a bin; above, the bins reach too far.
 const float COLDEST = 1.0f / 32.0f, HOTTEST = 16.0f;
-// Bins that hold all that can be chosen at a temperature below that: what is 40 times it below the best weighs e^-40.
+// Bins that hold every possible choice below COLDEST: a logit 40 temperatures below the best has the weight
+// e^-40.
 const u32 COLD_REACH = 40 * BINS_PER_UNIT / 32 + 1;
 const double BIN_SCALE = 4294967295.0;
 
-// What is summed up: weights at temperature 1, weights at the temperature, and, with a top-k, how many they are.
+// Kinds of sums: weights at temperature 1, weights at the row's temperature, and, with a top-k, token counts.
 const u32 PLAIN = 0, TEMPERED = 1, COUNTED = 2, KINDS = 3;
 
-// Zero before the first launch, and zero again after every choice.
+// Sums of a row's bins. Zero before the first launch and after every choice.
 struct State {
     u64 sums[KINDS][BINS];
-    u32 n_chunks;  // how many have been added
+    u32 n_chunks;  // chunks added so far
     u32 unused[3];
 };
 
@@ -40,11 +42,11 @@ inline i32 bin_of(float logit, float per_unit) {
     return (i32)fminf(fmaxf(floorf(logit * per_unit), -1e9f), 1e9f);
 }
 
-// A row's or a chunk's bins, from its best downward. Widths are powers of two: edges are exact.
+// The bins of a row or chunk, from its best downward. Widths are powers of two, so edges are exact.
 struct Bins {
     float per_unit;
     double width;
-    i32 top;  // the bin of the best
+    i32 top;  // bin of the best logit
 
     inline Bins(float temperature, float best) {
         u32 n = temperature <= 1.0f ? 1 : temperature <= 2.0f ? 2 : temperature <= 4.0f ? 4 : temperature <= 8.0f ? 8 : 16;
@@ -53,25 +55,26 @@ struct Bins {
         top = bin_of(best, per_unit);
     }
 
-    // How many bins a logit lies below the best.
+    // Returns how many bins a logit is below the best.
     inline u32 below(float logit) const { return (u32)(top - bin_of(logit, per_unit)); }
-    // Where a bin lies in a table.
+    // Returns the index of a bin in a table.
     inline u32 entry(u32 n_below) const { return (u32)(top - (i32)n_below) % BINS; }
     inline double upper_edge(u32 n_below) const { return (double)(top - (i32)n_below + 1) * width; }
 
-    // The least logit that lies in a bin, as its key has it. Of the zeros the negative one comes first.
+    // Returns the smallest logit of a bin, as in keys. Among the zeros, -0 comes first.
     inline u32 least(u32 n_below) const {
         float edge = (float)((double)(top - (i32)n_below) * width);
         return ordered(edge == 0.0f ? -0.0f : edge);
     }
 };
 
-// What makes weights relative to a bin's edge relative to that of the best's: a product of two of these.
+// Factors that convert weights relative to a bin's edge to weights relative to the top bin's edge: the
+// product of a high and a low factor.
 struct Factors {
     double high[KINDS][BINS / 32];  // for every 32nd bin
-    double low[KINDS][32];          // for those between
+    double low[KINDS][32];          // for the bins in between
 
-    // One of N_FACTORS.
+    // Computes factor i of N_FACTORS.
     inline void make(u32 i, double width, double coldness) {
         const u32 N = BINS / 32 + 32;
         u32 kind = i / N, at = i % N, n = at < BINS / 32 ? 32 * at : at - BINS / 32;
@@ -83,22 +86,24 @@ struct Factors {
 };
 const u32 N_FACTORS = KINDS * (BINS / 32 + 32);
 
-// Equal parts of what lies between two keys, and bins that there are parts for because they have more tokens than LONG.
+// Number of equal parts that a key range is divided into, and slots with parts for bins of more than LONG
+// tokens.
 const u32 PARTS = 512;
 const u32 LONG_SLOTS = 3;
 const u32 LONG = 3072;
 
-// What the blocks of the second kernel say to each other. The first one makes it 0.
+// Data shared by the blocks of the second kernel. The first kernel clears it.
 struct alignas(16) Tail {
     u64 parts[LONG_SLOTS][2 * KINDS][PARTS];  // see sample_long.cuh
-    // How many tokens are on the list, from its begin and from its end, and how many blocks have listed theirs.
+    // Tokens listed from the list's front and from its end, and blocks that have listed theirs.
     u32 n_listed[2], n_blocks;
-    // Of blocks that have listed many: how many those are, the largest, and the complement of the least.
+    // Over the blocks that listed many tokens: how many tokens those are, the largest key, and the complement
+    // of the smallest.
     u32 n_bounded;
     u64 largest, least;
 };
 
-// Makes it 0, by n threads of which this is the i-th.
+// Clears the tail; thread i of n.
 inline void clear_tail(Tail& tail, u32 i, u32 n) {
     for (; i < sizeof(Tail) / 8; i += n) ((u64*)&tail)[i] = 0;
 }
@@ -107,19 +112,19 @@ static_assert(sizeof(Tail) == 3 * 6 * 512 * 8 + 32 && sizeof(State) == 3 * 1024 
 
 inline u64 row_bytes(u32 n_chunks) { return (u64)n_chunks * CHUNK_BYTES + sizeof(Tail); }
 
-// A weight relative to some logit, in whole numbers of which `scale` is 1.
+// Returns a weight relative to a reference logit as an integer; a weight of 1 is `scale`.
 __noinline__ u64 whole_weight(float logit, double best, double coldness, double scale) {
     return (u64)(exp(((double)logit - best) * coldness) * scale);
 }
 
-// Adds to a sum in shared memory, which has atomics for half of it.
+// Adds to a 64-bit sum in shared memory by 32-bit atomics; shared memory has none of 64 bits.
 inline void add_shared(u64* sum, u64 x) {
     u32* halves = (u32*)sum;
     u32 low = (u32)x, before = atomicAdd(&halves[0], low), high = (u32)(x >> 32) + (u32)(before + low < before);
     if (high != 0) atomicAdd(&halves[1], high);
 }
 
-// A chunk's own table, by bins below its best.
+// A chunk's own table, indexed by bins below its best.
 struct ChunkBins {
     u64 sums[KINDS][REACH];
 
@@ -127,14 +132,14 @@ struct ChunkBins {
         for (u32 i = threadIdx.x; i < KINDS * REACH; i += blockDim.x) (&sums[0][0])[i] = 0;
     }
 
-    // Weighs a thread's two tokens, and adds them.
+    // Computes the weights of a thread's two tokens, and adds them.
     inline void add(const Bins& bins, Entry* tokens, double coldness, bool counted) {
         u32 at[2];
         double below[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float logit = key_logit(tokens[r].key);
-            // What weighs nothing is in no bin, be it the best of its chunk.
+            // A token of weight zero is in no bin, even as the best of its chunk.
             at[r] = tokens[r].key == 0 || logit == -inf_f32() ? REACH : bins.below(logit);
             below[r] = at[r] < REACH ? (double)logit - bins.upper_edge(at[r]) : -(double)inf_f32();
         }
@@ -152,7 +157,7 @@ struct ChunkBins {
         }
     }
 
-    // After a barrier behind the last `add`.
+    // Adds to the row's table. Requires a barrier after the last add().
     inline void add_to(State* state, const Bins& bins) const {
         for (u32 i = threadIdx.x; i < REACH; i += blockDim.x) {
             u32 to = bins.entry(i);

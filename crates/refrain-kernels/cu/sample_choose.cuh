@@ -1,19 +1,19 @@
-// sample_choose.cuh: the choice without a small top-k, from what sample_large.cuh and sample_long.cuh find.
+// sample_choose.cuh: the choice without a small top-k, based on sample_large.cuh and sample_long.cuh
 #pragma once
 #include "last.cuh"
 #include "sample_long.cuh"
 
-// The choice from the list; 0 when there is nothing to choose from. All threads of the last block call it. Without bins
-// `total` gets the weight of all tokens relative to the best, at temperature 1.
+// Returns the choice from the list; 0 if there is none. All threads of the last block call this. Without
+// bins, `total` receives the weight of all tokens relative to the best, at temperature 1.
 inline u64 choose_from(const Large& large, const Lists& lists, const Entry* tokens, const Tail* tail, double& total) {
     Table& table = large.table;
     const Row& row = large.row;
     bool binned = large.use <= USE_COLD;
-    u64 cut = 0, cut_kept = 0;  // the least key that is kept, and what is kept of its bin, as the next stage weighs it
+    u64 cut = 0, cut_kept = 0;  // the smallest key that is kept, and the kept weight in its bin, for the next stage
     u32 cut_at = BINS;
 #pragma unroll 1
     for (u32 stage = binned ? 1 : 0;; stage++) {
-        // All, then top-k, top-p and the choice.
+        // Stages: total, then top-k, top-p and the choice.
         u32 kind = stage == 1 ? COUNTED : stage == 3 ? TEMPERED : PLAIN;
         bool by_bins = kind == TEMPERED ? large.use == USE_BINS : binned;
         if (stage == 1 && (!large.top_k_cuts() || (binned && large.k_at == BINS))) continue;
@@ -22,7 +22,7 @@ inline u64 choose_from(const Large& large, const Lists& lists, const Entry* toke
         if (stage == 3 && row.min_p > 0.0f && large.min_p_key > cut) cut = large.min_p_key, known = false;
         if (cut > 0) cut_at = min(large.bins.below(key_logit(cut)), BINS);
 
-        // All that is kept, of which a part is wanted.
+        // The weight of everything kept, of which the target is a fraction.
         double kept = by_bins ? large.total(kind) : 0.0;
         if (stage != 1 && (!by_bins || cut_at < BINS)) {
             Weigh weigh = large.weigh(kind, by_bins, cut_at);
@@ -40,7 +40,7 @@ inline u64 choose_from(const Large& large, const Lists& lists, const Entry* toke
         Weigh weigh = large.weigh(kind, by_bins, at);
         double need = (target - (by_bins ? large.before(kind, at) : 0.0)) / weigh.factor;
         need = stage == 3 ? floor(need) + 1.0 : ceil(need);
-        // More than there can be, and not a number, are all.
+        // More than the maximum, and NaN, mean everything.
         u64 whole = need <= 1.0 ? 1 : need < 9e18 ? (u64)need : ~(u64)0;
         Weigh other = large.weigh(stage == 1 && large.top_p_cuts() ? PLAIN : TEMPERED, by_bins, at);
         other.wanted = stage < 3;
@@ -55,8 +55,8 @@ inline u64 choose_from(const Large& large, const Lists& lists, const Entry* toke
     }
 }
 
-// The choice from n tokens, at most LIST, of which the first threads have one each: all that the filters can keep. Neither
-// do they keep others. All threads of the last block call it; the first has the answer.
+// Returns the choice from n tokens, at most LIST, one per thread: all tokens that the filters can keep, and
+// nothing else. All threads of the last block call this; thread 0 has the result.
 inline u64 choose_short(const Large& large, const Entry& mine, u32 n) {
     Table& table = large.table;
     Desk& desk = *(Desk*)table.list();
@@ -72,7 +72,7 @@ inline u64 choose_short(const Large& large, const Entry& mine, u32 n) {
             larger += (u32)(two.a > mine.key) + (u32)(two.b > mine.key);
         }
         u32 at = large.bins.below(key_logit(mine.key));
-        // What min-p does not let pass is not chosen, but counts for top-p.
+        // A token that fails min-p is not chosen, but counts for top-p.
         bool passes = !(large.row.min_p > 0.0f) || mine.key >= large.min_p_key;
         desk.sorted[larger] = mine.key;
         desk.weights[larger] = (double)mine.weights[PLAIN] * table.factors.of(PLAIN, at);
@@ -86,8 +86,8 @@ inline u64 choose_short(const Large& large, const Entry& mine, u32 n) {
     return desk.sorted[choose_listed<LIST / 32>(row, desk, n, table.uniform)];
 }
 
-// The choice. All threads call it; true for those of the last block, which have the answer, 0 when there is nothing to
-// weigh, and the total weight's logarithm relative to the best.
+// Makes the choice. All threads call this. Returns true in the last block, which has the result (0 if nothing
+// has weight) and the logarithm of the total weight relative to the best.
 inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chunks, const Entry* tokens, Entry* list,
                          Tail* tail, u64& chosen, double& log_total) {
     u32 c = threadIdx.x, lane = c % 32;
@@ -97,7 +97,7 @@ inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chun
     __syncthreads();
     row.top = from_ordered(__reduce_max_sync(ALL_LANES, table.most[lane % SELECT_WARPS]));
     float least = from_ordered(~__reduce_max_sync(ALL_LANES, table.least[lane % SELECT_WARPS]));
-    // What min-p keeps when nothing passes is the best: what a top-p of nothing keeps.
+    // If nothing passes min-p, the best is kept, as with a top-p of nothing.
     if (row.min_p > 1.0f) row.min_p = 0.0f, row.top_p = -1.0f;
     bool proper = row.top != inf_f32() && row.top != -inf_f32();
     Bins bins(row.temperature, row.top);
@@ -113,19 +113,20 @@ inline bool choose_large(Table& table, Row& row, State* state, const Chunk* chun
     }
     __syncthreads();
     if (c == 0) table.last = is_last(&tail->n_blocks, gridDim.x);
-    // While the others wait. The best alone weighs 1, whatever rounding says.
+    // Computed while the others wait. The best alone weighs 1, so rounding must not take the logarithm below
+    // 0.
     if (c == 32) table.log_total = fmax(log(large.total(PLAIN) / BIN_SCALE) + bins.upper_edge(0) - (double)row.top, 0.0);
     __syncthreads();
     if (table.last == 0) return false;
 
     u32 n_cuts = tail->n_listed[0], n_others = tail->n_listed[1], n = n_cuts + n_others, end = row.n_chunks * CHUNK;
     const u32 AT_ONCE = 4;
-    // Asked for before it is known whether they are there.
+    // Prefetch: whether these entries exist is known later.
     Entry some[AT_ONCE] = {list[c], list[SELECT_THREADS + c], list[end - 1 - c], list[end - 1 - SELECT_THREADS - c]};
 #pragma unroll 1
     for (u32 i = c; i < sizeof(State) / 16; i += SELECT_THREADS) ((Two*)state)[i] = Two{0, 0};
     if (!proper) return true;
-    // Weights say that they are not more; if they were, the other way is as right.
+    // The weights guarantee n <= LIST; if that ever failed, the general path below would be correct too.
     if (large.is_short && n <= LIST) {
         chosen = choose_short(large, some[0], n);
         if (c == 0) log_total = table.log_total;

@@ -1,26 +1,29 @@
-// sample_find.cuh: the key of a list where a running sum reaches a target, for one block of sample.cu.
+// sample_find.cuh: finds the key of a list at which a running sum reaches a target, for one block of
+// sample.cu
 //
-// Keys between two ends are dealt to equal parts of what lies between these; the part where the target is reached has
-// the next ends. Keys are unique, so ties end in parts by id. Sums are whole numbers: their order does not matter.
+// The range between two keys is divided into equal parts and keys are dealt to them; the part in which the
+// target is reached becomes the next range. Keys are unique, so ties are resolved in parts by id. Sums are
+// integers, so their order does not matter.
 #pragma once
 #include "sample_bins.cuh"
 #include "sample_list.cuh"
 
 const u32 SELECT_THREADS = 512;
 const u32 SELECT_WARPS = SELECT_THREADS / 32;
-// Chunks of a block.
+// Chunks per block.
 const u32 SELECT_CHUNKS = 4;
-// Tokens that fit in shared memory where there is least of it.
+// Tokens that fit in the smallest supported shared memory.
 const u32 LEAST_PAGE = 3584;
-// Sums of bins lie in two rows, so that neither threads that have two of them nor a warp that looks at 32 meet in a bank.
+// Sums of bins are in two rows, so that there are no bank conflicts between threads that own two bins each or
+// in a warp that reads 32 bins.
 const u32 ROW = BINS / 2 + 8;
 
-// What the threads share that choose without a small top-k. Behind it lies a page of tokens.
+// Shared memory of the choice without a small top-k. A page of tokens follows it.
 struct alignas(16) Table {
-    double sums[KINDS][2 * ROW];  // running sums from the best's bin down, relative to the upper edge of that
-    double every[KINDS][32];      // of those every 32nd, the last of its 32
-    u64 parts[PARTS];             // what the keys of a part weigh
-    u32 part_counts[PARTS];       // and how many they are
+    double sums[KINDS][2 * ROW];  // running sums from the top bin down, relative to its upper edge
+    double every[KINDS][32];      // every 32nd of these, the last of its 32
+    u64 parts[PARTS];             // weight of the keys in a part
+    u32 part_counts[PARTS];       // number of keys in a part
     Factors factors;
     double warp_sums[KINDS][SELECT_WARPS];
     u32 most[SELECT_WARPS], least[SELECT_WARPS];
@@ -28,19 +31,20 @@ struct alignas(16) Table {
     u64 key, min_p_key, base, need, kept;
     double uniform, log_total;
     u32 n_both, n_few, part, at[2], last;
-    u32 page;  // how many tokens fit on it
+    u32 page;  // tokens that fit on the page
 
     inline Entry* list() { return (Entry*)(this + 1); }
 };
 
 static_assert(sizeof(Table) + LEAST_PAGE * sizeof(Entry) <= 96 * 1024, "more than the launcher asks for");
 
-// Where a bin's sum lies.
+// Returns the index of a bin's sum.
 inline u32 place_of_bin(u32 bin) { return bin % 2 * ROW + bin / 2; }
-// Where a part lies: a lane has 16 that follow each other.
+// Returns the index of a part: a lane has 16 consecutive parts.
 inline u32 place_of_part(u32 part) { return part % 16 * 32 + part / 16; }
 
-// How tokens are weighed: as their chunk did, or relative to the row's best. A whole weight times `factor` is a real one.
+// How tokens are weighed: by the weights of their chunk, or relative to the row's best. An integer weight
+// times `factor` is the real weight.
 struct Weigh {
     u32 kind;
     bool by_bins, wanted;
@@ -49,18 +53,18 @@ struct Weigh {
     inline u64 of(const Entry& token) const {
         if (kind == COUNTED) return 1;
         if (by_bins) return kind == PLAIN ? token.weights[0] : token.weights[1];
-        // 2^43: the sum of a row has 63 bits.
+        // 2^43: the sum of a row fits in 63 bits.
         return whole_weight(key_logit(token.key), best, coldness, 8796093022208.0);
     }
     inline double real(u64 sum) const { return (double)sum * factor; }
 };
 
-// Keys from `least` up to below `end`.
+// Keys from `least` up to, but not including, `end`.
 struct Span {
     u64 least, end;
     inline bool has(u64 key) const { return key >= least && key < end; }
 
-    // Parts of 2^this many keys are at most PARTS.
+    // Returns the shift for which parts of 2^shift keys number at most PARTS.
     inline u32 shift() const {
         u32 bits = 64 - __clzll(end - 1 - least);
         return bits > 9 ? bits - 9 : 0;
@@ -77,7 +81,7 @@ struct List {
     u32 n, first;
     bool fits;
 
-    // Fetches what begins at `from`, as far as there is room, with a barrier to come.
+    // Loads the list from `from` on, as far as it fits. The caller synchronises.
     inline void fetch(Table& table, u32 from) const {
         const u32 AT_ONCE = 4;
         u32 end = min(n - from, table.page - first);
@@ -93,7 +97,7 @@ struct List {
         }
     }
 
-    // Calls f with every token, in whole warps, which may see some without a key.
+    // Calls f with every token, in whole warps; surplus lanes pass tokens without a key.
     template <typename F> inline void each(Table& table, F f) const {
 #pragma unroll 1
         for (u32 from = 0; from < n; from += table.page) {
@@ -112,7 +116,7 @@ struct List {
     }
 };
 
-// The sum over all threads, which call it; `kept` is 0 before and after.
+// Returns the sum over all threads, which all call this; `kept` is 0 before and after.
 inline u64 sum_all(Table& table, u64 sum) {
     sum = warp_reduce(sum, Add());
     if (threadIdx.x % 32 == 0 && sum != 0) add_shared(&table.kept, sum);
@@ -124,7 +128,7 @@ inline u64 sum_all(Table& table, u64 sum) {
     return sum;
 }
 
-// What the tokens of a span weigh. All threads call it.
+// Returns the weight of the tokens in a span. All threads call this.
 inline u64 weight_of(Table& table, const List& list, const Weigh& weigh, Span span) {
     u64 sum = 0;
     list.each(table, [&](const Entry& token) {
@@ -133,8 +137,8 @@ inline u64 weight_of(Table& table, const List& list, const Weigh& weigh, Span sp
     return sum_all(table, sum);
 }
 
-// Adds to parts; those at PARTS are none. In whole warps: where many have the same logit they would wait for each other.
-// How many tokens this thread speaks for.
+// Adds to a part; PARTS means none. For whole warps: if all lanes have the same part, the warp adds once
+// instead of contending. Returns how many tokens this thread added for.
 inline u32 add_part(u64* parts, u32 part, u64 w) {
     bool same = __ballot_sync(ALL_LANES, part == __shfl_sync(ALL_LANES, part, 0)) == ALL_LANES;
     if (part == PARTS) return 0;
@@ -173,15 +177,15 @@ inline u64 scan_warp(u64 sum) {
     return sum;
 }
 
-// Leaves in the table the part where the sum reaches what is needed, `base` being before all parts, and what is before
-// that part. When it is not reached, what is needed becomes all there is. For one warp.
+// Stores in the table the part in which the sum reaches `need`, starting from `base`, and the sum before that
+// part. If the total is less than `need`, `need` becomes the total. For one warp.
 inline void choose_part(Table& table, u64 base, u64 need) {
     u32 lane = threadIdx.x;
     u64 mine = 0;
 #pragma unroll 4
     for (u32 j = 0; j < 16; j++) mine += table.parts[32 * j + lane];
     u64 sum = base + scan_warp(mine), all = __shfl_sync(ALL_LANES, sum, 31);
-    // All sums are rounded when targets are made of them, so one can lie a hair behind the last.
+    // Targets are computed from rounded sums, so one can exceed the total by a rounding error.
     if (need > all) need = all;
     u32 first = __ffs(__ballot_sync(ALL_LANES, sum >= need)) - 1;
     base = __shfl_sync(ALL_LANES, sum - mine, first);
@@ -192,7 +196,8 @@ inline void choose_part(Table& table, u64 base, u64 need) {
     if (lane == 0) table.part = 16 * first + at, table.base = base, table.need = need;
 }
 
-// Of up to 32 tokens that which reaches what is needed. Adds what is kept of them to `kept`. For one warp.
+// Returns the one of up to 32 tokens at which the sum reaches `need`. Adds the weight of the tokens kept to
+// `kept`. For one warp.
 inline u64 choose_few(Table& table, const Weigh& weigh, const Weigh& other) {
     u32 lane = threadIdx.x, n = table.n_few;
     Entry mine = table.few[lane];
@@ -209,9 +214,9 @@ inline u64 choose_few(Table& table, const Weigh& weigh, const Weigh& other) {
     return found;
 }
 
-// The last of the best keys of a span that together weigh as much as is needed, or all; 0 when nothing there weighs
-// anything. `base` is what lies before the span. All threads call it. `kept` gets what they weigh otherwise, if the next
-// stage wants that.
+// Returns the last of the best keys of a span that together weigh `need`, or the last with weight if they
+// weigh less; 0 if nothing there has weight. `base` is the weight before the span. All threads call this.
+// `kept` receives the kept tokens' weight under `other`, if the next stage needs it.
 inline u64 find(Table& table, const List& list, const Weigh& weigh, Span span, u64 base, u64 need, const Weigh& other,
                 u64& kept) {
     Span all = span;

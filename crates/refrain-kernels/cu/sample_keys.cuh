@@ -1,4 +1,4 @@
-// sample_keys.cuh: how sample.cu orders and weighs tokens, and deals them to chunks.
+// sample_keys.cuh: order and weight of tokens in sample.cu, and how they are dealt to chunks
 #pragma once
 #include "reduce.cuh"
 
@@ -6,15 +6,15 @@ const u32 CHUNK = 1024;
 const u32 ID_BITS = 20;
 const u32 ID_MASK = (1u << ID_BITS) - 1;
 const u32 ALL_LANES = 0xffffffffu;
-// A top-k up to this is chosen from keys that are not sorted.
+// The largest top-k that is chosen from unsorted keys.
 const u32 SMALL_K = 64;
-// Keys of a warp of the first kernel, two to a lane, and warps to a chunk.
+// Keys per warp of the first kernel, two per lane, and warps per chunk.
 const u32 GROUP = 64;
 const u32 GROUPS = CHUNK / GROUP;
-// Longest short list.
+// Maximum length of the short list.
 const u32 LIST = 256;
-// Bytes of scratch for a chunk: its tokens, with their weights without a small top-k, as many places on a list, and what
-// it says as a whole.
+// Scratch bytes per chunk: its tokens (with their weights, unless top-k is small), as many list entries, and
+// its summary.
 const u32 CHUNK_BYTES = CHUNK * 32 + 16;
 
 struct alignas(16) Two {
@@ -25,7 +25,7 @@ struct Larger {
     inline u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
 };
 
-// Bits that compare as the numbers do; -0 below +0.
+// Maps a float to bits that compare like the numbers; -0 is below +0.
 inline u32 ordered(float x) {
     u32 bits = __float_as_uint(x);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -33,48 +33,49 @@ inline u32 ordered(float x) {
 
 inline float from_ordered(u32 x) { return __uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x); }
 
-// Never 0, which marks places without a token.
+// Returns the key of a token. Never 0, which marks empty entries.
 inline u64 key_of(float logit, u32 id) { return (u64)ordered(logit) << ID_BITS | (ID_MASK - id); }
 inline float key_logit(u64 key) { return from_ordered((u32)(key >> ID_BITS)); }
 inline u32 key_id(u64 key) { return ID_MASK - ((u32)key & ID_MASK); }
 
-// Weight relative to `best`, at a temperature of which this is the inverse. Nothing weighs anything beside a best of
-// -inf.
+// Returns the weight relative to `best`, at the temperature 1 / coldness. If the best is -inf, nothing has
+// weight.
 inline double weight(float logit, float best, double coldness) {
     if (best == -inf_f32()) return 0.0;
     return exp(((double)logit - (double)best) * coldness);
 }
 
-// The largest key of a warp, by its upper and then its lower half.
+// Returns the largest key of a warp, found by its upper half, then its lower half.
 inline u64 warp_largest(u64 key) {
     u32 high = __reduce_max_sync(ALL_LANES, (u32)(key >> 32));
     u32 low = __reduce_max_sync(ALL_LANES, (u32)(key >> 32) == high ? (u32)key : 0);
     return (u64)high << 32 | low;
 }
 
-// What a chunk says as a whole.
+// Summary of a chunk.
 struct Chunk {
     u64 best;
     double sum;  // of weights relative to the best
 
-    // What makes sums relative to the row's best of those relative to this one.
+    // Returns the factor that converts sums relative to this chunk's best to sums relative to the row's best.
     inline double factor(float top, double coldness) const {
         float own = key_logit(best);
         return own == -inf_f32() ? 0.0 : weight(own, top, coldness);
     }
 
-    // The sum relative to the row's best.
+    // Returns the sum relative to the row's best.
     inline double relative_to(float top) const { return factor(top, 1.0) * sum; }
 };
 
 inline bool is_greedy(float temperature) { return !(temperature > 0.0f); }
 
-// A float as Rust's `as usize` takes it: NaN and what is below 1 are 0.
+// Converts a float like Rust's `as usize`: NaN and values below 1 become 0.
 inline u32 top_k_of(float k) { return k >= 1.0f ? (k >= 2147483648.0f ? 0x80000000u : (u32)k) : 0; }
 
 inline bool is_small(u32 top_k) { return top_k >= 1 && top_k <= SMALL_K; }
 
-// Tokens are dealt in fours: neighbours in the vocabulary, which are often likely together, go to different chunks.
+// Tokens are dealt in fours: neighbours in the vocabulary, which are often likely together, go to different
+// chunks.
 struct Deal {
     u32 chunk, n_chunks;
 

@@ -1,42 +1,42 @@
-// sample_large.cuh: the choice without a small top-k, for blocks of sample.cu that have four chunks each.
+// sample_large.cuh: the choice without a small top-k, for blocks of sample.cu with four chunks each
 //
-// Every block finds in the row's bins where the filters can cut and where the choice can lie, and puts those of its
-// tokens that are there on a list. The last block to do so finds the keys of the cuts and of the choice on it. Where the
-// bins are of no use, the list has all tokens that may count, and everything is found on it.
+// From the row's bins, every block derives where the filters can cut and where the choice can fall, and lists
+// its tokens there. The last block to do so finds the keys of the cuts and of the choice on that list. Where
+// bins cannot be used, the list holds all tokens that may count, and everything is found on it.
 //
-// All of it is short and waits for itself: code that is fetched once costs more than what it does. So what can be the
-// same code is, in loops that are not unrolled.
+// Everything here is short and latency-bound: fetching code that runs once costs more than running it. Code
+// is therefore shared in loops that are not unrolled where possible.
 #pragma once
 #include "sample_find.cuh"
 
 // How the bins of a row may be used.
 enum Use {
     USE_BINS,   // for cuts and the choice
-    USE_COLD,   // for cuts; what can be chosen lies in the best's bin or a few below
-    USE_REACH,  // for nothing: some chunk is too far below the best, but what is not near that counts for nothing
-    USE_NONE,   // for nothing
+    USE_COLD,   // for cuts; the choice is in the top bin or a few below it
+    USE_REACH,  // not at all: some chunk's best is too far below the row's, but tokens that far down have no weight
+    USE_NONE,   // not at all
 };
 
-// So many tokens of a block are many.
+// A block that lists more tokens than this reports the bounds of their keys.
 const u32 MANY = 192;
-// Tokens of a block for each thread.
+// Tokens per thread.
 const u32 TOKENS_EACH = SELECT_CHUNKS * CHUNK / SELECT_THREADS;
 static_assert(BINS == 2 * SELECT_THREADS, "a thread has two bins");
-// As many whole weights at temperature 1 make a list of at most LIST tokens: where bins are narrow, up to a temperature of
-// 1, none is less than e^(-1/16) of one, and else not less than e^-1.
+// Total integer weights at temperature 1 that guarantee a list of at most LIST tokens: in narrow bins
+// (temperature up to 1) a token weighs at least e^(-1/16) of a whole weight, otherwise at least e^-1.
 const double SHORT = 240.0, SHORT_HOT = 94.0;
 
-// What a block knows of its row behind the first barriers.
+// A block's knowledge of its row after the first barriers.
 struct Large {
     Table& table;
     const Row& row;
     Bins bins;
     Use use;
     u64 min_p_key;
-    // Bins below the best, BINS for none: where top-k cuts, from where to where top-p can, where min-p does, and where
-    // the choice can lie.
+    // Bins below the best, BINS for none: where top-k cuts, the range in which top-p can cut, where min-p
+    // cuts, and the range in which the choice can fall.
     u32 k_at, p_from, p_to, m_at, from, to;
-    // Few tokens lie down to where the filters can cut: all of them are listed.
+    // Few tokens are above the lowest possible cut: all of them are listed.
     bool is_short;
 
     inline double upto(u32 kind, u32 at) const { return table.sums[kind][place_of_bin(at)]; }
@@ -47,7 +47,7 @@ struct Large {
     inline bool top_p_cuts() const { return row.top_p < 1.0f; }
     inline double p_target(double candidates) const { return fmax((double)row.top_p * candidates, 1e-300); }
 
-    // The first bin where the target is reached, BINS when none. For whole warps.
+    // Returns the first bin where the target is reached, or BINS. For whole warps.
     inline u32 bin_where(u32 kind, double target, bool beyond) const {
         u32 lane = threadIdx.x % 32;
         u32 every = __ballot_sync(ALL_LANES, reached(table.every[kind][lane], target, beyond));
@@ -56,7 +56,7 @@ struct Large {
         return first + __ffs(__ballot_sync(ALL_LANES, reached(upto(kind, first + lane), target, beyond))) - 1;
     }
 
-    // Where everything can lie.
+    // Determines the bins in which each cut and the choice can fall.
     inline void scout() {
         k_at = p_from = p_to = m_at = BINS;
         from = 0;
@@ -64,7 +64,7 @@ struct Large {
         is_short = false;
         if (use >= USE_REACH) return;
         if (row.min_p > 0.0f) m_at = min(bins.below(key_logit(min_p_key)), BINS);
-        // How much is kept, at least and at most: first of what top-p looks at, then of what can be chosen.
+        // Bounds of the kept weight, lower and upper: first of what top-p considers, then of the candidates.
         u32 least_at = BINS, most_at = BINS;
 #pragma unroll 1
         for (u32 stage = 1; stage <= 3; stage++) {
@@ -73,7 +73,7 @@ struct Large {
             if (stage == 2 && !top_p_cuts()) continue;
             if (stage == 3) least_at = min(least_at, m_at), most_at = min(most_at, m_at);
             if (stage == 3 && use == USE_COLD) break;
-            // Further down bins do not have all that lies there.
+            // Further down, bins do not include all tokens.
             if (stage == 3 && !top_k_cuts() && most_at < REACH && upto(COUNTED, most_at) <= short_list()) {
                 is_short = true;
                 p_from = 0, p_to = most_at, m_at = BINS, to = 0;
@@ -99,13 +99,13 @@ struct Large {
         if (use == USE_COLD) to = min(COLD_REACH, most_at);
     }
 
-    // In which part of the list the tokens of a bin, or all that count, are.
+    // Returns the part of the list that holds the tokens of a bin, or all that count.
     inline u32 part(bool by_bins, u32 at) const {
         bool cuts = at == k_at || at == m_at || (at >= p_from && at <= p_to);
         return use == USE_COLD || (by_bins && cuts) ? 0 : 1;
     }
 
-    // The logits of some bins, from one to a lower one, as keys have them: the least, and how many.
+    // The logits of a range of bins, as in keys: the smallest, and how many.
     struct Range {
         u32 least, n;
         inline bool has(u32 logit) const { return logit - least < n; }
@@ -116,7 +116,7 @@ struct Large {
         return Range{least, bins.least(first - 1) - least};
     }
 
-    // The keys of a bin, or all that count when the bins do not say more.
+    // Returns the keys of a bin, or all keys that count where bins cannot narrow them.
     inline Span span(bool by_bins, u32 at) const {
         if (by_bins) return Span{(u64)bins.least(at) << ID_BITS, (u64)bins.least(at - 1) << ID_BITS};
         u64 least = use == USE_NONE ? 1 : (u64)bins.least(use == USE_COLD ? COLD_REACH : REACH) << ID_BITS;
@@ -129,9 +129,9 @@ struct Large {
     }
 };
 
-// The least float that min-p lets pass, as a key. For one warp.
+// Returns the smallest float that passes min-p, as a key. For one warp.
 inline u64 find_min_p(const Row& row) {
-    // The first does not pass, the second does.
+    // Invariant: `low` does not pass, `high` passes.
     u32 low = ordered(-inf_f32()), high = ordered(row.top);
 #pragma unroll 1
     while (high - low > 1) {
@@ -144,17 +144,17 @@ inline u64 find_min_p(const Row& row) {
     return (u64)high << ID_BITS;
 }
 
-// One of the thread's tokens of its block; without a key where there is none.
+// Returns token i of this thread in its block; without a key if there is none.
 inline Entry token_of(const Row& row, const Entry* all, u32 i) {
     u32 at = blockIdx.x * (SELECT_CHUNKS * CHUNK) + i * SELECT_THREADS + threadIdx.x;
     return at < row.n_chunks * CHUNK ? all[at] : Entry{};
 }
 
-// What a thread asks for as soon as it may.
+// Loads that a thread issues as early as possible.
 struct Asked {
     Two sums[KINDS];
     Entry tokens[TOKENS_EACH];
-    u32 n_chunks;  // that are in the bins
+    u32 n_chunks;  // chunks included in the bins
 
     inline Asked(const Row& row, const Entry* all, const State* state) : n_chunks(state->n_chunks) {
         u32 c = threadIdx.x;
@@ -166,7 +166,7 @@ struct Asked {
         for (u32 i = 0; i < TOKENS_EACH; i++) tokens[i] = token_of(row, all, i);
     }
 
-    // Leaves the sums in the table, as they lie there.
+    // Stores the sums in the table, in the layout of the bins.
     inline void leave(Table& table) const {
 #pragma unroll
         for (u32 kind = 0; kind < KINDS; kind++) {
@@ -176,7 +176,7 @@ struct Asked {
     }
 };
 
-// What needs nothing but the parameters.
+// Work that depends only on the parameters.
 inline void prepare(Table& table, Row& row, u32 shared_bytes) {
     static_assert(N_FACTORS <= SELECT_THREADS, "a thread has one");
     row.coldness = 1.0 / (double)row.temperature;
@@ -185,14 +185,14 @@ inline void prepare(Table& table, Row& row, u32 shared_bytes) {
     if (c == 0) table.n_both = 0, table.kept = 0, table.page = (shared_bytes - sizeof(Table)) / sizeof(Entry);
 }
 
-// Leaves in the table the ends of the chunks' bests.
+// Stores the largest and smallest of the chunks' bests in the table.
 inline void find_ends(Table& table, const Row& row, const Chunk* chunks) {
     u32 c = threadIdx.x, warp = c / 32, most = 0, least = 0;
 #pragma unroll 1
     for (u32 i = c; i < row.n_chunks; i += SELECT_THREADS) {
         u32 best = (u32)(chunks[i].best >> ID_BITS);
         most = max(most, best);
-        // Chunks that have nothing but -inf add nothing.
+        // Chunks that hold only -inf add nothing.
         if (best > ordered(-inf_f32())) least = max(least, ~best);
     }
     most = __reduce_max_sync(ALL_LANES, most);
@@ -200,13 +200,13 @@ inline void find_ends(Table& table, const Row& row, const Chunk* chunks) {
     if (c % 32 == 0) table.most[warp] = most, table.least[warp] = least;
 }
 
-// Makes running sums of the bins that lie in the table, from the best's downward. Behind a barrier, and with one at its
-// end.
+// Computes running sums of the table's bins, from the best's downward. Call it after a barrier; it ends with
+// one.
 inline void sum_bins(Large& large) {
     Table& table = large.table;
     const Row& row = large.row;
     u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
-    // A thread's two are neighbours, and lie one below the other.
+    // A thread's two bins are adjacent.
     double pairs[KINDS][2], sums[KINDS], plain[2];
 #pragma unroll
     for (u32 kind = 0; kind < KINDS; kind++) {
@@ -215,7 +215,7 @@ inline void sum_bins(Large& large) {
             double raw = table.sums[kind][place_of_bin(large.bins.entry(2 * c + i))];
             double sum = (double)(u64)__double_as_longlong(raw);
             pairs[kind][i] = sum * table.factors.of(kind, 2 * c + i);
-            // Without a top-k whole weights stand for counts.
+            // Without a top-k, sums of weights serve as counts.
             if (kind == PLAIN) plain[i] = sum * (1.0 / BIN_SCALE);
             if (kind == COUNTED && row.top_k == 0) pairs[kind][i] = plain[i];
         }
@@ -233,7 +233,7 @@ inline void sum_bins(Large& large) {
     for (u32 kind = 0; kind < KINDS; kind++) {
         if (lane == 31) table.warp_sums[kind][warp] = sums[kind];
     }
-    // A warp that has nothing else to do draws while the others wait; another looks for min-p.
+    // An otherwise idle warp draws the random number while the others wait; another finds min-p's key.
     if (c == SELECT_THREADS - 32) table.uniform = row.uniform();
     if (row.min_p > 0.0f && warp == 1) {
         u64 key = find_min_p(row);
@@ -251,8 +251,8 @@ inline void sum_bins(Large& large) {
     __syncthreads();
 }
 
-// Puts those of the block's tokens on the list that may matter: from its begin on what is in bins where a filter can
-// cut, from its end on what is in others that the choice can lie in. All threads call it.
+// Lists the block's tokens that may matter: from the front, those in bins where a filter can cut; from the
+// end, those in other bins in which the choice can fall. All threads call this.
 inline void list_tokens(const Large& large, const Asked& asked, Entry* list, Tail* tail) {
     Table& table = large.table;
     u32 lane = threadIdx.x % 32, listed[2] = {0, 0};
@@ -289,7 +289,7 @@ inline void list_tokens(const Large& large, const Asked& asked, Entry* list, Tai
         if ((listed[0] >> i & 1) != 0) list[begin++] = asked.tokens[i];
         if ((listed[1] >> i & 1) != 0) list[end--] = asked.tokens[i];
     }
-    // Ties are told apart sooner when the ends of a long list are known.
+    // Knowing the ends of a long list resolves ties sooner.
     if (n_all <= MANY) return;
     u64 largest = 0, least = 0;
 #pragma unroll
@@ -307,6 +307,6 @@ inline void list_tokens(const Large& large, const Asked& asked, Entry* list, Tai
 // The two parts of the list.
 struct Lists {
     List parts[2];
-    Span ends;  // of all keys, as far as known
-    bool fit;   // in shared memory
+    Span ends;  // bounds of all keys, as far as known
+    bool fit;   // both parts fit in shared memory
 };

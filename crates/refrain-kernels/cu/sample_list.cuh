@@ -1,4 +1,4 @@
-// sample_list.cuh: the short list of best keys, and the choice among them, for one block of sample.cu.
+// sample_list.cuh: the short list of best keys, and the choice among them, for one block of sample.cu
 #pragma once
 #include "sample_keys.cuh"
 
@@ -17,7 +17,7 @@ inline u32 philox(u32 position, u32 key0, u32 key1) {
     return c0;
 }
 
-// What the second kernel knows of its row.
+// A row's data in the second kernel.
 struct Row {
     const u64* keys;   // [n_chunks, 1024]
     const u64* heads;  // [n_chunks, GROUPS], with a small top-k
@@ -28,23 +28,23 @@ struct Row {
     float top_p, min_p;
     float top;
     double total;
-    double coldness;  // the temperature's inverse
+    double coldness;  // 1 / temperature
 
     inline double uniform() const { return (double)((float)(philox(rng[2], rng[0], rng[1]) >> 8) / 16777216.0f); }
 };
 
-// Places behind keys that are compared, with zeros in them, so that nothing has to ask where they end.
+// Zero entries after keys that are compared, so that loops need no bounds check.
 const u32 AHEAD = 128;
 
-// What the threads share that choose with a small top-k.
+// Shared memory of the choice with a small top-k.
 struct Desk {
-    alignas(16) u64 list[LIST + AHEAD];    // in no order
+    alignas(16) u64 list[LIST + AHEAD];    // unordered
     alignas(16) u64 heads[CHUNK + AHEAD];  // the best of each chunk
     u64 sorted[LIST];                      // the list, best first
-    double weights[LIST];                  // theirs, relative to the row's best
-    double tempered[LIST];                 // and at the temperature
-    u32 groups[LIST];                      // groups of keys that reach into the list
-    u32 counts[256];                       // keys with each value of eight bits
+    double weights[LIST];                  // of `sorted`, relative to the row's best
+    double tempered[LIST];                 // the same at the row's temperature
+    u32 groups[LIST];                      // groups of keys whose best is on the list
+    u32 counts[256];                       // histogram of eight bits of the keys
     u64 key;
     u32 n_list, n_groups;
     u32 warps[32];
@@ -52,8 +52,8 @@ struct Desk {
     double uniform;
 };
 
-// What the chunks say together: the best, and the sum of all weights relative to it. For one warp, whose lanes bring
-// the first 32.
+// Combines the chunks' summaries: the best, and the sum of all weights relative to it. For one warp, whose
+// lanes hold the first 32 chunks.
 inline Chunk together(const Chunk* chunks, u32 n_chunks, Chunk mine) {
     u32 lane = threadIdx.x % 32;
     u64 best = mine.best;
@@ -67,8 +67,8 @@ inline Chunk together(const Chunk* chunks, u32 n_chunks, Chunk mine) {
     return Chunk{best, warp_reduce(sum, Add())};
 }
 
-// The same for N threads, which bring a chunk each: puts the chunks' bests on the desk and gives the row its best. The
-// sum of weights is there after a barrier, by `total_of`.
+// The same for N threads with a chunk each: stores the chunks' bests on the desk and sets the row's best.
+// After a barrier, total_of() returns the sum of weights.
 template <u32 N> inline void weigh_all(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
     u32 most = 0;
@@ -106,8 +106,8 @@ template <u32 N> inline double total_of(const Row& row, const Desk& desk) {
     return total;
 }
 
-// Calls f with each of n keys, how many of them are larger, and which of the lanes that share it this is, of how many.
-// The first N threads share the comparisons. Behind the keys there are AHEAD zeros.
+// Calls f with each of n keys, the number of larger keys, the index of this lane among those that share the
+// key, and their number. The first N threads divide the comparisons. AHEAD zeros follow the keys.
 template <typename F> inline void place_all(u32 N, const u64* keys, u32 n, F f) {
     u32 shift = 4;
     while (shift > 0 && N >> shift < n) shift--;
@@ -116,7 +116,7 @@ template <typename F> inline void place_all(u32 N, const u64* keys, u32 n, F f) 
     for (u32 first = 0; first < n; first += N >> shift) {
         u32 mine = first + (threadIdx.x >> shift), larger = 0;
         u64 key = keys[mine < n ? mine : 0];
-        // Eight at a time without a branch, so that their loads are under way together.
+        // Eight keys at a time without a branch, so that their loads are in flight together.
         for (u32 i = part; 2 * i < n; i += 4 * share) {
             Two k[4];
 #pragma unroll
@@ -129,8 +129,8 @@ template <typename F> inline void place_all(u32 N, const u64* keys, u32 n, F f) 
     }
 }
 
-// Puts those of R keys that are at or above `least` on the list, as far as there is room; all of them count. In no
-// order: keys are unique, and the list is sorted.
+// Appends those of R keys that are at least `least` to the list, as far as they fit; all of them are counted.
+// The order does not matter: keys are unique, and the list is sorted later.
 template <int R> inline void append(Desk& desk, const u64* keys, u64 least) {
     u32 n = 0;
 #pragma unroll
@@ -145,19 +145,19 @@ template <int R> inline void append(Desk& desk, const u64* keys, u64 least) {
     }
 }
 
-// Puts zeros behind the keys of a list. For a barrier to come.
+// Stores zeros after the keys of a list. The caller synchronises.
 inline void end_list(u64* keys, u32 n) {
     if (threadIdx.x < AHEAD) keys[n + threadIdx.x] = 0;
 }
 
-// Sorts the list and weighs the first `most` of it. All threads call it, after a barrier behind the last append and
-// `end_list`; N of them do it.
+// Sorts the list and computes the weights of its first `most` keys. All threads call this, after a barrier
+// that follows the last append() and end_list(); N of them do the work.
 template <u32 N> inline void sort_list(const Row& row, Desk& desk, u32 n, u32 most) {
     if (threadIdx.x < N) {
         place_all(N, desk.list, n, [&](u64 key, u32 place, u32 part, u32 share) {
             if (place >= most) return;
             if (part == 0) desk.sorted[place] = key;
-            // Two lanes weigh at once, where two share a key.
+            // Where two lanes share a key, each computes one weight.
             for (u32 which = part; which < 2; which += share) {
                 double w = weight(key_logit(key), row.top, which == 0 ? 1.0 : row.coldness);
                 (which == 0 ? desk.weights : desk.tempered)[place] = w;
@@ -167,7 +167,7 @@ template <u32 N> inline void sort_list(const Row& row, Desk& desk, u32 n, u32 mo
     __syncthreads();
 }
 
-// The first 32 R of the sorted list as the first warp sees them: R places to a lane, in order.
+// The first 32 R entries of the sorted list as held by the first warp: R consecutive entries per lane.
 template <int R> struct Listed {
     inline u32 place(int r) const { return threadIdx.x % 32 * R + r; }
 
@@ -176,7 +176,7 @@ template <int R> struct Listed {
         for (int r = 0; r < R; r++) v[r] = place(r) < n ? weights[place(r)] : 0.0;
     }
 
-    // Running sums, from an offset.
+    // Computes running sums, starting at an offset.
     inline void sum_up(double* v, double from) const {
         u32 lane = threadIdx.x % 32;
 #pragma unroll
@@ -193,7 +193,7 @@ template <int R> struct Listed {
         for (int r = 0; r < R; r++) v[r] += from;
     }
 
-    // The first of `n` places where the condition holds, else n.
+    // Returns the first of n entries for which the condition holds, else n.
     template <typename F> inline u32 first(u32 n, F holds) const {
         u32 mine = R;
 #pragma unroll
@@ -214,15 +214,15 @@ template <int R> struct Listed {
     }
 };
 
-// The choice from the n best of the sorted list, among which are all that the filters can keep: its place. For the
-// first warp.
+// Returns the index of the choice among the n best of the sorted list, which include everything that the
+// filters can keep. For the first warp.
 template <int R> inline u32 choose_listed(const Row& row, const Desk& desk, u32 n, double uniform) {
     Listed<R> listed;
     double sums[R], tempered[R];
     listed.take(sums, desk.weights, n);
     listed.take(tempered, desk.tempered, n);
     listed.sum_up(sums, 0.0);
-    // Not needed yet, but two sums take the time of one.
+    // Computed here because two scans together take the time of one.
     listed.sum_up(tempered, 0.0);
 
     u32 keep = n;
@@ -242,16 +242,16 @@ template <int R> inline u32 choose_listed(const Row& row, const Desk& desk, u32 
     }
     double target = uniform * listed.at(tempered, keep - 1);
     u32 chosen = listed.first(keep, [&](int r) { return tempered[r] > target; });
-    // Rounding can leave the target a hair above the last sum: then the last candidate is it.
+    // Rounding can leave the target slightly above the last sum; the last candidate is then the choice.
     return chosen < keep ? chosen : keep - 1;
 }
 
-// The n-th best of the keys on the desk, what the desk's key is when there are fewer. All threads call it, after a
-// barrier behind the keys, and the first N do it.
+// Returns the n-th best of the keys on the desk, or the desk's `key` if there are fewer. All threads call
+// this, after a barrier that follows the keys; the first N do the work.
 template <u32 N> inline u64 nth_head(Desk& desk, const u64* heads, u32 n_heads, u32 n) {
     if (threadIdx.x < N) {
         place_all(N, heads, n_heads, [&](u64 key, u32 place, u32 part, u32) {
-            // Only places without a token are equal.
+            // Only empty entries are equal.
             if (part == 0 && place == n - 1 && key != 0) desk.key = key;
         });
     }

@@ -1,31 +1,31 @@
-// sample_long.cuh: bins with more tokens than one block should look at, as flat logits have them.
+// sample_long.cuh: bins with more tokens than one block should search, as flat logits produce them
 //
-// All blocks know from the bins that such a bin matters. Each deals its tokens of it to parts, by logit and by id, and
-// adds these up for all; so the last block looks only at the tokens of one part. If all logits on the list are the same,
-// a part by id says where its tokens are.
+// All blocks can tell from the bins that such a bin matters. Each block deals its tokens of that bin to
+// parts, by logit and by id, and adds the parts to the row's; the last block then reads only the tokens of
+// one part. If all logits on the list are equal, the part by id gives its tokens' locations.
 #pragma once
 #include "sample_large.cuh"
 
-// What a part by id holds.
+// Ids per part.
 const u32 PART_IDS = (1u << ID_BITS) / PARTS;
 
-// The bins for which there is room in the tail: where top-p cuts, and both ends of where the choice can lie. BINS when
-// such a bin is not long, or one of the others.
+// Returns the bin of a slot of the tail: where top-p cuts, and both ends of the range in which the choice can
+// fall. BINS if that bin is not long, or already has a slot.
 inline u32 long_at(const Large& large, u32 slot) {
     if (large.use != USE_BINS) return BINS;
     u32 at = slot == 0 ? large.p_from : slot == 1 ? large.from : large.to;
     if (slot == 0 && large.p_to != at) return BINS;
     if (slot > 0 && (at == large.p_from && large.p_from == large.p_to)) return BINS;
     if ((slot == 2 && at == large.from) || at >= BINS) return BINS;
-    // A weight at temperature 1 is not much less than the whole.
+    // Weights at temperature 1 are not much less than a whole weight, so they serve as a count.
     double whole = LONG * BIN_SCALE * large.table.factors.of(PLAIN, at);
     return large.upto(PLAIN, at) - large.before(PLAIN, at) > whole ? at : BINS;
 }
 
-// Adds the block's tokens of long bins to their parts. All threads call it.
+// Adds the block's tokens of long bins to their parts. All threads call this.
 inline void add_long_parts(const Large& large, const Entry* tokens, Tail* tail) {
     Table& table = large.table;
-    // All kinds by logit, and all kinds by id.
+    // All kinds by logit, then all kinds by id.
     const u32 N = 2 * KINDS;
     u64* parts = (u64*)table.list();
     static_assert(N * PARTS * sizeof(u64) <= LEAST_PAGE * sizeof(Entry), "no room");
@@ -62,8 +62,8 @@ inline void add_long_parts(const Large& large, const Entry* tokens, Tail* tail) 
     }
 }
 
-// What is left to find in a long bin when one of its parts is left: which tokens, between which keys, and what lies
-// before them.
+// Remaining search in a long bin after one of its parts is selected: the tokens, the range of keys, and the
+// sums before them.
 struct Left {
     List list;
     Span span;
@@ -88,7 +88,7 @@ inline Left one_part(const Large& large, u32 slot, u32 at, const Lists& lists, c
     need = table.need;
     u64 kept = sum_all(table, c < part ? parts[other.kind][c] : 0);
 
-    // Its tokens, close together.
+    // Compacts the part's tokens.
     if (c == 0) table.n_few = 0;
     __syncthreads();
     auto take = [&](const Entry& token) {
@@ -101,7 +101,7 @@ inline Left one_part(const Large& large, u32 slot, u32 at, const Lists& lists, c
         for (u32 i = c; i < PART_IDS; i += SELECT_THREADS) {
             u32 id = part * PART_IDS + i;
             if (id >= row.vocab) continue;
-            // Where the first kernel puts it.
+            // The location in which the first kernel stores it.
             Deal deal = {id / 4 % row.n_chunks, row.n_chunks};
             u32 place = deal.place((i32)id);
             take(tokens[deal.chunk * CHUNK + place % 2 * (CHUNK / 2) + place / 2]);
@@ -125,6 +125,6 @@ inline Left one_part(const Large& large, u32 slot, u32 at, const Lists& lists, c
     __syncthreads();
     u32 n = table.n_few;
     __syncthreads();
-    // So many of nearly the same logit are rare enough to be looked at page by page.
+    // More tokens than a page with nearly equal logits are rare; they are searched page by page.
     return Left{n <= table.page ? List{nullptr, n, 0, true} : lists.parts[large.part(true, at)], span, base, need, kept};
 }

@@ -1,15 +1,15 @@
-// sample_small.cuh: the choice with a top-k up to 64, over chunks that are not sorted.
+// sample_small.cuh: the choice with a top-k up to 64, from unsorted chunks
 //
-// Only some of the block's threads work here: all that is done is short, and each instruction costs the time of as many
-// warps as go through it.
+// Only some of the block's threads work here: everything is short, and the cost of an instruction is
+// proportional to the number of warps that execute it.
 #pragma once
 #include "sample_list.cuh"
 
 const u32 SMALL_THREADS = 256;
-// Groups whose bests a thread fetches before they are needed.
+// Groups whose best keys each thread prefetches.
 const int GROUPS_AHEAD = 8;
 
-// The bests of the groups that a thread looks after.
+// The best keys of the groups assigned to a thread.
 struct Groups {
     u64 heads[GROUPS_AHEAD];
 
@@ -22,7 +22,7 @@ struct Groups {
         }
     }
 
-    // Lists every group of this thread whose best is at or above a key.
+    // Lists every group of this thread whose best is at least `least`.
     inline void list(const Row& row, Desk& desk, u64 least) const {
         u32 n = 0, n_all = row.n_chunks * GROUPS;
         const u64* all = row.heads;
@@ -46,8 +46,8 @@ struct Groups {
     }
 };
 
-// Lists every key from `least` upward, looking only at groups whose best is; false when they are too many. All threads
-// call it, with an empty list and after a barrier behind that.
+// Lists every key that is at least `least`, reading only groups whose best is; returns false if there are too
+// many. All threads call this, with an empty list and after a barrier that follows its clearing.
 inline bool list_groups(const Row& row, Desk& desk, const Groups& groups, u64 least) {
     const u32 WARPS = SMALL_THREADS / 32;
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -69,7 +69,8 @@ inline bool list_groups(const Row& row, Desk& desk, const Groups& groups, u64 le
     return desk.n_list <= LIST;
 }
 
-// The n-th best of all keys, eight bits of it at a time. Slow: for keys that crowd.
+// Returns the n-th best of all keys by radix select on eight bits at a time. Slow; for rows with too many
+// keys near the cut.
 inline u64 nth_key(const Row& row, Desk& desk, u32 n) {
     u32* counts = desk.counts;
     u64 prefix = 0;
@@ -89,8 +90,8 @@ inline u64 nth_key(const Row& row, Desk& desk, u32 n) {
     return prefix;
 }
 
-// Puts the keys on the desk that a short list is made from when chunks are too few: the best of neighbouring groups, of
-// as many as leave enough of them. How many they are.
+// Stores the keys from which a short list is made if there are too few chunks: the best of several adjacent
+// groups, as many as still leave enough keys. Returns their number.
 inline u32 heads_of_groups(const Row& row, Desk& desk) {
     u32 join = GROUPS;
     while (join > 1 && row.n_chunks * (GROUPS / join) < SMALL_K) join /= 2;
@@ -109,8 +110,8 @@ inline void clear_list(Desk& desk) {
     for (u32 i = threadIdx.x; i < LIST + AHEAD; i += SMALL_THREADS) desk.list[i] = 0;
 }
 
-// The choice: the list holds all candidates. 0 when there is nothing to weigh. For the first SMALL_THREADS threads with
-// their chunks, when the others have left; the first has the answer.
+// Returns the choice: the list holds all candidates. 0 if no candidate has weight. For the first
+// SMALL_THREADS threads with their chunks, after the others have returned; thread 0 has the result.
 inline u64 choose_small(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     u32 c = threadIdx.x, n_heads = row.n_chunks;
     Groups groups(row);
@@ -119,7 +120,7 @@ inline u64 choose_small(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     clear_list(desk);
     end_list(desk.heads, n_heads);
     weigh_all<SMALL_THREADS>(row, desk, chunks, mine);
-    // A warp that mostly has no chunks to weigh draws.
+    // A warp that usually has no chunks draws the random number.
     if (c == SMALL_THREADS - 32) desk.uniform = row.uniform();
     if (n_heads < SMALL_K) {
         __syncthreads();
@@ -127,9 +128,9 @@ inline u64 choose_small(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     }
     u64 least = nth_head<SMALL_THREADS>(desk, desk.heads, n_heads, row.top_k);
     row.total = total_of<SMALL_THREADS>(row, desk);
-    // Nothing or something infinite on top.
+    // All logits are -inf, or the best is infinite.
     if (row.top == -inf_f32() || row.top == inf_f32()) return 0;
-    // A chunk's best counts -0 as +0, so its key may stand above the token's own.
+    // A chunk's best treats -0 as +0, so its key may be above the token's own key.
     if (key_logit(least) == 0.0f) least = (u64)ordered(-0.0f) << ID_BITS;
     if (!list_groups(row, desk, groups, least)) {
         least = nth_key(row, desk, min(row.top_k, row.vocab));
@@ -138,7 +139,7 @@ inline u64 choose_small(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
         __syncthreads();
         list_groups(row, desk, groups, least);
     }
-    // What is behind the best k does not count, and those are two to a lane.
+    // Only the best k count, which fit two to a lane.
     u32 n = desk.n_list;
     sort_list<SMALL_THREADS>(row, desk, n, SMALL_K);
     return c < 32 ? desk.sorted[choose_listed<SMALL_K / 32>(row, desk, min(n, SMALL_K), desk.uniform)] : 0;

@@ -1,23 +1,27 @@
-// scatter.cu: y[r] = sum of the rows of x whose id is r, in their order
+// scatter.cu: scatter-add: y[r] = sum of the rows of x whose id is r, in order
 //
-//   ids     [n]          i32; negative or n_rows and more: for no row
+//   ids     [n]          i32; negative or >= n_rows: the row is dropped
 //   x       [n, d]       T, rows of consecutive elements at rows.start(i)
-//   y       [n_rows, d]  T, dense; rows that no id names are zero
-//   order   [n]          u32: rows of x by their ids, those of one id in their order
+//   y       [n_rows, d]  T, dense; rows without an id are zero
+//   order   [n]          u32: rows of x sorted by id, stable
 //   sorted  [n]          i32: ids in that order
 //
-// scatter_rank puts each row at its rank, which is how many rows come before it: it compares all pairs. scatter_sum looks for
-// the rows of each id.
+// scatter_rank writes each row to its rank, the number of rows that come before it, which it finds by
+// comparing all pairs. scatter_sum searches for the rows of each id.
 //
-// Launch    rank: grid (ceil(n / 32)), block (256); sum: grid (n_rows), block (multiple of 32, at most 256), shared 0
-// Requires  wide: rows of x and y start at multiples of 16 bytes and have a multiple of 8 elements
-// Aliasing  none
-// Sums in f32, in the order of the rows, rounded once: same bits every run. Capture: safe; ids are read at each run.
+// Launch       rank: grid (ceil(n / 32)), block (256); sum: grid (n_rows), block (multiple of 32, at most
+//              256), shared 0
+// Requires     wide: rows of x and y are 16-byte aligned and have a multiple of 8 elements
+// Aliasing     none
+// Accumulation f32, rounded once
+// Determinism  same bits every run: rows are added in order
+// Capture      safe: ids are read at each run
 #include "eight.cuh"
 #include "overlap.cuh"
 #include "view.cuh"
 
-// The first place from `low` on whose id is not below `id`: each lane of a warp tries one of 32 places at each turn.
+// Returns the first index from `low` on whose id is not below `id`. Each iteration probes 32 indices, one per
+// lane of a warp.
 inline u32 first_not_below(const i32* sorted, u32 low, u32 n, i32 id) {
     u32 lane = threadIdx.x % 32, end = n;
     while (low < end) {
@@ -36,7 +40,7 @@ inline void scatter_sum(T* y, const T* x, const u32* order, const i32* sorted, c
     start();
     i32 id = (i32)blockIdx.x;
     u32 low = first_not_below(sorted, 0, n, id);
-    // Few rows have the id, mostly.
+    // Usually few rows have the id.
     u32 near = n - low < 32 ? n : low + 32, end = first_not_below(sorted, low, near, id + 1);
     if (end == near && near < n) end = first_not_below(sorted, near, n, id + 1);
     const u32 AT_ONCE = 8;
@@ -69,7 +73,7 @@ inline void scatter_sum(T* y, const T* x, const u32* order, const i32* sorted, c
     }
 
 // unit rank
-// 32 rows a block, whose eight warps share the rows that they are compared with.
+// A block ranks 32 rows; its eight warps divide the rows that they are compared with.
 extern "C" __global__ __launch_bounds__(256) void scatter_rank(u32* order, i32* sorted, const i32* ids, u32 n) {
     start();
     const u32 TURNS = 8, TILE = 256 * TURNS;
@@ -79,7 +83,7 @@ extern "C" __global__ __launch_bounds__(256) void scatter_rank(u32* order, i32* 
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = 32 * blockIdx.x + lane;
     i32 id = i < n ? ids[i] : 0;
     u32 count = 0;
-    // The next tile is on its way while one is worked on.
+    // The next tile is prefetched while one is processed.
     i32 next[TURNS];
     auto load = [&](u32 first) {
 #pragma unroll
@@ -99,7 +103,7 @@ extern "C" __global__ __launch_bounds__(256) void scatter_rank(u32* order, i32* 
             u32 begin = 256 * turn + 32 * warp, end = n - first < begin + 32 ? n - first : begin + 32;
             if (begin >= end) break;
             const uint4* fours = tiles + begin / 4;
-            // All 32 are before row i, or behind it, unless they are those of this block.
+            // All 32 rows come before row i or all after it, unless they are this block's rows.
             if (first + begin == 32 * blockIdx.x || end != begin + 32) {
                 for (u32 j = begin; j < end; j++) count += tile[j] < id || (tile[j] == id && first + j < i);
             } else if (first + begin < 32 * blockIdx.x) {

@@ -1,21 +1,25 @@
-// span.cu: y[i, h] = softmax(scale q[i, h] . k) v over the rows that row i sees in its document, and their log-sum-exp
+// span.cu: attention of rows within their documents (training), with log-sum-exp
+//
+//   y[i, h] = softmax(scale q[i, h] . k) v over the rows that row i sees in its document
 //
 //   y      [n, n_heads, head_dim]     T, dense
-//   lse    [n, n_heads]               f32, natural; minus infinity for padding, whose y is zero
-//   q      [n, n_heads, head_dim]     T, strides as given
-//   k, v   [n, n_kv_heads, head_dim]  T, strides as given
+//   lse    [n, n_heads]               f32, natural logarithm; minus infinity for padding, whose y is zero
+//   q      [n, n_heads, head_dim]     T, any strides
+//   k, v   [n, n_kv_heads, head_dim]  T, any strides
 //   spans  [n, 2]                     i32, the rows of each row's document
 //
-// Launch    tensor cores: grid (n_heads, ceil(n / ROWS)), block (128), shared as shared_bytes below says; ROWS is 128 for
-//           D = 64 and 64 above it
-//           exact: grid (ceil(n n_heads / 4)), block (128), shared 0
-// Requires  tensor cores: head_dim a multiple of 8, at most D; elements of a head consecutive, heads at multiples of 16
-//           bytes. exact: head_dim at most 256
-// Weights are rounded to T on tensor cores; scores, maxima and sums are f32, in tiles of 64 (exact: 32) rows in order. Same
-// bits every run. Capture: safe; the grid is fixed and spans are read on the device.
+// Launch       tensor cores: grid (n_heads, ceil(n / ROWS)), block (128), shared as shared_bytes below; ROWS
+//              is 128 for D = 64, else 64. exact: grid (ceil(n n_heads / 4)), block (128), shared 0
+// Requires     tensor cores: head_dim a multiple of 8, at most D; consecutive elements in a head, heads
+//              16-byte aligned. exact: head_dim at most 256
+// Aliasing     none
+// Accumulation softmax weights are rounded to T on tensor cores; scores, maxima and sums are f32
+// Determinism  same bits every run: tiles of 64 (exact: 32) rows in order
+// Capture      safe: the grid is fixed and spans are read on the device
 #include "span.cuh"
 
-// PLAIN: scores are products times a positive number; otherwise they are worked out one by one.
+// PLAIN: scores are dot products times a positive number, which is folded into the exponent. Otherwise each
+// score is computed.
 template <typename T, int D, int MT, bool PLAIN>
 inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, const i32* spans, const SpanStrides& at,
                          const SpanSizes& s, SpanRange* ranges) {
@@ -60,7 +64,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
             sum[i][h] = 0.0f;
         }
     }
-    // Scores are weighed as powers of two.
+    // Softmax weights are computed as powers of two.
     bool capped = s.softcap > 0.0f;
     float cap_unit = capped ? 2.0f * SPAN_LOG2_E * s.scale / s.softcap : 0.0f;
     float unit = PLAIN ? s.scale * SPAN_LOG2_E : SPAN_LOG2_E;
@@ -70,7 +74,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
     for (i32 tile = block.first; tile < block.end; tile += TILE, stage ^= 1) {
         copies_wait<0>();
         __syncthreads();
-        // Into the stage that everybody left before the barrier.
+        // Into the stage that every warp left before the barrier.
         if (tile + (i32)TILE < block.end) load(tile + TILE, stage ^ 1);
         copies_end_group();
         if (tile >= mine.end || tile + (i32)TILE <= mine.first) continue;
@@ -135,13 +139,14 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
                 most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
                 most = fmaxf(most, max_score[i][h]);
                 higher |= most > max_score[i][h];
-                // Nothing seen yet: any finite number will do as the maximum.
+                // No row seen so far: any finite maximum works.
                 base[i][h] = most == -inf_f32() ? 0.0f : most * unit;
                 factor[i][h] = exp2_fast(__fmaf_rn(max_score[i][h], unit, -base[i][h]));
                 max_score[i][h] = most;
             }
         }
-        // Behind the first tiles few have a higher maximum; where no row of the warp has, the factors are one.
+        // After the first tiles the maximum rarely rises; if it rises for no row of the warp, all factors are
+        // one.
         if (__ballot_sync(0xffffffffu, higher) != 0) {
 #pragma unroll
             for (int i = 0; i < MT; i++) {
@@ -160,7 +165,7 @@ inline void span_forward(T* y, float* lse, const T* q, const T* k, const T* v, c
         for (int i = 0; i < MT; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                // Each lane sums its own columns; they are added at the end.
+                // Each lane sums its own columns; the lanes are added at the end.
                 float weights = 0.0f;
 #pragma unroll
                 for (int j = 0; j < NT; j++) {
@@ -245,7 +250,7 @@ inline void span_forward_exact(T* y, float* lse, const T* q, const T* k, const T
     span_put(y, (u64)i * s.head_dim, acc, empty ? 0.0f : 1.0f / sum, s.head_dim);
 }
 
-// shared_bytes: (64 MT + 256) (2 D + 16); src/span.rs holds the same numbers.
+// shared_bytes: (64 MT + 256) (2 D + 16); src/span.rs has the same number.
 #define SPAN(size, MT, name, T)                                                                                   \
     extern "C" __global__ __launch_bounds__(128, 2) void span_d##size##_##name(                                  \
         T* y, float* lse, const T* q, const T* k, const T* v,             \

@@ -1,11 +1,13 @@
-// span.cuh: what attention among rows and its gradient share: who sees whom, and tiles of heads in shared memory.
+// span.cuh: shared by span.cu and span_grad.cu: which rows see each other, and tiles of heads in shared
+// memory
 //
-// spans [n, 2] i32 gives for each row the rows of its document. A span that does not hold its row, or reaches out of
-// 0 .. n, counts as padding: whatever is there, nothing outside of the tensors is read.
+// spans [n, 2] i32 holds, for each row, the range of rows of its document. A span that does not contain its
+// row, or exceeds 0 .. n, counts as padding: whatever it holds, nothing outside the tensors is read.
 //
-// A block has rows of its own, as queries or as keys, and walks over the rows of the other side that any of its own sees (or
-// is seen by), TILE at a time. Rows outside of that range are zeros in the tile; a tile that not every own row sees whole is
-// masked. Rows of other documents that share a tile are multiplied by zero, so they must be finite.
+// A block owns some rows, as queries or as keys, and walks over the rows of the other side that any of its
+// own sees (or is seen by), TILE at a time. Rows outside that range are zeros in the tile; a tile that some
+// own row does not see whole is masked. Rows of other documents in the same tile are multiplied by zero, so
+// they must be finite.
 #pragma once
 #include "mma.cuh"
 #include "overlap.cuh"
@@ -13,14 +15,14 @@
 
 struct SpanSizes {
     u32 n, n_heads, n_kv_heads, head_dim;
-    u32 window;  // 0: all
+    u32 window;  // 0: no window
     u32 causal;
     float scale;
     float softcap;  // 0: none
-    u32 pitch;      // of the gradient's pairs: n, made even
+    u32 pitch;      // of the gradient's pairs: n rounded up to even
 };
 
-// Elements from one row to the next, from one head to the next, from one element to the next.
+// Strides in elements, between rows, heads and elements.
 struct HeadStrides {
     u32 row, head, element;
 
@@ -33,7 +35,7 @@ struct SpanStrides {
 const u32 SPAN_THREADS = 128, SPAN_TILE = 64;
 const float SPAN_LOG2_E = 1.4426950408889634f, SPAN_LN_2 = 0.6931471805599453f;
 
-// Rows first .. end.
+// Rows first .. end, end excluded.
 struct SpanRange {
     i32 first, end;
 };
@@ -47,7 +49,7 @@ inline SpanRange span_document(const i32* spans, u32 row, const SpanSizes& s) {
     return r;
 }
 
-// The keys that a query sees.
+// Returns the keys that a query sees.
 inline SpanRange span_seen(const i32* spans, u32 row, const SpanSizes& s) {
     SpanRange r = span_document(spans, row, s);
     if (s.causal != 0 && r.end > r.first) {
@@ -57,7 +59,7 @@ inline SpanRange span_seen(const i32* spans, u32 row, const SpanSizes& s) {
     return r;
 }
 
-// The queries that see a key.
+// Returns the queries that see a key.
 inline SpanRange span_seeing(const i32* spans, u32 row, const SpanSizes& s) {
     SpanRange r = span_document(spans, row, s);
     if (s.causal != 0 && r.end > r.first) {
@@ -67,7 +69,8 @@ inline SpanRange span_seeing(const i32* spans, u32 row, const SpanSizes& s) {
     return r;
 }
 
-// Of some rows: any of them sees first .. end, all of them last_first .. first_end. Padding does not count.
+// Over several rows: some row sees each end of first .. end, every row sees last_first .. first_end. Padding
+// rows do not count.
 struct SpanExtent {
     i32 first, end, last_first, first_end;
 };
@@ -84,7 +87,7 @@ inline i32 span_least(i32 x) {
 #endif
 }
 
-// Each warp works it out for itself; n is a multiple of 16.
+// Each warp computes this for itself; n is a multiple of 16.
 inline SpanExtent span_extent(const SpanRange* ranges, u32 n) {
     const i32 most = 0x7fffffff;
     i32 first = most, end = 0, last_first = 0, first_end = most;
@@ -100,10 +103,11 @@ inline SpanExtent span_extent(const SpanRange* ranges, u32 n) {
     return SpanExtent{span_least(first), -span_least(end), -span_least(last_first), span_least(first_end)};
 }
 
-// Which part of the rows a block has: as blocks begin one after the other, those with much to do should come first. Queries
-// see more the later they are in their document, keys are seen by more the earlier. Where all blocks begin almost at once,
-// every other part goes first, so that no second block of a short document begins where a first one has left; where there
-// are many, neighbours find each other's rows in the cache.
+// Order in which blocks take parts of the rows: those with the most work should start first. Queries see more
+// rows the later they are in their document; keys are seen by more rows the earlier they are. If nearly all
+// blocks start at once, every other part goes first, so that a short document's second block does not start
+// on an SM that its first block has just left. If there are many blocks, neighbouring blocks share rows in
+// the cache.
 const u32 SPAN_FEW_BLOCKS = 1024;
 
 inline u32 span_part_of_keys() {
@@ -118,17 +122,19 @@ inline u32 span_part_of_queries() {
     return i < n_odd ? 2 * (n_odd - i) - 1 : 2 * (n - 1 - i);
 }
 
-// Lines of D elements with 16 bytes behind each, so that eight lines of a chunk lie in different banks.
+// Lines of D elements, padded by 16 bytes, so that eight lines of a chunk lie in different banks.
 template <int D> struct SpanLine {
     static const u32 BYTES = 2 * D + 16;
 };
 
-// Rows first .. first + ROWS of one head, as copies that are under way; zeros outside of begin .. end and behind head_dim.
+// Issues asynchronous copies of rows first .. first + ROWS of one head; zeros outside begin .. end and past
+// head_dim.
 template <int ROWS, int D, typename T>
 inline void span_load(Place to, const T* from, u32 stride, u32 first, u32 begin, u32 end, u32 head_dim) {
     const u32 CHUNKS = D / 8, AT_ONCE = SPAN_THREADS / CHUNKS;
     if (SPAN_THREADS % CHUNKS == 0) {
-        // A thread has one chunk of every so many rows. An address that is not there is not read.
+        // Each thread copies the same chunk of every AT_ONCE-th row. copy_async does not read addresses of
+        // rows out of range.
         u32 r = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, row = first + r;
         u32 n_rows = 8 * chunk < head_dim ? end - begin : 0;
         const T* at = from + (u64)row * stride + 8 * chunk;
@@ -148,25 +154,25 @@ inline void span_load(Place to, const T* from, u32 stride, u32 first, u32 begin,
     }
 }
 
-// The left factor of a product: 16 rows from a line on, 16 elements.
+// Loads an A fragment: 16 rows, starting at line `row`, by 16 elements.
 template <int D> inline void span_left(u32* a, Place lines, u32 row, int d) {
     u32 lane = threadIdx.x % 32;
     load_matrices(a, lines + (row + lane % 16) * SpanLine<D>::BYTES + 32 * d + lane / 16 * 16);
 }
 
-// The right factor, 16 columns by 16 elements: lines are its columns.
+// Loads a B fragment, 16 columns by 16 elements, whose columns are lines.
 template <int D> inline void span_columns(u32* b, Place lines, u32 row, int d) {
     u32 lane = threadIdx.x % 32;
     load_matrices(b, lines + (row + lane / 16 * 8 + lane % 8) * SpanLine<D>::BYTES + 32 * d + lane / 8 % 2 * 16);
 }
 
-// The same where lines are its rows.
+// Loads a B fragment whose rows are lines.
 template <int D> inline void span_rows(u32* b, Place lines, u32 row, int d) {
     u32 lane = threadIdx.x % 32;
     load_matrices_transposed(b, lines + (row + lane / 8 % 2 * 8 + lane % 8) * SpanLine<D>::BYTES + 32 * d + lane / 16 * 16);
 }
 
-// Two neighbouring tiles of 8 columns as the left factor of the next product.
+// Packs two adjacent tiles of 8 columns as the A fragment of the next product.
 template <typename T> inline void span_pack(u32* a, const float (*tiles)[4], T) {
     a[0] = pack(tiles[0][0], tiles[0][1], T());
     a[1] = pack(tiles[0][2], tiles[0][3], T());
@@ -174,7 +180,8 @@ template <typename T> inline void span_pack(u32* a, const float (*tiles)[4], T) 
     a[3] = pack(tiles[1][2], tiles[1][3], T());
 }
 
-// A warp's 16 rows from registers through its own lines to y [n, n_heads, head_dim]; zeros for rows without a range.
+// Stores a warp's 16 rows from registers, through its own lines, to y [n, n_heads, head_dim]; zeros for rows
+// without a range.
 template <int D, typename T>
 inline void span_store(T* y, u8* lines, u32 row, const float (*acc)[4], const float* factor, u32 first_row,
                        const SpanRange* ranges, u32 n_rows, u32 n_heads, u32 head, u32 head_dim) {
@@ -201,7 +208,8 @@ inline void span_store(T* y, u8* lines, u32 row, const float (*acc)[4], const fl
     }
 }
 
-// Heads of any size up to 256 in any strides: a warp has one row, and lanes have rows of the other side.
+// Exact kernels, for heads of any size up to 256 and any strides: a warp has one row, its lanes have rows of
+// the other side.
 const u32 SPAN_WIDTH = 256, SPAN_PARTS = SPAN_WIDTH / 32;
 
 template <typename T> inline void span_fetch(float* to, const T* from, u64 at, u32 step, u32 head_dim) {
@@ -214,7 +222,7 @@ template <typename T> inline float span_dot(const float* mine, const T* from, u6
     return sum;
 }
 
-// What a product of query and key comes to as a score times log2 e, and the score's slope.
+// Returns the score of a dot product of query and key, and sets the score's derivative.
 inline float span_score(float product, const SpanSizes& s, float* slope) {
     float score = product * s.scale;
     *slope = s.scale;
@@ -226,12 +234,12 @@ inline float span_score(float product, const SpanSizes& s, float* slope) {
     return score;
 }
 
-// tanh(x unit / (2 log2 e)) up to some 1e-7, without a branch: 1 - 2 / (1 + 2^(x unit)).
+// tanh(x unit / (2 log2 e)) to about 1e-7, without a branch: 1 - 2 / (1 + 2^(x unit)).
 inline float span_tanh(float x, float unit) {
     return __fmaf_rn(-2.0f, reciprocal_fast(1.0f + exp2_fast(x * unit)), 1.0f);
 }
 
-// acc += weights of the warp's lanes times their rows; the first `n` lanes have one.
+// acc += the weight of each of the first n lanes times that lane's row.
 template <typename T>
 inline void span_add(float* acc, float weight, u32 n, const T* from, u64 at, u32 row_step, u32 step, u32 head_dim) {
     u32 lane = threadIdx.x % 32;

@@ -1,29 +1,32 @@
 // span_grad.cu: gradients of span.cu with respect to q, k and v
 //
-//   pairs  [n_heads, pitch, 2]        f32: lse times log2 e, and the sum of dy y; zeros for padding, whose dy may be NaN
+//   pairs  [n_heads, pitch, 2]        f32: lse times log2 e, and sum(dy y); zeros for padding, whose dy may be NaN
 //   dq     [n, n_heads, head_dim]     T, dense
 //   dk, dv [n, n_kv_heads, head_dim]  T, dense
-//   dy, y  [n, n_heads, head_dim]     T, strides as given, like q, k, v
+//   dy, y  [n, n_heads, head_dim]     T, any strides, like q, k, v
 //   lse    [n, n_heads]               f32
 //   spans  [n, 2]                     i32
 //
-// With p the weight of a key for a query and s their score: ds = p (dy . v - sum(dy y)), dq += scale ds k, dk += scale ds q,
-// dv += p dy; a soft cap multiplies ds by its slope. Three launches: pairs, then keys (dk and dv) and queries (dq). A block
-// has rows of its own and loops over the other side, so that nothing is added by two blocks: keys add the heads of their
-// group one after the other.
+// With p the softmax weight of a key for a query and s their score:
+//   ds = p (dy . v - sum(dy y)), dq += scale ds k, dk += scale ds q, dv += p dy
+// A softcap multiplies ds by its derivative. There are three launches: pairs, then keys (dk and dv) and
+// queries (dq). A block owns its rows and loops over the other side, so no two blocks add to the same result:
+// a keys block adds the heads of its group one after the other.
 //
-// Launch    pairs: grid (ceil(n n_heads / 64)), block (128), shared 0
-//           keys: grid (n_kv_heads, ceil(n / ROWS)); queries: grid (n_heads, ceil(n / ROWS)); block (128), shared as
-//           shared_bytes below says; ROWS is 128 for D = 64 and 64 above it
-//           exact: grid (ceil(n n_kv_heads / 4)) for keys, (ceil(n n_heads / 4)) for queries, block (128), shared 0
-// Requires  as span.cu; pairs at a multiple of 16 bytes, pitch even
-// Weights and ds are rounded to T on tensor cores; all else is f32, always in the same order. Same bits every run.
-// Capture: safe; the grid is fixed and spans are read on the device.
+// Launch       pairs: grid (ceil(n n_heads / 64)), block (128), shared 0. keys: grid (n_kv_heads, ceil(n /
+//              ROWS)); queries: grid (n_heads, ceil(n / ROWS)); both block (128), shared as shared_bytes
+//              below; ROWS is 128 for D = 64, else 64. exact: grid (ceil(n n_kv_heads / 4)) for keys, (ceil(n
+//              n_heads / 4)) for queries, block (128), shared 0
+// Requires     as span.cu; pairs 16-byte aligned, pitch even
+// Aliasing     none
+// Accumulation softmax weights and ds are rounded to T on tensor cores; everything else is f32
+// Determinism  same bits every run: additions are in a fixed order
+// Capture      safe: the grid is fixed and spans are read on the device
 #include "span.cuh"
 
 struct alignas(16) SpanFour { float a, b, c, d; };
 
-// Caps scores. Without a cap scores stay products, and unit makes powers of two of either.
+// Applies the softcap. Without one, scores remain dot products; `unit` converts either to exponents of two.
 template <int MT, int NT> inline void span_cap(float (*score)[NT][4], const SpanSizes& s) {
     float unit = 2.0f * SPAN_LOG2_E * s.scale / s.softcap;
 #pragma unroll
@@ -36,13 +39,14 @@ template <int MT, int NT> inline void span_cap(float (*score)[NT][4], const Span
     }
 }
 
-// The cap's slope for a capped score as a power of two, of which minus infinity has none.
+// Returns the softcap's derivative for a capped score given as exponent `power`; minus infinity gives zero.
 inline float span_cap_slope(float power, float lse, const SpanSizes& s) {
     float t = fmaxf((power + lse) * (SPAN_LN_2 / s.softcap), -1.0f);
     return 1.0f - t * t;
 }
 
-// Minus infinity, the power of no weight, where a row of a warp's does not see a column, of tiles from a column on.
+// Sets the exponent to minus infinity, a weight of zero, where a row of the warp does not see a column;
+// columns start at `first`.
 template <int MT, int NT> inline void span_mask(float (*power)[NT][4], const SpanRange* ranges, i32 first) {
     u32 lane = threadIdx.x % 32;
 #pragma unroll
@@ -76,7 +80,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
     if (threadIdx.x < ROWS) ranges[threadIdx.x] = span_seeing(spans, first_row + threadIdx.x, s);
     __syncthreads();
     SpanExtent block = span_extent(ranges, ROWS), mine = span_extent(ranges + warp_row, 16 * MT);
-    // Two pairs are copied at once.
+    // Pairs are copied two at a time.
     const i32 begin = block.first & ~1;
     auto load = [&](u32 head, u32 tile, u32 stage) {
         Place to = stages + stage * STAGE;
@@ -101,13 +105,13 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
         copies_wait<0>();
         __syncthreads();
         i32 tiles = first;
-        // All tiles of a head, then those of the next one.
+        // All tiles of one head, then those of the next.
         first += TILE;
         if (first >= block.end) {
             first = begin;
             head++;
         }
-        // Into the stage that everybody left before the barrier.
+        // Into the stage that every warp left before the barrier.
         if (head < end_head) load(head, first, stage ^ 1);
         copies_end_group();
         Place queries = stages + stage * STAGE, grads = queries + TILE * LINE;
@@ -146,7 +150,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
                     }
                 }
             }
-            // The last branch of a turn: what follows is done while tensor cores multiply.
+            // Last branch of an iteration: the code below overlaps with the tensor cores.
             if (tile < mine.last_first || tile + SUB > mine.first_end) {
                 span_mask<MT, NT>(score, ranges + warp_row, tile);
             }
@@ -209,7 +213,7 @@ inline void span_keys(T* dk, T* dv, const T* dy, const T* q, const T* k, const T
     }
     copies_wait<0>();
     __syncthreads();
-    // A warp's own lines of keys and values are of no more use.
+    // A warp's own lines of keys and values are free for the results.
     float scale[2] = {s.scale, s.scale}, one[2] = {1.0f, 1.0f};
 #pragma unroll
     for (int i = 0; i < MT; i++) {
@@ -309,7 +313,7 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
                     }
                 }
             }
-            // The last branch of a turn: what follows is done while tensor cores multiply.
+            // Last branch of an iteration: the code below overlaps with the tensor cores.
             if (tile < mine.last_first || tile + SUB > mine.first_end) {
                 span_mask<MT, NT>(score, ranges + warp_row, tile);
             }
@@ -362,8 +366,8 @@ inline void span_queries(T* dq, const T* dy, const T* q, const T* k, const T* v,
     }
 }
 
-// shared_bytes: keys (128 MT + 256) (2 D + 16) + 1024, queries (128 MT + 256) (2 D + 16); src/span_grad.rs holds the same
-// numbers.
+// shared_bytes: keys (128 MT + 256) (2 D + 16) + 1024, queries (128 MT + 256) (2 D + 16); src/span_grad.rs
+// has the same numbers.
 #define KEYS(size, MT, name, T)                                                                                   \
     extern "C" __global__ __launch_bounds__(128, 2) void span_grad_keys_d##size##_##name(                        \
         T* dk, T* dv, const T* dy, const T* q, const T* k,                \
@@ -388,7 +392,7 @@ template <typename T> struct alignas(16) SpanEight { T at[8]; };
 
 template <typename T>
 inline void span_pairs(float* pairs, const T* dy, const T* y, const float* lse, const SpanStrides& at, const SpanSizes& s) {
-    // Eight lanes to a head, each with several heads, so that enough is under way.
+    // Eight lanes per head; each handles several heads to keep enough loads in flight.
     const int TIMES = 4;
     start();
     u32 part = threadIdx.x % 8, index[TIMES], row[TIMES], head[TIMES];
@@ -442,7 +446,7 @@ inline void span_pairs(float* pairs, const T* dy, const T* y, const float* lse, 
             bool empty = log[k] == -inf_f32();
             float2* to = (float2*)pairs + (u64)head[k] * s.pitch + row[k];
             *to = make_float2(empty ? 0.0f : log[k] * SPAN_LOG2_E, empty ? 0.0f : sum[k]);
-            // Nobody's, but it is copied with its neighbour.
+            // The padding element, which belongs to no row but is copied with its neighbour.
             if (row[k] + 1 == s.n && s.pitch > s.n) to[1] = make_float2(0.0f, 0.0f);
         }
     }

@@ -1,27 +1,30 @@
-// train_rows.cu: norms, softmax, their gradients, and reductions of rows and columns, for every float type
+// train_rows.cu: RMS norm, softmax, their gradients, and reductions of rows and columns, for every float type
 //
 //   x, a, b, dy  [n_rows, n_cols]  T, rows of consecutive elements at rows.start(r)
 //   w            [n_cols]          f32 or T
 //   y, sum, dx   [n_rows, n_cols]  T, dense; reductions: [n_rows]
-//   parts        [gridDim.x, n_cols]  f32: sums of some rows each, for the gradient of w
+//   parts        [gridDim.x, n_cols]  f32: partial sums of the gradient of w, each over some rows
 //
-// reduce_columns takes x [n_outer, n, n_inner], element (o, j, i) at o * outer_stride + j * stride + i, and cuts n into
-// slices: parts [n_outer, n_slices, n_inner] f32 are the sums or maxima of each. finish_columns adds slices in order:
-// y [n_outer, n_inner].
+// reduce_columns takes x [n_outer, n, n_inner], with element (o, j, i) at o * outer_stride + j * stride + i,
+// and splits n into slices: parts [n_outer, n_slices, n_inner] f32 holds the sum or maximum of each.
+// finish_columns combines the slices in order into y [n_outer, n_inner].
 //
-// Launch    rows of at most 1024 elements have a warp each, longer ones a block: grid (ceil(n_rows / 8)) or (n_rows), block
-//           (256), shared 0. rms_norm_grad: at most PARTS blocks, each with many rows; finish_columns: block (1024)
-//           reduce_columns: grid (n_outer * n_slices * ceil(n_inner / 256)), finish_columns: grid (ceil(n_outer n_inner / 32))
-// Requires  s.wide: rows start at multiples of 16 bytes and have a multiple of 8 elements
-// Aliasing  y may be x; sum may be a and y may be b; softmax_grad: y may be dy or x: a thread reads eight elements before it
-//           writes there, and no other thread touches them
-// Sums in f32, fixed order: same bits every run. Results are rounded once. Capture: safe.
+// Launch       rows of at most 1024 elements take a warp each, longer ones a block: grid (ceil(n_rows / 8))
+//              or (n_rows), block (256), shared 0. rms_norm_grad: at most PARTS blocks, each with many rows.
+//              reduce_columns: grid (n_outer * n_slices * ceil(n_inner / 256)), block (256). finish_columns:
+//              grid (ceil(n_outer n_inner / 32)), block (1024)
+// Requires     s.wide: rows are 16-byte aligned and have a multiple of 8 elements
+// Aliasing     y may be x; sum may be a and y may be b; softmax_grad: y may be dy or x. A thread reads eight
+//              elements before it writes them, and no other thread touches them
+// Accumulation f32; results are rounded once
+// Determinism  same bits every run: additions are in a fixed order
+// Capture      safe
 #include "eight.cuh"
 #include "overlap.cuh"
 #include "reduce.cuh"
 #include "view.cuh"
 
-// Eights of a row that a thread keeps in registers; what is beyond is read again.
+// Groups of eight elements of a row that a thread keeps in registers; the rest of the row is read again.
 enum : int { KEPT = 4 };
 enum : u32 { WARP_COLS = 32 * 8 * KEPT };
 
@@ -31,7 +34,7 @@ struct RowShape {
     float eps;
 };
 
-// Who works on a row: a warp or a block of 256.
+// The threads that share a row: a warp or a block of 256.
 struct OfWarp {
     static inline u32 thread() { return threadIdx.x % 32; }
     static inline u32 n_threads() { return 32; }
@@ -50,15 +53,16 @@ struct OfBlock {
     static inline float max(float x) { return block_reduce(x, Max(), -inf_f32()); }
 };
 
-// Up to eight elements: where they are, how many are left, the place where they are kept or none of these, whether they are aligned.
+// Up to eight elements: their index in the row, how many remain, their slot in registers (KEPT: none), and
+// whether they are aligned.
 struct Piece {
     u32 at, n;
     int k;
     bool wide;
 };
 
-// A row, or two of the same length, eight elements at a time: those that are kept, then the rest. Nothing is kept of rows
-// that are read one element at a time.
+// A row, or two of the same length, eight elements at a time: those kept in registers, then the rest.
+// Unaligned rows are read one element at a time, and nothing of them is kept.
 template <typename T, typename G, int N, int K = KEPT> struct Line {
     const T* p[N];
     u32 n_cols;
@@ -68,7 +72,7 @@ template <typename T, typename G, int N, int K = KEPT> struct Line {
     static inline u32 place(u32 k) { return 8 * (G::thread() + k * G::n_threads()); }
     inline u32 rest() const { return place(wide ? K : 0); }
 
-    // All loads are on their way before the first is used.
+    // All loads are issued before the first is used.
     inline void load() {
         if (!wide) return;
 #pragma unroll
@@ -80,7 +84,7 @@ template <typename T, typename G, int N, int K = KEPT> struct Line {
         }
     }
 
-    // Calls f(Piece, eights of each row) for what this thread has.
+    // Calls f(Piece, eight elements of each row) for this thread's elements.
     template <typename F> inline void each(F f) {
         if (wide) {
 #pragma unroll
@@ -135,7 +139,7 @@ template <typename T, typename G> inline void rms_norm(T* y, const T* x, const u
     });
 }
 
-// The norm is of the sum as it was rounded.
+// The norm uses the sum as rounded to T.
 template <typename T, typename G, int K>
 inline void rms_norm_add(T* sum_out, T* y, const T* a, const T* b, const u8* w, const RowShape& s) {
     u32 row = G::first();
@@ -171,16 +175,16 @@ inline void rms_norm_add(T* sum_out, T* y, const T* a, const T* b, const u8* w, 
             if (at < s.n_cols) finish(Piece{at, 8, k, true}, kept[k]);
         }
     }
-    // Its own writes are what a thread reads here.
+    // A thread reads only its own writes here.
     for (u32 at = line.rest(); at < s.n_cols; at += 8 * G::n_threads()) {
         Eight<T> e = load8((const T*)total + at, s.n_cols - at, line.wide);
         finish(Piece{at, s.n_cols - at, K, line.wide}, e);
     }
 }
 
-// dx = r (dy w - x r^2 mean(dy w x)) + more, if there is more, and the parts of dw = sum of dy x r over rows, with r = 1 /
-// sqrt(mean(x^2) + eps). Rows that threads keep as a whole: the next row is on its way while one is worked on, if there are
-// registers for it.
+// dx = r (dy w - x r^2 mean(dy w x)) (+ more), and partial sums over rows of dw = dy x r, with r = 1 /
+// sqrt(mean(x^2) + eps). For rows that fit in registers. The next row is prefetched while one is processed,
+// if registers allow it.
 template <typename T, int K>
 inline void rms_norm_grad_kept(T* dx, float* part, float (*of_warps)[WARP_COLS], const T* dy, const T* x, const u8* w,
                                const RowShape& s, const T* more) {
@@ -226,7 +230,7 @@ inline void rms_norm_grad_kept(T* dx, float* part, float (*of_warps)[WARP_COLS],
                 dot = __fmaf_rn(here[0][k][i] * weights[i], here[1][k][i], dot);
             }
         }
-        // Both sums at once.
+        // Both sums in one reduction.
 #pragma unroll
         for (int step = 16; step > 0; step >>= 1) {
             squares += __shfl_xor_sync(0xffffffffu, squares, step);
@@ -268,7 +272,8 @@ inline void rms_norm_grad_kept(T* dx, float* part, float (*of_warps)[WARP_COLS],
     }
 }
 
-// Any other rows. Sums are added where they end up: nobody else has these columns of this warp or block.
+// The same for all other rows. Partial sums are accumulated in memory: no other thread of this warp or block
+// has these columns.
 template <typename T, typename G>
 inline void rms_norm_grad(T* dx, float* part, float (*of_warps)[WARP_COLS], const T* dy, const T* x, const u8* w,
                           const RowShape& s, const T* more) {
@@ -352,7 +357,7 @@ template <typename T, typename G> inline void softmax(T* y, const T* x, const Ro
     });
 }
 
-// y (dy - sum of dy y), where y is the softmax.
+// dx = y (dy - sum(dy y)), where y is the softmax.
 template <typename T, typename G> inline void softmax_grad(T* dx, const T* dy, const T* y, const RowShape& s) {
     u32 row = G::first();
     if (row >= s.n_rows) return;
@@ -373,7 +378,7 @@ template <typename T, typename G> inline void softmax_grad(T* dx, const T* dy, c
     });
 }
 
-// In the order of KINDS in src/train_rows.rs.
+// Codes are in the order of KINDS in src/train_rows.rs.
 enum : u32 { SUM = 0, MEAN = 1, MAX = 2 };
 
 inline float merged(u32 kind, float a, float b) { return kind == MAX ? fmaxf(a, b) : a + b; }
@@ -401,7 +406,7 @@ struct Columns {
     u32 outer_stride, stride, wide, kind;
 };
 
-// 32 threads have eight columns each, and eight times as many take turns with the rows.
+// A warp covers 256 columns, eight per lane; the block's eight warps alternate over the rows.
 template <typename T> inline void reduce_columns(float* parts, const T* x, const Columns& s) {
     start();
     __shared__ float of_turns[8][256];
@@ -433,7 +438,7 @@ template <typename T> inline void reduce_columns(float* parts, const T* x, const
     parts[((u64)outer * s.n_slices + slice) * s.n_inner + col] = result;
 }
 
-// 32 columns a block; 32 threads take turns with the parts of one.
+// A block has 32 columns; 32 threads alternate over the slices of each.
 inline void finish_columns(u8* y, u32 type, const float* parts, const Columns& s) {
     start();
     __shared__ float of_turns[32][33];
@@ -441,7 +446,7 @@ inline void finish_columns(u8* y, u32 type, const float* parts, const Columns& s
     float result = neutral(s.kind);
     if (index < n) {
         const float* column = parts + (u64)(index / s.n_inner) * s.n_slices * s.n_inner + index % s.n_inner;
-        // Loads of eight parts are on their way before the first is used.
+        // Loads of eight slices are issued before the first is used.
         for (u32 first = turn; first < s.n_slices; first += 256) {
             float v[8];
 #pragma unroll
@@ -455,7 +460,7 @@ inline void finish_columns(u8* y, u32 type, const float* parts, const Columns& s
     }
     of_turns[turn][lane] = result;
     __syncthreads();
-    // A warp has each column's turns; warps have as many columns as there are.
+    // Each warp reduces one column, whose 32 partial results its lanes hold.
     float of_column = of_turns[lane][turn];
     of_column = s.kind == MAX ? warp_reduce(of_column, Max()) : warp_reduce(of_column, Add());
     index = 32 * blockIdx.x + turn;
