@@ -14,14 +14,14 @@ pub(crate) fn aligned(bytes: Bytes, dtype: DType) -> Bytes {
     let mut words = vec![0u64; from.len().div_ceil(8)];
     bytemuck::cast_slice_mut(&mut words)[..from.len()].copy_from_slice(from);
     let n_bytes = from.len();
-    let copy = Bytes::new(Words(words));
+    let copy = Bytes::new(AlignedWords(words));
     copy.slice(0..n_bytes).unwrap_or(bytes)
 }
 
 /// Memory aligned for the widest element.
-struct Words(Vec<u64>);
+struct AlignedWords(Vec<u64>);
 
-impl AsRef<[u8]> for Words {
+impl AsRef<[u8]> for AlignedWords {
     fn as_ref(&self) -> &[u8] {
         bytemuck::cast_slice(&self.0)
     }

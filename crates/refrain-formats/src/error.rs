@@ -1,6 +1,6 @@
 //! What can be wrong with model files. Every error names the file and the place, and most know a way out.
 
-use crate::gguf::{GgufFault, Place};
+use crate::gguf::{GgufFault, GgufLocation};
 use crate::hf::HfFault;
 use crate::params::ParamsFault;
 use std::io;
@@ -39,7 +39,7 @@ pub enum FormatError {
         /// The file, or the name given to bytes in memory.
         file: PathBuf,
         /// Where in the file.
-        place: Place,
+        place: GgufLocation,
         /// What is wrong there.
         fault: Box<GgufFault>,
     },
@@ -95,7 +95,7 @@ impl FormatError {
     }
 
     /// A fault in a GGUF file.
-    pub(crate) fn gguf(file: &Path, place: Place, fault: GgufFault) -> FormatError {
+    pub(crate) fn gguf(file: &Path, place: GgufLocation, fault: GgufFault) -> FormatError {
         FormatError::Gguf { file: file.to_owned(), place, fault: Box::new(fault) }
     }
 
@@ -143,10 +143,10 @@ impl FormatError {
     }
 }
 
-fn gguf_message(file: &Path, place: &Place, fault: &GgufFault) -> String {
+fn gguf_message(file: &Path, place: &GgufLocation, fault: &GgufFault) -> String {
     let file = file.display();
     match (place, fault) {
-        (Place::File, _) => format!("{file}: {fault}"),
+        (GgufLocation::File, _) => format!("{file}: {fault}"),
         (_, GgufFault::Missing | GgufFault::Duplicate) => format!("{file}: {place} {fault}"),
         _ => format!("{file}: {place}: {fault}"),
     }

@@ -2,14 +2,14 @@
 
 mod tokenizer_common;
 
-use refrain_formats::gguf::{Array, Gguf, GgufWriter, Value};
+use refrain_formats::gguf::{Array, Gguf, GgufWriter, MetadataValue};
 use refrain_formats::tokenizer::{Tokenizer, TokenizerError, TokenizerSummary, VocabSpec};
 use refrain_tensor::Bytes;
 use tokenizer_common::{byte_level, sentence_piece};
 
 fn write(spec: &VocabSpec) -> GgufWriter {
     let mut writer = GgufWriter::new();
-    let mut set = |key: &str, value: Option<Value>| {
+    let mut set = |key: &str, value: Option<MetadataValue>| {
         if let Some(value) = value {
             writer.set(&format!("tokenizer.{key}"), value).unwrap();
         }

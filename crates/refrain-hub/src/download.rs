@@ -10,12 +10,12 @@ use ureq::http::{Response, StatusCode};
 use crate::cache::RepoCache;
 use crate::disk::{self, COPY_BYTES, Checksum, Disk, DiskFile, Hasher, Lock};
 use crate::error::HubError;
-use crate::http::{Client, Failure, given_up};
+use crate::http::{Client, RequestFailure, given_up};
 use crate::name::RepoName;
-use crate::progress::{Event, Progress};
+use crate::progress::{Progress, ProgressEvent};
 
 /// A file to fetch.
-pub(crate) struct Job<'a> {
+pub(crate) struct DownloadJob<'a> {
     pub(crate) repo: &'a RepoName,
     pub(crate) commit: &'a str,
     pub(crate) path: &'a str,
@@ -27,7 +27,7 @@ pub(crate) struct Job<'a> {
 /// Why an attempt did not complete the file.
 enum Setback {
     /// The connection broke; what came is good, the rest can follow.
-    Broken(Failure),
+    Broken(RequestFailure),
     /// What came is wrong; it must be fetched anew.
     Spoilt(HubError),
     /// Nothing will help.
@@ -45,7 +45,7 @@ pub(crate) fn fetch(
     client: &Client,
     disk: &dyn Disk,
     cache: &RepoCache,
-    job: &Job<'_>,
+    job: &DownloadJob<'_>,
     progress: &mut dyn Progress,
 ) -> Result<(), HubError> {
     disk::create_dir(&cache.blobs())?;
@@ -55,18 +55,18 @@ pub(crate) fn fetch(
         return Ok(());
     }
     let mut partial = Partial::open(disk, cache.incomplete(job.checksum), job)?;
-    progress.on(Event::Start { file: job.path, done: partial.len, total: job.bytes });
+    progress.on(ProgressEvent::Start { file: job.path, done: partial.len, total: job.bytes });
     fetch_with_retries(client, job, &mut partial, progress)?;
     partial.file.sync().map_err(|error| disk::write_error(disk, &partial.path, 0, error))?;
     let blob = cache.blob(job.checksum);
     fs::rename(&partial.path, &blob).map_err(HubError::write(&blob))?;
-    progress.on(Event::Done { file: job.path });
+    progress.on(ProgressEvent::Done { file: job.path });
     Ok(())
 }
 
 fn fetch_with_retries(
     client: &Client,
-    job: &Job<'_>,
+    job: &DownloadJob<'_>,
     partial: &mut Partial<'_>,
     progress: &mut dyn Progress,
 ) -> Result<(), HubError> {
@@ -77,7 +77,7 @@ fn fetch_with_retries(
         let len_before = partial.len;
         match attempt(client, job, partial, progress) {
             Ok(()) => return Ok(()),
-            Err(Setback::Final(error) | Setback::Broken(Failure::Final(error))) => return Err(error),
+            Err(Setback::Final(error) | Setback::Broken(RequestFailure::Final(error))) => return Err(error),
             Err(Setback::Spoilt(error)) => {
                 partial.restart()?;
                 if spoilt_before {
@@ -86,10 +86,10 @@ fn fetch_with_retries(
                     return Err(error);
                 }
                 spoilt_before = true;
-                progress.on(Event::Restart { file: job.path, because: &error.to_string() });
-                progress.on(Event::At { done: 0 });
+                progress.on(ProgressEvent::Restart { file: job.path, because: &error.to_string() });
+                progress.on(ProgressEvent::At { done: 0 });
             }
-            Err(Setback::Broken(Failure::Passing { because, status, pause })) => {
+            Err(Setback::Broken(RequestFailure::Passing { because, status, pause })) => {
                 if partial.len.saturating_sub(len_before) >= GOOD_PROGRESS_BYTES {
                     n_failures = 0;
                 }
@@ -111,14 +111,14 @@ fn fetch_with_retries(
 /// One connection: from where the file ends here to its end, then the checksum.
 fn attempt(
     client: &Client,
-    job: &Job<'_>,
+    job: &DownloadJob<'_>,
     partial: &mut Partial<'_>,
     progress: &mut dyn Progress,
 ) -> Result<(), Setback> {
     if partial.len < job.bytes {
         let response = client.get(job.repo, &job.url, partial.len).map_err(Setback::Broken)?;
         if !accept(job, partial, &response)? {
-            progress.on(Event::At { done: 0 });
+            progress.on(ProgressEvent::At { done: 0 });
         }
         receive(job, partial, response, progress)?;
     }
@@ -135,7 +135,11 @@ fn attempt(
 }
 
 /// Holds the answer against what was asked for. `false`: the server begins from the start, and so do we.
-fn accept(job: &Job<'_>, partial: &mut Partial<'_>, response: &Response<Body>) -> Result<bool, Setback> {
+fn accept(
+    job: &DownloadJob<'_>,
+    partial: &mut Partial<'_>,
+    response: &Response<Body>,
+) -> Result<bool, Setback> {
     let mismatch =
         |got| Setback::Spoilt(HubError::SizeMismatch { file: job.path.to_owned(), got, want: job.bytes });
     let header = |name| response.headers().get(name).and_then(|value| value.to_str().ok());
@@ -146,7 +150,9 @@ fn accept(job: &Job<'_>, partial: &mut Partial<'_>, response: &Response<Body>) -
             Some((start, _)) if start == partial.len => Ok(true),
             _ => {
                 partial.restart()?;
-                Err(Setback::Broken(Failure::broken("the server sent another range than was asked for")))
+                Err(Setback::Broken(RequestFailure::broken(
+                    "the server sent another range than was asked for",
+                )))
             }
         },
         StatusCode::OK => {
@@ -161,7 +167,7 @@ fn accept(job: &Job<'_>, partial: &mut Partial<'_>, response: &Response<Body>) -
         }
         status => {
             partial.restart()?;
-            Err(Setback::Broken(Failure::broken(format!("status {status}"))))
+            Err(Setback::Broken(RequestFailure::broken(format!("status {status}"))))
         }
     }
 }
@@ -173,7 +179,7 @@ fn content_range(text: &str) -> Option<(u64, Option<u64>)> {
 }
 
 fn receive(
-    job: &Job<'_>,
+    job: &DownloadJob<'_>,
     partial: &mut Partial<'_>,
     response: Response<Body>,
     progress: &mut dyn Progress,
@@ -187,7 +193,7 @@ fn receive(
         let n = match body.read(&mut buffer) {
             Ok(n) => n,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) => return Err(Setback::Broken(Failure::broken(error))),
+            Err(error) => return Err(Setback::Broken(RequestFailure::broken(error))),
         };
         if n == 0 {
             break;
@@ -196,10 +202,10 @@ fn receive(
             return Err(Setback::Spoilt(HubError::TooLong { file: job.path.to_owned(), want: job.bytes }));
         }
         partial.write(&buffer[..n], job.bytes)?;
-        progress.on(Event::At { done: partial.len });
+        progress.on(ProgressEvent::At { done: partial.len });
     }
     if partial.len < job.bytes {
-        return Err(Setback::Broken(Failure::broken("the connection was closed early")));
+        return Err(Setback::Broken(RequestFailure::broken("the connection was closed early")));
     }
     Ok(())
 }
@@ -217,7 +223,7 @@ struct Partial<'a> {
 }
 
 impl<'a> Partial<'a> {
-    fn open(disk: &'a dyn Disk, path: PathBuf, job: &Job<'a>) -> Result<Self, HubError> {
+    fn open(disk: &'a dyn Disk, path: PathBuf, job: &DownloadJob<'a>) -> Result<Self, HubError> {
         let len = fs::metadata(&path).map_or(0, |meta| meta.len());
         if len > job.bytes {
             disk::remove_file(&path)?;

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::size::Bytes;
+use crate::size::ByteSize;
 
 /// Why a name, a pull or the store failed.
 #[derive(Debug, thiserror::Error)]
@@ -55,7 +55,7 @@ pub enum HubError {
     #[error("{file} is split into {want} files, {have} of them are in {repo}")]
     MissingSplit { repo: String, file: String, have: usize, want: usize },
 
-    #[error("the download of {file} broke off {attempts} times, at {} of {}: {because}", Bytes(*.got), Bytes(*.want))]
+    #[error("the download of {file} broke off {attempts} times, at {} of {}: {because}", ByteSize(*.got), ByteSize(*.want))]
     BrokenOff { file: String, got: u64, want: u64, attempts: u32, because: String },
     #[error("the server announces {got} bytes for {file}, the listing says {want}")]
     SizeMismatch { file: String, got: u64, want: u64 },
@@ -66,7 +66,7 @@ pub enum HubError {
     #[error("the server names no checksum for {file}")]
     NoDigest { file: String },
 
-    #[error("{} needed in {path}, {} free", Bytes(*.need), .free.map_or("too little".to_owned(), |free| Bytes(free).to_string()))]
+    #[error("{} needed in {path}, {} free", ByteSize(*.need), .free.map_or("too little".to_owned(), |free| ByteSize(free).to_string()))]
     NoSpace { need: u64, free: Option<u64>, path: PathBuf },
     #[error("cannot write {path}")]
     Write { path: PathBuf, source: io::Error },

@@ -9,7 +9,7 @@ use ureq::{Agent, Body, Proxy};
 use crate::env::{Env, Token};
 use crate::error::HubError;
 use crate::name::RepoName;
-use crate::progress::{Event, Progress};
+use crate::progress::{Progress, ProgressEvent};
 
 /// How often and how patiently a failed request is repeated.
 #[derive(Debug, Clone, Copy)]
@@ -44,20 +44,20 @@ impl Retry {
 
 /// Why a request brought nothing.
 #[derive(Debug)]
-pub(crate) enum Failure {
+pub(crate) enum RequestFailure {
     /// Another attempt may succeed.
     Passing { because: String, status: Option<u16>, pause: Option<Duration> },
     /// It will not.
     Final(HubError),
 }
 
-impl Failure {
+impl RequestFailure {
     pub(crate) fn broken(because: impl ToString) -> Self {
         Self::Passing { because: because.to_string(), status: None, pause: None }
     }
 }
 
-impl From<HubError> for Failure {
+impl From<HubError> for RequestFailure {
     fn from(error: HubError) -> Self {
         Self::Final(error)
     }
@@ -72,13 +72,13 @@ pub(crate) struct Described {
 
 /// Scheme, host and port: what a token is bound to.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Origin {
+struct ServerOrigin {
     scheme: String,
     host: String,
     port: u16,
 }
 
-impl Origin {
+impl ServerOrigin {
     fn of(uri: &Uri) -> Option<Self> {
         let scheme = uri.scheme_str()?.to_ascii_lowercase();
         let default = match scheme.as_str() {
@@ -99,7 +99,7 @@ impl Origin {
 pub(crate) struct Client {
     agent: Agent,
     endpoint: String,
-    origin: Origin,
+    origin: ServerOrigin,
     token: Option<Token>,
     pub(crate) retry: Retry,
 }
@@ -108,7 +108,7 @@ impl Client {
     pub(crate) fn new(env: &Env, retry: Retry) -> Result<Self, HubError> {
         let bad = || HubError::BadEndpoint { endpoint: env.hf_endpoint.clone() };
         let uri: Uri = env.hf_endpoint.parse().map_err(|_| bad())?;
-        let origin = Origin::of(&uri).ok_or_else(bad)?;
+        let origin = ServerOrigin::of(&uri).ok_or_else(bad)?;
         let config = Agent::config_builder()
             .http_status_as_error(false)
             // Redirects are followed here, so that the token stays with its origin.
@@ -139,7 +139,12 @@ impl Client {
     }
 
     /// Asks for `url` from byte `from` on. The answer is a 200, a 206 or a 416.
-    pub(crate) fn get(&self, repo: &RepoName, url: &str, from: u64) -> Result<Response<Body>, Failure> {
+    pub(crate) fn get(
+        &self,
+        repo: &RepoName,
+        url: &str,
+        from: u64,
+    ) -> Result<Response<Body>, RequestFailure> {
         let mut uri = parse(url)?;
         for _ in 0..MAX_REDIRECTS {
             let mut request = self.agent.get(uri.clone());
@@ -162,7 +167,7 @@ impl Client {
     }
 
     /// What the hub says about a file without sending it.
-    pub(crate) fn describe(&self, repo: &RepoName, url: &str) -> Result<Described, Failure> {
+    pub(crate) fn describe(&self, repo: &RepoName, url: &str) -> Result<Described, RequestFailure> {
         let mut uri = parse(url)?;
         let mut described = Described::default();
         for _ in 0..MAX_REDIRECTS {
@@ -188,7 +193,7 @@ impl Client {
                 return Err(self.refusal(repo, &uri, status, headers));
             }
             uri = self.redirect(&uri, headers)?;
-            if Origin::of(&uri).as_ref() != Some(&self.origin) {
+            if ServerOrigin::of(&uri).as_ref() != Some(&self.origin) {
                 // Another host's ETag is its own affair.
                 return Ok(described);
             }
@@ -201,7 +206,7 @@ impl Client {
         &self,
         url: &str,
         progress: &mut dyn Progress,
-        mut request: impl FnMut() -> Result<T, Failure>,
+        mut request: impl FnMut() -> Result<T, RequestFailure>,
     ) -> Result<T, HubError> {
         // Whoever is offline shall learn it soon; patience is for downloads that have begun.
         const MAX_ATTEMPTS: u32 = 3;
@@ -211,8 +216,8 @@ impl Client {
         loop {
             match request() {
                 Ok(value) => return Ok(value),
-                Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Passing { because, status, pause }) => {
+                Err(RequestFailure::Final(error)) => return Err(error),
+                Err(RequestFailure::Passing { because, status, pause }) => {
                     n_failures += 1;
                     if n_failures >= limit {
                         return Err(given_up(url, n_failures, because, status));
@@ -235,7 +240,7 @@ impl Client {
     ) -> Result<(), HubError> {
         let after = self.retry.pause(n_failures, asked);
         tracing::debug!(file, because, ?after, "retrying");
-        progress.on(Event::Retry { file, attempt: n_failures + 1, limit, after, because });
+        progress.on(ProgressEvent::Retry { file, attempt: n_failures + 1, limit, after, because });
         let until = Instant::now() + after;
         loop {
             if progress.cancelled() {
@@ -251,7 +256,7 @@ impl Client {
 
     fn bearer_for(&self, uri: &Uri) -> Option<String> {
         let token = self.token.as_ref()?;
-        (Origin::of(uri).as_ref() == Some(&self.origin)).then(|| token.bearer())
+        (ServerOrigin::of(uri).as_ref() == Some(&self.origin)).then(|| token.bearer())
     }
 
     fn redirect(&self, from: &Uri, headers: &HeaderMap) -> Result<Uri, HubError> {
@@ -266,10 +271,10 @@ impl Client {
     }
 
     /// What an answer other than the file means.
-    fn refusal(&self, repo: &RepoName, uri: &Uri, status: StatusCode, headers: &HeaderMap) -> Failure {
+    fn refusal(&self, repo: &RepoName, uri: &Uri, status: StatusCode, headers: &HeaderMap) -> RequestFailure {
         let url = without_query(uri);
         let with_token = self.token.is_some();
-        let by_the_hub = Origin::of(uri).as_ref() == Some(&self.origin);
+        let by_the_hub = ServerOrigin::of(uri).as_ref() == Some(&self.origin);
         let code = text(headers, "x-error-code").unwrap_or_default();
         let (id, number) = (repo.id(), status.as_u16());
         let not_found =
@@ -277,7 +282,7 @@ impl Client {
         let error = match number {
             // A storage host refuses when the signed address is too old; the next attempt gets a new one.
             401 | 403 if !by_the_hub => {
-                return Failure::Passing {
+                return RequestFailure::Passing {
                     because: format!("status {status}"),
                     status: Some(number),
                     pause: None,
@@ -298,11 +303,15 @@ impl Client {
             408 | 429 | 500..=599 => {
                 let pause =
                     text(headers, "retry-after").and_then(|s| s.trim().parse().ok()).map(Duration::from_secs);
-                return Failure::Passing { because: format!("status {status}"), status: Some(number), pause };
+                return RequestFailure::Passing {
+                    because: format!("status {status}"),
+                    status: Some(number),
+                    pause,
+                };
             }
             _ => HubError::Status { url, status: number },
         };
-        Failure::Final(error)
+        RequestFailure::Final(error)
     }
 }
 
@@ -336,7 +345,7 @@ fn parse(url: &str) -> Result<Uri, HubError> {
     url.parse().map_err(|_| HubError::BadEndpoint { endpoint: url.to_owned() })
 }
 
-fn classify(url: &str, error: &ureq::Error) -> Failure {
+fn classify(url: &str, error: &ureq::Error) -> RequestFailure {
     let lasting = match error {
         ureq::Error::HostNotFound | ureq::Error::BadUri(_) | ureq::Error::InvalidProxyUrl => true,
         // A certificate does not get better by asking again.
@@ -352,7 +361,7 @@ fn classify(url: &str, error: &ureq::Error) -> Failure {
         }
         .into()
     } else {
-        Failure::broken(error)
+        RequestFailure::broken(error)
     }
 }
 
@@ -386,7 +395,7 @@ fn resolve(base: &Uri, location: &str) -> Option<Uri> {
         format!("{scheme}://{authority}{folder}/{location}")
     };
     let uri: Uri = absolute.parse().ok()?;
-    Origin::of(&uri).map(|_| uri)
+    ServerOrigin::of(&uri).map(|_| uri)
 }
 
 #[cfg(test)]
@@ -408,7 +417,7 @@ mod tests {
 
     #[test]
     fn an_origin_is_scheme_host_and_port() {
-        let of = |text: &str| Origin::of(&text.parse().unwrap());
+        let of = |text: &str| ServerOrigin::of(&text.parse().unwrap());
         assert_eq!(of("https://Hub.test/a"), of("https://hub.test:443/b"));
         for other in ["http://hub.test/a", "https://hub.test:8443/a", "https://hub.test.evil/a"] {
             assert_ne!(of("https://hub.test/a"), of(other));

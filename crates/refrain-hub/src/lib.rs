@@ -18,7 +18,7 @@
 //! };
 //! println!("{} is at {}", model.name, model.path.display());
 //! for model in store.list().models {
-//!     println!("{:40} {}", model.name, refrain_hub::Bytes(model.bytes));
+//!     println!("{:40} {}", model.name, refrain_hub::ByteSize(model.bytes));
 //! }
 //! store.remove(&name)?;
 //! # Ok(())
@@ -46,13 +46,13 @@ mod env; // what the environment says
 mod size; // bytes as people read them
 mod error; // what can go wrong
 
-pub use catalogue::{CATALOGUE, Entry, Licence, PackagePart, PackageSource, lookup, nearest};
+pub use catalogue::{CATALOGUE, CatalogueEntry, Licence, PackagePart, PackageSource, lookup, nearest};
 pub use disk::{Disk, DiskFile, RealDisk};
 pub use env::{DEFAULT_ENDPOINT, ENV_VARS, Env, EnvVar, Token};
 pub use error::HubError;
 pub use http::Retry;
 pub use name::{ModelName, RepoName};
-pub use progress::{Event, Progress, Silent};
+pub use progress::{Progress, ProgressEvent, Silent};
 pub use select::Format;
-pub use size::Bytes;
-pub use store::{Inventory, LocalModel, Origin, PartialDownload, Removed, Store};
+pub use size::ByteSize;
+pub use store::{Inventory, LocalModel, ModelOrigin, PartialDownload, Removed, Store};

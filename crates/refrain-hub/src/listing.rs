@@ -7,7 +7,7 @@ use ureq::http::StatusCode;
 use crate::catalogue::Licence;
 use crate::disk::Checksum;
 use crate::error::HubError;
-use crate::http::{Client, Failure, encode_path};
+use crate::http::{Client, RequestFailure, encode_path};
 use crate::name::{RepoName, is_relative_name};
 use crate::progress::Progress;
 
@@ -29,7 +29,7 @@ pub(crate) struct RemoteFile {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Answer {
+struct ListingResponse {
     sha: String,
     #[serde(default)]
     siblings: Vec<Sibling>,
@@ -80,7 +80,7 @@ pub(crate) fn list(
                 let found = format!("more than {limit} bytes");
                 Err(HubError::BadListing { repo: repo.id(), because: "it is too long", found }.into())
             }
-            Err(error) => Err(Failure::broken(error)),
+            Err(error) => Err(RequestFailure::broken(error)),
         }
     })?;
     read(repo, &answer)
@@ -89,7 +89,7 @@ pub(crate) fn list(
 fn read(repo: &RepoName, answer: &[u8]) -> Result<Listing, HubError> {
     let bad =
         |because, found: &str| HubError::BadListing { repo: repo.id(), because, found: found.to_owned() };
-    let answer: Answer =
+    let answer: ListingResponse =
         serde_json::from_slice(answer).map_err(|error| bad("it is no listing", &error.to_string()))?;
     // The commit becomes the name of a folder.
     if !matches!(Checksum::parse(&answer.sha), Some(Checksum::GitBlob(_))) {

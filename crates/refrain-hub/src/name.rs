@@ -3,14 +3,14 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use crate::catalogue::{self, Entry};
+use crate::catalogue::{self, CatalogueEntry};
 use crate::error::HubError;
 
 /// A model as a person names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelName {
     /// A short name of the catalogue.
-    Short(&'static Entry),
+    Short(&'static CatalogueEntry),
     /// A repository on the hub.
     Repo(RepoName),
     /// A file or folder.
@@ -120,7 +120,7 @@ impl RepoName {
     }
 
     /// The repository and quantisation that a short name stands for on the hub.
-    pub(crate) fn of_entry(entry: &Entry) -> Result<Self, HubError> {
+    pub(crate) fn of_entry(entry: &CatalogueEntry) -> Result<Self, HubError> {
         Self::parse(&format!("{}:{}", entry.repo, entry.quant))
     }
 

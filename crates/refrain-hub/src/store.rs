@@ -5,7 +5,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use crate::cache::RepoCache;
-use crate::catalogue::{self, CATALOGUE, Entry, Licence};
+use crate::catalogue::{self, CATALOGUE, CatalogueEntry, Licence};
 use crate::disk::{self, Disk, RealDisk};
 use crate::env::Env;
 use crate::error::HubError;
@@ -16,7 +16,7 @@ use crate::select::{self, Format, Selection};
 
 /// Where a model on this machine came from.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Origin {
+pub enum ModelOrigin {
     /// A file or folder of the person's own.
     Path,
     /// The hub's cache.
@@ -44,7 +44,7 @@ pub struct LocalModel {
     /// The terms it comes under, where they are known.
     pub licence: Option<Licence>,
     /// Where it came from.
-    pub origin: Origin,
+    pub origin: ModelOrigin,
 }
 
 /// A download that did not end. Pulling again continues it; removing the name removes it.
@@ -198,7 +198,7 @@ impl Store {
         HubError::NotHere { nearest: self.nearest(&name), name }
     }
 
-    pub(crate) fn find_entry(&self, entry: &Entry) -> Result<Option<LocalModel>, HubError> {
+    pub(crate) fn find_entry(&self, entry: &CatalogueEntry) -> Result<Option<LocalModel>, HubError> {
         if let Some(source) = &entry.package {
             let folder = ModelFolder::new(&self.env.refrain_home, &entry.folder());
             if let Some(manifest) = folder.manifest().filter(|manifest| manifest.sha256 == source.sha256) {
@@ -251,8 +251,8 @@ impl Store {
             format: selection.format,
             bytes: total_bytes(&files),
             files,
-            licence: entry.map(Entry::licence).or_else(|| self.noted_licence(repo)),
-            origin: Origin::Hub { repo: repo.id() },
+            licence: entry.map(CatalogueEntry::licence).or_else(|| self.noted_licence(repo)),
+            origin: ModelOrigin::Hub { repo: repo.id() },
         }
     }
 
@@ -328,7 +328,7 @@ fn find_path(path: &Path) -> Result<Option<LocalModel>, HubError> {
         _ => path.to_owned(),
     };
     let bytes = total_bytes(&files);
-    let (licence, origin) = (None, Origin::Path);
+    let (licence, origin) = (None, ModelOrigin::Path);
     Ok(Some(LocalModel { name, path: model_path, format, files, bytes, licence, origin }))
 }
 
@@ -341,7 +341,7 @@ fn package_model(folder: &ModelFolder, manifest: Manifest) -> LocalModel {
         files: vec![path],
         bytes: manifest.bytes,
         licence: Some(manifest.licence),
-        origin: Origin::Package,
+        origin: ModelOrigin::Package,
     }
 }
 

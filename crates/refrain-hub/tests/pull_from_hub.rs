@@ -5,7 +5,7 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use refrain_hub::{Env, Format, HubError, ModelName, Origin, Silent, Store, Token};
+use refrain_hub::{Env, Format, HubError, ModelName, ModelOrigin, Silent, Store, Token};
 use support::{COMMIT, Calls, Notes, Reply, Repo, Server, env, git_sha1, hasty, pattern, sha256, store};
 
 fn name(text: &str) -> ModelName {
@@ -35,7 +35,7 @@ fn a_gguf_lands_in_the_hub_tools_layout() {
     );
     assert_eq!((model.name.as_str(), model.format, model.bytes), ("o/r:Q4_K_M", Format::Gguf, 300_000));
     assert_eq!(model.licence.as_ref().unwrap().name, "mit");
-    assert_eq!(model.origin, Origin::Hub { repo: "o/r".to_owned() });
+    assert_eq!(model.origin, ModelOrigin::Hub { repo: "o/r".to_owned() });
 
     let cache = folder.path().join("huggingface/hub/models--o--r");
     assert_eq!(fs::read_to_string(cache.join("refs/main")).unwrap(), COMMIT);

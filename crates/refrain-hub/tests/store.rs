@@ -5,7 +5,7 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use refrain_hub::{Env, Format, HubError, ModelName, Origin, Silent, Store};
+use refrain_hub::{Env, Format, HubError, ModelName, ModelOrigin, Silent, Store};
 use support::{COMMIT, Repo, Server, store};
 
 fn name(text: &str) -> ModelName {
@@ -85,7 +85,7 @@ fn paths_are_found_but_never_removed() {
     fs::write(&file, "GGUF").unwrap();
     let by_path = name(file.to_str().unwrap());
     let model = store.find(&by_path).unwrap().unwrap();
-    assert_eq!((model.format, model.bytes, model.origin), (Format::Gguf, 4, Origin::Path));
+    assert_eq!((model.format, model.bytes, model.origin), (Format::Gguf, 4, ModelOrigin::Path));
     let error = store.remove(&by_path).unwrap_err();
     assert!(matches!(error, HubError::OutsideStore { .. }), "{error}");
     assert!(file.exists());

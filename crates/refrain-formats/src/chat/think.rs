@@ -45,7 +45,7 @@ impl Default for ThinkTags {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum FilterState {
     /// Nothing but white space so far: a thinking part may still open.
     Start,
     /// After the opening tag; line ends right behind it are dropped.
@@ -63,26 +63,26 @@ enum State {
 #[derive(Debug, Clone)]
 pub struct ThinkFilter {
     tags: ThinkTags,
-    state: State,
+    state: FilterState,
     held: String, // text whose meaning the next piece decides
 }
 
 impl ThinkFilter {
     /// A filter for a reply that starts outside a thinking part.
     pub fn new(tags: ThinkTags) -> Self {
-        Self { tags, state: State::Start, held: String::new() }
+        Self { tags, state: FilterState::Start, held: String::new() }
     }
 
     /// A filter for the reply to `prompt`: templates of some models open the thinking part in the prompt already.
     pub fn for_prompt(tags: ThinkTags, prompt: &str) -> Self {
         let opened = !tags.open.trim_end().is_empty() && prompt.trim_end().ends_with(tags.open.trim_end());
-        let state = if opened { State::Opened } else { State::Start };
+        let state = if opened { FilterState::Opened } else { FilterState::Start };
         Self { tags, state, held: String::new() }
     }
 
     /// Whether the text so far ends inside a thinking part.
     pub fn is_thinking(&self) -> bool {
-        matches!(self.state, State::Opened | State::Thinking)
+        matches!(self.state, FilterState::Opened | FilterState::Thinking)
     }
 
     /// Takes the next piece of the reply and returns what can be told by now.
@@ -96,9 +96,9 @@ impl ThinkFilter {
     /// Ends the reply and returns what was still held back.
     pub fn finish(mut self) -> Option<Part> {
         let kind = match self.state {
-            State::Opened | State::Closed => return None,
-            State::Thinking => PartKind::Thinking,
-            State::Start | State::Answer => PartKind::Answer,
+            FilterState::Opened | FilterState::Closed => return None,
+            FilterState::Thinking => PartKind::Thinking,
+            FilterState::Start | FilterState::Answer => PartKind::Answer,
         };
         let text = std::mem::take(&mut self.held);
         (!text.is_empty()).then_some(Part { kind, text })
@@ -107,31 +107,35 @@ impl ThinkFilter {
     /// Moves on by one state; false when the rest has to wait for more text.
     fn step(&mut self, parts: &mut Vec<Part>) -> bool {
         match self.state {
-            State::Start => {
+            FilterState::Start => {
                 let body = self.held.trim_start();
                 if self.tags.open.is_empty() {
-                    self.state = State::Answer;
+                    self.state = FilterState::Answer;
                 } else if let Some(rest) = body.strip_prefix(self.tags.open.as_str()) {
                     self.held = rest.to_owned();
-                    self.state = State::Opened;
+                    self.state = FilterState::Opened;
                 } else if self.tags.open.starts_with(body) {
                     return false;
                 } else {
-                    self.state = State::Answer;
+                    self.state = FilterState::Answer;
                 }
                 true
             }
-            State::Opened | State::Closed => {
+            FilterState::Opened | FilterState::Closed => {
                 let n_line_ends = self.held.len() - self.held.trim_start_matches(['\n', '\r']).len();
                 self.held.drain(..n_line_ends);
                 if self.held.is_empty() {
                     return false;
                 }
-                self.state = if self.state == State::Opened { State::Thinking } else { State::Answer };
+                self.state = if self.state == FilterState::Opened {
+                    FilterState::Thinking
+                } else {
+                    FilterState::Answer
+                };
                 true
             }
-            State::Thinking => self.step_thinking(parts),
-            State::Answer => {
+            FilterState::Thinking => self.step_thinking(parts),
+            FilterState::Answer => {
                 emit(parts, PartKind::Answer, std::mem::take(&mut self.held));
                 false
             }
@@ -144,7 +148,7 @@ impl ThinkFilter {
             self.held.truncate(at);
             self.held.truncate(self.held.trim_end_matches(['\n', '\r']).len());
             emit(parts, PartKind::Thinking, std::mem::replace(&mut self.held, rest));
-            self.state = State::Closed;
+            self.state = FilterState::Closed;
             return true;
         }
         // Line ends and the start of a closing tag wait: together they may be markup.

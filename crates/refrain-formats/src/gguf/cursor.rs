@@ -2,7 +2,7 @@
 
 use super::fault::GgufFault;
 use super::types::MAX_ARRAY_DEPTH;
-use super::value::{Array, StrArray, Value};
+use super::value::{Array, MetadataValue, StrArray};
 
 /// Tables whose entries are larger in memory than in the file start with room for so many and grow as entries are
 /// really read: in a file of many gigabytes a damaged count can be absurd and still fit.
@@ -17,7 +17,7 @@ pub(crate) struct Cursor<'a> {
     pos: usize,
 }
 
-type Read<T> = Result<T, GgufFault>;
+type ReadResult<T> = Result<T, GgufFault>;
 
 impl<'a> Cursor<'a> {
     pub(crate) fn new(bytes: &'a [u8]) -> Cursor<'a> {
@@ -32,7 +32,7 @@ impl<'a> Cursor<'a> {
         self.bytes.len() - self.pos
     }
 
-    fn take(&mut self, n: u64, what: &'static str) -> Read<&'a [u8]> {
+    fn take(&mut self, n: u64, what: &'static str) -> ReadResult<&'a [u8]> {
         let left = self.left();
         match usize::try_from(n) {
             Ok(n) if n <= left => {
@@ -44,26 +44,26 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    fn number<const N: usize>(&mut self, what: &'static str) -> Read<[u8; N]> {
+    fn number<const N: usize>(&mut self, what: &'static str) -> ReadResult<[u8; N]> {
         let mut out = [0; N];
         out.copy_from_slice(self.take(N as u64, what)?);
         Ok(out)
     }
 
-    pub(crate) fn magic(&mut self) -> Read<[u8; 4]> {
+    pub(crate) fn magic(&mut self) -> ReadResult<[u8; 4]> {
         self.number("the magic number")
     }
 
-    pub(crate) fn u32(&mut self, what: &'static str) -> Read<u32> {
+    pub(crate) fn u32(&mut self, what: &'static str) -> ReadResult<u32> {
         self.number(what).map(u32::from_le_bytes)
     }
 
-    pub(crate) fn u64(&mut self, what: &'static str) -> Read<u64> {
+    pub(crate) fn u64(&mut self, what: &'static str) -> ReadResult<u64> {
         self.number(what).map(u64::from_le_bytes)
     }
 
     /// A count of things that take at least `each_bytes` each, refused when they cannot all be in the file.
-    pub(crate) fn count(&mut self, what: &'static str, each_bytes: u64) -> Read<usize> {
+    pub(crate) fn count(&mut self, what: &'static str, each_bytes: u64) -> ReadResult<usize> {
         let count = self.u64(what)?;
         let left_bytes = self.left() as u64;
         match usize::try_from(count) {
@@ -73,7 +73,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// A count of table entries, of which there are never very many.
-    pub(crate) fn entries(&mut self, what: &'static str, each_bytes: u64) -> Read<usize> {
+    pub(crate) fn entries(&mut self, what: &'static str, each_bytes: u64) -> ReadResult<usize> {
         match self.count(what, each_bytes)? {
             n if n > MAX_ENTRIES => {
                 Err(GgufFault::TooMany { what, count: n as u64, most: MAX_ENTRIES as u64 })
@@ -83,7 +83,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// A string of at most `most` bytes.
-    pub(crate) fn name(&mut self, what: &'static str, most: u64) -> Read<Box<str>> {
+    pub(crate) fn name(&mut self, what: &'static str, most: u64) -> ReadResult<Box<str>> {
         let n_bytes = self.u64(what)?;
         if n_bytes > most {
             return Err(GgufFault::NameLength { what, n_bytes, most });
@@ -91,33 +91,33 @@ impl<'a> Cursor<'a> {
         text(self.take(n_bytes, what)?, what)
     }
 
-    fn string(&mut self) -> Read<Box<str>> {
+    fn string(&mut self) -> ReadResult<Box<str>> {
         let n_bytes = self.u64("a string")?;
         text(self.take(n_bytes, "a string")?, "string")
     }
 
     /// A metadata value with its type in front.
-    pub(crate) fn value(&mut self) -> Read<Value> {
+    pub(crate) fn value(&mut self) -> ReadResult<MetadataValue> {
         const WHAT: &str = "a metadata value";
         Ok(match self.u32("the type of a metadata value")? {
-            0 => Value::U8(u8::from_le_bytes(self.number(WHAT)?)),
-            1 => Value::I8(i8::from_le_bytes(self.number(WHAT)?)),
-            2 => Value::U16(u16::from_le_bytes(self.number(WHAT)?)),
-            3 => Value::I16(i16::from_le_bytes(self.number(WHAT)?)),
-            4 => Value::U32(u32::from_le_bytes(self.number(WHAT)?)),
-            5 => Value::I32(i32::from_le_bytes(self.number(WHAT)?)),
-            6 => Value::F32(f32::from_le_bytes(self.number(WHAT)?)),
-            7 => Value::Bool(bool_of(self.number::<1>(WHAT)?[0])?),
-            8 => Value::String(self.string()?),
-            9 => Value::Array(self.array(1)?),
-            10 => Value::U64(u64::from_le_bytes(self.number(WHAT)?)),
-            11 => Value::I64(i64::from_le_bytes(self.number(WHAT)?)),
-            12 => Value::F64(f64::from_le_bytes(self.number(WHAT)?)),
+            0 => MetadataValue::U8(u8::from_le_bytes(self.number(WHAT)?)),
+            1 => MetadataValue::I8(i8::from_le_bytes(self.number(WHAT)?)),
+            2 => MetadataValue::U16(u16::from_le_bytes(self.number(WHAT)?)),
+            3 => MetadataValue::I16(i16::from_le_bytes(self.number(WHAT)?)),
+            4 => MetadataValue::U32(u32::from_le_bytes(self.number(WHAT)?)),
+            5 => MetadataValue::I32(i32::from_le_bytes(self.number(WHAT)?)),
+            6 => MetadataValue::F32(f32::from_le_bytes(self.number(WHAT)?)),
+            7 => MetadataValue::Bool(bool_of(self.number::<1>(WHAT)?[0])?),
+            8 => MetadataValue::String(self.string()?),
+            9 => MetadataValue::Array(self.array(1)?),
+            10 => MetadataValue::U64(u64::from_le_bytes(self.number(WHAT)?)),
+            11 => MetadataValue::I64(i64::from_le_bytes(self.number(WHAT)?)),
+            12 => MetadataValue::F64(f64::from_le_bytes(self.number(WHAT)?)),
             found => return Err(GgufFault::ValueType { found }),
         })
     }
 
-    fn array(&mut self, depth: usize) -> Read<Array> {
+    fn array(&mut self, depth: usize) -> ReadResult<Array> {
         if depth > MAX_ARRAY_DEPTH {
             return Err(GgufFault::ArrayDepth { depth });
         }
@@ -154,7 +154,7 @@ impl<'a> Cursor<'a> {
         })
     }
 
-    fn numbers<T, const N: usize>(&mut self, parse: fn([u8; N]) -> T) -> Read<Box<[T]>> {
+    fn numbers<T, const N: usize>(&mut self, parse: fn([u8; N]) -> T) -> ReadResult<Box<[T]>> {
         let n = self.count("array elements", N as u64)? as u64;
         let (chunks, _) = self.take(n * N as u64, "an array")?.as_chunks::<N>();
         let mut numbers = reserve(chunks.len())?;
@@ -163,7 +163,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Two passes: the lengths are checked and summed first, so that the text is copied once into memory of its size.
-    fn strings(&mut self) -> Read<StrArray> {
+    fn strings(&mut self) -> ReadResult<StrArray> {
         let n = self.count("strings", 8)?;
         let first = self.pos;
         let mut n_bytes = 0;
@@ -193,14 +193,14 @@ impl<'a> Cursor<'a> {
 }
 
 /// Room for `n` elements; a damaged length may ask for more than there is.
-fn reserve<T>(n: usize) -> Read<Vec<T>> {
+fn reserve<T>(n: usize) -> ReadResult<Vec<T>> {
     let mut room = Vec::new();
     let need_bytes = (n as u64).saturating_mul(size_of::<T>() as u64);
     room.try_reserve_exact(n).map_err(|_| GgufFault::NoMemory { need_bytes })?;
     Ok(room)
 }
 
-fn bool_of(byte: u8) -> Read<bool> {
+fn bool_of(byte: u8) -> ReadResult<bool> {
     match byte {
         0 => Ok(false),
         1 => Ok(true),
@@ -209,14 +209,14 @@ fn bool_of(byte: u8) -> Read<bool> {
 }
 
 /// A copy of the bytes as text. It is the copy that is checked: the file may change under the mapping.
-fn text(bytes: &[u8], what: &'static str) -> Read<Box<str>> {
+fn text(bytes: &[u8], what: &'static str) -> ReadResult<Box<str>> {
     let mut copy = reserve(bytes.len())?;
     copy.extend_from_slice(bytes);
     let text = String::from_utf8(copy).map_err(|e| not_utf8(e.utf8_error(), e.as_bytes(), what))?;
     Ok(text.into())
 }
 
-fn check_utf8(bytes: &[u8], what: &'static str) -> Read<()> {
+fn check_utf8(bytes: &[u8], what: &'static str) -> ReadResult<()> {
     std::str::from_utf8(bytes).map(drop).map_err(|e| not_utf8(e, bytes, what))
 }
 

@@ -7,7 +7,7 @@ use std::fmt;
 /// A place in a GGUF file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Place {
+pub enum GgufLocation {
     /// The file as a whole.
     File,
     /// A byte offset.
@@ -20,19 +20,19 @@ pub enum Place {
     Tensor(String),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for GgufLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::File => f.write_str("the file"),
-            Place::Byte(at) => write!(f, "byte {at}"),
-            Place::Key(key) => write!(f, "key {}", quoted(key)),
-            Place::Value(key, at) => write!(f, "key {} at byte {at}", quoted(key)),
-            Place::Tensor(name) => write!(f, "tensor {}", quoted(name)),
+            GgufLocation::File => f.write_str("the file"),
+            GgufLocation::Byte(at) => write!(f, "byte {at}"),
+            GgufLocation::Key(key) => write!(f, "key {}", quoted(key)),
+            GgufLocation::Value(key, at) => write!(f, "key {} at byte {at}", quoted(key)),
+            GgufLocation::Tensor(name) => write!(f, "tensor {}", quoted(name)),
         }
     }
 }
 
-/// What is wrong at a [`Place`] in a GGUF file.
+/// What is wrong at a [`GgufLocation`] in a GGUF file.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs)] // The fields are the numbers of the messages right above them.

@@ -1,7 +1,7 @@
 //! The key-value part of a GGUF file.
 
-use super::fault::{GgufFault, Place};
-use super::value::{Array, FromValue, StrArray, Value};
+use super::fault::{GgufFault, GgufLocation};
+use super::value::{Array, FromValue, MetadataValue, StrArray};
 use crate::FormatError;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -10,13 +10,13 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone, Default)]
 pub struct Metadata {
     file: PathBuf,
-    entries: Vec<(Box<str>, Value)>,
+    entries: Vec<(Box<str>, MetadataValue)>,
     by_key: Vec<u32>, // indices of `entries`, sorted by key
 }
 
 impl Metadata {
     /// Sorts the entries by key; a key that appears twice is the error.
-    pub(crate) fn new(file: &Path, entries: Vec<(Box<str>, Value)>) -> Result<Metadata, Box<str>> {
+    pub(crate) fn new(file: &Path, entries: Vec<(Box<str>, MetadataValue)>) -> Result<Metadata, Box<str>> {
         let mut by_key: Vec<u32> = (0..entries.len() as u32).collect();
         by_key.sort_unstable_by(|&a, &b| entries[a as usize].0.cmp(&entries[b as usize].0));
         for pair in by_key.windows(2) {
@@ -43,12 +43,12 @@ impl Metadata {
     }
 
     /// Keys and values in the order of the file.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &Value)> {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &MetadataValue)> {
         self.entries.iter().map(|(k, v)| (&**k, v))
     }
 
     /// The value of a key.
-    pub fn get(&self, key: &str) -> Option<&Value> {
+    pub fn get(&self, key: &str) -> Option<&MetadataValue> {
         let found = self.by_key.binary_search_by(|&i| (*self.entries[i as usize].0).cmp(key)).ok()?;
         Some(&self.entries[self.by_key[found] as usize].1)
     }
@@ -121,6 +121,6 @@ impl Metadata {
 
     /// An error about the value of a key.
     pub(crate) fn fault(&self, key: &str, fault: GgufFault) -> FormatError {
-        FormatError::gguf(&self.file, Place::Key(key.to_owned()), fault)
+        FormatError::gguf(&self.file, GgufLocation::Key(key.to_owned()), fault)
     }
 }

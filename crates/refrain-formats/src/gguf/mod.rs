@@ -14,10 +14,10 @@ mod types; // tensor type numbers
 mod value; // metadata values
 mod writer; // the other direction
 
-pub use fault::{GgufFault, Place};
+pub use fault::{GgufFault, GgufLocation};
 pub use metadata::Metadata;
 pub use types::{dtype_of, number_of};
-pub use value::{Array, FromValue, StrArray, Value};
+pub use value::{Array, FromValue, MetadataValue, StrArray};
 pub use writer::GgufWriter;
 
 pub(crate) use parse::MAGIC;
@@ -27,7 +27,7 @@ use crate::FormatError;
 use crate::aligned::aligned;
 use crate::mmap::Mapped;
 use crate::table::{FileIdx, TensorInfo, TensorTable};
-use parse::{Parsed, parse};
+use parse::{ParsedGguf, parse};
 use refrain_tensor::{Bytes, DType, HostTensor};
 use std::path::{Path, PathBuf};
 
@@ -37,11 +37,11 @@ pub struct Gguf {
     version: u32,
     metadata: Metadata,
     tensors: TensorTable,
-    files: Vec<Part>,
+    files: Vec<GgufPart>,
 }
 
 #[derive(Debug)]
-struct Part {
+struct GgufPart {
     path: PathBuf,
     bytes: Bytes,
     mapped: Option<Mapped>,
@@ -58,7 +58,7 @@ impl Gguf {
             return Gguf::assemble(vec![(part, parsed)]);
         }
         let index = meta.required::<u64>("split.no")?.saturating_add(1);
-        let in_file = |fault| FormatError::gguf(path, Place::File, fault);
+        let in_file = |fault| FormatError::gguf(path, GgufLocation::File, fault);
         let name = SplitName::parse(path).filter(|name| name.count == count && name.index == index);
         let name = name.ok_or_else(|| in_file(GgufFault::SplitName { index, count }))?;
         let mut parts = Vec::new();
@@ -94,13 +94,13 @@ impl Gguf {
         let bytes = aligned(bytes, DType::I64);
         let parsed = parse(&path, 0, bytes.as_slice())?;
         if let Some(count) = parsed.metadata.optional::<u64>("split.count")?.filter(|&count| count > 1) {
-            return Err(FormatError::gguf(&path, Place::File, GgufFault::SplitInMemory { count }));
+            return Err(FormatError::gguf(&path, GgufLocation::File, GgufFault::SplitInMemory { count }));
         }
-        Gguf::assemble(vec![(Part { path, bytes, mapped: None }, parsed)])
+        Gguf::assemble(vec![(GgufPart { path, bytes, mapped: None }, parsed)])
     }
 
     /// Merges the parts of a model; metadata are those of the first.
-    fn assemble(parts: Vec<(Part, Parsed)>) -> Result<Gguf, FormatError> {
+    fn assemble(parts: Vec<(GgufPart, ParsedGguf)>) -> Result<Gguf, FormatError> {
         let (mut files, mut tensors) = (Vec::with_capacity(parts.len()), Vec::new());
         let mut first = None;
         for (part, parsed) in parts {
@@ -116,7 +116,7 @@ impl Gguf {
         let tensors = TensorTable::new(tensors).map_err(|twice| {
             let [_, second] = *twice;
             let file = &files[second.file_idx as usize].path;
-            FormatError::gguf(file, Place::Tensor(second.name.into()), GgufFault::Duplicate)
+            FormatError::gguf(file, GgufLocation::Tensor(second.name.into()), GgufFault::Duplicate)
         })?;
         Ok(Gguf { version, metadata, tensors, files })
     }
@@ -163,7 +163,7 @@ impl Gguf {
 
     /// A tensor over the bytes of the file.
     pub fn tensor(&self, name: &str) -> Result<HostTensor, FormatError> {
-        let blame = |fault| FormatError::gguf(self.path(), Place::Tensor(name.to_owned()), fault);
+        let blame = |fault| FormatError::gguf(self.path(), GgufLocation::Tensor(name.to_owned()), fault);
         let info = self.tensor_info(name).ok_or_else(|| blame(GgufFault::Missing))?;
         let bytes = &self.files[info.file_idx as usize].bytes;
         info.view(bytes).ok_or_else(|| {
@@ -183,29 +183,29 @@ impl Gguf {
     }
 }
 
-fn open_part(path: &Path, file_idx: FileIdx) -> Result<(Part, Parsed), FormatError> {
+fn open_part(path: &Path, file_idx: FileIdx) -> Result<(GgufPart, ParsedGguf), FormatError> {
     let mapped = Mapped::open(path)?;
     let bytes = mapped.bytes();
     if bytes.as_slice().is_empty() {
         return Err(FormatError::Empty { path: path.to_owned() });
     }
     let parsed = parse(path, file_idx, bytes.as_slice())?;
-    Ok((Part { path: path.to_owned(), bytes, mapped: Some(mapped) }, parsed))
+    Ok((GgufPart { path: path.to_owned(), bytes, mapped: Some(mapped) }, parsed))
 }
 
 /// Opens part `index` of a split model and checks that it says so itself.
-fn open_split(name: &SplitName, index: u64) -> Result<(Part, Parsed), FormatError> {
+fn open_split(name: &SplitName, index: u64) -> Result<(GgufPart, ParsedGguf), FormatError> {
     let path = name.path(index);
     if !path.exists() {
         let fault = GgufFault::SplitMissing { index, count: name.count };
-        return Err(FormatError::gguf(&path, Place::File, fault));
+        return Err(FormatError::gguf(&path, GgufLocation::File, fault));
     }
     let (part, parsed) = open_part(&path, 0)?;
     let found = parsed.metadata.required::<u64>("split.no")?.saturating_add(1);
     let found_count = parsed.metadata.required("split.count")?;
     if (found, found_count) != (index, name.count) {
         let fault = GgufFault::SplitOrder { found, found_count, expected: index, expected_count: name.count };
-        return Err(FormatError::gguf(&path, Place::File, fault));
+        return Err(FormatError::gguf(&path, GgufLocation::File, fault));
     }
     Ok((part, parsed))
 }

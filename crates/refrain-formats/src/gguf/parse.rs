@@ -1,7 +1,7 @@
 //! One GGUF file: header, metadata, tensor table, and the checks that make the table safe to use.
 
 use super::cursor::{Cursor, FIRST_CAPACITY};
-use super::fault::{GgufFault, Place};
+use super::fault::{GgufFault, GgufLocation};
 use super::metadata::Metadata;
 use super::types::{self, MAX_DIMS};
 use crate::FormatError;
@@ -15,21 +15,22 @@ const DEFAULT_ALIGNMENT: u64 = 32;
 const MAX_NAME_BYTES: u64 = 65535;
 
 /// What one file says, with tensors in its order.
-pub(crate) struct Parsed {
+pub(crate) struct ParsedGguf {
     pub(crate) version: u32,
     pub(crate) metadata: Metadata,
     pub(crate) tensors: Vec<TensorInfo>,
 }
 
 /// A fault and its place; the file name is added by [`parse`].
-struct At(Place, GgufFault);
+struct LocatedFault(GgufLocation, GgufFault);
 
 /// Reads everything but tensor data. Memory is bounded by a small multiple of the bytes in front of the tensor data.
-pub(crate) fn parse(file: &Path, file_idx: FileIdx, bytes: &[u8]) -> Result<Parsed, FormatError> {
-    parse_at(file, file_idx, bytes).map_err(|At(place, fault)| FormatError::gguf(file, place, fault))
+pub(crate) fn parse(file: &Path, file_idx: FileIdx, bytes: &[u8]) -> Result<ParsedGguf, FormatError> {
+    parse_at(file, file_idx, bytes)
+        .map_err(|LocatedFault(place, fault)| FormatError::gguf(file, place, fault))
 }
 
-fn parse_at(file: &Path, file_idx: FileIdx, bytes: &[u8]) -> Result<Parsed, At> {
+fn parse_at(file: &Path, file_idx: FileIdx, bytes: &[u8]) -> Result<ParsedGguf, LocatedFault> {
     let mut cur = Cursor::new(bytes);
     let version = header(&mut cur, bytes)?;
     // A name's length, a rank, a type and an offset for tensors; a key's length, a type and one byte for entries.
@@ -40,11 +41,12 @@ fn parse_at(file: &Path, file_idx: FileIdx, bytes: &[u8]) -> Result<Parsed, At> 
     for _ in 0..n_entries {
         let key = at_byte(&mut cur, |c| c.name("metadata key", MAX_NAME_BYTES))?;
         let start = cur.pos() as u64;
-        let value = cur.value().map_err(|fault| At(Place::Value(key.to_string(), start), fault))?;
+        let value =
+            cur.value().map_err(|fault| LocatedFault(GgufLocation::Value(key.to_string(), start), fault))?;
         entries.push((key, value));
     }
-    let metadata =
-        Metadata::new(file, entries).map_err(|key| At(Place::Key(key.into()), GgufFault::Duplicate))?;
+    let metadata = Metadata::new(file, entries)
+        .map_err(|key| LocatedFault(GgufLocation::Key(key.into()), GgufFault::Duplicate))?;
     let alignment = alignment(&metadata)?;
 
     let mut tensors = Vec::with_capacity(n_tensors.min(FIRST_CAPACITY));
@@ -53,36 +55,38 @@ fn parse_at(file: &Path, file_idx: FileIdx, bytes: &[u8]) -> Result<Parsed, At> 
     }
     place_tensors(&mut tensors, cur.pos() as u64, alignment, bytes.len() as u64)?;
     check_overlaps(&tensors)?;
-    Ok(Parsed { version, metadata, tensors })
+    Ok(ParsedGguf { version, metadata, tensors })
 }
 
 /// Runs a read and blames the place where it began.
 fn at_byte<'a, T>(
     cur: &mut Cursor<'a>,
     read: impl FnOnce(&mut Cursor<'a>) -> Result<T, GgufFault>,
-) -> Result<T, At> {
+) -> Result<T, LocatedFault> {
     let start = cur.pos() as u64;
-    read(cur).map_err(|fault| At(Place::Byte(start), fault))
+    read(cur).map_err(|fault| LocatedFault(GgufLocation::Byte(start), fault))
 }
 
-fn header(cur: &mut Cursor<'_>, bytes: &[u8]) -> Result<u32, At> {
+fn header(cur: &mut Cursor<'_>, bytes: &[u8]) -> Result<u32, LocatedFault> {
     if !bytes.starts_with(MAGIC) && !MAGIC.starts_with(bytes) {
         let magic = bytes[..bytes.len().min(4)].to_vec();
-        return Err(At(Place::Byte(0), GgufFault::Magic { magic }));
+        return Err(LocatedFault(GgufLocation::Byte(0), GgufFault::Magic { magic }));
     }
     at_byte(cur, Cursor::magic)?;
     let version = at_byte(cur, |c| c.u32("the version"))?;
     match version {
         2 | 3 => Ok(version),
-        _ if (1..=3).contains(&version.swap_bytes()) => Err(At(Place::Byte(4), GgufFault::BigEndian)),
-        found => Err(At(Place::Byte(4), GgufFault::Version { found })),
+        _ if (1..=3).contains(&version.swap_bytes()) => {
+            Err(LocatedFault(GgufLocation::Byte(4), GgufFault::BigEndian))
+        }
+        found => Err(LocatedFault(GgufLocation::Byte(4), GgufFault::Version { found })),
     }
 }
 
 /// At least 8, as the format demands; with a page-aligned mapping every element of every dtype is then aligned.
-fn alignment(metadata: &Metadata) -> Result<u64, At> {
+fn alignment(metadata: &Metadata) -> Result<u64, LocatedFault> {
     const KEY: &str = "general.alignment";
-    let blame = |fault| At(Place::Key(KEY.into()), fault);
+    let blame = |fault| LocatedFault(GgufLocation::Key(KEY.into()), fault);
     let Some(value) = metadata.get(KEY) else {
         return Ok(DEFAULT_ALIGNMENT);
     };
@@ -94,9 +98,9 @@ fn alignment(metadata: &Metadata) -> Result<u64, At> {
 }
 
 /// One entry of the tensor table. Its `offset` is still relative to the start of the tensor data.
-fn tensor_info(cur: &mut Cursor<'_>, file_idx: FileIdx, alignment: u64) -> Result<TensorInfo, At> {
+fn tensor_info(cur: &mut Cursor<'_>, file_idx: FileIdx, alignment: u64) -> Result<TensorInfo, LocatedFault> {
     let name = at_byte(cur, |c| c.name("tensor name", MAX_NAME_BYTES))?;
-    let blame = |fault| At(Place::Tensor(name.to_string()), fault);
+    let blame = |fault| LocatedFault(GgufLocation::Tensor(name.to_string()), fault);
     let rank = at_byte(cur, |c| c.u32("the tensor table"))?;
     if rank > MAX_DIMS {
         return Err(blame(GgufFault::Rank { rank }));
@@ -136,28 +140,28 @@ fn place_tensors(
     table_end: u64,
     alignment: u64,
     file_bytes: u64,
-) -> Result<(), At> {
+) -> Result<(), LocatedFault> {
     let data_start = table_end.next_multiple_of(alignment);
     for tensor in tensors {
         let start = data_start.saturating_add(tensor.offset);
         let end = start.saturating_add(tensor.n_bytes);
         if end > file_bytes {
             let fault = GgufFault::OutsideFile { start, end, file_bytes };
-            return Err(At(Place::Tensor(tensor.name.to_string()), fault));
+            return Err(LocatedFault(GgufLocation::Tensor(tensor.name.to_string()), fault));
         }
         tensor.offset = start;
     }
     Ok(())
 }
 
-fn check_overlaps(tensors: &[TensorInfo]) -> Result<(), At> {
+fn check_overlaps(tensors: &[TensorInfo]) -> Result<(), LocatedFault> {
     let mut order: Vec<u32> = (0..tensors.len() as u32).collect();
     order.sort_unstable_by_key(|&i| tensors[i as usize].offset);
     for pair in order.windows(2) {
         let (a, b) = (&tensors[pair[0] as usize], &tensors[pair[1] as usize]);
         if a.offset + a.n_bytes > b.offset {
             let fault = GgufFault::Overlap { other: a.name.to_string() };
-            return Err(At(Place::Tensor(b.name.to_string()), fault));
+            return Err(LocatedFault(GgufLocation::Tensor(b.name.to_string()), fault));
         }
     }
     Ok(())

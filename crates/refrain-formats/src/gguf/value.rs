@@ -7,7 +7,7 @@ use std::sync::Arc;
 /// A metadata value.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)] // One variant per type of the format, under its name.
-pub enum Value {
+pub enum MetadataValue {
     U8(u8),
     I8(i8),
     U16(u16),
@@ -96,56 +96,56 @@ impl<S: AsRef<str>> FromIterator<S> for StrArray {
     }
 }
 
-impl Value {
+impl MetadataValue {
     /// The name of the value's type.
     pub fn type_name(&self) -> &'static str {
         match self {
-            Value::U8(_) => "u8",
-            Value::I8(_) => "i8",
-            Value::U16(_) => "u16",
-            Value::I16(_) => "i16",
-            Value::U32(_) => "u32",
-            Value::I32(_) => "i32",
-            Value::F32(_) => "f32",
-            Value::Bool(_) => "bool",
-            Value::String(_) => "string",
-            Value::Array(a) => a.type_name(),
-            Value::U64(_) => "u64",
-            Value::I64(_) => "i64",
-            Value::F64(_) => "f64",
+            MetadataValue::U8(_) => "u8",
+            MetadataValue::I8(_) => "i8",
+            MetadataValue::U16(_) => "u16",
+            MetadataValue::I16(_) => "i16",
+            MetadataValue::U32(_) => "u32",
+            MetadataValue::I32(_) => "i32",
+            MetadataValue::F32(_) => "f32",
+            MetadataValue::Bool(_) => "bool",
+            MetadataValue::String(_) => "string",
+            MetadataValue::Array(a) => a.type_name(),
+            MetadataValue::U64(_) => "u64",
+            MetadataValue::I64(_) => "i64",
+            MetadataValue::F64(_) => "f64",
         }
     }
 
     /// The number of the value's type in the file.
     pub(crate) fn type_number(&self) -> u32 {
         match self {
-            Value::U8(_) => 0,
-            Value::I8(_) => 1,
-            Value::U16(_) => 2,
-            Value::I16(_) => 3,
-            Value::U32(_) => 4,
-            Value::I32(_) => 5,
-            Value::F32(_) => 6,
-            Value::Bool(_) => 7,
-            Value::String(_) => 8,
-            Value::Array(_) => 9,
-            Value::U64(_) => 10,
-            Value::I64(_) => 11,
-            Value::F64(_) => 12,
+            MetadataValue::U8(_) => 0,
+            MetadataValue::I8(_) => 1,
+            MetadataValue::U16(_) => 2,
+            MetadataValue::I16(_) => 3,
+            MetadataValue::U32(_) => 4,
+            MetadataValue::I32(_) => 5,
+            MetadataValue::F32(_) => 6,
+            MetadataValue::Bool(_) => 7,
+            MetadataValue::String(_) => 8,
+            MetadataValue::Array(_) => 9,
+            MetadataValue::U64(_) => 10,
+            MetadataValue::I64(_) => 11,
+            MetadataValue::F64(_) => 12,
         }
     }
 
     /// Any integer.
     pub(crate) fn integer(&self) -> Option<i128> {
         Some(match *self {
-            Value::U8(v) => v.into(),
-            Value::I8(v) => v.into(),
-            Value::U16(v) => v.into(),
-            Value::I16(v) => v.into(),
-            Value::U32(v) => v.into(),
-            Value::I32(v) => v.into(),
-            Value::U64(v) => v.into(),
-            Value::I64(v) => v.into(),
+            MetadataValue::U8(v) => v.into(),
+            MetadataValue::I8(v) => v.into(),
+            MetadataValue::U16(v) => v.into(),
+            MetadataValue::I16(v) => v.into(),
+            MetadataValue::U32(v) => v.into(),
+            MetadataValue::I32(v) => v.into(),
+            MetadataValue::U64(v) => v.into(),
+            MetadataValue::I64(v) => v.into(),
             _ => return None,
         })
     }
@@ -153,8 +153,8 @@ impl Value {
     /// Any number as a float.
     pub(crate) fn float(&self) -> Option<f64> {
         match *self {
-            Value::F32(v) => Some(v.into()),
-            Value::F64(v) => Some(v),
+            MetadataValue::F32(v) => Some(v.into()),
+            MetadataValue::F64(v) => Some(v),
             _ => self.integer().map(|v| v as f64),
         }
     }
@@ -224,21 +224,21 @@ impl Array {
     }
 
     /// Element number `i`, copied.
-    pub fn get(&self, i: usize) -> Option<Value> {
+    pub fn get(&self, i: usize) -> Option<MetadataValue> {
         Some(match self {
-            Array::U8(v) => Value::U8(*v.get(i)?),
-            Array::I8(v) => Value::I8(*v.get(i)?),
-            Array::U16(v) => Value::U16(*v.get(i)?),
-            Array::I16(v) => Value::I16(*v.get(i)?),
-            Array::U32(v) => Value::U32(*v.get(i)?),
-            Array::I32(v) => Value::I32(*v.get(i)?),
-            Array::F32(v) => Value::F32(*v.get(i)?),
-            Array::Bool(v) => Value::Bool(*v.get(i)?),
-            Array::String(v) => Value::String(v.get(i)?.into()),
-            Array::Array(v) => Value::Array(v.get(i)?.clone()),
-            Array::U64(v) => Value::U64(*v.get(i)?),
-            Array::I64(v) => Value::I64(*v.get(i)?),
-            Array::F64(v) => Value::F64(*v.get(i)?),
+            Array::U8(v) => MetadataValue::U8(*v.get(i)?),
+            Array::I8(v) => MetadataValue::I8(*v.get(i)?),
+            Array::U16(v) => MetadataValue::U16(*v.get(i)?),
+            Array::I16(v) => MetadataValue::I16(*v.get(i)?),
+            Array::U32(v) => MetadataValue::U32(*v.get(i)?),
+            Array::I32(v) => MetadataValue::I32(*v.get(i)?),
+            Array::F32(v) => MetadataValue::F32(*v.get(i)?),
+            Array::Bool(v) => MetadataValue::Bool(*v.get(i)?),
+            Array::String(v) => MetadataValue::String(v.get(i)?.into()),
+            Array::Array(v) => MetadataValue::Array(v.get(i)?.clone()),
+            Array::U64(v) => MetadataValue::U64(*v.get(i)?),
+            Array::I64(v) => MetadataValue::I64(*v.get(i)?),
+            Array::F64(v) => MetadataValue::F64(*v.get(i)?),
         })
     }
 }
@@ -251,10 +251,10 @@ pub trait FromValue<'a>: Sized {
     const EXPECTED: &'static str;
 
     /// The value as this type.
-    fn from_value(value: &'a Value) -> Result<Self, GgufFault>;
+    fn from_value(value: &'a MetadataValue) -> Result<Self, GgufFault>;
 }
 
-fn wrong<T>(expected: &'static str, value: &Value) -> Result<T, GgufFault> {
+fn wrong<T>(expected: &'static str, value: &MetadataValue) -> Result<T, GgufFault> {
     Err(GgufFault::WrongType { expected, found: value.type_name() })
 }
 
@@ -266,29 +266,29 @@ macro_rules! from_integer {
     ($($t:ty: $name:literal, $array:literal, $same:ident;)*) => {$(
         impl FromValue<'_> for $t {
             const EXPECTED: &'static str = $name;
-            fn from_value(value: &Value) -> Result<$t, GgufFault> {
+            fn from_value(value: &MetadataValue) -> Result<$t, GgufFault> {
                 let Some(v) = value.integer() else { return wrong($name, value) };
                 <$t>::try_from(v).map_err(|_| out_of_range($name, v))
             }
         }
         impl<'a> FromValue<'a> for Cow<'a, [$t]> {
             const EXPECTED: &'static str = $array;
-            fn from_value(value: &'a Value) -> Result<Cow<'a, [$t]>, GgufFault> {
+            fn from_value(value: &'a MetadataValue) -> Result<Cow<'a, [$t]>, GgufFault> {
                 fn all<T: Copy + Into<i128>>(from: &[T]) -> Result<Vec<$t>, GgufFault> {
                     let one = |&v: &T| <$t>::try_from(v.into()).map_err(|_| out_of_range($array, v.into()));
                     from.iter().map(one).collect()
                 }
                 #[allow(unreachable_patterns)] // The type itself is borrowed before its turn to convert comes.
                 Ok(match value {
-                    Value::Array(Array::$same(v)) => Cow::Borrowed(v),
-                    Value::Array(Array::U8(v)) => Cow::Owned(all(v)?),
-                    Value::Array(Array::I8(v)) => Cow::Owned(all(v)?),
-                    Value::Array(Array::U16(v)) => Cow::Owned(all(v)?),
-                    Value::Array(Array::I16(v)) => Cow::Owned(all(v)?),
-                    Value::Array(Array::U32(v)) => Cow::Owned(all(v)?),
-                    Value::Array(Array::I32(v)) => Cow::Owned(all(v)?),
-                    Value::Array(Array::U64(v)) => Cow::Owned(all(v)?),
-                    Value::Array(Array::I64(v)) => Cow::Owned(all(v)?),
+                    MetadataValue::Array(Array::$same(v)) => Cow::Borrowed(v),
+                    MetadataValue::Array(Array::U8(v)) => Cow::Owned(all(v)?),
+                    MetadataValue::Array(Array::I8(v)) => Cow::Owned(all(v)?),
+                    MetadataValue::Array(Array::U16(v)) => Cow::Owned(all(v)?),
+                    MetadataValue::Array(Array::I16(v)) => Cow::Owned(all(v)?),
+                    MetadataValue::Array(Array::U32(v)) => Cow::Owned(all(v)?),
+                    MetadataValue::Array(Array::I32(v)) => Cow::Owned(all(v)?),
+                    MetadataValue::Array(Array::U64(v)) => Cow::Owned(all(v)?),
+                    MetadataValue::Array(Array::I64(v)) => Cow::Owned(all(v)?),
                     _ => return wrong($array, value),
                 })
             }
@@ -307,7 +307,7 @@ from_integer! {
 
 impl FromValue<'_> for usize {
     const EXPECTED: &'static str = "an integer (usize)";
-    fn from_value(value: &Value) -> Result<usize, GgufFault> {
+    fn from_value(value: &MetadataValue) -> Result<usize, GgufFault> {
         let Some(v) = value.integer() else {
             return wrong(Self::EXPECTED, value);
         };
@@ -317,59 +317,59 @@ impl FromValue<'_> for usize {
 
 impl FromValue<'_> for f64 {
     const EXPECTED: &'static str = "a number";
-    fn from_value(value: &Value) -> Result<f64, GgufFault> {
+    fn from_value(value: &MetadataValue) -> Result<f64, GgufFault> {
         value.float().map_or_else(|| wrong(Self::EXPECTED, value), Ok)
     }
 }
 
 impl FromValue<'_> for f32 {
     const EXPECTED: &'static str = "a number";
-    fn from_value(value: &Value) -> Result<f32, GgufFault> {
+    fn from_value(value: &MetadataValue) -> Result<f32, GgufFault> {
         f64::from_value(value).map(|v| v as f32)
     }
 }
 
 impl FromValue<'_> for bool {
     const EXPECTED: &'static str = "a bool";
-    fn from_value(value: &Value) -> Result<bool, GgufFault> {
-        if let Value::Bool(v) = value { Ok(*v) } else { wrong(Self::EXPECTED, value) }
+    fn from_value(value: &MetadataValue) -> Result<bool, GgufFault> {
+        if let MetadataValue::Bool(v) = value { Ok(*v) } else { wrong(Self::EXPECTED, value) }
     }
 }
 
 impl<'a> FromValue<'a> for &'a str {
     const EXPECTED: &'static str = "a string";
-    fn from_value(value: &'a Value) -> Result<&'a str, GgufFault> {
-        if let Value::String(v) = value { Ok(v) } else { wrong(Self::EXPECTED, value) }
+    fn from_value(value: &'a MetadataValue) -> Result<&'a str, GgufFault> {
+        if let MetadataValue::String(v) = value { Ok(v) } else { wrong(Self::EXPECTED, value) }
     }
 }
 
 impl<'a> FromValue<'a> for &'a Array {
     const EXPECTED: &'static str = "an array";
-    fn from_value(value: &'a Value) -> Result<&'a Array, GgufFault> {
-        if let Value::Array(v) = value { Ok(v) } else { wrong(Self::EXPECTED, value) }
+    fn from_value(value: &'a MetadataValue) -> Result<&'a Array, GgufFault> {
+        if let MetadataValue::Array(v) = value { Ok(v) } else { wrong(Self::EXPECTED, value) }
     }
 }
 
 impl<'a> FromValue<'a> for &'a StrArray {
     const EXPECTED: &'static str = "an array of strings";
-    fn from_value(value: &'a Value) -> Result<&'a StrArray, GgufFault> {
-        if let Value::Array(Array::String(v)) = value { Ok(v) } else { wrong(Self::EXPECTED, value) }
+    fn from_value(value: &'a MetadataValue) -> Result<&'a StrArray, GgufFault> {
+        if let MetadataValue::Array(Array::String(v)) = value { Ok(v) } else { wrong(Self::EXPECTED, value) }
     }
 }
 
 impl<'a> FromValue<'a> for &'a [bool] {
     const EXPECTED: &'static str = "an array of bools";
-    fn from_value(value: &'a Value) -> Result<&'a [bool], GgufFault> {
-        if let Value::Array(Array::Bool(v)) = value { Ok(v) } else { wrong(Self::EXPECTED, value) }
+    fn from_value(value: &'a MetadataValue) -> Result<&'a [bool], GgufFault> {
+        if let MetadataValue::Array(Array::Bool(v)) = value { Ok(v) } else { wrong(Self::EXPECTED, value) }
     }
 }
 
 impl<'a> FromValue<'a> for Cow<'a, [f32]> {
     const EXPECTED: &'static str = "an array of floats";
-    fn from_value(value: &'a Value) -> Result<Cow<'a, [f32]>, GgufFault> {
+    fn from_value(value: &'a MetadataValue) -> Result<Cow<'a, [f32]>, GgufFault> {
         match value {
-            Value::Array(Array::F32(v)) => Ok(Cow::Borrowed(v)),
-            Value::Array(Array::F64(v)) => Ok(v.iter().map(|&v| v as f32).collect()),
+            MetadataValue::Array(Array::F32(v)) => Ok(Cow::Borrowed(v)),
+            MetadataValue::Array(Array::F64(v)) => Ok(v.iter().map(|&v| v as f32).collect()),
             _ => wrong(Self::EXPECTED, value),
         }
     }
@@ -377,9 +377,9 @@ impl<'a> FromValue<'a> for Cow<'a, [f32]> {
 
 macro_rules! into_value {
     ($($t:ty: $variant:ident;)*) => {$(
-        impl From<$t> for Value {
-            fn from(v: $t) -> Value {
-                Value::$variant(v.into())
+        impl From<$t> for MetadataValue {
+            fn from(v: $t) -> MetadataValue {
+                MetadataValue::$variant(v.into())
             }
         }
     )*};
@@ -390,8 +390,8 @@ into_value! {
     f32: F32; f64: F64; bool: Bool; &str: String; String: String; Array: Array;
 }
 
-impl From<StrArray> for Value {
-    fn from(v: StrArray) -> Value {
-        Value::Array(Array::String(v))
+impl From<StrArray> for MetadataValue {
+    fn from(v: StrArray) -> MetadataValue {
+        MetadataValue::Array(Array::String(v))
     }
 }

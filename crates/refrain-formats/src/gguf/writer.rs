@@ -1,8 +1,8 @@
 //! Writing GGUF version 3.
 
-use super::fault::{GgufFault, Place};
+use super::fault::{GgufFault, GgufLocation};
 use super::types;
-use super::value::{Array, Value};
+use super::value::{Array, MetadataValue};
 use crate::FormatError;
 use refrain_tensor::{Bytes, DType, Shape};
 use std::fs::File;
@@ -24,7 +24,7 @@ use std::path::Path;
 /// ```
 #[derive(Debug, Default)]
 pub struct GgufWriter {
-    entries: Vec<(String, Value)>,
+    entries: Vec<(String, MetadataValue)>,
     tensors: Vec<Tensor>,
     alignment: Option<u32>,
 }
@@ -46,13 +46,17 @@ impl GgufWriter {
     }
 
     /// Sets a key, which must be new. `general.alignment` also sets the alignment of the tensor data.
-    pub fn set(&mut self, key: &str, value: impl Into<Value>) -> Result<&mut GgufWriter, FormatError> {
+    pub fn set(
+        &mut self,
+        key: &str,
+        value: impl Into<MetadataValue>,
+    ) -> Result<&mut GgufWriter, FormatError> {
         let value = value.into();
-        let blame = |fault| refuse(Place::Key(key.into()), fault);
+        let blame = |fault| refuse(GgufLocation::Key(key.into()), fault);
         if self.entries.iter().any(|(k, _)| k == key) {
             return Err(blame(GgufFault::Duplicate));
         }
-        if let Value::Array(array) = &value {
+        if let MetadataValue::Array(array) = &value {
             check_depth(array, 1).map_err(blame)?;
         }
         if key == "general.alignment" {
@@ -74,7 +78,7 @@ impl GgufWriter {
         shape: Shape,
         bytes: Bytes,
     ) -> Result<&mut GgufWriter, FormatError> {
-        let blame = |fault| refuse(Place::Tensor(name.into()), fault);
+        let blame = |fault| refuse(GgufLocation::Tensor(name.into()), fault);
         let number = types::number_of(dtype).ok_or_else(|| blame(GgufFault::NotAGgufType { dtype }))?;
         if shape.rank() > types::MAX_DIMS as usize {
             return Err(blame(GgufFault::Rank { rank: shape.rank() as u32 }));
@@ -175,7 +179,7 @@ impl GgufWriter {
     }
 }
 
-fn refuse(place: Place, fault: GgufFault) -> FormatError {
+fn refuse(place: GgufLocation, fault: GgufFault) -> FormatError {
     FormatError::gguf(Path::new("file being written"), place, fault)
 }
 
@@ -194,21 +198,21 @@ fn put_str(out: &mut Vec<u8>, s: &str) {
     out.extend_from_slice(s.as_bytes());
 }
 
-fn put_value(out: &mut Vec<u8>, value: &Value) {
+fn put_value(out: &mut Vec<u8>, value: &MetadataValue) {
     match value {
-        Value::U8(v) => out.extend_from_slice(&v.to_le_bytes()),
-        Value::I8(v) => out.extend_from_slice(&v.to_le_bytes()),
-        Value::U16(v) => out.extend_from_slice(&v.to_le_bytes()),
-        Value::I16(v) => out.extend_from_slice(&v.to_le_bytes()),
-        Value::U32(v) => out.extend_from_slice(&v.to_le_bytes()),
-        Value::I32(v) => out.extend_from_slice(&v.to_le_bytes()),
-        Value::F32(v) => out.extend_from_slice(&v.to_le_bytes()),
-        Value::Bool(v) => out.push((*v).into()),
-        Value::String(v) => put_str(out, v),
-        Value::Array(v) => put_array(out, v),
-        Value::U64(v) => out.extend_from_slice(&v.to_le_bytes()),
-        Value::I64(v) => out.extend_from_slice(&v.to_le_bytes()),
-        Value::F64(v) => out.extend_from_slice(&v.to_le_bytes()),
+        MetadataValue::U8(v) => out.extend_from_slice(&v.to_le_bytes()),
+        MetadataValue::I8(v) => out.extend_from_slice(&v.to_le_bytes()),
+        MetadataValue::U16(v) => out.extend_from_slice(&v.to_le_bytes()),
+        MetadataValue::I16(v) => out.extend_from_slice(&v.to_le_bytes()),
+        MetadataValue::U32(v) => out.extend_from_slice(&v.to_le_bytes()),
+        MetadataValue::I32(v) => out.extend_from_slice(&v.to_le_bytes()),
+        MetadataValue::F32(v) => out.extend_from_slice(&v.to_le_bytes()),
+        MetadataValue::Bool(v) => out.push((*v).into()),
+        MetadataValue::String(v) => put_str(out, v),
+        MetadataValue::Array(v) => put_array(out, v),
+        MetadataValue::U64(v) => out.extend_from_slice(&v.to_le_bytes()),
+        MetadataValue::I64(v) => out.extend_from_slice(&v.to_le_bytes()),
+        MetadataValue::F64(v) => out.extend_from_slice(&v.to_le_bytes()),
     }
 }
 

@@ -11,13 +11,13 @@ const LENGTH_BYTES: usize = 8;
 
 /// Tensors of a file, and those whose dtype no backend knows, which are only refused when somebody asks for them.
 #[derive(Debug, Default)]
-pub(crate) struct Parsed {
+pub(crate) struct ParsedHeader {
     pub(crate) tensors: Vec<TensorInfo>,
     pub(crate) unsupported: Vec<(String, Dtype)>,
 }
 
 /// Reads the header and checks every tensor against the file.
-pub(crate) fn parse(bytes: &[u8], file_idx: FileIdx) -> Result<Parsed, HfFault> {
+pub(crate) fn parse(bytes: &[u8], file_idx: FileIdx) -> Result<ParsedHeader, HfFault> {
     let file_bytes = bytes.len() as u64;
     let Some((length, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() else {
         return Err(HfFault::NoHeader { n_bytes: file_bytes });
@@ -42,7 +42,7 @@ pub(crate) fn parse(bytes: &[u8], file_idx: FileIdx) -> Result<Parsed, HfFault> 
     }
 
     let data_start = LENGTH_BYTES as u64 + header_bytes;
-    let mut parsed = Parsed::default();
+    let mut parsed = ParsedHeader::default();
     for (name, info) in metadata.tensors() {
         let Some(dtype) = dtype_of(info.dtype) else {
             parsed.unsupported.push((name, info.dtype));

@@ -1,12 +1,12 @@
 //! Hyperparameters from GGUF metadata.
 
-use super::rope::{LongRope, Rope, RopeScaling, Yarn};
+use super::rope::{LongRope, RopeParams, RopeScaling, Yarn};
 use super::{Activation, Arch, Experts, LayerAttention, LayerSizes, ModelConfig, NormKind, ParamsFault};
 use super::{DeltaNetSizes, PerLayerEmbedding, QueryTemperature, RecurrentLayers, VHeads};
 use super::{checked_layers, default_head_dim, every_nth_attends, every_nth_full};
 use super::{unless_alike, unless_all_rotate};
 use crate::FormatError;
-use crate::gguf::{FromValue, Gguf, Metadata, StrArray, Value};
+use crate::gguf::{FromValue, Gguf, Metadata, MetadataValue, StrArray};
 
 /// Keys of one architecture: `{prefix}.{key}`.
 struct Keys<'a> {
@@ -28,7 +28,7 @@ impl<'a> Keys<'a> {
     /// A number for each layer: the key holds one for all of them, or a list.
     fn per_layer(&self, key: &str, n_layers: usize) -> Result<Option<Vec<usize>>, FormatError> {
         let full = format!("{}.{key}", self.prefix);
-        let Some(Value::Array(array)) = self.meta.get(&full) else {
+        let Some(MetadataValue::Array(array)) = self.meta.get(&full) else {
             return Ok(self.optional(key)?.map(|one: usize| vec![one; n_layers]));
         };
         if array.len() != n_layers {
@@ -278,7 +278,7 @@ fn unrotated(arch: Arch, layers: &[LayerAttention]) -> Vec<bool> {
     unless_all_rotate(layers.iter().enumerate().map(unrotated).collect())
 }
 
-fn query_temperature(keys: &Keys<'_>, rope: &Rope) -> Result<Option<QueryTemperature>, FormatError> {
+fn query_temperature(keys: &Keys<'_>, rope: &RopeParams) -> Result<Option<QueryTemperature>, FormatError> {
     let beta = keys.optional("attention.temperature_scale")?;
     let Some(beta) = beta.filter(|&beta: &f32| beta != 0.0 && keys.arch == Arch::Mistral3) else {
         return Ok(None);
@@ -293,7 +293,7 @@ fn query_temperature(keys: &Keys<'_>, rope: &Rope) -> Result<Option<QueryTempera
 const LONG_FACTORS: &str = "rope_factors_long.weight";
 const SHORT_FACTORS: &str = "rope_factors_short.weight";
 
-fn long_rope(gguf: &Gguf, rope: &Rope) -> Result<Option<LongRope>, FormatError> {
+fn long_rope(gguf: &Gguf, rope: &RopeParams) -> Result<Option<LongRope>, FormatError> {
     let RopeScaling::Long { .. } = rope.scaling else { return Ok(None) };
     let list = |name| {
         let wrap = |source| FormatError::params(gguf.path(), ParamsFault::RopeTensor { name, source });
@@ -319,7 +319,7 @@ fn layers(
         return Ok(vec![LayerAttention::Full; n_layers]);
     }
     let pattern = format!("{}.attention.sliding_window_pattern", keys.prefix);
-    if let Some(Value::Array(Array::Bool(slides))) = keys.meta.get(&pattern) {
+    if let Some(MetadataValue::Array(Array::Bool(slides))) = keys.meta.get(&pattern) {
         let layer = |&slides: &bool| if slides { LayerAttention::Sliding } else { LayerAttention::Full };
         return Ok(slides.iter().map(layer).collect());
     }
@@ -331,7 +331,7 @@ fn layers(
 fn recurrent_layers(keys: &Keys<'_>, n_layers: usize) -> Result<Vec<LayerAttention>, FormatError> {
     use crate::gguf::Array;
     let list = format!("{}.attention.recurrent_layers", keys.arch);
-    if let Some(Value::Array(Array::Bool(recurrent))) = keys.meta.get(&list) {
+    if let Some(MetadataValue::Array(Array::Bool(recurrent))) = keys.meta.get(&list) {
         let kind = |&is: &bool| if is { LayerAttention::Recurrent } else { LayerAttention::Full };
         return Ok(recurrent.iter().take(n_layers).map(kind).collect());
     }
@@ -376,7 +376,7 @@ fn rope(
     keys: &Keys<'_>,
     layers: &[LayerAttention],
     sizes: &[LayerSizes],
-) -> Result<Rope, FormatError> {
+) -> Result<RopeParams, FormatError> {
     let head_dim = |kind| layers.iter().position(|layer| *layer == kind).map(|layer| sizes[layer].head_dim);
     let [full, local] = [LayerAttention::Full, LayerAttention::Sliding].map(head_dim);
     let local_dims = match keys.arch {
@@ -388,7 +388,7 @@ fn rope(
     let local_theta = keys.optional("rope.freq_base_swa")?;
     // The scaling of OLMo 3 is that of layers that see all.
     let is_local = keys.arch == Arch::Olmo2 && local.is_some();
-    Ok(Rope {
+    Ok(RopeParams {
         theta,
         local_theta: local_theta.or(gemma.then_some(1e4)).or(is_local.then_some(theta)),
         scaling: scaling(gguf, keys)?,

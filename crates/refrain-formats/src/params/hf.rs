@@ -1,6 +1,6 @@
 //! Hyperparameters from `config.json`.
 
-use super::rope::{LongRope, Rope, RopeScaling, RopeStyle, Yarn};
+use super::rope::{LongRope, RopePairing, RopeParams, RopeScaling, Yarn};
 use super::{Activation, Arch, Experts, LayerAttention, LayerSizes, ModelConfig, NormKind, ParamsFault};
 use super::{DeltaNetSizes, PerLayerEmbedding, QueryTemperature, RecurrentLayers, VHeads};
 use super::{checked_layers, default_head_dim, every_nth_attends, every_nth_full};
@@ -10,7 +10,7 @@ use crate::hf::{HfFolder, JsonObject};
 
 /// What differs between the models that `config.json` can name; several of them are one architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Family {
+enum HfFamily {
     Llama,
     Mistral,
     Ministral3,
@@ -42,7 +42,7 @@ const MULTIMODAL: [(&str, &str); 5] = [
 ];
 
 /// What `transformers` takes where a file does not say it.
-struct Defaults {
+struct FamilyDefaults {
     /// Elements of a head; `None` for the hidden size divided among the heads.
     head_dim: Option<usize>,
     norm_eps: f32,
@@ -65,7 +65,7 @@ struct TextSizes {
     n_context: usize,
 }
 
-impl Defaults {
+impl FamilyDefaults {
     /// A size that a file must have, unless the family has a default for it.
     fn size(
         &self,
@@ -81,77 +81,77 @@ impl Defaults {
     }
 }
 
-impl Family {
-    const ALL: [Family; 19] = [
-        Family::Llama,
-        Family::Mistral,
-        Family::Ministral3,
-        Family::Qwen2,
-        Family::Qwen3,
-        Family::Qwen3Moe,
-        Family::Qwen3Vl,
-        Family::Gemma2,
-        Family::Gemma3,
-        Family::Gemma4,
-        Family::Phi3,
-        Family::SmolLm3,
-        Family::Olmo2,
-        Family::Olmo3,
-        Family::Granite,
-        Family::Glm4,
-        Family::Cohere2,
-        Family::Qwen35,
-        Family::Lfm2,
+impl HfFamily {
+    const ALL: [HfFamily; 19] = [
+        HfFamily::Llama,
+        HfFamily::Mistral,
+        HfFamily::Ministral3,
+        HfFamily::Qwen2,
+        HfFamily::Qwen3,
+        HfFamily::Qwen3Moe,
+        HfFamily::Qwen3Vl,
+        HfFamily::Gemma2,
+        HfFamily::Gemma3,
+        HfFamily::Gemma4,
+        HfFamily::Phi3,
+        HfFamily::SmolLm3,
+        HfFamily::Olmo2,
+        HfFamily::Olmo3,
+        HfFamily::Granite,
+        HfFamily::Glm4,
+        HfFamily::Cohere2,
+        HfFamily::Qwen35,
+        HfFamily::Lfm2,
     ];
 
     /// The entry of `architectures` and the `model_type`.
     fn names(self) -> (&'static str, &'static str) {
         match self {
-            Family::Llama => ("LlamaForCausalLM", "llama"),
-            Family::Mistral => ("MistralForCausalLM", "mistral"),
-            Family::Ministral3 => ("Ministral3ForCausalLM", "ministral3"),
-            Family::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
-            Family::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
-            Family::Qwen3Moe => ("Qwen3MoeForCausalLM", "qwen3_moe"),
-            Family::Qwen3Vl => ("Qwen3VLTextModel", "qwen3_vl_text"),
-            Family::Gemma2 => ("Gemma2ForCausalLM", "gemma2"),
-            Family::Gemma3 => ("Gemma3ForCausalLM", "gemma3_text"),
-            Family::Gemma4 => ("Gemma4ForCausalLM", "gemma4_text"),
-            Family::Phi3 => ("Phi3ForCausalLM", "phi3"),
-            Family::SmolLm3 => ("SmolLM3ForCausalLM", "smollm3"),
-            Family::Olmo2 => ("Olmo2ForCausalLM", "olmo2"),
-            Family::Olmo3 => ("Olmo3ForCausalLM", "olmo3"),
-            Family::Granite => ("GraniteForCausalLM", "granite"),
-            Family::Glm4 => ("Glm4ForCausalLM", "glm4"),
-            Family::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
-            Family::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
-            Family::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
+            HfFamily::Llama => ("LlamaForCausalLM", "llama"),
+            HfFamily::Mistral => ("MistralForCausalLM", "mistral"),
+            HfFamily::Ministral3 => ("Ministral3ForCausalLM", "ministral3"),
+            HfFamily::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
+            HfFamily::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
+            HfFamily::Qwen3Moe => ("Qwen3MoeForCausalLM", "qwen3_moe"),
+            HfFamily::Qwen3Vl => ("Qwen3VLTextModel", "qwen3_vl_text"),
+            HfFamily::Gemma2 => ("Gemma2ForCausalLM", "gemma2"),
+            HfFamily::Gemma3 => ("Gemma3ForCausalLM", "gemma3_text"),
+            HfFamily::Gemma4 => ("Gemma4ForCausalLM", "gemma4_text"),
+            HfFamily::Phi3 => ("Phi3ForCausalLM", "phi3"),
+            HfFamily::SmolLm3 => ("SmolLM3ForCausalLM", "smollm3"),
+            HfFamily::Olmo2 => ("Olmo2ForCausalLM", "olmo2"),
+            HfFamily::Olmo3 => ("Olmo3ForCausalLM", "olmo3"),
+            HfFamily::Granite => ("GraniteForCausalLM", "granite"),
+            HfFamily::Glm4 => ("Glm4ForCausalLM", "glm4"),
+            HfFamily::Cohere2 => ("Cohere2ForCausalLM", "cohere2"),
+            HfFamily::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+            HfFamily::Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
         }
     }
 
     fn arch(self) -> Arch {
         match self {
-            Family::Llama | Family::Mistral => Arch::Llama,
-            Family::Ministral3 => Arch::Mistral3,
-            Family::Qwen2 => Arch::Qwen2,
-            Family::Qwen3Moe => Arch::Qwen3Moe,
-            Family::Qwen3 | Family::Qwen3Vl => Arch::Qwen3,
-            Family::Gemma2 => Arch::Gemma2,
-            Family::Gemma3 => Arch::Gemma3,
-            Family::Gemma4 => Arch::Gemma4,
-            Family::Phi3 => Arch::Phi3,
-            Family::SmolLm3 => Arch::SmolLm3,
-            Family::Olmo2 | Family::Olmo3 => Arch::Olmo2,
-            Family::Granite => Arch::Granite,
-            Family::Glm4 => Arch::Glm4,
-            Family::Cohere2 => Arch::Cohere2,
-            Family::Qwen35 => Arch::Qwen35,
-            Family::Lfm2 => Arch::Lfm2,
+            HfFamily::Llama | HfFamily::Mistral => Arch::Llama,
+            HfFamily::Ministral3 => Arch::Mistral3,
+            HfFamily::Qwen2 => Arch::Qwen2,
+            HfFamily::Qwen3Moe => Arch::Qwen3Moe,
+            HfFamily::Qwen3 | HfFamily::Qwen3Vl => Arch::Qwen3,
+            HfFamily::Gemma2 => Arch::Gemma2,
+            HfFamily::Gemma3 => Arch::Gemma3,
+            HfFamily::Gemma4 => Arch::Gemma4,
+            HfFamily::Phi3 => Arch::Phi3,
+            HfFamily::SmolLm3 => Arch::SmolLm3,
+            HfFamily::Olmo2 | HfFamily::Olmo3 => Arch::Olmo2,
+            HfFamily::Granite => Arch::Granite,
+            HfFamily::Glm4 => Arch::Glm4,
+            HfFamily::Cohere2 => Arch::Cohere2,
+            HfFamily::Qwen35 => Arch::Qwen35,
+            HfFamily::Lfm2 => Arch::Lfm2,
         }
     }
 
-    fn defaults(self) -> Defaults {
-        let usual = Defaults {
+    fn defaults(self) -> FamilyDefaults {
+        let usual = FamilyDefaults {
             head_dim: None,
             norm_eps: 1e-6,
             theta: 1e4,
@@ -161,29 +161,31 @@ impl Family {
             attention_bias: false,
             sizes: None,
         };
-        let gemma = Defaults { head_dim: Some(256), tied: true, ..usual };
+        let gemma = FamilyDefaults { head_dim: Some(256), tied: true, ..usual };
         match self {
-            Family::Llama | Family::Qwen2 | Family::Granite => usual,
-            Family::Mistral => Defaults { window: Some(4096), ..usual },
-            Family::Ministral3 => Defaults { head_dim: Some(128), norm_eps: 1e-5, theta: 1e6, ..usual },
-            Family::Qwen3 | Family::Qwen3Moe => Defaults { head_dim: Some(128), ..usual },
-            Family::Qwen3Vl => Defaults { head_dim: Some(128), theta: 5e5, ..usual },
-            Family::Gemma2 => Defaults { window: Some(4096), ..gemma },
-            Family::Gemma3 => {
+            HfFamily::Llama | HfFamily::Qwen2 | HfFamily::Granite => usual,
+            HfFamily::Mistral => FamilyDefaults { window: Some(4096), ..usual },
+            HfFamily::Ministral3 => {
+                FamilyDefaults { head_dim: Some(128), norm_eps: 1e-5, theta: 1e6, ..usual }
+            }
+            HfFamily::Qwen3 | HfFamily::Qwen3Moe => FamilyDefaults { head_dim: Some(128), ..usual },
+            HfFamily::Qwen3Vl => FamilyDefaults { head_dim: Some(128), theta: 5e5, ..usual },
+            HfFamily::Gemma2 => FamilyDefaults { window: Some(4096), ..gemma },
+            HfFamily::Gemma3 => {
                 let sizes = TextSizes { n_vocab: 262_208, n_heads: 8, n_kv_heads: 4, n_context: 131_072 };
-                Defaults { window: Some(4096), theta: 1e6, sizes: Some(sizes), ..gemma }
+                FamilyDefaults { window: Some(4096), theta: 1e6, sizes: Some(sizes), ..gemma }
             }
-            Family::Gemma4 => Defaults { window: Some(512), theta: 1e6, ..gemma },
-            Family::Phi3 | Family::Olmo2 => Defaults { norm_eps: 1e-5, ..usual },
-            Family::SmolLm3 => Defaults { theta: 2e6, tied: true, ..usual },
-            Family::Olmo3 => Defaults { norm_eps: 1e-5, theta: 5e5, window: Some(4096), ..usual },
-            Family::Glm4 => {
+            HfFamily::Gemma4 => FamilyDefaults { window: Some(512), theta: 1e6, ..gemma },
+            HfFamily::Phi3 | HfFamily::Olmo2 => FamilyDefaults { norm_eps: 1e-5, ..usual },
+            HfFamily::SmolLm3 => FamilyDefaults { theta: 2e6, tied: true, ..usual },
+            HfFamily::Olmo3 => FamilyDefaults { norm_eps: 1e-5, theta: 5e5, window: Some(4096), ..usual },
+            HfFamily::Glm4 => {
                 let (head_dim, norm_eps) = (Some(128), 1.5625e-7);
-                Defaults { head_dim, norm_eps, rotated: 0.5, attention_bias: true, ..usual }
+                FamilyDefaults { head_dim, norm_eps, rotated: 0.5, attention_bias: true, ..usual }
             }
-            Family::Cohere2 => Defaults { norm_eps: 1e-5, window: Some(4096), tied: true, ..usual },
-            Family::Qwen35 => Defaults { head_dim: Some(256), rotated: 0.25, ..usual },
-            Family::Lfm2 => Defaults { norm_eps: 1e-5, theta: 1e6, tied: true, ..usual },
+            HfFamily::Cohere2 => FamilyDefaults { norm_eps: 1e-5, window: Some(4096), tied: true, ..usual },
+            HfFamily::Qwen35 => FamilyDefaults { head_dim: Some(256), rotated: 0.25, ..usual },
+            HfFamily::Lfm2 => FamilyDefaults { norm_eps: 1e-5, theta: 1e6, tied: true, ..usual },
         }
     }
 
@@ -191,21 +193,21 @@ impl Family {
     fn may_slide(self) -> bool {
         !matches!(
             self,
-            Family::Llama
-                | Family::Qwen3Vl
-                | Family::Olmo2
-                | Family::Granite
-                | Family::Glm4
-                | Family::Qwen35
-                | Family::Lfm2
+            HfFamily::Llama
+                | HfFamily::Qwen3Vl
+                | HfFamily::Olmo2
+                | HfFamily::Granite
+                | HfFamily::Glm4
+                | HfFamily::Qwen35
+                | HfFamily::Lfm2
         )
     }
 
-    fn of(config: &JsonObject) -> Result<Family, FormatError> {
+    fn of(config: &JsonObject) -> Result<HfFamily, FormatError> {
         let class = config.optional::<Vec<&str>>("architectures")?.and_then(|names| names.first().copied());
         let model_type = config.optional::<&str>("model_type")?;
-        let by_class = |class| Family::ALL.into_iter().find(|f| f.names().0 == class);
-        let by_type = |model_type| Family::ALL.into_iter().find(|f| f.names().1 == model_type);
+        let by_class = |class| HfFamily::ALL.into_iter().find(|f| f.names().0 == class);
+        let by_type = |model_type| HfFamily::ALL.into_iter().find(|f| f.names().1 == model_type);
         // The class has the last word: one model type also has heads for classification and the like.
         let (family, found) = match (class, model_type) {
             (Some(class), _) => (by_class(class), class),
@@ -249,13 +251,13 @@ impl ModelConfig {
     }
 
     fn from_text_config(json: &JsonObject) -> Result<ModelConfig, FormatError> {
-        let family = Family::of(json)?;
+        let family = HfFamily::of(json)?;
         let blame = |fault| FormatError::params(json.path(), fault);
         let (arch, defaults) = (family.arch(), family.defaults());
-        let gemma4 = family == Family::Gemma4;
+        let gemma4 = family == HfFamily::Gemma4;
         // Whose norms multiply by one plus the stored weight.
-        let less_one = matches!(family, Family::Gemma2 | Family::Gemma3 | Family::Qwen35);
-        let lfm2 = family == Family::Lfm2;
+        let less_one = matches!(family, HfFamily::Gemma2 | HfFamily::Gemma3 | HfFamily::Qwen35);
+        let lfm2 = family == HfFamily::Lfm2;
         let n_layers = checked_layers(json.required("num_hidden_layers")?).map_err(blame)?;
         let hidden = json.required("hidden_size")?;
         let n_heads = defaults.size(json, "num_attention_heads", |sizes| sizes.n_heads)?;
@@ -263,10 +265,10 @@ impl ModelConfig {
             Some(dim) => dim,
             None => default_head_dim(hidden, n_heads).map_err(blame)?,
         };
-        if family == Family::Qwen35 && json.optional("attention_bias")?.unwrap_or(false) {
+        if family == HfFamily::Qwen35 && json.optional("attention_bias")?.unwrap_or(false) {
             return Err(blame(ParamsFault::Unsupported { what: "attention with biases and an output gate" }));
         }
-        if family == Family::Lfm2 && json.optional("conv_bias")?.unwrap_or(false) {
+        if family == HfFamily::Lfm2 && json.optional("conv_bias")?.unwrap_or(false) {
             return Err(blame(ParamsFault::Unsupported { what: "a short convolution with biases" }));
         }
         // Gemma 4 says "vision" where only the tokens of images see later ones.
@@ -279,26 +281,26 @@ impl ModelConfig {
         }
         let mut unrotated = unrotated(json, family, n_layers)?;
         let (sliding_window, layers) = match family {
-            Family::Qwen35 | Family::Lfm2 => (None, recurrent_layers(json, family, n_layers)?),
+            HfFamily::Qwen35 | HfFamily::Lfm2 => (None, recurrent_layers(json, family, n_layers)?),
             _ => sliding(json, family, &unrotated)?,
         };
-        if family == Family::Cohere2 {
+        if family == HfFamily::Cohere2 {
             unrotated = layers.iter().map(|layer| *layer == LayerAttention::Full).collect();
         }
         let attention_bias = json.optional("attention_bias")?.unwrap_or(defaults.attention_bias);
-        let norm = if family == Family::Cohere2 { NormKind::Layer } else { NormKind::Rms };
+        let norm = if family == HfFamily::Cohere2 { NormKind::Layer } else { NormKind::Rms };
         let norm_eps = match norm {
             NormKind::Rms => json.optional(if lfm2 { "norm_eps" } else { "rms_norm_eps" })?,
             NormKind::Layer => json.optional("layer_norm_eps")?,
         };
         let query_scalar = json.optional("query_pre_attn_scalar")?.filter(|_| less_one);
         let granite = |key| match family {
-            Family::Granite => json.optional(key).map(|factor| factor.unwrap_or(1.0f32)),
+            HfFamily::Granite => json.optional(key).map(|factor| factor.unwrap_or(1.0f32)),
             _ => Ok(1.0),
         };
         // A missing key means Gemma 2's default, `null` means none.
         let softcap = |key, default| match json.optional(key)? {
-            None if family == Family::Gemma2 && !json.map().contains_key(key) => Ok(Some(default)),
+            None if family == HfFamily::Gemma2 && !json.map().contains_key(key) => Ok(Some(default)),
             cap => Ok::<_, FormatError>(cap),
         };
         let n_kv_heads = match json.optional("num_key_value_heads")? {
@@ -334,13 +336,13 @@ impl ModelConfig {
                 Some(tied) => tied,
                 None => json.optional("tie_word_embeddings")?.unwrap_or(defaults.tied),
             },
-            qkv_bias: attention_bias || family == Family::Qwen2,
-            attn_output_bias: attention_bias && !matches!(family, Family::Qwen2 | Family::Glm4),
+            qkv_bias: attention_bias || family == HfFamily::Qwen2,
+            attn_output_bias: attention_bias && !matches!(family, HfFamily::Qwen2 | HfFamily::Glm4),
             ffn_bias: json.optional("mlp_bias")?.unwrap_or(false),
             qk_norm: arch.has_qk_norm(),
             attn_scale: match family {
-                Family::Gemma4 => 1.0,
-                Family::Granite => granite("attention_multiplier")?,
+                HfFamily::Gemma4 => 1.0,
+                HfFamily::Granite => granite("attention_multiplier")?,
                 _ => query_scalar.unwrap_or(head_dim as f32).sqrt().recip(),
             },
             attn_softcap: softcap("attn_logit_softcapping", 50.0)?,
@@ -351,7 +353,7 @@ impl ModelConfig {
             },
             residual_scale: granite("residual_multiplier")?,
             logit_scale: match family {
-                Family::Cohere2 => json.optional("logit_scale")?.unwrap_or(0.0625),
+                HfFamily::Cohere2 => json.optional("logit_scale")?.unwrap_or(0.0625),
                 _ => granite("logits_scaling")?.recip(),
             },
             unrotated: unless_all_rotate(unrotated),
@@ -423,11 +425,11 @@ fn gemma4_sizes(
 /// Which layers are recurrent: a name for each, or all but every so many.
 fn recurrent_layers(
     json: &JsonObject,
-    family: Family,
+    family: HfFamily,
     n_layers: usize,
 ) -> Result<Vec<LayerAttention>, FormatError> {
     let blame = |fault| FormatError::params(json.path(), fault);
-    let lfm2 = family == Family::Lfm2;
+    let lfm2 = family == HfFamily::Lfm2;
     let Some(types) = json.optional::<Vec<&str>>("layer_types")? else {
         if !lfm2 {
             return Ok(every_nth_attends(n_layers, json.optional("full_attention_interval")?.unwrap_or(4)));
@@ -446,10 +448,10 @@ fn recurrent_layers(
     types.iter().map(kind).collect()
 }
 
-fn recurrent(json: &JsonObject, family: Family) -> Result<Option<RecurrentLayers>, FormatError> {
+fn recurrent(json: &JsonObject, family: HfFamily) -> Result<Option<RecurrentLayers>, FormatError> {
     Ok(match family {
-        Family::Qwen35 => Some(RecurrentLayers::DeltaNet(delta_net(json)?)),
-        Family::Lfm2 => {
+        HfFamily::Qwen35 => Some(RecurrentLayers::DeltaNet(delta_net(json)?)),
+        HfFamily::Lfm2 => {
             Some(RecurrentLayers::ShortConv { width: json.optional("conv_L_cache")?.unwrap_or(3) })
         }
         _ => None,
@@ -496,7 +498,7 @@ fn per_layer(json: &JsonObject) -> Result<Option<PerLayerEmbedding>, FormatError
 }
 
 /// Experts, of which the two families have the keys under different names.
-fn experts(json: &JsonObject, family: Family, n_layers: usize) -> Result<Option<Experts>, FormatError> {
+fn experts(json: &JsonObject, family: HfFamily, n_layers: usize) -> Result<Option<Experts>, FormatError> {
     let size = |names: [&str; 2], usual: usize| -> Result<usize, FormatError> {
         let given = match json.optional(names[0])? {
             Some(size) => Some(size),
@@ -505,7 +507,7 @@ fn experts(json: &JsonObject, family: Family, n_layers: usize) -> Result<Option<
         Ok(given.unwrap_or(usual))
     };
     match family {
-        Family::Qwen3Moe => {
+        HfFamily::Qwen3Moe => {
             let dense = json.optional::<Vec<u32>>("mlp_only_layers")?.unwrap_or_default();
             let step = json.optional("decoder_sparse_step")?.unwrap_or(1_u32);
             let found = match (dense.iter().any(|&layer| (layer as usize) < n_layers), step) {
@@ -524,7 +526,7 @@ fn experts(json: &JsonObject, family: Family, n_layers: usize) -> Result<Option<
                 renormalise: json.optional("norm_topk_prob")?.unwrap_or(false),
             }))
         }
-        Family::Gemma4 if json.optional("enable_moe_block")?.unwrap_or(false) => Ok(Some(Experts {
+        HfFamily::Gemma4 if json.optional("enable_moe_block")?.unwrap_or(false) => Ok(Some(Experts {
             n_experts: json.required("num_experts")?,
             n_choices: json.required("top_k_experts")?,
             ffn: json.required("moe_intermediate_size")?,
@@ -534,7 +536,7 @@ fn experts(json: &JsonObject, family: Family, n_layers: usize) -> Result<Option<
     }
 }
 
-fn activation(json: &JsonObject, family: Family) -> Result<Activation, FormatError> {
+fn activation(json: &JsonObject, family: HfFamily) -> Result<Activation, FormatError> {
     let found = match json.optional::<&str>("hidden_activation")? {
         Some(name) => Some(name),
         None => json.optional::<&str>("hidden_act")?,
@@ -553,8 +555,8 @@ fn activation(json: &JsonObject, family: Family) -> Result<Activation, FormatErr
 }
 
 /// Which layers do not rotate queries and keys, for families where a key says so.
-fn unrotated(json: &JsonObject, family: Family, n_layers: usize) -> Result<Vec<bool>, FormatError> {
-    if family != Family::SmolLm3 {
+fn unrotated(json: &JsonObject, family: HfFamily, n_layers: usize) -> Result<Vec<bool>, FormatError> {
+    if family != HfFamily::SmolLm3 {
         return Ok(vec![false; n_layers]);
     }
     let Some(rotated) = json.optional::<Vec<u32>>("no_rope_layers")? else {
@@ -571,13 +573,13 @@ fn unrotated(json: &JsonObject, family: Family, n_layers: usize) -> Result<Vec<b
 /// The window and what each layer attends to.
 fn sliding(
     json: &JsonObject,
-    family: Family,
+    family: HfFamily,
     unrotated: &[bool],
 ) -> Result<(Option<usize>, Vec<LayerAttention>), FormatError> {
     let blame = |fault| FormatError::params(json.path(), fault);
     let n_layers = unrotated.len();
     let full = vec![LayerAttention::Full; n_layers];
-    let asks = matches!(family, Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe | Family::SmolLm3);
+    let asks = matches!(family, HfFamily::Qwen2 | HfFamily::Qwen3 | HfFamily::Qwen3Moe | HfFamily::SmolLm3);
     let disabled = asks && !json.optional("use_sliding_window")?.unwrap_or(false);
     // A missing key means the default of the family, `null` means none.
     let window = match json.optional("sliding_window")? {
@@ -595,7 +597,7 @@ fn sliding(
             other => Err(blame(ParamsFault::LayerType { found: other.into() })),
         };
         let mut layers = types.iter().map(kind).collect::<Result<Vec<_>, _>>()?;
-        if let (Family::Gemma4, Some(last)) = (family, layers.last_mut()) {
+        if let (HfFamily::Gemma4, Some(last)) = (family, layers.last_mut()) {
             *last = LayerAttention::Full; // whatever the file says, as `transformers` has it
         }
         let slides = layers.contains(&LayerAttention::Sliding);
@@ -609,30 +611,30 @@ fn sliding(
         (0..n_layers).map(kind).collect()
     };
     let layers = match family {
-        Family::Gemma4 => {
+        HfFamily::Gemma4 => {
             let mut layers = every_nth_full(n_layers, 6);
             if let Some(last) = layers.last_mut() {
                 *last = LayerAttention::Full;
             }
             layers
         }
-        Family::Gemma3 | Family::Cohere2 => {
+        HfFamily::Gemma3 | HfFamily::Cohere2 => {
             let period =
                 json.optional("sliding_window_pattern")?.or(json.optional("_sliding_window_pattern")?);
             every_nth_full(n_layers, period.unwrap_or(family.arch().usual_period()))
         }
         // All layers alike, whatever `max_window_layers` says.
-        Family::Qwen3Moe => vec![LayerAttention::Sliding; n_layers],
-        Family::Gemma2 | Family::Olmo3 => every_nth_full(n_layers, family.arch().usual_period()),
-        Family::Qwen2 | Family::Qwen3 => {
+        HfFamily::Qwen3Moe => vec![LayerAttention::Sliding; n_layers],
+        HfFamily::Gemma2 | HfFamily::Olmo3 => every_nth_full(n_layers, family.arch().usual_period()),
+        HfFamily::Qwen2 | HfFamily::Qwen3 => {
             let first = json.optional("max_window_layers")?.unwrap_or(28);
             slides_where(&|l| l >= first)
         }
-        Family::SmolLm3 => slides_where(&|l| unrotated[l]),
-        Family::Mistral | Family::Ministral3 | Family::Phi3 => vec![LayerAttention::Sliding; n_layers],
-        Family::Llama | Family::Qwen3Vl | Family::Olmo2 | Family::Granite | Family::Glm4 => full,
+        HfFamily::SmolLm3 => slides_where(&|l| unrotated[l]),
+        HfFamily::Mistral | HfFamily::Ministral3 | HfFamily::Phi3 => vec![LayerAttention::Sliding; n_layers],
+        HfFamily::Llama | HfFamily::Qwen3Vl | HfFamily::Olmo2 | HfFamily::Granite | HfFamily::Glm4 => full,
         // They have no window, and layers of other kinds.
-        Family::Qwen35 | Family::Lfm2 => full,
+        HfFamily::Qwen35 | HfFamily::Lfm2 => full,
     };
     Ok((window.filter(|_| layers.contains(&LayerAttention::Sliding)), layers))
 }
@@ -641,11 +643,11 @@ fn sliding(
 /// two kinds of layers has one object for each kind.
 fn rope(
     json: &JsonObject,
-    family: Family,
+    family: HfFamily,
     head_dim: usize,
     layers: &[LayerAttention],
     sizes: &[LayerSizes],
-) -> Result<Rope, FormatError> {
+) -> Result<RopeParams, FormatError> {
     let mut theta = json.optional("rope_theta")?;
     let mut local_theta = json.optional("rope_local_base_freq")?;
     let mut scaling_json = json.object("rope_scaling")?;
@@ -669,26 +671,26 @@ fn rope(
         Some(rope) => scaling(rope, json, family),
         None => Ok(default),
     };
-    if family == Family::Gemma4 {
+    if family == HfFamily::Gemma4 {
         // Heads are rotated whole: what does not turn has a frequency of 0.
         let of = |kind| layers.iter().zip(sizes).find(|(layer, _)| **layer == kind).map(|(_, s)| s.head_dim);
         let share = RopeScaling::Proportional { share: 0.25, factor: 1.0 };
-        return Ok(Rope {
+        return Ok(RopeParams {
             theta,
             local_theta: local_theta.or(Some(1e4)),
             scaling: scaling(share)?,
             has_freq_factors: false,
             dims: of(LayerAttention::Full).unwrap_or(head_dim),
             local_dims: of(LayerAttention::Sliding),
-            style: RopeStyle::Neox,
+            style: RopePairing::Neox,
         });
     }
-    Ok(Rope {
+    Ok(RopeParams {
         theta,
         local_theta: match family {
-            Family::Gemma3 => local_theta.or(Some(1e4)),
+            HfFamily::Gemma3 => local_theta.or(Some(1e4)),
             // The scaling of OLMo 3 is that of layers that see all.
-            Family::Olmo3 => local_theta.or(Some(theta)),
+            HfFamily::Olmo3 => local_theta.or(Some(theta)),
             _ => None,
         },
         scaling: scaling(RopeScaling::None)?,
@@ -704,23 +706,25 @@ fn rope_parameters(json: &JsonObject) -> Result<Option<JsonObject>, FormatError>
     Ok(json.object("rope_parameters")?.or(json.object("rope_scaling")?))
 }
 
-fn query_temperature(json: &JsonObject, family: Family) -> Result<Option<QueryTemperature>, FormatError> {
-    let Some(rope) = rope_parameters(json)?.filter(|_| family == Family::Ministral3) else { return Ok(None) };
+fn query_temperature(json: &JsonObject, family: HfFamily) -> Result<Option<QueryTemperature>, FormatError> {
+    let Some(rope) = rope_parameters(json)?.filter(|_| family == HfFamily::Ministral3) else {
+        return Ok(None);
+    };
     let beta = rope.optional("llama_4_scaling_beta")?.filter(|&beta: &f32| beta != 0.0);
     let Some(beta) = beta else { return Ok(None) };
     let n_original_context = rope.required("original_max_position_embeddings")?;
     Ok(Some(QueryTemperature { beta, n_original_context }))
 }
 
-fn long_rope(json: &JsonObject, family: Family) -> Result<Option<LongRope>, FormatError> {
-    let Some(rope) = rope_parameters(json)?.filter(|_| family == Family::Phi3) else { return Ok(None) };
+fn long_rope(json: &JsonObject, family: HfFamily) -> Result<Option<LongRope>, FormatError> {
+    let Some(rope) = rope_parameters(json)?.filter(|_| family == HfFamily::Phi3) else { return Ok(None) };
     match (rope.optional("short_factor")?, rope.optional("long_factor")?) {
         (Some(short), Some(long)) => Ok(Some(LongRope { short, long })),
         _ => Ok(None),
     }
 }
 
-fn scaling(rope: &JsonObject, config: &JsonObject, family: Family) -> Result<RopeScaling, FormatError> {
+fn scaling(rope: &JsonObject, config: &JsonObject, family: HfFamily) -> Result<RopeScaling, FormatError> {
     let kind = match rope.optional::<&str>("rope_type")? {
         Some(kind) => kind,
         None => rope.optional::<&str>("type")?.unwrap_or("default"),
@@ -729,7 +733,7 @@ fn scaling(rope: &JsonObject, config: &JsonObject, family: Family) -> Result<Rop
         "default" => Ok(RopeScaling::None),
         // Earlier folders of Phi 3 have other names for it.
         "longrope" => longrope(rope, config),
-        "su" | "yarn" if family == Family::Phi3 => longrope(rope, config),
+        "su" | "yarn" if family == HfFamily::Phi3 => longrope(rope, config),
         "linear" => Ok(RopeScaling::Linear { factor: rope.required("factor")? }),
         "proportional" => Ok(RopeScaling::Proportional {
             share: rope.optional("partial_rotary_factor")?.unwrap_or(1.0),

@@ -9,7 +9,7 @@ mod write; // to GGUF metadata and config.json
 
 pub use fault::ParamsFault;
 pub use generation::GenerationDefaults;
-pub use rope::{LongRope, Rope, RopeScaling, RopeStyle, Yarn};
+pub use rope::{LongRope, RopePairing, RopeParams, RopeScaling, Yarn};
 
 use std::fmt;
 
@@ -115,16 +115,16 @@ impl Arch {
     }
 
     /// Which elements Hugging Face folders rotate together.
-    pub const fn hf_rope_style(self) -> RopeStyle {
+    pub const fn hf_rope_style(self) -> RopePairing {
         match self {
-            Arch::Glm4 | Arch::Cohere2 => RopeStyle::Norm,
-            _ => RopeStyle::Neox,
+            Arch::Glm4 | Arch::Cohere2 => RopePairing::Norm,
+            _ => RopePairing::Neox,
         }
     }
 
     /// Which elements GGUF files rotate together.
-    pub const fn gguf_rope_style(self) -> RopeStyle {
-        if self.is_joined_in_gguf() { RopeStyle::Norm } else { self.hf_rope_style() }
+    pub const fn gguf_rope_style(self) -> RopePairing {
+        if self.is_joined_in_gguf() { RopePairing::Norm } else { self.hf_rope_style() }
     }
 
     /// Every how many layers one sees all, where there is a window and nothing else is said; 0 where all slide.
@@ -303,7 +303,7 @@ pub struct ModelConfig {
     /// Non-linearity.
     pub activation: Activation,
     /// Rotary position embedding.
-    pub rope: Rope,
+    pub rope: RopeParams,
     /// Tokens a sliding layer sees; `None` when every layer sees all.
     pub sliding_window: Option<usize>,
     /// What each layer attends to; `n_layers` entries.

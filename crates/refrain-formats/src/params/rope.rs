@@ -4,7 +4,7 @@ use super::{ParamsFault, check_number, check_range};
 
 /// How positions are turned into rotations.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Rope {
+pub struct RopeParams {
     /// Base of the frequencies.
     pub theta: f32,
     /// Base in layers that slide, where it is another one (Gemma 3). Those layers are not scaled.
@@ -18,12 +18,12 @@ pub struct Rope {
     /// The same in layers that slide, where it is another number (Gemma 4).
     pub local_dims: Option<usize>,
     /// Which elements form a pair.
-    pub style: RopeStyle,
+    pub style: RopePairing,
 }
 
 /// Which two elements of a head are rotated together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RopeStyle {
+pub enum RopePairing {
     /// Element `i` with `i + dims / 2`.
     Neox,
     /// Element `2 i` with `2 i + 1`.
@@ -145,9 +145,9 @@ impl RopeScaling {
     }
 }
 
-impl Rope {
+impl RopeParams {
     /// Whether two are the same but for the last bits of the factor on rotated elements.
-    pub(crate) fn is_near(&self, other: &Rope) -> bool {
+    pub(crate) fn is_near(&self, other: &RopeParams) -> bool {
         let (a, mut b) = (*self, *other);
         let magnitude = a.scaling.magnitude();
         if (magnitude - b.scaling.magnitude()).abs() <= 1e-5 * magnitude

@@ -3,7 +3,7 @@
 use super::rope::{LongRope, RopeScaling, Yarn};
 use super::{Arch, LayerAttention, LayerSizes, ModelConfig, NormKind, ParamsFault, every_nth_full};
 use crate::FormatError;
-use crate::gguf::{Array, Gguf, GgufWriter, Value};
+use crate::gguf::{Array, Gguf, GgufWriter, MetadataValue};
 use crate::hf::JsonObject;
 use refrain_tensor::DType;
 use serde_json::json;
@@ -21,8 +21,8 @@ impl ModelConfig {
         if let Some(name) = &self.name {
             writer.set("general.name", name.as_str())?;
         }
-        let mut set = |key: &str, value: Value| writer.set(&format!("{arch}.{key}"), value).map(drop);
-        let number = |n: usize| Value::U32(u32::try_from(n).unwrap_or(u32::MAX));
+        let mut set = |key: &str, value: MetadataValue| writer.set(&format!("{arch}.{key}"), value).map(drop);
+        let number = |n: usize| MetadataValue::U32(u32::try_from(n).unwrap_or(u32::MAX));
         set("vocab_size", number(self.n_vocab))?;
         set("context_length", number(self.n_context))?;
         set("embedding_length", number(self.hidden))?;
@@ -60,7 +60,7 @@ impl ModelConfig {
             set("attention.sliding_window", number(window))?;
             if arch == Arch::Gemma4 || self.layers != every_nth_full(self.n_layers, arch.usual_period()) {
                 let slides = self.layers.iter().map(|layer| *layer == LayerAttention::Sliding).collect();
-                set("attention.sliding_window_pattern", Value::Array(Array::Bool(slides)))?;
+                set("attention.sliding_window_pattern", MetadataValue::Array(Array::Bool(slides)))?;
             }
         }
         if let Some(local) = self.rope.local_theta {
@@ -107,12 +107,12 @@ impl ModelConfig {
     /// What differs from layer to layer. Keys of layers that see all have the plain names.
     fn write_gguf_layers(
         &self,
-        set: &mut impl FnMut(&str, Value) -> Result<(), FormatError>,
+        set: &mut impl FnMut(&str, MetadataValue) -> Result<(), FormatError>,
     ) -> Result<(), FormatError> {
         let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let list = |size: fn(LayerSizes) -> usize| {
             let sizes = (0..self.n_layers).map(|layer| number(size(self.layer_sizes(layer))));
-            Value::Array(Array::U32(sizes.collect()))
+            MetadataValue::Array(Array::U32(sizes.collect()))
         };
         set("attention.head_count_kv", list(|s| s.n_kv_heads))?;
         set("feed_forward_length", list(|s| s.ffn))?;

@@ -10,8 +10,8 @@ use tokenizers::{AddedToken, ModelWrapper, NormalizerWrapper, PreTokenizerWrappe
 
 use super::Tokenizer;
 use super::error::{TokenizerError, excerpt};
-use super::pieces::{BLANK, Pieces, Spelling, byte_of};
-use super::pipeline::{Parts, Pipelines, TextModel};
+use super::pieces::{BLANK, PieceTable, Spelling, byte_of};
+use super::pipeline::{PipelineParts, Pipelines, TextModel};
 use super::pre::Pre;
 use super::scored::{ScoredPieces, plain_blanks};
 use super::spec::{SpecialIds, TokenKind, VocabSpec, Vocabulary};
@@ -75,18 +75,24 @@ fn byte_level(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer
         builder = builder.unk_token(vocabulary.text(unk).to_owned());
     }
     let bpe = builder.build().map_err(TokenizerError::library("build the vocabulary"))?;
-    let mut pieces = Pieces::new(false);
+    let mut pieces = PieceTable::new(false);
     for (text, &kind) in vocabulary.tokens.iter().zip(&vocabulary.kinds) {
         pieces.push(text, kind, Spelling::ByteLevel);
     }
-    let pipelines = Pipelines::new(Parts {
+    let pipelines = Pipelines::new(PipelineParts {
         model: TextModel::Library(ModelWrapper::BPE(bpe)),
         normalizer: None,
         pre_tokenizer: Some(pre.build()?),
         added: added_tokens(vocabulary, str::to_owned),
         is_byte_level: true,
     })?;
-    Ok(assemble(spec, pipelines, pieces, spec.specials, Defaults { add_bos: pre.add_bos, add_sep: false }))
+    Ok(assemble(
+        spec,
+        pipelines,
+        pieces,
+        spec.specials,
+        SpecialDefaults { add_bos: pre.add_bos, add_sep: false },
+    ))
 }
 
 fn listed_merges(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Merges, TokenizerError> {
@@ -138,21 +144,21 @@ fn sentence_piece(spec: &VocabSpec, mut vocabulary: Vocabulary<'_>) -> Result<To
     }
     let specials = with_names(spec.specials, &vocabulary, &["<s>", "<bos>"], &["</s>", "<eos>"], "<unk>");
     let add_space = spec.add_space_prefix.unwrap_or(true);
-    let mut pieces = Pieces::new(add_space);
+    let mut pieces = PieceTable::new(add_space);
     for (text, &kind) in vocabulary.tokens.iter().zip(&vocabulary.kinds) {
         pieces.push(text, kind, Spelling::SentencePiece);
     }
-    let pipelines = Pipelines::new(Parts {
+    let pipelines = Pipelines::new(PipelineParts {
         normalizer: Some(blanks_shown(add_space)?),
         pre_tokenizer: None,
         added: added_tokens(&vocabulary, plain_blanks),
         model: TextModel::Scored(ScoredPieces::new(vocabulary, scores, specials.unk)),
         is_byte_level: false,
     })?;
-    Ok(assemble(spec, pipelines, pieces, specials, Defaults { add_bos: true, add_sep: false }))
+    Ok(assemble(spec, pipelines, pieces, specials, SpecialDefaults { add_bos: true, add_sep: false }))
 }
 
-/// Pieces as SentencePiece spells them, joined by a list of merges: over the whole text, since nothing cuts it into words
+/// PieceTable as SentencePiece spells them, joined by a list of merges: over the whole text, since nothing cuts it into words
 /// before. What has no piece is spelled byte by byte.
 fn merged_pieces(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer, TokenizerError> {
     let merges = listed_merges(spec, vocabulary)?;
@@ -165,7 +171,7 @@ fn merged_pieces(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokeni
     }
     let bpe = builder.build().map_err(TokenizerError::library("build the vocabulary"))?;
     let add_space = spec.add_space_prefix.unwrap_or(false);
-    let mut pieces = Pieces::new(add_space);
+    let mut pieces = PieceTable::new(add_space);
     for (text, &kind) in vocabulary.tokens.iter().zip(&vocabulary.kinds) {
         // Not every file says which tokens are bytes.
         let is_byte = kind == TokenKind::Normal && byte_of(text).is_some();
@@ -177,14 +183,14 @@ fn merged_pieces(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokeni
         token.normalized(has_blanks)
     };
     let added = added_tokens(vocabulary, str::to_owned).into_iter().map(written).collect();
-    let pipelines = Pipelines::new(Parts {
+    let pipelines = Pipelines::new(PipelineParts {
         normalizer: Some(blanks_shown(add_space)?),
         pre_tokenizer: None,
         added,
         model: TextModel::Library(ModelWrapper::BPE(bpe)),
         is_byte_level: false,
     })?;
-    Ok(assemble(spec, pipelines, pieces, specials, Defaults { add_bos: true, add_sep: false }))
+    Ok(assemble(spec, pipelines, pieces, specials, SpecialDefaults { add_bos: true, add_sep: false }))
 }
 
 /// Blanks as SentencePiece writes them, with one in front of a text where that is asked for.
@@ -205,7 +211,7 @@ fn word_piece(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer
     specials.cls = specials.bos;
     specials.sep = specials.sep.or_else(|| by_name("[SEP]"));
     let unk = specials.unk.ok_or(TokenizerError::Missing { what: "the unknown token" })?;
-    let mut pieces = Pieces::new(true);
+    let mut pieces = PieceTable::new(true);
     let mut vocab = Vocab::default();
     for (id, (text, &kind)) in vocabulary.tokens.iter().zip(&vocabulary.kinds).enumerate() {
         let text = word_piece_text(text, kind);
@@ -219,14 +225,14 @@ fn word_piece(spec: &VocabSpec, vocabulary: &Vocabulary<'_>) -> Result<Tokenizer
         .map_err(TokenizerError::library("build the vocabulary"))?;
     let lowercase = spec.lowercase.unwrap_or(true);
     let normalizer = BertNormalizer::new(true, true, spec.strip_accents.or(Some(lowercase)), lowercase);
-    let pipelines = Pipelines::new(Parts {
+    let pipelines = Pipelines::new(PipelineParts {
         model: TextModel::Library(ModelWrapper::WordPiece(model)),
         normalizer: Some(NormalizerWrapper::BertNormalizer(normalizer)),
         pre_tokenizer: Some(PreTokenizerWrapper::BertPreTokenizer(BertPreTokenizer)),
         added: added_tokens(vocabulary, str::to_owned),
         is_byte_level: false,
     })?;
-    Ok(assemble(spec, pipelines, pieces, specials, Defaults { add_bos: true, add_sep: true }))
+    Ok(assemble(spec, pipelines, pieces, specials, SpecialDefaults { add_bos: true, add_sep: true }))
 }
 
 /// GGUF marks where words start, WordPiece where they continue; names in brackets are neither.
@@ -270,7 +276,7 @@ fn with_names(
     specials
 }
 
-struct Defaults {
+struct SpecialDefaults {
     add_bos: bool,
     add_sep: bool,
 }
@@ -278,9 +284,9 @@ struct Defaults {
 fn assemble(
     spec: &VocabSpec,
     pipelines: Pipelines,
-    pieces: Pieces,
+    pieces: PieceTable,
     specials: SpecialIds,
-    defaults: Defaults,
+    defaults: SpecialDefaults,
 ) -> Tokenizer {
     let add_bos = spec.add_bos.unwrap_or(defaults.add_bos);
     let add_eos = spec.add_eos.unwrap_or(false);
@@ -298,7 +304,7 @@ fn assemble(
 }
 
 /// The ids after which generation ends, sorted.
-pub(super) fn end_ids(pipelines: &Pipelines, pieces: &Pieces, specials: &SpecialIds) -> Vec<u32> {
+pub(super) fn end_ids(pipelines: &Pipelines, pieces: &PieceTable, specials: &SpecialIds) -> Vec<u32> {
     let named = END_OF_TURN.iter().filter_map(|name| pipelines.token_id(name));
     let is_control = |id: &u32| pieces.kind(*id) == Some(TokenKind::Control);
     let control = END_IF_CONTROL.iter().filter_map(|name| pipelines.token_id(name)).filter(is_control);

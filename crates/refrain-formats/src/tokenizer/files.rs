@@ -12,9 +12,9 @@ use tokenizers::{ModelWrapper, NormalizerWrapper, PreTokenizerWrapper};
 use super::Tokenizer;
 use super::build::{check_merge, end_ids};
 use super::error::{TokenizerError, excerpt};
-use super::json::{Config, Model, TokenText, TokenizerJson};
-use super::pieces::{Pieces, Spelling, byte_of};
-use super::pipeline::{Parts, Pipelines, TextModel};
+use super::json::{Config, ModelJson, TokenText, TokenizerJson};
+use super::pieces::{PieceTable, Spelling, byte_of};
+use super::pipeline::{PipelineParts, Pipelines, TextModel};
 use super::spec::{MAX_TOKEN_BYTES, MAX_TOKENS, SpecialIds, TokenKind};
 
 pub(super) const JSON: &str = "tokenizer.json";
@@ -45,7 +45,7 @@ pub(super) fn tokenizer(
         mask: id(&config.mask_token),
         ..Default::default()
     };
-    let pipelines = Pipelines::new(Parts {
+    let pipelines = Pipelines::new(PipelineParts {
         normalizer: normalizer(file.normalizer)?,
         pre_tokenizer: pre_tokenizer(file.pre_tokenizer)?,
         added: file.added_tokens.into_iter().map(|added| added.token).collect(),
@@ -110,7 +110,7 @@ fn steps<'a>(json: &'a Json, list: &str) -> impl Iterator<Item = &'a Json> {
     one.into_iter().chain(many)
 }
 
-fn model(model: Model) -> Result<ModelWrapper, TokenizerError> {
+fn model(model: ModelJson) -> Result<ModelWrapper, TokenizerError> {
     let vocab = model.vocab.0;
     if model.merges.is_none() {
         let mut builder = WordPiece::builder();
@@ -197,7 +197,7 @@ const SHOWN: [&str; 7] = [
     "<|\"|>",
 ];
 
-fn pieces(file: &TokenizerJson, spelled: &Spelled) -> Result<Pieces, TokenizerError> {
+fn pieces(file: &TokenizerJson, spelled: &Spelled) -> Result<PieceTable, TokenizerError> {
     let vocab = &file.model.vocab.0;
     let n_tokens = vocab.values().max().map_or(0, |&id| id as usize + 1);
     if n_tokens == 0 {
@@ -232,7 +232,7 @@ fn pieces(file: &TokenizerJson, spelled: &Spelled) -> Result<Pieces, TokenizerEr
         }
         *slot = (text, kind);
     }
-    let mut pieces = Pieces::new(spelled.space_in_front);
+    let mut pieces = PieceTable::new(spelled.space_in_front);
     for (text, kind) in texts {
         pieces.push(text, kind, spelled.spelling);
     }

@@ -13,7 +13,7 @@ use tokenizers::AddedToken;
 /// `tokenizer.json`.
 #[derive(Deserialize)]
 pub(super) struct TokenizerJson {
-    pub(super) model: Model,
+    pub(super) model: ModelJson,
     #[serde(default)]
     pub(super) added_tokens: Vec<AddedWithId>,
     #[serde(default)]
@@ -27,7 +27,7 @@ pub(super) struct TokenizerJson {
 }
 
 #[derive(Deserialize)]
-pub(super) struct Model {
+pub(super) struct ModelJson {
     #[serde(rename = "type")]
     pub(super) kind: Option<String>,
     pub(super) vocab: Vocab,

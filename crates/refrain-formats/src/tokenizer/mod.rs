@@ -27,14 +27,14 @@ pub use summary::TokenizerSummary;
 
 use crate::chat::SpecialTexts;
 use crate::gguf::Metadata;
-use pieces::Pieces;
+use pieces::PieceTable;
 use pipeline::Pipelines;
 
 /// A model's tokenizer.
 #[derive(Debug)]
 pub struct Tokenizer {
     pipelines: Pipelines,
-    pieces: Arc<Pieces>,
+    pieces: Arc<PieceTable>,
     specials: SpecialIds,
     prefix: Vec<u32>,  // what goes in front of a text, such as BOS
     suffix: Vec<u32>,  // what goes behind it

@@ -21,14 +21,14 @@ pub(super) enum Spelling {
 
 /// Bytes and kind of every id.
 #[derive(Debug)]
-pub(super) struct Pieces {
+pub(super) struct PieceTable {
     bytes: Vec<u8>,
     ends: Vec<usize>, // where each piece ends in `bytes`
     kinds: Vec<TokenKind>,
     space_in_front: bool,
 }
 
-impl Pieces {
+impl PieceTable {
     /// An empty table; `space_in_front` says that encoding puts a blank in front of a text, which decoding takes away.
     pub(super) fn new(space_in_front: bool) -> Self {
         Self { bytes: Vec::new(), ends: Vec::new(), kinds: Vec::new(), space_in_front }

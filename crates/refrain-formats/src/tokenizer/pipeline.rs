@@ -74,7 +74,7 @@ type Pipeline =
     TokenizerImpl<SharedModel, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
 /// The parts of a pipeline.
-pub(super) struct Parts {
+pub(super) struct PipelineParts {
     pub(super) model: TextModel,
     pub(super) normalizer: Option<NormalizerWrapper>,
     pub(super) pre_tokenizer: Option<PreTokenizerWrapper>,
@@ -93,7 +93,7 @@ pub(super) struct Pipelines {
 }
 
 impl Pipelines {
-    pub(super) fn new(parts: Parts) -> Result<Self, TokenizerError> {
+    pub(super) fn new(parts: PipelineParts) -> Result<Self, TokenizerError> {
         let missing_bytes = match &parts.model {
             TextModel::Library(model) if parts.is_byte_level => missing_bytes(model),
             TextModel::Library(_) | TextModel::Scored(_) => None,

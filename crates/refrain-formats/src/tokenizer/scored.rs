@@ -130,7 +130,7 @@ impl ScoredPieces {
             let right = *symbols.get(left.next as usize)?;
             let joint = self.joint(left.id, right.id, &mut scratch)?;
             let order = descending(self.scores[joint as usize]);
-            Some(Reverse(Candidate { order, joint, left: left.id, at, end: right.end }))
+            Some(Reverse(MergeCandidate { order, joint, left: left.id, at, end: right.end }))
         };
         let all = 0..symbols.len() as u32;
         let mut queue: BinaryHeap<_> = all.filter_map(|at| candidate(&symbols, at)).collect();
@@ -215,7 +215,7 @@ struct Symbol {
 /// Two neighbours that could become one token. The least is joined first: the highest score, then the lowest ids, then
 /// the leftmost.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
-struct Candidate {
+struct MergeCandidate {
     order: u32, // of the score, see `descending`
     joint: u32,
     left: u32,

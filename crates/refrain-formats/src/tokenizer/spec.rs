@@ -7,7 +7,7 @@ use hashbrown::hash_table::Entry;
 
 use super::error::{TokenizerError, excerpt};
 use crate::FormatError;
-use crate::gguf::{Array, FromValue, GgufWriter, Metadata, StrArray, Value};
+use crate::gguf::{Array, FromValue, GgufWriter, Metadata, MetadataValue, StrArray};
 
 /// Longer than any token in use; merging costs the square of it.
 pub(super) const MAX_TOKEN_BYTES: usize = 4096;
@@ -124,7 +124,7 @@ pub struct VocabSpec {
 impl VocabSpec {
     /// Reads the `tokenizer.*` keys of a GGUF file.
     pub fn from_gguf(metadata: &Metadata) -> Result<Self, TokenizerError> {
-        let reader = Reader(metadata);
+        let reader = SpecReader(metadata);
         let model: &str =
             reader.get("model")?.ok_or(TokenizerError::Missing { what: "tokenizer.ggml.model" })?;
         let tokens: &StrArray =
@@ -164,7 +164,7 @@ impl VocabSpec {
         const UNUSED: i32 = 5;
         let n_tokens = self.tokens.len();
         let holders: Vec<String> = (n_tokens..n_vocab).map(|id| format!("[PAD{id}]")).collect();
-        let mut set = |key: &str, value: Option<Value>| match value {
+        let mut set = |key: &str, value: Option<MetadataValue>| match value {
             Some(value) => writer.set(&format!("tokenizer.ggml.{key}"), value).map(drop),
             None => Ok(()),
         };
@@ -174,12 +174,12 @@ impl VocabSpec {
         set("tokens", Some(tokens.into()))?;
         let padded = |scores: &Vec<f32>| {
             let rest = std::iter::repeat_n(0.0, holders.len());
-            Value::Array(Array::F32(scores.iter().copied().chain(rest).collect()))
+            MetadataValue::Array(Array::F32(scores.iter().copied().chain(rest).collect()))
         };
         set("scores", self.scores.as_ref().map(padded))?;
         let types = self.token_types.clone().unwrap_or_else(|| vec![1; n_tokens]);
         let types = types.into_iter().chain(std::iter::repeat_n(UNUSED, holders.len())).collect();
-        set("token_type", Some(Value::Array(Array::I32(types))))?;
+        set("token_type", Some(MetadataValue::Array(Array::I32(types))))?;
         set("merges", self.merges.clone().map(Into::into))?;
         let ids = [
             ("bos_token_id", self.specials.bos),
@@ -313,9 +313,9 @@ impl TextIndex {
     }
 }
 
-struct Reader<'a>(&'a Metadata);
+struct SpecReader<'a>(&'a Metadata);
 
-impl<'a> Reader<'a> {
+impl<'a> SpecReader<'a> {
     fn get<T: FromValue<'a>>(&self, key: &str) -> Result<Option<T>, TokenizerError> {
         Ok(self.0.optional(&format!("tokenizer.ggml.{key}")).map_err(Box::new)?)
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::pieces::Pieces;
+use super::pieces::PieceTable;
 use super::spec::TokenKind;
 
 /// Turns ids into text as they come.
@@ -12,7 +12,7 @@ use super::spec::TokenKind;
 /// at the end.
 #[derive(Debug, Clone)]
 pub struct DecodeStream {
-    pieces: Arc<Pieces>,
+    pieces: Arc<PieceTable>,
     drop_space: bool, // take away the blank that encoding put in front
     with_special: bool,
     pending: Vec<u8>,
@@ -20,7 +20,7 @@ pub struct DecodeStream {
 }
 
 impl DecodeStream {
-    pub(super) fn new(pieces: Arc<Pieces>, drop_space: bool, with_special: bool) -> Self {
+    pub(super) fn new(pieces: Arc<PieceTable>, drop_space: bool, with_special: bool) -> Self {
         Self { pieces, drop_space, with_special, pending: Vec::new(), text: String::new() }
     }
 

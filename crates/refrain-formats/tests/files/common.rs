@@ -1,6 +1,6 @@
 //! Small models to read and to break.
 
-use refrain_formats::gguf::{Array, Gguf, GgufWriter, StrArray, Value};
+use refrain_formats::gguf::{Array, Gguf, GgufWriter, MetadataValue, StrArray};
 use refrain_formats::{FormatError, ModelFiles};
 use refrain_tensor::{Bytes, DType, Shape};
 use std::path::Path;
@@ -13,7 +13,7 @@ pub(crate) fn zeroes(dtype: DType, shape: Shape) -> Bytes {
 /// The metadata of a tiny llama.
 pub(crate) fn llama_metadata() -> GgufWriter {
     let mut w = GgufWriter::new();
-    let keys: [(&str, Value); 13] = [
+    let keys: [(&str, MetadataValue); 13] = [
         ("general.architecture", "llama".into()),
         ("general.name", "Tiny".into()),
         ("llama.block_count", 2u32.into()),
@@ -69,7 +69,7 @@ pub(crate) fn refused<T>(result: Result<T, FormatError>) -> String {
 pub(crate) fn use_all(gguf: &Gguf) {
     for (key, value) in gguf.metadata().iter() {
         assert!(gguf.metadata().get(key).is_some());
-        if let Value::Array(array) = value {
+        if let MetadataValue::Array(array) = value {
             (0..array.len()).for_each(|i| assert!(array.get(i).is_some()));
         }
     }

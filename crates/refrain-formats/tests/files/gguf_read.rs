@@ -1,7 +1,7 @@
 //! What is in a file comes out of it.
 
 use crate::common::{llama_metadata, read, small_gguf, use_all, zeroes};
-use refrain_formats::gguf::{Array, Gguf, GgufWriter, StrArray, Value};
+use refrain_formats::gguf::{Array, Gguf, GgufWriter, MetadataValue, StrArray};
 use refrain_tensor::{Bytes, DType, Shape};
 use std::borrow::Cow;
 
@@ -14,18 +14,18 @@ fn metadata_of_every_type_written_by_the_python_package_are_read() {
     let gguf = fixture();
     let meta = gguf.metadata();
     assert_eq!(gguf.version(), 3);
-    assert_eq!(meta.get("t.u8"), Some(&Value::U8(200)));
-    assert_eq!(meta.get("t.i8"), Some(&Value::I8(-100)));
-    assert_eq!(meta.get("t.u16"), Some(&Value::U16(60000)));
-    assert_eq!(meta.get("t.i16"), Some(&Value::I16(-30000)));
-    assert_eq!(meta.get("t.u32"), Some(&Value::U32(4_000_000_000)));
-    assert_eq!(meta.get("t.i32"), Some(&Value::I32(-2_000_000_000)));
-    assert_eq!(meta.get("t.f32"), Some(&Value::F32(0.5)));
-    assert_eq!(meta.get("t.bool"), Some(&Value::Bool(true)));
+    assert_eq!(meta.get("t.u8"), Some(&MetadataValue::U8(200)));
+    assert_eq!(meta.get("t.i8"), Some(&MetadataValue::I8(-100)));
+    assert_eq!(meta.get("t.u16"), Some(&MetadataValue::U16(60000)));
+    assert_eq!(meta.get("t.i16"), Some(&MetadataValue::I16(-30000)));
+    assert_eq!(meta.get("t.u32"), Some(&MetadataValue::U32(4_000_000_000)));
+    assert_eq!(meta.get("t.i32"), Some(&MetadataValue::I32(-2_000_000_000)));
+    assert_eq!(meta.get("t.f32"), Some(&MetadataValue::F32(0.5)));
+    assert_eq!(meta.get("t.bool"), Some(&MetadataValue::Bool(true)));
     assert_eq!(meta.str("t.string").unwrap(), "grüß dich, 世界");
-    assert_eq!(meta.get("t.u64"), Some(&Value::U64(18_000_000_000_000_000_000)));
-    assert_eq!(meta.get("t.i64"), Some(&Value::I64(-9_000_000_000_000_000_000)));
-    assert_eq!(meta.get("t.f64"), Some(&Value::F64(0.1)));
+    assert_eq!(meta.get("t.u64"), Some(&MetadataValue::U64(18_000_000_000_000_000_000)));
+    assert_eq!(meta.get("t.i64"), Some(&MetadataValue::I64(-9_000_000_000_000_000_000)));
+    assert_eq!(meta.get("t.f64"), Some(&MetadataValue::F64(0.1)));
     assert_eq!(*meta.i32s("a.i32").unwrap(), [1, -2, 3]);
     assert_eq!(*meta.f32s("a.f32").unwrap(), [0.25, -0.5]);
     assert_eq!(meta.required::<&[bool]>("a.bool").unwrap(), [true, false, true]);
@@ -82,7 +82,7 @@ fn integers_convert_between_widths_when_they_fit() {
 #[test]
 fn what_the_writer_writes_the_reader_reads() {
     let mut w = GgufWriter::new();
-    let values: Vec<(&str, Value)> = vec![
+    let values: Vec<(&str, MetadataValue)> = vec![
         ("u8", 1u8.into()),
         ("i8", (-1i8).into()),
         ("u16", 2u16.into()),

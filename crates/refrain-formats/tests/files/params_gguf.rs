@@ -2,10 +2,10 @@
 
 use crate::common::{llama_metadata, read, refused, zeroes};
 use refrain_formats::FormatError;
-use refrain_formats::gguf::{Array, GgufWriter, Value};
+use refrain_formats::gguf::{Array, GgufWriter, MetadataValue};
 use refrain_formats::params::{
     Activation, Arch, Experts, GenerationDefaults, LayerAttention, ModelConfig, NormKind, PerLayerEmbedding,
-    QueryTemperature, RopeScaling, RopeStyle, Yarn,
+    QueryTemperature, RopePairing, RopeScaling, Yarn,
 };
 use refrain_tensor::{Bytes, DType, Shape};
 
@@ -14,7 +14,7 @@ fn config(w: &GgufWriter) -> Result<ModelConfig, FormatError> {
 }
 
 /// The tiny llama with some keys replaced or added.
-fn with(changes: &[(&str, Value)]) -> GgufWriter {
+fn with(changes: &[(&str, MetadataValue)]) -> GgufWriter {
     let intact = read(llama_metadata().to_vec()).unwrap();
     let mut w = GgufWriter::new();
     for (key, value) in intact.metadata().iter().filter(|(k, _)| !changes.iter().any(|(c, _)| c == k)) {
@@ -28,7 +28,7 @@ fn with(changes: &[(&str, Value)]) -> GgufWriter {
 
 fn gemma() -> GgufWriter {
     let mut w = GgufWriter::new();
-    let keys: [(&str, Value); 11] = [
+    let keys: [(&str, MetadataValue); 11] = [
         ("general.architecture", "gemma3".into()),
         ("gemma3.context_length", 32768u32.into()),
         ("gemma3.embedding_length", 640u32.into()),
@@ -49,9 +49,9 @@ fn gemma() -> GgufWriter {
 }
 
 /// Four layers in the keys of llama.cpp: sizes of layers that see all have the plain names, lists one entry a layer.
-fn gemma4(changes: &[(&str, Value)]) -> GgufWriter {
-    let list = |sizes: [u32; 4]| Value::Array(Array::U32(sizes.into()));
-    let keys: [(&str, Value); 18] = [
+fn gemma4(changes: &[(&str, MetadataValue)]) -> GgufWriter {
+    let list = |sizes: [u32; 4]| MetadataValue::Array(Array::U32(sizes.into()));
+    let keys: [(&str, MetadataValue); 18] = [
         ("context_length", 1024u32.into()),
         ("embedding_length", 64u32.into()),
         ("block_count", 4u32.into()),
@@ -64,7 +64,10 @@ fn gemma4(changes: &[(&str, Value)]) -> GgufWriter {
         ("attention.key_length_swa", 16u32.into()),
         ("attention.value_length_swa", 16u32.into()),
         ("attention.sliding_window", 8u32.into()),
-        ("attention.sliding_window_pattern", Value::Array(Array::Bool([true, false, true, false].into()))),
+        (
+            "attention.sliding_window_pattern",
+            MetadataValue::Array(Array::Bool([true, false, true, false].into())),
+        ),
         ("attention.shared_kv_layers", 2u32.into()),
         ("embedding_length_per_layer_input", 8u32.into()),
         ("rope.freq_base_swa", 1e4f32.into()),
@@ -99,16 +102,16 @@ fn gemma4_has_sizes_for_each_layer() {
 #[test]
 fn lists_of_gemma4_that_do_not_fit_its_layers_are_refused() {
     let refusal = |key, value| config(&gemma4(&[(key, value)])).unwrap_err().to_string();
-    let list = |sizes: &[u32]| Value::Array(Array::U32(sizes.into()));
+    let list = |sizes: &[u32]| MetadataValue::Array(Array::U32(sizes.into()));
     let text = refusal("feed_forward_length", list(&[96, 96, 96]));
     assert!(text.contains("3 sizes of layers are given for 4 layers"), "{text}");
     let text = refusal("attention.head_count_kv", list(&[2, 1, 2, 0]));
     assert!(text.contains("key-value heads of a layer is 0"), "{text}");
     let text = refusal("attention.head_count_kv", list(&[2, 1, 1, 1]));
     assert!(text.contains("layer 2 shares keys and values"), "{text}");
-    let text = refusal("attention.sliding_window_pattern", Value::Array(Array::Bool([].into())));
+    let text = refusal("attention.sliding_window_pattern", MetadataValue::Array(Array::Bool([].into())));
     assert!(text.contains("layer_types has 0 entries for 4 layers"), "{text}");
-    let text = refusal("feed_forward_length", Value::Array(Array::F32([0.5; 4].into())));
+    let text = refusal("feed_forward_length", MetadataValue::Array(Array::F32([0.5; 4].into())));
     assert!(text.contains("feed_forward_length"), "{text}");
 }
 
@@ -138,7 +141,7 @@ fn a_llama_is_read() {
     assert_eq!((c.n_heads, c.n_kv_heads, c.head_dim, c.n_context), (4, 2, 8, 64));
     assert_eq!((c.norm_eps, c.norm_offset, c.embedding_scale), (1e-5, 0.0, 1.0));
     assert_eq!(c.activation, Activation::Silu);
-    assert_eq!((c.rope.theta, c.rope.dims, c.rope.style), (1e4, 8, RopeStyle::Norm));
+    assert_eq!((c.rope.theta, c.rope.dims, c.rope.style), (1e4, 8, RopePairing::Norm));
     assert_eq!(c.rope.scaling, RopeScaling::None);
     assert_eq!((c.sliding_window, c.window(0)), (None, None));
     assert!(c.tied_embeddings && !c.qkv_bias && !c.qk_norm && !c.rope.has_freq_factors);
@@ -172,7 +175,7 @@ fn gemma_slides_in_five_of_six_layers() {
     assert_eq!((c.rope_theta(0), c.rope_theta(5)), (1e4, 1e6));
     assert_eq!((c.embedding_scale, c.attn_scale), (640f32.sqrt(), 1.0 / 16.0));
     assert!(c.qk_norm && c.tied_embeddings);
-    assert_eq!((c.rope.style, c.norm_offset), (RopeStyle::Neox, 0.0));
+    assert_eq!((c.rope.style, c.norm_offset), (RopePairing::Neox, 0.0));
 }
 
 #[test]
@@ -186,7 +189,7 @@ fn linear_scaling_of_gemma_leaves_sliding_layers_alone() {
 
 #[test]
 fn windows_follow_the_pattern_the_file_gives() {
-    let window = ("llama.attention.sliding_window", Value::U32(16));
+    let window = ("llama.attention.sliding_window", MetadataValue::U32(16));
     let c = config(&with(std::slice::from_ref(&window))).unwrap();
     assert_eq!((c.window(0), c.window(1)), (Some(16), Some(16)));
     let pattern = ("llama.attention.sliding_window_pattern", Array::Bool([false, true].into()).into());
@@ -228,7 +231,7 @@ fn yarn_and_other_scalings_are_read_or_refused() {
 
 #[test]
 fn hyperparameters_that_no_model_has_are_refused() {
-    let set = |key: &str, value: Value| refused(config(&with(&[(key, value)])));
+    let set = |key: &str, value: MetadataValue| refused(config(&with(&[(key, value)])));
     assert_eq!(
         set("general.architecture", "mamba".into()),
         "m.gguf: unknown architecture \"mamba\", known are \
@@ -260,7 +263,7 @@ fn hyperparameters_that_no_model_has_are_refused() {
 }
 
 /// The tiny llama as another architecture, with some keys besides.
-fn as_arch(arch: &str, changes: &[(&str, Value)]) -> GgufWriter {
+fn as_arch(arch: &str, changes: &[(&str, MetadataValue)]) -> GgufWriter {
     let intact = read(llama_metadata().to_vec()).unwrap();
     let mut w = GgufWriter::new();
     w.set("general.architecture", arch).unwrap();
@@ -281,7 +284,7 @@ fn as_arch(arch: &str, changes: &[(&str, Value)]) -> GgufWriter {
 fn what_no_key_says_follows_from_the_architecture() {
     let smollm = config(&as_arch("smollm3", &[("block_count", 5u32.into())])).unwrap();
     assert_eq!(smollm.unrotated, [false, false, false, true, false]);
-    assert_eq!((smollm.arch, smollm.rope.style), (Arch::SmolLm3, RopeStyle::Norm));
+    assert_eq!((smollm.arch, smollm.rope.style), (Arch::SmolLm3, RopePairing::Norm));
 
     let window = ("attention.sliding_window", 8u32.into());
     let eps = ("attention.layer_norm_epsilon", 1e-5f32.into());

@@ -5,7 +5,7 @@ use refrain_formats::FormatError;
 use refrain_formats::hf::{HfFolder, JsonObject};
 use refrain_formats::params::{
     Activation, Arch, DeltaNetSizes, GenerationDefaults, LayerAttention, ModelConfig, NormKind,
-    PerLayerEmbedding, QueryTemperature, RecurrentLayers, RopeScaling, RopeStyle, VHeads, Yarn,
+    PerLayerEmbedding, QueryTemperature, RecurrentLayers, RopePairing, RopeScaling, VHeads, Yarn,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -37,7 +37,7 @@ fn a_llama_is_read() {
     assert_eq!((c.arch, c.activation), (Arch::Llama, Activation::Silu));
     assert_eq!((c.n_vocab, c.n_layers, c.hidden, c.ffn), (128, 2, 64, 96));
     assert_eq!((c.n_heads, c.n_kv_heads, c.head_dim, c.n_context), (4, 2, 16, 256));
-    assert_eq!((c.rope.theta, c.rope.dims, c.rope.style), (5e5, 16, RopeStyle::Neox));
+    assert_eq!((c.rope.theta, c.rope.dims, c.rope.style), (5e5, 16, RopePairing::Neox));
     assert_eq!((c.attn_scale, c.norm_offset, c.embedding_scale), (0.25, 0.0, 1.0));
     assert!(!c.tied_embeddings && !c.qkv_bias && !c.qk_norm);
     assert_eq!((c.bos, c.eos), (Some(1), vec![2]));
@@ -358,7 +358,7 @@ fn families_have_their_own_defaults_windows_and_factors() {
     let c = parse(class("Glm4ForCausalLM", json!({ "head_dim": 16, "attention_bias": null }))).unwrap();
     assert_eq!(
         (c.rope.dims, c.rope.style, c.qkv_bias, c.attn_output_bias),
-        (8, RopeStyle::Norm, true, false)
+        (8, RopePairing::Norm, true, false)
     );
 
     let command = json!({ "num_hidden_layers": 4, "layer_norm_eps": 1e-4, "sliding_window_pattern": 2 });

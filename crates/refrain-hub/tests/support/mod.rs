@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use refrain_hub::{Env, Event, Progress, Retry, Store};
+use refrain_hub::{Env, Progress, ProgressEvent, Retry, Store};
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
 
@@ -292,22 +292,22 @@ impl Notes {
 }
 
 impl Progress for Notes {
-    fn on(&mut self, event: Event<'_>) {
+    fn on(&mut self, event: ProgressEvent<'_>) {
         self.lines.push(match event {
-            Event::Plan { n_files, bytes, licence, .. } => {
+            ProgressEvent::Plan { n_files, bytes, licence, .. } => {
                 let licence = licence.map_or("no licence".to_owned(), ToString::to_string);
                 format!("plan {n_files} files {bytes} bytes {licence}")
             }
-            Event::Start { file, done, total } => format!("start {file} {done}/{total}"),
-            Event::At { done } => {
+            ProgressEvent::Start { file, done, total } => format!("start {file} {done}/{total}"),
+            ProgressEvent::At { done } => {
                 self.at = done;
                 return;
             }
-            Event::Done { file } => format!("done {file}"),
-            Event::Waiting { file } => format!("waiting {file}"),
-            Event::Retry { attempt, because, .. } => format!("retry {attempt} {because}"),
-            Event::Restart { because, .. } => format!("restart {because}"),
-            Event::Fallback { to, because, .. } => format!("fallback {to} {because}"),
+            ProgressEvent::Done { file } => format!("done {file}"),
+            ProgressEvent::Waiting { file } => format!("waiting {file}"),
+            ProgressEvent::Retry { attempt, because, .. } => format!("retry {attempt} {because}"),
+            ProgressEvent::Restart { because, .. } => format!("restart {because}"),
+            ProgressEvent::Fallback { to, because, .. } => format!("fallback {to} {because}"),
             other => format!("{other:?}"),
         });
     }
