@@ -1,28 +1,30 @@
-// adamw.cu: the sum of all squares, and one step of AdamW, over many tensors in one launch
+// adamw.cu: sum of squares, and one AdamW step, over many tensors per launch
 //
-// Tensors are told by a table among the parameters: addresses, lengths, types, and the block that each begins with. A block
-// works on CHUNK elements of one tensor.
+// A table in the parameters lists the tensors: addresses, lengths, types, and the first block of each. A
+// block works on CHUNK elements of one tensor.
 //
-//   parts        [n_blocks]  f32: a sum of squares from each block; sum_squares_finish adds them: sum [1] f32
-//   count        [1]         i32: steps that were applied
+//   parts        [n_blocks]  f32: one sum of squares per block; sum_squares_finish adds them into sum [1] f32
+//   count        [1]         i32: steps applied so far
 //   params       [10]        f32, in the order of AdamParam
-//   sum_squares  [1]         f32; not finite: nothing is applied
-//   grad, weight, master, m, v  of each tensor; types by their codes (eight.cuh), the master f32 or not there
+//   sum_squares  [1]         f32; if not finite, nothing is applied
+//   grad, weight, master, m, v  per tensor; types by their codes (eight.cuh), master f32 or null
 //
 // With g = grad * min(1, max_norm / (norm + 1e-6)) and t = count + 1:
 //   m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2
 //   w = w (1 - lr decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-// w is the master where there is one; the weight is its rounded copy. Gradients that are cleared become zero either way.
+// w is the master weight if there is one; the weight is then its rounded copy. With `clears`, gradients
+// become zero whether the step is applied or not.
 //
-// adamw_step_masters is adamw_step for weights of bf16 with a master, moments of f32, a gradient of the type in its name, all
-// at multiples of 16 bytes, of a multiple of four elements. Both have the same bits.
+// adamw_step_masters is adamw_step for BF16 weights with masters, f32 moments and gradients of the type in
+// its name, all 16-byte aligned, with a multiple of four elements. Both give the same bits.
 //
-// Launch    sum_squares, step: grid (blocks of the table), block (256); finish: grid (1), block (1024); count: grid (1), block
-//           (32), shared 0
-// Requires  count behind every step of the same update: these read it
-// Aliasing  none
-// Computed in f32, each state rounded once; sums in a fixed order: same bits every run. Capture: safe; count, params and
-// sum_squares are read at each run.
+// Launch       sum_squares, step: grid (blocks of the table), block (256); finish: grid (1), block (1024);
+//              count: grid (1), block (32); shared 0
+// Requires     count runs after every step kernel of the same update: these read it
+// Aliasing     none
+// Accumulation computed in f32; each state is rounded once
+// Determinism  same bits every run: additions are in a fixed order
+// Capture      safe: count, params and sum_squares are read at each run
 #include "eight.cuh"
 #include "overlap.cuh"
 #include "reduce.cuh"
@@ -46,7 +48,7 @@ struct AdamEntry {
     u8* m;
     u8* v;
     u64 n;
-    // flags: types of gradient, weight and moments in four bits each, then whether it decays.
+    // flags: types of gradient, weight and both moments in four bits each, then one bit for weight decay.
     u32 first_block, flags;
 };
 
@@ -54,7 +56,7 @@ struct AdamTable {
     AdamEntry entries[64];
 };
 
-// The entry that a block belongs to: the last that does not begin behind it.
+// Returns the entry that a block belongs to: the last whose first block is not after it.
 template <typename Table> inline u32 entry_of(const Table& table, u32 n_entries, u32 block) {
     u32 low = 0, high = n_entries;
     while (high - low > 1) {
@@ -65,7 +67,7 @@ template <typename Table> inline u32 entry_of(const Table& table, u32 n_entries,
     return low;
 }
 
-// Elements of this block: from `begin` to `end`.
+// Computes this block's elements, `begin` to `end`.
 inline void share(u64 n, u32 first_block, u64& begin, u64& end) {
     begin = (u64)(blockIdx.x - first_block) * CHUNK;
     end = begin + CHUNK < n ? begin + CHUNK : n;
@@ -105,13 +107,13 @@ extern "C" __global__ __launch_bounds__(1024) void adamw_sum_squares_finish(floa
 
 inline bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-// What all elements share.
+// Factors shared by all elements.
 struct Step {
     float clip, beta1, rest1, beta2, rest2, eps, rate, root, kept;
 };
 
 inline Step step_of(i32 count, const float* params, float sum_squares) {
-    // At most one less than the largest, which counts no further.
+    // Saturates: count stays at the largest i32.
     float t = (float)(count < 0x7fffffff ? count + 1 : count);
     float lr = params[0], max_norm = params[9], clip = 1.0f;
     if (max_norm != 0.0f) clip = fminf(max_norm / (sqrtf(sum_squares) + 1e-6f), 1.0f);
@@ -122,7 +124,7 @@ inline Step step_of(i32 count, const float* params, float sum_squares) {
                 1.0f - lr * params[8]};
 }
 
-// One element; `kept` is what decay leaves of the weight.
+// Updates one element; `kept` is the factor that weight decay applies.
 inline void apply(const Step& s, float kept, float grad, float& m, float& v, float& w) {
     float clipped = grad * s.clip;
     m = s.beta1 * m + s.rest1 * clipped;
@@ -130,7 +132,7 @@ inline void apply(const Step& s, float kept, float grad, float& m, float& v, flo
     w = w * kept - s.rate * (m / (sqrtf(v) / s.root + s.eps));
 }
 
-// Four elements at a multiple of four.
+// Four elements, starting at a multiple of four.
 template <typename T> struct Four {
     u32 w[sizeof(T)];
 
@@ -158,7 +160,7 @@ template <typename T> inline void store4(T* p, const float* v) {
     else *(uint4*)p = make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
 }
 
-// Tensors with a master, moments of f32 and a multiple of four elements, all at multiples of 16 bytes.
+// Step for tensors with a master, f32 moments and a multiple of four elements, all 16-byte aligned.
 template <typename G, typename W>
 inline void step_masters(const i32* count, const float* params, const float* sum_squares, const AdamTable& table,
                          u32 n_entries, u32 clears) {
@@ -186,7 +188,7 @@ inline void step_masters(const i32* count, const float* params, const float* sum
             w[j].load(master + at);
         }
     };
-    // The first elements are on their way while the step is worked out.
+    // The first elements are in flight while the step's factors are computed.
     u64 from = begin + 4 * threadIdx.x;
     load(from);
     bool applies = is_finite(sum_squares[0]);
@@ -255,7 +257,7 @@ extern "C" __global__ __launch_bounds__(256) void adamw_step(const i32* count, c
     for (u64 at = begin + 8 * threadIdx.x; at < end; at += 8 * 256) {
         u32 n = left(end, at);
         if (applies) {
-            // All loads are on their way before the first is used.
+            // All loads are issued before the first is used.
             Eight<u32> g_bits = load_any(grad, grad_type, at, n, wide), m_bits = load_any(first, m_type, at, n, wide);
             Eight<u32> v_bits = load_any(second, v_type, at, n, wide);
             u32 w_type = master != nullptr ? TYPE_F32 : weight_type;

@@ -1,37 +1,42 @@
-// attention.cu: y[i, h] = softmax(scale q[i, h] . k) v over the positions row i sees, split over the length
+// attention.cu: attention of any number of rows, split over the context length
+//
+//   y[i, h] = softmax(scale q[i, h] . k) v over the positions that row i sees
 //
 //   y          [n, n_heads, head_dim]                      f32
 //   q          [n, n_heads, head_dim]                      f32, rows (heads) of consecutive elements
 //   k, v       [n_blocks, n_kv_heads, kv_block, head_dim]  T
-//   positions  [n]                                         i32; negative: zeros
+//   positions  [n]                                         i32; negative: the row gets zeros
 //   seqs       [n]                                         i32
 //   tables     [n_seqs, max_blocks]                        i32
 //   partials   [n, n_heads, n_splits, head_dim] f32, then [n, n_heads, n_splits, 2] f32 (maximum, sum)
 //
-// Row i sees positions first .. positions[i], where first is 0 or what the window leaves. Split s takes the s-th part of
-// them, at least MIN_SPLIT long; a split without positions writes a neutral partial (maximum -inf, sum 0). With one
-// split the result goes to y and there is no second launch.
+// Row i sees positions first .. positions[i]; first is 0 or the start of the window. Split s takes the s-th
+// part of them, at least MIN_SPLIT positions long; a split without positions writes a neutral partial
+// (maximum -inf, sum 0). With one split, the result goes to y and there is no second launch.
 //
-// Launch    split: grid (n, n_kv_heads ceil(group / 8), n_splits), block (128), shared 0
-//           combine: grid (n n_heads), block (128), shared 0
-// Requires  head_dim even, at most 128 DIMS; caches at multiples of 16 bytes. A position whose block is out of range
-//           counts as not seen.
-// Scores, sums and partials in f32, in tiles of 32 positions, each summed as a tree; splits are merged in order. Same bits
-// every run for the same n_splits. Capture: safe; the grid is fixed and all lengths are read on the device.
+// Launch       split: grid (n, n_kv_heads ceil(group / 8), n_splits), block (128), shared 0. combine: grid (n
+//              n_heads), block (128), shared 0
+// Requires     head_dim even, at most 128 DIMS; caches 16-byte aligned. A position whose block is out of
+//              range is not seen
+// Aliasing     none
+// Accumulation scores, sums and partials in f32
+// Determinism  same bits every run for the same n_splits: tiles of 32 positions, each reduced as a tree;
+//              splits are merged in order
+// Capture      safe: the grid is fixed and all lengths are read on the device
 #include "reduce.cuh"
 #include "view.cuh"
 
 struct Sizes {
     u32 n_heads, n_kv_heads, head_dim, n_blocks, kv_block, n_seqs, max_blocks, n_splits;
-    u32 window;  // 0: all
+    u32 window;  // 0: no window
     float scale;
     float softcap;  // 0: none
 };
 
-const u32 HEADS = 8;   // query heads of a block
-const u32 TILE = 32;   // positions of a tile
+const u32 HEADS = 8;   // query heads per block
+const u32 TILE = 32;   // positions per tile
 const u32 WARPS = 4;
-const u32 AHEAD = 4;   // keys that a warp, and pairs of values that a thread, has under way
+const u32 AHEAD = 4;   // keys per warp, and pairs of values per thread, in flight
 const u32 MIN_SPLIT = 32;
 
 inline float2 load_pair(const float* p) { return *(const float2*)p; }
@@ -46,7 +51,7 @@ template <typename T> inline float2 load_pair(const T* p) {
 
 const u64 NOWHERE = ~(u64)0;
 
-// Where the row of a position lies in either cache, or NOWHERE when its block is out of range.
+// Returns the offset of a position's row in either cache, or NOWHERE if its block is out of range.
 inline u64 kv_row(const i32* table, u32 position, u32 kv_head, const Sizes& s) {
     u32 column = position / s.kv_block;
     if (column >= s.max_blocks) return NOWHERE;
@@ -71,7 +76,7 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
     u32 n_heads = min(HEADS, (kv_head + 1) * group - first_head);
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    // The range of positions that is this split's.
+    // This split's range of positions.
     i32 position = positions[row], seq = seqs[row];
     u32 begin = 0, end = 0;
     if (position >= 0 && seq >= 0 && (u32)seq < s.n_seqs) {
@@ -87,7 +92,8 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
         u32 head = i / s.head_dim, d = i % s.head_dim;
         queries[head][d] = q[q_rows.start(row * s.n_heads + first_head + head) + d] * s.scale;
     }
-    // Warp w keeps the running maxima and sums of heads w and w + WARPS; every thread its elements of all outputs.
+    // Warp w keeps the running maxima and sums of heads w and w + WARPS; every thread keeps its elements of
+    // all outputs.
     float max_score[HEADS / WARPS], sum[HEADS / WARPS];
 #pragma unroll
     for (int j = 0; j < HEADS / WARPS; j++) {
@@ -135,7 +141,7 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
 #pragma unroll
                 for (int i = 0; i < AHEAD; i++) {
                     float score = warp_reduce(dots[i], Add());
-                    // What is not there weighs nothing.
+                    // An unseen position has no weight.
                     if (lane == 0) weights[h][first + WARPS * i] = keys[i] != nullptr ? score : -inf_f32();
                 }
             }
@@ -148,7 +154,7 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
                 float score = weights[h][lane];
                 if (s.softcap > 0.0f && score != -inf_f32()) score = s.softcap * tanhf(score / s.softcap);
                 float tile_max = fmaxf(max_score[j], warp_reduce(score, Max()));
-                // Nothing seen yet: any finite number will do as the maximum.
+                // No position seen so far: any finite maximum works.
                 float base = tile_max == -inf_f32() ? 0.0f : tile_max;
                 float factor = expf(max_score[j] - base), w = expf(score - base);
                 weights[h][lane] = w;
@@ -194,7 +200,7 @@ inline void attention_split(float* y, float* partials, const float* q, const T* 
         __syncthreads();
     }
 
-    // rescale carries the sums to the threads that write.
+    // rescale passes the sums to the threads that write.
 #pragma unroll
     for (int j = 0; j < HEADS / WARPS; j++) {
         if (lane == 0) rescale[warp + WARPS * j] = sum[j];
@@ -250,7 +256,8 @@ extern "C" __global__ __launch_bounds__(128) void attention_combine_f32(float* y
     u64 row = blockIdx.x;
     const float* parts = partials + row * n_splits * head_dim;
     const float* scales = partials + (u64)gridDim.x * n_splits * head_dim + 2 * row * n_splits;
-    // Splits are made for the longest context: behind the last that saw anything there is nothing to merge.
+    // Splits are planned for the longest context; after the last one that saw a position there is nothing to
+    // merge.
     float max_score = -inf_f32();
     u32 last = 0;
     for (u32 s = threadIdx.x; s < n_splits; s += blockDim.x) {

@@ -253,7 +253,7 @@ template <typename W, int M> struct Division {
     static const u32 SHARED = (M == 128 ? 2 : 1) * BATCH_SHARED_BYTES - HEAD_BYTES - X_SLOTS * X_BYTES;
     static const u32 FITTING = SHARED / W_BYTES;
     static const u32 W_SLOTS = FITTING < 2 ? 2 : FITTING > 6 ? 6 : FITTING;
-    static const u32 PITCH = ROWS + 4;  // of the sums in shared memory: a warp's simultaneous stores have no bank conflicts
+    static const u32 PITCH = ROWS + 4;  // of sums in shared memory: no bank conflicts between a warp's stores
     static_assert(16 * (X_SLOTS + W_SLOTS) <= HEAD_BYTES, "barriers");
     static_assert(X_SLOTS >= PLANES && X_SLOTS >= 2, "a unit's planes, and one while another is multiplied");
     static_assert(M * PITCH * 4 <= X_SLOTS * X_BYTES + W_SLOTS * W_BYTES, "sums take the place of rings");
@@ -291,7 +291,7 @@ inline void batch(float* const* ys, float* partials, u16* narrow, const u8* x, c
     const u8* x_tile = x + (u64)blockIdx.z * n_planes * D::X_BYTES;
 
     u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    u32 first_row = warp / 4 * 64 * D::GROUPS + warp % 4 * 16;  // within the block; further groups follow at 64-row intervals
+    u32 first_row = warp / 4 * 64 * D::GROUPS + warp % 4 * 16;  // within the block; further groups follow every 64 rows
     float acc[D::GROUPS][M / 8][4] = {};
 
     auto leave = [&] {

@@ -1,20 +1,21 @@
-// cluster.cuh: sums that the blocks of a cluster, one above the other in y, leave in shared memory and add together.
+// cluster.cuh: reduction across the blocks of a cluster (consecutive in y) through distributed shared memory
 //
-// On the host blocks run one after another: the last of a cluster adds for all of them.
+// On the host, blocks run one after another: the last of a cluster adds for all of them.
 #pragma once
 #include "mma.cuh"
 
 #ifndef REFRAIN_ON_HOST
 
-// All threads of a block but those behind the first THREADS.
+// Barrier over the first THREADS threads of a block.
 template <u32 THREADS> inline void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-// N floats of each block, a multiple of four, written by its first THREADS threads. Its others have returned, or will.
+// N floats of each block (a multiple of four), written by its first THREADS threads. The other threads have
+// returned or will return.
 template <u32 N, u32 THREADS> struct Cluster {
     u32 sums, rank, n_blocks;
     bool many;
 
-    // When all blocks have written theirs.
+    // Waits until all blocks have written their floats.
     inline Cluster(float* sums, bool many)
         : sums(shared_address(sums)), rank(many ? blockIdx.y : 0), n_blocks(many ? gridDim.y : 1), many(many) {
         if (many) wait();
@@ -27,7 +28,7 @@ template <u32 N, u32 THREADS> struct Cluster {
 #endif
     }
 
-    // Four floats, added in the order of the blocks.
+    // Returns the sum of four floats over the blocks, added in block order.
     inline float4 sum(u32 at) const {
         float4 sum = {};
 #if __CUDA_ARCH__ >= 900
@@ -49,12 +50,12 @@ template <u32 N, u32 THREADS> struct Cluster {
         return sum;
     }
 
-    // Calls f for each of n things, here or in another block.
+    // Calls f for each of n items, distributed over the cluster's blocks.
     template <typename F> inline void share(u32 n, F f) const {
         for (u32 i = rank * THREADS + threadIdx.x; i < n; i += n_blocks * THREADS) f(i);
     }
 
-    // Shared memory stays until all blocks have read it.
+    // Keeps shared memory alive until all blocks have read it.
     inline void leave() const {
         if (many) wait();
     }
@@ -66,7 +67,7 @@ template <u32 THREADS> inline void sync_threads() { group_wait(1, THREADS); }
 
 template <u32 N, u32 THREADS> struct Cluster {
     bool many, is_last = false;
-    // What blocks have left, by their place.
+    // The floats of each block, by its index.
     static std::map<std::tuple<u32, u32, u32>, std::vector<float>>& left() {
         static std::map<std::tuple<u32, u32, u32>, std::vector<float>> all;
         return all;

@@ -1,34 +1,39 @@
-// commit.cu: the chosen tokens become the next step's inputs, and the host hears of them
+// commit.cu: makes the chosen tokens the next step's inputs and reports them to the host; edits inputs
+// between steps
 //
 // commit
 //   tokens     [n]             i32, written
-//   positions  [n]             i32, plus one; -1 when the row ends
-//   rng        [n, 4]          u32, the position in it plus one
-//   history    [n, n_history]  i32, the token at state.history_next of the first state.window places
-//   bias_ids   [n, n_bias]     i32, -1 behind the first state.n_bias_kept places once the position in rng has reached
-//                              state.bias_until; 0: they stay
+//   positions  [n]             i32, incremented; -1 when the row ends
+//   rng        [n, 4]          u32, its position is incremented
+//   history    [n, n_history]  i32, the token goes to index state.history_next of the first state.window entries
+//   bias_ids   [n, n_bias]     i32, entries from state.n_bias_kept on become -1 once the position in rng reaches
+//                              state.bias_until; 0: never
 //   state      [n]             CommitState
-//   count      u64 in device memory: ring entries so far; null without a ring
-//   ring       pinned: header of 64 bytes, then entries { u64 seq; CommitEntry rows[n]; } of `stride` bytes; or null
+//   count      u64 in device memory: ring entries written so far; null without a ring
+//   ring       pinned: header of 64 bytes, then entries { u64 seq; CommitEntry rows[n]; } of `stride` bytes;
+//              or null
 //   token      [n]             i32, chosen
 //   logprob    [n]             f32
 //   eog        [n_eog, n]      i32, tokens that end each row; negative: empty
 //
-// A row that is done or whose position is negative changes nothing; its entry says so. A row whose logprob is not finite
-// ends: its logits were not. The k-th launch (from 1) fills
-// entry (k - 1) % n_entries and then stores seq = k with system-scope release: a host that acquires it sees the payload.
+// A row that is done or has a negative position changes nothing; its entry has the flag PAST_END. A row whose
+// logprob is not finite ends, because its logits were not finite. The k-th launch (from 1) fills entry (k -
+// 1) % n_entries and then stores seq = k with system-scope release: a host that acquires it sees the payload.
 //
-// Launch    grid (1), block (n rounded up to 32), shared 0
-// Requires  n at most 1024
+// Launch       grid (1), block (n rounded up to 32), shared 0
+// Requires     n at most 1024
 //
 // edit
 //   words      [n_words]       u32, written
-//   edits      [n_edits]       u32: how many pieces, three unused; then for each { to, from, n, unused }; then their words.
-//                              n words from edits[from] go to words[to]. Pieces do not overlap.
+//   edits      [n_edits]       u32: the number of edits and three unused words; then { to, from, n, unused } for each;
+//                              then their data. An edit copies n words from edits[from] to words[to]. Destinations
+//                              do not overlap.
 //
-// Launch    grid (16), block (256), shared 0. What lies outside of either is left out.
+// Launch       grid (16), block (256), shared 0. Words out of range of either are skipped
 //
-// Exact. Capture: safe.
+// Aliasing     none
+// Determinism  exact
+// Capture      safe
 #include "dtype.cuh"
 #include "overlap.cuh"
 

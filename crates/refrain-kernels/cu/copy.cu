@@ -1,11 +1,12 @@
-// copy.cu: y = x, dense, with the elements as they are or in another float type
+// copy.cu: y = x, dense, unchanged or cast to another float type
 //
 //   x  elements of T, element i at walk.at(i)
 //   y  [n], dense
 //
-// Launch    grid (ceil(n / 256)), block (256), shared 0
-// Aliasing  none
-// Casts round to nearest even. Capture: safe.
+// Launch       grid (ceil(n / 256)), block (256), shared 0
+// Aliasing     none
+// Determinism  copies are exact; casts round to nearest even
+// Capture      safe
 #include "view.cuh"
 
 #define COPY(name, T)                                                                                      \

@@ -1,19 +1,21 @@
-// dequant.cu: y = w, a quantised matrix in BF16
+// dequant.cu: y = w, a quantised matrix converted to BF16
 //
-//   w  [n, k]  dequant_packed: packed (packed.cuh); dequant: blocks as in the file, dense
+//   w  [n, k]  dequant_packed: packed (packed.cuh); dequant: blocks in file layout, dense
 //   y  [n, k]  BF16, dense
 //
-// Launch    dequant_packed: grid (ceil(n / 8)), block (256), shared 0: a block has a tile, a warp every eighth unit of it
-//           dequant: grid (ceil(n k / 2048)), block (256), shared 0: a thread has one part of eight elements
-// Requires  w, y at multiples of 16 bytes; k whole blocks
-// Aliasing  none
-// Values are formed in f32 as packed.cuh and quant.cuh say, then rounded to nearest even. Capture: safe.
+// Launch       dequant_packed: grid (ceil(n / 8)), block (256), shared 0: one tile per block, every eighth
+//              unit of it per warp. dequant: grid (ceil(n k / 2048)), block (256), shared 0: one part of
+//              eight elements per thread
+// Requires     w and y 16-byte aligned; k a multiple of the block length
+// Aliasing     none
+// Determinism  values are computed in f32 as in packed.cuh and quant.cuh, then rounded to nearest even
+// Capture      safe
 #include "mma.cuh"
 #include "overlap.cuh"
 #include "packed.cuh"
 #include "quant.cuh"
 
-// A unit's rows in shared memory, so that whole rows go out at once; 16 bytes apart from where banks repeat.
+// A unit's rows in shared memory, so that stores cover whole rows; padded by 16 bytes against bank conflicts.
 template <typename Q> struct Staged {
     static const u32 ROW = 2 * Q::COLS, PITCH = ROW + 16;
     u8 rows[TILE_ROWS][PITCH];

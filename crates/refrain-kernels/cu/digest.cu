@@ -1,12 +1,13 @@
-// digest.cu: a number for each chunk of memory, by which two states of it are compared without moving them
+// digest.cu: a hash of each chunk of memory, to compare two states of it without copying them
 //
-//   y  [ceil(n_bytes / CHUNK), 2]  u64: a sum of mixed words, and how many bytes are 0xff
+//   y  [ceil(n_bytes / CHUNK), 2]  u64: a sum of mixed words, and the number of bytes that are 0xff
 //   x  [n_bytes]                   any bytes
 //
-// Launch    grid (ceil(n_bytes / CHUNK)), block (256), shared 0
-// Requires  x at a multiple of 8 bytes
-// Aliasing  none
-// Words are mixed with their place and added modulo 2^64: same bits every run. Capture: safe.
+// Launch       grid (ceil(n_bytes / CHUNK)), block (256), shared 0
+// Requires     x 8-byte aligned
+// Aliasing     none
+// Determinism  same bits every run: words are mixed with their offset and added modulo 2^64
+// Capture      safe
 #include "overlap.cuh"
 #include "reduce.cuh"
 

@@ -1,6 +1,6 @@
-// dtype.cuh: the element types, and conversions that round to nearest even.
+// dtype.cuh: element types, and conversions that round to nearest even
 //
-// Self-contained on purpose: no header of a toolkit has to be there when kernels are compiled.
+// Deliberately self-contained: compiling kernels requires no CUDA toolkit headers.
 #pragma once
 
 typedef unsigned char u8;
@@ -10,8 +10,8 @@ typedef unsigned int u32;
 typedef int i32;
 typedef unsigned long long u64;
 
-// The shared memory that a launch asks for, in bytes. Bulk copies into it are up to a fifth slower where it does not start at
-// a multiple of 128 bytes.
+// Dynamic shared memory of a launch. Bulk copies into it are up to a fifth slower if it is not 128-byte
+// aligned.
 #ifdef REFRAIN_ON_HOST
 #define DYNAMIC_SHARED(name) alignas(128) static u8 name[227 * 1024]
 #else
@@ -21,7 +21,7 @@ typedef unsigned long long u64;
 struct F16 { u16 bits; };
 struct BF16 { u16 bits; };
 
-#ifndef REFRAIN_ON_HOST  // the tests that run kernels on the host bring these along
+#ifndef REFRAIN_ON_HOST  // the tests that run kernels on the host define these
 inline float f16_to_f32(u16 bits) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
@@ -34,7 +34,8 @@ inline u16 f32_to_f16(float x) {
     return bits;
 }
 
-// A store after which everything written before is visible to whoever acquires it, on the host too.
+// Stores with release semantics at system scope: whoever acquires the value, the host included, sees
+// everything written before.
 inline void store_release_system(u64* p, u64 x) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
 }
@@ -54,15 +55,15 @@ template <> inline F16 from_f32<F16>(float x) { return F16{f32_to_f16(x)}; }
 
 template <> inline BF16 from_f32<BF16>(float x) {
     u32 bits = __float_as_uint(x);
-    // A NaN keeps its sign and stays a NaN; rounding up could carry it over to infinity or zero.
+    // A NaN keeps its sign and stays a NaN; rounding up could carry it to infinity or zero.
     if ((bits & 0x7fffffffu) > 0x7f800000u) return BF16{(u16)(bits >> 16 | 0x40u)};
     return BF16{(u16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 
-// Four bytes at a multiple of four.
+// Loads four bytes at a 4-byte aligned address.
 inline u32 load_u32(const u8* p) { return *(const u32*)p; }
 
-// Four bytes at an even address, the first in the lowest bits: one load where that is allowed.
+// Loads four bytes at an even address, little-endian: one load if it is 4-byte aligned.
 inline u32 load_u32_by_2(const u8* p) {
     if ((u64)p % 4 == 0) return load_u32(p);
     const u16* h = (const u16*)p;

@@ -1,11 +1,11 @@
-// eight.cuh: eight consecutive elements at a time.
+// eight.cuh: loads and stores of eight consecutive elements
 //
-// Where rows are aligned, eight elements are one load of 16 bytes, or two where an element has 32 bits. Elsewhere, and at
-// the end of a row, they are loaded one by one; what is not there is zero.
+// Where rows are aligned, eight elements are one 16-byte load, or two for 32-bit elements. Elsewhere, and at
+// the end of a row, they are loaded one by one; elements past the end are zero.
 #pragma once
 #include "dtype.cuh"
 
-// Types of elements as launchers pass them (src/typed.rs).
+// Type codes as passed by launchers (src/typed.rs).
 const u32 TYPE_F32 = 0, TYPE_F16 = 1, TYPE_BF16 = 2, TYPE_I32 = 3;
 
 inline bool is_short(u32 type) { return type == TYPE_F16 || type == TYPE_BF16; }
@@ -15,7 +15,7 @@ inline u32 bits_of(F16 x) { return x.bits; }
 inline u32 bits_of(BF16 x) { return x.bits; }
 inline u32 bits_of(u32 x) { return x; }
 
-// Two elements of 16 bits in a word, the first in the lower half.
+// Packs two 16-bit elements into a word, the first in the lower half.
 template <typename T> inline u32 word_of(float low, float high) {
     return bits_of(from_f32<T>(low)) | bits_of(from_f32<T>(high)) << 16;
 }
@@ -38,7 +38,7 @@ inline float of_bits(float, u32 bits) { return __uint_as_float(bits); }
 inline float of_bits(F16, u32 bits) { return to_f32(F16{(u16)bits}); }
 inline float of_bits(BF16, u32 bits) { return to_f32(BF16{(u16)bits}); }
 
-// The bits of eight elements: in four words where they have 16 bits, in eight where they have 32.
+// The bits of eight elements: four words for 16-bit types, eight for 32-bit types.
 template <typename T> struct Eight {
     u32 w[2 * sizeof(T)];
 
@@ -46,7 +46,7 @@ template <typename T> struct Eight {
     inline float operator[](int i) const { return of_bits(T(), bits(i)); }
 };
 
-// The first n of eight elements, all of them where n is more. `wide`: p is at a multiple of 16 bytes.
+// Loads the first n of eight elements, all if n is larger. `wide`: p is 16-byte aligned.
 template <typename T> inline Eight<T> load8(const T* p, u32 n, bool wide) {
     Eight<T> e;
     if (wide && n >= 8) {
@@ -89,7 +89,7 @@ template <typename T> inline void store8(T* p, const float* v, u32 n, bool wide)
     }
 }
 
-// Eight floats, rounded.
+// Rounds eight floats to T.
 template <typename T> inline Eight<T> eight_of(const float* v) {
     Eight<T> e;
 #pragma unroll
@@ -99,7 +99,7 @@ template <typename T> inline Eight<T> eight_of(const float* v) {
     return e;
 }
 
-// Elements as they are.
+// Stores elements unchanged.
 template <typename T> inline void store8(T* p, const Eight<T>& e, u32 n, bool wide) {
     if (wide && n >= 8) {
 #pragma unroll
@@ -116,7 +116,7 @@ template <typename T> inline void store8(T* p, const Eight<T>& e, u32 n, bool wi
     }
 }
 
-// The same of a type that is known when the kernel runs.
+// Loads eight elements of a type known at run time.
 inline Eight<u32> load_any(const u8* p, u32 type, u64 at, u32 n, bool wide) {
     if (!is_short(type)) return load8((const u32*)p + at, n, wide);
     Eight<BF16> e = load8((const BF16*)p + at, n, wide);
@@ -147,19 +147,19 @@ inline void values_of(const Eight<u32>& any, u32 type, float* v) {
     }
 }
 
-// Floats of eight elements of any type.
+// Loads eight elements of any type as floats.
 inline void load_values(const u8* p, u32 type, u64 at, u32 n, bool wide, float* v) {
     values_of(load_any(p, type, at, n, wide), type, v);
 }
 
-// Eight floats as elements of a float type.
+// Stores eight floats as elements of a float type.
 inline void store_any(u8* p, u32 type, u64 at, const float* v, u32 n, bool wide) {
     if (type == TYPE_BF16) store8((BF16*)p + at, v, n, wide);
     else if (type == TYPE_F16) store8((F16*)p + at, v, n, wide);
     else store8((float*)p + at, v, n, wide);
 }
 
-// Eight words.
+// Stores eight words.
 inline void store_words(u8* p, u64 at, const u32* v, u32 n, bool wide) {
     u32* to = (u32*)p + at;
     if (wide && n >= 8) {
@@ -173,7 +173,7 @@ inline void store_words(u8* p, u64 at, const u32* v, u32 n, bool wide) {
     }
 }
 
-// Eight elements as they are.
+// Stores eight elements of any type unchanged.
 inline void store_bits8(u8* p, u32 type, u64 at, const Eight<u32>& e, u32 n, bool wide) {
     if (!is_short(type)) return store_words(p, at, e.w, n, wide);
     u16* to = (u16*)p + at;

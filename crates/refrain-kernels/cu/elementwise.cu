@@ -4,9 +4,11 @@
 //   gate, up  [n_rows, n_cols] f32, rows of consecutive elements
 //   y         f32, dense
 //
-// Launch    grid (ceil(n / 256)), block (256), shared 0
-// Aliasing  y may be an operand that is dense and of y's shape: element i is read before it is written, by one thread
-// One rounding or a few per element, the same every run. Capture: safe.
+// Launch       grid (ceil(n / 256)), block (256), shared 0
+// Aliasing     y may be an operand that is dense and of y's shape: one thread reads element i before it
+//              writes it
+// Determinism  same bits every run; one or a few roundings per element
+// Capture      safe
 #include "functions.cuh"
 #include "view.cuh"
 

@@ -1,10 +1,10 @@
-// functions.cuh: functions of one element, and their derivatives, in f32.
+// functions.cuh: scalar functions and their derivatives, in f32
 #pragma once
 #include "dtype.cuh"
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// x sigmoid(s). The exponential never overflows, so that far on the left the result is tiny and not yet zero.
+// x sigmoid(s). The exponential never overflows, so for very negative s the result is tiny but not yet zero.
 inline float times_sigmoid(float x, float s) {
     float e = expf(-fabsf(s));
     return s < 0.0f ? x * e / (1.0f + e) : x / (1.0f + e);
@@ -12,12 +12,12 @@ inline float times_sigmoid(float x, float s) {
 
 inline float silu(float x) { return times_sigmoid(x, x); }
 
-// 0.5 x (1 + tanh(u)) is x sigmoid(2 u), without the difference that cancels.
+// 0.5 x (1 + tanh(u)) = x sigmoid(2 u), which avoids cancellation.
 inline float gelu_tanh(float x) {
     return times_sigmoid(x, 2.0f * (0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 
-// sigmoid(x) sigmoid(-x), without the difference that cancels.
+// sigmoid(x) sigmoid(-x), which avoids cancellation.
 inline float sigmoid_slope(float x) {
     float e = expf(-fabsf(x)), sum = 1.0f + e;
     return e / (sum * sum);
@@ -34,8 +34,8 @@ inline float gelu_tanh_slope(float x) {
     return times_sigmoid(1.0f, u2) + x * sigmoid_slope(u2) * slope;
 }
 
-#ifndef REFRAIN_ON_HOST  // the tests that run kernels on the host bring it along
-// To two units in the last place.
+#ifndef REFRAIN_ON_HOST  // the tests that run kernels on the host define it
+// 2^x to two units in the last place.
 inline float quick_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -43,7 +43,7 @@ inline float quick_exp2(float x) {
 }
 #endif
 
-// The same for results of 16 bits: exponential and quotient are good to about 1e-6.
+// Faster versions for 16-bit results: exponential and quotient are accurate to about 1e-6.
 struct Sigmoid {
     float value, slope;
 };
@@ -53,7 +53,7 @@ inline Sigmoid quick_sigmoid(float x) {
     return Sigmoid{x < 0.0f ? slope : r, slope * r};
 }
 
-// A gate's value and slope.
+// A gate's value and derivative.
 struct Gated {
     float value, slope;
 };

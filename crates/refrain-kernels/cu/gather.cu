@@ -1,19 +1,24 @@
 // gather.cu: y[i] = table[ids[i]], decoded to f32
 //
 //   y      [n_ids, d]    f32
-//   table  [n_rows, d]   plain or quantised, dense, as in the file; gather_packed: packed (packed.cuh)
-//   ids    [n_ids]       i32; negative: a row of zeros; n_rows or more: a row of NaN
+//   table  [n_rows, d]   plain or quantised, dense, in file layout; gather_packed: packed (packed.cuh)
+//   ids    [n_ids]       i32; negative: a row of zeros; >= n_rows: a row of NaN
 //
-// Launch    grid (n_ids, parts), block (256), shared 0: part p of a plain row is its elements 2048 p and on, all of which a
-//           block asks for at once, since a table may lie behind the bus; other tables have one part
-// Requires  table at a multiple of 16 bytes; d whole blocks
-// Exact. Capture: safe; ids are read at each run. The first kernel of a step: the next starts only when the steps before have
-// ended (overlap.cuh).
+// This is the first kernel of a step: the next one starts only after the previous steps have ended
+// (overlap.cuh).
+//
+// Launch       grid (n_ids, parts), block (256), shared 0. Part p of a plain row is elements 2048 p and up. A
+//              block issues all loads of its part at once, since the table may be in host memory. Other
+//              tables have one part
+// Requires     table 16-byte aligned; d a multiple of the block length
+// Aliasing     none
+// Determinism  exact
+// Capture      safe: ids are read at each run
 #include "overlap.cuh"
 #include "packed.cuh"
 #include "quant.cuh"
 
-const u32 PART = 2048;  // elements of a row that a block has
+const u32 PART = 2048;  // elements of a row per block
 
 // Eight elements, loaded at once.
 template <typename T> struct Words {
@@ -46,7 +51,7 @@ template <typename T> inline void gather_plain(float* y, const T* table, const i
     bool there = id >= 0 && (u32)id < n_rows;
     float filler = id < 0 ? 0.0f : nan_f32();
     const T* row = table + (there ? (u64)id * d : 0);
-    // Whole rows of 16 bytes: eight elements to a thread.
+    // All rows are 16-byte aligned: eight elements per thread.
     if (d % 8 == 0) {
         u32 at = 8 * (blockIdx.y * blockDim.x + threadIdx.x);
         if (at >= d) return;

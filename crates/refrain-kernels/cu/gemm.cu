@@ -1,21 +1,23 @@
-// gemm.cu: y = x w^T for up to four w, on tensor cores
+// gemm.cu: y_i = x w_i^T for up to four w, on tensor cores
 //
-//   y0 .. y3  [m, n]         f32; null behind the last
-//   partials  [S, m, sum n]  f32; null when S, the number of splits, is 1
+//   y0 .. y3  [m, n]         f32; unused ones null
+//   partials  [S, m, sum n]  f32; null if the number of splits S is 1
 //   x         [m, k]         T, dense
-//   w0 .. w3  [n, k]         T, dense; null behind the last
-//   ends      where the columns of each y end, counted over all of them
+//   w0 .. w3  [n, k]         T, dense; unused ones null
+//   ends                     end of each y's columns, counted over all of them
 //
-// Launch    grid (ceil(m / ROWS), tiles of 128 columns of each y, S), block (128), shared as shared_bytes below says
-//           reduce: grid (ceil(m sum n / 1024)), block (256), shared 0
-// Requires  x, every w at multiples of 16 bytes; k a multiple of 8; k_split a multiple of 64
-// Aliasing  none
-// Sums in f32, in steps of 16 elements in order; split s takes elements s k_split .. of each row, and splits are added in
-// order: same bits every run for the same tile and S. Capture: safe.
+// A block computes ROWS rows and 128 columns. Its stages in shared memory are 64 elements deep, and several
+// are in flight. Rows of 128 bytes are stored with their 16-byte chunks swizzled (chunk ^ row % 8), so that
+// eight rows of a chunk lie in different banks.
 //
-// A block has ROWS rows and 128 columns, 64 elements deep in shared memory, several such stages under way. Rows of 128
-// bytes are stored with their 16-byte chunks exchanged (chunk ^ row % 8), so that eight rows of a chunk lie in
-// different banks.
+// Launch       grid (ceil(m / ROWS), tiles of 128 columns of each y, S), block (128), shared as shared_bytes
+//              below. reduce: grid (ceil(m sum n / 1024)), block (256), shared 0
+// Requires     x and every w 16-byte aligned; k a multiple of 8; k_split a multiple of 64
+// Aliasing     none
+// Accumulation f32, in steps of 16 elements
+// Determinism  same bits every run for the same tile and S: split s sums elements s k_split .. of each row in
+//              order, and splits are added in order
+// Capture      safe
 #include "mma.cuh"
 #include "overlap.cuh"
 
@@ -25,7 +27,7 @@ struct Ends {
     u32 at[4];
 };
 
-// The columns of a block: which w and y, and where in them.
+// A block's columns: the index of w and y, and the position within them.
 struct Columns {
     u32 part, begin, n, col;
 };
@@ -44,7 +46,8 @@ inline Columns find_columns(const Ends& ends) {
 
 inline u32 swizzled(u32 row, u32 chunk) { return row * ROW_BYTES + ((chunk ^ row % 8) << 4); }
 
-// One operand's share of a stage: `rows` rows from `first` on, elements `at` .. `at + 64`, of a matrix [n, k].
+// Loads one operand's part of a stage: ROWS rows from `first` on, elements `at` .. `at + 64`, of a matrix [n,
+// k].
 template <int ROWS, typename T>
 inline void load_rows(u8* to, const T* from, u32 first, u32 n, u32 k, u32 at, u32 end) {
     u32 chunk = threadIdx.x % 8, row = threadIdx.x / 8, column = at + 8 * chunk;
@@ -60,7 +63,7 @@ inline void load_rows(u8* to, const T* from, u32 first, u32 n, u32 k, u32 at, u3
 template <typename T, int ROWS, int STAGES>
 inline void gemm(float* const* ys, float* partials, const T* x, const T* const* ws, const Ends& ends, u32 m, u32 k,
                  u32 k_split) {
-    // Four warps, two by two: each has half of the rows and 64 columns.
+    // 2 x 2 warps, each with half of the rows and 64 columns.
     const int WARP_ROWS = ROWS / 2, MT = WARP_ROWS / 16, NT = 8;
     const u32 STAGE_BYTES = (ROWS + COLS) * ROW_BYTES;
     DYNAMIC_SHARED(pool);
@@ -96,7 +99,7 @@ inline void gemm(float* const* ys, float* partials, const T* x, const T* const* 
     for (u32 step = 0; step < n_steps; step++) {
         copies_wait<STAGES - 2>();
         __syncthreads();
-        // Into the stage that everybody left before the barrier.
+        // Into the stage that every warp left before the barrier.
         load(step + STAGES - 1);
         const u8* rows = pool + step % STAGES * STAGE_BYTES;
         const u8* cols = rows + ROWS * ROW_BYTES;
@@ -150,7 +153,7 @@ inline void gemm(float* const* ys, float* partials, const T* x, const T* const* 
     }
 }
 
-// shared_bytes: STAGES (ROWS + 128) 128; src/gemm.rs holds the same numbers.
+// shared_bytes: STAGES (ROWS + 128) 128; src/gemm.rs has the same numbers.
 #define GEMM(rows, name, T, STAGES)                                                                               \
     extern "C" __global__ __launch_bounds__(128, 2) void gemm_m##rows##_##name(                                  \
         float* y0, float* y1, float* y2, float* y3, float* partials, const T* __restrict__ x,                    \

@@ -1,4 +1,4 @@
-// kv.cu: new keys or values into the paged cache
+// kv.cu: appends new keys or values to the paged cache
 //
 //   cache      [n_blocks, n_kv_heads, kv_block, head_dim]  T
 //   x          [n, n_kv_heads, head_dim]                   f32, rows (heads) of consecutive elements
@@ -6,9 +6,12 @@
 //   seqs       [n]                                         i32
 //   tables     [n_seqs, max_blocks]                        i32
 //
-// Launch    grid (n, n_kv_heads), block (multiple of 32, at most 256), shared 0
-// Requires  two rows have different (sequence, position). A sequence, position or block out of range writes nothing.
-// Rounds to nearest even. Capture: safe; positions, sequences and tables are read at each run.
+// Launch       grid (n, n_kv_heads), block (multiple of 32, at most 256), shared 0
+// Requires     no two rows have the same (sequence, position). A sequence, position or block out of range
+//              writes nothing
+// Aliasing     none
+// Determinism  rounds to nearest even
+// Capture      safe: positions, sequences and tables are read at each run
 #include "paged.cuh"
 #include "view.cuh"
 

@@ -1,16 +1,20 @@
-// linear.cu: y = x w^T for up to four w
+// linear.cu: y_i = x w_i^T for up to four w
 //
-//   y0 .. y3  [m, n]   f32; null behind the last
+//   y0 .. y3  [m, n]   f32; unused ones null
 //   x         [m, k]   f32, rows of consecutive elements at x_rows.start(i)
-//   w0 .. w3  [n, k]   plain or quantised, dense, as in the file; null behind the last
-//   ends      where the columns of each y end, counted over all of them
+//   w0 .. w3  [n, k]   plain or quantised, dense, in file layout; unused ones null
+//   ends               end of each y's columns, counted over all of them
 //
-// Launch    grid (ceil(ends[3] / (4 C)), ceil(m / M)), block (128), shared 0: one warp for C columns and M rows
-// Requires  every w at a multiple of 16 bytes; k whole blocks; quantised w: rows of x at multiples of 16 bytes
-// Aliasing  none
-// Sums in f32. Lane l takes parts l, l + 32, .. of eight elements, then the warp's sums are added as a tree: the order
-// depends on k alone, so a row has the same bits every run, for every m and beside any other columns. The first parts of
-// w are asked for before the kernel waits for x: w must be a weight, or the launch must not overlap. Capture: safe.
+// Launch       grid (ceil(ends[3] / (4 C)), ceil(m / M)), block (128), shared 0: one warp for C columns and M
+//              rows
+// Requires     every w 16-byte aligned; k a multiple of the block length; for quantised w, rows of x 16-byte
+//              aligned. The kernel loads the first parts of w before it waits for x: w must be a weight, or
+//              the launch must not overlap the previous one
+// Aliasing     none
+// Accumulation f32
+// Determinism  same bits every run, for every m and next to any other columns. Lane l adds parts l, l + 32,
+//              .. of eight elements, then the warp's sums are reduced as a tree: the order depends only on k
+// Capture      safe
 #include "overlap.cuh"
 #include "plain.cuh"
 #include "reduce.cuh"
@@ -22,30 +26,30 @@ struct Ends {
     u32 at[4];
 };
 
-// A column of one of the y, and its row of w.
+// A column of one y, and its row of w.
 struct Column {
     const u8* w;
     float* y;
-    u32 n;  // columns of that y; 0: there is none
+    u32 n;  // columns of that y; 0: past the end
 };
 
 // Rows of x that a warp multiplies with its columns.
 template <int M> struct Inputs {
     const float* row[M];
-    u64 bits;  // of all addresses
+    u64 bits;  // OR of all addresses
 
     inline Inputs(const float* x, const Rows& rows, u32 first, u32 m) {
         bits = 0;
 #pragma unroll
         for (int i = 0; i < M; i++) {
-            // Rows past the end are computed like the last one and not stored.
+            // Rows past the end repeat the last one; their results are not stored.
             row[i] = x + rows.start(min(first + i, m - 1));
             bits |= (u64)row[i];
         }
     }
 };
 
-// Eight elements of each column times those of each row.
+// Multiplies eight elements of each column with those of each row.
 template <typename Q, int M, int C>
 inline void add_products(const typename Q::Raw* raw, const Inputs<M>& x, u32 at, u32 part, float (*acc)[M]) {
     u32 start = at / (Q::LEN / 8) * Q::LEN;
@@ -65,12 +69,12 @@ inline void add_products(const typename Q::Raw* raw, const Inputs<M>& x, u32 at,
     }
 }
 
-// Whole parts, with DEPTH of each column under way at any time.
+// Sums over whole parts, with DEPTH parts of each column in flight.
 template <typename Q, int M, int C, int DEPTH>
 inline void whole_sums(const Column* columns, const Inputs<M>& x, u32 k, float (*acc)[M]) {
     const u32 parts = Q::LEN / 8;
     u32 lane = threadIdx.x % 32, n = k / 8;
-    // 32 is a multiple of the parts of a block: a lane always has the same one.
+    // 32 is a multiple of the number of parts in a block, so a lane always has the same part.
     u32 part = lane % parts;
     typename Q::Raw raw[DEPTH][C];
     auto load = [&](int d, u32 at) {
@@ -89,7 +93,8 @@ inline void whole_sums(const Column* columns, const Inputs<M>& x, u32 k, float (
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) load(d, lane + 32 * d);
     wait_for_previous();
-    // One body for whole and partial turns: a kernel that runs for microseconds must not wait for its own code.
+    // One loop body for full and partial iterations: a kernel that runs for microseconds must not wait for
+    // instruction fetches.
 #pragma unroll 1
     for (u32 base = lane; base < n; base += 32 * DEPTH) {
 #pragma unroll
@@ -99,7 +104,7 @@ inline void whole_sums(const Column* columns, const Inputs<M>& x, u32 k, float (
     }
 }
 
-// The same sums in the same order, element by element: of rows that do not start or end where whole parts do.
+// The same sums in the same order, element by element, for rows that are unaligned or end within a part.
 template <typename T, int M, int C>
 inline void ragged_sums(const Column* columns, const Inputs<M>& x, u32 k, float (*acc)[M]) {
     wait_for_previous();
@@ -133,7 +138,7 @@ inline void linear_sums(float* const* y, const float* x, const u8* const* w, con
                 columns[c] = Column{w[i], y[i], end - begin};
             }
         }
-        // Columns past the end are computed like the first and not stored.
+        // Columns past the end repeat the first one; their results are not stored.
         bool there = col < end;
         columns[c].w += (there ? col - begin : 0) * row_bytes;
         columns[c].y += there ? col - begin : 0;
@@ -167,7 +172,7 @@ inline void linear_sums(float* const* y, const float* x, const u8* const* w, con
         const u8* const w[4] = {w0, w1, w2, w3};                                                                 \
         linear_sums<Q, M, C, DEPTH>(y, x, w, x_rows, ends, m, k);                                                     \
     }
-// How many parts are under way is what registers and code size allow.
+// The number of parts in flight is limited by registers and code size.
 #define QUANT(name, Q)             \
     LINEAR(name, Q, m1, 1, 1, 4)   \
     LINEAR(name, Q, m1c2, 1, 2, 2) \

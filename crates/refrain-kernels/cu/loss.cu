@@ -1,25 +1,27 @@
-// loss.cu: cross-entropy of rows of logits, and its gradient in their place
+// loss.cu: cross-entropy of rows of logits, and its gradient
 //
 //   logits   [n, vocab]  T, rows of consecutive elements at rows.start(r)
-//   targets  [n]         i32; negative: no loss and a gradient of zero; vocab or more: NaN for both
+//   targets  [n]         i32; negative: loss and gradient are zero; >= vocab: both are NaN
 //   scale    [1]         f32
 //   loss     [n]         f32 = scale * (log(sum(exp(logits))) - logits[target])
-//   dx       [n, vocab]  T, dense = scale * (softmax(logits) - (1 at the target))
+//   dx       [n, vocab]  T, dense = scale * (softmax(logits) - onehot(target))
 //
-// Launch    grid (n), block (a multiple of 32, at most 512), shared 0
-// Requires  wide: rows start at multiples of 16 bytes and have a multiple of 8 elements
-// Aliasing  dx may be logits when those are dense: a thread reads eight logits before it writes there, the target's are read
-//           before any is written
-// A row of at most 64 logits of 16 bits a thread is read from memory once, and never becomes f32 there; exponentials of
-// these are good to about 1e-6, those of f32 to the last bits. Sums in f32, fixed order:
-// same bits every run. Capture: safe; targets and scale are read at each run.
+// A row with at most 64 16-bit logits per thread is read from memory once and never written there as f32.
+//
+// Launch       grid (n), block (a multiple of 32, at most 512), shared 0
+// Requires     wide: rows are 16-byte aligned and have a multiple of 8 elements
+// Aliasing     dx may be logits if those are dense: a thread reads eight logits before it writes them, and
+//              the target's logit is read before any write
+// Accumulation f32. Exponentials of 16-bit logits are accurate to about 1e-6, those of f32 to the last bits
+// Determinism  same bits every run: additions are in a fixed order
+// Capture      safe: targets and scale are read at each run
 #include "eight.cuh"
 #include "functions.cuh"
 #include "overlap.cuh"
 #include "reduce.cuh"
 #include "view.cuh"
 
-// exp(x - shift) of a type of logits. log2(e) times an infinite logit minus itself is no number, as it should be.
+// exp(x - shift) for a type of logits. An infinite logit minus itself gives NaN, as it should.
 template <typename T> struct Exponential {
     float shift;
 
@@ -34,15 +36,15 @@ template <> struct Exponential<float> {
     inline float operator()(float x) const { return expf(x - shift); }
 };
 
-// What is taken off before exponentials are summed: nothing where the largest is infinite.
+// Returns the shift that is subtracted before exponentials are summed: none if the maximum is infinite.
 inline float shift_for(float max) { return fabsf(max) == inf_f32() ? 0.0f : max; }
 
-// A sum of exponentials with another shift.
+// Converts a sum of exponentials to another shift.
 inline float shifted(float sum, float from, float to) {
     return from == to || sum == 0.0f ? sum : sum * expf(from - to);
 }
 
-// What follows is worked out again from x rather than held in registers, which logits need.
+// Makes the compiler recompute values derived from x instead of keeping them in registers, which hold logits.
 inline void forget(u32& x) {
 #ifndef REFRAIN_ON_HOST
     asm volatile("" : "+r"(x));
@@ -103,7 +105,7 @@ inline void cross_entropy(float* loss, T* dx, const T* logits, const i32* target
         u32 at = mine + k * step;
         if (at < vocab) sum_of(kept[k], left(at));
     }
-    // The sum so far is of exponentials relative to the largest so far.
+    // The sum so far is relative to the maximum so far.
     for (u32 at = 8 * threadIdx.x + KEPT * step; at < vocab; at += step) {
         Eight<T> e = load8(in + at, left(at), WIDE);
         float before = shift_for(max);
@@ -113,7 +115,7 @@ inline void cross_entropy(float* loss, T* dx, const T* logits, const i32* target
     }
     float most = block_reduce(max, Max(), -inf_f32());
     sum = block_reduce(shifted(sum, shift_for(max), shift_for(most)), Add(), 0.0f);
-    // The largest of some numbers and a NaN is a number; the sum is not.
+    // The maximum of numbers and a NaN is a number; the sum is NaN.
     if (threadIdx.x == 0) loss[row] = factor * (most - chosen + logf(sum));
     float share = factor / sum;
     Exponential<T> exponential(most);

@@ -1,19 +1,21 @@
-// matmul.cu: y = a b + c for matrices in any strides, one product for each index of the outer dimensions
+// matmul.cu: y = a b + c for matrices with any strides, batched over the outer dimensions
 //
 //   y  [n_batch, m, n]  T, dense
 //   c  as y, or null
 //   a  [m, k]           T, element (i, j) of batch z at batch.a(z) + i a_row + j a_col
 //   b  [k, n]           T, element (i, j) of batch z at batch.b(z) + i b_row + j b_col
 //
-// Launch    16 bits: grid (ceil(m / 64), ceil(n / 128), n_batch), block (128), shared as shared_bytes below says
-//           f32:     grid (ceil(m / 64), ceil(n / 64), n_batch), block (256), shared 0
-// Requires  with VECTOR_A (VECTOR_B): runs of consecutive elements of a (b) start at multiples of 16 bytes
-// Aliasing  y may be c: an element is read before it is written, by one thread
-// Sums in f32, in steps of 16 elements (f32: one) in order: same bits every run. Capture: safe.
+// Shared memory holds an operand in its own layout: in lines of consecutive elements, along k (DEEP) or
+// across it, each padded by 16 bytes, so that eight lines of a chunk lie in different banks. Operands stored
+// across k are transposed when they are loaded to registers.
 //
-// An operand is held in shared memory as it lies: in lines of consecutive elements, along k (DEEP) or across it, with 16
-// bytes behind each line, so that eight lines of a chunk lie in different banks. Matrices across are transposed when they
-// are loaded to registers.
+// Launch       16 bits: grid (ceil(m / 64), ceil(n / 128), n_batch), block (128), shared as shared_bytes
+//              below. f32: grid (ceil(m / 64), ceil(n / 64), n_batch), block (256), shared 0
+// Requires     with VECTOR_A (VECTOR_B): runs of consecutive elements of a (b) start 16-byte aligned
+// Aliasing     y may be c: one thread reads an element before it writes it
+// Accumulation f32, in steps of 16 elements (f32: one)
+// Determinism  same bits every run: steps are added in order
+// Capture      safe
 #include "mma.cuh"
 #include "view.cuh"
 
@@ -25,18 +27,19 @@ const u32 VECTOR_A = 1, VECTOR_B = 2;
 
 const u32 THREADS = 128, TILE_ROWS = 64, TILE_COLS = 128, DEPTH = 64, STAGES = 3;
 
-// Bytes from one line of an operand's tile to the next.
+// Stride of the lines of an operand's tile, in bytes.
 template <int ROWS, bool DEEP> struct Lines {
     static const u32 STRIDE = 2 * (DEEP ? DEPTH : ROWS) + 16;
 };
 
-// One operand's share of a stage: rows first .. first + ROWS, elements at .. at + 64 along k, zeros behind n_rows and end.
+// Loads one operand's part of a stage: rows first .. first + ROWS, elements at .. at + 64 along k; zeros past
+// n_rows and end.
 template <int ROWS, bool DEEP, typename T>
 inline void load_tile(u8* to, const T* from, u32 first, u32 n_rows, u32 row_stride, u32 at, u32 end, u32 k_stride,
                       bool vector) {
     const u32 CHUNKS = (DEEP ? DEPTH : ROWS) / 8, N = ROWS * DEPTH / 8 / THREADS;
     u8* place;
-    // How many elements of a chunk there are, from which on.
+    // Returns the address of chunk i and sets n, its number of elements in range.
     auto find = [&](u32 i, u32& n) {
         u32 line = i / CHUNKS, chunk = i % CHUNKS;
         u32 row = first + (DEEP ? line : 8 * chunk), k = at + (DEEP ? 8 * chunk : line);
@@ -70,7 +73,7 @@ inline void load_tile(u8* to, const T* from, u32 first, u32 n_rows, u32 row_stri
 
 template <typename T, bool DEEP_A, bool DEEP_B>
 inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes& s, const T* c) {
-    // Four warps, two by two: each has 32 rows and 64 columns.
+    // 2 x 2 warps, each with 32 rows and 64 columns.
     const int MT = 2, NT = 8;
     const u32 A_STRIDE = Lines<TILE_ROWS, DEEP_A>::STRIDE, B_STRIDE = Lines<TILE_COLS, DEEP_B>::STRIDE;
     const u32 A_BYTES = TILE_ROWS * 144, STAGE_BYTES = A_BYTES + TILE_COLS * 144;
@@ -104,7 +107,7 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
     for (u32 step = 0; step < n_steps; step++) {
         copies_wait<STAGES - 2>();
         __syncthreads();
-        // Into the stage that everybody left before the barrier.
+        // Into the stage that every warp left before the barrier.
         load(step + STAGES - 1);
         Place rows = place_of(pool) + step % STAGES * STAGE_BYTES, cols = rows + A_BYTES;
 #pragma unroll
@@ -169,8 +172,8 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
     }
 }
 
-// shared_bytes: 3 (64 + 128) 144; src/matmul.rs holds the same numbers. The first word says how a lies, the second how b
-// does: deep along k, or flat across it.
+// shared_bytes: 3 (64 + 128) 144; src/matmul.rs has the same numbers. The first word of the name is the
+// layout of a, the second that of b: deep along k, or flat across it.
 #define MATMUL(a_lies, DEEP_A, b_lies, DEEP_B, name, T)                                                      \
     extern "C" __global__ __launch_bounds__(128, 2) void matmul_##a_lies##_##b_lies##_##name(                \
         T* y, const T* a, const T* b, Walk batch, Sizes s, const T* c) {           \
@@ -180,7 +183,8 @@ inline void matmul(T* y, const T* a, const T* b, const Walk& batch, const Sizes&
 // unit f32
 const u32 SIDE = 64, SLICE = 16;
 
-// A slice of an operand: rows first .. first + 64, elements at .. at + 16 along k. Threads follow the shorter stride.
+// Loads a slice of an operand: rows first .. first + 64, elements at .. at + 16 along k. Threads follow the
+// shorter stride.
 inline void load_slice(float (*to)[SIDE + 4], const float* from, u32 first, u32 n_rows, u32 row_stride, u32 at, u32 end,
                        u32 k_stride) {
 #pragma unroll
@@ -205,7 +209,7 @@ extern "C" __global__ __launch_bounds__(256) void matmul_f32(float* y, const flo
     y += (u64)blockIdx.z * s.m * s.n;
     if (more != nullptr) more += (u64)blockIdx.z * s.m * s.n;
     u32 first_row = blockIdx.x * SIDE, first_col = blockIdx.y * SIDE;
-    // Four rows and four columns to a thread.
+    // Four rows and four columns per thread.
     u32 row = threadIdx.x / 16 * 4, col = threadIdx.x % 16 * 4;
     auto load = [&](u32 at, u32 buffer) {
         load_slice(left[buffer], a, first_row, s.m, s.a_row, at, s.k, s.a_col);

@@ -1,10 +1,10 @@
-// mma.cuh: tensor cores of compute capability 8.0, and copies to shared memory that run beside the arithmetic.
+// mma.cuh: tensor cores of compute capability 8.0, and asynchronous copies to shared memory
 //
 // A warp multiplies 16 rows by 8 columns over 16 elements. With g = lane / 4 and t = lane % 4, a lane holds
 //   a[0] row g, elements 2t 2t+1    a[1] row g + 8, the same    a[2], a[3]  the same rows, elements 2t+8 2t+9
 //   b[0] column g, elements 2t 2t+1    b[1] column g, elements 2t+8 2t+9
 //   c[0], c[1] row g, columns 2t 2t+1    c[2], c[3] row g + 8, the same columns
-// On the host the same is done by shuffles and plain copies, so that indices are tested without a card.
+// On the host, shuffles and plain copies do the same, so that indexing is tested without a GPU.
 #pragma once
 #include "dtype.cuh"
 
@@ -16,24 +16,25 @@ inline u32 shared_address(const void* p) {
     return at;
 }
 
-// Sixteen bytes, or zeros; both addresses at multiples of 16.
+// Copies 16 bytes, or writes zeros; both addresses 16-byte aligned.
 inline void copy_async(void* to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(there ? 16 : 0)
                  : "memory");
 }
 
-// The first bytes of sixteen and zeros behind them; both addresses at multiples of 16, nothing is read behind the bytes.
+// Copies the first n_bytes of 16 and writes zeros after them; both addresses 16-byte aligned. Nothing past
+// n_bytes is read.
 inline void copy_async_bytes(void* to, const void* from, u32 n_bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(n_bytes)
                  : "memory");
 }
 
-// An address in shared memory, for those who reckon with it.
+// An address in shared memory, for address arithmetic.
 typedef u32 Place;
 inline Place place_of(const void* p) { return shared_address(p); }
 
-// For rows that are read on: the L2 cache fetches 256 bytes.
+// For rows that are read sequentially: prefetches 256 bytes into the L2 cache.
 inline void copy_async(Place to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
                  : "memory");
@@ -41,10 +42,11 @@ inline void copy_async(Place to, const void* from, bool there) {
 
 inline void copies_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits for this thread's copies but for those of the newest N groups.
+// Waits for this thread's copies, except those of the newest N groups.
 template <int N> inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// Four matrices of 8 by 8; lane 8 i + r names row r of matrix i. Lane l gets elements 2t, 2t + 1 of row g of each.
+// Loads four 8 x 8 matrices; lane 8 i + r supplies the address of row r of matrix i. Each lane gets elements
+// 2t, 2t + 1 of row g of each.
 inline void load_matrices(u32* r, Place row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -53,7 +55,7 @@ inline void load_matrices(u32* r, Place row) {
 }
 inline void load_matrices(u32* r, const void* row) { load_matrices(r, place_of(row)); }
 
-// The same transposed: elements g of rows 2t and 2t + 1.
+// The same transposed: each lane gets elements g of rows 2t and 2t + 1.
 inline void load_matrices_transposed(u32* r, Place row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -72,7 +74,7 @@ inline void load_matrices_transposed(u32* r, const void* row) { load_matrices_tr
 MULTIPLY(F16, "f16")
 MULTIPLY(BF16, "bf16")
 
-// Two numbers rounded to nearest even, the first in the lower bits.
+// Packs two numbers rounded to nearest even, the first in the lower bits.
 inline u32 pack(float low, float high, F16) {
     u32 y;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
@@ -84,7 +86,7 @@ inline u32 pack(float low, float high, BF16) {
     return y;
 }
 
-// Of two pairs: a b + c, rounded once.
+// Returns a b + c of two pairs, rounded once.
 inline u32 multiply_add(u32 a, u32 b, u32 c, BF16) {
     u32 y;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
@@ -117,7 +119,7 @@ inline Place place_of(const void* p) { return (u8*)p; }
 inline void copies_end_group() {}
 template <int N> inline void copies_wait() {}
 
-// What the lanes of a warp show each other; a shuffle is a barrier.
+// Data that the lanes of a warp exchange; a shuffle acts as the barrier.
 struct Shown {
     const u8* row[32];
     float a[32][8], b[32][4];

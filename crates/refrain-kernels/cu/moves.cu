@@ -1,21 +1,25 @@
-// moves.cu: rows of a table, elements of rows, zeros around them, and heads turned by their positions, for every type
+// moves.cu: gather, pick, place, pad and RoPE for every element type
 //
-//   move_gather  y [n_ids, d]          = table [n_rows, d] at ids; negative: zeros; n_rows or more: NaN
-//   move_pick    y [n_rows]            = x [n_rows, n_cols] at ids; negative: zero; n_cols or more: NaN
-//   move_place   y [n_rows, width]     = x [n_rows] in the column that ids name, zeros elsewhere and for other ids
+//   move_gather  y [n_ids, d]          = table [n_rows, d] at ids; negative: zeros; >= n_rows: NaN
+//   move_pick    y [n_rows]            = x [n_rows, n_cols] at ids; negative: zero; >= n_cols: NaN
+//   move_place   y [n_rows, width]     = x [n_rows] in the column given by ids, zeros elsewhere and for other ids
 //   move_pad     y [n_outer, total]    = x [n_outer, length] from `before` on, zeros elsewhere
-//   move_rope    y [n, n_heads, head_dim] = x turned by position * inv_freq, forward or back; negative position: as it is
+//   move_rope    y [n, n_heads, head_dim] = x rotated by position * inv_freq, forward or back; negative: unchanged
 //
-// Types of y and x are told by their codes (eight.cuh); move_rope is there for each. x is in rows of consecutive elements,
-// everything else dense.
+// Codes give the types of y and x (eight.cuh); move_rope has one kernel per type. x is in rows of consecutive
+// elements, everything else is dense. gather may be the first kernel of a step: the next one starts only
+// after the previous steps have ended (overlap.cuh).
 //
-// Launch    gather: grid (ceil(n_ids / 8)), block (256); pick: grid (ceil(n_rows / 256)), block (256); place, pad: grid (rows *
-//           ceil(columns / 2048)), block (256); rope: grid (ceil(threads / 128)), block (128), a thread for s.n_each heads
-//           of four pairs where s.wide, of one pair elsewhere, and for the elements behind the pairs
-// Requires  wide: rows of y and x start at multiples of 16 bytes and have a multiple of 8 elements; rope: n_dims too
-// Aliasing  rope: y may be x when that is dense: a thread reads its elements before it writes them. Others: none
-// Exact but for rope, whose angles are as turn.cuh makes them. Capture: safe; ids and positions are read at each run. gather
-// may be the first kernel of a step: the next starts only when the steps before have ended (overlap.cuh).
+// Launch       gather: grid (ceil(n_ids / 8)), block (256). pick: grid (ceil(n_rows / 256)), block (256).
+//              place, pad: grid (rows * ceil(columns / 2048)), block (256). rope: grid (ceil(threads / 128)),
+//              block (128); a thread handles s.n_each heads, for each of them four pairs where s.wide, else
+//              one pair, or an element after the pairs
+// Requires     wide: rows of y and x are 16-byte aligned and have a multiple of 8 elements; rope: n_dims as
+//              well
+// Aliasing     rope: y may be x if that is dense: a thread reads its elements before it writes them. Others:
+//              none
+// Determinism  exact, except rope, whose angles follow turn.cuh
+// Capture      safe: ids and positions are read at each run
 #include "eight.cuh"
 #include "overlap.cuh"
 #include "turn.cuh"
@@ -26,13 +30,13 @@ struct Heads {
     float magnitude, direction;
 };
 
-// Bits of Heads::wide: rows are aligned; the heads of a row are one stride apart from each other.
+// Bits of Heads::wide: rows are aligned; the heads of a row have a constant stride.
 enum : u32 { WIDE = 1, TOGETHER = 2 };
 
-// Heads that a thread loads at once; it turns s.n_each by the angles it has.
+// Heads that a thread loads at once; it rotates s.n_each by the same angles.
 enum : u32 { AT_ONCE = 4 };
 
-// Four elements at a multiple of four, or one.
+// Loads four elements, starting at a multiple of four, or one.
 template <int G, typename T> inline void load_some(const T* p, float* v) {
     if (G == 4) {
         u32 w[4];
@@ -176,11 +180,11 @@ inline void rope(T* y, const T* x, const i32* positions, const float* inv_freq, 
         rope<true>(y, x, positions, inv_freq, rows, s);                                                              \
     }
 
-// Columns of a block where rows are cut up.
+// Columns per block where rows are divided.
 enum : u32 { CHUNK = 2048 };
 
 // unit any
-// A warp has a row.
+// One warp per row.
 extern "C" __global__ __launch_bounds__(256) void move_gather(u8* y, const u8* table, const i32* ids, u32 n_rows, u32 d,
                                                              u32 wide, u32 type, u32 table_type, u32 n_ids) {
     wait_for_previous();

@@ -1,15 +1,19 @@
-// narrow.cu: rows for tensor cores: y = T(x), and T of a norm, of the norm of a sum, and of a gate
+// narrow.cu: 16-bit rows for tensor cores: y = T(x), and T of a norm, of the norm of a sum, and of a gated
+// product
 //
 //   x, a, b, gate, up  [n_rows, n_cols]  f32, rows of consecutive elements at rows.start(r)
 //   w                  [n_cols]          f32
-//   sum, wide          [n_rows, n_cols]  f32, dense; wide is the same as y in f32, or null
+//   sum, wide          [n_rows, n_cols]  f32, dense; wide is y before rounding, or null
 //   y                  [n_rows, n_cols]  T, dense, or in planes of plane_rows rows (planes.cuh)
 //
-// Launch    norms: grid (n_rows), block (256), shared 0; others: grid (ceil(n_cols / 1024), n_rows), block (256), shared 0
-// Requires  n_cols a multiple of 4; rows of inputs, y and sum at multiples of 16 bytes
-// Aliasing  sum may be a; wide may be x, b, gate or up: a thread reads an element before it writes there, and no other
-//           thread touches it
-// Sums in f32, fixed order: same bits every run. Rounds to nearest even. Capture: safe.
+// Launch       norms: grid (n_rows), block (256), shared 0; others: grid (ceil(n_cols / 1024), n_rows), block
+//              (256), shared 0
+// Requires     n_cols a multiple of 4; rows of inputs, y and sum 16-byte aligned
+// Aliasing     sum may be a; wide may be x, b, gate or up: a thread reads an element before it writes it, and
+//              no other thread touches it
+// Accumulation f32; rounds to nearest even
+// Determinism  same bits every run: additions are in a fixed order
+// Capture      safe
 #include "functions.cuh"
 #include "mma.cuh"
 #include "planes.cuh"
@@ -84,7 +88,7 @@ inline void narrow_add_norm(float* sum_out, T* y, float* wide, const float* a, c
         sum = squares(v, sum);
     }
     float scale = norm_scale(sum, n_cols, eps);
-    // Its own writes are what a thread reads here.
+    // A thread reads only its own writes here.
     for (u32 i = threadIdx.x * 4; i < n_cols; i += 1024) {
         float4 v = times(load4(sum_out + row + i), scale, load4(w + i));
         store(y, wide, blockIdx.x, i, n_cols, plane_rows, v);

@@ -1,14 +1,16 @@
-// norm.cu: y = x * rsqrt(mean(x^2) + eps) * w, and the same of a sum
+// norm.cu: RMS norm, y = x * rsqrt(mean(x^2) + eps) * w, of a row or of a sum of two
 //
 //   x, a, b  [n_rows, n_cols]  f32, rows of consecutive elements at rows.start(r)
 //   w        [n_cols]          f32
 //   y, sum   [n_rows, n_cols]  f32, dense
 //
-// Launch    grid (n_rows), block (multiple of 32, at most 512), shared 0
-// Requires  nothing of n_cols
-// Aliasing  y may be x; sum may be a and y may be b: a thread reads an element before it writes there, and no other
-//           thread touches it
-// Sums in f32, fixed order: same bits every run. Capture: safe.
+// Launch       grid (n_rows), block (multiple of 32, at most 512), shared 0
+// Requires     any n_cols
+// Aliasing     y may be x; sum may be a and y may be b: a thread reads an element before it writes it, and no
+//              other thread touches it
+// Accumulation f32
+// Determinism  same bits every run: additions are in a fixed order
+// Capture      safe
 #include "reduce.cuh"
 #include "view.cuh"
 
@@ -43,6 +45,6 @@ extern "C" __global__ __launch_bounds__(512) void rms_norm_add_f32(float* sum_ou
         sum = __fmaf_rn(v, v, sum);
     }
     float scale = norm_scale(sum, n_cols, eps);
-    // Its own writes are what a thread reads here.
+    // A thread reads only its own writes here.
     for (u32 i = threadIdx.x; i < n_cols; i += blockDim.x) out[i] = out_sum[i] * scale * w[i];
 }

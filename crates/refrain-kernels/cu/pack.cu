@@ -1,21 +1,24 @@
-// pack.cu: a quantised matrix from its file's layout into the packed one
+// pack.cu: converts a quantised matrix from its file layout to the packed layout
 //
-//   packed  tiles of eight rows (packed.cuh)
-//   file    [n, k], blocks as in the file
+//   packed  tiles of eight rows (packed.cuh); rows and columns past the end are zeros
+//   file    [n, k], blocks in file layout
 //
-// Launch    grid (ceil(n / 8)), block (256), shared 0: a block has a tile, a warp every eighth unit of it
-// Requires  file and packed at multiples of 16 bytes; k whole blocks
-// Rows and columns past the end become zeros. Exact. Capture: safe.
+// Launch       grid (ceil(n / 8)), block (256), shared 0: one tile per block, every eighth unit of it per
+//              warp
+// Requires     file and packed 16-byte aligned; k a multiple of the block length
+// Aliasing     none
+// Determinism  exact
+// Capture      safe
 #include "overlap.cuh"
 #include "packed.cuh"
 
 const u32 WARPS = 8;
 
-// Bytes at an address that is a multiple of two.
+// Loads bytes at a 2-byte aligned address.
 inline u32 half_at(const u8* p) { return *(const u16*)p; }
 inline u32 word_at(const u8* p) { return load_u32_by_2(p); }
 
-// Bytes i .. i + 3 of a run of nibble pairs, of which `shift` picks the lower or the upper ones.
+// Returns four nibbles of a run of nibble pairs; `shift` selects the lower or the upper nibbles.
 inline u32 nibbles_at(const u8* p, u32 shift) { return word_at(p) >> shift & 0x0f0f0f0fu; }
 
 // Types with blocks of 32.
@@ -53,7 +56,7 @@ struct FileQ8_0 {
     }
 };
 
-// Types with blocks of 256 and 6-bit scales and minima.
+// Types with blocks of 256, and 6-bit scales and minima.
 template <int BITS> struct FileK {
     typedef PackedK<BITS> Q;
     static const u32 LEN = 256, BYTES = BITS == 5 ? 176 : 144;

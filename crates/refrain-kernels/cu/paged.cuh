@@ -1,4 +1,4 @@
-// paged.cuh: where a position of a sequence lies in the KV cache (src/kv.rs holds the same structure).
+// paged.cuh: location of a sequence's position in the paged KV cache (src/kv.rs has the same structure)
 #pragma once
 #include "dtype.cuh"
 
@@ -6,7 +6,8 @@ struct Pages {
     u32 n_blocks, n_kv_heads, kv_block, head_dim, n_seqs, max_blocks;
 };
 
-// The elements of a head at a position, or null when the position is negative or anything is out of range.
+// Returns the elements of a head at a position, or null if the position is negative or anything is out of
+// range.
 template <typename T>
 inline T* kv_cell(T* cache, const i32* tables, i32 position, i32 seq, u32 head, const Pages& p) {
     if (position < 0 || seq < 0 || (u32)seq >= p.n_seqs) return nullptr;

@@ -1,8 +1,8 @@
-// plain.cuh: rows of a file's types, plain or quantised, decoded eight elements at a time (see quant.cuh).
+// plain.cuh: weights in file layout, plain or quantised, decoded eight elements at a time (see quant.cuh)
 #pragma once
 #include "quant.cuh"
 
-// Plain elements in the shape of a quantised type: blocks of eight.
+// Plain elements with the interface of a quantised type: blocks of eight.
 template <typename T> struct Plain {
     static const int LEN = 8, BYTES = 8 * sizeof(T);
     inline static int first(int) { return 0; }
@@ -31,7 +31,7 @@ template <typename T> struct Plain {
     }
 };
 
-// Types whose rows may end in the middle of a part: they are read element by element then.
+// Types whose rows may end within a part; such rows are read element by element.
 template <typename Q> struct Ragged {
     static const bool ALLOWED = false;
     typedef u8 Element;

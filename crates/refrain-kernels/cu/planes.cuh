@@ -1,20 +1,24 @@
-// planes.cuh: where rows of 16 bits lie for the products of many rows (batch.cu).
+// planes.cuh: layout of 16-bit activation rows for batch.cu
 //
-// A plane has 128 columns of `plane_rows` rows. It is cut into 16 chunks of eight columns, and a chunk has 16 bytes of each
-// row, row after row: what tensor cores read at once lies together, and a plane is copied to shared memory as it is.
-// Multiplication s = 0 .. 7 of a plane takes chunks 2 s and 2 s + 1. Lane t = 0 .. 3 of four brings the weights of columns
-// 32 t .. 32 t + 31, four of them at a time, since that is how packed weights lie: so columns 32 t + 4 s + e are at element
-// 2 t + e of chunk 2 s where e is 0 or 1, and at 2 t + e - 2 of chunk 2 s + 1 where it is 2 or 3.
+// A plane has 128 columns of `plane_rows` rows. It is divided into 16 chunks of eight columns; a chunk has 16
+// bytes of each row, row after row. What a tensor core instruction reads is therefore contiguous, and a plane
+// is copied to shared memory unchanged.
 //
-// More rows than a plane has are in further planes, behind those of all columns.
+// Multiplication s = 0 .. 7 of a plane takes chunks 2 s and 2 s + 1. The order of columns follows the packed
+// weights: lane t = 0 .. 3 of four decodes the weights of columns 32 t .. 32 t + 31, four at a time. Column
+// 32 t + 4 s + e is therefore element 2 t + e of chunk 2 s for e = 0, 1, and element 2 t + e - 2 of chunk 2 s
+// + 1 for e = 2, 3.
+//
+// Rows past `plane_rows` are in further planes, after those of all columns.
 #pragma once
 #include "dtype.cuh"
 
 const u32 PLANE = 128;  // columns
 const u32 PLANE_CHUNKS = PLANE / 8;
-const u32 PLANE_BYTES = 2 * PLANE;  // of a row
+const u32 PLANE_BYTES = 2 * PLANE;  // per row
 
-// Where an element lies among rows of `n_cols` columns: row after row, or in planes. plane_rows is a power of two.
+// Returns the index of an element in rows of n_cols columns: dense (plane_rows 0), or in planes. plane_rows
+// is a power of two.
 inline u64 narrow_at(u32 row, u32 column, u32 n_cols, u32 plane_rows) {
     if (plane_rows == 0) return (u64)row * n_cols + column;
     u32 tile = row / plane_rows, c = column % PLANE, t = c / 32, s = c % 32 / 4, e = c % 4;
@@ -22,7 +26,7 @@ inline u64 narrow_at(u32 row, u32 column, u32 n_cols, u32 plane_rows) {
     return ((u64)plane * PLANE_CHUNKS + chunk) * (8 * plane_rows) + 8 * (row - tile * plane_rows) + 2 * t + e % 2;
 }
 
-// Four elements, from a column on that is a multiple of four: `low` has the first two.
+// Stores four elements, starting at a column that is a multiple of four; `low` has the first two.
 inline void narrow_store(u16* y, u32 row, u32 column, u32 n_cols, u32 plane_rows, u32 low, u32 high) {
     u16* to = y + narrow_at(row, column, n_cols, plane_rows);
     if (plane_rows == 0) {

@@ -1,29 +1,32 @@
-// rope.cu: each pair (u, v) of a head turned by the angle position * inv_freq[i]; alone, and with what follows it
+// rope.cu: RoPE: rotates each pair (u, v) of a head by the angle position * inv_freq[i]; alone, or with the
+// KV append
 //
 //   y, x       [n, n_heads, head_dim]  f32; x in rows (heads) of consecutive elements, y dense
-//   positions  [n]                     i32; negative: the row comes out as it went in
+//   positions  [n]                     i32; negative: the row is copied unchanged
 //   inv_freq   [n_dims / 2]            f32
 //
-// rope_kv turns the queries into q_out and the keys into k_out, and puts the turned keys and the values into the cache:
+// rope_kv rotates the queries into q_out and the keys into k_out, and appends the rotated keys and the values
+// to the cache:
 //
 //   q_out, q                    [n, n_heads, head_dim]                      f32
 //   k_out, k, v                 [n, n_kv_heads, head_dim]                   f32
 //   k_cache, v_cache            [n_blocks, n_kv_heads, kv_block, head_dim]  T
-//   positions, seqs             [n]                                         i32; negative: nothing goes into the cache
+//   positions, seqs             [n]                                         i32; negative: nothing is appended
 //   tables                      [n_seqs, max_blocks]                        i32
 //
-// Launch    rope: grid (ceil(n n_heads P / 128)), block (128), shared 0, P = head_dim - n_dims / 2: one thread per pair
-//           that turns, and one per element behind them
-//           rope_kv: grid (ceil(n ((n_heads + n_kv_heads) P + n_kv_heads head_dim) / 128)), block (128), shared 0
-// Requires  n_dims even, at most head_dim. rope_kv: two rows have different (sequence, position)
-// Aliasing  y may be x, q_out q and k_out k when those are dense: a thread reads its pair before it writes it
-// Angles are as turn.cuh makes them. Same bits every run, and rope_kv the same as rope and kv_append. Capture: safe;
-// positions, sequences and tables are read at each run.
+// Launch       rope: grid (ceil(n n_heads P / 128)), block (128), shared 0, with P = head_dim - n_dims / 2:
+//              one thread per rotated pair and one per element after the pairs. rope_kv: grid (ceil(n
+//              ((n_heads + n_kv_heads) P + n_kv_heads head_dim) / 128)), block (128), shared 0
+// Requires     n_dims even, at most head_dim. rope_kv: no two rows have the same (sequence, position)
+// Aliasing     y may be x, q_out q and k_out k if those are dense: a thread reads its pair before it writes
+//              it
+// Determinism  same bits every run; angles follow turn.cuh. rope_kv gives the same bits as rope and kv_append
+// Capture      safe: positions, sequences and tables are read at each run
 #include "paged.cuh"
 #include "turn.cuh"
 #include "view.cuh"
 
-// What the threads of a head's row do: turn a pair, or copy an element behind the pairs.
+// Work of a thread on a head: rotates a pair, or copies an element after the pairs.
 struct Turn {
     u32 n_dims;
     float magnitude;
@@ -35,7 +38,7 @@ struct Turn {
         turn_pair(u, v, sine, cosine);
     }
 
-    // Calls store(element, value) for what thread i of a head has.
+    // Calls store(element, value) for the elements of thread i of a head.
     template <bool INTERLEAVED, typename F>
     inline void each(const float* in, u32 i, i32 position, const float* inv_freq, F store) const {
         u32 half = n_dims / 2;

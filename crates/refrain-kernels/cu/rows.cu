@@ -3,14 +3,16 @@
 //   x  [n_rows, n_cols]  f32, rows of consecutive elements at rows.start(r)
 //   y  [n_rows] or, for softmax, [n_rows, n_cols]  f32, dense
 //
-// Launch    grid (n_rows), block (256), shared 0
-// Aliasing  softmax: y may be x when that is dense
-// Sums in f32, fixed order: same bits every run. Capture: safe.
+// Launch       grid (n_rows), block (256), shared 0
+// Aliasing     softmax: y may be x if that is dense. Others: none
+// Accumulation f32
+// Determinism  same bits every run: additions are in a fixed order
+// Capture      safe
 #include "reduce.cuh"
 #include "view.cuh"
 
 template <typename F> inline float row_reduce(const float* x, u32 n_cols, F f, float neutral) {
-    // A row may be all that there is: many loads are on their way before the first is used.
+    // There may be only one row, so many loads are issued before the first is used.
     const u32 AT_ONCE = 16;
     float result = neutral;
     for (u32 first = threadIdx.x; first < n_cols; first += AT_ONCE * blockDim.x) {

@@ -67,7 +67,7 @@ inline Chunk together(const Chunk* chunks, u32 n_chunks, Chunk mine) {
     return Chunk{best, warp_reduce(sum, Add())};
 }
 
-// The same for N threads with a chunk each: stores the chunks' bests on the desk and sets the row's best.
+// The same for N threads with a chunk each: stores the chunks' bests in desk.heads and sets the row's best.
 // After a barrier, total_of() returns the sum of weights.
 template <u32 N> inline void weigh_all(Row& row, Desk& desk, const Chunk* chunks, Chunk mine) {
     u32 c = threadIdx.x, warp = c / 32, lane = c % 32;
@@ -246,8 +246,8 @@ template <int R> inline u32 choose_listed(const Row& row, const Desk& desk, u32 
     return chosen < keep ? chosen : keep - 1;
 }
 
-// Returns the n-th best of the keys on the desk, or the desk's `key` if there are fewer. All threads call
-// this, after a barrier that follows the keys; the first N do the work.
+// Returns the n-th best of the heads, or desk.key if there are fewer. All threads call this, after a barrier
+// that follows the keys; the first N do the work.
 template <u32 N> inline u64 nth_head(Desk& desk, const u64* heads, u32 n_heads, u32 n) {
     if (threadIdx.x < N) {
         place_all(N, heads, n_heads, [&](u64 key, u32 place, u32 part, u32) {

@@ -1,11 +1,13 @@
-// turn.cuh: the angle of a position, and a pair turned by it. Every operation is rounded as written here, so that a
-// kernel that turns has the bits of every other one.
+// turn.cuh: the rotation of RoPE: the angle of a position, and the rotation of a pair
+//
+// Every operation has explicit rounding, so that all kernels that rotate give the same bits.
 #pragma once
 #include "dtype.cuh"
 
-// Sine and cosine of position * inv_freq, both times the magnitude. The angle is formed and reduced to an eighth of a turn
-// in f64, so that it is as good at position 100,000 as at 1. What is left is small, so that polynomials in f32 do, with
-// an error of about one unit in the last place; the library's functions carry a reduction of their own along.
+// Computes sine and cosine of position * inv_freq, both times the magnitude. The angle is computed and
+// reduced to an eighth of a turn in f64, so it is as accurate at position 100,000 as at 1. The reduced angle
+// is small enough for f32 polynomials, with an error of about one unit in the last place; the CUDA library's
+// functions would add a range reduction of their own.
 inline void turn_of(i32 position, float inv_freq, float magnitude, float& sine, float& cosine) {
     const double per_quarter = 0.63661977236758134308, quarter = 1.57079632679489661923;
     double quarters = (double)position * (double)inv_freq * per_quarter, whole = rint(quarters);
@@ -17,7 +19,7 @@ inline void turn_of(i32 position, float inv_freq, float magnitude, float& sine, 
     float c = __fmaf_rn(x2, 2.443315711809948e-5f, -1.388731625493765e-3f);
     c = __fmaf_rn(x2, c, 4.166664568298827e-2f);
     c = __fmaf_rn(__fmul_rn(x2, x2), c, __fmaf_rn(x2, -0.5f, 1.0f));
-    // The quarters are at most 2^31 times a frequency: far within 64 bits.
+    // At most 2^31 times a frequency: far below 64 bits.
     u32 turned = (u32)(long long)whole;
     float a = (turned & 1) != 0 ? c : s, b = (turned & 1) != 0 ? s : c;
     sine = __fmul_rn((turned & 2) != 0 ? -a : a, magnitude);

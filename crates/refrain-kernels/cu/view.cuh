@@ -1,4 +1,4 @@
-// view.cuh: the strides that launchers pass by value (src/view.rs holds the same structures).
+// view.cuh: strides that launchers pass by value (src/view.rs has the same structures)
 #pragma once
 #include "dtype.cuh"
 #include "overlap.cuh"
@@ -14,7 +14,7 @@ struct Rows {
     }
 };
 
-// Up to six dimensions of one or two operands, walked in row-major order.
+// Up to six dimensions of one or two operands, traversed in row-major order.
 struct Walk {
     u32 rank;
     u32 dims[6];

@@ -1,14 +1,14 @@
-// wgmma.cuh: rows of weights in registers times rows of x in shared memory, by tensor cores.
+// wgmma.cuh: tensor core products of weights in registers and rows of x in shared memory
 //
-// Four warps multiply 64 rows by M columns over 16 elements; each has 16 of the rows and holds them, and its sums, as
-// multiply() of mma.cuh does: sums[i] are those of columns 8 i .. 8 i + 7. The right side are two chunks of a plane
-// (planes.cuh) in shared memory.
+// A warpgroup multiplies 64 rows by M columns over 16 elements. Each warp has 16 of the rows and holds them
+// and its sums in the layout of multiply() in mma.cuh: sums[i] are those of columns 8 i .. 8 i + 7. The B
+// operand is two chunks of a plane (planes.cuh) in shared memory.
 //
-// On compute capability 9.0 that is, for 32 columns or more, one instruction of the four warps together, which runs on while
-// they go on. Elsewhere a warp multiplies by itself, and is done when it goes on. In either case:
-//   begin()     before the first of a few, behind the last write to their registers
-//   multiply()  of up to four
-//   end()       behind the last; none of their registers may be written before, and shared memory not filled again
+// On compute capability 9.0 and for 32 or more columns, this is one asynchronous warpgroup instruction
+// (wgmma). Elsewhere, each warp multiplies by itself and synchronously. Both follow the same protocol:
+//   begin()     before the first of a few, after the last write to their registers
+//   multiply()  up to four times
+//   end()       after the last; until then their registers must not be written, nor shared memory refilled
 #pragma once
 #include "mma.cuh"
 #include "planes.cuh"
@@ -69,13 +69,13 @@ template <> struct Rows64<128> {
 
 #endif
 
-// A plane of M rows of x in shared memory, half of it at a time.
+// A plane of M rows of x in shared memory, of which half is used at a time.
 template <int M, bool TOGETHER> struct Columns {
     Place plane;
     u32 right[4][M / 8][2];
 
     inline explicit Columns(const u8* plane) : plane(place_of(plane)) {}
-    // Eight bytes a lane and multiplication, of eight rows: matrices of eight rows of a chunk, four at a time.
+    // Loads the B fragments of a half: 8 x 8 matrices of eight rows of a chunk, four at a time.
     inline void begin(u32 half) {
         u32 matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;
         Place from = plane + 8 * half * M * 16;
@@ -116,8 +116,8 @@ template <int M, bool TOGETHER> struct Columns {
 template <int M> struct Columns<M, true> {
     u64 first, from;
 
-    // In 16 bytes: the place, without the block of a cluster that an address names above it; the distances from a chunk to
-    // the next, and from eight rows to the next.
+    // Matrix descriptor, in units of 16 bytes: the address (without the bits above it that select a block of
+    // the cluster), the stride between chunks, and the stride between groups of eight rows.
     inline explicit Columns(const u8* plane)
         : first((u64)(shared_address(plane) >> 4 & 0x3fffu) | (u64)M << 16 | (u64)8 << 32) {}
     inline void begin(u32 half) {
